@@ -1,0 +1,93 @@
+"""What is timed: one list of real model shapes for decode, one for prefill. Data only."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention call.
+
+    Attributes:
+      name: model and batch, as the command line names it.
+      seq_lens: tokens of each sequence; for prefill all of them are queries, for decode the last one is.
+      num_heads, num_kv_heads, head_size, block_size: in vLLM's words.
+      cache_dtype: of both caches; queries are bfloat16.
+      layout: of both caches.
+    """
+
+    name: str
+    seq_lens: tuple[int, ...]
+    num_heads: int
+    num_kv_heads: int
+    head_size: int = 128
+    block_size: int = 16
+    cache_dtype: str = "bfloat16"
+    layout: str = "hnd"
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.seq_lens)
+
+    @property
+    def blocks_per_seq(self) -> tuple[int, ...]:
+        """Blocks that each sequence fills, the last perhaps in part."""
+        return tuple(-(-length // self.block_size) for length in self.seq_lens)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the keys and values of all sequences: what decode cannot avoid reading."""
+        token = 2 * self.num_kv_heads * self.head_size * jnp.dtype(self.cache_dtype).itemsize
+        return sum(self.seq_lens) * token
+
+    @property
+    def causal_flops(self) -> int:
+        """Operations of causal prefill, counted as half of 4 * num_heads * seq_len^2 * head_size."""
+        return sum(2 * self.num_heads * length**2 * self.head_size for length in self.seq_lens)
+
+
+_spread = tuple(512 + 3584 * (37 * i % 128) // 127 for i in range(128))  # 512 to 4096 evenly, in mixed order
+
+_gqa = Case("llama3-8b-64x4096", (4096,) * 64, 32, 8)
+
+DECODE = (
+    Case("llama2-7b-32x2048", (2048,) * 32, 32, 32),
+    Case("llama2-7b-32x8192", (8192,) * 32, 32, 32),
+    Case("llama2-7b-32x32768", (32768,) * 32, 32, 32),
+    Case("llama3-8b-1x32768", (32768,), 32, 8),
+    Case("llama3-8b-8x8192", (8192,) * 8, 32, 8),
+    _gqa,
+    Case("llama3-8b-256x2048", (2048,) * 256, 32, 8),
+    Case("llama3-70b-32x8192", (8192,) * 32, 64, 8),
+    Case("llama3-70b-128xragged", _spread, 64, 8),
+    Case("mqa-64x8192", (8192,) * 64, 32, 1),
+    Case("opt-125m-256x1024", (1024,) * 256, 12, 12, 64),
+    Case("llama3-8b-1x512", (512,), 32, 8),
+    Case("llama3-8b-4x1024", (1024,) * 4, 32, 8),
+    replace(_gqa, name=f"{_gqa.name}-e4m3", cache_dtype="float8_e4m3fn"),
+    replace(_gqa, name=f"{_gqa.name}-nhd", layout="nhd"),
+    replace(_gqa, name=f"{_gqa.name}-vllm", layout="vllm"),
+)
+
+PREFILL = (
+    Case("llama3-8b-8x8192", (8192,) * 8, 32, 8),
+    Case("llama3-8b-1x32768", (32768,), 32, 8),
+    Case("llama3-8b-16x1024", (1024,) * 16, 32, 8),
+    Case("llama2-7b-4x4096", (4096,) * 4, 32, 32),
+)
+
+
+def select(cases: Sequence[Case], names: Iterable[str] | None) -> tuple[Case, ...]:
+    """The cases of these names, in the list's order; all of them for None.
+
+    Raises:
+      ValueError: no case has one of the names.
+    """
+    if names is None:
+        return tuple(cases)
+    wanted = set(names)
+    if unknown := wanted - {case.name for case in cases}:
+        raise ValueError(f"no case is named {', '.join(sorted(unknown))}; there are {', '.join(c.name for c in cases)}")
+    return tuple(case for case in cases if case.name in wanted)

@@ -1,0 +1,170 @@
+"""Random inputs of a case: shuffled blocks in a pool that no cache level holds, and the float32 truth for some rows."""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from benchmarks.cases import Case
+from paged_jax import PagedKVCache
+
+POOL_BYTES = 2 << 30  # of keys and values together, far more than any L2
+_MAX_TABLES = 128
+_CHUNK = 1 << 24  # random numbers drawn at a time
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arrays of a case, on the device.
+
+    Attributes:
+      query: bf16 [num_seqs or num_tokens, num_heads, head_size].
+      key_cache, value_cache: the pools, in the case's layout.
+      block_tables: several i32 [num_seqs, max_blocks_per_seq] that share no block. Calls rotate through them, so
+        that a small case does not find its keys and values in L2. Unused entries are 0.
+      seq_lens: i32 [num_seqs].
+      query_start_loc: i32 [num_seqs + 1], for prefill.
+      k_scale, v_scale: f32 [], for caches narrower than the query; otherwise None.
+    """
+
+    query: Array
+    key_cache: Array
+    value_cache: Array
+    block_tables: tuple[Array, ...]
+    seq_lens: Array
+    query_start_loc: Array
+    k_scale: Array | None
+    v_scale: Array | None
+
+
+def make(case: Case, *, prefill: bool, pool_bytes: int = POOL_BYTES, memory: int | None = None, seed: int = 0) -> Inputs:
+    """Draws the inputs of a case.
+
+    Args:
+      case: what to draw.
+      prefill: whether every token has a query, or each sequence's last one only.
+      pool_bytes: least size of both pools together.
+      memory: bytes the device has for arrays; None for no limit.
+      seed: of all random numbers.
+
+    Raises:
+      MemoryError: the case does not fit.
+    """
+    num_tables = rotations(case, pool_bytes)
+    if memory is not None:
+        # Two more copies of the keys and values: for a peer with a pool of its own, and for what it computes.
+        if (num_tables + 2) * case.kv_bytes > memory:
+            num_tables = 1
+        if 1.2 * case.kv_bytes > memory:
+            raise MemoryError(f"needs {case.kv_bytes / 1e9:.1f} GB of keys and values, the device has {memory / 1e9:.1f}")
+    key_pool, key_query = jax.random.split(jax.random.key(seed))
+    needed = num_tables * sum(case.blocks_per_seq)
+    key_cache, value_cache, num_blocks = _pools(case, needed, pool_bytes, key_pool)
+    order = np.random.default_rng(seed).permutation(num_blocks)[:needed]
+    tables = [_table(case, part) for part in np.split(order, num_tables)]
+    query_lens = np.asarray(case.seq_lens if prefill else (1,) * case.num_seqs, np.int32)
+    scales = (0.5, 2.0) if jnp.dtype(case.cache_dtype).itemsize < 2 else (None, None)
+    k_scale, v_scale = (None if s is None else jnp.float32(s) for s in scales)
+    return Inputs(
+        query=jax.random.normal(key_query, (int(query_lens.sum()), case.num_heads, case.head_size), jnp.bfloat16),
+        key_cache=key_cache,
+        value_cache=value_cache,
+        block_tables=tuple(jnp.asarray(table) for table in tables),
+        seq_lens=jnp.asarray(case.seq_lens, jnp.int32),
+        query_start_loc=jnp.asarray(np.concatenate([[0], np.cumsum(query_lens)]), jnp.int32),
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+
+
+def rotations(case: Case, pool_bytes: int = POOL_BYTES) -> int:
+    """How many block tables, each with blocks of its own, the calls of a case rotate through."""
+    return min(max(2, math.ceil(pool_bytes / case.kv_bytes)), _MAX_TABLES)
+
+
+def _table(case: Case, blocks: np.ndarray) -> np.ndarray:
+    table = np.zeros((case.num_seqs, max(case.blocks_per_seq)), np.int32)
+    for row, own in zip(table, np.split(blocks, np.cumsum(case.blocks_per_seq)[:-1]), strict=True):
+        row[: len(own)] = own
+    return table
+
+
+def _pools(case: Case, needed: int, pool_bytes: int, key: Array) -> tuple[Array, Array, int]:
+    """Random pools of at least `needed` blocks and `pool_bytes`, and their number of blocks."""
+    elements = case.block_size * case.num_kv_heads * case.head_size
+    itemsize = jnp.dtype(case.cache_dtype).itemsize
+    chunk = max(1, min(needed, _CHUNK // elements))
+    chunks = math.ceil(max(needed, pool_bytes / (2 * elements * itemsize)) / chunk)
+    create = functools.partial(
+        PagedKVCache.create,
+        chunk,
+        case.block_size,
+        case.num_kv_heads,
+        case.head_size,
+        dtype=case.cache_dtype,
+        layout=case.layout,  # pyright: ignore[reportArgumentType]
+    )
+    piece = jax.eval_shape(create)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def draw(key, shape):
+        def some(key):
+            return jax.random.normal(key, shape, jnp.float32).astype(case.cache_dtype)
+
+        # Piece by piece: the random bits of a whole pool need several times its memory.
+        return jax.lax.map(some, jax.random.split(key, chunks)).reshape(chunks * chunk, *shape[1:])
+
+    key_k, key_v = jax.random.split(key)
+    return draw(key_k, piece.key_cache.shape), draw(key_v, piece.value_cache.shape), chunks * chunk
+
+
+def tokens(blocks: Array, layout: str, *, is_key: bool) -> Array:
+    """Blocks of a cache, gathered as [..., num_blocks, block...], as [..., num_tokens, num_kv_heads, head_size]."""
+    if layout == "nhd":
+        out = blocks
+    elif layout == "hnd":
+        out = jnp.swapaxes(blocks, -3, -2)
+    elif is_key:
+        out = jnp.moveaxis(blocks, -2, -4)
+        out = out.reshape(*out.shape[:-2], -1)
+    else:
+        out = jnp.moveaxis(blocks, -1, -3)
+    return out.reshape(*out.shape[:-4], -1, *out.shape[-2:])
+
+
+def truth(case: Case, inputs: Inputs, *, prefill: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Some rows of the output for the first block table, by the plain formula in float32.
+
+    Returns:
+      i32 [n], which rows of the output, and f32 [n, num_heads, head_size], what they are.
+    """
+    starts = np.asarray(inputs.query_start_loc)
+    indices, rows = [], []
+    for seq in sorted({0, case.num_seqs // 2, case.num_seqs - 1}):
+        length = case.seq_lens[seq]
+        positions = np.unique(np.linspace(0, length - 1, 16).astype(np.int32)) if prefill else np.array([length - 1])
+        index = starts[seq] + positions - (0 if prefill else length - 1)
+        table = inputs.block_tables[0][seq]
+        scales = [jnp.float32(1) if s is None else s for s in (inputs.k_scale, inputs.v_scale)]
+        caches = (inputs.key_cache, inputs.value_cache)
+        out = _attend(inputs.query[index], *caches, table, jnp.asarray(positions, jnp.int32), *scales, case.layout)
+        indices.append(index)
+        rows.append(np.asarray(out))
+    return np.concatenate(indices), np.concatenate(rows)
+
+
+@functools.partial(jax.jit, static_argnames="layout")
+def _attend(query, key_cache, value_cache, table, positions, k_scale, v_scale, layout):
+    exactly = functools.partial(jnp.einsum, precision="highest")
+    key = tokens(key_cache[table], layout, is_key=True).astype(jnp.float32) * k_scale
+    value = tokens(value_cache[table], layout, is_key=False).astype(jnp.float32) * v_scale
+    num_rows, num_heads, head_size = query.shape
+    query = query.astype(jnp.float32).reshape(num_rows, key.shape[1], -1, head_size)
+    logits = exactly("nkgd,tkd->nkgt", query, key) * jnp.float32(head_size**-0.5)
+    seen = jnp.arange(key.shape[0], dtype=jnp.int32)[None, :] <= positions[:, None]
+    weights = jax.nn.softmax(jnp.where(seen[:, None, None, :], logits, -jnp.inf), axis=-1)
+    return exactly("nkgt,tkd->nkgd", weights, value).reshape(num_rows, num_heads, head_size)

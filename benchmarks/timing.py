@@ -1,0 +1,191 @@
+"""Device time of all the kernels of a call, by CUPTI, and the ceilings that times are held against.
+
+The read ceiling is a kernel of our own that reads a buffer with 16-byte loads and does nothing else; it needs CuPy.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_READ = r"""
+extern "C" __global__ void __launch_bounds__(512) read(const uint4* __restrict__ data, long long n, unsigned* out) {
+  unsigned sum = 0;
+  const long long step = (long long)gridDim.x * 512 * UNROLL;
+  for (long long i = (long long)blockIdx.x * 512 * UNROLL + threadIdx.x; i < n; i += step) {
+    uint4 v[UNROLL];
+    #pragma unroll
+    for (int u = 0; u < UNROLL; ++u) v[u] = i + u * 512 < n ? __ldg(data + i + u * 512) : make_uint4(0, 0, 0, 0);
+    #pragma unroll
+    for (int u = 0; u < UNROLL; ++u) sum ^= v[u].x ^ v[u].y ^ v[u].z ^ v[u].w;
+  }
+  if (sum == 0x9e3779b9u) *out = sum;  // keeps the loads; hardly ever stores
+}
+extern "C" __global__ void fill(unsigned* data, long long n) {
+  const long long step = (long long)gridDim.x * blockDim.x;
+  for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {
+    unsigned x = (unsigned)i * 0x9e3779b9u; x ^= x >> 16; x *= 0x85ebca6bu; x ^= x >> 13; data[i] = x;
+  }
+}
+"""
+_LARGE = 8 << 30
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Device time of one call.
+
+    Attributes:
+      us: median over the calls, of the sum of each call's kernels, in microseconds.
+      min_us: the fastest call.
+      calls: how many were timed.
+      kernels: name and median time in microseconds of each kernel of a call; empty where calls differ.
+    """
+
+    us: float
+    min_us: float
+    calls: int
+    kernels: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """What no kernel can beat.
+
+    Attributes:
+      unit: of `rate`: "GB/s" or "TFLOP/s".
+      rate: reached on a large problem; None where it could not be measured.
+      us: time in microseconds by amount of work (bytes), where size matters.
+      note: how it was measured, or why not.
+    """
+
+    unit: str
+    rate: float | None
+    us: dict[int, float]
+    note: str
+
+    def time(self, work: int) -> float | None:
+        """Microseconds that `work` (bytes or operations) takes at the least, at its own size where known."""
+        if work in self.us:
+            return self.us[work]
+        return None if self.rate is None else work / self.rate / (1e3 if self.unit == "GB/s" else 1e6)
+
+
+class _Launches:
+    """Looks jitted to `profiler.measure`, which would jit a plain function; what it launches varies from call to call."""
+
+    def __init__(self, run: Callable[[], Any]):
+        self.run = run
+
+    def __call__(self):
+        return self.run()
+
+    def trace(self):
+        raise NotImplementedError
+
+    def lower(self):
+        raise NotImplementedError
+
+
+def kernel_times(run: Callable[[], Any]) -> list[tuple[str, float]]:
+    """Name and microseconds of every kernel that `run` launches, in order. Calls it twice, the first time to warm up.
+
+    Copies and memsets that no kernel does are not seen by this clock.
+    """
+    from jax.experimental.mosaic.gpu import profiler
+
+    _, kernels = profiler.measure(_Launches(run), aggregate=False)()
+    if not kernels:
+        raise RuntimeError("CUPTI saw no kernel")
+    return [(str(name), float(ms) * 1e3) for name, ms in kernels]
+
+
+def time_calls(fn: Callable, argsets: Sequence[tuple], *, samples: int = 3, seconds: float = 0.1) -> Timing:
+    """Times `fn(*args)`, rotating through `argsets`.
+
+    Args:
+      fn: compiled; launches the same kernels for each of the argsets.
+      argsets: arguments, so many that together they do not fit in L2.
+      samples: how often CUPTI is started anew.
+      seconds: about how long one sample lasts.
+    """
+    jax.block_until_ready(fn(*argsets[0]))
+    start = time.perf_counter()
+    jax.block_until_ready(fn(*argsets[-1]))
+    once = time.perf_counter() - start
+    num_calls = min(max(4, int(seconds / once)), max(32, len(argsets)))
+    # The clocks of an idle GPU take a while to rise.
+    start = time.perf_counter()
+    while time.perf_counter() - start < 0.05:
+        jax.block_until_ready(fn(*argsets[0]))
+
+    def run():
+        out = None
+        for i in range(num_calls):
+            out = fn(*argsets[i % len(argsets)])
+        return out
+
+    times, parts = [], []
+    for _ in range(samples):
+        kernels = kernel_times(run)
+        if len(kernels) % num_calls:
+            times.append(sum(us for _, us in kernels) / num_calls)
+            continue
+        per_call = len(kernels) // num_calls
+        calls = [kernels[i : i + per_call] for i in range(0, len(kernels), per_call)][num_calls // 4 :]
+        times += [sum(us for _, us in call) for call in calls]
+        parts += calls
+    same = bool(parts) and all([n for n, _ in call] == [n for n, _ in parts[0]] for call in parts)
+    medians = [statistics.median(call[i][1] for call in parts) for i in range(len(parts[0]))] if same else []
+    names = [name for name, _ in parts[0]] if same else []
+    return Timing(statistics.median(times), min(times), len(times), tuple(zip(names, medians, strict=True)))
+
+
+def read_ceiling(sizes: Iterable[int]) -> Ceiling:
+    """Times the read kernel on buffers of these sizes in bytes, and on one of 8 GiB, each with its best launch."""
+    try:
+        import cupy
+    except ImportError as error:
+        return Ceiling("GB/s", None, {}, f"CuPy is not installed: {error}")
+    free = cupy.cuda.Device().mem_info[0]
+    large = min(_LARGE, free // 2) >> 21 << 21
+    buffer = cupy.empty(large, cupy.uint8)
+    multiprocessors = cupy.cuda.Device().attributes["MultiProcessorCount"]
+    cupy.RawKernel(_READ, "fill", ("-DUNROLL=1",))((8 * multiprocessors,), (512,), (buffer, np.int64(large // 4)))
+    sink = cupy.zeros(1, cupy.uint32)
+    reads = [cupy.RawKernel(_READ, "read", (f"-DUNROLL={unroll}",)) for unroll in (1, 4, 8)]
+    launches = [(read, blocks * multiprocessors) for read in reads for blocks in (1, 2, 4)]
+    sizes = sorted({size for size in sizes if size <= large} | {large})
+    repeats = 12
+
+    def run():
+        for size in sizes:
+            places = max(1, large // size)
+            for kernel, blocks in launches:
+                for i in range(repeats):
+                    # Elsewhere each time, so that nothing is in L2; at a multiple of 16 bytes.
+                    part = buffer[i * 7 % places * size // 256 * 256 :]
+                    kernel((blocks,), (512,), (part, np.int64(size // 16), sink))
+        cupy.cuda.Device().synchronize()
+
+    times = [us for name, us in kernel_times(run)]
+    if len(times) != len(sizes) * len(launches) * repeats:
+        raise RuntimeError(f"CUPTI saw {len(times)} kernels of {len(sizes) * len(launches) * repeats}")
+    medians = np.median(np.reshape(times, (len(sizes), len(launches), repeats)), axis=2).min(axis=1)
+    best = dict(zip(sizes, map(float, medians), strict=True))
+    del buffer
+    cupy.get_default_memory_pool().free_all_blocks()
+    return Ceiling("GB/s", large / best[large] / 1e3, best, "16-byte loads, best of 9 launches per size")
+
+
+def matmul_ceiling(size: int = 8192) -> Ceiling:
+    """Times XLA's product of two random bfloat16 matrices of `size` rows and columns."""
+    a, b = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in jax.random.split(jax.random.key(0)))
+    timing = time_calls(jax.jit(jnp.matmul), [(a, b)])
+    return Ceiling("TFLOP/s", 2 * math.pow(size, 3) / timing.us / 1e6, {}, f"XLA's bfloat16 product of {size}^3")

@@ -1,0 +1,141 @@
+"""The `attend` callables that join a decoder to its keys and values.
+
+A decoder (decoder.py) calls `attend(query, key, value, cache, *, scale, sliding_window) -> (out, cache)` once
+a layer and knows nothing else about caches. Each function here returns such a callable for one step:
+
+    prefill_attend   writes the new tokens to the paged cache, then attends over ragged rows of any length
+    decode_attend    writes one token a sequence, then attends to the cache of each
+    causal_attend    one sequence, plain jnp, no cache: for training and for comparison
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+
+import paged_jax
+
+type Attend = Callable[..., tuple[Array, Any]]
+type Implementation = Literal["mosaic_gpu", "triton", "xla"]
+
+
+def _write(key, value, cache: paged_jax.PagedKVCache, slot_mapping, implementation):
+    key_cache, value_cache = paged_jax.write_to_paged_cache(
+        key,
+        value,
+        cache.key_cache,
+        cache.value_cache,
+        slot_mapping,
+        layout=cache.layout,
+        k_scale=cache.k_scale,
+        v_scale=cache.v_scale,
+        implementation=implementation,
+    )
+    return replace(cache, key_cache=key_cache, value_cache=value_cache)
+
+
+def prefill_attend(
+    block_tables: Int32[Array, "num_seqs max_blocks_per_seq"],
+    seq_lens: Int32[Array, " num_seqs"],
+    query_start_loc: Int32[Array, " num_seqs+1"],
+    slot_mapping: Int32[Array, " num_tokens"],
+    *,
+    implementation: Implementation | None = None,
+) -> Attend:
+    """Attention of a ragged batch of new tokens, which it writes to the cache first.
+
+    Args:
+        block_tables: i32 `[num_seqs, max_blocks_per_seq]`, already grown to hold the new tokens.
+        seq_lens: i32 `[num_seqs]`, tokens, the new ones included.
+        query_start_loc: i32 `[num_seqs + 1]`, where each sequence's new tokens start.
+        slot_mapping: i32 `[num_tokens]`, where each new token's key and value go; negative for padding.
+        implementation: which implementation computes it, `None` for the library's choice.
+
+    Returns:
+        An `attend` callable over `PagedKVCache`.
+    """
+
+    def attend(query, key, value, cache, *, scale, sliding_window):
+        cache = _write(key, value, cache, slot_mapping, implementation)
+        out = paged_jax.ragged_paged_attention(
+            query,
+            cache.key_cache,
+            cache.value_cache,
+            block_tables,
+            seq_lens,
+            query_start_loc,
+            scale=scale,
+            sliding_window=sliding_window,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+            layout=cache.layout,
+            implementation=implementation,
+        )
+        return out, cache
+
+    return attend
+
+
+def decode_attend(
+    block_tables: Int32[Array, "num_seqs max_blocks_per_seq"],
+    seq_lens: Int32[Array, " num_seqs"],
+    slot_mapping: Int32[Array, " num_seqs"],
+    *,
+    implementation: Implementation | None = None,
+) -> Attend:
+    """Attention of one new token a sequence, which it writes to the cache first.
+
+    Args:
+        block_tables: i32 `[num_seqs, max_blocks_per_seq]`, already grown to hold the new tokens.
+        seq_lens: i32 `[num_seqs]`, tokens, the new one included; 0 for a row that holds no sequence.
+        slot_mapping: i32 `[num_seqs]`, where each token's key and value go; negative for such a row.
+        implementation: which implementation computes it, `None` for the library's choice.
+
+    Returns:
+        An `attend` callable over `PagedKVCache`.
+    """
+
+    def attend(query, key, value, cache, *, scale, sliding_window):
+        cache = _write(key, value, cache, slot_mapping, implementation)
+        out = paged_jax.paged_attention(
+            query,
+            cache.key_cache,
+            cache.value_cache,
+            block_tables,
+            seq_lens,
+            scale=scale,
+            sliding_window=sliding_window,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+            layout=cache.layout,
+            implementation=implementation,
+        )
+        return out, cache
+
+    return attend
+
+
+def causal_attend() -> Attend:
+    """Causal attention of one whole sequence over itself, with no cache; differentiable, softmax in float32.
+
+    Returns:
+        An `attend` callable that hands its cache (usually `None`) back untouched.
+    """
+
+    def attend(query, key, value, cache, *, scale, sliding_window):
+        num_tokens, num_heads, head_size = query.shape
+        num_kv_heads = key.shape[1]
+        query = query.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_size)
+        logits = jnp.einsum("qhgd,khd->hgqk", query, key, preferred_element_type=jnp.float32) * scale
+        distance = jnp.arange(num_tokens)[:, None] - jnp.arange(num_tokens)[None, :]
+        seen = distance >= 0
+        if sliding_window is not None:
+            seen &= distance < sliding_window
+        weights = jax.nn.softmax(jnp.where(seen[None, None], logits, -jnp.inf), axis=-1)
+        out = jnp.einsum("hgqk,khd->qhgd", weights.astype(value.dtype), value)
+        return out.reshape(num_tokens, num_heads, head_size), cache
+
+    return attend

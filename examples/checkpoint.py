@@ -1,0 +1,222 @@
+"""Loads a Hugging Face model folder (or hub id) into a `Decoder`, and saves a `Decoder`'s weights under the same names.
+
+A folder holds config.json (config.py), tokenizer.json, model.safetensors or its shards with model.safetensors.index.json, and
+perhaps generation_config.json. Every tensor in it is used exactly once, or the folder is refused.
+"""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from rich.console import Console
+from rich.progress import Progress
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+
+from examples.config import CheckpointError, DecoderConfig, load_config, read_json
+from examples.decoder import Decoder
+
+__all__ = ["CheckpointError", "load_model", "save_model"]
+
+HUB_FILES = ["*config.json", "tokenizer.json", "model*.safetensors", "model.safetensors.index.json"]
+
+# Which Hugging Face module holds the weights of which of ours; * is the layer's number.
+MODULES = {
+    "opt": {
+        "embed_tokens": "model.decoder.embed_tokens",
+        "embed_positions": "model.decoder.embed_positions",
+        "project_in": "model.decoder.project_in",
+        "project_out": "model.decoder.project_out",
+        "layers.*.attention_norm": "model.decoder.layers.*.self_attn_layer_norm",
+        "layers.*.attention.q_proj": "model.decoder.layers.*.self_attn.q_proj",
+        "layers.*.attention.k_proj": "model.decoder.layers.*.self_attn.k_proj",
+        "layers.*.attention.v_proj": "model.decoder.layers.*.self_attn.v_proj",
+        "layers.*.attention.o_proj": "model.decoder.layers.*.self_attn.out_proj",
+        "layers.*.mlp_norm": "model.decoder.layers.*.final_layer_norm",
+        "layers.*.mlp.up_proj": "model.decoder.layers.*.fc1",
+        "layers.*.mlp.down_proj": "model.decoder.layers.*.fc2",
+        "final_norm": "model.decoder.final_layer_norm",
+        "lm_head": "lm_head",
+    },
+    "llama": {
+        "embed_tokens": "model.embed_tokens",
+        "layers.*.attention_norm": "model.layers.*.input_layernorm",
+        "layers.*.attention.q_proj": "model.layers.*.self_attn.q_proj",
+        "layers.*.attention.k_proj": "model.layers.*.self_attn.k_proj",
+        "layers.*.attention.v_proj": "model.layers.*.self_attn.v_proj",
+        "layers.*.attention.o_proj": "model.layers.*.self_attn.o_proj",
+        "layers.*.attention.q_norm": "model.layers.*.self_attn.q_norm",
+        "layers.*.attention.k_norm": "model.layers.*.self_attn.k_norm",
+        "layers.*.mlp_norm": "model.layers.*.post_attention_layernorm",
+        "layers.*.mlp.gate_proj": "model.layers.*.mlp.gate_proj",
+        "layers.*.mlp.up_proj": "model.layers.*.mlp.up_proj",
+        "layers.*.mlp.down_proj": "model.layers.*.mlp.down_proj",
+        "final_norm": "model.norm",
+        "lm_head": "lm_head",
+    },
+}
+# A Flax parameter's name and the checkpoint's; a kernel is [in, out] here and [out, in] there.
+PARAMETERS = {"embedding": "weight", "kernel": "weight", "scale": "weight", "bias": "bias"}
+DTYPES = "F32", "F16", "BF16"  # safetensors' names
+
+
+def load_model(
+    model: str | Path, dtype: DTypeLike
+) -> tuple[Decoder, DecoderConfig, Tokenizer, tuple[int, ...]]:
+    """Loads a decoder, its tokenizer and the tokens that end a text, showing progress on stderr.
+
+    Args:
+        model: a folder, or the id of a model on the Hugging Face Hub, which is downloaded to its cache.
+        dtype: what the weights are cast to.
+
+    Returns:
+        The decoder, its config, the tokenizer, and the end-of-text token ids, of which there may be none.
+
+    Raises:
+        CheckpointError: the folder lacks something, or holds something that the decoder cannot use.
+    """
+    folder = _find_folder(model)
+    config = load_config(folder)
+    tokenizer = _load_tokenizer(folder)
+    return _load_weights(folder, config, dtype), config, tokenizer, _load_eos_token_ids(folder)
+
+
+def save_model(folder: str | Path, model: Decoder, config: DecoderConfig) -> None:
+    """Writes a decoder's weights to `model.safetensors` in the folder, under Hugging Face's names and in their own dtype.
+
+    Args:
+        folder: where to write; made if there is none. Its config.json is the caller's to write.
+        model: the decoder.
+        config: the decoder's config.
+    """
+    tensors = {}
+    for path, parameter in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        tensor = np.asarray(parameter[...])
+        tensors[_tensor_name(path, config)] = np.ascontiguousarray(tensor.T if path[-1] == "kernel" else tensor)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+
+
+def _tensor_name(path: tuple[str | int, ...], config: DecoderConfig) -> str:
+    """The checkpoint's name of the parameter at a path such as ("layers", 3, "attention", "q_proj", "kernel")."""
+    module = ".".join("*" if isinstance(part, int) else part for part in path[:-1])
+    layer = next((str(part) for part in path if isinstance(part, int)), "")
+    return f"{MODULES[config.family][module].replace('*', layer)}.{PARAMETERS[str(path[-1])]}"
+
+
+def _find_folder(model: str | Path) -> Path:
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists() or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", str(model)):
+        raise CheckpointError(f"{model} is no folder, nor a hub id such as 'Qwen/Qwen3-0.6B'")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return Path(snapshot_download(str(model), allow_patterns=HUB_FILES))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise CheckpointError(f"{model} is no folder, and cannot be downloaded: {reason}") from None
+
+
+def _load_tokenizer(folder: Path) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise CheckpointError(f"{folder} has no tokenizer.json")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the tokenizers library raises nothing narrower
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+
+
+def _load_eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """The ids that transformers stops at: generation_config.json's, or else config.json's; one, several or none."""
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).exists() and (ids := read_json(folder / name).get("eos_token_id")) is not None:
+            return (ids,) if isinstance(ids, int) else tuple(ids)
+    return ()
+
+
+def _load_weights(folder: Path, config: DecoderConfig, dtype: DTypeLike) -> Decoder:
+    # Shapes alone: no random weights are made to be thrown away.
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype)))
+    parameters = {_tensor_name(path, config): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
+    tensors = _find_tensors(folder)
+    if config.tie_embeddings:
+        _drop_tied_head(tensors, _tensor_name(("embed_tokens", "embedding"), config))
+    if missing := parameters.keys() - tensors.keys():
+        raise CheckpointError(f"{folder} lacks tensor {_some(missing)}")
+    if unexpected := tensors.keys() - parameters.keys():
+        raise CheckpointError(f"{folder} has a tensor that its architecture has no place for: {_some(unexpected)}")
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        for name in progress.track(sorted(tensors), description=f"Loading {folder.name}"):
+            path, parameter = parameters[name]
+            tensor = tensors[name].read()
+            tensor = tensor.T if path[-1] == "kernel" else tensor
+            if tensor.shape != parameter.shape:
+                raise CheckpointError(
+                    f"{folder}: tensor {name} has shape {tensor.shape}; expected {parameter.shape}"
+                )
+            parameter.set_value(jnp.asarray(tensor, dtype))
+    return nnx.merge(graphdef, state)
+
+
+class _Tensor(NamedTuple):
+    """A tensor in an open safetensors file."""
+
+    file: Any
+    name: str
+
+    def read(self) -> np.ndarray:
+        found = self.file.get_slice(self.name).get_dtype()
+        if found not in DTYPES:
+            raise CheckpointError(f"tensor {self.name} has dtype {found}; supported: {', '.join(DTYPES)}")
+        return self.file.get_tensor(self.name)
+
+
+def _find_tensors(folder: Path) -> dict[str, _Tensor]:
+    """Every tensor of the folder's one file or of its shards, by its name in the whole model."""
+    index = folder / "model.safetensors.index.json"
+    paths = [folder / "model.safetensors"]
+    if not paths[0].exists() and index.exists():
+        paths = sorted({folder / name for name in read_json(index).get("weight_map", {}).values()})
+    elif not paths[0].exists():
+        hint = ", only *.bin: save it anew with transformers" if any(folder.glob("*.bin")) else ""
+        raise CheckpointError(f"{folder} has no model.safetensors{hint}")
+
+    tensors: dict[str, _Tensor] = {}
+    for path in paths:
+        try:
+            file = safe_open(path, framework="numpy")
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from None
+        for name in file.keys():
+            if name.endswith("rotary_emb.inv_freq"):
+                continue  # written by old versions of transformers; it follows from config.json
+            # A model saved without its head lacks the outermost name.
+            full_name = name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
+            if full_name in tensors:
+                raise CheckpointError(f"{folder} has tensor {name} more than once")
+            tensors[full_name] = _Tensor(file, name)
+    return tensors
+
+
+def _drop_tied_head(tensors: dict[str, _Tensor], embedding: str) -> None:
+    """Forgets a copy of the embedding that is stored as the output head, too."""
+    head = tensors.pop("lm_head.weight", None)
+    if head is not None and embedding in tensors and not np.array_equal(head.read(), tensors[embedding].read()):
+        raise CheckpointError(f"tie_word_embeddings is true, yet lm_head.weight and {embedding} differ")
+
+
+def _some(names: Iterable[str]) -> str:
+    first, *others = sorted(names)
+    return f"{first} (and {len(others)} more)" if others else first

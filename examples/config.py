@@ -1,0 +1,258 @@
+"""Reads a Hugging Face config.json into the one `DecoderConfig` that decoder.py understands, or says what it cannot do."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+# What `architectures` (or, in files without it, `model_type`) may say.
+MODEL_TYPES = {
+    "OPTForCausalLM": "opt",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+
+
+class CheckpointError(ValueError):
+    """A model folder that cannot be used as it is; its message is one line, fit to be shown to a user."""
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1's stretching of RoPE: wavelengths beyond the trained context are `factor` times longer.
+
+    Source: https://arxiv.org/abs/2407.21783, section 3.4, and the `rope_type: llama3` of transformers.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding over the whole head: its base, and how it is stretched, if it is."""
+
+    theta: float
+    scaling: Llama3Scaling | None = None
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Everything that tells one decoder from another.
+
+    Args:
+        family: "opt" (LayerNorm, two-layer ReLU MLP) or "llama" (RMSNorm, SwiGLU).
+        vocab_size: tokens in the vocabulary.
+        embedding_size: width of a token's embedding; projected to and from `hidden_size` where they differ.
+        hidden_size: width of the residual stream.
+        intermediate_size: width inside the MLP.
+        num_layers, num_heads, num_kv_heads, head_size: of the attention.
+        max_position_embeddings: positions trained for; a hard limit for learned positions, not for RoPE.
+        norm_eps: added to the variance in every norm.
+        pre_norm: norms before attention and MLP (after them in OPT-350m).
+        final_norm: one more norm before the logits.
+        qk_norm: RMSNorm of each head's query and key (Qwen3).
+        qkv_bias, o_bias, mlp_bias: which linear layers have a bias.
+        tie_embeddings: the logits use the token embedding's matrix.
+        rope: rotary positions, or None for OPT's learned ones.
+        sliding_windows: for each layer its window in tokens, None for full attention.
+    """
+
+    family: Literal["opt", "llama"]
+    vocab_size: int
+    embedding_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    max_position_embeddings: int
+    norm_eps: float
+    pre_norm: bool
+    final_norm: bool
+    qk_norm: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    tie_embeddings: bool
+    rope: Rope | None
+    sliding_windows: tuple[int | None, ...]
+
+
+def load_config(folder: str | Path) -> DecoderConfig:
+    """Reads `config.json` of a model folder; what it leaves out has the default that transformers gives it.
+
+    Args:
+        folder: a folder in Hugging Face's format.
+
+    Returns:
+        The decoder's config.
+
+    Raises:
+        CheckpointError: the file is missing or broken, or asks for something that decoder.py does not have.
+    """
+    raw = read_json(Path(folder) / "config.json")
+    found = next(iter(raw.get("architectures") or []), raw.get("model_type"))
+    model_type = MODEL_TYPES.get(found, found)
+    if model_type not in MODEL_TYPES.values():
+        raise CheckpointError(f"architecture {found!r} is not supported; supported: {', '.join(MODEL_TYPES)}")
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method")
+        raise CheckpointError(f"quantized weights ({method}) are not supported; float32, float16, bfloat16 are")
+    config = _opt(raw) if model_type == "opt" else _llama(raw, model_type)
+    if config.num_heads % config.num_kv_heads:
+        raise CheckpointError(
+            f"num_attention_heads {config.num_heads} is no multiple of num_key_value_heads {config.num_kv_heads}"
+        )
+    return config
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        CheckpointError: there is no such file, or it holds something else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent} has no {path.name}") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return content
+
+
+def _opt(raw: dict[str, Any]) -> DecoderConfig:
+    _only(raw, "activation_function", "relu")
+    _only(raw, "layer_norm_elementwise_affine", True)
+    hidden_size, num_heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
+    if hidden_size % num_heads:
+        raise CheckpointError(f"hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads}")
+    num_layers = _size(raw, "num_hidden_layers")
+    bias = raw.get("enable_bias", True)
+    pre_norm = raw.get("do_layer_norm_before", True)
+    return DecoderConfig(
+        family="opt",
+        vocab_size=_size(raw, "vocab_size"),
+        embedding_size=_size(raw, "word_embed_proj_dim", hidden_size),
+        hidden_size=hidden_size,
+        intermediate_size=_size(raw, "ffn_dim"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_size=hidden_size // num_heads,
+        max_position_embeddings=_size(raw, "max_position_embeddings", 2048),
+        norm_eps=1e-5,
+        pre_norm=pre_norm,
+        final_norm=pre_norm and not raw.get("_remove_final_layer_norm", False),
+        qk_norm=False,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bias,
+        tie_embeddings=raw.get("tie_word_embeddings", True),
+        rope=None,
+        sliding_windows=(None,) * num_layers,
+    )
+
+
+def _llama(raw: dict[str, Any], model_type: str) -> DecoderConfig:
+    _only(raw, "hidden_act", "silu")
+    hidden_size, num_heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
+    num_layers = _size(raw, "num_hidden_layers")
+    # Qwen2 always has biases on q, k and v; Mistral's config cannot ask for any.
+    attention_bias = raw.get("attention_bias", False) and model_type in ("llama", "qwen3")
+    return DecoderConfig(
+        family="llama",
+        vocab_size=_size(raw, "vocab_size"),
+        embedding_size=hidden_size,
+        hidden_size=hidden_size,
+        intermediate_size=_size(raw, "intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=_size(raw, "num_key_value_heads", 8 if model_type == "mistral" else num_heads),
+        head_size=_size(raw, "head_dim", 128 if model_type == "qwen3" else hidden_size // num_heads),
+        max_position_embeddings=_size(raw, "max_position_embeddings"),
+        norm_eps=raw.get("rms_norm_eps", 1e-6),
+        pre_norm=True,
+        final_norm=True,
+        qk_norm=model_type == "qwen3",
+        qkv_bias=attention_bias or model_type == "qwen2",
+        o_bias=attention_bias,
+        mlp_bias=raw.get("mlp_bias", False) and model_type == "llama",
+        tie_embeddings=raw.get("tie_word_embeddings", False),
+        rope=_rope(raw),
+        sliding_windows=_sliding_windows(raw, model_type, num_layers),
+    )
+
+
+def _rope(raw: dict[str, Any]) -> Rope:
+    """RoPE from transformers 5's `rope_parameters`, or from the older `rope_theta` and `rope_scaling`."""
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise CheckpointError(f"rope_parameters per layer type ({', '.join(rope)}) are not supported")
+    if (partial := rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))) != 1.0:
+        raise CheckpointError(f"partial_rotary_factor {partial} is not supported; supported: 1.0")
+    theta = float(rope.get("rope_theta", raw.get("rope_theta", 10000.0)))
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type == "default":
+        return Rope(theta)
+    if rope_type != "llama3":
+        raise CheckpointError(f"rope type {rope_type!r} is not supported; supported: 'default', 'llama3'")
+    trained = rope.get("original_max_position_embeddings", raw.get("max_position_embeddings"))
+    try:
+        return Rope(
+            theta,
+            Llama3Scaling(rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], trained),
+        )
+    except KeyError as error:
+        raise CheckpointError(f"rope type 'llama3' needs {error.args[0]!r}, which config.json lacks") from None
+
+
+def _sliding_windows(raw: dict[str, Any], model_type: str, num_layers: int) -> tuple[int | None, ...]:
+    """Each layer's window: all alike in Mistral; in Qwen by `layer_types`, or by `max_window_layers` before those."""
+    window = None
+    if model_type == "mistral" or (model_type.startswith("qwen") and raw.get("use_sliding_window", False)):
+        window = raw.get("sliding_window", 4096)
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise CheckpointError(f"sliding_window {window!r} is not supported; supported: a positive integer or null")
+    first = raw.get("max_window_layers", 28) if model_type.startswith("qwen") else 0
+    windows = tuple(window if layer >= first else None for layer in range(num_layers))
+
+    layer_types = raw.get("layer_types")
+    if layer_types is None:
+        return windows
+    if len(layer_types) != num_layers:
+        raise CheckpointError(f"layer_types has {len(layer_types)} entries for {num_layers} layers")
+    kinds = {"full_attention": None}
+    if window is not None:
+        kinds["sliding_attention"] = window
+    if unknown := set(layer_types) - set(kinds):
+        raise CheckpointError(
+            f"layer type {min(unknown)!r} is not supported here; supported: {', '.join(map(repr, kinds))}"
+        )
+    typed = tuple(kinds[layer_type] for layer_type in layer_types)
+    if not model_type.startswith("qwen") and typed != windows:
+        raise CheckpointError(f"layer_types that mix windows are not supported in a {model_type} model")
+    return typed
+
+
+def _only(raw: dict[str, Any], key: str, supported: Any) -> None:
+    if (found := raw.get(key, supported)) != supported:
+        raise CheckpointError(f"{key} {found!r} is not supported; supported: {supported!r}")
+
+
+def _size(raw: dict[str, Any], key: str, default: int | None = None) -> int:
+    value = raw.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise CheckpointError(f"config.json has no {key}")
+    if not isinstance(value, int) or value < 1:
+        raise CheckpointError(f"config.json has {key} {value!r}; expected a positive integer")
+    return value

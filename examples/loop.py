@@ -1,0 +1,270 @@
+"""Text generation as compiled programs: prompts in, token ids out, blocks allocated inside.
+
+`generate` is one program: it writes all prompts to the paged cache, then decodes in a `lax.while_loop` until
+every sequence has finished; the host sees nothing in between. `prefill` and `decode` are its two halves, for who
+wants each token as it comes. All that changes travels in one immutable `Generation`; the caches in it are one
+`PagedKVCache` a layer, never stacked, and donated to every program so that it updates them in place.
+
+       Request ──► prefill ──► Generation ──► decode ──► Generation ──► decode ──► ...
+
+      append_tokens: all prompts            append_tokens: 1 to each running sequence
+      flat ragged tokens ► last logits      one token a sequence ► its logits
+      ► sample                              ► sample ► stop token? long enough? out of blocks?
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float32, Int32
+
+from examples.attend import Implementation, decode_attend, prefill_attend
+from examples.config import DecoderConfig
+from examples.decoder import Decoder
+from examples.sampling import sample
+from paged_jax import PagedKVCache, allocator
+
+RUNNING, STOP, LENGTH, BLOCKS = range(4)
+FINISH_REASONS = ("running", "stop", "length", "blocks")
+
+PROMPT_MULTIPLE = 64  # prompts are padded to this, so that other lengths rarely mean another program
+
+
+class Sampling(NamedTuple):
+    """How tokens are picked (sampling.py); all of it may change without compiling again."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Request:
+    """A batch of prompts and what is wanted of them; `make_request` builds it.
+
+    Attributes:
+        token_ids: i32 `[num_tokens]`, the prompts one after the other, then padding.
+        prompt_lens: i32 `[num_seqs]`, tokens.
+        max_output_lens: i32 `[num_seqs]`, new tokens at most.
+        sampling: f32, i32 and f32 scalars.
+        key: a JAX random key.
+        max_seq_len: tokens of the longest sequence there can be (static).
+        max_new_tokens: tokens the output has room for (static).
+    """
+
+    token_ids: Int32[Array, " num_tokens"]
+    prompt_lens: Int32[Array, " num_seqs"]
+    max_output_lens: Int32[Array, " num_seqs"]
+    sampling: Any
+    key: Array
+    max_seq_len: int = field(metadata={"static": True})
+    max_new_tokens: int = field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Generation:
+    """Where a batch stands after some steps.
+
+    Attributes:
+        allocator: which blocks hold which sequence.
+        caches: one `PagedKVCache` a layer.
+        token_ids: i32 `[num_seqs]`, the last token of each sequence, not in the cache yet.
+        output_ids: i32 `[num_seqs, max_new_tokens]`, the new tokens, a stop token included.
+        output_lens: i32 `[num_seqs]`, how many those are.
+        finish: i32 `[num_seqs]`, index into FINISH_REASONS.
+        step: i32 `[]`, steps behind, prefill included.
+    """
+
+    allocator: allocator.AllocatorState
+    caches: tuple[PagedKVCache, ...]
+    token_ids: Int32[Array, " num_seqs"]
+    output_ids: Int32[Array, "num_seqs max_new_tokens"]
+    output_lens: Int32[Array, " num_seqs"]
+    finish: Int32[Array, " num_seqs"]
+    step: Int32[Array, ""]
+
+
+class Programs(NamedTuple):
+    """A model's jitted functions; each takes `weights` first and is given its caches for good (donated).
+
+    Attributes:
+        weights: the model's arrays.
+        generate: `(weights, caches, request) -> Generation`, finished.
+        prefill: `(weights, caches, request) -> Generation`, after the first token.
+        decode: `(weights, generation, request) -> Generation`, after one more token.
+    """
+
+    weights: Any
+    generate: Any
+    prefill: Any
+    decode: Any
+
+
+def make_request(
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    max_position_embeddings: int,
+    sampling: Sampling = Sampling(),  # noqa: B008 (immutable)
+    seed: int = 0,
+) -> Request:
+    """Packs prompts for the programs, padded so that prompts of similar lengths share one compilation.
+
+    Args:
+        prompts: token ids of each prompt, at least one and at most `max_position_embeddings` each.
+        max_new_tokens: tokens to generate at most; fewer where the positions end.
+        max_position_embeddings: positions the model has.
+        sampling: how tokens are picked.
+        seed: of the random draws.
+
+    Returns:
+        The request, on JAX's default device.
+    """
+    lens = np.array([len(prompt) for prompt in prompts], np.int32)
+    token_ids = np.zeros(_round_up(int(lens.sum())), np.int32)
+    token_ids[: lens.sum()] = np.concatenate([np.asarray(prompt, np.int32) for prompt in prompts])
+    # A sequence's last token is never fed back, so that it needs no position.
+    room = max_position_embeddings - lens + 1
+    return Request(
+        token_ids=jnp.asarray(token_ids),
+        prompt_lens=jnp.asarray(lens),
+        max_output_lens=jnp.asarray(np.minimum(max_new_tokens, room), jnp.int32),
+        sampling=Sampling(jnp.float32(sampling.temperature), jnp.int32(sampling.top_k), jnp.float32(sampling.top_p)),
+        key=jax.random.key(seed),
+        max_seq_len=min(_round_up(int(lens.max())) + max_new_tokens, max_position_embeddings),
+        max_new_tokens=max_new_tokens,
+    )
+
+
+def make_caches(config: DecoderConfig, num_blocks: int, block_size: int, dtype) -> tuple[PagedKVCache, ...]:
+    """One empty cache a layer.
+
+    Args:
+        config: the decoder's config.
+        num_blocks: blocks in each layer's pool.
+        block_size: tokens in a block.
+        dtype: of the caches.
+    """
+    sizes = (num_blocks, block_size, config.num_kv_heads, config.head_size)
+    return tuple(PagedKVCache.create(*sizes, dtype=dtype) for _ in range(config.num_layers))
+
+
+def make_programs(
+    model: Decoder, *, stop_token_ids: Sequence[int] = (), implementation: Implementation | None = None
+) -> Programs:
+    """Builds the jitted functions that run a model; nothing is compiled before they are called.
+
+    Args:
+        model: the decoder; its arrays are taken out once, here.
+        stop_token_ids: tokens that end a sequence.
+        implementation: of the paged ops, `None` for the library's choice.
+    """
+    graphdef, weights = nnx.split(model)
+    stop_token_ids = tuple(stop_token_ids)
+
+    def prefill(weights, caches, request):
+        return _prefill(nnx.merge(graphdef, weights), caches, request, stop_token_ids, implementation)
+
+    def decode(weights, generation, request):
+        return _decode(nnx.merge(graphdef, weights), generation, request, stop_token_ids, implementation)
+
+    def generate(weights, caches, request):
+        generation = prefill(weights, caches, request)
+        return jax.lax.while_loop(is_running, lambda state: decode(weights, state, request), generation)
+
+    return Programs(
+        weights,
+        generate=jax.jit(generate, donate_argnums=1),
+        prefill=jax.jit(prefill, donate_argnums=1),
+        decode=jax.jit(decode, donate_argnums=1),
+    )
+
+
+def is_running(generation: Generation) -> Bool[Array, ""]:
+    """Whether any sequence has not finished; bool `[]`."""
+    return (generation.finish == RUNNING).any()
+
+
+def outputs(generation: Generation) -> list[tuple[list[int], str]]:
+    """The new tokens of each sequence and why it finished ("running" if it has not), on the host."""
+    ids, lens, finish = jax.device_get((generation.output_ids, generation.output_lens, generation.finish))
+    return [(ids[i, : lens[i]].tolist(), FINISH_REASONS[finish[i]]) for i in range(len(lens))]
+
+
+def _prefill(model: Decoder, caches, request: Request, stop_token_ids, implementation) -> Generation:
+    num_seqs, num_tokens = request.prompt_lens.shape[0], request.token_ids.shape[0]
+    num_blocks, block_size = caches[0].num_blocks, caches[0].block_size
+    max_blocks_per_seq = -(-request.max_seq_len // block_size)
+    blocks = allocator.create(num_blocks, block_size, num_seqs, max_blocks_per_seq, xp=jnp)
+    blocks, _, ok = allocator.append_tokens(blocks, request.prompt_lens)
+
+    query_start_loc = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(blocks.seq_lens, dtype=jnp.int32)])
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    seq_ids = jnp.searchsorted(query_start_loc[1:], token, side="right").astype(jnp.int32)
+    positions = token - query_start_loc[seq_ids]
+    is_token = seq_ids < num_seqs  # the rest is padding
+    slot_mapping = allocator.slots(blocks, jnp.where(is_token, seq_ids, -1), positions)
+    attend = prefill_attend(
+        blocks.block_tables, blocks.seq_lens, query_start_loc, slot_mapping, implementation=implementation
+    )
+    hidden, caches = model(request.token_ids, jnp.where(is_token, positions, 0), caches, attend)
+
+    generation = Generation(
+        allocator=blocks,
+        caches=caches,
+        token_ids=jnp.zeros(num_seqs, jnp.int32),
+        output_ids=jnp.zeros((num_seqs, request.max_new_tokens), jnp.int32),
+        output_lens=jnp.zeros(num_seqs, jnp.int32),
+        finish=jnp.full(num_seqs, jnp.where(ok, RUNNING, BLOCKS), jnp.int32),
+        step=jnp.int32(0),
+    )
+    last = jnp.maximum(query_start_loc[1:] - 1, 0)
+    return _add_tokens(generation, model.logits(hidden[last]), request, stop_token_ids)
+
+
+def _decode(model: Decoder, generation: Generation, request: Request, stop_token_ids, implementation):
+    running = generation.finish == RUNNING
+    blocks, _, ok = allocator.append_tokens(generation.allocator, running.astype(jnp.int32))
+    # Without a block for each, nobody goes on. Rows that do not are still computed, but see and write nothing:
+    # a conditional around the model would cost a copy of the pools.
+    active = running & ok
+    seq_ids = jnp.where(active, jnp.arange(active.shape[0], dtype=jnp.int32), -1)
+    seq_lens = jnp.where(active, blocks.seq_lens, 0)
+    positions = jnp.maximum(seq_lens - 1, 0)
+    slot_mapping = allocator.slots(blocks, seq_ids, positions)
+    attend = decode_attend(blocks.block_tables, seq_lens, slot_mapping, implementation=implementation)
+    hidden, caches = model(generation.token_ids, positions, generation.caches, attend)
+    finish = jnp.where(running & ~ok, BLOCKS, generation.finish)
+    generation = replace(generation, allocator=blocks, caches=caches, finish=finish)
+    return _add_tokens(generation, model.logits(hidden), request, stop_token_ids)
+
+
+def _add_tokens(generation: Generation, logits: Float32[Array, "num_seqs vocab_size"], request, stop_token_ids):
+    """Samples a token for each running sequence, and finishes those for which it was the last."""
+    running = generation.finish == RUNNING
+    key = jax.random.fold_in(request.key, generation.step)
+    token_ids = sample(logits, key, **request.sampling._asdict())
+    rows = jnp.arange(running.shape[0], dtype=jnp.int32)
+    columns = jnp.where(running, generation.output_lens, request.max_new_tokens)  # past the end: dropped
+    output_lens = generation.output_lens + running.astype(jnp.int32)
+    is_stop = (token_ids[:, None] == jnp.array(stop_token_ids, jnp.int32)[None, :]).any(axis=1)
+    finish = jnp.where(output_lens >= request.max_output_lens, LENGTH, RUNNING)
+    finish = jnp.where(is_stop, STOP, finish)
+    return replace(
+        generation,
+        token_ids=token_ids,
+        output_ids=generation.output_ids.at[rows, columns].set(token_ids, mode="drop"),
+        output_lens=output_lens,
+        finish=jnp.where(running, finish, generation.finish).astype(jnp.int32),
+        step=generation.step + 1,
+    )
+
+
+def _round_up(num_tokens: int) -> int:
+    return -(-num_tokens // PROMPT_MULTIPLE) * PROMPT_MULTIPLE

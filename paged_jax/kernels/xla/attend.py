@@ -1,0 +1,204 @@
+"""The definition of attention that all implementations share: an online softmax over tiles of K and V.
+
+A tile is a run of consecutive tokens of each of `n` sequences. Everything is computed in float32, whatever the
+inputs are. The loop over tiles is a `while_loop`, so neither the logits of a whole context nor a gathered copy of
+it ever exists, and the work follows the lengths, not the table's width.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Bool, Float, Float32, Int32, Num
+
+from paged_jax.options import AttentionOptions, Layout
+
+_TILE = 256  # tokens: large enough to amortise a gather, small enough to keep [heads, tokens] logits in a cache
+
+
+class Softmax(NamedTuple):
+    """An unfinished softmax for `n` sequences of `q` queries each: the sums so far, relative to `max_logit`."""
+
+    weighted: Float32[Array, "n q h d"]
+    exp_sum: Float32[Array, "n q h"]
+    max_logit: Float32[Array, "n q h"]
+
+
+def empty(query: Num[Array, "n q h d"]) -> Softmax:
+    zeros = jnp.zeros(query.shape[:3], jnp.float32)
+    return Softmax(jnp.zeros(query.shape, jnp.float32), zeros, jnp.full_like(zeros, -jnp.inf))
+
+
+class Tile(NamedTuple):
+    """Keys and values at `positions`; the scales broadcast against ``[n, t, kv_heads]``, or are None."""
+
+    key: Num[Array, "n t g d"]
+    value: Num[Array, "n t g d"]
+    positions: Int32[Array, "t"]
+    k_scale: Float[Array, "#n #t #g"] | None = None
+    v_scale: Float[Array, "#n #t #g"] | None = None
+
+
+def add_tile(
+    state: Softmax,
+    query: Num[Array, "n q h d"],
+    query_positions: Int32[Array, "n q"],
+    tile: Tile,
+    end: Int32[Array, "n"],
+    options: AttentionOptions,
+) -> Softmax:
+    """Adds a tile's tokens before `end`; a query at position -1 sees nothing."""
+    n, q, h, d = query.shape
+    g = tile.key.shape[2]
+    grouped = query.astype(jnp.float32).reshape(n, q, g, h // g, d)
+    key = tile.key.astype(jnp.float32)
+    logits = jnp.einsum("nqgrd,ntgd->nqgrt", grouped, key, precision=lax.Precision.HIGHEST)
+    if tile.k_scale is not None:
+        logits = logits * _over_logits(tile.k_scale)
+    logits = (logits * options.scale).reshape(n, q, h, -1)
+    if options.logits_soft_cap is not None:
+        logits = options.logits_soft_cap * jnp.tanh(logits / options.logits_soft_cap)
+    if options.alibi_slopes is not None:
+        distance = tile.positions[None, None, :] - query_positions[:, :, None]
+        logits = logits + options.alibi_slopes[None, None, :, None] * distance[:, :, None, :].astype(jnp.float32)
+    visible = _visible(query_positions, tile.positions, end, h, g, options)
+    logits = jnp.where(visible, logits, -jnp.inf)
+
+    max_logit = jnp.maximum(state.max_logit, logits.max(-1))
+    # A row that has seen nothing has no maximum: any finite one makes its exponentials 0 instead of NaN.
+    shift = jnp.where(jnp.isneginf(max_logit), 0.0, max_logit)
+    keep = jnp.exp(state.max_logit - shift)
+    weights = jnp.exp(logits - shift[..., None])
+    exp_sum = state.exp_sum * keep + weights.sum(-1)
+
+    # Slots nobody sees may hold NaN, and 0 * NaN is NaN: such values must not reach the product.
+    seen = visible.any(axis=(1, 2))
+    value = tile.value.astype(jnp.float32)
+    if tile.v_scale is not None:
+        value = value * tile.v_scale[..., None]
+    value = jnp.where(seen[:, :, None, None], value, 0.0)
+    weighted = jnp.einsum(
+        "nqgrt,ntgd->nqgrd", weights.reshape(n, q, g, h // g, -1), value, precision=lax.Precision.HIGHEST
+    )
+    return Softmax(state.weighted * keep[..., None] + weighted.reshape(n, q, h, d), exp_sum, max_logit)
+
+
+def add_cached(
+    state: Softmax,
+    query: Num[Array, "n q h d"],
+    query_positions: Int32[Array, "n q"],
+    key_cache: Num[Array, "num_blocks ..."],
+    value_cache: Num[Array, "num_blocks ..."],
+    block_tables: Int32[Array, "n w"],
+    end: Int32[Array, "n"],
+    options: AttentionOptions,
+    *,
+    origin: Int32[Array, ""] | int = 0,
+    tile: int = _TILE,
+) -> Softmax:
+    """Adds the cached tokens in ``[origin, end)`` of each sequence that its queries may see.
+
+    `origin` is a multiple of the block size; `tile` bounds the tokens gathered at once.
+    """
+    block_size = block_size_of(value_cache, options.layout)
+    columns = max(1, min(tile // block_size, block_tables.shape[1]))
+    width = columns * block_size
+
+    def step(i, state):
+        column = origin // block_size + i * columns + jnp.arange(columns, dtype=jnp.int32)
+        used = column[None, :] * block_size < end[:, None]
+        # Entries past the sequence may hold anything: they are replaced before they are used.
+        blocks = jnp.where(used, jnp.take(block_tables, column, axis=1, mode="clip"), 0)
+        positions = origin + i * width + jnp.arange(width, dtype=jnp.int32)
+        gathered = _gather(key_cache, value_cache, blocks, positions, options)
+        return add_tile(state, query, query_positions, gathered, end, options)
+
+    begin = jnp.full_like(end, origin)
+    if options.sliding_window is not None:
+        # Queries at -1 are padding and see nothing.
+        first = jnp.where(query_positions < 0, jnp.iinfo(jnp.int32).max, query_positions).min(1)
+        begin = jnp.maximum(begin, first - (options.sliding_window - 1))
+    nonempty = begin < end
+    first_tile = jnp.where(nonempty, (begin - origin) // width, jnp.iinfo(jnp.int32).max).min()
+    last_tile = jnp.where(nonempty, -(-(end - origin) // width), 0).max()
+    return lax.fori_loop(first_tile, last_tile, step, state)
+
+
+def finish(
+    state: Softmax, sinks: Float32[Array, "h"] | None
+) -> tuple[Float32[Array, "n q h d"], Float32[Array, "n q h"]]:
+    """Normalises; a sink joins the denominator and the lse. Rows that saw no token: out 0, lse -inf."""
+    max_logit, exp_sum = state.max_logit, state.exp_sum
+    seen = exp_sum > 0
+    if sinks is not None:
+        top = jnp.maximum(max_logit, sinks[None, None, :])
+        keep = jnp.exp(max_logit - top)
+        exp_sum = exp_sum * keep + jnp.exp(sinks[None, None, :] - top)
+        state, max_logit = state._replace(weighted=state.weighted * keep[..., None]), top
+    denominator = jnp.where(seen, exp_sum, 1.0)
+    out = jnp.where(seen[..., None], state.weighted / denominator[..., None], 0.0)
+    return out, jnp.where(seen, max_logit + jnp.log(denominator), -jnp.inf)
+
+
+def block_size_of(value_cache: Array, layout: Layout) -> int:
+    return value_cache.shape[{"hnd": 2, "nhd": 1, "vllm": 3}[layout]]
+
+
+def _over_logits(scale: Float[Array, "n t g"]) -> Float[Array, "n 1 g 1 t"]:
+    return scale.transpose(0, 2, 1)[:, None, :, None, :]
+
+
+def _gather(
+    key_cache: Array,
+    value_cache: Array,
+    blocks: Int32[Array, "n c"],
+    positions: Array,
+    options: AttentionOptions,
+) -> Tile:
+    """The named blocks of both caches as a tile, whatever their layout."""
+    n = blocks.shape[0]
+
+    def tokens(cache, order):  # `order` brings a gathered cache to [n, blocks, offset, kv heads, ...]
+        gathered = jnp.take(cache, blocks, axis=0, mode="clip").transpose(order)
+        return gathered.reshape(n, -1, gathered.shape[3], *gathered.shape[4:])
+
+    def scales(scale):
+        if scale is None or scale.ndim == 3:
+            return None if scale is None else tokens(scale, (0, 1, 3, 2))
+        return jnp.broadcast_to(scale, (1, 1, scale.size))
+
+    match options.layout:
+        case "hnd":
+            key, value = tokens(key_cache, (0, 1, 3, 2, 4)), tokens(value_cache, (0, 1, 3, 2, 4))
+        case "nhd":
+            key, value = tokens(key_cache, (0, 1, 2, 3, 4)), tokens(value_cache, (0, 1, 2, 3, 4))
+        case "vllm":
+            key, value = tokens(key_cache, (0, 1, 4, 2, 3, 5)), tokens(value_cache, (0, 1, 4, 2, 3))
+            key = key.reshape(value.shape)
+    return Tile(key, value, positions, scales(options.k_scale), scales(options.v_scale))
+
+
+def _visible(
+    query_positions: Int32[Array, "n q"],
+    positions: Int32[Array, "t"],
+    end: Int32[Array, "n"],
+    num_heads: int,
+    num_kv_heads: int,
+    options: AttentionOptions,
+) -> Bool[Array, "n q #h t"]:
+    at, t = query_positions[:, :, None], positions[None, None, :]
+    visible = (t <= at) & (t < end[:, None, None])
+    if options.sliding_window is not None:
+        visible &= t > at - options.sliding_window
+    visible = visible[:, :, None, :]
+    if (sparse := options.block_sparse) is not None:
+        head = jnp.arange(num_heads)
+        if sparse.head_sliding_step >= 0:
+            offset = (sparse.tp_rank * num_heads + head) * sparse.head_sliding_step + 1
+        else:
+            kv_head = head // (num_heads // num_kv_heads)
+            offset = (sparse.tp_rank * num_kv_heads + kv_head) * -sparse.head_sliding_step + 1
+        block = (positions // sparse.block_size)[None, None, None, :]
+        local = block > (query_positions // sparse.block_size)[:, :, None, None] - sparse.local_blocks
+        visible &= local | ((block + offset[None, None, :, None]) % sparse.vert_stride == 0)
+    return visible

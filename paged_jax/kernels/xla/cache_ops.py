@@ -1,0 +1,107 @@
+"""Cache operations as scatters: XLA turns them into in-place updates of donated pools."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int32, Num
+
+from paged_jax.options import Layout
+
+Cache = Num[Array, "num_blocks ..."]
+SourceCache = Num[Array, "num_source_blocks ..."]
+BlockMapping = Int32[Array, "num_pairs 2"]
+Scale = Float[Array, "..."] | None
+
+
+def write_to_paged_cache(
+    key: Float[Array, "num_tokens num_kv_heads head_size"],
+    value: Float[Array, "num_tokens num_kv_heads head_size"],
+    key_cache: Cache,
+    value_cache: Cache,
+    slot_mapping: Int32[Array, "num_tokens"],
+    k_scale: Scale,
+    v_scale: Scale,
+    *,
+    layout: Layout,
+) -> tuple[Cache, Cache]:
+    num_blocks = key_cache.shape[0]
+    block_size = value_cache.shape[{"hnd": 2, "nhd": 1, "vllm": 3}[layout]]
+    # A negative index would count from the end: skipped slots go past the end instead, where they are dropped.
+    block = jnp.where(slot_mapping < 0, num_blocks, slot_mapping // block_size)
+    offset = slot_mapping % block_size
+    key = _quantise(key, key_cache.dtype, _per_token(k_scale, block, offset))
+    value = _quantise(value, value_cache.dtype, _per_token(v_scale, block, offset))
+    match layout:
+        case "hnd":
+            at = (block, slice(None), offset)
+        case "nhd":
+            at = (block, offset)
+        case "vllm":
+            at = (block, slice(None), slice(None), offset)
+            key = key.reshape(*key.shape[:2], *key_cache.shape[2::2])
+    return _scatter(key_cache, at, _bits(key)), _scatter(value_cache, at, _bits(value))
+
+
+def copy_blocks(key_cache: Cache, value_cache: Cache, block_mapping: BlockMapping) -> tuple[Cache, Cache]:
+    return swap_blocks(key_cache, value_cache, key_cache, value_cache, block_mapping)
+
+
+def swap_blocks(
+    src_key_cache: SourceCache,
+    src_value_cache: SourceCache,
+    dst_key_cache: Cache,
+    dst_value_cache: Cache,
+    block_mapping: BlockMapping,
+) -> tuple[Cache, Cache]:
+    src, dst = block_mapping[:, 0], block_mapping[:, 1]
+    valid = (src >= 0) & (src < src_key_cache.shape[0]) & (dst >= 0)
+    dst = jnp.where(valid, dst, dst_key_cache.shape[0])
+
+    def move(source, destination):
+        # XLA gathers and scatters in device memory only: a pool on the host makes the trip as a whole.
+        home = jax.typeof(destination).memory_space
+        source, destination = (_to_memory(x, jax.memory.Space.Device) for x in (source, destination))
+        return _to_memory(_scatter(destination, dst, jnp.take(_bits(source), src, axis=0, mode="clip")), home)
+
+    return move(src_key_cache, dst_key_cache), move(src_value_cache, dst_value_cache)
+
+
+def _to_memory(x: Array, space: jax.memory.Space) -> Array:
+    return x if jax.typeof(x).memory_space == space else jax.device_put(x, space)
+
+
+def _bits(x: Array) -> Array:
+    """One-byte floats as bytes: XLA's CPU backend computes on wider floats and would convert the whole pool."""
+    return lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x
+
+
+def _scatter(cache: Array, at: Any, bits: Array) -> Array:
+    return lax.bitcast_convert_type(_bits(cache).at[at].set(bits, mode="drop"), cache.dtype)
+
+
+def _per_token(scale: Scale, block: Int32[Array, "t"], offset: Int32[Array, "t"]) -> Scale:
+    """A scale of any shape as one that broadcasts against ``[num_tokens, num_kv_heads, head_size]``."""
+    if scale is None:
+        return None
+    if scale.ndim == 3:
+        scale = scale.at[block, :, offset].get(mode="clip")
+    return scale.reshape((1,) * (2 - scale.ndim) + scale.shape)[..., None]
+
+
+def _quantise(x: Num[Array, "t g d"], dtype: jnp.dtype, scale: Scale) -> Num[Array, "t g d"]:
+    """Divides by the scale and saturates where `dtype` is narrower; a plain cast where it is not."""
+    if dtype.itemsize >= x.dtype.itemsize:
+        return x.astype(dtype)
+    x = x.astype(jnp.float32)
+    if scale is not None:
+        x = x / scale
+    if jnp.issubdtype(dtype, jnp.integer):
+        limits, x = jnp.iinfo(dtype), jnp.round(x)
+    else:
+        limits = jnp.finfo(dtype)
+        # Rounded here and exact to cast: XLA's CPU backend would round to float8_e5m2 by way of float16, twice.
+        exponent = jnp.maximum(jnp.frexp(x)[1] - 1, limits.minexp) - limits.nmant
+        x = jnp.ldexp(jnp.round(jnp.ldexp(x, -exponent)), exponent)
+    return jnp.clip(x, float(limits.min), float(limits.max)).astype(dtype)

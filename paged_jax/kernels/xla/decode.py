@@ -1,0 +1,101 @@
+"""Decode, one query a sequence: v1 over all sequences at once, v2 over partitions one by one."""
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Float32, Int32, Num
+
+from paged_jax.kernels.xla import attend
+from paged_jax.options import AttentionOptions
+
+Query = Float[Array, "num_seqs num_heads head_size"]
+Cache = Num[Array, "num_blocks ..."]
+BlockTables = Int32[Array, "num_seqs max_blocks_per_seq"]
+SeqLens = Int32[Array, "num_seqs"]
+Lse = Float32[Array, "num_seqs num_heads"]
+Residual = Float32[Array, "num_seqs num_heads max_num_partitions"]
+TmpOut = Float32[Array, "num_seqs num_heads max_num_partitions head_size"]
+
+
+def paged_attention_v1(
+    query: Query,
+    key_cache: Cache,
+    value_cache: Cache,
+    block_tables: BlockTables,
+    seq_lens: SeqLens,
+    options: AttentionOptions,
+) -> tuple[Query, Lse]:
+    queries, end = query[:, None], jnp.minimum(seq_lens, options.max_seq_len)
+    state = attend.add_cached(
+        attend.empty(queries),
+        queries,
+        seq_lens[:, None] - 1,
+        key_cache,
+        value_cache,
+        block_tables,
+        end,
+        options,
+    )
+    out, lse = attend.finish(state, options.sinks)
+    return out[:, 0].astype(query.dtype), lse[:, 0]
+
+
+# On the CPU a partition buys nothing: one pass is the automatic choice.
+paged_attention = paged_attention_v1
+
+
+def paged_attention_v2(
+    query: Query,
+    key_cache: Cache,
+    value_cache: Cache,
+    block_tables: BlockTables,
+    seq_lens: SeqLens,
+    options: AttentionOptions,
+    *,
+    partition_size: int,
+) -> tuple[Query, Lse, Residual, Residual, TmpOut]:
+    starts = jnp.arange(0, options.max_seq_len, partition_size, dtype=jnp.int32)
+
+    # One sequence at a time, so that a row's arithmetic cannot depend on the batch around it.
+    def one(sequence):
+        query, table, seq_len = sequence
+        queries, position = query[None, None], seq_len[None, None] - 1
+
+        def partition(start):
+            end = jnp.minimum(seq_len, start + partition_size)[None]
+            state = attend.add_cached(
+                attend.empty(queries),
+                queries,
+                position,
+                key_cache,
+                value_cache,
+                table[None],
+                end,
+                options,
+                origin=start,
+                tile=partition_size,
+            )
+            tmp_out, _ = attend.finish(state, None)
+            return state.exp_sum[0, 0], state.max_logit[0, 0], tmp_out[0, 0]
+
+        exp_sums, max_logits, tmp_out = lax.map(partition, starts)
+        out, lse = attend.finish(_reduce(exp_sums, max_logits, tmp_out), options.sinks)
+        return (
+            out[0, 0].astype(query.dtype),
+            lse[0, 0],
+            exp_sums.T,
+            max_logits.T,
+            tmp_out.transpose(1, 0, 2),
+        )
+
+    return lax.map(one, (query, block_tables, seq_lens))
+
+
+def _reduce(
+    exp_sums: Float32[Array, "p h"], max_logits: Float32[Array, "p h"], tmp_out: Float32[Array, "p h d"]
+) -> attend.Softmax:
+    """The softmax over all partitions of one sequence."""
+    max_logit = max_logits.max(0)
+    shift = jnp.where(jnp.isneginf(max_logit), 0.0, max_logit)
+    weights = exp_sums * jnp.exp(max_logits - shift[None])
+    weighted = (weights[..., None] * tmp_out).sum(0)
+    return attend.Softmax(weighted[None, None], weights.sum(0)[None, None], max_logit[None, None])

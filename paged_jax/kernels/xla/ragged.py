@@ -1,0 +1,122 @@
+"""Ragged attention: the queries are cut into chunks of one sequence each, done one after the other.
+
+Which chunk belongs to which sequence is worked out from `query_start_loc` on the device. A chunk writes its rows
+whole; the rows it holds beyond its sequence keep what is there.
+"""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Float32, Int32, Num
+
+from paged_jax.kernels.xla import attend
+from paged_jax.options import AttentionOptions
+
+Query = Float[Array, "num_tokens num_heads head_size"]
+NewKV = Float[Array, "num_tokens num_kv_heads head_size"]
+Cache = Num[Array, "num_blocks ..."]
+BlockTables = Int32[Array, "num_seqs max_blocks_per_seq"]
+SeqLens = Int32[Array, "num_seqs"]
+QueryStartLoc = Int32[Array, "num_seqs+1"]
+Lse = Float32[Array, "num_tokens num_heads"]
+
+_CHUNK = 64  # queries
+
+
+def ragged_paged_attention(
+    query: Query,
+    key_cache: Cache,
+    value_cache: Cache,
+    block_tables: BlockTables,
+    seq_lens: SeqLens,
+    query_start_loc: QueryStartLoc,
+    options: AttentionOptions,
+) -> tuple[Query, Lse]:
+    def attend_to(state, queries, positions, seq, end):
+        return attend.add_cached(
+            state, queries, positions, key_cache, value_cache, block_tables[seq][None], end[None], options
+        )
+
+    return _chunk_by_chunk(query, seq_lens, query_start_loc, options, attend_to)
+
+
+def prefix_attention(
+    query: Query,
+    key: NewKV,
+    value: NewKV,
+    key_cache: Cache,
+    value_cache: Cache,
+    block_tables: BlockTables,
+    seq_lens: SeqLens,
+    query_start_loc: QueryStartLoc,
+    options: AttentionOptions,
+) -> tuple[Query, Lse]:
+    chunk = min(_CHUNK, query.shape[0])
+    keys, values = _pad(key, chunk), _pad(value, chunk)
+    context_lens = seq_lens - jnp.diff(query_start_loc)
+
+    def attend_to(state, queries, positions, seq, end):
+        context, start = context_lens[seq], query_start_loc[seq]
+        state = attend.add_cached(
+            state, queries, positions, key_cache, value_cache, block_tables[seq][None], context[None], options
+        )
+
+        def step(i, state):
+            first = i * chunk
+            tile = attend.Tile(
+                lax.dynamic_slice_in_dim(keys, start + first, chunk)[None],
+                lax.dynamic_slice_in_dim(values, start + first, chunk)[None],
+                context + first + jnp.arange(chunk, dtype=jnp.int32),
+            )
+            return attend.add_tile(state, queries, positions, tile, end[None], options)
+
+        return lax.fori_loop(0, -(-(end - context) // chunk), step, state)
+
+    return _chunk_by_chunk(query, seq_lens, query_start_loc, options, attend_to)
+
+
+def _chunk_by_chunk(
+    query: Query,
+    seq_lens: SeqLens,
+    query_start_loc: QueryStartLoc,
+    options: AttentionOptions,
+    attend_to: Callable[..., attend.Softmax],
+) -> tuple[Query, Lse]:
+    """Calls ``attend_to(state, queries, positions, seq, end)`` for every chunk; `end` is one past its last token."""
+    num_tokens, num_heads, _ = query.shape
+    chunk = min(_CHUNK, num_tokens)
+    query_lens = jnp.diff(query_start_loc)
+    last_chunk = jnp.cumsum(-(-query_lens // chunk), dtype=jnp.int32)  # of each sequence, plus 1
+    queries = _pad(query, chunk)
+
+    def step(i, results):
+        seq = jnp.searchsorted(last_chunk, i, side="right").astype(jnp.int32)
+        first_chunk = last_chunk[seq] - -(-query_lens[seq] // chunk)
+        offset = (i - first_chunk) * chunk
+        rows = offset + jnp.arange(chunk, dtype=jnp.int32)
+        own = rows < query_lens[seq]
+        context_len = seq_lens[seq] - query_lens[seq]
+        positions = jnp.where(own, context_len + rows, -1)
+        start = query_start_loc[seq] + offset
+        chunk_queries = lax.dynamic_slice_in_dim(queries, start, chunk)[None]
+        end = jnp.minimum(context_len + jnp.minimum(query_lens[seq], offset + chunk), options.max_seq_len)
+        state = attend_to(attend.empty(chunk_queries), chunk_queries, positions[None], seq, end)
+        done = attend.finish(state, options.sinks)
+
+        def put(result, new):
+            old = lax.dynamic_slice_in_dim(result, start, chunk)
+            mask = own.reshape(-1, *[1] * (old.ndim - 1))
+            return lax.dynamic_update_slice_in_dim(result, jnp.where(mask, new[0].astype(old.dtype), old), start, 0)
+
+        return put(results[0], done[0]), put(results[1], done[1])
+
+    out = jnp.zeros_like(queries)
+    lse = jnp.full((queries.shape[0], num_heads), -jnp.inf, jnp.float32)
+    out, lse = lax.fori_loop(0, last_chunk[-1], step, (out, lse))
+    return out[:num_tokens], lse[:num_tokens]
+
+
+def _pad(x: Array, rows: int) -> Array:
+    """Room for a chunk that begins at the last row."""
+    return jnp.pad(x, ((0, rows), *[(0, 0)] * (x.ndim - 1)))

@@ -1,0 +1,295 @@
+"""What one step's batch looks like to attention: where each row's tokens are, built and checked on the host.
+
+|---------- step N-1 ----------|
+|---------------------- step N ------------------------|
+|-- token A --|................|------ new tokens ------|
+|------------ context_len -----|
+|----------------------- seq_len ------------------------|
+                               |------- query_len -------|
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.typing import ArrayLike
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionMetadata:
+    """One step's batch, its prefill rows first and its decode rows after them, as in vLLM's class of this name.
+
+    The static fields are part of what a step compiles for; `build_metadata` can round the bounds among them up so
+    that steps agree. Tokens at or past `query_start_loc[-1]` are padding.
+
+    Attributes:
+      slot_mapping: i32 [num_tokens], slot of each new token's key and value, -1 for padding.
+      seq_lens: i32 [num_seqs], tokens of each sequence, this step's included.
+      query_start_loc: i32 [num_seqs + 1], exclusive prefix sum of the query lengths.
+      seq_start_loc: i32 [num_seqs + 1], exclusive prefix sum of `seq_lens`.
+      context_lens: i32 [num_seqs], tokens cached before this step.
+      block_tables: i32 [num_seqs, max_blocks_per_seq], -1 for none.
+      num_prefills: prefill rows.
+      num_prefill_tokens: new tokens of the prefill rows (with their padding, if it was asked for).
+      num_decode_tokens: new tokens of the decode rows (with their padding, if it was asked for).
+      max_query_len: bound of the query lengths of the prefill rows; 1 when there are none.
+      max_prefill_seq_len: bound of `seq_lens` over the prefill rows; 0 when there are none.
+      max_decode_seq_len: bound of `seq_lens` over the decode rows; 0 when there are none.
+    """
+
+    # Any: a transformation may put other leaves than arrays here (specs, shapes, axes).
+    slot_mapping: Any
+    seq_lens: Any
+    query_start_loc: Any
+    seq_start_loc: Any
+    context_lens: Any
+    block_tables: Any
+    num_prefills: int = dataclasses.field(metadata={"static": True})
+    num_prefill_tokens: int = dataclasses.field(metadata={"static": True})
+    num_decode_tokens: int = dataclasses.field(metadata={"static": True})
+    max_query_len: int = dataclasses.field(metadata={"static": True})
+    max_prefill_seq_len: int = dataclasses.field(metadata={"static": True})
+    max_decode_seq_len: int = dataclasses.field(metadata={"static": True})
+
+
+def build_metadata(
+    block_tables: ArrayLike | Sequence[Sequence[int]],
+    seq_lens: ArrayLike | Sequence[int],
+    query_lens: ArrayLike | Sequence[int],
+    block_size: int,
+    *,
+    num_prefills: int | None = None,
+    num_prefill_tokens: int | None = None,
+    num_decode_tokens: int | None = None,
+    max_query_len: int | None = None,
+    max_prefill_seq_len: int | None = None,
+    max_decode_seq_len: int | None = None,
+    max_blocks_per_seq: int | None = None,
+) -> AttentionMetadata:
+    """Builds one step's metadata on the host.
+
+    Rows come as they are, prefill rows first: the caller's tokens lie in the same order. A decode row has one new
+    token, or none (a row of padding); a prefill row has any number, so speculative tails belong to the prefills.
+
+    The keyword arguments after `num_prefills` default to the exact values of the batch. Given, they round up, so that
+    steps of varying lengths share one compilation: the token counts pad `slot_mapping` with -1, the bounds are
+    recorded as given, and the tables are widened with -1. Only the last tokens can be padded, so a batch that has
+    decode tokens takes no other `num_prefill_tokens` than its own.
+
+    Args:
+      block_tables: i32 [num_seqs, max_blocks_per_seq], or a list of ids for each row.
+      seq_lens: i32 [num_seqs], tokens of each sequence, this step's included.
+      query_lens: i32 [num_seqs], new tokens of each sequence.
+      block_size: tokens in a block.
+      num_prefills: prefill rows; by default the leading rows of more than one new token.
+      num_prefill_tokens, num_decode_tokens: new tokens of either part.
+      max_query_len, max_prefill_seq_len, max_decode_seq_len: bounds, see `AttentionMetadata`.
+      max_blocks_per_seq: columns of the block tables.
+
+    Returns:
+      The metadata, its leaves NumPy arrays.
+
+    Raises:
+      ValueError: shapes that disagree, rows out of order, lengths that do not fit, a new token without a block, or a
+        bound below the batch's own value.
+    """
+    seq_lens, query_lens = np.array(seq_lens, np.int32), np.asarray(query_lens, np.int32)
+    tables = _pad_tables(block_tables, max_blocks_per_seq)
+    num_prefills = _check_rows(tables, seq_lens, query_lens, block_size, num_prefills)
+    prefill, decode = slice(num_prefills), slice(num_prefills, None)
+    decode_tokens = int(query_lens[decode].sum())
+    num_prefill_tokens = _bound("num_prefill_tokens", num_prefill_tokens, query_lens[prefill].sum())
+    if decode_tokens and num_prefill_tokens > query_lens[prefill].sum():
+        raise ValueError(
+            f"num_prefill_tokens {num_prefill_tokens} pads the prefill tokens, but decode tokens follow them"
+        )
+    num_decode_tokens = _bound("num_decode_tokens", num_decode_tokens, decode_tokens)
+    context_lens = seq_lens - query_lens
+    slot_mapping = _slots(tables, context_lens, query_lens, block_size)
+    padding = num_prefill_tokens + num_decode_tokens - len(slot_mapping)
+    return AttentionMetadata(
+        slot_mapping=np.concatenate([slot_mapping, np.full(padding, -1, np.int32)]),
+        seq_lens=seq_lens,
+        query_start_loc=_start_loc(query_lens),
+        seq_start_loc=_start_loc(seq_lens),
+        context_lens=context_lens,
+        block_tables=tables,
+        num_prefills=num_prefills,
+        num_prefill_tokens=num_prefill_tokens,
+        num_decode_tokens=num_decode_tokens,
+        max_query_len=_bound("max_query_len", max_query_len, query_lens[prefill].max(initial=0) or 1),
+        max_prefill_seq_len=_bound("max_prefill_seq_len", max_prefill_seq_len, seq_lens[prefill].max(initial=0)),
+        max_decode_seq_len=_bound("max_decode_seq_len", max_decode_seq_len, seq_lens[decode].max(initial=0)),
+    )
+
+
+def check_metadata(
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    num_blocks: int,
+    block_size: int,
+    *,
+    query_start_loc: ArrayLike | None = None,
+    slot_mapping: ArrayLike | None = None,
+) -> None:
+    """Checks the values that attention and cache writes rely on and never check; on the host, on demand.
+
+    Table entries past a row's last block are not looked at: they are never read.
+
+    Args:
+      block_tables: i32 [num_seqs, max_blocks_per_seq].
+      seq_lens: i32 [num_seqs].
+      num_blocks: blocks in the cache.
+      block_size: tokens in a block.
+      query_start_loc: i32 [num_seqs + 1], or None not to check it.
+      slot_mapping: i32 [num_tokens], or None not to check it. Negative slots are padding.
+
+    Raises:
+      ValueError: naming the first bad row (or token) and its value: a negative length, one past the table, a block id
+        out of range, query starts that do not begin at 0, fall, exceed the row's length or the tokens, or a slot that
+        is out of range or written twice.
+    """
+    block_tables, seq_lens = np.asarray(block_tables), np.asarray(seq_lens)
+    if block_tables.ndim != 2 or seq_lens.shape != block_tables.shape[:1]:
+        raise ValueError(
+            "block_tables must be [num_seqs, max_blocks_per_seq] and seq_lens [num_seqs], got shapes "
+            f"{block_tables.shape} and {seq_lens.shape}"
+        )
+    _check_lens(seq_lens, block_tables.shape[1], block_size)
+    used = np.arange(block_tables.shape[1])[None, :] * block_size < seq_lens[:, None]
+    bad = used & ((block_tables < 0) | (block_tables >= num_blocks))
+    _raise_first(
+        bad.any(axis=1),
+        lambda row: (
+            f"row {row}: block id {block_tables[row, bad[row].argmax()]} in column {bad[row].argmax()} "
+            f"must be in [0, {num_blocks})"
+        ),
+    )
+    if query_start_loc is not None:
+        _check_query_start_loc(np.asarray(query_start_loc), seq_lens, slot_mapping)
+    if slot_mapping is not None:
+        _check_slots(np.asarray(slot_mapping), num_blocks * block_size, query_start_loc)
+
+
+def _check_rows(
+    block_tables: np.ndarray, seq_lens: np.ndarray, query_lens: np.ndarray, block_size: int, num_prefills: int | None
+) -> int:
+    """Checks the lengths and the order of a batch's rows; returns `num_prefills`, counted if it was None."""
+    if not seq_lens.shape == query_lens.shape == block_tables.shape[:1]:
+        raise ValueError(
+            "block_tables, seq_lens and query_lens must have as many rows, got shapes "
+            f"{block_tables.shape}, {seq_lens.shape} and {query_lens.shape}"
+        )
+    _check_lens(seq_lens, block_tables.shape[1], block_size)
+    _raise_first(
+        (query_lens < 0) | (query_lens > seq_lens),
+        lambda row: f"row {row}: query length {query_lens[row]} must be in [0, seq_len = {seq_lens[row]}]",
+    )
+    if num_prefills is None:
+        num_prefills = int(np.append(query_lens > 1, False).argmin())
+    if not 0 <= num_prefills <= len(query_lens):
+        raise ValueError(f"num_prefills must be in [0, {len(query_lens)}], got {num_prefills}")
+    _raise_first(
+        (query_lens > 1) & (np.arange(len(query_lens)) >= num_prefills),
+        lambda row: (
+            f"row {row}: query length {query_lens[row]} after {num_prefills} prefill rows; a decode row "
+            "has one new token, and prefill rows come first"
+        ),
+    )
+    return num_prefills
+
+
+def _check_query_start_loc(query_start_loc: np.ndarray, seq_lens: np.ndarray, slot_mapping: ArrayLike | None) -> None:
+    if query_start_loc.shape != (len(seq_lens) + 1,):
+        raise ValueError(f"query_start_loc must have shape ({len(seq_lens) + 1},), got {query_start_loc.shape}")
+    if query_start_loc[0] != 0:
+        raise ValueError(f"row 0: query_start_loc must begin at 0, got {query_start_loc[0]}")
+    query_lens = np.diff(query_start_loc.astype(np.int64))
+    _raise_first(
+        query_lens < 0,
+        lambda row: f"row {row}: query_start_loc falls from {query_start_loc[row]} to {query_start_loc[row + 1]}",
+    )
+    _raise_first(
+        query_lens > seq_lens,
+        lambda row: f"row {row}: query length {query_lens[row]} exceeds seq_len {seq_lens[row]}",
+    )
+    if slot_mapping is not None:
+        num_tokens = np.shape(slot_mapping)[0]
+        _raise_first(
+            query_start_loc[1:] > num_tokens,
+            lambda row: f"row {row}: query_start_loc {query_start_loc[row + 1]} is past the {num_tokens} tokens",
+        )
+
+
+def _check_slots(slot_mapping: np.ndarray, num_slots: int, query_start_loc: ArrayLike | None) -> None:
+    def name(token: int) -> str:
+        if query_start_loc is None:
+            return f"token {token}"
+        row = int(np.searchsorted(np.asarray(query_start_loc), token, side="right")) - 1
+        return f"row {row}, token {token}"
+
+    _raise_first(
+        slot_mapping >= num_slots,
+        lambda token: f"{name(token)}: slot {slot_mapping[token]} must be below {num_slots}",
+    )
+    order = np.argsort(slot_mapping, kind="stable")
+    in_order = slot_mapping[order]
+    repeats = np.zeros(len(order), np.bool_)
+    repeats[order[1:]] = (in_order[1:] == in_order[:-1]) & (in_order[1:] >= 0)
+    _raise_first(repeats, lambda token: f"{name(token)}: slot {slot_mapping[token]} is written twice")
+
+
+def _check_lens(seq_lens: np.ndarray, max_blocks_per_seq: int, block_size: int) -> None:
+    _raise_first(seq_lens < 0, lambda row: f"row {row}: seq_len {seq_lens[row]} is negative")
+    _raise_first(
+        seq_lens > max_blocks_per_seq * block_size,
+        lambda row: (
+            f"row {row}: seq_len {seq_lens[row]} is past the table of {max_blocks_per_seq} blocks of {block_size}"
+        ),
+    )
+
+
+def _raise_first(bad: np.ndarray, message: Any) -> None:
+    if bad.any():
+        raise ValueError(message(int(bad.argmax())))
+
+
+def _bound(name: str, given: int | None, exact: int) -> int:
+    if given is not None and given < exact:
+        raise ValueError(f"{name} must be at least the batch's own {exact}, got {given}")
+    return int(exact if given is None else given)
+
+
+def _start_loc(lens: np.ndarray) -> np.ndarray:
+    return np.append(np.int32(0), lens.cumsum(dtype=np.int32))
+
+
+def _pad_tables(block_tables: Any, width: int | None) -> np.ndarray:
+    """Gives the tables as a fresh i32 [num_seqs, width], padded with -1."""
+    if isinstance(block_tables, list | tuple):
+        rows = [np.asarray(row, np.int32) for row in block_tables]
+        columns = max(map(len, rows), default=0)
+    else:
+        rows = np.asarray(block_tables, np.int32)
+        if rows.ndim != 2:
+            raise ValueError(f"block_tables must be [num_seqs, max_blocks_per_seq], got shape {rows.shape}")
+        columns = rows.shape[1]
+    tables = np.full((len(rows), _bound("max_blocks_per_seq", width, columns)), -1, np.int32)
+    for table, row in zip(tables, rows, strict=True):
+        table[: len(row)] = row
+    return tables
+
+
+def _slots(tables: np.ndarray, context_lens: np.ndarray, query_lens: np.ndarray, block_size: int) -> np.ndarray:
+    """Finds the slots of all rows' new tokens, i32 [num_tokens]."""
+    rows = np.arange(len(query_lens)).repeat(query_lens)
+    positions = np.arange(len(rows)) + (context_lens - _start_loc(query_lens)[:-1]).repeat(query_lens)
+    blocks = tables[rows, positions // block_size]
+    _raise_first(
+        blocks < 0,
+        lambda token: f"row {rows[token]}: no block for the new token at position {positions[token]}",
+    )
+    return (blocks * block_size + positions % block_size).astype(np.int32)

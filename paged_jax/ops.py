@@ -1,0 +1,414 @@
+"""The public attention and cache ops: what they take and return. Checks, then dispatch; no arithmetic.
+
+Attention ops share the keywords of `paged_jax.options.Options`, and these two:
+
+- return_lse: also return the log-sum-exp of the logits, f32 [..., num_heads], sinks included; -inf where a query
+  sees no token.
+- implementation: "mosaic_gpu", "triton" or "xla"; None takes the first that can, chosen when the call is lowered.
+
+Every op raises ValueError or TypeError at trace time for a wrong shape, dtype or option, NotImplementedError if the
+implementation asked for lacks an option, and TypeError when differentiated: they are inference only. All of them
+work under jit, vmap, scan, shard_map (over kv heads, with ``check_vma=False``) and jax.export.
+"""
+
+from typing import Any, Unpack
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Float32, Int32, Num
+
+from paged_jax import _dispatch, _validate
+from paged_jax.options import Implementation, Layout, Options
+
+Cache = Num[Array, "num_blocks ..."]
+Scale = Float[Array, "..."] | float | None
+
+
+def paged_attention_v1(
+    query: Float[Array, "num_seqs num_heads head_size"],
+    key_cache: Cache,
+    value_cache: Cache,
+    block_tables: Int32[Array, "num_seqs max_blocks_per_seq"],
+    seq_lens: Int32[Array, "num_seqs"],
+    *,
+    return_lse: bool = False,
+    implementation: Implementation | None = None,
+    **options: Unpack[Options],
+) -> Any:
+    """Decode attention over a paged KV cache, in one pass over each sequence.
+
+    Args:
+      query: [num_seqs, num_heads, head_size], float16, bfloat16 or float32: one new token a sequence, whose key and
+        value are already in the cache. num_heads is a multiple of num_kv_heads.
+      key_cache, value_cache: one layer's pool of blocks in `layout`; query's dtypes, float8_e4m3fn, float8_e5m2
+        or int8. Read in place. Slots and blocks that no sequence uses may hold anything, NaN included.
+      block_tables: i32 [num_seqs, max_blocks_per_seq]; entries at or past ceil(seq_len / block_size) are not read.
+      seq_lens: i32 [num_seqs], tokens of each sequence, the new one included; 0 gives out 0 and lse -inf.
+      return_lse, implementation: see `paged_jax.ops`.
+      **options: see `paged_jax.options.Options`.
+
+    Returns:
+      out, of query's shape and dtype, accumulated in float32; with return_lse ``(out, lse)``.
+
+    Raises:
+      ValueError, TypeError: a shape, dtype or option is wrong.
+      NotImplementedError: `implementation` lacks an option.
+
+    Aliasing: none, the caches are only read. vmap: a batch of calls becomes one call with more sequences.
+    Sharding: split heads and kv heads alike. Source: vLLM's paged_attention_v1.
+    """
+    operands = _decode_operands(query, key_cache, value_cache, block_tables, seq_lens, options)
+    out, lse = _dispatch.call("paged_attention_v1", *operands, implementation=implementation)
+    return (out, lse) if return_lse else out
+
+
+def paged_attention_v2(
+    query: Float[Array, "num_seqs num_heads head_size"],
+    key_cache: Cache,
+    value_cache: Cache,
+    block_tables: Int32[Array, "num_seqs max_blocks_per_seq"],
+    seq_lens: Int32[Array, "num_seqs"],
+    *,
+    partition_size: int = 512,
+    return_residuals: bool = False,
+    return_lse: bool = False,
+    implementation: Implementation | None = None,
+    **options: Unpack[Options],
+) -> Any:
+    """Decode attention over a paged KV cache, split over partitions of the context and then reduced.
+
+    A row's result depends on its own sequence and `partition_size` alone: it is bit-equal in any batch.
+
+    Args:
+      query, key_cache, value_cache, block_tables, seq_lens: as for `paged_attention_v1`.
+      partition_size: tokens of a partition, a multiple of block_size.
+      return_residuals: also return each partition's sums.
+      return_lse, implementation: see `paged_jax.ops`.
+      **options: see `paged_jax.options.Options`.
+
+    Returns:
+      out, or a tuple of out, then lse with return_lse, then with return_residuals exp_sums and max_logits, f32
+      [num_seqs, num_heads, max_num_partitions], and tmp_out, f32 [..., head_size], each partition's normalised
+      result. Residuals leave sinks out. Empty partitions give 0, -inf and 0.
+
+    Raises:
+      ValueError, TypeError: a shape, dtype or option is wrong.
+      NotImplementedError: `implementation` lacks an option.
+
+    Aliasing, vmap, sharding: as for `paged_attention_v1`. Source: vLLM's paged_attention_v2.
+    """
+    operands = _decode_operands(query, key_cache, value_cache, block_tables, seq_lens, options)
+    _validate.partition_size(partition_size, _validate.block_size(operands[2], operands[-1].layout))
+    out, lse, *residuals = _dispatch.call(
+        "paged_attention_v2", *operands, implementation=implementation, partition_size=int(partition_size)
+    )
+    results = (out, *([lse] if return_lse else []), *(residuals if return_residuals else []))
+    return results if len(results) > 1 else out
+
+
+def paged_attention(
+    query: Float[Array, "num_seqs num_heads head_size"],
+    key_cache: Cache,
+    value_cache: Cache,
+    block_tables: Int32[Array, "num_seqs max_blocks_per_seq"],
+    seq_lens: Int32[Array, "num_seqs"],
+    *,
+    return_lse: bool = False,
+    implementation: Implementation | None = None,
+    **options: Unpack[Options],
+) -> Any:
+    """Decode attention over a paged KV cache, split as static shapes suggest: the one to use.
+
+    Args, Returns, Raises, aliasing, vmap, sharding: as for `paged_attention_v1`. Source: vLLM's forward_decode.
+    """
+    operands = _decode_operands(query, key_cache, value_cache, block_tables, seq_lens, options)
+    out, lse = _dispatch.call("paged_attention", *operands, implementation=implementation)
+    return (out, lse) if return_lse else out
+
+
+def ragged_paged_attention(
+    query: Float[Array, "num_tokens num_heads head_size"],
+    key_cache: Cache,
+    value_cache: Cache,
+    block_tables: Int32[Array, "num_seqs max_blocks_per_seq"],
+    seq_lens: Int32[Array, "num_seqs"],
+    query_start_loc: Int32[Array, "num_seqs+1"],
+    *,
+    return_lse: bool = False,
+    implementation: Implementation | None = None,
+    **options: Unpack[Options],
+) -> Any:
+    """Causal attention of ragged queries over a paged KV cache: prefill, chunked prefill, decode, or a mix.
+
+    Query j of sequence s stands at position ``seq_lens[s] - query_len + j`` and sees the tokens up to it.
+
+    Args:
+      query: [num_tokens, num_heads, head_size]: all sequences' new tokens, one sequence after the other. Their keys
+        and values are already in the cache. Rows past query_start_loc[-1] are padding and come out 0.
+      key_cache, value_cache, block_tables: as for `paged_attention_v1`.
+      seq_lens: i32 [num_seqs], tokens of each sequence, the new ones included.
+      query_start_loc: i32 [num_seqs + 1], exclusive prefix sum of the query lengths, each of which may be 0.
+      return_lse, implementation: see `paged_jax.ops`.
+      **options: see `paged_jax.options.Options`.
+
+    Returns:
+      out, of query's shape and dtype; with return_lse ``(out, lse)``.
+
+    Raises:
+      ValueError, TypeError: a shape, dtype or option is wrong.
+      NotImplementedError: `implementation` lacks an option.
+
+    Aliasing: none. vmap: one call after the other. Sharding: split heads and kv heads alike.
+    Source: PagedAttention (arXiv:2309.06180); vLLM's unified attention.
+    """
+    query = _validate.tokens("query", query, "num_tokens")
+    operands = _attention_operands(query, key_cache, value_cache, block_tables, seq_lens, options)
+    query_start_loc = _query_start_loc(query_start_loc, operands[4])
+    out, lse = _dispatch.call(
+        "ragged_paged_attention", *operands[:-1], query_start_loc, operands[-1], implementation=implementation
+    )
+    return (out, lse) if return_lse else out
+
+
+def prefix_attention(
+    query: Float[Array, "num_tokens num_heads head_size"],
+    key: Float[Array, "num_tokens num_kv_heads head_size"],
+    value: Float[Array, "num_tokens num_kv_heads head_size"],
+    key_cache: Cache,
+    value_cache: Cache,
+    block_tables: Int32[Array, "num_seqs max_blocks_per_seq"],
+    seq_lens: Int32[Array, "num_seqs"],
+    query_start_loc: Int32[Array, "num_seqs+1"],
+    *,
+    return_lse: bool = False,
+    implementation: Implementation | None = None,
+    **options: Unpack[Options],
+) -> Any:
+    """Like `ragged_paged_attention`, with the new tokens' keys and values given instead of read from the cache.
+
+    Args:
+      query: [num_tokens, num_heads, head_size], as for `ragged_paged_attention`.
+      key, value: [num_tokens, num_kv_heads, head_size], of query's dtype: the new tokens at full precision, whether
+        or not they are in the cache too. k_scale and v_scale do not apply to them.
+      key_cache, value_cache, block_tables: hold the context, the tokens before the new ones.
+      seq_lens, query_start_loc, return_lse, implementation, **options: as for `ragged_paged_attention`.
+
+    Returns:
+      out, of query's shape and dtype; with return_lse ``(out, lse)``.
+
+    Raises:
+      ValueError, TypeError: a shape, dtype or option is wrong.
+      NotImplementedError: `implementation` lacks an option.
+
+    Aliasing, vmap, sharding: as for `ragged_paged_attention`. Source: vLLM's forward_prefix.
+    """
+    query = _validate.tokens("query", query, "num_tokens")
+    key, value = _new_tokens(key, value, query.shape[0], query.shape[2], query.dtype)
+    operands = _attention_operands(
+        query, key_cache, value_cache, block_tables, seq_lens, options, num_kv_heads=key.shape[1]
+    )
+    query_start_loc = _query_start_loc(query_start_loc, operands[4])
+    out, lse = _dispatch.call(
+        "prefix_attention",
+        query,
+        key,
+        value,
+        *operands[1:-1],
+        query_start_loc,
+        operands[-1],
+        implementation=implementation,
+    )
+    return (out, lse) if return_lse else out
+
+
+def merge_attention_states(
+    out_a: Float[Array, "... num_heads head_size"],
+    lse_a: Float32[Array, "... num_heads"],
+    out_b: Float[Array, "... num_heads head_size"],
+    lse_b: Float32[Array, "... num_heads"],
+) -> tuple[Float[Array, "... num_heads head_size"], Float32[Array, "... num_heads"]]:
+    """Attention over two disjoint sets of tokens, from the attention over each: cascade or shared-prefix attention.
+
+    Associative and commutative, with identity (0, -inf). Differentiable, unlike the kernels.
+
+    Args:
+      out_a, out_b: [..., num_heads, head_size], one dtype.
+      lse_a, lse_b: f32 [..., num_heads], natural log-sum-exp of the logits. Give a sink to one of the two only.
+
+    Returns:
+      ``(out, lse)`` over both sets, of out_a's dtype and f32.
+
+    Raises:
+      ValueError, TypeError: shapes or dtypes do not match.
+
+    Source: FlashInfer (arXiv:2501.01005), section 2.2.
+    """
+    _validate.states(out_a, lse_a, out_b, lse_b)
+    lse = jnp.logaddexp(lse_a, lse_b)
+    # Where neither side saw a token the lse is -inf, and -inf minus -inf is NaN.
+    base = jnp.where(jnp.isneginf(lse), 0.0, lse)
+    weight_a, weight_b = jnp.exp(lse_a - base)[..., None], jnp.exp(lse_b - base)[..., None]
+    out = weight_a * out_a.astype(jnp.float32) + weight_b * out_b.astype(jnp.float32)
+    return out.astype(out_a.dtype), lse
+
+
+def write_to_paged_cache(
+    key: Float[Array, "num_tokens num_kv_heads head_size"],
+    value: Float[Array, "num_tokens num_kv_heads head_size"],
+    key_cache: Cache,
+    value_cache: Cache,
+    slot_mapping: Int32[Array, "num_tokens"],
+    *,
+    layout: Layout = "hnd",
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+    implementation: Implementation | None = None,
+) -> tuple[Cache, Cache]:
+    """Puts new tokens' keys and values into their slots of a paged cache.
+
+    Args:
+      key, value: [num_tokens, num_kv_heads, head_size], float16, bfloat16 or float32.
+      key_cache, value_cache: one layer's pool of blocks in `layout`. A narrower dtype than key's quantises: divide
+        by the scale, round to nearest even, saturate.
+      slot_mapping: i32 [num_tokens], ``block * block_size + offset``; negative slots, and those past the pool, are
+        skipped. Of several tokens with one slot an unspecified one stays.
+      layout: of both caches.
+      k_scale, v_scale: f32 scalar, [num_kv_heads] or [num_blocks, num_kv_heads, block_size], or None for 1; only
+        for a narrower cache.
+      implementation: see `paged_jax.ops`.
+
+    Returns:
+      ``(key_cache, value_cache)``; every other slot is bit-identical.
+
+    Raises:
+      ValueError, TypeError: a shape, dtype or option is wrong, or a scale was given for a cache that is not narrower.
+      NotImplementedError: `implementation` lacks an option.
+
+    Aliasing: donate both caches to update them in place; otherwise both are copied first. vmap: one call after the
+    other. Sharding: over kv heads. Source: vLLM's reshape_and_cache.
+    """
+    key = _validate.tokens("key", key, "num_tokens")
+    key, value = _new_tokens(key, value, key.shape[0], key.shape[2], key.dtype)
+    slot_mapping = _validate.indices("slot_mapping", slot_mapping, "num_tokens")
+    _validate.shape("slot_mapping", slot_mapping, key.shape[:1], "num_tokens")
+    key_cache, value_cache, _, block_size = _validate.caches(key_cache, value_cache, key.shape[1], key.shape[2], layout)
+    scales = _validate.write_scales(key, key_cache, block_size, k_scale, v_scale)
+    return _dispatch.call(
+        "write_to_paged_cache",
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        *scales,
+        implementation=implementation,
+        layout=layout,
+    )
+
+
+def copy_blocks(
+    key_cache: Cache,
+    value_cache: Cache,
+    block_mapping: Int32[Array, "num_pairs 2"],
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[Cache, Cache]:
+    """Copies whole blocks within a paged cache, as after a fork.
+
+    Args:
+      key_cache, value_cache: one layer's pool of blocks, any layout.
+      block_mapping: i32 [num_pairs, 2], (source, destination) block ids; pairs with a negative id, or one past the
+        pool, are skipped. All sources are read before any destination is written. Of several sources for one
+        destination an unspecified one stays.
+      implementation: see `paged_jax.ops`.
+
+    Returns:
+      ``(key_cache, value_cache)``.
+
+    Raises:
+      ValueError, TypeError: a shape or dtype is wrong.
+
+    Aliasing: donate both caches to update them in place. vmap: one call after the other. Sharding: over kv heads.
+    Source: vLLM's copy_blocks.
+    """
+    caches = _validate.pools(("key_cache", key_cache), ("value_cache", value_cache))
+    block_mapping = _validate.pairs(block_mapping)
+    return _dispatch.call("copy_blocks", *caches, block_mapping, implementation=implementation)
+
+
+def swap_blocks(
+    src_key_cache: Cache,
+    src_value_cache: Cache,
+    dst_key_cache: Cache,
+    dst_value_cache: Cache,
+    block_mapping: Int32[Array, "num_pairs 2"],
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[Cache, Cache]:
+    """Copies whole blocks from one paged cache into another, as when a sequence is swapped out or in.
+
+    Args:
+      src_key_cache, src_value_cache: the pools to read.
+      dst_key_cache, dst_value_cache: the pools to write, of the sources' dtype and block shape; any number of blocks.
+      block_mapping: i32 [num_pairs, 2], (source, destination) block ids, as for `copy_blocks`.
+      implementation: see `paged_jax.ops`.
+
+    Returns:
+      The two destination caches.
+
+    Raises:
+      ValueError, TypeError: a shape or dtype is wrong.
+
+    Aliasing: donate the destination caches to update them in place. vmap: one call after the other. Sharding: over
+    kv heads. Source: vLLM's swap_blocks.
+    """
+    src = _validate.pools(("src_key_cache", src_key_cache), ("src_value_cache", src_value_cache))
+    dst = _validate.pools(("dst_key_cache", dst_key_cache), ("dst_value_cache", dst_value_cache))
+    _validate.same_blocks(src, dst)
+    block_mapping = _validate.pairs(block_mapping)
+    return _dispatch.call("swap_blocks", *src, *dst, block_mapping, implementation=implementation)
+
+
+def _decode_operands(
+    query: Any, key_cache: Any, value_cache: Any, block_tables: Any, seq_lens: Any, options: Options
+) -> tuple:
+    query = _validate.tokens("query", query, "num_seqs")
+    operands = _attention_operands(query, key_cache, value_cache, block_tables, seq_lens, options)
+    _validate.shape("seq_lens", operands[4], query.shape[:1], "num_seqs")
+    return operands
+
+
+def _attention_operands(
+    query: Array,
+    key_cache: Any,
+    value_cache: Any,
+    block_tables: Any,
+    seq_lens: Any,
+    options: Options,
+    num_kv_heads: int | None = None,
+) -> tuple:
+    """The checked arrays of an attention op, and its options last."""
+    key_cache, value_cache, num_kv_heads, block_size = _validate.caches(
+        key_cache, value_cache, num_kv_heads, query.shape[2], options.get("layout", "hnd")
+    )
+    block_tables = _validate.indices("block_tables", block_tables, "num_seqs, max_blocks_per_seq")
+    seq_lens = _validate.indices("seq_lens", seq_lens, "num_seqs")
+    _validate.shape("seq_lens", seq_lens, block_tables.shape[:1], "num_seqs")
+    checked = _validate.options(query, key_cache.shape[0], num_kv_heads, block_size, block_tables.shape[1], **options)
+    return query, key_cache, value_cache, block_tables, seq_lens, checked
+
+
+def _query_start_loc(query_start_loc: Any, seq_lens: Array) -> Array:
+    query_start_loc = _validate.indices("query_start_loc", query_start_loc, "num_seqs + 1")
+    _validate.shape("query_start_loc", query_start_loc, (seq_lens.shape[0] + 1,), "num_seqs + 1")
+    return query_start_loc
+
+
+def _new_tokens(key: Any, value: Any, num_tokens: int, head_size: int, dtype: Any) -> tuple[Array, Array]:
+    key, value = _validate.tokens("key", key, "num_tokens"), _validate.tokens("value", value, "num_tokens")
+    _validate.shape("key", key, (num_tokens, key.shape[1], head_size), "num_tokens, num_kv_heads, head_size")
+    _validate.shape("value", value, key.shape, "num_tokens, num_kv_heads, head_size")
+    for name, x in (("key", key), ("value", value)):
+        if x.dtype != dtype:
+            raise TypeError(f"{name} must have dtype {dtype}, got {x.dtype}")
+    return key, value

@@ -1,0 +1,94 @@
+"""What an attention call can be asked for: small frozen dataclasses that every implementation takes."""
+
+from dataclasses import dataclass, field
+from typing import Literal, TypedDict
+
+import jax
+from jax import Array
+from jaxtyping import Float
+
+Layout = Literal["hnd", "nhd", "vllm"]
+"""How one layer's pool of blocks lies in memory; `paged_jax.cache` gives the shapes."""
+
+Implementation = Literal["mosaic_gpu", "triton", "xla"]
+
+
+@dataclass(frozen=True)
+class BlockSparse:
+    """vLLM's block-sparse attention: local blocks plus every `vert_stride`-th block, shifted per head.
+
+    Sparse block ``kb`` of a sequence whose query lies in sparse block ``qb`` is attended iff
+    ``(kb + offset) % vert_stride == 0 or kb > qb - local_blocks``, with ``offset`` equal to
+    ``(tp_rank * num_heads + head) * head_sliding_step + 1`` when `head_sliding_step` >= 0 and
+    ``(tp_rank * num_kv_heads + kv_head) * -head_sliding_step + 1`` otherwise. Off when `vert_stride` <= 1.
+
+    Attributes:
+      local_blocks: sparse blocks next to the query that are always attended.
+      vert_stride: distance between the attended remote blocks, in sparse blocks.
+      block_size: tokens in a sparse block, a multiple of the cache's block size.
+      head_sliding_step: shift of the pattern from head to head (negative: from kv head to kv head).
+      tp_rank: rank of this shard when the heads are split over devices.
+    """
+
+    local_blocks: int
+    vert_stride: int
+    block_size: int = 64
+    head_sliding_step: int = 0
+    tp_rank: int = 0
+
+
+class Options(TypedDict, total=False):
+    """OPTIONS: the keywords every attention op takes; None (the default) = off.
+
+    Attributes:
+      scale: f32 scalar, factor of the logits; default ``head_size ** -0.5``. May be traced.
+      alibi_slopes: f32 [num_heads]; adds ``slope * (key position - query position)`` to the logits.
+      sliding_window: tokens; a query at position i sees tokens t > i - sliding_window.
+      logits_soft_cap: logits become ``cap * tanh(logit / cap)``, before ALiBi is added.
+      sinks: f32 [num_heads]; a learned logit per head that joins the softmax's denominator and has no value.
+      block_sparse: see `BlockSparse`; GPU kernels do not read the blocks that are not attended.
+      k_scale, v_scale: f32 scalar, [num_kv_heads] or [num_blocks, num_kv_heads, block_size]; the caches'
+        dequantisation factors. May be traced.
+      layout: of both caches, default "hnd"; `paged_jax.cache` gives the shapes.
+      max_seq_len: static bound of `seq_lens`, in tokens; default and maximum max_blocks_per_seq * block_size.
+    """
+
+    scale: Float[Array, ""] | float | None
+    alibi_slopes: Float[Array, "num_heads"] | None
+    sliding_window: int | None
+    logits_soft_cap: float | None
+    sinks: Float[Array, "num_heads"] | None
+    block_sparse: BlockSparse | None
+    k_scale: Float[Array, "..."] | float | None
+    v_scale: Float[Array, "..."] | float | None
+    layout: Layout
+    max_seq_len: int | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AttentionOptions:
+    """The validated options of one attention call; arrays are leaves, everything else is static.
+
+    Attributes:
+      scale: f32 [], factor of the logits.
+      alibi_slopes: f32 [num_heads] or None.
+      sinks: f32 [num_heads] or None, logits without a value that join the softmax's denominator.
+      k_scale, v_scale: f32 [], [num_kv_heads] or [num_blocks, num_kv_heads, block_size], or None.
+      layout: of both caches.
+      max_seq_len: static bound of `seq_lens`, in tokens.
+      sliding_window: in tokens, or None.
+      logits_soft_cap: cap of ``cap * tanh(logit / cap)``, or None.
+      block_sparse: or None; never given with `vert_stride` <= 1.
+    """
+
+    scale: Array
+    alibi_slopes: Array | None
+    sinks: Array | None
+    k_scale: Array | None
+    v_scale: Array | None
+    layout: Layout = field(metadata={"static": True})
+    max_seq_len: int = field(metadata={"static": True})
+    sliding_window: int | None = field(metadata={"static": True})
+    logits_soft_cap: float | None = field(metadata={"static": True})
+    block_sparse: BlockSparse | None = field(metadata={"static": True})

@@ -1,0 +1,86 @@
+"""Strict JAX settings, run-time shape checks, the GPU marker's rule and the fixtures all tests share.
+
+Runs before any test module, hence before `paged_jax` is first imported: the import hook needs that.
+"""
+
+import os
+import tempfile
+from functools import partial
+
+import hypothesis
+import hypothesis.configuration
+import jax
+import jaxtyping
+import numpy as np
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_num_cpu_devices", 2)  # for shard_map
+
+# jaxtyping annotations are enforced where arrays arrive checked. `ops` says in its own words what is wrong with a
+# call, pytree classes hold other things than arrays inside transformations, and Triton reads its kernels' source.
+_HOOKED = (
+    "paged_jax.allocator",
+    "paged_jax.kernels.xla",
+    "paged_jax.kernels.triton.decode",
+    "paged_jax.kernels.triton.ragged",
+    "paged_jax.kernels.triton.cache_ops",
+)
+jaxtyping.install_import_hook(_HOOKED, "beartype.beartype")
+
+# Loaded by name: under CI=true hypothesis would otherwise choose a profile of its own.
+hypothesis.settings.register_profile("paged_jax", deadline=None, derandomize=True, database=None, max_examples=20)
+hypothesis.settings.load_profile("paged_jax")
+hypothesis.configuration.set_hypothesis_home_dir(os.path.join(tempfile.gettempdir(), "paged_jax-hypothesis"))
+
+
+def has_gpu():
+    """Whether JAX sees a GPU here."""
+    try:
+        return bool(jax.devices("gpu"))
+    except RuntimeError:
+        return False
+
+
+def pytest_collection_modifyitems(config, items):
+    """Deselect what needs a GPU on machines without one."""
+    if has_gpu():
+        return
+    unrunnable = [item for item in items if item.get_closest_marker("gpu")]
+    if unrunnable:
+        config.hook.pytest_deselected(items=unrunnable)
+        items[:] = [item for item in items if item not in set(unrunnable)]
+
+
+@pytest.fixture(params=["xla", *(pytest.param(i, marks=pytest.mark.gpu) for i in (None, "triton", "mosaic_gpu"))])
+def implementation(request):
+    """Every implementation there is: "xla" on the CPU, the others (None: whatever is chosen) on a GPU."""
+    return request.param
+
+
+# Most of a case's time is LLVM's. Its unoptimised code computes the same thing in half of that time; the tests that
+# compare bits, or run many batches through one program, take the default.
+QUICK_COMPILE = {"xla_backend_optimization_level": 0}
+
+
+@pytest.fixture
+def run(implementation):
+    """`run(function, **arrays)`: NumPy results of `jit(function)(**arrays)` on the implementation's platform.
+
+    `function` also takes `implementation`. What a GPU implementation says it lacks is skipped, in its words.
+    """
+
+    def run(function, *, quick=True, **arrays):
+        on_cpu = implementation == "xla"
+        device = jax.devices("cpu" if on_cpu else "gpu")[0]
+        options = QUICK_COMPILE if quick and on_cpu else None
+        jitted = jax.jit(partial(function, implementation=implementation), compiler_options=options)
+        try:
+            return jax.tree.map(np.asarray, jitted(**jax.device_put(arrays, device)))
+        except NotImplementedError as error:
+            if implementation not in ("triton", "mosaic_gpu") or implementation not in str(error):
+                raise
+            pytest.skip(str(error))
+
+    return run

@@ -1,0 +1,202 @@
+"""Poisoned inputs of a case: whatever the operations must not read is NaN, infinite or out of range.
+
+Blocks are shuffled through the pool. Unmapped blocks, slots past seq_len, their scales and padding rows hold
+NaN or infinity (the largest code for int8); table entries past the last used one hold absurd ids.
+"""
+
+import zlib
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+
+from tests import oracle
+
+# 1 is a real block id, of somebody else's block.
+ABSURD_IDS = np.array([-1, 2**31 - 1, -(2**31), 1, 10**6, -7], np.int32)
+
+
+def dtype_of(name):
+    """NumPy's dtype of that name, ml_dtypes' included."""
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def rng_of(name):
+    """A generator that depends on a name alone."""
+    return np.random.default_rng(zlib.crc32(str(name).encode()))
+
+
+def poison(rng, shape, dtype):
+    """An array of NaN and, where the dtype has it, infinity; of the largest code for int8."""
+    if dtype == np.int8:
+        return np.full(shape, 127, np.int8)
+    array = np.full(shape, np.nan, dtype)
+    if np.isinf(np.array(np.inf, np.float32).astype(dtype)):
+        array[rng.random(shape) < 0.5] = np.inf
+    return array
+
+
+def cache_shapes(layout, num_blocks, num_kv_heads, block_size, head_size, dtype):
+    """Shapes of the key and the value cache in a layout."""
+    if layout == "hnd":
+        shape = (num_blocks, num_kv_heads, block_size, head_size)
+    elif layout == "nhd":
+        shape = (num_blocks, block_size, num_kv_heads, head_size)
+    else:
+        x = 16 // dtype.itemsize
+        key_shape = (num_blocks, num_kv_heads, head_size // x, block_size, x)
+        return key_shape, (num_blocks, num_kv_heads, head_size, block_size)
+    return shape, shape
+
+
+def make_tables(rng, case):
+    """Block tables full of absurd ids past each sequence's blocks, and the pool's number of blocks."""
+    num_seqs = len(case.seq_lens)
+    needed = [-(-length // case.block_size) for length in case.seq_lens]
+    num_blocks = sum(needed) + 3
+    free = list(rng.permutation(num_blocks))
+    width = max(needed) + case.spare_columns
+    tables = np.resize(ABSURD_IDS, (num_seqs, max(width, 1)))
+    for row, count in enumerate(needed):
+        for column in range(count):
+            shared = row > 0 and column < case.shared_blocks
+            tables[row, column] = tables[0, column] if shared else free.pop()
+    return tables, num_blocks
+
+
+def make_scale(rng, case, kind, num_blocks):
+    """A dequantisation factor of the named shape, typical for the cache's dtype; None stays None."""
+    if kind is None:
+        return None
+    shapes = {
+        "scalar": (),
+        "head": (case.num_kv_heads,),
+        "slot": (num_blocks, case.num_kv_heads, case.block_size),
+    }
+    typical = 0.03 if case.cache_dtype == "int8" else 0.7
+    return np.asarray(case.scale_size * typical * rng.uniform(0.5, 2.0, shapes[kind]), np.float32)
+
+
+def token_vectors(rng, case, length, which):
+    """What a sequence's tokens say, before quantisation: float64 `[length, num_kv_heads, head_size]`."""
+    shape = (length, case.num_kv_heads, case.head_size)
+    if case.logits == "huge" and which == "key":
+        # With queries of 32 and head_size 64 the logits are exactly -100352, 0 or 100352.
+        return np.broadcast_to(rng.choice([-49.0, 0.0, 49.0], (length, case.num_kv_heads, 1)), shape)
+    if case.logits == "equal" and which == "key":
+        return np.ones(shape)
+    if case.logits == "near-overflow" and which == "value":
+        return rng.uniform(3e4, 6e4, shape)
+    values = rng.standard_normal(shape)
+    return 4 * values if case.cache_dtype == "int8" and case.k_scale is None else values
+
+
+def fill(case, cache, table, vectors, which, scale, poisoned_scale):
+    """Write a sequence's tokens to its slots (quantised), and reveal these slots' scales."""
+    for token, vector in enumerate(vectors):
+        block, offset = table[token // case.block_size], token % case.block_size
+        factor = 1.0 if scale is None else oracle.scale_at(scale, block, offset) / case.scale_size
+        oracle.set_element(cache, block, offset, case.layout, which, oracle.quantise(vector, factor, cache.dtype))
+        if poisoned_scale is not None and poisoned_scale.ndim == 3:
+            poisoned_scale[block, :, offset] = scale[block, :, offset]
+
+
+def make_cache(rng, case, tables, num_blocks):
+    """`key_cache`, `value_cache`, `k_scale`, `v_scale`, with every slot that is not a token's poisoned."""
+    dtype = dtype_of(case.cache_dtype or case.dtype)
+    dims = (num_blocks, case.num_kv_heads, case.block_size, case.head_size)
+    result = {}
+    shapes = cache_shapes(case.layout, *dims, dtype)
+    for which, shape, kind in zip(("key", "value"), shapes, (case.k_scale, case.v_scale), strict=True):
+        cache = poison(rng, shape, dtype)
+        scale = make_scale(rng, case, kind, num_blocks)
+        poisoned = np.full_like(scale, np.nan) if kind == "slot" else scale
+        for row, length in enumerate(case.seq_lens):
+            fill(case, cache, tables[row], token_vectors(rng, case, length, which), which, scale, poisoned)
+        result[f"{which}_cache"], result[f"{which[0]}_scale"] = cache, poisoned
+    return result
+
+
+def make_queries(rng, case, num_rows):
+    """Queries in the case's dtype, chosen with the keys for special logits."""
+    shape = (num_rows, case.num_heads, case.head_size)
+    queries = np.full(shape, 32.0) if case.logits == "huge" else rng.standard_normal(shape)
+    return queries.astype(dtype_of(case.dtype))
+
+
+def make_options(rng, case):
+    """The options that are arrays (or may be traced), and those that are static."""
+    arrays = {}
+    if case.alibi:
+        arrays["alibi_slopes"] = (0.5 ** np.linspace(1, 8, case.num_heads)).astype(np.float32)
+    if case.sinks:
+        arrays["sinks"] = (2 * rng.standard_normal(case.num_heads)).astype(np.float32)
+    static = {
+        "sliding_window": case.sliding_window,
+        "logits_soft_cap": case.logits_soft_cap,
+        "block_sparse": case.block_sparse,
+        "layout": case.layout,
+    }
+    if case.scale == "traced":
+        arrays["scale"] = np.float32(0.21)
+    elif case.scale is not None:
+        static["scale"] = case.scale
+    return arrays, static
+
+
+def hide_new_tokens(case, rng, tables, cache, which, context_lens):
+    """A copy of a cache in which the new tokens' slots, that prefix attention must not read, are poison."""
+    hidden = cache.copy()
+    kept = {
+        (tables[row, token // case.block_size], token % case.block_size)
+        for row, length in enumerate(context_lens)
+        for token in range(length)
+    }
+    for row, (first, last) in enumerate(zip(context_lens, case.seq_lens, strict=True)):
+        for token in range(first, last):
+            slot = (tables[row, token // case.block_size], token % case.block_size)
+            if slot not in kept:
+                vectors = poison(rng, (case.num_kv_heads, case.head_size), cache.dtype)
+                oracle.set_element(hidden, *slot, case.layout, which, vectors)
+    return hidden
+
+
+def make(case):
+    """Inputs of a case, as a namespace of NumPy arrays.
+
+    Returns:
+      `decode`, `ragged`, `prefix`: the positional arrays of each operation by name (ragged and prefix are
+      None without `query_lens`); `arrays`: array options; `static`: static options as the oracle takes
+      them (a `Sparse` for block_sparse); `max_seq_len` of the case; `num_rows`: ragged rows that are
+      not padding.
+    """
+    rng = rng_of(case.name)
+    tables, num_blocks = make_tables(rng, case)
+    cache = make_cache(rng, case, tables, num_blocks)
+    arrays, static = make_options(rng, case)
+    for name in ("k_scale", "v_scale"):
+        scale = cache.pop(name)
+        if scale is not None:
+            arrays[name] = scale
+    step = {"block_tables": tables, "seq_lens": np.array(case.seq_lens, np.int32)}
+    made = SimpleNamespace(arrays=arrays, static=static, ragged=None, prefix=None, num_rows=0)
+    made.decode = {"query": make_queries(rng, case, len(case.seq_lens)), **cache, **step}
+    if case.query_lens is None:
+        return made
+    step["query_start_loc"] = np.concatenate([[0], np.cumsum(case.query_lens)]).astype(np.int32)
+    made.num_rows = sum(case.query_lens)
+    query = make_queries(rng, case, made.num_rows + case.padding)
+    query[made.num_rows :] = np.nan
+    made.ragged = {"query": query, **cache, **step}
+    context_lens = np.subtract(case.seq_lens, case.query_lens)
+    new = {}
+    for which in ("key", "value"):
+        vectors = token_vectors(rng, case, len(query), which).astype(query.dtype)
+        vectors[made.num_rows :] = np.nan
+        new[which] = vectors
+    hidden = {
+        f"{which}_cache": hide_new_tokens(case, rng, tables, cache[f"{which}_cache"], which, context_lens)
+        for which in ("key", "value")
+    }
+    made.prefix = {"query": query, **new, **hidden, **step}
+    return made

@@ -1,0 +1,205 @@
+"""The same computation without paging, in the precision the operations work in: the yardstick.
+
+Tokens gathered into dense arrays, float32 arithmetic, softmax over whole rows, results rounded to the
+dtype they have in the operations. An operation may err against the float64 oracle by at most twice what
+this errs, plus 1e-5. NumPy rather than XLA, because an XLA version would cost a compile per case.
+"""
+
+import numpy as np
+
+
+def assert_close(actual, exact, yardstick, what):
+    """The error criterion: `actual` errs at most twice what `yardstick` does, plus 1e-5.
+
+    For results below 1 the 1e-5 shrinks with them, so that exact zeros have to be zeros. Infinities have
+    to be where the oracle has them, and NaN nowhere.
+    """
+    actual, yardstick = np.asarray(actual).astype(np.float64), yardstick.astype(np.float64)
+    assert actual.shape == exact.shape, f"{what}: shape {actual.shape}, expected {exact.shape}"
+    assert not np.isnan(actual).any(), f"{what}: {np.isnan(actual).sum()} of {actual.size} values are NaN"
+    finite = np.isfinite(exact)
+    np.testing.assert_array_equal(actual[~finite], exact[~finite], err_msg=f"{what}: infinities")
+    if not finite.any():
+        return
+    errors = np.where(finite, np.abs(actual - np.where(finite, exact, 0)), 0)
+    wanted = exact[finite]
+    bound = 2 * np.abs(yardstick[finite] - wanted).max() + 1e-5 * min(1, np.abs(wanted).max())
+    worst = np.unravel_index(errors.argmax(), errors.shape)
+    assert errors[worst] <= bound, (
+        f"{what}: error {errors[worst]:.3g} > {bound:.3g} at {tuple(map(int, worst))}: "
+        f"{actual[worst]:.6g}, expected {exact[worst]:.6g}; {(errors > bound).sum()} of {errors.size} are off"
+    )
+
+
+def dense(cache, table, length, layout, which, scale):
+    """A sequence's tokens, dequantised in float32: `[num_kv_heads, length, head_size]`."""
+    if layout == "nhd":
+        cache = cache.swapaxes(1, 2)
+    elif layout == "vllm" and which == "value":
+        cache = cache.swapaxes(2, 3)
+    elif layout == "vllm":
+        blocks, heads, groups, block_size, x = cache.shape
+        cache = cache.swapaxes(2, 3).reshape(blocks, heads, block_size, groups * x)
+    used = table[: -(-length // cache.shape[2])]
+    tokens = cache[used].astype(np.float32)
+    if scale is not None:
+        scale = np.asarray(scale, np.float32)
+        tokens = tokens * (scale[used][..., None] if scale.ndim == 3 else scale.reshape(1, -1, 1, 1))
+    tokens = tokens.swapaxes(0, 1).reshape(tokens.shape[1], -1, tokens.shape[3])
+    return tokens[:, :length]
+
+
+def visible(positions, length, num_heads, num_kv_heads, options):
+    """Which tokens each query sees: bool `[num_heads, num_queries, length]`."""
+    query, token = positions[None, :, None], np.arange(length)[None, None, :]
+    mask = np.broadcast_to(token <= query, (num_heads, len(positions), length))
+    if options.get("sliding_window") is not None:
+        mask = mask & (query - token < options["sliding_window"])
+    pattern = options.get("block_sparse")
+    if pattern is not None and pattern.vert_stride > 1:
+        heads = np.arange(num_heads)
+        if pattern.head_sliding_step >= 0:
+            shift = (heads + pattern.tp_rank * num_heads) * pattern.head_sliding_step
+        else:
+            groups = heads // (num_heads // num_kv_heads)
+            shift = (groups + pattern.tp_rank * num_kv_heads) * abs(pattern.head_sliding_step)
+        column = token // pattern.block_size
+        strided = (column + shift[:, None, None] + 1) % pattern.vert_stride == 0
+        local = query // pattern.block_size - column < pattern.local_blocks
+        mask = mask & (strided | local)
+    return mask
+
+
+def logits_of(query, keys, positions, options):
+    """Masked float32 logits `[num_heads, num_queries, length]` of queries `[num_queries, num_heads, d]`."""
+    num_queries, num_heads, head_size = query.shape
+    num_kv_heads, length, _ = keys.shape
+    scale = options.get("scale")
+    scale = np.float32(head_size**-0.5 if scale is None else scale)
+    heads = query.astype(np.float32).swapaxes(0, 1)
+    heads = heads.reshape(num_kv_heads, num_heads // num_kv_heads * num_queries, head_size)
+    logits = (heads @ keys.swapaxes(1, 2)).reshape(num_heads, num_queries, length) * scale
+    if options.get("logits_soft_cap") is not None:
+        cap = np.float32(options["logits_soft_cap"])
+        logits = np.tanh(logits / cap) * cap
+    if options.get("alibi_slopes") is not None:
+        distance = (np.arange(length)[None, :] - positions[:, None]).astype(np.float32)
+        logits = logits + np.asarray(options["alibi_slopes"], np.float32)[:, None, None] * distance[None]
+    return np.where(visible(positions, length, num_heads, num_kv_heads, options), logits, np.float32("-inf"))
+
+
+def softmax_parts(logits, values):
+    """Along the last axis, with nothing but -inf allowed: `(exp_sums, max_logits, normalised out)`."""
+    num_heads, num_queries, length = logits.shape
+    maximum = logits.max(axis=-1)
+    weights = np.exp(logits - np.where(np.isfinite(maximum), maximum, np.float32(0))[..., None])
+    total = weights.sum(axis=-1)
+    packed = weights.reshape(values.shape[0], -1, length) @ values
+    out = packed.reshape(num_heads, num_queries, -1) / np.where(total > 0, total, np.float32(1))[..., None]
+    return total, maximum, out
+
+
+def attention(query, keys, values, positions, options):
+    """Out `[num_queries, num_heads, d]` in the query's dtype and lse float32 `[num_queries, num_heads]`."""
+    total, maximum, out = softmax_parts(logits_of(query, keys, positions, options), values)
+    with np.errstate(divide="ignore"):
+        lse = maximum + np.log(total)
+    if options.get("sinks") is not None:
+        sinks = np.asarray(options["sinks"], np.float32)[:, None]
+        with_sink = np.logaddexp(lse, sinks)
+        out, lse = out * np.exp(lse - with_sink)[..., None], with_sink
+    return out.swapaxes(0, 1).astype(query.dtype), lse.swapaxes(0, 1)
+
+
+def decode(query, key_cache, value_cache, block_tables, seq_lens, *, layout="hnd", **options):
+    """`paged_attention_v1` with its lse."""
+    out = np.zeros_like(query)
+    lse = np.full(query.shape[:2], -np.inf, np.float32)
+    for s, seq_len in enumerate(seq_lens):
+        if seq_len:
+            keys = dense(key_cache, block_tables[s], seq_len, layout, "key", options.get("k_scale"))
+            values = dense(value_cache, block_tables[s], seq_len, layout, "value", options.get("v_scale"))
+            positions = np.array([seq_len - 1])
+            out[s : s + 1], lse[s : s + 1] = attention(query[s : s + 1], keys, values, positions, options)
+    return out, lse
+
+
+def residuals(
+    query,
+    key_cache,
+    value_cache,
+    block_tables,
+    seq_lens,
+    *,
+    partition_size,
+    num_partitions,
+    layout="hnd",
+    **options,
+):
+    """`paged_attention_v2`'s `(exp_sums, max_logits, tmp_out)`; tmp_out rounded to the query's dtype."""
+    num_seqs, num_heads, head_size = query.shape
+    exp_sums = np.zeros((num_seqs, num_heads, num_partitions), np.float32)
+    max_logits = np.full_like(exp_sums, -np.inf)
+    tmp_out = np.zeros((*exp_sums.shape, head_size), query.dtype)
+    for s, seq_len in enumerate(seq_lens):
+        if not seq_len:
+            continue
+        keys = dense(key_cache, block_tables[s], seq_len, layout, "key", options.get("k_scale"))
+        values = dense(value_cache, block_tables[s], seq_len, layout, "value", options.get("v_scale"))
+        logits = logits_of(query[s : s + 1], keys, np.array([seq_len - 1]), options)
+        for p in range(-(-seq_len // partition_size)):
+            part = slice(p * partition_size, (p + 1) * partition_size)
+            total, maximum, out = softmax_parts(logits[..., part], values[:, part])
+            exp_sums[s, :, p], max_logits[s, :, p] = total[:, 0], maximum[:, 0]
+            tmp_out[s, :, p] = out[:, 0].astype(query.dtype)
+    return exp_sums, max_logits, tmp_out
+
+
+def ragged(
+    query,
+    key_cache,
+    value_cache,
+    block_tables,
+    seq_lens,
+    query_start_loc,
+    *,
+    layout="hnd",
+    new=None,
+    **options,
+):
+    """`ragged_paged_attention`, and `prefix_attention` when `new` is the pair `(key, value)`, with lse."""
+    out = np.zeros_like(query)
+    lse = np.full(query.shape[:2], -np.inf, np.float32)
+    for s, seq_len in enumerate(seq_lens):
+        rows = slice(int(query_start_loc[s]), int(query_start_loc[s + 1]))
+        num_queries = rows.stop - rows.start
+        if num_queries == 0:
+            continue
+        context_len = int(seq_len) - num_queries
+        length = int(seq_len) if new is None else context_len
+        keys = dense(key_cache, block_tables[s], length, layout, "key", options.get("k_scale"))
+        values = dense(value_cache, block_tables[s], length, layout, "value", options.get("v_scale"))
+        if new is not None:
+            new_keys, new_values = (array[rows].astype(np.float32).swapaxes(0, 1) for array in new)
+            keys, values = (
+                np.concatenate([keys, new_keys], axis=1),
+                np.concatenate([values, new_values], axis=1),
+            )
+        positions = context_len + np.arange(num_queries)
+        out[rows], lse[rows] = attention(query[rows], keys, values, positions, options)
+    return out, lse
+
+
+def prefix(query, key, value, key_cache, value_cache, block_tables, seq_lens, query_start_loc, **options):
+    """`prefix_attention` with its lse."""
+    return ragged(query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, new=(key, value), **options)
+
+
+def merge(out_a, lse_a, out_b, lse_b):
+    """`merge_attention_states` in float32, out rounded to its dtype."""
+    with np.errstate(invalid="ignore"):
+        lse = np.logaddexp(lse_a, lse_b)
+    base = np.where(np.isfinite(lse), lse, np.float32(0))
+    out = np.exp(lse_a - base)[..., None] * out_a.astype(np.float32)
+    out = out + np.exp(lse_b - base)[..., None] * out_b.astype(np.float32)
+    return out.astype(out_a.dtype), lse

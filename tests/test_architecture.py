@@ -1,0 +1,82 @@
+"""The direction of imports, read off the source: who may know whom."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted(p for folder in ("paged_jax", "examples", "benchmarks") for p in (ROOT / folder).rglob("*.py"))
+
+# What each module of the package may import of the package; a folder's name stands for all in it.
+ALLOWED = {
+    "paged_jax.allocator": (),
+    "paged_jax.metadata": (),
+    "paged_jax.options": (),
+    "paged_jax.cache": ("paged_jax.options",),
+    "paged_jax._validate": ("paged_jax.options", "paged_jax.cache"),
+    "paged_jax._dispatch": ("paged_jax.kernels",),
+    "paged_jax.ops": ("paged_jax._validate", "paged_jax._dispatch", "paged_jax.options"),
+    "paged_jax.kernels": (),
+    **{
+        f"paged_jax.kernels.{name}": ("paged_jax.options", f"paged_jax.kernels.{name}")
+        for name in ("xla", "mosaic_gpu", "triton")
+    },
+}
+# Packages that only one folder may know.
+OWNERS = {
+    "flax": ("examples",),
+    "triton": ("paged_jax.kernels.triton",),
+    "jax_triton": ("paged_jax.kernels.triton",),
+    "jax.experimental.pallas": ("paged_jax.kernels.mosaic_gpu", "benchmarks.peers"),
+}
+
+
+def module_name(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def within(name, folders):
+    return any(name == folder or name.startswith(folder + ".") for folder in folders)
+
+
+def allowed_for(name):
+    """The entry of the longest prefix of `name`."""
+    while name not in ALLOWED:
+        name = name.rpartition(".")[0]
+    return ALLOWED[name]
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_imports(path):
+    name = module_name(path)
+    for imported in imports(path):
+        for package, owners in OWNERS.items():
+            assert not within(imported, [package]) or within(name, owners), f"{name} imports {imported}"
+        if not within(imported, ["paged_jax"]):
+            continue
+        if name.startswith("paged_jax"):
+            # `from paged_jax import x` names the submodule x.
+            assert name == "paged_jax" or within(imported, allowed_for(name)), f"{name} imports {imported}"
+        else:
+            public = imported.removeprefix("paged_jax").strip(".")
+            assert "." not in public and not public.startswith("_"), f"{name} imports {imported}, which is not public"
+
+
+def test_public_names_are_what_init_lists():
+    import paged_jax
+
+    tree = ast.parse((ROOT / "paged_jax" / "__init__.py").read_text())
+    names = [alias.asname for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert all(hasattr(paged_jax, name) for name in names)
+    assert len(names) == len(set(names))

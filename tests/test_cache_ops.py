@@ -1,0 +1,290 @@
+"""write_to_paged_cache, copy_blocks and swap_blocks, bit for bit.
+
+Pools start as random bytes (signalling NaN payloads among them), so that a byte changed anywhere else shows.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import paged_jax
+from tests import inputs, oracle
+from tests.cases import CACHE_DTYPES, LAYOUTS
+
+NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_SIZE = 7, 3, 4, 16
+NUM_SLOTS = NUM_BLOCKS * BLOCK_SIZE
+SKIPPED = (-1, -5, NUM_SLOTS, NUM_SLOTS + 3, 2**31 - 1, -(2**31))
+SCALES = {
+    "none": None,
+    "scalar": (),
+    "head": (NUM_KV_HEADS,),
+    "slot": (NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE),
+}
+
+
+def random_bytes(rng, shape, dtype):
+    """An array of arbitrary bit patterns."""
+    dtype = inputs.dtype_of(dtype)
+    return rng.integers(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), np.uint8).view(dtype)
+
+
+def random_caches(rng, dtype, layout="hnd"):
+    """A key and a value cache of arbitrary bit patterns."""
+    dims = (NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_SIZE)
+    return tuple(
+        random_bytes(rng, shape, dtype) for shape in inputs.cache_shapes(layout, *dims, inputs.dtype_of(dtype))
+    )
+
+
+def new_tokens(rng, count, dtype, size=2.0):
+    """Keys or values of new tokens."""
+    return (size * rng.standard_normal((count, NUM_KV_HEADS, HEAD_SIZE))).astype(inputs.dtype_of(dtype))
+
+
+def assert_same_bytes(actual, expected, what):
+    """Equality of every byte, NaN payloads included."""
+    actual = np.asarray(actual)
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    different = np.argwhere(actual.view(np.uint8) != expected.view(np.uint8))
+    assert not different.size, f"{what}: {len(different)} bytes differ, first at {different[0].tolist()}"
+
+
+def writable(source, cache_dtype):
+    """Whether a write from `source` into such a cache narrows, and so may have scales."""
+    return inputs.dtype_of(cache_dtype).itemsize < inputs.dtype_of(source).itemsize
+
+
+@pytest.mark.parametrize("dtype", CACHE_DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_write(layout, dtype, run):
+    """From every source dtype, with every shape of scale where one is allowed, in one program."""
+    rng = inputs.rng_of(f"write-{layout}-{dtype}")
+    key_cache, value_cache = random_caches(rng, dtype, layout)
+    slots = np.array([5, -1, 0, *SKIPPED, NUM_SLOTS - 1, 17, 6, 16], np.int32)
+    rng.shuffle(slots)
+    sources, scales = {}, {}
+    for source in ("float32", "float16", "bfloat16"):
+        sources[source] = tuple(new_tokens(rng, len(slots), source) for _ in "kv")
+        for name in SCALES if writable(source, dtype) else ("none",):
+            scales[f"{source}/{name}"] = {
+                scale: None if name == "none" else rng.uniform(0.01, 0.9, SCALES[name]).astype(np.float32)
+                for scale in ("k_scale", "v_scale")
+            }
+
+    def function(sources, caches, slots, scales, implementation):
+        return {
+            name: paged_jax.write_to_paged_cache(
+                *sources[name.split("/")[0]],
+                *caches,
+                slots,
+                layout=layout,
+                **pair,
+                implementation=implementation,
+            )
+            for name, pair in scales.items()
+        }
+
+    results = run(function, sources=sources, caches=(key_cache, value_cache), slots=slots, scales=scales)
+    for name, result in results.items():
+        key, value = sources[name.split("/")[0]]
+        expected = oracle.write(key, value, key_cache, value_cache, slots, layout=layout, **scales[name])
+        assert_same_bytes(result[0], expected[0], f"key cache from {name}")
+        assert_same_bytes(result[1], expected[1], f"value cache from {name}")
+
+
+@pytest.mark.parametrize("dtype", CACHE_DTYPES)
+def test_write_saturates_and_rounds_to_nearest_even(dtype, run):
+    limits = [
+        1e30,
+        3.4e38,
+        70000.0,
+        66000.0,
+        65519.0,
+        58000.0,
+        500.0,
+        464.0,
+        460.0,
+        449.0,
+        128.0,
+        127.5,
+        127.4,
+    ]
+    ties = [0.5, 1.5, 2.5, 1 + 1 / 16, 1 + 3 / 16, 2.0**-7, 2.0**-10, 2.0**-17, 3 * 2.0**-10, 1e-8, 0.0]
+    row = np.array([*limits, *ties], np.float32)
+    values = np.resize(np.concatenate([row, -row]), (3, NUM_KV_HEADS, HEAD_SIZE))
+    key_cache, value_cache = random_caches(np.random.default_rng(0), dtype)
+    slots = np.array([4, 9, 2], np.int32)
+    narrow = writable("float32", dtype)
+    # A tiny scale overflows most dtypes, a tinier one float32 itself.
+    scales = {"1": None} | ({"tiny": np.float32(1e-3), "tinier": np.float32(1e-37)} if narrow else {})
+
+    def function(values, caches, slots, scales, implementation):
+        return {
+            name: paged_jax.write_to_paged_cache(
+                values, values, *caches, slots, k_scale=scale, v_scale=scale, implementation=implementation
+            )
+            for name, scale in scales.items()
+        }
+
+    results = run(function, values=values, caches=(key_cache, value_cache), slots=slots, scales=scales)
+    for name, result in results.items():
+        scale = scales[name]
+        expected = oracle.write(values, values, key_cache, value_cache, slots, k_scale=scale, v_scale=scale)
+        for cache, exact in zip(result, expected, strict=True):
+            written = oracle.element(np.asarray(cache), slots // BLOCK_SIZE, slots % BLOCK_SIZE, "hnd", "key")
+            assert np.isfinite(written.astype(np.float64)).all(), f"scale {name}"
+            assert_same_bytes(cache, exact, f"scale {name}")
+
+
+def test_write_of_tokens_that_share_a_slot_keeps_one_of_them_whole(run):
+    rng = np.random.default_rng(3)
+    caches = random_caches(rng, "bfloat16")
+    slots = np.array([9, 3, 9, 9, -1, 3, 20], np.int32)
+    # A token's vectors hold its number and nothing else, in key and value alike.
+    tokens = np.broadcast_to(np.arange(len(slots), dtype=np.float32)[:, None, None], (7, NUM_KV_HEADS, HEAD_SIZE))
+
+    def function(tokens, caches, slots, implementation):
+        return paged_jax.write_to_paged_cache(tokens, tokens, *caches, slots, implementation=implementation)
+
+    result = run(function, tokens=tokens.astype(caches[0].dtype), caches=caches, slots=slots)
+    for slot, candidates in {9: (0, 2, 3), 3: (1, 5), 20: (6,)}.items():
+        found = {
+            float(number)
+            for cache in result
+            for number in np.unique(oracle.element(cache, slot // 4, slot % 4, "hnd", "key").astype(np.float32))
+        }
+        assert len(found) == 1, f"slot {slot} mixes tokens {found}"
+        assert found <= set(candidates)
+    for before, after in zip(caches, result, strict=True):
+        for slot in set(range(NUM_SLOTS)) - {9, 3, 20}:
+            old, new = (oracle.element(cache, slot // 4, slot % 4, "hnd", "key") for cache in (before, after))
+            assert old.tobytes() == new.tobytes()
+
+
+def test_write_of_no_tokens(run):
+    caches = random_caches(np.random.default_rng(4), "float8_e4m3fn", "vllm")
+    empty = np.zeros((0, NUM_KV_HEADS, HEAD_SIZE), np.float32)
+
+    def function(tokens, caches, slots, implementation):
+        return paged_jax.write_to_paged_cache(
+            tokens, tokens, *caches, slots, layout="vllm", implementation=implementation
+        )
+
+    result = run(function, tokens=empty, caches=caches, slots=np.zeros(0, np.int32))
+    for before, after in zip(caches, result, strict=True):
+        assert_same_bytes(after, before, "cache")
+
+
+def test_written_tokens_are_what_attention_reads(run):
+    """A write and a decode agree on where a slot is and what a scale means, in every layout."""
+    rng = np.random.default_rng(5)
+    key, value = new_tokens(rng, 10, "float32"), new_tokens(rng, 10, "float32")
+    query = rng.standard_normal((1, NUM_KV_HEADS, HEAD_SIZE)).astype(np.float32)
+    tables = np.array([[4, 1, 5, -1]], np.int32)
+    slots = (tables[0, np.arange(10) // BLOCK_SIZE] * BLOCK_SIZE + np.arange(10) % BLOCK_SIZE).astype(np.int32)
+    scales = [rng.uniform(0.06, 0.09, SCALES["slot"]).astype(np.float32) for _ in "kv"]
+    dims = (NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_SIZE)
+
+    def function(arrays, scales, implementation):
+        query, key, value, tables, slots, lens = arrays
+        outs = {}
+        for layout in LAYOUTS:
+            shapes = inputs.cache_shapes(layout, *dims, np.dtype(np.int8))
+            empty = [jnp.full(shape, 127, jnp.int8) for shape in shapes]
+            common = {"layout": layout, "implementation": implementation}
+            common |= dict(zip(("k_scale", "v_scale"), scales, strict=True))
+            caches = paged_jax.write_to_paged_cache(key, value, *empty, slots, **common)
+            outs[layout] = paged_jax.paged_attention_v1(query, *caches, tables, lens, **common)
+        return outs
+
+    lens = np.array([10], np.int32)
+    outs = run(function, arrays=(query, key, value, tables, slots, lens), scales=scales)
+    exact, _ = oracle.attend(query[0], key.astype(np.float64), value.astype(np.float64), {})
+    for layout, out in outs.items():
+        # Half a code, at most 0.045, in every value, and about as much again through the keys.
+        assert np.abs(out[0] - exact).max() < 0.1, layout
+
+
+PAIRS = {
+    "plain": [(0, 3), (5, 6)],
+    "fork": [(0, 3), (0, 4), (0, 5)],
+    "chain": [(0, 1), (1, 2), (2, 3)],
+    "exchange": [(3, 4), (4, 3), (0, 0)],
+    "skipped": [(-1, -1), (-1, 3), (4, -1), (7, 2), (2, 7), (2**31 - 1, 0), (0, -(2**31)), (6, 1)],
+    "none": [],
+}
+
+
+@pytest.mark.parametrize("dtype", CACHE_DTYPES)
+def test_copy_blocks(dtype, run):
+    caches = {layout: random_caches(inputs.rng_of(dtype + layout), dtype, layout) for layout in LAYOUTS}
+    # One shape for all mappings, so that one program serves them: padded with skipped pairs.
+    mappings = {name: np.array([*pairs, *[(-1, -1)] * (8 - len(pairs))], np.int32) for name, pairs in PAIRS.items()}
+
+    def function(caches, mappings, implementation):
+        return {
+            name: {
+                layout: paged_jax.copy_blocks(*pair, mapping, implementation=implementation)
+                for layout, pair in caches.items()
+                if layout == "vllm" or name != "plain"
+            }
+            for name, mapping in mappings.items()
+        }
+
+    results = run(function, caches=caches, mappings=mappings)
+    for name, layouts in results.items():
+        for layout, result in layouts.items():
+            for before, after in zip(caches[layout], result, strict=True):
+                assert_same_bytes(after, oracle.copy(before, mappings[name]), f"{name}, {layout}")
+
+
+def test_copy_blocks_of_an_empty_mapping(run):
+    caches = random_caches(np.random.default_rng(6), "bfloat16")
+
+    def function(caches, mapping, implementation):
+        return paged_jax.copy_blocks(*caches, mapping, implementation=implementation)
+
+    for before, after in zip(caches, run(function, caches=caches, mapping=np.zeros((0, 2), np.int32)), strict=True):
+        assert_same_bytes(after, before, "cache")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int8"])
+def test_swap_blocks_round_trip(layout, dtype, run):
+    rng = inputs.rng_of(f"swap-{layout}-{dtype}")
+    device, host = random_caches(rng, dtype, layout), random_caches(rng, dtype, layout)
+    host = tuple(np.concatenate([cache, cache[:2]]) for cache in host)
+    pairs = np.array([(0, 8), (3, 1), (-1, 2), (2, -1), (6, 0), (9, 3), (1, 9)], np.int32)
+
+    def function(device, host, pairs, implementation):
+        out = paged_jax.swap_blocks(*device, *host, pairs, implementation=implementation)
+        back = paged_jax.swap_blocks(*out, *device, pairs[:, ::-1], implementation=implementation)
+        return out, back
+
+    out, back = run(function, device=device, host=host, pairs=pairs)
+    for source, before, after, returned in zip(device, host, out, back, strict=True):
+        assert_same_bytes(after, oracle.swap(source, before, pairs), "destination")
+        assert_same_bytes(returned, source, "source after a round trip")
+
+
+@pytest.mark.parametrize(("source_kind", "kind"), [("device", "pinned_host"), ("pinned_host", "device")])
+def test_swap_blocks_between_memories(source_kind, kind, implementation):
+    rng = np.random.default_rng(7)
+    device = jax.devices("cpu" if implementation == "xla" else "gpu")[0]
+
+    def place(caches, kind):
+        return jax.device_put(caches, jax.sharding.SingleDeviceSharding(device, memory_kind=kind))
+
+    source, destination = random_caches(rng, "float8_e5m2"), random_caches(rng, "float8_e5m2")
+    pairs = np.array([(0, 6), (3, 1), (-1, 2), (5, 5)], np.int32)
+    result = paged_jax.swap_blocks(
+        *place(source, source_kind),
+        *place(destination, kind),
+        jnp.asarray(pairs),
+        implementation=implementation,
+    )
+    for before, from_, after in zip(destination, source, result, strict=True):
+        assert after.sharding.memory_kind == kind
+        assert_same_bytes(after, oracle.swap(from_, before, pairs), "destination")

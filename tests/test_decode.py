@@ -1,0 +1,237 @@
+"""paged_attention_v1, _v2 and paged_attention against the float64 oracle, on poisoned inputs."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import paged_jax
+from tests import inputs, oracle, plain
+from tests.cases import DECODE_CASES, Case, Sparse
+
+BY_NAME = {case.name: case for case in DECODE_CASES}
+
+
+def library_options(static):
+    """Static options as the library takes them."""
+    pattern = static["block_sparse"]
+    return static | {"block_sparse": pattern and paged_jax.BlockSparse(**pattern._asdict())}
+
+
+def partition_count(case, tables):
+    """How many partitions v2's residuals have."""
+    max_seq_len = case.max_seq_len or tables.shape[1] * case.block_size
+    return -(-max_seq_len // case.partition_size)
+
+
+@pytest.mark.parametrize("case", DECODE_CASES, ids=str)
+def test_decode(case, run):
+    made = inputs.make(case)
+    static = library_options(made.static) | {"max_seq_len": case.max_seq_len, "return_lse": True}
+
+    def both(arrays, options, implementation):
+        flags = arrays | options | static | {"implementation": implementation}
+        one = paged_jax.paged_attention_v1(**flags)
+        two = paged_jax.paged_attention_v2(**flags, partition_size=case.partition_size, return_residuals=True)
+        return one, two
+
+    (out, lse), (out2, lse2, exp_sums, max_logits, tmp_out) = run(both, arrays=made.decode, options=made.arrays)
+    options = made.arrays | made.static
+    exact, rough = oracle.decode(**made.decode, **options), plain.decode(**made.decode, **options)
+    assert out.dtype == out2.dtype == made.decode["query"].dtype
+    assert lse.dtype == lse2.dtype == exp_sums.dtype == max_logits.dtype == np.float32
+    plain.assert_close(out, exact[0], rough[0], "v1 out")
+    plain.assert_close(lse, exact[1], rough[1], "v1 lse")
+    plain.assert_close(out2, exact[0], rough[0], "v2 out")
+    plain.assert_close(lse2, exact[1], rough[1], "v2 lse")
+    check_residuals(case, made, (exp_sums, max_logits, tmp_out), exact, rough)
+
+
+def check_residuals(case, made, residuals, exact_decode, rough_decode):
+    """Each partition against the oracle, and the reduce formula over what was returned."""
+    count = partition_count(case, made.decode["block_tables"])
+    options = made.arrays | made.static | {"partition_size": case.partition_size, "num_partitions": count}
+    exact, rough = oracle.residuals(**made.decode, **options), plain.residuals(**made.decode, **options)
+    # A sum is 0 in an empty partition, else at least 1: compared relatively.
+    unit = np.maximum(exact[0], 1)
+    plain.assert_close(residuals[0] / unit, exact[0] / unit, rough[0] / unit, "exp_sums")
+    plain.assert_close(residuals[1], exact[1], rough[1], "max_logits")
+    plain.assert_close(residuals[2], exact[2], rough[2], "tmp_out")
+    empty = exact[0] == 0
+    assert np.all(residuals[0][empty] == 0)
+    assert np.all(residuals[1][empty] == -np.inf)
+    assert np.all(residuals[2][empty].astype(np.float32) == 0)
+    if not case.sinks:
+        reduced = oracle.reduce_partitions(*(array.astype(np.float64) for array in residuals))
+        plain.assert_close(reduced, exact_decode[0], rough_decode[0], "reduced residuals")
+
+
+@pytest.mark.parametrize("name", ["hnd-bfloat16", "farthest-corner", "all-empty", "equal-logits-over-100k"])
+def test_paged_attention_picks_one_of_them(name, run):
+    case = BY_NAME[name]
+    made = inputs.make(case)
+    static = library_options(made.static) | {"max_seq_len": case.max_seq_len}
+
+    def function(arrays, options, implementation):
+        return paged_jax.paged_attention(**arrays, **options, **static, return_lse=True, implementation=implementation)
+
+    out, lse = run(function, arrays=made.decode, options=made.arrays)
+    options = made.arrays | made.static
+    exact, rough = oracle.decode(**made.decode, **options), plain.decode(**made.decode, **options)
+    plain.assert_close(out, exact[0], rough[0], "out")
+    plain.assert_close(lse, exact[1], rough[1], "lse")
+
+
+PLACES = [
+    Case("bits-float32", 8, 2, 64, 16, seq_lens=(37, 130, 200, 64, 90), query_lens=None),
+    Case(
+        "bits-float8",
+        7,
+        1,
+        112,
+        8,
+        "bfloat16",
+        "float8_e4m3fn",
+        "vllm",
+        seq_lens=(37, 130, 200, 64, 90),
+        query_lens=None,
+        alibi=True,
+        sinks=True,
+        block_sparse=Sparse(2, 3, 16, 1),
+        k_scale="head",
+        v_scale="slot",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", PLACES, ids=str)
+def test_v2_row_is_bit_equal_alone_and_anywhere_in_a_batch(case, run):
+    made = inputs.make(case)
+    static = library_options(made.static) | {
+        "partition_size": 64,
+        "return_lse": True,
+        "return_residuals": True,
+    }
+    pools = {name: made.decode[name] for name in ("key_cache", "value_cache")}
+
+    def function(pools, rows, options, implementation):
+        return paged_jax.paged_attention_v2(**pools, **rows, **options, **static, implementation=implementation)
+
+    def decode(order, width):
+        tables = made.decode["block_tables"][order]
+        tables = np.pad(tables, ((0, 0), (0, max(0, width - tables.shape[1]))), constant_values=-1)[:, :width]
+        rows = {
+            "query": made.decode["query"][order],
+            "block_tables": tables,
+            "seq_lens": made.decode["seq_lens"][order],
+        }
+        return run(function, quick=False, pools=pools, rows=rows, options=made.arrays)
+
+    row, blocks = 1, -(-case.seq_lens[1] // case.block_size)
+    alone = decode([row], blocks)
+    batches = [([row, 0, 2, 3, 4], None), ([4, 0, 3, row, 2, 0, 3], 40), ([row] * 3, blocks)]
+    for order, width in batches:
+        batch = decode(order, width or made.decode["block_tables"].shape[1])
+        for place in (i for i, which in enumerate(order) if which == row):
+            for name, one, many in zip(("out", "lse", "exp_sums", "max_logits", "tmp_out"), alone, batch, strict=True):
+                mine = many[place]
+                if name in ("exp_sums", "max_logits", "tmp_out"):
+                    mine, rest = mine[:, : one.shape[2]], mine[:, one.shape[2] :]
+                    assert np.all(rest.astype(np.float32) == (-np.inf if name == "max_logits" else 0))
+                same = mine.tobytes() == one[0].tobytes()
+                assert same, f"{name} differs at place {place} of {order}"
+
+
+def test_v2_does_not_depend_on_the_partition_size_but_for_rounding(run):
+    case = BY_NAME["hnd-float32"]
+    made = inputs.make(case)
+
+    def function(arrays, implementation):
+        return [
+            paged_jax.paged_attention_v2(**arrays, partition_size=size, implementation=implementation)
+            for size in (16, 48, 512)
+        ]
+
+    exact, rough = oracle.decode(**made.decode), plain.decode(**made.decode)
+    for out in run(function, arrays=made.decode):
+        plain.assert_close(out, exact[0], rough[0], "v2 out")
+
+
+def test_random_lengths_in_one_compiled_program(implementation):
+    """Lengths and tables are data: random batches on and around every boundary, one compile."""
+    device = jax.devices("cpu" if implementation == "xla" else "gpu")[0]
+    traces = []
+
+    @jax.jit
+    def function(arrays):
+        traces.append(1)
+        return paged_jax.paged_attention_v2(**arrays, partition_size=32, return_lse=True, implementation=implementation)
+
+    rng = np.random.default_rng(0)
+    boundaries = [0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128]
+    for trial in range(20):
+        lengths = tuple(int(n) for n in rng.choice(boundaries, 4))
+        made = inputs.make(Case(f"lengths-{trial}", head_size=16, seq_lens=lengths, query_lens=None))
+        arrays = fixed_shapes(made.decode, num_blocks=40, width=8)
+        try:
+            out, lse = function(jax.device_put(arrays, device))
+        except NotImplementedError as error:
+            pytest.skip(str(error))
+        exact, rough = oracle.decode(**arrays), plain.decode(**arrays)
+        plain.assert_close(out, exact[0], rough[0], f"out of {lengths}")
+        plain.assert_close(lse, exact[1], rough[1], f"lse of {lengths}")
+    assert len(traces) == 1
+
+
+def fixed_shapes(arrays, num_blocks, width):
+    """The same inputs with a pool of `num_blocks` and tables `width` wide, the rest poisoned."""
+    arrays = dict(arrays)
+    for name in ("key_cache", "value_cache"):
+        cache = arrays[name]
+        arrays[name] = np.full((num_blocks, *cache.shape[1:]), np.nan, cache.dtype)
+        arrays[name][: len(cache)] = cache
+    tables = arrays["block_tables"][:, :width]
+    arrays["block_tables"] = np.full((len(tables), width), -1, np.int32)
+    arrays["block_tables"][:, : tables.shape[1]] = tables
+    return arrays
+
+
+@pytest.mark.parametrize("name", ["opt-125m", "opt-30b"])
+def test_real_opt_shapes(name):
+    """The decode shapes vLLM ran OPT with are taken as they are, and are those of the numeric cases above."""
+    golden = json.loads((Path(__file__).parent / "golden" / "opt_shapes.json").read_text())[name]
+    case = BY_NAME[name]
+    for field in ("num_heads", "num_kv_heads", "head_size", "block_size"):
+        assert getattr(case, field) == golden[field]
+    arrays = {key: jax.ShapeDtypeStruct(golden[key], jnp.float16) for key in ("query", "key_cache", "value_cache")}
+    arrays["block_tables"] = jax.ShapeDtypeStruct(golden["block_tables"], jnp.int32)
+    arrays["seq_lens"] = jax.ShapeDtypeStruct((len(golden["seq_lens"]),), jnp.int32)
+    for operation in (paged_jax.paged_attention, paged_jax.paged_attention_v1, paged_jax.paged_attention_v2):
+        flags = {"layout": "vllm", "scale": golden["scale"], "max_seq_len": golden["max_seq_len"]}
+        out = jax.eval_shape(lambda arrays: operation(**arrays, **flags), arrays)  # noqa: B023
+        assert out.shape == tuple(golden["query"])
+
+
+def test_what_the_flags_return():
+    made = inputs.make(Case("flags", dtype="bfloat16"))
+
+    def shapes(operation, **flags):
+        results = jax.eval_shape(lambda arrays: operation(**arrays, **flags), made.decode)
+        return jax.tree.map(lambda result: (result.shape, result.dtype), results)
+
+    out = ((6, 4, 32), jnp.bfloat16)
+    lse = sums = ((6, 4), jnp.float32)
+    for operation in (paged_jax.paged_attention, paged_jax.paged_attention_v1, paged_jax.paged_attention_v2):
+        assert shapes(operation) == out
+        assert shapes(operation, return_lse=True) == (out, lse)
+    sums = ((6, 4, 3), jnp.float32)
+    flags = {"partition_size": 64, "return_residuals": True}
+    *head, tmp_out = shapes(paged_jax.paged_attention_v2, **flags)
+    assert head == [out, sums, sums]
+    assert tmp_out[0] == (6, 4, 3, 32)
+    *head, tmp_out = shapes(paged_jax.paged_attention_v2, **flags, return_lse=True)
+    assert head == [out, lse, sums, sums]
+    assert tmp_out[0] == (6, 4, 3, 32)

@@ -1,0 +1,118 @@
+"""The example decoder against what transformers computed with the same checkpoints (tests/data/make_models.py)."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from examples import loop
+from examples.attend import causal_attend, prefill_attend
+from examples.checkpoint import load_model
+from paged_jax import PagedKVCache, allocator
+
+DATA = Path(__file__).parent / "data"
+MODELS = sorted(path.parent.name for path in DATA.glob("*/config.json"))
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def case(request):
+    """A model, its prompts, and the tokens and logits that transformers gave for them."""
+    folder = DATA / request.param
+    model, config, _, _ = load_model(folder, jnp.float32)
+    with np.load(folder / "reference.npz") as stored:
+        reference = dict(stored)
+    prompts = [row[row >= 0] for row in reference["prompts"]]
+    logits = [reference[f"logits_{i}"] for i in range(len(prompts))]
+    return SimpleNamespace(
+        model=model,
+        config=config,
+        prompts=prompts,
+        tokens=reference["tokens"],
+        batched=reference["batched"],
+        sequences=[np.concatenate(pair) for pair in zip(prompts, reference["tokens"], strict=True)],
+        logits=logits,
+    )
+
+
+@jax.jit(static_argnums=0)
+def run_causal(graphdef, state, token_ids):
+    model = nnx.merge(graphdef, state)
+    positions = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
+    caches = (None,) * model.config.num_layers
+    hidden, _ = model(token_ids, positions, caches, causal_attend())
+    return model.logits(hidden)
+
+
+def test_logits_without_a_cache(case):
+    longest = max(map(len, case.sequences))
+    for prompt, tokens, sequence, theirs in zip(
+        case.prompts, case.tokens, case.sequences, case.logits, strict=True
+    ):
+        # Padding on the right is out of sight of the tokens before it.
+        ours = run_causal(*nnx.split(case.model), np.pad(sequence, (0, longest - len(sequence))))
+        ours = np.asarray(ours)[: len(sequence)]
+        assert ours.dtype == np.float32
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+        assert ours[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens.tolist()
+
+
+def test_logits_of_a_ragged_prefill(case):
+    """All sequences in one flat batch with padding behind, over a cache that held NaN, at every position."""
+    block_size, lens = 8, np.array([len(sequence) for sequence in case.sequences], np.int32)
+    num_tokens, num_padding = int(lens.sum()), 5
+    blocks = allocator.create(40, block_size, len(lens), 8)
+    blocks, _, _ = allocator.append_tokens(blocks, lens)
+    query_start_loc = np.concatenate([[0], lens.cumsum()]).astype(np.int32)
+    positions = np.concatenate([np.arange(n, dtype=np.int32) for n in lens])
+    slots = allocator.slots(blocks, np.repeat(np.arange(len(lens), dtype=np.int32), lens), positions)
+
+    def pad(values, value):
+        return np.pad(values, (0, num_padding), constant_values=value)
+
+    cache = PagedKVCache.create(
+        40, block_size, case.config.num_kv_heads, case.config.head_size, dtype=jnp.float32
+    )
+    caches = (jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), cache),) * case.config.num_layers
+    graphdef, state = nnx.split(case.model)
+
+    @jax.jit
+    def run(state, caches, token_ids, positions, slot_mapping):
+        model = nnx.merge(graphdef, state)
+        attend = prefill_attend(blocks.block_tables, blocks.seq_lens, query_start_loc, slot_mapping)
+        hidden, _ = model(token_ids, positions, caches, attend)
+        return model.logits(hidden)
+
+    token_ids = pad(np.concatenate(case.sequences), 0)
+    logits = np.asarray(run(state, caches, token_ids, pad(positions, 0), pad(slots, -1)))[:num_tokens]
+    np.testing.assert_allclose(logits, np.concatenate(case.logits), rtol=0, atol=1e-4)
+
+
+def paged_tokens(case, prompts, block_size):
+    """Greedy tokens from the compiled loop, and the number of programs it compiled to."""
+    programs = loop.make_programs(case.model)
+    new_tokens = []
+    for batch in prompts:
+        request = loop.make_request(
+            batch,
+            max_new_tokens=case.tokens.shape[1],
+            max_position_embeddings=case.config.max_position_embeddings,
+        )
+        caches = loop.make_caches(case.config, 40, block_size, jnp.float32)
+        new_tokens += loop.outputs(programs.generate(programs.weights, caches, request))
+    return new_tokens, programs.generate._cache_size()
+
+
+def test_greedy_tokens_of_a_batch(case):
+    """Prompts of 3, 11, 16 and 21 tokens: within a block, across blocks, and at the end of one."""
+    new_tokens, _ = paged_tokens(case, [case.prompts], 4)
+    assert new_tokens == [(tokens.tolist(), "length") for tokens in case.batched]
+
+
+def test_greedy_tokens_of_single_prompts(case):
+    new_tokens, num_programs = paged_tokens(case, [[prompt] for prompt in case.prompts], 8)
+    assert new_tokens == [(tokens.tolist(), "length") for tokens in case.tokens]
+    assert num_programs == 1

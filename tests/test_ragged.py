@@ -1,0 +1,84 @@
+"""ragged_paged_attention and prefix_attention against the float64 oracle, on poisoned inputs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import paged_jax
+from tests import inputs, oracle, plain
+from tests.cases import RAGGED_CASES, Case
+from tests.test_decode import fixed_shapes, library_options
+
+
+@pytest.mark.parametrize("case", RAGGED_CASES, ids=str)
+def test_ragged_and_prefix(case, run):
+    made = inputs.make(case)
+    static = library_options(made.static) | {"max_seq_len": case.max_seq_len, "return_lse": True}
+
+    def both(ragged, prefix, options, implementation):
+        flags = options | static | {"implementation": implementation}
+        return (
+            paged_jax.ragged_paged_attention(**ragged, **flags),
+            paged_jax.prefix_attention(**prefix, **flags),
+        )
+
+    results = run(both, ragged=made.ragged, prefix=made.prefix, options=made.arrays)
+    options = made.arrays | made.static
+    for name, (out, lse) in zip(("ragged", "prefix"), results, strict=True):
+        arrays = getattr(made, name)
+        exact = getattr(oracle, name)(**arrays, **options)
+        rough = getattr(plain, name)(**arrays, **options)
+        assert out.dtype == arrays["query"].dtype
+        assert lse.dtype == np.float32
+        assert np.all(out[made.num_rows :].astype(np.float32) == 0), f"{name}: padding rows"
+        plain.assert_close(out, exact[0], rough[0], f"{name} out")
+        plain.assert_close(lse, exact[1], rough[1], f"{name} lse")
+
+
+def test_random_batches_in_one_compiled_program(implementation):
+    """How prompts are cut into chunks is data: random mixes of chunks, decodes, empty rows."""
+    device = jax.devices("cpu" if implementation == "xla" else "gpu")[0]
+    traces = []
+
+    @jax.jit
+    def function(arrays):
+        traces.append(1)
+        return paged_jax.ragged_paged_attention(**arrays, return_lse=True, implementation=implementation)
+
+    rng = np.random.default_rng(1)
+    for trial in range(15):
+        contexts = rng.choice([0, 0, 1, 15, 16, 33, 60], 4)
+        queries = rng.choice([0, 1, 1, 2, 8, 16, 17], 4)
+        case = Case(
+            f"chunks-{trial}",
+            head_size=16,
+            seq_lens=tuple(int(n) for n in contexts + queries),
+            query_lens=tuple(int(n) for n in queries),
+            padding=70 - int(queries.sum()),
+        )
+        arrays = fixed_shapes(inputs.make(case).ragged, num_blocks=30, width=6)
+        try:
+            out, lse = function(jax.device_put(arrays, device))
+        except NotImplementedError as error:
+            pytest.skip(str(error))
+        exact, rough = oracle.ragged(**arrays), plain.ragged(**arrays)
+        plain.assert_close(out, exact[0], rough[0], f"out of {case}")
+        plain.assert_close(lse, exact[1], rough[1], f"lse of {case}")
+    assert len(traces) == 1
+
+
+def test_what_the_flags_return():
+    made = inputs.make(Case("flags", dtype="bfloat16"))
+
+    def shapes(operation, arrays, **flags):
+        results = jax.eval_shape(lambda arrays: operation(**arrays, **flags), arrays)
+        return jax.tree.map(lambda result: (result.shape, result.dtype), results)
+
+    out, lse = ((107, 4, 32), jnp.bfloat16), ((107, 4), jnp.float32)
+    for operation, arrays in (
+        (paged_jax.ragged_paged_attention, made.ragged),
+        (paged_jax.prefix_attention, made.prefix),
+    ):
+        assert shapes(operation, arrays) == out
+        assert shapes(operation, arrays, return_lse=True) == (out, lse)

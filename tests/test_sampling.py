@@ -1,0 +1,152 @@
+"""examples/sampling.py: exact where the choice is fixed, against the stated distribution where it is drawn."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples.sampling import _cut, sample
+
+NUM_DRAWS = 20_000
+VOCAB_SIZE = 12
+
+
+@pytest.fixture(scope="module")
+def logits():
+    """One row whose probabilities all differ, in no order."""
+    return jax.random.permutation(jax.random.key(1), jnp.linspace(-2.0, 2.0, VOCAB_SIZE))
+
+
+jitted = jax.jit(sample)
+
+
+def draw(logits, seed=0, **options):
+    """NUM_DRAWS independent draws from one row."""
+    rows = jnp.broadcast_to(logits[None, :], (NUM_DRAWS, logits.size))
+    return np.asarray(jitted(rows, jax.random.key(seed), **options))
+
+
+def expected(logits, temperature, top_k=0, top_p=1.0):
+    """The distribution by its definition, token by token in float64."""
+    logits = np.asarray(logits, np.float64) / temperature
+    likely = sorted(range(logits.size), key=lambda token: (-logits[token], token))
+    likely = likely[: top_k or None]
+    weights = np.exp(logits - logits.max())
+    total, reached, kept = sum(weights[token] for token in likely), 0.0, []
+    for token in likely:
+        kept.append(token)
+        reached += weights[token] / total
+        if reached >= top_p:
+            break
+    result = np.zeros(logits.size)
+    result[kept] = weights[kept] / weights[kept].sum()
+    return result
+
+
+def chi_square(draws, probabilities):
+    """Pearson's statistic over the tokens that may occur, and its degrees of freedom."""
+    counts = np.bincount(draws, minlength=probabilities.size)
+    possible = probabilities > 0
+    assert counts[~possible].sum() == 0, f"tokens {np.flatnonzero(counts * ~possible)} were cut and yet drawn"
+    mean = draws.size * probabilities[possible]
+    return ((counts[possible] - mean) ** 2 / mean).sum(), possible.sum() - 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.5},
+        {"temperature": 3.0},
+        {"temperature": 1.0, "top_k": 5},
+        {"temperature": 1.0, "top_k": VOCAB_SIZE},
+        {"temperature": 1.0, "top_p": 0.8},
+        {"temperature": 2.0, "top_p": 0.35},
+        {"temperature": 1.5, "top_k": 6, "top_p": 0.75},
+    ],
+    ids=lambda options: "-".join(f"{name}{value}" for name, value in options.items()),
+)
+def test_draws_follow_the_distribution(logits, options):
+    statistic, freedom = chi_square(draw(logits, **options), expected(logits, **options))
+    # Mean freedom, variance 2 * freedom: five standard deviations.
+    assert statistic < freedom + 5 * np.sqrt(2 * freedom)
+
+
+def test_top_p_is_of_the_top_k_renormalised(logits):
+    """The two cuts in the other order would give another set of tokens here."""
+    options = {"temperature": 1.0, "top_k": 4, "top_p": 0.75}
+    alone = expected(logits, 1.0, top_p=0.75)
+    together = expected(logits, **options)
+    assert (together > 0).sum() < min(4, (alone > 0).sum())
+    assert set(draw(logits, **options)) == set(np.flatnonzero(together))
+
+
+def test_greedy_takes_the_highest_and_the_lowest_id_among_equals():
+    logits = jnp.array([[0.0, 3.0, 1.0, 3.0], [-1.0, -5.0, -2.0, -1.0], [2.0, 2.0, 2.0, 2.0]])
+    assert jitted(logits, jax.random.key(0)).tolist() == [1, 0, 0]
+    assert jitted(logits, jax.random.key(0), temperature=0.0, top_k=2, top_p=0.5).tolist() == [1, 0, 0]
+
+
+@pytest.mark.parametrize(("options", "kept"), [({"top_k": 2}, {0, 1}), ({"top_p": 0.5}, {0, 1})])
+def test_ties_at_a_cut_go_to_the_lower_ids(options, kept):
+    assert set(draw(jnp.zeros(4), temperature=1.0, **options)) == kept
+
+
+def test_the_token_that_crosses_top_p_stays():
+    logits = jnp.log(jnp.array([0.5, 0.25, 0.125, 0.125]))  # exact in binary
+    assert set(draw(logits, temperature=1.0, top_p=0.5)) == {0}
+    assert set(draw(logits, temperature=1.0, top_p=0.51)) == {0, 1}
+    assert set(draw(logits, temperature=1.0, top_p=1e-6)) == {0}
+
+
+def test_top_p_one_cuts_nothing():
+    """In float32 the sum of many small probabilities may pass 1 before its end; nothing may be lost to that."""
+    logits = 4 * jax.random.normal(jax.random.key(0), (16, 50_000))
+    top_p = jnp.ones(16).at[0].set(0.5)  # one row cuts, so that the others go the same way
+    kept = jnp.isfinite(_cut(logits, jnp.zeros(16, jnp.int32), top_p)).sum(axis=1)
+    assert 1 < kept[0] < 25_000
+    assert (kept[1:] == 50_000).all()
+
+
+def test_rows_have_their_own_options(logits):
+    rows = jnp.broadcast_to(logits[None, :], (4000, VOCAB_SIZE))
+    kind = jnp.arange(4000) % 4
+    drawn = jitted(
+        rows,
+        jax.random.key(0),
+        temperature=jnp.array([0.0, 1.0, 1.0, 4.0])[kind],
+        top_k=jnp.array([0, 2, 0, 0])[kind],
+        top_p=jnp.array([1.0, 1.0, 0.4, 1.0])[kind],
+    )
+    drawn = np.asarray(drawn).reshape(-1, 4)
+    assert set(drawn[:, 0]) == {int(jnp.argmax(logits))}
+    assert set(drawn[:, 1]) == set(np.flatnonzero(expected(logits, 1.0, top_k=2)))
+    assert set(drawn[:, 2]) == set(np.flatnonzero(expected(logits, 1.0, top_p=0.4)))
+    assert len(set(drawn[:, 3])) == VOCAB_SIZE
+
+
+def test_a_row_does_not_change_with_what_others_ask_for(logits):
+    rows, key = jnp.broadcast_to(logits[None, :], (8, VOCAB_SIZE)), jax.random.key(3)
+    alone = jitted(rows, key, temperature=1.0)
+    mixed = jitted(rows, key, temperature=1.0, top_k=jnp.array([0, 0, 0, 0, 0, 0, 0, 1]))
+    assert alone[:-1].tolist() == mixed[:-1].tolist()
+
+
+def test_seeds(logits):
+    assert (draw(logits, 5, temperature=1.0) == draw(logits, 5, temperature=1.0)).all()
+    assert (draw(logits, 5, temperature=1.0) != draw(logits, 6, temperature=1.0)).any()
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": VOCAB_SIZE - 1}, {"top_p": 0.999999}])
+def test_forbidden_tokens_are_never_drawn(logits, options):
+    forbidden = int(jnp.argmax(logits))
+    logits = logits.at[forbidden].set(-jnp.inf)
+    assert forbidden not in draw(logits, temperature=1.0, **options)
+    assert int(jitted(logits[None], jax.random.key(0))[0]) == int(jnp.argmax(logits))
+
+
+def test_options_are_traced(logits):
+    before = jitted._cache_size()
+    for temperature, top_k, top_p in (0.5, 3, 0.9), (0.6, 4, 0.8), (0.0, 0, 1.0):
+        jitted(logits[None], jax.random.key(0), temperature=temperature, top_k=top_k, top_p=top_p)
+    assert jitted._cache_size() - before == 1

@@ -1,0 +1,241 @@
+"""Every op under JAX's transformations: vmap, scan, shard_map, export, cross-lowering, donation, refused gradients."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import paged_jax
+
+NUM_SEQS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS, WIDTH = 3, 4, 2, 16, 4, 16, 4
+QUERY_START_LOC = np.array([0, 2, 2, 7], np.int32)
+NUM_TOKENS = 8  # one of them padding
+
+
+def _arrays():
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return rng.standard_normal(shape, np.float32)
+
+    pool = (NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_SIZE)
+    return {
+        "query": normal(NUM_SEQS, NUM_HEADS, HEAD_SIZE),
+        "tokens": normal(NUM_TOKENS, NUM_HEADS, HEAD_SIZE),
+        "key": normal(NUM_TOKENS, NUM_KV_HEADS, HEAD_SIZE),
+        "value": normal(NUM_TOKENS, NUM_KV_HEADS, HEAD_SIZE),
+        "key_cache": normal(*pool),
+        "value_cache": normal(*pool),
+        "block_tables": rng.permutation(NUM_BLOCKS)[: NUM_SEQS * WIDTH].reshape(NUM_SEQS, WIDTH).astype(np.int32),
+        "seq_lens": np.array([5, 0, 16], np.int32),
+        "query_start_loc": QUERY_START_LOC,
+        "slot_mapping": np.array([3, -1, 40, 41, 7, 63, 64, 0], np.int32),
+        "block_mapping": np.array([[0, 5], [5, 6], [-1, 3]], np.int32),
+        "alibi_slopes": np.array([0.1, 0.2, 0.3, 0.4], np.float32),
+        "k_scale": np.array([0.5, 2.0], np.float32),
+    }
+
+
+ARRAYS = _arrays()
+DECODE = ("query", "key_cache", "value_cache", "block_tables", "seq_lens")
+RAGGED = ("tokens", *DECODE[1:], "query_start_loc")
+OPTIONS = ("alibi_slopes", "k_scale")
+# op: the names of its positional arrays, of its array options, and its static keywords
+OPS = {
+    "paged_attention_v1": (DECODE, OPTIONS, {}),
+    "paged_attention_v2": (DECODE, OPTIONS, {"partition_size": 8, "return_residuals": True}),
+    "paged_attention": (DECODE, (), {"return_lse": True}),
+    "ragged_paged_attention": (RAGGED, OPTIONS, {}),
+    "prefix_attention": (("tokens", "key", "value", *RAGGED[1:]), (), {}),
+    "write_to_paged_cache": (("key", "value", "key_cache", "value_cache", "slot_mapping"), (), {}),
+    "copy_blocks": (("key_cache", "value_cache", "block_mapping"), (), {}),
+    "swap_blocks": (("key_cache", "value_cache", "value_cache", "key_cache", "block_mapping"), (), {}),
+}
+
+DECODE_OPS = [op for op in OPS if OPS[op][0] == DECODE]
+
+
+def bind(op):
+    """The op as a function of all its arrays, and those arrays."""
+    names, options, static = OPS[op]
+
+    def fun(*arrays):
+        keywords = dict(zip(options, arrays[len(names) :], strict=True))
+        return getattr(paged_jax, op)(*arrays[: len(names)], **keywords, **static)
+
+    return fun, [jnp.asarray(ARRAYS[n]) for n in (*names, *options)]
+
+
+@functools.cache
+def expected(op):
+    fun, arrays = bind(op)
+    return jax.tree.map(np.asarray, jax.jit(fun)(*arrays))
+
+
+def assert_equal(actual, wanted, atol=1e-6):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol, rtol=1e-5), actual, wanted)
+
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_eager_is_jit(op):
+    fun, arrays = bind(op)
+    assert_equal(fun(*arrays), expected(op))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_vmap_over_any_argument(op):
+    fun, arrays = bind(op)
+    floats = {i for i, x in enumerate(arrays) if x.dtype != jnp.int32}
+    pools = {i for i, x in enumerate(arrays) if x.ndim == 4}
+    # A batch of decode calls is folded into one where it can be; the other ops run one by one.
+    for batched in ({0}, pools, set(range(len(arrays)))) if op in DECODE_OPS else (set(range(len(arrays))),):
+        second = [x + 1.0 if i in batched & floats else x for i, x in enumerate(arrays)]
+        stacked = [
+            jnp.stack([x, y]) if i in batched else x for i, (x, y) in enumerate(zip(arrays, second, strict=True))
+        ]
+        axes = [0 if i in batched else None for i in range(len(arrays))]
+        out = jax.jit(jax.vmap(fun, in_axes=axes))(*stacked)
+        assert_equal(jax.tree.map(lambda x: x[0], out), expected(op))
+        assert_equal(jax.tree.map(lambda x: x[1], out), fun(*second))
+
+
+def test_nested_vmap():
+    fun, arrays = bind("paged_attention_v1")
+    queries = jnp.stack([arrays[0] * x for x in (1.0, 2.0, 3.0, 4.0)]).reshape(2, 2, *arrays[0].shape)
+    nested = jax.vmap(jax.vmap(lambda q: fun(q, *arrays[1:])))(queries)
+    for i in range(4):
+        assert_equal(nested[i // 2, i % 2], fun(queries[i // 2, i % 2], *arrays[1:]))
+
+
+@pytest.mark.parametrize("op", ["paged_attention_v1", "ragged_paged_attention", "write_to_paged_cache"])
+def test_scan(op):
+    fun, arrays = bind(op)
+    _, out = jax.lax.scan(lambda carry, x: (carry, fun(x, *arrays[1:])), 0, arrays[0][None])
+    assert_equal(jax.tree.map(lambda x: x[0], out), expected(op))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_shard_map_over_kv_heads(op):
+    fun, arrays = bind(op)
+    names = (*OPS[op][0], *OPS[op][1])
+    heads_axis = {"block_tables": None, "seq_lens": None, "query_start_loc": None, "slot_mapping": None}
+    heads_axis |= {"block_mapping": None, "alibi_slopes": 0, "k_scale": 0}
+    specs = [P() if (a := heads_axis.get(n, 1)) is None else P(*[None] * a, "x") for n in names]
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices("cpu")[:2])
+    sharded = jax.shard_map(
+        fun, mesh=mesh, in_specs=tuple(specs), out_specs=P(None, "x"), check_vma=False
+    )
+    arrays = [jax.device_put(x, jax.NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=True)]
+    assert_equal(jax.jit(sharded)(*arrays), expected(op))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_export_round_trip(op):
+    fun, arrays = bind(op)
+    exported = jax.export.export(jax.jit(fun), platforms=["cpu"])(*arrays)
+    assert_equal(jax.export.deserialize(exported.serialize()).call(*arrays), expected(op))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_lowers_for_cuda_without_a_gpu(op):
+    fun, arrays = bind(op)
+    text = jax.jit(fun).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert "module" in text
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_gradients_are_refused(op):
+    fun, arrays = bind(op)
+
+    def loss(x):
+        return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(fun(x, *arrays[1:])))
+
+    with pytest.raises(TypeError, match=f"{op} is inference only"):
+        jax.grad(loss)(arrays[0])
+    with pytest.raises(TypeError, match=f"{op} is inference only"):
+        jax.jit(jax.grad(loss))(arrays[0])
+
+
+def test_gradients_around_an_op_pass():
+    fun, arrays = bind("paged_attention")
+    out = jax.grad(lambda x: (x * jax.lax.stop_gradient(fun(*arrays)[0])).sum())(arrays[0])
+    assert_equal(out, expected("paged_attention")[0])
+
+
+def pool_copies(compiled, pools):
+    """Copies of a whole pool in a compiled program."""
+    shapes = {f"f32[{','.join(map(str, x.shape))}]" for x in pools}
+    return [
+        line
+        for line in compiled.as_text().splitlines()
+        if (m := re.search(r"= (\S+?)(\{\S*\})? copy(-start)?\(", line)) and m.group(1) in shapes
+    ]
+
+
+@pytest.mark.parametrize("op", ["write_to_paged_cache", "copy_blocks", "swap_blocks"])
+def test_donated_pools_are_updated_in_place(op):
+    names = OPS[op][0]
+    fun, arrays = bind(op)
+    # swap_blocks reads its first two pools and writes the next two.
+    pools = [i for i, n in enumerate(names) if n in ("key_cache", "value_cache")][-2:]
+    arrays = [x + 0 for x in arrays]
+    compiled = jax.jit(fun, donate_argnums=pools).lower(*arrays).compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == sum(arrays[i].nbytes for i in pools)
+    assert memory.temp_size_in_bytes < arrays[pools[0]].nbytes
+    assert not pool_copies(compiled, [arrays[i] for i in pools])
+    before = [arrays[i].unsafe_buffer_pointer() for i in pools]
+    after = [x.unsafe_buffer_pointer() for x in compiled(*arrays)]
+    assert before == after
+
+
+def test_donated_pools_are_updated_in_place_inside_a_loop():
+    a = {name: jnp.asarray(x) for name, x in ARRAYS.items()}
+
+    def steps(key_cache, value_cache):
+        def step(i, carry):
+            key_cache, value_cache, total = carry
+            slots = a["slot_mapping"] + i
+            key_cache, value_cache = paged_jax.write_to_paged_cache(
+                a["key"], a["value"], key_cache, value_cache, slots
+            )
+            out = paged_jax.paged_attention(a["query"], key_cache, value_cache, a["block_tables"], a["seq_lens"])
+            return key_cache, value_cache, total + out.sum()
+
+        return jax.lax.fori_loop(0, 5, step, (key_cache, value_cache, jnp.float32(0)))
+
+    pools = a["key_cache"] + 0, a["value_cache"] + 0
+    compiled = jax.jit(steps, donate_argnums=(0, 1)).lower(*pools).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes >= sum(x.nbytes for x in pools)
+    assert not pool_copies(compiled, pools)
+
+
+def test_undonated_pools_stay_as_they_are():
+    fun, arrays = bind("write_to_paged_cache")
+    jax.block_until_ready(jax.jit(fun)(*arrays))
+    np.testing.assert_array_equal(arrays[2], ARRAYS["key_cache"])
+
+
+@pytest.mark.parametrize("op", ["ragged_paged_attention", "prefix_attention"])
+def test_a_long_prefill_needs_bounded_memory(op):
+    """8192 tokens of 8 heads: their logits at once would be 2 GB."""
+    n, block_size = 8192, 16
+    f32, i32 = (functools.partial(jax.ShapeDtypeStruct, dtype=d) for d in (jnp.float32, jnp.int32))
+    pool = f32((n // block_size, 8, block_size, 64))
+    new = [f32((n, 8, 64))] * (3 if op == "prefix_attention" else 1)
+    arrays = [*new, pool, pool, i32((1, n // block_size)), i32((1,)), i32((2,))]
+    compiled = jax.jit(getattr(paged_jax, op)).lower(*arrays).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 6 * pool.size * 4
+
+
+def test_lengths_that_change_do_not_compile_again():
+    fun, arrays = bind("paged_attention_v1")
+    jitted = jax.jit(fun)
+    for seq_lens in ([1, 2, 3], [16, 0, 9]):
+        jitted(*arrays[:4], jnp.array(seq_lens, jnp.int32), *arrays[5:])
+    assert jitted._cache_size() == 1

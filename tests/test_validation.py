@@ -1,0 +1,189 @@
+"""What a wrong call says: the type of the error, the argument it names, what was expected and what came."""
+
+import re
+
+import jax.numpy as jnp
+import pytest
+
+import paged_jax
+from paged_jax import BlockSparse
+
+
+def decode_arrays(**changes):
+    arrays = {
+        "query": jnp.zeros((2, 4, 16), jnp.bfloat16),
+        "key_cache": jnp.zeros((5, 2, 8, 16), jnp.bfloat16),
+        "value_cache": jnp.zeros((5, 2, 8, 16), jnp.bfloat16),
+        "block_tables": jnp.zeros((2, 3), jnp.int32),
+        "seq_lens": jnp.zeros((2,), jnp.int32),
+    }
+    return arrays | changes
+
+
+def write_arrays(**changes):
+    arrays = {
+        "key": jnp.zeros((3, 2, 16), jnp.bfloat16),
+        "value": jnp.zeros((3, 2, 16), jnp.bfloat16),
+        "key_cache": jnp.zeros((5, 2, 8, 16), jnp.bfloat16),
+        "value_cache": jnp.zeros((5, 2, 8, 16), jnp.bfloat16),
+        "slot_mapping": jnp.zeros((3,), jnp.int32),
+    }
+    return arrays | changes
+
+
+def vllm_caches():
+    return {
+        "key_cache": jnp.zeros((5, 2, 2, 8, 8), jnp.bfloat16),
+        "value_cache": jnp.zeros((5, 2, 16, 8), jnp.bfloat16),
+    }
+
+
+DECODE = [
+    ({"query": 3}, TypeError, "query must be an array, got int"),
+    ({"query": jnp.zeros((2, 64), jnp.bfloat16)}, ValueError, "query must have shape [num_seqs, num_heads, head_size]"),
+    ({"query": jnp.zeros((2, 4, 16), jnp.int32)}, TypeError, "query must have dtype float16 or bfloat16 or float32"),
+    ({"query": jnp.zeros((2, 4, 12), jnp.bfloat16)}, ValueError, "head_size must be a multiple of 8 up to 256, got 12"),
+    ({"query": jnp.zeros((2, 4, 264), jnp.bfloat16)}, ValueError, "up to 256, got 264"),
+    ({"query": jnp.zeros((2, 3, 16), jnp.bfloat16)}, ValueError, "multiple of num_kv_heads = 2, got 3"),
+    ({"key_cache": jnp.zeros((5, 2, 8, 16), jnp.int32)}, TypeError, "key_cache must have dtype"),
+    ({"key_cache": jnp.zeros((5, 2, 8), jnp.bfloat16)}, ValueError, "key_cache must have shape [num_blocks"),
+    ({"key_cache": jnp.zeros((4, 2, 8, 16), jnp.bfloat16)}, ValueError, "= (5, 2, 8, 16), got (4, 2, 8, 16)"),
+    ({"value_cache": jnp.zeros((5, 2, 8, 16), jnp.int8)}, TypeError, "value_cache must have key_cache's dtype"),
+    ({"value_cache": jnp.zeros((5, 2, 3, 16), jnp.bfloat16)}, ValueError, "block_size must be one of"),
+    ({"block_tables": jnp.zeros((2, 3), jnp.uint32)}, TypeError, "block_tables must have dtype int32, got uint32"),
+    ({"block_tables": jnp.zeros((6,), jnp.int32)}, ValueError, "block_tables must have shape [num_seqs,"),
+    ({"seq_lens": jnp.zeros((3,), jnp.int32)}, ValueError, "seq_lens must have shape [num_seqs] = (2,), got (3,)"),
+    ({"layout": "bshd"}, ValueError, "layout must be one of ('hnd', 'nhd', 'vllm'), got 'bshd'"),
+    ({"layout": "vllm"}, ValueError, "key_cache must have shape [num_blocks, num_kv_heads, head_size // x"),
+    ({"implementation": "cuda"}, ValueError, "implementation must be one of"),
+    ({"scale": "big"}, TypeError, "scale must be a number or an array of floats, got str"),
+    ({"scale": jnp.zeros((2,))}, ValueError, "scale must have shape (), got (2,)"),
+    ({"alibi_slopes": jnp.zeros((2,))}, ValueError, "alibi_slopes must have shape [num_heads] = (4,), got (2,)"),
+    ({"sinks": jnp.zeros((4,), jnp.int32)}, TypeError, "sinks must be a number or an array of floats, got int32"),
+    ({"sliding_window": 0}, ValueError, "sliding_window must be at least 1, got 0"),
+    ({"sliding_window": -1}, ValueError, "sliding_window must be at least 1, got -1"),
+    ({"sliding_window": 2.5}, TypeError, "sliding_window must be a static int, got float"),
+    ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap must be a number > 0 or None, got 0.0"),
+    ({"max_seq_len": 0}, ValueError, "max_seq_len must be at least 1, got 0"),
+    ({"k_scale": jnp.zeros((4,))}, ValueError, "k_scale must be a scalar or have shape [num_kv_heads]"),
+    ({"v_scale": jnp.zeros((5, 2, 4))}, ValueError, "got (5, 2, 4)"),
+    ({"block_sparse": {"local_blocks": 1}}, TypeError, "block_sparse must be a BlockSparse or None, got dict"),
+    ({"block_sparse": BlockSparse(1, 2, block_size=4)}, ValueError, "multiple of the cache's block_size = 8, got 4"),
+    ({"block_sparse": BlockSparse(-1, 2)}, ValueError, "block_sparse.local_blocks must be an int >= 0, got -1"),
+    ({"window": 4}, TypeError, "unexpected keyword argument 'window'"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), DECODE, ids=lambda x: "-".join(x) if type(x) is dict else "")
+def test_decode(changes, error, message):
+    for op in (paged_jax.paged_attention_v1, paged_jax.paged_attention_v2, paged_jax.paged_attention):
+        with pytest.raises(error, match=re.escape(message)):
+            op(**decode_arrays(**changes))
+
+
+@pytest.mark.parametrize(
+    ("size", "error", "message"),
+    [
+        (12, ValueError, "partition_size must be a multiple of block_size = 8, got 12"),
+        (0, ValueError, "partition_size must be at least 1, got 0"),
+        (8.0, TypeError, "partition_size must be a static int, got float"),
+    ],
+)
+def test_partition_size(size, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        paged_jax.paged_attention_v2(**decode_arrays(), partition_size=size)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"query_start_loc": jnp.zeros((2,), jnp.int32)}, ValueError, "[num_seqs + 1] = (3,), got (2,)"),
+        ({"query_start_loc": jnp.zeros((3,), jnp.float32)}, TypeError, "query_start_loc must have dtype int32"),
+        ({"seq_lens": jnp.zeros((3,), jnp.int32)}, ValueError, "seq_lens must have shape [num_seqs] = (2,), got (3,)"),
+        ({"key_cache": jnp.zeros((5, 2, 4, 16), jnp.bfloat16)}, ValueError, "key_cache must have shape"),
+    ],
+)
+def test_ragged(changes, error, message):
+    arrays = decode_arrays(query=jnp.zeros((7, 4, 16), jnp.bfloat16), query_start_loc=jnp.zeros((3,), jnp.int32))
+    new = {"key": jnp.zeros((7, 2, 16), jnp.bfloat16), "value": jnp.zeros((7, 2, 16), jnp.bfloat16)}
+    with pytest.raises(error, match=re.escape(message)):
+        paged_jax.ragged_paged_attention(**arrays | changes)
+    with pytest.raises(error, match=re.escape(message)):
+        paged_jax.prefix_attention(**arrays | new | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"key": jnp.zeros((6, 2, 16), jnp.bfloat16)}, ValueError, "key must have shape [num_tokens,"),
+        ({"value": jnp.zeros((7, 1, 16), jnp.bfloat16)}, ValueError, "= (7, 2, 16), got (7, 1, 16)"),
+        ({"value": jnp.zeros((7, 2, 16), jnp.float16)}, TypeError, "value must have dtype bfloat16, got float16"),
+    ],
+)
+def test_prefix(changes, error, message):
+    arrays = decode_arrays(query=jnp.zeros((7, 4, 16), jnp.bfloat16), query_start_loc=jnp.zeros((3,), jnp.int32))
+    new = {"key": jnp.zeros((7, 2, 16), jnp.bfloat16), "value": jnp.zeros((7, 2, 16), jnp.bfloat16)}
+    with pytest.raises(error, match=re.escape(message)):
+        paged_jax.prefix_attention(**arrays | new | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"value": jnp.zeros((3, 1, 16), jnp.bfloat16)}, ValueError, "value must have shape"),
+        ({"value": jnp.zeros((3, 2, 16), jnp.float32)}, TypeError, "value must have dtype bfloat16, got float32"),
+        ({"slot_mapping": jnp.zeros((4,), jnp.int32)}, ValueError, "slot_mapping must have shape [num_tokens] = (3,)"),
+        ({"slot_mapping": jnp.zeros((3,), jnp.float32)}, TypeError, "slot_mapping must have dtype int32"),
+        ({"layout": "vllm"}, ValueError, "key_cache must have shape"),
+        ({"k_scale": 2.0}, ValueError, "need a cache narrower than key: key is bfloat16, key_cache bfloat16"),
+        (vllm_caches() | {"layout": "vllm", "key": jnp.zeros((3, 4, 16), jnp.bfloat16)}, ValueError, "value must have"),
+    ],
+)
+def test_write(changes, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        paged_jax.write_to_paged_cache(**write_arrays(**changes))
+
+
+def test_vllm_layout_needs_whole_groups():
+    caches = {n: jnp.zeros((5, 2, 1, 8, 16), jnp.int8) for n in ("key_cache",)}
+    caches["value_cache"] = jnp.zeros((5, 2, 24, 8), jnp.int8)
+    with pytest.raises(ValueError, match="multiple of x = 16 in layout 'vllm', got 24"):
+        paged_jax.paged_attention(
+            **decode_arrays(query=jnp.zeros((2, 4, 24), jnp.bfloat16), **caches), layout="vllm"
+        )
+
+
+def test_copy_and_swap():
+    cache, other = jnp.zeros((5, 2, 8, 16), jnp.bfloat16), jnp.zeros((5, 2, 4, 16), jnp.bfloat16)
+    pairs = jnp.zeros((3, 2), jnp.int32)
+    with pytest.raises(ValueError, match=re.escape("[num_pairs, 2] = (3, 2), got (3, 3)")):
+        paged_jax.copy_blocks(cache, cache, jnp.zeros((3, 3), jnp.int32))
+    with pytest.raises(TypeError, match="block_mapping must have dtype int32"):
+        paged_jax.copy_blocks(cache, cache, jnp.zeros((3, 2)))
+    with pytest.raises(ValueError, match="value_cache must have num_blocks = 5, got 4"):
+        paged_jax.copy_blocks(cache, cache[:4], pairs)
+    with pytest.raises(ValueError, match=re.escape("dst_key_cache must have the blocks of src_key_cache, (2, 8, 16)")):
+        paged_jax.swap_blocks(cache, cache, other, other, pairs)
+    with pytest.raises(TypeError, match="dst_key_cache must have src_key_cache's dtype bfloat16, got float16"):
+        paged_jax.swap_blocks(cache, cache, cache.astype(jnp.float16), cache.astype(jnp.float16), pairs)
+
+
+def test_merge():
+    out, lse = jnp.zeros((3, 4, 8), jnp.bfloat16), jnp.zeros((3, 4))
+    with pytest.raises(ValueError, match="out_b must have out_a's shape and dtype"):
+        paged_jax.merge_attention_states(out, lse, out[:2], lse)
+    with pytest.raises(ValueError, match=re.escape("lse_b must have shape [..., num_heads] = (3, 4), got (3,)")):
+        paged_jax.merge_attention_states(out, lse, out, lse[:, 0])
+    with pytest.raises(TypeError, match="lse_a must have dtype float32"):
+        paged_jax.merge_attention_states(out, lse.astype(jnp.bfloat16), out, lse)
+
+
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
+def test_missing_implementation_is_named(implementation, monkeypatch):
+    from paged_jax import _dispatch
+
+    monkeypatch.setattr(_dispatch, "_package", _dispatch._package.__wrapped__)
+    monkeypatch.setitem(__import__("sys").modules, f"paged_jax.kernels.{implementation}", None)
+    _dispatch._bind.cache_clear()
+    with pytest.raises(NotImplementedError, match=implementation):
+        paged_jax.paged_attention(**decode_arrays(), implementation=implementation)
