@@ -1,11 +1,12 @@
 """Loads a Hugging Face model folder (or hub id) into a `Decoder`, and saves a `Decoder`'s weights under the same names.
 
-A folder holds config.json (config.py), tokenizer.json, model.safetensors or its shards with model.safetensors.index.json, and
-perhaps generation_config.json. Every tensor in it is used exactly once, or the folder is refused.
+A folder holds config.json (config.py), tokenizer.json, model.safetensors or its shards with
+model.safetensors.index.json, and perhaps generation_config.json. Every tensor in it is used exactly once, or the
+folder is refused.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,13 @@ from examples.decoder import Decoder
 
 __all__ = ["CheckpointError", "load_model", "save_model"]
 
-HUB_FILES = ["*config.json", "tokenizer.json", "model*.safetensors", "model.safetensors.index.json"]
+HUB_FILES = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+]
 
 # Which Hugging Face module holds the weights of which of ours; * is the layer's number.
 MODULES = {
@@ -66,9 +73,7 @@ PARAMETERS = {"embedding": "weight", "kernel": "weight", "scale": "weight", "bia
 DTYPES = "F32", "F16", "BF16"  # safetensors' names
 
 
-def load_model(
-    model: str | Path, dtype: DTypeLike
-) -> tuple[Decoder, DecoderConfig, Tokenizer, tuple[int, ...]]:
+def load_model(model: str | Path, dtype: DTypeLike) -> tuple[Decoder, DecoderConfig, Tokenizer, tuple[int, ...]]:
     """Loads a decoder, its tokenizer and the tokens that end a text, showing progress on stderr.
 
     Args:
@@ -88,7 +93,7 @@ def load_model(
 
 
 def save_model(folder: str | Path, model: Decoder, config: DecoderConfig) -> None:
-    """Writes a decoder's weights to `model.safetensors` in the folder, under Hugging Face's names and in their own dtype.
+    """Writes a decoder's weights to `model.safetensors`, under Hugging Face's names and in their own dtype.
 
     Args:
         folder: where to write; made if there is none. Its config.json is the caller's to write.
@@ -103,7 +108,7 @@ def save_model(folder: str | Path, model: Decoder, config: DecoderConfig) -> Non
     save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
 
 
-def _tensor_name(path: tuple[str | int, ...], config: DecoderConfig) -> str:
+def _tensor_name(path: Sequence[Any], config: DecoderConfig) -> str:
     """The checkpoint's name of the parameter at a path such as ("layers", 3, "attention", "q_proj", "kernel")."""
     module = ".".join("*" if isinstance(part, int) else part for part in path[:-1])
     layer = next((str(part) for part in path if isinstance(part, int)), "")
@@ -160,13 +165,11 @@ def _load_weights(folder: Path, config: DecoderConfig, dtype: DTypeLike) -> Deco
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         for name in progress.track(sorted(tensors), description=f"Loading {folder.name}"):
             path, parameter = parameters[name]
-            tensor = tensors[name].read()
-            tensor = tensor.T if path[-1] == "kernel" else tensor
-            if tensor.shape != parameter.shape:
-                raise CheckpointError(
-                    f"{folder}: tensor {name} has shape {tensor.shape}; expected {parameter.shape}"
-                )
-            parameter.set_value(jnp.asarray(tensor, dtype))
+            array = tensors[name].read()
+            is_kernel = path[-1] == "kernel"
+            if array.shape != (expected := parameter.shape[::-1] if is_kernel else parameter.shape):
+                raise CheckpointError(f"tensor {name} has shape {array.shape}; expected {expected}")
+            parameter.set_value(jnp.asarray(array.T if is_kernel else array, dtype))
     return nnx.merge(graphdef, state)
 
 
@@ -199,7 +202,7 @@ def _find_tensors(folder: Path) -> dict[str, _Tensor]:
             file = safe_open(path, framework="numpy")
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
-        for name in file.keys():
+        for name in sorted(file.keys()):
             if name.endswith("rotary_emb.inv_freq"):
                 continue  # written by old versions of transformers; it follows from config.json
             # A model saved without its head lacks the outermost name.

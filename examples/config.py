@@ -1,4 +1,4 @@
-"""Reads a Hugging Face config.json into the one `DecoderConfig` that decoder.py understands, or says what it cannot do."""
+"""Reads a Hugging Face config.json into the one `DecoderConfig` that decoder.py understands, or says why not."""
 
 import json
 from dataclasses import dataclass
@@ -12,6 +12,12 @@ MODEL_TYPES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+}
+# What transformers takes for these where a file leaves them out; null means one key head a query head, and no window.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
 }
 
 
@@ -97,13 +103,14 @@ def load_config(folder: str | Path) -> DecoderConfig:
         CheckpointError: the file is missing or broken, or asks for something that decoder.py does not have.
     """
     raw = read_json(Path(folder) / "config.json")
-    found = next(iter(raw.get("architectures") or []), raw.get("model_type"))
+    found: str = raw["architectures"][0] if raw.get("architectures") else str(raw.get("model_type"))
     model_type = MODEL_TYPES.get(found, found)
     if model_type not in MODEL_TYPES.values():
         raise CheckpointError(f"architecture {found!r} is not supported; supported: {', '.join(MODEL_TYPES)}")
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method")
         raise CheckpointError(f"quantized weights ({method}) are not supported; float32, float16, bfloat16 are")
+    raw = DEFAULTS.get(model_type, {}) | raw
     config = _opt(raw) if model_type == "opt" else _llama(raw, model_type)
     if config.num_heads % config.num_kv_heads:
         raise CheckpointError(
@@ -176,8 +183,8 @@ def _llama(raw: dict[str, Any], model_type: str) -> DecoderConfig:
         intermediate_size=_size(raw, "intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=_size(raw, "num_key_value_heads", 8 if model_type == "mistral" else num_heads),
-        head_size=_size(raw, "head_dim", 128 if model_type == "qwen3" else hidden_size // num_heads),
+        num_kv_heads=_size(raw, "num_key_value_heads", num_heads),
+        head_size=_size(raw, "head_dim", hidden_size // num_heads),
         max_position_embeddings=_size(raw, "max_position_embeddings"),
         norm_eps=raw.get("rms_norm_eps", 1e-6),
         pre_norm=True,
@@ -199,13 +206,13 @@ def _rope(raw: dict[str, Any]) -> Rope:
         raise CheckpointError(f"rope_parameters per layer type ({', '.join(rope)}) are not supported")
     if (partial := rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))) != 1.0:
         raise CheckpointError(f"partial_rotary_factor {partial} is not supported; supported: 1.0")
-    theta = float(rope.get("rope_theta", raw.get("rope_theta", 10000.0)))
+    theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type == "default":
         return Rope(theta)
     if rope_type != "llama3":
         raise CheckpointError(f"rope type {rope_type!r} is not supported; supported: 'default', 'llama3'")
-    trained = rope.get("original_max_position_embeddings", raw.get("max_position_embeddings"))
+    trained = rope.get("original_max_position_embeddings", raw["max_position_embeddings"])
     try:
         return Rope(
             theta,
@@ -219,7 +226,7 @@ def _sliding_windows(raw: dict[str, Any], model_type: str, num_layers: int) -> t
     """Each layer's window: all alike in Mistral; in Qwen by `layer_types`, or by `max_window_layers` before those."""
     window = None
     if model_type == "mistral" or (model_type.startswith("qwen") and raw.get("use_sliding_window", False)):
-        window = raw.get("sliding_window", 4096)
+        window = raw.get("sliding_window")
     if window is not None and (not isinstance(window, int) or window < 1):
         raise CheckpointError(f"sliding_window {window!r} is not supported; supported: a positive integer or null")
     first = raw.get("max_window_layers", 28) if model_type.startswith("qwen") else 0
@@ -230,7 +237,7 @@ def _sliding_windows(raw: dict[str, Any], model_type: str, num_layers: int) -> t
         return windows
     if len(layer_types) != num_layers:
         raise CheckpointError(f"layer_types has {len(layer_types)} entries for {num_layers} layers")
-    kinds = {"full_attention": None}
+    kinds: dict[str, int | None] = {"full_attention": None}
     if window is not None:
         kinds["sliding_attention"] = window
     if unknown := set(layer_types) - set(kinds):

@@ -1,8 +1,8 @@
 """A decoder-only transformer in Flax NNX that covers OPT and the Llama family (Llama, Mistral, Qwen2, Qwen3).
 
-Tokens are flat, `[num_tokens]`: sequences lie one after the other with no batch axis, and only `attend` knows where one
-ends and where its keys and values are kept. Prefill, paged decode and plain causal attention (attend.py) thus share this
-file. Caches go in and come out, one a layer, and are never part of the module.
+Tokens are flat, `[num_tokens]`: sequences lie one after the other with no batch axis, and only `attend` knows where
+one ends and where its keys and values are kept. Prefill, paged decode and plain causal attention (attend.py) thus
+share this file. Caches go in and come out, one a layer, and are never part of the module.
 
 Norms, rotations and logits are computed in float32, every other product in the dtype of the model.
 
@@ -52,7 +52,9 @@ def rotate(
     heads: Float[Array, "num_tokens num_heads head_size"],
     angles: Float32[Array, "num_tokens half_head_size"],
 ) -> Float32[Array, "num_tokens num_heads head_size"]:
-    """Applies RoPE (https://arxiv.org/abs/2104.09864) to queries or keys, pairing each number with the one half a head away.
+    """Turns queries or keys by their positions; each number is paired with the one half a head away.
+
+    Source: https://arxiv.org/abs/2104.09864, with the pairing of the Llama checkpoints that transformers writes.
 
     Args:
         heads: `[num_tokens, num_heads, head_size]`.
@@ -66,38 +68,37 @@ def rotate(
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def make_linear(in_size: int, out_size: int, *, bias: bool, rngs: nnx.Rngs, dtype: DTypeLike) -> nnx.Linear:
-    """A linear layer that casts what it is given to the dtype of the model."""
-    return nnx.Linear(in_size, out_size, use_bias=bias, dtype=dtype, param_dtype=dtype, rngs=rngs)
-
-
 def make_norm(config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> nnx.LayerNorm | nnx.RMSNorm:
     """The family's norm of the residual stream; it computes in and returns float32."""
-    options: dict[str, Any] = dict(
-        epsilon=config.norm_eps, dtype=jnp.float32, param_dtype=dtype, use_fast_variance=False, rngs=rngs
-    )
     norm = nnx.LayerNorm if config.family == "opt" else nnx.RMSNorm
-    return norm(config.hidden_size, **options)
+    return norm(
+        config.hidden_size,
+        epsilon=config.norm_eps,
+        dtype=jnp.float32,
+        param_dtype=dtype,
+        use_fast_variance=False,
+        rngs=rngs,
+    )
 
 
 class Attention(nnx.Module):
     """Grouped-query attention of one layer, its keys and values left to `attend`."""
 
-    def __init__(
-        self, config: DecoderConfig, sliding_window: int | None, *, rngs: nnx.Rngs, dtype: DTypeLike
-    ):
+    def __init__(self, config: DecoderConfig, sliding_window: int | None, *, rngs: nnx.Rngs, dtype: DTypeLike):
         self.head_size = config.head_size
         self.sliding_window = sliding_window
         self.dtype = dtype
         heads_size, kv_heads_size = (n * config.head_size for n in (config.num_heads, config.num_kv_heads))
-        options: dict[str, Any] = dict(bias=config.qkv_bias, rngs=rngs, dtype=dtype)
-        self.q_proj = make_linear(config.hidden_size, heads_size, **options)
-        self.k_proj = make_linear(config.hidden_size, kv_heads_size, **options)
-        self.v_proj = make_linear(config.hidden_size, kv_heads_size, **options)
-        self.o_proj = make_linear(heads_size, config.hidden_size, bias=config.o_bias, rngs=rngs, dtype=dtype)
-        options = dict(epsilon=config.norm_eps, dtype=jnp.float32, param_dtype=dtype, rngs=rngs)
-        self.q_norm = nnx.RMSNorm(config.head_size, **options) if config.qk_norm else None
-        self.k_norm = nnx.RMSNorm(config.head_size, **options) if config.qk_norm else None
+        linear = partial(nnx.Linear, dtype=dtype, param_dtype=dtype, rngs=rngs)
+        self.q_proj = linear(config.hidden_size, heads_size, use_bias=config.qkv_bias)
+        self.k_proj = linear(config.hidden_size, kv_heads_size, use_bias=config.qkv_bias)
+        self.v_proj = linear(config.hidden_size, kv_heads_size, use_bias=config.qkv_bias)
+        self.o_proj = linear(heads_size, config.hidden_size, use_bias=config.o_bias)
+        norm = partial(
+            nnx.RMSNorm, config.head_size, epsilon=config.norm_eps, dtype=jnp.float32, param_dtype=dtype, rngs=rngs
+        )
+        self.q_norm = norm() if config.qk_norm else None
+        self.k_norm = norm() if config.qk_norm else None
 
     def __call__(self, hidden, angles, cache, attend: Attend):
         query, key, value = (
@@ -123,11 +124,11 @@ class Mlp(nnx.Module):
     """OPT's two layers around a ReLU, or SwiGLU (https://arxiv.org/abs/2002.05202)."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
-        sizes = config.hidden_size, config.intermediate_size
-        options: dict[str, Any] = dict(bias=config.mlp_bias, rngs=rngs, dtype=dtype)
-        self.gate_proj = None if config.family == "opt" else make_linear(*sizes, **options)
-        self.up_proj = make_linear(*sizes, **options)
-        self.down_proj = make_linear(*sizes[::-1], **options)
+        hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
+        linear = partial(nnx.Linear, use_bias=config.mlp_bias, dtype=dtype, param_dtype=dtype, rngs=rngs)
+        self.gate_proj = None if config.family == "opt" else linear(hidden_size, intermediate_size)
+        self.up_proj = linear(hidden_size, intermediate_size)
+        self.down_proj = linear(intermediate_size, hidden_size)
 
     def __call__(self, hidden):
         up = self.up_proj(hidden)
@@ -139,9 +140,7 @@ class Mlp(nnx.Module):
 class Layer(nnx.Module):
     """Attention and MLP, each added to the residual stream."""
 
-    def __init__(
-        self, config: DecoderConfig, sliding_window: int | None, *, rngs: nnx.Rngs, dtype: DTypeLike
-    ):
+    def __init__(self, config: DecoderConfig, sliding_window: int | None, *, rngs: nnx.Rngs, dtype: DTypeLike):
         self.pre_norm = config.pre_norm
         self.attention_norm = make_norm(config, rngs=rngs, dtype=dtype)
         self.attention = Attention(config, sliding_window, rngs=rngs, dtype=dtype)
@@ -172,20 +171,18 @@ class Decoder(nnx.Module):
         hidden_size, embedding_size = config.hidden_size, config.embedding_size
         num_positions = config.max_position_embeddings + OPT_POSITION_OFFSET
         projected, learned = embedding_size != hidden_size, config.rope is None
-        options: dict[str, Any] = dict(dtype=dtype, param_dtype=dtype, rngs=rngs)
-        matrix = partial(nnx.Linear, use_bias=False, **options)
-        self.embed_tokens = nnx.Embed(config.vocab_size, embedding_size, **options)
-        self.embed_positions = nnx.Embed(num_positions, hidden_size, **options) if learned else None
-        self.project_in = matrix(embedding_size, hidden_size) if projected else None
-        self.layers = nnx.List(
-            [Layer(config, window, rngs=rngs, dtype=dtype) for window in config.sliding_windows]
-        )
+        embed = partial(nnx.Embed, dtype=dtype, param_dtype=dtype, rngs=rngs)
+        linear = partial(nnx.Linear, use_bias=False, dtype=dtype, param_dtype=dtype, rngs=rngs)
+        self.embed_tokens = embed(config.vocab_size, embedding_size)
+        self.embed_positions = embed(num_positions, hidden_size) if learned else None
+        self.project_in = linear(embedding_size, hidden_size) if projected else None
+        self.layers = nnx.List([Layer(config, window, rngs=rngs, dtype=dtype) for window in config.sliding_windows])
         self.final_norm = make_norm(config, rngs=rngs, dtype=dtype) if config.final_norm else None
-        self.project_out = matrix(hidden_size, embedding_size) if projected else None
+        self.project_out = linear(hidden_size, embedding_size) if projected else None
         self.lm_head = (
             None
             if config.tie_embeddings
-            else matrix(embedding_size, config.vocab_size, preferred_element_type=jnp.float32)
+            else linear(embedding_size, config.vocab_size, preferred_element_type=jnp.float32)
         )
 
     def __call__(

@@ -206,20 +206,13 @@ def choose_num_blocks(options: argparse.Namespace, request: loop.Request) -> int
 
 
 def compile_programs(options: argparse.Namespace, programs: loop.Programs, *arguments) -> list:
-    """The compiled programs that the run calls: `[generate]`, or `[prefill, decode]` for --stream.
-
-    Raises:
-        GenerateError: the implementation asked for cannot do it.
-    """
-    try:
-        if not options.stream:
-            return [programs.generate.lower(*arguments).compile()]
-        weights, _, request = arguments
-        generation = jax.eval_shape(programs.prefill, *arguments)
-        lowered = programs.prefill.lower(*arguments), programs.decode.lower(weights, generation, request)
-        return [program.compile() for program in lowered]
-    except (NotImplementedError, ValueError) as error:
-        raise GenerateError(str(error)) from error
+    """The compiled programs that the run calls: `[generate]`, or `[prefill, decode]` for --stream."""
+    if not options.stream:
+        return [programs.generate.lower(*arguments).compile()]
+    weights, _, request = arguments
+    generation = jax.eval_shape(programs.prefill, *arguments)
+    lowered = programs.prefill.lower(*arguments), programs.decode.lower(weights, generation, request)
+    return [program.compile() for program in lowered]
 
 
 def bar(description: str) -> Progress:
@@ -251,25 +244,30 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         GenerateError, CheckpointError: something asked for cannot be done.
     """
-    on_cpu = jax.default_backend() == "cpu"
-    dtype = {"auto": "float32" if on_cpu else "bfloat16"}.get(options.dtype, options.dtype)
+    dtype = options.dtype
+    if dtype == "auto":
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     model, config, tokenizer, eos_token_ids = load_model(options.model, dtype)
     prompt_ids = encode(tokenizer, options.prompt, config)
     request = loop.make_request(
         prompt_ids,
         max_new_tokens=options.max_new_tokens,
         max_position_embeddings=config.max_position_embeddings,
+        stop_token_ids=eos_token_ids,
         sampling=loop.Sampling(options.temperature, options.top_k, options.top_p),
         seed=options.seed,
     )
     num_blocks = choose_num_blocks(options, request)
-    programs = loop.make_programs(model, stop_token_ids=eos_token_ids, implementation=options.implementation)
+    programs = loop.make_programs(model, implementation=options.implementation)
     weights = programs.weights
 
     started = time.perf_counter()
-    with bar("Compiling"):
-        caches = loop.make_caches(config, num_blocks, options.block_size, dtype)
-        first, *rest = compile_programs(options, programs, weights, caches, request)
+    try:
+        with bar("Compiling"):
+            caches = loop.make_caches(config, num_blocks, options.block_size, dtype)
+            first, *rest = compile_programs(options, programs, weights, caches, request)
+    except (NotImplementedError, ValueError) as error:  # what the library cannot do, in its own words
+        raise GenerateError(str(error)) from error
     compiled = time.perf_counter()
     writer = Writer(tokenizer, options.prompt, prompt_ids, options.json)
     with contextlib.nullcontext() if options.stream else bar("Generating"):

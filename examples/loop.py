@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float32, Int32
 
 from examples.attend import Implementation, decode_attend, prefill_attend
@@ -37,9 +38,9 @@ PROMPT_MULTIPLE = 64  # prompts are padded to this, so that other lengths rarely
 class Sampling(NamedTuple):
     """How tokens are picked (sampling.py); all of it may change without compiling again."""
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
+    temperature: ArrayLike = 0.0
+    top_k: ArrayLike = 0
+    top_p: ArrayLike = 1.0
 
 
 @jax.tree_util.register_dataclass
@@ -51,6 +52,7 @@ class Request:
         token_ids: i32 `[num_tokens]`, the prompts one after the other, then padding.
         prompt_lens: i32 `[num_seqs]`, tokens.
         max_output_lens: i32 `[num_seqs]`, new tokens at most.
+        stop_token_ids: i32 `[num_stop_tokens]`, tokens that end a sequence.
         sampling: f32, i32 and f32 scalars.
         key: a JAX random key.
         max_seq_len: tokens of the longest sequence there can be (static).
@@ -60,7 +62,8 @@ class Request:
     token_ids: Int32[Array, " num_tokens"]
     prompt_lens: Int32[Array, " num_seqs"]
     max_output_lens: Int32[Array, " num_seqs"]
-    sampling: Any
+    stop_token_ids: Int32[Array, " num_stop_tokens"]
+    sampling: Sampling
     key: Array
     max_seq_len: int = field(metadata={"static": True})
     max_new_tokens: int = field(metadata={"static": True})
@@ -111,6 +114,7 @@ def make_request(
     *,
     max_new_tokens: int,
     max_position_embeddings: int,
+    stop_token_ids: Sequence[int] = (),
     sampling: Sampling = Sampling(),  # noqa: B008 (immutable)
     seed: int = 0,
 ) -> Request:
@@ -120,6 +124,7 @@ def make_request(
         prompts: token ids of each prompt, at least one and at most `max_position_embeddings` each.
         max_new_tokens: tokens to generate at most; fewer where the positions end.
         max_position_embeddings: positions the model has.
+        stop_token_ids: tokens that end a sequence.
         sampling: how tokens are picked.
         seed: of the random draws.
 
@@ -135,6 +140,7 @@ def make_request(
         token_ids=jnp.asarray(token_ids),
         prompt_lens=jnp.asarray(lens),
         max_output_lens=jnp.asarray(np.minimum(max_new_tokens, room), jnp.int32),
+        stop_token_ids=jnp.array(stop_token_ids, jnp.int32),
         sampling=Sampling(jnp.float32(sampling.temperature), jnp.int32(sampling.top_k), jnp.float32(sampling.top_p)),
         key=jax.random.key(seed),
         max_seq_len=min(_round_up(int(lens.max())) + max_new_tokens, max_position_embeddings),
@@ -142,7 +148,7 @@ def make_request(
     )
 
 
-def make_caches(config: DecoderConfig, num_blocks: int, block_size: int, dtype) -> tuple[PagedKVCache, ...]:
+def make_caches(config: DecoderConfig, num_blocks: int, block_size: int, dtype: DTypeLike) -> tuple[PagedKVCache, ...]:
     """One empty cache a layer.
 
     Args:
@@ -155,24 +161,20 @@ def make_caches(config: DecoderConfig, num_blocks: int, block_size: int, dtype) 
     return tuple(PagedKVCache.create(*sizes, dtype=dtype) for _ in range(config.num_layers))
 
 
-def make_programs(
-    model: Decoder, *, stop_token_ids: Sequence[int] = (), implementation: Implementation | None = None
-) -> Programs:
+def make_programs(model: Decoder, *, implementation: Implementation | None = None) -> Programs:
     """Builds the jitted functions that run a model; nothing is compiled before they are called.
 
     Args:
         model: the decoder; its arrays are taken out once, here.
-        stop_token_ids: tokens that end a sequence.
         implementation: of the paged ops, `None` for the library's choice.
     """
     graphdef, weights = nnx.split(model)
-    stop_token_ids = tuple(stop_token_ids)
 
     def prefill(weights, caches, request):
-        return _prefill(nnx.merge(graphdef, weights), caches, request, stop_token_ids, implementation)
+        return _prefill(nnx.merge(graphdef, weights), caches, request, implementation)
 
     def decode(weights, generation, request):
-        return _decode(nnx.merge(graphdef, weights), generation, request, stop_token_ids, implementation)
+        return _decode(nnx.merge(graphdef, weights), generation, request, implementation)
 
     def generate(weights, caches, request):
         generation = prefill(weights, caches, request)
@@ -197,7 +199,7 @@ def outputs(generation: Generation) -> list[tuple[list[int], str]]:
     return [(ids[i, : lens[i]].tolist(), FINISH_REASONS[finish[i]]) for i in range(len(lens))]
 
 
-def _prefill(model: Decoder, caches, request: Request, stop_token_ids, implementation) -> Generation:
+def _prefill(model: Decoder, caches, request: Request, implementation) -> Generation:
     num_seqs, num_tokens = request.prompt_lens.shape[0], request.token_ids.shape[0]
     num_blocks, block_size = caches[0].num_blocks, caches[0].block_size
     max_blocks_per_seq = -(-request.max_seq_len // block_size)
@@ -209,7 +211,7 @@ def _prefill(model: Decoder, caches, request: Request, stop_token_ids, implement
     seq_ids = jnp.searchsorted(query_start_loc[1:], token, side="right").astype(jnp.int32)
     positions = token - query_start_loc[seq_ids]
     is_token = seq_ids < num_seqs  # the rest is padding
-    slot_mapping = allocator.slots(blocks, jnp.where(is_token, seq_ids, -1), positions)
+    slot_mapping = jnp.asarray(allocator.slots(blocks, jnp.where(is_token, seq_ids, -1), positions))
     attend = prefill_attend(
         blocks.block_tables, blocks.seq_lens, query_start_loc, slot_mapping, implementation=implementation
     )
@@ -225,10 +227,10 @@ def _prefill(model: Decoder, caches, request: Request, stop_token_ids, implement
         step=jnp.int32(0),
     )
     last = jnp.maximum(query_start_loc[1:] - 1, 0)
-    return _add_tokens(generation, model.logits(hidden[last]), request, stop_token_ids)
+    return _add_tokens(generation, model.logits(hidden[last]), request)
 
 
-def _decode(model: Decoder, generation: Generation, request: Request, stop_token_ids, implementation):
+def _decode(model: Decoder, generation: Generation, request: Request, implementation):
     running = generation.finish == RUNNING
     blocks, _, ok = allocator.append_tokens(generation.allocator, running.astype(jnp.int32))
     # Without a block for each, nobody goes on. Rows that do not are still computed, but see and write nothing:
@@ -237,15 +239,15 @@ def _decode(model: Decoder, generation: Generation, request: Request, stop_token
     seq_ids = jnp.where(active, jnp.arange(active.shape[0], dtype=jnp.int32), -1)
     seq_lens = jnp.where(active, blocks.seq_lens, 0)
     positions = jnp.maximum(seq_lens - 1, 0)
-    slot_mapping = allocator.slots(blocks, seq_ids, positions)
+    slot_mapping = jnp.asarray(allocator.slots(blocks, seq_ids, positions))
     attend = decode_attend(blocks.block_tables, seq_lens, slot_mapping, implementation=implementation)
     hidden, caches = model(generation.token_ids, positions, generation.caches, attend)
     finish = jnp.where(running & ~ok, BLOCKS, generation.finish)
     generation = replace(generation, allocator=blocks, caches=caches, finish=finish)
-    return _add_tokens(generation, model.logits(hidden), request, stop_token_ids)
+    return _add_tokens(generation, model.logits(hidden), request)
 
 
-def _add_tokens(generation: Generation, logits: Float32[Array, "num_seqs vocab_size"], request, stop_token_ids):
+def _add_tokens(generation: Generation, logits: Float32[Array, "num_seqs vocab_size"], request):
     """Samples a token for each running sequence, and finishes those for which it was the last."""
     running = generation.finish == RUNNING
     key = jax.random.fold_in(request.key, generation.step)
@@ -253,7 +255,7 @@ def _add_tokens(generation: Generation, logits: Float32[Array, "num_seqs vocab_s
     rows = jnp.arange(running.shape[0], dtype=jnp.int32)
     columns = jnp.where(running, generation.output_lens, request.max_new_tokens)  # past the end: dropped
     output_lens = generation.output_lens + running.astype(jnp.int32)
-    is_stop = (token_ids[:, None] == jnp.array(stop_token_ids, jnp.int32)[None, :]).any(axis=1)
+    is_stop = (token_ids[:, None] == request.stop_token_ids[None, :]).any(axis=1)
     finish = jnp.where(output_lens >= request.max_output_lens, LENGTH, RUNNING)
     finish = jnp.where(is_stop, STOP, finish)
     return replace(

@@ -89,9 +89,7 @@ def byte_tokenizer() -> Tokenizer:
 
 def load_tokens() -> tuple[np.ndarray, np.ndarray]:
     """The training and the held-out topics as token ids, i32, every topic ended by END_OF_TEXT."""
-    documents = [
-        np.array([*text.strip("\n").encode(), END_OF_TEXT], np.int32) for _, text in sorted(topics.items())
-    ]
+    documents = [np.array([*text.strip("\n").encode(), END_OF_TEXT], np.int32) for _, text in sorted(topics.items())]
     held_out = [document for i, document in enumerate(documents) if i % 20 == 7]
     train = [document for i, document in enumerate(documents) if i % 20 != 7]
     return np.concatenate(train), np.concatenate(held_out)
@@ -99,9 +97,7 @@ def load_tokens() -> tuple[np.ndarray, np.ndarray]:
 
 def make_loss(config):
     """Builds `loss(params, crops i32 [num_crops, CONTEXT + 1])`, in nats a byte, computed in bfloat16."""
-    graphdef, compute = nnx.split(
-        nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
-    )
+    graphdef, compute = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
     attend = causal_attend()
     positions = np.arange(CONTEXT, dtype=np.int32)
 
@@ -140,9 +136,7 @@ def make_run(loss, params, weight_drop: float, batch_size: int):
         crop_key, drop_key = jax.random.split(key)
         starts = jax.random.randint(crop_key, (batch_size,), 0, tokens.shape[0] - CONTEXT)
         crops = jax.vmap(lambda start: jax.lax.dynamic_slice_in_dim(tokens, start, CONTEXT + 1))(starts)
-        value, grads = jax.value_and_grad(lambda p: loss(drop_weights(p, drop_key, weight_drop), crops))(
-            state.params
-        )
+        value, grads = jax.value_and_grad(lambda p: loss(drop_weights(p, drop_key, weight_drop), crops))(state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = jax.tree.map(lambda p, update: p - rate * update, state.params, updates)
         # A young average follows closely, so that it soon forgets the random weights it started from.
@@ -213,18 +207,12 @@ def train(config, options: argparse.Namespace) -> tuple[Any, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--batch-size", type=int, default=128, help="crops of 512 bytes a step")
-    parser.add_argument(
-        "--max-seconds", type=float, default=90, help="stop then, annealed, if not done before"
-    )
-    parser.add_argument(
-        "--weight-drop", type=float, default=0.1, help="share of the weights dropped in a step"
-    )
+    parser.add_argument("--max-seconds", type=float, default=90, help="stop then, annealed, if not done before")
+    parser.add_argument("--weight-drop", type=float, default=0.1, help="share of the weights dropped in a step")
     parser.add_argument("--eval-crops", type=int, default=64, help="held-out crops to evaluate on, at most")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -257,8 +257,7 @@ def _plan_growth(xp: Any, state: AllocatorState, num_tokens: Any) -> _Growth:
     block_size, seq_lens = state.block_size, state.seq_lens
     room = min(max_blocks_per_seq * block_size, 2**31 - 1) - seq_lens
     fits = (num_tokens >= 0) & (num_tokens <= room)
-    num_tokens = xp.where(fits, num_tokens, 0)  # so that nothing below overflows
-    # (n - 1) // size + 1 rounds up without overflowing near 2**31.
+    # (n - 1) // size + 1 rounds up without overflowing near 2**31. What does not fit may overflow: `fits` voids it.
     num_old = (seq_lens - 1) // block_size + 1
     num_new = (seq_lens + num_tokens - 1) // block_size + 1
 
@@ -307,7 +306,7 @@ def _append_error(state: AllocatorState, num_tokens: np.ndarray, growth: _Growth
     if (num_tokens < 0).any():
         seq_id = int((num_tokens < 0).argmax())
         return ValueError(f"num_tokens must not be negative, got {num_tokens[seq_id]} for sequence {seq_id}")
-    # Counted afresh in int64, since the plan leaves out sequences that do not fit.
+    # Counted afresh in int64, since the plan of a sequence that does not fit may have overflowed.
     num_blocks = -(-(state.seq_lens.astype(np.int64) + num_tokens) // state.block_size)
     seq_id, columns = growth.fits.argmin(), state.block_tables.shape[1]
     detail = f"; sequence {seq_id} would hold {num_blocks[seq_id]} blocks, its table row has {columns} columns"

@@ -120,7 +120,8 @@ def build_metadata(
         num_prefills=num_prefills,
         num_prefill_tokens=num_prefill_tokens,
         num_decode_tokens=num_decode_tokens,
-        max_query_len=_bound("max_query_len", max_query_len, query_lens[prefill].max(initial=0) or 1),
+        # A decode row has at most one token: this is the prefill rows' maximum.
+        max_query_len=_bound("max_query_len", max_query_len, query_lens.max(initial=1)),
         max_prefill_seq_len=_bound("max_prefill_seq_len", max_prefill_seq_len, seq_lens[prefill].max(initial=0)),
         max_decode_seq_len=_bound("max_decode_seq_len", max_decode_seq_len, seq_lens[decode].max(initial=0)),
     )

@@ -93,7 +93,7 @@ def test_partition_spec(layout):
 def test_partition_spec_serves_as_shardings():
     mesh = jax.make_mesh((1,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
     cache = PagedKVCache.create(7, 4, 3, 32, k_scale=1.0)
-    shardings = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), cache.partition_spec("heads"))
+    shardings = jax.tree.map(lambda spec: jax.sharding.NamedSharding(mesh, spec), cache.partition_spec("heads"))
     assert jax.device_put(cache, shardings).key_cache.sharding.spec == P(None, "heads")
 
 

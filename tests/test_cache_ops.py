@@ -3,6 +3,8 @@
 Pools start as random bytes (signalling NaN payloads among them), so that a byte changed anywhere else shows.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,7 +61,7 @@ def writable(source, cache_dtype):
 @pytest.mark.parametrize("dtype", CACHE_DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_write(layout, dtype, run):
-    """From every source dtype, with every shape of scale where one is allowed, in one program."""
+    """From every source dtype, with scales where they are allowed, in one program."""
     rng = inputs.rng_of(f"write-{layout}-{dtype}")
     key_cache, value_cache = random_caches(rng, dtype, layout)
     slots = np.array([5, -1, 0, *SKIPPED, NUM_SLOTS - 1, 17, 6, 16], np.int32)
@@ -67,7 +69,8 @@ def test_write(layout, dtype, run):
     sources, scales = {}, {}
     for source in ("float32", "float16", "bfloat16"):
         sources[source] = tuple(new_tokens(rng, len(slots), source) for _ in "kv")
-        for name in SCALES if writable(source, dtype) else ("none",):
+        kinds = list(SCALES) if source == "float32" else ["none", "slot"]
+        for name in kinds if writable(source, dtype) else ("none",):
             scales[f"{source}/{name}"] = {
                 scale: None if name == "none" else rng.uniform(0.01, 0.9, SCALES[name]).astype(np.float32)
                 for scale in ("k_scale", "v_scale")
@@ -279,12 +282,9 @@ def test_swap_blocks_between_memories(source_kind, kind, implementation):
 
     source, destination = random_caches(rng, "float8_e5m2"), random_caches(rng, "float8_e5m2")
     pairs = np.array([(0, 6), (3, 1), (-1, 2), (5, 5)], np.int32)
-    result = paged_jax.swap_blocks(
-        *place(source, source_kind),
-        *place(destination, kind),
-        jnp.asarray(pairs),
-        implementation=implementation,
-    )
-    for before, from_, after in zip(destination, source, result, strict=True):
-        assert after.sharding.memory_kind == kind
-        assert_same_bytes(after, oracle.swap(from_, before, pairs), "destination")
+    swap = partial(paged_jax.swap_blocks, implementation=implementation)
+    for function in (swap, jax.jit(swap)):
+        result = function(*place(source, source_kind), *place(destination, kind), jnp.asarray(pairs))
+        for before, from_, after in zip(destination, source, result, strict=True):
+            assert after.sharding.memory_kind == kind
+            assert_same_bytes(after, oracle.swap(from_, before, pairs), "destination")

@@ -49,9 +49,7 @@ def run_causal(graphdef, state, token_ids):
 
 def test_logits_without_a_cache(case):
     longest = max(map(len, case.sequences))
-    for prompt, tokens, sequence, theirs in zip(
-        case.prompts, case.tokens, case.sequences, case.logits, strict=True
-    ):
+    for prompt, tokens, sequence, theirs in zip(case.prompts, case.tokens, case.sequences, case.logits, strict=True):
         # Padding on the right is out of sight of the tokens before it.
         ours = run_causal(*nnx.split(case.model), np.pad(sequence, (0, longest - len(sequence))))
         ours = np.asarray(ours)[: len(sequence)]
@@ -73,9 +71,7 @@ def test_logits_of_a_ragged_prefill(case):
     def pad(values, value):
         return np.pad(values, (0, num_padding), constant_values=value)
 
-    cache = PagedKVCache.create(
-        40, block_size, case.config.num_kv_heads, case.config.head_size, dtype=jnp.float32
-    )
+    cache = PagedKVCache.create(40, block_size, case.config.num_kv_heads, case.config.head_size, dtype=jnp.float32)
     caches = (jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), cache),) * case.config.num_layers
     graphdef, state = nnx.split(case.model)
 
@@ -91,28 +87,32 @@ def test_logits_of_a_ragged_prefill(case):
     np.testing.assert_allclose(logits, np.concatenate(case.logits), rtol=0, atol=1e-4)
 
 
-def paged_tokens(case, prompts, block_size):
-    """Greedy tokens from the compiled loop, and the number of programs it compiled to."""
+def paged_tokens(case, batches, block_size):
+    """Greedy tokens, and why they ended, of batches of prompts that one compiled program serves in turn."""
     programs = loop.make_programs(case.model)
-    new_tokens = []
-    for batch in prompts:
-        request = loop.make_request(
-            batch,
+    requests = [
+        loop.make_request(
+            prompts,
             max_new_tokens=case.tokens.shape[1],
             max_position_embeddings=case.config.max_position_embeddings,
         )
-        caches = loop.make_caches(case.config, 40, block_size, jnp.float32)
-        new_tokens += loop.outputs(programs.generate(programs.weights, caches, request))
-    return new_tokens, programs.generate._cache_size()
+        for prompts in batches
+    ]
+    caches = [loop.make_caches(case.config, 40, block_size, jnp.float32) for _ in batches]
+    # Models this small compile for longer than they run.
+    generate = programs.generate.lower(programs.weights, caches[0], requests[0]).compile(
+        {"xla_backend_optimization_level": 0}
+    )
+    for request, cache in zip(requests, caches, strict=True):
+        yield from loop.outputs(generate(programs.weights, cache, request))
 
 
 def test_greedy_tokens_of_a_batch(case):
-    """Prompts of 3, 11, 16 and 21 tokens: within a block, across blocks, and at the end of one."""
-    new_tokens, _ = paged_tokens(case, [case.prompts], 4)
-    assert new_tokens == [(tokens.tolist(), "length") for tokens in case.batched]
+    """Prompts of 3, 11, 16 and 21 tokens in blocks of 4: they end within a block and at the end of one."""
+    expected = [(tokens.tolist(), "length") for tokens in case.batched]
+    assert list(paged_tokens(case, [case.prompts], block_size=4)) == expected
 
 
 def test_greedy_tokens_of_single_prompts(case):
-    new_tokens, num_programs = paged_tokens(case, [[prompt] for prompt in case.prompts], 8)
-    assert new_tokens == [(tokens.tolist(), "length") for tokens in case.tokens]
-    assert num_programs == 1
+    expected = [(tokens.tolist(), "length") for tokens in case.tokens]
+    assert list(paged_tokens(case, [[prompt] for prompt in case.prompts], block_size=8)) == expected

@@ -2,8 +2,8 @@
 
     python tests/data/make_models.py        # Python 3.11, torch 2.13 (CPU), transformers 5.23
 
-Each model gets a folder as `save_pretrained` writes it, with a tokenizer.json (one token a printable ASCII character), and
-reference.npz:
+Each model gets a folder as `save_pretrained` writes it, with a tokenizer.json (one token a printable ASCII character),
+and reference.npz:
 
     prompts      i32 [num_prompts, longest]      padded on the right with -1
     tokens       i32 [num_prompts, NEW_TOKENS]   continued greedily, one prompt at a time
@@ -130,7 +130,9 @@ def make_reference(model, seed: int) -> dict[str, np.ndarray] | None:
         chosen = np.sort(logits[len(prompt) - 1 : -1], axis=-1)
         assert (logits[len(prompt) - 1 : -1].argmax(-1) == tokens[-1]).all()
         gap = (chosen[:, -1] - chosen[:, -2]).min()
-        print(f"  length {len(prompt)}: gap {gap:.4f}, logits to {abs(logits).max():.1f}, {len(set(tokens[-1]))} tokens")
+        print(
+            f"  length {len(prompt)}: gap {gap:.4f}, logits to {abs(logits).max():.1f}, {len(set(tokens[-1]))} tokens"
+        )
         if gap < MIN_GAP or len(set(tokens[-1])) < MIN_DISTINCT:
             return None
     reference["tokens"] = np.stack(tokens)

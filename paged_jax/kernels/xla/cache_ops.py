@@ -1,6 +1,6 @@
 """Cache operations as scatters: XLA turns them into in-place updates of donated pools."""
 
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,11 @@ def write_to_paged_cache(
         case "vllm":
             at = (block, slice(None), slice(None), offset)
             key = key.reshape(*key.shape[:2], *key_cache.shape[2::2])
-    return _scatter(key_cache, at, _bits(key)), _scatter(value_cache, at, _bits(value))
+
+    def write(cache, x):
+        return cache.at[at].set(x, mode="drop")
+
+    return _exactly(write, key_cache, key), _exactly(write, value_cache, value)
 
 
 def copy_blocks(key_cache: Cache, value_cache: Cache, block_mapping: BlockMapping) -> tuple[Cache, Cache]:
@@ -59,11 +63,14 @@ def swap_blocks(
     valid = (src >= 0) & (src < src_key_cache.shape[0]) & (dst >= 0)
     dst = jnp.where(valid, dst, dst_key_cache.shape[0])
 
+    def copy(destination, source):
+        return destination.at[dst].set(jnp.take(source, src, axis=0, mode="clip"), mode="drop")
+
     def move(source, destination):
         # XLA gathers and scatters in device memory only: a pool on the host makes the trip as a whole.
         home = jax.typeof(destination).memory_space
         source, destination = (_to_memory(x, jax.memory.Space.Device) for x in (source, destination))
-        return _to_memory(_scatter(destination, dst, jnp.take(_bits(source), src, axis=0, mode="clip")), home)
+        return _to_memory(_exactly(copy, destination, source), home)
 
     return move(src_key_cache, dst_key_cache), move(src_value_cache, dst_value_cache)
 
@@ -72,13 +79,17 @@ def _to_memory(x: Array, space: jax.memory.Space) -> Array:
     return x if jax.typeof(x).memory_space == space else jax.device_put(x, space)
 
 
-def _bits(x: Array) -> Array:
-    """One-byte floats as bytes: XLA's CPU backend computes on wider floats and would convert the whole pool."""
-    return lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x
+def _exactly(update: Callable[[Array, Array], Array], cache: Array, x: Array) -> Array:
+    """``update(cache, x)``, every other bit of the cache kept."""
+    if cache.dtype.itemsize > 1 or not jnp.issubdtype(cache.dtype, jnp.floating):
+        return update(cache, x)
 
+    def as_bytes(cache, x):
+        cache_bytes, x_bytes = (lax.bitcast_convert_type(a, jnp.uint8) for a in (cache, x))
+        return lax.bitcast_convert_type(update(cache_bytes, x_bytes), cache.dtype)
 
-def _scatter(cache: Array, at: Any, bits: Array) -> Array:
-    return lax.bitcast_convert_type(_bits(cache).at[at].set(bits, mode="drop"), cache.dtype)
+    # XLA's CPU backend has no float8: it would convert the pool to float16 and back, and change NaNs on the way.
+    return lax.platform_dependent(cache, x, cpu=as_bytes, default=update)
 
 
 def _per_token(scale: Scale, block: Int32[Array, "t"], offset: Int32[Array, "t"]) -> Scale:

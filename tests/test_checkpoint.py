@@ -1,0 +1,253 @@
+"""What the examples read from and write to a Hugging Face model folder, and how they refuse one: in one clear line."""
+
+import json
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors.numpy import load_file, save_file
+
+from examples.checkpoint import CheckpointError, load_model, save_model
+from examples.config import load_config
+
+DATA = Path(__file__).parent / "data"
+MODELS = sorted(path.parent.name for path in DATA.glob("*/config.json"))
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """`copy(name, **changes)`: a writable copy of a model's folder, with keys of its config set or removed (`...`)."""
+
+    def copy(name, **changes):
+        folder = tmp_path / name
+        shutil.copytree(DATA / name, folder)
+        edit(folder / "config.json", changes)
+        return folder
+
+    return copy
+
+
+def edit(path, changes):
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
+
+
+def load_tensors(folder):
+    return {name: array for path in folder.glob("*.safetensors") for name, array in load_file(path).items()}
+
+
+def parameters(model):
+    return {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(model))}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and (a[k] == b[k]).all() for k in a)
+
+
+def refuse(folder, message):
+    """Loading raises a one-line error with these words."""
+    with pytest.raises(CheckpointError, match=message) as raised:
+        load_model(folder, jnp.float32)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_saved_tensors_are_those_that_transformers_saved(name, tmp_path):
+    model, config, _, _ = load_model(DATA / name, jnp.float32)
+    save_model(tmp_path, model, config)
+    assert same(load_tensors(tmp_path), load_tensors(DATA / name))
+
+
+def test_shards_are_tested():
+    assert len(list((DATA / "llama").glob("*.safetensors"))) > 1
+
+
+@pytest.mark.parametrize("stored", [jnp.float16, jnp.bfloat16])
+def test_half_precision(stored, copy, tmp_path):
+    model, config, _, _ = load_model(DATA / "mistral", stored)
+    folder = copy("mistral")
+    save_model(folder, model, config)
+    assert {array.dtype for array in load_tensors(folder).values()} == {jnp.dtype(stored)}
+    loaded, *_ = load_model(folder, stored)
+    assert same(parameters(loaded), parameters(model))
+    widened, *_ = load_model(folder, jnp.float32)
+    wide = jax.tree.map(lambda array: array.astype(np.float32), parameters(model))
+    assert same(parameters(widened), wide)
+
+
+def test_tokenizer_and_eos(copy):
+    _, _, tokenizer, eos_token_ids = load_model(DATA / "qwen3", jnp.float32)
+    assert tokenizer.decode(tokenizer.encode("def f(x):").ids) == "def f(x):"
+    assert eos_token_ids == (0,)
+    folder = copy("qwen3")
+    edit(folder / "generation_config.json", {"eos_token_id": [3, 5]})
+    assert load_model(folder, jnp.float32)[3] == (3, 5)
+    (folder / "generation_config.json").unlink()
+    assert load_model(folder, jnp.float32)[3] == (0,)
+    edit(folder / "config.json", {"eos_token_id": None})
+    assert load_model(folder, jnp.float32)[3] == ()
+
+
+def test_progress_goes_to_stderr(capsys, monkeypatch):
+    load_model(DATA / "llama", jnp.float32)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    load_model(DATA / "llama", jnp.float32)
+    out, err = capsys.readouterr()
+    assert not out
+    assert "Loading llama" in err
+
+
+def test_hub_id(monkeypatch):
+    def snapshot_download(repo_id, *, allow_patterns):
+        assert (repo_id, "tokenizer.json" in allow_patterns) == ("someone/llama", True)
+        return str(DATA / "llama")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert load_model("someone/llama", jnp.float32)[1] == load_config(DATA / "llama")
+
+    def fail(*args, **kwargs):
+        raise LocalEntryNotFoundError("Cannot reach the hub.\n\nCheck your connection.")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    refuse("someone/llama", "someone/llama is no folder, and cannot be downloaded: Cannot reach the hub. Check")
+    refuse("./someone/llama", "./someone/llama is no folder, nor a hub id")
+    refuse(DATA / "llama" / "config.json", "is no folder, nor a hub id")
+
+
+# Configs
+
+
+def test_older_rope_spelling(copy):
+    scaling = json.loads((DATA / "llama" / "config.json").read_text())["rope_parameters"]
+    older = dict(rope_parameters=..., rope_theta=scaling.pop("rope_theta"), rope_scaling=scaling)
+    assert load_config(copy("llama", **older)) == load_config(DATA / "llama")
+    plain = dict(rope_parameters=..., rope_theta=1000.0, rope_scaling=None)
+    assert load_config(copy("qwen2", **plain)) == load_config(DATA / "qwen2")
+    oldest = dict(rope_parameters=..., rope_scaling=dict(type="default"))  # theta has always been 10000 then
+    assert load_config(copy("mistral", **oldest)) == load_config(DATA / "mistral")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("llama", {}, (None, None)),
+        ("llama", {"layer_types": ["full_attention"] * 2}, (None, None)),
+        ("mistral", {}, (6, 6)),
+        ("mistral", {"sliding_window": None}, (None, None)),
+        ("mistral", {"sliding_window": ...}, (4096, 4096)),
+        ("qwen2", {}, (None, 9)),
+        ("qwen2", {"layer_types": ..., "max_window_layers": 0}, (9, 9)),
+        ("qwen2", {"layer_types": ..., "max_window_layers": ...}, (None, None)),
+        ("qwen2", {"layer_types": ["sliding_attention", "full_attention"]}, (9, None)),
+        ("qwen2", {"layer_types": ..., "use_sliding_window": False}, (None, None)),
+        ("qwen3", {"sliding_window": 5}, (None, None)),
+        ("qwen3", {"sliding_window": 5, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}, (5, 5)),
+    ],
+)
+def test_sliding_windows(name, changes, expected, copy):
+    assert load_config(copy(name, **changes)).sliding_windows == expected
+
+
+def test_other_config_fields(copy):
+    assert load_config(DATA / "opt_pre_norm").final_norm
+    assert not load_config(DATA / "opt_post_norm").final_norm
+    assert not load_config(copy("opt_pre_norm", _remove_final_layer_norm=True)).final_norm
+    config = load_config(copy("llama", architectures=..., head_dim=None, num_key_value_heads=None))
+    assert (config.head_size, config.num_kv_heads) == (8, 4)
+    assert load_config(copy("mistral", num_key_value_heads=..., num_attention_heads=16)).num_kv_heads == 8
+    assert load_config(copy("qwen3", head_dim=...)).head_size == 128
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama", {"architectures": ["FalconForCausalLM"]}, "'FalconForCausalLM' is not supported; supported: OPT"),
+        ("llama", {"architectures": ..., "model_type": ...}, "architecture 'None' is not supported"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: 'silu'"),
+        ("opt_pre_norm", {"activation_function": "gelu"}, "activation_function 'gelu' .*: 'relu'"),
+        ("opt_pre_norm", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine False"),
+        ("opt_pre_norm", {"num_attention_heads": 5}, "hidden_size 32 is no multiple of num_attention_heads 5"),
+        ("llama", {"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
+        ("llama", {"hidden_size": ...}, "config.json has no hidden_size"),
+        ("llama", {"vocab_size": "96"}, "vocab_size '96'; expected a positive integer"),
+        ("llama", {"quantization_config": {"quant_method": "gptq"}}, r"quantized weights \(gptq\)"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' .*: 'default', 'llama3'"),
+        ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "rope type 'llama3' needs 'factor'"),
+        ("llama", {"rope_parameters": {"full_attention": {}}}, r"per layer type \(full_attention\)"),
+        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+        ("mistral", {"sliding_window": 0}, "sliding_window 0 is not supported"),
+        ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types that mix"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
+        ("qwen2", {"use_sliding_window": False}, "layer type 'sliding_attention' is not supported here"),
+    ],
+)
+def test_refused_configs(name, changes, message, copy):
+    refuse(copy(name, **changes), message)
+
+
+# Files and tensors
+
+
+def test_refused_files(copy):
+    folder = copy("llama")
+    index, shard = folder / "model.safetensors.index.json", sorted(folder.glob("*.safetensors"))[0]
+    shard.write_bytes(b"not a tensor")
+    refuse(folder, f"{shard.name} cannot be read")
+    shard.unlink()
+    refuse(folder, f"{shard.name} cannot be read")
+    index.unlink()
+    refuse(folder, "has no model.safetensors$")
+    (folder / "pytorch_model.bin").touch()
+    refuse(folder, "only .*bin: save it anew with transformers")
+    (folder / "tokenizer.json").write_text("{}")
+    refuse(folder, "tokenizer.json cannot be read")
+    (folder / "tokenizer.json").unlink()
+    refuse(folder, "has no tokenizer.json")
+    (folder / "config.json").write_text("{")
+    refuse(folder, "config.json cannot be read")
+    (folder / "config.json").write_text("[]")
+    refuse(folder, "config.json holds no JSON object")
+    (folder / "config.json").unlink()
+    refuse(folder, "has no config.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), "lacks tensor model.norm.weight$"),
+        (lambda t: [t.pop(name) for name in list(t)[:3]], r"lacks tensor .* \(and 2 more\)"),
+        (lambda t: t.update({"model.layers.2.mlp.up_proj.weight": np.ones(1)}), "no place for: model.layers.2.mlp"),
+        (lambda t: t.update({"model.norm.bias": np.ones(32)}), "no place for: model.norm.bias"),
+        (
+            lambda t: t.update({"model.layers.1.mlp.up_proj.weight": np.ones((32, 48), np.float32)}),
+            r"model.layers.1.mlp.up_proj.weight has shape \(32, 48\); expected \(48, 32\)",
+        ),
+        (lambda t: t.update({"model.norm.weight": np.ones(32, np.int8)}), "dtype I8; supported: F32, F16, BF16"),
+        (lambda t: t.update({"norm.weight": t["model.norm.weight"]}), "norm.weight more than once"),
+        (lambda t: t.update({"lm_head.weight": np.ones(3, np.float32)}), "tie_word_embeddings is true, yet"),
+    ],
+)
+def test_refused_tensors(change, message, copy):
+    folder = copy("qwen3")
+    tensors = load_tensors(folder)
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    refuse(folder, message)
+
+
+def test_harmless_differences(copy):
+    """A body saved alone, a tied head stored all the same, and the frequencies that old versions stored."""
+    folder = copy("qwen2")
+    tensors = {name.removeprefix("model."): array for name, array in load_tensors(folder).items()}
+    tensors["lm_head.weight"] = tensors["embed_tokens.weight"]
+    tensors["layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    expected, *_ = load_model(DATA / "qwen2", jnp.float32)
+    assert same(parameters(load_model(folder, jnp.float32)[0]), parameters(expected))
