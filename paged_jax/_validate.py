@@ -5,21 +5,18 @@ Every message names the argument, says what was expected and shows what came:
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from paged_jax import cache
 from paged_jax.options import AttentionOptions, BlockSparse, Layout
 
-BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-MAX_HEAD_SIZE = 256
 _QUERY_DTYPES = ("float16", "bfloat16", "float32")
-_CACHE_DTYPES = (*_QUERY_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
-_LAYOUTS = ("hnd", "nhd", "vllm")
-_BLOCK_AXIS = {"hnd": 2, "nhd": 1, "vllm": 3}  # of the value cache
+_LAYOUTS = get_args(Layout)
 
 
 def array(name: str, x: Any, dims: str, dtypes: Sequence[str]) -> Array:
@@ -43,8 +40,8 @@ def tokens(name: str, x: Any, rows: str) -> Array:
     """Queries, keys or values: ``[rows, heads, head_size]``."""
     heads = "num_heads" if name == "query" else "num_kv_heads"
     x = array(name, x, f"{rows}, {heads}, head_size", _QUERY_DTYPES)
-    if not (0 < x.shape[2] <= MAX_HEAD_SIZE and x.shape[2] % 8 == 0):
-        raise ValueError(f"head_size must be a multiple of 8 up to {MAX_HEAD_SIZE}, got {x.shape[2]}")
+    if not (0 < x.shape[2] <= 256 and x.shape[2] % 8 == 0):
+        raise ValueError(f"head_size must be a multiple of 8 up to 256, got {x.shape[2]}")
     return x
 
 
@@ -66,25 +63,15 @@ def caches(
             "num_blocks, num_kv_heads, head_size, block_size",
         ),
     }[layout]
-    key_cache = array("key_cache", key_cache, key_dims, _CACHE_DTYPES)
-    value_cache = array("value_cache", value_cache, value_dims, _CACHE_DTYPES)
+    key_cache = array("key_cache", key_cache, key_dims, cache.DTYPES)
+    value_cache = array("value_cache", value_cache, value_dims, cache.DTYPES)
     if key_cache.dtype != value_cache.dtype:
         raise TypeError(f"value_cache must have key_cache's dtype {key_cache.dtype}, got {value_cache.dtype}")
-    heads_axis, block_axis = {"hnd": 1, "nhd": 2, "vllm": 1}[layout], _BLOCK_AXIS[layout]
-    num_blocks, block_size = value_cache.shape[0], value_cache.shape[block_axis]
-    if block_size not in BLOCK_SIZES:
-        raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {block_size}")
-    kv_heads: int = value_cache.shape[heads_axis] if num_kv_heads is None else num_kv_heads
-    if layout == "hnd":
-        key_shape = value_shape = (num_blocks, kv_heads, block_size, head_size)
-    elif layout == "nhd":
-        key_shape = value_shape = (num_blocks, block_size, kv_heads, head_size)
-    else:
-        x = 16 // key_cache.dtype.itemsize
-        if head_size % x:
-            raise ValueError(f"head_size must be a multiple of x = {x} in layout 'vllm', got {head_size}")
-        key_shape = (num_blocks, kv_heads, head_size // x, block_size, x)
-        value_shape = (num_blocks, kv_heads, head_size, block_size)
+    num_blocks, block_size = value_cache.shape[0], value_cache.shape[cache.block_axis(layout)]
+    if block_size not in cache.BLOCK_SIZES:
+        raise ValueError(f"block_size must be one of {cache.BLOCK_SIZES}, got {block_size}")
+    kv_heads: int = value_cache.shape[cache.head_axis(layout)] if num_kv_heads is None else num_kv_heads
+    key_shape, value_shape = cache.cache_shapes(num_blocks, block_size, kv_heads, head_size, key_cache.dtype, layout)
     shape("key_cache", key_cache, key_shape, key_dims)
     shape("value_cache", value_cache, value_shape, value_dims)
     return key_cache, value_cache, kv_heads, block_size
@@ -153,8 +140,24 @@ def partition_size(value: int, block_size: int) -> None:
         raise ValueError(f"partition_size must be a multiple of block_size = {block_size}, got {value}")
 
 
+def query_start_loc(starts: Any, seq_lens: Array) -> Array:
+    starts = indices("query_start_loc", starts, "num_seqs + 1")
+    shape("query_start_loc", starts, (seq_lens.shape[0] + 1,), "num_seqs + 1")
+    return starts
+
+
+def new_tokens(key: Any, value: Any, num_tokens: int, head_size: int, dtype: Any) -> tuple[Array, Array]:
+    key, value = tokens("key", key, "num_tokens"), tokens("value", value, "num_tokens")
+    shape("key", key, (num_tokens, key.shape[1], head_size), "num_tokens, num_kv_heads, head_size")
+    shape("value", value, key.shape, "num_tokens, num_kv_heads, head_size")
+    for name, x in (("key", key), ("value", value)):
+        if x.dtype != dtype:
+            raise TypeError(f"{name} must have dtype {dtype}, got {x.dtype}")
+    return key, value
+
+
 def block_size(value_cache: Array, layout: Layout) -> int:
-    return value_cache.shape[_BLOCK_AXIS[layout]]
+    return value_cache.shape[cache.block_axis(layout)]
 
 
 def write_scales(
@@ -173,7 +176,7 @@ def pools(*named: tuple[str, Any]) -> tuple[Array, ...]:
     for name, x in named:
         if np.ndim(x) not in (4, 5):
             raise ValueError(f"{name} must have 4 or 5 axes, the first num_blocks, got shape {np.shape(x)}")
-    checked = tuple(array(name, x, ", ".join(["_"] * np.ndim(x)), _CACHE_DTYPES) for name, x in named)
+    checked = tuple(array(name, x, ", ".join(["_"] * np.ndim(x)), cache.DTYPES) for name, x in named)
     key_cache, value_cache = checked
     if value_cache.shape[0] != key_cache.shape[0]:
         raise ValueError(f"{named[1][0]} must have num_blocks = {key_cache.shape[0]}, got {value_cache.shape[0]}")

@@ -11,8 +11,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from paged_jax.options import Layout
 
-_BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
+BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
 
 
 @jax.tree_util.register_dataclass
@@ -69,7 +69,7 @@ class PagedKVCache:
           ValueError: a size, dtype, layout or scale that is not among those above, or more slots than int32 counts.
         """
         _check_sizes(num_blocks, block_size, num_kv_heads, head_size)
-        key_shape, value_shape = _cache_shapes(num_blocks, block_size, num_kv_heads, head_size, dtype, layout)
+        key_shape, value_shape = cache_shapes(num_blocks, block_size, num_kv_heads, head_size, dtype, layout)
         scale_shapes = ((), (num_kv_heads,), (num_blocks, num_kv_heads, block_size))
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         for name, scale in scales.items():
@@ -87,12 +87,12 @@ class PagedKVCache:
     @property
     def block_size(self) -> int:
         """Tokens in a block."""
-        return self.value_cache.shape[{"hnd": 2, "nhd": 1, "vllm": 3}[self.layout]]
+        return self.value_cache.shape[block_axis(self.layout)]
 
     @property
     def num_kv_heads(self) -> int:
         """Key and value heads."""
-        return self.value_cache.shape[_head_axis(self.layout)]
+        return self.value_cache.shape[head_axis(self.layout)]
 
     @property
     def head_size(self) -> int:
@@ -119,7 +119,7 @@ class PagedKVCache:
           A `PagedKVCache` of the same structure whose leaves are `PartitionSpec`s: a scale for the whole cache is
           replicated, every other array is split on its axis of kv heads.
         """
-        pool = PartitionSpec(*[None] * _head_axis(self.layout), axis_name)
+        pool = PartitionSpec(*[None] * head_axis(self.layout), axis_name)
         # A scale is [], [num_kv_heads] or [num_blocks, num_kv_heads, block_size].
         scale = {0: PartitionSpec(), 1: PartitionSpec(axis_name), 3: PartitionSpec(None, axis_name)}
         k_scale, v_scale = (None if s is None else scale[np.ndim(s)] for s in (self.k_scale, self.v_scale))
@@ -168,19 +168,25 @@ def split_kv_cache(kv_cache: Any, num_kv_heads: int, head_size: int, layout: Lay
         )
     block_size = shape[2] // max(num_kv_heads * head_size, 1)
     _check_sizes(shape[1], block_size, num_kv_heads, head_size)
-    key_shape, value_shape = _cache_shapes(shape[1], block_size, num_kv_heads, head_size, kv_cache.dtype, layout)
+    key_shape, value_shape = cache_shapes(shape[1], block_size, num_kv_heads, head_size, kv_cache.dtype, layout)
     return kv_cache[0].reshape(key_shape), kv_cache[1].reshape(value_shape)
 
 
-def _head_axis(layout: Layout) -> int:
+def head_axis(layout: Layout) -> int:
+    """Which axis of both caches holds the kv heads."""
     return 2 if layout == "nhd" else 1
+
+
+def block_axis(layout: Layout) -> int:
+    """Which axis of the value cache holds a block's tokens."""
+    return {"hnd": 2, "nhd": 1, "vllm": 3}[layout]
 
 
 def _check_sizes(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> None:
     if num_blocks < 1 or num_kv_heads < 1:
         raise ValueError(f"num_blocks and num_kv_heads must be positive, got {num_blocks} and {num_kv_heads}")
-    if block_size not in _BLOCK_SIZES:
-        raise ValueError(f"block_size must be one of {_BLOCK_SIZES}, got {block_size}")
+    if block_size not in BLOCK_SIZES:
+        raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {block_size}")
     if head_size % 8 or not 8 <= head_size <= 256:
         raise ValueError(f"head_size must be a multiple of 8 up to 256, got {head_size}")
     if num_blocks * block_size > 2**31:
@@ -189,12 +195,13 @@ def _check_sizes(num_blocks: int, block_size: int, num_kv_heads: int, head_size:
         )
 
 
-def _cache_shapes(
+def cache_shapes(
     num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: DTypeLike, layout: Layout
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of both caches."""
     dtype = jnp.dtype(dtype)
-    if dtype.name not in _DTYPES:
-        raise ValueError(f"the cache's dtype must be one of {', '.join(_DTYPES)}, got {dtype}")
+    if dtype.name not in DTYPES:
+        raise ValueError(f"the cache's dtype must be one of {', '.join(DTYPES)}, got {dtype}")
     if layout not in get_args(Layout):
         raise ValueError(f"layout must be one of {', '.join(get_args(Layout))}, got {layout!r}")
     if layout == "hnd":

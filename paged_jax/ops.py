@@ -163,7 +163,7 @@ def ragged_paged_attention(
     """
     query = _validate.tokens("query", query, "num_tokens")
     operands = _attention_operands(query, key_cache, value_cache, block_tables, seq_lens, options)
-    query_start_loc = _query_start_loc(query_start_loc, operands[4])
+    query_start_loc = _validate.query_start_loc(query_start_loc, operands[4])
     out, lse = _dispatch.call(
         "ragged_paged_attention", *operands[:-1], query_start_loc, operands[-1], implementation=implementation
     )
@@ -203,11 +203,11 @@ def prefix_attention(
     Aliasing, vmap, sharding: as for `ragged_paged_attention`. Source: vLLM's forward_prefix.
     """
     query = _validate.tokens("query", query, "num_tokens")
-    key, value = _new_tokens(key, value, query.shape[0], query.shape[2], query.dtype)
+    key, value = _validate.new_tokens(key, value, query.shape[0], query.shape[2], query.dtype)
     operands = _attention_operands(
         query, key_cache, value_cache, block_tables, seq_lens, options, num_kv_heads=key.shape[1]
     )
-    query_start_loc = _query_start_loc(query_start_loc, operands[4])
+    query_start_loc = _validate.query_start_loc(query_start_loc, operands[4])
     out, lse = _dispatch.call(
         "prefix_attention",
         query,
@@ -288,7 +288,7 @@ def write_to_paged_cache(
     other. Sharding: over kv heads. Source: vLLM's reshape_and_cache.
     """
     key = _validate.tokens("key", key, "num_tokens")
-    key, value = _new_tokens(key, value, key.shape[0], key.shape[2], key.dtype)
+    key, value = _validate.new_tokens(key, value, key.shape[0], key.shape[2], key.dtype)
     slot_mapping = _validate.indices("slot_mapping", slot_mapping, "num_tokens")
     _validate.shape("slot_mapping", slot_mapping, key.shape[:1], "num_tokens")
     key_cache, value_cache, _, block_size = _validate.caches(key_cache, value_cache, key.shape[1], key.shape[2], layout)
@@ -396,19 +396,3 @@ def _attention_operands(
     _validate.shape("seq_lens", seq_lens, block_tables.shape[:1], "num_seqs")
     checked = _validate.options(query, key_cache.shape[0], num_kv_heads, block_size, block_tables.shape[1], **options)
     return query, key_cache, value_cache, block_tables, seq_lens, checked
-
-
-def _query_start_loc(query_start_loc: Any, seq_lens: Array) -> Array:
-    query_start_loc = _validate.indices("query_start_loc", query_start_loc, "num_seqs + 1")
-    _validate.shape("query_start_loc", query_start_loc, (seq_lens.shape[0] + 1,), "num_seqs + 1")
-    return query_start_loc
-
-
-def _new_tokens(key: Any, value: Any, num_tokens: int, head_size: int, dtype: Any) -> tuple[Array, Array]:
-    key, value = _validate.tokens("key", key, "num_tokens"), _validate.tokens("value", value, "num_tokens")
-    _validate.shape("key", key, (num_tokens, key.shape[1], head_size), "num_tokens, num_kv_heads, head_size")
-    _validate.shape("value", value, key.shape, "num_tokens, num_kv_heads, head_size")
-    for name, x in (("key", key), ("value", value)):
-        if x.dtype != dtype:
-            raise TypeError(f"{name} must have dtype {dtype}, got {x.dtype}")
-    return key, value

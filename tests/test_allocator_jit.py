@@ -1,0 +1,93 @@
+"""The block allocator inside JAX's transformations: loops, vmap, one compilation, no loops or callbacks of its own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paged_jax import allocator
+from tests.test_allocator import append_jit, assert_same, fork_jit, free_jit, i32, on_device
+
+
+def test_a_decode_loop_runs_inside_while_loop_and_scan():
+    """One sequence runs until the pool is dry, is emptied, and goes on: the host walks the same path."""
+    state = allocator.create(6, 4, 2, 4)
+
+    def step(state):
+        grown, _, ok = allocator.append_tokens(state, jnp.array([1, 3], jnp.int32))
+        return jax.lax.cond(ok, lambda: grown, lambda: allocator.free(state, jnp.array([False, True])))
+
+    expected = state
+    for _ in range(9):
+        try:
+            expected, *_ = allocator.append_tokens(expected, i32(1, 3))
+        except allocator.OutOfBlocks:
+            expected = allocator.free(expected, np.array([False, True]))
+    device = on_device(state)
+    assert_same(jax.lax.scan(lambda s, _: (step(s), None), device, length=9)[0], expected)
+    start = (jnp.int32(0), device)
+    looped = jax.jit(lambda c: jax.lax.while_loop(lambda c: c[0] < 9, lambda c: (c[0] + 1, step(c[1])), c))(start)
+    assert_same(looped[1], expected)
+
+
+def test_vmap_runs_pools_side_by_side():
+    counts = np.array([[5, 0, 2], [1, 1, 9], [12, 12, 12]], np.int32)
+    states = [allocator.create(6, 4, 3, 3, xp=jnp) for _ in counts]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+    together = jax.jit(jax.vmap(allocator.append_tokens))(stacked, counts)
+    for i, (state, num_tokens) in enumerate(zip(states, counts, strict=True)):
+        alone = append_jit(state, num_tokens)
+        assert_same(jax.tree.map(lambda leaf, i=i: leaf[i], together), alone)
+
+
+def test_fixed_shapes_compile_once():
+    traces = []
+
+    @jax.jit
+    def append(state, num_tokens):
+        traces.append(num_tokens.shape)
+        return allocator.append_tokens(state, num_tokens)
+
+    state = allocator.create(14, 4, 5, 5, xp=jnp)
+    for num_tokens in range(4):
+        state, *_ = append(state, np.full(5, num_tokens, np.int32))
+    assert traces == [(5,)]
+
+
+def primitives(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn.primitive.name
+        for value in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from primitives(inner)
+
+
+def test_traced_forms_hold_no_loops_and_no_callbacks():
+    state = allocator.create(64, 4, 8, 4, xp=jnp)
+    row, rows, mask = jnp.int32(0), jnp.zeros(8, jnp.int32), jnp.zeros(8, jnp.bool_)
+    sizes = {}
+    for name, args in {
+        "append_tokens": (rows,),
+        "fork": (row, row),
+        "free": (mask,),
+        "free_blocks": (rows,),
+        "slots": (rows, rows),
+    }.items():
+        names = list(primitives(jax.make_jaxpr(getattr(allocator, name))(state, *args).jaxpr))
+        assert {"while", "scan", "cond", "pure_callback", "io_callback", "debug_callback"}.isdisjoint(names)
+        sizes[name] = len(names)
+    # Nothing is unrolled over the sequences either.
+    state, rows = allocator.create(64, 4, 80, 4, xp=jnp), jnp.zeros(80, jnp.int32)
+    names = list(primitives(jax.make_jaxpr(allocator.append_tokens)(state, rows).jaxpr))
+    assert len(names) == sizes["append_tokens"]
+
+
+def test_int64_mode_changes_nothing():
+    state = allocator.append_tokens(allocator.create(8, 4, 3, 3), i32(6, 4, 0))[0]
+    expected = allocator.free(
+        allocator.append_tokens(allocator.fork(state, 0, 2), i32(1, 0, 2))[0], [True, False, False]
+    )
+    with jax.enable_x64(True):
+        device = on_device(state)
+        device, *_ = append_jit(fork_jit(device, np.int32(0), np.int32(2)), i32(1, 0, 2))
+        assert_same(free_jit(device, np.array([True, False, False])), expected)
