@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import jax.numpy as jnp
 
@@ -25,7 +26,7 @@ class Case:
     head_size: int = 128
     block_size: int = 16
     cache_dtype: str = "bfloat16"
-    layout: str = "hnd"
+    layout: Literal["hnd", "nhd", "vllm"] = "hnd"
 
     @property
     def num_seqs(self) -> int:

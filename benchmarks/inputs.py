@@ -41,7 +41,9 @@ class Inputs:
     v_scale: Array | None
 
 
-def make(case: Case, *, prefill: bool, pool_bytes: int = POOL_BYTES, memory: int | None = None, seed: int = 0) -> Inputs:
+def make(
+    case: Case, *, prefill: bool, pool_bytes: int = POOL_BYTES, memory: int | None = None, seed: int = 0
+) -> Inputs:
     """Draws the inputs of a case.
 
     Args:
@@ -60,7 +62,7 @@ def make(case: Case, *, prefill: bool, pool_bytes: int = POOL_BYTES, memory: int
         if (num_tables + 2) * case.kv_bytes > memory:
             num_tables = 1
         if 1.2 * case.kv_bytes > memory:
-            raise MemoryError(f"needs {case.kv_bytes / 1e9:.1f} GB of keys and values, the device has {memory / 1e9:.1f}")
+            raise MemoryError(f"keys and values need {case.kv_bytes / 1e9:.1f} GB, the device has {memory / 1e9:.1f}")
     key_pool, key_query = jax.random.split(jax.random.key(seed))
     needed = num_tables * sum(case.blocks_per_seq)
     key_cache, value_cache, num_blocks = _pools(case, needed, pool_bytes, key_pool)
@@ -106,14 +108,14 @@ def _pools(case: Case, needed: int, pool_bytes: int, key: Array) -> tuple[Array,
         case.num_kv_heads,
         case.head_size,
         dtype=case.cache_dtype,
-        layout=case.layout,  # pyright: ignore[reportArgumentType]
+        layout=case.layout,
     )
     piece = jax.eval_shape(create)
 
     @functools.partial(jax.jit, static_argnums=1)
     def draw(key, shape):
         def some(key):
-            return jax.random.normal(key, shape, jnp.float32).astype(case.cache_dtype)
+            return jax.random.normal(key, (math.prod(shape),), jnp.float32).astype(case.cache_dtype)
 
         # Piece by piece: the random bits of a whole pool need several times its memory.
         return jax.lax.map(some, jax.random.split(key, chunks)).reshape(chunks * chunk, *shape[1:])
@@ -150,8 +152,9 @@ def truth(case: Case, inputs: Inputs, *, prefill: bool) -> tuple[np.ndarray, np.
         index = starts[seq] + positions - (0 if prefill else length - 1)
         table = inputs.block_tables[0][seq]
         scales = [jnp.float32(1) if s is None else s for s in (inputs.k_scale, inputs.v_scale)]
-        caches = (inputs.key_cache, inputs.value_cache)
-        out = _attend(inputs.query[index], *caches, table, jnp.asarray(positions, jnp.int32), *scales, case.layout)
+        seen = jnp.asarray(positions, jnp.int32)
+        query, key_cache, value_cache = inputs.query[index], inputs.key_cache, inputs.value_cache
+        out = _attend(query, key_cache, value_cache, table, seen, *scales, layout=case.layout)
         indices.append(index)
         rows.append(np.asarray(out))
     return np.concatenate(indices), np.concatenate(rows)

@@ -8,17 +8,16 @@ a layer and knows nothing else about caches. Each function here returns such a c
     causal_attend    one sequence, plain jnp, no cache: for training and for comparison
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 import paged_jax
+from examples.decoder import Attend
 
-type Attend = Callable[..., tuple[Array, Any]]
 type Implementation = Literal["mosaic_gpu", "triton", "xla"]
 
 

@@ -233,8 +233,7 @@ def _prefill(model: Decoder, caches, request: Request, implementation) -> Genera
 def _decode(model: Decoder, generation: Generation, request: Request, implementation):
     running = generation.finish == RUNNING
     blocks, _, ok = allocator.append_tokens(generation.allocator, running.astype(jnp.int32))
-    # Without a block for each, nobody goes on. Rows that do not are still computed, but see and write nothing:
-    # a conditional around the model would cost a copy of the pools.
+    # Without a block for each, nobody goes on. Rows that do not are still computed, but see and write nothing.
     active = running & ok
     seq_ids = jnp.where(active, jnp.arange(active.shape[0], dtype=jnp.int32), -1)
     seq_lens = jnp.where(active, blocks.seq_lens, 0)

@@ -157,11 +157,13 @@ def test_sliding_windows(name, changes, expected, copy):
 
 def test_other_config_fields(copy):
     assert load_config(DATA / "opt_pre_norm").final_norm
+    assert load_config(DATA / "opt_pre_norm").norm_eps == 1e-5  # torch's default, which config.json does not name
+    assert load_config(copy("mistral", rms_norm_eps=1e-3)).norm_eps == 1e-3
     assert not load_config(DATA / "opt_post_norm").final_norm
     assert not load_config(copy("opt_pre_norm", _remove_final_layer_norm=True)).final_norm
     config = load_config(copy("llama", architectures=..., head_dim=None, num_key_value_heads=None))
     assert (config.head_size, config.num_kv_heads) == (8, 4)
-    assert load_config(copy("mistral", num_key_value_heads=..., num_attention_heads=16)).num_kv_heads == 8
+    assert load_config(copy("qwen2", num_key_value_heads=..., num_attention_heads=32)).num_kv_heads == 32
     assert load_config(copy("qwen3", head_dim=...)).head_size == 128
 
 

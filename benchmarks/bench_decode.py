@@ -1,0 +1,71 @@
+"""Decode attention against the read ceiling and its peers: `python -m benchmarks.bench_decode`."""
+
+import functools
+import sys
+from collections.abc import Sequence
+
+import jax
+
+import paged_jax
+from benchmarks import cases, harness, peers, timing
+from benchmarks.inputs import Inputs
+
+_IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
+
+
+def implementation(name: str) -> peers.Build:
+    """A contender of ours, from its name on the command line.
+
+    Args:
+      name: "auto", "v1", "v2" or "v2/<partition_size>", followed by ":<implementation>" or not; an implementation
+        alone means "auto:<implementation>".
+
+    Raises:
+      ValueError: the name is not of this form.
+    """
+    variant, _, chosen = (f"auto:{name}" if name in _IMPLEMENTATIONS else name).partition(":")
+    op_name, slash, size = variant.partition("/")
+    ops = {
+        "auto": paged_jax.paged_attention,
+        "v1": paged_jax.paged_attention_v1,
+        "v2": paged_jax.paged_attention_v2,
+    }
+    if op_name not in ops or (chosen and chosen not in _IMPLEMENTATIONS) or (slash and not size.isdigit()):
+        raise ValueError(f"no implementation is named {name}; take for example auto, v1, v2/1024 or v1:triton")
+    if slash and op_name != "v2":
+        raise ValueError(f"only v2 has a partition size, got {name}")
+    op = functools.partial(ops[op_name], implementation=chosen or None)
+    if slash:
+        op = functools.partial(op, partition_size=int(size))
+
+    def build(case: cases.Case, inputs: Inputs) -> list[peers.Candidate]:
+        @jax.jit
+        def attend(query, key_cache, value_cache, block_tables, seq_lens, k_scale, v_scale):
+            pools = query, key_cache, value_cache
+            return op(*pools, block_tables, seq_lens, layout=case.layout, k_scale=k_scale, v_scale=v_scale)
+
+        pools = inputs.query, inputs.key_cache, inputs.value_cache
+        rest = inputs.seq_lens, inputs.k_scale, inputs.v_scale
+        return [peers.Candidate("", attend, [(*pools, table, *rest) for table in inputs.block_tables])]
+
+    return build
+
+
+BENCHMARK = harness.Benchmark(
+    op="decode",
+    cases=cases.DECODE,
+    prefill=False,
+    work=lambda case: case.kv_bytes,
+    ceiling=timing.read_ceiling,
+    implementation=implementation,
+    peers=peers.DECODE,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; returns the exit code."""
+    return harness.main(BENCHMARK, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""Runs cases x contenders on the GPU: checks each result, times it, holds it against a ceiling, writes JSON.
+
+A contender is an implementation of ours or a peer. What a contender cannot do, or does wrongly, is recorded with the
+reason in place of a time. The file is written anew after each case, so that a run cut short keeps what it has.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import inputs as inputs_lib
+from benchmarks import peers, timing
+from benchmarks.cases import Case, select
+from benchmarks.inputs import Inputs
+from benchmarks.timing import Ceiling
+
+_TOLERANCE = 2e-2  # of the norm; bfloat16 kernels land between 1e-3 and 1e-2
+
+
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+    """What tells one benchmark from another.
+
+    Attributes:
+      op: its name.
+      cases: what can be timed.
+      prefill: whether every token has a query.
+      work: bytes or operations of a case, in the ceiling's unit.
+      ceiling: measures the ceiling, given the work of all cases.
+      implementation: from a name on the command line to a contender of ours; ValueError for other names.
+      peers: by name.
+    """
+
+    op: str
+    cases: Sequence[Case]
+    prefill: bool
+    work: Callable[[Case], int]
+    ceiling: Callable[[Iterable[int]], Ceiling]
+    implementation: Callable[[str], peers.Build]
+    peers: dict[str, peers.Build]
+
+
+def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
+    """The command line of a benchmark; returns the exit code, 2 where there is no GPU."""
+    args = _arguments(benchmark, argv)
+    if jax.default_backend() != "gpu":
+        print(f"bench_{benchmark.op}: no GPU here, so there is nothing to time (JAX runs on {jax.default_backend()})")
+        return 2
+    stats = jax.devices()[0].memory_stats() or {}
+    run(
+        benchmark,
+        select(benchmark.cases, args.cases),
+        args.implementations,
+        args.peers,
+        out=args.out,
+        memory=int(0.9 * stats["bytes_limit"]) if "bytes_limit" in stats else None,
+    )
+    return 0
+
+
+def _arguments(benchmark: Benchmark, argv: Sequence[str] | None) -> argparse.Namespace:
+    def names(text: str) -> list[str]:
+        return [] if text == "none" else text.split(",")
+
+    known = [*benchmark.peers, *(["flashinfer"] if benchmark.op == "decode" else [])]
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.bench_{benchmark.op}",
+        description=f"Device time of {benchmark.op} attention. Cases: {', '.join(c.name for c in benchmark.cases)}.",
+    )
+    parser.add_argument("--cases", type=names, help="names with commas between them; default all")
+    parser.add_argument(
+        "--implementations", type=names, default=["auto"], help="such as auto,v1,v2/1024,v1:triton; default auto"
+    )
+    parser.add_argument(
+        "--peers",
+        type=names,
+        default=list(benchmark.peers),
+        help=f"none, or of {','.join(known)}",
+    )
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    args = parser.parse_args(argv)
+    try:
+        select(benchmark.cases, args.cases)
+        for name in args.implementations:
+            benchmark.implementation(name)
+    except ValueError as error:
+        parser.error(str(error))
+    if unknown := set(args.peers) - set(known):
+        parser.error(f"no peer is named {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    return args
+
+
+def run(
+    benchmark: Benchmark,
+    cases: Sequence[Case],
+    implementations: Sequence[str],
+    peer_names: Sequence[str],
+    *,
+    out: Path | None = None,
+    memory: int | None = None,
+    pool_bytes: int = inputs_lib.POOL_BYTES,
+    timer: Callable[..., timing.Timing] = timing.time_calls,
+) -> dict[str, Any]:
+    """Times every case with every contender, and returns what it writes to `out`."""
+    contenders = [(name, "implementation", benchmark.implementation(name)) for name in implementations]
+    contenders += [(name, "peer", benchmark.peers[name]) for name in peer_names if name != "flashinfer"]
+    flashinfer = peers.FlashInfer(cases) if "flashinfer" in peer_names else None
+    rows: list[dict[str, Any]] = []
+    try:
+        ceiling = benchmark.ceiling({benchmark.work(case) for case in cases})
+        print(f"ceiling: {ceiling.rate and round(ceiling.rate)} {ceiling.unit} ({ceiling.note})", flush=True)
+        report = {"op": benchmark.op, **environment(), "ceiling": dataclasses.asdict(ceiling), "rows": rows}
+        for case in cases:
+            rows += _case_rows(benchmark, case, contenders, ceiling, memory, pool_bytes, timer)
+            save(report, out)
+        if flashinfer is not None:
+            left = {case.name: case for case in cases}
+            for name, answer in flashinfer.results():
+                rows.append(_row(benchmark, left.pop(name), "flashinfer", "peer", answer, ceiling))
+                _print(rows[-1])
+                save(report, out)
+            ended = {"absent": "its process ended early"}
+            rows += [_row(benchmark, case, "flashinfer", "peer", ended, ceiling) for case in left.values()]
+            save(report, out)
+        return report
+    finally:
+        if flashinfer is not None:
+            flashinfer.close()
+
+
+def _case_rows(benchmark, case, contenders, ceiling, memory, pool_bytes, timer) -> list[dict[str, Any]]:
+    try:
+        inputs = inputs_lib.make(case, prefill=benchmark.prefill, pool_bytes=pool_bytes, memory=memory)
+        expected = inputs_lib.truth(case, inputs, prefill=benchmark.prefill)
+    except Exception as error:  # out of memory, mostly: the next case may fit
+        print(f"{case.name}: {_first_line(error)}", flush=True)
+        failed = {"failed": _first_line(error)}
+        return [_row(benchmark, case, name, kind, failed, ceiling) for name, kind, _ in contenders]
+    rows = []
+    for name, kind, build in contenders:
+        try:
+            answer = _fastest(build(case, inputs), inputs, expected, timer, ours=kind == "implementation")
+        except peers.Absent as reason:
+            answer = {"absent": str(reason)}
+        except Exception as error:  # whatever a compiler or a peer throws: the others' rows still count
+            answer = {"failed": _first_line(error)}
+        rows.append(_row(benchmark, case, name, kind, answer, ceiling))
+        _print(rows[-1])
+    return rows
+
+
+def _fastest(candidates, inputs: Inputs, expected, timer, *, ours: bool) -> dict[str, Any]:
+    """The fastest candidate's numbers; the last one's failure if all of them fail."""
+    best, failure = None, None
+    for candidate in candidates:
+        try:
+            answer = _time_one(candidate, inputs, expected, timer, ours=ours)
+        except Exception as error:
+            failure = error
+            continue
+        if best is None or answer["us"] < best["us"]:
+            best = answer
+    if best is None:
+        raise failure or ValueError("no candidates")
+    return best
+
+
+def _time_one(candidate: peers.Candidate, inputs: Inputs, expected, timer, *, ours: bool) -> dict[str, Any]:
+    label, fn, argsets = candidate
+    start = time.perf_counter()
+    compiled = fn.lower(*argsets[0]).compile()
+    compile_s = time.perf_counter() - start
+    memory = compiled.memory_analysis()
+    if ours and memory is not None and memory.temp_size_in_bytes >= inputs.key_cache.nbytes:
+        raise RuntimeError(f"needs {memory.temp_size_in_bytes / 1e9:.1f} GB of scratch: is the pool copied?")
+    index, truth = expected
+    rows = np.asarray(compiled(*argsets[0])[index]).astype(np.float32)
+    error = float(np.linalg.norm(rows - truth) / np.linalg.norm(truth))
+    if not error <= _TOLERANCE:
+        raise ValueError(f"wrong result, relative error {error:.2g}")
+    timed = timer(compiled, argsets)
+    answer = {"us": timed.us, "min_us": timed.min_us, "calls": timed.calls, "kernels": timed.kernels}
+    return {**answer, "how": label, "relative_error": error, "compile_s": round(compile_s, 2)}
+
+
+def _row(benchmark, case: Case, contender: str, kind: str, answer: dict[str, Any], ceiling: Ceiling) -> dict[str, Any]:
+    work = benchmark.work(case)
+    row = {"case": case.name, "contender": contender, "kind": kind, "work": work, **answer}
+    if "us" in answer:
+        row["rate"] = work / answer["us"] / (1e3 if ceiling.unit == "GB/s" else 1e6)
+        if ceiling.rate is not None:
+            row["share"] = row["rate"] / ceiling.rate
+        at_size = ceiling.time(work)
+        if at_size is not None:
+            row["share_at_size"] = at_size / answer["us"]
+    return row
+
+
+def _print(row: dict[str, Any]) -> None:
+    what = row.get("absent") or row.get("failed")
+    if what is None:
+        share = f"{row['share']:6.1%}" if "share" in row else ""
+        what = f"{row['us']:9.1f} us {share} {row.get('how', '')}"
+    print(f"{row['case']:28} {row['contender']:16} {what}", flush=True)
+
+
+def save(report: dict[str, Any], out: Path | None) -> None:
+    """Adds each of our rows' ratios to the peers' times, above 1 where ours is faster, and writes the file."""
+    times = {(r["case"], r["contender"]): r["us"] for r in report["rows"] if r["kind"] == "peer" and "us" in r}
+    for row in report["rows"]:
+        if row["kind"] == "implementation" and "us" in row:
+            row["ratios"] = {peer: us / row["us"] for (case, peer), us in times.items() if case == row["case"]}
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def environment() -> dict[str, Any]:
+    """Where and on what a run took place."""
+    gpu = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()
+    name, _, driver = (gpu[0] if gpu else jax.devices()[0].device_kind).partition(", ")
+    commit = os.environ.get("PAGED_JAX_COMMIT") or _output("git", "describe", "--always", "--dirty", "--abbrev=40")
+    return {
+        "gpu": name,
+        "driver": driver or None,
+        "jax": jax.__version__,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": commit or None,
+    }
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return f"{type(error).__name__}: {text.splitlines()[0][:200]}"

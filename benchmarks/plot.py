@@ -1,0 +1,58 @@
+"""A benchmark's JSON as a picture of shares of the ceiling: `python -m benchmarks.plot FILE.json OUT.png`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import contenders
+
+
+def plot(report: dict[str, Any], out: Path) -> None:
+    """Draws the rows that have a share; dots, one line for each case, ours filled and peers hollow."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    cases = list(dict.fromkeys(row["case"] for row in report["rows"]))
+    figure = Figure(figsize=(9, 1.2 + 0.36 * len(cases)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    shares = {(row["case"], row["contender"]): 100 * row["share"] for row in report["rows"] if "share" in row}
+    for kind, marker, filled in (("peer", "D", False), ("implementation", "o", True)):
+        for index, name in enumerate(contenders(report, kind)):
+            color = f"C{index + (0 if filled else 3)}"
+            points = [(shares[case, name], y) for y, case in enumerate(cases) if (case, name) in shares]
+            if not points:
+                continue
+            face = color if filled else "none"
+            x, y = zip(*points, strict=True)
+            label = f"paged_jax {name}" if filled else name
+            axes.scatter(x, y, s=64 if filled else 36, marker=marker, facecolors=face, edgecolors=color, label=label)
+    axes.set_yticks(range(len(cases)), cases)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 105)
+    axes.axvline(100, color="0.6", linewidth=1)
+    axes.grid(color="0.9")
+    axes.set_axisbelow(True)
+    rate, unit = report["ceiling"]["rate"], report["ceiling"]["unit"]
+    axes.set_xlabel("share of the ceiling, %" + (f" (100 % = {rate:.0f} {unit})" if rate else ""))
+    axes.set_title(f"{report['op']}, {report['gpu']}, {report['date']}")
+    if axes.get_legend_handles_labels()[0]:
+        figure.legend(loc="outside right upper", frameon=False)
+    figure.savefig(out, dpi=144)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draws a file's picture."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("out", type=Path)
+    args = parser.parse_args(argv)
+    plot(json.loads(args.file.read_text()), args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

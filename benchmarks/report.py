@@ -1,0 +1,97 @@
+"""A benchmark's JSON as a Markdown table: `python -m benchmarks.report FILE.json`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def contenders(report: dict[str, Any], kind: str) -> list[str]:
+    """Names of the contenders of a kind ("implementation" or "peer") with a time in any case, in their order."""
+    return list(dict.fromkeys(r["contender"] for r in report["rows"] if r["kind"] == kind and "us" in r))
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The report as Markdown: a table of times, then what is missing and why.
+
+    Our columns give the time and its share of the large and of the same-size ceiling; each peer's gives its time and
+    how many times faster the first of ours is. With several implementations, regret is what that one loses against the
+    best of them.
+    """
+    ours, theirs = contenders(report, "implementation"), contenders(report, "peer")
+    ceiling = report["ceiling"]
+    regret = len(ours) > 1
+    header = ["case", "mere read, us" if ceiling["us"] else None, *ours]
+    header = [*filter(None, header), *(["regret"] if regret else []), *theirs]
+    lines = [_title(report), "", _line(header), _line(["---"] * len(header))]
+    for case in dict.fromkeys(row["case"] for row in report["rows"]):
+        rows = {row["contender"]: row for row in report["rows"] if row["case"] == case}
+        timed = [rows[name]["us"] for name in ours if "us" in rows.get(name, {})]
+        cells = [case]
+        if ceiling["us"]:
+            cells.append(_mere_read(ceiling, next(iter(rows.values()))["work"]))
+        cells += [_own_cell(rows.get(name, {})) for name in ours]
+        first = rows[ours[0]].get("us") if ours and ours[0] in rows else None
+        if regret:
+            cells.append(f"{first / min(timed) - 1:.1%}" if first else "-")
+        cells += [_peer_cell(rows.get(name, {}), first) for name in theirs]
+        lines.append(_line(cells))
+    missing = _missing(report)
+    return "\n".join([*lines, *(["", "Not timed:", "", *missing] if missing else []), ""])
+
+
+def _title(report: dict[str, Any]) -> str:
+    ceiling = report["ceiling"]
+    rate = "not measured" if ceiling["rate"] is None else f"{ceiling['rate']:.0f} {ceiling['unit']}"
+    machine = f"{report['gpu']}, driver {report['driver']}, JAX {report['jax']}"
+    return f"{machine}, {report['date']}, commit {report['commit']}. Ceiling: {rate} ({ceiling['note']})."
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _mere_read(ceiling: dict[str, Any], work: int) -> str:
+    times = {int(size): us for size, us in ceiling["us"].items()}  # JSON's keys are strings
+    us = times.get(work, work / ceiling["rate"] / 1e3)
+    return _number(us)
+
+
+def _own_cell(row: dict[str, Any]) -> str:
+    if "us" not in row:
+        return "-"
+    shares = [f"{row[name]:.0%}" for name in ("share", "share_at_size") if name in row]
+    return " ".join([_number(row["us"]), *(["(" + ", ".join(shares) + ")"] if shares else [])])
+
+
+def _peer_cell(row: dict[str, Any], ours: float | None) -> str:
+    if "us" not in row:
+        return "-"
+    return _number(row["us"]) + (f" ({row['us'] / ours:.2f}x)" if ours else "")
+
+
+def _number(us: float) -> str:
+    return f"{us:.1f}" if us < 100 else f"{us:.0f}"
+
+
+def _missing(report: dict[str, Any]) -> list[str]:
+    """One line for each reason of each contender, with its cases."""
+    cases: dict[tuple[str, str], list[str]] = {}
+    for row in report["rows"]:
+        if "us" not in row:
+            cases.setdefault((row["contender"], row.get("absent") or row.get("failed") or "?"), []).append(row["case"])
+    return [f"- {name}, {', '.join(which)}: {reason}" for (name, reason), which in cases.items()]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table of a file."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
+    parser.add_argument("file", type=Path)
+    print(markdown(json.loads(parser.parse_args(argv).file.read_text())), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
