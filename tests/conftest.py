@@ -5,6 +5,7 @@ Runs before any test module, hence before `paged_jax` is first imported: the imp
 
 import os
 import tempfile
+from contextlib import contextmanager
 from functools import partial
 
 import hypothesis
@@ -65,22 +66,38 @@ QUICK_COMPILE = {"xla_backend_optimization_level": 0}
 
 
 @pytest.fixture
-def run(implementation):
-    """`run(function, **arrays)`: NumPy results of `jit(function)(**arrays)` on the implementation's platform.
+def device(implementation):
+    """Where the implementation runs."""
+    return jax.devices("cpu" if implementation == "xla" else "gpu")[0]
 
-    `function` also takes `implementation`. What a GPU implementation says it lacks is skipped, in its words.
-    """
 
-    def run(function, *, quick=True, **arrays):
-        on_cpu = implementation == "xla"
-        device = jax.devices("cpu" if on_cpu else "gpu")[0]
-        options = QUICK_COMPILE if quick and on_cpu else None
-        jitted = jax.jit(partial(function, implementation=implementation), compiler_options=options)
+@pytest.fixture
+def skip_lacking(implementation):
+    """A context manager that skips the test, in its words, when a GPU implementation says it lacks something."""
+
+    @contextmanager
+    def skip_lacking():
         try:
-            return jax.tree.map(np.asarray, jitted(**jax.device_put(arrays, device)))
+            yield
         except NotImplementedError as error:
             if implementation not in ("triton", "mosaic_gpu") or implementation not in str(error):
                 raise
             pytest.skip(str(error))
+
+    return skip_lacking
+
+
+@pytest.fixture
+def run(implementation, device, skip_lacking):
+    """`run(function, **arrays)`: NumPy results of `jit(function)(**arrays)` on the implementation's device.
+
+    `function` also takes `implementation`.
+    """
+
+    def run(function, *, quick=True, **arrays):
+        options = QUICK_COMPILE if quick and implementation == "xla" else None
+        jitted = jax.jit(partial(function, implementation=implementation), compiler_options=options)
+        with skip_lacking():
+            return jax.tree.map(np.asarray, jitted(**jax.device_put(arrays, device)))
 
     return run

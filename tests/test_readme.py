@@ -42,5 +42,9 @@ def test_op_table_lists_every_public_name():
     import paged_jax
 
     listed = set(re.findall(r"`(\w+)`", README))
-    public = {n for n in vars(paged_jax) if not n.startswith("_") and n not in ("ops", "options", "cache", "metadata", "kernels")}
+    public = {
+        n
+        for n in vars(paged_jax)
+        if not n.startswith("_") and n not in ("ops", "options", "cache", "metadata", "kernels")
+    }
     assert public - listed == set()

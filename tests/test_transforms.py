@@ -80,7 +80,6 @@ def assert_equal(actual, wanted, atol=1e-6):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol, rtol=1e-5), actual, wanted)
 
 
-
 @pytest.mark.parametrize("op", OPS)
 def test_eager_is_jit(op):
     fun, arrays = bind(op)
@@ -127,9 +126,7 @@ def test_shard_map_over_kv_heads(op):
     heads_axis |= {"block_mapping": None, "alibi_slopes": 0, "k_scale": 0}
     specs = [P() if (a := heads_axis.get(n, 1)) is None else P(*[None] * a, "x") for n in names]
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices("cpu")[:2])
-    sharded = jax.shard_map(
-        fun, mesh=mesh, in_specs=tuple(specs), out_specs=P(None, "x"), check_vma=False
-    )
+    sharded = jax.shard_map(fun, mesh=mesh, in_specs=tuple(specs), out_specs=P(None, "x"), check_vma=False)
     arrays = [jax.device_put(x, jax.NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=True)]
     assert_equal(jax.jit(sharded)(*arrays), expected(op))
 
@@ -201,9 +198,7 @@ def test_donated_pools_are_updated_in_place_inside_a_loop():
         def step(i, carry):
             key_cache, value_cache, total = carry
             slots = a["slot_mapping"] + i
-            key_cache, value_cache = paged_jax.write_to_paged_cache(
-                a["key"], a["value"], key_cache, value_cache, slots
-            )
+            key_cache, value_cache = paged_jax.write_to_paged_cache(a["key"], a["value"], key_cache, value_cache, slots)
             out = paged_jax.paged_attention(a["query"], key_cache, value_cache, a["block_tables"], a["seq_lens"])
             return key_cache, value_cache, total + out.sum()
 

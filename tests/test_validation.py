@@ -148,9 +148,7 @@ def test_vllm_layout_needs_whole_groups():
     caches = {n: jnp.zeros((5, 2, 1, 8, 16), jnp.int8) for n in ("key_cache",)}
     caches["value_cache"] = jnp.zeros((5, 2, 24, 8), jnp.int8)
     with pytest.raises(ValueError, match="head_size must be a multiple of 16 for int8, got 24"):
-        paged_jax.paged_attention(
-            **decode_arrays(query=jnp.zeros((2, 4, 24), jnp.bfloat16), **caches), layout="vllm"
-        )
+        paged_jax.paged_attention(**decode_arrays(query=jnp.zeros((2, 4, 24), jnp.bfloat16), **caches), layout="vllm")
 
 
 def test_copy_and_swap():
