@@ -109,7 +109,7 @@ def test_write_saturates_and_rounds_to_nearest_even(dtype, run):
     key_cache, value_cache = random_caches(np.random.default_rng(0), dtype)
     slots = np.array([4, 9, 2], np.int32)
     # A tiny scale overflows most dtypes, a tinier one float32 itself.
-    extreme = {"61/1024": 61 / 1024, "tiny": 1e-3, "tinier": 1e-37} if writable("float32", dtype) else {}
+    extreme = {"61/1024": 61 / 1024, "tiny": 2.0**-10, "tinier": 1e-37} if writable("float32", dtype) else {}
     scales = {"none": None} | {name: np.float32(scale) for name, scale in extreme.items()}
 
     def function(values, caches, slots, scales, implementation):

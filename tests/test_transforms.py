@@ -228,6 +228,18 @@ def test_a_long_prefill_needs_bounded_memory(op):
     assert compiled.memory_analysis().temp_size_in_bytes < 6 * pool.size * 4
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_empty_batches_give_empty_results(op):
+    """No sequences, tokens or pairs at all: nothing to do is not an error."""
+    names, options, _ = OPS[op]
+    fun, arrays = bind(op)
+    empty = {"query", "tokens", "key", "value", "block_tables", "seq_lens", "slot_mapping", "block_mapping"}
+    arrays = [x[:0] if n in empty else x for n, x in zip((*names, *options), arrays, strict=True)]
+    arrays = [x[:1] if n == "query_start_loc" else x for n, x in zip((*names, *options), arrays, strict=True)]
+    wanted = jax.eval_shape(fun, *arrays)
+    assert [x.shape for x in jax.tree.leaves(fun(*arrays))] == [x.shape for x in jax.tree.leaves(wanted)]
+
+
 def test_lengths_that_change_do_not_compile_again():
     fun, arrays = bind("paged_attention_v1")
     jitted = jax.jit(fun)

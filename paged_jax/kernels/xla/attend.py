@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Float32, Int32, Num
 from paged_jax.options import AttentionOptions, Layout
 
 _TILE = 256  # tokens: large enough to amortise a gather, small enough to keep [heads, tokens] logits in a cache
+_NEVER = 2**31 - 1
 
 
 class Softmax(NamedTuple):
@@ -55,7 +56,7 @@ def add_tile(
     logits = jnp.einsum("nqgrd,ntgd->nqgrt", grouped, key, precision=lax.Precision.HIGHEST)
     if tile.k_scale is not None:
         logits = logits * _over_logits(tile.k_scale)
-    logits = (logits * options.scale).reshape(n, q, h, -1)
+    logits = (logits * options.scale).reshape(n, q, h, tile.positions.size)
     if options.logits_soft_cap is not None:
         logits = options.logits_soft_cap * jnp.tanh(logits / options.logits_soft_cap)
     if options.alibi_slopes is not None:
@@ -78,7 +79,7 @@ def add_tile(
         value = value * tile.v_scale[..., None]
     value = jnp.where(seen[:, :, None, None], value, 0.0)
     weighted = jnp.einsum(
-        "nqgrt,ntgd->nqgrd", weights.reshape(n, q, g, h // g, -1), value, precision=lax.Precision.HIGHEST
+        "nqgrt,ntgd->nqgrd", weights.reshape(n, q, g, h // g, tile.positions.size), value, precision=lax.Precision.HIGHEST
     )
     return Softmax(state.weighted * keep[..., None] + weighted.reshape(n, q, h, d), exp_sum, max_logit)
 
@@ -116,11 +117,11 @@ def add_cached(
     begin = jnp.full_like(end, origin)
     if options.sliding_window is not None:
         # Queries at -1 are padding and see nothing.
-        first = jnp.where(query_positions < 0, jnp.iinfo(jnp.int32).max, query_positions).min(1)
+        first = jnp.where(query_positions < 0, _NEVER, query_positions).min(1)
         begin = jnp.maximum(begin, first - (options.sliding_window - 1))
     nonempty = begin < end
-    first_tile = jnp.where(nonempty, (begin - origin) // width, jnp.iinfo(jnp.int32).max).min()
-    last_tile = jnp.where(nonempty, -(-(end - origin) // width), 0).max()
+    first_tile = jnp.where(nonempty, (begin - origin) // width, _NEVER).min(initial=_NEVER)
+    last_tile = jnp.where(nonempty, -(-(end - origin) // width), 0).max(initial=0)
     return lax.fori_loop(first_tile, last_tile, step, state)
 
 
@@ -160,7 +161,7 @@ def _gather(
 
     def tokens(cache, order):  # `order` brings a gathered cache to [n, blocks, offset, kv heads, ...]
         gathered = jnp.take(cache, blocks, axis=0, mode="clip").transpose(order)
-        return gathered.reshape(n, -1, gathered.shape[3], *gathered.shape[4:])
+        return gathered.reshape(n, positions.size, *gathered.shape[3:])
 
     def scales(scale):
         if scale is None or scale.ndim == 3:

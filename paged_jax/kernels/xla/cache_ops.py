@@ -1,6 +1,7 @@
 """Cache operations as scatters: XLA turns them into in-place updates of donated pools."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +76,7 @@ def swap_blocks(
     return move(src_key_cache, dst_key_cache), move(src_value_cache, dst_value_cache)
 
 
-def _to_memory(x: Array, space: jax.memory.Space) -> Array:
+def _to_memory(x: Array, space: Any) -> Array:
     return x if jax.typeof(x).memory_space == space else jax.device_put(x, space)
 
 
@@ -107,7 +108,8 @@ def _quantise(x: Num[Array, "t g d"], dtype: jnp.dtype, scale: Scale) -> Num[Arr
         return x.astype(dtype)
     x = x.astype(jnp.float32)
     if scale is not None:
-        x = x / scale
+        # The barrier keeps XLA from multiplying by the reciprocal, which rounds twice.
+        x = x / lax.optimization_barrier(jnp.broadcast_to(scale, x.shape))
     if jnp.issubdtype(dtype, jnp.integer):
         limits, x = jnp.iinfo(dtype), jnp.round(x)
     else:

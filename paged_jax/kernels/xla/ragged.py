@@ -85,6 +85,8 @@ def _chunk_by_chunk(
 ) -> tuple[Query, Lse]:
     """Calls ``attend_to(state, queries, positions, seq, end)`` for every chunk; `end` is one past its last token."""
     num_tokens, num_heads, _ = query.shape
+    if num_tokens == 0 or seq_lens.shape[0] == 0:
+        return jnp.zeros_like(query), jnp.full((num_tokens, num_heads), -jnp.inf, jnp.float32)
     chunk = min(_CHUNK, num_tokens)
     query_lens = jnp.diff(query_start_loc)
     last_chunk = jnp.cumsum(-(-query_lens // chunk), dtype=jnp.int32)  # of each sequence, plus 1
