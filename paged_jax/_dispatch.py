@@ -9,6 +9,7 @@ the op's order, then `AttentionOptions` for the attention ops, then static keywo
 - write_to_paged_cache, copy_blocks, swap_blocks: ``(key_cache, value_cache)``
 """
 
+import contextlib
 import functools
 import importlib
 from collections.abc import Callable
@@ -67,17 +68,14 @@ def _on_platform(op: str, implementation: str | None, operands: tuple, static: d
         kernel = functools.partial(_load(implementation, op), **static)
         return jax.lax.platform_dependent(*operands, cuda=kernel)
 
-    def first_that_can(*operands):
-        for name in (*_GPU_IMPLEMENTATIONS, "xla"):
-            try:
-                return _load(name, op)(*operands, **static)
-            except NotImplementedError:
-                if name == "xla":
-                    raise
+    default = jax.jit(functools.partial(_load("xla", op), **static))  # so that both branches share one trace
 
-    default = functools.partial(_load("xla", op), **static)
-    if not any(_has(name) for name in _GPU_IMPLEMENTATIONS):
+    def first_that_can(*operands):
+        for name in _GPU_IMPLEMENTATIONS:
+            with contextlib.suppress(NotImplementedError):
+                return _load(name, op)(*operands, **static)
         return default(*operands)
+
     return jax.lax.platform_dependent(*operands, cuda=first_that_can, default=default)
 
 
@@ -90,14 +88,6 @@ def _package(implementation: str) -> ModuleType:
         if error.name != name:
             raise
         raise NotImplementedError(f"implementation {implementation!r} is not part of this version") from None
-
-
-def _has(implementation: str) -> bool:
-    try:
-        _package(implementation)
-    except NotImplementedError:
-        return False
-    return True
 
 
 def _load(implementation: str, op: str) -> Callable:
