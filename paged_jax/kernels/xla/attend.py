@@ -78,9 +78,8 @@ def add_tile(
     if tile.v_scale is not None:
         value = value * tile.v_scale[..., None]
     value = jnp.where(seen[:, :, None, None], value, 0.0)
-    weighted = jnp.einsum(
-        "nqgrt,ntgd->nqgrd", weights.reshape(n, q, g, h // g, tile.positions.size), value, precision=lax.Precision.HIGHEST
-    )
+    weights = weights.reshape(n, q, g, h // g, tile.positions.size)
+    weighted = jnp.einsum("nqgrt,ntgd->nqgrd", weights, value, precision=lax.Precision.HIGHEST)
     return Softmax(state.weighted * keep[..., None] + weighted.reshape(n, q, h, d), exp_sum, max_logit)
 
 
