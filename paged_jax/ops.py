@@ -271,7 +271,7 @@ def write_to_paged_cache(
       key_cache, value_cache: one layer's pool of blocks in `layout`. A narrower dtype than key's quantises: divide
         by the scale, round to nearest even, saturate.
       slot_mapping: i32 [num_tokens], ``block * block_size + offset``; negative slots, and those past the pool, are
-        skipped. Of several tokens with one slot an unspecified one stays.
+        skipped. Where several tokens have one slot, each element there is an unspecified one's.
       layout: of both caches.
       k_scale, v_scale: f32 scalar, [num_kv_heads] or [num_blocks, num_kv_heads, block_size], or None for 1; only
         for a narrower cache.
