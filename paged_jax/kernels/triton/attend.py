@@ -1,0 +1,321 @@
+"""Device code of attention: the kernels of v1, v2, the automatic choice and ragged, around one loop over tiles.
+
+Grid. Decode: one program for each (sequence, split of its context, tile of heads). Ragged: one for each (tile of
+queries, tile of heads). A tile of heads is one kv head's group of query heads, or a part of a very large group.
+
+Who loads. Every program gathers its own tiles of `tile` tokens through the block table, with the pointers worked
+out in 64 bits; Triton's software pipeline keeps `num_stages` tiles of K and V in flight in shared memory:
+
+    rows (query heads, times query tokens)      tile of tokens: start + 0 ... tile - 1
+    +------------+     K^T in shared memory     +------------+
+    | q  [rows,  |  x  [head_size, tile]     =  | logits     |  mask, online softmax in float32
+    | head_size] |                              | [rows, tile]
+    +------------+                              +------------+  x  V [tile, head_size]  ->  acc [rows, head_size]
+
+Who computes. All warps of the program, both products on tensor cores with float32 sums (float32 inputs: on plain
+cores, at full precision). Rows are padded to 16 and head_size to a power of two; padding is masked, never read.
+
+Roofline. Decode reads 2 * seq_len * head_size * itemsize bytes for each (sequence, kv head), once, and does
+4 * group operations for each pair of elements: bound by memory up to groups of about 64. Ragged does
+2 * head_size * 2 operations for each (query, token) pair and is bound by the tensor cores.
+
+`cfg` is a `launch.Config`. `no_type_check` keeps run-time type checkers away from code that Triton compiles.
+"""
+
+# Where triton is not installed pyright takes this folder for it.
+# pyright: reportAttributeAccessIssue=false
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+from paged_jax.kernels.triton.tiles import add_tiles
+
+
+@triton.jit
+@no_type_check
+def decode_kernel(
+    query, key_cache, value_cache, block_tables, seq_lens, scale, alibi_slopes, sinks, k_scale, v_scale,
+    num_seqs, table_width, max_seq_len, num_splits, out, sums, maxima, cfg: tl.constexpr,
+):  # fmt: skip
+    """One split of one sequence. The only split writes out and lse (to `sums`), others their unfinished softmax."""
+    pid = tl.program_id(0)
+    head_tile = pid % (cfg.num_kv_heads * cfg.head_tiles)
+    pid = pid // (cfg.num_kv_heads * cfg.head_tiles)
+    split = pid % num_splits
+    seq = pid // num_splits
+    if cfg.ranked > 0:
+        seq = _of_rank(seq, seq_lens, num_seqs, cfg)
+    kv_head, head, valid = _heads_of_rows(head_tile, cfg)
+    seq_len = tl.load(seq_lens + seq)
+    position = tl.where(valid, seq_len - 1, -1)
+    begin = seq_len * 0
+    if cfg.sliding_window is not None:
+        begin = tl.maximum(seq_len - cfg.sliding_window, 0)
+    end = tl.minimum(seq_len, max_seq_len)
+    if cfg.partition_size is not None:  # a fixed part of the context, whatever the batch
+        origin = split * cfg.partition_size
+        begin = tl.maximum(begin, origin)
+        end = tl.minimum(end, origin + cfg.partition_size)
+        first = (begin - origin) // cfg.tile
+        last = (end - origin + cfg.tile - 1) // cfg.tile
+    else:  # an even share of the tiles that are there
+        origin = 0
+        first = begin // cfg.tile
+        last = (end + cfg.tile - 1) // cfg.tile
+        share = tl.cdiv(tl.maximum(last - first, 0), num_splits)
+        first += split * share
+        last = tl.minimum(last, first + share)
+
+    q, unit = _load_query(query, tl.zeros_like(head) + seq, head, valid, cfg)
+    factor = unit * tl.load(scale) * _head_scale(k_scale, kv_head, tl.constexpr(cfg.k_scale))
+    slope, offset = _of_heads(alibi_slopes, kv_head, head, valid, cfg)
+    acc, max_logit, exp_sum = _empty(cfg)
+    table = block_tables + seq.to(tl.int64) * table_width
+    acc, max_logit, exp_sum = add_tiles(
+        acc, max_logit, exp_sum, q, factor, position, slope, offset, key_cache, value_cache, table, k_scale, v_scale,
+        kv_head, origin, 0, first, last, begin, end, True, True, cfg,
+    )  # fmt: skip
+    acc *= _head_scale(v_scale, kv_head, tl.constexpr(cfg.v_scale))
+
+    row = seq.to(tl.int64) * cfg.num_heads + head
+    result, lse, max_logit, exp_sum = _finish(
+        acc, max_logit, exp_sum, sinks, head, valid, tl.constexpr(cfg.sinks and cfg.final)
+    )
+    if cfg.final:
+        tl.store(sums + row, lse, mask=valid)
+    else:
+        row = row * num_splits + split
+        tl.store(sums + row, exp_sum, mask=valid)
+        tl.store(maxima + row, max_logit, mask=valid)
+    _store(out, row, result, valid, cfg)
+
+
+@triton.jit
+@no_type_check
+def reduce_kernel(
+    tmp_out, exp_sums, max_logits, seq_lens, sinks, num_splits, out, lse, cfg: tl.constexpr
+):  # fmt: skip
+    """The softmax over all splits of one (sequence, head)."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(0) % cfg.num_heads
+    used = num_splits
+    if cfg.partition_size is not None:
+        seq_len = tl.load(seq_lens + tl.program_id(0) // cfg.num_heads)
+        used = tl.minimum(num_splits, (seq_len + cfg.partition_size - 1) // cfg.partition_size)
+    d = tl.arange(0, cfg.padded_head_size)
+    acc = tl.full([1, cfg.padded_head_size], 0, tl.float32)
+    max_logit = tl.full([1], float("-inf"), tl.float32)
+    exp_sum = tl.full([1], 0, tl.float32)
+    for start in range(0, used, 16):
+        splits = start + tl.arange(0, 16)
+        inside = splits < used
+        at = row * num_splits + splits
+        maxima = tl.load(max_logits + at, mask=inside, other=float("-inf"))
+        sums = tl.load(exp_sums + at, mask=inside, other=0.0)
+        mask = inside[:, None] & (d < cfg.head_size)[None, :]
+        parts = tl.load(tmp_out + at[:, None] * cfg.head_size + d[None, :], mask=mask, other=0.0)
+        top = tl.maximum(max_logit, tl.max(maxima, 0))
+        shift = tl.where(top == float("-inf"), 0.0, top)
+        keep = tl.exp(max_logit - shift)
+        weights = sums * tl.exp(maxima - shift)
+        acc = acc * keep[:, None] + tl.sum(weights[:, None] * parts, 0)[None, :]
+        exp_sum = exp_sum * keep + tl.sum(weights, 0)
+        max_logit = top
+    rows = tl.full([1], 0, tl.int32) + head
+    valid = rows >= 0
+    result, log_sum, _, _ = _finish(acc, max_logit, exp_sum, sinks, rows, valid, tl.constexpr(cfg.sinks))
+    rows = tl.full([1], 0, tl.int64) + row
+    tl.store(lse + rows, log_sum)
+    _store(out, rows, result, valid, cfg)
+
+
+@triton.jit
+@no_type_check
+def ragged_kernel(
+    query, key, value, key_cache, value_cache, block_tables, seq_lens, query_start_loc, scale, alibi_slopes, sinks,
+    k_scale, v_scale, num_tokens, num_seqs, table_width, max_seq_len, num_tiles, out, lse, cfg: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries of one sequence; the padding rows are a last sequence that sees nothing."""
+    pid = tl.program_id(0)
+    head_tile = pid % (cfg.num_kv_heads * cfg.head_tiles)
+    tile = num_tiles - 1 - pid // (cfg.num_kv_heads * cfg.head_tiles)  # the longest contexts first
+    seq = _sequence_of(tile, query_start_loc, num_seqs, cfg)
+    start = tl.load(query_start_loc + seq)
+    stop = tl.load(query_start_loc + seq + 1, mask=seq < num_seqs, other=num_tokens)
+    seq_len = tl.load(seq_lens + seq, mask=seq < num_seqs, other=0)
+    query_len = stop - start
+    context_len = seq_len - query_len
+    first_query = (tile - start // cfg.queries - seq) * cfg.queries
+
+    kv_head, head, valid = _heads_of_rows(head_tile, cfg)
+    queries = first_query + tl.arange(0, cfg.rows) // cfg.heads
+    valid = valid & (queries < query_len)
+    position = tl.where(valid & (seq < num_seqs), context_len + queries, -1)
+    at = context_len + first_query  # position of the first query
+    end = tl.minimum(context_len + tl.minimum(query_len, first_query + cfg.queries), max_seq_len)
+    end = tl.where((seq < num_seqs) & (first_query < query_len), end, 0)
+    begin = at * 0
+    if cfg.sliding_window is not None:
+        begin = tl.maximum(at - cfg.sliding_window + 1, 0)
+
+    q, unit = _load_query(query, start + queries, head, valid, cfg)
+    unit = unit * tl.load(scale)
+    factor = unit * _head_scale(k_scale, kv_head, tl.constexpr(cfg.k_scale))
+    slope, offset = _of_heads(alibi_slopes, kv_head, head, valid, cfg)
+    acc, max_logit, exp_sum = _empty(cfg)
+    table = block_tables + seq.to(tl.int64) * table_width
+    cached = end
+    if cfg.prefix:
+        cached = tl.minimum(end, context_len)
+    first = begin // cfg.tile
+    last = (cached + cfg.tile - 1) // cfg.tile
+    if cfg.sliding_window is None and cfg.block_sparse is None:  # tiles that every query sees whole need no mask
+        middle = tl.maximum(tl.minimum(at + 1, cached) // cfg.tile, 0)
+        acc, max_logit, exp_sum = add_tiles(
+            acc, max_logit, exp_sum, q, factor, position, slope, offset, key_cache, value_cache, table, k_scale,
+            v_scale, kv_head, 0, 0, first, middle, begin, cached, True, False, cfg,
+        )  # fmt: skip
+        first = middle
+    acc, max_logit, exp_sum = add_tiles(
+        acc, max_logit, exp_sum, q, factor, position, slope, offset, key_cache, value_cache, table, k_scale, v_scale,
+        kv_head, 0, 0, first, last, begin, cached, True, True, cfg,
+    )  # fmt: skip
+    acc *= _head_scale(v_scale, kv_head, tl.constexpr(cfg.v_scale))
+    if cfg.prefix:
+        first = tl.maximum(begin - context_len, 0) // cfg.tile
+        last = (end - context_len + cfg.tile - 1) // cfg.tile
+        acc, max_logit, exp_sum = add_tiles(
+            acc, max_logit, exp_sum, q, unit, position, slope, offset, key, value, table, k_scale, v_scale,
+            kv_head, context_len, start, first, last, begin, end, False, True, cfg,
+        )  # fmt: skip
+
+    row = (start + queries).to(tl.int64) * cfg.num_heads + head
+    result, log_sum, _, _ = _finish(acc, max_logit, exp_sum, sinks, head, valid, tl.constexpr(cfg.sinks))
+    tl.store(lse + row, log_sum, mask=valid)
+    _store(out, row, result, valid, cfg)
+
+
+@triton.jit
+@no_type_check
+def _load_query(query, tokens, head, valid, cfg: tl.constexpr):
+    """The rows' queries in the dtype of the products, and each row's unit."""
+    d = tl.arange(0, cfg.padded_head_size)
+    at = (tokens.to(tl.int64) * cfg.num_heads + head) * cfg.head_size
+    mask = valid[:, None] & (d < cfg.head_size)[None, :]
+    q = tl.load(query + at[:, None] + d[None, :], mask=mask, other=0.0)
+    unit = tl.full([cfg.rows], 1.0, tl.float32)
+    if cfg.normalise_query:  # bfloat16 into float16: a power of two out of each row, so that it fits, exactly
+        q = q.to(tl.float32)
+        peak = tl.maximum(tl.max(tl.abs(q), 1), 1e-30)
+        unit = (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        q = q / unit[:, None]
+    if cfg.compute_dtype == "float32":
+        q = q.to(tl.float32)
+    elif cfg.compute_dtype == "float16":
+        q = q.to(tl.float16)
+    else:
+        q = q.to(tl.bfloat16)
+    return q, unit
+
+
+@triton.jit
+@no_type_check
+def _heads_of_rows(head_tile, cfg: tl.constexpr):
+    """The kv head, each row's head, and which rows are no padding."""
+    rows = tl.arange(0, cfg.rows)
+    kv_head = head_tile // cfg.head_tiles
+    in_group = head_tile % cfg.head_tiles * cfg.heads + rows % cfg.heads
+    valid = (rows < cfg.heads * cfg.queries) & (in_group < cfg.group)
+    return kv_head, kv_head * cfg.group + in_group, valid
+
+
+@triton.jit
+@no_type_check
+def _of_heads(alibi_slopes, kv_head, head, valid, cfg: tl.constexpr):
+    """Each row's ALiBi slope and its shift of the block-sparse pattern."""
+    slope = tl.full([cfg.rows], 0, tl.float32)
+    if cfg.alibi:
+        slope = tl.load(alibi_slopes + head, mask=valid, other=0.0)
+    offset = head * 0
+    if cfg.block_sparse is not None:
+        if cfg.block_sparse.head_sliding_step >= 0:
+            shifted = cfg.block_sparse.tp_rank * cfg.num_heads + head
+            offset = shifted * cfg.block_sparse.head_sliding_step + 1
+        else:
+            shifted = cfg.block_sparse.tp_rank * cfg.num_kv_heads + kv_head
+            offset = head * 0 + shifted * (-cfg.block_sparse.head_sliding_step) + 1
+    return slope, offset
+
+
+@triton.jit
+@no_type_check
+def _head_scale(scale, kv_head, kind: tl.constexpr):
+    """A scale that is the same for the whole of a kv head's cache; 1 if there is none."""
+    factor = 1.0
+    if kind == "scalar":
+        factor = tl.load(scale)
+    elif kind == "head":
+        factor = tl.load(scale + kv_head)
+    return factor
+
+
+@triton.jit
+@no_type_check
+def _empty(cfg: tl.constexpr):
+    acc = tl.full([cfg.rows, cfg.padded_head_size], 0, tl.float32)
+    return acc, tl.full([cfg.rows], float("-inf"), tl.float32), tl.full([cfg.rows], 0, tl.float32)
+
+
+@triton.jit
+@no_type_check
+def _finish(acc, max_logit, exp_sum, sinks, head, valid, with_sinks: tl.constexpr):
+    """Normalises; a sink joins the denominator and the lse. Rows that saw no token: out 0, lse -inf."""
+    seen = exp_sum > 0
+    if with_sinks:
+        sink = tl.load(sinks + head, mask=valid, other=0.0)
+        top = tl.maximum(max_logit, sink)
+        keep = tl.exp(max_logit - top)
+        exp_sum = exp_sum * keep + tl.exp(sink - top)
+        acc = acc * keep[:, None]
+        max_logit = top
+    denominator = tl.where(seen, exp_sum, 1.0)
+    out = tl.where(seen[:, None], acc / denominator[:, None], 0.0)
+    lse = tl.where(seen, max_logit + tl.log(denominator), float("-inf"))
+    return out, lse, max_logit, exp_sum
+
+
+@triton.jit
+@no_type_check
+def _store(out, row, result, valid, cfg: tl.constexpr):
+    d = tl.arange(0, cfg.padded_head_size)
+    mask = valid[:, None] & (d < cfg.head_size)[None, :]
+    tl.store(out + row[:, None] * cfg.head_size + d[None, :], result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+@no_type_check
+def _of_rank(rank, seq_lens, num_seqs, cfg: tl.constexpr):
+    """The sequence of that rank by length, the longest first, so that none is left for the end."""
+    ids = tl.arange(0, cfg.ranked)
+    lens = tl.load(seq_lens + ids, mask=ids < num_seqs, other=-1)
+    ahead = (lens[None, :] > lens[:, None]) | ((lens[None, :] == lens[:, None]) & (ids[None, :] < ids[:, None]))
+    ranks = tl.sum(ahead.to(tl.int32), 1)
+    return tl.sum(tl.where(ranks == rank, ids, 0), 0)
+
+
+@triton.jit
+@no_type_check
+def _sequence_of(tile, query_start_loc, num_seqs, cfg: tl.constexpr):
+    """The sequence that a tile of queries belongs to.
+
+    Sequence s has the tiles from query_start_loc[s] // queries + s on: enough room for each, and no two overlap.
+    """
+    count = tile * 0
+    for first in range(0, num_seqs + 1, 128):
+        ids = first + tl.arange(0, 128)
+        inside = ids <= num_seqs
+        starts = tl.load(query_start_loc + ids, mask=inside, other=0)
+        count += tl.sum((inside & (starts // cfg.queries + ids <= tile)).to(tl.int32), 0)
+    return count - 1

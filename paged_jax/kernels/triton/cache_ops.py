@@ -1,0 +1,65 @@
+"""The fused cache write. Copying and swapping blocks has no kernel here: XLA's scatters serve."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int32, Num
+
+from paged_jax.kernels.triton import launch
+from paged_jax.options import Layout
+
+Cache = Num[Array, "num_blocks ..."]
+Scale = Float[Array, "..."] | None
+
+
+def write_to_paged_cache(
+    key: Float[Array, "num_tokens num_kv_heads head_size"],
+    value: Float[Array, "num_tokens num_kv_heads head_size"],
+    key_cache: Cache,
+    value_cache: Cache,
+    slot_mapping: Int32[Array, "num_tokens"],
+    k_scale: Scale,
+    v_scale: Scale,
+    *,
+    layout: Layout,
+) -> tuple[Cache, Cache]:
+    gpu = launch.device()
+    launch.check(gpu, key_cache.dtype.name)
+    num_tokens, num_kv_heads, head_size = key.shape
+    dtype = key_cache.dtype
+    limits = jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype)
+    # Few tokens: one a program, to fill the GPU. Many: 16, to have fewer programs.
+    tokens = min(16, launch.power_of_two(num_tokens * num_kv_heads // (8 * gpu.num_multiprocessors)))
+    config = launch.WriteConfig(
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        block_size=launch.block_size_of(value_cache, layout),
+        layout=layout,
+        key_x=16 // dtype.itemsize,
+        value_x=1,
+        tokens=tokens,
+        k_scale=launch.scale_kind(k_scale),
+        v_scale=launch.scale_kind(v_scale),
+        cache_dtype=dtype.name,
+        narrower=dtype.itemsize < key.dtype.itemsize,
+        smallest=float(limits.min),
+        largest=float(limits.max),
+    )
+    num_programs = -(-num_tokens // tokens) * num_kv_heads
+    if num_programs == 0 or key_cache.size == 0:
+        return key_cache, value_cache
+    scales = tuple(slot_mapping if scale is None else scale for scale in (k_scale, v_scale))  # absent: not read
+    caches = key_cache, value_cache
+    return tuple(
+        launch.call(
+            "write",
+            "write_kernel",
+            config,
+            num_programs,
+            (key, value, slot_mapping, *scales),
+            (num_tokens, key_cache.shape[0]),
+            tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches),
+            gpu,
+            in_place=caches,
+        )
+    )

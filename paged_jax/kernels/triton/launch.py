@@ -1,0 +1,341 @@
+"""Host side: what the kernels can do, which config they get, and the calls through jax_triton.
+
+A config is a frozen dataclass, chosen by a pure function of shapes, dtypes and the device, and handed to the device
+code whole, as its one compile-time argument. This is the only place that asks for the device.
+"""
+
+import importlib
+import inspect
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.interpreters import partial_eval
+
+from paged_jax.options import AttentionOptions, BlockSparse, Layout
+
+_FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+_EIGHT_BITS = (*_FLOAT8, "int8")
+# Shared memory that one program may have, KiB; other capabilities get the least of these.
+_SHARED_MEMORY = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
+_LEAST_SHARED_MEMORY = 99
+_MAX_HEADS = 64  # of a group, in one program
+
+
+@dataclass(frozen=True)
+class Device:
+    """What configs depend on; the default where there is no GPU to ask."""
+
+    capability: int = 90
+    num_multiprocessors: int = 132
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes that one program may have."""
+        return 1024 * _SHARED_MEMORY.get(self.capability, _LEAST_SHARED_MEMORY)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything static that an attention kernel is compiled for.
+
+    Attributes:
+      num_heads, num_kv_heads, head_size, block_size, layout: of the call.
+      key_x, value_x: neighbouring elements of a vector in layout "vllm".
+      heads, head_tiles: query heads of one program, and programs that a kv head's group takes.
+      queries: query tokens of one program.
+      rows: heads * queries, rounded up to what a matrix product takes.
+      tile: tokens of K and V in one step of the loop.
+      compute_dtype: of the operands of the matrix products.
+      normalise_query: whether a power of two is taken out of each query, to fit in the narrower range of float16.
+      k_scale, v_scale: "none", "scalar", "head" or "slot".
+      partition_size: tokens of a split, or None: an even share of each context.
+      final: whether there is one split, so that no reduce follows.
+      ranked: 0, or a power of two >= num_seqs to have the longest sequences start first.
+      prefix: whether the new tokens' keys and values are given.
+      num_warps, num_stages: for Triton.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    block_size: int
+    layout: Layout
+    key_x: int
+    value_x: int
+    heads: int
+    head_tiles: int
+    queries: int
+    rows: int
+    tile: int
+    compute_dtype: str
+    normalise_query: bool
+    k_scale: str
+    v_scale: str
+    alibi: bool
+    sinks: bool
+    sliding_window: int | None
+    logits_soft_cap: float | None
+    block_sparse: BlockSparse | None
+    partition_size: int | None = None
+    final: bool = True
+    ranked: int = 0
+    prefix: bool = False
+    num_warps: int = 4
+    num_stages: int = 3
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def padded_head_size(self) -> int:
+        return max(16, power_of_two(self.head_size))
+
+
+@dataclass(frozen=True)
+class WriteConfig:
+    """Everything static that the write kernel is compiled for; `tokens` of one program, the rest as in `Config`."""
+
+    num_kv_heads: int
+    head_size: int
+    block_size: int
+    layout: Layout
+    key_x: int
+    value_x: int
+    tokens: int
+    k_scale: str
+    v_scale: str
+    cache_dtype: str
+    narrower: bool
+    smallest: float
+    largest: float
+    num_warps: int = 4
+    num_stages: int = 1
+
+    @property
+    def padded_head_size(self) -> int:
+        return power_of_two(self.head_size)
+
+
+def device() -> Device:
+    """The GPU that the program is for: the first local one."""
+    try:
+        gpu = jax.local_devices(backend="gpu")[0]
+    except RuntimeError:
+        return Device()
+    return Device(int(gpu.compute_capability.replace(".", "")), gpu.core_count)
+
+
+def missing() -> list[str]:
+    """What is not installed. Without JAX's CUDA plugin there is nothing to lower a Triton kernel with."""
+    reasons = []
+    if not hasattr(importlib.import_module("jaxlib.gpu_triton"), "TritonKernel"):
+        reasons.append("needs JAX's CUDA plugin: pip install paged_jax[cuda13]")
+    try:
+        importlib.import_module("jax_triton")
+        importlib.import_module("triton")
+    except ImportError:
+        reasons.append("needs jax-triton: pip install paged_jax[triton]")
+    return reasons
+
+
+def check(gpu: Device, cache_dtype: str, reasons: Sequence[str] = ()) -> None:
+    """Raises NotImplementedError with everything that stands in the way, `reasons` included."""
+    reasons = [*missing(), *reasons]
+    if gpu.capability < 80:
+        reasons.append(f"needs compute capability 8.0 or newer, this GPU has {gpu.capability / 10}")
+    elif gpu.capability < 89 and cache_dtype == "float8_e4m3fn":
+        reasons.append(f"float8_e4m3fn caches need compute capability 8.9 or newer, this GPU has {gpu.capability / 10}")
+    if reasons:
+        raise NotImplementedError(f"implementation 'triton' {'; '.join(reasons)}")
+
+
+def attention_config(
+    query: Array,
+    key_cache: Array,
+    value_cache: Array,
+    options: AttentionOptions,
+    gpu: Device,
+    *,
+    queries_per_seq: int = 1,
+    prefix: bool = False,
+) -> Config:
+    """The config for up to `queries_per_seq` query tokens of one sequence in a program; 1 is decode."""
+    num_heads, head_size = query.shape[1:]
+    num_kv_heads = value_cache.shape[2 if options.layout == "nhd" else 1]
+    group, itemsize = num_heads // num_kv_heads, key_cache.dtype.itemsize
+    head_tiles = -(-group // _MAX_HEADS)
+    heads = -(-group // head_tiles)
+    compute = compute_dtype(query.dtype.name, key_cache.dtype.name, prefix)
+    reasons = []
+    if options.block_sparse and options.layout == "vllm" and compute == "float32" and itemsize < 4:
+        reasons.append("lacks block_sparse in layout 'vllm' for products in float32 of a narrower cache")
+    check(gpu, key_cache.dtype.name, reasons)
+    rows, tile, num_warps, num_stages = _tiling(
+        group, heads, queries_per_seq, max(16, power_of_two(head_size)), itemsize, compute, gpu, prefix
+    )
+    return Config(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        block_size=block_size_of(value_cache, options.layout),
+        layout=options.layout,
+        key_x=16 // itemsize,
+        value_x=1,
+        heads=heads,
+        head_tiles=head_tiles,
+        queries=1 if queries_per_seq == 1 else rows // heads,
+        rows=rows,
+        tile=tile,
+        compute_dtype=compute,
+        normalise_query=query.dtype.name == "bfloat16" and compute == "float16",
+        k_scale=scale_kind(options.k_scale),
+        v_scale=scale_kind(options.v_scale),
+        alibi=options.alibi_slopes is not None,
+        sinks=options.sinks is not None,
+        # A larger window would overflow where it is taken from a position.
+        sliding_window=None if options.sliding_window is None else min(options.sliding_window, 2**30),
+        logits_soft_cap=options.logits_soft_cap,
+        block_sparse=options.block_sparse,
+        prefix=prefix,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+
+
+def _tiling(
+    group: int,
+    heads: int,
+    queries_per_seq: int,
+    head_size: int,
+    itemsize: int,
+    compute_dtype: str,
+    gpu: Device,
+    prefix: bool,
+) -> tuple[int, int, int, int]:
+    """`rows`, `tile`, `num_warps` and `num_stages` for a padded head size and the cache's item size."""
+    small = gpu.shared_memory < 128 * 1024
+    num_warps, num_stages = 4, 3
+    if queries_per_seq == 1:
+        rows = max(16, power_of_two(heads))
+        # 32 KB tiles where a group is large enough to hide their latency with arithmetic, else more, smaller programs
+        tile_bytes = (32768 if group >= 8 else 16384) // (2 if small else 1)
+        tile = min(128, max(16, tile_bytes // (head_size * itemsize)))
+    else:
+        rows = min(128 if head_size <= 128 else 64, max(16, power_of_two(queries_per_seq * heads)))
+        tile = (64 if head_size <= 128 else 32) // (2 if small else 1)
+        # Hopper and data-center Blackwell have matrix units for whole tiles; elsewhere more warps share the registers.
+        if rows * head_size > 8192 and gpu.capability // 10 not in (9, 10):
+            num_warps = 8
+    if compute_dtype == "float32":  # plain cores: smaller products, or registers spill
+        rows, num_warps = max(min(rows, 32), power_of_two(heads)), 4
+        tile = min(tile, 32 if head_size <= 128 else 16)
+
+    compute_itemsize = jnp.dtype(compute_dtype).itemsize
+    while True:  # at most the queries, the tiles in flight, and a tile converted for the products
+        in_flight = max(num_stages - 1, 1) * itemsize + prefix * compute_itemsize
+        converted = compute_itemsize if compute_itemsize != itemsize else 0
+        needed = rows * (head_size + tile) * compute_itemsize + 2 * tile * head_size * (in_flight + converted) + 4096
+        if needed <= gpu.shared_memory or (tile == 16 and num_stages == 1):
+            return rows, tile, num_warps, num_stages
+        tile, num_stages = (tile // 2, num_stages) if tile > 16 else (tile, num_stages - 1)
+
+
+def compute_dtype(query: str, cache: str, prefix: bool) -> str:
+    """The narrowest dtype that holds what is multiplied: 8-bit caches fit in float16, exactly, and convert fastest."""
+    if query == "float32":
+        return "float32"
+    if cache in _EIGHT_BITS:
+        return query if prefix else "float16"
+    return query if query == cache else "float32"
+
+
+def num_splits(config: Config, num_seqs: int, max_seq_len: int, gpu: Device) -> int:
+    """Into how many programs each context is split, so that every multiprocessor has its fill."""
+    programs = num_seqs * config.num_kv_heads * config.head_tiles
+    target = gpu.num_multiprocessors * (2 if config.group >= 8 else 4)
+    return max(1, min(target // programs, -(-max_seq_len // config.tile)))
+
+
+def ranked(config: Config, num_seqs: int, gpu: Device) -> int:
+    """`Config.ranked` for unsplit sequences: worth it where they come in more than one wave."""
+    waves = num_seqs * config.num_kv_heads * config.head_tiles > gpu.num_multiprocessors
+    return power_of_two(num_seqs) if waves and 2 <= num_seqs <= 128 else 0
+
+
+def call(
+    module: str,
+    kernel: str,
+    config: Config | WriteConfig,
+    num_programs: int,
+    arrays: Sequence[Array],
+    scalars: Sequence[int],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    gpu: Device,
+    in_place: Sequence[Array] = (),
+) -> Any:
+    """Launches a kernel on `arrays`, then `scalars`, then pointers to `outputs`; returns the outputs.
+
+    The arrays `in_place` become the outputs. Their kernel takes as many pointers that it does not use after `arrays`:
+    jax-triton 0.3 passes an aliased input and its output, each in its place, 0.4 passes the two as one.
+    """
+    import jax_triton
+
+    _mend_dce_rule(jax_triton)
+    device_code = importlib.import_module(f"paged_jax.kernels.triton.{module}")
+    takes = inspect.signature(jax_triton.triton_call).parameters
+    keywords: dict[str, Any] = {"out_type" if "out_type" in takes else "out_shape": list(outputs)}
+    if "backend_options" in takes:
+        keywords["backend_options"] = {"enable_fp_fusion": True}
+    inputs = (*arrays, *in_place, *scalars)
+    if in_place:
+        first = len(arrays)
+        if "out_type" in takes:
+            inputs = (*arrays, *[arrays[0]] * len(in_place), *scalars, *in_place)
+            first = len(inputs) - len(in_place)
+        keywords["input_output_aliases"] = {first + i: i for i in range(len(in_place))}
+    with warnings.catch_warnings():
+        # 0.4 wants mutable references instead, which 0.3 has not.
+        warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
+        return jax_triton.triton_call(
+            *inputs,
+            kernel=getattr(device_code, kernel),
+            grid=(num_programs,),
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            compute_capability=gpu.capability,
+            cfg=config,
+            **keywords,
+        )
+
+
+def _mend_dce_rule(jax_triton: ModuleType) -> None:
+    """jax-triton 0.4.1's rule for unused results lacks an argument of jax 0.12's; the same, for any arguments."""
+    primitive = getattr(getattr(jax_triton, "triton_lib", None), "triton_kernel_call_p", None)
+    if primitive in partial_eval.dce_rules:
+        partial_eval.dce_rules[primitive] = lambda _, *args: ([True] * len(args[-1].invars), args[-1])
+
+
+def option_arrays(options: AttentionOptions) -> tuple[Array, ...]:
+    """scale, alibi_slopes, sinks, k_scale, v_scale; `scale` stands in for what is absent, which is not read."""
+    arrays = options.scale, options.alibi_slopes, options.sinks, options.k_scale, options.v_scale
+    return tuple(options.scale if x is None else x for x in arrays)
+
+
+def scale_kind(scale: Array | None) -> str:
+    return "none" if scale is None else {0: "scalar", 1: "head", 3: "slot"}[scale.ndim]
+
+
+def block_size_of(value_cache: Array, layout: Layout) -> int:
+    return value_cache.shape[{"hnd": 2, "nhd": 1, "vllm": 3}[layout]]
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two >= n."""
+    return 1 << max(n - 1, 0).bit_length()

@@ -1,0 +1,161 @@
+"""Device code of attention: the loop over tiles of K and V, and how a tile is read and masked.
+
+A tile is a run of `cfg.tile` consecutive tokens of one sequence. `attend.py` tells where these loops stand in the
+kernels; `cfg` is a `launch.Config`.
+"""
+
+# Where triton is not installed pyright takes this folder for it.
+# pyright: reportAttributeAccessIssue=false
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+@no_type_check
+def add_tiles(
+    acc, max_logit, exp_sum, q, factor, position, slope, offset, key, value, table, k_scale, v_scale, kv_head, origin,
+    start, first, last, begin, end, paged: tl.constexpr, masked: tl.constexpr, cfg: tl.constexpr,
+):  # fmt: skip
+    """Adds the tokens in [begin, end) of the tiles [first, last) counted from `origin` to an unfinished softmax.
+
+    From the cache if `paged`; else from `key` and `value` as rows of new tokens, of which `start` is at `origin`.
+    Without `masked` every row sees every token of these tiles.
+    """
+    for i in range(first, last):
+        inner = i * cfg.tile + tl.arange(0, cfg.tile)
+        tokens = origin + inner
+        wanted = (tokens >= begin) & (tokens < end)
+        seen = _seen(tokens, wanted, position, offset, cfg)
+        if cfg.block_sparse is not None:  # what no row attends to is not read
+            wanted = tl.max(seen.to(tl.int32), 0) > 0
+        k_factor = None
+        v_factor = None
+        if paged:
+            block = tl.load(table + tokens // cfg.block_size, mask=wanted, other=0).to(tl.int64)
+            slot = tokens % cfg.block_size
+            key_at = vectors(key, block, slot, kv_head, tl.constexpr(cfg.key_x), cfg)
+            value_at = vectors(value, block, slot, kv_head, tl.constexpr(cfg.value_x), cfg)
+            scale_at = (block * cfg.num_kv_heads + kv_head) * cfg.block_size + slot
+            if cfg.k_scale == "slot":
+                k_factor = tl.load(k_scale + scale_at, mask=wanted, other=0.0)
+            if cfg.v_scale == "slot":
+                v_factor = tl.load(v_scale + scale_at, mask=wanted, other=0.0)
+        else:
+            at = ((start + inner).to(tl.int64) * cfg.num_kv_heads + kv_head) * cfg.head_size
+            element = tl.arange(0, cfg.padded_head_size)
+            key_at = key + at[:, None] + element[None, :]
+            value_at = value + at[:, None] + element[None, :]
+        k = _convert(_load_tile(key_at, wanted, masked, cfg), q.dtype)
+        v = _convert(_load_tile(value_at, wanted, masked, cfg), q.dtype)
+
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee") * factor[:, None]
+        if k_factor is not None:
+            logits *= k_factor[None, :]
+        if cfg.logits_soft_cap is not None:
+            logits = cfg.logits_soft_cap * _tanh(logits / cfg.logits_soft_cap)
+        if cfg.alibi:
+            logits += slope[:, None] * (tokens[None, :] - position[:, None]).to(tl.float32)
+        if masked:
+            logits = tl.where(seen, logits, float("-inf"))
+        top = tl.maximum(max_logit, tl.max(logits, 1))
+        # A row that has seen nothing has no maximum: any finite one makes its exponentials 0 instead of NaN.
+        shift = tl.where(top == float("-inf"), 0.0, top)
+        keep = _exp(max_logit - shift, cfg)
+        weights = _exp(logits - shift[:, None], cfg)
+        exp_sum = exp_sum * keep + tl.sum(weights, 1)
+        acc = acc * keep[:, None]
+        if v_factor is None:
+            acc = tl.dot(weights.to(q.dtype), v, acc, input_precision="ieee")
+        else:  # the largest scale stays out of the narrow product, so that it cannot overflow there
+            peak = tl.max(tl.abs(v_factor), 0)
+            peak = tl.where(peak > 0, peak, 1.0)
+            weights *= (v_factor / peak)[None, :]
+            acc += tl.dot(weights.to(q.dtype), v, input_precision="ieee") * peak
+        max_logit = top
+    return acc, max_logit, exp_sum
+
+
+@triton.jit
+@no_type_check
+def _seen(tokens, inside, position, offset, cfg: tl.constexpr):
+    """Which of the tokens each row attends to, [rows, tile]; a row at position -1 attends to none."""
+    t = tokens[None, :]
+    at = position[:, None]
+    seen = inside[None, :] & (t <= at)
+    if cfg.sliding_window is not None:
+        seen = seen & (t > at - cfg.sliding_window)
+    if cfg.block_sparse is not None:
+        block = t // cfg.block_sparse.block_size
+        local = block > at // cfg.block_sparse.block_size - cfg.block_sparse.local_blocks
+        seen = seen & (local | ((block + offset[:, None]) % cfg.block_sparse.vert_stride == 0))
+    return seen
+
+
+@triton.jit
+@no_type_check
+def vectors(cache, blocks, offsets, kv_head, x: tl.constexpr, cfg: tl.constexpr):
+    """Pointers to the vectors [tokens, padded_head_size] of the slots (blocks, offsets); blocks are 64-bit."""
+    d = tl.arange(0, cfg.padded_head_size)
+    if cfg.layout == "hnd":
+        start = ((blocks * cfg.num_kv_heads + kv_head) * cfg.block_size + offsets) * cfg.head_size
+        element = d
+    elif cfg.layout == "nhd":
+        start = ((blocks * cfg.block_size + offsets) * cfg.num_kv_heads + kv_head) * cfg.head_size
+        element = d
+    else:  # x neighbours of a vector lie together, then comes the next token
+        start = (blocks * cfg.num_kv_heads + kv_head) * (cfg.head_size * cfg.block_size) + offsets * x
+        element = d // x * (cfg.block_size * x) + d % x
+    return cache + start[:, None] + element[None, :]
+
+
+@triton.jit
+@no_type_check
+def _load_tile(at, wanted, masked: tl.constexpr, cfg: tl.constexpr):
+    """The vectors of a tile, 0 for tokens that are not wanted: 0 * NaN is NaN, so they must not be read."""
+    in_head = (tl.arange(0, cfg.padded_head_size) < cfg.head_size)[None, :]
+    if masked:
+        tile = tl.load(at, mask=wanted[:, None] & in_head, other=0.0)
+    elif cfg.head_size != cfg.padded_head_size:
+        tile = tl.load(at, mask=in_head, other=0.0)
+    else:
+        tile = tl.load(at)
+    return tile
+
+
+@triton.jit
+@no_type_check
+def _convert(x, dtype: tl.constexpr):
+    """Exact, for the pairs of dtypes that `launch.compute_dtype` makes."""
+    if x.dtype == tl.int8 and dtype == tl.float16:
+        # 0x6400 is 1024 in float16, where a unit is the last bit; the integer-to-float instruction is slow.
+        x = ((x.to(tl.int16) + 128) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
+    return x.to(dtype)
+
+
+@triton.jit
+@no_type_check
+def _exp(x, cfg: tl.constexpr):
+    """exp2 is one instruction, exp takes three more for results that are denormal."""
+    if cfg.compute_dtype == "float32":
+        # A large product's rounding error is felt at this precision: it goes into a factor of its own.
+        x = tl.maximum(x, -1e4)
+        y = x * 1.4426950216293335
+        error = tl.fma(x, tl.full(x.shape, 1.4426950216293335, tl.float32), -y) + x * 1.9259629911266175e-8
+        power = tl.exp2(y) * (1.0 + error * 0.6931471805599453)
+    else:
+        power = tl.exp2(x * 1.4426950408889634)
+    return power
+
+
+@triton.jit
+@no_type_check
+def _tanh(x):
+    """Without libdevice. Near 0, where the formula cancels, a polynomial."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    y = (1.0 - e) / (1.0 + e)
+    square = x * x
+    near = x * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0 - square * (17.0 / 315.0))))
+    return tl.where(square < 0.04, near, tl.where(x < 0, -y, y))

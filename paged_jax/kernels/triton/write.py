@@ -1,0 +1,100 @@
+"""Device code of the fused cache write: K and V of new tokens into their slots, quantised on the way.
+
+Grid: one program for each (tile of tokens, kv head). It loads both vectors of each token, rounds them, and stores
+them at their slot; skipped tokens are neither read nor written. Roofline: (itemsize of key + itemsize of the
+cache) * 2 * head_size bytes for each (token, kv head); a decode step writes so little that the launch dominates.
+
+The caches are updated in place: `key_cache` and `value_cache` are outputs that alias inputs. `cfg` is a
+`launch.WriteConfig`.
+"""
+
+# Where triton is not installed pyright takes this folder for it.
+# pyright: reportAttributeAccessIssue=false
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+from paged_jax.kernels.triton.tiles import vectors
+
+
+@triton.jit
+@no_type_check
+def write_kernel(
+    key, value, slot_mapping, k_scale, v_scale, unused_key, unused_value, num_tokens, num_blocks,
+    key_cache, value_cache, cfg: tl.constexpr,
+):  # fmt: skip
+    kv_head = tl.program_id(0) % cfg.num_kv_heads
+    tokens = tl.program_id(0) // cfg.num_kv_heads * cfg.tokens + tl.arange(0, cfg.tokens)
+    slot = tl.load(slot_mapping + tokens, mask=tokens < num_tokens, other=-1)
+    valid = (slot >= 0) & (slot // cfg.block_size < num_blocks)
+    slot = tl.where(valid, slot, 0)
+    block = (slot // cfg.block_size).to(tl.int64)
+    offset = slot % cfg.block_size
+
+    d = tl.arange(0, cfg.padded_head_size)
+    mask = valid[:, None] & (d < cfg.head_size)[None, :]
+    at = ((tokens.to(tl.int64) * cfg.num_kv_heads + kv_head) * cfg.head_size)[:, None] + d[None, :]
+    scale_at = (block * cfg.num_kv_heads + kv_head) * cfg.block_size + offset
+    new_key = _quantise(
+        tl.load(key + at, mask=mask, other=0.0), k_scale, tl.constexpr(cfg.k_scale), kv_head, scale_at, valid, cfg
+    )
+    new_value = _quantise(
+        tl.load(value + at, mask=mask, other=0.0), v_scale, tl.constexpr(cfg.v_scale), kv_head, scale_at, valid, cfg
+    )
+    key_at = vectors(key_cache, block, offset, kv_head, tl.constexpr(cfg.key_x), cfg)
+    value_at = vectors(value_cache, block, offset, kv_head, tl.constexpr(cfg.value_x), cfg)
+    tl.store(key_at, _code(new_key, key_cache.dtype.element_ty, cfg), mask=mask)
+    tl.store(value_at, _code(new_value, value_cache.dtype.element_ty, cfg), mask=mask)
+
+
+@triton.jit
+@no_type_check
+def _quantise(x, scale, kind: tl.constexpr, kv_head, scale_at, valid, cfg: tl.constexpr):
+    """Divided by the scale and clipped to the cache dtype's range, if that is narrower."""
+    if cfg.narrower:
+        x = x.to(tl.float32)
+        if kind == "scalar":
+            x = tl.div_rn(x, tl.zeros_like(x) + tl.load(scale))
+        elif kind == "head":
+            x = tl.div_rn(x, tl.zeros_like(x) + tl.load(scale + kv_head))
+        elif kind == "slot":
+            x = tl.div_rn(x, tl.zeros_like(x) + tl.load(scale + scale_at, mask=valid, other=1.0)[:, None])
+        x = tl.where(x < cfg.smallest, cfg.smallest, tl.where(x > cfg.largest, cfg.largest, x))  # keeps NaN
+    return x
+
+
+@triton.jit
+@no_type_check
+def _code(x, dtype: tl.constexpr, cfg: tl.constexpr):
+    """Rounded to nearest even. The float8 formats by hand: not every GPU can, and not all round the same."""
+    if cfg.cache_dtype == "float8_e4m3fn":
+        code = _float8(x, 3, 7).to(dtype, bitcast=True)
+    elif cfg.cache_dtype == "float8_e5m2":
+        code = _float8(x, 2, 15).to(dtype, bitcast=True)
+    elif cfg.cache_dtype == "int8":
+        # 1.5 * 2**23: where a float32's last bit is a unit
+        code = ((x + 12582912.0) - 12582912.0).to(tl.int32).to(dtype)
+    else:
+        code = x.to(dtype)
+    return code
+
+
+@triton.jit
+@no_type_check
+def _float8(x, mantissa: tl.constexpr, bias: tl.constexpr):
+    """The code, u8, of float32 values within a float8 format's finite range."""
+    bits = x.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    bits = bits & 0x7FFFFFFF
+    shift: tl.constexpr = 23 - mantissa
+    normal = (bits + ((1 << (shift - 1)) - 1) + ((bits >> shift) & 1)) >> shift
+    normal -= (127 - bias) << mantissa
+    # Below the smallest normal number the unit is fixed: adding this makes it the last bit of a float32.
+    unit: tl.constexpr = (127 + 1 - bias - mantissa + 23) << 23
+    magic = (bits * 0 + unit).to(tl.float32, bitcast=True)
+    subnormal = (bits.to(tl.float32, bitcast=True) + magic).to(tl.int32, bitcast=True) - unit
+    code = tl.where(bits < ((128 - bias) << 23), subnormal, normal)
+    code = tl.where(x != x, 0x7F, code)
+    return (code | sign).to(tl.uint8)

@@ -1,0 +1,226 @@
+"""The Triton kernels with no GPU: in Triton's interpreter, compiled for every architecture, and their refusals.
+
+On a GPU the tests of the operations run them too. Skipped where triton is not installed.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import paged_jax
+from paged_jax.kernels.triton import launch
+from tests import inputs, test_decode
+from tests.cases import DECODE_CASES, Case
+
+BY_NAME = {case.name: case for case in DECODE_CASES}
+
+
+def installed():
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+needs_triton = pytest.mark.skipif(not installed(), reason="triton is not installed: pip install paged_jax[triton]")
+
+# Every option, layout, kind of scale and pair of compute and cache dtype, in as few cases as that takes.
+INTERPRETED = [
+    "hnd-bfloat16",
+    "nhd-int8",
+    "nhd-float32",
+    "vllm-float16",
+    "vllm-e4m3",
+    "soft-cap",
+    "sparse-negative-step",
+    "large-scales",
+    "query-float16-cache-bfloat16",
+    "max-seq-len",
+    "all-empty",
+    "everything",
+    "write-hnd-int8",
+    "write-nhd-float8_e5m2",
+    "write-vllm-float8_e4m3fn",
+    "write-hnd-bfloat16",
+]
+
+
+@needs_triton
+def test_in_the_interpreter():
+    """In a process of its own: the interpreter is chosen when triton is imported."""
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.triton_interpreter", *INTERPRETED],
+        cwd=Path(__file__).parents[1],
+        env=os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    done = [line.removesuffix(" ok") for line in process.stdout.splitlines()]
+    assert done == INTERPRETED, process.stderr[-4000:]
+
+
+# (architecture, op, case): every op, dtype, layout, head size and option somewhere, each architecture with prefill.
+COMPILED = [
+    (80, "v1", "hnd-float16"),
+    (80, "ragged", "hnd-bfloat16"),
+    (80, "prefix", "nhd-e5m2"),
+    (80, "v2", "vllm-int8"),
+    (80, "write", "nhd-e5m2"),
+    (86, "v1", "nhd-float32"),
+    (86, "ragged", "llama-3-8b"),
+    (86, "prefix", "vllm-float16"),
+    (86, "v1", "small-blocks"),
+    (89, "v1", "hnd-e4m3"),
+    (89, "ragged", "nhd-e4m3"),
+    (89, "auto", "phi-3-small"),
+    (89, "write", "vllm-e4m3"),
+    (90, "auto", "llama-3-8b"),
+    (90, "ragged", "everything"),
+    (90, "prefix", "llama-3-8b"),
+    (90, "v2", "everything"),
+    (90, "v1", "hnd-int8"),
+    (90, "write", "vllm-int8"),
+    (100, "ragged", "opt-125m"),
+    (100, "v1", "gpt-oss-20b"),
+    (100, "prefix", "farthest-corner"),
+    (120, "ragged", "gemma-2-9b"),
+    (120, "v1", "nhd-float16"),
+    (120, "write", "hnd-float32"),
+]
+COMPILED_CASES = {
+    **BY_NAME,
+    "small-blocks": Case("small-blocks", 142, 2, 24, 1, "float16", "bfloat16", seq_lens=(9,), query_lens=None),
+    "gemma-2-9b": Case(
+        "gemma-2-9b", 16, 8, 256, 16, "bfloat16", seq_lens=(99,), query_lens=(99,), logits_soft_cap=50.0
+    ),
+}
+
+
+@needs_triton
+@pytest.mark.parametrize(("capability", "op", "name"), COMPILED, ids=str)
+def test_compiles(capability, op, name, tmp_path, monkeypatch):
+    """To a cubin that fits the architecture's shared memory."""
+    from tests import triton_interpreter
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    case = COMPILED_CASES[name]
+    gpu = launch.Device(capability, 100)
+    launches = []
+    with triton_interpreter.recorded(launches, gpu):
+        call(op, case)
+    assert launches
+    for made in launches:
+        result = triton_interpreter.compiled(made, capability)
+        assert result.asm["cubin"]
+        assert result.metadata.shared <= gpu.shared_memory, made.config
+
+
+def call(op, case):
+    """`op` on a case's inputs."""
+    made = inputs.make(case)
+    options = made.arrays | test_decode.library_options(made.static) | {"max_seq_len": case.max_seq_len}
+    match op:
+        case "v1":
+            paged_jax.paged_attention_v1(*made.decode.values(), **options)
+        case "v2":
+            paged_jax.paged_attention_v2(*made.decode.values(), **options, partition_size=case.partition_size)
+        case "auto":
+            paged_jax.paged_attention(*made.decode.values(), **options)
+        case "ragged":
+            paged_jax.ragged_paged_attention(*made.ragged.values(), **options)
+        case "prefix":
+            paged_jax.prefix_attention(*made.prefix.values(), **options)
+        case "write":
+            key_cache, value_cache = made.decode["key_cache"], made.decode["value_cache"]
+            scales = {name: made.arrays.get(name) for name in ("k_scale", "v_scale")}
+            tokens = np.zeros((5, case.num_kv_heads, case.head_size), np.float32)
+            slots = np.arange(5, dtype=np.int32)
+            paged_jax.write_to_paged_cache(tokens, tokens, key_cache, value_cache, slots, layout=case.layout, **scales)
+
+
+def test_lowers_for_cuda_with_no_gpu():
+    pytest.importorskip("jax_triton", exc_type=ImportError)
+    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+        pytest.skip("JAX's CUDA plugin is not installed: pip install paged_jax[cuda12]")
+    case = BY_NAME["hnd-bfloat16"]
+    made = inputs.make(case)
+
+    def lowered(function, *args, **options):
+        function = partial(function, **options)
+        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+    # Whatever an op runs besides its kernels is XLA's, so the calls can be counted.
+    assert lowered(paged_jax.ragged_paged_attention, *made.ragged.values()).count("@triton_kernel_call") == 1
+    assert lowered(paged_jax.paged_attention_v2, *made.decode.values()).count("@triton_kernel_call") == 2
+    caches = made.decode["key_cache"], made.decode["value_cache"]
+    text = lowered(paged_jax.write_to_paged_cache, *[made.prefix["key"][:2]] * 2, *caches, np.arange(2, dtype=np.int32))
+    assert text.count("@triton_kernel_call") == 1
+    assert text.count("#stablehlo.output_operand_alias") == 2
+
+
+def test_importing_it_imports_neither_triton_nor_jax_triton():
+    code = "import sys, paged_jax.kernels.triton; assert not {'triton', 'jax_triton'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], check=True)
+
+
+def test_without_jax_triton_it_says_what_to_install():
+    arrays = inputs.make(BY_NAME["alibi"]).decode.values()
+    trace = jax.make_jaxpr(lambda *args: paged_jax.paged_attention(*args, implementation="triton"))
+    with (
+        mock.patch.dict(sys.modules, {"jax_triton": None}),
+        pytest.raises(NotImplementedError, match=r"'triton' needs jax-triton: pip install paged_jax\[triton\]"),
+    ):
+        trace(*arrays)
+
+
+def test_refusals_name_every_reason():
+    with (
+        mock.patch.dict(sys.modules, {"jax_triton": None}),
+        pytest.raises(NotImplementedError, match=r"needs jax-triton.*; float8_e4m3fn caches need .* 8\.9.* has 8\.6"),
+    ):
+        launch.check(launch.Device(86, 84), "float8_e4m3fn")
+    with pytest.raises(NotImplementedError, match=r"^implementation 'triton' .*8\.0 or newer, this GPU has 7\.5"):
+        launch.check(launch.Device(75, 40), "bfloat16")
+
+
+def test_block_sparse_that_is_refused():
+    case = Case(
+        "refused", dtype="float32", cache_dtype="int8", layout="vllm", block_sparse=BY_NAME["sparse"].block_sparse
+    )
+    made = inputs.make(case)
+    options = made.arrays | test_decode.library_options(made.static)
+    with pytest.raises(NotImplementedError, match="lacks block_sparse in layout 'vllm'"):
+        jax.eval_shape(
+            lambda *arrays: paged_jax.paged_attention_v1(*arrays, **options, implementation="triton"),
+            *made.decode.values(),
+        )
+
+
+@pytest.mark.parametrize("group", [4, 8])
+@pytest.mark.parametrize("num_seqs", [1, 8, 64, 1000])
+def test_splits_fill_the_gpu_and_no_more(num_seqs, group):
+    query = jnp.zeros((num_seqs, 8 * group, 128), jnp.bfloat16)
+    cache = jax.ShapeDtypeStruct((99, 8, 16, 128), jnp.bfloat16)
+    options = paged_jax.options.AttentionOptions(
+        scale=jnp.float32(1), alibi_slopes=None, sinks=None, k_scale=None, v_scale=None, layout="hnd",
+        max_seq_len=32768, sliding_window=None, logits_soft_cap=None, block_sparse=None,
+    )  # fmt: skip
+    gpu = launch.Device()
+    with mock.patch.object(launch, "check"):
+        config = launch.attention_config(query, cache, cache, options, gpu)
+    splits = launch.num_splits(config, num_seqs, 32768, gpu)
+    target = gpu.num_multiprocessors * (2 if group >= 8 else 4)
+    assert splits == 1 or target // 2 < splits * num_seqs * 8 <= target
+    assert launch.num_splits(config, num_seqs, 1, gpu) == 1

@@ -1,0 +1,228 @@
+"""Runs and compiles the Triton kernels with no GPU: stand-ins for `jax_triton.triton_call`, and how to use them.
+
+`interpreted()` runs every launch in Triton's interpreter, on NumPy memory; that has to be switched on before triton
+is imported, so tests run this file as a script, in a process of its own:
+
+    TRITON_INTERPRET=1 python -m tests.triton_interpreter NAME ...
+
+`recorded(launches)` only notes what would be launched, and `compiled(launch, capability)` makes a cubin of it.
+Neither needs jax_triton itself, which imports only next to a GPU's JAX in some versions.
+"""
+
+import contextlib
+import importlib
+import sys
+import types
+import warnings
+from dataclasses import dataclass
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from paged_jax import _dispatch
+from paged_jax.kernels.triton import launch
+from tests import test_cache_ops, test_decode, test_ragged
+from tests.cases import DECODE_CASES
+
+_TYPES = {
+    "bfloat16": "bf16",
+    "float32": "fp32",
+    "float16": "fp16",
+    "float8_e4m3fn": "fp8e4nv",
+    "float8_e5m2": "fp8e5",
+    "int32": "i32",
+    "int8": "i8",
+}
+
+
+@dataclass
+class Launch:
+    """One call of `triton_call`: a signature, a config and a grid."""
+
+    kernel: object
+    inputs: tuple
+    outputs: list
+    config: object
+    grid: tuple
+    aliases: dict
+
+
+@contextlib.contextmanager
+def standing_in(triton_call, device=None):
+    """`triton_call(launch) -> outputs` in place of jax_triton's, reached by every op without jit."""
+
+    def call(*inputs, kernel, out_type, grid, cfg, input_output_aliases=None, **_):
+        return triton_call(Launch(kernel, inputs, out_type, cfg, grid, input_output_aliases or {}))
+
+    package = importlib.import_module("paged_jax.kernels.triton")
+    for name in ("triton.compiler", "paged_jax.kernels.triton.attend", "paged_jax.kernels.triton.write"):
+        importlib.import_module(name)  # now, for what is imported while sys.modules is patched is lost
+
+    def eagerly(op, *operands, implementation=None, **static):
+        return getattr(package, op)(*operands, **static)
+
+    module = types.ModuleType("jax_triton")
+    module.triton_call = call
+    with (
+        mock.patch.dict(sys.modules, {"jax_triton": module}),
+        mock.patch.object(_dispatch, "call", eagerly),
+        mock.patch.object(launch, "missing", return_value=[]),
+        mock.patch.object(launch, "device", return_value=device or launch.Device()),
+    ):
+        yield
+
+
+def recorded(launches, device=None):
+    """Notes the launches, and returns zeros from them."""
+
+    def record(made):
+        launches.append(made)
+        return [jnp.zeros(x.shape, x.dtype) for x in made.outputs]
+
+    return standing_in(record, device)
+
+
+@contextlib.contextmanager
+def interpreted(device=None):
+    """Runs the launches in Triton's interpreter."""
+
+    def run(made):
+        outputs = {o: np.array(made.inputs[i]) for i, o in made.aliases.items()}
+        inputs = [
+            Memory(outputs[made.aliases[i]])
+            if i in made.aliases
+            else x
+            if isinstance(x, int)
+            else Memory(np.asarray(x))
+            for i, x in enumerate(made.inputs)
+        ]
+        fresh = []
+        for o, x in enumerate(made.outputs):
+            if o not in outputs:  # 0xff bytes: NaN, so that what is left unwritten shows
+                size = int(np.prod(x.shape)) * x.dtype.itemsize
+                outputs[o] = np.full(size, 0xFF, np.uint8).view(x.dtype).reshape(x.shape)
+                fresh.append(Memory(outputs[o]))
+        made.kernel[made.grid](*inputs, *fresh, cfg=made.config)
+        return [jnp.asarray(outputs[o]) for o in range(len(made.outputs))]
+
+    with bfloat16_mended(), standing_in(run, device):
+        yield
+
+
+@contextlib.contextmanager
+def bfloat16_mended():
+    """Triton's interpreter has bfloat16 as bits, which it truncates instead of rounding, and multiplies as integers."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    tl, handle, builder = interpreter.tl, interpreter.TensorHandle, interpreter.InterpreterBuilder
+    bfloat16 = ml_dtypes.bfloat16
+
+    def widened(x):
+        return handle(x.data.view(bfloat16).astype(np.float32), tl.float32) if x.dtype.scalar == tl.bfloat16 else x
+
+    def cast(original):
+        def mended(self, x, dtype, *rounding):
+            if dtype.scalar == tl.bfloat16 and x.dtype.scalar != tl.bfloat16:
+                x = x if x.dtype.scalar == tl.float32 else original(self, x, tl.float32, *rounding)
+                return handle(x.data.astype(bfloat16).view(np.uint16), tl.bfloat16)
+            x = widened(x)
+            return x if x.dtype.scalar == dtype.scalar else original(self, x, dtype, *rounding)
+
+        return mended
+
+    def dot(self, a, b, *rest, original=builder.create_dot):
+        return original(self, widened(a), widened(b), *rest)
+
+    with (
+        mock.patch.object(builder, "cast_impl", cast(builder.cast_impl)),
+        mock.patch.object(builder, "create_fp_to_fp", cast(builder.create_fp_to_fp)),
+        mock.patch.object(builder, "create_dot", dot),
+    ):
+        yield
+
+
+class Memory:
+    """As much of a tensor around a NumPy array as Triton's interpreter asks for."""
+
+    def __init__(self, array):
+        self.array, self.dtype = array, _TYPES[array.dtype.name]
+
+    def data_ptr(self):
+        return self.array.ctypes.data
+
+    def untyped_storage(self):
+        return self
+
+    cpu = untyped_storage
+
+    def new_empty(self, *_, **__):
+        return self
+
+    def set_(self, *_):
+        pass
+
+    copy_ = set_
+
+    def storage_offset(self):
+        return 0
+
+    size = stride = storage_offset
+
+
+def signature(made):
+    """Argument types by position, as jax_triton finds them; scalars of 1 are compile-time constants."""
+    aliased = set(made.aliases.values())
+    pointers = [x for o, x in enumerate(made.outputs) if o not in aliased]
+    kinds = ["i32" if isinstance(x, int) else "*" + _TYPES[x.dtype.name] for x in (*made.inputs, *pointers)]
+    ones = {i for i, x in enumerate(made.inputs) if isinstance(x, int) and x == 1}
+    return tuple("constexpr" if i in ones else kind for i, kind in enumerate(kinds))
+
+
+def compiled(made, capability):
+    """The launch as Triton compiles it for that compute capability, without a GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names, kinds = made.kernel.arg_names, signature(made)
+    constants = {names[i]: 1 for i, kind in enumerate(kinds) if kind == "constexpr"}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(kinds) if kind.startswith("*")}
+    source = ASTSource(
+        made.kernel,
+        dict(zip(names, (*kinds, "constexpr"), strict=True)),
+        constexprs={**constants, "cfg": made.config},
+        attrs=aligned,
+    )
+    options = {"num_warps": made.config.num_warps, "num_stages": made.config.num_stages, "enable_fp_fusion": True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Triton's own
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def run(function, *, quick=True, **arrays):
+    """What the fixture of that name is to the tests of every implementation."""
+    return jax.tree.map(np.asarray, function(**arrays, implementation="triton"))
+
+
+def main(names):
+    """The tests of every implementation, on the named attention cases or "write-LAYOUT-DTYPE"."""
+    cases = {case.name: case for case in DECODE_CASES}
+    with interpreted():
+        for name in names:
+            if name in cases:
+                test_decode.test_decode(cases[name], run)
+                test_decode.test_paged_attention_picks_one_of_them(name, run)
+                if cases[name].query_lens is not None:
+                    test_ragged.test_ragged_and_prefix(cases[name], run)
+            else:
+                _, layout, dtype = name.split("-")
+                test_cache_ops.test_write(layout, dtype, run)
+                if layout == "hnd":
+                    test_cache_ops.test_write_saturates_and_rounds_to_nearest_even(dtype, run)
+            print(name, "ok", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
