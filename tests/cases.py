@@ -191,7 +191,7 @@ def _edges():
             k_scale="slot",
             v_scale="head",
             scale_size=1e4,
-            scale=1e-4,
+            scale=1e-5,
         ),
         Case(
             "equal-logits-over-100k",
