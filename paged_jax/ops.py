@@ -15,21 +15,31 @@ from typing import Any, Unpack
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Float32, Int32, Num
+from jaxtyping import Float, Float32
 
 from paged_jax import _dispatch, _validate
 from paged_jax.options import Implementation, Layout, Options
+from paged_jax.shapes import (
+    BlockMapping,
+    BlockTables,
+    Cache,
+    NewTokens,
+    Query,
+    QueryStartLoc,
+    RaggedQuery,
+    SeqLens,
+    SlotMapping,
+)
 
-Cache = Num[Array, "num_blocks ..."]
 Scale = Float[Array, "..."] | float | None
 
 
 def paged_attention_v1(
-    query: Float[Array, "num_seqs num_heads head_size"],
+    query: Query,
     key_cache: Cache,
     value_cache: Cache,
-    block_tables: Int32[Array, "num_seqs max_blocks_per_seq"],
-    seq_lens: Int32[Array, "num_seqs"],
+    block_tables: BlockTables,
+    seq_lens: SeqLens,
     *,
     return_lse: bool = False,
     implementation: Implementation | None = None,
@@ -63,11 +73,11 @@ def paged_attention_v1(
 
 
 def paged_attention_v2(
-    query: Float[Array, "num_seqs num_heads head_size"],
+    query: Query,
     key_cache: Cache,
     value_cache: Cache,
-    block_tables: Int32[Array, "num_seqs max_blocks_per_seq"],
-    seq_lens: Int32[Array, "num_seqs"],
+    block_tables: BlockTables,
+    seq_lens: SeqLens,
     *,
     partition_size: int = 512,
     return_residuals: bool = False,
@@ -107,11 +117,11 @@ def paged_attention_v2(
 
 
 def paged_attention(
-    query: Float[Array, "num_seqs num_heads head_size"],
+    query: Query,
     key_cache: Cache,
     value_cache: Cache,
-    block_tables: Int32[Array, "num_seqs max_blocks_per_seq"],
-    seq_lens: Int32[Array, "num_seqs"],
+    block_tables: BlockTables,
+    seq_lens: SeqLens,
     *,
     return_lse: bool = False,
     implementation: Implementation | None = None,
@@ -127,12 +137,12 @@ def paged_attention(
 
 
 def ragged_paged_attention(
-    query: Float[Array, "num_tokens num_heads head_size"],
+    query: RaggedQuery,
     key_cache: Cache,
     value_cache: Cache,
-    block_tables: Int32[Array, "num_seqs max_blocks_per_seq"],
-    seq_lens: Int32[Array, "num_seqs"],
-    query_start_loc: Int32[Array, "num_seqs+1"],
+    block_tables: BlockTables,
+    seq_lens: SeqLens,
+    query_start_loc: QueryStartLoc,
     *,
     return_lse: bool = False,
     implementation: Implementation | None = None,
@@ -171,14 +181,14 @@ def ragged_paged_attention(
 
 
 def prefix_attention(
-    query: Float[Array, "num_tokens num_heads head_size"],
-    key: Float[Array, "num_tokens num_kv_heads head_size"],
-    value: Float[Array, "num_tokens num_kv_heads head_size"],
+    query: RaggedQuery,
+    key: NewTokens,
+    value: NewTokens,
     key_cache: Cache,
     value_cache: Cache,
-    block_tables: Int32[Array, "num_seqs max_blocks_per_seq"],
-    seq_lens: Int32[Array, "num_seqs"],
-    query_start_loc: Int32[Array, "num_seqs+1"],
+    block_tables: BlockTables,
+    seq_lens: SeqLens,
+    query_start_loc: QueryStartLoc,
     *,
     return_lse: bool = False,
     implementation: Implementation | None = None,
@@ -253,11 +263,11 @@ def merge_attention_states(
 
 
 def write_to_paged_cache(
-    key: Float[Array, "num_tokens num_kv_heads head_size"],
-    value: Float[Array, "num_tokens num_kv_heads head_size"],
+    key: NewTokens,
+    value: NewTokens,
     key_cache: Cache,
     value_cache: Cache,
-    slot_mapping: Int32[Array, "num_tokens"],
+    slot_mapping: SlotMapping,
     *,
     layout: Layout = "hnd",
     k_scale: Scale = None,
@@ -309,7 +319,7 @@ def write_to_paged_cache(
 def copy_blocks(
     key_cache: Cache,
     value_cache: Cache,
-    block_mapping: Int32[Array, "num_pairs 2"],
+    block_mapping: BlockMapping,
     *,
     implementation: Implementation | None = None,
 ) -> tuple[Cache, Cache]:
@@ -341,7 +351,7 @@ def swap_blocks(
     src_value_cache: Cache,
     dst_key_cache: Cache,
     dst_value_cache: Cache,
-    block_mapping: Int32[Array, "num_pairs 2"],
+    block_mapping: BlockMapping,
     *,
     implementation: Implementation | None = None,
 ) -> tuple[Cache, Cache]:

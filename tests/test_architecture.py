@@ -13,13 +13,14 @@ ALLOWED = {
     "paged_jax.allocator": (),
     "paged_jax.metadata": (),
     "paged_jax.options": (),
+    "paged_jax.shapes": (),
     "paged_jax.cache": ("paged_jax.options",),
     "paged_jax._validate": ("paged_jax.options", "paged_jax.cache"),
     "paged_jax._dispatch": ("paged_jax.kernels",),
-    "paged_jax.ops": ("paged_jax._validate", "paged_jax._dispatch", "paged_jax.options"),
+    "paged_jax.ops": ("paged_jax._validate", "paged_jax._dispatch", "paged_jax.options", "paged_jax.shapes"),
     "paged_jax.kernels": (),
     **{
-        f"paged_jax.kernels.{name}": ("paged_jax.options", f"paged_jax.kernels.{name}")
+        f"paged_jax.kernels.{name}": ("paged_jax.options", "paged_jax.shapes", f"paged_jax.kernels.{name}")
         for name in ("xla", "mosaic_gpu", "triton")
     },
 }

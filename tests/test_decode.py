@@ -15,7 +15,7 @@ from tests.cases import DECODE_CASES, Case, Sparse
 BY_NAME = {case.name: case for case in DECODE_CASES}
 
 
-def library_options(static):
+def op_options(static):
     """Static options as the library takes them."""
     pattern = static["block_sparse"]
     return static | {"block_sparse": pattern and paged_jax.BlockSparse(**pattern._asdict())}
@@ -30,7 +30,7 @@ def partition_count(case, tables):
 @pytest.mark.parametrize("case", DECODE_CASES, ids=str)
 def test_decode(case, run):
     made = inputs.make(case)
-    static = library_options(made.static) | {"max_seq_len": case.max_seq_len, "return_lse": True}
+    static = op_options(made.static) | {"max_seq_len": case.max_seq_len, "return_lse": True}
 
     def both(arrays, options, implementation):
         flags = arrays | options | static | {"implementation": implementation}
@@ -73,7 +73,7 @@ def check_residuals(case, made, residuals, exact_decode, rough_decode):
 def test_paged_attention_picks_one_of_them(name, run):
     case = BY_NAME[name]
     made = inputs.make(case)
-    static = library_options(made.static) | {"max_seq_len": case.max_seq_len}
+    static = op_options(made.static) | {"max_seq_len": case.max_seq_len}
 
     def function(arrays, options, implementation):
         return paged_jax.paged_attention(**arrays, **options, **static, return_lse=True, implementation=implementation)
@@ -110,7 +110,7 @@ PLACES = [
 @pytest.mark.parametrize("case", PLACES, ids=str)
 def test_v2_row_is_bit_equal_alone_and_anywhere_in_a_batch(case, run):
     made = inputs.make(case)
-    static = library_options(made.static) | {
+    static = op_options(made.static) | {
         "partition_size": 64,
         "return_lse": True,
         "return_residuals": True,

@@ -8,13 +8,13 @@ import pytest
 import paged_jax
 from tests import inputs, oracle, plain
 from tests.cases import RAGGED_CASES, Case
-from tests.test_decode import fixed_shapes, library_options
+from tests.test_decode import fixed_shapes, op_options
 
 
 @pytest.mark.parametrize("case", RAGGED_CASES, ids=str)
 def test_ragged_and_prefix(case, run):
     made = inputs.make(case)
-    static = library_options(made.static) | {"max_seq_len": case.max_seq_len, "return_lse": True}
+    static = op_options(made.static) | {"max_seq_len": case.max_seq_len, "return_lse": True}
 
     def both(ragged, prefix, options, implementation):
         flags = options | static | {"implementation": implementation}

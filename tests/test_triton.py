@@ -130,7 +130,7 @@ def test_compiles(capability, op, name, tmp_path, monkeypatch):
 def call(op, case):
     """`op` on a case's inputs."""
     made = inputs.make(case)
-    options = made.arrays | test_decode.library_options(made.static) | {"max_seq_len": case.max_seq_len}
+    options = made.arrays | test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
     match op:
         case "v1":
             paged_jax.paged_attention_v1(*made.decode.values(), **options)
@@ -200,7 +200,7 @@ def test_block_sparse_that_is_refused():
         "refused", dtype="float32", cache_dtype="int8", layout="vllm", block_sparse=BY_NAME["sparse"].block_sparse
     )
     made = inputs.make(case)
-    options = made.arrays | test_decode.library_options(made.static)
+    options = made.arrays | test_decode.op_options(made.static)
     with pytest.raises(NotImplementedError, match="lacks block_sparse in layout 'vllm'"):
         jax.eval_shape(
             lambda *arrays: paged_jax.paged_attention_v1(*arrays, **options, implementation="triton"),

@@ -2,24 +2,20 @@
 
 import jax
 import jax.numpy as jnp
-from jax import Array
-from jaxtyping import Float, Int32, Num
 
 from paged_jax.kernels.triton import launch
 from paged_jax.options import Layout
-
-Cache = Num[Array, "num_blocks ..."]
-Scale = Float[Array, "..."] | None
+from paged_jax.shapes import Cache, CacheScale, NewTokens, SlotMapping
 
 
 def write_to_paged_cache(
-    key: Float[Array, "num_tokens num_kv_heads head_size"],
-    value: Float[Array, "num_tokens num_kv_heads head_size"],
+    key: NewTokens,
+    value: NewTokens,
     key_cache: Cache,
     value_cache: Cache,
-    slot_mapping: Int32[Array, "num_tokens"],
-    k_scale: Scale,
-    v_scale: Scale,
+    slot_mapping: SlotMapping,
+    k_scale: CacheScale,
+    v_scale: CacheScale,
     *,
     layout: Layout,
 ) -> tuple[Cache, Cache]:

@@ -2,58 +2,49 @@
 
 import jax
 import jax.numpy as jnp
-from jax import Array
-from jaxtyping import Float, Float32, Int32, Num
 
 from paged_jax.kernels.triton import launch
 from paged_jax.options import AttentionOptions
-
-Query = Float[Array, "num_tokens num_heads head_size"]
-NewKV = Float[Array, "num_tokens num_kv_heads head_size"]
-Cache = Num[Array, "num_blocks ..."]
-BlockTables = Int32[Array, "num_seqs max_blocks_per_seq"]
-SeqLens = Int32[Array, "num_seqs"]
-QueryStartLoc = Int32[Array, "num_seqs+1"]
-Lse = Float32[Array, "num_tokens num_heads"]
+from paged_jax.shapes import BlockTables, Cache, NewTokens, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
 
 
 def ragged_paged_attention(
-    query: Query,
+    query: RaggedQuery,
     key_cache: Cache,
     value_cache: Cache,
     block_tables: BlockTables,
     seq_lens: SeqLens,
     query_start_loc: QueryStartLoc,
     options: AttentionOptions,
-) -> tuple[Query, Lse]:
+) -> tuple[RaggedQuery, RaggedLse]:
     return _ragged(query, None, None, key_cache, value_cache, block_tables, seq_lens, query_start_loc, options)
 
 
 def prefix_attention(
-    query: Query,
-    key: NewKV,
-    value: NewKV,
+    query: RaggedQuery,
+    key: NewTokens,
+    value: NewTokens,
     key_cache: Cache,
     value_cache: Cache,
     block_tables: BlockTables,
     seq_lens: SeqLens,
     query_start_loc: QueryStartLoc,
     options: AttentionOptions,
-) -> tuple[Query, Lse]:
+) -> tuple[RaggedQuery, RaggedLse]:
     return _ragged(query, key, value, key_cache, value_cache, block_tables, seq_lens, query_start_loc, options)
 
 
 def _ragged(
-    query: Query,
-    key: NewKV | None,
-    value: NewKV | None,
+    query: RaggedQuery,
+    key: NewTokens | None,
+    value: NewTokens | None,
     key_cache: Cache,
     value_cache: Cache,
     block_tables: BlockTables,
     seq_lens: SeqLens,
     query_start_loc: QueryStartLoc,
     options: AttentionOptions,
-) -> tuple[Query, Lse]:
+) -> tuple[RaggedQuery, RaggedLse]:
     gpu = launch.device()
     num_tokens, num_heads, _ = query.shape
     num_seqs, table_width = block_tables.shape

@@ -6,24 +6,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int32, Num
+from jaxtyping import Int32, Num
 
 from paged_jax.options import Layout
-
-Cache = Num[Array, "num_blocks ..."]
-SourceCache = Num[Array, "num_source_blocks ..."]
-BlockMapping = Int32[Array, "num_pairs 2"]
-Scale = Float[Array, "..."] | None
+from paged_jax.shapes import BlockMapping, Cache, CacheScale, NewTokens, SlotMapping, SourceCache
 
 
 def write_to_paged_cache(
-    key: Float[Array, "num_tokens num_kv_heads head_size"],
-    value: Float[Array, "num_tokens num_kv_heads head_size"],
+    key: NewTokens,
+    value: NewTokens,
     key_cache: Cache,
     value_cache: Cache,
-    slot_mapping: Int32[Array, "num_tokens"],
-    k_scale: Scale,
-    v_scale: Scale,
+    slot_mapping: SlotMapping,
+    k_scale: CacheScale,
+    v_scale: CacheScale,
     *,
     layout: Layout,
 ) -> tuple[Cache, Cache]:
@@ -93,7 +89,7 @@ def _exactly(update: Callable[[Array, Array], Array], cache: Array, x: Array) ->
     return lax.platform_dependent(cache, x, cpu=as_bytes, default=update)
 
 
-def _per_token(scale: Scale, block: Int32[Array, "t"], offset: Int32[Array, "t"]) -> Scale:
+def _per_token(scale: CacheScale, block: Int32[Array, "t"], offset: Int32[Array, "t"]) -> CacheScale:
     """A scale of any shape as one that broadcasts against ``[num_tokens, num_kv_heads, head_size]``."""
     if scale is None:
         return None
@@ -102,7 +98,7 @@ def _per_token(scale: Scale, block: Int32[Array, "t"], offset: Int32[Array, "t"]
     return scale.reshape((1,) * (2 - scale.ndim) + scale.shape)[..., None]
 
 
-def _quantise(x: Num[Array, "t g d"], dtype: jnp.dtype, scale: Scale) -> Num[Array, "t g d"]:
+def _quantise(x: Num[Array, "t g d"], dtype: jnp.dtype, scale: CacheScale) -> Num[Array, "t g d"]:
     """Divides by the scale and saturates where `dtype` is narrower; a plain cast where it is not."""
     if dtype.itemsize >= x.dtype.itemsize:
         return x.astype(dtype)

@@ -2,18 +2,11 @@
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Float32, Int32, Num
+from jaxtyping import Float32
 
 from paged_jax.kernels.xla import attend
 from paged_jax.options import AttentionOptions
-
-Query = Float[Array, "num_seqs num_heads head_size"]
-Cache = Num[Array, "num_blocks ..."]
-BlockTables = Int32[Array, "num_seqs max_blocks_per_seq"]
-SeqLens = Int32[Array, "num_seqs"]
-Lse = Float32[Array, "num_seqs num_heads"]
-Residual = Float32[Array, "num_seqs num_heads max_num_partitions"]
-TmpOut = Float32[Array, "num_seqs num_heads max_num_partitions head_size"]
+from paged_jax.shapes import BlockTables, Cache, Lse, Query, Residual, SeqLens, TmpOut
 
 
 def paged_attention_v1(

@@ -8,31 +8,23 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Float32, Int32, Num
 
 from paged_jax.kernels.xla import attend
 from paged_jax.options import AttentionOptions
-
-Query = Float[Array, "num_tokens num_heads head_size"]
-NewKV = Float[Array, "num_tokens num_kv_heads head_size"]
-Cache = Num[Array, "num_blocks ..."]
-BlockTables = Int32[Array, "num_seqs max_blocks_per_seq"]
-SeqLens = Int32[Array, "num_seqs"]
-QueryStartLoc = Int32[Array, "num_seqs+1"]
-Lse = Float32[Array, "num_tokens num_heads"]
+from paged_jax.shapes import BlockTables, Cache, NewTokens, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
 
 _CHUNK = 64  # queries
 
 
 def ragged_paged_attention(
-    query: Query,
+    query: RaggedQuery,
     key_cache: Cache,
     value_cache: Cache,
     block_tables: BlockTables,
     seq_lens: SeqLens,
     query_start_loc: QueryStartLoc,
     options: AttentionOptions,
-) -> tuple[Query, Lse]:
+) -> tuple[RaggedQuery, RaggedLse]:
     def attend_to(state, queries, positions, seq, end):
         return attend.add_cached(
             state, queries, positions, key_cache, value_cache, block_tables[seq][None], end[None], options
@@ -42,16 +34,16 @@ def ragged_paged_attention(
 
 
 def prefix_attention(
-    query: Query,
-    key: NewKV,
-    value: NewKV,
+    query: RaggedQuery,
+    key: NewTokens,
+    value: NewTokens,
     key_cache: Cache,
     value_cache: Cache,
     block_tables: BlockTables,
     seq_lens: SeqLens,
     query_start_loc: QueryStartLoc,
     options: AttentionOptions,
-) -> tuple[Query, Lse]:
+) -> tuple[RaggedQuery, RaggedLse]:
     chunk = min(_CHUNK, query.shape[0])
     keys, values = _pad(key, chunk), _pad(value, chunk)
     context_lens = seq_lens - jnp.diff(query_start_loc)
@@ -77,12 +69,12 @@ def prefix_attention(
 
 
 def _chunk_by_chunk(
-    query: Query,
+    query: RaggedQuery,
     seq_lens: SeqLens,
     query_start_loc: QueryStartLoc,
     options: AttentionOptions,
     attend_to: Callable[..., attend.Softmax],
-) -> tuple[Query, Lse]:
+) -> tuple[RaggedQuery, RaggedLse]:
     """Calls ``attend_to(state, queries, positions, seq, end)`` for every chunk; `end` is one past its last token."""
     num_tokens, num_heads, _ = query.shape
     if num_tokens == 0 or seq_lens.shape[0] == 0:
