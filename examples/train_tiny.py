@@ -5,7 +5,7 @@
 The text is `pydoc_data.topics` (what `help("topics")` shows, half a megabyte), one document a topic, and one
 topic in twenty is held out. So little text is soon known by heart: weights are dropped at random in training,
 a moving average of them is what is kept, and of its evaluations the best on the held-out topics is saved, in
-bfloat16. A minute or two on one data-center GPU. It needs optax besides what the other examples need.
+bfloat16. A minute or two on one data-center GPU. It needs the extra `train`.
 """
 
 import argparse
