@@ -191,23 +191,39 @@ def test_donated_pools_are_updated_in_place(op):
     assert before == after
 
 
-def test_donated_pools_are_updated_in_place_inside_a_loop():
+def test_donated_pools_of_32_layers_are_updated_in_place_inside_a_loop():
     a = {name: jnp.asarray(x) for name, x in ARRAYS.items()}
 
-    def steps(key_cache, value_cache):
+    def steps(layers):
+        def layer(i, caches):
+            return paged_jax.write_to_paged_cache(a["key"], a["value"], *caches, a["slot_mapping"] + i)
+
         def step(i, carry):
-            key_cache, value_cache, total = carry
-            slots = a["slot_mapping"] + i
-            key_cache, value_cache = paged_jax.write_to_paged_cache(a["key"], a["value"], key_cache, value_cache, slots)
-            out = paged_jax.paged_attention(a["query"], key_cache, value_cache, a["block_tables"], a["seq_lens"])
-            return key_cache, value_cache, total + out.sum()
+            layers, total = carry
+            layers = [layer(i, caches) for caches in layers]
+            out = paged_jax.paged_attention(a["query"], *layers[-1], a["block_tables"], a["seq_lens"])
+            return layers, total + out.sum()
 
-        return jax.lax.fori_loop(0, 5, step, (key_cache, value_cache, jnp.float32(0)))
+        return jax.lax.fori_loop(0, 5, step, (layers, jnp.float32(0)))
 
-    pools = a["key_cache"] + 0, a["value_cache"] + 0
-    compiled = jax.jit(steps, donate_argnums=(0, 1)).lower(*pools).compile()
+    layers = [(a["key_cache"] + 0, a["value_cache"] + 0) for _ in range(32)]
+    compiled = jax.jit(steps, donate_argnums=0).lower(layers).compile()
+    pools = jax.tree.leaves(layers)
     assert compiled.memory_analysis().alias_size_in_bytes >= sum(x.nbytes for x in pools)
     assert not pool_copies(compiled, pools)
+
+
+def test_donated_pools_are_updated_in_place_under_shard_map():
+    fun, arrays = bind("write_to_paged_cache")
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices("cpu")[:2])
+    heads = P(None, "x")
+    sharded = jax.shard_map(fun, mesh=mesh, in_specs=(heads,) * 4 + (P(),), out_specs=heads, check_vma=False)
+    specs = [jax.NamedSharding(mesh, s) for s in (heads,) * 4 + (P(),)]
+    arrays = [jax.device_put(x, s) for x, s in zip(arrays, specs, strict=True)]
+    compiled = jax.jit(sharded, donate_argnums=(2, 3)).lower(*arrays).compile()
+    local = [x.addressable_shards[0].data for x in arrays[2:4]]
+    assert compiled.memory_analysis().alias_size_in_bytes == sum(x.nbytes for x in local)
+    assert not pool_copies(compiled, local)
 
 
 def test_undonated_pools_stay_as_they_are():
