@@ -44,7 +44,8 @@ def _bind(op: str, implementation: str | None, static: tuple[tuple[str, Any], ..
     def _(axis_size, in_batched, *operands):
         if op in _DECODE and (folded := _fold(axis_size, in_batched, operands)) is not None:
             results = batched(*folded)
-            results = jax.tree.map(lambda x: x.reshape(axis_size, -1, *x.shape[1:]), results)
+            num_seqs = folded[0].shape[0] // max(axis_size, 1)
+            results = jax.tree.map(lambda x: x.reshape(axis_size, num_seqs, *x.shape[1:]), results)
         else:
             results = _one_by_one(batched, in_batched, operands)
         return results, jax.tree.map(lambda _: True, results)
@@ -113,7 +114,7 @@ def _fold(axis_size: int, in_batched: tuple, operands: tuple) -> tuple | None:
 
     def flat(x, is_batched):
         x = x if is_batched else jax.numpy.broadcast_to(x[None], (axis_size, *x.shape))
-        return x.reshape(-1, *x.shape[2:])
+        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
     tables = flat(block_tables, batched[3])
     if pools_batched:

@@ -4,6 +4,7 @@ Every message names the argument, says what was expected and shows what came:
 ``query must have shape [num_seqs, num_heads, head_size], got (3, 4)``.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -13,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from paged_jax import cache
-from paged_jax.options import AttentionOptions, BlockSparse, Layout
+from paged_jax.options import AttentionOptions, BlockSparse, Layout, Options
 
 _QUERY_DTYPES = ("float16", "bfloat16", "float32")
 _LAYOUTS = get_args(Layout)
@@ -77,7 +78,7 @@ def caches(
     return key_cache, value_cache, kv_heads, block_size
 
 
-def scale(name: str, x: Any | None, num_blocks: int, num_kv_heads: int, block_size: int) -> Array | None:
+def cache_scale(name: str, x: Any | None, num_blocks: int, num_kv_heads: int, block_size: int) -> Array | None:
     if x is None:
         return None
     x = _floating(name, x)
@@ -90,12 +91,47 @@ def scale(name: str, x: Any | None, num_blocks: int, num_kv_heads: int, block_si
     return x
 
 
-def options(
+def decode_operands(
+    query: Any, key_cache: Any, value_cache: Any, block_tables: Any, seq_lens: Any, options: Options
+) -> tuple:
+    query = tokens("query", query, "num_seqs")
+    operands = attention_operands(query, key_cache, value_cache, block_tables, seq_lens, options)
+    shape("seq_lens", operands[4], query.shape[:1], "num_seqs")
+    return operands
+
+
+def attention_operands(
+    query: Array,
+    key_cache: Any,
+    value_cache: Any,
+    block_tables: Any,
+    seq_lens: Any,
+    options: Options,
+    num_kv_heads: int | None = None,
+    new_tokens: int = 0,
+) -> tuple:
+    """The checked arrays of an attention op, and its options last; `new_tokens` need no place in the tables."""
+    key_cache, value_cache, num_kv_heads, block_size = caches(
+        key_cache, value_cache, num_kv_heads, query.shape[2], options.get("layout", "hnd")
+    )
+    block_tables = indices("block_tables", block_tables, "num_seqs, max_blocks_per_seq")
+    seq_lens = indices("seq_lens", seq_lens, "num_seqs")
+    shape("seq_lens", seq_lens, block_tables.shape[:1], "num_seqs")
+    if unknown := options.keys() - Options.__annotations__.keys():
+        raise TypeError(
+            f"unexpected keyword argument {min(unknown)!r}; options are {', '.join(Options.__annotations__)}"
+        )
+    capacity = block_tables.shape[1] * block_size + new_tokens
+    checked = attention_options(query, key_cache.shape[0], num_kv_heads, block_size, capacity, **options)
+    return query, key_cache, value_cache, block_tables, seq_lens, checked
+
+
+def attention_options(
     query: Array,
     num_blocks: int,
     num_kv_heads: int,
     block_size: int,
-    table_width: int,
+    capacity: int,
     *,
     scale: Any | None = None,
     alibi_slopes: Any | None = None,
@@ -108,24 +144,24 @@ def options(
     layout: Layout = "hnd",
     max_seq_len: int | None = None,
 ) -> AttentionOptions:
+    """`capacity`: tokens there can be of one sequence, the bound of `max_seq_len`."""
     num_heads, head_size = query.shape[1:]
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
+    if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(f"num_heads must be a multiple of num_kv_heads = {num_kv_heads}, got {num_heads}")
     if sliding_window is not None:
-        _positive_int("sliding_window", sliding_window)
-    if logits_soft_cap is not None and not (_is_number(logits_soft_cap) and logits_soft_cap > 0):
-        raise ValueError(f"logits_soft_cap must be a number > 0 or None, got {logits_soft_cap!r}")
+        _static_int("sliding_window", sliding_window)
+    if logits_soft_cap is not None and not (_is_number(logits_soft_cap) and 0 < logits_soft_cap < math.inf):
+        raise ValueError(f"logits_soft_cap must be a finite number > 0 or None, got {logits_soft_cap!r}")
     if max_seq_len is not None:
-        _positive_int("max_seq_len", max_seq_len)
+        _static_int("max_seq_len", max_seq_len, least=0)
     if block_sparse is not None:
         _block_sparse(block_sparse, block_size)
-    capacity = table_width * block_size
     return AttentionOptions(
         scale=_floating("scale", head_size**-0.5 if scale is None else scale, ()),
         alibi_slopes=_per_head("alibi_slopes", alibi_slopes, num_heads),
         sinks=_per_head("sinks", sinks, num_heads),
-        k_scale=_cache_scale("k_scale", k_scale, num_blocks, num_kv_heads, block_size),
-        v_scale=_cache_scale("v_scale", v_scale, num_blocks, num_kv_heads, block_size),
+        k_scale=cache_scale("k_scale", k_scale, num_blocks, num_kv_heads, block_size),
+        v_scale=cache_scale("v_scale", v_scale, num_blocks, num_kv_heads, block_size),
         layout=layout,
         max_seq_len=capacity if max_seq_len is None else min(max_seq_len, capacity),
         sliding_window=None if sliding_window is None else int(sliding_window),
@@ -135,7 +171,7 @@ def options(
 
 
 def partition_size(value: int, block_size: int) -> None:
-    _positive_int("partition_size", value)
+    _static_int("partition_size", value)
     if value % block_size:
         raise ValueError(f"partition_size must be a multiple of block_size = {block_size}, got {value}")
 
@@ -168,11 +204,11 @@ def write_scales(
             f"k_scale and v_scale need a cache narrower than key: key is {key.dtype}, key_cache {key_cache.dtype}"
         )
     dims = key_cache.shape[0], key.shape[1], block_size
-    return scale("k_scale", k_scale, *dims), scale("v_scale", v_scale, *dims)
+    return cache_scale("k_scale", k_scale, *dims), cache_scale("v_scale", v_scale, *dims)
 
 
 def pools(*named: tuple[str, Any]) -> tuple[Array, ...]:
-    """Caches whose layout does not matter: key and value pools of one dtype and number of blocks."""
+    """Caches whose layout does not matter: key and value pools with as many blocks."""
     for name, x in named:
         if np.ndim(x) not in (4, 5):
             raise ValueError(f"{name} must have 4 or 5 axes, the first num_blocks, got shape {np.shape(x)}")
@@ -210,25 +246,22 @@ def states(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> None:
             raise TypeError(f"{name} must have dtype float32, got {lse.dtype}")
 
 
-_cache_scale = scale  # `options` has an argument of that name
-
-
 def _block_sparse(sparse: BlockSparse, block_size: int) -> None:
     if not isinstance(sparse, BlockSparse):
         raise TypeError(f"block_sparse must be a BlockSparse or None, got {type(sparse).__name__}")
-    _positive_int("block_sparse.block_size", sparse.block_size)
+    _static_int("block_sparse.block_size", sparse.block_size)
     if sparse.block_size % block_size:
         raise ValueError(
             f"block_sparse.block_size must be a multiple of the cache's block_size = {block_size}, "
             f"got {sparse.block_size}"
         )
-    for name in ("local_blocks", "tp_rank"):
-        value = getattr(sparse, name)
-        if not _is_int(value) or value < 0:
-            raise ValueError(f"block_sparse.{name} must be an int >= 0, got {value!r}")
-    for name in ("vert_stride", "head_sliding_step"):
-        if not _is_int(getattr(sparse, name)):
-            raise TypeError(f"block_sparse.{name} must be an int, got {getattr(sparse, name)!r}")
+    for name, least in (
+        ("local_blocks", 0),
+        ("tp_rank", 0),
+        ("vert_stride", -(2**31)),
+        ("head_sliding_step", -(2**31)),
+    ):
+        _static_int(f"block_sparse.{name}", getattr(sparse, name), least)
 
 
 def _per_head(name: str, x: Any | None, num_heads: int) -> Array | None:
@@ -241,20 +274,20 @@ def _per_head(name: str, x: Any | None, num_heads: int) -> Array | None:
 
 def _floating(name: str, x: Any, expected: tuple[int, ...] | None = None) -> Array:
     """A number or an array of floats as f32."""
-    if not (_is_number(x) or isinstance(x, jax.Array | np.ndarray)) or not (
-        _is_number(x) or jnp.issubdtype(x.dtype, jnp.floating)
-    ):
+    if not _is_number(x) and not (isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)):
         raise TypeError(f"{name} must be a number or an array of floats, got {getattr(x, 'dtype', type(x).__name__)}")
     if expected is not None and np.shape(x) != expected:
         raise ValueError(f"{name} must have shape {expected}, got {np.shape(x)}")
     return jnp.asarray(x, jnp.float32)
 
 
-def _positive_int(name: str, value: int) -> None:
+def _static_int(name: str, value: int, least: int = 1) -> None:
     if not _is_int(value):
         raise TypeError(f"{name} must be a static int, got {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    if value >= 2**31:
+        raise ValueError(f"{name} must be below 2**31, got {value}")
 
 
 def _is_int(x: object) -> bool:

@@ -387,10 +387,13 @@ def _namespace(state: AllocatorState) -> Any:
 
 
 def _checked(xp: Any, name: str, x: Any, shape: tuple[int, ...] | None, dtype: type = np.int32) -> Any:
-    """Gives `x` as int32 or bool after checking its kind of dtype and its shape (None: any one dimension)."""
-    array = xp.asarray(x)
+    """Gives `x` as int32 or bool after checking its kind of dtype, its range and its shape (None: one dimension)."""
+    array = x if isinstance(x, jax.Array) else np.asarray(x, *[dtype] * (np.size(x) == 0))
     if array.dtype.kind not in ("iu" if dtype is np.int32 else "b"):
         raise TypeError(f"{name} must be of dtype {np.dtype(dtype)}, got {array.dtype}")
+    if isinstance(array, np.ndarray) and array.dtype != dtype and array.size and np.abs(array).max() >= 2**31:
+        raise ValueError(f"{name} must fit in int32, got {array.ravel()[np.abs(array).argmax()]}")
+    array = xp.asarray(array, dtype) if isinstance(array, np.ndarray) else array
     if array.ndim != 1 if shape is None else array.shape != shape:
         raise ValueError(f"{name} must have shape {'(n,)' if shape is None else shape}, got {array.shape}")
     return array if array.dtype == dtype else array.astype(dtype)

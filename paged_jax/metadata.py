@@ -96,7 +96,7 @@ def build_metadata(
       ValueError: shapes that disagree, rows out of order, lengths that do not fit, a new token without a block, or a
         bound below the batch's own value.
     """
-    seq_lens, query_lens = np.array(seq_lens, np.int32), np.asarray(query_lens, np.int32)
+    seq_lens, query_lens = _int32("seq_lens", seq_lens).copy(), _int32("query_lens", query_lens)
     tables = _pad_tables(block_tables, max_blocks_per_seq)
     num_prefills = _check_rows(tables, seq_lens, query_lens, block_size, num_prefills)
     prefill, decode = slice(num_prefills), slice(num_prefills, None)
@@ -153,7 +153,7 @@ def check_metadata(
         out of range, query starts that do not begin at 0, fall, exceed the row's length or the tokens, or a slot that
         is out of range or written twice.
     """
-    block_tables, seq_lens = np.asarray(block_tables), np.asarray(seq_lens)
+    block_tables, seq_lens = np.asarray(block_tables), _int32("seq_lens", seq_lens)
     if block_tables.ndim != 2 or seq_lens.shape != block_tables.shape[:1]:
         raise ValueError(
             "block_tables must be [num_seqs, max_blocks_per_seq] and seq_lens [num_seqs], got shapes "
@@ -169,6 +169,8 @@ def check_metadata(
             f"must be in [0, {num_blocks})"
         ),
     )
+    if slot_mapping is not None and np.ndim(slot_mapping) != 1:
+        raise ValueError(f"slot_mapping must be [num_tokens], got shape {np.shape(slot_mapping)}")
     if query_start_loc is not None:
         _check_query_start_loc(np.asarray(query_start_loc), seq_lens, slot_mapping)
     if slot_mapping is not None:
@@ -230,7 +232,7 @@ def _check_slots(slot_mapping: np.ndarray, num_slots: int, query_start_loc: Arra
         if query_start_loc is None:
             return f"token {token}"
         row = int(np.searchsorted(np.asarray(query_start_loc), token, side="right")) - 1
-        return f"row {row}, token {token}"
+        return f"row {row}, token {token}" if row < np.size(query_start_loc) - 1 else f"padding, token {token}"
 
     _raise_first(
         slot_mapping >= num_slots,
@@ -253,6 +255,17 @@ def _check_lens(seq_lens: np.ndarray, max_blocks_per_seq: int, block_size: int) 
     )
 
 
+def _int32(name: str, x: Any) -> np.ndarray:
+    """`x` as int32, if it holds integers that fit."""
+    x = np.asarray(x)
+    if x.size and x.dtype.kind not in "iu":
+        raise TypeError(f"{name} must hold integers, got {x.dtype}")
+    _raise_first(
+        (x < -(2**31)).ravel() | (x >= 2**31).ravel(), lambda i: f"{name} must fit in int32, got {x.ravel()[i]}"
+    )
+    return x.astype(np.int32)
+
+
 def _raise_first(bad: np.ndarray, message: Any) -> None:
     if bad.any():
         raise ValueError(message(int(bad.argmax())))
@@ -271,10 +284,10 @@ def _start_loc(lens: np.ndarray) -> np.ndarray:
 def _pad_tables(block_tables: Any, width: int | None) -> np.ndarray:
     """Gives the tables as a fresh i32 [num_seqs, width], padded with -1."""
     if isinstance(block_tables, list | tuple):
-        rows = [np.asarray(row, np.int32) for row in block_tables]
+        rows = [_int32("block_tables", row) for row in block_tables]
         columns = max(map(len, rows), default=0)
     else:
-        rows = np.asarray(block_tables, np.int32)
+        rows = _int32("block_tables", block_tables)
         if rows.ndim != 2:
             raise ValueError(f"block_tables must be [num_seqs, max_blocks_per_seq], got shape {rows.shape}")
         columns = rows.shape[1]
@@ -293,4 +306,4 @@ def _slots(tables: np.ndarray, context_lens: np.ndarray, query_lens: np.ndarray,
         blocks < 0,
         lambda token: f"row {rows[token]}: no block for the new token at position {positions[token]}",
     )
-    return (blocks * block_size + positions % block_size).astype(np.int32)
+    return _int32("slot_mapping", blocks.astype(np.int64) * block_size + positions % block_size)

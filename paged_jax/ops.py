@@ -67,7 +67,7 @@ def paged_attention_v1(
     Aliasing: none, the caches are only read. vmap: a batch of calls becomes one call with more sequences.
     Sharding: split heads and kv heads alike. Source: vLLM's paged_attention_v1.
     """
-    operands = _decode_operands(query, key_cache, value_cache, block_tables, seq_lens, options)
+    operands = _validate.decode_operands(query, key_cache, value_cache, block_tables, seq_lens, options)
     out, lse = _dispatch.call("paged_attention_v1", *operands, implementation=implementation)
     return (out, lse) if return_lse else out
 
@@ -107,7 +107,7 @@ def paged_attention_v2(
 
     Aliasing, vmap, sharding: as for `paged_attention_v1`. Source: vLLM's paged_attention_v2.
     """
-    operands = _decode_operands(query, key_cache, value_cache, block_tables, seq_lens, options)
+    operands = _validate.decode_operands(query, key_cache, value_cache, block_tables, seq_lens, options)
     _validate.partition_size(partition_size, _validate.block_size(operands[2], operands[-1].layout))
     out, lse, *residuals = _dispatch.call(
         "paged_attention_v2", *operands, implementation=implementation, partition_size=int(partition_size)
@@ -131,7 +131,7 @@ def paged_attention(
 
     Args, Returns, Raises, aliasing, vmap, sharding: as for `paged_attention_v1`. Source: vLLM's forward_decode.
     """
-    operands = _decode_operands(query, key_cache, value_cache, block_tables, seq_lens, options)
+    operands = _validate.decode_operands(query, key_cache, value_cache, block_tables, seq_lens, options)
     out, lse = _dispatch.call("paged_attention", *operands, implementation=implementation)
     return (out, lse) if return_lse else out
 
@@ -172,7 +172,7 @@ def ragged_paged_attention(
     Source: PagedAttention (arXiv:2309.06180); vLLM's unified attention.
     """
     query = _validate.tokens("query", query, "num_tokens")
-    operands = _attention_operands(query, key_cache, value_cache, block_tables, seq_lens, options)
+    operands = _validate.attention_operands(query, key_cache, value_cache, block_tables, seq_lens, options)
     query_start_loc = _validate.query_start_loc(query_start_loc, operands[4])
     out, lse = _dispatch.call(
         "ragged_paged_attention", *operands[:-1], query_start_loc, operands[-1], implementation=implementation
@@ -214,8 +214,15 @@ def prefix_attention(
     """
     query = _validate.tokens("query", query, "num_tokens")
     key, value = _validate.new_tokens(key, value, query.shape[0], query.shape[2], query.dtype)
-    operands = _attention_operands(
-        query, key_cache, value_cache, block_tables, seq_lens, options, num_kv_heads=key.shape[1]
+    operands = _validate.attention_operands(
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        seq_lens,
+        options,
+        num_kv_heads=key.shape[1],
+        new_tokens=key.shape[0],
     )
     query_start_loc = _validate.query_start_loc(query_start_loc, operands[4])
     out, lse = _dispatch.call(
@@ -254,9 +261,10 @@ def merge_attention_states(
     Source: FlashInfer (arXiv:2501.01005), section 2.2.
     """
     _validate.states(out_a, lse_a, out_b, lse_b)
-    lse = jnp.logaddexp(lse_a, lse_b)
-    # Where neither side saw a token the lse is -inf, and -inf minus -inf is NaN.
-    base = jnp.where(jnp.isneginf(lse), 0.0, lse)
+    # Where neither side saw a token -inf minus -inf is NaN, in gradients too: such rows go by 0 instead.
+    empty = jnp.isneginf(lse_a) & jnp.isneginf(lse_b)
+    base = jnp.logaddexp(jnp.where(empty, 0.0, lse_a), jnp.where(empty, 0.0, lse_b))
+    lse = jnp.where(empty, -jnp.inf, base)
     weight_a, weight_b = jnp.exp(lse_a - base)[..., None], jnp.exp(lse_b - base)[..., None]
     out = weight_a * out_a.astype(jnp.float32) + weight_b * out_b.astype(jnp.float32)
     return out.astype(out_a.dtype), lse
@@ -377,32 +385,3 @@ def swap_blocks(
     _validate.same_blocks(src, dst)
     block_mapping = _validate.pairs(block_mapping)
     return _dispatch.call("swap_blocks", *src, *dst, block_mapping, implementation=implementation)
-
-
-def _decode_operands(
-    query: Any, key_cache: Any, value_cache: Any, block_tables: Any, seq_lens: Any, options: Options
-) -> tuple:
-    query = _validate.tokens("query", query, "num_seqs")
-    operands = _attention_operands(query, key_cache, value_cache, block_tables, seq_lens, options)
-    _validate.shape("seq_lens", operands[4], query.shape[:1], "num_seqs")
-    return operands
-
-
-def _attention_operands(
-    query: Array,
-    key_cache: Any,
-    value_cache: Any,
-    block_tables: Any,
-    seq_lens: Any,
-    options: Options,
-    num_kv_heads: int | None = None,
-) -> tuple:
-    """The checked arrays of an attention op, and its options last."""
-    key_cache, value_cache, num_kv_heads, block_size = _validate.caches(
-        key_cache, value_cache, num_kv_heads, query.shape[2], options.get("layout", "hnd")
-    )
-    block_tables = _validate.indices("block_tables", block_tables, "num_seqs, max_blocks_per_seq")
-    seq_lens = _validate.indices("seq_lens", seq_lens, "num_seqs")
-    _validate.shape("seq_lens", seq_lens, block_tables.shape[:1], "num_seqs")
-    checked = _validate.options(query, key_cache.shape[0], num_kv_heads, block_size, block_tables.shape[1], **options)
-    return query, key_cache, value_cache, block_tables, seq_lens, checked

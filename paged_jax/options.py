@@ -50,7 +50,8 @@ class Options(TypedDict, total=False):
       k_scale, v_scale: f32 scalar, [num_kv_heads] or [num_blocks, num_kv_heads, block_size]; the caches'
         dequantisation factors. May be traced.
       layout: of both caches, default "hnd"; `paged_jax.cache` gives the shapes.
-      max_seq_len: static bound of `seq_lens`, in tokens; default and maximum max_blocks_per_seq * block_size.
+      max_seq_len: static bound of `seq_lens`, in tokens; default and maximum max_blocks_per_seq * block_size (for
+        `prefix_attention` plus the new tokens). Tokens past it are not attended to.
     """
 
     scale: Float[Array, ""] | float | None

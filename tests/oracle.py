@@ -131,7 +131,7 @@ def attend(query, keys, values, options):
         logits = head_logits(query[head].astype(np.float64), keys, head, num_heads, options)
         total, maximum, mean = weighted(logits, values[:, head // group])
         parts = [] if total == 0 else [maximum + np.log(total)]
-        if sinks is not None:
+        if sinks is not None and parts:  # a query that sees no token has lse -inf, sink or not
             parts.append(float(sinks[head]))
         lse[head] = np.logaddexp.reduce(parts) if parts else NEGATIVE_INFINITY
         out[head] = mean * np.exp(maximum + np.log(total) - lse[head]) if total else 0.0

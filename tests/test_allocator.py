@@ -335,3 +335,22 @@ def test_a_host_decode_step_of_256_sequences_is_fast(blocks_taken):
     assert fastest(lambda: allocator.append_tokens(state, one)) < 1e-3
     mask = np.arange(256) == 7
     assert fastest(lambda: allocator.free(state, mask)) < 1e-3
+
+
+@pytest.mark.parametrize("xp", [np, jnp])
+def test_integers_that_do_not_fit_are_refused(xp):
+    """Wrapped to 32 bits they would name other blocks, rows or tokens."""
+    state = allocator.create(8, 4, 3, 4, xp=xp)
+    with pytest.raises(ValueError, match="blocks must fit in int32, got 4294967303"):
+        allocator.free_blocks(state, np.array([2**32 + 7]))
+    with pytest.raises(ValueError, match="num_tokens must fit in int32, got 4294967297"):
+        allocator.append_tokens(state, np.array([2**32 + 1, 0, 0]))
+    with pytest.raises(ValueError, match="positions must fit in int32"):
+        allocator.slots(state, np.array([0], np.int32), np.array([2**32 + 1]))
+    with pytest.raises(ValueError, match="parent must fit in int32"):
+        allocator.fork(state, np.int64(2**32), 2)
+
+
+def test_freeing_no_blocks_changes_nothing():
+    state = allocator.create(8, 4, 3, 4)
+    assert allocator.free_blocks(state, []).num_free == state.num_free

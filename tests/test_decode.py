@@ -1,6 +1,7 @@
 """paged_attention_v1, _v2 and paged_attention against the float64 oracle, on poisoned inputs."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -232,3 +233,25 @@ def test_what_the_flags_return():
     *head, tmp_out = shapes(paged_jax.paged_attention_v2, **flags, return_lse=True)
     assert head == [out, lse, sums, sums]
     assert tmp_out[0] == (6, 4, 3, 32)
+
+
+def test_what_is_not_a_number_shows():
+    """A diverged model must not look like a row without tokens."""
+    made = inputs.make(Case("nan", seq_lens=(5, 9), query_lens=None))
+    made.decode["query"][0, 0, 0] = np.nan
+    for op in (paged_jax.paged_attention_v1, paged_jax.paged_attention_v2):
+        out, lse = op(**made.decode, return_lse=True, implementation="xla")
+        assert np.isnan(out[0, 0].astype(np.float32)).all()
+        assert np.isnan(lse[0, 0])
+        assert np.isfinite(out[1].astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("max_seq_len", [0, 10, 16])
+def test_v1_and_v2_stop_at_max_seq_len(max_seq_len):
+    made = inputs.make(Case("bound", seq_lens=(5, 30), query_lens=None))
+    v1, v2 = (
+        op(**made.decode, max_seq_len=max_seq_len, return_lse=True, implementation="xla")
+        for op in (paged_jax.paged_attention_v1, partial(paged_jax.paged_attention_v2, partition_size=16))
+    )
+    for one, two in zip(v1, v2, strict=True):
+        np.testing.assert_allclose(one.astype(np.float32), two.astype(np.float32), rtol=1e-2, atol=1e-3)

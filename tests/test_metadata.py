@@ -230,10 +230,33 @@ def test_check_metadata_names_the_row_and_the_value(case):
 
 def test_check_metadata_of_slots_alone_names_the_token():
     with pytest.raises(ValueError, match=r"^token 2: slot 5 is written twice"):
-        check_metadata(np.zeros((1, 1)), np.zeros(1), 10, 4, slot_mapping=np.array([5, 4, 5, 4]))
+        check_metadata(np.zeros((1, 1), np.int32), np.zeros(1, np.int32), 10, 4, slot_mapping=np.array([5, 4, 5, 4]))
     with pytest.raises(ValueError, match=r"^token 1: slot 40 must be below 40"):
-        check_metadata(np.zeros((1, 1)), np.zeros(1), 10, 4, slot_mapping=jnp.array([-3, 40]))
+        check_metadata(np.zeros((1, 1), np.int32), np.zeros(1, np.int32), 10, 4, slot_mapping=jnp.array([-3, 40]))
 
 
 def as_arrays(kwargs):
     return {name: np.array(value) if isinstance(value, list) else value for name, value in kwargs.items()}
+
+
+def test_integers_that_do_not_fit_are_refused():
+    """Wrapped to 32 bits they would name other rows, tokens or blocks."""
+    table = np.zeros((2, 8), np.int32)
+    with pytest.raises(ValueError, match="seq_lens must fit in int32, got 4294967301"):
+        build_metadata(table, np.array([2**32 + 5, 3]), np.array([1, 1]), 4)
+    with pytest.raises(TypeError, match="seq_lens must hold integers, got float64"):
+        build_metadata(table, np.array([5.7, 3.0]), np.array([1, 1]), 4)
+    with pytest.raises(ValueError, match="slot_mapping must fit in int32, got 4294967"):
+        build_metadata([[2**30, 2**30], [3]], np.array([5, 3]), np.array([5, 1]), 4)
+
+
+def test_padding_tokens_are_called_padding():
+    with pytest.raises(ValueError, match="padding, token 3: slot 3 is written twice"):
+        check_metadata(
+            np.zeros((2, 2), np.int32),
+            np.array([2, 1]),
+            4,
+            4,
+            query_start_loc=np.array([0, 2, 3]),
+            slot_mapping=np.array([1, 2, 3, 3]),
+        )

@@ -79,3 +79,13 @@ def test_what_the_flags_return():
     ):
         assert shapes(operation, arrays) == out
         assert shapes(operation, arrays, return_lse=True) == (out, lse)
+
+
+@pytest.mark.parametrize("context", [0, 4])
+def test_prefix_tables_need_hold_the_context_only(context, run):
+    """The new tokens are given: they need no place in the tables, nor in the bound that the tables set."""
+    made = inputs.make(Case("prefix", block_size=4, seq_lens=(context + 6,), query_lens=(6,)))
+    arrays = made.prefix | {"block_tables": made.prefix["block_tables"][:, : context // 4]}
+    exact, rough = oracle.prefix(**made.prefix), plain.prefix(**made.prefix)
+    out = run(paged_jax.prefix_attention, **arrays)
+    plain.assert_close(out, exact[0], rough[0], "out")

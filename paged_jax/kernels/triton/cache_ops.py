@@ -37,7 +37,7 @@ def write_to_paged_cache(
         k_scale=launch.scale_kind(k_scale),
         v_scale=launch.scale_kind(v_scale),
         cache_dtype=dtype.name,
-        narrower=dtype.itemsize < key.dtype.itemsize,
+        narrower=dtype.itemsize < key.dtype.itemsize or (dtype, key.dtype) == (jnp.float16, jnp.bfloat16),
         smallest=float(limits.min),
         largest=float(limits.max),
     )

@@ -129,7 +129,8 @@ def device() -> Device:
         gpu = jax.local_devices(backend="gpu")[0]
     except RuntimeError:
         return Device()
-    return Device(int(gpu.compute_capability.replace(".", "")), gpu.core_count)
+    capability = gpu.compute_capability.replace(".", "")
+    return Device(int(capability), gpu.core_count) if capability.isdigit() else Device()  # an AMD GPU's is no number
 
 
 def missing() -> list[str]:

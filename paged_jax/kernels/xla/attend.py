@@ -100,6 +100,8 @@ def add_cached(
 
     `origin` is a multiple of the block size; `tile` bounds the tokens gathered at once.
     """
+    if block_tables.shape[1] == 0 or value_cache.shape[0] == 0:
+        return state
     block_size = block_size_of(value_cache, options.layout)
     columns = max(1, min(tile // block_size, block_tables.shape[1]))
     width = columns * block_size
@@ -129,7 +131,7 @@ def finish(
 ) -> tuple[Float32[Array, "n q h d"], Float32[Array, "n q h"]]:
     """Normalises; a sink joins the denominator and the lse. Rows that saw no token: out 0, lse -inf."""
     max_logit, exp_sum = state.max_logit, state.exp_sum
-    seen = exp_sum > 0
+    seen = exp_sum != 0  # NaN counts: what is not a number must show
     if sinks is not None:
         top = jnp.maximum(max_logit, sinks[None, None, :])
         keep = jnp.exp(max_logit - top)
@@ -189,10 +191,10 @@ def _visible(
     at, t = query_positions[:, :, None], positions[None, None, :]
     visible = (t <= at) & (t < end[:, None, None])
     if options.sliding_window is not None:
-        visible &= t > at - options.sliding_window
+        visible &= at - t < options.sliding_window
     visible = visible[:, :, None, :]
     if (sparse := options.block_sparse) is not None:
-        head = jnp.arange(num_heads)
+        head = jnp.arange(num_heads, dtype=jnp.int32)
         if sparse.head_sliding_step >= 0:
             offset = (sparse.tp_rank * num_heads + head) * sparse.head_sliding_step + 1
         else:

@@ -99,8 +99,8 @@ def _per_token(scale: CacheScale, block: Int32[Array, "t"], offset: Int32[Array,
 
 
 def _quantise(x: Num[Array, "t g d"], dtype: jnp.dtype, scale: CacheScale) -> Num[Array, "t g d"]:
-    """Divides by the scale and saturates where `dtype` is narrower; a plain cast where it is not."""
-    if dtype.itemsize >= x.dtype.itemsize:
+    """Divides by the scale and saturates where `dtype` is narrower, in bytes or in range; else a plain cast."""
+    if dtype.itemsize >= x.dtype.itemsize and (dtype, x.dtype) != (jnp.float16, jnp.bfloat16):
         return x.astype(dtype)
     x = x.astype(jnp.float32)
     if scale is not None:

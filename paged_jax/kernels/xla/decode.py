@@ -54,7 +54,7 @@ def paged_attention_v2(
         queries, position = query[None, None], seq_len[None, None] - 1
 
         def partition(start):
-            end = jnp.minimum(seq_len, start + partition_size)[None]
+            end = jnp.minimum(jnp.minimum(seq_len, options.max_seq_len), start + partition_size)[None]
             state = attend.add_cached(
                 attend.empty(queries),
                 queries,
@@ -87,7 +87,7 @@ def _reduce(
     exp_sums: Float32[Array, "p h"], max_logits: Float32[Array, "p h"], tmp_out: Float32[Array, "p h d"]
 ) -> attend.Softmax:
     """The softmax over all partitions of one sequence."""
-    max_logit = max_logits.max(0)
+    max_logit = max_logits.max(0, initial=-jnp.inf)
     shift = jnp.where(jnp.isneginf(max_logit), 0.0, max_logit)
     weights = exp_sums * jnp.exp(max_logits - shift[None])
     weighted = (weights[..., None] * tmp_out).sum(0)
