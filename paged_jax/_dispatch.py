@@ -44,7 +44,7 @@ def _bind(op: str, implementation: str | None, static: tuple[tuple[str, Any], ..
     def _(axis_size, in_batched, *operands):
         if op in _DECODE and (folded := _fold(axis_size, in_batched, operands)) is not None:
             results = batched(*folded)
-            num_seqs = folded[0].shape[0] // max(axis_size, 1)
+            num_seqs = operands[0].shape[1 if in_batched[0] else 0]
             results = jax.tree.map(lambda x: x.reshape(axis_size, num_seqs, *x.shape[1:]), results)
         else:
             results = _one_by_one(batched, in_batched, operands)

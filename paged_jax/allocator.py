@@ -197,7 +197,7 @@ def free(state: AllocatorState, seq_ids_mask: ArrayLike | Sequence[bool]) -> All
 
 
 def free_blocks(state: AllocatorState, blocks: ArrayLike | Sequence[int]) -> AllocatorState:
-    """Drops one reference of each named block; low level, it leaves the block tables alone.
+    """Drops one reference of each named block; low level: no table may name a block that is freed this way.
 
     Args:
       state: the allocator's state.
@@ -388,7 +388,8 @@ def _namespace(state: AllocatorState) -> Any:
 
 def _checked(xp: Any, name: str, x: Any, shape: tuple[int, ...] | None, dtype: type = np.int32) -> Any:
     """Gives `x` as int32 or bool after checking its kind of dtype, its range and its shape (None: one dimension)."""
-    array = x if isinstance(x, jax.Array) else np.asarray(x, *[dtype] * (np.size(x) == 0))
+    array = x if isinstance(x, jax.Array) else np.asarray(x)
+    array = array if array.size else array.astype(dtype)  # [] has NumPy's float64
     if array.dtype.kind not in ("iu" if dtype is np.int32 else "b"):
         raise TypeError(f"{name} must be of dtype {np.dtype(dtype)}, got {array.dtype}")
     if isinstance(array, np.ndarray) and array.dtype != dtype and array.size and np.abs(array).max() >= 2**31:

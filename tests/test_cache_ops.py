@@ -7,6 +7,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -276,3 +277,18 @@ def test_swap_blocks_between_memories(source_kind, kind, implementation, device,
         for before, from_, after in zip(destination, source, result, strict=True):
             assert after.sharding.memory_kind == kind
             assert_same_bytes(after, oracle.swap(from_, before, pairs), "destination")
+
+
+def test_write_of_bfloat16_saturates_in_float16(run):
+    """The two are as wide, but float16 ends at 65504."""
+    caches = random_caches(np.random.default_rng(8), "float16")
+    row = np.array([1e30, -1e30, 65536.0, 1.5, 0.0, 3e-8], np.float32).astype(ml_dtypes.bfloat16)
+    values = np.resize(row, (2, NUM_KV_HEADS, HEAD_SIZE))
+    slots = np.array([5, 8], np.int32)
+
+    def function(values, caches, slots, implementation):
+        return paged_jax.write_to_paged_cache(values, values, *caches, slots, implementation=implementation)
+
+    result = run(function, values=values, caches=caches, slots=slots)
+    for actual, expected in zip(result, oracle.write(values, values, *caches, slots), strict=True):
+        assert_same_bytes(actual, expected, "cache")

@@ -264,6 +264,35 @@ def test_empty_batches_give_empty_results(op):
     assert [x.shape for x in jax.tree.leaves(fun(*arrays))] == [x.shape for x in jax.tree.leaves(wanted)]
 
 
+@pytest.mark.parametrize(
+    "op", ["paged_attention_v1", "paged_attention_v2", "paged_attention", "ragged_paged_attention"]
+)
+def test_no_room_for_a_context(op):
+    """No columns, no blocks, or a bound of 0: every row is empty."""
+    fun, arrays = bind(op)
+    names = OPS[op][0]
+    for changes in ({"block_tables": 1}, {"key_cache": 0, "value_cache": 0}):
+        sliced = [
+            jax.lax.slice_in_dim(x, 0, 0, axis=changes[n])
+            if n in changes
+            else jnp.zeros_like(x)
+            if n == "seq_lens"
+            else x
+            for n, x in zip((*names, *OPS[op][1]), arrays, strict=True)
+        ]
+        assert not np.asarray(jax.tree.leaves(fun(*sliced))[0]).any()
+    op = getattr(paged_jax, op)
+    out, lse = op(*arrays[: len(names)], max_seq_len=0, return_lse=True)
+    assert not out.any()
+    assert jnp.isneginf(lse).all()
+
+
+def test_vmap_over_an_empty_axis():
+    fun, arrays = bind("paged_attention_v1")
+    out = jax.vmap(lambda q: fun(q, *arrays[1:]))(arrays[0][None][:0])
+    assert out.shape == (0, *arrays[0].shape)
+
+
 def test_lengths_that_change_do_not_compile_again():
     fun, arrays = bind("paged_attention_v1")
     jitted = jax.jit(fun)

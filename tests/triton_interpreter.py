@@ -221,6 +221,7 @@ def main(names):
                 test_cache_ops.test_write(layout, dtype, run)
                 if layout == "hnd":
                     test_cache_ops.test_write_saturates_and_rounds_to_nearest_even(dtype, run)
+                    test_cache_ops.test_write_of_bfloat16_saturates_in_float16(run)
             print(name, "ok", flush=True)
 
 
