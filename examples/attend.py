@@ -18,7 +18,7 @@ from jaxtyping import Array, Int32
 import paged_jax
 from examples.decoder import Attend
 
-type Implementation = Literal["mosaic_gpu", "triton", "xla"]
+type Implementation = Literal["triton", "xla"]
 
 
 def _write(key, value, cache: paged_jax.PagedKVCache, slot_mapping, implementation):

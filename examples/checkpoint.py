@@ -71,6 +71,7 @@ MODULES = {
 # A Flax parameter's name and the checkpoint's; a kernel is [in, out] here and [out, in] there.
 PARAMETERS = {"embedding": "weight", "kernel": "weight", "scale": "weight", "bias": "bias"}
 DTYPES = "F32", "F16", "BF16"  # safetensors' names
+ADVICE = "save the model anew with transformers' save_pretrained"
 
 
 def load_model(model: str | Path, dtype: DTypeLike) -> tuple[Decoder, DecoderConfig, Tokenizer, tuple[int, ...]]:
@@ -116,6 +117,8 @@ def _tensor_name(path: Sequence[Any], config: DecoderConfig) -> str:
 
 
 def _find_folder(model: str | Path) -> Path:
+    if not str(model):
+        raise CheckpointError("the model's name is empty")
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
@@ -134,18 +137,24 @@ def _find_folder(model: str | Path) -> Path:
 def _load_tokenizer(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.exists():
-        raise CheckpointError(f"{folder} has no tokenizer.json")
+        raise CheckpointError(f"{folder} has no tokenizer.json: {ADVICE}, the tokenizer too")
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the tokenizers library raises nothing narrower
         raise CheckpointError(f"{path} cannot be read: {error}") from None
+    tokenizer.no_truncation()  # a file may ask for what training needed
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _load_eos_token_ids(folder: Path) -> tuple[int, ...]:
     """The ids that transformers stops at: generation_config.json's, or else config.json's; one, several or none."""
     for name in ("generation_config.json", "config.json"):
         if (folder / name).exists() and (ids := read_json(folder / name).get("eos_token_id")) is not None:
-            return (ids,) if isinstance(ids, int) else tuple(ids)
+            ids = ids if isinstance(ids, list) else [ids]
+            if any(type(token_id) is not int or abs(token_id) >= 2**31 for token_id in ids):
+                raise CheckpointError(f"{name} has eos_token_id {ids}; expected token ids")
+            return tuple(ids)
     return ()
 
 
@@ -191,9 +200,12 @@ def _find_tensors(folder: Path) -> dict[str, _Tensor]:
     index = folder / "model.safetensors.index.json"
     paths = [folder / "model.safetensors"]
     if not paths[0].exists() and index.exists():
-        paths = sorted({folder / name for name in read_json(index).get("weight_map", {}).values()})
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise CheckpointError(f"{index} has no weight_map of tensors to files")
+        paths = sorted({folder / name for name in weight_map.values()})
     elif not paths[0].exists():
-        hint = ", only *.bin: save it anew with transformers" if any(folder.glob("*.bin")) else ""
+        hint = f", only *.bin: {ADVICE}" if any(folder.glob("*.bin")) else ""
         raise CheckpointError(f"{folder} has no model.safetensors{hint}")
 
     tensors: dict[str, _Tensor] = {}

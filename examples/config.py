@@ -1,6 +1,7 @@
 """Reads a Hugging Face config.json into the one `DecoderConfig` that decoder.py understands, or says why not."""
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -91,7 +92,10 @@ class DecoderConfig:
 
 
 def load_config(folder: str | Path) -> DecoderConfig:
-    """Reads `config.json` of a model folder; what it leaves out has the default that transformers gives it.
+    """Reads `config.json` of a model folder, with the meaning that transformers gives it.
+
+    Sizes must be there (OPT's `max_position_embeddings` and `word_embed_proj_dim`, key heads and `head_dim` apart);
+    whatever else is left out has transformers' default.
 
     Args:
         folder: a folder in Hugging Face's format.
@@ -103,12 +107,14 @@ def load_config(folder: str | Path) -> DecoderConfig:
         CheckpointError: the file is missing or broken, or asks for something that decoder.py does not have.
     """
     raw = read_json(Path(folder) / "config.json")
-    found: str = raw["architectures"][0] if raw.get("architectures") else str(raw.get("model_type"))
+    architectures = raw.get("architectures") or [str(raw.get("model_type"))]
+    if not isinstance(architectures, list) or not isinstance(found := architectures[0], str):
+        raise CheckpointError(f"config.json has architectures {architectures!r}; expected a list of names")
     model_type = MODEL_TYPES.get(found, found)
     if model_type not in MODEL_TYPES.values():
         raise CheckpointError(f"architecture {found!r} is not supported; supported: {', '.join(MODEL_TYPES)}")
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method")
+    if quantization := raw.get("quantization_config"):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise CheckpointError(f"quantized weights ({method}) are not supported; float32, float16, bfloat16 are")
     raw = DEFAULTS.get(model_type, {}) | raw
     config = _opt(raw) if model_type == "opt" else _llama(raw, model_type)
@@ -129,7 +135,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent} has no {path.name}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds no JSON object")
@@ -143,8 +149,8 @@ def _opt(raw: dict[str, Any]) -> DecoderConfig:
     if hidden_size % num_heads:
         raise CheckpointError(f"hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads}")
     num_layers = _size(raw, "num_hidden_layers")
-    bias = raw.get("enable_bias", True)
-    pre_norm = raw.get("do_layer_norm_before", True)
+    bias = _flag(raw, "enable_bias", True)
+    pre_norm = _flag(raw, "do_layer_norm_before", True)
     return DecoderConfig(
         family="opt",
         vocab_size=_size(raw, "vocab_size"),
@@ -158,12 +164,12 @@ def _opt(raw: dict[str, Any]) -> DecoderConfig:
         max_position_embeddings=_size(raw, "max_position_embeddings", 2048),
         norm_eps=1e-5,
         pre_norm=pre_norm,
-        final_norm=pre_norm and not raw.get("_remove_final_layer_norm", False),
+        final_norm=pre_norm and not _flag(raw, "_remove_final_layer_norm", False),
         qk_norm=False,
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=bias,
-        tie_embeddings=raw.get("tie_word_embeddings", True),
+        tie_embeddings=_flag(raw, "tie_word_embeddings", True),
         rope=None,
         sliding_windows=(None,) * num_layers,
     )
@@ -174,7 +180,7 @@ def _llama(raw: dict[str, Any], model_type: str) -> DecoderConfig:
     hidden_size, num_heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
     num_layers = _size(raw, "num_hidden_layers")
     # Qwen2 always has biases on q, k and v; Mistral's config cannot ask for any.
-    attention_bias = raw.get("attention_bias", False) and model_type in ("llama", "qwen3")
+    attention_bias = model_type in ("llama", "qwen3") and _flag(raw, "attention_bias", False)
     return DecoderConfig(
         family="llama",
         vocab_size=_size(raw, "vocab_size"),
@@ -186,14 +192,14 @@ def _llama(raw: dict[str, Any], model_type: str) -> DecoderConfig:
         num_kv_heads=_size(raw, "num_key_value_heads", num_heads),
         head_size=_size(raw, "head_dim", hidden_size // num_heads),
         max_position_embeddings=_size(raw, "max_position_embeddings"),
-        norm_eps=raw.get("rms_norm_eps", 1e-6),
+        norm_eps=_number(raw, "rms_norm_eps", 1e-6),
         pre_norm=True,
         final_norm=True,
         qk_norm=model_type == "qwen3",
         qkv_bias=attention_bias or model_type == "qwen2",
         o_bias=attention_bias,
-        mlp_bias=raw.get("mlp_bias", False) and model_type == "llama",
-        tie_embeddings=raw.get("tie_word_embeddings", False),
+        mlp_bias=model_type == "llama" and _flag(raw, "mlp_bias", False),
+        tie_embeddings=_flag(raw, "tie_word_embeddings", False),
         rope=_rope(raw),
         sliding_windows=_sliding_windows(raw, model_type, num_layers),
     )
@@ -201,40 +207,40 @@ def _llama(raw: dict[str, Any], model_type: str) -> DecoderConfig:
 
 def _rope(raw: dict[str, Any]) -> Rope:
     """RoPE from transformers 5's `rope_parameters`, or from the older `rope_theta` and `rope_scaling`."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}  # transformers' order where both are given
+    if not isinstance(rope, dict):
+        raise CheckpointError(f"config.json has rope parameters {rope!r}; expected an object")
     if any(isinstance(value, dict) for value in rope.values()):
         raise CheckpointError(f"rope_parameters per layer type ({', '.join(rope)}) are not supported")
-    if (partial := rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))) != 1.0:
-        raise CheckpointError(f"partial_rotary_factor {partial} is not supported; supported: 1.0")
-    theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    outer = {key: raw[key] for key in ("rope_theta", "partial_rotary_factor") if raw.get(key) is not None}
+    rope = {"rope_theta": 10000.0} | outer | rope
+    _only(rope, "partial_rotary_factor", 1.0)
+    theta = _number(rope, "rope_theta")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type == "default":
         return Rope(theta)
     if rope_type != "llama3":
         raise CheckpointError(f"rope type {rope_type!r} is not supported; supported: 'default', 'llama3'")
-    trained = rope.get("original_max_position_embeddings", raw["max_position_embeddings"])
-    try:
-        return Rope(
-            theta,
-            Llama3Scaling(rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], trained),
-        )
-    except KeyError as error:
-        raise CheckpointError(f"rope type 'llama3' needs {error.args[0]!r}, which config.json lacks") from None
+    factor, low, high = (_number(rope, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    trained = _size(raw | rope, "original_max_position_embeddings", _size(raw, "max_position_embeddings"))
+    return Rope(theta, Llama3Scaling(factor, low, high, trained))
 
 
 def _sliding_windows(raw: dict[str, Any], model_type: str, num_layers: int) -> tuple[int | None, ...]:
     """Each layer's window: all alike in Mistral; in Qwen by `layer_types`, or by `max_window_layers` before those."""
     window = None
-    if model_type == "mistral" or (model_type.startswith("qwen") and raw.get("use_sliding_window", False)):
-        window = raw.get("sliding_window")
-    if window is not None and (not isinstance(window, int) or window < 1):
-        raise CheckpointError(f"sliding_window {window!r} is not supported; supported: a positive integer or null")
+    if model_type == "mistral" or (model_type.startswith("qwen") and _flag(raw, "use_sliding_window", False)):
+        window = None if raw.get("sliding_window") is None else _size(raw, "sliding_window")
     first = raw.get("max_window_layers", 28) if model_type.startswith("qwen") else 0
+    if type(first) is not int:
+        raise CheckpointError(f"config.json has max_window_layers {first!r}; expected an integer")
     windows = tuple(window if layer >= first else None for layer in range(num_layers))
 
     layer_types = raw.get("layer_types")
     if layer_types is None:
         return windows
+    if not isinstance(layer_types, list) or not all(isinstance(layer_type, str) for layer_type in layer_types):
+        raise CheckpointError(f"config.json has layer_types {layer_types!r}; expected a list of names")
     if len(layer_types) != num_layers:
         raise CheckpointError(f"layer_types has {len(layer_types)} entries for {num_layers} layers")
     kinds: dict[str, int | None] = {"full_attention": None}
@@ -260,6 +266,20 @@ def _size(raw: dict[str, Any], key: str, default: int | None = None) -> int:
     value = default if value is None else value
     if value is None:
         raise CheckpointError(f"config.json has no {key}")
-    if not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"config.json has {key} {value!r}; expected a positive integer")
+    if type(value) is not int or not 0 < value < 2**31:
+        raise CheckpointError(f"config.json has {key} {value!r}; expected a positive integer below 2**31")
     return value
+
+
+def _flag(raw: dict[str, Any], key: str, default: bool) -> bool:
+    if not isinstance(value := raw.get(key, default), bool):
+        raise CheckpointError(f"config.json has {key} {value!r}; expected true or false")
+    return value
+
+
+def _number(raw: dict[str, Any], key: str, default: float | None = None) -> float:
+    if (value := raw.get(key, default)) is None and key not in raw:
+        raise CheckpointError(f"config.json has no {key}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+        raise CheckpointError(f"config.json has {key} {value!r}; expected a positive, finite number")
+    return float(value)

@@ -11,6 +11,7 @@ stderr. Exit code 2 and one line on stderr if something asked for cannot be done
 
 import argparse
 import contextlib
+import io
 import json
 import math
 import os
@@ -33,6 +34,7 @@ from examples.config import DecoderConfig
 
 TINY = Path(__file__).resolve().parent / "tiny"
 DEFAULT_PROMPT = 'The "for" statement'
+TINY_TEMPERATURE = 0.6  # its likeliest text soon repeats itself
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -132,9 +134,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", metavar="DIR_OR_HUB_ID", default=str(TINY), help="Hugging Face folder or hub id (examples/tiny)")
-    add("--prompt", metavar="TEXT", action="append", help=f"may be given several times ({DEFAULT_PROMPT})")
+    add("--prompt", metavar="TEXT", action="append",
+        help=f"may be given several times; --prompt=-x if it starts with a dash ({DEFAULT_PROMPT})")  # fmt: skip
     add("--max-new-tokens", metavar="N", type=int, default=128, help="of each prompt, at most (%(default)s)")
-    add("--temperature", metavar="T", type=float, default=0.0, help="0 = always the likeliest token (%(default)s)")
+    add("--temperature", metavar="T", type=float,
+        help=f"0 = always the likeliest token (0 with --model, {TINY_TEMPERATURE} without)")  # fmt: skip
     add("--top-k", metavar="K", type=int, default=0, help="draw from the K likeliest tokens only; 0 = all")
     add("--top-p", metavar="P", type=float, default=1.0, help="... that together reach probability P; 1 = all")
     add("--seed", metavar="N", type=int, default=0, help="of the draws (%(default)s)")
@@ -142,18 +146,20 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="of weights and cache; auto = float32 on a CPU, bfloat16 elsewhere")  # fmt: skip
     add("--block-size", metavar="N", type=int, default=16, help="tokens in a block of the cache (%(default)s)")
     add("--num-blocks", metavar="N", type=int, help="blocks in the cache (what the prompts may need at most)")
-    add("--implementation", choices=("mosaic_gpu", "triton", "xla"), help="of the paged ops (the fastest there is)")
+    add("--implementation", choices=("triton", "xla"), help="of the paged ops (the fastest there is)")
     add("--stream", action="store_true", help="write text as it is generated")
     add("--json", action="store_true", help="write one JSON object a prompt")
     options = parser.parse_args(argv)
     options.prompt = options.prompt or [DEFAULT_PROMPT]
+    if options.temperature is None:
+        options.temperature = TINY_TEMPERATURE if options.model == str(TINY) else 0.0
 
     def check(flag: str, is_right: bool, expected: str) -> None:
         if not is_right:
             value = getattr(options, flag[2:].replace("-", "_"))
             raise GenerateError(f"{flag} must be {expected}, got {value}")
 
-    check("--max-new-tokens", options.max_new_tokens >= 1, "1 or more")
+    check("--max-new-tokens", 1 <= options.max_new_tokens < 2**31, "1 or more, and below 2**31")
     check("--temperature", 0 <= options.temperature < math.inf, "0 or more")
     check("--top-k", 0 <= options.top_k < 2**31, "0 or more")
     check("--top-p", 0 < options.top_p <= 1, "above 0 and at most 1")
@@ -238,15 +244,27 @@ def summarize(generation: loop.Generation, num_tokens: int, seconds: float, comp
     )
 
 
+def default_dtype() -> str:
+    """What --dtype=auto means here.
+
+    Raises:
+        GenerateError: JAX finds no device that it may use.
+    """
+    try:
+        return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error) or f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}"
+        raise GenerateError(f"JAX finds no device: {reason}") from error
+
+
 def run(options: argparse.Namespace) -> None:
     """Generates, writes the results to stdout and a summary to stderr.
 
     Raises:
         GenerateError, CheckpointError: something asked for cannot be done.
     """
-    dtype = options.dtype
-    if dtype == "auto":
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    dtype = default_dtype()  # first of all, since without a device nothing works
+    dtype = dtype if options.dtype == "auto" else options.dtype
     model, config, tokenizer, eos_token_ids = load_model(options.model, dtype)
     prompt_ids = encode(tokenizer, options.prompt, config)
     request = loop.make_request(
@@ -283,18 +301,37 @@ def run(options: argparse.Namespace) -> None:
     print(summarize(generation, num_tokens, seconds, compiled - started), file=sys.stderr)
 
 
+def prepare_streams() -> None:
+    """Leads closed streams nowhere, and has stdout escape the characters that its encoding lacks."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def discard_stdout() -> None:
+    """Leads stdout nowhere once it has failed, since the exit flushes it once more."""
+    with contextlib.suppress(OSError):  # it need not be a file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit code."""
+    prepare_streams()
     try:
         run(parse(argv))
-    except (GenerateError, CheckpointError, jax.errors.JaxRuntimeError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read the text has seen enough; keep the exit from flushing once more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # whoever read the text has seen enough
+        discard_stdout()
         return 1
+    except (GenerateError, CheckpointError, jax.errors.JaxRuntimeError, OSError) as error:
+        if isinstance(error, OSError):
+            discard_stdout()
+        with contextlib.suppress(OSError):
+            print("error:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
     return 0
 
 

@@ -136,6 +136,7 @@ def make_request(
     token_ids[: lens.sum()] = np.concatenate([np.asarray(prompt, np.int32) for prompt in prompts])
     # A sequence's last token is never fed back, so that it needs no position.
     room = max_position_embeddings - lens + 1
+    max_new_tokens = min(max_new_tokens, int(room.max()))
     return Request(
         token_ids=jnp.asarray(token_ids),
         prompt_lens=jnp.asarray(lens),

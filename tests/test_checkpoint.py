@@ -1,6 +1,7 @@
 """What the examples read from and write to a Hugging Face model folder, and how they refuse one: in one clear line."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from examples.checkpoint import CheckpointError, load_model, save_model
 from examples.config import load_config
 
 DATA = Path(__file__).parent / "data"
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+OLD = "original_max_position_embeddings"
 MODELS = sorted(path.parent.name for path in DATA.glob("*/config.json"))
 
 
@@ -94,6 +97,17 @@ def test_tokenizer_and_eos(copy):
     assert load_model(folder, jnp.float32)[3] == ()
 
 
+def test_truncation_and_padding_in_tokenizer_json_are_undone(copy):
+    folder = copy("llama")
+    tokenizer = load_model(folder, jnp.float32)[2]
+    texts = "def f(x): return x", "x"
+    expected = [tokenizer.encode(text).ids for text in texts]
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=5)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    assert [load_model(folder, jnp.float32)[2].encode(text).ids for text in texts] == expected
+
+
 def test_progress_goes_to_stderr(capsys, monkeypatch):
     load_model(DATA / "llama", jnp.float32)
     assert capsys.readouterr() == ("", "")
@@ -132,6 +146,21 @@ def test_older_rope_spelling(copy):
     assert load_config(copy("qwen2", **plain)) == load_config(DATA / "qwen2")
     oldest = dict(rope_parameters=..., rope_scaling=dict(type="default"))  # theta has always been 10000 then
     assert load_config(copy("mistral", **oldest)) == load_config(DATA / "mistral")
+
+
+def test_rope_scaling_goes_before_rope_parameters(copy):
+    scaling = json.loads((DATA / "llama" / "config.json").read_text())["rope_parameters"]
+    both = dict(rope_parameters=dict(rope_type="default", rope_theta=5.0), rope_scaling=scaling)
+    assert load_config(copy("llama", **both)) == load_config(DATA / "llama")
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "expected"), [({OLD: 32}, {OLD: 16}, 32), ({}, {OLD: 16}, 16), ({}, {}, 128)]
+)
+def test_where_the_trained_context_is_found(inner, outer, expected, copy):
+    rope = dict(rope_type="llama3", **LLAMA3, **inner)
+    scaling = load_config(copy("llama", rope_parameters=rope, **outer)).rope.scaling
+    assert scaling.original_max_position_embeddings == expected
 
 
 @pytest.mark.parametrize(
@@ -181,20 +210,53 @@ def test_other_config_fields(copy):
         ("llama", {"vocab_size": "96"}, "vocab_size '96'; expected a positive integer"),
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, r"quantized weights \(gptq\)"),
         ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' .*: 'default', 'llama3'"),
-        ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "rope type 'llama3' needs 'factor'"),
+        ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "config.json has no factor"),
         ("llama", {"rope_parameters": {"full_attention": {}}}, r"per layer type \(full_attention\)"),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
-        ("mistral", {"sliding_window": 0}, "sliding_window 0 is not supported"),
+        ("mistral", {"sliding_window": 0}, "sliding_window 0; expected a positive integer"),
         ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types that mix"),
         ("qwen2", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
         ("qwen2", {"use_sliding_window": False}, "layer type 'sliding_attention' is not supported here"),
+        ("llama", {"rope_scaling": {"type": "yarn"}}, "rope type 'yarn'"),
+        ("llama", {"architectures": "LlamaForCausalLM"}, "architectures 'LlamaForCausalLM'; expected a list"),
+        ("llama", {"architectures": [["a"]]}, "expected a list of names"),
+        ("llama", {"quantization_config": "awq"}, r"quantized weights \(awq\)"),
+        ("llama", {"rope_scaling": "linear"}, "rope parameters 'linear'; expected an object"),
+        ("llama", {"rope_parameters": {"rope_theta": "x"}}, "rope_theta 'x'; expected a positive, finite number"),
+        ("mistral", {"rope_parameters": ..., "rope_theta": 0}, "rope_theta 0; expected a positive"),
+        ("mistral", {"rope_parameters": ..., "rope_theta": math.inf}, "rope_theta inf"),
+        ("mistral", {"rope_parameters": ..., "rope_theta": 10**400}, "rope_theta 1000"),
+        ("llama", {"rope_parameters": {"rope_type": "llama3", **LLAMA3, "factor": "8"}}, "factor '8'; expected"),
+        ("llama", {"rms_norm_eps": "a"}, "rms_norm_eps 'a'"),
+        ("llama", {"rms_norm_eps": None}, "rms_norm_eps None"),
+        ("llama", {"num_key_value_heads": True}, "num_key_value_heads True; expected a positive integer"),
+        ("llama", {"max_position_embeddings": 2**40}, "max_position_embeddings 1099511627776"),
+        ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings 'false'; expected true or false"),
+        ("opt_pre_norm", {"enable_bias": None}, "enable_bias None; expected true or false"),
+        ("qwen2", {"max_window_layers": None}, "max_window_layers None; expected an integer"),
+        ("qwen2", {"layer_types": [{}, {}]}, "layer_types .*; expected a list of names"),
+        ("qwen2", {"layer_types": "full"}, "layer_types 'full'; expected a list of names"),
     ],
 )
 def test_refused_configs(name, changes, message, copy):
     refuse(copy(name, **changes), message)
 
 
+@pytest.mark.parametrize("ids", ["2", 2.5, True, ["a"], 99999999999, [[1]]])
+def test_refused_eos_token_ids(ids, copy):
+    folder = copy("llama")
+    edit(folder / "generation_config.json", {"eos_token_id": ids})
+    refuse(folder, "generation_config.json has eos_token_id .*; expected token ids")
+
+
 # Files and tensors
+
+
+@pytest.mark.parametrize("weight_map", [None, [], {"a": 3}, ...])
+def test_refused_weight_maps(weight_map, copy):
+    folder = copy("llama")
+    edit(folder / "model.safetensors.index.json", {"weight_map": weight_map})
+    refuse(folder, "index.json has no weight_map of tensors to files")
 
 
 def test_refused_files(copy):
@@ -207,12 +269,14 @@ def test_refused_files(copy):
     index.unlink()
     refuse(folder, "has no model.safetensors$")
     (folder / "pytorch_model.bin").touch()
-    refuse(folder, "only .*bin: save it anew with transformers")
+    refuse(folder, "only .*bin: save the model anew with transformers' save_pretrained")
     (folder / "tokenizer.json").write_text("{}")
     refuse(folder, "tokenizer.json cannot be read")
     (folder / "tokenizer.json").unlink()
-    refuse(folder, "has no tokenizer.json")
+    refuse(folder, "has no tokenizer.json: save the model anew")
     (folder / "config.json").write_text("{")
+    refuse(folder, "config.json cannot be read")
+    (folder / "config.json").write_text("[" * 100_000)
     refuse(folder, "config.json cannot be read")
     (folder / "config.json").write_text("[]")
     refuse(folder, "config.json holds no JSON object")

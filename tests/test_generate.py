@@ -125,6 +125,11 @@ def test_running_out_of_blocks_ends_all_that_still_run(tiny, programs, no_cache)
     assert (generation.allocator.seq_lens == lens + num_cached).all()
 
 
+def test_no_room_is_made_for_tokens_past_the_last_position():
+    request = make_request(PROMPTS, max_new_tokens=2**31 - 1)
+    assert request.max_new_tokens == 512 - min(map(len, PROMPTS)) + 1 == request.max_output_lens.max()
+
+
 def test_the_last_position_ends_a_sequence(tiny, programs, expected):
     request = make_request(PROMPTS)
     short = make_request(PROMPTS, max_position_embeddings=50)
@@ -258,24 +263,9 @@ def test_writing_piecewise_writes_the_same(tiny, capsys, as_json):
         assert pieces[:3] == ["One é", "", "漢"]
 
 
-JSON_RUN = [
-    "--prompt",
-    "Hello",
-    "--prompt",
-    "é",
-    "--temperature",
-    "1",
-    "--seed",
-    "5",
-    "--max-new-tokens",
-    "24",
-    "--json",
-]
-
-
 @pytest.fixture(scope="module")
 def json_run(small):
-    return ["--model", str(small), *JSON_RUN]
+    return f"--model={small} --prompt Hello --prompt é --temperature 1 --seed 5 --max-new-tokens 24 --json".split()
 
 
 def test_json_has_one_object_a_prompt_and_streaming_changes_nothing(json_run, small, capsys):
@@ -319,7 +309,8 @@ ERRORS = {
     "--prompt=12345678 --prompt=9 --block-size=4 --num-blocks=2": (
         "the prompts need 3 blocks of 4 tokens, --num-blocks gives 2"
     ),
-    "--max-new-tokens=0": "--max-new-tokens must be 1 or more, got 0",
+    "--max-new-tokens=0": "--max-new-tokens must be 1 or more, and below 2**31, got 0",
+    "--max-new-tokens=2147483648": "--max-new-tokens must be 1 or more, and below 2**31, got 2147483648",
     "--temperature=-0.5": "--temperature must be 0 or more, got -0.5",
     "--temperature=nan": "--temperature must be 0 or more, got nan",
     "--temperature=warm": "argument --temperature: invalid float value: 'warm'",
@@ -333,27 +324,27 @@ ERRORS = {
     "--dtype=int8": "argument --dtype: invalid choice: 'int8'",
     "--implementation=cuda": "argument --implementation: invalid choice: 'cuda'",
     "--temp=1": "unrecognized arguments: --temp=1",
+    "--model=": "the model's name is empty",
     "--model=/nowhere/at/all": "/nowhere/at/all is no folder",
 }
 
 
+def error_of(arguments, capsys):
+    """The one line that such a run writes."""
+    assert generate.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert (out, err[:7], err.count("\n")) == ("", "error: ", 1)
+    return err
+
+
 @pytest.mark.parametrize("arguments", ERRORS, ids=lambda arguments: ascii(arguments[:40]))
 def test_what_cannot_be_done_is_one_line_and_exit_code_2(capsys, arguments):
-    assert generate.main(arguments.split()) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"error: {ERRORS[arguments]}")
-    assert err.count("\n") == 1
+    assert error_of(arguments.split(), capsys).startswith(f"error: {ERRORS[arguments]}")
 
 
 def test_unusable_models_are_one_line_and_exit_code_2(small, tmp_path, capsys):
     def error():
-        assert generate.main(["--model", str(tmp_path)]) == 2
-        out, err = capsys.readouterr()
-        assert out == ""
-        assert err.startswith("error: ")
-        assert err.count("\n") == 1
-        return err
+        return error_of(["--model", str(tmp_path)], capsys)
 
     assert "has no config.json" in error()
     shutil.copytree(small, tmp_path, dirs_exist_ok=True)
@@ -367,8 +358,41 @@ def test_unusable_models_are_one_line_and_exit_code_2(small, tmp_path, capsys):
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="there it may well work")
 def test_an_implementation_for_other_machines_is_one_line_and_exit_code_2(json_run, capsys):
-    assert generate.main([*json_run, "--implementation", "mosaic_gpu"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
+    assert "triton" in error_of([*json_run, "--implementation", "triton"], capsys)
+
+
+def test_only_the_tiny_model_is_not_greedy_by_default():
+    temperatures = [generate.parse(argv.split()).temperature for argv in ("", "--model=x", "--temperature=0")]
+    assert temperatures == [0.6, 0, 0]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no such\nbackend"), AssertionError()])
+def test_no_device_is_one_line_and_exit_code_2(error, monkeypatch, capsys):
+    def fail():
+        raise error
+
+    monkeypatch.setattr(jax, "default_backend", fail)
+    assert "JAX finds no device: " in error_of(["--dtype", "float32"], capsys)
+
+
+def test_closed_and_full_and_ascii_streams(json_run, monkeypatch, capsys, tmp_path):
+    for name, num_results in ("stderr", 2), ("stdout", 0):
+        monkeypatch.setattr(sys, name, None)
+        assert generate.main(json_run) == 0
+        getattr(sys, name).close()
+        monkeypatch.undo()
+        assert len(capsys.readouterr().out.splitlines()) == num_results
+
+    with open(tmp_path / "out", "w", encoding="ascii") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        assert generate.main(json_run[:-1]) == 0
+    monkeypatch.undo()
+    assert "\n\n\\xe9" in (tmp_path / "out").read_text()
+    capsys.readouterr()
+
+    if Path("/dev/full").exists():
+        with open("/dev/full", "w") as file:
+            monkeypatch.setattr(sys, "stdout", file)
+            assert generate.main(json_run) == 2
+        monkeypatch.undo()
+        assert re.fullmatch(r"error: .*No space left.*\n", capsys.readouterr().err)
