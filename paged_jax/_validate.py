@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from paged_jax import cache
-from paged_jax.options import AttentionOptions, BlockSparse, Layout, Options
+from paged_jax.options import AttentionOptions, BlockSparse, Layout, Options, block_axis, head_axis
 
 _QUERY_DTYPES = ("float16", "bfloat16", "float32")
 _LAYOUTS = get_args(Layout)
@@ -68,10 +68,10 @@ def caches(
     value_cache = array("value_cache", value_cache, value_dims, cache.DTYPES)
     if key_cache.dtype != value_cache.dtype:
         raise TypeError(f"value_cache must have key_cache's dtype {key_cache.dtype}, got {value_cache.dtype}")
-    num_blocks, block_size = value_cache.shape[0], value_cache.shape[cache.block_axis(layout)]
+    num_blocks, block_size = value_cache.shape[0], value_cache.shape[block_axis(layout)]
     if block_size not in cache.BLOCK_SIZES:
         raise ValueError(f"block_size must be one of {cache.BLOCK_SIZES}, got {block_size}")
-    kv_heads: int = value_cache.shape[cache.head_axis(layout)] if num_kv_heads is None else num_kv_heads
+    kv_heads: int = value_cache.shape[head_axis(layout)] if num_kv_heads is None else num_kv_heads
     key_shape, value_shape = cache.cache_shapes(num_blocks, block_size, kv_heads, head_size, key_cache.dtype, layout)
     shape("key_cache", key_cache, key_shape, key_dims)
     shape("value_cache", value_cache, value_shape, value_dims)
@@ -193,7 +193,7 @@ def new_tokens(key: Any, value: Any, num_tokens: int, head_size: int, dtype: Any
 
 
 def block_size(value_cache: Array, layout: Layout) -> int:
-    return value_cache.shape[cache.block_axis(layout)]
+    return value_cache.shape[block_axis(layout)]
 
 
 def write_scales(

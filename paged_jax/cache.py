@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from paged_jax.options import Layout
+from paged_jax.options import Layout, block_axis, head_axis
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
@@ -170,16 +170,6 @@ def split_kv_cache(kv_cache: Any, num_kv_heads: int, head_size: int, layout: Lay
     _check_sizes(shape[1], block_size, num_kv_heads, head_size)
     key_shape, value_shape = cache_shapes(shape[1], block_size, num_kv_heads, head_size, kv_cache.dtype, layout)
     return kv_cache[0].reshape(key_shape), kv_cache[1].reshape(value_shape)
-
-
-def head_axis(layout: Layout) -> int:
-    """Which axis of both caches holds the kv heads."""
-    return 2 if layout == "nhd" else 1
-
-
-def block_axis(layout: Layout) -> int:
-    """Which axis of the value cache holds a block's tokens."""
-    return {"hnd": 2, "nhd": 1, "vllm": 3}[layout]
 
 
 def _check_sizes(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> None:

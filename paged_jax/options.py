@@ -13,6 +13,16 @@ Layout = Literal["hnd", "nhd", "vllm"]
 Implementation = Literal["mosaic_gpu", "triton", "xla"]
 
 
+def head_axis(layout: Layout) -> int:
+    """Which axis of both caches holds the kv heads."""
+    return 2 if layout == "nhd" else 1
+
+
+def block_axis(layout: Layout) -> int:
+    """Which axis of the value cache holds a block's tokens."""
+    return {"hnd": 2, "nhd": 1, "vllm": 3}[layout]
+
+
 @dataclass(frozen=True)
 class BlockSparse:
     """vLLM's block-sparse attention: local blocks plus every `vert_stride`-th block, shifted per head.

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from paged_jax.kernels.triton import launch
-from paged_jax.options import Layout
+from paged_jax.options import Layout, block_axis
 from paged_jax.shapes import Cache, CacheScale, NewTokens, SlotMapping
 
 
@@ -29,7 +29,7 @@ def write_to_paged_cache(
     config = launch.WriteConfig(
         num_kv_heads=num_kv_heads,
         head_size=head_size,
-        block_size=launch.block_size_of(value_cache, layout),
+        block_size=value_cache.shape[block_axis(layout)],
         layout=layout,
         key_x=16 // dtype.itemsize,
         value_x=1,

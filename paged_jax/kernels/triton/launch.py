@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.interpreters import partial_eval
 
-from paged_jax.options import AttentionOptions, BlockSparse, Layout
+from paged_jax.options import AttentionOptions, BlockSparse, Layout, block_axis, head_axis
 
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 _EIGHT_BITS = (*_FLOAT8, "int8")
@@ -169,7 +169,7 @@ def attention_config(
 ) -> Config:
     """The config for up to `queries_per_seq` query tokens of one sequence in a program; 1 is decode."""
     num_heads, head_size = query.shape[1:]
-    num_kv_heads = value_cache.shape[2 if options.layout == "nhd" else 1]
+    num_kv_heads = value_cache.shape[head_axis(options.layout)]
     group, itemsize = num_heads // num_kv_heads, key_cache.dtype.itemsize
     head_tiles = -(-group // _MAX_HEADS)
     heads = -(-group // head_tiles)
@@ -185,7 +185,7 @@ def attention_config(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
-        block_size=block_size_of(value_cache, options.layout),
+        block_size=value_cache.shape[block_axis(options.layout)],
         layout=options.layout,
         key_x=16 // itemsize,
         value_x=1,
@@ -331,10 +331,6 @@ def option_arrays(options: AttentionOptions) -> tuple[Array, ...]:
 
 def scale_kind(scale: Array | None) -> str:
     return "none" if scale is None else {0: "scalar", 1: "head", 3: "slot"}[scale.ndim]
-
-
-def block_size_of(value_cache: Array, layout: Layout) -> int:
-    return value_cache.shape[{"hnd": 2, "nhd": 1, "vllm": 3}[layout]]
 
 
 def power_of_two(n: int) -> int:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Float32, Int32, Num
 
-from paged_jax.options import AttentionOptions, Layout
+from paged_jax.options import AttentionOptions, block_axis
 
 _TILE = 256  # tokens: large enough to amortise a gather, small enough to keep [heads, tokens] logits in a cache
 _NEVER = 2**31 - 1
@@ -102,7 +102,7 @@ def add_cached(
     """
     if block_tables.shape[1] == 0 or value_cache.shape[0] == 0:
         return state
-    block_size = block_size_of(value_cache, options.layout)
+    block_size = value_cache.shape[block_axis(options.layout)]
     columns = max(1, min(tile // block_size, block_tables.shape[1]))
     width = columns * block_size
 
@@ -140,10 +140,6 @@ def finish(
     denominator = jnp.where(seen, exp_sum, 1.0)
     out = jnp.where(seen[..., None], state.weighted / denominator[..., None], 0.0)
     return out, jnp.where(seen, max_logit + jnp.log(denominator), -jnp.inf)
-
-
-def block_size_of(value_cache: Array, layout: Layout) -> int:
-    return value_cache.shape[{"hnd": 2, "nhd": 1, "vllm": 3}[layout]]
 
 
 def _over_logits(scale: Float[Array, "n t g"]) -> Float[Array, "n 1 g 1 t"]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Int32, Num
 
-from paged_jax.options import Layout
+from paged_jax.options import Layout, block_axis
 from paged_jax.shapes import BlockMapping, Cache, CacheScale, NewTokens, SlotMapping, SourceCache
 
 
@@ -24,7 +24,7 @@ def write_to_paged_cache(
     layout: Layout,
 ) -> tuple[Cache, Cache]:
     num_blocks = key_cache.shape[0]
-    block_size = value_cache.shape[{"hnd": 2, "nhd": 1, "vllm": 3}[layout]]
+    block_size = value_cache.shape[block_axis(layout)]
     # A negative index would count from the end: skipped slots go past the end instead, where they are dropped.
     block = jnp.where(slot_mapping < 0, num_blocks, slot_mapping // block_size)
     offset = slot_mapping % block_size
