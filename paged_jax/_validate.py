@@ -219,6 +219,26 @@ def pools(*named: tuple[str, Any]) -> tuple[Array, ...]:
     return checked
 
 
+def layers(key_cache: Any, value_cache: Any) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """The pools of several layers, or of one: `pools` for each, all with as many blocks."""
+    several = isinstance(key_cache, tuple | list)
+    if isinstance(value_cache, tuple | list) != several:
+        raise TypeError("key_cache and value_cache must both be arrays, or both be sequences of arrays")
+    if not several:
+        key, value = pools(("key_cache", key_cache), ("value_cache", value_cache))
+        return (key,), (value,)
+    if len(value_cache) != len(key_cache):
+        raise ValueError(f"value_cache must have key_cache's {len(key_cache)} layers, got {len(value_cache)}")
+    checked = [
+        pools((f"key_cache[{i}]", key), (f"value_cache[{i}]", value))
+        for i, (key, value) in enumerate(zip(key_cache, value_cache, strict=True))
+    ]
+    for i, (key, _) in enumerate(checked):
+        if key.shape[0] != checked[0][0].shape[0]:
+            raise ValueError(f"key_cache[{i}] must have num_blocks = {checked[0][0].shape[0]}, got {key.shape[0]}")
+    return tuple(key for key, _ in checked), tuple(value for _, value in checked)
+
+
 def pairs(block_mapping: Any) -> Array:
     block_mapping = indices("block_mapping", block_mapping, "num_pairs, 2")
     shape("block_mapping", block_mapping, (block_mapping.shape[0], 2), "num_pairs, 2")

@@ -11,8 +11,10 @@ implementation asked for lacks an option, and TypeError when differentiated: the
 work under jit, vmap, scan, shard_map (over kv heads, with ``check_vma=False``) and jax.export.
 """
 
+from collections.abc import Sequence
 from typing import Any, Unpack
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32
@@ -325,33 +327,41 @@ def write_to_paged_cache(
 
 
 def copy_blocks(
-    key_cache: Cache,
-    value_cache: Cache,
+    key_cache: Cache | Sequence[Cache],
+    value_cache: Cache | Sequence[Cache],
     block_mapping: BlockMapping,
     *,
     implementation: Implementation | None = None,
-) -> tuple[Cache, Cache]:
-    """Copies whole blocks within a paged cache, as after a fork.
+) -> tuple[Any, Any]:
+    """Copies whole blocks within a paged cache, of one layer or of many, as after a fork.
 
     Args:
-      key_cache, value_cache: one layer's pool of blocks, any layout.
-      block_mapping: i32 [num_pairs, 2], (source, destination) block ids; pairs with a negative id, or one past the
-        pool, are skipped. All sources are read before any destination is written. Of several sources for one
-        destination an unspecified one stays.
+      key_cache, value_cache: one layer's pool of blocks, any layout; or a tuple or list of such pools, one a layer and
+        all with as many blocks.
+      block_mapping: i32 [num_pairs, 2], (source, destination) block ids, the same for all layers; pairs with a
+        negative id, or one past the pool, are skipped. All sources are read before any destination is written. Of
+        several sources for one destination an unspecified one stays.
       implementation: see `paged_jax.ops`.
 
     Returns:
-      ``(key_cache, value_cache)``.
+      ``(key_cache, value_cache)``, pools or sequences of pools as they came.
 
     Raises:
       ValueError, TypeError: a shape or dtype is wrong.
+      NotImplementedError: `implementation` lacks an option.
 
-    Aliasing: donate both caches to update them in place. vmap: one call after the other. Sharding: over kv heads.
+    Aliasing: donate the caches to update them in place; otherwise they are copied first. Scratch memory for num_pairs
+    blocks of both caches is needed. vmap: one call after the other. Sharding: over kv heads.
     Source: vLLM's copy_blocks.
     """
-    caches = _validate.pools(("key_cache", key_cache), ("value_cache", value_cache))
+    layers = _validate.layers(key_cache, value_cache)
     block_mapping = _validate.pairs(block_mapping)
-    return _dispatch.call("copy_blocks", *caches, block_mapping, implementation=implementation)
+    copied = _dispatch.call("copy_blocks", *layers, block_mapping, implementation=implementation)
+    key_caches, value_caches = (
+        jax.tree.unflatten(jax.tree.structure(given), new)
+        for given, new in zip((key_cache, value_cache), copied, strict=True)
+    )
+    return key_caches, value_caches
 
 
 def swap_blocks(

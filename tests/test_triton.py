@@ -52,6 +52,7 @@ INTERPRETED = [
     "write-nhd-float8_e5m2",
     "write-vllm-float8_e4m3fn",
     "write-hnd-bfloat16",
+    "copy-bfloat16",
 ]
 
 
@@ -78,6 +79,7 @@ COMPILED = [
     (80, "prefix", "nhd-e5m2"),
     (80, "v2", "vllm-int8"),
     (80, "write", "nhd-e5m2"),
+    (80, "copy", "nhd-e5m2"),
     (86, "v1", "nhd-float32"),
     (86, "ragged", "llama-3-8b"),
     (86, "prefix", "vllm-float16"),
@@ -92,12 +94,14 @@ COMPILED = [
     (90, "v2", "everything"),
     (90, "v1", "hnd-int8"),
     (90, "write", "vllm-int8"),
+    (89, "copy", "vllm-e4m3"),
     (100, "ragged", "opt-125m"),
     (100, "v1", "gpt-oss-20b"),
     (100, "prefix", "farthest-corner"),
     (120, "ragged", "gemma-2-9b"),
     (120, "v1", "nhd-float16"),
     (120, "write", "hnd-float32"),
+    (120, "copy", "vllm-int8"),
 ]
 COMPILED_CASES = {
     **BY_NAME,
@@ -148,6 +152,9 @@ def call(op, case):
             tokens = np.zeros((5, case.num_kv_heads, case.head_size), np.float32)
             slots = np.arange(5, dtype=np.int32)
             paged_jax.write_to_paged_cache(tokens, tokens, key_cache, value_cache, slots, layout=case.layout, **scales)
+        case "copy":
+            caches = made.decode["key_cache"], made.decode["value_cache"]
+            paged_jax.copy_blocks(*caches, np.zeros((3, 2), np.int32))
 
 
 def test_lowers_for_cuda_with_no_gpu():

@@ -1,11 +1,14 @@
-"""The fused cache write. Copying and swapping blocks has no kernel here: XLA's scatters serve."""
+"""The fused cache write, and copies of blocks. Swapping blocks has no kernel here: XLA's scatters serve."""
+
+import math
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from paged_jax.kernels.triton import launch
 from paged_jax.options import Layout, block_axis
-from paged_jax.shapes import Cache, CacheScale, NewTokens, SlotMapping
+from paged_jax.shapes import BlockMapping, Cache, CacheScale, NewTokens, SlotMapping
 
 
 def write_to_paged_cache(
@@ -59,3 +62,34 @@ def write_to_paged_cache(
             in_place=caches,
         )
     )
+
+
+def copy_blocks(
+    key_caches: tuple[Cache, ...], value_caches: tuple[Cache, ...], block_mapping: BlockMapping
+) -> tuple[tuple[Cache, ...], tuple[Cache, ...]]:
+    gpu = launch.device()
+    copied = [_copy(*layer, block_mapping, gpu) for layer in zip(key_caches, value_caches, strict=True)]
+    return tuple(key for key, _ in copied), tuple(value for _, value in copied)
+
+
+def _copy(key_cache: Array, value_cache: Array, block_mapping: Array, gpu: launch.Device) -> tuple[Array, Array]:
+    """One layer's copies."""
+    caches = key_cache, value_cache
+    num_pairs, num_blocks = block_mapping.shape[0], key_cache.shape[0]
+    block_bytes = [math.prod(x.shape[1:]) * x.dtype.itemsize for x in caches]
+    odd = [f"copies blocks of a multiple of 8 bytes, these have {n}" for n in block_bytes if n % 8]
+    for cache in caches:
+        launch.check(gpu, cache.dtype.name, odd)
+    if num_pairs == 0 or key_cache.size + value_cache.size == 0:
+        return caches
+    config = launch.CopyConfig(*(n // 8 for n in block_bytes))
+    plans = jax.ShapeDtypeStruct((num_pairs,), jnp.int32)
+    tmp = [jax.ShapeDtypeStruct((num_pairs, *x.shape[1:]), x.dtype) for x in caches]
+    sizes = num_pairs, num_blocks
+    stashed = launch.call(
+        "copy", "stash_kernel", config, num_pairs, (block_mapping, *caches), sizes, (plans, *tmp), gpu
+    )
+    outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches]
+    num_programs = num_pairs * config.chunks
+    arrays = block_mapping, *stashed
+    return tuple(launch.call("copy", "copy_kernel", config, num_programs, arrays, (), outputs, gpu, in_place=caches))

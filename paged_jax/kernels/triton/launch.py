@@ -123,6 +123,30 @@ class WriteConfig:
         return power_of_two(self.head_size)
 
 
+@dataclass(frozen=True)
+class CopyConfig:
+    """Everything static that the kernels of block copies are compiled for.
+
+    Attributes:
+      key_words, value_words: 8-byte words of a block of each cache.
+      chunk: words of each that one program copies.
+      scan: pairs that are looked at together.
+      num_warps, num_stages: for Triton.
+    """
+
+    key_words: int
+    value_words: int
+    chunk: int = 512
+    scan: int = 1024
+    num_warps: int = 4
+    num_stages: int = 1
+
+    @property
+    def chunks(self) -> int:
+        """Programs that a pair takes."""
+        return -(-max(self.key_words, self.value_words) // self.chunk)
+
+
 def device() -> Device:
     """The GPU that the program is for: the first local one."""
     try:
@@ -273,7 +297,7 @@ def ranked(config: Config, num_seqs: int, gpu: Device) -> int:
 def call(
     module: str,
     kernel: str,
-    config: Config | WriteConfig,
+    config: Config | WriteConfig | CopyConfig,
     num_programs: int,
     arrays: Sequence[Array],
     scalars: Sequence[int],
