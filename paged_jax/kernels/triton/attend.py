@@ -70,6 +70,7 @@ def decode_kernel(
 
     q, unit = _load_query(query, tl.zeros_like(head) + seq, head, valid, cfg)
     factor = unit * tl.load(scale) * _head_scale(k_scale, kv_head, tl.constexpr(cfg.k_scale))
+    q, factor = _in_base_2(q, factor, cfg)
     slope, offset = _of_heads(alibi_slopes, kv_head, head, valid, cfg)
     acc, max_logit, exp_sum = _empty(cfg)
     table = block_tables + seq.to(tl.int64) * table_width
@@ -78,6 +79,7 @@ def decode_kernel(
         kv_head, origin, 0, first, last, begin, end, True, True, cfg,
     )  # fmt: skip
     acc *= _head_scale(v_scale, kv_head, tl.constexpr(cfg.v_scale))
+    max_logit = _natural(max_logit, cfg)
 
     row = seq.to(tl.int64) * cfg.num_heads + head
     result, lse, max_logit, exp_sum = _finish(
@@ -163,6 +165,7 @@ def ragged_kernel(
     q, unit = _load_query(query, start + queries, head, valid, cfg)
     unit = unit * tl.load(scale)
     factor = unit * _head_scale(k_scale, kv_head, tl.constexpr(cfg.k_scale))
+    q, factor = _in_base_2(q, factor, cfg)
     slope, offset = _of_heads(alibi_slopes, kv_head, head, valid, cfg)
     acc, max_logit, exp_sum = _empty(cfg)
     table = block_tables + seq.to(tl.int64) * table_width
@@ -187,9 +190,11 @@ def ragged_kernel(
         first = tl.maximum(begin - context_len, 0) // cfg.tile
         last = (end - context_len + cfg.tile - 1) // cfg.tile
         acc, max_logit, exp_sum = add_tiles(
-            acc, max_logit, exp_sum, q, unit, position, slope, offset, key, value, table, k_scale, v_scale,
+            acc, max_logit, exp_sum, q, factor if cfg.late_factor else unit, position, slope, offset, key, value, table, k_scale, v_scale,
             kv_head, context_len, start, first, last, begin, end, False, True, cfg,
         )  # fmt: skip
+
+    max_logit = _natural(max_logit, cfg)
 
     row = (start + queries).to(tl.int64) * cfg.num_heads + head
     result, log_sum, _, _ = _finish(acc, max_logit, exp_sum, sinks, head, valid, tl.constexpr(cfg.sinks))
@@ -218,6 +223,17 @@ def _load_query(query, tokens, head, valid, cfg: tl.constexpr):
     else:
         q = q.to(tl.bfloat16)
     return q, unit
+
+
+@triton.jit
+@no_type_check
+def _in_base_2(q, factor, cfg: tl.constexpr):
+    """If the factor waits for the exponential: of powers of two, and positive, its sign in the query."""
+    if cfg.late_factor:
+        q = tl.where(factor[:, None] < 0, -q, q)
+        factor = tl.abs(factor) * 1.4426950408889634
+        factor = tl.where(factor == 0, 1e-30, factor)  # 0 * -inf would be NaN where tokens are masked
+    return q, factor
 
 
 @triton.jit
@@ -270,9 +286,17 @@ def _empty(cfg: tl.constexpr):
 
 @triton.jit
 @no_type_check
+def _natural(max_logit, cfg: tl.constexpr):
+    if cfg.late_factor:
+        max_logit *= 0.6931471805599453
+    return max_logit
+
+
+@triton.jit
+@no_type_check
 def _finish(acc, max_logit, exp_sum, sinks, head, valid, with_sinks: tl.constexpr):
     """Normalises; a sink joins the denominator and the lse. Rows that saw no token: out 0, lse -inf."""
-    seen = exp_sum > 0
+    seen = exp_sum != 0  # NaN has been seen, too
     if with_sinks:
         sink = tl.load(sinks + head, mask=valid, other=0.0)
         top = tl.maximum(max_logit, sink)

@@ -97,6 +97,13 @@ class Config:
     def padded_head_size(self) -> int:
         return max(16, power_of_two(self.head_size))
 
+    @property
+    def late_factor(self) -> bool:
+        """Whether logits stay products of q and k up to the exponential, which takes the factor in for free."""
+        one_factor = not self.prefix or self.k_scale in ("none", "slot")
+        natural = self.alibi or self.logits_soft_cap is not None or self.compute_dtype == "float32"
+        return one_factor and not natural
+
 
 @dataclass(frozen=True)
 class WriteConfig:
