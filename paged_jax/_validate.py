@@ -92,10 +92,16 @@ def cache_scale(name: str, x: Any | None, num_blocks: int, num_kv_heads: int, bl
 
 
 def decode_operands(
-    query: Any, key_cache: Any, value_cache: Any, block_tables: Any, seq_lens: Any, options: Options
+    query: Any,
+    key_cache: Any,
+    value_cache: Any,
+    block_tables: Any,
+    seq_lens: Any,
+    options: Options,
+    num_kv_heads: int | None = None,
 ) -> tuple:
     query = tokens("query", query, "num_seqs")
-    operands = attention_operands(query, key_cache, value_cache, block_tables, seq_lens, options)
+    operands = attention_operands(query, key_cache, value_cache, block_tables, seq_lens, options, num_kv_heads)
     shape("seq_lens", operands[4], query.shape[:1], "num_seqs")
     return operands
 
