@@ -25,7 +25,7 @@ import numpy as np
 
 from paged_jax import _dispatch
 from paged_jax.kernels.triton import launch
-from tests import test_cache_ops, test_decode, test_ragged
+from tests import test_cache_ops, test_decode, test_ragged, test_write_and_attend
 from tests.cases import DECODE_CASES
 
 _TYPES = {
@@ -217,6 +217,10 @@ def main(names):
                 test_decode.test_paged_attention_picks_one_of_them(name, run)
                 if cases[name].query_lens is not None:
                     test_ragged.test_ragged_and_prefix(cases[name], run)
+            elif name.startswith("fused"):
+                test_write_and_attend.test_write_and_attend(
+                    test_write_and_attend.BY_NAME[name.removeprefix("fused-")], run
+                )
             elif name.startswith("copy"):
                 test_cache_ops.test_copy_blocks(name.removeprefix("copy-"), run)
                 test_cache_ops.test_copy_blocks_of_many_layers(run)

@@ -25,8 +25,6 @@ def write_to_paged_cache(
     gpu = launch.device()
     launch.check(gpu, key_cache.dtype.name)
     num_tokens, num_kv_heads, head_size = key.shape
-    dtype = key_cache.dtype
-    limits = jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype)
     # Few tokens: one a program, to fill the GPU. Many: 16, to have fewer programs.
     tokens = min(16, launch.power_of_two(num_tokens * num_kv_heads // (8 * gpu.num_multiprocessors)))
     config = launch.WriteConfig(
@@ -34,15 +32,10 @@ def write_to_paged_cache(
         head_size=head_size,
         block_size=value_cache.shape[block_axis(layout)],
         layout=layout,
-        key_x=16 // dtype.itemsize,
+        key_x=16 // key_cache.dtype.itemsize,
         value_x=1,
         tokens=tokens,
-        k_scale=launch.scale_kind(k_scale),
-        v_scale=launch.scale_kind(v_scale),
-        cache_dtype=dtype.name,
-        narrower=dtype.itemsize < key.dtype.itemsize or (dtype, key.dtype) == (jnp.float16, jnp.bfloat16),
-        smallest=float(limits.min),
-        largest=float(limits.max),
+        write=launch.quantisation(key.dtype, key_cache.dtype, k_scale, v_scale),
     )
     num_programs = -(-num_tokens // tokens) * num_kv_heads
     if num_programs == 0 or key_cache.size == 0:

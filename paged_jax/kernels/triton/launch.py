@@ -41,6 +41,25 @@ class Device:
 
 
 @dataclass(frozen=True)
+class Quantisation:
+    """How a write makes what a cache holds of new keys and values.
+
+    Attributes:
+      k_scale, v_scale: what they are divided by: "none", "scalar", "head" or "slot".
+      cache_dtype: what they become.
+      narrower: whether that has less room, in bytes or in range, so that they are clipped.
+      smallest, largest: finite values of it.
+    """
+
+    k_scale: str
+    v_scale: str
+    cache_dtype: str
+    narrower: bool
+    smallest: float
+    largest: float
+
+
+@dataclass(frozen=True)
 class Config:
     """Everything static that an attention kernel is compiled for.
 
@@ -58,6 +77,7 @@ class Config:
       final: whether there is one split, so that no reduce follows.
       ranked: 0, or a power of two >= num_seqs to have the longest sequences start first.
       prefix: whether the new tokens' keys and values are given.
+      write: how decode writes the last tokens, or None.
       num_warps, num_stages: for Triton.
     """
 
@@ -86,6 +106,7 @@ class Config:
     final: bool = True
     ranked: int = 0
     prefix: bool = False
+    write: Quantisation | None = None
     num_warps: int = 4
     num_stages: int = 3
 
@@ -116,12 +137,7 @@ class WriteConfig:
     key_x: int
     value_x: int
     tokens: int
-    k_scale: str
-    v_scale: str
-    cache_dtype: str
-    narrower: bool
-    smallest: float
-    largest: float
+    write: Quantisation
     num_warps: int = 4
     num_stages: int = 1
 
@@ -238,6 +254,19 @@ def attention_config(
         prefix=prefix,
         num_warps=num_warps,
         num_stages=num_stages,
+    )
+
+
+def quantisation(dtype: Any, cache_dtype: Any, k_scale: Array | None, v_scale: Array | None) -> Quantisation:
+    """How keys and values of `dtype` get into a cache."""
+    limits = jnp.iinfo(cache_dtype) if jnp.issubdtype(cache_dtype, jnp.integer) else jnp.finfo(cache_dtype)
+    return Quantisation(
+        k_scale=scale_kind(k_scale),
+        v_scale=scale_kind(v_scale),
+        cache_dtype=cache_dtype.name,
+        narrower=cache_dtype.itemsize < dtype.itemsize or (cache_dtype, dtype) == (jnp.float16, jnp.bfloat16),
+        smallest=float(limits.min),
+        largest=float(limits.max),
     )
 
 
