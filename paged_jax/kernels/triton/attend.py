@@ -1,6 +1,6 @@
 """Device code of attention: the kernels of v1, v2, the automatic choice and ragged, around one loop over tiles.
 
-Grid. Decode: one program for each (sequence, split of its context, tile of heads); it may write the last token, too. Ragged: one for each (tile of
+Grid. Decode: one program for each (sequence, split of its context, tile of heads). Ragged: one for each (tile of
 queries, tile of heads). A tile of heads is one kv head's group of query heads, or a part of a very large group.
 
 Who loads. Every program gathers its own tiles of `tile` tokens through the block table, with the pointers worked
@@ -120,7 +120,7 @@ def _decode(
         acc, max_logit, exp_sum, q, factor, position, slope, offset, key_cache, value_cache, table, k_scale, v_scale,
         kv_head, origin, 0, first, last, begin, end, True, True, cfg,
     )  # fmt: skip
-    if cfg.write is not None:
+    if cfg.write is not None:  # noqa: SIM102 (one condition is static, and without it `mine` does not exist)
         if mine:  # several tiles of heads store the same
             stored_key, stored_value = store_tokens(
                 new_key, new_value, key_cache, value_cache, k_scale, v_scale, single + slot, kv_head, single == 0, cfg
