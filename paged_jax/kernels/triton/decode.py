@@ -39,6 +39,9 @@ def paged_attention(
     splits = launch.num_splits(config, max(query.shape[0], 1), options.max_seq_len, gpu)
     if splits == 1:
         return paged_attention_v1(query, key_cache, value_cache, block_tables, seq_lens, options)
+    if options.max_seq_len <= splits * config.tile:  # a tile each: smaller ones fill more of the GPU
+        config = replace(config, tile=max(min(config.tile, 32), config.tile // 2))
+        splits = launch.num_splits(config, query.shape[0], options.max_seq_len, gpu)
     config = replace(config, final=False)
     parts = _decode(query, key_cache, value_cache, block_tables, seq_lens, options, config, splits, gpu)
     return _reduce(query, seq_lens, options, config, gpu, *parts)
@@ -115,5 +118,6 @@ def _reduce(
         jax.ShapeDtypeStruct((num_seqs, num_heads), jnp.float32),
     )
     arrays = tmp_out, exp_sums, max_logits, seq_lens, sinks
-    num_programs = num_seqs * num_heads
+    config = launch.reduce_config(config, num_seqs, splits, gpu)
+    num_programs = num_seqs * num_heads * config.reduce_parts
     return tuple(launch.call("attend", "reduce_kernel", config, num_programs, arrays, (splits,), shapes, gpu))

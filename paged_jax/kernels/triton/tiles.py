@@ -22,9 +22,10 @@ def add_tiles(
     """Adds the tokens in [begin, end) of the tiles [first, last) counted from `origin` to an unfinished softmax.
 
     From the cache if `paged`; else from `key` and `value` as rows of new tokens, of which `start` is at `origin`.
-    Without `masked` every row sees every token of these tiles. `factor` makes logits of products of q and k, in base 2
-    and >= 0 if `cfg.late_factor`, and so is `max_logit`.
+    Without `masked` every row sees every token of these tiles. `factor` makes logits of the products of q and k; if
+    `cfg.late_factor`, `max_logit` is the largest product instead.
     """
+    base = factor * 1.4426950408889634
     for i in range(first, last):
         inner = i * cfg.tile + tl.arange(0, cfg.tile)
         tokens = origin + inner
@@ -63,16 +64,16 @@ def add_tiles(
             logits += slope[:, None] * (tokens[None, :] - position[:, None]).to(tl.float32)
         if masked:
             logits = tl.where(seen, logits, float("-inf"))
-        top = tl.max(logits, 1)
-        if cfg.late_factor:
-            top *= factor
-        top = tl.maximum(max_logit, top)
+        top = tl.maximum(max_logit, tl.max(logits, 1))
         # A row that has seen nothing has no maximum: any finite one makes its exponentials 0 instead of NaN.
-        shift = tl.where(top == float("-inf"), 0.0, top)
-        keep = _exp(max_logit - shift, cfg)
-        if cfg.late_factor:  # one fused multiply-add for each logit
-            logits *= factor[:, None]
-        weights = _exp(logits - shift[:, None], cfg)
+        level = tl.where(top == float("-inf"), 0.0, top)
+        if cfg.late_factor:  # one fused multiply-add and one exponential for each logit
+            level *= base
+            keep = tl.exp2(max_logit * base - level)
+            weights = tl.exp2(tl.fma(logits, tl.zeros_like(logits) + base[:, None], -level[:, None]))
+        else:
+            keep = _exp(max_logit - level, cfg)
+            weights = _exp(logits - level[:, None], cfg)
         exp_sum = exp_sum * keep + tl.sum(weights, 1)
         acc = acc * keep[:, None]
         if v_factor is None:
@@ -146,10 +147,8 @@ def _convert(x, dtype: tl.constexpr):
 @triton.jit
 @no_type_check
 def _exp(x, cfg: tl.constexpr):
-    """e**x, or 2**x where logits are in base 2: one instruction, e**x takes a multiplication more."""
-    if cfg.late_factor:
-        power = tl.exp2(x)
-    elif cfg.compute_dtype == "float32":
+    """exp2 is one instruction, exp takes three more for results that are denormal."""
+    if cfg.compute_dtype == "float32":
         # A large product's rounding error is felt at this precision: it goes into a factor of its own.
         x = tl.maximum(x, -1e4)
         y = x * 1.4426950216293335
