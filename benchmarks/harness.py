@@ -24,7 +24,7 @@ from benchmarks.cases import Case, select
 from benchmarks.inputs import Inputs
 from benchmarks.timing import Ceiling
 
-_TOLERANCE = 2e-2  # of the norm; bfloat16 kernels land between 1e-3 and 1e-2
+TOLERANCE = 2e-2  # of a result's error, of the norm; bfloat16 kernels land between 1e-3 and 1e-2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +53,7 @@ class Benchmark:
 def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
     """The command line of a benchmark; returns the exit code, 2 where there is no GPU."""
     args = _arguments(benchmark, argv)
-    if jax.default_backend() != "gpu":
-        print(f"bench_{benchmark.op}: no GPU here, so there is nothing to time (JAX runs on {jax.default_backend()})")
+    if not has_gpu(benchmark.op):
         return 2
     stats = jax.devices()[0].memory_stats() or {}
     run(
@@ -66,6 +65,14 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
         memory=int(0.9 * stats["bytes_limit"]) if "bytes_limit" in stats else None,
     )
     return 0
+
+
+def has_gpu(op: str) -> bool:
+    """Whether there is a GPU to time `op` on; says so if there is none."""
+    if jax.default_backend() == "gpu":
+        return True
+    print(f"bench_{op}: no GPU here, so there is nothing to time (JAX runs on {jax.default_backend()})")
+    return False
 
 
 def _arguments(benchmark: Benchmark, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -126,11 +133,11 @@ def run(
         if flashinfer is not None:
             left = {case.name: case for case in cases}
             for name, answer in flashinfer.results():
-                rows.append(_row(benchmark, left.pop(name), "flashinfer", "peer", answer, ceiling))
-                _print(rows[-1])
+                rows.append(_case_row(benchmark, left.pop(name), "flashinfer", "peer", answer, ceiling))
+                print_row(rows[-1])
                 save(report, out)
             ended = {"absent": "its process ended early"}
-            rows += [_row(benchmark, case, "flashinfer", "peer", ended, ceiling) for case in left.values()]
+            rows += [_case_row(benchmark, case, "flashinfer", "peer", ended, ceiling) for case in left.values()]
             save(report, out)
         return report
     finally:
@@ -143,9 +150,9 @@ def _case_rows(benchmark, case, contenders, ceiling, memory, pool_bytes, timer) 
         inputs = inputs_lib.make(case, prefill=benchmark.prefill, pool_bytes=pool_bytes, memory=memory)
         expected = inputs_lib.truth(case, inputs, prefill=benchmark.prefill)
     except Exception as error:  # out of memory, mostly: the next case may fit
-        print(f"{case.name}: {_first_line(error)}", flush=True)
-        failed = {"failed": _first_line(error)}
-        return [_row(benchmark, case, name, kind, failed, ceiling) for name, kind, _ in contenders]
+        print(f"{case.name}: {first_line(error)}", flush=True)
+        failed = {"failed": first_line(error)}
+        return [_case_row(benchmark, case, name, kind, failed, ceiling) for name, kind, _ in contenders]
     rows = []
     for name, kind, build in contenders:
         try:
@@ -153,9 +160,9 @@ def _case_rows(benchmark, case, contenders, ceiling, memory, pool_bytes, timer) 
         except peers.Absent as reason:
             answer = {"absent": str(reason)}
         except Exception as error:  # whatever a compiler or a peer throws: the others' rows still count
-            answer = {"failed": _first_line(error)}
-        rows.append(_row(benchmark, case, name, kind, answer, ceiling))
-        _print(rows[-1])
+            answer = {"failed": first_line(error)}
+        rows.append(_case_row(benchmark, case, name, kind, answer, ceiling))
+        print_row(rows[-1])
     return rows
 
 
@@ -186,17 +193,31 @@ def _time_one(candidate: peers.Candidate, inputs: Inputs, expected, timer, *, ou
     index, truth = expected
     rows = np.asarray(compiled(*argsets[0])[index]).astype(np.float32)
     error = float(np.linalg.norm(rows - truth) / np.linalg.norm(truth))
-    if not error <= _TOLERANCE:
+    if not error <= TOLERANCE:
         raise ValueError(f"wrong result, relative error {error:.2g}")
-    timed = timer(compiled, argsets)
-    answer = {"us": timed.us, "min_us": timed.min_us, "calls": timed.calls, "kernels": timed.kernels}
-    return {**answer, "how": label, "relative_error": error, "compile_s": round(compile_s, 2)}
+    return {
+        **answer_of(timer(compiled, argsets)),
+        "how": label,
+        "relative_error": error,
+        "compile_s": round(compile_s, 2),
+    }
 
 
-def _row(benchmark, case: Case, contender: str, kind: str, answer: dict[str, Any], ceiling: Ceiling) -> dict[str, Any]:
-    work = benchmark.work(case)
-    row = {"case": case.name, "contender": contender, "kind": kind, "work": work, **answer}
-    if "us" in answer:
+def answer_of(timed: timing.Timing) -> dict[str, Any]:
+    """A timing as a row has it."""
+    return {"us": timed.us, "min_us": timed.min_us, "calls": timed.calls, "kernels": timed.kernels}
+
+
+def _case_row(benchmark, case: Case, contender: str, kind: str, answer: dict[str, Any], ceiling: Ceiling):
+    return row_of(case.name, benchmark.work(case), contender, kind, answer, ceiling)
+
+
+def row_of(
+    case: str, work: int, contender: str, kind: str, answer: dict[str, Any], ceiling: Ceiling | None
+) -> dict[str, Any]:
+    """A row of the report: the answer, and its share of the ceiling where there is a ceiling of such work."""
+    row = {"case": case, "contender": contender, "kind": kind, "work": work, **answer}
+    if "us" in answer and ceiling is not None:
         row["rate"] = work / answer["us"] / (1e3 if ceiling.unit == "GB/s" else 1e6)
         if ceiling.rate is not None:
             row["share"] = row["rate"] / ceiling.rate
@@ -206,7 +227,8 @@ def _row(benchmark, case: Case, contender: str, kind: str, answer: dict[str, Any
     return row
 
 
-def _print(row: dict[str, Any]) -> None:
+def print_row(row: dict[str, Any]) -> None:
+    """Says how a row went, on one line."""
     what = row.get("absent") or row.get("failed")
     if what is None:
         share = f"{row['share']:6.1%}" if "share" in row else ""
@@ -246,6 +268,7 @@ def _output(*command: str) -> str:
         return ""
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says, in short."""
     text = str(error).strip() or type(error).__name__
     return f"{type(error).__name__}: {text.splitlines()[0][:200]}"

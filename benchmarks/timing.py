@@ -1,6 +1,7 @@
 """Device time of all the kernels of a call, by CUPTI, and the ceilings that times are held against.
 
-The read ceiling is a kernel of our own that reads a buffer with 16-byte loads and does nothing else; it needs CuPy.
+The read and copy ceilings are kernels of our own that read, or copy, a buffer 16 bytes at a time and do nothing else;
+they need CuPy.
 """
 
 import math
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_READ = r"""
+_KERNELS = r"""
 extern "C" __global__ void __launch_bounds__(512) read(const uint4* __restrict__ data, long long n, unsigned* out) {
   unsigned sum = 0;
   const long long step = (long long)gridDim.x * 512 * UNROLL;
@@ -31,6 +32,16 @@ extern "C" __global__ void __launch_bounds__(512) read(const uint4* __restrict__
     for (int u = 0; u < UNROLL; ++u) sum ^= v[u].x ^ v[u].y ^ v[u].z ^ v[u].w;
   }
   if (sum == 0x9e3779b9u) *out = sum;  // keeps the loads; hardly ever stores
+}
+extern "C" __global__ void __launch_bounds__(512) copy(const uint4* __restrict__ data, long long n, uint4* out) {
+  const long long step = (long long)gridDim.x * 512 * UNROLL;
+  for (long long i = (long long)blockIdx.x * 512 * UNROLL + threadIdx.x; i < n; i += step) {
+    uint4 v[UNROLL];
+    #pragma unroll
+    for (int u = 0; u < UNROLL; ++u) if (i + u * 512 < n) v[u] = __ldg(data + i + u * 512);
+    #pragma unroll
+    for (int u = 0; u < UNROLL; ++u) if (i + u * 512 < n) out[i + u * 512] = v[u];
+  }
 }
 extern "C" __global__ void fill(unsigned* data, long long n) {
   const long long step = (long long)gridDim.x * blockDim.x;
@@ -161,6 +172,45 @@ def read_ceiling(sizes: Iterable[int]) -> Ceiling:
     return Ceiling("GB/s", max(best) / best[max(best)] / 1e3, best, "16-byte loads, best of 9 launches per size")
 
 
+def copy_ceiling() -> Ceiling:
+    """Times the copy kernel on a buffer of up to 4 GiB with its best launch; bytes read and written both count."""
+    try:
+        size, us = _copy_time()
+    except Exception as error:  # as above
+        return Ceiling("GB/s", None, {}, f"{type(error).__name__}: {error}".splitlines()[0])
+    return Ceiling("GB/s", 2 * size / us / 1e3, {}, f"copies {size >> 20} MiB by 16 bytes, best of 9 launches")
+
+
+def _copy_time() -> tuple[int, float]:
+    """Bytes, and the microseconds that copying them takes."""
+    import cupy
+
+    size = min(_LARGE // 2, cupy.cuda.Device().mem_info[0] // 4) >> 21 << 21
+    source, destination = cupy.zeros(size, cupy.uint8), cupy.empty(size, cupy.uint8)
+    multiprocessors = cupy.cuda.Device().attributes["MultiProcessorCount"]
+    cupy.RawKernel(_KERNELS, "fill", ("-DUNROLL=1",))((8 * multiprocessors,), (512,), (source, np.int64(size // 4)))
+    launches = [
+        (cupy.RawKernel(_KERNELS, "copy", (f"-DUNROLL={unroll}",)), blocks * multiprocessors)
+        for unroll in (1, 4, 8)
+        for blocks in (1, 2, 4)
+    ]
+    repeats = 6
+
+    def run():
+        for kernel, blocks in launches:
+            for _ in range(repeats):
+                kernel((blocks,), (512,), (source, np.int64(size // 16), destination))
+        cupy.cuda.Device().synchronize()
+
+    times = [us for name, us in kernel_times(run) if name == "copy"]
+    if len(times) != len(launches) * repeats:
+        raise RuntimeError(f"CUPTI saw {len(times)} kernels of {len(launches) * repeats}")
+    best = float(np.median(np.reshape(times, (len(launches), repeats)), axis=1).min())
+    del source, destination
+    cupy.get_default_memory_pool().free_all_blocks()
+    return size, best
+
+
 def _read_times(sizes: Iterable[int]) -> dict[int, float]:
     import cupy
 
@@ -168,9 +218,9 @@ def _read_times(sizes: Iterable[int]) -> dict[int, float]:
     large = min(_LARGE, free // 2) >> 21 << 21
     buffer = cupy.empty(large, cupy.uint8)
     multiprocessors = cupy.cuda.Device().attributes["MultiProcessorCount"]
-    cupy.RawKernel(_READ, "fill", ("-DUNROLL=1",))((8 * multiprocessors,), (512,), (buffer, np.int64(large // 4)))
+    cupy.RawKernel(_KERNELS, "fill", ("-DUNROLL=1",))((8 * multiprocessors,), (512,), (buffer, np.int64(large // 4)))
     sink = cupy.zeros(1, cupy.uint32)
-    reads = [cupy.RawKernel(_READ, "read", (f"-DUNROLL={unroll}",)) for unroll in (1, 4, 8)]
+    reads = [cupy.RawKernel(_KERNELS, "read", (f"-DUNROLL={unroll}",)) for unroll in (1, 4, 8)]
     launches = [(read, blocks * multiprocessors) for read in reads for blocks in (1, 2, 4)]
     sizes = sorted({size for size in sizes if size <= large} | {large})
     repeats = 12

@@ -6,7 +6,9 @@ the op's order, then `AttentionOptions` for the attention ops, then static keywo
 
 - paged_attention_v1, paged_attention, ragged_paged_attention, prefix_attention: ``(out, lse)``
 - paged_attention_v2: ``(out, lse, exp_sums, max_logits, tmp_out)``
-- write_to_paged_cache, copy_blocks, swap_blocks: ``(key_cache, value_cache)``
+- write_and_attend: ``(out, lse, key_cache, value_cache)``
+- write_to_paged_cache, swap_blocks: ``(key_cache, value_cache)``
+- copy_blocks: the same, where both are tuples with an item a layer, as they are taken
 """
 
 import contextlib

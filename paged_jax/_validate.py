@@ -92,10 +92,16 @@ def cache_scale(name: str, x: Any | None, num_blocks: int, num_kv_heads: int, bl
 
 
 def decode_operands(
-    query: Any, key_cache: Any, value_cache: Any, block_tables: Any, seq_lens: Any, options: Options
+    query: Any,
+    key_cache: Any,
+    value_cache: Any,
+    block_tables: Any,
+    seq_lens: Any,
+    options: Options,
+    num_kv_heads: int | None = None,
 ) -> tuple:
     query = tokens("query", query, "num_seqs")
-    operands = attention_operands(query, key_cache, value_cache, block_tables, seq_lens, options)
+    operands = attention_operands(query, key_cache, value_cache, block_tables, seq_lens, options, num_kv_heads)
     shape("seq_lens", operands[4], query.shape[:1], "num_seqs")
     return operands
 
@@ -217,6 +223,26 @@ def pools(*named: tuple[str, Any]) -> tuple[Array, ...]:
     if value_cache.shape[0] != key_cache.shape[0]:
         raise ValueError(f"{named[1][0]} must have num_blocks = {key_cache.shape[0]}, got {value_cache.shape[0]}")
     return checked
+
+
+def layers(key_cache: Any, value_cache: Any) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """The pools of several layers, or of one: `pools` for each, all with as many blocks."""
+    several = isinstance(key_cache, tuple | list)
+    if isinstance(value_cache, tuple | list) != several:
+        raise TypeError("key_cache and value_cache must both be arrays, or both be sequences of arrays")
+    if not several:
+        key, value = pools(("key_cache", key_cache), ("value_cache", value_cache))
+        return (key,), (value,)
+    if len(value_cache) != len(key_cache):
+        raise ValueError(f"value_cache must have key_cache's {len(key_cache)} layers, got {len(value_cache)}")
+    checked = [
+        pools((f"key_cache[{i}]", key), (f"value_cache[{i}]", value))
+        for i, (key, value) in enumerate(zip(key_cache, value_cache, strict=True))
+    ]
+    for i, (key, _) in enumerate(checked):
+        if key.shape[0] != checked[0][0].shape[0]:
+            raise ValueError(f"key_cache[{i}] must have num_blocks = {checked[0][0].shape[0]}, got {key.shape[0]}")
+    return tuple(key for key, _ in checked), tuple(value for _, value in checked)
 
 
 def pairs(block_mapping: Any) -> Array:

@@ -1,4 +1,4 @@
-"""The public attention and cache ops: what they take and return. Checks, then dispatch; no arithmetic.
+"""The public attention ops: what they take and return. Checks, then dispatch; no arithmetic.
 
 Attention ops share the keywords of `paged_jax.options.Options`, and these two:
 
@@ -6,9 +6,10 @@ Attention ops share the keywords of `paged_jax.options.Options`, and these two:
   sees no token.
 - implementation: "mosaic_gpu", "triton" or "xla"; None takes the first that can, chosen when the call is lowered.
 
-Every op raises ValueError or TypeError at trace time for a wrong shape, dtype or option, NotImplementedError if the
-implementation asked for lacks an option, and TypeError when differentiated: they are inference only. All of them
-work under jit, vmap, scan, shard_map (over kv heads, with ``check_vma=False``) and jax.export.
+Every op, those of `paged_jax.cache_ops` too, raises ValueError or TypeError at trace time for a wrong shape, dtype or
+option, NotImplementedError if the implementation asked for lacks an option, and TypeError when differentiated: they
+are inference only. All of them work under jit, vmap, scan, shard_map (over kv heads, with ``check_vma=False``) and
+jax.export.
 """
 
 from typing import Any, Unpack
@@ -18,9 +19,8 @@ from jax import Array
 from jaxtyping import Float, Float32
 
 from paged_jax import _dispatch, _validate
-from paged_jax.options import Implementation, Layout, Options
+from paged_jax.options import Implementation, Options
 from paged_jax.shapes import (
-    BlockMapping,
     BlockTables,
     Cache,
     NewTokens,
@@ -30,8 +30,6 @@ from paged_jax.shapes import (
     SeqLens,
     SlotMapping,
 )
-
-Scale = Float[Array, "..."] | float | None
 
 
 def paged_attention_v1(
@@ -134,6 +132,68 @@ def paged_attention(
     operands = _validate.decode_operands(query, key_cache, value_cache, block_tables, seq_lens, options)
     out, lse = _dispatch.call("paged_attention", *operands, implementation=implementation)
     return (out, lse) if return_lse else out
+
+
+def write_and_attend(
+    query: Query,
+    key: NewTokens,
+    value: NewTokens,
+    key_cache: Cache,
+    value_cache: Cache,
+    block_tables: BlockTables,
+    seq_lens: SeqLens,
+    slot_mapping: SlotMapping,
+    *,
+    return_lse: bool = False,
+    implementation: Implementation | None = None,
+    **options: Unpack[Options],
+) -> Any:
+    """Decode attention that puts each sequence's new key and value into the cache on the way, in one launch.
+
+    What it computes is `write_to_paged_cache` and then `paged_attention`: attention sees the values as they are
+    stored, quantised in a narrower cache. The scales are those of attention; the write divides by them where the
+    cache is narrower than key, and stores key and value as they are where it is not.
+
+    Args:
+      query, key_cache, value_cache, block_tables: as for `paged_attention_v1`.
+      key, value: [num_seqs, num_kv_heads, head_size], of query's dtype: of each sequence's last token.
+      seq_lens: i32 [num_seqs], tokens of each sequence, the new one included.
+      slot_mapping: i32 [num_seqs], ``block * block_size + offset`` of each sequence's last token, the one at position
+        ``seq_lens[s] - 1``. Rows with a negative slot, or one past the pool, write nothing and attend to what the
+        cache holds. Any other slot is written whatever it is, but the results of rows that are given the slot of
+        another position, or whose context holds a slot that another row writes, are unspecified.
+      return_lse, implementation: see `paged_jax.ops`.
+      **options: see `paged_jax.options.Options`.
+
+    Returns:
+      ``(out, key_cache, value_cache)``, or with return_lse ``(out, lse, key_cache, value_cache)``; every other slot of
+      the caches is bit-identical.
+
+    Raises:
+      ValueError, TypeError: a shape, dtype or option is wrong.
+      NotImplementedError: `implementation` lacks an option.
+
+    Aliasing: donate both caches to update them in place; otherwise both are copied first. vmap: one call after the
+    other. Sharding: split heads and kv heads alike.
+    """
+    query = _validate.tokens("query", query, "num_seqs")
+    key, value = _validate.new_tokens(key, value, query.shape[0], query.shape[2], query.dtype)
+    operands = _validate.decode_operands(
+        query, key_cache, value_cache, block_tables, seq_lens, options, num_kv_heads=key.shape[1]
+    )
+    slot_mapping = _validate.indices("slot_mapping", slot_mapping, "num_seqs")
+    _validate.shape("slot_mapping", slot_mapping, query.shape[:1], "num_seqs")
+    out, lse, *caches = _dispatch.call(
+        "write_and_attend",
+        query,
+        key,
+        value,
+        *operands[1:-1],
+        slot_mapping,
+        operands[-1],
+        implementation=implementation,
+    )
+    return (out, lse, *caches) if return_lse else (out, *caches)
 
 
 def ragged_paged_attention(
@@ -268,120 +328,3 @@ def merge_attention_states(
     weight_a, weight_b = jnp.exp(lse_a - base)[..., None], jnp.exp(lse_b - base)[..., None]
     out = weight_a * out_a.astype(jnp.float32) + weight_b * out_b.astype(jnp.float32)
     return out.astype(out_a.dtype), lse
-
-
-def write_to_paged_cache(
-    key: NewTokens,
-    value: NewTokens,
-    key_cache: Cache,
-    value_cache: Cache,
-    slot_mapping: SlotMapping,
-    *,
-    layout: Layout = "hnd",
-    k_scale: Scale = None,
-    v_scale: Scale = None,
-    implementation: Implementation | None = None,
-) -> tuple[Cache, Cache]:
-    """Puts new tokens' keys and values into their slots of a paged cache.
-
-    Args:
-      key, value: [num_tokens, num_kv_heads, head_size], float16, bfloat16 or float32.
-      key_cache, value_cache: one layer's pool of blocks in `layout`. A narrower dtype than key's quantises: divide
-        by the scale, round to nearest even, saturate.
-      slot_mapping: i32 [num_tokens], ``block * block_size + offset``; negative slots, and those past the pool, are
-        skipped. Where several tokens have one slot, each element there is an unspecified one's.
-      layout: of both caches.
-      k_scale, v_scale: f32 scalar, [num_kv_heads] or [num_blocks, num_kv_heads, block_size], or None for 1; only
-        for a narrower cache.
-      implementation: see `paged_jax.ops`.
-
-    Returns:
-      ``(key_cache, value_cache)``; every other slot is bit-identical.
-
-    Raises:
-      ValueError, TypeError: a shape, dtype or option is wrong, or a scale was given for a cache that is not narrower.
-      NotImplementedError: `implementation` lacks an option.
-
-    Aliasing: donate both caches to update them in place; otherwise both are copied first. vmap: one call after the
-    other. Sharding: over kv heads. Source: vLLM's reshape_and_cache.
-    """
-    key = _validate.tokens("key", key, "num_tokens")
-    key, value = _validate.new_tokens(key, value, key.shape[0], key.shape[2], key.dtype)
-    slot_mapping = _validate.indices("slot_mapping", slot_mapping, "num_tokens")
-    _validate.shape("slot_mapping", slot_mapping, key.shape[:1], "num_tokens")
-    key_cache, value_cache, _, block_size = _validate.caches(key_cache, value_cache, key.shape[1], key.shape[2], layout)
-    scales = _validate.write_scales(key, key_cache, block_size, k_scale, v_scale)
-    return _dispatch.call(
-        "write_to_paged_cache",
-        key,
-        value,
-        key_cache,
-        value_cache,
-        slot_mapping,
-        *scales,
-        implementation=implementation,
-        layout=layout,
-    )
-
-
-def copy_blocks(
-    key_cache: Cache,
-    value_cache: Cache,
-    block_mapping: BlockMapping,
-    *,
-    implementation: Implementation | None = None,
-) -> tuple[Cache, Cache]:
-    """Copies whole blocks within a paged cache, as after a fork.
-
-    Args:
-      key_cache, value_cache: one layer's pool of blocks, any layout.
-      block_mapping: i32 [num_pairs, 2], (source, destination) block ids; pairs with a negative id, or one past the
-        pool, are skipped. All sources are read before any destination is written. Of several sources for one
-        destination an unspecified one stays.
-      implementation: see `paged_jax.ops`.
-
-    Returns:
-      ``(key_cache, value_cache)``.
-
-    Raises:
-      ValueError, TypeError: a shape or dtype is wrong.
-
-    Aliasing: donate both caches to update them in place. vmap: one call after the other. Sharding: over kv heads.
-    Source: vLLM's copy_blocks.
-    """
-    caches = _validate.pools(("key_cache", key_cache), ("value_cache", value_cache))
-    block_mapping = _validate.pairs(block_mapping)
-    return _dispatch.call("copy_blocks", *caches, block_mapping, implementation=implementation)
-
-
-def swap_blocks(
-    src_key_cache: Cache,
-    src_value_cache: Cache,
-    dst_key_cache: Cache,
-    dst_value_cache: Cache,
-    block_mapping: BlockMapping,
-    *,
-    implementation: Implementation | None = None,
-) -> tuple[Cache, Cache]:
-    """Copies whole blocks from one paged cache into another, as when a sequence is swapped out or in.
-
-    Args:
-      src_key_cache, src_value_cache: the pools to read.
-      dst_key_cache, dst_value_cache: the pools to write, of the sources' dtype and block shape; any number of blocks.
-      block_mapping: i32 [num_pairs, 2], (source, destination) block ids, as for `copy_blocks`.
-      implementation: see `paged_jax.ops`.
-
-    Returns:
-      The two destination caches.
-
-    Raises:
-      ValueError, TypeError: a shape or dtype is wrong.
-
-    Aliasing: donate the destination caches to update them in place. vmap: one call after the other. Sharding: over
-    kv heads. Source: vLLM's swap_blocks.
-    """
-    src = _validate.pools(("src_key_cache", src_key_cache), ("src_value_cache", src_value_cache))
-    dst = _validate.pools(("dst_key_cache", dst_key_cache), ("dst_value_cache", dst_value_cache))
-    _validate.same_blocks(src, dst)
-    block_mapping = _validate.pairs(block_mapping)
-    return _dispatch.call("swap_blocks", *src, *dst, block_mapping, implementation=implementation)

@@ -18,6 +18,7 @@ ALLOWED = {
     "paged_jax._validate": ("paged_jax.options", "paged_jax.cache"),
     "paged_jax._dispatch": ("paged_jax.kernels",),
     "paged_jax.ops": ("paged_jax._validate", "paged_jax._dispatch", "paged_jax.options", "paged_jax.shapes"),
+    "paged_jax.cache_ops": ("paged_jax._validate", "paged_jax._dispatch", "paged_jax.options", "paged_jax.shapes"),
     "paged_jax.kernels": (),
     **{
         f"paged_jax.kernels.{name}": ("paged_jax.options", "paged_jax.shapes", f"paged_jax.kernels.{name}")

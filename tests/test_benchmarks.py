@@ -9,17 +9,18 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import bench_decode, bench_prefill, cases, harness, inputs, peers, plot, report, timing
+from benchmarks import bench_cache, bench_decode, bench_prefill, cases, harness, inputs, peers, plot, report, timing
 
 TINY = cases.Case("tiny", (40, 17, 64), 4, 2, 32)
 
 
-def test_nothing_to_time_without_a_gpu(monkeypatch, capsys):
+@pytest.mark.parametrize("name", ["bench_decode", "bench_cache"])
+def test_nothing_to_time_without_a_gpu(name, monkeypatch, capsys):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    monkeypatch.setattr("sys.argv", ["bench_decode"])
-    monkeypatch.delitem(sys.modules, "benchmarks.bench_decode")  # runpy warns of a module that is there already
+    monkeypatch.setattr("sys.argv", [name])
+    monkeypatch.delitem(sys.modules, f"benchmarks.{name}")  # runpy warns of a module that is there already
     with pytest.raises(SystemExit) as exit:
-        runpy.run_module("benchmarks.bench_decode", run_name="__main__")
+        runpy.run_module(f"benchmarks.{name}", run_name="__main__")
     assert exit.value.code == 2
     assert "nothing to time" in capsys.readouterr().out
 
@@ -103,6 +104,42 @@ def test_harness_report_and_plot(bench, tmp_path):
     pytest.importorskip("matplotlib")
     plot.main([str(file), str(tmp_path / "plot.png")])
     assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def _fake_cache_timer(fn, argsets):
+    for args in argsets[:3]:
+        jax.block_until_ready(fn(*args))  # before the next call takes the caches
+    return timing.Timing(20.0, 19.0, 2, ())
+
+
+def test_cache_benchmark(tmp_path):
+    works = [
+        bench_cache.Write(5, "nhd"),
+        bench_cache.Write(3, "vllm", "float8_e4m3fn"),
+        bench_cache.Copy(2),
+        bench_cache.Fused(TINY),
+    ]
+    ceiling = lambda: timing.Ceiling("GB/s", 1000.0, {}, "made up")  # noqa: E731
+    file = tmp_path / "out" / "cache.json"
+    bench_cache.run(works, out=file, pool_bytes=1 << 21, ceiling=ceiling, timer=_fake_cache_timer)
+    found = json.loads(file.read_text())
+    assert {row.get("failed") for row in found["rows"]} == {None}
+    rows = {(row["case"], row["contender"]): row for row in found["rows"]}
+    assert len(rows) == 2 * 3 + 3
+    assert rows["copy-2", "auto"]["work"] == 2 * 2 * 2 * 16 * 8 * 128 * 2
+    assert rows["copy-2", "xla"]["share"] == pytest.approx(rows["copy-2", "xla"]["work"] / 20e-6 / 1e12)
+    assert rows["decode-tiny", "auto"]["ratios"] == {"attention alone": 1.0, "write, then attention": 1.0}
+    assert "| copy-2 | 20.0 (" in report.markdown(found)
+
+
+def test_cache_benchmark_refuses_wrong_results_and_names(capsys):
+    drawn = inputs.make(dataclasses.replace(TINY, num_kv_heads=8, head_size=128), prefill=False, pool_bytes=1 << 20)
+    ours, _ = bench_cache.copy_contenders(bench_cache.Copy(2), drawn)
+    with pytest.raises(ValueError, match="wrong result: the key cache differs"):
+        ours.check((), (drawn.key_cache, drawn.value_cache))
+    with pytest.raises(SystemExit):
+        bench_cache.main(["--cases", "no-such"])
+    assert "no-such" in capsys.readouterr().err
 
 
 def test_kernels_are_summed_by_call(monkeypatch):

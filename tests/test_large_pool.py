@@ -1,10 +1,12 @@
-"""Pools past the limits of 32-bit arithmetic: more than 2**31 elements, and more than 2**32 bytes, in each cache."""
+"""Pools past the limits of 32-bit arithmetic, more than 2**31 elements and more than 2**32 bytes in each cache; and one
+that takes most of a GPU's memory, of which there is no room for a second copy."""
 
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import paged_jax
 from tests import oracle, plain
@@ -27,7 +29,13 @@ def test_high_block_ids(implementation, device, skip_lacking):
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def write(key_cache, value_cache):
-        return paged_jax.write_to_paged_cache(key, value, key_cache, value_cache, slots, implementation=implementation)
+        all_but_one = key[:-1], value[:-1], key_cache, value_cache, slots[:-1]
+        return paged_jax.write_to_paged_cache(*all_but_one, implementation=implementation)
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def write_and_attend(key_cache, value_cache):
+        last = key[-1:], value[-1:], key_cache, value_cache, BLOCK_TABLES, seq_lens, slots[-1:]
+        return paged_jax.write_and_attend(query, *last, implementation=implementation)
 
     @jax.jit
     def attend(key_cache, value_cache):
@@ -40,10 +48,10 @@ def test_high_block_ids(implementation, device, skip_lacking):
 
     with skip_lacking(), jax.default_device(device):
         caches = write(jnp.zeros(shape, jnp.bfloat16), jnp.zeros(shape, jnp.bfloat16))
-        # Copied at the same heights, by XLA where an implementation leaves that to it.
-        copy = jax.jit(paged_jax.copy_blocks, donate_argnums=(0, 1))
+        copy = jax.jit(partial(paged_jax.copy_blocks, implementation=implementation), donate_argnums=(0, 1))
         caches = copy(*caches, np.array([[NUM_BLOCKS - 1, NUM_BLOCKS - 2]], np.int32))
-        outs = attend(*caches)
+        out, *caches = write_and_attend(*caches)
+        outs = [out, *attend(*caches)]
         copied = [np.asarray(x) for x in (caches[0][NUM_BLOCKS - 2], caches[1][NUM_BLOCKS - 2])]
         untouched = [np.asarray(x[:8]) for x in caches]
 
@@ -59,3 +67,52 @@ def test_high_block_ids(implementation, device, skip_lacking):
         np.testing.assert_array_equal(block, small[name][0])
     for block in untouched:
         assert not block.any()
+
+
+@pytest.mark.gpu
+def test_pool_of_most_of_the_memory_is_updated_in_place():
+    """Written, attended to and copied: each under donation, for nothing else would fit."""
+    block = (8, 16, 128)  # kv heads, block size, head size
+    block_bytes = 2 * 2 * int(np.prod(block))  # of both caches, in bfloat16
+    num_blocks = int(0.6 * jax.devices("gpu")[0].memory_stats()["bytes_limit"]) // block_bytes
+    rng = np.random.default_rng(0)
+    high = num_blocks - 1 - np.arange(4, dtype=np.int32)
+    tables, seq_lens = high.reshape(2, 2), np.array([32, 17], np.int32)
+    slots = np.concatenate([table * 16 + np.arange(16)[:, None] for table in tables], 1).T.reshape(-1).astype(np.int32)
+    query = rng.standard_normal((2, 32, 128)).astype(jnp.bfloat16)
+    key, value = (rng.standard_normal((64, 8, 128)).astype(jnp.bfloat16) for _ in "kv")
+    last_key, last_value = (rng.standard_normal((2, 8, 128)).astype(jnp.bfloat16) for _ in "kv")
+    last_slots = np.array([tables[0, 1] * 16 + 15, tables[1, 1] * 16], np.int32)
+    mapping = np.array([[high[0], 0], [high[1], 1], [high[2], 2], [high[3], 3], [3, high[3]]], np.int32)
+
+    donated = partial(jax.jit, donate_argnums=(0, 1))
+    write = donated(lambda *caches: paged_jax.write_to_paged_cache(key, value, *caches, slots))
+    attend = donated(
+        lambda *caches: paged_jax.write_and_attend(
+            query, last_key, last_value, *caches, tables, seq_lens, last_slots
+        )
+    )  # fmt: skip
+    copy = donated(lambda *caches: paged_jax.copy_blocks(*caches, mapping))
+
+    caches = [jnp.zeros((num_blocks, *block), jnp.bfloat16) for _ in "kv"]
+    caches = write(*caches)
+    out, *caches = attend(*caches)
+    alone = paged_jax.paged_attention(query, *caches, tables, seq_lens)
+    caches = copy(*caches)
+
+    # The same in a pool of the eight blocks that matter: the four highest after the four lowest.
+    small = [np.zeros((8, *block), jnp.bfloat16) for _ in "kv"]
+    shift = num_blocks - 8
+    small = oracle.write(key, value, *small, slots - shift * 16)
+    small = oracle.write(last_key, last_value, *small, last_slots - shift * 16)
+    arrays = {"query": query, "block_tables": tables - shift, "seq_lens": seq_lens}
+    arrays |= dict(zip(("key_cache", "value_cache"), small, strict=True))
+    exact, rough = oracle.decode(**arrays), plain.decode(**arrays)
+    plain.assert_close(np.asarray(out), exact[0], rough[0], "out")
+    plain.assert_close(np.asarray(alone), exact[0], rough[0], "out of attention alone")
+    lowered = np.where(mapping >= 4, mapping - shift, mapping)
+    for cache, before in zip(caches, small, strict=True):
+        after = oracle.copy(before, lowered)
+        np.testing.assert_array_equal(np.concatenate([cache[:4], cache[-4:]]), after)
+        # The middle is as it was; piece by piece, for there is no room for much else.
+        assert not any(bool(cache[i : i + 4096].any()) for i in range(4, num_blocks - 4 - 4096, num_blocks // 16))

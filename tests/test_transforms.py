@@ -23,6 +23,7 @@ def _arrays():
         return rng.standard_normal(shape, np.float32)
 
     pool = (NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_SIZE)
+    tables = rng.permutation(NUM_BLOCKS)[: NUM_SEQS * WIDTH].reshape(NUM_SEQS, WIDTH).astype(np.int32)
     return {
         "query": normal(NUM_SEQS, NUM_HEADS, HEAD_SIZE),
         "tokens": normal(NUM_TOKENS, NUM_HEADS, HEAD_SIZE),
@@ -30,8 +31,11 @@ def _arrays():
         "value": normal(NUM_TOKENS, NUM_KV_HEADS, HEAD_SIZE),
         "key_cache": normal(*pool),
         "value_cache": normal(*pool),
-        "block_tables": rng.permutation(NUM_BLOCKS)[: NUM_SEQS * WIDTH].reshape(NUM_SEQS, WIDTH).astype(np.int32),
+        "block_tables": tables,
         "seq_lens": np.array([5, 0, 16], np.int32),
+        "last_key": normal(NUM_SEQS, NUM_KV_HEADS, HEAD_SIZE),
+        "last_value": normal(NUM_SEQS, NUM_KV_HEADS, HEAD_SIZE),
+        "last_slots": np.array([tables[0, 1] * BLOCK_SIZE, -1, tables[2, 3] * BLOCK_SIZE + 3], np.int32),
         "query_start_loc": QUERY_START_LOC,
         "slot_mapping": np.array([3, -1, 40, 41, 7, 63, 64, 0], np.int32),
         "block_mapping": np.array([[0, 5], [5, 6], [-1, 3]], np.int32),
@@ -49,6 +53,7 @@ OPS = {
     "paged_attention_v1": (DECODE, OPTIONS, {}),
     "paged_attention_v2": (DECODE, OPTIONS, {"partition_size": 8, "return_residuals": True}),
     "paged_attention": (DECODE, (), {"return_lse": True}),
+    "write_and_attend": (("query", "last_key", "last_value", *DECODE[1:], "last_slots"), ("alibi_slopes",), {}),
     "ragged_paged_attention": (RAGGED, OPTIONS, {}),
     "prefix_attention": (("tokens", "key", "value", *RAGGED[1:]), (), {}),
     "write_to_paged_cache": (("key", "value", "key_cache", "value_cache", "slot_mapping"), (), {}),
@@ -118,16 +123,21 @@ def test_scan(op):
     assert_equal(jax.tree.map(lambda x: x[0], out), expected(op))
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_shard_map_over_kv_heads(op):
+def bind_sharded(op):
+    """`bind` over two devices that share the kv heads."""
     fun, arrays = bind(op)
     names = (*OPS[op][0], *OPS[op][1])
     heads_axis = {"block_tables": None, "seq_lens": None, "query_start_loc": None, "slot_mapping": None}
-    heads_axis |= {"block_mapping": None, "alibi_slopes": 0, "k_scale": 0}
+    heads_axis |= {"block_mapping": None, "last_slots": None, "alibi_slopes": 0, "k_scale": 0}
     specs = [P() if (a := heads_axis.get(n, 1)) is None else P(*[None] * a, "x") for n in names]
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices("cpu")[:2])
     sharded = jax.shard_map(fun, mesh=mesh, in_specs=tuple(specs), out_specs=P(None, "x"), check_vma=False)
-    arrays = [jax.device_put(x, jax.NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=True)]
+    return sharded, [jax.device_put(x, jax.NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=True)]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_shard_map_over_kv_heads(op):
+    sharded, arrays = bind_sharded(op)
     assert_equal(jax.jit(sharded)(*arrays), expected(op))
 
 
@@ -182,30 +192,45 @@ def pool_copies(compiled, pools):
     ]
 
 
-@pytest.mark.parametrize("op", ["write_to_paged_cache", "copy_blocks", "swap_blocks"])
+WRITING_OPS = ["write_to_paged_cache", "write_and_attend", "copy_blocks", "swap_blocks"]
+
+
+def pools_written(op):
+    """Where the two pools that the op updates stand among its arrays; swap_blocks reads its first two."""
+    return [i for i, n in enumerate(OPS[op][0]) if n in ("key_cache", "value_cache")][-2:]
+
+
+@pytest.mark.parametrize("op", WRITING_OPS)
 def test_donated_pools_are_updated_in_place(op):
-    names = OPS[op][0]
     fun, arrays = bind(op)
-    # swap_blocks reads its first two pools and writes the next two.
-    pools = [i for i, n in enumerate(names) if n in ("key_cache", "value_cache")][-2:]
-    arrays = [x + 0 for x in arrays]
+    pools = pools_written(op)
+    # Large pools, so that what an op needs besides them is small.
+    arrays = [jnp.tile(x, (64, 1, 1, 1)) if x.ndim == 4 else x + 0 for x in arrays]
     compiled = jax.jit(fun, donate_argnums=pools).lower(*arrays).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == sum(arrays[i].nbytes for i in pools)
     assert memory.temp_size_in_bytes < arrays[pools[0]].nbytes
     assert not pool_copies(compiled, [arrays[i] for i in pools])
     before = [arrays[i].unsafe_buffer_pointer() for i in pools]
-    after = [x.unsafe_buffer_pointer() for x in compiled(*arrays)]
+    after = [x.unsafe_buffer_pointer() for x in compiled(*arrays)[-2:]]
     assert before == after
 
 
-def test_donated_pools_of_32_layers_are_updated_in_place_inside_a_loop():
+@pytest.mark.parametrize("op", ["write_to_paged_cache", "write_and_attend", "copy_blocks"])
+def test_donated_pools_of_32_layers_are_updated_in_place_inside_a_loop(op):
     a = {name: jnp.asarray(x) for name, x in ARRAYS.items()}
 
-    def steps(layers):
-        def layer(i, caches):
-            return paged_jax.write_to_paged_cache(a["key"], a["value"], *caches, a["slot_mapping"] + i)
+    def layer(i, caches):
+        match op:
+            case "write_to_paged_cache":
+                return paged_jax.write_to_paged_cache(a["key"], a["value"], *caches, a["slot_mapping"] + i)
+            case "write_and_attend":
+                new, rest = (a["query"], a["last_key"], a["last_value"]), (a["block_tables"], a["seq_lens"])
+                return tuple(paged_jax.write_and_attend(*new, *caches, *rest, a["last_slots"])[1:])
+            case "copy_blocks":
+                return paged_jax.copy_blocks(*caches, a["block_mapping"] + i)
 
+    def steps(layers):
         def step(i, carry):
             layers, total = carry
             layers = [layer(i, caches) for caches in layers]
@@ -215,21 +240,34 @@ def test_donated_pools_of_32_layers_are_updated_in_place_inside_a_loop():
         return jax.lax.fori_loop(0, 5, step, (layers, jnp.float32(0)))
 
     layers = [(a["key_cache"] + 0, a["value_cache"] + 0) for _ in range(32)]
+    assert_layers_are_updated_in_place(steps, layers)
+
+
+def test_donated_pools_of_32_layers_are_copied_in_place_in_one_call():
+    def steps(caches):
+        def step(i, caches):
+            return paged_jax.copy_blocks(*caches, jnp.asarray(ARRAYS["block_mapping"]) + i)
+
+        return jax.lax.fori_loop(0, 5, step, caches)
+
+    caches = tuple(tuple(jnp.asarray(ARRAYS[n]) + 0 for _ in range(32)) for n in ("key_cache", "value_cache"))
+    assert_layers_are_updated_in_place(steps, caches)
+
+
+def assert_layers_are_updated_in_place(steps, layers):
+    """`steps(layers)` compiles to a program that holds each of the pools once."""
     compiled = jax.jit(steps, donate_argnums=0).lower(layers).compile()
     pools = jax.tree.leaves(layers)
     assert compiled.memory_analysis().alias_size_in_bytes >= sum(x.nbytes for x in pools)
     assert not pool_copies(compiled, pools)
 
 
-def test_donated_pools_are_updated_in_place_under_shard_map():
-    fun, arrays = bind("write_to_paged_cache")
-    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices("cpu")[:2])
-    heads = P(None, "x")
-    sharded = jax.shard_map(fun, mesh=mesh, in_specs=(heads,) * 4 + (P(),), out_specs=heads, check_vma=False)
-    specs = [jax.NamedSharding(mesh, s) for s in (heads,) * 4 + (P(),)]
-    arrays = [jax.device_put(x, s) for x, s in zip(arrays, specs, strict=True)]
-    compiled = jax.jit(sharded, donate_argnums=(2, 3)).lower(*arrays).compile()
-    local = [x.addressable_shards[0].data for x in arrays[2:4]]
+@pytest.mark.parametrize("op", WRITING_OPS)
+def test_donated_pools_are_updated_in_place_under_shard_map(op):
+    sharded, arrays = bind_sharded(op)
+    pools = pools_written(op)
+    compiled = jax.jit(sharded, donate_argnums=pools).lower(*arrays).compile()
+    local = [arrays[i].addressable_shards[0].data for i in pools]
     assert compiled.memory_analysis().alias_size_in_bytes == sum(x.nbytes for x in local)
     assert not pool_copies(compiled, local)
 
@@ -258,6 +296,7 @@ def test_empty_batches_give_empty_results(op):
     names, options, _ = OPS[op]
     fun, arrays = bind(op)
     empty = {"query", "tokens", "key", "value", "block_tables", "seq_lens", "slot_mapping", "block_mapping"}
+    empty |= {"last_key", "last_value", "last_slots"}
     arrays = [x[:0] if n in empty else x for n, x in zip((*names, *options), arrays, strict=True)]
     arrays = [x[:1] if n == "query_start_loc" else x for n, x in zip((*names, *options), arrays, strict=True)]
     wanted = jax.eval_shape(fun, *arrays)

@@ -52,6 +52,14 @@ INTERPRETED = [
     "write-nhd-float8_e5m2",
     "write-vllm-float8_e4m3fn",
     "write-hnd-bfloat16",
+    "copy-bfloat16",
+    "fused-hnd-bfloat16",
+    "fused-nhd-e5m2",
+    "fused-vllm-int8",
+    "fused-everything",
+    "fused-scale-on-a-wide-cache",
+    "fused-unsplit",
+    "fused-large-group",
 ]
 
 
@@ -78,10 +86,13 @@ COMPILED = [
     (80, "prefix", "nhd-e5m2"),
     (80, "v2", "vllm-int8"),
     (80, "write", "nhd-e5m2"),
+    (80, "copy", "nhd-e5m2"),
+    (80, "fused", "nhd-e5m2"),
     (86, "v1", "nhd-float32"),
     (86, "ragged", "llama-3-8b"),
     (86, "prefix", "vllm-float16"),
     (86, "v1", "small-blocks"),
+    (86, "fused", "nhd-float32"),
     (89, "v1", "hnd-e4m3"),
     (89, "ragged", "nhd-e4m3"),
     (89, "auto", "phi-3-small"),
@@ -92,12 +103,18 @@ COMPILED = [
     (90, "v2", "everything"),
     (90, "v1", "hnd-int8"),
     (90, "write", "vllm-int8"),
+    (90, "fused", "llama-3-8b"),
+    (89, "copy", "vllm-e4m3"),
+    (89, "fused", "everything"),
     (100, "ragged", "opt-125m"),
     (100, "v1", "gpt-oss-20b"),
     (100, "prefix", "farthest-corner"),
+    (100, "fused", "gpt-oss-20b"),
     (120, "ragged", "gemma-2-9b"),
     (120, "v1", "nhd-float16"),
     (120, "write", "hnd-float32"),
+    (120, "copy", "vllm-int8"),
+    (120, "fused", "vllm-float16"),
 ]
 COMPILED_CASES = {
     **BY_NAME,
@@ -148,6 +165,13 @@ def call(op, case):
             tokens = np.zeros((5, case.num_kv_heads, case.head_size), np.float32)
             slots = np.arange(5, dtype=np.int32)
             paged_jax.write_to_paged_cache(tokens, tokens, key_cache, value_cache, slots, layout=case.layout, **scales)
+        case "fused":
+            tokens = np.zeros((len(case.seq_lens), case.num_kv_heads, case.head_size), made.decode["query"].dtype)
+            slots = np.zeros(len(case.seq_lens), np.int32)
+            paged_jax.write_and_attend(**made.decode, key=tokens, value=tokens, slot_mapping=slots, **options)
+        case "copy":
+            caches = made.decode["key_cache"], made.decode["value_cache"]
+            paged_jax.copy_blocks(*caches, np.zeros((3, 2), np.int32))
 
 
 def test_lowers_for_cuda_with_no_gpu():
@@ -167,6 +191,15 @@ def test_lowers_for_cuda_with_no_gpu():
     caches = made.decode["key_cache"], made.decode["value_cache"]
     text = lowered(paged_jax.write_to_paged_cache, *[made.prefix["key"][:2]] * 2, *caches, np.arange(2, dtype=np.int32))
     assert text.count("@triton_kernel_call") == 1
+    assert text.count("#stablehlo.output_operand_alias") == 2
+    text = lowered(paged_jax.copy_blocks, *caches, np.zeros((2, 2), np.int32))
+    assert text.count("@triton_kernel_call") == 2
+    assert text.count("#stablehlo.output_operand_alias") == 2
+    new = [made.prefix["key"][: len(case.seq_lens)]] * 2
+    slots = np.zeros(len(case.seq_lens), np.int32)
+    query, *rest = made.decode.values()
+    text = lowered(paged_jax.write_and_attend, query, *new, *rest, slots)
+    assert text.count("@triton_kernel_call") == 2  # splits, and their reduce
     assert text.count("#stablehlo.output_operand_alias") == 2
 
 

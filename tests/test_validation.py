@@ -163,6 +163,14 @@ def test_copy_and_swap():
         paged_jax.copy_blocks(cache, cache, jnp.zeros((3, 2)))
     with pytest.raises(ValueError, match="value_cache must have num_blocks = 5, got 4"):
         paged_jax.copy_blocks(cache, cache[:4], pairs)
+    with pytest.raises(ValueError, match=re.escape("value_cache[1] must have num_blocks = 5, got 4")):
+        paged_jax.copy_blocks((cache, cache), (cache, cache[:4]), pairs)
+    with pytest.raises(ValueError, match=re.escape("key_cache[1] must have num_blocks = 5, got 4")):
+        paged_jax.copy_blocks((cache, cache[:4]), (cache, cache[:4]), pairs)
+    with pytest.raises(ValueError, match="value_cache must have key_cache's 2 layers, got 1"):
+        paged_jax.copy_blocks([cache, cache], [cache], pairs)
+    with pytest.raises(TypeError, match="must both be arrays, or both be sequences"):
+        paged_jax.copy_blocks([cache], cache, pairs)
     with pytest.raises(ValueError, match=re.escape("dst_key_cache must have the blocks of src_key_cache, (2, 8, 16)")):
         paged_jax.swap_blocks(cache, cache, other, other, pairs)
     with pytest.raises(TypeError, match="dst_key_cache must have src_key_cache's dtype bfloat16, got float16"):

@@ -15,6 +15,7 @@ import sys
 import types
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from unittest import mock
 
 import jax
@@ -24,7 +25,7 @@ import numpy as np
 
 from paged_jax import _dispatch
 from paged_jax.kernels.triton import launch
-from tests import test_cache_ops, test_decode, test_ragged
+from tests import test_cache_ops, test_decode, test_ragged, test_write_and_attend
 from tests.cases import DECODE_CASES
 
 _TYPES = {
@@ -58,7 +59,7 @@ def standing_in(triton_call, device=None):
         return triton_call(Launch(kernel, inputs, out_type, cfg, grid, input_output_aliases or {}))
 
     package = importlib.import_module("paged_jax.kernels.triton")
-    for name in ("triton.compiler", "paged_jax.kernels.triton.attend", "paged_jax.kernels.triton.write"):
+    for name in ("triton.compiler", *(f"paged_jax.kernels.triton.{file}" for file in ("attend", "write", "copy"))):
         importlib.import_module(name)  # now, for what is imported while sys.modules is patched is lost
 
     def eagerly(op, *operands, implementation=None, **static):
@@ -207,7 +208,7 @@ def run(function, *, quick=True, **arrays):
 
 
 def main(names):
-    """The tests of every implementation, on the named attention cases or "write-LAYOUT-DTYPE"."""
+    """The tests of every implementation, on the named attention cases, "write-LAYOUT-DTYPE" or "copy-DTYPE"."""
     cases = {case.name: case for case in DECODE_CASES}
     with interpreted():
         for name in names:
@@ -216,6 +217,16 @@ def main(names):
                 test_decode.test_paged_attention_picks_one_of_them(name, run)
                 if cases[name].query_lens is not None:
                     test_ragged.test_ragged_and_prefix(cases[name], run)
+            elif name.startswith("fused"):
+                test_write_and_attend.test_write_and_attend(
+                    test_write_and_attend.BY_NAME[name.removeprefix("fused-")], run
+                )
+            elif name.startswith("copy"):
+                test_cache_ops.test_copy_blocks(name.removeprefix("copy-"), run)
+                test_cache_ops.test_copy_blocks_of_many_layers(run)
+                test_cache_ops.test_copy_blocks_of_odd_sizes((5, 9, 3, 1000), (5, 1, 1, 16), run)
+                with mock.patch.object(launch, "CopyConfig", partial(launch.CopyConfig, scan=64)):
+                    test_cache_ops.test_copy_blocks_of_many_pairs(run, count=130)
             else:
                 _, layout, dtype = name.split("-")
                 test_cache_ops.test_write(layout, dtype, run)

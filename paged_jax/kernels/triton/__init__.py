@@ -1,8 +1,10 @@
 """The ops that run on any NVIDIA GPU from Ampere on, through jax-triton; importing this needs neither."""
 
+from paged_jax.kernels.triton.cache_ops import copy_blocks as copy_blocks
 from paged_jax.kernels.triton.cache_ops import write_to_paged_cache as write_to_paged_cache
 from paged_jax.kernels.triton.decode import paged_attention as paged_attention
 from paged_jax.kernels.triton.decode import paged_attention_v1 as paged_attention_v1
 from paged_jax.kernels.triton.decode import paged_attention_v2 as paged_attention_v2
+from paged_jax.kernels.triton.decode import write_and_attend as write_and_attend
 from paged_jax.kernels.triton.ragged import prefix_attention as prefix_attention
 from paged_jax.kernels.triton.ragged import ragged_paged_attention as ragged_paged_attention

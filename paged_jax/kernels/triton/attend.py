@@ -30,7 +30,8 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from paged_jax.kernels.triton.tiles import add_tiles
+from paged_jax.kernels.triton.tiles import add_tiles, add_token
+from paged_jax.kernels.triton.write import load_tokens, store_tokens
 
 
 @triton.jit
@@ -39,7 +40,38 @@ def decode_kernel(
     query, key_cache, value_cache, block_tables, seq_lens, scale, alibi_slopes, sinks, k_scale, v_scale,
     num_seqs, table_width, max_seq_len, num_splits, out, sums, maxima, cfg: tl.constexpr,
 ):  # fmt: skip
-    """One split of one sequence. The only split writes out and lse (to `sums`), others their unfinished softmax."""
+    _decode(
+        query, query, query, key_cache, value_cache, block_tables, seq_lens, seq_lens, scale, alibi_slopes, sinks,
+        k_scale, v_scale, num_seqs, table_width, max_seq_len, num_splits, 0, out, sums, maxima, cfg,
+    )  # fmt: skip
+
+
+@triton.jit
+@no_type_check
+def write_and_decode_kernel(
+    query, key, value, block_tables, seq_lens, slot_mapping, scale, alibi_slopes, sinks, k_scale, v_scale,
+    unused_key, unused_value, num_seqs, table_width, max_seq_len, num_splits, num_blocks, key_cache, value_cache,
+    out, sums, maxima, cfg: tl.constexpr,
+):  # fmt: skip
+    """The caches are updated in place: they are outputs that alias inputs."""
+    _decode(
+        query, key, value, key_cache, value_cache, block_tables, seq_lens, slot_mapping, scale, alibi_slopes, sinks,
+        k_scale, v_scale, num_seqs, table_width, max_seq_len, num_splits, num_blocks, out, sums, maxima, cfg,
+    )  # fmt: skip
+
+
+@triton.jit
+@no_type_check
+def _decode(
+    query, key, value, key_cache, value_cache, block_tables, seq_lens, slot_mapping, scale, alibi_slopes, sinks,
+    k_scale, v_scale, num_seqs, table_width, max_seq_len, num_splits, num_blocks, out, sums, maxima,
+    cfg: tl.constexpr,
+):  # fmt: skip
+    """One split of one sequence. The only split writes out and lse (to `sums`), others their unfinished softmax.
+
+    With `cfg.write` the last token comes from `key` and `value` where its slot is valid. The last split, whose share
+    of the context is the smallest, stores it in the cache and attends to it; no program reads its slot.
+    """
     pid = tl.program_id(0)
     head_tile = pid % (cfg.num_kv_heads * cfg.head_tiles)
     pid = pid // (cfg.num_kv_heads * cfg.head_tiles)
@@ -54,6 +86,16 @@ def decode_kernel(
     if cfg.sliding_window is not None:
         begin = tl.maximum(seq_len - cfg.sliding_window, 0)
     end = tl.minimum(seq_len, max_seq_len)
+    if cfg.write is not None:
+        slot = tl.load(slot_mapping + seq)
+        given = (slot >= 0) & (slot // cfg.block_size < num_blocks)
+        mine = given & (split == num_splits - 1)
+        single = tl.full([1], 0, tl.int32)
+        # Early, because it takes a while: the loop over tiles does not wait for it.
+        new = single + tl.where(mine, seq, -1)
+        new_key, new_value = load_tokens(key, value, new, kv_head, new >= 0, cfg)
+        bound = end
+        end = tl.where(given, tl.minimum(end, seq_len - 1), end)
     if cfg.partition_size is not None:  # a fixed part of the context, whatever the batch
         origin = split * cfg.partition_size
         begin = tl.maximum(begin, origin)
@@ -77,6 +119,15 @@ def decode_kernel(
         acc, max_logit, exp_sum, q, factor, position, slope, offset, key_cache, value_cache, table, k_scale, v_scale,
         kv_head, origin, 0, first, last, begin, end, True, True, cfg,
     )  # fmt: skip
+    if cfg.write is not None:  # noqa: SIM102 (one condition is static, and without it `mine` does not exist)
+        if mine:  # several tiles of heads store the same
+            stored_key, stored_value = store_tokens(
+                new_key, new_value, key_cache, value_cache, k_scale, v_scale, single + slot, kv_head, single == 0, cfg
+            )
+            acc, max_logit, exp_sum = add_token(
+                acc, max_logit, exp_sum, q, factor, position, slope, offset, stored_key, stored_value, k_scale,
+                v_scale, kv_head, single + slot, single + seq_len - 1, begin, bound, cfg,
+            )  # fmt: skip
     acc *= _head_scale(v_scale, kv_head, tl.constexpr(cfg.v_scale))
     acc, max_logit, exp_sum = _largest_logit(acc, max_logit, exp_sum, factor, cfg)
 

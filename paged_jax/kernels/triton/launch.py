@@ -41,6 +41,25 @@ class Device:
 
 
 @dataclass(frozen=True)
+class Quantisation:
+    """How a write makes what a cache holds of new keys and values.
+
+    Attributes:
+      k_scale, v_scale: what they are divided by: "none", "scalar", "head" or "slot".
+      cache_dtype: what they become.
+      narrower: whether that has less room, in bytes or in range, so that they are clipped.
+      smallest, largest: finite values of it.
+    """
+
+    k_scale: str
+    v_scale: str
+    cache_dtype: str
+    narrower: bool
+    smallest: float
+    largest: float
+
+
+@dataclass(frozen=True)
 class Config:
     """Everything static that an attention kernel is compiled for.
 
@@ -59,6 +78,7 @@ class Config:
       ranked: 0, or a power of two >= num_seqs to have the longest sequences start first.
       prefix: whether the new tokens' keys and values are given.
       reduce_splits, reduce_parts: splits that the reduce reads at once, and programs that share a head's output.
+      write: how decode writes the last tokens, or None.
       num_warps, num_stages: for Triton.
     """
 
@@ -89,6 +109,7 @@ class Config:
     prefix: bool = False
     reduce_splits: int = 16
     reduce_parts: int = 1
+    write: Quantisation | None = None
     num_warps: int = 4
     num_stages: int = 3
 
@@ -119,18 +140,37 @@ class WriteConfig:
     key_x: int
     value_x: int
     tokens: int
-    k_scale: str
-    v_scale: str
-    cache_dtype: str
-    narrower: bool
-    smallest: float
-    largest: float
+    write: Quantisation
     num_warps: int = 4
     num_stages: int = 1
 
     @property
     def padded_head_size(self) -> int:
         return power_of_two(self.head_size)
+
+
+@dataclass(frozen=True)
+class CopyConfig:
+    """Everything static that the kernels of block copies are compiled for.
+
+    Attributes:
+      key_words, value_words: 8-byte words of a block of each cache.
+      chunk: words of each that one program copies.
+      scan: pairs that are looked at together.
+      num_warps, num_stages: for Triton.
+    """
+
+    key_words: int
+    value_words: int
+    chunk: int = 512
+    scan: int = 1024
+    num_warps: int = 4
+    num_stages: int = 1
+
+    @property
+    def chunks(self) -> int:
+        """Programs that a pair takes."""
+        return -(-max(self.key_words, self.value_words) // self.chunk)
 
 
 def device() -> Device:
@@ -220,6 +260,19 @@ def attention_config(
     )
 
 
+def quantisation(dtype: Any, cache_dtype: Any, k_scale: Array | None, v_scale: Array | None) -> Quantisation:
+    """How keys and values of `dtype` get into a cache."""
+    limits = jnp.iinfo(cache_dtype) if jnp.issubdtype(cache_dtype, jnp.integer) else jnp.finfo(cache_dtype)
+    return Quantisation(
+        k_scale=scale_kind(k_scale),
+        v_scale=scale_kind(v_scale),
+        cache_dtype=cache_dtype.name,
+        narrower=cache_dtype.itemsize < dtype.itemsize or (cache_dtype, dtype) == (jnp.float16, jnp.bfloat16),
+        smallest=float(limits.min),
+        largest=float(limits.max),
+    )
+
+
 def _tiling(
     group: int,
     heads: int,
@@ -298,7 +351,7 @@ def ranked(config: Config, num_seqs: int, gpu: Device) -> int:
 def call(
     module: str,
     kernel: str,
-    config: Config | WriteConfig,
+    config: Config | WriteConfig | CopyConfig,
     num_programs: int,
     arrays: Sequence[Array],
     scalars: Sequence[int],

@@ -25,7 +25,6 @@ def add_tiles(
     Without `masked` every row sees every token of these tiles. `factor` makes logits of the products of q and k; if
     `cfg.late_factor`, `max_logit` is the largest product instead.
     """
-    base = factor * 1.4426950408889634
     for i in range(first, last):
         inner = i * cfg.tile + tl.arange(0, cfg.tile)
         tokens = origin + inner
@@ -54,28 +53,8 @@ def add_tiles(
         v = _convert(_load_tile(value_at, wanted, masked, cfg), q.dtype)
 
         logits = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if k_factor is not None:
-            logits *= k_factor[None, :]
-        if not cfg.late_factor:
-            logits *= factor[:, None]
-        if cfg.logits_soft_cap is not None:
-            logits = cfg.logits_soft_cap * _tanh(logits / cfg.logits_soft_cap)
-        if cfg.alibi:
-            logits += slope[:, None] * (tokens[None, :] - position[:, None]).to(tl.float32)
-        if masked:
-            logits = tl.where(seen, logits, float("-inf"))
-        top = tl.maximum(max_logit, tl.max(logits, 1))
-        # A row that has seen nothing has no maximum: any finite one makes its exponentials 0 instead of NaN.
-        level = tl.where(top == float("-inf"), 0.0, top)
-        if cfg.late_factor:  # one fused multiply-add and one exponential for each logit
-            level *= base
-            keep = tl.exp2(max_logit * base - level)
-            weights = tl.exp2(tl.fma(logits, tl.zeros_like(logits) + base[:, None], -level[:, None]))
-        else:
-            keep = _exp(max_logit - level, cfg)
-            weights = _exp(logits - level[:, None], cfg)
-        exp_sum = exp_sum * keep + tl.sum(weights, 1)
-        acc = acc * keep[:, None]
+        logits = _logits(logits, k_factor, factor, tokens, position, slope, seen, masked, cfg)
+        weights, acc, max_logit, exp_sum = _weights(logits, factor, acc, max_logit, exp_sum, cfg)
         if v_factor is None:
             acc = tl.dot(weights.to(q.dtype), v, acc, input_precision="ieee")
         else:  # the largest scale stays out of the narrow product, so that it cannot overflow there
@@ -83,8 +62,71 @@ def add_tiles(
             peak = tl.where(peak > 0, peak, 1.0)
             weights *= (v_factor / peak)[None, :]
             acc += tl.dot(weights.to(q.dtype), v, input_precision="ieee") * peak
-        max_logit = top
     return acc, max_logit, exp_sum
+
+
+@triton.jit
+@no_type_check
+def add_token(
+    acc, max_logit, exp_sum, q, factor, position, slope, offset, key, value, k_scale, v_scale, kv_head, slot, token,
+    begin, end, cfg: tl.constexpr,
+):  # fmt: skip
+    """Adds one token, if it is in [begin, end), to an unfinished softmax, as `add_tiles` would from its slot.
+
+    `key` and `value` are what that slot holds, [1, padded_head_size]; `slot` and `token` are [1] too.
+    """
+    wanted = (token >= begin) & (token < end)
+    seen = _seen(token, wanted, position, offset, cfg)
+    scale_at = (slot // cfg.block_size).to(tl.int64) * cfg.num_kv_heads + kv_head
+    scale_at = scale_at * cfg.block_size + slot % cfg.block_size
+    k_factor = None
+    if cfg.k_scale == "slot":
+        k_factor = tl.load(k_scale + scale_at)
+    k = _convert(key, q.dtype).to(tl.float32)
+    v = tl.where(wanted[:, None], _convert(value, q.dtype).to(tl.float32), 0.0)
+    if cfg.v_scale == "slot":
+        v *= tl.load(v_scale + scale_at)[:, None]
+    logits = tl.sum(q.to(tl.float32) * k, 1)[:, None]
+    logits = _logits(logits, k_factor, factor, token, position, slope, seen, True, cfg)
+    weights, acc, max_logit, exp_sum = _weights(logits, factor, acc, max_logit, exp_sum, cfg)
+    return acc + weights * v, max_logit, exp_sum
+
+
+@triton.jit
+@no_type_check
+def _logits(products, k_factor, factor, tokens, position, slope, seen, masked: tl.constexpr, cfg: tl.constexpr):
+    """Logits, but for the factor if that is late, of the products [rows, tokens] of q and k."""
+    logits = products
+    if k_factor is not None:
+        logits *= k_factor[None, :]
+    if not cfg.late_factor:
+        logits *= factor[:, None]
+    if cfg.logits_soft_cap is not None:
+        logits = cfg.logits_soft_cap * _tanh(logits / cfg.logits_soft_cap)
+    if cfg.alibi:
+        logits += slope[:, None] * (tokens[None, :] - position[:, None]).to(tl.float32)
+    if masked:
+        logits = tl.where(seen, logits, float("-inf"))
+    return logits
+
+
+@triton.jit
+@no_type_check
+def _weights(logits, factor, acc, max_logit, exp_sum, cfg: tl.constexpr):
+    """What the tokens' values weigh; and the softmax rescaled to the new maximum, with these weights in its sum."""
+    top = tl.maximum(max_logit, tl.max(logits, 1))
+    # A row that has seen nothing has no maximum: any finite one makes its exponentials 0 instead of NaN.
+    level = tl.where(top == float("-inf"), 0.0, top)
+    if cfg.late_factor:  # one fused multiply-add and one exponential for each logit
+        base = factor * 1.4426950408889634
+        level *= base
+        keep = tl.exp2(max_logit * base - level)
+        weights = tl.exp2(tl.fma(logits, tl.zeros_like(logits) + base[:, None], -level[:, None]))
+    else:
+        keep = _exp(max_logit - level, cfg)
+        weights = _exp(logits - level[:, None], cfg)
+    exp_sum = exp_sum * keep + tl.sum(weights, 1)
+    return weights, acc * keep[:, None], top, exp_sum
 
 
 @triton.jit

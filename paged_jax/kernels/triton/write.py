@@ -4,8 +4,10 @@ Grid: one program for each (tile of tokens, kv head). It loads both vectors of e
 them at their slot; skipped tokens are neither read nor written. Roofline: (itemsize of key + itemsize of the
 cache) * 2 * head_size bytes for each (token, kv head); a decode step writes so little that the launch dominates.
 
+`load_tokens` and `store_tokens` also serve decode that writes on the way (`attend.py`).
+
 The caches are updated in place: `key_cache` and `value_cache` are outputs that alias inputs. `cfg` is a
-`launch.WriteConfig`.
+`launch.WriteConfig`, or in decode a `launch.Config`.
 """
 
 # Where triton is not installed pyright takes this folder for it.
@@ -29,31 +31,45 @@ def write_kernel(
     tokens = tl.program_id(0) // cfg.num_kv_heads * cfg.tokens + tl.arange(0, cfg.tokens)
     slot = tl.load(slot_mapping + tokens, mask=tokens < num_tokens, other=-1)
     valid = (slot >= 0) & (slot // cfg.block_size < num_blocks)
-    slot = tl.where(valid, slot, 0)
-    block = (slot // cfg.block_size).to(tl.int64)
-    offset = slot % cfg.block_size
+    new_key, new_value = load_tokens(key, value, tokens, kv_head, valid, cfg)
+    store_tokens(new_key, new_value, key_cache, value_cache, k_scale, v_scale, slot, kv_head, valid, cfg)
 
+
+@triton.jit
+@no_type_check
+def load_tokens(key, value, tokens, kv_head, valid, cfg: tl.constexpr):
+    """The vectors [tokens, padded_head_size] of one kv head."""
     d = tl.arange(0, cfg.padded_head_size)
     mask = valid[:, None] & (d < cfg.head_size)[None, :]
     at = ((tokens.to(tl.int64) * cfg.num_kv_heads + kv_head) * cfg.head_size)[:, None] + d[None, :]
+    return tl.load(key + at, mask=mask, other=0.0), tl.load(value + at, mask=mask, other=0.0)
+
+
+@triton.jit
+@no_type_check
+def store_tokens(
+    new_key, new_value, key_cache, value_cache, k_scale, v_scale, slot, kv_head, valid, cfg: tl.constexpr
+):  # fmt: skip
+    """Puts vectors into the slots that are valid; returns them as the caches have them."""
+    slot = tl.where(valid, slot, 0)
+    block = (slot // cfg.block_size).to(tl.int64)
+    offset = slot % cfg.block_size
     scale_at = (block * cfg.num_kv_heads + kv_head) * cfg.block_size + offset
-    new_key = _quantise(
-        tl.load(key + at, mask=mask, other=0.0), k_scale, tl.constexpr(cfg.k_scale), kv_head, scale_at, valid, cfg
-    )
-    new_value = _quantise(
-        tl.load(value + at, mask=mask, other=0.0), v_scale, tl.constexpr(cfg.v_scale), kv_head, scale_at, valid, cfg
-    )
-    key_at = vectors(key_cache, block, offset, kv_head, tl.constexpr(cfg.key_x), cfg)
-    value_at = vectors(value_cache, block, offset, kv_head, tl.constexpr(cfg.value_x), cfg)
-    tl.store(key_at, _code(new_key, key_cache.dtype.element_ty, cfg), mask=mask)
-    tl.store(value_at, _code(new_value, value_cache.dtype.element_ty, cfg), mask=mask)
+    new_key = _quantise(new_key, k_scale, tl.constexpr(cfg.write.k_scale), kv_head, scale_at, valid, cfg)
+    new_value = _quantise(new_value, v_scale, tl.constexpr(cfg.write.v_scale), kv_head, scale_at, valid, cfg)
+    new_key = _code(new_key, key_cache.dtype.element_ty, cfg)
+    new_value = _code(new_value, value_cache.dtype.element_ty, cfg)
+    mask = valid[:, None] & (tl.arange(0, cfg.padded_head_size) < cfg.head_size)[None, :]
+    tl.store(vectors(key_cache, block, offset, kv_head, tl.constexpr(cfg.key_x), cfg), new_key, mask=mask)
+    tl.store(vectors(value_cache, block, offset, kv_head, tl.constexpr(cfg.value_x), cfg), new_value, mask=mask)
+    return new_key, new_value
 
 
 @triton.jit
 @no_type_check
 def _quantise(x, scale, kind: tl.constexpr, kv_head, scale_at, valid, cfg: tl.constexpr):
     """Divided by the scale and clipped to the cache dtype's range, if that is narrower."""
-    if cfg.narrower:
+    if cfg.write.narrower:
         x = x.to(tl.float32)
         if kind == "scalar":
             x = tl.div_rn(x, tl.zeros_like(x) + tl.load(scale))
@@ -61,7 +77,9 @@ def _quantise(x, scale, kind: tl.constexpr, kv_head, scale_at, valid, cfg: tl.co
             x = tl.div_rn(x, tl.zeros_like(x) + tl.load(scale + kv_head))
         elif kind == "slot":
             x = tl.div_rn(x, tl.zeros_like(x) + tl.load(scale + scale_at, mask=valid, other=1.0)[:, None])
-        x = tl.where(x < cfg.smallest, cfg.smallest, tl.where(x > cfg.largest, cfg.largest, x))  # keeps NaN
+        x = tl.where(
+            x < cfg.write.smallest, cfg.write.smallest, tl.where(x > cfg.write.largest, cfg.write.largest, x)
+        )  # keeps NaN
     return x
 
 
@@ -69,11 +87,11 @@ def _quantise(x, scale, kind: tl.constexpr, kv_head, scale_at, valid, cfg: tl.co
 @no_type_check
 def _code(x, dtype: tl.constexpr, cfg: tl.constexpr):
     """Rounded to nearest even. The float8 formats by hand: not every GPU can, and not all round the same."""
-    if cfg.cache_dtype == "float8_e4m3fn":
+    if cfg.write.cache_dtype == "float8_e4m3fn":
         code = _float8(x, 3, 7).to(dtype, bitcast=True)
-    elif cfg.cache_dtype == "float8_e5m2":
+    elif cfg.write.cache_dtype == "float8_e5m2":
         code = _float8(x, 2, 15).to(dtype, bitcast=True)
-    elif cfg.cache_dtype == "int8":
+    elif cfg.write.cache_dtype == "int8":
         # 1.5 * 2**23: where a float32's last bit is a unit
         code = ((x + 12582912.0) - 12582912.0).to(tl.int32).to(dtype)
     else:

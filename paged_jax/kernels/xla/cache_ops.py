@@ -45,8 +45,11 @@ def write_to_paged_cache(
     return _exactly(write, key_cache, key), _exactly(write, value_cache, value)
 
 
-def copy_blocks(key_cache: Cache, value_cache: Cache, block_mapping: BlockMapping) -> tuple[Cache, Cache]:
-    return swap_blocks(key_cache, value_cache, key_cache, value_cache, block_mapping)
+def copy_blocks(
+    key_caches: tuple[Cache, ...], value_caches: tuple[Cache, ...], block_mapping: BlockMapping
+) -> tuple[tuple[Cache, ...], tuple[Cache, ...]]:
+    copied = [swap_blocks(*layer, *layer, block_mapping) for layer in zip(key_caches, value_caches, strict=True)]
+    return tuple(key for key, _ in copied), tuple(value for _, value in copied)
 
 
 def swap_blocks(

@@ -4,9 +4,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float32
 
-from paged_jax.kernels.xla import attend
+from paged_jax.kernels.xla import attend, cache_ops
 from paged_jax.options import AttentionOptions
-from paged_jax.shapes import BlockTables, Cache, Lse, Query, Residual, SeqLens, TmpOut
+from paged_jax.shapes import BlockTables, Cache, Lse, NewTokens, Query, Residual, SeqLens, SlotMapping, TmpOut
 
 
 def paged_attention_v1(
@@ -34,6 +34,26 @@ def paged_attention_v1(
 
 # On the CPU a partition buys nothing: one pass is the automatic choice.
 paged_attention = paged_attention_v1
+
+
+def write_and_attend(
+    query: Query,
+    key: NewTokens,
+    value: NewTokens,
+    key_cache: Cache,
+    value_cache: Cache,
+    block_tables: BlockTables,
+    seq_lens: SeqLens,
+    slot_mapping: SlotMapping,
+    options: AttentionOptions,
+) -> tuple[Query, Lse, Cache, Cache]:
+    narrower = key_cache.dtype.itemsize < key.dtype.itemsize
+    scales = (options.k_scale, options.v_scale) if narrower else (None, None)
+    key_cache, value_cache = cache_ops.write_to_paged_cache(
+        key, value, key_cache, value_cache, slot_mapping, *scales, layout=options.layout
+    )
+    out, lse = paged_attention(query, key_cache, value_cache, block_tables, seq_lens, options)
+    return out, lse, key_cache, value_cache
 
 
 def paged_attention_v2(
