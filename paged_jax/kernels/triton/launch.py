@@ -155,6 +155,7 @@ class CopyConfig:
 
     Attributes:
       key_words, value_words: 8-byte words of a block of each cache.
+      within: whether sources and destinations are in the same pools.
       chunk: words of each that one program copies.
       scan: pairs that are looked at together.
       num_warps, num_stages: for Triton.
@@ -162,6 +163,7 @@ class CopyConfig:
 
     key_words: int
     value_words: int
+    within: bool
     chunk: int = 512
     scan: int = 1024
     num_warps: int = 4
