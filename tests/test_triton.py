@@ -113,6 +113,7 @@ COMPILED = [
     (120, "ragged", "gemma-2-9b"),
     (120, "v1", "nhd-float16"),
     (120, "write", "hnd-float32"),
+    (100, "swap", "hnd-bfloat16"),
     (120, "copy", "vllm-int8"),
     (120, "fused", "vllm-float16"),
 ]
@@ -172,6 +173,9 @@ def call(op, case):
         case "copy":
             caches = made.decode["key_cache"], made.decode["value_cache"]
             paged_jax.copy_blocks(*caches, np.zeros((3, 2), np.int32))
+        case "swap":
+            caches = made.decode["key_cache"], made.decode["value_cache"]
+            paged_jax.swap_blocks(*caches, *caches, np.zeros((3, 2), np.int32))
 
 
 def test_lowers_for_cuda_with_no_gpu():

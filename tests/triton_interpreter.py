@@ -224,6 +224,7 @@ def main(names):
             elif name.startswith("copy"):
                 test_cache_ops.test_copy_blocks(name.removeprefix("copy-"), run)
                 test_cache_ops.test_copy_blocks_of_many_layers(run)
+                test_cache_ops.test_swap_blocks_round_trip("hnd", name.removeprefix("copy-"), run)
                 test_cache_ops.test_copy_blocks_of_odd_sizes((5, 9, 3, 1000), (5, 1, 1, 16), run)
                 with mock.patch.object(launch, "CopyConfig", partial(launch.CopyConfig, scan=64)):
                     test_cache_ops.test_copy_blocks_of_many_pairs(run, count=130)

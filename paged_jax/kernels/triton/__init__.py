@@ -1,6 +1,7 @@
 """The ops that run on any NVIDIA GPU from Ampere on, through jax-triton; importing this needs neither."""
 
 from paged_jax.kernels.triton.cache_ops import copy_blocks as copy_blocks
+from paged_jax.kernels.triton.cache_ops import swap_blocks as swap_blocks
 from paged_jax.kernels.triton.cache_ops import write_to_paged_cache as write_to_paged_cache
 from paged_jax.kernels.triton.decode import paged_attention as paged_attention
 from paged_jax.kernels.triton.decode import paged_attention_v1 as paged_attention_v1

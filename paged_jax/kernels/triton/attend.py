@@ -110,9 +110,8 @@ def _decode(
         first += split * share
         last = tl.minimum(last, first + share)
 
-    q, unit = _load_query(query, tl.zeros_like(head) + seq, head, valid, cfg)
-    factor = unit * tl.load(scale) * _head_scale(k_scale, kv_head, tl.constexpr(cfg.k_scale))
-    q, factor = _in_base_2(q, factor, cfg)
+    cache_scale = _head_scale(k_scale, kv_head, tl.constexpr(cfg.k_scale))
+    q, factor = _load_query(query, tl.zeros_like(head) + seq, head, valid, tl.load(scale) * cache_scale, out, cfg)
     slope, offset = _of_heads(alibi_slopes, kv_head, head, valid, cfg)
     acc, max_logit, exp_sum = _empty(cfg)
     table = block_tables + seq.to(tl.int64) * table_width
@@ -130,7 +129,7 @@ def _decode(
                 v_scale, kv_head, single + slot, single + seq_len - 1, begin, bound, cfg,
             )  # fmt: skip
     acc *= _head_scale(v_scale, kv_head, tl.constexpr(cfg.v_scale))
-    max_logit = _natural(max_logit, cfg)
+    acc, max_logit, exp_sum = _largest_logit(acc, max_logit, exp_sum, factor, cfg)
 
     row = seq.to(tl.int64) * cfg.num_heads + head
     result, lse, max_logit, exp_sum = _finish(
@@ -150,19 +149,21 @@ def _decode(
 def reduce_kernel(
     tmp_out, exp_sums, max_logits, seq_lens, sinks, num_splits, out, lse, cfg: tl.constexpr
 ):  # fmt: skip
-    """The softmax over all splits of one (sequence, head)."""
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(0) % cfg.num_heads
+    """The softmax over all splits of one (sequence, head), for a part of head_size."""
+    row = (tl.program_id(0) // cfg.reduce_parts).to(tl.int64)
+    part = tl.program_id(0) % cfg.reduce_parts
+    head = (row % cfg.num_heads).to(tl.int32)
     used = num_splits
     if cfg.partition_size is not None:
-        seq_len = tl.load(seq_lens + tl.program_id(0) // cfg.num_heads)
+        seq_len = tl.load(seq_lens + row // cfg.num_heads)
         used = tl.minimum(num_splits, (seq_len + cfg.partition_size - 1) // cfg.partition_size)
-    d = tl.arange(0, cfg.padded_head_size)
-    acc = tl.full([1, cfg.padded_head_size], 0, tl.float32)
+    width: tl.constexpr = cfg.padded_head_size // cfg.reduce_parts
+    d = part * width + tl.arange(0, width)
+    acc = tl.full([1, width], 0, tl.float32)
     max_logit = tl.full([1], float("-inf"), tl.float32)
     exp_sum = tl.full([1], 0, tl.float32)
-    for start in range(0, used, 16):
-        splits = start + tl.arange(0, 16)
+    for start in range(0, used, cfg.reduce_splits):
+        splits = start + tl.arange(0, cfg.reduce_splits)
         inside = splits < used
         at = row * num_splits + splits
         maxima = tl.load(max_logits + at, mask=inside, other=float("-inf"))
@@ -176,12 +177,10 @@ def reduce_kernel(
         acc = acc * keep[:, None] + tl.sum(weights[:, None] * parts, 0)[None, :]
         exp_sum = exp_sum * keep + tl.sum(weights, 0)
         max_logit = top
-    rows = tl.full([1], 0, tl.int32) + head
-    valid = rows >= 0
-    result, log_sum, _, _ = _finish(acc, max_logit, exp_sum, sinks, rows, valid, tl.constexpr(cfg.sinks))
-    rows = tl.full([1], 0, tl.int64) + row
-    tl.store(lse + rows, log_sum)
-    _store(out, rows, result, valid, cfg)
+    heads = tl.full([1], 0, tl.int32) + head
+    result, log_sum, _, _ = _finish(acc, max_logit, exp_sum, sinks, heads, heads >= 0, tl.constexpr(cfg.sinks))
+    tl.store(lse + row + tl.arange(0, 1), log_sum, mask=part + tl.arange(0, 1) == 0)
+    tl.store(out + row * cfg.head_size + d[None, :], result.to(out.dtype.element_ty), mask=(d < cfg.head_size)[None, :])
 
 
 @triton.jit
@@ -213,10 +212,13 @@ def ragged_kernel(
     if cfg.sliding_window is not None:
         begin = tl.maximum(at - cfg.sliding_window + 1, 0)
 
-    q, unit = _load_query(query, start + queries, head, valid, cfg)
-    unit = unit * tl.load(scale)
-    factor = unit * _head_scale(k_scale, kv_head, tl.constexpr(cfg.k_scale))
-    q, factor = _in_base_2(q, factor, cfg)
+    cache_scale = _head_scale(k_scale, kv_head, tl.constexpr(cfg.k_scale))
+    if cfg.late_factor or not cfg.prefix:
+        q, factor = _load_query(query, start + queries, head, valid, tl.load(scale) * cache_scale, out, cfg)
+        new_factor = factor
+    else:
+        q, new_factor = _load_query(query, start + queries, head, valid, tl.load(scale), out, cfg)
+        factor = new_factor * cache_scale
     slope, offset = _of_heads(alibi_slopes, kv_head, head, valid, cfg)
     acc, max_logit, exp_sum = _empty(cfg)
     table = block_tables + seq.to(tl.int64) * table_width
@@ -241,11 +243,11 @@ def ragged_kernel(
         first = tl.maximum(begin - context_len, 0) // cfg.tile
         last = (end - context_len + cfg.tile - 1) // cfg.tile
         acc, max_logit, exp_sum = add_tiles(
-            acc, max_logit, exp_sum, q, factor if cfg.late_factor else unit, position, slope, offset, key, value, table, k_scale, v_scale,
+            acc, max_logit, exp_sum, q, new_factor, position, slope, offset, key, value, table, k_scale, v_scale,
             kv_head, context_len, start, first, last, begin, end, False, True, cfg,
         )  # fmt: skip
 
-    max_logit = _natural(max_logit, cfg)
+    acc, max_logit, exp_sum = _largest_logit(acc, max_logit, exp_sum, factor, cfg)
 
     row = (start + queries).to(tl.int64) * cfg.num_heads + head
     result, log_sum, _, _ = _finish(acc, max_logit, exp_sum, sinks, head, valid, tl.constexpr(cfg.sinks))
@@ -255,12 +257,23 @@ def ragged_kernel(
 
 @triton.jit
 @no_type_check
-def _load_query(query, tokens, head, valid, cfg: tl.constexpr):
-    """The rows' queries in the dtype of the products, and each row's unit."""
+def _load_query(query, tokens, head, valid, scale, out, cfg: tl.constexpr):
+    """The rows' queries in the dtype of the products, and each row's factor that makes logits of products with keys.
+
+    If that waits for the exponential it is positive: the sign of `scale` goes to the queries.
+    """
     d = tl.arange(0, cfg.padded_head_size)
-    at = (tokens.to(tl.int64) * cfg.num_heads + head) * cfg.head_size
+    at = ((tokens.to(tl.int64) * cfg.num_heads + head) * cfg.head_size)[:, None] + d[None, :]
     mask = valid[:, None] & (d < cfg.head_size)[None, :]
-    q = tl.load(query + at[:, None] + d[None, :], mask=mask, other=0.0)
+    if cfg.late_factor and cfg.queries > 1:  # noqa: SIM102 (the inner condition is the device's)
+        # Through the rows of `out`: matrix units take q from shared memory only if nothing happens to it on the way.
+        if scale < 0:
+            tl.store(out + at, -tl.load(query + at, mask=mask, other=0.0), mask=mask)
+            tl.debug_barrier()
+            query = out
+    q = tl.load(query + at, mask=mask, other=0.0)
+    if cfg.late_factor and cfg.queries == 1:
+        q = tl.where(scale < 0, -q, q)
     unit = tl.full([cfg.rows], 1.0, tl.float32)
     if cfg.normalise_query:  # bfloat16 into float16: a power of two out of each row, so that it fits, exactly
         q = q.to(tl.float32)
@@ -273,16 +286,9 @@ def _load_query(query, tokens, head, valid, cfg: tl.constexpr):
         q = q.to(tl.float16)
     else:
         q = q.to(tl.bfloat16)
-    return q, unit
-
-
-@triton.jit
-@no_type_check
-def _in_base_2(q, factor, cfg: tl.constexpr):
-    """If the factor waits for the exponential: of powers of two, and positive, its sign in the query."""
+    factor = unit * scale
     if cfg.late_factor:
-        q = tl.where(factor[:, None] < 0, -q, q)
-        factor = tl.abs(factor) * 1.4426950408889634
+        factor = tl.abs(factor)
         factor = tl.where(factor == 0, 1e-30, factor)  # 0 * -inf would be NaN where tokens are masked
     return q, factor
 
@@ -337,10 +343,17 @@ def _empty(cfg: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _natural(max_logit, cfg: tl.constexpr):
+def _largest_logit(acc, max_logit, exp_sum, factor, cfg: tl.constexpr):
+    """The softmax after `add_tiles`, with `max_logit` a logit and the exponential there 1."""
     if cfg.late_factor:
-        max_logit *= 0.6931471805599453
-    return max_logit
+        base = factor * 1.4426950408889634
+        # The level that was taken out of the exponents had been rounded, which shows where logits are huge.
+        lack = tl.fma(-max_logit, base, max_logit * base)
+        lack = tl.exp2(tl.where(max_logit == float("-inf"), 0.0, lack))
+        acc *= lack[:, None]
+        exp_sum *= lack
+        max_logit *= factor
+    return acc, max_logit, exp_sum
 
 
 @triton.jit

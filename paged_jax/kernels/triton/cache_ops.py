@@ -1,4 +1,4 @@
-"""The fused cache write, and copies of blocks. Swapping blocks has no kernel here: XLA's scatters serve."""
+"""The fused cache write, and copies of blocks within a layer's pools or into another's."""
 
 import math
 
@@ -8,7 +8,7 @@ from jax import Array
 
 from paged_jax.kernels.triton import launch
 from paged_jax.options import Layout, block_axis
-from paged_jax.shapes import BlockMapping, Cache, CacheScale, NewTokens, SlotMapping
+from paged_jax.shapes import BlockMapping, Cache, CacheScale, NewTokens, SlotMapping, SourceCache
 
 
 def write_to_paged_cache(
@@ -68,21 +68,62 @@ def copy_blocks(
 def _copy(key_cache: Array, value_cache: Array, block_mapping: Array, gpu: launch.Device) -> tuple[Array, Array]:
     """One layer's copies."""
     caches = key_cache, value_cache
-    num_pairs, num_blocks = block_mapping.shape[0], key_cache.shape[0]
+    config = _copy_config(caches, gpu, within=True)
+    if block_mapping.size == 0 or key_cache.size + value_cache.size == 0:
+        return caches
+    stashed = _stash(block_mapping, caches, key_cache.shape[0], config, gpu)
+    return _in_place("copy_kernel", config, (block_mapping, *stashed), caches, gpu)
+
+
+def swap_blocks(
+    src_key_cache: SourceCache,
+    src_value_cache: SourceCache,
+    dst_key_cache: Cache,
+    dst_value_cache: Cache,
+    block_mapping: BlockMapping,
+) -> tuple[Cache, Cache]:
+    gpu = launch.device()
+    sources, caches = (src_key_cache, src_value_cache), (dst_key_cache, dst_value_cache)
+    config = _copy_config(caches, gpu, within=False)
+    if block_mapping.size == 0 or any(x.size == 0 for x in (*sources, *caches)):
+        return caches
+    plans, *_ = _stash(block_mapping, sources, dst_key_cache.shape[0], config, gpu)
+    swapped = _in_place("swap_kernel", config, (block_mapping, plans, *sources), caches, gpu)
+    home = jax.typeof(dst_key_cache).memory_space
+    if jax.typeof(swapped[0]).memory_space == home:
+        return swapped
+    # In place, so on the host: which JAX does not know, and XLA finds out. Nothing moves.
+    return jax.device_put(swapped, home)
+
+
+def _copy_config(caches: tuple[Array, Array], gpu: launch.Device, *, within: bool) -> launch.CopyConfig:
     block_bytes = [math.prod(x.shape[1:]) * x.dtype.itemsize for x in caches]
     odd = [f"copies blocks of a multiple of 8 bytes, these have {n}" for n in block_bytes if n % 8]
     for cache in caches:
         launch.check(gpu, cache.dtype.name, odd)
-    if num_pairs == 0 or key_cache.size + value_cache.size == 0:
-        return caches
-    config = launch.CopyConfig(*(n // 8 for n in block_bytes))
+    return launch.CopyConfig(*(n // 8 for n in block_bytes), within=within)
+
+
+def _stash(
+    block_mapping: Array, sources: tuple[Array, Array], num_blocks: int, config: launch.CopyConfig, gpu: launch.Device
+) -> list[Array]:
+    """Each pair's plan, and the blocks set aside of keys and of values."""
+    num_pairs = block_mapping.shape[0]
     plans = jax.ShapeDtypeStruct((num_pairs,), jnp.int32)
-    tmp = [jax.ShapeDtypeStruct((num_pairs, *x.shape[1:]), x.dtype) for x in caches]
-    sizes = num_pairs, num_blocks
-    stashed = launch.call(
-        "copy", "stash_kernel", config, num_pairs, (block_mapping, *caches), sizes, (plans, *tmp), gpu
+    room = num_pairs if config.within else 1
+    tmp = [jax.ShapeDtypeStruct((room, *x.shape[1:]), x.dtype) for x in sources]
+    sizes = num_pairs, sources[0].shape[0], num_blocks
+    return launch.call(
+        "copy", "stash_kernel", config, num_pairs, (block_mapping, *sources), sizes, (plans, *tmp), gpu
     )
+
+
+def _in_place(
+    kernel: str, config: launch.CopyConfig, arrays: tuple[Array, ...], caches: tuple[Array, Array], gpu: launch.Device
+) -> tuple[Array, Array]:
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches]
-    num_programs = num_pairs * config.chunks
-    arrays = block_mapping, *stashed
-    return tuple(launch.call("copy", "copy_kernel", config, num_programs, arrays, (), outputs, gpu, in_place=caches))
+    num_programs = arrays[0].shape[0] * config.chunks
+    key_cache, value_cache = launch.call(
+        "copy", kernel, config, num_programs, arrays, (), outputs, gpu, in_place=caches
+    )
+    return key_cache, value_cache

@@ -1,10 +1,12 @@
-"""Device code of block copies within one layer's pools: every source is read before any destination is written.
+"""Device code of block copies, within one layer's pools or from one layer's into another's.
 
-A pair whose source another pair writes to must be read before that happens, and programs run in no order. So there
-are two launches:
+Within a pool every source is read before any destination is written: a pair whose source another pair writes to must
+be read before that happens, and programs run in no order. So there are two launches:
 
     stash   one program for each pair: makes the pair's plan, and sets a source that is in danger aside in `tmp`
     copy    one program for each (pair, chunk of a block): pool or tmp -> pool, as planned
+    swap    the same from another pool, where nothing is in danger; either pool may be in pinned host memory, which
+            the GPU reads and writes where it is, over the bus
 
 Who loads. Every thread moves 16 bytes at a time where a block's size allows it, else 8, whatever the dtype is: no bit
 changes, NaN payloads included. Offsets are in 64 bits.
@@ -12,8 +14,8 @@ changes, NaN payloads included. Offsets are in 64 bits.
 Roofline. Both blocks of each pair, read once and written once; a stashed source twice. The stash also reads all pairs
 in every program: num_pairs^2 * 8 bytes, out of the L2 cache.
 
-The pools are updated in place: `key_cache` and `value_cache` of `copy_kernel` are outputs that alias inputs. `cfg` is
-a `launch.CopyConfig`.
+The pools are updated in place: `key_cache` and `value_cache` of the copying kernels are outputs that alias inputs.
+`cfg` is a `launch.CopyConfig`.
 """
 
 # Where triton is not installed pyright takes this folder for it.
@@ -33,25 +35,31 @@ STASHED = tl.constexpr(2)
 @triton.jit
 @no_type_check
 def stash_kernel(
-    block_mapping, key_cache, value_cache, num_pairs, num_blocks, plans, tmp_key, tmp_value, cfg: tl.constexpr
+    block_mapping, key_cache, value_cache, num_pairs, num_sources, num_blocks, plans, tmp_key, tmp_value,
+    cfg: tl.constexpr,
 ):  # fmt: skip
+    """`key_cache` and `value_cache` are the pools of the sources."""
     pair = tl.program_id(0)
-    source, destination, valid = _pair(block_mapping, pair, num_pairs, num_blocks)
+    source, destination, valid = _pair(block_mapping, pair, num_pairs, num_sources, num_blocks)
     written = tl.full([cfg.scan], 0, tl.int1)  # some pair writes this one's source
     outdone = tl.full([cfg.scan], 0, tl.int1)  # a later pair writes this one's destination
     for first in range(0, num_pairs, cfg.scan):
         others = first + tl.arange(0, cfg.scan)
-        other_source, other_destination, other_valid = _pair(block_mapping, others, num_pairs, num_blocks)
-        written |= other_valid & (other_destination == source) & (other_source != other_destination)
+        other_source, other_destination, other_valid = _pair(block_mapping, others, num_pairs, num_sources, num_blocks)
+        if cfg.within:
+            written |= other_valid & (other_destination == source) & (other_source != other_destination)
         outdone |= other_valid & (other_destination == destination) & (others > pair)
-    copies = valid & (source != destination) & (tl.max(outdone.to(tl.int32), 0) == 0)
+    copies = valid & (tl.max(outdone.to(tl.int32), 0) == 0)
+    if cfg.within:
+        copies &= source != destination
     plan = tl.where(tl.max(written.to(tl.int32), 0) > 0, STASHED, DIRECT)
     plan = tl.where(copies, plan, SKIPPED)
     tl.store(plans + pair, plan)
-    if plan == STASHED:
-        for chunk in range(cfg.chunks):
-            copy_chunk(key_cache, source, tmp_key, pair, chunk, tl.constexpr(cfg.key_words), cfg)
-            copy_chunk(value_cache, source, tmp_value, pair, chunk, tl.constexpr(cfg.value_words), cfg)
+    if cfg.within:  # noqa: SIM102 (the inner condition is the device's)
+        if plan == STASHED:
+            for chunk in range(cfg.chunks):
+                _copy_chunk(key_cache, source, tmp_key, pair, chunk, tl.constexpr(cfg.key_words), cfg)
+                _copy_chunk(value_cache, source, tmp_value, pair, chunk, tl.constexpr(cfg.value_words), cfg)
 
 
 @triton.jit
@@ -65,27 +73,41 @@ def copy_kernel(
     source = tl.load(block_mapping + 2 * pair)
     destination = tl.load(block_mapping + 2 * pair + 1)
     if plan == DIRECT:
-        copy_chunk(key_cache, source, key_cache, destination, chunk, tl.constexpr(cfg.key_words), cfg)
-        copy_chunk(value_cache, source, value_cache, destination, chunk, tl.constexpr(cfg.value_words), cfg)
+        _copy_chunk(key_cache, source, key_cache, destination, chunk, tl.constexpr(cfg.key_words), cfg)
+        _copy_chunk(value_cache, source, value_cache, destination, chunk, tl.constexpr(cfg.value_words), cfg)
     elif plan == STASHED:
-        copy_chunk(tmp_key, pair, key_cache, destination, chunk, tl.constexpr(cfg.key_words), cfg)
-        copy_chunk(tmp_value, pair, value_cache, destination, chunk, tl.constexpr(cfg.value_words), cfg)
+        _copy_chunk(tmp_key, pair, key_cache, destination, chunk, tl.constexpr(cfg.key_words), cfg)
+        _copy_chunk(tmp_value, pair, value_cache, destination, chunk, tl.constexpr(cfg.value_words), cfg)
 
 
 @triton.jit
 @no_type_check
-def _pair(block_mapping, pair, num_pairs, num_blocks):
-    """Source and destination of pairs, and whether both are blocks of the pool."""
+def swap_kernel(
+    block_mapping, plans, source_key, source_value, unused_key, unused_value, key_cache, value_cache, cfg: tl.constexpr
+):  # fmt: skip
+    pair = tl.program_id(0) // cfg.chunks
+    chunk = tl.program_id(0) % cfg.chunks
+    if tl.load(plans + pair) == DIRECT:
+        source = tl.load(block_mapping + 2 * pair)
+        destination = tl.load(block_mapping + 2 * pair + 1)
+        _copy_chunk(source_key, source, key_cache, destination, chunk, tl.constexpr(cfg.key_words), cfg)
+        _copy_chunk(source_value, source, value_cache, destination, chunk, tl.constexpr(cfg.value_words), cfg)
+
+
+@triton.jit
+@no_type_check
+def _pair(block_mapping, pair, num_pairs, num_sources, num_blocks):
+    """Source and destination of pairs, and whether both are blocks of their pools."""
     inside = pair < num_pairs
     source = tl.load(block_mapping + 2 * pair, mask=inside, other=-1)
     destination = tl.load(block_mapping + 2 * pair + 1, mask=inside, other=-1)
-    valid = (source >= 0) & (source < num_blocks) & (destination >= 0) & (destination < num_blocks)
+    valid = (source >= 0) & (source < num_sources) & (destination >= 0) & (destination < num_blocks)
     return source, destination, valid
 
 
 @triton.jit
 @no_type_check
-def copy_chunk(source, source_block, destination, destination_block, chunk, words: tl.constexpr, cfg: tl.constexpr):
+def _copy_chunk(source, source_block, destination, destination_block, chunk, words: tl.constexpr, cfg: tl.constexpr):
     """One chunk of a block of `words` 8-byte words, from one array of blocks to another."""
     at = chunk * cfg.chunk + tl.arange(0, cfg.chunk)
     inside = at < words

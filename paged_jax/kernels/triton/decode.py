@@ -95,6 +95,9 @@ def _automatic(
     """The config, and the number of splits, that static shapes suggest."""
     config = launch.attention_config(query, key_cache, value_cache, options, gpu)
     splits = launch.num_splits(config, max(query.shape[0], 1), options.max_seq_len, gpu)
+    if splits > 1 and options.max_seq_len <= splits * config.tile:  # a tile each: smaller ones fill more of the GPU
+        config = replace(config, tile=max(min(config.tile, 32), config.tile // 2))
+        splits = launch.num_splits(config, query.shape[0], options.max_seq_len, gpu)
     if splits > 1:
         return replace(config, final=False), splits
     return replace(config, ranked=launch.ranked(config, query.shape[0], gpu)), 1
@@ -160,5 +163,6 @@ def _reduce(
         jax.ShapeDtypeStruct((num_seqs, num_heads), jnp.float32),
     )
     arrays = tmp_out, exp_sums, max_logits, seq_lens, sinks
-    num_programs = num_seqs * num_heads
+    config = launch.reduce_config(config, num_seqs, splits, gpu)
+    num_programs = num_seqs * num_heads * config.reduce_parts
     return tuple(launch.call("attend", "reduce_kernel", config, num_programs, arrays, (splits,), shapes, gpu))

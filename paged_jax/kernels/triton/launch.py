@@ -8,7 +8,7 @@ import importlib
 import inspect
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -77,6 +77,7 @@ class Config:
       final: whether there is one split, so that no reduce follows.
       ranked: 0, or a power of two >= num_seqs to have the longest sequences start first.
       prefix: whether the new tokens' keys and values are given.
+      reduce_splits, reduce_parts: splits that the reduce reads at once, and programs that share a head's output.
       write: how decode writes the last tokens, or None.
       num_warps, num_stages: for Triton.
     """
@@ -106,6 +107,8 @@ class Config:
     final: bool = True
     ranked: int = 0
     prefix: bool = False
+    reduce_splits: int = 16
+    reduce_parts: int = 1
     write: Quantisation | None = None
     num_warps: int = 4
     num_stages: int = 3
@@ -152,6 +155,7 @@ class CopyConfig:
 
     Attributes:
       key_words, value_words: 8-byte words of a block of each cache.
+      within: whether sources and destinations are in the same pools.
       chunk: words of each that one program copies.
       scan: pairs that are looked at together.
       num_warps, num_stages: for Triton.
@@ -159,6 +163,7 @@ class CopyConfig:
 
     key_words: int
     value_words: int
+    within: bool
     chunk: int = 512
     scan: int = 1024
     num_warps: int = 4
@@ -289,10 +294,12 @@ def _tiling(
         tile_bytes = (32768 if group >= 8 else 16384) // (2 if small else 1)
         tile = min(128, max(16, tile_bytes // (head_size * itemsize)))
     else:
-        rows = min(128 if head_size <= 128 else 64, max(16, power_of_two(queries_per_seq * heads)))
+        # Hopper and data-center Blackwell have matrix units for whole tiles, which two groups of four warps share.
+        large = gpu.capability // 10 in (9, 10)
+        most = (256 if large and itemsize > 1 else 128) if head_size <= 128 else 64
+        rows = min(most, max(16, power_of_two(queries_per_seq * heads)))
         tile = (64 if head_size <= 128 else 32) // (2 if small else 1)
-        # Hopper and data-center Blackwell have matrix units for whole tiles; elsewhere more warps share the registers.
-        if rows * head_size > 8192 and gpu.capability // 10 not in (9, 10):
+        if rows * head_size > (16384 if large else 8192):
             num_warps = 8
     if compute_dtype == "float32":  # plain cores: smaller products, or registers spill
         rows, num_warps = max(min(rows, 32), power_of_two(heads)), 4
@@ -322,6 +329,19 @@ def num_splits(config: Config, num_seqs: int, max_seq_len: int, gpu: Device) -> 
     programs = num_seqs * config.num_kv_heads * config.head_tiles
     target = gpu.num_multiprocessors * (2 if config.group >= 8 else 4)
     return max(1, min(target // programs, -(-max_seq_len // config.tile)))
+
+
+def reduce_config(config: Config, num_seqs: int, num_splits: int, gpu: Device) -> Config:
+    """The config of the reduce that follows: few rows are cut in parts, and a row's loads are in flight at once.
+
+    In partitions it is always the same: a row's result must not depend, by rounding, on what else there is.
+    """
+    if config.partition_size is not None:
+        return config
+    parts = min(config.padded_head_size // 16, power_of_two(gpu.num_multiprocessors // (num_seqs * config.num_heads)))
+    splits = min(64, power_of_two(num_splits))
+    num_warps = max(1, min(4, splits * config.padded_head_size // parts // 512))
+    return replace(config, num_warps=num_warps, reduce_splits=splits, reduce_parts=parts)
 
 
 def ranked(config: Config, num_seqs: int, gpu: Device) -> int:

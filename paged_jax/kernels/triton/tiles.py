@@ -22,8 +22,8 @@ def add_tiles(
     """Adds the tokens in [begin, end) of the tiles [first, last) counted from `origin` to an unfinished softmax.
 
     From the cache if `paged`; else from `key` and `value` as rows of new tokens, of which `start` is at `origin`.
-    Without `masked` every row sees every token of these tiles. `factor` makes logits of products of q and k, in base 2
-    and >= 0 if `cfg.late_factor`, and so is `max_logit`.
+    Without `masked` every row sees every token of these tiles. `factor` makes logits of the products of q and k; if
+    `cfg.late_factor`, `max_logit` is the largest product instead.
     """
     for i in range(first, last):
         inner = i * cfg.tile + tl.arange(0, cfg.tile)
@@ -114,16 +114,17 @@ def _logits(products, k_factor, factor, tokens, position, slope, seen, masked: t
 @no_type_check
 def _weights(logits, factor, acc, max_logit, exp_sum, cfg: tl.constexpr):
     """What the tokens' values weigh; and the softmax rescaled to the new maximum, with these weights in its sum."""
-    top = tl.max(logits, 1)
-    if cfg.late_factor:
-        top *= factor
-    top = tl.maximum(max_logit, top)
+    top = tl.maximum(max_logit, tl.max(logits, 1))
     # A row that has seen nothing has no maximum: any finite one makes its exponentials 0 instead of NaN.
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    keep = _exp(max_logit - shift, cfg)
-    if cfg.late_factor:  # one fused multiply-add for each logit
-        logits *= factor[:, None]
-    weights = _exp(logits - shift[:, None], cfg)
+    level = tl.where(top == float("-inf"), 0.0, top)
+    if cfg.late_factor:  # one fused multiply-add and one exponential for each logit
+        base = factor * 1.4426950408889634
+        level *= base
+        keep = tl.exp2(max_logit * base - level)
+        weights = tl.exp2(tl.fma(logits, tl.zeros_like(logits) + base[:, None], -level[:, None]))
+    else:
+        keep = _exp(max_logit - level, cfg)
+        weights = _exp(logits - level[:, None], cfg)
     exp_sum = exp_sum * keep + tl.sum(weights, 1)
     return weights, acc * keep[:, None], top, exp_sum
 
@@ -188,10 +189,8 @@ def _convert(x, dtype: tl.constexpr):
 @triton.jit
 @no_type_check
 def _exp(x, cfg: tl.constexpr):
-    """e**x, or 2**x where logits are in base 2: one instruction, e**x takes a multiplication more."""
-    if cfg.late_factor:
-        power = tl.exp2(x)
-    elif cfg.compute_dtype == "float32":
+    """exp2 is one instruction, exp takes three more for results that are denormal."""
+    if cfg.compute_dtype == "float32":
         # A large product's rounding error is felt at this precision: it goes into a factor of its own.
         x = tl.maximum(x, -1e4)
         y = x * 1.4426950216293335
