@@ -113,8 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_step", description=__doc__)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args(argv)
-    if jax.default_backend() != "gpu":
-        print(f"bench_step: no GPU here, so there is nothing to time (JAX runs on {jax.default_backend()})")
+    if not harness.has_gpu("step"):
         return 2
     stack, rows = Stack(), []
     for name, options in {"default": {}, "without command buffers": {"xla_gpu_graph_min_graph_size": _NEVER}}.items():

@@ -113,9 +113,7 @@ def _stash(
     room = num_pairs if config.within else 1
     tmp = [jax.ShapeDtypeStruct((room, *x.shape[1:]), x.dtype) for x in sources]
     sizes = num_pairs, sources[0].shape[0], num_blocks
-    return launch.call(
-        "copy", "stash_kernel", config, num_pairs, (block_mapping, *sources), sizes, (plans, *tmp), gpu
-    )
+    return launch.call("copy", "stash_kernel", config, num_pairs, (block_mapping, *sources), sizes, (plans, *tmp), gpu)
 
 
 def _in_place(

@@ -1,0 +1,113 @@
+"""Swaps of blocks between device and host memory, beside a plain transfer: `python -m benchmarks.bench_swap`.
+
+Times are of the wall clock, from the call until the result is there: most of a transfer is no kernel.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import paged_jax
+from benchmarks import harness
+
+_BLOCK = (8, 16, 128)  # 8 kv heads of 128, blocks of 16
+_PAIRS = (16, 256, 4096)
+_KINDS = {"out": ("device", "pinned_host"), "in": ("pinned_host", "device")}
+
+
+def _place(x: Any, kind: str) -> jax.Array:
+    return jax.device_put(x, jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=kind))
+
+
+def _pools(num_blocks: int, kind: str, seed: int) -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(seed))
+    return [_place(jax.random.normal(key, (num_blocks, *_BLOCK), jnp.bfloat16), kind) for key in keys]
+
+
+def _median(call: Callable[[], Any], samples: int = 9) -> float:
+    """Seconds that a call takes; the first two warm up."""
+    times = []
+    for _ in range(samples + 2):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:])
+
+
+def swap_seconds(pairs: int, direction: str, implementation: str | None, num_blocks: int) -> float:
+    """Seconds of a swap of random blocks, once its result is right."""
+    source_kind, kind = _KINDS[direction]
+    sources, caches = _pools(num_blocks, source_kind, 0), _pools(num_blocks, kind, 1)
+    rng = np.random.default_rng(0)
+    mapping = jnp.asarray(np.stack([rng.permutation(num_blocks)[:pairs] for _ in range(2)], 1), jnp.int32)
+    expected = [
+        _place(cache, "device").at[mapping[:, 1]].set(_place(source, "device")[mapping[:, 0]])
+        for source, cache in zip(sources, caches, strict=True)
+    ]
+    swap = jax.jit(partial(paged_jax.swap_blocks, implementation=implementation), donate_argnums=(2, 3))
+    caches = swap(*sources, *caches, mapping)
+    for cache, exact in zip(caches, expected, strict=True):
+        if cache.sharding.memory_kind != kind or not bool((_place(cache, "device") == exact).all()):
+            raise ValueError("wrong result")
+
+    def call():
+        nonlocal caches
+        caches = swap(*sources, *caches, mapping)
+        return caches
+
+    return _median(call)
+
+
+def plain_seconds(pairs: int, direction: str) -> float:
+    """Seconds that a transfer of as many bytes takes, as one array."""
+    source_kind, kind = _KINDS[direction]
+    x = _place(jnp.ones((2 * pairs, *_BLOCK), jnp.bfloat16), source_kind)
+    return _median(lambda: _place(x, kind))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; returns the exit code, 2 where there is no GPU."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_swap", description=__doc__)
+    parser.add_argument("--blocks", type=int, default=8192, help="blocks of each pool; default 8192")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    args = parser.parse_args(argv)
+    if not harness.has_gpu("swap"):
+        return 2
+    rows: list[dict[str, Any]] = []
+    report = {"op": "swap", **harness.environment(), "rows": rows}
+    for direction in _KINDS:
+        for pairs in _PAIRS:
+            bytes_moved = 2 * pairs * int(np.prod(_BLOCK)) * 2
+            contenders: dict[str, Callable[[], float]] = {
+                "plain transfer": partial(plain_seconds, pairs, direction),
+                "auto": partial(swap_seconds, pairs, direction, None, args.blocks),
+                "xla": partial(swap_seconds, pairs, direction, "xla", args.blocks),
+            }
+            for name, measure in contenders.items():
+                row = {"case": f"swap-{direction}-{pairs}", "contender": name, "work": bytes_moved}
+                try:
+                    seconds = measure()
+                    row |= {"us": 1e6 * seconds, "rate": bytes_moved / seconds / 1e9}
+                    print(f"{row['case']:16} {name:16} {row['us']:10.0f} us {row['rate']:6.1f} GB/s", flush=True)
+                except Exception as error:  # the others' rows still count
+                    row["failed"] = harness.first_line(error)
+                    print(f"{row['case']:16} {name:16} {row['failed']}", flush=True)
+                rows.append(row)
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
