@@ -363,28 +363,30 @@ def call(
 ) -> Any:
     """Launches a kernel on `arrays`, then `scalars`, then pointers to `outputs`; returns the outputs.
 
-    The arrays `in_place` become the outputs. Their kernel takes as many pointers that it does not use after `arrays`:
-    jax-triton 0.3 passes an aliased input and its output, each in its place, 0.4 passes the two as one.
+    The arrays `in_place` become the first outputs. Their kernel takes as many pointers that it does not use after
+    `arrays`: jax-triton 0.3 passes an aliased input and its output, each in its place, 0.4 passes the two as one.
     """
     import jax_triton
 
     _mend_dce_rule(jax_triton)
     device_code = importlib.import_module(f"paged_jax.kernels.triton.{module}")
     takes = inspect.signature(jax_triton.triton_call).parameters
-    keywords: dict[str, Any] = {"out_type" if "out_type" in takes else "out_shape": list(outputs)}
+    aliased, rest = outputs[: len(in_place)], outputs[len(in_place) :]
+    keywords: dict[str, Any] = {}
     if "backend_options" in takes:
         keywords["backend_options"] = {"enable_fp_fusion": True}
-    inputs = (*arrays, *in_place, *scalars)
+    if "out_type" in takes:  # 0.4, which wants aliased outputs last
+        inputs = (*arrays, *[arrays[0]] * len(in_place), *scalars, *in_place)
+        keywords["out_type"], first_input, first_output = [*rest, *aliased], len(inputs) - len(in_place), len(rest)
+    else:
+        inputs = (*arrays, *in_place, *scalars)
+        keywords["out_shape"], first_input, first_output = [*aliased, *rest], len(arrays), 0
     if in_place:
-        first = len(arrays)
-        if "out_type" in takes:
-            inputs = (*arrays, *[arrays[0]] * len(in_place), *scalars, *in_place)
-            first = len(inputs) - len(in_place)
-        keywords["input_output_aliases"] = {first + i: i for i in range(len(in_place))}
+        keywords["input_output_aliases"] = {first_input + i: first_output + i for i in range(len(in_place))}
     with warnings.catch_warnings():
         # 0.4 wants mutable references instead, which 0.3 has not.
         warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
-        return jax_triton.triton_call(
+        results = jax_triton.triton_call(
             *inputs,
             kernel=getattr(device_code, kernel),
             grid=(num_programs,),
@@ -394,6 +396,7 @@ def call(
             cfg=config,
             **keywords,
         )
+    return [*results[first_output:], *results[:first_output]]
 
 
 def _mend_dce_rule(jax_triton: ModuleType) -> None:
