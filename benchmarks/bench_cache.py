@@ -27,6 +27,7 @@ from benchmarks.inputs import Inputs
 
 _POOL_BYTES = 4 << 30  # of both caches: no cache level holds what a call touches
 _NEW_BYTES = 256 << 20  # of the new tokens of all the calls that take turns, more than any L2 too
+_PROMPTS = 4096  # so many new tokens are prompts
 _BLOCK = Case("", (16,), 8, 8)  # the shape of writes and copies: 8 kv heads of 128, blocks of 16
 _DECODE = (
     "llama3-8b-64x4096",
@@ -40,7 +41,7 @@ _OURS = (("auto", "implementation", None), ("xla", "peer", "xla"))
 
 @dataclasses.dataclass(frozen=True)
 class Write:
-    """A write of `tokens` new bfloat16 tokens into random slots."""
+    """A write of `tokens` new bfloat16 tokens: of decode, into random slots, or of prompts, into random blocks."""
 
     tokens: int
     layout: Any = "hnd"
@@ -128,13 +129,13 @@ class Threaded:
 
 
 def write_contenders(work: Write, inputs: Inputs) -> Iterator[Contender]:
-    """Ours and XLA's write, into the same random slots."""
+    """Ours and XLA's write, into the same slots."""
     rng = np.random.default_rng(0)
     num_slots = inputs.key_cache.shape[0] * _BLOCK.block_size
     shape = (work.tokens, _BLOCK.num_kv_heads, _BLOCK.head_size)
     turns = min(16, max(2, math.ceil(_NEW_BYTES / (4 * math.prod(shape)))))
     draws = [jax.random.normal(key, (2, *shape), jnp.bfloat16) for key in jax.random.split(jax.random.key(1), turns)]
-    slots = [jnp.asarray(rng.choice(num_slots, work.tokens, replace=False), jnp.int32) for _ in draws]
+    slots = [jnp.asarray(_slots(work.tokens, num_slots, rng), jnp.int32) for _ in draws]
     scales = inputs.k_scale, inputs.v_scale
     argsets = [(draw[0], draw[1], slot, *scales) for draw, slot in zip(draws, slots, strict=True)]
 
@@ -157,6 +158,14 @@ def write_contenders(work: Write, inputs: Inputs) -> Iterator[Contender]:
 
     for name, kind, implementation in _OURS:
         yield Contender(name, kind, functools.partial(step, implementation), argsets, check)
+
+
+def _slots(tokens: int, num_slots: int, rng: np.random.Generator) -> np.ndarray:
+    """Of decode, anywhere; of many tokens, which are prompts, whole blocks in any order."""
+    if tokens < _PROMPTS:
+        return rng.choice(num_slots, tokens, replace=False)
+    blocks = rng.choice(num_slots // _BLOCK.block_size, tokens // _BLOCK.block_size, replace=False)
+    return (blocks[:, None] * _BLOCK.block_size + np.arange(_BLOCK.block_size)).reshape(-1)
 
 
 def copy_contenders(work: Copy, inputs: Inputs) -> Iterator[Contender]:

@@ -6,11 +6,12 @@ what launching them costs shows. Times are of the wall clock, from many steps in
 
 import argparse
 import dataclasses
+import importlib.metadata
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,27 +76,24 @@ def decode_step(stack: Stack, weights, tables, hidden, caches, seq_lens) -> tupl
     return hidden, written
 
 
-def compile_step(stack: Stack, made, **options: Any):
-    """The jitted step of (hidden, caches, seq_lens), compiled with XLA's `options`."""
+def compile_step(stack: Stack, made, **options: Any) -> tuple[Callable, bool]:
+    """The step of (hidden, caches, seq_lens), compiled with XLA's `options`, and whether it is one command buffer."""
     weights, caches, tables = made
     step = jax.jit(partial(decode_step, stack, weights, tables), donate_argnums=1)
     hidden = jnp.ones((stack.num_seqs, stack.width), jnp.bfloat16)
-    return step.lower(hidden, caches, jnp.full(stack.num_seqs, stack.context, jnp.int32)).compile(options)
-
-
-def captured(dump: Path) -> bool:
-    """Whether all the launches of a step that was compiled with its dump there are in command buffers."""
-    files = list(dump.glob("*thunk_sequence_after_thunk_passes.txt"))
-    top = [line for file in files for line in file.read_text().splitlines() if line[:1].isdigit()]
-    return bool(top) and all("kCommandBuffer" in line for line in top)
+    lowered = step.lower(hidden, caches, jnp.full(stack.num_seqs, stack.context, jnp.int32))
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = lowered.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True, **options})
+        # What the step launches one after the other; what is within a launch is indented.
+        dumps = Path(folder).glob("*thunk_sequence_after_thunk_passes.txt")
+        launches = [line for dump in dumps for line in dump.read_text().splitlines() if line[:1].isdigit()]
+    return compiled, bool(launches) and all("kCommandBuffer" in line for line in launches)
 
 
 def time_step(stack: Stack, **options: Any) -> tuple[float, bool]:
     """Milliseconds a step, and whether it was captured."""
     made = make(stack)
-    with tempfile.TemporaryDirectory() as dump:
-        step = compile_step(stack, made, xla_dump_to=dump, xla_dump_hlo_as_text=True, **options)
-        in_buffers = captured(Path(dump))
+    step, captured = compile_step(stack, made, **options)
     hidden, caches = jnp.ones((stack.num_seqs, stack.width), jnp.bfloat16), made[1]
     lengths = jnp.full(stack.num_seqs, stack.context, jnp.int32)
     best = float("inf")
@@ -105,7 +103,7 @@ def time_step(stack: Stack, **options: Any) -> tuple[float, bool]:
             hidden, caches = step(hidden, caches, lengths)
         jax.block_until_ready(hidden)
         best = min(best, (time.perf_counter() - start) / _STEPS)
-    return 1e3 * best, in_buffers
+    return 1e3 * best, captured
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -117,11 +115,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     stack, rows = Stack(), []
     for name, options in {"default": {}, "without command buffers": {"xla_gpu_graph_min_graph_size": _NEVER}}.items():
-        ms, in_buffers = time_step(stack, **options)
-        rows.append({"case": name, "ms": ms, "captured": in_buffers})
-        print(f"{name:26} {ms:.3f} ms a step, {'' if in_buffers else 'not '}captured", flush=True)
+        ms, captured = time_step(stack, **options)
+        rows.append({"case": name, "ms": ms, "captured": captured})
+        print(f"{name:26} {ms:.3f} ms a step, {'' if captured else 'not '}captured", flush=True)
     if args.out is not None:
-        report = {"op": "step", **harness.environment(), "stack": dataclasses.asdict(stack), "rows": rows}
+        versions = {name: importlib.metadata.version(name) for name in ("jax-triton", "triton")}
+        report = {"op": "step", **versions, **harness.environment(), "stack": dataclasses.asdict(stack), "rows": rows}
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(report, indent=1) + "\n")
     return 0

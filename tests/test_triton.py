@@ -4,6 +4,7 @@ On a GPU the tests of the operations run them too. Skipped where triton is not i
 """
 
 import importlib.util
+import inspect
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 
 import paged_jax
+from benchmarks import bench_step
 from paged_jax.kernels.triton import launch
 from tests import inputs, test_decode
 from tests.cases import DECODE_CASES, Case
@@ -126,14 +128,32 @@ COMPILED_CASES = {
 }
 
 
+def pairs():
+    """Every pair of cache dtype, layout and head size, on one architecture after the other."""
+    dtypes = "float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8"
+    head_sizes = 32, 64, 80, 96, 112, 120, 128, 192, 256
+    for i, cache_dtype in enumerate(dtypes):
+        capabilities = (89, 90, 100, 120) if cache_dtype == "float8_e4m3fn" else (80, 86, 89, 90, 100, 120)
+        dtype = "bfloat16" if jnp.dtype(cache_dtype).itemsize == 1 else cache_dtype
+        for j, head_size in enumerate(head_sizes):
+            capability, op = capabilities[(i + j) % len(capabilities)], ("v1", "ragged")[(i + j // 3) % 2]
+            layout = ("hnd", "nhd", "vllm")[(i + j) % 3]
+            name = f"{layout}-{cache_dtype}-{head_size}"
+            shape = 8, 2, head_size, 16, dtype, cache_dtype, layout
+            yield capability, op, Case(name, *shape, seq_lens=(70,), query_lens=(70,))
+
+
 @needs_triton
-@pytest.mark.parametrize(("capability", "op", "name"), COMPILED, ids=str)
-def test_compiles(capability, op, name, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("capability", "op", "case"),
+    [*((capability, op, COMPILED_CASES[name]) for capability, op, name in COMPILED), *pairs()],
+    ids=str,
+)
+def test_compiles(capability, op, case, tmp_path, monkeypatch):
     """To a cubin that fits the architecture's shared memory."""
     from tests import triton_interpreter
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    case = COMPILED_CASES[name]
     gpu = launch.Device(capability, 100)
     launches = []
     with triton_interpreter.recorded(launches, gpu):
@@ -176,6 +196,16 @@ def call(op, case):
         case "swap":
             caches = made.decode["key_cache"], made.decode["value_cache"]
             paged_jax.swap_blocks(*caches, *caches, np.zeros((3, 2), np.int32))
+
+
+@pytest.mark.gpu
+def test_a_decode_step_is_one_command_buffer():
+    jax_triton = pytest.importorskip("jax_triton", exc_type=ImportError)
+    if "out_type" not in inspect.signature(jax_triton.triton_call).parameters:
+        pytest.skip("jax-triton 0.3 launches each kernel by itself")
+    stack = bench_step.Stack(num_layers=3)
+    _, captured = bench_step.compile_step(stack, bench_step.make(stack))
+    assert captured
 
 
 def test_lowers_for_cuda_with_no_gpu():

@@ -114,11 +114,6 @@ def _decode(
     q, factor = _load_query(query, tl.zeros_like(head) + seq, head, valid, tl.load(scale) * cache_scale, out, cfg)
     slope, offset = _of_heads(alibi_slopes, kv_head, head, valid, cfg)
     acc, max_logit, exp_sum = _empty(cfg)
-    table = block_tables + seq.to(tl.int64) * table_width
-    acc, max_logit, exp_sum = add_tiles(
-        acc, max_logit, exp_sum, q, factor, position, slope, offset, key_cache, value_cache, table, k_scale, v_scale,
-        kv_head, origin, 0, first, last, begin, end, True, True, cfg,
-    )  # fmt: skip
     if cfg.write is not None:  # noqa: SIM102 (one condition is static, and without it `mine` does not exist)
         if mine:  # several tiles of heads store the same
             stored_key, stored_value = store_tokens(
@@ -128,6 +123,11 @@ def _decode(
                 acc, max_logit, exp_sum, q, factor, position, slope, offset, stored_key, stored_value, k_scale,
                 v_scale, kv_head, single + slot, single + seq_len - 1, begin, bound, cfg,
             )  # fmt: skip
+    table = block_tables + seq.to(tl.int64) * table_width
+    acc, max_logit, exp_sum = add_tiles(
+        acc, max_logit, exp_sum, q, factor, position, slope, offset, key_cache, value_cache, table, k_scale, v_scale,
+        kv_head, origin, 0, first, last, begin, end, True, True, cfg,
+    )  # fmt: skip
     acc *= _head_scale(v_scale, kv_head, tl.constexpr(cfg.v_scale))
     acc, max_logit, exp_sum = _largest_logit(acc, max_logit, exp_sum, factor, cfg)
 

@@ -35,7 +35,7 @@ def write_to_paged_cache(
         key_x=16 // key_cache.dtype.itemsize,
         value_x=1,
         tokens=tokens,
-        write=launch.quantisation(key.dtype, key_cache.dtype, k_scale, v_scale),
+        write=launch.quantisation(key.dtype, key_cache.dtype, k_scale, v_scale, gpu),
     )
     num_programs = -(-num_tokens // tokens) * num_kv_heads
     if num_programs == 0 or key_cache.size == 0:

@@ -58,7 +58,7 @@ def write_and_attend(
     config, splits = _automatic(query, *caches, options, gpu)
     narrower = key_cache.dtype.itemsize < key.dtype.itemsize
     scales = (options.k_scale, options.v_scale) if narrower else (None, None)
-    config = replace(config, write=launch.quantisation(key.dtype, key_cache.dtype, *scales))
+    config = replace(config, write=launch.quantisation(key.dtype, key_cache.dtype, *scales, gpu))
     arrays = query, key, value, block_tables, seq_lens, slot_mapping, *launch.option_arrays(options)
     scalars = query.shape[0], block_tables.shape[1], options.max_seq_len, splits, key_cache.shape[0]
     shapes = *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches), *_shapes(query, config, splits)

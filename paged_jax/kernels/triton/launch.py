@@ -49,6 +49,7 @@ class Quantisation:
       cache_dtype: what they become.
       narrower: whether that has less room, in bytes or in range, so that they are clipped.
       smallest, largest: finite values of it.
+      native: whether it is a float8 that the GPU has an instruction for.
     """
 
     k_scale: str
@@ -57,6 +58,7 @@ class Quantisation:
     narrower: bool
     smallest: float
     largest: float
+    native: bool
 
 
 @dataclass(frozen=True)
@@ -262,7 +264,9 @@ def attention_config(
     )
 
 
-def quantisation(dtype: Any, cache_dtype: Any, k_scale: Array | None, v_scale: Array | None) -> Quantisation:
+def quantisation(
+    dtype: Any, cache_dtype: Any, k_scale: Array | None, v_scale: Array | None, gpu: Device
+) -> Quantisation:
     """How keys and values of `dtype` get into a cache."""
     limits = jnp.iinfo(cache_dtype) if jnp.issubdtype(cache_dtype, jnp.integer) else jnp.finfo(cache_dtype)
     return Quantisation(
@@ -272,6 +276,7 @@ def quantisation(dtype: Any, cache_dtype: Any, k_scale: Array | None, v_scale: A
         narrower=cache_dtype.itemsize < dtype.itemsize or (cache_dtype, dtype) == (jnp.float16, jnp.bfloat16),
         smallest=float(limits.min),
         largest=float(limits.max),
+        native=cache_dtype.name in _FLOAT8 and gpu.capability >= 89,
     )
 
 

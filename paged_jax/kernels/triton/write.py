@@ -60,8 +60,13 @@ def store_tokens(
     new_key = _code(new_key, key_cache.dtype.element_ty, cfg)
     new_value = _code(new_value, value_cache.dtype.element_ty, cfg)
     mask = valid[:, None] & (tl.arange(0, cfg.padded_head_size) < cfg.head_size)[None, :]
-    tl.store(vectors(key_cache, block, offset, kv_head, tl.constexpr(cfg.key_x), cfg), new_key, mask=mask)
-    tl.store(vectors(value_cache, block, offset, kv_head, tl.constexpr(cfg.value_x), cfg), new_value, mask=mask)
+    key_at = vectors(key_cache, block, offset, kv_head, tl.constexpr(cfg.key_x), cfg)
+    value_at = vectors(value_cache, block, offset, kv_head, tl.constexpr(cfg.value_x), cfg)
+    tl.store(key_at, new_key, mask=mask)
+    if cfg.layout == "vllm":  # a value's neighbours in memory are other tokens': neighbouring threads take those
+        tl.store(tl.trans(value_at), tl.trans(new_value), mask=tl.trans(mask))
+    else:
+        tl.store(value_at, new_value, mask=mask)
     return new_key, new_value
 
 
@@ -72,22 +77,42 @@ def _quantise(x, scale, kind: tl.constexpr, kv_head, scale_at, valid, cfg: tl.co
     if cfg.write.narrower:
         x = x.to(tl.float32)
         if kind == "scalar":
-            x = tl.div_rn(x, tl.zeros_like(x) + tl.load(scale))
+            x = _divide(x, tl.zeros_like(scale_at).to(tl.float32)[:, None] + tl.load(scale), cfg)
         elif kind == "head":
-            x = tl.div_rn(x, tl.zeros_like(x) + tl.load(scale + kv_head))
+            x = _divide(x, tl.zeros_like(scale_at).to(tl.float32)[:, None] + tl.load(scale + kv_head), cfg)
         elif kind == "slot":
-            x = tl.div_rn(x, tl.zeros_like(x) + tl.load(scale + scale_at, mask=valid, other=1.0)[:, None])
-        x = tl.where(
-            x < cfg.write.smallest, cfg.write.smallest, tl.where(x > cfg.write.largest, cfg.write.largest, x)
-        )  # keeps NaN
+            x = _divide(x, tl.load(scale + scale_at, mask=valid, other=1.0)[:, None], cfg)
+        x = tl.clamp(x, cfg.write.smallest, cfg.write.largest, propagate_nan=tl.PropagateNan.ALL)
     return x
 
 
 @triton.jit
 @no_type_check
+def _divide(x, divisor, cfg: tl.constexpr):
+    """x / divisor [rows, 1], rounded to nearest wherever that is in range of the cache's dtype."""
+    size = tl.abs(divisor)
+    tame = tl.min(tl.where((size > 1e-18) & (size < 1e18), 1, 0)) > 0
+    if tame & (cfg.write.largest < 1e6):
+        # Far outside the range, so that nothing overflows; then two corrections by the remainder, which is exact.
+        bound = tl.zeros_like(x) + size * (2 * cfg.write.largest)
+        x = tl.clamp(x, -bound, bound, propagate_nan=tl.PropagateNan.ALL)
+        inverse = tl.zeros_like(x) + tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
+        divisor = tl.zeros_like(x) + divisor
+        y = x * inverse
+        for _ in tl.static_range(2):
+            y = tl.fma(tl.fma(divisor, y, -x), -inverse, y)
+    else:
+        y = tl.div_rn(x, tl.zeros_like(x) + divisor)
+    return y
+
+
+@triton.jit
+@no_type_check
 def _code(x, dtype: tl.constexpr, cfg: tl.constexpr):
-    """Rounded to nearest even. The float8 formats by hand: not every GPU can, and not all round the same."""
-    if cfg.write.cache_dtype == "float8_e4m3fn":
+    """Rounded to nearest even. The float8 formats by hand where there is no instruction for them."""
+    if cfg.write.native:
+        code = x.to(dtype)
+    elif cfg.write.cache_dtype == "float8_e4m3fn":
         code = _float8(x, 3, 7).to(dtype, bitcast=True)
     elif cfg.write.cache_dtype == "float8_e5m2":
         code = _float8(x, 2, 15).to(dtype, bitcast=True)
