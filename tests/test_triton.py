@@ -138,6 +138,8 @@ def pairs():
         for j, head_size in enumerate(head_sizes):
             capability, op = capabilities[(i + j) % len(capabilities)], ("v1", "ragged")[(i + j // 3) % 2]
             layout = ("hnd", "nhd", "vllm")[(i + j) % 3]
+            if head_size % (16 // jnp.dtype(cache_dtype).itemsize):
+                layout = "nhd"  # no vectors of 16 bytes in this head
             name = f"{layout}-{cache_dtype}-{head_size}"
             shape = 8, 2, head_size, 16, dtype, cache_dtype, layout
             yield capability, op, Case(name, *shape, seq_lens=(70,), query_lens=(70,))

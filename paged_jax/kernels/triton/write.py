@@ -97,10 +97,9 @@ def _divide(x, divisor, cfg: tl.constexpr):
         bound = tl.zeros_like(x) + size * (2 * cfg.write.largest)
         x = tl.clamp(x, -bound, bound, propagate_nan=tl.PropagateNan.ALL)
         inverse = tl.zeros_like(x) + tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
-        divisor = tl.zeros_like(x) + divisor
         y = x * inverse
         for _ in tl.static_range(2):
-            y = tl.fma(tl.fma(divisor, y, -x), -inverse, y)
+            y = tl.fma(tl.fma(tl.zeros_like(x) + divisor, y, -x), -inverse, y)
     else:
         y = tl.div_rn(x, tl.zeros_like(x) + divisor)
     return y
