@@ -109,10 +109,19 @@ def interpreted(device=None):
         made.kernel[made.grid](*inputs, *fresh, cfg=made.config)
         return [jnp.asarray(outputs[o]) for o in range(len(made.outputs))]
 
+    # What the interpreter cannot do: instructions of the GPU, and float8 rounded as it is there.
     def by_hand(*args, original=launch.quantisation):
-        return dataclasses.replace(original(*args), native=False)  # the interpreter's float8 is rounded otherwise
+        return dataclasses.replace(original(*args), native=False)
 
-    with arithmetic_mended(), standing_in(run, device), mock.patch.object(launch, "quantisation", by_hand):
+    def converted(*args, original=launch.attention_config, **keywords):
+        return dataclasses.replace(original(*args, **keywords), staged_values=False)
+
+    with (
+        arithmetic_mended(),
+        standing_in(run, device),
+        mock.patch.object(launch, "quantisation", by_hand),
+        mock.patch.object(launch, "attention_config", converted),
+    ):
         yield
 
 

@@ -124,6 +124,13 @@ def _decode(
                 v_scale, kv_head, single + slot, single + seq_len - 1, begin, bound, cfg,
             )  # fmt: skip
     table = block_tables + seq.to(tl.int64) * table_width
+    if cfg.whole_tiles:
+        middle = tl.maximum(tl.minimum(last, (end - origin) // cfg.tile), first)
+        acc, max_logit, exp_sum = add_tiles(
+            acc, max_logit, exp_sum, q, factor, position, slope, offset, key_cache, value_cache, table, k_scale,
+            v_scale, kv_head, origin, 0, first, middle, begin, end, True, False, cfg,
+        )  # fmt: skip
+        first = middle
     acc, max_logit, exp_sum = add_tiles(
         acc, max_logit, exp_sum, q, factor, position, slope, offset, key_cache, value_cache, table, k_scale, v_scale,
         kv_head, origin, 0, first, last, begin, end, True, True, cfg,
@@ -227,7 +234,7 @@ def ragged_kernel(
         cached = tl.minimum(end, context_len)
     first = begin // cfg.tile
     last = (cached + cfg.tile - 1) // cfg.tile
-    if cfg.sliding_window is None and cfg.block_sparse is None:  # tiles that every query sees whole need no mask
+    if cfg.whole_tiles:
         middle = tl.maximum(tl.minimum(at + 1, cached) // cfg.tile, 0)
         acc, max_logit, exp_sum = add_tiles(
             acc, max_logit, exp_sum, q, factor, position, slope, offset, key_cache, value_cache, table, k_scale,

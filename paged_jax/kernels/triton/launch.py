@@ -81,6 +81,7 @@ class Config:
       prefix: whether the new tokens' keys and values are given.
       reduce_splits, reduce_parts: splits that the reduce reads at once, and programs that share a head's output.
       write: how decode writes the last tokens, or None.
+      staged_values: whether 8-bit values are converted on their way from one place in shared memory to another.
       num_warps, num_stages: for Triton.
     """
 
@@ -112,6 +113,7 @@ class Config:
     reduce_splits: int = 16
     reduce_parts: int = 1
     write: Quantisation | None = None
+    staged_values: bool = False
     num_warps: int = 4
     num_stages: int = 3
 
@@ -122,6 +124,17 @@ class Config:
     @property
     def padded_head_size(self) -> int:
         return max(16, power_of_two(self.head_size))
+
+    @property
+    def run(self) -> int:
+        """Neighbouring tokens of a tile that are sure to be in one block."""
+        return min(self.block_size, self.tile)
+
+    @property
+    def whole_tiles(self) -> bool:
+        """Whether tiles that every row sees whole have a loop of their own, without masks."""
+        masked = self.sliding_window is not None or self.block_sparse is not None
+        return not masked and (self.queries > 1 or self.layout == "vllm")
 
     @property
     def late_factor(self) -> bool:
@@ -259,6 +272,7 @@ def attention_config(
         logits_soft_cap=options.logits_soft_cap,
         block_sparse=options.block_sparse,
         prefix=prefix,
+        staged_values=queries_per_seq == 1 and compute == "float16" and itemsize == 1,
         num_warps=num_warps,
         num_stages=num_stages,
     )

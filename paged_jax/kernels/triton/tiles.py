@@ -35,10 +35,14 @@ def add_tiles(
         k_factor = None
         v_factor = None
         if paged:
-            block = tl.load(table + tokens // cfg.block_size, mask=wanted, other=0).to(tl.int64)
+            block = tl.load(table + tokens // cfg.block_size, mask=wanted, other=0)
+            block = tl.max_constancy(block, tl.constexpr(cfg.run)).to(tl.int64)
             slot = tokens % cfg.block_size
             key_at = vectors(key, block, slot, kv_head, tl.constexpr(cfg.key_x), cfg)
-            value_at = vectors(value, block, slot, kv_head, tl.constexpr(cfg.value_x), cfg)
+            if cfg.layout == "vllm" and not masked:
+                value_at = _columns(value, block, slot, kv_head, cfg)
+            else:
+                value_at = vectors(value, block, slot, kv_head, tl.constexpr(cfg.value_x), cfg)
             scale_at = (block * cfg.num_kv_heads + kv_head) * cfg.block_size + slot
             if cfg.k_scale == "slot":
                 k_factor = tl.load(k_scale + scale_at, mask=wanted, other=0.0)
@@ -49,8 +53,15 @@ def add_tiles(
             element = tl.arange(0, cfg.padded_head_size)
             key_at = key + at[:, None] + element[None, :]
             value_at = value + at[:, None] + element[None, :]
-        k = _convert(_load_tile(key_at, wanted, masked, cfg), q.dtype)
-        v = _convert(_load_tile(value_at, wanted, masked, cfg), q.dtype)
+        k = _load_tile(key_at, wanted, masked, cfg)
+        k = _to_float16(k, True) if cfg.staged_values and paged else _convert(k, q.dtype)
+        if paged and cfg.layout == "vllm" and not masked:
+            in_head = (tl.arange(0, cfg.padded_head_size) < cfg.head_size)[:, None]
+            v = tl.trans(_convert(tl.load(value_at, mask=in_head, other=0.0), q.dtype))
+        elif cfg.staged_values and paged:
+            v = _to_float16(_load_tile(value_at, wanted, masked, cfg), False)
+        else:
+            v = _convert(_load_tile(value_at, wanted, masked, cfg), q.dtype)
 
         logits = tl.dot(q, tl.trans(k), input_precision="ieee")
         logits = _logits(logits, k_factor, factor, tokens, position, slope, seen, masked, cfg)
@@ -164,6 +175,14 @@ def vectors(cache, blocks, offsets, kv_head, x: tl.constexpr, cfg: tl.constexpr)
 
 @triton.jit
 @no_type_check
+def _columns(cache, blocks, offsets, kv_head, cfg: tl.constexpr):
+    """Pointers [padded_head_size, tokens] to values in layout "vllm", where neighbouring tokens are neighbours."""
+    start = (blocks * cfg.num_kv_heads + kv_head) * (cfg.head_size * cfg.block_size) + offsets
+    return cache + start[None, :] + (tl.arange(0, cfg.padded_head_size) * cfg.block_size)[:, None]
+
+
+@triton.jit
+@no_type_check
 def _load_tile(at, wanted, masked: tl.constexpr, cfg: tl.constexpr):
     """The vectors of a tile, 0 for tokens that are not wanted: 0 * NaN is NaN, so they must not be read."""
     in_head = (tl.arange(0, cfg.padded_head_size) < cfg.head_size)[None, :]
@@ -184,6 +203,25 @@ def _convert(x, dtype: tl.constexpr):
         # 0x6400 is 1024 in float16, where a unit is the last bit; the integer-to-float instruction is slow.
         x = ((x.to(tl.int16) + 128) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
     return x.to(dtype)
+
+
+@triton.jit
+@no_type_check
+def _to_float16(x, movable: tl.constexpr):
+    """`_convert` of 8-bit values, four at a time; if not `movable`, where they were loaded.
+
+    Triton would read values from shared memory transposed, byte by byte, to convert them in the product's registers.
+    """
+    if x.dtype == tl.int8:
+        code: tl.constexpr = """{ .reg .b32 u, zero; xor.b32 u, $2, 0x80808080; mov.b32 zero, 0x64806480;
+            prmt.b32 $0, u, 0x64646464, 0x4140; prmt.b32 $1, u, 0x64646464, 0x4342;
+            sub.f16x2 $0, $0, zero; sub.f16x2 $1, $1, zero; }"""
+    elif x.dtype == tl.float8e5:
+        code: tl.constexpr = "prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;"
+    else:
+        code: tl.constexpr = """{ .reg .b16 low, high; mov.b32 {low, high}, $2;
+            cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"""
+    return tl.inline_asm_elementwise(code, "=r,=r,r", [x], dtype=tl.float16, is_pure=movable, pack=4)
 
 
 @triton.jit
