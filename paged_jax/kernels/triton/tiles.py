@@ -36,7 +36,9 @@ def add_tiles(
         v_factor = None
         if paged:
             block = tl.load(table + tokens // cfg.block_size, mask=wanted, other=0)
-            block = tl.max_constancy(block, tl.constexpr(cfg.run)).to(tl.int64)
+            if not masked:
+                block = tl.max_constancy(block, tl.constexpr(cfg.run))
+            block = block.to(tl.int64)
             slot = tokens % cfg.block_size
             key_at = vectors(key, block, slot, kv_head, tl.constexpr(cfg.key_x), cfg)
             if cfg.layout == "vllm" and not masked:
