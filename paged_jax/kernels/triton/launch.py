@@ -309,9 +309,11 @@ def _tiling(
     num_warps, num_stages = 4, 3
     if queries_per_seq == 1:
         rows = max(16, power_of_two(heads))
-        # 32 KB tiles where a group is large enough to hide their latency with arithmetic, else more, smaller programs
-        tile_bytes = (32768 if group >= 8 else 16384) // (2 if small else 1)
+        # As measured (benchmarks/LOG.md): many small programs, larger tiles for groups of 8, and a second tile in
+        # flight (which takes two more stages, as block tables are read first) where arithmetic is dear.
+        tile_bytes = (32768 if 8 <= group < 16 else 16384) // (2 if small else 1)
         tile = min(128, max(16, tile_bytes // (head_size * itemsize)))
+        num_stages = 5 if group >= 16 or itemsize == 1 else 3
     else:
         # Hopper and data-center Blackwell have matrix units for whole tiles, which two groups of four warps share.
         large = gpu.capability // 10 in (9, 10)
@@ -326,7 +328,8 @@ def _tiling(
 
     compute_itemsize = jnp.dtype(compute_dtype).itemsize
     while True:  # at most the queries, the tiles in flight, and a tile converted for the products
-        in_flight = max(num_stages - 1, 1) * itemsize + prefix * compute_itemsize
+        in_flight = (num_stages - 1) // (2 if queries_per_seq == 1 else 1)
+        in_flight = max(in_flight, 1) * itemsize + prefix * compute_itemsize
         converted = compute_itemsize if compute_itemsize != itemsize else 0
         needed = rows * (head_size + tile) * compute_itemsize + 2 * tile * head_size * (in_flight + converted) + 4096
         if needed <= gpu.shared_memory or (tile == 16 and num_stages == 1):

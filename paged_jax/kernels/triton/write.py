@@ -59,15 +59,31 @@ def store_tokens(
     new_value = _quantise(new_value, v_scale, tl.constexpr(cfg.write.v_scale), kv_head, scale_at, valid, cfg)
     new_key = _code(new_key, key_cache.dtype.element_ty, cfg)
     new_value = _code(new_value, value_cache.dtype.element_ty, cfg)
-    mask = valid[:, None] & (tl.arange(0, cfg.padded_head_size) < cfg.head_size)[None, :]
-    key_at = vectors(key_cache, block, offset, kv_head, tl.constexpr(cfg.key_x), cfg)
-    value_at = vectors(value_cache, block, offset, kv_head, tl.constexpr(cfg.value_x), cfg)
-    tl.store(key_at, new_key, mask=mask)
-    if cfg.layout == "vllm":  # a value's neighbours in memory are other tokens': neighbouring threads take those
-        tl.store(tl.trans(value_at), tl.trans(new_value), mask=tl.trans(mask))
+    if cfg.layout == "vllm":
+        _store_across(new_key, new_value, key_cache, value_cache, block, offset, kv_head, valid, cfg)
     else:
-        tl.store(value_at, new_value, mask=mask)
+        mask = valid[:, None] & (tl.arange(0, cfg.padded_head_size) < cfg.head_size)[None, :]
+        tl.store(vectors(key_cache, block, offset, kv_head, tl.constexpr(cfg.key_x), cfg), new_key, mask=mask)
+        tl.store(vectors(value_cache, block, offset, kv_head, tl.constexpr(cfg.value_x), cfg), new_value, mask=mask)
     return new_key, new_value
+
+
+@triton.jit
+@no_type_check
+def _store_across(
+    new_key, new_value, key_cache, value_cache, block, offset, kv_head, valid, cfg: tl.constexpr
+):  # fmt: skip
+    """Into layout "vllm", where what follows in memory is the next token's: neighbouring threads take that."""
+    x: tl.constexpr = cfg.key_x
+    start = (block * cfg.num_kv_heads + kv_head) * (cfg.head_size * cfg.block_size)
+    chunk = tl.arange(0, cfg.padded_head_size // x)
+    chunks = tl.permute(tl.reshape(new_key, (new_key.shape[0], cfg.padded_head_size // x, x)), (1, 0, 2))
+    at = (start + offset * x)[None, :, None] + (chunk * (cfg.block_size * x))[:, None, None]
+    mask = valid[None, :, None] & (chunk * x < cfg.head_size)[:, None, None]
+    tl.store(key_cache + at + tl.arange(0, x)[None, None, :], chunks, mask=mask)
+    d = tl.arange(0, cfg.padded_head_size)
+    at = (start + offset)[None, :] + (d * cfg.block_size)[:, None]
+    tl.store(value_cache + at, tl.trans(new_value), mask=valid[None, :] & (d < cfg.head_size)[:, None])
 
 
 @triton.jit
