@@ -30,8 +30,9 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from paged_jax.kernels.triton.tiles import add_tiles, add_token
-from paged_jax.kernels.triton.write import load_tokens, store_tokens
+from paged_jax.kernels.triton.schedule import of_rank, sequence_of
+from paged_jax.kernels.triton.tiles import add_tiles
+from paged_jax.kernels.triton.write import add_new_token, load_tokens
 
 
 @triton.jit
@@ -78,7 +79,7 @@ def _decode(
     split = pid % num_splits
     seq = pid // num_splits
     if cfg.ranked > 0:
-        seq = _of_rank(seq, seq_lens, num_seqs, cfg)
+        seq = of_rank(seq, seq_lens, num_seqs, cfg)
     kv_head, head, valid = _heads_of_rows(head_tile, cfg)
     seq_len = tl.load(seq_lens + seq)
     position = tl.where(valid, seq_len - 1, -1)
@@ -90,9 +91,7 @@ def _decode(
         slot = tl.load(slot_mapping + seq)
         given = (slot >= 0) & (slot // cfg.block_size < num_blocks)
         mine = given & (split == num_splits - 1)
-        single = tl.full([1], 0, tl.int32)
-        # Early, because it takes a while: the loop over tiles does not wait for it.
-        new = single + tl.where(mine, seq, -1)
+        new = tl.full([1], 0, tl.int32) + tl.where(mine, seq, -1)
         new_key, new_value = load_tokens(key, value, new, kv_head, new >= 0, cfg)
         bound = end
         end = tl.where(given, tl.minimum(end, seq_len - 1), end)
@@ -114,15 +113,11 @@ def _decode(
     q, factor = _load_query(query, tl.zeros_like(head) + seq, head, valid, tl.load(scale) * cache_scale, out, cfg)
     slope, offset = _of_heads(alibi_slopes, kv_head, head, valid, cfg)
     acc, max_logit, exp_sum = _empty(cfg)
-    if cfg.write is not None:  # noqa: SIM102 (one condition is static, and without it `mine` does not exist)
-        if mine:  # several tiles of heads store the same
-            stored_key, stored_value = store_tokens(
-                new_key, new_value, key_cache, value_cache, k_scale, v_scale, single + slot, kv_head, single == 0, cfg
-            )
-            acc, max_logit, exp_sum = add_token(
-                acc, max_logit, exp_sum, q, factor, position, slope, offset, stored_key, stored_value, k_scale,
-                v_scale, kv_head, single + slot, single + seq_len - 1, begin, bound, cfg,
-            )  # fmt: skip
+    if cfg.write is not None and cfg.final:  # before a long loop: no registers are kept through it
+        acc, max_logit, exp_sum = add_new_token(
+            acc, max_logit, exp_sum, q, factor, position, slope, offset, new_key, new_value, key_cache, value_cache,
+            k_scale, v_scale, kv_head, slot, seq_len - 1, mine, begin, bound, cfg,
+        )  # fmt: skip
     table = block_tables + seq.to(tl.int64) * table_width
     if cfg.whole_tiles:
         middle = tl.maximum(tl.minimum(last, (end - origin) // cfg.tile), first)
@@ -135,6 +130,11 @@ def _decode(
         acc, max_logit, exp_sum, q, factor, position, slope, offset, key_cache, value_cache, table, k_scale, v_scale,
         kv_head, origin, 0, first, last, begin, end, True, True, cfg,
     )  # fmt: skip
+    if cfg.write is not None and not cfg.final:  # after a short one, which does not wait for it
+        acc, max_logit, exp_sum = add_new_token(
+            acc, max_logit, exp_sum, q, factor, position, slope, offset, new_key, new_value, key_cache, value_cache,
+            k_scale, v_scale, kv_head, slot, seq_len - 1, mine, begin, bound, cfg,
+        )  # fmt: skip
     acc *= _head_scale(v_scale, kv_head, tl.constexpr(cfg.v_scale))
     acc, max_logit, exp_sum = _largest_logit(acc, max_logit, exp_sum, factor, cfg)
 
@@ -200,7 +200,7 @@ def ragged_kernel(
     pid = tl.program_id(0)
     head_tile = pid % (cfg.num_kv_heads * cfg.head_tiles)
     tile = num_tiles - 1 - pid // (cfg.num_kv_heads * cfg.head_tiles)  # the longest contexts first
-    seq = _sequence_of(tile, query_start_loc, num_seqs, cfg)
+    seq = sequence_of(tile, query_start_loc, num_seqs, cfg)
     start = tl.load(query_start_loc + seq)
     stop = tl.load(query_start_loc + seq + 1, mask=seq < num_seqs, other=num_tokens)
     seq_len = tl.load(seq_lens + seq, mask=seq < num_seqs, other=0)
@@ -387,30 +387,3 @@ def _store(out, row, result, valid, cfg: tl.constexpr):
     d = tl.arange(0, cfg.padded_head_size)
     mask = valid[:, None] & (d < cfg.head_size)[None, :]
     tl.store(out + row[:, None] * cfg.head_size + d[None, :], result.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-@no_type_check
-def _of_rank(rank, seq_lens, num_seqs, cfg: tl.constexpr):
-    """The sequence of that rank by length, the longest first, so that none is left for the end."""
-    ids = tl.arange(0, cfg.ranked)
-    lens = tl.load(seq_lens + ids, mask=ids < num_seqs, other=-1)
-    ahead = (lens[None, :] > lens[:, None]) | ((lens[None, :] == lens[:, None]) & (ids[None, :] < ids[:, None]))
-    ranks = tl.sum(ahead.to(tl.int32), 1)
-    return tl.sum(tl.where(ranks == rank, ids, 0), 0)
-
-
-@triton.jit
-@no_type_check
-def _sequence_of(tile, query_start_loc, num_seqs, cfg: tl.constexpr):
-    """The sequence that a tile of queries belongs to.
-
-    Sequence s has the tiles from query_start_loc[s] // queries + s on: enough room for each, and no two overlap.
-    """
-    count = tile * 0
-    for first in range(0, num_seqs + 1, 128):
-        ids = first + tl.arange(0, 128)
-        inside = ids <= num_seqs
-        starts = tl.load(query_start_loc + ids, mask=inside, other=0)
-        count += tl.sum((inside & (starts // cfg.queries + ids <= tile)).to(tl.int32), 0)
-    return count - 1

@@ -4,7 +4,7 @@ Grid: one program for each (tile of tokens, kv head). It loads both vectors of e
 them at their slot; skipped tokens are neither read nor written. Roofline: (itemsize of key + itemsize of the
 cache) * 2 * head_size bytes for each (token, kv head); a decode step writes so little that the launch dominates.
 
-`load_tokens` and `store_tokens` also serve decode that writes on the way (`attend.py`).
+`load_tokens` and `add_new_token` serve decode that writes on the way (`attend.py`).
 
 The caches are updated in place: `key_cache` and `value_cache` are outputs that alias inputs. `cfg` is a
 `launch.WriteConfig`, or in decode a `launch.Config`.
@@ -18,7 +18,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from paged_jax.kernels.triton.tiles import vectors
+from paged_jax.kernels.triton.tiles import add_token, vectors
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def write_kernel(
     slot = tl.load(slot_mapping + tokens, mask=tokens < num_tokens, other=-1)
     valid = (slot >= 0) & (slot // cfg.block_size < num_blocks)
     new_key, new_value = load_tokens(key, value, tokens, kv_head, valid, cfg)
-    store_tokens(new_key, new_value, key_cache, value_cache, k_scale, v_scale, slot, kv_head, valid, cfg)
+    _store_tokens(new_key, new_value, key_cache, value_cache, k_scale, v_scale, slot, kv_head, valid, cfg)
 
 
 @triton.jit
@@ -47,7 +47,29 @@ def load_tokens(key, value, tokens, kv_head, valid, cfg: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def store_tokens(
+def add_new_token(
+    acc, max_logit, exp_sum, q, factor, position, slope, offset, new_key, new_value, key_cache, value_cache, k_scale,
+    v_scale, kv_head, slot, token, mine, begin, end, cfg: tl.constexpr,
+):  # fmt: skip
+    """If `mine`, puts the vectors [1, padded_head_size] into the slot, and what it then holds into the softmax.
+
+    Several tiles of heads store the same.
+    """
+    if mine:
+        single = tl.full([1], 0, tl.int32)
+        stored_key, stored_value = _store_tokens(
+            new_key, new_value, key_cache, value_cache, k_scale, v_scale, single + slot, kv_head, single == 0, cfg
+        )
+        acc, max_logit, exp_sum = add_token(
+            acc, max_logit, exp_sum, q, factor, position, slope, offset, stored_key, stored_value, k_scale, v_scale,
+            kv_head, single + slot, single + token, begin, end, cfg,
+        )  # fmt: skip
+    return acc, max_logit, exp_sum
+
+
+@triton.jit
+@no_type_check
+def _store_tokens(
     new_key, new_value, key_cache, value_cache, k_scale, v_scale, slot, kv_head, valid, cfg: tl.constexpr
 ):  # fmt: skip
     """Puts vectors into the slots that are valid; returns them as the caches have them."""
