@@ -44,7 +44,7 @@ def _median(call: Callable[[], Any], samples: int = 9) -> float:
     return statistics.median(times[2:])
 
 
-def swap_seconds(pairs: int, direction: str, implementation: str | None, num_blocks: int) -> float:
+def swap_seconds(pairs: int, direction: str, implementation: Any, num_blocks: int) -> float:
     """Seconds of a swap of random blocks, once its result is right."""
     source_kind, kind = _KINDS[direction]
     sources, caches = _pools(num_blocks, source_kind, 0), _pools(num_blocks, kind, 1)
