@@ -230,7 +230,7 @@ def row_of(
 def print_row(row: dict[str, Any]) -> None:
     """Says how a row went, on one line."""
     what = row.get("absent") or row.get("failed")
-    if what is None:
+    if "us" in row:
         share = f"{row['share']:6.1%}" if "share" in row else ""
         what = f"{row['us']:9.1f} us {share} {row.get('how', '')}"
     print(f"{row['case']:28} {row['contender']:16} {what}", flush=True)

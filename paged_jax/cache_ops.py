@@ -132,8 +132,10 @@ def swap_blocks(
     Raises:
       ValueError, TypeError: a shape or dtype is wrong.
 
-    Aliasing: donate the destination caches to update them in place. vmap: one call after the other. Sharding: over
-    kv heads. Source: vLLM's swap_blocks.
+    The pools may be in different memories, device and pinned host, either way round; on a GPU neither moves.
+
+    Aliasing: donate the destination caches to update them in place; otherwise they are copied first. vmap: one call
+    after the other. Sharding: over kv heads. Source: vLLM's swap_blocks.
     """
     src = _validate.pools(("src_key_cache", src_key_cache), ("src_value_cache", src_value_cache))
     dst = _validate.pools(("dst_key_cache", dst_key_cache), ("dst_value_cache", dst_value_cache))
