@@ -132,7 +132,8 @@ def swap_blocks(
     Raises:
       ValueError, TypeError: a shape or dtype is wrong.
 
-    The pools may be in different memories, device and pinned host, either way round; on a GPU neither moves.
+    The pools may be in different memories, device and pinned host, either way round. The GPU kernel moves the blocks
+    alone, XLA a whole pool that is on the host.
 
     Aliasing: donate the destination caches to update them in place; otherwise they are copied first. vmap: one call
     after the other. Sharding: over kv heads. Source: vLLM's swap_blocks.
