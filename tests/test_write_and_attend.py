@@ -130,3 +130,24 @@ def test_what_it_returns():
     with_lse = paged_jax.write_and_attend(**made.decode, **new, return_lse=True, implementation="xla")
     assert [x.shape for x in without] == [made.decode[n].shape for n in ("query", "key_cache", "value_cache")]
     assert with_lse[1].shape == made.decode["query"].shape[:2]
+
+
+def test_a_new_token_that_no_row_sees_may_hold_anything(run):
+    """It is written all the same; 0 * NaN is NaN, so its value must be kept out of the sum."""
+    rng = np.random.default_rng(0)
+    caches = tuple(rng.standard_normal((4, 1, 16, 16)).astype(np.float32) for _ in "kv")
+    query, key, value = (rng.standard_normal((1, 1, 16)).astype(np.float32) for _ in "qkv")
+    # The last of four blocks is neither local nor on the stride; the third is.
+    sparse = paged_jax.BlockSparse(local_blocks=0, vert_stride=3, block_size=16)
+    tables, lens, slots = np.arange(4, dtype=np.int32)[None], np.array([49], np.int32), np.array([48], np.int32)
+
+    def function(arrays, value, implementation):
+        query, key, *rest = arrays
+        return paged_jax.write_and_attend(query, key, value, *rest, block_sparse=sparse, implementation=implementation)
+
+    arrays = (query, key, *caches, tables, lens, slots)
+    out, _, written = run(function, arrays=arrays, value=np.full_like(value, np.nan))
+    expected, *_ = run(function, arrays=arrays, value=value)
+    assert np.isnan(written[3, 0, 0]).all()
+    np.testing.assert_array_equal(out, expected)
+    assert np.abs(out).max() > 0

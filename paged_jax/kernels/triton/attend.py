@@ -1,10 +1,13 @@
 """Device code of attention: the kernels of v1, v2, the automatic choice and ragged, around one loop over tiles.
 
+What a kernel is made of: `schedule.py` says whose turn it is, `tiles.py` has the loop, `write.py` the new tokens.
+
 Grid. Decode: one program for each (sequence, split of its context, tile of heads). Ragged: one for each (tile of
 queries, tile of heads). A tile of heads is one kv head's group of query heads, or a part of a very large group.
 
 Who loads. Every program gathers its own tiles of `tile` tokens through the block table, with the pointers worked
-out in 64 bits; Triton's software pipeline keeps `num_stages` tiles of K and V in flight in shared memory:
+out in 64 bits; Triton's software pipeline keeps a tile of K and V, or more with more `num_stages`, in flight in
+shared memory (block tables take stages too: benchmarks/LOG.md):
 
     rows (query heads, times query tokens)      tile of tokens: start + 0 ... tile - 1
     +------------+     K^T in shared memory     +------------+
@@ -19,7 +22,7 @@ Roofline. Decode reads 2 * seq_len * head_size * itemsize bytes for each (sequen
 4 * group operations for each pair of elements: bound by memory up to groups of about 64. Ragged does
 2 * head_size * 2 operations for each (query, token) pair and is bound by the tensor cores.
 
-`cfg` is a `launch.Config`. `no_type_check` keeps run-time type checkers away from code that Triton compiles.
+`cfg` is a `config.Config`. `no_type_check` keeps run-time type checkers away from code that Triton compiles.
 """
 
 # Where triton is not installed pyright takes this folder for it.

@@ -1,4 +1,4 @@
-"""Device code: which sequence a program works on. `cfg` is a `launch.Config`."""
+"""Device code: which sequence a program works on. `cfg` is a `config.Config`."""
 
 # Where triton is not installed pyright takes this folder for it.
 # pyright: reportAttributeAccessIssue=false

@@ -1,7 +1,7 @@
 """Device code of attention: the loop over tiles of K and V, and how a tile is read and masked.
 
 A tile is a run of `cfg.tile` consecutive tokens of one sequence. `attend.py` tells where these loops stand in the
-kernels; `cfg` is a `launch.Config`.
+kernels; `cfg` is a `config.Config`.
 """
 
 # Where triton is not installed pyright takes this folder for it.

@@ -7,7 +7,7 @@ cache) * 2 * head_size bytes for each (token, kv head); a decode step writes so 
 `load_tokens` and `add_new_token` serve decode that writes on the way (`attend.py`).
 
 The caches are updated in place: `key_cache` and `value_cache` are outputs that alias inputs. `cfg` is a
-`launch.WriteConfig`, or in decode a `launch.Config`.
+`config.WriteConfig`, or in decode a `config.Config`.
 """
 
 # Where triton is not installed pyright takes this folder for it.
