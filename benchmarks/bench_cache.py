@@ -26,7 +26,7 @@ from benchmarks.cases import Case
 from benchmarks.inputs import Inputs
 
 _POOL_BYTES = 4 << 30  # of both caches: no cache level holds what a call touches
-_NEW_BYTES = 256 << 20  # of the new tokens of all the calls that take turns, more than any L2 too
+_NEW_BYTES = 256 << 20  # of the new tokens of all calls that take turns; few come from L2, as after a projection
 _PROMPTS = 4096  # so many new tokens are prompts
 _BLOCK = Case("", (16,), 8, 8)  # the shape of writes and copies: 8 kv heads of 128, blocks of 16
 _DECODE = (

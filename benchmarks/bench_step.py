@@ -6,7 +6,6 @@ what launching them costs shows. Times are of the wall clock, from many steps in
 
 import argparse
 import dataclasses
-import importlib.metadata
 import json
 import sys
 import tempfile
@@ -119,8 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows.append({"case": name, "ms": ms, "captured": captured})
         print(f"{name:26} {ms:.3f} ms a step, {'' if captured else 'not '}captured", flush=True)
     if args.out is not None:
-        versions = {name: importlib.metadata.version(name) for name in ("jax-triton", "triton")}
-        report = {"op": "step", **versions, **harness.environment(), "stack": dataclasses.asdict(stack), "rows": rows}
+        report = {"op": "step", **harness.environment(), "stack": dataclasses.asdict(stack), "rows": rows}
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(report, indent=1) + "\n")
     return 0

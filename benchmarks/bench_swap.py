@@ -69,7 +69,7 @@ def swap_seconds(pairs: int, direction: str, implementation: Any, num_blocks: in
 
 
 def plain_seconds(pairs: int, direction: str) -> float:
-    """Seconds that a transfer of as many bytes takes, as one array."""
+    """Seconds that a transfer of as many bytes takes, as one array, which is allocated on the way."""
     source_kind, kind = _KINDS[direction]
     x = _place(jnp.ones((2 * pairs, *_BLOCK), jnp.bfloat16), source_kind)
     return _median(lambda: _place(x, kind))

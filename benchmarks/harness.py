@@ -7,6 +7,7 @@ reason in place of a time. The file is written anew after each case, so that a r
 import argparse
 import dataclasses
 import datetime
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -256,9 +257,17 @@ def environment() -> dict[str, Any]:
         "gpu": name,
         "driver": driver or None,
         "jax": jax.__version__,
+        **{name: _version(name) for name in ("jax-triton", "triton")},
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": commit or None,
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _output(*command: str) -> str:

@@ -216,8 +216,9 @@ def write_scales(
 def pools(*named: tuple[str, Any]) -> tuple[Array, ...]:
     """Caches whose layout does not matter: key and value pools with as many blocks."""
     for name, x in named:
-        if np.ndim(x) not in (4, 5):
-            raise ValueError(f"{name} must have 4 or 5 axes, the first num_blocks, got shape {np.shape(x)}")
+        if np.ndim(x) not in ((4, 5) if "key" in name else (4,)):
+            axes = "4 or 5 axes" if "key" in name else "4 axes"
+            raise ValueError(f"{name} must have {axes}, the first num_blocks, got shape {np.shape(x)}")
     checked = tuple(array(name, x, ", ".join(["_"] * np.ndim(x)), cache.DTYPES) for name, x in named)
     key_cache, value_cache = checked
     if value_cache.shape[0] != key_cache.shape[0]:

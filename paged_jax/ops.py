@@ -9,7 +9,7 @@ Attention ops share the keywords of `paged_jax.options.Options`, and these two:
 Every op, those of `paged_jax.cache_ops` too, raises ValueError or TypeError at trace time for a wrong shape, dtype or
 option, NotImplementedError if the implementation asked for lacks an option, and TypeError when differentiated: they
 are inference only. All of them work under jit, vmap, scan, shard_map (over kv heads, with ``check_vma=False``) and
-jax.export.
+jax.export (which for Triton kernels has to be told to go without a check, see README.md).
 """
 
 from typing import Any, Unpack
@@ -148,7 +148,7 @@ def write_and_attend(
     implementation: Implementation | None = None,
     **options: Unpack[Options],
 ) -> Any:
-    """Decode attention that puts each sequence's new key and value into the cache on the way, in one launch.
+    """Decode attention that puts each sequence's new key and value into the cache on the way.
 
     What it computes is `write_to_paged_cache` and then `paged_attention`: attention sees the values as they are
     stored, quantised in a narrower cache. The scales are those of attention; the write divides by them where the

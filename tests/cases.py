@@ -198,6 +198,10 @@ def _edges():
             logits_soft_cap=30.0,
             query_lens=None,
         ),
+        # Rounding that adds up from tile to tile would show: many tiles in one pass, far from 0.
+        Case("long-large-logits", 1, 1, 64, 16, "float16", seq_lens=(9000,), query_lens=None, scale=2.0),
+        Case("scale-negative", dtype="float16", scale=-0.3),
+        Case("scale-negative-bfloat16", 8, 2, 64, dtype="bfloat16", cache_dtype="float8_e4m3fn", scale=-0.3),
         Case("values-near-overflow", dtype="float16", logits="near-overflow"),
         Case("tiny-scales", cache_dtype="int8", k_scale="head", v_scale="slot", scale_size=1e-6),
         Case(

@@ -261,8 +261,11 @@ def smallest(dtype):
 
 
 def quantise(values, scale, dtype):
-    """`values / scale`, saturated to the finite range of `dtype`, rounded to nearest even."""
-    quotient = np.clip(np.asarray(values, np.float64) / scale, smallest(dtype), largest(dtype))
+    """`values / scale`, saturated to the finite range of `dtype`, rounded to nearest even; 0 stays 0."""
+    values = np.asarray(values, np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        quotient = np.where(values == 0, values, values / scale)
+    quotient = np.clip(quotient, smallest(dtype), largest(dtype))
     return (np.rint(quotient) if np.dtype(dtype) == np.int8 else quotient).astype(dtype)
 
 

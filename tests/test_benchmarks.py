@@ -4,17 +4,32 @@ import dataclasses
 import json
 import runpy
 import sys
+from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import bench_cache, bench_decode, bench_prefill, cases, harness, inputs, peers, plot, report, timing
+from benchmarks import (
+    bench_cache,
+    bench_decode,
+    bench_prefill,
+    bench_step,
+    bench_swap,
+    cases,
+    harness,
+    inputs,
+    peers,
+    plot,
+    report,
+    timing,
+)
 
 TINY = cases.Case("tiny", (40, 17, 64), 4, 2, 32)
 
 
-@pytest.mark.parametrize("name", ["bench_decode", "bench_cache"])
+@pytest.mark.parametrize("name", ["bench_decode", "bench_cache", "bench_swap", "bench_step"])
 def test_nothing_to_time_without_a_gpu(name, monkeypatch, capsys):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     monkeypatch.setattr("sys.argv", [name])
@@ -154,3 +169,23 @@ def test_kernels_are_summed_by_call(monkeypatch):
     assert isinstance(timing._Launches(print), jax.stages.Wrapped)
     timed = timing.time_calls(lambda x: calls.append(x), [(1,), (2,), (3,)], seconds=1e-4)
     assert (timed.us, timed.kernels) == (4.0, (("attend", 3.0), ("reduce", 1.0)))
+
+
+@pytest.mark.parametrize("direction", ["out", "in"])
+def test_swaps_are_checked_before_they_are_timed(direction):
+    assert bench_swap.swap_seconds(4, direction, "xla", num_blocks=8) > 0
+    wrong = lambda *caches, implementation: caches[2:4]  # noqa: E731
+    with mock.patch("paged_jax.swap_blocks", wrong), pytest.raises(ValueError, match="wrong result"):
+        bench_swap.swap_seconds(4, direction, "xla", num_blocks=8)
+
+
+def test_a_step_runs_through_all_layers():
+    stack = bench_step.Stack(2, 2, 64, 4, 4, 64, 16)
+    made = bench_step.make(stack)
+    step, captured = bench_step.compile_step(stack, made)
+    assert not captured  # command buffers are GPUs'
+    hidden, caches = step(np.ones((2, 256), jnp.bfloat16), made[1], np.full(2, 64, np.int32))
+    assert np.isfinite(np.asarray(hidden, np.float32)).all()
+    for cache in caches:  # one token of each sequence
+        written = np.asarray(cache.key_cache, np.float32).any(axis=(1, 3))
+        assert written.sum() == 2

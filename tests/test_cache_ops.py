@@ -109,8 +109,10 @@ def test_write_saturates_and_rounds_to_nearest_even(dtype, run):
     values = np.resize(np.concatenate([row, -row]), (3, NUM_KV_HEADS, HEAD_SIZE))
     key_cache, value_cache = random_caches(np.random.default_rng(0), dtype)
     slots = np.array([4, 9, 2], np.int32)
-    # A tiny scale overflows most dtypes, a tinier one float32 itself.
-    extreme = {"61/1024": 61 / 1024, "tiny": 2.0**-10, "tinier": 1e-37} if writable("float32", dtype) else {}
+    # A tiny scale overflows most dtypes, a tinier one float32 itself; 0 is the scale of a vector of zeros.
+    extreme = (
+        {"61/1024": 61 / 1024, "tiny": 2.0**-10, "tinier": 1e-37, "zero": 0.0} if writable("float32", dtype) else {}
+    )
     scales = {"none": None} | {name: np.float32(scale) for name, scale in extreme.items()}
 
     def function(values, caches, slots, scales, implementation):

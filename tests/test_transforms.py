@@ -200,7 +200,15 @@ def pools_written(op):
     return [i for i, n in enumerate(OPS[op][0]) if n in ("key_cache", "value_cache")][-2:]
 
 
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def default_device(request):
+    """Where a test's arrays are, and so whose implementation is compiled."""
+    with jax.default_device(jax.devices(request.param)[0]):
+        yield
+
+
 @pytest.mark.parametrize("op", WRITING_OPS)
+@pytest.mark.usefixtures("default_device")
 def test_donated_pools_are_updated_in_place(op):
     fun, arrays = bind(op)
     pools = pools_written(op)
@@ -217,6 +225,7 @@ def test_donated_pools_are_updated_in_place(op):
 
 
 @pytest.mark.parametrize("op", ["write_to_paged_cache", "write_and_attend", "copy_blocks"])
+@pytest.mark.usefixtures("default_device")
 def test_donated_pools_of_32_layers_are_updated_in_place_inside_a_loop(op):
     a = {name: jnp.asarray(x) for name, x in ARRAYS.items()}
 
@@ -243,6 +252,7 @@ def test_donated_pools_of_32_layers_are_updated_in_place_inside_a_loop(op):
     assert_layers_are_updated_in_place(steps, layers)
 
 
+@pytest.mark.usefixtures("default_device")
 def test_donated_pools_of_32_layers_are_copied_in_place_in_one_call():
     def steps(caches):
         def step(i, caches):

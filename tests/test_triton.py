@@ -46,6 +46,8 @@ INTERPRETED = [
     "soft-cap",
     "sparse-negative-step",
     "large-scales",
+    "long-large-logits",
+    "scale-negative",
     "query-float16-cache-bfloat16",
     "max-seq-len",
     "all-empty",
@@ -126,6 +128,21 @@ COMPILED_CASES = {
         "gemma-2-9b", 16, 8, 256, 16, "bfloat16", seq_lens=(99,), query_lens=(99,), logits_soft_cap=50.0
     ),
 }
+
+
+# Each remaining op on each architecture.
+COMPILED += [
+    (capability, op, name)
+    for op, name in {
+        "auto": "hnd-float16",
+        "v2": "hnd-float16",
+        "prefix": "nhd-float16",
+        "write": "hnd-int8",
+        "copy": "hnd-bfloat16",
+        "swap": "hnd-bfloat16",
+    }.items()
+    for capability in (80, 86, 89, 90, 100, 120)
+]
 
 
 def pairs():
@@ -242,6 +259,22 @@ def test_lowers_for_cuda_with_no_gpu():
 def test_importing_it_imports_neither_triton_nor_jax_triton():
     code = "import sys, paged_jax.kernels.triton; assert not {'triton', 'jax_triton'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], check=True)
+
+
+@needs_triton
+@pytest.mark.parametrize("width", [0, 2, 8, 32, 2048])
+def test_empty_batches_launch_nothing(width):
+    from tests import triton_interpreter
+
+    launches = []
+    query, cache = jnp.zeros((0, 32, 128), jnp.bfloat16), jnp.zeros((4, 8, 16, 128), jnp.bfloat16)
+    rest = jnp.zeros((0, width), jnp.int32), jnp.zeros(0, jnp.int32)
+    with triton_interpreter.recorded(launches):
+        for op in (paged_jax.paged_attention, paged_jax.paged_attention_v1, paged_jax.paged_attention_v2):
+            assert op(query, cache, cache, *rest).shape == query.shape
+        new = jnp.zeros((0, 8, 128), jnp.bfloat16)
+        assert paged_jax.write_and_attend(query, new, new, cache, cache, *rest, rest[1])[0].shape == query.shape
+    assert not launches
 
 
 def test_without_jax_triton_it_says_what_to_install():

@@ -81,8 +81,10 @@ def paged_attention_v2(
 ) -> tuple[Query, Lse, Residual, Residual, TmpOut]:
     gpu = launch.device()
     config = launch.attention_config(query, key_cache, value_cache, options, gpu)
-    config = replace(config, final=False, partition_size=partition_size)
     partitions = -(-options.max_seq_len // partition_size)
+    # One longer than every context would overflow, and holds no more than the contexts do.
+    partition_size = min(partition_size, max(1, -(-options.max_seq_len // config.block_size)) * config.block_size)
+    config = replace(config, final=False, partition_size=partition_size)
     parts = _decode(query, key_cache, value_cache, block_tables, seq_lens, options, config, partitions, gpu)
     out, lse = _reduce(query, seq_lens, options, config, gpu, *parts)
     tmp_out, exp_sums, max_logits = parts
@@ -97,7 +99,7 @@ def _automatic(
     splits = launch.num_splits(config, max(query.shape[0], 1), options.max_seq_len, gpu)
     if splits > 1 and options.max_seq_len <= splits * config.tile:  # a tile each: smaller ones fill more of the GPU
         config = replace(config, tile=max(min(config.tile, 32), config.tile // 2))
-        splits = launch.num_splits(config, query.shape[0], options.max_seq_len, gpu)
+        splits = launch.num_splits(config, max(query.shape[0], 1), options.max_seq_len, gpu)
     if splits > 1:
         return replace(config, final=False), splits
     return replace(config, ranked=launch.ranked(config, query.shape[0], gpu)), 1

@@ -97,6 +97,8 @@ def add_token(
     """
     wanted = (token >= begin) & (token < end)
     seen = _seen(token, wanted, position, offset, cfg)
+    if cfg.block_sparse is not None:
+        wanted = wanted & (tl.max(seen.to(tl.int32), 0) > 0)
     scale_at = (slot // cfg.block_size).to(tl.int64) * cfg.num_kv_heads + kv_head
     scale_at = scale_at * cfg.block_size + slot % cfg.block_size
     k_factor = None
@@ -139,8 +141,11 @@ def _weights(logits, factor, acc, max_logit, exp_sum, cfg: tl.constexpr):
     level = tl.where(top == float("-inf"), 0.0, top)
     if cfg.late_factor:  # one fused multiply-add and one exponential for each logit
         base = factor * 1.4426950408889634
-        level *= base
-        keep = tl.exp2(max_logit * base - level)
+        # Both levels are rounded, and stay so behind the selects: a fused subtraction would see a difference where the
+        # maximum is the old one, and add it up tile after tile.
+        level = tl.where(top == float("-inf"), 0.0, top * base)
+        before = tl.where(max_logit == float("-inf"), float("-inf"), max_logit * base)
+        keep = tl.exp2(before - level)
         weights = tl.exp2(tl.fma(logits, tl.zeros_like(logits) + base[:, None], -level[:, None]))
     else:
         keep = _exp(max_logit - level, cfg)

@@ -139,7 +139,7 @@ def _divide(x, divisor, cfg: tl.constexpr):
         for _ in tl.static_range(2):
             y = tl.fma(tl.fma(tl.zeros_like(x) + divisor, y, -x), -inverse, y)
     else:
-        y = tl.div_rn(x, tl.zeros_like(x) + divisor)
+        y = tl.where(x == 0, x, tl.div_rn(x, tl.zeros_like(x) + divisor))  # 0 / 0 too is 0
     return y
 
 

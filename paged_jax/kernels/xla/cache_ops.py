@@ -108,7 +108,7 @@ def _quantise(x: Num[Array, "t g d"], dtype: jnp.dtype, scale: CacheScale) -> Nu
     x = x.astype(jnp.float32)
     if scale is not None:
         # The barrier keeps XLA from multiplying by the reciprocal, which rounds twice.
-        x = x / lax.optimization_barrier(jnp.broadcast_to(scale, x.shape))
+        x = jnp.where(x == 0, x, x / lax.optimization_barrier(jnp.broadcast_to(scale, x.shape)))  # 0 / 0 too is 0
     if jnp.issubdtype(dtype, jnp.integer):
         limits, x = jnp.iinfo(dtype), jnp.round(x)
     else:
