@@ -298,19 +298,6 @@ def test_refusals_name_every_reason():
         launch.check(launch.Device(75, 40), "bfloat16")
 
 
-def test_block_sparse_that_is_refused():
-    case = Case(
-        "refused", dtype="float32", cache_dtype="int8", layout="vllm", block_sparse=BY_NAME["sparse"].block_sparse
-    )
-    made = inputs.make(case)
-    options = made.arrays | test_decode.op_options(made.static)
-    with pytest.raises(NotImplementedError, match="lacks block_sparse in layout 'vllm'"):
-        jax.eval_shape(
-            lambda *arrays: paged_jax.paged_attention_v1(*arrays, **options, implementation="triton"),
-            *made.decode.values(),
-        )
-
-
 @pytest.mark.parametrize("group", [4, 8])
 @pytest.mark.parametrize("num_seqs", [1, 8, 64, 1000])
 def test_splits_fill_the_gpu_and_no_more(num_seqs, group):

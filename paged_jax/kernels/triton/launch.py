@@ -81,10 +81,7 @@ def attention_config(
     head_tiles = -(-group // _MAX_HEADS)
     heads = -(-group // head_tiles)
     compute = compute_dtype(query.dtype.name, key_cache.dtype.name, prefix)
-    reasons = []
-    if options.block_sparse and options.layout == "vllm" and compute == "float32" and itemsize < 4:
-        reasons.append("lacks block_sparse in layout 'vllm' for products in float32 of a narrower cache")
-    check(gpu, key_cache.dtype.name, reasons)
+    check(gpu, key_cache.dtype.name)
     rows, tile, num_warps, num_stages = _tiling(
         group, heads, queries_per_seq, max(16, power_of_two(head_size)), itemsize, compute, gpu, prefix
     )

@@ -98,14 +98,14 @@ def _store_across(
     """Into layout "vllm", where what follows in memory is the next token's: neighbouring threads take that."""
     x: tl.constexpr = cfg.key_x
     start = (block * cfg.num_kv_heads + kv_head) * (cfg.head_size * cfg.block_size)
+    # Triton lays threads along the last axis with known contiguity, then along the first: the tokens.
     chunk = tl.arange(0, cfg.padded_head_size // x)
-    chunks = tl.permute(tl.reshape(new_key, (new_key.shape[0], cfg.padded_head_size // x, x)), (1, 0, 2))
-    at = (start + offset * x)[None, :, None] + (chunk * (cfg.block_size * x))[:, None, None]
-    mask = valid[None, :, None] & (chunk * x < cfg.head_size)[:, None, None]
+    chunks = tl.reshape(new_key, (new_key.shape[0], cfg.padded_head_size // x, x))
+    at = (start + offset * x)[:, None, None] + (chunk * (cfg.block_size * x))[None, :, None]
+    mask = valid[:, None, None] & (chunk * x < cfg.head_size)[None, :, None]
     tl.store(key_cache + at + tl.arange(0, x)[None, None, :], chunks, mask=mask)
-    d = tl.arange(0, cfg.padded_head_size)
-    at = (start + offset)[None, :] + (d * cfg.block_size)[:, None]
-    tl.store(value_cache + at, tl.trans(new_value), mask=valid[None, :] & (d < cfg.head_size)[:, None])
+    mask = valid[:, None] & (tl.arange(0, cfg.padded_head_size) < cfg.head_size)[None, :]
+    tl.store(vectors(value_cache, block, offset, kv_head, tl.constexpr(cfg.value_x), cfg), new_value, mask=mask)
 
 
 @triton.jit
