@@ -14,7 +14,7 @@ the rest and thrown away.
 
 Shared memory, group 4, head_size 128, bfloat16, tiles of 128 tokens, 3 slots:
 
-    | K ring 96 KiB | V ring 96 KiB | Q 2 KiB | P 2 KiB | out 2 KiB | partial out 4 KiB |
+    | K ring 96 KiB | V ring 96 KiB | Q 2 KiB | P 2 KiB | out 2 KiB |
 
 Roofline: 4 * head_size bytes a token and kv head (16-bit K and V) through HBM, read once; wgmma pads the heads of a group
 to 8 and has an order of magnitude to spare.
@@ -40,15 +40,16 @@ _INPUTS = ("query", "key_cache", "value_cache", "block_tables", "seq_lens", "sca
 
 def outputs(cfg: Config) -> dict[str, jax.ShapeDtypeStruct]:
     """What the kernel writes: `out` and `lse` of whole items, and partial results, each normalised, of the others."""
-    shapes = {}
+    f32, shapes = jnp.float32, {}
     if cfg.split != "partitions":
         shapes["out"] = jax.ShapeDtypeStruct((cfg.rows, cfg.head_size), cfg.dtype)
-        shapes["lse"] = jax.ShapeDtypeStruct((cfg.rows,), jnp.float32)
+        shapes["lse"] = jax.ShapeDtypeStruct((cfg.rows,), f32)
     if cfg.split != "none":
-        rows = cfg.num_seqs * cfg.num_heads
-        parts = (2 * cfg.num_parts, cfg.group) if cfg.split == "even" else (rows, cfg.num_parts)
-        shapes["tmp_out"] = jax.ShapeDtypeStruct((*parts, cfg.part_size), jnp.float32)
-        shapes["exp_sums"] = shapes["max_logits"] = jax.ShapeDtypeStruct(parts, jnp.float32)
+        count = 2 * cfg.num_parts if cfg.split == "even" else cfg.items * cfg.num_parts
+        shapes["parts"] = jax.ShapeDtypeStruct((count, cfg.padded_head_size + 64, cfg.columns), f32)
+    if cfg.split == "partitions":
+        residual = cfg.num_seqs * cfg.num_heads, cfg.num_parts
+        shapes["exp_sums"] = shapes["max_logits"] = jax.ShapeDtypeStruct(residual, f32)
     return shapes
 
 
@@ -140,7 +141,7 @@ def _attend_segment(segment: plan.Segment, before, refs, cfg: Config):
     plgpu.copy_gmem_to_smem(refs.query_gmem.at[pl.ds(row, cfg.columns)], refs.q_smem, refs.q_ready)
     plgpu.barrier_wait(refs.q_ready)
     factor = refs.scale_gmem[0] * _cache_scale(refs.k_scale_gmem, cfg.k_scale, segment)
-    slopes = _of_heads(refs.slopes_gmem, cfg.tile, offset, segment, cfg) * LOG2E if cfg.alibi else None
+    slopes = of_heads(refs.slopes_gmem, cfg.tile, offset, segment, cfg) * LOG2E if cfg.alibi else None
 
     def attend_tile(i, carry):
         acc, max_logit, exp_sum = carry
@@ -204,46 +205,48 @@ def _store_whole(segment, row, offset, v_scale, state, refs, cfg: Config):
     seen = exp_sum != 0  # NaN counts: what is not a number must show
     total = exp_sum
     if cfg.sinks:
-        sinks = _layout(_of_heads(refs.sinks_gmem, 64, offset, segment, cfg).max(axis=0), 0) * LOG2E
+        sinks = _layout(of_heads(refs.sinks_gmem, 64, offset, segment, cfg).max(axis=0), 0) * LOG2E
         top = lax.max(max_logit, sinks)
         keep = jnp.exp2(max_logit - top)
         total, max_logit = total * keep + jnp.exp2(sinks - top), top
         acc = acc * _wide(keep, cfg.padded_head_size)
     total = jnp.where(seen, total, 1.0)
-    refs.sum_smem[...] = _layout(jnp.where(seen, (max_logit + jnp.log2(total)) / LOG2E, -jnp.inf), 0)
-    acc = acc * _wide(v_scale / total, cfg.padded_head_size)
-    _store_rows(acc, refs.out_smem, offset, refs.out_gmem.at[pl.ds(row + offset, cfg.group)], cfg)
-    for i in range(cfg.group):
-        refs.lse_gmem[row + offset + i] = refs.sum_smem[offset + i]
+    log_sum = jnp.where(seen, max_logit + jnp.log2(total), -jnp.inf)
+    store_item([acc * _wide(v_scale / total, cfg.padded_head_size)], log_sum, row, offset, refs, cfg)
 
 
 def _store_part(segment, offset, v_scale, state, refs, cfg: Config):
-    """Writes a partial result: normalised out, sum of exponentials and maximum."""
+    """Writes a partial result: normalised O^T, and log2 of the sum of exponentials over 64 rows (whole cache lines)."""
     acc, max_logit, exp_sum = state
     seen = exp_sum != 0
-    refs.sum_smem[...] = exp_sum
-    refs.max_smem[...] = _layout(jnp.where(seen, max_logit / LOG2E, -jnp.inf), 0)
-    acc = acc * _wide(v_scale / jnp.where(seen, exp_sum, 1.0), cfg.padded_head_size)
-    if cfg.split == "even":
-        rows_gmem, at = refs.tmp_out_gmem.at[segment.part], lambda i: (segment.part, i)
-    else:
-        first = (segment.seq * cfg.num_kv_heads + segment.head) * cfg.group
-        rows_gmem, at = refs.tmp_out_gmem.at[pl.ds(first, cfg.group), segment.part], lambda i: (first + i, segment.part)
-    _store_rows(acc, refs.part_smem, offset, rows_gmem.at[:, pl.ds(0, cfg.head_size)], cfg)
-    for i in range(cfg.group):
-        refs.exp_sums_gmem[at(i)] = refs.sum_smem[offset + i]
-        refs.max_logits_gmem[at(i)] = refs.max_smem[offset + i]
+    total = jnp.where(seen, exp_sum, 1.0)
+    part_gmem, d = refs.parts_gmem.at[segment.part], cfg.padded_head_size
+    part_gmem.at[pl.ds(0, d)][...] = acc * _wide(v_scale / total, d)
+    part_gmem.at[pl.ds(d, 64)][...] = _wide(jnp.where(seen, max_logit + jnp.log2(total), -jnp.inf), 64)
+    if cfg.split == "partitions":
+        refs.sum_smem[...] = _layout(exp_sum, 0)
+        refs.max_smem[...] = _layout(jnp.where(seen, max_logit / LOG2E, -jnp.inf), 0)
+        plgpu.commit_smem()
+        first, partition = plan.first_row(segment, cfg), lax.rem(segment.part, jnp.int32(cfg.num_parts))
+        for i in range(cfg.group):
+            refs.exp_sums_gmem[first + i, partition] = refs.sum_smem[offset + i]
+            refs.max_logits_gmem[first + i, partition] = refs.max_smem[offset + i]
 
 
-def _store_rows(acc, rows_smem, offset, rows_gmem, cfg: Config):
-    """O^T [d, columns] -> the group's rows of O, by way of shared memory."""
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the segment before
-    _store(rows_smem.T, _layout(acc.astype(rows_smem.dtype)))
+def store_item(acc, log_sum, row, offset, refs, cfg: Config):
+    """Stores out and lse of the group's heads; `acc` is O^T, cut along head_size, `log_sum` log2 of the denominator."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the item before
+    cut = cfg.padded_head_size // len(acc)
+    for i, x in enumerate(acc):
+        _store(refs.out_smem.at[:, pl.ds(i * cut, cut)].T, _layout(x.astype(cfg.dtype)))
+    refs.sum_smem[...] = _layout(log_sum / LOG2E, 0)
     plgpu.commit_smem()
-    own_smem = rows_smem.at[pl.ds(offset, cfg.group)]
-    if rows_smem.shape[1] != cfg.head_size:
+    own_smem = refs.out_smem.at[pl.ds(offset, cfg.group)]
+    if cfg.padded_head_size != cfg.head_size:
         own_smem = own_smem.at[:, pl.ds(0, cfg.head_size)]
-    plgpu.copy_smem_to_gmem(own_smem, rows_gmem)
+    plgpu.copy_smem_to_gmem(own_smem, refs.out_gmem.at[pl.ds(row + offset, cfg.group)])
+    for i in range(cfg.group):
+        refs.lse_gmem[row + offset + i] = refs.sum_smem[offset + i]
 
 
 def _zero_rows(tile_smem, low, high, cfg: Config):
@@ -269,7 +272,7 @@ def _cache_scale(scale_gmem, kind: str, segment):
     return 1.0 if kind == "none" else scale_gmem[segment.head if kind == "head" else 0]
 
 
-def _of_heads(values_gmem, rows: int, offset, segment, cfg: Config):
+def of_heads(values_gmem, rows: int, offset, segment, cfg: Config):
     """A value for each head of the group, over `rows`: [rows, columns]."""
     column = plgpu.broadcasted_iota(jnp.int32, (rows, cfg.columns), 1, layout=plgpu.Layout.WGMMA)
     wide = _layout(jnp.zeros((rows, cfg.columns), jnp.float32))

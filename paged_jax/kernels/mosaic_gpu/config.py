@@ -85,11 +85,6 @@ class Config:
         return -(-self.head_size // 64) * 64
 
     @property
-    def part_size(self) -> int:
-        """Elements of a partial output, as the reduce reads them: one or more for each of its 128 threads."""
-        return -(-self.head_size // 128) * 128
-
-    @property
     def run(self) -> int:
         """Neighbouring tokens of a tile that are in one block: one copy."""
         return min(self.block_size, self.tile)
@@ -105,7 +100,7 @@ class Config:
 
 def scratch(cfg: Config) -> dict[str, Any]:
     """Shared memory and barriers of the decode kernel, by name."""
-    dtype, f32, d = jnp.dtype(cfg.dtype), jnp.float32, cfg.head_size
+    dtype, d = jnp.dtype(cfg.dtype), cfg.head_size
 
     def swizzled(shape, bytes_):
         transforms = plgpu.TilingTransform((8, bytes_ // dtype.itemsize)), plgpu.SwizzleTransform(bytes_)
@@ -114,24 +109,26 @@ def scratch(cfg: Config) -> dict[str, Any]:
     swizzle = 128 if d % 64 == 0 else 64 if d % 32 == 0 else 32
     ready = plgpu.Barrier(num_barriers=cfg.slots, num_arrivals=cfg.tile // cfg.run)
     consumed = plgpu.Barrier(num_barriers=cfg.slots)
-    buffers = {
+    return {
         "q_smem": swizzled((cfg.columns, d), swizzle),
         "k_smem": swizzled((cfg.slots, cfg.tile, d), swizzle),
         "v_smem": swizzled((cfg.slots, cfg.tile, cfg.padded_head_size), swizzle),
         "p_smem": swizzled((cfg.columns, cfg.tile), 128),
-        "max_smem": plgpu.SMEM((cfg.columns,), f32),
-        "sum_smem": plgpu.SMEM((cfg.columns,), f32),
+        **out_scratch(cfg),
         "q_ready": plgpu.Barrier(),
         "k_ready": ready,
         "v_ready": ready,
         "k_consumed": consumed,
         "v_consumed": consumed,
     }
-    if cfg.split != "partitions":
-        buffers["out_smem"] = plgpu.SMEM((cfg.columns, cfg.padded_head_size), dtype)
-    if cfg.split != "none":
-        buffers["part_smem"] = plgpu.SMEM((cfg.columns, cfg.padded_head_size), f32)
-    return buffers
+
+def out_scratch(cfg: Config) -> dict[str, Any]:
+    """Shared memory through which results go, in both kernels."""
+    return {
+        "out_smem": plgpu.SMEM((cfg.columns, cfg.padded_head_size), jnp.dtype(cfg.dtype)),
+        "sum_smem": plgpu.SMEM((cfg.columns,), jnp.float32),
+        "max_smem": plgpu.SMEM((cfg.columns,), jnp.float32),
+    }
 
 
 def shared_memory(cfg: Config) -> int:

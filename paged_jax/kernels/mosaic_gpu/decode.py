@@ -1,6 +1,7 @@
 """Decode, one query a sequence: v1 unsplit, v2 in fixed partitions, the automatic choice in even parts."""
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from paged_jax.kernels.mosaic_gpu import config
@@ -59,8 +60,17 @@ def paged_attention_v2(
     results = _attend(query, key_cache, value_cache, block_tables, seq_lens, options, cfg)
     out, lse = _shaped(query, *reduce(cfg, seq_lens, _or_any(options.sinks, options), results))
     exp_sums, max_logits = results["exp_sums"].reshape(residual), results["max_logits"].reshape(residual)
-    tmp_out = results["tmp_out"].reshape(*residual, cfg.part_size)[..., : cfg.head_size]
-    return out, lse, exp_sums, max_logits, tmp_out
+    return out, lse, exp_sums, max_logits, _tmp_out(results["parts"], cfg)
+
+
+def _tmp_out(parts: Array, cfg: Config) -> TmpOut:
+    """The partial outputs as callers know them; XLA drops this where they are not asked for."""
+    item = np.arange(cfg.items)[:, None]
+    window = np.minimum(item * cfg.group // 8 * 8, cfg.rows - cfg.columns)  # as in `plan.window`
+    columns = item * cfg.group - window + np.arange(cfg.group)
+    outs = parts.reshape(cfg.items, cfg.num_parts, -1, cfg.columns)[:, :, : cfg.head_size]
+    outs = jnp.take_along_axis(outs, jnp.asarray(columns)[:, None, None, :], axis=3)
+    return outs.transpose(0, 3, 1, 2).reshape(cfg.num_seqs, cfg.num_heads, cfg.num_parts, cfg.head_size)
 
 
 def _attend(

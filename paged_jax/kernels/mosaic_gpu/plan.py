@@ -77,7 +77,9 @@ def for_segments(seq_lens_gmem, program: Scalar, work, cfg: Config, body: Callab
     `work` is what `stretch_of` gave for even parts, else None.
     """
     if work is None:
-        segment = _only_segment(seq_lens_gmem, program, cfg)
+        parted = cfg.split == "partitions"
+        item, partition = _divide(program, cfg.num_parts) if parted else (program, None)
+        segment = segment_of(seq_lens_gmem, item, partition, cfg)
         body(segment, jnp.int32(0))
         return segment.count
     cursor, end, _ = work
@@ -94,15 +96,14 @@ def for_segments(seq_lens_gmem, program: Scalar, work, cfg: Config, body: Callab
     return end - begin
 
 
-def _only_segment(seq_lens_gmem, program: Scalar, cfg: Config) -> Segment:
-    item, partition = program, None
-    if cfg.split == "partitions":
-        item, partition = _divide(program, cfg.num_parts)
+def segment_of(seq_lens_gmem, item: Scalar, partition: Scalar | None, cfg: Config) -> Segment:
+    """All tiles of an item, or of one partition of it."""
     seq, head = _divide(item, cfg.num_kv_heads)
     seq_len = seq_lens_gmem[seq]
     extent = extent_of(seq_len, cfg, partition)
     tiles = extent.tiles(cfg)
-    return Segment(seq, head, partition, seq_len, extent, jnp.int32(0), tiles, tiles)
+    part = item if partition is None else item * cfg.num_parts + partition
+    return Segment(seq, head, part, seq_len, extent, jnp.int32(0), tiles, tiles)
 
 
 def segment_at(seq_lens_gmem, cursor: Cursor, end: Scalar, program: Scalar, cfg: Config) -> Segment:
@@ -166,9 +167,14 @@ def program_of(tile: Scalar, total: Scalar, cfg: Config) -> Scalar:
 
 def window(segment: Segment, cfg: Config) -> tuple[Scalar, Scalar]:
     """The first row of an item's window of the `rows` query rows, and where its own begin in the window."""
-    own = (segment.seq * cfg.num_kv_heads + segment.head) * cfg.group
+    own = first_row(segment, cfg)
     row = lax.min(lax.div(own, jnp.int32(8)) * 8, jnp.int32(cfg.rows - cfg.columns))
     return pl.multiple_of(row, 8), own - row
+
+
+def first_row(segment: Segment, cfg: Config) -> Scalar:
+    """The first of an item's own query rows."""
+    return (segment.seq * cfg.num_kv_heads + segment.head) * cfg.group
 
 
 def _divide(x: Scalar, by: int) -> tuple[Scalar, Scalar]:

@@ -1,17 +1,18 @@
-"""The reduce: the softmax over the partial results of one head.
+"""The reduce: the softmax over the partial results of an item (sequence, kv head).
 
-Grid. A program, of one warpgroup, for each row (sequence, head) when there are partitions; for each program of the
-decode kernel and head of a group when there are even parts, where only those of the owner (the program that has the
-item's first tile) of a split item have work. Everyone loads and computes: an element or two of head_size a thread.
+Grid. A program, of one warpgroup, for each item when there are partitions; for each program of the decode kernel when
+there are even parts, where only the owner (the program that has the item's first tile) of a split item has work.
+Everyone loads, from global memory into registers, and computes: O^T in the layout of wgmma's results, as it was written.
 
-Shared memory: the row, head_size elements, on its way out.
+Shared memory: the item's rows of `out`, and its lse, on their way out.
 
-Roofline: the partial results, 4 * head_size bytes a part and head, mostly from L2: latency, not bandwidth, so that
-`unroll` parts are in flight.
+Roofline: 4 * (head_size + 64) * columns bytes a part, mostly from L2: latency, not bandwidth, so that a few parts are
+in flight.
 """
 
 import functools
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -20,92 +21,91 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from paged_jax.kernels.mosaic_gpu import plan
-from paged_jax.kernels.mosaic_gpu.attend import LOG2E, LOWEST
-from paged_jax.kernels.mosaic_gpu.config import Config
+from paged_jax.kernels.mosaic_gpu.attend import LOG2E, LOWEST, of_heads, store_item
+from paged_jax.kernels.mosaic_gpu.config import Config, out_scratch
 
-_INPUTS = ("seq_lens", "sinks", "tmp_out", "exp_sums", "max_logits", "out", "lse")
+_INPUTS = ("seq_lens", "sinks", "parts", "out", "lse")
 
 
-def reduce(cfg: Config, seq_lens: Array, sinks: Array, parts: dict[str, Array]) -> tuple[Array, Array]:
+def reduce(cfg: Config, seq_lens: Array, sinks: Array, results: dict[str, Array]) -> tuple[Array, Array]:
     """out [rows, head_size] and lse [rows]; items that the decode kernel has finished keep theirs."""
-    even = cfg.split == "even"
-    rows = cfg.num_seqs * cfg.num_heads
-    arrays = seq_lens, sinks, parts["tmp_out"], parts["exp_sums"], parts["max_logits"]
-    kernel = functools.partial(
+    arrays = seq_lens, sinks, results["parts"]
+    kernel: Any = functools.partial(
         plgpu.kernel,
         functools.partial(_kernel, cfg=cfg),
-        scratch_types={"out_smem": plgpu.SMEM((cfg.part_size,), jnp.dtype(cfg.dtype))},
+        scratch_types=out_scratch(cfg),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        grid=(cfg.num_parts, cfg.group) if even else (rows,),
-        grid_names=("program", "head") if even else ("row",),
+        grid=(cfg.num_parts if cfg.split == "even" else cfg.items,),
+        grid_names=("program",),
     )
-    if even:
-        return pl.run_state(lambda results: kernel()(*arrays, *results))((parts["out"], parts["lse"]))
-    shapes = jax.ShapeDtypeStruct((rows, cfg.head_size), cfg.dtype), jax.ShapeDtypeStruct((rows,), jnp.float32)
+    if cfg.split == "even":
+        return pl.run_state(lambda refs: kernel()(*arrays, *refs))((results["out"], results["lse"]))
+    shapes = jax.ShapeDtypeStruct((cfg.rows, cfg.head_size), cfg.dtype), jax.ShapeDtypeStruct((cfg.rows,), jnp.float32)
     return kernel(out_type=shapes)(*arrays)
 
 
 def _kernel(*gmem, cfg: Config, **smem):
     refs = SimpleNamespace(**{f"{name}_gmem": ref for name, ref in zip(_INPUTS, gmem, strict=True)}, **smem)
+    program = lax.axis_index("program")
     if cfg.split == "partitions":
-        row = lax.axis_index("row")
-        end = plan.extent_of(refs.seq_lens_gmem[lax.div(row, jnp.int32(cfg.num_heads))], cfg).end
+        segment = plan.segment_of(refs.seq_lens_gmem, program, None, cfg)
+        end = segment.extent.end
         count = lax.div(end + (cfg.partition_size - 1), jnp.int32(cfg.partition_size))
-        _reduce_row(row, count, lambda part: (row, part), refs, cfg)
+        _reduce_item(segment, count, lambda i: program * cfg.num_parts + i, refs, cfg)
         return
 
-    owner, head = lax.axis_index("program"), lax.axis_index("head")
-    cursor, end, total = plan.stretch_of(refs.seq_lens_gmem, owner, cfg, last=True)
+    cursor, end, total = plan.stretch_of(refs.seq_lens_gmem, program, cfg, last=True)
     if cfg.dependent_launch:
         plgpu.griddepcontrol_wait()
-    segment = plan.segment_at(refs.seq_lens_gmem, cursor, end, owner, cfg)
+    segment = plan.segment_at(refs.seq_lens_gmem, cursor, end, program, cfg)
     start = cursor.tile - segment.first
+    owned = (cursor.tile >= 0) & (plan.program_of(start, total, cfg) == program)
 
-    @pl.when((cursor.tile >= 0) & (plan.program_of(start, total, cfg) == owner) & (start + segment.tiles > end))
+    @pl.when(owned & (start + segment.tiles > end))
     def _():
-        count = plan.program_of(start + segment.tiles - 1, total, cfg) - owner + 1
-        row = (segment.seq * cfg.num_kv_heads + segment.head) * cfg.group + head
-        _reduce_row(row, count, lambda part: (plan.part_of(owner + part, part == 0), head), refs, cfg)
+        count = plan.program_of(start + segment.tiles - 1, total, cfg) - program + 1
+        _reduce_item(segment, count, lambda i: plan.part_of(program + i, i == 0), refs, cfg)
 
 
-def _reduce_row(row, count, at, refs, cfg: Config):
-    """Reduces `count` parts, the i-th of them at index at(i), always in the same order."""
+def _reduce_item(segment, count, part_of, refs, cfg: Config):
+    """Reduces `count` parts, always in the same order, so that the result depends on nothing but them."""
+    row, offset = plan.window(segment, cfg)
+    starts = range(0, cfg.padded_head_size + 64, 64)
+    in_flight = max(1, min(4, 4096 // (cfg.padded_head_size * cfg.columns)))
 
-    def over_parts(body, init):
-        def step(i, carry):
-            numbers = [i * cfg.unroll + j for j in range(cfg.unroll)]
-            indices = [at(lax.min(number, count - 1)) for number in numbers]
-            return body([number < count for number in numbers], indices, carry)
+    def read(number):
+        part_gmem = refs.parts_gmem.at[part_of(lax.min(number, count - 1))]
+        rows = [plgpu.load(part_gmem.at[pl.ds(start, 64)], optimized=False) for start in starts]
+        return [plgpu.layout_cast(x, plgpu.Layout.WGMMA) for x in rows]
 
-        return lax.fori_loop(0, lax.div(count + (cfg.unroll - 1), jnp.int32(cfg.unroll)), step, init)
+    def step(i, carry):
+        numbers = [i * in_flight + j for j in range(in_flight)]
+        parts = [read(number) for number in numbers]
+        for number, (*outs, log_sum) in zip(numbers, parts, strict=True):
+            log_sum += jnp.where(number < count, 0.0, -jnp.inf)
+            carry = _add(carry, outs, log_sum)
+        return carry
 
-    def highest(_, indices, top):
-        for max_logit in [refs.max_logits_gmem[index] for index in indices]:
-            top = lax.max(top, max_logit)
-        return top
+    def full(value):
+        return plgpu.layout_cast(jnp.full((64, cfg.columns), value, jnp.float32), plgpu.Layout.WGMMA)
 
-    top = over_parts(highest, jnp.float32(LOWEST))
-
-    def add(valid, indices, carry):
-        acc, total = carry
-        parts = [refs.tmp_out_gmem.at[index][...] for index in indices]
-        weights = [refs.exp_sums_gmem[i] * jnp.exp2((refs.max_logits_gmem[i] - top) * LOG2E) for i in indices]
-        for is_part, part, weight in zip(valid, parts, weights, strict=True):
-            weight = jnp.where(is_part, weight, 0.0)
-            acc, total = acc + part * weight, total + weight
-        return acc, total
-
-    acc, total = over_parts(add, (jnp.zeros((cfg.part_size,), jnp.float32), jnp.float32(0)))
+    init = full(LOWEST), full(0.0), *(full(0.0) for _ in starts[1:])
+    top, total, *acc = lax.fori_loop(0, lax.div(count + (in_flight - 1), jnp.int32(in_flight)), step, init)
     seen = total != 0  # NaN counts: what is not a number must show
-    keep = jnp.float32(1)
     if cfg.sinks:
-        sink = refs.sinks_gmem[lax.rem(row, jnp.int32(cfg.num_heads))]
-        higher = lax.max(top, sink)
-        keep = jnp.exp2((top - higher) * LOG2E)
-        total, top = total * keep + jnp.exp2((sink - higher) * LOG2E), higher
+        sinks = of_heads(refs.sinks_gmem, 64, offset, segment, cfg) * LOG2E
+        zeros = [jnp.zeros_like(x) for x in acc]
+        top, total, *acc = _add((top, total, *acc), zeros, sinks)
     total = jnp.where(seen, total, 1.0)
-    refs.out_smem[...] = (acc * (jnp.where(seen, keep, 0.0) / total)).astype(cfg.dtype)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(refs.out_smem.at[pl.ds(0, cfg.head_size)], refs.out_gmem.at[row])
-    refs.lse_gmem[row] = jnp.where(seen, top + jnp.log2(total) / LOG2E, -jnp.inf)
+    log_sum = jnp.where(seen, top + jnp.log2(total), -jnp.inf).max(axis=0)
+    store_item([jnp.where(seen, x / total, 0.0) for x in acc], log_sum, row, offset, refs, cfg)
     plgpu.wait_smem_to_gmem(0)
+
+
+def _add(state, outs, log_sum):
+    """The softmax so far and one more part of it, in which everything is [64, columns]."""
+    top, total, *acc = state
+    new_top = lax.max(top, log_sum)
+    keep, weight = jnp.exp2(top - new_top), jnp.exp2(log_sum - new_top)
+    acc = [x * keep + out * weight for x, out in zip(acc, outs, strict=True)]
+    return new_top, total * keep + weight, *acc
