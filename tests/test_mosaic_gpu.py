@@ -65,16 +65,68 @@ def call(op, case):
 @pytest.mark.parametrize(("op", "case"), INTERPRETED, ids=str)
 def test_in_the_interpreter(op, case):
     made, (out, lse, *residuals), races = call(op, case)
-    bounded = dict(made.decode)
+    bounded = made.decode
+    if case.max_seq_len is not None:  # which the oracle does not know
+        assert not case.alibi or case.max_seq_len >= max(case.seq_lens)
+        bounded = bounded | {"seq_lens": np.minimum(bounded["seq_lens"], case.max_seq_len)}
     exact, rough = (module.decode(**bounded, **made.arrays, **made.static) for module in (oracle, plain))
-    if case.max_seq_len is None or case.max_seq_len >= max(case.seq_lens):
-        plain.assert_close(out, exact[0], rough[0], "out")
-        plain.assert_close(lse, exact[1], rough[1], "lse")
-    else:  # the oracle has no bound
-        bounded["seq_lens"] = np.minimum(made.decode["seq_lens"], case.max_seq_len)
-        exact, rough = (module.decode(**bounded, **made.arrays, **made.static) for module in (oracle, plain))
-        plain.assert_close(out, exact[0], rough[0], "out")
-        plain.assert_close(lse, exact[1], rough[1], "lse")
+    plain.assert_close(out, exact[0], rough[0], "out")
+    plain.assert_close(lse, exact[1], rough[1], "lse")
     if op == "v2":
         test_decode.check_residuals(case, made, residuals, exact, rough)
     assert not races
+
+
+def lowered(op, case, num_blocks=10):
+    """The text of an op lowered for CUDA."""
+    dtype = jnp.dtype(case.dtype)
+    cache = inputs.cache_shapes(case.layout, num_blocks, case.num_kv_heads, case.block_size, case.head_size, dtype)[0]
+    num_seqs, heads = len(case.seq_lens), np.ones(case.num_heads, np.float32)
+    scales = {"scalar": np.float32(2), "head": np.ones(case.num_kv_heads, np.float32), None: None}
+    options = {
+        "scale": np.float32(1),
+        "alibi_slopes": heads if case.alibi else None,
+        "sinks": heads if case.sinks else None,
+        "k_scale": scales[case.k_scale],
+        "v_scale": scales[case.v_scale],
+    }
+    static = {name: getattr(case, name) for name in ("layout", "sliding_window", "logits_soft_cap", "max_seq_len")}
+    if op == "v2":
+        static |= {"partition_size": max(case.partition_size, case.block_size), "return_residuals": True}
+    arrays = (
+        jax.ShapeDtypeStruct((num_seqs, case.num_heads, case.head_size), dtype),
+        jax.ShapeDtypeStruct(cache, dtype),
+        jax.ShapeDtypeStruct(cache, dtype),
+        jax.ShapeDtypeStruct((num_seqs, -(-max(case.seq_lens) // case.block_size)), jnp.int32),
+        jax.ShapeDtypeStruct((num_seqs,), jnp.int32),
+    )
+
+    def function(arrays, options):
+        return getattr(paged_jax, OPS[op])(*arrays, **options, **static, implementation="mosaic_gpu")
+
+    return jax.jit(function).trace(arrays, options).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def pairs():
+    """Every pair of head size with dtype and with layout; block sizes, groups and options in turn."""
+    ops, block_sizes, groups = ("v1", "v2", "auto"), (8, 16, 32, 64, 128, 256), (1, 2, 3, 4, 5, 7, 8, 12, 16, 64)
+    for j, head_size in enumerate((64, 80, 96, 112, 128, 144, 160, 192, 208, 240, 256)):
+        for i, dtype in enumerate(("float16", "bfloat16")):
+            n = 2 * j + i
+            layout, group = ("hnd", "nhd")[(i + j) % 2], groups[n % len(groups)]
+            options = {
+                "alibi": n % 5 == 0,
+                "sinks": n % 4 == 1,
+                "sliding_window": 100 if n % 3 == 0 else None,
+                "logits_soft_cap": 30.0 if n % 6 == 5 else None,
+                "k_scale": (None, "scalar", "head")[n % 3],
+                "v_scale": (None, "head", "scalar")[n // 2 % 3],
+            }
+            shape = 2 * group, 2, head_size, block_sizes[n % len(block_sizes)], dtype, dtype, layout
+            op = ops[n // 2 % 3]
+            yield op, small(f"{layout}-{dtype}-{head_size}-{group}", *shape, seq_lens=(700, 3), **options)
+
+
+@pytest.mark.parametrize(("op", "case"), list(pairs()), ids=str)
+def test_lowers_for_cuda(op, case):
+    assert lowered(op, case).count("@mosaic_gpu_v2") == (1 if op == "v1" else 2)

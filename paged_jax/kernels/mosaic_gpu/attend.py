@@ -108,24 +108,30 @@ def _load_segment(segment: plan.Segment, before, refs, cfg: Config):
     def load_tile(i, runs):
         following = runs_of(segment.first + i + 1)  # in flight while this tile waits for its slot
         slot = lax.rem(before + i, jnp.int32(cfg.slots))
-        rings = (
-            (refs.key_cache_gmem, refs.k_smem, refs.k_ready, refs.k_consumed),
-            (refs.value_cache_gmem, refs.v_smem, refs.v_ready, refs.v_consumed),
-        )
-        for cache_gmem, ring_smem, ready, consumed in rings:
+        keys = refs.key_cache_gmem, refs.k_smem, refs.k_ready, refs.k_consumed, ((0, cfg.head_size),)
+        values = refs.value_cache_gmem, refs.v_smem, refs.v_ready, refs.v_consumed, cfg.pieces
+        for cache_gmem, ring_smem, ready, consumed, pieces in (keys, values):
 
             @pl.when(before + i >= cfg.slots)
             def _(consumed=consumed):
                 plgpu.barrier_wait(consumed.at[slot])
 
             for j, run in enumerate(runs):
-                rows_smem = ring_smem.at[slot, pl.ds(j * cfg.run, cfg.run)]
-                if ring_smem.shape[-1] != cfg.head_size:  # the rest only makes rows of O^T that are not stored
-                    rows_smem = rows_smem.at[:, pl.ds(0, cfg.head_size)]
-                plgpu.copy_gmem_to_smem(_run_gmem(cache_gmem, run, segment.head, cfg), rows_smem, ready.at[slot])
+                run_gmem, run_smem = _run_gmem(cache_gmem, run, segment.head, cfg), ring_smem.at[slot, _rows(j, cfg)]
+                row = 0
+                for first, size in pieces:
+                    whole = size == cfg.head_size
+                    from_gmem = run_gmem if whole else run_gmem.at[:, pl.ds(first, size)]
+                    to_smem = run_smem if whole else run_smem.at[:, pl.ds(row, size)]
+                    plgpu.copy_gmem_to_smem(from_gmem, to_smem, ready.at[slot])
+                    row += size
         return following
 
     lax.fori_loop(0, segment.count, load_tile, runs_of(segment.first))
+
+
+def _rows(run: int, cfg: Config):
+    return pl.ds(run * cfg.run, cfg.run)
 
 
 def _run_gmem(cache_gmem, run, head, cfg: Config):
@@ -160,12 +166,13 @@ def _attend_segment(segment: plan.Segment, before, refs, cfg: Config):
         exp_sum = exp_sum * keep + p.sum(axis=0)
         plgpu.barrier_wait(refs.v_ready.at[slot])
         _zero_rows(refs.v_smem.at[slot], low, high, cfg)
-        acc = acc * _wide(keep, cfg.padded_head_size) + _dot(refs.v_smem.at[slot].T, refs.p_smem.T)
+        acc = [x * _wide(keep, x.shape[0]) for x in acc]
+        acc = [x + _dot(v_smem.T, refs.p_smem.T) for x, v_smem in zip(acc, _pieces(refs.v_smem.at[slot], cfg), strict=True)]
         plgpu.barrier_arrive(refs.v_consumed.at[slot])
         return acc, top, exp_sum
 
     init = (
-        _layout(jnp.zeros((cfg.padded_head_size, cfg.columns), jnp.float32)),
+        [_layout(jnp.zeros((size, cfg.columns), jnp.float32)) for _, size in cfg.pieces],
         _layout(jnp.full((cfg.columns,), LOWEST, jnp.float32), 0),
         _layout(jnp.zeros((cfg.columns,), jnp.float32), 0),
     )
@@ -209,10 +216,10 @@ def _store_whole(segment, row, offset, v_scale, state, refs, cfg: Config):
         top = lax.max(max_logit, sinks)
         keep = jnp.exp2(max_logit - top)
         total, max_logit = total * keep + jnp.exp2(sinks - top), top
-        acc = acc * _wide(keep, cfg.padded_head_size)
+        acc = [x * _wide(keep, x.shape[0]) for x in acc]
     total = jnp.where(seen, total, 1.0)
     log_sum = jnp.where(seen, max_logit + jnp.log2(total), -jnp.inf)
-    store_item([acc * _wide(v_scale / total, cfg.padded_head_size)], log_sum, row, offset, refs, cfg)
+    store_item([x * _wide(v_scale / total, x.shape[0]) for x in acc], log_sum, row, offset, refs, cfg)
 
 
 def _store_part(segment, offset, v_scale, state, refs, cfg: Config):
@@ -220,9 +227,11 @@ def _store_part(segment, offset, v_scale, state, refs, cfg: Config):
     acc, max_logit, exp_sum = state
     seen = exp_sum != 0
     total = jnp.where(seen, exp_sum, 1.0)
-    part_gmem, d = refs.parts_gmem.at[segment.part], cfg.padded_head_size
-    part_gmem.at[pl.ds(0, d)][...] = acc * _wide(v_scale / total, d)
-    part_gmem.at[pl.ds(d, 64)][...] = _wide(jnp.where(seen, max_logit + jnp.log2(total), -jnp.inf), 64)
+    log_sum = _wide(jnp.where(seen, max_logit + jnp.log2(total), -jnp.inf), 64)
+    part_gmem, row = refs.parts_gmem.at[segment.part], 0
+    for x in (*[x * _wide(v_scale / total, x.shape[0]) for x in acc], log_sum):
+        part_gmem.at[pl.ds(row, x.shape[0])][...] = x
+        row += x.shape[0]
     if cfg.split == "partitions":
         refs.sum_smem[...] = _layout(exp_sum, 0)
         refs.max_smem[...] = _layout(jnp.where(seen, max_logit / LOG2E, -jnp.inf), 0)
@@ -236,14 +245,14 @@ def _store_part(segment, offset, v_scale, state, refs, cfg: Config):
 def store_item(acc, log_sum, row, offset, refs, cfg: Config):
     """Stores out and lse of the group's heads; `acc` is O^T, cut along head_size, `log_sum` log2 of the denominator."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the item before
-    cut = cfg.padded_head_size // len(acc)
-    for i, x in enumerate(acc):
-        _store(refs.out_smem.at[:, pl.ds(i * cut, cut)].T, _layout(x.astype(cfg.dtype)))
+    row_of_acc = 0
+    for x in acc:
+        first = min(row_of_acc, cfg.head_size - x.shape[0])  # the last one may overlap, with equal values
+        _store(refs.out_smem.at[:, pl.ds(first, x.shape[0])].T, _layout(x.astype(cfg.dtype)))
+        row_of_acc += x.shape[0]
     refs.sum_smem[...] = _layout(log_sum / LOG2E, 0)
     plgpu.commit_smem()
     own_smem = refs.out_smem.at[pl.ds(offset, cfg.group)]
-    if cfg.padded_head_size != cfg.head_size:
-        own_smem = own_smem.at[:, pl.ds(0, cfg.head_size)]
     plgpu.copy_smem_to_gmem(own_smem, refs.out_gmem.at[pl.ds(row + offset, cfg.group)])
     for i in range(cfg.group):
         refs.lse_gmem[row + offset + i] = refs.sum_smem[offset + i]
@@ -297,6 +306,14 @@ def _store(ref, x):
         plgpu.store(ref, x, optimized=False)
     else:
         ref[...] = x
+
+
+def _pieces(tile_smem, cfg: Config):
+    """V's `pieces`, which lie side by side."""
+    if len(cfg.pieces) == 1:
+        return [tile_smem]
+    starts = 0, cfg.pieces[0][1]
+    return [tile_smem.at[:, pl.ds(start, size)] for start, (_, size) in zip(starts, cfg.pieces, strict=True)]
 
 
 def _dot(a_smem, b_smem):

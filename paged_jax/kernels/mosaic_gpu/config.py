@@ -81,8 +81,15 @@ class Config:
 
     @property
     def padded_head_size(self) -> int:
-        """Rows of the second product: wgmma takes 64 at once."""
+        """Rows of the second product, of which wgmma takes 64 at once."""
         return -(-self.head_size // 64) * 64
+
+    @property
+    def pieces(self) -> tuple[tuple[int, int], ...]:
+        """(first, size) of the runs of head_size that V and O^T lie in; a second one is the last 64, and overlaps."""
+        if self.head_size % 64 == 0:
+            return ((0, self.head_size),)
+        return (0, self.head_size // 64 * 64), (self.head_size - 64, 64)
 
     @property
     def run(self) -> int:
@@ -107,17 +114,17 @@ def scratch(cfg: Config) -> dict[str, Any]:
         return plgpu.SMEM(shape, dtype, transforms=transforms)
 
     swizzle = 128 if d % 64 == 0 else 64 if d % 32 == 0 else 32
-    ready = plgpu.Barrier(num_barriers=cfg.slots, num_arrivals=cfg.tile // cfg.run)
+    runs = cfg.tile // cfg.run
     consumed = plgpu.Barrier(num_barriers=cfg.slots)
     return {
         "q_smem": swizzled((cfg.columns, d), swizzle),
         "k_smem": swizzled((cfg.slots, cfg.tile, d), swizzle),
-        "v_smem": swizzled((cfg.slots, cfg.tile, cfg.padded_head_size), swizzle),
+        "v_smem": swizzled((cfg.slots, cfg.tile, cfg.padded_head_size), 128),
         "p_smem": swizzled((cfg.columns, cfg.tile), 128),
         **out_scratch(cfg),
         "q_ready": plgpu.Barrier(),
-        "k_ready": ready,
-        "v_ready": ready,
+        "k_ready": plgpu.Barrier(num_barriers=cfg.slots, num_arrivals=runs),
+        "v_ready": plgpu.Barrier(num_barriers=cfg.slots, num_arrivals=runs * len(cfg.pieces)),
         "k_consumed": consumed,
         "v_consumed": consumed,
     }
@@ -125,7 +132,7 @@ def scratch(cfg: Config) -> dict[str, Any]:
 def out_scratch(cfg: Config) -> dict[str, Any]:
     """Shared memory through which results go, in both kernels."""
     return {
-        "out_smem": plgpu.SMEM((cfg.columns, cfg.padded_head_size), jnp.dtype(cfg.dtype)),
+        "out_smem": plgpu.SMEM((cfg.columns, cfg.head_size), jnp.dtype(cfg.dtype)),
         "sum_smem": plgpu.SMEM((cfg.columns,), jnp.float32),
         "max_smem": plgpu.SMEM((cfg.columns,), jnp.float32),
     }
@@ -160,8 +167,8 @@ def check(query: Array, key_cache: Array, value_cache: Array, options: Attention
         reasons.append(f"lacks queries of {query.dtype}, takes float16 and bfloat16")
     if key_cache.dtype != query.dtype:
         reasons.append(f"lacks caches of {key_cache.dtype} for queries of {query.dtype}")
-    if head_size % 16:
-        reasons.append(f"lacks head_size {head_size}, takes multiples of 16")
+    if head_size % 16 or head_size < 64:
+        reasons.append(f"lacks head_size {head_size}, takes multiples of 16 from 64 on")
     if block_size < 8:
         reasons.append(f"lacks block_size {block_size}, takes 8 and more")
     if group > _MAX_GROUP:

@@ -68,7 +68,9 @@ def _tmp_out(parts: Array, cfg: Config) -> TmpOut:
     item = np.arange(cfg.items)[:, None]
     window = np.minimum(item * cfg.group // 8 * 8, cfg.rows - cfg.columns)  # as in `plan.window`
     columns = item * cfg.group - window + np.arange(cfg.group)
-    outs = parts.reshape(cfg.items, cfg.num_parts, -1, cfg.columns)[:, :, : cfg.head_size]
+    outs = parts.reshape(cfg.items, cfg.num_parts, -1, cfg.columns)[:, :, : cfg.padded_head_size]
+    first = cfg.pieces[0][1]  # of what follows, the last rows are new
+    outs = jnp.concatenate([outs[:, :, :first], outs[:, :, cfg.padded_head_size - cfg.head_size + first :]], axis=2)
     outs = jnp.take_along_axis(outs, jnp.asarray(columns)[:, None, None, :], axis=3)
     return outs.transpose(0, 3, 1, 2).reshape(cfg.num_seqs, cfg.num_heads, cfg.num_parts, cfg.head_size)
 
