@@ -108,37 +108,31 @@ def _load_segment(segment: plan.Segment, before, refs, cfg: Config):
     def load_tile(i, runs):
         following = runs_of(segment.first + i + 1)  # in flight while this tile waits for its slot
         slot = lax.rem(before + i, jnp.int32(cfg.slots))
-        keys = refs.key_cache_gmem, refs.k_smem, refs.k_ready, refs.k_consumed, ((0, cfg.head_size),)
-        values = refs.value_cache_gmem, refs.v_smem, refs.v_ready, refs.v_consumed, cfg.pieces
-        for cache_gmem, ring_smem, ready, consumed, pieces in (keys, values):
+        whole = ((0, cfg.head_size),)
+        keys = refs.key_cache_gmem, (refs.k_smem,), whole, refs.k_ready, refs.k_consumed
+        values = refs.value_cache_gmem, refs.v_smem, cfg.pieces, refs.v_ready, refs.v_consumed
+        for cache_gmem, rings_smem, pieces, ready, consumed in (keys, values):
 
             @pl.when(before + i >= cfg.slots)
             def _(consumed=consumed):
                 plgpu.barrier_wait(consumed.at[slot])
 
             for j, run in enumerate(runs):
-                run_gmem, run_smem = _run_gmem(cache_gmem, run, segment.head, cfg), ring_smem.at[slot, _rows(j, cfg)]
-                row = 0
-                for first, size in pieces:
-                    whole = size == cfg.head_size
-                    from_gmem = run_gmem if whole else run_gmem.at[:, pl.ds(first, size)]
-                    to_smem = run_smem if whole else run_smem.at[:, pl.ds(row, size)]
-                    plgpu.copy_gmem_to_smem(from_gmem, to_smem, ready.at[slot])
-                    row += size
+                rows = pl.ds(j * cfg.run, cfg.run)
+                for ring_smem, piece in zip(rings_smem, pieces, strict=True):
+                    run_gmem = _run_gmem(cache_gmem, run, segment.head, piece, cfg)
+                    plgpu.copy_gmem_to_smem(run_gmem, ring_smem.at[slot, rows], ready.at[slot])
         return following
 
     lax.fori_loop(0, segment.count, load_tile, runs_of(segment.first))
 
 
-def _rows(run: int, cfg: Config):
-    return pl.ds(run * cfg.run, cfg.run)
-
-
-def _run_gmem(cache_gmem, run, head, cfg: Config):
-    """A run of neighbouring tokens, [run, head_size]."""
-    block, offset = run
+def _run_gmem(cache_gmem, run, head, piece: tuple[int, int], cfg: Config):
+    """A piece of a run of neighbouring tokens, [run, size]."""
+    (block, offset), (first, size) = run, piece
     tokens = slice(None) if cfg.run == cfg.block_size else pl.ds(pl.multiple_of(offset, cfg.run), cfg.run)
-    return cache_gmem.at[block, tokens, head] if cfg.layout == "nhd" else cache_gmem.at[block, head, tokens]
+    d = slice(None) if size == cfg.head_size else pl.ds(first, size)
+    return cache_gmem.at[block, tokens, head, d] if cfg.layout == "nhd" else cache_gmem.at[block, head, tokens, d]
 
 
 def _attend_segment(segment: plan.Segment, before, refs, cfg: Config):
@@ -165,9 +159,9 @@ def _attend_segment(segment: plan.Segment, before, refs, cfg: Config):
         plgpu.commit_smem()
         exp_sum = exp_sum * keep + p.sum(axis=0)
         plgpu.barrier_wait(refs.v_ready.at[slot])
-        _zero_rows(refs.v_smem.at[slot], low, high, cfg)
-        acc = [x * _wide(keep, x.shape[0]) for x in acc]
-        acc = [x + _dot(v_smem.T, refs.p_smem.T) for x, v_smem in zip(acc, _pieces(refs.v_smem.at[slot], cfg), strict=True)]
+        values_smem = [ring_smem.at[slot] for ring_smem in refs.v_smem]
+        _zero_rows(values_smem, low, high, cfg)
+        acc = [x * _wide(keep, x.shape[0]) + _dot(v.T, refs.p_smem.T) for x, v in zip(acc, values_smem, strict=True)]
         plgpu.barrier_arrive(refs.v_consumed.at[slot])
         return acc, top, exp_sum
 
@@ -245,20 +239,27 @@ def _store_part(segment, offset, v_scale, state, refs, cfg: Config):
 def store_item(acc, log_sum, row, offset, refs, cfg: Config):
     """Stores out and lse of the group's heads; `acc` is O^T, cut along head_size, `log_sum` log2 of the denominator."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the item before
-    row_of_acc = 0
+    _, first_size = cfg.pieces[0]
+    at = 0
     for x in acc:
-        first = min(row_of_acc, cfg.head_size - x.shape[0])  # the last one may overlap, with equal values
-        _store(refs.out_smem.at[:, pl.ds(first, x.shape[0])].T, _layout(x.astype(cfg.dtype)))
-        row_of_acc += x.shape[0]
+        piece, start = divmod(at, first_size)
+        _store(refs.out_smem[piece].at[:, pl.ds(start, x.shape[0])].T, _layout(x.astype(cfg.dtype)))
+        at += x.shape[0]
     refs.sum_smem[...] = _layout(log_sum / LOG2E, 0)
     plgpu.commit_smem()
-    own_smem = refs.out_smem.at[pl.ds(offset, cfg.group)]
-    plgpu.copy_smem_to_gmem(own_smem, refs.out_gmem.at[pl.ds(row + offset, cfg.group)])
+    # In pieces row by row: Mosaic would tile shared memory for copies of 8 rows, and refuse the head size for it.
+    together = cfg.group if len(cfg.pieces) == 1 else 1
+    for piece_smem, (first, size) in zip(refs.out_smem, cfg.pieces, strict=True):
+        if first > 0:  # overlaps with what is there, with equal values
+            plgpu.wait_smem_to_gmem(0)
+        for i in range(0, cfg.group, together):
+            rows_gmem = refs.out_gmem.at[pl.ds(row + offset + i, together), pl.ds(first, size)]
+            plgpu.copy_smem_to_gmem(piece_smem.at[pl.ds(offset + i, together)], rows_gmem)
     for i in range(cfg.group):
         refs.lse_gmem[row + offset + i] = refs.sum_smem[offset + i]
 
 
-def _zero_rows(tile_smem, low, high, cfg: Config):
+def _zero_rows(tiles_smem, low, high, cfg: Config):
     """Zeroes the rows that are not low <= row < high: 0 * NaN would be NaN."""
     for start in range(0, cfg.tile, 64):
         partly = high < start + 64
@@ -267,13 +268,14 @@ def _zero_rows(tile_smem, low, high, cfg: Config):
 
         @pl.when(partly)
         def _(start=start):
-            rows_smem = tile_smem.at[pl.ds(start, 64)]
-            rows = _layout(rows_smem[...])
-            row = plgpu.broadcasted_iota(jnp.int32, rows.shape, 0, layout=plgpu.Layout.WGMMA) + start
-            seen = row < high
-            if cfg.sliding_window is not None:
-                seen &= row >= low
-            rows_smem[...] = jnp.where(seen, rows, jnp.zeros_like(rows))
+            for tile_smem in tiles_smem:
+                rows_smem = tile_smem.at[pl.ds(start, 64)]
+                rows = _layout(rows_smem[...])
+                row = plgpu.broadcasted_iota(jnp.int32, rows.shape, 0, layout=plgpu.Layout.WGMMA) + start
+                seen = row < high
+                if cfg.sliding_window is not None:
+                    seen &= row >= low
+                rows_smem[...] = jnp.where(seen, rows, jnp.zeros_like(rows))
             plgpu.commit_smem()
 
 
@@ -306,14 +308,6 @@ def _store(ref, x):
         plgpu.store(ref, x, optimized=False)
     else:
         ref[...] = x
-
-
-def _pieces(tile_smem, cfg: Config):
-    """V's `pieces`, which lie side by side."""
-    if len(cfg.pieces) == 1:
-        return [tile_smem]
-    starts = 0, cfg.pieces[0][1]
-    return [tile_smem.at[:, pl.ds(start, size)] for start, (_, size) in zip(starts, cfg.pieces, strict=True)]
 
 
 def _dot(a_smem, b_smem):

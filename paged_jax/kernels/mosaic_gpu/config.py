@@ -119,8 +119,8 @@ def scratch(cfg: Config) -> dict[str, Any]:
     return {
         "q_smem": swizzled((cfg.columns, d), swizzle),
         "k_smem": swizzled((cfg.slots, cfg.tile, d), swizzle),
-        "v_smem": swizzled((cfg.slots, cfg.tile, cfg.padded_head_size), 128),
-        "p_smem": swizzled((cfg.columns, cfg.tile), 128),
+        "v_smem": tuple(swizzled((cfg.slots, cfg.tile, size), swizzle) for _, size in cfg.pieces),
+        "p_smem": swizzled((cfg.columns, cfg.tile), swizzle),
         **out_scratch(cfg),
         "q_ready": plgpu.Barrier(),
         "k_ready": plgpu.Barrier(num_barriers=cfg.slots, num_arrivals=runs),
@@ -132,7 +132,7 @@ def scratch(cfg: Config) -> dict[str, Any]:
 def out_scratch(cfg: Config) -> dict[str, Any]:
     """Shared memory through which results go, in both kernels."""
     return {
-        "out_smem": plgpu.SMEM((cfg.columns, cfg.head_size), jnp.dtype(cfg.dtype)),
+        "out_smem": tuple(plgpu.SMEM((cfg.columns, size), jnp.dtype(cfg.dtype)) for _, size in cfg.pieces),
         "sum_smem": plgpu.SMEM((cfg.columns,), jnp.float32),
         "max_smem": plgpu.SMEM((cfg.columns,), jnp.float32),
     }
@@ -140,7 +140,7 @@ def out_scratch(cfg: Config) -> dict[str, Any]:
 
 def shared_memory(cfg: Config) -> int:
     """Bytes of `scratch`, and 2 KiB for barriers, padding and what reductions across warps take."""
-    buffers = scratch(cfg).values()
+    buffers = jax.tree.leaves(list(scratch(cfg).values()))
     arrays = [x for x in buffers if not isinstance(x, plgpu.Barrier)]
     return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays) + 2048
 
