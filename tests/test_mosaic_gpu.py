@@ -35,36 +35,41 @@ INTERPRETED = [
     ("v2", small("window", 2, 1, 128, 8, "float16", layout="nhd", sliding_window=70, k_scale="scalar")),
     ("auto", small("options", 7, 1, 64, 32, "bfloat16", alibi=True, sinks=True, v_scale="scalar", scale="traced")),
     ("auto", small("capped", 8, 2, 64, 16, "float16", layout="nhd", logits_soft_cap=2.0, sliding_window=90)),
-    ("v1", small("padded", 6, 2, 80, 16, "float16", sinks=True, k_scale="head", v_scale="head", max_seq_len=100)),
+    ("v1", small("pieces", 6, 2, 80, 16, "float16", sinks=True, k_scale="head", v_scale="head", max_seq_len=100)),
+    ("v2", small("pieces", 8, 1, 96, 32, "bfloat16", layout="nhd", v_scale="head", seq_lens=(130, 3))),
     ("v2", small("sinks", 8, 2, 64, 16, "bfloat16", sinks=True, logits_soft_cap=5.0, alibi=True, max_seq_len=130)),
     ("auto", small("large-blocks", 2, 1, 64, 256, "bfloat16", seq_lens=(300, 5), sliding_window=100)),
     ("auto", small("all-empty", 4, 2, 64, 16, "float16", seq_lens=(0, 0), sinks=True)),
 ]
 
 
-def call(op, case):
-    """The implementation's function on a case's inputs, in the interpreter: its results, and whether there are races."""
+def call(op, decode, arrays, static, partition_size, device=config.Device(90, 2)):  # so few that items are split
+    """The implementation's function in the interpreter: its results, and whether there are races."""
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
 
-    made = inputs.make(case)
-    options = made.arrays | test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
-    operands = _validate.decode_operands(*made.decode.values(), options)
-    static = {"partition_size": case.partition_size} if op == "v2" else {}
-    function = partial(getattr(mosaic_gpu, OPS[op]), **static)
-    gpu = mock.patch.object(config, "device", lambda: config.Device(90, 2))  # so few that items are split
+    operands = _validate.decode_operands(*decode.values(), arrays | static)
+    function = getattr(mosaic_gpu, OPS[op])
+    if op == "v2":
+        function = partial(function, partition_size=partition_size)
+    gpu = mock.patch.object(config, "device", lambda: device)
     try:
         with gpu, params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=True)):
             results = jax.tree.map(np.asarray, jax.jit(function)(*operands))
-        return made, results, interpret_pallas_call.get_races().races_found
+        return results, interpret_pallas_call.get_races().races_found
     except Exception:
         interpret_pallas_call.reset_gpu_interpret_mode_state()
         raise
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of NumPy, at the poison
+# Of NumPy, at the poison.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+
 @pytest.mark.parametrize(("op", "case"), INTERPRETED, ids=str)
 def test_in_the_interpreter(op, case):
-    made, (out, lse, *residuals), races = call(op, case)
+    made = inputs.make(case)
+    static = test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
+    (out, lse, *residuals), races = call(op, made.decode, made.arrays, static, case.partition_size)
     bounded = made.decode
     if case.max_seq_len is not None:  # which the oracle does not know
         assert not case.alibi or case.max_seq_len >= max(case.seq_lens)
@@ -75,6 +80,21 @@ def test_in_the_interpreter(op, case):
     if op == "v2":
         test_decode.check_residuals(case, made, residuals, exact, rough)
     assert not races
+
+
+def test_v2_row_is_bit_equal_alone_and_in_a_batch():
+    case = small("bits", 2, 1, 64, 16, "bfloat16", seq_lens=(33, 130))
+    made = inputs.make(case)
+
+    def results(rows, width):
+        tables = np.pad(made.decode["block_tables"], ((0, 0), (0, 9)), constant_values=-1)[rows, :width]
+        chosen = {name: made.decode[name][rows] for name in ("query", "seq_lens")} | {"block_tables": tables}
+        return call("v2", made.decode | chosen, {}, {}, 32)[0]
+
+    alone, batch = results([1], 9), results([0, 1], 14)
+    for one, both in zip(alone, batch, strict=True):
+        mine = both[1][:, : one.shape[2]] if one.ndim > 2 and one.shape != both[:1].shape else both[1]
+        assert mine.tobytes() == one[0].tobytes()
 
 
 def lowered(op, case, num_blocks=10):
@@ -130,3 +150,76 @@ def pairs():
 @pytest.mark.parametrize(("op", "case"), list(pairs()), ids=str)
 def test_lowers_for_cuda(op, case):
     assert lowered(op, case).count("@mosaic_gpu_v2") == (1 if op == "v1" else 2)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("num_seqs", "width", "num_blocks"), [(0, 3, 9), (2, 0, 9), (2, 3, 0)])
+def test_nothing_to_attend(op, num_seqs, width, num_blocks):
+    decode = {
+        "query": jnp.zeros((num_seqs, 4, 64), jnp.bfloat16),
+        "key_cache": jnp.zeros((num_blocks, 2, 16, 64), jnp.bfloat16),
+        "value_cache": jnp.zeros((num_blocks, 2, 16, 64), jnp.bfloat16),
+        "block_tables": jnp.zeros((num_seqs, width), jnp.int32),
+        "seq_lens": jnp.zeros((num_seqs,), jnp.int32),
+    }
+    (out, lse, *residuals), _ = call(op, decode, {}, {}, 32)
+    assert out.shape == (num_seqs, 4, 64)
+    assert np.all(out == 0)
+    assert np.all(lse == -np.inf)
+    residual = num_seqs, 4, -(-width // 2)
+    assert [x.shape for x in residuals] == ([residual, residual, (*residual, 64)] if op == "v2" else [])
+
+
+def test_vmap_and_export():
+    cache = jax.ShapeDtypeStruct((9, 2, 16, 64), jnp.bfloat16)
+    arrays = (
+        jax.ShapeDtypeStruct((3, 2, 4, 64), jnp.bfloat16), cache, cache,
+        jax.ShapeDtypeStruct((3, 2, 4), jnp.int32), jax.ShapeDtypeStruct((3, 2), jnp.int32),
+    )  # fmt: skip
+    op = jax.vmap(partial(paged_jax.paged_attention, implementation="mosaic_gpu"), (0, None, None, 0, 0))
+    exported = jax.export.export(jax.jit(op), platforms=["cuda"])(*arrays)
+    assert jax.export.deserialize(exported.serialize()).out_avals[0].shape == (3, 2, 4, 64)
+
+
+REFUSED = [
+    (small("dtype", 4, 2, 64, 16, "float32"), "lacks queries of float32, takes float16 and bfloat16"),
+    (small("cache", 4, 2, 64, 16, "bfloat16", "int8"), "lacks caches of int8 for queries of bfloat16"),
+    (small("head", 4, 2, 32, 16, "bfloat16"), "lacks head_size 32, takes multiples of 16 from 64 on"),
+    (small("odd-head", 4, 2, 120, 16, "bfloat16"), "lacks head_size 120"),
+    (small("block", 4, 2, 64, 4, "bfloat16"), "lacks block_size 4, takes 8 and more"),
+    (small("group", 130, 2, 64, 16, "bfloat16"), "lacks groups of 65 query heads, takes up to 64"),
+    (small("sparse", 4, 2, 64, 16, "bfloat16", block_sparse=Sparse(1, 3)), "lacks block_sparse"),
+    (small("slot", 4, 2, 64, 16, "bfloat16", k_scale="slot", v_scale="slot"), "k_scale for each slot; lacks a v_scale"),
+    (small("many", 4, 2, 24, 1, "float16", layout="vllm"), "lacks head_size 24.*; lacks block_size 1.*; lacks layout"),
+]
+
+
+@pytest.mark.parametrize(("case", "words"), REFUSED, ids=str)
+def test_refusals_name_every_reason(case, words):
+    made = inputs.make(case)
+    options = made.arrays | test_decode.op_options(made.static)
+    with pytest.raises(NotImplementedError, match=rf"^implementation 'mosaic_gpu' .*{words}"):
+        paged_jax.paged_attention(*made.decode.values(), **options, implementation="mosaic_gpu")
+
+
+def test_other_gpus_are_refused():
+    made = inputs.make(BY_NAME["llama-3-8b"])
+    with pytest.raises(NotImplementedError, match=r"needs compute capability 9\.0, this GPU has 10\.0"):
+        call("v1", made.decode, {}, {}, 0, config.Device(100, 148))
+
+
+@pytest.mark.parametrize("split", ["none", "partitions", "even"])
+@pytest.mark.parametrize("group", [1, 4, 5, 8, 64])
+@pytest.mark.parametrize("head_size", [64, 80, 128, 256])
+def test_configs_fit(head_size, group, split):
+    """In shared memory, for every block size, and with as many programs as there can be work for."""
+    for block_size in (8, 16, 32, 64, 128, 256):
+        query = jnp.zeros((4, 2 * group, head_size), jnp.bfloat16)
+        cache = jnp.zeros((1, 2, block_size, head_size), jnp.bfloat16)
+        tables, seq_lens = jnp.zeros((4, 2), jnp.int32), jnp.zeros(4, jnp.int32)
+        options = _validate.decode_operands(query, cache, cache, tables, seq_lens, {})[5]
+        cfg = config.config(query, cache, cache, options, config.Device(), split, 512)
+        assert config.shared_memory(cfg) <= 227 * 1024
+        assert cfg.tile % 64 == cfg.tile % cfg.run == 0
+        if split == "even":
+            assert cfg.num_programs <= 4 * 2 * -(-2 * block_size // cfg.tile)

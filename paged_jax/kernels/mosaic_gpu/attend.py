@@ -35,7 +35,18 @@ from paged_jax.kernels.mosaic_gpu.config import Config, scratch
 
 LOG2E = math.log2(math.e)
 LOWEST = -1e30  # of a maximum: finite, so that the exponential of -inf minus it is 0
-_INPUTS = ("query", "key_cache", "value_cache", "block_tables", "seq_lens", "scale", "slopes", "sinks", "k_scale", "v_scale")
+_INPUTS = (
+    "query",
+    "key_cache",
+    "value_cache",
+    "block_tables",
+    "seq_lens",
+    "scale",
+    "slopes",
+    "sinks",
+    "k_scale",
+    "v_scale",
+)
 
 
 def outputs(cfg: Config) -> dict[str, jax.ShapeDtypeStruct]:

@@ -129,6 +129,7 @@ def scratch(cfg: Config) -> dict[str, Any]:
         "v_consumed": consumed,
     }
 
+
 def out_scratch(cfg: Config) -> dict[str, Any]:
     """Shared memory through which results go, in both kernels."""
     return {
