@@ -20,6 +20,7 @@ from tests import inputs, oracle, plain, test_decode
 from tests.cases import DECODE_CASES, Case, Sparse
 
 BY_NAME = {case.name: case for case in DECODE_CASES}
+SMALL_GPU = config.Device(90, 2)  # so small that items are split
 OPS = {"v1": "paged_attention_v1", "v2": "paged_attention_v2", "auto": "paged_attention"}
 
 
@@ -43,7 +44,7 @@ INTERPRETED = [
 ]
 
 
-def call(op, decode, arrays, static, partition_size, device=config.Device(90, 2)):  # so few that items are split
+def call(op, decode, arrays, static, partition_size, device=SMALL_GPU):
     """The implementation's function in the interpreter: its results, and whether there are races."""
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
 
@@ -51,7 +52,7 @@ def call(op, decode, arrays, static, partition_size, device=config.Device(90, 2)
     function = getattr(mosaic_gpu, OPS[op])
     if op == "v2":
         function = partial(function, partition_size=partition_size)
-    gpu = mock.patch.object(config, "device", lambda: device)
+    gpu = mock.patch.object(config, "device", return_value=device)
     try:
         with gpu, params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=True)):
             results = jax.tree.map(np.asarray, jax.jit(function)(*operands))

@@ -12,12 +12,15 @@ Who computes: warpgroup 0, with tokens as M of wgmma and query heads (`columns`,
 Query rows come in windows that start at a multiple of 8, as TMA demands: the columns of other heads are computed with
 the rest and thrown away.
 
-Shared memory, group 4, head_size 128, bfloat16, tiles of 128 tokens, 3 slots:
+Shared memory, group 4, head_size 128, bfloat16, tiles of 64 tokens, 3 slots (two programs a multiprocessor):
 
-    | K ring 96 KiB | V ring 96 KiB | Q 2 KiB | P 2 KiB | out 2 KiB |
+    | K ring 48 KiB | V ring 48 KiB | Q 2 KiB | P 1 KiB | out 2 KiB |
 
-Roofline: 4 * head_size bytes a token and kv head (16-bit K and V) through HBM, read once; wgmma pads the heads of a group
-to 8 and has an order of magnitude to spare.
+Where head_size is no multiple of 64, V, O^T and out are in two pieces, as wgmma's M is 64: the second is the last 64
+elements of the head and overlaps with the first.
+
+Roofline: 4 * head_size bytes a token and kv head (16-bit K and V) through HBM, read once; wgmma pads the heads of a
+group to 8 and has an order of magnitude to spare.
 """
 
 import functools
@@ -35,18 +38,8 @@ from paged_jax.kernels.mosaic_gpu.config import Config, scratch
 
 LOG2E = math.log2(math.e)
 LOWEST = -1e30  # of a maximum: finite, so that the exponential of -inf minus it is 0
-_INPUTS = (
-    "query",
-    "key_cache",
-    "value_cache",
-    "block_tables",
-    "seq_lens",
-    "scale",
-    "slopes",
-    "sinks",
-    "k_scale",
-    "v_scale",
-)
+_OPTIONS = ("scale", "slopes", "sinks", "k_scale", "v_scale")
+_INPUTS = ("query", "key_cache", "value_cache", "block_tables", "seq_lens", *_OPTIONS)
 
 
 def outputs(cfg: Config) -> dict[str, jax.ShapeDtypeStruct]:
@@ -326,4 +319,5 @@ def _dot(a_smem, b_smem):
         plgpu.wgmma(acc, a_smem, b_smem)
         return acc[...]
 
-    return _layout(pl.run_scoped(body, plgpu.ACC((a_smem.shape[0], b_smem.shape[1]), jnp.float32)))
+    accumulator = plgpu.ACC((a_smem.shape[0], b_smem.shape[1]), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+    return _layout(pl.run_scoped(body, accumulator))

@@ -110,7 +110,10 @@ def scratch(cfg: Config) -> dict[str, Any]:
     dtype, d = jnp.dtype(cfg.dtype), cfg.head_size
 
     def swizzled(shape, bytes_):
-        transforms = plgpu.TilingTransform((8, bytes_ // dtype.itemsize)), plgpu.SwizzleTransform(bytes_)
+        transforms = (
+            plgpu.TilingTransform((8, bytes_ // dtype.itemsize)),  # pyright: ignore[reportAbstractUsage]
+            plgpu.SwizzleTransform(bytes_),  # pyright: ignore[reportAbstractUsage]
+        )
         return plgpu.SMEM(shape, dtype, transforms=transforms)
 
     swizzle = 128 if d % 64 == 0 else 64 if d % 32 == 0 else 32
@@ -229,7 +232,7 @@ def _tiling(cfg: Config) -> tuple[Config, int]:
     """`tile` and `slots`, and how many programs a multiprocessor then has: two if that leaves tiles in flight."""
     longest = cfg.partition_size or cfg.max_seq_len
     tile = 64 if longest <= 64 or cfg.columns > 32 else 128
-    for programs, room, tile, slots in (
+    for programs, room, size, slots in (
         (2, _MULTIPROCESSOR // 2 - 1024, tile, 4),
         (2, _MULTIPROCESSOR // 2 - 1024, tile, 3),
         (2, _MULTIPROCESSOR // 2 - 1024, 64, 4),
@@ -237,7 +240,7 @@ def _tiling(cfg: Config) -> tuple[Config, int]:
         (1, _SHARED_MEMORY, 64, 4),
         (1, _SHARED_MEMORY, 64, 2),
     ):
-        chosen = replace(cfg, tile=tile, slots=slots)
+        chosen = replace(cfg, tile=size, slots=slots)
         if shared_memory(chosen) <= room:
             return chosen, programs
     raise AssertionError(f"no tiling fits in shared memory: {cfg}")

@@ -22,7 +22,7 @@ Scalar = Any  # an int32 of the device
 
 @dataclass(frozen=True)
 class Extent:
-    """The tokens begin <= t < end of a sequence, or of a partition of it; tiles start at `origin`, not after `begin`."""
+    """The tokens begin <= t < end of a sequence, or of a partition of it; tiles start at `origin` <= begin."""
 
     origin: Scalar
     begin: Scalar
@@ -34,7 +34,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class Segment:
-    """The tiles first ... first + count - 1 of the `tiles` of an item (of those in its partition, if there are some)."""
+    """The tiles first ... first + count - 1 of the `tiles` of an item, or of one partition of it."""
 
     seq: Scalar
     head: Scalar

@@ -2,7 +2,8 @@
 
 Grid. A program, of one warpgroup, for each item when there are partitions; for each program of the decode kernel when
 there are even parts, where only the owner (the program that has the item's first tile) of a split item has work.
-Everyone loads, from global memory into registers, and computes: O^T in the layout of wgmma's results, as it was written.
+Everyone loads, from global memory into registers, and computes: O^T in the layout of wgmma's results, as it was
+written.
 
 Shared memory: the item's rows of `out`, and its lse, on their way out.
 
