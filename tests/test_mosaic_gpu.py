@@ -40,6 +40,9 @@ INTERPRETED = [
     ("v2", small("pieces", 8, 1, 96, 32, "bfloat16", layout="nhd", v_scale="head", seq_lens=(130, 3))),
     ("v2", small("sinks", 8, 2, 64, 16, "bfloat16", sinks=True, logits_soft_cap=5.0, alibi=True, max_seq_len=130)),
     ("auto", small("large-blocks", 2, 1, 64, 256, "bfloat16", seq_lens=(300, 5), sliding_window=100)),
+    ("auto", small("huge", 2, 1, 64, 16, "bfloat16", logits="huge", scale=1.0)),
+    # More tiles than slots, in segments that begin anywhere in the ring.
+    ("auto", small("ring", 2, 1, 64, 128, "bfloat16", seq_lens=(700, 0, 600))),
     ("auto", small("all-empty", 4, 2, 64, 16, "float16", seq_lens=(0, 0), sinks=True)),
 ]
 

@@ -36,7 +36,7 @@ from jax import Array, lax
 from paged_jax.kernels.mosaic_gpu import plan
 from paged_jax.kernels.mosaic_gpu.config import Config, scratch
 
-LOG2E = math.log2(math.e)
+_LOG2E = math.log2(math.e)
 LOWEST = -1e30  # of a maximum: finite, so that the exponential of -inf minus it is 0
 _OPTIONS = ("scale", "slopes", "sinks", "k_scale", "v_scale")
 _INPUTS = ("query", "key_cache", "value_cache", "block_tables", "seq_lens", *_OPTIONS)
@@ -50,7 +50,7 @@ def outputs(cfg: Config) -> dict[str, jax.ShapeDtypeStruct]:
         shapes["lse"] = jax.ShapeDtypeStruct((cfg.rows,), f32)
     if cfg.split != "none":
         count = 2 * cfg.num_parts if cfg.split == "even" else cfg.items * cfg.num_parts
-        shapes["parts"] = jax.ShapeDtypeStruct((count, cfg.padded_head_size + 64, cfg.columns), f32)
+        shapes["parts"] = jax.ShapeDtypeStruct((count, cfg.padded_head_size + 128, cfg.columns), f32)
     if cfg.split == "partitions":
         residual = cfg.num_seqs * cfg.num_heads, cfg.num_parts
         shapes["exp_sums"] = shapes["max_logits"] = jax.ShapeDtypeStruct(residual, f32)
@@ -145,7 +145,7 @@ def _attend_segment(segment: plan.Segment, before, refs, cfg: Config):
     plgpu.copy_gmem_to_smem(refs.query_gmem.at[pl.ds(row, cfg.columns)], refs.q_smem, refs.q_ready)
     plgpu.barrier_wait(refs.q_ready)
     factor = refs.scale_gmem[0] * _cache_scale(refs.k_scale_gmem, cfg.k_scale, segment)
-    slopes = of_heads(refs.slopes_gmem, cfg.tile, offset, segment, cfg) * LOG2E if cfg.alibi else None
+    slopes = of_heads(refs.slopes_gmem, cfg.tile, offset, segment, cfg) if cfg.alibi else None
 
     def attend_tile(i, carry):
         acc, max_logit, exp_sum = carry
@@ -157,8 +157,8 @@ def _attend_segment(segment: plan.Segment, before, refs, cfg: Config):
         plgpu.barrier_arrive(refs.k_consumed.at[slot])
         logits = _logits(logits, factor, slopes, start - segment.seq_len + 1, low, high, cfg)
         top = lax.max(max_logit, logits.max(axis=0))
-        keep = jnp.exp2(max_logit - top)
-        p = jnp.exp2(logits - _wide(top, cfg.tile))
+        keep = exp(max_logit - top)
+        p = exp(logits - _wide(top, cfg.tile))
         refs.p_smem.T[...] = _layout(p.astype(cfg.dtype))
         plgpu.commit_smem()
         exp_sum = exp_sum * keep + p.sum(axis=0)
@@ -190,12 +190,12 @@ def _attend_segment(segment: plan.Segment, before, refs, cfg: Config):
 
 
 def _logits(products, factor, slopes, distance, low, high, cfg: Config):
-    """log2(e) times the logits of a tile, -inf where it is not attended; `distance` is its first key's to the query."""
+    """The logits of a tile, -inf where it is not attended; `distance` is its first key's to the query."""
     token = plgpu.broadcasted_iota(jnp.int32, products.shape, 0, layout=plgpu.Layout.WGMMA)
     if (cap := cfg.logits_soft_cap) is not None:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
-        logits = cap * LOG2E - (2 * cap * LOG2E) / (jnp.exp2(products * (factor * (2 * LOG2E / cap))) + 1)
+        logits = cap - (2 * cap) / (exp(products * (factor * (2 / cap))) + 1)
     else:
-        logits = products * (factor * LOG2E)
+        logits = products * factor
     if slopes is not None:
         logits += slopes * (token + distance).astype(jnp.float32)
     seen = token < high
@@ -210,29 +210,28 @@ def _store_whole(segment, row, offset, v_scale, state, refs, cfg: Config):
     seen = exp_sum != 0  # NaN counts: what is not a number must show
     total = exp_sum
     if cfg.sinks:
-        sinks = _layout(of_heads(refs.sinks_gmem, 64, offset, segment, cfg).max(axis=0), 0) * LOG2E
+        sinks = _layout(of_heads(refs.sinks_gmem, 64, offset, segment, cfg).max(axis=0), 0)
         top = lax.max(max_logit, sinks)
-        keep = jnp.exp2(max_logit - top)
-        total, max_logit = total * keep + jnp.exp2(sinks - top), top
+        keep = exp(max_logit - top)
+        total, max_logit = total * keep + exp(sinks - top), top
         acc = [x * _wide(keep, x.shape[0]) for x in acc]
     total = jnp.where(seen, total, 1.0)
-    log_sum = jnp.where(seen, max_logit + jnp.log2(total), -jnp.inf)
+    log_sum = jnp.where(seen, max_logit + log(total), -jnp.inf)
     store_item([x * _wide(v_scale / total, x.shape[0]) for x in acc], log_sum, row, offset, refs, cfg)
 
 
 def _store_part(segment, offset, v_scale, state, refs, cfg: Config):
-    """Writes a partial result: normalised O^T, and log2 of the sum of exponentials over 64 rows (whole cache lines)."""
+    """Writes a partial result: normalised O^T, maximum and sum of exponentials, over 64 rows each (cache lines)."""
     acc, max_logit, exp_sum = state
     seen = exp_sum != 0
     total = jnp.where(seen, exp_sum, 1.0)
-    log_sum = _wide(jnp.where(seen, max_logit + jnp.log2(total), -jnp.inf), 64)
     part_gmem, row = refs.parts_gmem.at[segment.part], 0
-    for x in (*[x * _wide(v_scale / total, x.shape[0]) for x in acc], log_sum):
+    for x in (*[x * _wide(v_scale / total, x.shape[0]) for x in acc], _wide(max_logit, 64), _wide(exp_sum, 64)):
         part_gmem.at[pl.ds(row, x.shape[0])][...] = x
         row += x.shape[0]
     if cfg.split == "partitions":
         refs.sum_smem[...] = _layout(exp_sum, 0)
-        refs.max_smem[...] = _layout(jnp.where(seen, max_logit / LOG2E, -jnp.inf), 0)
+        refs.max_smem[...] = _layout(jnp.where(seen, max_logit, -jnp.inf), 0)
         plgpu.commit_smem()
         first, partition = plan.first_row(segment, cfg), lax.rem(segment.part, jnp.int32(cfg.num_parts))
         for i in range(cfg.group):
@@ -241,7 +240,7 @@ def _store_part(segment, offset, v_scale, state, refs, cfg: Config):
 
 
 def store_item(acc, log_sum, row, offset, refs, cfg: Config):
-    """Stores out and lse of the group's heads; `acc` is O^T, cut along head_size, `log_sum` log2 of the denominator."""
+    """Stores out and lse of the group's heads; `acc` is O^T, cut along head_size, and `log_sum` their lse."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the item before
     _, first_size = cfg.pieces[0]
     at = 0
@@ -249,7 +248,7 @@ def store_item(acc, log_sum, row, offset, refs, cfg: Config):
         piece, start = divmod(at, first_size)
         _store(refs.out_smem[piece].at[:, pl.ds(start, x.shape[0])].T, _layout(x.astype(cfg.dtype)))
         at += x.shape[0]
-    refs.sum_smem[...] = _layout(log_sum / LOG2E, 0)
+    refs.sum_smem[...] = _layout(log_sum, 0)
     plgpu.commit_smem()
     # In pieces row by row: Mosaic would tile shared memory for copies of 8 rows, and refuse the head size for it.
     together = cfg.group if len(cfg.pieces) == 1 else 1
@@ -295,6 +294,14 @@ def of_heads(values_gmem, rows: int, offset, segment, cfg: Config):
         value = values_gmem[segment.head * cfg.group + i]
         wide += (column == offset + i).astype(jnp.float32) * value
     return wide
+
+
+def exp(x):
+    return jnp.exp2(x * _LOG2E)  # of differences: large logits themselves would lose bits to the factor
+
+
+def log(x):
+    return jnp.log2(x) / _LOG2E
 
 
 def _layout(x, axis: int | None = None):

@@ -7,7 +7,7 @@ written.
 
 Shared memory: the item's rows of `out`, and its lse, on their way out.
 
-Roofline: 4 * (head_size + 64) * columns bytes a part, mostly from L2: latency, not bandwidth, so that a few parts are
+Roofline: 4 * (head_size + 128) * columns bytes a part, mostly from L2: latency, not bandwidth, so that a few parts are
 in flight.
 """
 
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from paged_jax.kernels.mosaic_gpu import plan
-from paged_jax.kernels.mosaic_gpu.attend import LOG2E, LOWEST, of_heads, store_item
+from paged_jax.kernels.mosaic_gpu.attend import LOWEST, exp, log, of_heads, store_item
 from paged_jax.kernels.mosaic_gpu.config import Config, out_scratch
 
 _INPUTS = ("seq_lens", "sinks", "parts", "out", "lse")
@@ -71,7 +71,7 @@ def _kernel(*gmem, cfg: Config, **smem):
 def _reduce_item(segment, count, part_of, refs, cfg: Config):
     """Reduces `count` parts, always in the same order, so that the result depends on nothing but them."""
     row, offset = plan.window(segment, cfg)
-    starts = range(0, cfg.padded_head_size + 64, 64)
+    starts = range(0, cfg.padded_head_size + 128, 64)
     in_flight = max(1, min(4, 4096 // (cfg.padded_head_size * cfg.columns)))
 
     def read(number):
@@ -82,31 +82,30 @@ def _reduce_item(segment, count, part_of, refs, cfg: Config):
     def step(i, carry):
         numbers = [i * in_flight + j for j in range(in_flight)]
         parts = [read(number) for number in numbers]
-        for number, (*outs, log_sum) in zip(numbers, parts, strict=True):
-            log_sum += jnp.where(number < count, 0.0, -jnp.inf)
-            carry = _add(carry, outs, log_sum)
+        for number, (*outs, max_logit, exp_sum) in zip(numbers, parts, strict=True):
+            carry = _add(carry, outs, max_logit, exp_sum * jnp.where(number < count, 1.0, 0.0))
         return carry
 
     def full(value):
         return plgpu.layout_cast(jnp.full((64, cfg.columns), value, jnp.float32), plgpu.Layout.WGMMA)
 
-    init = full(LOWEST), full(0.0), *(full(0.0) for _ in starts[1:])
+    init = full(LOWEST), full(0.0), *(full(0.0) for _ in starts[2:])
     top, total, *acc = lax.fori_loop(0, lax.div(count + (in_flight - 1), jnp.int32(in_flight)), step, init)
     seen = total != 0  # NaN counts: what is not a number must show
     if cfg.sinks:
-        sinks = of_heads(refs.sinks_gmem, 64, offset, segment, cfg) * LOG2E
+        sinks = of_heads(refs.sinks_gmem, 64, offset, segment, cfg)
         zeros = [jnp.zeros_like(x) for x in acc]
-        top, total, *acc = _add((top, total, *acc), zeros, sinks)
+        top, total, *acc = _add((top, total, *acc), zeros, sinks, full(1.0))
     total = jnp.where(seen, total, 1.0)
-    log_sum = jnp.where(seen, top + jnp.log2(total), -jnp.inf).max(axis=0)
+    log_sum = jnp.where(seen, top + log(total), -jnp.inf).max(axis=0)
     store_item([jnp.where(seen, x / total, 0.0) for x in acc], log_sum, row, offset, refs, cfg)
     plgpu.wait_smem_to_gmem(0)
 
 
-def _add(state, outs, log_sum):
+def _add(state, outs, max_logit, exp_sum):
     """The softmax so far and one more part of it, in which everything is [64, columns]."""
     top, total, *acc = state
-    new_top = lax.max(top, log_sum)
-    keep, weight = jnp.exp2(top - new_top), jnp.exp2(log_sum - new_top)
+    new_top = lax.max(top, max_logit)
+    keep, weight = exp(top - new_top), exp(max_logit - new_top) * exp_sum
     acc = [x * keep + out * weight for x, out in zip(acc, outs, strict=True)]
     return new_top, total * keep + weight, *acc
