@@ -42,7 +42,7 @@ INTERPRETED = [
     ("auto", small("large-blocks", 2, 1, 64, 256, "bfloat16", seq_lens=(300, 5), sliding_window=100)),
     ("auto", small("huge", 2, 1, 64, 16, "bfloat16", logits="huge", scale=1.0)),
     # More tiles than slots, in segments that begin anywhere in the ring.
-    ("auto", small("ring", 2, 1, 64, 128, "bfloat16", seq_lens=(700, 0, 600))),
+    ("auto", small("ring", 2, 1, 64, 128, "bfloat16", seq_lens=(1300, 0, 1100))),
     ("auto", small("all-empty", 4, 2, 64, 16, "float16", seq_lens=(0, 0), sinks=True)),
 ]
 
