@@ -1,0 +1,229 @@
+"""The Mosaic GPU kernels with no GPU: in Pallas's interpreter, lowered for CUDA, and their refusals.
+
+The interpreter simulates shared memory and barriers, and looks for races. On a GPU the tests of the operations run
+these kernels too.
+"""
+
+from functools import partial
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import paged_jax
+from paged_jax import _validate
+from paged_jax.kernels import mosaic_gpu
+from paged_jax.kernels.mosaic_gpu import config
+from tests import inputs, oracle, plain, test_decode
+from tests.cases import DECODE_CASES, Case, Sparse
+
+BY_NAME = {case.name: case for case in DECODE_CASES}
+SMALL_GPU = config.Device(90, 2)  # so small that items are split
+OPS = {"v1": "paged_attention_v1", "v2": "paged_attention_v2", "auto": "paged_attention"}
+
+
+def small(name, *shape, seq_lens=(37, 0, 130), **options):
+    return Case(name, *shape, seq_lens=seq_lens, query_lens=None, **options)
+
+
+# Every option, layout, kind of scale and dtype somewhere, in as few small cases as that takes.
+INTERPRETED = [
+    ("v1", small("plain", 4, 2, 64, 16, "bfloat16")),
+    ("v2", small("plain", 4, 2, 64, 16, "bfloat16")),
+    ("auto", small("plain", 4, 2, 64, 16, "bfloat16")),
+    ("v2", small("window", 2, 1, 128, 8, "float16", layout="nhd", sliding_window=70, k_scale="scalar")),
+    ("auto", small("options", 7, 1, 64, 32, "bfloat16", alibi=True, sinks=True, v_scale="scalar", scale="traced")),
+    ("auto", small("capped", 8, 2, 64, 16, "float16", layout="nhd", logits_soft_cap=2.0, sliding_window=90)),
+    ("v1", small("pieces", 6, 2, 80, 16, "float16", sinks=True, k_scale="head", v_scale="head", max_seq_len=100)),
+    ("v2", small("pieces", 8, 1, 96, 32, "bfloat16", layout="nhd", v_scale="head", seq_lens=(130, 3))),
+    ("v2", small("sinks", 8, 2, 64, 16, "bfloat16", sinks=True, logits_soft_cap=5.0, alibi=True, max_seq_len=130)),
+    ("auto", small("large-blocks", 2, 1, 64, 256, "bfloat16", seq_lens=(300, 5), sliding_window=100)),
+    ("auto", small("huge", 2, 1, 64, 16, "bfloat16", logits="huge", scale=1.0)),
+    # More tiles than slots, in segments that begin anywhere in the ring.
+    ("auto", small("ring", 2, 1, 64, 128, "bfloat16", seq_lens=(1300, 0, 1100))),
+    ("auto", small("all-empty", 4, 2, 64, 16, "float16", seq_lens=(0, 0), sinks=True)),
+]
+
+
+def call(op, decode, arrays, static, partition_size, device=SMALL_GPU):
+    """The implementation's function in the interpreter: its results, and whether there are races."""
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
+
+    operands = _validate.decode_operands(*decode.values(), arrays | static)
+    function = getattr(mosaic_gpu, OPS[op])
+    if op == "v2":
+        function = partial(function, partition_size=partition_size)
+    gpu = mock.patch.object(config, "device", return_value=device)
+    try:
+        with gpu, params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=True)):
+            results = jax.tree.map(np.asarray, jax.jit(function)(*operands))
+        return results, interpret_pallas_call.get_races().races_found
+    except Exception:
+        interpret_pallas_call.reset_gpu_interpret_mode_state()
+        raise
+
+
+# Of NumPy, at the poison.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+
+@pytest.mark.parametrize(("op", "case"), INTERPRETED, ids=str)
+def test_in_the_interpreter(op, case):
+    made = inputs.make(case)
+    static = test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
+    (out, lse, *residuals), races = call(op, made.decode, made.arrays, static, case.partition_size)
+    bounded = made.decode
+    if case.max_seq_len is not None:  # which the oracle does not know
+        assert not case.alibi or case.max_seq_len >= max(case.seq_lens)
+        bounded = bounded | {"seq_lens": np.minimum(bounded["seq_lens"], case.max_seq_len)}
+    exact, rough = (module.decode(**bounded, **made.arrays, **made.static) for module in (oracle, plain))
+    plain.assert_close(out, exact[0], rough[0], "out")
+    plain.assert_close(lse, exact[1], rough[1], "lse")
+    if op == "v2":
+        test_decode.check_residuals(case, made, residuals, exact, rough)
+    assert not races
+
+
+def test_v2_row_is_bit_equal_alone_and_in_a_batch():
+    case = small("bits", 2, 1, 64, 16, "bfloat16", seq_lens=(33, 130))
+    made = inputs.make(case)
+
+    def results(rows, width):
+        tables = np.pad(made.decode["block_tables"], ((0, 0), (0, 9)), constant_values=-1)[rows, :width]
+        chosen = {name: made.decode[name][rows] for name in ("query", "seq_lens")} | {"block_tables": tables}
+        return call("v2", made.decode | chosen, {}, {}, 32)[0]
+
+    alone, batch = results([1], 9), results([0, 1], 14)
+    for one, both in zip(alone, batch, strict=True):
+        mine = both[1][:, : one.shape[2]] if one.ndim > 2 and one.shape != both[:1].shape else both[1]
+        assert mine.tobytes() == one[0].tobytes()
+
+
+def lowered(op, case, num_blocks=10):
+    """The text of an op lowered for CUDA."""
+    dtype = jnp.dtype(case.dtype)
+    cache = inputs.cache_shapes(case.layout, num_blocks, case.num_kv_heads, case.block_size, case.head_size, dtype)[0]
+    num_seqs, heads = len(case.seq_lens), np.ones(case.num_heads, np.float32)
+    scales = {"scalar": np.float32(2), "head": np.ones(case.num_kv_heads, np.float32), None: None}
+    options = {
+        "scale": np.float32(1),
+        "alibi_slopes": heads if case.alibi else None,
+        "sinks": heads if case.sinks else None,
+        "k_scale": scales[case.k_scale],
+        "v_scale": scales[case.v_scale],
+    }
+    static = {name: getattr(case, name) for name in ("layout", "sliding_window", "logits_soft_cap", "max_seq_len")}
+    if op == "v2":
+        static |= {"partition_size": max(case.partition_size, case.block_size), "return_residuals": True}
+    arrays = (
+        jax.ShapeDtypeStruct((num_seqs, case.num_heads, case.head_size), dtype),
+        jax.ShapeDtypeStruct(cache, dtype),
+        jax.ShapeDtypeStruct(cache, dtype),
+        jax.ShapeDtypeStruct((num_seqs, -(-max(case.seq_lens) // case.block_size)), jnp.int32),
+        jax.ShapeDtypeStruct((num_seqs,), jnp.int32),
+    )
+
+    def function(arrays, options):
+        return getattr(paged_jax, OPS[op])(*arrays, **options, **static, implementation="mosaic_gpu")
+
+    return jax.jit(function).trace(arrays, options).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def pairs():
+    """Every pair of head size with dtype and with layout; block sizes, groups and options in turn."""
+    ops, block_sizes, groups = ("v1", "v2", "auto"), (8, 16, 32, 64, 128, 256), (1, 2, 3, 4, 5, 7, 8, 12, 16, 64)
+    for j, head_size in enumerate((64, 80, 96, 112, 128, 144, 160, 192, 208, 240, 256)):
+        for i, dtype in enumerate(("float16", "bfloat16")):
+            n = 2 * j + i
+            layout, group = ("hnd", "nhd")[(i + j) % 2], groups[n % len(groups)]
+            options = {
+                "alibi": n % 5 == 0,
+                "sinks": n % 4 == 1,
+                "sliding_window": 100 if n % 3 == 0 else None,
+                "logits_soft_cap": 30.0 if n % 6 == 5 else None,
+                "k_scale": (None, "scalar", "head")[n % 3],
+                "v_scale": (None, "head", "scalar")[n // 2 % 3],
+            }
+            shape = 2 * group, 2, head_size, block_sizes[n % len(block_sizes)], dtype, dtype, layout
+            op = ops[n // 2 % 3]
+            yield op, small(f"{layout}-{dtype}-{head_size}-{group}", *shape, seq_lens=(700, 3), **options)
+
+
+@pytest.mark.parametrize(("op", "case"), list(pairs()), ids=str)
+def test_lowers_for_cuda(op, case):
+    assert lowered(op, case).count("@mosaic_gpu_v2") == (1 if op == "v1" else 2)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("num_seqs", "width", "num_blocks"), [(0, 3, 9), (2, 0, 9), (2, 3, 0)])
+def test_nothing_to_attend(op, num_seqs, width, num_blocks):
+    decode = {
+        "query": jnp.zeros((num_seqs, 4, 64), jnp.bfloat16),
+        "key_cache": jnp.zeros((num_blocks, 2, 16, 64), jnp.bfloat16),
+        "value_cache": jnp.zeros((num_blocks, 2, 16, 64), jnp.bfloat16),
+        "block_tables": jnp.zeros((num_seqs, width), jnp.int32),
+        "seq_lens": jnp.zeros((num_seqs,), jnp.int32),
+    }
+    (out, lse, *residuals), _ = call(op, decode, {}, {}, 32)
+    assert out.shape == (num_seqs, 4, 64)
+    assert np.all(out == 0)
+    assert np.all(lse == -np.inf)
+    residual = num_seqs, 4, -(-width // 2)
+    assert [x.shape for x in residuals] == ([residual, residual, (*residual, 64)] if op == "v2" else [])
+
+
+def test_vmap_and_export():
+    cache = jax.ShapeDtypeStruct((9, 2, 16, 64), jnp.bfloat16)
+    arrays = (
+        jax.ShapeDtypeStruct((3, 2, 4, 64), jnp.bfloat16), cache, cache,
+        jax.ShapeDtypeStruct((3, 2, 4), jnp.int32), jax.ShapeDtypeStruct((3, 2), jnp.int32),
+    )  # fmt: skip
+    op = jax.vmap(partial(paged_jax.paged_attention, implementation="mosaic_gpu"), (0, None, None, 0, 0))
+    exported = jax.export.export(jax.jit(op), platforms=["cuda"])(*arrays)
+    assert jax.export.deserialize(exported.serialize()).out_avals[0].shape == (3, 2, 4, 64)
+
+
+REFUSED = [
+    (small("dtype", 4, 2, 64, 16, "float32"), "lacks queries of float32, takes float16 and bfloat16"),
+    (small("cache", 4, 2, 64, 16, "bfloat16", "int8"), "lacks caches of int8 for queries of bfloat16"),
+    (small("head", 4, 2, 32, 16, "bfloat16"), "lacks head_size 32, takes multiples of 16 from 64 on"),
+    (small("odd-head", 4, 2, 120, 16, "bfloat16"), "lacks head_size 120"),
+    (small("block", 4, 2, 64, 4, "bfloat16"), "lacks block_size 4, takes 8 and more"),
+    (small("group", 130, 2, 64, 16, "bfloat16"), "lacks groups of 65 query heads, takes up to 64"),
+    (small("sparse", 4, 2, 64, 16, "bfloat16", block_sparse=Sparse(1, 3)), "lacks block_sparse"),
+    (small("slot", 4, 2, 64, 16, "bfloat16", k_scale="slot", v_scale="slot"), "k_scale for each slot; lacks a v_scale"),
+    (small("many", 4, 2, 24, 1, "float16", layout="vllm"), "lacks head_size 24.*; lacks block_size 1.*; lacks layout"),
+]
+
+
+@pytest.mark.parametrize(("case", "words"), REFUSED, ids=str)
+def test_refusals_name_every_reason(case, words):
+    made = inputs.make(case)
+    options = made.arrays | test_decode.op_options(made.static)
+    with pytest.raises(NotImplementedError, match=rf"^implementation 'mosaic_gpu' .*{words}"):
+        paged_jax.paged_attention(*made.decode.values(), **options, implementation="mosaic_gpu")
+
+
+def test_other_gpus_are_refused():
+    made = inputs.make(BY_NAME["llama-3-8b"])
+    with pytest.raises(NotImplementedError, match=r"needs compute capability 9\.0, this GPU has 10\.0"):
+        call("v1", made.decode, {}, {}, 0, config.Device(100, 148))
+
+
+@pytest.mark.parametrize("split", ["none", "partitions", "even"])
+@pytest.mark.parametrize("group", [1, 4, 5, 8, 64])
+@pytest.mark.parametrize("head_size", [64, 80, 128, 256])
+def test_configs_fit(head_size, group, split):
+    """In shared memory, for every block size, and with as many programs as there can be work for."""
+    for block_size in (8, 16, 32, 64, 128, 256):
+        query = jnp.zeros((4, 2 * group, head_size), jnp.bfloat16)
+        cache = jnp.zeros((1, 2, block_size, head_size), jnp.bfloat16)
+        tables, seq_lens = jnp.zeros((4, 2), jnp.int32), jnp.zeros(4, jnp.int32)
+        options = _validate.decode_operands(query, cache, cache, tables, seq_lens, {})[5]
+        cfg = config.config(query, cache, cache, options, config.Device(), split, 512)
+        assert config.shared_memory(cfg) <= 227 * 1024
+        assert cfg.tile % 64 == cfg.tile % cfg.run == 0
+        if split == "even":
+            assert cfg.num_programs <= 4 * 2 * -(-2 * block_size // cfg.tile)
