@@ -266,8 +266,8 @@ def test_copy_blocks_of_many_layers(run):
             assert_same_bytes(after, oracle.copy(before, mapping), f"layer {layer}")
 
 
-def test_copy_blocks_of_no_layers(implementation, device):
-    with jax.default_device(device):
+def test_copy_blocks_of_no_layers(implementation, device, skip_lacking):
+    with jax.default_device(device), skip_lacking():
         assert paged_jax.copy_blocks((), (), np.zeros((2, 2), np.int32), implementation=implementation) == ((), ())
 
 

@@ -116,7 +116,7 @@ class Config:
     def whole_tiles(self) -> bool:
         """Whether tiles that every row sees whole have a loop of their own, without masks."""
         masked = self.sliding_window is not None or self.block_sparse is not None
-        return not masked
+        return not masked and (self.queries > 1 or self.layout == "vllm")
 
     @property
     def late_factor(self) -> bool:

@@ -25,8 +25,6 @@ def add_tiles(
     Without `masked` every row sees every token of these tiles. `factor` makes logits of the products of q and k; if
     `cfg.late_factor`, `max_logit` is the largest product instead.
     """
-    # In layout "vllm" neighbouring tokens are neighbours, and are read together.
-    across: tl.constexpr = paged and cfg.layout == "vllm" and (cfg.block_sparse is None or not masked)
     for i in range(first, last):
         inner = i * cfg.tile + tl.arange(0, cfg.tile)
         tokens = origin + inner
@@ -37,20 +35,15 @@ def add_tiles(
         k_factor = None
         v_factor = None
         if paged:
-            if across:
-                run = tokens // cfg.run * cfg.run
-                entries = (run < end) & (run + cfg.run > begin)
-                block = tl.load(table + tokens // cfg.block_size, mask=entries, other=0)
+            block = tl.load(table + tokens // cfg.block_size, mask=wanted, other=0)
+            if not masked:
                 block = tl.max_constancy(block, tl.constexpr(cfg.run))
-            else:
-                block = tl.load(table + tokens // cfg.block_size, mask=wanted, other=0)
             block = block.to(tl.int64)
             slot = tokens % cfg.block_size
-            if across:
-                key_at = _chunks(key, block, slot, kv_head, cfg)
+            key_at = vectors(key, block, slot, kv_head, tl.constexpr(cfg.key_x), cfg)
+            if cfg.layout == "vllm" and not masked:
                 value_at = _columns(value, block, slot, kv_head, cfg)
             else:
-                key_at = vectors(key, block, slot, kv_head, tl.constexpr(cfg.key_x), cfg)
                 value_at = vectors(value, block, slot, kv_head, tl.constexpr(cfg.value_x), cfg)
             scale_at = (block * cfg.num_kv_heads + kv_head) * cfg.block_size + slot
             if cfg.k_scale == "slot":
@@ -62,15 +55,15 @@ def add_tiles(
             element = tl.arange(0, cfg.padded_head_size)
             key_at = key + at[:, None] + element[None, :]
             value_at = value + at[:, None] + element[None, :]
-        if across:
-            k, v = _load_across(key_at, value_at, tokens, wanted, begin, end, masked, cfg)
-            k = _to_float16(k, True) if cfg.staged_values else _convert(k, q.dtype)
-            v = tl.trans(_convert(v, q.dtype))
+        k = _load_tile(key_at, wanted, masked, cfg)
+        k = _to_float16(k, True) if cfg.staged_values and paged else _convert(k, q.dtype)
+        if paged and cfg.layout == "vllm" and not masked:
+            in_head = (tl.arange(0, cfg.padded_head_size) < cfg.head_size)[:, None]
+            v = tl.trans(_convert(tl.load(value_at, mask=in_head, other=0.0), q.dtype))
+        elif cfg.staged_values and paged:
+            v = _to_float16(_load_tile(value_at, wanted, masked, cfg), False)
         else:
-            k = _load_tile(key_at, wanted, masked, cfg)
-            k = _to_float16(k, True) if cfg.staged_values and paged else _convert(k, q.dtype)
-            v = _load_tile(value_at, wanted, masked, cfg)
-            v = _to_float16(v, False) if cfg.staged_values and paged else _convert(v, q.dtype)
+            v = _convert(_load_tile(value_at, wanted, masked, cfg), q.dtype)
 
         logits = tl.dot(q, tl.trans(k), input_precision="ieee")
         logits = _logits(logits, k_factor, factor, tokens, position, slope, seen, masked, cfg)
@@ -189,16 +182,6 @@ def vectors(cache, blocks, offsets, kv_head, x: tl.constexpr, cfg: tl.constexpr)
 
 @triton.jit
 @no_type_check
-def _chunks(cache, blocks, offsets, kv_head, cfg: tl.constexpr):
-    """Pointers [tokens, chunks, x] to keys in layout "vllm", where a chunk is followed by the next token's."""
-    x: tl.constexpr = cfg.key_x
-    start = (blocks * cfg.num_kv_heads + kv_head) * (cfg.head_size * cfg.block_size) + offsets * x
-    chunk = tl.arange(0, cfg.padded_head_size // x) * (cfg.block_size * x)
-    return cache + start[:, None, None] + chunk[None, :, None] + tl.arange(0, x)[None, None, :]
-
-
-@triton.jit
-@no_type_check
 def _columns(cache, blocks, offsets, kv_head, cfg: tl.constexpr):
     """Pointers [padded_head_size, tokens] to values in layout "vllm", where neighbouring tokens are neighbours."""
     start = (blocks * cfg.num_kv_heads + kv_head) * (cfg.head_size * cfg.block_size) + offsets
@@ -227,25 +210,6 @@ def _convert(x, dtype: tl.constexpr):
         # 0x6400 is 1024 in float16, where a unit is the last bit; the integer-to-float instruction is slow.
         x = ((x.to(tl.int16) + 128) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
     return x.to(dtype)
-
-
-@triton.jit
-@no_type_check
-def _load_across(key_at, value_at, tokens, wanted, begin, end, masked: tl.constexpr, cfg: tl.constexpr):
-    """Keys [tile, padded_head_size] and values [padded_head_size, tile] at `_chunks` and `_columns`."""
-    in_chunk = (tl.arange(0, cfg.padded_head_size // cfg.key_x) * cfg.key_x < cfg.head_size)[None, :, None]
-    in_head = (tl.arange(0, cfg.padded_head_size) < cfg.head_size)[:, None]
-    if masked:
-        k = tl.load(key_at, mask=in_chunk & wanted[:, None, None], other=0.0)
-        # A vector of values that are all in one block is read if any of them is wanted.
-        width: tl.constexpr = min(cfg.key_x, cfg.run)
-        start = tokens // width * width
-        v = tl.load(value_at, mask=in_head & ((start < end) & (start + width > begin))[None, :], other=0.0)
-        v = tl.where(wanted[None, :], v, 0.0)
-    else:
-        k = tl.load(key_at, mask=in_chunk, other=0.0)
-        v = tl.load(value_at, mask=in_head, other=0.0)
-    return tl.reshape(k, (cfg.tile, cfg.padded_head_size)), v
 
 
 @triton.jit
