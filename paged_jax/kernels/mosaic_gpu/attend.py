@@ -1,7 +1,9 @@
-"""The decode kernel: attention of one query a sequence over its blocks, whole, in partitions or in even parts.
+"""The decode kernel: attention of one query a sequence over its blocks, whole or in parts.
 
-Grid. A program is a thread block of two warpgroups. Unsplit it has one item (sequence, kv head), in partitions one
-partition of an item, and in even parts an equal share of all the tiles there are (`plan.py`).
+Grid. A program, a thread block of two warpgroups, for each part of each item (sequence, kv head): all of its tokens, a
+partition of fixed size or an even share (`plan.py`). The parts of an item are one cluster where they are few: each
+program writes its part, and when all have, the first ones merge them (`reduce.py`). Where they are many, a kernel of
+its own does.
 
 Who loads: warpgroup 1 copies runs of tokens (TMA, through the block table) into rings of `slots` tiles of K and of V.
 Who computes: warpgroup 0, with tokens as M of wgmma and query heads (`columns`, a multiple of 8) as N:
@@ -14,7 +16,7 @@ the rest and thrown away.
 
 Shared memory, group 4, head_size 128, bfloat16, tiles of 64 tokens, 3 slots (two programs a multiprocessor):
 
-    | K ring 48 KiB | V ring 48 KiB | Q 2 KiB | P 1 KiB | out 2 KiB |
+    | K ring 48 KiB | V ring 48 KiB | Q 2 KiB | P 1 KiB | out 2 KiB | merged 1 KiB |
 
 Where head_size is no multiple of 64, V, O^T and out are in two pieces, as wgmma's M is 64: the second is the last 64
 elements of the head and overlaps with the first.
@@ -24,7 +26,6 @@ group to 8 and has an order of magnitude to spare.
 """
 
 import functools
-import math
 from types import SimpleNamespace
 
 import jax
@@ -35,40 +36,42 @@ from jax import Array, lax
 
 from paged_jax.kernels.mosaic_gpu import plan
 from paged_jax.kernels.mosaic_gpu.config import Config, scratch
+from paged_jax.kernels.mosaic_gpu.reduce import merge_block
+from paged_jax.kernels.mosaic_gpu.registers import LOWEST, exp, layout, log, of_heads, store, wide
 
-_LOG2E = math.log2(math.e)
-LOWEST = -1e30  # of a maximum: finite, so that the exponential of -inf minus it is 0
 _OPTIONS = ("scale", "slopes", "sinks", "k_scale", "v_scale")
 _INPUTS = ("query", "key_cache", "value_cache", "block_tables", "seq_lens", *_OPTIONS)
 
 
 def outputs(cfg: Config) -> dict[str, jax.ShapeDtypeStruct]:
-    """What the kernel writes: `out` and `lse` of whole items, and partial results, each normalised, of the others."""
-    f32, shapes = jnp.float32, {}
-    if cfg.split != "partitions":
-        shapes["out"] = jax.ShapeDtypeStruct((cfg.rows, cfg.head_size), cfg.dtype)
-        shapes["lse"] = jax.ShapeDtypeStruct((cfg.rows,), f32)
-    if cfg.split != "none":
-        count = 2 * cfg.num_parts if cfg.split == "even" else cfg.items * cfg.num_parts
-        shapes["parts"] = jax.ShapeDtypeStruct((count, cfg.padded_head_size + 128, cfg.columns), f32)
-    if cfg.split == "partitions":
-        residual = cfg.num_seqs * cfg.num_heads, cfg.num_parts
-        shapes["exp_sums"] = shapes["max_logits"] = jax.ShapeDtypeStruct(residual, f32)
+    """What the kernel writes: `out` and `lse`, or partial results, each normalised; if it merges them, all of these."""
+    f32, num_rows, shapes = jnp.float32, cfg.num_seqs * cfg.num_heads, {}
+    if cfg.merge != "kernel":
+        shapes["out"] = jax.ShapeDtypeStruct((num_rows, cfg.head_size), cfg.dtype)
+        shapes["lse"] = jax.ShapeDtypeStruct((num_rows,), f32)
+    if cfg.merge != "none":
+        part = cfg.padded_head_size + 128, cfg.columns
+        shapes["parts"] = jax.ShapeDtypeStruct((cfg.items, cfg.num_parts, *part), f32)
+    if cfg.partition_size:
+        shapes["exp_sums"] = shapes["max_logits"] = jax.ShapeDtypeStruct((num_rows, cfg.num_parts), f32)
     return shapes
 
 
 def attend(cfg: Config, *arrays: Array) -> dict[str, Array]:
     """Runs the kernel on `_INPUTS`, the query as [rows, head_size] and what is absent as any array of one element."""
     shapes = outputs(cfg)
+    if cfg.merge == "cluster":
+        mesh = {"cluster": (cfg.num_parts,), "cluster_names": ("part",), "grid": (cfg.items,), "grid_names": ("item",)}
+    else:
+        mesh = {"grid": (cfg.items, cfg.num_parts), "grid_names": ("item", "part")}
     kernel = plgpu.kernel(
         functools.partial(_kernel, cfg=cfg),
         out_type=tuple(shapes.values()),
         scratch_types=scratch(cfg),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        grid=(cfg.num_programs,),
-        grid_names=("program",),
         num_threads=2,
         thread_name="warpgroup",
+        **mesh,
     )
     return dict(zip(shapes, kernel(*arrays), strict=True))
 
@@ -76,48 +79,43 @@ def attend(cfg: Config, *arrays: Array) -> dict[str, Array]:
 def _kernel(*gmem, cfg: Config, **smem):
     names = [f"{name}_gmem" for name in (*_INPUTS, *outputs(cfg))]
     refs = SimpleNamespace(**dict(zip(names, gmem, strict=True)), **smem)
-    if cfg.dependent_launch:
-        plgpu.griddepcontrol_launch_dependents()
-    program = lax.axis_index("program")
-    work = plan.stretch_of(refs.seq_lens_gmem, program, cfg) if cfg.split == "even" else None
-    segments = functools.partial(plan.for_segments, refs.seq_lens_gmem, program, work, cfg)
+    segment = plan.segment_of(refs.seq_lens_gmem, lax.axis_index("item"), lax.axis_index("part"), cfg)
 
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _():
-        segments(functools.partial(_attend_segment, refs=refs, cfg=cfg))
+        _attend_segment(segment, refs, cfg)
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(lax.axis_index("warpgroup") == 1)
     def _():
-        tiles = segments(functools.partial(_load_segment, refs=refs, cfg=cfg))
+        _load_segment(segment, refs, cfg)
 
         # The rings end as they began; the interpreter insists on it.
-        @pl.loop(lax.max(tiles - cfg.slots, jnp.int32(0)), tiles)
+        @pl.loop(lax.max(segment.count - cfg.slots, jnp.int32(0)), segment.count)
         def _(i):
             plgpu.barrier_wait(refs.k_consumed.at[lax.rem(i, jnp.int32(cfg.slots))])
             plgpu.barrier_wait(refs.v_consumed.at[lax.rem(i, jnp.int32(cfg.slots))])
 
 
-def _load_segment(segment: plan.Segment, before, refs, cfg: Config):
+def _load_segment(segment: plan.Segment, refs, cfg: Config):
     """Copies a segment's tiles into the rings."""
-    extent = segment.extent
-    last = lax.max(lax.div(extent.end - 1, jnp.int32(cfg.run)) * cfg.run, jnp.int32(0))
+    last = lax.max(lax.div(segment.end - 1, jnp.int32(cfg.run)) * cfg.run, jnp.int32(0))
 
     def runs_of(tile):  # (block, offset in it); past the end the last run again, which is masked
-        starts = [lax.min(extent.origin + tile * cfg.tile + i, last) for i in range(0, cfg.tile, cfg.run)]
+        starts = [lax.min(segment.origin + tile * cfg.tile + i, last) for i in range(0, cfg.tile, cfg.run)]
         blocks = [refs.block_tables_gmem[segment.seq, lax.div(t, jnp.int32(cfg.block_size))] for t in starts]
-        blocks = [jnp.where(extent.end > 0, block, 0) for block in blocks]
+        blocks = [jnp.where(segment.end > 0, block, 0) for block in blocks]
         return tuple((block, lax.rem(t, jnp.int32(cfg.block_size))) for block, t in zip(blocks, starts, strict=True))
 
     def load_tile(i, runs):
-        following = runs_of(segment.first + i + 1)  # in flight while this tile waits for its slot
-        slot = lax.rem(before + i, jnp.int32(cfg.slots))
+        following = runs_of(i + 1)  # in flight while this tile waits for its slot
+        slot = lax.rem(i, jnp.int32(cfg.slots))
         whole = ((0, cfg.head_size),)
         keys = refs.key_cache_gmem, (refs.k_smem,), whole, refs.k_ready, refs.k_consumed
         values = refs.value_cache_gmem, refs.v_smem, cfg.pieces, refs.v_ready, refs.v_consumed
         for cache_gmem, rings_smem, pieces, ready, consumed in (keys, values):
 
-            @pl.when(before + i >= cfg.slots)
+            @pl.when(i >= cfg.slots)
             def _(consumed=consumed):
                 plgpu.barrier_wait(consumed.at[slot])
 
@@ -128,7 +126,7 @@ def _load_segment(segment: plan.Segment, before, refs, cfg: Config):
                     plgpu.copy_gmem_to_smem(run_gmem, ring_smem.at[slot, rows], ready.at[slot])
         return following
 
-    lax.fori_loop(0, segment.count, load_tile, runs_of(segment.first))
+    lax.fori_loop(0, segment.count, load_tile, runs_of(0))
 
 
 def _run_gmem(cache_gmem, run, head, piece: tuple[int, int], cfg: Config):
@@ -139,7 +137,7 @@ def _run_gmem(cache_gmem, run, head, piece: tuple[int, int], cfg: Config):
     return cache_gmem.at[block, tokens, head, d] if cfg.layout == "nhd" else cache_gmem.at[block, head, tokens, d]
 
 
-def _attend_segment(segment: plan.Segment, before, refs, cfg: Config):
+def _attend_segment(segment: plan.Segment, refs, cfg: Config):
     """Attends to a segment's tiles in the rings, and stores the result."""
     row, offset = plan.window(segment, cfg)
     plgpu.copy_gmem_to_smem(refs.query_gmem.at[pl.ds(row, cfg.columns)], refs.q_smem, refs.q_ready)
@@ -149,44 +147,45 @@ def _attend_segment(segment: plan.Segment, before, refs, cfg: Config):
 
     def attend_tile(i, carry):
         acc, max_logit, exp_sum = carry
-        slot = lax.rem(before + i, jnp.int32(cfg.slots))
-        start = segment.extent.origin + (segment.first + i) * cfg.tile
-        low, high = segment.extent.begin - start, segment.extent.end - start
+        slot = lax.rem(i, jnp.int32(cfg.slots))
+        start = segment.origin + i * cfg.tile
+        low, high = segment.begin - start, segment.end - start
         plgpu.barrier_wait(refs.k_ready.at[slot])
         logits = _dot(refs.k_smem.at[slot], refs.q_smem.T)
         plgpu.barrier_arrive(refs.k_consumed.at[slot])
         logits = _logits(logits, factor, slopes, start - segment.seq_len + 1, low, high, cfg)
         top = lax.max(max_logit, logits.max(axis=0))
         keep = exp(max_logit - top)
-        p = exp(logits - _wide(top, cfg.tile))
-        refs.p_smem.T[...] = _layout(p.astype(cfg.dtype))
+        p = exp(logits - wide(top, cfg.tile))
+        refs.p_smem.T[...] = layout(p.astype(cfg.dtype))
         plgpu.commit_smem()
         exp_sum = exp_sum * keep + p.sum(axis=0)
         plgpu.barrier_wait(refs.v_ready.at[slot])
         values_smem = [ring_smem.at[slot] for ring_smem in refs.v_smem]
         _zero_rows(values_smem, low, high, cfg)
-        acc = [x * _wide(keep, x.shape[0]) + _dot(v.T, refs.p_smem.T) for x, v in zip(acc, values_smem, strict=True)]
+        acc = [x * wide(keep, x.shape[0]) + _dot(v.T, refs.p_smem.T) for x, v in zip(acc, values_smem, strict=True)]
         plgpu.barrier_arrive(refs.v_consumed.at[slot])
         return acc, top, exp_sum
 
     init = (
-        [_layout(jnp.zeros((size, cfg.columns), jnp.float32)) for _, size in cfg.pieces],
-        _layout(jnp.full((cfg.columns,), LOWEST, jnp.float32), 0),
-        _layout(jnp.zeros((cfg.columns,), jnp.float32), 0),
+        [layout(jnp.zeros((size, cfg.columns), jnp.float32)) for _, size in cfg.pieces],
+        layout(jnp.full((cfg.columns,), LOWEST, jnp.float32), 0),
+        layout(jnp.zeros((cfg.columns,), jnp.float32), 0),
     )
     state = lax.fori_loop(0, segment.count, attend_tile, init)
     v_scale = _cache_scale(refs.v_scale_gmem, cfg.v_scale, segment)
-    if cfg.split != "partitions":
+    if cfg.merge == "none":
+        _store_whole(segment, row, offset, v_scale, state, refs, cfg)
+    else:
+        _store_part(segment, offset, v_scale, state, refs, cfg)
+    if cfg.merge == "cluster":
+        plgpu.barrier_arrive(refs.cluster_done)
+        plgpu.barrier_wait(refs.cluster_done)
+        for block in range(len(cfg.out_blocks)):
 
-        @pl.when(segment.whole)
-        def _():
-            _store_whole(segment, row, offset, v_scale, state, refs, cfg)
-
-    if cfg.split != "none":
-
-        @pl.when(jnp.logical_not(segment.whole) | (cfg.split == "partitions"))
-        def _():
-            _store_part(segment, offset, v_scale, state, refs, cfg)
+            @pl.when(segment.part == cfg.merging_program(block))
+            def _(block=block):
+                merge_block(segment, cfg.num_parts, block, refs, cfg)
 
 
 def _logits(products, factor, slopes, distance, low, high, cfg: Config):
@@ -210,45 +209,16 @@ def _store_whole(segment, row, offset, v_scale, state, refs, cfg: Config):
     seen = exp_sum != 0  # NaN counts: what is not a number must show
     total = exp_sum
     if cfg.sinks:
-        sinks = _layout(of_heads(refs.sinks_gmem, 64, offset, segment, cfg).max(axis=0), 0)
+        sinks = layout(of_heads(refs.sinks_gmem, 64, offset, segment, cfg).max(axis=0), 0)
         top = lax.max(max_logit, sinks)
         keep = exp(max_logit - top)
         total, max_logit = total * keep + exp(sinks - top), top
-        acc = [x * _wide(keep, x.shape[0]) for x in acc]
+        acc = [x * wide(keep, x.shape[0]) for x in acc]
     total = jnp.where(seen, total, 1.0)
     log_sum = jnp.where(seen, max_logit + log(total), -jnp.inf)
-    store_item([x * _wide(v_scale / total, x.shape[0]) for x in acc], log_sum, row, offset, refs, cfg)
-
-
-def _store_part(segment, offset, v_scale, state, refs, cfg: Config):
-    """Writes a partial result: normalised O^T, maximum and sum of exponentials, over 64 rows each (cache lines)."""
-    acc, max_logit, exp_sum = state
-    seen = exp_sum != 0
-    total = jnp.where(seen, exp_sum, 1.0)
-    part_gmem, row = refs.parts_gmem.at[segment.part], 0
-    for x in (*[x * _wide(v_scale / total, x.shape[0]) for x in acc], _wide(max_logit, 64), _wide(exp_sum, 64)):
-        part_gmem.at[pl.ds(row, x.shape[0])][...] = x
-        row += x.shape[0]
-    if cfg.split == "partitions":
-        refs.sum_smem[...] = _layout(exp_sum, 0)
-        refs.max_smem[...] = _layout(jnp.where(seen, max_logit, -jnp.inf), 0)
-        plgpu.commit_smem()
-        first, partition = plan.first_row(segment, cfg), lax.rem(segment.part, jnp.int32(cfg.num_parts))
-        for i in range(cfg.group):
-            refs.exp_sums_gmem[first + i, partition] = refs.sum_smem[offset + i]
-            refs.max_logits_gmem[first + i, partition] = refs.max_smem[offset + i]
-
-
-def store_item(acc, log_sum, row, offset, refs, cfg: Config):
-    """Stores out and lse of the group's heads; `acc` is O^T, cut along head_size, and `log_sum` their lse."""
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the item before
-    _, first_size = cfg.pieces[0]
-    at = 0
-    for x in acc:
-        piece, start = divmod(at, first_size)
-        _store(refs.out_smem[piece].at[:, pl.ds(start, x.shape[0])].T, _layout(x.astype(cfg.dtype)))
-        at += x.shape[0]
-    refs.sum_smem[...] = _layout(log_sum, 0)
+    for out_smem, x in zip(refs.out_smem, acc, strict=True):
+        store(out_smem.T, layout((x * wide(v_scale / total, x.shape[0])).astype(cfg.dtype)))
+    refs.sum_smem[...] = layout(log_sum, 0)
     plgpu.commit_smem()
     # In pieces row by row: Mosaic would tile shared memory for copies of 8 rows, and refuse the head size for it.
     together = cfg.group if len(cfg.pieces) == 1 else 1
@@ -262,6 +232,25 @@ def store_item(acc, log_sum, row, offset, refs, cfg: Config):
         refs.lse_gmem[row + offset + i] = refs.sum_smem[offset + i]
 
 
+def _store_part(segment, offset, v_scale, state, refs, cfg: Config):
+    """Writes a partial result: normalised O^T, maximum and sum of exponentials, over 64 rows each (cache lines)."""
+    acc, max_logit, exp_sum = state
+    seen = exp_sum != 0
+    total = jnp.where(seen, exp_sum, 1.0)
+    part_gmem, row = refs.parts_gmem.at[segment.item, segment.part], 0
+    for x in (*[x * wide(v_scale / total, x.shape[0]) for x in acc], wide(max_logit, 64), wide(exp_sum, 64)):
+        part_gmem.at[pl.ds(row, x.shape[0])][...] = x
+        row += x.shape[0]
+    if cfg.partition_size:
+        refs.sum_smem[...] = layout(exp_sum, 0)
+        refs.max_smem[...] = layout(jnp.where(seen, max_logit, -jnp.inf), 0)
+        plgpu.commit_smem()
+        first = plan.first_row(segment, cfg)
+        for i in range(cfg.group):
+            refs.exp_sums_gmem[first + i, segment.part] = refs.sum_smem[offset + i]
+            refs.max_logits_gmem[first + i, segment.part] = refs.max_smem[offset + i]
+
+
 def _zero_rows(tiles_smem, low, high, cfg: Config):
     """Zeroes the rows that are not low <= row < high: 0 * NaN would be NaN."""
     for start in range(0, cfg.tile, 64):
@@ -273,7 +262,7 @@ def _zero_rows(tiles_smem, low, high, cfg: Config):
         def _(start=start):
             for tile_smem in tiles_smem:
                 rows_smem = tile_smem.at[pl.ds(start, 64)]
-                rows = _layout(rows_smem[...])
+                rows = layout(rows_smem[...])
                 row = plgpu.broadcasted_iota(jnp.int32, rows.shape, 0, layout=plgpu.Layout.WGMMA) + start
                 seen = row < high
                 if cfg.sliding_window is not None:
@@ -286,45 +275,10 @@ def _cache_scale(scale_gmem, kind: str, segment):
     return 1.0 if kind == "none" else scale_gmem[segment.head if kind == "head" else 0]
 
 
-def of_heads(values_gmem, rows: int, offset, segment, cfg: Config):
-    """A value for each head of the group, over `rows`: [rows, columns]."""
-    column = plgpu.broadcasted_iota(jnp.int32, (rows, cfg.columns), 1, layout=plgpu.Layout.WGMMA)
-    wide = _layout(jnp.zeros((rows, cfg.columns), jnp.float32))
-    for i in range(cfg.group):
-        value = values_gmem[segment.head * cfg.group + i]
-        wide += (column == offset + i).astype(jnp.float32) * value
-    return wide
-
-
-def exp(x):
-    return jnp.exp2(x * _LOG2E)  # of differences: large logits themselves would lose bits to the factor
-
-
-def log(x):
-    return jnp.log2(x) / _LOG2E
-
-
-def _layout(x, axis: int | None = None):
-    return plgpu.layout_cast(x, plgpu.Layout.WGMMA if axis is None else plgpu.Layout.WGMMA.reduce(axis))
-
-
-def _wide(x, rows: int):
-    """[columns] -> [rows, columns]."""
-    return _layout(lax.broadcast_in_dim(_layout(x, 0), (rows, x.shape[0]), (1,)))
-
-
-def _store(ref, x):
-    """Bank conflicts and all: jax 0.12 refuses them in a plain store, 0.11 has no other."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, x, optimized=False)
-    else:
-        ref[...] = x
-
-
 def _dot(a_smem, b_smem):
     def body(acc):
         plgpu.wgmma(acc, a_smem, b_smem)
         return acc[...]
 
     accumulator = plgpu.ACC((a_smem.shape[0], b_smem.shape[1]), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
-    return _layout(pl.run_scoped(body, accumulator))
+    return layout(pl.run_scoped(body, accumulator))

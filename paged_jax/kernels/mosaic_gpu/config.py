@@ -15,6 +15,8 @@ from jax import Array
 from paged_jax.options import AttentionOptions, Layout, block_axis, head_axis
 
 _MAX_GROUP = 64
+_MAX_CLUSTER = 8
+_SHORT = 4  # tiles of a part that take less time than another launch
 _SHARED_MEMORY = 227 * 1024  # that one program may have
 _MULTIPROCESSOR = 228 * 1024  # that all programs on a multiprocessor share, each with 1 KiB more for the system
 
@@ -33,14 +35,12 @@ class Config:
 
     Attributes:
       num_seqs, num_heads, num_kv_heads, head_size, block_size, dtype, layout, max_seq_len: of the call.
-      split: of each (sequence, kv head): "none", fixed "partitions", or "even" parts of all the work there is.
-      num_parts: programs; for "partitions" of each (sequence, kv head).
-      partition_size: tokens, for "partitions".
+      num_parts: programs that each (sequence, kv head) is split over.
+      partition_size: tokens of a part, or 0: an even share.
+      merge: where parts are made one: nowhere, in the "cluster" that they run in, or in a "kernel" of its own.
       k_scale, v_scale: "none", "scalar" or "head".
       tile: tokens of K and V in one step of the loop.
       slots: tiles in the rings of K and of V.
-      dependent_launch: whether the reduce is launched before the kernel that it waits for ends ("even" only).
-      unroll: scalar loads in flight.
     """
 
     num_seqs: int
@@ -51,9 +51,9 @@ class Config:
     dtype: str
     layout: Layout
     max_seq_len: int
-    split: Literal["none", "partitions", "even"] = "none"
     num_parts: int = 1
     partition_size: int = 0
+    merge: Literal["none", "cluster", "kernel"] = "none"
     k_scale: str = "none"
     v_scale: str = "none"
     alibi: bool = False
@@ -62,8 +62,6 @@ class Config:
     logits_soft_cap: float | None = None
     tile: int = 128
     slots: int = 3
-    dependent_launch: bool = False
-    unroll: int = 8
 
     @property
     def group(self) -> int:
@@ -92,6 +90,15 @@ class Config:
         return (0, self.head_size // 64 * 64), (self.head_size - 64, 64)
 
     @property
+    def merging_programs(self) -> int:
+        """Programs that merge an item's parts: each its blocks of O^T, or one all that overlap."""
+        most = len(self.out_blocks) if len(self.pieces) == 1 else 1
+        return min(most, self.num_parts) if self.merge == "cluster" else most
+
+    def merging_program(self, block: int) -> int:
+        return block % self.merging_programs
+
+    @property
     def run(self) -> int:
         """Neighbouring tokens of a tile that are in one block: one copy."""
         return min(self.block_size, self.tile)
@@ -101,8 +108,9 @@ class Config:
         return self.num_seqs * self.num_kv_heads
 
     @property
-    def num_programs(self) -> int:
-        return {"none": self.items, "partitions": self.items * self.num_parts, "even": self.num_parts}[self.split]
+    def out_blocks(self) -> tuple[int, ...]:
+        """The first elements of the blocks of 64 that O^T is cut into; the last one may overlap with the one before."""
+        return tuple(first + i for first, size in self.pieces for i in range(0, size, 64))
 
 
 def scratch(cfg: Config) -> dict[str, Any]:
@@ -119,33 +127,38 @@ def scratch(cfg: Config) -> dict[str, Any]:
     swizzle = 128 if d % 64 == 0 else 64 if d % 32 == 0 else 32
     runs = cfg.tile // cfg.run
     consumed = plgpu.Barrier(num_barriers=cfg.slots)
+    merging = {}
+    if cfg.merge == "cluster":
+        merging = {**merge_scratch(cfg), "cluster_done": plgpu.ClusterBarrier(collective_axes=("part",))}
     return {
         "q_smem": swizzled((cfg.columns, d), swizzle),
         "k_smem": swizzled((cfg.slots, cfg.tile, d), swizzle),
         "v_smem": tuple(swizzled((cfg.slots, cfg.tile, size), swizzle) for _, size in cfg.pieces),
         "p_smem": swizzled((cfg.columns, cfg.tile), swizzle),
-        **out_scratch(cfg),
+        "out_smem": tuple(plgpu.SMEM((cfg.columns, size), dtype) for _, size in cfg.pieces),
+        "sum_smem": plgpu.SMEM((cfg.columns,), jnp.float32),
+        "max_smem": plgpu.SMEM((cfg.columns,), jnp.float32),
         "q_ready": plgpu.Barrier(),
         "k_ready": plgpu.Barrier(num_barriers=cfg.slots, num_arrivals=runs),
         "v_ready": plgpu.Barrier(num_barriers=cfg.slots, num_arrivals=runs * len(cfg.pieces)),
         "k_consumed": consumed,
         "v_consumed": consumed,
+        **merging,
     }
 
 
-def out_scratch(cfg: Config) -> dict[str, Any]:
-    """Shared memory through which results go, in both kernels."""
+def merge_scratch(cfg: Config) -> dict[str, Any]:
+    """Shared memory through which merged results go."""
     return {
-        "out_smem": tuple(plgpu.SMEM((cfg.columns, size), jnp.dtype(cfg.dtype)) for _, size in cfg.pieces),
-        "sum_smem": plgpu.SMEM((cfg.columns,), jnp.float32),
-        "max_smem": plgpu.SMEM((cfg.columns,), jnp.float32),
+        "block_smem": plgpu.SMEM((cfg.columns, 64), jnp.dtype(cfg.dtype)),
+        "lse_smem": plgpu.SMEM((cfg.columns,), jnp.float32),
     }
 
 
 def shared_memory(cfg: Config) -> int:
     """Bytes of `scratch`, and 2 KiB for barriers, padding and what reductions across warps take."""
     buffers = jax.tree.leaves(list(scratch(cfg).values()))
-    arrays = [x for x in buffers if not isinstance(x, plgpu.Barrier)]
+    arrays = [x for x in buffers if not isinstance(x, plgpu.Barrier | plgpu.ClusterBarrier)]
     return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays) + 2048
 
 
@@ -209,7 +222,6 @@ def config(
         dtype=query.dtype.name,
         layout=options.layout,
         max_seq_len=options.max_seq_len,
-        split=split,
         partition_size=partition_size,
         k_scale=_scale_kind(options.k_scale),
         v_scale=_scale_kind(options.v_scale),
@@ -220,18 +232,26 @@ def config(
         logits_soft_cap=options.logits_soft_cap,
     )
     if split == "partitions":
-        cfg = replace(cfg, num_parts=-(-options.max_seq_len // partition_size))
-    cfg, programs = _tiling(cfg)
-    if split == "even":  # no more programs than there can be tiles
-        tiles = cfg.items * -(-options.max_seq_len // cfg.tile)
-        cfg = replace(cfg, num_parts=max(1, min(programs * gpu.num_multiprocessors, tiles)))
-    return cfg
+        cfg = replace(cfg, num_parts=-(-options.max_seq_len // partition_size), merge="kernel")
+    cfg, programs = _tiling(cfg, gpu)
+    return _even_parts(cfg, programs * gpu.num_multiprocessors) if split == "even" else cfg
 
 
-def _tiling(cfg: Config) -> tuple[Config, int]:
+def _even_parts(cfg: Config, programs: int) -> Config:
+    """Parts for up to so many programs at once; few enough for a cluster if they stay short."""
+    tiles = -(-cfg.max_seq_len // cfg.tile)
+    parts = max(1, min(programs // max(1, cfg.items), tiles))
+    if parts > _MAX_CLUSTER and tiles <= _MAX_CLUSTER * _SHORT:
+        parts = _MAX_CLUSTER
+    merge = "none" if parts == 1 else "cluster" if parts <= _MAX_CLUSTER else "kernel"
+    return replace(cfg, num_parts=parts, merge=merge)
+
+
+def _tiling(cfg: Config, gpu: Device) -> tuple[Config, int]:
     """`tile` and `slots`, and how many programs a multiprocessor then has: two if that leaves tiles in flight."""
     longest = cfg.partition_size or cfg.max_seq_len
-    tile = 64 if longest <= 64 or cfg.columns > 32 else 128
+    few = 2 * longest * cfg.items <= 128 * gpu.num_multiprocessors
+    tile = 64 if longest <= 64 or few or cfg.columns > 32 else 128
     for programs, room, size, slots in (
         (2, _MULTIPROCESSOR // 2 - 1024, tile, 4),
         (2, _MULTIPROCESSOR // 2 - 1024, tile, 3),

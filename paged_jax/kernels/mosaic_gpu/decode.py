@@ -23,8 +23,7 @@ def paged_attention_v1(
     cfg = config.config(query, key_cache, value_cache, options, config.device(), "none")
     if _nothing_to_attend(key_cache, cfg):
         return _unseen(query)
-    results = _attend(query, key_cache, value_cache, block_tables, seq_lens, options, cfg)
-    return _shaped(query, results["out"], results["lse"])
+    return _attend(query, key_cache, value_cache, block_tables, seq_lens, options, cfg)[:2]
 
 
 def paged_attention(
@@ -38,8 +37,7 @@ def paged_attention(
     cfg = config.config(query, key_cache, value_cache, options, config.device(), "even")
     if _nothing_to_attend(key_cache, cfg):
         return _unseen(query)
-    results = _attend(query, key_cache, value_cache, block_tables, seq_lens, options, cfg)
-    return _shaped(query, *reduce(cfg, seq_lens, _or_any(options.sinks, options), results))
+    return _attend(query, key_cache, value_cache, block_tables, seq_lens, options, cfg)[:2]
 
 
 def paged_attention_v2(
@@ -57,10 +55,9 @@ def paged_attention_v2(
     if _nothing_to_attend(key_cache, cfg):
         zeros = jnp.zeros(residual, jnp.float32)
         return *_unseen(query), zeros, zeros - jnp.inf, jnp.zeros((*residual, cfg.head_size), jnp.float32)
-    results = _attend(query, key_cache, value_cache, block_tables, seq_lens, options, cfg)
-    out, lse = _shaped(query, *reduce(cfg, seq_lens, _or_any(options.sinks, options), results))
-    exp_sums, max_logits = results["exp_sums"].reshape(residual), results["max_logits"].reshape(residual)
-    return out, lse, exp_sums, max_logits, _tmp_out(results["parts"], cfg)
+    out, lse, parts = _attend(query, key_cache, value_cache, block_tables, seq_lens, options, cfg)
+    exp_sums, max_logits = (parts[name].reshape(residual) for name in ("exp_sums", "max_logits"))
+    return out, lse, exp_sums, max_logits, _tmp_out(parts["parts"], cfg)
 
 
 def _tmp_out(parts: Array, cfg: Config) -> TmpOut:
@@ -68,7 +65,7 @@ def _tmp_out(parts: Array, cfg: Config) -> TmpOut:
     item = np.arange(cfg.items)[:, None]
     window = np.minimum(item * cfg.group // 8 * 8, cfg.rows - cfg.columns)  # as in `plan.window`
     columns = item * cfg.group - window + np.arange(cfg.group)
-    outs = parts.reshape(cfg.items, cfg.num_parts, -1, cfg.columns)[:, :, : cfg.padded_head_size]
+    outs = parts[:, :, : cfg.padded_head_size]
     first = cfg.pieces[0][1]  # of what follows, the last rows are new
     outs = jnp.concatenate([outs[:, :, :first], outs[:, :, cfg.padded_head_size - cfg.head_size + first :]], axis=2)
     outs = jnp.take_along_axis(outs, jnp.asarray(columns)[:, None, None, :], axis=3)
@@ -83,22 +80,23 @@ def _attend(
     seq_lens: SeqLens,
     options: AttentionOptions,
     cfg: Config,
-) -> dict[str, Array]:
+) -> tuple[Query, Lse, dict[str, Array]]:
+    """out, lse and the parts that they were merged from."""
     num_rows = cfg.num_seqs * cfg.num_heads
     rows = jnp.pad(query.reshape(num_rows, cfg.head_size), ((0, cfg.rows - num_rows), (0, 0)))
     arrays = options.scale, options.alibi_slopes, options.sinks, options.k_scale, options.v_scale
     of_options = [_or_any(x, options) for x in arrays]
-    return attend(cfg, rows, key_cache, value_cache, block_tables, seq_lens, *of_options)
+    results = attend(cfg, rows, key_cache, value_cache, block_tables, seq_lens, *of_options)
+    if cfg.merge == "kernel":
+        out, lse = reduce(cfg, seq_lens, of_options[2], results["parts"])
+    else:
+        out, lse = results["out"], results["lse"]
+    return out.reshape(query.shape), lse.reshape(query.shape[:2]), results
 
 
 def _or_any(x: Array | None, options: AttentionOptions) -> Array:
     """`x` as a vector; `scale` stands in for what is absent, which is not read."""
     return (options.scale if x is None else x).reshape(-1)
-
-
-def _shaped(query: Query, out: Array, lse: Array) -> tuple[Query, Lse]:
-    num_seqs, num_heads, _ = query.shape
-    return out[: num_seqs * num_heads].reshape(query.shape), lse[: num_seqs * num_heads].reshape(num_seqs, num_heads)
 
 
 def _nothing_to_attend(key_cache: Cache, cfg: Config) -> bool:
