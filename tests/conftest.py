@@ -17,7 +17,7 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_num_cpu_devices", 2)  # for shard_map
+jax.config.update("jax_num_cpu_devices", 8)  # for shard_map, and threads for the Pallas interpreter: two a thread block
 
 # jaxtyping annotations are enforced where arrays arrive checked. `ops` says in its own words what is wrong with a
 # call, pytree classes hold other things than arrays inside transformations, and Triton reads its kernels' source.

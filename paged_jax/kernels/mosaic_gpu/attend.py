@@ -50,10 +50,9 @@ def outputs(cfg: Config) -> dict[str, jax.ShapeDtypeStruct]:
         shapes["out"] = jax.ShapeDtypeStruct((num_rows, cfg.head_size), cfg.dtype)
         shapes["lse"] = jax.ShapeDtypeStruct((num_rows,), f32)
     if cfg.merge != "none":
-        part = cfg.padded_head_size + 128, cfg.columns
-        shapes["parts"] = jax.ShapeDtypeStruct((cfg.items, cfg.num_parts, *part), f32)
-    if cfg.partition_size:
-        shapes["exp_sums"] = shapes["max_logits"] = jax.ShapeDtypeStruct((num_rows, cfg.num_parts), f32)
+        parts = cfg.items, cfg.num_parts
+        shapes["parts"] = jax.ShapeDtypeStruct((*parts, cfg.padded_head_size, cfg.columns), f32)
+        shapes["maxima"] = shapes["sums"] = jax.ShapeDtypeStruct((*parts, cfg.columns), f32)
     return shapes
 
 
@@ -177,7 +176,7 @@ def _attend_segment(segment: plan.Segment, refs, cfg: Config):
     if cfg.merge == "none":
         _store_whole(segment, row, offset, v_scale, state, refs, cfg)
     else:
-        _store_part(segment, offset, v_scale, state, refs, cfg)
+        _store_part(segment, v_scale, state, refs)
     if cfg.merge == "cluster":
         plgpu.barrier_arrive(refs.cluster_done)
         plgpu.barrier_wait(refs.cluster_done)
@@ -232,23 +231,25 @@ def _store_whole(segment, row, offset, v_scale, state, refs, cfg: Config):
         refs.lse_gmem[row + offset + i] = refs.sum_smem[offset + i]
 
 
-def _store_part(segment, offset, v_scale, state, refs, cfg: Config):
-    """Writes a partial result: normalised O^T, maximum and sum of exponentials, over 64 rows each (cache lines)."""
+def _store_part(segment, v_scale, state, refs):
+    """Writes a partial result: normalised O^T, maxima and sums of exponentials; all of it when this returns."""
     acc, max_logit, exp_sum = state
     seen = exp_sum != 0
     total = jnp.where(seen, exp_sum, 1.0)
-    part_gmem, row = refs.parts_gmem.at[segment.item, segment.part], 0
-    for x in (*[x * wide(v_scale / total, x.shape[0]) for x in acc], wide(max_logit, 64), wide(exp_sum, 64)):
-        part_gmem.at[pl.ds(row, x.shape[0])][...] = x
+    row = 0
+    for x in acc:
+        refs.part_smem[pl.ds(row, x.shape[0])] = x * wide(v_scale / total, x.shape[0])
         row += x.shape[0]
-    if cfg.partition_size:
-        refs.sum_smem[...] = layout(exp_sum, 0)
-        refs.max_smem[...] = layout(jnp.where(seen, max_logit, -jnp.inf), 0)
-        plgpu.commit_smem()
-        first = plan.first_row(segment, cfg)
-        for i in range(cfg.group):
-            refs.exp_sums_gmem[first + i, segment.part] = refs.sum_smem[offset + i]
-            refs.max_logits_gmem[first + i, segment.part] = refs.max_smem[offset + i]
+    refs.max_smem[...] = layout(jnp.where(seen, max_logit, -jnp.inf), 0)
+    refs.sum_smem[...] = layout(exp_sum, 0)
+    plgpu.commit_smem()
+    for x_smem, x_gmem in (
+        (refs.part_smem, refs.parts_gmem),
+        (refs.max_smem, refs.maxima_gmem),
+        (refs.sum_smem, refs.sums_gmem),
+    ):
+        plgpu.copy_smem_to_gmem(x_smem, x_gmem.at[segment.item, segment.part])
+    plgpu.wait_smem_to_gmem(0)
 
 
 def _zero_rows(tiles_smem, low, high, cfg: Config):

@@ -128,8 +128,10 @@ def scratch(cfg: Config) -> dict[str, Any]:
     runs = cfg.tile // cfg.run
     consumed = plgpu.Barrier(num_barriers=cfg.slots)
     merging = {}
+    if cfg.merge != "none":
+        merging["part_smem"] = plgpu.SMEM((cfg.padded_head_size, cfg.columns), jnp.float32)
     if cfg.merge == "cluster":
-        merging = {**merge_scratch(cfg), "cluster_done": plgpu.ClusterBarrier(collective_axes=("part",))}
+        merging |= {**merge_scratch(cfg), "cluster_done": plgpu.ClusterBarrier(collective_axes=("part",))}
     return {
         "q_smem": swizzled((cfg.columns, d), swizzle),
         "k_smem": swizzled((cfg.slots, cfg.tile, d), swizzle),

@@ -56,20 +56,19 @@ def paged_attention_v2(
         zeros = jnp.zeros(residual, jnp.float32)
         return *_unseen(query), zeros, zeros - jnp.inf, jnp.zeros((*residual, cfg.head_size), jnp.float32)
     out, lse, parts = _attend(query, key_cache, value_cache, block_tables, seq_lens, options, cfg)
-    exp_sums, max_logits = (parts[name].reshape(residual) for name in ("exp_sums", "max_logits"))
-    return out, lse, exp_sums, max_logits, _tmp_out(parts["parts"], cfg)
+    tmp_out = _of_heads(parts["parts"], cfg)
+    first = cfg.pieces[0][1]  # of what follows, the last rows are new
+    tmp_out = jnp.concatenate([tmp_out[..., :first], tmp_out[..., tmp_out.shape[-1] - cfg.head_size + first :]], -1)
+    return out, lse, _of_heads(parts["sums"], cfg), _of_heads(parts["maxima"], cfg), tmp_out
 
 
-def _tmp_out(parts: Array, cfg: Config) -> TmpOut:
-    """The partial outputs as callers know them; XLA drops this where they are not asked for."""
+def _of_heads(x: Array, cfg: Config) -> Array:
+    """[items, num_parts, ..., columns] -> [num_seqs, num_heads, num_parts, ...]; XLA drops it where it is not used."""
     item = np.arange(cfg.items)[:, None]
     window = np.minimum(item * cfg.group // 8 * 8, cfg.rows - cfg.columns)  # as in `plan.window`
-    columns = item * cfg.group - window + np.arange(cfg.group)
-    outs = parts[:, :, : cfg.padded_head_size]
-    first = cfg.pieces[0][1]  # of what follows, the last rows are new
-    outs = jnp.concatenate([outs[:, :, :first], outs[:, :, cfg.padded_head_size - cfg.head_size + first :]], axis=2)
-    outs = jnp.take_along_axis(outs, jnp.asarray(columns)[:, None, None, :], axis=3)
-    return outs.transpose(0, 3, 1, 2).reshape(cfg.num_seqs, cfg.num_heads, cfg.num_parts, cfg.head_size)
+    columns = jnp.asarray(item * cfg.group - window + np.arange(cfg.group))
+    x = jnp.take_along_axis(x, columns.reshape(cfg.items, *[1] * (x.ndim - 2), cfg.group), axis=-1)
+    return jnp.moveaxis(x, -1, 1).reshape(cfg.num_seqs, cfg.num_heads, *x.shape[1:-1])
 
 
 def _attend(
@@ -88,7 +87,7 @@ def _attend(
     of_options = [_or_any(x, options) for x in arrays]
     results = attend(cfg, rows, key_cache, value_cache, block_tables, seq_lens, *of_options)
     if cfg.merge == "kernel":
-        out, lse = reduce(cfg, seq_lens, of_options[2], results["parts"])
+        out, lse = reduce(cfg, seq_lens, of_options[2], results)
     else:
         out, lse = results["out"], results["lse"]
     return out.reshape(query.shape), lse.reshape(query.shape[:2]), results

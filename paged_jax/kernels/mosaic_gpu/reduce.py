@@ -23,13 +23,13 @@ from jax import Array, lax
 
 from paged_jax.kernels.mosaic_gpu import plan
 from paged_jax.kernels.mosaic_gpu.config import Config, merge_scratch
-from paged_jax.kernels.mosaic_gpu.registers import LOWEST, exp, layout, log, of_heads, store
+from paged_jax.kernels.mosaic_gpu.registers import LOWEST, exp, layout, log, of_heads, store, wide
 
 _IN_FLIGHT = 4  # parts
-_INPUTS = ("seq_lens", "sinks", "parts", "out", "lse")
+_INPUTS = ("seq_lens", "sinks", "parts", "maxima", "sums", "out", "lse")
 
 
-def reduce(cfg: Config, seq_lens: Array, sinks: Array, parts: Array) -> tuple[Array, Array]:
+def reduce(cfg: Config, seq_lens: Array, sinks: Array, parts: dict[str, Array]) -> tuple[Array, Array]:
     """out [num_seqs * num_heads, head_size] and lse [num_seqs * num_heads]."""
     num_rows = cfg.num_seqs * cfg.num_heads
     kernel = plgpu.kernel(
@@ -43,7 +43,7 @@ def reduce(cfg: Config, seq_lens: Array, sinks: Array, parts: Array) -> tuple[Ar
         grid=(cfg.items, cfg.merging_programs),
         grid_names=("item", "program"),
     )
-    return kernel(seq_lens, sinks, parts)
+    return kernel(seq_lens, sinks, parts["parts"], parts["maxima"], parts["sums"])
 
 
 def _kernel(*gmem, cfg: Config, **smem):
@@ -63,11 +63,15 @@ def _kernel(*gmem, cfg: Config, **smem):
 def merge_block(segment: plan.Segment, count, block: int, refs, cfg: Config):
     """Merges the first `count` parts, always in the same order, and writes a block of out; with the first, lse."""
     row, offset = plan.window(segment, cfg)
-    rows = 64 * block, cfg.padded_head_size, cfg.padded_head_size + 64  # of out, the maxima and the sums
 
     def read(number):
-        part_gmem = refs.parts_gmem.at[segment.item, lax.min(number, jnp.int32(count) - 1)]
-        return [layout(plgpu.load(part_gmem.at[pl.ds(start, 64)], optimized=False)) for start in rows]
+        at = segment.item, lax.min(number, jnp.int32(count) - 1)
+        out = layout(plgpu.load(refs.parts_gmem.at[*at, pl.ds(64 * block, 64)], optimized=False))
+        max_logit, exp_sum = (
+            plgpu.load(x_gmem.at[at], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+            for x_gmem in (refs.maxima_gmem, refs.sums_gmem)
+        )
+        return out, max_logit, exp_sum
 
     def step(i, carry):
         numbers = [i * in_flight + j for j in range(in_flight)]
@@ -76,22 +80,23 @@ def merge_block(segment: plan.Segment, count, block: int, refs, cfg: Config):
             carry = _add(carry, out, max_logit, exp_sum * jnp.where(number < count, 1.0, 0.0))
         return carry
 
-    def full(value):
-        return layout(jnp.full((64, cfg.columns), value, jnp.float32))
-
     in_flight = min(_IN_FLIGHT, cfg.num_parts)
     steps = lax.div(jnp.int32(count + (in_flight - 1)), jnp.int32(in_flight))
-    top, total, acc = lax.fori_loop(0, steps, step, (full(LOWEST), full(0.0), full(0.0)))
+    init = (
+        layout(jnp.full((cfg.columns,), LOWEST, jnp.float32), 0),
+        layout(jnp.zeros((cfg.columns,), jnp.float32), 0),
+        layout(jnp.zeros((64, cfg.columns), jnp.float32)),
+    )
+    top, total, acc = lax.fori_loop(0, steps, step, init)
     seen = total != 0  # NaN counts: what is not a number must show
     if cfg.sinks:
-        sinks = of_heads(refs.sinks_gmem, 64, offset, segment, cfg)
-        top, total, acc = _add((top, total, acc), jnp.zeros_like(acc), sinks, full(1.0))
+        sinks = layout(of_heads(refs.sinks_gmem, 64, offset, segment, cfg).max(axis=0), 0)
+        top, total, acc = _add((top, total, acc), jnp.zeros_like(acc), sinks, jnp.ones_like(total))
     total = jnp.where(seen, total, 1.0)
     plgpu.wait_smem_to_gmem(0)  # the block before: its copy, and what it overlaps with
-    store(refs.block_smem.T, layout(jnp.where(seen, acc / total, 0.0).astype(cfg.dtype)))
+    store(refs.block_smem.T, layout((acc * wide(1.0 / total, 64)).astype(cfg.dtype)))
     if block == 0:
-        log_sum = jnp.where(seen, top + log(total), -jnp.inf).max(axis=0)
-        refs.lse_smem[...] = layout(log_sum, 0)
+        refs.lse_smem[...] = layout(jnp.where(seen, top + log(total), -jnp.inf), 0)
     plgpu.commit_smem()
     # Row by row where head_size is no multiple of 64: Mosaic would tile shared memory for copies of 8 rows, and refuse.
     together = cfg.group if len(cfg.pieces) == 1 else 1
@@ -105,8 +110,8 @@ def merge_block(segment: plan.Segment, count, block: int, refs, cfg: Config):
 
 
 def _add(state, out, max_logit, exp_sum):
-    """The softmax so far and one more part of it, in which everything is [64, columns]."""
+    """The softmax so far and one more part of it; out is [64, columns], all else [columns]."""
     top, total, acc = state
     new_top = lax.max(top, max_logit)
     keep, weight = exp(top - new_top), exp(max_logit - new_top) * exp_sum
-    return new_top, total * keep + weight, acc * keep + out * weight
+    return new_top, total * keep + weight, acc * wide(keep, 64) + out * wide(weight, 64)
