@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import state
 
 import paged_jax
 from paged_jax import _validate
 from paged_jax.kernels import mosaic_gpu
-from paged_jax.kernels.mosaic_gpu import config
+from paged_jax.kernels.mosaic_gpu import attend, config, narrow
 from tests import inputs, oracle, plain, test_decode
 from tests.cases import DECODE_CASES, Case, Sparse
 
@@ -43,8 +44,47 @@ INTERPRETED = [
     ("auto", small("huge", 2, 1, 64, 16, "bfloat16", logits="huge", scale=1.0)),
     # More tiles than slots, in segments that begin anywhere in the ring.
     ("auto", small("ring", 2, 1, 64, 128, "bfloat16", seq_lens=(1300, 0, 1100))),
+    ("v1", small("e4m3", 4, 2, 64, 16, "bfloat16", "float8_e4m3fn", k_scale="head", v_scale="head")),
+    ("auto", small("e4m3", 8, 1, 128, 32, "float16", "float8_e4m3fn", layout="nhd", sliding_window=70)),
+    ("v2", small("e5m2", 5, 1, 128, 8, "bfloat16", "float8_e5m2", k_scale="scalar", alibi=True, sinks=True)),
+    ("auto", small("e5m2", 4, 2, 64, 64, "float16", "float8_e5m2", k_scale="slot", v_scale="slot")),
+    ("v2", small("int8", 4, 2, 64, 128, "bfloat16", "int8", layout="nhd", k_scale="slot", v_scale="slot")),
+    ("v1", small("int8", 7, 1, 64, 16, "float16", "int8", v_scale="scalar", logits_soft_cap=2.0, max_seq_len=100)),
+    ("v1", small("slot", 2, 1, 64, 32, "bfloat16", k_scale="slot", v_scale="slot", sliding_window=50)),
     ("auto", small("all-empty", 4, 2, 64, 16, "float16", seq_lens=(0, 0), sinks=True)),
 ]
+
+
+def dot(a, b_smem, wgmma=attend._dot):
+    """A product, also of what is in registers."""
+    if isinstance(a, state.TransformedRef) or isinstance(jax.typeof(a), state.AbstractRef):
+        return wgmma(a, b_smem)
+    return jnp.dot(a.astype(jnp.float32), b_smem[...].astype(jnp.float32))
+
+
+def zero_rows(rows_smem, low, high, cfg):
+    row = jnp.arange(rows_smem.shape[0])[:, None]
+    rows = rows_smem[...]
+    rows_smem[...] = jnp.where((row >= low) & (row < high), rows, jnp.zeros_like(rows))
+
+
+def store(ref, x, cfg):
+    ref[...] = x
+
+
+def store_transposed(ref, x, cfg):
+    ref[...] = x.T
+
+
+# What the interpreter lacks, with nothing out of order; `test_register_layouts` is about the order.
+IN_THE_INTERPRETER = {
+    "keys": lambda tile_smem, cfg: tile_smem[...].astype(jnp.float16),
+    "values": lambda tile_smem, cfg: tile_smem[...].astype(jnp.float16).T,
+    "zero_rows": zero_rows,
+    "store": store,
+    "store_query": store_transposed,
+    "store_transposed": store_transposed,
+}
 
 
 def call(op, decode, arrays, static, partition_size, device=SMALL_GPU):
@@ -56,8 +96,9 @@ def call(op, decode, arrays, static, partition_size, device=SMALL_GPU):
     if op == "v2":
         function = partial(function, partition_size=partition_size)
     gpu = mock.patch.object(config, "device", return_value=device)
+    registers = mock.patch.multiple(narrow, **IN_THE_INTERPRETER)
     try:
-        with gpu, params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=True)):
+        with gpu, registers, mock.patch.object(attend, "_dot", dot), params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=True)):
             results = jax.tree.map(np.asarray, jax.jit(function)(*operands))
         return results, interpret_pallas_call.get_races().races_found
     except Exception:
@@ -103,10 +144,11 @@ def test_v2_row_is_bit_equal_alone_and_in_a_batch():
 
 def lowered(op, case, num_blocks=10):
     """The text of an op lowered for CUDA."""
-    dtype = jnp.dtype(case.dtype)
+    dtype, cache_dtype = jnp.dtype(case.dtype), jnp.dtype(case.cache_dtype or case.dtype)
     cache = inputs.cache_shapes(case.layout, num_blocks, case.num_kv_heads, case.block_size, case.head_size, dtype)[0]
     num_seqs, heads = len(case.seq_lens), np.ones(case.num_heads, np.float32)
-    scales = {"scalar": np.float32(2), "head": np.ones(case.num_kv_heads, np.float32), None: None}
+    slots = np.ones((num_blocks, case.num_kv_heads, case.block_size), np.float32)
+    scales = {"scalar": np.float32(2), "head": np.ones(case.num_kv_heads, np.float32), "slot": slots, None: None}
     options = {
         "scale": np.float32(1),
         "alibi_slopes": heads if case.alibi else None,
@@ -119,8 +161,8 @@ def lowered(op, case, num_blocks=10):
         static |= {"partition_size": max(case.partition_size, case.block_size), "return_residuals": True}
     arrays = (
         jax.ShapeDtypeStruct((num_seqs, case.num_heads, case.head_size), dtype),
-        jax.ShapeDtypeStruct(cache, dtype),
-        jax.ShapeDtypeStruct(cache, dtype),
+        jax.ShapeDtypeStruct(cache, cache_dtype),
+        jax.ShapeDtypeStruct(cache, cache_dtype),
         jax.ShapeDtypeStruct((num_seqs, -(-max(case.seq_lens) // case.block_size)), jnp.int32),
         jax.ShapeDtypeStruct((num_seqs,), jnp.int32),
     )

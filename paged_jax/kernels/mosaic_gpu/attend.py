@@ -33,7 +33,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from paged_jax.kernels.mosaic_gpu import plan
+from paged_jax.kernels.mosaic_gpu import narrow, plan
 from paged_jax.kernels.mosaic_gpu.config import Config, scratch
 
 _LOG2E = math.log2(math.e)
@@ -113,9 +113,9 @@ def _load_segment(segment: plan.Segment, before, refs, cfg: Config):
         following = runs_of(segment.first + i + 1)  # in flight while this tile waits for its slot
         slot = lax.rem(before + i, jnp.int32(cfg.slots))
         whole = ((0, cfg.head_size),)
-        keys = refs.key_cache_gmem, (refs.k_smem,), whole, refs.k_ready, refs.k_consumed
-        values = refs.value_cache_gmem, refs.v_smem, cfg.pieces, refs.v_ready, refs.v_consumed
-        for cache_gmem, rings_smem, pieces, ready, consumed in (keys, values):
+        keys = "k", refs.key_cache_gmem, (refs.k_smem,), whole, refs.k_ready, refs.k_consumed
+        values = "v", refs.value_cache_gmem, refs.v_smem, cfg.pieces, refs.v_ready, refs.v_consumed
+        for which, cache_gmem, rings_smem, pieces, ready, consumed in (keys, values):
 
             @pl.when(before + i >= cfg.slots)
             def _(consumed=consumed):
@@ -126,6 +126,10 @@ def _load_segment(segment: plan.Segment, before, refs, cfg: Config):
                 for ring_smem, piece in zip(rings_smem, pieces, strict=True):
                     run_gmem = _run_gmem(cache_gmem, run, segment.head, piece, cfg)
                     plgpu.copy_gmem_to_smem(run_gmem, ring_smem.at[slot, rows], ready.at[slot])
+                if getattr(cfg, f"{which}_scale") == "slot":
+                    scales_gmem = getattr(refs, f"{which}_scale_gmem").at[run[0], segment.head, _tokens(run[1], cfg)]
+                    scales_smem = getattr(refs, f"{which}_scale_smem").at[slot, rows]
+                    plgpu.copy_gmem_to_smem(scales_gmem, scales_smem, ready.at[slot])
         return following
 
     lax.fori_loop(0, segment.count, load_tile, runs_of(segment.first))
@@ -134,9 +138,13 @@ def _load_segment(segment: plan.Segment, before, refs, cfg: Config):
 def _run_gmem(cache_gmem, run, head, piece: tuple[int, int], cfg: Config):
     """A piece of a run of neighbouring tokens, [run, size]."""
     (block, offset), (first, size) = run, piece
-    tokens = slice(None) if cfg.run == cfg.block_size else pl.ds(pl.multiple_of(offset, cfg.run), cfg.run)
-    d = slice(None) if size == cfg.head_size else pl.ds(first, size)
+    tokens, d = _tokens(offset, cfg), slice(None) if size == cfg.head_size else pl.ds(first, size)
     return cache_gmem.at[block, tokens, head, d] if cfg.layout == "nhd" else cache_gmem.at[block, head, tokens, d]
+
+
+def _tokens(offset, cfg: Config):
+    """A run in its block."""
+    return slice(None) if cfg.run == cfg.block_size else pl.ds(pl.multiple_of(offset, cfg.run), cfg.run)
 
 
 def _attend_segment(segment: plan.Segment, before, refs, cfg: Config):
@@ -144,7 +152,8 @@ def _attend_segment(segment: plan.Segment, before, refs, cfg: Config):
     row, offset = plan.window(segment, cfg)
     plgpu.copy_gmem_to_smem(refs.query_gmem.at[pl.ds(row, cfg.columns)], refs.q_smem, refs.q_ready)
     plgpu.barrier_wait(refs.q_ready)
-    factor = refs.scale_gmem[0] * _cache_scale(refs.k_scale_gmem, cfg.k_scale, segment)
+    q_smem, unit = _convert_query(refs, cfg)
+    factor = refs.scale_gmem[0] * _cache_scale(refs.k_scale_gmem, cfg.k_scale, segment) * unit
     slopes = of_heads(refs.slopes_gmem, cfg.tile, offset, segment, cfg) if cfg.alibi else None
 
     def attend_tile(i, carry):
@@ -153,19 +162,29 @@ def _attend_segment(segment: plan.Segment, before, refs, cfg: Config):
         start = segment.extent.origin + (segment.first + i) * cfg.tile
         low, high = segment.extent.begin - start, segment.extent.end - start
         plgpu.barrier_wait(refs.k_ready.at[slot])
-        logits = _dot(refs.k_smem.at[slot], refs.q_smem.T)
+        keys_smem = refs.k_smem.at[slot]
+        logits = _dot(narrow.keys(keys_smem, cfg) if cfg.narrow else keys_smem, q_smem.T)
+        if cfg.k_scale == "slot":
+            logits *= _scales(refs.k_scale_smem.at[slot], cfg)
         plgpu.barrier_arrive(refs.k_consumed.at[slot])
         logits = _logits(logits, factor, slopes, start - segment.seq_len + 1, low, high, cfg)
         top = lax.max(max_logit, logits.max(axis=0))
         keep = exp(max_logit - top)
-        p = exp(logits - _wide(top, cfg.tile))
-        refs.p_smem.T[...] = _layout(p.astype(cfg.dtype))
+        p = weights = exp(logits - _wide(top, cfg.tile))
+        if cfg.v_scale == "slot":
+            plgpu.barrier_wait(refs.v_ready.at[slot])
+            weights, peak = _scaled(p, _scales(refs.v_scale_smem.at[slot], cfg), low, high, cfg)
+        refs.p_smem.T[...] = _layout(weights.astype(cfg.operand_dtype))
         plgpu.commit_smem()
         exp_sum = exp_sum * keep + p.sum(axis=0)
-        plgpu.barrier_wait(refs.v_ready.at[slot])
-        values_smem = [ring_smem.at[slot] for ring_smem in refs.v_smem]
-        _zero_rows(values_smem, low, high, cfg)
-        acc = [x * _wide(keep, x.shape[0]) + _dot(v.T, refs.p_smem.T) for x, v in zip(acc, values_smem, strict=True)]
+        if cfg.v_scale != "slot":
+            plgpu.barrier_wait(refs.v_ready.at[slot])
+        tiles_smem = [ring_smem.at[slot] for ring_smem in refs.v_smem]
+        _zero_rows(tiles_smem, low, high, cfg)
+        products = [_dot(narrow.values(x, cfg) if cfg.narrow else x.T, refs.p_smem.T) for x in tiles_smem]
+        if cfg.v_scale == "slot":
+            products = [x * _wide(peak, x.shape[0]) for x in products]
+        acc = [x * _wide(keep, x.shape[0]) + product for x, product in zip(acc, products, strict=True)]
         plgpu.barrier_arrive(refs.v_consumed.at[slot])
         return acc, top, exp_sum
 
@@ -189,19 +208,52 @@ def _attend_segment(segment: plan.Segment, before, refs, cfg: Config):
             _store_part(segment, offset, v_scale, state, refs, cfg)
 
 
+def _convert_query(refs, cfg: Config):
+    """The query as an operand; and what each was divided by: a power of two, so that it fits, exactly."""
+    if not cfg.narrow:
+        return refs.q_smem, 1.0
+    q, unit = _layout(refs.q_smem.T[...]), 1.0
+    if cfg.dtype != cfg.operand_dtype:
+        q = q.astype(jnp.float32)
+        peak = lax.max(jnp.abs(q).max(axis=0), jnp.float32(1e-30))
+        unit = lax.bitcast_convert_type(lax.bitcast_convert_type(peak, jnp.int32) & 0x7F800000, jnp.float32)
+        q, unit = (q / _wide(unit, cfg.head_size)).astype(cfg.operand_dtype), _wide(unit, cfg.tile)
+    narrow.store_query(refs.operand_smem, q, cfg)
+    plgpu.commit_smem()
+    return refs.operand_smem, unit
+
+
+def _scales(scales_smem, cfg: Config):
+    """A factor for each token, [tile] -> [tile, columns]."""
+    scales = plgpu.layout_cast(scales_smem[...], plgpu.Layout.WGMMA.reduce(1))
+    return _layout(lax.broadcast_in_dim(scales, (cfg.tile, cfg.columns), (0,)))
+
+
+def _scaled(p, scales, low, high, cfg: Config):
+    """The weights of values times their scales; the largest scale stays out, so that products cannot overflow."""
+    scales = jnp.where(_seen(low, high, p.shape, cfg), scales, jnp.zeros_like(scales))
+    peak = jnp.abs(scales).max(axis=0)
+    peak = jnp.where(peak > 0, peak, 1.0)
+    return p * (scales / _wide(peak, cfg.tile)), peak
+
+
+def _seen(low, high, shape, cfg: Config):
+    """Which rows are tokens low <= row < high."""
+    token = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+    seen = token < high
+    return seen & (token >= low) if cfg.sliding_window is not None else seen
+
+
 def _logits(products, factor, slopes, distance, low, high, cfg: Config):
     """The logits of a tile, -inf where it is not attended; `distance` is its first key's to the query."""
-    token = plgpu.broadcasted_iota(jnp.int32, products.shape, 0, layout=plgpu.Layout.WGMMA)
     if (cap := cfg.logits_soft_cap) is not None:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
         logits = cap - (2 * cap) / (exp(products * (factor * (2 / cap))) + 1)
     else:
         logits = products * factor
     if slopes is not None:
+        token = plgpu.broadcasted_iota(jnp.int32, products.shape, 0, layout=plgpu.Layout.WGMMA)
         logits += slopes * (token + distance).astype(jnp.float32)
-    seen = token < high
-    if cfg.sliding_window is not None:
-        seen &= token >= low
-    return jnp.where(seen, logits, -jnp.inf)
+    return jnp.where(_seen(low, high, products.shape, cfg), logits, -jnp.inf)
 
 
 def _store_whole(segment, row, offset, v_scale, state, refs, cfg: Config):
@@ -217,7 +269,8 @@ def _store_whole(segment, row, offset, v_scale, state, refs, cfg: Config):
         acc = [x * _wide(keep, x.shape[0]) for x in acc]
     total = jnp.where(seen, total, 1.0)
     log_sum = jnp.where(seen, max_logit + log(total), -jnp.inf)
-    store_item([x * _wide(v_scale / total, x.shape[0]) for x in acc], log_sum, row, offset, refs, cfg)
+    outs = [x * _wide(v_scale / total, x.shape[0]) for x in acc]
+    store_item(outs, log_sum, row, offset, refs, cfg, ordered=not cfg.narrow)
 
 
 def _store_part(segment, offset, v_scale, state, refs, cfg: Config):
@@ -226,7 +279,11 @@ def _store_part(segment, offset, v_scale, state, refs, cfg: Config):
     seen = exp_sum != 0
     total = jnp.where(seen, exp_sum, 1.0)
     part_gmem, row = refs.parts_gmem.at[segment.part], 0
-    for x in (*[x * _wide(v_scale / total, x.shape[0]) for x in acc], _wide(max_logit, 64), _wide(exp_sum, 64)):
+    outs = [x * _wide(v_scale / total, x.shape[0]) for x in acc]
+    if cfg.narrow:
+        narrow.store(part_gmem.at[pl.ds(row, cfg.head_size)], outs.pop(), cfg)
+        row += cfg.head_size
+    for x in (*outs, _wide(max_logit, 64), _wide(exp_sum, 64)):
         part_gmem.at[pl.ds(row, x.shape[0])][...] = x
         row += x.shape[0]
     if cfg.split == "partitions":
@@ -239,14 +296,21 @@ def _store_part(segment, offset, v_scale, state, refs, cfg: Config):
             refs.max_logits_gmem[first + i, partition] = refs.max_smem[offset + i]
 
 
-def store_item(acc, log_sum, row, offset, refs, cfg: Config):
-    """Stores out and lse of the group's heads; `acc` is O^T, cut along head_size, and `log_sum` their lse."""
+def store_item(acc, log_sum, row, offset, refs, cfg: Config, ordered: bool = True):
+    """Stores out and lse of the group's heads; `acc` is O^T, cut along head_size, and `log_sum` their lse.
+
+    If not `ordered`, rows of `acc` are as in products with `narrow.values`.
+    """
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the item before
     _, first_size = cfg.pieces[0]
     at = 0
     for x in acc:
         piece, start = divmod(at, first_size)
-        _store(refs.out_smem[piece].at[:, pl.ds(start, x.shape[0])].T, _layout(x.astype(cfg.dtype)))
+        x, out_smem = _layout(x.astype(cfg.dtype)), refs.out_smem[piece].at[:, pl.ds(start, x.shape[0])]
+        if ordered:
+            _store(out_smem.T, x)
+        else:
+            narrow.store_transposed(out_smem, x, cfg)
         at += x.shape[0]
     refs.sum_smem[...] = _layout(log_sum, 0)
     plgpu.commit_smem()
@@ -273,17 +337,17 @@ def _zero_rows(tiles_smem, low, high, cfg: Config):
         def _(start=start):
             for tile_smem in tiles_smem:
                 rows_smem = tile_smem.at[pl.ds(start, 64)]
-                rows = _layout(rows_smem[...])
-                row = plgpu.broadcasted_iota(jnp.int32, rows.shape, 0, layout=plgpu.Layout.WGMMA) + start
-                seen = row < high
-                if cfg.sliding_window is not None:
-                    seen &= row >= low
-                rows_smem[...] = jnp.where(seen, rows, jnp.zeros_like(rows))
+                if cfg.narrow:
+                    narrow.zero_rows(rows_smem, low - start, high - start, cfg)
+                else:
+                    rows = _layout(rows_smem[...])
+                    seen = _seen(low - start, high - start, rows.shape, cfg)
+                    rows_smem[...] = jnp.where(seen, rows, jnp.zeros_like(rows))
             plgpu.commit_smem()
 
 
 def _cache_scale(scale_gmem, kind: str, segment):
-    return 1.0 if kind == "none" else scale_gmem[segment.head if kind == "head" else 0]
+    return 1.0 if kind in ("none", "slot") else scale_gmem[segment.head if kind == "head" else 0]
 
 
 def of_heads(values_gmem, rows: int, offset, segment, cfg: Config):

@@ -32,11 +32,12 @@ class Config:
     """Everything static that the kernels are compiled for.
 
     Attributes:
-      num_seqs, num_heads, num_kv_heads, head_size, block_size, dtype, layout, max_seq_len: of the call.
+      num_seqs, num_heads, num_kv_heads, head_size, block_size, layout, max_seq_len: of the call.
+      dtype, cache_dtype: of the query, which the output has too, and of the caches.
       split: of each (sequence, kv head): "none", fixed "partitions", or "even" parts of all the work there is.
       num_parts: programs; for "partitions" of each (sequence, kv head).
       partition_size: tokens, for "partitions".
-      k_scale, v_scale: "none", "scalar" or "head".
+      k_scale, v_scale: "none", "scalar", "head" or "slot".
       tile: tokens of K and V in one step of the loop.
       slots: tiles in the rings of K and of V.
       dependent_launch: whether the reduce is launched before the kernel that it waits for ends ("even" only).
@@ -49,6 +50,7 @@ class Config:
     head_size: int
     block_size: int
     dtype: str
+    cache_dtype: str
     layout: Layout
     max_seq_len: int
     split: Literal["none", "partitions", "even"] = "none"
@@ -68,6 +70,16 @@ class Config:
     @property
     def group(self) -> int:
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def narrow(self) -> bool:
+        """Whether caches are of 8 bits."""
+        return jnp.dtype(self.cache_dtype).itemsize == 1
+
+    @property
+    def operand_dtype(self) -> str:
+        """Of the matrix products: float16 holds what 8 bits can say, and Hopper converts float8 to nothing else."""
+        return "float16" if self.narrow else self.dtype
 
     @property
     def columns(self) -> int:
@@ -105,32 +117,42 @@ class Config:
         return {"none": self.items, "partitions": self.items * self.num_parts, "even": self.num_parts}[self.split]
 
 
+def transforms(head_size: int, dtype: Any) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
+    """How rows of head_size lie in shared memory: as wgmma wants it, and free of bank conflicts."""
+    row = head_size * dtype.itemsize
+    swizzle = 128 if row % 128 == 0 else 64 if row % 64 == 0 else 32
+    tiling = plgpu.TilingTransform((8, swizzle // dtype.itemsize))  # pyright: ignore[reportAbstractUsage]
+    return tiling, plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
+
+
 def scratch(cfg: Config) -> dict[str, Any]:
     """Shared memory and barriers of the decode kernel, by name."""
-    dtype, d = jnp.dtype(cfg.dtype), cfg.head_size
+    d = cfg.head_size
 
-    def swizzled(shape, bytes_):
-        transforms = (
-            plgpu.TilingTransform((8, bytes_ // dtype.itemsize)),  # pyright: ignore[reportAbstractUsage]
-            plgpu.SwizzleTransform(bytes_),  # pyright: ignore[reportAbstractUsage]
-        )
-        return plgpu.SMEM(shape, dtype, transforms=transforms)
+    def swizzled(shape, dtype):
+        return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=transforms(d, jnp.dtype(dtype)))
 
-    swizzle = 128 if d % 64 == 0 else 64 if d % 32 == 0 else 32
     runs = cfg.tile // cfg.run
+    k_runs, v_runs = (runs * (2 if kind == "slot" else 1) for kind in (cfg.k_scale, cfg.v_scale))
     consumed = plgpu.Barrier(num_barriers=cfg.slots)
-    return {
-        "q_smem": swizzled((cfg.columns, d), swizzle),
-        "k_smem": swizzled((cfg.slots, cfg.tile, d), swizzle),
-        "v_smem": tuple(swizzled((cfg.slots, cfg.tile, size), swizzle) for _, size in cfg.pieces),
-        "p_smem": swizzled((cfg.columns, cfg.tile), swizzle),
+    buffers = {
+        "q_smem": swizzled((cfg.columns, d), cfg.dtype),
+        "k_smem": swizzled((cfg.slots, cfg.tile, d), cfg.cache_dtype),
+        "v_smem": tuple(swizzled((cfg.slots, cfg.tile, size), cfg.cache_dtype) for _, size in cfg.pieces),
+        "p_smem": swizzled((cfg.columns, cfg.tile), cfg.operand_dtype),
         **out_scratch(cfg),
         "q_ready": plgpu.Barrier(),
-        "k_ready": plgpu.Barrier(num_barriers=cfg.slots, num_arrivals=runs),
-        "v_ready": plgpu.Barrier(num_barriers=cfg.slots, num_arrivals=runs * len(cfg.pieces)),
+        "k_ready": plgpu.Barrier(num_barriers=cfg.slots, num_arrivals=k_runs),
+        "v_ready": plgpu.Barrier(num_barriers=cfg.slots, num_arrivals=runs * len(cfg.pieces) + v_runs - runs),
         "k_consumed": consumed,
         "v_consumed": consumed,
     }
+    if cfg.narrow:
+        buffers["operand_smem"] = swizzled((cfg.columns, d), cfg.operand_dtype)
+    for name in ("k_scale", "v_scale"):
+        if getattr(cfg, name) == "slot":
+            buffers[f"{name}_smem"] = plgpu.SMEM((cfg.slots, cfg.tile), jnp.float32)
+    return buffers
 
 
 def out_scratch(cfg: Config) -> dict[str, Any]:
@@ -169,10 +191,13 @@ def check(query: Array, key_cache: Array, value_cache: Array, options: Attention
         reasons.append(f"needs compute capability 9.0, this GPU has {gpu.capability / 10}")
     if query.dtype not in (jnp.float16, jnp.bfloat16):
         reasons.append(f"lacks queries of {query.dtype}, takes float16 and bfloat16")
-    if key_cache.dtype != query.dtype:
+    narrow = key_cache.dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
+    if key_cache.dtype != query.dtype and not narrow:
         reasons.append(f"lacks caches of {key_cache.dtype} for queries of {query.dtype}")
     if head_size % 16 or head_size < 64:
         reasons.append(f"lacks head_size {head_size}, takes multiples of 16 from 64 on")
+    elif narrow and head_size % 64:
+        reasons.append(f"lacks head_size {head_size} for caches of {key_cache.dtype}, takes multiples of 64")
     if block_size < 8:
         reasons.append(f"lacks block_size {block_size}, takes 8 and more")
     if group > _MAX_GROUP:
@@ -181,9 +206,6 @@ def check(query: Array, key_cache: Array, value_cache: Array, options: Attention
         reasons.append("lacks layout 'vllm'")
     if options.block_sparse is not None:
         reasons.append("lacks block_sparse")
-    for name, scale in (("k_scale", options.k_scale), ("v_scale", options.v_scale)):
-        if scale is not None and scale.ndim == 3:
-            reasons.append(f"lacks a {name} for each slot")
     if reasons:
         raise NotImplementedError(f"implementation 'mosaic_gpu' {'; '.join(reasons)}")
 
@@ -207,6 +229,7 @@ def config(
         head_size=head_size,
         block_size=value_cache.shape[block_axis(options.layout)],
         dtype=query.dtype.name,
+        cache_dtype=key_cache.dtype.name,
         layout=options.layout,
         max_seq_len=options.max_seq_len,
         split=split,
@@ -231,20 +254,20 @@ def config(
 def _tiling(cfg: Config) -> tuple[Config, int]:
     """`tile` and `slots`, and how many programs a multiprocessor then has: two if that leaves tiles in flight."""
     longest = cfg.partition_size or cfg.max_seq_len
-    tile = 64 if longest <= 64 or cfg.columns > 32 else 128
-    for programs, room, size, slots in (
-        (2, _MULTIPROCESSOR // 2 - 1024, tile, 4),
-        (2, _MULTIPROCESSOR // 2 - 1024, tile, 3),
-        (2, _MULTIPROCESSOR // 2 - 1024, 64, 4),
-        (2, _MULTIPROCESSOR // 2 - 1024, 64, 3),
-        (1, _SHARED_MEMORY, 64, 4),
-        (1, _SHARED_MEMORY, 64, 2),
-    ):
-        chosen = replace(cfg, tile=size, slots=slots)
+    shared = _MULTIPROCESSOR // 2 - 1024
+    if cfg.narrow:  # as operands, tiles take registers; of those, two programs have 128 a thread
+        tile, slots = 64, (8, 6, 5, 4, 3)
+        programs = 2 if cfg.head_size <= 128 and cfg.columns <= 16 else 1
+        tilings = [(programs, shared if programs == 2 else _SHARED_MEMORY, tile, count) for count in slots]
+    else:
+        tile = 64 if longest <= 64 or cfg.columns > 32 else 128
+        tilings = [(2, shared, tile, 4), (2, shared, tile, 3), (2, shared, 64, 4), (2, shared, 64, 3)]
+    for programs, room, tile, slots in (*tilings, (1, _SHARED_MEMORY, 64, 4), (1, _SHARED_MEMORY, 64, 2)):
+        chosen = replace(cfg, tile=tile, slots=slots)
         if shared_memory(chosen) <= room:
             return chosen, programs
     raise AssertionError(f"no tiling fits in shared memory: {cfg}")
 
 
 def _scale_kind(scale: Array | None) -> str:
-    return "none" if scale is None else "head" if scale.ndim else "scalar"
+    return "none" if scale is None else ("scalar", "head", "", "slot")[scale.ndim]
