@@ -50,7 +50,7 @@ INTERPRETED = [
     ("auto", small("e5m2", 4, 2, 64, 64, "float16", "float8_e5m2", k_scale="slot", v_scale="slot")),
     ("v2", small("int8", 4, 2, 64, 128, "bfloat16", "int8", layout="nhd", k_scale="slot", v_scale="slot")),
     ("v1", small("int8", 7, 1, 64, 16, "float16", "int8", v_scale="scalar", logits_soft_cap=2.0, max_seq_len=100)),
-    ("v1", small("slot", 2, 1, 64, 32, "bfloat16", k_scale="slot", v_scale="slot", sliding_window=50)),
+    ("v1", small("slot", 2, 1, 64, 32, "float16", k_scale="slot", v_scale="slot", sliding_window=50)),
     ("auto", small("all-empty", 4, 2, 64, 16, "float16", seq_lens=(0, 0), sinks=True)),
 ]
 
@@ -76,7 +76,7 @@ def store_transposed(ref, x, cfg):
     ref[...] = x.T
 
 
-# What the interpreter lacks, with nothing out of order; `test_register_layouts` is about the order.
+# What the interpreter lacks, with nothing out of order; test_mosaic_gpu_narrow.py is about the order.
 IN_THE_INTERPRETER = {
     "keys": lambda tile_smem, cfg: tile_smem[...].astype(jnp.float16),
     "values": lambda tile_smem, cfg: tile_smem[...].astype(jnp.float16).T,
