@@ -156,6 +156,8 @@ def _attend_segment(segment: plan.Segment, before, refs, cfg: Config):
     factor = refs.scale_gmem[0] * _cache_scale(refs.k_scale_gmem, cfg.k_scale, segment) * unit
     slopes = of_heads(refs.slopes_gmem, cfg.tile, offset, segment, cfg) if cfg.alibi else None
 
+    late = cfg.columns <= 16  # sums across warps once a segment, if registers allow
+
     def attend_tile(i, carry):
         acc, max_logit, exp_sum = carry
         slot = lax.rem(before + i, jnp.int32(cfg.slots))
@@ -176,7 +178,7 @@ def _attend_segment(segment: plan.Segment, before, refs, cfg: Config):
             weights, peak = _scaled(p, _scales(refs.v_scale_smem.at[slot], cfg), low, high, cfg)
         refs.p_smem.T[...] = _layout(weights.astype(cfg.operand_dtype))
         plgpu.commit_smem()
-        exp_sum = exp_sum * keep + p.sum(axis=0)
+        exp_sum = exp_sum * _wide(keep, cfg.tile) + p if late else exp_sum * keep + p.sum(axis=0)
         if cfg.v_scale != "slot":
             plgpu.barrier_wait(refs.v_ready.at[slot])
         tiles_smem = [ring_smem.at[slot] for ring_smem in refs.v_smem]
@@ -188,12 +190,14 @@ def _attend_segment(segment: plan.Segment, before, refs, cfg: Config):
         plgpu.barrier_arrive(refs.v_consumed.at[slot])
         return acc, top, exp_sum
 
+    lowest = jnp.full((cfg.columns,), LOWEST, jnp.float32)
     init = (
         [_layout(jnp.zeros((size, cfg.columns), jnp.float32)) for _, size in cfg.pieces],
-        _layout(jnp.full((cfg.columns,), LOWEST, jnp.float32), 0),
-        _layout(jnp.zeros((cfg.columns,), jnp.float32), 0),
+        _layout(lowest, 0),
+        _layout(jnp.zeros((cfg.tile, cfg.columns), jnp.float32)) if late else _layout(jnp.zeros_like(lowest), 0),
     )
-    state = lax.fori_loop(0, segment.count, attend_tile, init)
+    acc, max_logit, exp_sum = lax.fori_loop(0, segment.count, attend_tile, init)
+    state = acc, max_logit, exp_sum.sum(axis=0) if late else exp_sum
     v_scale = _cache_scale(refs.v_scale_gmem, cfg.v_scale, segment)
     if cfg.split != "partitions":
 
