@@ -96,9 +96,10 @@ def call(op, decode, arrays, static, partition_size, device=SMALL_GPU):
     if op == "v2":
         function = partial(function, partition_size=partition_size)
     gpu = mock.patch.object(config, "device", return_value=device)
-    registers = mock.patch.multiple(narrow, **IN_THE_INTERPRETER)
+    registers, products = mock.patch.multiple(narrow, **IN_THE_INTERPRETER), mock.patch.object(attend, "_dot", dot)
+    interpreted = params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=True))
     try:
-        with gpu, registers, mock.patch.object(attend, "_dot", dot), params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=True)):
+        with gpu, registers, products, interpreted:
             results = jax.tree.map(np.asarray, jax.jit(function)(*operands))
         return results, interpret_pallas_call.get_races().races_found
     except Exception:
@@ -174,7 +175,7 @@ def lowered(op, case, num_blocks=10):
 
 
 def pairs():
-    """Every pair of head size with dtype and with layout; block sizes, groups and options in turn."""
+    """Every pair of head size with dtype, with layout and with 8-bit dtype; the rest in turn."""
     ops, block_sizes, groups = ("v1", "v2", "auto"), (8, 16, 32, 64, 128, 256), (1, 2, 3, 4, 5, 7, 8, 12, 16, 64)
     for j, head_size in enumerate((64, 80, 96, 112, 128, 144, 160, 192, 208, 240, 256)):
         for i, dtype in enumerate(("float16", "bfloat16")):
@@ -191,6 +192,18 @@ def pairs():
             shape = 2 * group, 2, head_size, block_sizes[n % len(block_sizes)], dtype, dtype, layout
             op = ops[n // 2 % 3]
             yield op, small(f"{layout}-{dtype}-{head_size}-{group}", *shape, seq_lens=(700, 3), **options)
+    kinds = (None, None), ("head", "scalar"), ("slot", "slot")
+    for j, head_size in enumerate((64, 128, 192, 256)):
+        for i, cache_dtype in enumerate(("float8_e4m3fn", "float8_e5m2", "int8")):
+            n = 3 * j + i
+            group, block_size = (1, 12, 4, 5, 32, 8, 64)[n % 7], (32, 16, 8, 64)[j]
+            dtype = ("float16", "bfloat16")[n % 2]
+            k_scale, v_scale = kinds[(i + j) % 3 if block_size >= 32 else (i + j) % 2]
+            options = {"alibi": n % 5 == 0, "sliding_window": 100 if n % 3 == 0 else None}
+            shape = 2 * group, 2, head_size, block_size, dtype, cache_dtype, ("hnd", "nhd")[(i + j) % 2]
+            name = f"{cache_dtype}-{dtype}-{head_size}-{group}"
+            case = small(name, *shape, seq_lens=(700, 3), k_scale=k_scale, v_scale=v_scale, **options)
+            yield ops[(i + j) % 3], case
 
 
 @pytest.mark.parametrize(("op", "case"), list(pairs()), ids=str)
@@ -229,13 +242,17 @@ def test_vmap_and_export():
 
 REFUSED = [
     (small("dtype", 4, 2, 64, 16, "float32"), "lacks queries of float32, takes float16 and bfloat16"),
-    (small("cache", 4, 2, 64, 16, "bfloat16", "int8"), "lacks caches of int8 for queries of bfloat16"),
+    (small("cache", 4, 2, 64, 16, "bfloat16", "float16"), "lacks caches of float16 for queries of bfloat16"),
+    (small("narrow", 4, 2, 96, 16, "bfloat16", "int8"), "lacks head_size 96 for caches of int8, takes multiples of 64"),
     (small("head", 4, 2, 32, 16, "bfloat16"), "lacks head_size 32, takes multiples of 16 from 64 on"),
     (small("odd-head", 4, 2, 120, 16, "bfloat16"), "lacks head_size 120"),
     (small("block", 4, 2, 64, 4, "bfloat16"), "lacks block_size 4, takes 8 and more"),
     (small("group", 130, 2, 64, 16, "bfloat16"), "lacks groups of 65 query heads, takes up to 64"),
     (small("sparse", 4, 2, 64, 16, "bfloat16", block_sparse=Sparse(1, 3)), "lacks block_sparse"),
-    (small("slot", 4, 2, 64, 16, "bfloat16", k_scale="slot", v_scale="slot"), "k_scale for each slot; lacks a v_scale"),
+    (
+        small("slot", 4, 2, 64, 16, "bfloat16", k_scale="slot", v_scale="slot"),
+        "lacks a k_scale for each slot with block_size 16, takes 32 and more; lacks a v_scale",
+    ),
     (small("many", 4, 2, 24, 1, "float16", layout="vllm"), "lacks head_size 24.*; lacks block_size 1.*; lacks layout"),
 ]
 
@@ -256,12 +273,15 @@ def test_other_gpus_are_refused():
 
 @pytest.mark.parametrize("split", ["none", "partitions", "even"])
 @pytest.mark.parametrize("group", [1, 4, 5, 8, 64])
-@pytest.mark.parametrize("head_size", [64, 80, 128, 256])
-def test_configs_fit(head_size, group, split):
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("head_size", [64, 80, 128, 192, 256])
+def test_configs_fit(head_size, dtype, group, split):
     """In shared memory, for every block size, and with as many programs as there can be work for."""
+    if dtype == "int8" and head_size % 64:
+        return
     for block_size in (8, 16, 32, 64, 128, 256):
         query = jnp.zeros((4, 2 * group, head_size), jnp.bfloat16)
-        cache = jnp.zeros((1, 2, block_size, head_size), jnp.bfloat16)
+        cache = jnp.zeros((1, 2, block_size, head_size), dtype)
         tables, seq_lens = jnp.zeros((4, 2), jnp.int32), jnp.zeros(4, jnp.int32)
         options = _validate.decode_operands(query, cache, cache, tables, seq_lens, {})[5]
         cfg = config.config(query, cache, cache, options, config.Device(), split, 512)

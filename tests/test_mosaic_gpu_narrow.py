@@ -128,7 +128,7 @@ def emulated():
         ),
         "ir": mock.MagicMock(),
     }
-    with mock.patch.multiple(narrow, **fakes), mock.patch.object(narrow.plgpu, "inline_mgpu", inline):
+    with mock.patch.multiple(narrow, **fakes):
         yield
 
 

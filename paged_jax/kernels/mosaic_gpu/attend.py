@@ -169,7 +169,8 @@ def _attend_segment(segment: plan.Segment, before, refs, cfg: Config):
         if cfg.k_scale == "slot":
             logits *= _scales(refs.k_scale_smem.at[slot], cfg)
         plgpu.barrier_arrive(refs.k_consumed.at[slot])
-        logits = _logits(logits, factor, slopes, start - segment.seq_len + 1, low, high, cfg)
+        wide_factor = _wide(factor, cfg.tile) if jnp.ndim(factor) else factor
+        logits = _logits(logits, wide_factor, slopes, start - segment.seq_len + 1, low, high, cfg)
         top = lax.max(max_logit, logits.max(axis=0))
         keep = exp(max_logit - top)
         p = weights = exp(logits - _wide(top, cfg.tile))
@@ -221,7 +222,7 @@ def _convert_query(refs, cfg: Config):
         q = q.astype(jnp.float32)
         peak = lax.max(jnp.abs(q).max(axis=0), jnp.float32(1e-30))
         unit = lax.bitcast_convert_type(lax.bitcast_convert_type(peak, jnp.int32) & 0x7F800000, jnp.float32)
-        q, unit = (q / _wide(unit, cfg.head_size)).astype(cfg.operand_dtype), _wide(unit, cfg.tile)
+        q = (q / _wide(unit, cfg.head_size)).astype(cfg.operand_dtype)
     narrow.store_query(refs.operand_smem, q, cfg)
     plgpu.commit_smem()
     return refs.operand_smem, unit

@@ -165,10 +165,10 @@ def out_scratch(cfg: Config) -> dict[str, Any]:
 
 
 def shared_memory(cfg: Config) -> int:
-    """Bytes of `scratch`, and 2 KiB for barriers, padding and what reductions across warps take."""
+    """Bytes of `scratch`, and 4 KiB for barriers, padding and what reductions across warps take."""
     buffers = jax.tree.leaves(list(scratch(cfg).values()))
     arrays = [x for x in buffers if not isinstance(x, plgpu.Barrier)]
-    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays) + 2048
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays) + 4096
 
 
 def device() -> Device:
@@ -206,6 +206,9 @@ def check(query: Array, key_cache: Array, value_cache: Array, options: Attention
         reasons.append("lacks layout 'vllm'")
     if options.block_sparse is not None:
         reasons.append("lacks block_sparse")
+    for name, scale in (("k_scale", options.k_scale), ("v_scale", options.v_scale)):
+        if scale is not None and scale.ndim == 3 and block_size < 32:  # copies start at multiples of 128 bytes
+            reasons.append(f"lacks a {name} for each slot with block_size {block_size}, takes 32 and more")
     if reasons:
         raise NotImplementedError(f"implementation 'mosaic_gpu' {'; '.join(reasons)}")
 
@@ -255,10 +258,11 @@ def _tiling(cfg: Config) -> tuple[Config, int]:
     """`tile` and `slots`, and how many programs a multiprocessor then has: two if that leaves tiles in flight."""
     longest = cfg.partition_size or cfg.max_seq_len
     shared = _MULTIPROCESSOR // 2 - 1024
-    if cfg.narrow:  # as operands, tiles take registers; of those, two programs have 128 a thread
-        tile, slots = 64, (8, 6, 5, 4, 3)
-        programs = 2 if cfg.head_size <= 128 and cfg.columns <= 16 else 1
-        tilings = [(programs, shared if programs == 2 else _SHARED_MEMORY, tile, count) for count in slots]
+    if cfg.narrow:  # as operands, tiles take registers, of which two programs have 128 a thread
+        two = cfg.columns == 8 and cfg.head_size <= 128
+        large = not two and cfg.columns <= 32 and cfg.head_size <= 128 and longest > 64
+        room = shared if two else _SHARED_MEMORY
+        tilings = [(1 + two, room, 128 if large else 64, slots) for slots in (8, 6, 5, 4, 3)]
     else:
         tile = 64 if longest <= 64 or cfg.columns > 32 else 128
         tilings = [(2, shared, tile, 4), (2, shared, tile, 3), (2, shared, 64, 4), (2, shared, 64, 3)]

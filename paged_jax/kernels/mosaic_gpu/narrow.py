@@ -17,6 +17,8 @@ so that a pair of tokens is a register. Elements are taken for those rows that a
 rows at a time, and words are halves.
 """
 
+from typing import Any
+
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -43,7 +45,7 @@ def keys(tile_smem, cfg: Config) -> Array:
     """K [tile, d], in float16, elements in the order of `store_query`."""
     shape = cfg.tile, cfg.head_size
 
-    @_inline(plgpu.RefType(_transforms(cfg)), shape=shape, layout=plgpu.Layout.WGMMA)
+    @_inline(plgpu.RefType(_transforms(cfg)), returns=shape)
     def body(_, tile_smem):
         words = _load(tile_smem, mgpu.WGMMA_LAYOUT_8BIT, cfg).reshape(-1, 2)  # [.., h]
         halves = np.empty((len(words), 2, 2), object)  # [.., a, h]
@@ -58,7 +60,7 @@ def store_query(ref, x: Array, cfg: Config) -> None:
     """Stores Q^T [d, columns] as [columns, d], with elements in the order of `keys`."""
     transforms_ = transforms(cfg.head_size, jnp.dtype(x.dtype))
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms_), plgpu.Layout.WGMMA))
+    @_inline(plgpu.RefType(transforms_), plgpu.Layout.WGMMA)
     def body(_, ref, x):
         pairs = x.registers.reshape(cfg.head_size // 64, cfg.columns // 8, 2)  # [m, c, h]
         one = ir.VectorType.get((1,), x.mlir_dtype)
@@ -75,7 +77,7 @@ def values(tile_smem, cfg: Config) -> Array:
     """V^T [d, tile], in float16, with its rows out of order."""
     shape = cfg.head_size, cfg.tile
 
-    @_inline(plgpu.RefType(_transforms(cfg)), shape=shape, layout=plgpu.Layout.WGMMA)
+    @_inline(plgpu.RefType(_transforms(cfg)), returns=shape)
     def body(_, tile_smem):
         each = _elements(cfg)
         words = _load(tile_smem, tokens_layout(16, cfg), cfg)
@@ -95,7 +97,7 @@ def zero_rows(rows_smem, low, high, cfg: Config) -> None:
     """Zeroes the rows of [64, d] bytes that are not low <= row < high."""
     scalar = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(_transforms(cfg)), scalar, scalar))
+    @_inline(plgpu.RefType(_transforms(cfg)), scalar, scalar)
     def body(_, rows_smem, low, high):
         i32 = ir.IntegerType.get_signless(32)
         words = _load(rows_smem, mgpu.WGMMA_LAYOUT_8BIT, cfg)
@@ -122,7 +124,7 @@ def zero_rows(rows_smem, low, high, cfg: Config) -> None:
 def store(ref, x: Array, cfg: Config) -> None:
     """Stores a product with `values`, [d, columns], with its rows where they belong."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
+    @_inline(plgpu.RefType(), plgpu.Layout.WGMMA)
     def body(_, ref, x):
         registers = _by_rows(x, cfg)  # [m, i, c, h]
         _array(registers.swapaxes(1, 2), rows_layout(cfg), x.shape).store_untiled(ref, optimized=False)
@@ -133,7 +135,7 @@ def store(ref, x: Array, cfg: Config) -> None:
 def store_transposed(ref, x: Array, cfg: Config) -> None:
     """`store`, as [columns, d]."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
+    @_inline(plgpu.RefType(), plgpu.Layout.WGMMA)
     def body(_, ref, x):
         each = _elements(cfg)
         vectors = np.empty((cfg.columns // 8, cfg.head_size // (32 * each), 2), object)
@@ -180,8 +182,10 @@ def _transforms(cfg: Config):
     return transforms(cfg.head_size, jnp.dtype(cfg.cache_dtype))
 
 
-def _inline(*arg_types, shape, layout, dtype=jnp.float16):
-    return plgpu.inline_mgpu(arg_types=arg_types, return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=layout))
+def _inline(*arg_types: Any, returns: tuple[int, ...] | None = None) -> Any:
+    """Device code on fragmented arrays; what it returns, if anything, is a float16 operand of that shape."""
+    operand = plgpu.ShapeDtypeStruct(returns, jnp.dtype("float16"), layout=plgpu.Layout.WGMMA) if returns else None
+    return plgpu.inline_mgpu(arg_types=arg_types, return_type=operand)
 
 
 def _load(tile_smem, layout, cfg: Config) -> np.ndarray:
