@@ -97,6 +97,10 @@ class Stored(SimpleNamespace):
         self.store_untiled(ref, optimized)
 
 
+class WithType(np.ndarray):
+    type = None
+
+
 def load(tile, layout, cfg):
     words = registers_of(tile.view(np.uint8), layout)
     wide = [np.pad(x, ((0, 0), (0, 4 - x.shape[1]))).copy().view("<u4")[:, 0] for x in words]
@@ -122,13 +126,21 @@ def emulated():
         "_asm": run,
         "_operand": operand,
         "_inline": inline,
-        "_array": lambda registers, layout, shape: Stored(registers=registers, layout=layout, shape=shape),
+        "_array": lambda registers, layout, shape, _=None: Stored(registers=registers, layout=layout, shape=shape),
         "vector": SimpleNamespace(
-            extract=lambda x, _, at: x[:, at[0]], from_elements=lambda _, values: np.stack(values, 1)
+            extract=lambda x, _, at: x[:, at[0]],
+            from_elements=lambda _, values: np.stack(values, 1),
+            broadcast=lambda _, x: x.astype("<u4")[:, None],
+            bitcast=lambda _, x: x.view(np.uint8),
+        ),
+        "arith": SimpleNamespace(
+            remui=np.mod, divui=np.floor_divide, addi=np.add, muli=np.multiply, select=np.where,
+            CmpIPredicate=SimpleNamespace(sge=np.greater_equal), cmpi=lambda compare, x, y: compare(x, y),
         ),
         "ir": mock.MagicMock(),
-    }
-    with mock.patch.multiple(narrow, **fakes):
+    }  # fmt: skip
+    threads = mock.patch.multiple(mgpu, thread_idx=lambda: np.arange(128, 256), c=lambda x, _: x)
+    with mock.patch.multiple(narrow, **fakes), threads:
         yield
 
 
@@ -165,3 +177,15 @@ def test_products(dtype, head_size, tile, columns):
     narrow.store_transposed(transposed, of_product, cfg)
     np.testing.assert_array_equal(out, exact.astype(np.float64).T @ weights)
     np.testing.assert_array_equal(transposed, out.T)
+
+
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.usefixtures("emulated")
+def test_zero_rows(head_size):
+    cfg = SimpleNamespace(head_size=head_size, cache_dtype="int8")
+    rows = np.random.default_rng(0).integers(1, 256, (64, head_size)).astype(np.uint8)
+    for low, high in ((-3, 70), (5, 40), (9, 9), (-9, 1)):
+        rows_smem = rows.copy().view(WithType)
+        narrow.zero_rows(rows_smem, *(SimpleNamespace(registers=np.array(x)) for x in (low, high)), cfg)
+        row = np.arange(64)[:, None]
+        np.testing.assert_array_equal(rows_smem, np.where((row >= low) & (row < high), rows, 0))

@@ -100,22 +100,19 @@ def zero_rows(rows_smem, low, high, cfg: Config) -> None:
     @_inline(plgpu.RefType(_transforms(cfg)), scalar, scalar)
     def body(_, rows_smem, low, high):
         i32 = ir.IntegerType.get_signless(32)
-        words = _load(rows_smem, mgpu.WGMMA_LAYOUT_8BIT, cfg)
+        words = _load(rows_smem, mgpu.WGMMA_LAYOUT_8BIT, cfg).reshape(-1, 2)  # [.., h]
         thread = arith.remui(mgpu.thread_idx(), mgpu.c(128, i32))
         warp, lane = (op(thread, mgpu.c(32, i32)) for op in (arith.divui, arith.remui))
-        row = arith.addi(arith.muli(warp, mgpu.c(16, i32)), arith.divui(lane, mgpu.c(4, i32)))
+        first = arith.addi(arith.muli(warp, mgpu.c(16, i32)), arith.divui(lane, mgpu.c(4, i32)))
+        four = ir.VectorType.get((4,), ir.MemRefType(rows_smem.type).element_type)
         kept = np.empty_like(words)
-        bytes_ = ir.VectorType.get((4,), ir.MemRefType(rows_smem.type).element_type)
-        for i, word in np.ndenumerate(words):
-            at = arith.addi(row, mgpu.c(8 * i[4], i32))  # [m, s, w, 1, h, ..]
-            seen = arith.andi(
-                arith.cmpi(arith.CmpIPredicate.sge, at, low.registers.item()),
-                arith.cmpi(arith.CmpIPredicate.slt, at, high.registers.item()),
-            )
-            word = arith.select(seen, word, mgpu.c(0, i32))
-            kept[i] = vector.bitcast(bytes_, vector.broadcast(ir.VectorType.get((1,), i32), word))
-        is_signed = True if cfg.cache_dtype == "int8" else None
-        array = mgpu.FragmentedArray(_registers=kept, _layout=mgpu.WGMMA_LAYOUT_8BIT, _is_signed=is_signed)
+        for i, h in np.ndindex(words.shape):
+            row = arith.addi(first, mgpu.c(8 * h, i32))
+            begun = arith.cmpi(arith.CmpIPredicate.sge, row, low.registers.item())
+            ended = arith.cmpi(arith.CmpIPredicate.sge, row, high.registers.item())
+            word = arith.select(begun, arith.select(ended, mgpu.c(0, i32), words[i, h]), mgpu.c(0, i32))
+            kept[i, h] = vector.bitcast(four, vector.broadcast(ir.VectorType.get((1,), i32), word))
+        array = _array(kept, mgpu.WGMMA_LAYOUT_8BIT, (64, cfg.head_size), _is_signed(cfg))
         array.store_tiled(rows_smem, _transforms(cfg)[1].swizzle)
 
     body(rows_smem, low, high)
@@ -191,8 +188,7 @@ def _inline(*arg_types: Any, returns: tuple[int, ...] | None = None) -> Any:
 def _load(tile_smem, layout, cfg: Config) -> np.ndarray:
     """The tile's bytes in a layout, each register as an integer."""
     swizzle = _transforms(cfg)[1].swizzle
-    is_signed = True if cfg.cache_dtype == "int8" else None
-    registers = mgpu.FragmentedArray.load_tiled(tile_smem, swizzle, is_signed=is_signed, layout=layout).registers
+    registers = mgpu.FragmentedArray.load_tiled(tile_smem, swizzle, is_signed=_is_signed(cfg), layout=layout).registers
     words = np.empty(registers.shape, object)
     for i, x in np.ndenumerate(registers):
         words[i] = _bitcast(x, 8 * ir.VectorType(x.type).shape[0])
@@ -205,9 +201,14 @@ def _by_rows(x: mgpu.FragmentedArray, cfg: Config) -> np.ndarray:
     return x.registers.reshape(cfg.head_size // (32 * each), each // 2, cfg.columns // 8, 2)
 
 
-def _array(registers: np.ndarray, layout: mgpu.TiledLayout, shape) -> mgpu.FragmentedArray:
+def _array(registers: np.ndarray, layout: mgpu.TiledLayout, shape, is_signed: bool | None = None):
     registers = registers.reshape(layout.registers_shape(shape))
-    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=is_signed)
+
+
+def _is_signed(cfg: Config) -> bool | None:
+    """As Mosaic has it, of integers."""
+    return True if cfg.cache_dtype == "int8" else None
 
 
 def _operand(halves: np.ndarray, shape) -> mgpu.FragmentedArray:
