@@ -130,13 +130,15 @@ def emulated():
         "vector": SimpleNamespace(
             extract=lambda x, _, at: x[:, at[0]],
             from_elements=lambda _, values: np.stack(values, 1),
-            broadcast=lambda _, x: x.astype("<u4")[:, None],
+            broadcast=lambda _, x: (x if x.dtype == np.float32 else x.astype("<u4"))[:, None],
             bitcast=lambda _, x: x.view(np.uint8),
         ),
         "arith": SimpleNamespace(
             remui=np.mod, divui=np.floor_divide, addi=np.add, muli=np.multiply, select=np.where,
-            CmpIPredicate=SimpleNamespace(sge=np.greater_equal), cmpi=lambda compare, x, y: compare(x, y),
+            CmpIPredicate=SimpleNamespace(sge=np.greater_equal),
+            cmpi=lambda compare, x, y: compare(x, y), index_cast=lambda _, x: x,
         ),
+        "memref": SimpleNamespace(load=lambda ref, at: ref[tuple(at)]),
         "ir": mock.MagicMock(),
     }  # fmt: skip
     threads = mock.patch.multiple(mgpu, thread_idx=lambda: np.arange(128, 256), c=lambda x, _: x)
@@ -189,3 +191,20 @@ def test_zero_rows(head_size):
         narrow.zero_rows(rows_smem, *(SimpleNamespace(registers=np.array(x)) for x in (low, high)), cfg)
         row = np.arange(64)[:, None]
         np.testing.assert_array_equal(rows_smem, np.where((row >= low) & (row < high), rows, 0))
+
+
+@pytest.mark.parametrize("tile", [64, 128])
+@pytest.mark.parametrize("run", [8, 16, 32, 64])
+@pytest.mark.usefixtures("emulated")
+def test_token_scales(run, tile):
+    scales = np.full((tile // run, max(run, 32)), np.nan, np.float32)
+    scales[:, :run] = np.arange(tile).reshape(-1, run)
+    found = narrow.token_scales(scales, SimpleNamespace(tile=tile, run=run))
+    at = row_elements(tile)
+    np.testing.assert_array_equal(np.stack(list(found.registers.reshape(-1))).reshape(at.shape), at)
+
+
+def row_elements(tile):
+    """Rows that each thread has of a product, [registers, 128, 1]."""
+    rows = elements(mgpu.WGMMA_LAYOUT, (tile, 8)).reshape(tile // 64, 2, 128, 2)[..., :1]
+    return rows // 8

@@ -128,7 +128,7 @@ def _load_segment(segment: plan.Segment, before, refs, cfg: Config):
                     plgpu.copy_gmem_to_smem(run_gmem, ring_smem.at[slot, rows], ready.at[slot])
                 if getattr(cfg, f"{which}_scale") == "slot":
                     scales_gmem = getattr(refs, f"{which}_scale_gmem").at[run[0], segment.head, _tokens(run[1], cfg)]
-                    scales_smem = getattr(refs, f"{which}_scale_smem").at[slot, rows]
+                    scales_smem = getattr(refs, f"{which}_scale_smem").at[slot, j, pl.ds(0, cfg.run)]
                     plgpu.copy_gmem_to_smem(scales_gmem, scales_smem, ready.at[slot])
         return following
 
@@ -230,8 +230,7 @@ def _convert_query(refs, cfg: Config):
 
 def _scales(scales_smem, cfg: Config):
     """A factor for each token, [tile] -> [tile, columns]."""
-    scales = plgpu.layout_cast(scales_smem[...], plgpu.Layout.WGMMA.reduce(1))
-    return _layout(lax.broadcast_in_dim(scales, (cfg.tile, cfg.columns), (0,)))
+    return _layout(lax.broadcast_in_dim(narrow.token_scales(scales_smem, cfg), (cfg.tile, cfg.columns), (0,)))
 
 
 def _scaled(p, scales, low, high, cfg: Config):

@@ -151,7 +151,8 @@ def scratch(cfg: Config) -> dict[str, Any]:
         buffers["operand_smem"] = swizzled((cfg.columns, d), cfg.operand_dtype)
     for name in ("k_scale", "v_scale"):
         if getattr(cfg, name) == "slot":
-            buffers[f"{name}_smem"] = plgpu.SMEM((cfg.slots, cfg.tile), jnp.float32)
+            # Copies go to multiples of 128 bytes.
+            buffers[f"{name}_smem"] = plgpu.SMEM((cfg.slots, runs, max(cfg.run, 32)), jnp.float32)
     return buffers
 
 
@@ -206,9 +207,6 @@ def check(query: Array, key_cache: Array, value_cache: Array, options: Attention
         reasons.append("lacks layout 'vllm'")
     if options.block_sparse is not None:
         reasons.append("lacks block_sparse")
-    for name, scale in (("k_scale", options.k_scale), ("v_scale", options.v_scale)):
-        if scale is not None and scale.ndim == 3 and block_size < 32:  # copies start at multiples of 128 bytes
-            reasons.append(f"lacks a {name} for each slot with block_size {block_size}, takes 32 and more")
     if reasons:
         raise NotImplementedError(f"implementation 'mosaic_gpu' {'; '.join(reasons)}")
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
 from paged_jax.kernels.mosaic_gpu.config import Config, transforms
 
@@ -54,6 +54,23 @@ def keys(tile_smem, cfg: Config) -> Array:
         return _operand(halves, shape)
 
     return body(tile_smem)
+
+
+def token_scales(scales_smem, cfg: Config) -> Array:
+    """Scales of the tile's tokens, [tile], which lie a run a row."""
+
+    @_inline(plgpu.RefType(), returns=(cfg.tile,), dtype="float32", layout=plgpu.Layout.WGMMA.reduce(1))
+    def body(_, scales_smem):
+        f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+        loaded = np.empty((cfg.tile // 64, 2), object)  # [m, h]
+        for m, h in np.ndindex(loaded.shape):
+            token = arith.addi(_first_row(), mgpu.c(64 * m + 8 * h, i32))
+            at = [op(token, mgpu.c(cfg.run, i32)) for op in (arith.divui, arith.remui)]
+            at = [arith.index_cast(ir.IndexType.get(), x) for x in at]
+            loaded[m, h] = vector.broadcast(ir.VectorType.get((1,), f32), memref.load(scales_smem, at))
+        return _array(loaded, mgpu.WGMMA_ROW_LAYOUT, (cfg.tile,))
+
+    return body(scales_smem)
 
 
 def store_query(ref, x: Array, cfg: Config) -> None:
@@ -101,13 +118,10 @@ def zero_rows(rows_smem, low, high, cfg: Config) -> None:
     def body(_, rows_smem, low, high):
         i32 = ir.IntegerType.get_signless(32)
         words = _load(rows_smem, mgpu.WGMMA_LAYOUT_8BIT, cfg).reshape(-1, 2)  # [.., h]
-        thread = arith.remui(mgpu.thread_idx(), mgpu.c(128, i32))
-        warp, lane = (op(thread, mgpu.c(32, i32)) for op in (arith.divui, arith.remui))
-        first = arith.addi(arith.muli(warp, mgpu.c(16, i32)), arith.divui(lane, mgpu.c(4, i32)))
         four = ir.VectorType.get((4,), ir.MemRefType(rows_smem.type).element_type)
         kept = np.empty_like(words)
         for i, h in np.ndindex(words.shape):
-            row = arith.addi(first, mgpu.c(8 * h, i32))
+            row = arith.addi(_first_row(), mgpu.c(8 * h, i32))
             begun = arith.cmpi(arith.CmpIPredicate.sge, row, low.registers.item())
             ended = arith.cmpi(arith.CmpIPredicate.sge, row, high.registers.item())
             word = arith.select(begun, arith.select(ended, mgpu.c(0, i32), words[i, h]), mgpu.c(0, i32))
@@ -179,10 +193,18 @@ def _transforms(cfg: Config):
     return transforms(cfg.head_size, jnp.dtype(cfg.cache_dtype))
 
 
-def _inline(*arg_types: Any, returns: tuple[int, ...] | None = None) -> Any:
-    """Device code on fragmented arrays; what it returns, if anything, is a float16 operand of that shape."""
-    operand = plgpu.ShapeDtypeStruct(returns, jnp.dtype("float16"), layout=plgpu.Layout.WGMMA) if returns else None
-    return plgpu.inline_mgpu(arg_types=arg_types, return_type=operand)
+def _inline(*arg_types: Any, returns=None, dtype: str = "float16", layout: Any = plgpu.Layout.WGMMA) -> Any:
+    """Device code on fragmented arrays; what it returns, if anything, has the shape `returns`."""
+    result = plgpu.ShapeDtypeStruct(returns, jnp.dtype(dtype), layout=layout) if returns else None
+    return plgpu.inline_mgpu(arg_types=arg_types, return_type=result)
+
+
+def _first_row():
+    """16 * w + g."""
+    i32 = ir.IntegerType.get_signless(32)
+    thread = arith.remui(mgpu.thread_idx(), mgpu.c(128, i32))
+    warp, lane = (op(thread, mgpu.c(32, i32)) for op in (arith.divui, arith.remui))
+    return arith.addi(arith.muli(warp, mgpu.c(16, i32)), arith.divui(lane, mgpu.c(4, i32)))
 
 
 def _load(tile_smem, layout, cfg: Config) -> np.ndarray:
