@@ -16,10 +16,13 @@ Shared memory, group 4, head_size 128, bfloat16, tiles of 64 tokens, 3 slots (tw
 
     | K ring 48 KiB | V ring 48 KiB | Q 2 KiB | P 1 KiB | out 2 KiB |
 
+8-bit caches become float16 on the way from the rings to the products, A in registers (`narrow.py`), and a copy of the
+query in float16 joins what is in shared memory; tiles have 64 tokens, and rings 6 slots: 192 KiB a multiprocessor.
+
 Where head_size is no multiple of 64, V, O^T and out are in two pieces, as wgmma's M is 64: the second is the last 64
 elements of the head and overlaps with the first.
 
-Roofline: 4 * head_size bytes a token and kv head (16-bit K and V) through HBM, read once; wgmma pads the heads of a
+Roofline: 4 * head_size bytes (8-bit K and V: 2) a token and kv head through HBM, read once; wgmma pads the heads of a
 group to 8 and has an order of magnitude to spare.
 """
 

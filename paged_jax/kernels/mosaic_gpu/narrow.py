@@ -252,7 +252,7 @@ def _bitcast(x, bits: int):
 
 def _asm(code: str, results: int, *operands):
     i32 = ir.IntegerType.get_signless(32)
-    constraints = ",".join(["=r"] * results + ["r"] * len(operands))
+    constraints = ",".join(["=&r"] * results + ["r"] * len(operands))
     if results == 1:
         return llvm.inline_asm(i32, operands, code, constraints)
     struct = llvm.inline_asm(llvm.StructType.get_literal([i32] * results), operands, code, constraints)
