@@ -159,7 +159,7 @@ def _attend_segment(segment: plan.Segment, before, refs, cfg: Config):
     factor = refs.scale_gmem[0] * _cache_scale(refs.k_scale_gmem, cfg.k_scale, segment) * unit
     slopes = of_heads(refs.slopes_gmem, cfg.tile, offset, segment, cfg) if cfg.alibi else None
 
-    late = cfg.columns <= 16  # sums across warps once a segment, if registers allow
+    late = cfg.columns == 8  # sums across warps once a segment: more columns take registers
 
     def attend_tile(i, carry):
         acc, max_logit, exp_sum = carry
