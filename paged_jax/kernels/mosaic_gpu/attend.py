@@ -18,10 +18,13 @@ Shared memory, group 4, head_size 128, bfloat16, tiles of 64 tokens, 3 slots (tw
 
     | K ring 48 KiB | V ring 48 KiB | Q 2 KiB | P 1 KiB | out 2 KiB | merged 1 KiB |
 
+8-bit caches become float16 on the way from the rings to the products, A in registers (`narrow.py`), and a copy of the
+query in float16 joins what is in shared memory; tiles have 64 tokens, and rings 6 slots: 192 KiB a multiprocessor.
+
 Where head_size is no multiple of 64, V, O^T and out are in two pieces, as wgmma's M is 64: the second is the last 64
 elements of the head and overlaps with the first.
 
-Roofline: 4 * head_size bytes a token and kv head (16-bit K and V) through HBM, read once; wgmma pads the heads of a
+Roofline: 4 * head_size bytes (8-bit K and V: 2) a token and kv head through HBM, read once; wgmma pads the heads of a
 group to 8 and has an order of magnitude to spare.
 """
 
@@ -34,7 +37,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from paged_jax.kernels.mosaic_gpu import plan
+from paged_jax.kernels.mosaic_gpu import narrow, plan
 from paged_jax.kernels.mosaic_gpu.config import Config, scratch
 from paged_jax.kernels.mosaic_gpu.reduce import merge_block
 from paged_jax.kernels.mosaic_gpu.registers import LOWEST, exp, layout, log, of_heads, store, wide
@@ -110,9 +113,9 @@ def _load_segment(segment: plan.Segment, refs, cfg: Config):
         following = runs_of(i + 1)  # in flight while this tile waits for its slot
         slot = lax.rem(i, jnp.int32(cfg.slots))
         whole = ((0, cfg.head_size),)
-        keys = refs.key_cache_gmem, (refs.k_smem,), whole, refs.k_ready, refs.k_consumed
-        values = refs.value_cache_gmem, refs.v_smem, cfg.pieces, refs.v_ready, refs.v_consumed
-        for cache_gmem, rings_smem, pieces, ready, consumed in (keys, values):
+        keys = "k", refs.key_cache_gmem, (refs.k_smem,), whole, refs.k_ready, refs.k_consumed
+        values = "v", refs.value_cache_gmem, refs.v_smem, cfg.pieces, refs.v_ready, refs.v_consumed
+        for which, cache_gmem, rings_smem, pieces, ready, consumed in (keys, values):
 
             @pl.when(i >= cfg.slots)
             def _(consumed=consumed):
@@ -123,6 +126,10 @@ def _load_segment(segment: plan.Segment, refs, cfg: Config):
                 for ring_smem, piece in zip(rings_smem, pieces, strict=True):
                     run_gmem = _run_gmem(cache_gmem, run, segment.head, piece, cfg)
                     plgpu.copy_gmem_to_smem(run_gmem, ring_smem.at[slot, rows], ready.at[slot])
+                if getattr(cfg, f"{which}_scale") == "slot":
+                    scales_gmem = getattr(refs, f"{which}_scale_gmem").at[run[0], segment.head, _tokens(run[1], cfg)]
+                    scales_smem = getattr(refs, f"{which}_scale_smem").at[slot, j, pl.ds(0, cfg.run)]
+                    plgpu.copy_gmem_to_smem(scales_gmem, scales_smem, ready.at[slot])
         return following
 
     lax.fori_loop(0, segment.count, load_tile, runs_of(0))
@@ -131,9 +138,13 @@ def _load_segment(segment: plan.Segment, refs, cfg: Config):
 def _run_gmem(cache_gmem, run, head, piece: tuple[int, int], cfg: Config):
     """A piece of a run of neighbouring tokens, [run, size]."""
     (block, offset), (first, size) = run, piece
-    tokens = slice(None) if cfg.run == cfg.block_size else pl.ds(pl.multiple_of(offset, cfg.run), cfg.run)
-    d = slice(None) if size == cfg.head_size else pl.ds(first, size)
+    tokens, d = _tokens(offset, cfg), slice(None) if size == cfg.head_size else pl.ds(first, size)
     return cache_gmem.at[block, tokens, head, d] if cfg.layout == "nhd" else cache_gmem.at[block, head, tokens, d]
+
+
+def _tokens(offset, cfg: Config):
+    """A run in its block."""
+    return slice(None) if cfg.run == cfg.block_size else pl.ds(pl.multiple_of(offset, cfg.run), cfg.run)
 
 
 def _attend_segment(segment: plan.Segment, refs, cfg: Config):
@@ -141,8 +152,11 @@ def _attend_segment(segment: plan.Segment, refs, cfg: Config):
     row, offset = plan.window(segment, cfg)
     plgpu.copy_gmem_to_smem(refs.query_gmem.at[pl.ds(row, cfg.columns)], refs.q_smem, refs.q_ready)
     plgpu.barrier_wait(refs.q_ready)
-    factor = refs.scale_gmem[0] * _cache_scale(refs.k_scale_gmem, cfg.k_scale, segment)
+    q_smem, unit = _convert_query(refs, cfg)
+    factor = refs.scale_gmem[0] * _cache_scale(refs.k_scale_gmem, cfg.k_scale, segment) * unit
     slopes = of_heads(refs.slopes_gmem, cfg.tile, offset, segment, cfg) if cfg.alibi else None
+
+    late = cfg.columns == 8  # sums across warps once a segment: more columns take registers
 
     def attend_tile(i, carry):
         acc, max_logit, exp_sum = carry
@@ -150,33 +164,46 @@ def _attend_segment(segment: plan.Segment, refs, cfg: Config):
         start = segment.origin + i * cfg.tile
         low, high = segment.begin - start, segment.end - start
         plgpu.barrier_wait(refs.k_ready.at[slot])
-        logits = _dot(refs.k_smem.at[slot], refs.q_smem.T)
+        keys_smem = refs.k_smem.at[slot]
+        logits = _dot(narrow.keys(keys_smem, cfg) if cfg.narrow else keys_smem, q_smem.T)
+        if cfg.k_scale == "slot":
+            logits *= _scales(refs.k_scale_smem.at[slot], cfg)
         plgpu.barrier_arrive(refs.k_consumed.at[slot])
-        logits = _logits(logits, factor, slopes, start - segment.seq_len + 1, low, high, cfg)
+        wide_factor = wide(factor, cfg.tile) if jnp.ndim(factor) else factor
+        logits = _logits(logits, wide_factor, slopes, start - segment.seq_len + 1, low, high, cfg)
         top = lax.max(max_logit, logits.max(axis=0))
         keep = exp(max_logit - top)
-        p = exp(logits - wide(top, cfg.tile))
-        refs.p_smem.T[...] = layout(p.astype(cfg.dtype))
+        p = weights = exp(logits - wide(top, cfg.tile))
+        if cfg.v_scale == "slot":
+            plgpu.barrier_wait(refs.v_ready.at[slot])
+            weights, peak = _scaled(p, _scales(refs.v_scale_smem.at[slot], cfg), low, high, cfg)
+        refs.p_smem.T[...] = layout(weights.astype(cfg.operand_dtype))
         plgpu.commit_smem()
-        exp_sum = exp_sum * keep + p.sum(axis=0)
-        plgpu.barrier_wait(refs.v_ready.at[slot])
-        values_smem = [ring_smem.at[slot] for ring_smem in refs.v_smem]
-        _zero_rows(values_smem, low, high, cfg)
-        acc = [x * wide(keep, x.shape[0]) + _dot(v.T, refs.p_smem.T) for x, v in zip(acc, values_smem, strict=True)]
+        exp_sum = exp_sum * wide(keep, cfg.tile) + p if late else exp_sum * keep + p.sum(axis=0)
+        if cfg.v_scale != "slot":
+            plgpu.barrier_wait(refs.v_ready.at[slot])
+        tiles_smem = [ring_smem.at[slot] for ring_smem in refs.v_smem]
+        _zero_rows(tiles_smem, low, high, cfg)
+        products = [_dot(narrow.values(x, cfg) if cfg.narrow else x.T, refs.p_smem.T) for x in tiles_smem]
+        if cfg.v_scale == "slot":
+            products = [x * wide(peak, x.shape[0]) for x in products]
+        acc = [x * wide(keep, x.shape[0]) + product for x, product in zip(acc, products, strict=True)]
         plgpu.barrier_arrive(refs.v_consumed.at[slot])
         return acc, top, exp_sum
 
+    lowest = jnp.full((cfg.columns,), LOWEST, jnp.float32)
     init = (
         [layout(jnp.zeros((size, cfg.columns), jnp.float32)) for _, size in cfg.pieces],
-        layout(jnp.full((cfg.columns,), LOWEST, jnp.float32), 0),
-        layout(jnp.zeros((cfg.columns,), jnp.float32), 0),
+        layout(lowest, 0),
+        layout(jnp.zeros((cfg.tile, cfg.columns), jnp.float32)) if late else layout(jnp.zeros_like(lowest), 0),
     )
-    state = lax.fori_loop(0, segment.count, attend_tile, init)
+    acc, max_logit, exp_sum = lax.fori_loop(0, segment.count, attend_tile, init)
+    state = acc, max_logit, exp_sum.sum(axis=0) if late else exp_sum
     v_scale = _cache_scale(refs.v_scale_gmem, cfg.v_scale, segment)
     if cfg.merge == "none":
         _store_whole(segment, row, offset, v_scale, state, refs, cfg)
     else:
-        _store_part(segment, v_scale, state, refs)
+        _store_part(segment, v_scale, state, refs, cfg)
     if cfg.merge == "cluster":
         plgpu.barrier_arrive(refs.cluster_done)
         plgpu.barrier_wait(refs.cluster_done)
@@ -187,19 +214,51 @@ def _attend_segment(segment: plan.Segment, refs, cfg: Config):
                 merge_block(segment, cfg.num_parts, block, refs, cfg)
 
 
+def _convert_query(refs, cfg: Config):
+    """The query as an operand; and what each was divided by: a power of two, so that it fits, exactly."""
+    if not cfg.narrow:
+        return refs.q_smem, 1.0
+    q, unit = layout(refs.q_smem.T[...]), 1.0
+    if cfg.dtype != cfg.operand_dtype:
+        q = q.astype(jnp.float32)
+        peak = lax.max(jnp.abs(q).max(axis=0), jnp.float32(1e-30))
+        unit = lax.bitcast_convert_type(lax.bitcast_convert_type(peak, jnp.int32) & 0x7F800000, jnp.float32)
+        q = (q / wide(unit, cfg.head_size)).astype(cfg.operand_dtype)
+    narrow.store_query(refs.operand_smem, q, cfg)
+    plgpu.commit_smem()
+    return refs.operand_smem, unit
+
+
+def _scales(scales_smem, cfg: Config):
+    """A factor for each token, [tile] -> [tile, columns]."""
+    return layout(lax.broadcast_in_dim(narrow.token_scales(scales_smem, cfg), (cfg.tile, cfg.columns), (0,)))
+
+
+def _scaled(p, scales, low, high, cfg: Config):
+    """The weights of values times their scales; the largest scale stays out, so that products cannot overflow."""
+    scales = jnp.where(_seen(low, high, p.shape, cfg), scales, jnp.zeros_like(scales))
+    peak = jnp.abs(scales).max(axis=0)
+    peak = jnp.where(peak > 0, peak, 1.0)
+    return p * (scales / wide(peak, cfg.tile)), peak
+
+
+def _seen(low, high, shape, cfg: Config):
+    """Which rows are tokens low <= row < high."""
+    token = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+    seen = token < high
+    return seen & (token >= low) if cfg.sliding_window is not None else seen
+
+
 def _logits(products, factor, slopes, distance, low, high, cfg: Config):
     """The logits of a tile, -inf where it is not attended; `distance` is its first key's to the query."""
-    token = plgpu.broadcasted_iota(jnp.int32, products.shape, 0, layout=plgpu.Layout.WGMMA)
     if (cap := cfg.logits_soft_cap) is not None:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
         logits = cap - (2 * cap) / (exp(products * (factor * (2 / cap))) + 1)
     else:
         logits = products * factor
     if slopes is not None:
+        token = plgpu.broadcasted_iota(jnp.int32, products.shape, 0, layout=plgpu.Layout.WGMMA)
         logits += slopes * (token + distance).astype(jnp.float32)
-    seen = token < high
-    if cfg.sliding_window is not None:
-        seen &= token >= low
-    return jnp.where(seen, logits, -jnp.inf)
+    return jnp.where(_seen(low, high, products.shape, cfg), logits, -jnp.inf)
 
 
 def _store_whole(segment, row, offset, v_scale, state, refs, cfg: Config):
@@ -215,8 +274,13 @@ def _store_whole(segment, row, offset, v_scale, state, refs, cfg: Config):
         acc = [x * wide(keep, x.shape[0]) for x in acc]
     total = jnp.where(seen, total, 1.0)
     log_sum = jnp.where(seen, max_logit + log(total), -jnp.inf)
-    for out_smem, x in zip(refs.out_smem, acc, strict=True):
-        store(out_smem.T, layout((x * wide(v_scale / total, x.shape[0])).astype(cfg.dtype)))
+    outs = [x * wide(v_scale / total, x.shape[0]) for x in acc]
+    for out_smem, x in zip(refs.out_smem, outs, strict=True):
+        x = layout(x.astype(cfg.dtype))
+        if cfg.narrow:
+            narrow.store_transposed(out_smem, x, cfg)
+        else:
+            store(out_smem.T, x)
     refs.sum_smem[...] = layout(log_sum, 0)
     plgpu.commit_smem()
     # In pieces row by row: Mosaic would tile shared memory for copies of 8 rows, and refuse the head size for it.
@@ -231,14 +295,17 @@ def _store_whole(segment, row, offset, v_scale, state, refs, cfg: Config):
         refs.lse_gmem[row + offset + i] = refs.sum_smem[offset + i]
 
 
-def _store_part(segment, v_scale, state, refs):
+def _store_part(segment, v_scale, state, refs, cfg: Config):
     """Writes a partial result: normalised O^T, maxima and sums of exponentials; all of it when this returns."""
     acc, max_logit, exp_sum = state
     seen = exp_sum != 0
     total = jnp.where(seen, exp_sum, 1.0)
     row = 0
-    for x in acc:
-        refs.part_smem[pl.ds(row, x.shape[0])] = x * wide(v_scale / total, x.shape[0])
+    for x in (x * wide(v_scale / total, x.shape[0]) for x in acc):
+        if cfg.narrow:
+            narrow.store(refs.part_smem, x, cfg)
+        else:
+            refs.part_smem[pl.ds(row, x.shape[0])] = x
         row += x.shape[0]
     refs.max_smem[...] = layout(jnp.where(seen, max_logit, -jnp.inf), 0)
     refs.sum_smem[...] = layout(exp_sum, 0)
@@ -263,17 +330,17 @@ def _zero_rows(tiles_smem, low, high, cfg: Config):
         def _(start=start):
             for tile_smem in tiles_smem:
                 rows_smem = tile_smem.at[pl.ds(start, 64)]
-                rows = layout(rows_smem[...])
-                row = plgpu.broadcasted_iota(jnp.int32, rows.shape, 0, layout=plgpu.Layout.WGMMA) + start
-                seen = row < high
-                if cfg.sliding_window is not None:
-                    seen &= row >= low
-                rows_smem[...] = jnp.where(seen, rows, jnp.zeros_like(rows))
+                if cfg.narrow:
+                    narrow.zero_rows(rows_smem, low - start, high - start, cfg)
+                else:
+                    rows = layout(rows_smem[...])
+                    seen = _seen(low - start, high - start, rows.shape, cfg)
+                    rows_smem[...] = jnp.where(seen, rows, jnp.zeros_like(rows))
             plgpu.commit_smem()
 
 
 def _cache_scale(scale_gmem, kind: str, segment):
-    return 1.0 if kind == "none" else scale_gmem[segment.head if kind == "head" else 0]
+    return 1.0 if kind in ("none", "slot") else scale_gmem[segment.head if kind == "head" else 0]
 
 
 def _dot(a_smem, b_smem):

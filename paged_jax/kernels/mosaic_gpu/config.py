@@ -16,7 +16,9 @@ from paged_jax.options import AttentionOptions, Layout, block_axis, head_axis
 
 _MAX_GROUP = 64
 _MAX_CLUSTER = 8
-_SHORT = 4  # tiles of a part that take less time than another launch
+_SHORT = 256  # tokens of a part that take less time than another launch
+_TILE = 32 * 1024
+_IN_FLIGHT = 128 * 1024
 _SHARED_MEMORY = 227 * 1024  # that one program may have
 _MULTIPROCESSOR = 228 * 1024  # that all programs on a multiprocessor share, each with 1 KiB more for the system
 
@@ -34,11 +36,12 @@ class Config:
     """Everything static that the kernels are compiled for.
 
     Attributes:
-      num_seqs, num_heads, num_kv_heads, head_size, block_size, dtype, layout, max_seq_len: of the call.
+      num_seqs, num_heads, num_kv_heads, head_size, block_size, layout, max_seq_len: of the call.
+      dtype, cache_dtype: of the query, which the output has too, and of the caches.
       num_parts: programs that each (sequence, kv head) is split over.
       partition_size: tokens of a part, or 0: an even share.
       merge: where parts are made one: nowhere, in the "cluster" that they run in, or in a "kernel" of its own.
-      k_scale, v_scale: "none", "scalar" or "head".
+      k_scale, v_scale: "none", "scalar", "head" or "slot".
       tile: tokens of K and V in one step of the loop.
       slots: tiles in the rings of K and of V.
     """
@@ -49,6 +52,7 @@ class Config:
     head_size: int
     block_size: int
     dtype: str
+    cache_dtype: str
     layout: Layout
     max_seq_len: int
     num_parts: int = 1
@@ -66,6 +70,16 @@ class Config:
     @property
     def group(self) -> int:
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def narrow(self) -> bool:
+        """Whether caches are of 8 bits."""
+        return jnp.dtype(self.cache_dtype).itemsize == 1
+
+    @property
+    def operand_dtype(self) -> str:
+        """Of the matrix products: float16 holds what 8 bits can say, and Hopper converts float8 to nothing else."""
+        return "float16" if self.narrow else self.dtype
 
     @property
     def columns(self) -> int:
@@ -113,40 +127,50 @@ class Config:
         return tuple(first + i for first, size in self.pieces for i in range(0, size, 64))
 
 
+def transforms(head_size: int, dtype: Any) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
+    """How rows of head_size lie in shared memory: as wgmma wants it, and free of bank conflicts."""
+    row = head_size * dtype.itemsize
+    swizzle = 128 if row % 128 == 0 else 64 if row % 64 == 0 else 32
+    tiling = plgpu.TilingTransform((8, swizzle // dtype.itemsize))  # pyright: ignore[reportAbstractUsage]
+    return tiling, plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
+
+
 def scratch(cfg: Config) -> dict[str, Any]:
     """Shared memory and barriers of the decode kernel, by name."""
-    dtype, d = jnp.dtype(cfg.dtype), cfg.head_size
+    d = cfg.head_size
 
-    def swizzled(shape, bytes_):
-        transforms = (
-            plgpu.TilingTransform((8, bytes_ // dtype.itemsize)),  # pyright: ignore[reportAbstractUsage]
-            plgpu.SwizzleTransform(bytes_),  # pyright: ignore[reportAbstractUsage]
-        )
-        return plgpu.SMEM(shape, dtype, transforms=transforms)
+    def swizzled(shape, dtype):
+        return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=transforms(d, jnp.dtype(dtype)))
 
-    swizzle = 128 if d % 64 == 0 else 64 if d % 32 == 0 else 32
     runs = cfg.tile // cfg.run
+    k_runs, v_runs = (runs * (2 if kind == "slot" else 1) for kind in (cfg.k_scale, cfg.v_scale))
     consumed = plgpu.Barrier(num_barriers=cfg.slots)
-    merging = {}
-    if cfg.merge != "none":
-        merging["part_smem"] = plgpu.SMEM((cfg.padded_head_size, cfg.columns), jnp.float32)
-    if cfg.merge == "cluster":
-        merging |= {**merge_scratch(cfg), "cluster_done": plgpu.ClusterBarrier(collective_axes=("part",))}
-    return {
-        "q_smem": swizzled((cfg.columns, d), swizzle),
-        "k_smem": swizzled((cfg.slots, cfg.tile, d), swizzle),
-        "v_smem": tuple(swizzled((cfg.slots, cfg.tile, size), swizzle) for _, size in cfg.pieces),
-        "p_smem": swizzled((cfg.columns, cfg.tile), swizzle),
-        "out_smem": tuple(plgpu.SMEM((cfg.columns, size), dtype) for _, size in cfg.pieces),
+    buffers = {
+        "q_smem": swizzled((cfg.columns, d), cfg.dtype),
+        "k_smem": swizzled((cfg.slots, cfg.tile, d), cfg.cache_dtype),
+        "v_smem": tuple(swizzled((cfg.slots, cfg.tile, size), cfg.cache_dtype) for _, size in cfg.pieces),
+        "p_smem": swizzled((cfg.columns, cfg.tile), cfg.operand_dtype),
         "sum_smem": plgpu.SMEM((cfg.columns,), jnp.float32),
         "max_smem": plgpu.SMEM((cfg.columns,), jnp.float32),
         "q_ready": plgpu.Barrier(),
-        "k_ready": plgpu.Barrier(num_barriers=cfg.slots, num_arrivals=runs),
-        "v_ready": plgpu.Barrier(num_barriers=cfg.slots, num_arrivals=runs * len(cfg.pieces)),
+        "k_ready": plgpu.Barrier(num_barriers=cfg.slots, num_arrivals=k_runs),
+        "v_ready": plgpu.Barrier(num_barriers=cfg.slots, num_arrivals=runs * len(cfg.pieces) + v_runs - runs),
         "k_consumed": consumed,
         "v_consumed": consumed,
-        **merging,
     }
+    if cfg.merge == "none":
+        buffers["out_smem"] = tuple(plgpu.SMEM((cfg.columns, size), jnp.dtype(cfg.dtype)) for _, size in cfg.pieces)
+    else:
+        buffers["part_smem"] = plgpu.SMEM((cfg.padded_head_size, cfg.columns), jnp.float32)
+    if cfg.merge == "cluster":
+        buffers |= {**merge_scratch(cfg), "cluster_done": plgpu.ClusterBarrier(collective_axes=("part",))}
+    if cfg.narrow:
+        buffers["operand_smem"] = swizzled((cfg.columns, d), cfg.operand_dtype)
+    for name in ("k_scale", "v_scale"):
+        if getattr(cfg, name) == "slot":
+            # Copies go to multiples of 128 bytes.
+            buffers[f"{name}_smem"] = plgpu.SMEM((cfg.slots, runs, max(cfg.run, 32)), jnp.float32)
+    return buffers
 
 
 def merge_scratch(cfg: Config) -> dict[str, Any]:
@@ -158,10 +182,10 @@ def merge_scratch(cfg: Config) -> dict[str, Any]:
 
 
 def shared_memory(cfg: Config) -> int:
-    """Bytes of `scratch`, and 2 KiB for barriers, padding and what reductions across warps take."""
+    """Bytes of `scratch`, and 4 KiB for barriers, padding and what reductions across warps take."""
     buffers = jax.tree.leaves(list(scratch(cfg).values()))
     arrays = [x for x in buffers if not isinstance(x, plgpu.Barrier | plgpu.ClusterBarrier)]
-    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays) + 2048
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays) + 4096
 
 
 def device() -> Device:
@@ -184,10 +208,13 @@ def check(query: Array, key_cache: Array, value_cache: Array, options: Attention
         reasons.append(f"needs compute capability 9.0, this GPU has {gpu.capability / 10}")
     if query.dtype not in (jnp.float16, jnp.bfloat16):
         reasons.append(f"lacks queries of {query.dtype}, takes float16 and bfloat16")
-    if key_cache.dtype != query.dtype:
+    narrow = key_cache.dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
+    if key_cache.dtype != query.dtype and not narrow:
         reasons.append(f"lacks caches of {key_cache.dtype} for queries of {query.dtype}")
     if head_size % 16 or head_size < 64:
         reasons.append(f"lacks head_size {head_size}, takes multiples of 16 from 64 on")
+    elif narrow and head_size % 64:
+        reasons.append(f"lacks head_size {head_size} for caches of {key_cache.dtype}, takes multiples of 64")
     if block_size < 8:
         reasons.append(f"lacks block_size {block_size}, takes 8 and more")
     if group > _MAX_GROUP:
@@ -196,9 +223,6 @@ def check(query: Array, key_cache: Array, value_cache: Array, options: Attention
         reasons.append("lacks layout 'vllm'")
     if options.block_sparse is not None:
         reasons.append("lacks block_sparse")
-    for name, scale in (("k_scale", options.k_scale), ("v_scale", options.v_scale)):
-        if scale is not None and scale.ndim == 3:
-            reasons.append(f"lacks a {name} for each slot")
     if reasons:
         raise NotImplementedError(f"implementation 'mosaic_gpu' {'; '.join(reasons)}")
 
@@ -222,6 +246,7 @@ def config(
         head_size=head_size,
         block_size=value_cache.shape[block_axis(options.layout)],
         dtype=query.dtype.name,
+        cache_dtype=key_cache.dtype.name,
         layout=options.layout,
         max_seq_len=options.max_seq_len,
         partition_size=partition_size,
@@ -234,39 +259,42 @@ def config(
         logits_soft_cap=options.logits_soft_cap,
     )
     if split == "partitions":
-        cfg = replace(cfg, num_parts=-(-options.max_seq_len // partition_size), merge="kernel")
-    cfg, programs = _tiling(cfg, gpu)
-    return _even_parts(cfg, programs * gpu.num_multiprocessors) if split == "even" else cfg
+        return _tiled(replace(cfg, num_parts=-(-options.max_seq_len // partition_size), merge="kernel"))[0]
+    return _in_even_parts(cfg, gpu) if split == "even" else _tiled(cfg)[0]
 
 
-def _even_parts(cfg: Config, programs: int) -> Config:
-    """Parts for up to so many programs at once; few enough for a cluster if they stay short."""
-    tiles = -(-cfg.max_seq_len // cfg.tile)
-    parts = max(1, min(programs // max(1, cfg.items), tiles))
-    if parts > _MAX_CLUSTER and tiles <= _MAX_CLUSTER * _SHORT:
-        parts = _MAX_CLUSTER
-    merge = "none" if parts == 1 else "cluster" if parts <= _MAX_CLUSTER else "kernel"
-    return replace(cfg, num_parts=parts, merge=merge)
+def _in_even_parts(cfg: Config, gpu: Device) -> Config:
+    """In so many parts that every multiprocessor has its fill; in a cluster where parts are short, and programs few."""
+    items = max(1, cfg.items)
+    parts = min(_MAX_CLUSTER, gpu.num_multiprocessors // items, -(-cfg.max_seq_len // 128))
+    if parts > 1 and cfg.max_seq_len <= parts * _SHORT:  # a multiprocessor takes one program of a cluster
+        return _tiled(replace(cfg, num_parts=parts, merge="cluster"), most=1)[0]
+    tiled, programs = _tiled(replace(cfg, merge="kernel"))
+    parts = min(programs * gpu.num_multiprocessors // items, -(-cfg.max_seq_len // tiled.tile))
+    return replace(tiled, num_parts=parts) if parts > 1 else _tiled(cfg)[0]
 
 
-def _tiling(cfg: Config, gpu: Device) -> tuple[Config, int]:
-    """`tile` and `slots`, and how many programs a multiprocessor then has: two if that leaves tiles in flight."""
-    longest = cfg.partition_size or cfg.max_seq_len
-    few = 2 * longest * cfg.items <= 128 * gpu.num_multiprocessors
-    tile = 64 if longest <= 64 or few or cfg.columns > 32 else 128
-    for programs, room, size, slots in (
-        (2, _MULTIPROCESSOR // 2 - 1024, tile, 4),
-        (2, _MULTIPROCESSOR // 2 - 1024, tile, 3),
-        (2, _MULTIPROCESSOR // 2 - 1024, 64, 4),
-        (2, _MULTIPROCESSOR // 2 - 1024, 64, 3),
-        (1, _SHARED_MEMORY, 64, 4),
-        (1, _SHARED_MEMORY, 64, 2),
-    ):
-        chosen = replace(cfg, tile=size, slots=slots)
-        if shared_memory(chosen) <= room:
-            return chosen, programs
+def _tiled(cfg: Config, most: int = 2) -> tuple[Config, int]:
+    """With `tile` and `slots`; and how many programs a multiprocessor then has, at most `most`.
+
+    As measured (benchmarks/LOG.md): tiles of 32 KiB of K and V, and 128 KiB of them in flight on a multiprocessor.
+    """
+    longest = cfg.partition_size or -(-cfg.max_seq_len // cfg.num_parts)
+    for programs, tile in ((2, 128), (2, 64), (1, 128), (1, 64)):
+        tile_bytes = 2 * tile * cfg.head_size * jnp.dtype(cfg.cache_dtype).itemsize
+        if tile == 128 and (longest <= 64 or cfg.columns > 32 or tile_bytes > _TILE * (3 - programs)):
+            continue
+        # As operands, tiles take registers, of which two programs have 128 a thread.
+        if programs > most or (programs == 2 and cfg.narrow and (cfg.columns > 8 or cfg.head_size > 128 or tile > 64)):
+            continue
+        room = _SHARED_MEMORY if programs == 1 else _MULTIPROCESSOR // 2 - 1024
+        least = 1 if (programs, tile) == (1, 64) else 2
+        for slots in range(max(2, min(8, _IN_FLIGHT // programs // tile_bytes)), least - 1, -1):
+            chosen = replace(cfg, tile=tile, slots=slots)
+            if shared_memory(chosen) <= room:
+                return chosen, programs
     raise AssertionError(f"no tiling fits in shared memory: {cfg}")
 
 
 def _scale_kind(scale: Array | None) -> str:
-    return "none" if scale is None else "head" if scale.ndim else "scalar"
+    return "none" if scale is None else ("scalar", "head", "", "slot")[scale.ndim]

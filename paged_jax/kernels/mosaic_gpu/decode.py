@@ -94,8 +94,8 @@ def _attend(
 
 
 def _or_any(x: Array | None, options: AttentionOptions) -> Array:
-    """`x` as a vector; `scale` stands in for what is absent, which is not read."""
-    return (options.scale if x is None else x).reshape(-1)
+    """`x`, a scalar as a vector; `scale` stands in for what is absent, which is not read."""
+    return jnp.atleast_1d(options.scale if x is None else x)
 
 
 def _nothing_to_attend(key_cache: Cache, cfg: Config) -> bool:

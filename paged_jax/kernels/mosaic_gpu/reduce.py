@@ -25,7 +25,7 @@ from paged_jax.kernels.mosaic_gpu import plan
 from paged_jax.kernels.mosaic_gpu.config import Config, merge_scratch
 from paged_jax.kernels.mosaic_gpu.registers import LOWEST, exp, layout, log, of_heads, store, wide
 
-_IN_FLIGHT = 4  # parts
+_IN_FLIGHT = 16  # parts
 _INPUTS = ("seq_lens", "sinks", "parts", "maxima", "sums", "out", "lse")
 
 

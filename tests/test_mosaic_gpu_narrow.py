@@ -1,0 +1,210 @@
+"""8-bit tiles in registers (`narrow.py`) with no GPU: every thread's registers as NumPy arrays [128, elements].
+
+What a thread has of an array follows from Mosaic's layouts; the assembly is interpreted.
+"""
+
+import re
+from types import SimpleNamespace
+from unittest import mock
+
+import jax.experimental.mosaic.gpu as mgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paged_jax.kernels.mosaic_gpu import config, narrow
+from tests.inputs import dtype_of
+
+
+def elements(layout, shape):
+    """Flat indices into an array of that shape: [registers ..., 128, vector], by thread."""
+    tiled = np.arange(np.prod(shape)).reshape(shape)
+    for tile in layout.tiling.tiles:
+        start = tiled.ndim - len(tile)
+        split = [x for size, t in zip(tiled.shape[start:], tile, strict=True) for x in (size // t, t)]
+        order = [*range(start), *range(start, start + len(split), 2), *range(start + 1, start + len(split), 2)]
+        tiled = tiled.reshape(*tiled.shape[:start], *split).transpose(order)
+    threads = [tiled.ndim + d for d in (*layout.warp_dims, *layout.lane_dims)]
+    vector = tiled.ndim + layout.vector_dim
+    registers = [d for d in range(tiled.ndim) if d not in (*threads, vector)]
+    tiled = tiled.transpose(*registers, *threads, vector)
+    return tiled.reshape(*tiled.shape[: len(registers)], 128, -1)
+
+
+def registers_of(array, layout):
+    """An object array of [128, vector]."""
+    found = array.reshape(-1)[elements(layout, array.shape)]
+    registers = np.empty(found.shape[:-2], object)
+    for i in np.ndindex(registers.shape):
+        registers[i] = found[i]
+    return registers.reshape(-1)
+
+
+def array_of(registers, layout, shape):
+    at = elements(layout, shape)
+    values = np.stack(list(registers.reshape(-1))).reshape(at.shape)
+    result = np.zeros(shape, values.dtype)
+    result.reshape(-1)[at] = values
+    return result
+
+
+def run(code, results, *operands):
+    """Interprets assembly on [128] words."""
+    words = {f"${results + i}": x for i, x in enumerate(operands)}
+
+    def value(name):
+        return words[name] if name in words else np.full(128, int(name, 0), np.uint32)
+
+    def halves(x):
+        return np.ascontiguousarray(x.astype(np.uint32)).view(np.float16)
+
+    for line in re.sub(r"\s+", " ", code.strip(" {}")).split(";"):
+        op, _, rest = line.strip().partition(" ")
+        if not op or op == ".reg":
+            continue
+        if "{low, high}" in rest:
+            x = value(rest.rpartition(" ")[2])
+            words["low"], words["high"] = x & 0xFFFF, x >> 16
+            continue
+        to, *names = (x.strip() for x in rest.split(","))
+        args = [value(name) for name in names]
+        if op == "mov.b32":
+            words[to] = args[0]
+        elif op == "xor.b32":
+            words[to] = args[0] ^ args[1]
+        elif op == "prmt.b32":
+            both = np.stack(args[:2], 1).astype("<u4").view(np.uint8)
+            chosen = [both[:, int(names[2], 0) >> 4 * i & 7] for i in range(4)]
+            words[to] = np.stack(chosen, 1).copy().view("<u4")[:, 0]
+        elif op == "sub.f16x2":
+            words[to] = (halves(args[0]) - halves(args[1])).view(np.uint32)
+        elif op == "cvt.rn.f16x2.e4m3x2":
+            pair = np.stack([args[0] & 0xFF, args[0] >> 8], 1).astype(np.uint8)
+            words[to] = pair.view(dtype_of("float8_e4m3fn")).astype(np.float16).view(np.uint32)[:, 0]
+        else:
+            raise AssertionError(op)
+    outs = [words[f"${i}"] for i in range(results)]
+    return outs[0] if results == 1 else outs
+
+
+class Stored(SimpleNamespace):
+    """A fragmented array that is only stored."""
+
+    def store_untiled(self, ref, optimized):
+        ref[...] = array_of(self.registers, self.layout, self.shape)
+
+    def store_tiled(self, ref, swizzle, optimized=True):
+        self.store_untiled(ref, optimized)
+
+
+class WithType(np.ndarray):
+    type = None
+
+
+def load(tile, layout, cfg):
+    words = registers_of(tile.view(np.uint8), layout)
+    wide = [np.pad(x, ((0, 0), (0, 4 - x.shape[1]))).copy().view("<u4")[:, 0] for x in words]
+    result = np.empty(len(wide), object)
+    result[:] = wide
+    return result
+
+
+def operand(halves, shape):
+    pairs = np.empty(halves.size, object)
+    pairs[:] = [np.ascontiguousarray(x.astype(np.uint32)).view(np.float16).reshape(128, 2) for x in halves.flat]
+    return array_of(pairs, mgpu.WGMMA_LAYOUT, shape)
+
+
+def inline(*_, **__):
+    return lambda body: lambda *args: body(None, *args)
+
+
+@pytest.fixture
+def emulated():
+    fakes = {
+        "_load": load,
+        "_asm": run,
+        "_operand": operand,
+        "_inline": inline,
+        "_array": lambda registers, layout, shape, _=None: Stored(registers=registers, layout=layout, shape=shape),
+        "vector": SimpleNamespace(
+            extract=lambda x, _, at: x[:, at[0]],
+            from_elements=lambda _, values: np.stack(values, 1),
+            broadcast=lambda _, x: (x if x.dtype == np.float32 else x.astype("<u4"))[:, None],
+            bitcast=lambda _, x: x.view(np.uint8),
+        ),
+        "arith": SimpleNamespace(
+            remui=np.mod, divui=np.floor_divide, addi=np.add, muli=np.multiply, select=np.where,
+            CmpIPredicate=SimpleNamespace(sge=np.greater_equal),
+            cmpi=lambda compare, x, y: compare(x, y), index_cast=lambda _, x: x,
+        ),
+        "memref": SimpleNamespace(load=lambda ref, at: ref[tuple(at)]),
+        "ir": mock.MagicMock(),
+    }  # fmt: skip
+    threads = mock.patch.multiple(mgpu, thread_idx=lambda: np.arange(128, 256), c=lambda x, _: x)
+    with mock.patch.multiple(narrow, **fakes), threads:
+        yield
+
+
+@pytest.mark.parametrize("columns", [8, 16])
+@pytest.mark.parametrize("tile", [64, 128])
+@pytest.mark.parametrize("head_size", [64, 128, 192, 256])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.usefixtures("emulated")
+def test_products(dtype, head_size, tile, columns):
+    shape = {"num_seqs": 1, "num_heads": columns, "num_kv_heads": 1, "head_size": head_size, "block_size": 16}
+    cfg = config.Config(**shape, dtype="float16", cache_dtype=dtype, layout="hnd", max_seq_len=128, tile=tile)
+    assert cfg.columns == columns
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 256, (tile, head_size), np.uint8).view(dtype_of(dtype))
+    cache = np.where(np.isfinite(codes.astype(np.float32)), codes, np.zeros_like(codes))
+    exact = cache.astype(np.float16)
+
+    query = rng.integers(-9, 9, (head_size, columns)).astype(np.float16)
+    stored = np.zeros((columns, head_size), np.float16)
+    of_query = SimpleNamespace(registers=registers_of(query, mgpu.WGMMA_LAYOUT), mlir_dtype=None, dtype=jnp.float16)
+    of_query.shape = query.shape
+    narrow.store_query(stored, of_query, cfg)
+    np.testing.assert_array_equal(
+        narrow.keys(cache, cfg).astype(np.float64) @ stored.T, exact.astype(np.float64) @ query
+    )
+
+    weights = rng.integers(0, 9, (tile, columns)).astype(np.float64)
+    product = narrow.values(cache, cfg).astype(np.float64) @ weights
+    of_product = SimpleNamespace(registers=registers_of(product, mgpu.WGMMA_LAYOUT), mlir_dtype=None)
+    of_product.shape = product.shape
+    out = np.zeros((head_size, columns))
+    transposed = np.zeros((columns, head_size))
+    narrow.store(out, of_product, cfg)
+    narrow.store_transposed(transposed, of_product, cfg)
+    np.testing.assert_array_equal(out, exact.astype(np.float64).T @ weights)
+    np.testing.assert_array_equal(transposed, out.T)
+
+
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.usefixtures("emulated")
+def test_zero_rows(head_size):
+    cfg = SimpleNamespace(head_size=head_size, cache_dtype="int8")
+    rows = np.random.default_rng(0).integers(1, 256, (64, head_size)).astype(np.uint8)
+    for low, high in ((-3, 70), (5, 40), (9, 9), (-9, 1)):
+        rows_smem = rows.copy().view(WithType)
+        narrow.zero_rows(rows_smem, *(SimpleNamespace(registers=np.array(x)) for x in (low, high)), cfg)
+        row = np.arange(64)[:, None]
+        np.testing.assert_array_equal(rows_smem, np.where((row >= low) & (row < high), rows, 0))
+
+
+@pytest.mark.parametrize("tile", [64, 128])
+@pytest.mark.parametrize("run", [8, 16, 32, 64])
+@pytest.mark.usefixtures("emulated")
+def test_token_scales(run, tile):
+    scales = np.full((tile // run, max(run, 32)), np.nan, np.float32)
+    scales[:, :run] = np.arange(tile).reshape(-1, run)
+    found = narrow.token_scales(scales, SimpleNamespace(tile=tile, run=run))
+    at = row_elements(tile)
+    np.testing.assert_array_equal(np.stack(list(found.registers.reshape(-1))).reshape(at.shape), at)
+
+
+def row_elements(tile):
+    """Rows that each thread has of a product, [registers, 128, 1]."""
+    rows = elements(mgpu.WGMMA_LAYOUT, (tile, 8)).reshape(tile // 64, 2, 128, 2)[..., :1]
+    return rows // 8
