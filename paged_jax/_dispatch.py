@@ -21,8 +21,6 @@ from typing import Any
 import jax
 
 IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
-# In the order they are tried. mosaic_gpu waits until it has been timed on a GPU: it runs only where it is asked for.
-_GPU_IMPLEMENTATIONS = ("triton",)
 _DECODE = ("paged_attention_v1", "paged_attention_v2", "paged_attention")
 
 
@@ -75,12 +73,23 @@ def _on_platform(op: str, implementation: str | None, operands: tuple, static: d
     default = jax.jit(functools.partial(_load("xla", op), **static))  # so that both branches share one trace
 
     def first_that_can(*operands):
-        for name in _GPU_IMPLEMENTATIONS:
+        for name in _gpu_implementations(op, operands):
             with contextlib.suppress(NotImplementedError):
                 return _load(name, op)(*operands, **static)
         return default(*operands)
 
     return jax.lax.platform_dependent(*operands, cuda=first_that_can, default=default)
+
+
+def _gpu_implementations(op: str, operands: tuple) -> tuple[str, ...]:
+    """In the order they are tried: the fastest first. With no GPU to ask for its generation, the one for many."""
+    try:
+        jax.local_devices(backend="gpu")
+    except RuntimeError:
+        return ("triton",)
+    if op in _DECODE and _package("mosaic_gpu").leads(*operands):
+        return "mosaic_gpu", "triton"
+    return "triton", "mosaic_gpu"
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """The ops in Pallas Mosaic GPU, for Hopper (compute capability 9.0)."""
 
+from paged_jax.kernels.mosaic_gpu.decode import leads as leads
 from paged_jax.kernels.mosaic_gpu.decode import paged_attention as paged_attention
 from paged_jax.kernels.mosaic_gpu.decode import paged_attention_v1 as paged_attention_v1
 from paged_jax.kernels.mosaic_gpu.decode import paged_attention_v2 as paged_attention_v2

@@ -267,29 +267,35 @@ def _in_even_parts(cfg: Config, gpu: Device) -> Config:
     """In so many parts that every multiprocessor has its fill; in a cluster where parts are short, and programs few."""
     items = max(1, cfg.items)
     parts = min(_MAX_CLUSTER, gpu.num_multiprocessors // items, -(-cfg.max_seq_len // 128))
-    if parts > 1 and cfg.max_seq_len <= parts * _SHORT:  # a multiprocessor takes one program of a cluster
-        return _tiled(replace(cfg, num_parts=parts, merge="cluster"), most=1)[0]
+    if parts > 1 and cfg.max_seq_len <= parts * _SHORT:
+        return _tiled(replace(cfg, num_parts=parts, merge="cluster"))[0]
     tiled, programs = _tiled(replace(cfg, merge="kernel"))
-    parts = min(programs * gpu.num_multiprocessors // items, -(-cfg.max_seq_len // tiled.tile))
-    return replace(tiled, num_parts=parts) if parts > 1 else _tiled(cfg)[0]
+    tiles = -(-cfg.max_seq_len // tiled.tile)
+    parts = min(programs * gpu.num_multiprocessors // items, tiles)
+    if parts <= 1:
+        return _tiled(cfg)[0]
+    return replace(tiled, num_parts=-(-tiles // -(-tiles // parts)))
 
 
-def _tiled(cfg: Config, most: int = 2) -> tuple[Config, int]:
-    """With `tile` and `slots`; and how many programs a multiprocessor then has, at most `most`.
+def _tiled(cfg: Config) -> tuple[Config, int]:
+    """With `tile` and `slots`; and how many programs a multiprocessor then has.
 
-    As measured (benchmarks/LOG.md): tiles of 32 KiB of K and V, and 128 KiB of them in flight on a multiprocessor.
+    As measured (benchmarks/LOG.md): tiles of 32 KiB of K and V, unless one is all there is to read, and 128 KiB of
+    them in flight on a multiprocessor.
     """
     longest = cfg.partition_size or -(-cfg.max_seq_len // cfg.num_parts)
     for programs, tile in ((2, 128), (2, 64), (1, 128), (1, 64)):
         tile_bytes = 2 * tile * cfg.head_size * jnp.dtype(cfg.cache_dtype).itemsize
-        if tile == 128 and (longest <= 64 or cfg.columns > 32 or tile_bytes > _TILE * (3 - programs)):
+        largest = _IN_FLIGHT // programs if longest <= tile else _TILE * (3 - programs)
+        if tile == 128 and (longest <= 64 or cfg.columns > 32 or tile_bytes > largest):
             continue
-        # As operands, tiles take registers, of which two programs have 128 a thread.
-        if programs > most or (programs == 2 and cfg.narrow and (cfg.columns > 8 or cfg.head_size > 128 or tile > 64)):
+        # 8-bit tiles go through registers, of which two programs have 128 a thread.
+        if cfg.narrow and programs == 2 and (cfg.columns > 8 or cfg.head_size > 128 or tile * cfg.head_size > 8192):
             continue
         room = _SHARED_MEMORY if programs == 1 else _MULTIPROCESSOR // 2 - 1024
-        least = 1 if (programs, tile) == (1, 64) else 2
-        for slots in range(max(2, min(8, _IN_FLIGHT // programs // tile_bytes)), least - 1, -1):
+        most = min(8, _IN_FLIGHT // programs // tile_bytes, -(-longest // tile))
+        least = 1 if (programs, tile) == (1, 64) or longest <= tile else 2
+        for slots in range(max(most, least), least - 1, -1):
             chosen = replace(cfg, tile=tile, slots=slots)
             if shared_memory(chosen) <= room:
                 return chosen, programs

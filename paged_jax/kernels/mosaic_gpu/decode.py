@@ -8,8 +8,17 @@ from paged_jax.kernels.mosaic_gpu import config
 from paged_jax.kernels.mosaic_gpu.attend import attend
 from paged_jax.kernels.mosaic_gpu.config import Config
 from paged_jax.kernels.mosaic_gpu.reduce import reduce
-from paged_jax.options import AttentionOptions
+from paged_jax.options import AttentionOptions, head_axis
 from paged_jax.shapes import BlockTables, Cache, Lse, Query, Residual, SeqLens, TmpOut
+
+_LARGEST_GROUP = 8  # of query heads, for which wgmma does not compute what is thrown away
+
+
+def leads(
+    query: Array, key_cache: Array, value_cache: Array, block_tables: Array, seq_lens: Array, options: AttentionOptions
+) -> bool:
+    """Whether these kernels are the fastest of ours, where they can: for all but large groups (benchmarks/LOG.md)."""
+    return query.shape[-2] <= _LARGEST_GROUP * value_cache.shape[head_axis(options.layout)]
 
 
 def paged_attention_v1(
