@@ -86,7 +86,7 @@ def _kernel(*gmem, cfg: Config, **smem):
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _():
         _attend_segment(segment, refs, cfg)
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(lax.axis_index("warpgroup") == 1)
     def _():
@@ -296,7 +296,7 @@ def _store_whole(segment, row, offset, v_scale, state, refs, cfg: Config):
 
 
 def _store_part(segment, v_scale, state, refs, cfg: Config):
-    """Writes a partial result: normalised O^T, maxima and sums of exponentials; all of it when this returns."""
+    """Writes a partial result: normalised O^T, maxima and sums; for a cluster, all of it when this returns."""
     acc, max_logit, exp_sum = state
     seen = exp_sum != 0
     total = jnp.where(seen, exp_sum, 1.0)
@@ -316,7 +316,7 @@ def _store_part(segment, v_scale, state, refs, cfg: Config):
         (refs.sum_smem, refs.sums_gmem),
     ):
         plgpu.copy_smem_to_gmem(x_smem, x_gmem.at[segment.item, segment.part])
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=cfg.merge == "kernel")
 
 
 def _zero_rows(tiles_smem, low, high, cfg: Config):
