@@ -18,8 +18,9 @@ import paged_jax
 from paged_jax import _validate
 from paged_jax.kernels import mosaic_gpu
 from paged_jax.kernels.mosaic_gpu import attend, config, narrow
-from tests import inputs, oracle, plain, test_decode
+from tests import inputs, oracle, plain, test_decode, test_write_and_attend
 from tests.cases import DECODE_CASES, Case, Sparse
+from tests.test_cache_ops import assert_same_bytes
 
 BY_NAME = {case.name: case for case in DECODE_CASES}
 SMALL_GPU = config.Device(90, 2)  # so small that items are split
@@ -95,15 +96,17 @@ IN_THE_INTERPRETER = {
 def call(op, decode, arrays, static, partition_size, device=SMALL_GPU):
     """The results of the implementation's function in the interpreter."""
     operands = _validate.decode_operands(*decode.values(), arrays | static)
-    function = getattr(mosaic_gpu, OPS[op])
-    if op == "v2":
-        function = partial(function, partition_size=partition_size)
+    keywords = {"partition_size": partition_size} if op == "v2" else {}
+    return run_op(OPS[op], device, *operands, **keywords)
+
+
+def run_op(name, device, *operands, **keywords):
     gpu = mock.patch.object(config, "device", return_value=device)
     registers, products = mock.patch.multiple(narrow, **IN_THE_INTERPRETER), mock.patch.object(attend, "_dot", dot)
     interpreted = params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=True))
     try:
         with gpu, registers, products, interpreted:
-            return jax.tree.map(np.asarray, jax.jit(function)(*operands))
+            return jax.tree.map(np.asarray, jax.jit(partial(getattr(mosaic_gpu, name), **keywords))(*operands))
     except Exception:
         interpret_pallas_call.reset_gpu_interpret_mode_state()
         raise
@@ -127,6 +130,35 @@ def test_in_the_interpreter(op, case):
     plain.assert_close(lse, exact[1], rough[1], "lse")
     if op == "v2":
         test_decode.check_residuals(case, made, residuals, exact, rough)
+    assert not interpret_pallas_call.get_races().races_found
+
+
+WRITING = [
+    small("write", 4, 2, 128, 16, "bfloat16", seq_lens=(37, 0, 130, 64, 128)),
+    small("write-nhd", 2, 1, 128, 32, "float16", layout="nhd", seq_lens=(300, 33), sliding_window=70),
+    small("write-cluster", 2, 1, 128, 16, "bfloat16", seq_lens=(129,), sinks=True),
+    small("write-past-max", 2, 1, 128, 8, "bfloat16", seq_lens=(150, 20), max_seq_len=100),
+]
+
+
+@pytest.mark.parametrize("case", WRITING, ids=str)
+def test_writes_in_the_interpreter(case):
+    made = test_write_and_attend.with_new_tokens(case)
+    options = test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
+    arrays = made.decode | {"key": made.key, "value": made.value, "slot_mapping": made.slots}
+    *decode, options = _validate.decode_operands(*made.decode.values(), made.arrays | options)
+    function = partial(run_op, "write_and_attend", SMALL_GPU)
+    query, *rest = decode
+    out, lse, *caches = function(query, arrays["key"], arrays["value"], *rest, arrays["slot_mapping"], options)
+    written = test_write_and_attend.expected_caches(case, made)
+    for actual, (name, wanted) in zip(caches, written.items(), strict=True):
+        assert_same_bytes(actual, wanted, name)
+    after = made.decode | written
+    if case.max_seq_len is not None:
+        after |= {"seq_lens": np.minimum(after["seq_lens"], case.max_seq_len)}
+    exact, rough = (module.decode(**after, **made.arrays, **made.static) for module in (oracle, plain))
+    plain.assert_close(out, exact[0], rough[0], "out")
+    plain.assert_close(lse, exact[1], rough[1], "lse")
     assert not interpret_pallas_call.get_races().races_found
 
 
@@ -208,6 +240,22 @@ def pairs():
             yield ops[(i + j) % 3], case
 
 
+@pytest.mark.parametrize("layout", ["hnd", "nhd"])
+@pytest.mark.parametrize(("num_seqs", "width"), [(1, 8), (1, 500), (64, 20)], ids=["cluster", "kernel", "unsplit"])
+def test_write_and_attend_lowers_in_place(num_seqs, width, layout):
+    cache = jax.ShapeDtypeStruct((9, 2, 16, 128) if layout == "hnd" else (9, 16, 2, 128), jnp.bfloat16)
+    new = jax.ShapeDtypeStruct((num_seqs, 2, 128), jnp.bfloat16)
+    vector = jax.ShapeDtypeStruct((num_seqs,), jnp.int32)
+    arrays = (
+        jax.ShapeDtypeStruct((num_seqs, 8, 128), jnp.bfloat16), new, new, cache, cache,
+        jax.ShapeDtypeStruct((num_seqs, width), jnp.int32), vector, vector,
+    )  # fmt: skip
+    op = partial(paged_jax.write_and_attend, layout=layout, implementation="mosaic_gpu")
+    text = jax.jit(op, donate_argnums=(3, 4)).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == (2 if width == 500 else 1)
+    assert text.count("output_operand_alias<") == 2
+
+
 @pytest.mark.parametrize(("op", "case"), list(pairs()), ids=str)
 def test_lowers_for_cuda(op, case):
     assert lowered(op, case).count("@mosaic_gpu_v2") == (2 if op == "v2" else 1)
@@ -261,6 +309,14 @@ def test_refusals_name_every_reason(case, words):
     options = made.arrays | test_decode.op_options(made.static)
     with pytest.raises(NotImplementedError, match=rf"^implementation 'mosaic_gpu' .*{words}"):
         paged_jax.paged_attention(*made.decode.values(), **options, implementation="mosaic_gpu")
+
+
+def test_writes_that_are_refused():
+    made = test_write_and_attend.with_new_tokens(small("refused", 4, 2, 64, 16, "bfloat16", "int8"))
+    new = {"key": made.key, "value": made.value, "slot_mapping": made.slots}
+    words = r"lacks writes of bfloat16 into caches of int8; lacks writes of head_size 64, takes multiples of 128"
+    with pytest.raises(NotImplementedError, match=words):
+        paged_jax.write_and_attend(**made.decode, **new, implementation="mosaic_gpu")
 
 
 def test_other_gpus_are_refused():

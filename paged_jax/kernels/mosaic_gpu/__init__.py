@@ -4,3 +4,4 @@ from paged_jax.kernels.mosaic_gpu.decode import leads as leads
 from paged_jax.kernels.mosaic_gpu.decode import paged_attention as paged_attention
 from paged_jax.kernels.mosaic_gpu.decode import paged_attention_v1 as paged_attention_v1
 from paged_jax.kernels.mosaic_gpu.decode import paged_attention_v2 as paged_attention_v2
+from paged_jax.kernels.mosaic_gpu.decode import write_and_attend as write_and_attend

@@ -29,7 +29,9 @@ group to 8 and has an order of magnitude to spare.
 """
 
 import functools
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -44,6 +46,7 @@ from paged_jax.kernels.mosaic_gpu.registers import LOWEST, exp, layout, log, of_
 
 _OPTIONS = ("scale", "slopes", "sinks", "k_scale", "v_scale")
 _INPUTS = ("query", "key_cache", "value_cache", "block_tables", "seq_lens", *_OPTIONS)
+_NEW = ("key", "value", "slot_mapping")
 
 
 def outputs(cfg: Config) -> dict[str, jax.ShapeDtypeStruct]:
@@ -59,8 +62,11 @@ def outputs(cfg: Config) -> dict[str, jax.ShapeDtypeStruct]:
     return shapes
 
 
-def attend(cfg: Config, *arrays: Array) -> dict[str, Array]:
-    """Runs the kernel on `_INPUTS`, the query as [rows, head_size] and what is absent as any array of one element."""
+def attend(cfg: Config, *arrays: Any) -> dict[str, Array]:
+    """Runs the kernel on `_INPUTS`, the query as [rows, head_size] and what is absent as any array of one element.
+
+    Then on `_NEW`, if `cfg.num_blocks`: both caches are references then, to which their last tokens are written.
+    """
     shapes = outputs(cfg)
     if cfg.merge == "cluster":
         mesh = {"cluster": (cfg.num_parts,), "cluster_names": ("part",), "grid": (cfg.items,), "grid_names": ("item",)}
@@ -79,7 +85,7 @@ def attend(cfg: Config, *arrays: Array) -> dict[str, Array]:
 
 
 def _kernel(*gmem, cfg: Config, **smem):
-    names = [f"{name}_gmem" for name in (*_INPUTS, *outputs(cfg))]
+    names = [f"{name}_gmem" for name in (*_INPUTS, *(_NEW if cfg.num_blocks else ()), *outputs(cfg))]
     refs = SimpleNamespace(**dict(zip(names, gmem, strict=True)), **smem)
     segment = plan.segment_of(refs.seq_lens_gmem, lax.axis_index("item"), lax.axis_index("part"), cfg)
 
@@ -156,6 +162,7 @@ def _attend_segment(segment: plan.Segment, refs, cfg: Config):
     factor = refs.scale_gmem[0] * _cache_scale(refs.k_scale_gmem, cfg.k_scale, segment) * unit
     slopes = of_heads(refs.slopes_gmem, cfg.tile, offset, segment, cfg) if cfg.alibi else None
 
+    new = _new_token(segment, refs, cfg) if cfg.num_blocks else None
     late = cfg.columns == 8  # sums across warps once a segment: more columns take registers
 
     def attend_tile(i, carry):
@@ -165,6 +172,8 @@ def _attend_segment(segment: plan.Segment, refs, cfg: Config):
         low, high = segment.begin - start, segment.end - start
         plgpu.barrier_wait(refs.k_ready.at[slot])
         keys_smem = refs.k_smem.at[slot]
+        if new is not None:
+            _put_row(keys_smem, refs.key_gmem.at[segment.seq, segment.head], new.position - start, cfg)
         logits = _dot(narrow.keys(keys_smem, cfg) if cfg.narrow else keys_smem, q_smem.T)
         if cfg.k_scale == "slot":
             logits *= _scales(refs.k_scale_smem.at[slot], cfg)
@@ -183,6 +192,8 @@ def _attend_segment(segment: plan.Segment, refs, cfg: Config):
         if cfg.v_scale != "slot":
             plgpu.barrier_wait(refs.v_ready.at[slot])
         tiles_smem = [ring_smem.at[slot] for ring_smem in refs.v_smem]
+        if new is not None:
+            _put_row(tiles_smem[0], refs.value_gmem.at[segment.seq, segment.head], new.position - start, cfg)
         _zero_rows(tiles_smem, low, high, cfg)
         products = [_dot(narrow.values(x, cfg) if cfg.narrow else x.T, refs.p_smem.T) for x in tiles_smem]
         if cfg.v_scale == "slot":
@@ -199,6 +210,8 @@ def _attend_segment(segment: plan.Segment, refs, cfg: Config):
     )
     acc, max_logit, exp_sum = lax.fori_loop(0, segment.count, attend_tile, init)
     state = acc, max_logit, exp_sum.sum(axis=0) if late else exp_sum
+    if new is not None:
+        _write(new, segment, refs, cfg)
     v_scale = _cache_scale(refs.v_scale_gmem, cfg.v_scale, segment)
     if cfg.merge == "none":
         _store_whole(segment, row, offset, v_scale, state, refs, cfg)
@@ -337,6 +350,50 @@ def _zero_rows(tiles_smem, low, high, cfg: Config):
                     seen = _seen(low - start, high - start, rows.shape, cfg)
                     rows_smem[...] = jnp.where(seen, rows, jnp.zeros_like(rows))
             plgpu.commit_smem()
+
+
+@dataclass(frozen=True)
+class _NewToken:
+    """A sequence's last token, with its position if that is in this segment, else -1, and whether to write it here."""
+
+    position: plan.Scalar
+    slot: plan.Scalar
+    written: plan.Scalar
+
+
+def _new_token(segment: plan.Segment, refs, cfg: Config) -> _NewToken:
+    """The program that reads the tile that a token belongs to writes it: no other one touches its slot meanwhile."""
+    slot, position = refs.slot_mapping_gmem[segment.seq], segment.seq_len - 1
+    given = (slot >= 0) & (slot < cfg.num_blocks * cfg.block_size)
+    here = given & (position >= segment.origin) & (position < segment.end)
+    unseen = given & (segment.part == 0) & ((position < 0) | (position >= cfg.max_seq_len))
+    return _NewToken(jnp.where(here, position, -1), slot, here | unseen)
+
+
+def _put_row(tile_smem, vector_gmem, row, cfg: Config):
+    """Replaces a row of a tile by a new token's vector, if 0 <= row < tile."""
+    for start in range(0, cfg.tile, 64):
+
+        @pl.when((row >= start) & (row < start + 64))
+        def _(start=start):
+            rows_smem = tile_smem.at[pl.ds(start, 64)]
+            rows = layout(rows_smem[...])
+            vector = plgpu.load(vector_gmem, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+            number = plgpu.broadcasted_iota(jnp.int32, rows.shape, 0, layout=plgpu.Layout.WGMMA)
+            rows_smem[...] = jnp.where(number == row - start, wide(vector, 64), rows)
+            plgpu.commit_smem()
+
+
+def _write(new: _NewToken, segment: plan.Segment, refs, cfg: Config):
+    """Writes the new token into the caches, after its tile has been read."""
+
+    @pl.when(new.written)
+    def _():
+        block, offset = lax.div(new.slot, jnp.int32(cfg.block_size)), lax.rem(new.slot, jnp.int32(cfg.block_size))
+        at = (block, offset, segment.head) if cfg.layout == "nhd" else (block, segment.head, offset)
+        neighbours = plgpu.Layout.WG_STRIDED((cfg.head_size,), vec_size=cfg.head_size // 128)
+        for cache_gmem, new_gmem in ((refs.key_cache_gmem, refs.key_gmem), (refs.value_cache_gmem, refs.value_gmem)):
+            cache_gmem[at] = plgpu.layout_cast(new_gmem[segment.seq, segment.head], neighbours)
 
 
 def _cache_scale(scale_gmem, kind: str, segment):

@@ -42,6 +42,7 @@ class Config:
       partition_size: tokens of a part, or 0: an even share.
       merge: where parts are made one: nowhere, in the "cluster" that they run in, or in a "kernel" of its own.
       k_scale, v_scale: "none", "scalar", "head" or "slot".
+      num_blocks: of the caches, if new tokens are written on the way, else 0.
       tile: tokens of K and V in one step of the loop.
       slots: tiles in the rings of K and of V.
     """
@@ -64,6 +65,7 @@ class Config:
     sinks: bool = False
     sliding_window: int | None = None
     logits_soft_cap: float | None = None
+    num_blocks: int = 0
     tile: int = 128
     slots: int = 3
 
@@ -223,6 +225,17 @@ def check(query: Array, key_cache: Array, value_cache: Array, options: Attention
         reasons.append("lacks layout 'vllm'")
     if options.block_sparse is not None:
         reasons.append("lacks block_sparse")
+    if reasons:
+        raise NotImplementedError(f"implementation 'mosaic_gpu' {'; '.join(reasons)}")
+
+
+def check_write(query: Array, key_cache: Array) -> None:
+    """Raises NotImplementedError for tokens that the decode kernel cannot write, too."""
+    reasons = []
+    if key_cache.dtype != query.dtype:
+        reasons.append(f"lacks writes of {query.dtype} into caches of {key_cache.dtype}")
+    if query.shape[2] % 128:
+        reasons.append(f"lacks writes of head_size {query.shape[2]}, takes multiples of 128")
     if reasons:
         raise NotImplementedError(f"implementation 'mosaic_gpu' {'; '.join(reasons)}")
 

@@ -1,5 +1,9 @@
-"""Decode, one query a sequence: v1 unsplit, v2 in fixed partitions, the automatic choice in even parts."""
+"""Decode, one query a sequence: v1 unsplit, v2 in fixed partitions; in even parts if chosen here, or as it writes."""
 
+from dataclasses import replace
+from typing import Any
+
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -9,14 +13,12 @@ from paged_jax.kernels.mosaic_gpu.attend import attend
 from paged_jax.kernels.mosaic_gpu.config import Config
 from paged_jax.kernels.mosaic_gpu.reduce import reduce
 from paged_jax.options import AttentionOptions, head_axis
-from paged_jax.shapes import BlockTables, Cache, Lse, Query, Residual, SeqLens, TmpOut
+from paged_jax.shapes import BlockTables, Cache, Lse, NewTokens, Query, Residual, SeqLens, SlotMapping, TmpOut
 
 _LARGEST_GROUP = 8  # of query heads, for which wgmma does not compute what is thrown away
 
 
-def leads(
-    query: Array, key_cache: Array, value_cache: Array, block_tables: Array, seq_lens: Array, options: AttentionOptions
-) -> bool:
+def leads(query: Array, value_cache: Array, options: AttentionOptions) -> bool:
     """Whether these kernels are the fastest of ours, where they can: for all but large groups (benchmarks/LOG.md)."""
     return query.shape[-2] <= _LARGEST_GROUP * value_cache.shape[head_axis(options.layout)]
 
@@ -47,6 +49,33 @@ def paged_attention(
     if _nothing_to_attend(key_cache, cfg):
         return _unseen(query)
     return _attend(query, key_cache, value_cache, block_tables, seq_lens, options, cfg)[:2]
+
+
+def write_and_attend(
+    query: Query,
+    key: NewTokens,
+    value: NewTokens,
+    key_cache: Cache,
+    value_cache: Cache,
+    block_tables: BlockTables,
+    seq_lens: SeqLens,
+    slot_mapping: SlotMapping,
+    options: AttentionOptions,
+) -> tuple[Query, Lse, Cache, Cache]:
+    config.check_write(query, key_cache)
+    cfg = config.config(query, key_cache, value_cache, options, config.device(), "even")
+    if _nothing_to_attend(key_cache, cfg):
+        raise NotImplementedError("implementation 'mosaic_gpu' lacks writes without a context or a pool")
+    cfg = replace(cfg, num_blocks=key_cache.shape[0])
+
+    def run(refs):
+        *caches, out_ref, lse_ref = refs
+        new = key, value, slot_mapping
+        out_ref[...], lse_ref[...], _ = _attend(query, *caches, block_tables, seq_lens, options, cfg, *new)
+
+    unwritten = jnp.zeros_like(query), jnp.zeros(query.shape[:2], jnp.float32)  # which XLA drops
+    key_cache, value_cache, out, lse = pl.run_state(run)((key_cache, value_cache, *unwritten))
+    return out, lse, key_cache, value_cache
 
 
 def paged_attention_v2(
@@ -82,19 +111,20 @@ def _of_heads(x: Array, cfg: Config) -> Array:
 
 def _attend(
     query: Query,
-    key_cache: Cache,
-    value_cache: Cache,
+    key_cache: Any,
+    value_cache: Any,
     block_tables: BlockTables,
     seq_lens: SeqLens,
     options: AttentionOptions,
     cfg: Config,
+    *new: Array,
 ) -> tuple[Query, Lse, dict[str, Array]]:
-    """out, lse and the parts that they were merged from."""
+    """out, lse and the parts that they were merged from. With the `new` tokens, the caches are references."""
     num_rows = cfg.num_seqs * cfg.num_heads
     rows = jnp.pad(query.reshape(num_rows, cfg.head_size), ((0, cfg.rows - num_rows), (0, 0)))
     arrays = options.scale, options.alibi_slopes, options.sinks, options.k_scale, options.v_scale
     of_options = [_or_any(x, options) for x in arrays]
-    results = attend(cfg, rows, key_cache, value_cache, block_tables, seq_lens, *of_options)
+    results = attend(cfg, rows, key_cache, value_cache, block_tables, seq_lens, *of_options, *new)
     if cfg.merge == "kernel":
         out, lse = reduce(cfg, seq_lens, of_options[2], results)
     else:
