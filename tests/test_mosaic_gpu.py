@@ -136,7 +136,7 @@ def test_in_the_interpreter(op, case):
 WRITING = [
     small("write", 4, 2, 128, 16, "bfloat16", seq_lens=(37, 0, 130, 64, 128)),
     small("write-nhd", 2, 1, 128, 32, "float16", layout="nhd", seq_lens=(300, 33), sliding_window=70),
-    small("write-cluster", 2, 1, 128, 16, "bfloat16", seq_lens=(129,), sinks=True),
+    small("write-cluster", 2, 1, 64, 16, "bfloat16", seq_lens=(129,), sinks=True),
     small("write-past-max", 2, 1, 128, 8, "bfloat16", seq_lens=(150, 20), max_seq_len=100),
 ]
 
@@ -312,9 +312,9 @@ def test_refusals_name_every_reason(case, words):
 
 
 def test_writes_that_are_refused():
-    made = test_write_and_attend.with_new_tokens(small("refused", 4, 2, 64, 16, "bfloat16", "int8"))
+    made = test_write_and_attend.with_new_tokens(small("refused", 4, 2, 80, 16, "bfloat16", "int8"))
     new = {"key": made.key, "value": made.value, "slot_mapping": made.slots}
-    words = r"lacks writes of bfloat16 into caches of int8; lacks writes of head_size 64, takes multiples of 128"
+    words = r"lacks writes of bfloat16 into caches of int8; lacks writes of head_size 80, takes multiples of 64"
     with pytest.raises(NotImplementedError, match=words):
         paged_jax.write_and_attend(**made.decode, **new, implementation="mosaic_gpu")
 

@@ -157,6 +157,9 @@ def _attend_segment(segment: plan.Segment, refs, cfg: Config):
     """Attends to a segment's tiles in the rings, and stores the result."""
     row, offset = plan.window(segment, cfg)
     plgpu.copy_gmem_to_smem(refs.query_gmem.at[pl.ds(row, cfg.columns)], refs.q_smem, refs.q_ready)
+    if cfg.num_blocks:
+        for new_gmem, new_smem in ((refs.key_gmem, refs.key_smem), (refs.value_gmem, refs.value_smem)):
+            plgpu.copy_gmem_to_smem(new_gmem.at[segment.seq, segment.head], new_smem, refs.q_ready)
     plgpu.barrier_wait(refs.q_ready)
     q_smem, unit = _convert_query(refs, cfg)
     factor = refs.scale_gmem[0] * _cache_scale(refs.k_scale_gmem, cfg.k_scale, segment) * unit
@@ -173,7 +176,7 @@ def _attend_segment(segment: plan.Segment, refs, cfg: Config):
         plgpu.barrier_wait(refs.k_ready.at[slot])
         keys_smem = refs.k_smem.at[slot]
         if new is not None:
-            _put_row(keys_smem, refs.key_gmem.at[segment.seq, segment.head], new.position - start, cfg)
+            _put_row(keys_smem, refs.key_smem, new.position - start, cfg)
         logits = _dot(narrow.keys(keys_smem, cfg) if cfg.narrow else keys_smem, q_smem.T)
         if cfg.k_scale == "slot":
             logits *= _scales(refs.k_scale_smem.at[slot], cfg)
@@ -193,7 +196,7 @@ def _attend_segment(segment: plan.Segment, refs, cfg: Config):
             plgpu.barrier_wait(refs.v_ready.at[slot])
         tiles_smem = [ring_smem.at[slot] for ring_smem in refs.v_smem]
         if new is not None:
-            _put_row(tiles_smem[0], refs.value_gmem.at[segment.seq, segment.head], new.position - start, cfg)
+            _put_row(tiles_smem[0], refs.value_smem, new.position - start, cfg)
         _zero_rows(tiles_smem, low, high, cfg)
         products = [_dot(narrow.values(x, cfg) if cfg.narrow else x.T, refs.p_smem.T) for x in tiles_smem]
         if cfg.v_scale == "slot":
@@ -370,7 +373,7 @@ def _new_token(segment: plan.Segment, refs, cfg: Config) -> _NewToken:
     return _NewToken(jnp.where(here, position, -1), slot, here | unseen)
 
 
-def _put_row(tile_smem, vector_gmem, row, cfg: Config):
+def _put_row(tile_smem, vector_smem, row, cfg: Config):
     """Replaces a row of a tile by a new token's vector, if 0 <= row < tile."""
     for start in range(0, cfg.tile, 64):
 
@@ -378,7 +381,7 @@ def _put_row(tile_smem, vector_gmem, row, cfg: Config):
         def _(start=start):
             rows_smem = tile_smem.at[pl.ds(start, 64)]
             rows = layout(rows_smem[...])
-            vector = plgpu.load(vector_gmem, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+            vector = plgpu.load(vector_smem, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
             number = plgpu.broadcasted_iota(jnp.int32, rows.shape, 0, layout=plgpu.Layout.WGMMA)
             rows_smem[...] = jnp.where(number == row - start, wide(vector, 64), rows)
             plgpu.commit_smem()
@@ -391,9 +394,8 @@ def _write(new: _NewToken, segment: plan.Segment, refs, cfg: Config):
     def _():
         block, offset = lax.div(new.slot, jnp.int32(cfg.block_size)), lax.rem(new.slot, jnp.int32(cfg.block_size))
         at = (block, offset, segment.head) if cfg.layout == "nhd" else (block, segment.head, offset)
-        neighbours = plgpu.Layout.WG_STRIDED((cfg.head_size,), vec_size=cfg.head_size // 128)
-        for cache_gmem, new_gmem in ((refs.key_cache_gmem, refs.key_gmem), (refs.value_cache_gmem, refs.value_gmem)):
-            cache_gmem[at] = plgpu.layout_cast(new_gmem[segment.seq, segment.head], neighbours)
+        plgpu.copy_smem_to_gmem(refs.key_smem, refs.key_cache_gmem.at[at])
+        plgpu.copy_smem_to_gmem(refs.value_smem, refs.value_cache_gmem.at[at])
 
 
 def _cache_scale(scale_gmem, kind: str, segment):

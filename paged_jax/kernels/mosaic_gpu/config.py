@@ -154,7 +154,7 @@ def scratch(cfg: Config) -> dict[str, Any]:
         "p_smem": swizzled((cfg.columns, cfg.tile), cfg.operand_dtype),
         "sum_smem": plgpu.SMEM((cfg.columns,), jnp.float32),
         "max_smem": plgpu.SMEM((cfg.columns,), jnp.float32),
-        "q_ready": plgpu.Barrier(),
+        "q_ready": plgpu.Barrier(num_arrivals=3 if cfg.num_blocks else 1),
         "k_ready": plgpu.Barrier(num_barriers=cfg.slots, num_arrivals=k_runs),
         "v_ready": plgpu.Barrier(num_barriers=cfg.slots, num_arrivals=runs * len(cfg.pieces) + v_runs - runs),
         "k_consumed": consumed,
@@ -166,6 +166,8 @@ def scratch(cfg: Config) -> dict[str, Any]:
         buffers["part_smem"] = plgpu.SMEM((cfg.padded_head_size, cfg.columns), jnp.float32)
     if cfg.merge == "cluster":
         buffers |= {**merge_scratch(cfg), "cluster_done": plgpu.ClusterBarrier(collective_axes=("part",))}
+    if cfg.num_blocks:
+        buffers["key_smem"] = buffers["value_smem"] = plgpu.SMEM((d,), jnp.dtype(cfg.dtype))
     if cfg.narrow:
         buffers["operand_smem"] = swizzled((cfg.columns, d), cfg.operand_dtype)
     for name in ("k_scale", "v_scale"):
@@ -234,8 +236,8 @@ def check_write(query: Array, key_cache: Array) -> None:
     reasons = []
     if key_cache.dtype != query.dtype:
         reasons.append(f"lacks writes of {query.dtype} into caches of {key_cache.dtype}")
-    if query.shape[2] % 128:
-        reasons.append(f"lacks writes of head_size {query.shape[2]}, takes multiples of 128")
+    if query.shape[2] % 64:
+        reasons.append(f"lacks writes of head_size {query.shape[2]}, takes multiples of 64")
     if reasons:
         raise NotImplementedError(f"implementation 'mosaic_gpu' {'; '.join(reasons)}")
 

@@ -69,9 +69,9 @@ def write_and_attend(
     cfg = replace(cfg, num_blocks=key_cache.shape[0])
 
     def run(refs):
-        *caches, out_ref, lse_ref = refs
+        keys, values, out_ref, lse_ref = refs
         new = key, value, slot_mapping
-        out_ref[...], lse_ref[...], _ = _attend(query, *caches, block_tables, seq_lens, options, cfg, *new)
+        out_ref[...], lse_ref[...], _ = _attend(query, keys, values, block_tables, seq_lens, options, cfg, *new)
 
     unwritten = jnp.zeros_like(query), jnp.zeros(query.shape[:2], jnp.float32)  # which XLA drops
     key_cache, value_cache, out, lse = pl.run_state(run)((key_cache, value_cache, *unwritten))
