@@ -134,9 +134,12 @@ def test_in_the_interpreter(op, case):
 
 
 WRITING = [
-    small("write", 4, 2, 128, 16, "bfloat16", seq_lens=(37, 0, 130, 64, 128)),
-    small("write-nhd", 2, 1, 128, 32, "float16", layout="nhd", seq_lens=(300, 33), sliding_window=70),
-    small("write-cluster", 2, 1, 64, 16, "bfloat16", seq_lens=(129,), sinks=True),
+    small("write", 4, 2, 128, 16, "bfloat16", seq_lens=(37, 0, 130, 64, 128), alibi=True, v_scale="head"),
+    small(
+        "write-nhd", 2, 1, 128, 32, "float16", layout="nhd", seq_lens=(300, 33), sliding_window=70, logits_soft_cap=3.0
+    ),
+    small("write-cluster", 2, 1, 64, 16, "bfloat16", seq_lens=(129,), sinks=True, k_scale="scalar"),
+    small("write-group", 12, 1, 64, 16, "float16", seq_lens=(65, 1)),
     small("write-past-max", 2, 1, 128, 8, "bfloat16", seq_lens=(150, 20), max_seq_len=100),
 ]
 

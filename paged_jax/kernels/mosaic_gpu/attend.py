@@ -29,7 +29,6 @@ group to 8 and has an order of magnitude to spare.
 """
 
 import functools
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,11 +86,13 @@ def attend(cfg: Config, *arrays: Any) -> dict[str, Array]:
 def _kernel(*gmem, cfg: Config, **smem):
     names = [f"{name}_gmem" for name in (*_INPUTS, *(_NEW if cfg.num_blocks else ()), *outputs(cfg))]
     refs = SimpleNamespace(**dict(zip(names, gmem, strict=True)), **smem)
-    segment = plan.segment_of(refs.seq_lens_gmem, lax.axis_index("item"), lax.axis_index("part"), cfg)
+    segment, new = plan.segment_of(refs.seq_lens_gmem, lax.axis_index("item"), lax.axis_index("part"), cfg), None
+    if cfg.num_blocks:
+        segment, new = plan.without_new_token(segment, refs.slot_mapping_gmem[segment.seq], cfg)
 
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _():
-        _attend_segment(segment, refs, cfg)
+        _attend_segment(segment, new, refs, cfg)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(lax.axis_index("warpgroup") == 1)
@@ -153,7 +154,7 @@ def _tokens(offset, cfg: Config):
     return slice(None) if cfg.run == cfg.block_size else pl.ds(pl.multiple_of(offset, cfg.run), cfg.run)
 
 
-def _attend_segment(segment: plan.Segment, refs, cfg: Config):
+def _attend_segment(segment: plan.Segment, new: plan.NewToken | None, refs, cfg: Config):
     """Attends to a segment's tiles in the rings, and stores the result."""
     row, offset = plan.window(segment, cfg)
     plgpu.copy_gmem_to_smem(refs.query_gmem.at[pl.ds(row, cfg.columns)], refs.q_smem, refs.q_ready)
@@ -165,8 +166,7 @@ def _attend_segment(segment: plan.Segment, refs, cfg: Config):
     factor = refs.scale_gmem[0] * _cache_scale(refs.k_scale_gmem, cfg.k_scale, segment) * unit
     slopes = of_heads(refs.slopes_gmem, cfg.tile, offset, segment, cfg) if cfg.alibi else None
 
-    new = _new_token(segment, refs, cfg) if cfg.num_blocks else None
-    late = cfg.columns == 8  # sums across warps once a segment: more columns take registers
+    late = cfg.columns * cfg.tile <= 512  # sums across warps once a segment, if registers allow
 
     def attend_tile(i, carry):
         acc, max_logit, exp_sum = carry
@@ -175,8 +175,6 @@ def _attend_segment(segment: plan.Segment, refs, cfg: Config):
         low, high = segment.begin - start, segment.end - start
         plgpu.barrier_wait(refs.k_ready.at[slot])
         keys_smem = refs.k_smem.at[slot]
-        if new is not None:
-            _put_row(keys_smem, refs.key_smem, new.position - start, cfg)
         logits = _dot(narrow.keys(keys_smem, cfg) if cfg.narrow else keys_smem, q_smem.T)
         if cfg.k_scale == "slot":
             logits *= _scales(refs.k_scale_smem.at[slot], cfg)
@@ -195,8 +193,6 @@ def _attend_segment(segment: plan.Segment, refs, cfg: Config):
         if cfg.v_scale != "slot":
             plgpu.barrier_wait(refs.v_ready.at[slot])
         tiles_smem = [ring_smem.at[slot] for ring_smem in refs.v_smem]
-        if new is not None:
-            _put_row(tiles_smem[0], refs.value_smem, new.position - start, cfg)
         _zero_rows(tiles_smem, low, high, cfg)
         products = [_dot(narrow.values(x, cfg) if cfg.narrow else x.T, refs.p_smem.T) for x in tiles_smem]
         if cfg.v_scale == "slot":
@@ -211,6 +207,8 @@ def _attend_segment(segment: plan.Segment, refs, cfg: Config):
         layout(lowest, 0),
         layout(jnp.zeros((cfg.tile, cfg.columns), jnp.float32)) if late else layout(jnp.zeros_like(lowest), 0),
     )
+    if new is not None:  # while the first tile is on its way
+        init = _of_new_token(new, q_smem, factor, init, refs, cfg)
     acc, max_logit, exp_sum = lax.fori_loop(0, segment.count, attend_tile, init)
     state = acc, max_logit, exp_sum.sum(axis=0) if late else exp_sum
     if new is not None:
@@ -267,14 +265,17 @@ def _seen(low, high, shape, cfg: Config):
 
 def _logits(products, factor, slopes, distance, low, high, cfg: Config):
     """The logits of a tile, -inf where it is not attended; `distance` is its first key's to the query."""
-    if (cap := cfg.logits_soft_cap) is not None:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
-        logits = cap - (2 * cap) / (exp(products * (factor * (2 / cap))) + 1)
-    else:
-        logits = products * factor
+    logits = _scaled_logits(products, factor, cfg)
     if slopes is not None:
         token = plgpu.broadcasted_iota(jnp.int32, products.shape, 0, layout=plgpu.Layout.WGMMA)
         logits += slopes * (token + distance).astype(jnp.float32)
     return jnp.where(_seen(low, high, products.shape, cfg), logits, -jnp.inf)
+
+
+def _scaled_logits(products, factor, cfg: Config):
+    if (cap := cfg.logits_soft_cap) is not None:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
+        return cap - (2 * cap) / (exp(products * (factor * (2 / cap))) + 1)
+    return products * factor
 
 
 def _store_whole(segment, row, offset, v_scale, state, refs, cfg: Config):
@@ -355,40 +356,30 @@ def _zero_rows(tiles_smem, low, high, cfg: Config):
             plgpu.commit_smem()
 
 
-@dataclass(frozen=True)
-class _NewToken:
-    """A sequence's last token, with its position if that is in this segment, else -1, and whether to write it here."""
+def _of_new_token(new: plan.NewToken, q_smem, factor, init, refs, cfg: Config):
+    """What `attend_tile` would make of the new token alone, if this program attends to it."""
+    shape = cfg.head_size, cfg.columns
+    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+    seen = row < jnp.where(new.seen, cfg.head_size, 0)
 
-    position: plan.Scalar
-    slot: plan.Scalar
-    written: plan.Scalar
+    def tall(vector_smem):  # [d] -> [d, columns]
+        vector = plgpu.load(vector_smem, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False).astype(jnp.float32)
+        vector = layout(lax.broadcast_in_dim(vector, shape, (0,)))
+        return jnp.where(seen, vector, jnp.zeros_like(vector))
 
-
-def _new_token(segment: plan.Segment, refs, cfg: Config) -> _NewToken:
-    """The program that reads the tile that a token belongs to writes it: no other one touches its slot meanwhile."""
-    slot, position = refs.slot_mapping_gmem[segment.seq], segment.seq_len - 1
-    given = (slot >= 0) & (slot < cfg.num_blocks * cfg.block_size)
-    here = given & (position >= segment.origin) & (position < segment.end)
-    unseen = given & (segment.part == 0) & ((position < 0) | (position >= cfg.max_seq_len))
-    return _NewToken(jnp.where(here, position, -1), slot, here | unseen)
-
-
-def _put_row(tile_smem, vector_smem, row, cfg: Config):
-    """Replaces a row of a tile by a new token's vector, if 0 <= row < tile."""
-    for start in range(0, cfg.tile, 64):
-
-        @pl.when((row >= start) & (row < start + 64))
-        def _(start=start):
-            rows_smem = tile_smem.at[pl.ds(start, 64)]
-            rows = layout(rows_smem[...])
-            vector = plgpu.load(vector_smem, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-            number = plgpu.broadcasted_iota(jnp.int32, rows.shape, 0, layout=plgpu.Layout.WGMMA)
-            rows_smem[...] = jnp.where(number == row - start, wide(vector, 64), rows)
-            plgpu.commit_smem()
+    _, _, exp_sum = init
+    logit = _scaled_logits((layout(q_smem.T[...]).astype(jnp.float32) * tall(refs.key_smem)).sum(axis=0), factor, cfg)
+    one = jnp.where(new.seen, 1.0, 0.0)
+    if exp_sum.ndim > 1:
+        first = plgpu.broadcasted_iota(jnp.int32, exp_sum.shape, 0, layout=plgpu.Layout.WGMMA) == 0
+        exp_sum = jnp.where(first, exp_sum + one, exp_sum)
+    else:
+        exp_sum += one
+    return [tall(refs.value_smem)], logit + jnp.where(new.seen, 0.0, LOWEST), exp_sum
 
 
-def _write(new: _NewToken, segment: plan.Segment, refs, cfg: Config):
-    """Writes the new token into the caches, after its tile has been read."""
+def _write(new: plan.NewToken, segment: plan.Segment, refs, cfg: Config):
+    """Writes the new token into the caches, after its neighbours have been read."""
 
     @pl.when(new.written)
     def _():

@@ -285,7 +285,7 @@ def _in_even_parts(cfg: Config, gpu: Device) -> Config:
     if parts > 1 and cfg.max_seq_len <= parts * _SHORT:
         return _tiled(replace(cfg, num_parts=parts, merge="cluster"))[0]
     tiled, programs = _tiled(replace(cfg, merge="kernel"))
-    tiles = -(-cfg.max_seq_len // tiled.tile)
+    tiles = max(1, -(-cfg.max_seq_len // tiled.tile))
 
     def parts_for(programs: int) -> int:  # with tiles to spare in none of them
         share = -(-tiles // max(1, min(programs // items, tiles)))
