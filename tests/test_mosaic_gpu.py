@@ -4,6 +4,7 @@ The interpreter simulates shared memory and barriers, and looks for races. On a 
 these kernels too.
 """
 
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -120,7 +121,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:Runtim
 def test_in_the_interpreter(op, case):
     made = inputs.make(case)
     static = test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
-    out, lse, *residuals = call(op, made.decode, made.arrays, static, case.partition_size)
+    check_decode(op, case, made, call(op, made.decode, made.arrays, static, case.partition_size))
+    assert not interpret_pallas_call.get_races().races_found
+
+
+def check_decode(op, case, made, results):
+    """Results of an op against the oracle's."""
+    out, lse, *residuals = results
     bounded = made.decode
     if case.max_seq_len is not None:  # which the oracle does not know
         assert not case.alibi or case.max_seq_len >= max(case.seq_lens)
@@ -130,7 +137,6 @@ def test_in_the_interpreter(op, case):
     plain.assert_close(lse, exact[1], rough[1], "lse")
     if op == "v2":
         test_decode.check_residuals(case, made, residuals, exact, rough)
-    assert not interpret_pallas_call.get_races().races_found
 
 
 WRITING = [
@@ -262,6 +268,18 @@ def test_write_and_attend_lowers_in_place(num_seqs, width, layout):
 @pytest.mark.parametrize(("op", "case"), list(pairs()), ids=str)
 def test_lowers_for_cuda(op, case):
     assert lowered(op, case).count("@mosaic_gpu_v2") == (2 if op == "v2" else 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("op", "case"), [*INTERPRETED, *pairs()], ids=str)
+def test_on_a_gpu(op, case):
+    case = replace(case, partition_size=max(case.partition_size, case.block_size))
+    made = inputs.make(case)
+    options = made.arrays | test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
+    operands = jax.device_put(_validate.decode_operands(*made.decode.values(), options), jax.devices("gpu")[0])
+    keywords = {"partition_size": case.partition_size} if op == "v2" else {}
+    results = jax.jit(partial(getattr(mosaic_gpu, OPS[op]), **keywords))(*operands)
+    check_decode(op, case, made, jax.tree.map(np.asarray, results))
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -14,12 +14,12 @@ Who computes: warpgroup 0, with tokens as M of wgmma and query heads (`columns`,
 Query rows come in windows that start at a multiple of 8, as TMA demands: the columns of other heads are computed with
 the rest and thrown away.
 
-Shared memory, group 4, head_size 128, bfloat16, tiles of 64 tokens, 3 slots (two programs a multiprocessor):
+Shared memory, group 4, head_size 128, bfloat16, tiles of 64 tokens, 2 slots (two programs a multiprocessor):
 
-    | K ring 48 KiB | V ring 48 KiB | Q 2 KiB | P 1 KiB | out 2 KiB | merged 1 KiB |
+    | K ring 32 KiB | V ring 32 KiB | Q 2 KiB | P 1 KiB | out 2 KiB, or part 4 KiB |
 
 8-bit caches become float16 on the way from the rings to the products, A in registers (`narrow.py`), and a copy of the
-query in float16 joins what is in shared memory; tiles have 64 tokens, and rings 6 slots: 192 KiB a multiprocessor.
+query in float16 joins what is in shared memory; rings have 4 slots then.
 
 Where head_size is no multiple of 64, V, O^T and out are in two pieces, as wgmma's M is 64: the second is the last 64
 elements of the head and overlaps with the first.
