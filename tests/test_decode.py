@@ -255,3 +255,18 @@ def test_v1_and_v2_stop_at_max_seq_len(max_seq_len):
     )
     for one, two in zip(v1, v2, strict=True):
         np.testing.assert_allclose(one.astype(np.float32), two.astype(np.float32), rtol=1e-2, atol=1e-3)
+
+
+def test_a_head_whose_sink_is_off(run):
+    """A sink of -inf adds nothing to its head's sum, and is no matter of the others."""
+    made = inputs.make(Case("sink-off", 4, 2, 64, 16, "bfloat16", seq_lens=(40, 7), sinks=True))
+    sinks = np.array([0.5, -np.inf, -np.inf, 1.0], np.float32)
+
+    def function(arrays, sinks, implementation):
+        v1 = paged_jax.paged_attention_v1(**arrays, sinks=sinks, implementation=implementation)
+        return v1, paged_jax.paged_attention_v2(**arrays, sinks=sinks, partition_size=16, implementation=implementation)
+
+    options = made.arrays | {"sinks": sinks} | made.static
+    exact, rough = oracle.decode(**made.decode, **options), plain.decode(**made.decode, **options)
+    for out in run(function, arrays=made.decode, sinks=sinks):
+        plain.assert_close(out, exact[0], rough[0], "out")

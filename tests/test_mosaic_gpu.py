@@ -145,7 +145,7 @@ WRITING = [
         "write-nhd", 2, 1, 128, 32, "float16", layout="nhd", seq_lens=(300, 33), sliding_window=70, logits_soft_cap=3.0
     ),
     small("write-cluster", 2, 1, 64, 16, "bfloat16", seq_lens=(129,), sinks=True, k_scale="scalar"),
-    small("write-group", 12, 1, 64, 16, "float16", seq_lens=(65, 1)),
+    small("write-group", 12, 1, 64, 16, "float16", seq_lens=(65, 0, 1), sinks=True),
     small("write-past-max", 2, 1, 128, 8, "bfloat16", seq_lens=(150, 20), max_seq_len=100),
 ]
 
@@ -153,6 +153,7 @@ WRITING = [
 @pytest.mark.parametrize("case", WRITING, ids=str)
 def test_writes_in_the_interpreter(case):
     made = test_write_and_attend.with_new_tokens(case)
+    made.decode["query"][np.array(case.seq_lens) == 0] = np.nan  # rows that pad the batch may hold anything
     options = test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
     arrays = made.decode | {"key": made.key, "value": made.value, "slot_mapping": made.slots}
     *decode, options = _validate.decode_operands(*made.decode.values(), made.arrays | options)
@@ -330,6 +331,14 @@ def test_refusals_name_every_reason(case, words):
     options = made.arrays | test_decode.op_options(made.static)
     with pytest.raises(NotImplementedError, match=rf"^implementation 'mosaic_gpu' .*{words}"):
         paged_jax.paged_attention(*made.decode.values(), **options, implementation="mosaic_gpu")
+
+
+def test_more_items_than_a_grid_takes_are_refused():
+    shapes = (2048, 32, 64), (9, 32, 16, 64), (9, 32, 16, 64)
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    arrays += [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2048, 2), (2048,))]
+    with pytest.raises(NotImplementedError, match="lacks 65536 sequences times kv heads, takes up to 65535"):
+        jax.eval_shape(partial(paged_jax.paged_attention, implementation="mosaic_gpu"), *arrays)
 
 
 def test_writes_that_are_refused():

@@ -42,7 +42,8 @@ NAMES = [
 ]
 UNSPLIT = Case("unsplit", 8, 2, 64, 16, "bfloat16", seq_lens=(9, 0, 16, 1, 3), query_lens=None, spare_columns=0)
 LARGE_GROUP = Case("large-group", 142, 2, 24, 1, "float16", "bfloat16", "nhd", (9, 2), None)
-CASES = [*(case for case in DECODE_CASES if case.name in NAMES), UNSPLIT, LARGE_GROUP]
+SLOT_SCALES = Case("slot-scales-on-a-wide-cache", 2, 1, 64, 16, "bfloat16", k_scale="slot", v_scale="slot")
+CASES = [*(case for case in DECODE_CASES if case.name in NAMES), UNSPLIT, LARGE_GROUP, SLOT_SCALES]
 BY_NAME = {case.name: case for case in CASES}
 SKIPPED = (-1, 2**31 - 1, -(2**31), 10**6)
 

@@ -1,9 +1,9 @@
 """The decode kernel: attention of one query a sequence over its blocks, whole or in parts.
 
 Grid. A program, a thread block of two warpgroups, for each part of each item (sequence, kv head): all of its tokens, a
-partition of fixed size or an even share (`plan.py`). The parts of an item are one cluster where they are few: each
-program writes its part, and when all have, the first ones merge them (`reduce.py`). Where they are many, a kernel of
-its own does.
+partition of fixed size or an even share (`plan.py`). The parts of an item are one cluster where they are short and
+few: each program writes its part, and when all have, the first ones merge them (`reduce.py`). Otherwise a kernel of its
+own does.
 
 Who loads: warpgroup 1 copies runs of tokens (TMA, through the block table) into rings of `slots` tiles of K and of V.
 Who computes: warpgroup 0, with tokens as M of wgmma and query heads (`columns`, a multiple of 8) as N:
@@ -219,6 +219,7 @@ def _attend_segment(segment: plan.Segment, new: plan.NewToken | None, refs, cfg:
     else:
         _store_part(segment, v_scale, state, refs, cfg)
     if cfg.merge == "cluster":
+        # Parts are in memory by now, and in no first-level cache: each program reads them here for the first time.
         plgpu.barrier_arrive(refs.cluster_done)
         plgpu.barrier_wait(refs.cluster_done)
         for block in range(len(cfg.out_blocks)):
@@ -249,11 +250,11 @@ def _scales(scales_smem, cfg: Config):
 
 
 def _scaled(p, scales, low, high, cfg: Config):
-    """The weights of values times their scales; the largest scale stays out, so that products cannot overflow."""
-    scales = jnp.where(_seen(low, high, p.shape, cfg), scales, jnp.zeros_like(scales))
-    peak = jnp.abs(scales).max(axis=0)
+    """The weights of values times their scales; the largest of these stays out, so that float16 holds the others."""
+    weights = p * jnp.where(_seen(low, high, p.shape, cfg), scales, jnp.zeros_like(scales))
+    peak = jnp.abs(weights).max(axis=0)
     peak = jnp.where(peak > 0, peak, 1.0)
-    return p * (scales / wide(peak, cfg.tile)), peak
+    return weights / wide(peak, cfg.tile), peak
 
 
 def _seen(low, high, shape, cfg: Config):
@@ -364,18 +365,21 @@ def _of_new_token(new: plan.NewToken, q_smem, factor, init, refs, cfg: Config):
 
     def tall(vector_smem):  # [d] -> [d, columns]
         vector = plgpu.load(vector_smem, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False).astype(jnp.float32)
-        vector = layout(lax.broadcast_in_dim(vector, shape, (0,)))
-        return jnp.where(seen, vector, jnp.zeros_like(vector))
+        return layout(lax.broadcast_in_dim(vector, shape, (0,)))
+
+    def if_seen(x):
+        return jnp.where(seen, x, jnp.zeros_like(x))
 
     _, _, exp_sum = init
-    logit = _scaled_logits((layout(q_smem.T[...]).astype(jnp.float32) * tall(refs.key_smem)).sum(axis=0), factor, cfg)
+    products = if_seen(layout(q_smem.T[...]).astype(jnp.float32) * tall(refs.key_smem))
+    logit = _scaled_logits(products.sum(axis=0), factor, cfg)
     one = jnp.where(new.seen, 1.0, 0.0)
     if exp_sum.ndim > 1:
         first = plgpu.broadcasted_iota(jnp.int32, exp_sum.shape, 0, layout=plgpu.Layout.WGMMA) == 0
         exp_sum = jnp.where(first, exp_sum + one, exp_sum)
     else:
         exp_sum += one
-    return [tall(refs.value_smem)], logit + jnp.where(new.seen, 0.0, LOWEST), exp_sum
+    return [if_seen(tall(refs.value_smem))], logit + jnp.where(new.seen, 0.0, LOWEST), exp_sum
 
 
 def _write(new: plan.NewToken, segment: plan.Segment, refs, cfg: Config):

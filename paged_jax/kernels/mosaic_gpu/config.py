@@ -15,6 +15,7 @@ from jax import Array
 from paged_jax.options import AttentionOptions, Layout, block_axis, head_axis
 
 _MAX_GROUP = 64
+_MAX_ITEMS = 65535  # in the y direction of a grid
 _MAX_CLUSTER = 8
 _SHORT = 256  # tokens of a part that take less time than another launch
 _TILE = 32 * 1024
@@ -66,8 +67,8 @@ class Config:
     sliding_window: int | None = None
     logits_soft_cap: float | None = None
     num_blocks: int = 0
-    tile: int = 128
-    slots: int = 3
+    tile: int = 64
+    slots: int = 2
 
     @property
     def group(self) -> int:
@@ -221,6 +222,10 @@ def check(query: Array, key_cache: Array, value_cache: Array, options: Attention
         reasons.append(f"lacks head_size {head_size} for caches of {key_cache.dtype}, takes multiples of 64")
     if block_size < 8:
         reasons.append(f"lacks block_size {block_size}, takes 8 and more")
+    if query.shape[0] * num_heads // group > _MAX_ITEMS:
+        reasons.append(
+            f"lacks {query.shape[0] * num_heads // group} sequences times kv heads, takes up to {_MAX_ITEMS}"
+        )
     if group > _MAX_GROUP:
         reasons.append(f"lacks groups of {group} query heads, takes up to {_MAX_GROUP}")
     if options.layout == "vllm":
@@ -231,13 +236,15 @@ def check(query: Array, key_cache: Array, value_cache: Array, options: Attention
         raise NotImplementedError(f"implementation 'mosaic_gpu' {'; '.join(reasons)}")
 
 
-def check_write(query: Array, key_cache: Array) -> None:
+def check_write(query: Array, key_cache: Array, options: AttentionOptions) -> None:
     """Raises NotImplementedError for tokens that the decode kernel cannot write, too."""
     reasons = []
     if key_cache.dtype != query.dtype:
         reasons.append(f"lacks writes of {query.dtype} into caches of {key_cache.dtype}")
     if query.shape[2] % 64:
         reasons.append(f"lacks writes of head_size {query.shape[2]}, takes multiples of 64")
+    if any(scale is not None and scale.ndim == 3 for scale in (options.k_scale, options.v_scale)):
+        reasons.append("lacks writes with scales for each slot")
     if reasons:
         raise NotImplementedError(f"implementation 'mosaic_gpu' {'; '.join(reasons)}")
 
@@ -250,6 +257,8 @@ def config(
     gpu: Device,
     split: Literal["none", "partitions", "even"],
     partition_size: int = 0,
+    *,
+    write: bool = False,
 ) -> Config:
     """The config of a decode call; raises NotImplementedError for what the kernels cannot do."""
     check(query, key_cache, value_cache, options, gpu)
@@ -272,6 +281,7 @@ def config(
         # A larger window would overflow where it is taken from a position.
         sliding_window=None if options.sliding_window is None else min(options.sliding_window, 2**30),
         logits_soft_cap=options.logits_soft_cap,
+        num_blocks=key_cache.shape[0] if write else 0,
     )
     if split == "partitions":
         return _tiled(replace(cfg, num_parts=-(-options.max_seq_len // partition_size), merge="kernel"))[0]
@@ -287,8 +297,8 @@ def _in_even_parts(cfg: Config, gpu: Device) -> Config:
     tiled, programs = _tiled(replace(cfg, merge="kernel"))
     tiles = max(1, -(-cfg.max_seq_len // tiled.tile))
 
-    def parts_for(programs: int) -> int:  # with tiles to spare in none of them
-        share = -(-tiles // max(1, min(programs // items, tiles)))
+    def parts_for(at_once: int) -> int:  # with tiles to spare in none of them
+        share = -(-tiles // max(1, min(at_once // items, tiles)))
         return -(-tiles // share)
 
     one, all_ = gpu.num_multiprocessors, programs * gpu.num_multiprocessors
@@ -318,8 +328,8 @@ def _parts_in_waves(cfg: Config, at_once: int) -> int:
 def _tiled(cfg: Config) -> tuple[Config, int]:
     """With `tile` and `slots`; and how many programs a multiprocessor then has.
 
-    As measured (benchmarks/LOG.md): tiles of 32 KiB of K and V, unless one is all there is to read, and 128 KiB of
-    them in flight on a multiprocessor.
+    As measured (benchmarks/LOG.md): tiles of 32 KiB of K and V, or 64 KiB if a program has the multiprocessor, or one
+    tile is all there is to read; and 128 KiB of them in flight on a multiprocessor.
     """
     longest = cfg.partition_size or -(-cfg.max_seq_len // cfg.num_parts)
     for programs, tile in ((2, 128), (2, 64), (1, 128), (1, 64)):
@@ -337,7 +347,7 @@ def _tiled(cfg: Config) -> tuple[Config, int]:
             chosen = replace(cfg, tile=tile, slots=slots)
             if shared_memory(chosen) <= room:
                 return chosen, programs
-    raise AssertionError(f"no tiling fits in shared memory: {cfg}")
+    raise NotImplementedError(f"implementation 'mosaic_gpu' has no tiling that fits in shared memory for {cfg}")
 
 
 def _scale_kind(scale: Array | None) -> str:

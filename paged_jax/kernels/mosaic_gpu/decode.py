@@ -1,6 +1,5 @@
 """Decode, one query a sequence: v1 unsplit, v2 in fixed partitions; in even parts if chosen here, or as it writes."""
 
-from dataclasses import replace
 from typing import Any
 
 import jax.experimental.pallas as pl
@@ -15,6 +14,7 @@ from paged_jax.kernels.mosaic_gpu.reduce import reduce
 from paged_jax.options import AttentionOptions, head_axis
 from paged_jax.shapes import BlockTables, Cache, Lse, NewTokens, Query, Residual, SeqLens, SlotMapping, TmpOut
 
+_LONGEST = 256  # of a block: partitions hold whole ones
 _LARGEST_GROUP = 8  # of query heads, for which wgmma does not compute what is thrown away
 
 
@@ -62,11 +62,10 @@ def write_and_attend(
     slot_mapping: SlotMapping,
     options: AttentionOptions,
 ) -> tuple[Query, Lse, Cache, Cache]:
-    config.check_write(query, key_cache)
-    cfg = config.config(query, key_cache, value_cache, options, config.device(), "even")
+    config.check_write(query, key_cache, options)
+    cfg = config.config(query, key_cache, value_cache, options, config.device(), "even", write=True)
     if _nothing_to_attend(key_cache, cfg):
         raise NotImplementedError("implementation 'mosaic_gpu' lacks writes without a context or a pool")
-    cfg = replace(cfg, num_blocks=key_cache.shape[0])
 
     def run(refs):
         keys, values, out_ref, lse_ref = refs
@@ -88,6 +87,8 @@ def paged_attention_v2(
     *,
     partition_size: int,
 ) -> tuple[Query, Lse, Residual, Residual, TmpOut]:
+    # One longer than every context would overflow, and holds no more than the contexts do.
+    partition_size = min(partition_size, max(1, -(-options.max_seq_len // _LONGEST)) * _LONGEST)
     cfg = config.config(query, key_cache, value_cache, options, config.device(), "partitions", partition_size)
     residual = *query.shape[:2], cfg.num_parts
     if _nothing_to_attend(key_cache, cfg):

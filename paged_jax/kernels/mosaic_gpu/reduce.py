@@ -7,8 +7,8 @@ registers, and computes.
 
 Shared memory: the block of `out`, and the item's lse, on their way out.
 
-Roofline: 4 * (head_size + 128) * columns bytes a part, mostly from L2: latency, not bandwidth, so that a few parts are
-in flight.
+Roofline: 4 * (head_size + 2 * blocks) * columns bytes a part, mostly from L2: latency, not bandwidth, so that many
+parts are in flight.
 """
 
 import functools

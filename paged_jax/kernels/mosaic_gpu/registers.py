@@ -23,11 +23,10 @@ def log(x):
 def of_heads(values_gmem, rows: int, offset, segment, cfg: Config):
     """A value for each head of the group, over `rows`: [rows, columns]."""
     column = plgpu.broadcasted_iota(jnp.int32, (rows, cfg.columns), 1, layout=plgpu.Layout.WGMMA)
-    wide = layout(jnp.zeros((rows, cfg.columns), jnp.float32))
+    zeros = values = layout(jnp.zeros((rows, cfg.columns), jnp.float32))
     for i in range(cfg.group):
-        value = values_gmem[segment.head * cfg.group + i]
-        wide += (column == offset + i).astype(jnp.float32) * value
-    return wide
+        values = jnp.where(column == offset + i, zeros + values_gmem[segment.head * cfg.group + i], values)
+    return values
 
 
 def layout(x, axis: int | None = None):
