@@ -259,7 +259,7 @@ def test_v1_and_v2_stop_at_max_seq_len(max_seq_len):
 
 def test_a_head_whose_sink_is_off(run):
     """A sink of -inf adds nothing to its head's sum, and is no matter of the others."""
-    made = inputs.make(Case("sink-off", 4, 2, 64, 16, "bfloat16", seq_lens=(40, 7), sinks=True))
+    made = inputs.make(Case("sink-off", 4, 2, 64, 16, "bfloat16", seq_lens=(40, 7), query_lens=None, sinks=True))
     sinks = np.array([0.5, -np.inf, -np.inf, 1.0], np.float32)
 
     def function(arrays, sinks, implementation):
