@@ -87,8 +87,8 @@ def _gpu_implementations(op: str, operands: tuple) -> tuple[str, ...]:
         jax.local_devices(backend="gpu")
     except RuntimeError:
         return ("triton",)
-    decoding = op in _DECODE or op == "write_and_attend"
-    if decoding and _package("mosaic_gpu").leads(operands[0], operands[2 if op in _DECODE else 4], operands[-1]):
+    value_cache = 2 if op in _DECODE else 4 if op == "write_and_attend" else None  # which operand
+    if value_cache and _package("mosaic_gpu").leads(operands[0], operands[value_cache], operands[-1]):
         return "mosaic_gpu", "triton"
     return "triton", "mosaic_gpu"
 

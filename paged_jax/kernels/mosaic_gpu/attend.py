@@ -3,7 +3,7 @@
 Grid. A program, a thread block of two warpgroups, for each part of each item (sequence, kv head): all of its tokens, a
 partition of fixed size or an even share (`plan.py`). The parts of an item are one cluster where they are short and
 few: each program writes its part, and when all have, the first ones merge them (`reduce.py`). Otherwise a kernel of its
-own does.
+own does. New tokens that are written on the way: `write.py`.
 
 Who loads: warpgroup 1 copies runs of tokens (TMA, through the block table) into rings of `slots` tiles of K and of V.
 Who computes: warpgroup 0, with tokens as M of wgmma and query heads (`columns`, a multiple of 8) as N:
@@ -38,10 +38,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from paged_jax.kernels.mosaic_gpu import narrow, plan
+from paged_jax.kernels.mosaic_gpu import narrow, plan, write
 from paged_jax.kernels.mosaic_gpu.config import Config, scratch
 from paged_jax.kernels.mosaic_gpu.reduce import merge_block
-from paged_jax.kernels.mosaic_gpu.registers import LOWEST, exp, layout, log, of_heads, store, wide
+from paged_jax.kernels.mosaic_gpu.registers import LOWEST, exp, layout, log, of_heads, scaled_logits, store, wide
 
 _OPTIONS = ("scale", "slopes", "sinks", "k_scale", "v_scale")
 _INPUTS = ("query", "key_cache", "value_cache", "block_tables", "seq_lens", *_OPTIONS)
@@ -88,7 +88,7 @@ def _kernel(*gmem, cfg: Config, **smem):
     refs = SimpleNamespace(**dict(zip(names, gmem, strict=True)), **smem)
     segment, new = plan.segment_of(refs.seq_lens_gmem, lax.axis_index("item"), lax.axis_index("part"), cfg), None
     if cfg.num_blocks:
-        segment, new = plan.without_new_token(segment, refs.slot_mapping_gmem[segment.seq], cfg)
+        segment, new = write.without_new_token(segment, refs.slot_mapping_gmem[segment.seq], cfg)
 
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _():
@@ -154,7 +154,7 @@ def _tokens(offset, cfg: Config):
     return slice(None) if cfg.run == cfg.block_size else pl.ds(pl.multiple_of(offset, cfg.run), cfg.run)
 
 
-def _attend_segment(segment: plan.Segment, new: plan.NewToken | None, refs, cfg: Config):
+def _attend_segment(segment: plan.Segment, new: write.NewToken | None, refs, cfg: Config):
     """Attends to a segment's tiles in the rings, and stores the result."""
     row, offset = plan.window(segment, cfg)
     plgpu.copy_gmem_to_smem(refs.query_gmem.at[pl.ds(row, cfg.columns)], refs.q_smem, refs.q_ready)
@@ -208,11 +208,11 @@ def _attend_segment(segment: plan.Segment, new: plan.NewToken | None, refs, cfg:
         layout(jnp.zeros((cfg.tile, cfg.columns), jnp.float32)) if late else layout(jnp.zeros_like(lowest), 0),
     )
     if new is not None:  # while the first tile is on its way
-        init = _of_new_token(new, q_smem, factor, init, refs, cfg)
+        init = write.attend_to(new, q_smem, factor, init, refs, cfg)
     acc, max_logit, exp_sum = lax.fori_loop(0, segment.count, attend_tile, init)
     state = acc, max_logit, exp_sum.sum(axis=0) if late else exp_sum
     if new is not None:
-        _write(new, segment, refs, cfg)
+        write.write(new, segment, refs, cfg)
     v_scale = _cache_scale(refs.v_scale_gmem, cfg.v_scale, segment)
     if cfg.merge == "none":
         _store_whole(segment, row, offset, v_scale, state, refs, cfg)
@@ -266,17 +266,11 @@ def _seen(low, high, shape, cfg: Config):
 
 def _logits(products, factor, slopes, distance, low, high, cfg: Config):
     """The logits of a tile, -inf where it is not attended; `distance` is its first key's to the query."""
-    logits = _scaled_logits(products, factor, cfg)
+    logits = scaled_logits(products, factor, cfg)
     if slopes is not None:
         token = plgpu.broadcasted_iota(jnp.int32, products.shape, 0, layout=plgpu.Layout.WGMMA)
         logits += slopes * (token + distance).astype(jnp.float32)
     return jnp.where(_seen(low, high, products.shape, cfg), logits, -jnp.inf)
-
-
-def _scaled_logits(products, factor, cfg: Config):
-    if (cap := cfg.logits_soft_cap) is not None:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
-        return cap - (2 * cap) / (exp(products * (factor * (2 / cap))) + 1)
-    return products * factor
 
 
 def _store_whole(segment, row, offset, v_scale, state, refs, cfg: Config):
@@ -355,42 +349,6 @@ def _zero_rows(tiles_smem, low, high, cfg: Config):
                     seen = _seen(low - start, high - start, rows.shape, cfg)
                     rows_smem[...] = jnp.where(seen, rows, jnp.zeros_like(rows))
             plgpu.commit_smem()
-
-
-def _of_new_token(new: plan.NewToken, q_smem, factor, init, refs, cfg: Config):
-    """What `attend_tile` would make of the new token alone, if this program attends to it."""
-    shape = cfg.head_size, cfg.columns
-    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
-    seen = row < jnp.where(new.seen, cfg.head_size, 0)
-
-    def tall(vector_smem):  # [d] -> [d, columns]
-        vector = plgpu.load(vector_smem, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False).astype(jnp.float32)
-        return layout(lax.broadcast_in_dim(vector, shape, (0,)))
-
-    def if_seen(x):
-        return jnp.where(seen, x, jnp.zeros_like(x))
-
-    _, _, exp_sum = init
-    products = if_seen(layout(q_smem.T[...]).astype(jnp.float32) * tall(refs.key_smem))
-    logit = _scaled_logits(products.sum(axis=0), factor, cfg)
-    one = jnp.where(new.seen, 1.0, 0.0)
-    if exp_sum.ndim > 1:
-        first = plgpu.broadcasted_iota(jnp.int32, exp_sum.shape, 0, layout=plgpu.Layout.WGMMA) == 0
-        exp_sum = jnp.where(first, exp_sum + one, exp_sum)
-    else:
-        exp_sum += one
-    return [if_seen(tall(refs.value_smem))], logit + jnp.where(new.seen, 0.0, LOWEST), exp_sum
-
-
-def _write(new: plan.NewToken, segment: plan.Segment, refs, cfg: Config):
-    """Writes the new token into the caches, after its neighbours have been read."""
-
-    @pl.when(new.written)
-    def _():
-        block, offset = lax.div(new.slot, jnp.int32(cfg.block_size)), lax.rem(new.slot, jnp.int32(cfg.block_size))
-        at = (block, offset, segment.head) if cfg.layout == "nhd" else (block, segment.head, offset)
-        plgpu.copy_smem_to_gmem(refs.key_smem, refs.key_cache_gmem.at[at])
-        plgpu.copy_smem_to_gmem(refs.value_smem, refs.value_cache_gmem.at[at])
 
 
 def _cache_scale(scale_gmem, kind: str, segment):

@@ -4,7 +4,7 @@ A (sequence, kv head) is an item, and its tokens are cut into tiles. A program a
 one item, which is all of them, those in a partition of fixed size, or an even share.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax.experimental.pallas as pl
@@ -43,30 +43,10 @@ def segment_of(seq_lens_gmem, item: Scalar, part: Scalar, cfg: Config) -> Segmen
         end = lax.min(end, (part + 1) * cfg.partition_size)
     origin = lax.div(begin, jnp.int32(cfg.run)) * cfg.run
     if cfg.num_parts > 1 and not cfg.partition_size:
-        share = _tiles(_tiles(end - origin, cfg.tile), cfg.num_parts) * cfg.tile
+        share = tiles(tiles(end - origin, cfg.tile), cfg.num_parts) * cfg.tile
         origin += part * share
         end = lax.min(end, origin + share)
-    return Segment(item, seq, head, part, seq_len, origin, begin, end, _tiles(end - origin, cfg.tile))
-
-
-@dataclass(frozen=True)
-class NewToken:
-    """The last token of a sequence: its slot, and whether this program attends to it and writes it there."""
-
-    slot: Scalar
-    seen: Scalar
-    written: Scalar
-
-
-def without_new_token(segment: Segment, slot: Scalar, cfg: Config) -> tuple[Segment, NewToken]:
-    """Takes a new token out of the segment that it belongs to: no other program reads its slot meanwhile."""
-    position = segment.seq_len - 1
-    given = (slot >= 0) & (slot < cfg.num_blocks * cfg.block_size)
-    seen = given & (position >= segment.origin) & (position < segment.end)
-    past = given & (segment.part == 0) & ((position < 0) | (position >= cfg.max_seq_len))
-    end = jnp.where(seen, position, segment.end)
-    rest = replace(segment, end=end, count=_tiles(end - segment.origin, cfg.tile))
-    return rest, NewToken(slot, seen, seen | past)
+    return Segment(item, seq, head, part, seq_len, origin, begin, end, tiles(end - origin, cfg.tile))
 
 
 def window(segment: Segment, cfg: Config) -> tuple[Scalar, Scalar]:
@@ -81,5 +61,5 @@ def first_row(segment: Segment, cfg: Config) -> Scalar:
     return (segment.seq * cfg.num_kv_heads + segment.head) * cfg.group
 
 
-def _tiles(count: Scalar, size: int) -> Scalar:
+def tiles(count: Scalar, size: int) -> Scalar:
     return lax.max(lax.div(count + (size - 1), jnp.int32(size)), jnp.int32(0))

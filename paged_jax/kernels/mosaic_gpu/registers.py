@@ -20,6 +20,13 @@ def log(x):
     return jnp.log2(x) / _LOG2E
 
 
+def scaled_logits(products, factor, cfg: Config):
+    """Products of queries and keys, scaled and capped."""
+    if (cap := cfg.logits_soft_cap) is not None:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
+        return cap - (2 * cap) / (exp(products * (factor * (2 / cap))) + 1)
+    return products * factor
+
+
 def of_heads(values_gmem, rows: int, offset, segment, cfg: Config):
     """A value for each head of the group, over `rows`: [rows, columns]."""
     column = plgpu.broadcasted_iota(jnp.int32, (rows, cfg.columns), 1, layout=plgpu.Layout.WGMMA)
