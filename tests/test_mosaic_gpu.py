@@ -16,7 +16,7 @@ from jax._src import state
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
 
 import paged_jax
-from paged_jax import _validate
+from paged_jax import _dispatch, _validate
 from paged_jax.kernels import mosaic_gpu
 from paged_jax.kernels.mosaic_gpu import attend, config, narrow
 from tests import inputs, oracle, plain, test_decode, test_write_and_attend
@@ -331,6 +331,26 @@ def test_refusals_name_every_reason(case, words):
     options = made.arrays | test_decode.op_options(made.static)
     with pytest.raises(NotImplementedError, match=rf"^implementation 'mosaic_gpu' .*{words}"):
         paged_jax.paged_attention(*made.decode.values(), **options, implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize(("group", "first"), [(8, "mosaic_gpu"), (16, "triton")])
+def test_leads_where_groups_are_small(group, first):
+    query, value_cache = jnp.zeros((1, 2 * group, 64)), jnp.zeros((1, 2, 16, 64))
+    options = _validate.decode_operands(query, value_cache, value_cache, jnp.zeros((1, 1), int), jnp.ones(1, int), {})[
+        5
+    ]
+    decode = query, value_cache, value_cache, None, None, options
+    writing = query, None, None, value_cache, value_cache, None, None, None, options
+    with mock.patch.object(jax, "local_devices"):
+        for op, operands in (
+            ("paged_attention", decode),
+            ("paged_attention_v2", decode),
+            ("write_and_attend", writing),
+        ):
+            assert _dispatch._gpu_implementations(op, operands)[0] == first
+        assert _dispatch._gpu_implementations("ragged_paged_attention", decode)[0] == "triton"
+    if jax.devices()[0].platform != "gpu":
+        assert _dispatch._gpu_implementations("paged_attention", decode) == ("triton",)
 
 
 def test_more_items_than_a_grid_takes_are_refused():
