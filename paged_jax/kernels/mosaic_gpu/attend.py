@@ -105,6 +105,9 @@ def _kernel(*gmem, cfg: Config, **smem):
             plgpu.barrier_wait(refs.k_consumed.at[lax.rem(i, jnp.int32(cfg.slots))])
             plgpu.barrier_wait(refs.v_consumed.at[lax.rem(i, jnp.int32(cfg.slots))])
 
+        if new is not None:
+            write.write(new, segment, refs, cfg)
+
 
 def _load_segment(segment: plan.Segment, refs, cfg: Config):
     """Copies a segment's tiles into the rings."""
@@ -211,8 +214,6 @@ def _attend_segment(segment: plan.Segment, new: write.NewToken | None, refs, cfg
         init = write.attend_to(new, q_smem, factor, init, refs, cfg)
     acc, max_logit, exp_sum = lax.fori_loop(0, segment.count, attend_tile, init)
     state = acc, max_logit, exp_sum.sum(axis=0) if late else exp_sum
-    if new is not None:
-        write.write(new, segment, refs, cfg)
     v_scale = _cache_scale(refs.v_scale_gmem, cfg.v_scale, segment)
     if cfg.merge == "none":
         _store_whole(segment, row, offset, v_scale, state, refs, cfg)

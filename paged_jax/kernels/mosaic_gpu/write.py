@@ -62,7 +62,8 @@ def attend_to(new: NewToken, q_smem, factor, init, refs, cfg: Config):
 
 
 def write(new: NewToken, segment: plan.Segment, refs, cfg: Config):
-    """Writes the new token into the caches, after its neighbours have been read."""
+    """Writes the new token into the caches, after its neighbours have been read; for the loading warpgroup."""
+    plgpu.barrier_wait(refs.q_ready)
 
     @pl.when(new.written)
     def _():
@@ -70,3 +71,4 @@ def write(new: NewToken, segment: plan.Segment, refs, cfg: Config):
         at = (block, offset, segment.head) if cfg.layout == "nhd" else (block, segment.head, offset)
         plgpu.copy_smem_to_gmem(refs.key_smem, refs.key_cache_gmem.at[at])
         plgpu.copy_smem_to_gmem(refs.value_smem, refs.value_cache_gmem.at[at])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -1,8 +1,8 @@
 """Device code of the fused cache write: K and V of new tokens into their slots, quantised on the way.
 
 Grid: one program for each (tile of tokens, kv head). It loads both vectors of each token, rounds them, and stores
-them at their slot; skipped tokens are neither read nor written. Roofline: (itemsize of key + itemsize of the
-cache) * 2 * head_size bytes for each (token, kv head); a decode step writes so little that the launch dominates.
+them at their slot, if they have one. Roofline: (itemsize of key + itemsize of the cache) * 2 * head_size bytes for each
+(token, kv head); a decode step writes so little that the launch dominates.
 
 `load_tokens` and `add_new_token` serve decode that writes on the way (`attend.py`).
 
@@ -29,9 +29,10 @@ def write_kernel(
 ):  # fmt: skip
     kv_head = tl.program_id(0) % cfg.num_kv_heads
     tokens = tl.program_id(0) // cfg.num_kv_heads * cfg.tokens + tl.arange(0, cfg.tokens)
-    slot = tl.load(slot_mapping + tokens, mask=tokens < num_tokens, other=-1)
+    given = tokens < num_tokens
+    slot = tl.load(slot_mapping + tokens, mask=given, other=-1)
     valid = (slot >= 0) & (slot // cfg.block_size < num_blocks)
-    new_key, new_value = load_tokens(key, value, tokens, kv_head, valid, cfg)
+    new_key, new_value = load_tokens(key, value, tokens, kv_head, given, cfg)  # while the slots are on their way
     _store_tokens(new_key, new_value, key_cache, value_cache, k_scale, v_scale, slot, kv_head, valid, cfg)
 
 
