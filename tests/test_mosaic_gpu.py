@@ -57,6 +57,10 @@ INTERPRETED = [
     ("auto", small("cluster", 8, 1, 128, 16, "bfloat16", seq_lens=(300,), sinks=True, sliding_window=290)),
     ("auto", small("cluster-in-pieces", 3, 1, 80, 32, "float16", seq_lens=(260,), logits_soft_cap=3.0)),
     ("auto", small("cluster-int8", 2, 1, 64, 16, "bfloat16", "int8", seq_lens=(511,), k_scale="slot", v_scale="slot")),
+    # Heads folded by 4 and by 2, as there are sequences enough.
+    ("auto", small("fold", 4, 4, 64, 16, "bfloat16", seq_lens=(37, 0, 130, 64), sinks=True, k_scale="scalar")),
+    ("auto", small("fold-int8", 8, 4, 64, 16, "float16", "int8", seq_lens=(37, 64), sliding_window=50)),
+    ("auto", small("fold-two", 8, 4, 128, 32, "bfloat16", seq_lens=(3, 150), alibi=True, v_scale="scalar")),
     ("auto", small("all-empty", 4, 2, 64, 16, "float16", seq_lens=(0, 0), sinks=True)),
 ]
 
@@ -69,9 +73,10 @@ def dot(a, b_smem, wgmma=attend._dot):
 
 
 def zero_rows(rows_smem, low, high, cfg):
-    row = jnp.arange(rows_smem.shape[0])[:, None]
     rows = rows_smem[...]
-    rows_smem[...] = jnp.where((row >= low) & (row < high), rows, jnp.zeros_like(rows))
+    by_head = jnp.arange(rows.shape[0] // cfg.fold).reshape(-1, 1, cfg.run)
+    token = jnp.broadcast_to(by_head, (len(by_head), cfg.fold, cfg.run)).reshape(-1, 1)
+    rows_smem[...] = jnp.where((token >= low) & (token < high), rows, jnp.zeros_like(rows))
 
 
 def store(ref, x, cfg):
@@ -272,14 +277,21 @@ def test_lowers_for_cuda(op, case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("op", "case"), [*INTERPRETED, *pairs()], ids=str)
-def test_on_a_gpu(op, case):
+@pytest.mark.parametrize(
+    ("op", "case", "device"),
+    [(op, case, None) for op, case in (*INTERPRETED, *pairs())]
+    + [(op, case, SMALL_GPU) for op, case in INTERPRETED if op == "auto"],
+    ids=str,
+)
+def test_on_a_gpu(op, case, device):
+    """Split as for this GPU, and as for one so small that heads are folded."""
     case = replace(case, partition_size=max(case.partition_size, case.block_size))
     made = inputs.make(case)
     options = made.arrays | test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
     operands = jax.device_put(_validate.decode_operands(*made.decode.values(), options), jax.devices("gpu")[0])
     keywords = {"partition_size": case.partition_size} if op == "v2" else {}
-    results = jax.jit(partial(getattr(mosaic_gpu, OPS[op]), **keywords))(*operands)
+    with mock.patch.object(config, "device", return_value=device or config.device()):
+        results = jax.jit(partial(getattr(mosaic_gpu, OPS[op]), **keywords))(*operands)
     check_decode(op, case, made, jax.tree.map(np.asarray, results))
 
 
@@ -373,6 +385,32 @@ def test_other_gpus_are_refused():
     made = inputs.make(BY_NAME["llama-3-8b"])
     with pytest.raises(NotImplementedError, match=r"needs compute capability 9\.0, this GPU has 10\.0"):
         call("v1", made.decode, {}, {}, 0, config.Device(100, 148))
+
+
+@pytest.mark.parametrize(
+    ("fold", "num_seqs", "num_heads", "cache", "options"),
+    [
+        (4, 32, 32, (1, 32, 16, 128), {}),
+        (2, 64, 32, (1, 8, 16, 128), {}),
+        (2, 64, 32, (1, 32, 32, 128), {"k_scale": jnp.ones(())}),
+        (1, 64, 32, (1, 32, 64, 128), {}),
+        (1, 32, 64, (1, 8, 16, 128), {}),
+        (1, 8, 32, (1, 8, 16, 128), {}),
+        (1, 64, 32, (1, 32, 8, 128), {}),
+        (1, 64, 32, (1, 32, 16, 80), {}),
+        (1, 64, 33, (1, 33, 16, 128), {}),
+        (1, 64, 32, (1, 16, 32, 128), {"layout": "nhd"}),
+        (1, 64, 32, (1, 32, 16, 128), {"v_scale": jnp.ones(32)}),
+    ],
+)
+def test_heads_are_folded(fold, num_seqs, num_heads, cache, options):
+    query, caches = jnp.zeros((num_seqs, num_heads, cache[3]), jnp.float16), [jnp.zeros(cache, jnp.float16)] * 2
+    tables, seq_lens = jnp.zeros((num_seqs, 128), jnp.int32), jnp.zeros(num_seqs, jnp.int32)
+    options = _validate.decode_operands(query, *caches, tables, seq_lens, options)[5]
+    cfg = config.config(query, *caches, options, config.Device(), "even")
+    assert (cfg.fold, cfg.num_kv_heads) == (fold, caches[0].shape[2 if options.layout == "nhd" else 1] // fold)
+    # Results of v2 are the same in any batch.
+    assert config.config(query, *caches, options, config.Device(), "partitions", 512).fold == 1
 
 
 @pytest.mark.parametrize("split", ["none", "partitions", "even"])

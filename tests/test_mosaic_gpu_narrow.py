@@ -184,13 +184,14 @@ def test_products(dtype, head_size, tile, columns):
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 @pytest.mark.usefixtures("emulated")
 def test_zero_rows(head_size):
-    cfg = SimpleNamespace(head_size=head_size, cache_dtype="int8")
     rows = np.random.default_rng(0).integers(1, 256, (64, head_size)).astype(np.uint8)
     for low, high in ((-3, 70), (5, 40), (9, 9), (-9, 1)):
-        rows_smem = rows.copy().view(WithType)
-        narrow.zero_rows(rows_smem, *(SimpleNamespace(registers=np.array(x)) for x in (low, high)), cfg)
-        row = np.arange(64)[:, None]
-        np.testing.assert_array_equal(rows_smem, np.where((row >= low) & (row < high), rows, 0))
+        for fold, run in ((1, 8), (2, 16), (2, 32), (4, 16)):
+            cfg = SimpleNamespace(head_size=head_size, cache_dtype="int8", fold=fold, run=run)
+            rows_smem = rows.copy().view(WithType)
+            narrow.zero_rows(rows_smem, *(SimpleNamespace(registers=np.array(x)) for x in (low, high)), cfg)
+            token = np.tile(np.arange(64 // fold).reshape(-1, 1, run), (1, fold, 1)).reshape(-1, 1)
+            np.testing.assert_array_equal(rows_smem, np.where((token >= low) & (token < high), rows, 0))
 
 
 @pytest.mark.parametrize("tile", [64, 128])

@@ -114,7 +114,7 @@ def _load_segment(segment: plan.Segment, refs, cfg: Config):
     last = lax.max(lax.div(segment.end - 1, jnp.int32(cfg.run)) * cfg.run, jnp.int32(0))
 
     def runs_of(tile):  # (block, offset in it); past the end the last run again, which is masked
-        starts = [lax.min(segment.origin + tile * cfg.tile + i, last) for i in range(0, cfg.tile, cfg.run)]
+        starts = [lax.min(segment.origin + tile * cfg.tokens + i, last) for i in range(0, cfg.tokens, cfg.run)]
         blocks = [refs.block_tables_gmem[segment.seq, lax.div(t, jnp.int32(cfg.block_size))] for t in starts]
         blocks = [jnp.where(segment.end > 0, block, 0) for block in blocks]
         return tuple((block, lax.rem(t, jnp.int32(cfg.block_size))) for block, t in zip(blocks, starts, strict=True))
@@ -132,7 +132,7 @@ def _load_segment(segment: plan.Segment, refs, cfg: Config):
                 plgpu.barrier_wait(consumed.at[slot])
 
             for j, run in enumerate(runs):
-                rows = pl.ds(j * cfg.run, cfg.run)
+                rows = pl.ds(j * cfg.run * cfg.fold, cfg.run * cfg.fold)
                 for ring_smem, piece in zip(rings_smem, pieces, strict=True):
                     run_gmem = _run_gmem(cache_gmem, run, segment.head, piece, cfg)
                     plgpu.copy_gmem_to_smem(run_gmem, ring_smem.at[slot, rows], ready.at[slot])
@@ -146,8 +146,10 @@ def _load_segment(segment: plan.Segment, refs, cfg: Config):
 
 
 def _run_gmem(cache_gmem, run, head, piece: tuple[int, int], cfg: Config):
-    """A piece of a run of neighbouring tokens, [run, size]."""
+    """A piece of a run of neighbouring tokens, [fold * run, size]."""
     (block, offset), (first, size) = run, piece
+    if cfg.fold > 1:
+        return cache_gmem.at[block, head]
     tokens, d = _tokens(offset, cfg), slice(None) if size == cfg.head_size else pl.ds(first, size)
     return cache_gmem.at[block, tokens, head, d] if cfg.layout == "nhd" else cache_gmem.at[block, head, tokens, d]
 
@@ -174,7 +176,7 @@ def _attend_segment(segment: plan.Segment, new: write.NewToken | None, refs, cfg
     def attend_tile(i, carry):
         acc, max_logit, exp_sum = carry
         slot = lax.rem(i, jnp.int32(cfg.slots))
-        start = segment.origin + i * cfg.tile
+        start = segment.origin + i * cfg.tokens
         low, high = segment.begin - start, segment.end - start
         plgpu.barrier_wait(refs.k_ready.at[slot])
         keys_smem = refs.k_smem.at[slot]
@@ -259,19 +261,38 @@ def _scaled(p, scales, low, high, cfg: Config):
 
 
 def _seen(low, high, shape, cfg: Config):
-    """Which rows are tokens low <= row < high."""
-    token = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+    """Which rows are tokens low <= token < high."""
+    token = _token(shape, cfg)
     seen = token < high
     return seen & (token >= low) if cfg.sliding_window is not None else seen
+
+
+def _token(shape, cfg: Config):
+    """The token of each row of a tile."""
+    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+    if cfg.fold == 1:
+        return row
+    run, size = lax.div(row, jnp.int32(cfg.fold * cfg.run)), jnp.int32(cfg.run)
+    return run * size + lax.rem(row, size)
+
+
+def _own(shape, cfg: Config):
+    """Where row and column are of the same kv head, of those that are folded; other items' columns may be of any."""
+    row, column = (plgpu.broadcasted_iota(jnp.int32, shape, d, layout=plgpu.Layout.WGMMA) for d in (0, 1))
+    head, its = lax.div(row, jnp.int32(cfg.run)), lax.div(column, jnp.int32(cfg.group // cfg.fold))
+    return lax.rem(head, jnp.int32(cfg.fold)) == lax.rem(its, jnp.int32(cfg.fold))
 
 
 def _logits(products, factor, slopes, distance, low, high, cfg: Config):
     """The logits of a tile, -inf where it is not attended; `distance` is its first key's to the query."""
     logits = scaled_logits(products, factor, cfg)
     if slopes is not None:
-        token = plgpu.broadcasted_iota(jnp.int32, products.shape, 0, layout=plgpu.Layout.WGMMA)
+        token = _token(products.shape, cfg)
         logits += slopes * (token + distance).astype(jnp.float32)
-    return jnp.where(_seen(low, high, products.shape, cfg), logits, -jnp.inf)
+    seen = _seen(low, high, products.shape, cfg)
+    if cfg.fold > 1:
+        seen &= _own(products.shape, cfg)
+    return jnp.where(seen, logits, -jnp.inf)
 
 
 def _store_whole(segment, row, offset, v_scale, state, refs, cfg: Config):
@@ -333,16 +354,17 @@ def _store_part(segment, v_scale, state, refs, cfg: Config):
 
 
 def _zero_rows(tiles_smem, low, high, cfg: Config):
-    """Zeroes the rows that are not low <= row < high: 0 * NaN would be NaN."""
-    for start in range(0, cfg.tile, 64):
-        partly = high < start + 64
+    """Zeroes the rows whose tokens are not low <= token < high: 0 * NaN would be NaN."""
+    for row in range(0, cfg.tile, 64):
+        start, tokens = row // cfg.fold, 64 // cfg.fold
+        partly = high < start + tokens
         if cfg.sliding_window is not None:
             partly |= low > start
 
         @pl.when(partly)
-        def _(start=start):
+        def _(row=row, start=start):
             for tile_smem in tiles_smem:
-                rows_smem = tile_smem.at[pl.ds(start, 64)]
+                rows_smem = tile_smem.at[pl.ds(row, 64)]
                 if cfg.narrow:
                     narrow.zero_rows(rows_smem, low - start, high - start, cfg)
                 else:

@@ -37,14 +37,16 @@ class Config:
     """Everything static that the kernels are compiled for.
 
     Attributes:
-      num_seqs, num_heads, num_kv_heads, head_size, block_size, layout, max_seq_len: of the call.
+      num_seqs, num_heads, num_kv_heads, head_size, block_size, layout, max_seq_len: of the call, but for `fold`.
       dtype, cache_dtype: of the query, which the output has too, and of the caches.
+      fold: kv heads that are attended to together, as one of `num_kv_heads` that has all their query heads. In memory
+        their tokens of a block are neighbours: a larger copy.
       num_parts: programs that each (sequence, kv head) is split over.
       partition_size: tokens of a part, or 0: an even share.
       merge: where parts are made one: nowhere, in the "cluster" that they run in, or in a "kernel" of its own.
       k_scale, v_scale: "none", "scalar", "head" or "slot".
       num_blocks: of the caches, if new tokens are written on the way, else 0.
-      tile: tokens of K and V in one step of the loop.
+      tile: rows of K and V in one step of the loop: tokens of each folded head.
       slots: tiles in the rings of K and of V.
     """
 
@@ -67,6 +69,7 @@ class Config:
     sliding_window: int | None = None
     logits_soft_cap: float | None = None
     num_blocks: int = 0
+    fold: int = 1
     tile: int = 64
     slots: int = 2
 
@@ -116,9 +119,14 @@ class Config:
         return block % self.merging_programs
 
     @property
+    def tokens(self) -> int:
+        """Of each head in a tile."""
+        return self.tile // self.fold
+
+    @property
     def run(self) -> int:
-        """Neighbouring tokens of a tile that are in one block: one copy."""
-        return min(self.block_size, self.tile)
+        """Neighbouring tokens of a tile that are in one block: one copy, of all folded heads."""
+        return min(self.block_size, self.tokens)
 
     @property
     def items(self) -> int:
@@ -145,7 +153,7 @@ def scratch(cfg: Config) -> dict[str, Any]:
     def swizzled(shape, dtype):
         return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=transforms(d, jnp.dtype(dtype)))
 
-    runs = cfg.tile // cfg.run
+    runs = cfg.tokens // cfg.run
     k_runs, v_runs = (runs * (2 if kind == "slot" else 1) for kind in (cfg.k_scale, cfg.v_scale))
     consumed = plgpu.Barrier(num_barriers=cfg.slots)
     buffers = {
@@ -285,7 +293,22 @@ def config(
     )
     if split == "partitions":
         return _tiled(replace(cfg, num_parts=-(-options.max_seq_len // partition_size), merge="kernel"))[0]
-    return _in_even_parts(cfg, gpu) if split == "even" else _tiled(cfg)[0]
+    return _in_even_parts(_folded(cfg, gpu), gpu) if split == "even" else _tiled(cfg)[0]
+
+
+def _folded(cfg: Config, gpu: Device) -> Config:
+    """With kv heads folded as far as that takes no more columns, and leaves each multiprocessor its fill.
+
+    Larger copies: 1% at 64 x 4096, 1.8% at 32 x 32768 with 32 kv heads (benchmarks/LOG.md).
+    """
+    plain = cfg.k_scale in ("none", "scalar") and cfg.v_scale in ("none", "scalar") and not cfg.num_blocks
+    if cfg.layout != "hnd" or cfg.block_size < 16 or len(cfg.pieces) > 1 or not plain:
+        return cfg
+    for fold in (4, 2):
+        fits = fold * cfg.block_size <= 64 and 8 % (fold * cfg.group) == 0 and cfg.num_kv_heads % fold == 0
+        if fits and cfg.items >= 1.8 * fold * gpu.num_multiprocessors:
+            return replace(cfg, num_kv_heads=cfg.num_kv_heads // fold, fold=fold)
+    return cfg
 
 
 def _in_even_parts(cfg: Config, gpu: Device) -> Config:
@@ -295,7 +318,7 @@ def _in_even_parts(cfg: Config, gpu: Device) -> Config:
     if parts > 1 and cfg.max_seq_len <= parts * _SHORT:
         return _tiled(replace(cfg, num_parts=parts, merge="cluster"))[0]
     tiled, programs = _tiled(replace(cfg, merge="kernel"))
-    tiles = max(1, -(-cfg.max_seq_len // tiled.tile))
+    tiles = max(1, -(-cfg.max_seq_len // tiled.tokens))
 
     def parts_for(at_once: int) -> int:  # with tiles to spare in none of them
         share = -(-tiles // max(1, min(at_once // items, tiles)))
@@ -315,7 +338,7 @@ def _parts_in_waves(cfg: Config, at_once: int) -> int:
     The costs in microseconds are measured (benchmarks/LOG.md): of starting a wave, of a last wave that is not full,
     and of the merge. A program reads 17 GB/s.
     """
-    item = 2 * cfg.max_seq_len * cfg.head_size * jnp.dtype(cfg.cache_dtype).itemsize / 17e3
+    item = 2 * cfg.max_seq_len * cfg.fold * cfg.head_size * jnp.dtype(cfg.cache_dtype).itemsize / 17e3
 
     def cost(parts: int) -> float:
         waves = cfg.items * parts / at_once
@@ -331,7 +354,7 @@ def _tiled(cfg: Config) -> tuple[Config, int]:
     As measured (benchmarks/LOG.md): tiles of 32 KiB of K and V, or 64 KiB if a program has the multiprocessor, or one
     tile is all there is to read; and 128 KiB of them in flight on a multiprocessor.
     """
-    longest = cfg.partition_size or -(-cfg.max_seq_len // cfg.num_parts)
+    longest = cfg.fold * (cfg.partition_size or -(-cfg.max_seq_len // cfg.num_parts))
     for programs, tile in ((2, 128), (2, 64), (1, 128), (1, 64)):
         tile_bytes = 2 * tile * cfg.head_size * jnp.dtype(cfg.cache_dtype).itemsize
         largest = _IN_FLIGHT // programs if longest <= tile else _TILE * (3 - programs)

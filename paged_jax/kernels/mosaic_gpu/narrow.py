@@ -111,7 +111,7 @@ def values(tile_smem, cfg: Config) -> Array:
 
 
 def zero_rows(rows_smem, low, high, cfg: Config) -> None:
-    """Zeroes the rows of [64, d] bytes that are not low <= row < high."""
+    """Zeroes the rows of [64, d] bytes whose tokens are not low <= token < high."""
     scalar = plgpu.Layout.WG_SPLAT(())
 
     @_inline(plgpu.RefType(_transforms(cfg)), scalar, scalar)
@@ -121,9 +121,9 @@ def zero_rows(rows_smem, low, high, cfg: Config) -> None:
         four = ir.VectorType.get((4,), ir.MemRefType(rows_smem.type).element_type)
         kept = np.empty_like(words)
         for i, h in np.ndindex(words.shape):
-            row = arith.addi(_first_row(), mgpu.c(8 * h, i32))
-            begun = arith.cmpi(arith.CmpIPredicate.sge, row, low.registers.item())
-            ended = arith.cmpi(arith.CmpIPredicate.sge, row, high.registers.item())
+            token = _token(arith.addi(_first_row(), mgpu.c(8 * h, i32)), cfg)
+            begun = arith.cmpi(arith.CmpIPredicate.sge, token, low.registers.item())
+            ended = arith.cmpi(arith.CmpIPredicate.sge, token, high.registers.item())
             word = arith.select(begun, arith.select(ended, mgpu.c(0, i32), words[i, h]), mgpu.c(0, i32))
             kept[i, h] = vector.bitcast(four, vector.broadcast(ir.VectorType.get((1,), i32), word))
         array = _array(kept, mgpu.WGMMA_LAYOUT_8BIT, (64, cfg.head_size), _is_signed(cfg))
@@ -205,6 +205,14 @@ def _first_row():
     thread = arith.remui(mgpu.thread_idx(), mgpu.c(128, i32))
     warp, lane = (op(thread, mgpu.c(32, i32)) for op in (arith.divui, arith.remui))
     return arith.addi(arith.muli(warp, mgpu.c(16, i32)), arith.divui(lane, mgpu.c(4, i32)))
+
+
+def _token(row, cfg: Config):
+    """The token of a row."""
+    if cfg.fold == 1:
+        return row
+    rows, run = (mgpu.c(n, ir.IntegerType.get_signless(32)) for n in (cfg.fold * cfg.run, cfg.run))
+    return arith.addi(arith.muli(arith.divui(row, rows), run), arith.remui(row, run))
 
 
 def _load(tile_smem, layout, cfg: Config) -> np.ndarray:

@@ -43,10 +43,10 @@ def segment_of(seq_lens_gmem, item: Scalar, part: Scalar, cfg: Config) -> Segmen
         end = lax.min(end, (part + 1) * cfg.partition_size)
     origin = lax.div(begin, jnp.int32(cfg.run)) * cfg.run
     if cfg.num_parts > 1 and not cfg.partition_size:
-        share = tiles(tiles(end - origin, cfg.tile), cfg.num_parts) * cfg.tile
+        share = tiles(tiles(end - origin, cfg.tokens), cfg.num_parts) * cfg.tokens
         origin += part * share
         end = lax.min(end, origin + share)
-    return Segment(item, seq, head, part, seq_len, origin, begin, end, tiles(end - origin, cfg.tile))
+    return Segment(item, seq, head, part, seq_len, origin, begin, end, tiles(end - origin, cfg.tokens))
 
 
 def window(segment: Segment, cfg: Config) -> tuple[Scalar, Scalar]:

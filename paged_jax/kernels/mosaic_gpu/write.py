@@ -32,7 +32,7 @@ def without_new_token(segment: plan.Segment, slot: plan.Scalar, cfg: Config) -> 
     seen = given & (position >= segment.origin) & (position < segment.end)
     past = given & (segment.part == 0) & ((position < 0) | (position >= cfg.max_seq_len))
     end = jnp.where(seen, position, segment.end)
-    rest = replace(segment, end=end, count=plan.tiles(end - segment.origin, cfg.tile))
+    rest = replace(segment, end=end, count=plan.tiles(end - segment.origin, cfg.tokens))
     return rest, NewToken(slot, seen, seen | past)
 
 
