@@ -9,6 +9,7 @@ from functools import partial
 from unittest import mock
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
 import paged_jax
 from paged_jax import _dispatch, _validate
 from paged_jax.kernels import mosaic_gpu
-from paged_jax.kernels.mosaic_gpu import attend, config, narrow
+from paged_jax.kernels.mosaic_gpu import attend, config, narrow, vllm
 from tests import inputs, oracle, plain, test_decode, test_write_and_attend
 from tests.cases import DECODE_CASES, Case, Sparse
 from tests.test_cache_ops import assert_same_bytes
@@ -53,6 +54,7 @@ INTERPRETED = [
     ("auto", small("e5m2", 4, 2, 64, 8, "float16", "float8_e5m2", k_scale="slot", v_scale="slot")),
     ("v2", small("int8", 4, 2, 64, 128, "bfloat16", "int8", layout="nhd", k_scale="slot", v_scale="slot")),
     ("v1", small("int8", 7, 1, 64, 16, "float16", "int8", v_scale="scalar", logits_soft_cap=2.0, max_seq_len=100)),
+    ("v1", small("int8-ring", 2, 1, 64, 64, "float16", "int8", seq_lens=(1300,))),
     ("v1", small("slot", 2, 1, 64, 16, "float16", k_scale="slot", v_scale="slot", sliding_window=50)),
     ("auto", small("cluster", 8, 1, 128, 16, "bfloat16", seq_lens=(300,), sinks=True, sliding_window=290)),
     ("auto", small("cluster-in-pieces", 3, 1, 80, 32, "float16", seq_lens=(260,), logits_soft_cap=3.0)),
@@ -61,6 +63,11 @@ INTERPRETED = [
     ("auto", small("fold", 4, 4, 64, 16, "bfloat16", seq_lens=(37, 0, 130, 64), sinks=True, k_scale="scalar")),
     ("auto", small("fold-int8", 8, 4, 64, 16, "float16", "int8", seq_lens=(37, 64), sliding_window=50)),
     ("auto", small("fold-two", 8, 4, 128, 32, "bfloat16", seq_lens=(3, 150), alibi=True, v_scale="scalar")),
+    ("v1", small("vllm", 4, 2, 64, 16, "bfloat16", layout="vllm", k_scale="head", sliding_window=70)),
+    ("v2", small("vllm", 2, 1, 128, 8, "float16", layout="vllm", sinks=True, alibi=True, logits_soft_cap=3.0)),
+    ("auto", small("vllm", 9, 1, 64, 64, "bfloat16", layout="vllm", v_scale="slot", seq_lens=(300, 5))),
+    ("auto", small("vllm-cluster", 8, 1, 128, 32, "bfloat16", layout="vllm", seq_lens=(300,))),
+    ("auto", small("vllm-fold", 8, 4, 64, 8, "float16", layout="vllm", seq_lens=(70, 0, 5), sliding_window=40)),
     ("auto", small("all-empty", 4, 2, 64, 16, "float16", seq_lens=(0, 0), sinks=True)),
 ]
 
@@ -72,11 +79,39 @@ def dot(a, b_smem, wgmma=attend._dot):
     return jnp.dot(a.astype(jnp.float32), b_smem[...].astype(jnp.float32))
 
 
+def tokens_of(rows, cfg):
+    by_head = jnp.arange(rows // cfg.fold).reshape(-1, 1, cfg.run)
+    return jnp.broadcast_to(by_head, (len(by_head), cfg.fold, cfg.run)).reshape(-1)
+
+
 def zero_rows(rows_smem, low, high, cfg):
     rows = rows_smem[...]
-    by_head = jnp.arange(rows.shape[0] // cfg.fold).reshape(-1, 1, cfg.run)
-    token = jnp.broadcast_to(by_head, (len(by_head), cfg.fold, cfg.run)).reshape(-1, 1)
+    token = tokens_of(len(rows), cfg)[:, None]
     rows_smem[...] = jnp.where((token >= low) & (token < high), rows, jnp.zeros_like(rows))
+
+
+def zero_pages(tile_smem, low, high, cfg):
+    pages = tile_smem[...].reshape(-1, cfg.head_size, cfg.block_size)
+    token = tokens_of(cfg.tile, cfg).reshape(-1, 1, cfg.block_size)
+    kept = jnp.where((token >= low) & (token < high), pages, jnp.zeros_like(pages))
+    tile_smem[...] = kept.reshape(tile_smem.shape)
+
+
+def read(tile_smem):
+    """A tile in registers. The interpreter misses a fence between reads and copies that wait for them."""
+    tile = tile_smem[...]
+    plgpu.commit_smem()
+    return tile
+
+
+def keys_of_pages(tile_smem, cfg):
+    pages = read(tile_smem).reshape(-1, cfg.head_size // 8, cfg.block_size, 8)
+    return pages.swapaxes(1, 2).reshape(cfg.tile, cfg.head_size)
+
+
+def values_of_pages(tile_smem, cfg):
+    pages = read(tile_smem).reshape(-1, cfg.head_size, cfg.block_size)
+    return pages.swapaxes(0, 1).reshape(cfg.head_size, cfg.tile)
 
 
 def store(ref, x, cfg):
@@ -89,14 +124,15 @@ def store_transposed(ref, x, cfg):
 
 # What the interpreter lacks, with nothing out of order; test_mosaic_gpu_narrow.py is about the order.
 IN_THE_INTERPRETER = {
-    "keys": lambda tile_smem, cfg: tile_smem[...].astype(jnp.float16),
-    "values": lambda tile_smem, cfg: tile_smem[...].astype(jnp.float16).T,
+    "keys": lambda tile_smem, cfg: read(tile_smem).astype(jnp.float16),
+    "values": lambda tile_smem, cfg: read(tile_smem).astype(jnp.float16).T,
     "token_scales": lambda scales_smem, cfg: scales_smem[...][:, : cfg.run].reshape(-1),
     "zero_rows": zero_rows,
     "store": store,
     "store_query": store_transposed,
     "store_transposed": store_transposed,
 }
+PAGES_IN_THE_INTERPRETER = {"keys": keys_of_pages, "values": values_of_pages, "zero_rows": zero_pages}
 
 
 def call(op, decode, arrays, static, partition_size, device=SMALL_GPU):
@@ -109,9 +145,10 @@ def call(op, decode, arrays, static, partition_size, device=SMALL_GPU):
 def run_op(name, device, *operands, **keywords):
     gpu = mock.patch.object(config, "device", return_value=device)
     registers, products = mock.patch.multiple(narrow, **IN_THE_INTERPRETER), mock.patch.object(attend, "_dot", dot)
+    pages = mock.patch.multiple(vllm, **PAGES_IN_THE_INTERPRETER)
     interpreted = params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=True))
     try:
-        with gpu, registers, products, interpreted:
+        with gpu, registers, pages, products, interpreted:
             return jax.tree.map(np.asarray, jax.jit(partial(getattr(mosaic_gpu, name), **keywords))(*operands))
     except Exception:
         interpret_pallas_call.reset_gpu_interpret_mode_state()
@@ -195,7 +232,8 @@ def test_v2_row_is_bit_equal_alone_and_in_a_batch():
 def lowered(op, case, num_blocks=10):
     """The text of an op lowered for CUDA."""
     dtype, cache_dtype = jnp.dtype(case.dtype), jnp.dtype(case.cache_dtype or case.dtype)
-    cache = inputs.cache_shapes(case.layout, num_blocks, case.num_kv_heads, case.block_size, case.head_size, dtype)[0]
+    shape = num_blocks, case.num_kv_heads, case.block_size, case.head_size
+    key_shape, value_shape = inputs.cache_shapes(case.layout, *shape, cache_dtype)
     num_seqs, heads = len(case.seq_lens), np.ones(case.num_heads, np.float32)
     slots = np.ones((num_blocks, case.num_kv_heads, case.block_size), np.float32)
     scales = {"scalar": np.float32(2), "head": np.ones(case.num_kv_heads, np.float32), "slot": slots, None: None}
@@ -211,8 +249,8 @@ def lowered(op, case, num_blocks=10):
         static |= {"partition_size": max(case.partition_size, case.block_size), "return_residuals": True}
     arrays = (
         jax.ShapeDtypeStruct((num_seqs, case.num_heads, case.head_size), dtype),
-        jax.ShapeDtypeStruct(cache, cache_dtype),
-        jax.ShapeDtypeStruct(cache, cache_dtype),
+        jax.ShapeDtypeStruct(key_shape, cache_dtype),
+        jax.ShapeDtypeStruct(value_shape, cache_dtype),
         jax.ShapeDtypeStruct((num_seqs, -(-max(case.seq_lens) // case.block_size)), jnp.int32),
         jax.ShapeDtypeStruct((num_seqs,), jnp.int32),
     )
@@ -333,7 +371,9 @@ REFUSED = [
     (small("block", 4, 2, 64, 4, "bfloat16"), "lacks block_size 4, takes 8 and more"),
     (small("group", 130, 2, 64, 16, "bfloat16"), "lacks groups of 65 query heads, takes up to 64"),
     (small("sparse", 4, 2, 64, 16, "bfloat16", block_sparse=Sparse(1, 3)), "lacks block_sparse"),
-    (small("many", 4, 2, 24, 1, "float16", layout="vllm"), "lacks head_size 24.*; lacks block_size 1.*; lacks layout"),
+    (small("many", 4, 2, 24, 1, "float16", layout="vllm"), "lacks head_size 24.*; lacks block_size 1.*; lacks head_"),
+    (small("vllm", 4, 2, 80, 128, "float16", layout="vllm"), "lacks head_size 80 in .*; lacks block_size 128 in .* 64"),
+    (small("vllm-narrow", 4, 2, 64, 16, "float16", "int8", layout="vllm"), "lacks layout 'vllm' for caches of int8"),
 ]
 
 
@@ -396,7 +436,7 @@ def test_other_gpus_are_refused():
         (1, 64, 32, (1, 32, 64, 128), {}),
         (1, 32, 64, (1, 8, 16, 128), {}),
         (1, 8, 32, (1, 8, 16, 128), {}),
-        (1, 64, 32, (1, 32, 8, 128), {}),
+        (4, 64, 32, (1, 32, 8, 128), {}),
         (1, 64, 32, (1, 32, 16, 80), {}),
         (1, 64, 33, (1, 33, 16, 128), {}),
         (1, 64, 32, (1, 16, 32, 128), {"layout": "nhd"}),

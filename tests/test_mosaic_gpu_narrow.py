@@ -109,7 +109,7 @@ def load(tile, layout, cfg):
     return result
 
 
-def operand(halves, shape):
+def operand(halves, shape, _):
     pairs = np.empty(halves.size, object)
     pairs[:] = [np.ascontiguousarray(x.astype(np.uint32)).view(np.float16).reshape(128, 2) for x in halves.flat]
     return array_of(pairs, mgpu.WGMMA_LAYOUT, shape)
@@ -124,8 +124,8 @@ def emulated():
     fakes = {
         "_load": load,
         "_asm": run,
-        "_operand": operand,
-        "_inline": inline,
+        "operand": operand,
+        "inline": inline,
         "_array": lambda registers, layout, shape, _=None: Stored(registers=registers, layout=layout, shape=shape),
         "vector": SimpleNamespace(
             extract=lambda x, _, at: x[:, at[0]],

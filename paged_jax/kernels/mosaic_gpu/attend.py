@@ -38,7 +38,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from paged_jax.kernels.mosaic_gpu import narrow, plan, write
+from paged_jax.kernels.mosaic_gpu import narrow, plan, vllm, write
 from paged_jax.kernels.mosaic_gpu.config import Config, scratch
 from paged_jax.kernels.mosaic_gpu.reduce import merge_block
 from paged_jax.kernels.mosaic_gpu.registers import LOWEST, exp, layout, log, of_heads, scaled_logits, store, wide
@@ -132,7 +132,7 @@ def _load_segment(segment: plan.Segment, refs, cfg: Config):
                 plgpu.barrier_wait(consumed.at[slot])
 
             for j, run in enumerate(runs):
-                rows = pl.ds(j * cfg.run * cfg.fold, cfg.run * cfg.fold)
+                rows = j if cfg.layout == "vllm" else pl.ds(j * cfg.run * cfg.fold, cfg.run * cfg.fold)
                 for ring_smem, piece in zip(rings_smem, pieces, strict=True):
                     run_gmem = _run_gmem(cache_gmem, run, segment.head, piece, cfg)
                     plgpu.copy_gmem_to_smem(run_gmem, ring_smem.at[slot, rows], ready.at[slot])
@@ -146,9 +146,9 @@ def _load_segment(segment: plan.Segment, refs, cfg: Config):
 
 
 def _run_gmem(cache_gmem, run, head, piece: tuple[int, int], cfg: Config):
-    """A piece of a run of neighbouring tokens, [fold * run, size]."""
+    """A piece of a run of neighbouring tokens, [fold * run, size], or in layout "vllm" their bytes."""
     (block, offset), (first, size) = run, piece
-    if cfg.fold > 1:
+    if cfg.fold > 1 or cfg.layout == "vllm":
         return cache_gmem.at[block, head]
     tokens, d = _tokens(offset, cfg), slice(None) if size == cfg.head_size else pl.ds(first, size)
     return cache_gmem.at[block, tokens, head, d] if cfg.layout == "nhd" else cache_gmem.at[block, head, tokens, d]
@@ -179,8 +179,7 @@ def _attend_segment(segment: plan.Segment, new: write.NewToken | None, refs, cfg
         start = segment.origin + i * cfg.tokens
         low, high = segment.begin - start, segment.end - start
         plgpu.barrier_wait(refs.k_ready.at[slot])
-        keys_smem = refs.k_smem.at[slot]
-        logits = _dot(narrow.keys(keys_smem, cfg) if cfg.narrow else keys_smem, q_smem.T)
+        logits = _dot(_keys(refs.k_smem.at[slot], cfg), q_smem.T)
         if cfg.k_scale == "slot":
             logits *= _scales(refs.k_scale_smem.at[slot], cfg)
         plgpu.barrier_arrive(refs.k_consumed.at[slot])
@@ -199,7 +198,7 @@ def _attend_segment(segment: plan.Segment, new: write.NewToken | None, refs, cfg
             plgpu.barrier_wait(refs.v_ready.at[slot])
         tiles_smem = [ring_smem.at[slot] for ring_smem in refs.v_smem]
         _zero_rows(tiles_smem, low, high, cfg)
-        products = [_dot(narrow.values(x, cfg) if cfg.narrow else x.T, refs.p_smem.T) for x in tiles_smem]
+        products = [_dot(_values(x, cfg), refs.p_smem.T) for x in tiles_smem]
         if cfg.v_scale == "slot":
             products = [x * wide(peak, x.shape[0]) for x in products]
         acc = [x * wide(keep, x.shape[0]) + product for x, product in zip(acc, products, strict=True)]
@@ -230,6 +229,20 @@ def _attend_segment(segment: plan.Segment, new: write.NewToken | None, refs, cfg
             @pl.when(segment.part == cfg.merging_program(block))
             def _(block=block):
                 merge_block(segment, cfg.num_parts, block, refs, cfg)
+
+
+def _keys(tile_smem, cfg: Config):
+    """K [tile, d], in shared memory or in registers."""
+    if cfg.layout == "vllm":
+        return vllm.keys(tile_smem, cfg)
+    return narrow.keys(tile_smem, cfg) if cfg.narrow else tile_smem
+
+
+def _values(tile_smem, cfg: Config):
+    """V^T [d, tile], in shared memory or in registers."""
+    if cfg.layout == "vllm":
+        return vllm.values(tile_smem, cfg)
+    return narrow.values(tile_smem, cfg) if cfg.narrow else tile_smem.T
 
 
 def _convert_query(refs, cfg: Config):
@@ -355,15 +368,19 @@ def _store_part(segment, v_scale, state, refs, cfg: Config):
 
 def _zero_rows(tiles_smem, low, high, cfg: Config):
     """Zeroes the rows whose tokens are not low <= token < high: 0 * NaN would be NaN."""
-    for row in range(0, cfg.tile, 64):
-        start, tokens = row // cfg.fold, 64 // cfg.fold
-        partly = high < start + tokens
+    rows = cfg.tile if cfg.layout == "vllm" else 64
+    for row in range(0, cfg.tile, rows):
+        start = row // cfg.fold
+        partly = high < start + rows // cfg.fold
         if cfg.sliding_window is not None:
             partly |= low > start
 
         @pl.when(partly)
         def _(row=row, start=start):
             for tile_smem in tiles_smem:
+                if cfg.layout == "vllm":
+                    vllm.zero_rows(tile_smem, low, high, cfg)
+                    continue
                 rows_smem = tile_smem.at[pl.ds(row, 64)]
                 if cfg.narrow:
                     narrow.zero_rows(rows_smem, low - start, high - start, cfg)

@@ -83,6 +83,11 @@ class Config:
         return jnp.dtype(self.cache_dtype).itemsize == 1
 
     @property
+    def in_registers(self) -> bool:
+        """Whether tiles go through registers to the products."""
+        return self.narrow or self.layout == "vllm"
+
+    @property
     def operand_dtype(self) -> str:
         """Of the matrix products: float16 holds what 8 bits can say, and Hopper converts float8 to nothing else."""
         return "float16" if self.narrow else self.dtype
@@ -129,6 +134,11 @@ class Config:
         return min(self.block_size, self.tokens)
 
     @property
+    def pages(self) -> tuple[int, int]:
+        """In layout "vllm", the shape in which a copy takes what it copies."""
+        return self.fold * self.block_size * self.head_size // 128, 128
+
+    @property
     def items(self) -> int:
         return self.num_seqs * self.num_kv_heads
 
@@ -169,6 +179,9 @@ def scratch(cfg: Config) -> dict[str, Any]:
         "k_consumed": consumed,
         "v_consumed": consumed,
     }
+    if cfg.layout == "vllm":
+        ring = plgpu.SMEM((cfg.slots, runs, *cfg.pages), jnp.dtype(cfg.cache_dtype))
+        buffers |= {"k_smem": ring, "v_smem": (ring,)}
     if cfg.merge == "none":
         buffers["out_smem"] = tuple(plgpu.SMEM((cfg.columns, size), jnp.dtype(cfg.dtype)) for _, size in cfg.pieces)
     else:
@@ -237,7 +250,12 @@ def check(query: Array, key_cache: Array, value_cache: Array, options: Attention
     if group > _MAX_GROUP:
         reasons.append(f"lacks groups of {group} query heads, takes up to {_MAX_GROUP}")
     if options.layout == "vllm":
-        reasons.append("lacks layout 'vllm'")
+        if narrow:
+            reasons.append(f"lacks layout 'vllm' for caches of {key_cache.dtype}")
+        if head_size % 64:
+            reasons.append(f"lacks head_size {head_size} in layout 'vllm', takes multiples of 64")
+        if block_size > 64:
+            reasons.append(f"lacks block_size {block_size} in layout 'vllm', takes up to 64")
     if options.block_sparse is not None:
         reasons.append("lacks block_sparse")
     if reasons:
@@ -249,6 +267,8 @@ def check_write(query: Array, key_cache: Array, options: AttentionOptions) -> No
     reasons = []
     if key_cache.dtype != query.dtype:
         reasons.append(f"lacks writes of {query.dtype} into caches of {key_cache.dtype}")
+    if options.layout == "vllm":
+        reasons.append("lacks writes into layout 'vllm'")
     if query.shape[2] % 64:
         reasons.append(f"lacks writes of head_size {query.shape[2]}, takes multiples of 64")
     if any(scale is not None and scale.ndim == 3 for scale in (options.k_scale, options.v_scale)):
@@ -302,7 +322,7 @@ def _folded(cfg: Config, gpu: Device) -> Config:
     Larger copies: 1% at 64 x 4096, 1.8% at 32 x 32768 with 32 kv heads (benchmarks/LOG.md).
     """
     plain = cfg.k_scale in ("none", "scalar") and cfg.v_scale in ("none", "scalar") and not cfg.num_blocks
-    if cfg.layout != "hnd" or cfg.block_size < 16 or len(cfg.pieces) > 1 or not plain:
+    if cfg.layout == "nhd" or len(cfg.pieces) > 1 or not plain:
         return cfg
     for fold in (4, 2):
         fits = fold * cfg.block_size <= 64 and 8 % (fold * cfg.group) == 0 and cfg.num_kv_heads % fold == 0
@@ -360,8 +380,9 @@ def _tiled(cfg: Config) -> tuple[Config, int]:
         largest = _IN_FLIGHT // programs if longest <= tile else _TILE * (3 - programs)
         if tile == 128 and (longest <= 64 or cfg.columns > 32 or tile_bytes > largest):
             continue
-        # 8-bit tiles go through registers, of which two programs have 128 a thread.
-        if cfg.narrow and programs == 2 and (cfg.columns > 8 or cfg.head_size > 128 or tile * cfg.head_size > 8192):
+        # Two programs have 128 registers a thread.
+        crowded = cfg.columns > 8 or cfg.head_size > 128 or tile * cfg.head_size > 8192
+        if cfg.in_registers and programs == 2 and crowded:
             continue
         room = _SHARED_MEMORY if programs == 1 else _MULTIPROCESSOR // 2 - 1024
         most = min(8, _IN_FLIGHT // programs // tile_bytes, -(-longest // tile))

@@ -123,9 +123,10 @@ def _attend(
     """out, lse and the parts that they were merged from. With the `new` tokens, the caches are references."""
     num_rows = cfg.num_seqs * cfg.num_heads
     rows = jnp.pad(query.reshape(num_rows, cfg.head_size), ((0, cfg.rows - num_rows), (0, 0)))
-    if cfg.fold > 1:
-        folded = key_cache.shape[0], cfg.num_kv_heads, cfg.fold * cfg.block_size, cfg.head_size
-        key_cache, value_cache = key_cache.reshape(folded), value_cache.reshape(folded)
+    if cfg.fold > 1 or cfg.layout == "vllm":
+        run = cfg.pages if cfg.layout == "vllm" else (cfg.fold * cfg.block_size, cfg.head_size)
+        runs = key_cache.shape[0], cfg.num_kv_heads, *run
+        key_cache, value_cache = key_cache.reshape(runs), value_cache.reshape(runs)
     arrays = options.scale, options.alibi_slopes, options.sinks, options.k_scale, options.v_scale
     of_options = [_or_any(x, options) for x in arrays]
     results = attend(cfg, rows, key_cache, value_cache, block_tables, seq_lens, *of_options, *new)

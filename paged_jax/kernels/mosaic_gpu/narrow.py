@@ -45,13 +45,13 @@ def keys(tile_smem, cfg: Config) -> Array:
     """K [tile, d], in float16, elements in the order of `store_query`."""
     shape = cfg.tile, cfg.head_size
 
-    @_inline(plgpu.RefType(_transforms(cfg)), returns=shape)
+    @inline(plgpu.RefType(_transforms(cfg)), returns=shape)
     def body(_, tile_smem):
         words = _load(tile_smem, mgpu.WGMMA_LAYOUT_8BIT, cfg).reshape(-1, 2)  # [.., h]
         halves = np.empty((len(words), 2, 2), object)  # [.., a, h]
         for i, h in np.ndindex(words.shape):
             halves[i, :, h] = _asm(_CONVERT[cfg.cache_dtype], 2, words[i, h])
-        return _operand(halves, shape)
+        return operand(halves, shape, "float16")
 
     return body(tile_smem)
 
@@ -59,12 +59,12 @@ def keys(tile_smem, cfg: Config) -> Array:
 def token_scales(scales_smem, cfg: Config) -> Array:
     """Scales of the tile's tokens, [tile], which lie a run a row."""
 
-    @_inline(plgpu.RefType(), returns=(cfg.tile,), dtype="float32", layout=plgpu.Layout.WGMMA.reduce(1))
+    @inline(plgpu.RefType(), returns=(cfg.tile,), dtype="float32", layout=plgpu.Layout.WGMMA.reduce(1))
     def body(_, scales_smem):
         f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
         loaded = np.empty((cfg.tile // 64, 2), object)  # [m, h]
         for m, h in np.ndindex(loaded.shape):
-            token = arith.addi(_first_row(), mgpu.c(64 * m + 8 * h, i32))
+            token = arith.addi(first_row(), mgpu.c(64 * m + 8 * h, i32))
             at = [op(token, mgpu.c(cfg.run, i32)) for op in (arith.divui, arith.remui)]
             at = [arith.index_cast(ir.IndexType.get(), x) for x in at]
             loaded[m, h] = vector.broadcast(ir.VectorType.get((1,), f32), memref.load(scales_smem, at))
@@ -77,7 +77,7 @@ def store_query(ref, x: Array, cfg: Config) -> None:
     """Stores Q^T [d, columns] as [columns, d], with elements in the order of `keys`."""
     transforms_ = transforms(cfg.head_size, jnp.dtype(x.dtype))
 
-    @_inline(plgpu.RefType(transforms_), plgpu.Layout.WGMMA)
+    @inline(plgpu.RefType(transforms_), plgpu.Layout.WGMMA)
     def body(_, ref, x):
         pairs = x.registers.reshape(cfg.head_size // 64, cfg.columns // 8, 2)  # [m, c, h]
         one = ir.VectorType.get((1,), x.mlir_dtype)
@@ -94,7 +94,7 @@ def values(tile_smem, cfg: Config) -> Array:
     """V^T [d, tile], in float16, with its rows out of order."""
     shape = cfg.head_size, cfg.tile
 
-    @_inline(plgpu.RefType(_transforms(cfg)), returns=shape)
+    @inline(plgpu.RefType(_transforms(cfg)), returns=shape)
     def body(_, tile_smem):
         each = _elements(cfg)
         words = _load(tile_smem, tokens_layout(16, cfg), cfg)
@@ -105,7 +105,7 @@ def values(tile_smem, cfg: Config) -> Array:
                 order = ("0x5140", "0x7362")[i]
                 word = _asm(f"prmt.b32 $0, $1, $2, {order};", 1, *words[s, m, a])
                 halves[m, i, s, a] = _asm(_CONVERT[cfg.cache_dtype], 2, word)
-        return _operand(halves, shape)
+        return operand(halves, shape, "float16")
 
     return body(tile_smem)
 
@@ -114,14 +114,14 @@ def zero_rows(rows_smem, low, high, cfg: Config) -> None:
     """Zeroes the rows of [64, d] bytes whose tokens are not low <= token < high."""
     scalar = plgpu.Layout.WG_SPLAT(())
 
-    @_inline(plgpu.RefType(_transforms(cfg)), scalar, scalar)
+    @inline(plgpu.RefType(_transforms(cfg)), scalar, scalar)
     def body(_, rows_smem, low, high):
         i32 = ir.IntegerType.get_signless(32)
         words = _load(rows_smem, mgpu.WGMMA_LAYOUT_8BIT, cfg).reshape(-1, 2)  # [.., h]
         four = ir.VectorType.get((4,), ir.MemRefType(rows_smem.type).element_type)
         kept = np.empty_like(words)
         for i, h in np.ndindex(words.shape):
-            token = _token(arith.addi(_first_row(), mgpu.c(8 * h, i32)), cfg)
+            token = token_of(arith.addi(first_row(), mgpu.c(8 * h, i32)), cfg)
             begun = arith.cmpi(arith.CmpIPredicate.sge, token, low.registers.item())
             ended = arith.cmpi(arith.CmpIPredicate.sge, token, high.registers.item())
             word = arith.select(begun, arith.select(ended, mgpu.c(0, i32), words[i, h]), mgpu.c(0, i32))
@@ -135,7 +135,7 @@ def zero_rows(rows_smem, low, high, cfg: Config) -> None:
 def store(ref, x: Array, cfg: Config) -> None:
     """Stores a product with `values`, [d, columns], with its rows where they belong."""
 
-    @_inline(plgpu.RefType(), plgpu.Layout.WGMMA)
+    @inline(plgpu.RefType(), plgpu.Layout.WGMMA)
     def body(_, ref, x):
         registers = _by_rows(x, cfg)  # [m, i, c, h]
         _array(registers.swapaxes(1, 2), rows_layout(cfg), x.shape).store_untiled(ref, optimized=False)
@@ -146,7 +146,7 @@ def store(ref, x: Array, cfg: Config) -> None:
 def store_transposed(ref, x: Array, cfg: Config) -> None:
     """`store`, as [columns, d]."""
 
-    @_inline(plgpu.RefType(), plgpu.Layout.WGMMA)
+    @inline(plgpu.RefType(), plgpu.Layout.WGMMA)
     def body(_, ref, x):
         each = _elements(cfg)
         vectors = np.empty((cfg.columns // 8, cfg.head_size // (32 * each), 2), object)
@@ -193,13 +193,13 @@ def _transforms(cfg: Config):
     return transforms(cfg.head_size, jnp.dtype(cfg.cache_dtype))
 
 
-def _inline(*arg_types: Any, returns=None, dtype: str = "float16", layout: Any = plgpu.Layout.WGMMA) -> Any:
+def inline(*arg_types: Any, returns: Any = None, dtype: str = "float16", layout: Any = plgpu.Layout.WGMMA) -> Any:
     """Device code on fragmented arrays; what it returns, if anything, has the shape `returns`."""
     result = plgpu.ShapeDtypeStruct(returns, jnp.dtype(dtype), layout=layout) if returns else None
     return plgpu.inline_mgpu(arg_types=arg_types, return_type=result)
 
 
-def _first_row():
+def first_row():
     """16 * w + g."""
     i32 = ir.IntegerType.get_signless(32)
     thread = arith.remui(mgpu.thread_idx(), mgpu.c(128, i32))
@@ -207,7 +207,7 @@ def _first_row():
     return arith.addi(arith.muli(warp, mgpu.c(16, i32)), arith.divui(lane, mgpu.c(4, i32)))
 
 
-def _token(row, cfg: Config):
+def token_of(row, cfg: Config):
     """The token of a row."""
     if cfg.fold == 1:
         return row
@@ -241,10 +241,10 @@ def _is_signed(cfg: Config) -> bool | None:
     return True if cfg.cache_dtype == "int8" else None
 
 
-def _operand(halves: np.ndarray, shape) -> mgpu.FragmentedArray:
-    """Registers, each of two float16, as an array in the layout of wgmma."""
+def operand(halves: np.ndarray, shape, dtype: str) -> mgpu.FragmentedArray:
+    """Registers, each of two elements, as an array in the layout of wgmma."""
     registers = np.empty(halves.shape, object)
-    pair = ir.VectorType.get((2,), ir.F16Type.get())
+    pair = ir.VectorType.get((2,), ir.F16Type.get() if dtype == "float16" else ir.BF16Type.get())
     for i, x in np.ndenumerate(halves):
         registers[i] = llvm.bitcast(pair, x)
     return _array(registers, mgpu.WGMMA_LAYOUT, shape)

@@ -1,0 +1,80 @@
+"""Tiles in layout "vllm" in registers (`vllm.py`) with no GPU: every thread's registers as NumPy arrays, as in
+test_mosaic_gpu_narrow.py; `ldmatrix` is done by hand, and shared memory is a flat array.
+"""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import jax.experimental.mosaic.gpu as mgpu
+import numpy as np
+import pytest
+
+from paged_jax.kernels.mosaic_gpu import config, narrow, vllm
+from tests.test_mosaic_gpu_narrow import WithType, array_of, inline
+
+
+def ldmatrix(pointer, **_):
+    """Four matrices of 8 x 8: lane 4 * g + t has elements 2 * t and 2 * t + 1 of row g, which lane g named."""
+    memory, start = pointer
+    assert not (start % 8).any()  # 16 bytes
+    rows = memory.reshape(-1)[start[:, None] + np.arange(8)].reshape(4, 4, 8, 8)  # warp, matrix, row, element
+    return rows.transpose(1, 0, 2, 3).reshape(4, 128, 2)
+
+
+def operand(halves, shape, dtype):
+    return array_of(halves.reshape(-1), mgpu.WGMMA_LAYOUT, shape)
+
+
+def load(_, pointer):
+    memory, start = pointer
+    return memory.reshape(-1)[start[:, None] + np.arange(8)]
+
+
+def store(x, pointer):
+    memory, start = pointer
+    memory.reshape(-1)[start[:, None] + np.arange(8)] = x
+
+
+@pytest.fixture
+def emulated():
+    arith = SimpleNamespace(
+        remui=np.mod, divui=np.floor_divide, addi=np.add, muli=np.multiply, select=np.where,
+        CmpIPredicate=SimpleNamespace(sge=np.greater_equal), cmpi=lambda compare, x, y: compare(x, y),
+        constant=lambda _, x: 0,
+    )  # fmt: skip
+    fakes = {
+        "inline": inline,
+        "operand": operand,
+        "arith": arith,
+        "llvm": SimpleNamespace(extractvalue=lambda _, x, at: x[at[0]], load=load, store=store),
+        "nvvm": mock.MagicMock(ldmatrix=ldmatrix),
+        "vector": SimpleNamespace(extract=lambda x, _, at: x[:, at[0]], from_elements=lambda _, xs: np.stack(xs, 1)),
+        "_pointer": lambda memory, start, offset: (memory, start + offset),
+        "ir": mock.MagicMock(),
+    }
+    threads = mock.patch.multiple(mgpu, thread_idx=lambda: np.arange(128, 256), c=lambda x, _: x)
+    with mock.patch.multiple(vllm, **fakes), mock.patch.multiple(narrow, arith=arith, ir=mock.MagicMock()), threads:
+        yield
+
+
+@pytest.mark.parametrize(("block_size", "fold"), [(8, 1), (8, 4), (16, 1), (16, 2), (32, 2), (64, 1)])
+@pytest.mark.parametrize(("head_size", "tile"), [(64, 128), (128, 64), (256, 64)])
+@pytest.mark.usefixtures("emulated")
+def test_operands(head_size, tile, block_size, fold):
+    shape = {"num_seqs": 1, "num_heads": 8, "num_kv_heads": 1, "head_size": head_size, "block_size": block_size}
+    kinds = {"dtype": "float16", "cache_dtype": "float16", "layout": "vllm", "max_seq_len": 128}
+    cfg = config.Config(**shape, **kinds, tile=tile, fold=fold)
+    tokens = np.random.default_rng(0).normal(size=(tile // block_size, block_size, head_size)).astype(np.float16)
+    keys = tokens.reshape(-1, block_size, head_size // 8, 8).swapaxes(1, 2).copy()
+    values = tokens.swapaxes(1, 2).copy()
+    tokens = tokens.reshape(tile, head_size)
+    np.testing.assert_array_equal(vllm.keys(keys, cfg), tokens)
+    np.testing.assert_array_equal(vllm.values(values, cfg), tokens.T)
+
+    # Blocks of the folded heads in turn.
+    token = np.tile(np.arange(tile // fold).reshape(-1, 1, block_size), (1, fold, 1)).reshape(-1, 1)
+    for low, high in ((-3, 500), (5, 12), (9, 9), (-9, 1)):
+        kept = values.copy().view(WithType)
+        vllm.zero_rows(kept, *(SimpleNamespace(registers=np.array(x)) for x in (low, high)), cfg)
+        seen = np.where((token >= low) & (token < high), tokens, 0)
+        np.testing.assert_array_equal(kept, seen.reshape(-1, block_size, head_size).swapaxes(1, 2))
