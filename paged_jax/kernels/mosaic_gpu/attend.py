@@ -86,13 +86,11 @@ def attend(cfg: Config, *arrays: Any) -> dict[str, Array]:
 def _kernel(*gmem, cfg: Config, **smem):
     names = [f"{name}_gmem" for name in (*_INPUTS, *(_NEW if cfg.num_blocks else ()), *outputs(cfg))]
     refs = SimpleNamespace(**dict(zip(names, gmem, strict=True)), **smem)
-    segment, new = plan.segment_of(refs.seq_lens_gmem, lax.axis_index("item"), lax.axis_index("part"), cfg), None
-    if cfg.num_blocks:
-        segment, new = write.without_new_token(segment, refs.slot_mapping_gmem[segment.seq], cfg)
+    segment = plan.segment_of(refs.seq_lens_gmem, lax.axis_index("item"), lax.axis_index("part"), cfg)
 
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _():
-        _attend_segment(segment, new, refs, cfg)
+        _attend_segment(segment, refs, cfg)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(lax.axis_index("warpgroup") == 1)
@@ -105,8 +103,8 @@ def _kernel(*gmem, cfg: Config, **smem):
             plgpu.barrier_wait(refs.k_consumed.at[lax.rem(i, jnp.int32(cfg.slots))])
             plgpu.barrier_wait(refs.v_consumed.at[lax.rem(i, jnp.int32(cfg.slots))])
 
-        if new is not None:
-            write.write(new, segment, refs, cfg)
+        if cfg.num_blocks:
+            write.write(write.new_token(segment, refs, cfg), segment, refs, cfg)
 
 
 def _load_segment(segment: plan.Segment, refs, cfg: Config):
@@ -159,11 +157,12 @@ def _tokens(offset, cfg: Config):
     return slice(None) if cfg.run == cfg.block_size else pl.ds(pl.multiple_of(offset, cfg.run), cfg.run)
 
 
-def _attend_segment(segment: plan.Segment, new: write.NewToken | None, refs, cfg: Config):
+def _attend_segment(segment: plan.Segment, refs, cfg: Config):
     """Attends to a segment's tiles in the rings, and stores the result."""
+    new = write.new_token(segment, refs, cfg) if cfg.num_blocks else None
     row, offset = plan.window(segment, cfg)
     plgpu.copy_gmem_to_smem(refs.query_gmem.at[pl.ds(row, cfg.columns)], refs.q_smem, refs.q_ready)
-    if cfg.num_blocks:
+    if new is not None:
         for new_gmem, new_smem in ((refs.key_gmem, refs.key_smem), (refs.value_gmem, refs.value_smem)):
             plgpu.copy_gmem_to_smem(new_gmem.at[segment.seq, segment.head], new_smem, refs.q_ready)
     plgpu.barrier_wait(refs.q_ready)
@@ -171,13 +170,14 @@ def _attend_segment(segment: plan.Segment, new: write.NewToken | None, refs, cfg
     factor = refs.scale_gmem[0] * _cache_scale(refs.k_scale_gmem, cfg.k_scale, segment) * unit
     slopes = of_heads(refs.slopes_gmem, cfg.tile, offset, segment, cfg) if cfg.alibi else None
 
+    end = segment.end if new is None else jnp.where(new.seen, segment.end - 1, segment.end)
     late = cfg.columns * cfg.tile <= 512  # sums across warps once a segment, if registers allow
 
     def attend_tile(i, carry):
         acc, max_logit, exp_sum = carry
         slot = lax.rem(i, jnp.int32(cfg.slots))
         start = segment.origin + i * cfg.tokens
-        low, high = segment.begin - start, segment.end - start
+        low, high = segment.begin - start, end - start
         plgpu.barrier_wait(refs.k_ready.at[slot])
         logits = _dot(_keys(refs.k_smem.at[slot], cfg), q_smem.T)
         if cfg.k_scale == "slot":

@@ -1,10 +1,10 @@
 """Device code: the new token of a sequence, which decode writes into the cache as it reads.
 
-It is taken out of the tiles (`without_new_token`), is the softmax's first state (`attend_to`), and goes into its slot
-when its neighbours have been read (`write`).
+It is the softmax's first state (`attend_to`) instead of what tiles have in its place, and goes into its slot when its
+neighbours have been read (`write`).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -25,15 +25,13 @@ class NewToken:
     written: plan.Scalar
 
 
-def without_new_token(segment: plan.Segment, slot: plan.Scalar, cfg: Config) -> tuple[plan.Segment, NewToken]:
-    """Takes a new token out of the segment that it belongs to: no other program reads its slot meanwhile."""
-    position = segment.seq_len - 1
+def new_token(segment: plan.Segment, refs, cfg: Config) -> NewToken:
+    """Tiles come with what its slot holds before: copies need not wait for the slot, and no other program reads it."""
+    slot, position = refs.slot_mapping_gmem[segment.seq], segment.seq_len - 1
     given = (slot >= 0) & (slot < cfg.num_blocks * cfg.block_size)
     seen = given & (position >= segment.origin) & (position < segment.end)
     past = given & (segment.part == 0) & ((position < 0) | (position >= cfg.max_seq_len))
-    end = jnp.where(seen, position, segment.end)
-    rest = replace(segment, end=end, count=plan.tiles(end - segment.origin, cfg.tokens))
-    return rest, NewToken(slot, seen, seen | past)
+    return NewToken(slot, seen, seen | past)
 
 
 def attend_to(new: NewToken, q_smem, factor, init, refs, cfg: Config):
