@@ -51,6 +51,8 @@ class Case:
 
 _spread = tuple(512 + 3584 * (37 * i % 128) // 127 for i in range(128))  # 512 to 4096 evenly, in mixed order
 
+_skewed = tuple(16384 >> (37 * i % 64 // 4).bit_length() for i in range(64))  # 1024 half of them, to 16384
+
 _gqa = Case("llama3-8b-64x4096", (4096,) * 64, 32, 8)
 
 DECODE = (
@@ -63,6 +65,7 @@ DECODE = (
     Case("llama3-8b-256x2048", (2048,) * 256, 32, 8),
     Case("llama3-70b-32x8192", (8192,) * 32, 64, 8),
     Case("llama3-70b-128xragged", _spread, 64, 8),
+    Case("llama3-8b-64xskewed", _skewed, 32, 8),
     Case("mqa-64x8192", (8192,) * 64, 32, 1),
     Case("opt-125m-256x1024", (1024,) * 256, 12, 12, 64),
     Case("llama3-8b-1x512", (512,), 32, 8),

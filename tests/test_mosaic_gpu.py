@@ -19,13 +19,15 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
 import paged_jax
 from paged_jax import _dispatch, _validate
 from paged_jax.kernels import mosaic_gpu
-from paged_jax.kernels.mosaic_gpu import attend, config, narrow, vllm
+from paged_jax.kernels.mosaic_gpu import attend, config, narrow, plan, vllm
 from tests import inputs, oracle, plain, test_decode, test_write_and_attend
 from tests.cases import DECODE_CASES, Case, Sparse
 from tests.test_cache_ops import assert_same_bytes
 
 BY_NAME = {case.name: case for case in DECODE_CASES}
 SMALL_GPU = config.Device(90, 2)  # so small that items are split
+MIDDLE_GPU = config.Device(90, 8)  # so large that they are split unevenly
+TINY_GPU = config.Device(90, 1)  # so small that heads are folded
 OPS = {"v1": "paged_attention_v1", "v2": "paged_attention_v2", "auto": "paged_attention"}
 
 
@@ -59,15 +61,10 @@ INTERPRETED = [
     ("auto", small("cluster", 8, 1, 128, 16, "bfloat16", seq_lens=(300,), sinks=True, sliding_window=290)),
     ("auto", small("cluster-in-pieces", 3, 1, 80, 32, "float16", seq_lens=(260,), logits_soft_cap=3.0)),
     ("auto", small("cluster-int8", 2, 1, 64, 16, "bfloat16", "int8", seq_lens=(511,), k_scale="slot", v_scale="slot")),
-    # Heads folded by 4 and by 2, as there are sequences enough.
-    ("auto", small("fold", 4, 4, 64, 16, "bfloat16", seq_lens=(37, 0, 130, 64), sinks=True, k_scale="scalar")),
-    ("auto", small("fold-int8", 8, 4, 64, 16, "float16", "int8", seq_lens=(37, 64), sliding_window=50)),
-    ("auto", small("fold-two", 8, 4, 128, 32, "bfloat16", seq_lens=(3, 150), alibi=True, v_scale="scalar")),
     ("v1", small("vllm", 4, 2, 64, 16, "bfloat16", layout="vllm", k_scale="head", sliding_window=70)),
     ("v2", small("vllm", 2, 1, 128, 8, "float16", layout="vllm", sinks=True, alibi=True, logits_soft_cap=3.0)),
     ("auto", small("vllm", 9, 1, 64, 64, "bfloat16", layout="vllm", v_scale="slot", seq_lens=(300, 5))),
     ("auto", small("vllm-cluster", 8, 1, 128, 32, "bfloat16", layout="vllm", seq_lens=(300,))),
-    ("auto", small("vllm-fold", 8, 4, 64, 8, "float16", layout="vllm", seq_lens=(70, 0, 5), sliding_window=40)),
     ("auto", small("all-empty", 4, 2, 64, 16, "float16", seq_lens=(0, 0), sinks=True)),
 ]
 
@@ -179,6 +176,63 @@ def check_decode(op, case, made, results):
     plain.assert_close(lse, exact[1], rough[1], "lse")
     if op == "v2":
         test_decode.check_residuals(case, made, residuals, exact, rough)
+
+
+UNEVEN = [
+    small("uneven", 4, 1, 64, 16, "bfloat16", seq_lens=(700, 30, 0, 130), sinks=True),
+    small("uneven-window", 2, 1, 128, 16, "float16", layout="vllm", seq_lens=(600, 5, 70, 9), sliding_window=400),
+    small("uneven-int8", 2, 2, 64, 32, "bfloat16", "int8", seq_lens=(900, 64), k_scale="slot", max_seq_len=800),
+]
+FOLDED = [  # by 4, and by 2
+    small("fold", 4, 4, 64, 16, "bfloat16", seq_lens=(37, 0, 130, 64), sinks=True, k_scale="scalar"),
+    small("fold-int8", 8, 4, 64, 16, "float16", "int8", seq_lens=(37, 64), sliding_window=50),
+    small("fold-two", 8, 4, 128, 32, "bfloat16", seq_lens=(3, 150), alibi=True, v_scale="scalar"),
+    small("fold-vllm", 8, 4, 64, 8, "float16", layout="vllm", seq_lens=(70, 0, 5), sliding_window=40),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "device", "chosen"),
+    [(case, MIDDLE_GPU, "mean_parts") for case in UNEVEN] + [(case, TINY_GPU, "fold") for case in FOLDED],
+    ids=str,
+)
+def test_what_depends_on_the_gpu(case, device, chosen):
+    """Parts in proportion to lengths, and heads folded."""
+    made = inputs.make(case)
+    static = test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
+    with mock.patch.object(config, "_in_even_parts", side_effect=config._in_even_parts) as called:
+        results = call("auto", made.decode, made.arrays, static, 0, device)
+    cfg = config._in_even_parts(*called.call_args.args)
+    assert cfg.fold > 1 if chosen == "fold" else 0 < cfg.mean_parts < cfg.num_parts
+    check_decode("auto", case, made, results)
+    assert not interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.parametrize(
+    ("seq_lens", "parts"),
+    [
+        ((8192,) * 8, [2] * 8),
+        ((9000, 4000, 2000, 5000, 6000), [5, 2, 1, 3, 3]),
+        ((15000, 600, 1, 600), [8, 1, 1, 1]),
+        ((2000, 16384, 0, 1, *(1000,) * 12), [1, 2, 1, 1]),
+        ((0, 0, 0), [1, 1, 1]),
+    ],
+)
+def test_parts_follow_lengths(seq_lens, parts):
+    query, cache = (jnp.zeros(shape, jnp.bfloat16) for shape in ((len(seq_lens), 32, 128), (1, 8, 16, 128)))
+    tables = jnp.zeros((len(seq_lens), 1024), jnp.int32)
+    options = _validate.decode_operands(query, cache, cache, tables, jnp.zeros(len(seq_lens), jnp.int32), {})[5]
+    cfg = config.config(query, cache, cache, options, config.Device(), "even")
+    assert cfg.mean_parts > 0
+    assert cfg.num_parts * cfg.items <= 264
+    lens = jnp.asarray(seq_lens, jnp.int32)
+    for seq, length in enumerate(seq_lens[:4]):
+        item = seq * cfg.num_kv_heads + 1
+        segments = [plan.segment_of(lens, jnp.int32(item), jnp.int32(i), cfg) for i in range(cfg.num_parts)]
+        assert segments[0].parts == parts[seq]
+        seen = [t for x in segments for t in range(x.origin, min(x.end, x.origin + x.count * cfg.tokens))]
+        assert seen == list(range(length))
+        assert not any(x.count for x in segments[parts[seq] :])
 
 
 WRITING = [
@@ -318,11 +372,13 @@ def test_lowers_for_cuda(op, case):
 @pytest.mark.parametrize(
     ("op", "case", "device"),
     [(op, case, None) for op, case in (*INTERPRETED, *pairs())]
-    + [(op, case, SMALL_GPU) for op, case in INTERPRETED if op == "auto"],
+    + [(op, case, SMALL_GPU) for op, case in INTERPRETED if op == "auto"]
+    + [("auto", case, MIDDLE_GPU) for case in UNEVEN]
+    + [("auto", case, TINY_GPU) for case in FOLDED],
     ids=str,
 )
 def test_on_a_gpu(op, case, device):
-    """Split as for this GPU, and as for one so small that heads are folded."""
+    """Split as for this GPU, and as for smaller ones."""
     case = replace(case, partition_size=max(case.partition_size, case.block_size))
     made = inputs.make(case)
     options = made.arrays | test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
@@ -405,14 +461,6 @@ def test_leads_where_groups_are_small(group, first):
         assert _dispatch._gpu_implementations("paged_attention", decode) == ("triton",)
 
 
-def test_more_items_than_a_grid_takes_are_refused():
-    shapes = (2048, 32, 64), (9, 32, 16, 64), (9, 32, 16, 64)
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-    arrays += [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2048, 2), (2048,))]
-    with pytest.raises(NotImplementedError, match="lacks 65536 sequences times kv heads, takes up to 65535"):
-        jax.eval_shape(partial(paged_jax.paged_attention, implementation="mosaic_gpu"), *arrays)
-
-
 def test_writes_that_are_refused():
     made = test_write_and_attend.with_new_tokens(small("refused", 4, 2, 80, 16, "bfloat16", "int8"))
     new = {"key": made.key, "value": made.value, "slot_mapping": made.slots}
@@ -430,8 +478,10 @@ def test_other_gpus_are_refused():
 @pytest.mark.parametrize(
     ("fold", "num_seqs", "num_heads", "cache", "options"),
     [
-        (4, 32, 32, (1, 32, 16, 128), {}),
-        (2, 64, 32, (1, 8, 16, 128), {}),
+        (2, 32, 32, (1, 32, 16, 128), {}),
+        (4, 64, 32, (1, 32, 16, 128), {}),
+        (1, 64, 32, (1, 8, 16, 128), {}),
+        (2, 128, 32, (1, 8, 16, 128), {}),
         (2, 64, 32, (1, 32, 32, 128), {"k_scale": jnp.ones(())}),
         (1, 64, 32, (1, 32, 64, 128), {}),
         (1, 32, 64, (1, 8, 16, 128), {}),

@@ -70,7 +70,7 @@ def attend(cfg: Config, *arrays: Any) -> dict[str, Array]:
     if cfg.merge == "cluster":
         mesh = {"cluster": (cfg.num_parts,), "cluster_names": ("part",), "grid": (cfg.items,), "grid_names": ("item",)}
     else:
-        mesh = {"grid": (cfg.items, cfg.num_parts), "grid_names": ("item", "part")}
+        mesh = {"grid": (cfg.num_parts, cfg.items), "grid_names": ("part", "item")}  # parts that few items have: last
     kernel = plgpu.kernel(
         functools.partial(_kernel, cfg=cfg),
         out_type=tuple(shapes.values()),
@@ -88,12 +88,15 @@ def _kernel(*gmem, cfg: Config, **smem):
     refs = SimpleNamespace(**dict(zip(names, gmem, strict=True)), **smem)
     segment = plan.segment_of(refs.seq_lens_gmem, lax.axis_index("item"), lax.axis_index("part"), cfg)
 
-    @pl.when(lax.axis_index("warpgroup") == 0)
+    warpgroup = lax.axis_index("warpgroup")
+    something = segment.part < segment.parts if cfg.mean_parts else True
+
+    @pl.when(something & (warpgroup == 0))
     def _():
         _attend_segment(segment, refs, cfg)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    @pl.when(lax.axis_index("warpgroup") == 1)
+    @pl.when(something & (warpgroup == 1))
     def _():
         _load_segment(segment, refs, cfg)
 
@@ -228,7 +231,7 @@ def _attend_segment(segment: plan.Segment, refs, cfg: Config):
 
             @pl.when(segment.part == cfg.merging_program(block))
             def _(block=block):
-                merge_block(segment, cfg.num_parts, block, refs, cfg)
+                merge_block(segment, block, refs, cfg)
 
 
 def _keys(tile_smem, cfg: Config):

@@ -15,7 +15,6 @@ from jax import Array
 from paged_jax.options import AttentionOptions, Layout, block_axis, head_axis
 
 _MAX_GROUP = 64
-_MAX_ITEMS = 65535  # in the y direction of a grid
 _MAX_CLUSTER = 8
 _SHORT = 256  # tokens of a part that take less time than another launch
 _TILE = 32 * 1024
@@ -41,7 +40,8 @@ class Config:
       dtype, cache_dtype: of the query, which the output has too, and of the caches.
       fold: kv heads that are attended to together, as one of `num_kv_heads` that has all their query heads. In memory
         their tokens of a block are neighbours: a larger copy.
-      num_parts: programs that each (sequence, kv head) is split over.
+      num_parts: programs that each (sequence, kv head) is split over, at most.
+      mean_parts: parts of an item of mean length, where others have more or fewer, or 0: all have `num_parts`.
       partition_size: tokens of a part, or 0: an even share.
       merge: where parts are made one: nowhere, in the "cluster" that they run in, or in a "kernel" of its own.
       k_scale, v_scale: "none", "scalar", "head" or "slot".
@@ -60,6 +60,7 @@ class Config:
     layout: Layout
     max_seq_len: int
     num_parts: int = 1
+    mean_parts: int = 0
     partition_size: int = 0
     merge: Literal["none", "cluster", "kernel"] = "none"
     k_scale: str = "none"
@@ -243,10 +244,6 @@ def check(query: Array, key_cache: Array, value_cache: Array, options: Attention
         reasons.append(f"lacks head_size {head_size} for caches of {key_cache.dtype}, takes multiples of 64")
     if block_size < 8:
         reasons.append(f"lacks block_size {block_size}, takes 8 and more")
-    if query.shape[0] * num_heads // group > _MAX_ITEMS:
-        reasons.append(
-            f"lacks {query.shape[0] * num_heads // group} sequences times kv heads, takes up to {_MAX_ITEMS}"
-        )
     if group > _MAX_GROUP:
         reasons.append(f"lacks groups of {group} query heads, takes up to {_MAX_GROUP}")
     if options.layout == "vllm":
@@ -317,16 +314,16 @@ def config(
 
 
 def _folded(cfg: Config, gpu: Device) -> Config:
-    """With kv heads folded as far as that takes no more columns, and leaves each multiprocessor its fill.
+    """With kv heads folded as far as that takes no more columns, and leaves two waves: lengths are rarely even.
 
-    Larger copies: 1% at 64 x 4096, 1.8% at 32 x 32768 with 32 kv heads (benchmarks/LOG.md).
+    Larger copies are 1% faster (benchmarks/LOG.md).
     """
     plain = cfg.k_scale in ("none", "scalar") and cfg.v_scale in ("none", "scalar") and not cfg.num_blocks
     if cfg.layout == "nhd" or len(cfg.pieces) > 1 or not plain:
         return cfg
     for fold in (4, 2):
         fits = fold * cfg.block_size <= 64 and 8 % (fold * cfg.group) == 0 and cfg.num_kv_heads % fold == 0
-        if fits and cfg.items >= 1.8 * fold * gpu.num_multiprocessors:
+        if fits and cfg.items >= 3.6 * fold * gpu.num_multiprocessors:
             return replace(cfg, num_kv_heads=cfg.num_kv_heads // fold, fold=fold)
     return cfg
 
@@ -349,26 +346,38 @@ def _in_even_parts(cfg: Config, gpu: Device) -> Config:
         parts = min(_parts_in_waves(cfg, all_), tiles)
     else:  # one program on each multiprocessor reads as fast as two, and leaves less to merge
         parts = parts_for(one) if parts_for(one) * items >= 0.9 * one else parts_for(all_)
-    return replace(tiled, num_parts=parts) if parts > 1 else _tiled(cfg)[0]
+    # All at once: where programs wait for others to end, multiprocessors fill unevenly, and lose more than this gains.
+    most = min(cfg.num_seqs * parts, all_ // items, tiles)
+    if most > parts and (parts > 1 or _item_time(cfg) > 100):
+        return replace(tiled, num_parts=most, mean_parts=parts)
+    if parts > 1:
+        return replace(tiled, num_parts=parts)
+    # In many waves lengths even out sooner if a program has the multiprocessor.
+    alone = items > 2 * all_ and not cfg.in_registers and cfg.head_size * jnp.dtype(cfg.dtype).itemsize >= 256
+    return _tiled(cfg, 1 if alone else 2)[0]
 
 
 def _parts_in_waves(cfg: Config, at_once: int) -> int:
     """Parts where there are more items than programs at once: shorter programs leave less idle in the last wave.
 
     The costs in microseconds are measured (benchmarks/LOG.md): of starting a wave, of a last wave that is not full,
-    and of the merge. A program reads 17 GB/s.
+    and of the merge.
     """
-    item = 2 * cfg.max_seq_len * cfg.fold * cfg.head_size * jnp.dtype(cfg.cache_dtype).itemsize / 17e3
 
     def cost(parts: int) -> float:
         waves = cfg.items * parts / at_once
         idle = 0.2 if 0 < waves % 1 < 0.85 else 0.0
-        return 1.6 * waves + idle * item / parts + (2.5 if parts > 1 else 0.0)
+        return 1.6 * waves + idle * _item_time(cfg) / parts + (2.5 if parts > 1 else 0.0)
 
     return min((1, 2, 3, 4), key=cost)
 
 
-def _tiled(cfg: Config) -> tuple[Config, int]:
+def _item_time(cfg: Config) -> float:
+    """Microseconds of one program for the longest item there can be, if all multiprocessors have two."""
+    return 2 * cfg.max_seq_len * cfg.fold * cfg.head_size * jnp.dtype(cfg.cache_dtype).itemsize / 17e3
+
+
+def _tiled(cfg: Config, most_programs: int = 2) -> tuple[Config, int]:
     """With `tile` and `slots`; and how many programs a multiprocessor then has.
 
     As measured (benchmarks/LOG.md): tiles of 32 KiB of K and V, or 64 KiB if a program has the multiprocessor, or one
@@ -376,6 +385,8 @@ def _tiled(cfg: Config) -> tuple[Config, int]:
     """
     longest = cfg.fold * (cfg.partition_size or -(-cfg.max_seq_len // cfg.num_parts))
     for programs, tile in ((2, 128), (2, 64), (1, 128), (1, 64)):
+        if programs > most_programs:
+            continue
         tile_bytes = 2 * tile * cfg.head_size * jnp.dtype(cfg.cache_dtype).itemsize
         largest = _IN_FLIGHT // programs if longest <= tile else _TILE * (3 - programs)
         if tile == 128 and (longest <= 64 or cfg.columns > 32 or tile_bytes > largest):

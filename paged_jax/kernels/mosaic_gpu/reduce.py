@@ -13,7 +13,6 @@ parts are in flight.
 
 import functools
 from types import SimpleNamespace
-from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -40,8 +39,8 @@ def reduce(cfg: Config, seq_lens: Array, sinks: Array, parts: dict[str, Array]) 
         ),
         scratch_types=merge_scratch(cfg),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        grid=(cfg.items, cfg.merging_programs),
-        grid_names=("item", "program"),
+        grid=(cfg.merging_programs, cfg.items),
+        grid_names=("program", "item"),
     )
     return kernel(seq_lens, sinks, parts["parts"], parts["maxima"], parts["sums"])
 
@@ -49,20 +48,17 @@ def reduce(cfg: Config, seq_lens: Array, sinks: Array, parts: dict[str, Array]) 
 def _kernel(*gmem, cfg: Config, **smem):
     refs = SimpleNamespace(**{f"{name}_gmem": ref for name, ref in zip(_INPUTS, gmem, strict=True)}, **smem)
     segment = plan.segment_of(refs.seq_lens_gmem, lax.axis_index("item"), jnp.int32(0), cfg)
-    count: Any = cfg.num_parts
-    if cfg.partition_size:
-        seen = lax.min(segment.seq_len, jnp.int32(cfg.max_seq_len))
-        count = lax.div(seen + (cfg.partition_size - 1), jnp.int32(cfg.partition_size))
     for block in range(len(cfg.out_blocks)):
 
         @pl.when(lax.axis_index("program") == cfg.merging_program(block))
         def _(block=block):
-            merge_block(segment, count, block, refs, cfg)
+            merge_block(segment, block, refs, cfg)
 
 
-def merge_block(segment: plan.Segment, count, block: int, refs, cfg: Config):
-    """Merges the first `count` parts, always in the same order, and writes a block of out; with the first, lse."""
+def merge_block(segment: plan.Segment, block: int, refs, cfg: Config):
+    """Merges an item's parts, always in the same order, and writes a block of out; with the first, lse."""
     row, offset = plan.window(segment, cfg)
+    count = segment.parts
 
     def read(number):
         at = segment.item, lax.min(number, jnp.int32(count) - 1)
