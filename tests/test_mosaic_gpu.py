@@ -235,6 +235,11 @@ def test_parts_follow_lengths(seq_lens, parts):
         assert not any(x.count for x in segments[parts[seq] :])
 
 
+LONG = [
+    small("long", 4, 1, 128, 16, "bfloat16", seq_lens=(100_000, 0, 1, 65_537, 33)),
+    small("long-vllm", 8, 1, 64, 16, "float16", layout="vllm", seq_lens=(0, 100_000, 70_001, 16)),
+    small("long-e4m3", 8, 2, 128, 32, "bfloat16", "float8_e4m3fn", seq_lens=(99_999, 1, 0)),
+]
 WRITING = [
     small("write", 4, 2, 128, 16, "bfloat16", seq_lens=(37, 0, 130, 64, 128), alibi=True, v_scale="head"),
     small(
@@ -374,7 +379,8 @@ def test_lowers_for_cuda(op, case):
     [(op, case, None) for op, case in (*INTERPRETED, *pairs())]
     + [(op, case, SMALL_GPU) for op, case in INTERPRETED if op == "auto"]
     + [("auto", case, MIDDLE_GPU) for case in UNEVEN]
-    + [("auto", case, TINY_GPU) for case in FOLDED],
+    + [("auto", case, TINY_GPU) for case in FOLDED]
+    + [(op, case, None) for op in OPS for case in LONG],
     ids=str,
 )
 def test_on_a_gpu(op, case, device):
@@ -387,6 +393,20 @@ def test_on_a_gpu(op, case, device):
     with mock.patch.object(config, "device", return_value=device or config.device()):
         results = jax.jit(partial(getattr(mosaic_gpu, OPS[op]), **keywords))(*operands)
     check_decode(op, case, made, jax.tree.map(np.asarray, results))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OPS)
+def test_more_items_than_65535(op):
+    """The limit of a grid in all but one direction."""
+    num_seqs, heads, rng = 2100, 32, np.random.default_rng(0)
+    caches = [jnp.asarray(rng.normal(size=(50, heads, 16, 64)), jnp.bfloat16) for _ in "kv"]
+    query = jnp.asarray(rng.normal(size=(num_seqs, heads, 64)), jnp.bfloat16)
+    tables = jnp.asarray(rng.integers(0, 50, (num_seqs, 2)), jnp.int32)
+    seq_lens = jnp.asarray(rng.integers(0, 33, num_seqs), jnp.int32)
+    attend = getattr(paged_jax, OPS[op])
+    out, expected = (attend(query, *caches, tables, seq_lens, implementation=x) for x in ("mosaic_gpu", "xla"))
+    np.testing.assert_allclose(out.astype(np.float32), expected.astype(np.float32), rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -441,8 +461,8 @@ def test_refusals_name_every_reason(case, words):
         paged_jax.paged_attention(*made.decode.values(), **options, implementation="mosaic_gpu")
 
 
-@pytest.mark.parametrize(("group", "first"), [(8, "mosaic_gpu"), (16, "triton")])
-def test_leads_where_groups_are_small(group, first):
+@pytest.mark.parametrize(("group", "first"), [(8, "mosaic_gpu"), (9, "triton"), (16, "mosaic_gpu"), (32, "triton")])
+def test_leads_by_group(group, first):
     query, value_cache = jnp.zeros((1, 2 * group, 64)), jnp.zeros((1, 2, 16, 64))
     options = _validate.decode_operands(query, value_cache, value_cache, jnp.zeros((1, 1), int), jnp.ones(1, int), {})[
         5

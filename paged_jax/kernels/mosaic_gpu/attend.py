@@ -1,9 +1,9 @@
 """The decode kernel: attention of one query a sequence over its blocks, whole or in parts.
 
 Grid. A program, a thread block of two warpgroups, for each part of each item (sequence, kv head): all of its tokens, a
-partition of fixed size or an even share (`plan.py`). The parts of an item are one cluster where they are short and
-few: each program writes its part, and when all have, the first ones merge them (`reduce.py`). Otherwise a kernel of its
-own does. New tokens that are written on the way: `write.py`.
+partition of fixed size or an even share, of which longer items may have more (`plan.py`). The parts of an item are one
+cluster where they are short and few: each program writes its part, and when all have, the first ones merge them
+(`reduce.py`). Otherwise a kernel of its own does. New tokens that are written on the way: `write.py`.
 
 Who loads: warpgroup 1 copies runs of tokens (TMA, through the block table) into rings of `slots` tiles of K and of V.
 Who computes: warpgroup 0, with tokens as M of wgmma and query heads (`columns`, a multiple of 8) as N:
@@ -19,7 +19,12 @@ Shared memory, group 4, head_size 128, bfloat16, tiles of 64 tokens, 2 slots (tw
     | K ring 32 KiB | V ring 32 KiB | Q 2 KiB | P 1 KiB | out 2 KiB, or part 4 KiB |
 
 8-bit caches become float16 on the way from the rings to the products, A in registers (`narrow.py`), and a copy of the
-query in float16 joins what is in shared memory; rings have 4 slots then.
+query in float16 joins what is in shared memory; rings have 4 slots then. In layout "vllm" blocks lie in the rings as
+they came, and A is in registers too (`vllm.py`).
+
+Where items are many, kv heads are folded: an item then has some neighbouring ones, whose tokens of a block are one
+larger copy and become rows of one tile. P is 0 where row and column are not of the same kv head; NaN or infinite values
+of one of them show in the others.
 
 Where head_size is no multiple of 64, V, O^T and out are in two pieces, as wgmma's M is 64: the second is the last 64
 elements of the head and overlaps with the first.

@@ -15,12 +15,12 @@ from paged_jax.options import AttentionOptions, head_axis
 from paged_jax.shapes import BlockTables, Cache, Lse, NewTokens, Query, Residual, SeqLens, SlotMapping, TmpOut
 
 _LONGEST = 256  # of a block: partitions hold whole ones
-_LARGEST_GROUP = 8  # of query heads, for which wgmma does not compute what is thrown away
+_GROUPS = (*range(1, 9), 16)  # of query heads, for which these kernels are faster than Triton's
 
 
 def leads(query: Array, value_cache: Array, options: AttentionOptions) -> bool:
-    """Whether these kernels are the fastest of ours, where they can: for all but large groups (benchmarks/LOG.md)."""
-    return query.shape[-2] <= _LARGEST_GROUP * value_cache.shape[head_axis(options.layout)]
+    """Whether these kernels are the fastest of ours, where they can: by group (benchmarks/LOG.md)."""
+    return query.shape[-2] in [group * value_cache.shape[head_axis(options.layout)] for group in _GROUPS]
 
 
 def paged_attention_v1(
