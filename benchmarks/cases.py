@@ -66,6 +66,7 @@ DECODE = (
     Case("llama3-70b-32x8192", (8192,) * 32, 64, 8),
     Case("llama3-70b-128xragged", _spread, 64, 8),
     Case("llama3-8b-64xskewed", _skewed, 32, 8),
+    Case("llama3-8b-8xskewed", (16384, 1024, 1024, 2048, 512, 1024, 4096, 1024), 32, 8),
     Case("mqa-64x8192", (8192,) * 64, 32, 1),
     Case("opt-125m-256x1024", (1024,) * 256, 12, 12, 64),
     Case("llama3-8b-1x512", (512,), 32, 8),
