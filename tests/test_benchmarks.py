@@ -49,13 +49,15 @@ def test_wrong_names_are_refused(argv, capsys):
 
 def test_cases():
     names = [case.name for case in cases.DECODE]
-    assert len(set(names)) == len(names) == 16
+    assert len(set(names)) == len(names) == 18
     by_name = {case.name: case for case in cases.DECODE}
     assert by_name["llama2-7b-32x8192"].kv_bytes == 32 * 8192 * 32 * 128 * 2 * 2
     assert by_name["llama3-8b-64x4096-e4m3"].kv_bytes * 2 == by_name["llama3-8b-64x4096"].kv_bytes
     ragged = by_name["llama3-70b-128xragged"].seq_lens
     assert len(ragged) == 128
     assert (min(ragged), max(ragged)) == (512, 4096)
+    skewed = by_name["llama3-8b-64xskewed"].seq_lens
+    assert [skewed.count(1024 << i) for i in range(5)] == [32, 16, 8, 4, 4]
     assert cases.PREFILL[1].causal_flops == 2 * 32 * 32768**2 * 128
     assert cases.select(cases.DECODE, names[:2]) == cases.DECODE[:2]
     # Several tables of small cases; together they are far larger than an L2.
