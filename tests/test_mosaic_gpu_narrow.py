@@ -126,7 +126,7 @@ def emulated():
         "_asm": run,
         "operand": operand,
         "inline": inline,
-        "_array": lambda registers, layout, shape, _=None: Stored(registers=registers, layout=layout, shape=shape),
+        "array": lambda registers, layout, shape, _=None: Stored(registers=registers, layout=layout, shape=shape),
         "vector": SimpleNamespace(
             extract=lambda x, _, at: x[:, at[0]],
             from_elements=lambda _, values: np.stack(values, 1),
@@ -142,7 +142,8 @@ def emulated():
         "ir": mock.MagicMock(),
     }  # fmt: skip
     threads = mock.patch.multiple(mgpu, thread_idx=lambda: np.arange(128, 256), c=lambda x, _: x)
-    with mock.patch.multiple(narrow, **fakes), threads:
+    below = mock.patch.multiple("paged_jax.kernels.mosaic_gpu.inline", arith=fakes["arith"], ir=mock.MagicMock())
+    with mock.patch.multiple(narrow, **fakes), below, threads:
         yield
 
 

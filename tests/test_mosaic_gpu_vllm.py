@@ -9,7 +9,7 @@ import jax.experimental.mosaic.gpu as mgpu
 import numpy as np
 import pytest
 
-from paged_jax.kernels.mosaic_gpu import config, narrow, vllm
+from paged_jax.kernels.mosaic_gpu import config, vllm
 from tests.test_mosaic_gpu_narrow import WithType, array_of, inline
 
 
@@ -53,7 +53,8 @@ def emulated():
         "ir": mock.MagicMock(),
     }
     threads = mock.patch.multiple(mgpu, thread_idx=lambda: np.arange(128, 256), c=lambda x, _: x)
-    with mock.patch.multiple(vllm, **fakes), mock.patch.multiple(narrow, arith=arith, ir=mock.MagicMock()), threads:
+    below = mock.patch.multiple("paged_jax.kernels.mosaic_gpu.inline", arith=arith, ir=mock.MagicMock())
+    with mock.patch.multiple(vllm, **fakes), below, threads:
         yield
 
 

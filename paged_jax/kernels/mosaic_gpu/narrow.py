@@ -17,8 +17,6 @@ so that a pair of tokens is a register. Elements are taken for those rows that a
 rows at a time, and words are halves.
 """
 
-from typing import Any
-
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -28,6 +26,20 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
 from paged_jax.kernels.mosaic_gpu.config import Config, transforms
+from paged_jax.kernels.mosaic_gpu.inline import (
+    add,
+    array,
+    i32,
+    if_within,
+    inline,
+    operand,
+    over,
+    rest,
+    thread,
+    times,
+    token_of,
+    within,
+)
 
 # From each register of bytes: two of float16, exactly.
 _CONVERT = {
@@ -61,14 +73,13 @@ def token_scales(scales_smem, cfg: Config) -> Array:
 
     @inline(plgpu.RefType(), returns=(cfg.tile,), dtype="float32", layout=plgpu.Layout.WGMMA.reduce(1))
     def body(_, scales_smem):
-        f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+        f32 = ir.F32Type.get()
         loaded = np.empty((cfg.tile // 64, 2), object)  # [m, h]
         for m, h in np.ndindex(loaded.shape):
-            token = arith.addi(first_row(), mgpu.c(64 * m + 8 * h, i32))
-            at = [op(token, mgpu.c(cfg.run, i32)) for op in (arith.divui, arith.remui)]
-            at = [arith.index_cast(ir.IndexType.get(), x) for x in at]
+            token = add(_first_row(), i32(64 * m + 8 * h))
+            at = [arith.index_cast(ir.IndexType.get(), x) for x in (over(token, cfg.run), rest(token, cfg.run))]
             loaded[m, h] = vector.broadcast(ir.VectorType.get((1,), f32), memref.load(scales_smem, at))
-        return _array(loaded, mgpu.WGMMA_ROW_LAYOUT, (cfg.tile,))
+        return array(loaded, mgpu.WGMMA_ROW_LAYOUT, (cfg.tile,))
 
     return body(scales_smem)
 
@@ -84,8 +95,8 @@ def store_query(ref, x: Array, cfg: Config) -> None:
         singles = np.empty((*pairs.shape, 2), object)
         for (*i, b), _ in np.ndenumerate(singles):
             singles[*i, b] = vector.from_elements(one, [vector.extract(pairs[*i], [], [b])])
-        array = _array(singles.swapaxes(0, 1), query_layout(), x.shape[::-1])
-        array.store_tiled(ref, transforms_[1].swizzle, optimized=False)
+        stored = array(singles.swapaxes(0, 1), query_layout(), x.shape[::-1])
+        stored.store_tiled(ref, transforms_[1].swizzle, optimized=False)
 
     body(ref, x)
 
@@ -116,18 +127,17 @@ def zero_rows(rows_smem, low, high, cfg: Config) -> None:
 
     @inline(plgpu.RefType(_transforms(cfg)), scalar, scalar)
     def body(_, rows_smem, low, high):
-        i32 = ir.IntegerType.get_signless(32)
+        one = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
         words = _load(rows_smem, mgpu.WGMMA_LAYOUT_8BIT, cfg).reshape(-1, 2)  # [.., h]
         four = ir.VectorType.get((4,), ir.MemRefType(rows_smem.type).element_type)
         kept = np.empty_like(words)
         for i, h in np.ndindex(words.shape):
-            token = token_of(arith.addi(first_row(), mgpu.c(8 * h, i32)), cfg)
-            begun = arith.cmpi(arith.CmpIPredicate.sge, token, low.registers.item())
-            ended = arith.cmpi(arith.CmpIPredicate.sge, token, high.registers.item())
-            word = arith.select(begun, arith.select(ended, mgpu.c(0, i32), words[i, h]), mgpu.c(0, i32))
-            kept[i, h] = vector.bitcast(four, vector.broadcast(ir.VectorType.get((1,), i32), word))
-        array = _array(kept, mgpu.WGMMA_LAYOUT_8BIT, (64, cfg.head_size), _is_signed(cfg))
-        array.store_tiled(rows_smem, _transforms(cfg)[1].swizzle)
+            token = token_of(add(_first_row(), i32(8 * h)), cfg)
+            seen = within(low.registers.item(), token, high.registers.item())
+            word = if_within(seen, words[i, h], i32(0))
+            kept[i, h] = vector.bitcast(four, vector.broadcast(one, word))
+        stored = array(kept, mgpu.WGMMA_LAYOUT_8BIT, (64, cfg.head_size), _is_signed(cfg))
+        stored.store_tiled(rows_smem, _transforms(cfg)[1].swizzle)
 
     body(rows_smem, low, high)
 
@@ -138,7 +148,7 @@ def store(ref, x: Array, cfg: Config) -> None:
     @inline(plgpu.RefType(), plgpu.Layout.WGMMA)
     def body(_, ref, x):
         registers = _by_rows(x, cfg)  # [m, i, c, h]
-        _array(registers.swapaxes(1, 2), rows_layout(cfg), x.shape).store_untiled(ref, optimized=False)
+        array(registers.swapaxes(1, 2), rows_layout(cfg), x.shape).store_untiled(ref, optimized=False)
 
     body(ref, x)
 
@@ -153,7 +163,7 @@ def store_transposed(ref, x: Array, cfg: Config) -> None:
         for c, m, b in np.ndindex(vectors.shape):
             elements = [vector.extract(pair, [], [b]) for pair in _by_rows(x, cfg)[m, :, c].flat]
             vectors[c, m, b] = vector.from_elements(ir.VectorType.get((each,), x.mlir_dtype), elements)
-        _array(vectors, tokens_layout(8, cfg), x.shape[::-1]).store_untiled(ref, optimized=False)
+        array(vectors, tokens_layout(8, cfg), x.shape[::-1]).store_untiled(ref, optimized=False)
 
     body(ref, x)
 
@@ -193,26 +203,9 @@ def _transforms(cfg: Config):
     return transforms(cfg.head_size, jnp.dtype(cfg.cache_dtype))
 
 
-def inline(*arg_types: Any, returns: Any = None, dtype: str = "float16", layout: Any = plgpu.Layout.WGMMA) -> Any:
-    """Device code on fragmented arrays; what it returns, if anything, has the shape `returns`."""
-    result = plgpu.ShapeDtypeStruct(returns, jnp.dtype(dtype), layout=layout) if returns else None
-    return plgpu.inline_mgpu(arg_types=arg_types, return_type=result)
-
-
-def first_row():
+def _first_row():
     """16 * w + g."""
-    i32 = ir.IntegerType.get_signless(32)
-    thread = arith.remui(mgpu.thread_idx(), mgpu.c(128, i32))
-    warp, lane = (op(thread, mgpu.c(32, i32)) for op in (arith.divui, arith.remui))
-    return arith.addi(arith.muli(warp, mgpu.c(16, i32)), arith.divui(lane, mgpu.c(4, i32)))
-
-
-def token_of(row, cfg: Config):
-    """The token of a row."""
-    if cfg.fold == 1:
-        return row
-    rows, run = (mgpu.c(n, ir.IntegerType.get_signless(32)) for n in (cfg.fold * cfg.run, cfg.run))
-    return arith.addi(arith.muli(arith.divui(row, rows), run), arith.remui(row, run))
+    return add(times(over(thread(), 32), 16), over(rest(thread(), 32), 4))
 
 
 def _load(tile_smem, layout, cfg: Config) -> np.ndarray:
@@ -231,37 +224,23 @@ def _by_rows(x: mgpu.FragmentedArray, cfg: Config) -> np.ndarray:
     return x.registers.reshape(cfg.head_size // (32 * each), each // 2, cfg.columns // 8, 2)
 
 
-def _array(registers: np.ndarray, layout: mgpu.TiledLayout, shape, is_signed: bool | None = None):
-    registers = registers.reshape(layout.registers_shape(shape))
-    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=is_signed)
-
-
 def _is_signed(cfg: Config) -> bool | None:
     """As Mosaic has it, of integers."""
     return True if cfg.cache_dtype == "int8" else None
 
 
-def operand(halves: np.ndarray, shape, dtype: str) -> mgpu.FragmentedArray:
-    """Registers, each of two elements, as an array in the layout of wgmma."""
-    registers = np.empty(halves.shape, object)
-    pair = ir.VectorType.get((2,), ir.F16Type.get() if dtype == "float16" else ir.BF16Type.get())
-    for i, x in np.ndenumerate(halves):
-        registers[i] = llvm.bitcast(pair, x)
-    return _array(registers, mgpu.WGMMA_LAYOUT, shape)
-
-
 def _bitcast(x, bits: int):
     """A vector of bytes as an integer of at least 32 bits, which assembly wants."""
-    i32 = ir.IntegerType.get_signless(32)
+    word = ir.IntegerType.get_signless(32)
     x = vector.bitcast(ir.VectorType.get((1,), ir.IntegerType.get_signless(bits)), x)
     x = vector.extract(x, [], [0])
-    return x if bits == 32 else llvm.zext(i32, x)
+    return x if bits == 32 else llvm.zext(word, x)
 
 
 def _asm(code: str, results: int, *operands):
-    i32 = ir.IntegerType.get_signless(32)
+    word = ir.IntegerType.get_signless(32)
     constraints = ",".join(["=&r"] * results + ["r"] * len(operands))
     if results == 1:
-        return llvm.inline_asm(i32, operands, code, constraints)
-    struct = llvm.inline_asm(llvm.StructType.get_literal([i32] * results), operands, code, constraints)
-    return [llvm.extractvalue(i32, struct, [i]) for i in range(results)]
+        return llvm.inline_asm(word, operands, code, constraints)
+    struct = llvm.inline_asm(llvm.StructType.get_literal([word] * results), operands, code, constraints)
+    return [llvm.extractvalue(word, struct, [i]) for i in range(results)]

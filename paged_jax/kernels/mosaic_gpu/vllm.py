@@ -17,7 +17,19 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from paged_jax.kernels.mosaic_gpu.config import Config
-from paged_jax.kernels.mosaic_gpu.narrow import inline, operand, token_of
+from paged_jax.kernels.mosaic_gpu.inline import (
+    add,
+    i32,
+    if_within,
+    inline,
+    operand,
+    over,
+    rest,
+    thread,
+    times,
+    token_of,
+    within,
+)
 
 
 def keys(tile_smem, cfg: Config) -> Array:
@@ -27,8 +39,8 @@ def keys(tile_smem, cfg: Config) -> Array:
     @inline(plgpu.RefType(), returns=(cfg.tile, cfg.head_size), dtype=cfg.dtype)
     def body(_, tile_smem):
         row, column = _matrix_row()
-        at = _sum(_times(_over(row, cfg.block_size), page), _times(_rest(row, cfg.block_size), 8))
-        start = _sum(at, _times(column, cfg.block_size))
+        at = add(times(over(row, cfg.block_size), page), times(rest(row, cfg.block_size), 8))
+        start = add(at, times(column, cfg.block_size))
         halves = np.empty((cfg.tile // 64, cfg.head_size // 16, 2, 2), object)
         for m, s in np.ndindex(halves.shape[:2]):
             offset = 64 * m // cfg.block_size * page + 16 * s * cfg.block_size
@@ -45,8 +57,8 @@ def values(tile_smem, cfg: Config) -> Array:
     @inline(plgpu.RefType(), returns=(cfg.head_size, cfg.tile), dtype=cfg.dtype)
     def body(_, tile_smem):
         row, column = _matrix_row()
-        at = _sum(_times(_over(column, cfg.block_size), page), _rest(column, cfg.block_size))
-        start = _sum(at, _times(row, cfg.block_size))
+        at = add(times(over(column, cfg.block_size), page), rest(column, cfg.block_size))
+        start = add(at, times(row, cfg.block_size))
         halves = np.empty((cfg.head_size // 64, cfg.tile // 16, 2, 2), object)
         for m, s in np.ndindex(halves.shape[:2]):
             offset = 16 * s // cfg.block_size * page + 16 * s % cfg.block_size + 64 * m * cfg.block_size
@@ -62,22 +74,19 @@ def zero_rows(tile_smem, low, high, cfg: Config) -> None:
 
     @inline(plgpu.RefType(), scalar, scalar)
     def body(_, tile_smem, low, high):
-        i32, element = ir.IntegerType.get_signless(32), ir.MemRefType(tile_smem.type).element_type
+        element = ir.MemRefType(tile_smem.type).element_type
         eight = ir.VectorType.get((8,), element)
         zero = arith.constant(element, ir.FloatAttr.get(element, 0.0))
         for i in range(cfg.tile * cfg.head_size // 1024):  # each thread 8 neighbours: one element of 8 tokens
-            at = _sum(_times(_thread(), 8), mgpu.c(1024 * i, i32))
-            page, offset = _over(at, cfg.head_size * cfg.block_size), _rest(at, cfg.block_size)
-            first = token_of(_sum(_times(page, cfg.block_size), offset), cfg)
+            at = add(times(thread(), 8), i32(1024 * i))
+            page, offset = over(at, cfg.head_size * cfg.block_size), rest(at, cfg.block_size)
+            first = token_of(add(times(page, cfg.block_size), offset), cfg)
             pointer = _pointer(tile_smem, at, 0)
             loaded = llvm.load(eight, pointer)
             kept = []
             for j in range(8):
-                token = _sum(first, mgpu.c(j, i32))
-                begun = arith.cmpi(arith.CmpIPredicate.sge, token, low.registers.item())
-                ended = arith.cmpi(arith.CmpIPredicate.sge, token, high.registers.item())
-                x = vector.extract(loaded, [], [j])
-                kept.append(arith.select(begun, arith.select(ended, zero, x), zero))
+                seen = within(low.registers.item(), add(first, i32(j)), high.registers.item())
+                kept.append(if_within(seen, vector.extract(loaded, [], [j]), zero))
             llvm.store(vector.from_elements(eight, kept), pointer)
 
     body(tile_smem, low, high)
@@ -85,7 +94,7 @@ def zero_rows(tile_smem, low, high, cfg: Config) -> None:
 
 def _matrices(tile_smem, start, offset: int) -> np.ndarray:
     """Four matrices of 8 x 8, [a, h], from the elements start + offset on that each lane names."""
-    i32 = ir.IntegerType.get_signless(32)
+    word = ir.IntegerType.get_signless(32)
     loaded = nvvm.ldmatrix(
         _pointer(tile_smem, start, offset),
         num=4,
@@ -94,16 +103,16 @@ def _matrices(tile_smem, start, offset: int) -> np.ndarray:
         elt_type=nvvm.LdStMatrixEltType.B16,
     )
     words = np.empty(4, object)
-    words[:] = [llvm.extractvalue(i32, loaded, [i]) for i in range(4)]
+    words[:] = [llvm.extractvalue(word, loaded, [i]) for i in range(4)]
     return words.reshape(2, 2)
 
 
 def _matrix_row():
     """Of [64, 16], the row, and the first of the 8 columns, that a lane names."""
-    lane = _rest(_thread(), 32)
-    matrix = _over(lane, 8)
-    row = _sum(_times(_over(_thread(), 32), 16), _times(_rest(matrix, 2), 8))
-    return _sum(row, _rest(lane, 8)), _times(_over(matrix, 2), 8)
+    lane = rest(thread(), 32)
+    matrix = over(lane, 8)
+    row = add(times(over(thread(), 32), 16), times(rest(matrix, 2), 8))
+    return add(row, rest(lane, 8)), times(over(matrix, 2), 8)
 
 
 def _pointer(tile_smem, start, offset: int):
@@ -111,23 +120,3 @@ def _pointer(tile_smem, start, offset: int):
     element = ir.MemRefType(tile_smem.type).element_type
     pointer = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tile_smem), [start], element)
     return mgpu.utils.getelementptr(pointer, [offset], element)
-
-
-def _thread():
-    return _rest(mgpu.thread_idx(), 128)
-
-
-def _sum(x, y):
-    return arith.addi(x, y)
-
-
-def _times(x, n: int):
-    return arith.muli(x, mgpu.c(n, ir.IntegerType.get_signless(32)))
-
-
-def _over(x, n: int):
-    return arith.divui(x, mgpu.c(n, ir.IntegerType.get_signless(32)))
-
-
-def _rest(x, n: int):
-    return arith.remui(x, mgpu.c(n, ir.IntegerType.get_signless(32)))
