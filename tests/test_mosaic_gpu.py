@@ -178,6 +178,19 @@ def check_decode(op, case, made, results):
         test_decode.check_residuals(case, made, residuals, exact, rough)
 
 
+def test_far_apart_scales_of_values():
+    """Products are in float16, which could not hold a weight times such a scale."""
+    case = small("far-apart", 2, 1, 64, 16, "bfloat16", "int8", v_scale="slot", seq_lens=(150, 20))
+    made = inputs.make(case)
+    far = np.where(np.arange(made.arrays["v_scale"].size) % 3, 1e-3, 1e9).reshape(made.arrays["v_scale"].shape)
+    arrays = made.arrays | {"v_scale": (made.arrays["v_scale"] * far).astype(np.float32)}
+    out, lse = call("v1", made.decode, arrays, test_decode.op_options(made.static), 0)
+    exact, rough = (module.decode(**made.decode, **arrays, **made.static) for module in (oracle, plain))
+    assert np.abs(exact[0]).max() > 1e7
+    plain.assert_close(out, exact[0], rough[0], "out")
+    plain.assert_close(lse, exact[1], rough[1], "lse")
+
+
 UNEVEN = [
     small("uneven", 4, 1, 64, 16, "bfloat16", seq_lens=(700, 30, 0, 130), sinks=True),
     small("uneven-window", 2, 1, 128, 16, "float16", layout="vllm", seq_lens=(600, 5, 70, 9), sliding_window=400),
