@@ -229,10 +229,12 @@ def test_what_depends_on_the_gpu(case, device, chosen):
         ((15000, 600, 1, 600), [8, 1, 1, 1]),
         ((2000, 16384, 0, 1, *(1000,) * 12), [1, 2, 1, 1]),
         ((0, 0, 0), [1, 1, 1]),
+        ((3000,) * 32 + (1000,) * 34, [3, 3, 3, 3]),
     ],
 )
 def test_parts_follow_lengths(seq_lens, parts):
-    query, cache = (jnp.zeros(shape, jnp.bfloat16) for shape in ((len(seq_lens), 32, 128), (1, 8, 16, 128)))
+    kv_heads = 8 if len(seq_lens) < 33 else 1
+    query, cache = (jnp.zeros(shape, jnp.bfloat16) for shape in ((len(seq_lens), 32, 128), (1, kv_heads, 16, 128)))
     tables = jnp.zeros((len(seq_lens), 1024), jnp.int32)
     options = _validate.decode_operands(query, cache, cache, tables, jnp.zeros(len(seq_lens), jnp.int32), {})[5]
     cfg = config.config(query, cache, cache, options, config.Device(), "even")
@@ -240,7 +242,7 @@ def test_parts_follow_lengths(seq_lens, parts):
     assert cfg.num_parts * cfg.items <= 264
     lens = jnp.asarray(seq_lens, jnp.int32)
     for seq, length in enumerate(seq_lens[:4]):
-        item = seq * cfg.num_kv_heads + 1
+        item = seq * kv_heads + kv_heads - 1
         segments = [plan.segment_of(lens, jnp.int32(item), jnp.int32(i), cfg) for i in range(cfg.num_parts)]
         assert segments[0].parts == parts[seq]
         seen = [t for x in segments for t in range(x.origin, min(x.end, x.origin + x.count * cfg.tokens))]
@@ -262,16 +264,19 @@ WRITING = [
     small("write-group", 12, 1, 64, 16, "float16", seq_lens=(65, 0, 1), sinks=True),
     small("write-past-max", 2, 1, 128, 8, "bfloat16", seq_lens=(150, 20), max_seq_len=100),
 ]
+UNEVENLY_WRITING = small("write-uneven", 4, 1, 64, 16, "bfloat16", seq_lens=(700, 30, 12, 130), sinks=True)
 
 
-@pytest.mark.parametrize("case", WRITING, ids=str)
-def test_writes_in_the_interpreter(case):
+@pytest.mark.parametrize(
+    ("case", "device"), [*((case, SMALL_GPU) for case in WRITING), (UNEVENLY_WRITING, MIDDLE_GPU)], ids=str
+)
+def test_writes_in_the_interpreter(case, device):
     made = test_write_and_attend.with_new_tokens(case)
     made.decode["query"][np.array(case.seq_lens) == 0] = np.nan  # rows that pad the batch may hold anything
     options = test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
     arrays = made.decode | {"key": made.key, "value": made.value, "slot_mapping": made.slots}
     *decode, options = _validate.decode_operands(*made.decode.values(), made.arrays | options)
-    function = partial(run_op, "write_and_attend", SMALL_GPU)
+    function = partial(run_op, "write_and_attend", device)
     query, *rest = decode
     out, lse, *caches = function(query, arrays["key"], arrays["value"], *rest, arrays["slot_mapping"], options)
     written = test_write_and_attend.expected_caches(case, made)
@@ -413,9 +418,9 @@ def test_on_a_gpu(op, case, device):
 def test_more_items_than_65535(op):
     """The limit of a grid in all but one direction."""
     num_seqs, heads, rng = 2100, 32, np.random.default_rng(0)
-    caches = [jnp.asarray(rng.normal(size=(50, heads, 16, 64)), jnp.bfloat16) for _ in "kv"]
+    caches = [jnp.asarray(rng.normal(size=(50, heads, 64, 64)), jnp.bfloat16) for _ in "kv"]
     query = jnp.asarray(rng.normal(size=(num_seqs, heads, 64)), jnp.bfloat16)
-    tables = jnp.asarray(rng.integers(0, 50, (num_seqs, 2)), jnp.int32)
+    tables = jnp.asarray(rng.integers(0, 50, (num_seqs, 1)), jnp.int32)
     seq_lens = jnp.asarray(rng.integers(0, 33, num_seqs), jnp.int32)
     attend = getattr(paged_jax, OPS[op])
     out, expected = (attend(query, *caches, tables, seq_lens, implementation=x) for x in ("mosaic_gpu", "xla"))
@@ -500,6 +505,19 @@ def test_writes_that_are_refused():
     words = r"lacks writes of bfloat16 into caches of int8; lacks writes of head_size 80, takes multiples of 64"
     with pytest.raises(NotImplementedError, match=words):
         paged_jax.write_and_attend(**made.decode, **new, implementation="mosaic_gpu")
+    made = test_write_and_attend.with_new_tokens(small("refused", 4, 2, 64, 16, "bfloat16", layout="vllm"))
+    new = {"key": made.key, "value": made.value, "slot_mapping": made.slots, "layout": "vllm"}
+    with pytest.raises(NotImplementedError, match="lacks writes into layout 'vllm'"):
+        paged_jax.write_and_attend(**made.decode, **new, implementation="mosaic_gpu")
+
+
+def test_more_partitions_than_a_grid_takes_are_refused():
+    shapes = (1, 8, 64), (9, 1, 16, 64), (9, 1, 16, 64)
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    arrays += [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 65536), (1,))]
+    attend = partial(paged_jax.paged_attention_v2, partition_size=16, implementation="mosaic_gpu")
+    with pytest.raises(NotImplementedError, match="lacks 65536 partitions, takes up to 65535"):
+        jax.eval_shape(attend, *arrays)
 
 
 def test_other_gpus_are_refused():

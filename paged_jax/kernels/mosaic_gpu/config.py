@@ -16,6 +16,7 @@ from paged_jax.options import AttentionOptions, Layout, block_axis, head_axis
 
 _MAX_GROUP = 64
 _MAX_CLUSTER = 8
+_MAX_PARTITIONS = 65535  # in the y direction of a grid
 _SHORT = 256  # tokens of a part that take less time than another launch
 _TILE = 32 * 1024
 _IN_FLIGHT = 128 * 1024
@@ -309,7 +310,11 @@ def config(
         num_blocks=key_cache.shape[0] if write else 0,
     )
     if split == "partitions":
-        return _tiled(replace(cfg, num_parts=-(-options.max_seq_len // partition_size), merge="kernel"))[0]
+        num_parts = -(-options.max_seq_len // partition_size)
+        if num_parts > _MAX_PARTITIONS:
+            lacks = f"lacks {num_parts} partitions, takes up to {_MAX_PARTITIONS}"
+            raise NotImplementedError(f"implementation 'mosaic_gpu' {lacks}")
+        return _tiled(replace(cfg, num_parts=num_parts, merge="kernel"))[0]
     return _in_even_parts(_folded(cfg, gpu), gpu) if split == "even" else _tiled(cfg)[0]
 
 

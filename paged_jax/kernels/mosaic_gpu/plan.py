@@ -1,7 +1,8 @@
 """Device code: which tiles of K and V are whose.
 
 A (sequence, kv head) is an item, and its tokens are cut into tiles. A program attends to one segment: a run of tiles of
-one item, which is all of them, those in a partition of fixed size, or an even share.
+one item, which is all of them, those in a partition of fixed size, or an even share, of which longer items may have
+more.
 """
 
 from dataclasses import dataclass

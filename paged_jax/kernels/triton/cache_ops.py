@@ -35,7 +35,7 @@ def write_to_paged_cache(
         key_x=16 // key_cache.dtype.itemsize,
         value_x=1,
         tokens=tokens,
-        num_warps=2 if tokens == 16 and key_cache.dtype.itemsize == 1 else 4,  # each thread has 16 bytes to store
+        num_warps=2 if tokens == 16 and key_cache.dtype.itemsize == 1 else 4,  # benchmarks/LOG.md
         write=launch.quantisation(key.dtype, key_cache.dtype, k_scale, v_scale, gpu),
     )
     num_programs = -(-num_tokens // tokens) * num_kv_heads
