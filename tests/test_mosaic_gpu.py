@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernels with no GPU: in Pallas's interpreter, lowered for CUDA, and their refusals.
+"""The Mosaic GPU kernels with no GPU: in Pallas's interpreter, and lowered for CUDA.
 
 The interpreter simulates shared memory and barriers, and looks for races. On a GPU the tests of the operations run
 these kernels too.
@@ -17,17 +17,17 @@ from jax._src import state
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
 
 import paged_jax
-from paged_jax import _dispatch, _validate
+from paged_jax import _validate
 from paged_jax.kernels import mosaic_gpu
-from paged_jax.kernels.mosaic_gpu import attend, config, narrow, plan, vllm
+from paged_jax.kernels.mosaic_gpu import attend, choice, narrow, vllm
 from tests import inputs, oracle, plain, test_decode, test_write_and_attend
-from tests.cases import DECODE_CASES, Case, Sparse
+from tests.cases import DECODE_CASES, Case
 from tests.test_cache_ops import assert_same_bytes
 
 BY_NAME = {case.name: case for case in DECODE_CASES}
-SMALL_GPU = config.Device(90, 2)  # so small that items are split
-MIDDLE_GPU = config.Device(90, 8)  # so large that they are split unevenly
-TINY_GPU = config.Device(90, 1)  # so small that heads are folded
+SMALL_GPU = choice.Device(90, 2)  # so small that items are split
+MIDDLE_GPU = choice.Device(90, 8)  # so large that they are split unevenly
+TINY_GPU = choice.Device(90, 1)  # so small that heads are folded
 OPS = {"v1": "paged_attention_v1", "v2": "paged_attention_v2", "auto": "paged_attention"}
 
 
@@ -140,7 +140,7 @@ def call(op, decode, arrays, static, partition_size, device=SMALL_GPU):
 
 
 def run_op(name, device, *operands, **keywords):
-    gpu = mock.patch.object(config, "device", return_value=device)
+    gpu = mock.patch.object(choice, "device", return_value=device)
     registers, products = mock.patch.multiple(narrow, **IN_THE_INTERPRETER), mock.patch.object(attend, "_dot", dot)
     pages = mock.patch.multiple(vllm, **PAGES_IN_THE_INTERPRETER)
     interpreted = params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=True))
@@ -213,41 +213,12 @@ def test_what_depends_on_the_gpu(case, device, chosen):
     """Parts in proportion to lengths, and heads folded."""
     made = inputs.make(case)
     static = test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
-    with mock.patch.object(config, "_in_even_parts", side_effect=config._in_even_parts) as called:
+    with mock.patch.object(choice, "_in_even_parts", side_effect=choice._in_even_parts) as called:
         results = call("auto", made.decode, made.arrays, static, 0, device)
-    cfg = config._in_even_parts(*called.call_args.args)
+    cfg = choice._in_even_parts(*called.call_args.args)
     assert cfg.fold > 1 if chosen == "fold" else 0 < cfg.mean_parts < cfg.num_parts
     check_decode("auto", case, made, results)
     assert not interpret_pallas_call.get_races().races_found
-
-
-@pytest.mark.parametrize(
-    ("seq_lens", "parts"),
-    [
-        ((8192,) * 8, [2] * 8),
-        ((9000, 4000, 2000, 5000, 6000), [5, 2, 1, 3, 3]),
-        ((15000, 600, 1, 600), [8, 1, 1, 1]),
-        ((2000, 16384, 0, 1, *(1000,) * 12), [1, 2, 1, 1]),
-        ((0, 0, 0), [1, 1, 1]),
-        ((3000,) * 32 + (1000,) * 34, [3, 3, 3, 3]),
-    ],
-)
-def test_parts_follow_lengths(seq_lens, parts):
-    kv_heads = 8 if len(seq_lens) < 33 else 1
-    query, cache = (jnp.zeros(shape, jnp.bfloat16) for shape in ((len(seq_lens), 32, 128), (1, kv_heads, 16, 128)))
-    tables = jnp.zeros((len(seq_lens), 1024), jnp.int32)
-    options = _validate.decode_operands(query, cache, cache, tables, jnp.zeros(len(seq_lens), jnp.int32), {})[5]
-    cfg = config.config(query, cache, cache, options, config.Device(), "even")
-    assert cfg.mean_parts > 0
-    assert cfg.num_parts * cfg.items <= 264
-    lens = jnp.asarray(seq_lens, jnp.int32)
-    for seq, length in enumerate(seq_lens[:4]):
-        item = seq * kv_heads + kv_heads - 1
-        segments = [plan.segment_of(lens, jnp.int32(item), jnp.int32(i), cfg) for i in range(cfg.num_parts)]
-        assert segments[0].parts == parts[seq]
-        seen = [t for x in segments for t in range(x.origin, min(x.end, x.origin + x.count * cfg.tokens))]
-        assert seen == list(range(length))
-        assert not any(x.count for x in segments[parts[seq] :])
 
 
 LONG = [
@@ -408,7 +379,7 @@ def test_on_a_gpu(op, case, device):
     options = made.arrays | test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
     operands = jax.device_put(_validate.decode_operands(*made.decode.values(), options), jax.devices("gpu")[0])
     keywords = {"partition_size": case.partition_size} if op == "v2" else {}
-    with mock.patch.object(config, "device", return_value=device or config.device()):
+    with mock.patch.object(choice, "device", return_value=device or choice.device()):
         results = jax.jit(partial(getattr(mosaic_gpu, OPS[op]), **keywords))(*operands)
     check_decode(op, case, made, jax.tree.map(np.asarray, results))
 
@@ -454,122 +425,3 @@ def test_vmap_and_export():
     op = jax.vmap(partial(paged_jax.paged_attention, implementation="mosaic_gpu"), (0, None, None, 0, 0))
     exported = jax.export.export(jax.jit(op), platforms=["cuda"])(*arrays)
     assert jax.export.deserialize(exported.serialize()).out_avals[0].shape == (3, 2, 4, 64)
-
-
-REFUSED = [
-    (small("dtype", 4, 2, 64, 16, "float32"), "lacks queries of float32, takes float16 and bfloat16"),
-    (small("cache", 4, 2, 64, 16, "bfloat16", "float16"), "lacks caches of float16 for queries of bfloat16"),
-    (small("narrow", 4, 2, 96, 16, "bfloat16", "int8"), "lacks head_size 96 for caches of int8, takes multiples of 64"),
-    (small("head", 4, 2, 32, 16, "bfloat16"), "lacks head_size 32, takes multiples of 16 from 64 on"),
-    (small("odd-head", 4, 2, 120, 16, "bfloat16"), "lacks head_size 120"),
-    (small("block", 4, 2, 64, 4, "bfloat16"), "lacks block_size 4, takes 8 and more"),
-    (small("group", 130, 2, 64, 16, "bfloat16"), "lacks groups of 65 query heads, takes up to 64"),
-    (small("sparse", 4, 2, 64, 16, "bfloat16", block_sparse=Sparse(1, 3)), "lacks block_sparse"),
-    (small("many", 4, 2, 24, 1, "float16", layout="vllm"), "lacks head_size 24.*; lacks block_size 1.*; lacks head_"),
-    (small("vllm", 4, 2, 80, 128, "float16", layout="vllm"), "lacks head_size 80 in .*; lacks block_size 128 in .* 64"),
-    (small("vllm-narrow", 4, 2, 64, 16, "float16", "int8", layout="vllm"), "lacks layout 'vllm' for caches of int8"),
-]
-
-
-@pytest.mark.parametrize(("case", "words"), REFUSED, ids=str)
-def test_refusals_name_every_reason(case, words):
-    made = inputs.make(case)
-    options = made.arrays | test_decode.op_options(made.static)
-    with pytest.raises(NotImplementedError, match=rf"^implementation 'mosaic_gpu' .*{words}"):
-        paged_jax.paged_attention(*made.decode.values(), **options, implementation="mosaic_gpu")
-
-
-@pytest.mark.parametrize(("group", "first"), [(8, "mosaic_gpu"), (9, "triton"), (16, "mosaic_gpu"), (32, "triton")])
-def test_leads_by_group(group, first):
-    query, value_cache = jnp.zeros((1, 2 * group, 64)), jnp.zeros((1, 2, 16, 64))
-    options = _validate.decode_operands(query, value_cache, value_cache, jnp.zeros((1, 1), int), jnp.ones(1, int), {})[
-        5
-    ]
-    decode = query, value_cache, value_cache, None, None, options
-    writing = query, None, None, value_cache, value_cache, None, None, None, options
-    with mock.patch.object(jax, "local_devices"):
-        for op, operands in (
-            ("paged_attention", decode),
-            ("paged_attention_v2", decode),
-            ("write_and_attend", writing),
-        ):
-            assert _dispatch._gpu_implementations(op, operands)[0] == first
-        assert _dispatch._gpu_implementations("ragged_paged_attention", decode)[0] == "triton"
-    if jax.devices()[0].platform != "gpu":
-        assert _dispatch._gpu_implementations("paged_attention", decode) == ("triton",)
-
-
-def test_writes_that_are_refused():
-    made = test_write_and_attend.with_new_tokens(small("refused", 4, 2, 80, 16, "bfloat16", "int8"))
-    new = {"key": made.key, "value": made.value, "slot_mapping": made.slots}
-    words = r"lacks writes of bfloat16 into caches of int8; lacks writes of head_size 80, takes multiples of 64"
-    with pytest.raises(NotImplementedError, match=words):
-        paged_jax.write_and_attend(**made.decode, **new, implementation="mosaic_gpu")
-    made = test_write_and_attend.with_new_tokens(small("refused", 4, 2, 64, 16, "bfloat16", layout="vllm"))
-    new = {"key": made.key, "value": made.value, "slot_mapping": made.slots, "layout": "vllm"}
-    with pytest.raises(NotImplementedError, match="lacks writes into layout 'vllm'"):
-        paged_jax.write_and_attend(**made.decode, **new, implementation="mosaic_gpu")
-
-
-def test_more_partitions_than_a_grid_takes_are_refused():
-    shapes = (1, 8, 64), (9, 1, 16, 64), (9, 1, 16, 64)
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-    arrays += [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 65536), (1,))]
-    attend = partial(paged_jax.paged_attention_v2, partition_size=16, implementation="mosaic_gpu")
-    with pytest.raises(NotImplementedError, match="lacks 65536 partitions, takes up to 65535"):
-        jax.eval_shape(attend, *arrays)
-
-
-def test_other_gpus_are_refused():
-    made = inputs.make(BY_NAME["llama-3-8b"])
-    with pytest.raises(NotImplementedError, match=r"needs compute capability 9\.0, this GPU has 10\.0"):
-        call("v1", made.decode, {}, {}, 0, config.Device(100, 148))
-
-
-@pytest.mark.parametrize(
-    ("fold", "num_seqs", "num_heads", "cache", "options"),
-    [
-        (2, 32, 32, (1, 32, 16, 128), {}),
-        (4, 64, 32, (1, 32, 16, 128), {}),
-        (1, 64, 32, (1, 8, 16, 128), {}),
-        (2, 128, 32, (1, 8, 16, 128), {}),
-        (2, 64, 32, (1, 32, 32, 128), {"k_scale": jnp.ones(())}),
-        (1, 64, 32, (1, 32, 64, 128), {}),
-        (1, 32, 64, (1, 8, 16, 128), {}),
-        (1, 8, 32, (1, 8, 16, 128), {}),
-        (4, 64, 32, (1, 32, 8, 128), {}),
-        (1, 64, 32, (1, 32, 16, 80), {}),
-        (1, 64, 33, (1, 33, 16, 128), {}),
-        (1, 64, 32, (1, 16, 32, 128), {"layout": "nhd"}),
-        (1, 64, 32, (1, 32, 16, 128), {"v_scale": jnp.ones(32)}),
-    ],
-)
-def test_heads_are_folded(fold, num_seqs, num_heads, cache, options):
-    query, caches = jnp.zeros((num_seqs, num_heads, cache[3]), jnp.float16), [jnp.zeros(cache, jnp.float16)] * 2
-    tables, seq_lens = jnp.zeros((num_seqs, 128), jnp.int32), jnp.zeros(num_seqs, jnp.int32)
-    options = _validate.decode_operands(query, *caches, tables, seq_lens, options)[5]
-    cfg = config.config(query, *caches, options, config.Device(), "even")
-    assert (cfg.fold, cfg.num_kv_heads) == (fold, caches[0].shape[2 if options.layout == "nhd" else 1] // fold)
-    # Results of v2 are the same in any batch.
-    assert config.config(query, *caches, options, config.Device(), "partitions", 512).fold == 1
-
-
-@pytest.mark.parametrize("split", ["none", "partitions", "even"])
-@pytest.mark.parametrize("group", [1, 4, 5, 8, 64])
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize("head_size", [64, 80, 128, 192, 256])
-def test_configs_fit(head_size, dtype, group, split):
-    """In shared memory, for every block size, and with as many programs as there can be work for."""
-    if dtype == "int8" and head_size % 64:
-        return
-    for block_size in (8, 16, 32, 64, 128, 256):
-        query = jnp.zeros((4, 2 * group, head_size), jnp.bfloat16)
-        cache = jnp.zeros((1, 2, block_size, head_size), dtype)
-        tables, seq_lens = jnp.zeros((4, 2), jnp.int32), jnp.zeros(4, jnp.int32)
-        options = _validate.decode_operands(query, cache, cache, tables, seq_lens, {})[5]
-        cfg = config.config(query, cache, cache, options, config.Device(), split, 512)
-        assert config.shared_memory(cfg) <= 227 * 1024
-        assert cfg.tile % 64 == cfg.tile % cfg.run == 0
-        if split == "even":
-            assert 1 <= cfg.num_parts <= max(1, -(-2 * block_size // 64))
-            assert (cfg.num_parts == 1) == (cfg.merge == "none")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from paged_jax.kernels.mosaic_gpu import config
+from paged_jax.kernels.mosaic_gpu import choice
 from paged_jax.kernels.mosaic_gpu.attend import attend
 from paged_jax.kernels.mosaic_gpu.config import Config
 from paged_jax.kernels.mosaic_gpu.reduce import reduce
@@ -31,7 +31,7 @@ def paged_attention_v1(
     seq_lens: SeqLens,
     options: AttentionOptions,
 ) -> tuple[Query, Lse]:
-    cfg = config.config(query, key_cache, value_cache, options, config.device(), "none")
+    cfg = choice.config(query, key_cache, value_cache, options, choice.device(), "none")
     if _nothing_to_attend(key_cache, cfg):
         return _unseen(query)
     return _attend(query, key_cache, value_cache, block_tables, seq_lens, options, cfg)[:2]
@@ -45,7 +45,7 @@ def paged_attention(
     seq_lens: SeqLens,
     options: AttentionOptions,
 ) -> tuple[Query, Lse]:
-    cfg = config.config(query, key_cache, value_cache, options, config.device(), "even")
+    cfg = choice.config(query, key_cache, value_cache, options, choice.device(), "even")
     if _nothing_to_attend(key_cache, cfg):
         return _unseen(query)
     return _attend(query, key_cache, value_cache, block_tables, seq_lens, options, cfg)[:2]
@@ -62,8 +62,8 @@ def write_and_attend(
     slot_mapping: SlotMapping,
     options: AttentionOptions,
 ) -> tuple[Query, Lse, Cache, Cache]:
-    config.check_write(query, key_cache, options)
-    cfg = config.config(query, key_cache, value_cache, options, config.device(), "even", write=True)
+    choice.check_write(query, key_cache, options)
+    cfg = choice.config(query, key_cache, value_cache, options, choice.device(), "even", write=True)
     if _nothing_to_attend(key_cache, cfg):
         raise NotImplementedError("implementation 'mosaic_gpu' lacks writes without a context or a pool")
 
@@ -89,7 +89,7 @@ def paged_attention_v2(
 ) -> tuple[Query, Lse, Residual, Residual, TmpOut]:
     # One longer than every context would overflow, and holds no more than the contexts do.
     partition_size = min(partition_size, max(1, -(-options.max_seq_len // _LONGEST)) * _LONGEST)
-    cfg = config.config(query, key_cache, value_cache, options, config.device(), "partitions", partition_size)
+    cfg = choice.config(query, key_cache, value_cache, options, choice.device(), "partitions", partition_size)
     residual = *query.shape[:2], cfg.num_parts
     if _nothing_to_attend(key_cache, cfg):
         zeros = jnp.zeros(residual, jnp.float32)

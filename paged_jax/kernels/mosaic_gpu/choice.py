@@ -1,0 +1,226 @@
+"""Which config a call gets, or why none: a pure function of shapes, dtypes and the device, which `device` asks for."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from paged_jax.kernels.mosaic_gpu.config import Config, shared_memory
+from paged_jax.options import AttentionOptions, block_axis, head_axis
+
+_MAX_GROUP = 64
+_MAX_CLUSTER = 8
+_MAX_PARTITIONS = 65535  # in the y direction of a grid
+_SHORT = 256  # tokens of a part that take less time than another launch
+_TILE = 32 * 1024
+_IN_FLIGHT = 128 * 1024
+_SHARED_MEMORY = 227 * 1024  # that one program may have
+_MULTIPROCESSOR = 228 * 1024  # that all programs on a multiprocessor share, each with 1 KiB more for the system
+
+
+@dataclass(frozen=True)
+class Device:
+    """What configs depend on; the default where there is no GPU to ask."""
+
+    capability: int = 90
+    num_multiprocessors: int = 132
+
+
+def device() -> Device:
+    """The GPU that the program is for: the first local one."""
+    try:
+        gpu = jax.local_devices(backend="gpu")[0]
+    except RuntimeError:
+        return Device()
+    capability = gpu.compute_capability.replace(".", "")
+    return Device(int(capability), gpu.core_count) if capability.isdigit() else Device(0)
+
+
+def check(query: Array, key_cache: Array, value_cache: Array, options: AttentionOptions, gpu: Device) -> None:
+    """Raises NotImplementedError with everything that stands in the way."""
+    head_size, num_heads = query.shape[2], query.shape[1]
+    block_size = value_cache.shape[block_axis(options.layout)]
+    group = num_heads // value_cache.shape[head_axis(options.layout)]
+    reasons = []
+    if gpu.capability != 90:
+        reasons.append(f"needs compute capability 9.0, this GPU has {gpu.capability / 10}")
+    if query.dtype not in (jnp.float16, jnp.bfloat16):
+        reasons.append(f"lacks queries of {query.dtype}, takes float16 and bfloat16")
+    narrow = key_cache.dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
+    if key_cache.dtype != query.dtype and not narrow:
+        reasons.append(f"lacks caches of {key_cache.dtype} for queries of {query.dtype}")
+    if head_size % 16 or head_size < 64:
+        reasons.append(f"lacks head_size {head_size}, takes multiples of 16 from 64 on")
+    elif narrow and head_size % 64:
+        reasons.append(f"lacks head_size {head_size} for caches of {key_cache.dtype}, takes multiples of 64")
+    if block_size < 8:
+        reasons.append(f"lacks block_size {block_size}, takes 8 and more")
+    if group > _MAX_GROUP:
+        reasons.append(f"lacks groups of {group} query heads, takes up to {_MAX_GROUP}")
+    if options.layout == "vllm":
+        if narrow:
+            reasons.append(f"lacks layout 'vllm' for caches of {key_cache.dtype}")
+        if head_size % 64:
+            reasons.append(f"lacks head_size {head_size} in layout 'vllm', takes multiples of 64")
+        if block_size > 64:
+            reasons.append(f"lacks block_size {block_size} in layout 'vllm', takes up to 64")
+    if options.block_sparse is not None:
+        reasons.append("lacks block_sparse")
+    if reasons:
+        raise NotImplementedError(f"implementation 'mosaic_gpu' {'; '.join(reasons)}")
+
+
+def check_write(query: Array, key_cache: Array, options: AttentionOptions) -> None:
+    """Raises NotImplementedError for tokens that the decode kernel cannot write, too."""
+    reasons = []
+    if key_cache.dtype != query.dtype:
+        reasons.append(f"lacks writes of {query.dtype} into caches of {key_cache.dtype}")
+    if options.layout == "vllm":
+        reasons.append("lacks writes into layout 'vllm'")
+    if query.shape[2] % 64:
+        reasons.append(f"lacks writes of head_size {query.shape[2]}, takes multiples of 64")
+    if any(scale is not None and scale.ndim == 3 for scale in (options.k_scale, options.v_scale)):
+        reasons.append("lacks writes with scales for each slot")
+    if reasons:
+        raise NotImplementedError(f"implementation 'mosaic_gpu' {'; '.join(reasons)}")
+
+
+def config(
+    query: Array,
+    key_cache: Array,
+    value_cache: Array,
+    options: AttentionOptions,
+    gpu: Device,
+    split: Literal["none", "partitions", "even"],
+    partition_size: int = 0,
+    *,
+    write: bool = False,
+) -> Config:
+    """The config of a decode call; raises NotImplementedError for what the kernels cannot do."""
+    check(query, key_cache, value_cache, options, gpu)
+    num_seqs, num_heads, head_size = query.shape
+    cfg = Config(
+        num_seqs=num_seqs,
+        num_heads=num_heads,
+        num_kv_heads=value_cache.shape[head_axis(options.layout)],
+        head_size=head_size,
+        block_size=value_cache.shape[block_axis(options.layout)],
+        dtype=query.dtype.name,
+        cache_dtype=key_cache.dtype.name,
+        layout=options.layout,
+        max_seq_len=options.max_seq_len,
+        partition_size=partition_size,
+        k_scale=_scale_kind(options.k_scale),
+        v_scale=_scale_kind(options.v_scale),
+        alibi=options.alibi_slopes is not None,
+        sinks=options.sinks is not None,
+        # A larger window would overflow where it is taken from a position.
+        sliding_window=None if options.sliding_window is None else min(options.sliding_window, 2**30),
+        logits_soft_cap=options.logits_soft_cap,
+        num_blocks=key_cache.shape[0] if write else 0,
+    )
+    if split == "partitions":
+        num_parts = -(-options.max_seq_len // partition_size)
+        if num_parts > _MAX_PARTITIONS:
+            lacks = f"lacks {num_parts} partitions, takes up to {_MAX_PARTITIONS}"
+            raise NotImplementedError(f"implementation 'mosaic_gpu' {lacks}")
+        return _tiled(replace(cfg, num_parts=num_parts, merge="kernel"))[0]
+    return _in_even_parts(_folded(cfg, gpu), gpu) if split == "even" else _tiled(cfg)[0]
+
+
+def _folded(cfg: Config, gpu: Device) -> Config:
+    """With kv heads folded as far as that takes no more columns, and leaves two waves: lengths are rarely even.
+
+    Larger copies are 1% faster (benchmarks/LOG.md).
+    """
+    plain = cfg.k_scale in ("none", "scalar") and cfg.v_scale in ("none", "scalar") and not cfg.num_blocks
+    if cfg.layout == "nhd" or len(cfg.pieces) > 1 or not plain:
+        return cfg
+    for fold in (4, 2):
+        fits = fold * cfg.block_size <= 64 and 8 % (fold * cfg.group) == 0 and cfg.num_kv_heads % fold == 0
+        if fits and cfg.items >= 3.6 * fold * gpu.num_multiprocessors:
+            return replace(cfg, num_kv_heads=cfg.num_kv_heads // fold, fold=fold)
+    return cfg
+
+
+def _in_even_parts(cfg: Config, gpu: Device) -> Config:
+    """In so many parts that every multiprocessor has its fill; in a cluster where parts are short, and programs few."""
+    items = max(1, cfg.items)
+    parts = min(_MAX_CLUSTER, gpu.num_multiprocessors // items, -(-cfg.max_seq_len // 128))
+    if parts > 1 and cfg.max_seq_len <= parts * _SHORT:
+        return _tiled(replace(cfg, num_parts=parts, merge="cluster"))[0]
+    tiled, programs = _tiled(replace(cfg, merge="kernel"))
+    tiles = max(1, -(-cfg.max_seq_len // tiled.tokens))
+
+    def parts_for(at_once: int) -> int:  # with tiles to spare in none of them
+        share = -(-tiles // max(1, min(at_once // items, tiles)))
+        return -(-tiles // share)
+
+    one, all_ = gpu.num_multiprocessors, programs * gpu.num_multiprocessors
+    if items > all_:
+        parts = min(_parts_in_waves(cfg, all_), tiles)
+    else:  # one program on each multiprocessor reads as fast as two, and leaves less to merge
+        parts = parts_for(one) if parts_for(one) * items >= 0.9 * one else parts_for(all_)
+    # All at once: where programs wait for others to end, multiprocessors fill unevenly, and lose more than this gains.
+    most = min(cfg.num_seqs * parts, all_ // items, tiles)
+    if most > parts and (parts > 1 or _item_time(cfg) > 100):
+        return replace(tiled, num_parts=most, mean_parts=parts)
+    if parts > 1:
+        return replace(tiled, num_parts=parts)
+    # In many waves lengths even out sooner if a program has the multiprocessor.
+    alone = items > 2 * all_ and not cfg.in_registers and cfg.head_size * jnp.dtype(cfg.dtype).itemsize >= 256
+    return _tiled(cfg, 1 if alone else 2)[0]
+
+
+def _parts_in_waves(cfg: Config, at_once: int) -> int:
+    """Parts where there are more items than programs at once: shorter programs leave less idle in the last wave.
+
+    The costs in microseconds are measured (benchmarks/LOG.md): of starting a wave, of a last wave that is not full,
+    and of the merge.
+    """
+
+    def cost(parts: int) -> float:
+        waves = cfg.items * parts / at_once
+        idle = 0.2 if 0 < waves % 1 < 0.85 else 0.0
+        return 1.6 * waves + idle * _item_time(cfg) / parts + (2.5 if parts > 1 else 0.0)
+
+    return min((1, 2, 3, 4), key=cost)
+
+
+def _item_time(cfg: Config) -> float:
+    """Microseconds of one program for the longest item there can be, if all multiprocessors have two."""
+    return 2 * cfg.max_seq_len * cfg.fold * cfg.head_size * jnp.dtype(cfg.cache_dtype).itemsize / 17e3
+
+
+def _tiled(cfg: Config, most_programs: int = 2) -> tuple[Config, int]:
+    """With `tile` and `slots`; and how many programs a multiprocessor then has.
+
+    As measured (benchmarks/LOG.md): tiles of 32 KiB of K and V, or 64 KiB if a program has the multiprocessor, or one
+    tile is all there is to read; and 128 KiB of them in flight on a multiprocessor.
+    """
+    longest = cfg.fold * (cfg.partition_size or -(-cfg.max_seq_len // cfg.num_parts))
+    for programs, tile in ((2, 128), (2, 64), (1, 128), (1, 64)):
+        if programs > most_programs:
+            continue
+        tile_bytes = 2 * tile * cfg.head_size * jnp.dtype(cfg.cache_dtype).itemsize
+        largest = _IN_FLIGHT // programs if longest <= tile else _TILE * (3 - programs)
+        if tile == 128 and (longest <= 64 or cfg.columns > 32 or tile_bytes > largest):
+            continue
+        # Two programs have 128 registers a thread.
+        crowded = cfg.columns > 8 or cfg.head_size > 128 or tile * cfg.head_size > 8192
+        if cfg.in_registers and programs == 2 and crowded:
+            continue
+        room = _SHARED_MEMORY if programs == 1 else _MULTIPROCESSOR // 2 - 1024
+        most = min(8, _IN_FLIGHT // programs // tile_bytes, -(-longest // tile))
+        least = 1 if (programs, tile) == (1, 64) or longest <= tile else 2
+        for slots in range(max(most, least), least - 1, -1):
+            chosen = replace(cfg, tile=tile, slots=slots)
+            if shared_memory(chosen) <= room:
+                return chosen, programs
+    raise NotImplementedError(f"implementation 'mosaic_gpu' has no tiling that fits in shared memory for {cfg}")
+
+
+def _scale_kind(scale: Array | None) -> str:
+    return "none" if scale is None else ("scalar", "head", "", "slot")[scale.ndim]

@@ -1,0 +1,162 @@
+"""Which config a call of the Mosaic GPU kernels gets, which are refused, and where these kernels come first."""
+
+from functools import partial
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import paged_jax
+from paged_jax import _dispatch, _validate
+from paged_jax.kernels.mosaic_gpu import choice, config, plan
+from tests import inputs, test_decode, test_write_and_attend
+from tests.cases import Sparse
+from tests.test_mosaic_gpu import BY_NAME, call, small
+
+REFUSED = [
+    (small("dtype", 4, 2, 64, 16, "float32"), "lacks queries of float32, takes float16 and bfloat16"),
+    (small("cache", 4, 2, 64, 16, "bfloat16", "float16"), "lacks caches of float16 for queries of bfloat16"),
+    (small("narrow", 4, 2, 96, 16, "bfloat16", "int8"), "lacks head_size 96 for caches of int8, takes multiples of 64"),
+    (small("head", 4, 2, 32, 16, "bfloat16"), "lacks head_size 32, takes multiples of 16 from 64 on"),
+    (small("odd-head", 4, 2, 120, 16, "bfloat16"), "lacks head_size 120"),
+    (small("block", 4, 2, 64, 4, "bfloat16"), "lacks block_size 4, takes 8 and more"),
+    (small("group", 130, 2, 64, 16, "bfloat16"), "lacks groups of 65 query heads, takes up to 64"),
+    (small("sparse", 4, 2, 64, 16, "bfloat16", block_sparse=Sparse(1, 3)), "lacks block_sparse"),
+    (small("many", 4, 2, 24, 1, "float16", layout="vllm"), "lacks head_size 24.*; lacks block_size 1.*; lacks head_"),
+    (small("vllm", 4, 2, 80, 128, "float16", layout="vllm"), "lacks head_size 80 in .*; lacks block_size 128 in .* 64"),
+    (small("vllm-narrow", 4, 2, 64, 16, "float16", "int8", layout="vllm"), "lacks layout 'vllm' for caches of int8"),
+]
+
+
+@pytest.mark.parametrize(("case", "words"), REFUSED, ids=str)
+def test_refusals_name_every_reason(case, words):
+    made = inputs.make(case)
+    options = made.arrays | test_decode.op_options(made.static)
+    with pytest.raises(NotImplementedError, match=rf"^implementation 'mosaic_gpu' .*{words}"):
+        paged_jax.paged_attention(*made.decode.values(), **options, implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize(("group", "first"), [(8, "mosaic_gpu"), (9, "triton"), (16, "mosaic_gpu"), (32, "triton")])
+def test_leads_by_group(group, first):
+    query, value_cache = jnp.zeros((1, 2 * group, 64)), jnp.zeros((1, 2, 16, 64))
+    options = _validate.decode_operands(query, value_cache, value_cache, jnp.zeros((1, 1), int), jnp.ones(1, int), {})[
+        5
+    ]
+    decode = query, value_cache, value_cache, None, None, options
+    writing = query, None, None, value_cache, value_cache, None, None, None, options
+    with mock.patch.object(jax, "local_devices"):
+        for op, operands in (
+            ("paged_attention", decode),
+            ("paged_attention_v2", decode),
+            ("write_and_attend", writing),
+        ):
+            assert _dispatch._gpu_implementations(op, operands)[0] == first
+        assert _dispatch._gpu_implementations("ragged_paged_attention", decode)[0] == "triton"
+    if jax.devices()[0].platform != "gpu":
+        assert _dispatch._gpu_implementations("paged_attention", decode) == ("triton",)
+
+
+def test_writes_that_are_refused():
+    made = test_write_and_attend.with_new_tokens(small("refused", 4, 2, 80, 16, "bfloat16", "int8"))
+    new = {"key": made.key, "value": made.value, "slot_mapping": made.slots}
+    words = r"lacks writes of bfloat16 into caches of int8; lacks writes of head_size 80, takes multiples of 64"
+    with pytest.raises(NotImplementedError, match=words):
+        paged_jax.write_and_attend(**made.decode, **new, implementation="mosaic_gpu")
+    made = test_write_and_attend.with_new_tokens(small("refused", 4, 2, 64, 16, "bfloat16", layout="vllm"))
+    new = {"key": made.key, "value": made.value, "slot_mapping": made.slots, "layout": "vllm"}
+    with pytest.raises(NotImplementedError, match="lacks writes into layout 'vllm'"):
+        paged_jax.write_and_attend(**made.decode, **new, implementation="mosaic_gpu")
+
+
+def test_more_partitions_than_a_grid_takes_are_refused():
+    shapes = (1, 8, 64), (9, 1, 16, 64), (9, 1, 16, 64)
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    arrays += [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 65536), (1,))]
+    attend = partial(paged_jax.paged_attention_v2, partition_size=16, implementation="mosaic_gpu")
+    with pytest.raises(NotImplementedError, match="lacks 65536 partitions, takes up to 65535"):
+        jax.eval_shape(attend, *arrays)
+
+
+def test_other_gpus_are_refused():
+    made = inputs.make(BY_NAME["llama-3-8b"])
+    with pytest.raises(NotImplementedError, match=r"needs compute capability 9\.0, this GPU has 10\.0"):
+        call("v1", made.decode, {}, {}, 0, choice.Device(100, 148))
+
+
+@pytest.mark.parametrize(
+    ("fold", "num_seqs", "num_heads", "cache", "options"),
+    [
+        (2, 32, 32, (1, 32, 16, 128), {}),
+        (4, 64, 32, (1, 32, 16, 128), {}),
+        (1, 64, 32, (1, 8, 16, 128), {}),
+        (2, 128, 32, (1, 8, 16, 128), {}),
+        (2, 64, 32, (1, 32, 32, 128), {"k_scale": jnp.ones(())}),
+        (1, 64, 32, (1, 32, 64, 128), {}),
+        (1, 32, 64, (1, 8, 16, 128), {}),
+        (1, 8, 32, (1, 8, 16, 128), {}),
+        (4, 64, 32, (1, 32, 8, 128), {}),
+        (1, 64, 32, (1, 32, 16, 80), {}),
+        (1, 64, 33, (1, 33, 16, 128), {}),
+        (1, 64, 32, (1, 16, 32, 128), {"layout": "nhd"}),
+        (1, 64, 32, (1, 32, 16, 128), {"v_scale": jnp.ones(32)}),
+    ],
+)
+def test_heads_are_folded(fold, num_seqs, num_heads, cache, options):
+    query, caches = jnp.zeros((num_seqs, num_heads, cache[3]), jnp.float16), [jnp.zeros(cache, jnp.float16)] * 2
+    tables, seq_lens = jnp.zeros((num_seqs, 128), jnp.int32), jnp.zeros(num_seqs, jnp.int32)
+    options = _validate.decode_operands(query, *caches, tables, seq_lens, options)[5]
+    cfg = choice.config(query, *caches, options, choice.Device(), "even")
+    assert (cfg.fold, cfg.num_kv_heads) == (fold, caches[0].shape[2 if options.layout == "nhd" else 1] // fold)
+    # Results of v2 are the same in any batch.
+    assert choice.config(query, *caches, options, choice.Device(), "partitions", 512).fold == 1
+
+
+@pytest.mark.parametrize("split", ["none", "partitions", "even"])
+@pytest.mark.parametrize("group", [1, 4, 5, 8, 64])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("head_size", [64, 80, 128, 192, 256])
+def test_configs_fit(head_size, dtype, group, split):
+    """In shared memory, for every block size, and with as many programs as there can be work for."""
+    if dtype == "int8" and head_size % 64:
+        return
+    for block_size in (8, 16, 32, 64, 128, 256):
+        query = jnp.zeros((4, 2 * group, head_size), jnp.bfloat16)
+        cache = jnp.zeros((1, 2, block_size, head_size), dtype)
+        tables, seq_lens = jnp.zeros((4, 2), jnp.int32), jnp.zeros(4, jnp.int32)
+        options = _validate.decode_operands(query, cache, cache, tables, seq_lens, {})[5]
+        cfg = choice.config(query, cache, cache, options, choice.Device(), split, 512)
+        assert config.shared_memory(cfg) <= 227 * 1024
+        assert cfg.tile % 64 == cfg.tile % cfg.run == 0
+        if split == "even":
+            assert 1 <= cfg.num_parts <= max(1, -(-2 * block_size // 64))
+            assert (cfg.num_parts == 1) == (cfg.merge == "none")
+
+
+@pytest.mark.parametrize(
+    ("seq_lens", "parts"),
+    [
+        ((8192,) * 8, [2] * 8),
+        ((9000, 4000, 2000, 5000, 6000), [5, 2, 1, 3, 3]),
+        ((15000, 600, 1, 600), [8, 1, 1, 1]),
+        ((2000, 16384, 0, 1, *(1000,) * 12), [1, 2, 1, 1]),
+        ((0, 0, 0), [1, 1, 1]),
+        ((3000,) * 32 + (1000,) * 34, [3, 3, 3, 3]),
+    ],
+)
+def test_parts_follow_lengths(seq_lens, parts):
+    kv_heads = 8 if len(seq_lens) < 33 else 1
+    query, cache = (jnp.zeros(shape, jnp.bfloat16) for shape in ((len(seq_lens), 32, 128), (1, kv_heads, 16, 128)))
+    tables = jnp.zeros((len(seq_lens), 1024), jnp.int32)
+    options = _validate.decode_operands(query, cache, cache, tables, jnp.zeros(len(seq_lens), jnp.int32), {})[5]
+    cfg = choice.config(query, cache, cache, options, choice.Device(), "even")
+    assert cfg.mean_parts > 0
+    assert cfg.num_parts * cfg.items <= 264
+    lens = jnp.asarray(seq_lens, jnp.int32)
+    for seq, length in enumerate(seq_lens[:4]):
+        item = seq * kv_heads + kv_heads - 1
+        segments = [plan.segment_of(lens, jnp.int32(item), jnp.int32(i), cfg) for i in range(cfg.num_parts)]
+        assert segments[0].parts == parts[seq]
+        seen = [t for x in segments for t in range(x.origin, min(x.end, x.origin + x.count * cfg.tokens))]
+        assert seen == list(range(length))
+        assert not any(x.count for x in segments[parts[seq] :])
