@@ -213,9 +213,9 @@ def test_what_depends_on_the_gpu(case, device, chosen):
     """Parts in proportion to lengths, and heads folded."""
     made = inputs.make(case)
     static = test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
-    with mock.patch.object(choice, "_in_even_parts", side_effect=choice._in_even_parts) as called:
+    with mock.patch.object(choice, "_in_parts", side_effect=choice._in_parts) as called:
         results = call("auto", made.decode, made.arrays, static, 0, device)
-    cfg = choice._in_even_parts(*called.call_args.args)
+    cfg = choice._in_parts(*called.call_args.args)
     assert cfg.fold > 1 if chosen == "fold" else 0 < cfg.mean_parts < cfg.num_parts
     check_decode("auto", case, made, results)
     assert not interpret_pallas_call.get_races().races_found

@@ -127,7 +127,7 @@ def config(
             lacks = f"lacks {num_parts} partitions, takes up to {_MAX_PARTITIONS}"
             raise NotImplementedError(f"implementation 'mosaic_gpu' {lacks}")
         return _tiled(replace(cfg, num_parts=num_parts, merge="kernel"))[0]
-    return _in_even_parts(_folded(cfg, gpu), gpu) if split == "even" else _tiled(cfg)[0]
+    return _in_parts(_folded(cfg, gpu), gpu) if split == "even" else _tiled(cfg)[0]
 
 
 def _folded(cfg: Config, gpu: Device) -> Config:
@@ -145,7 +145,7 @@ def _folded(cfg: Config, gpu: Device) -> Config:
     return cfg
 
 
-def _in_even_parts(cfg: Config, gpu: Device) -> Config:
+def _in_parts(cfg: Config, gpu: Device) -> Config:
     """In so many parts that every multiprocessor has its fill; in a cluster where parts are short, and programs few."""
     items = max(1, cfg.items)
     parts = min(_MAX_CLUSTER, gpu.num_multiprocessors // items, -(-cfg.max_seq_len // 128))
