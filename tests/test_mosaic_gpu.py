@@ -4,6 +4,7 @@ The interpreter simulates shared memory and barriers, and looks for races. On a 
 these kernels too.
 """
 
+import contextlib
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -196,6 +197,13 @@ UNEVEN = [
     small("uneven-window", 2, 1, 128, 16, "float16", layout="vllm", seq_lens=(600, 5, 70, 9), sliding_window=400),
     small("uneven-int8", 2, 2, 64, 32, "bfloat16", "int8", seq_lens=(900, 64), k_scale="slot", max_seq_len=800),
 ]
+# In three waves, so that most items are whole and some have further parts: if contexts take long enough.
+FURTHER = [
+    small("further", 4, 2, 64, 16, "bfloat16", seq_lens=(700, 30, 0), sinks=True),
+    small("further-e4m3", 8, 2, 64, 32, "float16", "float8_e4m3fn", layout="nhd", seq_lens=(20, 600, 40), alibi=True),
+    small("further-vllm", 6, 3, 128, 8, "bfloat16", layout="vllm", seq_lens=(9, 900), sliding_window=800),
+]
+LONG_ITEMS = mock.patch.object(choice, "_item_time", return_value=1000.0)
 FOLDED = [  # by 4, and by 2
     small("fold", 4, 4, 64, 16, "bfloat16", seq_lens=(37, 0, 130, 64), sinks=True, k_scale="scalar"),
     small("fold-int8", 8, 4, 64, 16, "float16", "int8", seq_lens=(37, 64), sliding_window=50),
@@ -206,21 +214,33 @@ FOLDED = [  # by 4, and by 2
 
 @pytest.mark.parametrize(
     ("case", "device", "chosen"),
-    [(case, MIDDLE_GPU, "mean_parts") for case in UNEVEN] + [(case, TINY_GPU, "fold") for case in FOLDED],
+    [
+        *((case, MIDDLE_GPU, "mean_parts") for case in UNEVEN),
+        *((case, TINY_GPU, "further") for case in FURTHER),
+        *((case, TINY_GPU, "fold") for case in FOLDED),
+    ],
     ids=str,
 )
 def test_what_depends_on_the_gpu(case, device, chosen):
-    """Parts in proportion to lengths, and heads folded."""
+    """Parts in proportion to lengths, further ones of long items, and heads folded."""
     made = inputs.make(case)
     static = test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
-    with mock.patch.object(choice, "_in_parts", side_effect=choice._in_parts) as called:
+    with mock.patch.object(choice, "_in_parts", side_effect=choice._in_parts) as called, _items(chosen):
         results = call("auto", made.decode, made.arrays, static, 0, device)
-    cfg = choice._in_parts(*called.call_args.args)
-    assert cfg.fold > 1 if chosen == "fold" else 0 < cfg.mean_parts < cfg.num_parts
+        cfg = choice._in_parts(*called.call_args.args)
+    assert {"mean_parts": cfg.mean_parts > 1, "further": 0 < cfg.mean_parts < 1, "fold": cfg.fold > 1}[chosen]
     check_decode("auto", case, made, results)
     assert not interpret_pallas_call.get_races().races_found
 
 
+def _items(chosen):
+    return LONG_ITEMS if chosen == "further" else contextlib.nullcontext()
+
+
+MANY = [  # items, whole or in further parts: for a large GPU
+    small("many", 6, 3, 64, 16, "float16", seq_lens=(*range(0, 840, 10), 7000, 1, 5000, 900)),
+    small("many-int8", 8, 8, 128, 32, "bfloat16", "int8", seq_lens=(9, 7000, 3, *range(0, 600, 20)), k_scale="scalar"),
+]
 LONG = [
     small("long", 4, 1, 128, 16, "bfloat16", seq_lens=(100_000, 0, 1, 65_537, 33)),
     small("long-vllm", 8, 1, 64, 16, "float16", layout="vllm", seq_lens=(0, 100_000, 70_001, 16)),
@@ -236,18 +256,41 @@ WRITING = [
     small("write-past-max", 2, 1, 128, 8, "bfloat16", seq_lens=(150, 20), max_seq_len=100),
 ]
 UNEVENLY_WRITING = small("write-uneven", 4, 1, 64, 16, "bfloat16", seq_lens=(700, 30, 12, 130), sinks=True)
+FURTHER_WRITING = small("write-further", 4, 2, 64, 16, "bfloat16", seq_lens=(700, 30, 12), alibi=True)
 
 
-@pytest.mark.parametrize(
-    ("case", "device"), [*((case, SMALL_GPU) for case in WRITING), (UNEVENLY_WRITING, MIDDLE_GPU)], ids=str
-)
-def test_writes_in_the_interpreter(case, device):
+ALL_WRITING = [
+    *((case, SMALL_GPU, "") for case in WRITING),
+    (UNEVENLY_WRITING, MIDDLE_GPU, "mean_parts"),
+    (FURTHER_WRITING, TINY_GPU, "further"),
+]
+
+
+@pytest.mark.parametrize(("case", "device", "chosen"), ALL_WRITING, ids=str)
+def test_writes_in_the_interpreter(case, device, chosen):
+    with _items(chosen):
+        check_writes(case, partial(run_op, "write_and_attend", device))
+    assert not interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "device", "chosen"), ALL_WRITING, ids=str)
+def test_writes_on_a_gpu(case, device, chosen):
+    def run(*operands):
+        return jax.tree.map(np.asarray, jax.jit(mosaic_gpu.write_and_attend)(*jax.device_put(operands, gpu)))
+
+    gpu = jax.devices("gpu")[0]
+    with mock.patch.object(choice, "device", return_value=device), _items(chosen):
+        check_writes(case, run)
+
+
+def check_writes(case, function):
+    """An op that writes and attends, against the oracle."""
     made = test_write_and_attend.with_new_tokens(case)
     made.decode["query"][np.array(case.seq_lens) == 0] = np.nan  # rows that pad the batch may hold anything
     options = test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
     arrays = made.decode | {"key": made.key, "value": made.value, "slot_mapping": made.slots}
     *decode, options = _validate.decode_operands(*made.decode.values(), made.arrays | options)
-    function = partial(run_op, "write_and_attend", device)
     query, *rest = decode
     out, lse, *caches = function(query, arrays["key"], arrays["value"], *rest, arrays["slot_mapping"], options)
     written = test_write_and_attend.expected_caches(case, made)
@@ -259,7 +302,6 @@ def test_writes_in_the_interpreter(case, device):
     exact, rough = (module.decode(**after, **made.arrays, **made.static) for module in (oracle, plain))
     plain.assert_close(out, exact[0], rough[0], "out")
     plain.assert_close(lse, exact[1], rough[1], "lse")
-    assert not interpret_pallas_call.get_races().races_found
 
 
 def test_v2_row_is_bit_equal_alone_and_in_a_batch():
@@ -364,24 +406,28 @@ def test_lowers_for_cuda(op, case):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("op", "case", "device"),
-    [(op, case, None) for op, case in (*INTERPRETED, *pairs())]
-    + [(op, case, SMALL_GPU) for op, case in INTERPRETED if op == "auto"]
-    + [("auto", case, MIDDLE_GPU) for case in UNEVEN]
-    + [("auto", case, TINY_GPU) for case in FOLDED]
-    + [(op, case, None) for op in OPS for case in LONG],
+    ("op", "case", "device", "chosen"),
+    [(op, case, None, "") for op, case in (*INTERPRETED, *pairs())]
+    + [(op, case, SMALL_GPU, "") for op, case in INTERPRETED if op == "auto"]
+    + [("auto", case, MIDDLE_GPU, "mean_parts") for case in UNEVEN]
+    + [("auto", case, TINY_GPU, "further") for case in FURTHER]
+    + [("auto", case, TINY_GPU, "fold") for case in FOLDED]
+    + [(op, case, None, "") for op in OPS for case in (*LONG, *MANY)],
     ids=str,
 )
-def test_on_a_gpu(op, case, device):
-    """Split as for this GPU, and as for smaller ones."""
+def test_on_a_gpu(op, case, device, chosen):
+    """Split as for this GPU, and as for smaller ones; the same in every run."""
     case = replace(case, partition_size=max(case.partition_size, case.block_size))
     made = inputs.make(case)
     options = made.arrays | test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
     operands = jax.device_put(_validate.decode_operands(*made.decode.values(), options), jax.devices("gpu")[0])
     keywords = {"partition_size": case.partition_size} if op == "v2" else {}
-    with mock.patch.object(choice, "device", return_value=device or choice.device()):
-        results = jax.jit(partial(getattr(mosaic_gpu, OPS[op]), **keywords))(*operands)
-    check_decode(op, case, made, jax.tree.map(np.asarray, results))
+    function = jax.jit(partial(getattr(mosaic_gpu, OPS[op]), **keywords))
+    with mock.patch.object(choice, "device", return_value=device or choice.device()), _items(chosen):
+        results, again = (jax.tree.map(np.asarray, function(*operands)) for _ in range(2))
+    check_decode(op, case, made, results)
+    for actual, wanted in zip(again, results, strict=True):
+        assert_same_bytes(actual, wanted, "a second run")
 
 
 @pytest.mark.gpu

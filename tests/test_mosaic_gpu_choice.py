@@ -5,7 +5,9 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import lax
 
 import paged_jax
 from paged_jax import _dispatch, _validate
@@ -133,30 +135,71 @@ def test_configs_fit(head_size, dtype, group, split):
             assert (cfg.num_parts == 1) == (cfg.merge == "none")
 
 
-@pytest.mark.parametrize(
-    ("seq_lens", "parts"),
-    [
-        ((8192,) * 8, [2] * 8),
-        ((9000, 4000, 2000, 5000, 6000), [5, 2, 1, 3, 3]),
-        ((15000, 600, 1, 600), [8, 1, 1, 1]),
-        ((2000, 16384, 0, 1, *(1000,) * 12), [1, 2, 1, 1]),
-        ((0, 0, 0), [1, 1, 1]),
-        ((3000,) * 32 + (1000,) * 34, [3, 3, 3, 3]),
-    ],
-)
-def test_parts_follow_lengths(seq_lens, parts):
-    kv_heads = 8 if len(seq_lens) < 33 else 1
-    query, cache = (jnp.zeros(shape, jnp.bfloat16) for shape in ((len(seq_lens), 32, 128), (1, kv_heads, 16, 128)))
-    tables = jnp.zeros((len(seq_lens), 1024), jnp.int32)
-    options = _validate.decode_operands(query, cache, cache, tables, jnp.zeros(len(seq_lens), jnp.int32), {})[5]
+UNEVEN = {
+    "alike": ((8192,) * 8, 2, {0: 2}),
+    "few": ((9000, 4000, 2000, 5000, 6000), 3, {0: 5, 2: 1}),
+    "one-long": ((15000, 600, 1, 600), 4, {0: 15, 2: 1}),
+    "nothing": ((0, 0, 0), 5, {0: 1}),
+    "more-than-multiprocessors": ((16384, *(1024,) * 19), 4, {0: 37, 1: 3}),
+    "one-wave": ((16384, 0, *(1000,) * 30), 1, {0: 12, 1: 1}),
+    "two-waves": ((5000, 6000, 15000, *(4000,) * 60, 2000), 1, {0: 1, 1: 2, 2: 4, -1: 1}),
+    "many-waves": ((3000,) * 100 + (15000,) * 28, 2.5 * 264 / 1024, {0: 1, -1: 2}),
+    "longer-than-all": ((16384, 100_000, *(1000,) * 62), 1, {0: 11, 1: 11}),
+}
+
+
+@pytest.mark.parametrize(("seq_lens", "mean_parts", "parts"), UNEVEN.values(), ids=UNEVEN)
+@pytest.mark.parametrize("window", [None, 700])
+def test_parts_follow_lengths(seq_lens, mean_parts, parts, window):
+    """Every token is in one part of its item, and every part is one program's; long items have more."""
+    num_seqs, kv_heads = len(seq_lens), 8
+    query, cache = (jnp.zeros(shape, jnp.bfloat16) for shape in ((num_seqs, 64, 128), (1, kv_heads, 16, 128)))
+    tables, lens = jnp.zeros((num_seqs, 1024), jnp.int32), jnp.asarray(seq_lens, jnp.int32)
+    options = _validate.decode_operands(query, cache, cache, tables, lens, {"sliding_window": window})[5]
     cfg = choice.config(query, cache, cache, options, choice.Device(), "even")
-    assert cfg.mean_parts > 0
-    assert cfg.num_parts * cfg.items <= 264
-    lens = jnp.asarray(seq_lens, jnp.int32)
-    for seq, length in enumerate(seq_lens[:4]):
-        item = seq * kv_heads + kv_heads - 1
-        segments = [plan.segment_of(lens, jnp.int32(item), jnp.int32(i), cfg) for i in range(cfg.num_parts)]
-        assert segments[0].parts == parts[seq]
-        seen = [t for x in segments for t in range(x.origin, min(x.end, x.origin + x.count * cfg.tokens))]
-        assert seen == list(range(length))
-        assert not any(x.count for x in segments[parts[seq] :])
+    assert cfg.mean_parts == mean_parts
+    programs = cfg.items * cfg.num_parts + cfg.spare
+    lengths = plan.lengths_of(lens, cfg)
+
+    @jax.jit
+    @jax.vmap
+    def of_program(program):
+        item, part = lax.rem(program, jnp.int32(cfg.items)), lax.div(program, jnp.int32(cfg.items))
+        own = plan.segment_of(lens, lengths, item, part, cfg)
+        return own, plan.place(own, part, cfg), *plan.first_turn(lens, lengths, own, cfg)
+
+    @jax.jit
+    @jax.vmap
+    def further(number):
+        segment = plan.further_segment(lens, lengths, number, cfg)
+        return segment, plan.place(segment, segment.part, cfg)
+
+    owns, places, turns, counts = jax.tree.map(np.asarray, of_program(jnp.arange(programs)))
+    assert len(set(counts.tolist())) == 1
+    count = int(counts[0])
+    # The programs that have no part of their own come first.
+    idle = (owns.part >= owns.parts) | (owns.part >= cfg.num_parts)
+    if count:
+        assert sorted(turns.tolist()) == list(range(programs))
+        assert turns[idle].max(initial=-1) < idle.sum()
+    assert count <= cfg.further_parts
+    segments, further_places = jax.tree.map(np.asarray, further(jnp.arange(count)))
+    all_places = np.concatenate([places[~idle], further_places])
+    assert len(set(all_places.tolist())) == len(all_places)
+    assert all_places.max() < cfg.items * cfg.num_parts + cfg.further_parts
+
+    def rows(segments, chosen):
+        fields = "item", "part", "parts", "origin", "begin", "end", "count"
+        return np.stack([np.broadcast_to(getattr(segments, name), chosen.shape)[chosen] for name in fields], 1)
+
+    found = np.concatenate([rows(owns, ~idle), rows(segments, np.ones(count, bool))])
+    for seq, length in enumerate(seq_lens):
+        length = min(length, options.max_seq_len)
+        for head in (0, kv_heads - 1):
+            its = sorted(row for row in found.tolist() if row[0] == seq * kv_heads + head)
+            assert [row[1] for row in its] == list(range(its[0][2]))
+            seen = [(max(begin, origin), min(end, origin + n * cfg.tokens)) for *_, origin, begin, end, n in its]
+            seen = [t for low, high in seen for t in range(low, high)]
+            assert seen == list(range(max(0, seq_lens[seq] - window) if window else 0, length))
+    if window is None:
+        assert {seq: len([row for row in found if row[0] == seq % num_seqs * kv_heads]) for seq in parts} == parts

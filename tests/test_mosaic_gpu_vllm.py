@@ -25,12 +25,12 @@ def operand(halves, shape, dtype):
     return array_of(halves.reshape(-1), mgpu.WGMMA_LAYOUT, shape)
 
 
-def load(_, pointer):
+def load(_, pointer, **__):
     memory, start = pointer
     return memory.reshape(-1)[start[:, None] + np.arange(8)]
 
 
-def store(x, pointer):
+def store(x, pointer, **_):
     memory, start = pointer
     memory.reshape(-1)[start[:, None] + np.arange(8)] = x
 
@@ -52,8 +52,10 @@ def emulated():
         "_pointer": lambda memory, start, offset: (memory, start + offset),
         "ir": mock.MagicMock(),
     }
-    threads = mock.patch.multiple(mgpu, thread_idx=lambda: np.arange(128, 256), c=lambda x, _: x)
-    below = mock.patch.multiple("paged_jax.kernels.mosaic_gpu.inline", arith=arith, ir=mock.MagicMock())
+    thread_idx = np.arange(128, 256)
+    threads = mock.patch.multiple(mgpu, thread_idx=lambda: thread_idx, c=lambda x, _: x)
+    anew = SimpleNamespace(inline_asm=lambda _, __, text, *___, **____: {"mov.u32 $0, %tid.x;": thread_idx}[text])
+    below = mock.patch.multiple("paged_jax.kernels.mosaic_gpu.inline", arith=arith, ir=mock.MagicMock(), llvm=anew)
     with mock.patch.multiple(vllm, **fakes), below, threads:
         yield
 

@@ -1,9 +1,10 @@
 """The decode kernel: attention of one query a sequence over its blocks, whole or in parts.
 
 Grid. A program, a thread block of two warpgroups, for each part of each item (sequence, kv head): all of its tokens, a
-partition of fixed size or an even share, of which longer items may have more (`plan.py`). The parts of an item are one
-cluster where they are short and few: each program writes its part, and when all have, the first ones merge them
-(`reduce.py`). Otherwise a kernel of its own does. New tokens that are written on the way: `write.py`.
+partition of fixed size or an even share. Longer items may have further parts: programs, and some spare ones, take turns
+in them when their own part is done (`plan.py`). The parts of an item are one cluster where they are short and few: each
+program writes its part, and when all have, the first ones merge them (`reduce.py`). Otherwise a kernel of its own does.
+New tokens that are written on the way: `write.py`.
 
 Who loads: warpgroup 1 copies runs of tokens (TMA, through the block table) into rings of `slots` tiles of K and of V
 (`load.py`).
@@ -35,6 +36,7 @@ group to 8 and has an order of magnitude to spare.
 """
 
 import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,18 +55,24 @@ from paged_jax.kernels.mosaic_gpu.registers import LOWEST, exp, layout, log, of_
 _OPTIONS = ("scale", "slopes", "sinks", "k_scale", "v_scale")
 _INPUTS = ("query", "key_cache", "value_cache", "block_tables", "seq_lens", *_OPTIONS)
 _NEW = ("key", "value", "slot_mapping")
+_Step = Callable[[plan.Segment, Any, Config], None]
 
 
 def outputs(cfg: Config) -> dict[str, jax.ShapeDtypeStruct]:
-    """What the kernel writes: `out` and `lse`, or partial results, each normalised; if it merges them, all of these."""
+    """What the kernel writes: `out` and `lse`, or partial results, each normalised; if it merges them, all of these.
+
+    Where lengths may be uneven, there are the number of each item's parts, and of its first further one, if any.
+    """
     f32, num_rows, shapes = jnp.float32, cfg.num_seqs * cfg.num_heads, {}
-    if cfg.merge != "kernel":
+    if cfg.merge == "cluster" or cfg.whole_items:
         shapes["out"] = jax.ShapeDtypeStruct((num_rows, cfg.head_size), cfg.dtype)
         shapes["lse"] = jax.ShapeDtypeStruct((num_rows,), f32)
     if cfg.merge != "none":
-        parts = cfg.items, cfg.num_parts
-        shapes["parts"] = jax.ShapeDtypeStruct((*parts, cfg.padded_head_size, cfg.columns), f32)
-        shapes["maxima"] = shapes["sums"] = jax.ShapeDtypeStruct((*parts, cfg.columns), f32)
+        places = cfg.items * cfg.num_parts + cfg.further_parts
+        shapes["parts"] = jax.ShapeDtypeStruct((places, cfg.padded_head_size, cfg.columns), f32)
+        shapes["maxima"] = shapes["sums"] = jax.ShapeDtypeStruct((places, cfg.columns), f32)
+    if cfg.mean_parts:
+        shapes["num_parts"] = shapes["first_further"] = jax.ShapeDtypeStruct((cfg.items,), jnp.int32)
     return shapes
 
 
@@ -76,6 +84,8 @@ def attend(cfg: Config, *arrays: Any) -> dict[str, Array]:
     shapes = outputs(cfg)
     if cfg.merge == "cluster":
         mesh = {"cluster": (cfg.num_parts,), "cluster_names": ("part",), "grid": (cfg.items,), "grid_names": ("item",)}
+    elif cfg.mean_parts:
+        mesh = {"grid": (cfg.items * cfg.num_parts + cfg.spare,), "grid_names": ("program",)}
     else:
         mesh = {"grid": (cfg.num_parts, cfg.items), "grid_names": ("part", "item")}  # parts that few items have: last
     kernel = plgpu.kernel(
@@ -93,28 +103,73 @@ def attend(cfg: Config, *arrays: Any) -> dict[str, Array]:
 def _kernel(*gmem, cfg: Config, **smem):
     names = [f"{name}_gmem" for name in (*_INPUTS, *(_NEW if cfg.num_blocks else ()), *outputs(cfg))]
     refs = SimpleNamespace(**dict(zip(names, gmem, strict=True)), **smem)
-    segment = plan.segment_of(refs.seq_lens_gmem, lax.axis_index("item"), lax.axis_index("part"), cfg)
-
+    lengths = plan.lengths_of(refs.seq_lens_gmem, cfg)
+    if cfg.mean_parts:
+        program, items = lax.axis_index("program"), jnp.int32(cfg.items)
+        item, part = lax.rem(program, items), lax.div(program, items)
+    else:
+        item, part = lax.axis_index("item"), lax.axis_index("part")
+    own = plan.segment_of(refs.seq_lens_gmem, lengths, item, part, cfg)
     warpgroup = lax.axis_index("warpgroup")
-    something = segment.part < segment.parts if cfg.mean_parts else True
 
-    @pl.when(something & (warpgroup == 0))
+    @pl.when(warpgroup == 0)
     def _():
-        _attend_segment(segment, refs, cfg)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        # Two programs have so many; ptxas, left alone, may take more. It launches all threads with what is named here.
+        if cfg.programs == 2 and cfg.head_size >= 128:
+            plgpu.set_max_registers(128, action="increase")
+        _in_turns(_attend_segment, _await_result, lengths, own, refs, cfg)
 
-    @pl.when(something & (warpgroup == 1))
+    @pl.when(warpgroup == 1)
     def _():
-        load_segment(segment, refs, cfg)
+        _in_turns(load_segment, _empty_rings, lengths, own, refs, cfg)
 
-        # The rings end as they began; the interpreter insists on it.
-        @pl.loop(lax.max(segment.count - cfg.slots, jnp.int32(0)), segment.count)
-        def _(i):
-            plgpu.barrier_wait(refs.k_consumed.at[lax.rem(i, jnp.int32(cfg.slots))])
-            plgpu.barrier_wait(refs.v_consumed.at[lax.rem(i, jnp.int32(cfg.slots))])
 
-        if cfg.num_blocks:
-            write.write(write.new_token(segment, refs, cfg), segment, refs, cfg)
+def _in_turns(do: _Step, finish: _Step, lengths: plan.Lengths, own: plan.Segment, refs, cfg: Config):
+    """A program's own part, if it has one, and further ones; each is found before the one before is finished."""
+    if not cfg.mean_parts:
+        do(own, refs, cfg)
+        finish(own, refs, cfg)
+        return
+
+    def first():
+        return plan.first_turn(refs.seq_lens_gmem, lengths, own, cfg)
+
+    def segment_of(number, count):
+        further = functools.partial(plan.further_segment, refs.seq_lens_gmem, lengths, number, cfg)
+        return lax.cond((number >= 0) & (number < count), further, lambda: own)
+
+    def turn(state):
+        number, count, segment = state
+        do(segment, refs, cfg)
+        number, count = lax.cond(number < 0, first, lambda: (number + programs, count))
+        following = segment_of(number, count)
+        finish(segment, refs, cfg)
+        return number, count, following
+
+    programs = cfg.items * cfg.num_parts + cfg.spare
+    has_own = own.part < lax.min(own.parts, jnp.int32(cfg.num_parts))
+    init = lax.cond(has_own, lambda: (jnp.int32(-1), jnp.int32(0)), first)
+    lax.while_loop(lambda state: state[0] < state[1], turn, (*init, segment_of(*init)))
+
+
+def _await_result(segment: plan.Segment, refs, cfg: Config):
+    # In turns: here, as this warpgroup replaces the new token by the next one.
+    if cfg.num_blocks and cfg.mean_parts:
+        write.write(segment, refs, cfg)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _empty_rings(segment: plan.Segment, refs, cfg: Config):
+    """Rings end as they began; the interpreter insists on it, and the next segment. New tokens can be written then."""
+
+    @pl.loop(lax.max(segment.count - cfg.slots, jnp.int32(0)), segment.count)
+    def _(i):
+        plgpu.barrier_wait(refs.k_consumed.at[lax.rem(i, jnp.int32(cfg.slots))])
+        plgpu.barrier_wait(refs.v_consumed.at[lax.rem(i, jnp.int32(cfg.slots))])
+
+    if cfg.num_blocks and not cfg.mean_parts:
+        plgpu.barrier_wait(refs.q_ready)
+        write.write(segment, refs, cfg)
 
 
 def _attend_segment(segment: plan.Segment, refs, cfg: Config):
@@ -176,10 +231,24 @@ def _attend_segment(segment: plan.Segment, refs, cfg: Config):
     acc, max_logit, exp_sum = lax.fori_loop(0, segment.count, attend_tile, init)
     state = acc, max_logit, exp_sum.sum(axis=0) if late else exp_sum
     v_scale = _cache_scale(refs.v_scale_gmem, cfg.v_scale, segment)
+    store_whole = functools.partial(_store_whole, segment, row, offset, v_scale, state, refs, cfg)
+    store_part = functools.partial(_store_part, segment, v_scale, state, refs, cfg)
     if cfg.merge == "none":
-        _store_whole(segment, row, offset, v_scale, state, refs, cfg)
+        store_whole()
+    elif cfg.whole_items:
+        lax.cond(segment.parts == 1, store_whole, store_part)
     else:
-        _store_part(segment, v_scale, state, refs, cfg)
+        store_part()
+    if cfg.mean_parts:
+
+        @pl.when(segment.part == 0)
+        def _():
+            refs.num_parts_gmem[segment.item] = segment.parts
+
+        @pl.when(segment.part == cfg.num_parts)
+        def _():
+            refs.first_further_gmem[segment.item] = segment.first_further
+
     if cfg.merge == "cluster":
         # Parts are in memory by now, and in no first-level cache: each program reads them here for the first time.
         plgpu.barrier_arrive(refs.cluster_done)
@@ -322,7 +391,7 @@ def _store_part(segment, v_scale, state, refs, cfg: Config):
         (refs.max_smem, refs.maxima_gmem),
         (refs.sum_smem, refs.sums_gmem),
     ):
-        plgpu.copy_smem_to_gmem(x_smem, x_gmem.at[segment.item, segment.part])
+        plgpu.copy_smem_to_gmem(x_smem, x_gmem.at[plan.place(segment, segment.part, cfg)])
     plgpu.wait_smem_to_gmem(0, wait_read_only=cfg.merge == "kernel")
 
 

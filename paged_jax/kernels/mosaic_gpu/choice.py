@@ -14,6 +14,7 @@ _MAX_GROUP = 64
 _MAX_CLUSTER = 8
 _MAX_PARTITIONS = 65535  # in the y direction of a grid
 _SHORT = 256  # tokens of a part that take less time than another launch
+_LONG = 100  # microseconds of an item that are worth the 2 it takes to see to uneven lengths
 _TILE = 32 * 1024
 _IN_FLIGHT = 128 * 1024
 _SHARED_MEMORY = 227 * 1024  # that one program may have
@@ -126,8 +127,8 @@ def config(
         if num_parts > _MAX_PARTITIONS:
             lacks = f"lacks {num_parts} partitions, takes up to {_MAX_PARTITIONS}"
             raise NotImplementedError(f"implementation 'mosaic_gpu' {lacks}")
-        return _tiled(replace(cfg, num_parts=num_parts, merge="kernel"))[0]
-    return _in_parts(_folded(cfg, gpu), gpu) if split == "even" else _tiled(cfg)[0]
+        return _tiled(replace(cfg, num_parts=num_parts, merge="kernel"))
+    return _in_parts(_folded(cfg, gpu), gpu) if split == "even" else _tiled(cfg)
 
 
 def _folded(cfg: Config, gpu: Device) -> Config:
@@ -150,32 +151,34 @@ def _in_parts(cfg: Config, gpu: Device) -> Config:
     items = max(1, cfg.items)
     parts = min(_MAX_CLUSTER, gpu.num_multiprocessors // items, -(-cfg.max_seq_len // 128))
     if parts > 1 and cfg.max_seq_len <= parts * _SHORT:
-        return _tiled(replace(cfg, num_parts=parts, merge="cluster"))[0]
-    tiled, programs = _tiled(replace(cfg, merge="kernel"))
+        return _tiled(replace(cfg, num_parts=parts, merge="cluster"))
+    tiled = _tiled(replace(cfg, merge="kernel"))
     tiles = max(1, -(-cfg.max_seq_len // tiled.tokens))
 
     def parts_for(at_once: int) -> int:  # with tiles to spare in none of them
         share = -(-tiles // max(1, min(at_once // items, tiles)))
         return -(-tiles // share)
 
-    one, all_ = gpu.num_multiprocessors, programs * gpu.num_multiprocessors
-    if items > all_:
+    one, all_ = gpu.num_multiprocessors, tiled.programs * gpu.num_multiprocessors
+    if items > one:
         parts = min(_parts_in_waves(cfg, all_), tiles)
     else:  # one program on each multiprocessor reads as fast as two, and leaves less to merge
         parts = parts_for(one) if parts_for(one) * items >= 0.9 * one else parts_for(all_)
-    # All at once: where programs wait for others to end, multiprocessors fill unevenly, and lose more than this gains.
-    most = min(cfg.num_seqs * parts, all_ // items, tiles)
-    if most > parts and (parts > 1 or _item_time(cfg) > 100):
-        return replace(tiled, num_parts=most, mean_parts=parts)
-    if parts > 1:
-        return replace(tiled, num_parts=parts)
-    # In many waves lengths even out sooner if a program has the multiprocessor.
-    alone = items > 2 * all_ and not cfg.in_registers and cfg.head_size * jnp.dtype(cfg.dtype).itemsize >= 256
-    return _tiled(cfg, 1 if alone else 2)[0]
+    # In many waves lengths even out, sooner if a program has the multiprocessor; so items may be longer there.
+    waves = items / all_
+    alone = parts == 1 and waves > 2 and not cfg.in_registers
+    most_programs = 1 if alone and cfg.head_size * jnp.dtype(cfg.dtype).itemsize >= 256 else 2
+    if cfg.num_seqs > 1 and (parts > 1 or _item_time(cfg) > _LONG) and cfg.num_seqs * cfg.max_seq_len < 2**31:
+        mean = parts if parts > 1 else min(1, 2.5 / waves)
+        # Not all that there is room for: of a grid that fills the GPU, neighbours share a multiprocessor.
+        spare = max(0, int(0.95 * all_) - items * parts)
+        tiled = _tiled(replace(cfg, mean_parts=mean, merge="kernel"), most_programs)
+        return replace(tiled, num_parts=parts, spare=spare)
+    return replace(tiled, num_parts=parts) if parts > 1 else _tiled(cfg, most_programs)
 
 
 def _parts_in_waves(cfg: Config, at_once: int) -> int:
-    """Parts where there are more items than programs at once: shorter programs leave less idle in the last wave.
+    """Parts where there are more items than multiprocessors: shorter programs leave less idle in the last wave.
 
     The costs in microseconds are measured (benchmarks/LOG.md): of starting a wave, of a last wave that is not full,
     and of the merge.
@@ -194,8 +197,8 @@ def _item_time(cfg: Config) -> float:
     return 2 * cfg.max_seq_len * cfg.fold * cfg.head_size * jnp.dtype(cfg.cache_dtype).itemsize / 17e3
 
 
-def _tiled(cfg: Config, most_programs: int = 2) -> tuple[Config, int]:
-    """With `tile` and `slots`; and how many programs a multiprocessor then has.
+def _tiled(cfg: Config, most_programs: int = 2) -> Config:
+    """With `tile`, `slots` and `programs`.
 
     As measured (benchmarks/LOG.md): tiles of 32 KiB of K and V, or 64 KiB if a program has the multiprocessor, or one
     tile is all there is to read; and 128 KiB of them in flight on a multiprocessor.
@@ -216,9 +219,9 @@ def _tiled(cfg: Config, most_programs: int = 2) -> tuple[Config, int]:
         most = min(8, _IN_FLIGHT // programs // tile_bytes, -(-longest // tile))
         least = 1 if (programs, tile) == (1, 64) or longest <= tile else 2
         for slots in range(max(most, least), least - 1, -1):
-            chosen = replace(cfg, tile=tile, slots=slots)
+            chosen = replace(cfg, programs=programs, tile=tile, slots=slots)
             if shared_memory(chosen) <= room:
-                return chosen, programs
+                return chosen
     raise NotImplementedError(f"implementation 'mosaic_gpu' has no tiling that fits in shared memory for {cfg}")
 
 

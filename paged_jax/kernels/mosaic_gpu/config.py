@@ -20,12 +20,14 @@ class Config:
       dtype, cache_dtype: of the query, which the output has too, and of the caches.
       fold: kv heads that are attended to together, as one of `num_kv_heads` that has all their query heads. In memory
         their tokens of a block are neighbours: a larger copy.
-      num_parts: programs that each (sequence, kv head) is split over, at most.
+      num_parts: parts of each (sequence, kv head), or at least programs for them.
       mean_parts: parts of an item of mean length, where others have more or fewer, or 0: all have `num_parts`.
+      spare: programs for any of the parts that are more.
       partition_size: tokens of a part, or 0: an even share.
       merge: where parts are made one: nowhere, in the "cluster" that they run in, or in a "kernel" of its own.
       k_scale, v_scale: "none", "scalar", "head" or "slot".
       num_blocks: of the caches, if new tokens are written on the way, else 0.
+      programs: that each multiprocessor has room for.
       tile: rows of K and V in one step of the loop: tokens of each folded head.
       slots: tiles in the rings of K and of V.
     """
@@ -40,7 +42,8 @@ class Config:
     layout: Layout
     max_seq_len: int
     num_parts: int = 1
-    mean_parts: int = 0
+    mean_parts: float = 0
+    spare: int = 0
     partition_size: int = 0
     merge: Literal["none", "cluster", "kernel"] = "none"
     k_scale: str = "none"
@@ -51,6 +54,7 @@ class Config:
     logits_soft_cap: float | None = None
     num_blocks: int = 0
     fold: int = 1
+    programs: int = 2
     tile: int = 64
     slots: int = 2
 
@@ -124,6 +128,16 @@ class Config:
         return self.num_seqs * self.num_kv_heads
 
     @property
+    def whole_items(self) -> bool:
+        """Whether items of one part are most, and the decode kernel writes their results."""
+        return self.merge == "none" or 0 < self.mean_parts <= 1
+
+    @property
+    def further_parts(self) -> int:
+        """Parts that are not of a program of their own, at most: a length adds less than 1 to its share of parts."""
+        return math.ceil(self.items * self.mean_parts)
+
+    @property
     def out_blocks(self) -> tuple[int, ...]:
         """The first elements of the blocks of 64 that O^T is cut into; the last one may overlap with the one before."""
         return tuple(first + i for first, size in self.pieces for i in range(0, size, 64))
@@ -163,9 +177,9 @@ def scratch(cfg: Config) -> dict[str, Any]:
     if cfg.layout == "vllm":
         ring = plgpu.SMEM((cfg.slots, runs, *cfg.pages), jnp.dtype(cfg.cache_dtype))
         buffers |= {"k_smem": ring, "v_smem": (ring,)}
-    if cfg.merge == "none":
+    if cfg.whole_items:
         buffers["out_smem"] = tuple(plgpu.SMEM((cfg.columns, size), jnp.dtype(cfg.dtype)) for _, size in cfg.pieces)
-    else:
+    if cfg.merge != "none":
         buffers["part_smem"] = plgpu.SMEM((cfg.padded_head_size, cfg.columns), jnp.float32)
     if cfg.merge == "cluster":
         buffers |= {**merge_scratch(cfg), "cluster_done": plgpu.ClusterBarrier(collective_axes=("part",))}

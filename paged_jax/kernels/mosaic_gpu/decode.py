@@ -102,7 +102,8 @@ def paged_attention_v2(
 
 
 def _of_heads(x: Array, cfg: Config) -> Array:
-    """[items, num_parts, ..., columns] -> [num_seqs, num_heads, num_parts, ...]; XLA drops it where it is not used."""
+    """[items * num_parts, ..., columns] -> [num_seqs, num_heads, num_parts, ...]; XLA drops it where it is not used."""
+    x = x.reshape(cfg.items, cfg.num_parts, *x.shape[1:])
     item = np.arange(cfg.items)[:, None]
     window = np.minimum(item * cfg.group // 8 * 8, cfg.rows - cfg.columns)  # as in `plan.window`
     columns = jnp.asarray(item * cfg.group - window + np.arange(cfg.group))

@@ -39,9 +39,12 @@ def token_of(row, cfg: Config):
     return add(times(over(row, cfg.fold * cfg.run), cfg.run), rest(row, cfg.run))
 
 
-def thread():
-    """Of the warpgroup."""
-    return rest(mgpu.thread_idx(), 128)
+def thread(*, anew: bool = False):
+    """Of the warpgroup. If read anew, what follows from it is computed there, and not kept in registers over loops."""
+    if not anew:
+        return rest(mgpu.thread_idx(), 128)
+    word = ir.IntegerType.get_signless(32)
+    return rest(llvm.inline_asm(word, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True), 128)
 
 
 def add(x, y):

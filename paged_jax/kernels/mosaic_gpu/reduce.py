@@ -2,8 +2,8 @@
 
 A block of 64 elements of the item's heads is merged at once: O^T in the layout of wgmma's results, as it was written.
 
-Grid of the kernel. A program, of one warpgroup, for each block of each item. Everyone loads, from global memory into
-registers, and computes.
+Grid of the kernel. A program, of one warpgroup, for each block of each item, or of some items if few may have several
+parts. Everyone loads, from global memory into registers, and computes.
 
 Shared memory: the block of `out`, and the item's lse, on their way out.
 
@@ -12,6 +12,7 @@ parts are in flight.
 """
 
 import functools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -25,34 +26,66 @@ from paged_jax.kernels.mosaic_gpu.config import Config, merge_scratch
 from paged_jax.kernels.mosaic_gpu.registers import LOWEST, exp, layout, log, of_heads, store, wide
 
 _IN_FLIGHT = 16  # parts
-_INPUTS = ("seq_lens", "sinks", "parts", "maxima", "sums", "out", "lse")
 
 
-def reduce(cfg: Config, seq_lens: Array, sinks: Array, parts: dict[str, Array]) -> tuple[Array, Array]:
-    """out [num_seqs * num_heads, head_size] and lse [num_seqs * num_heads]."""
+def reduce(cfg: Config, seq_lens: Array, sinks: Array, results: dict[str, Array]) -> tuple[Array, Array]:
+    """out [num_seqs * num_heads, head_size] and lse [num_seqs * num_heads], from the `results` of `attend`."""
     num_rows = cfg.num_seqs * cfg.num_heads
-    kernel = plgpu.kernel(
+    inputs = seq_lens, sinks, *(results[name] for name in _inputs(cfg))
+    outs = (
+        jax.ShapeDtypeStruct((num_rows, cfg.head_size), cfg.dtype),
+        jax.ShapeDtypeStruct((num_rows,), jnp.float32),
+    )
+    call = functools.partial(
+        plgpu.kernel,
         functools.partial(_kernel, cfg=cfg),
-        out_type=(
-            jax.ShapeDtypeStruct((num_rows, cfg.head_size), cfg.dtype),
-            jax.ShapeDtypeStruct((num_rows,), jnp.float32),
-        ),
         scratch_types=merge_scratch(cfg),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        grid=(cfg.merging_programs, cfg.items),
+        grid=(cfg.merging_programs, _item_programs(cfg)),
         grid_names=("program", "item"),
     )
-    return kernel(seq_lens, sinks, parts["parts"], parts["maxima"], parts["sums"])
+    if not cfg.whole_items:
+        return call(out_type=outs)(*inputs)
+    # Those of one part are there already.
+    return pl.run_state(lambda refs: call(out_type=())(*inputs, *refs))((results["out"], results["lse"]))
 
 
 def _kernel(*gmem, cfg: Config, **smem):
-    refs = SimpleNamespace(**{f"{name}_gmem": ref for name, ref in zip(_INPUTS, gmem, strict=True)}, **smem)
-    segment = plan.segment_of(refs.seq_lens_gmem, lax.axis_index("item"), jnp.int32(0), cfg)
-    for block in range(len(cfg.out_blocks)):
+    names = "seq_lens", "sinks", *_inputs(cfg), "out", "lse"
+    refs = SimpleNamespace(**{f"{name}_gmem": ref for name, ref in zip(names, gmem, strict=True)}, **smem)
+    first, step = lax.axis_index("item"), _item_programs(cfg)
 
-        @pl.when(lax.axis_index("program") == cfg.merging_program(block))
-        def _(block=block):
-            merge_block(segment, block, refs, cfg)
+    def merge(item):
+        segment = plan.segment_of(refs.seq_lens_gmem, plan.ALIKE, item, jnp.int32(0), cfg)
+        if cfg.mean_parts:
+            parts, first_further = refs.num_parts_gmem[item], refs.first_further_gmem[item]
+            segment = replace(segment, parts=parts, first_further=first_further)
+        for block in range(len(cfg.out_blocks)):
+
+            @pl.when(lax.axis_index("program") == cfg.merging_program(block))
+            def _(block=block):
+                merge_block(segment, block, refs, cfg)
+
+    if not cfg.whole_items:
+        merge(first)
+        return
+    items = [first + i for i in range(0, cfg.items, step)]
+    counts = [refs.num_parts_gmem[lax.min(item, jnp.int32(cfg.items - 1))] for item in items]
+
+    @pl.when(functools.reduce(lax.max, counts) > 1)
+    def _():
+        @pl.loop(first, cfg.items, step=step)
+        def _(item):
+            pl.when(refs.num_parts_gmem[item] > 1)(lambda: merge(item))
+
+
+def _inputs(cfg: Config) -> tuple[str, ...]:
+    return "parts", "maxima", "sums", *(("num_parts", "first_further") if cfg.mean_parts else ())
+
+
+def _item_programs(cfg: Config) -> int:
+    """Of the grid; where few items have several parts, each program looks at some."""
+    return min(cfg.items, max(256, -(-cfg.items // _IN_FLIGHT))) if cfg.whole_items else cfg.items
 
 
 def merge_block(segment: plan.Segment, block: int, refs, cfg: Config):
@@ -60,9 +93,8 @@ def merge_block(segment: plan.Segment, block: int, refs, cfg: Config):
     row, offset = plan.window(segment, cfg)
     count = segment.parts
 
-    def read(number):
-        at = segment.item, lax.min(number, jnp.int32(count) - 1)
-        out = layout(plgpu.load(refs.parts_gmem.at[*at, pl.ds(64 * block, 64)], optimized=False))
+    def read(at):
+        out = layout(plgpu.load(refs.parts_gmem.at[at, pl.ds(64 * block, 64)], optimized=False))
         max_logit, exp_sum = (
             plgpu.load(x_gmem.at[at], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
             for x_gmem in (refs.maxima_gmem, refs.sums_gmem)
@@ -71,19 +103,20 @@ def merge_block(segment: plan.Segment, block: int, refs, cfg: Config):
 
     def step(i, carry):
         numbers = [i * in_flight + j for j in range(in_flight)]
-        parts = [read(number) for number in numbers]
+        parts = [read(plan.place(segment, lax.min(number, jnp.int32(count) - 1), cfg)) for number in numbers]
         for number, (out, max_logit, exp_sum) in zip(numbers, parts, strict=True):
             carry = _add(carry, out, max_logit, exp_sum * jnp.where(number < count, 1.0, 0.0))
         return carry
 
-    in_flight = min(_IN_FLIGHT, cfg.num_parts)
-    steps = lax.div(jnp.int32(count + (in_flight - 1)), jnp.int32(in_flight))
-    init = (
+    carry = (
         layout(jnp.full((cfg.columns,), LOWEST, jnp.float32), 0),
         layout(jnp.zeros((cfg.columns,), jnp.float32), 0),
         layout(jnp.zeros((64, cfg.columns), jnp.float32)),
     )
-    top, total, acc = lax.fori_loop(0, steps, step, init)
+    usual = 8 if cfg.whole_items else cfg.num_parts + 2 if cfg.mean_parts else cfg.num_parts
+    in_flight = min(_IN_FLIGHT, usual)
+    steps = lax.div(jnp.int32(count + (in_flight - 1)), jnp.int32(in_flight))
+    top, total, acc = lax.fori_loop(0, steps, step, carry)
     seen = total != 0  # NaN counts: what is not a number must show
     if cfg.sinks:
         sinks = layout(of_heads(refs.sinks_gmem, 64, offset, segment, cfg).max(axis=0), 0)

@@ -77,17 +77,19 @@ def zero_rows(tile_smem, low, high, cfg: Config) -> None:
         element = ir.MemRefType(tile_smem.type).element_type
         eight = ir.VectorType.get((8,), element)
         zero = arith.constant(element, ir.FloatAttr.get(element, 0.0))
+        start = times(thread(anew=True), 8)
+        # One after the other: this is rare, and should not decide how many registers the kernel has.
         for i in range(cfg.tile * cfg.head_size // 1024):  # each thread 8 neighbours: one element of 8 tokens
-            at = add(times(thread(), 8), i32(1024 * i))
+            at = add(start, i32(1024 * i))
             page, offset = over(at, cfg.head_size * cfg.block_size), rest(at, cfg.block_size)
             first = token_of(add(times(page, cfg.block_size), offset), cfg)
             pointer = _pointer(tile_smem, at, 0)
-            loaded = llvm.load(eight, pointer)
+            loaded = llvm.load(eight, pointer, volatile_=True)
             kept = []
             for j in range(8):
                 seen = within(low.registers.item(), add(first, i32(j)), high.registers.item())
                 kept.append(if_within(seen, vector.extract(loaded, [], [j]), zero))
-            llvm.store(vector.from_elements(eight, kept), pointer)
+            llvm.store(vector.from_elements(eight, kept), pointer, volatile_=True)
 
     body(tile_smem, low, high)
 

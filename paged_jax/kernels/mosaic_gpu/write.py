@@ -59,9 +59,9 @@ def attend_to(new: NewToken, q_smem, factor, init, refs, cfg: Config):
     return [if_seen(tall(refs.value_smem))], logit + jnp.where(new.seen, 0.0, LOWEST), exp_sum
 
 
-def write(new: NewToken, segment: plan.Segment, refs, cfg: Config):
-    """Writes the new token into the caches, after its neighbours have been read; for the loading warpgroup."""
-    plgpu.barrier_wait(refs.q_ready)
+def write(segment: plan.Segment, refs, cfg: Config):
+    """Writes the new token into the caches, after its neighbours have been read; for one warpgroup."""
+    new = new_token(segment, refs, cfg)
 
     @pl.when(new.written)
     def _():
