@@ -14,7 +14,6 @@ _MAX_GROUP = 64
 _MAX_CLUSTER = 8
 _MAX_PARTITIONS = 65535  # in the y direction of a grid
 _SHORT = 256  # tokens of a part that take less time than another launch
-_LONG = 100  # microseconds of an item that are worth the 2 it takes to see to uneven lengths
 _TILE = 32 * 1024
 _IN_FLIGHT = 128 * 1024
 _SHARED_MEMORY = 227 * 1024  # that one program may have
@@ -168,7 +167,10 @@ def _in_parts(cfg: Config, gpu: Device) -> Config:
     waves = items / all_
     alone = parts == 1 and waves > 2 and not cfg.in_registers
     most_programs = 1 if alone and cfg.head_size * jnp.dtype(cfg.dtype).itemsize >= 256 else 2
-    if cfg.num_seqs > 1 and (parts > 1 or _item_time(cfg) > _LONG) and cfg.num_seqs * cfg.max_seq_len < 2**31:
+    # Microseconds that looking at lengths costs: a merge that may find nothing to do, and in each wave their sum.
+    cost = 1.5 + 0.5 * max(1, waves) * -(-cfg.num_seqs // 64)
+    worth = cfg.num_seqs > 1 and (parts > 1 or _item_time(cfg) > 40 * cost)
+    if worth and cfg.num_seqs * cfg.max_seq_len < 2**31:
         mean = parts if parts > 1 else min(1, 2.5 / waves)
         # Not all that there is room for: of a grid that fills the GPU, neighbours share a multiprocessor.
         spare = max(0, int(0.95 * all_) - items * parts)
