@@ -225,16 +225,23 @@ def test_what_depends_on_the_gpu(case, device, chosen):
     """Parts in proportion to lengths, further ones of long items, and heads folded."""
     made = inputs.make(case)
     static = test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
-    with mock.patch.object(choice, "_in_parts", side_effect=choice._in_parts) as called, _items(chosen):
+    called = mock.patch.object(choice, "_in_parts", side_effect=choice._in_parts)
+    with long_items_if(chosen == "further"), called as called:
         results = call("auto", made.decode, made.arrays, static, 0, device)
-        cfg = choice._in_parts(*called.call_args.args)
-    assert {"mean_parts": cfg.mean_parts > 1, "further": 0 < cfg.mean_parts < 1, "fold": cfg.fold > 1}[chosen]
+        check_chosen(chosen, *called.call_args.args)
     check_decode("auto", case, made, results)
     assert not interpret_pallas_call.get_races().races_found
 
 
-def _items(chosen):
-    return LONG_ITEMS if chosen == "further" else contextlib.nullcontext()
+def long_items_if(condition):
+    return LONG_ITEMS if condition else contextlib.nullcontext()
+
+
+def check_chosen(chosen, cfg, gpu):
+    """What a case is for."""
+    cfg = choice._in_parts(cfg, gpu)
+    chosen_for = {"": True, "mean_parts": cfg.mean_parts > 1, "further": 0 < cfg.mean_parts < 1, "fold": cfg.fold > 1}
+    assert chosen_for[chosen], cfg
 
 
 MANY = [  # items, whole or in further parts: for a large GPU
@@ -255,21 +262,24 @@ WRITING = [
     small("write-group", 12, 1, 64, 16, "float16", seq_lens=(65, 0, 1), sinks=True),
     small("write-past-max", 2, 1, 128, 8, "bfloat16", seq_lens=(150, 20), max_seq_len=100),
 ]
-UNEVENLY_WRITING = small("write-uneven", 4, 1, 64, 16, "bfloat16", seq_lens=(700, 30, 12, 130), sinks=True)
-FURTHER_WRITING = small("write-further", 4, 2, 64, 16, "bfloat16", seq_lens=(700, 30, 12), alibi=True)
+UNEVENLY_WRITING = [
+    small("write-uneven", 4, 1, 64, 16, "bfloat16", seq_lens=(700, 30, 12, 130), sinks=True),
+    small("write-unevenly-past-max", 2, 1, 128, 32, "float16", seq_lens=(700, 0, 3, 400), max_seq_len=650),
+]
+FURTHER_WRITING = small("write-further", 4, 2, 64, 16, "bfloat16", seq_lens=(700, 30, 0), alibi=True)
 
 
 ALL_WRITING = [
     *((case, SMALL_GPU, "") for case in WRITING),
-    (UNEVENLY_WRITING, MIDDLE_GPU, "mean_parts"),
+    *((case, MIDDLE_GPU, "mean_parts") for case in UNEVENLY_WRITING),
     (FURTHER_WRITING, TINY_GPU, "further"),
 ]
 
 
 @pytest.mark.parametrize(("case", "device", "chosen"), ALL_WRITING, ids=str)
 def test_writes_in_the_interpreter(case, device, chosen):
-    with _items(chosen):
-        check_writes(case, partial(run_op, "write_and_attend", device))
+    with long_items_if(chosen == "further"):
+        check_writes(case, partial(run_op, "write_and_attend", device), chosen)
     assert not interpret_pallas_call.get_races().races_found
 
 
@@ -280,11 +290,11 @@ def test_writes_on_a_gpu(case, device, chosen):
         return jax.tree.map(np.asarray, jax.jit(mosaic_gpu.write_and_attend)(*jax.device_put(operands, gpu)))
 
     gpu = jax.devices("gpu")[0]
-    with mock.patch.object(choice, "device", return_value=device), _items(chosen):
-        check_writes(case, run)
+    with mock.patch.object(choice, "device", return_value=device), long_items_if(chosen == "further"):
+        check_writes(case, run, chosen)
 
 
-def check_writes(case, function):
+def check_writes(case, function, chosen):
     """An op that writes and attends, against the oracle."""
     made = test_write_and_attend.with_new_tokens(case)
     made.decode["query"][np.array(case.seq_lens) == 0] = np.nan  # rows that pad the batch may hold anything
@@ -292,7 +302,9 @@ def check_writes(case, function):
     arrays = made.decode | {"key": made.key, "value": made.value, "slot_mapping": made.slots}
     *decode, options = _validate.decode_operands(*made.decode.values(), made.arrays | options)
     query, *rest = decode
-    out, lse, *caches = function(query, arrays["key"], arrays["value"], *rest, arrays["slot_mapping"], options)
+    with mock.patch.object(choice, "_in_parts", side_effect=choice._in_parts) as called:
+        out, lse, *caches = function(query, arrays["key"], arrays["value"], *rest, arrays["slot_mapping"], options)
+        check_chosen(chosen, *called.call_args.args)
     written = test_write_and_attend.expected_caches(case, made)
     for actual, (name, wanted) in zip(caches, written.items(), strict=True):
         assert_same_bytes(actual, wanted, name)
@@ -423,7 +435,8 @@ def test_on_a_gpu(op, case, device, chosen):
     operands = jax.device_put(_validate.decode_operands(*made.decode.values(), options), jax.devices("gpu")[0])
     keywords = {"partition_size": case.partition_size} if op == "v2" else {}
     function = jax.jit(partial(getattr(mosaic_gpu, OPS[op]), **keywords))
-    with mock.patch.object(choice, "device", return_value=device or choice.device()), _items(chosen):
+    gpu = mock.patch.object(choice, "device", return_value=device or choice.device())
+    with gpu, long_items_if(chosen == "further"):
         results, again = (jax.tree.map(np.asarray, function(*operands)) for _ in range(2))
     check_decode(op, case, made, results)
     for actual, wanted in zip(again, results, strict=True):

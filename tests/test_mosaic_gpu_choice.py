@@ -141,15 +141,17 @@ UNEVEN = {
     "one-long": ((15000, 600, 1, 600), 4, {0: 15, 2: 1}),
     "nothing": ((0, 0, 0), 5, {0: 1}),
     "more-than-multiprocessors": ((16384, *(1024,) * 19), 4, {0: 37, 1: 3}),
+    "half-a-wave": ((16384, *(1000,) * 14, -3), 1, {0: 9, 1: 1, -1: 1}),
     "one-wave": ((16384, 0, *(1000,) * 30), 1, {0: 12, 1: 1}),
     "two-waves": ((5000, 6000, 15000, *(4000,) * 60, 2000), 1, {0: 1, 1: 2, 2: 4, -1: 1}),
     "many-waves": ((3000,) * 100 + (15000,) * 28, 2.5 * 264 / 1024, {0: 1, -1: 2}),
+    "long-list": ((5000,) * 50 + (16384, *(1000,) * 18, 0), 4, {0: 5, 50: 16, -1: 1}),
     "longer-than-all": ((16384, 100_000, *(1000,) * 62), 1, {0: 11, 1: 11}),
 }
 
 
 @pytest.mark.parametrize(("seq_lens", "mean_parts", "parts"), UNEVEN.values(), ids=UNEVEN)
-@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize("window", [None, 8000])
 def test_parts_follow_lengths(seq_lens, mean_parts, parts, window):
     """Every token is in one part of its item, and every part is one program's; long items have more."""
     num_seqs, kv_heads = len(seq_lens), 8
@@ -158,7 +160,7 @@ def test_parts_follow_lengths(seq_lens, mean_parts, parts, window):
     options = _validate.decode_operands(query, cache, cache, tables, lens, {"sliding_window": window})[5]
     cfg = choice.config(query, cache, cache, options, choice.Device(), "even")
     assert cfg.mean_parts == mean_parts
-    programs = cfg.items * cfg.num_parts + cfg.spare
+    programs = cfg.own_parts + cfg.spare
     lengths = plan.lengths_of(lens, cfg)
 
     @jax.jit
@@ -182,11 +184,11 @@ def test_parts_follow_lengths(seq_lens, mean_parts, parts, window):
     if count:
         assert sorted(turns.tolist()) == list(range(programs))
         assert turns[idle].max(initial=-1) < idle.sum()
-    assert count <= cfg.further_parts
+    assert count <= cfg.further_parts <= programs  # so that one turn is enough
     segments, further_places = jax.tree.map(np.asarray, further(jnp.arange(count)))
     all_places = np.concatenate([places[~idle], further_places])
     assert len(set(all_places.tolist())) == len(all_places)
-    assert all_places.max() < cfg.items * cfg.num_parts + cfg.further_parts
+    assert all_places.max() < cfg.own_parts + cfg.further_parts
 
     def rows(segments, chosen):
         fields = "item", "part", "parts", "origin", "begin", "end", "count"

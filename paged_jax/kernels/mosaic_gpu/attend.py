@@ -18,7 +18,7 @@ the rest and thrown away.
 
 Shared memory, group 4, head_size 128, bfloat16, tiles of 64 tokens, 2 slots (two programs a multiprocessor):
 
-    | K ring 32 KiB | V ring 32 KiB | Q 2 KiB | P 1 KiB | out 2 KiB, or part 4 KiB |
+    | K ring 32 KiB | V ring 32 KiB | Q 2 KiB | P 1 KiB | out 2 KiB, part 4 KiB, or both |
 
 8-bit caches become float16 on the way from the rings to the products, A in registers (`narrow.py`), and a copy of the
 query in float16 joins what is in shared memory; rings have 4 slots then. In layout "vllm" blocks lie in the rings as
@@ -68,7 +68,7 @@ def outputs(cfg: Config) -> dict[str, jax.ShapeDtypeStruct]:
         shapes["out"] = jax.ShapeDtypeStruct((num_rows, cfg.head_size), cfg.dtype)
         shapes["lse"] = jax.ShapeDtypeStruct((num_rows,), f32)
     if cfg.merge != "none":
-        places = cfg.items * cfg.num_parts + cfg.further_parts
+        places = cfg.own_parts + cfg.further_parts
         shapes["parts"] = jax.ShapeDtypeStruct((places, cfg.padded_head_size, cfg.columns), f32)
         shapes["maxima"] = shapes["sums"] = jax.ShapeDtypeStruct((places, cfg.columns), f32)
     if cfg.mean_parts:
@@ -85,7 +85,7 @@ def attend(cfg: Config, *arrays: Any) -> dict[str, Array]:
     if cfg.merge == "cluster":
         mesh = {"cluster": (cfg.num_parts,), "cluster_names": ("part",), "grid": (cfg.items,), "grid_names": ("item",)}
     elif cfg.mean_parts:
-        mesh = {"grid": (cfg.items * cfg.num_parts + cfg.spare,), "grid_names": ("program",)}
+        mesh = {"grid": (cfg.own_parts + cfg.spare,), "grid_names": ("program",)}
     else:
         mesh = {"grid": (cfg.num_parts, cfg.items), "grid_names": ("part", "item")}  # parts that few items have: last
     kernel = plgpu.kernel(
@@ -114,8 +114,8 @@ def _kernel(*gmem, cfg: Config, **smem):
 
     @pl.when(warpgroup == 0)
     def _():
-        # Two programs have so many; ptxas, left alone, may take more. It launches all threads with what is named here.
-        if cfg.programs == 2 and cfg.head_size >= 128:
+        # ptxas, left alone, may take more than two programs have. It launches all threads with what is named here.
+        if cfg.programs == 2 and cfg.head_size >= 128 and cfg.columns <= 16:
             plgpu.set_max_registers(128, action="increase")
         _in_turns(_attend_segment, _await_result, lengths, own, refs, cfg)
 
@@ -125,7 +125,10 @@ def _kernel(*gmem, cfg: Config, **smem):
 
 
 def _in_turns(do: _Step, finish: _Step, lengths: plan.Lengths, own: plan.Segment, refs, cfg: Config):
-    """A program's own part, if it has one, and further ones; each is found before the one before is finished."""
+    """A program's own part, if it has one, and further ones: one, as there are fewer of these than programs.
+
+    Each is found before the one before is finished.
+    """
     if not cfg.mean_parts:
         do(own, refs, cfg)
         finish(own, refs, cfg)
@@ -141,12 +144,11 @@ def _in_turns(do: _Step, finish: _Step, lengths: plan.Lengths, own: plan.Segment
     def turn(state):
         number, count, segment = state
         do(segment, refs, cfg)
-        number, count = lax.cond(number < 0, first, lambda: (number + programs, count))
+        number, count = lax.cond(number < 0, first, lambda: (number + cfg.own_parts + cfg.spare, count))
         following = segment_of(number, count)
         finish(segment, refs, cfg)
         return number, count, following
 
-    programs = cfg.items * cfg.num_parts + cfg.spare
     has_own = own.part < lax.min(own.parts, jnp.int32(cfg.num_parts))
     init = lax.cond(has_own, lambda: (jnp.int32(-1), jnp.int32(0)), first)
     lax.while_loop(lambda state: state[0] < state[1], turn, (*init, segment_of(*init)))

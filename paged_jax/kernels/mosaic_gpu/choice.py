@@ -159,7 +159,7 @@ def _in_parts(cfg: Config, gpu: Device) -> Config:
         return -(-tiles // share)
 
     one, all_ = gpu.num_multiprocessors, tiled.programs * gpu.num_multiprocessors
-    if items > one:
+    if items > all_ or (items > one and _item_time(cfg) > 100):
         parts = min(_parts_in_waves(cfg, all_), tiles)
     else:  # one program on each multiprocessor reads as fast as two, and leaves less to merge
         parts = parts_for(one) if parts_for(one) * items >= 0.9 * one else parts_for(all_)
@@ -172,15 +172,15 @@ def _in_parts(cfg: Config, gpu: Device) -> Config:
     worth = cfg.num_seqs > 1 and (parts > 1 or _item_time(cfg) > 40 * cost)
     if worth and cfg.num_seqs * cfg.max_seq_len < 2**31:
         mean = parts if parts > 1 else min(1, 2.5 / waves)
-        # Not all that there is room for: of a grid that fills the GPU, neighbours share a multiprocessor.
-        spare = max(0, int(0.95 * all_) - items * parts)
         tiled = _tiled(replace(cfg, mean_parts=mean, merge="kernel"), most_programs)
-        return replace(tiled, num_parts=parts, spare=spare)
+        # Not all that there is room for: of a grid that fills the GPU, neighbours share a multiprocessor.
+        spare = int(0.95 * tiled.programs * gpu.num_multiprocessors) - items * parts
+        return replace(tiled, num_parts=parts, spare=max(0, spare))
     return replace(tiled, num_parts=parts) if parts > 1 else _tiled(cfg, most_programs)
 
 
 def _parts_in_waves(cfg: Config, at_once: int) -> int:
-    """Parts where there are more items than multiprocessors: shorter programs leave less idle in the last wave.
+    """Parts where items are more than multiprocessors: shorter programs leave less idle in the last wave.
 
     The costs in microseconds are measured (benchmarks/LOG.md): of starting a wave, of a last wave that is not full,
     and of the merge.
@@ -196,7 +196,7 @@ def _parts_in_waves(cfg: Config, at_once: int) -> int:
 
 def _item_time(cfg: Config) -> float:
     """Microseconds of one program for the longest item there can be, if all multiprocessors have two."""
-    return 2 * cfg.max_seq_len * cfg.fold * cfg.head_size * jnp.dtype(cfg.cache_dtype).itemsize / 17e3
+    return 2 * cfg.most_seen * cfg.fold * cfg.head_size * jnp.dtype(cfg.cache_dtype).itemsize / 17e3
 
 
 def _tiled(cfg: Config, most_programs: int = 2) -> Config:

@@ -22,7 +22,7 @@ class Config:
         their tokens of a block are neighbours: a larger copy.
       num_parts: parts of each (sequence, kv head), or at least programs for them.
       mean_parts: parts of an item of mean length, where others have more or fewer, or 0: all have `num_parts`.
-      spare: programs for any of the parts that are more.
+      spare: programs with no part of their own, for parts of long items.
       partition_size: tokens of a part, or 0: an even share.
       merge: where parts are made one: nowhere, in the "cluster" that they run in, or in a "kernel" of its own.
       k_scale, v_scale: "none", "scalar", "head" or "slot".
@@ -131,6 +131,16 @@ class Config:
     def whole_items(self) -> bool:
         """Whether items of one part are most, and the decode kernel writes their results."""
         return self.merge == "none" or 0 < self.mean_parts <= 1
+
+    @property
+    def most_seen(self) -> int:
+        """Tokens of a sequence that its last one sees, at most."""
+        return self.max_seq_len if self.sliding_window is None else min(self.max_seq_len, self.sliding_window)
+
+    @property
+    def own_parts(self) -> int:
+        """Parts that have a program of their own; the grid has these programs, and the spare ones."""
+        return self.items * self.num_parts
 
     @property
     def further_parts(self) -> int:

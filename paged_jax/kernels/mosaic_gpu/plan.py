@@ -1,7 +1,7 @@
 """Device code: which tiles of K and V are whose.
 
-A (sequence, kv head) is an item, and its tokens are cut into tiles. A program attends to one segment: a run of tiles of
-one item, which is all of them, those in a partition of fixed size, or an even share.
+A (sequence, kv head) is an item, and its tokens are cut into tiles. A segment is a run of tiles of one item: all of
+them, those in a partition of fixed size, or an even share. A program attends to one, or in turns to two.
 
 Where lengths may be uneven, items have parts in proportion to their lengths. There are `num_parts` programs for each,
 and spare ones; the parts past those, of long items, are further ones: a list that programs take turns in when their own
@@ -27,7 +27,7 @@ class Lengths:
     """What the lengths of a batch say about how items are cut.
 
     Attributes:
-      quarters: float32, of a part, for each token.
+      quarters: float32, of a part, for each token. An item has as many parts as that makes, up to a quarter too large.
       further: whether an item has more parts than programs.
     """
 
@@ -103,18 +103,18 @@ def first_turn(seq_lens_gmem, lengths: Lengths, own: Segment, cfg: Config) -> tu
 
     def add(seq, seq_len, carry):
         count, before, idle = carry
-        spare = _parts_of(seq_len, lengths.quarters, cfg) - cfg.num_parts
-        more, less = (lax.max(x, jnp.int32(0)) * cfg.num_kv_heads for x in (spare, -spare))
+        excess = _parts_of(seq_len, lengths.quarters, cfg) - cfg.num_parts
+        more, less = (lax.max(x, jnp.int32(0)) * cfg.num_kv_heads for x in (excess, -excess))
         return count + more, before + jnp.where(seq < own.seq, less, 0), idle + less
 
     def turn():
-        zero, own_programs = jnp.int32(0), cfg.items * cfg.num_parts
+        zero = jnp.int32(0)
         count, before, idle = _over_lengths(seq_lens_gmem, add, (zero, zero, zero), cfg)
         before += own.head * lax.max(cfg.num_parts - own.parts, zero) + lax.max(own.part - own.parts, zero)
         busy_before = own.item * cfg.num_parts + own.part - before
         turn = cfg.spare + jnp.where(own.part < own.parts, idle + busy_before, before)
         program = own.part * cfg.items + own.item
-        return jnp.where(program < own_programs, turn, program - own_programs), count
+        return jnp.where(program < cfg.own_parts, turn, program - cfg.own_parts), count
 
     return lax.cond(lengths.further, turn, lambda: (jnp.int32(0), jnp.int32(0)))
 
@@ -144,7 +144,7 @@ def place(segment: Segment, part: Scalar, cfg: Config) -> Scalar:
     """Where the partial result of a part of the segment's item is."""
     if not cfg.mean_parts:
         return segment.item * cfg.num_parts + part
-    further = cfg.items * cfg.num_parts + segment.first_further + part - cfg.num_parts
+    further = cfg.own_parts + segment.first_further + part - cfg.num_parts
     return jnp.where(part < cfg.num_parts, segment.item * cfg.num_parts + part, further)
 
 
@@ -176,8 +176,7 @@ def _parts_of(seq_len: Scalar, quarters: Scalar, cfg: Config) -> Scalar:
 
 
 def _seen(seq_len: Scalar, cfg: Config) -> Scalar:
-    most = cfg.max_seq_len if cfg.sliding_window is None else min(cfg.max_seq_len, cfg.sliding_window)
-    return lax.max(lax.min(seq_len, jnp.int32(most)), jnp.int32(0))
+    return lax.max(lax.min(seq_len, jnp.int32(cfg.most_seen)), jnp.int32(0))
 
 
 def _over_lengths(seq_lens_gmem, step, carry, cfg: Config):
