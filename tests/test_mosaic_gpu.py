@@ -20,7 +20,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
 import paged_jax
 from paged_jax import _validate
 from paged_jax.kernels import mosaic_gpu
-from paged_jax.kernels.mosaic_gpu import attend, choice, narrow, vllm
+from paged_jax.kernels.mosaic_gpu import attend, choice, narrow, reduce, vllm
 from tests import inputs, oracle, plain, test_decode, test_write_and_attend
 from tests.cases import DECODE_CASES, Case
 from tests.test_cache_ops import assert_same_bytes
@@ -203,7 +203,6 @@ FURTHER = [
     small("further-e4m3", 8, 2, 64, 32, "float16", "float8_e4m3fn", layout="nhd", seq_lens=(20, 600, 40), alibi=True),
     small("further-vllm", 6, 3, 128, 8, "bfloat16", layout="vllm", seq_lens=(9, 900), sliding_window=800),
 ]
-LONG_ITEMS = mock.patch.object(choice, "_item_time", return_value=1000.0)
 FOLDED = [  # by 4, and by 2
     small("fold", 4, 4, 64, 16, "bfloat16", seq_lens=(37, 0, 130, 64), sinks=True, k_scale="scalar"),
     small("fold-int8", 8, 4, 64, 16, "float16", "int8", seq_lens=(37, 64), sliding_window=50),
@@ -233,8 +232,14 @@ def test_what_depends_on_the_gpu(case, device, chosen):
     assert not interpret_pallas_call.get_races().races_found
 
 
+@contextlib.contextmanager
 def long_items_if(condition):
-    return LONG_ITEMS if condition else contextlib.nullcontext()
+    """As if contexts took long; and several items for each program that merges."""
+    with contextlib.ExitStack() as stack:
+        if condition:
+            stack.enter_context(mock.patch.object(choice, "_item_time", return_value=1000.0))
+            stack.enter_context(mock.patch.object(reduce, "_PROGRAMS", 2))
+        yield
 
 
 def check_chosen(chosen, cfg, gpu):

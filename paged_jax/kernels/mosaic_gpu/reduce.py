@@ -26,6 +26,7 @@ from paged_jax.kernels.mosaic_gpu.config import Config, merge_scratch
 from paged_jax.kernels.mosaic_gpu.registers import LOWEST, exp, layout, log, of_heads, store, wide
 
 _IN_FLIGHT = 16  # parts
+_PROGRAMS = 256  # that look at all items, where few have several parts
 
 
 def reduce(cfg: Config, seq_lens: Array, sinks: Array, results: dict[str, Array]) -> tuple[Array, Array]:
@@ -85,7 +86,7 @@ def _inputs(cfg: Config) -> tuple[str, ...]:
 
 def _item_programs(cfg: Config) -> int:
     """Of the grid; where few items have several parts, each program looks at some."""
-    return min(cfg.items, max(256, -(-cfg.items // _IN_FLIGHT))) if cfg.whole_items else cfg.items
+    return min(cfg.items, max(_PROGRAMS, -(-cfg.items // _IN_FLIGHT))) if cfg.whole_items else cfg.items
 
 
 def merge_block(segment: plan.Segment, block: int, refs, cfg: Config):
