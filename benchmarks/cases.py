@@ -49,7 +49,10 @@ class Case:
         return sum(2 * self.num_heads * length**2 * self.head_size for length in self.seq_lens)
 
 
-_spread = tuple(512 + 3584 * (37 * i % 128) // 127 for i in range(128))  # 512 to 4096 evenly, in mixed order
+def _uniform(count: int, low: int, high: int) -> tuple[int, ...]:
+    """From `low` to `high` evenly, in mixed order."""
+    return tuple(low + (high - low) * (37 * i % count) // (count - 1) for i in range(count))
+
 
 _skewed = tuple(16384 >> (37 * i % 64 // 4).bit_length() for i in range(64))  # 1024 half of them, to 16384
 
@@ -64,9 +67,15 @@ DECODE = (
     _gqa,
     Case("llama3-8b-256x2048", (2048,) * 256, 32, 8),
     Case("llama3-70b-32x8192", (8192,) * 32, 64, 8),
-    Case("llama3-70b-128xragged", _spread, 64, 8),
+    Case("llama3-70b-128xragged", _uniform(128, 512, 4096), 64, 8),
     Case("llama3-8b-64xskewed", _skewed, 32, 8),
     Case("llama3-8b-8xskewed", (16384, 1024, 1024, 2048, 512, 1024, 4096, 1024), 32, 8),
+    Case("llama3-8b-4xskewed", (32768, 1024, 1024, 2048), 32, 8),
+    Case("llama2-7b-32xskewed", tuple(length // 2 for length in _skewed[:32]), 32, 32),
+    Case("llama3-8b-10xuniform", _uniform(10, 100, 16384), 32, 8),
+    Case("llama3-8b-12xjittered", _uniform(12, 6554, 9830), 32, 8),
+    Case("llama3-8b-24xuniform", _uniform(24, 100, 16384), 32, 8),
+    Case("llama3-8b-64xuniform", _uniform(64, 64, 8192), 32, 8),
     Case("mqa-64x8192", (8192,) * 64, 32, 1),
     Case("opt-125m-256x1024", (1024,) * 256, 12, 12, 64),
     Case("llama3-8b-1x512", (512,), 32, 8),

@@ -249,7 +249,8 @@ def check_chosen(chosen, cfg, gpu):
     assert chosen_for[chosen], cfg
 
 
-MANY = [  # items, whole or in further parts: for a large GPU
+MANY = [  # items, whole or in parts, and further ones: for a large GPU
+    small("most", 8, 8, 128, 16, "bfloat16", seq_lens=(12_000, *range(10, 1300, 100)), sinks=True),
     small("many", 6, 3, 64, 16, "float16", seq_lens=(*range(0, 840, 10), 7000, 1, 5000, 900)),
     small("many-int8", 8, 8, 128, 32, "bfloat16", "int8", seq_lens=(9, 7000, 3, *range(0, 600, 20)), k_scale="scalar"),
 ]

@@ -141,11 +141,14 @@ UNEVEN = {
     "one-long": ((15000, 600, 1, 600), 4, {0: 15, 2: 1}),
     "nothing": ((0, 0, 0), 5, {0: 1}),
     "more-than-multiprocessors": ((16384, *(1024,) * 19), 4, {0: 37, 1: 3}),
+    "resident": ((16000, *(4000,) * 9), 3, {0: 9, 1: 3}),
+    "most-multiprocessors": ((15000, *(1000,) * 11, 2000), 4, {0: 28, 1: 2, -1: 4}),
     "half-a-wave": ((16384, *(1000,) * 14, -3), 1, {0: 9, 1: 1, -1: 1}),
     "one-wave": ((16384, 0, *(1000,) * 30), 1, {0: 12, 1: 1}),
     "two-waves": ((5000, 6000, 15000, *(4000,) * 60, 2000), 1, {0: 1, 1: 2, 2: 4, -1: 1}),
     "many-waves": ((3000,) * 100 + (15000,) * 28, 2.5 * 264 / 1024, {0: 1, -1: 2}),
     "long-list": ((5000,) * 50 + (16384, *(1000,) * 18, 0), 4, {0: 5, 50: 16, -1: 1}),
+    "mostly-nothing": ((1000, *(0,) * 63), 1, {0: 4, 1: 1}),
     "longer-than-all": ((16384, 100_000, *(1000,) * 62), 1, {0: 11, 1: 11}),
 }
 
@@ -184,6 +187,9 @@ def test_parts_follow_lengths(seq_lens, mean_parts, parts, window):
     if count:
         assert sorted(turns.tolist()) == list(range(programs))
         assert turns[idle].max(initial=-1) < idle.sum()
+    if cfg.own_parts > 132 and cfg.num_parts > 1 and cfg.items <= 264:  # whichever multiprocessor is done first
+        assert turns[cfg.own_parts :].tolist() == list(range(cfg.spare))
+        assert cfg.further_parts <= cfg.spare
     assert count <= cfg.further_parts <= programs  # so that one turn is enough
     segments, further_places = jax.tree.map(np.asarray, further(jnp.arange(count)))
     all_places = np.concatenate([places[~idle], further_places])

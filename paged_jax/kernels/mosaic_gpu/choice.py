@@ -159,10 +159,12 @@ def _in_parts(cfg: Config, gpu: Device) -> Config:
         return -(-tiles // share)
 
     one, all_ = gpu.num_multiprocessors, tiled.programs * gpu.num_multiprocessors
-    if items > all_ or (items > one and _item_time(cfg) > 100):
+    if one >= parts_for(one) * items >= 0.9 * one:
+        parts = parts_for(one)  # one program on each multiprocessor reads as fast as two, and leaves less to merge
+    elif items > all_ or (3 * items > all_ and _item_time(cfg) > 100):
         parts = min(_parts_in_waves(cfg, all_), tiles)
-    else:  # one program on each multiprocessor reads as fast as two, and leaves less to merge
-        parts = parts_for(one) if parts_for(one) * items >= 0.9 * one else parts_for(all_)
+    else:
+        parts = parts_for(all_)
     # In many waves lengths even out, sooner if a program has the multiprocessor; so items may be longer there.
     waves = items / all_
     alone = parts == 1 and waves > 2 and not cfg.in_registers
@@ -173,8 +175,11 @@ def _in_parts(cfg: Config, gpu: Device) -> Config:
     if worth and cfg.num_seqs * cfg.max_seq_len < 2**31:
         mean = parts if parts > 1 else min(1, 2.5 / waves)
         tiled = _tiled(replace(cfg, mean_parts=mean, merge="kernel"), most_programs)
-        # Not all that there is room for: of a grid that fills the GPU, neighbours share a multiprocessor.
+        # Not all that there is room for: of a grid that fills the GPU, neighbours share a multiprocessor. If they do
+        # anyway: one for each further part there may be, to start wherever others end.
         spare = int(0.95 * tiled.programs * gpu.num_multiprocessors) - items * parts
+        if items <= all_ and parts > 1 and items * parts > one:
+            spare = items * parts
         return replace(tiled, num_parts=parts, spare=max(0, spare))
     return replace(tiled, num_parts=parts) if parts > 1 else _tiled(cfg, most_programs)
 

@@ -20,6 +20,7 @@ from paged_jax.kernels.mosaic_gpu.config import Config
 
 Scalar = Any  # an int32 of the device, or float32
 _IN_FLIGHT = 64  # lengths
+_LEAST_TILES = 4  # of a part
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,9 @@ def lengths_of(seq_lens_gmem, cfg: Config) -> Lengths:
         return total + seen, lax.max(longest, seen)
 
     total, longest = _over_lengths(seq_lens_gmem, add, (jnp.int32(0), jnp.int32(0)), cfg)
-    mean = lax.max(total.astype(jnp.float32) / cfg.num_seqs, jnp.float32(1))
+    # In a batch of mostly nothing, what is there would be cut too fine.
+    least = _LEAST_TILES * cfg.tokens * cfg.mean_parts
+    mean = lax.max(total.astype(jnp.float32) / cfg.num_seqs, jnp.float32(least))
     quarters = 4 * cfg.mean_parts / mean
     return Lengths(quarters, _parts_of(longest, quarters, cfg) > cfg.num_parts)
 
