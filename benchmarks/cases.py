@@ -50,7 +50,7 @@ class Case:
 
 
 def _uniform(count: int, low: int, high: int) -> tuple[int, ...]:
-    """From `low` to `high` evenly, in mixed order."""
+    """From `low` to `high` evenly, in mixed order; `count` is no multiple of 37."""
     return tuple(low + (high - low) * (37 * i % count) // (count - 1) for i in range(count))
 
 

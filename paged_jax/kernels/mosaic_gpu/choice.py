@@ -185,7 +185,7 @@ def _in_parts(cfg: Config, gpu: Device) -> Config:
 
 
 def _parts_in_waves(cfg: Config, at_once: int) -> int:
-    """Parts where items are more than multiprocessors: shorter programs leave less idle in the last wave.
+    """Parts where they cannot fill all multiprocessors evenly: shorter programs leave less idle in the last wave.
 
     The costs in microseconds are measured (benchmarks/LOG.md): of starting a wave, of a last wave that is not full,
     and of the merge.
