@@ -197,7 +197,7 @@ UNEVEN = [
     small("uneven-window", 2, 1, 128, 16, "float16", layout="vllm", seq_lens=(600, 5, 70, 9), sliding_window=400),
     small("uneven-int8", 2, 2, 64, 32, "bfloat16", "int8", seq_lens=(900, 64), k_scale="slot", max_seq_len=800),
 ]
-# In three waves, so that most items are whole and some have further parts: if contexts take long enough.
+# In three waves, so that items would be whole if they were alike: in stretches if contexts take long enough.
 FURTHER = [
     small("further", 4, 2, 64, 16, "bfloat16", seq_lens=(700, 30, 0), sinks=True),
     small("further-e4m3", 8, 2, 64, 32, "float16", "float8_e4m3fn", layout="nhd", seq_lens=(20, 600, 40), alibi=True),
@@ -209,23 +209,29 @@ FOLDED = [  # by 4, and by 2
     small("fold-two", 8, 4, 128, 32, "bfloat16", seq_lens=(3, 150), alibi=True, v_scale="scalar"),
     small("fold-vllm", 8, 4, 64, 8, "float16", layout="vllm", seq_lens=(70, 0, 5), sliding_window=40),
 ]
+FOLDED_STRETCHES = [  # by 4, and by 2, to one wave
+    small("fold-stretches", 4, 4, 64, 16, "bfloat16", seq_lens=(700, 30, 0, 90), sinks=True),
+    small("fold-stretches-int8", 8, 4, 128, 32, "float16", "int8", seq_lens=(50, 900), sliding_window=800),
+    small("fold-stretches-vllm", 8, 4, 128, 8, "bfloat16", layout="vllm", seq_lens=(600, 9), alibi=True),
+]
 
 
 @pytest.mark.parametrize(
     ("case", "device", "chosen"),
     [
-        *((case, MIDDLE_GPU, "mean_parts") for case in UNEVEN),
-        *((case, TINY_GPU, "further") for case in FURTHER),
+        *((case, MIDDLE_GPU, "parts") for case in UNEVEN),
+        *((case, TINY_GPU, "items") for case in FURTHER),
         *((case, TINY_GPU, "fold") for case in FOLDED),
+        *((case, SMALL_GPU, "folded items") for case in FOLDED_STRETCHES),
     ],
     ids=str,
 )
 def test_what_depends_on_the_gpu(case, device, chosen):
-    """Parts in proportion to lengths, further ones of long items, and heads folded."""
+    """Even stretches, of some parts an item or one if lengths were alike, and heads folded."""
     made = inputs.make(case)
     static = test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
     called = mock.patch.object(choice, "_in_parts", side_effect=choice._in_parts)
-    with long_items_if(chosen == "further"), called as called:
+    with long_items_if("items" in chosen), called as called:
         results = call("auto", made.decode, made.arrays, static, 0, device)
         check_chosen(chosen, *called.call_args.args)
     check_decode("auto", case, made, results)
@@ -245,11 +251,17 @@ def long_items_if(condition):
 def check_chosen(chosen, cfg, gpu):
     """What a case is for."""
     cfg = choice._in_parts(cfg, gpu)
-    chosen_for = {"": True, "mean_parts": cfg.mean_parts > 1, "further": 0 < cfg.mean_parts < 1, "fold": cfg.fold > 1}
+    chosen_for = {
+        "": True,
+        "parts": cfg.stretches and cfg.num_parts > 1,
+        "items": cfg.stretches and cfg.num_parts == 1,
+        "fold": cfg.fold > 1,
+        "folded items": cfg.fold > 1 and cfg.stretches and cfg.num_parts == 1,
+    }
     assert chosen_for[chosen], cfg
 
 
-MANY = [  # items, whole or in parts, and further ones: for a large GPU
+MANY = [  # items, whole or in parts: for a large GPU
     small("most", 8, 8, 128, 16, "bfloat16", seq_lens=(12_000, *range(10, 1300, 100)), sinks=True),
     small("many", 6, 3, 64, 16, "float16", seq_lens=(*range(0, 840, 10), 7000, 1, 5000, 900)),
     small("many-int8", 8, 8, 128, 32, "bfloat16", "int8", seq_lens=(9, 7000, 3, *range(0, 600, 20)), k_scale="scalar"),
@@ -277,14 +289,14 @@ FURTHER_WRITING = small("write-further", 4, 2, 64, 16, "bfloat16", seq_lens=(700
 
 ALL_WRITING = [
     *((case, SMALL_GPU, "") for case in WRITING),
-    *((case, MIDDLE_GPU, "mean_parts") for case in UNEVENLY_WRITING),
-    (FURTHER_WRITING, TINY_GPU, "further"),
+    *((case, MIDDLE_GPU, "parts") for case in UNEVENLY_WRITING),
+    (FURTHER_WRITING, TINY_GPU, "items"),
 ]
 
 
 @pytest.mark.parametrize(("case", "device", "chosen"), ALL_WRITING, ids=str)
 def test_writes_in_the_interpreter(case, device, chosen):
-    with long_items_if(chosen == "further"):
+    with long_items_if("items" in chosen):
         check_writes(case, partial(run_op, "write_and_attend", device), chosen)
     assert not interpret_pallas_call.get_races().races_found
 
@@ -296,7 +308,7 @@ def test_writes_on_a_gpu(case, device, chosen):
         return jax.tree.map(np.asarray, jax.jit(mosaic_gpu.write_and_attend)(*jax.device_put(operands, gpu)))
 
     gpu = jax.devices("gpu")[0]
-    with mock.patch.object(choice, "device", return_value=device), long_items_if(chosen == "further"):
+    with mock.patch.object(choice, "device", return_value=device), long_items_if("items" in chosen):
         check_writes(case, run, chosen)
 
 
@@ -427,9 +439,10 @@ def test_lowers_for_cuda(op, case):
     ("op", "case", "device", "chosen"),
     [(op, case, None, "") for op, case in (*INTERPRETED, *pairs())]
     + [(op, case, SMALL_GPU, "") for op, case in INTERPRETED if op == "auto"]
-    + [("auto", case, MIDDLE_GPU, "mean_parts") for case in UNEVEN]
-    + [("auto", case, TINY_GPU, "further") for case in FURTHER]
+    + [("auto", case, MIDDLE_GPU, "parts") for case in UNEVEN]
+    + [("auto", case, TINY_GPU, "items") for case in FURTHER]
     + [("auto", case, TINY_GPU, "fold") for case in FOLDED]
+    + [("auto", case, SMALL_GPU, "folded items") for case in FOLDED_STRETCHES]
     + [(op, case, None, "") for op in OPS for case in (*LONG, *MANY)],
     ids=str,
 )
@@ -442,7 +455,7 @@ def test_on_a_gpu(op, case, device, chosen):
     keywords = {"partition_size": case.partition_size} if op == "v2" else {}
     function = jax.jit(partial(getattr(mosaic_gpu, OPS[op]), **keywords))
     gpu = mock.patch.object(choice, "device", return_value=device or choice.device())
-    with gpu, long_items_if(chosen == "further"):
+    with gpu, long_items_if("items" in chosen):
         results, again = (jax.tree.map(np.asarray, function(*operands)) for _ in range(2))
     check_decode(op, case, made, results)
     for actual, wanted in zip(again, results, strict=True):

@@ -89,7 +89,10 @@ def test_other_gpus_are_refused():
 @pytest.mark.parametrize(
     ("fold", "num_seqs", "num_heads", "cache", "options"),
     [
-        (2, 32, 32, (1, 32, 16, 128), {}),
+        (4, 32, 32, (1, 32, 16, 128), {}),
+        (2, 32, 32, (1, 32, 16, 128), {"sliding_window": 512}),
+        (2, 48, 32, (1, 32, 16, 128), {}),
+        (2, 64, 32, (1, 8, 32, 128), {"k_scale": jnp.ones(())}),
         (4, 64, 32, (1, 32, 16, 128), {}),
         (1, 64, 32, (1, 8, 16, 128), {}),
         (2, 128, 32, (1, 8, 16, 128), {}),
@@ -135,81 +138,73 @@ def test_configs_fit(head_size, dtype, group, split):
             assert (cfg.num_parts == 1) == (cfg.merge == "none")
 
 
-UNEVEN = {
-    "alike": ((8192,) * 8, 2, {0: 2}),
-    "few": ((9000, 4000, 2000, 5000, 6000), 3, {0: 5, 2: 1}),
-    "one-long": ((15000, 600, 1, 600), 4, {0: 15, 2: 1}),
-    "nothing": ((0, 0, 0), 5, {0: 1}),
-    "more-than-multiprocessors": ((16384, *(1024,) * 19), 4, {0: 37, 1: 3}),
-    "resident": ((16000, *(4000,) * 9), 3, {0: 9, 1: 3}),
-    "most-multiprocessors": ((15000, *(1000,) * 11, 2000), 4, {0: 28, 1: 2, -1: 4}),
-    "half-a-wave": ((16384, *(1000,) * 14, -3), 1, {0: 9, 1: 1, -1: 1}),
-    "one-wave": ((16384, 0, *(1000,) * 30), 1, {0: 12, 1: 1}),
-    "two-waves": ((5000, 6000, 15000, *(4000,) * 60, 2000), 1, {0: 1, 1: 2, 2: 4, -1: 1}),
-    "many-waves": ((3000,) * 100 + (15000,) * 28, 2.5 * 264 / 1024, {0: 1, -1: 2}),
-    "long-list": ((5000,) * 50 + (16384, *(1000,) * 18, 0), 4, {0: 5, 50: 16, -1: 1}),
-    "mostly-nothing": ((1000, *(0,) * 63), 1, {0: 4, 1: 1}),
-    "longer-than-all": ((16384, 100_000, *(1000,) * 62), 1, {0: 11, 1: 11}),
+UNEVEN = {  # lengths, programs, those that have any work, parts of some sequences' items
+    "alike": ((8192,) * 8, 128, 128, {0: 2, 7: 2}),
+    "nearly-alike": ((8192, 8190, 8180, 8192, 8100, 8192, 8192, 8190), 128, 128, {0: 2, 7: 2}),
+    "short": ((100, 100, 110), 120, 48, {0: 2, 2: 2}),
+    "few": ((9000, 4000, 2000, 5000, 6000), 120, 120, {}),
+    "one-long": ((15000, 600, 1, 600), 128, 128, {2: 1}),
+    "nothing": ((0, 0, 0), 120, 24, {0: 1, 1: 1, 2: 1}),
+    "mostly-nothing": ((1000, *(0,) * 63), 512, 158, {0: 4, 1: 1}),
+    "resident": ((16000, *(4000,) * 9), 240, 240, {}),
+    "most-multiprocessors": ((15000, *(1000,) * 11, 2000), 520, 264, {}),
+    "more-than-multiprocessors": ((16384, *(1024,) * 19), 480, 264, {0: 16}),
+    "half-a-wave": ((16384, *(1000,) * 14, -3), 128, 128, {-1: 1}),
+    "one-wave": ((16384, 0, *(1000,) * 30), 256, 256, {1: 1}),
+    "two-waves": ((5000, 6000, 15000, *(4000,) * 60, 2000), 512, 264, {}),
+    "two-waves-alike": ((5000,) * 64, 512, 512, {0: 1, 63: 1}),
+    "many-waves": ((3000,) * 100 + (15000,) * 28, 1024, 132, {}),
+    "more-than-two-waves": ((5000,) * 50 + (16384, *(1000,) * 18, 0), 2240, 264, {}),
+    "longer-than-all": ((16384, 100_000, *(1000,) * 62), 512, 264, {}),
 }
 
 
-@pytest.mark.parametrize(("seq_lens", "mean_parts", "parts"), UNEVEN.values(), ids=UNEVEN)
+@pytest.mark.parametrize(("seq_lens", "programs", "busy", "parts"), UNEVEN.values(), ids=UNEVEN)
 @pytest.mark.parametrize("window", [None, 8000])
-def test_parts_follow_lengths(seq_lens, mean_parts, parts, window):
-    """Every token is in one part of its item, and every part is one program's; long items have more."""
+def test_stretches(seq_lens, programs, busy, parts, window):
+    """Every tile of every item is in one segment, and programs have as many as each other."""
     num_seqs, kv_heads = len(seq_lens), 8
     query, cache = (jnp.zeros(shape, jnp.bfloat16) for shape in ((num_seqs, 64, 128), (1, kv_heads, 16, 128)))
     tables, lens = jnp.zeros((num_seqs, 1024), jnp.int32), jnp.asarray(seq_lens, jnp.int32)
     options = _validate.decode_operands(query, cache, cache, tables, lens, {"sliding_window": window})[5]
-    gpu = choice.Device()
-    cfg = choice.config(query, cache, cache, options, gpu, "even")
-    assert cfg.mean_parts == mean_parts
-    programs = cfg.own_parts + cfg.spare
-    lengths = plan.lengths_of(lens, cfg)
+    cfg = choice.config(query, cache, cache, options, choice.Device(), "even")
+    assert cfg.items * cfg.num_parts == programs
 
     @jax.jit
     @jax.vmap
-    def of_program(program):
-        item, part = lax.rem(program, jnp.int32(cfg.items)), lax.div(program, jnp.int32(cfg.items))
-        own = plan.segment_of(lens, lengths, item, part, cfg)
-        return own, plan.place(own, part, cfg), *plan.first_turn(lens, lengths, own, cfg)
+    def segments_of(program):
+        def step(stretch, _):
+            segment = plan.next_segment(lens, stretch, cfg)
+            return plan.after_segment(lens, stretch, cfg), (stretch.left > 0, segment)
 
-    @jax.jit
-    @jax.vmap
-    def further(number):
-        segment = plan.further_segment(lens, lengths, number, cfg)
-        return segment, plan.place(segment, segment.part, cfg)
+        return lax.scan(step, plan.stretch_of(lens, program, cfg), length=cfg.items)[1]
 
-    owns, places, turns, counts = jax.tree.map(np.asarray, of_program(jnp.arange(programs)))
-    assert len(set(counts.tolist())) == 1
-    count = int(counts[0])
-    # The programs that have no part of their own come first.
-    idle = (owns.part >= owns.parts) | (owns.part >= cfg.num_parts)
-    if count:
-        assert sorted(turns.tolist()) == list(range(programs))
-        assert turns[idle].max(initial=-1) < idle.sum()
-    resident = cfg.items <= 2 * gpu.num_multiprocessors
-    if resident and cfg.num_parts > 1 and cfg.own_parts > gpu.num_multiprocessors:  # whichever is done first
-        assert turns[cfg.own_parts :].tolist() == list(range(cfg.spare))
-        assert cfg.further_parts <= cfg.spare
-    assert count <= cfg.further_parts <= programs  # so that one turn is enough
-    segments, further_places = jax.tree.map(np.asarray, further(jnp.arange(count)))
-    all_places = np.concatenate([places[~idle], further_places])
-    assert len(set(all_places.tolist())) == len(all_places)
-    assert all_places.max() < cfg.own_parts + cfg.further_parts
-
-    def rows(segments, chosen):
-        fields = "item", "part", "parts", "origin", "begin", "end", "count"
-        return np.stack([np.broadcast_to(getattr(segments, name), chosen.shape)[chosen] for name in fields], 1)
-
-    found = np.concatenate([rows(owns, ~idle), rows(segments, np.ones(count, bool))])
-    for seq, length in enumerate(seq_lens):
-        length = min(length, options.max_seq_len)
-        for head in (0, kv_heads - 1):
-            its = sorted(row for row in found.tolist() if row[0] == seq * kv_heads + head)
-            assert [row[1] for row in its] == list(range(its[0][2]))
-            seen = [(max(begin, origin), min(end, origin + n * cfg.tokens)) for *_, origin, begin, end, n in its]
-            seen = [t for low, high in seen for t in range(low, high)]
-            assert seen == list(range(max(0, seq_lens[seq] - window) if window else 0, length))
+    there, segments = jax.tree.map(np.asarray, segments_of(jnp.arange(programs)))
+    program = np.broadcast_to(np.arange(programs)[:, None], there.shape)[there]
+    found = {name: getattr(segments, name)[there] for name in segments.__dataclass_fields__}
+    # In the line's order: items one after the other, and a place of its own for each part.
+    assert (np.diff(found["item"]) >= 0).all()
+    partial = ~found["whole"]
+    assert len(set(found["place"][partial].tolist())) == partial.sum()
+    assert found["place"].max() < cfg.places
+    for item in range(cfg.items):
+        of_item = found["item"] == item
+        (its,) = np.nonzero(of_item)
+        length = min(seq_lens[item // kv_heads], options.max_seq_len)
+        low = max(0, seq_lens[item // kv_heads] - window) if window else 0
+        begin, end = np.maximum(found["begin"], found["origin"])[its], found["end"][its]
+        last = np.minimum(end, found["origin"][its] + found["count"][its] * cfg.tokens)
+        seen = [t for first, past in zip(begin, last, strict=True) for t in range(first, past)]
+        assert seen == list(range(low, length))
+        assert found["part"][its].tolist() == [0] + [1] * (len(its) - 1)
+        assert found["last"][its].tolist() == [False] * (len(its) - 1) + [True]
+        assert found["whole"][its].tolist() == [len(its) == 1] * len(its)
+        # As the merge finds them.
+        first, last_stretch = found["place"][its[0]], program[its[-1]]
+        assert last_stretch - first // 2 + 1 == len(its)
+        assert found["place"][its[1:]].tolist() == [int(plan.places(first, i, cfg)) for i in range(1, len(its))]
+    work = np.bincount(program, np.maximum(found["count"], 1), programs)
+    assert (work > 0).sum() == busy
+    assert work.max() <= 17 / 16 * work.sum() / busy + 1
     if window is None:
-        assert {seq: len([row for row in found if row[0] == seq % num_seqs * kv_heads]) for seq in parts} == parts
+        assert {seq: (found["item"] == seq % num_seqs * kv_heads).sum() for seq in parts} == parts

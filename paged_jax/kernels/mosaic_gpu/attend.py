@@ -1,10 +1,10 @@
 """The decode kernel: attention of one query a sequence over its blocks, whole or in parts.
 
 Grid. A program, a thread block of two warpgroups, for each part of each item (sequence, kv head): all of its tokens, a
-partition of fixed size or an even share. Longer items may have further parts: programs, and some spare ones, take turns
-in them when their own part is done (`plan.py`). The parts of an item are one cluster where they are short and few: each
-program writes its part, and when all have, the first ones merge them (`reduce.py`). Otherwise a kernel of its own does.
-New tokens that are written on the way: `write.py`.
+partition of fixed size or an even share. Where lengths are uneven, as many as run at once have even stretches of
+all items, with whole items and parts in them (`plan.py`), and the others nothing. The parts of an item are one cluster
+where they are short and few: each program writes its part, and when all have, the first ones merge them (`reduce.py`).
+Otherwise a kernel of its own does. New tokens that are written on the way: `write.py`.
 
 Who loads: warpgroup 1 copies runs of tokens (TMA, through the block table) into rings of `slots` tiles of K and of V
 (`load.py`).
@@ -55,24 +55,23 @@ from paged_jax.kernels.mosaic_gpu.registers import LOWEST, exp, layout, log, of_
 _OPTIONS = ("scale", "slopes", "sinks", "k_scale", "v_scale")
 _INPUTS = ("query", "key_cache", "value_cache", "block_tables", "seq_lens", *_OPTIONS)
 _NEW = ("key", "value", "slot_mapping")
-_Step = Callable[[plan.Segment, Any, Config], None]
+_Step = Callable[[plan.Segment, plan.Scalar, Any, Config], None]
 
 
 def outputs(cfg: Config) -> dict[str, jax.ShapeDtypeStruct]:
     """What the kernel writes: `out` and `lse`, or partial results, each normalised; if it merges them, all of these.
 
-    Where lengths may be uneven, there are the number of each item's parts, and of its first further one, if any.
+    Where lengths may be uneven, there are the place of each item's first part, and the stretch that the last one is in.
     """
     f32, num_rows, shapes = jnp.float32, cfg.num_seqs * cfg.num_heads, {}
     if cfg.merge == "cluster" or cfg.whole_items:
         shapes["out"] = jax.ShapeDtypeStruct((num_rows, cfg.head_size), cfg.dtype)
         shapes["lse"] = jax.ShapeDtypeStruct((num_rows,), f32)
     if cfg.merge != "none":
-        places = cfg.own_parts + cfg.further_parts
-        shapes["parts"] = jax.ShapeDtypeStruct((places, cfg.padded_head_size, cfg.columns), f32)
-        shapes["maxima"] = shapes["sums"] = jax.ShapeDtypeStruct((places, cfg.columns), f32)
-    if cfg.mean_parts:
-        shapes["num_parts"] = shapes["first_further"] = jax.ShapeDtypeStruct((cfg.items,), jnp.int32)
+        shapes["parts"] = jax.ShapeDtypeStruct((cfg.places, cfg.padded_head_size, cfg.columns), f32)
+        shapes["maxima"] = shapes["sums"] = jax.ShapeDtypeStruct((cfg.places, cfg.columns), f32)
+    if cfg.stretches:
+        shapes["first_place"] = shapes["last_stretch"] = jax.ShapeDtypeStruct((cfg.items,), jnp.int32)
     return shapes
 
 
@@ -84,8 +83,8 @@ def attend(cfg: Config, *arrays: Any) -> dict[str, Array]:
     shapes = outputs(cfg)
     if cfg.merge == "cluster":
         mesh = {"cluster": (cfg.num_parts,), "cluster_names": ("part",), "grid": (cfg.items,), "grid_names": ("item",)}
-    elif cfg.mean_parts:
-        mesh = {"grid": (cfg.own_parts + cfg.spare,), "grid_names": ("program",)}
+    elif cfg.stretches:
+        mesh = {"grid": (cfg.items * cfg.num_parts,), "grid_names": ("stretch",)}
     else:
         mesh = {"grid": (cfg.num_parts, cfg.items), "grid_names": ("part", "item")}  # parts that few items have: last
     kernel = plgpu.kernel(
@@ -103,13 +102,10 @@ def attend(cfg: Config, *arrays: Any) -> dict[str, Array]:
 def _kernel(*gmem, cfg: Config, **smem):
     names = [f"{name}_gmem" for name in (*_INPUTS, *(_NEW if cfg.num_blocks else ()), *outputs(cfg))]
     refs = SimpleNamespace(**dict(zip(names, gmem, strict=True)), **smem)
-    lengths = plan.lengths_of(refs.seq_lens_gmem, cfg)
-    if cfg.mean_parts:
-        program, items = lax.axis_index("program"), jnp.int32(cfg.items)
-        item, part = lax.rem(program, items), lax.div(program, items)
+    if cfg.stretches:
+        mine = plan.stretch_of(refs.seq_lens_gmem, lax.axis_index("stretch"), cfg)
     else:
-        item, part = lax.axis_index("item"), lax.axis_index("part")
-    own = plan.segment_of(refs.seq_lens_gmem, lengths, item, part, cfg)
+        mine = plan.segment_of(refs.seq_lens_gmem, lax.axis_index("item"), lax.axis_index("part"), cfg)
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == 0)
@@ -117,65 +113,42 @@ def _kernel(*gmem, cfg: Config, **smem):
         # ptxas, left alone, may take more than two programs have. It launches all threads with what is named here.
         if cfg.programs == 2 and cfg.head_size >= 128 and cfg.columns <= 16:
             plgpu.set_max_registers(128, action="increase")
-        _in_turns(_attend_segment, _await_result, lengths, own, refs, cfg)
+        _for_segments(_attend_segment, mine, refs, cfg)
 
     @pl.when(warpgroup == 1)
     def _():
-        _in_turns(load_segment, _empty_rings, lengths, own, refs, cfg)
+        _empty_rings(_for_segments(load_segment, mine, refs, cfg), refs, cfg)
+        if cfg.num_blocks and isinstance(mine, plan.Segment):
+            plgpu.barrier_wait(refs.q_ready)
+            write.write(mine, refs, cfg)
 
 
-def _in_turns(do: _Step, finish: _Step, lengths: plan.Lengths, own: plan.Segment, refs, cfg: Config):
-    """A program's own part, if it has one, and further ones: one, as there are fewer of these than programs.
-
-    Each is found before the one before is finished.
-    """
-    if not cfg.mean_parts:
-        do(own, refs, cfg)
-        finish(own, refs, cfg)
-        return
-
-    def first():
-        return plan.first_turn(refs.seq_lens_gmem, lengths, own, cfg)
-
-    def segment_of(number, count):
-        further = functools.partial(plan.further_segment, refs.seq_lens_gmem, lengths, number, cfg)
-        return lax.cond((number >= 0) & (number < count), further, lambda: own)
+def _for_segments(do: _Step, mine: plan.Segment | plan.Stretch, refs, cfg: Config) -> plan.Scalar:
+    """A program's segment, or those of its stretch, given the tiles before each; returns how many tiles they have."""
+    if isinstance(mine, plan.Segment):
+        do(mine, jnp.int32(0), refs, cfg)
+        return mine.count
 
     def turn(state):
-        number, count, segment = state
-        do(segment, refs, cfg)
-        number, count = lax.cond(number < 0, first, lambda: (number + cfg.own_parts + cfg.spare, count))
-        following = segment_of(number, count)
-        finish(segment, refs, cfg)
-        return number, count, following
+        stretch, before = state
+        segment = plan.next_segment(refs.seq_lens_gmem, stretch, cfg)
+        do(segment, before, refs, cfg)
+        return plan.after_segment(refs.seq_lens_gmem, stretch, cfg), before + segment.count
 
-    has_own = own.part < lax.min(own.parts, jnp.int32(cfg.num_parts))
-    init = lax.cond(has_own, lambda: (jnp.int32(-1), jnp.int32(0)), first)
-    lax.while_loop(lambda state: state[0] < state[1], turn, (*init, segment_of(*init)))
+    return lax.while_loop(lambda state: state[0].left > 0, turn, (mine, jnp.int32(0)))[1]
 
 
-def _await_result(segment: plan.Segment, refs, cfg: Config):
-    # In turns: here, as this warpgroup replaces the new token by the next one.
-    if cfg.num_blocks and cfg.mean_parts:
-        write.write(segment, refs, cfg)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+def _empty_rings(count: plan.Scalar, refs, cfg: Config):
+    """Rings end as they began: the interpreter insists on it, and new tokens can be written then."""
 
-
-def _empty_rings(segment: plan.Segment, refs, cfg: Config):
-    """Rings end as they began; the interpreter insists on it, and the next segment. New tokens can be written then."""
-
-    @pl.loop(lax.max(segment.count - cfg.slots, jnp.int32(0)), segment.count)
+    @pl.loop(lax.max(count - cfg.slots, jnp.int32(0)), count)
     def _(i):
         plgpu.barrier_wait(refs.k_consumed.at[lax.rem(i, jnp.int32(cfg.slots))])
         plgpu.barrier_wait(refs.v_consumed.at[lax.rem(i, jnp.int32(cfg.slots))])
 
-    if cfg.num_blocks and not cfg.mean_parts:
-        plgpu.barrier_wait(refs.q_ready)
-        write.write(segment, refs, cfg)
 
-
-def _attend_segment(segment: plan.Segment, refs, cfg: Config):
-    """Attends to a segment's tiles in the rings, and stores the result."""
+def _attend_segment(segment: plan.Segment, before: plan.Scalar, refs, cfg: Config):
+    """Attends to a segment's tiles, which are in the rings after others, and stores the result."""
     new = write.new_token(segment, refs, cfg) if cfg.num_blocks else None
     row, offset = plan.window(segment, cfg)
     plgpu.copy_gmem_to_smem(refs.query_gmem.at[pl.ds(row, cfg.columns)], refs.q_smem, refs.q_ready)
@@ -192,7 +165,7 @@ def _attend_segment(segment: plan.Segment, refs, cfg: Config):
 
     def attend_tile(i, carry):
         acc, max_logit, exp_sum = carry
-        slot = lax.rem(i, jnp.int32(cfg.slots))
+        slot = lax.rem(before + i, jnp.int32(cfg.slots))
         start = segment.origin + i * cfg.tokens
         low, high = segment.begin - start, end - start
         plgpu.barrier_wait(refs.k_ready.at[slot])
@@ -238,18 +211,18 @@ def _attend_segment(segment: plan.Segment, refs, cfg: Config):
     if cfg.merge == "none":
         store_whole()
     elif cfg.whole_items:
-        lax.cond(segment.parts == 1, store_whole, store_part)
+        lax.cond(segment.whole, store_whole, store_part)
     else:
         store_part()
-    if cfg.mean_parts:
+    if cfg.stretches:
 
         @pl.when(segment.part == 0)
         def _():
-            refs.num_parts_gmem[segment.item] = segment.parts
+            refs.first_place_gmem[segment.item] = segment.place
 
-        @pl.when(segment.part == cfg.num_parts)
+        @pl.when(segment.last)
         def _():
-            refs.first_further_gmem[segment.item] = segment.first_further
+            refs.last_stretch_gmem[segment.item] = lax.axis_index("stretch")
 
     if cfg.merge == "cluster":
         # Parts are in memory by now, and in no first-level cache: each program reads them here for the first time.
@@ -259,7 +232,12 @@ def _attend_segment(segment: plan.Segment, refs, cfg: Config):
 
             @pl.when(segment.part == cfg.merging_program(block))
             def _(block=block):
-                merge_block(segment, block, refs, cfg)
+                merge_block(segment, segment.item * cfg.num_parts, cfg.num_parts, block, refs, cfg)
+
+    # In stretches: here, as this warpgroup replaces the new token by the next one.
+    if cfg.num_blocks and cfg.stretches:
+        write.write(segment, refs, cfg)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _keys(tile_smem, cfg: Config):
@@ -393,7 +371,7 @@ def _store_part(segment, v_scale, state, refs, cfg: Config):
         (refs.max_smem, refs.maxima_gmem),
         (refs.sum_smem, refs.sums_gmem),
     ):
-        plgpu.copy_smem_to_gmem(x_smem, x_gmem.at[plan.place(segment, segment.part, cfg)])
+        plgpu.copy_smem_to_gmem(x_smem, x_gmem.at[segment.place])
     plgpu.wait_smem_to_gmem(0, wait_read_only=cfg.merge == "kernel")
 
 

@@ -131,22 +131,26 @@ def config(
 
 
 def _folded(cfg: Config, gpu: Device) -> Config:
-    """With kv heads folded as far as that takes no more columns, and leaves two waves: lengths are rarely even.
+    """With kv heads folded as far as that takes no more columns, and leaves two waves, or one where lengths are known.
 
-    Larger copies are 1% faster (benchmarks/LOG.md).
+    Larger copies are 1% faster (benchmarks/LOG.md), but items are longer: uneven ones must be cut then.
     """
     plain = cfg.k_scale in ("none", "scalar") and cfg.v_scale in ("none", "scalar") and not cfg.num_blocks
     if cfg.layout == "nhd" or len(cfg.pieces) > 1 or not plain:
         return cfg
-    for fold in (4, 2):
-        fits = fold * cfg.block_size <= 64 and 8 % (fold * cfg.group) == 0 and cfg.num_kv_heads % fold == 0
-        if fits and cfg.items >= 3.6 * fold * gpu.num_multiprocessors:
-            return replace(cfg, num_kv_heads=cfg.num_kv_heads // fold, fold=fold)
+    for fold in (2, 4):
+        fits = fold * cfg.block_size <= 64 and 8 % (2 * cfg.group) == 0 and cfg.num_kv_heads % 2 == 0
+        waves = cfg.items / 2 / (2 * gpu.num_multiprocessors)
+        if fits and (waves >= 1.8 or (0.93 <= waves <= 1 and _worth_a_look(cfg, 2 * waves))):
+            cfg = replace(cfg, num_kv_heads=cfg.num_kv_heads // 2, fold=fold)
     return cfg
 
 
 def _in_parts(cfg: Config, gpu: Device) -> Config:
-    """In so many parts that every multiprocessor has its fill; in a cluster where parts are short, and programs few."""
+    """In so many parts that every multiprocessor has its fill; in a cluster where parts are short, and programs few.
+
+    Or in even stretches, one for each program that runs at once, if lengths may be uneven and that is worth it.
+    """
     items = max(1, cfg.items)
     parts = min(_MAX_CLUSTER, gpu.num_multiprocessors // items, -(-cfg.max_seq_len // 128))
     if parts > 1 and cfg.max_seq_len <= parts * _SHORT:
@@ -158,30 +162,30 @@ def _in_parts(cfg: Config, gpu: Device) -> Config:
         share = -(-tiles // max(1, min(at_once // items, tiles)))
         return -(-tiles // share)
 
-    one, all_ = gpu.num_multiprocessors, tiled.programs * gpu.num_multiprocessors
+    one = gpu.num_multiprocessors
+    at_once = all_ = tiled.programs * one
     if one >= parts_for(one) * items >= 0.9 * one:
+        at_once = one
         parts = parts_for(one)  # one program on each multiprocessor reads as fast as two, and leaves less to merge
-    elif items > all_ or (3 * items > all_ and _item_time(cfg) > 100):
+    elif items > all_ or (2 * items > one and _item_time(cfg) > 100):
         parts = min(_parts_in_waves(cfg, all_), tiles)
     else:
         parts = parts_for(all_)
-    # In many waves lengths even out, sooner if a program has the multiprocessor; so items may be longer there.
     waves = items / all_
     alone = parts == 1 and waves > 2 and not cfg.in_registers
     most_programs = 1 if alone and cfg.head_size * jnp.dtype(cfg.dtype).itemsize >= 256 else 2
-    # Microseconds that looking at lengths costs: a merge that may find nothing to do, and in each wave their sum.
-    cost = 1.5 + 0.5 * max(1, waves) * -(-cfg.num_seqs // 64)
-    worth = cfg.num_seqs > 1 and (parts > 1 or _item_time(cfg) > 40 * cost)
-    if worth and cfg.num_seqs * cfg.max_seq_len < 2**31:
-        mean = parts if parts > 1 else min(1, 2.5 / waves)
-        tiled = _tiled(replace(cfg, mean_parts=mean, merge="kernel"), most_programs)
-        # Not all that there is room for: of a grid that fills the GPU, neighbours share a multiprocessor. If they do
-        # anyway: one for each further part there may be, to start wherever others end.
-        spare = int(0.95 * tiled.programs * gpu.num_multiprocessors) - items * parts
-        if items <= all_ and parts > 1 and items * parts > one:
-            spare = items * parts
-        return replace(tiled, num_parts=parts, spare=max(0, spare))
+    fits = items * (1 + tiles) < 2**26 and items * parts < 2**15  # so that nothing overflows
+    if cfg.num_seqs > 1 and fits and (parts > 1 or _worth_a_look(cfg, waves)):
+        stretches = min(at_once, most_programs * one, items * parts)
+        return _tiled(replace(cfg, num_parts=parts, stretches=stretches, merge="kernel"), most_programs)
     return replace(tiled, num_parts=parts) if parts > 1 else _tiled(cfg, most_programs)
+
+
+def _worth_a_look(cfg: Config, waves: float) -> bool:
+    """Whether items may be so long that it pays to look at lengths."""
+    # Microseconds: of a merge that may find nothing to do, and in each wave of the lengths' sum.
+    cost = 1.5 + 0.5 * max(1, waves) * -(-cfg.num_seqs // 64)
+    return _item_time(cfg) > 40 * cost
 
 
 def _parts_in_waves(cfg: Config, at_once: int) -> int:
@@ -193,10 +197,11 @@ def _parts_in_waves(cfg: Config, at_once: int) -> int:
 
     def cost(parts: int) -> float:
         waves = cfg.items * parts / at_once
-        idle = 0.2 if 0 < waves % 1 < 0.85 else 0.0
-        return 1.6 * waves + idle * _item_time(cfg) / parts + (2.5 if parts > 1 else 0.0)
+        last = waves % 1
+        idle = 0.0 if last == 0 or last >= 0.85 else 0.08 if 0.5 < waves < 1 else 0.11 if last >= 0.45 else 0.2
+        return 1.6 * waves + idle * _item_time(cfg) / parts + (1.5 + 0.25 * parts if parts > 1 else 0.0)
 
-    return min((1, 2, 3, 4), key=cost)
+    return min(range(1, 7 if 2 * cfg.items < at_once else 5), key=cost)
 
 
 def _item_time(cfg: Config) -> float:

@@ -20,9 +20,8 @@ class Config:
       dtype, cache_dtype: of the query, which the output has too, and of the caches.
       fold: kv heads that are attended to together, as one of `num_kv_heads` that has all their query heads. In memory
         their tokens of a block are neighbours: a larger copy.
-      num_parts: parts of each (sequence, kv head), or at least programs for them.
-      mean_parts: parts of an item of mean length, where others have more or fewer, or 0: all have `num_parts`.
-      spare: programs with no part of their own, for parts of long items.
+      num_parts: parts of each (sequence, kv head), or at most: of its partitions.
+      stretches: of the line of all items' tiles, where lengths may be uneven, or 0. If they are alike after all: parts.
       partition_size: tokens of a part, or 0: an even share.
       merge: where parts are made one: nowhere, in the "cluster" that they run in, or in a "kernel" of its own.
       k_scale, v_scale: "none", "scalar", "head" or "slot".
@@ -42,8 +41,7 @@ class Config:
     layout: Layout
     max_seq_len: int
     num_parts: int = 1
-    mean_parts: float = 0
-    spare: int = 0
+    stretches: int = 0
     partition_size: int = 0
     merge: Literal["none", "cluster", "kernel"] = "none"
     k_scale: str = "none"
@@ -129,8 +127,8 @@ class Config:
 
     @property
     def whole_items(self) -> bool:
-        """Whether items of one part are most, and the decode kernel writes their results."""
-        return self.merge == "none" or 0 < self.mean_parts <= 1
+        """Whether items may be in one part, of which the decode kernel writes the results."""
+        return self.merge == "none" or self.stretches > 0
 
     @property
     def most_seen(self) -> int:
@@ -138,14 +136,9 @@ class Config:
         return self.max_seq_len if self.sliding_window is None else min(self.max_seq_len, self.sliding_window)
 
     @property
-    def own_parts(self) -> int:
-        """Parts that have a program of their own; the grid has these programs, and the spare ones."""
-        return self.items * self.num_parts
-
-    @property
-    def further_parts(self) -> int:
-        """Parts that are not of a program of their own, at most: a length adds less than 1 to its share of parts."""
-        return math.ceil(self.items * self.mean_parts)
+    def places(self) -> int:
+        """Of partial results: two of a program that has a stretch, its first part and its last."""
+        return self.items * self.num_parts * (2 if self.stretches else 1)
 
     @property
     def out_blocks(self) -> tuple[int, ...]:

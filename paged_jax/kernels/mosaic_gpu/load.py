@@ -9,8 +9,8 @@ from paged_jax.kernels.mosaic_gpu import plan
 from paged_jax.kernels.mosaic_gpu.config import Config
 
 
-def load_segment(segment: plan.Segment, refs, cfg: Config):
-    """Copies a segment's tiles into the rings."""
+def load_segment(segment: plan.Segment, before: plan.Scalar, refs, cfg: Config):
+    """Copies a segment's tiles into the rings, after those `before`."""
     last = lax.max(lax.div(segment.end - 1, jnp.int32(cfg.run)) * cfg.run, jnp.int32(0))
 
     def runs_of(tile):  # (block, offset in it); past the end the last run again, which is masked
@@ -21,13 +21,13 @@ def load_segment(segment: plan.Segment, refs, cfg: Config):
 
     def load_tile(i, runs):
         following = runs_of(i + 1)  # in flight while this tile waits for its slot
-        slot = lax.rem(i, jnp.int32(cfg.slots))
+        slot = lax.rem(before + i, jnp.int32(cfg.slots))
         whole = ((0, cfg.head_size),)
         keys = "k", refs.key_cache_gmem, (refs.k_smem,), whole, refs.k_ready, refs.k_consumed
         values = "v", refs.value_cache_gmem, refs.v_smem, cfg.pieces, refs.v_ready, refs.v_consumed
         for which, cache_gmem, rings_smem, pieces, ready, consumed in (keys, values):
 
-            @pl.when(i >= cfg.slots)
+            @pl.when(before + i >= cfg.slots)
             def _(consumed=consumed):
                 plgpu.barrier_wait(consumed.at[slot])
 

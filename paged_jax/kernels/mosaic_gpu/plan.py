@@ -1,13 +1,14 @@
 """Device code: which tiles of K and V are whose.
 
-A (sequence, kv head) is an item, and its tokens are cut into tiles. A segment is a run of tiles of one item: all of
-them, those in a partition of fixed size, or an even share. A program attends to one, or in turns to two.
+A (sequence, kv head) is an item, and its tokens are cut into tiles. A segment is a run of tiles of one item, which a
+program attends to: all of them, those in a partition of fixed size, or an even share.
 
-Where lengths may be uneven, items have parts in proportion to their lengths. There are `num_parts` programs for each,
-and spare ones; the parts past those, of long items, are further ones: a list that programs take turns in when their own
-part is done, those first that have none. Where lengths are alike the list is empty.
+Where lengths may be uneven, and are, the tiles of all items are one line, and the programs that run at once have even
+stretches of it: segments of one or more items, the first and the last of which may be parts. Where lengths are alike
+after all, a program has an item, or an even part of one.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,25 +19,10 @@ from jax import lax
 
 from paged_jax.kernels.mosaic_gpu.config import Config
 
-Scalar = Any  # an int32 of the device, or float32
+Scalar = Any  # an int32 of the device
 _IN_FLIGHT = 64  # lengths
-_LEAST_TILES = 4  # of a part
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """What the lengths of a batch say about how items are cut.
-
-    Attributes:
-      quarters: float32, of a part, for each token. An item has as many parts as that makes, up to a quarter too large.
-      further: whether an item has more parts than programs.
-    """
-
-    quarters: Scalar
-    further: Scalar
-
-
-ALIKE = Lengths(0.0, False)
+_ALIKE = 16  # lengths of which none is longer than the mean by more than this part of it
+_LEAST = 4  # tiles of a stretch: in a batch of mostly nothing, what is there would be cut too fine
 
 
 @jax.tree_util.register_dataclass
@@ -44,16 +30,16 @@ ALIKE = Lengths(0.0, False)
 class Segment:
     """Some `count` tiles of an item, from `origin` on; of their tokens, the last one sees begin <= t < end.
 
-    They are one of its `parts`, or nothing if `part` is not below that. Its further parts are from `first_further` on
-    in their list; unknown for a program's own.
+    They are one of its parts, the one at `place` among the partial results, if they are not the `whole` item.
     """
 
     item: Scalar
     seq: Scalar
     head: Scalar
     part: Scalar
-    parts: Scalar
-    first_further: Scalar
+    whole: Scalar
+    last: Scalar
+    place: Scalar
     seq_len: Scalar
     origin: Scalar
     begin: Scalar
@@ -61,94 +47,116 @@ class Segment:
     count: Scalar
 
 
-def lengths_of(seq_lens_gmem, cfg: Config) -> Lengths:
-    """From all lengths, if the config wants to know."""
-    if not cfg.mean_parts:
-        return ALIKE
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Stretch:
+    """What a program has still to do: `left` tiles of the line, from one of an item on; and where a part of it goes."""
 
-    def add(_, seq_len, carry):
-        total, longest = carry
-        seen = _seen(seq_len, cfg)
-        return total + seen, lax.max(longest, seen)
-
-    total, longest = _over_lengths(seq_lens_gmem, add, (jnp.int32(0), jnp.int32(0)), cfg)
-    # In a batch of mostly nothing, what is there would be cut too fine.
-    least = _LEAST_TILES * cfg.tokens * cfg.mean_parts
-    mean = lax.max(total.astype(jnp.float32) / cfg.num_seqs, jnp.float32(least))
-    quarters = 4 * cfg.mean_parts / mean
-    return Lengths(quarters, _parts_of(longest, quarters, cfg) > cfg.num_parts)
+    seq: Scalar
+    head: Scalar
+    tile: Scalar
+    left: Scalar
+    place: Scalar
 
 
-def segment_of(
-    seq_lens_gmem, lengths: Lengths, item: Scalar, part: Scalar, cfg: Config, first_further: Scalar = 0
-) -> Segment:
+def segment_of(seq_lens_gmem, item: Scalar, part: Scalar, cfg: Config) -> Segment:
     """A part of an item; it may be empty."""
     seq, head = lax.div(item, jnp.int32(cfg.num_kv_heads)), lax.rem(item, jnp.int32(cfg.num_kv_heads))
     seq_len = seq_lens_gmem[seq]
-    parts = _parts_of(seq_len, lengths.quarters, cfg)
-    begin, end = jnp.int32(0), lax.min(seq_len, jnp.int32(cfg.max_seq_len))
-    if cfg.sliding_window is not None:
-        begin = lax.max(seq_len - cfg.sliding_window, jnp.int32(0))
+    begin, end = _span(seq_len, cfg)
     if cfg.partition_size:
         begin = lax.max(begin, part * cfg.partition_size)
         end = lax.min(end, (part + 1) * cfg.partition_size)
-    origin = lax.div(begin, jnp.int32(cfg.run)) * cfg.run
-    if (cfg.num_parts > 1 or cfg.mean_parts) and not cfg.partition_size:
-        share = tiles(tiles(end - origin, cfg.tokens), parts) * cfg.tokens
+    origin = _first_run(begin, cfg)
+    if cfg.num_parts > 1 and not cfg.partition_size:
+        share = tiles(tiles(end - origin, cfg.tokens), cfg.num_parts) * cfg.tokens
         origin += part * share
         end = lax.min(end, origin + share)
     count = tiles(end - origin, cfg.tokens)
-    return Segment(item, seq, head, part, parts, jnp.int32(first_further), seq_len, origin, begin, end, count)
+    place = item * cfg.num_parts + part
+    no = jnp.bool_(False)
+    return Segment(item, seq, head, part, no, no, place, seq_len, origin, begin, end, count)
 
 
-def first_turn(seq_lens_gmem, lengths: Lengths, own: Segment, cfg: Config) -> tuple[Scalar, Scalar]:
-    """The first of the further parts that a program takes, and how many there are."""
+def stretch_of(seq_lens_gmem, program: Scalar, cfg: Config) -> Stretch:
+    """A program's stretch."""
 
-    def add(seq, seq_len, carry):
-        count, before, idle = carry
-        excess = _parts_of(seq_len, lengths.quarters, cfg) - cfg.num_parts
-        more, less = (lax.max(x, jnp.int32(0)) * cfg.num_kv_heads for x in (excess, -excess))
-        return count + more, before + jnp.where(seq < own.seq, less, 0), idle + less
+    def add(_, seq_len, carry):
+        total, longest = carry
+        length = _length(seq_len, cfg)
+        return total + length, lax.max(longest, length)
 
-    def turn():
-        zero = jnp.int32(0)
-        count, before, idle = _over_lengths(seq_lens_gmem, add, (zero, zero, zero), cfg)
-        before += own.head * lax.max(cfg.num_parts - own.parts, zero) + lax.max(own.part - own.parts, zero)
-        busy_before = own.item * cfg.num_parts + own.part - before
-        turn = cfg.spare + jnp.where(own.part < own.parts, idle + busy_before, before)
-        program = own.part * cfg.items + own.item
-        return jnp.where(program < cfg.own_parts, turn, program - cfg.own_parts), count
-
-    return lax.cond(lengths.further, turn, lambda: (jnp.int32(0), jnp.int32(0)))
+    total, longest = _over_lengths(seq_lens_gmem, add, (jnp.int32(0), jnp.int32(0)), cfg)
+    alike = _ALIKE * longest * cfg.num_seqs <= (_ALIKE + 1) * total
+    # The grid's programs are the parts of all items; the line has no more stretches than that.
+    of_item = functools.partial(_stretch_of_item, seq_lens_gmem, program, cfg)
+    of_line = functools.partial(_stretch_of_line, seq_lens_gmem, program, total * cfg.num_kv_heads, cfg)
+    return lax.cond(alike, of_item, of_line)
 
 
-def further_segment(seq_lens_gmem, lengths: Lengths, number: Scalar, cfg: Config) -> Segment:
-    """The further part of a number."""
-
-    def find(seq, seq_len, carry):
-        first, found, found_first, found_more = carry
-        more = lax.max(_parts_of(seq_len, lengths.quarters, cfg) - cfg.num_parts, jnp.int32(0))
-        following = first + more * cfg.num_kv_heads
-        here = (first <= number) & (number < following)
-        found, found_first, found_more = (
-            jnp.where(here, x, y) for x, y in ((seq, found), (first, found_first), (more, found_more))
-        )
-        return following, found, found_first, found_more
-
-    zero = jnp.int32(0)
-    _, seq, first, more = _over_lengths(seq_lens_gmem, find, (zero, zero, zero, zero + 1), cfg)
-    head = lax.div(number - first, more)
-    first += head * more
-    part = cfg.num_parts + number - first
-    return segment_of(seq_lens_gmem, lengths, seq * cfg.num_kv_heads + head, part, cfg, first)
+def _stretch_of_item(seq_lens_gmem, program: Scalar, cfg: Config) -> Stretch:
+    """Where all items have as many parts."""
+    parts = jnp.int32(cfg.num_parts)
+    item, part = lax.div(program, parts), lax.rem(program, parts)
+    seq, head = lax.div(item, jnp.int32(cfg.num_kv_heads)), lax.rem(item, jnp.int32(cfg.num_kv_heads))
+    length = _length(seq_lens_gmem[seq], cfg)
+    share = tiles(length, parts)
+    first = lax.min(part * share, length)
+    return Stretch(seq, head, first, lax.min(share, length - first), 2 * program)
 
 
-def place(segment: Segment, part: Scalar, cfg: Config) -> Scalar:
-    """Where the partial result of a part of the segment's item is."""
-    if not cfg.mean_parts:
-        return segment.item * cfg.num_parts + part
-    further = cfg.own_parts + segment.first_further + part - cfg.num_parts
-    return jnp.where(part < cfg.num_parts, segment.item * cfg.num_parts + part, further)
+def _stretch_of_line(seq_lens_gmem, program: Scalar, total: Scalar, cfg: Config) -> Stretch:
+    """Of the line of all `total` tiles."""
+    stretches, zero = jnp.int32(cfg.stretches), jnp.int32(0)
+    size, rest = lax.div(total, stretches), lax.rem(total, stretches)
+
+    def cut(number):
+        number = lax.min(number, stretches)
+        even = number * size + lax.div(number * rest, stretches)
+        return jnp.where(size < _LEAST, lax.min(number * _LEAST, total), even)
+
+    def search(seq, seq_len, carry):
+        after, (found, before) = carry[0] + _length(seq_len, cfg) * cfg.num_kv_heads, carry[1]
+        past = first >= after
+        return after, (jnp.where(past, seq + 1, found), jnp.where(past, after, before))
+
+    first, end = cut(program), cut(program + 1)
+    _, (seq, before) = _over_lengths(seq_lens_gmem, search, (zero, (zero, zero)), cfg)
+    length = _length(seq_lens_gmem[lax.min(seq, jnp.int32(cfg.num_seqs - 1))], cfg)
+    head, tile = lax.div(first - before, length), lax.rem(first - before, length)
+    return Stretch(seq, head, tile, end - first, 2 * program)
+
+
+def next_segment(seq_lens_gmem, stretch: Stretch, cfg: Config) -> Segment:
+    """The first segment of a stretch, which must not be empty."""
+    seq_len = seq_lens_gmem[stretch.seq]
+    length = _length(seq_len, cfg)
+    num_tiles = lax.min(length - stretch.tile, stretch.left)
+    begin, end = _span(seq_len, cfg)
+    origin = _first_run(begin, cfg) + stretch.tile * cfg.tokens
+    end = lax.min(end, origin + num_tiles * cfg.tokens)
+    item, part = stretch.seq * cfg.num_kv_heads + stretch.head, jnp.where(stretch.tile == 0, 0, 1)
+    last = stretch.tile + num_tiles == length
+    whole = last & (stretch.tile == 0)
+    count = tiles(end - origin, cfg.tokens)
+    return Segment(
+        item, stretch.seq, stretch.head, part, whole, last, stretch.place, seq_len, origin, begin, end, count
+    )
+
+
+def after_segment(seq_lens_gmem, stretch: Stretch, cfg: Config) -> Stretch:
+    """A stretch without its first segment."""
+    length = _length(seq_lens_gmem[stretch.seq], cfg)
+    left, past = stretch.tile + stretch.left - length, stretch.head + 1 == cfg.num_kv_heads
+    seq, head = stretch.seq + past.astype(jnp.int32), jnp.where(past, 0, stretch.head + 1)
+    return Stretch(seq, head, jnp.int32(0), left, stretch.place | 1)
+
+
+def places(first: Scalar, number: Scalar, cfg: Config) -> Scalar:
+    """Where the part of a number is, of an item whose first one is at `first`."""
+    if not cfg.stretches:
+        return first + number
+    return jnp.where(number == 0, first, (lax.div(first, jnp.int32(2)) + number) * 2)
 
 
 def window(segment: Segment, cfg: Config) -> tuple[Scalar, Scalar]:
@@ -167,19 +175,29 @@ def tiles(count: Scalar, size: Scalar | int) -> Scalar:
     return lax.max(lax.div(count + (size - 1), jnp.int32(size)), jnp.int32(0))
 
 
-def _parts_of(seq_len: Scalar, quarters: Scalar, cfg: Config) -> Scalar:
-    """How many parts an item has."""
-    if cfg.partition_size:
-        return tiles(lax.min(seq_len, jnp.int32(cfg.max_seq_len)), cfg.partition_size)
-    if not cfg.mean_parts:
+def num_partitions(seq_len: Scalar, cfg: Config) -> Scalar:
+    """Parts of an item that are not empty, or all."""
+    if not cfg.partition_size:
         return jnp.int32(cfg.num_parts)
-    # One multiplication, nothing that could be contracted: the same in every place that asks.
-    of_length = (_seen(seq_len, cfg).astype(jnp.float32) * quarters).astype(jnp.int32)
-    return lax.max(lax.div(of_length + 3, jnp.int32(4)), jnp.int32(1))
+    return tiles(lax.min(seq_len, jnp.int32(cfg.max_seq_len)), cfg.partition_size)
 
 
-def _seen(seq_len: Scalar, cfg: Config) -> Scalar:
-    return lax.max(lax.min(seq_len, jnp.int32(cfg.most_seen)), jnp.int32(0))
+def _span(seq_len: Scalar, cfg: Config) -> tuple[Scalar, Scalar]:
+    """The tokens that the last one sees: begin <= t < end."""
+    begin, end = jnp.int32(0), lax.min(seq_len, jnp.int32(cfg.max_seq_len))
+    if cfg.sliding_window is not None:
+        begin = lax.max(seq_len - cfg.sliding_window, jnp.int32(0))
+    return begin, end
+
+
+def _first_run(begin: Scalar, cfg: Config) -> Scalar:
+    return lax.div(begin, jnp.int32(cfg.run)) * cfg.run
+
+
+def _length(seq_len: Scalar, cfg: Config) -> Scalar:
+    """Tiles of an item in the line: one if there are none, so that someone writes its result."""
+    begin, end = _span(seq_len, cfg)
+    return lax.max(tiles(end - _first_run(begin, cfg), cfg.tokens), jnp.int32(1))
 
 
 def _over_lengths(seq_lens_gmem, step, carry, cfg: Config):

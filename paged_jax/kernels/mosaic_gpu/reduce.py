@@ -2,8 +2,8 @@
 
 A block of 64 elements of the item's heads is merged at once: O^T in the layout of wgmma's results, as it was written.
 
-Grid of the kernel. A program, of one warpgroup, for each block of each item, or of some items if few may have several
-parts. Everyone loads, from global memory into registers, and computes.
+Grid of the kernel. A program, of one warpgroup, for each block of each item, or of some items if not all may have
+several parts. Everyone loads, from global memory into registers, and computes.
 
 Shared memory: the block of `out`, and the item's lse, on their way out.
 
@@ -12,7 +12,6 @@ parts are in flight.
 """
 
 import functools
-from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -45,7 +44,7 @@ def reduce(cfg: Config, seq_lens: Array, sinks: Array, results: dict[str, Array]
         grid=(cfg.merging_programs, _item_programs(cfg)),
         grid_names=("program", "item"),
     )
-    if not cfg.whole_items:
+    if not cfg.stretches:
         return call(out_type=outs)(*inputs)
     # Those of one part are there already.
     return pl.run_state(lambda refs: call(out_type=())(*inputs, *refs))((results["out"], results["lse"]))
@@ -56,43 +55,45 @@ def _kernel(*gmem, cfg: Config, **smem):
     refs = SimpleNamespace(**{f"{name}_gmem": ref for name, ref in zip(names, gmem, strict=True)}, **smem)
     first, step = lax.axis_index("item"), _item_programs(cfg)
 
+    def parts_of(item):
+        return refs.last_stretch_gmem[item] - lax.div(refs.first_place_gmem[item], jnp.int32(2)) + 1
+
     def merge(item):
-        segment = plan.segment_of(refs.seq_lens_gmem, plan.ALIKE, item, jnp.int32(0), cfg)
-        if cfg.mean_parts:
-            parts, first_further = refs.num_parts_gmem[item], refs.first_further_gmem[item]
-            segment = replace(segment, parts=parts, first_further=first_further)
+        segment = plan.segment_of(refs.seq_lens_gmem, item, jnp.int32(0), cfg)
+        first, parts = segment.place, plan.num_partitions(segment.seq_len, cfg)
+        if cfg.stretches:
+            first, parts = refs.first_place_gmem[item], parts_of(item)
         for block in range(len(cfg.out_blocks)):
 
             @pl.when(lax.axis_index("program") == cfg.merging_program(block))
             def _(block=block):
-                merge_block(segment, block, refs, cfg)
+                merge_block(segment, first, parts, block, refs, cfg)
 
-    if not cfg.whole_items:
+    if not cfg.stretches:
         merge(first)
         return
     items = [first + i for i in range(0, cfg.items, step)]
-    counts = [refs.num_parts_gmem[lax.min(item, jnp.int32(cfg.items - 1))] for item in items]
+    counts = [parts_of(lax.min(item, jnp.int32(cfg.items - 1))) for item in items]
 
     @pl.when(functools.reduce(lax.max, counts) > 1)
     def _():
         @pl.loop(first, cfg.items, step=step)
         def _(item):
-            pl.when(refs.num_parts_gmem[item] > 1)(lambda: merge(item))
+            pl.when(parts_of(item) > 1)(lambda: merge(item))
 
 
 def _inputs(cfg: Config) -> tuple[str, ...]:
-    return "parts", "maxima", "sums", *(("num_parts", "first_further") if cfg.mean_parts else ())
+    return "parts", "maxima", "sums", *(("first_place", "last_stretch") if cfg.stretches else ())
 
 
 def _item_programs(cfg: Config) -> int:
     """Of the grid; where few items have several parts, each program looks at some."""
-    return min(cfg.items, max(_PROGRAMS, -(-cfg.items // _IN_FLIGHT))) if cfg.whole_items else cfg.items
+    return min(cfg.items, max(_PROGRAMS, -(-cfg.items // _IN_FLIGHT))) if cfg.stretches else cfg.items
 
 
-def merge_block(segment: plan.Segment, block: int, refs, cfg: Config):
+def merge_block(segment: plan.Segment, first, count, block: int, refs, cfg: Config):
     """Merges an item's parts, always in the same order, and writes a block of out; with the first, lse."""
     row, offset = plan.window(segment, cfg)
-    count = segment.parts
 
     def read(at):
         out = layout(plgpu.load(refs.parts_gmem.at[at, pl.ds(64 * block, 64)], optimized=False))
@@ -104,7 +105,7 @@ def merge_block(segment: plan.Segment, block: int, refs, cfg: Config):
 
     def step(i, carry):
         numbers = [i * in_flight + j for j in range(in_flight)]
-        parts = [read(plan.place(segment, lax.min(number, jnp.int32(count) - 1), cfg)) for number in numbers]
+        parts = [read(plan.places(first, lax.min(number, jnp.int32(count) - 1), cfg)) for number in numbers]
         for number, (out, max_logit, exp_sum) in zip(numbers, parts, strict=True):
             carry = _add(carry, out, max_logit, exp_sum * jnp.where(number < count, 1.0, 0.0))
         return carry
@@ -114,7 +115,7 @@ def merge_block(segment: plan.Segment, block: int, refs, cfg: Config):
         layout(jnp.zeros((cfg.columns,), jnp.float32), 0),
         layout(jnp.zeros((64, cfg.columns), jnp.float32)),
     )
-    usual = 8 if cfg.whole_items else cfg.num_parts + 2 if cfg.mean_parts else cfg.num_parts
+    usual = cfg.num_parts + (4 if cfg.stretches else 0)
     in_flight = min(_IN_FLIGHT, usual)
     steps = lax.div(jnp.int32(count + (in_flight - 1)), jnp.int32(in_flight))
     top, total, acc = lax.fori_loop(0, steps, step, carry)
