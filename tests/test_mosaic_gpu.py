@@ -21,7 +21,7 @@ import paged_jax
 from paged_jax import _validate
 from paged_jax.kernels import mosaic_gpu
 from paged_jax.kernels.mosaic_gpu import attend, choice, narrow, reduce, vllm
-from tests import inputs, oracle, plain, test_decode, test_write_and_attend
+from tests import inputs, oracle, plain, test_decode
 from tests.cases import DECODE_CASES, Case
 from tests.test_cache_ops import assert_same_bytes
 
@@ -271,67 +271,6 @@ LONG = [
     small("long-vllm", 8, 1, 64, 16, "float16", layout="vllm", seq_lens=(0, 100_000, 70_001, 16)),
     small("long-e4m3", 8, 2, 128, 32, "bfloat16", "float8_e4m3fn", seq_lens=(99_999, 1, 0)),
 ]
-WRITING = [
-    small("write", 4, 2, 128, 16, "bfloat16", seq_lens=(37, 0, 130, 64, 128), alibi=True, v_scale="head"),
-    small(
-        "write-nhd", 2, 1, 128, 32, "float16", layout="nhd", seq_lens=(300, 33), sliding_window=70, logits_soft_cap=3.0
-    ),
-    small("write-cluster", 2, 1, 64, 16, "bfloat16", seq_lens=(129,), sinks=True, k_scale="scalar"),
-    small("write-group", 12, 1, 64, 16, "float16", seq_lens=(65, 0, 1), sinks=True),
-    small("write-past-max", 2, 1, 128, 8, "bfloat16", seq_lens=(150, 20), max_seq_len=100),
-]
-UNEVENLY_WRITING = [
-    small("write-uneven", 4, 1, 64, 16, "bfloat16", seq_lens=(700, 30, 12, 130), sinks=True),
-    small("write-unevenly-past-max", 2, 1, 128, 32, "float16", seq_lens=(700, 0, 3, 400), max_seq_len=650),
-]
-FURTHER_WRITING = small("write-further", 4, 2, 64, 16, "bfloat16", seq_lens=(700, 30, 0), alibi=True)
-
-
-ALL_WRITING = [
-    *((case, SMALL_GPU, "") for case in WRITING),
-    *((case, MIDDLE_GPU, "parts") for case in UNEVENLY_WRITING),
-    (FURTHER_WRITING, TINY_GPU, "items"),
-]
-
-
-@pytest.mark.parametrize(("case", "device", "chosen"), ALL_WRITING, ids=str)
-def test_writes_in_the_interpreter(case, device, chosen):
-    with long_items_if("items" in chosen):
-        check_writes(case, partial(run_op, "write_and_attend", device), chosen)
-    assert not interpret_pallas_call.get_races().races_found
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("case", "device", "chosen"), ALL_WRITING, ids=str)
-def test_writes_on_a_gpu(case, device, chosen):
-    def run(*operands):
-        return jax.tree.map(np.asarray, jax.jit(mosaic_gpu.write_and_attend)(*jax.device_put(operands, gpu)))
-
-    gpu = jax.devices("gpu")[0]
-    with mock.patch.object(choice, "device", return_value=device), long_items_if("items" in chosen):
-        check_writes(case, run, chosen)
-
-
-def check_writes(case, function, chosen):
-    """An op that writes and attends, against the oracle."""
-    made = test_write_and_attend.with_new_tokens(case)
-    made.decode["query"][np.array(case.seq_lens) == 0] = np.nan  # rows that pad the batch may hold anything
-    options = test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
-    arrays = made.decode | {"key": made.key, "value": made.value, "slot_mapping": made.slots}
-    *decode, options = _validate.decode_operands(*made.decode.values(), made.arrays | options)
-    query, *rest = decode
-    with mock.patch.object(choice, "_in_parts", side_effect=choice._in_parts) as called:
-        out, lse, *caches = function(query, arrays["key"], arrays["value"], *rest, arrays["slot_mapping"], options)
-        check_chosen(chosen, *called.call_args.args)
-    written = test_write_and_attend.expected_caches(case, made)
-    for actual, (name, wanted) in zip(caches, written.items(), strict=True):
-        assert_same_bytes(actual, wanted, name)
-    after = made.decode | written
-    if case.max_seq_len is not None:
-        after |= {"seq_lens": np.minimum(after["seq_lens"], case.max_seq_len)}
-    exact, rough = (module.decode(**after, **made.arrays, **made.static) for module in (oracle, plain))
-    plain.assert_close(out, exact[0], rough[0], "out")
-    plain.assert_close(lse, exact[1], rough[1], "lse")
 
 
 def test_v2_row_is_bit_equal_alone_and_in_a_batch():
@@ -411,22 +350,6 @@ def pairs():
             name = f"{cache_dtype}-{dtype}-{head_size}-{group}"
             case = small(name, *shape, seq_lens=(700, 3), k_scale=k_scale, v_scale=v_scale, **options)
             yield ops[(i + j) % 3], case
-
-
-@pytest.mark.parametrize("layout", ["hnd", "nhd"])
-@pytest.mark.parametrize(("num_seqs", "width"), [(1, 8), (1, 500), (64, 20)], ids=["cluster", "kernel", "unsplit"])
-def test_write_and_attend_lowers_in_place(num_seqs, width, layout):
-    cache = jax.ShapeDtypeStruct((9, 2, 16, 128) if layout == "hnd" else (9, 16, 2, 128), jnp.bfloat16)
-    new = jax.ShapeDtypeStruct((num_seqs, 2, 128), jnp.bfloat16)
-    vector = jax.ShapeDtypeStruct((num_seqs,), jnp.int32)
-    arrays = (
-        jax.ShapeDtypeStruct((num_seqs, 8, 128), jnp.bfloat16), new, new, cache, cache,
-        jax.ShapeDtypeStruct((num_seqs, width), jnp.int32), vector, vector,
-    )  # fmt: skip
-    op = partial(paged_jax.write_and_attend, layout=layout, implementation="mosaic_gpu")
-    text = jax.jit(op, donate_argnums=(3, 4)).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@mosaic_gpu_v2") == (2 if width == 500 else 1)
-    assert text.count("output_operand_alias<") == 2
 
 
 @pytest.mark.parametrize(("op", "case"), list(pairs()), ids=str)

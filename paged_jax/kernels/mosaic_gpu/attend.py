@@ -40,17 +40,16 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from paged_jax.kernels.mosaic_gpu import narrow, plan, vllm, write
+from paged_jax.kernels.mosaic_gpu import narrow, plan, results, vllm, write
 from paged_jax.kernels.mosaic_gpu.config import Config, scratch
 from paged_jax.kernels.mosaic_gpu.load import load_segment
 from paged_jax.kernels.mosaic_gpu.reduce import merge_block
-from paged_jax.kernels.mosaic_gpu.registers import LOWEST, exp, layout, log, of_heads, scaled_logits, store, wide
+from paged_jax.kernels.mosaic_gpu.registers import LOWEST, exp, layout, of_heads, scaled_logits, wide
 
 _OPTIONS = ("scale", "slopes", "sinks", "k_scale", "v_scale")
 _INPUTS = ("query", "key_cache", "value_cache", "block_tables", "seq_lens", *_OPTIONS)
@@ -58,29 +57,12 @@ _NEW = ("key", "value", "slot_mapping")
 _Step = Callable[[plan.Segment, plan.Scalar, Any, Config], None]
 
 
-def outputs(cfg: Config) -> dict[str, jax.ShapeDtypeStruct]:
-    """What the kernel writes: `out` and `lse`, or partial results, each normalised; if it merges them, all of these.
-
-    Where lengths may be uneven, there are the place of each item's first part, and the stretch that the last one is in.
-    """
-    f32, num_rows, shapes = jnp.float32, cfg.num_seqs * cfg.num_heads, {}
-    if cfg.merge == "cluster" or cfg.whole_items:
-        shapes["out"] = jax.ShapeDtypeStruct((num_rows, cfg.head_size), cfg.dtype)
-        shapes["lse"] = jax.ShapeDtypeStruct((num_rows,), f32)
-    if cfg.merge != "none":
-        shapes["parts"] = jax.ShapeDtypeStruct((cfg.places, cfg.padded_head_size, cfg.columns), f32)
-        shapes["maxima"] = shapes["sums"] = jax.ShapeDtypeStruct((cfg.places, cfg.columns), f32)
-    if cfg.stretches:
-        shapes["first_place"] = shapes["last_stretch"] = jax.ShapeDtypeStruct((cfg.items,), jnp.int32)
-    return shapes
-
-
 def attend(cfg: Config, *arrays: Any) -> dict[str, Array]:
     """Runs the kernel on `_INPUTS`, the query as [rows, head_size] and what is absent as any array of one element.
 
     Then on `_NEW`, if `cfg.num_blocks`: both caches are references then, to which their last tokens are written.
     """
-    shapes = outputs(cfg)
+    shapes = results.outputs(cfg)
     if cfg.merge == "cluster":
         mesh = {"cluster": (cfg.num_parts,), "cluster_names": ("part",), "grid": (cfg.items,), "grid_names": ("item",)}
     elif cfg.stretches:
@@ -100,7 +82,7 @@ def attend(cfg: Config, *arrays: Any) -> dict[str, Array]:
 
 
 def _kernel(*gmem, cfg: Config, **smem):
-    names = [f"{name}_gmem" for name in (*_INPUTS, *(_NEW if cfg.num_blocks else ()), *outputs(cfg))]
+    names = [f"{name}_gmem" for name in (*_INPUTS, *(_NEW if cfg.num_blocks else ()), *results.outputs(cfg))]
     refs = SimpleNamespace(**dict(zip(names, gmem, strict=True)), **smem)
     if cfg.stretches:
         mine = plan.stretch_of(refs.seq_lens_gmem, lax.axis_index("stretch"), cfg)
@@ -206,24 +188,7 @@ def _attend_segment(segment: plan.Segment, before: plan.Scalar, refs, cfg: Confi
     acc, max_logit, exp_sum = lax.fori_loop(0, segment.count, attend_tile, init)
     state = acc, max_logit, exp_sum.sum(axis=0) if late else exp_sum
     v_scale = _cache_scale(refs.v_scale_gmem, cfg.v_scale, segment)
-    store_whole = functools.partial(_store_whole, segment, row, offset, v_scale, state, refs, cfg)
-    store_part = functools.partial(_store_part, segment, v_scale, state, refs, cfg)
-    if cfg.merge == "none":
-        store_whole()
-    elif cfg.whole_items:
-        lax.cond(segment.whole, store_whole, store_part)
-    else:
-        store_part()
-    if cfg.stretches:
-
-        @pl.when(segment.part == 0)
-        def _():
-            refs.first_place_gmem[segment.item] = segment.place
-
-        @pl.when(segment.last)
-        def _():
-            refs.last_stretch_gmem[segment.item] = lax.axis_index("stretch")
-
+    results.store_result(segment, row, offset, v_scale, state, refs, cfg)
     if cfg.merge == "cluster":
         # Parts are in memory by now, and in no first-level cache: each program reads them here for the first time.
         plgpu.barrier_arrive(refs.cluster_done)
@@ -315,64 +280,6 @@ def _logits(products, factor, slopes, distance, low, high, cfg: Config):
     if cfg.fold > 1:
         seen &= _own(products.shape, cfg)
     return jnp.where(seen, logits, -jnp.inf)
-
-
-def _store_whole(segment, row, offset, v_scale, state, refs, cfg: Config):
-    """Writes a finished item. Heads that saw no token: out 0, lse -inf."""
-    acc, max_logit, exp_sum = state
-    seen = exp_sum != 0  # NaN counts: what is not a number must show
-    total = exp_sum
-    if cfg.sinks:
-        sinks = layout(of_heads(refs.sinks_gmem, 64, offset, segment, cfg).max(axis=0), 0)
-        top = lax.max(max_logit, sinks)
-        keep = exp(max_logit - top)
-        total, max_logit = total * keep + exp(sinks - top), top
-        acc = [x * wide(keep, x.shape[0]) for x in acc]
-    total = jnp.where(seen, total, 1.0)
-    log_sum = jnp.where(seen, max_logit + log(total), -jnp.inf)
-    outs = [x * wide(v_scale / total, x.shape[0]) for x in acc]
-    for out_smem, x in zip(refs.out_smem, outs, strict=True):
-        x = layout(x.astype(cfg.dtype))
-        if cfg.narrow:
-            narrow.store_transposed(out_smem, x, cfg)
-        else:
-            store(out_smem.T, x)
-    refs.sum_smem[...] = layout(log_sum, 0)
-    plgpu.commit_smem()
-    # In pieces row by row: Mosaic would tile shared memory for copies of 8 rows, and refuse the head size for it.
-    together = cfg.group if len(cfg.pieces) == 1 else 1
-    for piece_smem, (first, size) in zip(refs.out_smem, cfg.pieces, strict=True):
-        if first > 0:  # overlaps with what is there, with equal values
-            plgpu.wait_smem_to_gmem(0)
-        for i in range(0, cfg.group, together):
-            rows_gmem = refs.out_gmem.at[pl.ds(row + offset + i, together), pl.ds(first, size)]
-            plgpu.copy_smem_to_gmem(piece_smem.at[pl.ds(offset + i, together)], rows_gmem)
-    for i in range(cfg.group):
-        refs.lse_gmem[row + offset + i] = refs.sum_smem[offset + i]
-
-
-def _store_part(segment, v_scale, state, refs, cfg: Config):
-    """Writes a partial result: normalised O^T, maxima and sums; for a cluster, all of it when this returns."""
-    acc, max_logit, exp_sum = state
-    seen = exp_sum != 0
-    total = jnp.where(seen, exp_sum, 1.0)
-    row = 0
-    for x in (x * wide(v_scale / total, x.shape[0]) for x in acc):
-        if cfg.narrow:
-            narrow.store(refs.part_smem, x, cfg)
-        else:
-            refs.part_smem[pl.ds(row, x.shape[0])] = x
-        row += x.shape[0]
-    refs.max_smem[...] = layout(jnp.where(seen, max_logit, -jnp.inf), 0)
-    refs.sum_smem[...] = layout(exp_sum, 0)
-    plgpu.commit_smem()
-    for x_smem, x_gmem in (
-        (refs.part_smem, refs.parts_gmem),
-        (refs.max_smem, refs.maxima_gmem),
-        (refs.sum_smem, refs.sums_gmem),
-    ):
-        plgpu.copy_smem_to_gmem(x_smem, x_gmem.at[segment.place])
-    plgpu.wait_smem_to_gmem(0, wait_read_only=cfg.merge == "kernel")
 
 
 def _zero_rows(tiles_smem, low, high, cfg: Config):
