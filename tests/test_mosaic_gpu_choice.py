@@ -200,9 +200,9 @@ def test_stretches(seq_lens, programs, busy, parts, window):
         assert found["last"][its].tolist() == [False] * (len(its) - 1) + [True]
         assert found["whole"][its].tolist() == [len(its) == 1] * len(its)
         # As the merge finds them.
-        first, last_stretch = found["place"][its[0]], program[its[-1]]
-        assert last_stretch - first // 2 + 1 == len(its)
-        assert found["place"][its[1:]].tolist() == [int(plan.places(first, i, cfg)) for i in range(1, len(its))]
+        first, last_program = found["place"][its[0]], program[its[-1]]
+        assert last_program - first // 2 + 1 == len(its)
+        assert found["place"][its[1:]].tolist() == [int(plan.place_of(first, i, cfg)) for i in range(1, len(its))]
     work = np.bincount(program, np.maximum(found["count"], 1), programs)
     assert (work > 0).sum() == busy
     assert work.max() <= 17 / 16 * work.sum() / busy + 1

@@ -1,10 +1,10 @@
 """The decode kernel: attention of one query a sequence over its blocks, whole or in parts.
 
 Grid. A program, a thread block of two warpgroups, for each part of each item (sequence, kv head): all of its tokens, a
-partition of fixed size or an even share. Where lengths are uneven, as many as run at once have even stretches of
-all items, with whole items and parts in them (`plan.py`), and the others nothing. The parts of an item are one cluster
-where they are short and few: each program writes its part, and when all have, the first ones merge them (`reduce.py`).
-Otherwise a kernel of its own does. New tokens that are written on the way: `write.py`.
+partition of fixed size or an even share. Where lengths are uneven, as many as run at once have even stretches of all
+items, with whole items and parts in them (`plan.py`), and the others nothing. What they write: `results.py`. The parts
+of an item are one cluster where they are short and few: each program writes its part, and when all have, the first ones
+merge them (`reduce.py`). Otherwise a kernel of its own does. New tokens that are written on the way: `write.py`.
 
 Who loads: warpgroup 1 copies runs of tokens (TMA, through the block table) into rings of `slots` tiles of K and of V
 (`load.py`).
@@ -66,7 +66,7 @@ def attend(cfg: Config, *arrays: Any) -> dict[str, Array]:
     if cfg.merge == "cluster":
         mesh = {"cluster": (cfg.num_parts,), "cluster_names": ("part",), "grid": (cfg.items,), "grid_names": ("item",)}
     elif cfg.stretches:
-        mesh = {"grid": (cfg.items * cfg.num_parts,), "grid_names": ("stretch",)}
+        mesh = {"grid": (cfg.items * cfg.num_parts,), "grid_names": ("program",)}
     else:
         mesh = {"grid": (cfg.num_parts, cfg.items), "grid_names": ("part", "item")}  # parts that few items have: last
     kernel = plgpu.kernel(
@@ -85,7 +85,7 @@ def _kernel(*gmem, cfg: Config, **smem):
     names = [f"{name}_gmem" for name in (*_INPUTS, *(_NEW if cfg.num_blocks else ()), *results.outputs(cfg))]
     refs = SimpleNamespace(**dict(zip(names, gmem, strict=True)), **smem)
     if cfg.stretches:
-        mine = plan.stretch_of(refs.seq_lens_gmem, lax.axis_index("stretch"), cfg)
+        mine = plan.stretch_of(refs.seq_lens_gmem, lax.axis_index("program"), cfg)
     else:
         mine = plan.segment_of(refs.seq_lens_gmem, lax.axis_index("item"), lax.axis_index("part"), cfg)
     warpgroup = lax.axis_index("warpgroup")

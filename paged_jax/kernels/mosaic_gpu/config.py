@@ -21,7 +21,8 @@ class Config:
       fold: kv heads that are attended to together, as one of `num_kv_heads` that has all their query heads. In memory
         their tokens of a block are neighbours: a larger copy.
       num_parts: parts of each (sequence, kv head), or at most: of its partitions.
-      stretches: of the line of all items' tiles, where lengths may be uneven, or 0. If they are alike after all: parts.
+      stretches: of the line of all items' tiles, if lengths may be uneven, or 0. There are `num_parts` programs an item
+        all the same, for lengths that are alike after all; no more stretches than that.
       partition_size: tokens of a part, or 0: an even share.
       merge: where parts are made one: nowhere, in the "cluster" that they run in, or in a "kernel" of its own.
       k_scale, v_scale: "none", "scalar", "head" or "slot".

@@ -21,7 +21,7 @@ from paged_jax.kernels.mosaic_gpu.config import Config
 
 Scalar = Any  # an int32 of the device
 _IN_FLIGHT = 64  # lengths
-_ALIKE = 16  # lengths of which none is longer than the mean by more than this part of it
+_ALIKE = 16  # lengths are, if none is longer than the mean by more than 1/16 of it
 _LEAST = 4  # tiles of a stretch: in a batch of mostly nothing, what is there would be cut too fine
 
 
@@ -30,7 +30,8 @@ _LEAST = 4  # tiles of a stretch: in a batch of mostly nothing, what is there wo
 class Segment:
     """Some `count` tiles of an item, from `origin` on; of their tokens, the last one sees begin <= t < end.
 
-    They are one of its parts, the one at `place` among the partial results, if they are not the `whole` item.
+    They are one of its parts, the one at `place` among the partial results, if they are not the `whole` item, and maybe
+    the `last`. `part` counts them; in a stretch it only tells the first, 0, from the others, 1.
     """
 
     item: Scalar
@@ -88,14 +89,13 @@ def stretch_of(seq_lens_gmem, program: Scalar, cfg: Config) -> Stretch:
 
     total, longest = _over_lengths(seq_lens_gmem, add, (jnp.int32(0), jnp.int32(0)), cfg)
     alike = _ALIKE * longest * cfg.num_seqs <= (_ALIKE + 1) * total
-    # The grid's programs are the parts of all items; the line has no more stretches than that.
     of_item = functools.partial(_stretch_of_item, seq_lens_gmem, program, cfg)
     of_line = functools.partial(_stretch_of_line, seq_lens_gmem, program, total * cfg.num_kv_heads, cfg)
     return lax.cond(alike, of_item, of_line)
 
 
 def _stretch_of_item(seq_lens_gmem, program: Scalar, cfg: Config) -> Stretch:
-    """Where all items have as many parts."""
+    """A part of an item, as many for each, or all of it."""
     parts = jnp.int32(cfg.num_parts)
     item, part = lax.div(program, parts), lax.rem(program, parts)
     seq, head = lax.div(item, jnp.int32(cfg.num_kv_heads)), lax.rem(item, jnp.int32(cfg.num_kv_heads))
@@ -106,7 +106,7 @@ def _stretch_of_item(seq_lens_gmem, program: Scalar, cfg: Config) -> Stretch:
 
 
 def _stretch_of_line(seq_lens_gmem, program: Scalar, total: Scalar, cfg: Config) -> Stretch:
-    """Of the line of all `total` tiles."""
+    """Of the line of all `total` tiles; nothing for programs that there are no more stretches for."""
     stretches, zero = jnp.int32(cfg.stretches), jnp.int32(0)
     size, rest = lax.div(total, stretches), lax.rem(total, stretches)
 
@@ -152,7 +152,7 @@ def after_segment(seq_lens_gmem, stretch: Stretch, cfg: Config) -> Stretch:
     return Stretch(seq, head, jnp.int32(0), left, stretch.place | 1)
 
 
-def places(first: Scalar, number: Scalar, cfg: Config) -> Scalar:
+def place_of(first: Scalar, number: Scalar, cfg: Config) -> Scalar:
     """Where the part of a number is, of an item whose first one is at `first`."""
     if not cfg.stretches:
         return first + number

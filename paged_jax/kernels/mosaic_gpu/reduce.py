@@ -56,7 +56,7 @@ def _kernel(*gmem, cfg: Config, **smem):
     first, step = lax.axis_index("item"), _item_programs(cfg)
 
     def parts_of(item):
-        return refs.last_stretch_gmem[item] - lax.div(refs.first_place_gmem[item], jnp.int32(2)) + 1
+        return refs.last_program_gmem[item] - lax.div(refs.first_place_gmem[item], jnp.int32(2)) + 1
 
     def merge(item):
         segment = plan.segment_of(refs.seq_lens_gmem, item, jnp.int32(0), cfg)
@@ -83,7 +83,7 @@ def _kernel(*gmem, cfg: Config, **smem):
 
 
 def _inputs(cfg: Config) -> tuple[str, ...]:
-    return "parts", "maxima", "sums", *(("first_place", "last_stretch") if cfg.stretches else ())
+    return "parts", "maxima", "sums", *(("first_place", "last_program") if cfg.stretches else ())
 
 
 def _item_programs(cfg: Config) -> int:
@@ -105,7 +105,7 @@ def merge_block(segment: plan.Segment, first, count, block: int, refs, cfg: Conf
 
     def step(i, carry):
         numbers = [i * in_flight + j for j in range(in_flight)]
-        parts = [read(plan.places(first, lax.min(number, jnp.int32(count) - 1), cfg)) for number in numbers]
+        parts = [read(plan.place_of(first, lax.min(number, jnp.int32(count) - 1), cfg)) for number in numbers]
         for number, (out, max_logit, exp_sum) in zip(numbers, parts, strict=True):
             carry = _add(carry, out, max_logit, exp_sum * jnp.where(number < count, 1.0, 0.0))
         return carry
@@ -115,8 +115,7 @@ def merge_block(segment: plan.Segment, first, count, block: int, refs, cfg: Conf
         layout(jnp.zeros((cfg.columns,), jnp.float32), 0),
         layout(jnp.zeros((64, cfg.columns), jnp.float32)),
     )
-    usual = cfg.num_parts + (4 if cfg.stretches else 0)
-    in_flight = min(_IN_FLIGHT, usual)
+    in_flight = min(_IN_FLIGHT, cfg.num_parts + (4 if cfg.stretches else 0))  # more where one item may have more
     steps = lax.div(jnp.int32(count + (in_flight - 1)), jnp.int32(in_flight))
     top, total, acc = lax.fori_loop(0, steps, step, carry)
     seen = total != 0  # NaN counts: what is not a number must show

@@ -19,7 +19,7 @@ from paged_jax.kernels.mosaic_gpu.registers import exp, layout, log, of_heads, s
 def outputs(cfg: Config) -> dict[str, jax.ShapeDtypeStruct]:
     """What the kernel writes: `out` and `lse`, or partial results, each normalised; if it merges them, all of these.
 
-    Where lengths may be uneven, there are the place of each item's first part, and the stretch that the last one is in.
+    Where lengths may be uneven, there are the place of each item's first part, and the program that has the last one.
     """
     f32, num_rows, shapes = jnp.float32, cfg.num_seqs * cfg.num_heads, {}
     if cfg.merge == "cluster" or cfg.whole_items:
@@ -29,7 +29,7 @@ def outputs(cfg: Config) -> dict[str, jax.ShapeDtypeStruct]:
         shapes["parts"] = jax.ShapeDtypeStruct((cfg.places, cfg.padded_head_size, cfg.columns), f32)
         shapes["maxima"] = shapes["sums"] = jax.ShapeDtypeStruct((cfg.places, cfg.columns), f32)
     if cfg.stretches:
-        shapes["first_place"] = shapes["last_stretch"] = jax.ShapeDtypeStruct((cfg.items,), jnp.int32)
+        shapes["first_place"] = shapes["last_program"] = jax.ShapeDtypeStruct((cfg.items,), jnp.int32)
     return shapes
 
 
@@ -51,7 +51,7 @@ def store_result(segment: plan.Segment, row, offset, v_scale, state, refs, cfg: 
 
         @pl.when(segment.last)
         def _():
-            refs.last_stretch_gmem[segment.item] = lax.axis_index("stretch")
+            refs.last_program_gmem[segment.item] = lax.axis_index("program")
 
 
 def _store_whole(segment, row, offset, v_scale, state, refs, cfg: Config):
