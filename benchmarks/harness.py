@@ -5,7 +5,6 @@ reason in place of a time. The file is written anew after each case, so that a r
 """
 
 import argparse
-import concurrent.futures
 import dataclasses
 import datetime
 import importlib.metadata
@@ -171,11 +170,9 @@ def _case_rows(benchmark, case, contenders, ceiling, memory, pool_bytes, timer) 
 def _fastest(candidates, inputs: Inputs, expected, timer, *, ours: bool) -> dict[str, Any]:
     """The fastest candidate's numbers; the last one's failure if all of them fail."""
     best, failure = None, None
-    with concurrent.futures.ThreadPoolExecutor() as pool:  # most of a compilation needs no Python
-        compilations = [pool.submit(_compile, candidate) for candidate in candidates]
-    for candidate, compilation in zip(candidates, compilations, strict=True):
+    for candidate in candidates:
         try:
-            answer = _time_one(candidate, *compilation.result(), inputs, expected, timer, ours=ours)
+            answer = _time_one(candidate, inputs, expected, timer, ours=ours)
         except Exception as error:
             failure = error
             continue
@@ -186,15 +183,11 @@ def _fastest(candidates, inputs: Inputs, expected, timer, *, ours: bool) -> dict
     return best
 
 
-def _compile(candidate: peers.Candidate) -> tuple[Any, float]:
-    """What its function compiles to, and the seconds that took."""
+def _time_one(candidate: peers.Candidate, inputs: Inputs, expected, timer, *, ours: bool) -> dict[str, Any]:
+    label, fn, argsets = candidate
     start = time.perf_counter()
-    compiled = candidate.fn.lower(*candidate.argsets[0]).compile()
-    return compiled, time.perf_counter() - start
-
-
-def _time_one(candidate, compiled, compile_s: float, inputs: Inputs, expected, timer, *, ours: bool) -> dict[str, Any]:
-    label, _, argsets = candidate
+    compiled = fn.lower(*argsets[0]).compile()
+    compile_s = time.perf_counter() - start
     memory = compiled.memory_analysis()
     if ours and memory is not None and memory.temp_size_in_bytes >= inputs.key_cache.nbytes:
         raise RuntimeError(f"needs {memory.temp_size_in_bytes / 1e9:.1f} GB of scratch: is the pool copied?")
