@@ -14,7 +14,8 @@ from paged_jax import _dispatch, _validate
 from paged_jax.kernels.mosaic_gpu import choice, config, plan
 from tests import inputs, test_decode, test_write_and_attend
 from tests.cases import Sparse
-from tests.test_mosaic_gpu import BY_NAME, call, small
+from tests.mosaic_interpreter import call
+from tests.test_mosaic_gpu import BY_NAME, small
 
 REFUSED = [
     (small("dtype", 4, 2, 64, 16, "float32"), "lacks queries of float32, takes float16 and bfloat16"),

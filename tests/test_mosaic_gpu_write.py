@@ -14,8 +14,9 @@ from paged_jax import _validate
 from paged_jax.kernels import mosaic_gpu
 from paged_jax.kernels.mosaic_gpu import choice
 from tests import oracle, plain, test_decode, test_write_and_attend
+from tests.mosaic_interpreter import MIDDLE_GPU, SMALL_GPU, TINY_GPU, run_op
 from tests.test_cache_ops import assert_same_bytes
-from tests.test_mosaic_gpu import MIDDLE_GPU, SMALL_GPU, TINY_GPU, check_chosen, long_items_if, run_op, small
+from tests.test_mosaic_gpu import check_chosen, long_items_if, small
 
 # Of NumPy, at the poison.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -33,13 +34,13 @@ UNEVENLY_WRITING = [
     small("write-uneven", 4, 1, 64, 16, "bfloat16", seq_lens=(700, 30, 12, 130), sinks=True),
     small("write-unevenly-past-max", 2, 1, 128, 32, "float16", seq_lens=(700, 0, 3, 400), max_seq_len=650),
 ]
-FURTHER_WRITING = small("write-further", 4, 2, 64, 16, "bfloat16", seq_lens=(700, 30, 0), alibi=True)
+WRITING_IN_WAVES = small("write-waves", 4, 2, 64, 16, "bfloat16", seq_lens=(700, 30, 0), alibi=True)
 
 
 ALL_WRITING = [
     *((case, SMALL_GPU, "") for case in WRITING),
     *((case, MIDDLE_GPU, "parts") for case in UNEVENLY_WRITING),
-    (FURTHER_WRITING, TINY_GPU, "items"),
+    (WRITING_IN_WAVES, TINY_GPU, "items"),
 ]
 
 
