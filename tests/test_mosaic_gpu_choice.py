@@ -176,7 +176,7 @@ def test_stretches(seq_lens, programs, busy, parts, window):
     def segments_of(program):
         def step(stretch, _):
             segment = plan.next_segment(lens, stretch, cfg)
-            return plan.after_segment(lens, stretch, cfg), (stretch.left > 0, segment)
+            return plan.after_segment(lens, stretch, cfg), (stretch.some, segment)
 
         return lax.scan(step, plan.stretch_of(lens, program, cfg), length=cfg.items)[1]
 

@@ -54,7 +54,7 @@ from paged_jax.kernels.mosaic_gpu.registers import LOWEST, exp, layout, of_heads
 _OPTIONS = ("scale", "slopes", "sinks", "k_scale", "v_scale")
 _INPUTS = ("query", "key_cache", "value_cache", "block_tables", "seq_lens", *_OPTIONS)
 _NEW = ("key", "value", "slot_mapping")
-_Step = Callable[[plan.Segment, plan.Scalar, Any, Config], None]
+_Step = Callable[[plan.Segment, plan.Scalar, plan.Stretch | None, Any, Config], None]
 
 
 def attend(cfg: Config, *arrays: Any) -> dict[str, Array]:
@@ -95,7 +95,9 @@ def _kernel(*gmem, cfg: Config, **smem):
         # ptxas, left alone, may take more than two programs have. It launches all threads with what is named here.
         if cfg.programs == 2 and cfg.head_size >= 128 and cfg.columns <= 16:
             plgpu.set_max_registers(128, action="increase")
+        pl.when(mine.some)(lambda: _load_query(mine, refs, cfg))
         _for_segments(_attend_segment, mine, refs, cfg)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(warpgroup == 1)
     def _():
@@ -106,18 +108,27 @@ def _kernel(*gmem, cfg: Config, **smem):
 
 
 def _for_segments(do: _Step, mine: plan.Segment | plan.Stretch, refs, cfg: Config) -> plan.Scalar:
-    """A program's segment, or those of its stretch, given the tiles before each; returns how many tiles they have."""
+    """A program's segment, or those of its stretch, given the tiles before each and what is left after it.
+
+    Returns how many tiles they have.
+    """
     if isinstance(mine, plan.Segment):
-        do(mine, jnp.int32(0), refs, cfg)
+        do(mine, jnp.int32(0), None, refs, cfg)
         return mine.count
 
     def turn(state):
         stretch, before = state
         segment = plan.next_segment(refs.seq_lens_gmem, stretch, cfg)
-        do(segment, before, refs, cfg)
-        return plan.after_segment(refs.seq_lens_gmem, stretch, cfg), before + segment.count
+        rest = plan.after_segment(refs.seq_lens_gmem, stretch, cfg)
+        do(segment, before, rest, refs, cfg)
+        return rest, before + segment.count
 
-    return lax.while_loop(lambda state: state[0].left > 0, turn, (mine, jnp.int32(0)))[1]
+    return lax.while_loop(lambda state: state[0].some, turn, (mine, jnp.int32(0)))[1]
+
+
+def _load_query(of: plan.Segment | plan.Stretch, refs, cfg: Config):
+    row, _ = plan.window(of, cfg)
+    plgpu.copy_gmem_to_smem(refs.query_gmem.at[pl.ds(row, cfg.columns)], refs.q_smem, refs.q_ready)
 
 
 def _empty_rings(count: plan.Scalar, refs, cfg: Config):
@@ -129,11 +140,13 @@ def _empty_rings(count: plan.Scalar, refs, cfg: Config):
         plgpu.barrier_wait(refs.v_consumed.at[lax.rem(i, jnp.int32(cfg.slots))])
 
 
-def _attend_segment(segment: plan.Segment, before: plan.Scalar, refs, cfg: Config):
-    """Attends to a segment's tiles, which are in the rings after others, and stores the result."""
+def _attend_segment(segment: plan.Segment, before: plan.Scalar, rest: plan.Stretch | None, refs, cfg: Config):
+    """Attends to a segment's tiles, which are in the rings after others, and stores the result.
+
+    The query is on its way already; the next one, of the `rest`, is on its way from the last tile on.
+    """
     new = write.new_token(segment, refs, cfg) if cfg.num_blocks else None
     row, offset = plan.window(segment, cfg)
-    plgpu.copy_gmem_to_smem(refs.query_gmem.at[pl.ds(row, cfg.columns)], refs.q_smem, refs.q_ready)
     if new is not None:
         for new_gmem, new_smem in ((refs.key_gmem, refs.key_smem), (refs.value_gmem, refs.value_smem)):
             plgpu.copy_gmem_to_smem(new_gmem.at[segment.seq, segment.head], new_smem, refs.q_ready)
@@ -186,6 +199,10 @@ def _attend_segment(segment: plan.Segment, before: plan.Scalar, refs, cfg: Confi
     if new is not None:  # while the first tile is on its way
         init = write.attend_to(new, q_smem, factor, init, refs, cfg)
     acc, max_logit, exp_sum = lax.fori_loop(0, segment.count, attend_tile, init)
+    if rest is not None:
+        plgpu.commit_smem()  # all have read the query
+        pl.when(rest.some)(lambda: _load_query(rest, refs, cfg))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the result before
     state = acc, max_logit, exp_sum.sum(axis=0) if late else exp_sum
     v_scale = _cache_scale(refs.v_scale_gmem, cfg.v_scale, segment)
     results.store_result(segment, row, offset, v_scale, state, refs, cfg)
@@ -202,7 +219,6 @@ def _attend_segment(segment: plan.Segment, before: plan.Scalar, refs, cfg: Confi
     # In stretches: here, as this warpgroup replaces the new token by the next one.
     if cfg.num_blocks and cfg.stretches:
         write.write(segment, refs, cfg)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _keys(tile_smem, cfg: Config):

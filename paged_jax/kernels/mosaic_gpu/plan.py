@@ -47,6 +47,11 @@ class Segment:
     end: Scalar
     count: Scalar
 
+    @property
+    def some(self) -> bool:
+        """A program has one; it may be empty."""
+        return True
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -58,6 +63,11 @@ class Stretch:
     tile: Scalar
     left: Scalar
     place: Scalar
+
+    @property
+    def some(self) -> Scalar:
+        """Whether there is any."""
+        return self.left > 0
 
 
 def segment_of(seq_lens_gmem, item: Scalar, part: Scalar, cfg: Config) -> Segment:
@@ -159,14 +169,14 @@ def place_of(first: Scalar, number: Scalar, cfg: Config) -> Scalar:
     return jnp.where(number == 0, first, (lax.div(first, jnp.int32(2)) + number) * 2)
 
 
-def window(segment: Segment, cfg: Config) -> tuple[Scalar, Scalar]:
+def window(segment: Segment | Stretch, cfg: Config) -> tuple[Scalar, Scalar]:
     """The first row of an item's window of the `rows` query rows, and where its own begin in the window."""
     own = first_row(segment, cfg)
     row = lax.min(lax.div(own, jnp.int32(8)) * 8, jnp.int32(cfg.rows - cfg.columns))
     return pl.multiple_of(row, 8), own - row
 
 
-def first_row(segment: Segment, cfg: Config) -> Scalar:
+def first_row(segment: Segment | Stretch, cfg: Config) -> Scalar:
     """The first of an item's own query rows."""
     return (segment.seq * cfg.num_kv_heads + segment.head) * cfg.group
 

@@ -109,4 +109,5 @@ def _store_part(segment, v_scale, state, refs, cfg: Config):
         (refs.sum_smem, refs.sums_gmem),
     ):
         plgpu.copy_smem_to_gmem(x_smem, x_gmem.at[segment.place])
-    plgpu.wait_smem_to_gmem(0, wait_read_only=cfg.merge == "kernel")
+    if cfg.merge == "cluster":
+        plgpu.wait_smem_to_gmem(0)
