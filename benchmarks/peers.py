@@ -51,7 +51,7 @@ def _plain(case: Case) -> None:
 def xla_decode(case: Case, inputs: Inputs) -> list[Candidate]:
     """Decode as one would write it in jnp: gather the blocks, then softmax."""
     _plain(case)
-    if case.kv_bytes > 5e9:
+    if case.kv_bytes > 1e10:
         raise Absent(f"would gather {case.kv_bytes / 1e9:.0f} GB")
 
     @jax.jit
@@ -73,8 +73,8 @@ def xla_decode(case: Case, inputs: Inputs) -> list[Candidate]:
 def pallas_decode(case: Case, inputs: Inputs) -> list[Candidate]:
     """JAX's deprecated Pallas op, in nine configurations."""
     _plain(case)
-    if case.kv_bytes > 5e9:
-        raise Absent("needs its pools in a layout of its own; not worth the memory here")
+    if case.kv_bytes > 1e10:
+        raise Absent(f"would copy {case.kv_bytes / 1e9:.0f} GB and more into pools of its own layout")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
