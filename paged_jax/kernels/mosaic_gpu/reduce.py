@@ -95,11 +95,10 @@ def merge_block(segment: plan.Segment, first, count, block: int, refs, cfg: Conf
     """Merges an item's parts, always in the same order, and writes a block of out; with the first, lse."""
     row, offset = plan.window(segment, cfg)
 
-    def read(at):
-        out = layout(plgpu.load(refs.parts_gmem.at[at, pl.ds(64 * block, 64)], optimized=False))
+    def read(at):  # in the layout of what it is added to; to say so takes Mosaic longer
+        out = plgpu.load(refs.parts_gmem.at[at, pl.ds(64 * block, 64)], optimized=False)
         max_logit, exp_sum = (
-            plgpu.load(x_gmem.at[at], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-            for x_gmem in (refs.maxima_gmem, refs.sums_gmem)
+            plgpu.load(x_gmem.at[at], optimized=False) for x_gmem in (refs.maxima_gmem, refs.sums_gmem)
         )
         return out, max_logit, exp_sum
 

@@ -41,8 +41,8 @@ def layout(x, axis: int | None = None):
 
 
 def wide(x, rows: int):
-    """[columns] -> [rows, columns]."""
-    return layout(lax.broadcast_in_dim(layout(x, 0), (rows, x.shape[0]), (1,)))
+    """[columns] -> [rows, columns], without casts: each would make Mosaic's search for layouts slower."""
+    return lax.broadcast_in_dim(x, (rows, x.shape[0]), (1,))
 
 
 def store(ref, x):
