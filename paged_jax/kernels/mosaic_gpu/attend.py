@@ -8,6 +8,8 @@ merge them (`reduce.py`). Otherwise a kernel of its own does. New tokens that ar
 
 Who loads: warpgroup 1 copies runs of tokens (TMA, through the block table) into rings of `slots` tiles of K and of V
 (`load.py`).
+In a stretch the rings go on from one item to the next, and so does the query: while a result is stored, the next item's
+query and tiles are on their way.
 Who computes: warpgroup 0, with tokens as M of wgmma and query heads (`columns`, a multiple of 8) as N:
 
     S^T [tile, columns] = K [tile, d]   x Q^T [d, columns]        A, B in shared memory
@@ -54,7 +56,7 @@ from paged_jax.kernels.mosaic_gpu.registers import LOWEST, exp, layout, of_heads
 _OPTIONS = ("scale", "slopes", "sinks", "k_scale", "v_scale")
 _INPUTS = ("query", "key_cache", "value_cache", "block_tables", "seq_lens", *_OPTIONS)
 _NEW = ("key", "value", "slot_mapping")
-_Step = Callable[[plan.Segment, plan.Scalar, plan.Stretch | None, Any, Config], None]
+_Step = Callable[[plan.Segment, plan.Scalar, plan.Stretch | None], None]
 
 
 def attend(cfg: Config, *arrays: Any) -> dict[str, Array]:
@@ -96,12 +98,19 @@ def _kernel(*gmem, cfg: Config, **smem):
         if cfg.programs == 2 and cfg.head_size >= 128 and cfg.columns <= 16:
             plgpu.set_max_registers(128, action="increase")
         pl.when(mine.some)(lambda: _load_query(mine, refs, cfg))
-        _for_segments(_attend_segment, mine, refs, cfg)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        def attend_to(segment, before, rest):
+            _attend_segment(segment, before, rest, refs, cfg)
+
+        _for_segments(attend_to, mine, refs, cfg)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last result
 
     @pl.when(warpgroup == 1)
     def _():
-        _empty_rings(_for_segments(load_segment, mine, refs, cfg), refs, cfg)
+        def load(segment, before, _):
+            load_segment(segment, before, refs, cfg)
+
+        _empty_rings(_for_segments(load, mine, refs, cfg), refs, cfg)
         if cfg.num_blocks and isinstance(mine, plan.Segment):
             plgpu.barrier_wait(refs.q_ready)
             write.write(mine, refs, cfg)
@@ -113,14 +122,14 @@ def _for_segments(do: _Step, mine: plan.Segment | plan.Stretch, refs, cfg: Confi
     Returns how many tiles they have.
     """
     if isinstance(mine, plan.Segment):
-        do(mine, jnp.int32(0), None, refs, cfg)
+        do(mine, jnp.int32(0), None)
         return mine.count
 
     def turn(state):
         stretch, before = state
         segment = plan.next_segment(refs.seq_lens_gmem, stretch, cfg)
         rest = plan.after_segment(refs.seq_lens_gmem, stretch, cfg)
-        do(segment, before, rest, refs, cfg)
+        do(segment, before, rest)
         return rest, before + segment.count
 
     return lax.while_loop(lambda state: state[0].some, turn, (mine, jnp.int32(0)))[1]
@@ -202,7 +211,7 @@ def _attend_segment(segment: plan.Segment, before: plan.Scalar, rest: plan.Stret
     if rest is not None:
         plgpu.commit_smem()  # all have read the query
         pl.when(rest.some)(lambda: _load_query(rest, refs, cfg))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the result before
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the result before: this one takes its place
     state = acc, max_logit, exp_sum.sum(axis=0) if late else exp_sum
     v_scale = _cache_scale(refs.v_scale_gmem, cfg.v_scale, segment)
     results.store_result(segment, row, offset, v_scale, state, refs, cfg)

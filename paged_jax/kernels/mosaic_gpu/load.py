@@ -9,7 +9,7 @@ from paged_jax.kernels.mosaic_gpu import plan
 from paged_jax.kernels.mosaic_gpu.config import Config
 
 
-def load_segment(segment: plan.Segment, before: plan.Scalar, _rest: plan.Stretch | None, refs, cfg: Config):
+def load_segment(segment: plan.Segment, before: plan.Scalar, refs, cfg: Config):
     """Copies a segment's tiles into the rings, after those `before`."""
     last = lax.max(lax.div(segment.end - 1, jnp.int32(cfg.run)) * cfg.run, jnp.int32(0))
 

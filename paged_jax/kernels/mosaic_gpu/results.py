@@ -34,7 +34,10 @@ def outputs(cfg: Config) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def store_result(segment: plan.Segment, row, offset, v_scale, state, refs, cfg: Config):
-    """Writes a segment's result from the softmax's state: O^T in pieces, maxima and sums; and where parts are."""
+    """Writes a segment's result from the softmax's state: O^T in pieces, maxima and sums; and where parts are.
+
+    Copies from shared memory may still be on their way when this returns, unless parts are for a cluster.
+    """
     store_whole = functools.partial(_store_whole, segment, row, offset, v_scale, state, refs, cfg)
     store_part = functools.partial(_store_part, segment, v_scale, state, refs, cfg)
     if cfg.merge == "none":
