@@ -33,7 +33,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from paged_jax.kernels.triton.schedule import of_rank, sequence_of
+from paged_jax.kernels.triton.schedule import of_rank, sequence_of, share_of
 from paged_jax.kernels.triton.tiles import add_tiles
 from paged_jax.kernels.triton.write import add_new_token, load_tokens
 
@@ -98,19 +98,7 @@ def _decode(
         new_key, new_value = load_tokens(key, value, new, kv_head, new >= 0, cfg)
         bound = end
         end = tl.where(given, tl.minimum(end, seq_len - 1), end)
-    if cfg.partition_size is not None:  # a fixed part of the context, whatever the batch
-        origin = split * cfg.partition_size
-        begin = tl.maximum(begin, origin)
-        end = tl.minimum(end, origin + cfg.partition_size)
-        first = (begin - origin) // cfg.tile
-        last = (end - origin + cfg.tile - 1) // cfg.tile
-    else:  # an even share of the tiles that are there
-        origin = 0
-        first = begin // cfg.tile
-        last = (end + cfg.tile - 1) // cfg.tile
-        share = tl.cdiv(tl.maximum(last - first, 0), num_splits)
-        first += split * share
-        last = tl.minimum(last, first + share)
+    origin, begin, end, first, last = share_of(split, begin, end, num_splits, cfg)
 
     cache_scale = _head_scale(k_scale, kv_head, tl.constexpr(cfg.k_scale))
     q, factor = _load_query(query, tl.zeros_like(head) + seq, head, valid, tl.load(scale) * cache_scale, out, cfg)

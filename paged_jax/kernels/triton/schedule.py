@@ -1,4 +1,4 @@
-"""Device code: which sequence a program works on. `cfg` is a `config.Config`."""
+"""Device code: which sequence a program works on, and what of it. `cfg` is a `config.Config`."""
 
 # Where triton is not installed pyright takes this folder for it.
 # pyright: reportAttributeAccessIssue=false
@@ -18,6 +18,29 @@ def of_rank(rank, seq_lens, num_seqs, cfg: tl.constexpr):
     ahead = (lens[None, :] > lens[:, None]) | ((lens[None, :] == lens[:, None]) & (ids[None, :] < ids[:, None]))
     ranks = tl.sum(ahead.to(tl.int32), 1)
     return tl.sum(tl.where(ranks == rank, ids, 0), 0)
+
+
+@triton.jit
+@no_type_check
+def share_of(split, begin, end, num_splits, cfg: tl.constexpr):
+    """What a split has of the tokens begin <= t < end.
+
+    Returns the token that its tiles are counted from, its begin and end, and its first tile and that after its last.
+    """
+    if cfg.partition_size is not None:  # a fixed part of the context, whatever the batch
+        origin = split * cfg.partition_size
+        begin = tl.maximum(begin, origin)
+        end = tl.minimum(end, origin + cfg.partition_size)
+        first = (begin - origin) // cfg.tile
+        last = (end - origin + cfg.tile - 1) // cfg.tile
+    else:  # an even share of the tiles that are there
+        origin = 0
+        first = begin // cfg.tile
+        last = (end + cfg.tile - 1) // cfg.tile
+        share = tl.cdiv(tl.maximum(last - first, 0), num_splits)
+        first += split * share
+        last = tl.minimum(last, first + share)
+    return origin, begin, end, first, last
 
 
 @triton.jit
