@@ -91,6 +91,7 @@ class AttentionOptions:
       sliding_window: in tokens, or None.
       logits_soft_cap: cap of ``cap * tanh(logit / cap)``, or None.
       block_sparse: or None; never given with `vert_stride` <= 1.
+      causal: whether a query sees only the tokens up to its own position; if not, it sees all of its sequence's.
     """
 
     scale: Array
@@ -103,3 +104,4 @@ class AttentionOptions:
     sliding_window: int | None = field(metadata={"static": True})
     logits_soft_cap: float | None = field(metadata={"static": True})
     block_sparse: BlockSparse | None = field(metadata={"static": True})
+    causal: bool = field(default=True, metadata={"static": True})

@@ -20,8 +20,14 @@ ALLOWED = {
     "paged_jax.ops": ("paged_jax._validate", "paged_jax._dispatch", "paged_jax.options", "paged_jax.shapes"),
     "paged_jax.cache_ops": ("paged_jax._validate", "paged_jax._dispatch", "paged_jax.options", "paged_jax.shapes"),
     "paged_jax.kernels": (),
+    "paged_jax.kernels.problem": ("paged_jax.options",),
     **{
-        f"paged_jax.kernels.{name}": ("paged_jax.options", "paged_jax.shapes", f"paged_jax.kernels.{name}")
+        f"paged_jax.kernels.{name}": (
+            "paged_jax.options",
+            "paged_jax.shapes",
+            "paged_jax.kernels.problem",
+            f"paged_jax.kernels.{name}",
+        )
         for name in ("xla", "mosaic_gpu", "triton")
     },
 }

@@ -1,0 +1,203 @@
+"""What a call is, before anybody chooses how to compute it: the facts that both GPU implementations start from.
+
+`Pool`, `Attention` and `Problem` hold all that is static in a call, each adding to the one before. They never hold a
+choice: what an implementation chose for a `Problem` on a `Device` is its `Tuning`.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from paged_jax.options import AttentionOptions, BlockSparse, Layout, block_axis, head_axis
+
+# A window larger than every context sees all of it; a much larger one would overflow where it is taken from a position.
+_LARGEST_WINDOW = 2**30
+
+
+class Unsupported(NotImplementedError):
+    """An implementation cannot do what a call asks for; the only error that lets the next implementation try.
+
+    Args:
+      implementation: its name, as users pass it.
+      reasons: all that stands in the way, each a phrase such as "lacks block_sparse".
+    """
+
+    def __init__(self, implementation: str, reasons: Sequence[str]):
+        super().__init__(f"implementation {implementation!r} {'; '.join(reasons)}")
+        self.implementation = implementation
+        self.reasons = tuple(reasons)
+
+
+class ScaleKind(enum.StrEnum):
+    """What a cache's dequantisation factors are given for."""
+
+    NONE = "none"
+    CACHE = "cache"  # one factor for the whole cache
+    HEAD = "head"  # one for each kv head
+    SLOT = "slot"  # one for each slot of each kv head
+
+    @classmethod
+    def of(cls, scale: Array | None) -> Self:
+        """The kind of a scale that is [], [num_kv_heads], [num_blocks, num_kv_heads, block_size], or absent."""
+        return cls("none" if scale is None else {0: "cache", 1: "head", 3: "slot"}[scale.ndim])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool:
+    """One layer's pools of blocks, whatever their number.
+
+    Attributes:
+      num_kv_heads, head_size, block_size, layout: in the words of `paged_jax.cache`.
+      cache_dtype: of both caches, by name.
+      k_scale, v_scale: which dequantisation factors there are.
+    """
+
+    num_kv_heads: int
+    head_size: int
+    block_size: int
+    layout: Layout
+    cache_dtype: str
+    k_scale: ScaleKind
+    v_scale: ScaleKind
+
+    @property
+    def cache_itemsize(self) -> int:
+        """Bytes of an element of the caches."""
+        return jnp.dtype(self.cache_dtype).itemsize
+
+    @property
+    def key_x(self) -> int:
+        """Neighbouring elements of a key in layout "vllm": 16 bytes of them."""
+        return 16 // self.cache_itemsize
+
+    @classmethod
+    def of(
+        cls,
+        key_cache: Array,
+        value_cache: Array,
+        head_size: int,
+        layout: Layout,
+        k_scale: Array | None,
+        v_scale: Array | None,
+    ) -> "Pool":
+        """The facts of two caches."""
+        return Pool(
+            num_kv_heads=value_cache.shape[head_axis(layout)],
+            head_size=head_size,
+            block_size=value_cache.shape[block_axis(layout)],
+            layout=layout,
+            cache_dtype=key_cache.dtype.name,
+            k_scale=ScaleKind.of(k_scale),
+            v_scale=ScaleKind.of(v_scale),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(Pool):
+    """What is computed for each query, in whatever batch: all that a kernel's code may depend on.
+
+    Attributes:
+      num_heads: query heads.
+      query_dtype: of the queries and of the output, by name.
+      alibi, sinks: whether there are slopes, and sinks.
+      sliding_window, logits_soft_cap, block_sparse, causal: as in `paged_jax.options.AttentionOptions`.
+    """
+
+    num_heads: int
+    query_dtype: str
+    alibi: bool
+    sinks: bool
+    sliding_window: int | None
+    logits_soft_cap: float | None
+    block_sparse: BlockSparse | None
+    causal: bool
+
+    @property
+    def group(self) -> int:
+        """Query heads of a kv head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem(Attention):
+    """All that is static in a call of an attention op.
+
+    Attributes:
+      num_seqs: rows of the block tables.
+      num_tokens: rows of the query; in decode as many as there are sequences.
+      num_blocks: in each cache.
+      max_blocks_per_seq: columns of the block tables.
+      max_seq_len: bound of the lengths, in tokens.
+    """
+
+    num_seqs: int
+    num_tokens: int
+    num_blocks: int
+    max_blocks_per_seq: int
+    max_seq_len: int
+
+    @classmethod
+    def of_call(
+        cls, query: Array, key_cache: Array, value_cache: Array, block_tables: Array, options: AttentionOptions
+    ) -> "Problem":
+        """The facts of a call, from its validated arrays and options."""
+        num_tokens, num_heads, head_size = query.shape
+        pool = Pool.of(key_cache, value_cache, head_size, options.layout, options.k_scale, options.v_scale)
+        window = options.sliding_window
+        return Problem(
+            **dataclasses.asdict(pool),
+            num_heads=num_heads,
+            query_dtype=query.dtype.name,
+            alibi=options.alibi_slopes is not None,
+            sinks=options.sinks is not None,
+            sliding_window=None if window is None else min(window, _LARGEST_WINDOW),
+            logits_soft_cap=options.logits_soft_cap,
+            block_sparse=options.block_sparse,
+            causal=options.causal,
+            num_seqs=block_tables.shape[0],
+            num_tokens=num_tokens,
+            num_blocks=key_cache.shape[0],
+            max_blocks_per_seq=block_tables.shape[1],
+            max_seq_len=options.max_seq_len,
+        )
+
+    @property
+    def attention(self) -> Attention:
+        """The facts that do not change with the batch: a kernel compiled for them serves every size."""
+        return Attention(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Attention)})
+
+
+@dataclass(frozen=True)
+class Device:
+    """What choices depend on; the default, an H200, stands in where there is no GPU to ask.
+
+    Attributes:
+      capability: compute capability times ten, 90 for 9.0; 0 for a GPU that is not NVIDIA's.
+      num_multiprocessors: streaming multiprocessors.
+    """
+
+    capability: int = 90
+    num_multiprocessors: int = 132
+
+
+def device() -> Device:
+    """The GPU that the program is for: the first local one."""
+    try:
+        gpu = jax.local_devices(backend="gpu")[0]
+    except RuntimeError:
+        return Device()
+    capability = gpu.compute_capability.replace(".", "")
+    return Device(int(capability) if capability.isdigit() else 0, gpu.core_count)
+
+
+def option_arrays(options: AttentionOptions) -> tuple[Array, Array, Array, Array, Array]:
+    """scale, alibi_slopes, sinks, k_scale, v_scale; `scale` stands in for what is absent, which is not read."""
+    arrays = options.alibi_slopes, options.sinks, options.k_scale, options.v_scale
+    slopes, sinks, k_scale, v_scale = (options.scale if x is None else x for x in arrays)
+    return options.scale, slopes, sinks, k_scale, v_scale
