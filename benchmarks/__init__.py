@@ -1,1 +1,1 @@
-"""Benchmarks of paged_jax on a GPU, beside its peers: `python -m benchmarks.bench_decode`, `.bench_prefill`."""
+"""Benchmarks of paged_jax on a GPU, beside its peers; README.md here says which command makes which result."""

@@ -1,8 +1,8 @@
-"""Cache writes, block copies and decode that writes on the way: `python -m benchmarks.bench_cache --out FILE`.
+"""Times cache writes, block copies and decode that writes on the way: `python -m benchmarks.bench_cache --out FILE`.
 
-Writes and copies are held against a ceiling of copied bytes, read and written both counted, with XLA's scatters as the
-peer. Decode that writes is held against attention alone, and against the two ops in turn. All caches are donated, so
-each call takes the caches that the call before it returned.
+Writes and copies are held against a plain copy, of which bytes read and bytes written count, and XLA's scatters are the
+peer. Decode that writes is held against attention alone and against the two ops in turn. All caches are donated: each
+call takes the caches that the call before it returned.
 """
 
 import argparse
@@ -25,10 +25,10 @@ from benchmarks import inputs as inputs_lib
 from benchmarks.cases import Case
 from benchmarks.inputs import Inputs
 
-_POOL_BYTES = 4 << 30  # of both caches: no cache level holds what a call touches
-_NEW_BYTES = 256 << 20  # of the new tokens of all calls that take turns; few come from L2, as after a projection
-_PROMPTS = 4096  # so many new tokens are prompts
-_BLOCK = Case("", (16,), 8, 8)  # the shape of writes and copies: 8 kv heads of 128, blocks of 16
+_POOL_BYTES = 4 << 30  # bytes of both caches, so many that L2 does not hold what a call touches
+_NEW_BYTES = 256 << 20  # bytes of all calls' new tokens, so many that few come from L2
+_PROMPTS = 4096  # from this many new tokens on, they are whole prompts
+_BLOCK = Case("", (16,), 8, 8)  # the block of all writes and copies: 16 tokens with 8 kv heads of 128
 _DECODE = (
     "llama3-8b-64x4096",
     "llama3-70b-32x8192",
@@ -41,7 +41,7 @@ _OURS = (("auto", "implementation", None), ("xla", "peer", "xla"))
 
 @dataclasses.dataclass(frozen=True)
 class Write:
-    """A write of `tokens` new bfloat16 tokens: of decode, into random slots, or of prompts, into random blocks."""
+    """A write of `tokens` new bfloat16 tokens: decode's into random slots, prompts' into random blocks."""
 
     tokens: int
     layout: Any = "hnd"
@@ -104,9 +104,9 @@ class Contender(NamedTuple):
     """One way of doing a work.
 
     Attributes:
-      name, kind: as the report has them.
-      step: ``step(caches, *args) -> (out, caches)``.
-      argsets: arguments besides the caches, in rotation.
+      name, kind: the report's words for it.
+      step: the function to compile and time, ``step(caches, *args) -> (out, caches)``.
+      argsets: the arguments besides the caches; calls rotate through them.
       check: raises ValueError if ``(out, caches)`` of the first argset is wrong.
     """
 
@@ -118,7 +118,7 @@ class Contender(NamedTuple):
 
 
 class Threaded:
-    """A compiled step as a function of its arguments alone: it keeps the caches, and donates them to each call."""
+    """Makes a compiled step a function of its arguments alone: keeps the caches, and donates them to each call."""
 
     def __init__(self, compiled: Callable, caches: tuple[Array, Array]):
         self.compiled, self.caches = compiled, caches
@@ -129,7 +129,7 @@ class Threaded:
 
 
 def write_contenders(work: Write, inputs: Inputs) -> Iterator[Contender]:
-    """Ours and XLA's write, into the same slots."""
+    """Yields our write and XLA's, into the same slots."""
     rng = np.random.default_rng(0)
     num_slots = inputs.key_cache.shape[0] * _BLOCK.block_size
     shape = (work.tokens, _BLOCK.num_kv_heads, _BLOCK.head_size)
@@ -161,7 +161,7 @@ def write_contenders(work: Write, inputs: Inputs) -> Iterator[Contender]:
 
 
 def _slots(tokens: int, num_slots: int, rng: np.random.Generator) -> np.ndarray:
-    """Of decode, anywhere; of many tokens, which are prompts, whole blocks in any order."""
+    """Draws the slots of new tokens: single ones for decode's, whole blocks in any order for those of prompts."""
     if tokens < _PROMPTS:
         return rng.choice(num_slots, tokens, replace=False)
     blocks = rng.choice(num_slots // _BLOCK.block_size, tokens // _BLOCK.block_size, replace=False)
@@ -169,7 +169,7 @@ def _slots(tokens: int, num_slots: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def copy_contenders(work: Copy, inputs: Inputs) -> Iterator[Contender]:
-    """Ours and XLA's copies, of the same random blocks."""
+    """Yields our copy and XLA's, of the same random blocks."""
     rng = np.random.default_rng(0)
     draws = [rng.choice(inputs.key_cache.shape[0], (work.pairs, 2), replace=False) for _ in range(4)]
     mappings = [jnp.asarray(draw, jnp.int32) for draw in draws]
@@ -185,7 +185,7 @@ def copy_contenders(work: Copy, inputs: Inputs) -> Iterator[Contender]:
 
 
 def fused_contenders(work: Fused, inputs: Inputs) -> Iterator[Contender]:
-    """One op that writes and attends, attention alone, and the two ops in turn."""
+    """Yields the op that writes and attends, attention alone, and the two ops in turn."""
     case = work.case
     new = jax.random.normal(jax.random.key(1), (2, case.num_seqs, case.num_kv_heads, case.head_size), jnp.bfloat16)
     last = inputs.seq_lens - 1
@@ -267,7 +267,7 @@ def run(
     ceiling: Callable[[], timing.Ceiling] = timing.copy_ceiling,
     timer: Callable[..., timing.Timing] = timing.time_calls,
 ) -> dict[str, Any]:
-    """Times every work with every contender, and returns what it writes to `out`."""
+    """Times every work with every contender. Returns the report that it writes to `out`."""
     measured = ceiling()
     print(f"ceiling: {measured.rate and round(measured.rate)} {measured.unit} ({measured.note})", flush=True)
     rows: list[dict[str, Any]] = []
@@ -277,12 +277,12 @@ def run(
             for contender, before in _contenders(work, pool_bytes):
                 try:
                     answer = _time_one(contender, before, timer)
-                except Exception as error:  # the others' rows still count
+                except Exception as error:  # the other contenders' rows still count
                     answer = {"failed": harness.first_line(error)}
                 held_against = None if isinstance(work, Fused) else measured
                 rows.append(harness.row_of(work.name, work.work, contender.name, contender.kind, answer, held_against))
                 harness.print_row(rows[-1])
-        except Exception as error:  # out of memory, mostly: the next work may fit
+        except Exception as error:  # mostly for want of memory: the next work may fit
             print(f"{work.name}: {harness.first_line(error)}", flush=True)
             failed = {"failed": harness.first_line(error)}
             rows.append(harness.row_of(work.name, work.work, "auto", "implementation", failed, None))
@@ -291,7 +291,7 @@ def run(
 
 
 def _contenders(work: Work, pool_bytes: int) -> Iterator[tuple[Contender, tuple[Array, Array]]]:
-    """The contenders of a work, and the caches before it."""
+    """Yields each contender of a work with the caches that it starts from."""
     match work:
         case Write():
             shape = dataclasses.replace(_BLOCK, layout=work.layout, cache_dtype=work.cache_dtype)

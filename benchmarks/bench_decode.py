@@ -1,4 +1,4 @@
-"""Decode attention against the read ceiling and its peers: `python -m benchmarks.bench_decode`."""
+"""Times decode attention beside its peers, and against a mere read of its keys: `python -m benchmarks.bench_decode`."""
 
 import functools
 import sys
@@ -14,10 +14,10 @@ _IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
 
 
 def implementation(name: str) -> peers.Build:
-    """A contender of ours, from its name on the command line.
+    """Makes a contender of ours from its name on the command line.
 
     Args:
-      name: "auto", "v1", "v2" or "v2/<partition_size>", followed by ":<implementation>" or not; an implementation
+      name: "auto", "v1", "v2" or "v2/<partition_size>", which may be followed by ":<implementation>". An implementation
         alone means "auto:<implementation>".
 
     Raises:

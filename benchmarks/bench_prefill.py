@@ -1,4 +1,4 @@
-"""Prefill attention against a matrix product and its peers on contiguous keys: `python -m benchmarks.bench_prefill`."""
+"""Times prefill attention beside peers that have contiguous keys: `python -m benchmarks.bench_prefill`."""
 
 import functools
 import sys
@@ -14,7 +14,7 @@ _IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
 
 
 def implementation(name: str) -> peers.Build:
-    """A contender of ours, from its name on the command line: "auto" or an implementation.
+    """Makes a contender of ours from its name on the command line, "auto" or an implementation.
 
     Raises:
       ValueError: another name.

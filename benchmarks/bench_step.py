@@ -1,7 +1,7 @@
-"""Whole decode steps, with and without XLA's command buffers (CUDA graphs): `python -m benchmarks.bench_step`.
+"""Times whole decode steps, with and without XLA's command buffers (CUDA graphs): `python -m benchmarks.bench_step`.
 
-A step runs a stack of layers, each with its projections, the cache write and attention: many short kernels, so that
-what launching them costs shows. Times are of the wall clock, from many steps in a row.
+A step runs a stack of layers, each with its projections, the cache write and attention. These are many short kernels,
+so that the cost of launching them shows. Times are of the wall clock, over many steps in a row.
 """
 
 import argparse
@@ -21,13 +21,13 @@ import jax.numpy as jnp
 import paged_jax
 from benchmarks import harness
 
-_NEVER = 1 << 30  # no stretch of a program is as long as that
-_STEPS = 100
+_NEVER = 1 << 30  # no program has as many launches in a row, so XLA makes no command buffer of them
+_STEPS = 100  # steps in a row that are timed together
 
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """A decoder's layers, by their sizes."""
+    """The sizes of a decoder's layers and of its batch."""
 
     num_layers: int = 16
     num_seqs: int = 8
@@ -43,7 +43,7 @@ class Stack:
 
 
 def make(stack: Stack) -> tuple[list[Any], list[Any], jax.Array]:
-    """Weights and caches of each layer, and the block tables."""
+    """Makes each layer's weights and cache, and the block tables."""
     keys = jax.random.split(jax.random.key(0), (stack.num_layers, 2))
     wide = (stack.num_heads + 2 * stack.num_kv_heads) * stack.head_size
     shapes = (stack.width, wide), (stack.width, stack.width)
@@ -60,7 +60,7 @@ def make(stack: Stack) -> tuple[list[Any], list[Any], jax.Array]:
 
 
 def decode_step(stack: Stack, weights, tables, hidden, caches, seq_lens) -> tuple[jax.Array, list[Any]]:
-    """One token of every sequence through all layers; the lengths are those after it."""
+    """Runs one token of every sequence through all layers; `seq_lens` count that token."""
     last = seq_lens - 1
     slots = tables[jnp.arange(stack.num_seqs), last // stack.block_size] * stack.block_size + last % stack.block_size
     kv = stack.num_kv_heads * stack.head_size
@@ -76,21 +76,27 @@ def decode_step(stack: Stack, weights, tables, hidden, caches, seq_lens) -> tupl
 
 
 def compile_step(stack: Stack, made, **options: Any) -> tuple[Callable, bool]:
-    """The step of (hidden, caches, seq_lens), compiled with XLA's `options`, and whether it is one command buffer."""
+    """Compiles the step, a function of (hidden, caches, seq_lens), and says whether it became one command buffer.
+
+    Args:
+      stack: the sizes.
+      made: what `make` returned.
+      options: XLA's own compiler options.
+    """
     weights, caches, tables = made
     step = jax.jit(partial(decode_step, stack, weights, tables), donate_argnums=1)
     hidden = jnp.ones((stack.num_seqs, stack.width), jnp.bfloat16)
     lowered = step.lower(hidden, caches, jnp.full(stack.num_seqs, stack.context, jnp.int32))
     with tempfile.TemporaryDirectory() as folder:
         compiled = lowered.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True, **options})
-        # What the step launches one after the other; what is within a launch is indented.
+        # A dump lists what the step launches, one launch a line; lines that are indented belong to the launch above.
         dumps = Path(folder).glob("*thunk_sequence_after_thunk_passes.txt")
         launches = [line for dump in dumps for line in dump.read_text().splitlines() if line[:1].isdigit()]
     return compiled, bool(launches) and all("kCommandBuffer" in line for line in launches)
 
 
 def time_step(stack: Stack, **options: Any) -> tuple[float, bool]:
-    """Milliseconds a step, and whether it was captured."""
+    """Measures the milliseconds of a step, and says whether XLA captured it in a command buffer."""
     made = make(stack)
     step, captured = compile_step(stack, made, **options)
     hidden, caches = jnp.ones((stack.num_seqs, stack.width), jnp.bfloat16), made[1]

@@ -1,6 +1,6 @@
-"""Swaps of blocks between device and host memory, beside a plain transfer: `python -m benchmarks.bench_swap`.
+"""Times swaps of blocks between device and host memory, beside a plain transfer: `python -m benchmarks.bench_swap`.
 
-Times are of the wall clock, from the call until the result is there: most of a transfer is no kernel.
+Times are of the wall clock, from the call until the result is there, since most of a transfer is no kernel.
 """
 
 import argparse
@@ -20,9 +20,9 @@ import numpy as np
 import paged_jax
 from benchmarks import harness
 
-_BLOCK = (8, 16, 128)  # 8 kv heads of 128, blocks of 16
-_PAIRS = (16, 256, 4096)
-_KINDS = {"out": ("device", "pinned_host"), "in": ("pinned_host", "device")}
+_BLOCK = (8, 16, 128)  # a block of 16 tokens with 8 kv heads of 128
+_PAIRS = (16, 256, 4096)  # blocks that a swap moves
+_KINDS = {"out": ("device", "pinned_host"), "in": ("pinned_host", "device")}  # the memories it moves them from and to
 
 
 def _place(x: Any, kind: str) -> jax.Array:
@@ -35,7 +35,7 @@ def _pools(num_blocks: int, kind: str, seed: int) -> list[jax.Array]:
 
 
 def _median(call: Callable[[], Any], samples: int = 9) -> float:
-    """Seconds that a call takes; the first two warm up."""
+    """The median of the seconds that a call takes. Two more calls before warm up."""
     times = []
     for _ in range(samples + 2):
         start = time.perf_counter()
@@ -45,7 +45,11 @@ def _median(call: Callable[[], Any], samples: int = 9) -> float:
 
 
 def swap_seconds(pairs: int, direction: str, implementation: Any, num_blocks: int) -> float:
-    """Seconds of a swap of random blocks, once its result is right."""
+    """Measures the seconds of a swap of random blocks, after it has checked one's result.
+
+    Raises:
+      ValueError: the result is wrong.
+    """
     source_kind, kind = _KINDS[direction]
     sources, caches = _pools(num_blocks, source_kind, 0), _pools(num_blocks, kind, 1)
     rng = np.random.default_rng(0)
@@ -69,7 +73,7 @@ def swap_seconds(pairs: int, direction: str, implementation: Any, num_blocks: in
 
 
 def plain_seconds(pairs: int, direction: str) -> float:
-    """Seconds that a transfer of as many bytes takes, as one array, which is allocated on the way."""
+    """Measures the seconds of a transfer of as many bytes in one array. The transfer allocates its result."""
     source_kind, kind = _KINDS[direction]
     x = _place(jnp.ones((2 * pairs, *_BLOCK), jnp.bfloat16), source_kind)
     return _median(lambda: _place(x, kind))

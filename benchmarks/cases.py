@@ -1,4 +1,4 @@
-"""What is timed: one list of real model shapes for decode, one for prefill. Data only."""
+"""What the benchmarks time: real models' shapes, one list for decode and one for prefill."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,11 +12,11 @@ class Case:
     """One attention call.
 
     Attributes:
-      name: model and batch, as the command line names it.
-      seq_lens: tokens of each sequence; for prefill all of them are queries, for decode the last one is.
-      num_heads, num_kv_heads, head_size, block_size: in vLLM's words.
-      cache_dtype: of both caches; queries are bfloat16.
-      layout: of both caches.
+      name: the model and the batch, as the command line names them.
+      seq_lens: tokens of each sequence. In prefill all of them have queries, in decode the last one has.
+      num_heads, num_kv_heads, head_size, block_size: as the ops define them.
+      cache_dtype: the dtype of both caches; queries are bfloat16.
+      layout: the layout of both caches.
     """
 
     name: str
@@ -45,16 +45,17 @@ class Case:
 
     @property
     def causal_flops(self) -> int:
-        """Operations of causal prefill, counted as half of 4 * num_heads * seq_len^2 * head_size."""
+        """Operations of causal prefill: half of 4 * num_heads * seq_len^2 * head_size."""
         return sum(2 * self.num_heads * length**2 * self.head_size for length in self.seq_lens)
 
 
 def _uniform(count: int, low: int, high: int) -> tuple[int, ...]:
-    """From `low` to `high` evenly, in mixed order; `count` is no multiple of 37."""
+    """`count` lengths from `low` to `high` in even steps and mixed order; `count` must be no multiple of 37."""
     return tuple(low + (high - low) * (37 * i % count) // (count - 1) for i in range(count))
 
 
-_skewed = tuple(16384 >> (37 * i % 64 // 4).bit_length() for i in range(64))  # 1024 half of them, to 16384
+# 64 lengths in mixed order: 1024 half of them, 2048 a quarter, and so on up to 16384.
+_skewed = tuple(16384 >> (37 * i % 64 // 4).bit_length() for i in range(64))
 
 _gqa = Case("llama3-8b-64x4096", (4096,) * 64, 32, 8)
 
@@ -94,7 +95,7 @@ PREFILL = (
 
 
 def select(cases: Sequence[Case], names: Iterable[str] | None) -> tuple[Case, ...]:
-    """The cases of these names, in the list's order; all of them for None.
+    """Gives the cases of these names, in the list's order; all of them for None.
 
     Raises:
       ValueError: no case has one of the names.

@@ -1,7 +1,10 @@
 """Runs cases x contenders on the GPU: checks each result, times it, holds it against a ceiling, writes JSON.
 
-A contender is an implementation of ours or a peer. What a contender cannot do, or does wrongly, is recorded with the
-reason in place of a time. The file is written anew after each case, so that a run cut short keeps what it has.
+A contender is an implementation of ours or a peer. Where one cannot do a case, or does it wrongly, its row has the
+reason in place of a time. The harness writes the file anew after each case, so that a run cut short keeps what it has.
+
+A row's share is defined once, in `row_of`: the least time that the work takes by the ceiling, over the row's time. For
+decode the ceiling is a kernel that merely reads as many bytes, at that size.
 """
 
 import argparse
@@ -25,7 +28,7 @@ from benchmarks.cases import Case, select
 from benchmarks.inputs import Inputs
 from benchmarks.timing import Ceiling
 
-TOLERANCE = 2e-2  # of a result's error, of the norm; bfloat16 kernels land between 1e-3 and 1e-2
+TOLERANCE = 2e-2  # relative error that a result may have, of the norm; bfloat16 kernels have 1e-3 to 1e-2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +36,13 @@ class Benchmark:
     """What tells one benchmark from another.
 
     Attributes:
-      op: its name.
-      cases: what can be timed.
-      prefill: whether every token has a query.
-      work: bytes or operations of a case, in the ceiling's unit.
+      op: the benchmark's name, as in ``bench_<op>``.
+      cases: what it can time.
+      prefill: whether every token has a query, or each sequence's last one only.
+      work: gives the bytes or operations of a case, in the ceiling's unit.
       ceiling: measures the ceiling, given the work of all cases.
-      implementation: from a name on the command line to a contender of ours; ValueError for other names.
-      peers: by name.
+      implementation: makes a contender of ours from a name on the command line; raises ValueError for other names.
+      peers: the peers that run in this process, by name.
     """
 
     op: str
@@ -69,7 +72,7 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
 
 
 def has_gpu(op: str) -> bool:
-    """Whether there is a GPU to time `op` on; says so if there is none."""
+    """Whether there is a GPU to time `op` on; prints that there is none otherwise."""
     if jax.default_backend() == "gpu":
         return True
     print(f"bench_{op}: no GPU here, so there is nothing to time (JAX runs on {jax.default_backend()})")
@@ -80,7 +83,7 @@ def _arguments(benchmark: Benchmark, argv: Sequence[str] | None) -> argparse.Nam
     def names(text: str) -> list[str]:
         return [] if text == "none" else text.split(",")
 
-    known = [*benchmark.peers, *(["flashinfer"] if benchmark.op == "decode" else [])]
+    known = [*benchmark.peers, *(peers.FLASHINFER if benchmark.op == "decode" else ())]
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.bench_{benchmark.op}",
         description=f"Device time of {benchmark.op} attention. Cases: {', '.join(c.name for c in benchmark.cases)}.",
@@ -93,7 +96,7 @@ def _arguments(benchmark: Benchmark, argv: Sequence[str] | None) -> argparse.Nam
         "--peers",
         type=names,
         default=list(benchmark.peers),
-        help=f"none, or of {','.join(known)}",
+        help=f"none, or some of {','.join(known)}; default {','.join(benchmark.peers)}",
     )
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args(argv)
@@ -119,10 +122,11 @@ def run(
     pool_bytes: int = inputs_lib.POOL_BYTES,
     timer: Callable[..., timing.Timing] = timing.time_calls,
 ) -> dict[str, Any]:
-    """Times every case with every contender, and returns what it writes to `out`."""
+    """Times every case with every contender. Returns the report that it writes to `out`."""
     contenders = [(name, "implementation", benchmark.implementation(name)) for name in implementations]
-    contenders += [(name, "peer", benchmark.peers[name]) for name in peer_names if name != "flashinfer"]
-    flashinfer = peers.FlashInfer(cases) if "flashinfer" in peer_names else None
+    contenders += [(name, "peer", benchmark.peers[name]) for name in peer_names if name not in peers.FLASHINFER]
+    elsewhere = [name for name in peer_names if name in peers.FLASHINFER]
+    flashinfer = peers.FlashInfer(cases, elsewhere) if elsewhere else None
     rows: list[dict[str, Any]] = []
     try:
         ceiling = benchmark.ceiling({benchmark.work(case) for case in cases})
@@ -132,13 +136,13 @@ def run(
             rows += _case_rows(benchmark, case, contenders, ceiling, memory, pool_bytes, timer)
             save(report, out)
         if flashinfer is not None:
-            left = {case.name: case for case in cases}
-            for name, answer in flashinfer.results():
-                rows.append(_case_row(benchmark, left.pop(name), "flashinfer", "peer", answer, ceiling))
+            left = {(name, case.name): case for case in cases for name in elsewhere}
+            for name, case_name, answer in flashinfer.results():
+                rows.append(_case_row(benchmark, left.pop((name, case_name)), name, "peer", answer, ceiling))
                 print_row(rows[-1])
                 save(report, out)
             ended = {"absent": "its process ended early"}
-            rows += [_case_row(benchmark, case, "flashinfer", "peer", ended, ceiling) for case in left.values()]
+            rows += [_case_row(benchmark, case, name, "peer", ended, ceiling) for (name, _), case in left.items()]
             save(report, out)
         return report
     finally:
@@ -150,7 +154,7 @@ def _case_rows(benchmark, case, contenders, ceiling, memory, pool_bytes, timer) 
     try:
         inputs = inputs_lib.make(case, prefill=benchmark.prefill, pool_bytes=pool_bytes, memory=memory)
         expected = inputs_lib.truth(case, inputs, prefill=benchmark.prefill)
-    except Exception as error:  # out of memory, mostly: the next case may fit
+    except Exception as error:  # mostly for want of memory: the next case may fit
         print(f"{case.name}: {first_line(error)}", flush=True)
         failed = {"failed": first_line(error)}
         return [_case_row(benchmark, case, name, kind, failed, ceiling) for name, kind, _ in contenders]
@@ -160,7 +164,7 @@ def _case_rows(benchmark, case, contenders, ceiling, memory, pool_bytes, timer) 
             answer = _fastest(build(case, inputs), inputs, expected, timer, ours=kind == "implementation")
         except peers.Absent as reason:
             answer = {"absent": str(reason)}
-        except Exception as error:  # whatever a compiler or a peer throws: the others' rows still count
+        except Exception as error:  # compilers and peers raise anything, and the other contenders' rows still count
             answer = {"failed": first_line(error)}
         rows.append(_case_row(benchmark, case, name, kind, answer, ceiling))
         print_row(rows[-1])
@@ -168,7 +172,7 @@ def _case_rows(benchmark, case, contenders, ceiling, memory, pool_bytes, timer) 
 
 
 def _fastest(candidates, inputs: Inputs, expected, timer, *, ours: bool) -> dict[str, Any]:
-    """The fastest candidate's numbers; the last one's failure if all of them fail."""
+    """The fastest candidate's numbers. If all candidates fail, raises the last one's failure."""
     best, failure = None, None
     for candidate in candidates:
         try:
@@ -205,7 +209,7 @@ def _time_one(candidate: peers.Candidate, inputs: Inputs, expected, timer, *, ou
 
 
 def answer_of(timed: timing.Timing) -> dict[str, Any]:
-    """A timing as a row has it."""
+    """A timing in a row's words."""
     return {"us": timed.us, "min_us": timed.min_us, "calls": timed.calls, "kernels": timed.kernels}
 
 
@@ -216,20 +220,31 @@ def _case_row(benchmark, case: Case, contender: str, kind: str, answer: dict[str
 def row_of(
     case: str, work: int, contender: str, kind: str, answer: dict[str, Any], ceiling: Ceiling | None
 ) -> dict[str, Any]:
-    """A row of the report: the answer, and its share of the ceiling where there is a ceiling of such work."""
+    """Makes a row of the report.
+
+    Args:
+      case: its name.
+      work: bytes or operations of the case, in the ceiling's unit.
+      contender: who did it.
+      kind: "implementation" for ours, "peer" for others.
+      answer: the row's own fields, with the time "us" or with a reason, "absent" or "failed".
+      ceiling: what the time is held against; None where nothing is known to take as long at the least.
+
+    Returns:
+      The answer with, where there is a time and a ceiling, the "rate" in the ceiling's unit and the "share": the least
+      time by the ceiling over the row's time.
+    """
     row = {"case": case, "contender": contender, "kind": kind, "work": work, **answer}
     if "us" in answer and ceiling is not None:
         row["rate"] = work / answer["us"] / (1e3 if ceiling.unit == "GB/s" else 1e6)
-        if ceiling.rate is not None:
-            row["share"] = row["rate"] / ceiling.rate
-        at_size = ceiling.time(work)
-        if at_size is not None:
-            row["share_at_size"] = at_size / answer["us"]
+        least = ceiling.time(work)
+        if least is not None:
+            row["share"] = least / answer["us"]
     return row
 
 
 def print_row(row: dict[str, Any]) -> None:
-    """Says how a row went, on one line."""
+    """Prints a row's time and share, or its reason, on one line."""
     what = row.get("absent") or row.get("failed")
     if "us" in row:
         share = f"{row['share']:6.1%}" if "share" in row else ""
@@ -238,7 +253,7 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def save(report: dict[str, Any], out: Path | None) -> None:
-    """Adds each of our rows' ratios to the peers' times, above 1 where ours is faster, and writes the file."""
+    """Adds to each of our rows the peers' times over ours, above 1 where ours is faster, and writes the file."""
     times = {(r["case"], r["contender"]): r["us"] for r in report["rows"] if r["kind"] == "peer" and "us" in r}
     for row in report["rows"]:
         if row["kind"] == "implementation" and "us" in row:
@@ -249,7 +264,7 @@ def save(report: dict[str, Any], out: Path | None) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """Where and on what a run took place."""
+    """The GPU, the versions, the date and the commit of a run."""
     gpu = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()
     name, _, driver = (gpu[0] if gpu else jax.devices()[0].device_kind).partition(", ")
     commit = os.environ.get("PAGED_JAX_COMMIT") or _output("git", "describe", "--always", "--dirty", "--abbrev=40")
@@ -278,6 +293,6 @@ def _output(*command: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in short."""
+    """An error's type and the first line of its message."""
     text = str(error).strip() or type(error).__name__
     return f"{type(error).__name__}: {text.splitlines()[0][:200]}"

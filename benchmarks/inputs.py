@@ -1,4 +1,4 @@
-"""Random inputs of a case: shuffled blocks in a pool that no cache level holds, and the float32 truth for some rows."""
+"""Draws a case's inputs, shuffled blocks in a pool larger than L2, and computes some rows of its true output."""
 
 import functools
 import math
@@ -12,14 +12,14 @@ from jax import Array
 from benchmarks.cases import Case
 from paged_jax import PagedKVCache
 
-POOL_BYTES = 2 << 30  # of keys and values together, far more than any L2
-_MAX_TABLES = 128
-_CHUNK = 1 << 24  # random numbers drawn at a time
+POOL_BYTES = 2 << 30  # bytes of keys and values together, far more than any L2 holds
+_MAX_TABLES = 128  # block tables that calls rotate through
+_CHUNK = 1 << 24  # random numbers that are drawn at a time
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Arrays of a case, on the device.
+    """A case's arrays, on the device.
 
     Attributes:
       query: bf16 [num_seqs or num_tokens, num_heads, head_size].
@@ -27,8 +27,8 @@ class Inputs:
       block_tables: several i32 [num_seqs, max_blocks_per_seq] that share no block. Calls rotate through them, so
         that a small case does not find its keys and values in L2. Unused entries are 0.
       seq_lens: i32 [num_seqs].
-      query_start_loc: i32 [num_seqs + 1], for prefill.
-      k_scale, v_scale: f32 [], for caches narrower than the query; otherwise None.
+      query_start_loc: i32 [num_seqs + 1], where each sequence's queries start.
+      k_scale, v_scale: f32 [] for 8-bit caches; otherwise None.
     """
 
     query: Array
@@ -47,18 +47,18 @@ def make(
     """Draws the inputs of a case.
 
     Args:
-      case: what to draw.
+      case: the case to draw.
       prefill: whether every token has a query, or each sequence's last one only.
-      pool_bytes: least size of both pools together.
-      memory: bytes the device has for arrays; None for no limit.
-      seed: of all random numbers.
+      pool_bytes: the least size of both pools together.
+      memory: bytes that the device has for arrays; None for no limit.
+      seed: the seed of all random numbers.
 
     Raises:
       MemoryError: the case does not fit.
     """
     num_tables = rotations(case, pool_bytes)
     if memory is not None:
-        # Two more copies of the keys and values: for a peer with a pool of its own, and for what it computes.
+        # A peer needs two more copies of the keys and values: a pool of its own, and what it computes on the way.
         if (num_tables + 2) * case.kv_bytes > memory:
             num_tables = 1
         if 1.2 * case.kv_bytes > memory:
@@ -117,7 +117,7 @@ def _pools(case: Case, needed: int, pool_bytes: int, key: Array) -> tuple[Array,
         def some(key):
             return jax.random.normal(key, (math.prod(shape),), jnp.float32).astype(case.cache_dtype)
 
-        # Piece by piece: the random bits of a whole pool need several times its memory.
+        # The random bits of a whole pool would need several times its memory, so they are drawn piece by piece.
         return jax.lax.map(some, jax.random.split(key, chunks)).reshape(chunks * chunk, *shape[1:])
 
     key_k, key_v = jax.random.split(key)
@@ -125,7 +125,7 @@ def _pools(case: Case, needed: int, pool_bytes: int, key: Array) -> tuple[Array,
 
 
 def tokens(blocks: Array, layout: str, *, is_key: bool) -> Array:
-    """Blocks of a cache, gathered as [..., num_blocks, block...], as [..., num_tokens, num_kv_heads, head_size]."""
+    """Puts gathered blocks, [..., num_blocks, *block], into token order: [..., num_tokens, num_kv_heads, head_size]."""
     if layout == "nhd":
         out = blocks
     elif layout == "hnd":
@@ -139,10 +139,10 @@ def tokens(blocks: Array, layout: str, *, is_key: bool) -> Array:
 
 
 def truth(case: Case, inputs: Inputs, *, prefill: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Some rows of the output for the first block table, by the plain formula in float32.
+    """Computes some rows of the output for the first block table, by the plain formula in float32.
 
     Returns:
-      i32 [n], which rows of the output, and f32 [n, num_heads, head_size], what they are.
+      i32 [n], the rows' indices in the output, and f32 [n, num_heads, head_size], the rows.
     """
     starts = np.asarray(inputs.query_start_loc)
     indices, rows = [], []

@@ -1,7 +1,7 @@
 """The peers: other implementations of the same work, each optional.
 
-A peer is a function of a case and its inputs that returns candidates, the fastest of which counts, and raises
-`Absent` with the reason where there is none. FlashInfer runs on PyTorch, in a process of its own.
+A peer is a function of a case and its inputs. It returns candidates, of which the harness takes the fastest, and raises
+`Absent` with the reason where it has none. FlashInfer needs PyTorch, so it runs in a process of its own.
 """
 
 import contextlib
@@ -21,7 +21,9 @@ from benchmarks import inputs as inputs_lib
 from benchmarks.cases import Case
 from benchmarks.inputs import Inputs
 
-_MOST_COPIED = 10**10  # bytes of keys and values that a peer may copy, which takes several times as much memory
+# Bytes of keys and values that a peer may copy. It needs several times as much memory while it copies.
+_MOST_COPIED = 10**10
+_SPLITS, _PAGES = (1, 8, 32), (4, 8, 16)  # of JAX's op: the configurations that are tried where a table's width allows
 
 
 class Absent(Exception):
@@ -32,9 +34,9 @@ class Candidate(NamedTuple):
     """One way of doing a case.
 
     Attributes:
-      label: what tells it from the contender's other ways; may be empty.
-      fn: jitted; returns the output in the shape of the query.
-      argsets: arguments for call after call, in rotation.
+      label: tells this way from the contender's other ways; empty where there is only one.
+      fn: a jitted function that returns the output in the shape of the query.
+      argsets: the arguments of one call after the other; calls rotate through them.
     """
 
     label: str
@@ -46,6 +48,7 @@ Build = Callable[[Case, Inputs], Sequence[Candidate]]
 
 
 def _plain(case: Case) -> None:
+    """Raises `Absent` for the layouts and caches that only FlashInfer and we take."""
     if case.layout != "hnd" or case.cache_dtype != "bfloat16":
         raise Absent(f"not with layout {case.layout} and {case.cache_dtype} caches")
 
@@ -73,7 +76,7 @@ def xla_decode(case: Case, inputs: Inputs) -> list[Candidate]:
 
 
 def pallas_decode(case: Case, inputs: Inputs) -> list[Candidate]:
-    """JAX's deprecated Pallas op, in nine configurations."""
+    """JAX's deprecated Pallas op, in each of `pallas_configurations`."""
     _plain(case)
     if case.kv_bytes > _MOST_COPIED:
         raise Absent(f"would copy {case.kv_bytes / 1e9:.0f} GB and more into pools of its own layout")
@@ -89,16 +92,32 @@ def pallas_decode(case: Case, inputs: Inputs) -> list[Candidate]:
     pools = swap(inputs.key_cache), swap(inputs.value_cache)
     argsets = [(query, *pools, table, inputs.seq_lens) for table in inputs.block_tables]
     candidates = []
-    for splits in (1, 8, 32):
-        for pages in (4, 8, 16):
-            config = {"k_splits": splits, "pages_per_compute_block": pages}
-            fn = jax.jit(functools.partial(op.paged_attention, **config))
-            candidates.append(Candidate(f"k_splits {splits}, {pages} pages", fn, argsets))
+    for splits, pages in pallas_configurations(inputs.block_tables[0].shape[1]):
+        fn = jax.jit(functools.partial(op.paged_attention, k_splits=splits, pages_per_compute_block=pages))
+        candidates.append(Candidate(f"k_splits {splits}, {pages} pages", fn, argsets))
     return candidates
 
 
+def pallas_configurations(width: int) -> list[tuple[int, int]]:
+    """Pairs of `k_splits` and `pages_per_compute_block` for JAX's op, which takes no others with tables this wide.
+
+    The op wants k_splits to divide the width, and the pages of a compute block, a power of two, to divide a split. For
+    each pair of `_SPLITS` and `_PAGES` this takes the nearest one that is allowed: at a width of 512 all nine pairs, at
+    615 = 3 * 5 * 41 three, of 1, 5 and 41 splits with one page.
+    """
+    divisors = [n for n in range(1, width + 1) if width % n == 0]
+    found = []
+    for splits in _SPLITS:
+        nearest = min(divisors, key=lambda n: max(n / splits, splits / n))
+        for pages in _PAGES:
+            while (width // nearest) % pages:
+                pages //= 2
+            found.append((nearest, pages))
+    return list(dict.fromkeys(found))
+
+
 def cudnn_decode(case: Case, inputs: Inputs) -> list[Candidate]:
-    """cuDNN's paged attention, private in JAX; its pool has exactly num_seqs * max_blocks_per_seq blocks."""
+    """cuDNN's paged attention, which is private in JAX and wants a pool of num_seqs * max_blocks_per_seq blocks."""
     _plain(case)
     try:
         from jax._src.cudnn import fused_attention_stablehlo as cudnn
@@ -184,23 +203,27 @@ def mosaic_prefill(case: Case, inputs: Inputs) -> list[Candidate]:
 
 DECODE: dict[str, Build] = {"cudnn": cudnn_decode, "pallas": pallas_decode, "xla-gather": xla_decode}
 PREFILL: dict[str, Build] = {"cudnn": cudnn_prefill, "attention_mgpu": mosaic_prefill}
+FLASHINFER = ("flashinfer", "flashinfer-xqa")  # what these are: benchmarks/flashinfer_decode.py
 
 
 class FlashInfer:
     """FlashInfer's decode kernels, in a process of their own: PyTorch shares neither CUPTI nor memory with JAX.
 
-    The process compiles its kernels while other rows are timed, and times nothing before `results` is called.
+    The process compiles its kernels while the harness times other rows. It times nothing before `results` is called.
+
+    Args:
+      cases: what to time.
+      contenders: of `FLASHINFER`, which of its kernels to time.
     """
 
-    def __init__(self, cases: Iterable[Case]):
-        wanted = [self._message(case) for case in cases]
+    def __init__(self, cases: Iterable[Case], contenders: Sequence[str] = FLASHINFER):
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.flashinfer_decode"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        self._send(wanted)
+        self._send({"contenders": list(contenders), "cases": [self._message(case) for case in cases]})
 
     @staticmethod
     def _message(case: Case) -> dict[str, Any]:
@@ -221,10 +244,10 @@ class FlashInfer:
         self._process.stdin.write(json.dumps(message) + "\n")
         self._process.stdin.flush()
 
-    def results(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Case name and ``{"us", "how"}`` or ``{"absent"}`` of each case, as they come.
+    def results(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """Contender, case name and ``{"us", "how", ...}`` or ``{"absent"}``, as they come.
 
-        A process that ends early, or was never able to start, simply yields no more.
+        A process that ends early, or was never able to start, yields no more.
         """
         assert self._process.stdout is not None
         try:
@@ -233,7 +256,7 @@ class FlashInfer:
             return
         for line in self._process.stdout:
             message = json.loads(line)
-            yield message.pop("name"), message
+            yield message.pop("contender"), message.pop("name"), message
 
     def close(self) -> None:
         """Ends the process."""

@@ -1,4 +1,4 @@
-"""A benchmark's JSON as a picture of shares of the ceiling: `python -m benchmarks.plot FILE.json OUT.png`."""
+"""A benchmark's JSON as a picture of shares, those of the table: `python -m benchmarks.plot FILE.json OUT.png`."""
 
 import argparse
 import json
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import contenders
+from benchmarks.report import contenders, share
 
 
 def plot(report: dict[str, Any], out: Path) -> None:
-    """Draws the rows that have a share; dots, one line for each case, ours filled and peers hollow."""
+    """Draws every row that has a share: a line for each case, filled dots for ours, hollow ones for peers."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -19,7 +19,8 @@ def plot(report: dict[str, Any], out: Path) -> None:
     figure = Figure(figsize=(9, 1.2 + 0.36 * len(cases)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    shares = {(row["case"], row["contender"]): 100 * row["share"] for row in report["rows"] if "share" in row}
+    found = {(row["case"], row["contender"]): share(row) for row in report["rows"]}
+    shares = {key: 100 * value for key, value in found.items() if value is not None}
     for kind, marker, filled in (("peer", "D", False), ("implementation", "o", True)):
         for index, name in enumerate(contenders(report, kind)):
             color = f"C{index + (0 if filled else 3)}"
@@ -36,12 +37,19 @@ def plot(report: dict[str, Any], out: Path) -> None:
     axes.axvline(100, color="0.6", linewidth=1)
     axes.grid(color="0.9")
     axes.set_axisbelow(True)
-    rate, unit = report["ceiling"]["rate"], report["ceiling"]["unit"]
-    axes.set_xlabel("share of the ceiling, %" + (f" (100 % = {rate:.0f} {unit})" if rate else ""))
-    axes.set_title(f"{report['op']}, {report['gpu']}, {report['date']}")
+    axes.set_xlabel(_what_is_all(report["ceiling"]))
+    axes.set_title(f"{report['op']}, {report['gpu']}, {report['date']}, commit {(report['commit'] or '?')[:7]}")
     if axes.get_legend_handles_labels()[0]:
         figure.legend(loc="outside right upper", frameon=False)
     figure.savefig(out, dpi=144)
+
+
+def _what_is_all(ceiling: dict[str, Any]) -> str:
+    """The axis's label: what takes as long as 100% says."""
+    if ceiling["unit"] == "GB/s":
+        return "share of a kernel that merely moves as many bytes, %"
+    rate = "" if ceiling["rate"] is None else f" of {ceiling['rate']:.0f} {ceiling['unit']}"
+    return f"share{rate}, %"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,16 +9,24 @@ from typing import Any
 
 
 def contenders(report: dict[str, Any], kind: str) -> list[str]:
-    """Names of the contenders of a kind ("implementation" or "peer") with a time in any case, in their order."""
+    """Names of the contenders of a kind ("implementation" or "peer") that have a time in any case, in their order."""
     return list(dict.fromkeys(r["contender"] for r in report["rows"] if r["kind"] == kind and "us" in r))
+
+
+def share(row: dict[str, Any]) -> float | None:
+    """A row's share of the ceiling, as `benchmarks.harness.row_of` defines it; None where it has none.
+
+    The files of commits up to 26b3ebd call it "share_at_size"; what they call "share" is that of a read of 8 GiB.
+    """
+    return row.get("share_at_size", row.get("share"))
 
 
 def markdown(report: dict[str, Any]) -> str:
     """The report as Markdown: a table of times, then what is missing and why.
 
-    Our columns give the time and its share of the large and of the same-size ceiling; each peer's gives its time and
-    how many times faster the first of ours is. With several implementations, regret is what that one loses against the
-    best of them.
+    Our columns give the time in microseconds and its share of the ceiling. Each peer's column gives its time, and that
+    time over the time of the first of ours. With several implementations of ours, regret is what the first one loses
+    against the best of them.
     """
     ours, theirs = contenders(report, "implementation"), contenders(report, "peer")
     ceiling = report["ceiling"]
@@ -56,28 +64,29 @@ def _line(cells: Sequence[str]) -> str:
 def _mere_read(ceiling: dict[str, Any], work: int) -> str:
     times = {int(size): us for size, us in ceiling["us"].items()}  # JSON's keys are strings
     us = times.get(work, work / ceiling["rate"] / 1e3)
-    return _number(us)
+    return number(us)
 
 
 def _own_cell(row: dict[str, Any]) -> str:
     if "us" not in row:
         return "-"
-    shares = [f"{row[name]:.0%}" for name in ("share", "share_at_size") if name in row]
-    return " ".join([_number(row["us"]), *(["(" + ", ".join(shares) + ")"] if shares else [])])
+    of_ceiling = share(row)
+    return number(row["us"]) + ("" if of_ceiling is None else f" ({of_ceiling:.0%})")
 
 
 def _peer_cell(row: dict[str, Any], ours: float | None) -> str:
     if "us" not in row:
         return "-"
-    return _number(row["us"]) + (f" ({row['us'] / ours:.2f}x)" if ours else "")
+    return number(row["us"]) + (f" ({row['us'] / ours:.2f}x)" if ours else "")
 
 
-def _number(us: float) -> str:
+def number(us: float) -> str:
+    """Microseconds in three digits or four."""
     return f"{us:.1f}" if us < 100 else f"{us:.0f}"
 
 
 def _missing(report: dict[str, Any]) -> list[str]:
-    """One line for each reason of each contender, with its cases."""
+    """One line for each contender and reason, with the cases that it is the reason for."""
     cases: dict[tuple[str, str], list[str]] = {}
     for row in report["rows"]:
         if "us" not in row:

@@ -1,7 +1,7 @@
-"""Device time of all the kernels of a call, by CUPTI, and the ceilings that times are held against.
+"""Times calls by CUPTI, as the device time of all their kernels, and measures the ceilings that times are held against.
 
-The read and copy ceilings are kernels of our own that read, or copy, a buffer 16 bytes at a time and do nothing else;
-they need CuPy.
+The read and the copy ceiling are kernels of our own, which read or copy a buffer 16 bytes at a time and do nothing
+else. They need CuPy.
 """
 
 import math
@@ -50,7 +50,7 @@ extern "C" __global__ void fill(unsigned* data, long long n) {
   }
 }
 """
-_LARGE = 8 << 30
+_LARGE = 8 << 30  # bytes of the largest read, and of source and destination of the copy together
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class Timing:
     """Device time of one call.
 
     Attributes:
-      us: median over the calls, of the sum of each call's kernels, in microseconds.
-      min_us: the fastest call.
-      calls: how many were timed.
-      kernels: name and median time in microseconds of each kernel of a call; empty where calls differ.
+      us: the median over all calls, in microseconds; a call's time is the sum of its kernels'.
+      min_us: the fastest call's time.
+      calls: how many calls were timed.
+      kernels: name and median time in microseconds of each kernel of a call; empty where calls launch different ones.
     """
 
     us: float
@@ -75,10 +75,10 @@ class Ceiling:
     """What no kernel can beat.
 
     Attributes:
-      unit: of `rate`: "GB/s" or "TFLOP/s".
-      rate: reached on a large problem; None where it could not be measured.
-      us: time in microseconds by amount of work (bytes), where size matters.
-      note: how it was measured, or why not.
+      unit: the unit of `rate`, "GB/s" or "TFLOP/s".
+      rate: the rate that a large problem reaches; None where it could not be measured.
+      us: the time in microseconds for each amount of work (bytes) that was measured; empty where size does not matter.
+      note: how the ceiling was measured, or why it was not.
     """
 
     unit: str
@@ -87,14 +87,14 @@ class Ceiling:
     note: str
 
     def time(self, work: int) -> float | None:
-        """Microseconds that `work` (bytes or operations) takes at the least, at its own size where known."""
+        """Microseconds that `work` (bytes or operations) takes at the least, as measured at its size or by the rate."""
         if work in self.us:
             return self.us[work]
         return None if self.rate is None else work / self.rate / (1e3 if self.unit == "GB/s" else 1e6)
 
 
 class _Launches:
-    """Looks jitted to `profiler.measure`, which would jit a plain function and with it all calls at once."""
+    """Looks jitted to `profiler.measure`, which would jit a plain function, and so make one program of all calls."""
 
     def __init__(self, run: Callable[[], Any]):
         self.run = run
@@ -112,7 +112,7 @@ class _Launches:
 def kernel_times(run: Callable[[], Any]) -> list[tuple[str, float]]:
     """Name and microseconds of every kernel that `run` launches, in order. Calls it twice, the first time to warm up.
 
-    Copies and memsets that no kernel does are not seen by this clock.
+    This clock does not see copies and memsets that no kernel does.
     """
     from jax.experimental.mosaic.gpu import profiler
 
@@ -123,12 +123,12 @@ def kernel_times(run: Callable[[], Any]) -> list[tuple[str, float]]:
 
 
 def time_calls(fn: Callable, argsets: Sequence[tuple], *, samples: int = 2, seconds: float = 0.1) -> Timing:
-    """Times `fn(*args)`, rotating through `argsets`.
+    """Times `fn(*args)`; calls rotate through `argsets`.
 
     Args:
-      fn: compiled; launches the same kernels for each of the argsets.
-      argsets: arguments, so many that together they do not fit in L2.
-      samples: how often CUPTI is started anew.
+      fn: a compiled function that launches the same kernels for each of the argsets.
+      argsets: so many sets of arguments that together they do not fit in L2.
+      samples: how many times CUPTI is started anew.
       seconds: about how long one sample lasts.
     """
     jax.block_until_ready(fn(*argsets[0]))
@@ -136,7 +136,7 @@ def time_calls(fn: Callable, argsets: Sequence[tuple], *, samples: int = 2, seco
     jax.block_until_ready(fn(*argsets[-1]))
     once = time.perf_counter() - start
     num_calls = min(max(4, int(seconds / once)), max(32, len(argsets)))
-    # The clocks of an idle GPU take a while to rise.
+    # An idle GPU's clocks take a while to rise.
     start = time.perf_counter()
     while time.perf_counter() - start < 0.05:
         jax.block_until_ready(fn(*argsets[0]))
@@ -164,19 +164,19 @@ def time_calls(fn: Callable, argsets: Sequence[tuple], *, samples: int = 2, seco
 
 
 def read_ceiling(sizes: Iterable[int]) -> Ceiling:
-    """Times the read kernel on buffers of these sizes in bytes, and on one of 8 GiB, each with its best launch."""
+    """Times the read kernel on buffers of these sizes in bytes and on one of 8 GiB; each gets its best launch."""
     try:
         best = _read_times(sizes)
-    except Exception as error:  # no CuPy, or no room: times are worth having without shares too
+    except Exception as error:  # without CuPy or memory there are no shares, but times are still worth having
         return Ceiling("GB/s", None, {}, f"{type(error).__name__}: {error}".splitlines()[0])
     return Ceiling("GB/s", max(best) / best[max(best)] / 1e3, best, "16-byte loads, best of 9 launches per size")
 
 
 def copy_ceiling() -> Ceiling:
-    """Times the copy kernel on a buffer of up to 4 GiB with its best launch; bytes read and written both count."""
+    """Times the copy kernel on a buffer of up to 4 GiB with its best launch. Bytes read and bytes written count."""
     try:
         size, us = _copy_time()
-    except Exception as error:  # as above
+    except Exception as error:  # as in read_ceiling
         return Ceiling("GB/s", None, {}, f"{type(error).__name__}: {error}".splitlines()[0])
     return Ceiling("GB/s", 2 * size / us / 1e3, {}, f"copies {size >> 20} MiB by 16 bytes, best of 9 launches")
 
@@ -226,7 +226,7 @@ def _read_times(sizes: Iterable[int]) -> dict[int, float]:
     repeats = 12
 
     def run():
-        offset = 0  # elsewhere each time, so that nothing is in L2
+        offset = 0  # each call reads the next bytes of the buffer, so that none finds its own in L2
         for size in sizes:
             for kernel, blocks in launches:
                 for _ in range(repeats):
@@ -246,7 +246,7 @@ def _read_times(sizes: Iterable[int]) -> dict[int, float]:
 
 
 def matmul_ceiling(size: int = 8192) -> Ceiling:
-    """Times XLA's product of two random bfloat16 matrices of `size` rows and columns."""
+    """Times XLA's product of two random bfloat16 matrices with `size` rows and columns."""
     a, b = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in jax.random.split(jax.random.key(0)))
     timing = time_calls(jax.jit(jnp.matmul), [(a, b)])
     return Ceiling("TFLOP/s", 2 * math.pow(size, 3) / timing.us / 1e6, {}, f"XLA's bfloat16 product of {size}^3")

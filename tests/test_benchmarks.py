@@ -11,13 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import paged_jax
 from benchmarks import (
     bench_cache,
+    bench_ceilings,
     bench_decode,
     bench_prefill,
     bench_step,
     bench_swap,
     cases,
+    flashinfer_decode,
     harness,
     inputs,
     peers,
@@ -29,11 +32,11 @@ from benchmarks import (
 TINY = cases.Case("tiny", (40, 17, 64), 4, 2, 32)
 
 
-@pytest.mark.parametrize("name", ["bench_decode", "bench_cache", "bench_swap", "bench_step"])
+@pytest.mark.parametrize("name", ["bench_decode", "bench_cache", "bench_swap", "bench_step", "bench_ceilings"])
 def test_nothing_to_time_without_a_gpu(name, monkeypatch, capsys):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     monkeypatch.setattr("sys.argv", [name])
-    monkeypatch.delitem(sys.modules, f"benchmarks.{name}")  # runpy warns of a module that is there already
+    monkeypatch.delitem(sys.modules, f"benchmarks.{name}")  # runpy warns of a module that is already imported
     with pytest.raises(SystemExit) as exit:
         runpy.run_module(f"benchmarks.{name}", run_name="__main__")
     assert exit.value.code == 2
@@ -60,7 +63,7 @@ def test_cases():
     assert [skewed.count(1024 << i) for i in range(5)] == [32, 16, 8, 4, 4]
     assert cases.PREFILL[1].causal_flops == 2 * 32 * 32768**2 * 128
     assert cases.select(cases.DECODE, names[:2]) == cases.DECODE[:2]
-    # Several tables of small cases; together they are far larger than an L2.
+    # Calls of a small case rotate through several tables, whose blocks together are far larger than an L2.
     assert inputs.rotations(by_name["llama3-8b-1x512"]) * by_name["llama3-8b-1x512"].kv_bytes >= 256 << 20
 
 
@@ -111,16 +114,164 @@ def test_harness_report_and_plot(bench, tmp_path):
     found = json.loads(file.read_text())
     rows = {row["contender"]: row for row in found["rows"]}
     assert {rows[name]["us"] for name in names} == {20}
-    assert rows["auto"]["share_at_size"] == 0.25
+    assert rows["auto"]["share"] == 0.25
     assert rows["absent"]["absent"] == "not here"
     assert "wrong result" in rows["wrong"]["failed"]
     assert rows["auto"]["ratios"] == ({"xla-gather": 1.0} if bench is bench_decode else {})
     text = report.markdown(found)
-    assert "| tiny | 5.0 | 20.0 (" in text
+    assert "| tiny | 5.0 | 20.0 (25%) " in text
     assert "- absent, tiny: not here" in text
     pytest.importorskip("matplotlib")
     plot.main([str(file), str(tmp_path / "plot.png")])
     assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_shares_of_older_files_are_of_the_same_kind():
+    """They have a share of a large read too, which no table and no picture shows any more."""
+    assert report.share({"share": 0.10, "share_at_size": 0.40}) == 0.40
+    assert report.share({"us": 3.0}) is None
+
+
+def test_plot_and_table_show_the_same_shares(tmp_path, monkeypatch):
+    figures = []
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    row = {"case": "a", "kind": "implementation", "work": 100, "us": 8.0}
+    rows = [row | {"contender": "auto", "share": 0.1, "share_at_size": 0.4}, row | {"contender": "v1", "share": 0.6}]
+    machine = {"gpu": "g", "driver": "d", "jax": "j", "date": "today", "commit": None}
+    found = machine | {"op": "decode", "ceiling": {"unit": "GB/s", "rate": 9.0, "us": {}, "note": ""}, "rows": rows}
+    plot.plot(found, tmp_path / "none.png")
+    drawn = {dots.get_label(): dots.get_offsets().tolist() for dots in figures[0].axes[0].collections}
+    assert drawn == {"paged_jax auto": [[40.0, 0.0]], "paged_jax v1": [[60.0, 0.0]]}
+    assert "| a | 8.0 (40%) | 8.0 (60%) |" in report.markdown(found)
+
+
+@pytest.mark.parametrize(
+    ("width", "expected"),
+    [
+        (512, {(splits, pages) for splits in (1, 8, 32) for pages in (4, 8, 16)}),
+        (256, {(splits, pages) for splits in (1, 8, 32) for pages in (4, 8, 16)} - {(32, 16)}),
+        (615, {(1, 1), (5, 1), (41, 1)}),
+        (1, {(1, 1)}),
+        (96, {(1, 4), (1, 8), (1, 16), (8, 4), (32, 1)}),
+    ],
+)
+def test_configurations_of_jaxs_op(width, expected):
+    """Every table gets some, and none that the op refuses: it asserts that both divide."""
+    found = peers.pallas_configurations(width)
+    assert set(found) == expected
+    assert len(found) == len(expected)
+
+
+def test_jaxs_op_takes_a_table_of_any_width():
+    """Tracing it is enough for the op to refuse a configuration."""
+    case = dataclasses.replace(TINY, name="odd", seq_lens=(80, 33), head_size=64)
+    drawn = inputs.make(case, prefill=False, pool_bytes=1 << 18)
+    assert drawn.block_tables[0].shape == (2, 5)
+    candidates = peers.pallas_decode(case, drawn)
+    assert [candidate.label for candidate in candidates] == ["k_splits 1, 1 pages", "k_splits 5, 1 pages"]
+    for candidate in candidates:
+        jax.eval_shape(candidate.fn, *candidate.argsets[0])
+
+
+FLASHINFER_CASE = peers.FlashInfer._message(cases.Case("a", (40, 17, 64), 4, 2, 64))
+
+
+@pytest.mark.parametrize(
+    ("contender", "change", "reason"),
+    [
+        ("flashinfer", {}, None),
+        ("flashinfer", {"layout": "vllm"}, "no layout vllm"),
+        ("flashinfer", {"block_size": 8}, None),
+        ("flashinfer-xqa", {}, None),
+        ("flashinfer-xqa", {"cache_dtype": "float8_e4m3fn"}, None),
+        ("flashinfer-xqa", {"layout": "vllm"}, "no layout vllm"),
+        ("flashinfer-xqa", {"block_size": 8}, "no block size 8"),
+        ("flashinfer-xqa", {"cache_dtype": "float8_e5m2"}, "no float8_e5m2 cache for bfloat16 queries"),
+        ("flashinfer-xqa", {"num_heads": 64, "num_kv_heads": 1}, "no groups of more than 32 query heads"),
+    ],
+)
+def test_what_flashinfer_refuses(contender, change, reason):
+    assert flashinfer_decode.refusal(contender, FLASHINFER_CASE | change) == reason
+
+
+def test_flashinfers_block_table():
+    assert flashinfer_decode.block_counts(FLASHINFER_CASE) == [3, 2, 4]
+    table = flashinfer_decode.padded_table(FLASHINFER_CASE, [8, 7, 6, 5, 4, 3, 2, 1, 9])
+    assert table == [[8, 7, 6, 0], [5, 4, 0, 0], [3, 2, 1, 9]]
+
+
+def test_flashinfers_kernels_are_summed_by_call():
+    # XQA's kernel is written small; copies and memsets do not count; the profiler gives them in any order.
+    seen = [("kernel_mha", 10.0, 4.0), ("Memset (Device)", 12.0, 9.0), ("MergeStatesKernel", 15.0, 1.0)]
+    seen += [("kernel_mha", 30.0, 5.0), ("MergeStatesKernel", 35.0, 2.0)]
+    assert flashinfer_decode.sums_by_call(reversed(seen), 2) == [5.0, 7.0]
+    for wrong in (seen[:-1], [], seen[1:2]):
+        with pytest.raises(RuntimeError, match="in 2 calls"):
+            flashinfer_decode.sums_by_call(wrong, 2)
+
+
+def test_flashinfers_process_answers_for_every_case_and_contender(tmp_path, monkeypatch):
+    """It has no GPU here, and perhaps no PyTorch: each row says so, and the run goes on."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    def ceiling(work):
+        return timing.Ceiling("GB/s", 1000.0, {}, "made up")
+
+    benchmark = dataclasses.replace(bench_decode.BENCHMARK, ceiling=ceiling, peers={})
+    two = [TINY, dataclasses.replace(TINY, name="small", seq_lens=(5,))]
+    found = harness.run(benchmark, two, [], peers.FLASHINFER, pool_bytes=1 << 18, timer=_fake_timer)
+    rows = [(row["case"], row["contender"]) for row in found["rows"]]
+    assert rows == [(case.name, name) for case in two for name in peers.FLASHINFER]
+    reasons = {row["absent"] for row in found["rows"]}
+    assert "its process ended early" not in reasons
+    assert all(reasons)
+
+
+def test_ceilings_are_written_one_after_the_other(tmp_path, capsys):
+    def fails():
+        raise MemoryError("too large")
+
+    file = tmp_path / "out" / "ceilings.json"
+    works = {"pages": fails, "copy": lambda: [bench_ceilings.row("copy", 4000, 2.0)]}
+    bench_ceilings.run(works, file)
+    pages, copy = json.loads(file.read_text())["rows"]
+    assert pages == {"case": "pages", "failed": "MemoryError: too large"}
+    assert copy == {"case": "copy", "work": 4000, "us": 2.0, "rate": 2.0}
+    assert "2.0 us      2.0 GB/s" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        bench_ceilings.main(["--works", "no-such"])
+    assert "no-such" in capsys.readouterr().err
+
+
+def test_the_fastest_launch_of_each_size_counts():
+    # Two sizes, two launches, three repeats.
+    times = [9, 5, 7, 3, 4, 90, 20, 20, 20, 10, 30, 40]
+    assert bench_ceilings.fastest(times, (2, 2, 3)) == [4.0, 20.0]
+    with pytest.raises(RuntimeError, match="11 kernels of 12"):
+        bench_ceilings.fastest(times[1:], (2, 2, 3))
+
+
+def test_pages_are_read_once_before_any_is_read_again():
+    ordered, shuffled = (bench_ceilings.page_tables(100, shuffle) for shuffle in (False, True))
+    assert ordered.tolist() == sorted(shuffled.tolist()) == list(range(100))
+    assert ordered.tolist() != shuffled.tolist()
+    assert list(bench_ceilings.stretches(100, [40, 40, 40, 10, 50, 1])) == [0, 40, 0, 40, 50, 0]
+
+
+def test_what_the_plain_writer_is_checked_against():
+    """The op's own write into layout `vllm`, bit for bit."""
+    rng = np.random.default_rng(0)
+    shape = (5, bench_ceilings.NUM_KV_HEADS, bench_ceilings.HEAD_SIZE)
+    key, value = (rng.standard_normal(shape).astype(jnp.bfloat16) for _ in "kv")
+    slots = np.array([3, 40, 16, 47, 9], np.int32)
+    found = bench_ceilings.written_vllm(key.view(np.uint16), value.view(np.uint16), slots, num_blocks=3)
+    cache = paged_jax.PagedKVCache.create(3, 16, *shape[1:], layout="vllm")
+    expected = paged_jax.write_to_paged_cache(key, value, cache.key_cache, cache.value_cache, slots, layout="vllm")
+    for mine, exact in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(mine, np.asarray(exact).view(np.uint16))
 
 
 def _fake_cache_timer(fn, argsets):
@@ -167,7 +318,7 @@ def test_kernels_are_summed_by_call(monkeypatch):
 
     calls = []
     monkeypatch.setattr(timing, "kernel_times", kernel_times)
-    # What the profiler takes as it is, without jitting it.
+    # The profiler takes what looks jitted as it is.
     assert isinstance(timing._Launches(print), jax.stages.Wrapped)
     timed = timing.time_calls(lambda x: calls.append(x), [(1,), (2,), (3,)], seconds=1e-4)
     assert (timed.us, timed.kernels) == (4.0, (("attend", 3.0), ("reduce", 1.0)))
@@ -185,9 +336,9 @@ def test_a_step_runs_through_all_layers():
     stack = bench_step.Stack(2, 2, 64, 4, 4, 64, 16)
     made = bench_step.make(stack)
     step, captured = bench_step.compile_step(stack, made)
-    assert not captured  # command buffers are GPUs'
+    assert not captured  # only GPUs have command buffers
     hidden, caches = step(np.ones((2, 256), jnp.bfloat16), made[1], np.full(2, 64, np.int32))
     assert np.isfinite(np.asarray(hidden, np.float32)).all()
-    for cache in caches:  # one token of each sequence
+    for cache in caches:  # each layer's cache holds one new token of each sequence
         written = np.asarray(cache.key_cache, np.float32).any(axis=(1, 3))
         assert written.sum() == 2
