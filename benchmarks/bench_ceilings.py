@@ -269,7 +269,8 @@ def _line(line: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns the exit code, 2 where there is no GPU."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_ceilings", description="What one GPU can do at all.")
+    what = "What one GPU can do at all."
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_ceilings", description=what)
     parser.add_argument("--works", type=lambda text: text.split(","), help=f"of {','.join(WORKS)}; default all")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args(argv)
