@@ -1,8 +1,8 @@
 """The named cases that the attention operations are tested on, and real models' shapes.
 
-A covering set, since each case costs a compile: every value of every option, every dtype, block size, head
-size and group size, every scale shape and every pair (layout, cache dtype) occur, options both alone
-and in combination. `test_decode.py` runs all of them, `test_ragged.py` those with `query_lens`.
+Each case costs a compile, so they are a covering set: every value of every option, every dtype, block size, head size
+and group size, every scale shape and every pair (layout, cache dtype) occur, and options occur both alone and in
+combination. `test_decode.py` runs all of them, `test_ragged.py` those with `query_lens`.
 """
 
 from dataclasses import dataclass, replace
@@ -63,7 +63,7 @@ class Case:
 
 
 def _pairs():
-    """Every pair (layout, cache dtype), each with other dimensions and options."""
+    """Every pair (layout, cache dtype), each with dimensions and options of its own."""
     both = {"k_scale": "head", "v_scale": "head"}
     slot = {"k_scale": "slot", "v_scale": "slot"}
     scalar = {"k_scale": "scalar", "v_scale": "scalar"}
@@ -91,7 +91,7 @@ def _pairs():
 
 
 def _options():
-    """Each option alone on float32, where nothing hides in rounding, then in company."""
+    """Each option alone on float32, where no error hides in rounding, then together with others."""
     return [
         Case("alibi", alibi=True),
         Case("window-1", sliding_window=1),
@@ -198,7 +198,7 @@ def _edges():
             logits_soft_cap=30.0,
             query_lens=None,
         ),
-        # Rounding that adds up from tile to tile would show: many tiles in one pass, far from 0.
+        # Many tiles in one pass, with logits far from 0: rounding that adds up from tile to tile shows.
         Case("long-large-logits", 1, 1, 64, 16, "float16", seq_lens=(9000,), query_lens=None, scale=2.0),
         Case("scale-negative", dtype="float16", scale=-0.3),
         Case("scale-negative-bfloat16", 8, 2, 64, dtype="bfloat16", cache_dtype="float8_e4m3fn", scale=-0.3),

@@ -22,7 +22,7 @@ def dtype_of(name):
 
 
 def rng_of(name):
-    """A generator that depends on a name alone."""
+    """A random generator whose seed depends on a name alone."""
     return np.random.default_rng(zlib.crc32(str(name).encode()))
 
 
@@ -78,7 +78,7 @@ def make_scale(rng, case, kind, num_blocks):
 
 
 def token_vectors(rng, case, length, which):
-    """What a sequence's tokens say, before quantisation: float64 `[length, num_kv_heads, head_size]`."""
+    """The keys or values of a sequence's tokens before quantisation: float64 `[length, num_kv_heads, head_size]`."""
     shape = (length, case.num_kv_heads, case.head_size)
     if case.logits == "huge" and which == "key":
         # With queries of 32 and head_size 64 the logits are exactly -100352, 0 or 100352.
@@ -92,7 +92,7 @@ def token_vectors(rng, case, length, which):
 
 
 def fill(case, cache, table, vectors, which, scale, poisoned_scale):
-    """Write a sequence's tokens to its slots (quantised), and reveal these slots' scales."""
+    """Quantises a sequence's tokens into its slots, and puts these slots' scales in place of the poisoned ones."""
     for token, vector in enumerate(vectors):
         block, offset = table[token // case.block_size], token % case.block_size
         factor = 1.0 if scale is None else oracle.scale_at(scale, block, offset) / case.scale_size
@@ -118,14 +118,14 @@ def make_cache(rng, case, tables, num_blocks):
 
 
 def make_queries(rng, case, num_rows):
-    """Queries in the case's dtype, chosen with the keys for special logits."""
+    """Queries in the case's dtype; with the keys they give the logits that the case names."""
     shape = (num_rows, case.num_heads, case.head_size)
     queries = np.full(shape, 32.0) if case.logits == "huge" else rng.standard_normal(shape)
     return queries.astype(dtype_of(case.dtype))
 
 
 def make_options(rng, case):
-    """The options that are arrays (or may be traced), and those that are static."""
+    """Makes the options that are arrays or may be traced, and those that are static."""
     arrays = {}
     if case.alibi:
         arrays["alibi_slopes"] = (0.5 ** np.linspace(1, 8, case.num_heads)).astype(np.float32)

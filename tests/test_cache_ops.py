@@ -62,7 +62,7 @@ def writable(source, cache_dtype):
 @pytest.mark.parametrize("dtype", CACHE_DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_write(layout, dtype, run):
-    """From every source dtype, with scales where they are allowed, in one program."""
+    """One program writes from every source dtype, with scales where they are allowed."""
     rng = inputs.rng_of(f"write-{layout}-{dtype}")
     key_cache, value_cache = random_caches(rng, dtype, layout)
     slots = np.array([5, -1, 0, *SKIPPED, NUM_SLOTS - 1, 17, 6, 16], np.int32)
@@ -109,7 +109,7 @@ def test_write_saturates_and_rounds_to_nearest_even(dtype, run):
     values = np.resize(np.concatenate([row, -row]), (3, NUM_KV_HEADS, HEAD_SIZE))
     key_cache, value_cache = random_caches(np.random.default_rng(0), dtype)
     slots = np.array([4, 9, 2], np.int32)
-    # A tiny scale overflows most dtypes, a tinier one float32 itself; 0 is the scale of a vector of zeros.
+    # A division by a tiny scale overflows most dtypes, by a tinier one float32; a vector of zeros has the scale 0.
     extreme = (
         {"61/1024": 61 / 1024, "tiny": 2.0**-10, "tinier": 1e-37, "zero": 0.0} if writable("float32", dtype) else {}
     )
@@ -216,7 +216,7 @@ PAIRS = {
 @pytest.mark.parametrize("dtype", CACHE_DTYPES)
 def test_copy_blocks(dtype, run):
     caches = {layout: random_caches(inputs.rng_of(dtype + layout), dtype, layout) for layout in LAYOUTS}
-    # One shape for all mappings, so that one program serves them: padded with skipped pairs.
+    # Skipped pairs pad all mappings to one shape, so that one program serves them.
     mappings = {name: np.array([*pairs, *[(-1, -1)] * (8 - len(pairs))], np.int32) for name, pairs in PAIRS.items()}
 
     def function(caches, mappings, implementation):
@@ -238,7 +238,7 @@ def test_copy_blocks(dtype, run):
 
 
 def assert_one_of_the_sources(after, before, expected, mapping, what):
-    """`expected`, or where destinations are contested any of their sources; whole blocks in any case."""
+    """Checks for `expected`; where several sources contest a destination, for a whole block of any of them."""
     after, settled = np.asarray(after), expected.copy()
     for destination in set(mapping[:, 1]) - {-1}:
         sources = [s for s, d in mapping if d == destination and 0 <= s < len(before)]
@@ -251,7 +251,7 @@ def assert_one_of_the_sources(after, before, expected, mapping, what):
 
 def test_copy_blocks_of_many_layers(run):
     rng = np.random.default_rng(9)
-    # Layers need not be alike, but for their number of blocks.
+    # Layers need only have the same number of blocks.
     layers = [random_caches(rng, "bfloat16"), random_caches(rng, "int8", "vllm"), random_caches(rng, "float32")]
     mapping = np.array([(0, 1), (1, 0), (-1, 2), (1, 6)], np.int32)
 
@@ -353,7 +353,7 @@ def test_swap_blocks_between_memories(source_kind, kind, implementation, device,
 
 
 def test_write_of_bfloat16_saturates_in_float16(run):
-    """The two are as wide, but float16 ends at 65504."""
+    """bfloat16 is as wide as float16, which ends at 65504."""
     caches = random_caches(np.random.default_rng(8), "float16")
     row = np.array([1e30, -1e30, 65536.0, 1.5, 0.0, 3e-8], np.float32).astype(ml_dtypes.bfloat16)
     values = np.resize(row, (2, NUM_KV_HEADS, HEAD_SIZE))

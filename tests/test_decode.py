@@ -17,7 +17,7 @@ BY_NAME = {case.name: case for case in DECODE_CASES}
 
 
 def op_options(static):
-    """Static options as the library takes them."""
+    """The static options in the library's types."""
     pattern = static["block_sparse"]
     return static | {"block_sparse": pattern and paged_jax.BlockSparse(**pattern._asdict())}
 
@@ -52,11 +52,11 @@ def test_decode(case, run):
 
 
 def check_residuals(case, made, residuals, exact_decode, rough_decode):
-    """Each partition against the oracle, and the reduce formula over what was returned."""
+    """Holds each partition against the oracle, and the reduce formula over the residuals against the result."""
     count = partition_count(case, made.decode["block_tables"])
     options = made.arrays | made.static | {"partition_size": case.partition_size, "num_partitions": count}
     exact, rough = oracle.residuals(**made.decode, **options), plain.residuals(**made.decode, **options)
-    # A sum is 0 in an empty partition, else at least 1: compared relatively.
+    # A sum is 0 in an empty partition and at least 1 in others, so it is compared relatively.
     unit = np.maximum(exact[0], 1)
     plain.assert_close(residuals[0] / unit, exact[0] / unit, rough[0] / unit, "exp_sums")
     plain.assert_close(residuals[1], exact[1], rough[1], "max_logits")
@@ -162,7 +162,7 @@ def test_v2_does_not_depend_on_the_partition_size_but_for_rounding(run):
 
 
 def test_random_lengths_in_one_compiled_program(implementation, device, skip_lacking):
-    """Lengths and tables are data: random batches on and around every boundary, one compile."""
+    """Lengths and tables are data: one program serves random batches on and around every boundary."""
     traces = []
 
     @jax.jit
@@ -185,7 +185,7 @@ def test_random_lengths_in_one_compiled_program(implementation, device, skip_lac
 
 
 def fixed_shapes(arrays, num_blocks, width):
-    """The same inputs with a pool of `num_blocks` and tables `width` wide, the rest poisoned."""
+    """The same inputs with a pool of `num_blocks` and tables `width` wide; what is added is poison."""
     arrays = dict(arrays)
     for name in ("key_cache", "value_cache"):
         cache = arrays[name]
@@ -199,7 +199,7 @@ def fixed_shapes(arrays, num_blocks, width):
 
 @pytest.mark.parametrize("name", ["opt-125m", "opt-30b"])
 def test_real_opt_shapes(name):
-    """The decode shapes vLLM ran OPT with are taken as they are, and are those of the numeric cases above."""
+    """The ops take the decode shapes that vLLM ran OPT with, which are those of the numeric cases above."""
     golden = json.loads((Path(__file__).parent / "golden" / "opt_shapes.json").read_text())[name]
     case = BY_NAME[name]
     for field in ("num_heads", "num_kv_heads", "head_size", "block_size"):
@@ -258,7 +258,7 @@ def test_v1_and_v2_stop_at_max_seq_len(max_seq_len):
 
 
 def test_a_head_whose_sink_is_off(run):
-    """A sink of -inf adds nothing to its head's sum, and is no matter of the others."""
+    """A sink of -inf adds nothing to its head's sum, and changes no other head."""
     made = inputs.make(Case("sink-off", 4, 2, 64, 16, "bfloat16", seq_lens=(40, 7), query_lens=None, sinks=True))
     sinks = np.array([0.5, -np.inf, -np.inf, 1.0], np.float32)
 

@@ -1,5 +1,5 @@
-"""Pools past the limits of 32-bit arithmetic, more than 2**31 elements and more than 2**32 bytes in each cache; and one
-that takes most of a GPU's memory, of which there is no room for a second copy."""
+"""Pools past the limits of 32-bit arithmetic, with more than 2**31 elements and 2**32 bytes in each cache; and a pool
+that takes most of a GPU's memory, which has no room for a second copy."""
 
 from functools import partial
 
@@ -71,7 +71,7 @@ def test_high_block_ids(implementation, device, skip_lacking):
 
 @pytest.mark.gpu
 def test_pool_of_most_of_the_memory_is_updated_in_place():
-    """Written, attended to and copied: each under donation, for nothing else would fit."""
+    """A write, attention and a copy, each with the pool donated, since a second one would not fit."""
     block = (8, 16, 128)  # kv heads, block size, head size
     block_bytes = 2 * 2 * int(np.prod(block))  # of both caches, in bfloat16
     num_blocks = int(0.6 * jax.devices("gpu")[0].memory_stats()["bytes_limit"]) // block_bytes
@@ -100,7 +100,7 @@ def test_pool_of_most_of_the_memory_is_updated_in_place():
     alone = paged_jax.paged_attention(query, *caches, tables, seq_lens)
     caches = copy(*caches)
 
-    # The same in a pool of the eight blocks that matter: the four highest after the four lowest.
+    # The reference has a pool of the eight blocks that matter, the four highest after the four lowest.
     small = [np.zeros((8, *block), jnp.bfloat16) for _ in "kv"]
     shift = num_blocks - 8
     small = oracle.write(key, value, *small, slots - shift * 16)
@@ -114,5 +114,5 @@ def test_pool_of_most_of_the_memory_is_updated_in_place():
     for cache, before in zip(caches, small, strict=True):
         after = oracle.copy(before, lowered)
         np.testing.assert_array_equal(np.concatenate([cache[:4], cache[-4:]]), after)
-        # The middle is as it was; piece by piece, for there is no room for much else.
+        # The middle must be as it was. It is read piece by piece, since there is little room.
         assert not any(bool(cache[i : i + 4096].any()) for i in range(4, num_blocks - 4 - 4096, num_blocks // 16))

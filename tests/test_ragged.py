@@ -37,7 +37,7 @@ def test_ragged_and_prefix(case, run):
 
 
 def test_random_batches_in_one_compiled_program(implementation, device, skip_lacking):
-    """How prompts are cut into chunks is data: random mixes of chunks, decodes, empty rows."""
+    """How prompts are cut into chunks is data: one program serves random mixes of chunks, decodes and empty rows."""
     traces = []
 
     @jax.jit
@@ -83,7 +83,7 @@ def test_what_the_flags_return():
 
 @pytest.mark.parametrize("context", [0, 4])
 def test_prefix_tables_need_hold_the_context_only(context, run):
-    """The new tokens are given: they need no place in the tables, nor in the bound that the tables set."""
+    """The new tokens' keys are given, so the tables and the bound that they set need only hold the context."""
     made = inputs.make(Case("prefix", block_size=4, seq_lens=(context + 6,), query_lens=(6,)))
     arrays = made.prefix | {"block_tables": made.prefix["block_tables"][:, : context // 4]}
     exact, rough = oracle.prefix(**made.prefix), plain.prefix(**made.prefix)

@@ -1,22 +1,67 @@
-"""The README's code runs, its commands name what exists, and its links lead somewhere."""
+"""The documents: their code runs, their commands name what exists, their figures are those of the files they name."""
 
 import ast
+import importlib
+import json
 import re
 import shlex
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import cases, harness, report
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+DOCUMENTS = ("README.md", "benchmarks/README.md")
+# Columns of the tables of decode, and the contenders that they are of.
+CONTENDERS = {
+    "us": "auto",
+    "auto, us": "auto",
+    "FlashInfer 0.5.3": "flashinfer",
+    "cuDNN": "cudnn",
+    "JAX's op": "pallas",
+    "XLA": "xla-gather",
+    "v2, partitions of 2048": "v2/2048",
+}
 
 
 def command(name):
     return re.search(rf"<!-- {name} command -->\n```bash\n(.*?)\n```", README, re.DOTALL).group(1)
 
 
-def test_example_runs(capsys):
+def run_example():
+    """The names that the README's example defines."""
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    exec(compile(code, "README.md", "exec"), {})
+    names = {}
+    exec(compile(code, "README.md", "exec"), names)
+    return names
+
+
+def test_example_runs(capsys):
+    run_example()
     assert capsys.readouterr().out == "(4, 8, 64) [1 1 1 1] True\n"
+
+
+def test_example_copies_what_a_fork_shares():
+    names = run_example()
+    allocator, decode_step = names["allocator"], names["decode_step"]
+    blocks = allocator.free(names["blocks"], jnp.array([False, True, False, False]))
+    blocks = allocator.fork(blocks, 0, 1)
+    shared = jnp.arange(64)[:, None, None, None] == blocks.block_tables[0, 0]
+    # All other blocks are poison, so that the copy cannot be mistaken for what a block held before.
+    cache = jax.tree.map(lambda pool: jnp.where(shared, pool, jnp.nan).astype(pool.dtype), names["cache"])
+    new = jnp.broadcast_to(jnp.arange(7, 11, dtype=jnp.bfloat16)[:, None, None], (4, 2, 64))
+    _, cache, blocks, ok = decode_step(names["query"], new, new, cache, blocks)
+    assert ok
+    tables = np.asarray(blocks.block_tables)
+    assert tables[0, 0] != tables[1, 0]
+    for seq in (0, 1):  # the token from before the fork, then the sequence's own
+        tokens = np.asarray(cache.key_cache, np.float32)[tables[seq, 0], 0, :2, 0]
+        assert tokens.tolist() == [1, 7 + seq]
 
 
 def test_main_command_generates(monkeypatch, capsys):
@@ -32,16 +77,69 @@ def test_main_command_generates(monkeypatch, capsys):
 def test_ci_runs_the_test_command():
     assert "pytest" in command("test")
     assert "<!-- test command -->" in (ROOT / ".ci" / "run").read_text()
+    assert "bash .ci/run" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
 
 
-def test_links_lead_somewhere():
-    for target in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (ROOT / target).exists(), target
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_somewhere(document):
+    file = ROOT / document
+    links = re.findall(r"\]\(([^):]+)\)", file.read_text())
+    assert links
+    for link in links:
+        target, _, anchor = link.partition("#")
+        there = file.parent / target if target else file
+        assert there.exists(), link
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_readme_is_short():
+    assert len(README.splitlines()) < 150
 
 
 def test_op_table_lists_every_public_name():
     listed = set(re.findall(r"`(\w+)`", README))
     init = ast.parse((ROOT / "paged_jax" / "__init__.py").read_text())
-    public = {alias.asname for node in init.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    imports = [node for node in init.body if isinstance(node, ast.ImportFrom)]
+    public = {alias.asname or alias.name for node in imports for alias in node.names}
     assert public
     assert public - listed == set()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_speed_of_decode_is_what_the_file_says(document):
+    """Every row that begins with a case of decode, each time and share as `benchmarks.report` rounds them."""
+    text = (ROOT / document).read_text()
+    (file,) = set(re.findall(r"results/([\w-]+-decode\.json)", text))
+    found = json.loads((ROOT / "benchmarks" / "results" / file).read_text())
+    rows = {(row["case"], row["contender"]): row for row in found["rows"]}
+    by_name = {case.name: case for case in cases.DECODE}
+    checked, header = set(), []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| case"):
+            header = cells
+        name = re.match(r"\| `([\w-]+)`", line)
+        if name is None or "share" not in header or name.group(1) not in by_name:
+            continue
+        case = by_name[name.group(1)]
+        share = report.share(rows[case.name, "auto"])
+        expected = {"heads/kv heads": f"{case.num_heads}/{case.num_kv_heads}", "share": f"{share:.0%}"}
+        for column, cell in zip(header[1:], cells[1:], strict=True):
+            row = rows.get((case.name, CONTENDERS.get(column)), {})
+            time = report.number(row["us"]) if "us" in row else "-"
+            assert cell == expected.get(column, time), (case.name, column)
+        checked.add(case.name)
+    assert len(checked) == (10 if document == "README.md" else len(cases.DECODE))
+
+
+def test_commands_of_the_benchmarks_exist():
+    commands = re.findall(r"`python -m (benchmarks\.\w+)([^`]*)`", (ROOT / "benchmarks" / "README.md").read_text())
+    modules = {name.removeprefix("benchmarks.") for name, _ in commands}
+    there = {path.stem for path in (ROOT / "benchmarks").glob("bench_*.py")}
+    assert there <= modules, "a benchmark that the document does not name"
+    for name, arguments in commands:
+        module = importlib.import_module(name)
+        if hasattr(module, "BENCHMARK"):
+            harness._arguments(module.BENCHMARK, shlex.split(arguments))

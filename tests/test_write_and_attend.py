@@ -1,6 +1,6 @@
 """write_and_attend against the float64 oracle's write and decode, on poisoned inputs, and the pools byte for byte.
 
-What is in a slot before it is written is poison too: attention must see the new token, from wherever, and no other.
+A slot holds poison before it is written: attention must see the new token, wherever it takes it from, and no other.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ from tests.cases import DECODE_CASES, Case
 from tests.test_cache_ops import assert_same_bytes
 from tests.test_decode import op_options
 
-# Every option, layout, kind of scale, and pair of query and cache dtype, in as few cases as that takes.
+# As few cases as have every option, layout, kind of scale, and pair of query and cache dtype.
 NAMES = [
     "hnd-float16",
     "hnd-bfloat16",
@@ -49,10 +49,10 @@ SKIPPED = (-1, 2**31 - 1, -(2**31), 10**6)
 
 
 def with_new_tokens(case):
-    """A case's inputs before its last tokens are written, with these tokens, and their slots.
+    """A case's inputs before its last tokens are written, with these tokens and their slots.
 
-    Rows whose last slot another row reads too, and some others, have theirs in the cache and a slot that is skipped.
-    An empty row gets a slot that nobody uses, where that has scales.
+    A row whose last slot another row reads too finds its last token in the cache already, and gets a slot that is
+    skipped; so do some other rows. An empty row gets a slot that no row uses, unless scales of such slots are poison.
     """
     made, rng = inputs.make(case), inputs.rng_of(f"new-{case.name}")
     contexts = [
@@ -134,7 +134,7 @@ def test_what_it_returns():
 
 
 def test_a_new_token_that_no_row_sees_may_hold_anything(run):
-    """It is written all the same; 0 * NaN is NaN, so its value must be kept out of the sum."""
+    """The op writes it all the same. 0 * NaN is NaN, so the op must keep its value out of the sum."""
     rng = np.random.default_rng(0)
     caches = tuple(rng.standard_normal((4, 1, 16, 16)).astype(np.float32) for _ in "kv")
     query, key, value = (rng.standard_normal((1, 1, 16)).astype(np.float32) for _ in "qkv")

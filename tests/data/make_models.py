@@ -2,15 +2,15 @@
 
     python tests/data/make_models.py        # Python 3.11, torch 2.13 (CPU), transformers 5.23
 
-Each model gets a folder as `save_pretrained` writes it, with a tokenizer.json (one token a printable ASCII character),
-and reference.npz:
+Each model gets a folder as `save_pretrained` writes it, with a tokenizer.json that has a token for each printable ASCII
+character, and a reference.npz:
 
     prompts      i32 [num_prompts, longest]      padded on the right with -1
     tokens       i32 [num_prompts, NEW_TOKENS]   continued greedily, one prompt at a time
     batched      i32 [num_prompts, NEW_TOKENS]   the same, all prompts in one padded batch
     logits_<i>   f32 [length, vocab_size]        of prompt i and its new tokens, at every position
 
-Random weights are drawn large enough that the greedy tokens vary, and again until each of them wins clearly.
+It draws random weights large enough that the greedy tokens vary, and draws again until each of them wins clearly.
 """
 
 import itertools
@@ -26,8 +26,8 @@ HERE = Path(__file__).parent
 VOCAB_SIZE = 96  # token 0 ends a text, token i is the character 31 + i
 NEW_TOKENS = 20
 PROMPT_LENGTHS = 3, 11, 16, 21
-MIN_GAP = 5e-3  # between the first and the second logit wherever a token is chosen
-MIN_DISTINCT = 8  # of the NEW_TOKENS
+MIN_GAP = 5e-3  # least difference of the first and the second logit wherever a token is chosen
+MIN_DISTINCT = 8  # least number of different tokens among the NEW_TOKENS
 
 COMMON = dict(
     vocab_size=VOCAB_SIZE,
@@ -95,7 +95,7 @@ def make_tokenizer() -> Tokenizer:
 
 
 def make_model(config, seed: int):
-    """The model with every parameter redrawn: norms around 1, biases around 0, matrices well above their usual size."""
+    """Makes a model and redraws its parameters: norms around 1, biases around 0, matrices above their usual size."""
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for name, parameter in model.named_parameters():
@@ -111,7 +111,7 @@ def make_model(config, seed: int):
 
 
 def make_reference(model, seed: int) -> dict[str, np.ndarray] | None:
-    """What transformers answers to some random prompts of unequal length; None if it is a poor test."""
+    """Gives what transformers answers to random prompts of unequal length; None where that makes a poor test."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(1, VOCAB_SIZE, length) for length in PROMPT_LENGTHS]
     options = dict(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
