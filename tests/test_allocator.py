@@ -1,10 +1,13 @@
 """The block allocator: its golden, copy-on-write, its edges on the host and compiled, and its speed on the host."""
 
 import dataclasses
+import doctest
+import inspect
 import json
 import pathlib
 import pickle
 import time
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +22,11 @@ append_jit = jax.jit(allocator.append_tokens)
 fork_jit = jax.jit(allocator.fork)
 free_jit = jax.jit(allocator.free)
 free_blocks_jit = jax.jit(allocator.free_blocks)
+append_rows_jit = jax.jit(partial(allocator.append_tokens, row_by_row=True))
+truncate_jit = jax.jit(allocator.truncate)
+share_jit = jax.jit(allocator.share)
+adopt_jit = jax.jit(allocator.adopt)
+retain_jit = jax.jit(allocator.retain)
 slots_jit = jax.jit(allocator.slots)
 
 
@@ -183,6 +191,64 @@ def test_negative_counts():
     assert_same(after, state)
 
 
+# Row by row.
+
+
+def append_rows(xp):
+    return partial(allocator.append_tokens, row_by_row=True) if xp is np else append_rows_jit
+
+
+@both
+def test_row_by_row_who_keeps_a_shared_block_waits_for_those_who_copy_it(xp):
+    append, fork, *_ = forms(xp)
+    state, *_ = append(allocator.create(2, 4, 4, 2, xp=xp), i32(3, 0, 0, 3))
+    state = fork(state, np.int32(0), np.int32(1))
+    after, block_mapping, ok = append_rows(xp)(state, i32(1, 1, 0, 1))  # a copy for row 0, and row 1 could keep
+    np.testing.assert_array_equal(ok, [False, False, True, True])
+    np.testing.assert_array_equal(after.seq_lens, [3, 3, 0, 4])
+    np.testing.assert_array_equal(block_mapping, -1)
+
+
+@both
+def test_row_by_row_a_sequence_at_its_tables_end_takes_nothing_from_the_others(xp):
+    append, *_ = forms(xp)
+    state, *_ = append(allocator.create(4, 4, 4, 2, xp=xp), i32(8, 0, 4, 0))
+    num_tokens = i32(2**31 - 1, 1, 4, 0)
+    after, _, ok = append_rows(xp)(state, num_tokens)  # one block is left: row 1 takes it, row 2 comes too late
+    np.testing.assert_array_equal(ok, [False, True, False, True])
+    np.testing.assert_array_equal(after.seq_lens, [8, 1, 4, 0])
+    if xp is np:
+        with pytest.raises(ValueError, match="got -1 for sequence 1"):
+            append_rows(xp)(state, i32(0, -1, 0, 0))
+    else:
+        np.testing.assert_array_equal(append_rows(xp)(state, i32(1, -1, 4, 0))[2], [False, False, True, True])
+
+
+@both
+def test_row_by_row_nobody_overtakes_a_sequence_that_waits_for_blocks(xp):
+    append, *_ = forms(xp)
+    state, *_ = append(allocator.create(3, 4, 3, 3, xp=xp), i32(0, 4, 2))
+    after, _, ok = append_rows(xp)(state, i32(8, 1, 1))  # row 0 wants two blocks of one, row 1 wants one
+    np.testing.assert_array_equal(ok, [False, False, True])
+    np.testing.assert_array_equal(after.seq_lens, [0, 4, 3])
+
+
+@both
+@pytest.mark.parametrize(
+    "blocks", [(7, 7), (-1, 7), (7, -1, 6), (5,), (8,)], ids=["twice", "late", "gap", "free", "out of range"]
+)
+def test_what_cannot_be_adopted(xp, blocks):
+    append, *_ = forms(xp)
+    state, *_ = append(allocator.create(8, 4, 2, 4, xp=xp), i32(8, 0))
+    if xp is np:
+        with pytest.raises(ValueError, match="must be different, held, below 8, and end at the first negative one"):
+            allocator.adopt(state, 1, blocks)
+    else:
+        after = adopt_jit(state, np.int32(1), i32(*blocks))
+        assert after.bad_share
+        assert_same(dataclasses.replace(after, bad_share=state.bad_share), state)
+
+
 # Free.
 
 
@@ -254,7 +320,9 @@ def test_invalid_forks(parent, child):
     state = frozen(allocator.append_tokens(allocator.create(4, 4, 3, 3), i32(6, 1, 0))[0])
     with pytest.raises(ValueError, match=rf"an empty child, got {parent} and {child}$"):
         allocator.fork(state, parent, child)
-    assert_same(fork_jit(on_device(state), np.int32(parent), np.int32(child)), state)
+    after = fork_jit(on_device(state), np.int32(parent), np.int32(child))
+    assert after.bad_share
+    assert_same(dataclasses.replace(after, bad_share=state.bad_share), state)
 
 
 @both
@@ -354,3 +422,14 @@ def test_integers_that_do_not_fit_are_refused(xp):
 def test_freeing_no_blocks_changes_nothing():
     state = allocator.create(8, 4, 3, 4)
     assert allocator.free_blocks(state, []).num_free == state.num_free
+
+
+FUNCTIONS = [function for _, function in inspect.getmembers(allocator, inspect.isfunction)]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_the_examples_of_the_docstrings_hold(function):
+    examples = doctest.DocTestFinder(recurse=False).find(inspect.unwrap(function), globs={"allocator": allocator})
+    assert sum(len(test.examples) for test in examples) > 1
+    for test in examples:
+        assert doctest.DocTestRunner().run(test).failed == 0

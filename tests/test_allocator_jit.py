@@ -1,5 +1,7 @@
 """The block allocator inside JAX's transformations: loops, vmap, one compilation, no loops or callbacks of its own."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,20 +68,26 @@ def test_traced_forms_hold_no_loops_and_no_callbacks():
     state = allocator.create(64, 4, 8, 4, xp=jnp)
     row, rows, mask = jnp.int32(0), jnp.zeros(8, jnp.int32), jnp.zeros(8, jnp.bool_)
     sizes = {}
-    for name, args in {
-        "append_tokens": (rows,),
-        "fork": (row, row),
-        "free": (mask,),
-        "free_blocks": (rows,),
-        "slots": (rows, rows),
+    by_row = functools.partial(allocator.append_tokens, row_by_row=True)
+    for function, args in {
+        allocator.append_tokens: (rows,),
+        by_row: (rows,),
+        allocator.truncate: (rows,),
+        allocator.fork: (row, row),
+        allocator.share: (row, row, row),
+        allocator.adopt: (row, rows[:4]),
+        allocator.retain: (rows,),
+        allocator.free: (mask,),
+        allocator.free_blocks: (rows,),
+        allocator.slots: (rows, rows),
     }.items():
-        names = list(primitives(jax.make_jaxpr(getattr(allocator, name))(state, *args).jaxpr))
+        names = list(primitives(jax.make_jaxpr(function)(state, *args).jaxpr))
         assert {"while", "scan", "cond", "pure_callback", "io_callback", "debug_callback"}.isdisjoint(names)
-        sizes[name] = len(names)
+        sizes[function] = len(names)
     # Nothing is unrolled over the sequences either.
     state, rows = allocator.create(64, 4, 80, 4, xp=jnp), jnp.zeros(80, jnp.int32)
-    names = list(primitives(jax.make_jaxpr(allocator.append_tokens)(state, rows).jaxpr))
-    assert len(names) == sizes["append_tokens"]
+    for function in (allocator.append_tokens, by_row, allocator.truncate):
+        assert len(list(primitives(jax.make_jaxpr(function)(state, rows).jaxpr))) == sizes[function]
 
 
 def test_int64_mode_changes_nothing():

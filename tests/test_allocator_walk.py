@@ -1,6 +1,8 @@
 """A random walk of the block allocator: the host form, the jitted form and a naive model take the same calls.
 
-After each call the two states are bit-equal, equal to the model's dicts and lists, and inside the invariants.
+After each call the two states are bit-equal, equal to the model's dicts and lists, and inside the invariants. The
+model also keeps what every token is, and a pool that calls write to and copy in as they are told: whatever was shared,
+copied, cut or retained, each sequence must find its own tokens there.
 """
 
 import dataclasses
@@ -14,14 +16,19 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from paged_jax import allocator
 from tests.test_allocator import (
+    adopt_jit,
     append_jit,
+    append_rows_jit,
     assert_same,
     fork_jit,
     free_blocks_jit,
     free_jit,
     i32,
     on_device,
+    retain_jit,
+    share_jit,
     slots_jit,
+    truncate_jit,
 )
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_SEQS, NUM_COLUMNS = 14, 4, 5, 5
@@ -35,42 +42,77 @@ class Model:
         self.refs = Counter()
         self.tables = [[] for _ in range(NUM_SEQS)]
         self.lens = [0] * NUM_SEQS
+        self.retained = Counter()
+
+    def grow(self, s, n):
+        """Gives one sequence its tokens; returns its copy (old, new) or None. Raises what ran out, changing nothing."""
+        free, refs, table, copy = list(self.free), Counter(self.refs), list(self.tables[s]), None
+        if self.lens[s] + n > NUM_COLUMNS * BLOCK_SIZE:
+            raise RuntimeError("columns")
+        for length in range(self.lens[s], self.lens[s] + n):
+            if length % BLOCK_SIZE == 0 or refs[table[-1]] > 1:
+                if not free:
+                    raise RuntimeError("blocks")
+                new = free.pop()
+                refs[new] += 1
+                if length % BLOCK_SIZE:
+                    copy = (table.pop(), new)
+                    refs[copy[0]] -= 1
+                table.append(new)
+        self.free, self.refs, self.tables[s] = free, refs, table
+        self.lens[s] += n
+        return copy
 
     def append(self, num_tokens):
         """Returns the copies {sequence: (old, new)}, or None if it does not fit."""
-        free, refs = list(self.free), Counter(self.refs)
-        tables, lens, copies = [list(t) for t in self.tables], list(self.lens), {}
+        before = list(self.free), Counter(self.refs), list(self.tables), list(self.lens)
+        try:
+            copies = {s: self.grow(s, n) for s, n in enumerate(num_tokens)}
+        except RuntimeError:
+            self.free, self.refs, self.tables, self.lens = before
+            return None
+        return {s: copy for s, copy in copies.items() if copy}
+
+    def append_rows(self, num_tokens):
+        """Returns the copies, and for each sequence whether it got its tokens."""
+        copies, ok, blocks_last = {}, [False] * NUM_SEQS, True
         for s, n in enumerate(num_tokens):
-            for _ in range(n):
-                if lens[s] % BLOCK_SIZE == 0 or refs[tables[s][-1]] > 1:
-                    if not free:
-                        return None
-                    new = free.pop()
-                    refs[new] += 1
-                    if lens[s] % BLOCK_SIZE:
-                        old = tables[s].pop()
-                        refs[old] -= 1
-                        copies[s] = (old, new)
-                    tables[s].append(new)
-                lens[s] += 1
-            if len(tables[s]) > NUM_COLUMNS:
-                return None
-        self.free, self.refs, self.tables, self.lens = free, refs, tables, lens
-        return copies
+            before = list(self.free), Counter(self.refs), list(self.tables), list(self.lens)
+            try:
+                copy = self.grow(s, n)
+            except RuntimeError as error:
+                blocks_last &= str(error) != "blocks"
+                continue
+            if not blocks_last and self.free != before[0]:
+                self.free, self.refs, self.tables, self.lens = before
+                continue
+            ok[s] = True
+            copies.update({s: copy} if copy else {})
+        return copies, ok
 
-    def fork(self, parent, child):
-        self.tables[child], self.lens[child] = list(self.tables[parent]), self.lens[parent]
-        self.refs.update(self.tables[parent])
+    def start(self, child, blocks, length):
+        self.tables[child], self.lens[child] = list(blocks), length
+        self.refs.update(blocks)
 
-    def release(self, seqs):
-        freed = []
-        for s in seqs:
-            for block in self.tables[s]:
-                self.refs[block] -= 1
-                if self.refs[block] == 0:
-                    freed.append(block)
-            self.tables[s], self.lens[s] = [], 0
-        self.free += sorted(freed)
+    def release(self, blocks):
+        self.refs.subtract(blocks)
+        self.free += sorted(block for block in set(blocks) if self.refs[block] == 0)
+
+    def truncate(self, lens):
+        released = []
+        for s, length in enumerate(lens):
+            kept = -(-length // BLOCK_SIZE)
+            released += self.tables[s][kept:]
+            self.tables[s], self.lens[s] = self.tables[s][:kept], length
+        self.release(released)
+
+
+def slots_of(table, positions):
+    return [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in positions]
+
+
+num_tokens_each = st.lists(st.sampled_from([0, 1, 0, 1, 2, 5]), min_size=NUM_SEQS, max_size=NUM_SEQS)
+rows = st.integers(0, NUM_SEQS - 1)
 
 
 class Walk(RuleBasedStateMachine):
@@ -79,10 +121,39 @@ class Walk(RuleBasedStateMachine):
         self.host = allocator.create(NUM_BLOCKS, BLOCK_SIZE, NUM_SEQS, NUM_COLUMNS)
         self.device = on_device(self.host)
         self.model = Model()
+        # What the cache's slots hold, and what sequences and retained blocks must find there.
+        self.pool = np.full(NUM_BLOCKS * BLOCK_SIZE, -1)
+        self.tokens = [[] for _ in range(NUM_SEQS)]
+        self.retained_slots = {}
+        self.num_tokens = 0
 
-    @rule(num_tokens=st.lists(st.sampled_from([0, 1, 0, 1, 2, 5]), min_size=NUM_SEQS, max_size=NUM_SEQS))
+    def block_slots(self, block):
+        return np.arange(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE)
+
+    def write_new_tokens(self, before, copies):
+        """Carries out the copies of a growth and writes its new tokens, as a cache would; `before`: lengths."""
+        pool = self.pool.copy()
+        for old, new in copies.values():
+            pool[self.block_slots(new)] = self.pool[self.block_slots(old)]
+        for s, length in enumerate(self.model.lens):
+            for slot in slots_of(self.model.tables[s], range(before[s], length)):
+                assert self.model.refs[slot // BLOCK_SIZE] == 1  # nobody else has the block that is written to
+                pool[slot] = self.num_tokens
+                self.tokens[s].append(self.num_tokens)
+                self.num_tokens += 1
+        self.pool = pool
+
+    def refused(self, error, call_host, call_device, flag):
+        """Both forms refuse a call: the host in words, the device in a flag, and nothing else changes."""
+        with pytest.raises(ValueError, match=error):
+            call_host()
+        after = call_device()
+        assert getattr(after, flag)
+        assert_same(dataclasses.replace(after, **{flag: getattr(self.host, flag)}), self.host)
+
+    @rule(num_tokens=num_tokens_each)
     def append(self, num_tokens):
-        num_tokens = i32(*num_tokens)
+        num_tokens, before = i32(*num_tokens), list(self.model.lens)
         copies = self.model.append(num_tokens)
         expected = np.full((NUM_SEQS, 2), -1, np.int32)
         self.device, block_mapping, ok = append_jit(self.device, num_tokens)
@@ -98,24 +169,126 @@ class Walk(RuleBasedStateMachine):
             self.host, host_mapping, host_ok = allocator.append_tokens(self.host, num_tokens)
             assert host_ok
             np.testing.assert_array_equal(host_mapping, expected)
+            self.write_new_tokens(before, copies)
         np.testing.assert_array_equal(block_mapping, expected)
 
-    @rule(parent=st.integers(0, NUM_SEQS - 1), child=st.integers(0, NUM_SEQS - 1))
+    @rule(num_tokens=num_tokens_each)
+    def append_row_by_row(self, num_tokens):
+        before = list(self.model.lens)
+        copies, ok = self.model.append_rows(num_tokens)
+        expected = np.full((NUM_SEQS, 2), -1, np.int32)
+        for seq_id, pair in copies.items():
+            expected[seq_id] = pair
+        self.device, *of_device = append_rows_jit(self.device, i32(*num_tokens))
+        self.host, *of_host = allocator.append_tokens(self.host, num_tokens, row_by_row=True)
+        assert_same(of_host, [expected, np.array(ok)])
+        assert_same(of_device, [expected, np.array(ok)])
+        self.write_new_tokens(before, copies)
+
+    @rule(parent=rows, child=rows)
     def fork(self, parent, child):
         if parent != child and self.model.lens[child]:
             self.free({child})
+        calls = (
+            lambda: allocator.fork(self.host, parent, child),
+            lambda: fork_jit(self.device, np.int32(parent), np.int32(child)),
+        )
         if self.model.lens[child]:
-            with pytest.raises(ValueError, match="an empty child"):
-                allocator.fork(self.host, parent, child)
+            self.refused("an empty child", *calls, "bad_share")
         else:
-            self.model.fork(parent, child)
-            self.host = allocator.fork(self.host, parent, child)
-        self.device = fork_jit(self.device, np.int32(parent), np.int32(child))
+            self.model.start(child, self.model.tables[parent], self.model.lens[parent])
+            self.tokens[child] = list(self.tokens[parent])
+            self.host, self.device = calls[0](), calls[1]()
 
-    @rule(seqs=st.sets(st.integers(0, NUM_SEQS - 1), min_size=1, max_size=2))
+    @rule(parent=rows, child=rows, num_blocks=st.integers(-1, NUM_COLUMNS), clamp=st.booleans())
+    def share(self, parent, child, num_blocks, clamp):
+        if parent != child and self.model.lens[child]:
+            self.free({child})
+        num_full = self.model.lens[parent] // BLOCK_SIZE
+        num_blocks = max(0, min(num_blocks, num_full)) if clamp else num_blocks
+        calls = (
+            lambda: allocator.share(self.host, parent, child, num_blocks),
+            lambda: share_jit(self.device, np.int32(parent), np.int32(child), np.int32(num_blocks)),
+        )
+        if self.model.lens[child]:
+            self.refused("an empty child", *calls, "bad_share")
+        elif not 0 <= num_blocks <= num_full:
+            self.refused(rf"in \[0, {num_full}\], the full blocks of", *calls, "bad_share")
+        else:
+            self.model.start(child, self.model.tables[parent][:num_blocks], num_blocks * BLOCK_SIZE)
+            self.tokens[child] = self.tokens[parent][: num_blocks * BLOCK_SIZE]
+            self.host, self.device = calls[0](), calls[1]()
+
+    @rule(child=rows, data=st.data())
+    def adopt(self, child, data):
+        held = sorted(block for block, count in self.model.refs.items() if count)
+        candidates = held * 3 + list(range(-2, NUM_BLOCKS + 1))  # mostly valid ones
+        blocks = data.draw(st.lists(st.sampled_from(candidates), max_size=3))
+        if self.model.lens[child]:
+            self.free({child})
+            held = [block for block in held if self.model.refs[block]]
+        ids = blocks[: next((i for i, block in enumerate(blocks) if block < 0), len(blocks))]
+        valid = all(b < 0 for b in blocks[len(ids) :]) and set(ids) <= set(held) and len(set(ids)) == len(ids)
+        padded = i32(*blocks, *[-1] * (NUM_COLUMNS - len(blocks)))
+        calls = (
+            lambda: allocator.adopt(self.host, child, blocks),
+            lambda: adopt_jit(self.device, np.int32(child), padded),
+        )
+        if not valid:
+            self.refused("blocks must be different, held", *calls, "bad_share")
+        else:
+            self.model.start(child, ids, len(ids) * BLOCK_SIZE)
+            self.tokens[child] = [token for block in ids for token in self.pool[self.block_slots(block)].tolist()]
+            self.host, self.device = calls[0](), calls[1]()
+
+    @rule(blocks=st.lists(st.integers(-2, NUM_BLOCKS), min_size=3, max_size=3), only_held=st.booleans())
+    def retain(self, blocks, only_held):
+        named = [block for block in blocks if block >= 0]
+        if only_held:
+            named = [block for block in named if self.model.refs[block]]
+        ids = i32(*named, *[-1] * (3 - len(named)))
+        calls = lambda: allocator.retain(self.host, ids), lambda: retain_jit(self.device, ids)
+        if not all(self.model.refs[block] for block in named):
+            self.refused("is free or not one of the pool's", *calls, "bad_share")
+        else:
+            self.model.refs.update(named)
+            self.model.retained.update(named)
+            self.retained_slots.update({block: self.pool[self.block_slots(block)] for block in named})
+            self.host, self.device = calls[0](), calls[1]()
+
+    @rule(data=st.data())
+    def drop_retained(self, data):
+        retained = sorted(self.model.retained.elements())
+        if not retained:
+            return
+        blocks = data.draw(st.lists(st.sampled_from(range(len(retained))), max_size=3, unique=True))
+        blocks = [retained[i] for i in blocks]
+        self.model.retained.subtract(blocks)
+        self.model.release(blocks)
+        ids = i32(*blocks, *[-1] * (3 - len(blocks)))
+        self.host = allocator.free_blocks(self.host, ids)
+        self.device = free_blocks_jit(self.device, ids)
+
+    @rule(cuts=st.lists(st.sampled_from([0, 0, 1, 2, 3, 6]), min_size=NUM_SEQS, max_size=NUM_SEQS))
+    def truncate(self, cuts):
+        lens = i32(*[max(0, length - cut) for length, cut in zip(self.model.lens, cuts, strict=True)])
+        self.model.truncate(lens.tolist())
+        self.tokens = [tokens[:length] for tokens, length in zip(self.tokens, lens, strict=True)]
+        self.host = allocator.truncate(self.host, lens)
+        self.device = truncate_jit(self.device, lens)
+
+    @rule(row=rows, longer=st.booleans())
+    def truncate_to_what_is_not_shorter(self, row, longer):
+        lens = np.array(self.model.lens, np.int32)
+        lens[row] = lens[row] + 1 if longer else -1
+        calls = lambda: allocator.truncate(self.host, lens), lambda: truncate_jit(self.device, lens)
+        self.refused(f"for sequence {row}, got {lens[row]}", *calls, "bad_free")
+
+    @rule(seqs=st.sets(rows, min_size=1, max_size=2))
     def free(self, seqs):
         mask = np.isin(np.arange(NUM_SEQS), list(seqs))
-        self.model.release(sorted(seqs))
+        self.model.truncate([0 if s in seqs else length for s, length in enumerate(self.model.lens)])
+        self.tokens = [[] if s in seqs else tokens for s, tokens in enumerate(self.tokens)]
         self.host = allocator.free(self.host, mask)
         self.device = free_jit(self.device, mask)
 
@@ -123,6 +296,7 @@ class Walk(RuleBasedStateMachine):
     def all_agree(self):
         host, model = self.host, self.model
         assert_same(self.device, host)
+        assert all(isinstance(leaf, np.ndarray) for leaf in (host.seq_lens, host.num_free, host.ref_counts))
         assert host.free_blocks[: int(host.num_free)].tolist() == model.free
         assert host.ref_counts.tolist() == [model.refs[b] for b in range(NUM_BLOCKS)]
         assert host.seq_lens.tolist() == model.lens
@@ -131,11 +305,12 @@ class Walk(RuleBasedStateMachine):
     @invariant()
     def what_is_not_held_cannot_be_freed(self):
         bad = self.model.free[0] if self.model.free else NUM_BLOCKS
-        with pytest.raises(ValueError, match=f"block {bad} "):
-            allocator.free_blocks(self.host, i32(-1, bad))
-        after = free_blocks_jit(self.device, i32(-1, bad))
-        assert after.bad_free
-        assert_same(dataclasses.replace(after, bad_free=self.host.bad_free), self.host)
+        self.refused(
+            f"block {bad} ",
+            lambda: allocator.free_blocks(self.host, i32(-1, bad)),
+            lambda: free_blocks_jit(self.device, i32(-1, bad)),
+            "bad_free",
+        )
 
     @invariant()
     def every_block_is_free_once_or_counted(self):
@@ -144,26 +319,27 @@ class Walk(RuleBasedStateMachine):
         assert (self.host.ref_counts >= 0).all()
 
     @invariant()
-    def references_are_table_entries_and_no_table_holds_a_free_block(self):
-        held = self.host.block_tables[self.host.block_tables >= 0]
-        np.testing.assert_array_equal(np.bincount(held, minlength=NUM_BLOCKS), self.host.ref_counts)
+    def references_are_table_entries_and_retained_ones_and_no_table_holds_a_free_block(self):
+        held = Counter(self.host.block_tables[self.host.block_tables >= 0].tolist()) + self.model.retained
+        assert [held[b] for b in range(NUM_BLOCKS)] == self.host.ref_counts.tolist()
+        assert not set(held) & set(self.host.free_blocks[: int(self.host.num_free)].tolist())
 
     @invariant()
-    def slots_overlap_only_where_nobody_can_write(self):
-        """Shared slots lie in blocks that both hold at one place, full or left alone since the fork."""
+    def every_sequence_finds_its_own_tokens(self):
+        """The slots of two sequences overlap only where nobody has written since they were shared."""
         seq_ids, positions = (a.ravel().astype(np.int32) for a in np.indices((NUM_SEQS, NUM_COLUMNS * BLOCK_SIZE + 1)))
         slots = allocator.slots(self.host, seq_ids, positions)
         np.testing.assert_array_equal(slots_jit(self.device, seq_ids, positions), slots)
-        holders = {}
-        for seq_id, position, slot in zip(seq_ids.tolist(), positions.tolist(), slots.tolist(), strict=True):
-            table, length = self.model.tables[seq_id], self.model.lens[seq_id]
-            if position >= length:
-                assert slot == -1
-                continue
-            assert slot == table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
-            is_full = position // BLOCK_SIZE < length // BLOCK_SIZE
-            # A partly filled block is shared only by forks that have not grown since: they have one length.
-            assert holders.setdefault(slot, (position, is_full or length)) == (position, is_full or length)
+        slots = slots.reshape(NUM_SEQS, -1)
+        for table, length, row, tokens in zip(self.model.tables, self.model.lens, slots, self.tokens, strict=True):
+            assert row[:length].tolist() == slots_of(table, range(length))
+            assert (row[length:] == -1).all()
+            assert self.pool[row[:length]].tolist() == tokens
+
+    @invariant()
+    def nobody_writes_to_a_retained_block(self):
+        for block in self.model.retained.elements():
+            np.testing.assert_array_equal(self.pool[self.block_slots(block)], self.retained_slots[block])
 
 
 Walk.TestCase.settings = settings(

@@ -1,0 +1,34 @@
+"""A functional block allocator: which blocks of the paged KV cache belong to which sequence.
+
+The state is an immutable pytree and every function returns a new one. The same functions run on NumPy arrays on the
+host and on JAX arrays or tracers inside `jit`, `scan`, `while_loop` and `vmap`: the type of the state's leaves picks
+the form, and both give bit-equal states. What is decided (who grows, who copies, which ids come next) is written once
+over `xp`; only the updates of the arrays exist twice: the host touches just the blocks concerned and raises errors, a
+traced program needs static shapes and reports `ok`, `bad_free` and `bad_share`.
+
+Free blocks are a stack. A block's reference count is the number of block table entries that name it, plus what
+`retain` added; a block that has several references is copied before a sequence writes to it (copy-on-write).
+
+- state.py      the state, how it is made, and where a token stands in the cache
+- grow.py       append_tokens: blocks go from the stack to sequences, shared blocks are copied
+- share.py      fork, share, adopt, retain: blocks gain references
+- release.py    truncate, free, free_blocks: blocks lose references and return to the stack
+- arguments.py  counts and ids of any kind as int32 arrays of the state's kind
+
+Counts, ids and masks may be lists, NumPy or JAX arrays; a host state stays one unless an argument is a tracer. Integers
+that do not fit in int32 are a ValueError; traced ones are taken as the nearest integer that fits, so that they stay out
+of range.
+"""
+
+from paged_jax.allocator.grow import OutOfBlocks as OutOfBlocks
+from paged_jax.allocator.grow import append_tokens as append_tokens
+from paged_jax.allocator.release import free as free
+from paged_jax.allocator.release import free_blocks as free_blocks
+from paged_jax.allocator.release import truncate as truncate
+from paged_jax.allocator.share import adopt as adopt
+from paged_jax.allocator.share import fork as fork
+from paged_jax.allocator.share import retain as retain
+from paged_jax.allocator.share import share as share
+from paged_jax.allocator.state import AllocatorState as AllocatorState
+from paged_jax.allocator.state import create as create
+from paged_jax.allocator.state import slots as slots

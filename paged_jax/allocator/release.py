@@ -1,0 +1,175 @@
+"""Release: sequences and caches of prefixes give up references, and blocks without any go back to the stack."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from paged_jax.allocator.arguments import Values, bools, integers
+from paged_jax.allocator.state import AllocatorState, prepare
+
+
+def truncate(state: AllocatorState, seq_lens: Values) -> AllocatorState:
+    """Takes sequences back to shorter lengths and releases the blocks past them: rejected speculative tokens, say.
+
+    A sequence may end inside a block that it shares: it copies that block when it grows again.
+
+    Args:
+      state: the allocator's state.
+      seq_lens: i32 [max_num_seqs], new lengths in tokens, each from 0 to the sequence's length so far.
+
+    Returns:
+      The new state. Blocks that nobody holds any more go on the stack by rising id, as in `free`. Where a length is
+      negative or longer than the sequence, a traced call changes nothing but `bad_free`, which it sets.
+
+    Raises:
+      ValueError: wrong shape; on the host also a length that is negative or longer than the sequence.
+      TypeError: lengths that are not integers.
+
+    Example:
+      >>> state, *_ = allocator.append_tokens(allocator.create(8, 4, 2, 4), [6, 3])
+      >>> state = allocator.truncate(state, [4, 3])
+      >>> state.seq_lens.tolist(), state.block_tables[0].tolist(), int(state.num_free)
+      ([4, 3], [7, -1, -1, -1], 6)
+    """
+    xp, state = prepare(state, seq_lens)
+    lens = integers(xp, "seq_lens", seq_lens, state.seq_lens.shape)
+    fits = (lens >= 0) & (lens <= state.seq_lens)
+    if xp is not np:
+        return _shorten_traced(state, lens, fits.all())
+    if not fits.all():
+        row = fits.argmin()
+        raise ValueError(f"seq_lens must be in [0, {state.seq_lens[row]}] for sequence {row}, got {lens[row]}")
+    rows = (lens < state.seq_lens).nonzero()[0]
+    return _shorten_host(state, rows, lens[rows])
+
+
+def free(state: AllocatorState, seq_ids_mask: Values) -> AllocatorState:
+    """Empties sequences; blocks that nobody holds any more become free.
+
+    Args:
+      state: the allocator's state.
+      seq_ids_mask: bool [max_num_seqs], True for the sequences to empty. Empty ones may be among them.
+
+    Returns:
+      The new state. Blocks go on the stack by rising id, so that the highest is taken first again. If a table names a
+      block that is free already (see `free_blocks`), a traced call changes nothing but `bad_free`, which it sets.
+
+    Raises:
+      ValueError: wrong shape; on the host also a table that names a block that is free already.
+      TypeError: the mask is not of bools.
+
+    Example:
+      >>> state, *_ = allocator.append_tokens(allocator.create(8, 4, 2, 4), [6, 3])
+      >>> int(allocator.free(state, [True, False]).num_free)
+      7
+    """
+    xp, state = prepare(state, seq_ids_mask)
+    mask = bools(xp, "seq_ids_mask", seq_ids_mask, state.seq_lens.shape)
+    if xp is not np:
+        return _shorten_traced(state, jnp.where(mask, 0, state.seq_lens), jnp.asarray(True))
+    rows = mask.nonzero()[0]
+    return _shorten_host(state, rows, np.zeros(rows.size, np.int32))
+
+
+def free_blocks(state: AllocatorState, blocks: Values) -> AllocatorState:
+    """Drops one reference of each named block, such as `retain` added; never one that a table stands for.
+
+    Args:
+      state: the allocator's state.
+      blocks: i32 [n], block ids; negative ones are skipped, and one named k times loses k references.
+
+    Returns:
+      The new state. If any block is out of range or has fewer references than it would lose, a traced call changes
+      nothing but `bad_free`, which it sets.
+
+    Raises:
+      ValueError: on the host, a block that is free already or out of range; wrong shape.
+      TypeError: ids that are not integers.
+
+    Example:
+      >>> state, *_ = allocator.append_tokens(allocator.create(8, 4, 2, 4), [8, 0])  # blocks 7 and 6
+      >>> state = allocator.retain(state, [7])
+      >>> state.ref_counts[7].item(), allocator.free_blocks(state, [7]).ref_counts[7].item()
+      (2, 1)
+    """
+    xp, state = prepare(state, blocks)
+    ids = integers(xp, "blocks", blocks, None)
+    return _release_host(state, ids[ids >= 0]) if xp is np else _release_traced(state, ids)[0]
+
+
+def _shorten_host(state: AllocatorState, rows: np.ndarray, seq_lens: np.ndarray) -> AllocatorState:
+    """Takes the named rows, i32 [n], to lengths that are not longer, i32 [n]."""
+    tables = state.block_tables[rows]
+    past = _columns_past(state, seq_lens)
+    dropped = tables[past]
+    state = _release_host(state, dropped[dropped >= 0])
+    block_tables, all_lens = state.block_tables.copy(), state.seq_lens.copy()
+    block_tables[rows] = np.where(past, -1, tables)
+    all_lens[rows] = seq_lens
+    return dataclasses.replace(state, block_tables=block_tables, seq_lens=all_lens)
+
+
+def _shorten_traced(state: AllocatorState, seq_lens: Array, valid: Array) -> AllocatorState:
+    """Takes every row to a length that is not longer, i32 [max_num_seqs], or flags the state where not `valid`."""
+    past = _columns_past(state, seq_lens) & valid
+    released, held = _release_traced(state, jnp.where(past, state.block_tables, -1))
+    valid &= held
+    return dataclasses.replace(
+        released,
+        block_tables=jnp.where(past & valid, -1, state.block_tables),
+        seq_lens=jnp.where(valid, seq_lens, state.seq_lens),
+        bad_free=state.bad_free | ~valid,
+    )
+
+
+def _columns_past(state: AllocatorState, seq_lens: Array | np.ndarray) -> Array | np.ndarray:
+    """Which table columns lie past lengths [n]; bool [n, max_blocks_per_seq]."""
+    columns = np.arange(state.block_tables.shape[1], dtype=np.int32)
+    num_kept = (seq_lens - 1) // state.block_size + 1
+    return columns[None, :] >= num_kept[:, None]
+
+
+def _release_host(state: AllocatorState, blocks: np.ndarray) -> AllocatorState:
+    """Drops one reference for each entry of `blocks`, i32 [n], none negative."""
+    num_blocks = state.ref_counts.size
+    blocks = np.sort(blocks)
+    is_first = np.ones(blocks.size, np.bool_)
+    np.not_equal(blocks[1:], blocks[:-1], out=is_first[1:])
+    first = is_first.nonzero()[0]
+    blocks, drops = blocks[first], np.diff(first, append=blocks.size).astype(np.int32)
+    if blocks.size and blocks[-1] >= num_blocks:
+        raise ValueError(f"block {blocks[-1]} is out of range, the pool has {num_blocks} blocks")
+    left = state.ref_counts[blocks] - drops
+    if (left < 0).any():
+        bad = (left < 0).argmax()
+        raise ValueError(f"block {blocks[bad]} has {left[bad] + drops[bad]} references, cannot drop {drops[bad]}")
+    ref_counts = state.ref_counts.copy()
+    ref_counts[blocks] = left
+    freed = blocks[left == 0]
+    stack, num_free = state.free_blocks.copy(), int(state.num_free) + freed.size
+    stack[num_free - freed.size : num_free] = freed
+    num_free = np.asarray(num_free, np.int32)
+    return dataclasses.replace(state, free_blocks=stack, num_free=num_free, ref_counts=ref_counts)
+
+
+def _release_traced(state: AllocatorState, blocks: Array) -> tuple[AllocatorState, Array]:
+    """Drops one reference for each entry of `blocks`, i32 of any shape; negative ones are skipped."""
+    num_blocks = state.ref_counts.shape[0]
+    named = jnp.where(blocks >= 0, blocks, num_blocks)
+    drops = jnp.zeros_like(state.ref_counts).at[named].add(1, mode="drop")
+    valid = (blocks < num_blocks).all() & (drops <= state.ref_counts).all()
+    drops = jnp.where(valid, drops, 0)
+    ref_counts = state.ref_counts - drops
+    freed = (drops > 0) & (ref_counts == 0)
+    top = state.num_free + freed.cumsum(dtype=jnp.int32)
+    stack = state.free_blocks.at[jnp.where(freed, top - 1, num_blocks)]
+    state = dataclasses.replace(
+        state,
+        free_blocks=stack.set(jnp.arange(num_blocks, dtype=jnp.int32), mode="drop"),
+        num_free=top[-1],
+        ref_counts=ref_counts,
+        bad_free=state.bad_free | ~valid,
+    )
+    return state, valid

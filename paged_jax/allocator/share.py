@@ -1,0 +1,206 @@
+"""Sharing: sequences and caches of prefixes gain references to blocks that somebody holds already."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from paged_jax.allocator.arguments import Values, integers
+from paged_jax.allocator.state import AllocatorState, prepare
+
+
+def fork(state: AllocatorState, parent: Values, child: Values) -> AllocatorState:
+    """Makes an empty sequence share all of another one's tokens and blocks.
+
+    Args:
+      state: the allocator's state.
+      parent: i32 [], row of the sequence to share.
+      child: i32 [], row of an empty sequence.
+
+    Returns:
+      The new state. Where a row is out of range or the child is not empty, a traced call changes nothing but
+      `bad_share`, which it sets.
+
+    Raises:
+      ValueError: on the host, a row out of range or a child that is not empty; wrong shape.
+      TypeError: rows that are not integers.
+
+    Example:
+      >>> state, *_ = allocator.append_tokens(allocator.create(8, 4, 2, 4), [6, 0])
+      >>> state = allocator.fork(state, parent=0, child=1)
+      >>> state.seq_lens.tolist(), state.block_tables[1].tolist()
+      ([6, 6], [7, 6, -1, -1])
+    """
+    xp, state = prepare(state, parent, child)
+    source, target = integers(xp, "parent", parent, ()), integers(xp, "child", child, ())
+    valid = _is_row(state, source) & _is_empty(xp, state, target)
+    if xp is np and not valid:
+        raise ValueError(f"fork needs two rows of {_rows(state)} and an empty child, got {source} and {target}")
+    return _begin(xp, state, target, state.block_tables[source], state.seq_lens[source], valid)
+
+
+def share(state: AllocatorState, parent: Values, child: Values, num_blocks: Values) -> AllocatorState:
+    """Makes an empty sequence start with the first full blocks of another one.
+
+    Args:
+      state: the allocator's state.
+      parent: i32 [], row of the sequence to share.
+      child: i32 [], row of an empty sequence; it gets num_blocks * block_size tokens.
+      num_blocks: i32 [], how many blocks, at most as many as the parent has filled.
+
+    Returns:
+      The new state. Where a row is out of range, the child is not empty or the parent has not as many full blocks, a
+      traced call changes nothing but `bad_share`, which it sets.
+
+    Raises:
+      ValueError: on the host, the same; wrong shape.
+      TypeError: rows or a number that are not integers.
+
+    Example:
+      >>> state, *_ = allocator.append_tokens(allocator.create(8, 4, 2, 4), [11, 0])
+      >>> state = allocator.share(state, parent=0, child=1, num_blocks=2)
+      >>> state.seq_lens.tolist(), state.block_tables[1].tolist()
+      ([11, 8], [7, 6, -1, -1])
+    """
+    xp, state = prepare(state, parent, child, num_blocks)
+    source, target = integers(xp, "parent", parent, ()), integers(xp, "child", child, ())
+    count = integers(xp, "num_blocks", num_blocks, ())
+    valid = _is_row(state, source) & _is_empty(xp, state, target)
+    if xp is np and not valid:
+        raise ValueError(f"share needs two rows of {_rows(state)} and an empty child, got {source} and {target}")
+    num_full = state.seq_lens[xp.where(valid, source, 0)] // state.block_size
+    valid &= (count >= 0) & (count <= num_full)
+    if xp is np and not valid:
+        raise ValueError(f"num_blocks must be in [0, {num_full}], the full blocks of sequence {source}, got {count}")
+    count = xp.where(valid, count, 0)
+    columns = xp.arange(state.block_tables.shape[1], dtype=xp.int32)
+    blocks = xp.where(columns < count, state.block_tables[xp.where(valid, source, 0)], -1)
+    return _begin(xp, state, target, blocks, count * state.block_size, valid)
+
+
+def adopt(state: AllocatorState, child: Values, blocks: Values) -> AllocatorState:
+    """Makes an empty sequence start with full blocks given by their ids, which somebody else holds.
+
+    This is how a sequence comes to a prefix whose first owner is gone: `retain` kept its blocks.
+
+    Args:
+      state: the allocator's state.
+      child: i32 [], row of an empty sequence; it gets block_size tokens a block.
+      blocks: i32 [n], ids of the child's first blocks in order, all different, each with a reference; n is at most
+        max_blocks_per_seq. The ids end at the first negative one, and so must what follows it be negative.
+
+    Returns:
+      The new state. Where any of this does not hold, a traced call changes nothing but `bad_share`, which it sets.
+
+    Raises:
+      ValueError: on the host, the same; wrong shape.
+      TypeError: ids that are not integers.
+
+    Example:
+      >>> state, *_ = allocator.append_tokens(allocator.create(8, 4, 2, 4), [8, 0])  # blocks 7 and 6
+      >>> state = allocator.free(allocator.retain(state, [7]), [True, True])
+      >>> state = allocator.adopt(state, child=1, blocks=[7])
+      >>> state.seq_lens.tolist(), state.block_tables[1].tolist()
+      ([0, 4], [7, -1, -1, -1])
+    """
+    xp, state = prepare(state, child, blocks)
+    target, ids = integers(xp, "child", child, ()), integers(xp, "blocks", blocks, None)
+    num_blocks, max_blocks_per_seq = state.ref_counts.shape[0], state.block_tables.shape[1]
+    if ids.shape[0] > max_blocks_per_seq:
+        raise ValueError(f"blocks must have at most the {max_blocks_per_seq} of a table row, got {ids.shape[0]}")
+    empty = _is_empty(xp, state, target)
+    if xp is np and not empty:
+        raise ValueError(f"adopt needs an empty row of {_rows(state)}, got {target}")
+    named = ids >= 0
+    in_order = (named[:-1] | ~named[1:]).all()
+    held = _are_held(xp, state, ids)
+    repeats = named & ((ids[:, None] == ids[None, :]).sum(axis=1, dtype=xp.int32) > 1)
+    valid = empty & in_order & (held | ~named).all() & ~repeats.any()
+    if xp is np and not valid:
+        raise ValueError(
+            f"blocks must be different, held, below {num_blocks}, and end at the first negative one, got {ids.tolist()}"
+        )
+    row = xp.concatenate([ids, xp.full(max_blocks_per_seq - ids.shape[0], -1, xp.int32)])
+    row = xp.where(row >= 0, row, -1)
+    return _begin(xp, state, target, row, named.sum(dtype=xp.int32) * state.block_size, valid)
+
+
+def retain(state: AllocatorState, blocks: Values) -> AllocatorState:
+    """Adds a reference to each named block that no table holds, so that it outlives its sequences.
+
+    `free_blocks` drops such references. A sequence never writes to a block that has other references than its own.
+
+    Args:
+      state: the allocator's state.
+      blocks: i32 [n], ids of blocks that somebody holds; negative ones are skipped, and one named k times gains k
+        references.
+
+    Returns:
+      The new state. If any block is free or out of range, a traced call changes nothing but `bad_share`, which it
+      sets.
+
+    Raises:
+      ValueError: on the host, a block that is free or out of range; wrong shape.
+      TypeError: ids that are not integers.
+
+    Example:
+      >>> state, *_ = allocator.append_tokens(allocator.create(8, 4, 2, 4), [8, 0])  # blocks 7 and 6
+      >>> state = allocator.free(allocator.retain(state, [7, 6]), [True, False])
+      >>> int(state.num_free), int(allocator.free_blocks(state, [7, 6]).num_free)
+      (6, 8)
+    """
+    xp, state = prepare(state, blocks)
+    ids = integers(xp, "blocks", blocks, None)
+    named = ids >= 0
+    bad = named & ~_are_held(xp, state, ids)
+    if xp is np:
+        if bad.any():
+            raise ValueError(f"block {ids[bad.argmax()]} is free or not one of the pool's {state.ref_counts.size}")
+        ref_counts = state.ref_counts.copy()
+        np.add.at(ref_counts, ids[named], 1)
+        return dataclasses.replace(state, ref_counts=ref_counts)
+    valid = ~bad.any()
+    ref_counts = _add_references(state, jnp.where(valid, ids, -1))
+    return dataclasses.replace(state, ref_counts=ref_counts, bad_share=state.bad_share | ~valid)
+
+
+def _begin(xp: Any, state: AllocatorState, child: Any, blocks: Any, seq_len: Any, valid: Any) -> AllocatorState:
+    """Gives an empty row its first blocks, i32 [max_blocks_per_seq] padded with -1, and its length."""
+    if xp is np:
+        arrays = (state.block_tables, state.seq_lens, state.ref_counts)
+        block_tables, seq_lens, ref_counts = (array.copy() for array in arrays)
+        block_tables[child], seq_lens[child] = blocks, seq_len
+        ref_counts[blocks[blocks >= 0]] += 1  # a sequence holds a block once
+        return dataclasses.replace(state, block_tables=block_tables, seq_lens=seq_lens, ref_counts=ref_counts)
+    row = jnp.where(valid, child, state.seq_lens.shape[0])
+    return dataclasses.replace(
+        state,
+        block_tables=state.block_tables.at[row].set(blocks, mode="drop"),
+        seq_lens=state.seq_lens.at[row].set(seq_len, mode="drop"),
+        ref_counts=_add_references(state, jnp.where(valid, blocks, -1)),
+        bad_share=state.bad_share | ~valid,
+    )
+
+
+def _add_references(state: AllocatorState, blocks: Any) -> Any:
+    """The reference counts with one more for each of `blocks` that is not negative."""
+    return state.ref_counts.at[jnp.where(blocks >= 0, blocks, state.ref_counts.shape[0])].add(1, mode="drop")
+
+
+def _are_held(xp: Any, state: AllocatorState, ids: Any) -> Any:
+    """Whether each id is a block of the pool that has a reference."""
+    in_pool = (ids >= 0) & (ids < state.ref_counts.shape[0])
+    return in_pool & (state.ref_counts[xp.where(in_pool, ids, 0)] > 0)
+
+
+def _is_row(state: AllocatorState, row: Any) -> Any:
+    return (row >= 0) & (row < state.seq_lens.shape[0])
+
+
+def _is_empty(xp: Any, state: AllocatorState, row: Any) -> Any:
+    return _is_row(state, row) & (state.seq_lens[xp.where(_is_row(state, row), row, 0)] == 0)
+
+
+def _rows(state: AllocatorState) -> str:
+    return f"[0, {state.seq_lens.shape[0]})"

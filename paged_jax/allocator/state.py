@@ -1,0 +1,121 @@
+"""The allocator's state, how it is made, and where it says that a token stands in the cache."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+
+from paged_jax.allocator.arguments import Values, integers, namespace
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AllocatorState:
+    """Free blocks, reference counts and block tables of one pool; make it with `create`.
+
+    Attributes:
+      free_blocks: i32 [num_blocks], a stack: the first `num_free` entries are the free ids, the last of them is taken
+        next. Entries past `num_free` are stale.
+      num_free: i32 [], how many blocks are free.
+      ref_counts: i32 [num_blocks], how many block table entries name each block, and what `retain` added.
+      block_tables: i32 [max_num_seqs, max_blocks_per_seq], block of each logical block of a sequence, -1 for none.
+      seq_lens: i32 [max_num_seqs], tokens mapped so far.
+      bad_free: bool [], set and kept inside jit once a `free`, `free_blocks` or `truncate` was invalid, and had no
+        effect; the host raises instead.
+      bad_share: bool [], the same for `fork`, `share`, `adopt` and `retain`.
+      block_size: tokens in a block (static).
+    """
+
+    # Any: a transformation may put other leaves than arrays here (specs, shapes, axes).
+    free_blocks: Any
+    num_free: Any
+    ref_counts: Any
+    block_tables: Any
+    seq_lens: Any
+    bad_free: Any
+    bad_share: Any
+    block_size: int = dataclasses.field(metadata={"static": True})
+
+
+def create(
+    num_blocks: int, block_size: int, max_num_seqs: int, max_blocks_per_seq: int, *, xp: Any = np
+) -> AllocatorState:
+    """Makes a state in which every block is free and every sequence empty.
+
+    Args:
+      num_blocks: blocks in the pool.
+      block_size: tokens in a block.
+      max_num_seqs: rows of the block tables.
+      max_blocks_per_seq: columns of the block tables.
+      xp: `numpy` for a state on the host, `jax.numpy` for one on the device.
+
+    Returns:
+      The state. Its highest block id is taken first.
+
+    Raises:
+      ValueError: a size below 1, or more slots than int32 can count.
+
+    Example:
+      >>> state = allocator.create(num_blocks=8, block_size=4, max_num_seqs=2, max_blocks_per_seq=4)
+      >>> int(state.num_free)
+      8
+    """
+    sizes = (num_blocks, block_size, max_num_seqs, max_blocks_per_seq)
+    if min(sizes) < 1:
+        raise ValueError(f"num_blocks, block_size, max_num_seqs, max_blocks_per_seq must be positive, got {sizes}")
+    if num_blocks * block_size > 2**31:
+        raise ValueError(
+            f"num_blocks * block_size must be at most 2**31 (int32 slots), got {num_blocks} * {block_size}"
+        )
+    return AllocatorState(
+        free_blocks=xp.arange(num_blocks, dtype=xp.int32),
+        num_free=xp.asarray(num_blocks, dtype=xp.int32),
+        ref_counts=xp.zeros(num_blocks, dtype=xp.int32),
+        block_tables=xp.full((max_num_seqs, max_blocks_per_seq), -1, dtype=xp.int32),
+        seq_lens=xp.zeros(max_num_seqs, dtype=xp.int32),
+        bad_free=xp.asarray(False),
+        bad_share=xp.asarray(False),
+        block_size=block_size,
+    )
+
+
+def slots(state: AllocatorState, seq_ids: Values, positions: Values) -> Int32[Array | np.ndarray, " num_tokens"]:
+    """Finds where tokens' keys and values stand in the cache.
+
+    Args:
+      state: the allocator's state.
+      seq_ids: i32 [num_tokens], row of each token's sequence; negative for padding.
+      positions: i32 [num_tokens], position of each token in its sequence.
+
+    Returns:
+      i32 [num_tokens], block * block_size + offset; -1 where there is no such sequence or position.
+
+    Raises:
+      ValueError: the two shapes differ or are not of one dimension, or an integer does not fit in int32.
+      TypeError: ids or positions that are not integers.
+
+    Example:
+      >>> state, *_ = allocator.append_tokens(allocator.create(8, 4, 2, 4), [6, 0])  # sequence 0 gets blocks 7 and 6
+      >>> allocator.slots(state, [0, 0, 0, -1], [0, 5, 6, 0]).tolist()
+      [28, 25, -1, -1]
+    """
+    xp, state = prepare(state, seq_ids, positions)
+    rows = integers(xp, "seq_ids", seq_ids, None)
+    at = integers(xp, "positions", positions, rows.shape)
+    valid = (rows >= 0) & (rows < state.seq_lens.shape[0]) & (at >= 0)
+    rows = xp.where(valid, rows, 0)
+    valid &= at < state.seq_lens[rows]
+    logical, offsets = xp.divmod(xp.where(valid, at, 0), state.block_size)
+    return xp.where(valid, state.block_tables[rows, logical] * state.block_size + offsets, -1)
+
+
+def prepare(state: AllocatorState, *arguments: Values) -> tuple[Any, AllocatorState]:
+    """Picks a call's form from its state and arguments, and brings the whole state into that form.
+
+    A host state meets traced arguments where a jitted function closes over it: it then becomes a traced state.
+    """
+    xp = namespace(state, *arguments)
+    return xp, state if xp is np else jax.tree.map(jnp.asarray, state)

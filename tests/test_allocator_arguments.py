@@ -1,0 +1,145 @@
+"""What the allocator's functions take: counts and ids of any kind, whatever their width, for a state of either kind."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paged_jax import allocator
+from tests.test_allocator import assert_same, both, i32, on_device
+
+
+def is_host(state):
+    return all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(state))
+
+
+def walk(state, kind):
+    """One call of every function, its arguments made by `kind` of a list."""
+    grow, ids = kind([6, 9, 0, 0]), kind([6])
+    state, block_mapping, ok = allocator.append_tokens(state, grow)
+    state = allocator.fork(state, kind(0), kind(2))
+    state = allocator.share(state, kind(1), kind(3), kind(2))
+    state, *_ = allocator.append_tokens(state, kind([0, 0, 1, 4]), row_by_row=True)
+    state = allocator.retain(state, ids)
+    state = allocator.truncate(state, kind([6, 5, 3, 8]))
+    state = allocator.free_blocks(state, ids)
+    state = allocator.free(state, kind([False, False, True, False]))
+    state = allocator.adopt(state, kind(2), kind([7, 6]))
+    return state, block_mapping, ok, allocator.slots(state, kind([0, 3, -1]), kind([5, 7, 0]))
+
+
+KINDS = {
+    "list": lambda x: x,
+    "tuple": lambda x: tuple(x) if isinstance(x, list) else x,
+    "int64": np.asarray,
+    "uint8 or bool": lambda x: np.asarray(x).astype(np.int8) if np.asarray(x).dtype != bool else np.asarray(x),
+    "jax": jnp.asarray,
+    "list of jax": lambda x: [jnp.asarray(value) for value in x] if isinstance(x, list) else jnp.asarray(x),
+}
+
+
+@both
+@pytest.mark.parametrize("kind", KINDS)
+def test_counts_and_ids_of_any_kind_do_the_same_and_keep_the_states_kind(xp, kind):
+    expected = walk(allocator.create(8, 4, 4, 4), np.asarray)
+    results = walk(allocator.create(8, 4, 4, 4, xp=xp), KINDS[kind])
+    assert_same(results, expected)
+    assert is_host(results) == (xp is np)
+
+
+def test_a_host_state_that_a_jitted_function_closes_over_becomes_a_traced_one():
+    state = allocator.create(8, 4, 4, 4)
+    expected = walk(state, np.asarray)
+    assert_same(
+        jax.jit(lambda zero: walk(state, lambda x: jnp.asarray(x) | zero.astype(jnp.asarray(x).dtype)))(jnp.int32(0)),
+        expected,
+    )
+    # Every function by itself, for any of its arguments may be the traced one.
+    grown, *_ = allocator.append_tokens(state, i32(6, 9, 0, 0))
+    one, mask = np.int32(1), np.array([True, False, False, False])
+    calls = {
+        "append_tokens": (i32(1, 1, 1, 1),),
+        "truncate": (i32(4, 4, 0, 0),),
+        "fork": (one, np.int32(2)),
+        "share": (one, np.int32(2), one),
+        "adopt": (np.int32(2), i32(7, 6)),
+        "retain": (i32(7),),
+        "free": (mask,),
+        "free_blocks": (i32(7),),
+        "slots": (i32(0, 1), i32(0, 1)),
+    }
+    for name, arguments in calls.items():
+        function = getattr(allocator, name)
+        for i in range(len(arguments)):
+
+            def traced(x, i=i, function=function, arguments=arguments):
+                return function(grown, *arguments[:i], x, *arguments[i + 1 :])
+
+            assert_same(jax.jit(traced)(arguments[i]), function(grown, *arguments))
+
+
+def test_a_list_of_tracers_is_taken():
+    state = allocator.create(8, 4, 2, 4)
+    grown = jax.jit(lambda n: allocator.append_tokens(state, [n, n + 1])[0])(jnp.int32(3))
+    assert_same(grown, allocator.append_tokens(state, [3, 4])[0])
+
+
+FITTING = {"the smallest": -(2**31), "the largest": 2**31 - 1}
+UNFITTING = {"-2**63": -(2**63), "-2**31 - 1": -(2**31) - 1, "2**31": 2**31, "2**63 - 1": 2**63 - 1}
+
+
+@both
+def test_integers_of_64_bits_that_fit_are_taken(xp):
+    state = allocator.create(8, 4, 2, 4, xp=xp)
+    for value in FITTING.values():
+        np.testing.assert_array_equal(allocator.slots(state, np.array([0]), np.array([value])), -1)
+    assert_same(allocator.free_blocks(state, np.array([-(2**31)])), state)
+
+
+@both
+@pytest.mark.parametrize("value", UNFITTING.values(), ids=UNFITTING)
+def test_integers_that_do_not_fit_are_refused_whatever_their_sign(xp, value):
+    state = allocator.create(8, 4, 2, 4, xp=xp)
+    with pytest.raises(ValueError, match=f"num_tokens must fit in int32, got {value}$"):
+        allocator.append_tokens(state, np.array([0, value]))
+    with pytest.raises(ValueError, match=f"positions must fit in int32, got {value}$"):
+        allocator.slots(state, [0, 0], [0, value])
+    with pytest.raises(ValueError, match=r"positions must fit in int32, got 18446744073709551615$"):
+        allocator.slots(state, [0, 0], np.array([0, 2**64 - 1], np.uint64))
+
+
+@both
+@pytest.mark.parametrize("value", UNFITTING.values(), ids=UNFITTING)
+def test_concrete_jax_integers_that_do_not_fit_are_refused(xp, value):
+    state = allocator.create(8, 4, 2, 4, xp=xp)
+    with jax.enable_x64(True):
+        wide = jnp.array([0, value])
+        assert wide.dtype == jnp.int64
+        with pytest.raises(ValueError, match=f"num_tokens must fit in int32, got {value}$"):
+            allocator.append_tokens(state, wide)
+        with pytest.raises(ValueError, match=f"parent must fit in int32, got {value}$"):
+            allocator.fork(state, wide[1], 1)
+
+
+@pytest.mark.parametrize("value", [2**32 + 1, 2**32, 2**31, 2**63 - 1])
+def test_traced_integers_that_do_not_fit_are_not_wrapped(value):
+    """Wrapped they would be 1, 0 or negative, and do something."""
+    state = allocator.append_tokens(allocator.create(8, 4, 2, 4, xp=jnp), i32(4, 0))[0]
+    with jax.enable_x64(True):
+        wide = jnp.array([value])
+        assert jax.jit(allocator.free_blocks)(state, wide).bad_free
+        assert jax.jit(allocator.retain)(state, wide).bad_share
+        assert jax.jit(allocator.fork)(state, jnp.int32(0), wide[0]).bad_share
+        after, _, ok = jax.jit(allocator.append_tokens)(state, jnp.array([0, value]))
+        assert not ok
+        assert_same(after, state)
+        np.testing.assert_array_equal(jax.jit(allocator.slots)(state, jnp.array([0]), wide), -1)
+
+
+@both
+def test_what_is_no_integer_is_refused(xp):
+    state = allocator.create(8, 4, 2, 4, xp=xp)
+    for wrong in ([1.0, 2.0], np.ones(2, np.float32), jnp.ones(2), [True, False], ["1", "2"]):
+        with pytest.raises(TypeError, match="num_tokens must be of dtype int32, got "):
+            allocator.append_tokens(state, wrong)
+    assert is_host(on_device(state)) is False
