@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 
@@ -95,6 +96,7 @@ def build_metadata(
     Raises:
       ValueError: shapes that disagree, rows out of order, lengths that do not fit, a new token without a block, or a
         bound below the batch's own value.
+      TypeError: tables or lengths that are not integers, or that are traced.
     """
     seq_lens, query_lens = _int32("seq_lens", seq_lens).copy(), _int32("query_lens", query_lens)
     tables = _pad_tables(block_tables, max_blocks_per_seq)
@@ -152,8 +154,11 @@ def check_metadata(
       ValueError: naming the first bad row (or token) and its value: a negative length, one past the table, a block id
         out of range, query starts that do not begin at 0, fall, exceed the row's length or the tokens, or a slot that
         is out of range or written twice.
+      TypeError: tables, lengths, starts or slots that are not integers, or that are traced.
     """
-    block_tables, seq_lens = np.asarray(block_tables), _int32("seq_lens", seq_lens)
+    block_tables, seq_lens = _integers("block_tables", block_tables), _int32("seq_lens", seq_lens)
+    slot_mapping = None if slot_mapping is None else _integers("slot_mapping", slot_mapping)
+    query_start_loc = None if query_start_loc is None else _integers("query_start_loc", query_start_loc)
     if block_tables.ndim != 2 or seq_lens.shape != block_tables.shape[:1]:
         raise ValueError(
             "block_tables must be [num_seqs, max_blocks_per_seq] and seq_lens [num_seqs], got shapes "
@@ -169,12 +174,12 @@ def check_metadata(
             f"must be in [0, {num_blocks})"
         ),
     )
-    if slot_mapping is not None and np.ndim(slot_mapping) != 1:
-        raise ValueError(f"slot_mapping must be [num_tokens], got shape {np.shape(slot_mapping)}")
+    if slot_mapping is not None and slot_mapping.ndim != 1:
+        raise ValueError(f"slot_mapping must be [num_tokens], got shape {slot_mapping.shape}")
     if query_start_loc is not None:
-        _check_query_start_loc(np.asarray(query_start_loc), seq_lens, slot_mapping)
+        _check_query_start_loc(query_start_loc, seq_lens, slot_mapping)
     if slot_mapping is not None:
-        _check_slots(np.asarray(slot_mapping), num_blocks * block_size, query_start_loc)
+        _check_slots(slot_mapping, num_blocks * block_size, query_start_loc)
 
 
 def _check_rows(
@@ -205,7 +210,7 @@ def _check_rows(
     return num_prefills
 
 
-def _check_query_start_loc(query_start_loc: np.ndarray, seq_lens: np.ndarray, slot_mapping: ArrayLike | None) -> None:
+def _check_query_start_loc(query_start_loc: np.ndarray, seq_lens: np.ndarray, slot_mapping: np.ndarray | None) -> None:
     if query_start_loc.shape != (len(seq_lens) + 1,):
         raise ValueError(f"query_start_loc must have shape ({len(seq_lens) + 1},), got {query_start_loc.shape}")
     if query_start_loc[0] != 0:
@@ -227,7 +232,7 @@ def _check_query_start_loc(query_start_loc: np.ndarray, seq_lens: np.ndarray, sl
         )
 
 
-def _check_slots(slot_mapping: np.ndarray, num_slots: int, query_start_loc: ArrayLike | None) -> None:
+def _check_slots(slot_mapping: np.ndarray, num_slots: int, query_start_loc: np.ndarray | None) -> None:
     def name(token: int) -> str:
         if query_start_loc is None:
             return f"token {token}"
@@ -255,11 +260,23 @@ def _check_lens(seq_lens: np.ndarray, max_blocks_per_seq: int, block_size: int) 
     )
 
 
-def _int32(name: str, x: Any) -> np.ndarray:
-    """`x` as int32, if it holds integers that fit."""
+def _integers(name: str, x: Any) -> np.ndarray:
+    """`x` on the host, if it holds integers, of whatever width."""
+    elements = x if isinstance(x, list | tuple) else (x,)
+    if any(isinstance(element, Tracer) for element in elements):
+        raise TypeError(
+            f"{name} must have values, got a traced array: metadata is built and checked on the host, outside jit; "
+            "pass the AttentionMetadata to the jitted function"
+        )
     x = np.asarray(x)
     if x.size and x.dtype.kind not in "iu":
         raise TypeError(f"{name} must hold integers, got {x.dtype}")
+    return x if x.size else x.astype(np.int32)  # [] has NumPy's float64
+
+
+def _int32(name: str, x: Any) -> np.ndarray:
+    """`x` as int32, if it holds integers that fit."""
+    x = _integers(name, x)
     _raise_first(
         (x < -(2**31)).ravel() | (x >= 2**31).ravel(), lambda i: f"{name} must fit in int32, got {x.ravel()[i]}"
     )

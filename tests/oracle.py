@@ -78,10 +78,13 @@ def sparse_mask(tokens, seq_len, head, num_heads, num_kv_heads, pattern):
     return ((key_block + offset) % pattern.vert_stride == 0) | (key_block > query_block - pattern.local_blocks)
 
 
-def head_logits(query, keys, head, num_heads, options):
-    """One head's logits over its tokens, -inf where it does not look: float64 `[seq_len]`."""
-    seq_len, num_kv_heads, head_size = keys.shape
-    tokens = np.arange(seq_len)
+def head_logits(query, keys, head, num_heads, options, seq_len=None):
+    """One head's logits over its tokens, -inf where it does not look: float64 `[len(keys)]`.
+
+    The query is the one at `seq_len - 1`; without `seq_len` the last of the tokens is its own.
+    """
+    num_tokens, num_kv_heads, head_size = keys.shape
+    tokens, seq_len = np.arange(num_tokens), num_tokens if seq_len is None else seq_len
     scale = options.get("scale")
     scale = head_size**-0.5 if scale is None else float(np.asarray(scale, np.float64))
     logits = scale * (keys[:, head // (num_heads // num_kv_heads)] @ query)
@@ -91,7 +94,7 @@ def head_logits(query, keys, head, num_heads, options):
     slopes = options.get("alibi_slopes")
     if slopes is not None:
         logits = logits + float(slopes[head]) * (tokens - seq_len + 1)
-    seen = np.ones(seq_len, bool)
+    seen = np.ones(num_tokens, bool)
     window = options.get("sliding_window")
     if window is not None:
         seen &= tokens > seq_len - 1 - window
@@ -110,13 +113,14 @@ def weighted(logits, values):
     return weights.sum(), maximum, weights @ values / weights.sum()
 
 
-def attend(query, keys, values, options):
-    """One query token against all the tokens up to and with its own.
+def attend(query, keys, values, options, seq_len=None):
+    """One query token against all the tokens that it may see.
 
     Args:
       query: `[num_heads, head_size]`.
-      keys, values: float64 `[seq_len, num_kv_heads, head_size]`, or None when seq_len is 0.
+      keys, values: float64 `[num_tokens, num_kv_heads, head_size]`, or None when there are none.
       options: a dict of the operations' options.
+      seq_len: the query's position plus 1; the number of tokens if None.
 
     Returns:
       out `[num_heads, head_size]` and lse `[num_heads]`.
@@ -128,7 +132,7 @@ def attend(query, keys, values, options):
     group = num_heads // keys.shape[1]
     sinks = options.get("sinks")
     for head in range(num_heads):
-        logits = head_logits(query[head].astype(np.float64), keys, head, num_heads, options)
+        logits = head_logits(query[head].astype(np.float64), keys, head, num_heads, options, seq_len)
         total, maximum, mean = weighted(logits, values[:, head // group])
         parts = [] if total == 0 else [maximum + np.log(total)]
         if sinks is not None and parts:  # a query that sees no token has lse -inf, sink or not
@@ -204,9 +208,13 @@ def ragged(
     *,
     layout="hnd",
     new=None,
+    causal=True,
+    max_seq_len=None,
     **options,
 ):
     """`ragged_paged_attention`, and `prefix_attention` when `new` is the pair `(key, value)`.
+
+    Not causal, every query sees all of its sequence's tokens. Tokens at or past `max_seq_len` are seen by nobody.
 
     Returns:
       out `[num_tokens, num_heads, head_size]` (0 at padding) and lse `[num_tokens, num_heads]` (-inf there).
@@ -227,8 +235,11 @@ def ragged(
             keys = new_keys if keys is None else np.concatenate([keys, new_keys])
             values = new_values if values is None else np.concatenate([values, new_values])
         for j in range(stop - start):
-            seen = context_len + j + 1
-            out[start + j], lse[start + j] = attend(query[start + j], keys[:seen], values[:seen], options)
+            position = context_len + j
+            seen = position + 1 if causal else int(seq_len)
+            seen = seen if max_seq_len is None else min(seen, max_seq_len)
+            results = attend(query[start + j], keys[:seen], values[:seen], options, position + 1)
+            out[start + j], lse[start + j] = results
     return out, lse
 
 

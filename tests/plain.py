@@ -52,7 +52,8 @@ def dense(cache, table, length, layout, which, scale):
 def visible(positions, length, num_heads, num_kv_heads, options):
     """Which tokens each query sees: bool `[num_heads, num_queries, length]`."""
     query, token = positions[None, :, None], np.arange(length)[None, None, :]
-    mask = np.broadcast_to(token <= query, (num_heads, len(positions), length))
+    before = token <= query if options.get("causal", True) else np.ones_like(token <= query)
+    mask = np.broadcast_to(before, (num_heads, len(positions), length))
     if options.get("sliding_window") is not None:
         mask = mask & (query - token < options["sliding_window"])
     pattern = options.get("block_sparse")

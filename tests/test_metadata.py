@@ -260,3 +260,34 @@ def test_padding_tokens_are_called_padding():
             query_start_loc=np.array([0, 2, 3]),
             slot_mapping=np.array([1, 2, 3, 3]),
         )
+
+
+WRONG_KINDS = {
+    "block_tables": np.array([[0.0, 1.0]]),
+    "block_tables of NaN": np.array([[np.nan, np.nan]], np.float32),
+    "block_tables of bools": np.array([[True, False]]),
+    "seq_lens": np.array([5.0]),
+    "query_start_loc": np.array([0.0, 2.0]),
+    "slot_mapping": np.array([3.0, 4.0]),
+    "slot_mapping of NaN": np.array([np.nan, 4.0]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_KINDS)
+def test_check_metadata_refuses_what_is_no_integer(case):
+    call = {"block_tables": [[0, 1]], "seq_lens": [5], "query_start_loc": [0, 2], "slot_mapping": [3, 4]}
+    check_metadata(**call, num_blocks=2, block_size=4)
+    name = case.split()[0]
+    with pytest.raises(TypeError, match=f"{name} must hold integers, got {WRONG_KINDS[case].dtype}"):
+        check_metadata(**{**call, name: WRONG_KINDS[case]}, num_blocks=2, block_size=4)
+
+
+@pytest.mark.parametrize("name", ["block_tables", "seq_lens", "query_lens"])
+def test_metadata_under_jit_is_refused_in_words(name):
+    call = {"block_tables": np.array([[0, 1]]), "seq_lens": np.array([5]), "query_lens": np.array([2])}
+    with pytest.raises(TypeError, match=f"{name} must have values, got a traced array: metadata is built and checked"):
+        jax.jit(lambda x: build_metadata(**{**call, name: x}, block_size=4))(call[name])
+    if name != "query_lens":
+        del call["query_lens"]
+        with pytest.raises(TypeError, match=f"{name} must have values, got a traced array"):
+            jax.jit(lambda x: check_metadata(**{**call, name: x}, num_blocks=2, block_size=4))(call[name])

@@ -1,6 +1,5 @@
 """Cache operations as scatters: XLA turns them into in-place updates of donated pools."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Int32, Num
 
+from paged_jax.kernels.xla.varying import vary_as
 from paged_jax.options import Layout, block_axis
 from paged_jax.shapes import BlockMapping, Cache, CacheScale, NewTokens, SlotMapping, SourceCache
 
@@ -30,19 +30,10 @@ def write_to_paged_cache(
     offset = slot_mapping % block_size
     key = _quantise(key, key_cache.dtype, _per_token(k_scale, block, offset))
     value = _quantise(value, value_cache.dtype, _per_token(v_scale, block, offset))
-    match layout:
-        case "hnd":
-            at = (block, slice(None), offset)
-        case "nhd":
-            at = (block, offset)
-        case "vllm":
-            at = (block, slice(None), slice(None), offset)
-            key = key.reshape(*key.shape[:2], *key_cache.shape[2::2])
-
-    def write(cache, x):
-        return cache.at[at].set(x, mode="drop")
-
-    return _exactly(write, key_cache, key), _exactly(write, value_cache, value)
+    if layout == "vllm":
+        key = key.reshape(*key.shape[:2], *key_cache.shape[2::2])
+    axis = block_axis(layout)
+    return _put(key_cache, key, block, offset, axis), _put(value_cache, value, block, offset, axis)
 
 
 def copy_blocks(
@@ -63,14 +54,11 @@ def swap_blocks(
     valid = (src >= 0) & (src < src_key_cache.shape[0]) & (dst >= 0)
     dst = jnp.where(valid, dst, dst_key_cache.shape[0])
 
-    def copy(destination, source):
-        return destination.at[dst].set(jnp.take(source, src, axis=0, mode="clip"), mode="drop")
-
     def move(source, destination):
         # XLA gathers and scatters in device memory only: a pool on the host makes the trip as a whole.
         home = jax.typeof(destination).memory_space
         source, destination = (_to_memory(x, jax.memory.Space.Device) for x in (source, destination))
-        return _to_memory(_exactly(copy, destination, source), home)
+        return _to_memory(_put(destination, jnp.take(source, src, axis=0, mode="clip"), dst), home)
 
     return move(src_key_cache, dst_key_cache), move(src_value_cache, dst_value_cache)
 
@@ -79,17 +67,44 @@ def _to_memory(x: Array, space: Any) -> Array:
     return x if jax.typeof(x).memory_space == space else jax.device_put(x, space)
 
 
-def _exactly(update: Callable[[Array, Array], Array], cache: Array, x: Array) -> Array:
-    """``update(cache, x)``, every other bit of the cache kept."""
+def _put(
+    cache: Cache,
+    updates: Num[Array, "n ..."],
+    block: Int32[Array, "n"],
+    offset: Int32[Array, "n"] | None = None,
+    axis: int = 1,
+) -> Cache:
+    """Puts each update at its block, and at its offset along `axis` if there are offsets; every other bit is kept.
+
+    Updates of blocks past the pool are dropped; no block is negative.
+    """
+
+    def scatter(cache, updates, block, offset):
+        at = (block,) if offset is None else (block, *[slice(None)] * (axis - 1), offset)
+        return cache.at[at].set(updates, mode="drop")
+
     if cache.dtype.itemsize > 1 or not jnp.issubdtype(cache.dtype, jnp.floating):
-        return update(cache, x)
+        return scatter(cache, updates, block, offset)
 
-    def as_bytes(cache, x):
-        cache_bytes, x_bytes = (lax.bitcast_convert_type(a, jnp.uint8) for a in (cache, x))
-        return lax.bitcast_convert_type(update(cache_bytes, x_bytes), cache.dtype)
+    def one_by_one(cache, updates, block, offset):
+        first_inside = jnp.argsort(block >= cache.shape[0], stable=True).astype(jnp.int32)
+        num_inside = (block < cache.shape[0]).sum(dtype=jnp.int32)
 
-    # XLA's CPU backend has no float8: it would convert the pool to float16 and back, and change NaNs on the way.
-    return lax.platform_dependent(cache, x, cpu=as_bytes, default=update)
+        def step(i, cache):
+            update = lax.dynamic_index_in_dim(updates, first_inside[i])
+            start = [jnp.zeros_like(block[0])] * cache.ndim
+            start[0] = block[first_inside[i]]
+            if offset is not None:
+                update, start[axis] = jnp.expand_dims(update, axis), offset[first_inside[i]]
+            return lax.dynamic_update_slice(cache, update, start)
+
+        return lax.fori_loop(0, num_inside, step, vary_as(cache, updates, block, offset))
+
+    if 0 in (cache.size, updates.size):
+        return cache
+    # XLA's CPU backend scatters no float8: it would convert the whole pool to float16 and back, in a copy of the pool,
+    # and change NaNs on the way; as bytes it would still copy it. It updates slices in place.
+    return lax.platform_dependent(cache, updates, block, offset, cpu=one_by_one, default=scatter)
 
 
 def _per_token(scale: CacheScale, block: Int32[Array, "t"], offset: Int32[Array, "t"]) -> CacheScale:

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float32
 
-from paged_jax.kernels.xla import attend, cache_ops
+from paged_jax.kernels.xla import cache_ops, softmax
+from paged_jax.kernels.xla.varying import vary_as
 from paged_jax.options import AttentionOptions
 from paged_jax.shapes import BlockTables, Cache, Lse, NewTokens, Query, Residual, SeqLens, SlotMapping, TmpOut
 
@@ -18,8 +19,8 @@ def paged_attention_v1(
     options: AttentionOptions,
 ) -> tuple[Query, Lse]:
     queries, end = query[:, None], jnp.minimum(seq_lens, options.max_seq_len)
-    state = attend.add_cached(
-        attend.empty(queries),
+    state = softmax.add_cached(
+        softmax.empty(queries),
         queries,
         seq_lens[:, None] - 1,
         key_cache,
@@ -28,7 +29,7 @@ def paged_attention_v1(
         end,
         options,
     )
-    out, lse = attend.finish(state, options.sinks)
+    out, lse = softmax.finish(state, options.sinks)
     return out[:, 0].astype(query.dtype), lse[:, 0]
 
 
@@ -75,8 +76,8 @@ def paged_attention_v2(
 
         def partition(start):
             end = jnp.minimum(jnp.minimum(seq_len, options.max_seq_len), start + partition_size)[None]
-            state = attend.add_cached(
-                attend.empty(queries),
+            state = softmax.add_cached(
+                softmax.empty(queries),
                 queries,
                 position,
                 key_cache,
@@ -87,11 +88,11 @@ def paged_attention_v2(
                 origin=start,
                 tile=partition_size,
             )
-            tmp_out, _ = attend.finish(state, None)
+            tmp_out, _ = softmax.finish(state, None)
             return state.exp_sum[0, 0], state.max_logit[0, 0], tmp_out[0, 0]
 
         exp_sums, max_logits, tmp_out = lax.map(partition, starts)
-        out, lse = attend.finish(_reduce(exp_sums, max_logits, tmp_out), options.sinks)
+        out, lse = softmax.finish(_reduce(exp_sums, max_logits, tmp_out), options.sinks)
         return (
             out[0, 0].astype(query.dtype),
             lse[0, 0],
@@ -105,10 +106,20 @@ def paged_attention_v2(
 
 def _reduce(
     exp_sums: Float32[Array, "p h"], max_logits: Float32[Array, "p h"], tmp_out: Float32[Array, "p h d"]
-) -> attend.Softmax:
-    """The softmax over all partitions of one sequence."""
+) -> softmax.Softmax:
+    """The softmax over all partitions of one sequence.
+
+    The sums run from partition to partition: empty ones at the end, of which there may be any number, add exact zeros.
+    """
     max_logit = max_logits.max(0, initial=-jnp.inf)
     shift = jnp.where(jnp.isneginf(max_logit), 0.0, max_logit)
-    weights = exp_sums * jnp.exp(max_logits - shift[None])
-    weighted = (weights[..., None] * tmp_out).sum(0)
-    return attend.Softmax(weighted[None, None], weights.sum(0)[None, None], max_logit[None, None])
+
+    def add(sums, partition):
+        exp_sum, logit, out = partition
+        weight = exp_sum * jnp.exp(logit - shift)
+        return (sums[0] + weight[:, None] * out, sums[1] + weight), None
+
+    zeros = jnp.zeros(tmp_out.shape[1:], jnp.float32), jnp.zeros(exp_sums.shape[1:], jnp.float32)
+    partitions = exp_sums, max_logits, tmp_out
+    (weighted, total), _ = lax.scan(add, vary_as(zeros, partitions), partitions)
+    return softmax.Softmax(weighted[None, None], total[None, None], max_logit[None, None])

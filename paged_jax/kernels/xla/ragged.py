@@ -9,7 +9,8 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import Array, lax
 
-from paged_jax.kernels.xla import attend
+from paged_jax.kernels.xla import softmax
+from paged_jax.kernels.xla.varying import vary_as
 from paged_jax.options import AttentionOptions
 from paged_jax.shapes import BlockTables, Cache, NewTokens, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
 
@@ -26,11 +27,11 @@ def ragged_paged_attention(
     options: AttentionOptions,
 ) -> tuple[RaggedQuery, RaggedLse]:
     def attend_to(state, queries, positions, seq, end):
-        return attend.add_cached(
+        return softmax.add_cached(
             state, queries, positions, key_cache, value_cache, block_tables[seq][None], end[None], options
         )
 
-    return _chunk_by_chunk(query, seq_lens, query_start_loc, options, attend_to)
+    return _chunk_by_chunk(query, seq_lens, query_start_loc, options, attend_to, key_cache, value_cache, block_tables)
 
 
 def prefix_attention(
@@ -50,22 +51,26 @@ def prefix_attention(
 
     def attend_to(state, queries, positions, seq, end):
         context, start = context_lens[seq], query_start_loc[seq]
-        state = attend.add_cached(
-            state, queries, positions, key_cache, value_cache, block_tables[seq][None], context[None], options
+        cached = jnp.minimum(context, options.max_seq_len)
+        state = softmax.add_cached(
+            state, queries, positions, key_cache, value_cache, block_tables[seq][None], cached[None], options
         )
 
         def step(i, state):
             first = i * chunk
-            tile = attend.Tile(
+            tile = softmax.Tile(
                 lax.dynamic_slice_in_dim(keys, start + first, chunk)[None],
                 lax.dynamic_slice_in_dim(values, start + first, chunk)[None],
                 context + first + jnp.arange(chunk, dtype=jnp.int32),
             )
-            return attend.add_tile(state, queries, positions, tile, end[None], options)
+            return softmax.add_tile(state, queries, positions, tile, end[None], options)
 
+        state = vary_as(state, queries, positions, keys, values, context, start, end, options)
         return lax.fori_loop(0, -(-(end - context) // chunk), step, state)
 
-    return _chunk_by_chunk(query, seq_lens, query_start_loc, options, attend_to)
+    return _chunk_by_chunk(
+        query, seq_lens, query_start_loc, options, attend_to, key, value, key_cache, value_cache, block_tables
+    )
 
 
 def _chunk_by_chunk(
@@ -73,9 +78,13 @@ def _chunk_by_chunk(
     seq_lens: SeqLens,
     query_start_loc: QueryStartLoc,
     options: AttentionOptions,
-    attend_to: Callable[..., attend.Softmax],
+    attend_to: Callable[..., softmax.Softmax],
+    *operands: Array,
 ) -> tuple[RaggedQuery, RaggedLse]:
-    """Calls ``attend_to(state, queries, positions, seq, end)`` for every chunk; `end` is one past its last token."""
+    """Calls ``attend_to(state, queries, positions, seq, end)`` for every chunk.
+
+    `end` is one past the last token that any of its queries sees. `operands` are the arrays that `attend_to` uses.
+    """
     num_tokens, num_heads, _ = query.shape
     if num_tokens == 0 or seq_lens.shape[0] == 0:
         return jnp.zeros_like(query), jnp.full((num_tokens, num_heads), -jnp.inf, jnp.float32)
@@ -94,9 +103,10 @@ def _chunk_by_chunk(
         positions = jnp.where(own, context_len + rows, -1)
         start = query_start_loc[seq] + offset
         chunk_queries = lax.dynamic_slice_in_dim(queries, start, chunk)[None]
-        end = jnp.minimum(context_len + jnp.minimum(query_lens[seq], offset + chunk), options.max_seq_len)
-        state = attend_to(attend.empty(chunk_queries), chunk_queries, positions[None], seq, end)
-        done = attend.finish(state, options.sinks)
+        last = context_len + offset + chunk if options.causal else seq_lens[seq]
+        end = jnp.minimum(jnp.minimum(seq_lens[seq], last), options.max_seq_len)
+        state = attend_to(softmax.empty(chunk_queries), chunk_queries, positions[None], seq, end)
+        done = softmax.finish(state, options.sinks)
 
         def put(result, new):
             old = lax.dynamic_slice_in_dim(result, start, chunk)
@@ -107,7 +117,8 @@ def _chunk_by_chunk(
 
     out = jnp.zeros_like(queries)
     lse = jnp.full((queries.shape[0], num_heads), -jnp.inf, jnp.float32)
-    out, lse = lax.fori_loop(0, last_chunk[-1], step, (out, lse))
+    results = vary_as((out, lse), query, seq_lens, query_start_loc, options, operands)
+    out, lse = lax.fori_loop(0, last_chunk[-1], step, results)
     return out[:num_tokens], lse[:num_tokens]
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Float32, Int32, Num
 
+from paged_jax.kernels.xla.varying import vary_as
 from paged_jax.options import AttentionOptions, block_axis
 
 _TILE = 256  # tokens: large enough to amortise a gather, small enough to keep [heads, tokens] logits in a cache
@@ -94,16 +95,17 @@ def add_cached(
     options: AttentionOptions,
     *,
     origin: Int32[Array, ""] | int = 0,
-    tile: int = _TILE,
+    tile: int | None = None,
 ) -> Softmax:
     """Adds the cached tokens in ``[origin, end)`` of each sequence that its queries may see.
 
-    `origin` is a multiple of the block size; `tile` bounds the tokens gathered at once.
+    `origin` is a multiple of the block size. `tile` is how many tokens are gathered at once, a multiple of the block
+    size; without it they are about 256 and no more than a table row has.
     """
     if block_tables.shape[1] == 0 or value_cache.shape[0] == 0:
         return state
     block_size = value_cache.shape[block_axis(options.layout)]
-    columns = max(1, min(tile // block_size, block_tables.shape[1]))
+    columns = max(1, min(_TILE // block_size, block_tables.shape[1])) if tile is None else tile // block_size
     width = columns * block_size
 
     def step(i, state):
@@ -123,6 +125,7 @@ def add_cached(
     nonempty = begin < end
     first_tile = jnp.where(nonempty, (begin - origin) // width, _NEVER).min(initial=_NEVER)
     last_tile = jnp.where(nonempty, -(-(end - origin) // width), 0).max(initial=0)
+    state = vary_as(state, query, query_positions, key_cache, value_cache, block_tables, end, origin, options)
     return lax.fori_loop(first_tile, last_tile, step, state)
 
 
@@ -185,7 +188,7 @@ def _visible(
     options: AttentionOptions,
 ) -> Bool[Array, "n q #h t"]:
     at, t = query_positions[:, :, None], positions[None, None, :]
-    visible = (t <= at) & (t < end[:, None, None])
+    visible = ((t <= at) if options.causal else (at >= 0)) & (t < end[:, None, None])
     if options.sliding_window is not None:
         visible &= at - t < options.sliding_window
     visible = visible[:, :, None, :]

@@ -1,0 +1,232 @@
+"""What XLA promises beyond right numbers: bits, bounds, pools in place, queries that see all of a sequence."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import paged_jax
+from paged_jax import _validate
+from paged_jax.kernels import xla
+from tests import inputs, oracle, plain
+from tests.cases import LAYOUTS, Case
+
+CALL = {"implementation": "xla"}
+
+
+# v2 alone and in a batch.
+
+
+@pytest.mark.parametrize(("dtype", "partition_size"), [("float32", 512), ("float32", 64), ("bfloat16", 256)])
+def test_v2_is_bit_equal_alone_and_in_a_batch_whatever_the_tables_width(dtype, partition_size):
+    lens = (37, 600, 130, 0)
+    case = Case(f"alone-{dtype}", 4, 2, 64, 16, dtype, seq_lens=lens, query_lens=None)
+    call = inputs.make(case).decode
+    run = jax.jit(
+        partial(
+            paged_jax.paged_attention_v2,
+            partition_size=partition_size,
+            return_residuals=True,
+            return_lse=True,
+            **CALL,
+        )
+    )
+    together = run(**call)
+    for row, length in enumerate(lens):
+        width = max(1, -(-length // 16))
+        for columns in {width, call["block_tables"].shape[1]}:
+            one = {name: call[name][row : row + 1] for name in ("query", "seq_lens")}
+            tables = call["block_tables"][row : row + 1, :columns]
+            alone = run(**{**call, **one, "block_tables": tables})
+            for name, a, b in zip(("out", "lse", "exp_sums", "max_logits", "tmp_out"), alone, together, strict=True):
+                a, b = np.asarray(a)[0], np.asarray(b)[row]
+                b = b[:, : a.shape[1]] if name in ("exp_sums", "max_logits", "tmp_out") else b
+                np.testing.assert_array_equal(a, b, err_msg=f"{name} of row {row} in a table of {columns}", strict=True)
+
+
+# Bounds, and queries that see all of their sequence.
+
+
+def ragged_call(case, op):
+    """The op's arrays on the case's inputs, and its array options."""
+    made = inputs.make(case)
+    return getattr(made, op), made.arrays
+
+
+@pytest.mark.parametrize("bound", [20, 34, 36])
+def test_prefix_attention_sees_no_token_past_max_seq_len(bound):
+    """Cached or new: the context of 34 reaches past a bound of 20."""
+    case = Case("bounded", 4, 2, 32, 16, seq_lens=(39, 18, 50), query_lens=(5, 18, 1))
+    call, _ = ragged_call(case, "prefix")
+    out, lse = jax.jit(partial(paged_jax.prefix_attention, max_seq_len=bound, return_lse=True, **CALL))(**call)
+    exact, exact_lse = oracle.prefix(**call, max_seq_len=bound)
+    np.testing.assert_allclose(np.asarray(out)[: -case.padding], exact[: -case.padding], atol=1e-5)
+    np.testing.assert_allclose(np.asarray(lse), exact_lse, atol=1e-5)
+
+
+NOT_CAUSAL = [
+    Case("all-of-it", 4, 2, 32, 16),
+    Case("all-of-it-long", 4, 1, 16, 8, "bfloat16", seq_lens=(300, 7, 129), query_lens=(200, 7, 2)),
+    Case("all-of-it-int8", 4, 2, 32, 16, "float16", "int8", "nhd", k_scale="head", v_scale="slot", sinks=True),
+    Case("all-of-it-vllm", 4, 2, 64, 16, "bfloat16", "float8_e4m3fn", "vllm", logits_soft_cap=3.0),
+    Case("all-of-it-bounded", 4, 2, 32, 16, max_seq_len=130),
+]
+
+
+@pytest.mark.parametrize("op", ["ragged", "prefix"])
+@pytest.mark.parametrize("case", NOT_CAUSAL, ids=str)
+def test_without_causality_every_query_sees_all_of_its_sequence(case, op):
+    made = inputs.make(case)
+    call, static = dict(getattr(made, op)), {k: v for k, v in made.static.items() if k != "block_sparse"}
+    num_rows = made.num_rows
+
+    @jax.jit
+    def run(arrays, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, key=None, value=None):
+        *operands, options = _validate.attention_operands(
+            query,
+            key_cache,
+            value_cache,
+            block_tables,
+            seq_lens,
+            {**static, **arrays, "max_seq_len": case.max_seq_len},
+            new_tokens=0 if key is None else key.shape[0],
+        )
+        options = replace(options, causal=False)
+        if key is None:
+            return xla.ragged_paged_attention(*operands, query_start_loc, options)
+        return xla.prefix_attention(query, key, value, *operands[1:], query_start_loc, options)
+
+    out, lse = run(made.arrays, **call)
+    options = {**static, **made.arrays, "causal": False}
+    exact = getattr(oracle, op)(**call, **options)
+    yardstick = getattr(plain, op)(**call, **options)
+    plain.assert_close(np.asarray(out)[:num_rows], exact[0][:num_rows], yardstick[0][:num_rows], "out")
+    plain.assert_close(lse, exact[1], yardstick[1], "lse")
+    assert (np.asarray(out)[num_rows:] == 0).all()
+    # It is another result than the causal one, or nothing would be tested.
+    causal = getattr(oracle, op)(**call, **{**options, "causal": True})[0]
+    assert np.abs(causal - exact[0])[:num_rows].max() > 0.1
+
+
+# Pools in place.
+
+NUM_BLOCKS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 512, 2, 64, 16
+POOL_BYTES = NUM_BLOCKS * NUM_KV_HEADS * HEAD_SIZE * BLOCK_SIZE
+
+
+def abstract(shape, dtype):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def pool_calls(layout, dtype):
+    """Each op that writes to pools, its arrays without values, and which of them are donated."""
+    shapes = inputs.cache_shapes(layout, NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_SIZE, np.dtype(dtype))
+    pools = [abstract(shape, dtype) for shape in shapes]
+    query, new = abstract((4, 4, HEAD_SIZE), jnp.float32), abstract((4, NUM_KV_HEADS, HEAD_SIZE), jnp.float32)
+    rows, tables, pairs = (abstract(shape, jnp.int32) for shape in ((4,), (4, 8), (3, 2)))
+    scales = {"k_scale": 0.5, "v_scale": 0.5}
+    write = partial(paged_jax.write_to_paged_cache, layout=layout, **scales, **CALL)
+    attend = partial(paged_jax.write_and_attend, layout=layout, **scales, **CALL)
+    return {
+        "write_to_paged_cache": (write, (new, new, *pools, rows), (2, 3)),
+        "write_and_attend": (attend, (query, new, new, *pools, tables, rows, rows), (3, 4)),
+        "copy_blocks": (partial(paged_jax.copy_blocks, **CALL), (*pools, pairs), (0, 1)),
+        "swap_blocks": (partial(paged_jax.swap_blocks, **CALL), (*pools, *pools, pairs), (2, 3)),
+    }
+
+
+@pytest.mark.parametrize("op", ["write_to_paged_cache", "write_and_attend", "copy_blocks", "swap_blocks"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_pools_of_eight_bits_are_updated_in_place(dtype, layout, op):
+    function, arguments, donated = pool_calls(layout, jnp.dtype(dtype))[op]
+    memory = jax.jit(function, donate_argnums=donated).lower(*arguments).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == 2 * POOL_BYTES
+    # write_and_attend gathers four tables of 128 tokens in float32: half of a pool, and no pool.
+    assert memory.temp_size_in_bytes < (0.75 if op == "write_and_attend" else 0.05) * POOL_BYTES
+
+
+# shard_map with its types checked.
+
+
+def sharded(function, in_specs, out_specs):
+    mesh = jax.make_mesh((2,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True))
+
+
+HEADS, ALL = P(None, "heads"), P()  # every array of the ops below has its heads on axis 1, in layout "hnd"
+SHARDED_CASES = [
+    Case("sharded", 4, 2, 16, 16, seq_lens=(37, 0, 90), query_lens=(5, 0, 33)),
+    Case("sharded-e4m3", 4, 2, 16, 16, "float32", "float8_e4m3fn", seq_lens=(37, 0, 90), query_lens=(5, 0, 33)),
+]
+
+
+def spec_of(name):
+    return HEADS if name in ("query", "key", "value", "key_cache", "value_cache") else ALL
+
+
+def compare(function, out_specs, arrays):
+    """The same results on two devices as on one, pools bit for bit; `arrays`: by name."""
+    expected = jax.jit(function)(*arrays.values())
+    results = sharded(function, tuple(map(spec_of, arrays)), out_specs)(*arrays.values())
+    for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        if a.ndim == 4:
+            np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8), strict=True)
+        else:  # a product over fewer heads may add in another order
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, strict=True)
+
+
+@pytest.mark.parametrize("case", SHARDED_CASES, ids=str)
+@pytest.mark.parametrize(
+    ("op", "kind", "options", "num_results"),
+    [
+        ("paged_attention", "decode", {"return_lse": True}, 2),
+        ("paged_attention_v1", "decode", {"sliding_window": 20}, 1),
+        ("paged_attention_v2", "decode", {"partition_size": 32, "return_lse": True}, 2),
+        ("ragged_paged_attention", "ragged", {"return_lse": True}, 2),
+        ("prefix_attention", "prefix", {"return_lse": True}, 2),
+    ],
+)
+def test_attention_under_shard_map_with_its_types_checked(op, kind, options, num_results, case):
+    arrays = ragged_call(case, kind)[0]
+
+    def function(*values):
+        return getattr(paged_jax, op)(**dict(zip(arrays, values, strict=True)), **options, **CALL)
+
+    compare(function, (HEADS,) * num_results if num_results > 1 else HEADS, arrays)
+
+
+@pytest.mark.parametrize("case", SHARDED_CASES, ids=str)
+@pytest.mark.parametrize("op", ["write_to_paged_cache", "write_and_attend", "copy_blocks", "swap_blocks"])
+def test_writes_under_shard_map_with_their_types_checked(op, case):
+    decode = inputs.make(case).decode
+    key = inputs.rng_of("new").standard_normal((3, 2, 16)).astype(np.float32)
+    new = {"key": key, "value": key + 1}
+    pools = {name: decode[name] for name in ("key_cache", "value_cache")}
+    # Negative slots and pairs are skipped.
+    slots = np.array([5, -1, 40], np.int32)
+    pairs = np.array([[0, 2], [-1, 3], [1, 4]], np.int32)
+    match op:
+        case "write_to_paged_cache":
+            arrays = {**new, **pools, "slot_mapping": slots}
+        case "write_and_attend":
+            arrays = {"query": decode["query"], **new, **pools}
+            arrays |= {"block_tables": decode["block_tables"], "seq_lens": decode["seq_lens"], "slot_mapping": slots}
+        case "copy_blocks":
+            arrays = {**pools, "block_mapping": pairs}
+        case "swap_blocks":
+            arrays = {**pools, "block_mapping": pairs}
+
+    def function(*values):
+        call = getattr(paged_jax, op)
+        if op == "swap_blocks":
+            key_cache, value_cache, pairs = values
+            return call(key_cache, value_cache, value_cache, key_cache, pairs, **CALL)
+        return call(*values, **CALL)
+
+    compare(function, (HEADS,) * (3 if op == "write_and_attend" else 2), arrays)
