@@ -321,17 +321,22 @@ def test_swap_blocks_round_trip(layout, dtype, run):
     rng = inputs.rng_of(f"swap-{layout}-{dtype}")
     device, host = random_caches(rng, dtype, layout), random_caches(rng, dtype, layout)
     host = tuple(np.concatenate([cache, cache[:2]]) for cache in host)
+    fresh = random_caches(rng, dtype, layout)
     pairs = np.array([(0, 8), (3, 1), (-1, 2), (2, -1), (6, 0), (9, 3), (1, 9)], np.int32)
 
-    def function(device, host, pairs, implementation):
+    def function(device, host, fresh, pairs, implementation):
         out = paged_jax.swap_blocks(*device, *host, pairs, implementation=implementation)
-        back = paged_jax.swap_blocks(*out, *device, pairs[:, ::-1], implementation=implementation)
+        back = paged_jax.swap_blocks(*out, *fresh, pairs[:, ::-1], implementation=implementation)
         return out, back
 
-    out, back = run(function, device=device, host=host, pairs=pairs)
-    for source, before, after, returned in zip(device, host, out, back, strict=True):
+    out, back = run(function, device=device, host=host, fresh=fresh, pairs=pairs)
+    moved = [block for block, to in pairs.tolist() if 0 <= block < len(device[0]) and 0 <= to < len(host[0])]
+    for source, before, new, after, returned in zip(device, host, fresh, out, back, strict=True):
         assert_same_bytes(after, oracle.swap(source, before, pairs), "destination")
-        assert_same_bytes(returned, source, "source after a round trip")
+        assert_same_bytes(returned[moved], source[moved], "blocks after a round trip")
+        rest = np.setdiff1d(np.arange(len(source)), moved)
+        assert_same_bytes(returned[rest], new[rest], "blocks that did not travel")
+        assert returned[moved].tobytes() != new[moved].tobytes()
 
 
 @pytest.mark.parametrize(("source_kind", "kind"), [("device", "pinned_host"), ("pinned_host", "device")])

@@ -96,7 +96,9 @@ def _put(
             start[0] = block[first_inside[i]]
             if offset is not None:
                 update, start[axis] = jnp.expand_dims(update, axis), offset[first_inside[i]]
-            return lax.dynamic_update_slice(cache, update, start)
+            # Bytes: as float8 the values go by way of float16, which changes NaNs. This update is still in place.
+            cache_bytes, update = (lax.bitcast_convert_type(x, jnp.uint8) for x in (cache, update))
+            return lax.bitcast_convert_type(lax.dynamic_update_slice(cache_bytes, update, start), cache.dtype)
 
         return lax.fori_loop(0, num_inside, step, vary_as(cache, updates, block, offset))
 

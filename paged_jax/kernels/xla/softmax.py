@@ -160,7 +160,14 @@ def _gather(
     n = blocks.shape[0]
 
     def tokens(cache, order):  # `order` brings a gathered cache to [n, blocks, offset, kv heads, ...]
-        gathered = jnp.take(cache, blocks, axis=0, mode="clip").transpose(order)
+        # Bytes: XLA's CPU backend gathers no float8, it would convert the whole pool to float16 before the loop.
+        # The barrier ties the bytes to this tile, or they too would be made of the whole pool before the loop.
+        is_float8 = cache.dtype.itemsize == 1 and jnp.issubdtype(cache.dtype, jnp.floating)
+        source = cache
+        if is_float8:
+            source = lax.bitcast_convert_type(lax.optimization_barrier((cache, blocks))[0], jnp.uint8)
+        gathered = jnp.take(source, blocks, axis=0, mode="clip").transpose(order)
+        gathered = lax.bitcast_convert_type(gathered, cache.dtype) if is_float8 else gathered
         return gathered.reshape(n, positions.size, *gathered.shape[3:])
 
     def scales(scale):

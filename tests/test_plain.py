@@ -1,0 +1,47 @@
+"""The error criterion can fail: on one row of many, on infinities, on NaN and on what has to be zero."""
+
+import numpy as np
+import pytest
+
+from tests import plain
+
+
+def results():
+    """Exact results of a short sequence, a long one whose mean is small, and an empty one; rounded to 8 bits."""
+    exact = np.random.default_rng(0).standard_normal((3, 4, 16)) * np.array([1.0, 0.01, 0.0])[:, None, None]
+    ulp = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(exact), 1e-30))) - 7)
+    return exact, np.round(exact / ulp) * ulp
+
+
+def test_what_errs_as_the_yardstick_does_passes():
+    exact, rounded = results()
+    plain.assert_close(rounded, exact, rounded, "out")
+    plain.assert_close(exact + 1.9 * (rounded - exact), exact, rounded, "out")
+
+
+def test_one_row_does_not_err_by_what_another_may():
+    exact, rounded = results()
+    wrong = rounded.copy()
+    wrong[1] *= 1.05  # far below the bound of row 0
+    assert np.abs(wrong - exact)[1].max() < 2 * np.abs(rounded - exact).max()
+    with pytest.raises(AssertionError, match=r"out: error .* at \(1, .* values in 1 rows are off"):
+        plain.assert_close(wrong, exact, rounded, "out")
+
+
+def test_a_row_of_zeros_has_to_be_zero():
+    exact, rounded = results()
+    wrong = rounded.copy()
+    wrong[2, 3, 5] = 1e-7
+    with pytest.raises(AssertionError, match=r"at \(2, 3, 5\)"):
+        plain.assert_close(wrong, exact, rounded, "out")
+
+
+@pytest.mark.parametrize(("value", "words"), [(np.nan, "NaN"), (3.0, "infinities"), (np.inf, "infinities")])
+def test_infinities_have_their_places(value, words):
+    exact, rounded = results()
+    exact[2, 0, 0] = rounded[2, 0, 0] = -np.inf
+    plain.assert_close(rounded, exact, rounded, "lse")
+    wrong = rounded.copy()
+    wrong[2, 0, 0] = value
+    with pytest.raises(AssertionError, match=words):
+        plain.assert_close(wrong, exact, rounded, "lse")
