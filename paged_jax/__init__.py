@@ -1,20 +1,46 @@
 """Paged attention in JAX: decode and ragged prefill over a paged KV cache, with a functional block allocator."""
 
-from paged_jax import allocator as allocator
-from paged_jax.cache import PagedKVCache as PagedKVCache
-from paged_jax.cache import get_kv_cache_shape as get_kv_cache_shape
-from paged_jax.cache import split_kv_cache as split_kv_cache
-from paged_jax.cache_ops import copy_blocks as copy_blocks
-from paged_jax.cache_ops import swap_blocks as swap_blocks
-from paged_jax.cache_ops import write_to_paged_cache as write_to_paged_cache
-from paged_jax.metadata import AttentionMetadata as AttentionMetadata
-from paged_jax.metadata import build_metadata as build_metadata
-from paged_jax.metadata import check_metadata as check_metadata
-from paged_jax.ops import merge_attention_states as merge_attention_states
-from paged_jax.ops import paged_attention as paged_attention
-from paged_jax.ops import paged_attention_v1 as paged_attention_v1
-from paged_jax.ops import paged_attention_v2 as paged_attention_v2
-from paged_jax.ops import prefix_attention as prefix_attention
-from paged_jax.ops import ragged_paged_attention as ragged_paged_attention
-from paged_jax.ops import write_and_attend as write_and_attend
-from paged_jax.options import BlockSparse as BlockSparse
+from paged_jax import allocator
+from paged_jax._dispatch import Implementation
+from paged_jax._selection import which_implementation
+from paged_jax.cache import PagedKVCache
+from paged_jax.cache_ops import copy_blocks, swap_blocks, write_to_paged_cache
+from paged_jax.flat_pool import get_kv_cache_shape, split_kv_cache
+from paged_jax.metadata import AttentionMetadata, build_metadata, check_metadata
+from paged_jax.ops import (
+    merge_attention_states,
+    paged_attention,
+    paged_attention_v1,
+    paged_attention_v2,
+    prefix_attention,
+    ragged_paged_attention,
+    write_and_attend,
+)
+from paged_jax.options import BlockSparse, Layout
+from paged_jax.shapes import BLOCK_SIZES
+
+__version__ = "0.1.0"
+__all__ = [
+    "BLOCK_SIZES",
+    "AttentionMetadata",
+    "BlockSparse",
+    "Implementation",
+    "Layout",
+    "PagedKVCache",
+    "allocator",
+    "build_metadata",
+    "check_metadata",
+    "copy_blocks",
+    "get_kv_cache_shape",
+    "merge_attention_states",
+    "paged_attention",
+    "paged_attention_v1",
+    "paged_attention_v2",
+    "prefix_attention",
+    "ragged_paged_attention",
+    "split_kv_cache",
+    "swap_blocks",
+    "which_implementation",
+    "write_and_attend",
+    "write_to_paged_cache",
+]

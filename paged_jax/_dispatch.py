@@ -1,34 +1,54 @@
 """Which implementation runs an op, and what holds for every op whichever it is: vmap, gradients, platforms.
 
 An implementation is a package `paged_jax.kernels.<name>` with one function per op it has, named like the op.
-It raises `NotImplementedError`, with every reason, for what it cannot do. Functions take the op's arrays in
-the op's order, then `AttentionOptions` for the attention ops, then static keywords, and return:
+It raises `Unsupported`, with every reason, for what it cannot do; any other error is a mistake and reaches the user.
+Functions take the fields of the op's operands (`paged_jax._operands`), then static keywords, and return:
 
 - paged_attention_v1, paged_attention, ragged_paged_attention, prefix_attention: ``(out, lse)``
 - paged_attention_v2: ``(out, lse, exp_sums, max_logits, tmp_out)``
 - write_and_attend: ``(out, lse, key_cache, value_cache)``
 - write_to_paged_cache, swap_blocks: ``(key_cache, value_cache)``
 - copy_blocks: the same, where both are tuples with an item a layer, as they are taken
+
+A package for GPUs may also have ``leads(op, operands) -> bool``: whether it is to be tried before the others, as the
+fastest where it can take the call.
 """
 
-import contextlib
 import functools
 import importlib
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 
-IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
-_DECODE = ("paged_attention_v1", "paged_attention_v2", "paged_attention")
+from paged_jax import _selection
+from paged_jax._operands import Decode
+from paged_jax._selection import Selection
+from paged_jax.kernels.problem import Unsupported
+
+Implementation = Literal[  # one line each
+    "mosaic_gpu",
+    "triton",
+    "xla",
+]
+"""The implementations by name."""
+
+IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
+_ON_CUDA = tuple(name for name in IMPLEMENTATIONS if name != "xla")
+# Those that serve every NVIDIA GPU go before the others that do not lead. The others are not tried where there is no
+# GPU to ask for its generation.
+_FOR_EVERY_GPU = ("triton",)
 
 
-def call(op: str, *operands: Any, implementation: str | None, **static: Any) -> Any:
-    """Runs `op` on `operands` (pytrees of arrays; None for what is absent) with hashable `static` keywords."""
-    if implementation not in (None, *IMPLEMENTATIONS):
+def call(op: str, operands: Any, *, implementation: str | None, **static: Any) -> Any:
+    """Runs `op` on its operands (a pytree of arrays; None for what is absent) with hashable `static` keywords."""
+    if implementation is not None and not (isinstance(implementation, str) and implementation in IMPLEMENTATIONS):
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS} or None, got {implementation!r}")
-    return _bind(op, implementation, tuple(sorted(static.items())))(*operands)
+    if (question := _selection.question()) is not None:
+        question.answer = _answer(op, operands, static, implementation, question.platform)
+        implementation = "xla"  # for the shapes of the results
+    return _bind(op, implementation, tuple(sorted(static.items())))(operands)
 
 
 @functools.cache
@@ -36,24 +56,25 @@ def _bind(op: str, implementation: str | None, static: tuple[tuple[str, Any], ..
     """The op as a function of its arrays alone: batched by our rule, refused under differentiation."""
 
     @jax.jit
-    def run(*operands):
+    def run(operands):
         return _on_platform(op, implementation, operands, dict(static))
 
     batched = jax.custom_batching.custom_vmap(run)
 
     @batched.def_vmap
-    def _(axis_size, in_batched, *operands):
-        if op in _DECODE and (folded := _fold(axis_size, in_batched, operands)) is not None:
-            results = batched(*folded)
-            num_seqs = operands[0].shape[1 if in_batched[0] else 0]
+    def _(axis_size, in_batched, operands):
+        (in_batched,) = in_batched
+        if isinstance(operands, Decode) and _folds(in_batched, operands):
+            num_seqs = operands.query.shape[1 if in_batched.query else 0]
+            results = batched(_folded(axis_size, in_batched, operands))
             results = jax.tree.map(lambda x: x.reshape(axis_size, num_seqs, *x.shape[1:]), results)
         else:
             results = _one_by_one(batched, in_batched, operands)
         return results, jax.tree.map(lambda _: True, results)
 
     @jax.custom_jvp
-    def guarded(*operands):
-        return batched(*operands)
+    def guarded(operands):
+        return batched(operands)
 
     @guarded.defjvp
     def _(primals, tangents):
@@ -62,83 +83,101 @@ def _bind(op: str, implementation: str | None, static: tuple[tuple[str, Any], ..
     return guarded
 
 
-def _on_platform(op: str, implementation: str | None, operands: tuple, static: dict[str, Any]) -> Any:
+def _on_platform(op: str, implementation: str | None, operands: Any, static: dict[str, Any]) -> Any:
     """Chooses at lowering time; every branch is traced, so none of them may need a device."""
+
+    def run(name, operands):
+        return _load(name, op)(*operands, **static)
+
     if implementation == "xla":
-        return _load("xla", op)(*operands, **static)
+        return run("xla", operands)
     if implementation is not None:
-        kernel = functools.partial(_load(implementation, op), **static)
-        return jax.lax.platform_dependent(*operands, cuda=kernel)
+        return jax.lax.platform_dependent(operands, cuda=functools.partial(run, implementation))
 
-    default = jax.jit(functools.partial(_load("xla", op), **static))  # so that both branches share one trace
+    through_xla = jax.jit(functools.partial(run, "xla"))  # so that both branches share one trace
 
-    def first_that_can(*operands):
-        for name in _gpu_implementations(op, operands):
-            with contextlib.suppress(NotImplementedError):
-                return _load(name, op)(*operands, **static)
-        return default(*operands)
+    def first_that_can(operands):
+        selection, results = _try(op, operands, static)
+        return through_xla(_selection.warn(operands, selection)) if results is None else results
 
-    return jax.lax.platform_dependent(*operands, cuda=first_that_can, default=default)
+    return jax.lax.platform_dependent(operands, cuda=first_that_can, default=through_xla)
 
 
-def _gpu_implementations(op: str, operands: tuple) -> tuple[str, ...]:
-    """In the order they are tried: the fastest first. With no GPU to ask for its generation, the one for many."""
+def _try(op: str, operands: Any, static: dict[str, Any]) -> tuple[Selection, Any]:
+    """The first implementation for CUDA that can, and its results; XLA and None if there is none."""
+    reasons = {}
+    for name in _on_cuda(op, operands):
+        try:
+            return Selection(op, name, reasons), _load(name, op)(*operands, **static)
+        except Unsupported as refusal:
+            reasons[name] = refusal.reasons
+    return Selection(op, "xla", reasons), None
+
+
+def _answer(op: str, operands: Any, static: dict[str, Any], implementation: str | None, platform: str) -> Selection:
+    """What `which_implementation` is told."""
+    if implementation is not None:
+        _load(implementation, op)(*operands, **static)
+        return Selection(op, implementation, {})
+    if platform == "cuda":
+        return _try(op, operands, static)[0]
+    return Selection(op, "xla", {name: (f"needs an NVIDIA GPU, this is a {platform}",) for name in _ON_CUDA})
+
+
+def _on_cuda(op: str, operands: Any) -> list[str]:
+    """In the order in which they are tried."""
     try:
         jax.local_devices(backend="gpu")
     except RuntimeError:
-        return ("triton",)
-    value_cache = 2 if op in _DECODE else 4 if op == "write_and_attend" else None  # which operand
-    if value_cache and _package("mosaic_gpu").leads(operands[0], operands[value_cache], operands[-1]):
-        return "mosaic_gpu", "triton"
-    return "triton", "mosaic_gpu"
+        return [name for name in _ON_CUDA if name in _FOR_EVERY_GPU]
+
+    def place(name: str) -> tuple[bool, bool]:
+        leads = getattr(_package(name), "leads", None)
+        return leads is None or not leads(op, operands), name not in _FOR_EVERY_GPU
+
+    return sorted(_ON_CUDA, key=place)
 
 
-@functools.cache
 def _package(implementation: str) -> ModuleType:
-    name = f"paged_jax.kernels.{implementation}"
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        raise NotImplementedError(f"implementation {implementation!r} is not part of this version") from None
+    return importlib.import_module(f"paged_jax.kernels.{implementation}")
 
 
 def _load(implementation: str, op: str) -> Callable:
     kernel = getattr(_package(implementation), op, None)
     if kernel is None:
-        raise NotImplementedError(f"implementation {implementation!r} has no {op}")
+        raise Unsupported(implementation, [f"has no {op}"])
     return kernel
 
 
-def _fold(axis_size: int, in_batched: tuple, operands: tuple) -> tuple | None:
-    """A batch of decode calls as one call with more sequences, or None where it cannot be one.
+def _folds(in_batched: Decode, operands: Decode) -> bool:
+    """Whether a batch of decode calls can be one call with more sequences."""
+    if any(jax.tree.leaves(in_batched.options)) or in_batched.key_cache != in_batched.value_cache:
+        return False
+    scales = operands.options.k_scale, operands.options.v_scale
+    return not (in_batched.key_cache and any(scale is not None and scale.ndim == 3 for scale in scales))
 
-    Batched pools become one pool whose block ids are shifted: a reshape, no copy.
-    """
-    query, key_cache, value_cache, block_tables, seq_lens, options = operands
-    *batched, options_batched = in_batched
-    if any(jax.tree.leaves(options_batched)) or batched[1] != batched[2]:
-        return None
-    per_token_scales = any(s is not None and s.ndim == 3 for s in (options.k_scale, options.v_scale))
-    pools_batched = batched[1]
-    if pools_batched and per_token_scales:
-        return None
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _folded(axis_size: int, in_batched: Decode, operands: Decode) -> Decode:
+    """A batch of decode calls as one call. Batched pools become one whose block ids are shifted: a reshape, no copy."""
 
     def flat(x, is_batched):
         x = x if is_batched else jax.numpy.broadcast_to(x[None], (axis_size, *x.shape))
         return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
-    tables = flat(block_tables, batched[3])
-    if pools_batched:
-        num_blocks, num_seqs = key_cache.shape[1], query.shape[-3]
+    query = flat(operands.query, in_batched.query)
+    tables = flat(operands.block_tables, in_batched.block_tables)
+    key_cache, value_cache = operands.key_cache, operands.value_cache
+    if in_batched.key_cache:
+        num_blocks, num_seqs = key_cache.shape[1], query.shape[0] // max(axis_size, 1)
         rows = jax.lax.broadcasted_iota(tables.dtype, tables.shape, 0)
-        tables = tables + rows // num_seqs * num_blocks
+        tables = tables + rows // max(num_seqs, 1) * num_blocks
         key_cache, value_cache = flat(key_cache, True), flat(value_cache, True)
-    return flat(query, batched[0]), key_cache, value_cache, tables, flat(seq_lens, batched[4]), options
+    seq_lens = flat(operands.seq_lens, in_batched.seq_lens)
+    return Decode(query, key_cache, value_cache, tables, seq_lens, operands.options)
 
 
-def _one_by_one(fun: Callable, in_batched: tuple, operands: tuple) -> Any:
+def _one_by_one(fun: Callable, in_batched: Any, operands: Any) -> Any:
     """`fun` once for each element of the batch, in turn."""
     leaves, tree = jax.tree.flatten(operands)
     flags = jax.tree.leaves(in_batched)
@@ -147,6 +186,6 @@ def _one_by_one(fun: Callable, in_batched: tuple, operands: tuple) -> Any:
     def one(element):
         element = iter(element)
         merged = [next(element) if flag else x for x, flag in zip(leaves, flags, strict=True)]
-        return fun(*jax.tree.unflatten(tree, merged))
+        return fun(jax.tree.unflatten(tree, merged))
 
     return jax.lax.map(one, batched)

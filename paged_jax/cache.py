@@ -1,18 +1,41 @@
-"""One layer's paged KV cache: its layouts, sizes and sharding, and vLLM's flat pool seen as the two caches."""
+"""One layer's paged KV cache, and methods that call the ops with all that it holds."""
 
 import dataclasses
-from typing import Any, Self, get_args
+from collections.abc import Sequence
+from typing import Any, Literal, Self, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array, export
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from paged_jax.options import Layout, block_axis, head_axis
+from paged_jax import cache_ops, ops
+from paged_jax._dispatch import Implementation
+from paged_jax.options import Layout, QueryOptions, block_axis, head_axis
+from paged_jax.shapes import (
+    BlockMapping,
+    BlockTables,
+    Lse,
+    NewTokens,
+    Query,
+    QueryStartLoc,
+    RaggedLse,
+    RaggedQuery,
+    SeqLens,
+    SlotMapping,
+    cache_shapes,
+    check_sizes,
+)
 
-BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
+
+class Contract(TypedDict):
+    """What every op has to be told about a cache, besides its pools."""
+
+    k_scale: Any
+    v_scale: Any
+    layout: Layout
 
 
 @jax.tree_util.register_dataclass
@@ -29,6 +52,22 @@ class PagedKVCache:
       k_scale, v_scale: f32 [], [num_kv_heads] or [num_blocks, num_kv_heads, block_size], the dequantisation factors,
         or None.
       layout: as above (static).
+
+    The methods call the op they name with these pools, layout and scales, and take its other arguments; those that
+    write return a new cache.
+
+    Example:
+      Twenty tokens go to blocks 5 and 2; then a token is decoded.
+
+      >>> import jax.numpy as jnp
+      >>> from paged_jax import PagedKVCache
+      >>> sizes = {"num_blocks": 8, "block_size": 16, "num_kv_heads": 2, "head_size": 64}
+      >>> cache = PagedKVCache.create(**sizes, dtype=jnp.int8, layout="nhd", k_scale=0.1, v_scale=0.1)
+      >>> key, slots = jnp.ones((20, 2, 64), jnp.bfloat16), jnp.arange(20, dtype=jnp.int32)
+      >>> cache = cache.write(key, key, jnp.where(slots < 16, 5 * 16 + slots, 2 * 16 + slots - 16))
+      >>> query, block_tables = jnp.ones((1, 8, 64), jnp.bfloat16), jnp.array([[5, 2]], jnp.int32)
+      >>> cache.attend(query, block_tables, jnp.array([20], jnp.int32))[0, 0, :2]
+      Array([1, 1], dtype=bfloat16)
     """
 
     # Any: a transformation may put other leaves than arrays here (specs, shapes, axes).
@@ -68,7 +107,7 @@ class PagedKVCache:
         Raises:
           ValueError: a size, dtype, layout or scale that is not among those above, or more slots than int32 counts.
         """
-        _check_sizes(num_blocks, block_size, num_kv_heads, head_size)
+        check_sizes(num_blocks, block_size, num_kv_heads, head_size)
         key_shape, value_shape = cache_shapes(num_blocks, block_size, num_kv_heads, head_size, dtype, layout)
         scale_shapes = ((), (num_kv_heads,), (num_blocks, num_kv_heads, block_size))
         scales = {"k_scale": k_scale, "v_scale": v_scale}
@@ -125,86 +164,309 @@ class PagedKVCache:
         k_scale, v_scale = (None if s is None else scale[np.ndim(s)] for s in (self.k_scale, self.v_scale))
         return dataclasses.replace(self, key_cache=pool, value_cache=pool, k_scale=k_scale, v_scale=v_scale)
 
-
-def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, int, int]:
-    """Gives the shape of a flat pool that holds both caches of a layer, as vLLM's `PagedAttention` does.
-
-    Args:
-      num_blocks: blocks in each cache.
-      block_size: tokens in a block, a power of two up to 256.
-      num_kv_heads: key and value heads.
-      head_size: elements of a head, a multiple of 8 up to 256.
-
-    Returns:
-      (2, num_blocks, block_size * num_kv_heads * head_size).
-
-    Raises:
-      ValueError: a size that is not among those above, or more slots than int32 counts.
-    """
-    _check_sizes(num_blocks, block_size, num_kv_heads, head_size)
-    return (2, num_blocks, block_size * num_kv_heads * head_size)
-
-
-def split_kv_cache(kv_cache: Any, num_kv_heads: int, head_size: int, layout: Layout = "hnd") -> tuple[Any, Any]:
-    """Sees a flat pool as the two caches of a layout; each is a reshape of one half, nothing is moved.
-
-    Args:
-      kv_cache: [2, num_blocks, block_size * num_kv_heads * head_size], a JAX or NumPy array.
-      num_kv_heads: key and value heads.
-      head_size: elements of a head, a multiple of 8 up to 256; for "vllm" also of x = 16 // itemsize.
-      layout: "hnd", "nhd" or "vllm".
-
-    Returns:
-      (key_cache, value_cache) in the shapes of `PagedKVCache`: views of a NumPy array, reshapes of a JAX one.
-
-    Raises:
-      ValueError: a shape that no block size explains, or a size, dtype or layout that is not supported.
-    """
-    shape = kv_cache.shape
-    if len(shape) != 3 or shape[0] != 2 or shape[2] % max(num_kv_heads * head_size, 1):
-        raise ValueError(
-            "kv_cache must have shape (2, num_blocks, block_size * num_kv_heads * head_size) with "
-            f"num_kv_heads = {num_kv_heads} and head_size = {head_size}, got {shape}"
+    def write(
+        self,
+        key: NewTokens,
+        value: NewTokens,
+        slot_mapping: SlotMapping,
+        *,
+        implementation: Implementation | None = None,
+    ) -> Self:
+        """Puts new tokens into their slots: `write_to_paged_cache`; returns the cache with them."""
+        pools = cache_ops.write_to_paged_cache(
+            key, value, *self._pools, slot_mapping, **self._contract, implementation=implementation
         )
-    block_size = shape[2] // max(num_kv_heads * head_size, 1)
-    _check_sizes(shape[1], block_size, num_kv_heads, head_size)
-    key_shape, value_shape = cache_shapes(shape[1], block_size, num_kv_heads, head_size, kv_cache.dtype, layout)
-    return kv_cache[0].reshape(key_shape), kv_cache[1].reshape(value_shape)
+        return self._with(pools)
 
-
-def _check_sizes(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> None:
-    if num_blocks < 1 or num_kv_heads < 1:
-        raise ValueError(f"num_blocks and num_kv_heads must be positive, got {num_blocks} and {num_kv_heads}")
-    if block_size not in BLOCK_SIZES:
-        raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {block_size}")
-    if head_size % 8 or not 8 <= head_size <= 256:
-        raise ValueError(f"head_size must be a multiple of 8 up to 256, got {head_size}")
-    if num_blocks * block_size > 2**31:
-        raise ValueError(
-            f"num_blocks * block_size must be at most 2**31 (int32 slots), got {num_blocks} * {block_size}"
+    @overload
+    def attend(
+        self,
+        query: Query,
+        block_tables: BlockTables,
+        seq_lens: SeqLens,
+        *,
+        return_lse: Literal[False] = False,
+        implementation: Implementation | None = None,
+        **options: Unpack[QueryOptions],
+    ) -> Query: ...
+    @overload
+    def attend(
+        self,
+        query: Query,
+        block_tables: BlockTables,
+        seq_lens: SeqLens,
+        *,
+        return_lse: Literal[True],
+        implementation: Implementation | None = None,
+        **options: Unpack[QueryOptions],
+    ) -> tuple[Query, Lse]: ...
+    def attend(
+        self,
+        query: Query,
+        block_tables: BlockTables,
+        seq_lens: SeqLens,
+        *,
+        return_lse: bool = False,
+        implementation: Implementation | None = None,
+        **options: Unpack[QueryOptions],
+    ) -> Query | tuple[Query, Lse]:
+        """Decode attention over this cache: `paged_attention`."""
+        out, lse = ops.paged_attention(
+            query,
+            *self._pools,
+            block_tables,
+            seq_lens,
+            return_lse=True,
+            implementation=implementation,
+            **options,
+            **self._contract,
         )
+        return (out, lse) if return_lse else out
 
+    @overload
+    def write_and_attend(
+        self,
+        query: Query,
+        key: NewTokens,
+        value: NewTokens,
+        block_tables: BlockTables,
+        seq_lens: SeqLens,
+        slot_mapping: SlotMapping,
+        *,
+        return_lse: Literal[False] = False,
+        implementation: Implementation | None = None,
+        **options: Unpack[QueryOptions],
+    ) -> tuple[Query, Self]: ...
+    @overload
+    def write_and_attend(
+        self,
+        query: Query,
+        key: NewTokens,
+        value: NewTokens,
+        block_tables: BlockTables,
+        seq_lens: SeqLens,
+        slot_mapping: SlotMapping,
+        *,
+        return_lse: Literal[True],
+        implementation: Implementation | None = None,
+        **options: Unpack[QueryOptions],
+    ) -> tuple[Query, Lse, Self]: ...
+    def write_and_attend(
+        self,
+        query: Query,
+        key: NewTokens,
+        value: NewTokens,
+        block_tables: BlockTables,
+        seq_lens: SeqLens,
+        slot_mapping: SlotMapping,
+        *,
+        return_lse: bool = False,
+        implementation: Implementation | None = None,
+        **options: Unpack[QueryOptions],
+    ) -> tuple[Query, Self] | tuple[Query, Lse, Self]:
+        """Decode attention that writes its new tokens on the way: `write_and_attend`.
 
-def cache_shapes(
-    num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: DTypeLike, layout: Layout
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of both caches."""
-    dtype = jnp.dtype(dtype)
-    if dtype.name not in DTYPES:
-        raise ValueError(f"the cache's dtype must be one of {', '.join(DTYPES)}, got {dtype}")
-    if layout not in get_args(Layout):
-        raise ValueError(f"layout must be one of {', '.join(get_args(Layout))}, got {layout!r}")
-    if layout == "hnd":
-        shape = (num_blocks, num_kv_heads, block_size, head_size)
-        return shape, shape
-    if layout == "nhd":
-        shape = (num_blocks, block_size, num_kv_heads, head_size)
-        return shape, shape
-    x = 16 // dtype.itemsize
-    if head_size % x:
-        raise ValueError(
-            f'layout "vllm" keeps keys in groups of 16 bytes: head_size must be a multiple of {x} for {dtype}, '
-            f"got {head_size}"
+        Returns:
+          ``(out, cache)``, or with return_lse ``(out, lse, cache)``.
+        """
+        out, lse, *pools = ops.write_and_attend(
+            query,
+            key,
+            value,
+            *self._pools,
+            block_tables,
+            seq_lens,
+            slot_mapping,
+            return_lse=True,
+            implementation=implementation,
+            **options,
+            **self._contract,
         )
-    key_shape = (num_blocks, num_kv_heads, head_size // x, block_size, x)
-    return key_shape, (num_blocks, num_kv_heads, head_size, block_size)
+        return (out, lse, self._with(pools)) if return_lse else (out, self._with(pools))
+
+    @overload
+    def attend_ragged(
+        self,
+        query: RaggedQuery,
+        block_tables: BlockTables,
+        seq_lens: SeqLens,
+        query_start_loc: QueryStartLoc,
+        *,
+        causal: bool = True,
+        return_lse: Literal[False] = False,
+        implementation: Implementation | None = None,
+        **options: Unpack[QueryOptions],
+    ) -> RaggedQuery: ...
+    @overload
+    def attend_ragged(
+        self,
+        query: RaggedQuery,
+        block_tables: BlockTables,
+        seq_lens: SeqLens,
+        query_start_loc: QueryStartLoc,
+        *,
+        causal: bool = True,
+        return_lse: Literal[True],
+        implementation: Implementation | None = None,
+        **options: Unpack[QueryOptions],
+    ) -> tuple[RaggedQuery, RaggedLse]: ...
+    def attend_ragged(
+        self,
+        query: RaggedQuery,
+        block_tables: BlockTables,
+        seq_lens: SeqLens,
+        query_start_loc: QueryStartLoc,
+        *,
+        causal: bool = True,
+        return_lse: bool = False,
+        implementation: Implementation | None = None,
+        **options: Unpack[QueryOptions],
+    ) -> RaggedQuery | tuple[RaggedQuery, RaggedLse]:
+        """Attention of ragged queries over this cache: `ragged_paged_attention`."""
+        out, lse = ops.ragged_paged_attention(
+            query,
+            *self._pools,
+            block_tables,
+            seq_lens,
+            query_start_loc,
+            causal=causal,
+            return_lse=True,
+            implementation=implementation,
+            **options,
+            **self._contract,
+        )
+        return (out, lse) if return_lse else out
+
+    @overload
+    def attend_prefix(
+        self,
+        query: RaggedQuery,
+        key: NewTokens,
+        value: NewTokens,
+        block_tables: BlockTables,
+        seq_lens: SeqLens,
+        query_start_loc: QueryStartLoc,
+        *,
+        causal: bool = True,
+        return_lse: Literal[False] = False,
+        implementation: Implementation | None = None,
+        **options: Unpack[QueryOptions],
+    ) -> RaggedQuery: ...
+    @overload
+    def attend_prefix(
+        self,
+        query: RaggedQuery,
+        key: NewTokens,
+        value: NewTokens,
+        block_tables: BlockTables,
+        seq_lens: SeqLens,
+        query_start_loc: QueryStartLoc,
+        *,
+        causal: bool = True,
+        return_lse: Literal[True],
+        implementation: Implementation | None = None,
+        **options: Unpack[QueryOptions],
+    ) -> tuple[RaggedQuery, RaggedLse]: ...
+    def attend_prefix(
+        self,
+        query: RaggedQuery,
+        key: NewTokens,
+        value: NewTokens,
+        block_tables: BlockTables,
+        seq_lens: SeqLens,
+        query_start_loc: QueryStartLoc,
+        *,
+        causal: bool = True,
+        return_lse: bool = False,
+        implementation: Implementation | None = None,
+        **options: Unpack[QueryOptions],
+    ) -> RaggedQuery | tuple[RaggedQuery, RaggedLse]:
+        """Attention of ragged queries over a context in this cache and new tokens: `prefix_attention`."""
+        out, lse = ops.prefix_attention(
+            query,
+            key,
+            value,
+            *self._pools,
+            block_tables,
+            seq_lens,
+            query_start_loc,
+            causal=causal,
+            return_lse=True,
+            implementation=implementation,
+            **options,
+            **self._contract,
+        )
+        return (out, lse) if return_lse else out
+
+    def copy_blocks(self, block_mapping: BlockMapping, *, implementation: Implementation | None = None) -> Self:
+        """Copies whole blocks within this cache, scales for each slot too: `copy_blocks`."""
+        keys, values = zip(self._pools, *self._slot_scales, strict=True)
+        keys, values = cache_ops.copy_blocks(keys, values, block_mapping, implementation=implementation)
+        return self._with(*zip(keys, values, strict=True))
+
+    def swap_blocks_to(
+        self, other: Self, block_mapping: BlockMapping, *, implementation: Implementation | None = None
+    ) -> Self:
+        """Copies whole blocks of this cache into another, scales for each slot too: `swap_blocks`.
+
+        Args:
+          other: a cache of this one's layout and kinds of scales; those for the whole cache or for a head, which
+            blocks do not carry along, are taken to be the same in both.
+          block_mapping: i32 [num_pairs, 2], (block here, block in `other`); negative pairs are skipped.
+          implementation: see `paged_jax.ops`.
+
+        Returns:
+          `other` with these blocks.
+
+        Raises:
+          ValueError, TypeError: the caches do not match, or a shape or dtype is wrong.
+        """
+        mine, others = self._kind, other._kind
+        if mine != others:
+            raise ValueError(f"other must have this cache's layout and kinds of scales {mine}, got {others}")
+        layers = zip((self._pools, *self._slot_scales), (other._pools, *other._slot_scales), strict=True)
+        swapped = [
+            cache_ops.swap_blocks(*src, *dst, block_mapping, implementation=implementation) for src, dst in layers
+        ]
+        return other._with(*swapped)
+
+    @property
+    def _pools(self) -> tuple[Array, Array]:
+        return self.key_cache, self.value_cache
+
+    @property
+    def _contract(self) -> Contract:
+        """What every op has to be told about this cache."""
+        return {"k_scale": self.k_scale, "v_scale": self.v_scale, "layout": self.layout}
+
+    @property
+    def _kind(self) -> tuple:
+        """What two caches must share for blocks to mean the same in both."""
+        return self.layout, *(None if scale is None else np.ndim(scale) for scale in (self.k_scale, self.v_scale))
+
+    @property
+    def _slot_scales(self) -> list[tuple[Array, Array]]:
+        """Scales for each slot as a layer's pools, [num_blocks, num_kv_heads, block_size, 1]: they go where blocks go.
+
+        A layer has two pools: where only one scale is for each slot, it is both.
+        """
+        scales = [s[..., None] for s in (self.k_scale, self.v_scale) if s is not None and np.ndim(s) == 3]
+        return [(scales[0], scales[-1])] if scales else []
+
+    def _with(self, pools: Sequence[Array], slot_scales: tuple[Array, Array] | None = None) -> Self:
+        """This cache with other pools and, where it has any, other scales for each slot."""
+        key_cache, value_cache = pools
+        changes = {"key_cache": key_cache, "value_cache": value_cache}
+        if slot_scales is not None:
+            for name, new in zip(("k_scale", "v_scale"), slot_scales, strict=True):
+                if getattr(self, name) is not None and np.ndim(getattr(self, name)) == 3:
+                    changes[name] = new[..., 0]
+        return dataclasses.replace(self, **changes)
+
+
+export.register_pytree_node_serialization(
+    PagedKVCache,
+    serialized_name="paged_jax.PagedKVCache",
+    serialize_auxdata=lambda static: static[0].encode(),
+    deserialize_auxdata=lambda layout: (layout.decode(),),
+)

@@ -4,14 +4,14 @@
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax import Array
 from jaxtyping import Float
 
 from paged_jax import _dispatch, _validate
-from paged_jax.options import Implementation, Layout
+from paged_jax._dispatch import Implementation
+from paged_jax.options import Layout
 from paged_jax.shapes import BlockMapping, Cache, NewTokens, SlotMapping
 
 Scale = Float[Array, "..."] | float | None
@@ -39,7 +39,7 @@ def write_to_paged_cache(
         skipped. Where several tokens have one slot, each element there is an unspecified one's.
       layout: of both caches.
       k_scale, v_scale: f32 scalar, [num_kv_heads] or [num_blocks, num_kv_heads, block_size], or None for 1; only
-        for a narrower cache.
+        for a narrower cache. An int8 cache needs both.
       implementation: see `paged_jax.ops`.
 
     Returns:
@@ -51,33 +51,29 @@ def write_to_paged_cache(
 
     Aliasing: donate both caches to update them in place; otherwise both are copied first. vmap: one call after the
     other. Sharding: over kv heads. Source: vLLM's reshape_and_cache.
+
+    Example:
+      Two tokens, the second of them padding; the first goes to block 5, offset 3.
+
+      >>> import jax.numpy as jnp
+      >>> from paged_jax import PagedKVCache, write_to_paged_cache
+      >>> cache = PagedKVCache.create(num_blocks=8, block_size=16, num_kv_heads=2, head_size=64)
+      >>> key, slot_mapping = jnp.ones((2, 2, 64), jnp.bfloat16), jnp.array([5 * 16 + 3, -1], jnp.int32)
+      >>> key_cache, value_cache = write_to_paged_cache(key, key, cache.key_cache, cache.value_cache, slot_mapping)
+      >>> key_cache[5, :, 3].sum(), key_cache.sum()
+      (Array(128, dtype=bfloat16), Array(128, dtype=bfloat16))
     """
-    key = _validate.tokens("key", key, "num_tokens")
-    key, value = _validate.new_tokens(key, value, key.shape[0], key.shape[2], key.dtype)
-    slot_mapping = _validate.indices("slot_mapping", slot_mapping, "num_tokens")
-    _validate.shape("slot_mapping", slot_mapping, key.shape[:1], "num_tokens")
-    key_cache, value_cache, _, block_size = _validate.caches(key_cache, value_cache, key.shape[1], key.shape[2], layout)
-    scales = _validate.write_scales(key, key_cache, block_size, k_scale, v_scale)
-    return _dispatch.call(
-        "write_to_paged_cache",
-        key,
-        value,
-        key_cache,
-        value_cache,
-        slot_mapping,
-        *scales,
-        implementation=implementation,
-        layout=layout,
-    )
+    operands = _validate.write_operands(key, value, key_cache, value_cache, slot_mapping, layout, k_scale, v_scale)
+    return _dispatch.call("write_to_paged_cache", operands, implementation=implementation, layout=layout)
 
 
-def copy_blocks(
-    key_cache: Cache | Sequence[Cache],
-    value_cache: Cache | Sequence[Cache],
+def copy_blocks[Pools: Cache | Sequence[Cache]](
+    key_cache: Pools,
+    value_cache: Pools,
     block_mapping: BlockMapping,
     *,
     implementation: Implementation | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[Pools, Pools]:
     """Copies whole blocks within a paged cache, of one layer or of many, as after a fork.
 
     Args:
@@ -98,10 +94,20 @@ def copy_blocks(
     Aliasing: donate the caches to update them in place; otherwise they are copied first. Scratch memory for num_pairs
     blocks of both caches is needed. vmap: one call after the other. Sharding: over kv heads.
     Source: vLLM's copy_blocks.
+
+    Example:
+      Block 5 to block 2; the second pair is padding.
+
+      >>> import jax.numpy as jnp
+      >>> from paged_jax import PagedKVCache, copy_blocks
+      >>> cache = PagedKVCache.create(num_blocks=8, block_size=16, num_kv_heads=2, head_size=64)
+      >>> block_mapping = jnp.array([[5, 2], [-1, -1]], jnp.int32)
+      >>> key_cache, value_cache = copy_blocks(cache.key_cache.at[5].set(1), cache.value_cache, block_mapping)
+      >>> (key_cache[2] == 1).all()
+      Array(True, dtype=bool)
     """
-    layers = _validate.layers(key_cache, value_cache)
-    block_mapping = _validate.pairs(block_mapping)
-    copied = _dispatch.call("copy_blocks", *layers, block_mapping, implementation=implementation)
+    operands = _validate.copy_operands(key_cache, value_cache, block_mapping)
+    copied = _dispatch.call("copy_blocks", operands, implementation=implementation)
     key_caches, value_caches = (
         jax.tree.unflatten(jax.tree.structure(given), new)
         for given, new in zip((key_cache, value_cache), copied, strict=True)
@@ -131,15 +137,25 @@ def swap_blocks(
 
     Raises:
       ValueError, TypeError: a shape or dtype is wrong.
+      NotImplementedError: `implementation` lacks what is asked for.
 
     The pools may be in different memories, device and pinned host, either way round. The GPU kernel moves the blocks
     alone, XLA a whole pool that is on the host.
 
     Aliasing: donate the destination caches to update them in place; otherwise they are copied first. vmap: one call
     after the other. Sharding: over kv heads. Source: vLLM's swap_blocks.
+
+    Example:
+      Block 5 of one cache to block 2 of another.
+
+      >>> import jax.numpy as jnp
+      >>> from paged_jax import PagedKVCache, swap_blocks
+      >>> sizes = {"block_size": 16, "num_kv_heads": 2, "head_size": 64}
+      >>> src, dst = PagedKVCache.create(num_blocks=8, **sizes), PagedKVCache.create(num_blocks=4, **sizes)
+      >>> pools = src.key_cache.at[5].set(1), src.value_cache, dst.key_cache, dst.value_cache
+      >>> key_cache, value_cache = swap_blocks(*pools, jnp.array([[5, 2]], jnp.int32))
+      >>> (key_cache[2] == 1).all(), key_cache.shape[0]
+      (Array(True, dtype=bool), 4)
     """
-    src = _validate.pools(("src_key_cache", src_key_cache), ("src_value_cache", src_value_cache))
-    dst = _validate.pools(("dst_key_cache", dst_key_cache), ("dst_value_cache", dst_value_cache))
-    _validate.same_blocks(src, dst)
-    block_mapping = _validate.pairs(block_mapping)
-    return _dispatch.call("swap_blocks", *src, *dst, block_mapping, implementation=implementation)
+    operands = _validate.swap_operands(src_key_cache, src_value_cache, dst_key_cache, dst_value_cache, block_mapping)
+    return _dispatch.call("swap_blocks", operands, implementation=implementation)

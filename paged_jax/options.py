@@ -1,16 +1,15 @@
 """What an attention call can be asked for: small frozen dataclasses that every implementation takes."""
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import asdict, dataclass, field
 from typing import Literal, TypedDict
 
 import jax
-from jax import Array
+from jax import Array, export
 from jaxtyping import Float
 
 Layout = Literal["hnd", "nhd", "vllm"]
-"""How one layer's pool of blocks lies in memory; `paged_jax.cache` gives the shapes."""
-
-Implementation = Literal["mosaic_gpu", "triton", "xla"]
+"""How one layer's pool of blocks lies in memory; `PagedKVCache` gives the shapes."""
 
 
 def head_axis(layout: Layout) -> int:
@@ -47,8 +46,8 @@ class BlockSparse:
     tp_rank: int = 0
 
 
-class Options(TypedDict, total=False):
-    """OPTIONS: the keywords every attention op takes; None (the default) = off.
+class QueryOptions(TypedDict, total=False):
+    """The keywords of every attention op that are no matter of the cache's; None (the default) = off.
 
     Attributes:
       scale: f32 scalar, factor of the logits; default ``head_size ** -0.5``. May be traced.
@@ -57,9 +56,6 @@ class Options(TypedDict, total=False):
       logits_soft_cap: logits become ``cap * tanh(logit / cap)``, before ALiBi is added.
       sinks: f32 [num_heads]; a learned logit per head that joins the softmax's denominator and has no value.
       block_sparse: see `BlockSparse`; GPU kernels do not read the blocks that are not attended.
-      k_scale, v_scale: f32 scalar, [num_kv_heads] or [num_blocks, num_kv_heads, block_size]; the caches'
-        dequantisation factors. May be traced.
-      layout: of both caches, default "hnd"; `paged_jax.cache` gives the shapes.
       max_seq_len: static bound of `seq_lens`, in tokens; default and maximum max_blocks_per_seq * block_size (for
         `prefix_attention` plus the new tokens). Tokens past it are not attended to.
     """
@@ -70,10 +66,21 @@ class Options(TypedDict, total=False):
     logits_soft_cap: float | None
     sinks: Float[Array, "num_heads"] | None
     block_sparse: BlockSparse | None
+    max_seq_len: int | None
+
+
+class Options(QueryOptions, total=False):
+    """OPTIONS: the keywords every attention op takes, those of `QueryOptions` too; None (the default) = off.
+
+    Attributes:
+      k_scale, v_scale: f32 scalar, [num_kv_heads] or [num_blocks, num_kv_heads, block_size]; the caches'
+        dequantisation factors, None for 1; int8 caches need both. May be traced.
+      layout: of both caches, default "hnd"; `PagedKVCache` gives the shapes.
+    """
+
     k_scale: Float[Array, "..."] | float | None
     v_scale: Float[Array, "..."] | float | None
     layout: Layout
-    max_seq_len: int | None
 
 
 @jax.tree_util.register_dataclass
@@ -105,3 +112,20 @@ class AttentionOptions:
     logits_soft_cap: float | None = field(metadata={"static": True})
     block_sparse: BlockSparse | None = field(metadata={"static": True})
     causal: bool = field(default=True, metadata={"static": True})
+
+
+def _to_bytes(static: tuple) -> bytes:
+    """The static fields of `AttentionOptions`, for `jax.export`."""
+    return json.dumps([asdict(x) if isinstance(x, BlockSparse) else x for x in static]).encode()
+
+
+def _from_bytes(data: bytes) -> tuple:
+    return tuple(BlockSparse(**x) if isinstance(x, dict) else x for x in json.loads(data))
+
+
+export.register_pytree_node_serialization(
+    AttentionOptions,
+    serialized_name="paged_jax.AttentionOptions",
+    serialize_auxdata=_to_bytes,
+    deserialize_auxdata=_from_bytes,
+)

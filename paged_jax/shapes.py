@@ -1,13 +1,25 @@
-"""The arrays of the ops as jaxtyping words, one name each: the vocabulary that ops and implementations share."""
+"""What the ops' arrays look like: a jaxtyping word for each, and the sizes, dtypes and layouts that caches have."""
 
+from typing import get_args
+
+import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int32, Num
+
+from paged_jax.options import Layout
+
+BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Tokens that a block may have."""
+
+CACHE_DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
+QUERY_DTYPES = ("float16", "bfloat16", "float32")
 
 Query = Float[Array, "num_seqs num_heads head_size"]
 RaggedQuery = Float[Array, "num_tokens num_heads head_size"]
 NewTokens = Float[Array, "num_tokens num_kv_heads head_size"]  # keys or values
 
-Cache = Num[Array, "num_blocks ..."]  # `paged_jax.cache` gives the layouts
+Cache = Num[Array, "num_blocks ..."]  # `cache_shapes` gives the layouts
 SourceCache = Num[Array, "num_source_blocks ..."]
 CacheScale = Float[Array, "..."] | None
 
@@ -21,3 +33,42 @@ Lse = Float32[Array, "num_seqs num_heads"]
 RaggedLse = Float32[Array, "num_tokens num_heads"]
 Residual = Float32[Array, "num_seqs num_heads max_num_partitions"]
 TmpOut = Float32[Array, "num_seqs num_heads max_num_partitions head_size"]
+
+
+def cache_shapes(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: DTypeLike, layout: Layout
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of the key cache and of the value cache."""
+    dtype = jnp.dtype(dtype)
+    if dtype.name not in CACHE_DTYPES:
+        raise ValueError(f"the cache's dtype must be one of {', '.join(CACHE_DTYPES)}, got {dtype}")
+    if layout not in get_args(Layout):
+        raise ValueError(f"layout must be one of {', '.join(get_args(Layout))}, got {layout!r}")
+    if layout == "hnd":
+        shape = (num_blocks, num_kv_heads, block_size, head_size)
+        return shape, shape
+    if layout == "nhd":
+        shape = (num_blocks, block_size, num_kv_heads, head_size)
+        return shape, shape
+    x = 16 // dtype.itemsize
+    if head_size % x:
+        raise ValueError(
+            f'layout "vllm" keeps keys in groups of 16 bytes: head_size must be a multiple of {x} for {dtype}, '
+            f"got {head_size}"
+        )
+    key_shape = (num_blocks, num_kv_heads, head_size // x, block_size, x)
+    return key_shape, (num_blocks, num_kv_heads, head_size, block_size)
+
+
+def check_sizes(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> None:
+    """Raises ValueError for sizes that no cache can have."""
+    if num_blocks < 1 or num_kv_heads < 1:
+        raise ValueError(f"num_blocks and num_kv_heads must be positive, got {num_blocks} and {num_kv_heads}")
+    if block_size not in BLOCK_SIZES:
+        raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {block_size}")
+    if head_size % 8 or not 8 <= head_size <= 256:
+        raise ValueError(f"head_size must be a multiple of 8 up to 256, got {head_size}")
+    if num_blocks * block_size > 2**31:
+        raise ValueError(
+            f"num_blocks * block_size must be at most 2**31 (int32 slots), got {num_blocks} * {block_size}"
+        )

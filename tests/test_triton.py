@@ -34,7 +34,7 @@ def installed():
     return True
 
 
-needs_triton = pytest.mark.skipif(not installed(), reason="triton is not installed: pip install paged_jax[triton]")
+needs_triton = pytest.mark.skipif(not installed(), reason="triton is not installed: pip install triton")
 
 # Every option, layout, kind of scale and pair of compute and cache dtype, in as few cases as that takes.
 INTERPRETED = [
@@ -231,7 +231,7 @@ def test_a_decode_step_is_one_command_buffer():
 def test_lowers_for_cuda_with_no_gpu():
     pytest.importorskip("jax_triton", exc_type=ImportError)
     if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
-        pytest.skip("JAX's CUDA plugin is not installed: pip install paged_jax[cuda12]")
+        pytest.skip("JAX's CUDA plugin is not installed: pip install 'jax[cuda13]'")
     case = BY_NAME["hnd-bfloat16"]
     made = inputs.make(case)
 
@@ -283,7 +283,7 @@ def test_without_jax_triton_it_says_what_to_install():
     trace = jax.make_jaxpr(lambda *args: paged_jax.paged_attention(*args, implementation="triton"))
     with (
         mock.patch.dict(sys.modules, {"jax_triton": None}),
-        pytest.raises(NotImplementedError, match=r"'triton' .*needs jax-triton: pip install paged_jax\[triton\]"),
+        pytest.raises(NotImplementedError, match=r"'triton' .*needs jax-triton: pip install jax-triton"),
     ):
         trace(*arrays)
 

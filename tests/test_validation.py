@@ -185,14 +185,3 @@ def test_merge():
         paged_jax.merge_attention_states(out, lse, out, lse[:, 0])
     with pytest.raises(TypeError, match="lse_a must have dtype float32"):
         paged_jax.merge_attention_states(out, lse.astype(jnp.bfloat16), out, lse)
-
-
-@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
-def test_missing_implementation_is_named(implementation, monkeypatch):
-    from paged_jax import _dispatch
-
-    monkeypatch.setattr(_dispatch, "_package", _dispatch._package.__wrapped__)
-    monkeypatch.setitem(__import__("sys").modules, f"paged_jax.kernels.{implementation}", None)
-    _dispatch._bind.cache_clear()
-    with pytest.raises(NotImplementedError, match=implementation):
-        paged_jax.paged_attention(**decode_arrays(), implementation=implementation)

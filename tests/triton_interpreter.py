@@ -62,7 +62,7 @@ def standing_in(triton_call, device=None):
     for name in ("triton.compiler", *(f"paged_jax.kernels.triton.{file}" for file in ("attend", "write", "copy"))):
         importlib.import_module(name)  # now, for what is imported while sys.modules is patched is lost
 
-    def eagerly(op, *operands, implementation=None, **static):
+    def eagerly(op, operands, *, implementation=None, **static):
         return getattr(package, op)(*operands, **static)
 
     module = types.ModuleType("jax_triton")

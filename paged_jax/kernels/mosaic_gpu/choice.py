@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from paged_jax.kernels.mosaic_gpu.config import Config, shared_memory
+from paged_jax.kernels.problem import Unsupported
 from paged_jax.options import AttentionOptions, block_axis, head_axis
 
 _MAX_GROUP = 64
@@ -39,7 +40,7 @@ def device() -> Device:
 
 
 def check(query: Array, key_cache: Array, value_cache: Array, options: AttentionOptions, gpu: Device) -> None:
-    """Raises NotImplementedError with everything that stands in the way."""
+    """Raises Unsupported with everything that stands in the way."""
     head_size, num_heads = query.shape[2], query.shape[1]
     block_size = value_cache.shape[block_axis(options.layout)]
     group = num_heads // value_cache.shape[head_axis(options.layout)]
@@ -69,11 +70,11 @@ def check(query: Array, key_cache: Array, value_cache: Array, options: Attention
     if options.block_sparse is not None:
         reasons.append("lacks block_sparse")
     if reasons:
-        raise NotImplementedError(f"implementation 'mosaic_gpu' {'; '.join(reasons)}")
+        raise Unsupported("mosaic_gpu", reasons)
 
 
 def check_write(query: Array, key_cache: Array, options: AttentionOptions) -> None:
-    """Raises NotImplementedError for tokens that the decode kernel cannot write, too."""
+    """Raises Unsupported for tokens that the decode kernel cannot write, too."""
     reasons = []
     if key_cache.dtype != query.dtype:
         reasons.append(f"lacks writes of {query.dtype} into caches of {key_cache.dtype}")
@@ -84,7 +85,7 @@ def check_write(query: Array, key_cache: Array, options: AttentionOptions) -> No
     if any(scale is not None and scale.ndim == 3 for scale in (options.k_scale, options.v_scale)):
         reasons.append("lacks writes with scales for each slot")
     if reasons:
-        raise NotImplementedError(f"implementation 'mosaic_gpu' {'; '.join(reasons)}")
+        raise Unsupported("mosaic_gpu", reasons)
 
 
 def config(
@@ -98,7 +99,7 @@ def config(
     *,
     write: bool = False,
 ) -> Config:
-    """The config of a decode call; raises NotImplementedError for what the kernels cannot do."""
+    """The config of a decode call; raises Unsupported for what the kernels cannot do."""
     check(query, key_cache, value_cache, options, gpu)
     num_seqs, num_heads, head_size = query.shape
     cfg = Config(
@@ -124,8 +125,7 @@ def config(
     if split == "partitions":
         num_parts = -(-options.max_seq_len // partition_size)
         if num_parts > _MAX_PARTITIONS:
-            lacks = f"lacks {num_parts} partitions, takes up to {_MAX_PARTITIONS}"
-            raise NotImplementedError(f"implementation 'mosaic_gpu' {lacks}")
+            raise Unsupported("mosaic_gpu", [f"lacks {num_parts} partitions, takes up to {_MAX_PARTITIONS}"])
         return _tiled(replace(cfg, num_parts=num_parts, merge="kernel"))
     return _in_parts(_folded(cfg, gpu), gpu) if split == "even" else _tiled(cfg)
 
@@ -234,7 +234,7 @@ def _tiled(cfg: Config, most_programs: int = 2) -> Config:
             chosen = replace(cfg, programs=programs, tile=tile, slots=slots)
             if shared_memory(chosen) <= room:
                 return chosen
-    raise NotImplementedError(f"implementation 'mosaic_gpu' has no tiling that fits in shared memory for {cfg}")
+    raise Unsupported("mosaic_gpu", [f"has no tiling that fits in shared memory for {cfg}"])
 
 
 def _scale_kind(scale: Array | None) -> str:

@@ -11,6 +11,7 @@ from paged_jax.kernels.mosaic_gpu import choice
 from paged_jax.kernels.mosaic_gpu.attend import attend
 from paged_jax.kernels.mosaic_gpu.config import Config
 from paged_jax.kernels.mosaic_gpu.reduce import reduce
+from paged_jax.kernels.problem import Unsupported
 from paged_jax.options import AttentionOptions, head_axis
 from paged_jax.shapes import BlockTables, Cache, Lse, NewTokens, Query, Residual, SeqLens, SlotMapping, TmpOut
 
@@ -18,9 +19,12 @@ _LONGEST = 256  # of a block: partitions hold whole ones
 _GROUPS = (*range(1, 9), 16)  # of query heads, for which these kernels are faster than Triton's
 
 
-def leads(query: Array, value_cache: Array, options: AttentionOptions) -> bool:
-    """Whether these kernels are the fastest of ours, where they can: by group (benchmarks/LOG.md)."""
-    return query.shape[-2] in [group * value_cache.shape[head_axis(options.layout)] for group in _GROUPS]
+def leads(op: str, operands: Any) -> bool:
+    """Whether these kernels are the fastest of ours, where they can: in decode, by group (benchmarks/LOG.md)."""
+    if op not in ("paged_attention_v1", "paged_attention_v2", "paged_attention", "write_and_attend"):
+        return False
+    num_kv_heads = operands.value_cache.shape[head_axis(operands.options.layout)]
+    return operands.query.shape[-2] in [group * num_kv_heads for group in _GROUPS]
 
 
 def paged_attention_v1(
@@ -65,7 +69,7 @@ def write_and_attend(
     choice.check_write(query, key_cache, options)
     cfg = choice.config(query, key_cache, value_cache, options, choice.device(), "even", write=True)
     if _nothing_to_attend(key_cache, cfg):
-        raise NotImplementedError("implementation 'mosaic_gpu' lacks writes without a context or a pool")
+        raise Unsupported("mosaic_gpu", ["lacks writes without a context or a pool"])
 
     def run(refs):
         keys, values, out_ref, lse_ref = refs

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.interpreters import partial_eval
 
+from paged_jax.kernels.problem import Unsupported
 from paged_jax.kernels.triton.config import Config as Config
 from paged_jax.kernels.triton.config import CopyConfig as CopyConfig
 from paged_jax.kernels.triton.config import Device as Device
@@ -44,24 +45,24 @@ def missing() -> list[str]:
     """What is not installed. Without JAX's CUDA plugin there is nothing to lower a Triton kernel with."""
     reasons = []
     if not hasattr(importlib.import_module("jaxlib.gpu_triton"), "TritonKernel"):
-        reasons.append("needs JAX's CUDA plugin: pip install paged_jax[cuda13]")
+        reasons.append("needs JAX's CUDA plugin: pip install 'jax[cuda13]'")
     try:
         importlib.import_module("jax_triton")
         importlib.import_module("triton")
     except ImportError:
-        reasons.append("needs jax-triton: pip install paged_jax[triton]")
+        reasons.append("needs jax-triton: pip install jax-triton")
     return reasons
 
 
 def check(gpu: Device, cache_dtype: str, reasons: Sequence[str] = ()) -> None:
-    """Raises NotImplementedError with everything that stands in the way, `reasons` included."""
+    """Raises Unsupported with everything that stands in the way, `reasons` included."""
     reasons = [*missing(), *reasons]
     if gpu.capability < 80:
         reasons.append(f"needs compute capability 8.0 or newer, this GPU has {gpu.capability / 10}")
     elif gpu.capability < 89 and cache_dtype == "float8_e4m3fn":
         reasons.append(f"float8_e4m3fn caches need compute capability 8.9 or newer, this GPU has {gpu.capability / 10}")
     if reasons:
-        raise NotImplementedError(f"implementation 'triton' {'; '.join(reasons)}")
+        raise Unsupported("triton", reasons)
 
 
 def attention_config(

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from paged_jax.kernels.problem import Unsupported
 from paged_jax.kernels.triton import launch
 from paged_jax.options import AttentionOptions
 from paged_jax.shapes import BlockTables, Cache, NewTokens, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
@@ -45,6 +46,8 @@ def _ragged(
     query_start_loc: QueryStartLoc,
     options: AttentionOptions,
 ) -> tuple[RaggedQuery, RaggedLse]:
+    if not options.causal:
+        raise Unsupported("triton", ["lacks causal=False"])
     gpu = launch.device()
     num_tokens, num_heads, _ = query.shape
     num_seqs, table_width = block_tables.shape

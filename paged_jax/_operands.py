@@ -1,0 +1,103 @@
+"""What each op hands to its implementations: its arrays by name and in the op's order, then its options or scales.
+
+`_validate` makes these, `_dispatch` passes them on: an implementation's function is called with their fields. They are
+pytrees, so whatever is true of an op's operands (which are batched, how they are sharded) has the same names.
+"""
+
+from typing import NamedTuple
+
+from paged_jax.options import AttentionOptions
+from paged_jax.shapes import (
+    BlockMapping,
+    BlockTables,
+    Cache,
+    CacheScale,
+    NewTokens,
+    Query,
+    QueryStartLoc,
+    RaggedQuery,
+    SeqLens,
+    SlotMapping,
+    SourceCache,
+)
+
+
+class Decode(NamedTuple):
+    """Of `paged_attention`, `paged_attention_v1` and `paged_attention_v2`."""
+
+    query: Query
+    key_cache: Cache
+    value_cache: Cache
+    block_tables: BlockTables
+    seq_lens: SeqLens
+    options: AttentionOptions
+
+
+class WriteAndAttend(NamedTuple):
+    """Of `write_and_attend`."""
+
+    query: Query
+    key: NewTokens
+    value: NewTokens
+    key_cache: Cache
+    value_cache: Cache
+    block_tables: BlockTables
+    seq_lens: SeqLens
+    slot_mapping: SlotMapping
+    options: AttentionOptions
+
+
+class Ragged(NamedTuple):
+    """Of `ragged_paged_attention`."""
+
+    query: RaggedQuery
+    key_cache: Cache
+    value_cache: Cache
+    block_tables: BlockTables
+    seq_lens: SeqLens
+    query_start_loc: QueryStartLoc
+    options: AttentionOptions
+
+
+class Prefix(NamedTuple):
+    """Of `prefix_attention`."""
+
+    query: RaggedQuery
+    key: NewTokens
+    value: NewTokens
+    key_cache: Cache
+    value_cache: Cache
+    block_tables: BlockTables
+    seq_lens: SeqLens
+    query_start_loc: QueryStartLoc
+    options: AttentionOptions
+
+
+class Write(NamedTuple):
+    """Of `write_to_paged_cache`."""
+
+    key: NewTokens
+    value: NewTokens
+    key_cache: Cache
+    value_cache: Cache
+    slot_mapping: SlotMapping
+    k_scale: CacheScale
+    v_scale: CacheScale
+
+
+class Copy(NamedTuple):
+    """Of `copy_blocks`: the pools of every layer."""
+
+    key_caches: tuple[Cache, ...]
+    value_caches: tuple[Cache, ...]
+    block_mapping: BlockMapping
+
+
+class Swap(NamedTuple):
+    """Of `swap_blocks`."""
+
+    src_key_cache: SourceCache
+    src_value_cache: SourceCache
+    dst_key_cache: Cache
+    dst_value_cache: Cache
+    block_mapping: BlockMapping

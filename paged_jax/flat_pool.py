@@ -1,0 +1,52 @@
+"""vLLM's flat pool of one layer, [2, num_blocks, ...]: its shape, and the two caches in it."""
+
+from typing import Any
+
+from paged_jax.options import Layout
+from paged_jax.shapes import cache_shapes, check_sizes
+
+
+def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, int, int]:
+    """Gives the shape of a flat pool that holds both caches of a layer, as vLLM's `PagedAttention` does.
+
+    Args:
+      num_blocks: blocks in each cache.
+      block_size: tokens in a block, a power of two up to 256.
+      num_kv_heads: key and value heads.
+      head_size: elements of a head, a multiple of 8 up to 256.
+
+    Returns:
+      (2, num_blocks, block_size * num_kv_heads * head_size).
+
+    Raises:
+      ValueError: a size that is not among those above, or more slots than int32 counts.
+    """
+    check_sizes(num_blocks, block_size, num_kv_heads, head_size)
+    return (2, num_blocks, block_size * num_kv_heads * head_size)
+
+
+def split_kv_cache(kv_cache: Any, num_kv_heads: int, head_size: int, layout: Layout = "hnd") -> tuple[Any, Any]:
+    """Sees a flat pool as the two caches of a layout; each is a reshape of one half, nothing is moved.
+
+    Args:
+      kv_cache: [2, num_blocks, block_size * num_kv_heads * head_size], a JAX or NumPy array.
+      num_kv_heads: key and value heads.
+      head_size: elements of a head, a multiple of 8 up to 256; for "vllm" also of x = 16 // itemsize.
+      layout: "hnd", "nhd" or "vllm".
+
+    Returns:
+      (key_cache, value_cache) in the shapes of `PagedKVCache`: views of a NumPy array, reshapes of a JAX one.
+
+    Raises:
+      ValueError: a shape that no block size explains, or a size, dtype or layout that is not supported.
+    """
+    shape = kv_cache.shape
+    if len(shape) != 3 or shape[0] != 2 or shape[2] % max(num_kv_heads * head_size, 1):
+        raise ValueError(
+            "kv_cache must have shape (2, num_blocks, block_size * num_kv_heads * head_size) with "
+            f"num_kv_heads = {num_kv_heads} and head_size = {head_size}, got {shape}"
+        )
+    block_size = shape[2] // max(num_kv_heads * head_size, 1)
+    check_sizes(shape[1], block_size, num_kv_heads, head_size)
+    key_shape, value_shape = cache_shapes(shape[1], block_size, num_kv_heads, head_size, kv_cache.dtype, layout)
+    return kv_cache[0].reshape(key_shape), kv_cache[1].reshape(value_shape)

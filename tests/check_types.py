@@ -1,0 +1,62 @@
+"""What pyright is to reveal for every op's result: it reads this file, `test_types.py` compares it with what comes."""
+
+from typing import assert_type
+
+from jax import Array
+
+from paged_jax import (
+    PagedKVCache,
+    copy_blocks,
+    merge_attention_states,
+    paged_attention,
+    paged_attention_v1,
+    paged_attention_v2,
+    prefix_attention,
+    ragged_paged_attention,
+    swap_blocks,
+    write_and_attend,
+    write_to_paged_cache,
+)
+
+def decode(x: Array, *, flag: bool) -> None:
+    assert_type(paged_attention(x, x, x, x, x), Array)
+    assert_type(paged_attention(x, x, x, x, x, return_lse=True, layout="nhd"), tuple[Array, Array])
+    assert_type(paged_attention(x, x, x, x, x, return_lse=flag), Array | tuple[Array, Array])
+    assert_type(paged_attention_v1(x, x, x, x, x), Array)
+    assert_type(paged_attention_v1(x, x, x, x, x, return_lse=True), tuple[Array, Array])
+    assert_type(paged_attention_v2(x, x, x, x, x), Array)
+    assert_type(paged_attention_v2(x, x, x, x, x, return_lse=True), tuple[Array, Array])
+    assert_type(paged_attention_v2(x, x, x, x, x, return_residuals=True), tuple[Array, Array, Array, Array])
+    every = paged_attention_v2(x, x, x, x, x, return_residuals=True, return_lse=True)
+    assert_type(every, tuple[Array, Array, Array, Array, Array])
+    assert_type(write_and_attend(x, x, x, x, x, x, x, x), tuple[Array, Array, Array])
+    assert_type(write_and_attend(x, x, x, x, x, x, x, x, return_lse=True), tuple[Array, Array, Array, Array])
+
+
+def ragged(x: Array) -> None:
+    assert_type(ragged_paged_attention(x, x, x, x, x, x, causal=False), Array)
+    assert_type(ragged_paged_attention(x, x, x, x, x, x, return_lse=True), tuple[Array, Array])
+    assert_type(prefix_attention(x, x, x, x, x, x, x, x), Array)
+    assert_type(prefix_attention(x, x, x, x, x, x, x, x, return_lse=True), tuple[Array, Array])
+    assert_type(merge_attention_states(x, x, x, x), tuple[Array, Array])
+
+
+def cache_ops(x: Array, layers: list[Array]) -> None:
+    assert_type(write_to_paged_cache(x, x, x, x, x), tuple[Array, Array])
+    assert_type(copy_blocks(x, x, x), tuple[Array, Array])
+    assert_type(copy_blocks(layers, layers, x), tuple[list[Array], list[Array]])
+    assert_type(swap_blocks(x, x, x, x, x), tuple[Array, Array])
+
+
+def methods(cache: PagedKVCache, x: Array) -> None:
+    assert_type(cache.write(x, x, x), PagedKVCache)
+    assert_type(cache.attend(x, x, x), Array)
+    assert_type(cache.attend(x, x, x, return_lse=True), tuple[Array, Array])
+    assert_type(cache.write_and_attend(x, x, x, x, x, x), tuple[Array, PagedKVCache])
+    assert_type(cache.write_and_attend(x, x, x, x, x, x, return_lse=True), tuple[Array, Array, PagedKVCache])
+    assert_type(cache.attend_ragged(x, x, x, x), Array)
+    assert_type(cache.attend_ragged(x, x, x, x, return_lse=True), tuple[Array, Array])
+    assert_type(cache.attend_prefix(x, x, x, x, x, x), Array)
+    assert_type(cache.attend_prefix(x, x, x, x, x, x, return_lse=True), tuple[Array, Array])
+    assert_type(cache.copy_blocks(x), PagedKVCache)
+    assert_type(cache.swap_blocks_to(cache, x), PagedKVCache)
