@@ -1,5 +1,6 @@
 """Paged attention in JAX: decode and ragged prefill over a paged KV cache, with a functional block allocator."""
 
+from paged_jax import _export as _export
 from paged_jax import allocator
 from paged_jax._dispatch import Implementation
 from paged_jax._selection import which_implementation

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self, TypedDict, Unpack, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, export
+from jax import Array
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
@@ -462,11 +462,3 @@ class PagedKVCache:
                 if getattr(self, name) is not None and np.ndim(getattr(self, name)) == 3:
                     changes[name] = new[..., 0]
         return dataclasses.replace(self, **changes)
-
-
-export.register_pytree_node_serialization(
-    PagedKVCache,
-    serialized_name="paged_jax.PagedKVCache",
-    serialize_auxdata=lambda static: static[0].encode(),
-    deserialize_auxdata=lambda layout: (layout.decode(),),
-)

@@ -1,11 +1,10 @@
 """What an attention call can be asked for: small frozen dataclasses that every implementation takes."""
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Literal, TypedDict
 
 import jax
-from jax import Array, export
+from jax import Array
 from jaxtyping import Float
 
 Layout = Literal["hnd", "nhd", "vllm"]
@@ -112,20 +111,3 @@ class AttentionOptions:
     logits_soft_cap: float | None = field(metadata={"static": True})
     block_sparse: BlockSparse | None = field(metadata={"static": True})
     causal: bool = field(default=True, metadata={"static": True})
-
-
-def _to_bytes(static: tuple) -> bytes:
-    """The static fields of `AttentionOptions`, for `jax.export`."""
-    return json.dumps([asdict(x) if isinstance(x, BlockSparse) else x for x in static]).encode()
-
-
-def _from_bytes(data: bytes) -> tuple:
-    return tuple(BlockSparse(**x) if isinstance(x, dict) else x for x in json.loads(data))
-
-
-export.register_pytree_node_serialization(
-    AttentionOptions,
-    serialized_name="paged_jax.AttentionOptions",
-    serialize_auxdata=_to_bytes,
-    deserialize_auxdata=_from_bytes,
-)

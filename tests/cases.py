@@ -29,7 +29,7 @@ class Case:
     `query_lens` (None: no ragged test) goes row by row with `seq_lens`. `k_scale` and `v_scale` name a shape:
     "scalar", "head" or "slot". `scale` may be "traced": passed as a jit argument. `logits` names the special
     contents that `inputs.py` knows: "random", "huge", "equal", "near-overflow" (of the values).
-    `spare_columns` widens the block table.
+    `spare_columns` widens the block table. An int8 cache has scales in any case: "scalar" ones where none are named.
     """
 
     name: str
@@ -57,6 +57,11 @@ class Case:
     shared_blocks: int = 0
     spare_columns: int = 2
     padding: int = 3
+
+    def __post_init__(self):
+        if self.cache_dtype == "int8":
+            object.__setattr__(self, "k_scale", self.k_scale or "scalar")
+            object.__setattr__(self, "v_scale", self.v_scale or "scalar")
 
     def __str__(self):
         return self.name
@@ -124,7 +129,6 @@ def _options():
         Case("sparse-vllm-bfloat16", 4, 2, 80, 16, "float16", "bfloat16", "vllm", block_sparse=Sparse(1, 3, 16, -2)),
         Case("scales-of-two-shapes", cache_dtype="int8", k_scale="slot", v_scale="scalar"),
         Case("scales-of-two-shapes-2", cache_dtype="float8_e4m3fn", k_scale="scalar", v_scale="head"),
-        Case("int8-without-scales", cache_dtype="int8", layout="nhd", query_lens=None),
         Case("scale-on-a-wide-cache", k_scale="head", v_scale="head"),
         Case("query-bfloat16-cache-float32", 4, 2, 32, dtype="bfloat16", cache_dtype="float32"),
         Case("query-float32-cache-bfloat16", cache_dtype="bfloat16", layout="vllm"),

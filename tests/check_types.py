@@ -18,6 +18,7 @@ from paged_jax import (
     write_to_paged_cache,
 )
 
+
 def decode(x: Array, *, flag: bool) -> None:
     assert_type(paged_attention(x, x, x, x, x), Array)
     assert_type(paged_attention(x, x, x, x, x, return_lse=True, layout="nhd"), tuple[Array, Array])

@@ -87,8 +87,7 @@ def token_vectors(rng, case, length, which):
         return np.ones(shape)
     if case.logits == "near-overflow" and which == "value":
         return rng.uniform(3e4, 6e4, shape)
-    values = rng.standard_normal(shape)
-    return 4 * values if case.cache_dtype == "int8" and case.k_scale is None else values
+    return rng.standard_normal(shape)
 
 
 def fill(case, cache, table, vectors, which, scale, poisoned_scale):

@@ -42,22 +42,22 @@ def test_refusals_name_every_reason(case, words):
 
 @pytest.mark.parametrize(("group", "first"), [(8, "mosaic_gpu"), (9, "triton"), (16, "mosaic_gpu"), (32, "triton")])
 def test_leads_by_group(group, first):
-    query, value_cache = jnp.zeros((1, 2 * group, 64)), jnp.zeros((1, 2, 16, 64))
-    options = _validate.decode_operands(query, value_cache, value_cache, jnp.zeros((1, 1), int), jnp.ones(1, int), {})[
-        5
-    ]
-    decode = query, value_cache, value_cache, None, None, options
-    writing = query, None, None, value_cache, value_cache, None, None, None, options
+    query, cache = jnp.zeros((1, 2 * group, 64)), jnp.zeros((1, 2, 16, 64))
+    rest = jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
+    new, slots, starts = jnp.zeros((1, 2, 64)), jnp.zeros(1, jnp.int32), jnp.zeros(2, jnp.int32)
+    decode = _validate.decode_operands(query, cache, cache, *rest, {})
+    writing = _validate.write_and_attend_operands(query, new, new, cache, cache, *rest, slots, {})
+    ragged = _validate.ragged_operands(query, cache, cache, *rest, starts, True, {})
     with mock.patch.object(jax, "local_devices"):
         for op, operands in (
             ("paged_attention", decode),
             ("paged_attention_v2", decode),
             ("write_and_attend", writing),
         ):
-            assert _dispatch._gpu_implementations(op, operands)[0] == first
-        assert _dispatch._gpu_implementations("ragged_paged_attention", decode)[0] == "triton"
+            assert _dispatch._on_cuda(op, operands)[0] == first
+        assert _dispatch._on_cuda("ragged_paged_attention", ragged)[0] == "triton"
     if jax.devices()[0].platform != "gpu":
-        assert _dispatch._gpu_implementations("paged_attention", decode) == ("triton",)
+        assert _dispatch._on_cuda("paged_attention", decode) == ["triton"]
 
 
 def test_writes_that_are_refused():

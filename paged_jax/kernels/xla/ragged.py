@@ -100,7 +100,8 @@ def _chunk_by_chunk(
         rows = offset + jnp.arange(chunk, dtype=jnp.int32)
         own = rows < query_lens[seq]
         context_len = seq_lens[seq] - query_lens[seq]
-        positions = jnp.where(own, context_len + rows, -1)
+        # Whoever sees all tokens may stand anywhere: a prefix can have more queries than tokens.
+        positions = jnp.where(own, context_len + rows if options.causal else 0, -1)
         start = query_start_loc[seq] + offset
         chunk_queries = lax.dynamic_slice_in_dim(queries, start, chunk)[None]
         last = context_len + offset + chunk if options.causal else seq_lens[seq]
