@@ -38,6 +38,10 @@ def vllm_caches():
     }
 
 
+def int8_caches():
+    return {"key_cache": jnp.zeros((5, 2, 8, 16), jnp.int8), "value_cache": jnp.zeros((5, 2, 8, 16), jnp.int8)}
+
+
 DECODE = [
     ({"query": 3}, TypeError, "query must be an array, got int"),
     ({"query": jnp.zeros((2, 64), jnp.bfloat16)}, ValueError, "query must have shape [num_seqs, num_heads, head_size]"),
@@ -74,6 +78,17 @@ DECODE = [
     ({"block_sparse": BlockSparse(1, 2, block_size=4)}, ValueError, "multiple of the cache's block_size = 8, got 4"),
     ({"block_sparse": BlockSparse(-1, 2)}, ValueError, "block_sparse.local_blocks must be at least 0, got -1"),
     ({"window": 4}, TypeError, "unexpected keyword argument 'window'"),
+    ({"layout": ["hnd"]}, ValueError, "layout must be one of ('hnd', 'nhd', 'vllm'), got ['hnd']"),
+    ({"implementation": ["xla"]}, ValueError, "implementation must be one of ('mosaic_gpu', 'triton', 'xla') or None"),
+    ({"return_lse": [1]}, TypeError, "return_lse must be a static bool, got list"),
+    ({"block_sparse": BlockSparse([1], 2)}, TypeError, "block_sparse.local_blocks must be a static int, got list"),
+    (
+        {"query": jnp.zeros((3, 4, 16), jnp.bfloat16)},
+        ValueError,
+        "seq_lens must have shape [num_seqs] = (3,), got (2,)",
+    ),
+    (int8_caches(), ValueError, "k_scale must be given for caches of int8, got None"),
+    (int8_caches() | {"k_scale": 0.1}, ValueError, "v_scale must be given for caches of int8, got None"),
 ]
 
 
@@ -138,6 +153,7 @@ def test_prefix(changes, error, message):
         ({"slot_mapping": jnp.zeros((4,), jnp.int32)}, ValueError, "slot_mapping must have shape [num_tokens] = (3,)"),
         ({"slot_mapping": jnp.zeros((3,), jnp.float32)}, TypeError, "slot_mapping must have dtype int32"),
         ({"layout": "vllm"}, ValueError, "key_cache must have shape"),
+        (int8_caches() | {"v_scale": 0.1}, ValueError, "k_scale must be given for caches of int8, got None"),
         ({"k_scale": 2.0}, ValueError, "need a cache narrower than key: key is bfloat16, key_cache bfloat16"),
         (vllm_caches() | {"layout": "vllm", "key": jnp.zeros((3, 4, 16), jnp.bfloat16)}, ValueError, "value must have"),
     ],
@@ -185,3 +201,31 @@ def test_merge():
         paged_jax.merge_attention_states(out, lse, out, lse[:, 0])
     with pytest.raises(TypeError, match="lse_a must have dtype float32"):
         paged_jax.merge_attention_states(out, lse.astype(jnp.bfloat16), out, lse)
+    with pytest.raises(TypeError, match="out_a must be an array, got list"):
+        paged_jax.merge_attention_states([[[0.0]]], lse, out, lse)
+    with pytest.raises(TypeError, match="out_b must have dtype float16 or bfloat16 or float32, got int32"):
+        paged_jax.merge_attention_states(out, lse, out.astype(jnp.int32), lse)
+    with pytest.raises(ValueError, match=re.escape("out_a must have shape [..., num_heads, head_size], got (8,)")):
+        paged_jax.merge_attention_states(out[0, 0], lse[0, 0], out[0, 0], lse[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"query": jnp.zeros((3, 4, 16), jnp.bfloat16)}, "key must have shape [num_tokens,"),
+        ({"key": jnp.zeros((3, 2, 16), jnp.bfloat16)}, "key must have shape [num_tokens,"),
+        ({"seq_lens": jnp.zeros(3, jnp.int32)}, "seq_lens must have shape [num_seqs] = (2,), got (3,)"),
+        ({"block_tables": jnp.zeros((3, 3), jnp.int32)}, "seq_lens must have shape [num_seqs] = (3,), got (2,)"),
+        (
+            {"block_tables": jnp.zeros((3, 3), jnp.int32), "seq_lens": jnp.zeros(3, jnp.int32)},
+            "seq_lens must have shape [num_seqs] = (2,), got (3,)",
+        ),
+        ({"slot_mapping": jnp.zeros(3, jnp.int32)}, "slot_mapping must have shape [num_seqs] = (2,), got (3,)"),
+        (int8_caches(), "k_scale must be given for caches of int8, got None"),
+    ],
+)
+def test_write_and_attend(changes, message):
+    new = jnp.zeros((2, 2, 16), jnp.bfloat16)
+    arrays = decode_arrays(key=new, value=new, slot_mapping=jnp.zeros(2, jnp.int32))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        paged_jax.write_and_attend(**arrays | changes)

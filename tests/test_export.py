@@ -1,0 +1,49 @@
+"""Functions over this library's pytrees survive `jax.export`, serialised and back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import paged_jax
+from paged_jax import BlockSparse, PagedKVCache, allocator
+from paged_jax.options import AttentionOptions
+
+
+def round_trip(function, *arguments):
+    """The results of `function` after its export was serialised and read again; they are what it gives itself."""
+    exported = jax.export.export(jax.jit(function), platforms=["cpu"])(*arguments)
+    found = jax.export.deserialize(exported.serialize()).call(*arguments)
+    expected = jax.jit(function)(*arguments)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    return found
+
+
+def test_a_decode_step_over_a_cache_and_an_allocator():
+    sizes = {"num_kv_heads": 2, "head_size": 16, "dtype": jnp.int8, "layout": "nhd"}
+    cache = PagedKVCache.create(8, 4, **sizes, k_scale=0.1, v_scale=np.full((8, 2, 4), 0.1))
+    blocks = allocator.create(num_blocks=8, block_size=4, max_num_seqs=2, max_blocks_per_seq=3, xp=jnp)
+
+    def step(query, key, cache, blocks):
+        blocks, _, _ = allocator.append_tokens(blocks, jnp.ones(2, jnp.int32))
+        slots = allocator.slots(blocks, jnp.arange(2, dtype=jnp.int32), blocks.seq_lens - 1)
+        out, cache = cache.write_and_attend(query, key, key, blocks.block_tables, blocks.seq_lens, slots)
+        return out, cache, blocks
+
+    out, cache, blocks = round_trip(step, jnp.ones((2, 4, 16)), jnp.ones((2, 2, 16)), cache, blocks)
+    np.testing.assert_allclose(out, 1, atol=1e-5)
+    assert cache.layout == "nhd"
+    assert blocks.block_size == 4
+
+
+def test_metadata():
+    metadata = paged_jax.build_metadata([[0, 1], [2]], [5, 3], [5, 1], 4)
+    same = round_trip(lambda metadata: jax.tree.map(lambda x: x + 1, metadata), metadata)
+    assert (same.num_prefills, same.max_prefill_seq_len) == (1, 5)
+
+
+def test_options():
+    options = AttentionOptions(jnp.float32(1), None, jnp.ones(4), None, None, "vllm", 9, None, 2.5, BlockSparse(1, 3))
+    same = round_trip(lambda options: options, options)
+    assert same.block_sparse == BlockSparse(1, 3)
+    assert (same.alibi_slopes, same.logits_soft_cap, same.causal) == (None, 2.5, True)

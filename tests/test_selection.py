@@ -1,0 +1,138 @@
+"""Which implementation runs: what falls through and what does not, what is said about it, and what options may be."""
+
+import logging
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import paged_jax
+from paged_jax import _dispatch, _selection, which_implementation
+from paged_jax.kernels import triton
+from paged_jax.kernels.problem import Unsupported
+
+QUERY, CACHE = jnp.ones((2, 4, 16), jnp.bfloat16), jnp.ones((5, 2, 8, 16), jnp.bfloat16)
+DECODE = QUERY, CACHE, CACHE, jnp.zeros((2, 3), jnp.int32), jnp.array([3, 20], jnp.int32)
+PAIRS = jnp.array([[0, 1]], jnp.int32)
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered():
+    """What was traced or said in other tests does not count here."""
+    _dispatch._bind.cache_clear()
+    _selection._said.clear()
+    yield
+    _dispatch._bind.cache_clear()
+
+
+def refusing(*reasons):
+    def kernel(*operands, **static):
+        raise Unsupported("triton", reasons)
+
+    return kernel
+
+
+def lower_for_cuda(op, *arrays, **options):
+    return jax.jit(lambda *arrays: op(*arrays, **options)).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_the_type_names_every_implementation_that_is_tried():
+    assert (*_dispatch._ON_CUDA, "xla") == _dispatch.IMPLEMENTATIONS
+    assert set(_dispatch._FOR_EVERY_GPU) < set(_dispatch._ON_CUDA)
+    for name in _dispatch.IMPLEMENTATIONS:
+        assert _dispatch._package(name).paged_attention
+
+
+def test_only_unsupported_falls_through():
+    with mock.patch.object(triton, "paged_attention", refusing("lacks it")):
+        lower_for_cuda(paged_jax.paged_attention, *DECODE)
+    _dispatch._bind.cache_clear()
+
+    def mistaken(*operands, **static):
+        raise NotImplementedError("a rule that JAX lacks")
+
+    with (
+        mock.patch.object(triton, "paged_attention", mistaken),
+        pytest.raises(NotImplementedError, match="a rule that JAX lacks"),
+    ):
+        lower_for_cuda(paged_jax.paged_attention, *DECODE)
+
+
+def test_a_call_that_falls_to_xla_on_cuda_says_so_once_a_reason(caplog):
+    with (
+        mock.patch.object(triton, "paged_attention", refusing("lacks this", "lacks that")),
+        mock.patch.object(triton, "paged_attention_v1", refusing("lacks that")),
+        mock.patch.object(triton, "copy_blocks", refusing("lacks copies")),
+        caplog.at_level(logging.WARNING, "paged_jax"),
+    ):
+        jax.jit(paged_jax.paged_attention).lower(*DECODE)
+        assert not caplog.messages  # for the CPU XLA is what was meant
+        lower_for_cuda(paged_jax.paged_attention, *DECODE)
+        said = ["paged_attention runs through 'xla': 'triton' lacks this; lacks that"]
+        assert caplog.messages == said
+        lower_for_cuda(paged_jax.paged_attention, *DECODE, sliding_window=4)
+        lower_for_cuda(paged_jax.paged_attention_v1, *DECODE)
+        assert caplog.messages == said
+        lower_for_cuda(paged_jax.copy_blocks, CACHE, CACHE, PAIRS)
+        assert caplog.messages == [*said, "copy_blocks runs through 'xla': 'triton' lacks copies"]
+        lower_for_cuda(paged_jax.paged_attention, *DECODE, implementation="xla")
+    assert {(record.name, record.levelname) for record in caplog.records} == {("paged_jax", "WARNING")}
+
+
+def test_which_implementation():
+    here = which_implementation(paged_jax.paged_attention, *DECODE, platform="cpu")
+    assert (here.op, here.name, list(here.reasons)) == ("paged_attention", "xla", ["mosaic_gpu", "triton"])
+    with mock.patch.object(triton, "copy_blocks", refusing("lacks copies")):
+        refused = which_implementation(paged_jax.copy_blocks, CACHE, CACHE, PAIRS, platform="cuda")
+    assert (refused.name, refused.reasons) == ("xla", {"triton": ("lacks copies",)})
+    assert str(refused) == "copy_blocks runs through 'xla': 'triton' lacks copies"
+    with mock.patch.object(triton, "copy_blocks", return_value=None):
+        taken = which_implementation(paged_jax.copy_blocks, CACHE, CACHE, PAIRS, platform="cuda")
+    assert (taken.name, taken.reasons, str(taken)) == ("triton", {}, "copy_blocks runs through 'triton'")
+    with mock.patch.object(triton, "paged_attention", refusing("lacks it")), pytest.raises(Unsupported, match="lacks"):
+        which_implementation(paged_jax.paged_attention, *DECODE, implementation="triton")
+
+
+def test_which_implementation_takes_shapes_methods_and_nothing_else():
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in DECODE]
+    asked = which_implementation(paged_jax.paged_attention_v2, *shapes, partition_size=8, platform="cpu")
+    assert asked.name == "xla"
+    cache = paged_jax.PagedKVCache(CACHE, CACHE)
+    assert which_implementation(cache.attend, QUERY, *DECODE[3:], platform="cpu").op == "paged_attention"
+    with pytest.raises(TypeError, match="op must be a function of paged_jax that runs on an implementation"):
+        which_implementation(jnp.sum, QUERY)
+    with pytest.raises(ValueError, match="layout must be one of"):
+        which_implementation(paged_jax.paged_attention, *DECODE, layout="bshd")
+
+
+def test_with_a_gpu_the_leader_is_tried_first_and_every_refusal_is_told():
+    with mock.patch.object(jax, "local_devices"), mock.patch.object(triton, "paged_attention", refusing("lacks it")):
+        selection = which_implementation(paged_jax.paged_attention, *DECODE, platform="cuda")
+    assert selection.name == "xla"
+    assert list(selection.reasons) == ["mosaic_gpu", "triton"]
+
+
+def test_host_numbers_pass_the_transfer_guard():
+    f32, merged = QUERY.astype(jnp.float32), QUERY[..., 0].astype(jnp.float32)
+    new, slots = QUERY[:, :2], DECODE[4]
+    starts, batch = jnp.array([0, 1, 2], jnp.int32), QUERY[None]
+    with jax.transfer_guard("disallow"):
+        paged_jax.paged_attention(*DECODE)
+        paged_jax.paged_attention_v1(*DECODE, scale=0.5, logits_soft_cap=2.0)
+        paged_jax.paged_attention_v2(*DECODE, k_scale=np.float32(2), partition_size=8)
+        paged_jax.ragged_paged_attention(*DECODE, starts)
+        paged_jax.prefix_attention(QUERY, new, new, *DECODE[1:], starts)
+        paged_jax.write_and_attend(QUERY, new, new, *DECODE[1:], slots)
+        paged_jax.write_to_paged_cache(new, new, CACHE, CACHE, slots)
+        paged_jax.copy_blocks(CACHE, CACHE, PAIRS)
+        paged_jax.swap_blocks(CACHE, CACHE, CACHE, CACHE, PAIRS)
+        paged_jax.merge_attention_states(f32, merged, f32, merged)
+        jax.vmap(lambda query: paged_jax.paged_attention(query, *DECODE[1:]))(batch)
+
+
+def test_a_bfloat16_numpy_scalar_is_a_number():
+    out = paged_jax.paged_attention(*DECODE, scale=ml_dtypes.bfloat16(0.5))
+    assert (out == paged_jax.paged_attention(*DECODE, scale=0.5)).all()
