@@ -123,7 +123,7 @@ def test_scan(op):
     assert_equal(jax.tree.map(lambda x: x[0], out), expected(op))
 
 
-def bind_sharded(op):
+def bind_sharded(op, check_vma=False):
     """`bind` over two devices that share the kv heads."""
     fun, arrays = bind(op)
     names = (*OPS[op][0], *OPS[op][1])
@@ -131,7 +131,7 @@ def bind_sharded(op):
     heads_axis |= {"block_mapping": None, "last_slots": None, "alibi_slopes": 0, "k_scale": 0}
     specs = [P() if (a := heads_axis.get(n, 1)) is None else P(*[None] * a, "x") for n in names]
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices("cpu")[:2])
-    sharded = jax.shard_map(fun, mesh=mesh, in_specs=tuple(specs), out_specs=P(None, "x"), check_vma=False)
+    sharded = jax.shard_map(fun, mesh=mesh, in_specs=tuple(specs), out_specs=P(None, "x"), check_vma=check_vma)
     return sharded, [jax.device_put(x, jax.NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=True)]
 
 
@@ -139,6 +139,25 @@ def bind_sharded(op):
 def test_shard_map_over_kv_heads(op):
     sharded, arrays = bind_sharded(op)
     assert_equal(jax.jit(sharded)(*arrays), expected(op))
+
+
+@pytest.mark.parametrize("op", ["write_to_paged_cache", "copy_blocks", "swap_blocks"])
+def test_shard_map_with_what_varies_checked(op):
+    sharded, arrays = bind_sharded(op, check_vma=True)
+    assert_equal(jax.jit(sharded)(*arrays), expected(op))
+
+
+def test_kernels_under_shard_map_vary_as_their_operands_do():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:2])
+    heads, pool = P(None, "x"), jnp.zeros((9, 2, 16, 64), jnp.bfloat16)
+    step = jnp.zeros((2, 4), jnp.int32), jnp.ones(2, jnp.int32)
+
+    def attend(query, pool, *step):
+        return paged_jax.paged_attention(query, pool, pool, *step, implementation="mosaic_gpu")
+
+    sharded = jax.shard_map(attend, mesh=mesh, in_specs=(heads, heads, P(), P()), out_specs=heads)
+    traced = jax.jit(sharded).trace(jnp.zeros((2, 8, 64), jnp.bfloat16), pool, *step)
+    assert "@mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -152,7 +171,10 @@ def test_export_round_trip(op):
 def test_lowers_for_cuda_without_a_gpu(op):
     fun, arrays = bind(op)
     text = jax.jit(fun).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-    assert "module" in text
+    called = set(re.findall(r"custom_call @(triton|mosaic_gpu|paged)", text))
+    # CI makes sure that what Triton needs is installed there (.ci/run), so that nine kernels are lowered for real.
+    chosen = paged_jax.which_implementation(fun, *arrays, platform="cuda").name
+    assert called == ({chosen} - {"xla"})
 
 
 @pytest.mark.parametrize("op", OPS)
