@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float32, Int32
 
-from examples.attend import Implementation, decode_attend, prefill_attend
+from examples.attend import Implementation
 from examples.config import DecoderConfig
 from examples.decoder import Decoder
 from examples.sampling import sample
+from examples.step import Batch, Step, Weights, make_step
 from paged_jax import PagedKVCache, allocator
 
 RUNNING, STOP, LENGTH, BLOCKS = range(4)
@@ -97,13 +97,13 @@ class Programs(NamedTuple):
     """A model's jitted functions; each takes `weights` first and is given its caches for good (donated).
 
     Attributes:
-        weights: the model's arrays.
+        weights: the model's arrays, nested plain dicts of them (step.py).
         generate: `(weights, caches, request) -> Generation`, finished.
         prefill: `(weights, caches, request) -> Generation`, after the first token.
         decode: `(weights, generation, request) -> Generation`, after one more token.
     """
 
-    weights: Any
+    weights: Weights
     generate: Any
     prefill: Any
     decode: Any
@@ -169,13 +169,13 @@ def make_programs(model: Decoder, *, implementation: Implementation | None = Non
         model: the decoder; its arrays are taken out once, here.
         implementation: of the paged ops, `None` for the library's choice.
     """
-    graphdef, weights = nnx.split(model)
+    weights, step = make_step(model, implementation=implementation)
 
     def prefill(weights, caches, request):
-        return _prefill(nnx.merge(graphdef, weights), caches, request, implementation)
+        return _prefill(step, weights, caches, request)
 
     def decode(weights, generation, request):
-        return _decode(nnx.merge(graphdef, weights), generation, request, implementation)
+        return _decode(step, weights, generation, request)
 
     def generate(weights, caches, request):
         generation = prefill(weights, caches, request)
@@ -200,7 +200,7 @@ def outputs(generation: Generation) -> list[tuple[list[int], str]]:
     return [(ids[i, : lens[i]].tolist(), FINISH_REASONS[finish[i]]) for i in range(len(lens))]
 
 
-def _prefill(model: Decoder, caches, request: Request, implementation) -> Generation:
+def _prefill(step: Step, weights: Weights, caches, request: Request) -> Generation:
     num_seqs, num_tokens = request.prompt_lens.shape[0], request.token_ids.shape[0]
     num_blocks, block_size = caches[0].num_blocks, caches[0].block_size
     max_blocks_per_seq = -(-request.max_seq_len // block_size)
@@ -213,10 +213,16 @@ def _prefill(model: Decoder, caches, request: Request, implementation) -> Genera
     positions = token - query_start_loc[seq_ids]
     is_token = seq_ids < num_seqs  # the rest is padding
     slot_mapping = jnp.asarray(allocator.slots(blocks, jnp.where(is_token, seq_ids, -1), positions))
-    attend = prefill_attend(
-        blocks.block_tables, blocks.seq_lens, query_start_loc, slot_mapping, implementation=implementation
+    batch = Batch(
+        request.token_ids,
+        jnp.where(is_token, positions, 0),
+        slot_mapping,
+        blocks.block_tables,
+        blocks.seq_lens,
+        query_start_loc,
+        logit_rows=jnp.maximum(query_start_loc[1:] - 1, 0),
     )
-    hidden, caches = model(request.token_ids, jnp.where(is_token, positions, 0), caches, attend)
+    logits, caches = step(weights, caches, batch)
 
     generation = Generation(
         allocator=blocks,
@@ -227,11 +233,10 @@ def _prefill(model: Decoder, caches, request: Request, implementation) -> Genera
         finish=jnp.full(num_seqs, jnp.where(ok, RUNNING, BLOCKS), jnp.int32),
         step=jnp.int32(0),
     )
-    last = jnp.maximum(query_start_loc[1:] - 1, 0)
-    return _add_tokens(generation, model.logits(hidden[last]), request)
+    return _add_tokens(generation, logits, request)
 
 
-def _decode(model: Decoder, generation: Generation, request: Request, implementation):
+def _decode(step: Step, weights: Weights, generation: Generation, request: Request) -> Generation:
     running = generation.finish == RUNNING
     blocks, _, ok = allocator.append_tokens(generation.allocator, running.astype(jnp.int32))
     # Without a block for each, nobody goes on. Rows that do not are still computed, but see and write nothing.
@@ -240,11 +245,11 @@ def _decode(model: Decoder, generation: Generation, request: Request, implementa
     seq_lens = jnp.where(active, blocks.seq_lens, 0)
     positions = jnp.maximum(seq_lens - 1, 0)
     slot_mapping = jnp.asarray(allocator.slots(blocks, seq_ids, positions))
-    attend = decode_attend(blocks.block_tables, seq_lens, slot_mapping, implementation=implementation)
-    hidden, caches = model(generation.token_ids, positions, generation.caches, attend)
+    batch = Batch(generation.token_ids, positions, slot_mapping, blocks.block_tables, seq_lens, is_decode=True)
+    logits, caches = step(weights, generation.caches, batch)
     finish = jnp.where(running & ~ok, BLOCKS, generation.finish)
     generation = replace(generation, allocator=blocks, caches=caches, finish=finish)
-    return _add_tokens(generation, model.logits(hidden), request)
+    return _add_tokens(generation, logits, request)
 
 
 def _add_tokens(generation: Generation, logits: Float32[Array, "num_seqs vocab_size"], request):
