@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 from examples.attend import Implementation
 from examples.config import DecoderConfig
 from examples.decoder import Decoder
-from examples.sampling import sample
+from examples.sampling import greedy, sample
 from examples.step import Batch, Step, Weights, make_step
 from paged_jax import PagedKVCache, allocator
 
@@ -36,7 +36,7 @@ PROMPT_MULTIPLE = 64  # prompts are padded to this, so that other lengths rarely
 
 
 class Sampling(NamedTuple):
-    """How tokens are picked (sampling.py); all of it may change without compiling again."""
+    """How tokens are picked (sampling.py); only a change from temperature 0 to another, or back, compiles again."""
 
     temperature: ArrayLike = 0.0
     top_k: ArrayLike = 0
@@ -57,6 +57,7 @@ class Request:
         key: a JAX random key.
         max_seq_len: tokens of the longest sequence there can be (static).
         max_new_tokens: tokens the output has room for (static).
+        is_greedy: whether the temperature is 0, so that the programs draw no random numbers (static).
     """
 
     token_ids: Int32[Array, " num_tokens"]
@@ -67,6 +68,7 @@ class Request:
     key: Array
     max_seq_len: int = field(metadata={"static": True})
     max_new_tokens: int = field(metadata={"static": True})
+    is_greedy: bool = field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -146,6 +148,7 @@ def make_request(
         key=jax.random.key(seed),
         max_seq_len=min(_round_up(int(lens.max())) + max_new_tokens, max_position_embeddings),
         max_new_tokens=max_new_tokens,
+        is_greedy=bool(np.asarray(sampling.temperature) == 0),
     )
 
 
@@ -255,8 +258,11 @@ def _decode(step: Step, weights: Weights, generation: Generation, request: Reque
 def _add_tokens(generation: Generation, logits: Float32[Array, "num_seqs vocab_size"], request):
     """Samples a token for each running sequence, and finishes those for which it was the last."""
     running = generation.finish == RUNNING
-    key = jax.random.fold_in(request.key, generation.step)
-    token_ids = sample(logits, key, **request.sampling._asdict())
+    if request.is_greedy:
+        token_ids = greedy(logits)
+    else:
+        key = jax.random.fold_in(request.key, generation.step)
+        token_ids = sample(logits, key, **request.sampling._asdict())
     rows = jnp.arange(running.shape[0], dtype=jnp.int32)
     columns = jnp.where(running, generation.output_lens, request.max_new_tokens)  # past the end: dropped
     output_lens = generation.output_lens + running.astype(jnp.int32)

@@ -156,7 +156,15 @@ def test_step_by_step_gives_the_same_tokens(tiny, programs, temperature):
         generation = programs.decode(programs.weights, generation, request)
     assert loop.outputs(generation) == at_once
     assert seen == [ids for ids, _ in at_once]
-    assert programs.decode._cache_size() == 1
+
+
+def test_a_greedy_program_draws_no_random_numbers(tiny, programs):
+    def lowered(temperature):
+        request = make_request(PROMPTS, sampling=loop.Sampling(temperature))
+        return programs.generate.lower(programs.weights, make_caches(tiny[1]), request).as_text()
+
+    assert "threefry" in lowered(1.0)
+    assert "threefry" not in lowered(0.0)
 
 
 def test_every_step_and_every_seed_draws_anew(tiny, programs):
@@ -172,14 +180,16 @@ def test_every_step_and_every_seed_draws_anew(tiny, programs):
 
 
 def test_compiled_once_for_varying_lengths_and_options(tiny, programs):
+    """Once for greedy requests, and once for all others."""
     generation_of(tiny, programs, make_request(PROMPTS))
+    generation_of(tiny, programs, make_request(PROMPTS, sampling=loop.Sampling(1.0)))
     before = programs.generate._cache_size()
     for lens in (1, 1, 1), (7, 8, 9), (30, 2, 32), (2, 61, 1):
         sampling = loop.Sampling(0.5 * lens[0], lens[1], 0.9)
         request = make_request(["a" * n for n in lens], sampling=sampling, seed=lens[2], stop=lens[0])
         results = loop.outputs(generation_of(tiny, programs, request))
         assert all(ids for ids, _ in results)
-    assert programs.generate._cache_size() == before == 1
+    assert programs.generate._cache_size() == before == 2
 
 
 @pytest.fixture(scope="module")
