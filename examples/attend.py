@@ -52,7 +52,7 @@ def prefill_attend(
             layout=cache.layout,
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
-            implementation=implementation,
+            implementation=None if implementation == "mosaic_gpu" else implementation,  # which has no write of its own
         )
         out = paged_jax.ragged_paged_attention(
             query,

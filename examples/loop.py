@@ -33,6 +33,9 @@ RUNNING, STOP, LENGTH, BLOCKS = range(4)
 FINISH_REASONS = ("running", "stop", "length", "blocks")
 
 PROMPT_MULTIPLE = 64  # prompts are padded to this, so that other lengths rarely mean another program
+HEADROOM = 1.25  # how far a text's keys and values may exceed its prompt's before an int8 cache cuts them off
+
+type Scales = Sequence[tuple[ArrayLike | None, ArrayLike | None]]
 
 
 class Sampling(NamedTuple):
@@ -152,7 +155,9 @@ def make_request(
     )
 
 
-def make_caches(config: DecoderConfig, num_blocks: int, block_size: int, dtype: DTypeLike) -> tuple[PagedKVCache, ...]:
+def make_caches(
+    config: DecoderConfig, num_blocks: int, block_size: int, dtype: DTypeLike, *, scales: Scales | None = None
+) -> tuple[PagedKVCache, ...]:
     """One empty cache a layer.
 
     Args:
@@ -160,9 +165,40 @@ def make_caches(config: DecoderConfig, num_blocks: int, block_size: int, dtype: 
         num_blocks: blocks in each layer's pool.
         block_size: tokens in a block.
         dtype: of the caches.
+        scales: k_scale and v_scale of each layer, for a quantised cache; None for none.
     """
     sizes = (num_blocks, block_size, config.num_kv_heads, config.head_size)
-    return tuple(PagedKVCache.create(*sizes, dtype=dtype) for _ in range(config.num_layers))
+    return tuple(
+        PagedKVCache.create(*sizes, dtype=dtype, k_scale=k_scale, v_scale=v_scale)
+        for k_scale, v_scale in scales or [(None, None)] * config.num_layers
+    )
+
+
+def measure_scales(
+    programs: Programs, config: DecoderConfig, request: Request, block_size: int, dtype: DTypeLike
+) -> Scales:
+    """Finds the scales at which an int8 cache holds the prompts' keys and values, with some room above them.
+
+    Args:
+        programs: the model's functions; `prefill` runs once.
+        config: the decoder's config.
+        request: the prompts.
+        block_size: tokens in a block.
+        dtype: of a cache that holds keys and values as they are.
+
+    Returns:
+        k_scale and v_scale of each layer, f32 `[num_kv_heads]` each.
+    """
+    num_blocks = int((-(-np.asarray(request.prompt_lens) // block_size)).sum())
+    caches = make_caches(config, num_blocks, block_size, dtype)  # of zeros: what is not written counts for nothing
+    caches = programs.prefill(programs.weights, caches, request).caches
+
+    @jax.jit
+    def scale(pool):
+        largest = HEADROOM * jnp.abs(pool.astype(jnp.float32)).max(axis=(0, 2, 3))
+        return jnp.where(largest > 0, largest / jnp.iinfo(jnp.int8).max, 1)
+
+    return [(scale(cache.key_cache), scale(cache.value_cache)) for cache in caches]
 
 
 def make_programs(model: Decoder, *, implementation: Implementation | None = None) -> Programs:
