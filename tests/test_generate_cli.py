@@ -115,7 +115,7 @@ def test_a_bare_run_of_the_script(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name not in ("TERM", "PYTHONPATH")}
     environment |= {"CI": "true", "PYTHONPATH": str(script.parents[1]), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     command = [sys.executable, "-W", "error", str(script), "--max-new-tokens", "8"]
-    options = {"cwd": tmp_path, "env": environment, "stdin": subprocess.DEVNULL, "timeout": 120}
+    options = {"cwd": tmp_path, "env": environment, "stdin": subprocess.DEVNULL, "timeout": 600}
     outs = []
     for _ in range(2):  # the second time programs come from the cache folder
         done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False, **options)
