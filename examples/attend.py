@@ -4,7 +4,7 @@ A decoder (decoder.py) calls `attend(query, key, value, cache, *, scale, sliding
 a layer and knows nothing else about caches. Each function here returns such a callable for one step:
 
     prefill_attend   writes the new tokens to the paged cache, then attends over ragged rows of any length
-    decode_attend    writes one token a sequence, then attends to the cache of each
+    decode_attend    writes one token a sequence and attends to the cache of each, in one op
     causal_attend    one sequence, plain jnp, no cache: for training and for comparison
 """
 
@@ -18,22 +18,7 @@ from jaxtyping import Array, Int32
 import paged_jax
 from examples.decoder import Attend
 
-type Implementation = Literal["triton", "xla"]
-
-
-def _write(key, value, cache: paged_jax.PagedKVCache, slot_mapping, implementation):
-    key_cache, value_cache = paged_jax.write_to_paged_cache(
-        key,
-        value,
-        cache.key_cache,
-        cache.value_cache,
-        slot_mapping,
-        layout=cache.layout,
-        k_scale=cache.k_scale,
-        v_scale=cache.v_scale,
-        implementation=implementation,
-    )
-    return replace(cache, key_cache=key_cache, value_cache=value_cache)
+type Implementation = Literal["mosaic_gpu", "triton", "xla"]
 
 
 def prefill_attend(
@@ -58,11 +43,21 @@ def prefill_attend(
     """
 
     def attend(query, key, value, cache, *, scale, sliding_window):
-        cache = _write(key, value, cache, slot_mapping, implementation)
-        out = paged_jax.ragged_paged_attention(
-            query,
+        key_cache, value_cache = paged_jax.write_to_paged_cache(
+            key,
+            value,
             cache.key_cache,
             cache.value_cache,
+            slot_mapping,
+            layout=cache.layout,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+            implementation=None if implementation == "mosaic_gpu" else implementation,  # which has no write of its own
+        )
+        out = paged_jax.ragged_paged_attention(
+            query,
+            key_cache,
+            value_cache,
             block_tables,
             seq_lens,
             query_start_loc,
@@ -73,7 +68,7 @@ def prefill_attend(
             layout=cache.layout,
             implementation=implementation,
         )
-        return out, cache
+        return out, replace(cache, key_cache=key_cache, value_cache=value_cache)
 
     return attend
 
@@ -85,7 +80,7 @@ def decode_attend(
     *,
     implementation: Implementation | None = None,
 ) -> Attend:
-    """Attention of one new token a sequence, which it writes to the cache first.
+    """Attention of one new token a sequence, which it writes to the cache on the way.
 
     Args:
         block_tables: i32 `[num_seqs, max_blocks_per_seq]`, already grown to hold the new tokens.
@@ -98,13 +93,15 @@ def decode_attend(
     """
 
     def attend(query, key, value, cache, *, scale, sliding_window):
-        cache = _write(key, value, cache, slot_mapping, implementation)
-        out = paged_jax.paged_attention(
+        out, key_cache, value_cache = paged_jax.write_and_attend(
             query,
+            key,
+            value,
             cache.key_cache,
             cache.value_cache,
             block_tables,
             seq_lens,
+            slot_mapping,
             scale=scale,
             sliding_window=sliding_window,
             k_scale=cache.k_scale,
@@ -112,7 +109,7 @@ def decode_attend(
             layout=cache.layout,
             implementation=implementation,
         )
-        return out, cache
+        return out, replace(cache, key_cache=key_cache, value_cache=value_cache)
 
     return attend
 

@@ -2,7 +2,8 @@
 
 A folder holds config.json (config.py), tokenizer.json, model.safetensors or its shards with
 model.safetensors.index.json, and perhaps generation_config.json. Every tensor in it is used exactly once, or the
-folder is refused.
+folder is refused. Matrices that the decoder keeps side by side in one (q, k and v; gate and up) are tensors of their
+own in a folder: `load_model` joins them and `save_model` parts them again.
 """
 
 import re
@@ -33,17 +34,19 @@ HUB_FILES = [
     "model.safetensors.index.json",
 ]
 
-# Which Hugging Face module holds the weights of which of ours; * is the layer's number.
-MODULES = {
+# Which Hugging Face module, or which ones side by side, hold the weights of which of ours; * is the layer's number.
+MODULES: dict[str, dict[str, str | tuple[str, ...]]] = {
     "opt": {
         "embed_tokens": "model.decoder.embed_tokens",
         "embed_positions": "model.decoder.embed_positions",
         "project_in": "model.decoder.project_in",
         "project_out": "model.decoder.project_out",
         "layers.*.attention_norm": "model.decoder.layers.*.self_attn_layer_norm",
-        "layers.*.attention.q_proj": "model.decoder.layers.*.self_attn.q_proj",
-        "layers.*.attention.k_proj": "model.decoder.layers.*.self_attn.k_proj",
-        "layers.*.attention.v_proj": "model.decoder.layers.*.self_attn.v_proj",
+        "layers.*.attention.qkv_proj": (
+            "model.decoder.layers.*.self_attn.q_proj",
+            "model.decoder.layers.*.self_attn.k_proj",
+            "model.decoder.layers.*.self_attn.v_proj",
+        ),
         "layers.*.attention.o_proj": "model.decoder.layers.*.self_attn.out_proj",
         "layers.*.mlp_norm": "model.decoder.layers.*.final_layer_norm",
         "layers.*.mlp.up_proj": "model.decoder.layers.*.fc1",
@@ -54,15 +57,16 @@ MODULES = {
     "llama": {
         "embed_tokens": "model.embed_tokens",
         "layers.*.attention_norm": "model.layers.*.input_layernorm",
-        "layers.*.attention.q_proj": "model.layers.*.self_attn.q_proj",
-        "layers.*.attention.k_proj": "model.layers.*.self_attn.k_proj",
-        "layers.*.attention.v_proj": "model.layers.*.self_attn.v_proj",
+        "layers.*.attention.qkv_proj": (
+            "model.layers.*.self_attn.q_proj",
+            "model.layers.*.self_attn.k_proj",
+            "model.layers.*.self_attn.v_proj",
+        ),
         "layers.*.attention.o_proj": "model.layers.*.self_attn.o_proj",
         "layers.*.attention.q_norm": "model.layers.*.self_attn.q_norm",
         "layers.*.attention.k_norm": "model.layers.*.self_attn.k_norm",
         "layers.*.mlp_norm": "model.layers.*.post_attention_layernorm",
-        "layers.*.mlp.gate_proj": "model.layers.*.mlp.gate_proj",
-        "layers.*.mlp.up_proj": "model.layers.*.mlp.up_proj",
+        "layers.*.mlp.gate_up_proj": ("model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_proj"),
         "layers.*.mlp.down_proj": "model.layers.*.mlp.down_proj",
         "final_norm": "model.norm",
         "lm_head": "lm_head",
@@ -103,17 +107,32 @@ def save_model(folder: str | Path, model: Decoder, config: DecoderConfig) -> Non
     """
     tensors = {}
     for path, parameter in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        tensor = np.asarray(parameter[...])
-        tensors[_tensor_name(path, config)] = np.ascontiguousarray(tensor.T if path[-1] == "kernel" else tensor)
+        array = np.asarray(parameter[...])
+        array = array.T if path[-1] == "kernel" else array
+        sizes = _tensor_sizes(path, array.shape[0], config)
+        for name, tensor in zip(sizes, np.split(array, np.cumsum([*sizes.values()])[:-1]), strict=True):
+            tensors[name] = np.ascontiguousarray(tensor)
     Path(folder).mkdir(parents=True, exist_ok=True)
     save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
 
 
-def _tensor_name(path: Sequence[Any], config: DecoderConfig) -> str:
-    """The checkpoint's name of the parameter at a path such as ("layers", 3, "attention", "q_proj", "kernel")."""
+def _tensor_sizes(path: Sequence[Any], size: int, config: DecoderConfig) -> dict[str, int]:
+    """The checkpoint's tensors that together are one parameter, by name, and the length of the first axis of each.
+
+    Args:
+        path: of the parameter, such as ("layers", 3, "attention", "qkv_proj", "kernel").
+        size: length of the whole parameter's first axis, the way round that the checkpoint has it.
+        config: the decoder's config.
+    """
     module = ".".join("*" if isinstance(part, int) else part for part in path[:-1])
     layer = next((str(part) for part in path if isinstance(part, int)), "")
-    return f"{MODULES[config.family][module].replace('*', layer)}.{PARAMETERS[str(path[-1])]}"
+    modules = MODULES[config.family][module]
+    modules = (modules,) if isinstance(modules, str) else modules
+    sizes = [size // len(modules)] * len(modules)
+    if len(modules) == 3:  # query, key and value heads
+        sizes = [num_heads * config.head_size for num_heads in (config.num_heads, *[config.num_kv_heads] * 2)]
+    names = [f"{name.replace('*', layer)}.{PARAMETERS[str(path[-1])]}" for name in modules]
+    return dict(zip(names, sizes, strict=True))
 
 
 def _find_folder(model: str | Path) -> Path:
@@ -161,23 +180,30 @@ def _load_eos_token_ids(folder: Path) -> tuple[int, ...]:
 def _load_weights(folder: Path, config: DecoderConfig, dtype: DTypeLike) -> Decoder:
     # Shapes alone: no random weights are made to be thrown away.
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype)))
-    parameters = {_tensor_name(path, config): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
+    parameters = []  # each with whether it lies the other way round in the checkpoint, and its tensors there
+    for path, parameter in nnx.to_flat_state(state):
+        is_kernel = path[-1] == "kernel"
+        sizes = _tensor_sizes(path, parameter.shape[-1 if is_kernel else 0], config)
+        parameters.append((parameter, is_kernel, sizes))
+    wanted = {name for _, _, sizes in parameters for name in sizes}
     tensors = _find_tensors(folder)
     if config.tie_embeddings:
-        _drop_tied_head(tensors, _tensor_name(("embed_tokens", "embedding"), config))
-    if missing := parameters.keys() - tensors.keys():
+        _drop_tied_head(tensors, next(iter(_tensor_sizes(("embed_tokens", "embedding"), 0, config))))
+    if missing := wanted - tensors.keys():
         raise CheckpointError(f"{folder} lacks tensor {_some(missing)}")
-    if unexpected := tensors.keys() - parameters.keys():
+    if unexpected := tensors.keys() - wanted:
         raise CheckpointError(f"{folder} has a tensor that its architecture has no place for: {_some(unexpected)}")
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        for name in progress.track(sorted(tensors), description=f"Loading {folder.name}"):
-            path, parameter = parameters[name]
-            array = tensors[name].read()
-            is_kernel = path[-1] == "kernel"
-            if array.shape != (expected := parameter.shape[::-1] if is_kernel else parameter.shape):
-                raise CheckpointError(f"tensor {name} has shape {array.shape}; expected {expected}")
+        for parameter, is_kernel, sizes in progress.track(parameters, description=f"Loading {folder.name}"):
+            shape = parameter.shape[::-1] if is_kernel else parameter.shape
+            arrays = []
+            for name, size in sizes.items():
+                arrays.append(tensors[name].read())
+                if (found := arrays[-1].shape) != (expected := (size, *shape[1:])):
+                    raise CheckpointError(f"tensor {name} has shape {found}; expected {expected}")
+            array = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
             parameter.set_value(jnp.asarray(array.T if is_kernel else array, dtype))
     return nnx.merge(graphdef, state)
 

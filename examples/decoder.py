@@ -4,10 +4,12 @@ Tokens are flat, `[num_tokens]`: sequences lie one after the other with no batch
 one ends and where its keys and values are kept. Prefill, paged decode and plain causal attention (attend.py) thus
 share this file. Caches go in and come out, one a layer, and are never part of the module.
 
-Norms, rotations and logits are computed in float32, every other product in the dtype of the model.
+The modules compute norms, rotations and logits in float32, and every other product in the dtype of the model.
+Matrices that multiply the same input are one matrix (q, k and v; gate and up): a step of few tokens takes as long as
+reading the weights does, and XLA reads one wide matrix faster than several narrow ones.
 
-    token_ids ─ embed ─┬─ norm ─ q,k,v ─ rotate ─ attend ─ o ─ + ─┬─ norm ─ mlp ─ + ─ ... ─ norm ─ logits
-                       └──────────────────────────────────────┘   └──────────────┘
+    token_ids ─ embed ─┬─ norm ─ qkv ─ rotate ─ attend ─ o ─ + ─┬─ norm ─ mlp ─ + ─ ... ─ norm ─ logits
+                       └────────────────────────────────────┘   └──────────────┘
 """
 
 from collections.abc import Callable
@@ -26,6 +28,7 @@ from examples.config import DecoderConfig, Rope
 OPT_POSITION_OFFSET = 2  # OPT's first position is row 2 of its table, as in fairseq
 
 type Attend = Callable[..., tuple[Array, Any]]
+type Rotation = tuple[Float32[Array, "num_tokens half_head_size"], Float32[Array, "num_tokens half_head_size"]]
 
 
 def rope_frequencies(rope: Rope, head_size: int) -> np.ndarray:
@@ -50,7 +53,7 @@ def rope_frequencies(rope: Rope, head_size: int) -> np.ndarray:
 
 def rotate(
     heads: Float[Array, "num_tokens num_heads head_size"],
-    angles: Float32[Array, "num_tokens half_head_size"],
+    rotation: Rotation,
 ) -> Float32[Array, "num_tokens num_heads head_size"]:
     """Turns queries or keys by their positions; each number is paired with the one half a head away.
 
@@ -58,14 +61,16 @@ def rotate(
 
     Args:
         heads: `[num_tokens, num_heads, head_size]`.
-        angles: f32 `[num_tokens, head_size // 2]`, radians.
+        rotation: cosine and sine of each token's angles, f32 `[num_tokens, head_size // 2]` each.
 
     Returns:
         f32 `[num_tokens, num_heads, head_size]`.
     """
-    cos, sin = jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :]
-    first, second = jnp.split(heads.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    cos, sin = (x[:, None, None, :] for x in rotation)
+    sign = jnp.array([-1.0, 1.0], jnp.float32)[None, None, :, None]
+    halves = heads.astype(jnp.float32).reshape(*heads.shape[:-1], 2, -1)
+    # Flipping the halves, unlike joining two results, is part of the kernel that XLA makes of all this.
+    return (halves * cos + jnp.flip(halves, axis=2) * (sign * sin)).reshape(heads.shape)
 
 
 def make_norm(config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> nnx.LayerNorm | nnx.RMSNorm:
@@ -85,14 +90,12 @@ class Attention(nnx.Module):
     """Grouped-query attention of one layer, its keys and values left to `attend`."""
 
     def __init__(self, config: DecoderConfig, sliding_window: int | None, *, rngs: nnx.Rngs, dtype: DTypeLike):
-        self.head_size = config.head_size
+        self.num_heads, self.num_kv_heads, self.head_size = config.num_heads, config.num_kv_heads, config.head_size
         self.sliding_window = sliding_window
         self.dtype = dtype
         heads_size, kv_heads_size = (n * config.head_size for n in (config.num_heads, config.num_kv_heads))
         linear = partial(nnx.Linear, dtype=dtype, param_dtype=dtype, rngs=rngs)
-        self.q_proj = linear(config.hidden_size, heads_size, use_bias=config.qkv_bias)
-        self.k_proj = linear(config.hidden_size, kv_heads_size, use_bias=config.qkv_bias)
-        self.v_proj = linear(config.hidden_size, kv_heads_size, use_bias=config.qkv_bias)
+        self.qkv_proj = linear(config.hidden_size, heads_size + 2 * kv_heads_size, use_bias=config.qkv_bias)
         self.o_proj = linear(heads_size, config.hidden_size, use_bias=config.o_bias)
         norm = partial(
             nnx.RMSNorm, config.head_size, epsilon=config.norm_eps, dtype=jnp.float32, param_dtype=dtype, rngs=rngs
@@ -100,15 +103,13 @@ class Attention(nnx.Module):
         self.q_norm = norm() if config.qk_norm else None
         self.k_norm = norm() if config.qk_norm else None
 
-    def __call__(self, hidden, angles, cache, attend: Attend):
-        query, key, value = (
-            project(hidden).reshape(hidden.shape[0], -1, self.head_size)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
+    def __call__(self, hidden, rotation: Rotation | None, cache, attend: Attend, rows=None):
+        heads = self.qkv_proj(hidden).reshape(hidden.shape[0], -1, self.head_size)
+        query, key, value = jnp.split(heads, (self.num_heads, self.num_heads + self.num_kv_heads), axis=1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        if angles is not None:
-            query, key = rotate(query, angles), rotate(key, angles)
+        if rotation is not None:
+            query, key = rotate(query, rotation), rotate(key, rotation)
         out, cache = attend(
             query.astype(self.dtype),
             key.astype(self.dtype),
@@ -117,24 +118,26 @@ class Attention(nnx.Module):
             scale=self.head_size**-0.5,
             sliding_window=self.sliding_window,
         )
-        return self.o_proj(out.reshape(hidden.shape[0], -1)), cache
+        return self.o_proj(_take(out, rows).reshape(-1, self.num_heads * self.head_size)), cache
 
 
 class Mlp(nnx.Module):
-    """OPT's two layers around a ReLU, or SwiGLU (https://arxiv.org/abs/2002.05202)."""
+    """OPT's two layers around a ReLU, or SwiGLU (https://arxiv.org/abs/2002.05202), gate and up side by side."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
         hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
         linear = partial(nnx.Linear, use_bias=config.mlp_bias, dtype=dtype, param_dtype=dtype, rngs=rngs)
-        self.gate_proj = None if config.family == "opt" else linear(hidden_size, intermediate_size)
-        self.up_proj = linear(hidden_size, intermediate_size)
+        is_gated = config.family != "opt"
+        self.gate_up_proj = linear(hidden_size, 2 * intermediate_size) if is_gated else None
+        self.up_proj = None if is_gated else linear(hidden_size, intermediate_size)
         self.down_proj = linear(intermediate_size, hidden_size)
 
     def __call__(self, hidden):
-        up = self.up_proj(hidden)
-        if self.gate_proj is None:
-            return self.down_proj(jax.nn.relu(up))
-        return self.down_proj(jax.nn.silu(self.gate_proj(hidden)) * up)
+        if self.up_proj is not None:
+            return self.down_proj(jax.nn.relu(self.up_proj(hidden)))
+        assert self.gate_up_proj is not None
+        gate, up = jnp.split(self.gate_up_proj(hidden), 2, axis=-1)
+        return self.down_proj(jax.nn.silu(gate) * up)
 
 
 class Layer(nnx.Module):
@@ -147,14 +150,14 @@ class Layer(nnx.Module):
         self.mlp_norm = make_norm(config, rngs=rngs, dtype=dtype)
         self.mlp = Mlp(config, rngs=rngs, dtype=dtype)
 
-    def __call__(self, hidden, angles, cache, attend: Attend):
+    def __call__(self, hidden, rotation: Rotation | None, cache, attend: Attend, rows=None):
+        normed = self.attention_norm(hidden) if self.pre_norm else hidden
+        out, cache = self.attention(normed, rotation, cache, attend, rows)
+        hidden = _take(hidden, rows) + out
         if self.pre_norm:
-            out, cache = self.attention(self.attention_norm(hidden), angles, cache, attend)
-            hidden = hidden + out
             return hidden + self.mlp(self.mlp_norm(hidden)), cache
-        out, cache = self.attention(hidden, angles, cache, attend)
-        hidden = self.attention_norm(hidden + out).astype(hidden.dtype)
-        return self.mlp_norm(hidden + self.mlp(hidden)).astype(hidden.dtype), cache
+        hidden = self.attention_norm(hidden).astype(out.dtype)
+        return self.mlp_norm(hidden + self.mlp(hidden)).astype(out.dtype), cache
 
 
 class Decoder(nnx.Module):
@@ -191,7 +194,8 @@ class Decoder(nnx.Module):
         positions: Int32[Array, " num_tokens"],
         caches: tuple[Any, ...],
         attend: Attend,
-    ) -> tuple[Float[Array, "num_tokens hidden_size"], tuple[Any, ...]]:
+        rows: Int32[Array, " num_rows"] | None = None,
+    ) -> tuple[Float[Array, "num_rows hidden_size"], tuple[Any, ...]]:
         """Runs the layers over new tokens.
 
         Args:
@@ -200,22 +204,25 @@ class Decoder(nnx.Module):
             caches: one a layer, of whatever kind `attend` takes.
             attend: `attend(query, key, value, cache, *, scale, sliding_window) -> (out, cache)`, called once a
                 layer with `[num_tokens, heads, head_size]` arrays (attend.py).
+            rows: i32 `[num_rows]`, which tokens' results are wanted; None for all, in their order. Once the last
+                layer has attended, the others cost nothing more.
 
         Returns:
-            The residual stream `[num_tokens, hidden_size]` after the last layer, for `logits`, and the caches.
+            The residual stream `[num_rows, hidden_size]` after the last layer, for `logits`, and the caches.
         """
         hidden = self.embed_tokens(token_ids)
         if self.project_in is not None:
             hidden = self.project_in(hidden)
-        angles = None
+        rotation = None
         if self.embed_positions is not None:
             hidden = hidden + self.embed_positions(positions + OPT_POSITION_OFFSET)
         if self.config.rope is not None:
             frequencies = rope_frequencies(self.config.rope, self.config.head_size)
             angles = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
+            rotation = jnp.cos(angles), jnp.sin(angles)
         new_caches = []
-        for layer, cache in zip(self.layers, caches, strict=True):
-            hidden, cache = layer(hidden, angles, cache, attend)
+        for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True), start=1):
+            hidden, cache = layer(hidden, rotation, cache, attend, rows if i == len(self.layers) else None)
             new_caches.append(cache)
         return hidden, tuple(new_caches)
 
@@ -237,3 +244,8 @@ class Decoder(nnx.Module):
         embedding = self.embed_tokens.embedding[...]
         hidden = hidden.astype(embedding.dtype)
         return jnp.einsum("nh,vh->nv", hidden, embedding, preferred_element_type=jnp.float32)
+
+
+def _take(array: Array, rows: Array | None) -> Array:
+    """These rows of an array, or all of it."""
+    return array if rows is None else array[rows]

@@ -3,10 +3,12 @@
     python -m examples.generate
     python -m examples.generate --model Qwen/Qwen3-0.6B --prompt "The sea" --prompt "A mountain" --stream
     python -m examples.generate --json --temperature 0.8 --top-p 0.95 --seed 7 --prompt "The assert statement"
+    python -m examples.generate --prompt-file prompts.txt --kv-cache-dtype int8
+    echo "The for statement" | python -m examples.generate --prompt-file - --max-new-tokens 40
 
-Without --model the tiny model in examples/tiny writes, and what it writes looks like Python's documentation. On
-stdout is the text (each prompt with what follows it) or, with --json, one object a prompt; everything else is on
-stderr. Exit code 2 and one line on stderr if something asked for cannot be done.
+Without --model the tiny model in examples/tiny writes, and what it writes looks like Python's documentation. stdout
+gets the text (each prompt with what follows it) or, with --json, one object a prompt; stderr gets everything else.
+The exit code is 2, with one line on stderr, if something asked for cannot be done.
 """
 
 import argparse
@@ -31,11 +33,16 @@ if not __package__:
 from examples import loop
 from examples.checkpoint import CheckpointError, load_model
 from examples.config import DecoderConfig
+from examples.text import Writer
+from paged_jax import PagedKVCache
 
 TINY = Path(__file__).resolve().parent / "tiny"
 DEFAULT_PROMPT = 'The "for" statement'
 TINY_TEMPERATURE = 0.6  # its likeliest text soon repeats itself
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+QUANTISED = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 
 class GenerateError(ValueError):
@@ -47,112 +54,54 @@ class _Parser(argparse.ArgumentParser):
         raise GenerateError(message)
 
 
-class Detokenizer:
-    """Turns the tokens that follow a prompt into text as they come, never half a character.
-
-    New text is what decoding some tokens back gives more with the new tokens than without them, since what a token
-    spells may depend on its neighbours.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]):
-        self.tokenizer = tokenizer
-        self.ids = list(prompt_ids[-5:])
-        self.num_read = len(self.ids)
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete; bytes of an unfinished character wait for the rest of it."""
-        return "".join(self._push(token_id) for token_id in token_ids)
-
-    def _push(self, token_id: int) -> str:
-        self.ids.append(token_id)
-        text = self._new_text()
-        if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
-            return ""
-        self.ids, self.num_read = self.ids[self.num_read :], len(self.ids) - self.num_read
-        return text
-
-    def flush(self) -> str:
-        """What still waits at the end, with replacement characters for bytes that spell nothing."""
-        text = self._new_text()
-        self.num_read = len(self.ids)
-        return text
-
-    def _new_text(self) -> str:
-        before = self.tokenizer.decode(self.ids[: self.num_read])
-        return self.tokenizer.decode(self.ids)[len(before) :]
-
-
-class Writer:
-    """Writes results to stdout in the order of the prompts, each as soon as it is its turn."""
-
-    def __init__(self, tokenizer: Tokenizer, prompts: list[str], prompt_ids: list[list[int]], as_json: bool):
-        self.as_json = as_json
-        self.prompts = prompts
-        self.detokenizers = [Detokenizer(tokenizer, ids) for ids in prompt_ids]
-        self.texts = ["" for _ in prompts]
-        self.num_read = [0 for _ in prompts]  # tokens that are in the texts
-        self.turn = 0
-        self.num_written = 0  # characters of the prompt whose turn it is, and of its text
-
-    def update(self, results: list[tuple[list[int], str]]) -> None:
-        """Takes all tokens so far of every prompt, a stop token included, and the finish reason or "running"."""
-        for i, (token_ids, finish_reason) in enumerate(results):
-            new_ids = token_ids[self.num_read[i] : -1 if finish_reason == "stop" else None]
-            self.num_read[i] = len(token_ids)
-            self.texts[i] += self.detokenizers[i].push(new_ids)
-            if finish_reason != "running":
-                self.texts[i] += self.detokenizers[i].flush()
-        while self.turn < len(results) and self._write(self.turn, *results[self.turn]):
-            self.turn, self.num_written = self.turn + 1, 0
-        sys.stdout.flush()
-
-    def _write(self, i: int, token_ids: list[int], finish_reason: str) -> bool:
-        """Writes what is new of prompt i; whether that was its end."""
-        is_end = finish_reason != "running"
-        if not self.as_json:
-            text = ("\n" if i > 0 else "") + self.prompts[i] + self.texts[i] + ("\n" if is_end else "")
-            sys.stdout.write(text[self.num_written :])
-            self.num_written = len(text)
-        elif is_end:
-            values = self.prompts[i], token_ids, self.texts[i], finish_reason
-            result = dict(zip(("prompt", "token_ids", "text", "finish_reason"), values, strict=True))
-            sys.stdout.write(json.dumps(result) + "\n")
-        return is_end
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the command line.
-
-    Raises:
-        GenerateError: an option or its value is wrong.
-    """
+def make_parser() -> argparse.ArgumentParser:
+    """The command line's options, with their help."""
     parser = _Parser(
         prog="generate",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument
+    add = parser.add_argument_group("what to write").add_argument
     add("--model", metavar="DIR_OR_HUB_ID", default=str(TINY), help="Hugging Face folder or hub id (examples/tiny)")
     add("--prompt", metavar="TEXT", action="append",
         help=f"may be given several times; --prompt=-x if it starts with a dash ({DEFAULT_PROMPT})")  # fmt: skip
+    add("--prompt-file", metavar="FILE", action="append",
+        help="one prompt a line, or in a file named *.jsonl one JSON string a line; - reads stdin")  # fmt: skip
     add("--max-new-tokens", metavar="N", type=int, default=128, help="of each prompt, at most (%(default)s)")
+    add("--stream", action="store_true", help="write text as it is generated")
+    add("--json", action="store_true", help="write one JSON object a prompt")
+    add = parser.add_argument_group("how tokens are picked").add_argument
     add("--temperature", metavar="T", type=float,
         help=f"0 = always the likeliest token (0 with --model, {TINY_TEMPERATURE} without)")  # fmt: skip
     add("--top-k", metavar="K", type=int, default=0, help="draw from the K likeliest tokens only; 0 = all")
     add("--top-p", metavar="P", type=float, default=1.0, help="... that together reach probability P; 1 = all")
     add("--seed", metavar="N", type=int, default=0, help="of the draws (%(default)s)")
+    add = parser.add_argument_group("how it runs").add_argument
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
-        help="of weights and cache; auto = float32 on a CPU, bfloat16 elsewhere")  # fmt: skip
+        help="of the weights; auto = float32 on a CPU, bfloat16 elsewhere")  # fmt: skip
+    add("--kv-cache-dtype", choices=("auto", "float32", "bfloat16", "float16", *QUANTISED), default="auto",
+        help="of the cached keys and values (--dtype's); int8 and float8 take half of bfloat16's room")  # fmt: skip
+    add("--k-scale", metavar="S", type=float,
+        help="a key is S times what an int8 or float8 cache holds of it (float8: 1; int8: measured on the prompts, "
+        "for each layer and head)")  # fmt: skip
+    add("--v-scale", metavar="S", type=float, help="the same for values")
     add("--block-size", metavar="N", type=int, default=16, help="tokens in a block of the cache (%(default)s)")
-    add("--num-blocks", metavar="N", type=int, help="blocks in the cache (what the prompts may need at most)")
-    add("--implementation", choices=("triton", "xla"), help="of the paged ops (the fastest there is)")
-    add("--stream", action="store_true", help="write text as it is generated")
-    add("--json", action="store_true", help="write one JSON object a prompt")
-    options = parser.parse_args(argv)
-    options.prompt = options.prompt or [DEFAULT_PROMPT]
-    if options.temperature is None:
-        options.temperature = TINY_TEMPERATURE if options.model == str(TINY) else 0.0
+    add("--num-blocks", metavar="N", type=int,
+        help="blocks in the cache (what the prompts may need at most); without a free one all texts end")  # fmt: skip
+    add("--implementation", choices=("mosaic_gpu", "triton", "xla"), help="of the paged ops (the fastest there is)")
+    add("--no-compilation-cache", action="store_true",
+        help="compile anew, instead of keeping compiled programs in the user's cache folder")  # fmt: skip
+    return parser
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the command line; stdin and files of prompts, too.
+
+    Raises:
+        GenerateError: an option or its value is wrong.
+    """
+    options = make_parser().parse_args(argv)
 
     def check(flag: str, is_right: bool, expected: str) -> None:
         if not is_right:
@@ -160,13 +109,53 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             raise GenerateError(f"{flag} must be {expected}, got {value}")
 
     check("--max-new-tokens", 1 <= options.max_new_tokens < 2**31, "1 or more, and below 2**31")
-    check("--temperature", 0 <= options.temperature < math.inf, "0 or more")
+    check("--temperature", options.temperature is None or 0 <= options.temperature < math.inf, "0 or more")
     check("--top-k", 0 <= options.top_k < 2**31, "0 or more")
     check("--top-p", 0 < options.top_p <= 1, "above 0 and at most 1")
     check("--seed", 0 <= options.seed < 2**32, "from 0 to 2**32 - 1")
     check("--block-size", options.block_size in BLOCK_SIZES, f"one of {', '.join(map(str, BLOCK_SIZES))}")
     check("--num-blocks", options.num_blocks is None or options.num_blocks >= 1, "1 or more")
+    for flag, scale in ("--k-scale", options.k_scale), ("--v-scale", options.v_scale):
+        check(flag, scale is None or 0 < scale < math.inf, "above 0")
+        if scale is not None and options.kv_cache_dtype not in QUANTISED:
+            raise GenerateError(f"{flag} needs --kv-cache-dtype to be one of {', '.join(QUANTISED)}")
+    prompts = list(options.prompt or [])
+    for name in options.prompt_file or []:
+        prompts += read_prompts(name)
+    options.prompt = prompts or [DEFAULT_PROMPT]
+    if options.temperature is None:
+        options.temperature = TINY_TEMPERATURE if options.model == str(TINY) else 0.0
     return options
+
+
+def read_prompts(name: str) -> list[str]:
+    """The prompts in a file, or on stdin where the name is "-"; empty lines are left out.
+
+    Raises:
+        GenerateError: there is no such file, it is no text, or it holds no prompt.
+    """
+    path = name if name != "-" else "stdin"
+    try:
+        content = (sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()).decode()
+    except (OSError, AttributeError) as error:  # a closed stdin is None
+        raise GenerateError(f"{path} cannot be read: {error}") from None
+    except UnicodeDecodeError:
+        raise GenerateError(f"{path} is not valid UTF-8") from None
+    lines = [line.removesuffix("\r") for line in content.split("\n")]
+    prompts = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not prompts:
+        raise GenerateError(f"{path} holds no prompt")
+    return [_json_prompt(path, *prompt) if name.endswith(".jsonl") else prompt[1] for prompt in prompts]
+
+
+def _json_prompt(path: str, number: int, line: str) -> str:
+    try:
+        prompt = json.loads(line)
+    except (ValueError, RecursionError):
+        prompt = None
+    if not isinstance(prompt, str):
+        raise GenerateError(f"{path}, line {number}: expected a JSON string")
+    return prompt
 
 
 def encode(tokenizer: Tokenizer, prompts: list[str], config: DecoderConfig) -> list[list[int]]:
@@ -211,6 +200,21 @@ def choose_num_blocks(options: argparse.Namespace, request: loop.Request) -> int
     return options.num_blocks
 
 
+def make_caches(
+    options: argparse.Namespace, config: DecoderConfig, programs: loop.Programs, request: loop.Request, dtype: str
+) -> tuple[PagedKVCache, ...]:
+    """Empty caches as asked for; those of int8 have the scales given, or else those that the prompts suggest."""
+    num_blocks = choose_num_blocks(options, request)
+    cache_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    scales = [(options.k_scale, options.v_scale)] * config.num_layers
+    if cache_dtype == "int8" and None in scales[0]:
+        measured = loop.measure_scales(programs, config, request, options.block_size, dtype)
+        scales = [(options.k_scale or k_scale, options.v_scale or v_scale) for k_scale, v_scale in measured]
+    elif cache_dtype in QUANTISED:
+        scales = [(options.k_scale or 1.0, options.v_scale or 1.0)] * config.num_layers
+    return loop.make_caches(config, num_blocks, options.block_size, cache_dtype, scales=scales)
+
+
 def compile_programs(options: argparse.Namespace, programs: loop.Programs, *arguments) -> list:
     """The compiled programs that the run calls: `[generate]`, or `[prefill, decode]` for --stream."""
     if not options.stream:
@@ -222,7 +226,7 @@ def compile_programs(options: argparse.Namespace, programs: loop.Programs, *argu
 
 
 def bar(description: str) -> Progress:
-    """A bar on stderr that moves as long as it is open; nothing where stderr is no terminal."""
+    """A bar on stderr that moves as long as it is open; where stderr is no terminal it shows nothing."""
     console = Console(stderr=True)
     columns = SpinnerColumn(), TextColumn(description), BarColumn(), TimeElapsedColumn()
     progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
@@ -242,6 +246,30 @@ def summarize(generation: loop.Generation, num_tokens: int, seconds: float, comp
         f"(and {compile_seconds:.1f} s to compile); {num_used} of {num_blocks} blocks used, "
         f"cache waste {waste:.1f}% of their {num_slots} slots"
     )
+
+
+def notices(results: list[tuple[list[int], str]], max_new_tokens: int, config: DecoderConfig) -> list[str]:
+    """One line for each text that ended before it had to."""
+    lines = []
+    for i, (token_ids, finish_reason) in enumerate(results):
+        name = f"the text of prompt {i + 1}" if len(results) > 1 else "the text"
+        cut = f"{name} was cut after {len(token_ids)} of {max_new_tokens} tokens"
+        if finish_reason == "blocks":
+            lines.append(f"{cut}: the cache has no free block left; --num-blocks gives it more")
+        elif finish_reason == "length" and len(token_ids) < max_new_tokens:
+            lines.append(f"{cut}: the model has no more than {config.max_position_embeddings} positions")
+    return lines
+
+
+def use_compilation_cache() -> None:
+    """Has JAX keep compiled programs in the user's cache folder, unless it keeps them elsewhere already."""
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paged_jax"
+    with contextlib.suppress(OSError):  # where nothing can be written, programs are compiled anew
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
 def default_dtype() -> str:
@@ -265,6 +293,8 @@ def run(options: argparse.Namespace) -> None:
     """
     dtype = default_dtype()  # first of all, since without a device nothing works
     dtype = dtype if options.dtype == "auto" else options.dtype
+    if not options.no_compilation_cache:
+        use_compilation_cache()
     model, config, tokenizer, eos_token_ids = load_model(options.model, dtype)
     prompt_ids = encode(tokenizer, options.prompt, config)
     request = loop.make_request(
@@ -275,14 +305,13 @@ def run(options: argparse.Namespace) -> None:
         sampling=loop.Sampling(options.temperature, options.top_k, options.top_p),
         seed=options.seed,
     )
-    num_blocks = choose_num_blocks(options, request)
     programs = loop.make_programs(model, implementation=options.implementation)
     weights = programs.weights
 
     started = time.perf_counter()
     try:
         with bar("Compiling"):
-            caches = loop.make_caches(config, num_blocks, options.block_size, dtype)
+            caches = make_caches(options, config, programs, request, dtype)
             first, *rest = compile_programs(options, programs, weights, caches, request)
     except (NotImplementedError, ValueError) as error:  # what the library cannot do, in its own words
         raise GenerateError(str(error)) from error
@@ -298,11 +327,13 @@ def run(options: argparse.Namespace) -> None:
         writer.update(results)
     seconds = time.perf_counter() - compiled
     num_tokens = sum(len(token_ids) for token_ids, _ in results)
+    for notice in notices(results, options.max_new_tokens, config):
+        print("note:", notice, file=sys.stderr)
     print(summarize(generation, num_tokens, seconds, compiled - started), file=sys.stderr)
 
 
 def prepare_streams() -> None:
-    """Leads closed streams nowhere, and has stdout escape the characters that its encoding lacks."""
+    """Sends what is written to a closed stream nowhere, and has stdout escape the characters its encoding lacks."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
@@ -311,7 +342,7 @@ def prepare_streams() -> None:
 
 
 def discard_stdout() -> None:
-    """Leads stdout nowhere once it has failed, since the exit flushes it once more."""
+    """Sends stdout nowhere once it has failed, since Python flushes it once more when it exits."""
     with contextlib.suppress(OSError):  # it need not be a file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -19,24 +19,27 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float32, Int32
 
-from examples.attend import Implementation, decode_attend, prefill_attend
+from examples.attend import Implementation
 from examples.config import DecoderConfig
 from examples.decoder import Decoder
-from examples.sampling import sample
+from examples.sampling import greedy, sample
+from examples.step import Batch, Step, Weights, make_step
 from paged_jax import PagedKVCache, allocator
 
 RUNNING, STOP, LENGTH, BLOCKS = range(4)
 FINISH_REASONS = ("running", "stop", "length", "blocks")
 
 PROMPT_MULTIPLE = 64  # prompts are padded to this, so that other lengths rarely mean another program
+HEADROOM = 1.25  # how far a text's keys and values may exceed its prompt's before an int8 cache cuts them off
+
+type Scales = Sequence[tuple[ArrayLike | None, ArrayLike | None]]
 
 
 class Sampling(NamedTuple):
-    """How tokens are picked (sampling.py); all of it may change without compiling again."""
+    """How tokens are picked (sampling.py); only a change from temperature 0 to another, or back, compiles again."""
 
     temperature: ArrayLike = 0.0
     top_k: ArrayLike = 0
@@ -57,6 +60,7 @@ class Request:
         key: a JAX random key.
         max_seq_len: tokens of the longest sequence there can be (static).
         max_new_tokens: tokens the output has room for (static).
+        is_greedy: whether the temperature is 0, so that the programs draw no random numbers (static).
     """
 
     token_ids: Int32[Array, " num_tokens"]
@@ -67,6 +71,7 @@ class Request:
     key: Array
     max_seq_len: int = field(metadata={"static": True})
     max_new_tokens: int = field(metadata={"static": True})
+    is_greedy: bool = field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -97,13 +102,13 @@ class Programs(NamedTuple):
     """A model's jitted functions; each takes `weights` first and is given its caches for good (donated).
 
     Attributes:
-        weights: the model's arrays.
+        weights: the model's arrays, nested plain dicts of them (step.py).
         generate: `(weights, caches, request) -> Generation`, finished.
         prefill: `(weights, caches, request) -> Generation`, after the first token.
         decode: `(weights, generation, request) -> Generation`, after one more token.
     """
 
-    weights: Any
+    weights: Weights
     generate: Any
     prefill: Any
     decode: Any
@@ -146,10 +151,13 @@ def make_request(
         key=jax.random.key(seed),
         max_seq_len=min(_round_up(int(lens.max())) + max_new_tokens, max_position_embeddings),
         max_new_tokens=max_new_tokens,
+        is_greedy=bool(np.asarray(sampling.temperature) == 0),
     )
 
 
-def make_caches(config: DecoderConfig, num_blocks: int, block_size: int, dtype: DTypeLike) -> tuple[PagedKVCache, ...]:
+def make_caches(
+    config: DecoderConfig, num_blocks: int, block_size: int, dtype: DTypeLike, *, scales: Scales | None = None
+) -> tuple[PagedKVCache, ...]:
     """One empty cache a layer.
 
     Args:
@@ -157,9 +165,40 @@ def make_caches(config: DecoderConfig, num_blocks: int, block_size: int, dtype: 
         num_blocks: blocks in each layer's pool.
         block_size: tokens in a block.
         dtype: of the caches.
+        scales: k_scale and v_scale of each layer, for a quantised cache; None for none.
     """
     sizes = (num_blocks, block_size, config.num_kv_heads, config.head_size)
-    return tuple(PagedKVCache.create(*sizes, dtype=dtype) for _ in range(config.num_layers))
+    return tuple(
+        PagedKVCache.create(*sizes, dtype=dtype, k_scale=k_scale, v_scale=v_scale)
+        for k_scale, v_scale in scales or [(None, None)] * config.num_layers
+    )
+
+
+def measure_scales(
+    programs: Programs, config: DecoderConfig, request: Request, block_size: int, dtype: DTypeLike
+) -> Scales:
+    """Finds the scales at which an int8 cache holds the prompts' keys and values, with some room above them.
+
+    Args:
+        programs: the model's functions; `prefill` runs once.
+        config: the decoder's config.
+        request: the prompts.
+        block_size: tokens in a block.
+        dtype: of a cache that holds keys and values as they are.
+
+    Returns:
+        k_scale and v_scale of each layer, f32 `[num_kv_heads]` each.
+    """
+    num_blocks = int((-(-np.asarray(request.prompt_lens) // block_size)).sum())
+    caches = make_caches(config, num_blocks, block_size, dtype)  # of zeros: what is not written counts for nothing
+    caches = programs.prefill(programs.weights, caches, request).caches
+
+    @jax.jit
+    def scale(pool):
+        largest = HEADROOM * jnp.abs(pool.astype(jnp.float32)).max(axis=(0, 2, 3))
+        return jnp.where(largest > 0, largest / jnp.iinfo(jnp.int8).max, 1)
+
+    return [(scale(cache.key_cache), scale(cache.value_cache)) for cache in caches]
 
 
 def make_programs(model: Decoder, *, implementation: Implementation | None = None) -> Programs:
@@ -169,13 +208,13 @@ def make_programs(model: Decoder, *, implementation: Implementation | None = Non
         model: the decoder; its arrays are taken out once, here.
         implementation: of the paged ops, `None` for the library's choice.
     """
-    graphdef, weights = nnx.split(model)
+    weights, step = make_step(model, implementation=implementation)
 
     def prefill(weights, caches, request):
-        return _prefill(nnx.merge(graphdef, weights), caches, request, implementation)
+        return _prefill(step, weights, caches, request)
 
     def decode(weights, generation, request):
-        return _decode(nnx.merge(graphdef, weights), generation, request, implementation)
+        return _decode(step, weights, generation, request)
 
     def generate(weights, caches, request):
         generation = prefill(weights, caches, request)
@@ -200,7 +239,7 @@ def outputs(generation: Generation) -> list[tuple[list[int], str]]:
     return [(ids[i, : lens[i]].tolist(), FINISH_REASONS[finish[i]]) for i in range(len(lens))]
 
 
-def _prefill(model: Decoder, caches, request: Request, implementation) -> Generation:
+def _prefill(step: Step, weights: Weights, caches, request: Request) -> Generation:
     num_seqs, num_tokens = request.prompt_lens.shape[0], request.token_ids.shape[0]
     num_blocks, block_size = caches[0].num_blocks, caches[0].block_size
     max_blocks_per_seq = -(-request.max_seq_len // block_size)
@@ -213,10 +252,16 @@ def _prefill(model: Decoder, caches, request: Request, implementation) -> Genera
     positions = token - query_start_loc[seq_ids]
     is_token = seq_ids < num_seqs  # the rest is padding
     slot_mapping = jnp.asarray(allocator.slots(blocks, jnp.where(is_token, seq_ids, -1), positions))
-    attend = prefill_attend(
-        blocks.block_tables, blocks.seq_lens, query_start_loc, slot_mapping, implementation=implementation
+    batch = Batch(
+        request.token_ids,
+        jnp.where(is_token, positions, 0),
+        slot_mapping,
+        blocks.block_tables,
+        blocks.seq_lens,
+        query_start_loc,
+        logit_rows=jnp.maximum(query_start_loc[1:] - 1, 0),
     )
-    hidden, caches = model(request.token_ids, jnp.where(is_token, positions, 0), caches, attend)
+    logits, caches = step(weights, caches, batch)
 
     generation = Generation(
         allocator=blocks,
@@ -227,11 +272,10 @@ def _prefill(model: Decoder, caches, request: Request, implementation) -> Genera
         finish=jnp.full(num_seqs, jnp.where(ok, RUNNING, BLOCKS), jnp.int32),
         step=jnp.int32(0),
     )
-    last = jnp.maximum(query_start_loc[1:] - 1, 0)
-    return _add_tokens(generation, model.logits(hidden[last]), request)
+    return _add_tokens(generation, logits, request)
 
 
-def _decode(model: Decoder, generation: Generation, request: Request, implementation):
+def _decode(step: Step, weights: Weights, generation: Generation, request: Request) -> Generation:
     running = generation.finish == RUNNING
     blocks, _, ok = allocator.append_tokens(generation.allocator, running.astype(jnp.int32))
     # Without a block for each, nobody goes on. Rows that do not are still computed, but see and write nothing.
@@ -240,18 +284,21 @@ def _decode(model: Decoder, generation: Generation, request: Request, implementa
     seq_lens = jnp.where(active, blocks.seq_lens, 0)
     positions = jnp.maximum(seq_lens - 1, 0)
     slot_mapping = jnp.asarray(allocator.slots(blocks, seq_ids, positions))
-    attend = decode_attend(blocks.block_tables, seq_lens, slot_mapping, implementation=implementation)
-    hidden, caches = model(generation.token_ids, positions, generation.caches, attend)
+    batch = Batch(generation.token_ids, positions, slot_mapping, blocks.block_tables, seq_lens, is_decode=True)
+    logits, caches = step(weights, generation.caches, batch)
     finish = jnp.where(running & ~ok, BLOCKS, generation.finish)
     generation = replace(generation, allocator=blocks, caches=caches, finish=finish)
-    return _add_tokens(generation, model.logits(hidden), request)
+    return _add_tokens(generation, logits, request)
 
 
 def _add_tokens(generation: Generation, logits: Float32[Array, "num_seqs vocab_size"], request):
     """Samples a token for each running sequence, and finishes those for which it was the last."""
     running = generation.finish == RUNNING
-    key = jax.random.fold_in(request.key, generation.step)
-    token_ids = sample(logits, key, **request.sampling._asdict())
+    if request.is_greedy:
+        token_ids = greedy(logits)
+    else:
+        key = jax.random.fold_in(request.key, generation.step)
+        token_ids = sample(logits, key, **request.sampling._asdict())
     rows = jnp.arange(running.shape[0], dtype=jnp.int32)
     columns = jnp.where(running, generation.output_lens, request.max_new_tokens)  # past the end: dropped
     output_lens = generation.output_lens + running.astype(jnp.int32)

@@ -1,9 +1,21 @@
-"""Picks the next token of every sequence from its logits: greedy, temperature, top-k and top-p, all in one function."""
+"""Picks the next token of every sequence from its logits: greedy, temperature, top-k and top-p."""
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float32, Int32
+
+
+def greedy(logits: Float32[Array, "num_seqs vocab_size"]) -> Int32[Array, " num_seqs"]:
+    """Takes the likeliest token of each row, the lower token id among equals.
+
+    Args:
+        logits: f32 `[num_seqs, vocab_size]`; -inf forbids a token.
+
+    Returns:
+        i32 `[num_seqs]` token ids.
+    """
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 def sample(
@@ -16,7 +28,7 @@ def sample(
 ) -> Int32[Array, " num_seqs"]:
     """Draws one token for each row of logits.
 
-    The logits are divided by the temperature; then only the `top_k` most likely tokens stay; then, of their
+    `sample` divides the logits by the temperature; then keeps only the `top_k` most likely tokens; then, of their
     probabilities renormalised, the fewest most likely tokens that together reach `top_p`: a token stays while those
     more likely than it hold less than `top_p`, so the one that crosses the line stays and at least one always does.
     Among equal logits the lower token id counts as the more likely one, for the greedy choice as for both cuts.
@@ -29,21 +41,19 @@ def sample(
         top_p: f32 scalar or `[num_seqs]`, in (0, 1]; 1 = off.
 
     Returns:
-        i32 `[num_seqs]` token ids. All arguments may be traced, and what no row asks for is not computed.
+        i32 `[num_seqs]` token ids. All arguments may be traced. The rows are sorted only if one asks for a cut; where
+        every row is greedy, `greedy` gives the same without drawing numbers.
     """
     num_seqs = logits.shape[0]
     temperature, top_p = (jnp.broadcast_to(jnp.asarray(x, jnp.float32), (num_seqs,)) for x in (temperature, top_p))
     top_k = jnp.broadcast_to(jnp.asarray(top_k, jnp.int32), (num_seqs,))
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-    def draw():
-        scaled = logits / jnp.where(temperature > 0, temperature, 1)[:, None]
-        is_cut = (top_k > 0) | (top_p < 1)
-        kept = jax.lax.cond(is_cut.any(), lambda: _cut(scaled, top_k, top_p), lambda: scaled)
-        drawn = jax.random.categorical(key, kept, axis=-1).astype(jnp.int32)
-        return jnp.where(temperature > 0, drawn, greedy)
-
-    return jax.lax.cond((temperature > 0).any(), draw, lambda: greedy)
+    is_drawn = temperature > 0
+    scaled = logits / jnp.where(is_drawn, temperature, 1)[:, None]
+    is_cut = is_drawn & ((top_k > 0) | (top_p < 1))
+    kept = jax.lax.cond(is_cut.any(), lambda: _cut(scaled, top_k, top_p), lambda: scaled)
+    # The likeliest token after Gumbel noise is a draw (https://arxiv.org/abs/1411.0030, section 2).
+    noise = jax.random.gumbel(key, logits.shape, logits.dtype)
+    return greedy(kept + jnp.where(is_drawn[:, None], noise, 0))
 
 
 def _cut(logits: Array, top_k: Array, top_p: Array) -> Array:

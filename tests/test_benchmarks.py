@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import runpy
 import sys
 from unittest import mock
@@ -10,12 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import paged_jax
 from benchmarks import (
     bench_cache,
     bench_ceilings,
     bench_decode,
+    bench_model,
     bench_prefill,
     bench_step,
     bench_swap,
@@ -28,14 +31,20 @@ from benchmarks import (
     report,
     timing,
 )
+from examples.decoder import Decoder
+from examples.step import make_step
 
 TINY = cases.Case("tiny", (40, 17, 64), 4, 2, 32)
 
 
-@pytest.mark.parametrize("name", ["bench_decode", "bench_cache", "bench_swap", "bench_step", "bench_ceilings"])
+NAMES = ["bench_decode", "bench_cache", "bench_swap", "bench_step", "bench_ceilings", "bench_model"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_nothing_to_time_without_a_gpu(name, monkeypatch, capsys):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     monkeypatch.setattr("sys.argv", [name])
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.delitem(sys.modules, f"benchmarks.{name}")  # runpy warns of a module that is already imported
     with pytest.raises(SystemExit) as exit:
         runpy.run_module(f"benchmarks.{name}", run_name="__main__")
@@ -342,3 +351,60 @@ def test_a_step_runs_through_all_layers():
     for cache in caches:  # each layer's cache holds one new token of each sequence
         written = np.asarray(cache.key_cache, np.float32).any(axis=(1, 3))
         assert written.sum() == 2
+
+
+def test_the_floor_of_a_step():
+    """Llama-3-8B: 15 GB of weights are read, an embedding of 1 GB is not; a token of context takes 128 KiB."""
+    config = bench_model.MODELS["llama3-8b"]
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
+    weights, _ = make_step(model)
+    none, one = (bench_model.floor_bytes(config, weights, 64, context) for context in (0, 1))
+    assert none == 2 * (8_030_261_248 - 128256 * 4096)
+    assert one - none == 64 * 2**17
+
+
+@pytest.fixture
+def tiny_model(monkeypatch):
+    monkeypatch.setattr(bench_model, "STEPS", 4)
+    sizes = {"vocab_size": 96, "embedding_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2}
+    sizes |= {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "sliding_windows": (None, None)}
+    return dataclasses.replace(bench_model.MODELS["llama3-8b"], **sizes)
+
+
+def test_model_benchmark(tiny_model, tmp_path):
+    def peers():
+        return {("tiny", "decode", 3): {"us": 1e9}, ("tiny", "prefill", 2): {"absent": "not here"}}
+
+    file = tmp_path / "out" / "model.json"
+    work = bench_model.Work([3, 1], [2], 32)
+    ceiling = lambda: timing.Ceiling("GB/s", 1000.0, {5: 1.0}, "made up")  # noqa: E731
+    bench_model.run({"tiny": tiny_model}, work, peers=peers, out=file, ceiling=ceiling)
+    found = json.loads(file.read_text())
+    rows = {(row["case"], row["contender"]): row for row in found["rows"]}
+    assert {row.get("failed") for row in found["rows"]} == {None}
+    decode = rows["tiny-decode-3x32", "looped"]
+    assert decode["share"] == pytest.approx(decode["work"] / decode["us"] / 1e6)
+    assert decode["ratios"] == {"torch": 1e9 / decode["us"]}
+    assert rows["tiny-decode-1x32", "torch"]["absent"] == "its process ended early"
+    prefill = rows["tiny-prefill-2x32", "called"]
+    assert prefill["tokens_per_s"] == pytest.approx(2 * 32 / prefill["us"] * 1e6)
+    assert "share" not in prefill
+    assert len(rows) == 2 * 3 + 2
+    assert "| tiny-decode-3x32 | " in report.markdown(found)
+
+
+def test_model_benchmark_refuses_steps_that_differ(tiny_model, monkeypatch):
+    monkeypatch.setattr(bench_model, "TOLERANCE", -1.0)
+    ceiling = lambda: timing.Ceiling("GB/s", None, {}, "made up")  # noqa: E731
+    (row,) = bench_model.run({"tiny": tiny_model}, bench_model.Work([1], [], 32), ceiling=ceiling)["rows"]
+    assert "differ" in row["failed"]
+
+
+def test_the_models_peer(tiny_model):
+    """PyTorch's process answers for each case, be it that PyTorch is not here."""
+    work = bench_model.Work([2], [1], 32)
+    answers = bench_model.peer_answers({"tiny": tiny_model}, work, 120)
+    assert set(answers) == {("tiny", "decode", 2), ("tiny", "prefill", 1)}
+    for answer in answers.values():
+        assert answer.get("us", 1) > 0
+        assert "us" in answer or "torch" in answer["absent"]

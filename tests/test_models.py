@@ -1,5 +1,6 @@
 """The example decoder against what transformers computed with the same checkpoints (tests/data/make_models.py)."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from flax import nnx
 from examples import loop
 from examples.attend import causal_attend, prefill_attend
 from examples.checkpoint import load_model
+from examples.step import Batch, make_step
 from paged_jax import PagedKVCache, allocator
 
 DATA = Path(__file__).parent / "data"
@@ -116,3 +118,40 @@ def test_greedy_tokens_of_a_batch(case):
 def test_greedy_tokens_of_single_prompts(case):
     expected = [(tokens.tolist(), "length") for tokens in case.tokens]
     assert list(paged_tokens(case, [[prompt] for prompt in case.prompts], block_size=8)) == expected
+
+
+def test_a_decode_step_is_a_ragged_step_of_one_token_a_sequence(case):
+    """Logits and caches alike, for all prompts but their last tokens in the cache, and a row of padding."""
+    weights, step = make_step(case.model)
+    lens = np.array([len(prompt) for prompt in case.prompts] + [0], np.int32)
+    blocks = allocator.create(40, 8, len(lens), 8)
+    blocks, _, _ = allocator.append_tokens(blocks, lens)
+    cache = PagedKVCache.create(40, 8, case.config.num_kv_heads, case.config.head_size, dtype=jnp.float32)
+    positions = np.concatenate([np.arange(n, dtype=np.int32) for n in lens])
+    rows = np.repeat(np.arange(len(lens), dtype=np.int32), lens)
+    prompts = Batch(
+        token_ids=np.concatenate(case.prompts),
+        positions=positions,
+        slot_mapping=np.asarray(allocator.slots(blocks, rows, positions)),
+        block_tables=blocks.block_tables,
+        seq_lens=blocks.seq_lens,
+        query_start_loc=np.concatenate([[0], lens.cumsum()]).astype(np.int32),
+        logit_rows=np.maximum(lens.cumsum() - 1, 0).astype(np.int32),
+    )
+    is_last = np.append(positions[1:] <= positions[:-1], True)
+    assert is_last.sum() == len(case.prompts)
+    run = jax.jit(step, compiler_options={"xla_backend_optimization_level": 0})
+    expected, full = run(weights, (cache,) * case.config.num_layers, prompts)
+    without = replace(prompts, slot_mapping=np.where(is_last, -1, prompts.slot_mapping).astype(np.int32))
+    _, caches = run(weights, (cache,) * case.config.num_layers, without)
+    last = Batch(
+        token_ids=np.append(prompts.token_ids[is_last], np.int32(0)),
+        positions=np.append(positions[is_last], np.int32(0)),
+        slot_mapping=np.append(prompts.slot_mapping[is_last], np.int32(-1)),
+        block_tables=blocks.block_tables,
+        seq_lens=blocks.seq_lens,
+        is_decode=True,
+    )
+    logits, caches = run(weights, caches, last)
+    np.testing.assert_allclose(logits[:-1], expected[:-1], rtol=0, atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), caches, full)

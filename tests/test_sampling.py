@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.sampling import _cut, sample
+from examples.sampling import _cut, greedy, sample
 
 NUM_DRAWS = 20_000
 VOCAB_SIZE = 12
@@ -85,6 +85,17 @@ def test_greedy_takes_the_highest_and_the_lowest_id_among_equals():
     logits = jnp.array([[0.0, 3.0, 1.0, 3.0], [-1.0, -5.0, -2.0, -1.0], [2.0, 2.0, 2.0, 2.0]])
     assert jitted(logits, jax.random.key(0)).tolist() == [1, 0, 0]
     assert jitted(logits, jax.random.key(0), temperature=0.0, top_k=2, top_p=0.5).tolist() == [1, 0, 0]
+
+
+def test_greedy_rows_draw_nothing():
+    """Whatever cut they ask for, and whatever the others do."""
+    logits = jax.random.normal(jax.random.key(2), (64, 40))
+    temperature = (jnp.arange(64) % 2).astype(jnp.float32)
+    sampled = jitted(logits, jax.random.key(0), temperature=temperature, top_k=3, top_p=0.5)
+    expected = np.argmax(np.asarray(logits), axis=1)
+    assert (np.asarray(greedy(logits)) == expected).all()
+    assert (np.asarray(sampled)[::2] == expected[::2]).all()
+    assert (np.asarray(sampled)[1::2] != expected[1::2]).any()
 
 
 @pytest.mark.parametrize(("options", "kept"), [({"top_k": 2}, {0, 1}), ({"top_p": 0.5}, {0, 1})])

@@ -1,0 +1,248 @@
+"""PyTorch's side of bench_model.py: the same models in plain PyTorch, in a process without JAX.
+
+As in gpt-fast a decode step is one compiled function over caches that are allocated once, `[num_seqs, num_kv_heads,
+longest, head_size]`, and a CUDA graph of it runs once a token. Matrices that multiply the same input are one, here
+too. Attention in decode is two products grouped by kv head, which read each key and value once; of prompts it is
+`scaled_dot_product_attention`.
+
+Reads one JSON object with the models' sizes and what to time, writes one line for each case.
+"""
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+
+def main() -> None:
+    # Whatever the compilers print goes to stderr; stdout carries results only.
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    work = json.loads(sys.stdin.read())
+    cases = [("decode", n) for n in work["batches"]] + [("prefill", n) for n in work["prefill"]]
+    for name, sizes in work["models"].items():
+        model, reason = None, None
+        try:
+            model = Model(sizes)
+        except Exception as error:  # no PyTorch, or no room
+            reason = first_line(error)
+        for kind, num_seqs in cases:
+            answer: dict[str, Any] = {"absent": reason}
+            if model is not None:
+                try:
+                    timer = time_decode if kind == "decode" else time_prefill
+                    answer = {"us": 1e6 * timer(model, num_seqs, work["context"], work["steps"])}
+                except Exception as error:
+                    answer = {"absent": first_line(error)}
+                model.forget()
+            results.write(json.dumps({"model": name, "kind": kind, "num_seqs": num_seqs, **answer}) + "\n")
+            results.flush()
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+class Model:
+    """A decoder's random weights and its caches, on the GPU where there is one."""
+
+    def __init__(self, sizes: dict[str, Any]):
+        import torch
+
+        self.sizes = sizes
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.caches: list[tuple[Any, Any]] = []
+        torch.set_grad_enabled(False)
+        heads = sizes["num_heads"] * sizes["head_size"]
+        kv_heads = sizes["num_kv_heads"] * sizes["head_size"]
+        hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
+        up = inner if sizes["family"] == "opt" else 2 * inner
+        self.layers = [
+            {
+                "attention_norm": self._norm(),
+                "qkv": self._linear(hidden, heads + 2 * kv_heads, sizes["qkv_bias"]),
+                "o": self._linear(heads, hidden, sizes["o_bias"]),
+                "mlp_norm": self._norm(),
+                "up": self._linear(hidden, up, sizes["mlp_bias"]),
+                "down": self._linear(inner, hidden, sizes["mlp_bias"]),
+            }
+            for _ in range(sizes["num_layers"])
+        ]
+        self.final_norm = self._norm()
+        self.embedding = self._random(sizes["vocab_size"], hidden)
+        self.head = self.embedding if sizes["tie_embeddings"] else self._random(sizes["vocab_size"], hidden)
+        self.positions = None if sizes["rope"] else self._random(sizes["max_position_embeddings"] + 2, hidden)
+
+    def _random(self, *shape: int) -> Any:
+        import torch
+
+        return torch.randn(*shape, dtype=torch.bfloat16, device=self.device).mul_(0.02)
+
+    def _linear(self, inputs: int, outputs: int, has_bias: bool) -> tuple[Any, Any]:
+        return self._random(outputs, inputs), self._random(outputs) if has_bias else None
+
+    def _norm(self) -> tuple[Any, Any]:
+        import torch
+
+        ones = torch.ones(self.sizes["hidden_size"], dtype=torch.bfloat16, device=self.device)
+        return ones, torch.zeros_like(ones) if self.sizes["family"] == "opt" else None
+
+    def allocate(self, num_seqs: int, longest: int) -> None:
+        """Caches of random numbers."""
+        shape = num_seqs, self.sizes["num_kv_heads"], longest, self.sizes["head_size"]
+        self.caches = [(self._random(*shape), self._random(*shape)) for _ in self.layers]
+
+    def forget(self) -> None:
+        """Gives the caches' memory back, and what was compiled for them."""
+        import torch
+
+        self.caches = []
+        torch.compiler.reset()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+
+    def norm(self, hidden: Any, parameters: tuple[Any, Any]) -> Any:
+        import torch.nn.functional as F
+
+        weight, bias = parameters
+        shape, eps = (self.sizes["hidden_size"],), self.sizes["norm_eps"]
+        return (
+            F.rms_norm(hidden, shape, weight, eps) if bias is None else F.layer_norm(hidden, shape, weight, bias, eps)
+        )
+
+    def forward(self, token_ids: Any, positions: Any, is_decode: bool) -> Any:
+        """The likeliest next token of each row.
+
+        Args:
+            token_ids: [num_seqs, num_tokens].
+            positions: [num_tokens], of every sequence alike.
+            is_decode: whether num_tokens is 1, and the tokens before it are in the caches.
+        """
+        import torch
+        import torch.nn.functional as F
+
+        sizes = self.sizes
+        num_seqs, num_tokens = token_ids.shape
+        splits = [sizes["num_heads"], sizes["num_kv_heads"], sizes["num_kv_heads"]]
+        hidden = self.embedding[token_ids]
+        rotation = None
+        if self.positions is not None:
+            hidden = hidden + self.positions[positions + 2]
+        else:
+            half = torch.arange(0, sizes["head_size"], 2, device=self.device, dtype=torch.float32)
+            angles = positions[:, None].float() * sizes["rope"]["theta"] ** (-half / sizes["head_size"])
+            rotation = torch.cos(angles), torch.sin(angles)
+        for layer, cache in zip(self.layers, self.caches, strict=True):
+            heads = F.linear(self.norm(hidden, layer["attention_norm"]), *layer["qkv"])
+            heads = heads.view(num_seqs, num_tokens, -1, sizes["head_size"]).transpose(1, 2)
+            query, key, value = heads.split(splits, dim=1)
+            if rotation is not None:
+                query, key = rotate(query, rotation), rotate(key, rotation)
+            cache[0].index_copy_(2, positions, key)
+            cache[1].index_copy_(2, positions, value)
+            out = attend_cached(query, *cache, positions) if is_decode else attend_new(query, key, value)
+            hidden = hidden + F.linear(out.transpose(1, 2).reshape(num_seqs, num_tokens, -1), *layer["o"])
+            up = F.linear(self.norm(hidden, layer["mlp_norm"]), *layer["up"])
+            if sizes["family"] == "opt":
+                up = F.relu(up)
+            else:
+                gate, up = up.chunk(2, dim=-1)
+                up = F.silu(gate) * up
+            hidden = hidden + F.linear(up, *layer["down"])
+        return F.linear(self.norm(hidden[:, -1], self.final_norm), self.head).argmax(dim=-1)
+
+
+def rotate(heads: Any, rotation: tuple[Any, Any]) -> Any:
+    import torch
+
+    cos, sin = rotation
+    first, second = heads.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(heads.dtype)
+
+
+def attend_cached(query: Any, key_cache: Any, value_cache: Any, positions: Any) -> Any:
+    """Attention of one token a sequence to all cached up to it; [num_seqs, num_heads, 1, head_size]."""
+    import torch
+
+    num_seqs, num_kv_heads, longest, head_size = key_cache.shape
+    grouped = query.reshape(num_seqs, num_kv_heads, -1, head_size)
+    logits = (grouped @ key_cache.transpose(2, 3)).float() * head_size**-0.5
+    seen = torch.arange(longest, device=query.device) <= positions
+    weights = torch.softmax(logits.masked_fill(~seen, float("-inf")), dim=-1).to(query.dtype)
+    return (weights @ value_cache).reshape(query.shape)
+
+
+def attend_new(query: Any, key: Any, value: Any) -> Any:
+    """Causal attention of prompts to themselves."""
+    import torch.nn.functional as F
+
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1])
+
+
+def time_decode(model: Model, num_seqs: int, context: int, num_steps: int) -> float:
+    """Seconds a decode step takes, called once a token."""
+    import torch
+
+    model.allocate(num_seqs, context + num_steps)
+    token_ids = torch.zeros(num_seqs, 1, dtype=torch.int64, device=model.device)
+    positions = torch.zeros(1, dtype=torch.int64, device=model.device)
+    # gpt-fast's setting; graphs are captured here rather than by the compiler, whose own cost more on the host.
+    compiled = torch.compile(model.forward, fullgraph=True, dynamic=False, options=_compiler_options(model))
+
+    def step():
+        token_ids.copy_(compiled(token_ids, positions, True)[:, None])
+        positions.add_(1)
+
+    positions.fill_(context - num_steps // 2)
+    if model.device == "cuda":
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        replay = graph.replay
+    else:
+        step()
+        replay = step
+    return _best(model, lambda: positions.fill_(context - num_steps // 2), replay, num_steps)
+
+
+def time_prefill(model: Model, num_seqs: int, context: int, num_steps: int) -> float:
+    """Seconds in which prompts of `context` tokens are written."""
+    import torch
+
+    model.allocate(num_seqs, context)
+    token_ids = (torch.arange(context, device=model.device) % 1000).expand(num_seqs, context).contiguous()
+    positions = torch.arange(context, device=model.device)
+    compiled = torch.compile(model.forward, fullgraph=True, dynamic=False)
+    compiled(token_ids, positions, False)
+    return _best(model, lambda: None, lambda: compiled(token_ids, positions, False), 1)
+
+
+def _compiler_options(model: Model) -> dict[str, Any]:
+    return {"coordinate_descent_tuning": True} if model.device == "cuda" else {}
+
+
+def _best(model: Model, reset: Any, run: Any, repeats: int) -> float:
+    import torch
+
+    synchronize = torch.cuda.synchronize if model.device == "cuda" else lambda: None
+    times = []
+    for _ in range(3):
+        reset()
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        synchronize()
+        times.append((time.perf_counter() - start) / repeats)
+    return min(times)
+
+
+if __name__ == "__main__":
+    main()

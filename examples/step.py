@@ -1,0 +1,84 @@
+"""One step of a decoder as a plain function of arrays: `step(weights, caches, batch) -> (logits, caches)`.
+
+A step takes new tokens of many sequences, whatever each sequence is about: a prompt, a piece of one, or one token of a
+text that grows. This is all that an engine needs to know of a model. The weights are plain dicts of arrays, because
+a call of a jitted function spends milliseconds on the host to take an `nnx.State` of hundreds of arrays apart.
+
+    model ──► make_step ──► weights, step            jax.jit(step, donate_argnums=1)(weights, caches, batch)
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float32, Int32
+
+from examples.attend import Implementation, decode_attend, prefill_attend
+from examples.decoder import Decoder
+from paged_jax import PagedKVCache
+
+type Weights = dict[Any, Any]
+type Caches = tuple[PagedKVCache, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Batch:
+    """The new tokens of a step; `step` takes any pytree with these attributes.
+
+    Sequences lie one after the other. A row of a batch is a sequence; it may have any number of new tokens, none
+    included.
+
+    Attributes:
+        token_ids: i32 `[num_tokens]`; tokens at or past `query_start_loc[-1]` are padding.
+        positions: i32 `[num_tokens]`, each token's place in its sequence, from 0; any valid one for padding.
+        slot_mapping: i32 `[num_tokens]`, where each token's key and value go; negative for padding.
+        block_tables: i32 `[num_seqs, max_blocks_per_seq]`, which hold the new tokens' blocks already.
+        seq_lens: i32 `[num_seqs]`, tokens of each sequence, the new ones included.
+        query_start_loc: i32 `[num_seqs + 1]`, where each sequence's new tokens start.
+        logit_rows: i32 `[num_rows]`, which tokens' logits are wanted, or None for all.
+        is_decode: whether the tokens are exactly one of each sequence, in order, so that `num_tokens` is `num_seqs`
+            and `query_start_loc` is not looked at (static). A sequence with `seq_lens` 0 and a negative slot is
+            padding then.
+    """
+
+    token_ids: Int32[Array, " num_tokens"]
+    positions: Int32[Array, " num_tokens"]
+    slot_mapping: Int32[Array, " num_tokens"]
+    block_tables: Int32[Array, "num_seqs max_blocks_per_seq"]
+    seq_lens: Int32[Array, " num_seqs"]
+    query_start_loc: Int32[Array, " num_seqs+1"] | None = None
+    logit_rows: Int32[Array, " num_rows"] | None = None
+    is_decode: bool = field(default=False, metadata={"static": True})
+
+
+type Step = Callable[[Weights, Caches, Batch], tuple[Float32[Array, "num_rows vocab_size"], Caches]]
+
+
+def make_step(model: Decoder, *, implementation: Implementation | None = None) -> tuple[Weights, Step]:
+    """Takes a decoder apart into its weights and the function that runs a step with them.
+
+    Args:
+        model: the decoder.
+        implementation: of the paged ops, None for the library's choice.
+
+    Returns:
+        The weights, nested dicts of the model's arrays, and `step(weights, caches, batch) -> (logits, caches)`, to be
+        jitted by the caller with its caches donated. Logits are f32 `[num_rows, vocab_size]`, or `[num_tokens,
+        vocab_size]` where the batch names no rows.
+    """
+    graphdef, state = nnx.split(model)
+
+    def step(weights: Weights, caches: Caches, batch: Batch):
+        model = nnx.merge(graphdef, weights)  # happens while JAX traces, not when the compiled step runs
+        tables, lens, slots = batch.block_tables, batch.seq_lens, batch.slot_mapping
+        if batch.is_decode:
+            attend = decode_attend(tables, lens, slots, implementation=implementation)
+        else:
+            attend = prefill_attend(tables, lens, batch.query_start_loc, slots, implementation=implementation)
+        hidden, caches = model(batch.token_ids, batch.positions, caches, attend, batch.logit_rows)
+        return model.logits(hidden), caches
+
+    return nnx.to_pure_dict(state), step
