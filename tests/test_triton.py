@@ -6,6 +6,7 @@ On a GPU the tests of the operations run them too. Skipped where triton is not i
 import importlib.util
 import inspect
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -21,7 +22,7 @@ import paged_jax
 from benchmarks import bench_step
 from paged_jax.kernels.triton import launch
 from tests import inputs, test_decode
-from tests.cases import DECODE_CASES, Case
+from tests.cases import DECODE_CASES, Case, Sparse
 
 BY_NAME = {case.name: case for case in DECODE_CASES}
 
@@ -130,6 +131,21 @@ COMPILED_CASES = {
 }
 
 
+# LLVM mixed up the tokens of these as long as it saw what they are numbered from (`tiles._range`): on a GPU the first
+# read wild memory, the second attended to others' tokens.
+WILD = [
+    Case(
+        "wild-read", 40, 8, 72, 16, "float32", "float8_e5m2", "nhd", (15, 37, 130, 15, 513), None, 128,
+        sinks=True, sliding_window=7, block_sparse=Sparse(4, 3, 128), k_scale="slot", v_scale="slot",
+    ),
+    Case(
+        "wild-mask", 28, 4, 72, 4, "float32", "float8_e5m2", "hnd", (513,), None,
+        logits_soft_cap=5.0, sliding_window=16, block_sparse=Sparse(2, 3, 16, -3), k_scale="slot", v_scale="slot",
+    ),
+]  # fmt: skip
+COMPILED += [(90, "v2", "wild-read"), (90, "auto", "wild-mask")]
+COMPILED_CASES |= {case.name: case for case in WILD}
+
 # Each remaining op on each architecture.
 COMPILED += [
     (capability, op, name)
@@ -182,7 +198,24 @@ def test_compiles(capability, op, case, tmp_path, monkeypatch):
     for made in launches:
         result = triton_interpreter.compiled(made, capability)
         assert result.asm["cubin"]
+        # Nothing here is that long, but for a lane that LLVM shifts by 25 bits or more because nobody wants it.
+        factors = [int(x) for x in re.findall(r"mul\.wide\.u32 .*, (\d+);", result.asm["ptx"])]
+        assert max(factors, default=0) < 2**25, made.config
         assert result.metadata.shared <= gpu.shared_memory, made.config
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", WILD, ids=str)
+def test_tokens_are_not_mixed_up(case):
+    pytest.importorskip("jax_triton", exc_type=ImportError)
+    test_decode.test_decode(case, on_a_gpu)
+    with mock.patch.dict(test_decode.BY_NAME, {case.name: case}):
+        test_decode.test_paged_attention_picks_one_of_them(case.name, on_a_gpu)
+
+
+def on_a_gpu(function, *, quick=True, **arrays):
+    """What the fixture `run` is to the tests of every implementation."""
+    return jax.tree.map(np.asarray, jax.jit(partial(function, implementation="triton"))(**arrays))
 
 
 def call(op, case):

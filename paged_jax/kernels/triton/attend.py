@@ -33,7 +33,14 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from paged_jax.kernels.triton.schedule import of_rank, sequence_of, share_of
+from paged_jax.kernels.triton.schedule import (
+    of_rank,
+    pattern_shift,
+    sequence_of,
+    share_of,
+    sparse_share_of,
+    sparse_stretch,
+)
 from paged_jax.kernels.triton.tiles import add_tiles
 from paged_jax.kernels.triton.write import add_new_token, load_tokens
 
@@ -98,7 +105,14 @@ def _decode(
         new_key, new_value = load_tokens(key, value, new, kv_head, new >= 0, cfg)
         bound = end
         end = tl.where(given, tl.minimum(end, seq_len - 1), end)
-    origin, begin, end, first, last = share_of(split, begin, end, num_splits, cfg)
+    if cfg.block_sparse is None:
+        stretch = None
+        origin, begin, end, first, last = share_of(split, begin, end, num_splits, cfg)
+    else:
+        origin = 0
+        begin, end, first, last, stretch = sparse_share_of(
+            split, begin, end, seq_len - 1, kv_head, head_tile, num_splits, cfg
+        )
 
     cache_scale = _head_scale(k_scale, kv_head, tl.constexpr(cfg.k_scale))
     q, factor = _load_query(query, tl.zeros_like(head) + seq, head, valid, tl.load(scale) * cache_scale, out, cfg)
@@ -114,12 +128,12 @@ def _decode(
         middle = tl.maximum(tl.minimum(last, (end - origin) // cfg.tile), first)
         acc, max_logit, exp_sum = add_tiles(
             acc, max_logit, exp_sum, q, factor, position, slope, offset, key_cache, value_cache, table, k_scale,
-            v_scale, kv_head, origin, 0, first, middle, begin, end, True, False, cfg,
+            v_scale, kv_head, origin, 0, first, middle, begin, end, stretch, True, False, cfg,
         )  # fmt: skip
         first = middle
     acc, max_logit, exp_sum = add_tiles(
         acc, max_logit, exp_sum, q, factor, position, slope, offset, key_cache, value_cache, table, k_scale, v_scale,
-        kv_head, origin, 0, first, last, begin, end, True, True, cfg,
+        kv_head, origin, 0, first, last, begin, end, stretch, True, True, cfg,
     )  # fmt: skip
     if cfg.write is not None and not cfg.final:  # after a short one, which does not wait for it
         acc, max_logit, exp_sum = add_new_token(
@@ -223,26 +237,36 @@ def ragged_kernel(
     cached = end
     if cfg.prefix:
         cached = tl.minimum(end, context_len)
+    stretch = None
     first = begin // cfg.tile
     last = (cached + cfg.tile - 1) // cfg.tile
+    if cfg.block_sparse is not None:
+        stretch, count = sparse_stretch(begin, cached, at, end - 1, kv_head, head_tile, cfg)
+        first = 0
+        last = tl.cdiv(count, cfg.tile)
     if cfg.whole_tiles:
         middle = tl.maximum(tl.minimum(at + 1, cached) // cfg.tile, 0)
         acc, max_logit, exp_sum = add_tiles(
             acc, max_logit, exp_sum, q, factor, position, slope, offset, key_cache, value_cache, table, k_scale,
-            v_scale, kv_head, 0, 0, first, middle, begin, cached, True, False, cfg,
+            v_scale, kv_head, 0, 0, first, middle, begin, cached, stretch, True, False, cfg,
         )  # fmt: skip
         first = middle
     acc, max_logit, exp_sum = add_tiles(
         acc, max_logit, exp_sum, q, factor, position, slope, offset, key_cache, value_cache, table, k_scale, v_scale,
-        kv_head, 0, 0, first, last, begin, cached, True, True, cfg,
+        kv_head, 0, 0, first, last, begin, cached, stretch, True, True, cfg,
     )  # fmt: skip
     acc *= _head_scale(v_scale, kv_head, tl.constexpr(cfg.v_scale))
     if cfg.prefix:
         first = tl.maximum(begin - context_len, 0) // cfg.tile
         last = (end - context_len + cfg.tile - 1) // cfg.tile
+        if cfg.block_sparse is not None:
+            begin = tl.maximum(begin, context_len)
+            stretch, count = sparse_stretch(begin, end, at, end - 1, kv_head, head_tile, cfg)
+            first = 0
+            last = tl.cdiv(count, cfg.tile)
         acc, max_logit, exp_sum = add_tiles(
             acc, max_logit, exp_sum, q, new_factor, position, slope, offset, key, value, table, k_scale, v_scale,
-            kv_head, context_len, start, first, last, begin, end, False, True, cfg,
+            kv_head, context_len, start, first, last, begin, end, stretch, False, True, cfg,
         )  # fmt: skip
 
     acc, max_logit, exp_sum = _largest_logit(acc, max_logit, exp_sum, factor, cfg)
@@ -311,12 +335,7 @@ def _of_heads(alibi_slopes, kv_head, head, valid, cfg: tl.constexpr):
         slope = tl.load(alibi_slopes + head, mask=valid, other=0.0)
     offset = head * 0
     if cfg.block_sparse is not None:
-        if cfg.block_sparse.head_sliding_step >= 0:
-            shifted = cfg.block_sparse.tp_rank * cfg.num_heads + head
-            offset = shifted * cfg.block_sparse.head_sliding_step + 1
-        else:
-            shifted = cfg.block_sparse.tp_rank * cfg.num_kv_heads + kv_head
-            offset = head * 0 + shifted * (-cfg.block_sparse.head_sliding_step) + 1
+        offset = head * 0 + pattern_shift(kv_head, head, cfg)
     return slope, offset
 
 

@@ -1,5 +1,6 @@
 """What the kernels are compiled for: the device, and a frozen dataclass for each kind of kernel."""
 
+import math
 from dataclasses import dataclass
 
 from paged_jax.options import BlockSparse, Layout
@@ -117,6 +118,19 @@ class Config:
         """Whether tiles that every row sees whole have a loop of their own, without masks."""
         masked = self.sliding_window is not None or self.block_sparse is not None
         return not masked and (self.queries > 1 or self.layout == "vllm")
+
+    @property
+    def patterns(self) -> int:
+        """Rows of the block-sparse pattern that one program's heads have between them: each sees other far blocks."""
+        if self.block_sparse is None or self.block_sparse.head_sliding_step <= 0:
+            return 1  # the same for every head of a kv head
+        stride, step = self.block_sparse.vert_stride, self.block_sparse.head_sliding_step
+        return min(self.heads, stride // math.gcd(step, stride))
+
+    @property
+    def opaque_range(self) -> bool:
+        """Whether LLVM must not see what tokens are numbered from: `tiles._range`."""
+        return self.block_sparse is not None or "slot" in (self.k_scale, self.v_scale)
 
     @property
     def late_factor(self) -> bool:

@@ -12,12 +12,14 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
+from paged_jax.kernels.triton.schedule import token_at
+
 
 @triton.jit
 @no_type_check
 def add_tiles(
     acc, max_logit, exp_sum, q, factor, position, slope, offset, key, value, table, k_scale, v_scale, kv_head, origin,
-    start, first, last, begin, end, paged: tl.constexpr, masked: tl.constexpr, cfg: tl.constexpr,
+    start, first, last, begin, end, stretch, paged: tl.constexpr, masked: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """Adds the tokens in [begin, end) of the tiles [first, last) counted from `origin` to an unfinished softmax.
 
@@ -26,12 +28,15 @@ def add_tiles(
     `cfg.late_factor`, `max_logit` is the largest product instead.
     """
     for i in range(first, last):
-        inner = i * cfg.tile + tl.arange(0, cfg.tile)
-        tokens = origin + inner
-        wanted = (tokens >= begin) & (tokens < end)
-        seen = _seen(tokens, wanted, position, offset, cfg)
-        if cfg.block_sparse is not None:  # what no row attends to is not read
-            wanted = tl.max(seen.to(tl.int32), 0) > 0
+        inner = i * cfg.tile + _range(masked and cfg.opaque_range, cfg)
+        if cfg.block_sparse is None:
+            tokens = origin + inner
+            wanted = (tokens >= begin) & (tokens < end)
+        else:
+            tokens, wanted = token_at(inner, stretch, cfg)
+            wanted = wanted & (tokens >= begin) & (tokens < end)
+            inner = tokens - origin
+        seen = _seen(tokens, wanted, position, offset, tl.constexpr(cfg.queries > 1 or cfg.patterns > 1), cfg)
         k_factor = None
         v_factor = None
         if paged:
@@ -89,7 +94,7 @@ def add_token(
     `key` and `value` are what that slot holds, [1, padded_head_size]; `slot` and `token` are [1] too.
     """
     wanted = (token >= begin) & (token < end)
-    seen = _seen(token, wanted, position, offset, cfg)
+    seen = _seen(token, wanted, position, offset, True, cfg)
     if cfg.block_sparse is not None:
         wanted = wanted & (tl.max(seen.to(tl.int32), 0) > 0)
     scale_at = (slot // cfg.block_size).to(tl.int64) * cfg.num_kv_heads + kv_head
@@ -105,6 +110,22 @@ def add_token(
     logits = _logits(logits, k_factor, factor, token, position, slope, seen, True, cfg)
     weights, acc, max_logit, exp_sum = _weights(logits, factor, acc, max_logit, exp_sum, cfg)
     return acc + weights * v, max_logit, exp_sum
+
+
+@triton.jit
+@no_type_check
+def _range(opaque: tl.constexpr, cfg: tl.constexpr):
+    """0 to tile - 1; if `opaque`, LLVM cannot see that it comes from the thread's index.
+
+    Where Triton has the tokens in two layouts LLVM joins their arithmetic, `thread & 31` and `thread % 16 << 1`, in
+    vectors of two, of which it uses one lane each: the other one of the second is `thread << 31`. Its NVPTX backend
+    (in Triton 3.6) computes that in 64 bits, where the lane that nobody wanted runs over into its neighbour. Some
+    threads then had the tokens, and the masks, of others: wild reads.
+    """
+    numbers = tl.arange(0, cfg.tile)
+    if opaque:
+        numbers = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [numbers], dtype=tl.int32, is_pure=True, pack=1)
+    return numbers
 
 
 @triton.jit
@@ -149,14 +170,17 @@ def _weights(logits, factor, acc, max_logit, exp_sum, cfg: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _seen(tokens, inside, position, offset, cfg: tl.constexpr):
-    """Which of the tokens each row attends to, [rows, tile]; a row at position -1 attends to none."""
+def _seen(tokens, inside, position, offset, sparse: tl.constexpr, cfg: tl.constexpr):
+    """Which of the tokens each row attends to, [rows, tile]; a row at position -1 attends to none.
+
+    Without `sparse` every row with a position sees these tokens as far as a block-sparse pattern goes.
+    """
     t = tokens[None, :]
     at = position[:, None]
     seen = inside[None, :] & (t <= at)
     if cfg.sliding_window is not None:
         seen = seen & (t > at - cfg.sliding_window)
-    if cfg.block_sparse is not None:
+    if sparse and cfg.block_sparse is not None:
         block = t // cfg.block_sparse.block_size
         local = block > at // cfg.block_sparse.block_size - cfg.block_sparse.local_blocks
         seen = seen & (local | ((block + offset[:, None]) % cfg.block_sparse.vert_stride == 0))
