@@ -3,6 +3,7 @@
 On a GPU the tests of the operations run them too. Skipped where triton is not installed.
 """
 
+import dataclasses
 import importlib.util
 import inspect
 import os
@@ -20,7 +21,8 @@ import pytest
 
 import paged_jax
 from benchmarks import bench_step
-from paged_jax.kernels.triton import launch
+from paged_jax.kernels.problem import Device, Problem, Unsupported
+from paged_jax.kernels.triton import launch, tuning
 from tests import inputs, test_decode
 from tests.cases import DECODE_CASES, Case, Sparse
 
@@ -131,7 +133,7 @@ COMPILED_CASES = {
 }
 
 
-# LLVM mixed up the tokens of these as long as it saw what they are numbered from (`tiles._range`): on a GPU the first
+# LLVM mixed up the tokens of these as long as it saw what they are numbered from (`tiles.numbers`): on a GPU the first
 # read wild memory, the second attended to others' tokens.
 WILD = [
     Case(
@@ -190,7 +192,7 @@ def test_compiles(capability, op, case, tmp_path, monkeypatch):
     from tests import triton_interpreter
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    gpu = launch.Device(capability, 100)
+    gpu = Device(capability, 100)
     launches = []
     with triton_interpreter.recorded(launches, gpu):
         call(op, case)
@@ -201,7 +203,7 @@ def test_compiles(capability, op, case, tmp_path, monkeypatch):
         # Nothing here is that long, but for a lane that LLVM shifts by 25 bits or more because nobody wants it.
         factors = [int(x) for x in re.findall(r"mul\.wide\.u32 .*, (\d+);", result.asm["ptx"])]
         assert max(factors, default=0) < 2**25, made.config
-        assert result.metadata.shared <= gpu.shared_memory, made.config
+        assert result.metadata.shared <= tuning.shared_memory(gpu), made.config
 
 
 @pytest.mark.gpu
@@ -324,11 +326,11 @@ def test_without_jax_triton_it_says_what_to_install():
 def test_refusals_name_every_reason():
     with (
         mock.patch.dict(sys.modules, {"jax_triton": None}),
-        pytest.raises(NotImplementedError, match=r"needs jax-triton.*; float8_e4m3fn caches need .* 8\.9.* has 8\.6"),
+        pytest.raises(Unsupported, match=r"needs jax-triton.*; float8_e4m3fn caches need .* 8\.9.* has 8\.6"),
     ):
-        launch.check(launch.Device(86, 84), "float8_e4m3fn")
-    with pytest.raises(NotImplementedError, match=r"^implementation 'triton' .*8\.0 or newer, this GPU has 7\.5"):
-        launch.check(launch.Device(75, 40), "bfloat16")
+        launch.check(Device(86, 84), "float8_e4m3fn")
+    with pytest.raises(Unsupported, match=r"^implementation 'triton' .*8\.0 or newer, this GPU has 7\.5"):
+        launch.check(Device(75, 40), "bfloat16")
 
 
 @pytest.mark.parametrize("group", [4, 8])
@@ -340,10 +342,11 @@ def test_splits_fill_the_gpu_and_no_more(num_seqs, group):
         scale=jnp.float32(1), alibi_slopes=None, sinks=None, k_scale=None, v_scale=None, layout="hnd",
         max_seq_len=32768, sliding_window=None, logits_soft_cap=None, block_sparse=None,
     )  # fmt: skip
-    gpu = launch.Device()
-    with mock.patch.object(launch, "check"):
-        config = launch.attention_config(query, cache, cache, options, gpu)
-    splits = launch.num_splits(config, num_seqs, 32768, gpu)
+    gpu = Device()
+    tables = jnp.zeros((num_seqs, 2048), jnp.int32)
+    problem = Problem.of_call(query, cache, cache, tables, options)
+    tuned = tuning.attention(problem, gpu)
+    splits = tuning.num_splits(problem, tuned, gpu)
     target = gpu.num_multiprocessors * (2 if group >= 8 else 4)
     assert splits == 1 or target // 2 < splits * num_seqs * 8 <= target
-    assert launch.num_splits(config, num_seqs, 1, gpu) == 1
+    assert tuning.num_splits(dataclasses.replace(problem, max_seq_len=1), tuned, gpu) == 1
