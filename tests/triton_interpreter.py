@@ -24,7 +24,8 @@ import ml_dtypes
 import numpy as np
 
 from paged_jax import _dispatch
-from paged_jax.kernels.triton import launch
+from paged_jax.kernels.problem import Device
+from paged_jax.kernels.triton import cache_ops, launch, tuning
 from tests import test_cache_ops, test_decode, test_ragged, test_write_and_attend
 from tests.cases import DECODE_CASES
 
@@ -59,7 +60,8 @@ def standing_in(triton_call, device=None):
         return triton_call(Launch(kernel, inputs, out_type, cfg, grid, input_output_aliases or {}))
 
     package = importlib.import_module("paged_jax.kernels.triton")
-    for name in ("triton.compiler", *(f"paged_jax.kernels.triton.{file}" for file in ("attend", "write", "copy"))):
+    device_code = [f"{package.__name__}.device.{file}" for file in ("attend", "reduce", "write", "copy")]
+    for name in ("triton.compiler", *device_code):
         importlib.import_module(name)  # now, for what is imported while sys.modules is patched is lost
 
     def eagerly(op, operands, *, implementation=None, **static):
@@ -71,7 +73,7 @@ def standing_in(triton_call, device=None):
         mock.patch.dict(sys.modules, {"jax_triton": module}),
         mock.patch.object(_dispatch, "call", eagerly),
         mock.patch.object(launch, "missing", return_value=[]),
-        mock.patch.object(launch, "device", return_value=device or launch.Device()),
+        mock.patch.object(launch, "device", return_value=device or Device()),
     ):
         yield
 
@@ -110,17 +112,17 @@ def interpreted(device=None):
         return [jnp.asarray(outputs[o]) for o in range(len(made.outputs))]
 
     # What the interpreter cannot do: instructions of the GPU, and float8 rounded as it is there.
-    def by_hand(*args, original=launch.quantisation):
-        return dataclasses.replace(original(*args), native=False)
+    def by_hand(*args, original=tuning.quantisation, **keywords):
+        return dataclasses.replace(original(*args, **keywords), native=False)
 
-    def converted(*args, original=launch.attention_config, **keywords):
+    def converted(*args, original=tuning.attention, **keywords):
         return dataclasses.replace(original(*args, **keywords), staged_values=False)
 
     with (
         arithmetic_mended(),
         standing_in(run, device),
-        mock.patch.object(launch, "quantisation", by_hand),
-        mock.patch.object(launch, "attention_config", converted),
+        mock.patch.object(tuning, "quantisation", by_hand),
+        mock.patch.object(tuning, "attention", converted),
     ):
         yield
 
@@ -129,7 +131,7 @@ def interpreted(device=None):
 def arithmetic_mended():
     """Triton's interpreter has bfloat16 as bits, which it truncates instead of rounding, and multiplies as integers.
 
-    Its fused multiply-add rounds twice, too.
+    Its fused multiply-add rounds twice, and it has no inline assembly, of which one moves a register.
     """
     interpreter = importlib.import_module("triton.runtime.interpreter")
     tl, handle, builder = interpreter.tl, interpreter.TensorHandle, interpreter.InterpreterBuilder
@@ -155,7 +157,12 @@ def arithmetic_mended():
         exact = x.data.astype(np.float64) * y.data + z.data
         return handle(exact.astype(z.data.dtype), z.dtype)
 
+    def move(self, code, constraints, values, *rest):
+        assert code == "mov.b32 $0, $1;", code
+        return types.SimpleNamespace(get_result=lambda _: values[0])
+
     with (
+        mock.patch.object(builder, "create_inline_asm", move),
         mock.patch.object(builder, "create_fma", fma),
         mock.patch.object(builder, "cast_impl", cast(builder.cast_impl)),
         mock.patch.object(builder, "create_fp_to_fp", cast(builder.create_fp_to_fp)),
@@ -216,7 +223,8 @@ def compiled(made, capability):
         constexprs={**constants, "cfg": made.config},
         attrs=aligned,
     )
-    options = {"num_warps": made.config.num_warps, "num_stages": made.config.num_stages, "enable_fp_fusion": True}
+    chosen = made.config.tuning if isinstance(made.config, tuning.AttentionKernel) else made.config
+    options = {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages, "enable_fp_fusion": True}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Triton's own
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -248,7 +256,7 @@ def main(names):
                 test_cache_ops.test_copy_blocks_of_many_layers(run)
                 test_cache_ops.test_swap_blocks_round_trip("hnd", name.removeprefix("copy-"), run)
                 test_cache_ops.test_copy_blocks_of_odd_sizes((5, 9, 3, 1000), (5, 1, 1, 16), run)
-                with mock.patch.object(launch, "CopyConfig", partial(launch.CopyConfig, scan=64)):
+                with mock.patch.object(cache_ops, "CopyKernel", partial(tuning.CopyKernel, scan=64)):
                     test_cache_ops.test_copy_blocks_of_many_pairs(run, count=130)
             else:
                 _, layout, dtype = name.split("-")

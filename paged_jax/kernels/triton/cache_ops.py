@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from paged_jax.kernels.triton import launch
-from paged_jax.options import Layout, block_axis
+from paged_jax.kernels.problem import Device, Pool
+from paged_jax.kernels.triton import launch, tuning
+from paged_jax.kernels.triton.tuning import CopyKernel
+from paged_jax.options import Layout
 from paged_jax.shapes import BlockMapping, Cache, CacheScale, NewTokens, SlotMapping, SourceCache
 
 
@@ -25,20 +27,9 @@ def write_to_paged_cache(
     gpu = launch.device()
     launch.check(gpu, key_cache.dtype.name)
     num_tokens, num_kv_heads, head_size = key.shape
-    # Few tokens: one a program, to fill the GPU. Many: 16, to have fewer programs.
-    tokens = min(16, launch.power_of_two(num_tokens * num_kv_heads // (8 * gpu.num_multiprocessors)))
-    config = launch.WriteConfig(
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        block_size=value_cache.shape[block_axis(layout)],
-        layout=layout,
-        key_x=16 // key_cache.dtype.itemsize,
-        value_x=1,
-        tokens=tokens,
-        num_warps=2 if tokens == 16 and key_cache.dtype.itemsize == 1 else 4,  # benchmarks/LOG.md
-        write=launch.quantisation(key.dtype, key_cache.dtype, k_scale, v_scale, gpu),
-    )
-    num_programs = -(-num_tokens // tokens) * num_kv_heads
+    pool = Pool.of(key_cache, value_cache, head_size, layout, k_scale, v_scale)
+    kernel = tuning.write(key.dtype.name, num_tokens, pool, gpu)
+    num_programs = tuning.cdiv(num_tokens, kernel.tokens) * num_kv_heads
     if num_programs == 0 or key_cache.size == 0:
         return key_cache, value_cache
     scales = tuple(slot_mapping if scale is None else scale for scale in (k_scale, v_scale))  # absent: not read
@@ -47,7 +38,7 @@ def write_to_paged_cache(
         launch.call(
             "write",
             "write_kernel",
-            config,
+            kernel,
             num_programs,
             (key, value, slot_mapping, *scales),
             (num_tokens, key_cache.shape[0]),
@@ -66,14 +57,14 @@ def copy_blocks(
     return tuple(key for key, _ in copied), tuple(value for _, value in copied)
 
 
-def _copy(key_cache: Array, value_cache: Array, block_mapping: Array, gpu: launch.Device) -> tuple[Array, Array]:
+def _copy(key_cache: Array, value_cache: Array, block_mapping: Array, gpu: Device) -> tuple[Array, Array]:
     """One layer's copies."""
     caches = key_cache, value_cache
-    config = _copy_config(caches, gpu, within=True)
+    kernel = _kernel_for(caches, gpu, within=True)
     if block_mapping.size == 0 or key_cache.size + value_cache.size == 0:
         return caches
-    stashed = _stash(block_mapping, caches, key_cache.shape[0], config, gpu)
-    return _in_place("copy_kernel", config, (block_mapping, *stashed), caches, gpu)
+    stashed = _stash(block_mapping, caches, key_cache.shape[0], kernel, gpu)
+    return _in_place("copy_kernel", kernel, (block_mapping, *stashed), caches, gpu)
 
 
 def swap_blocks(
@@ -85,11 +76,11 @@ def swap_blocks(
 ) -> tuple[Cache, Cache]:
     gpu = launch.device()
     sources, caches = (src_key_cache, src_value_cache), (dst_key_cache, dst_value_cache)
-    config = _copy_config(caches, gpu, within=False)
+    kernel = _kernel_for(caches, gpu, within=False)
     if block_mapping.size == 0 or any(x.size == 0 for x in (*sources, *caches)):
         return caches
-    plans, *_ = _stash(block_mapping, sources, dst_key_cache.shape[0], config, gpu)
-    swapped = _in_place("swap_kernel", config, (block_mapping, plans, *sources), caches, gpu)
+    plans, *_ = _stash(block_mapping, sources, dst_key_cache.shape[0], kernel, gpu)
+    swapped = _in_place("swap_kernel", kernel, (block_mapping, plans, *sources), caches, gpu)
     home = jax.typeof(dst_key_cache).memory_space
     if jax.typeof(swapped[0]).memory_space == home:
         return swapped
@@ -97,32 +88,31 @@ def swap_blocks(
     return jax.device_put(swapped, home)
 
 
-def _copy_config(caches: tuple[Array, Array], gpu: launch.Device, *, within: bool) -> launch.CopyConfig:
+def _kernel_for(caches: tuple[Array, Array], gpu: Device, *, within: bool) -> CopyKernel:
     block_bytes = [math.prod(x.shape[1:]) * x.dtype.itemsize for x in caches]
     odd = [f"copies blocks of a multiple of 8 bytes, these have {n}" for n in block_bytes if n % 8]
     for cache in caches:
         launch.check(gpu, cache.dtype.name, odd)
-    return launch.CopyConfig(*(n // 8 for n in block_bytes), within=within)
+    key_words, value_words = (n // 8 for n in block_bytes)
+    return CopyKernel(key_words=key_words, value_words=value_words, within=within)
 
 
 def _stash(
-    block_mapping: Array, sources: tuple[Array, Array], num_blocks: int, config: launch.CopyConfig, gpu: launch.Device
+    block_mapping: Array, sources: tuple[Array, Array], num_blocks: int, kernel: CopyKernel, gpu: Device
 ) -> list[Array]:
     """Each pair's plan, and the blocks set aside of keys and of values."""
     num_pairs = block_mapping.shape[0]
     plans = jax.ShapeDtypeStruct((num_pairs,), jnp.int32)
-    room = num_pairs if config.within else 1
+    room = num_pairs if kernel.within else 1
     tmp = [jax.ShapeDtypeStruct((room, *x.shape[1:]), x.dtype) for x in sources]
     sizes = num_pairs, sources[0].shape[0], num_blocks
-    return launch.call("copy", "stash_kernel", config, num_pairs, (block_mapping, *sources), sizes, (plans, *tmp), gpu)
+    return launch.call("copy", "stash_kernel", kernel, num_pairs, (block_mapping, *sources), sizes, (plans, *tmp), gpu)
 
 
 def _in_place(
-    kernel: str, config: launch.CopyConfig, arrays: tuple[Array, ...], caches: tuple[Array, Array], gpu: launch.Device
+    name: str, kernel: CopyKernel, arrays: tuple[Array, ...], caches: tuple[Array, Array], gpu: Device
 ) -> tuple[Array, Array]:
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches]
-    num_programs = arrays[0].shape[0] * config.chunks
-    key_cache, value_cache = launch.call(
-        "copy", kernel, config, num_programs, arrays, (), outputs, gpu, in_place=caches
-    )
+    num_programs = arrays[0].shape[0] * kernel.chunks
+    key_cache, value_cache = launch.call("copy", name, kernel, num_programs, arrays, (), outputs, gpu, in_place=caches)
     return key_cache, value_cache

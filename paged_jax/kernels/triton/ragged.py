@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from paged_jax.kernels.problem import Unsupported
-from paged_jax.kernels.triton import launch
+from paged_jax.kernels.problem import Problem, option_arrays
+from paged_jax.kernels.triton import launch, tuning
+from paged_jax.kernels.triton.tuning import AttentionKernel, cdiv
 from paged_jax.options import AttentionOptions
 from paged_jax.shapes import BlockTables, Cache, NewTokens, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
 
@@ -46,31 +47,24 @@ def _ragged(
     query_start_loc: QueryStartLoc,
     options: AttentionOptions,
 ) -> tuple[RaggedQuery, RaggedLse]:
-    if not options.causal:
-        raise Unsupported("triton", ["lacks causal=False"])
     gpu = launch.device()
-    num_tokens, num_heads, _ = query.shape
-    num_seqs, table_width = block_tables.shape
-    config = launch.attention_config(
-        query,
-        key_cache,
-        value_cache,
-        options,
-        gpu,
-        # The average: batches of decodes get small tiles, prompts large ones. At least 2: 1 is decode's config.
-        queries_per_seq=max(2, -(-num_tokens // max(num_seqs, 1))),
-        prefix=key is not None,
-    )
+    problem = Problem.of_call(query, key_cache, value_cache, block_tables, options)
+    launch.check(gpu, problem.cache_dtype, [] if options.causal else ["lacks causal=False"])
+    # The average: batches of decodes get small tiles, prompts large ones. At least 2: 1 is decode's tuning.
+    queries_per_seq = max(2, cdiv(problem.num_tokens, max(problem.num_seqs, 1)))
+    prefix = key is not None
+    tuned = tuning.attention(problem, gpu, queries_per_seq=queries_per_seq, prefix=prefix)
+    kernel = AttentionKernel(problem.attention, tuned, prefix)
+    if problem.num_tokens == 0:
+        return jnp.zeros(query.shape, query.dtype), jnp.zeros((0, problem.num_heads), jnp.float32)
     shapes = (
         jax.ShapeDtypeStruct(query.shape, query.dtype),
-        jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32),
+        jax.ShapeDtypeStruct((problem.num_tokens, problem.num_heads), jnp.float32),
     )
-    if num_tokens == 0:
-        return jnp.zeros(query.shape, query.dtype), jnp.zeros((0, num_heads), jnp.float32)
-    num_tiles = num_tokens // config.queries + num_seqs + 1  # the last are for the padding rows
-    num_programs = num_tiles * config.num_kv_heads * config.head_tiles
+    num_tiles = problem.num_tokens // tuned.queries + problem.num_seqs + 1  # the last are for the padding rows
+    num_programs = num_tiles * problem.num_kv_heads * kernel.head_tiles
     new = query if key is None else key, query if value is None else value  # absent ones are not read
     caches = key_cache, value_cache, block_tables
-    arrays = (query, *new, *caches, seq_lens, query_start_loc, *launch.option_arrays(options))
-    scalars = num_tokens, num_seqs, table_width, options.max_seq_len, num_tiles
-    return tuple(launch.call("attend", "ragged_kernel", config, num_programs, arrays, scalars, shapes, gpu))
+    arrays = query, *new, *caches, seq_lens, query_start_loc, *option_arrays(options)
+    scalars = problem.num_tokens, problem.num_seqs, problem.max_blocks_per_seq, problem.max_seq_len, num_tiles
+    return tuple(launch.call("attend", "ragged_kernel", kernel, num_programs, arrays, scalars, shapes, gpu))

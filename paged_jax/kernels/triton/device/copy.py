@@ -15,7 +15,7 @@ Roofline. Both blocks of each pair, read once and written once; a stashed source
 in every program: num_pairs^2 * 8 bytes, out of the L2 cache.
 
 The pools are updated in place: `key_cache` and `value_cache` of the copying kernels are outputs that alias inputs.
-`cfg` is a `config.CopyConfig`.
+`cfg` is a `tuning.CopyKernel`.
 """
 
 # Where triton is not installed pyright takes this folder for it.

@@ -1,0 +1,304 @@
+"""Device code of attention: the kernels of v1, v2, the automatic choice and ragged, around one loop over tiles.
+
+What a kernel is made of: `schedule.py` says whose turn it is, `rows.py` what its rows are, `tiles.py` has the loop,
+`softmax.py` what the loop builds up, `write.py` the new tokens. `reduce.py` joins the splits of a sequence.
+
+Grid. Decode: one program for each (sequence, split of its context, tile of heads). Ragged: one for each (tile of
+queries, tile of heads). A tile of heads is one kv head's group of query heads, or a part of a very large group.
+
+Who loads. Every program gathers its own tiles of `tile` tokens through the block table, with the pointers worked
+out in 64 bits; Triton's software pipeline keeps a tile of K and V, or more with more `num_stages`, in flight in
+shared memory (block tables take stages too: benchmarks/LOG.md):
+
+    rows (query heads, times query tokens)      tile of tokens: start + 0 ... tile - 1
+    +------------+     K^T in shared memory     +------------+
+    | q  [rows,  |  x  [head_size, tile]     =  | logits     |  mask, online softmax in float32
+    | head_size] |                              | [rows, tile]
+    +------------+                              +------------+  x  V [tile, head_size]  ->  acc [rows, head_size]
+
+Who computes. All warps of the program, both products on tensor cores with float32 sums (float32 inputs: on plain
+cores, at full precision). Rows are padded to 16 and head_size to a power of two; padding is masked, never read.
+
+Roofline. Decode reads 2 * seq_len * head_size * itemsize bytes for each (sequence, kv head), once, and does
+4 * group operations for each pair of elements: bound by memory up to groups of about 64. Ragged does
+2 * head_size * 2 operations for each (query, token) pair and is bound by the tensor cores.
+
+`cfg` is a `tuning.AttentionKernel`. `no_type_check` keeps run-time type checkers away from code that Triton compiles.
+"""
+
+# Where triton is not installed pyright takes this folder for it.
+# pyright: reportAttributeAccessIssue=false
+
+from typing import NamedTuple, no_type_check
+
+import triton
+import triton.language as tl
+
+from paged_jax.kernels.triton.device.rows import Rows, heads_of_rows, load_query, slopes_and_shifts
+from paged_jax.kernels.triton.device.schedule import SparseStretch, Stretch, of_rank, pattern_of, sequence_of, share_of
+from paged_jax.kernels.triton.device.softmax import Softmax, finish, nothing_seen, with_largest_logit
+from paged_jax.kernels.triton.device.tiles import Cache, NewTokens, Paged, add_tiles
+from paged_jax.kernels.triton.device.write import Written, add_new_token, load_tokens
+
+
+class Inputs(NamedTuple):
+    """Pointers to what every attention kernel reads, but for the block tables."""
+
+    query: tl.tensor
+    key_cache: tl.tensor
+    value_cache: tl.tensor
+    seq_lens: tl.tensor
+    scale: tl.tensor
+    alibi_slopes: tl.tensor
+    sinks: tl.tensor
+    k_scale: tl.tensor
+    v_scale: tl.tensor
+
+
+class Outputs(NamedTuple):
+    """Pointers to what decode writes: out and lse in `out` and `sums`, or each split's unfinished softmax."""
+
+    out: tl.tensor
+    sums: tl.tensor
+    maxima: tl.tensor
+
+
+class NewToken(NamedTuple):
+    """Pointers to the new tokens' keys, values and slots, and how many blocks there are to hold them."""
+
+    key: tl.tensor
+    value: tl.tensor
+    slot_mapping: tl.tensor
+    num_blocks: tl.tensor
+
+
+class Batch(NamedTuple):
+    """A decode call's sizes, and its block tables."""
+
+    block_tables: tl.tensor
+    num_seqs: tl.tensor
+    table_width: tl.tensor
+    max_seq_len: tl.tensor
+    num_splits: tl.tensor
+
+
+@triton.jit
+@no_type_check
+def decode_kernel(
+    query, key_cache, value_cache, block_tables, seq_lens, scale, alibi_slopes, sinks, k_scale, v_scale,
+    num_seqs, table_width, max_seq_len, num_splits, out, sums, maxima, cfg: tl.constexpr,
+):  # fmt: skip
+    inputs = Inputs(query, key_cache, value_cache, seq_lens, scale, alibi_slopes, sinks, k_scale, v_scale)
+    batch = Batch(block_tables, num_seqs, table_width, max_seq_len, num_splits)
+    _decode(inputs, None, batch, Outputs(out, sums, maxima), cfg)
+
+
+@triton.jit
+@no_type_check
+def write_and_decode_kernel(
+    query, key, value, block_tables, seq_lens, slot_mapping, scale, alibi_slopes, sinks, k_scale, v_scale,
+    unused_key, unused_value, num_seqs, table_width, max_seq_len, num_splits, num_blocks, key_cache, value_cache,
+    out, sums, maxima, cfg: tl.constexpr,
+):  # fmt: skip
+    """The caches are updated in place: they are outputs that alias inputs."""
+    inputs = Inputs(query, key_cache, value_cache, seq_lens, scale, alibi_slopes, sinks, k_scale, v_scale)
+    batch = Batch(block_tables, num_seqs, table_width, max_seq_len, num_splits)
+    new = NewToken(key, value, slot_mapping, num_blocks)
+    _decode(inputs, new, batch, Outputs(out, sums, maxima), cfg)
+
+
+@triton.jit
+@no_type_check
+def _decode(inputs, new, batch, outputs, cfg: tl.constexpr):
+    """One split of one sequence. The only split writes out and lse, others their unfinished softmax.
+
+    With `new` the last token comes from there where its slot is valid. The last split, whose share of the context is
+    the smallest, stores it in the cache and attends to it; no program reads its slot.
+    """
+    problem: tl.constexpr = cfg.problem
+    num_splits = batch.num_splits
+    pid = tl.program_id(0)
+    head_tile = pid % (problem.num_kv_heads * cfg.head_tiles)
+    pid = pid // (problem.num_kv_heads * cfg.head_tiles)
+    split = pid % num_splits
+    seq = pid // num_splits
+    if cfg.tuning.ranked > 0:
+        seq = of_rank(seq, inputs.seq_lens, batch.num_seqs, cfg)
+    kv_head, head, valid = heads_of_rows(head_tile, cfg)
+    seq_len = tl.load(inputs.seq_lens + seq)
+    position = tl.where(valid, seq_len - 1, -1)
+    begin = seq_len * 0
+    if problem.sliding_window is not None:
+        begin = tl.maximum(seq_len - problem.sliding_window, 0)
+    end = tl.minimum(seq_len, batch.max_seq_len)
+    if new is not None:
+        slot = tl.load(new.slot_mapping + seq)
+        given = (slot >= 0) & (slot // problem.block_size < new.num_blocks)
+        mine = given & (split == num_splits - 1)
+        row = tl.full([1], 0, tl.int32) + tl.where(mine, seq, -1)
+        new_key, new_value = load_tokens(new.key, new.value, row, kv_head, row >= 0, problem, cfg.tuning.width)
+        written = Written(new_key, new_value, slot, seq_len - 1, mine, begin, end)
+        end = tl.where(given, tl.minimum(end, seq_len - 1), end)
+    stretch, first, last = share_of(split, begin, end, seq_len - 1, kv_head, head_tile, num_splits, cfg)
+
+    cache_scale = _head_scale(inputs.k_scale, kv_head, tl.constexpr(problem.k_scale))
+    tokens = tl.zeros_like(head) + seq
+    q, factor = load_query(inputs.query, tokens, head, valid, tl.load(inputs.scale) * cache_scale, outputs.out, cfg)
+    slope, shift = slopes_and_shifts(inputs.alibi_slopes, kv_head, head, valid, cfg)
+    rows = Rows(q, factor, position, slope, shift)
+    softmax = nothing_seen(cfg)
+    table = batch.block_tables + seq.to(tl.int64) * batch.table_width
+    cache = Cache(inputs.key_cache, inputs.value_cache, inputs.k_scale, inputs.v_scale)
+    paged = Paged(cache, table)
+    if new is not None and cfg.tuning.final:  # before a long loop: no registers are kept through it
+        softmax = add_new_token(softmax, rows, written, cache, kv_head, cfg)
+    if cfg.whole_tiles:
+        middle = tl.maximum(tl.minimum(last, (stretch.end - stretch.origin) // cfg.tuning.tile), first)
+        softmax = add_tiles(softmax, rows, paged, kv_head, stretch, first, middle, True, False, cfg)
+        first = middle
+    softmax = add_tiles(softmax, rows, paged, kv_head, stretch, first, last, True, True, cfg)
+    if new is not None and not cfg.tuning.final:  # after a short one, which does not wait for it
+        softmax = add_new_token(softmax, rows, written, cache, kv_head, cfg)
+    softmax = _with_head_scale(softmax, inputs.v_scale, kv_head, tl.constexpr(problem.v_scale))
+    softmax = with_largest_logit(softmax, factor, cfg)
+
+    row = seq.to(tl.int64) * problem.num_heads + head
+    with_sinks: tl.constexpr = problem.sinks and cfg.tuning.final
+    result, lse, max_logit, exp_sum = finish(softmax, inputs.sinks, head, valid, with_sinks)
+    if cfg.tuning.final:
+        tl.store(outputs.sums + row, lse, mask=valid)
+    else:
+        row = row * num_splits + split
+        tl.store(outputs.sums + row, exp_sum, mask=valid)
+        tl.store(outputs.maxima + row, max_logit, mask=valid)
+    _store(outputs.out, row, result, valid, cfg)
+
+
+@triton.jit
+@no_type_check
+def ragged_kernel(
+    query, key, value, key_cache, value_cache, block_tables, seq_lens, query_start_loc, scale, alibi_slopes, sinks,
+    k_scale, v_scale, num_tokens, num_seqs, table_width, max_seq_len, num_tiles, out, lse, cfg: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries of one sequence; the padding rows are a last sequence that sees nothing."""
+    problem: tl.constexpr = cfg.problem
+    queries_of_program: tl.constexpr = cfg.tuning.queries
+    pid = tl.program_id(0)
+    head_tile = pid % (problem.num_kv_heads * cfg.head_tiles)
+    tile = num_tiles - 1 - pid // (problem.num_kv_heads * cfg.head_tiles)  # the longest contexts first
+    seq = sequence_of(tile, query_start_loc, num_seqs, cfg)
+    start = tl.load(query_start_loc + seq)
+    stop = tl.load(query_start_loc + seq + 1, mask=seq < num_seqs, other=num_tokens)
+    seq_len = tl.load(seq_lens + seq, mask=seq < num_seqs, other=0)
+    query_len = stop - start
+    context_len = seq_len - query_len
+    first_query = (tile - start // queries_of_program - seq) * queries_of_program
+
+    kv_head, head, valid = heads_of_rows(head_tile, cfg)
+    queries = first_query + tl.arange(0, cfg.tuning.rows) // cfg.tuning.heads
+    valid = valid & (queries < query_len)
+    position = tl.where(valid & (seq < num_seqs), context_len + queries, -1)
+    at = context_len + first_query  # position of the first query
+    end = tl.minimum(context_len + tl.minimum(query_len, first_query + queries_of_program), max_seq_len)
+    end = tl.where((seq < num_seqs) & (first_query < query_len), end, 0)
+    begin = at * 0
+    if problem.sliding_window is not None:
+        begin = tl.maximum(at - problem.sliding_window + 1, 0)
+
+    cache_scale = _head_scale(k_scale, kv_head, tl.constexpr(problem.k_scale))
+    if cfg.late_factor or not cfg.prefix:
+        q, factor = load_query(query, start + queries, head, valid, tl.load(scale) * cache_scale, out, cfg)
+        new_factor = factor
+    else:
+        q, new_factor = load_query(query, start + queries, head, valid, tl.load(scale), out, cfg)
+        factor = new_factor * cache_scale
+    slope, shift = slopes_and_shifts(alibi_slopes, kv_head, head, valid, cfg)
+    rows = Rows(q, factor, position, slope, shift)
+    softmax = nothing_seen(cfg)
+    table = block_tables + seq.to(tl.int64) * table_width
+    paged = Paged(Cache(key_cache, value_cache, k_scale, v_scale), table)
+    cached = end
+    if cfg.prefix:
+        cached = tl.minimum(end, context_len)
+    softmax = _add_cached(softmax, rows, paged, kv_head, begin, cached, at, end, head_tile, cfg)
+    softmax = _with_head_scale(softmax, v_scale, kv_head, tl.constexpr(problem.v_scale))
+    if cfg.prefix:
+        new = NewTokens(key, value, start)
+        rows = Rows(q, new_factor, position, slope, shift)
+        softmax = _add_new(softmax, rows, new, kv_head, begin, context_len, at, end, head_tile, cfg)
+    softmax = with_largest_logit(softmax, factor, cfg)
+
+    row = (start + queries).to(tl.int64) * problem.num_heads + head
+    result, log_sum, _, _ = finish(softmax, sinks, head, valid, tl.constexpr(problem.sinks))
+    tl.store(lse + row, log_sum, mask=valid)
+    _store(out, row, result, valid, cfg)
+
+
+@triton.jit
+@no_type_check
+def _add_cached(softmax, rows, paged, kv_head, begin, end, position, seen_end, head_tile, cfg: tl.constexpr):
+    """Adds the tokens begin <= t < end from the cache; the rows' positions are `position` to `seen_end` - 1."""
+    tile: tl.constexpr = cfg.tuning.tile
+    if cfg.problem.block_sparse is not None:
+        pattern, count = pattern_of(begin, end, position, seen_end - 1, kv_head, head_tile, cfg)
+        stretch = SparseStretch(0, begin, end, pattern)
+        first = 0
+        last = tl.cdiv(count, tile)
+    else:
+        stretch = Stretch(0, begin, end)
+        first = begin // tile
+        last = (end + tile - 1) // tile
+    if cfg.whole_tiles:
+        middle = tl.maximum(tl.minimum(position + 1, end) // tile, 0)
+        softmax = add_tiles(softmax, rows, paged, kv_head, stretch, first, middle, True, False, cfg)
+        first = middle
+    return add_tiles(softmax, rows, paged, kv_head, stretch, first, last, True, True, cfg)
+
+
+@triton.jit
+@no_type_check
+def _add_new(softmax, rows, new, kv_head, begin, context_len, position, end, head_tile, cfg: tl.constexpr):
+    """Adds the tokens before `end` of those that are given beside the cache, the first of them at `context_len`."""
+    tile: tl.constexpr = cfg.tuning.tile
+    if cfg.problem.block_sparse is not None:
+        begin = tl.maximum(begin, context_len)
+        pattern, count = pattern_of(begin, end, position, end - 1, kv_head, head_tile, cfg)
+        stretch = SparseStretch(context_len, begin, end, pattern)
+        first = 0
+        last = tl.cdiv(count, tile)
+    else:
+        stretch = Stretch(context_len, begin, end)
+        first = tl.maximum(begin - context_len, 0) // tile
+        last = (end - context_len + tile - 1) // tile
+    return add_tiles(softmax, rows, new, kv_head, stretch, first, last, False, True, cfg)
+
+
+@triton.jit
+@no_type_check
+def _head_scale(scale, kv_head, kind: tl.constexpr):
+    """A scale that is the same for the whole of a kv head's cache; 1 if there is none."""
+    factor = 1.0
+    if kind == "cache":
+        factor = tl.load(scale)
+    elif kind == "head":
+        factor = tl.load(scale + kv_head)
+    return factor
+
+
+@triton.jit
+@no_type_check
+def _with_head_scale(softmax, v_scale, kv_head, kind: tl.constexpr):
+    """The softmax with values that `_head_scale` made of the cache's."""
+    acc, max_logit, exp_sum = softmax
+    acc *= _head_scale(v_scale, kv_head, kind)
+    return Softmax(acc, max_logit, exp_sum)
+
+
+@triton.jit
+@no_type_check
+def _store(out, row, result, valid, cfg: tl.constexpr):
+    """Each row's result, to that row of `out`."""
+    d = tl.arange(0, cfg.tuning.width)
+    mask = valid[:, None] & (d < cfg.problem.head_size)[None, :]
+    out = out + row[:, None] * cfg.problem.head_size + d[None, :]
+    tl.store(out, result.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,113 @@
+"""Device code: the rows of a program's matrix products, one for each of its query heads and query tokens.
+
+`cfg` is a `tuning.AttentionKernel`.
+"""
+
+# Where triton is not installed pyright takes this folder for it.
+# pyright: reportAttributeAccessIssue=false
+
+from typing import NamedTuple, no_type_check
+
+import triton
+import triton.language as tl
+
+from paged_jax.kernels.triton.device.schedule import pattern_shift
+
+
+class Rows(NamedTuple):
+    """What is known of each row.
+
+    Attributes:
+      q: [rows, width], the queries in the dtype of the products.
+      factor: [rows], which makes logits of products of q and k.
+      position: [rows], of the query token; -1 for padding, which sees nothing.
+      slope: [rows], ALiBi's.
+      shift: [rows], of the block-sparse pattern, in sparse blocks.
+    """
+
+    q: tl.tensor
+    factor: tl.tensor
+    position: tl.tensor
+    slope: tl.tensor
+    shift: tl.tensor
+
+
+@triton.jit
+@no_type_check
+def heads_of_rows(head_tile, cfg: tl.constexpr):
+    """The kv head, each row's head, and which rows are no padding."""
+    rows = tl.arange(0, cfg.tuning.rows)
+    kv_head = head_tile // cfg.head_tiles
+    in_group = head_tile % cfg.head_tiles * cfg.tuning.heads + rows % cfg.tuning.heads
+    valid = (rows < cfg.tuning.heads * cfg.tuning.queries) & (in_group < cfg.problem.group)
+    return kv_head, kv_head * cfg.problem.group + in_group, valid
+
+
+@triton.jit
+@no_type_check
+def load_query(query, tokens, head, valid, scale, out, cfg: tl.constexpr):
+    """The rows' queries in the dtype of the products, and each row's factor that makes logits of products with keys.
+
+    If that waits for the exponential it is positive: the sign of `scale` goes to the queries.
+    """
+    d = tl.arange(0, cfg.tuning.width)
+    at = ((tokens.to(tl.int64) * cfg.problem.num_heads + head) * cfg.problem.head_size)[:, None] + d[None, :]
+    mask = valid[:, None] & (d < cfg.problem.head_size)[None, :]
+    if cfg.late_factor and cfg.tuning.queries > 1:  # noqa: SIM102 (the inner condition is the device's)
+        # Through the rows of `out`: matrix units take q from shared memory only if nothing happens to it on the way.
+        if scale < 0:
+            tl.store(out + at, -tl.load(query + at, mask=mask, other=0.0), mask=mask)
+            tl.debug_barrier()
+            query = out
+    q = tl.load(query + at, mask=mask, other=0.0)
+    if cfg.late_factor and cfg.tuning.queries == 1:
+        q = tl.where(scale < 0, -q, q)
+    unit = tl.full([cfg.tuning.rows], 1.0, tl.float32)
+    if cfg.normalise_query:  # bfloat16 into float16: a power of two out of each row, so that it fits, exactly
+        q = q.to(tl.float32)
+        peak = tl.maximum(tl.max(tl.abs(q), 1), 1e-30)
+        unit = (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        q = q / unit[:, None]
+    if cfg.tuning.compute_dtype == "float32":
+        q = q.to(tl.float32)
+    elif cfg.tuning.compute_dtype == "float16":
+        q = q.to(tl.float16)
+    else:
+        q = q.to(tl.bfloat16)
+    factor = unit * scale
+    if cfg.late_factor:
+        factor = tl.abs(factor)
+        factor = tl.where(factor == 0, 1e-30, factor)  # 0 * -inf would be NaN where tokens are masked
+    return q, factor
+
+
+@triton.jit
+@no_type_check
+def slopes_and_shifts(alibi_slopes, kv_head, head, valid, cfg: tl.constexpr):
+    """Each row's ALiBi slope, and the shift of its block-sparse pattern."""
+    slope = tl.full([cfg.tuning.rows], 0, tl.float32)
+    if cfg.problem.alibi:
+        slope = tl.load(alibi_slopes + head, mask=valid, other=0.0)
+    shift = head * 0
+    if cfg.problem.block_sparse is not None:
+        shift = head * 0 + pattern_shift(kv_head, head, cfg)
+    return slope, shift
+
+
+@triton.jit
+@no_type_check
+def seen_by(tokens, inside, position, shift, sparse: tl.constexpr, cfg: tl.constexpr):
+    """Which of the tokens each row attends to, [rows, tile]; a row at position -1 attends to none.
+
+    Without `sparse` every row with a position sees these tokens as far as a block-sparse pattern goes.
+    """
+    t = tokens[None, :]
+    at = position[:, None]
+    seen = inside[None, :] & (t <= at)
+    if cfg.problem.sliding_window is not None:
+        seen = seen & (t > at - cfg.problem.sliding_window)
+    if sparse and cfg.problem.block_sparse is not None:
+        block = t // cfg.problem.block_sparse.block_size
+        local = block > at // cfg.problem.block_sparse.block_size - cfg.problem.block_sparse.local_blocks
+        seen = seen & (local | ((block + shift[:, None]) % cfg.problem.block_sparse.vert_stride == 0))
+    return seen

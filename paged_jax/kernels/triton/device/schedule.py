@@ -1,0 +1,168 @@
+"""Device code: which sequence a program works on, and which of its tokens. `cfg` is a `tuning.AttentionKernel`."""
+
+# Where triton is not installed pyright takes this folder for it.
+# pyright: reportAttributeAccessIssue=false
+
+from typing import NamedTuple, no_type_check
+
+import triton
+import triton.language as tl
+
+
+class Pattern(NamedTuple):
+    """Which tokens a block-sparse pattern has, for `token_at`.
+
+    Attributes:
+      far: the first far block, in sparse blocks.
+      shift: of the first head's pattern, in sparse blocks.
+      far_tokens: tokens of all far blocks.
+      near: the first token behind them.
+      heads: that the program has.
+    """
+
+    far: tl.tensor
+    shift: tl.tensor
+    far_tokens: tl.tensor
+    near: tl.tensor
+    heads: tl.tensor
+
+
+class Stretch(NamedTuple):
+    """The tokens begin <= t < end of a sequence, in tiles of neighbours that are counted from `origin`."""
+
+    origin: tl.tensor
+    begin: tl.tensor
+    end: tl.tensor
+
+
+class SparseStretch(NamedTuple):
+    """Those of the tokens begin <= t < end that a pattern has, in tiles of its numbers.
+
+    `origin` is the position that new tokens' rows are counted from.
+    """
+
+    origin: tl.tensor
+    begin: tl.tensor
+    end: tl.tensor
+    pattern: Pattern
+
+
+@triton.jit
+@no_type_check
+def of_rank(rank, seq_lens, num_seqs, cfg: tl.constexpr):
+    """The sequence of that rank by length, the longest first, so that none is left for the end."""
+    ids = tl.arange(0, cfg.tuning.ranked)
+    lens = tl.load(seq_lens + ids, mask=ids < num_seqs, other=-1)
+    ahead = (lens[None, :] > lens[:, None]) | ((lens[None, :] == lens[:, None]) & (ids[None, :] < ids[:, None]))
+    ranks = tl.sum(ahead.to(tl.int32), 1)
+    return tl.sum(tl.where(ranks == rank, ids, 0), 0)
+
+
+@triton.jit
+@no_type_check
+def share_of(split, begin, end, position, kv_head, head_tile, num_splits, cfg: tl.constexpr):
+    """What a split has of the tokens begin <= t < end, which a query at `position` attends to.
+
+    Returns a stretch, and its first tile and that after its last.
+    """
+    tile: tl.constexpr = cfg.tuning.tile
+    size: tl.constexpr = cfg.tuning.partition_size
+    if size is not None:  # a fixed piece of the context, whatever the batch
+        origin = split * size
+        begin = tl.maximum(begin, origin)
+        end = tl.minimum(end, origin + size)
+    else:
+        origin = 0
+    if cfg.problem.block_sparse is not None:
+        pattern, count = pattern_of(begin, end, position, position, kv_head, head_tile, cfg)
+        stretch = SparseStretch(origin, begin, end, pattern)
+        first = 0
+        last = tl.cdiv(count, tile)
+    else:
+        stretch = Stretch(origin, begin, end)
+        first = (begin - origin) // tile
+        last = (end - origin + tile - 1) // tile
+    if size is None:  # an even share of the tiles that are there
+        share = tl.cdiv(tl.maximum(last - first, 0), num_splits)
+        first += split * share
+        last = tl.minimum(last, first + share)
+    return stretch, first, last
+
+
+@triton.jit
+@no_type_check
+def pattern_of(begin, end, position, last_position, kv_head, head_tile, cfg: tl.constexpr):
+    """Which of the tokens begin <= t < end the block-sparse pattern lets some row of this program see.
+
+    The rows' positions are `position` to `last_position`. Far blocks come first, one in `vert_stride` for each of the
+    rows' `cfg.patterns`; behind them is every token from where the first row's local blocks begin. Numbered in this
+    order the tokens that somebody sees have no gaps, and `token_at` finds the token of a number.
+
+    Returns the pattern, and how many tokens it has.
+    """
+    sparse: tl.constexpr = cfg.problem.block_sparse
+    size: tl.constexpr = sparse.block_size
+    stride: tl.constexpr = sparse.vert_stride
+    if sparse.local_blocks > 0:
+        local = tl.maximum(position // size - sparse.local_blocks + 1, 0)
+    else:
+        local = last_position // size + 1
+    far = begin // size
+    stop = tl.minimum(local, (end + size - 1) // size)
+    head = head_tile % cfg.head_tiles * cfg.tuning.heads
+    shift = pattern_shift(kv_head, kv_head * cfg.problem.group + head, cfg)
+    if cfg.patterns == 1:
+        far += (stride - (shift + far) % stride) % stride
+    far_tokens = tl.cdiv(tl.maximum(stop - far, 0), stride) * cfg.patterns * size
+    near = tl.maximum(local * size, begin)
+    pattern = Pattern(far, shift, far_tokens, near, tl.minimum(cfg.tuning.heads, cfg.problem.group - head))
+    return pattern, far_tokens + tl.maximum(end - near, 0)
+
+
+@triton.jit
+@no_type_check
+def token_at(number, pattern, cfg: tl.constexpr):
+    """The tokens of these numbers (`pattern_of`), and which of them some row may see."""
+    sparse: tl.constexpr = cfg.problem.block_sparse
+    size: tl.constexpr = sparse.block_size
+    stride: tl.constexpr = sparse.vert_stride
+    block = number // size
+    if cfg.patterns == 1:
+        token = (pattern.far + block * stride) * size + number % size
+        seen = number >= 0
+    else:
+        head = block % cfg.patterns
+        shift = pattern.shift + head * sparse.head_sliding_step
+        block = pattern.far + block // cfg.patterns * stride
+        block += (stride - (shift + pattern.far) % stride) % stride
+        token = block * size + number % size
+        seen = (number >= pattern.far_tokens) | ((head < pattern.heads) & (token < pattern.near))
+    return tl.where(number < pattern.far_tokens, token, pattern.near + number - pattern.far_tokens), seen
+
+
+@triton.jit
+@no_type_check
+def pattern_shift(kv_head, head, cfg: tl.constexpr):
+    """How far heads' block-sparse patterns are shifted, in sparse blocks."""
+    sparse: tl.constexpr = cfg.problem.block_sparse
+    if sparse.head_sliding_step >= 0:
+        shift = (sparse.tp_rank * cfg.problem.num_heads + head) * sparse.head_sliding_step + 1
+    else:
+        shift = (sparse.tp_rank * cfg.problem.num_kv_heads + kv_head) * (-sparse.head_sliding_step) + 1
+    return shift
+
+
+@triton.jit
+@no_type_check
+def sequence_of(tile, query_start_loc, num_seqs, cfg: tl.constexpr):
+    """The sequence that a tile of queries belongs to.
+
+    Sequence s has the tiles from query_start_loc[s] // queries + s on: enough room for each, and no two overlap.
+    """
+    count = tile * 0
+    for first in range(0, num_seqs + 1, 128):
+        ids = first + tl.arange(0, 128)
+        inside = ids <= num_seqs
+        starts = tl.load(query_start_loc + ids, mask=inside, other=0)
+        count += tl.sum((inside & (starts // cfg.tuning.queries + ids <= tile)).to(tl.int32), 0)
+    return count - 1

@@ -1,0 +1,240 @@
+"""Device code of attention: the loop over tiles of K and V, and how a tile is read and masked.
+
+A tile is `cfg.tuning.tile` tokens of one sequence, which follow each other but for the far blocks of a block-sparse
+pattern. `attend.py` tells where these loops stand in the kernels; `cfg` is a `tuning.AttentionKernel`.
+"""
+
+# Where triton is not installed pyright takes this folder for it.
+# pyright: reportAttributeAccessIssue=false
+
+from typing import NamedTuple, no_type_check
+
+import triton
+import triton.language as tl
+
+from paged_jax.kernels.triton.device.rows import seen_by
+from paged_jax.kernels.triton.device.schedule import token_at
+from paged_jax.kernels.triton.device.softmax import Softmax, tanh, weigh
+
+
+class Cache(NamedTuple):
+    """Pointers to the pools and to their scales."""
+
+    key: tl.tensor
+    value: tl.tensor
+    k_scale: tl.tensor
+    v_scale: tl.tensor
+
+
+class Paged(NamedTuple):
+    """Where a sequence's cached tokens are: the pools, and a pointer to its row of the block tables."""
+
+    cache: Cache
+    table: tl.tensor
+
+
+class NewTokens(NamedTuple):
+    """Pointers to the new tokens' keys and values, and the row in them of the token at the stretch's origin."""
+
+    key: tl.tensor
+    value: tl.tensor
+    start: tl.tensor
+
+
+@triton.jit
+@no_type_check
+def add_tiles(
+    softmax, rows, source, kv_head, stretch, first, last, paged: tl.constexpr, masked: tl.constexpr, cfg: tl.constexpr
+):
+    """Adds the tiles [first, last) of a stretch of tokens to an unfinished softmax.
+
+    `source` is `Paged` if `paged`, else `NewTokens`. Without `masked` every row sees every token of these tiles.
+    """
+    acc, max_logit, exp_sum = softmax
+    q, factor, position, slope, shift = rows
+    problem: tl.constexpr = cfg.problem
+    width: tl.constexpr = cfg.tuning.width
+    for i in range(first, last):
+        inner = i * cfg.tuning.tile + numbers(masked and cfg.opaque_range, cfg)
+        if cfg.problem.block_sparse is None:
+            tokens = stretch.origin + inner
+            wanted = (tokens >= stretch.begin) & (tokens < stretch.end)
+        else:
+            tokens, wanted = token_at(inner, stretch.pattern, cfg)
+            wanted = wanted & (tokens >= stretch.begin) & (tokens < stretch.end)
+            inner = tokens - stretch.origin
+        seen = seen_by(tokens, wanted, position, shift, not cfg.one_pattern, cfg)
+        k_factor = None
+        v_factor = None
+        if paged:
+            block = tl.load(source.table + tokens // cfg.problem.block_size, mask=wanted, other=0)
+            if not masked:
+                block = tl.max_constancy(block, tl.constexpr(cfg.run))
+            block = block.to(tl.int64)
+            slot = tokens % cfg.problem.block_size
+            key_at = vectors(source.cache.key, block, slot, kv_head, problem.key_x, problem, width)
+            if cfg.problem.layout == "vllm" and not masked:
+                value_at = _columns(source.cache.value, block, slot, kv_head, cfg)
+            else:
+                value_at = vectors(source.cache.value, block, slot, kv_head, 1, problem, width)
+            scale_at = (block * cfg.problem.num_kv_heads + kv_head) * cfg.problem.block_size + slot
+            if cfg.problem.k_scale == "slot":
+                k_factor = tl.load(source.cache.k_scale + scale_at, mask=wanted, other=0.0)
+            if cfg.problem.v_scale == "slot":
+                v_factor = tl.load(source.cache.v_scale + scale_at, mask=wanted, other=0.0)
+        else:
+            at = ((source.start + inner).to(tl.int64) * cfg.problem.num_kv_heads + kv_head) * cfg.problem.head_size
+            element = tl.arange(0, cfg.tuning.width)
+            key_at = source.key + at[:, None] + element[None, :]
+            value_at = source.value + at[:, None] + element[None, :]
+        k = _load_tile(key_at, wanted, masked, cfg)
+        k = _to_float16(k, True) if cfg.tuning.staged_values and paged else _convert(k, q.dtype)
+        if paged and cfg.problem.layout == "vllm" and not masked:
+            in_head = (tl.arange(0, cfg.tuning.width) < cfg.problem.head_size)[:, None]
+            v = tl.trans(_convert(tl.load(value_at, mask=in_head, other=0.0), q.dtype))
+        elif cfg.tuning.staged_values and paged:
+            v = _to_float16(_load_tile(value_at, wanted, masked, cfg), False)
+        else:
+            v = _convert(_load_tile(value_at, wanted, masked, cfg), q.dtype)
+
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee")
+        logits = _logits(logits, k_factor, factor, tokens, position, slope, seen, masked, cfg)
+        weights, acc, max_logit, exp_sum = weigh(logits, factor, acc, max_logit, exp_sum, cfg)
+        if v_factor is None:
+            acc = tl.dot(weights.to(q.dtype), v, acc, input_precision="ieee")
+        else:  # the largest scale stays out of the narrow product, so that it cannot overflow there
+            peak = tl.max(tl.abs(v_factor), 0)
+            peak = tl.where(peak > 0, peak, 1.0)
+            weights *= (v_factor / peak)[None, :]
+            acc += tl.dot(weights.to(q.dtype), v, input_precision="ieee") * peak
+    return Softmax(acc, max_logit, exp_sum)
+
+
+@triton.jit
+@no_type_check
+def add_token(softmax, rows, key, value, cache, kv_head, slot, token, begin, end, cfg: tl.constexpr):
+    """Adds one token, if it is in [begin, end), to an unfinished softmax, as `add_tiles` would from its slot.
+
+    `key` and `value` are what that slot holds, [1, width]; `slot` and `token` are [1] too.
+    """
+    acc, max_logit, exp_sum = softmax
+    q, factor, position, slope, shift = rows
+    wanted = (token >= begin) & (token < end)
+    seen = seen_by(token, wanted, position, shift, True, cfg)
+    if cfg.problem.block_sparse is not None:
+        wanted = wanted & (tl.max(seen.to(tl.int32), 0) > 0)
+    scale_at = (slot // cfg.problem.block_size).to(tl.int64) * cfg.problem.num_kv_heads + kv_head
+    scale_at = scale_at * cfg.problem.block_size + slot % cfg.problem.block_size
+    k_factor = None
+    if cfg.problem.k_scale == "slot":
+        k_factor = tl.load(cache.k_scale + scale_at)
+    k = _convert(key, q.dtype).to(tl.float32)
+    v = tl.where(wanted[:, None], _convert(value, q.dtype).to(tl.float32), 0.0)
+    if cfg.problem.v_scale == "slot":
+        v *= tl.load(cache.v_scale + scale_at)[:, None]
+    logits = tl.sum(q.to(tl.float32) * k, 1)[:, None]
+    logits = _logits(logits, k_factor, factor, token, position, slope, seen, True, cfg)
+    weights, acc, max_logit, exp_sum = weigh(logits, factor, acc, max_logit, exp_sum, cfg)
+    return Softmax(acc + weights * v, max_logit, exp_sum)
+
+
+@triton.jit
+@no_type_check
+def numbers(opaque: tl.constexpr, cfg: tl.constexpr):
+    """0 to tile - 1; if `opaque`, LLVM cannot see that it comes from the thread's index.
+
+    Where Triton has the tokens in two layouts LLVM joins their arithmetic, `thread & 31` and `thread % 16 << 1`, in
+    vectors of two, of which it uses one lane each: the other one of the second is `thread << 31`. Its NVPTX backend
+    (in Triton 3.6) computes that in 64 bits, where the lane that nobody wanted runs over into its neighbour. Some
+    threads then had the tokens, and the masks, of others: wild reads.
+    """
+    numbers = tl.arange(0, cfg.tuning.tile)
+    if opaque:
+        numbers = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [numbers], dtype=tl.int32, is_pure=True, pack=1)
+    return numbers
+
+
+@triton.jit
+@no_type_check
+def _logits(products, k_factor, factor, tokens, position, slope, seen, masked: tl.constexpr, cfg: tl.constexpr):
+    """Logits, but for the factor if that is late, of the products [rows, tokens] of q and k."""
+    logits = products
+    if k_factor is not None:
+        logits *= k_factor[None, :]
+    if not cfg.late_factor:
+        logits *= factor[:, None]
+    if cfg.problem.logits_soft_cap is not None:
+        logits = cfg.problem.logits_soft_cap * tanh(logits / cfg.problem.logits_soft_cap)
+    if cfg.problem.alibi:
+        logits += slope[:, None] * (tokens[None, :] - position[:, None]).to(tl.float32)
+    if masked:
+        logits = tl.where(seen, logits, float("-inf"))
+    return logits
+
+
+@triton.jit
+@no_type_check
+def vectors(cache, blocks, offsets, kv_head, x: tl.constexpr, pool: tl.constexpr, width: tl.constexpr):
+    """Pointers to the vectors [tokens, width] of the slots (blocks, offsets); blocks are 64-bit."""
+    d = tl.arange(0, width)
+    if pool.layout == "hnd":
+        start = ((blocks * pool.num_kv_heads + kv_head) * pool.block_size + offsets) * pool.head_size
+        element = d
+    elif pool.layout == "nhd":
+        start = ((blocks * pool.block_size + offsets) * pool.num_kv_heads + kv_head) * pool.head_size
+        element = d
+    else:  # x neighbours of a vector lie together, then comes the next token
+        start = (blocks * pool.num_kv_heads + kv_head) * (pool.head_size * pool.block_size) + offsets * x
+        element = d // x * (pool.block_size * x) + d % x
+    return cache + start[:, None] + element[None, :]
+
+
+@triton.jit
+@no_type_check
+def _columns(cache, blocks, offsets, kv_head, cfg: tl.constexpr):
+    """Pointers [width, tokens] to values in layout "vllm", where neighbouring tokens are neighbours."""
+    start = (blocks * cfg.problem.num_kv_heads + kv_head) * (cfg.problem.head_size * cfg.problem.block_size) + offsets
+    return cache + start[None, :] + (tl.arange(0, cfg.tuning.width) * cfg.problem.block_size)[:, None]
+
+
+@triton.jit
+@no_type_check
+def _load_tile(at, wanted, masked: tl.constexpr, cfg: tl.constexpr):
+    """The vectors of a tile, 0 for tokens that are not wanted: 0 * NaN is NaN, so they must not be read."""
+    in_head = (tl.arange(0, cfg.tuning.width) < cfg.problem.head_size)[None, :]
+    if masked:
+        tile = tl.load(at, mask=wanted[:, None] & in_head, other=0.0)
+    elif cfg.problem.head_size != cfg.tuning.width:
+        tile = tl.load(at, mask=in_head, other=0.0)
+    else:
+        tile = tl.load(at)
+    return tile
+
+
+@triton.jit
+@no_type_check
+def _convert(x, dtype: tl.constexpr):
+    """x as `dtype`: exact, for the pairs of dtypes that `tuning.compute_dtype` makes."""
+    if x.dtype == tl.int8 and dtype == tl.float16:
+        # 0x6400 is 1024 in float16, where a unit is the last bit; the integer-to-float instruction is slow.
+        x = ((x.to(tl.int16) + 128) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
+    return x.to(dtype)
+
+
+@triton.jit
+@no_type_check
+def _to_float16(x, movable: tl.constexpr):
+    """`_convert` of 8-bit values, four at a time; if not `movable`, where they were loaded.
+
+    Triton would read values from shared memory transposed, byte by byte, to convert them in the product's registers.
+    """
+    if x.dtype == tl.int8:
+        code: tl.constexpr = """{ .reg .b32 u, zero; xor.b32 u, $2, 0x80808080; mov.b32 zero, 0x64806480;
+            prmt.b32 $0, u, 0x64646464, 0x4140; prmt.b32 $1, u, 0x64646464, 0x4342;
+            sub.f16x2 $0, $0, zero; sub.f16x2 $1, $1, zero; }"""
+    elif x.dtype == tl.float8e5:
+        code: tl.constexpr = "prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;"
+    else:
+        code: tl.constexpr = """{ .reg .b16 low, high; mov.b32 {low, high}, $2;
+            cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"""
+    return tl.inline_asm_elementwise(code, "=r,=r,r", [x], dtype=tl.float16, is_pure=movable, pack=4)

@@ -1,0 +1,210 @@
+"""Device code of the fused cache write: K and V of new tokens into their slots, quantised on the way.
+
+Grid: one program for each (tile of tokens, kv head). It loads both vectors of each token, rounds them, and stores
+them at their slot, if they have one. Roofline: (itemsize of key + itemsize of the cache) * 2 * head_size bytes for each
+(token, kv head); a decode step writes so little that the launch dominates.
+
+`load_tokens` and `add_new_token` serve decode that writes on the way (`attend.py`).
+
+The caches are updated in place: `key_cache` and `value_cache` are outputs that alias inputs. `cfg` is a
+`tuning.WriteKernel`, in decode a `tuning.AttentionKernel`; `pool` a `problem.Pool`, `quantisation` a
+`tuning.Quantisation`, and `width` the elements that a vector takes in registers.
+"""
+
+# Where triton is not installed pyright takes this folder for it.
+# pyright: reportAttributeAccessIssue=false
+
+from typing import NamedTuple, no_type_check
+
+import triton
+import triton.language as tl
+
+from paged_jax.kernels.triton.device.softmax import Softmax
+from paged_jax.kernels.triton.device.tiles import Cache, add_token, vectors
+
+
+@triton.jit
+@no_type_check
+def write_kernel(
+    key, value, slot_mapping, k_scale, v_scale, unused_key, unused_value, num_tokens, num_blocks,
+    key_cache, value_cache, cfg: tl.constexpr,
+):  # fmt: skip
+    pool: tl.constexpr = cfg.pool
+    kv_head = tl.program_id(0) % pool.num_kv_heads
+    tokens = tl.program_id(0) // pool.num_kv_heads * cfg.tokens + tl.arange(0, cfg.tokens)
+    given = tokens < num_tokens
+    slot = tl.load(slot_mapping + tokens, mask=given, other=-1)
+    valid = (slot >= 0) & (slot // pool.block_size < num_blocks)
+    # while the slots are on their way
+    new_key, new_value = load_tokens(key, value, tokens, kv_head, given, pool, cfg.width)
+    cache = Cache(key_cache, value_cache, k_scale, v_scale)
+    _store_tokens(new_key, new_value, cache, slot, kv_head, valid, pool, tl.constexpr(cfg.quantisation), cfg.width)
+
+
+class Written(NamedTuple):
+    """The token that decode writes on the way.
+
+    Attributes:
+      key, value: [1, width], its vectors.
+      slot: where they go.
+      token: its position.
+      mine: whether this program writes it.
+      begin, end: the tokens that its query attends to.
+    """
+
+    key: tl.tensor
+    value: tl.tensor
+    slot: tl.tensor
+    token: tl.tensor
+    mine: tl.tensor
+    begin: tl.tensor
+    end: tl.tensor
+
+
+@triton.jit
+@no_type_check
+def load_tokens(key, value, tokens, kv_head, valid, pool: tl.constexpr, width: tl.constexpr):
+    """The vectors [tokens, width] of one kv head."""
+    d = tl.arange(0, width)
+    mask = valid[:, None] & (d < pool.head_size)[None, :]
+    at = ((tokens.to(tl.int64) * pool.num_kv_heads + kv_head) * pool.head_size)[:, None] + d[None, :]
+    return tl.load(key + at, mask=mask, other=0.0), tl.load(value + at, mask=mask, other=0.0)
+
+
+@triton.jit
+@no_type_check
+def add_new_token(softmax, rows, written, cache, kv_head, cfg: tl.constexpr):
+    """If it is this program's, puts a token into its slot, and what that then holds into the softmax.
+
+    Several tiles of heads store the same.
+    """
+    acc, max_logit, exp_sum = softmax
+    if written.mine:
+        single = tl.full([1], 0, tl.int32)
+        key, value = _store_tokens(
+            written.key, written.value, cache, single + written.slot, kv_head, single == 0, tl.constexpr(cfg.problem),
+            tl.constexpr(cfg.tuning.write), cfg.tuning.width,
+        )  # fmt: skip
+        acc, max_logit, exp_sum = add_token(
+            Softmax(acc, max_logit, exp_sum), rows, key, value, cache, kv_head, single + written.slot,
+            single + written.token, written.begin, written.end, cfg,
+        )  # fmt: skip
+    return Softmax(acc, max_logit, exp_sum)
+
+
+@triton.jit
+@no_type_check
+def _store_tokens(
+    new_key, new_value, cache, slot, kv_head, valid, pool: tl.constexpr, quantisation: tl.constexpr,
+    width: tl.constexpr,
+):  # fmt: skip
+    """Puts vectors into the slots that are valid; returns them as the caches have them."""
+    slot = tl.where(valid, slot, 0)
+    block = (slot // pool.block_size).to(tl.int64)
+    offset = slot % pool.block_size
+    scale_at = (block * pool.num_kv_heads + kv_head) * pool.block_size + offset
+    new_key = _quantise(
+        new_key, cache.k_scale, tl.constexpr(quantisation.k_scale), kv_head, scale_at, valid, quantisation
+    )
+    new_value = _quantise(
+        new_value, cache.v_scale, tl.constexpr(quantisation.v_scale), kv_head, scale_at, valid, quantisation
+    )
+    new_key = _code(new_key, cache.key.dtype.element_ty, quantisation)
+    new_value = _code(new_value, cache.value.dtype.element_ty, quantisation)
+    if pool.layout == "vllm":
+        _store_across(new_key, new_value, cache, block, offset, kv_head, valid, pool, width)
+    else:
+        mask = valid[:, None] & (tl.arange(0, width) < pool.head_size)[None, :]
+        tl.store(vectors(cache.key, block, offset, kv_head, pool.key_x, pool, width), new_key, mask=mask)
+        tl.store(vectors(cache.value, block, offset, kv_head, 1, pool, width), new_value, mask=mask)
+    return new_key, new_value
+
+
+@triton.jit
+@no_type_check
+def _store_across(
+    new_key, new_value, cache, block, offset, kv_head, valid, pool: tl.constexpr, width: tl.constexpr
+):  # fmt: skip
+    """Into layout "vllm", where what follows in memory is the next token's: neighbouring threads take that."""
+    x: tl.constexpr = pool.key_x
+    start = (block * pool.num_kv_heads + kv_head) * (pool.head_size * pool.block_size)
+    # Triton lays threads along the last axis with known contiguity, then along the first: the tokens.
+    chunk = tl.arange(0, width // x)
+    chunks = tl.reshape(new_key, (new_key.shape[0], width // x, x))
+    at = (start + offset * x)[:, None, None] + (chunk * (pool.block_size * x))[None, :, None]
+    mask = valid[:, None, None] & (chunk * x < pool.head_size)[None, :, None]
+    tl.store(cache.key + at + tl.arange(0, x)[None, None, :], chunks, mask=mask)
+    mask = valid[:, None] & (tl.arange(0, width) < pool.head_size)[None, :]
+    tl.store(vectors(cache.value, block, offset, kv_head, 1, pool, width), new_value, mask=mask)
+
+
+@triton.jit
+@no_type_check
+def _quantise(x, scale, kind: tl.constexpr, kv_head, scale_at, valid, quantisation: tl.constexpr):
+    """x divided by the scale and clipped to the range of the cache's dtype, if that is narrower."""
+    if quantisation.narrower:
+        x = x.to(tl.float32)
+        if kind == "cache":
+            x = _divide(x, tl.zeros_like(scale_at).to(tl.float32)[:, None] + tl.load(scale), quantisation)
+        elif kind == "head":
+            x = _divide(x, tl.zeros_like(scale_at).to(tl.float32)[:, None] + tl.load(scale + kv_head), quantisation)
+        elif kind == "slot":
+            x = _divide(x, tl.load(scale + scale_at, mask=valid, other=1.0)[:, None], quantisation)
+        x = tl.clamp(x, quantisation.smallest, quantisation.largest, propagate_nan=tl.PropagateNan.ALL)
+    return x
+
+
+@triton.jit
+@no_type_check
+def _divide(x, divisor, quantisation: tl.constexpr):
+    """x / divisor [rows, 1], rounded to nearest wherever that is in range of the cache's dtype."""
+    size = tl.abs(divisor)
+    tame = tl.min(tl.where((size > 1e-18) & (size < 1e18), 1, 0)) > 0
+    if tame & (quantisation.largest < 1e6):
+        # Far outside the range, so that nothing overflows; then two corrections by the remainder, which is exact.
+        bound = tl.zeros_like(x) + size * (2 * quantisation.largest)
+        x = tl.clamp(x, -bound, bound, propagate_nan=tl.PropagateNan.ALL)
+        inverse = tl.zeros_like(x) + tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
+        y = x * inverse
+        for _ in tl.static_range(2):
+            y = tl.fma(tl.fma(tl.zeros_like(x) + divisor, y, -x), -inverse, y)
+    else:
+        y = tl.where(x == 0, x, tl.div_rn(x, tl.zeros_like(x) + divisor))  # 0 / 0 too is 0
+    return y
+
+
+@triton.jit
+@no_type_check
+def _code(x, dtype: tl.constexpr, quantisation: tl.constexpr):
+    """x as the cache has it, rounded to nearest even; float8 by hand where there is no instruction for it."""
+    if quantisation.native:
+        code = x.to(dtype)
+    elif quantisation.cache_dtype == "float8_e4m3fn":
+        code = _float8(x, 3, 7).to(dtype, bitcast=True)
+    elif quantisation.cache_dtype == "float8_e5m2":
+        code = _float8(x, 2, 15).to(dtype, bitcast=True)
+    elif quantisation.cache_dtype == "int8":
+        # 1.5 * 2**23: where a float32's last bit is a unit
+        code = ((x + 12582912.0) - 12582912.0).to(tl.int32).to(dtype)
+    else:
+        code = x.to(dtype)
+    return code
+
+
+@triton.jit
+@no_type_check
+def _float8(x, mantissa: tl.constexpr, bias: tl.constexpr):
+    """The code, u8, of float32 values within a float8 format's finite range."""
+    bits = x.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    bits = bits & 0x7FFFFFFF
+    shift: tl.constexpr = 23 - mantissa
+    normal = (bits + ((1 << (shift - 1)) - 1) + ((bits >> shift) & 1)) >> shift
+    normal -= (127 - bias) << mantissa
+    # Below the smallest normal number the unit is fixed: adding this makes it the last bit of a float32.
+    unit: tl.constexpr = (127 + 1 - bias - mantissa + 23) << 23
+    magic = (bits * 0 + unit).to(tl.float32, bitcast=True)
+    subnormal = (bits.to(tl.float32, bitcast=True) + magic).to(tl.int32, bitcast=True) - unit
+    code = tl.where(bits < ((128 - bias) << 23), subnormal, normal)
+    code = tl.where(x != x, 0x7F, code)
+    return (code | sign).to(tl.uint8)

@@ -1,0 +1,387 @@
+"""What the kernels are compiled for: what was chosen for a call, by pure functions of its facts and the device.
+
+A kernel takes one compile-time argument, which holds the facts (`kernels/problem.py`), the choices, and what follows
+from both. None of it changes with the sizes of a batch, else Triton would compile anew for each.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+
+from paged_jax.kernels.problem import Attention, Device, Pool, Problem, ScaleKind
+
+# Shared memory that one program may have, KiB; other capabilities get the least of these.
+_SHARED_MEMORY = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
+_LEAST_SHARED_MEMORY = 99
+
+_FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+_EIGHT_BITS = (*_FLOAT8, "int8")
+_MAX_HEADS = 64  # of a group, in one program
+_LARGEST_RANKED = 128  # sequences that a program ranks by length
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two >= n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def cdiv(n: int, d: int) -> int:
+    """n / d, rounded up."""
+    return -(-n // d)
+
+
+def shared_memory(gpu: Device) -> int:
+    """Bytes of shared memory that one program may have."""
+    return 1024 * _SHARED_MEMORY.get(gpu.capability, _LEAST_SHARED_MEMORY)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantisation:
+    """How a write makes what a cache holds of new keys and values.
+
+    Attributes:
+      k_scale, v_scale: which factors they are divided by.
+      cache_dtype: what they become.
+      narrower: whether that has less room, in bytes or in range, so that they are clipped.
+      native: whether it is a float8 that the GPU has an instruction for.
+    """
+
+    k_scale: ScaleKind
+    v_scale: ScaleKind
+    cache_dtype: str
+    narrower: bool
+    native: bool
+
+    @property
+    def smallest(self) -> float:
+        """The least finite value of the cache's dtype."""
+        return float(_limits(self.cache_dtype).min)
+
+    @property
+    def largest(self) -> float:
+        """The greatest finite value of the cache's dtype."""
+        return float(_limits(self.cache_dtype).max)
+
+
+def _limits(dtype: str) -> jnp.iinfo | jnp.finfo:
+    return jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """How an attention kernel goes about it.
+
+    Attributes:
+      heads: query heads of one program, of one kv head's group.
+      queries: query tokens of one program; 1 in decode.
+      width: elements that a vector takes in registers, a power of two >= head_size.
+      tile: tokens of K and V in one step of the loop, a power of two.
+      compute_dtype: of the operands of the matrix products.
+      staged_values: whether 8-bit values are converted on their way from one place in shared memory to another.
+      partition_size: tokens of a partition, or None: splits have even shares of each context.
+      final: whether there is one split, so that no reduce follows.
+      ranked: 0, or a power of two >= num_seqs to have the longest sequences start first.
+      write: how decode writes the last tokens, or None.
+      num_warps, num_stages: for Triton.
+    """
+
+    heads: int
+    queries: int
+    width: int
+    tile: int
+    compute_dtype: str
+    staged_values: bool
+    partition_size: int | None = None
+    final: bool = True
+    ranked: int = 0
+    write: Quantisation | None = None
+    num_warps: int = 4
+    num_stages: int = 3
+
+    def __post_init__(self):
+        for name, least in (("tile", 16), ("width", 16), ("num_warps", 1)):
+            value = getattr(self, name)
+            if value < least or value != power_of_two(value):
+                raise ValueError(f"{name} must be a power of two >= {least}, got {value}")
+        if self.partition_size is not None and self.final:
+            raise ValueError("partitions are not final: a reduce follows")
+        if self.ranked and not self.final:
+            raise ValueError("only unsplit sequences are ranked")
+
+    @property
+    def rows(self) -> int:
+        """Rows of the matrix products: heads times queries, padded."""
+        return max(16, power_of_two(self.heads * self.queries))
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """What an attention kernel is compiled for.
+
+    Attributes:
+      problem: the call's facts.
+      tuning: the choices.
+      prefix: whether the new tokens' keys and values are given beside the caches.
+    """
+
+    problem: Attention
+    tuning: Tuning
+    prefix: bool = False
+
+    @property
+    def head_tiles(self) -> int:
+        """Programs that a kv head's group takes."""
+        return cdiv(self.problem.group, self.tuning.heads)
+
+    @property
+    def normalise_query(self) -> bool:
+        """Whether a power of two is taken out of each query, to fit in the narrower range of float16."""
+        return self.problem.query_dtype == "bfloat16" and self.tuning.compute_dtype == "float16"
+
+    @property
+    def run(self) -> int:
+        """Neighbouring tokens of a tile that are sure to be in one block."""
+        return min(self.problem.block_size, self.tuning.tile)
+
+    @property
+    def whole_tiles(self) -> bool:
+        """Whether tiles that every row sees whole have a loop of their own, without masks."""
+        masked = self.problem.sliding_window is not None or self.problem.block_sparse is not None
+        return not masked and (self.tuning.queries > 1 or self.problem.layout == "vllm")
+
+    @property
+    def late_factor(self) -> bool:
+        """Whether logits stay products of q and k up to the exponential, which takes the factor in for free."""
+        one_factor = not self.prefix or self.problem.k_scale in (ScaleKind.NONE, ScaleKind.SLOT)
+        natural = self.problem.alibi or self.problem.logits_soft_cap is not None
+        return one_factor and not natural and self.tuning.compute_dtype != "float32"
+
+    @property
+    def patterns(self) -> int:
+        """Rows of the block-sparse pattern that one program's heads have between them: each sees other far blocks."""
+        sparse = self.problem.block_sparse
+        if sparse is None or sparse.head_sliding_step <= 0:
+            return 1  # the same for every head of a kv head
+        return min(self.tuning.heads, sparse.vert_stride // math.gcd(sparse.head_sliding_step, sparse.vert_stride))
+
+    @property
+    def one_pattern(self) -> bool:
+        """Whether all rows of a program have the same position and the same block-sparse pattern."""
+        return self.tuning.queries == 1 and self.patterns == 1
+
+    @property
+    def opaque_range(self) -> bool:
+        """Whether LLVM must not see what tokens are numbered from: `device.tiles.numbers`."""
+        by_slot = ScaleKind.SLOT in (self.problem.k_scale, self.problem.v_scale)
+        return self.problem.block_sparse is not None or by_slot
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReduceKernel:
+    """What the reduce of splits is compiled for.
+
+    Attributes:
+      num_heads, head_size, sinks: of the call.
+      partition_size: as in `Tuning`.
+      width: as in `Tuning`.
+      splits: that are read at once.
+      parts: programs that share a head's output.
+      num_warps, num_stages: for Triton.
+    """
+
+    num_heads: int
+    head_size: int
+    sinks: bool
+    partition_size: int | None
+    width: int
+    splits: int = 16
+    parts: int = 1
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteKernel:
+    """What the write kernel is compiled for.
+
+    Attributes:
+      pool: the call's facts.
+      quantisation: how new tokens become the cache's.
+      width: elements that a vector takes in registers, a power of two >= head_size.
+      tokens: of one program.
+      num_warps, num_stages: for Triton.
+    """
+
+    pool: Pool
+    quantisation: Quantisation
+    width: int
+    tokens: int
+    num_warps: int = 4
+    num_stages: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyKernel:
+    """What the kernels of block copies are compiled for.
+
+    Attributes:
+      key_words, value_words: 8-byte words of a block of each cache.
+      within: whether sources and destinations are in the same pools.
+      chunk: words of each that one program copies.
+      scan: pairs that are looked at together.
+      num_warps, num_stages: for Triton.
+    """
+
+    key_words: int
+    value_words: int
+    within: bool
+    chunk: int = 512
+    scan: int = 1024
+    num_warps: int = 4
+    num_stages: int = 1
+
+    @property
+    def chunks(self) -> int:
+        """Programs that a pair takes."""
+        return cdiv(max(self.key_words, self.value_words), self.chunk)
+
+
+def attention(problem: Problem, gpu: Device, *, queries_per_seq: int = 1, prefix: bool = False) -> Tuning:
+    """For up to `queries_per_seq` query tokens of one sequence in a program; 1 is decode."""
+    heads = cdiv(problem.group, cdiv(problem.group, _MAX_HEADS))
+    compute = compute_dtype(problem, prefix)
+    width = max(16, power_of_two(problem.head_size))
+    if queries_per_seq == 1:
+        rows, tile, num_warps, num_stages = _decode_tiling(problem, heads, width, gpu)
+    else:
+        rows, tile, num_warps, num_stages = _ragged_tiling(problem, queries_per_seq * heads, width, gpu)
+    if compute == "float32":  # plain cores: smaller products, or registers spill
+        rows, num_warps = max(min(rows, 32), power_of_two(heads)), 4
+        tile = min(tile, 32 if width <= 128 else 16)
+
+    def fits(tile, num_stages):  # at most the queries, the tiles in flight, and a tile converted for the products
+        itemsize, compute_itemsize = problem.cache_itemsize, jnp.dtype(compute).itemsize
+        in_flight = (num_stages - 1) // (2 if queries_per_seq == 1 else 1)
+        in_flight = max(in_flight, 1) * itemsize + prefix * compute_itemsize
+        converted = compute_itemsize if compute_itemsize != itemsize else 0
+        needed = rows * (width + tile) * compute_itemsize + 2 * tile * width * (in_flight + converted) + 4096
+        return needed <= shared_memory(gpu)
+
+    while not fits(tile, num_stages) and (tile > 16 or num_stages > 1):
+        tile, num_stages = (tile // 2, num_stages) if tile > 16 else (tile, num_stages - 1)
+    return Tuning(
+        heads=heads,
+        queries=1 if queries_per_seq == 1 else rows // heads,
+        width=width,
+        tile=tile,
+        compute_dtype=compute,
+        staged_values=queries_per_seq == 1 and compute == "float16" and problem.cache_itemsize == 1,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+
+
+def _decode_tiling(problem: Problem, heads: int, width: int, gpu: Device) -> tuple[int, int, int, int]:
+    """`rows`, `tile`, `num_warps` and `num_stages`, as measured (benchmarks/LOG.md).
+
+    Many small programs; larger tiles for groups of 8; and a second tile in flight (which takes two more stages, as
+    block tables are read first) where arithmetic is dear.
+    """
+    small = shared_memory(gpu) < 128 * 1024
+    tile_bytes = (32768 if 8 <= problem.group < 16 else 16384) // (2 if small else 1)
+    tile = min(128, max(16, tile_bytes // (width * problem.cache_itemsize)))
+    num_stages = 5 if problem.group >= 16 or problem.cache_itemsize == 1 else 3
+    return max(16, power_of_two(heads)), tile, 4, num_stages
+
+
+def _ragged_tiling(problem: Problem, rows: int, width: int, gpu: Device) -> tuple[int, int, int, int]:
+    """`rows`, `tile`, `num_warps` and `num_stages` where a program could have `rows` rows."""
+    small = shared_memory(gpu) < 128 * 1024
+    # Hopper and data-center Blackwell have matrix units for whole tiles, which two groups of four warps share.
+    large = gpu.capability // 10 in (9, 10)
+    most = (256 if large and problem.cache_itemsize > 1 else 128) if width <= 128 else 64
+    rows = min(most, max(16, power_of_two(rows)))
+    tile = (64 if width <= 128 else 32) // (2 if small else 1)
+    return rows, tile, 8 if rows * width > (16384 if large else 8192) else 4, 3
+
+
+def compute_dtype(problem: Attention, prefix: bool) -> str:
+    """The narrowest dtype that holds what is multiplied: 8-bit caches fit in float16, exactly, and convert fastest."""
+    if problem.query_dtype == "float32":
+        return "float32"
+    if problem.cache_dtype in _EIGHT_BITS:
+        return problem.query_dtype if prefix else "float16"
+    return problem.query_dtype if problem.query_dtype == problem.cache_dtype else "float32"
+
+
+def automatic(problem: Problem, gpu: Device) -> tuple[Tuning, int]:
+    """For decode: a tuning, and the number of splits, that the call's sizes suggest."""
+    tuning = attention(problem, gpu)
+    splits = num_splits(problem, tuning, gpu)
+    if splits > 1 and problem.max_seq_len <= splits * tuning.tile:  # a tile each: smaller ones fill more of the GPU
+        tuning = replace(tuning, tile=max(min(tuning.tile, 32), tuning.tile // 2))
+        splits = num_splits(problem, tuning, gpu)
+    if splits > 1:
+        return replace(tuning, final=False), splits
+    return replace(tuning, ranked=ranked(problem, tuning, gpu)), 1
+
+
+def num_splits(problem: Problem, tuning: Tuning, gpu: Device) -> int:
+    """Into how many programs each context is split, so that every multiprocessor has its fill."""
+    programs = max(problem.num_seqs, 1) * problem.num_kv_heads * cdiv(problem.group, tuning.heads)
+    target = gpu.num_multiprocessors * (2 if problem.group >= 8 else 4)
+    return max(1, min(target // programs, cdiv(problem.max_seq_len, tuning.tile)))
+
+
+def ranked(problem: Problem, tuning: Tuning, gpu: Device) -> int:
+    """`Tuning.ranked` for unsplit sequences: worth it where they come in more than one wave."""
+    programs = problem.num_seqs * problem.num_kv_heads * cdiv(problem.group, tuning.heads)
+    waves = programs > gpu.num_multiprocessors
+    return power_of_two(problem.num_seqs) if waves and 2 <= problem.num_seqs <= _LARGEST_RANKED else 0
+
+
+def reduce(problem: Problem, tuning: Tuning, num_splits: int, gpu: Device) -> ReduceKernel:
+    """The reduce that follows: few rows are cut in parts, and a row's loads are in flight at once.
+
+    In partitions it is always the same: a row's result must not depend, by rounding, on what else there is.
+    """
+    kernel = ReduceKernel(
+        num_heads=problem.num_heads,
+        head_size=problem.head_size,
+        sinks=problem.sinks,
+        partition_size=tuning.partition_size,
+        width=tuning.width,
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+    )
+    if tuning.partition_size is not None:
+        return kernel
+    rows = problem.num_seqs * problem.num_heads
+    parts = min(tuning.width // 16, power_of_two(gpu.num_multiprocessors // rows))
+    splits = min(64, power_of_two(num_splits))
+    return replace(kernel, num_warps=max(1, min(4, splits * tuning.width // parts // 512)), splits=splits, parts=parts)
+
+
+def quantisation(dtype: str, pool: Pool, gpu: Device, *, scaled: bool = True) -> Quantisation:
+    """How keys and values of `dtype` get into a pool; divided by its scales only if `scaled`."""
+    narrower = pool.cache_itemsize < jnp.dtype(dtype).itemsize or (pool.cache_dtype, dtype) == ("float16", "bfloat16")
+    return Quantisation(
+        k_scale=pool.k_scale if scaled else ScaleKind.NONE,
+        v_scale=pool.v_scale if scaled else ScaleKind.NONE,
+        cache_dtype=pool.cache_dtype,
+        narrower=narrower,
+        native=pool.cache_dtype in _FLOAT8 and gpu.capability >= 89,
+    )
+
+
+def write(dtype: str, num_tokens: int, pool: Pool, gpu: Device) -> WriteKernel:
+    """The write of `num_tokens` new tokens. Few: one a program, to fill the GPU. Many: 16, to have fewer programs."""
+    tokens = min(16, power_of_two(num_tokens * pool.num_kv_heads // (8 * gpu.num_multiprocessors)))
+    return WriteKernel(
+        pool=pool,
+        quantisation=quantisation(dtype, pool, gpu),
+        width=power_of_two(pool.head_size),
+        tokens=tokens,
+        num_warps=2 if tokens == 16 and pool.cache_itemsize == 1 else 4,  # benchmarks/LOG.md
+    )
