@@ -1,52 +1,37 @@
-"""Runs the Mosaic GPU kernels with no GPU: in Pallas's interpreter, with stand-ins for what that lacks.
+"""Runs the Mosaic GPU kernels with no GPU: in Pallas's interpreter, with tiles of its own for what that lacks.
 
 `call` runs an op that attends, `run_op` any op, as if for one of the GPUs here, which are so small that short contexts
-get every kind of config.
+get every kind of tuning.
 """
 
 from functools import partial
-from unittest import mock
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
-from jax._src import state
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
 
 from paged_jax import _validate
 from paged_jax.kernels import mosaic_gpu
-from paged_jax.kernels.mosaic_gpu import attend, choice, narrow, vllm
+from paged_jax.kernels.mosaic_gpu.decode import Target
+from paged_jax.kernels.mosaic_gpu.device.tiles import kind
+from paged_jax.kernels.mosaic_gpu.device.tiles.eight_bit import EightBitTiles
+from paged_jax.kernels.mosaic_gpu.device.tiles.plain import PlainTiles
+from paged_jax.kernels.mosaic_gpu.device.tiles.vllm import VllmTiles
+from paged_jax.kernels.problem import Device
 
-SMALL_GPU = choice.Device(90, 2)  # so small that items are split
-MIDDLE_GPU = choice.Device(90, 8)  # so large that they are split unevenly
-TINY_GPU = choice.Device(90, 1)  # so small that heads are folded
+SMALL_GPU = Device(90, 2)  # so small that items are split
+MIDDLE_GPU = Device(90, 8)  # so large that they are split unevenly
+TINY_GPU = Device(90, 1)  # so small that heads are folded
 OPS = {"v1": "paged_attention_v1", "v2": "paged_attention_v2", "auto": "paged_attention"}
 
 
-def dot(a, b_smem, wgmma=attend._dot):
-    """A product, also of what is in registers."""
-    if isinstance(a, state.TransformedRef) or isinstance(jax.typeof(a), state.AbstractRef):
-        return wgmma(a, b_smem)
-    return jnp.dot(a.astype(jnp.float32), b_smem[...].astype(jnp.float32))
-
-
-def tokens_of(rows, cfg):
-    by_head = jnp.arange(rows // cfg.fold).reshape(-1, 1, cfg.run)
-    return jnp.broadcast_to(by_head, (len(by_head), cfg.fold, cfg.run)).reshape(-1)
-
-
-def zero_rows(rows_smem, low, high, cfg):
-    rows = rows_smem[...]
-    token = tokens_of(len(rows), cfg)[:, None]
-    rows_smem[...] = jnp.where((token >= low) & (token < high), rows, jnp.zeros_like(rows))
-
-
-def zero_pages(tile_smem, low, high, cfg):
-    pages = tile_smem[...].reshape(-1, cfg.head_size, cfg.block_size)
-    token = tokens_of(cfg.tile, cfg).reshape(-1, 1, cfg.block_size)
-    kept = jnp.where((token >= low) & (token < high), pages, jnp.zeros_like(pages))
-    tile_smem[...] = kept.reshape(tile_smem.shape)
+def tokens_of(rows, geometry):
+    """The token of each of some rows of a tile, in which the runs of folded heads take turns."""
+    fold, run = geometry.tuning.fold, geometry.run_tokens
+    by_head = jnp.arange(rows // fold).reshape(-1, 1, run)
+    return jnp.broadcast_to(by_head, (len(by_head), fold, run)).reshape(-1)
 
 
 def read(tile_smem):
@@ -56,35 +41,72 @@ def read(tile_smem):
     return tile
 
 
-def keys_of_pages(tile_smem, cfg):
-    pages = read(tile_smem).reshape(-1, cfg.head_size // 8, cfg.block_size, 8)
-    return pages.swapaxes(1, 2).reshape(cfg.tile, cfg.head_size)
+class Interpreted:
+    """What every kind of tiles does otherwise where there are no registers of threads."""
+
+    def slot_scales(self, scales_smem):
+        return scales_smem[...][:, : self.geometry.run_tokens].reshape(-1)
 
 
-def values_of_pages(tile_smem, cfg):
-    pages = read(tile_smem).reshape(-1, cfg.head_size, cfg.block_size)
-    return pages.swapaxes(0, 1).reshape(cfg.head_size, cfg.tile)
+class InterpretedPlainTiles(Interpreted, PlainTiles):
+    pass
 
 
-def store(ref, x, cfg):
-    ref[...] = x
+class InterpretedProduct(Interpreted):
+    """The product of what is in registers, as arrays, with what is in shared memory."""
+
+    def product(self, a, b_smem):
+        return jnp.dot(a.astype(jnp.float32), b_smem[...].astype(jnp.float32))
 
 
-def store_transposed(ref, x, cfg):
-    ref[...] = x.T
+class InterpretedEightBitTiles(InterpretedProduct, EightBitTiles):
+    """With nothing out of order; test_mosaic_gpu_narrow.py is about the order."""
+
+    def keys(self, tile_smem):
+        return read(tile_smem).astype(jnp.float16)
+
+    def values(self, tile_smem):
+        return read(tile_smem).astype(jnp.float16).T
+
+    def zero_rows(self, rows_smem, start, low, high):
+        rows = rows_smem[...]
+        token = start + tokens_of(len(rows), self.geometry)[:, None]
+        rows_smem[...] = jnp.where((token >= low) & (token < high), rows, jnp.zeros_like(rows))
+
+    def store_query(self, operand_smem, query):
+        operand_smem[...] = query.T
+
+    def store_out(self, out_smem, out):
+        out_smem[...] = out.T
+
+    def store_partial_out(self, partial_smem, out, row):
+        partial_smem[...] = out
 
 
-# What the interpreter lacks, with nothing out of order; test_mosaic_gpu_narrow.py is about the order.
-IN_THE_INTERPRETER = {
-    "keys": lambda tile_smem, cfg: read(tile_smem).astype(jnp.float16),
-    "values": lambda tile_smem, cfg: read(tile_smem).astype(jnp.float16).T,
-    "token_scales": lambda scales_smem, cfg: scales_smem[...][:, : cfg.run].reshape(-1),
-    "zero_rows": zero_rows,
-    "store": store,
-    "store_query": store_transposed,
-    "store_transposed": store_transposed,
+class InterpretedVllmTiles(InterpretedProduct, VllmTiles):
+    def keys(self, tile_smem):
+        problem = self.geometry.problem
+        pages = read(tile_smem).reshape(-1, problem.head_size // 8, problem.block_size, 8)
+        return pages.swapaxes(1, 2).reshape(self.geometry.tuning.tile, problem.head_size)
+
+    def values(self, tile_smem):
+        problem = self.geometry.problem
+        pages = read(tile_smem).reshape(-1, problem.head_size, problem.block_size)
+        return pages.swapaxes(0, 1).reshape(problem.head_size, self.geometry.tuning.tile)
+
+    def zero_pages(self, tile_smem, low, high):
+        problem = self.geometry.problem
+        pages = tile_smem[...].reshape(-1, problem.head_size, problem.block_size)
+        token = tokens_of(self.geometry.tuning.tile, self.geometry).reshape(-1, 1, problem.block_size)
+        kept = jnp.where((token >= low) & (token < high), pages, jnp.zeros_like(pages))
+        tile_smem[...] = kept.reshape(tile_smem.shape)
+
+
+INTERPRETED_KINDS = {
+    PlainTiles: InterpretedPlainTiles,
+    EightBitTiles: InterpretedEightBitTiles,
+    VllmTiles: InterpretedVllmTiles,
 }
-PAGES_IN_THE_INTERPRETER = {"keys": keys_of_pages, "values": values_of_pages, "zero_rows": zero_pages}
 
 
 def call(op, decode, arrays, static, partition_size, device=SMALL_GPU):
@@ -95,13 +117,11 @@ def call(op, decode, arrays, static, partition_size, device=SMALL_GPU):
 
 
 def run_op(name, device, *operands, **keywords):
-    gpu = mock.patch.object(choice, "device", return_value=device)
-    registers, products = mock.patch.multiple(narrow, **IN_THE_INTERPRETER), mock.patch.object(attend, "_dot", dot)
-    pages = mock.patch.multiple(vllm, **PAGES_IN_THE_INTERPRETER)
-    interpreted = params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=True))
+    target = Target(device, lambda problem: INTERPRETED_KINDS[kind(problem)])
+    function = jax.jit(partial(getattr(mosaic_gpu, name), target=target, **keywords))
     try:
-        with gpu, registers, pages, products, interpreted:
-            return jax.tree.map(np.asarray, jax.jit(partial(getattr(mosaic_gpu, name), **keywords))(*operands))
+        with params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=True)):
+            return jax.tree.map(np.asarray, function(*operands))
     except Exception:
         interpret_pallas_call.reset_gpu_interpret_mode_state()
         raise

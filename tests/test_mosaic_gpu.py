@@ -18,7 +18,9 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 import paged_jax
 from paged_jax import _validate
 from paged_jax.kernels import mosaic_gpu
-from paged_jax.kernels.mosaic_gpu import choice, reduce
+from paged_jax.kernels.mosaic_gpu import tuning
+from paged_jax.kernels.mosaic_gpu.decode import Target
+from paged_jax.kernels.mosaic_gpu.device import merge
 from tests import inputs, oracle, plain, test_decode
 from tests.cases import DECODE_CASES, Case
 from tests.mosaic_interpreter import MIDDLE_GPU, OPS, SMALL_GPU, TINY_GPU, call
@@ -44,7 +46,7 @@ INTERPRETED = [
     ("v2", small("sinks", 8, 2, 64, 16, "bfloat16", sinks=True, logits_soft_cap=5.0, alibi=True, max_seq_len=130)),
     ("auto", small("large-blocks", 2, 1, 64, 256, "bfloat16", seq_lens=(300, 5), sliding_window=100)),
     ("auto", small("huge", 2, 1, 64, 16, "bfloat16", logits="huge", scale=1.0)),
-    # More tiles than slots, in segments that begin anywhere in the ring.
+    # More tiles than stages, in splits that begin anywhere in the ring.
     ("auto", small("ring", 2, 1, 64, 128, "bfloat16", seq_lens=(1300, 0, 1100))),
     ("v1", small("e4m3", 4, 2, 64, 16, "bfloat16", "float8_e4m3fn", k_scale="head", v_scale="head")),
     ("auto", small("e4m3", 8, 1, 128, 32, "float16", "float8_e4m3fn", layout="nhd", sliding_window=70)),
@@ -109,7 +111,7 @@ UNEVEN = [
     small("uneven-window", 2, 1, 128, 16, "float16", layout="vllm", seq_lens=(600, 5, 70, 9), sliding_window=400),
     small("uneven-int8", 2, 2, 64, 32, "bfloat16", "int8", seq_lens=(900, 64), k_scale="slot", max_seq_len=800),
 ]
-# In three waves, so that items would be whole if they were alike: in stretches if contexts take long enough.
+# In three waves, so that items would be whole if they were alike: in queues if contexts take long enough.
 WAVES = [
     small("waves", 4, 2, 64, 16, "bfloat16", seq_lens=(700, 30, 0), sinks=True),
     small("waves-e4m3", 8, 2, 64, 32, "float16", "float8_e4m3fn", layout="nhd", seq_lens=(20, 600, 40), alibi=True),
@@ -121,10 +123,10 @@ FOLDED = [  # by 4, and by 2
     small("fold-two", 8, 4, 128, 32, "bfloat16", seq_lens=(3, 150), alibi=True, v_scale="scalar"),
     small("fold-vllm", 8, 4, 64, 8, "float16", layout="vllm", seq_lens=(70, 0, 5), sliding_window=40),
 ]
-FOLDED_STRETCHES = [  # by 4, and by 2, to one wave
-    small("fold-stretches", 4, 4, 64, 16, "bfloat16", seq_lens=(700, 30, 0, 90), sinks=True),
-    small("fold-stretches-int8", 8, 4, 128, 32, "float16", "int8", seq_lens=(50, 900), sliding_window=800),
-    small("fold-stretches-vllm", 8, 4, 128, 8, "bfloat16", layout="vllm", seq_lens=(600, 9), alibi=True),
+FOLDED_QUEUES = [  # by 4, and by 2, to one wave
+    small("fold-queues", 4, 4, 64, 16, "bfloat16", seq_lens=(700, 30, 0, 90), sinks=True),
+    small("fold-queues-int8", 8, 4, 128, 32, "float16", "int8", seq_lens=(50, 900), sliding_window=800),
+    small("fold-queues-vllm", 8, 4, 128, 8, "bfloat16", layout="vllm", seq_lens=(600, 9), alibi=True),
 ]
 
 
@@ -134,18 +136,17 @@ FOLDED_STRETCHES = [  # by 4, and by 2, to one wave
         *((case, MIDDLE_GPU, "parts") for case in UNEVEN),
         *((case, TINY_GPU, "items") for case in WAVES),
         *((case, TINY_GPU, "fold") for case in FOLDED),
-        *((case, SMALL_GPU, "folded items") for case in FOLDED_STRETCHES),
+        *((case, SMALL_GPU, "folded items") for case in FOLDED_QUEUES),
     ],
     ids=str,
 )
 def test_what_depends_on_the_gpu(case, device, chosen):
-    """Even stretches, of some parts an item or one if lengths were alike, and heads folded."""
+    """Queues, of items that would have some splits or one if lengths were alike, and heads folded."""
     made = inputs.make(case)
     static = test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
-    called = mock.patch.object(choice, "_in_parts", side_effect=choice._in_parts)
-    with long_items_if("items" in chosen), called as called:
+    with long_items_if("items" in chosen), tunings() as chosen_tunings:
         results = call("auto", made.decode, made.arrays, static, 0, device)
-        check_chosen(chosen, *called.call_args.args)
+    check_chosen(chosen, *chosen_tunings)
     check_decode("auto", case, made, results)
     assert not interpret_pallas_call.get_races().races_found
 
@@ -155,25 +156,37 @@ def long_items_if(condition):
     """As if contexts took long; and several items for each program that merges."""
     with contextlib.ExitStack() as stack:
         if condition:
-            stack.enter_context(mock.patch.object(choice, "_item_time", return_value=1000.0))
-            stack.enter_context(mock.patch.object(reduce, "_PROGRAMS", 2))
+            stack.enter_context(mock.patch.object(tuning, "_item_time", return_value=1000.0))
+            stack.enter_context(mock.patch.object(merge, "_ITEM_PROGRAMS", 2))
         yield
 
 
-def check_chosen(chosen, cfg, gpu):
+@contextlib.contextmanager
+def tunings():
+    """A list, to which the tuning of every balanced call is added."""
+    made, balanced = [], tuning.balanced
+
+    def record(*args, **keywords):
+        made.append(balanced(*args, **keywords))
+        return made[-1]
+
+    with mock.patch.object(tuning, "balanced", record):
+        yield made
+
+
+def check_chosen(chosen, made):
     """What a case is for."""
-    cfg = choice._in_parts(cfg, gpu)
     chosen_for = {
         "": True,
-        "parts": cfg.stretches and cfg.num_parts > 1,
-        "items": cfg.stretches and cfg.num_parts == 1,
-        "fold": cfg.fold > 1,
-        "folded items": cfg.fold > 1 and cfg.stretches and cfg.num_parts == 1,
+        "parts": made.queues and made.splits > 1,
+        "items": made.queues and made.splits == 1,
+        "fold": made.fold > 1,
+        "folded items": made.fold > 1 and made.queues and made.splits == 1,
     }
-    assert chosen_for[chosen], cfg
+    assert chosen_for[chosen], made
 
 
-MANY = [  # items, whole or in parts: for a large GPU
+MANY = [  # items, whole or split: for a large GPU
     small("most", 8, 8, 128, 16, "bfloat16", seq_lens=(12_000, *range(10, 1300, 100)), sinks=True),
     small("many", 6, 3, 64, 16, "float16", seq_lens=(*range(0, 840, 10), 7000, 1, 5000, 900)),
     small("many-int8", 8, 8, 128, 32, "bfloat16", "int8", seq_lens=(9, 7000, 3, *range(0, 600, 20)), k_scale="scalar"),
@@ -277,7 +290,7 @@ def test_lowers_for_cuda(op, case):
     + [("auto", case, MIDDLE_GPU, "parts") for case in UNEVEN]
     + [("auto", case, TINY_GPU, "items") for case in WAVES]
     + [("auto", case, TINY_GPU, "fold") for case in FOLDED]
-    + [("auto", case, SMALL_GPU, "folded items") for case in FOLDED_STRETCHES]
+    + [("auto", case, SMALL_GPU, "folded items") for case in FOLDED_QUEUES]
     + [(op, case, None, "") for op in OPS for case in (*LONG, *MANY)],
     ids=str,
 )
@@ -288,9 +301,8 @@ def test_on_a_gpu(op, case, device, chosen):
     options = made.arrays | test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
     operands = jax.device_put(_validate.decode_operands(*made.decode.values(), options), jax.devices("gpu")[0])
     keywords = {"partition_size": case.partition_size} if op == "v2" else {}
-    function = jax.jit(partial(getattr(mosaic_gpu, OPS[op]), **keywords))
-    gpu = mock.patch.object(choice, "device", return_value=device or choice.device())
-    with gpu, long_items_if("items" in chosen):
+    function = jax.jit(partial(getattr(mosaic_gpu, OPS[op]), target=Target(device), **keywords))
+    with long_items_if("items" in chosen):
         results, again = (jax.tree.map(np.asarray, function(*operands)) for _ in range(2))
     check_decode(op, case, made, results)
     for actual, wanted in zip(again, results, strict=True):

@@ -1,4 +1,4 @@
-"""Which config a call of the Mosaic GPU kernels gets, which are refused, and where these kernels come first."""
+"""Which tuning a call of the Mosaic GPU kernels gets, which are refused, and where these kernels come first."""
 
 from functools import partial
 from unittest import mock
@@ -11,7 +11,11 @@ from jax import lax
 
 import paged_jax
 from paged_jax import _dispatch, _validate
-from paged_jax.kernels.mosaic_gpu import choice, config, plan
+from paged_jax.kernels.mosaic_gpu import tuning
+from paged_jax.kernels.mosaic_gpu.device import plan
+from paged_jax.kernels.mosaic_gpu.device.refs import shared_memory_bytes
+from paged_jax.kernels.mosaic_gpu.geometry import Geometry
+from paged_jax.kernels.problem import Device, Problem, Unsupported
 from tests import inputs, test_decode, test_write_and_attend
 from tests.cases import Sparse
 from tests.mosaic_interpreter import call
@@ -36,7 +40,7 @@ REFUSED = [
 def test_refusals_name_every_reason(case, words):
     made = inputs.make(case)
     options = made.arrays | test_decode.op_options(made.static)
-    with pytest.raises(NotImplementedError, match=rf"^implementation 'mosaic_gpu' .*{words}"):
+    with pytest.raises(Unsupported, match=rf"^implementation 'mosaic_gpu' .*{words}"):
         paged_jax.paged_attention(*made.decode.values(), **options, implementation="mosaic_gpu")
 
 
@@ -64,11 +68,11 @@ def test_writes_that_are_refused():
     made = test_write_and_attend.with_new_tokens(small("refused", 4, 2, 80, 16, "bfloat16", "int8"))
     new = {"key": made.key, "value": made.value, "slot_mapping": made.slots}
     words = r"lacks writes of bfloat16 into caches of int8; lacks writes of head_size 80, takes multiples of 64"
-    with pytest.raises(NotImplementedError, match=words):
+    with pytest.raises(Unsupported, match=words):
         paged_jax.write_and_attend(**made.decode, **new, implementation="mosaic_gpu")
     made = test_write_and_attend.with_new_tokens(small("refused", 4, 2, 64, 16, "bfloat16", layout="vllm"))
     new = {"key": made.key, "value": made.value, "slot_mapping": made.slots, "layout": "vllm"}
-    with pytest.raises(NotImplementedError, match="lacks writes into layout 'vllm'"):
+    with pytest.raises(Unsupported, match="lacks writes into layout 'vllm'"):
         paged_jax.write_and_attend(**made.decode, **new, implementation="mosaic_gpu")
 
 
@@ -77,14 +81,14 @@ def test_more_partitions_than_a_grid_takes_are_refused():
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     arrays += [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 65536), (1,))]
     attend = partial(paged_jax.paged_attention_v2, partition_size=16, implementation="mosaic_gpu")
-    with pytest.raises(NotImplementedError, match="lacks 65536 partitions, takes up to 65535"):
+    with pytest.raises(Unsupported, match="lacks 65536 partitions, takes up to 65535"):
         jax.eval_shape(attend, *arrays)
 
 
 def test_other_gpus_are_refused():
     made = inputs.make(BY_NAME["llama-3-8b"])
-    with pytest.raises(NotImplementedError, match=r"needs compute capability 9\.0, this GPU has 10\.0"):
-        call("v1", made.decode, {}, {}, 0, choice.Device(100, 148))
+    with pytest.raises(Unsupported, match=r"needs compute capability 9\.0, this GPU has 10\.0"):
+        call("v1", made.decode, {}, {}, 0, Device(100, 148))
 
 
 @pytest.mark.parametrize(
@@ -112,17 +116,19 @@ def test_heads_are_folded(fold, num_seqs, num_heads, cache, options):
     query, caches = jnp.zeros((num_seqs, num_heads, cache[3]), jnp.float16), [jnp.zeros(cache, jnp.float16)] * 2
     tables, seq_lens = jnp.zeros((num_seqs, 128), jnp.int32), jnp.zeros(num_seqs, jnp.int32)
     options = _validate.decode_operands(query, *caches, tables, seq_lens, options)[5]
-    cfg = choice.config(query, *caches, options, choice.Device(), "even")
-    assert (cfg.fold, cfg.num_kv_heads) == (fold, caches[0].shape[2 if options.layout == "nhd" else 1] // fold)
+    problem = Problem.of_call(query, *caches, tables, options)
+    chosen = tuning.balanced(problem, Device())
+    kv_heads = caches[0].shape[2 if options.layout == "nhd" else 1]
+    assert (chosen.fold, Geometry(problem, chosen).items_per_seq) == (fold, kv_heads // fold)
     # Results of v2 are the same in any batch.
-    assert choice.config(query, *caches, options, choice.Device(), "partitions", 512).fold == 1
+    assert tuning.in_partitions(problem, Device(), 512).fold == 1
 
 
-@pytest.mark.parametrize("split", ["none", "partitions", "even"])
+@pytest.mark.parametrize("choose", [tuning.unsplit, partial(tuning.in_partitions, partition_size=512), tuning.balanced])
 @pytest.mark.parametrize("group", [1, 4, 5, 8, 64])
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("head_size", [64, 80, 128, 192, 256])
-def test_configs_fit(head_size, dtype, group, split):
+def test_tunings_fit(head_size, dtype, group, choose):
     """In shared memory, for every block size, and with as many programs as there can be work for."""
     if dtype == "int8" and head_size % 64:
         return
@@ -131,15 +137,17 @@ def test_configs_fit(head_size, dtype, group, split):
         cache = jnp.zeros((1, 2, block_size, head_size), dtype)
         tables, seq_lens = jnp.zeros((4, 2), jnp.int32), jnp.zeros(4, jnp.int32)
         options = _validate.decode_operands(query, cache, cache, tables, seq_lens, {})[5]
-        cfg = choice.config(query, cache, cache, options, choice.Device(), split, 512)
-        assert config.shared_memory(cfg) <= 227 * 1024
-        assert cfg.tile % 64 == cfg.tile % cfg.run == 0
-        if split == "even":
-            assert 1 <= cfg.num_parts <= max(1, -(-2 * block_size // 64))
-            assert (cfg.num_parts == 1) == (cfg.merge == "none")
+        problem = Problem.of_call(query, cache, cache, tables, options)
+        chosen = choose(problem, Device())
+        geometry = Geometry(problem, chosen)
+        assert shared_memory_bytes(geometry) <= 227 * 1024
+        assert chosen.tile % 64 == chosen.tile % geometry.run_tokens == 0
+        if choose is tuning.balanced:
+            assert 1 <= chosen.splits <= max(1, -(-2 * block_size // 64))
+            assert (chosen.splits == 1) == (chosen.merge == "none")
 
 
-UNEVEN = {  # lengths, programs, those that have any work, parts of some sequences' items
+UNEVEN = {  # lengths, programs, those that have any work, splits of some sequences' items
     "alike": ((8192,) * 8, 128, 128, {0: 2, 7: 2}),
     "nearly-alike": ((8192, 8190, 8180, 8192, 8100, 8192, 8192, 8190), 128, 128, {0: 2, 7: 2}),
     "short": ((100, 100, 110), 120, 48, {0: 2, 2: 2}),
@@ -160,52 +168,56 @@ UNEVEN = {  # lengths, programs, those that have any work, parts of some sequenc
 }
 
 
-@pytest.mark.parametrize(("seq_lens", "programs", "busy", "parts"), UNEVEN.values(), ids=UNEVEN)
+@pytest.mark.parametrize(("seq_lens", "programs", "busy", "splits"), UNEVEN.values(), ids=UNEVEN)
 @pytest.mark.parametrize("window", [None, 8000])
-def test_stretches(seq_lens, programs, busy, parts, window):
-    """Every tile of every item is in one segment, and programs have as many as each other."""
+def test_queues(seq_lens, programs, busy, splits, window):
+    """Every tile of every item is in one split, and programs have as many as each other."""
     num_seqs, kv_heads = len(seq_lens), 8
     query, cache = (jnp.zeros(shape, jnp.bfloat16) for shape in ((num_seqs, 64, 128), (1, kv_heads, 16, 128)))
     tables, lens = jnp.zeros((num_seqs, 1024), jnp.int32), jnp.asarray(seq_lens, jnp.int32)
     options = _validate.decode_operands(query, cache, cache, tables, lens, {"sliding_window": window})[5]
-    cfg = choice.config(query, cache, cache, options, choice.Device(), "even")
-    assert cfg.items * cfg.num_parts == programs
+    problem = Problem.of_call(query, cache, cache, tables, options)
+    geometry = Geometry(problem, tuning.balanced(problem, Device()))
+    assert geometry.num_items * geometry.tuning.splits == programs
 
     @jax.jit
     @jax.vmap
-    def segments_of(program):
-        def step(stretch, _):
-            segment = plan.next_segment(lens, stretch, cfg)
-            return plan.after_segment(lens, stretch, cfg), (stretch.some, segment)
+    def splits_of(program):
+        def step(queue, _):
+            queued = plan.next_split(lens, queue, geometry)
+            return plan.after_split(lens, queue, geometry), (queue.has_more, queued)
 
-        return lax.scan(step, plan.stretch_of(lens, program, cfg), length=cfg.items)[1]
+        return lax.scan(step, plan.queue_of(lens, program, geometry), length=geometry.num_items)[1]
 
-    there, segments = jax.tree.map(np.asarray, segments_of(jnp.arange(programs)))
+    there, queued = jax.tree.map(np.asarray, splits_of(jnp.arange(programs)))
     program = np.broadcast_to(np.arange(programs)[:, None], there.shape)[there]
-    found = {name: getattr(segments, name)[there] for name in segments.__dataclass_fields__}
-    # In the line's order: items one after the other, and a place of its own for each part.
+    found = {name: x[there] for name, x in queued.split._asdict().items() if name != "item"}
+    found |= {"item": queued.split.item.index[there], "last": queued.is_last[there], "whole": queued.is_whole[there]}
+    # In order: items one after the other, and a partial result of its own for each split.
     assert (np.diff(found["item"]) >= 0).all()
     partial = ~found["whole"]
-    assert len(set(found["place"][partial].tolist())) == partial.sum()
-    assert found["place"].max() < cfg.places
-    for item in range(cfg.items):
+    assert len(set(found["partial"][partial].tolist())) == partial.sum()
+    assert found["partial"].max() < geometry.num_partials
+    for item in range(geometry.num_items):
         of_item = found["item"] == item
         (its,) = np.nonzero(of_item)
         length = min(seq_lens[item // kv_heads], options.max_seq_len)
         low = max(0, seq_lens[item // kv_heads] - window) if window else 0
         begin, end = np.maximum(found["begin"], found["origin"])[its], found["end"][its]
-        last = np.minimum(end, found["origin"][its] + found["count"][its] * cfg.tokens)
+        last = np.minimum(end, found["origin"][its] + found["num_tiles"][its] * geometry.tile_tokens)
         seen = [t for first, past in zip(begin, last, strict=True) for t in range(first, past)]
         assert seen == list(range(low, length))
-        assert found["part"][its].tolist() == [0] + [1] * (len(its) - 1)
+        assert found["is_first"][its].tolist() == [True] + [False] * (len(its) - 1)
         assert found["last"][its].tolist() == [False] * (len(its) - 1) + [True]
         assert found["whole"][its].tolist() == [len(its) == 1] * len(its)
         # As the merge finds them.
-        first, last_program = found["place"][its[0]], program[its[-1]]
-        assert last_program - first // 2 + 1 == len(its)
-        assert found["place"][its[1:]].tolist() == [int(plan.place_of(first, i, cfg)) for i in range(1, len(its))]
-    work = np.bincount(program, np.maximum(found["count"], 1), programs)
+        first, last_program = found["partial"][its[0]], program[its[-1]]
+        assert plan.num_queued_splits(last_program, first) == len(its)
+        assert found["partial"][its[1:]].tolist() == [
+            int(plan.partial_of(first, i, geometry)) for i in range(1, len(its))
+        ]
+    work = np.bincount(program, np.maximum(found["num_tiles"], 1), programs)
     assert (work > 0).sum() == busy
     assert work.max() <= 17 / 16 * work.sum() / busy + 1
     if window is None:
-        assert {seq: (found["item"] == seq % num_seqs * kv_heads).sum() for seq in parts} == parts
+        assert {seq: (found["item"] == seq % num_seqs * kv_heads).sum() for seq in splits} == splits

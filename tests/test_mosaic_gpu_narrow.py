@@ -1,4 +1,4 @@
-"""8-bit tiles in registers (`narrow.py`) with no GPU: every thread's registers as NumPy arrays [128, elements].
+"""8-bit tiles in registers (`eight_bit.py`) with no GPU: every thread's registers as NumPy arrays [128, elements].
 
 What a thread has of an array follows from Mosaic's layouts; the assembly is interpreted.
 """
@@ -12,7 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_jax.kernels.mosaic_gpu import config, narrow
+from paged_jax.kernels.mosaic_gpu.device.tiles import eight_bit, slot_scales
+from paged_jax.kernels.mosaic_gpu.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.tuning import Tuning
+from paged_jax.kernels.problem import Problem, ScaleKind
 from tests.inputs import dtype_of
 
 
@@ -101,7 +104,17 @@ class WithType(np.ndarray):
     type = None
 
 
-def load(tile, layout, cfg):
+class Bound(SimpleNamespace):
+    """A scalar as a fragmented array, from which the first token of rows may be taken."""
+
+    def __init__(self, x):
+        super().__init__(registers=np.array(x))
+
+    def __sub__(self, start):
+        return Bound(self.registers - start)
+
+
+def load(tile, layout, geometry):
     words = registers_of(tile.view(np.uint8), layout)
     wide = [np.pad(x, ((0, 0), (0, 4 - x.shape[1]))).copy().view("<u4")[:, 0] for x in words]
     result = np.empty(len(wide), object)
@@ -138,13 +151,28 @@ def emulated():
             CmpIPredicate=SimpleNamespace(sge=np.greater_equal),
             cmpi=lambda compare, x, y: compare(x, y), index_cast=lambda _, x: x,
         ),
-        "memref": SimpleNamespace(load=lambda ref, at: ref[tuple(at)]),
         "ir": mock.MagicMock(),
     }  # fmt: skip
+    memref = SimpleNamespace(load=lambda ref, at: ref[tuple(at)])
+    of_scales = {name: fakes[name] for name in ("inline", "array", "vector", "arith", "ir")}
     threads = mock.patch.multiple(mgpu, thread_idx=lambda: np.arange(128, 256), c=lambda x, _: x)
-    below = mock.patch.multiple("paged_jax.kernels.mosaic_gpu.inline", arith=fakes["arith"], ir=mock.MagicMock())
-    with mock.patch.multiple(narrow, **fakes), below, threads:
+    below = mock.patch.multiple(
+        "paged_jax.kernels.mosaic_gpu.device.inline", arith=fakes.pop("arith"), ir=mock.MagicMock()
+    )
+    scales = mock.patch.multiple(slot_scales, memref=memref, **of_scales)
+    with mock.patch.multiple(eight_bit, **fakes), below, scales, threads:
         yield
+
+
+def geometry_of(*, cache_dtype, head_size, block_size=16, layout="hnd", num_heads=8, num_kv_heads=1, **chosen):
+    """The geometry of a small problem with queries in float16."""
+    problem = Problem(
+        num_kv_heads=num_kv_heads, head_size=head_size, block_size=block_size, layout=layout, cache_dtype=cache_dtype,
+        k_scale=ScaleKind.NONE, v_scale=ScaleKind.NONE, num_heads=num_heads, query_dtype="float16", alibi=False,
+        sinks=False, sliding_window=None, logits_soft_cap=None, block_sparse=None, causal=True, num_seqs=1,
+        num_tokens=1, num_blocks=9, max_blocks_per_seq=8, max_seq_len=128,
+    )  # fmt: skip
+    return Geometry(problem, Tuning(**chosen))
 
 
 @pytest.mark.parametrize("columns", [8, 16])
@@ -153,9 +181,9 @@ def emulated():
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
 @pytest.mark.usefixtures("emulated")
 def test_products(dtype, head_size, tile, columns):
-    shape = {"num_seqs": 1, "num_heads": columns, "num_kv_heads": 1, "head_size": head_size, "block_size": 16}
-    cfg = config.Config(**shape, dtype="float16", cache_dtype=dtype, layout="hnd", max_seq_len=128, tile=tile)
-    assert cfg.columns == columns
+    geometry = geometry_of(cache_dtype=dtype, head_size=head_size, num_heads=columns, tile=tile)
+    tiles = eight_bit.EightBitTiles(geometry)
+    assert geometry.columns == columns
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 256, (tile, head_size), np.uint8).view(dtype_of(dtype))
     cache = np.where(np.isfinite(codes.astype(np.float32)), codes, np.zeros_like(codes))
@@ -165,19 +193,17 @@ def test_products(dtype, head_size, tile, columns):
     stored = np.zeros((columns, head_size), np.float16)
     of_query = SimpleNamespace(registers=registers_of(query, mgpu.WGMMA_LAYOUT), mlir_dtype=None, dtype=jnp.float16)
     of_query.shape = query.shape
-    narrow.store_query(stored, of_query, cfg)
-    np.testing.assert_array_equal(
-        narrow.keys(cache, cfg).astype(np.float64) @ stored.T, exact.astype(np.float64) @ query
-    )
+    tiles.store_query(stored, of_query)
+    np.testing.assert_array_equal(tiles.keys(cache).astype(np.float64) @ stored.T, exact.astype(np.float64) @ query)
 
     weights = rng.integers(0, 9, (tile, columns)).astype(np.float64)
-    product = narrow.values(cache, cfg).astype(np.float64) @ weights
+    product = tiles.values(cache).astype(np.float64) @ weights
     of_product = SimpleNamespace(registers=registers_of(product, mgpu.WGMMA_LAYOUT), mlir_dtype=None)
     of_product.shape = product.shape
     out = np.zeros((head_size, columns))
     transposed = np.zeros((columns, head_size))
-    narrow.store(out, of_product, cfg)
-    narrow.store_transposed(transposed, of_product, cfg)
+    tiles.store_partial_out(out, of_product, 0)
+    tiles.store_out(transposed, of_product)
     np.testing.assert_array_equal(out, exact.astype(np.float64).T @ weights)
     np.testing.assert_array_equal(transposed, out.T)
 
@@ -188,9 +214,11 @@ def test_zero_rows(head_size):
     rows = np.random.default_rng(0).integers(1, 256, (64, head_size)).astype(np.uint8)
     for low, high in ((-3, 70), (5, 40), (9, 9), (-9, 1)):
         for fold, run in ((1, 8), (2, 16), (2, 32), (4, 16)):
-            cfg = SimpleNamespace(head_size=head_size, cache_dtype="int8", fold=fold, run=run)
+            geometry = geometry_of(
+                cache_dtype="int8", head_size=head_size, block_size=run, num_kv_heads=fold, fold=fold
+            )
             rows_smem = rows.copy().view(WithType)
-            narrow.zero_rows(rows_smem, *(SimpleNamespace(registers=np.array(x)) for x in (low, high)), cfg)
+            eight_bit.EightBitTiles(geometry).zero_rows(rows_smem, 0, *(Bound(x) for x in (low, high)))
             token = np.tile(np.arange(64 // fold).reshape(-1, 1, run), (1, fold, 1)).reshape(-1, 1)
             np.testing.assert_array_equal(rows_smem, np.where((token >= low) & (token < high), rows, 0))
 
@@ -201,7 +229,8 @@ def test_zero_rows(head_size):
 def test_token_scales(run, tile):
     scales = np.full((tile // run, max(run, 32)), np.nan, np.float32)
     scales[:, :run] = np.arange(tile).reshape(-1, run)
-    found = narrow.token_scales(scales, SimpleNamespace(tile=tile, run=run))
+    geometry = geometry_of(cache_dtype="int8", head_size=64, block_size=run, tile=tile)
+    found = eight_bit.EightBitTiles(geometry).slot_scales(scales)
     at = row_elements(tile)
     np.testing.assert_array_equal(np.stack(list(found.registers.reshape(-1))).reshape(at.shape), at)
 

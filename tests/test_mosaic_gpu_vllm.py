@@ -9,8 +9,8 @@ import jax.experimental.mosaic.gpu as mgpu
 import numpy as np
 import pytest
 
-from paged_jax.kernels.mosaic_gpu import config, vllm
-from tests.test_mosaic_gpu_narrow import WithType, array_of, inline
+from paged_jax.kernels.mosaic_gpu.device.tiles import vllm
+from tests.test_mosaic_gpu_narrow import Bound, WithType, array_of, geometry_of, inline
 
 
 def ldmatrix(pointer, **_):
@@ -55,7 +55,9 @@ def emulated():
     thread_idx = np.arange(128, 256)
     threads = mock.patch.multiple(mgpu, thread_idx=lambda: thread_idx, c=lambda x, _: x)
     anew = SimpleNamespace(inline_asm=lambda _, __, text, *___, **____: {"mov.u32 $0, %tid.x;": thread_idx}[text])
-    below = mock.patch.multiple("paged_jax.kernels.mosaic_gpu.inline", arith=arith, ir=mock.MagicMock(), llvm=anew)
+    below = mock.patch.multiple(
+        "paged_jax.kernels.mosaic_gpu.device.inline", arith=arith, ir=mock.MagicMock(), llvm=anew
+    )
     with mock.patch.multiple(vllm, **fakes), below, threads:
         yield
 
@@ -64,20 +66,19 @@ def emulated():
 @pytest.mark.parametrize(("head_size", "tile"), [(64, 128), (128, 64), (256, 64)])
 @pytest.mark.usefixtures("emulated")
 def test_operands(head_size, tile, block_size, fold):
-    shape = {"num_seqs": 1, "num_heads": 8, "num_kv_heads": 1, "head_size": head_size, "block_size": block_size}
-    kinds = {"dtype": "float16", "cache_dtype": "float16", "layout": "vllm", "max_seq_len": 128}
-    cfg = config.Config(**shape, **kinds, tile=tile, fold=fold)
+    shape = {"head_size": head_size, "block_size": block_size, "num_kv_heads": fold}
+    tiles = vllm.VllmTiles(geometry_of(cache_dtype="float16", layout="vllm", **shape, tile=tile, fold=fold))
     tokens = np.random.default_rng(0).normal(size=(tile // block_size, block_size, head_size)).astype(np.float16)
     keys = tokens.reshape(-1, block_size, head_size // 8, 8).swapaxes(1, 2).copy()
     values = tokens.swapaxes(1, 2).copy()
     tokens = tokens.reshape(tile, head_size)
-    np.testing.assert_array_equal(vllm.keys(keys, cfg), tokens)
-    np.testing.assert_array_equal(vllm.values(values, cfg), tokens.T)
+    np.testing.assert_array_equal(tiles.keys(keys), tokens)
+    np.testing.assert_array_equal(tiles.values(values), tokens.T)
 
     # Blocks of the folded heads in turn.
     token = np.tile(np.arange(tile // fold).reshape(-1, 1, block_size), (1, fold, 1)).reshape(-1, 1)
     for low, high in ((-3, 500), (5, 12), (9, 9), (-9, 1)):
         kept = values.copy().view(WithType)
-        vllm.zero_rows(kept, *(SimpleNamespace(registers=np.array(x)) for x in (low, high)), cfg)
+        tiles.zero_pages(kept, *(Bound(x) for x in (low, high)))
         seen = np.where((token >= low) & (token < high), tokens, 0)
         np.testing.assert_array_equal(kept, seen.reshape(-1, block_size, head_size).swapaxes(1, 2))

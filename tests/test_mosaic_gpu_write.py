@@ -1,7 +1,6 @@
 """Decode that writes its new tokens, by the Mosaic GPU kernel: in Pallas's interpreter, lowered for CUDA, on a GPU."""
 
 from functools import partial
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +11,11 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 import paged_jax
 from paged_jax import _validate
 from paged_jax.kernels import mosaic_gpu
-from paged_jax.kernels.mosaic_gpu import choice
+from paged_jax.kernels.mosaic_gpu.decode import Target
 from tests import oracle, plain, test_decode, test_write_and_attend
 from tests.mosaic_interpreter import MIDDLE_GPU, SMALL_GPU, TINY_GPU, run_op
 from tests.test_cache_ops import assert_same_bytes
-from tests.test_mosaic_gpu import check_chosen, long_items_if, small
+from tests.test_mosaic_gpu import check_chosen, long_items_if, small, tunings
 
 # Of NumPy, at the poison.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -55,10 +54,11 @@ def test_writes_in_the_interpreter(case, device, chosen):
 @pytest.mark.parametrize(("case", "device", "chosen"), ALL_WRITING, ids=str)
 def test_writes_on_a_gpu(case, device, chosen):
     def run(*operands):
-        return jax.tree.map(np.asarray, jax.jit(mosaic_gpu.write_and_attend)(*jax.device_put(operands, gpu)))
+        return jax.tree.map(np.asarray, jax.jit(function)(*jax.device_put(operands, gpu)))
 
     gpu = jax.devices("gpu")[0]
-    with mock.patch.object(choice, "device", return_value=device), long_items_if("items" in chosen):
+    function = partial(mosaic_gpu.write_and_attend, target=Target(device))
+    with long_items_if("items" in chosen):
         check_writes(case, run, chosen)
 
 
@@ -70,9 +70,9 @@ def check_writes(case, function, chosen):
     arrays = made.decode | {"key": made.key, "value": made.value, "slot_mapping": made.slots}
     *decode, options = _validate.decode_operands(*made.decode.values(), made.arrays | options)
     query, *rest = decode
-    with mock.patch.object(choice, "_in_parts", side_effect=choice._in_parts) as called:
+    with tunings() as chosen_tunings:
         out, lse, *caches = function(query, arrays["key"], arrays["value"], *rest, arrays["slot_mapping"], options)
-        check_chosen(chosen, *called.call_args.args)
+    check_chosen(chosen, *chosen_tunings)
     written = test_write_and_attend.expected_caches(case, made)
     for actual, (name, wanted) in zip(caches, written.items(), strict=True):
         assert_same_bytes(actual, wanted, name)

@@ -1,5 +1,7 @@
-"""Decode, one query a sequence: v1 unsplit, v2 in fixed partitions; in even parts if chosen here, or as it writes."""
+"""The decode ops, one query a sequence: v1 unsplit, v2 in fixed partitions, and both others as `tuning.py` balances."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax.experimental.pallas as pl
@@ -7,24 +9,51 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from paged_jax.kernels.mosaic_gpu import choice
-from paged_jax.kernels.mosaic_gpu.attend import attend
-from paged_jax.kernels.mosaic_gpu.config import Config
-from paged_jax.kernels.mosaic_gpu.reduce import reduce
-from paged_jax.kernels.problem import Unsupported
+from paged_jax.kernels.mosaic_gpu import tuning
+from paged_jax.kernels.mosaic_gpu.device import tiles
+from paged_jax.kernels.mosaic_gpu.device.attend import attend
+from paged_jax.kernels.mosaic_gpu.device.merge import merge
+from paged_jax.kernels.mosaic_gpu.device.refs import Inputs, Outputs
+from paged_jax.kernels.mosaic_gpu.geometry import QUERY_ROWS, Geometry
+from paged_jax.kernels.problem import Device, Problem, device, option_arrays
 from paged_jax.options import AttentionOptions, head_axis
 from paged_jax.shapes import BlockTables, Cache, Lse, NewTokens, Query, Residual, SeqLens, SlotMapping, TmpOut
 
-_LONGEST = 256  # of a block: partitions hold whole ones
-_GROUPS = (*range(1, 9), 16)  # of query heads, for which these kernels are faster than Triton's
+_LONGEST_BLOCK = 256  # tokens; partitions hold whole blocks
+_LEADING_GROUPS = (*range(1, 9), 16)
+"""Query heads of a kv head, for which these kernels are faster than Triton's.
+
+Measured: benchmarks/LOG.md, "on the way to commit 6d180cd", "Groups of 16".
+"""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a call runs on.
+
+    Attributes:
+      gpu: the device; None asks for the one that is there.
+      tiles: which kind of tiles a problem has; the interpreter brings kinds of its own.
+    """
+
+    gpu: Device | None = None
+    tiles: Callable[[Problem], Any] = tiles.kind
+
+    @property
+    def device(self) -> Device:
+        """The device."""
+        return device() if self.gpu is None else self.gpu
+
+
+HERE = Target()
 
 
 def leads(op: str, operands: Any) -> bool:
-    """Whether these kernels are the fastest of ours, where they can: in decode, by group (benchmarks/LOG.md)."""
+    """Whether these kernels, where they can do what a call asks for, are the fastest of this package's."""
     if op not in ("paged_attention_v1", "paged_attention_v2", "paged_attention", "write_and_attend"):
         return False
     num_kv_heads = operands.value_cache.shape[head_axis(operands.options.layout)]
-    return operands.query.shape[-2] in [group * num_kv_heads for group in _GROUPS]
+    return operands.query.shape[-2] in [group * num_kv_heads for group in _LEADING_GROUPS]
 
 
 def paged_attention_v1(
@@ -34,11 +63,15 @@ def paged_attention_v1(
     block_tables: BlockTables,
     seq_lens: SeqLens,
     options: AttentionOptions,
+    *,
+    target: Target = HERE,
 ) -> tuple[Query, Lse]:
-    cfg = choice.config(query, key_cache, value_cache, options, choice.device(), "none")
-    if _nothing_to_attend(key_cache, cfg):
+    """Attends with one split a work item."""
+    problem = Problem.of_call(query, key_cache, value_cache, block_tables, options)
+    geometry = Geometry(problem, tuning.unsplit(problem, target.device))
+    if _nothing_to_attend(problem):
         return _unseen(query)
-    return _attend(query, key_cache, value_cache, block_tables, seq_lens, options, cfg)[:2]
+    return _attend(query, key_cache, value_cache, block_tables, seq_lens, options, (), geometry, target)[:2]
 
 
 def paged_attention(
@@ -48,11 +81,15 @@ def paged_attention(
     block_tables: BlockTables,
     seq_lens: SeqLens,
     options: AttentionOptions,
+    *,
+    target: Target = HERE,
 ) -> tuple[Query, Lse]:
-    cfg = choice.config(query, key_cache, value_cache, options, choice.device(), "even")
-    if _nothing_to_attend(key_cache, cfg):
+    """Attends with as many splits as keep the GPU busy."""
+    problem = Problem.of_call(query, key_cache, value_cache, block_tables, options)
+    geometry = Geometry(problem, tuning.balanced(problem, target.device))
+    if _nothing_to_attend(problem):
         return _unseen(query)
-    return _attend(query, key_cache, value_cache, block_tables, seq_lens, options, cfg)[:2]
+    return _attend(query, key_cache, value_cache, block_tables, seq_lens, options, (), geometry, target)[:2]
 
 
 def write_and_attend(
@@ -65,18 +102,20 @@ def write_and_attend(
     seq_lens: SeqLens,
     slot_mapping: SlotMapping,
     options: AttentionOptions,
+    *,
+    target: Target = HERE,
 ) -> tuple[Query, Lse, Cache, Cache]:
-    choice.check_write(query, key_cache, options)
-    cfg = choice.config(query, key_cache, value_cache, options, choice.device(), "even", write=True)
-    if _nothing_to_attend(key_cache, cfg):
-        raise Unsupported("mosaic_gpu", ["lacks writes without a context or a pool"])
+    """Attends as `paged_attention` does, to caches into which it writes the new tokens."""
+    problem = Problem.of_call(query, key_cache, value_cache, block_tables, options)
+    geometry = Geometry(problem, tuning.balanced(problem, target.device, writes_tokens=True))
+    new = key, value, slot_mapping
 
     def run(refs):
         keys, values, out_ref, lse_ref = refs
-        new = key, value, slot_mapping
-        out_ref[...], lse_ref[...], _ = _attend(query, keys, values, block_tables, seq_lens, options, cfg, *new)
+        out, lse, _ = _attend(query, keys, values, block_tables, seq_lens, options, new, geometry, target)
+        out_ref[...], lse_ref[...] = out, lse
 
-    unwritten = jnp.zeros_like(query), jnp.zeros(query.shape[:2], jnp.float32)  # which XLA drops
+    unwritten = jnp.zeros_like(query), jnp.zeros(query.shape[:2], jnp.float32)  # XLA drops them
     key_cache, value_cache, out, lse = pl.run_state(run)((key_cache, value_cache, *unwritten))
     return out, lse, key_cache, value_cache
 
@@ -90,29 +129,24 @@ def paged_attention_v2(
     options: AttentionOptions,
     *,
     partition_size: int,
+    target: Target = HERE,
 ) -> tuple[Query, Lse, Residual, Residual, TmpOut]:
-    # One longer than every context would overflow, and holds no more than the contexts do.
-    partition_size = min(partition_size, max(1, -(-options.max_seq_len // _LONGEST)) * _LONGEST)
-    cfg = choice.config(query, key_cache, value_cache, options, choice.device(), "partitions", partition_size)
-    residual = *query.shape[:2], cfg.num_parts
-    if _nothing_to_attend(key_cache, cfg):
+    """Attends with a split for each partition, and returns the partial results too."""
+    # A partition longer than every context would overflow 32 bits, and holds no more than the contexts do.
+    partition_size = min(partition_size, max(1, pl.cdiv(options.max_seq_len, _LONGEST_BLOCK)) * _LONGEST_BLOCK)
+    problem = Problem.of_call(query, key_cache, value_cache, block_tables, options)
+    geometry = Geometry(problem, tuning.in_partitions(problem, target.device, partition_size))
+    if _nothing_to_attend(problem):
+        residual = *query.shape[:2], pl.cdiv(problem.max_seq_len, partition_size)
         zeros = jnp.zeros(residual, jnp.float32)
-        return *_unseen(query), zeros, zeros - jnp.inf, jnp.zeros((*residual, cfg.head_size), jnp.float32)
-    out, lse, parts = _attend(query, key_cache, value_cache, block_tables, seq_lens, options, cfg)
-    tmp_out = _of_heads(parts["parts"], cfg)
-    first = cfg.pieces[0][1]  # of what follows, the last rows are new
-    tmp_out = jnp.concatenate([tmp_out[..., :first], tmp_out[..., tmp_out.shape[-1] - cfg.head_size + first :]], -1)
-    return out, lse, _of_heads(parts["sums"], cfg), _of_heads(parts["maxima"], cfg), tmp_out
-
-
-def _of_heads(x: Array, cfg: Config) -> Array:
-    """[items * num_parts, ..., columns] -> [num_seqs, num_heads, num_parts, ...]; XLA drops it where it is not used."""
-    x = x.reshape(cfg.items, cfg.num_parts, *x.shape[1:])
-    item = np.arange(cfg.items)[:, None]
-    window = np.minimum(item * cfg.group // 8 * 8, cfg.rows - cfg.columns)  # as in `plan.window`
-    columns = jnp.asarray(item * cfg.group - window + np.arange(cfg.group))
-    x = jnp.take_along_axis(x, columns.reshape(cfg.items, *[1] * (x.ndim - 2), cfg.group), axis=-1)
-    return jnp.moveaxis(x, -1, 1).reshape(cfg.num_seqs, cfg.num_heads, *x.shape[1:-1])
+        return *_unseen(query), zeros, zeros - jnp.inf, jnp.zeros((*residual, problem.head_size), jnp.float32)
+    out, lse, results = _attend(query, key_cache, value_cache, block_tables, seq_lens, options, (), geometry, target)
+    tmp_out = _by_head(results.partials.out, geometry)
+    whole = geometry.head_slices[0].size  # what follows of O^T overlaps with it, and only its last rows are new
+    new = tmp_out.shape[-1] - problem.head_size + whole
+    tmp_out = jnp.concatenate([tmp_out[..., :whole], tmp_out[..., new:]], -1)
+    sums, maxima = (_by_head(x, geometry) for x in (results.partials.sums, results.partials.maxima))
+    return out, lse, sums, maxima, tmp_out
 
 
 def _attend(
@@ -122,34 +156,45 @@ def _attend(
     block_tables: BlockTables,
     seq_lens: SeqLens,
     options: AttentionOptions,
-    cfg: Config,
-    *new: Array,
-) -> tuple[Query, Lse, dict[str, Array]]:
-    """out, lse and the parts that they were merged from. With the `new` tokens, the caches are references."""
-    num_rows = cfg.num_seqs * cfg.num_heads
-    rows = jnp.pad(query.reshape(num_rows, cfg.head_size), ((0, cfg.rows - num_rows), (0, 0)))
-    if cfg.fold > 1 or cfg.layout == "vllm":
-        run = cfg.pages if cfg.layout == "vllm" else (cfg.fold * cfg.block_size, cfg.head_size)
-        runs = key_cache.shape[0], cfg.num_kv_heads, *run
-        key_cache, value_cache = key_cache.reshape(runs), value_cache.reshape(runs)
-    arrays = options.scale, options.alibi_slopes, options.sinks, options.k_scale, options.v_scale
-    of_options = [_or_any(x, options) for x in arrays]
-    results = attend(cfg, rows, key_cache, value_cache, block_tables, seq_lens, *of_options, *new)
-    if cfg.merge == "kernel":
-        out, lse = reduce(cfg, seq_lens, of_options[2], results)
+    new: tuple[Array, ...],
+    geometry: Geometry,
+    target: Target,
+) -> tuple[Query, Lse, Outputs]:
+    """Runs the kernels: out, lse, and what they were merged from.
+
+    With new tokens (key, value, slot_mapping) both caches are references.
+    """
+    problem = geometry.problem
+    reader = target.tiles(problem)(geometry)
+    num_rows = problem.num_seqs * problem.num_heads
+    rows = query.reshape(num_rows, problem.head_size)
+    rows = jnp.pad(rows, ((0, geometry.query_rows - num_rows), (0, 0)))
+    vectors = [jnp.atleast_1d(x) for x in option_arrays(options)]
+    inputs = Inputs(rows, reader.view(key_cache), reader.view(value_cache), block_tables, seq_lens, *vectors, *new)
+    results = attend(geometry, reader, inputs)
+    if geometry.tuning.merge is tuning.Merge.KERNEL:
+        out, lse = merge(geometry, seq_lens, inputs.sinks, results)
     else:
-        out, lse = results["out"], results["lse"]
+        out, lse = results.out, results.lse
     return out.reshape(query.shape), lse.reshape(query.shape[:2]), results
 
 
-def _or_any(x: Array | None, options: AttentionOptions) -> Array:
-    """`x`, a scalar as a vector; `scale` stands in for what is absent, which is not read."""
-    return jnp.atleast_1d(options.scale if x is None else x)
+def _by_head(x: Array, geometry: Geometry) -> Array:
+    """[num_items * splits, ..., columns] -> [num_seqs, num_heads, splits, ...]; XLA drops it where it is not used."""
+    problem, heads = geometry.problem, geometry.heads_per_item
+    x = x.reshape(geometry.num_items, geometry.tuning.splits, *x.shape[1:])
+    item = np.arange(geometry.num_items)[:, None]
+    last = geometry.query_rows - geometry.columns
+    first_row = np.minimum(item * heads // QUERY_ROWS * QUERY_ROWS, last)  # as in `plan.query_tile`
+    columns = jnp.asarray(item * heads - first_row + np.arange(heads))
+    x = jnp.take_along_axis(x, columns.reshape(geometry.num_items, *[1] * (x.ndim - 2), heads), axis=-1)
+    return jnp.moveaxis(x, -1, 1).reshape(problem.num_seqs, problem.num_heads, *x.shape[1:-1])
 
 
-def _nothing_to_attend(key_cache: Cache, cfg: Config) -> bool:
-    return cfg.num_seqs * cfg.max_seq_len * key_cache.shape[0] == 0
+def _nothing_to_attend(problem: Problem) -> bool:
+    return problem.num_seqs * problem.max_seq_len * problem.num_blocks == 0
 
 
 def _unseen(query: Query) -> tuple[Query, Lse]:
+    """The results of queries that see no token."""
     return jnp.zeros(query.shape, query.dtype), jnp.full(query.shape[:2], -jnp.inf, jnp.float32)

@@ -1,0 +1,86 @@
+"""Words for what Pallas has none for: arrays as the registers of each thread, and integers of a thread, in MLIR."""
+
+from typing import Any
+
+import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from paged_jax.kernels.mosaic_gpu.geometry import Geometry
+
+_WARPGROUP = 128  # threads
+WARP = 32  # threads
+
+
+def inline(*arg_types: Any, returns: Any = None, dtype: str = "float16", layout: Any = plgpu.Layout.WGMMA) -> Any:
+    """Turns a function of MLIR values into one that kernels call; what it returns, if anything, has shape `returns`."""
+    result = plgpu.ShapeDtypeStruct(returns, jnp.dtype(dtype), layout=layout) if returns else None
+    return plgpu.inline_mgpu(arg_types=arg_types, return_type=result)
+
+
+def array(registers: np.ndarray, layout: mgpu.TiledLayout, shape, is_signed: bool | None = None):
+    """An array of this shape and layout from the registers of a thread, in the layout's order."""
+    registers = registers.reshape(layout.registers_shape(shape))
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=is_signed)
+
+
+def operand(halves: np.ndarray, shape, dtype: str) -> mgpu.FragmentedArray:
+    """An array in wgmma's layout from the registers of a thread, each of which holds two elements of 16 bits."""
+    registers = np.empty(halves.shape, object)
+    pair = ir.VectorType.get((2,), ir.F16Type.get() if dtype == "float16" else ir.BF16Type.get())
+    for i, x in np.ndenumerate(halves):
+        registers[i] = llvm.bitcast(pair, x)
+    return array(registers, mgpu.WGMMA_LAYOUT, shape)
+
+
+def token_of_row(row, geometry: Geometry):
+    """The token of a row of a tile, as `mask.token_of_row` has it."""
+    fold, run = geometry.tuning.fold, geometry.run_tokens
+    if fold == 1:
+        return row
+    return add(mul(div(row, fold * run), run), rem(row, run))
+
+
+def thread_index():
+    """Each thread's index in its warpgroup."""
+    return rem(mgpu.thread_idx(), _WARPGROUP)
+
+
+def thread_index_read_again():
+    """Each thread's index in its warpgroup. Reading it again keeps no register alive over loops."""
+    word = ir.IntegerType.get_signless(32)
+    return rem(llvm.inline_asm(word, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True), _WARPGROUP)
+
+
+def add(x, y):
+    """x + y."""
+    return arith.addi(x, y)
+
+
+def mul(x, n: int):
+    """x * n."""
+    return arith.muli(x, i32(n))
+
+
+def div(x, n: int):
+    """x // n."""
+    return arith.divui(x, i32(n))
+
+
+def rem(x, n: int):
+    """x % n."""
+    return arith.remui(x, i32(n))
+
+
+def select_within(x, low, high, inside, outside):
+    """`inside` where low <= x < high, else `outside`."""
+    begun, ended = (arith.cmpi(arith.CmpIPredicate.sge, x, bound) for bound in (low, high))
+    return arith.select(begun, arith.select(ended, outside, inside), outside)
+
+
+def i32(n: int):
+    """A constant of 32 bits."""
+    return mgpu.c(n, ir.IntegerType.get_signless(32))

@@ -1,0 +1,52 @@
+"""Arrays in registers, all in the layout of wgmma's results: rows over the warps, a query head a column."""
+
+import math
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from paged_jax.kernels.mosaic_gpu.geometry import Geometry
+
+_LOG2E = math.log2(math.e)
+LOWEST = -1e30
+"""Where a maximum starts: finite, so that the exponential of -inf minus it is 0."""
+
+
+def exp(x):
+    """e ** x, for differences of logits: logits themselves would lose bits to the factor."""
+    return jnp.exp2(x * _LOG2E)
+
+
+def log(x):
+    """The natural logarithm."""
+    return jnp.log2(x) / _LOG2E
+
+
+def of_heads(values_gmem, rows: int, first_column, kv_head, geometry: Geometry):
+    """The values of an item's query heads over `rows`: [rows, columns], in the columns from `first_column` on."""
+    shape = rows, geometry.columns
+    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+    zeros = values = layout(jnp.zeros(shape, jnp.float32))
+    for i in range(geometry.heads_per_item):
+        mine = column == first_column + i
+        values = jnp.where(mine, zeros + values_gmem[kv_head * geometry.heads_per_item + i], values)
+    return values
+
+
+def layout(x, axis: int | None = None):
+    """`x` in the layout of a result of wgmma, or of a reduction of one over `axis`."""
+    return plgpu.layout_cast(x, plgpu.Layout.WGMMA if axis is None else plgpu.Layout.WGMMA.reduce(axis))
+
+
+def wide(x, rows: int):
+    """[columns] -> [rows, columns], without casts: each would make Mosaic's search for layouts slower."""
+    return lax.broadcast_in_dim(x, (rows, x.shape[0]), (1,))
+
+
+def store(ref, x):
+    """Stores with bank conflicts and all: jax 0.12 refuses them in a plain store, 0.11 has no other."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, x, optimized=False)
+    else:
+        ref[...] = x

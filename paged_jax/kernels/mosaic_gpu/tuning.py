@@ -1,0 +1,337 @@
+"""How a call is computed: its `Tuning`, which pure functions of its `Problem` and the `Device` choose, or refuse.
+
+Costs are in microseconds on an H200. Each names the part of benchmarks/LOG.md that says what was measured.
+"""
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+
+from paged_jax.kernels.mosaic_gpu.device import tiles
+from paged_jax.kernels.mosaic_gpu.device.refs import shared_memory_bytes
+from paged_jax.kernels.mosaic_gpu.geometry import Geometry
+from paged_jax.kernels.problem import Device, Problem, ScaleKind, Unsupported
+
+_NAME = "mosaic_gpu"
+_KIB = 1024
+
+# What the kernels take.
+_HOPPER = 90  # compute capability 9.0, times ten
+_EIGHT_BIT = ("float8_e4m3fn", "float8_e5m2", "int8")
+_LARGEST_GROUP = 64  # query heads of a kv head
+_MOST_PARTITIONS = 65535  # CUDA's limit of the y direction of a grid
+
+# What a multiprocessor of Hopper has, in bytes.
+_PROGRAM_MEMORY = 227 * _KIB  # shared memory that one program may have
+_MULTIPROCESSOR_MEMORY = 228 * _KIB  # shared memory of all its programs
+_SYSTEM_MEMORY = 1 * _KIB  # of which the system takes so much for each program
+
+# Measured: LOG, "on the way to commit 3bd4214", "Fewer bytes in flight".
+_TILE_BYTES = (
+    32 * _KIB
+)  # a tile of K and one of V, where a multiprocessor has two programs; twice that where it has one
+_BYTES_IN_FLIGHT = 128 * _KIB  # in the rings of all programs of a multiprocessor
+_MOST_STAGES = 8
+
+# Measured: LOG, "on the way to commit 3bd4214", "Clusters".
+_LARGEST_CLUSTER = 8  # programs; CUDA promises no more
+_CLUSTER_SPLIT_TOKENS = 256  # longest split that takes less time than the launch of a kernel that merges
+_LEAST_SPLIT_TOKENS = 128  # shortest split worth a program, in a cluster
+
+# Measured: LOG, "on the way to commit 6d180cd", "Folded kv heads", and "de74be7", "Heads folded until ...".
+_FOLDED_WAVES = 1.8  # waves of programs that folding must leave, so that uneven lengths even out,
+_FOLDED_ONE_WAVE = 0.93, 1  # or as good as one whole wave, where queues deal with uneven lengths
+
+# Measured: LOG, "on the way to commit 874e885", "Further parts in turns".
+_MERGE_LAUNCH_TIME = 1.5  # of a merge that may find nothing to do
+_LENGTHS_TIME = 0.5  # of a look at 64 lengths, in each wave
+_LENGTHS_AT_ONCE = 64
+_WORTH_A_LOOK = 40  # times that cost, an item must take before queues are worth it
+_LONG_ITEM_TIME = 100  # of an item whose splits may be more than fit on the GPU at once
+
+# Measured: LOG, "on the way to commit 3bd4214", "Splitting", and "de74be7", "Even parts that do not fill ...".
+_WAVE_TIME = 1.6  # of starting a wave of programs
+_MERGED_SPLIT_TIME = 0.25  # of merging one more split
+_MULTIPROCESSOR_BYTES_PER_US = 17e3  # that each of two programs of a multiprocessor reads, if all have two
+
+
+class Merge(enum.StrEnum):
+    """Where the partial results of an item's splits become one."""
+
+    NONE = "none"  # each item has one split
+    CLUSTER = "cluster"  # in the cluster of thread blocks that computed them
+    KERNEL = "kernel"  # in a kernel of its own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What was chosen for a `Problem` on a `Device`.
+
+    Attributes:
+      fold: neighbouring kv heads that make one work item. Their tokens of a block are neighbours in memory, so that
+        one larger copy brings the tokens of all of them.
+      splits: programs for each work item; in v2 its partitions.
+      partition_size: tokens of each split in v2; None where all splits of an item are as long as each other.
+      queues: programs that share the tiles of the whole batch evenly if its lengths turn out uneven; 0 where every
+        program always has one split. The grid has `splits` programs for each item all the same, for lengths that turn
+        out alike, and there are never more queues than those.
+      merge: where the partial results of splits become one.
+      writes_tokens: whether the kernel also writes the new token of each sequence into the caches.
+      programs: thread blocks that a multiprocessor has room for.
+      tile: rows of a tile of K or V: tokens of each of the item's kv heads.
+      stages: tiles in the ring of K, and as many in the ring of V.
+    """
+
+    fold: int = 1
+    splits: int = 1
+    partition_size: int | None = None
+    queues: int = 0
+    merge: Merge = Merge.NONE
+    writes_tokens: bool = False
+    programs: int = 2
+    tile: int = 64
+    stages: int = 2
+
+    def __post_init__(self) -> None:
+        if self.fold not in (1, 2, 4) or self.tile not in (64, 128) or self.programs not in (1, 2) or self.stages < 1:
+            raise ValueError(f"no kernel has such tiles: {self}")
+        if self.splits < 1 or (self.splits > 1 and not self.merges):
+            raise ValueError(f"the splits of an item must be merged: {self}")
+        if self.merges_in_cluster and not 1 < self.splits <= _LARGEST_CLUSTER:
+            raise ValueError(f"a cluster has 2 to {_LARGEST_CLUSTER} programs: {self}")
+        if (self.queues or self.partition_size) and self.merge is not Merge.KERNEL:
+            raise ValueError(f"only a kernel of its own merges queues' and partitions' results: {self}")
+        if self.queues and self.partition_size:
+            raise ValueError(f"partitions are no queue's: {self}")
+
+    @property
+    def merges(self) -> bool:
+        """Whether there are partial results."""
+        return self.merge is not Merge.NONE
+
+    @property
+    def merges_in_cluster(self) -> bool:
+        """Whether the programs of an item are one cluster, and merge their own partial results."""
+        return self.merge is Merge.CLUSTER
+
+
+def unsplit(problem: Problem, gpu: Device) -> Tuning:
+    """The tuning of v1: one split an item.
+
+    Raises:
+      Unsupported: the kernels cannot do what the problem asks for.
+    """
+    _check(_refusals(problem, gpu))
+    return _tiled(problem, Tuning())
+
+
+def in_partitions(problem: Problem, gpu: Device, partition_size: int) -> Tuning:
+    """The tuning of v2: a split for each `partition_size` tokens, whatever the batch.
+
+    Raises:
+      Unsupported: the kernels cannot do what the problem asks for.
+    """
+    splits = pl.cdiv(problem.max_seq_len, partition_size)
+    _check(_refusals(problem, gpu))
+    if splits > _MOST_PARTITIONS:
+        _check([f"lacks {splits} partitions, takes up to {_MOST_PARTITIONS}"])
+    return _tiled(problem, Tuning(splits=max(splits, 1), partition_size=partition_size, merge=Merge.KERNEL))
+
+
+def balanced(problem: Problem, gpu: Device, *, writes_tokens: bool = False) -> Tuning:
+    """The fastest tuning: as many splits as keep the GPU busy, in queues if lengths may be uneven.
+
+    Raises:
+      Unsupported: the kernels cannot do what the problem asks for.
+    """
+    _check([*_refusals(problem, gpu), *(_write_refusals(problem) if writes_tokens else ())])
+    return _split(problem, _folded(problem, Tuning(writes_tokens=writes_tokens), gpu), gpu)
+
+
+def _check(refusals: list[str]) -> None:
+    if refusals:
+        raise Unsupported(_NAME, refusals)
+
+
+def _refusals(problem: Problem, gpu: Device) -> list[str]:
+    """Everything that stands in the way of attention."""
+    eight_bit = problem.cache_dtype in _EIGHT_BIT
+    reasons = []
+    if gpu.capability != _HOPPER:
+        reasons.append(f"needs compute capability {_HOPPER / 10}, this GPU has {gpu.capability / 10}")
+    if problem.query_dtype not in ("float16", "bfloat16"):
+        reasons.append(f"lacks queries of {problem.query_dtype}, takes float16 and bfloat16")
+    if problem.cache_dtype != problem.query_dtype and not eight_bit:
+        reasons.append(f"lacks caches of {problem.cache_dtype} for queries of {problem.query_dtype}")
+    if problem.head_size % 16 or problem.head_size < 64:
+        reasons.append(f"lacks head_size {problem.head_size}, takes multiples of 16 from 64 on")
+    elif eight_bit and problem.head_size % 64:
+        reasons.append(
+            f"lacks head_size {problem.head_size} for caches of {problem.cache_dtype}, takes multiples of 64"
+        )
+    if problem.block_size < 8:
+        reasons.append(f"lacks block_size {problem.block_size}, takes 8 and more")
+    if problem.group > _LARGEST_GROUP:
+        reasons.append(f"lacks groups of {problem.group} query heads, takes up to {_LARGEST_GROUP}")
+    if problem.layout == "vllm":
+        if eight_bit:
+            reasons.append(f"lacks layout 'vllm' for caches of {problem.cache_dtype}")
+        if problem.head_size % 64:
+            reasons.append(f"lacks head_size {problem.head_size} in layout 'vllm', takes multiples of 64")
+        if problem.block_size > 64:
+            reasons.append(f"lacks block_size {problem.block_size} in layout 'vllm', takes up to 64")
+    if problem.block_sparse is not None:
+        reasons.append("lacks block_sparse")
+    return reasons
+
+
+def _write_refusals(problem: Problem) -> list[str]:
+    """Everything that stands in the way of the decode kernel's writing new tokens, too."""
+    reasons = []
+    if problem.cache_dtype != problem.query_dtype:
+        reasons.append(f"lacks writes of {problem.query_dtype} into caches of {problem.cache_dtype}")
+    if problem.layout == "vllm":
+        reasons.append("lacks writes into layout 'vllm'")
+    if problem.head_size % 64:
+        reasons.append(f"lacks writes of head_size {problem.head_size}, takes multiples of 64")
+    if ScaleKind.SLOT in (problem.k_scale, problem.v_scale):
+        reasons.append("lacks writes with scales for each slot")
+    if problem.num_seqs * problem.max_seq_len * problem.num_blocks == 0:
+        reasons.append("lacks writes without a context or a pool")
+    return reasons
+
+
+def _folded(problem: Problem, tuning: Tuning, gpu: Device) -> Tuning:
+    """Folds kv heads as far as that takes no more columns and leaves programs enough.
+
+    Larger copies are 1% faster, but items are longer: `_FOLDED_WAVES` must be left so that uneven items even out, or
+    just one wave where queues will cut them evenly.
+    """
+    one_scale = {problem.k_scale, problem.v_scale} <= {ScaleKind.NONE, ScaleKind.CACHE}
+    one_slice = problem.head_size % 64 == 0
+    if problem.layout == "nhd" or not one_slice or not one_scale or tuning.writes_tokens:
+        return tuning
+    for fold in (2, 4):
+        geometry = Geometry(problem, tuning)
+        fits = fold * problem.block_size <= 64 and 8 % (2 * geometry.heads_per_item) == 0
+        waves = geometry.num_items / 2 / (2 * gpu.num_multiprocessors)
+        least, most = _FOLDED_ONE_WAVE
+        one_wave = least <= waves <= most and _worth_a_look(geometry, 2 * waves)
+        if fits and geometry.items_per_seq % 2 == 0 and (waves >= _FOLDED_WAVES or one_wave):
+            tuning = replace(tuning, fold=2 * tuning.fold)
+    return tuning
+
+
+def _split(problem: Problem, tuning: Tuning, gpu: Device) -> Tuning:
+    """Gives items so many splits that every multiprocessor has its fill.
+
+    Splits are a cluster where they are short and few. There are queues, one for each program that runs at once, if
+    lengths may be uneven and dealing with that is worth it.
+    """
+    geometry = Geometry(problem, tuning)
+    num_items, one_each = max(1, geometry.num_items), gpu.num_multiprocessors
+    in_cluster = min(_LARGEST_CLUSTER, one_each // num_items, pl.cdiv(problem.max_seq_len, _LEAST_SPLIT_TOKENS))
+    if in_cluster > 1 and problem.max_seq_len <= in_cluster * _CLUSTER_SPLIT_TOKENS:
+        return _tiled(problem, replace(tuning, splits=in_cluster, merge=Merge.CLUSTER))
+    merged = _tiled(problem, replace(tuning, merge=Merge.KERNEL))
+    num_tiles = max(1, pl.cdiv(problem.max_seq_len, Geometry(problem, merged).tile_tokens))
+    splits, at_once = _splits(geometry, num_tiles, merged.programs, gpu)
+
+    waves = num_items / (merged.programs * one_each)
+    many_whole_items = splits == 1 and waves > 2 and not tiles.kind(problem).in_registers
+    wide_rows = problem.head_size * jnp.dtype(problem.query_dtype).itemsize >= 256
+    most_programs = 1 if many_whole_items and wide_rows else 2
+    in_32_bits = num_items * (1 + num_tiles) < 2**26 and num_items * splits < 2**15  # `plan.py` multiplies them
+    if problem.num_seqs > 1 and in_32_bits and (splits > 1 or _worth_a_look(geometry, waves)):
+        queues = min(at_once, most_programs * one_each, num_items * splits)
+        return _tiled(problem, replace(tuning, splits=splits, queues=queues, merge=Merge.KERNEL), most_programs)
+    return replace(merged, splits=splits) if splits > 1 else _tiled(problem, tuning, most_programs)
+
+
+def _splits(geometry: Geometry, num_tiles: int, programs: int, gpu: Device) -> tuple[int, int]:
+    """Splits of each item, for `programs` on a multiprocessor, and the programs that are to run at once."""
+    num_items, one_each = max(1, geometry.num_items), gpu.num_multiprocessors
+    all_at_once = programs * one_each
+
+    def splits_for(at_once: int) -> int:  # no split has tiles to spare
+        tiles_each = pl.cdiv(num_tiles, max(1, min(at_once // num_items, num_tiles)))
+        return pl.cdiv(num_tiles, tiles_each)
+
+    # One program on each multiprocessor reads as fast as two, and leaves less to merge.
+    if one_each >= splits_for(one_each) * num_items >= 0.9 * one_each:
+        return splits_for(one_each), one_each
+    if num_items > all_at_once or (2 * num_items > one_each and _item_time(geometry) > _LONG_ITEM_TIME):
+        return min(_splits_in_waves(geometry, all_at_once), num_tiles), all_at_once
+    return splits_for(all_at_once), all_at_once
+
+
+def _worth_a_look(geometry: Geometry, waves: float) -> bool:
+    """Whether items may be so long that it pays to look at the batch's lengths."""
+    looks = max(1, waves) * pl.cdiv(geometry.problem.num_seqs, _LENGTHS_AT_ONCE)
+    return _item_time(geometry) > _WORTH_A_LOOK * (_MERGE_LAUNCH_TIME + _LENGTHS_TIME * looks)
+
+
+def _splits_in_waves(geometry: Geometry, at_once: int) -> int:
+    """Splits where programs take several waves, or cannot fill one: shorter ones leave less idle in the last."""
+
+    def cost(splits: int) -> float:
+        waves = geometry.num_items * splits / at_once
+        merging = _MERGE_LAUNCH_TIME + _MERGED_SPLIT_TIME * splits if splits > 1 else 0.0
+        return _WAVE_TIME * waves + _idle(waves) * _item_time(geometry) / splits + merging
+
+    return min(range(1, 7 if 2 * geometry.num_items < at_once else 5), key=cost)
+
+
+def _idle(waves: float) -> float:
+    """What a last wave that is not full costs, as a part of the time that a program takes.
+
+    Measured: LOG, "on the way to commit 3bd4214", "Splitting".
+    """
+    last = waves % 1
+    if last == 0 or last >= 0.85:
+        return 0.0
+    if 0.5 < waves < 1:
+        return 0.08
+    return 0.11 if last >= 0.45 else 0.2
+
+
+def _item_time(geometry: Geometry) -> float:
+    """Microseconds of one program for the longest item there can be, if all multiprocessors have two programs."""
+    head_bytes = geometry.problem.head_size * geometry.problem.cache_itemsize
+    return 2 * geometry.most_visible_tokens * geometry.tuning.fold * head_bytes / _MULTIPROCESSOR_BYTES_PER_US
+
+
+def _tiled(problem: Problem, tuning: Tuning, most_programs: int = 2) -> Tuning:
+    """Chooses `tile`, `stages` and `programs`: the first of these candidates that fits in shared memory."""
+    for candidate, room in _tilings(problem, tuning, most_programs):
+        if shared_memory_bytes(Geometry(problem, candidate)) <= room:
+            return candidate
+    raise Unsupported(_NAME, [f"has no tiling that fits in shared memory for {problem} and {tuning}"])
+
+
+def _tilings(problem: Problem, tuning: Tuning, most_programs: int) -> Iterator[tuple[Tuning, int]]:
+    """Tunings with tiles of a good size, best first, each with the bytes of shared memory that it may have.
+
+    Tiles of K and V are `_TILE_BYTES`, or twice that if a program has its multiprocessor for itself, or all there is to
+    read if one tile can hold that; and `_BYTES_IN_FLIGHT` of them are in flight on a multiprocessor.
+    """
+    kind, columns = tiles.kind(problem), Geometry(problem, tuning).columns
+    longest_split = tuning.fold * (tuning.partition_size or pl.cdiv(problem.max_seq_len, tuning.splits))
+    for programs, tile in ((2, 128), (2, 64), (1, 128), (1, 64)):
+        tile_bytes = 2 * tile * problem.head_size * problem.cache_itemsize
+        one_tile = longest_split <= tile
+        largest = _BYTES_IN_FLIGHT // programs if one_tile else _TILE_BYTES * (3 - programs)
+        if programs > most_programs or (tile == 128 and (longest_split <= 64 or columns > 32 or tile_bytes > largest)):
+            continue
+        # Each thread of two programs has 128 registers, which a converted tile of more would not fit in.
+        crowded = columns > 8 or problem.head_size > 128 or tile * problem.head_size > 8192
+        if kind.in_registers and programs == 2 and crowded:
+            continue
+        room = _PROGRAM_MEMORY if programs == 1 else _MULTIPROCESSOR_MEMORY // 2 - _SYSTEM_MEMORY
+        most = min(_MOST_STAGES, _BYTES_IN_FLIGHT // programs // tile_bytes, pl.cdiv(longest_split, tile))
+        least = 1 if (programs, tile) == (1, 64) or one_tile else 2
+        for stages in range(max(most, least), least - 1, -1):
+            yield replace(tuning, programs=programs, tile=tile, stages=stages), room
