@@ -1,0 +1,304 @@
+"""Random calls of every operation, held against a reference row by row:
+
+    python -m tests.fuzz --implementation triton --count 10000 --seed 7
+
+Each program (shapes, dtypes, static options) is compiled once and run on several batches of data, so `--count` counts
+batches. Workers are processes of their own: one that a wild read kills is reported with its program, and replaced.
+What is wrong is printed as one line that reproduces it; the exit code is 1 then. Calls that an implementation refuses
+are counted by reason. With `--interpret` the kernels run in an interpreter, on the CPU.
+"""
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+BATCHES = 8  # of each program
+_OPS = {
+    "v1": "paged_attention_v1",
+    "v2": "paged_attention_v2",
+    "auto": "paged_attention",
+    "write_and_attend": "write_and_attend",
+    "ragged": "ragged_paged_attention",
+    "prefix": "prefix_attention",
+    "write": "write_to_paged_cache",
+    "copy": "copy_blocks",
+    "swap": "swap_blocks",
+}
+
+
+def main(argv=None):
+    """The command line; returns the exit code."""
+    args = _arguments(argv)
+    if args.worker is not None:
+        return _work(args)
+    started, answers = time.time(), collections.Counter()
+    refusals, wrong = collections.Counter(), []
+    programs = _numbers(args)
+    for answer in _answers(args, programs):
+        answers[answer["kind"]] += answer.get("batches", 1)
+        if answer["kind"] == "refused":
+            refusals[answer["why"]] += 1
+        if answer["kind"] in ("wrong", "died"):
+            wrong.append(answer)
+            print(f"WRONG {_again(args, answer)}  # {answer['why']}", flush=True)
+    for why, count in refusals.most_common(args.refusals):
+        print(f"refused {count:5} x {why}")
+    passed, took = answers["passed"], time.time() - started
+    print(f"seed {args.seed}: {len(programs)} programs, {sum(refusals.values())} refused, {took:.0f} s")
+    print(f"{passed} passed, {len(wrong)} failed")
+    return 1 if wrong else 0
+
+
+def _arguments(argv):
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.splitlines()[0])
+    parser.add_argument("--implementation", default="xla", help="xla, triton, mosaic_gpu, or None for the choice")
+    parser.add_argument("--count", type=int, default=1000, help="batches to try; default 1000")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ops", default=None, help="only these, with commas between them")
+    parser.add_argument("--only", default=None, help="PROGRAM or PROGRAM.BATCH, as a failure's line names it")
+    parser.add_argument("--workers", type=int, default=1, help="processes that share the GPU")
+    parser.add_argument("--small", action="store_true", help="small shapes, as an interpreter wants them")
+    parser.add_argument("--interpret", action="store_true", help="in the implementation's interpreter, on the CPU")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no program after this long")
+    parser.add_argument("--refusals", type=int, default=20, help="how many reasons for refusals to list")
+    parser.add_argument("--worker", default=None, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def _numbers(args):
+    if args.only is not None:
+        return [int(args.only.split(".")[0])]
+    return list(range(-(-args.count // BATCHES)))
+
+
+def _again(args, answer):
+    """The command that repeats a failure."""
+    flags = [f"--implementation {args.implementation}", f"--seed {args.seed}", f"--only {answer['where']}"]
+    flags += [f"--ops {args.ops}"] if args.ops else []
+    flags += [flag for flag, on in (("--small", args.small), ("--interpret", args.interpret)) if on]
+    return f"python -m tests.fuzz {' '.join(flags)}"
+
+
+def _answers(args, programs):
+    """What the workers say, as it comes; a dead worker's program is an answer, and the rest goes to its successor."""
+    answers, lock, ended = collections.deque(), threading.Condition(), []
+    workers = min(args.workers, len(programs)) or 1
+
+    def tend(mine):
+        while mine:
+            left = _run_worker(args, mine, answers, lock)
+            if left is None:
+                break
+            with lock:
+                why = f"the process died with exit code {left.code}: {left.last}"
+                answers.append({"kind": "died", "where": str(mine[left.done]), "why": why})
+                lock.notify()
+            mine = mine[left.done + 1 :]
+        with lock:
+            ended.append(True)
+            lock.notify()
+
+    for k in range(workers):
+        threading.Thread(target=tend, args=(programs[k::workers],), daemon=True).start()
+    while True:
+        with lock:
+            while not answers and len(ended) < workers:
+                lock.wait()
+            if not answers:
+                return
+            answer = answers.popleft()
+        yield answer
+
+
+Death = collections.namedtuple("Death", "code done last")
+
+
+def _run_worker(args, programs, answers, lock):
+    """Runs one worker to its end; None if it did all of its programs, or ran out of time."""
+    flags = ["--implementation", args.implementation, "--seed", str(args.seed), "--seconds", str(args.seconds)]
+    flags += ["--ops", args.ops] if args.ops else []
+    flags += ["--only", args.only] if args.only else []
+    flags += [flag for flag, on in (("--small", args.small), ("--interpret", args.interpret)) if on]
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONUNBUFFERED": "1"}
+    if args.interpret:
+        environment |= {"JAX_PLATFORMS": "cpu"}
+        environment |= {"TRITON_INTERPRET": "1"} if args.implementation == "triton" else {}
+    command = [sys.executable, "-m", "tests.fuzz", *flags, "--worker", ",".join(map(str, programs))]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done, last = 0, ""
+    with subprocess.Popen(command, env=environment, **pipes) as process:
+        for line in process.stdout:
+            if not line.startswith("{"):
+                last = line.strip() or last
+                continue
+            answer = json.loads(line)
+            if answer["kind"] == "done":
+                done += 1
+                continue
+            with lock:
+                answers.append(answer)
+                lock.notify()
+    return None if process.returncode == 0 else Death(process.returncode, min(done, len(programs) - 1), last[:300])
+
+
+def _say(**answer):
+    print(json.dumps(answer), flush=True)
+
+
+def _work(args):
+    """A worker: tries its programs one after the other, and says what came of each."""
+    from tests import conftest  # noqa: F401  (strict JAX settings)
+
+    started = time.time()
+    for number in map(int, args.worker.split(",")):
+        if time.time() - started > args.seconds:
+            break
+        _try_program(args, number)
+        _say(kind="done")
+    return 0
+
+
+def _try_program(args, number):
+    """Compiles a program and holds its batches against the reference."""
+    from paged_jax.kernels.problem import Unsupported
+    from tests import fuzz_draw
+
+    ops = tuple(args.ops.split(",")) if args.ops else fuzz_draw.OPS
+    program = fuzz_draw.program(args.seed, number, ops=ops, small=args.small)
+    wanted = range(BATCHES)
+    if args.only is not None and "." in args.only:
+        wanted = [int(args.only.split(".")[1])]
+    passed, where = 0, str(number)
+    try:
+        with _implementation(args) as implementation:
+            run = _runner(program, implementation, args.interpret)
+            for number_of_batch in wanted:
+                where = f"{number}.{number_of_batch}"
+                run(fuzz_draw.rng_of(args.seed, number, number_of_batch))
+                passed += 1
+    except Exception as error:
+        words = str(error).split("\n")[0][:300]
+        # Until every implementation raises `Unsupported`, its refusals are known by their first word.
+        if isinstance(error, Unsupported) or (isinstance(error, NotImplementedError) and "implementation '" in words):
+            _say(kind="refused", why=words, batches=0)
+        else:
+            _say(kind="wrong", where=where, why=f"{type(error).__name__}: {words} [{describe(program)}]", batches=0)
+    if passed:
+        _say(kind="passed", batches=passed)
+
+
+def describe(program):
+    """A program in one line."""
+    from tests.cases import Case
+
+    default, case = Case("fuzz"), program.case
+    fields = {name: value for name, value in vars(case).items() if value != getattr(default, name)}
+    fields |= {"batch": (program.num_seqs, program.width, program.num_blocks, program.num_tokens, program.longest)}
+    if not program.causal:
+        fields["causal"] = False
+    if program.transform != "none":
+        fields["transform"] = program.transform
+    return f"{program.op} " + " ".join(f"{name}={value}" for name, value in fields.items())
+
+
+@contextlib.contextmanager
+def _implementation(args):
+    """The keyword for the operations; their kernels are interpreted where that is asked for."""
+    name = None if args.implementation == "None" else args.implementation
+    if not args.interpret:
+        yield name
+    elif name == "triton":
+        from tests import triton_interpreter
+
+        with triton_interpreter.interpreted():
+            yield name
+    else:
+        from tests import mosaic_interpreter
+
+        with mosaic_interpreter.interpreted():
+            yield name
+
+
+def _runner(program, implementation, interpreted):
+    """A function that draws a batch, runs the program on it, twice, and checks what came of it."""
+    import jax
+    import numpy as np
+
+    from tests import fuzz_check, fuzz_data, fuzz_story
+
+    device = jax.devices("cpu" if implementation == "xla" or interpreted else "gpu")[0]
+    if program.op == "story":
+        return fuzz_story.begin(program, implementation, device)
+    if interpreted and implementation == "triton":  # whose interpreter works on arrays, not on tracers
+        program = dataclasses.replace(program, transform="none")
+    vmapped, donated = program.transform.startswith("vmap"), program.transform == "donate"
+    call = _call(program, implementation)
+    if vmapped:
+        pools = 0 if program.transform == "vmap-pools" else None
+        axes = {name: pools if name.endswith("_cache") else 0 for name in _names(program)}
+        call = jax.vmap(call, in_axes=(None, axes, None))
+    if not (interpreted and implementation == "triton"):
+        call = jax.jit(call, donate_argnums=0 if donated else ())
+
+    def run(rng):
+        batches = [fuzz_data.draw(rng, program)]
+        if vmapped:
+            batches += [fuzz_data.another(rng, program, batches[0], pools=program.transform == "vmap-pools")]
+        arrays = fuzz_data.stacked(batches, program) if vmapped else batches[0].arrays
+        given = {n: x for n, x in arrays.items() if donated and n.endswith("_cache") and not n.startswith("src_")}
+        kept = {n: x for n, x in arrays.items() if n not in given}
+        once, again = (
+            jax.tree.map(np.array, call(*jax.device_put((given, kept, batches[0].options), device))) for _ in range(2)
+        )
+        for one, two in zip(jax.tree.leaves(once), jax.tree.leaves(again), strict=True):
+            fuzz_check.hold_bits(two, one, "the second run")
+        for i, batch in enumerate(batches):
+            mine = tuple(x[i] for x in once) if vmapped else once
+            fuzz_check.check(program, batch, mine)
+
+    return run
+
+
+def _names(program):
+    """The names of an attention operation's arrays that may be batched."""
+    names = ["query", "key_cache", "value_cache", "block_tables", "seq_lens"]
+    return [*names, "query_start_loc"] if program.op == "ragged" else names
+
+
+def _call(program, implementation):
+    """The operation as a function of the arrays that it is given for good, of the others, and of array options."""
+    import paged_jax
+    from tests import fuzz_draw
+
+    case, static = program.case, {"implementation": implementation}
+    op = getattr(paged_jax, _OPS[program.op])
+    if program.op in ("copy", "swap", "write"):
+        static |= {"layout": case.layout} if program.op == "write" else {}
+    else:
+        pattern = case.block_sparse
+        static |= {
+            "layout": case.layout,
+            "sliding_window": case.sliding_window,
+            "logits_soft_cap": case.logits_soft_cap,
+            "block_sparse": None if pattern is None else paged_jax.BlockSparse(**pattern._asdict()),
+            "max_seq_len": case.max_seq_len,
+            "return_lse": True,
+        }
+        if case.scale not in (None, "traced"):
+            static["scale"] = case.scale
+        if program.op == "v2":
+            static |= {"partition_size": case.partition_size, "return_residuals": True}
+        if program.op in fuzz_draw.RAGGED_OPS and not program.causal:
+            static["causal"] = False
+    return lambda given, kept, options: op(**given, **kept, **options, **static)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

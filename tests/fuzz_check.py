@@ -1,0 +1,232 @@
+"""Holds one call's results against a reference, row by row: what `tests.fuzz` calls right and wrong.
+
+The reference is `tests/oracle.py`'s definition again, over whole arrays, so that contexts of 70,000 tokens take
+seconds; `test_fuzz.py` holds the two against each other. Computed in float64 it is what is right. Computed in float32,
+with weights and results rounded as the kernels round them, it is how far a result may be off: twice that, plus 1e-5, in
+each row (one query token's heads) by itself.
+"""
+
+import numpy as np
+
+from tests import inputs, oracle
+from tests.fuzz_draw import RAGGED_OPS
+
+NOTHING = -np.inf
+
+
+class Wrong(AssertionError):
+    """A result that the reference does not bear out."""
+
+
+def references(program, batch):
+    """`(out, lse)` in float64, and as rough as the operations may be."""
+    return [_reference(program, batch, exact) for exact in (True, False)]
+
+
+def _reference(program, batch, exact):
+    case, arrays = program.case, batch.arrays
+    options = batch.options | {"scale": batch.options.get("scale", case.scale)}
+    query = arrays["query"]
+    out = np.zeros(query.shape)
+    lse = np.full(query.shape[:2], NOTHING)
+    bound = program.width * case.block_size + (len(query) if program.op == "prefix" else 0)
+    if case.max_seq_len is not None:
+        bound = min(bound, case.max_seq_len)
+    first = 0
+    for row, (seq_len, count) in enumerate(zip(batch.seq_lens, batch.query_lens, strict=True)):
+        rows = slice(first, first + count)
+        first += count
+        if not count:
+            continue
+        keys, values = (_tokens(program, batch, row, rows, which) for which in ("key", "value"))
+        if keys is None:
+            continue
+        positions = np.arange(seq_len - count, seq_len)
+        seen = slice(0, min(seq_len, bound))
+        out[rows], lse[rows] = attend(
+            query[rows], keys[seen], values[seen], positions, case, options, program.causal, exact
+        )
+    return out, lse
+
+
+def _tokens(program, batch, row, rows, which):
+    """All of a sequence's keys or values, in float64: from the cache, and for some operations from the new tokens."""
+    case, arrays, length = program.case, batch.arrays, batch.seq_lens[row]
+    if length == 0:
+        return None
+    cached = length
+    if program.op == "prefix":
+        cached = length - batch.query_lens[row]
+    elif program.op == "write_and_attend":
+        cached = length - 1
+    scale = batch.options.get(f"{which[0]}_scale")
+    found = []
+    if cached:
+        table, cache = arrays["block_tables"][row], arrays[f"{which}_cache"]
+        found.append(oracle.gather(cache, table, cached, case.layout, which, case.block_size, scale))
+    if program.op == "prefix":
+        found.append(arrays[which][rows].astype(np.float64))
+    elif program.op == "write_and_attend":
+        found.append(_stored(program, batch, row, which, scale))
+    return np.concatenate(found)
+
+
+def _stored(program, batch, row, which, scale):
+    """A new token as the cache holds it, dequantised, [1, num_kv_heads, head_size]."""
+    case, cache = program.case, batch.arrays[f"{which}_cache"]
+    block, offset = divmod(int(batch.arrays["slot_mapping"][row]), case.block_size)
+    new = batch.arrays[which][row].astype(np.float64)
+    factor = oracle.scale_at(scale, block, offset)
+    narrower = cache.dtype.itemsize < inputs.dtype_of(case.dtype).itemsize
+    code = oracle.quantise(new, factor if narrower else 1.0, cache.dtype)
+    return (factor * code.astype(np.float64))[None]
+
+
+def attend(query, keys, values, positions, case, options, causal, exact):
+    """Queries [n, num_heads, d] at `positions` against all tokens [t, num_kv_heads, d]: out and lse."""
+    real = np.float64 if exact else np.float32
+    num_queries, num_heads, _ = query.shape
+    group = num_heads // case.num_kv_heads
+    out, lse = np.zeros(query.shape), np.full((num_queries, num_heads), NOTHING)
+    for kv_head in range(case.num_kv_heads):
+        heads = slice(kv_head * group, (kv_head + 1) * group)
+        k, v = keys[:, kv_head].astype(real), values[:, kv_head].astype(real)
+        step = max(1, 2**25 // max(1, len(k) * group))  # queries at once, so that logits take little memory
+        for first in range(0, num_queries, step):
+            rows = slice(first, first + step)
+            q = query[rows, heads].astype(real)
+            logits = _logits(q, k, positions[rows], kv_head, case, options, causal, real)
+            out[rows, heads], lse[rows, heads] = _softmax(logits, v, heads, query.dtype, options, exact)
+    return out, lse
+
+
+def _logits(q, k, positions, kv_head, case, options, causal, real):
+    """[n, group, t], -inf where a query does not look."""
+    scale = options["scale"]
+    scale = real(case.head_size**-0.5 if scale is None else scale)
+    group = case.num_heads // case.num_kv_heads
+    logits = (q.reshape(len(positions) * group, case.head_size) @ k.T).reshape(*q.shape[:2], len(k)) * scale
+    if case.logits_soft_cap is not None:
+        logits = real(case.logits_soft_cap) * np.tanh(logits / real(case.logits_soft_cap))
+    token, at = np.arange(len(k)), positions[:, None, None]
+    if "alibi_slopes" in options:
+        slopes = options["alibi_slopes"][kv_head * group : (kv_head + 1) * group].astype(real)
+        logits = logits + slopes[None, :, None] * (token - at).astype(real)
+    seen = (token <= at) if causal else np.ones((len(positions), 1, len(k)), bool)
+    if case.sliding_window is not None:
+        seen = seen & (token > at - case.sliding_window)
+    if case.block_sparse is not None and case.block_sparse.vert_stride > 1:
+        seen = seen & _pattern(token, at, kv_head, group, case)
+    return np.where(seen, logits, NOTHING)
+
+
+def _pattern(token, at, kv_head, group, case):
+    pattern = case.block_sparse
+    heads = kv_head * group + np.arange(group)
+    if pattern.head_sliding_step >= 0:
+        offset = (pattern.tp_rank * case.num_heads + heads) * pattern.head_sliding_step + 1
+    else:
+        offset = np.full(group, (pattern.tp_rank * case.num_kv_heads + kv_head) * -pattern.head_sliding_step + 1)
+    block = token // pattern.block_size
+    local = block > at // pattern.block_size - pattern.local_blocks
+    return local | ((block + offset[None, :, None]) % pattern.vert_stride == 0)
+
+
+def _softmax(logits, values, heads, dtype, options, exact):
+    top = logits.max(-1, initial=NOTHING)
+    weights = np.exp(logits - np.where(np.isfinite(top), top, 0)[..., None])
+    total = weights.sum(-1)
+    if not exact and dtype != np.float32:  # weights go into the products in the queries' precision
+        weights = weights.astype(dtype).astype(np.float32)
+    mean = (weights.reshape(total.size, len(values)) @ values).reshape(*total.shape, values.shape[1])
+    mean = mean / np.where(total > 0, total, 1)[..., None]
+    with np.errstate(divide="ignore"):
+        lse = np.where(total > 0, top + np.log(total), NOTHING)
+    if "sinks" in options:
+        sunk = np.logaddexp(lse, options["sinks"][heads].astype(lse.dtype))
+        mean = np.where(total > 0, np.exp(np.where(total > 0, lse - sunk, 0)), 0)[..., None] * mean
+        lse = np.where(total > 0, sunk, NOTHING)
+    return (mean if exact else mean.astype(dtype).astype(np.float32)), lse
+
+
+def hold_rows(actual, exact, rough, what):
+    """Raises `Wrong` if a row errs more than twice what the rough one does, plus 1e-5."""
+    actual = np.asarray(actual).astype(np.float64)
+    if actual.shape != exact.shape:
+        raise Wrong(f"{what}: shape {actual.shape}, expected {exact.shape}")
+    if not actual.size:
+        return
+    if np.isnan(actual).any():
+        raise Wrong(f"{what}: NaN in rows {np.unique(np.argwhere(np.isnan(actual))[:, 0])[:5].tolist()}")
+    finite = np.isfinite(exact)
+    if not np.array_equal(actual[~finite], exact[~finite]):
+        raise Wrong(f"{what}: infinities are not where they belong")
+    rest = tuple(range(1, actual.ndim))
+    size = np.where(finite, np.abs(exact), 0).max(rest)
+    with np.errstate(invalid="ignore"):
+        error, slack = (np.where(finite, np.abs(x - exact), 0).max(rest) for x in (actual, rough))
+    bound = 2 * slack + 1e-5 * np.minimum(1, size)
+    worst = int((error - bound).argmax())
+    if error[worst] > bound[worst]:
+        off = int((error > bound).sum())
+        raise Wrong(f"{what}: row {worst} errs {error[worst]:.3g} > {bound[worst]:.3g}; {off} of {len(error)} rows do")
+
+
+def hold_bits(actual, expected, what):
+    """Raises `Wrong` unless every byte is the expected one."""
+    actual = np.asarray(actual)
+    if actual.dtype != expected.dtype or actual.shape != expected.shape:
+        raise Wrong(f"{what}: {actual.dtype} {actual.shape}, expected {expected.dtype} {expected.shape}")
+    different = np.argwhere(actual.view(np.uint8) != expected.view(np.uint8))
+    if different.size:
+        raise Wrong(f"{what}: {len(different)} bytes differ, first at {different[0].tolist()}")
+
+
+def check(program, batch, results):
+    """Holds all of an operation's results against what it should give."""
+    arrays, options, layout = batch.arrays, batch.options, program.case.layout
+    if program.op in ("copy", "swap"):
+        source = ("key_cache", "value_cache") if program.op == "copy" else ("src_key_cache", "src_value_cache")
+        target = source if program.op == "copy" else ("dst_key_cache", "dst_value_cache")
+        for got, s, t in zip(results, source, target, strict=True):
+            hold_bits(got, oracle.swap(arrays[s], arrays[t], arrays["block_mapping"]), t)
+        return
+    if program.op == "write":
+        for got, exact in zip(results, oracle.write(**arrays, layout=layout, **options), strict=True):
+            hold_bits(got, exact, "cache")
+        return
+    exact, rough = references(program, batch)
+    for got, right, yardstick, what in zip(results, exact, rough, ("out", "lse"), strict=False):
+        hold_rows(got, right, yardstick, what)
+    if program.op in RAGGED_OPS and np.asarray(results[0])[sum(batch.query_lens) :].astype(np.float32).any():
+        raise Wrong("padding rows are not 0")
+    if program.op == "v2":
+        _check_residuals(program, results, exact)
+    if program.op == "write_and_attend":
+        _check_caches(program, batch, results[2:])
+
+
+def _check_residuals(program, results, exact):
+    """That the partitions reduce to the result: the suite holds each of them against the oracle."""
+    _, _, exp_sums, max_logits, tmp_out = (np.asarray(x).astype(np.float64) for x in results)
+    empty = exp_sums == 0
+    if not ((max_logits[empty] == NOTHING).all() and (tmp_out[empty] == 0).all()):
+        raise Wrong("an empty partition's residuals are not 0, -inf and 0")
+    if program.case.sinks:
+        return
+    got = np.asarray(results[0]).astype(np.float64)
+    reduced = oracle.reduce_partitions(exp_sums, max_logits, tmp_out)
+    # The reduce is in float32, and out has been rounded to its own dtype.
+    unit = {"float32": 2.0**-20, "float16": 2.0**-10, "bfloat16": 2.0**-7}[program.case.dtype]
+    if np.abs(reduced - got).max(initial=0) > unit * np.abs(tmp_out).max(initial=0) + 1e-6:
+        raise Wrong("the residuals do not reduce to out")
+
+
+def _check_caches(program, batch, caches):
+    arrays, case = batch.arrays, program.case
+    narrower = arrays["key_cache"].dtype.itemsize < inputs.dtype_of(case.dtype).itemsize
+    scales = {name: batch.options.get(name) for name in ("k_scale", "v_scale")} if narrower else {}
+    names = ("key", "value", "key_cache", "value_cache", "slot_mapping")
+    expected = oracle.write(**{name: arrays[name] for name in names}, layout=case.layout, **scales)
+    for got, exact in zip(caches, expected, strict=True):
+        hold_bits(got, exact, "cache")

@@ -1,0 +1,84 @@
+"""A short run of `tests.fuzz` with a seed of the day, and its reference held against the oracle.
+
+A failure's line names the command that repeats it.
+"""
+
+import datetime
+
+import numpy as np
+import pytest
+
+from tests import fuzz, fuzz_check, fuzz_data, fuzz_draw, oracle
+
+TODAY = datetime.date.today().toordinal()
+
+# Of NumPy, at the poison.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+
+def passed(capsys):
+    """How many batches the last line says have passed."""
+    return int(capsys.readouterr().out.splitlines()[-1].split()[0])
+
+
+@pytest.mark.parametrize("ops", ["v1,v2,auto,write_and_attend", "ragged,prefix", "write,copy,swap,story"])
+def test_xla(ops, capsys):
+    flags = ["--implementation", "xla", "--small", "--count", "24", "--seed", str(TODAY), "--ops", ops]
+    code = fuzz.main(flags)
+    with capsys.disabled():
+        print(f"\n{' '.join(flags)}")
+    assert code == 0, capsys.readouterr().out
+    assert passed(capsys) == 24
+
+
+def test_a_wrong_result_is_found(monkeypatch):
+    """The error of a single row of many, which is small beside the others' values."""
+    exact = np.ones((50, 4, 8)) * np.linspace(1e-3, 1, 50)[:, None, None]
+    rough = exact * (1 + 1e-6)
+    fuzz_check.hold_rows(rough, exact, rough, "out")
+    wrong = rough.copy()
+    wrong[0, 2, 3] *= 1.1
+    with pytest.raises(fuzz_check.Wrong, match="row 0 errs"):
+        fuzz_check.hold_rows(wrong, exact, rough, "out")
+    wrong[0, 2, 3] = np.nan
+    with pytest.raises(fuzz_check.Wrong, match="NaN in rows"):
+        fuzz_check.hold_rows(wrong, exact, rough, "out")
+    with pytest.raises(fuzz_check.Wrong, match="1 bytes differ"):
+        fuzz_check.hold_bits(np.array([1, 2], np.int8), np.array([1, 3], np.int8), "cache")
+
+
+@pytest.mark.parametrize("op", ["auto", "ragged", "prefix"])
+def test_the_reference_is_the_oracles(op):
+    compared = 0
+    for number in range(40):
+        program = fuzz_draw.program(11, number, ops=(op,), small=True)
+        if program.case.max_seq_len is not None or not program.causal or program.num_tokens * program.longest > 4000:
+            continue
+        batch = fuzz_data.draw(fuzz_draw.rng_of(11, number), program)
+        flags = {name: getattr(program.case, name) for name in ("sliding_window", "logits_soft_cap", "block_sparse")}
+        flags |= {"scale": program.case.scale} if program.case.scale not in (None, "traced") else {}
+        run = {"auto": oracle.decode, "ragged": oracle.ragged, "prefix": oracle.prefix}[op]
+        expected = run(**batch.arrays, **batch.options, **flags, layout=program.case.layout)
+        for got, exact in zip(fuzz_check.references(program, batch)[0], expected, strict=True):
+            np.testing.assert_allclose(got, exact, rtol=1e-9, atol=1e-12, err_msg=fuzz.describe(program))
+        compared += 1
+    assert compared >= 8
+
+
+def test_a_worker_that_dies_is_reported_and_replaced(monkeypatch, capsys):
+    """As a wild read kills a process: the program in hand is named, and the others are still tried."""
+    script = "import sys; sys.exit(9)"
+    real = fuzz.subprocess.Popen
+    calls = []
+
+    def popen(command, **keywords):
+        calls.append(command[-1])
+        if len(calls) == 1:
+            command = [command[0], "-c", script]
+        return real(command, **keywords)
+
+    monkeypatch.setattr(fuzz.subprocess, "Popen", popen)
+    assert fuzz.main(["--small", "--count", "16", "--ops", "copy"]) == 1
+    output = capsys.readouterr().out
+    assert "--only 0 --ops copy --small  # the process died with exit code 9" in output
+    assert calls == ["0,1", "1"]
