@@ -102,6 +102,8 @@ def _options():
         Case("window-1", sliding_window=1),
         Case("window-of-everything", sliding_window=1000, query_lens=None),
         Case("soft-cap", logits_soft_cap=1.5),
+        # So far away that it changes nothing: the formula must not cancel.
+        Case("soft-cap-far-away", 4, 2, 64, 16, "bfloat16", logits_soft_cap=1e6, query_lens=(5, 0, 33, 1, 64, 1)),
         Case("sinks", sinks=True),
         Case("scale", scale=0.3, query_lens=None),
         Case("scale-traced", scale="traced"),

@@ -165,7 +165,9 @@ def hold_rows(actual, exact, rough, what):
     size = np.where(finite, np.abs(exact), 0).max(rest)
     with np.errstate(invalid="ignore"):
         error, slack = (np.where(finite, np.abs(x - exact), 0).max(rest) for x in (actual, rough))
-    bound = 2 * slack + 1e-5 * np.minimum(1, size)
+    # A row may be lucky and be hardly off: it has at least what rows have on average, and some units of float32.
+    typical = (slack / np.where(size > 0, size, 1)).mean()
+    bound = 2 * np.maximum(slack, typical * size) + 1e-5 * np.minimum(1, size) + 1e-6 * size
     worst = int((error - bound).argmax())
     if error[worst] > bound[worst]:
         off = int((error > bound).sum())
@@ -182,6 +184,35 @@ def hold_bits(actual, expected, what):
         raise Wrong(f"{what}: {len(different)} bytes differ, first at {different[0].tolist()}")
 
 
+def hold_writes(caches, arrays, layout, scales):
+    """Holds written caches against the oracle's, byte for byte.
+
+    A quotient may be rounded to float32 first: between two integers that makes a tie of what is next to one.
+    """
+    expected = oracle.write(**arrays, layout=layout, **scales)
+    for got, exact, which in zip(caches, expected, ("key", "value"), strict=True):
+        got = np.asarray(got)
+        near = got.view(np.uint8) != exact.view(np.uint8) if got.dtype == np.int8 else np.zeros(1, bool)
+        if near.any() and near.sum() < 10 and (np.abs(got.astype(int) - exact.astype(int)) <= 1).all():
+            got = np.where(_ties(arrays, layout, scales, which, exact), exact, got)
+        hold_bits(got, exact, f"{which} cache")
+
+
+def _ties(arrays, layout, scales, which, cache):
+    """Where in a cache of int8 a new token's quotient is a tie in float32."""
+    found = np.zeros(cache.shape, bool)
+    block_size = oracle.cache_dims(arrays["key_cache"], layout)[2]
+    scale = scales.get(f"{which[0]}_scale")
+    for token, slot in enumerate(arrays["slot_mapping"]):
+        if 0 <= slot < len(cache) * block_size:
+            block, offset = divmod(int(slot), block_size)
+            quotient = arrays[which][token].astype(np.float32) / oracle.scale_at(scale, block, offset).astype(
+                np.float32
+            )
+            oracle.set_element(found, block, offset, layout, which, np.abs(quotient % 1 - 0.5) < 1e-5)
+    return found
+
+
 def check(program, batch, results):
     """Holds all of an operation's results against what it should give."""
     arrays, options, layout = batch.arrays, batch.options, program.case.layout
@@ -192,8 +223,7 @@ def check(program, batch, results):
             hold_bits(got, oracle.swap(arrays[s], arrays[t], arrays["block_mapping"]), t)
         return
     if program.op == "write":
-        for got, exact in zip(results, oracle.write(**arrays, layout=layout, **options), strict=True):
-            hold_bits(got, exact, "cache")
+        hold_writes(results, arrays, layout, options)
         return
     exact, rough = references(program, batch)
     for got, right, yardstick, what in zip(results, exact, rough, ("out", "lse"), strict=False):
@@ -209,6 +239,8 @@ def check(program, batch, results):
 def _check_residuals(program, results, exact):
     """That the partitions reduce to the result: the suite holds each of them against the oracle."""
     _, _, exp_sums, max_logits, tmp_out = (np.asarray(x).astype(np.float64) for x in results)
+    if not exp_sums.size:
+        return
     empty = exp_sums == 0
     if not ((max_logits[empty] == NOTHING).all() and (tmp_out[empty] == 0).all()):
         raise Wrong("an empty partition's residuals are not 0, -inf and 0")
@@ -227,6 +259,4 @@ def _check_caches(program, batch, caches):
     narrower = arrays["key_cache"].dtype.itemsize < inputs.dtype_of(case.dtype).itemsize
     scales = {name: batch.options.get(name) for name in ("k_scale", "v_scale")} if narrower else {}
     names = ("key", "value", "key_cache", "value_cache", "slot_mapping")
-    expected = oracle.write(**{name: arrays[name] for name in names}, layout=case.layout, **scales)
-    for got, exact in zip(caches, expected, strict=True):
-        hold_bits(got, exact, "cache")
+    hold_writes(caches, {name: arrays[name] for name in names}, case.layout, scales)

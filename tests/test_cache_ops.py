@@ -71,6 +71,8 @@ def test_write(layout, dtype, run):
     for source in ("float32", "float16", "bfloat16"):
         sources[source] = tuple(new_tokens(rng, len(slots), source) for _ in "kv")
         kinds = list(SCALES) if source == "float32" else ["none", "slot"]
+        if dtype == "int8":  # which means nothing without scales
+            kinds.remove("none")
         for name in kinds if writable(source, dtype) else ("none",):
             scales[f"{source}/{name}"] = {
                 scale: None if name == "none" else rng.uniform(0.01, 0.9, SCALES[name]).astype(np.float32)
@@ -113,7 +115,8 @@ def test_write_saturates_and_rounds_to_nearest_even(dtype, run):
     extreme = (
         {"61/1024": 61 / 1024, "tiny": 2.0**-10, "tinier": 1e-37, "zero": 0.0} if writable("float32", dtype) else {}
     )
-    scales = {"none": None} | {name: np.float32(scale) for name, scale in extreme.items()}
+    plain = {"one": np.float32(1)} if dtype == "int8" else {"none": None}  # int8 means nothing without scales
+    scales = plain | {name: np.float32(scale) for name, scale in extreme.items()}
 
     def function(values, caches, slots, scales, implementation):
         return {

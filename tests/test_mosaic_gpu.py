@@ -41,6 +41,7 @@ INTERPRETED = [
     ("v2", small("window", 2, 1, 128, 8, "float16", layout="nhd", sliding_window=70, k_scale="scalar")),
     ("auto", small("options", 7, 1, 64, 32, "bfloat16", alibi=True, sinks=True, v_scale="scalar", scale="traced")),
     ("auto", small("capped", 8, 2, 64, 16, "float16", layout="nhd", logits_soft_cap=2.0, sliding_window=90)),
+    ("v1", small("capped-far-away", 4, 2, 64, 16, "bfloat16", logits_soft_cap=1e6)),
     ("v1", small("pieces", 6, 2, 80, 16, "float16", sinks=True, k_scale="head", v_scale="head", max_seq_len=100)),
     ("v2", small("pieces", 8, 1, 96, 32, "bfloat16", layout="nhd", v_scale="head", seq_lens=(130, 3))),
     ("v2", small("sinks", 8, 2, 64, 16, "bfloat16", sinks=True, logits_soft_cap=5.0, alibi=True, max_seq_len=130)),

@@ -69,7 +69,7 @@ def test_writes_that_are_refused():
     new = {"key": made.key, "value": made.value, "slot_mapping": made.slots}
     words = r"lacks writes of bfloat16 into caches of int8; lacks writes of head_size 80, takes multiples of 64"
     with pytest.raises(Unsupported, match=words):
-        paged_jax.write_and_attend(**made.decode, **new, implementation="mosaic_gpu")
+        paged_jax.write_and_attend(**made.decode, **new, **made.arrays, implementation="mosaic_gpu")
     made = test_write_and_attend.with_new_tokens(small("refused", 4, 2, 64, 16, "bfloat16", layout="vllm"))
     new = {"key": made.key, "value": made.value, "slot_mapping": made.slots, "layout": "vllm"}
     with pytest.raises(Unsupported, match="lacks writes into layout 'vllm'"):
@@ -115,7 +115,7 @@ def test_other_gpus_are_refused():
 def test_heads_are_folded(fold, num_seqs, num_heads, cache, options):
     query, caches = jnp.zeros((num_seqs, num_heads, cache[3]), jnp.float16), [jnp.zeros(cache, jnp.float16)] * 2
     tables, seq_lens = jnp.zeros((num_seqs, 128), jnp.int32), jnp.zeros(num_seqs, jnp.int32)
-    options = _validate.decode_operands(query, *caches, tables, seq_lens, options)[5]
+    options = _validate.decode_operands(query, *caches, tables, seq_lens, options).options
     problem = Problem.of_call(query, *caches, tables, options)
     chosen = tuning.balanced(problem, Device())
     kv_heads = caches[0].shape[2 if options.layout == "nhd" else 1]
@@ -136,7 +136,8 @@ def test_tunings_fit(head_size, dtype, group, choose):
         query = jnp.zeros((4, 2 * group, head_size), jnp.bfloat16)
         cache = jnp.zeros((1, 2, block_size, head_size), dtype)
         tables, seq_lens = jnp.zeros((4, 2), jnp.int32), jnp.zeros(4, jnp.int32)
-        options = _validate.decode_operands(query, cache, cache, tables, seq_lens, {})[5]
+        scales = {"k_scale": jnp.ones(()), "v_scale": jnp.ones(())} if dtype == "int8" else {}
+        options = _validate.decode_operands(query, cache, cache, tables, seq_lens, scales).options
         problem = Problem.of_call(query, cache, cache, tables, options)
         chosen = choose(problem, Device())
         geometry = Geometry(problem, chosen)
@@ -175,7 +176,7 @@ def test_queues(seq_lens, programs, busy, splits, window):
     num_seqs, kv_heads = len(seq_lens), 8
     query, cache = (jnp.zeros(shape, jnp.bfloat16) for shape in ((num_seqs, 64, 128), (1, kv_heads, 16, 128)))
     tables, lens = jnp.zeros((num_seqs, 1024), jnp.int32), jnp.asarray(seq_lens, jnp.int32)
-    options = _validate.decode_operands(query, cache, cache, tables, lens, {"sliding_window": window})[5]
+    options = _validate.decode_operands(query, cache, cache, tables, lens, {"sliding_window": window}).options
     problem = Problem.of_call(query, cache, cache, tables, options)
     geometry = Geometry(problem, tuning.balanced(problem, Device()))
     assert geometry.num_items * geometry.tuning.splits == programs

@@ -1,6 +1,5 @@
 """What XLA promises beyond right numbers: bits, bounds, pools in place, queries that see all of a sequence."""
 
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -10,8 +9,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import paged_jax
-from paged_jax import _validate
-from paged_jax.kernels import xla
 from tests import inputs, oracle, plain
 from tests.cases import LAYOUTS, Case
 
@@ -84,23 +81,10 @@ def test_without_causality_every_query_sees_all_of_its_sequence(case, op):
     call, static = dict(getattr(made, op)), {k: v for k, v in made.static.items() if k != "block_sparse"}
     num_rows = made.num_rows
 
-    @jax.jit
-    def run(arrays, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, key=None, value=None):
-        *operands, options = _validate.attention_operands(
-            query,
-            key_cache,
-            value_cache,
-            block_tables,
-            seq_lens,
-            {**static, **arrays, "max_seq_len": case.max_seq_len},
-            new_tokens=0 if key is None else key.shape[0],
-        )
-        options = replace(options, causal=False)
-        if key is None:
-            return xla.ragged_paged_attention(*operands, query_start_loc, options)
-        return xla.prefix_attention(query, key, value, *operands[1:], query_start_loc, options)
-
-    out, lse = run(made.arrays, **call)
+    function = {"ragged": paged_jax.ragged_paged_attention, "prefix": paged_jax.prefix_attention}[op]
+    flags = static | {"max_seq_len": case.max_seq_len, "causal": False, "return_lse": True, "implementation": "xla"}
+    run = jax.jit(lambda arrays, call: function(**call, **arrays, **flags))
+    out, lse = run(made.arrays, call)
     options = {**static, **made.arrays, "causal": False}
     exact = getattr(oracle, op)(**call, **options)
     yardstick = getattr(plain, op)(**call, **options)
