@@ -52,8 +52,13 @@ class Split(NamedTuple):
     begin: Scalar  # the query sees begin <= token < end; `begin` may be before `origin`
     end: Scalar
     num_tiles: Scalar
-    is_first: Scalar  # of the item's splits
+    rank: Scalar  # 0 of the item's first split, 1 or more of the others
     partial: Scalar  # the index of the partial result that it leaves, unless it is the whole item
+
+    @property
+    def is_first(self) -> Scalar:
+        """Whether the split is the first one of its item."""
+        return self.rank == 0
 
 
 class Queue(NamedTuple):
@@ -101,7 +106,7 @@ def split_of(seq_lens_gmem, index: Scalar, number: Scalar, geometry: Geometry) -
         origin += number * tokens
         end = lax.min(end, origin + tokens)
     num_tiles = cdiv(end - origin, geometry.tile_tokens)
-    return Split(item, seq_len, origin, begin, end, num_tiles, number == 0, index * splits + number)
+    return Split(item, seq_len, origin, begin, end, num_tiles, number, index * splits + number)
 
 
 def item_of(index: Scalar, geometry: Geometry) -> Item:
@@ -183,10 +188,11 @@ def next_split(seq_lens_gmem, queue: Queue, geometry: Geometry) -> QueuedSplit:
     origin = _first_run(begin, geometry) + queue.tile * geometry.tile_tokens
     end = lax.min(end, origin + tiles * geometry.tile_tokens)
     item = Item(queue.seq * geometry.items_per_seq + queue.kv_head, queue.seq, queue.kv_head)
-    is_first, is_last = queue.tile == 0, queue.tile + tiles == item_tiles
-    is_whole = is_last & is_first
+    rank = jnp.where(queue.tile == 0, 0, 1)
+    is_last = queue.tile + tiles == item_tiles
+    is_whole = is_last & (queue.tile == 0)
     num_tiles = cdiv(end - origin, geometry.tile_tokens)  # 0 of an empty sequence, whose item is in a queue too
-    split = Split(item, seq_len, origin, begin, end, num_tiles, is_first, queue.partial)
+    split = Split(item, seq_len, origin, begin, end, num_tiles, rank, queue.partial)
     return QueuedSplit(split, is_last, is_whole)
 
 
