@@ -20,6 +20,9 @@ from paged_jax.kernels.mosaic_gpu.device.tiles import Tiles
 from paged_jax.kernels.mosaic_gpu.geometry import Geometry
 from paged_jax.kernels.problem import Problem, ScaleKind
 
+_SERIES_BELOW = 0.04
+"""The square up to which four terms of tanh's series err by less than a unit of float32."""
+
 
 class State(NamedTuple):
     """The softmax of the tokens so far."""
@@ -108,9 +111,16 @@ def summed(state: State, geometry: Geometry) -> State:
 
 def scaled_logits(products, factor, problem: Problem):
     """Products of queries and keys, scaled and capped."""
-    if (cap := problem.logits_soft_cap) is not None:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
-        return cap - (2 * cap) / (exp(products * (factor * (2 / cap))) + 1)
-    return products * factor
+    logits = products * factor
+    return logits if problem.logits_soft_cap is None else _capped(logits, problem.logits_soft_cap)
+
+
+def _capped(logits, cap: float):
+    """cap * tanh(logits / cap). The formula with an exponential cancels near 0, where the series does not."""
+    x = logits * (1 / cap)
+    square = x * x
+    series = logits * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
+    return jnp.where(square < _SERIES_BELOW, series, cap - (2 * cap) / (exp(2 * x) + 1))
 
 
 def cache_scale(scale_gmem, kind: ScaleKind, item: Item):
