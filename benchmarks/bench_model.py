@@ -142,8 +142,8 @@ def floor_bytes(config: DecoderConfig, weights: Any, num_seqs: int, context: int
     return size + 2 * config.num_layers * config.num_kv_heads * config.head_size * 2 * num_seqs * context
 
 
-def slots(tables: jax.Array, rows: jax.Array, positions: jax.Array) -> jax.Array:
-    """Where the tokens at these positions of these rows lie in the cache."""
+def slots(tables: Any, rows: Any, positions: Any) -> Any:
+    """Where the tokens at these positions of these rows lie in the cache, of NumPy or of JAX arrays."""
     return tables[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
 
 
@@ -165,7 +165,7 @@ def time_decode(
         ValueError: the two ways do not write the same to the cache.
     """
     num_seqs, start = tables.shape[0], context - STEPS // 2
-    tables = jnp.asarray(tables)
+    block_tables = jnp.asarray(tables)
     call = jax.jit(partial(advance, step), donate_argnums=1, compiler_options=options)
 
     @partial(jax.jit, donate_argnums=1, compiler_options=options)
@@ -174,7 +174,7 @@ def time_decode(
 
     def calls(state):
         for _ in range(STEPS):
-            state = call(weights, state, tables)
+            state = call(weights, state, block_tables)
         return state
 
     def begin(caches):
@@ -192,13 +192,13 @@ def time_decode(
         return 1e6 * min(times[1:]) / STEPS, caches
 
     def written(caches):
-        first = slots(tables, jnp.arange(num_seqs, dtype=jnp.int32), jnp.full(num_seqs, start, jnp.int32))
+        first = slots(tables, np.arange(num_seqs), np.full(num_seqs, start))
         pool = caches[-1].key_cache
         return np.asarray(pool[first // BLOCK_SIZE, :, first % BLOCK_SIZE], np.float32)
 
     called, caches = best(calls, caches)
     by_calls = written(caches)
-    looped, caches = best(lambda state: loop(weights, state, tables, jnp.int32(STEPS)), caches)
+    looped, caches = best(lambda state: loop(weights, state, block_tables, jnp.int32(STEPS)), caches)
     error = np.linalg.norm(written(caches) - by_calls) / np.linalg.norm(by_calls)
     if not error <= TOLERANCE:
         raise ValueError(f"looped and called steps differ, relative error {error:.2g}")
@@ -207,7 +207,7 @@ def time_decode(
         nonlocal caches
         state = begin(caches)
         for _ in range(PROFILED_STEPS):
-            state = call(weights, state, tables)
+            state = call(weights, state, block_tables)
         caches = state.caches
         return state
 

@@ -76,6 +76,8 @@ def make_step(model: Decoder, *, implementation: Implementation | None = None) -
         tables, lens, slots = batch.block_tables, batch.seq_lens, batch.slot_mapping
         if batch.is_decode:
             attend = decode_attend(tables, lens, slots, implementation=implementation)
+        elif batch.query_start_loc is None:
+            raise ValueError("a batch must have query_start_loc unless is_decode is True, got None")
         else:
             attend = prefill_attend(tables, lens, batch.query_start_loc, slots, implementation=implementation)
         hidden, caches = model(batch.token_ids, batch.positions, caches, attend, batch.logit_rows)
