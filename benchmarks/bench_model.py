@@ -29,13 +29,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from benchmarks import harness, timing
 from examples.config import DecoderConfig, Rope
-from examples.decoder import Decoder
 from examples.sampling import greedy
-from examples.step import Batch, Step, make_step
+from examples.step import Batch, Step, make_abstract_step
 from paged_jax import PagedKVCache
 
 BLOCK_SIZE = 16
@@ -103,7 +101,7 @@ class Times(NamedTuple):
 
 def make_model(config: DecoderConfig) -> tuple[Any, Step]:
     """Random weights, normal with deviation 1/50 (norms: 1, biases: 0), and the step that takes them."""
-    shapes, step = make_step(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
+    shapes, step = make_abstract_step(config, jnp.bfloat16)
 
     @partial(jax.jit, static_argnums=(1, 2))
     def normal(key, shape, dtype):

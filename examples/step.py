@@ -13,9 +13,11 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float32, Int32
 
 from examples.attend import Implementation, decode_attend, prefill_attend
+from examples.config import DecoderConfig
 from examples.decoder import Decoder
 from paged_jax import PagedKVCache
 
@@ -84,3 +86,20 @@ def make_step(model: Decoder, *, implementation: Implementation | None = None) -
         return model.logits(hidden), caches
 
     return nnx.to_pure_dict(state), step
+
+
+def make_abstract_step(
+    config: DecoderConfig, dtype: DTypeLike, *, implementation: Implementation | None = None
+) -> tuple[Weights, Step]:
+    """Does what `make_step` does for a model whose weights are yet to be made, at random for instance.
+
+    Args:
+        config: the decoder's config.
+        dtype: of the weights.
+        implementation: of the paged ops, None for the library's choice.
+
+    Returns:
+        The weights with a `jax.ShapeDtypeStruct` in place of each array, and the step.
+    """
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
+    return make_step(model, implementation=implementation)
