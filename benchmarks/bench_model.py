@@ -29,17 +29,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from benchmarks import harness, timing
 from examples.config import DecoderConfig, Rope
-from examples.decoder import Decoder
 from examples.sampling import greedy
-from examples.step import Batch, Step, make_step
+from examples.step import Batch, Step, make_abstract_step
 from paged_jax import PagedKVCache
 
 BLOCK_SIZE = 16
 STEPS = 32  # in a row; half of them before the context asked for, half of them after it
+PROFILED_STEPS = 4  # in a row, under CUPTI
 TOLERANCE = 2e-2  # between what two programs write to the cache, of its norm
 
 
@@ -102,7 +101,7 @@ class Times(NamedTuple):
 
 def make_model(config: DecoderConfig) -> tuple[Any, Step]:
     """Random weights, normal with deviation 1/50 (norms: 1, biases: 0), and the step that takes them."""
-    shapes, step = make_step(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
+    shapes, step = make_abstract_step(config, jnp.bfloat16)
 
     @partial(jax.jit, static_argnums=(1, 2))
     def normal(key, shape, dtype):
@@ -141,8 +140,8 @@ def floor_bytes(config: DecoderConfig, weights: Any, num_seqs: int, context: int
     return size + 2 * config.num_layers * config.num_kv_heads * config.head_size * 2 * num_seqs * context
 
 
-def slots(tables: jax.Array, rows: jax.Array, positions: jax.Array) -> jax.Array:
-    """Where the tokens at these positions of these rows lie in the cache."""
+def slots(tables: Any, rows: Any, positions: Any) -> Any:
+    """Where the tokens at these positions of these rows lie in the cache, of NumPy or of JAX arrays."""
     return tables[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
 
 
@@ -164,7 +163,7 @@ def time_decode(
         ValueError: the two ways do not write the same to the cache.
     """
     num_seqs, start = tables.shape[0], context - STEPS // 2
-    tables = jnp.asarray(tables)
+    block_tables = jnp.asarray(tables)
     call = jax.jit(partial(advance, step), donate_argnums=1, compiler_options=options)
 
     @partial(jax.jit, donate_argnums=1, compiler_options=options)
@@ -173,7 +172,7 @@ def time_decode(
 
     def calls(state):
         for _ in range(STEPS):
-            state = call(weights, state, tables)
+            state = call(weights, state, block_tables)
         return state
 
     def begin(caches):
@@ -191,26 +190,37 @@ def time_decode(
         return 1e6 * min(times[1:]) / STEPS, caches
 
     def written(caches):
-        first = slots(tables, jnp.arange(num_seqs, dtype=jnp.int32), jnp.full(num_seqs, start, jnp.int32))
+        first = slots(tables, np.arange(num_seqs), np.full(num_seqs, start))
         pool = caches[-1].key_cache
         return np.asarray(pool[first // BLOCK_SIZE, :, first % BLOCK_SIZE], np.float32)
 
     called, caches = best(calls, caches)
     by_calls = written(caches)
-    looped, caches = best(lambda state: loop(weights, state, tables, jnp.int32(STEPS)), caches)
+    looped, caches = best(lambda state: loop(weights, state, block_tables, jnp.int32(STEPS)), caches)
     error = np.linalg.norm(written(caches) - by_calls) / np.linalg.norm(by_calls)
     if not error <= TOLERANCE:
         raise ValueError(f"looped and called steps differ, relative error {error:.2g}")
 
-    def run():
+    def few_calls():
         nonlocal caches
-        caches = calls(begin(caches)).caches
-        return caches
+        state = begin(caches)
+        for _ in range(PROFILED_STEPS):
+            state = call(weights, state, block_tables)
+        caches = state.caches
+        return state
 
-    device = None
-    if jax.default_backend() == "gpu":
-        device = sum(us for _, us in timing.kernel_times(run)) / STEPS
-    return Times(device, looped, called), caches
+    return Times(_device_us(few_calls), looped, called), caches
+
+
+def _device_us(run: Callable[[], Any]) -> float | None:
+    """Microseconds of kernels in each of `run`'s steps; None where CUPTI sees none, as on a CPU."""
+    if jax.default_backend() != "gpu":
+        return None
+    try:
+        return sum(us for _, us in timing.kernel_times(run)) / PROFILED_STEPS
+    except Exception as error:  # the other clocks' times are still worth having
+        print(f"no device time: {harness.first_line(error)}", flush=True)
+        return None
 
 
 def time_prefill(

@@ -29,7 +29,7 @@ def prefill_attend(
     *,
     implementation: Implementation | None = None,
 ) -> Attend:
-    """Attention of a ragged batch of new tokens, which it writes to the cache first.
+    """Builds the attention of a ragged batch of new tokens, which writes them to the cache first.
 
     Args:
         block_tables: i32 `[num_seqs, max_blocks_per_seq]`, already grown to hold the new tokens.
@@ -80,7 +80,7 @@ def decode_attend(
     *,
     implementation: Implementation | None = None,
 ) -> Attend:
-    """Attention of one new token a sequence, which it writes to the cache on the way.
+    """Builds the attention of one new token a sequence, which writes the tokens to the cache on the way.
 
     Args:
         block_tables: i32 `[num_seqs, max_blocks_per_seq]`, already grown to hold the new tokens.
@@ -115,7 +115,7 @@ def decode_attend(
 
 
 def causal_attend() -> Attend:
-    """Causal attention of one whole sequence over itself, with no cache; differentiable, softmax in float32.
+    """Builds the causal attention of one whole sequence to itself: no cache, differentiable, softmax in float32.
 
     Returns:
         An `attend` callable that hands its cache (usually `None`) back untouched.

@@ -129,7 +129,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def read_prompts(name: str) -> list[str]:
-    """The prompts in a file, or on stdin where the name is "-"; empty lines are left out.
+    """Reads the prompts in a file, or on stdin where the name is "-"; empty lines are left out.
 
     Raises:
         GenerateError: there is no such file, it is no text, or it holds no prompt.
@@ -159,7 +159,7 @@ def _json_prompt(path: str, number: int, line: str) -> str:
 
 
 def encode(tokenizer: Tokenizer, prompts: list[str], config: DecoderConfig) -> list[list[int]]:
-    """The token ids of each prompt.
+    """Turns each prompt into token ids.
 
     Raises:
         GenerateError: a prompt is empty, no text, or longer than the model's positions.
@@ -184,7 +184,7 @@ def encode(tokenizer: Tokenizer, prompts: list[str], config: DecoderConfig) -> l
 
 
 def choose_num_blocks(options: argparse.Namespace, request: loop.Request) -> int:
-    """As many blocks as asked for, or as many as the batch can come to need.
+    """Returns as many blocks as asked for, or as many as the batch can come to need.
 
     Raises:
         GenerateError: the prompts alone need more than asked for.
@@ -216,7 +216,7 @@ def make_caches(
 
 
 def compile_programs(options: argparse.Namespace, programs: loop.Programs, *arguments) -> list:
-    """The compiled programs that the run calls: `[generate]`, or `[prefill, decode]` for --stream."""
+    """Compiles the programs that the run calls: `[generate]`, or `[prefill, decode]` for --stream."""
     if not options.stream:
         return [programs.generate.lower(*arguments).compile()]
     weights, _, request = arguments
@@ -235,7 +235,7 @@ def bar(description: str) -> Progress:
 
 
 def summarize(generation: loop.Generation, num_tokens: int, seconds: float, compile_seconds: float) -> str:
-    """One line on how fast it went and how well the blocks were filled."""
+    """Says in one line how fast tokens came and how well they filled the blocks."""
     blocks = jax.device_get(generation.allocator)
     num_blocks = blocks.ref_counts.size
     num_used = num_blocks - int(blocks.num_free)
@@ -273,7 +273,7 @@ def use_compilation_cache() -> None:
 
 
 def default_dtype() -> str:
-    """What --dtype=auto means here.
+    """Returns what --dtype=auto means here.
 
     Raises:
         GenerateError: JAX finds no device that it may use.

@@ -103,9 +103,9 @@ class Programs(NamedTuple):
 
     Attributes:
         weights: the model's arrays, nested plain dicts of them (step.py).
-        generate: `(weights, caches, request) -> Generation`, finished.
-        prefill: `(weights, caches, request) -> Generation`, after the first token.
-        decode: `(weights, generation, request) -> Generation`, after one more token.
+        generate: `(weights, caches, request) -> Generation`; it runs until every sequence has finished.
+        prefill: `(weights, caches, request) -> Generation`; it writes the prompts and picks each first token.
+        decode: `(weights, generation, request) -> Generation`; it adds one token to each running sequence.
     """
 
     weights: Weights
@@ -158,7 +158,7 @@ def make_request(
 def make_caches(
     config: DecoderConfig, num_blocks: int, block_size: int, dtype: DTypeLike, *, scales: Scales | None = None
 ) -> tuple[PagedKVCache, ...]:
-    """One empty cache a layer.
+    """Makes one empty cache a layer.
 
     Args:
         config: the decoder's config.
@@ -229,12 +229,12 @@ def make_programs(model: Decoder, *, implementation: Implementation | None = Non
 
 
 def is_running(generation: Generation) -> Bool[Array, ""]:
-    """Whether any sequence has not finished; bool `[]`."""
+    """Tells whether any sequence has not finished; bool `[]`."""
     return (generation.finish == RUNNING).any()
 
 
 def outputs(generation: Generation) -> list[tuple[list[int], str]]:
-    """The new tokens of each sequence and why it finished ("running" if it has not), on the host."""
+    """Brings the new tokens of each sequence to the host, with why it finished ("running" if it has not)."""
     ids, lens, finish = jax.device_get((generation.output_ids, generation.output_lens, generation.finish))
     return [(ids[i, : lens[i]].tolist(), FINISH_REASONS[finish[i]]) for i in range(len(lens))]
 

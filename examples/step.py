@@ -13,9 +13,11 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float32, Int32
 
 from examples.attend import Implementation, decode_attend, prefill_attend
+from examples.config import DecoderConfig
 from examples.decoder import Decoder
 from paged_jax import PagedKVCache
 
@@ -76,9 +78,28 @@ def make_step(model: Decoder, *, implementation: Implementation | None = None) -
         tables, lens, slots = batch.block_tables, batch.seq_lens, batch.slot_mapping
         if batch.is_decode:
             attend = decode_attend(tables, lens, slots, implementation=implementation)
+        elif batch.query_start_loc is None:
+            raise ValueError("a batch must have query_start_loc unless is_decode is True, got None")
         else:
             attend = prefill_attend(tables, lens, batch.query_start_loc, slots, implementation=implementation)
         hidden, caches = model(batch.token_ids, batch.positions, caches, attend, batch.logit_rows)
         return model.logits(hidden), caches
 
     return nnx.to_pure_dict(state), step
+
+
+def make_abstract_step(
+    config: DecoderConfig, dtype: DTypeLike, *, implementation: Implementation | None = None
+) -> tuple[Weights, Step]:
+    """Does what `make_step` does for a model whose weights are yet to be made, at random for instance.
+
+    Args:
+        config: the decoder's config.
+        dtype: of the weights.
+        implementation: of the paged ops, None for the library's choice.
+
+    Returns:
+        The weights with a `jax.ShapeDtypeStruct` in place of each array, and the step.
+    """
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
+    return make_step(model, implementation=implementation)

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 class Detokenizer:
     """Turns the tokens that follow a prompt into text as they come, never half a character.
 
-    New text is what decoding some tokens back gives more with the new tokens than without them, since what a token
-    spells may depend on its neighbours.
+    What a token spells may depend on its neighbours. So the detokenizer decodes the last few tokens twice, with the new
+    ones and without them; what the former has more is the new text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]):
@@ -20,7 +20,7 @@ class Detokenizer:
         self.num_read = len(self.ids)
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete; bytes of an unfinished character wait for the rest of it."""
+        """Returns the text that these tokens complete; bytes of an unfinished character wait for the rest of it."""
         return "".join(self._push(token_id) for token_id in token_ids)
 
     def _push(self, token_id: int) -> str:
@@ -32,7 +32,7 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """What still waits at the end, with replacement characters for bytes that spell nothing."""
+        """Returns what still waits at the end, with replacement characters for bytes that spell nothing."""
         text = self._new_text()
         self.num_read = len(self.ids)
         return text
@@ -67,7 +67,7 @@ class Writer:
         sys.stdout.flush()
 
     def _write(self, i: int, token_ids: list[int], finish_reason: str) -> bool:
-        """Writes what is new of prompt i; whether that was its end."""
+        """Writes what is new of prompt i, and tells whether that was its end."""
         is_end = finish_reason != "running"
         if not self.as_json:
             text = ("\n" if i > 0 else "") + self.prompts[i] + self.texts[i] + ("\n" if is_end else "")

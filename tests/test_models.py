@@ -13,7 +13,8 @@ from flax import nnx
 from examples import loop
 from examples.attend import causal_attend, prefill_attend
 from examples.checkpoint import load_model
-from examples.step import Batch, make_step
+from examples.config import load_config
+from examples.step import Batch, make_abstract_step, make_step
 from paged_jax import PagedKVCache, allocator
 
 DATA = Path(__file__).parent / "data"
@@ -155,3 +156,21 @@ def test_a_decode_step_is_a_ragged_step_of_one_token_a_sequence(case):
     logits, caches = run(weights, caches, last)
     np.testing.assert_allclose(logits[:-1], expected[:-1], rtol=0, atol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), caches, full)
+
+
+@pytest.mark.parametrize("is_decode", [True, False])
+def test_a_step_on_a_gpu_reads_each_matrix_once_and_as_it_lies(is_decode):
+    """Four products a layer and one for the logits; no weight is transposed, cast or joined on the way."""
+    config = replace(load_config(DATA / "llama"), vocab_size=97, tie_embeddings=False)
+    weights, step = make_abstract_step(config, jnp.bfloat16, implementation="xla")
+    caches = jax.eval_shape(lambda: loop.make_caches(config, 40, 8, jnp.bfloat16))
+    batch = Batch(*(np.zeros(n, np.int32) for n in (3, 3, 3, (3, 5), 3, 4, 3)), is_decode=is_decode)
+    lowered = jax.jit(step).trace(weights, caches, batch).lower(lowering_platforms=("cuda",)).as_text()
+    matrices = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(weights) if path[-1].key == "kernel"]
+    assert len(matrices) == 4 * config.num_layers + 1
+    for shape in {leaf.shape for leaf in matrices}:
+        kind = f"tensor<{'x'.join(map(str, shape))}xbf16>"
+        uses = [line for line in lowered.splitlines() if f"{kind}," in line and " = stablehlo." in line]
+        uses += [line for line in lowered.splitlines() if f"{kind})" in line and " = stablehlo." in line]
+        assert len(uses) == sum(leaf.shape == shape for leaf in matrices), uses
+        assert all("stablehlo.dot_general" in line for line in uses)
