@@ -1,6 +1,6 @@
 """The references that the decode kernel gets: inputs and outputs in global memory, scratch in shared memory.
 
-Fields are None for what a call does not have. The order of fields is the order in which shared memory is laid out.
+Fields are `ABSENT` for what a call does not have. The order of fields is the order in which shared memory is laid out.
 """
 
 import math
@@ -16,6 +16,9 @@ from paged_jax.kernels.problem import ScaleKind
 
 Ref = Any
 """A reference on the device; or the array or the type that it is made from, on the host."""
+
+ABSENT: Any = None
+"""In place of what a call does not have: the tuning tells, and nobody asks for it."""
 
 _LEAST_COPY = 32  # elements of float32: copies go to multiples of 128 bytes
 _BARRIERS = 4096  # bytes for barriers, padding, and what reductions across warps take
@@ -37,9 +40,9 @@ class Inputs(NamedTuple):
     sinks: Ref  # [num_heads]
     k_scale: Ref
     v_scale: Ref
-    new_key: Ref | None = None  # [num_seqs, num_kv_heads, head_size]
-    new_value: Ref | None = None
-    slot_mapping: Ref | None = None  # [num_seqs]
+    new_key: Ref = ABSENT  # [num_seqs, num_kv_heads, head_size]
+    new_value: Ref = ABSENT
+    slot_mapping: Ref = ABSENT  # [num_seqs]
 
 
 class Partials(NamedTuple):
@@ -60,10 +63,10 @@ class ItemPartials(NamedTuple):
 class Outputs(NamedTuple):
     """What the decode kernel writes; out and lse are not there if all of them come from the kernel that merges."""
 
-    out: Ref | None  # [num_seqs * num_heads, head_size]
-    lse: Ref | None  # [num_seqs * num_heads]
-    partials: Partials | None
-    item_partials: ItemPartials | None
+    out: Ref  # [num_seqs * num_heads, head_size]
+    lse: Ref  # [num_seqs * num_heads]
+    partials: Partials
+    item_partials: ItemPartials
 
 
 class Ring(NamedTuple):
@@ -71,28 +74,28 @@ class Ring(NamedTuple):
 
     consumed: Ref  # barriers, one a stage: its tile has been read
     ready: Ref  # barriers, one a stage: its tile has arrived
-    slot_scales: Ref | None  # [stages, runs_per_tile, tokens of a run], if each slot has a scale
+    slot_scales: Ref  # [stages, runs_per_tile, tokens of a run], if each slot has a scale
     tiles: tuple[Ref, ...]  # of K one ring, of V one for each head slice
 
 
 class Scratch(NamedTuple):
     """Shared memory and barriers of a program."""
 
-    merged_out: Ref | None  # on its way out of a merge in a cluster
-    cluster_done: Ref | None  # barrier: all splits of the item have left their partial results
+    merged_out: Ref  # on its way out of a merge in a cluster
+    cluster_done: Ref  # barrier: all splits of the item have left their partial results
     keys: Ring
-    new_key: Ref | None
-    merged_lse: Ref | None
+    new_key: Ref
+    merged_lse: Ref
     maxima: Ref
-    query_operand: Ref | None  # the query as wgmma takes it, if that is not how it comes
-    out: tuple[Ref, ...] | None  # for each head slice
+    query_operand: Ref  # the query as wgmma takes it, if that is not how it comes
+    out: tuple[Ref, ...]  # for each head slice
     weights: Ref  # P, the exponentials of a tile
-    partial_out: Ref | None
+    partial_out: Ref
     query_ready: Ref  # barrier
     query: Ref
     sums: Ref  # sums of a partial result, or an item's lse
     values: Ring
-    new_value: Ref | None
+    new_value: Ref
 
 
 class Refs(NamedTuple):
@@ -113,7 +116,7 @@ class MergedScratch(NamedTuple):
 def outputs(geometry: Geometry) -> Outputs:
     """What the decode kernel writes."""
     problem, tuning, f32 = geometry.problem, geometry.tuning, jnp.float32
-    rows, whole, partials, item_partials = problem.num_seqs * problem.num_heads, (None, None), None, None
+    rows, whole, partials, item_partials = problem.num_seqs * problem.num_heads, (ABSENT, ABSENT), ABSENT, ABSENT
     if tuning.merges_in_cluster or geometry.stores_whole_items:
         out = jax.ShapeDtypeStruct((rows, problem.head_size), problem.query_dtype)
         whole = out, jax.ShapeDtypeStruct((rows,), f32)
@@ -127,14 +130,14 @@ def outputs(geometry: Geometry) -> Outputs:
     return Outputs(*whole, partials, item_partials)
 
 
-def scratch(geometry: Geometry, kind: tiles.Kind | None = None) -> Scratch:
+def scratch(geometry: Geometry, kind: type[tiles.Tiles] | None = None) -> Scratch:
     """The shared memory and the barriers of a program, for one kind of tiles; None: those of the problem."""
     problem, tuning, columns = geometry.problem, geometry.tuning, geometry.columns
     reader = (kind or tiles.kind(problem))(geometry)
     vector = plgpu.SMEM((columns,), jnp.float32)
-    new_token = plgpu.SMEM((problem.head_size,), jnp.dtype(problem.query_dtype)) if tuning.writes_tokens else None
-    merged = merged_scratch(geometry) if tuning.merges_in_cluster else MergedScratch(None, None)
-    out = partial_out = None
+    new_token = plgpu.SMEM((problem.head_size,), jnp.dtype(problem.query_dtype)) if tuning.writes_tokens else ABSENT
+    merged = merged_scratch(geometry) if tuning.merges_in_cluster else MergedScratch(ABSENT, ABSENT)
+    out = partial_out = ABSENT
     if geometry.stores_whole_items:
         dtype = jnp.dtype(problem.query_dtype)
         out = tuple(plgpu.SMEM((columns, part.size), dtype) for part in geometry.head_slices)
@@ -142,7 +145,7 @@ def scratch(geometry: Geometry, kind: tiles.Kind | None = None) -> Scratch:
         partial_out = plgpu.SMEM((geometry.padded_head_size, columns), jnp.float32)
     return Scratch(
         merged_out=merged.out,
-        cluster_done=plgpu.ClusterBarrier(collective_axes=("split",)) if tuning.merges_in_cluster else None,
+        cluster_done=plgpu.ClusterBarrier(collective_axes=("split",)) if tuning.merges_in_cluster else ABSENT,
         keys=_ring(geometry, problem.k_scale, (reader.key_ring(),)),
         new_key=new_token,
         merged_lse=merged.lse,
@@ -162,12 +165,12 @@ def scratch(geometry: Geometry, kind: tiles.Kind | None = None) -> Scratch:
 def _ring(geometry: Geometry, scale: ScaleKind, rings: tuple[Ref, ...]) -> Ring:
     """The ring of a cache. A tile has arrived when each of its runs has, in each of the rings, and all its scales."""
     stages, runs = geometry.tuning.stages, geometry.runs_per_tile
-    slot_scales = None
+    slot_scales = ABSENT
     if scale is ScaleKind.SLOT:
         slot_scales = plgpu.SMEM((stages, runs, max(geometry.run_tokens, _LEAST_COPY)), jnp.float32)
     return Ring(
         consumed=plgpu.Barrier(num_barriers=stages),
-        ready=plgpu.Barrier(num_barriers=stages, num_arrivals=runs * (len(rings) + (slot_scales is not None))),
+        ready=plgpu.Barrier(num_barriers=stages, num_arrivals=runs * (len(rings) + (slot_scales is not ABSENT))),
         slot_scales=slot_scales,
         tiles=rings,
     )
