@@ -17,6 +17,7 @@ from benchmarks import cases, harness, report
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = ("README.md", "benchmarks/README.md")
+LINKING = (".github/CONTRIBUTING.md", "paged_jax/kernels/README.md")
 # Columns of the tables of decode, and the contenders that they are of.
 CONTENDERS = {
     "us": "auto",
@@ -80,7 +81,7 @@ def test_ci_runs_the_test_command():
     assert "bash .ci/run" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
+@pytest.mark.parametrize("document", [*DOCUMENTS, *LINKING])
 def test_links_lead_somewhere(document):
     file = ROOT / document
     links = re.findall(r"\]\(([^):]+)\)", file.read_text())
