@@ -24,6 +24,14 @@ ALLOWED = {
     "paged_jax.cache_ops": OPS_KNOW,
     "paged_jax.cache": ("paged_jax.ops", "paged_jax.cache_ops", *OPS_KNOW),
     "paged_jax._export": ("paged_jax.allocator", "paged_jax.cache", "paged_jax.metadata", "paged_jax.options"),
+    "paged_jax.engine": (
+        "paged_jax.allocator",
+        "paged_jax.cache",
+        "paged_jax.cache_ops",
+        "paged_jax.engine",
+        "paged_jax.metadata",
+        "paged_jax.ops",
+    ),
     "paged_jax.kernels": (),
     "paged_jax.kernels.problem": ("paged_jax.options",),
     **{
