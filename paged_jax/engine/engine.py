@@ -145,7 +145,7 @@ class Engine:
           ValueError, TypeError: the request can never be served, and why.
         """
         tokens = [int(token) for token in prompt]
-        max_total = self._check(tokens, params)
+        max_total = self.check(tokens, params)
         request_id, self._next_id = self._next_id, self._next_id + 1
         seed = request_id if params.seed is None else params.seed
         samples = [
@@ -184,6 +184,10 @@ class Engine:
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
         return bool(self._requests)
+
+    def is_unfinished(self, request_id: int) -> bool:
+        """Whether more will come of a request."""
+        return request_id in self._requests
 
     def cancel(self, request_id: int) -> bool:
         """Drops a request and frees its blocks; no `Delta` of it will follow.
@@ -241,7 +245,7 @@ class Engine:
         prompts = [list(prompt) for prompt in prompts]
         params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         for prompt, wanted in zip(prompts, params, strict=True):
-            self._check(prompt, wanted)
+            self.check(prompt, wanted)
         ids = [self.add_request(prompt, wanted) for prompt, wanted in zip(prompts, params, strict=True)]
         news: dict[tuple[int, int], list[Delta]] = {
             (request_id, index): [] for request_id, wanted in zip(ids, params, strict=True) for index in range(wanted.n)
@@ -274,8 +278,18 @@ class Engine:
             num_compiled=self._runner.num_compiled,
         )
 
-    def _check(self, prompt: list[int], params: SamplingParams) -> int:
-        """Refuses what can never be served; returns the most tokens that the sequence can have."""
+    def check(self, prompt: collections.abc.Sequence[int], params: SamplingParams) -> int:
+        """Refuses what can never be served; unlike all else it may be called from any thread.
+
+        Args:
+          prompt, params: as for `add_request`.
+
+        Returns:
+          The most tokens that each sample can have, the prompt's included.
+
+        Raises:
+          ValueError: the request can never be served, and why.
+        """
         if not prompt:
             raise ValueError("the prompt must have at least one token")
         # The last token is never fed back: it needs no place in the cache.
