@@ -112,12 +112,9 @@ def expected():
     return tokenizer.decode(ids[len(prompt) :])
 
 
-def http_request(path, content, extra=""):
+def http_request(path, content):
     body = json.dumps(content).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n{extra}"
-    )
-    return head.encode() + b"\r\n" + body
+    return f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
 
 
 def test_completion(client, expected):
@@ -372,9 +369,7 @@ def test_sigterm_drains():
 
 
 def test_chat_templates(tmp_path):
-    source = (
-        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
-    )
+    source = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ '>' if add_generation_prompt }}"
     messages = [{"role": "user", "content": "Hi"}]
     assert load_template(tmp_path).render(messages) == "user: Hi\nassistant:"
     (tmp_path / "tokenizer_config.json").write_text(
@@ -384,7 +379,7 @@ def test_chat_templates(tmp_path):
     (tmp_path / "chat_template.jinja").write_text(source)
     assert load_template(tmp_path).render(messages) == "[user]Hi>"
     for bad in (
-        "{{ raise_exception('no system') }}",
+        "{{ raise_exception('no') }}",
         "{{ messages.x.y }}",
         "{{ ''.__class__.__mro__ }}",
         "{{ 1 / 0 }}",

@@ -85,8 +85,8 @@ class EngineConfig:
 
 
 def _ladder(largest: int) -> tuple[int, ...]:
-    """Sizes a factor of four apart: few programs, and a step is padded by less than that."""
+    """Up to three sizes a factor of four apart: few programs, and a step is padded by less than that."""
     sizes = [largest]
-    while sizes[0] > 8 and len(sizes) < 4:
+    while sizes[0] > 16 and len(sizes) < 3:
         sizes.insert(0, -(-sizes[0] // 4))
     return tuple(sizes)
