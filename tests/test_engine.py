@@ -1,11 +1,6 @@
 """The engine against one-by-one generation: the same greedy tokens whatever runs beside a request."""
 
 import dataclasses
-import hashlib
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -355,45 +350,6 @@ def test_no_compilation_after_the_start(engine):
     assert compiled == []
     assert engine.stats().num_compiled == before == 3 + 2 * 3
     drain(engine)
-
-
-def plans_digest():
-    """A digest of all plans of a busy, preempting schedule; no model runs."""
-    from paged_jax.engine.blocks import BlockManager
-    from paged_jax.engine.request import Sequence
-    from paged_jax.engine.scheduler import Scheduler
-
-    digest, rng = hashlib.sha256(), np.random.default_rng(3)
-    blocks = BlockManager(20, BLOCK_SIZE, 4, 12, NUM_HOST_BLOCKS, True)
-    scheduler = Scheduler(CONFIG, blocks, 1)
-    for i in range(60):
-        prompt = [i % 3] * int(rng.integers(1, 20))
-        scheduler.add(Sequence(i, 0, SamplingParams(), prompt, len(prompt), len(prompt) + 20, i))
-    unread = None
-    while (plan := scheduler.schedule()) is not None or unread is not None:
-        if plan is not None:
-            rows = [(c.sequence.arrival, c.start, c.num_tokens) for c in plan.chunks]
-            digest.update(repr((rows, plan.swap_out, plan.swap_in, plan.copies, plan.tables.tolist())).encode())
-        for sample in unread.samples if unread is not None else ():
-            sample.sequence.num_unread -= 1
-            sample.sequence.tokens.append(len(sample.sequence.tokens) % 5)
-        unread = plan
-    assert scheduler.counters.swapped
-    assert not scheduler.running and not scheduler.waiting  # noqa: PT018
-    return digest.hexdigest()
-
-
-def test_every_process_plans_alike():
-    code = "from tests.test_engine import plans_digest; print(plans_digest())"
-    process = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parents[1],
-        env=os.environ | {"PYTHONHASHSEED": "12345", "JAX_PLATFORMS": "cpu"},
-    )
-    assert process.stdout.split()[-1] == plans_digest()
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from examples import serve
 from examples.attend import causal_attend
 from examples.checkpoint import load_model
 from examples.generate import TINY
-from examples.server.chat import ChatTemplate, TemplateError, load_template
 
 ROOT = Path(__file__).parents[1]
 PROMPT = "The assert statement "
@@ -366,28 +365,6 @@ def test_sigterm_drains():
         process.kill()
         process.wait()
         process.stderr.close()
-
-
-def test_chat_templates(tmp_path):
-    source = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ '>' if add_generation_prompt }}"
-    messages = [{"role": "user", "content": "Hi"}]
-    assert load_template(tmp_path).render(messages) == "user: Hi\nassistant:"
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"chat_template": "{{ bos_token }}" + source, "bos_token": {"content": "<s>"}})
-    )
-    assert load_template(tmp_path).render(messages) == "<s>[user]Hi>"
-    (tmp_path / "chat_template.jinja").write_text(source)
-    assert load_template(tmp_path).render(messages) == "[user]Hi>"
-    for bad in (
-        "{{ raise_exception('no') }}",
-        "{{ messages.x.y }}",
-        "{{ ''.__class__.__mro__ }}",
-        "{{ 1 / 0 }}",
-    ):
-        with pytest.raises(TemplateError):
-            ChatTemplate(bad).render(messages)
-    with pytest.raises(serve.CheckpointError, match="cannot be read"):
-        ChatTemplate("{% for %}")
 
 
 @pytest.mark.parametrize(

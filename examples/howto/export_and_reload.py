@@ -1,7 +1,7 @@
 """How do I ship a compiled step without its Python code?
 
-`jax.export` writes a jitted function, here a decode step for CPU and NVIDIA GPU alike, to bytes. They can be read and run
-where neither the model's code nor paged_jax is installed; no GPU is needed to write them.
+`jax.export` writes a jitted function, here a decode step for CPU and NVIDIA GPU alike, to bytes. They can be read and
+run where neither the model's code nor paged_jax is installed; no GPU is needed to write them.
 
     python -m examples.howto.export_and_reload
 """

@@ -56,7 +56,7 @@ def main(folder=None):
             jax.block_until_ready(out)
             seconds = (time.perf_counter() - began) / 3
         traces = [path.name for path in target.rglob("*") if path.is_file()]
-        print("a step takes less than a second:", seconds < 1)
+        print(f"a step takes {1e6 * seconds:.0f} us")
         print("there is a trace for Perfetto:", "perfetto_trace.json.gz" in traces)
 
 

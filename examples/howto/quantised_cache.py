@@ -1,7 +1,7 @@
 """How do I keep twice as many tokens in the same memory?
 
-Make the cache of eight bits. Its scales say what keys and values are divided by when they are written: for int8 they are
-needed, and a good choice is the largest absolute value / 127, measured on some prompt, one scale for each kv head.
+Make the cache of eight bits. Its scales say what keys and values are divided by when they are written: for int8 they
+are needed, and a good choice is the largest absolute value / 127, measured on some prompt, one scale for each kv head.
 
     python -m examples.howto.quantised_cache
 """

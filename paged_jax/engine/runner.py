@@ -222,14 +222,23 @@ def _pack(plan: Plan, shape: StepShape, num_seats: int) -> np.ndarray:
     start[len(plan.chunks) + 1 :] = end
     if plan.tables is not None:
         parts["block_tables"][: len(plan.chunks)] = plan.tables
-    for i, (sequence, seat, row, position) in enumerate(plan.samples):
-        params = sequence.params
-        parts["logit_rows"][i] = start[row + 1] - 1
-        parts["seats"][i] = seat
-        parts["temperature"][i], parts["top_k"][i], parts["top_p"][i] = params.temperature, params.top_k, params.top_p
-        parts["index"][i], parts["position"][i] = sequence.index, position
-        seed = np.array([sequence.seed >> 32, sequence.seed & 0xFFFFFFFF], np.uint32).view(np.int32)
-        parts["seed_high"][i], parts["seed_low"][i] = seed
+    if plan.samples:
+        sequences, seats, rows, positions = zip(*plan.samples, strict=True)
+        params = [sequence.params for sequence in sequences]
+        seeds = np.array([sequence.seed for sequence in sequences], np.uint64)
+        values = {
+            "logit_rows": start[np.array(rows) + 1] - 1,
+            "seats": seats,
+            "temperature": [p.temperature for p in params],
+            "top_k": [p.top_k for p in params],
+            "top_p": [p.top_p for p in params],
+            "seed_high": (seeds >> np.uint64(32)).astype(np.uint32).view(np.int32),
+            "seed_low": (seeds & np.uint64(2**32 - 1)).astype(np.uint32).view(np.int32),
+            "index": [sequence.index for sequence in sequences],
+            "position": positions,
+        }
+        for name, value in values.items():
+            parts[name][: len(sequences)] = value
     return packed
 
 
