@@ -38,13 +38,16 @@ from typing import Any
 
 import jax
 import uvicorn
+from tokenizers import Tokenizer
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from examples import loop
 from examples.checkpoint import CheckpointError, find_folder, load_model
 from examples.config import DecoderConfig
-from examples.generate import BLOCK_SIZES, TINY, GenerateError, default_dtype
+from examples.decoder import Decoder
+from examples.generate import BLOCK_SIZES, QUANTISED, TINY, GenerateError, default_dtype, use_compilation_cache
 from examples.server.api import MAX_LOGPROBS
 from examples.server.app import Server, model_name
 from examples.server.chat import load_template
@@ -52,7 +55,9 @@ from examples.server.worker import Worker
 from examples.step import make_step
 from paged_jax import PagedKVCache, engine
 
-CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+SAMPLE = """The quick brown fox jumps over the lazy dog. In 1969 people first walked on the Moon; a list in Python is
+written [1, 2, 3], and `for x in values: print(x)` prints what is in one."""  # int8 scales fit this text
 MEMORY_SHARE = 0.85  # of the device's memory, weights and cache together; the rest is for a step's intermediates
 
 
@@ -88,12 +93,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="blocks in the cache (what --max-num-seqs of the longest texts need, if memory allows)")  # fmt: skip
     add("--host-blocks", metavar="N", type=int, default=0,
         help="blocks in host memory, where texts that must wait keep what is computed (%(default)s)")  # fmt: skip
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
+    add("--dtype", choices=DTYPES, default="auto",
         help="of the weights; auto = float32 on a CPU, bfloat16 elsewhere")  # fmt: skip
-    add("--kv-cache-dtype", choices=CACHE_DTYPES, default="auto",
+    add("--kv-cache-dtype", choices=DTYPES + QUANTISED, default="auto",
         help="of the cache; auto = as the weights. Eight bits hold twice as many tokens as 16")  # fmt: skip
-    add("--kv-scale", metavar="S", type=float,
-        help="what keys and values are divided by in an eight-bit cache (1 for float8, 0.05 for int8)")  # fmt: skip
+    add("--k-scale", metavar="S", type=float,
+        help="what keys are divided by in an eight-bit cache (1 for float8, measured for int8)")  # fmt: skip
+    add("--v-scale", metavar="S", type=float, help="... and values")
+    add("--no-compilation-cache", action="store_true", help="compile anew, and keep nothing for the next start")
     add("--implementation", choices=("mosaic_gpu", "triton", "xla"), help="of the paged ops (the fastest there is)")
     add("--drain-seconds", metavar="S", type=int, default=60, help="to finish requests in at the end (%(default)s)")
     options = parser.parse_args(argv)
@@ -110,30 +117,41 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     check("--num-blocks", options.num_blocks is None or options.num_blocks >= 1, "1 or more")
     check("--host-blocks", options.host_blocks >= 0, "0 or more")
     check("--drain-seconds", options.drain_seconds >= 1, "1 or more")
-    is_scaled = options.kv_cache_dtype in ("float8_e4m3fn", "float8_e5m2", "int8")
-    check("--kv-scale", options.kv_scale is None or is_scaled, "left out: the cache has more than eight bits")
-    check("--kv-scale", options.kv_scale is None or 0 < options.kv_scale < math.inf, "above 0 and finite")
+    for flag, scale in (("--k-scale", options.k_scale), ("--v-scale", options.v_scale)):
+        is_scaled = options.kv_cache_dtype in QUANTISED
+        check(flag, scale is None or is_scaled, "left out: the cache has more than eight bits")
+        check(flag, scale is None or 0 < scale < math.inf, "above 0 and finite")
     return options
 
 
-def make_caches(config: DecoderConfig, options: argparse.Namespace, dtype: str) -> tuple[PagedKVCache, ...]:
-    """One cache a layer, of as many blocks as asked for, as needed, or as fit."""
+def make_caches(
+    options: argparse.Namespace, model: Decoder, config: DecoderConfig, tokenizer: Tokenizer, dtype: str
+) -> tuple[PagedKVCache, ...]:
+    """One cache a layer, of as many blocks as asked for, as needed, or as fit.
+
+    Raises:
+        ServeError: nothing fits.
+    """
     cache_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
-    scale = options.kv_scale or {"int8": 0.05, "float8_e4m3fn": 1.0, "float8_e5m2": 1.0}.get(cache_dtype)
-    sizes = options.block_size, config.num_kv_heads, config.head_size
+    scales = None
+    if cache_dtype in QUANTISED:
+        scales = [(options.k_scale or 1.0, options.v_scale or 1.0)] * config.num_layers
+    if cache_dtype == "int8" and None in (options.k_scale, options.v_scale):
+        ids = tokenizer.encode(SAMPLE).ids[: config.max_position_embeddings]
+        request = loop.make_request([ids], max_new_tokens=1, max_position_embeddings=config.max_position_embeddings)
+        measured = loop.measure_scales(loop.make_programs(model), config, request, options.block_size, dtype)
+        scales = [(options.k_scale or k_scale, options.v_scale or v_scale) for k_scale, v_scale in measured]
     num_blocks = options.num_blocks
     if num_blocks is None:
         num_blocks = options.max_num_seqs * -(-config.max_position_embeddings // options.block_size)
-        block = PagedKVCache.create(1, *sizes, dtype=cache_dtype)
+        sizes = options.block_size, config.num_kv_heads, config.head_size
+        block_bytes = PagedKVCache.create(1, *sizes, dtype=cache_dtype).nbytes * config.num_layers
         if (memory := jax.local_devices()[0].memory_stats()) and "bytes_limit" in memory:
             room = MEMORY_SHARE * memory["bytes_limit"] - memory["bytes_in_use"]
-            num_blocks = min(num_blocks, int(room // (block.nbytes * config.num_layers)))
+            num_blocks = min(num_blocks, int(room // block_bytes))
         if num_blocks < 1:
             raise ServeError("the weights leave no memory for the cache")
-    return tuple(
-        PagedKVCache.create(num_blocks, *sizes, dtype=cache_dtype, k_scale=scale, v_scale=scale)
-        for _ in range(config.num_layers)
-    )
+    return loop.make_caches(config, num_blocks, options.block_size, cache_dtype, scales=scales)
 
 
 def make_server(options: argparse.Namespace) -> Server:
@@ -143,6 +161,8 @@ def make_server(options: argparse.Namespace) -> Server:
         ServeError, GenerateError, CheckpointError: something asked for cannot be done.
     """
     dtype = default_dtype() if options.dtype == "auto" else options.dtype
+    if not options.no_compilation_cache:
+        use_compilation_cache()
     folder = find_folder(options.model)
     template = load_template(folder)
     model, config, tokenizer, eos_token_ids = load_model(folder, dtype)
@@ -151,7 +171,7 @@ def make_server(options: argparse.Namespace) -> Server:
         the_engine = engine.Engine(
             step,
             weights,
-            make_caches(config, options, dtype),
+            make_caches(options, model, config, tokenizer, dtype),
             engine.EngineConfig(
                 max_model_len=config.max_position_embeddings,
                 max_num_seqs=options.max_num_seqs,

@@ -119,10 +119,10 @@ STEPS, CANCEL = st.tuples(st.just("step"), st.integers(1, 3)), st.tuples(st.just
 ACTIONS = st.lists(st.one_of(REQUESTS, REQUESTS, REQUESTS, STEPS, CANCEL), min_size=5, max_size=14)
 
 
-@settings(max_examples=60)
+@settings(max_examples=100)
 @given(
     actions=ACTIONS,
-    num_blocks=st.integers(8, 14),
+    num_blocks=st.integers(8, 12),
     prefix_caching=st.booleans(),
     preemption=st.sampled_from(["cheaper", "recompute", "swap"]),
 )

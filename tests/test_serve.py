@@ -373,7 +373,7 @@ def test_sigterm_drains():
         (["--port", "70000"], "--port must be from 0 to 65535, got 70000"),
         (["--max-num-seqs", "0"], "--max-num-seqs must be 1 or more"),
         (["--max-tokens-per-step", "3"], "--max-tokens-per-step must be --max-num-seqs or more"),
-        (["--kv-scale", "0.1"], "--kv-scale must be left out"),
+        (["--k-scale", "0.1"], "--k-scale must be left out"),
         (["--model", "/no/such/folder"], "is no folder"),
         (["--nonsense"], "unrecognized arguments"),
     ],
