@@ -34,7 +34,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import uvicorn
@@ -169,7 +169,7 @@ def make_server(options: argparse.Namespace) -> Server:
     weights, step = make_step(model, implementation=options.implementation)
     try:
         the_engine = engine.Engine(
-            step,
+            cast(engine.Step, step),  # it takes any batch with the attributes that it reads
             weights,
             make_caches(options, model, config, tokenizer, dtype),
             engine.EngineConfig(

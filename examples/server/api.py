@@ -195,7 +195,7 @@ def _stream(content: dict[str, Any]) -> tuple[bool, bool]:
 
 
 def _prompts(content: dict[str, Any]) -> list[str | list[int]]:
-    prompt = content.get("prompt")
+    prompt: Any = content.get("prompt")
     if isinstance(prompt, str) or _is_tokens(prompt):
         prompt = [prompt]
     if (
