@@ -30,6 +30,8 @@ HUB_FILES = [
     "config.json",
     "generation_config.json",
     "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
     "model*.safetensors",
     "model.safetensors.index.json",
 ]
@@ -91,7 +93,7 @@ def load_model(model: str | Path, dtype: DTypeLike) -> tuple[Decoder, DecoderCon
     Raises:
         CheckpointError: the folder lacks something, or holds something that the decoder cannot use.
     """
-    folder = _find_folder(model)
+    folder = find_folder(model)
     config = load_config(folder)
     tokenizer = _load_tokenizer(folder)
     return _load_weights(folder, config, dtype), config, tokenizer, _load_eos_token_ids(folder)
@@ -135,7 +137,12 @@ def _tensor_sizes(path: Sequence[Any], size: int, config: DecoderConfig) -> dict
     return dict(zip(names, sizes, strict=True))
 
 
-def _find_folder(model: str | Path) -> Path:
+def find_folder(model: str | Path) -> Path:
+    """The folder of a model: the one given, or the hub's, downloaded to its cache.
+
+    Raises:
+        CheckpointError: there is no such folder, or it cannot be downloaded.
+    """
     if not str(model):
         raise CheckpointError("the model's name is empty")
     folder = Path(model).expanduser()

@@ -1,7 +1,7 @@
 """Paged attention in JAX: decode and ragged prefill over a paged KV cache, with a functional block allocator."""
 
 from paged_jax import _export as _export
-from paged_jax import allocator
+from paged_jax import allocator, engine
 from paged_jax._dispatch import Implementation
 from paged_jax._selection import which_implementation
 from paged_jax.cache import PagedKVCache
@@ -32,6 +32,7 @@ __all__ = [
     "build_metadata",
     "check_metadata",
     "copy_blocks",
+    "engine",
     "get_kv_cache_shape",
     "merge_attention_states",
     "paged_attention",

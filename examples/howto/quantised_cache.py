@@ -1,0 +1,48 @@
+"""How do I keep twice as many tokens in the same memory?
+
+Make the cache of eight bits. Its scales say what keys and values are divided by when they are written: for int8 they
+are needed, and a good choice is the largest absolute value / 127, measured on some prompt, one scale for each kv head.
+
+    python -m examples.howto.quantised_cache
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paged_jax import PagedKVCache, allocator, paged_attention, write_to_paged_cache
+
+HEADS, KV_HEADS, HEAD_SIZE, TOKENS = 8, 2, 64, 100
+
+
+def main():
+    keys = jax.random.split(jax.random.key(0), 3)
+    query = jax.random.normal(keys[0], (1, HEADS, HEAD_SIZE), jnp.bfloat16)
+    # One head is ten times the other: a scale for each of them loses nothing.
+    size = jnp.array([1.0, 10.0])[None, :, None]
+    key, value = ((jax.random.normal(k, (TOKENS, KV_HEADS, HEAD_SIZE)) * size).astype(jnp.bfloat16) for k in keys[1:])
+    blocks = allocator.create(num_blocks=8, block_size=16, max_num_seqs=1, max_blocks_per_seq=8)
+    blocks, _, _ = allocator.append_tokens(blocks, [TOKENS])
+    slots = jnp.asarray(allocator.slots(blocks, [0] * TOKENS, np.arange(TOKENS)))
+
+    def attend(dtype, **scales):
+        cache = PagedKVCache.create(8, 16, KV_HEADS, HEAD_SIZE, dtype=dtype, **scales)
+        scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
+        pools = write_to_paged_cache(key, value, cache.key_cache, cache.value_cache, slots, **scales)
+        tables, lens = jnp.asarray(blocks.block_tables), jnp.asarray(blocks.seq_lens)
+        return cache.nbytes, paged_attention(query, *pools, tables, lens, **scales).astype(jnp.float32)
+
+    per_head = {
+        name: jnp.abs(x.astype(jnp.float32)).max(axis=(0, 2)) / 127
+        for name, x in (("k_scale", key), ("v_scale", value))
+    }
+    exact_bytes, exact = attend(jnp.bfloat16)
+    print(f"bfloat16       {exact_bytes} bytes")
+    for dtype, scales in ((jnp.float8_e4m3fn, {}), (jnp.int8, per_head)):
+        nbytes, out = attend(dtype, **scales)
+        error = jnp.linalg.norm(out - exact) / jnp.linalg.norm(exact)
+        print(f"{jnp.dtype(dtype).name:14} {nbytes} bytes, relative error below 10%:", bool(error < 0.1))
+
+
+if __name__ == "__main__":
+    main()

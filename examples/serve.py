@@ -1,0 +1,240 @@
+"""Serves a model over HTTP with OpenAI's interface, many requests at once through one paged KV cache.
+
+    python -m examples.serve
+    python -m examples.serve --model Qwen/Qwen3-0.6B --port 8000 --max-num-seqs 128
+
+Without --model the tiny model in examples/tiny answers, and what it answers looks like Python's documentation. Then:
+
+    curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
+        -d '{"model": "tiny", "prompt": "The for statement", "max_tokens": 64, "stream": true}'
+
+or, with the `openai` package,
+
+    client = openai.OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
+    client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "Hello"}])
+
+What there is: /v1/completions, /v1/chat/completions (with the chat template of the model's folder), /v1/models,
+/health, and /metrics for Prometheus. A request shares the cache with all others: blocks go to who needs them, equal
+beginnings are computed once, and when blocks run out the request that came last waits and continues later.
+
+How much to give it: every running text holds one block for each --block-size tokens of its prompt and its answer, so
+that --num-blocks bounds the tokens of all running texts together; --max-num-seqs bounds the texts that run at once, and
+--max-tokens-per-step how much of the waiting prompts joins one step: more of it makes first tokens come sooner, and
+the texts that run already wait longer for their next token.
+
+SIGTERM and Ctrl-C end it once all requests are answered, or --drain-seconds have passed; a second one ends it at once.
+"""
+
+import argparse
+import contextlib
+import math
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import uvicorn
+from tokenizers import Tokenizer
+
+if not __package__:
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from examples import loop
+from examples.checkpoint import CheckpointError, find_folder, load_model
+from examples.config import DecoderConfig
+from examples.decoder import Decoder
+from examples.generate import BLOCK_SIZES, QUANTISED, TINY, GenerateError, default_dtype, use_compilation_cache
+from examples.server.api import MAX_LOGPROBS
+from examples.server.app import Server, model_name
+from examples.server.chat import load_template
+from examples.server.worker import Worker
+from examples.step import make_step
+from paged_jax import PagedKVCache, engine
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+SAMPLE = """The quick brown fox jumps over the lazy dog. In 1969 people first walked on the Moon; a list in Python is
+written [1, 2, 3], and `for x in values: print(x)` prints what is in one."""  # int8 scales fit this text
+MEMORY_SHARE = 0.85  # of the device's memory, weights and cache together; the rest is for a step's intermediates
+
+
+class ServeError(ValueError):
+    """Something asked for cannot be done; its message is one line, fit to be shown to a user."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise ServeError(message)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the command line.
+
+    Raises:
+        ServeError: an option or its value is wrong.
+    """
+    parser = _Parser(
+        prog="serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--model", metavar="DIR_OR_HUB_ID", default=str(TINY), help="Hugging Face folder or hub id (examples/tiny)")
+    add("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 = from everywhere (%(default)s)")
+    add("--port", metavar="N", type=int, default=8000, help="0 = any free one (%(default)s)")
+    add("--max-num-seqs", metavar="N", type=int, default=16, help="texts that run at the same time (%(default)s)")
+    add("--max-tokens-per-step", metavar="N", type=int, default=256,
+        help="new tokens of one step, one a running text and the rest of waiting prompts (%(default)s)")  # fmt: skip
+    add("--max-queued", metavar="N", type=int, default=256,
+        help="texts that may wait; more are answered with status 429 (%(default)s)")  # fmt: skip
+    add("--block-size", metavar="N", type=int, default=16, help="tokens in a block of the cache (%(default)s)")
+    add("--num-blocks", metavar="N", type=int,
+        help="blocks in the cache (what --max-num-seqs of the longest texts need, if memory allows)")  # fmt: skip
+    add("--host-blocks", metavar="N", type=int, default=0,
+        help="blocks in host memory, where texts that must wait keep what is computed (%(default)s)")  # fmt: skip
+    add("--dtype", choices=DTYPES, default="auto",
+        help="of the weights; auto = float32 on a CPU, bfloat16 elsewhere")  # fmt: skip
+    add("--kv-cache-dtype", choices=DTYPES + QUANTISED, default="auto",
+        help="of the cache; auto = as the weights. Eight bits hold twice as many tokens as 16")  # fmt: skip
+    add("--k-scale", metavar="S", type=float,
+        help="what keys are divided by in an eight-bit cache (1 for float8, measured for int8)")  # fmt: skip
+    add("--v-scale", metavar="S", type=float, help="... and values")
+    add("--no-compilation-cache", action="store_true", help="compile anew, and keep nothing for the next start")
+    add("--implementation", choices=("mosaic_gpu", "triton", "xla"), help="of the paged ops (the fastest there is)")
+    add("--drain-seconds", metavar="S", type=int, default=60, help="to finish requests in at the end (%(default)s)")
+    options = parser.parse_args(argv)
+
+    def check(flag: str, is_right: bool, expected: str) -> None:
+        if not is_right:
+            raise ServeError(f"{flag} must be {expected}, got {getattr(options, flag[2:].replace('-', '_'))}")
+
+    check("--port", 0 <= options.port < 2**16, "from 0 to 65535")
+    check("--max-num-seqs", options.max_num_seqs >= 1, "1 or more")
+    check("--max-tokens-per-step", options.max_tokens_per_step >= options.max_num_seqs, "--max-num-seqs or more")
+    check("--max-queued", options.max_queued >= 0, "0 or more")
+    check("--block-size", options.block_size in BLOCK_SIZES, f"one of {', '.join(map(str, BLOCK_SIZES))}")
+    check("--num-blocks", options.num_blocks is None or options.num_blocks >= 1, "1 or more")
+    check("--host-blocks", options.host_blocks >= 0, "0 or more")
+    check("--drain-seconds", options.drain_seconds >= 1, "1 or more")
+    for flag, scale in (("--k-scale", options.k_scale), ("--v-scale", options.v_scale)):
+        is_scaled = options.kv_cache_dtype in QUANTISED
+        check(flag, scale is None or is_scaled, "left out: the cache has more than eight bits")
+        check(flag, scale is None or 0 < scale < math.inf, "above 0 and finite")
+    return options
+
+
+def make_caches(
+    options: argparse.Namespace, model: Decoder, config: DecoderConfig, tokenizer: Tokenizer, dtype: str
+) -> tuple[PagedKVCache, ...]:
+    """One cache a layer, of as many blocks as asked for, as needed, or as fit.
+
+    Raises:
+        ServeError: nothing fits.
+    """
+    cache_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    scales = None
+    if cache_dtype in QUANTISED:
+        scales = [(options.k_scale or 1.0, options.v_scale or 1.0)] * config.num_layers
+    if cache_dtype == "int8" and None in (options.k_scale, options.v_scale):
+        ids = tokenizer.encode(SAMPLE).ids[: config.max_position_embeddings]
+        request = loop.make_request([ids], max_new_tokens=1, max_position_embeddings=config.max_position_embeddings)
+        measured = loop.measure_scales(loop.make_programs(model), config, request, options.block_size, dtype)
+        scales = [(options.k_scale or k_scale, options.v_scale or v_scale) for k_scale, v_scale in measured]
+    num_blocks = options.num_blocks
+    if num_blocks is None:
+        num_blocks = options.max_num_seqs * -(-config.max_position_embeddings // options.block_size)
+        sizes = options.block_size, config.num_kv_heads, config.head_size
+        block_bytes = PagedKVCache.create(1, *sizes, dtype=cache_dtype).nbytes * config.num_layers
+        if (memory := jax.local_devices()[0].memory_stats()) and "bytes_limit" in memory:
+            room = MEMORY_SHARE * memory["bytes_limit"] - memory["bytes_in_use"]
+            num_blocks = min(num_blocks, int(room // block_bytes))
+        if num_blocks < 1:
+            raise ServeError("the weights leave no memory for the cache")
+    return loop.make_caches(config, num_blocks, options.block_size, cache_dtype, scales=scales)
+
+
+def make_server(options: argparse.Namespace) -> Server:
+    """Loads the model and compiles its programs.
+
+    Raises:
+        ServeError, GenerateError, CheckpointError: something asked for cannot be done.
+    """
+    dtype = default_dtype() if options.dtype == "auto" else options.dtype
+    if not options.no_compilation_cache:
+        use_compilation_cache()
+    folder = find_folder(options.model)
+    template = load_template(folder)
+    model, config, tokenizer, eos_token_ids = load_model(folder, dtype)
+    weights, step = make_step(model, implementation=options.implementation)
+    try:
+        the_engine = engine.Engine(
+            cast(engine.Step, step),  # it takes any batch with the attributes that it reads
+            weights,
+            make_caches(options, model, config, tokenizer, dtype),
+            engine.EngineConfig(
+                max_model_len=config.max_position_embeddings,
+                max_num_seqs=options.max_num_seqs,
+                max_tokens_per_step=options.max_tokens_per_step,
+                max_logprobs=min(MAX_LOGPROBS, config.vocab_size),
+                num_host_blocks=options.host_blocks,
+            ),
+            tokenizer=tokenizer,
+            show_progress=True,
+        )
+    except (NotImplementedError, ValueError) as error:  # what the library cannot do, in its own words
+        raise ServeError(str(error)) from error
+    worker = Worker(the_engine, options.max_queued)
+    name = model_name(options.model)
+    return Server(worker, tokenizer, template, name, eos_token_ids, config.vocab_size)
+
+
+class HttpServer(uvicorn.Server):
+    """Uvicorn, which ends with exit code 0 once a signal has made it finish what it does."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Lets SIGINT and SIGTERM end the server, as long as it runs in the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before: dict[int, Any] = {sig: signal.signal(sig, self.handle_exit) for sig in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for sig, handler in before.items():
+                signal.signal(sig, handler)
+
+
+def make_http_server(server: Server, drain_seconds: int) -> HttpServer:
+    """The HTTP server; its `run(sockets=[...])` serves until `should_exit` is set or a signal comes."""
+    config = uvicorn.Config(
+        server.app(), log_level="warning", access_log=False, timeout_graceful_shutdown=drain_seconds, backlog=2048
+    )
+    return HttpServer(config)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns its exit code."""
+    try:
+        options = parse(argv)
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind((options.host, options.port))  # first of all: compiling takes a while
+            except OSError as error:
+                raise ServeError(f"cannot listen at {options.host}:{options.port}: {error.strerror}") from None
+            server = make_http_server(make_server(options), options.drain_seconds)
+            host, port = listener.getsockname()[:2]
+            print(f"Serving {model_name(options.model)} at http://{host}:{port}/v1", file=sys.stderr, flush=True)
+            server.run(sockets=[listener])
+    except KeyboardInterrupt:
+        return 130
+    except (ServeError, GenerateError, CheckpointError) as error:
+        print(f"serve: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

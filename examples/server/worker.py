@@ -1,0 +1,185 @@
+"""Runs an engine in a thread of its own and carries requests to it and tokens back, to and from an event loop.
+
+    event loop    submit ──► inbox ──┐                          ┌──► the ticket's queue ──► handler
+    thread                           └──► Engine.step ──► deltas ┘
+
+The thread takes everything from its inbox, then steps the engine, as long as there is work; else it waits.
+"""
+
+import asyncio
+import dataclasses
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from paged_jax import engine
+
+
+class Overloaded(Exception):
+    """More requests wait than the server takes."""
+
+
+class EngineFailed(Exception):
+    """The engine failed while it worked on a request."""
+
+
+@dataclasses.dataclass(eq=False)
+class Ticket:
+    """One request on its way: what is new of it comes through `news`."""
+
+    prompt: Sequence[int]
+    params: engine.SamplingParams
+    news: asyncio.Queue
+    loop: asyncio.AbstractEventLoop
+    num_unfinished: int
+    request_id: int | None = None
+
+    async def deltas(self) -> AsyncIterator[engine.Delta]:
+        """What is new, to the end of all samples.
+
+        Raises:
+            EngineFailed: the engine failed; the request is lost.
+        """
+        while self.num_unfinished:
+            for delta in await self.news.get():
+                if isinstance(delta, Exception):
+                    raise delta
+                self.num_unfinished -= delta.finish_reason is not None
+                yield delta
+
+
+class Worker:
+    """The engine's thread.
+
+    Args:
+        the_engine: the engine; from now on only the thread touches it, save for its `check`.
+        max_queued: samples that may wait for a seat beside those that have one.
+
+    Attributes:
+        is_failing: whether the last step failed.
+    """
+
+    def __init__(self, the_engine: engine.Engine, max_queued: int):
+        self._engine = the_engine
+        self._max_unfinished = the_engine.config.max_num_seqs + max_queued
+        self._unfinished = 0  # samples; only the event loop changes it
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._tickets: dict[int, Ticket] = {}  # only the thread touches it
+        self._is_stopping = self.is_failing = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread once it has finished its step; unfinished requests are lost."""
+        self._inbox.put(self._stop)
+        self._thread.join()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def submit(self, requests: Sequence[tuple[Sequence[int], engine.SamplingParams]]) -> list[Ticket]:
+        """Puts requests in line, all or none; to be called from the event loop.
+
+        Args:
+            requests: prompts and what is wanted of each.
+
+        Returns:
+            A ticket each; each must be given back to `close`.
+
+        Raises:
+            ValueError: a request can never be served, and why.
+            Overloaded: too many requests wait.
+        """
+        for prompt, params in requests:
+            self._engine.check(prompt, params)
+        num_samples = sum(params.n for _, params in requests)
+        if num_samples > self._max_unfinished:
+            raise ValueError(f"{num_samples} texts are asked for at once; the server takes {self._max_unfinished}")
+        if self._unfinished + num_samples > self._max_unfinished:
+            raise Overloaded
+        self._unfinished += num_samples
+        loop = asyncio.get_running_loop()
+        tickets = [Ticket(prompt, params, asyncio.Queue(), loop, params.n) for prompt, params in requests]
+        self._inbox.put(lambda: self._add(tickets))
+        return tickets
+
+    def close(self, ticket: Ticket) -> None:
+        """Ends a request, finished or not; to be called once, from the event loop."""
+        self._unfinished -= ticket.params.n
+        if ticket.num_unfinished:
+            self._inbox.put(lambda: self._cancel(ticket))
+
+    async def stats(self) -> engine.Stats:
+        """The engine's statistics, taken between two steps."""
+        loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+        def answer(stats):
+            if not future.done():
+                future.set_result(stats)
+
+        self._inbox.put(lambda: _call(loop, answer, self._engine.stats()))
+        return await future
+
+    def _run(self) -> None:
+        while not self._is_stopping:
+            try:
+                self._take_inbox()
+                if self._engine.has_work and not self._is_stopping:
+                    self._send(self._engine.step())
+                    self.is_failing = False
+            except Exception:
+                traceback.print_exc(file=sys.stderr)
+                self.is_failing = True
+                self._fail()
+
+    def _take_inbox(self) -> None:
+        """Does what the inbox holds; waits for something if the engine has nothing to do."""
+        try:
+            while not self._is_stopping:
+                self._inbox.get(block=not self._engine.has_work)()
+        except queue.Empty:
+            return
+
+    def _stop(self) -> None:
+        self._is_stopping = True
+
+    def _add(self, tickets: list[Ticket]) -> None:
+        for ticket in tickets:
+            ticket.request_id = self._engine.add_request(ticket.prompt, ticket.params)
+            self._tickets[ticket.request_id] = ticket
+
+    def _cancel(self, ticket: Ticket) -> None:
+        if ticket.request_id is not None and self._tickets.pop(ticket.request_id, None) is ticket:
+            self._engine.cancel(ticket.request_id)
+
+    def _send(self, deltas: list[engine.Delta]) -> None:
+        news: dict[int, list] = {}
+        for delta in deltas:
+            news.setdefault(delta.request_id, []).append(delta)
+        for request_id, some in news.items():
+            ticket = self._tickets[request_id]
+            _call(ticket.loop, ticket.news.put_nowait, some)
+        for request_id in [request_id for request_id in news if not self._engine.is_unfinished(request_id)]:
+            del self._tickets[request_id]
+
+    def _fail(self) -> None:
+        """After an error nobody foresaw: tells everyone, and begins anew with an empty engine."""
+        for ticket in self._tickets.values():
+            _call(ticket.loop, ticket.news.put_nowait, [EngineFailed("the engine failed")])
+        self._tickets.clear()
+        self._engine.reset()
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable, *arguments) -> None:
+    """Calls a function on an event loop, unless that is closed."""
+    try:
+        loop.call_soon_threadsafe(function, *arguments)
+    except RuntimeError:
+        return

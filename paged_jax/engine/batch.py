@@ -1,0 +1,202 @@
+"""What a step gets: the batch that a model sees, and how it travels to the device as one array of int32.
+
+The host sends one packed array a step, whatever the step holds: a transfer costs more than its bytes. Positions and
+slots follow from the rest; the device works them out.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32, Int32
+
+from paged_jax.cache import PagedKVCache
+from paged_jax.metadata import AttentionMetadata
+
+type Caches = tuple[PagedKVCache, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The new tokens of a step: of each row's sequence some, one after the other, then the next row's.
+
+    A row is a piece of a prompt, one token of a text that grows, or padding. Rows with more than one token come first.
+
+    Attributes:
+      token_ids: i32 [num_tokens]; tokens at or past `query_start_loc[-1]` are padding.
+      positions: i32 [num_tokens], each token's place in its sequence, from 0; 0 for padding.
+      slot_mapping: i32 [num_tokens], where each token's key and value go; -1 for padding.
+      block_tables: i32 [num_seqs, max_blocks_per_seq], which hold the new tokens' blocks already.
+      seq_lens: i32 [num_seqs], tokens of each sequence, the new ones included; 0 for padding.
+      query_start_loc: i32 [num_seqs + 1], where each row's new tokens start.
+      logit_rows: i32 [num_seqs], the tokens whose logits are wanted; several may name one token. Padding names token 0.
+      is_decode: whether token i is the one new token of row i (static): a model may then write and attend in one op.
+    """
+
+    # Any: a transformation may put other leaves than arrays here (specs, shapes, axes).
+    token_ids: Any
+    positions: Any
+    slot_mapping: Any
+    block_tables: Any
+    seq_lens: Any
+    query_start_loc: Any
+    logit_rows: Any
+    is_decode: bool = dataclasses.field(metadata={"static": True})
+
+    def attention_metadata(self, block_size: int) -> AttentionMetadata:
+        """The same batch for a model that is written against `AttentionMetadata`.
+
+        Args:
+          block_size: tokens in a block.
+
+        Returns:
+          The metadata. The rows of a decode batch count as decodes, all rows of any other batch as prefills.
+        """
+        num_seqs, num_tokens = self.seq_lens.shape[0], self.token_ids.shape[0]
+        longest = self.block_tables.shape[1] * block_size
+        query_lens = jnp.diff(self.query_start_loc)
+        start = jnp.zeros(1, jnp.int32)
+        return AttentionMetadata(
+            slot_mapping=self.slot_mapping,
+            seq_lens=self.seq_lens,
+            query_start_loc=self.query_start_loc,
+            seq_start_loc=jnp.concatenate([start, jnp.cumsum(self.seq_lens, dtype=jnp.int32)]),
+            context_lens=self.seq_lens - query_lens,
+            block_tables=self.block_tables,
+            num_prefills=0 if self.is_decode else num_seqs,
+            num_prefill_tokens=0 if self.is_decode else num_tokens,
+            num_decode_tokens=num_tokens if self.is_decode else 0,
+            max_query_len=1 if self.is_decode else num_tokens,
+            max_prefill_seq_len=0 if self.is_decode else longest,
+            max_decode_seq_len=longest if self.is_decode else 0,
+        )
+
+
+class Step(Protocol):
+    """What a model offers to an engine: a function of arrays that can be jitted.
+
+    In every layer it writes the new tokens' keys and values before it attends: a sequence may read blocks that another
+    one writes in the same step.
+    """
+
+    def __call__(
+        self, weights: Any, caches: Caches, batch: Batch, /
+    ) -> tuple[Float32[Array, "num_seqs vocab_size"], Caches]:
+        """Runs the model over the new tokens.
+
+        Args:
+          weights: any pytree of arrays; dicts and tuples cost the host least.
+          caches: one a layer, donated.
+          batch: the new tokens.
+
+        Returns:
+          f32 [num_seqs, vocab_size], the logits that follow the tokens `batch.logit_rows`, and the caches.
+        """
+        ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Draws:
+    """How the next tokens are drawn; all [num_seqs], one entry for each of the batch's `logit_rows`.
+
+    Attributes:
+      seats: i32, where among the last tokens the drawn one goes; out of range for padding.
+      temperature, top_p: f32; top_k: i32; as in `SamplingParams`.
+      seed_high, seed_low: i32, the halves of the seed.
+      index: i32, of the sample. position: i32, of the token that is drawn.
+    """
+
+    seats: Any
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    seed_high: Any
+    seed_low: Any
+    index: Any
+    position: Any
+
+
+class StepShape(NamedTuple):
+    """What a step is compiled for.
+
+    Attributes:
+      num_tokens, num_rows: as in `Batch`, padding included.
+      max_blocks_per_seq: columns of the block tables.
+      is_decode: as in `Batch`.
+    """
+
+    num_tokens: int
+    num_rows: int
+    max_blocks_per_seq: int
+    is_decode: bool
+
+    @property
+    def fields(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the packed arrays, in order."""
+        rows = (self.num_rows,)
+        return {
+            "token_ids": (self.num_tokens,),
+            "block_tables": (self.num_rows, self.max_blocks_per_seq),
+            "seq_lens": rows,
+            "query_start_loc": (self.num_rows + 1,),
+            "logit_rows": rows,
+            "seats": rows,
+            "temperature": rows,
+            "top_k": rows,
+            "top_p": rows,
+            "seed_high": rows,
+            "seed_low": rows,
+            "index": rows,
+            "position": rows,
+        }
+
+    @property
+    def size(self) -> int:
+        """Elements of the packed array."""
+        return sum(int(np.prod(shape)) for shape in self.fields.values())
+
+    def split(self, packed: Any) -> dict[str, Any]:
+        """Sees the packed array, i32 [size], as its fields: views of a NumPy array, slices of a traced one."""
+        parts, start = {}, 0
+        for name, shape in self.fields.items():
+            size = int(np.prod(shape))
+            parts[name] = packed[start : start + size].reshape(shape)
+            start += size
+        return parts
+
+    def unpack(
+        self, packed: Int32[Array, " size"], last_tokens: Int32[Array, " num_seats"], block_size: int
+    ) -> tuple[Batch, Draws]:
+        """Takes the packed array apart on the device.
+
+        Args:
+          packed: i32 [size]; a negative token id ``-1 - seat`` stands for that seat's last token.
+          last_tokens: i32 [num_seats], the token that was last drawn for each seat.
+          block_size: tokens in a block.
+
+        Returns:
+          The batch and how to draw from its logits.
+        """
+        parts = self.split(packed)
+        for name in ("temperature", "top_p"):
+            parts[name] = jax.lax.bitcast_convert_type(parts[name], jnp.float32)
+        ids, tables, lens = parts.pop("token_ids"), parts.pop("block_tables"), parts.pop("seq_lens")
+        start, logit_rows = parts.pop("query_start_loc"), parts.pop("logit_rows")
+        ids = jnp.where(ids < 0, last_tokens[jnp.maximum(-1 - ids, 0)], ids)
+        token = jnp.arange(self.num_tokens, dtype=jnp.int32)
+        if self.is_decode:
+            row, positions, is_token = token, lens - 1, lens > 0
+        else:
+            row = jnp.searchsorted(start[1:], token, side="right").astype(jnp.int32)
+            is_token = row < self.num_rows
+            row = jnp.where(is_token, row, 0)
+            positions = lens[row] - start[row + 1] + token
+        positions = jnp.where(is_token, positions, 0)
+        slots = tables[row, positions // block_size] * block_size + positions % block_size
+        slots = jnp.where(is_token, slots, -1)
+        batch = Batch(ids, positions, slots, tables, lens, start, logit_rows, is_decode=self.is_decode)
+        return batch, Draws(**parts)

@@ -1,0 +1,174 @@
+"""Who holds which block: the allocator's host functions, the prefix cache, and the host's blocks for swapping.
+
+A block is free, or held by sequences, or kept by the prefix cache alone; `counts` tells how many are which, and they
+always sum up to the pool.
+"""
+
+import collections.abc
+from typing import NamedTuple
+
+import numpy as np
+
+from paged_jax import allocator
+from paged_jax.allocator import OutOfBlocks
+from paged_jax.engine.prefix import PrefixCache, extend_hashes
+from paged_jax.engine.request import Sequence
+
+type Pairs = list[tuple[int, int]]
+
+
+class Counts(NamedTuple):
+    """Blocks of the pool by who holds them."""
+
+    free: int
+    cached: int
+    held: int
+
+
+class BlockManager:
+    """Gives blocks to seats and takes them back.
+
+    Args:
+      num_blocks: blocks of the pool.
+      block_size: tokens in a block.
+      num_seats: sequences that can hold blocks at the same time.
+      max_blocks_per_seq: blocks of the longest sequence.
+      num_host_blocks: blocks in host memory.
+      prefix_caching: whether full blocks are kept for others.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_seats: int,
+        max_blocks_per_seq: int,
+        num_host_blocks: int,
+        prefix_caching: bool,
+    ):
+        self.num_blocks, self.block_size, self.num_seats = num_blocks, block_size, num_seats
+        self.state = allocator.create(num_blocks, block_size, num_seats, max_blocks_per_seq)
+        self.prefix = PrefixCache() if prefix_caching else None
+        self.free_host_blocks = list(range(num_host_blocks))[::-1]
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that so many tokens fill, the last one perhaps in part."""
+        return -(-num_tokens // self.block_size)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that are free, or would be once the prefix cache gave up all that only it holds."""
+        return int(self.state.num_free) + (self.prefix.num_unused if self.prefix is not None else 0)
+
+    def append(self, tokens: collections.abc.Mapping[int, int]) -> Pairs | None:
+        """Grows the sequences at some seats, all of them or none; evicts what the prefix cache alone holds.
+
+        Args:
+          tokens: how many new tokens each seat gets.
+
+        Returns:
+          (source, destination) of the shared blocks to copy before anything is written, or None if blocks ran out.
+        """
+        counts = np.zeros(self.num_seats, np.int32)
+        counts[list(tokens.keys())] = list(tokens.values())
+        try:
+            self.state, block_mapping, _ = allocator.append_tokens(self.state, counts)
+        except OutOfBlocks as error:
+            missing = error.requested - error.free
+            if self.prefix is None or self.prefix.num_unused < missing:
+                return None
+            self.state = allocator.free_blocks(self.state, self.prefix.evict(missing))
+            self.state, block_mapping, _ = allocator.append_tokens(self.state, counts)
+        copied = block_mapping[:, 0] >= 0
+        return [(source, destination) for source, destination in block_mapping[copied].tolist()] if copied.any() else []
+
+    def match(self, sequence: Sequence) -> list[int]:
+        """The cached blocks that a waiting sequence can begin with; its last token is always left to compute."""
+        if self.prefix is None:
+            return []
+        extend_hashes(sequence.hashes, sequence.tokens, self.block_size)
+        return self.prefix.match(sequence.hashes[: (sequence.num_tokens - 1) // self.block_size])
+
+    def count_unused(self, blocks: list[int]) -> int:
+        """How many of these cached blocks no sequence holds."""
+        return self.prefix.count_unused(blocks) if self.prefix is not None else 0
+
+    def adopt(self, seat: int, blocks: list[int]) -> None:
+        """Lets an empty seat begin with cached blocks."""
+        if blocks and self.prefix is not None:
+            self.state = allocator.adopt(self.state, seat, blocks)
+            self.prefix.use(blocks)
+
+    def fork(self, parent: int, child: int) -> None:
+        """Lets an empty seat share all of another one's blocks."""
+        self.state = allocator.fork(self.state, parent, child)
+
+    def table(self, seat: int) -> list[int]:
+        """The blocks that a seat holds, in order."""
+        row = self.state.block_tables[seat]
+        return row[row >= 0].tolist()
+
+    def cache_full_blocks(self, sequences: collections.abc.Iterable[Sequence]) -> None:
+        """Tells the prefix cache of the blocks that launched steps have filled with tokens that the host knows."""
+        if self.prefix is None:
+            return
+        inserted = []
+        for sequence in sequences:
+            num_full = min(sequence.num_computed, len(sequence.tokens)) // self.block_size
+            if num_full <= sequence.num_cached:
+                continue
+            extend_hashes(sequence.hashes, sequence.tokens, self.block_size)
+            row = self.state.block_tables[sequence.seat]
+            for column in range(sequence.num_cached, num_full):
+                if self.prefix.insert(sequence.hashes[column], int(row[column])):
+                    inserted.append(int(row[column]))
+            sequence.num_cached = num_full
+        if inserted:
+            self.state = allocator.retain(self.state, inserted)
+
+    def release(self, seat: int) -> None:
+        """Empties a seat; blocks that the prefix cache knows stay in it."""
+        blocks = self.table(seat)
+        mask = np.zeros(self.num_seats, np.bool_)
+        mask[seat] = True
+        self.state = allocator.free(self.state, mask)
+        if self.prefix is not None:
+            # Only the cache holds a block with one reference that it knows.
+            self.prefix.disuse(block for block in reversed(blocks) if self.state.ref_counts[block] == 1)
+
+    def swap_out(self, seat: int) -> Pairs | None:
+        """Finds room on the host for the blocks of a seat, which the caller then releases.
+
+        Returns:
+          (device block, host block) in order, or None if there is not enough room.
+        """
+        blocks = self.table(seat)
+        if len(blocks) > len(self.free_host_blocks):
+            return None
+        return [(block, self.free_host_blocks.pop()) for block in blocks]
+
+    def free_on_host(self, blocks: list[int]) -> None:
+        """Takes back blocks of the host."""
+        self.free_host_blocks.extend(reversed(blocks))
+
+    def count_shared(self, seat: int) -> int:
+        """How many blocks of a seat other sequences hold too."""
+        cached = self.prefix if self.prefix is not None else ()
+        return sum(int(self.state.ref_counts[block]) - (block in cached) > 1 for block in self.table(seat))
+
+    def counts(self) -> Counts:
+        """Blocks by who holds them."""
+        free, cached = int(self.state.num_free), self.prefix.num_unused if self.prefix is not None else 0
+        held = np.unique(self.state.block_tables)
+        return Counts(free, cached, int((held >= 0).sum()))
+
+    def waste(self) -> float:
+        """Share of the slots of all held blocks that hold no token."""
+        lens, tables = self.state.seq_lens, self.state.block_tables
+        held = np.unique(tables)
+        num_slots = int((held >= 0).sum()) * self.block_size
+        is_partial = lens % self.block_size > 0
+        last = tables[is_partial, lens[is_partial] // self.block_size]
+        _, rows = np.unique(last, return_index=True)  # a fork shares its last block
+        empty = (-lens[is_partial][rows]) % self.block_size
+        return int(empty.sum()) / num_slots if num_slots else 0.0

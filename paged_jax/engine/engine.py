@@ -1,0 +1,368 @@
+"""Continuous batching: requests join and leave a running batch step by step.
+
+    add_request ──► Scheduler ──► Plan ──► Runner ──► device
+                        ▲                     │
+                        └──── tokens ◄────────┘ read one step late
+
+`Engine.step` plans and launches a step, and only then reads what the step before it drew: the device always has its
+next step before the host looks at the last one. A sequence that turns out to have ended is computed once in vain.
+"""
+
+import collections.abc
+import dataclasses
+import time
+from typing import Any
+
+import numpy as np
+
+from paged_jax.engine.batch import Caches, Step
+from paged_jax.engine.blocks import BlockManager
+from paged_jax.engine.config import EngineConfig
+from paged_jax.engine.request import Completion, Delta, SamplingParams, Sequence, Tokenizer, TokenLogprob
+from paged_jax.engine.runner import Launched, Runner
+from paged_jax.engine.sampling import Drawn
+from paged_jax.engine.scheduler import Sample, Scheduler
+from paged_jax.engine.text import TextStream
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """What an engine is doing and has done since its start or its last `reset`.
+
+    Attributes:
+      num_waiting, num_running: unfinished sequences without and with blocks.
+      free_blocks, cached_blocks, held_blocks: blocks by who holds them (nobody, the prefix cache alone, sequences);
+        they sum up to the pool.
+      waste: share of the held blocks' slots that hold no token.
+      hit_rate: share of the tokens of admitted sequences that were found in the prefix cache.
+      num_recomputed, num_swapped: preemptions either way.
+      num_steps: steps launched.
+      num_prompt_tokens: tokens computed of prompts, and of what was recomputed; hits do not count.
+      num_output_tokens: tokens given out.
+      tokens_per_second: output tokens by the time spent in `Engine.step`.
+      num_compiled: compiled programs; constant.
+    """
+
+    num_waiting: int
+    num_running: int
+    free_blocks: int
+    cached_blocks: int
+    held_blocks: int
+    waste: float
+    hit_rate: float
+    num_recomputed: int
+    num_swapped: int
+    num_steps: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    tokens_per_second: float
+    num_compiled: int
+
+
+class Engine:
+    """Runs many requests at once over any model that offers a `Step`.
+
+    One thread at a time may call it. The same requests in the same order lead to the same steps in every process.
+
+    Args:
+      step: the model, see `Step`.
+      weights: the model's arrays.
+      caches: a `PagedKVCache` a layer; they belong to the engine from now on.
+      config: sizes and policies.
+      tokenizer: turns tokens into text; without one there are token ids only, and no stop texts.
+      show_progress: whether a bar on stderr shows how far compiling is; it needs the package rich.
+      compiler_options: XLA's options for the engine's programs, or None.
+
+    Example:
+      >>> engine = Engine(step, weights, caches, EngineConfig(max_model_len=512))
+      >>> (completions,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
+      >>> completions[0].token_ids
+      (7, 7, 2, 5)
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        weights: Any,
+        caches: Caches,
+        config: EngineConfig,
+        *,
+        tokenizer: Tokenizer | None = None,
+        show_progress: bool = False,
+        compiler_options: dict[str, Any] | None = None,
+    ):
+        _check_pool(config, caches[0].num_blocks if caches else 0)
+        self.config, self.tokenizer = config, tokenizer
+        self._runner = Runner(
+            step, weights, caches, config, show_progress=show_progress, compiler_options=compiler_options
+        )
+        self.reset()
+
+    def reset(self, config: EngineConfig | None = None) -> None:
+        """Forgets all requests, the prefix cache and the statistics; compiles nothing.
+
+        Args:
+          config: new policies, or None to keep them.
+
+        Raises:
+          ValueError: the config differs in what is compiled.
+        """
+        config = config or self.config
+        if config.compiled != self.config.compiled:
+            raise ValueError("reset cannot change what is compiled: make a new Engine")
+        _check_pool(config, self._runner.num_blocks)
+        self.config = config
+        block_size = self._runner.block_size
+        self._blocks = BlockManager(
+            config.num_blocks or self._runner.num_blocks,
+            block_size,
+            config.max_num_seqs,
+            -(-config.max_model_len // block_size),
+            config.num_host_blocks,
+            config.prefix_caching,
+        )
+        self._scheduler = Scheduler(config, self._blocks, self._runner.block_bytes)
+        self._requests: dict[int, list[Sequence]] = {}
+        self._launched: Launched | None = None
+        self._next_id = self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
+        self._seconds = 0.0
+
+    def add_request(
+        self,
+        prompt: collections.abc.Sequence[int],
+        params: SamplingParams = SamplingParams(),  # noqa: B008 (immutable)
+    ) -> int:
+        """Puts a request in line.
+
+        Args:
+          prompt: token ids, at least one.
+          params: what is wanted.
+
+        Returns:
+          The request's id: its number in order of arrival.
+
+        Raises:
+          ValueError, TypeError: the request can never be served, and why.
+        """
+        tokens = [int(token) for token in prompt]
+        max_total = self.check(tokens, params)
+        request_id, self._next_id = self._next_id, self._next_id + 1
+        seed = request_id if params.seed is None else params.seed
+        samples = [
+            Sequence(request_id, index, params, list(tokens), len(tokens), max_total, seed) for index in range(params.n)
+        ]
+        if self.tokenizer is not None:
+            for sequence in samples:
+                sequence.text = TextStream(self.tokenizer, tokens, params.stop)
+        samples[0].children = samples[1:]
+        self._requests[request_id] = samples
+        self._scheduler.add(samples[0])
+        return request_id
+
+    def step(self) -> list[Delta]:
+        """Launches a step, then waits for what the step before it drew.
+
+        Returns:
+          What is new, of each sample at most one `Delta`.
+        """
+        began = time.perf_counter()
+        before, self._launched = self._launched, None
+        plan = self._scheduler.schedule()
+        if plan is not None:
+            self._launched = self._runner.launch(plan)
+            self._num_steps += 1
+            self._num_prompt_tokens += sum(
+                min(chunk.start + chunk.num_tokens, chunk.sequence.num_prompt) - chunk.start
+                for chunk in plan.chunks
+                if chunk.start < chunk.sequence.num_prompt
+            )
+        deltas = self._read(before) if before is not None else []
+        self._seconds += time.perf_counter() - began
+        return deltas
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._requests)
+
+    def is_unfinished(self, request_id: int) -> bool:
+        """Whether more will come of a request."""
+        return request_id in self._requests
+
+    def cancel(self, request_id: int) -> bool:
+        """Drops a request and frees its blocks; no `Delta` of it will follow.
+
+        Args:
+          request_id: what `add_request` returned.
+
+        Returns:
+          Whether there was such an unfinished request.
+        """
+        samples = self._requests.pop(request_id, [])
+        for sequence in samples:
+            if sequence.finish_reason is None:
+                sequence.finish_reason = "cancelled"
+                self._scheduler.finish(sequence)
+        return bool(samples)
+
+    def stream(
+        self,
+        prompt: collections.abc.Sequence[int],
+        params: SamplingParams = SamplingParams(),  # noqa: B008
+    ) -> collections.abc.Iterator[Delta]:
+        """Adds a request and yields what is new of it; other requests advance on the way, but their news is lost.
+
+        Args:
+          prompt, params: as for `add_request`.
+
+        Yields:
+          The request's `Delta`s. Leaving the loop early cancels the request.
+        """
+        request_id = self.add_request(prompt, params)
+        try:
+            while request_id in self._requests:
+                yield from (delta for delta in self.step() if delta.request_id == request_id)
+        finally:
+            self.cancel(request_id)
+
+    def generate(
+        self,
+        prompts: collections.abc.Iterable[collections.abc.Sequence[int]],
+        params: SamplingParams | collections.abc.Iterable[SamplingParams] = SamplingParams(),  # noqa: B008
+    ) -> list[list[Completion]]:
+        """Runs a batch of requests to their end.
+
+        Args:
+          prompts: token ids of each.
+          params: of all, or one for each prompt.
+
+        Returns:
+          For each prompt its `n` completions.
+
+        Raises:
+          ValueError, TypeError: a request can never be served; none is added then.
+        """
+        prompts = [list(prompt) for prompt in prompts]
+        params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        for prompt, wanted in zip(prompts, params, strict=True):
+            self.check(prompt, wanted)
+        ids = [self.add_request(prompt, wanted) for prompt, wanted in zip(prompts, params, strict=True)]
+        news: dict[tuple[int, int], list[Delta]] = {
+            (request_id, index): [] for request_id, wanted in zip(ids, params, strict=True) for index in range(wanted.n)
+        }
+        while any(request_id in self._requests for request_id in ids):
+            for delta in self.step():
+                news.setdefault((delta.request_id, delta.index), []).append(delta)
+        return [
+            [_complete(news[request_id, index]) for index in range(wanted.n)]
+            for request_id, wanted in zip(ids, params, strict=True)
+        ]
+
+    def stats(self) -> Stats:
+        """What the engine is doing and has done."""
+        counters, counts = self._scheduler.counters, self._blocks.counts()
+        return Stats(
+            num_waiting=len(self._scheduler.waiting),
+            num_running=len(self._scheduler.running),
+            free_blocks=counts.free,
+            cached_blocks=counts.cached,
+            held_blocks=counts.held,
+            waste=self._blocks.waste(),
+            hit_rate=counters.hit_tokens / max(counters.looked_up_tokens, 1),
+            num_recomputed=counters.recomputed,
+            num_swapped=counters.swapped,
+            num_steps=self._num_steps,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_output_tokens=self._num_output_tokens,
+            tokens_per_second=self._num_output_tokens / self._seconds if self._seconds else 0.0,
+            num_compiled=self._runner.num_compiled,
+        )
+
+    def check(self, prompt: collections.abc.Sequence[int], params: SamplingParams) -> int:
+        """Refuses what can never be served; unlike all else it may be called from any thread.
+
+        Args:
+          prompt, params: as for `add_request`.
+
+        Returns:
+          The most tokens that each sample can have, the prompt's included.
+
+        Raises:
+          ValueError: the request can never be served, and why.
+        """
+        if not prompt:
+            raise ValueError("the prompt must have at least one token")
+        # The last token is never fed back: it needs no place in the cache.
+        room = min(self.config.max_model_len, self._blocks.num_blocks * self._blocks.block_size) + 1
+        if len(prompt) >= room:
+            raise ValueError(f"the prompt has {len(prompt)} tokens; at most {room - 1} fit")
+        if params.max_tokens is not None and len(prompt) + params.max_tokens > room:
+            raise ValueError(
+                f"the prompt's {len(prompt)} tokens and max_tokens = {params.max_tokens} more do not fit; at most "
+                f"{room - len(prompt)} new tokens do"
+            )
+        if params.n > self.config.max_num_seqs:
+            raise ValueError(f"n must be at most max_num_seqs = {self.config.max_num_seqs}, got {params.n}")
+        if params.logprobs is not None and params.logprobs > (limit := self.config.max_logprobs or 0):
+            raise ValueError(f"logprobs must be at most max_logprobs = {limit}, got {params.logprobs}")
+        if params.logprobs is not None and self.config.max_logprobs is None:
+            raise ValueError("logprobs need an engine whose max_logprobs is not None")
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop texts need an engine with a tokenizer")
+        return room if params.max_tokens is None else len(prompt) + params.max_tokens
+
+    def _read(self, launched: Launched) -> list[Delta]:
+        drawn = self._runner.read(launched)
+        deltas = []
+        for i, sample in enumerate(launched.plan.samples):
+            sample.sequence.num_unread -= 1
+            if sample.sequence.finish_reason is None:
+                deltas.append(self._take(sample, int(drawn.token_ids[i]), drawn, i))
+        return deltas
+
+    def _take(self, sample: Sample, token_id: int, drawn: Drawn, i: int) -> Delta:
+        """Appends a drawn token to its sequence, and ends the sequence if it was the last one."""
+        sequence, params = sample.sequence, sample.sequence.params
+        sequence.tokens.append(token_id)
+        self._num_output_tokens += 1
+        stop_reason: int | str | None = token_id if token_id in params.stop_token_ids else None
+        text = ""
+        if sequence.text is not None and stop_reason is None:
+            text = sequence.text.push(token_id)
+            stop_reason = sequence.text.stopped_by
+        is_full = len(sequence.tokens) >= sequence.max_total
+        if stop_reason is not None or is_full:
+            if sequence.text is not None:
+                text += sequence.text.flush()
+                stop_reason = sequence.text.stopped_by if stop_reason is None else stop_reason
+            sequence.finish_reason = "stop" if stop_reason is not None else "length"
+            self._scheduler.finish(sequence)
+            if all(other.finish_reason for other in self._requests[sequence.request_id]):
+                del self._requests[sequence.request_id]
+        logprobs = () if params.logprobs is None else (_logprob(drawn, i, params.logprobs),)
+        return Delta(
+            sequence.request_id, sequence.index, (token_id,), text, logprobs, sequence.finish_reason, stop_reason
+        )
+
+
+def _check_pool(config: EngineConfig, num_blocks: int) -> None:
+    if config.num_blocks is not None and config.num_blocks > num_blocks:
+        raise ValueError(f"num_blocks must be at most the caches' {num_blocks}, got {config.num_blocks}")
+
+
+def _logprob(drawn: Drawn, i: int, num_top: int) -> TokenLogprob:
+    assert drawn.logprobs is not None and drawn.top_ids is not None and drawn.top_logprobs is not None  # noqa: PT018
+    top = zip(drawn.top_ids[i, :num_top].tolist(), drawn.top_logprobs[i, :num_top].tolist(), strict=True)
+    return TokenLogprob(int(drawn.token_ids[i]), float(drawn.logprobs[i]), tuple(top))
+
+
+def _complete(deltas: list[Delta]) -> Completion:
+    last = deltas[-1]
+    assert last.finish_reason is not None
+    return Completion(
+        tuple(np.concatenate([delta.token_ids for delta in deltas]).tolist()),
+        "".join(delta.text for delta in deltas),
+        tuple(logprob for delta in deltas for logprob in delta.logprobs),
+        last.finish_reason,
+        last.stop_reason,
+    )

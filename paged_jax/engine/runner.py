@@ -1,0 +1,292 @@
+"""The compiled programs of an engine and the arrays they work on: weights, caches, the last token of each seat.
+
+Everything is compiled when the runner is made, ahead of the first request, and a compiled program takes no other shapes
+than its own: nothing compiles later. One program runs the model, draws the tokens and keeps them on the device for the
+next step; three small ones copy blocks and swap them out and in.
+
+    host     plan i+1 ──► packed ──┐          plan i+2 ──► packed ──┐        reads what step i drew
+    device   step i ──► last tokens ──► step i+1 ──► last tokens ──► step i+2
+"""
+
+import collections.abc
+import concurrent.futures
+import contextlib
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from paged_jax.cache import PagedKVCache
+from paged_jax.cache_ops import copy_blocks, swap_blocks
+from paged_jax.engine.batch import Caches, Step, StepShape
+from paged_jax.engine.blocks import Pairs
+from paged_jax.engine.config import EngineConfig
+from paged_jax.engine.sampling import Drawn, Kind, draw
+from paged_jax.engine.scheduler import Plan
+
+_PAIRS = 32  # pairs of blocks that a copy or a swap moves in one call
+_COMPILERS = 8  # threads that compile at the same time
+
+type Programs = dict[Any, Any]
+
+
+class Launched(NamedTuple):
+    """A step on its way: its plan, and what it draws, on the device."""
+
+    plan: Plan
+    drawn: Drawn
+
+
+class Runner:
+    """Compiles a model's programs and launches planned steps.
+
+    Args:
+      step: the model.
+      weights: its arrays.
+      caches: one a layer; the runner's for good, since every step is given them by donation.
+      config: the engine's.
+      show_progress: whether a bar on stderr tells how many programs are compiled; it needs the package rich.
+      compiler_options: XLA's options for the programs, or None.
+
+    Attributes:
+      num_compiled: how many programs were compiled; it never changes after the start.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        weights: Any,
+        caches: Caches,
+        config: EngineConfig,
+        *,
+        show_progress: bool = False,
+        compiler_options: dict[str, Any] | None = None,
+    ):
+        _check_caches(caches)
+        self.config = config
+        self.block_size, self.num_blocks = caches[0].block_size, caches[0].num_blocks
+        self.block_bytes = sum(cache.nbytes for cache in caches) // self.num_blocks
+        self._step, self._weights, self._caches = step, weights, caches
+        self._max_blocks_per_seq = -(-config.max_model_len // self.block_size)
+        self._replicated = _replicated(caches[0].value_cache.sharding)
+        self._last_tokens = jax.device_put(np.zeros(config.max_num_seqs, np.int32), self._replicated)
+        self._host_caches = tuple(_on_host(cache, config.num_host_blocks) for cache in caches)
+        self._programs = self._compile(show_progress, compiler_options)
+        self.num_compiled = len(self._programs)
+        self._warm_up()
+
+    def launch(self, plan: Plan) -> Launched:
+        """Starts a step and returns at once.
+
+        Args:
+          plan: what to do; the allocator's tables of its rows are among it.
+
+        Returns:
+          What `read` takes.
+        """
+        self._move("swap_out", plan.swap_out)
+        self._move("swap_in", plan.swap_in)
+        self._move("copy", plan.copies)
+        shape, kind = self._choose(plan)
+        drawn = self._run(shape, kind, _pack(plan, shape, self.config.max_num_seqs))
+        for array in jax.tree.leaves(drawn):
+            array.copy_to_host_async()
+        return Launched(plan, drawn)
+
+    @staticmethod
+    def read(launched: Launched) -> Drawn:
+        """Waits for what a step draws; the result holds NumPy arrays."""
+        return jax.tree.map(np.asarray, launched.drawn)
+
+    def _run(self, shape: StepShape, kind: Kind, packed: np.ndarray) -> Drawn:
+        program = self._programs[shape, kind]
+        self._caches, self._last_tokens, drawn = program(self._weights, self._caches, self._last_tokens, packed)
+        return drawn
+
+    def _choose(self, plan: Plan) -> tuple[StepShape, Kind]:
+        """The smallest compiled shape that the plan fits in, and what its program must be able to do."""
+        params = [sample.sequence.params for sample in plan.samples]
+        kind = Kind.RANDOM if any(p.temperature > 0 for p in params) else Kind.GREEDY
+        kind = Kind.LOGPROBS if any(p.logprobs is not None for p in params) else kind
+        num_tokens, num_rows = sum(chunk.num_tokens for chunk in plan.chunks), len(plan.chunks)
+        if num_tokens == num_rows:
+            rows = max(num_rows, len(plan.samples))
+            rows = next(size for size in self.config.decode_rows if size >= rows)
+            return self._shape(rows, rows, True), kind
+        num_tokens = next(size for size in self.config.mixed_tokens if size >= num_tokens)
+        return self._shape(num_tokens, self.config.max_num_seqs, False), kind
+
+    def _shape(self, num_tokens: int, num_rows: int, is_decode: bool) -> StepShape:
+        return StepShape(num_tokens, num_rows, self._max_blocks_per_seq, is_decode)
+
+    def _shapes(self) -> list[StepShape]:
+        mixed = [self._shape(size, self.config.max_num_seqs, False) for size in self.config.mixed_tokens]
+        return mixed + [self._shape(size, size, True) for size in self.config.decode_rows]
+
+    def _compile(self, show_progress: bool, options: dict[str, Any] | None) -> Programs:
+        caches_at = jax.tree.map(lambda array: array.sharding, self._caches)
+        kinds = list(Kind) if self.config.max_logprobs is not None else [Kind.GREEDY, Kind.RANDOM]
+        pairs = jax.ShapeDtypeStruct((_PAIRS, 2), np.dtype(np.int32))
+        lowered: Programs = {"copy": jax.jit(_copy, donate_argnums=0).lower(self._caches, pairs)}
+        if self.config.num_host_blocks:
+            lowered["swap_out"] = jax.jit(_swap, donate_argnums=1).lower(self._caches, self._host_caches, pairs)
+            lowered["swap_in"] = jax.jit(_swap, donate_argnums=1).lower(self._host_caches, self._caches, pairs)
+        for shape in self._shapes():
+            packed = jax.ShapeDtypeStruct((shape.size,), np.dtype(np.int32))
+            for kind in kinds:
+                lowered[shape, kind] = jax.jit(
+                    self._make_program(shape, kind),
+                    donate_argnums=(1, 2),
+                    out_shardings=(caches_at, self._replicated, self._replicated),
+                ).lower(self._weights, self._caches, self._last_tokens, packed)
+        with (
+            concurrent.futures.ThreadPoolExecutor(_COMPILERS) as pool,
+            _progress(show_progress, len(lowered)) as advance,
+        ):
+            futures = {name: pool.submit(program.compile, options) for name, program in lowered.items()}
+            for future in concurrent.futures.as_completed(futures.values()):
+                future.result()
+                advance()
+        return {name: future.result() for name, future in futures.items()}
+
+    def _make_program(self, shape: StepShape, kind: Kind) -> collections.abc.Callable[..., Any]:
+        def program(weights, caches, last_tokens, packed):
+            batch, draws = shape.unpack(packed, last_tokens, self.block_size)
+            logits, caches = self._step(weights, caches, batch)
+            drawn = draw(logits, draws, kind, self.config.max_logprobs or 0)
+            last_tokens = last_tokens.at[draws.seats].set(drawn.token_ids, mode="drop")
+            return caches, last_tokens, drawn
+
+        return program
+
+    def _warm_up(self) -> None:
+        """Runs every program once on nothing but padding: the first run of a program loads its code."""
+        for name in ("swap_out", "swap_in", "copy"):
+            if name in self._programs:
+                self._move(name, [(-1, -1)])
+        for name in self._programs:
+            if isinstance(name, tuple):
+                shape, kind = name
+                self._run(shape, kind, _pack(Plan(), shape, self.config.max_num_seqs))
+        jax.block_until_ready(self._last_tokens)
+
+    def _move(self, name: str, pairs: Pairs) -> None:
+        """Copies blocks by (source, destination); no destination is a source of a later call."""
+        for start in range(0, len(pairs), _PAIRS):
+            mapping = np.full((_PAIRS, 2), -1, np.int32)
+            some = pairs[start : start + _PAIRS]
+            mapping[: len(some)] = some
+            if name == "copy":
+                self._caches = self._programs[name](self._caches, mapping)
+            elif name == "swap_out":
+                self._host_caches = self._programs[name](self._caches, self._host_caches, mapping)
+            else:
+                self._caches = self._programs[name](self._host_caches, self._caches, mapping)
+
+
+def _copy(caches: Caches, pairs: jax.Array) -> Caches:
+    keys, values = copy_blocks([c.key_cache for c in caches], [c.value_cache for c in caches], pairs)
+    return tuple(
+        dataclasses.replace(cache, key_cache=key, value_cache=value)
+        for cache, key, value in zip(caches, keys, values, strict=True)
+    )
+
+
+def _swap(source: Caches, destination: Caches, pairs: jax.Array) -> Caches:
+    swapped = []
+    for src, dst in zip(source, destination, strict=True):
+        key, value = swap_blocks(src.key_cache, src.value_cache, dst.key_cache, dst.value_cache, pairs)
+        swapped.append(dataclasses.replace(dst, key_cache=key, value_cache=value))
+    return tuple(swapped)
+
+
+def _pack(plan: Plan, shape: StepShape, num_seats: int) -> np.ndarray:
+    """The plan as the one array that travels to the device; a fresh one, since the last one may still be on its way."""
+    packed = np.zeros(shape.size, np.int32)
+    parts = shape.split(packed)
+    for name in ("temperature", "top_p"):
+        parts[name] = parts[name].view(np.float32)
+    parts["seats"][:] = num_seats  # out of range
+    parts["block_tables"][:] = -1
+    ids, start, end = parts["token_ids"], parts["query_start_loc"], 0
+    for row, (sequence, seat, first, count) in enumerate(plan.chunks):
+        known = sequence.tokens[first : first + count]
+        ids[end : end + len(known)] = known
+        if len(known) < count:  # the host has not read the last one
+            ids[end + len(known)] = -1 - seat
+        end += count
+        start[row + 1] = end
+        parts["seq_lens"][row] = first + count
+    start[len(plan.chunks) + 1 :] = end
+    if plan.tables is not None:
+        parts["block_tables"][: len(plan.chunks)] = plan.tables
+    if plan.samples:
+        sequences, seats, rows, positions = zip(*plan.samples, strict=True)
+        params = [sequence.params for sequence in sequences]
+        seeds = np.array([sequence.seed for sequence in sequences], np.uint64)
+        values = {
+            "logit_rows": start[np.array(rows) + 1] - 1,
+            "seats": seats,
+            "temperature": [p.temperature for p in params],
+            "top_k": [p.top_k for p in params],
+            "top_p": [p.top_p for p in params],
+            "seed_high": (seeds >> np.uint64(32)).astype(np.uint32).view(np.int32),
+            "seed_low": (seeds & np.uint64(2**32 - 1)).astype(np.uint32).view(np.int32),
+            "index": [sequence.index for sequence in sequences],
+            "position": positions,
+        }
+        for name, value in values.items():
+            parts[name][: len(sequences)] = value
+    return packed
+
+
+def _check_caches(caches: Caches) -> None:
+    if not caches:
+        raise ValueError("caches must hold a PagedKVCache a layer, got none")
+    first = caches[0]
+    for layer, cache in enumerate(caches):
+        if (cache.num_blocks, cache.block_size) != (first.num_blocks, first.block_size):
+            raise ValueError(
+                f"all caches must have as many blocks of one size: layer {layer} has {cache.num_blocks} of "
+                f"{cache.block_size}, layer 0 has {first.num_blocks} of {first.block_size}"
+            )
+        if any(scale is not None and np.ndim(scale) == 3 for scale in (cache.k_scale, cache.v_scale)):
+            raise ValueError(
+                f"layer {layer} has a scale for each token's place in the pool; blocks move between requests, so that "
+                "an engine takes scales for the whole cache or per kv head"
+            )
+
+
+def _replicated(sharding: Any) -> Any:
+    """Where small arrays go: to every device that holds a part of the caches."""
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec())
+    return sharding
+
+
+def _on_host(cache: PagedKVCache, num_blocks: int) -> PagedKVCache:
+    """A cache of so many blocks in pinned host memory; at least one, for its type's sake."""
+
+    def place(pool):
+        zeros = np.zeros((max(num_blocks, 1), *pool.shape[1:]), pool.dtype)
+        return jax.device_put(zeros, pool.sharding.with_memory_kind("pinned_host"))
+
+    return dataclasses.replace(cache, key_cache=place(cache.key_cache), value_cache=place(cache.value_cache))
+
+
+@contextlib.contextmanager
+def _progress(is_shown: bool, total: int) -> collections.abc.Iterator[collections.abc.Callable[[], None]]:
+    """Gives what is to be called after each of `total` pieces of work."""
+    if not is_shown:
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("Compiling", total=total)
+        yield lambda: progress.advance(task)

@@ -1,0 +1,131 @@
+"""Draws the next tokens on the device: greedy, temperature, top-k, top-p, and log-probabilities.
+
+What a row draws depends on its logits, its seed, its index and its position alone: the random numbers are a function of
+those (a counter-based generator), so that the same request gives the same tokens in any batch.
+
+Nothing here branches on values: a branch on the device would make the host wait for it. What nobody in a batch asks for
+is left out by compiling a step several times, once for each `Kind`.
+
+Top-k and top-p keep all tokens above a threshold. It is found bit by bit: 32 sums over the vocabulary, which take less
+time than sorting it.
+"""
+
+import enum
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32, UInt32
+
+from paged_jax.engine.batch import Draws
+
+
+class Kind(enum.IntEnum):
+    """What a step's program can do beside running the model; each kind can do all that those before it can."""
+
+    GREEDY = 0
+    RANDOM = 1
+    LOGPROBS = 2
+
+
+class Drawn(NamedTuple):
+    """The drawn tokens, i32 [num_rows], and what was asked of their log-probabilities.
+
+    Attributes:
+      token_ids: i32 [num_rows].
+      logprobs: f32 [num_rows], of the drawn tokens; None unless the kind is LOGPROBS, as all below.
+      top_ids: i32 [num_rows, max_logprobs], the most likely tokens, in falling order.
+      top_logprobs: f32 [num_rows, max_logprobs].
+    """
+
+    token_ids: Array
+    logprobs: Array | None = None
+    top_ids: Array | None = None
+    top_logprobs: Array | None = None
+
+
+def draw(logits: Float32[Array, "num_rows vocab_size"], draws: Draws, kind: Kind, max_logprobs: int) -> Drawn:
+    """Draws one token for each row of logits.
+
+    Args:
+      logits: f32 [num_rows, vocab_size].
+      draws: how to draw, [num_rows] each.
+      kind: what the program can do (static).
+      max_logprobs: how many of the most likely tokens to tell (static).
+
+    Returns:
+      The drawn tokens. A greedy row takes the lowest id of equally likely tokens.
+    """
+    logits = logits.astype(jnp.float32)
+    token_ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if kind >= Kind.RANDOM:
+        is_random = draws.temperature > 0
+        scaled = logits / jnp.where(is_random, draws.temperature, 1)[:, None]
+        kept = keep_top(scaled, draws.top_k, draws.top_p)
+        noise = _noise(draws, logits.shape[-1])
+        drawn = jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf), axis=-1).astype(jnp.int32)
+        token_ids = jnp.where(is_random, drawn, token_ids)
+    if kind < Kind.LOGPROBS:
+        return Drawn(token_ids)
+    total = jax.nn.logsumexp(logits, axis=-1)
+    logprobs = jnp.take_along_axis(logits, token_ids[:, None], axis=-1)[:, 0] - total
+    top, top_ids = jax.lax.top_k(logits, min(max_logprobs, logits.shape[-1]))
+    return Drawn(token_ids, logprobs, top_ids.astype(jnp.int32), top - total[:, None])
+
+
+def keep_top(
+    logits: Float32[Array, "num_rows vocab_size"],
+    top_k: Int32[Array, " num_rows"],
+    top_p: Float32[Array, " num_rows"],
+) -> Array:
+    """Which tokens can be drawn.
+
+    Only the `top_k` most likely tokens stay; then, of their probabilities renormalised, the fewest most likely ones
+    that together reach `top_p`. Tokens as likely as the last one that stays, stay too.
+
+    Args:
+      logits: f32 [num_rows, vocab_size]; -inf forbids a token.
+      top_k: i32 [num_rows]; 0 for all.
+      top_p: f32 [num_rows]; 1 for all.
+
+    Returns:
+      bool [num_rows, vocab_size].
+    """
+    keys = _rising_keys(logits)
+    kept = keys >= _threshold(keys, jnp.ones_like(logits), top_k.astype(jnp.float32), top_k <= 0)[:, None]
+    weights = jnp.where(kept, jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True)), 0.0)
+    limit = top_p * weights.sum(axis=-1)
+    return kept & (keys >= _threshold(keys, weights, limit, top_p >= 1)[:, None])
+
+
+def _rising_keys(logits: Float32[Array, "n v"]) -> UInt32[Array, "n v"]:
+    """Unsigned integers in the order of the logits."""
+    bits = jax.lax.bitcast_convert_type(logits, jnp.uint32)
+    sign = jnp.uint32(1 << 31)
+    return jnp.where(bits & sign != 0, ~bits, bits | sign)
+
+
+def _threshold(
+    keys: UInt32[Array, "n v"], weights: Float32[Array, "n v"], limit: Float32[Array, " n"], is_off: Array
+) -> UInt32[Array, " n"]:
+    """The highest key such that the weights of the tokens from it upwards reach the limit; 0 where it is off."""
+
+    def try_bit(i, threshold):
+        candidate = threshold | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        reached = jnp.where(keys >= candidate[:, None], weights, 0.0).sum(axis=-1) >= limit
+        return jnp.where(reached, candidate, threshold)
+
+    threshold = jax.lax.fori_loop(0, 32, try_bit, jnp.zeros(keys.shape[0], jnp.uint32))
+    return jnp.where(is_off, jnp.uint32(0), threshold)
+
+
+def _noise(draws: Draws, vocab_size: int) -> Float32[Array, "n v"]:
+    """Gumbel noise of each row: the most likely token after adding it is a draw from the softmax."""
+
+    def row(seed_high, seed_low, index, position):
+        seed = jax.lax.bitcast_convert_type(jnp.stack([seed_high, seed_low]), jnp.uint32)
+        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+        key = jax.random.fold_in(jax.random.fold_in(key, index), position)
+        return jax.random.gumbel(key, (vocab_size,), jnp.float32)
+
+    return jax.vmap(row)(draws.seed_high, draws.seed_low, draws.index, draws.position)

@@ -1,0 +1,253 @@
+"""Decides what each step computes: plain Python over lists, no arrays of the device, no clock.
+
+Each step, in this order:
+
+1. every running sequence whose prompt is computed gets one token (decode rows are never starved);
+2. running sequences whose prompt is not get pieces of it while the token budget lasts (chunked prefill);
+3. if blocks run out for these, the sequence that arrived last is preempted, until they fit;
+4. else waiting sequences are admitted in order of arrival while seats, budget and blocks last.
+
+The first in line can always go on, since any one sequence fits into the pool: nothing waits for ever. The plans depend
+on the requests and their order alone, so that several processes that are told the same plan the same.
+"""
+
+import bisect
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+
+from paged_jax.engine.blocks import BlockManager, Pairs
+from paged_jax.engine.config import EngineConfig
+from paged_jax.engine.request import Sequence
+
+
+class Chunk(NamedTuple):
+    """A row of a batch: some consecutive tokens of a sequence that a step computes."""
+
+    sequence: Sequence
+    seat: int
+    start: int
+    num_tokens: int
+
+
+class Sample(NamedTuple):
+    """A token that a step draws: for which sequence, from the last logits of which row of the batch."""
+
+    sequence: Sequence
+    seat: int
+    row: int
+    position: int
+
+
+@dataclasses.dataclass
+class Plan:
+    """What one step does, in the order of the fields.
+
+    Attributes:
+      swap_out: (device block, host block) of sequences that leave.
+      swap_in: (host block, device block) of sequences that come back.
+      copies: (source, destination) of shared blocks that sequences are about to write to.
+      chunks: the rows of the batch, pieces of prompts first.
+      samples: the tokens to draw.
+      tables: i32 [len(chunks), max_blocks_per_seq], the rows' block tables.
+    """
+
+    swap_out: Pairs = dataclasses.field(default_factory=list)
+    swap_in: Pairs = dataclasses.field(default_factory=list)
+    copies: Pairs = dataclasses.field(default_factory=list)
+    chunks: list[Chunk] = dataclasses.field(default_factory=list)
+    samples: list[Sample] = dataclasses.field(default_factory=list)
+    tables: np.ndarray | None = None
+
+
+class Counters:
+    """How often things happened since the start."""
+
+    def __init__(self):
+        self.recomputed = self.swapped = 0
+        self.looked_up_tokens = self.hit_tokens = 0
+
+
+class Scheduler:
+    """Holds all unfinished sequences: `running` ones have a seat and blocks, `waiting` ones have neither.
+
+    Args:
+      config: the engine's.
+      blocks: who gives the blocks.
+      block_bytes: of one block in all layers, what a swap moves.
+    """
+
+    def __init__(self, config: EngineConfig, blocks: BlockManager, block_bytes: int):
+        self.config, self.blocks, self.block_bytes = config, blocks, block_bytes
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.free_seats = list(range(config.max_num_seqs))[::-1]
+        self.counters = Counters()
+
+    def add(self, sequence: Sequence) -> None:
+        """Takes a new sequence; its children come with it."""
+        bisect.insort(self.waiting, sequence, key=lambda other: other.arrival)
+
+    def schedule(self) -> Plan | None:
+        """Plans the next step, or None if no sequence needs one."""
+        for sequence in [s for s in self.running if s.is_exhausted]:
+            self._leave(sequence)
+        plan = Plan()
+        tokens = self._continue()
+        preempted = self._make_room(tokens, plan)
+        if not preempted:
+            self._admit_waiting(tokens, plan)
+        if not tokens:
+            return None
+        self._lay_out(tokens, plan)
+        return plan
+
+    def finish(self, sequence: Sequence) -> None:
+        """Forgets a sequence, wherever it stands."""
+        if sequence.seat is not None:
+            self._leave(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+            if sequence.host_blocks is not None:
+                self.blocks.free_on_host(sequence.host_blocks)
+                sequence.host_blocks = None
+
+    def _continue(self) -> dict[Sequence, int]:
+        """How many tokens each running sequence computes, if blocks last."""
+        tokens = {sequence: 1 for sequence in self.running if sequence.num_to_compute == 1}
+        budget = self.config.max_tokens_per_step - len(tokens)
+        for sequence in self.running:
+            if sequence.num_to_compute > 1 and budget > 0:
+                tokens[sequence] = min(sequence.num_to_compute, budget)
+                budget -= tokens[sequence]
+        return tokens
+
+    def _make_room(self, tokens: dict[Sequence, int], plan: Plan) -> bool:
+        """Appends these tokens, preempting whom it must; whether it preempted anybody."""
+        preempted = False
+        while tokens:
+            copies = self.blocks.append({_seat(sequence): count for sequence, count in tokens.items()})
+            if copies is not None:
+                plan.copies += copies
+                self._computed(tokens)
+                return preempted
+            victim = self.running[-1]
+            tokens.pop(victim, None)
+            self._preempt(victim, plan)
+            preempted = True
+        return preempted
+
+    def _computed(self, tokens: dict[Sequence, int]) -> None:
+        for sequence, count in tokens.items():
+            sequence.num_computed += count
+        self.blocks.cache_full_blocks(tokens)
+
+    def _preempt(self, sequence: Sequence, plan: Plan) -> None:
+        """Takes a sequence's blocks and seat; it waits in its old place in line."""
+        pairs = self.blocks.swap_out(_seat(sequence)) if self._should_swap(sequence) else None
+        if pairs is not None:
+            plan.swap_out += pairs
+            sequence.host_blocks = [host for _, host in pairs]
+            self.counters.swapped += 1
+        else:
+            self.counters.recomputed += 1
+        num_computed = sequence.num_computed
+        self._leave(sequence)
+        sequence.num_computed = num_computed if pairs is not None else 0
+        sequence.num_cached = 0
+        self.add(sequence)
+
+    def _should_swap(self, sequence: Sequence) -> bool:
+        """Whether moving the blocks out and in again costs less than computing anew what nobody else holds."""
+        if not self.config.num_host_blocks or not sequence.num_computed or self.config.preemption == "recompute":
+            return False
+        if self.config.preemption == "swap":
+            return True
+        seat = _seat(sequence)
+        num_lost = sequence.num_computed - self.blocks.count_shared(seat) * self.blocks.block_size
+        num_blocks = self.blocks.blocks_for(sequence.num_computed)
+        swap_seconds = 2 * num_blocks * self.block_bytes / self.config.swap_bytes_per_second
+        return swap_seconds < num_lost / self.config.recompute_tokens_per_second
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Gives back the seat and the blocks of a running sequence, and its children's seats."""
+        seat = _seat(sequence)
+        self.blocks.cache_full_blocks([sequence])
+        self.blocks.release(seat)
+        self.running.remove(sequence)
+        self.free_seats += [_seat(child) for child in reversed(sequence.children)]
+        self.free_seats.append(seat)
+        sequence.seat = None
+        for child in sequence.children:
+            child.seat = None
+
+    def _admit_waiting(self, tokens: dict[Sequence, int], plan: Plan) -> None:
+        if not self.waiting:
+            return
+        budget = self.config.max_tokens_per_step - sum(tokens.values())
+        # Blocks that running sequences will want: the rest of their prompts, and one more each.
+        reserve = sum(
+            self.blocks.blocks_for(s.num_tokens + 1) - self.blocks.blocks_for(s.num_computed) for s in self.running
+        ) + len(self.running)
+        while self.waiting and budget > 0:
+            sequence = self.waiting[0]
+            if 1 + len(sequence.children) > len(self.free_seats):
+                return
+            hits = self.blocks.match(sequence) if sequence.host_blocks is None else []
+            num_blocks = self.blocks.blocks_for(sequence.num_tokens) - len(hits)
+            available = self.blocks.num_available - self.blocks.count_unused(hits)
+            if self.running and num_blocks + reserve > available:
+                return
+            self._admit(self.waiting.pop(0), hits, budget, tokens, plan)
+            budget -= tokens[sequence]
+            reserve += self.blocks.blocks_for(sequence.num_to_compute) + 1 + len(sequence.children)
+
+    def _admit(self, sequence: Sequence, hits: list[int], budget: int, tokens: dict[Sequence, int], plan: Plan) -> None:
+        """Seats a waiting sequence and gives it blocks for what it has, and for its first piece of the rest."""
+        sequence.seat = self.free_seats.pop()
+        for child in sequence.children:
+            child.seat = self.free_seats.pop()
+        bisect.insort(self.running, sequence, key=lambda other: other.arrival)
+        if sequence.host_blocks is None:
+            sequence.num_computed = len(hits) * self.blocks.block_size
+            sequence.num_cached = len(hits)
+            self.blocks.adopt(sequence.seat, hits)
+            self.counters.looked_up_tokens += sequence.num_tokens
+            self.counters.hit_tokens += sequence.num_computed
+        tokens[sequence] = min(sequence.num_to_compute, budget)
+        restored = sequence.num_computed if sequence.host_blocks is not None else 0
+        copies = self.blocks.append({sequence.seat: restored + tokens[sequence]})
+        assert copies == [], "a sequence was admitted without blocks, or began with a block that is not full"
+        if sequence.host_blocks is not None:
+            plan.swap_in += list(zip(sequence.host_blocks, self.blocks.table(sequence.seat), strict=False))
+            self.blocks.free_on_host(sequence.host_blocks)
+            sequence.host_blocks = None
+        self._computed({sequence: tokens[sequence]})
+
+    def _lay_out(self, tokens: dict[Sequence, int], plan: Plan) -> None:
+        """Puts the rows in order, draws tokens where all is computed, and lets children begin there."""
+        for sequence, count in sorted(tokens.items(), key=lambda item: item[1] == 1):
+            row, seat = len(plan.chunks), _seat(sequence)
+            plan.chunks.append(Chunk(sequence, seat, sequence.num_computed - count, count))
+            if sequence.num_to_compute:
+                continue
+            for sampled in (sequence, *sequence.children):
+                if sampled is not sequence:
+                    self._begin_child(sequence, sampled)
+                plan.samples.append(Sample(sampled, _seat(sampled), row, sequence.num_computed))
+            for sampled in (sequence, *sequence.children):
+                sampled.num_unread += 1
+            sequence.children = []
+        plan.tables = self.blocks.state.block_tables[[chunk.seat for chunk in plan.chunks]]
+
+    def _begin_child(self, parent: Sequence, child: Sequence) -> None:
+        child.num_computed, child.num_cached = parent.num_computed, parent.num_cached
+        child.hashes = list(parent.hashes)
+        self.blocks.fork(_seat(parent), _seat(child))
+        bisect.insort(self.running, child, key=lambda other: other.arrival)
+
+
+def _seat(sequence: Sequence) -> int:
+    assert sequence.seat is not None, "the sequence does not run"
+    return sequence.seat

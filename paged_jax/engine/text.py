@@ -1,0 +1,74 @@
+"""Turns a sample's tokens into text as they come, and finds the texts that end it."""
+
+import collections.abc
+
+from paged_jax.engine.request import Tokenizer
+
+_CONTEXT = 5  # tokens of the prompt that are decoded along with the first output tokens
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+
+class TextStream:
+    """The text of one sample, never half a character and never a part of a stop text.
+
+    What a token spells may depend on its neighbours: new text is what decoding some earlier tokens gives more with the
+    new tokens than without them.
+
+    Args:
+      tokenizer: what decodes.
+      prompt: token ids of the prompt.
+      stop: texts that end the sample.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: collections.abc.Sequence[int], stop: collections.abc.Sequence[str]
+    ):
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._ids = list(prompt[-_CONTEXT:])
+        self._num_read = len(self._ids)
+        self._read = tokenizer.decode(self._ids)
+        self._held = ""  # text that may begin a stop text
+        self.stopped_by: str | None = None
+
+    def push(self, token_id: int) -> str:
+        """Takes a token.
+
+        Returns:
+          The text that is certain now; `stopped_by` is set once a stop text is complete.
+        """
+        self._ids.append(token_id)
+        whole = self._tokenizer.decode(self._ids)
+        new = whole[len(self._read) :]
+        if not new or new.endswith(_BROKEN):
+            return ""  # bytes of an unfinished character
+        self._ids = self._ids[self._num_read :]
+        self._num_read = len(self._ids)
+        self._read = self._tokenizer.decode(self._ids)
+        return self._release(new)
+
+    def flush(self) -> str:
+        """The text that still waits when the sample ends, with replacement characters for bytes that spell nothing."""
+        if self.stopped_by is not None:
+            return ""
+        whole = self._tokenizer.decode(self._ids)
+        text = self._release(whole[len(self._read) :])
+        self._read = whole
+        held, self._held = self._held, ""
+        return text + held
+
+    def _release(self, new: str) -> str:
+        text = self._held + new
+        found = [(text.find(stop), stop) for stop in self._stop if stop in text]
+        if found:
+            at, self.stopped_by = min(found)
+            self._held = ""
+            return text[:at]
+        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of `text` that `stop` begins with."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,126 @@
+"""A two-layer transformer in plain JAX for the engine's tests, and the same without any cache to compare with.
+
+Its weights are random: every prompt leads to a text of its own, and likely tokens are far enough apart that the order
+of sums does not change which is the most likely.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import paged_jax
+
+VOCAB, LAYERS, HEADS, KV_HEADS, HEAD_SIZE, MAX_LEN = 61, 2, 4, 2, 8, 64
+HIDDEN = HEADS * HEAD_SIZE
+
+
+def make_weights(seed=0):
+    """Random weights: an embedding, positions, and of each layer q, k, v, o and an MLP."""
+    rng = np.random.default_rng(seed)
+
+    def random(*shape):
+        return jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[0]), jnp.float32)
+
+    layer = {"q": HIDDEN, "k": KV_HEADS * HEAD_SIZE, "v": KV_HEADS * HEAD_SIZE, "o": HIDDEN}
+    return {
+        "embedding": random(VOCAB, HIDDEN) * 8,
+        "positions": random(MAX_LEN, HIDDEN) * 4,
+        "head": random(HIDDEN, VOCAB) * 3,
+        "layers": [
+            {
+                **{name: random(HIDDEN, size) * 2 for name, size in layer.items()},
+                "up": random(HIDDEN, 2 * HIDDEN),
+                "down": random(2 * HIDDEN, HIDDEN),
+            }
+            for _ in range(LAYERS)
+        ],
+    }
+
+
+def make_caches(num_blocks, block_size, **options):
+    """One cache a layer."""
+    options = {"dtype": jnp.float32} | options
+    return tuple(
+        paged_jax.PagedKVCache.create(num_blocks, block_size, KV_HEADS, HEAD_SIZE, **options) for _ in range(LAYERS)
+    )
+
+
+def step(weights, caches, batch):
+    """The model over a paged cache: `paged_jax.engine.Step`."""
+
+    def attend(query, key, value, cache):
+        pools = cache.key_cache, cache.value_cache
+        if batch.is_decode:
+            out, *pools = paged_jax.write_and_attend(
+                query, key, value, *pools, batch.block_tables, batch.seq_lens, batch.slot_mapping
+            )
+        else:
+            pools = paged_jax.write_to_paged_cache(key, value, *pools, batch.slot_mapping)
+            out = paged_jax.ragged_paged_attention(
+                query, *pools, batch.block_tables, batch.seq_lens, batch.query_start_loc
+            )
+        return out, dataclasses.replace(cache, key_cache=pools[0], value_cache=pools[1])
+
+    hidden, caches = _layers(weights, batch.token_ids, batch.positions, caches, attend)
+    return hidden[batch.logit_rows] @ weights["head"], caches
+
+
+@jax.jit
+def _logits(weights, token_ids):
+    """All logits of one sequence by plain causal attention."""
+
+    def attend(query, key, value, cache):
+        key, value = (jnp.repeat(x, HEADS // KV_HEADS, axis=1) for x in (key, value))
+        logits = jnp.einsum("qhd,khd->hqk", query, key) * HEAD_SIZE**-0.5
+        seen = jnp.tril(jnp.ones(logits.shape[1:], bool))
+        return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(jnp.where(seen[None], logits, -jnp.inf)), value), cache
+
+    positions = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
+    hidden, _ = _layers(weights, token_ids, positions, (None,) * LAYERS, attend)
+    return hidden @ weights["head"]
+
+
+def _layers(weights, token_ids, positions, caches, attend):
+    hidden = weights["embedding"][token_ids] + weights["positions"][positions]
+    new_caches = []
+    for layer, cache in zip(weights["layers"], caches, strict=True):
+        normed = _norm(hidden)
+        query, key, value = ((normed @ layer[name]).reshape(hidden.shape[0], -1, HEAD_SIZE) for name in "qkv")
+        out, cache = attend(query, key, value, cache)
+        hidden = hidden + out.reshape(hidden.shape) @ layer["o"]
+        hidden = hidden + jax.nn.relu(_norm(hidden) @ layer["up"]) @ layer["down"]
+        new_caches.append(cache)
+    return _norm(hidden), tuple(new_caches)
+
+
+def _norm(x):
+    return x / jnp.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-5)
+
+
+class Reference:
+    """One-by-one generation: the whole sequence anew for every token, no cache, no batch."""
+
+    def __init__(self, weights):
+        self.weights = weights
+        self._next = functools.cache(self._next)
+
+    def logits(self, tokens):
+        """f32 [vocab]: the logits after these tokens."""
+        padded = np.zeros(MAX_LEN, np.int32)
+        padded[: len(tokens)] = tokens
+        return np.asarray(_logits(self.weights, padded))[len(tokens) - 1]
+
+    def greedy(self, prompt, max_tokens, stop=()):
+        """The most likely tokens after a prompt, up to and with the first stop token."""
+        tokens = list(prompt)
+        for _ in range(max_tokens):
+            tokens.append(self._next(tuple(tokens)))
+            if tokens[-1] in stop:
+                break
+        return tuple(tokens[len(prompt) :])
+
+    def _next(self, tokens):
+        return int(self.logits(tokens).argmax())

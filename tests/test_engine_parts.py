@@ -1,0 +1,241 @@
+"""The engine's parts one by one: plans, prefix cache, text, drawing, what a model is given, what is refused."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paged_jax import build_metadata
+from paged_jax.engine import EngineConfig, SamplingParams
+from paged_jax.engine.batch import Draws, StepShape
+from paged_jax.engine.blocks import BlockManager
+from paged_jax.engine.prefix import PrefixCache, extend_hashes
+from paged_jax.engine.request import Sequence
+from paged_jax.engine.sampling import Kind, draw, keep_top
+from paged_jax.engine.scheduler import Scheduler
+from paged_jax.engine.text import TextStream
+
+
+def plans_digest():
+    """A digest of all plans of a busy, preempting schedule; no model runs."""
+    config = EngineConfig(max_model_len=48, max_num_seqs=4, max_tokens_per_step=16, num_host_blocks=16)
+    digest, rng = hashlib.sha256(), np.random.default_rng(3)
+    blocks = BlockManager(20, 4, 4, 12, 16, True)
+    scheduler = Scheduler(config, blocks, 1)
+    for i in range(60):
+        prompt = [i % 3] * int(rng.integers(1, 20))
+        scheduler.add(Sequence(i, 0, SamplingParams(), prompt, len(prompt), len(prompt) + 20, i))
+    unread = None
+    while (plan := scheduler.schedule()) is not None or unread is not None:
+        if plan is not None:
+            rows = [(c.sequence.arrival, c.start, c.num_tokens) for c in plan.chunks]
+            digest.update(repr((rows, plan.swap_out, plan.swap_in, plan.copies, plan.tables.tolist())).encode())
+        for sample in unread.samples if unread is not None else ():
+            sample.sequence.num_unread -= 1
+            sample.sequence.tokens.append(len(sample.sequence.tokens) % 5)
+        unread = plan
+    assert scheduler.counters.swapped
+    assert not scheduler.running and not scheduler.waiting  # noqa: PT018
+    return digest.hexdigest()
+
+
+def test_every_process_plans_alike():
+    code = "from tests.test_engine_parts import plans_digest; print(plans_digest())"
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[1],
+        env=os.environ | {"PYTHONHASHSEED": "12345", "JAX_PLATFORMS": "cpu"},
+    )
+    assert process.stdout.split()[-1] == plans_digest()
+
+
+def test_hashes_name_whole_beginnings():
+    """A block's name depends on all tokens before it, and on nothing else."""
+    names = []
+    extend_hashes(names, list(range(10)), 4)
+    assert len(names) == 2
+    extend_hashes(names, list(range(13)), 4)
+    again, other = [], []
+    extend_hashes(again, list(range(13)), 4)
+    extend_hashes(other, [9, *range(1, 13)], 4)
+    assert names == again
+    assert not set(names) & set(other)
+
+
+def test_the_least_recently_used_block_is_evicted_first_and_a_chain_from_its_end():
+    cache, names = PrefixCache(), [bytes([i]) for i in range(4)]
+    assert all(cache.insert(name, block) for block, name in enumerate(names))
+    assert not cache.insert(names[0], 9), "the name is taken"
+    assert 9 not in cache
+    assert cache.evict(4) == [], "sequences hold all of them"
+    cache.disuse([2, 1, 0])
+    cache.disuse([7])  # never cached
+    assert cache.num_unused == cache.count_unused([0, 1, 2, 3]) == 3
+    cache.use(cache.match([names[0]]))
+    cache.disuse([0])
+    assert cache.evict(2) == [2, 1]
+    assert cache.match(names) == [0]
+    assert cache.evict(9) == [0]
+    assert len(cache) == 1
+
+
+class Bytes:
+    """A tokenizer of bytes."""
+
+    def decode(self, ids, /):
+        return bytes(ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize("text", ["plain", "naïve — ünï", "漢字 🙂 end", ""])
+def test_text_comes_in_whole_characters(text):
+    stream = TextStream(Bytes(), list("prompt é".encode()), ())
+    pieces = [stream.push(byte) for byte in text.encode()]
+    assert "".join(pieces) + stream.flush() == text
+    assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
+    assert [piece for piece in pieces if piece] == list(text)
+
+
+def test_an_unfinished_character_is_flushed_as_what_it_is():
+    stream = TextStream(Bytes(), [], ())
+    assert [stream.push(byte) for byte in "aé".encode()[:-1]] == ["a", ""]
+    assert stream.flush() == "\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("one two three", ("two",), "one "),
+        ("aaab", ("aab",), "a"),
+        ("abcabd", ("abd", "zz"), "abc"),
+        ("abc", ("bcd",), None),
+        ("x\nUser: y", ("\nUser:", "User"), "x\n"),  # the first that is complete
+    ],
+)
+def test_stop_texts(text, stop, expected):
+    stream, so_far = TextStream(Bytes(), [], stop), ""
+    for byte in text.encode():
+        so_far += stream.push(byte)
+        if stream.stopped_by:
+            break
+        assert (text if expected is None else expected).startswith(so_far)
+    so_far += stream.flush()
+    assert so_far == (text if expected is None else expected)
+    assert (stream.stopped_by in stop) == (expected is not None)
+
+
+def test_top_k_and_top_p_keep_what_sorting_would():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(40, 50)).astype(np.float32) * 3
+    top_k = rng.integers(0, 60, 40).astype(np.int32)
+    top_p = np.where(rng.random(40) < 0.3, 1.0, rng.uniform(0.05, 1.0, 40)).astype(np.float32)
+    kept = np.asarray(keep_top(logits, top_k, top_p))
+    for row in range(40):
+        order = np.argsort(-logits[row])
+        stays = order[: top_k[row] or 50]
+        p = np.exp(logits[row, stays].astype(np.float64))
+        before = np.cumsum(p / p.sum()) - p / p.sum()
+        expected = set(stays[(before < top_p[row]) | (top_p[row] >= 1)].tolist())
+        assert set(kept[row].nonzero()[0].tolist()) == expected
+    ties = np.array([[1.0, 3.0, 3.0, 2.0, -np.inf]], np.float32)
+    assert np.asarray(keep_top(ties, np.array([1]), np.ones(1, np.float32))).tolist() == [[0, 1, 1, 0, 0]]
+
+
+def draws(num_rows, **changes):
+    """How rows draw: at temperature 1 with nothing cut, unless told otherwise."""
+    fields = {name: jnp.zeros(num_rows, jnp.int32) for name in ("seats", "top_k", "seed_high", "seed_low", "index")}
+    fields |= {name: jnp.ones(num_rows, jnp.float32) for name in ("temperature", "top_p")}
+    return Draws(**(fields | {"position": jnp.arange(num_rows, dtype=jnp.int32)} | changes))
+
+
+def test_draws_follow_the_probabilities():
+    n, logits = 4000, np.array([2.0, 1.0, 0.0, -1.0, -30.0], np.float32)
+    rows = jnp.asarray(np.tile(logits, (n, 1)))
+    for temperature in (1.0, 0.5):
+        how = draws(n, temperature=jnp.full(n, temperature, jnp.float32))
+        counts = np.bincount(np.asarray(draw(rows, how, Kind.RANDOM, 0).token_ids), minlength=5)
+        p = np.asarray(jax.nn.softmax(logits / temperature))
+        assert np.abs(counts / n - p).max() < 4 * np.sqrt(0.25 / n)
+
+
+@pytest.mark.parametrize("name", ["seed_high", "seed_low", "index", "position"])
+def test_draws_depend_on_seed_index_and_position(name):
+    logits = jnp.zeros((64, 1000), jnp.float32)
+    same = draws(64, position=jnp.full(64, 7, jnp.int32))
+    ids = np.asarray(draw(logits, same, Kind.RANDOM, 0).token_ids)
+    assert len(set(ids.tolist())) == 1, "all rows ask alike"
+    changed = draws(64, **({"position": jnp.full(64, 7, jnp.int32)} | {name: jnp.arange(64, dtype=jnp.int32)}))
+    ids = np.asarray(draw(logits, changed, Kind.RANDOM, 0).token_ids)
+    assert len(set(ids.tolist())) > 50
+
+
+@pytest.mark.parametrize("query_lens", [(5, 3, 1, 1), (1, 1, 1, 1)])
+def test_what_a_model_gets_is_what_build_metadata_says(query_lens):
+    """Positions, slots and lengths, worked out on the device; padding writes nowhere."""
+    is_decode, seq_lens = max(query_lens) == 1, np.array([9, 3, 7, 12], np.int32)
+    tables = np.random.default_rng(0).permutation(16).reshape(4, 4).astype(np.int32)
+    expected = build_metadata(tables, seq_lens, query_lens, 4)
+    num_tokens, num_rows = (6, 6) if is_decode else (16, 6)
+    shape = StepShape(num_tokens, num_rows, 4, is_decode)
+    packed = np.zeros(shape.size, np.int32)
+    parts = shape.split(packed)
+    total = sum(query_lens)
+    parts["token_ids"][:total] = np.arange(total) + 20
+    parts["token_ids"][total - 1] = -1 - 2  # the last token of seat 2
+    parts["block_tables"][:4], parts["seq_lens"][:4] = tables, seq_lens
+    parts["query_start_loc"][:] = [*expected.query_start_loc, total, total]
+    batch, _ = jax.jit(lambda packed, last: shape.unpack(packed, last, 4))(packed, np.array([7, 8, 99], np.int32))
+    assert batch.token_ids[:total].tolist() == [*range(20, 20 + total - 1), 99]
+    assert batch.slot_mapping.tolist() == [*expected.slot_mapping, *[-1] * (num_tokens - total)]
+    positions = np.concatenate([np.arange(n - q, n) for n, q in zip(seq_lens, query_lens, strict=True)])
+    assert batch.positions.tolist() == [*positions, *[0] * (num_tokens - total)]
+    metadata = batch.attention_metadata(4)
+    for name in ("seq_lens", "context_lens", "block_tables"):
+        np.testing.assert_array_equal(getattr(metadata, name)[:4], getattr(expected, name))
+    np.testing.assert_array_equal(metadata.seq_start_loc[:5], expected.seq_start_loc)
+    assert (metadata.num_prefills == 0) == is_decode == (expected.num_prefills == 0)
+    assert metadata.num_prefill_tokens + metadata.num_decode_tokens == num_tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_model_len": 0}, "max_model_len must be positive, got 0"),
+        ({"max_tokens_per_step": 3}, "max_tokens_per_step must be at least max_num_seqs = 4, got 3"),
+        ({"decode_rows": (2, 8)}, "decode_rows must rise"),
+        ({"mixed_tokens": (8, 4, 16)}, "mixed_tokens must rise"),
+        ({"preemption": "never"}, "preemption must be"),
+        ({"num_blocks": 0}, "num_blocks must be positive"),
+        ({"num_host_blocks": -1}, "num_host_blocks must not be negative"),
+    ],
+)
+def test_configs_that_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**({"max_model_len": 48, "max_num_seqs": 4, "max_tokens_per_step": 16} | fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"max_tokens": 0}, ValueError, r"max_tokens must be in \[1"),
+        ({"n": True}, TypeError, "n must be an integer, got True"),
+        ({"temperature": float("nan")}, ValueError, "temperature must be 0 or more and finite"),
+        ({"temperature": "1"}, TypeError, "temperature must be a number"),
+        ({"top_p": 0.0}, ValueError, "top_p must be above 0 and at most 1"),
+        ({"seed": -1}, ValueError, "seed must be in"),
+        ({"stop": "text"}, TypeError, "stop must be a tuple of texts"),
+        ({"stop": ("",)}, ValueError, "stop must hold texts that are not empty"),
+        ({"stop_token_ids": (1.5,)}, TypeError, "stop_token_ids must be an integer"),
+    ],
+)
+def test_params_that_are_refused(fields, error, message):
+    with pytest.raises(error, match=message):
+        SamplingParams(**fields)

@@ -1,0 +1,23 @@
+"""Every script of examples/howto runs, and what it claims is true; examples/README.md lists them all."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+HOWTO = Path(__file__).parents[1] / "examples" / "howto"
+SCRIPTS = sorted(path.stem for path in HOWTO.glob("*.py") if path.stem != "__init__")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_runs(name, capsys):
+    importlib.import_module(f"examples.howto.{name}").main()
+    out = capsys.readouterr().out
+    assert ": True" in out
+    assert "False" not in out
+
+
+def test_readme_lists_every_script():
+    readme = (HOWTO.parent / "README.md").read_text()
+    assert all(f"howto/{name}.py" in readme for name in SCRIPTS)
+    assert len(SCRIPTS) >= 8

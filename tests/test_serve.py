@@ -1,0 +1,395 @@
+"""The HTTP server: OpenAI's own client, raw sockets, and everything that clients do wrong."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import openai
+import pytest
+
+from examples import serve
+from examples.attend import causal_attend
+from examples.checkpoint import load_model
+from examples.generate import TINY
+
+ROOT = Path(__file__).parents[1]
+PROMPT = "The assert statement "
+NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, MAX_QUEUED = 24, 16, 4, 200
+
+
+class Running:
+    """A server on 127.0.0.1 in a thread of this process."""
+
+    def __init__(self):
+        options = serve.parse(
+            [
+                *("--num-blocks", str(NUM_BLOCKS), "--block-size", str(BLOCK_SIZE), "--port", "0"),
+                *("--max-num-seqs", str(MAX_NUM_SEQS), "--max-tokens-per-step", "32"),
+                *("--max-queued", str(MAX_QUEUED), "--host-blocks", "8"),
+            ]
+        )
+        self.server = serve.make_server(options)
+        self.worker, self.engine = self.server._worker, self.server._worker._engine
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.http = serve.make_http_server(self.server, 20)
+        self.thread = threading.Thread(target=self.http.run, kwargs={"sockets": [self.listener]})
+        self.thread.start()
+        wait_for(lambda: self.http.started)
+
+    def stop(self):
+        self.http.should_exit = True
+        self.thread.join(30)
+        self.listener.close()
+        assert not self.thread.is_alive()
+        assert not self.worker.is_alive
+
+    def connect(self, request, timeout=30):
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout)
+        connection.sendall(request)
+        return connection
+
+    def wait_until_idle(self):
+        """Until no request holds blocks or waits, as the engine itself tells; then no block is lost."""
+        wait_for(lambda: not self.engine.has_work and self.worker._unfinished == 0)
+        blocks = self.engine._blocks.counts()
+        wait_for(lambda: self.engine._blocks.counts().held == 0)
+        assert sum(blocks) == NUM_BLOCKS
+
+
+def wait_for(is_done, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not is_done():
+        assert time.monotonic() < deadline, "it takes too long"
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def running():
+    running = Running()
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def client(running):
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+    running.wait_until_idle()
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """32 greedy tokens' text after PROMPT, by the model without any cache."""
+    decoder, config, tokenizer, _ = load_model(TINY, jnp.float32)
+
+    @jax.jit
+    def next_token(token_ids, num_tokens):
+        positions = jnp.arange(64, dtype=jnp.int32)
+        hidden, _ = decoder(token_ids, positions, (None,) * config.num_layers, causal_attend())
+        return jnp.argmax(decoder.logits(hidden[num_tokens - 1][None]))
+
+    prompt = tokenizer.encode(PROMPT).ids
+    ids = list(prompt)
+    for _ in range(32):
+        padded = np.zeros(64, np.int32)
+        padded[: len(ids)] = ids
+        ids.append(int(next_token(padded, np.int32(len(ids)))))
+    return tokenizer.decode(ids[len(prompt) :])
+
+
+def http_request(path, content):
+    body = json.dumps(content).encode()
+    return f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+
+
+def test_completion(client, expected):
+    answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=32, temperature=0)
+    (choice,) = answer.choices
+    assert (choice.text, choice.finish_reason) == (expected, "length")
+    assert answer.usage.completion_tokens == 32
+    assert answer.usage.total_tokens == 32 + answer.usage.prompt_tokens
+
+
+def test_streamed_completion_is_the_whole_one(client, expected):
+    stream = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=32, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == expected
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+    assert chunks[-1].usage.completion_tokens == 32
+
+
+def test_many_prompts_samples_and_log_probabilities(client):
+    answer = client.completions.create(
+        model="tiny", prompt=[PROMPT, "In Python"], n=2, max_tokens=6, temperature=1.0, seed=3, logprobs=2, echo=False
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert answer.choices[0].text != answer.choices[1].text
+    for choice in answer.choices:
+        logprobs = choice.logprobs
+        assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == 6
+        assert "".join(logprobs.tokens) == choice.text
+        assert all(len(top) == 2 and max(top.values()) <= 0 for top in logprobs.top_logprobs)
+        assert logprobs.text_offset[-1] == len("".join(logprobs.tokens[:-1]))
+    again = client.completions.create(model="tiny", prompt=PROMPT, n=2, max_tokens=6, temperature=1.0, seed=3)
+    assert [c.text for c in again.choices] == [c.text for c in answer.choices[:2]]
+
+
+def test_stop_echo_and_token_prompts(client, expected):
+    stop = expected[10:13]
+    answer = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=32, temperature=0, stop=[stop, "@@"], echo=True
+    )
+    assert answer.choices[0].text == PROMPT + expected[: expected.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+    ids = list(PROMPT.encode())  # the tiny model's tokens are bytes, in an order of their own
+    tokens = client.completions.create(model="tiny", prompt=[ids, ids], max_tokens=2, temperature=0)
+    assert len(tokens.choices) == 2
+
+
+def test_chat(client):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a list?"}]
+    answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=8, temperature=0)
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content
+    assert answer.usage.completion_tokens == 8
+    prompt = "system: Be brief.\nuser: What is a list?\nassistant:"
+    plain = client.completions.create(model="tiny", prompt=prompt, max_tokens=8, temperature=0)
+    assert plain.choices[0].text == choice.message.content
+    stream = client.chat.completions.create(
+        model="tiny", messages=messages, max_completion_tokens=8, temperature=0, stream=True,
+        logprobs=True, top_logprobs=3,
+    )  # fmt: skip
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == choice.message.content
+    told = [item for chunk in chunks if chunk.choices[0].logprobs for item in chunk.choices[0].logprobs.content]
+    assert len(told) == 8
+    assert all(len(item.top_logprobs) == 3 and item.top_logprobs[0].logprob >= item.logprob for item in told)
+
+
+def test_models(client):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-4")
+
+
+def test_health_and_metrics(running):
+    assert httpx.get(f"{running.url}/health").json() == {"status": "ok"}
+    metrics = httpx.get(f"{running.url}/metrics").text
+    values = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#"))
+    blocks = sum(float(values[f"paged_jax_{kind}_blocks"]) for kind in ("free", "cached", "held"))
+    assert blocks == NUM_BLOCKS
+    assert float(values["paged_jax_compiled"]) > 0
+
+
+GOOD = {"model": "tiny", "prompt": "x", "max_tokens": 1}
+HELLO = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "status", "word"),
+    [
+        ("completions", b"{", 400, "not valid JSON"),
+        ("completions", b"\xff\xfe", 400, "not valid JSON"),
+        ("completions", b"[" * 100_000, 400, "not valid JSON"),
+        ("completions", b"[]", 400, "must be a JSON object"),
+        ("completions", {"prompt": "x"}, 400, "model must be a text"),
+        ("completions", GOOD | {"model": "other"}, 404, "does not exist"),
+        ("completions", {"model": "tiny"}, 400, "prompt must be"),
+        ("completions", GOOD | {"prompt": []}, 400, "prompt must be"),
+        ("completions", GOOD | {"prompt": {"a": 1}}, 400, "prompt must be"),
+        ("completions", GOOD | {"prompt": ["x", 3]}, 400, "prompt must be"),
+        ("completions", GOOD | {"prompt": ""}, 400, "at least one token"),
+        ("completions", GOOD | {"prompt": "\ud800"}, 400, "not valid Unicode"),
+        ("completions", GOOD | {"prompt": [257]}, 400, r"tokens in \[0, 256\]"),
+        ("completions", GOOD | {"prompt": [-1]}, 400, r"tokens in \[0, 256\]"),
+        ("completions", GOOD | {"prompt": "x" * (NUM_BLOCKS * BLOCK_SIZE + 1)}, 400, "at most 384 fit"),
+        ("completions", GOOD | {"max_tokens": 385}, 400, "at most 384 new tokens"),
+        ("completions", GOOD | {"max_tokens": 0}, 400, "max_tokens must be in"),
+        ("completions", GOOD | {"max_tokens": -1}, 400, "max_tokens must be in"),
+        ("completions", GOOD | {"max_tokens": 1.5}, 400, "max_tokens must be an integer"),
+        ("completions", GOOD | {"max_tokens": True}, 400, "max_tokens must be an integer"),
+        ("completions", GOOD | {"max_tokens": 10**30}, 400, "max_tokens must be in"),
+        ("completions", GOOD | {"n": 0}, 400, "n must be in"),
+        ("completions", GOOD | {"n": 5}, 400, "n must be at most max_num_seqs = 4"),
+        ("completions", GOOD | {"n": "2"}, 400, "n must be an integer"),
+        ("completions", GOOD | {"temperature": -1}, 400, "temperature must be in"),
+        ("completions", GOOD | {"temperature": "hot"}, 400, "temperature must be a finite number"),
+        ("completions", b'{"model": "tiny", "prompt": "x", "temperature": NaN}', 400, "finite number"),
+        ("completions", GOOD | {"top_p": 0}, 400, "top_p must be above 0"),
+        ("completions", GOOD | {"stop": [""]}, 400, "stop must be"),
+        ("completions", GOOD | {"stop": ["a"] * 17}, 400, "at most 16"),
+        ("completions", GOOD | {"stream": "yes"}, 400, "stream must be true or false"),
+        ("completions", GOOD | {"stream_options": {}}, 400, "needs stream"),
+        ("completions", GOOD | {"seed": 2**63}, 400, "seed must be in"),
+        ("completions", GOOD | {"logprobs": 6}, 400, "logprobs must be in"),
+        ("completions", GOOD | {"best_of": 3}, 400, "best_of must be n"),
+        ("completions", GOOD | {"presence_penalty": 1}, 400, "presence_penalty is not supported"),
+        ("completions", GOOD | {"no_such": 1}, 400, "unrecognized field"),
+        ("completions", GOOD | {"prompt": ["x"] * 205}, 400, "the server takes 204"),
+        ("chat/completions", {"model": "tiny"}, 400, "messages must be"),
+        ("chat/completions", {"model": "tiny", "messages": []}, 400, "messages must be"),
+        ("chat/completions", {"model": "tiny", "messages": ["Hi"]}, 400, r"messages\[0\] must be"),
+        ("chat/completions", {"model": "tiny", "messages": [{"role": "user"}]}, 400, "content must be a text"),
+        ("chat/completions", {"model": "tiny", "messages": HELLO, "top_logprobs": 2}, 400, "needs logprobs"),
+        ("chat/completions", {"model": "tiny", "messages": HELLO, "logprobs": 1}, 400, "logprobs must be true"),
+        ("no_such_route", GOOD, 404, "Not Found"),
+        ("models", GOOD, 405, "Method Not Allowed"),
+    ],
+)
+def test_what_is_wrong_is_told_in_openais_words(running, path, content, status, word):
+    body = content if isinstance(content, bytes) else json.dumps(content).encode()
+    answer = httpx.post(f"{running.url}/v1/{path}", content=body)
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert re.search(word, error["message"]), error["message"]
+    assert running.worker.is_alive
+    running.wait_until_idle()
+
+
+def test_a_body_that_is_too_long(running, monkeypatch):
+    monkeypatch.setattr("examples.server.app.MAX_BODY", 1000)
+    answer = httpx.post(f"{running.url}/v1/completions", content=b" " * 1001)
+    assert answer.status_code == 413
+    assert "longer than 1000 bytes" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_hangs_up_frees_its_blocks(running, stream):
+    content = GOOD | {"max_tokens": 300, "n": 3, "stream": stream}
+    connection = running.connect(http_request("/v1/completions", content))
+    if stream:
+        assert b"200 OK" in connection.recv(1000)
+    wait_for(lambda: running.engine.has_work)
+    before = running.engine._num_output_tokens
+    connection.close()
+    running.wait_until_idle()
+    assert running.engine._num_output_tokens - before < 3 * 300, "the request ran to its end"
+
+
+def test_half_requests_harm_nobody(running, client):
+    whole = http_request("/v1/completions", GOOD)
+    halves = [running.connect(whole[:size]) for size in (0, 1, 20, 60, len(whole) - 5)]
+    halves.append(running.connect(b"\x00\xff nonsense\r\n\r\n"))
+    assert client.completions.create(model="tiny", prompt="x", max_tokens=1).choices
+    for half in halves:
+        half.close()
+    assert client.completions.create(model="tiny", prompt="x", max_tokens=1).choices
+
+
+def test_200_clients_at_once(running):
+    """More than there are seats and blocks: all are answered, alike if they ask alike."""
+
+    async def everyone():
+        limits = httpx.Limits(max_connections=200)
+        async with httpx.AsyncClient(base_url=running.url, timeout=120, limits=limits) as client:
+            contents = [GOOD | {"prompt": PROMPT * (i % 5 + 1), "max_tokens": 4, "temperature": 0} for i in range(200)]
+            return await asyncio.gather(*(client.post("/v1/completions", json=content) for content in contents))
+
+    answers = asyncio.run(everyone())
+    assert [answer.status_code for answer in answers] == [200] * 200
+    texts = [answer.json()["choices"][0]["text"] for answer in answers]
+    assert all(texts[i] == texts[i % 5] for i in range(200))
+    running.wait_until_idle()
+
+
+def test_a_full_queue_answers_429(running, monkeypatch):
+    monkeypatch.setattr(running.worker, "_max_unfinished", 2)
+    busy = running.connect(http_request("/v1/completions", GOOD | {"max_tokens": 380, "n": 2, "stream": True}))
+    assert b"200 OK" in busy.recv(1000)
+    answer = httpx.post(f"{running.url}/v1/completions", json=GOOD)
+    assert answer.status_code == 429
+    assert answer.json()["error"]["code"] == "queue_full"
+    busy.close()
+    running.wait_until_idle()
+    assert httpx.post(f"{running.url}/v1/completions", json=GOOD).status_code == 200
+
+
+def test_an_engine_that_fails_goes_on_with_the_next_request(running, monkeypatch, capfd):
+    def fail():
+        monkeypatch.undo()
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(running.engine, "step", fail)
+    answer = httpx.post(f"{running.url}/v1/completions", json=GOOD)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["type"] == "server_error"
+    assert "luck" not in answer.text
+    assert "out of luck" in capfd.readouterr().err
+    assert httpx.post(f"{running.url}/v1/completions", json=GOOD).status_code == 200
+    assert httpx.get(f"{running.url}/health").status_code == 200
+
+
+def test_sigterm_drains():
+    """A real process: a request that runs when the signal comes is answered whole, then the process ends well."""
+    command = [sys.executable, "-m", "examples.serve", "--port", "0", "--max-num-seqs", "1", "--num-blocks", "32"]
+    process = subprocess.Popen(
+        [*command, "--max-tokens-per-step", "16"],
+        cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    try:
+        line = process.stderr.readline()
+        assert line.startswith("Serving tiny at http://127.0.0.1:"), line
+        url = line.split()[-1]
+        content = GOOD | {"max_tokens": 400, "stream": True, "temperature": 0, "prompt": "In"}
+        with httpx.stream("POST", f"{url}/completions", json=content, timeout=120) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            events = [line for line in lines if line]
+        assert events[-1] == "data: [DONE]"
+        assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] in ("length", "stop")
+        assert process.wait(60) == 0
+        assert "Traceback" not in process.stderr.read()
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--port", "70000"], "--port must be from 0 to 65535, got 70000"),
+        (["--max-num-seqs", "0"], "--max-num-seqs must be 1 or more"),
+        (["--max-tokens-per-step", "3"], "--max-tokens-per-step must be --max-num-seqs or more"),
+        (["--k-scale", "0.1"], "--k-scale must be left out"),
+        (["--model", "/no/such/folder"], "is no folder"),
+        (["--nonsense"], "unrecognized arguments"),
+    ],
+)
+def test_a_wrong_command_line(capsys, arguments, message):
+    assert serve.main(["--port", "0", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("serve: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_help_teaches(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        serve.main(["--help"])
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    for word in ("curl", "openai.OpenAI", "--kv-cache-dtype", "--num-blocks", "SIGTERM"):
+        assert word in text
