@@ -4,7 +4,6 @@ Its weights are random: every prompt leads to a text of its own, and likely toke
 of sums does not change which is the most likely.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -52,17 +51,11 @@ def step(weights, caches, batch):
     """The model over a paged cache: `paged_jax.engine.Step`."""
 
     def attend(query, key, value, cache):
-        pools = cache.key_cache, cache.value_cache
+        where = batch.block_tables, batch.seq_lens
         if batch.is_decode:
-            out, *pools = paged_jax.write_and_attend(
-                query, key, value, *pools, batch.block_tables, batch.seq_lens, batch.slot_mapping
-            )
-        else:
-            pools = paged_jax.write_to_paged_cache(key, value, *pools, batch.slot_mapping)
-            out = paged_jax.ragged_paged_attention(
-                query, *pools, batch.block_tables, batch.seq_lens, batch.query_start_loc
-            )
-        return out, dataclasses.replace(cache, key_cache=pools[0], value_cache=pools[1])
+            return cache.write_and_attend(query, key, value, *where, batch.slot_mapping)
+        cache = cache.write(key, value, batch.slot_mapping)
+        return cache.attend_ragged(query, *where, batch.query_start_loc), cache
 
     hidden, caches = _layers(weights, batch.token_ids, batch.positions, caches, attend)
     return hidden[batch.logit_rows] @ weights["head"], caches

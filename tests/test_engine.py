@@ -25,11 +25,13 @@ CONFIG = EngineConfig(
 )
 RNG = np.random.default_rng(5)
 STEM = RNG.integers(0, model.VOCAB, 14).tolist()
-# Some begin alike, with and without whole blocks in common, and one is another's beginning.
+# Some begin alike, with and without whole blocks in common, one is another's beginning, and the last has another's
+# second and third block after a first one of its own.
 PROMPTS = [
     *(STEM[:length] for length in (1, 7, 8, 13)),
     *(STEM[:12] + RNG.integers(0, model.VOCAB, length).tolist() for length in (1, 5)),
     *(RNG.integers(0, model.VOCAB, length).tolist() for length in (3, 20)),
+    RNG.integers(0, model.VOCAB, 4).tolist() + STEM[4:13],
 ]
 
 
@@ -189,6 +191,18 @@ def test_preemption_either_way(engine, reference, preemption, counter):
     results = engine.generate(prompts, SamplingParams(max_tokens=16))
     assert [r[0].token_ids for r in results] == [reference.greedy(p, 16) for p in prompts]
     assert getattr(engine.stats(), counter) > 0
+    drain(engine)
+
+
+def test_cancelling_what_is_swapped_out_frees_its_place_on_the_host(engine):
+    engine.reset(dataclasses.replace(CONFIG, num_blocks=9, preemption="swap", prefix_caching=False))
+    for i in (7, 5, 3, 6):
+        engine.add_request(PROMPTS[i], SamplingParams(max_tokens=16))
+    while not (swapped := [s for s in engine._scheduler.waiting if s.host_blocks]):
+        engine.step()
+    for sequence in swapped:
+        assert engine.cancel(sequence.request_id)
+        check_blocks(engine)
     drain(engine)
 
 

@@ -1,6 +1,6 @@
 """How do I compute a long prompt in pieces, next to texts that are being written?
 
-`ragged_paged_attention` takes rows of any length: pieces of prompts and single tokens in one call. `build_metadata`
+`attend_ragged` takes rows of any length: pieces of prompts and single tokens in one call. `build_metadata`
 says where each row's tokens are. Here two prompts of 484 tokens share steps of at most 512.
 
     python -m examples.howto.chunked_prefill
@@ -10,16 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paged_jax import PagedKVCache, allocator, build_metadata, ragged_paged_attention, write_to_paged_cache
+from paged_jax import PagedKVCache, allocator, build_metadata
 
 BUDGET, PROMPT, HEADS, KV_HEADS, HEAD_SIZE = 512, 484, 4, 2, 32
 
 
 @jax.jit
 def attend(query, key, value, cache, metadata):
-    pools = write_to_paged_cache(key, value, cache.key_cache, cache.value_cache, metadata.slot_mapping)
-    out = ragged_paged_attention(query, *pools, metadata.block_tables, metadata.seq_lens, metadata.query_start_loc)
-    return out, PagedKVCache(*pools)
+    cache = cache.write(key, value, metadata.slot_mapping)
+    return cache.attend_ragged(query, metadata.block_tables, metadata.seq_lens, metadata.query_start_loc), cache
 
 
 def main():

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paged_jax import PagedKVCache, ragged_paged_attention, write_to_paged_cache
+from paged_jax import PagedKVCache
 from paged_jax.engine import Engine, EngineConfig, SamplingParams
 
 VOCAB, HEADS, KV_HEADS, HEAD_SIZE = 101, 4, 2, 16
@@ -22,10 +22,10 @@ def step(weights, caches, batch):
     (cache,) = caches
     hidden = weights["embedding"][batch.token_ids]
     query, key, value = (jnp.einsum("th,hnd->tnd", hidden, weights[name]) for name in ("query", "key", "value"))
-    pools = write_to_paged_cache(key, value, cache.key_cache, cache.value_cache, batch.slot_mapping)
-    out = ragged_paged_attention(query, *pools, batch.block_tables, batch.seq_lens, batch.query_start_loc)
+    cache = cache.write(key, value, batch.slot_mapping)
+    out = cache.attend_ragged(query, batch.block_tables, batch.seq_lens, batch.query_start_loc)
     hidden = hidden + out.reshape(hidden.shape)
-    return hidden[batch.logit_rows] @ weights["embedding"].T, (PagedKVCache(*pools),)
+    return hidden[batch.logit_rows] @ weights["embedding"].T, (cache,)
 
 
 def main():

@@ -6,7 +6,6 @@ Give the caches to the module and take them back: they are arguments and results
     python -m examples.howto.flax_linen
 """
 
-from dataclasses import replace
 from functools import partial
 
 import flax.linen as nn
@@ -14,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paged_jax import PagedKVCache, allocator, write_and_attend
+from paged_jax import PagedKVCache, allocator
 
 HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 16
 
@@ -27,11 +26,9 @@ class Attention(nn.Module):
         query = nn.DenseGeneral((HEADS, HEAD_SIZE), name="query")(hidden)
         key = nn.DenseGeneral((KV_HEADS, HEAD_SIZE), name="key")(hidden)
         value = nn.DenseGeneral((KV_HEADS, HEAD_SIZE), name="value")(hidden)
-        out, key_cache, value_cache = write_and_attend(
-            query, key, value, cache.key_cache, cache.value_cache, block_tables, seq_lens, slots
-        )
+        out, cache = cache.write_and_attend(query, key, value, block_tables, seq_lens, slots)
         out = nn.DenseGeneral(hidden.shape[-1], axis=(-2, -1), name="out")(out)
-        return out, replace(cache, key_cache=key_cache, value_cache=value_cache)
+        return out, cache
 
 
 def main():

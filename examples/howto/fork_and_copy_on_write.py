@@ -11,17 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paged_jax import PagedKVCache, allocator, copy_blocks, paged_attention, write_to_paged_cache
+from paged_jax import PagedKVCache, allocator
 
 KV_HEADS, HEAD_SIZE, PROMPT = 2, 16, 6
 
 
 def main():
-    cache = PagedKVCache.create(
-        num_blocks=8, block_size=4, num_kv_heads=KV_HEADS, head_size=HEAD_SIZE, dtype=jnp.float32
-    )
+    cache = PagedKVCache.create(8, 4, KV_HEADS, HEAD_SIZE, dtype=jnp.float32)
     blocks = allocator.create(num_blocks=8, block_size=4, max_num_seqs=3, max_blocks_per_seq=4)
-    pools = cache.key_cache, cache.value_cache
     prompt, new, query = (
         jax.random.normal(key, (n, KV_HEADS, HEAD_SIZE))
         for key, n in zip(jax.random.split(jax.random.key(0), 3), (PROMPT, 3, 3), strict=True)
@@ -29,17 +26,17 @@ def main():
 
     blocks, _, _ = allocator.append_tokens(blocks, [PROMPT, 0, 0])  # one prompt: a full block and a half
     slots = allocator.slots(blocks, [0] * PROMPT, np.arange(PROMPT))
-    pools = write_to_paged_cache(prompt, prompt, *pools, jnp.asarray(slots))
+    cache = cache.write(prompt, prompt, jnp.asarray(slots))
     for child in (1, 2):
         blocks = allocator.fork(blocks, parent=0, child=child)  # no block is taken, nothing is copied
     print("blocks of three sequences:", np.unique(blocks.block_tables[blocks.block_tables >= 0]).size)
 
     blocks, block_mapping, _ = allocator.append_tokens(blocks, [1, 1, 1])  # each writes a token of its own
     print("copied (source, destination):", block_mapping[block_mapping[:, 0] >= 0].tolist())
-    pools = copy_blocks(*pools, jnp.asarray(block_mapping))
+    cache = cache.copy_blocks(jnp.asarray(block_mapping))
     slots = allocator.slots(blocks, [0, 1, 2], blocks.seq_lens - 1)
-    pools = write_to_paged_cache(new, new, *pools, jnp.asarray(slots))
-    out = paged_attention(query, *pools, jnp.asarray(blocks.block_tables), jnp.asarray(blocks.seq_lens))
+    cache = cache.write(new, new, jnp.asarray(slots))
+    out = cache.attend(query, jnp.asarray(blocks.block_tables), jnp.asarray(blocks.seq_lens))
     print("blocks of three sequences:", np.unique(blocks.block_tables[blocks.block_tables >= 0]).size)
 
     for row in range(3):

@@ -16,43 +16,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paged_jax import PagedKVCache, allocator, write_and_attend
+from paged_jax import PagedKVCache, allocator
 
 NUM_SEQS, HEADS, HEAD_SIZE, CONTEXT = 8, 8, 64, 256
 
 
 def main(folder=None):
     cache = PagedKVCache.create(256, 16, HEADS, HEAD_SIZE, dtype=jnp.float32)
-    pools = cache.key_cache, cache.value_cache
     blocks = allocator.create(num_blocks=256, block_size=16, max_num_seqs=NUM_SEQS, max_blocks_per_seq=32)
     blocks, _, _ = allocator.append_tokens(blocks, [CONTEXT] * NUM_SEQS)
     new = jnp.ones((NUM_SEQS, HEADS, HEAD_SIZE))
     slots = allocator.slots(blocks, np.arange(NUM_SEQS), blocks.seq_lens - 1)
 
     @jax.jit
-    def step(new, pools):
+    def step(new, cache):
         with jax.named_scope("project"):
             query = jnp.einsum("shd,de->she", new, jnp.eye(HEAD_SIZE))
         with jax.named_scope("attend"):
-            out, *written = write_and_attend(
-                query,
-                new,
-                new,
-                *pools,
-                jnp.asarray(blocks.block_tables),
-                jnp.asarray(blocks.seq_lens),
-                jnp.asarray(slots),
-            )
-        return out, tuple(written)
+            where = (jnp.asarray(x) for x in (blocks.block_tables, blocks.seq_lens, slots))
+            return cache.write_and_attend(query, new, new, *where)
 
-    compiled = step.lower(new, pools).compile()  # what compiling takes is no part of a step
-    jax.block_until_ready(compiled(new, pools))
+    compiled = step.lower(new, cache).compile()  # what compiling takes is no part of a step
+    jax.block_until_ready(compiled(new, cache))
     with tempfile.TemporaryDirectory() as scratch:
         target = Path(folder or scratch)
         with jax.profiler.trace(str(target), create_perfetto_trace=True):
             began = time.perf_counter()
             for _ in range(3):
-                out, pools = compiled(new, pools)
+                out, cache = compiled(new, cache)
             jax.block_until_ready(out)
             seconds = (time.perf_counter() - began) / 3
         traces = [path.name for path in target.rglob("*") if path.is_file()]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paged_jax import PagedKVCache, allocator, paged_attention, write_to_paged_cache
+from paged_jax import PagedKVCache, allocator
 
 HEADS, KV_HEADS, HEAD_SIZE, TOKENS = 8, 2, 64, 100
 
@@ -27,10 +27,9 @@ def main():
 
     def attend(dtype, **scales):
         cache = PagedKVCache.create(8, 16, KV_HEADS, HEAD_SIZE, dtype=dtype, **scales)
-        scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
-        pools = write_to_paged_cache(key, value, cache.key_cache, cache.value_cache, slots, **scales)
+        cache = cache.write(key, value, slots)  # the cache's methods know its scales
         tables, lens = jnp.asarray(blocks.block_tables), jnp.asarray(blocks.seq_lens)
-        return cache.nbytes, paged_attention(query, *pools, tables, lens, **scales).astype(jnp.float32)
+        return cache.nbytes, cache.attend(query, tables, lens).astype(jnp.float32)
 
     per_head = {
         name: jnp.abs(x.astype(jnp.float32)).max(axis=(0, 2)) / 127

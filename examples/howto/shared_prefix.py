@@ -11,14 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paged_jax import (
-    PagedKVCache,
-    allocator,
-    merge_attention_states,
-    paged_attention,
-    ragged_paged_attention,
-    write_to_paged_cache,
-)
+from paged_jax import PagedKVCache, allocator, merge_attention_states
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, PREFIX, TEXTS = 4, 2, 32, 16, 128, 8
 
@@ -33,23 +26,23 @@ def main():
     blocks = allocator.create(num_blocks=32, block_size=BLOCK_SIZE, max_num_seqs=TEXTS, max_blocks_per_seq=12)
     blocks, _, _ = allocator.append_tokens(blocks, [PREFIX] + [0] * (TEXTS - 1))
     slots = allocator.slots(blocks, [0] * PREFIX, np.arange(PREFIX))
-    pools = write_to_paged_cache(*prefix, cache.key_cache, cache.value_cache, jnp.asarray(slots))
+    cache = cache.write(*prefix, jnp.asarray(slots))
     for text in range(1, TEXTS):
         blocks = allocator.fork(blocks, parent=0, child=text)  # full blocks: nothing will be copied
     blocks, _, _ = allocator.append_tokens(blocks, [3] * TEXTS)
     rows, positions = np.repeat(np.arange(TEXTS), 3), np.tile(PREFIX + np.arange(3), TEXTS)
-    pools = write_to_paged_cache(*own, *pools, jnp.asarray(allocator.slots(blocks, rows, positions)))
+    cache = cache.write(*own, jnp.asarray(allocator.slots(blocks, rows, positions)))
     tables, shared = jnp.asarray(blocks.block_tables), PREFIX // BLOCK_SIZE
 
     # One sequence with a query of every text: the prefix is read once.
-    first = ragged_paged_attention(
-        query, *pools, tables[:1], jnp.array([PREFIX]), jnp.array([0, TEXTS]), causal=False, return_lse=True
+    first = cache.attend_ragged(
+        query, tables[:1], jnp.array([PREFIX]), jnp.array([0, TEXTS]), causal=False, return_lse=True
     )
     # What each text has of its own.
-    second = paged_attention(query, *pools, tables[:, shared:], jnp.full(TEXTS, 3), return_lse=True)
+    second = cache.attend(query, tables[:, shared:], jnp.full(TEXTS, 3), return_lse=True)
     out, _ = merge_attention_states(*first, *second)
 
-    whole = paged_attention(query, *pools, tables, jnp.asarray(blocks.seq_lens))
+    whole = cache.attend(query, tables, jnp.asarray(blocks.seq_lens))
     print(f"blocks read: {shared + TEXTS} instead of {TEXTS * (shared + 1)}")
     print("the same as each text by itself:", bool(jnp.abs(out - whole).max() < 1e-5))
 

@@ -1,6 +1,6 @@
 """How do I check several guessed tokens in one step, and take back those that were wrong?
 
-Append the guesses, attend to all of them in one call of `ragged_paged_attention`, and `truncate` to what was right: the
+Append the guesses, attend to all of them in one call of `attend_ragged`, and `truncate` to what was right: the
 blocks past it are free again, and the next tokens overwrite what is left of the wrong ones.
 
     python -m examples.howto.speculative_tokens
@@ -10,26 +10,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paged_jax import PagedKVCache, allocator, ragged_paged_attention, write_to_paged_cache
+from paged_jax import PagedKVCache, allocator
 
 HEADS, HEAD_SIZE, BLOCK_SIZE = 2, 16, 4
 
 
 @jax.jit
-def attend(new, pools, slots, tables, seq_lens, query_start_loc):
+def attend(new, cache, slots, tables, seq_lens, query_start_loc):
     """Writes new tokens and attends; queries, keys and values are all `new` here."""
-    pools = write_to_paged_cache(new, new, *pools, slots)
-    return ragged_paged_attention(new, *pools, tables, seq_lens, query_start_loc), pools
+    cache = cache.write(new, new, slots)
+    return cache.attend_ragged(new, tables, seq_lens, query_start_loc), cache
 
 
 def main():
     cache = PagedKVCache.create(16, BLOCK_SIZE, HEADS, HEAD_SIZE, dtype=jnp.float32)
-    pools = cache.key_cache, cache.value_cache
     blocks = allocator.create(num_blocks=16, block_size=BLOCK_SIZE, max_num_seqs=2, max_blocks_per_seq=6)
     rng = np.random.default_rng(0)
     texts = [np.zeros((0, HEADS, HEAD_SIZE), np.float32) for _ in range(2)]
 
-    def run(blocks, pools, pieces):
+    def run(blocks, cache, pieces):
         """Appends a piece to each sequence; what attention gives for each."""
         lens = np.array([len(piece) for piece in pieces])
         before = blocks.seq_lens
@@ -39,25 +38,25 @@ def main():
         slots = allocator.slots(blocks, rows, positions)
         start = np.array([0, *np.cumsum(lens)], np.int32)
         new = np.concatenate(pieces)
-        out, pools = attend(new, pools, slots, blocks.block_tables, blocks.seq_lens, start)
-        return blocks, pools, np.split(np.asarray(out), start[1:-1])
+        out, cache = attend(new, cache, slots, blocks.block_tables, blocks.seq_lens, start)
+        return blocks, cache, np.split(np.asarray(out), start[1:-1])
 
     def draw(*lens):
         return [rng.normal(size=(n, HEADS, HEAD_SIZE)).astype(np.float32) for n in lens]
 
     prompts = draw(6, 3)
-    blocks, pools, _ = run(blocks, pools, prompts)
+    blocks, cache, _ = run(blocks, cache, prompts)
     texts = [np.concatenate(pair) for pair in zip(texts, prompts, strict=True)]
 
     guesses, accepted = draw(5, 5), [1, 4]  # a model would compare its own choice with each guess
-    blocks, pools, _ = run(blocks, pools, guesses)
+    blocks, cache, _ = run(blocks, cache, guesses)
     held = blocks.ref_counts.sum()
     blocks = allocator.truncate(blocks, [len(text) + n for text, n in zip(texts, accepted, strict=True)])
     texts = [np.concatenate([text, guess[:n]]) for text, guess, n in zip(texts, guesses, accepted, strict=True)]
     print(f"accepted {accepted} of 5 guesses; blocks {held} -> {blocks.ref_counts.sum()}")
 
     last = draw(1, 1)
-    blocks, pools, outs = run(blocks, pools, last)
+    blocks, cache, outs = run(blocks, cache, last)
     for row, (text, token, out) in enumerate(zip(texts, last, outs, strict=True)):
         whole = np.concatenate([text, token])
         expected = jax.nn.dot_product_attention(token, whole, whole)

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from paged_jax.cache import PagedKVCache
-from paged_jax.cache_ops import copy_blocks, swap_blocks
+from paged_jax.cache_ops import copy_blocks
 from paged_jax.engine.batch import Caches, Step, StepShape
 from paged_jax.engine.blocks import Pairs
 from paged_jax.engine.config import EngineConfig
@@ -195,11 +195,7 @@ def _copy(caches: Caches, pairs: jax.Array) -> Caches:
 
 
 def _swap(source: Caches, destination: Caches, pairs: jax.Array) -> Caches:
-    swapped = []
-    for src, dst in zip(source, destination, strict=True):
-        key, value = swap_blocks(src.key_cache, src.value_cache, dst.key_cache, dst.value_cache, pairs)
-        swapped.append(dataclasses.replace(dst, key_cache=key, value_cache=value))
-    return tuple(swapped)
+    return tuple(src.swap_blocks_to(dst, pairs) for src, dst in zip(source, destination, strict=True))
 
 
 def _pack(plan: Plan, shape: StepShape, num_seats: int) -> np.ndarray:
