@@ -131,7 +131,8 @@ def interpreted(device=None):
 def arithmetic_mended():
     """Triton's interpreter has bfloat16 as bits, which it truncates instead of rounding, and multiplies as integers.
 
-    Its fused multiply-add rounds twice, and it has no inline assembly, of which one moves a register.
+    Its fused multiply-add rounds twice, and it has no inline assembly, of which one moves a register. Triton 3.6 makes
+    an index of a scalar by `int(array of one element)`, which NumPy 2.5 refuses.
     """
     interpreter = importlib.import_module("triton.runtime.interpreter")
     tl, handle, builder = interpreter.tl, interpreter.TensorHandle, interpreter.InterpreterBuilder
@@ -157,11 +158,16 @@ def arithmetic_mended():
         exact = x.data.astype(np.float64) * y.data + z.data
         return handle(exact.astype(z.data.dtype), z.dtype)
 
+    def scalars(tensor, scope, original=interpreter._patch_lang_tensor):
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
     def move(self, code, constraints, values, *rest):
         assert code == "mov.b32 $0, $1;", code
         return types.SimpleNamespace(get_result=lambda _: values[0])
 
     with (
+        mock.patch.object(interpreter, "_patch_lang_tensor", scalars),
         mock.patch.object(builder, "create_inline_asm", move),
         mock.patch.object(builder, "create_fma", fma),
         mock.patch.object(builder, "cast_impl", cast(builder.cast_impl)),

@@ -30,6 +30,7 @@ def write_kernel(
     key_cache, value_cache, cfg: tl.constexpr,
 ):  # fmt: skip
     pool: tl.constexpr = cfg.pool
+    quantisation: tl.constexpr = cfg.quantisation
     kv_head = tl.program_id(0) % pool.num_kv_heads
     tokens = tl.program_id(0) // pool.num_kv_heads * cfg.tokens + tl.arange(0, cfg.tokens)
     given = tokens < num_tokens
@@ -38,7 +39,7 @@ def write_kernel(
     # while the slots are on their way
     new_key, new_value = load_tokens(key, value, tokens, kv_head, given, pool, cfg.width)
     cache = Cache(key_cache, value_cache, k_scale, v_scale)
-    _store_tokens(new_key, new_value, cache, slot, kv_head, valid, pool, tl.constexpr(cfg.quantisation), cfg.width)
+    _store_tokens(new_key, new_value, cache, slot, kv_head, valid, pool, quantisation, cfg.width)
 
 
 class Written(NamedTuple):
@@ -78,12 +79,14 @@ def add_new_token(softmax, rows, written, cache, kv_head, cfg: tl.constexpr):
 
     Several tiles of heads store the same.
     """
+    pool: tl.constexpr = cfg.problem
+    quantisation: tl.constexpr = cfg.tuning.write
     acc, max_logit, exp_sum = softmax
     if written.mine:
         single = tl.full([1], 0, tl.int32)
         key, value = _store_tokens(
-            written.key, written.value, cache, single + written.slot, kv_head, single == 0, tl.constexpr(cfg.problem),
-            tl.constexpr(cfg.tuning.write), cfg.tuning.width,
+            written.key, written.value, cache, single + written.slot, kv_head, single == 0, pool, quantisation,
+            cfg.tuning.width,
         )  # fmt: skip
         acc, max_logit, exp_sum = add_token(
             Softmax(acc, max_logit, exp_sum), rows, key, value, cache, kv_head, single + written.slot,
