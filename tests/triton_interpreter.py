@@ -244,6 +244,7 @@ def run(function, *, quick=True, **arrays):
 def main(names):
     """The tests of every implementation, on the named attention cases, "write-LAYOUT-DTYPE" or "copy-DTYPE"."""
     cases = {case.name: case for case in DECODE_CASES}
+    not_causal = {case.name: case for case in test_ragged.NOT_CAUSAL}
     with interpreted():
         for name in names:
             if name in cases:
@@ -251,6 +252,10 @@ def main(names):
                 test_decode.test_paged_attention_picks_one_of_them(name, run)
                 if cases[name].query_lens is not None:
                     test_ragged.test_ragged_and_prefix(cases[name], run)
+            elif name in not_causal:
+                test_ragged.test_without_causality_every_query_sees_all_of_its_sequence(not_causal[name], run)
+                if name == "all-of-it":
+                    test_ragged.test_without_causality_there_may_be_more_queries_than_tokens(run)
             elif name.startswith("fused"):
                 test_write_and_attend.test_write_and_attend(
                     test_write_and_attend.BY_NAME[name.removeprefix("fused-")], run

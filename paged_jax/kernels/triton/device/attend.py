@@ -197,10 +197,16 @@ def ragged_kernel(
     kv_head, head, valid = heads_of_rows(head_tile, cfg)
     queries = first_query + tl.arange(0, cfg.tuning.rows) // cfg.tuning.heads
     valid = valid & (queries < query_len)
-    position = tl.where(valid & (seq < num_seqs), context_len + queries, -1)
-    at = context_len + first_query  # position of the first query
-    end = tl.minimum(context_len + tl.minimum(query_len, first_query + queries_of_program), max_seq_len)
-    end = tl.where((seq < num_seqs) & (first_query < query_len), end, 0)
+    if problem.causal:
+        at = context_len + first_query  # position of the first query
+        position = context_len + queries
+        end = context_len + tl.minimum(query_len, first_query + queries_of_program)
+    else:  # every query sees what one at the sequence's last token would see
+        at = seq_len - 1
+        position = queries * 0 + at
+        end = seq_len
+    position = tl.where(valid & (seq < num_seqs), position, -1)
+    end = tl.where((seq < num_seqs) & (first_query < query_len), tl.minimum(end, max_seq_len), 0)
     begin = at * 0
     if problem.sliding_window is not None:
         begin = tl.maximum(at - problem.sliding_window + 1, 0)

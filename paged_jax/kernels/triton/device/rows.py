@@ -20,7 +20,8 @@ class Rows(NamedTuple):
     Attributes:
       q: [rows, width], the queries in the dtype of the products.
       factor: [rows], which makes logits of products of q and k.
-      position: [rows], of the query token; -1 for padding, which sees nothing.
+      position: [rows], of the query token, which is the last token that the row sees; -1 for padding, which sees
+        nothing. Without causality the position of the sequence's last token.
       slope: [rows], ALiBi's.
       shift: [rows], of the block-sparse pattern, in sparse blocks.
     """
