@@ -82,7 +82,7 @@ def test_in_the_interpreter():
         env=os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1200,
         check=False,
     )
     done = [line.removesuffix(" ok") for line in process.stdout.splitlines()]
