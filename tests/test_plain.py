@@ -28,6 +28,17 @@ def test_one_row_does_not_err_by_what_another_may():
         plain.assert_close(wrong, exact, rounded, "out")
 
 
+def test_where_the_yardstick_is_lucky_a_row_may_err_as_rows_do():
+    exact = np.random.default_rng(0).standard_normal((5, 4, 16))
+    rounded = exact.astype(np.float16)
+    lucky = np.where(np.arange(5)[:, None, None] == 2, exact, rounded)
+    plain.assert_close(rounded, exact, lucky, "out")
+    wrong = rounded.astype(np.float64)
+    wrong[2] *= 1.003
+    with pytest.raises(AssertionError, match=r"at \(2, .* values in 1 rows are off"):
+        plain.assert_close(wrong, exact, lucky, "out")
+
+
 def test_a_row_of_zeros_has_to_be_zero():
     exact, rounded = results()
     wrong = rounded.copy()

@@ -36,6 +36,51 @@ def test_ragged_and_prefix(case, run):
         plain.assert_close(lse, exact[1], rough[1], f"{name} lse")
 
 
+NOT_CAUSAL = [
+    Case("all-of-it", 4, 2, 32, 16),
+    Case("all-of-it-long", 4, 1, 16, 8, "bfloat16", seq_lens=(300, 7, 129), query_lens=(200, 7, 2)),
+    Case("all-of-it-int8", 4, 2, 32, 16, "float16", "int8", "nhd", k_scale="head", v_scale="slot", sinks=True),
+    Case("all-of-it-vllm", 4, 2, 64, 16, "bfloat16", "float8_e4m3fn", "vllm", logits_soft_cap=3.0),
+    Case("all-of-it-bounded", 4, 2, 32, 16, max_seq_len=130),
+]
+
+
+@pytest.mark.parametrize("case", NOT_CAUSAL, ids=str)
+def test_without_causality_every_query_sees_all_of_its_sequence(case, run):
+    made = inputs.make(case)
+    hold_without_causality(made, {"ragged": made.ragged, "prefix": made.prefix}, case, run)
+    # It is another result than the causal one, or nothing would be tested.
+    options = made.arrays | made.static
+    causal, all_of_it = (oracle.ragged(**made.ragged, **options, causal=flag)[0] for flag in (True, False))
+    assert np.abs(causal - all_of_it)[: made.num_rows].max() > 0.1
+
+
+def test_without_causality_there_may_be_more_queries_than_tokens(run):
+    case = Case("more-queries", 4, 2, 32, 16, seq_lens=(70, 9, 33), query_lens=(70, 9, 2))
+    made = inputs.make(case)
+    ragged = made.ragged | {"seq_lens": np.array([6, 3, 33], np.int32)}
+    hold_without_causality(made, {"ragged": ragged}, case, run)
+
+
+def hold_without_causality(made, calls, case, run):
+    """Holds the ops named in `calls`, with their arrays, against the oracle."""
+    static = op_options(made.static) | {"max_seq_len": case.max_seq_len, "causal": False, "return_lse": True}
+    functions = {"ragged": paged_jax.ragged_paged_attention, "prefix": paged_jax.prefix_attention}
+
+    def each(calls, options, implementation):
+        flags = options | static | {"implementation": implementation}
+        return {name: functions[name](**arrays, **flags) for name, arrays in calls.items()}
+
+    results = run(each, calls=calls, options=made.arrays)
+    options = made.arrays | made.static | {"causal": False}
+    for name, (out, lse) in results.items():
+        exact = getattr(oracle, name)(**calls[name], **options)
+        rough = getattr(plain, name)(**calls[name], **options)
+        assert np.all(out[made.num_rows :].astype(np.float32) == 0), f"{name}: padding rows"
+        plain.assert_close(out, exact[0], rough[0], f"{name} out")
+        plain.assert_close(lse, exact[1], rough[1], f"{name} lse")
+
+
 def test_random_batches_in_one_compiled_program(implementation, device, skip_lacking):
     """How prompts are cut into chunks is data: one program serves random mixes of chunks, decodes and empty rows."""
     traces = []

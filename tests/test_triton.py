@@ -55,6 +55,9 @@ INTERPRETED = [
     "max-seq-len",
     "all-empty",
     "everything",
+    "all-of-it",
+    "all-of-it-long",
+    "all-of-it-vllm",
     "write-hnd-int8",
     "write-nhd-float8_e5m2",
     "write-vllm-float8_e4m3fn",
@@ -79,7 +82,7 @@ def test_in_the_interpreter():
         env=os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1200,
         check=False,
     )
     done = [line.removesuffix(" ok") for line in process.stdout.splitlines()]
@@ -107,6 +110,7 @@ COMPILED = [
     (90, "auto", "llama-3-8b"),
     (90, "ragged", "everything"),
     (90, "prefix", "llama-3-8b"),
+    (90, "not-causal", "vllm-int8"),
     (90, "v2", "everything"),
     (90, "v1", "hnd-int8"),
     (90, "write", "vllm-int8"),
@@ -235,6 +239,9 @@ def call(op, case):
             paged_jax.ragged_paged_attention(*made.ragged.values(), **options)
         case "prefix":
             paged_jax.prefix_attention(*made.prefix.values(), **options)
+        case "not-causal":
+            paged_jax.ragged_paged_attention(*made.ragged.values(), **options, causal=False)
+            paged_jax.prefix_attention(*made.prefix.values(), **options, causal=False)
         case "write":
             key_cache, value_cache = made.decode["key_cache"], made.decode["value_cache"]
             scales = {name: made.arrays.get(name) for name in ("k_scale", "v_scale")}

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import paged_jax
-from tests import inputs, oracle, plain
+from tests import inputs, oracle
 from tests.cases import LAYOUTS, Case
 
 CALL = {"implementation": "xla"}
@@ -63,37 +63,6 @@ def test_prefix_attention_sees_no_token_past_max_seq_len(bound):
     exact, exact_lse = oracle.prefix(**call, max_seq_len=bound)
     np.testing.assert_allclose(np.asarray(out)[: -case.padding], exact[: -case.padding], atol=1e-5)
     np.testing.assert_allclose(np.asarray(lse), exact_lse, atol=1e-5)
-
-
-NOT_CAUSAL = [
-    Case("all-of-it", 4, 2, 32, 16),
-    Case("all-of-it-long", 4, 1, 16, 8, "bfloat16", seq_lens=(300, 7, 129), query_lens=(200, 7, 2)),
-    Case("all-of-it-int8", 4, 2, 32, 16, "float16", "int8", "nhd", k_scale="head", v_scale="slot", sinks=True),
-    Case("all-of-it-vllm", 4, 2, 64, 16, "bfloat16", "float8_e4m3fn", "vllm", logits_soft_cap=3.0),
-    Case("all-of-it-bounded", 4, 2, 32, 16, max_seq_len=130),
-]
-
-
-@pytest.mark.parametrize("op", ["ragged", "prefix"])
-@pytest.mark.parametrize("case", NOT_CAUSAL, ids=str)
-def test_without_causality_every_query_sees_all_of_its_sequence(case, op):
-    made = inputs.make(case)
-    call, static = dict(getattr(made, op)), {k: v for k, v in made.static.items() if k != "block_sparse"}
-    num_rows = made.num_rows
-
-    function = {"ragged": paged_jax.ragged_paged_attention, "prefix": paged_jax.prefix_attention}[op]
-    flags = static | {"max_seq_len": case.max_seq_len, "causal": False, "return_lse": True, "implementation": "xla"}
-    run = jax.jit(lambda arrays, call: function(**call, **arrays, **flags))
-    out, lse = run(made.arrays, call)
-    options = {**static, **made.arrays, "causal": False}
-    exact = getattr(oracle, op)(**call, **options)
-    yardstick = getattr(plain, op)(**call, **options)
-    plain.assert_close(np.asarray(out)[:num_rows], exact[0][:num_rows], yardstick[0][:num_rows], "out")
-    plain.assert_close(lse, exact[1], yardstick[1], "lse")
-    assert (np.asarray(out)[num_rows:] == 0).all()
-    # It is another result than the causal one, or nothing would be tested.
-    causal = getattr(oracle, op)(**call, **{**options, "causal": True})[0]
-    assert np.abs(causal - exact[0])[:num_rows].max() > 0.1
 
 
 # Pools in place.

@@ -131,7 +131,8 @@ def interpreted(device=None):
 def arithmetic_mended():
     """Triton's interpreter has bfloat16 as bits, which it truncates instead of rounding, and multiplies as integers.
 
-    Its fused multiply-add rounds twice, and it has no inline assembly, of which one moves a register.
+    Its fused multiply-add rounds twice, and it has no inline assembly, of which one moves a register. Triton 3.6 makes
+    an index of a scalar by `int(array of one element)`, which NumPy 2.5 refuses.
     """
     interpreter = importlib.import_module("triton.runtime.interpreter")
     tl, handle, builder = interpreter.tl, interpreter.TensorHandle, interpreter.InterpreterBuilder
@@ -157,11 +158,16 @@ def arithmetic_mended():
         exact = x.data.astype(np.float64) * y.data + z.data
         return handle(exact.astype(z.data.dtype), z.dtype)
 
+    def scalars(tensor, scope, original=interpreter._patch_lang_tensor):
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
     def move(self, code, constraints, values, *rest):
         assert code == "mov.b32 $0, $1;", code
         return types.SimpleNamespace(get_result=lambda _: values[0])
 
     with (
+        mock.patch.object(interpreter, "_patch_lang_tensor", scalars),
         mock.patch.object(builder, "create_inline_asm", move),
         mock.patch.object(builder, "create_fma", fma),
         mock.patch.object(builder, "cast_impl", cast(builder.cast_impl)),
@@ -238,6 +244,7 @@ def run(function, *, quick=True, **arrays):
 def main(names):
     """The tests of every implementation, on the named attention cases, "write-LAYOUT-DTYPE" or "copy-DTYPE"."""
     cases = {case.name: case for case in DECODE_CASES}
+    not_causal = {case.name: case for case in test_ragged.NOT_CAUSAL}
     with interpreted():
         for name in names:
             if name in cases:
@@ -245,6 +252,10 @@ def main(names):
                 test_decode.test_paged_attention_picks_one_of_them(name, run)
                 if cases[name].query_lens is not None:
                     test_ragged.test_ragged_and_prefix(cases[name], run)
+            elif name in not_causal:
+                test_ragged.test_without_causality_every_query_sees_all_of_its_sequence(not_causal[name], run)
+                if name == "all-of-it":
+                    test_ragged.test_without_causality_there_may_be_more_queries_than_tokens(run)
             elif name.startswith("fused"):
                 test_write_and_attend.test_write_and_attend(
                     test_write_and_attend.BY_NAME[name.removeprefix("fused-")], run

@@ -56,16 +56,19 @@ class Quantisation:
     @property
     def smallest(self) -> float:
         """The least finite value of the cache's dtype."""
-        return float(_limits(self.cache_dtype).min)
+        return _range(self.cache_dtype)[0]
 
     @property
     def largest(self) -> float:
         """The greatest finite value of the cache's dtype."""
-        return float(_limits(self.cache_dtype).max)
+        return _range(self.cache_dtype)[1]
 
 
-def _limits(dtype: str) -> jnp.iinfo | jnp.finfo:
-    return jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype)
+def _range(dtype: str) -> tuple[float, float]:
+    """The least and the greatest finite value."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return float(jnp.iinfo(dtype).min), float(jnp.iinfo(dtype).max)
+    return float(jnp.finfo(dtype).min), float(jnp.finfo(dtype).max)
 
 
 @dataclass(frozen=True, kw_only=True)

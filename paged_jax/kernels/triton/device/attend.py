@@ -1,10 +1,11 @@
 """Device code of attention: the kernels of v1, v2, the automatic choice and ragged, around one loop over tiles.
 
-What a kernel is made of: `schedule.py` says whose turn it is, `rows.py` what its rows are, `tiles.py` has the loop,
-`softmax.py` what the loop builds up, `write.py` the new tokens. `reduce.py` joins the splits of a sequence.
+A kernel calls on five files: `schedule.py` says which sequence and which tokens a program takes, `rows.py` what its
+rows are, `tiles.py` has the loop, `softmax.py` has what the loop builds up, `write.py` puts new tokens into the cache.
+`reduce.py` joins the splits of a sequence.
 
-Grid. Decode: one program for each (sequence, split of its context, tile of heads). Ragged: one for each (tile of
-queries, tile of heads). A tile of heads is one kv head's group of query heads, or a part of a very large group.
+Grid. Decode has one program for each (sequence, split of its context, tile of heads), ragged attention one for each
+(tile of queries, tile of heads). A tile of heads is one kv head's group of query heads, or a part of a large group.
 
 Who loads. Every program gathers its own tiles of `tile` tokens through the block table, with the pointers worked
 out in 64 bits; Triton's software pipeline keeps a tile of K and V, or more with more `num_stages`, in flight in
@@ -16,12 +17,13 @@ shared memory (block tables take stages too: benchmarks/LOG.md):
     | head_size] |                              | [rows, tile]
     +------------+                              +------------+  x  V [tile, head_size]  ->  acc [rows, head_size]
 
-Who computes. All warps of the program, both products on tensor cores with float32 sums (float32 inputs: on plain
-cores, at full precision). Rows are padded to 16 and head_size to a power of two; padding is masked, never read.
+Who computes. All warps of the program compute both products, on tensor cores with float32 sums; float32 inputs go to
+plain cores, at full precision. Rows are padded to 16 and head_size to a power of two; the kernels mask padding and
+never read it.
 
-Roofline. Decode reads 2 * seq_len * head_size * itemsize bytes for each (sequence, kv head), once, and does
-4 * group operations for each pair of elements: bound by memory up to groups of about 64. Ragged does
-2 * head_size * 2 operations for each (query, token) pair and is bound by the tensor cores.
+Roofline. Decode reads 2 * seq_len * head_size * itemsize bytes for each (sequence, kv head), once, and does 4 * group
+operations for each pair of elements: memory bounds it up to groups of about 64. Ragged attention does 2 * head_size * 2
+operations for each (query, token) pair, and the tensor cores bound it.
 
 `cfg` is a `tuning.AttentionKernel`. `no_type_check` keeps run-time type checkers away from code that Triton compiles.
 """
@@ -110,10 +112,11 @@ def write_and_decode_kernel(
 @triton.jit
 @no_type_check
 def _decode(inputs, new, batch, outputs, cfg: tl.constexpr):
-    """One split of one sequence. The only split writes out and lse, others their unfinished softmax.
+    """One program attends to one split of one sequence.
 
-    With `new` the last token comes from there where its slot is valid. The last split, whose share of the context is
-    the smallest, stores it in the cache and attends to it; no program reads its slot.
+    A sequence's only split writes out and lse; each of several splits writes its unfinished softmax. With `new` a
+    sequence takes its last token from there if the token's slot is valid: the last split, which has the smallest share
+    of the context, stores the token in the cache and attends to it, and no program reads its slot.
     """
     problem: tl.constexpr = cfg.problem
     num_splits = batch.num_splits
@@ -150,14 +153,14 @@ def _decode(inputs, new, batch, outputs, cfg: tl.constexpr):
     table = batch.block_tables + seq.to(tl.int64) * batch.table_width
     cache = Cache(inputs.key_cache, inputs.value_cache, inputs.k_scale, inputs.v_scale)
     paged = Paged(cache, table)
-    if new is not None and cfg.tuning.final:  # before a long loop: no registers are kept through it
+    if new is not None and cfg.tuning.final:  # before a long loop, so that the token holds no registers through it
         softmax = add_new_token(softmax, rows, written, cache, kv_head, cfg)
     if cfg.whole_tiles:
         middle = tl.maximum(tl.minimum(last, (stretch.end - stretch.origin) // cfg.tuning.tile), first)
         softmax = add_tiles(softmax, rows, paged, kv_head, stretch, first, middle, True, False, cfg)
         first = middle
     softmax = add_tiles(softmax, rows, paged, kv_head, stretch, first, last, True, True, cfg)
-    if new is not None and not cfg.tuning.final:  # after a short one, which does not wait for it
+    if new is not None and not cfg.tuning.final:  # after a short loop, which then does not wait for the token
         softmax = add_new_token(softmax, rows, written, cache, kv_head, cfg)
     softmax = _with_head_scale(softmax, inputs.v_scale, kv_head, tl.constexpr(problem.v_scale))
     softmax = with_largest_logit(softmax, factor, cfg)
@@ -180,7 +183,7 @@ def ragged_kernel(
     query, key, value, key_cache, value_cache, block_tables, seq_lens, query_start_loc, scale, alibi_slopes, sinks,
     k_scale, v_scale, num_tokens, num_seqs, table_width, max_seq_len, num_tiles, out, lse, cfg: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one sequence; the padding rows are a last sequence that sees nothing."""
+    """One program attends with one tile of queries of one sequence; padding rows are a last one that sees nothing."""
     problem: tl.constexpr = cfg.problem
     queries_of_program: tl.constexpr = cfg.tuning.queries
     pid = tl.program_id(0)
@@ -197,10 +200,16 @@ def ragged_kernel(
     kv_head, head, valid = heads_of_rows(head_tile, cfg)
     queries = first_query + tl.arange(0, cfg.tuning.rows) // cfg.tuning.heads
     valid = valid & (queries < query_len)
-    position = tl.where(valid & (seq < num_seqs), context_len + queries, -1)
-    at = context_len + first_query  # position of the first query
-    end = tl.minimum(context_len + tl.minimum(query_len, first_query + queries_of_program), max_seq_len)
-    end = tl.where((seq < num_seqs) & (first_query < query_len), end, 0)
+    if problem.causal:
+        at = context_len + first_query  # position of the first query
+        position = context_len + queries
+        end = context_len + tl.minimum(query_len, first_query + queries_of_program)
+    else:  # every query sees what one at the sequence's last token would see
+        at = seq_len - 1
+        position = queries * 0 + at
+        end = seq_len
+    position = tl.where(valid & (seq < num_seqs), position, -1)
+    end = tl.where((seq < num_seqs) & (first_query < query_len), tl.minimum(end, max_seq_len), 0)
     begin = at * 0
     if problem.sliding_window is not None:
         begin = tl.maximum(at - problem.sliding_window + 1, 0)
@@ -258,7 +267,7 @@ def _add_cached(softmax, rows, paged, kv_head, begin, end, position, seen_end, h
 @triton.jit
 @no_type_check
 def _add_new(softmax, rows, new, kv_head, begin, context_len, position, end, head_tile, cfg: tl.constexpr):
-    """Adds the tokens before `end` of those that are given beside the cache, the first of them at `context_len`."""
+    """Adds the tokens before `end` that the caller gives beside the cache, the first of them at `context_len`."""
     tile: tl.constexpr = cfg.tuning.tile
     if cfg.problem.block_sparse is not None:
         begin = tl.maximum(begin, context_len)
@@ -276,7 +285,7 @@ def _add_new(softmax, rows, new, kv_head, begin, context_len, position, end, hea
 @triton.jit
 @no_type_check
 def _head_scale(scale, kv_head, kind: tl.constexpr):
-    """A scale that is the same for the whole of a kv head's cache; 1 if there is none."""
+    """Returns the scale that all of a kv head's cache has in common; 1 if there is none."""
     factor = 1.0
     if kind == "cache":
         factor = tl.load(scale)
@@ -288,7 +297,7 @@ def _head_scale(scale, kv_head, kind: tl.constexpr):
 @triton.jit
 @no_type_check
 def _with_head_scale(softmax, v_scale, kv_head, kind: tl.constexpr):
-    """The softmax with values that `_head_scale` made of the cache's."""
+    """Returns the softmax of values that `_head_scale` has multiplied; the loop took them as the cache has them."""
     acc, max_logit, exp_sum = softmax
     acc *= _head_scale(v_scale, kv_head, kind)
     return Softmax(acc, max_logit, exp_sum)
@@ -297,7 +306,7 @@ def _with_head_scale(softmax, v_scale, kv_head, kind: tl.constexpr):
 @triton.jit
 @no_type_check
 def _store(out, row, result, valid, cfg: tl.constexpr):
-    """Each row's result, to that row of `out`."""
+    """Stores each row's result in that row of `out`."""
     d = tl.arange(0, cfg.tuning.width)
     mask = valid[:, None] & (d < cfg.problem.head_size)[None, :]
     out = out + row[:, None] * cfg.problem.head_size + d[None, :]

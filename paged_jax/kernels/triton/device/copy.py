@@ -1,7 +1,7 @@
-"""Device code of block copies, within one layer's pools or from one layer's into another's.
+"""Device code of block copies: these kernels copy blocks within one layer's pools or into another layer's.
 
 Within a pool every source is read before any destination is written: a pair whose source another pair writes to must
-be read before that happens, and programs run in no order. So there are two launches:
+be read before that happens, and programs run in no order. So a copy takes two launches, a swap the first and the third:
 
     stash   one program for each pair: makes the pair's plan, and sets a source that is in danger aside in `tmp`
     copy    one program for each (pair, chunk of a block): pool or tmp -> pool, as planned
@@ -11,8 +11,8 @@ be read before that happens, and programs run in no order. So there are two laun
 Who loads. Every thread moves 16 bytes at a time where a block's size allows it, else 8, whatever the dtype is: no bit
 changes, NaN payloads included. Offsets are in 64 bits.
 
-Roofline. Both blocks of each pair, read once and written once; a stashed source twice. The stash also reads all pairs
-in every program: num_pairs^2 * 8 bytes, out of the L2 cache.
+Roofline. The kernels read and write the K block and the V block of each pair once, a stashed one twice. Every program
+of the stash also reads all pairs: num_pairs^2 * 8 bytes, out of the L2 cache.
 
 The pools are updated in place: `key_cache` and `value_cache` of the copying kernels are outputs that alias inputs.
 `cfg` is a `tuning.CopyKernel`.
@@ -26,7 +26,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-# What is planned for a pair. The last valid pair of a destination is the one that writes it.
+# A pair's plan. Of several valid pairs with one destination the last one writes it.
 SKIPPED = tl.constexpr(0)
 DIRECT = tl.constexpr(1)
 STASHED = tl.constexpr(2)
@@ -97,7 +97,7 @@ def swap_kernel(
 @triton.jit
 @no_type_check
 def _pair(block_mapping, pair, num_pairs, num_sources, num_blocks):
-    """Source and destination of pairs, and whether both are blocks of their pools."""
+    """Returns the source and the destination of pairs, and whether both are blocks of their pools."""
     inside = pair < num_pairs
     source = tl.load(block_mapping + 2 * pair, mask=inside, other=-1)
     destination = tl.load(block_mapping + 2 * pair + 1, mask=inside, other=-1)
@@ -108,7 +108,7 @@ def _pair(block_mapping, pair, num_pairs, num_sources, num_blocks):
 @triton.jit
 @no_type_check
 def _copy_chunk(source, source_block, destination, destination_block, chunk, words: tl.constexpr, cfg: tl.constexpr):
-    """One chunk of a block of `words` 8-byte words, from one array of blocks to another."""
+    """Copies one chunk of a block of `words` 8-byte words from one array of blocks to another."""
     at = chunk * cfg.chunk + tl.arange(0, cfg.chunk)
     inside = at < words
     source = source.to(tl.pointer_type(tl.int64), bitcast=True) + source_block.to(tl.int64) * words

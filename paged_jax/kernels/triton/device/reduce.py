@@ -1,7 +1,7 @@
-"""Device code: the softmax over all splits of a sequence.
+"""Device code: the reduce makes one softmax of all splits of a sequence.
 
-Grid: one program for each (sequence, head, part of head_size). It reads what the splits left, 4 * head_size bytes for
-each split, out of the L2 cache. `cfg` is a `tuning.ReduceKernel`.
+The grid has one program for each (sequence, head, part of head_size). A program reads what the splits left, 4 bytes for
+each element of its part and each split, out of the L2 cache. `cfg` is a `tuning.ReduceKernel`.
 """
 
 # Where triton is not installed pyright takes this folder for it.
@@ -18,7 +18,7 @@ from paged_jax.kernels.triton.device.softmax import Softmax, finish
 @triton.jit
 @no_type_check
 def reduce_kernel(tmp_out, exp_sums, max_logits, seq_lens, sinks, num_splits, out, lse, cfg: tl.constexpr):
-    """The softmax over all splits of one (sequence, head), for a part of head_size."""
+    """One program joins all splits of one (sequence, head), for a part of head_size."""
     row = (tl.program_id(0) // cfg.parts).to(tl.int64)
     part = tl.program_id(0) % cfg.parts
     head = (row % cfg.num_heads).to(tl.int32)

@@ -1,4 +1,4 @@
-"""Device code: the rows of a program's matrix products, one for each of its query heads and query tokens.
+"""Device code: a program's matrix products have one row for each of its query heads and query tokens.
 
 `cfg` is a `tuning.AttentionKernel`.
 """
@@ -19,10 +19,11 @@ class Rows(NamedTuple):
 
     Attributes:
       q: [rows, width], the queries in the dtype of the products.
-      factor: [rows], which makes logits of products of q and k.
-      position: [rows], of the query token; -1 for padding, which sees nothing.
-      slope: [rows], ALiBi's.
-      shift: [rows], of the block-sparse pattern, in sparse blocks.
+      factor: [rows], what makes a logit of a product of q and k.
+      position: [rows], of the query token, which is the last token that the row sees; -1 for padding, which sees
+        nothing. Without causality the position of the sequence's last token.
+      slope: [rows], the head's ALiBi slope.
+      shift: [rows], how far the head's block-sparse pattern is shifted, in sparse blocks.
     """
 
     q: tl.tensor
@@ -35,7 +36,7 @@ class Rows(NamedTuple):
 @triton.jit
 @no_type_check
 def heads_of_rows(head_tile, cfg: tl.constexpr):
-    """The kv head, each row's head, and which rows are no padding."""
+    """Returns the program's kv head, each row's query head, and which rows are no padding."""
     rows = tl.arange(0, cfg.tuning.rows)
     kv_head = head_tile // cfg.head_tiles
     in_group = head_tile % cfg.head_tiles * cfg.tuning.heads + rows % cfg.tuning.heads
@@ -46,15 +47,16 @@ def heads_of_rows(head_tile, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def load_query(query, tokens, head, valid, scale, out, cfg: tl.constexpr):
-    """The rows' queries in the dtype of the products, and each row's factor that makes logits of products with keys.
+    """Returns the rows' queries in the dtype of the products, and each row's factor that makes logits of products.
 
-    If that waits for the exponential it is positive: the sign of `scale` goes to the queries.
+    A factor that waits for the exponential is positive: the sign of `scale` goes to the queries.
     """
     d = tl.arange(0, cfg.tuning.width)
     at = ((tokens.to(tl.int64) * cfg.problem.num_heads + head) * cfg.problem.head_size)[:, None] + d[None, :]
     mask = valid[:, None] & (d < cfg.problem.head_size)[None, :]
     if cfg.late_factor and cfg.tuning.queries > 1:  # noqa: SIM102 (the inner condition is the device's)
-        # Through the rows of `out`: matrix units take q from shared memory only if nothing happens to it on the way.
+        # Negated queries go through the rows of `out`: matrix units take q from shared memory only if nothing happens
+        # to it on the way.
         if scale < 0:
             tl.store(out + at, -tl.load(query + at, mask=mask, other=0.0), mask=mask)
             tl.debug_barrier()
@@ -63,7 +65,7 @@ def load_query(query, tokens, head, valid, scale, out, cfg: tl.constexpr):
     if cfg.late_factor and cfg.tuning.queries == 1:
         q = tl.where(scale < 0, -q, q)
     unit = tl.full([cfg.tuning.rows], 1.0, tl.float32)
-    if cfg.normalise_query:  # bfloat16 into float16: a power of two out of each row, so that it fits, exactly
+    if cfg.normalise_query:  # bfloat16 becomes float16: each row gives up a power of two, so that it fits, exactly
         q = q.to(tl.float32)
         peak = tl.maximum(tl.max(tl.abs(q), 1), 1e-30)
         unit = (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -84,7 +86,7 @@ def load_query(query, tokens, head, valid, scale, out, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def slopes_and_shifts(alibi_slopes, kv_head, head, valid, cfg: tl.constexpr):
-    """Each row's ALiBi slope, and the shift of its block-sparse pattern."""
+    """Returns each row's ALiBi slope, and the shift of its block-sparse pattern."""
     slope = tl.full([cfg.tuning.rows], 0, tl.float32)
     if cfg.problem.alibi:
         slope = tl.load(alibi_slopes + head, mask=valid, other=0.0)
@@ -97,9 +99,9 @@ def slopes_and_shifts(alibi_slopes, kv_head, head, valid, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def seen_by(tokens, inside, position, shift, sparse: tl.constexpr, cfg: tl.constexpr):
-    """Which of the tokens each row attends to, [rows, tile]; a row at position -1 attends to none.
+    """Returns which of the tokens each row attends to, [rows, tile]; a row at position -1 attends to none.
 
-    Without `sparse` every row with a position sees these tokens as far as a block-sparse pattern goes.
+    Without `sparse` the caller knows that the block-sparse pattern, if there is one, hides none of these tokens.
     """
     t = tokens[None, :]
     at = position[:, None]

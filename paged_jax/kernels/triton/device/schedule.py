@@ -1,4 +1,7 @@
-"""Device code: which sequence a program works on, and which of its tokens. `cfg` is a `tuning.AttentionKernel`."""
+"""Device code: these functions say which sequence a program works on, and which of its tokens.
+
+`cfg` is a `tuning.AttentionKernel`.
+"""
 
 # Where triton is not installed pyright takes this folder for it.
 # pyright: reportAttributeAccessIssue=false
@@ -10,14 +13,14 @@ import triton.language as tl
 
 
 class Pattern(NamedTuple):
-    """Which tokens a block-sparse pattern has, for `token_at`.
+    """What `token_at` needs to know of the tokens that a block-sparse pattern has.
 
     Attributes:
       far: the first far block, in sparse blocks.
-      shift: of the first head's pattern, in sparse blocks.
-      far_tokens: tokens of all far blocks.
-      near: the first token behind them.
-      heads: that the program has.
+      shift: how far the first head's pattern is shifted, in sparse blocks.
+      far_tokens: how many tokens all far blocks have.
+      near: the first token behind the far blocks.
+      heads: how many heads the program has.
     """
 
     far: tl.tensor
@@ -36,9 +39,9 @@ class Stretch(NamedTuple):
 
 
 class SparseStretch(NamedTuple):
-    """Those of the tokens begin <= t < end that a pattern has, in tiles of its numbers.
+    """Those of the tokens begin <= t < end that a pattern has, in tiles of the numbers that it gives them.
 
-    `origin` is the position that new tokens' rows are counted from.
+    `origin` is the position from which new tokens' rows are counted.
     """
 
     origin: tl.tensor
@@ -50,7 +53,7 @@ class SparseStretch(NamedTuple):
 @triton.jit
 @no_type_check
 def of_rank(rank, seq_lens, num_seqs, cfg: tl.constexpr):
-    """The sequence of that rank by length, the longest first, so that none is left for the end."""
+    """Returns the sequence of that rank by length: the longest start first, so that none of them ends alone."""
     ids = tl.arange(0, cfg.tuning.ranked)
     lens = tl.load(seq_lens + ids, mask=ids < num_seqs, other=-1)
     ahead = (lens[None, :] > lens[:, None]) | ((lens[None, :] == lens[:, None]) & (ids[None, :] < ids[:, None]))
@@ -61,9 +64,9 @@ def of_rank(rank, seq_lens, num_seqs, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def share_of(split, begin, end, position, kv_head, head_tile, num_splits, cfg: tl.constexpr):
-    """What a split has of the tokens begin <= t < end, which a query at `position` attends to.
+    """Returns a split's stretch of the tokens begin <= t < end, its first tile, and the tile after its last.
 
-    Returns a stretch, and its first tile and that after its last.
+    A query at `position` attends to these tokens.
     """
     tile: tl.constexpr = cfg.tuning.tile
     size: tl.constexpr = cfg.tuning.partition_size
@@ -92,11 +95,11 @@ def share_of(split, begin, end, position, kv_head, head_tile, num_splits, cfg: t
 @triton.jit
 @no_type_check
 def pattern_of(begin, end, position, last_position, kv_head, head_tile, cfg: tl.constexpr):
-    """Which of the tokens begin <= t < end the block-sparse pattern lets some row of this program see.
+    """Numbers those of the tokens begin <= t < end that the block-sparse pattern lets some row of this program see.
 
     The rows' positions are `position` to `last_position`. Far blocks come first, one in `vert_stride` for each of the
-    rows' `cfg.patterns`; behind them is every token from where the first row's local blocks begin. Numbered in this
-    order the tokens that somebody sees have no gaps, and `token_at` finds the token of a number.
+    rows' `cfg.patterns`; behind them comes every token from where the first row's local blocks begin. In this order the
+    numbers have no gaps, and `token_at` finds the token of a number.
 
     Returns the pattern, and how many tokens it has.
     """
@@ -122,7 +125,7 @@ def pattern_of(begin, end, position, last_position, kv_head, head_tile, cfg: tl.
 @triton.jit
 @no_type_check
 def token_at(number, pattern, cfg: tl.constexpr):
-    """The tokens of these numbers (`pattern_of`), and which of them some row may see."""
+    """Returns the tokens of these numbers (`pattern_of`), and which of them some row may see."""
     sparse: tl.constexpr = cfg.problem.block_sparse
     size: tl.constexpr = sparse.block_size
     stride: tl.constexpr = sparse.vert_stride
@@ -143,7 +146,7 @@ def token_at(number, pattern, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def pattern_shift(kv_head, head, cfg: tl.constexpr):
-    """How far heads' block-sparse patterns are shifted, in sparse blocks."""
+    """Returns how far the heads' block-sparse patterns are shifted, in sparse blocks."""
     sparse: tl.constexpr = cfg.problem.block_sparse
     if sparse.head_sliding_step >= 0:
         shift = (sparse.tp_rank * cfg.problem.num_heads + head) * sparse.head_sliding_step + 1
@@ -155,9 +158,9 @@ def pattern_shift(kv_head, head, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def sequence_of(tile, query_start_loc, num_seqs, cfg: tl.constexpr):
-    """The sequence that a tile of queries belongs to.
+    """Returns the sequence that a tile of queries belongs to.
 
-    Sequence s has the tiles from query_start_loc[s] // queries + s on: enough room for each, and no two overlap.
+    Sequence s has the tiles from query_start_loc[s] // queries + s on: each has enough room, and no two overlap.
     """
     count = tile * 0
     for first in range(0, num_seqs + 1, 128):

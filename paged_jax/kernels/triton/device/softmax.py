@@ -1,4 +1,4 @@
-"""Device code: the softmax that a program builds up tile by tile, in float32.
+"""Device code: a program builds up its rows' softmax tile by tile, in float32.
 
 `cfg` is a `tuning.AttentionKernel`.
 """
@@ -19,7 +19,7 @@ class Softmax(NamedTuple):
 
     Attributes:
       acc: [rows, width], the values' sum, each with its weight.
-      max_logit: [rows], the largest logit so far, -inf before the first; if `cfg.late_factor` the largest product.
+      max_logit: [rows], the largest logit so far, -inf before the first; with `cfg.late_factor` the largest product.
       exp_sum: [rows], the sum of the weights.
     """
 
@@ -31,7 +31,7 @@ class Softmax(NamedTuple):
 @triton.jit
 @no_type_check
 def nothing_seen(cfg: tl.constexpr):
-    """The softmax of rows that have seen no token."""
+    """Returns the softmax of rows that have seen no token."""
     acc = tl.full([cfg.tuning.rows, cfg.tuning.width], 0, tl.float32)
     max_logit = tl.full([cfg.tuning.rows], float("-inf"), tl.float32)
     return Softmax(acc, max_logit, tl.full([cfg.tuning.rows], 0, tl.float32))
@@ -40,14 +40,14 @@ def nothing_seen(cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def weigh(logits, factor, acc, max_logit, exp_sum, cfg: tl.constexpr):
-    """What the tokens' values weigh; and the softmax rescaled to the new maximum, with these weights in its sum."""
+    """Returns what the tokens' values weigh, and the softmax at the new maximum, with these weights in its sum."""
     top = tl.maximum(max_logit, tl.max(logits, 1))
     # A row that has seen nothing has no maximum: any finite one makes its exponentials 0 instead of NaN.
     level = tl.where(top == float("-inf"), 0.0, top)
     if cfg.late_factor:  # one fused multiply-add and one exponential for each logit
         base = factor * _LOG2_E
-        # Both levels are rounded, and stay so behind the selects: a fused subtraction would see a difference where the
-        # maximum is the old one, and add it up tile after tile.
+        # Both levels are rounded, and the selects keep them so: a fused subtraction would see a difference where the
+        # maximum is still the old one, and the softmax would add it up tile after tile.
         level = tl.where(top == float("-inf"), 0.0, top * base)
         before = tl.where(max_logit == float("-inf"), float("-inf"), max_logit * base)
         keep = tl.exp2(before - level)
@@ -62,11 +62,11 @@ def weigh(logits, factor, acc, max_logit, exp_sum, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def with_largest_logit(softmax, factor, cfg: tl.constexpr):
-    """The softmax after `tiles.add_tiles`, with `max_logit` a logit and the exponential there 1."""
+    """Returns what `tiles.add_tiles` left with a logit as `max_logit`, whose exponential is exactly 1."""
     acc, max_logit, exp_sum = softmax
     if cfg.late_factor:
         base = factor * _LOG2_E
-        # The level that was taken out of the exponents had been rounded, which shows where logits are huge.
+        # `weigh` took a rounded level out of the exponents, which shows where logits are huge.
         lack = tl.fma(-max_logit, base, max_logit * base)
         lack = tl.exp2(tl.where(max_logit == float("-inf"), 0.0, lack))
         acc *= lack[:, None]
@@ -78,7 +78,7 @@ def with_largest_logit(softmax, factor, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def finish(softmax, sinks, head, valid, with_sinks: tl.constexpr):
-    """out and lse, and the softmax's largest logit and sum; a sink joins them. Rows that saw no token: 0 and -inf."""
+    """Returns out and lse, and the softmax's largest logit and sum, with the sink. Rows without tokens: 0 and -inf."""
     acc, max_logit, exp_sum = softmax
     seen = exp_sum != 0  # NaN has been seen, too
     if with_sinks:
@@ -97,9 +97,9 @@ def finish(softmax, sinks, head, valid, with_sinks: tl.constexpr):
 @triton.jit
 @no_type_check
 def _exp(x, cfg: tl.constexpr):
-    """exp2 is one instruction, exp takes three more for results that are denormal."""
+    """Returns e**x by way of exp2, which is one instruction; exp takes three more for results that are denormal."""
     if cfg.tuning.compute_dtype == "float32":
-        # A large product's rounding error is felt at this precision: it goes into a factor of its own.
+        # At this precision the rounding error of a large product shows: it goes into a factor of its own.
         x = tl.maximum(x, -1e4)
         y = x * 1.4426950216293335
         error = tl.fma(x, tl.full(x.shape, 1.4426950216293335, tl.float32), -y) + x * 1.9259629911266175e-8
@@ -112,7 +112,7 @@ def _exp(x, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def tanh(x):
-    """tanh without libdevice; near 0, where the formula cancels, by a polynomial."""
+    """Returns tanh(x) without libdevice; a polynomial gives it near 0, where the formula cancels."""
     e = tl.exp(-2.0 * tl.abs(x))
     y = (1.0 - e) / (1.0 + e)
     square = x * x

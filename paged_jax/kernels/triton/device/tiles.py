@@ -1,4 +1,4 @@
-"""Device code of attention: the loop over tiles of K and V, and how a tile is read and masked.
+"""Device code of attention: the loop over tiles of K and V reads each tile, masks it and adds it to a softmax.
 
 A tile is `cfg.tuning.tile` tokens of one sequence, which follow each other but for the far blocks of a block-sparse
 pattern. `attend.py` tells where these loops stand in the kernels; `cfg` is a `tuning.AttentionKernel`.
@@ -141,12 +141,12 @@ def add_token(softmax, rows, key, value, cache, kv_head, slot, token, begin, end
 @triton.jit
 @no_type_check
 def numbers(opaque: tl.constexpr, cfg: tl.constexpr):
-    """0 to tile - 1; if `opaque`, LLVM cannot see that it comes from the thread's index.
+    """Returns 0 to tile - 1; with `opaque` LLVM cannot see that these come from the thread's index.
 
     Where Triton has the tokens in two layouts LLVM joins their arithmetic, `thread & 31` and `thread % 16 << 1`, in
-    vectors of two, of which it uses one lane each: the other one of the second is `thread << 31`. Its NVPTX backend
-    (in Triton 3.6) computes that in 64 bits, where the lane that nobody wanted runs over into its neighbour. Some
-    threads then had the tokens, and the masks, of others: wild reads.
+    vectors of two, and uses one lane of each; the unused lane of the second is `thread << 31`. Its NVPTX backend (in
+    Triton 3.6) computes that in 64 bits, where the unused lane runs over into its neighbour. Some threads then took the
+    tokens, and the masks, of others: they read wild memory.
     """
     numbers = tl.arange(0, cfg.tuning.tile)
     if opaque:
@@ -157,7 +157,7 @@ def numbers(opaque: tl.constexpr, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def _logits(products, k_factor, factor, tokens, position, slope, seen, masked: tl.constexpr, cfg: tl.constexpr):
-    """Logits, but for the factor if that is late, of the products [rows, tokens] of q and k."""
+    """Returns the logits of the products [rows, tokens] of q and k; a late factor is still missing in them."""
     logits = products
     if k_factor is not None:
         logits *= k_factor[None, :]
@@ -175,7 +175,7 @@ def _logits(products, k_factor, factor, tokens, position, slope, seen, masked: t
 @triton.jit
 @no_type_check
 def vectors(cache, blocks, offsets, kv_head, x: tl.constexpr, pool: tl.constexpr, width: tl.constexpr):
-    """Pointers to the vectors [tokens, width] of the slots (blocks, offsets); blocks are 64-bit."""
+    """Returns pointers to the vectors [tokens, width] of the slots (blocks, offsets); blocks are 64-bit."""
     d = tl.arange(0, width)
     if pool.layout == "hnd":
         start = ((blocks * pool.num_kv_heads + kv_head) * pool.block_size + offsets) * pool.head_size
@@ -183,7 +183,7 @@ def vectors(cache, blocks, offsets, kv_head, x: tl.constexpr, pool: tl.constexpr
     elif pool.layout == "nhd":
         start = ((blocks * pool.block_size + offsets) * pool.num_kv_heads + kv_head) * pool.head_size
         element = d
-    else:  # x neighbours of a vector lie together, then comes the next token
+    else:  # x neighbours of a vector lie together, and behind them those of the next token
         start = (blocks * pool.num_kv_heads + kv_head) * (pool.head_size * pool.block_size) + offsets * x
         element = d // x * (pool.block_size * x) + d % x
     return cache + start[:, None] + element[None, :]
@@ -192,7 +192,7 @@ def vectors(cache, blocks, offsets, kv_head, x: tl.constexpr, pool: tl.constexpr
 @triton.jit
 @no_type_check
 def _columns(cache, blocks, offsets, kv_head, cfg: tl.constexpr):
-    """Pointers [width, tokens] to values in layout "vllm", where neighbouring tokens are neighbours."""
+    """Returns pointers [width, tokens] to values in layout "vllm", where neighbouring tokens are neighbours."""
     start = (blocks * cfg.problem.num_kv_heads + kv_head) * (cfg.problem.head_size * cfg.problem.block_size) + offsets
     return cache + start[None, :] + (tl.arange(0, cfg.tuning.width) * cfg.problem.block_size)[:, None]
 
@@ -200,7 +200,7 @@ def _columns(cache, blocks, offsets, kv_head, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def _load_tile(at, wanted, masked: tl.constexpr, cfg: tl.constexpr):
-    """The vectors of a tile, 0 for tokens that are not wanted: 0 * NaN is NaN, so they must not be read."""
+    """Loads the vectors of a tile, and 0 for tokens that are not wanted: 0 * NaN is NaN, so nothing may read them."""
     in_head = (tl.arange(0, cfg.tuning.width) < cfg.problem.head_size)[None, :]
     if masked:
         tile = tl.load(at, mask=wanted[:, None] & in_head, other=0.0)
@@ -214,7 +214,7 @@ def _load_tile(at, wanted, masked: tl.constexpr, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def _convert(x, dtype: tl.constexpr):
-    """x as `dtype`: exact, for the pairs of dtypes that `tuning.compute_dtype` makes."""
+    """Returns x as `dtype`; this is exact for the pairs of dtypes that `tuning.compute_dtype` makes."""
     if x.dtype == tl.int8 and dtype == tl.float16:
         # 0x6400 is 1024 in float16, where a unit is the last bit; the integer-to-float instruction is slow.
         x = ((x.to(tl.int16) + 128) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
@@ -224,9 +224,9 @@ def _convert(x, dtype: tl.constexpr):
 @triton.jit
 @no_type_check
 def _to_float16(x, movable: tl.constexpr):
-    """`_convert` of 8-bit values, four at a time; if not `movable`, where they were loaded.
+    """Does what `_convert` does, for four 8-bit values at a time; if not `movable`, in the registers of their load.
 
-    Triton would read values from shared memory transposed, byte by byte, to convert them in the product's registers.
+    Triton would move the conversion of values behind shared memory, which it would then read transposed, byte by byte.
     """
     if x.dtype == tl.int8:
         code: tl.constexpr = """{ .reg .b32 u, zero; xor.b32 u, $2, 0x80808080; mov.b32 zero, 0x64806480;

@@ -1,8 +1,8 @@
-"""Device code of the fused cache write: K and V of new tokens into their slots, quantised on the way.
+"""Device code of the fused cache write: it quantises K and V of new tokens and puts them into their slots.
 
-Grid: one program for each (tile of tokens, kv head). It loads both vectors of each token, rounds them, and stores
-them at their slot, if they have one. Roofline: (itemsize of key + itemsize of the cache) * 2 * head_size bytes for each
-(token, kv head); a decode step writes so little that the launch dominates.
+The grid has one program for each (tile of tokens, kv head). A program loads both vectors of each token, rounds them,
+and stores them at the token's slot, if it has one. Roofline: it moves (itemsize of key + itemsize of the cache) * 2 *
+head_size bytes for each (token, kv head); a decode step writes so little that the launch dominates.
 
 `load_tokens` and `add_new_token` serve decode that writes on the way (`attend.py`).
 
@@ -30,26 +30,27 @@ def write_kernel(
     key_cache, value_cache, cfg: tl.constexpr,
 ):  # fmt: skip
     pool: tl.constexpr = cfg.pool
+    quantisation: tl.constexpr = cfg.quantisation
     kv_head = tl.program_id(0) % pool.num_kv_heads
     tokens = tl.program_id(0) // pool.num_kv_heads * cfg.tokens + tl.arange(0, cfg.tokens)
     given = tokens < num_tokens
     slot = tl.load(slot_mapping + tokens, mask=given, other=-1)
     valid = (slot >= 0) & (slot // pool.block_size < num_blocks)
-    # while the slots are on their way
+    # The vectors load while the slots are on their way.
     new_key, new_value = load_tokens(key, value, tokens, kv_head, given, pool, cfg.width)
     cache = Cache(key_cache, value_cache, k_scale, v_scale)
-    _store_tokens(new_key, new_value, cache, slot, kv_head, valid, pool, tl.constexpr(cfg.quantisation), cfg.width)
+    _store_tokens(new_key, new_value, cache, slot, kv_head, valid, pool, quantisation, cfg.width)
 
 
 class Written(NamedTuple):
     """The token that decode writes on the way.
 
     Attributes:
-      key, value: [1, width], its vectors.
+      key, value: [1, width], the token's vectors.
       slot: where they go.
-      token: its position.
+      token: the token's position.
       mine: whether this program writes it.
-      begin, end: the tokens that its query attends to.
+      begin, end: the tokens begin <= t < end are those that its query attends to.
     """
 
     key: tl.tensor
@@ -64,7 +65,7 @@ class Written(NamedTuple):
 @triton.jit
 @no_type_check
 def load_tokens(key, value, tokens, kv_head, valid, pool: tl.constexpr, width: tl.constexpr):
-    """The vectors [tokens, width] of one kv head."""
+    """Loads the vectors [tokens, width] of one kv head."""
     d = tl.arange(0, width)
     mask = valid[:, None] & (d < pool.head_size)[None, :]
     at = ((tokens.to(tl.int64) * pool.num_kv_heads + kv_head) * pool.head_size)[:, None] + d[None, :]
@@ -74,16 +75,18 @@ def load_tokens(key, value, tokens, kv_head, valid, pool: tl.constexpr, width: t
 @triton.jit
 @no_type_check
 def add_new_token(softmax, rows, written, cache, kv_head, cfg: tl.constexpr):
-    """If it is this program's, puts a token into its slot, and what that then holds into the softmax.
+    """Puts the token into its slot if this program is to, and adds what the slot then holds to the softmax.
 
-    Several tiles of heads store the same.
+    The programs of several tiles of heads store the same bytes.
     """
+    pool: tl.constexpr = cfg.problem
+    quantisation: tl.constexpr = cfg.tuning.write
     acc, max_logit, exp_sum = softmax
     if written.mine:
         single = tl.full([1], 0, tl.int32)
         key, value = _store_tokens(
-            written.key, written.value, cache, single + written.slot, kv_head, single == 0, tl.constexpr(cfg.problem),
-            tl.constexpr(cfg.tuning.write), cfg.tuning.width,
+            written.key, written.value, cache, single + written.slot, kv_head, single == 0, pool, quantisation,
+            cfg.tuning.width,
         )  # fmt: skip
         acc, max_logit, exp_sum = add_token(
             Softmax(acc, max_logit, exp_sum), rows, key, value, cache, kv_head, single + written.slot,
@@ -125,7 +128,7 @@ def _store_tokens(
 def _store_across(
     new_key, new_value, cache, block, offset, kv_head, valid, pool: tl.constexpr, width: tl.constexpr
 ):  # fmt: skip
-    """Into layout "vllm", where what follows in memory is the next token's: neighbouring threads take that."""
+    """Stores vectors in layout "vllm", where the next token's elements follow: neighbouring threads take them."""
     x: tl.constexpr = pool.key_x
     start = (block * pool.num_kv_heads + kv_head) * (pool.head_size * pool.block_size)
     # Triton lays threads along the last axis with known contiguity, then along the first: the tokens.
@@ -141,7 +144,7 @@ def _store_across(
 @triton.jit
 @no_type_check
 def _quantise(x, scale, kind: tl.constexpr, kv_head, scale_at, valid, quantisation: tl.constexpr):
-    """x divided by the scale and clipped to the range of the cache's dtype, if that is narrower."""
+    """Divides x by the scale and clips it to the range of the cache's dtype, if that is narrower than x's."""
     if quantisation.narrower:
         x = x.to(tl.float32)
         if kind == "cache":
@@ -157,11 +160,12 @@ def _quantise(x, scale, kind: tl.constexpr, kv_head, scale_at, valid, quantisati
 @triton.jit
 @no_type_check
 def _divide(x, divisor, quantisation: tl.constexpr):
-    """x / divisor [rows, 1], rounded to nearest wherever that is in range of the cache's dtype."""
+    """Returns x / divisor [rows, 1], rounded to nearest wherever that is in range of the cache's dtype."""
     size = tl.abs(divisor)
     tame = tl.min(tl.where((size > 1e-18) & (size < 1e18), 1, 0)) > 0
     if tame & (quantisation.largest < 1e6):
-        # Far outside the range, so that nothing overflows; then two corrections by the remainder, which is exact.
+        # The bound is far outside the range, and keeps products from overflowing. Two corrections follow, each by the
+        # remainder, which is exact.
         bound = tl.zeros_like(x) + size * (2 * quantisation.largest)
         x = tl.clamp(x, -bound, bound, propagate_nan=tl.PropagateNan.ALL)
         inverse = tl.zeros_like(x) + tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
@@ -176,7 +180,7 @@ def _divide(x, divisor, quantisation: tl.constexpr):
 @triton.jit
 @no_type_check
 def _code(x, dtype: tl.constexpr, quantisation: tl.constexpr):
-    """x as the cache has it, rounded to nearest even; float8 by hand where there is no instruction for it."""
+    """Rounds x to nearest even, as the cache has it; float8 by hand where the GPU has no instruction for it."""
     if quantisation.native:
         code = x.to(dtype)
     elif quantisation.cache_dtype == "float8_e4m3fn":
@@ -184,7 +188,7 @@ def _code(x, dtype: tl.constexpr, quantisation: tl.constexpr):
     elif quantisation.cache_dtype == "float8_e5m2":
         code = _float8(x, 2, 15).to(dtype, bitcast=True)
     elif quantisation.cache_dtype == "int8":
-        # 1.5 * 2**23: where a float32's last bit is a unit
+        # Next to 1.5 * 2**23 a float32's last bit is a unit.
         code = ((x + 12582912.0) - 12582912.0).to(tl.int32).to(dtype)
     else:
         code = x.to(dtype)
@@ -194,14 +198,14 @@ def _code(x, dtype: tl.constexpr, quantisation: tl.constexpr):
 @triton.jit
 @no_type_check
 def _float8(x, mantissa: tl.constexpr, bias: tl.constexpr):
-    """The code, u8, of float32 values within a float8 format's finite range."""
+    """Returns the codes, uint8, of float32 values within a float8 format's finite range."""
     bits = x.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
     bits = bits & 0x7FFFFFFF
     shift: tl.constexpr = 23 - mantissa
     normal = (bits + ((1 << (shift - 1)) - 1) + ((bits >> shift) & 1)) >> shift
     normal -= (127 - bias) << mantissa
-    # Below the smallest normal number the unit is fixed: adding this makes it the last bit of a float32.
+    # Below the smallest normal number the unit is fixed: adding `magic` makes it the last bit of a float32.
     unit: tl.constexpr = (127 + 1 - bias - mantissa + 23) << 23
     magic = (bits * 0 + unit).to(tl.float32, bitcast=True)
     subnormal = (bits.to(tl.float32, bitcast=True) + magic).to(tl.int32, bitcast=True) - unit
