@@ -1,0 +1,58 @@
+"""Ragged attention: prefill, chunks, speculative tokens and decodes in one launch, and a merge of split contexts."""
+
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import Array
+
+from paged_jax.kernels import problem as facts
+from paged_jax.kernels.mosaic_gpu import ragged_tuning
+from paged_jax.kernels.mosaic_gpu.device.ragged_attend import attend
+from paged_jax.kernels.mosaic_gpu.device.ragged_merge import merge
+from paged_jax.kernels.mosaic_gpu.ragged_tuning import Config
+from paged_jax.kernels.problem import Device, Problem
+from paged_jax.options import AttentionOptions
+from paged_jax.shapes import BlockTables, Cache, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
+
+
+def ragged_paged_attention(
+    query: RaggedQuery,
+    key_cache: Cache,
+    value_cache: Cache,
+    block_tables: BlockTables,
+    seq_lens: SeqLens,
+    query_start_loc: QueryStartLoc,
+    options: AttentionOptions,
+) -> tuple[RaggedQuery, RaggedLse]:
+    problem = Problem.of_call(query, key_cache, value_cache, block_tables, options)
+    cfg = ragged_tuning.tune(problem, device(), prefix=False)
+    if problem.num_tokens * problem.num_seqs * problem.num_blocks * problem.max_seq_len == 0:
+        return jnp.zeros(query.shape, query.dtype), jnp.full(query.shape[:2], -jnp.inf, jnp.float32)
+    return _run(cfg, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, options)
+
+
+def device() -> Device:
+    """The GPU that the program is for."""
+    return facts.device()
+
+
+def _run(
+    cfg: Config,
+    query: Array,
+    key_cache: Array,
+    value_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    query_start_loc: Array,
+    options: AttentionOptions,
+) -> tuple[Array, Array]:
+    of_options = [jnp.atleast_1d(x) for x in facts.option_arrays(options)]
+    counts = jnp.zeros((2,), jnp.int32)  # of claimed items; a new one for each call
+    batch = block_tables, seq_lens, query_start_loc
+    results = attend(cfg, query, key_cache, value_cache, *batch, counts, *of_options)
+    if cfg.places == (0, 0):
+        return results["out"], results["lse"]
+
+    def merge_parts(refs):
+        merge(cfg, query_start_loc, seq_lens, of_options[2], results | dict(zip(("out", "lse"), refs, strict=True)))
+
+    return pl.run_state(merge_parts)((results["out"], results["lse"]))
