@@ -23,7 +23,7 @@ INTERPRETED = [
     small("capped", 8, 2, 64, 16, "float16", logits_soft_cap=2.0, k_scale="head", v_scale="head", sinks=True),
     small("negative", 4, 2, 64, 16, "bfloat16", scale=-0.3),
     small("huge", 2, 1, 64, 16, "bfloat16", logits="huge", scale=1.0, sinks=True),
-    small("odd-head", 3, 1, 80, 16, "float16", max_seq_len=100),
+    small("odd-head", 3, 1, 80, 16, "float16", max_seq_len=130),
     small("all-empty", 4, 2, 64, 16, "float16", seq_lens=(0, 0), query_lens=(0, 0), sinks=True),
     small("split", 2, 1, 64, 16, "bfloat16", seq_lens=(600, 3), query_lens=(2, 1), sinks=True, padding=0),
     small("split-wide", 2, 1, 64, 64, "float16", seq_lens=(500,), query_lens=(100,), logits_soft_cap=3.0),

@@ -46,13 +46,15 @@ def _run(
     options: AttentionOptions,
 ) -> tuple[Array, Array]:
     of_options = [jnp.atleast_1d(x) for x in facts.option_arrays(options)]
-    counts = jnp.zeros((2,), jnp.int32)  # of claimed items; a new one for each call
     batch = block_tables, seq_lens, query_start_loc
-    results = attend(cfg, query, key_cache, value_cache, *batch, counts, *of_options)
-    if cfg.places == (0, 0):
-        return results["out"], results["lse"]
 
-    def merge_parts(refs):
-        merge(cfg, query_start_loc, seq_lens, of_options[2], results | dict(zip(("out", "lse"), refs, strict=True)))
+    def run(refs):
+        counts_ref, out_ref, lse_ref = refs
+        results = attend(cfg, query, key_cache, value_cache, *batch, counts_ref, *of_options)
+        out_ref[...], lse_ref[...] = results["out"], results["lse"]
+        if cfg.places != (0, 0):
+            merge(cfg, query_start_loc, seq_lens, of_options[2], results | {"out": out_ref, "lse": lse_ref})
 
-    return pl.run_state(merge_parts)((results["out"], results["lse"]))
+    counts = jnp.zeros((2,), jnp.int32)  # of claimed items: a reference, as the kernel writes to them
+    unwritten = jnp.zeros(query.shape, query.dtype), jnp.zeros(query.shape[:2], jnp.float32)  # which XLA drops
+    return pl.run_state(run)((counts, *unwritten))[1:]

@@ -12,6 +12,8 @@ from paged_jax.kernels.mosaic_gpu.device import ragged_plan as plan
 from paged_jax.kernels.mosaic_gpu.device import ragged_rows as rows
 from paged_jax.kernels.mosaic_gpu.ragged_tuning import QUEUE, Config
 
+_WARPS = 4  # of a warpgroup
+
 
 def load_items(refs, cfg: Config) -> None:
     """Claims items one after the other, tells the computing warpgroups of each, and copies what it needs.
@@ -19,7 +21,7 @@ def load_items(refs, cfg: Config) -> None:
     A program begins with the wide items or the thin ones, so that both are worked on all the time, as one takes the
     matrix units and the other the memory; it turns to the others when its own are all claimed.
     """
-    largest, of_wide = plan.work(refs, cfg)
+    per_split, of_wide = plan.work(refs, cfg)
     program = lax.axis_index("program")
     wide, thin = plan.lines(cfg)
     state = jnp.int32(0), jnp.int32(0)  # items and tiles so far
@@ -29,7 +31,7 @@ def load_items(refs, cfg: Config) -> None:
         def turn(carry):
             _, cursor, number, (items, tiles) = carry
             number = rows.claim(refs.counts_gmem, refs.claim_smem, int(not line.wide)) if _queued(cfg) else number
-            cursor, item = plan.find(number, cursor, largest, line, refs, cfg)
+            cursor, item = plan.find(number, cursor, per_split, line, refs, cfg)
             pl.when(item.kind > 0)(lambda: _load_item(item, items, tiles, refs, cfg))
             some = item.kind > 0
             state = items + some.astype(jnp.int32), tiles + jnp.where(some, item.count, 0)
@@ -91,8 +93,6 @@ def _describe(item: plan.Item, items: plan.Scalar, refs) -> None:
 def _load_item(item: plan.Item, items: plan.Scalar, before: plan.Scalar, refs, cfg: Config) -> None:
     """Describes an item and copies its tiles, after those `before`, and its query."""
     _describe(item, items, refs)
-    last = lax.max(lax.div(item.high - 1, jnp.int32(cfg.run)) * cfg.run, jnp.int32(0))
-
     def load_query():
         pl.when(items > 0)(lambda: plgpu.barrier_wait(refs.q_consumed))
         half = jnp.int32(cfg.half)
@@ -111,16 +111,11 @@ def _load_item(item: plan.Item, items: plan.Scalar, before: plan.Scalar, refs, c
     def load_tile(i):
         stage = lax.rem(before + i, jnp.int32(cfg.tuning.stages))
         start = item.origin + i * cfg.tuning.tile
-        # Past the end the last run again, which is masked.
-        starts = [lax.min(start + j * cfg.run, last) for j in range(cfg.runs)]
-        blocks = [refs.block_tables_gmem[item.seq, lax.div(t, jnp.int32(cfg.problem.block_size))] for t in starts]
-        runs = [(b, lax.rem(t, jnp.int32(cfg.problem.block_size))) for b, t in zip(blocks, starts, strict=True)]
-
         @pl.when(before + i >= cfg.tuning.stages)
         def _():
             plgpu.barrier_wait(refs.k_consumed.at[stage])
 
-        _copy(refs.key_cache_gmem, refs.k_smem.at[stage], refs.k_ready.at[stage], runs, item, cfg)
+        _copy(refs.key_cache_gmem, refs.k_smem.at[stage], refs.k_ready.at[stage], start, item, refs, cfg)
 
         @pl.when(before + i >= cfg.tuning.stages)
         def _():
@@ -131,12 +126,12 @@ def _load_item(item: plan.Item, items: plan.Scalar, before: plan.Scalar, refs, c
 
         @pl.when(~edge)
         def _():
-            _copy(refs.value_cache_gmem, refs.v_smem.at[stage], refs.v_ready.at[stage], runs, item, cfg)
+            _copy(refs.value_cache_gmem, refs.v_smem.at[stage], refs.v_ready.at[stage], start, item, refs, cfg)
 
         @pl.when(edge)
         def _():
             # Weights of tokens that nobody sees are 0, but 0 * NaN would be NaN.
-            _copy(refs.value_cache_gmem, refs.v_smem.at[stage], refs.edge_landed, runs, item, cfg)
+            _copy(refs.value_cache_gmem, refs.v_smem.at[stage], refs.edge_landed, start, item, refs, cfg)
             plgpu.barrier_wait(refs.edge_landed)
             rows.zero_tokens(refs.v_smem.at[stage], low, high, cfg)
             for _ in range(cfg.runs):
@@ -150,12 +145,27 @@ def _load_item(item: plan.Item, items: plan.Scalar, before: plan.Scalar, refs, c
         load_tile(i)
 
 
-def _copy(cache_gmem, tile_smem, ready, runs, item: plan.Item, cfg: Config) -> None:
-    for j, (block, offset) in enumerate(runs):
+def _copy(cache_gmem, tile_smem, ready, start, item: plan.Item, refs, cfg: Config) -> None:
+    """Copies the runs of a tile from position `start` on, the warps in turn; past the end the last run again."""
+    block_size = jnp.int32(cfg.problem.block_size)
+    last = lax.max(lax.div(item.high - 1, jnp.int32(cfg.run)) * cfg.run, jnp.int32(0))
+
+    def copy_run(run):
+        token = lax.min(start + run * cfg.run, last)
+        block, offset = refs.block_tables_gmem[item.seq, lax.div(token, block_size)], lax.rem(token, block_size)
         whole = cfg.run == cfg.problem.block_size
-        tokens = slice(None) if whole else pl.ds(pl.multiple_of(offset, cfg.run), cfg.run)
+        tokens = slice(None) if whole else pl.ds(offset, cfg.run)
         index = (block, tokens, item.head) if cfg.problem.layout == "nhd" else (block, item.head, tokens)
-        plgpu.copy_gmem_to_smem(cache_gmem.at[index], tile_smem.at[pl.ds(j * cfg.run, cfg.run)], ready)
+        plgpu.copy_gmem_to_smem(cache_gmem.at[index], tile_smem.at[pl.ds(run * cfg.run, cfg.run)], ready)
+
+    @pl.core_map(plgpu.WarpMesh(axis_name="warp"))
+    def copy_in_turn():
+        for warp in range(_WARPS):
+
+            @pl.when(lax.axis_index("warp") == warp)
+            def _(warp=warp):
+                for run in range(warp, cfg.runs, _WARPS):
+                    copy_run(run)
 
 
 def _drain(items: plan.Scalar, tiles: plan.Scalar, refs, cfg: Config) -> None:

@@ -47,17 +47,17 @@ def merge(cfg: Config, query_start_loc: Array, seq_lens: Array, sinks: Array, re
 def _kernel(*gmem, cfg: Config):
     names = [f"{name}_gmem" for name in (*_INPUTS, "out", "lse")]
     refs = SimpleNamespace(**dict(zip(names, gmem, strict=True)))
-    largest, _ = plan.work(refs, cfg)
+    per_split, _ = plan.work(refs, cfg)
     program = lax.axis_index("program")
     for line, places in zip(plan.lines(cfg), cfg.places, strict=True):
         if places:
-            _merge_line(program, largest, line, refs, cfg)
+            _merge_line(program, per_split, line, refs, cfg)
 
 
-def _merge_line(program, largest, line: plan.Line, refs, cfg: Config) -> None:
+def _merge_line(program, per_split, line: plan.Line, refs, cfg: Config) -> None:
     def turn(state):
         number, cursor, _ = state
-        cursor = plan.seek_merge(number, cursor, largest, line, refs, cfg)
+        cursor = plan.seek_merge(number, cursor, per_split, line, refs, cfg)
         row = plan.row_of(cursor.seq, refs, cfg)
         some = cursor.seq <= cfg.problem.num_seqs
 
@@ -71,7 +71,7 @@ def _merge_line(program, largest, line: plan.Line, refs, cfg: Config) -> None:
                 plan.tokens_of(row, line, cfg) * cfg.problem.num_heads,
                 row.start + plan.first_of(row, line, cfg),
                 plan.tiles_of(row, line, cfg),
-                plan.splits_of(row, largest, line, cfg),
+                plan.splits_of(row, per_split, line, cfg),
                 cursor.places,
                 line,
                 cfg,

@@ -12,6 +12,7 @@ All wide items are one line, all thin ones another: sequence by sequence, in a s
 tile first, as it sees most. Items that cost more than an even share of all work are cut into splits of the context.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -104,12 +105,12 @@ def start() -> Cursor:
 
 
 def work(refs, cfg: Config) -> tuple[Scalar, Scalar]:
-    """The largest cost of an item that is not split, and the programs of all that begin with wide items."""
+    """One over the largest cost of an item that is not split, and the programs of all that begin with wide items."""
 
     def add(_, row, carry):
         wide, thin = carry
         costs = [
-            (tiles_of(row, line, cfg) * line.weight * _length(row, line, cfg)).astype(jnp.float32)
+            (tiles_of(row, line, cfg) * (line.weight * _length(row, line, cfg) + 1)).astype(jnp.float32)
             for line in lines(cfg)
         ]
         return wide + costs[0], thin + costs[1]
@@ -117,20 +118,20 @@ def work(refs, cfg: Config) -> tuple[Scalar, Scalar]:
     zero = jnp.float32(0)
     wide, thin = _over_rows(add, (zero, zero), refs, cfg)
     programs, heads = cfg.tuning.num_programs, cfg.problem.num_kv_heads
-    share = ((wide + thin) * (_SLACK * heads / programs)).astype(jnp.int32) + 1
+    share = (wide + thin) * (_SLACK * heads / programs) + 1
     total = lax.max(wide + thin, jnp.float32(1))
     of_wide = (wide / total * programs + 0.5).astype(jnp.int32)
     of_wide = lax.max(of_wide, (wide > 0).astype(jnp.int32))
     of_wide = jnp.where(thin > 0, lax.min(of_wide, jnp.int32(programs - 1)), programs)
-    return lax.max(share, jnp.int32(cfg.tuning.least_split)), of_wide
+    return 1 / lax.max(share, jnp.float32(cfg.tuning.least_split)), of_wide
 
 
-def find(number: Scalar, cursor: Cursor, largest: Scalar, line: Line, refs, cfg: Config) -> tuple[Cursor, Item]:
+def find(number: Scalar, cursor: Cursor, per_split: Scalar, line: Line, refs, cfg: Config) -> tuple[Cursor, Item]:
     """The item of a number in a line, at or after the cursor; its kind is 0 if the line has no such item."""
     problem = cfg.problem
-    cursor = _seek(number, cursor, largest, line, lambda cursor, counts: cursor.items + counts[0], refs, cfg)
+    cursor = _seek(number, cursor, per_split, line, lambda cursor, counts: cursor.items + counts[0], refs, cfg)
     row = row_of(cursor.seq, refs, cfg)
-    tiles, splits = tiles_of(row, line, cfg), splits_of(row, largest, line, cfg)
+    tiles, splits = tiles_of(row, line, cfg), splits_of(row, per_split, line, cfg)
     inside = number - cursor.items
     split, rest = lax.rem(inside, splits), lax.div(inside, splits)
     tile = tiles - 1 - lax.rem(rest, lax.max(tiles, jnp.int32(1)))
@@ -193,10 +194,10 @@ def tokens_of(row: Row, line: Line, cfg: Config) -> Scalar:
     return jnp.where(rest <= cfg.half, rest, 0)
 
 
-def splits_of(row: Row, largest: Scalar, line: Line, cfg: Config) -> Scalar:
-    """Splits of each item of a sequence."""
-    cost = _length(row, line, cfg) * line.weight
-    return lax.max(lax.div(cost + largest - 1, largest), jnp.int32(1))
+def splits_of(row: Row, per_split: Scalar, line: Line, cfg: Config) -> Scalar:
+    """Splits of each item of a sequence, as many as make none larger than a share; a little more does not count."""
+    cost = (_length(row, line, cfg) * line.weight).astype(jnp.float32)
+    return (cost * per_split + 0.999).astype(jnp.int32) | (cost == 0).astype(jnp.int32)
 
 
 def _length(row: Row, line: Line, cfg: Config) -> Scalar:
@@ -223,14 +224,14 @@ def _tiles(tokens: Scalar, cfg: Config) -> Scalar:
     return lax.max(lax.div(tokens + (cfg.tuning.tile - 1), jnp.int32(cfg.tuning.tile)), jnp.int32(0))
 
 
-def seek_merge(number: Scalar, cursor: Cursor, largest: Scalar, line: Line, refs, cfg: Config) -> Cursor:
+def seek_merge(number: Scalar, cursor: Cursor, per_split: Scalar, line: Line, refs, cfg: Config) -> Cursor:
     """The sequence that has a row to merge, by its number in the line."""
-    return _seek(number, cursor, largest, line, lambda cursor, counts: cursor.merges + counts[2], refs, cfg)
+    return _seek(number, cursor, per_split, line, lambda cursor, counts: cursor.merges + counts[2], refs, cfg)
 
 
-def _counts(row: Row, largest: Scalar, line: Line, cfg: Config) -> tuple[Scalar, Scalar, Scalar]:
+def _counts(row: Row, per_split: Scalar, line: Line, cfg: Config) -> tuple[Scalar, Scalar, Scalar]:
     """Items of a sequence, and of split ones the parts and what a warpgroup merges at once."""
-    tiles, splits = tiles_of(row, line, cfg), splits_of(row, largest, line, cfg)
+    tiles, splits = tiles_of(row, line, cfg), splits_of(row, per_split, line, cfg)
     heads, split = cfg.problem.num_kv_heads, splits > 1
     items = tiles * splits * heads
     merges = lax.div(tokens_of(row, line, cfg) * cfg.problem.num_heads + cfg.merged_rows - 1, jnp.int32(cfg.merged_rows))
@@ -240,7 +241,7 @@ def _counts(row: Row, largest: Scalar, line: Line, cfg: Config) -> tuple[Scalar,
 def _seek(
     number: Scalar,
     cursor: Cursor,
-    largest: Scalar,
+    per_split: Scalar,
     line: Line,
     after: Callable[[Cursor, tuple[Scalar, Scalar, Scalar]], Scalar],
     refs,
@@ -248,20 +249,29 @@ def _seek(
 ) -> Cursor:
     """Moves the cursor to the sequence for which `after`, of what comes after it, is more than the number."""
 
-    def turn(state):
-        cursor, _ = state
+    def counts_of(cursor):
         rows = [row_of(cursor.seq + i, refs, cfg) for i in range(_IN_FLIGHT)]
-        found = jnp.bool_(False)
-        for row in rows:
-            counts = _counts(row, largest, line, cfg)
-            found |= (number < after(cursor, counts)) | (cursor.seq > cfg.problem.num_seqs)
-            moved = Cursor(
-                cursor.seq + 1, cursor.items + counts[0], cursor.places + counts[1], cursor.merges + counts[2]
-            )
-            cursor = jax.tree.map(lambda new, old, found=found: jnp.where(found, old, new), moved, cursor)
-        return cursor, found
+        return [_counts(row, per_split, line, cfg) for row in rows]
 
-    return lax.while_loop(lambda state: ~state[1], turn, (cursor, jnp.bool_(False)))[0]
+    def moved(cursor, seqs, counts):
+        return Cursor(cursor.seq + seqs, cursor.items + counts[0], cursor.places + counts[1], cursor.merges + counts[2])
+
+    def total_of(cursor):
+        return tuple(sum(column[1:], column[0]) for column in zip(*counts_of(cursor), strict=True))
+
+    def turn(state):
+        cursor = moved(state[0], _IN_FLIGHT, state[1])
+        return cursor, total_of(cursor)
+
+    def further(state):
+        return (number >= after(*state)) & (state[0].seq <= cfg.problem.num_seqs)
+
+    cursor, _ = lax.while_loop(further, turn, (cursor, total_of(cursor)))
+    found = jnp.bool_(False)
+    for counts in counts_of(cursor):
+        found |= number < after(cursor, counts)
+        cursor = jax.tree.map(functools.partial(jnp.where, found), cursor, moved(cursor, 1, counts))
+    return cursor
 
 
 def _over_rows(step, carry, refs, cfg: Config):
@@ -273,4 +283,4 @@ def _over_rows(step, carry, refs, cfg: Config):
             carry = step(seq, row, carry)
         return carry
 
-    return lax.fori_loop(0, -(-cfg.problem.num_seqs // _IN_FLIGHT), some, carry)
+    return lax.fori_loop(0, -(-(cfg.problem.num_seqs + 1) // _IN_FLIGHT), some, carry)
