@@ -57,7 +57,9 @@ def zero_tokens(v_smem, low, high, cfg):
     plgpu.commit_smem()
 
 
-def accumulate(acc, weights, v_smem):
+def accumulate(acc, weights, v_smem, then):
+    if then is not None:
+        then()
     values = v_smem[...]
     plgpu.commit_smem()  # The interpreter misses a fence between reads and copies that wait for them.
     return acc + jnp.dot(weights.astype(jnp.float32), values.astype(jnp.float32))

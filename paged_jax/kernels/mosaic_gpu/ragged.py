@@ -6,6 +6,7 @@ from jax import Array
 
 from paged_jax.kernels import problem as facts
 from paged_jax.kernels.mosaic_gpu import ragged_tuning
+from paged_jax.kernels.mosaic_gpu.device import ragged_plan as plan
 from paged_jax.kernels.mosaic_gpu.device.ragged_attend import attend
 from paged_jax.kernels.mosaic_gpu.device.ragged_merge import merge
 from paged_jax.kernels.mosaic_gpu.ragged_tuning import Config
@@ -47,13 +48,14 @@ def _run(
 ) -> tuple[Array, Array]:
     of_options = [jnp.atleast_1d(x) for x in facts.option_arrays(options)]
     batch = block_tables, seq_lens, query_start_loc
+    work = plan.plan(cfg, query_start_loc, seq_lens)
 
     def run(refs):
         counts_ref, out_ref, lse_ref = refs
-        results = attend(cfg, query, key_cache, value_cache, *batch, counts_ref, *of_options)
+        results = attend(cfg, query, key_cache, value_cache, *batch, counts_ref, *work, *of_options)
         out_ref[...], lse_ref[...] = results["out"], results["lse"]
         if cfg.places != (0, 0):
-            merge(cfg, query_start_loc, seq_lens, of_options[2], results | {"out": out_ref, "lse": lse_ref})
+            merge(cfg, query_start_loc, seq_lens, work, of_options[2], results | {"out": out_ref, "lse": lse_ref})
 
     counts = jnp.zeros((2,), jnp.int32)  # of claimed items: a reference, as the kernel writes to them
     unwritten = jnp.zeros(query.shape, query.dtype), jnp.zeros(query.shape[:2], jnp.float32)  # which XLA drops

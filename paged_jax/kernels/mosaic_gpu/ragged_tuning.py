@@ -25,7 +25,7 @@ class Tuning:
     Attributes:
       num_programs: thread blocks, one a multiprocessor, which take work items until none is left.
       tile: tokens of K and of V in one step.
-      stages: tiles in the rings of K and of V.
+      stages: tiles in the rings of K and of V, an even number.
       least_split: tiles of a context below which it is not split further.
       claim: how programs share the work items: "stride", each takes every n-th; or "queue", each takes the next.
       merge_programs: thread blocks that merge the parts of split contexts.
@@ -121,7 +121,7 @@ def tune(problem: Problem, device: Device, *, prefix: bool) -> Config:
     found = reasons(problem, device)
     if found:
         raise Unsupported("mosaic_gpu", found)
-    for tile, stages in ((128, 4), (128, 3), (128, 2), (64, 2)):
+    for tile, stages in ((128, 4), (128, 2), (64, 2)):
         if tile * problem.head_size > 128 * 192:  # sums, logits and weights must fit in registers
             continue
         tuning = Tuning(num_programs=device.num_multiprocessors, tile=tile, stages=stages)
@@ -147,8 +147,8 @@ def scratch(cfg: Config) -> dict[str, Any]:
     def swizzled(shape, dtype):
         return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=transforms(d, dtype))
 
-    full = plgpu.Barrier(num_arrivals=cfg.runs, num_barriers=stages)
-    free = plgpu.Barrier(num_arrivals=2, num_barriers=stages)
+    landed = plgpu.Barrier(num_arrivals=cfg.runs, num_barriers=stages)
+    by_both, by_one = (plgpu.Barrier(num_arrivals=readers, num_barriers=stages) for readers in (2, 1))
     return {
         "q_smem": swizzled((2, ROWS, d), dtype),
         "k_smem": swizzled((stages, tuning.tile, d), problem.cache_dtype),
@@ -163,11 +163,15 @@ def scratch(cfg: Config) -> dict[str, Any]:
         "item_consumed": plgpu.Barrier(num_arrivals=2, num_barriers=QUEUE),
         "q_ready": plgpu.Barrier(),
         "q_consumed": plgpu.Barrier(num_arrivals=2),
-        "k_ready": full,
-        "v_ready": full,
         "edge_landed": plgpu.Barrier(num_arrivals=cfg.runs),
-        "k_consumed": free,
-        "v_consumed": free,
+        "k_ready": landed,
+        "v_ready": landed,
+        "k_consumed": by_both,
+        "v_consumed": by_both,
+        "thin_k_ready": landed,
+        "thin_v_ready": landed,
+        "thin_k_consumed": by_one,
+        "thin_v_consumed": by_one,
         "handed_over": plgpu.Barrier(),
         "taken_over": plgpu.Barrier(),
         "turn": plgpu.Barrier(num_arrivals=2),

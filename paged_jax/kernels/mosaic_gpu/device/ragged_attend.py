@@ -13,8 +13,8 @@ Who computes: warpgroups 0 and 1, each with 64 query rows as M of wgmma, and tok
     O [64, d]   += P [64, tile] x V [tile, d]       A in registers
 
 Of a wide item each has its own 64 rows and reads every tile. They take turns: while one has the matrix units, the other
-does its softmax. Of a thin item both have the same rows, and read every other tile; then warpgroup 1 hands its sums to
-warpgroup 0.
+does its softmax. Of a thin item both have the same rows, and each reads the tiles of its own stages of the rings, every
+other one; then warpgroup 1 hands its sums to warpgroup 0.
 
 Shared memory, head_size 128, bfloat16, tiles of 128 tokens, 2 stages:
 
@@ -50,6 +50,7 @@ _LEAST_FACTOR = 1e-20  # of products that are scaled as they are exponentiated, 
 _OPTIONS = ("scale", "slopes", "sinks", "k_scale", "v_scale")
 _INPUTS = (
     *("query", "key_cache", "value_cache", "block_tables", "seq_lens", "query_start_loc", "counts"),
+    *plan.Work._fields,
     *_OPTIONS,
 )
 # Registers of a thread: 65536 of a multiprocessor, for 3 warpgroups of 128.
@@ -106,12 +107,18 @@ def _attend_to_items(warpgroup, refs, cfg: Config) -> None:
     """Attends to all items of the queue."""
     def turn(state):
         items, tiles, handed, item = state
-        handed = _attend_to(item, tiles, handed, warpgroup, refs, cfg)
-        return items + 1, tiles + item.count, handed, load.read_item(items + 1, refs)
+        wide = item.kind == 1
+        # Wide items and thin ones count the tiles of their rings each from 0.
+        attend_to = functools.partial(_attend_to, item, warpgroup=warpgroup, refs=refs, cfg=cfg)
+        pl.when(wide)(lambda: attend_to(tiles[0], handed, wide=True))
+        pl.when(~wide)(lambda: attend_to(tiles[1], handed, wide=False))
+        handed = ~wide & (warpgroup == 1)
+        tiles = tiles[0] + jnp.where(wide, item.count, 0), tiles[1] + jnp.where(wide, 0, item.count)
+        return items + 1, tiles, handed, load.read_item(items + 1, refs)
 
     zero = jnp.int32(0)
     first = load.read_item(zero, refs)
-    state = zero, zero, jnp.bool_(False), first
+    state = zero, (zero, zero), jnp.bool_(False), first
     *_, handed, _ = lax.while_loop(lambda state: state[3].kind > 0, turn, state)
     pl.when(handed)(lambda: plgpu.barrier_wait(refs.taken_over))
 
@@ -121,59 +128,54 @@ def _take_turns(refs) -> None:
     plgpu.barrier_wait(refs.turn)
 
 
-def _attend_to(item: plan.Item, before, handed, warpgroup, refs, cfg: Config):
-    """Attends to an item, whose tiles are in the rings after those `before`, and writes its result or its part.
+def _attend_to(item: plan.Item, before, handed, *, wide: bool, warpgroup, refs, cfg: Config) -> None:
+    """Attends to an item, whose tiles are in its rings after those `before`, and writes its result or its part.
 
-    `handed` is whether what warpgroup 1 handed over may still be where its results go; returns that of this item.
+    `handed` is whether what warpgroup 1 handed over, of the item before, may still be where its results go.
     """
-    thin = item.kind == 2
-    half = jnp.where(thin, 0, warpgroup)  # of the item's rows
-    first, step = jnp.where(thin, warpgroup, 0), jnp.where(thin, 2, 1)
+    half = warpgroup if wide else jnp.int32(0)  # of the item's rows
     plgpu.barrier_wait(refs.q_ready)
     of_rows = _rows_of(item, half, refs, cfg)
-
-    def attend_tile(i, state):
-        tile = first + i * step
-        pl.when(thin & (warpgroup == 1))(lambda: _pass_tile(before + tile - 1, refs, cfg))
-        state = _attend_tile(item, tile, before + tile, half, of_rows, state, refs, cfg)
-        pl.when(thin & (warpgroup == 0) & (tile + 1 < item.count))(lambda: _pass_tile(before + tile + 1, refs, cfg))
-        return state
-
-    d = cfg.problem.head_size
     state = (
-        _layout(jnp.zeros((ROWS, d), jnp.float32)),
+        _layout(jnp.zeros((ROWS, cfg.problem.head_size), jnp.float32)),
         _layout(jnp.full((ROWS,), LOWEST, jnp.float32), 1),
         _layout(jnp.zeros((ROWS,), jnp.float32), 1),
     )
-    steps = jnp.where(thin, lax.div(item.count + 1 - warpgroup, jnp.int32(2)), item.count)
-    pl.when(~thin & (warpgroup == 1))(lambda: _take_turns(refs))  # the other one is first
+    if wide:
+        first, step, steps = 0, 1, item.count
+    else:  # the tiles of its own stages
+        first, step = lax.rem(before + warpgroup, jnp.int32(2)), 2
+        steps = lax.div(item.count - first + 1, jnp.int32(2))
+    ready = refs.k_ready if wide else refs.thin_k_ready
+
+    def wait_for_keys(i):
+        stage = lax.rem(before + first + i * step, jnp.int32(cfg.tuning.stages))
+        pl.when(i < steps)(lambda: plgpu.barrier_wait(ready.at[stage]))
+
+    def attend_tile(i, state):
+        wait = functools.partial(wait_for_keys, i + 1)
+        return _attend_tile(item, first + i * step, before, half, of_rows, state, wait, refs, cfg, wide=wide)
+
+    wait_for_keys(jnp.int32(0))
+    if wide:
+        pl.when(warpgroup == 1)(lambda: _take_turns(refs))  # the other one is first
     state = lax.fori_loop(0, steps, attend_tile, state)
-    pl.when(~thin & (warpgroup == 0))(lambda: _take_turns(refs))
     plgpu.barrier_arrive(refs.q_consumed)
+    if wide:
+        pl.when(warpgroup == 0)(lambda: _take_turns(refs))
+        pl.when(handed)(lambda: plgpu.barrier_wait(refs.taken_over))
+        _store(item, half, of_rows, state, refs, cfg, wide=True)
+        return
 
-    @pl.when(thin & (warpgroup == 1) & (lax.rem(item.count, jnp.int32(2)) == 1))
-    def pass_last_tile():
-        _pass_tile(before + item.count - 1, refs, cfg)
+    @pl.when(warpgroup == 1)
+    def hand_over():
+        pl.when(handed)(lambda: plgpu.barrier_wait(refs.taken_over))
+        _hand_over(state, refs, cfg)
 
-    pl.when(handed)(lambda: plgpu.barrier_wait(refs.taken_over))
-    hands_over = thin & (warpgroup == 1)
-    pl.when(hands_over)(lambda: _hand_over(state, refs, cfg))
-
-    @pl.when(~hands_over)
+    @pl.when(warpgroup == 0)
     def finish():
-        merged = lax.cond(thin, lambda state: _take_over(state, refs), lambda state: state, state)
-        _store(item, half, of_rows, merged, refs, cfg)
-        pl.when(thin)(lambda: plgpu.barrier_arrive(refs.taken_over))
-
-    return hands_over
-
-
-def _pass_tile(number, refs, cfg: Config) -> None:
-    """Leaves a tile of a thin item to the other warpgroup."""
-    stage = lax.rem(number, jnp.int32(cfg.tuning.stages))
-    for ready, consumed in ((refs.k_ready, refs.k_consumed), (refs.v_ready, refs.v_consumed)):
-        plgpu.barrier_wait(ready.at[stage])
-        plgpu.barrier_arrive(consumed.at[stage])
+        _store(item, half, of_rows, _take_over(state, refs), refs, cfg, wide=False)
+        plgpu.barrier_arrive(refs.taken_over)
 
 
 def _rows_of(item: plan.Item, half, refs, cfg: Config) -> SimpleNamespace:
@@ -208,14 +210,21 @@ def _cache_scale(scale_gmem, kind: ScaleKind, item: plan.Item):
     return jnp.float32(1) if kind == ScaleKind.NONE else scale_gmem[item.head if kind == ScaleKind.HEAD else 0]
 
 
-def _attend_tile(item: plan.Item, tile, number, half, of_rows, state, refs, cfg: Config):
-    """Attends to one tile, the one of that number in the rings: O, maxima and sums, these of base 2."""
+def _attend_tile(item, tile, before, half, of_rows, state, wait_for_keys, refs, cfg: Config, *, wide: bool):
+    """Attends to a tile, whose keys are there: O, maxima and sums, these of base 2. Then the next keys are, too.
+
+    What is needed for the next product comes before the end of this one, as the matrix units wait from then on.
+    """
     acc, top, total = state
-    wide = item.kind == 1
-    stage = lax.rem(number, jnp.int32(cfg.tuning.stages))
-    plgpu.barrier_wait(refs.k_ready.at[stage])
-    products = scores(refs.q_smem.at[half], refs.k_smem.at[stage], lambda: pl.when(wide)(lambda: _take_turns(refs)), cfg)
-    plgpu.barrier_arrive(refs.k_consumed.at[stage])
+    stage = lax.rem(before + tile, jnp.int32(cfg.tuning.stages))
+    rings = (refs.k_consumed, refs.v_ready, refs.v_consumed)
+    if not wide:
+        rings = (refs.thin_k_consumed, refs.thin_v_ready, refs.thin_v_consumed)
+    k_consumed, v_ready, v_consumed = (barrier.at[stage] for barrier in rings)
+    products = scores(
+        refs.q_smem.at[half], refs.k_smem.at[stage], functools.partial(_take_turns, refs) if wide else None, cfg
+    )
+    plgpu.barrier_arrive(k_consumed)
     logits, unit = _logits(products, item, tile, of_rows, cfg)
     new_top = lax.max(top, logits.max(axis=1) * unit)
     keep = jnp.exp2(top - new_top)
@@ -224,12 +233,16 @@ def _attend_tile(item: plan.Item, tile, number, half, of_rows, state, refs, cfg:
     total *= keep
     weights = p.astype(cfg.problem.query_dtype)
     total += p.sum(axis=1)
-    acc, total, new_top, weights = lax.optimization_barrier((acc, total, new_top, weights))
-    pl.when(wide)(lambda: plgpu.barrier_arrive(refs.turn))
-    plgpu.barrier_wait(refs.v_ready.at[stage])
-    pl.when(wide)(lambda: plgpu.barrier_wait(refs.turn))
-    acc = accumulate(acc, weights, refs.v_smem.at[stage])
-    plgpu.barrier_arrive(refs.v_consumed.at[stage])
+    if wide:
+        acc, total, new_top, weights = lax.optimization_barrier((acc, total, new_top, weights))
+        plgpu.barrier_arrive(refs.turn)
+    plgpu.barrier_wait(v_ready)
+    if wide:
+        plgpu.barrier_wait(refs.turn)
+    acc = accumulate(acc, weights, refs.v_smem.at[stage], wait_for_keys if wide else None)
+    plgpu.barrier_arrive(v_consumed)
+    if not wide:
+        wait_for_keys()
     return acc, new_top, total
 
 
@@ -281,18 +294,21 @@ def scores(q_smem, k_smem, then, cfg: Config):
 
     def body(acc):
         plgpu.wgmma(acc, q_smem, k_smem.T)
-        then()
+        if then is not None:
+            then()
         return acc[...]
 
     shape = ROWS, cfg.tuning.tile
     return pl.run_scoped(body, plgpu.ACC(shape, jnp.float32))  # pyright: ignore[reportPrivateImportUsage]
 
 
-def accumulate(acc, weights, v_smem):
-    """O + P V."""
+def accumulate(acc, weights, v_smem, then):
+    """O + P V; `then` runs when the product is on its way."""
 
     def body(acc_ref):
         plgpu.wgmma(acc_ref, weights, v_smem)
+        if then is not None:
+            then()
 
     return pl.run_state(body)(plgpu.ACC.init(acc))  # pyright: ignore[reportPrivateImportUsage]
 
@@ -327,7 +343,7 @@ def _load(ref, layout):
     return plgpu.load(ref, layout=layout)
 
 
-def _store(item: plan.Item, half, of_rows, state, refs, cfg: Config) -> None:
+def _store(item: plan.Item, half, of_rows, state, refs, cfg: Config, *, wide: bool) -> None:
     """Writes out and lse of a whole item, or the part of a split one. Rows that saw no token: out 0, lse -inf."""
     acc, top, total = state
     seen = total != 0  # NaN counts: what is not a number must show
@@ -353,15 +369,14 @@ def _store(item: plan.Item, half, of_rows, state, refs, cfg: Config) -> None:
         norm = jnp.where(seen, total, 1.0)
         sums = _layout(jnp.where(seen, top + jnp.log2(norm), -jnp.inf), 1)
         part = _layout(acc * _wide(of_rows.v_scale / norm, d))
-        for kind, name in ((1, "wide"), (2, "thin")):
+        parts_gmem, sums_gmem = (refs.wide_parts_gmem, refs.wide_sums_gmem) if wide else (
+            refs.thin_parts_gmem,
+            refs.thin_sums_gmem,
+        )
+        rows.store_part(parts_gmem.at[item.place, half], part, of_rows.tokens, cfg)
+        sums_gmem.at[item.place, half][...] = sums
 
-            @pl.when(item.kind == kind)
-            def _(name=name):
-                parts_gmem, sums_gmem = getattr(refs, f"{name}_parts_gmem"), getattr(refs, f"{name}_sums_gmem")
-                rows.store_part(parts_gmem.at[item.place, half], part, of_rows.tokens, cfg)
-                sums_gmem.at[item.place, half][...] = sums
-
-    if cfg.places == (0, 0):
+    if not cfg.places[0 if wide else 1]:
         store_whole()
     else:
         pl.when(item.place < 0)(store_whole)

@@ -1,5 +1,6 @@
 """Device code of the loading warpgroup: work items into the queue, their queries and tiles into shared memory."""
 
+import functools
 from dataclasses import fields
 
 import jax
@@ -21,48 +22,47 @@ def load_items(refs, cfg: Config) -> None:
     A program begins with the wide items or the thin ones, so that both are worked on all the time, as one takes the
     matrix units and the other the memory; it turns to the others when its own are all claimed.
     """
-    per_split, of_wide = plan.work(refs, cfg)
+    of_wide = refs.of_wide_gmem[0]
     program = lax.axis_index("program")
     wide, thin = plan.lines(cfg)
-    state = jnp.int32(0), jnp.int32(0)  # items and tiles so far
     begins_wide = program < of_wide
 
-    def take_all(line: plan.Line, state, first, step):
-        def turn(carry):
-            _, cursor, number, (items, tiles) = carry
-            number = rows.claim(refs.counts_gmem, refs.claim_smem, int(not line.wide)) if _queued(cfg) else number
-            cursor, item = plan.find(number, cursor, per_split, line, refs, cfg)
-            pl.when(item.kind > 0)(lambda: _load_item(item, items, tiles, refs, cfg))
-            some = item.kind > 0
-            state = items + some.astype(jnp.int32), tiles + jnp.where(some, item.count, 0)
-            return some, cursor, number + step, state
+    def take_all(line: plan.Line, items, first, step):
+        """Claims items until the line has no more; returns how many there were with those before."""
 
-        return lax.while_loop(lambda carry: carry[0], turn, (jnp.bool_(True), plan.start(), first, state))[3]
+        def turn(carry):
+            _, number, items, tiles = carry
+            number = rows.claim(refs.counts_gmem, refs.claim_smem, int(not line.wide)) if _queued(cfg) else number
+            item = plan.find(number, line, refs, cfg)
+            some = item.kind > 0
+            pl.when(some)(lambda: _load_item(item, items, tiles, line, refs, cfg))
+            return some, number + step, items + some.astype(jnp.int32), tiles + jnp.where(some, item.count, 0)
+
+        state = jnp.bool_(True), first, items, jnp.int32(0)
+        *_, items, tiles = lax.while_loop(lambda carry: carry[0], turn, state)
+        _drain(tiles, *_rings(line, refs)[1::2], size=cfg.tuning.stages)
+        return items
 
     if _queued(cfg):
-        # Thin, wide, thin: those that begin with wide ones skip the first turn.
-        def line_of(turn, state):
-            is_wide = begins_wide ^ (turn == 1)
-            return lax.cond(
-                is_wide,
-                lambda state: take_all(wide, state, jnp.int32(0), 1),
-                lambda state: take_all(thin, state, jnp.int32(0), 1),
-                state,
-            )
 
-        state = lax.fori_loop(0, 2, line_of, state)
+        def take_line(turn, items):
+            is_wide = begins_wide ^ (turn == 1)
+            takes = [functools.partial(take_all, line, first=jnp.int32(0), step=1) for line in (wide, thin)]
+            return lax.cond(is_wide, *takes, items)
+
+        items = lax.fori_loop(0, 2, take_line, jnp.int32(0))
     else:
         of_thin = jnp.int32(cfg.tuning.num_programs) - of_wide
-        state = lax.cond(
-            begins_wide,
-            lambda state: take_all(wide, state, program, of_wide),
-            lambda state: take_all(thin, state, program - of_wide, of_thin),
-            state,
+        takes = (
+            functools.partial(take_all, wide, first=program, step=of_wide),
+            functools.partial(take_all, thin, first=program - of_wide, step=of_thin),
         )
-    items, tiles = state
+        items = lax.cond(begins_wide, *takes, jnp.int32(0))
     none = plan.Item(*[jnp.int32(0)] * len(fields(plan.Item)))
     _describe(none, items, refs)
-    _drain(items + 1, tiles, refs, cfg)
+    # Barriers end as they began, which the interpreter insists on.
+    _drain(items + 1, refs.item_consumed, size=QUEUE)
+    pl.when(items > 0)(lambda: plgpu.barrier_wait(refs.q_consumed))
 
 
 def read_item(items: plan.Scalar, refs) -> plan.Item:
@@ -90,9 +90,12 @@ def _describe(item: plan.Item, items: plan.Scalar, refs) -> None:
     plgpu.barrier_arrive(refs.item_ready.at[place])
 
 
-def _load_item(item: plan.Item, items: plan.Scalar, before: plan.Scalar, refs, cfg: Config) -> None:
+def _load_item(
+    item: plan.Item, items: plan.Scalar, before: plan.Scalar, line: plan.Line, refs, cfg: Config
+) -> None:
     """Describes an item and copies its tiles, after those `before`, and its query."""
     _describe(item, items, refs)
+    k_ready, k_consumed, v_ready, v_consumed = _rings(line, refs)
     def load_query():
         pl.when(items > 0)(lambda: plgpu.barrier_wait(refs.q_consumed))
         half = jnp.int32(cfg.half)
@@ -100,8 +103,7 @@ def _load_item(item: plan.Item, items: plan.Scalar, before: plan.Scalar, refs, c
             refs.query_gmem, refs.q_smem.at[0], item.first_token, lax.min(item.tokens, half), item.head, cfg
         )
 
-        @pl.when(item.kind == 1)
-        def _():
+        if line.wide:
             rows.load_queries(
                 refs.query_gmem, refs.q_smem.at[1], item.first_token + half, item.tokens - half, item.head, cfg
             )
@@ -113,20 +115,20 @@ def _load_item(item: plan.Item, items: plan.Scalar, before: plan.Scalar, refs, c
         start = item.origin + i * cfg.tuning.tile
         @pl.when(before + i >= cfg.tuning.stages)
         def _():
-            plgpu.barrier_wait(refs.k_consumed.at[stage])
+            plgpu.barrier_wait(k_consumed.at[stage])
 
-        _copy(refs.key_cache_gmem, refs.k_smem.at[stage], refs.k_ready.at[stage], start, item, refs, cfg)
+        _copy(refs.key_cache_gmem, refs.k_smem.at[stage], k_ready.at[stage], start, item, refs, cfg)
 
         @pl.when(before + i >= cfg.tuning.stages)
         def _():
-            plgpu.barrier_wait(refs.v_consumed.at[stage])
+            plgpu.barrier_wait(v_consumed.at[stage])
 
         low, high = item.low - start, item.high - start
         edge = (high < cfg.tuning.tile) | (low > 0)
 
         @pl.when(~edge)
         def _():
-            _copy(refs.value_cache_gmem, refs.v_smem.at[stage], refs.v_ready.at[stage], start, item, refs, cfg)
+            _copy(refs.value_cache_gmem, refs.v_smem.at[stage], v_ready.at[stage], start, item, refs, cfg)
 
         @pl.when(edge)
         def _():
@@ -135,7 +137,7 @@ def _load_item(item: plan.Item, items: plan.Scalar, before: plan.Scalar, refs, c
             plgpu.barrier_wait(refs.edge_landed)
             rows.zero_tokens(refs.v_smem.at[stage], low, high, cfg)
             for _ in range(cfg.runs):
-                plgpu.barrier_arrive(refs.v_ready.at[stage])
+                plgpu.barrier_arrive(v_ready.at[stage])
 
     pl.when(item.count > 0)(lambda: load_tile(jnp.int32(0)))
     load_query()
@@ -168,16 +170,17 @@ def _copy(cache_gmem, tile_smem, ready, start, item: plan.Item, refs, cfg: Confi
                     copy_run(run)
 
 
-def _drain(items: plan.Scalar, tiles: plan.Scalar, refs, cfg: Config) -> None:
-    """Barriers end as they began, which the interpreter insists on: waits for all that nobody else waits for."""
-    for count, most, barriers in (
-        (items, QUEUE, (refs.item_consumed,)),
-        (tiles, cfg.tuning.stages, (refs.k_consumed, refs.v_consumed)),
-    ):
+def _rings(line: plan.Line, refs):
+    """Barriers of the rings, K's and V's ready and consumed: wide items and thin ones have their own."""
+    if line.wide:
+        return refs.k_ready, refs.k_consumed, refs.v_ready, refs.v_consumed
+    return refs.thin_k_ready, refs.thin_k_consumed, refs.thin_v_ready, refs.thin_v_consumed
 
-        @pl.loop(lax.max(count - most, jnp.int32(0)), count)
-        def _(i, most=most, barriers=barriers):
-            for barrier in barriers:
-                plgpu.barrier_wait(barrier.at[lax.rem(i, jnp.int32(most))])
 
-    pl.when(items > 1)(lambda: plgpu.barrier_wait(refs.q_consumed))
+def _drain(count: plan.Scalar, *consumed, size: int) -> None:
+    """Waits until all that came into a ring is consumed: what follows may be for other readers."""
+
+    @pl.loop(lax.max(count - size, jnp.int32(0)), count)
+    def _(i):
+        for barrier in consumed:
+            plgpu.barrier_wait(barrier.at[lax.rem(i, jnp.int32(size))])

@@ -25,61 +25,50 @@ from paged_jax.kernels.mosaic_gpu.device.ragged_rows import address, assembly, i
 from paged_jax.kernels.mosaic_gpu.ragged_tuning import ROWS, Config
 
 _IN_FLIGHT = 4  # parts
-_INPUTS = (
-    *("query_start_loc", "seq_lens", "sinks"),
-    *("wide_parts", "wide_sums", "thin_parts", "thin_sums"),
-)
+_PARTS = "wide_parts", "wide_sums", "thin_parts", "thin_sums"
 _LOG2E = 1.4426950408889634
 
 
-def merge(cfg: Config, query_start_loc: Array, seq_lens: Array, sinks: Array, results: dict[str, Any]) -> None:
+def merge(
+    cfg: Config, query_start_loc: Array, seq_lens: Array, work: plan.Work, sinks: Array, results: dict[str, Any]
+) -> None:
     """Writes the rows of split items, from their parts, to the references of out and lse."""
-    parts = [results[name] for name in _INPUTS[3:]]
+    parts = [results[name] for name in _PARTS]
     plgpu.kernel(
         functools.partial(_kernel, cfg=cfg),
         out_type=(),
         grid=(cfg.tuning.merge_programs,),
         grid_names=("program",),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(query_start_loc, seq_lens, sinks, *parts, results["out"], results["lse"])
+    )(query_start_loc, seq_lens, *work, sinks, *parts, results["out"], results["lse"])
 
 
 def _kernel(*gmem, cfg: Config):
-    names = [f"{name}_gmem" for name in (*_INPUTS, "out", "lse")]
+    names = [f"{name}_gmem" for name in ("query_start_loc", "seq_lens", *plan.Work._fields, "sinks", *_PARTS, "out", "lse")]
     refs = SimpleNamespace(**dict(zip(names, gmem, strict=True)))
-    per_split, _ = plan.work(refs, cfg)
-    program = lax.axis_index("program")
     for line, places in zip(plan.lines(cfg), cfg.places, strict=True):
         if places:
-            _merge_line(program, per_split, line, refs, cfg)
+            _merge_line(line, refs, cfg)
 
 
-def _merge_line(program, per_split, line: plan.Line, refs, cfg: Config) -> None:
-    def turn(state):
-        number, cursor, _ = state
-        cursor = plan.seek_merge(number, cursor, per_split, line, refs, cfg)
-        row = plan.row_of(cursor.seq, refs, cfg)
-        some = cursor.seq <= cfg.problem.num_seqs
-
-        @pl.when(some)
-        def _():
-            name = "wide" if line.wide else "thin"
-            merge_rows(
-                *(getattr(refs, f"{name}_{what}_gmem") for what in ("parts", "sums")),
-                *(refs.sinks_gmem, refs.out_gmem, refs.lse_gmem),
-                number - cursor.merges,
-                plan.tokens_of(row, line, cfg) * cfg.problem.num_heads,
-                row.start + plan.first_of(row, line, cfg),
-                plan.tiles_of(row, line, cfg),
-                plan.splits_of(row, per_split, line, cfg),
-                cursor.places,
-                line,
-                cfg,
-            )
-
-        return number + cfg.tuning.merge_programs, cursor, some
-
-    lax.while_loop(lambda state: state[2], turn, (program, plan.start(), jnp.bool_(True)))
+def _merge_line(line: plan.Line, refs, cfg: Config) -> None:
+    @pl.loop(lax.axis_index("program"), plan.total(plan.MERGES, line, refs, cfg), step=cfg.tuning.merge_programs)
+    def _(number):
+        seq = plan.search(number, plan.MERGES, line, refs, cfg)
+        row = plan.row_of(seq, refs, cfg)
+        name = "wide" if line.wide else "thin"
+        merge_rows(
+            *(getattr(refs, f"{name}_{what}_gmem") for what in ("parts", "sums")),
+            *(refs.sinks_gmem, refs.out_gmem, refs.lse_gmem),
+            number - plan.before(plan.MERGES, seq, line, refs),
+            plan.tokens_of(row, line, cfg) * cfg.problem.num_heads,
+            row.start + plan.first_of(row, line, cfg),
+            plan.tiles_of(row, line, cfg),
+            plan.splits_of(row, refs.per_split_gmem[0], line, cfg),
+            plan.before(plan.PLACES, seq, line, refs),
+            line,
+            cfg,
+        )
 
 
 def merge_rows(
@@ -107,7 +96,8 @@ def _merge_rows(
     parts, sums, sinks, out, lse, turn, num_rows, first_token, tiles, splits, places, line: plan.Line, cfg: Config
 ):
     problem, threads = cfg.problem, cfg.problem.head_size // 4
-    lane, column = arith.divui(thread(), i32(threads)), arith.remui(thread(), i32(threads))
+    index = thread()
+    lane, column = arith.divui(index, i32(threads)), arith.remui(index, i32(threads))
     row = arith.addi(arith.muli(turn, i32(cfg.merged_rows)), lane)
     own = arith.andi(_less(lane, i32(cfg.merged_rows)), _less(row, num_rows))
     row = arith.select(own, row, i32(0))

@@ -1,4 +1,4 @@
-"""Device code: which work items ragged attention has, worked out from query_start_loc and seq_lens alone.
+"""Which work items ragged attention has: `plan` counts them before the kernels, `find` finds one on the device.
 
 The query tokens of a sequence are cut into tiles. A work item is one of them with all heads of one kv head's group:
 
@@ -10,22 +10,36 @@ in the cache: their items write zeros.
 
 All wide items are one line, all thin ones another: sequence by sequence, in a sequence head by head, of a head the last
 tile first, as it sees most. Items that cost more than an even share of all work are cut into splits of the context.
+How many items come before each sequence is summed up by XLA; the lengths are not known before.
 """
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from paged_jax.kernels.mosaic_gpu.ragged_tuning import Config
 
 Scalar = Any  # an int32 of the device
-_IN_FLIGHT = 8  # sequences whose lengths are read at once
 _SLACK = 1.125  # of an even share, before an item is split
+ITEMS, PLACES, MERGES = range(3)  # what is counted: items, parts of split ones, and turns of merging their rows
+
+
+class Work(NamedTuple):
+    """What `plan` found.
+
+    Attributes:
+      table: i32 [lines, 3, num_seqs + 2], items, parts and merges of all sequences before each, that of the padding
+        and the end included.
+      per_split: f32 [1], one over the largest cost of an item that is not split.
+      of_wide: i32 [1], programs that begin with wide items.
+    """
+
+    table: Array
+    per_split: Array
+    of_wide: Array
 
 
 @jax.tree_util.register_dataclass
@@ -58,17 +72,6 @@ class Item:
     place: Scalar
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Cursor:
-    """A sequence in a line: how many items, parts of split ones and rows of split ones come before it."""
-
-    seq: Scalar
-    items: Scalar
-    places: Scalar
-    merges: Scalar
-
-
 @dataclass(frozen=True)
 class Line:
     """Wide or thin items.
@@ -98,41 +101,61 @@ def lines(cfg: Config) -> tuple[Line, Line]:
     return Line(True, 2 * cfg.half, 2), Line(False, cfg.half, 1)
 
 
-def start() -> Cursor:
-    """Before all sequences."""
-    zero = jnp.int32(0)
-    return Cursor(zero, zero, zero, zero)
+def plan(cfg: Config, query_start_loc: Array, seq_lens: Array) -> Work:
+    """Counts the work, in XLA."""
+    problem, programs = cfg.problem, cfg.tuning.num_programs
+    ends = jnp.append(query_start_loc[1:], problem.num_tokens)
+    rows = Row(query_start_loc, jnp.maximum(ends - query_start_loc, 0), jnp.append(seq_lens, 0))
+    costs = []
+    for line in lines(cfg):
+        cost = tiles_of(rows, line, cfg) * (line.weight * _length(rows, line, cfg) + 1)
+        costs.append(cost.astype(jnp.float32).sum() * problem.num_kv_heads)
+    wide, thin = costs
+    share = jnp.maximum((wide + thin) * (_SLACK / programs) + 1, cfg.tuning.least_split)
+    per_split = 1 / share
+    of_wide = jnp.round(wide / jnp.maximum(wide + thin, 1) * programs).astype(jnp.int32)
+    of_wide = jnp.maximum(of_wide, (wide > 0).astype(jnp.int32))
+    of_wide = jnp.where(thin > 0, jnp.minimum(of_wide, programs - 1), programs)
+    counts = []
+    for line in lines(cfg):
+        tiles, splits = tiles_of(rows, line, cfg), splits_of(rows, per_split, line, cfg)
+        items = tiles * splits * problem.num_kv_heads
+        merges = _over(tokens_of(rows, line, cfg) * problem.num_heads + cfg.merged_rows - 1, cfg.merged_rows)
+        counts.append(jnp.stack([items, jnp.where(splits > 1, items, 0), jnp.where(splits > 1, merges, 0)]))
+    # One reduction; XLA has no fast running sum of so few.
+    earlier = jnp.arange(problem.num_seqs + 1)[None, :] < jnp.arange(problem.num_seqs + 2)[:, None]
+    table = jnp.where(earlier, jnp.stack(counts)[:, :, None, :], 0).sum(axis=-1, dtype=jnp.int32)
+    return Work(table, per_split[None], of_wide[None])
 
 
-def work(refs, cfg: Config) -> tuple[Scalar, Scalar]:
-    """One over the largest cost of an item that is not split, and the programs of all that begin with wide items."""
-
-    def add(_, row, carry):
-        wide, thin = carry
-        costs = [
-            (tiles_of(row, line, cfg) * (line.weight * _length(row, line, cfg) + 1)).astype(jnp.float32)
-            for line in lines(cfg)
-        ]
-        return wide + costs[0], thin + costs[1]
-
-    zero = jnp.float32(0)
-    wide, thin = _over_rows(add, (zero, zero), refs, cfg)
-    programs, heads = cfg.tuning.num_programs, cfg.problem.num_kv_heads
-    share = (wide + thin) * (_SLACK * heads / programs) + 1
-    total = lax.max(wide + thin, jnp.float32(1))
-    of_wide = (wide / total * programs + 0.5).astype(jnp.int32)
-    of_wide = lax.max(of_wide, (wide > 0).astype(jnp.int32))
-    of_wide = jnp.where(thin > 0, lax.min(of_wide, jnp.int32(programs - 1)), programs)
-    return 1 / lax.max(share, jnp.float32(cfg.tuning.least_split)), of_wide
+def total(what: int, line: "Line", refs, cfg: Config) -> Scalar:
+    """How many of ITEMS, PLACES or MERGES a line has."""
+    return before(what, jnp.int32(cfg.problem.num_seqs + 1), line, refs)
 
 
-def find(number: Scalar, cursor: Cursor, per_split: Scalar, line: Line, refs, cfg: Config) -> tuple[Cursor, Item]:
-    """The item of a number in a line, at or after the cursor; its kind is 0 if the line has no such item."""
+def before(what: int, seq: Scalar, line: "Line", refs) -> Scalar:
+    """How many of ITEMS, PLACES or MERGES come before a sequence."""
+    return refs.table_gmem[0 if line.wide else 1, what, seq]
+
+
+def search(number: Scalar, what: int, line: "Line", refs, cfg: Config) -> Scalar:
+    """The sequence that has the number-th of ITEMS or MERGES, which the line must have."""
+    seq = jnp.int32(0)  # the last one known to begin at or before the number
+    step = 1 << (cfg.problem.num_seqs + 1).bit_length()
+    while step := step // 2:
+        further = lax.min(seq + step, jnp.int32(cfg.problem.num_seqs + 1))
+        seq = jnp.where(before(what, further, line, refs) <= number, further, seq)
+    return seq
+
+
+def find(number: Scalar, line: "Line", refs, cfg: Config) -> Item:
+    """The item of a number in a line; its kind is 0 if the line has no such item."""
     problem = cfg.problem
-    cursor = _seek(number, cursor, per_split, line, lambda cursor, counts: cursor.items + counts[0], refs, cfg)
-    row = row_of(cursor.seq, refs, cfg)
-    tiles, splits = tiles_of(row, line, cfg), splits_of(row, per_split, line, cfg)
-    inside = number - cursor.items
+    some = number < total(ITEMS, line, refs, cfg)
+    seq = lax.min(search(number, ITEMS, line, refs, cfg), jnp.int32(problem.num_seqs))
+    row = row_of(seq, refs, cfg)
+    tiles, splits = tiles_of(row, line, cfg), splits_of(row, refs.per_split_gmem[0], line, cfg)
+    inside = number - before(ITEMS, seq, line, refs)
     split, rest = lax.rem(inside, splits), lax.div(inside, splits)
     tile = tiles - 1 - lax.rem(rest, lax.max(tiles, jnp.int32(1)))
     head = lax.div(rest, lax.max(tiles, jnp.int32(1)))
@@ -144,12 +167,10 @@ def find(number: Scalar, cursor: Cursor, per_split: Scalar, line: Line, refs, cf
     count = _tiles(high - origin, cfg)
     share = lax.div(count + splits - 1, splits)
     begin = lax.min(split * share, count)
-    some = cursor.seq <= problem.num_seqs
-    place = cursor.places + inside
-    item = Item(
+    return Item(
         kind=jnp.where(some, 1 if line.wide else 2, 0),
         head=head,
-        seq=lax.min(cursor.seq, jnp.int32(problem.num_seqs - 1)),
+        seq=lax.min(seq, jnp.int32(problem.num_seqs - 1)),
         first_token=row.start + first,
         tokens=tokens,
         position=position,
@@ -157,9 +178,8 @@ def find(number: Scalar, cursor: Cursor, per_split: Scalar, line: Line, refs, cf
         low=low,
         high=lax.min(high, origin + (begin + share) * cfg.tuning.tile),
         count=lax.min(share, count - begin),
-        place=jnp.where(splits > 1, place, -1),
+        place=jnp.where(splits > 1, before(PLACES, seq, line, refs) + inside, -1),
     )
-    return cursor, item
 
 
 def row_of(seq: Scalar, refs, cfg: Config) -> Row:
@@ -174,7 +194,8 @@ def row_of(seq: Scalar, refs, cfg: Config) -> Row:
 
 def tiles_of(row: Row, line: Line, cfg: Config) -> Scalar:
     """Tiles of query tokens of a sequence that are wide, or thin."""
-    wide, rest = lax.div(row.queries, jnp.int32(2 * cfg.half)), lax.rem(row.queries, jnp.int32(2 * cfg.half))
+    wide = _over(row.queries, 2 * cfg.half)
+    rest = row.queries - wide * (2 * cfg.half)
     if line.wide:
         return wide + (rest > cfg.half).astype(jnp.int32)
     return ((rest > 0) & (rest <= cfg.half)).astype(jnp.int32)
@@ -182,12 +203,12 @@ def tiles_of(row: Row, line: Line, cfg: Config) -> Scalar:
 
 def first_of(row: Row, line: Line, cfg: Config) -> Scalar:
     """The first query token of a sequence that is in wide items, or in a thin one."""
-    return jnp.int32(0) if line.wide else lax.div(row.queries, jnp.int32(2 * cfg.half)) * (2 * cfg.half)
+    return jnp.int32(0) if line.wide else _over(row.queries, 2 * cfg.half) * (2 * cfg.half)
 
 
 def tokens_of(row: Row, line: Line, cfg: Config) -> Scalar:
     """Query tokens of a sequence that are in wide items, or in a thin one."""
-    wide = lax.div(row.queries, jnp.int32(2 * cfg.half)) * (2 * cfg.half)
+    wide = _over(row.queries, 2 * cfg.half) * (2 * cfg.half)
     rest = row.queries - wide
     if line.wide:
         return jnp.where(rest > cfg.half, row.queries, wide)
@@ -197,15 +218,15 @@ def tokens_of(row: Row, line: Line, cfg: Config) -> Scalar:
 def splits_of(row: Row, per_split: Scalar, line: Line, cfg: Config) -> Scalar:
     """Splits of each item of a sequence, as many as make none larger than a share; a little more does not count."""
     cost = (_length(row, line, cfg) * line.weight).astype(jnp.float32)
-    return (cost * per_split + 0.999).astype(jnp.int32) | (cost == 0).astype(jnp.int32)
+    return _at_least((cost * per_split + 0.999).astype(jnp.int32), 1)
 
 
 def _length(row: Row, line: Line, cfg: Config) -> Scalar:
     """Tiles of K and V that an item of the sequence sees, at most."""
-    seen = lax.min(row.seq_len, jnp.int32(cfg.problem.max_seq_len))
+    most = cfg.problem.max_seq_len
     if cfg.problem.sliding_window is not None:
-        seen = lax.min(seen, jnp.int32(cfg.problem.sliding_window + line.tokens))
-    return _tiles(seen, cfg)
+        most = min(most, cfg.problem.sliding_window + line.tokens)
+    return _tiles(-_at_least(-row.seq_len, -most), cfg)
 
 
 def _seen(row: Row, position: Scalar, tokens: Scalar, cfg: Config) -> tuple[Scalar, Scalar]:
@@ -221,66 +242,13 @@ def _seen(row: Row, position: Scalar, tokens: Scalar, cfg: Config) -> tuple[Scal
 
 
 def _tiles(tokens: Scalar, cfg: Config) -> Scalar:
-    return lax.max(lax.div(tokens + (cfg.tuning.tile - 1), jnp.int32(cfg.tuning.tile)), jnp.int32(0))
+    return _at_least(_over(tokens + (cfg.tuning.tile - 1), cfg.tuning.tile), 0)
 
 
-def seek_merge(number: Scalar, cursor: Cursor, per_split: Scalar, line: Line, refs, cfg: Config) -> Cursor:
-    """The sequence that has a row to merge, by its number in the line."""
-    return _seek(number, cursor, per_split, line, lambda cursor, counts: cursor.merges + counts[2], refs, cfg)
+def _over(x: Any, n: int) -> Any:
+    """x / n towards 0, of a scalar of the device or of an array of all sequences."""
+    return lax.div(x, jnp.int32(n) if x.ndim == 0 else jnp.full_like(x, n))
 
 
-def _counts(row: Row, per_split: Scalar, line: Line, cfg: Config) -> tuple[Scalar, Scalar, Scalar]:
-    """Items of a sequence, and of split ones the parts and what a warpgroup merges at once."""
-    tiles, splits = tiles_of(row, line, cfg), splits_of(row, per_split, line, cfg)
-    heads, split = cfg.problem.num_kv_heads, splits > 1
-    items = tiles * splits * heads
-    merges = lax.div(tokens_of(row, line, cfg) * cfg.problem.num_heads + cfg.merged_rows - 1, jnp.int32(cfg.merged_rows))
-    return items, jnp.where(split, items, 0), jnp.where(split, merges, 0)
-
-
-def _seek(
-    number: Scalar,
-    cursor: Cursor,
-    per_split: Scalar,
-    line: Line,
-    after: Callable[[Cursor, tuple[Scalar, Scalar, Scalar]], Scalar],
-    refs,
-    cfg: Config,
-) -> Cursor:
-    """Moves the cursor to the sequence for which `after`, of what comes after it, is more than the number."""
-
-    def counts_of(cursor):
-        rows = [row_of(cursor.seq + i, refs, cfg) for i in range(_IN_FLIGHT)]
-        return [_counts(row, per_split, line, cfg) for row in rows]
-
-    def moved(cursor, seqs, counts):
-        return Cursor(cursor.seq + seqs, cursor.items + counts[0], cursor.places + counts[1], cursor.merges + counts[2])
-
-    def total_of(cursor):
-        return tuple(sum(column[1:], column[0]) for column in zip(*counts_of(cursor), strict=True))
-
-    def turn(state):
-        cursor = moved(state[0], _IN_FLIGHT, state[1])
-        return cursor, total_of(cursor)
-
-    def further(state):
-        return (number >= after(*state)) & (state[0].seq <= cfg.problem.num_seqs)
-
-    cursor, _ = lax.while_loop(further, turn, (cursor, total_of(cursor)))
-    found = jnp.bool_(False)
-    for counts in counts_of(cursor):
-        found |= number < after(cursor, counts)
-        cursor = jax.tree.map(functools.partial(jnp.where, found), cursor, moved(cursor, 1, counts))
-    return cursor
-
-
-def _over_rows(step, carry, refs, cfg: Config):
-    """`step` over all sequences in order; several loads are in flight, as each program waits for them."""
-
-    def some(i, carry):
-        seqs = [i * _IN_FLIGHT + j for j in range(_IN_FLIGHT)]
-        for seq, row in zip(seqs, [row_of(seq, refs, cfg) for seq in seqs], strict=True):
-            carry = step(seq, row, carry)
-        return carry
-
-    return lax.fori_loop(0, -(-(cfg.problem.num_seqs + 1) // _IN_FLIGHT), some, carry)
+def _at_least(x: Any, n: int) -> Any:
+    return lax.max(x, jnp.int32(n) if x.ndim == 0 else jnp.full_like(x, n))

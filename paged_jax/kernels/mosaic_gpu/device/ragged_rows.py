@@ -80,18 +80,19 @@ def store_rows(out_smem, lse_smem, out_gmem, lse_gmem, first_token, tokens, head
         for chunk in _chunks(*scalars, cfg):
             assembly(
                 """{ .reg .pred own; .reg .b32 a, b, c, d; setp.ne.b32 own, $0, 0;
-                @own ld.shared.v4.b32 {a, b, c, d}, [$1]; @own st.global.v4.b32 [$2], {a, b, c, d}; }""",
+                ld.shared.v4.b32 {a, b, c, d}, [$1]; @own st.global.v4.b32 [$2], {a, b, c, d}; }""",
                 "r,r,l", 0,
                 word(chunk.own),
                 arith.addi(smem, chunk.smem),
                 arith.addi(gmem, chunk.offset),
             )
-        row = thread()
+        of_rows = thread()
+        row = arith.remui(of_rows, i32(ROWS))
         own, index = _row_of_query(row, *scalars, cfg)
-        own = arith.andi(own, arith.cmpi(arith.CmpIPredicate.ult, row, i32(ROWS)))
+        own = arith.andi(own, arith.cmpi(arith.CmpIPredicate.ult, of_rows, i32(ROWS)))
         assembly(
             """{ .reg .pred own; .reg .b32 a; setp.ne.b32 own, $0, 0;
-            @own ld.shared.b32 a, [$1]; @own st.global.b32 [$2], a; }""",
+            ld.shared.b32 a, [$1]; @own st.global.b32 [$2], a; }""",
             "r,r,l", 0,
             word(own),
             arith.addi(address(lse_smem), arith.muli(row, i32(4))),
@@ -107,7 +108,8 @@ def store_part(part_gmem, acc: Array, tokens, cfg: Config) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, _SCALAR))
     def body(_, part_gmem, acc, tokens):
-        lane, warp = arith.remui(thread(), i32(32)), arith.divui(thread(), i32(32))
+        index = thread()
+        lane, warp = arith.remui(index, i32(32)), arith.divui(index, i32(32))
         used = arith.muli(tokens.registers.item(), i32(cfg.problem.group))
         pairs = acc.registers.reshape(d // 8, 2)  # of columns 8 * c + 2 * (lane % 4) + 0..1, rows + 8 * h
         gmem = address(part_gmem)
@@ -140,8 +142,9 @@ def zero_tokens(v_smem, low, high, cfg: Config) -> None:
     def body(_, v_smem, low, high):
         smem, low, high = address(v_smem), low.registers.item(), high.registers.item()
         lanes = swizzle // 16  # of a row of a column of tiles
+        first = thread()
         for i in range(cfg.tuning.tile * lanes // 128):
-            chunk = arith.addi(thread(), i32(128 * i))
+            chunk = arith.addi(first, i32(128 * i))
             row = arith.divui(chunk, i32(lanes))
             seen = arith.andi(
                 arith.cmpi(arith.CmpIPredicate.sge, row, low), arith.cmpi(arith.CmpIPredicate.slt, row, high)
@@ -173,7 +176,7 @@ def claim(counts_gmem, claim_smem, line: int) -> Any:
         mgpu.warpgroup_barrier()  # all have read the number before
         assembly(
             """{ .reg .pred first; .reg .b32 number; setp.eq.u32 first, $0, 0;
-            @first atom.global.add.u32 number, [$1], 1; @first st.shared.b32 [$2], number; }""",
+            mov.b32 number, 0; @first atom.global.add.u32 number, [$1], 1; @first st.shared.b32 [$2], number; }""",
             "r,l,r", 0,
             thread(),
             arith.addi(address(counts_gmem), i64(4 * line)),
@@ -190,8 +193,9 @@ def _chunks(first_token, tokens, head, cfg: Config) -> Iterator[_Chunk]:
     d, itemsize = cfg.problem.head_size, jnp.dtype(cfg.problem.query_dtype).itemsize
     swizzle = transforms(d, cfg.problem.query_dtype)[1].swizzle
     of_row, lanes = d * itemsize // 16, swizzle // 16
+    first = thread()
     for i in range(ROWS * of_row // 128):
-        chunk = arith.addi(thread(), i32(128 * i))
+        chunk = arith.addi(first, i32(128 * i))
         row, column = arith.divui(chunk, i32(of_row)), arith.remui(chunk, i32(of_row))
         own, index = _row_of_query(row, first_token, tokens, head, cfg)
         offset = arith.addi(
@@ -230,8 +234,10 @@ def address(ref) -> ir.Value:
 
 
 def thread() -> ir.Value:
-    """Each thread's index in its warpgroup."""
-    return arith.remui(mgpu.thread_idx(), i32(128))
+    """Each thread's index in its warpgroup. Read anew, it keeps no register busy over loops."""
+    word = ir.IntegerType.get_signless(32)
+    index = llvm.inline_asm(word, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True)
+    return arith.remui(index, i32(128))
 
 
 def extract(pair, i: int) -> ir.Value:
