@@ -12,6 +12,7 @@ from paged_jax.kernels.problem import Device, Problem, ScaleKind, Unsupported
 
 ROWS = 64  # of one warpgroup: M of wgmma
 _MAX_GROUP = ROWS
+_MAX_HEAD_SIZE = 208  # two stages of the smallest tile, queries and results fit in shared memory up to here
 _SHARED_MEMORY = 227 * 1024  # that one program may have
 _OTHER = 8192  # bytes of barriers, of what aligns the buffers and of what reductions take
 ITEM_FIELDS = 16  # int32 that describe a work item in the queue
@@ -96,9 +97,11 @@ def reasons(problem: Problem, device: Device) -> list[str]:
     if problem.query_dtype not in ("float16", "bfloat16"):
         found.append(f"lacks queries of {problem.query_dtype}, takes float16 and bfloat16")
     if problem.cache_dtype != problem.query_dtype:
-        found.append(f"lacks ragged attention over caches of {problem.cache_dtype} for queries of {problem.query_dtype}")
-    if problem.head_size % 16 or not 64 <= problem.head_size <= 256:
-        found.append(f"lacks head_size {problem.head_size}, takes multiples of 16 from 64 to 256")
+        wanted = f"caches of {problem.cache_dtype} for queries of {problem.query_dtype}"
+        found.append(f"lacks ragged attention over {wanted}")
+    if problem.head_size % 16 or not 64 <= problem.head_size <= _MAX_HEAD_SIZE:
+        takes = f"takes multiples of 16 from 64 to {_MAX_HEAD_SIZE}"
+        found.append(f"lacks head_size {problem.head_size} in ragged attention, {takes}")
     if problem.block_size < 8:
         found.append(f"lacks block_size {problem.block_size}, takes 8 and more")
     if problem.group > _MAX_GROUP:

@@ -40,6 +40,7 @@ from jax import Array, lax
 from paged_jax.kernels.mosaic_gpu.device import ragged_load as load
 from paged_jax.kernels.mosaic_gpu.device import ragged_plan as plan
 from paged_jax.kernels.mosaic_gpu.device import ragged_rows as rows
+from paged_jax.kernels.mosaic_gpu.device.softmax import scaled_logits
 from paged_jax.kernels.mosaic_gpu.ragged_tuning import ROWS, Config, scratch
 from paged_jax.kernels.problem import ScaleKind
 
@@ -105,6 +106,7 @@ def _kernel(*gmem, cfg: Config, **smem):
 
 def _attend_to_items(warpgroup, refs, cfg: Config) -> None:
     """Attends to all items of the queue."""
+
     def turn(state):
         items, tiles, handed, item = state
         wide = item.kind == 1
@@ -252,10 +254,7 @@ def _logits(products, item: plan.Item, tile, of_rows, cfg: Config):
     start = item.origin + tile * cfg.tuning.tile
     distance_matters = problem.alibi or problem.logits_soft_cap is not None
     if distance_matters:
-        logits = products * of_rows.factor
-        if (cap := problem.logits_soft_cap) is not None:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
-            logits = cap - (2 * cap) / (jnp.exp2(products * (of_rows.factor * (2 * LOG2E / cap))) + 1)
-        logits, unit = logits * LOG2E, jnp.float32(1)
+        logits, unit = scaled_logits(products, of_rows.factor, problem) * LOG2E, jnp.float32(1)
         if problem.alibi:
             token = plgpu.broadcasted_iota(jnp.int32, products.shape, 1, layout=plgpu.Layout.WGMMA)
             distance = (token + start) - _wide(of_rows.position, cfg.tuning.tile)
@@ -369,9 +368,13 @@ def _store(item: plan.Item, half, of_rows, state, refs, cfg: Config, *, wide: bo
         norm = jnp.where(seen, total, 1.0)
         sums = _layout(jnp.where(seen, top + jnp.log2(norm), -jnp.inf), 1)
         part = _layout(acc * _wide(of_rows.v_scale / norm, d))
-        parts_gmem, sums_gmem = (refs.wide_parts_gmem, refs.wide_sums_gmem) if wide else (
-            refs.thin_parts_gmem,
-            refs.thin_sums_gmem,
+        parts_gmem, sums_gmem = (
+            (refs.wide_parts_gmem, refs.wide_sums_gmem)
+            if wide
+            else (
+                refs.thin_parts_gmem,
+                refs.thin_sums_gmem,
+            )
         )
         rows.store_part(parts_gmem.at[item.place, half], part, of_rows.tokens, cfg)
         sums_gmem.at[item.place, half][...] = sums

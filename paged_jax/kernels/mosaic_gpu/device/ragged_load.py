@@ -90,12 +90,11 @@ def _describe(item: plan.Item, items: plan.Scalar, refs) -> None:
     plgpu.barrier_arrive(refs.item_ready.at[place])
 
 
-def _load_item(
-    item: plan.Item, items: plan.Scalar, before: plan.Scalar, line: plan.Line, refs, cfg: Config
-) -> None:
+def _load_item(item: plan.Item, items: plan.Scalar, before: plan.Scalar, line: plan.Line, refs, cfg: Config) -> None:
     """Describes an item and copies its tiles, after those `before`, and its query."""
     _describe(item, items, refs)
     k_ready, k_consumed, v_ready, v_consumed = _rings(line, refs)
+
     def load_query():
         pl.when(items > 0)(lambda: plgpu.barrier_wait(refs.q_consumed))
         half = jnp.int32(cfg.half)
@@ -113,6 +112,7 @@ def _load_item(
     def load_tile(i):
         stage = lax.rem(before + i, jnp.int32(cfg.tuning.stages))
         start = item.origin + i * cfg.tuning.tile
+
         @pl.when(before + i >= cfg.tuning.stages)
         def _():
             plgpu.barrier_wait(k_consumed.at[stage])

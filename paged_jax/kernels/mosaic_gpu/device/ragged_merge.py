@@ -11,20 +11,19 @@ import functools
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
 from jax import Array, lax
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf
+from jaxlib.mlir.dialects import arith, scf
 
 from paged_jax.kernels.mosaic_gpu.device import ragged_plan as plan
 from paged_jax.kernels.mosaic_gpu.device.ragged_rows import address, assembly, i32, i64, thread, wide, word
 from paged_jax.kernels.mosaic_gpu.ragged_tuning import ROWS, Config
 
 _IN_FLIGHT = 4  # parts
+_LENGTHS = "query_start_loc", "seq_lens"
 _PARTS = "wide_parts", "wide_sums", "thin_parts", "thin_sums"
 _LOG2E = 1.4426950408889634
 
@@ -44,7 +43,9 @@ def merge(
 
 
 def _kernel(*gmem, cfg: Config):
-    names = [f"{name}_gmem" for name in ("query_start_loc", "seq_lens", *plan.Work._fields, "sinks", *_PARTS, "out", "lse")]
+    names = [
+        f"{name}_gmem" for name in ("query_start_loc", "seq_lens", *plan.Work._fields, "sinks", *_PARTS, "out", "lse")
+    ]
     refs = SimpleNamespace(**dict(zip(names, gmem, strict=True)))
     for line, places in zip(plan.lines(cfg), cfg.places, strict=True):
         if places:
@@ -105,9 +106,7 @@ def _merge_rows(
     tile, of_tile = arith.divui(token, i32(line.tokens)), arith.remui(token, i32(line.tokens))
     half, of_half = arith.divui(of_tile, i32(cfg.half)), arith.remui(of_tile, i32(cfg.half))
     kv_head, of_group = arith.divui(head, i32(problem.group)), arith.remui(head, i32(problem.group))
-    of_part = arith.addi(
-        arith.muli(half, i32(ROWS)), arith.addi(arith.muli(of_half, i32(problem.group)), of_group)
-    )
+    of_part = arith.addi(arith.muli(half, i32(ROWS)), arith.addi(arith.muli(of_half, i32(problem.group)), of_group))
     item = arith.addi(arith.muli(kv_head, tiles), arith.subi(arith.subi(tiles, i32(1)), tile))
     place = arith.addi(places, arith.muli(item, splits))
     rows_of_part = (2 if line.wide else 1) * ROWS
@@ -120,9 +119,7 @@ def _merge_rows(
         [total] = assembly("ld.global.f32 $0, [$1];", "=f,l", 1, arith.addi(sums, arith.muli(at, i64(4))))
         total = arith.select(inside, total, _f32(float("-inf")))
         at = arith.addi(arith.muli(at, i64(4 * problem.head_size)), arith.muli(wide(column), i64(16)))
-        elements = assembly(
-            "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,l", 4, arith.addi(parts, at)
-        )
+        elements = assembly("ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,l", 4, arith.addi(parts, at))
         return total, elements
 
     top, total, *acc = _over_parts(part, splits)
@@ -168,9 +165,7 @@ def _over_parts(part, splits):
             new_top = arith.maximumf(top, log_sum)
             keep, weight = _exp2(arith.subf(top, new_top)), _exp2(arith.subf(log_sum, new_top))
             total = arith.addf(arith.mulf(total, keep), weight)
-            acc = [
-                arith.addf(arith.mulf(x, keep), arith.mulf(y, weight)) for x, y in zip(acc, elements, strict=True)
-            ]
+            acc = [arith.addf(arith.mulf(x, keep), arith.mulf(y, weight)) for x, y in zip(acc, elements, strict=True)]
             top = new_top
         scf.yield_([top, total, *acc])
     return loop.results

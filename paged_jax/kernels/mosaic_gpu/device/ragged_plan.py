@@ -124,7 +124,7 @@ def plan(cfg: Config, query_start_loc: Array, seq_lens: Array) -> Work:
         counts.append(jnp.stack([items, jnp.where(splits > 1, items, 0), jnp.where(splits > 1, merges, 0)]))
     # One reduction; XLA has no fast running sum of so few.
     earlier = jnp.arange(problem.num_seqs + 1)[None, :] < jnp.arange(problem.num_seqs + 2)[:, None]
-    table = jnp.where(earlier, jnp.stack(counts)[:, :, None, :], 0).sum(axis=-1, dtype=jnp.int32)
+    table = jnp.where(earlier[None, None], jnp.stack(counts)[:, :, None, :], 0).sum(axis=-1, dtype=jnp.int32)
     return Work(table, per_split[None], of_wide[None])
 
 

@@ -48,7 +48,8 @@ def load_queries(query_gmem, q_smem, first_token, tokens, head, cfg: Config) -> 
             offset = arith.select(chunk.own, chunk.offset, i64(0))
             assembly(
                 "cp.async.cg.shared.global [$0], [$1], 16, $2;",
-                "r,l,r", 0,
+                "r,l,r",
+                0,
                 arith.addi(smem, chunk.smem),
                 arith.addi(gmem, offset),
                 size,
@@ -81,7 +82,8 @@ def store_rows(out_smem, lse_smem, out_gmem, lse_gmem, first_token, tokens, head
             assembly(
                 """{ .reg .pred own; .reg .b32 a, b, c, d; setp.ne.b32 own, $0, 0;
                 ld.shared.v4.b32 {a, b, c, d}, [$1]; @own st.global.v4.b32 [$2], {a, b, c, d}; }""",
-                "r,r,l", 0,
+                "r,r,l",
+                0,
                 word(chunk.own),
                 arith.addi(smem, chunk.smem),
                 arith.addi(gmem, chunk.offset),
@@ -93,7 +95,8 @@ def store_rows(out_smem, lse_smem, out_gmem, lse_gmem, first_token, tokens, head
         assembly(
             """{ .reg .pred own; .reg .b32 a; setp.ne.b32 own, $0, 0;
             ld.shared.b32 a, [$1]; @own st.global.b32 [$2], a; }""",
-            "r,r,l", 0,
+            "r,r,l",
+            0,
             word(own),
             arith.addi(address(lse_smem), arith.muli(row, i32(4))),
             arith.addi(address(lse_gmem), arith.muli(wide(index), i64(4))),
@@ -123,7 +126,8 @@ def store_part(part_gmem, acc: Array, tokens, cfg: Config) -> None:
                 values = [extract(pairs[c, h], i) for i in range(2)]
                 assembly(
                     "{ .reg .pred own; setp.ne.b32 own, $0, 0; @own st.global.v2.f32 [$1], {$2, $3}; }",
-                    "r,l,f,f", 0,
+                    "r,l,f,f",
+                    0,
                     word(own),
                     arith.addi(start, i64(32 * c)),
                     *values,
@@ -158,7 +162,8 @@ def zero_tokens(v_smem, low, high, cfg: Config) -> None:
                 assembly(
                     """{ .reg .pred seen; setp.ne.b32 seen, $0, 0;
                     @!seen st.shared.v4.b32 [$1], {$2, $2, $2, $2}; }""",
-                    "r,r,r", 0,
+                    "r,r,r",
+                    0,
                     word(seen),
                     arith.addi(smem, arith.addi(place, i32(8 * swizzle * column))),
                     i32(0),
@@ -177,7 +182,8 @@ def claim(counts_gmem, claim_smem, line: int) -> Any:
         assembly(
             """{ .reg .pred first; .reg .b32 number; setp.eq.u32 first, $0, 0;
             mov.b32 number, 0; @first atom.global.add.u32 number, [$1], 1; @first st.shared.b32 [$2], number; }""",
-            "r,l,r", 0,
+            "r,l,r",
+            0,
             thread(),
             arith.addi(address(counts_gmem), i64(4 * line)),
             address(claim_smem),
@@ -198,9 +204,7 @@ def _chunks(first_token, tokens, head, cfg: Config) -> Iterator[_Chunk]:
         chunk = arith.addi(first, i32(128 * i))
         row, column = arith.divui(chunk, i32(of_row)), arith.remui(chunk, i32(of_row))
         own, index = _row_of_query(row, first_token, tokens, head, cfg)
-        offset = arith.addi(
-            arith.muli(wide(index), i64(d * itemsize)), arith.muli(wide(column), i64(16))
-        )
+        offset = arith.addi(arith.muli(wide(index), i64(d * itemsize)), arith.muli(wide(column), i64(16)))
         place = arith.addi(
             arith.muli(arith.divui(row, i32(8)), i32(8 * d * itemsize)),
             arith.addi(
