@@ -160,7 +160,6 @@ def _copy(cache_gmem, tile_smem, ready, start, item: plan.Item, refs, cfg: Confi
         index = (block, tokens, item.head) if cfg.problem.layout == "nhd" else (block, item.head, tokens)
         plgpu.copy_gmem_to_smem(cache_gmem.at[index], tile_smem.at[pl.ds(run * cfg.run, cfg.run)], ready)
 
-    @pl.core_map(plgpu.WarpMesh(axis_name="warp"))
     def copy_in_turn():
         for warp in range(_WARPS):
 
@@ -168,6 +167,8 @@ def _copy(cache_gmem, tile_smem, ready, start, item: plan.Item, refs, cfg: Confi
             def _(warp=warp):
                 for run in range(warp, cfg.runs, _WARPS):
                     copy_run(run)
+
+    pl.kernel(copy_in_turn, mesh=plgpu.WarpMesh(axis_name="warp"))()
 
 
 def _rings(line: plan.Line, refs):

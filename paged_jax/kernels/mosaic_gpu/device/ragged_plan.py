@@ -13,6 +13,7 @@ tile first, as it sees most. Items that cost more than an even share of all work
 How many items come before each sequence is summed up by XLA; the lengths are not known before.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from paged_jax.kernels.mosaic_gpu.ragged_tuning import Config
 
 Scalar = Any  # an int32 of the device
 _SLACK = 1.125  # of an even share, before an item is split
+_FEW = 16  # sequences
 ITEMS, PLACES, MERGES = range(3)  # what is counted: items, parts of split ones, and turns of merging their rows
 
 
@@ -109,7 +111,7 @@ def plan(cfg: Config, query_start_loc: Array, seq_lens: Array) -> Work:
     costs = []
     for line in lines(cfg):
         cost = tiles_of(rows, line, cfg) * (line.weight * _length(rows, line, cfg) + 1)
-        costs.append(cost.astype(jnp.float32).sum() * problem.num_kv_heads)
+        costs.append(_sum_before(cost.astype(jnp.float32))[-1] * problem.num_kv_heads)
     wide, thin = costs
     share = jnp.maximum((wide + thin) * (_SLACK / programs) + 1, cfg.tuning.least_split)
     per_split = 1 / share
@@ -122,10 +124,19 @@ def plan(cfg: Config, query_start_loc: Array, seq_lens: Array) -> Work:
         items = tiles * splits * problem.num_kv_heads
         merges = _over(tokens_of(rows, line, cfg) * problem.num_heads + cfg.merged_rows - 1, cfg.merged_rows)
         counts.append(jnp.stack([items, jnp.where(splits > 1, items, 0), jnp.where(splits > 1, merges, 0)]))
-    # One reduction; XLA has no fast running sum of so few.
-    earlier = jnp.arange(problem.num_seqs + 1)[None, :] < jnp.arange(problem.num_seqs + 2)[:, None]
-    table = jnp.where(earlier[None, None], jnp.stack(counts)[:, :, None, :], 0).sum(axis=-1, dtype=jnp.int32)
+    table = _sum_before(jnp.stack(counts))
     return Work(table, per_split[None], of_wide[None])
+
+
+def _sum_before(x: Array) -> Array:
+    """[..., n] -> [..., n + 1], the sums of all elements before each place, and of all."""
+    count = x.shape[-1]
+    if count <= _FEW:  # additions, which XLA puts into one kernel with all else; a reduction is a kernel of its own
+        sums = itertools.accumulate((x[..., i] for i in range(count)), initial=jnp.zeros_like(x[..., 0]))
+        return jnp.stack(list(sums), axis=-1)
+    earlier = jnp.arange(count)[None, :] < jnp.arange(count + 1)[:, None]
+    earlier = earlier.reshape(*[1] * (x.ndim - 1), count + 1, count)
+    return jnp.where(earlier, x[..., None, :], jnp.zeros_like(x)[..., None, :]).sum(axis=-1, dtype=x.dtype)
 
 
 def total(what: int, line: "Line", refs, cfg: Config) -> Scalar:
