@@ -10,7 +10,7 @@ import paged_jax
 from benchmarks import cases, harness, peers, timing
 from benchmarks.inputs import Inputs
 
-_IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
+IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
 
 
 def implementation(name: str) -> peers.Build:
@@ -20,8 +20,8 @@ def implementation(name: str) -> peers.Build:
       ValueError: another name.
     """
     chosen = name.removeprefix("auto:")
-    if chosen not in ("auto", *_IMPLEMENTATIONS):
-        raise ValueError(f"no implementation is named {name}; there are auto, {', '.join(_IMPLEMENTATIONS)}")
+    if chosen not in ("auto", *IMPLEMENTATIONS):
+        raise ValueError(f"no implementation is named {name}; there are auto, {', '.join(IMPLEMENTATIONS)}")
     op = functools.partial(paged_jax.ragged_paged_attention, implementation=None if chosen == "auto" else chosen)
 
     def build(case: cases.Case, inputs: Inputs) -> list[peers.Candidate]:

@@ -1,8 +1,8 @@
-"""What the benchmarks time: real models' shapes, one list for decode and one for prefill."""
+"""What the benchmarks time: real models' shapes, a list each for decode, prefill and ragged batches."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
@@ -14,6 +14,8 @@ class Case:
     Attributes:
       name: the model and the batch, as the command line names them.
       seq_lens: tokens of each sequence. In prefill all of them have queries, in decode the last one has.
+      query_lens: how many of each sequence's last tokens have queries, in a ragged case.
+      sliding_window: in tokens, or None.
       num_heads, num_kv_heads, head_size, block_size: as the ops define them.
       cache_dtype: the dtype of both caches; queries are bfloat16.
       layout: the layout of both caches.
@@ -27,6 +29,8 @@ class Case:
     block_size: int = 16
     cache_dtype: str = "bfloat16"
     layout: Literal["hnd", "nhd", "vllm"] = "hnd"
+    query_lens: tuple[int, ...] | None = None
+    sliding_window: int | None = None
 
     @property
     def num_seqs(self) -> int:
@@ -47,6 +51,17 @@ class Case:
     def causal_flops(self) -> int:
         """Operations of causal prefill: half of 4 * num_heads * seq_len^2 * head_size."""
         return sum(2 * self.num_heads * length**2 * self.head_size for length in self.seq_lens)
+
+    @property
+    def seen_flops(self) -> int:
+        """Operations of a ragged case: 4 * num_heads * head_size for each query and token that it sees."""
+        window = self.sliding_window or max(self.seq_lens)
+        pairs = 0
+        for length, queries in zip(self.seq_lens, self.query_lens or self.seq_lens, strict=True):
+            first = length - queries + 1  # tokens up to the first query
+            short = range(first, min(length, window) + 1)  # queries that see less than a window
+            pairs += (short.start + short.stop - 1) * len(short) // 2 + window * (queries - len(short))
+        return 4 * self.num_heads * self.head_size * pairs
 
 
 def _uniform(count: int, low: int, high: int) -> tuple[int, ...]:
@@ -91,6 +106,33 @@ PREFILL = (
     Case("llama3-8b-1x32768", (32768,), 32, 8),
     Case("llama3-8b-16x1024", (1024,) * 16, 32, 8),
     Case("llama2-7b-4x4096", (4096,) * 4, 32, 32),
+)
+
+
+def _ragged(name: str, *rows: tuple[int, int, int], **changes: Any) -> Case:
+    """Llama-3-8B over rows of (count, tokens, queries)."""
+    seq_lens = tuple(length for count, length, _ in rows for _ in range(count))
+    query_lens = tuple(queries for count, _, queries in rows for _ in range(count))
+    return replace(Case(name, seq_lens, 32, 8, query_lens=query_lens), **changes)
+
+
+RAGGED = (
+    _ragged("64x4096-1", (64, 4096, 1)),
+    _ragged("64x4096-4", (64, 4096, 4)),
+    _ragged("64x4096-16", (64, 4096, 16)),
+    _ragged("1x32768-1", (1, 32768, 1)),
+    _ragged("1x32768-5", (1, 32768, 5)),
+    _ragged("8x8192-5", (8, 8192, 5)),
+    _ragged("63-decodes-and-2048", (63, 4096, 1), (1, 4096, 2048)),
+    _ragged("63-decodes-and-512", (63, 4096, 1), (1, 8192, 512)),
+    _ragged("chunk-512-of-32768", (1, 32768, 512)),
+    _ragged("prefill-8x8192", (8, 8192, 8192)),
+    _ragged("prefill-32x512", (32, 512, 512)),
+    _ragged("prefill-8x8192-window-1024", (8, 8192, 8192), sliding_window=1024),
+    _ragged("prefill-24-ragged", *((1, n, n) for n in _uniform(24, 100, 4000))),
+    _ragged("prefill-8x8192-e4m3", (8, 8192, 8192), cache_dtype="float8_e4m3fn"),
+    _ragged("prefill-8x4096-heads-of-64", (8, 4096, 4096), num_heads=64, head_size=64),
+    _ragged("prefill-8x4096-heads-of-256", (8, 4096, 4096), num_heads=16, head_size=256),
 )
 
 

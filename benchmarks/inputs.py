@@ -48,7 +48,7 @@ def make(
 
     Args:
       case: the case to draw.
-      prefill: whether every token has a query, or each sequence's last one only.
+      prefill: whether every token has a query, or each sequence's last one only, unless the case says how many have.
       pool_bytes: the least size of both pools together.
       memory: bytes that the device has for arrays; None for no limit.
       seed: the seed of all random numbers.
@@ -68,7 +68,7 @@ def make(
     key_cache, value_cache, num_blocks = _pools(case, needed, pool_bytes, key_pool)
     order = np.random.default_rng(seed).permutation(num_blocks)[:needed]
     tables = [_table(case, part) for part in np.split(order, num_tables)]
-    query_lens = np.asarray(case.seq_lens if prefill else (1,) * case.num_seqs, np.int32)
+    query_lens = _query_lens(case, prefill)
     scales = (0.5, 2.0) if jnp.dtype(case.cache_dtype).itemsize < 2 else (None, None)
     k_scale, v_scale = (None if s is None else jnp.float32(s) for s in scales)
     return Inputs(
@@ -81,6 +81,12 @@ def make(
         k_scale=k_scale,
         v_scale=v_scale,
     )
+
+
+def _query_lens(case: Case, prefill: bool) -> np.ndarray:
+    if case.query_lens is not None:
+        return np.asarray(case.query_lens, np.int32)
+    return np.asarray(case.seq_lens if prefill else (1,) * case.num_seqs, np.int32)
 
 
 def rotations(case: Case, pool_bytes: int = POOL_BYTES) -> int:
@@ -147,27 +153,29 @@ def truth(case: Case, inputs: Inputs, *, prefill: bool) -> tuple[np.ndarray, np.
     starts = np.asarray(inputs.query_start_loc)
     indices, rows = [], []
     for seq in sorted({0, case.num_seqs // 2, case.num_seqs - 1}):
-        length = case.seq_lens[seq]
-        positions = np.unique(np.linspace(0, length - 1, 16).astype(np.int32)) if prefill else np.array([length - 1])
-        index = starts[seq] + positions - (0 if prefill else length - 1)
+        first = case.seq_lens[seq] - _query_lens(case, prefill)[seq]
+        positions = np.unique(np.linspace(first, case.seq_lens[seq] - 1, 16).astype(np.int32))
+        index = starts[seq] + positions - first
         table = inputs.block_tables[0][seq]
         scales = [jnp.float32(1) if s is None else s for s in (inputs.k_scale, inputs.v_scale)]
         seen = jnp.asarray(positions, jnp.int32)
         query, key_cache, value_cache = inputs.query[index], inputs.key_cache, inputs.value_cache
-        out = _attend(query, key_cache, value_cache, table, seen, *scales, layout=case.layout)
+        window = case.sliding_window or case.seq_lens[seq]
+        out = _attend(query, key_cache, value_cache, table, seen, *scales, layout=case.layout, window=window)
         indices.append(index)
         rows.append(np.asarray(out))
     return np.concatenate(indices), np.concatenate(rows)
 
 
-@functools.partial(jax.jit, static_argnames="layout")
-def _attend(query, key_cache, value_cache, table, positions, k_scale, v_scale, layout):
+@functools.partial(jax.jit, static_argnames=("layout", "window"))
+def _attend(query, key_cache, value_cache, table, positions, k_scale, v_scale, layout, window):
     exactly = functools.partial(jnp.einsum, precision="highest")
     key = tokens(key_cache[table], layout, is_key=True).astype(jnp.float32) * k_scale
     value = tokens(value_cache[table], layout, is_key=False).astype(jnp.float32) * v_scale
     num_rows, num_heads, head_size = query.shape
     query = query.astype(jnp.float32).reshape(num_rows, key.shape[1], -1, head_size)
     logits = exactly("nkgd,tkd->nkgt", query, key) * jnp.float32(head_size**-0.5)
-    seen = jnp.arange(key.shape[0], dtype=jnp.int32)[None, :] <= positions[:, None]
+    distance = positions[:, None] - jnp.arange(key.shape[0], dtype=jnp.int32)[None, :]
+    seen = (distance >= 0) & (distance < window)
     weights = jax.nn.softmax(jnp.where(seen[:, None, None, :], logits, -jnp.inf), axis=-1)
     return exactly("nkgt,tkd->nkgd", weights, value).reshape(num_rows, num_heads, head_size)

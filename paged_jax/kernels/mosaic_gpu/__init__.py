@@ -1,7 +1,15 @@
 """The ops in Pallas Mosaic GPU, for Hopper (compute capability 9.0). README.md says how the kernels work."""
 
-from paged_jax.kernels.mosaic_gpu.decode import leads as leads
+from typing import Any
+
+from paged_jax.kernels.mosaic_gpu import decode, ragged
 from paged_jax.kernels.mosaic_gpu.decode import paged_attention as paged_attention
 from paged_jax.kernels.mosaic_gpu.decode import paged_attention_v1 as paged_attention_v1
 from paged_jax.kernels.mosaic_gpu.decode import paged_attention_v2 as paged_attention_v2
 from paged_jax.kernels.mosaic_gpu.decode import write_and_attend as write_and_attend
+from paged_jax.kernels.mosaic_gpu.ragged import ragged_paged_attention as ragged_paged_attention
+
+
+def leads(op: str, operands: Any) -> bool:
+    """Whether these kernels, where they can do what a call asks for, are the fastest of this package's."""
+    return decode.leads(op, operands) or ragged.leads(op, operands)

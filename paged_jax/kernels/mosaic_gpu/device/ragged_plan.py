@@ -1,0 +1,265 @@
+"""Which work items ragged attention has: `plan` counts them before the kernels, `find` finds one on the device.
+
+The query tokens of a sequence are cut into tiles. A work item is one of them with all heads of one kv head's group:
+
+    wide    up to 2 * half tokens, 128 rows: a warpgroup has 64 rows, and both read every tile of K and V
+    thin    up to half tokens, 64 rows: both warpgroups have the same rows, and take the tiles of K and V in turn
+
+Only the last tile of a sequence may be thin. Rows past the last sequence's are one sequence more, of which no token is
+in the cache: their items write zeros.
+
+All wide items are one line, all thin ones another: sequence by sequence, in a sequence head by head, of a head the last
+tile first, as it sees most. Items that cost more than an even share of all work are cut into splits of the context.
+How many items come before each sequence is summed up by XLA; the lengths are not known before.
+"""
+
+import itertools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from paged_jax.kernels.mosaic_gpu.ragged_tuning import Config
+
+Scalar = Any  # an int32 of the device
+_SLACK = 1.125  # of an even share, before an item is split
+_FEW = 16  # sequences
+ITEMS, PLACES, MERGES = range(3)  # what is counted: items, parts of split ones, and turns of merging their rows
+
+
+class Work(NamedTuple):
+    """What `plan` found.
+
+    Attributes:
+      table: i32 [lines, 3, num_seqs + 2], items, parts and merges of all sequences before each, that of the padding
+        and the end included.
+      per_split: f32 [1], one over the largest cost of an item that is not split.
+      of_wide: i32 [1], programs that begin with wide items.
+    """
+
+    table: Array
+    per_split: Array
+    of_wide: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Item:
+    """A work item, or its part: query tokens first_token.. of a kv head, and tiles of K and V.
+
+    Attributes:
+      kind: 0 none, 1 wide, 2 thin.
+      head: the kv head.
+      seq: the row of the block tables.
+      first_token, tokens: rows of the query.
+      position: of the first token in its sequence.
+      origin: position of the first tile's first token.
+      low, high: tokens low <= t < high are seen, by some row.
+      count: tiles.
+      place: of the part among the parts of split items, or -1 if the item is whole.
+    """
+
+    kind: Scalar
+    head: Scalar
+    seq: Scalar
+    first_token: Scalar
+    tokens: Scalar
+    position: Scalar
+    origin: Scalar
+    low: Scalar
+    high: Scalar
+    count: Scalar
+    place: Scalar
+
+
+@dataclass(frozen=True)
+class Line:
+    """Wide or thin items.
+
+    Attributes:
+      wide: which.
+      tokens: at most, of an item.
+      weight: cost of a tile of K and V.
+    """
+
+    wide: bool
+    tokens: int
+    weight: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """A sequence: its first query token, how many it has, and tokens of the sequence."""
+
+    start: Scalar
+    queries: Scalar
+    seq_len: Scalar
+
+
+def lines(cfg: Config) -> tuple[Line, Line]:
+    """The wide and the thin items."""
+    return Line(True, 2 * cfg.half, 2), Line(False, cfg.half, 1)
+
+
+def plan(cfg: Config, query_start_loc: Array, seq_lens: Array) -> Work:
+    """Counts the work, in XLA."""
+    problem, programs = cfg.problem, cfg.tuning.num_programs
+    ends = jnp.append(query_start_loc[1:], problem.num_tokens)
+    rows = Row(query_start_loc, jnp.maximum(ends - query_start_loc, 0), jnp.append(seq_lens, 0))
+    costs = []
+    for line in lines(cfg):
+        cost = tiles_of(rows, line, cfg) * (line.weight * _length(rows, line, cfg) + 1)
+        costs.append(_sum_before(cost.astype(jnp.float32))[-1] * problem.num_kv_heads)
+    wide, thin = costs
+    share = jnp.maximum((wide + thin) * (_SLACK / programs) + 1, cfg.tuning.least_split)
+    per_split = 1 / share
+    of_wide = jnp.round(wide / jnp.maximum(wide + thin, 1) * programs).astype(jnp.int32)
+    of_wide = jnp.maximum(of_wide, (wide > 0).astype(jnp.int32))
+    of_wide = jnp.where(thin > 0, jnp.minimum(of_wide, programs - 1), programs)
+    counts = []
+    for line in lines(cfg):
+        tiles, splits = tiles_of(rows, line, cfg), splits_of(rows, per_split, line, cfg)
+        items = tiles * splits * problem.num_kv_heads
+        merges = _over(tokens_of(rows, line, cfg) * problem.num_heads + cfg.merged_rows - 1, cfg.merged_rows)
+        counts.append(jnp.stack([items, jnp.where(splits > 1, items, 0), jnp.where(splits > 1, merges, 0)]))
+    table = _sum_before(jnp.stack(counts))
+    return Work(table, per_split[None], of_wide[None])
+
+
+def _sum_before(x: Array) -> Array:
+    """[..., n] -> [..., n + 1], the sums of all elements before each place, and of all."""
+    count = x.shape[-1]
+    if count <= _FEW:  # additions, which XLA puts into one kernel with all else; a reduction is a kernel of its own
+        sums = itertools.accumulate((x[..., i] for i in range(count)), initial=jnp.zeros_like(x[..., 0]))
+        return jnp.stack(list(sums), axis=-1)
+    earlier = jnp.arange(count)[None, :] < jnp.arange(count + 1)[:, None]
+    earlier = earlier.reshape(*[1] * (x.ndim - 1), count + 1, count)
+    return jnp.where(earlier, x[..., None, :], jnp.zeros_like(x)[..., None, :]).sum(axis=-1, dtype=x.dtype)
+
+
+def total(what: int, line: "Line", refs, cfg: Config) -> Scalar:
+    """How many of ITEMS, PLACES or MERGES a line has."""
+    return before(what, jnp.int32(cfg.problem.num_seqs + 1), line, refs)
+
+
+def before(what: int, seq: Scalar, line: "Line", refs) -> Scalar:
+    """How many of ITEMS, PLACES or MERGES come before a sequence."""
+    return refs.table_gmem[0 if line.wide else 1, what, seq]
+
+
+def search(number: Scalar, what: int, line: "Line", refs, cfg: Config) -> Scalar:
+    """The sequence that has the number-th of ITEMS or MERGES, which the line must have."""
+    seq = jnp.int32(0)  # the last one known to begin at or before the number
+    step = 1 << (cfg.problem.num_seqs + 1).bit_length()
+    while step := step // 2:
+        further = lax.min(seq + step, jnp.int32(cfg.problem.num_seqs + 1))
+        seq = jnp.where(before(what, further, line, refs) <= number, further, seq)
+    return seq
+
+
+def find(number: Scalar, line: "Line", refs, cfg: Config) -> Item:
+    """The item of a number in a line; its kind is 0 if the line has no such item."""
+    problem = cfg.problem
+    some = number < total(ITEMS, line, refs, cfg)
+    seq = lax.min(search(number, ITEMS, line, refs, cfg), jnp.int32(problem.num_seqs))
+    row = row_of(seq, refs, cfg)
+    tiles, splits = tiles_of(row, line, cfg), splits_of(row, refs.per_split_gmem[0], line, cfg)
+    inside = number - before(ITEMS, seq, line, refs)
+    split, rest = lax.rem(inside, splits), lax.div(inside, splits)
+    tile = tiles - 1 - lax.rem(rest, lax.max(tiles, jnp.int32(1)))
+    head = lax.div(rest, lax.max(tiles, jnp.int32(1)))
+    first = first_of(row, line, cfg) + tile * line.tokens
+    tokens = lax.min(row.queries - first, jnp.int32(line.tokens))
+    position = row.seq_len - row.queries + first
+    low, high = _seen(row, position, tokens, cfg)
+    origin = lax.div(low, jnp.int32(cfg.run)) * cfg.run
+    count = _tiles(high - origin, cfg)
+    share = lax.div(count + splits - 1, splits)
+    begin = lax.min(split * share, count)
+    return Item(
+        kind=jnp.where(some, 1 if line.wide else 2, 0),
+        head=head,
+        seq=lax.min(seq, jnp.int32(problem.num_seqs - 1)),
+        first_token=row.start + first,
+        tokens=tokens,
+        position=position,
+        origin=origin + begin * cfg.tuning.tile,
+        low=low,
+        high=lax.min(high, origin + (begin + share) * cfg.tuning.tile),
+        count=lax.min(share, count - begin),
+        place=jnp.where(splits > 1, before(PLACES, seq, line, refs) + inside, -1),
+    )
+
+
+def row_of(seq: Scalar, refs, cfg: Config) -> Row:
+    """A sequence; num_seqs is that of the padding, and later ones are empty."""
+    num_seqs = cfg.problem.num_seqs
+    start = refs.query_start_loc_gmem[lax.min(seq, jnp.int32(num_seqs))]
+    end = refs.query_start_loc_gmem[lax.min(seq + 1, jnp.int32(num_seqs))]
+    end = jnp.where(seq == num_seqs, cfg.problem.num_tokens, end)
+    seq_len = refs.seq_lens_gmem[lax.min(seq, jnp.int32(num_seqs - 1))]
+    return Row(start, lax.max(end - start, jnp.int32(0)), jnp.where(seq < num_seqs, seq_len, 0))
+
+
+def tiles_of(row: Row, line: Line, cfg: Config) -> Scalar:
+    """Tiles of query tokens of a sequence that are wide, or thin."""
+    wide = _over(row.queries, 2 * cfg.half)
+    rest = row.queries - wide * (2 * cfg.half)
+    if line.wide:
+        return wide + (rest > cfg.half).astype(jnp.int32)
+    return ((rest > 0) & (rest <= cfg.half)).astype(jnp.int32)
+
+
+def first_of(row: Row, line: Line, cfg: Config) -> Scalar:
+    """The first query token of a sequence that is in wide items, or in a thin one."""
+    return jnp.int32(0) if line.wide else _over(row.queries, 2 * cfg.half) * (2 * cfg.half)
+
+
+def tokens_of(row: Row, line: Line, cfg: Config) -> Scalar:
+    """Query tokens of a sequence that are in wide items, or in a thin one."""
+    wide = _over(row.queries, 2 * cfg.half) * (2 * cfg.half)
+    rest = row.queries - wide
+    if line.wide:
+        return jnp.where(rest > cfg.half, row.queries, wide)
+    return jnp.where(rest <= cfg.half, rest, 0)
+
+
+def splits_of(row: Row, per_split: Scalar, line: Line, cfg: Config) -> Scalar:
+    """Splits of each item of a sequence, as many as make none larger than a share; a little more does not count."""
+    cost = (_length(row, line, cfg) * line.weight).astype(jnp.float32)
+    return _at_least((cost * per_split + 0.999).astype(jnp.int32), 1)
+
+
+def _length(row: Row, line: Line, cfg: Config) -> Scalar:
+    """Tiles of K and V that an item of the sequence sees, at most."""
+    most = cfg.problem.max_seq_len
+    if cfg.problem.sliding_window is not None:
+        most = min(most, cfg.problem.sliding_window + line.tokens)
+    return _tiles(-_at_least(-row.seq_len, -most), cfg)
+
+
+def _seen(row: Row, position: Scalar, tokens: Scalar, cfg: Config) -> tuple[Scalar, Scalar]:
+    """The tokens that query tokens from `position` on see: low <= t < high."""
+    problem = cfg.problem
+    high = lax.min(row.seq_len, jnp.int32(problem.max_seq_len))
+    low = jnp.int32(0)
+    if problem.causal:
+        high = lax.min(high, position + tokens)
+    if problem.sliding_window is not None:
+        low = lax.max(position - (problem.sliding_window - 1), low)
+    return lax.min(low, lax.max(high, jnp.int32(0))), lax.max(high, jnp.int32(0))
+
+
+def _tiles(tokens: Scalar, cfg: Config) -> Scalar:
+    return _at_least(_over(tokens + (cfg.tuning.tile - 1), cfg.tuning.tile), 0)
+
+
+def _over(x: Any, n: int) -> Any:
+    """x / n towards 0, of a scalar of the device or of an array of all sequences."""
+    return lax.div(x, jnp.int32(n) if x.ndim == 0 else jnp.full_like(x, n))
+
+
+def _at_least(x: Any, n: int) -> Any:
+    return lax.max(x, jnp.int32(n) if x.ndim == 0 else jnp.full_like(x, n))

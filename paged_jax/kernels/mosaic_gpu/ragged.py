@@ -1,0 +1,76 @@
+"""Ragged attention: prefill, chunks, speculative tokens and decodes in one launch, and a merge of split contexts."""
+
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import Array
+
+from paged_jax.kernels import problem as facts
+from paged_jax.kernels.mosaic_gpu import ragged_tuning
+from paged_jax.kernels.mosaic_gpu.device import ragged_plan as plan
+from paged_jax.kernels.mosaic_gpu.device.ragged_attend import attend
+from paged_jax.kernels.mosaic_gpu.device.ragged_merge import merge
+from paged_jax.kernels.mosaic_gpu.ragged_tuning import Config
+from paged_jax.kernels.problem import Device, Problem
+from paged_jax.options import AttentionOptions
+from paged_jax.shapes import BlockTables, Cache, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
+
+_LEADING_HEAD_SIZES = 64, 80, 128
+"""Head sizes for which this kernel is faster than Triton's.
+
+Measured: benchmarks/LOG.md, "Ragged attention on Hopper"; 80 by its likeness to 64.
+"""
+
+
+def leads(op: str, operands: Any) -> bool:
+    """Whether this kernel, where it can do what a call asks for, is the fastest of this package's."""
+    return op == "ragged_paged_attention" and operands.query.shape[-1] in _LEADING_HEAD_SIZES
+
+
+def ragged_paged_attention(
+    query: RaggedQuery,
+    key_cache: Cache,
+    value_cache: Cache,
+    block_tables: BlockTables,
+    seq_lens: SeqLens,
+    query_start_loc: QueryStartLoc,
+    options: AttentionOptions,
+) -> tuple[RaggedQuery, RaggedLse]:
+    """Attends in one launch, and merges the contexts that were split in another."""
+    problem = Problem.of_call(query, key_cache, value_cache, block_tables, options)
+    cfg = ragged_tuning.tune(problem, device(), prefix=False)
+    if problem.num_tokens * problem.num_seqs * problem.num_blocks * problem.max_seq_len == 0:
+        return jnp.zeros(query.shape, query.dtype), jnp.full(query.shape[:2], -jnp.inf, jnp.float32)
+    return _run(cfg, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, options)
+
+
+def device() -> Device:
+    """The GPU that the program is for."""
+    return facts.device()
+
+
+def _run(
+    cfg: Config,
+    query: Array,
+    key_cache: Array,
+    value_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    query_start_loc: Array,
+    options: AttentionOptions,
+) -> tuple[Array, Array]:
+    of_options = [jnp.atleast_1d(x) for x in facts.option_arrays(options)]
+    batch = block_tables, seq_lens, query_start_loc
+    work = plan.plan(cfg, query_start_loc, seq_lens)
+
+    def run(refs):
+        counts_ref, out_ref, lse_ref = refs
+        results = attend(cfg, query, key_cache, value_cache, *batch, counts_ref, *work, *of_options)
+        out_ref[...], lse_ref[...] = results["out"], results["lse"]
+        if cfg.places != (0, 0):
+            merge(cfg, query_start_loc, seq_lens, work, of_options[2], results | {"out": out_ref, "lse": lse_ref})
+
+    counts = jnp.zeros((2,), jnp.int32)  # of claimed items: a reference, as the kernel writes to them
+    unwritten = jnp.zeros(query.shape, query.dtype), jnp.zeros(query.shape[:2], jnp.float32)  # which XLA drops
+    return pl.run_state(run)((counts, *unwritten))[1:]

@@ -1,0 +1,188 @@
+"""What is chosen for a call of ragged attention, the shared memory that it takes, and what the kernels cannot do."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from paged_jax.kernels.problem import Device, Problem, ScaleKind, Unsupported
+
+ROWS = 64  # of one warpgroup: M of wgmma
+_MAX_GROUP = ROWS
+_MAX_HEAD_SIZE = 208  # two stages of the smallest tile, queries and results fit in shared memory up to here
+_SHARED_MEMORY = 227 * 1024  # that one program may have
+_OTHER = 8192  # bytes of barriers, of what aligns the buffers and of what reductions take
+ITEM_FIELDS = 16  # int32 that describe a work item in the queue
+QUEUE = 2  # work items that the loading warpgroup describes ahead
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What was chosen for a problem on a device.
+
+    Attributes:
+      num_programs: thread blocks, one a multiprocessor, which take work items until none is left.
+      tile: tokens of K and of V in one step.
+      stages: tiles in the rings of K and of V, an even number.
+      least_split: tiles of a context below which it is not split further.
+      claim: how programs share the work items: "stride", each takes every n-th; or "queue", each takes the next.
+      merge_programs: thread blocks that merge the parts of split contexts.
+    """
+
+    num_programs: int
+    tile: int = 128
+    stages: int = 2
+    least_split: int = 8
+    claim: str = "queue"
+    merge_programs: int = 264
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A problem and its tuning: all that the kernels are compiled for.
+
+    Attributes:
+      problem, tuning: the facts and the choices.
+      prefix: whether the new tokens' keys and values come from arrays of their own.
+    """
+
+    problem: Problem
+    tuning: Tuning
+    prefix: bool
+
+    @property
+    def half(self) -> int:
+        """Query tokens of one warpgroup: with all heads of a group as its rows."""
+        return ROWS // self.problem.group
+
+    @property
+    def run(self) -> int:
+        """Neighbouring tokens of a tile that are in one block: one copy."""
+        return min(self.problem.block_size, self.tuning.tile)
+
+    @property
+    def runs(self) -> int:
+        """Runs of a tile."""
+        return self.tuning.tile // self.run
+
+    @property
+    def merged_rows(self) -> int:
+        """Rows that a warpgroup merges at once, 4 elements a thread."""
+        return 128 // (self.problem.head_size // 4)
+
+    @property
+    def places(self) -> tuple[int, int]:
+        """Room for the parts of split wide items and of split thin ones.
+
+        A split item costs more than an even share of all work, which is cut into pieces of at least that size: there
+        are at most as many of these as programs, and one more piece for each item that is cut.
+        """
+        problem, tuning = self.problem, self.tuning
+        tiles = -(-problem.max_seq_len // tuning.tile)
+        if tiles <= tuning.least_split:
+            return 0, 0
+        most = 2 * tuning.num_programs
+        thin = min(most, problem.num_seqs * problem.num_kv_heads * -(-tiles // tuning.least_split))
+        return most if problem.num_tokens > self.half else 0, thin
+
+
+def reasons(problem: Problem, device: Device) -> list[str]:
+    """All that stands in the way of these kernels."""
+    found = []
+    if device.capability != 90:
+        found.append(f"needs compute capability 9.0, this GPU has {device.capability / 10}")
+    if problem.query_dtype not in ("float16", "bfloat16"):
+        found.append(f"lacks queries of {problem.query_dtype}, takes float16 and bfloat16")
+    if problem.cache_dtype != problem.query_dtype:
+        wanted = f"caches of {problem.cache_dtype} for queries of {problem.query_dtype}"
+        found.append(f"lacks ragged attention over {wanted}")
+    if problem.head_size % 16 or not 64 <= problem.head_size <= _MAX_HEAD_SIZE:
+        takes = f"takes multiples of 16 from 64 to {_MAX_HEAD_SIZE}"
+        found.append(f"lacks head_size {problem.head_size} in ragged attention, {takes}")
+    if problem.block_size < 8:
+        found.append(f"lacks block_size {problem.block_size}, takes 8 and more")
+    if problem.group > _MAX_GROUP:
+        found.append(f"lacks groups of {problem.group} query heads, takes up to {_MAX_GROUP}")
+    if problem.layout == "vllm":
+        found.append("lacks layout 'vllm' in ragged attention")
+    if problem.block_sparse is not None:
+        found.append("lacks block_sparse in ragged attention")
+    if ScaleKind.SLOT in (problem.k_scale, problem.v_scale):
+        found.append("lacks scales for each slot in ragged attention")
+    return found
+
+
+def tune(problem: Problem, device: Device, *, prefix: bool) -> Config:
+    """The choices for a problem.
+
+    Raises:
+      Unsupported: these kernels cannot do it, with every reason.
+    """
+    found = reasons(problem, device)
+    if found:
+        raise Unsupported("mosaic_gpu", found)
+    for tile, stages in ((128, 4), (128, 2), (64, 2)):
+        if tile * problem.head_size > 128 * 192:  # sums, logits and weights must fit in registers
+            continue
+        tuning = Tuning(num_programs=device.num_multiprocessors, tile=tile, stages=stages)
+        cfg = Config(problem=problem, tuning=tuning, prefix=prefix)
+        if shared_memory(cfg) <= _SHARED_MEMORY:
+            return cfg
+    raise AssertionError(f"no tile of head_size {problem.head_size} fits")
+
+
+def transforms(head_size: int, dtype: Any) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
+    """How rows of head_size lie in shared memory: as wgmma wants it, and free of bank conflicts."""
+    row = head_size * jnp.dtype(dtype).itemsize
+    swizzle = 128 if row % 128 == 0 else 64 if row % 64 == 0 else 32
+    tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))  # pyright: ignore[reportAbstractUsage]
+    return tiling, plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
+
+
+def scratch(cfg: Config) -> dict[str, Any]:
+    """Shared memory and barriers of the attending kernel, by name."""
+    problem, tuning = cfg.problem, cfg.tuning
+    d, dtype, stages = problem.head_size, jnp.dtype(problem.query_dtype), tuning.stages
+
+    def swizzled(shape, dtype):
+        return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=transforms(d, dtype))
+
+    landed = plgpu.Barrier(num_arrivals=cfg.runs, num_barriers=stages)
+    by_both, by_one = (plgpu.Barrier(num_arrivals=readers, num_barriers=stages) for readers in (2, 1))
+    return {
+        "q_smem": swizzled((2, ROWS, d), dtype),
+        "k_smem": swizzled((stages, tuning.tile, d), problem.cache_dtype),
+        "v_smem": swizzled((stages, tuning.tile, d), problem.cache_dtype),
+        "out_smem": swizzled((2, ROWS, d), dtype),
+        "lse_smem": plgpu.SMEM((2, ROWS), jnp.float32),
+        "top_smem": plgpu.SMEM((ROWS,), jnp.float32),
+        "total_smem": plgpu.SMEM((ROWS,), jnp.float32),
+        "items_smem": plgpu.SMEM((QUEUE, ITEM_FIELDS), jnp.int32),
+        "claim_smem": plgpu.SMEM((1,), jnp.int32),
+        "item_ready": plgpu.Barrier(num_barriers=QUEUE),
+        "item_consumed": plgpu.Barrier(num_arrivals=2, num_barriers=QUEUE),
+        "q_ready": plgpu.Barrier(),
+        "q_consumed": plgpu.Barrier(num_arrivals=2),
+        "edge_landed": plgpu.Barrier(num_arrivals=cfg.runs),
+        "k_ready": landed,
+        "v_ready": landed,
+        "k_consumed": by_both,
+        "v_consumed": by_both,
+        "thin_k_ready": landed,
+        "thin_v_ready": landed,
+        "thin_k_consumed": by_one,
+        "thin_v_consumed": by_one,
+        "handed_over": plgpu.Barrier(),
+        "taken_over": plgpu.Barrier(),
+        "turn": plgpu.Barrier(num_arrivals=2),
+    }
+
+
+def shared_memory(cfg: Config) -> int:
+    """Bytes of `scratch`, and what comes with it."""
+    buffers = jax.tree.leaves(list(scratch(cfg).values()))
+    arrays = [x for x in buffers if not isinstance(x, plgpu.Barrier)]
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays) + _OTHER

@@ -1,0 +1,134 @@
+"""Runs the ragged Mosaic GPU kernels with no GPU: in Pallas's interpreter, with stand-ins for what that lacks."""
+
+from dataclasses import replace
+from functools import partial
+from unittest import mock
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
+
+from paged_jax.kernels.mosaic_gpu import ragged, ragged_tuning
+from paged_jax.kernels.mosaic_gpu.device import ragged_attend, ragged_merge, ragged_rows
+from paged_jax.kernels.mosaic_gpu.ragged_tuning import ROWS
+from paged_jax.kernels.problem import Device
+
+SMALL_GPU = Device(90, 2)
+
+
+def row_of_query(row, first_token, tokens, head, cfg):
+    """Whether a row of a warpgroup's is one of the tokens', and its token and query head."""
+    token, of_group = row // cfg.problem.group, row % cfg.problem.group
+    own = (token < tokens) & (row < cfg.half * cfg.problem.group)
+    return own, first_token + token, head * cfg.problem.group + of_group
+
+
+def load_queries(query_gmem, q_smem, first_token, tokens, head, cfg):
+    own, token, query_head = row_of_query(jnp.arange(ROWS), first_token, tokens, head, cfg)
+    rows = query_gmem[...][jnp.where(own, token, 0), query_head]
+    q_smem[...] = jnp.where(own[:, None], rows, jnp.zeros_like(rows))
+    plgpu.commit_smem()
+
+
+def store_rows(out_smem, lse_smem, out_gmem, lse_gmem, first_token, tokens, head, cfg):
+    out, lse, group = out_smem[...], lse_smem[...], cfg.problem.group
+
+    @pl.loop(0, tokens)
+    def _(token):
+        heads = pl.ds(head * group, group)
+        out_gmem[first_token + token, heads] = lax.dynamic_slice_in_dim(out, token * group, group)
+        lse_gmem[first_token + token, heads] = lax.dynamic_slice_in_dim(lse, token * group, group)
+
+
+def store_part(part_gmem, acc, tokens, cfg):
+    old = part_gmem[...]
+    rows = jnp.arange(ROWS)[:, None] < tokens * cfg.problem.group
+    part_gmem[...] = jnp.where(rows, acc, old)
+
+
+def zero_tokens(v_smem, low, high, cfg):
+    rows = v_smem[...]
+    token = jnp.arange(cfg.tuning.tile)[:, None]
+    v_smem[...] = jnp.where((token >= low) & (token < high), rows, jnp.zeros_like(rows))
+    plgpu.commit_smem()
+
+
+def accumulate(acc, weights, v_smem, then):
+    if then is not None:
+        then()
+    values = v_smem[...]
+    plgpu.commit_smem()  # The interpreter misses a fence between reads and copies that wait for them.
+    return acc + jnp.dot(weights.astype(jnp.float32), values.astype(jnp.float32))
+
+
+def merge_rows(
+    parts_gmem, sums_gmem, sinks_gmem, out_gmem, lse_gmem,
+    turn, num_rows, first_token, tiles, splits, places, line, cfg,
+):  # fmt: skip
+    heads, group = cfg.problem.num_heads, cfg.problem.group
+    for i in range(cfg.merged_rows):
+        row = turn * cfg.merged_rows + i
+
+        @pl.when(row < num_rows)
+        def _(row=row):
+            token, head = row // heads, row % heads
+            tile, of_tile = token // line.tokens, token % line.tokens
+            place = places + ((head // group) * tiles + tiles - 1 - tile) * splits
+            index = of_tile // cfg.half, of_tile % cfg.half * group + head % group
+
+            def add(number, state):
+                top, total, acc = state
+                log_sum = sums_gmem[place + number, *index]
+                new_top = jnp.maximum(top, log_sum)
+                keep, weight = jnp.exp2(top - new_top), jnp.exp2(log_sum - new_top)
+                return new_top, total * keep + weight, acc * keep + parts_gmem[place + number, *index] * weight
+
+            zeros = jnp.zeros(cfg.problem.head_size, jnp.float32)
+            top, total, acc = lax.fori_loop(0, splits, add, (jnp.float32(-1e30), jnp.float32(0), zeros))
+            norm, base = total, top
+            if cfg.problem.sinks:
+                sink = sinks_gmem[head] * np.float32(np.log2(np.e))
+                base = jnp.maximum(top, sink)
+                norm = total * jnp.exp2(top - base) + jnp.exp2(sink - base)
+                acc = acc * jnp.exp2(top - base)
+            norm = jnp.where(total != 0, norm, 1.0)
+            out_gmem[first_token + token, head] = (acc / norm).astype(out_gmem.dtype)
+            log_sum = (base + jnp.log2(norm)) / np.float32(np.log2(np.e))
+            lse_gmem[first_token + token, head] = jnp.where(total != 0, log_sum, -jnp.inf)
+
+
+def call(op, operands, device=SMALL_GPU, **tuning):
+    """The results of the implementation's function in the interpreter, with some fields of its tuning changed."""
+
+    def tune(*args, tune=ragged_tuning.tune, **kwargs):
+        cfg = tune(*args, **kwargs)
+        return replace(cfg, tuning=replace(cfg.tuning, claim="stride", merge_programs=2, **tuning))
+
+    patches = (
+        mock.patch.object(ragged, "device", return_value=device),
+        mock.patch.object(ragged_tuning, "tune", tune),
+        mock.patch.multiple(
+            ragged_rows,
+            load_queries=load_queries,
+            store_rows=store_rows,
+            store_part=store_part,
+            zero_tokens=zero_tokens,
+        ),
+        mock.patch.object(ragged_attend, "accumulate", accumulate),
+        mock.patch.object(ragged_merge, "merge_rows", merge_rows),
+        params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=True)),
+    )
+    try:
+        for patch in patches:
+            patch.__enter__()
+        return jax.tree.map(np.asarray, jax.jit(partial(getattr(ragged, op)))(*operands))
+    except Exception:
+        interpret_pallas_call.reset_gpu_interpret_mode_state()
+        raise
+    finally:
+        for patch in reversed(patches):
+            patch.__exit__(None, None, None)

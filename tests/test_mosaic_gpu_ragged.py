@@ -1,0 +1,224 @@
+"""The ragged Mosaic GPU kernels with no GPU: in Pallas's interpreter, which looks for races, and lowered for CUDA.
+
+On a GPU the tests of the operations run these kernels too.
+"""
+
+import itertools
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+from paged_jax import _validate
+from paged_jax.kernels.mosaic_gpu import ragged, ragged_tuning
+from paged_jax.kernels.mosaic_gpu.device import ragged_plan
+from paged_jax.kernels.problem import Device, Problem, Unsupported
+from tests import inputs, oracle, plain
+from tests.cases import Case, Sparse
+from tests.ragged_interpreter import call
+from tests.test_cache_ops import assert_same_bytes
+from tests.test_decode import op_options
+
+
+def small(name, *shape, seq_lens=(37, 0, 130, 70), query_lens=(1, 0, 40, 20), **options):
+    return Case(name, *shape, seq_lens=seq_lens, query_lens=query_lens, **options)
+
+
+# Wide items and thin ones, whole and split, with every option somewhere, in as few small cases as that takes.
+INTERPRETED = [
+    small("plain", 4, 2, 64, 16, "bfloat16"),
+    small("group-of-5", 5, 1, 128, 32, "float16", layout="nhd", scale=-0.3),
+    small("window", 2, 1, 80, 8, "float16", layout="nhd", sliding_window=50, k_scale="scalar", max_seq_len=130),
+    small("options", 7, 1, 64, 32, "bfloat16", alibi=True, sinks=True, v_scale="scalar", scale="traced"),
+    small("capped", 8, 2, 64, 16, "float16", logits_soft_cap=2.0, k_scale="head", v_scale="head", sinks=True),
+    small("huge", 2, 1, 64, 16, "bfloat16", logits="huge", scale=1.0, sinks=True),
+    small("all-empty", 4, 2, 64, 16, "float16", seq_lens=(0, 0), query_lens=(0, 0), sinks=True),
+    small("split", 2, 1, 64, 16, "bfloat16", seq_lens=(600, 3), query_lens=(2, 1), sinks=True, padding=0),
+    small("split-wide", 2, 1, 64, 64, "float16", seq_lens=(500,), query_lens=(100,), logits_soft_cap=3.0),
+]
+TINY_TILES = {"tile": 64, "stages": 2, "least_split": 2}
+
+# Of NumPy, at the poison.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+
+def operands_of(case, made, *, causal=True):
+    options = made.arrays | op_options(made.static) | {"max_seq_len": case.max_seq_len}
+    return _validate.ragged_operands(*made.ragged.values(), causal, options)
+
+
+def check(case, made, results):
+    """Results of an op against the oracle's."""
+    out, lse = results
+    options = made.arrays | made.static
+    exact, rough = (module.ragged(**made.ragged, **options) for module in (oracle, plain))
+    assert np.all(out[made.num_rows :].astype(np.float32) == 0), "padding rows"
+    assert np.all(lse[made.num_rows :] == -np.inf), "padding rows"
+    plain.assert_close(out, exact[0], rough[0], "out")
+    plain.assert_close(lse, exact[1], rough[1], "lse")
+
+
+@pytest.mark.parametrize("case", INTERPRETED, ids=str)
+def test_in_the_interpreter(case):
+    made = inputs.make(case)
+    check(case, made, call("ragged_paged_attention", operands_of(case, made), **TINY_TILES))
+    assert not interpret_pallas_call.get_races().races_found
+
+
+def test_every_query_sees_all_tokens():
+    """causal=False: the last query of each sequence is one that sees all, so decode of each row says what is right."""
+    case = small("all-seen", 4, 2, 64, 16, "bfloat16", seq_lens=(70, 20), query_lens=(40, 3), padding=0)
+    made = inputs.make(case)
+    out, _ = call("ragged_paged_attention", operands_of(case, made, causal=False), **TINY_TILES)
+    rows = np.repeat(np.arange(2), case.query_lens)
+    decode = {name: made.ragged[name] for name in ("key_cache", "value_cache")}
+    decode |= {name: made.ragged[name][rows] for name in ("block_tables", "seq_lens")}
+    exact, rough = (module.decode(query=made.ragged["query"], **decode) for module in (oracle, plain))
+    plain.assert_close(out, exact[0], rough[0], "out")
+
+
+def config(query_lens, seq_lens, *shape, **tuning):
+    """A config for a batch, and references as the device's code has them."""
+    num_heads, num_kv_heads, head_size, window = shape
+    cache = jax.ShapeDtypeStruct((9, num_kv_heads, 16, head_size), jnp.bfloat16)
+    arrays = (
+        jax.ShapeDtypeStruct((sum(query_lens) + 3, num_heads, head_size), jnp.bfloat16),
+        *(cache, cache),
+        jax.ShapeDtypeStruct((len(seq_lens), 64), jnp.int32),
+        jax.ShapeDtypeStruct((len(seq_lens),), jnp.int32),
+        jax.ShapeDtypeStruct((len(seq_lens) + 1,), jnp.int32),
+    )
+    operands = jax.eval_shape(lambda *x: _validate.ragged_operands(*x, True, {"sliding_window": window}), *arrays)
+    problem = Problem.of_call(*operands[:4], operands.options)
+    cfg = ragged_tuning.tune(problem, Device(), prefix=False)
+    cfg = replace(cfg, tuning=replace(cfg.tuning, **tuning))
+    starts = jnp.asarray(np.concatenate([[0], np.cumsum(query_lens)]), jnp.int32)
+    lengths = jnp.asarray(seq_lens, jnp.int32)
+    work = ragged_plan.plan(cfg, starts, lengths)
+    named = {f"{name}_gmem": x for name, x in work._asdict().items()}
+    return cfg, SimpleNamespace(query_start_loc_gmem=starts, seq_lens_gmem=lengths, **named)
+
+
+@pytest.mark.parametrize("shape", [(8, 2, 64, None), (5, 1, 128, 100), (16, 1, 64, None)], ids=str)
+def test_items_cover_each_row_and_token_once(shape):
+    """Every query token of every kv head is in one item or its splits, which see each token of the context once."""
+    query_lens, seq_lens = (1, 0, 70, 5, 33, 1), (900, 0, 70, 400, 1000, 1)
+    cfg, refs = config(query_lens, seq_lens, *shape, num_programs=32, tile=64, least_split=2)
+    seen, places = {}, ([], [])
+    for line in ragged_plan.lines(cfg):
+        for number in range(int(ragged_plan.total(ragged_plan.ITEMS, line, refs, cfg))):
+            item = jax.tree.map(int, ragged_plan.find(jnp.int32(number), line, refs, cfg))
+            assert item.kind == (1 if line.wide else 2)
+            assert 0 < item.tokens <= line.tokens
+            span = item.origin, max(item.origin, min(item.origin + item.count * 64, item.high))
+            for token in range(item.first_token, item.first_token + item.tokens):
+                seen.setdefault((token, item.head), []).append(span)
+            if item.place >= 0:
+                places[0 if line.wide else 1].append(item.place)
+        end = jnp.int32(ragged_plan.total(ragged_plan.ITEMS, line, refs, cfg))
+        assert int(ragged_plan.find(end, line, refs, cfg).kind) == 0
+    for found, room in zip(places, cfg.places, strict=True):
+        assert sorted(found) == list(range(len(found)))
+        assert len(found) <= room
+    assert any(places)
+    positions = np.concatenate([np.arange(n - q, n) for q, n in zip(query_lens, seq_lens, strict=True)])
+    for token in range(sum(query_lens) + 3):
+        for head in range(shape[1]):
+            spans = sorted(span for span in seen.pop((token, head)) if span[0] < span[1])
+            if token >= len(positions):  # padding
+                assert not spans
+                continue
+            assert all(one[1] == following[0] for one, following in itertools.pairwise(spans))
+            assert spans[0][0] <= max(0, positions[token] + 1 - (shape[3] or 1000))
+            assert spans[-1][1] > positions[token]
+    assert not seen
+
+
+LOWERED = [
+    small("hnd-64-4", 8, 2, 64, 16, "bfloat16", sinks=True),
+    small("nhd-96-1", 2, 2, 96, 8, "float16", layout="nhd", sliding_window=100),
+    small("hnd-128-64", 64, 1, 128, 256, "bfloat16", alibi=True),
+    small("hnd-192-7", 7, 1, 192, 64, "float16", logits_soft_cap=30.0, v_scale="head"),
+    small("nhd-208-3", 3, 1, 208, 32, "bfloat16", layout="nhd", k_scale="scalar"),
+]
+
+
+@pytest.mark.parametrize("case", LOWERED, ids=str)
+def test_lowers_for_cuda(case):
+    made = inputs.make(case)
+    function = jax.jit(ragged.ragged_paged_attention)
+    text = function.trace(*operands_of(case, made)).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 1  # contexts so short are never split: nothing to merge
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (small("float32", 4, 2, 64, 16), "lacks queries of float32"),
+        (small("mixed", 4, 2, 64, 16, "bfloat16", "float16"), "caches of float16 for queries of bfloat16"),
+        (small("head-size", 4, 2, 256, 16, "bfloat16"), "lacks head_size 256"),
+        (small("block-size", 4, 2, 64, 4, "bfloat16"), "lacks block_size 4"),
+        (small("group", 71, 1, 64, 16, "bfloat16"), "lacks groups of 71"),
+        (small("vllm", 4, 2, 64, 16, "bfloat16", layout="vllm"), "lacks layout 'vllm'"),
+        (small("sparse", 4, 2, 64, 16, "bfloat16", block_sparse=Sparse(1, 3, 16)), "lacks block_sparse"),
+        (small("slot", 4, 2, 64, 16, "bfloat16", k_scale="slot"), "lacks scales for each slot"),
+    ],
+    ids=str,
+)
+def test_what_it_lacks_is_said(case, reason):
+    with pytest.raises(Unsupported, match=reason):
+        jax.eval_shape(ragged.ragged_paged_attention, *operands_of(case, inputs.make(case)))
+
+
+@pytest.mark.parametrize(("num_seqs", "width", "num_blocks", "num_tokens"), [(0, 3, 9, 2), (2, 0, 9, 2), (2, 3, 0, 2)])
+def test_nothing_to_attend(num_seqs, width, num_blocks, num_tokens):
+    cache = jnp.zeros((num_blocks, 2, 16, 64), jnp.bfloat16)
+    arrays = (
+        *(jnp.zeros((num_tokens, 4, 64), jnp.bfloat16), cache, cache),
+        *(jnp.zeros((num_seqs, width), jnp.int32), jnp.zeros((num_seqs,), jnp.int32)),
+        jnp.zeros((num_seqs + 1,), jnp.int32),
+    )
+    out, lse = ragged.ragged_paged_attention(*_validate.ragged_operands(*arrays, True, {}))
+    assert np.all(out == 0)
+    assert np.all(lse == -np.inf)
+
+
+ON_A_GPU = [
+    *INTERPRETED,
+    *LOWERED,
+    small("many", 8, 2, 128, 16, "bfloat16", seq_lens=(*range(1, 900, 9),), query_lens=(1,) * 100),
+    small("mixed", 8, 2, 64, 16, "float16", seq_lens=(3000, 700, 9, 900), query_lens=(1, 700, 9, 300), sinks=True),
+    small("long", 4, 1, 128, 16, "bfloat16", seq_lens=(70_000, 33, 1), query_lens=(5, 33, 1)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tuning", [{}, TINY_TILES | {"num_programs": 4}], ids=["here", "small"])
+@pytest.mark.parametrize("case", ON_A_GPU, ids=str)
+def test_on_a_gpu(case, tuning, monkeypatch):
+    """As tuned for this GPU, and as for a smaller one that splits more; the same in every run."""
+
+    def tune(*args, tune=ragged_tuning.tune, **kwargs):
+        cfg = tune(*args, **kwargs)
+        fits = case.head_size <= 128  # tiles of others are smaller anyway
+        return replace(cfg, tuning=replace(cfg.tuning, **tuning)) if fits else cfg
+
+    monkeypatch.setattr(ragged_tuning, "tune", tune)
+    made = inputs.make(case)
+    operands = jax.device_put(operands_of(case, made), jax.devices("gpu")[0])
+    function = jax.jit(ragged.ragged_paged_attention)
+    results, again = (jax.tree.map(np.asarray, function(*operands)) for _ in range(2))
+    check(case, made, results)
+    for actual, wanted in zip(again, results, strict=True):
+        assert_same_bytes(actual, wanted, "a second run")
+
+
+def test_leads_on_hopper():
+    made = inputs.make(INTERPRETED[0])
+    operands = operands_of(INTERPRETED[0], made)
+    assert ragged.leads("ragged_paged_attention", operands)
+    assert not ragged.leads("prefix_attention", operands)
