@@ -19,9 +19,8 @@ HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, PREFIX, TEXTS = 4, 2, 32, 16, 128, 8
 def main():
     keys = jax.random.split(jax.random.key(0), 5)
     key, value = (jax.random.normal(k, (PREFIX, KV_HEADS, HEAD_SIZE)) for k in keys[:2])
-    own_key, own_value = (
-        jax.random.normal(k, (TEXTS * 3, KV_HEADS, HEAD_SIZE)) for k in keys[2:4]
-    )  # three tokens each
+    # Three tokens of each text.
+    own_key, own_value = (jax.random.normal(k, (TEXTS * 3, KV_HEADS, HEAD_SIZE)) for k in keys[2:4])
     query = jax.random.normal(keys[4], (TEXTS, HEADS, HEAD_SIZE))
 
     cache = PagedKVCache.create(32, BLOCK_SIZE, KV_HEADS, HEAD_SIZE, dtype=jnp.float32)
