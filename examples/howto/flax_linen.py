@@ -51,7 +51,7 @@ def main():
         out, cache = step(params, hidden[t], cache, blocks.block_tables, blocks.seq_lens, slots)
         outs.append(out)
 
-    def dense(name: str, x: jax.Array, features, axis=-1) -> Any:
+    def dense(name: str, x: jax.Array, features, axis: Any = -1) -> Any:
         return nn.DenseGeneral(features, axis=axis).apply({"params": params["params"][name]}, x)
 
     texts, kv = hidden.swapaxes(0, 1), (KV_HEADS, HEAD_SIZE)
