@@ -24,14 +24,15 @@ CONFIG = EngineConfig(
     num_host_blocks=NUM_HOST_BLOCKS,
 )
 RNG = np.random.default_rng(5)
-STEM = RNG.integers(0, model.VOCAB, 14).tolist()
-# Some begin alike, with and without whole blocks in common, one is another's beginning, and the last has another's
-# second and third block after a first one of its own.
+STEM, LONG = (RNG.integers(0, model.VOCAB, length).tolist() for length in (14, 20))
+# Some begin alike, with and without whole blocks in common, one is another's beginning, and the last has the first
+# block of one and the second and third of another.
 PROMPTS = [
     *(STEM[:length] for length in (1, 7, 8, 13)),
     *(STEM[:12] + RNG.integers(0, model.VOCAB, length).tolist() for length in (1, 5)),
-    *(RNG.integers(0, model.VOCAB, length).tolist() for length in (3, 20)),
-    RNG.integers(0, model.VOCAB, 4).tolist() + STEM[4:13],
+    RNG.integers(0, model.VOCAB, 3).tolist(),
+    LONG,
+    [*STEM[:4], *LONG[4:13]],
 ]
 
 

@@ -10,16 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 
 from paged_jax import build_metadata
 from paged_jax.engine import EngineConfig, SamplingParams
-from paged_jax.engine.batch import Draws, StepShape
+from paged_jax.engine.batch import Batch, Draws, StepShape
 from paged_jax.engine.blocks import BlockManager
 from paged_jax.engine.prefix import PrefixCache, extend_hashes
 from paged_jax.engine.request import Sequence
 from paged_jax.engine.sampling import Kind, draw, keep_top
 from paged_jax.engine.scheduler import Scheduler
 from paged_jax.engine.text import TextStream
+from tests import engine_model as model
 
 
 def plans_digest():
@@ -203,6 +205,18 @@ def test_what_a_model_gets_is_what_build_metadata_says(query_lens):
     np.testing.assert_array_equal(metadata.seq_start_loc[:5], expected.seq_start_loc)
     assert (metadata.num_prefills == 0) == is_decode == (expected.num_prefills == 0)
     assert metadata.num_prefill_tokens + metadata.num_decode_tokens == num_tokens
+
+
+def test_a_step_can_be_exported():
+    weights, caches = model.make_weights(), model.make_caches(4, 4)
+    one, row = np.zeros(1, np.int32), np.ones(1, np.int32)
+    batch = Batch(
+        one + 7, one, one + 4, np.ones((1, 2), np.int32), row, np.array([0, 1], np.int32), one, is_decode=True
+    )
+    step = jax.jit(model.step)
+    written = export.export(step)(weights, caches, batch).serialize()
+    logits, _ = export.deserialize(written).call(weights, caches, batch)
+    np.testing.assert_array_equal(logits, step(weights, caches, batch)[0])
 
 
 @pytest.mark.parametrize(

@@ -92,9 +92,14 @@ def client(running):
 
 
 @pytest.fixture(scope="module")
-def expected():
+def tiny():
+    return load_model(TINY, jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def expected(tiny):
     """32 greedy tokens' text after PROMPT, by the model without any cache."""
-    decoder, config, tokenizer, _ = load_model(TINY, jnp.float32)
+    decoder, config, tokenizer, _ = tiny
 
     @jax.jit
     def next_token(token_ids, num_tokens):
@@ -365,31 +370,3 @@ def test_sigterm_drains():
         process.kill()
         process.wait()
         process.stderr.close()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--port", "70000"], "--port must be from 0 to 65535, got 70000"),
-        (["--max-num-seqs", "0"], "--max-num-seqs must be 1 or more"),
-        (["--max-tokens-per-step", "3"], "--max-tokens-per-step must be --max-num-seqs or more"),
-        (["--k-scale", "0.1"], "--k-scale must be left out"),
-        (["--model", "/no/such/folder"], "is no folder"),
-        (["--nonsense"], "unrecognized arguments"),
-    ],
-)
-def test_a_wrong_command_line(capsys, arguments, message):
-    assert serve.main(["--port", "0", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("serve: ")
-    assert message in error
-    assert error.count("\n") == 1
-
-
-def test_help_teaches(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        serve.main(["--help"])
-    assert exit_.value.code == 0
-    text = capsys.readouterr().out
-    for word in ("curl", "openai.OpenAI", "--kv-cache-dtype", "--num-blocks", "SIGTERM"):
-        assert word in text

@@ -7,6 +7,7 @@ Give the caches to the module and take them back: they are arguments and results
 """
 
 from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -50,11 +51,13 @@ def main():
         out, cache = step(params, hidden[t], cache, blocks.block_tables, blocks.seq_lens, slots)
         outs.append(out)
 
-    heads = {n: nn.DenseGeneral(s) for n, s in (("query", (HEADS, HEAD_SIZE)), ("key", (KV_HEADS, HEAD_SIZE)))}
-    heads["value"] = heads["key"]
-    query, key, value = (m.apply({"params": params["params"][n]}, hidden.swapaxes(0, 1)) for n, m in heads.items())
-    dense = jax.nn.dot_product_attention(query, key, value, is_causal=True)
-    expected = nn.DenseGeneral(32, axis=(-2, -1)).apply({"params": params["params"]["out"]}, dense)
+    def dense(name: str, x: jax.Array, features, axis: Any = -1) -> Any:
+        return nn.DenseGeneral(features, axis=axis).apply({"params": params["params"][name]}, x)
+
+    texts, kv = hidden.swapaxes(0, 1), (KV_HEADS, HEAD_SIZE)
+    query, key, value = dense("query", texts, (HEADS, HEAD_SIZE)), dense("key", texts, kv), dense("value", texts, kv)
+    attended = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+    expected = dense("out", attended, hidden.shape[-1], axis=(-2, -1))
     error = jnp.abs(jnp.stack(outs, axis=1) - expected).max()
     print("ten steps give what dense attention gives:", bool(error < 1e-5))
 

@@ -18,20 +18,21 @@ HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, PREFIX, TEXTS = 4, 2, 32, 16, 128, 8
 
 def main():
     keys = jax.random.split(jax.random.key(0), 5)
-    prefix = [jax.random.normal(key, (PREFIX, KV_HEADS, HEAD_SIZE)) for key in keys[:2]]
-    own = [jax.random.normal(key, (TEXTS * 3, KV_HEADS, HEAD_SIZE)) for key in keys[2:4]]  # three tokens each
+    key, value = (jax.random.normal(k, (PREFIX, KV_HEADS, HEAD_SIZE)) for k in keys[:2])
+    # Three tokens of each text.
+    own_key, own_value = (jax.random.normal(k, (TEXTS * 3, KV_HEADS, HEAD_SIZE)) for k in keys[2:4])
     query = jax.random.normal(keys[4], (TEXTS, HEADS, HEAD_SIZE))
 
     cache = PagedKVCache.create(32, BLOCK_SIZE, KV_HEADS, HEAD_SIZE, dtype=jnp.float32)
     blocks = allocator.create(num_blocks=32, block_size=BLOCK_SIZE, max_num_seqs=TEXTS, max_blocks_per_seq=12)
     blocks, _, _ = allocator.append_tokens(blocks, [PREFIX] + [0] * (TEXTS - 1))
     slots = allocator.slots(blocks, [0] * PREFIX, np.arange(PREFIX))
-    cache = cache.write(*prefix, jnp.asarray(slots))
+    cache = cache.write(key, value, jnp.asarray(slots))
     for text in range(1, TEXTS):
         blocks = allocator.fork(blocks, parent=0, child=text)  # full blocks: nothing will be copied
     blocks, _, _ = allocator.append_tokens(blocks, [3] * TEXTS)
     rows, positions = np.repeat(np.arange(TEXTS), 3), np.tile(PREFIX + np.arange(3), TEXTS)
-    cache = cache.write(*own, jnp.asarray(allocator.slots(blocks, rows, positions)))
+    cache = cache.write(own_key, own_value, jnp.asarray(allocator.slots(blocks, rows, positions)))
     tables, shared = jnp.asarray(blocks.block_tables), PREFIX // BLOCK_SIZE
 
     # One sequence with a query of every text: the prefix is read once.

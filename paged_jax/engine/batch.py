@@ -5,11 +5,13 @@ slots follow from the rest; the device works them out.
 """
 
 import dataclasses
+import json
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jaxtyping import Array, Float32, Int32
 
 from paged_jax.cache import PagedKVCache
@@ -73,6 +75,15 @@ class Batch:
             max_prefill_seq_len=0 if self.is_decode else longest,
             max_decode_seq_len=longest if self.is_decode else 0,
         )
+
+
+# A step that takes a batch can be exported.
+export.register_pytree_node_serialization(
+    Batch,
+    serialized_name="paged_jax.engine.Batch",
+    serialize_auxdata=lambda static: json.dumps(static).encode(),
+    deserialize_auxdata=lambda data: tuple(json.loads(data)),
+)
 
 
 class Step(Protocol):

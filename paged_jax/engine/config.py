@@ -30,8 +30,9 @@ class EngineConfig:
       prefix_caching: whether full blocks are kept for requests that begin alike.
       preemption: what happens to a sequence that has to give up its blocks: "swap" while the host has room,
         "recompute", or the "cheaper" of both by the two rates below.
-      recompute_tokens_per_second: at what rate the model computes prompts; an estimate.
-      swap_bytes_per_second: at what rate blocks move between device and host; an estimate.
+      recompute_tokens_per_second: at what rate the model computes prompts. The default is a round number for a model of
+        8 billion parameters on one H200: give your own model's.
+      swap_bytes_per_second: at what rate blocks move between device and host; the default is a round number too.
     """
 
     max_model_len: int

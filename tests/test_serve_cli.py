@@ -1,0 +1,68 @@
+"""The server's command line: what it refuses, what it teaches, and the caches that it asks for."""
+
+import jax.numpy as jnp
+import pytest
+
+from examples import serve
+from examples.checkpoint import load_model
+from examples.generate import TINY
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load_model(TINY, jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "dtype", "k_scale", "v_scale"),
+    [
+        (["--kv-cache-dtype", "int8"], "int8", None, None),
+        (["--kv-cache-dtype", "int8", "--v-scale", "0.5"], "int8", None, 0.5),
+        (["--kv-cache-dtype", "float8_e4m3fn"], "float8_e4m3fn", 1.0, 1.0),
+        (["--dtype", "bfloat16"], "bfloat16", ..., ...),
+    ],
+)
+def test_caches_as_asked_for(tiny, arguments, dtype, k_scale, v_scale):
+    """Scales are given, 1 for float8, or measured for each head; an ellipsis stands for none at all."""
+    decoder, config, tokenizer, _ = tiny
+    options = serve.parse(["--max-num-seqs", "2", "--block-size", "32", *arguments])
+    caches = serve.make_caches(options, decoder, config, tokenizer, "bfloat16" if k_scale is ... else "float32")
+    assert len(caches) == config.num_layers
+    for cache in caches:
+        assert (cache.dtype, cache.num_blocks, cache.block_size) == (jnp.dtype(dtype), 2 * 512 // 32, 32)
+        for expected, scale in ((k_scale, cache.k_scale), (v_scale, cache.v_scale)):
+            if expected is ...:
+                assert scale is None
+            elif expected is None:
+                assert scale.shape == (config.num_kv_heads,)
+                assert 0.001 < scale.min() <= scale.max() < 1
+            else:
+                assert scale == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--port", "70000"], "--port must be from 0 to 65535, got 70000"),
+        (["--max-num-seqs", "0"], "--max-num-seqs must be 1 or more"),
+        (["--max-tokens-per-step", "3"], "--max-tokens-per-step must be --max-num-seqs or more"),
+        (["--k-scale", "0.1"], "--k-scale must be left out"),
+        (["--model", "/no/such/folder"], "is no folder"),
+        (["--nonsense"], "unrecognized arguments"),
+    ],
+)
+def test_a_wrong_command_line(capsys, arguments, message):
+    assert serve.main(["--port", "0", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("serve: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_help_teaches(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        serve.main(["--help"])
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    for word in ("curl", "openai.OpenAI", "--kv-cache-dtype", "--num-blocks", "SIGTERM"):
+        assert word in text
