@@ -163,6 +163,8 @@ def _attend_to(item: plan.Item, before, handed, *, wide: bool, warpgroup, refs, 
         pl.when(warpgroup == 1)(lambda: _take_turns(refs))  # the other one is first
     state = lax.fori_loop(0, steps, attend_tile, state)
     plgpu.barrier_arrive(refs.q_consumed)
+    acc, top, total = state
+    state = acc, _layout(top * of_rows.unit, 1), total
     if wide:
         pl.when(warpgroup == 0)(lambda: _take_turns(refs))
         pl.when(handed)(lambda: plgpu.barrier_wait(refs.taken_over))
@@ -195,7 +197,11 @@ def _rows_of(item: plan.Item, half, refs, cfg: Config) -> SimpleNamespace:
         return values
 
     factor = refs.scale_gmem[0] * _cache_scale(refs.k_scale_gmem, problem.k_scale, item)
+    # Logits are scaled as they are exponentiated, unless the factor is not positive: maxima would be minima.
+    late = not problem.alibi and problem.logits_soft_cap is None
+    unit = jnp.where(factor * LOG2E > _LEAST_FACTOR, factor * LOG2E, 1.0) if late else 1.0
     return SimpleNamespace(
+        unit=unit,
         first_token=item.first_token + half * cfg.half,
         tokens=tokens,
         position=token + first,
@@ -213,7 +219,7 @@ def _cache_scale(scale_gmem, kind: ScaleKind, item: plan.Item):
 
 
 def _attend_tile(item, tile, before, half, of_rows, state, wait_for_keys, refs, cfg: Config, *, wide: bool):
-    """Attends to a tile, whose keys are there: O, maxima and sums, these of base 2. Then the next keys are, too.
+    """Attends to a tile, whose keys are there: O, maxima of logits and sums. Then the next keys are there, too.
 
     What is needed for the next product comes before the end of this one, as the matrix units wait from then on.
     """
@@ -227,10 +233,11 @@ def _attend_tile(item, tile, before, half, of_rows, state, wait_for_keys, refs, 
         refs.q_smem.at[half], refs.k_smem.at[stage], functools.partial(_take_turns, refs) if wide else None, cfg
     )
     plgpu.barrier_arrive(k_consumed)
-    logits, unit = _logits(products, item, tile, of_rows, cfg)
-    new_top = lax.max(top, logits.max(axis=1) * unit)
-    keep = jnp.exp2(top - new_top)
-    p = jnp.exp2(logits * unit - _wide(new_top, cfg.tuning.tile))
+    logits = _logits(products, item, tile, of_rows, cfg)
+    new_top = lax.max(top, logits.max(axis=1))
+    keep = jnp.exp2((top - new_top) * of_rows.unit)
+    # Of differences: a product with large logits would round, and the largest weight would not be 1.
+    p = jnp.exp2((logits - _wide(new_top, cfg.tuning.tile)) * of_rows.unit)
     acc *= _wide(keep, cfg.problem.head_size)
     total *= keep
     weights = p.astype(cfg.problem.query_dtype)
@@ -249,29 +256,26 @@ def _attend_tile(item, tile, before, half, of_rows, state, wait_for_keys, refs, 
 
 
 def _logits(products, item: plan.Item, tile, of_rows, cfg: Config):
-    """The logits of a tile in base 2, and a factor that is still to be applied; -inf where a row does not see."""
+    """The logits of a tile, which `of_rows.unit` makes those of base 2; -inf where a row does not see."""
     problem = cfg.problem
     start = item.origin + tile * cfg.tuning.tile
     distance_matters = problem.alibi or problem.logits_soft_cap is not None
     if distance_matters:
-        logits, unit = scaled_logits(products, of_rows.factor, problem) * LOG2E, jnp.float32(1)
+        logits = scaled_logits(products, of_rows.factor, problem) * LOG2E
         if problem.alibi:
             token = plgpu.broadcasted_iota(jnp.int32, products.shape, 1, layout=plgpu.Layout.WGMMA)
             distance = (token + start) - _wide(of_rows.position, cfg.tuning.tile)
             logits += _wide(of_rows.slopes, cfg.tuning.tile) * distance.astype(jnp.float32)
     else:
-        # Where the factor is not positive, maxima would be minima: it is applied here.
         factor = of_rows.factor * LOG2E
-        usual = factor > _LEAST_FACTOR
-        logits = lax.cond(usual, lambda x: x, lambda x: _layout(x * factor), products)
-        unit = jnp.where(usual, factor, 1.0)
+        logits = lax.cond(factor > _LEAST_FACTOR, lambda x: x, lambda x: _layout(x * factor), products)
     end = start + cfg.tuning.tile
     partly = end > item.high
     if problem.causal:
         partly |= end > of_rows.first + 1
     if problem.sliding_window is not None:
         partly |= start <= of_rows.last - problem.sliding_window
-    return lax.cond(partly, lambda x: _masked(x, item, start, of_rows, cfg), lambda x: x, logits), unit
+    return lax.cond(partly, lambda x: _masked(x, item, start, of_rows, cfg), lambda x: x, logits)
 
 
 def _masked(logits, item: plan.Item, start, of_rows, cfg: Config):
