@@ -164,7 +164,7 @@ def _attend_to(item: plan.Item, before, handed, *, wide: bool, warpgroup, refs, 
     state = lax.fori_loop(0, steps, attend_tile, state)
     plgpu.barrier_arrive(refs.q_consumed)
     acc, top, total = state
-    state = acc, _layout(top * of_rows.unit, 1), total
+    state = acc, _layout(top * of_rows.natural, 1), total  # from here on logits are those of base e
     if wide:
         pl.when(warpgroup == 0)(lambda: _take_turns(refs))
         pl.when(handed)(lambda: plgpu.barrier_wait(refs.taken_over))
@@ -199,9 +199,10 @@ def _rows_of(item: plan.Item, half, refs, cfg: Config) -> SimpleNamespace:
     factor = refs.scale_gmem[0] * _cache_scale(refs.k_scale_gmem, problem.k_scale, item)
     # Logits are scaled as they are exponentiated, unless the factor is not positive: maxima would be minima.
     late = not problem.alibi and problem.logits_soft_cap is None
-    unit = jnp.where(factor * LOG2E > _LEAST_FACTOR, factor * LOG2E, 1.0) if late else 1.0
+    usual = factor * LOG2E > _LEAST_FACTOR
     return SimpleNamespace(
-        unit=unit,
+        unit=jnp.where(usual, factor * LOG2E, 1.0) if late else 1.0,
+        natural=jnp.where(usual, factor, 1 / LOG2E) if late else 1 / LOG2E,
         first_token=item.first_token + half * cfg.half,
         tokens=tokens,
         position=token + first,
@@ -210,7 +211,7 @@ def _rows_of(item: plan.Item, half, refs, cfg: Config) -> SimpleNamespace:
         factor=factor,
         v_scale=_cache_scale(refs.v_scale_gmem, problem.v_scale, item),
         slopes=of_heads(refs.slopes_gmem) * LOG2E if problem.alibi else None,
-        sinks=of_heads(refs.sinks_gmem) * LOG2E if problem.sinks else None,
+        sinks=of_heads(refs.sinks_gmem) if problem.sinks else None,
     )
 
 
@@ -337,7 +338,7 @@ def _take_over(state, refs):
     rounded, rest = (_load(refs.out_smem.at[i], plgpu.Layout.WGMMA).astype(jnp.float32) for i in (1, 0))
     other_top, other_total = _load(refs.top_smem, columns), _load(refs.total_smem, columns)
     new_top = lax.max(top, other_top)
-    keep, weight = jnp.exp2(top - new_top), other_total * jnp.exp2(other_top - new_top)
+    keep, weight = _exp(top - new_top), other_total * _exp(other_top - new_top)
     acc = acc * _wide(keep, acc.shape[1]) + (rounded + rest) * _wide(weight, acc.shape[1])
     return _layout(acc), _layout(new_top, 1), _layout(total * keep + weight, 1)
 
@@ -357,20 +358,20 @@ def _store(item: plan.Item, half, of_rows, state, refs, cfg: Config, *, wide: bo
         scaled = acc
         if cfg.problem.sinks:
             base = lax.max(top, of_rows.sinks)
-            keep = jnp.exp2(top - base)
-            norm = total * keep + jnp.exp2(of_rows.sinks - base)
+            keep = _exp(top - base)
+            norm = total * keep + _exp(of_rows.sinks - base)
             scaled = acc * _wide(keep, d)
         norm = jnp.where(seen, norm, 1.0)
         out_smem, lse_smem = refs.out_smem.at[half], refs.lse_smem.at[half]
         out_smem[...] = _layout((scaled * _wide(of_rows.v_scale / norm, d)).astype(cfg.problem.query_dtype))
-        lse_smem[...] = _layout(jnp.where(seen, (base + jnp.log2(norm)) / LOG2E, -jnp.inf), 1)
+        lse_smem[...] = _layout(jnp.where(seen, base + jnp.log2(norm) / LOG2E, -jnp.inf), 1)
         rows.store_rows(
             out_smem, lse_smem, refs.out_gmem, refs.lse_gmem, of_rows.first_token, of_rows.tokens, item.head, cfg
         )
 
     def store_part():
         norm = jnp.where(seen, total, 1.0)
-        sums = _layout(jnp.where(seen, top + jnp.log2(norm), -jnp.inf), 1)
+        sums = _layout(jnp.where(seen, top * LOG2E + jnp.log2(norm), -jnp.inf), 1)
         part = _layout(acc * _wide(of_rows.v_scale / norm, d))
         parts_gmem, sums_gmem = (
             (refs.wide_parts_gmem, refs.wide_sums_gmem)
@@ -388,6 +389,10 @@ def _store(item: plan.Item, half, of_rows, state, refs, cfg: Config, *, wide: bo
     else:
         pl.when(item.place < 0)(store_whole)
         pl.when(item.place >= 0)(store_part)
+
+
+def _exp(x):
+    return jnp.exp2(x * LOG2E)
 
 
 def _layout(x, axis: int | None = None):
