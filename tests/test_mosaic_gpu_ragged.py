@@ -38,7 +38,7 @@ INTERPRETED = [
     small("huge", 2, 1, 64, 16, "bfloat16", logits="huge", scale=1.0, sinks=True),
     small("all-empty", 4, 2, 64, 16, "float16", seq_lens=(0, 0), query_lens=(0, 0), sinks=True),
     small("split", 2, 1, 64, 16, "bfloat16", seq_lens=(600, 3), query_lens=(2, 1), sinks=True, padding=0),
-    small("split-wide", 2, 1, 64, 64, "float16", seq_lens=(500,), query_lens=(100,), logits_soft_cap=3.0),
+    small("split-wide", 8, 1, 64, 64, "float16", seq_lens=(500,), query_lens=(100,), logits_soft_cap=3.0),
 ]
 TINY_TILES = {"tile": 64, "stages": 2, "least_split": 2}
 
@@ -71,7 +71,7 @@ def test_in_the_interpreter(case):
 
 def test_every_query_sees_all_tokens():
     """causal=False: the last query of each sequence is one that sees all, so decode of each row says what is right."""
-    case = small("all-seen", 4, 2, 64, 16, "bfloat16", seq_lens=(70, 20), query_lens=(40, 3), padding=0)
+    case = small("all-seen", 8, 2, 64, 16, "bfloat16", seq_lens=(70, 20), query_lens=(40, 3), padding=0)
     made = inputs.make(case)
     out, _ = call("ragged_paged_attention", operands_of(case, made, causal=False), **TINY_TILES)
     rows = np.repeat(np.arange(2), case.query_lens)

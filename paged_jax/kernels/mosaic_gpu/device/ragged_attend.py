@@ -163,6 +163,8 @@ def _attend_to(item: plan.Item, before, handed, *, wide: bool, warpgroup, refs, 
         pl.when(warpgroup == 1)(lambda: _take_turns(refs))  # the other one is first
     state = lax.fori_loop(0, steps, attend_tile, state)
     plgpu.barrier_arrive(refs.q_consumed)
+    acc, top, total = state
+    state = acc, _layout(top * of_rows.natural, 1), total  # from here on logits are those of base e
     if wide:
         pl.when(warpgroup == 0)(lambda: _take_turns(refs))
         pl.when(handed)(lambda: plgpu.barrier_wait(refs.taken_over))
@@ -195,7 +197,12 @@ def _rows_of(item: plan.Item, half, refs, cfg: Config) -> SimpleNamespace:
         return values
 
     factor = refs.scale_gmem[0] * _cache_scale(refs.k_scale_gmem, problem.k_scale, item)
+    # Logits are scaled as they are exponentiated, unless the factor is not positive: maxima would be minima.
+    late = not problem.alibi and problem.logits_soft_cap is None
+    usual = factor * LOG2E > _LEAST_FACTOR
     return SimpleNamespace(
+        unit=jnp.where(usual, factor * LOG2E, 1.0) if late else 1.0,
+        natural=jnp.where(usual, factor, 1 / LOG2E) if late else 1 / LOG2E,
         first_token=item.first_token + half * cfg.half,
         tokens=tokens,
         position=token + first,
@@ -204,7 +211,7 @@ def _rows_of(item: plan.Item, half, refs, cfg: Config) -> SimpleNamespace:
         factor=factor,
         v_scale=_cache_scale(refs.v_scale_gmem, problem.v_scale, item),
         slopes=of_heads(refs.slopes_gmem) * LOG2E if problem.alibi else None,
-        sinks=of_heads(refs.sinks_gmem) * LOG2E if problem.sinks else None,
+        sinks=of_heads(refs.sinks_gmem) if problem.sinks else None,
     )
 
 
@@ -213,7 +220,7 @@ def _cache_scale(scale_gmem, kind: ScaleKind, item: plan.Item):
 
 
 def _attend_tile(item, tile, before, half, of_rows, state, wait_for_keys, refs, cfg: Config, *, wide: bool):
-    """Attends to a tile, whose keys are there: O, maxima and sums, these of base 2. Then the next keys are, too.
+    """Attends to a tile, whose keys are there: O, maxima of logits and sums. Then the next keys are there, too.
 
     What is needed for the next product comes before the end of this one, as the matrix units wait from then on.
     """
@@ -227,10 +234,11 @@ def _attend_tile(item, tile, before, half, of_rows, state, wait_for_keys, refs, 
         refs.q_smem.at[half], refs.k_smem.at[stage], functools.partial(_take_turns, refs) if wide else None, cfg
     )
     plgpu.barrier_arrive(k_consumed)
-    logits, unit = _logits(products, item, tile, of_rows, cfg)
-    new_top = lax.max(top, logits.max(axis=1) * unit)
-    keep = jnp.exp2(top - new_top)
-    p = jnp.exp2(logits * unit - _wide(new_top, cfg.tuning.tile))
+    logits = _logits(products, item, tile, of_rows, cfg)
+    new_top = lax.max(top, logits.max(axis=1))
+    keep = jnp.exp2((top - new_top) * of_rows.unit)
+    # Of differences: a product with large logits would round, and the largest weight would not be 1.
+    p = jnp.exp2((logits - _wide(new_top, cfg.tuning.tile)) * of_rows.unit)
     acc *= _wide(keep, cfg.problem.head_size)
     total *= keep
     weights = p.astype(cfg.problem.query_dtype)
@@ -249,29 +257,26 @@ def _attend_tile(item, tile, before, half, of_rows, state, wait_for_keys, refs, 
 
 
 def _logits(products, item: plan.Item, tile, of_rows, cfg: Config):
-    """The logits of a tile in base 2, and a factor that is still to be applied; -inf where a row does not see."""
+    """The logits of a tile, which `of_rows.unit` makes those of base 2; -inf where a row does not see."""
     problem = cfg.problem
     start = item.origin + tile * cfg.tuning.tile
     distance_matters = problem.alibi or problem.logits_soft_cap is not None
     if distance_matters:
-        logits, unit = scaled_logits(products, of_rows.factor, problem) * LOG2E, jnp.float32(1)
+        logits = scaled_logits(products, of_rows.factor, problem) * LOG2E
         if problem.alibi:
             token = plgpu.broadcasted_iota(jnp.int32, products.shape, 1, layout=plgpu.Layout.WGMMA)
             distance = (token + start) - _wide(of_rows.position, cfg.tuning.tile)
             logits += _wide(of_rows.slopes, cfg.tuning.tile) * distance.astype(jnp.float32)
     else:
-        # Where the factor is not positive, maxima would be minima: it is applied here.
         factor = of_rows.factor * LOG2E
-        usual = factor > _LEAST_FACTOR
-        logits = lax.cond(usual, lambda x: x, lambda x: _layout(x * factor), products)
-        unit = jnp.where(usual, factor, 1.0)
+        logits = lax.cond(factor > _LEAST_FACTOR, lambda x: x, lambda x: _layout(x * factor), products)
     end = start + cfg.tuning.tile
     partly = end > item.high
     if problem.causal:
         partly |= end > of_rows.first + 1
     if problem.sliding_window is not None:
         partly |= start <= of_rows.last - problem.sliding_window
-    return lax.cond(partly, lambda x: _masked(x, item, start, of_rows, cfg), lambda x: x, logits), unit
+    return lax.cond(partly, lambda x: _masked(x, item, start, of_rows, cfg), lambda x: x, logits)
 
 
 def _masked(logits, item: plan.Item, start, of_rows, cfg: Config):
@@ -333,7 +338,7 @@ def _take_over(state, refs):
     rounded, rest = (_load(refs.out_smem.at[i], plgpu.Layout.WGMMA).astype(jnp.float32) for i in (1, 0))
     other_top, other_total = _load(refs.top_smem, columns), _load(refs.total_smem, columns)
     new_top = lax.max(top, other_top)
-    keep, weight = jnp.exp2(top - new_top), other_total * jnp.exp2(other_top - new_top)
+    keep, weight = _exp(top - new_top), other_total * _exp(other_top - new_top)
     acc = acc * _wide(keep, acc.shape[1]) + (rounded + rest) * _wide(weight, acc.shape[1])
     return _layout(acc), _layout(new_top, 1), _layout(total * keep + weight, 1)
 
@@ -353,20 +358,20 @@ def _store(item: plan.Item, half, of_rows, state, refs, cfg: Config, *, wide: bo
         scaled = acc
         if cfg.problem.sinks:
             base = lax.max(top, of_rows.sinks)
-            keep = jnp.exp2(top - base)
-            norm = total * keep + jnp.exp2(of_rows.sinks - base)
+            keep = _exp(top - base)
+            norm = total * keep + _exp(of_rows.sinks - base)
             scaled = acc * _wide(keep, d)
         norm = jnp.where(seen, norm, 1.0)
         out_smem, lse_smem = refs.out_smem.at[half], refs.lse_smem.at[half]
         out_smem[...] = _layout((scaled * _wide(of_rows.v_scale / norm, d)).astype(cfg.problem.query_dtype))
-        lse_smem[...] = _layout(jnp.where(seen, (base + jnp.log2(norm)) / LOG2E, -jnp.inf), 1)
+        lse_smem[...] = _layout(jnp.where(seen, base + jnp.log2(norm) / LOG2E, -jnp.inf), 1)
         rows.store_rows(
             out_smem, lse_smem, refs.out_gmem, refs.lse_gmem, of_rows.first_token, of_rows.tokens, item.head, cfg
         )
 
     def store_part():
         norm = jnp.where(seen, total, 1.0)
-        sums = _layout(jnp.where(seen, top + jnp.log2(norm), -jnp.inf), 1)
+        sums = _layout(jnp.where(seen, top * LOG2E + jnp.log2(norm), -jnp.inf), 1)
         part = _layout(acc * _wide(of_rows.v_scale / norm, d))
         parts_gmem, sums_gmem = (
             (refs.wide_parts_gmem, refs.wide_sums_gmem)
@@ -384,6 +389,10 @@ def _store(item: plan.Item, half, of_rows, state, refs, cfg: Config, *, wide: bo
     else:
         pl.when(item.place < 0)(store_whole)
         pl.when(item.place >= 0)(store_part)
+
+
+def _exp(x):
+    return jnp.exp2(x * LOG2E)
 
 
 def _layout(x, axis: int | None = None):
