@@ -1,7 +1,5 @@
 """Ragged attention: prefill, chunks, speculative tokens and decodes in one launch, and a merge of split contexts."""
 
-from typing import Any
-
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import Array
@@ -15,17 +13,6 @@ from paged_jax.kernels.mosaic_gpu.ragged_tuning import Config
 from paged_jax.kernels.problem import Device, Problem
 from paged_jax.options import AttentionOptions
 from paged_jax.shapes import BlockTables, Cache, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
-
-_LEADING_HEAD_SIZES = 64, 80, 128
-"""Head sizes for which this kernel is faster than Triton's.
-
-Measured: benchmarks/LOG.md, "Ragged attention on Hopper"; 80 by its likeness to 64.
-"""
-
-
-def leads(op: str, operands: Any) -> bool:
-    """Whether this kernel, where it can do what a call asks for, is the fastest of this package's."""
-    return op == "ragged_paged_attention" and operands.query.shape[-1] in _LEADING_HEAD_SIZES
 
 
 def ragged_paged_attention(
