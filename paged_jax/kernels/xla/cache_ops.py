@@ -58,9 +58,17 @@ def swap_blocks(
         # XLA gathers and scatters in device memory only: a pool on the host makes the trip as a whole.
         home = jax.typeof(destination).memory_space
         source, destination = (_to_memory(x, jax.memory.Space.Device) for x in (source, destination))
-        return _to_memory(_put(destination, jnp.take(source, src, axis=0, mode="clip"), dst), home)
+        return _to_memory(_put(destination, _take(source, src), dst), home)
 
     return move(src_key_cache, dst_key_cache), move(src_value_cache, dst_value_cache)
+
+
+def _take(cache: Cache, block: Int32[Array, "n"]) -> Num[Array, "n ..."]:
+    """The named blocks, bit for bit: as float8, XLA's CPU backend would gather them by way of float16."""
+    if cache.dtype.itemsize > 1 or not jnp.issubdtype(cache.dtype, jnp.floating):
+        return jnp.take(cache, block, axis=0, mode="clip")
+    taken = jnp.take(lax.bitcast_convert_type(cache, jnp.uint8), block, axis=0, mode="clip")
+    return lax.bitcast_convert_type(taken, cache.dtype)
 
 
 def _to_memory(x: Array, space: Any) -> Array:
@@ -89,15 +97,16 @@ def _put(
     def one_by_one(cache, updates, block, offset):
         first_inside = jnp.argsort(block >= cache.shape[0], stable=True).astype(jnp.int32)
         num_inside = (block < cache.shape[0]).sum(dtype=jnp.int32)
+        # Bytes: as float8 the values go by way of float16, which changes NaNs. The cache is still updated in place.
+        update_bytes = lax.bitcast_convert_type(updates, jnp.uint8)
 
         def step(i, cache):
-            update = lax.dynamic_index_in_dim(updates, first_inside[i])
+            update = lax.dynamic_index_in_dim(update_bytes, first_inside[i])
             start = [jnp.zeros_like(block[0])] * cache.ndim
             start[0] = block[first_inside[i]]
             if offset is not None:
                 update, start[axis] = jnp.expand_dims(update, axis), offset[first_inside[i]]
-            # Bytes: as float8 the values go by way of float16, which changes NaNs. This update is still in place.
-            cache_bytes, update = (lax.bitcast_convert_type(x, jnp.uint8) for x in (cache, update))
+            cache_bytes = lax.bitcast_convert_type(cache, jnp.uint8)
             return lax.bitcast_convert_type(lax.dynamic_update_slice(cache_bytes, update, start), cache.dtype)
 
         return lax.fori_loop(0, num_inside, step, vary_as(cache, updates, block, offset))
