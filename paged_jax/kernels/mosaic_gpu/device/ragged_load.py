@@ -168,7 +168,7 @@ def _copy(cache_gmem, tile_smem, ready, start, item: plan.Item, refs, cfg: Confi
                 for run in range(warp, cfg.runs, _WARPS):
                     copy_run(run)
 
-    pl.kernel(copy_in_turn, mesh=plgpu.WarpMesh(axis_name="warp"))()
+    pl.kernel(copy_in_turn, mesh=plgpu.WarpMesh(axis_name="warp"))()  # pyright: ignore[reportCallIssue]
 
 
 def _rings(line: plan.Line, refs):

@@ -19,6 +19,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf
 
 from paged_jax.kernels.mosaic_gpu.device import ragged_plan as plan
+from paged_jax.kernels.mosaic_gpu.device.inline import inline
 from paged_jax.kernels.mosaic_gpu.device.ragged_rows import address, assembly, i32, i64, thread, wide, word
 from paged_jax.kernels.mosaic_gpu.ragged_tuning import ROWS, Config
 
@@ -58,9 +59,13 @@ def _merge_line(line: plan.Line, refs, cfg: Config) -> None:
         seq = plan.search(number, plan.MERGES, line, refs, cfg)
         row = plan.row_of(seq, refs, cfg)
         name = "wide" if line.wide else "thin"
+        parts_gmem, sums_gmem = (getattr(refs, f"{name}_{what}_gmem") for what in ("parts", "sums"))
         merge_rows(
-            *(getattr(refs, f"{name}_{what}_gmem") for what in ("parts", "sums")),
-            *(refs.sinks_gmem, refs.out_gmem, refs.lse_gmem),
+            parts_gmem,
+            sums_gmem,
+            refs.sinks_gmem,
+            refs.out_gmem,
+            refs.lse_gmem,
             number - plan.before(plan.MERGES, seq, line, refs),
             plan.tokens_of(row, line, cfg) * cfg.problem.num_heads,
             row.start + plan.first_of(row, line, cfg),
@@ -84,11 +89,11 @@ def merge_rows(
     refs = parts_gmem, sums_gmem, sinks_gmem, out_gmem, lse_gmem
     scalar = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), *[scalar] * len(scalars)))
+    @inline(*[plgpu.RefType()] * len(refs), *[scalar] * len(scalars))
     def body(_, *arguments):
         addresses = [address(x) for x in arguments[: len(refs)]]
         values = [x.registers.item() for x in arguments[len(refs) :]]
-        _merge_rows(*addresses, *values, line, cfg)
+        _merge_rows(*addresses, *values, line, cfg)  # pyright: ignore[reportCallIssue]
 
     body(*refs, *scalars)
 

@@ -17,6 +17,7 @@ from jax import Array
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from paged_jax.kernels.mosaic_gpu.device.inline import inline
 from paged_jax.kernels.mosaic_gpu.ragged_tuning import ROWS, Config, transforms
 
 _SCALAR = plgpu.Layout.WG_SPLAT(())
@@ -43,7 +44,7 @@ def load_queries(query_gmem, q_smem, first_token, tokens, head, cfg: Config) -> 
     )
     def body(_, query_gmem, q_smem, *scalars):
         gmem, smem = address(query_gmem), address(q_smem)
-        for chunk in _chunks(*(x.registers.item() for x in scalars), cfg):
+        for chunk in _chunks(*(x.registers.item() for x in scalars), cfg):  # pyright: ignore[reportCallIssue]
             size = arith.select(chunk.own, i32(16), i32(0))
             offset = arith.select(chunk.own, chunk.offset, i64(0))
             assembly(
@@ -78,7 +79,7 @@ def store_rows(out_smem, lse_smem, out_gmem, lse_gmem, first_token, tokens, head
     def body(_, out_smem, lse_smem, out_gmem, lse_gmem, *scalars):
         scalars = [x.registers.item() for x in scalars]
         gmem, smem = address(out_gmem), address(out_smem)
-        for chunk in _chunks(*scalars, cfg):
+        for chunk in _chunks(*scalars, cfg):  # pyright: ignore[reportCallIssue]
             assembly(
                 """{ .reg .pred own; .reg .b32 a, b, c, d; setp.ne.b32 own, $0, 0;
                 ld.shared.v4.b32 {a, b, c, d}, [$1]; @own st.global.v4.b32 [$2], {a, b, c, d}; }""",
@@ -90,7 +91,7 @@ def store_rows(out_smem, lse_smem, out_gmem, lse_gmem, first_token, tokens, head
             )
         of_rows = thread()
         row = arith.remui(of_rows, i32(ROWS))
-        own, index = _row_of_query(row, *scalars, cfg)
+        own, index = _row_of_query(row, *scalars, cfg)  # pyright: ignore[reportCallIssue]
         own = arith.andi(own, arith.cmpi(arith.CmpIPredicate.ult, of_rows, i32(ROWS)))
         assembly(
             """{ .reg .pred own; .reg .b32 a; setp.ne.b32 own, $0, 0;
@@ -109,7 +110,7 @@ def store_part(part_gmem, acc: Array, tokens, cfg: Config) -> None:
     """Stores a warpgroup's sums [64, head_size], in registers, to the part's rows: those of its `tokens`."""
     d = cfg.problem.head_size
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, _SCALAR))
+    @inline(plgpu.RefType(), plgpu.Layout.WGMMA, _SCALAR)
     def body(_, part_gmem, acc, tokens):
         index = thread()
         lane, warp = arith.remui(index, i32(32)), arith.divui(index, i32(32))
@@ -142,7 +143,7 @@ def zero_tokens(v_smem, low, high, cfg: Config) -> None:
     swizzle = transforms(d, dtype)[1].swizzle
     columns = d * dtype.itemsize // swizzle
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms(d, dtype)), _SCALAR, _SCALAR))
+    @inline(plgpu.RefType(transforms(d, dtype)), _SCALAR, _SCALAR)
     def body(_, v_smem, low, high):
         smem, low, high = address(v_smem), low.registers.item(), high.registers.item()
         lanes = swizzle // 16  # of a row of a column of tiles
@@ -176,7 +177,7 @@ def zero_tokens(v_smem, low, high, cfg: Config) -> None:
 def claim(counts_gmem, claim_smem, line: int) -> Any:
     """The next number of a line, the first of which is 0: each is given to one program only."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    @inline(plgpu.RefType(), plgpu.RefType())
     def body(_, counts_gmem, claim_smem):
         mgpu.warpgroup_barrier()  # all have read the number before
         assembly(
