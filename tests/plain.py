@@ -1,10 +1,12 @@
 """The same computation without paging, in the precision the operations work in: the yardstick.
 
-Tokens gathered into dense arrays, float32 arithmetic, softmax over whole rows, results rounded to the
-dtype they have in the operations. An operation may err against the float64 oracle by at most twice what
-this errs, plus 1e-5. NumPy rather than XLA, because an XLA version would cost a compile per case.
+Tokens gathered into dense arrays, float32 arithmetic, softmax over whole rows; the weights that multiply the values are
+rounded to the queries' dtype, results to the dtype they have in the operations. An operation may err against the
+float64 oracle by at most twice what this errs, plus 1e-5. NumPy rather than XLA, because an XLA version would cost a
+compile per case.
 """
 
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -12,11 +14,13 @@ def assert_close(actual, exact, yardstick, what):
     """The error criterion, row by row: `actual` errs at most twice what `yardstick` does, plus 1e-5.
 
     A row is a sequence or a token, with all of its heads: one bound for all rows would let a long sequence, whose
-    results are small, err by what a short one may. The yardstick may be lucky in a row and hardly err at all: a row may
-    err, for its size, as much as the median of rows. For results below 1 the 1e-5 shrinks with them, and rows of exact
-    zeros have to be zeros. Infinities have to be where the oracle has them, and NaN nowhere.
+    results are small, err by what a short one may. The yardstick may be lucky in a row and hardly err at all, as where
+    one weight is 1 and the others are 0: it counts as having erred, for the row's size, as much as the median of rows
+    and as one rounding of the largest value to the dtype of `actual`. For results below 1 the 1e-5 shrinks with them,
+    and rows of exact zeros have to be zeros. Infinities have to be where the oracle has them, and NaN nowhere.
     """
-    actual, yardstick = np.asarray(actual).astype(np.float64), yardstick.astype(np.float64)
+    rounding = float(jnp.finfo(np.asarray(actual).dtype).eps) / 2
+    actual, yardstick = np.asarray(actual).astype(np.float64), np.asarray(yardstick).astype(np.float64)
     assert actual.shape == exact.shape, f"{what}: shape {actual.shape}, expected {exact.shape}"
     assert not np.isnan(actual).any(), f"{what}: {np.isnan(actual).sum()} of {actual.size} values are NaN"
     finite = np.isfinite(exact)
@@ -28,7 +32,7 @@ def assert_close(actual, exact, yardstick, what):
     errors, rough = (np.where(finite, np.abs(x - exact), 0).reshape(wanted.shape) for x in (actual, yardstick))
     floor = 1e-5 * min(1, np.abs(wanted).max()) * (wanted != 0).any(axis=1)
     size, slack = np.abs(wanted).max(axis=1), rough.max(axis=1)
-    typical = np.median(slack[size > 0] / size[size > 0]) if size.any() else 0
+    typical = max(rounding, np.median(slack[size > 0] / size[size > 0]) if size.any() else 0)
     # Sums are in float32: nobody is asked for less than some of its units in the row's largest value.
     bounds = 2 * np.maximum(slack, typical * size) + floor + 4 * np.finfo(np.float32).eps * size
     off = errors > bounds[:, None]
@@ -100,12 +104,16 @@ def logits_of(query, keys, positions, options):
     return np.where(visible(positions, length, num_heads, num_kv_heads, options), logits, np.float32("-inf"))
 
 
-def softmax_parts(logits, values):
-    """Along the last axis, with nothing but -inf allowed: `(exp_sums, max_logits, normalised out)`."""
+def softmax_parts(logits, values, dtype):
+    """Along the last axis, with nothing but -inf allowed: `(exp_sums, max_logits, normalised out)`.
+
+    The weights go into the product with the values in `dtype`, as the kernels' matrix units take them.
+    """
     num_heads, num_queries, length = logits.shape
     maximum = logits.max(axis=-1)
     weights = np.exp(logits - np.where(np.isfinite(maximum), maximum, np.float32(0))[..., None])
     total = weights.sum(axis=-1)
+    weights = weights.astype(dtype).astype(np.float32)
     packed = weights.reshape(values.shape[0], -1, length) @ values
     out = packed.reshape(num_heads, num_queries, -1) / np.where(total > 0, total, np.float32(1))[..., None]
     return total, maximum, out
@@ -113,7 +121,7 @@ def softmax_parts(logits, values):
 
 def attention(query, keys, values, positions, options):
     """Out `[num_queries, num_heads, d]` in the query's dtype and lse float32 `[num_queries, num_heads]`."""
-    total, maximum, out = softmax_parts(logits_of(query, keys, positions, options), values)
+    total, maximum, out = softmax_parts(logits_of(query, keys, positions, options), values, query.dtype)
     with np.errstate(divide="ignore"):
         lse = maximum + np.log(total)
     if options.get("sinks") is not None:
@@ -161,7 +169,7 @@ def residuals(
         logits = logits_of(query[s : s + 1], keys, np.array([seq_len - 1]), options)
         for p in range(-(-seq_len // partition_size)):
             part = slice(p * partition_size, (p + 1) * partition_size)
-            total, maximum, out = softmax_parts(logits[..., part], values[:, part])
+            total, maximum, out = softmax_parts(logits[..., part], values[:, part], query.dtype)
             exp_sums[s, :, p], max_logits[s, :, p] = total[:, 0], maximum[:, 0]
             tmp_out[s, :, p] = out[:, 0].astype(query.dtype)
     return exp_sums, max_logits, tmp_out

@@ -4,11 +4,12 @@ A failure's line names the command that repeats it.
 """
 
 import datetime
+import json
 
 import numpy as np
 import pytest
 
-from tests import fuzz, fuzz_check, fuzz_data, fuzz_draw, oracle
+from tests import fuzz, fuzz_check, fuzz_data, fuzz_draw, fuzz_story, inputs, oracle
 
 TODAY = datetime.date.today().toordinal()
 
@@ -31,20 +32,32 @@ def test_xla(ops, capsys):
     assert passed(capsys) == 24
 
 
-def test_a_wrong_result_is_found(monkeypatch):
-    """The error of a single row of many, which is small beside the others' values."""
-    exact = np.ones((50, 4, 8)) * np.linspace(1e-3, 1, 50)[:, None, None]
-    rough = exact * (1 + 1e-6)
-    fuzz_check.hold_rows(rough, exact, rough, "out")
-    wrong = rough.copy()
-    wrong[0, 2, 3] *= 1.1
-    with pytest.raises(fuzz_check.Wrong, match="row 0 errs"):
-        fuzz_check.hold_rows(wrong, exact, rough, "out")
-    wrong[0, 2, 3] = np.nan
-    with pytest.raises(fuzz_check.Wrong, match="NaN in rows"):
-        fuzz_check.hold_rows(wrong, exact, rough, "out")
+def test_a_wrong_result_is_found(monkeypatch, capsys):
+    """The oracle's pattern starts one block further than it should: the run says so, in a line that repeats it."""
+    real = fuzz_check._pattern
+    monkeypatch.setattr(fuzz_check, "_pattern", lambda token, *rest: real(token + 1, *rest))
+    program = next(n for n in range(100) if _is_sparse(fuzz_draw.program(5, n, ops=("v1",), small=True)))
+    args = fuzz._arguments(["--small", "--seed", "5", "--only", str(program), "--ops", "v1"])
+    fuzz._try_program(args, program)
+    answer = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert answer["kind"] == "wrong", answer
+    assert fuzz._again(args, answer).endswith(f"--seed 5 --only {program}.0 --ops v1 --small")
     with pytest.raises(fuzz_check.Wrong, match="1 bytes differ"):
         fuzz_check.hold_bits(np.array([1, 2], np.int8), np.array([1, 3], np.int8), "cache")
+
+
+def _is_sparse(program):
+    pattern = program.case.block_sparse
+    return pattern is not None and pattern.vert_stride > 1 and pattern.local_blocks < 2 and program.longest > 100
+
+
+def test_stories_hold_no_quotient_that_may_be_rounded_apart():
+    """bfloat16 -0.283203125 over this scale is next to -10.5, and in float32 it is -10.5: codes -11 and -10."""
+    scale = np.float32(0.026971726)
+    values = np.array([[[-0.283203125, 0.25, 0.0]]], inputs.dtype_of("bfloat16"))
+    assert abs(float(values[0, 0, 0]) / float(scale) + 10.5) < 1e-6
+    kept = fuzz_story.without_ties(values, scale, np.dtype(np.int8))
+    np.testing.assert_array_equal(kept.astype(np.float64), [[[0.0, 0.25, 0.0]]])
 
 
 @pytest.mark.parametrize("op", ["auto", "ragged", "prefix"])

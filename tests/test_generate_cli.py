@@ -19,6 +19,7 @@ from examples import generate, loop, text
 from examples.checkpoint import load_model, save_model
 from examples.config import load_config
 from examples.decoder import Decoder
+from tests.conftest import has_gpu
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +115,8 @@ def test_a_bare_run_of_the_script(tmp_path):
     script = Path(generate.__file__)
     environment = {name: value for name, value in os.environ.items() if name not in ("TERM", "PYTHONPATH")}
     environment |= {"CI": "true", "PYTHONPATH": str(script.parents[1]), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    if not has_gpu():  # JAX's CUDA plugin, which the tests lower with, says at length that it finds no CUDA
+        environment["JAX_PLATFORMS"] = "cpu"
     command = [sys.executable, "-W", "error", str(script), "--max-new-tokens", "8"]
     options = {"cwd": tmp_path, "env": environment, "stdin": subprocess.DEVNULL, "timeout": 600}
     outs = []

@@ -56,3 +56,18 @@ def test_infinities_have_their_places(value, words):
     wrong[2, 0, 0] = value
     with pytest.raises(AssertionError, match=words):
         plain.assert_close(wrong, exact, rounded, "lse")
+
+
+def test_where_all_rows_are_lucky_one_rounding_is_granted():
+    exact = np.random.default_rng(0).standard_normal((5, 4, 16))
+    plain.assert_close(exact.astype(np.float16), exact, exact, "out")
+    with pytest.raises(AssertionError, match="out: error"):
+        plain.assert_close((exact * 1.003).astype(np.float16), exact, exact, "out")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_the_yardstick_rounds_weights_to_the_queries_dtype(dtype):
+    logits = np.log(np.array([[[1.0, 1 / 3]]], np.float32))
+    values = np.array([[[0.0], [1.0]]], np.float32)
+    total, _, out = plain.softmax_parts(logits, values, np.dtype(dtype))
+    assert out[0, 0, 0] == np.float32(np.asarray(1 / 3, dtype)) / total[0, 0]
