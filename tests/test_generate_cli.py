@@ -117,7 +117,9 @@ def test_a_bare_run_of_the_script(tmp_path):
     environment |= {"CI": "true", "PYTHONPATH": str(script.parents[1]), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     if not has_gpu():  # JAX's CUDA plugin, which the tests lower with, says at length that it finds no CUDA
         environment["JAX_PLATFORMS"] = "cpu"
-    command = [sys.executable, "-W", "error", str(script), "--max-new-tokens", "8"]
+    # jax-triton leaves a temporary folder to the end of the process.
+    warnings = ["-W", "error", "-W", "ignore:Implicitly cleaning up:ResourceWarning"]
+    command = [sys.executable, *warnings, str(script), "--max-new-tokens", "8"]
     options = {"cwd": tmp_path, "env": environment, "stdin": subprocess.DEVNULL, "timeout": 600}
     outs = []
     for _ in range(2):  # the second time programs come from the cache folder
