@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 
 import jax
 
-from paged_jax import _selection
+from paged_jax import _partition, _selection
 from paged_jax._operands import Decode
 from paged_jax._selection import Selection
 from paged_jax.kernels.problem import Unsupported
@@ -57,7 +57,8 @@ def _bind(op: str, implementation: str | None, static: tuple[tuple[str, Any], ..
 
     @jax.jit
     def run(operands):
-        return _on_platform(op, implementation, operands, dict(static))
+        keywords = dict(static)
+        return _partition.split(op, lambda part: _on_platform(op, implementation, part, keywords), operands, keywords)
 
     batched = jax.custom_batching.custom_vmap(run)
 
@@ -166,6 +167,8 @@ def _load(implementation: str, op: str) -> Callable:
 def _folds(in_batched: Decode, operands: Decode) -> bool:
     """Whether a batch of decode calls can be one call with more sequences."""
     if any(jax.tree.leaves(in_batched.options)) or in_batched.key_cache != in_batched.value_cache:
+        return False
+    if _partition.types_split_rows(in_batched, operands):
         return False
     scales = operands.options.k_scale, operands.options.v_scale
     return not (in_batched.key_cache and any(scale is not None and scale.ndim == 3 for scale in scales))
