@@ -88,7 +88,7 @@ def _on_platform(op: str, implementation: str | None, operands: Any, static: dic
     """Chooses at lowering time; every branch is traced, so none of them may need a device."""
 
     def run(name, operands):
-        return _varying(_load(name, op)(*operands, **static), operands)
+        return _load(name, op)(*operands, **static)
 
     if implementation == "xla":
         return run("xla", operands)
@@ -109,24 +109,10 @@ def _try(op: str, operands: Any, static: dict[str, Any]) -> tuple[Selection, Any
     reasons = {}
     for name in _on_cuda(op, operands):
         try:
-            return Selection(op, name, reasons), _varying(_load(name, op)(*operands, **static), operands)
+            return Selection(op, name, reasons), _load(name, op)(*operands, **static)
         except Unsupported as refusal:
             reasons[name] = refusal.reasons
     return Selection(op, "xla", reasons), None
-
-
-def _varying(results: Any, operands: Any) -> Any:
-    """The results, known to vary over every mesh axis that an operand varies over.
-
-    Under `shard_map` JAX keeps track of that, and wants the same of all branches, but it cannot see into a kernel.
-    """
-    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(operands)))
-
-    def vary(x):
-        missing = tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(vary, results)
 
 
 def _answer(op: str, operands: Any, static: dict[str, Any], implementation: str | None, platform: str) -> Selection:

@@ -16,6 +16,7 @@ An array's axes are written as one word each, as in einsum:
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, ManualAxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from paged_jax.options import head_axis
@@ -75,25 +76,27 @@ _RULES = {
 def split(op: str, run: Callable, operands: Any, static: Mapping[str, Any]) -> Any:
     """`run(operands)` on every device for what lies there; `run` is traced for the shapes of a device's part."""
     leaves, tree = jax.tree.flatten(operands)
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return _part_of(run)(operands)  # inside a `shard_map` the operands are a device's part already
     if _stays_whole(leaves):
         return run(operands)
     problem = _Problem(op, operands, static)
     result_tree = None  # known once the op was traced
 
-    def run_part(splits: _Splits) -> Callable:
+    def run_part(run: Callable, splits: _Splits) -> Callable:
         def run_flat(*leaves):
             nonlocal result_tree
             results = _for_each_rank(run, jax.tree.unflatten(tree, leaves), splits)
             flat, result_tree = jax.tree.flatten(results)
             return tuple(flat)
 
-        return run_flat
+        return jax.jit(run_flat)  # which keeps the constants that `run` needs: `custom_partitioning` refuses them
 
-    explicit = _explicit_mesh(leaves)
-    if explicit is None:
-        results = _split_by_xla(problem, run_part)(*leaves)
+    mesh = _explicit_mesh(leaves)
+    if mesh is None:
+        results = _split_by_xla(problem, functools.partial(run_part, run))(*leaves)
     else:
-        results = _split_by_types(problem, run_part, explicit, leaves)
+        results = _split_by_types(problem, functools.partial(run_part, _part_of(run)), mesh, leaves)
     assert result_tree is not None
     return jax.tree.unflatten(result_tree, results)
 
@@ -105,13 +108,8 @@ def types_split_rows(in_batched: Any, operands: Any) -> bool:
 
 
 def _stays_whole(leaves: Sequence[jax.Array]) -> bool:
-    """Whether JAX takes care of everything, or nothing can be split.
-
-    Inside a `shard_map` the operands are a device's part already. Pools on the host are the memories' affair.
-    """
-    if jax.sharding.get_abstract_mesh().manual_axes or any(x.size == 0 for x in leaves):
-        return True
-    return any(jax.typeof(x).memory_space == jax.memory.Space.Host for x in leaves)
+    """Whether nothing can be split; pools on the host are the memories' affair."""
+    return any(x.size == 0 or jax.typeof(x).memory_space == jax.memory.Space.Host for x in leaves)
 
 
 class _Splits(NamedTuple):
@@ -242,26 +240,52 @@ def _split_by_xla(problem: _Problem, run_part: Callable[[_Splits], Callable]) ->
 
     rule, sizes = problem.rule()
     whole.def_partition(partition, sharding_rule=rule, **sizes)
-    return lambda *leaves: _split_p.bind(*leaves, split=jax.make_jaxpr(whole)(*leaves))
+    return lambda *leaves: _op_p.bind(*leaves, traced=jax.make_jaxpr(whole)(*leaves))
 
 
-# Python is asked how to split an op, so that this cannot be serialised: an exported program leaves the op to XLA.
+def _part_of(run: Callable) -> Callable:
+    """`run` inside a `shard_map`: its results vary over every mesh axis that one of its operands varies over.
 
-_split_p = Primitive("paged_jax_split")
-_split_p.multiple_results = True
-_split_p.def_impl(lambda *leaves, split: jaxpr_as_fun(split)(*leaves))
-_split_p.def_abstract_eval(lambda *_, split: split.out_avals)
-_split_p.is_high = lambda *_, **__: False  # what is inside is traced once more when it is lowered
+    JAX keeps track of that in the arrays' types, and cannot see into a kernel: `run` is traced without such types.
+    """
+
+    def run_part(operands: Any) -> Any:
+        leaves, tree = jax.tree.flatten(operands)
+        types = (jax.typeof(x) for x in leaves)
+        parts = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in types]
+        traced, results = jax.make_jaxpr(run, return_shape=True)(jax.tree.unflatten(tree, parts))
+        return jax.tree.unflatten(jax.tree.structure(results), _op_p.bind(*leaves, traced=traced))
+
+    return run_part
 
 
-def _lower(context: Any, *leaves: Any, split: Any) -> Any:
-    (equation,) = split.eqns
-    exported = context.module_context.lowering_parameters.for_export
-    run = jaxpr_as_fun(equation.params["call"] if exported else split)
-    return mlir.lower_fun(run, multiple_results=True)(context, *leaves)
+# An op that was traced already: its types are what `traced` says, whatever mesh axes its operands vary over.
+
+_op_p = Primitive("paged_jax_op")
+_op_p.multiple_results = True
+_op_p.def_impl(lambda *leaves, traced: jaxpr_as_fun(traced)(*leaves))
+_op_p.is_high = lambda *_, **__: False  # what is inside is traced once more when it is lowered
 
 
-mlir.register_lowering(_split_p, _lower)
+@_op_p.def_abstract_eval
+def _(*operands: Any, traced: Any) -> list[Any]:
+    varying = frozenset().union(*(x.manual_axis_type.varying for x in operands))
+    if not varying:
+        return traced.out_avals
+    mesh = next(x.sharding.mesh for x in operands if x.manual_axis_type.varying)
+    types = {"manual_axis_type": ManualAxisType(varying=varying)}
+    return [x.update(sharding=NamedSharding(mesh, x.sharding.spec), **types) for x in traced.out_avals]
+
+
+def _lower(context: Any, *leaves: Any, traced: Any) -> Any:
+    if context.module_context.lowering_parameters.for_export:
+        # Python is asked how to split an op, so that this cannot be serialised: it is left to XLA.
+        traced = next((e.params["call"] for e in traced.eqns if e.primitive.name == "custom_partitioning"), traced)
+    context = context.replace(avals_in=traced.in_avals, avals_out=traced.out_avals)
+    return mlir.lower_fun(jaxpr_as_fun(traced), multiple_results=True)(context, *leaves)
+
+
+mlir.register_lowering(_op_p, _lower)
 
 
 def _explicit_mesh(leaves: Sequence[jax.Array]) -> AbstractMesh | None:
