@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 
 import jax
 
-from paged_jax import _selection
+from paged_jax import _partition, _selection
 from paged_jax._operands import Decode
 from paged_jax._selection import Selection
 from paged_jax.kernels.problem import Unsupported
@@ -57,7 +57,8 @@ def _bind(op: str, implementation: str | None, static: tuple[tuple[str, Any], ..
 
     @jax.jit
     def run(operands):
-        return _on_platform(op, implementation, operands, dict(static))
+        keywords = dict(static)
+        return _partition.split(op, lambda part: _on_platform(op, implementation, part, keywords), operands, keywords)
 
     batched = jax.custom_batching.custom_vmap(run)
 
@@ -87,7 +88,7 @@ def _on_platform(op: str, implementation: str | None, operands: Any, static: dic
     """Chooses at lowering time; every branch is traced, so none of them may need a device."""
 
     def run(name, operands):
-        return _varying(_load(name, op)(*operands, **static), operands)
+        return _load(name, op)(*operands, **static)
 
     if implementation == "xla":
         return run("xla", operands)
@@ -108,24 +109,10 @@ def _try(op: str, operands: Any, static: dict[str, Any]) -> tuple[Selection, Any
     reasons = {}
     for name in _on_cuda(op, operands):
         try:
-            return Selection(op, name, reasons), _varying(_load(name, op)(*operands, **static), operands)
+            return Selection(op, name, reasons), _load(name, op)(*operands, **static)
         except Unsupported as refusal:
             reasons[name] = refusal.reasons
     return Selection(op, "xla", reasons), None
-
-
-def _varying(results: Any, operands: Any) -> Any:
-    """The results, known to vary over every mesh axis that an operand varies over.
-
-    Under `shard_map` JAX keeps track of that, and wants the same of all branches, but it cannot see into a kernel.
-    """
-    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(operands)))
-
-    def vary(x):
-        missing = tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(vary, results)
 
 
 def _answer(op: str, operands: Any, static: dict[str, Any], implementation: str | None, platform: str) -> Selection:
@@ -166,6 +153,8 @@ def _load(implementation: str, op: str) -> Callable:
 def _folds(in_batched: Decode, operands: Decode) -> bool:
     """Whether a batch of decode calls can be one call with more sequences."""
     if any(jax.tree.leaves(in_batched.options)) or in_batched.key_cache != in_batched.value_cache:
+        return False
+    if _partition.types_split_rows(in_batched, operands):
         return False
     scales = operands.options.k_scale, operands.options.v_scale
     return not (in_batched.key_cache and any(scale is not None and scale.ndim == 3 for scale in scales))

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Int32, Num
 
-from paged_jax.kernels.xla.varying import vary_as
 from paged_jax.options import Layout, block_axis
 from paged_jax.shapes import BlockMapping, Cache, CacheScale, NewTokens, SlotMapping, SourceCache
 
@@ -109,7 +108,7 @@ def _put(
             cache_bytes = lax.bitcast_convert_type(cache, jnp.uint8)
             return lax.bitcast_convert_type(lax.dynamic_update_slice(cache_bytes, update, start), cache.dtype)
 
-        return lax.fori_loop(0, num_inside, step, vary_as(cache, updates, block, offset))
+        return lax.fori_loop(0, num_inside, step, cache)
 
     if 0 in (cache.size, updates.size):
         return cache

@@ -5,7 +5,6 @@ from jax import Array, lax
 from jaxtyping import Float32
 
 from paged_jax.kernels.xla import cache_ops, softmax
-from paged_jax.kernels.xla.varying import vary_as
 from paged_jax.options import AttentionOptions
 from paged_jax.shapes import BlockTables, Cache, Lse, NewTokens, Query, Residual, SeqLens, SlotMapping, TmpOut
 
@@ -121,5 +120,5 @@ def _reduce(
 
     zeros = jnp.zeros(tmp_out.shape[1:], jnp.float32), jnp.zeros(exp_sums.shape[1:], jnp.float32)
     partitions = exp_sums, max_logits, tmp_out
-    (weighted, total), _ = lax.scan(add, vary_as(zeros, partitions), partitions)
+    (weighted, total), _ = lax.scan(add, zeros, partitions)
     return softmax.Softmax(weighted[None, None], total[None, None], max_logit[None, None])

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from paged_jax.kernels.xla import softmax
-from paged_jax.kernels.xla.varying import vary_as
 from paged_jax.options import AttentionOptions
 from paged_jax.shapes import BlockTables, Cache, NewTokens, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
 
@@ -31,7 +30,7 @@ def ragged_paged_attention(
             state, queries, positions, key_cache, value_cache, block_tables[seq][None], end[None], options
         )
 
-    return _chunk_by_chunk(query, seq_lens, query_start_loc, options, attend_to, key_cache, value_cache, block_tables)
+    return _chunk_by_chunk(query, seq_lens, query_start_loc, options, attend_to)
 
 
 def prefix_attention(
@@ -65,12 +64,9 @@ def prefix_attention(
             )
             return softmax.add_tile(state, queries, positions, tile, end[None], options)
 
-        state = vary_as(state, queries, positions, keys, values, context, start, end, options)
         return lax.fori_loop(0, -(-(end - context) // chunk), step, state)
 
-    return _chunk_by_chunk(
-        query, seq_lens, query_start_loc, options, attend_to, key, value, key_cache, value_cache, block_tables
-    )
+    return _chunk_by_chunk(query, seq_lens, query_start_loc, options, attend_to)
 
 
 def _chunk_by_chunk(
@@ -79,11 +75,10 @@ def _chunk_by_chunk(
     query_start_loc: QueryStartLoc,
     options: AttentionOptions,
     attend_to: Callable[..., softmax.Softmax],
-    *operands: Array,
 ) -> tuple[RaggedQuery, RaggedLse]:
     """Calls ``attend_to(state, queries, positions, seq, end)`` for every chunk.
 
-    `end` is one past the last token that any of its queries sees. `operands` are the arrays that `attend_to` uses.
+    `end` is one past the last token that any of its queries sees.
     """
     num_tokens, num_heads, _ = query.shape
     if num_tokens == 0 or seq_lens.shape[0] == 0:
@@ -118,8 +113,7 @@ def _chunk_by_chunk(
 
     out = jnp.zeros_like(queries)
     lse = jnp.full((queries.shape[0], num_heads), -jnp.inf, jnp.float32)
-    results = vary_as((out, lse), query, seq_lens, query_start_loc, options, operands)
-    out, lse = lax.fori_loop(0, last_chunk[-1], step, results)
+    out, lse = lax.fori_loop(0, last_chunk[-1], step, (out, lse))
     return out[:num_tokens], lse[:num_tokens]
 
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Float32, Int32, Num
 
-from paged_jax.kernels.xla.varying import vary_as
 from paged_jax.options import AttentionOptions, block_axis
 
 _TILE = 256  # tokens: large enough to amortise a gather, small enough to keep [heads, tokens] logits in a cache
@@ -125,7 +124,6 @@ def add_cached(
     nonempty = begin < end
     first_tile = jnp.where(nonempty, (begin - origin) // width, _NEVER).min(initial=_NEVER)
     last_tile = jnp.where(nonempty, -(-(end - origin) // width), 0).max(initial=0)
-    state = vary_as(state, query, query_positions, key_cache, value_cache, block_tables, end, origin, options)
     return lax.fori_loop(first_tile, last_tile, step, state)
 
 

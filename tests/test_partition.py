@@ -1,0 +1,368 @@
+"""Ops under plain `jit` on sharded operands: every device works on its own part, and nothing is exchanged."""
+
+import functools
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import paged_jax
+from paged_jax import BlockSparse
+from tests.test_transforms import OPS, WRITING_OPS, pool_copies, pools_written
+
+NUM_SEQS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS, WIDTH = 4, 8, 4, 16, 4, 1024, 4
+NUM_TOKENS = 8
+DECODE_OPS = ("paged_attention", "paged_attention_v1", "paged_attention_v2")
+LAYOUTS = {"hnd": (0, 1, 2, 3), "nhd": (0, 2, 1, 3)}  # from "hnd"
+COLLECTIVES = "all-gather|all-reduce|collective-permute|all-to-all|reduce-scatter|collective-broadcast"
+
+
+def _arrays():
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return rng.standard_normal(shape, np.float32)
+
+    tables = rng.permutation(NUM_BLOCKS)[: NUM_SEQS * WIDTH].reshape(NUM_SEQS, WIDTH).astype(np.int32)
+    pool = (NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_SIZE)
+    return {
+        "query": normal(NUM_SEQS, NUM_HEADS, HEAD_SIZE),
+        "tokens": normal(NUM_TOKENS, NUM_HEADS, HEAD_SIZE),
+        "key": normal(NUM_TOKENS, NUM_KV_HEADS, HEAD_SIZE),
+        "value": normal(NUM_TOKENS, NUM_KV_HEADS, HEAD_SIZE),
+        "last_key": normal(NUM_SEQS, NUM_KV_HEADS, HEAD_SIZE),
+        "last_value": normal(NUM_SEQS, NUM_KV_HEADS, HEAD_SIZE),
+        "key_cache": normal(*pool),
+        "value_cache": normal(*pool),
+        "block_tables": tables,
+        "seq_lens": np.array([5, 0, 16, 9], np.int32),
+        "last_slots": np.array([tables[0, 1] * 4, -1, tables[2, 3] * 4 + 3, tables[3, 2] * 4], np.int32),
+        "query_start_loc": np.array([0, 2, 2, 6, 7], np.int32),
+        "slot_mapping": np.array([3, -1, 40, 41, 7, 63, 64, 0], np.int32),
+        "block_mapping": np.array([[0, 5], [5, 6], [-1, 3]], np.int32),
+        "alibi_slopes": 0.1 * np.arange(1, NUM_HEADS + 1, dtype=np.float32),
+        "sinks": normal(NUM_HEADS),
+        "k_scale": np.array([0.5, 2.0, 1.5, 0.7], np.float32),
+        "v_scale": rng.uniform(0.5, 2.0, (NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE)).astype(np.float32),
+    }
+
+
+ARRAYS = _arrays()
+HEADS_AXIS = dict.fromkeys(("query", "tokens", "key", "value", "last_key", "last_value", "key_cache", "value_cache"), 1)
+HEADS_AXIS |= {"alibi_slopes": 0, "sinks": 0, "k_scale": 0, "v_scale": 1}
+
+
+def bind(op, extra=(), **static):
+    """The op as a function of all its arrays, their names and their values; `extra` names more array options."""
+    positional, options, keywords = OPS[op]
+    options = tuple(dict.fromkeys((*options, *extra)))
+
+    def fun(*arrays):
+        named = dict(zip(options, arrays[len(positional) :], strict=True))
+        return getattr(paged_jax, op)(*arrays[: len(positional)], **named, **keywords, **static)
+
+    names = (*positional, *options)
+    axes = LAYOUTS[static.get("layout", "hnd")]
+    return fun, names, [ARRAYS[n].transpose(axes) if ARRAYS[n].ndim == 4 else ARRAYS[n] for n in names]
+
+
+@functools.cache
+def expected(op):
+    """What one device computes."""
+    fun, _, arrays = bind(op)
+    return jax.tree.map(np.asarray, jax.jit(fun)(*arrays))
+
+
+def make_mesh(kind=AxisType.Auto):
+    return jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(kind, kind), devices=jax.devices("cpu"))
+
+
+def specs_of(op, names, seqs, heads, layout="hnd"):
+    """Shardings of the operands: their heads over the mesh axes `heads`, a decode op's sequences over `seqs`."""
+
+    def spec(name):
+        if name in ("key_cache", "value_cache") and layout == "nhd":
+            return P(None, None, heads)
+        axes = [None] * HEADS_AXIS[name] + [heads] if name in HEADS_AXIS else [None]
+        if name in ("query", "block_tables", "seq_lens") and op in DECODE_OPS:
+            axes[0] = seqs
+        return P(*axes)
+
+    return [spec(name) for name in names]
+
+
+def place(arrays, specs, mesh):
+    """The arrays on the mesh's devices; never views of NumPy's memory, so that they can be donated."""
+    return [jax.device_put(jnp.array(x), NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=True)]
+
+
+def assert_same(actual, wanted):
+    """Pools are the same bits; attention is the same but for the last bits of its sums.
+
+    XLA's CPU backend picks a matrix product's code by its shape, and a device's part has fewer heads or rows.
+    """
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
+        if a.ndim == 4 and a.shape[0] == NUM_BLOCKS:
+            np.testing.assert_array_equal(np.asarray(a).view(np.uint32), np.asarray(b).view(np.uint32))
+        else:
+            np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6)
+
+
+def assert_nothing_is_exchanged(compiled):
+    assert not re.findall(COLLECTIVES, compiled.as_text())
+    local_pool = ARRAYS["key_cache"].nbytes // 4
+    assert compiled.memory_analysis().temp_size_in_bytes < local_pool / 2
+
+
+def assert_split(op, results, seqs, heads, mesh):
+    """Results lie where their heads and sequences are."""
+    for i, x in enumerate(jax.tree.leaves(results)):
+        writes_only = op in ("write_to_paged_cache", "copy_blocks", "swap_blocks")
+        is_pool = writes_only or (op == "write_and_attend" and i)
+        spec = P(seqs if op in DECODE_OPS and not is_pool else None, heads)
+        assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim)
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The shapes of the operands that implementations were traced with, in turn."""
+    shapes = []
+    dispatch = sys.modules["paged_jax._dispatch"]
+    load = dispatch._load
+
+    def spy(implementation, op):
+        kernel = load(implementation, op)
+
+        def recording(*operands, **static):
+            shapes.append([x.shape for x in jax.tree.leaves(operands)])
+            return kernel(*operands, **static)
+
+        return recording
+
+    monkeypatch.setattr(dispatch, "_load", spy)
+    dispatch._bind.cache_clear()
+    yield shapes
+    dispatch._bind.cache_clear()
+
+
+SPLITS = [(op, None, "tp", AxisType.Auto) for op in OPS]
+SPLITS += [(op, None, "tp", AxisType.Explicit) for op in ("paged_attention_v2", "write_and_attend", "swap_blocks")]
+SPLITS += [(op, "dp", "tp", AxisType.Auto) for op in DECODE_OPS]
+SPLITS += [("paged_attention_v1", "dp", None, kind) for kind in (AxisType.Auto, AxisType.Explicit)]
+SPLITS += [("paged_attention", "dp", "tp", AxisType.Explicit)]
+
+
+@pytest.mark.parametrize(("op", "seqs", "heads", "kind"), SPLITS)
+def test_an_op_runs_where_its_operands_lie(op, seqs, heads, kind, seen):
+    fun, names, arrays = bind(op)
+    mesh = make_mesh(kind)
+    specs = specs_of(op, names, seqs, heads)
+    placed = place(arrays, specs, mesh)
+    compiled = jax.jit(fun).lower(*placed).compile()
+    # XLA splits its own operations; that the implementation is handed a device's part holds for kernels too.
+    positional = len(OPS[op][0])
+    assert seen[-1][:positional] == [x.addressable_shards[0].data.shape for x in placed[:positional]]
+    assert_nothing_is_exchanged(compiled)
+    results = compiled(*placed)
+    assert_same(results, expected(op))
+    assert_split(op, results, seqs, heads, mesh)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("op", WRITING_OPS)
+def test_donated_pools_are_updated_in_place(op, kind):
+    fun, names, arrays = bind(op)
+    placed = place(arrays, specs_of(op, names, None, "tp"), make_mesh(kind))
+    pools = pools_written(op)
+    compiled = jax.jit(fun, donate_argnums=pools).lower(*placed).compile()
+    local = [placed[i].addressable_shards[0].data for i in pools]
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes == sum(x.nbytes for x in local)
+    assert not pool_copies(compiled, local)
+    before = [s.data.unsafe_buffer_pointer() for i in pools for s in placed[i].addressable_shards]
+    results = compiled(*placed)
+    assert before == [s.data.unsafe_buffer_pointer() for x in results[-2:] for s in x.addressable_shards]
+
+
+@pytest.mark.parametrize(
+    ("op", "layout"),
+    [("paged_attention_v1", "hnd"), ("ragged_paged_attention", "nhd"), ("write_and_attend", "nhd")],
+)
+def test_options_are_split_with_their_heads(op, layout):
+    fun, names, arrays = bind(op, ("alibi_slopes", "sinks", "k_scale", "v_scale"), layout=layout)
+    wanted = jax.jit(fun)(*arrays)
+    placed = place(arrays, specs_of(op, names, None, "tp", layout), make_mesh())
+    compiled = jax.jit(fun).lower(*placed).compile()
+    assert_nothing_is_exchanged(compiled)
+    assert_same(compiled(*placed), wanted)
+
+
+@pytest.mark.parametrize("op", ["copy_blocks", "swap_blocks"])
+def test_blocks_of_any_layout_are_split(op):
+    fun, names, arrays = bind(op)
+    for spec in (P(None, None, "tp"), P(None, "dp", None, "tp")):
+        placed = place(arrays, [spec if "cache" in name else P() for name in names], make_mesh())
+        compiled = jax.jit(fun).lower(*placed).compile()
+        assert_nothing_is_exchanged(compiled)
+        assert_same(compiled(*placed), expected(op))
+
+
+# Head by head and kv head by kv head; where every device has the same pattern, and where a group's heads are split.
+@pytest.mark.parametrize(("step", "heads"), [(1, "tp"), (-1, "tp"), (1, ("tp", "dp")), (3, ("tp", "dp"))])
+def test_a_block_sparse_pattern_is_that_of_the_device_s_heads(step, heads):
+    sparse = BlockSparse(local_blocks=1, vert_stride=3, block_size=4, head_sliding_step=step, tp_rank=1)
+    fun, names, arrays = bind("paged_attention_v1", block_sparse=sparse)
+    wanted = jax.jit(fun)(*arrays)
+    specs = [
+        P(*(heads if axis == "q" else axis for axis in spec))
+        for name, spec in zip(names, specs_of("paged_attention_v1", names, None, "tp"), strict=True)
+        for spec in [P(None, "q") if name == "query" else P("q") if name == "alibi_slopes" else spec]
+    ]
+    placed = place(arrays, specs, make_mesh(AxisType.Explicit if step == 1 else AxisType.Auto))
+    compiled = jax.jit(fun).lower(*placed).compile()
+    assert_nothing_is_exchanged(compiled)
+    assert_same(compiled(*placed), wanted)
+
+
+def test_a_group_of_heads_is_split_where_a_device_has_one_kv_head(seen):
+    fun, _, arrays = bind("paged_attention")
+    mesh, pool = make_mesh(), P(None, "tp")
+    placed = place(arrays, [P(None, ("tp", "dp")), pool, pool, P(), P()], mesh)
+    compiled = jax.jit(fun).lower(*placed).compile()
+    assert seen[-1][0] == (NUM_SEQS, 1, HEAD_SIZE)
+    assert_nothing_is_exchanged(compiled)
+    out, _ = compiled(*placed)
+    assert out.sharding.is_equivalent_to(placed[0].sharding, 3)
+    assert_same(out, expected("paged_attention")[0])
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("spec", [P("tp"), P(None, None, None, "tp"), P(None, None, "tp"), P()])
+def test_what_cannot_be_split_is_resharded(spec, kind):
+    fun, _, arrays = bind("paged_attention")
+    placed = place(arrays, [P(None, ("tp", "dp")), spec, spec, P("dp"), P()], make_mesh(kind))
+    assert_same(jax.jit(fun)(*placed), expected("paged_attention"))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_transformations_of_sharded_calls(kind):
+    """Eager, vmap (a batch of sequences, and of everything), scan."""
+    fun, names, arrays = bind("paged_attention_v1")
+    wanted = expected("paged_attention_v1")
+    specs = specs_of("paged_attention_v1", names, "dp", "tp")
+    query, *rest = place(arrays, specs, make_mesh(kind))
+    assert_same(fun(query, *rest), wanted)
+    queries = jax.device_put(np.stack([arrays[0]] * 2), NamedSharding(make_mesh(kind), P(None, *specs[0])))
+    for step in (
+        lambda queries, *rest: jax.vmap(lambda q: fun(q, *rest))(queries),
+        lambda queries, *rest: jax.lax.scan(lambda carry, q: (carry, fun(q, *rest)), 0, queries)[1],
+    ):
+        compiled = jax.jit(step).lower(queries, *rest).compile()
+        results = compiled(queries, *rest)
+        assert_same(results[0], wanted)
+        assert_same(results[1], wanted)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_export_round_trip_of_a_sharded_call(kind):
+    fun, names, arrays = bind("paged_attention_v1")
+    placed = place(arrays, specs_of("paged_attention_v1", names, "dp", "tp"), make_mesh(kind))
+    exported = jax.export.export(jax.jit(fun), platforms=["cpu"])(*placed)
+    out = jax.jit(jax.export.deserialize(exported.serialize()).call)(*placed)
+    assert_same(out, expected("paged_attention_v1"))
+
+
+def test_a_model_s_step_is_split_from_its_projections_on():
+    """Shardings reach an op through other operations, and its results go on as they are."""
+    weights = np.random.default_rng(1).standard_normal((HEAD_SIZE, NUM_HEADS, HEAD_SIZE), np.float32)
+    fun, names, arrays = bind("write_and_attend")
+
+    def step(x, weights, *arrays):
+        out, *caches = fun(jnp.einsum("nd,dhe->nhe", x, weights), *arrays)
+        return jnp.einsum("nhe,dhe->nhd", out, weights), *caches
+
+    specs = specs_of("write_and_attend", names, None, "tp")
+    arrays = [arrays[0][:, 0], weights, *arrays[1:]]
+    placed = place(arrays, [P(), P(None, "tp"), *specs[1:]], make_mesh())
+    compiled = jax.jit(step).lower(*placed).compile()
+    assert_nothing_is_exchanged(compiled)
+    for actual, wanted in zip(compiled(*placed), jax.jit(step)(*arrays), strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_shard_map_over_some_axes_leaves_the_others_to_jax():
+    fun, names, arrays = bind("paged_attention_v1")
+    mesh = make_mesh()
+    inner = [P("dp") if name in ("query", "block_tables", "seq_lens") else P() for name in names]
+    sharded = jax.shard_map(fun, mesh=mesh, in_specs=tuple(inner), out_specs=P("dp"), axis_names={"dp"})
+    placed = place(arrays, specs_of("paged_attention_v1", names, "dp", "tp"), mesh)
+    assert_same(jax.jit(sharded)(*placed), expected("paged_attention_v1"))
+
+
+def _cuda_operands():
+    """Operands of a decode op that kernels take: query, pools, tables, lengths."""
+    i32, bf16 = jnp.int32, jnp.bfloat16
+    pool = jax.ShapeDtypeStruct((64, 8, 16, 64), bf16)
+    table = jax.ShapeDtypeStruct((4, 8), i32)
+    return jax.ShapeDtypeStruct((4, 32, 64), bf16), pool, pool, table, jax.ShapeDtypeStruct((4,), i32)
+
+
+# v2 through Mosaic GPU brings constants of its own.
+@pytest.mark.parametrize(
+    ("op", "implementation"),
+    [("paged_attention", "mosaic_gpu"), ("paged_attention_v2", "mosaic_gpu"), ("paged_attention", "triton")],
+)
+def test_a_kernel_is_lowered_for_a_device_s_part(op, implementation):
+    """What XLA for GPUs would get when it asks how to split the op."""
+    if implementation == "triton":
+        pytest.importorskip("jax_triton")
+    mesh = make_mesh()
+    fun = functools.partial(getattr(paged_jax, op), implementation=implementation)
+    (equation,) = _equations(jax.make_jaxpr(fun)(*_cuda_operands()).jaxpr, "custom_partitioning")
+    heads = P(None, "tp")
+    specs = [heads, heads, heads, P(), P()] + [P()] * (len(equation.invars) - 5)
+    operands = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s))
+        for x, s in zip(equation.params["call"].in_avals, specs, strict=True)
+    ]
+    _, run, results, kept = equation.params["partition"](mesh, operands, None)
+    assert [s.spec for s in kept[:3]] == [P(None, "tp", None), P(None, "tp", None, None), P(None, "tp", None, None)]
+    assert [s.spec for s in results[:2]] == [P(None, "tp", None), P(None, "tp")]
+    parts = [jax.ShapeDtypeStruct(s.shard_shape(x.shape), x.dtype) for x, s in zip(operands, kept, strict=True)]
+    text = jax.jit(run).trace(*parts).lower(lowering_platforms=("cuda",)).as_text()
+    assert re.search(rf"custom_call @{implementation}.*tensor<64x2x16x64xbf16>", text)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_a_kernel_that_writes_runs_inside_a_shard_map(kind):
+    """Whose types say over which mesh axes an array varies: Pallas takes no reference to an array that varies."""
+    query, pool, _, tables, seq_lens = _cuda_operands()
+    new = jax.ShapeDtypeStruct((4, 8, 64), jnp.bfloat16)
+    fun, heads = functools.partial(paged_jax.write_and_attend, implementation="mosaic_gpu"), P(None, "tp")
+    specs = (*[heads] * 5, P(), P(), P())
+    mesh = make_mesh(kind)
+    if kind == AxisType.Auto:
+        fun = jax.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=heads)
+    operands = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+        for x, spec in zip((query, new, new, pool, pool, tables, seq_lens, seq_lens), specs, strict=True)
+    ]
+    text = jax.jit(fun).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    assert re.search("custom_call @mosaic_gpu.*tensor<64x2x16x64xbf16>", text)
+
+
+def _equations(jaxpr, name):
+    """The equations of a primitive, in the jaxpr or in any inside it."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == name:
+            yield equation
+        else:
+            for inner in jax.tree.leaves(tuple(equation.params.values())):
+                if hasattr(inner := getattr(inner, "jaxpr", inner), "eqns"):
+                    yield from _equations(inner, name)
