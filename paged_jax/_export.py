@@ -8,7 +8,7 @@ from jax import export
 from paged_jax.allocator import AllocatorState
 from paged_jax.cache import PagedKVCache
 from paged_jax.metadata import AttentionMetadata
-from paged_jax.options import AttentionOptions, BlockSparse
+from paged_jax.options import AttentionOptions, BlockSparse, PerHead
 
 
 def _to_bytes(static: tuple) -> bytes:
@@ -27,3 +27,4 @@ for _class in (AllocatorState, AttentionMetadata, AttentionOptions, PagedKVCache
         serialize_auxdata=_to_bytes,
         deserialize_auxdata=_from_bytes,
     )
+export.register_namedtuple_serialization(PerHead, serialized_name="paged_jax.PerHead")

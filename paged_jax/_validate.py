@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from paged_jax._operands import Copy, Decode, Prefix, Ragged, Swap, Write, WriteAndAttend
-from paged_jax.options import AttentionOptions, BlockSparse, Layout, Options, block_axis, head_axis
+from paged_jax.options import AttentionOptions, BlockSparse, Layout, Options, PerHead, block_axis, head_axis
 from paged_jax.shapes import BLOCK_SIZES, CACHE_DTYPES, QUERY_DTYPES, cache_shapes
 
 _LAYOUTS = get_args(Layout)
@@ -342,8 +342,7 @@ def _attention_options(
     capacity = block_tables.shape[1] * pool.block_size + new_tokens  # of tokens that a sequence can have
     return AttentionOptions(
         scale=_floating("scale", scale, ()),
-        alibi_slopes=_per_head("alibi_slopes", options["alibi_slopes"], num_heads),
-        sinks=_per_head("sinks", options["sinks"], num_heads),
+        per_head=PerHead(*(_per_head(name, options[name], num_heads) for name in PerHead._fields)),
         k_scale=_cache_scale("k_scale", options["k_scale"], pool),
         v_scale=_cache_scale("v_scale", options["v_scale"], pool),
         layout=given.get("layout", "hnd"),

@@ -1,7 +1,7 @@
 """What an attention call can be asked for: small frozen dataclasses that every implementation takes."""
 
 from dataclasses import dataclass, field
-from typing import Literal, TypedDict
+from typing import Literal, NamedTuple, TypedDict
 
 import jax
 from jax import Array
@@ -82,6 +82,25 @@ class Options(QueryOptions, total=False):
     layout: Layout
 
 
+class PerHead[T](NamedTuple):
+    """The options that have a value for each query head, in the order in which kernels take them.
+
+    A new one is declared here and in `QueryOptions`; checks, `Problem` and the order of arrays follow from that.
+
+    Attributes:
+      alibi_slopes, sinks: in `AttentionOptions` the f32 [num_heads] arrays, or None; in `kernels.problem.Problem`
+        whether there are any; on the device what refers to them.
+    """
+
+    alibi_slopes: T
+    sinks: T
+
+    @classmethod
+    def filled(cls, value: T) -> "PerHead[T]":
+        """The same for each option."""
+        return PerHead(*[value] * len(cls._fields))
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AttentionOptions:
@@ -89,8 +108,7 @@ class AttentionOptions:
 
     Attributes:
       scale: f32 [], factor of the logits.
-      alibi_slopes: f32 [num_heads] or None.
-      sinks: f32 [num_heads] or None, logits without a value that join the softmax's denominator.
+      per_head: those that are f32 [num_heads].
       k_scale, v_scale: f32 [], [num_kv_heads] or [num_blocks, num_kv_heads, block_size], or None.
       layout: of both caches.
       max_seq_len: static bound of `seq_lens`, in tokens.
@@ -101,8 +119,7 @@ class AttentionOptions:
     """
 
     scale: Array
-    alibi_slopes: Array | None
-    sinks: Array | None
+    per_head: PerHead[Array | None]
     k_scale: Array | None
     v_scale: Array | None
     layout: Layout = field(metadata={"static": True})

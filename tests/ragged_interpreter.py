@@ -90,7 +90,7 @@ def merge_rows(
             zeros = jnp.zeros(cfg.problem.head_size, jnp.float32)
             top, total, acc = lax.fori_loop(0, splits, add, (jnp.float32(-1e30), jnp.float32(0), zeros))
             norm, base = total, top
-            if cfg.problem.sinks:
+            if cfg.problem.per_head.sinks:
                 sink = sinks_gmem[head] * np.float32(np.log2(np.e))
                 base = jnp.maximum(top, sink)
                 norm = total * jnp.exp2(top - base) + jnp.exp2(sink - base)

@@ -6,7 +6,7 @@ import numpy as np
 
 import paged_jax
 from paged_jax import BlockSparse, PagedKVCache, allocator
-from paged_jax.options import AttentionOptions
+from paged_jax.options import AttentionOptions, PerHead
 
 
 def round_trip(function, *arguments):
@@ -43,7 +43,8 @@ def test_metadata():
 
 
 def test_options():
-    options = AttentionOptions(jnp.float32(1), None, jnp.ones(4), None, None, "vllm", 9, None, 2.5, BlockSparse(1, 3))
+    per_head = PerHead(alibi_slopes=None, sinks=jnp.ones(4))
+    options = AttentionOptions(jnp.float32(1), per_head, None, None, "vllm", 9, None, 2.5, BlockSparse(1, 3))
     same = round_trip(lambda options: options, options)
     assert same.block_sparse == BlockSparse(1, 3)
-    assert (same.alibi_slopes, same.logits_soft_cap, same.causal) == (None, 2.5, True)
+    assert (same.per_head.alibi_slopes, same.logits_soft_cap, same.causal) == (None, 2.5, True)

@@ -8,13 +8,13 @@ import dataclasses
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from paged_jax.options import AttentionOptions, BlockSparse, Layout, block_axis, head_axis
+from paged_jax.options import AttentionOptions, BlockSparse, Layout, PerHead, block_axis, head_axis
 
 # A window larger than every context sees all of it; a much larger one would overflow where it is taken from a position.
 _LARGEST_WINDOW = 2**30
@@ -105,14 +105,13 @@ class Attention(Pool):
     Attributes:
       num_heads: query heads.
       query_dtype: of the queries and of the output, by name.
-      alibi, sinks: whether there are slopes, and sinks.
+      per_head: which of the options with a value for each head there are.
       sliding_window, logits_soft_cap, block_sparse, causal: as in `paged_jax.options.AttentionOptions`.
     """
 
     num_heads: int
     query_dtype: str
-    alibi: bool
-    sinks: bool
+    per_head: PerHead[bool]
     sliding_window: int | None
     logits_soft_cap: float | None
     block_sparse: BlockSparse | None
@@ -122,6 +121,14 @@ class Attention(Pool):
     def group(self) -> int:
         """Query heads of a kv head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def scaled_products(self) -> bool:
+        """Whether a query's logits are its products with the keys times one factor, and nothing else.
+
+        A cap and every option for each head change logits; only sinks, which join the sum, leave them as they are.
+        """
+        return self.logits_soft_cap is None and not any(self.per_head._replace(sinks=False))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +161,7 @@ class Problem(Attention):
             **dataclasses.asdict(pool),
             num_heads=num_heads,
             query_dtype=query.dtype.name,
-            alibi=options.alibi_slopes is not None,
-            sinks=options.sinks is not None,
+            per_head=PerHead(*(array is not None for array in options.per_head)),
             sliding_window=None if window is None else min(window, _LARGEST_WINDOW),
             logits_soft_cap=options.logits_soft_cap,
             block_sparse=options.block_sparse,
@@ -196,8 +202,25 @@ def device() -> Device:
     return Device(int(capability) if capability.isdigit() else 0, gpu.core_count)
 
 
-def option_arrays(options: AttentionOptions) -> tuple[Array, Array, Array, Array, Array]:
-    """scale, alibi_slopes, sinks, k_scale, v_scale; `scale` stands in for what is absent, which is not read."""
-    arrays = options.alibi_slopes, options.sinks, options.k_scale, options.v_scale
-    slopes, sinks, k_scale, v_scale = (options.scale if x is None else x for x in arrays)
-    return options.scale, slopes, sinks, k_scale, v_scale
+class OptionArrays(NamedTuple):
+    """The options that are arrays, in the order in which kernels take them."""
+
+    scale: Array
+    per_head: PerHead[Array]
+    k_scale: Array
+    v_scale: Array
+
+    @classmethod
+    def of(cls, options: AttentionOptions) -> "OptionArrays":
+        """Those of a call. `scale` stands in for what is absent, which no kernel reads."""
+
+        def or_scale(array: Array | None) -> Array:
+            return options.scale if array is None else array
+
+        per_head = PerHead(*map(or_scale, options.per_head))
+        return OptionArrays(options.scale, per_head, or_scale(options.k_scale), or_scale(options.v_scale))
+
+    @property
+    def flat(self) -> list[Array]:
+        """All of them, one after the other."""
+        return jax.tree.leaves(self)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,7 @@ from paged_jax.kernels.mosaic_gpu.device.attend import attend
 from paged_jax.kernels.mosaic_gpu.device.merge import merge
 from paged_jax.kernels.mosaic_gpu.device.refs import Inputs, Outputs
 from paged_jax.kernels.mosaic_gpu.geometry import QUERY_ROWS, Geometry
-from paged_jax.kernels.problem import Device, Problem, device, option_arrays
+from paged_jax.kernels.problem import Device, OptionArrays, Problem, device
 from paged_jax.options import AttentionOptions, head_axis
 from paged_jax.shapes import BlockTables, Cache, Lse, NewTokens, Query, Residual, SeqLens, SlotMapping, TmpOut
 
@@ -169,11 +170,11 @@ def _attend(
     num_rows = problem.num_seqs * problem.num_heads
     rows = query.reshape(num_rows, problem.head_size)
     rows = jnp.pad(rows, ((0, geometry.query_rows - num_rows), (0, 0)))
-    vectors = [jnp.atleast_1d(x) for x in option_arrays(options)]
-    inputs = Inputs(rows, reader.view(key_cache), reader.view(value_cache), block_tables, seq_lens, *vectors, *new)
+    vectors = jax.tree.map(jnp.atleast_1d, OptionArrays.of(options))
+    inputs = Inputs(rows, reader.view(key_cache), reader.view(value_cache), block_tables, seq_lens, vectors, *new)
     results = attend(geometry, reader, inputs)
     if geometry.tuning.merge is tuning.Merge.KERNEL:
-        out, lse = merge(geometry, seq_lens, inputs.sinks, results)
+        out, lse = merge(geometry, seq_lens, inputs.options.per_head.sinks, results)
     else:
         out, lse = results.out, results.lse
     return out.reshape(query.shape), lse.reshape(query.shape[:2]), results

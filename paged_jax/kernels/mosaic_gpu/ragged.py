@@ -47,7 +47,7 @@ def _run(
     query_start_loc: Array,
     options: AttentionOptions,
 ) -> tuple[Array, Array]:
-    of_options = [jnp.atleast_1d(x) for x in facts.option_arrays(options)]
+    of_options = [jnp.atleast_1d(x) for x in facts.OptionArrays.of(options).flat]
     batch = block_tables, seq_lens, query_start_loc
     work = plan.plan(cfg, query_start_loc, seq_lens)
 

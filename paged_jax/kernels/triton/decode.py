@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from paged_jax.kernels.problem import Device, Problem, option_arrays
+from paged_jax.kernels.problem import Device, OptionArrays, Problem
 from paged_jax.kernels.triton import launch, tuning
 from paged_jax.kernels.triton.tuning import AttentionKernel, Tuning, cdiv
 from paged_jax.options import AttentionOptions
@@ -82,7 +82,7 @@ def write_and_attend(
     scaled = problem.cache_itemsize < key.dtype.itemsize
     tuned = replace(tuned, write=tuning.quantisation(key.dtype.name, problem, gpu, scaled=scaled))
     kernel = AttentionKernel(problem.attention, tuned)
-    arrays = query, key, value, block_tables, seq_lens, slot_mapping, *option_arrays(options)
+    arrays = query, key, value, block_tables, seq_lens, slot_mapping, *OptionArrays.of(options).flat
     scalars = problem.num_seqs, problem.max_blocks_per_seq, problem.max_seq_len, splits, problem.num_blocks
     shapes = *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches), *_shapes(query, tuned, splits)
     num_programs = problem.num_seqs * splits * problem.num_kv_heads * kernel.head_tiles
@@ -130,7 +130,7 @@ def _decode(
     if num_programs == 0:
         first, second, third = (jnp.zeros(x.shape, x.dtype) for x in shapes)
         return first, second, third
-    arrays = query, key_cache, value_cache, block_tables, seq_lens, *option_arrays(options)
+    arrays = query, key_cache, value_cache, block_tables, seq_lens, *OptionArrays.of(options).flat
     scalars = problem.num_seqs, problem.max_blocks_per_seq, problem.max_seq_len, splits
     return tuple(launch.call("attend", "decode_kernel", kernel, num_programs, arrays, scalars, shapes, gpu))
 
@@ -164,7 +164,7 @@ def _reduce(
     num_seqs, num_heads, splits = exp_sums.shape
     if num_seqs * splits == 0:
         return jnp.zeros(query.shape, query.dtype), jnp.full((num_seqs, num_heads), -jnp.inf, jnp.float32)
-    sinks = option_arrays(options)[2]
+    sinks = OptionArrays.of(options).per_head.sinks
     shapes = (
         jax.ShapeDtypeStruct(query.shape, query.dtype),
         jax.ShapeDtypeStruct((num_seqs, num_heads), jnp.float32),

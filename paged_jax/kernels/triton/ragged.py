@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from paged_jax.kernels.problem import Problem, option_arrays
+from paged_jax.kernels.problem import OptionArrays, Problem
 from paged_jax.kernels.triton import launch, tuning
 from paged_jax.kernels.triton.tuning import AttentionKernel, cdiv
 from paged_jax.options import AttentionOptions
@@ -65,6 +65,6 @@ def _ragged(
     num_programs = num_tiles * problem.num_kv_heads * kernel.head_tiles
     new = query if key is None else key, query if value is None else value  # absent ones are not read
     caches = key_cache, value_cache, block_tables
-    arrays = query, *new, *caches, seq_lens, query_start_loc, *option_arrays(options)
+    arrays = query, *new, *caches, seq_lens, query_start_loc, *OptionArrays.of(options).flat
     scalars = problem.num_tokens, problem.num_seqs, problem.max_blocks_per_seq, problem.max_seq_len, num_tiles
     return tuple(launch.call("attend", "ragged_kernel", kernel, num_programs, arrays, scalars, shapes, gpu))

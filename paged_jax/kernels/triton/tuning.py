@@ -157,8 +157,7 @@ class AttentionKernel:
     def late_factor(self) -> bool:
         """Whether logits stay products of q and k up to the exponential, which takes the factor in for free."""
         one_factor = not self.prefix or self.problem.k_scale in (ScaleKind.NONE, ScaleKind.SLOT)
-        natural = self.problem.alibi or self.problem.logits_soft_cap is not None
-        return one_factor and not natural and self.tuning.compute_dtype != "float32"
+        return one_factor and self.problem.scaled_products and self.tuning.compute_dtype != "float32"
 
     @property
     def patterns(self) -> int:
@@ -352,7 +351,7 @@ def reduce(problem: Problem, tuning: Tuning, num_splits: int, gpu: Device) -> Re
     kernel = ReduceKernel(
         num_heads=problem.num_heads,
         head_size=problem.head_size,
-        sinks=problem.sinks,
+        sinks=problem.per_head.sinks,
         partition_size=tuning.partition_size,
         width=tuning.width,
         num_warps=tuning.num_warps,

@@ -59,9 +59,9 @@ def add_tile(
     logits = (logits * options.scale).reshape(n, q, h, tile.positions.size)
     if options.logits_soft_cap is not None:
         logits = options.logits_soft_cap * jnp.tanh(logits / options.logits_soft_cap)
-    if options.alibi_slopes is not None:
+    if (slopes := options.per_head.alibi_slopes) is not None:
         distance = tile.positions[None, None, :] - query_positions[:, :, None]
-        logits = logits + options.alibi_slopes[None, None, :, None] * distance[:, :, None, :].astype(jnp.float32)
+        logits = logits + slopes[None, None, :, None] * distance[:, :, None, :].astype(jnp.float32)
     visible = _visible(query_positions, tile.positions, end, h, g, options)
     logits = jnp.where(visible, logits, -jnp.inf)
 

@@ -40,7 +40,6 @@ from paged_jax.kernels.mosaic_gpu.device.load import drain_rings, load_split
 from paged_jax.kernels.mosaic_gpu.device.merge import MergeRefs, merge_slice
 from paged_jax.kernels.mosaic_gpu.device.plan import Item, QueryTile, Queue, QueuedSplit, Scalar, Split
 from paged_jax.kernels.mosaic_gpu.device.refs import Inputs, MergedScratch, Outputs, Refs, outputs, scratch
-from paged_jax.kernels.mosaic_gpu.device.registers import of_heads
 from paged_jax.kernels.mosaic_gpu.device.tiles import Tiles
 from paged_jax.kernels.mosaic_gpu.geometry import Geometry
 
@@ -162,22 +161,18 @@ def _attend_split(
     split: Split, tiles_before: Scalar, refs: Refs, geometry: Geometry, tiles: Tiles
 ) -> tuple[QueryTile, softmax.State]:
     """The softmax of a split, whose query is on its way and whose tiles come after others in the rings."""
-    problem, inputs, smem = geometry.problem, refs.inputs_gmem, refs.smem
+    smem = refs.smem
     new = write.new_token(split, refs, geometry) if geometry.tuning.writes_tokens else None
     query = plan.query_tile(split.item, geometry)
     if new is not None:
         write.load(split.item, refs)
     plgpu.barrier_wait(smem.query_ready)
     query_smem, divisor = tiles.query_operand(smem.query, smem.query_operand)
-    factor = inputs.scale[0] * softmax.cache_scale(inputs.k_scale, problem.k_scale, split.item) * divisor
-    slopes = None
-    if problem.alibi:
-        slopes = of_heads(inputs.slopes, geometry.tuning.tile, query.offset, split.item.kv_head, geometry)
+    to_logits = softmax.to_logits(split.item, query, divisor, refs, geometry)
     end, state = split.end, softmax.empty(geometry)
     if new is not None:  # this is computed while the first tile is on its way
         end = jnp.where(new.is_seen, split.end - 1, split.end)
-        state = write.first_state(new, query_smem, factor, state, refs, geometry)
-    to_logits = softmax.Logits(factor, slopes)
+        state = write.first_state(new, query_smem, to_logits.factor, state, refs, geometry)
     return query, softmax.attend(split, end, tiles_before, state, query_smem, to_logits, refs, geometry, tiles)
 
 
@@ -187,10 +182,11 @@ def _merge_in_cluster(item: Item, number: Scalar, refs: Refs, geometry: Geometry
     They are in memory then, and in no first-level cache: each program reads them here for the first time.
     """
     smem, outputs_gmem, splits = refs.smem, refs.outputs_gmem, geometry.tuning.splits
+    sinks_gmem = refs.inputs_gmem.options.per_head.sinks
     plgpu.barrier_arrive(smem.cluster_done)
     plgpu.barrier_wait(smem.cluster_done)
     merged = MergedScratch(smem.merged_out, smem.merged_lse)
-    merge_refs = MergeRefs(refs.inputs_gmem.sinks, outputs_gmem.partials, outputs_gmem.out, outputs_gmem.lse, merged)
+    merge_refs = MergeRefs(sinks_gmem, outputs_gmem.partials, outputs_gmem.out, outputs_gmem.lse, merged)
     for i in range(len(geometry.merged_slices)):
 
         @pl.when(number == geometry.merging_program(i))

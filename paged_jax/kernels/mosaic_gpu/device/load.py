@@ -15,11 +15,11 @@ from paged_jax.kernels.mosaic_gpu.geometry import Geometry, HeadSlice
 def load_split(split: Split, tiles_before: Scalar, refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
     """Copies a split's tiles into the rings, after the tiles that are there before."""
     size, block_size = geometry.run_tokens, jnp.int32(geometry.problem.block_size)
-    inputs, smem = refs.inputs_gmem, refs.smem
+    inputs, options, smem = refs.inputs_gmem, refs.inputs_gmem.options, refs.smem
     last = lax.max(lax.div(split.end - 1, jnp.int32(size)) * size, jnp.int32(0))
     caches = (
-        (inputs.key_cache, inputs.k_scale, smem.keys, (HeadSlice(0, geometry.problem.head_size),)),
-        (inputs.value_cache, inputs.v_scale, smem.values, geometry.head_slices),
+        (inputs.key_cache, options.k_scale, smem.keys, (HeadSlice(0, geometry.problem.head_size),)),
+        (inputs.value_cache, options.v_scale, smem.values, geometry.head_slices),
     )
 
     def runs_of(tile):  # (block, offset in it); past the end it is the last run again, which is masked

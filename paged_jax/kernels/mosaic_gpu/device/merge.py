@@ -133,7 +133,7 @@ def merge_slice(
     row, offset = plan.query_tile(item, geometry)
     maxima, sums, out = _merged(first_partial, count, number, refs.partials_gmem, geometry)
     seen = sums != 0  # NaN counts: what is not a number must show
-    if geometry.problem.sinks:
+    if geometry.problem.per_head.sinks:
         sinks = layout(of_heads(refs.sinks_gmem, WGMMA_ROWS, offset, item.kv_head, geometry).max(axis=0), 0)
         maxima, sums, out = _add((maxima, sums, out), jnp.zeros_like(out), sinks, jnp.ones_like(sums))
     sums = jnp.where(seen, sums, 1.0)

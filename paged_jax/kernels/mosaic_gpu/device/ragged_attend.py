@@ -198,7 +198,7 @@ def _rows_of(item: plan.Item, half, refs, cfg: Config) -> SimpleNamespace:
 
     factor = refs.scale_gmem[0] * _cache_scale(refs.k_scale_gmem, problem.k_scale, item)
     # Logits are scaled as they are exponentiated, unless the factor is not positive: maxima would be minima.
-    late = not problem.alibi and problem.logits_soft_cap is None
+    late = not problem.per_head.alibi_slopes and problem.logits_soft_cap is None
     usual = factor * LOG2E > _LEAST_FACTOR
     return SimpleNamespace(
         unit=jnp.where(usual, factor * LOG2E, 1.0) if late else 1.0,
@@ -210,8 +210,8 @@ def _rows_of(item: plan.Item, half, refs, cfg: Config) -> SimpleNamespace:
         last=first + lax.max(tokens - 1, jnp.int32(0)),
         factor=factor,
         v_scale=_cache_scale(refs.v_scale_gmem, problem.v_scale, item),
-        slopes=of_heads(refs.slopes_gmem) * LOG2E if problem.alibi else None,
-        sinks=of_heads(refs.sinks_gmem) if problem.sinks else None,
+        slopes=of_heads(refs.slopes_gmem) * LOG2E if problem.per_head.alibi_slopes else None,
+        sinks=of_heads(refs.sinks_gmem) if problem.per_head.sinks else None,
     )
 
 
@@ -260,10 +260,10 @@ def _logits(products, item: plan.Item, tile, of_rows, cfg: Config):
     """The logits of a tile, which `of_rows.unit` makes those of base 2; -inf where a row does not see."""
     problem = cfg.problem
     start = item.origin + tile * cfg.tuning.tile
-    distance_matters = problem.alibi or problem.logits_soft_cap is not None
+    distance_matters = problem.per_head.alibi_slopes or problem.logits_soft_cap is not None
     if distance_matters:
         logits = scaled_logits(products, of_rows.factor, problem) * LOG2E
-        if problem.alibi:
+        if problem.per_head.alibi_slopes:
             token = plgpu.broadcasted_iota(jnp.int32, products.shape, 1, layout=plgpu.Layout.WGMMA)
             distance = (token + start) - _wide(of_rows.position, cfg.tuning.tile)
             logits += _wide(of_rows.slopes, cfg.tuning.tile) * distance.astype(jnp.float32)
@@ -356,7 +356,7 @@ def _store(item: plan.Item, half, of_rows, state, refs, cfg: Config, *, wide: bo
     def store_whole():
         norm, base = total, top
         scaled = acc
-        if cfg.problem.sinks:
+        if cfg.problem.per_head.sinks:
             base = lax.max(top, of_rows.sinks)
             keep = _exp(top - base)
             norm = total * keep + _exp(of_rows.sinks - base)

@@ -129,7 +129,7 @@ def _merge_rows(
 
     top, total, *acc = _over_parts(part, splits)
     norm, base = total, top
-    if problem.sinks:
+    if problem.per_head.sinks:
         at = arith.muli(wide(head), i64(4))
         [sink] = assembly("ld.global.f32 $0, [$1];", "=f,l", 1, arith.addi(sinks, at))
         sink = arith.mulf(sink, _f32(_LOG2E))

@@ -35,11 +35,7 @@ class Inputs(NamedTuple):
     value_cache: Ref
     block_tables: Ref  # [num_seqs, max_blocks_per_seq]
     seq_lens: Ref  # [num_seqs]
-    scale: Ref  # [1]
-    slopes: Ref  # [num_heads]
-    sinks: Ref  # [num_heads]
-    k_scale: Ref
-    v_scale: Ref
+    options: Any  # `OptionArrays` of references, each to an array of at least one axis
     new_key: Ref = ABSENT  # [num_seqs, num_kv_heads, head_size]
     new_value: Ref = ABSENT
     slot_mapping: Ref = ABSENT  # [num_seqs]

@@ -19,7 +19,7 @@ from paged_jax.kernels.mosaic_gpu.geometry import WGMMA_ROWS, Geometry
 def store_split(split: Split, query: QueryTile, state: State, refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
     """Stores the results of a program's only split; what merges in a cluster is in memory when this returns."""
     state = summed(state, geometry)
-    v_scale = cache_scale(refs.inputs_gmem.v_scale, geometry.problem.v_scale, split.item)
+    v_scale = cache_scale(refs.inputs_gmem.options.v_scale, geometry.problem.v_scale, split.item)
     if not geometry.tuning.merges:
         _store_whole_item(split.item, query, v_scale, state, refs, geometry, tiles)
         return
@@ -37,7 +37,7 @@ def store_queued_split(
     """
     split, item_partials = queued.split, refs.outputs_gmem.item_partials
     state = summed(state, geometry)
-    v_scale = cache_scale(refs.inputs_gmem.v_scale, geometry.problem.v_scale, split.item)
+    v_scale = cache_scale(refs.inputs_gmem.options.v_scale, geometry.problem.v_scale, split.item)
     lax.cond(
         queued.is_whole,
         lambda: _store_whole_item(split.item, query, v_scale, state, refs, geometry, tiles),
@@ -60,8 +60,8 @@ def _store_whole_item(
     smem, (row, offset) = refs.smem, query
     out, maxima, sums = state
     seen = sums != 0  # NaN counts: what is not a number must show
-    if geometry.problem.sinks:
-        sinks = of_heads(refs.inputs_gmem.sinks, WGMMA_ROWS, offset, item.kv_head, geometry)
+    if geometry.problem.per_head.sinks:
+        sinks = of_heads(refs.inputs_gmem.options.per_head.sinks, WGMMA_ROWS, offset, item.kv_head, geometry)
         sinks = layout(sinks.max(axis=0), 0)
         with_sinks = lax.max(maxima, sinks)
         keep = exp(maxima - with_sinks)

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from paged_jax.kernels.mosaic_gpu.device import mask
-from paged_jax.kernels.mosaic_gpu.device.plan import Item, Scalar, Split
+from paged_jax.kernels.mosaic_gpu.device.plan import Item, QueryTile, Scalar, Split
 from paged_jax.kernels.mosaic_gpu.device.refs import Refs
-from paged_jax.kernels.mosaic_gpu.device.registers import LOWEST, exp, layout, wide
+from paged_jax.kernels.mosaic_gpu.device.registers import LOWEST, exp, layout, of_heads, wide
 from paged_jax.kernels.mosaic_gpu.device.tiles import Tiles
 from paged_jax.kernels.mosaic_gpu.geometry import Geometry
 from paged_jax.kernels.problem import Problem, ScaleKind
@@ -37,6 +37,18 @@ class Logits(NamedTuple):
 
     factor: Any  # scalar or [columns]: scale, times the cache's scale, times what the query was divided by
     slopes: Array | None  # of ALiBi, [tile, columns]
+
+
+def to_logits(item: Item, query: QueryTile, divisor, refs: Refs, geometry: Geometry) -> Logits:
+    """What makes logits of an item's products; `divisor` is what its query was divided by."""
+    problem, options = geometry.problem, refs.inputs_gmem.options
+    factor = options.scale[0] * cache_scale(options.k_scale, problem.k_scale, item) * divisor
+
+    def of_columns(values_gmem):
+        return of_heads(values_gmem, geometry.tuning.tile, query.offset, item.kv_head, geometry)
+
+    slopes = of_columns(options.per_head.alibi_slopes) if problem.per_head.alibi_slopes else None
+    return Logits(factor, slopes)
 
 
 def empty(geometry: Geometry) -> State:

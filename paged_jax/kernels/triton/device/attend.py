@@ -36,11 +36,12 @@ from typing import NamedTuple, no_type_check
 import triton
 import triton.language as tl
 
-from paged_jax.kernels.triton.device.rows import Rows, heads_of_rows, load_query, slopes_and_shifts
+from paged_jax.kernels.triton.device.rows import heads_of_rows, load_query, rows_of, with_factor
 from paged_jax.kernels.triton.device.schedule import SparseStretch, Stretch, of_rank, pattern_of, sequence_of, share_of
 from paged_jax.kernels.triton.device.softmax import Softmax, finish, nothing_seen, with_largest_logit
 from paged_jax.kernels.triton.device.tiles import Cache, NewTokens, Paged, add_tiles
 from paged_jax.kernels.triton.device.write import Written, add_new_token, load_tokens
+from paged_jax.options import PerHead
 
 
 class Inputs(NamedTuple):
@@ -51,8 +52,7 @@ class Inputs(NamedTuple):
     value_cache: tl.tensor
     seq_lens: tl.tensor
     scale: tl.tensor
-    alibi_slopes: tl.tensor
-    sinks: tl.tensor
+    per_head: PerHead
     k_scale: tl.tensor
     v_scale: tl.tensor
 
@@ -90,7 +90,8 @@ def decode_kernel(
     query, key_cache, value_cache, block_tables, seq_lens, scale, alibi_slopes, sinks, k_scale, v_scale,
     num_seqs, table_width, max_seq_len, num_splits, out, sums, maxima, cfg: tl.constexpr,
 ):  # fmt: skip
-    inputs = Inputs(query, key_cache, value_cache, seq_lens, scale, alibi_slopes, sinks, k_scale, v_scale)
+    per_head = PerHead(alibi_slopes, sinks)
+    inputs = Inputs(query, key_cache, value_cache, seq_lens, scale, per_head, k_scale, v_scale)
     batch = Batch(block_tables, num_seqs, table_width, max_seq_len, num_splits)
     _decode(inputs, None, batch, Outputs(out, sums, maxima), cfg)
 
@@ -103,7 +104,8 @@ def write_and_decode_kernel(
     out, sums, maxima, cfg: tl.constexpr,
 ):  # fmt: skip
     """The caches are updated in place: they are outputs that alias inputs."""
-    inputs = Inputs(query, key_cache, value_cache, seq_lens, scale, alibi_slopes, sinks, k_scale, v_scale)
+    per_head = PerHead(alibi_slopes, sinks)
+    inputs = Inputs(query, key_cache, value_cache, seq_lens, scale, per_head, k_scale, v_scale)
     batch = Batch(block_tables, num_seqs, table_width, max_seq_len, num_splits)
     new = NewToken(key, value, slot_mapping, num_blocks)
     _decode(inputs, new, batch, Outputs(out, sums, maxima), cfg)
@@ -147,8 +149,7 @@ def _decode(inputs, new, batch, outputs, cfg: tl.constexpr):
     cache_scale = _head_scale(inputs.k_scale, kv_head, tl.constexpr(problem.k_scale))
     tokens = tl.zeros_like(head) + seq
     q, factor = load_query(inputs.query, tokens, head, valid, tl.load(inputs.scale) * cache_scale, outputs.out, cfg)
-    slope, shift = slopes_and_shifts(inputs.alibi_slopes, kv_head, head, valid, cfg)
-    rows = Rows(q, factor, position, slope, shift)
+    rows = rows_of(q, factor, position, inputs.per_head, kv_head, head, valid, cfg)
     softmax = nothing_seen(cfg)
     table = batch.block_tables + seq.to(tl.int64) * batch.table_width
     cache = Cache(inputs.key_cache, inputs.value_cache, inputs.k_scale, inputs.v_scale)
@@ -166,8 +167,8 @@ def _decode(inputs, new, batch, outputs, cfg: tl.constexpr):
     softmax = with_largest_logit(softmax, factor, cfg)
 
     row = seq.to(tl.int64) * problem.num_heads + head
-    with_sinks: tl.constexpr = problem.sinks and cfg.tuning.final
-    result, lse, max_logit, exp_sum = finish(softmax, inputs.sinks, head, valid, with_sinks)
+    with_sinks: tl.constexpr = problem.per_head.sinks and cfg.tuning.final
+    result, lse, max_logit, exp_sum = finish(softmax, inputs.per_head.sinks, head, valid, with_sinks)
     if cfg.tuning.final:
         tl.store(outputs.sums + row, lse, mask=valid)
     else:
@@ -221,8 +222,8 @@ def ragged_kernel(
     else:
         q, new_factor = load_query(query, start + queries, head, valid, tl.load(scale), out, cfg)
         factor = new_factor * cache_scale
-    slope, shift = slopes_and_shifts(alibi_slopes, kv_head, head, valid, cfg)
-    rows = Rows(q, factor, position, slope, shift)
+    per_head = PerHead(alibi_slopes, sinks)
+    rows = rows_of(q, factor, position, per_head, kv_head, head, valid, cfg)
     softmax = nothing_seen(cfg)
     table = block_tables + seq.to(tl.int64) * table_width
     paged = Paged(Cache(key_cache, value_cache, k_scale, v_scale), table)
@@ -233,12 +234,12 @@ def ragged_kernel(
     softmax = _with_head_scale(softmax, v_scale, kv_head, tl.constexpr(problem.v_scale))
     if cfg.prefix:
         new = NewTokens(key, value, start)
-        rows = Rows(q, new_factor, position, slope, shift)
+        rows = with_factor(rows, new_factor)
         softmax = _add_new(softmax, rows, new, kv_head, begin, context_len, at, end, head_tile, cfg)
     softmax = with_largest_logit(softmax, factor, cfg)
 
     row = (start + queries).to(tl.int64) * problem.num_heads + head
-    result, log_sum, _, _ = finish(softmax, sinks, head, valid, tl.constexpr(problem.sinks))
+    result, log_sum, _, _ = finish(softmax, sinks, head, valid, tl.constexpr(problem.per_head.sinks))
     tl.store(lse + row, log_sum, mask=valid)
     _store(out, row, result, valid, cfg)
 

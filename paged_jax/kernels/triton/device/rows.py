@@ -1,5 +1,7 @@
 """Device code: a program's matrix products have one row for each of its query heads and query tokens.
 
+Everything that an option gives to each head is here: how it is loaded for the rows, and what it does to their logits.
+
 `cfg` is a `tuning.AttentionKernel`.
 """
 
@@ -12,6 +14,7 @@ import triton
 import triton.language as tl
 
 from paged_jax.kernels.triton.device.schedule import pattern_shift
+from paged_jax.kernels.triton.device.softmax import tanh
 
 
 class Rows(NamedTuple):
@@ -85,31 +88,56 @@ def load_query(query, tokens, head, valid, scale, out, cfg: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def slopes_and_shifts(alibi_slopes, kv_head, head, valid, cfg: tl.constexpr):
-    """Returns each row's ALiBi slope, and the shift of its block-sparse pattern."""
+def rows_of(q, factor, position, per_head, kv_head, head, valid, cfg: tl.constexpr):
+    """Returns the rows, with what the options `per_head` give to each row's head."""
     slope = tl.full([cfg.tuning.rows], 0, tl.float32)
-    if cfg.problem.alibi:
-        slope = tl.load(alibi_slopes + head, mask=valid, other=0.0)
+    if cfg.problem.per_head.alibi_slopes:
+        slope = tl.load(per_head.alibi_slopes + head, mask=valid, other=0.0)
     shift = head * 0
     if cfg.problem.block_sparse is not None:
         shift = head * 0 + pattern_shift(kv_head, head, cfg)
-    return slope, shift
+    return Rows(q, factor, position, slope, shift)
 
 
 @triton.jit
 @no_type_check
-def seen_by(tokens, inside, position, shift, sparse: tl.constexpr, cfg: tl.constexpr):
+def with_factor(rows, factor):
+    """Returns the rows with another factor."""
+    return Rows(rows.q, factor, rows.position, rows.slope, rows.shift)
+
+
+@triton.jit
+@no_type_check
+def seen_by(rows, tokens, inside, sparse: tl.constexpr, cfg: tl.constexpr):
     """Returns which of the tokens each row attends to, [rows, tile]; a row at position -1 attends to none.
 
     Without `sparse` the caller knows that the block-sparse pattern, if there is one, hides none of these tokens.
     """
     t = tokens[None, :]
-    at = position[:, None]
+    at = rows.position[:, None]
     seen = inside[None, :] & (t <= at)
     if cfg.problem.sliding_window is not None:
         seen = seen & (t > at - cfg.problem.sliding_window)
     if sparse and cfg.problem.block_sparse is not None:
         block = t // cfg.problem.block_sparse.block_size
         local = block > at // cfg.problem.block_sparse.block_size - cfg.problem.block_sparse.local_blocks
-        seen = seen & (local | ((block + shift[:, None]) % cfg.problem.block_sparse.vert_stride == 0))
+        seen = seen & (local | ((block + rows.shift[:, None]) % cfg.problem.block_sparse.vert_stride == 0))
     return seen
+
+
+@triton.jit
+@no_type_check
+def logits_of(products, k_factor, rows, tokens, seen, masked: tl.constexpr, cfg: tl.constexpr):
+    """Returns the logits of the products [rows, tokens] of q and k; a late factor is still missing in them."""
+    logits = products
+    if k_factor is not None:
+        logits *= k_factor[None, :]
+    if not cfg.late_factor:
+        logits *= rows.factor[:, None]
+    if cfg.problem.logits_soft_cap is not None:
+        logits = cfg.problem.logits_soft_cap * tanh(logits / cfg.problem.logits_soft_cap)
+    if cfg.problem.per_head.alibi_slopes:
+        logits += rows.slope[:, None] * (tokens[None, :] - rows.position[:, None]).to(tl.float32)
+    if masked:
+        logits = tl.where(seen, logits, float("-inf"))
+    return logits

@@ -12,9 +12,9 @@ from typing import NamedTuple, no_type_check
 import triton
 import triton.language as tl
 
-from paged_jax.kernels.triton.device.rows import seen_by
+from paged_jax.kernels.triton.device.rows import logits_of, seen_by
 from paged_jax.kernels.triton.device.schedule import token_at
-from paged_jax.kernels.triton.device.softmax import Softmax, tanh, weigh
+from paged_jax.kernels.triton.device.softmax import Softmax, weigh
 
 
 class Cache(NamedTuple):
@@ -51,7 +51,6 @@ def add_tiles(
     `source` is `Paged` if `paged`, else `NewTokens`. Without `masked` every row sees every token of these tiles.
     """
     acc, max_logit, exp_sum = softmax
-    q, factor, position, slope, shift = rows
     problem: tl.constexpr = cfg.problem
     width: tl.constexpr = cfg.tuning.width
     for i in range(first, last):
@@ -63,7 +62,7 @@ def add_tiles(
             tokens, wanted = token_at(inner, stretch.pattern, cfg)
             wanted = wanted & (tokens >= stretch.begin) & (tokens < stretch.end)
             inner = tokens - stretch.origin
-        seen = seen_by(tokens, wanted, position, shift, not cfg.one_pattern, cfg)
+        seen = seen_by(rows, tokens, wanted, not cfg.one_pattern, cfg)
         k_factor = None
         v_factor = None
         if paged:
@@ -88,25 +87,25 @@ def add_tiles(
             key_at = source.key + at[:, None] + element[None, :]
             value_at = source.value + at[:, None] + element[None, :]
         k = _load_tile(key_at, wanted, masked, cfg)
-        k = _to_float16(k, True) if cfg.tuning.staged_values and paged else _convert(k, q.dtype)
+        k = _to_float16(k, True) if cfg.tuning.staged_values and paged else _convert(k, rows.q.dtype)
         if paged and cfg.problem.layout == "vllm" and not masked:
             in_head = (tl.arange(0, cfg.tuning.width) < cfg.problem.head_size)[:, None]
-            v = tl.trans(_convert(tl.load(value_at, mask=in_head, other=0.0), q.dtype))
+            v = tl.trans(_convert(tl.load(value_at, mask=in_head, other=0.0), rows.q.dtype))
         elif cfg.tuning.staged_values and paged:
             v = _to_float16(_load_tile(value_at, wanted, masked, cfg), False)
         else:
-            v = _convert(_load_tile(value_at, wanted, masked, cfg), q.dtype)
+            v = _convert(_load_tile(value_at, wanted, masked, cfg), rows.q.dtype)
 
-        logits = tl.dot(q, tl.trans(k), input_precision="ieee")
-        logits = _logits(logits, k_factor, factor, tokens, position, slope, seen, masked, cfg)
-        weights, acc, max_logit, exp_sum = weigh(logits, factor, acc, max_logit, exp_sum, cfg)
+        logits = tl.dot(rows.q, tl.trans(k), input_precision="ieee")
+        logits = logits_of(logits, k_factor, rows, tokens, seen, masked, cfg)
+        weights, acc, max_logit, exp_sum = weigh(logits, rows.factor, acc, max_logit, exp_sum, cfg)
         if v_factor is None:
-            acc = tl.dot(weights.to(q.dtype), v, acc, input_precision="ieee")
+            acc = tl.dot(weights.to(rows.q.dtype), v, acc, input_precision="ieee")
         else:  # the largest scale stays out of the narrow product, so that it cannot overflow there
             peak = tl.max(tl.abs(v_factor), 0)
             peak = tl.where(peak > 0, peak, 1.0)
             weights *= (v_factor / peak)[None, :]
-            acc += tl.dot(weights.to(q.dtype), v, input_precision="ieee") * peak
+            acc += tl.dot(weights.to(rows.q.dtype), v, input_precision="ieee") * peak
     return Softmax(acc, max_logit, exp_sum)
 
 
@@ -118,9 +117,8 @@ def add_token(softmax, rows, key, value, cache, kv_head, slot, token, begin, end
     `key` and `value` are what that slot holds, [1, width]; `slot` and `token` are [1] too.
     """
     acc, max_logit, exp_sum = softmax
-    q, factor, position, slope, shift = rows
     wanted = (token >= begin) & (token < end)
-    seen = seen_by(token, wanted, position, shift, True, cfg)
+    seen = seen_by(rows, token, wanted, True, cfg)
     if cfg.problem.block_sparse is not None:
         wanted = wanted & (tl.max(seen.to(tl.int32), 0) > 0)
     scale_at = (slot // cfg.problem.block_size).to(tl.int64) * cfg.problem.num_kv_heads + kv_head
@@ -128,13 +126,13 @@ def add_token(softmax, rows, key, value, cache, kv_head, slot, token, begin, end
     k_factor = None
     if cfg.problem.k_scale == "slot":
         k_factor = tl.load(cache.k_scale + scale_at)
-    k = _convert(key, q.dtype).to(tl.float32)
-    v = tl.where(wanted[:, None], _convert(value, q.dtype).to(tl.float32), 0.0)
+    k = _convert(key, rows.q.dtype).to(tl.float32)
+    v = tl.where(wanted[:, None], _convert(value, rows.q.dtype).to(tl.float32), 0.0)
     if cfg.problem.v_scale == "slot":
         v *= tl.load(cache.v_scale + scale_at)[:, None]
-    logits = tl.sum(q.to(tl.float32) * k, 1)[:, None]
-    logits = _logits(logits, k_factor, factor, token, position, slope, seen, True, cfg)
-    weights, acc, max_logit, exp_sum = weigh(logits, factor, acc, max_logit, exp_sum, cfg)
+    logits = tl.sum(rows.q.to(tl.float32) * k, 1)[:, None]
+    logits = logits_of(logits, k_factor, rows, token, seen, True, cfg)
+    weights, acc, max_logit, exp_sum = weigh(logits, rows.factor, acc, max_logit, exp_sum, cfg)
     return Softmax(acc + weights * v, max_logit, exp_sum)
 
 
@@ -152,24 +150,6 @@ def numbers(opaque: tl.constexpr, cfg: tl.constexpr):
     if opaque:
         numbers = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [numbers], dtype=tl.int32, is_pure=True, pack=1)
     return numbers
-
-
-@triton.jit
-@no_type_check
-def _logits(products, k_factor, factor, tokens, position, slope, seen, masked: tl.constexpr, cfg: tl.constexpr):
-    """Returns the logits of the products [rows, tokens] of q and k; a late factor is still missing in them."""
-    logits = products
-    if k_factor is not None:
-        logits *= k_factor[None, :]
-    if not cfg.late_factor:
-        logits *= factor[:, None]
-    if cfg.problem.logits_soft_cap is not None:
-        logits = cfg.problem.logits_soft_cap * tanh(logits / cfg.problem.logits_soft_cap)
-    if cfg.problem.alibi:
-        logits += slope[:, None] * (tokens[None, :] - position[:, None]).to(tl.float32)
-    if masked:
-        logits = tl.where(seen, logits, float("-inf"))
-    return logits
 
 
 @triton.jit
