@@ -41,8 +41,7 @@ _OPERANDS = {
     "slot_mapping": ".",
     "block_mapping": ". .",
     "scale": "",
-    "alibi_slopes": "q",
-    "sinks": "q",
+    "per_head": "q",
 }
 _POOLS = {
     "hnd": {"key_cache": ". h . .", "value_cache": ". h . ."},
