@@ -7,6 +7,7 @@ import os
 import tempfile
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import hypothesis
 import hypothesis.configuration
@@ -54,6 +55,13 @@ def pytest_collection_modifyitems(config, items):
     if unrunnable:
         config.hook.pytest_deselected(items=unrunnable)
         items[:] = [item for item in items if item not in set(unrunnable)]
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Ends the run with how many cases each GPU implementation takes: `test_refusals.py` holds that this is so."""
+    kept = (Path(__file__).with_name("refusals.txt")).read_text(encoding="utf-8").splitlines()
+    terminalreporter.section("what GPU implementations take (why not the rest: tests/refusals.txt)")
+    terminalreporter.write_line("; ".join(line for line in kept if not line.startswith(" ")))
 
 
 @pytest.fixture(params=["xla", *(pytest.param(i, marks=pytest.mark.gpu) for i in (None, "triton", "mosaic_gpu"))])

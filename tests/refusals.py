@@ -1,0 +1,87 @@
+"""What each GPU implementation refuses among the suite's cases, and why: the table that `refusals.txt` keeps.
+
+    python -m tests.refusals > tests/refusals.txt
+
+A refusal is a skipped test on a GPU: the table says how many there are, so that none comes about unseen. It is made by
+tracing, on any machine: an implementation refuses before it builds its kernel, and here no kernel is built.
+"""
+
+import collections
+import contextlib
+from pathlib import Path
+from unittest import mock
+
+import jax
+
+import paged_jax
+from paged_jax.kernels.problem import Unsupported
+from tests import cases, inputs
+from tests.test_decode import op_options
+from tests.test_write_and_attend import CASES as WRITE_CASES
+from tests.test_write_and_attend import with_new_tokens
+
+KEPT = Path(__file__).with_name("refusals.txt")
+IMPLEMENTATIONS = ("triton", "mosaic_gpu")
+
+
+class _Taken(Exception):
+    """A kernel would be launched now."""
+
+
+def _take(*_, **__):
+    raise _Taken
+
+
+@contextlib.contextmanager
+def _no_kernels():
+    """Every launch raises `_Taken`, and Triton finds all that it needs."""
+    with (
+        mock.patch("paged_jax.kernels.triton.launch.call", _take),
+        mock.patch("paged_jax.kernels.triton.launch.missing", list),
+        mock.patch("jax.experimental.pallas.mosaic_gpu.kernel", _take),
+    ):
+        yield
+
+
+def _calls():
+    """`(op, static keywords, arrays)` of all the suite's cases."""
+    for case in cases.DECODE_CASES:
+        made = inputs.make(case)
+        static = op_options(made.static) | {"max_seq_len": case.max_seq_len}
+        calls = {"paged_attention": made.decode}  # v1 and v2 refuse what it does
+        if case.query_lens is not None:
+            calls |= {"ragged_paged_attention": made.ragged, "prefix_attention": made.prefix}
+        for op, arrays in calls.items():
+            yield op, static, arrays | made.arrays
+    for case in WRITE_CASES:
+        made = with_new_tokens(case)
+        static = op_options(made.static) | {"max_seq_len": case.max_seq_len}
+        new = {"key": made.key, "value": made.value, "slot_mapping": made.slots}
+        yield "write_and_attend", static, made.decode | made.arrays | new
+
+
+def table():
+    """Lines `implementation op, taken/all cases` and, below each, `count x reason`; sorted."""
+    taken, tried, reasons = collections.Counter(), collections.Counter(), collections.Counter()
+    with _no_kernels():
+        for op, static, arrays in _calls():
+            for name in IMPLEMENTATIONS:
+                tried[name, op] += 1
+                function = getattr(paged_jax, op)
+                try:
+                    jax.eval_shape(lambda x, f=function, n=name, s=static: f(**x, **s, implementation=n), arrays)
+                except _Taken:
+                    taken[name, op] += 1
+                except Unsupported as refusal:
+                    reasons.update((name, op, reason) for reason in refusal.reasons)
+                else:
+                    taken[name, op] += 1  # nothing to compute
+    lines = []
+    for name, op in sorted(tried):
+        lines.append(f"{name} {op}: {taken[name, op]} of {tried[name, op]} cases")
+        lines += [f"    {n:3} x {why}" for (*where, why), n in sorted(reasons.items()) if (name, op) == tuple(where)]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")
