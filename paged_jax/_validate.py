@@ -6,14 +6,13 @@ Every message names the argument, says what was expected and shows what came:
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from paged_jax import _checks
 from paged_jax._operands import Copy, Decode, Prefix, Ragged, Swap, Write, WriteAndAttend
 from paged_jax.options import AttentionOptions, BlockSparse, Layout, Options, PerHead, block_axis, head_axis
 from paged_jax.shapes import BLOCK_SIZES, CACHE_DTYPES, QUERY_DTYPES, cache_shapes
@@ -29,17 +28,17 @@ def decode_operands(
     seq_lens: Any,
     options: Options,
 ) -> Decode:
-    query = _tokens("query", query, "num_seqs")
+    query = _checks.tokens("query", query, "num_seqs")
     pool = _caches(key_cache, value_cache, None, query.shape[2], options.get("layout", "hnd"))
     block_tables, seq_lens = _context(block_tables, seq_lens)
-    _shape("seq_lens", seq_lens, query.shape[:1], "num_seqs")
+    _checks.shape("seq_lens", seq_lens, query.shape[:1], "num_seqs")
     checked = _attention_options(query, pool, block_tables, options)
     return Decode(query, pool.key_cache, pool.value_cache, block_tables, seq_lens, checked)
 
 
 def partition_size(value: int, operands: Decode) -> int:
     block_size = operands.value_cache.shape[block_axis(operands.options.layout)]
-    _static_int("partition_size", value)
+    _checks.static_int("partition_size", value)
     if value % block_size:
         raise ValueError(f"partition_size must be a multiple of block_size = {block_size}, got {value}")
     return int(value)
@@ -56,13 +55,13 @@ def write_and_attend_operands(
     slot_mapping: Any,
     options: Options,
 ) -> WriteAndAttend:
-    query = _tokens("query", query, "num_seqs")
+    query = _checks.tokens("query", query, "num_seqs")
     key, value = _new_tokens(key, value, query.shape[0], query.shape[2], query.dtype)
     pool = _caches(key_cache, value_cache, key.shape[1], query.shape[2], options.get("layout", "hnd"))
     block_tables, seq_lens = _context(block_tables, seq_lens)
-    _shape("seq_lens", seq_lens, query.shape[:1], "num_seqs")
-    slot_mapping = _indices("slot_mapping", slot_mapping, "num_seqs")
-    _shape("slot_mapping", slot_mapping, query.shape[:1], "num_seqs")
+    _checks.shape("seq_lens", seq_lens, query.shape[:1], "num_seqs")
+    slot_mapping = _checks.indices("slot_mapping", slot_mapping, "num_seqs")
+    _checks.shape("slot_mapping", slot_mapping, query.shape[:1], "num_seqs")
     checked = _attention_options(query, pool, block_tables, options)
     return WriteAndAttend(
         query, key, value, pool.key_cache, pool.value_cache, block_tables, seq_lens, slot_mapping, checked
@@ -79,7 +78,7 @@ def ragged_operands(
     causal: bool,
     options: Options,
 ) -> Ragged:
-    query = _tokens("query", query, "num_tokens")
+    query = _checks.tokens("query", query, "num_tokens")
     pool = _caches(key_cache, value_cache, None, query.shape[2], options.get("layout", "hnd"))
     block_tables, seq_lens = _context(block_tables, seq_lens)
     query_start_loc = _query_start_loc(query_start_loc, seq_lens)
@@ -99,7 +98,7 @@ def prefix_operands(
     causal: bool,
     options: Options,
 ) -> Prefix:
-    query = _tokens("query", query, "num_tokens")
+    query = _checks.tokens("query", query, "num_tokens")
     key, value = _new_tokens(key, value, query.shape[0], query.shape[2], query.dtype)
     pool = _caches(key_cache, value_cache, key.shape[1], query.shape[2], options.get("layout", "hnd"))
     block_tables, seq_lens = _context(block_tables, seq_lens)
@@ -118,10 +117,10 @@ def write_operands(
     k_scale: Any | None,
     v_scale: Any | None,
 ) -> Write:
-    key = _tokens("key", key, "num_tokens")
+    key = _checks.tokens("key", key, "num_tokens")
     key, value = _new_tokens(key, value, key.shape[0], key.shape[2], key.dtype)
-    slot_mapping = _indices("slot_mapping", slot_mapping, "num_tokens")
-    _shape("slot_mapping", slot_mapping, key.shape[:1], "num_tokens")
+    slot_mapping = _checks.indices("slot_mapping", slot_mapping, "num_tokens")
+    _checks.shape("slot_mapping", slot_mapping, key.shape[:1], "num_tokens")
     pool = _caches(key_cache, value_cache, key.shape[1], key.shape[2], layout)
     cache_dtype = pool.key_cache.dtype
     if cache_dtype.itemsize >= key.dtype.itemsize and not (k_scale is None and v_scale is None):
@@ -170,58 +169,17 @@ def swap_operands(
 
 def states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Array, Array, Array, Array]:
     """Of `merge_attention_states`."""
-    out_a, out_b = _typed("out_a", out_a, QUERY_DTYPES), _typed("out_b", out_b, QUERY_DTYPES)
+    out_a, out_b = _checks.typed("out_a", out_a, QUERY_DTYPES), _checks.typed("out_b", out_b, QUERY_DTYPES)
     if out_a.ndim < 2:
         raise ValueError(f"out_a must have shape [..., num_heads, head_size], got {out_a.shape}")
     if out_b.shape != out_a.shape or out_b.dtype != out_a.dtype:
         raise ValueError(
             f"out_b must have out_a's shape and dtype {out_a.shape} {out_a.dtype}, got {out_b.shape} {out_b.dtype}"
         )
-    lse_a, lse_b = _typed("lse_a", lse_a, ("float32",)), _typed("lse_b", lse_b, ("float32",))
+    lse_a, lse_b = _checks.typed("lse_a", lse_a, ("float32",)), _checks.typed("lse_b", lse_b, ("float32",))
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
-        _shape(name, lse, out_a.shape[:-1], "..., num_heads")
+        _checks.shape(name, lse, out_a.shape[:-1], "..., num_heads")
     return out_a, lse_a, out_b, lse_b
-
-
-def flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{name} must be a static bool, got {type(value).__name__}")
-    return bool(value)
-
-
-def _typed(name: str, x: Any, dtypes: Sequence[str]) -> Array:
-    """`x` as a JAX array, if it is an array and its dtype one of `dtypes`."""
-    if not isinstance(x, jax.Array | np.ndarray | np.generic):
-        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
-    if x.dtype.name not in dtypes:
-        raise TypeError(f"{name} must have dtype {' or '.join(dtypes)}, got {x.dtype.name}")
-    return jnp.asarray(x)
-
-
-def _array(name: str, x: Any, dims: str, dtypes: Sequence[str]) -> Array:
-    """`_typed`, if its rank is that of `dims` ("num_seqs, head_size") too."""
-    rank = len([d for d in dims.split(", ") if d])
-    if isinstance(x, jax.Array | np.ndarray | np.generic) and np.ndim(x) != rank:
-        raise ValueError(f"{name} must have shape [{dims}], got {np.shape(x)}")
-    return _typed(name, x, dtypes)
-
-
-def _shape(name: str, x: Array, expected: tuple[int, ...], dims: str) -> None:
-    if x.shape != expected:
-        raise ValueError(f"{name} must have shape [{dims}] = {expected}, got {x.shape}")
-
-
-def _tokens(name: str, x: Any, rows: str) -> Array:
-    """Queries, keys or values: ``[rows, heads, head_size]``."""
-    heads = "num_heads" if name == "query" else "num_kv_heads"
-    x = _array(name, x, f"{rows}, {heads}, head_size", QUERY_DTYPES)
-    if not (0 < x.shape[2] <= 256 and x.shape[2] % 8 == 0):
-        raise ValueError(f"head_size must be a multiple of 8 up to 256, got {x.shape[2]}")
-    return x
-
-
-def _indices(name: str, x: Any, dims: str) -> Array:
-    return _array(name, x, dims, ("int32",))
 
 
 class _Caches(NamedTuple):
@@ -246,8 +204,8 @@ def _caches(key_cache: Any, value_cache: Any, num_kv_heads: int | None, head_siz
             "num_blocks, num_kv_heads, head_size, block_size",
         ),
     }[layout]
-    key_cache = _array("key_cache", key_cache, key_dims, CACHE_DTYPES)
-    value_cache = _array("value_cache", value_cache, value_dims, CACHE_DTYPES)
+    key_cache = _checks.array("key_cache", key_cache, key_dims, CACHE_DTYPES)
+    value_cache = _checks.array("value_cache", value_cache, value_dims, CACHE_DTYPES)
     if key_cache.dtype != value_cache.dtype:
         raise TypeError(f"value_cache must have key_cache's dtype {key_cache.dtype}, got {value_cache.dtype}")
     num_blocks, block_size = value_cache.shape[0], value_cache.shape[block_axis(layout)]
@@ -255,8 +213,8 @@ def _caches(key_cache: Any, value_cache: Any, num_kv_heads: int | None, head_siz
         raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {block_size}")
     kv_heads: int = value_cache.shape[head_axis(layout)] if num_kv_heads is None else num_kv_heads
     key_shape, value_shape = cache_shapes(num_blocks, block_size, kv_heads, head_size, key_cache.dtype, layout)
-    _shape("key_cache", key_cache, key_shape, key_dims)
-    _shape("value_cache", value_cache, value_shape, value_dims)
+    _checks.shape("key_cache", key_cache, key_shape, key_dims)
+    _checks.shape("value_cache", value_cache, value_shape, value_dims)
     return _Caches(key_cache, value_cache, num_blocks, kv_heads, block_size)
 
 
@@ -265,7 +223,7 @@ def _cache_scale(name: str, x: Any | None, pool: _Caches) -> Array | None:
         if pool.key_cache.dtype == jnp.int8:
             raise ValueError(f"{name} must be given for caches of int8, got None")
         return None
-    x = _floating(name, x)
+    x = _checks.floating(name, x)
     expected = ((), (pool.num_kv_heads,), (pool.num_blocks, pool.num_kv_heads, pool.block_size))
     if x.shape not in expected:
         raise ValueError(
@@ -276,22 +234,22 @@ def _cache_scale(name: str, x: Any | None, pool: _Caches) -> Array | None:
 
 
 def _context(block_tables: Any, seq_lens: Any) -> tuple[Array, Array]:
-    block_tables = _indices("block_tables", block_tables, "num_seqs, max_blocks_per_seq")
-    seq_lens = _indices("seq_lens", seq_lens, "num_seqs")
-    _shape("seq_lens", seq_lens, block_tables.shape[:1], "num_seqs")
+    block_tables = _checks.indices("block_tables", block_tables, "num_seqs, max_blocks_per_seq")
+    seq_lens = _checks.indices("seq_lens", seq_lens, "num_seqs")
+    _checks.shape("seq_lens", seq_lens, block_tables.shape[:1], "num_seqs")
     return block_tables, seq_lens
 
 
 def _query_start_loc(starts: Any, seq_lens: Array) -> Array:
-    starts = _indices("query_start_loc", starts, "num_seqs + 1")
-    _shape("query_start_loc", starts, (seq_lens.shape[0] + 1,), "num_seqs + 1")
+    starts = _checks.indices("query_start_loc", starts, "num_seqs + 1")
+    _checks.shape("query_start_loc", starts, (seq_lens.shape[0] + 1,), "num_seqs + 1")
     return starts
 
 
 def _new_tokens(key: Any, value: Any, num_tokens: int, head_size: int, dtype: Any) -> tuple[Array, Array]:
-    key, value = _tokens("key", key, "num_tokens"), _tokens("value", value, "num_tokens")
-    _shape("key", key, (num_tokens, key.shape[1], head_size), "num_tokens, num_kv_heads, head_size")
-    _shape("value", value, key.shape, "num_tokens, num_kv_heads, head_size")
+    key, value = _checks.tokens("key", key, "num_tokens"), _checks.tokens("value", value, "num_tokens")
+    _checks.shape("key", key, (num_tokens, key.shape[1], head_size), "num_tokens, num_kv_heads, head_size")
+    _checks.shape("value", value, key.shape, "num_tokens, num_kv_heads, head_size")
     for name, x in (("key", key), ("value", value)):
         if x.dtype != dtype:
             raise TypeError(f"{name} must have dtype {dtype}, got {x.dtype}")
@@ -304,15 +262,15 @@ def _pools(*named: tuple[str, Any]) -> tuple[Array, Array]:
         if np.ndim(x) not in ((4, 5) if "key" in name else (4,)):
             axes = "4 or 5 axes" if "key" in name else "4 axes"
             raise ValueError(f"{name} must have {axes}, the first num_blocks, got shape {np.shape(x)}")
-    key_cache, value_cache = (_typed(name, x, CACHE_DTYPES) for name, x in named)
+    key_cache, value_cache = (_checks.typed(name, x, CACHE_DTYPES) for name, x in named)
     if value_cache.shape[0] != key_cache.shape[0]:
         raise ValueError(f"{named[1][0]} must have num_blocks = {key_cache.shape[0]}, got {value_cache.shape[0]}")
     return key_cache, value_cache
 
 
 def _pairs(block_mapping: Any) -> Array:
-    block_mapping = _indices("block_mapping", block_mapping, "num_pairs, 2")
-    _shape("block_mapping", block_mapping, (block_mapping.shape[0], 2), "num_pairs, 2")
+    block_mapping = _checks.indices("block_mapping", block_mapping, "num_pairs, 2")
+    _checks.shape("block_mapping", block_mapping, (block_mapping.shape[0], 2), "num_pairs, 2")
     return block_mapping
 
 
@@ -328,20 +286,20 @@ def _attention_options(
     if pool.num_kv_heads < 1 or num_heads < 1 or num_heads % pool.num_kv_heads:
         raise ValueError(f"num_heads must be a multiple of num_kv_heads = {pool.num_kv_heads}, got {num_heads}")
     options = {name: given.get(name) for name in Options.__annotations__}
-    if not flag("causal", causal):
+    if not _checks.flag("causal", causal):
         for name in ("alibi_slopes", "sliding_window", "block_sparse"):
             if options[name] is not None:
                 raise ValueError(f"{name} must be None with causal=False, got {options[name]!r}")
     if (window := options["sliding_window"]) is not None:
-        _static_int("sliding_window", window)
-    if (cap := options["logits_soft_cap"]) is not None and not (_is_number(cap) and 0 < cap < math.inf):
+        _checks.static_int("sliding_window", window)
+    if (cap := options["logits_soft_cap"]) is not None and not (_checks.is_number(cap) and 0 < cap < math.inf):
         raise ValueError(f"logits_soft_cap must be a finite number > 0 or None, got {cap!r}")
     if (max_seq_len := options["max_seq_len"]) is not None:
-        _static_int("max_seq_len", max_seq_len, least=0)
+        _checks.static_int("max_seq_len", max_seq_len, least=0)
     scale = head_size**-0.5 if options["scale"] is None else options["scale"]
     capacity = block_tables.shape[1] * pool.block_size + new_tokens  # of tokens that a sequence can have
     return AttentionOptions(
-        scale=_floating("scale", scale, ()),
+        scale=_checks.floating("scale", scale, ()),
         per_head=PerHead(*(_per_head(name, options[name], num_heads) for name in PerHead._fields)),
         k_scale=_cache_scale("k_scale", options["k_scale"], pool),
         v_scale=_cache_scale("v_scale", options["v_scale"], pool),
@@ -359,7 +317,7 @@ def _block_sparse(sparse: Any | None, block_size: int) -> BlockSparse | None:
         return None
     if not isinstance(sparse, BlockSparse):
         raise TypeError(f"block_sparse must be a BlockSparse or None, got {type(sparse).__name__}")
-    _static_int("block_sparse.block_size", sparse.block_size)
+    _checks.static_int("block_sparse.block_size", sparse.block_size)
     if sparse.block_size % block_size:
         raise ValueError(
             f"block_sparse.block_size must be a multiple of the cache's block_size = {block_size}, "
@@ -371,7 +329,7 @@ def _block_sparse(sparse: Any | None, block_size: int) -> BlockSparse | None:
         ("vert_stride", -(2**31)),
         ("head_sliding_step", -(2**31)),
     ):
-        _static_int(f"block_sparse.{name}", getattr(sparse, name), least)
+        _checks.static_int(f"block_sparse.{name}", getattr(sparse, name), least)
     if sparse.vert_stride <= 1:
         return None
     return BlockSparse(**{name: int(value) for name, value in dataclasses.asdict(sparse).items()})
@@ -380,37 +338,6 @@ def _block_sparse(sparse: Any | None, block_size: int) -> BlockSparse | None:
 def _per_head(name: str, x: Any | None, num_heads: int) -> Array | None:
     if x is None:
         return None
-    x = _floating(name, x)
-    _shape(name, x, (num_heads,), "num_heads")
+    x = _checks.floating(name, x)
+    _checks.shape(name, x, (num_heads,), "num_heads")
     return x
-
-
-def _floating(name: str, x: Any, expected: tuple[int, ...] | None = None) -> Array:
-    """A number or an array of floats as f32."""
-    is_float = isinstance(x, jax.Array | np.ndarray | np.generic) and jnp.issubdtype(x.dtype, jnp.floating)
-    if not _is_number(x) and not is_float:
-        raise TypeError(f"{name} must be a number or an array of floats, got {getattr(x, 'dtype', type(x).__name__)}")
-    if expected is not None and np.shape(x) != expected:
-        raise ValueError(f"{name} must have shape {expected}, got {np.shape(x)}")
-    if isinstance(x, jax.Array):
-        return jnp.asarray(x, jnp.float32)
-    # Numbers come from the host by the caller's wish: explicitly, which jax.transfer_guard("disallow") lets pass.
-    with np.errstate(over="ignore"):  # what is too large for f32 is infinite
-        return jax.device_put(np.asarray(x, np.float32))
-
-
-def _static_int(name: str, value: int, least: int = 1) -> None:
-    if not _is_int(value):
-        raise TypeError(f"{name} must be a static int, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-    if value >= 2**31:
-        raise ValueError(f"{name} must be below 2**31, got {value}")
-
-
-def _is_int(x: object) -> bool:
-    return isinstance(x, int | np.integer) and not isinstance(x, bool)
-
-
-def _is_number(x: object) -> bool:
-    return isinstance(x, int | float | np.integer | np.floating) and not isinstance(x, bool)

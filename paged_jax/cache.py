@@ -178,28 +178,18 @@ class PagedKVCache:
         )
         return self._with(pools)
 
+    # fmt: off
     @overload
     def attend(
-        self,
-        query: Query,
-        block_tables: BlockTables,
-        seq_lens: SeqLens,
-        *,
-        return_lse: Literal[False] = False,
-        implementation: Implementation | None = None,
-        **options: Unpack[QueryOptions],
+        self, query: Query, block_tables: BlockTables, seq_lens: SeqLens, *, return_lse: Literal[False] = False,
+        implementation: Implementation | None = None, **options: Unpack[QueryOptions],
     ) -> Query: ...
     @overload
     def attend(
-        self,
-        query: Query,
-        block_tables: BlockTables,
-        seq_lens: SeqLens,
-        *,
-        return_lse: Literal[True],
-        implementation: Implementation | None = None,
-        **options: Unpack[QueryOptions],
+        self, query: Query, block_tables: BlockTables, seq_lens: SeqLens, *, return_lse: Literal[True],
+        implementation: Implementation | None = None, **options: Unpack[QueryOptions],
     ) -> tuple[Query, Lse]: ...
+    # fmt: on
     def attend(
         self,
         query: Query,
@@ -211,46 +201,26 @@ class PagedKVCache:
         **options: Unpack[QueryOptions],
     ) -> Query | tuple[Query, Lse]:
         """Decode attention over this cache: `paged_attention`."""
+        arrays = query, *self._pools, block_tables, seq_lens
         out, lse = ops.paged_attention(
-            query,
-            *self._pools,
-            block_tables,
-            seq_lens,
-            return_lse=True,
-            implementation=implementation,
-            **options,
-            **self._contract,
+            *arrays, return_lse=True, implementation=implementation, **options, **self._contract
         )
         return (out, lse) if return_lse else out
 
+    # fmt: off
     @overload
     def write_and_attend(
-        self,
-        query: Query,
-        key: NewTokens,
-        value: NewTokens,
-        block_tables: BlockTables,
-        seq_lens: SeqLens,
-        slot_mapping: SlotMapping,
-        *,
-        return_lse: Literal[False] = False,
-        implementation: Implementation | None = None,
+        self, query: Query, key: NewTokens, value: NewTokens, block_tables: BlockTables, seq_lens: SeqLens,
+        slot_mapping: SlotMapping, *, return_lse: Literal[False] = False, implementation: Implementation | None = None,
         **options: Unpack[QueryOptions],
     ) -> tuple[Query, Self]: ...
     @overload
     def write_and_attend(
-        self,
-        query: Query,
-        key: NewTokens,
-        value: NewTokens,
-        block_tables: BlockTables,
-        seq_lens: SeqLens,
-        slot_mapping: SlotMapping,
-        *,
-        return_lse: Literal[True],
-        implementation: Implementation | None = None,
+        self, query: Query, key: NewTokens, value: NewTokens, block_tables: BlockTables, seq_lens: SeqLens,
+        slot_mapping: SlotMapping, *, return_lse: Literal[True], implementation: Implementation | None = None,
         **options: Unpack[QueryOptions],
     ) -> tuple[Query, Lse, Self]: ...
+    # fmt: on
     def write_and_attend(
         self,
         query: Query,
@@ -269,47 +239,26 @@ class PagedKVCache:
         Returns:
           ``(out, cache)``, or with return_lse ``(out, lse, cache)``.
         """
+        arrays = query, key, value, *self._pools, block_tables, seq_lens, slot_mapping
         out, lse, *pools = ops.write_and_attend(
-            query,
-            key,
-            value,
-            *self._pools,
-            block_tables,
-            seq_lens,
-            slot_mapping,
-            return_lse=True,
-            implementation=implementation,
-            **options,
-            **self._contract,
+            *arrays, return_lse=True, implementation=implementation, **options, **self._contract
         )
         return (out, lse, self._with(pools)) if return_lse else (out, self._with(pools))
 
+    # fmt: off
     @overload
     def attend_ragged(
-        self,
-        query: RaggedQuery,
-        block_tables: BlockTables,
-        seq_lens: SeqLens,
-        query_start_loc: QueryStartLoc,
-        *,
-        causal: bool = True,
-        return_lse: Literal[False] = False,
-        implementation: Implementation | None = None,
+        self, query: RaggedQuery, block_tables: BlockTables, seq_lens: SeqLens, query_start_loc: QueryStartLoc, *,
+        causal: bool = True, return_lse: Literal[False] = False, implementation: Implementation | None = None,
         **options: Unpack[QueryOptions],
     ) -> RaggedQuery: ...
     @overload
     def attend_ragged(
-        self,
-        query: RaggedQuery,
-        block_tables: BlockTables,
-        seq_lens: SeqLens,
-        query_start_loc: QueryStartLoc,
-        *,
-        causal: bool = True,
-        return_lse: Literal[True],
-        implementation: Implementation | None = None,
+        self, query: RaggedQuery, block_tables: BlockTables, seq_lens: SeqLens, query_start_loc: QueryStartLoc, *,
+        causal: bool = True, return_lse: Literal[True], implementation: Implementation | None = None,
         **options: Unpack[QueryOptions],
     ) -> tuple[RaggedQuery, RaggedLse]: ...
+    # fmt: on
     def attend_ragged(
         self,
         query: RaggedQuery,
@@ -323,50 +272,26 @@ class PagedKVCache:
         **options: Unpack[QueryOptions],
     ) -> RaggedQuery | tuple[RaggedQuery, RaggedLse]:
         """Attention of ragged queries over this cache: `ragged_paged_attention`."""
+        arrays = query, *self._pools, block_tables, seq_lens, query_start_loc
         out, lse = ops.ragged_paged_attention(
-            query,
-            *self._pools,
-            block_tables,
-            seq_lens,
-            query_start_loc,
-            causal=causal,
-            return_lse=True,
-            implementation=implementation,
-            **options,
-            **self._contract,
+            *arrays, causal=causal, return_lse=True, implementation=implementation, **options, **self._contract
         )
         return (out, lse) if return_lse else out
 
+    # fmt: off
     @overload
     def attend_prefix(
-        self,
-        query: RaggedQuery,
-        key: NewTokens,
-        value: NewTokens,
-        block_tables: BlockTables,
-        seq_lens: SeqLens,
-        query_start_loc: QueryStartLoc,
-        *,
-        causal: bool = True,
-        return_lse: Literal[False] = False,
-        implementation: Implementation | None = None,
-        **options: Unpack[QueryOptions],
+        self, query: RaggedQuery, key: NewTokens, value: NewTokens, block_tables: BlockTables, seq_lens: SeqLens,
+        query_start_loc: QueryStartLoc, *, causal: bool = True, return_lse: Literal[False] = False,
+        implementation: Implementation | None = None, **options: Unpack[QueryOptions],
     ) -> RaggedQuery: ...
     @overload
     def attend_prefix(
-        self,
-        query: RaggedQuery,
-        key: NewTokens,
-        value: NewTokens,
-        block_tables: BlockTables,
-        seq_lens: SeqLens,
-        query_start_loc: QueryStartLoc,
-        *,
-        causal: bool = True,
-        return_lse: Literal[True],
-        implementation: Implementation | None = None,
-        **options: Unpack[QueryOptions],
+        self, query: RaggedQuery, key: NewTokens, value: NewTokens, block_tables: BlockTables, seq_lens: SeqLens,
+        query_start_loc: QueryStartLoc, *, causal: bool = True, return_lse: Literal[True],
+        implementation: Implementation | None = None, **options: Unpack[QueryOptions],
     ) -> tuple[RaggedQuery, RaggedLse]: ...
+    # fmt: on
     def attend_prefix(
         self,
         query: RaggedQuery,
@@ -382,19 +307,9 @@ class PagedKVCache:
         **options: Unpack[QueryOptions],
     ) -> RaggedQuery | tuple[RaggedQuery, RaggedLse]:
         """Attention of ragged queries over a context in this cache and new tokens: `prefix_attention`."""
+        arrays = query, key, value, *self._pools, block_tables, seq_lens, query_start_loc
         out, lse = ops.prefix_attention(
-            query,
-            key,
-            value,
-            *self._pools,
-            block_tables,
-            seq_lens,
-            query_start_loc,
-            causal=causal,
-            return_lse=True,
-            implementation=implementation,
-            **options,
-            **self._contract,
+            *arrays, causal=causal, return_lse=True, implementation=implementation, **options, **self._contract
         )
         return (out, lse) if return_lse else out
 

@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FILES = sorted(p for folder in ("paged_jax", "examples", "benchmarks") for p in (ROOT / folder).rglob("*.py"))
 
-OPS_KNOW = ("paged_jax._validate", "paged_jax._dispatch", "paged_jax.options", "paged_jax.shapes")
+OPS_KNOW = ("paged_jax._checks", "paged_jax._validate", "paged_jax._dispatch", "paged_jax.options", "paged_jax.shapes")
 # What each module of the package may import of the package; a folder's name stands for all in it.
 ALLOWED = {
     "paged_jax.allocator": ("paged_jax.allocator",),
@@ -17,7 +17,8 @@ ALLOWED = {
     "paged_jax.shapes": ("paged_jax.options",),
     "paged_jax.flat_pool": ("paged_jax.options", "paged_jax.shapes"),
     "paged_jax._operands": ("paged_jax.options", "paged_jax.shapes"),
-    "paged_jax._validate": ("paged_jax._operands", "paged_jax.options", "paged_jax.shapes"),
+    "paged_jax._checks": ("paged_jax.shapes",),
+    "paged_jax._validate": ("paged_jax._checks", "paged_jax._operands", "paged_jax.options", "paged_jax.shapes"),
     "paged_jax._selection": (),
     "paged_jax._partition": ("paged_jax.options",),
     "paged_jax._dispatch": (

@@ -2,36 +2,24 @@
 
 from typing import Literal, Unpack, overload
 
-from paged_jax import _dispatch, _validate
+from paged_jax import _checks, _dispatch, _validate
 from paged_jax._dispatch import Implementation
 from paged_jax.options import Options
 from paged_jax.shapes import BlockTables, Cache, Lse, Query, Residual, SeqLens, TmpOut
 
 
+# fmt: off
 @overload
 def paged_attention(
-    query: Query,
-    key_cache: Cache,
-    value_cache: Cache,
-    block_tables: BlockTables,
-    seq_lens: SeqLens,
-    *,
-    return_lse: Literal[False] = False,
-    implementation: Implementation | None = None,
-    **options: Unpack[Options],
+    query: Query, key_cache: Cache, value_cache: Cache, block_tables: BlockTables, seq_lens: SeqLens, *,
+    return_lse: Literal[False] = False, implementation: Implementation | None = None, **options: Unpack[Options],
 ) -> Query: ...
 @overload
 def paged_attention(
-    query: Query,
-    key_cache: Cache,
-    value_cache: Cache,
-    block_tables: BlockTables,
-    seq_lens: SeqLens,
-    *,
-    return_lse: Literal[True],
-    implementation: Implementation | None = None,
-    **options: Unpack[Options],
+    query: Query, key_cache: Cache, value_cache: Cache, block_tables: BlockTables, seq_lens: SeqLens, *,
+    return_lse: Literal[True], implementation: Implementation | None = None, **options: Unpack[Options],
 ) -> tuple[Query, Lse]: ...
+# fmt: on
 def paged_attention(
     query: Query,
     key_cache: Cache,
@@ -81,35 +69,23 @@ def paged_attention(
       ((1, 8, 64), dtype(bfloat16))
     """
     operands = _validate.decode_operands(query, key_cache, value_cache, block_tables, seq_lens, options)
-    return_lse = _validate.flag("return_lse", return_lse)
+    return_lse = _checks.flag("return_lse", return_lse)
     out, lse = _dispatch.call("paged_attention", operands, implementation=implementation)
     return (out, lse) if return_lse else out
 
 
+# fmt: off
 @overload
 def paged_attention_v1(
-    query: Query,
-    key_cache: Cache,
-    value_cache: Cache,
-    block_tables: BlockTables,
-    seq_lens: SeqLens,
-    *,
-    return_lse: Literal[False] = False,
-    implementation: Implementation | None = None,
-    **options: Unpack[Options],
+    query: Query, key_cache: Cache, value_cache: Cache, block_tables: BlockTables, seq_lens: SeqLens, *,
+    return_lse: Literal[False] = False, implementation: Implementation | None = None, **options: Unpack[Options],
 ) -> Query: ...
 @overload
 def paged_attention_v1(
-    query: Query,
-    key_cache: Cache,
-    value_cache: Cache,
-    block_tables: BlockTables,
-    seq_lens: SeqLens,
-    *,
-    return_lse: Literal[True],
-    implementation: Implementation | None = None,
-    **options: Unpack[Options],
+    query: Query, key_cache: Cache, value_cache: Cache, block_tables: BlockTables, seq_lens: SeqLens, *,
+    return_lse: Literal[True], implementation: Implementation | None = None, **options: Unpack[Options],
 ) -> tuple[Query, Lse]: ...
+# fmt: on
 def paged_attention_v1(
     query: Query,
     key_cache: Cache,
@@ -155,67 +131,37 @@ def paged_attention_v1(
       ((2, 8, 64), Array(-inf, dtype=float32))
     """
     operands = _validate.decode_operands(query, key_cache, value_cache, block_tables, seq_lens, options)
-    return_lse = _validate.flag("return_lse", return_lse)
+    return_lse = _checks.flag("return_lse", return_lse)
     out, lse = _dispatch.call("paged_attention_v1", operands, implementation=implementation)
     return (out, lse) if return_lse else out
 
 
+# fmt: off
 @overload
 def paged_attention_v2(
-    query: Query,
-    key_cache: Cache,
-    value_cache: Cache,
-    block_tables: BlockTables,
-    seq_lens: SeqLens,
-    *,
-    partition_size: int = 512,
-    return_residuals: Literal[False] = False,
-    return_lse: Literal[False] = False,
-    implementation: Implementation | None = None,
-    **options: Unpack[Options],
+    query: Query, key_cache: Cache, value_cache: Cache, block_tables: BlockTables, seq_lens: SeqLens, *,
+    partition_size: int = 512, return_residuals: Literal[False] = False, return_lse: Literal[False] = False,
+    implementation: Implementation | None = None, **options: Unpack[Options],
 ) -> Query: ...
 @overload
 def paged_attention_v2(
-    query: Query,
-    key_cache: Cache,
-    value_cache: Cache,
-    block_tables: BlockTables,
-    seq_lens: SeqLens,
-    *,
-    partition_size: int = 512,
-    return_residuals: Literal[False] = False,
-    return_lse: Literal[True],
-    implementation: Implementation | None = None,
-    **options: Unpack[Options],
+    query: Query, key_cache: Cache, value_cache: Cache, block_tables: BlockTables, seq_lens: SeqLens, *,
+    partition_size: int = 512, return_residuals: Literal[False] = False, return_lse: Literal[True],
+    implementation: Implementation | None = None, **options: Unpack[Options],
 ) -> tuple[Query, Lse]: ...
 @overload
 def paged_attention_v2(
-    query: Query,
-    key_cache: Cache,
-    value_cache: Cache,
-    block_tables: BlockTables,
-    seq_lens: SeqLens,
-    *,
-    partition_size: int = 512,
-    return_residuals: Literal[True],
-    return_lse: Literal[False] = False,
-    implementation: Implementation | None = None,
-    **options: Unpack[Options],
+    query: Query, key_cache: Cache, value_cache: Cache, block_tables: BlockTables, seq_lens: SeqLens, *,
+    partition_size: int = 512, return_residuals: Literal[True], return_lse: Literal[False] = False,
+    implementation: Implementation | None = None, **options: Unpack[Options],
 ) -> tuple[Query, Residual, Residual, TmpOut]: ...
 @overload
 def paged_attention_v2(
-    query: Query,
-    key_cache: Cache,
-    value_cache: Cache,
-    block_tables: BlockTables,
-    seq_lens: SeqLens,
-    *,
-    partition_size: int = 512,
-    return_residuals: Literal[True],
-    return_lse: Literal[True],
-    implementation: Implementation | None = None,
-    **options: Unpack[Options],
+    query: Query, key_cache: Cache, value_cache: Cache, block_tables: BlockTables, seq_lens: SeqLens, *,
+    partition_size: int = 512, return_residuals: Literal[True], return_lse: Literal[True],
+    implementation: Implementation | None = None, **options: Unpack[Options],
 ) -> tuple[Query, Lse, Residual, Residual, TmpOut]: ...
+# fmt: on
 def paged_attention_v2(
     query: Query,
     key_cache: Cache,
@@ -271,8 +217,8 @@ def paged_attention_v2(
     """
     operands = _validate.decode_operands(query, key_cache, value_cache, block_tables, seq_lens, options)
     partition_size = _validate.partition_size(partition_size, operands)
-    return_residuals = _validate.flag("return_residuals", return_residuals)
-    return_lse = _validate.flag("return_lse", return_lse)
+    return_residuals = _checks.flag("return_residuals", return_residuals)
+    return_lse = _checks.flag("return_lse", return_lse)
     out, lse, exp_sums, max_logits, tmp_out = _dispatch.call(
         "paged_attention_v2", operands, implementation=implementation, partition_size=partition_size
     )

@@ -2,42 +2,26 @@
 
 from typing import Literal, Unpack, overload
 
-from paged_jax import _dispatch, _validate
+from paged_jax import _checks, _dispatch, _validate
 from paged_jax._dispatch import Implementation
 from paged_jax.options import Options
 from paged_jax.shapes import BlockTables, Cache, Lse, NewTokens, Query, SeqLens, SlotMapping
 
 
+# fmt: off
 @overload
 def write_and_attend(
-    query: Query,
-    key: NewTokens,
-    value: NewTokens,
-    key_cache: Cache,
-    value_cache: Cache,
-    block_tables: BlockTables,
-    seq_lens: SeqLens,
-    slot_mapping: SlotMapping,
-    *,
-    return_lse: Literal[False] = False,
-    implementation: Implementation | None = None,
-    **options: Unpack[Options],
+    query: Query, key: NewTokens, value: NewTokens, key_cache: Cache, value_cache: Cache, block_tables: BlockTables,
+    seq_lens: SeqLens, slot_mapping: SlotMapping, *, return_lse: Literal[False] = False,
+    implementation: Implementation | None = None, **options: Unpack[Options],
 ) -> tuple[Query, Cache, Cache]: ...
 @overload
 def write_and_attend(
-    query: Query,
-    key: NewTokens,
-    value: NewTokens,
-    key_cache: Cache,
-    value_cache: Cache,
-    block_tables: BlockTables,
-    seq_lens: SeqLens,
-    slot_mapping: SlotMapping,
-    *,
-    return_lse: Literal[True],
-    implementation: Implementation | None = None,
-    **options: Unpack[Options],
+    query: Query, key: NewTokens, value: NewTokens, key_cache: Cache, value_cache: Cache, block_tables: BlockTables,
+    seq_lens: SeqLens, slot_mapping: SlotMapping, *, return_lse: Literal[True],
+    implementation: Implementation | None = None, **options: Unpack[Options],
 ) -> tuple[Query, Lse, Cache, Cache]: ...
+# fmt: on
 def write_and_attend(
     query: Query,
     key: NewTokens,
@@ -100,6 +84,6 @@ def write_and_attend(
     operands = _validate.write_and_attend_operands(
         query, key, value, key_cache, value_cache, block_tables, seq_lens, slot_mapping, options
     )
-    return_lse = _validate.flag("return_lse", return_lse)
+    return_lse = _checks.flag("return_lse", return_lse)
     out, lse, key_cache, value_cache = _dispatch.call("write_and_attend", operands, implementation=implementation)
     return (out, lse, key_cache, value_cache) if return_lse else (out, key_cache, value_cache)

@@ -2,40 +2,26 @@
 
 from typing import Literal, Unpack, overload
 
-from paged_jax import _dispatch, _validate
+from paged_jax import _checks, _dispatch, _validate
 from paged_jax._dispatch import Implementation
 from paged_jax.options import Options
 from paged_jax.shapes import BlockTables, Cache, NewTokens, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
 
 
+# fmt: off
 @overload
 def ragged_paged_attention(
-    query: RaggedQuery,
-    key_cache: Cache,
-    value_cache: Cache,
-    block_tables: BlockTables,
-    seq_lens: SeqLens,
-    query_start_loc: QueryStartLoc,
-    *,
-    causal: bool = True,
-    return_lse: Literal[False] = False,
-    implementation: Implementation | None = None,
-    **options: Unpack[Options],
+    query: RaggedQuery, key_cache: Cache, value_cache: Cache, block_tables: BlockTables, seq_lens: SeqLens,
+    query_start_loc: QueryStartLoc, *, causal: bool = True, return_lse: Literal[False] = False,
+    implementation: Implementation | None = None, **options: Unpack[Options],
 ) -> RaggedQuery: ...
 @overload
 def ragged_paged_attention(
-    query: RaggedQuery,
-    key_cache: Cache,
-    value_cache: Cache,
-    block_tables: BlockTables,
-    seq_lens: SeqLens,
-    query_start_loc: QueryStartLoc,
-    *,
-    causal: bool = True,
-    return_lse: Literal[True],
-    implementation: Implementation | None = None,
-    **options: Unpack[Options],
+    query: RaggedQuery, key_cache: Cache, value_cache: Cache, block_tables: BlockTables, seq_lens: SeqLens,
+    query_start_loc: QueryStartLoc, *, causal: bool = True, return_lse: Literal[True],
+    implementation: Implementation | None = None, **options: Unpack[Options],
 ) -> tuple[RaggedQuery, RaggedLse]: ...
+# fmt: on
 def ragged_paged_attention(
     query: RaggedQuery,
     key_cache: Cache,
@@ -94,43 +80,25 @@ def ragged_paged_attention(
     operands = _validate.ragged_operands(
         query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, causal, options
     )
-    return_lse = _validate.flag("return_lse", return_lse)
+    return_lse = _checks.flag("return_lse", return_lse)
     out, lse = _dispatch.call("ragged_paged_attention", operands, implementation=implementation)
     return (out, lse) if return_lse else out
 
 
+# fmt: off
 @overload
 def prefix_attention(
-    query: RaggedQuery,
-    key: NewTokens,
-    value: NewTokens,
-    key_cache: Cache,
-    value_cache: Cache,
-    block_tables: BlockTables,
-    seq_lens: SeqLens,
-    query_start_loc: QueryStartLoc,
-    *,
-    causal: bool = True,
-    return_lse: Literal[False] = False,
-    implementation: Implementation | None = None,
-    **options: Unpack[Options],
+    query: RaggedQuery, key: NewTokens, value: NewTokens, key_cache: Cache, value_cache: Cache,
+    block_tables: BlockTables, seq_lens: SeqLens, query_start_loc: QueryStartLoc, *, causal: bool = True,
+    return_lse: Literal[False] = False, implementation: Implementation | None = None, **options: Unpack[Options],
 ) -> RaggedQuery: ...
 @overload
 def prefix_attention(
-    query: RaggedQuery,
-    key: NewTokens,
-    value: NewTokens,
-    key_cache: Cache,
-    value_cache: Cache,
-    block_tables: BlockTables,
-    seq_lens: SeqLens,
-    query_start_loc: QueryStartLoc,
-    *,
-    causal: bool = True,
-    return_lse: Literal[True],
-    implementation: Implementation | None = None,
-    **options: Unpack[Options],
+    query: RaggedQuery, key: NewTokens, value: NewTokens, key_cache: Cache, value_cache: Cache,
+    block_tables: BlockTables, seq_lens: SeqLens, query_start_loc: QueryStartLoc, *, causal: bool = True,
+    return_lse: Literal[True], implementation: Implementation | None = None, **options: Unpack[Options],
 ) -> tuple[RaggedQuery, RaggedLse]: ...
+# fmt: on
 def prefix_attention(
     query: RaggedQuery,
     key: NewTokens,
@@ -194,6 +162,6 @@ def prefix_attention(
     operands = _validate.prefix_operands(
         query, key, value, key_cache, value_cache, block_tables, seq_lens, query_start_loc, causal, options
     )
-    return_lse = _validate.flag("return_lse", return_lse)
+    return_lse = _checks.flag("return_lse", return_lse)
     out, lse = _dispatch.call("prefix_attention", operands, implementation=implementation)
     return (out, lse) if return_lse else out
