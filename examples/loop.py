@@ -209,7 +209,9 @@ def measure_scales(
         k_scale and v_scale of each layer, f32 `[num_kv_heads]` each.
     """
     num_blocks = int((-(-np.asarray(request.prompt_lens) // block_size)).sum())
-    caches = make_caches(config, num_blocks, block_size, dtype, mesh=mesh)  # of zeros: what is not written counts for nothing
+    caches = make_caches(
+        config, num_blocks, block_size, dtype, mesh=mesh
+    )  # of zeros: what is not written counts for nothing
     caches = programs.prefill(programs.weights, caches, request).caches
 
     @jax.jit

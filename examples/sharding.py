@@ -58,7 +58,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     return sizes
 
 
-def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(sizes: dict[str, int], devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh with the axes "dp" and "tp", over the first of all devices of all processes.
 
     Raises:
