@@ -1,8 +1,9 @@
 """The compiled programs of an engine and the arrays they work on: weights, caches, the last token of each seat.
 
 Everything is compiled when the runner is made, ahead of the first request, and a compiled program takes no other shapes
-than its own: nothing compiles later. One program runs the model, draws the tokens and keeps them on the device for the
-next step; three small ones copy blocks and swap them out and in.
+than its own: nothing compiles later. A step is two programs: one runs the model, and one draws the tokens and keeps them
+on the device for the next step. The model is compiled once for each shape this way, whatever its tokens are drawn by.
+Three small programs copy blocks and swap them out and in.
 
     host     plan i+1 ──► packed ──┐          plan i+2 ──► packed ──┐        reads what step i drew
     device   step i ──► last tokens ──► step i+1 ──► last tokens ──► step i+2
@@ -20,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from paged_jax.cache import PagedKVCache
 from paged_jax.cache_ops import copy_blocks
-from paged_jax.engine.batch import Caches, Step, StepShape
+from paged_jax.engine.batch import FLOATS, Caches, Draws, Step, StepShape
 from paged_jax.engine.blocks import Pairs
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.sampling import Drawn, Kind, draw
@@ -101,8 +102,8 @@ class Runner:
         return jax.tree.map(np.asarray, launched.drawn)
 
     def _run(self, shape: StepShape, kind: Kind, packed: np.ndarray) -> Drawn:
-        program = self._programs[shape, kind]
-        self._caches, self._last_tokens, drawn = program(self._weights, self._caches, self._last_tokens, packed)
+        self._caches, logits, draws = self._programs[shape](self._weights, self._caches, self._last_tokens, packed)
+        self._last_tokens, drawn = self._programs[shape.num_rows, kind](logits, draws, self._last_tokens)
         return drawn
 
     def _choose(self, plan: Plan) -> tuple[StepShape, Kind]:
@@ -126,7 +127,6 @@ class Runner:
         return mixed + [self._shape(size, size, True) for size in self.config.decode_rows]
 
     def _compile(self, show_progress: bool, options: dict[str, Any] | None) -> Programs:
-        caches_at = jax.tree.map(lambda array: array.sharding, self._caches)
         kinds = list(Kind) if self.config.max_logprobs is not None else [Kind.GREEDY, Kind.RANDOM]
         pairs = jax.ShapeDtypeStruct((_PAIRS, 2), np.dtype(np.int32))
         lowered: Programs = {"copy": jax.jit(_copy, donate_argnums=0).lower(self._caches, pairs)}
@@ -134,13 +134,11 @@ class Runner:
             lowered["swap_out"] = jax.jit(_swap, donate_argnums=1).lower(self._caches, self._host_caches, pairs)
             lowered["swap_in"] = jax.jit(_swap, donate_argnums=1).lower(self._host_caches, self._caches, pairs)
         for shape in self._shapes():
-            packed = jax.ShapeDtypeStruct((shape.size,), np.dtype(np.int32))
+            lowered[shape] = self._lower_model(shape)
+            *_, logits, draws = lowered[shape].out_info
             for kind in kinds:
-                lowered[shape, kind] = jax.jit(
-                    self._make_program(shape, kind),
-                    donate_argnums=(1, 2),
-                    out_shardings=(caches_at, self._replicated, self._replicated),
-                ).lower(self._weights, self._caches, self._last_tokens, packed)
+                if (shape.num_rows, kind) not in lowered:
+                    lowered[shape.num_rows, kind] = self._lower_draw(kind, logits, draws)
         with (
             concurrent.futures.ThreadPoolExecutor(_COMPILERS) as pool,
             _progress(show_progress, len(lowered)) as advance,
@@ -151,25 +149,38 @@ class Runner:
                 advance()
         return {name: future.result() for name, future in futures.items()}
 
-    def _make_program(self, shape: StepShape, kind: Kind) -> collections.abc.Callable[..., Any]:
-        def program(weights, caches, last_tokens, packed):
+    def _lower_model(self, shape: StepShape) -> Any:
+        def run_model(weights, caches, last_tokens, packed):
             batch, draws = shape.unpack(packed, last_tokens, self.block_size)
             logits, caches = self._step(weights, caches, batch)
-            drawn = draw(logits, draws, kind, self.config.max_logprobs or 0)
-            last_tokens = last_tokens.at[draws.seats].set(drawn.token_ids, mode="drop")
-            return caches, last_tokens, drawn
+            return caches, logits, draws
 
-        return program
+        caches_at = jax.tree.map(lambda array: array.sharding, self._caches)
+        packed = jax.ShapeDtypeStruct((shape.size,), np.dtype(np.int32))
+        return jax.jit(
+            run_model, donate_argnums=1, out_shardings=(caches_at, self._replicated, self._replicated)
+        ).lower(self._weights, self._caches, self._last_tokens, packed)
+
+    def _lower_draw(self, kind: Kind, logits: Any, draws: Any) -> Any:
+        def draw_tokens(logits, draws, last_tokens):
+            unpacked = Draws.unpack(draws)
+            drawn = draw(logits, unpacked, kind, self.config.max_logprobs or 0)
+            return last_tokens.at[unpacked.seats].set(drawn.token_ids, mode="drop"), drawn
+
+        logits, draws = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._replicated) for x in (logits, draws))
+        return jax.jit(draw_tokens, donate_argnums=2, out_shardings=self._replicated).lower(
+            logits, draws, self._last_tokens
+        )
 
     def _warm_up(self) -> None:
         """Runs every program once on nothing but padding: the first run of a program loads its code."""
         for name in ("swap_out", "swap_in", "copy"):
             if name in self._programs:
                 self._move(name, [(-1, -1)])
-        for name in self._programs:
-            if isinstance(name, tuple):
-                shape, kind = name
-                self._run(shape, kind, _pack(Plan(), shape, self.config.max_num_seqs))
+        for shape in self._shapes():
+            for kind in Kind:
+                if (shape.num_rows, kind) in self._programs:
+                    self._run(shape, kind, _pack(Plan(), shape, self.config.max_num_seqs))
         jax.block_until_ready(self._last_tokens)
 
     def _move(self, name: str, pairs: Pairs) -> None:
@@ -202,7 +213,7 @@ def _pack(plan: Plan, shape: StepShape, num_seats: int) -> np.ndarray:
     """The plan as the one array that travels to the device; a fresh one, since the last one may still be on its way."""
     packed = np.zeros(shape.size, np.int32)
     parts = shape.split(packed)
-    for name in ("temperature", "top_p"):
+    for name in FLOATS:
         parts[name] = parts[name].view(np.float32)
     parts["seats"][:] = num_seats  # out of range
     parts["block_tables"][:] = -1
