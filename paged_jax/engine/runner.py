@@ -1,9 +1,9 @@
 """The compiled programs of an engine and the arrays they work on: weights, caches, the last token of each seat.
 
 Everything is compiled when the runner is made, ahead of the first request, and a compiled program takes no other shapes
-than its own: nothing compiles later. A step is two programs: one runs the model, and one draws the tokens and keeps them
-on the device for the next step. The model is compiled once for each shape this way, whatever its tokens are drawn by.
-Three small programs copy blocks and swap them out and in.
+than its own: nothing compiles later. A step is two programs: one runs the model, and one draws the tokens and keeps
+them on the device for the next step. So the model is compiled once for each shape, however its tokens are drawn. Three
+small programs copy blocks and swap them out and in.
 
     host     plan i+1 ──► packed ──┐          plan i+2 ──► packed ──┐        reads what step i drew
     device   step i ──► last tokens ──► step i+1 ──► last tokens ──► step i+2
