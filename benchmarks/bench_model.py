@@ -86,22 +86,30 @@ class Case(NamedTuple):
     num_seqs: int
 
 
-def lower(config: DecoderConfig, step: Step, weights: Any, case: Case, context: int) -> dict[str, jax.stages.Lowered]:
-    """The programs of a case, by name: the step to call and, for decode, the loop of as many steps as it is told."""
+def lower_call(config: DecoderConfig, step: Step, weights: Any, case: Case, context: int) -> jax.stages.Lowered:
+    """The step to call, once a token or once for all prompts."""
     tables = make_tables(case.num_seqs, context + STEPS)
-    caches = jax.eval_shape(lambda: make_caches(config, tables.size))
-    if case.kind == "prefill":
-        return {"call": jax.jit(step, donate_argnums=1).lower(weights, caches, prompts(tables, context))}
-    ids = jax.ShapeDtypeStruct((case.num_seqs,), jnp.int32)
-    state = State(ids, ids, caches)
+    if case.kind == "decode":
+        state = _abstract_state(config, tables)
+        return jax.jit(partial(advance, step), donate_argnums=1).lower(weights, state, tables)
+    caches = _abstract_state(config, tables).caches
+    return jax.jit(step, donate_argnums=1).lower(weights, caches, prompts(tables, context))
+
+
+def lower_loop(config: DecoderConfig, step: Step, weights: Any, case: Case, context: int) -> jax.stages.Lowered:
+    """The loop of as many decode steps as it is told."""
+    tables = make_tables(case.num_seqs, context + STEPS)
 
     def loop(weights, state, tables, num_steps):
         return jax.lax.fori_loop(0, num_steps, lambda _, state: advance(step, weights, state, tables), state)
 
-    return {
-        "call": jax.jit(partial(advance, step), donate_argnums=1).lower(weights, state, tables),
-        "loop": jax.jit(loop, donate_argnums=1).lower(weights, state, tables, jnp.int32(0)),
-    }
+    state = _abstract_state(config, tables)
+    return jax.jit(loop, donate_argnums=1).lower(weights, state, tables, jnp.int32(0))
+
+
+def _abstract_state(config: DecoderConfig, tables: np.ndarray) -> State:
+    ids = jax.ShapeDtypeStruct(tables.shape[:1], jnp.int32)
+    return State(ids, ids, jax.eval_shape(lambda: make_caches(config, tables.size)))
 
 
 def compile_cases(
@@ -110,11 +118,11 @@ def compile_cases(
     """Compiles the programs of all cases at the same time; in place of a program that cannot be, there is the error."""
     compiled: dict[Case, dict[str, Any]] = {case: {} for case in cases}
     with concurrent.futures.ThreadPoolExecutor(COMPILERS) as pool:
-        futures = [
-            (case, name, pool.submit(program.compile, options))
-            for case in cases
-            for name, program in lower(config, step, weights, case, context).items()
-        ]
+        futures = []
+        for case in cases:
+            for name, lower in {"call": lower_call, **({"loop": lower_loop} if case.kind == "decode" else {})}.items():
+                program = lower(config, step, weights, case, context)
+                futures.append((case, name, pool.submit(program.compile, options)))
         for case, name, future in futures:
             compiled[case][name] = future.exception() or future.result()
     return compiled
@@ -131,6 +139,39 @@ def best_seconds(run: Callable[[Any], Any], begin: Callable[[Any], Any], caches:
     return min(times[1:]), caches
 
 
+class DecodeRun(NamedTuple):
+    """Decode steps around a context: half of them before it, half of them after it."""
+
+    call: Any
+    weights: Any
+    tables: np.ndarray
+    context: int
+
+    @property
+    def start(self) -> int:
+        """Tokens of each sequence before the first step."""
+        return self.context - STEPS // 2
+
+    def begin(self, caches: Any) -> State:
+        """The first state, in arrays of its own, since the next call takes them for good."""
+        num_seqs = self.tables.shape[0]
+        tokens = jnp.arange(num_seqs, dtype=jnp.int32) + 7
+        return State(tokens, jnp.full(num_seqs, self.start, jnp.int32), caches)
+
+    def calls(self, state: State, num_steps: int | None = None) -> State:
+        """Calls the step once a token."""
+        tables = jnp.asarray(self.tables)
+        for _ in range(STEPS if num_steps is None else num_steps):
+            state = self.call(self.weights, state, tables)
+        return state
+
+    def written(self, caches: Any) -> np.ndarray:
+        """The keys of the first step's tokens in the last layer, f32 [num_seqs, num_kv_heads, head_size]."""
+        num_seqs = self.tables.shape[0]
+        first = slots(self.tables, np.arange(num_seqs), np.full(num_seqs, self.start))
+        return np.asarray(caches[-1].key_cache[first // BLOCK_SIZE, :, first % BLOCK_SIZE], np.float32)
+
+
 def time_decode(
     programs: dict[str, Any], weights: Any, caches: Any, tables: np.ndarray, context: int
 ) -> dict[str, dict[str, Any]]:
@@ -139,36 +180,21 @@ def time_decode(
     Raises:
         ValueError: the two ways of running them do not write the same to the cache.
     """
-    num_seqs, start = tables.shape[0], context - STEPS // 2
-    block_tables = jnp.asarray(tables)
+    steps, block_tables = DecodeRun(programs["call"], weights, tables, context), jnp.asarray(tables)
 
-    def calls(state, num_steps=STEPS):
-        for _ in range(num_steps):
-            state = programs["call"](weights, state, block_tables)
-        return state
+    def loop(state):
+        return programs["loop"](weights, state, block_tables, jnp.int32(STEPS))
 
-    def begin(caches):
-        # Arrays of their own, since the next call takes them for good.
-        tokens = jnp.arange(num_seqs, dtype=jnp.int32) + 7
-        return State(tokens, jnp.full(num_seqs, start, jnp.int32), caches)
-
-    def written(caches):
-        first = slots(tables, np.arange(num_seqs), np.full(num_seqs, start))
-        pool = caches[-1].key_cache
-        return np.asarray(pool[first // BLOCK_SIZE, :, first % BLOCK_SIZE], np.float32)
-
-    called, caches = best_seconds(calls, begin, caches)
-    by_calls = written(caches)
-    looped, caches = best_seconds(
-        lambda state: programs["loop"](weights, state, block_tables, jnp.int32(STEPS)), begin, caches
-    )
-    error = np.linalg.norm(written(caches) - by_calls) / np.linalg.norm(by_calls)
+    called, caches = best_seconds(steps.calls, steps.begin, caches)
+    by_calls = steps.written(caches)
+    looped, caches = best_seconds(loop, steps.begin, caches)
+    error = np.linalg.norm(steps.written(caches) - by_calls) / np.linalg.norm(by_calls)
     if not error <= TOLERANCE:
         raise ValueError(f"looped and called steps differ, relative error {error:.2g}")
 
     def few_calls():
         nonlocal caches
-        state = calls(begin(caches), PROFILED_STEPS)
+        state = steps.calls(steps.begin(caches), PROFILED_STEPS)
         caches = state.caches
         return state
 
@@ -209,12 +235,12 @@ def device_time(run: Callable[[], Any], num_steps: int) -> dict[str, Any]:
     if jax.default_backend() != "gpu":
         return {"absent": "no GPU"}
     try:
-        return _by_kernel(timing.kernel_times(run), num_steps)
+        return by_kernel(timing.kernel_times(run), num_steps)
     except Exception as error:  # the other clocks' times are still worth having
         return {"failed": harness.first_line(error)}
 
 
-def _by_kernel(launches: Sequence[tuple[str, float]], num_steps: int) -> dict[str, Any]:
+def by_kernel(launches: Sequence[tuple[str, float]], num_steps: int) -> dict[str, Any]:
     """A row of these launches, names and microseconds: what they take together, and which kernels take most of it."""
     total: dict[str, tuple[int, float]] = {}
     for name, us in launches:

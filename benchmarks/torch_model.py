@@ -3,9 +3,9 @@
 As in gpt-fast a decode step is compiled, works on caches that are allocated once, `[num_seqs, num_kv_heads, longest,
 head_size]`, and a CUDA graph of all of it runs once a token. What is compiled is a layer, once for all of them, which
 takes a fraction of the time that compiling the whole step does: it begins with the sum that the layer before it leaves,
-so that the compiler can make one kernel of that sum and the norm after it, as it would in the whole. Matrices that multiply the same input are one, here
-too. Attention in decode is two products grouped by kv head, which read each key and value once; of prompts it is
-`scaled_dot_product_attention`.
+so that the compiler can make one kernel of that sum and the norm after it, as it would in the whole. Matrices that
+multiply the same input are one, here too. Attention in decode is two products grouped by kv head, which read each key
+and value once; of prompts it is `scaled_dot_product_attention`.
 
 Reads one JSON object with the models' sizes and what to time, writes one line for each case.
 """

@@ -185,6 +185,11 @@ class Engine:
         """Whether any request is unfinished."""
         return bool(self._requests)
 
+    @property
+    def num_running(self) -> int:
+        """Unfinished sequences that hold blocks."""
+        return len(self._scheduler.running)
+
     def is_unfinished(self, request_id: int) -> bool:
         """Whether more will come of a request."""
         return request_id in self._requests
@@ -263,7 +268,7 @@ class Engine:
         counters, counts = self._scheduler.counters, self._blocks.counts()
         return Stats(
             num_waiting=len(self._scheduler.waiting),
-            num_running=len(self._scheduler.running),
+            num_running=self.num_running,
             free_blocks=counts.free,
             cached_blocks=counts.cached,
             held_blocks=counts.held,
