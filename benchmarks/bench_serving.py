@@ -22,6 +22,7 @@ Contiguous preallocation would give each sequence room for the longest: it holds
 import argparse
 import concurrent.futures
 import dataclasses
+import gc
 import json
 import os
 import subprocess
@@ -289,6 +290,7 @@ def run(
     began = time.perf_counter()
     the_engine = make_engine(setup, step, weights)
     report["start_s"] = time.perf_counter() - began
+    gc.freeze()  # as examples/serve.py does
     print(f"the engine has started in {report['start_s']:.1f} s", flush=True)
     vocab_size = setup.config.vocab_size
     for name in runs:

@@ -21,7 +21,7 @@ from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.request import Completion, Delta, SamplingParams, Sequence, Tokenizer, TokenLogprob
 from paged_jax.engine.runner import Launched, Runner
 from paged_jax.engine.sampling import Drawn
-from paged_jax.engine.scheduler import Sample, Scheduler
+from paged_jax.engine.scheduler import Scheduler
 from paged_jax.engine.text import TextStream
 
 
@@ -319,15 +319,15 @@ class Engine:
     def _read(self, launched: Launched) -> list[Delta]:
         drawn = self._runner.read(launched)
         deltas = []
-        for i, sample in enumerate(launched.plan.samples):
+        for i, (sample, token_id) in enumerate(zip(launched.plan.samples, drawn.token_ids.tolist(), strict=False)):
             sample.sequence.num_unread -= 1
             if sample.sequence.finish_reason is None:
-                deltas.append(self._take(sample, int(drawn.token_ids[i]), drawn, i))
+                deltas.append(self._take(sample.sequence, token_id, drawn, i))
         return deltas
 
-    def _take(self, sample: Sample, token_id: int, drawn: Drawn, i: int) -> Delta:
+    def _take(self, sequence: Sequence, token_id: int, drawn: Drawn, i: int) -> Delta:
         """Appends a drawn token to its sequence, and ends the sequence if it was the last one."""
-        sequence, params = sample.sequence, sample.sequence.params
+        params = sequence.params
         sequence.tokens.append(token_id)
         self._num_output_tokens += 1
         stop_reason: int | str | None = token_id if token_id in params.stop_token_ids else None

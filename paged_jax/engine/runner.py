@@ -91,7 +91,7 @@ class Runner:
         self._move("swap_in", plan.swap_in)
         self._move("copy", plan.copies)
         shape, kind = self._choose(plan)
-        drawn = self._run(shape, kind, _pack(plan, shape, self.config.max_num_seqs))
+        drawn = self._run(shape, kind, _pack(plan, shape, self.config.max_num_seqs, kind))
         for array in jax.tree.leaves(drawn):
             array.copy_to_host_async()
         return Launched(plan, drawn)
@@ -180,7 +180,7 @@ class Runner:
         for shape in self._shapes():
             for kind in Kind:
                 if (shape.num_rows, kind) in self._programs:
-                    self._run(shape, kind, _pack(Plan(), shape, self.config.max_num_seqs))
+                    self._run(shape, kind, _pack(Plan(), shape, self.config.max_num_seqs, kind))
         jax.block_until_ready(self._last_tokens)
 
     def _move(self, name: str, pairs: Pairs) -> None:
@@ -209,44 +209,52 @@ def _swap(source: Caches, destination: Caches, pairs: jax.Array) -> Caches:
     return tuple(src.swap_blocks_to(dst, pairs) for src, dst in zip(source, destination, strict=True))
 
 
-def _pack(plan: Plan, shape: StepShape, num_seats: int) -> np.ndarray:
+def _pack(plan: Plan, shape: StepShape, num_seats: int, kind: Kind) -> np.ndarray:
     """The plan as the one array that travels to the device; a fresh one, since the last one may still be on its way."""
     packed = np.zeros(shape.size, np.int32)
     parts = shape.split(packed)
-    for name in FLOATS:
-        parts[name] = parts[name].view(np.float32)
     parts["seats"][:] = num_seats  # out of range
     parts["block_tables"][:] = -1
-    ids, start, end = parts["token_ids"], parts["query_start_loc"], 0
-    for row, (sequence, seat, first, count) in enumerate(plan.chunks):
+    if plan.tables is None:
+        return packed
+    num_rows, ids = len(plan.chunks), []
+    for sequence, seat, first, count in plan.chunks:
         known = sequence.tokens[first : first + count]
-        ids[end : end + len(known)] = known
+        ids += known
         if len(known) < count:  # the host has not read the last one
-            ids[end + len(known)] = -1 - seat
-        end += count
-        start[row + 1] = end
-        parts["seq_lens"][row] = first + count
-    start[len(plan.chunks) + 1 :] = end
-    if plan.tables is not None:
-        parts["block_tables"][: len(plan.chunks)] = plan.tables
+            ids.append(-1 - seat)
+    firsts, counts = (np.array([chunk[i] for chunk in plan.chunks]) for i in (2, 3))
+    parts["token_ids"][: len(ids)] = ids
+    parts["seq_lens"][:num_rows] = firsts + counts
+    starts = parts["query_start_loc"]
+    starts[1 : num_rows + 1] = np.cumsum(counts)
+    starts[num_rows + 1 :] = len(ids)
+    parts["block_tables"][:num_rows] = plan.tables
     if plan.samples:
         sequences, seats, rows, positions = zip(*plan.samples, strict=True)
-        params = [sequence.params for sequence in sequences]
-        seeds = np.array([sequence.seed for sequence in sequences], np.uint64)
-        values = {
-            "logit_rows": start[np.array(rows) + 1] - 1,
-            "seats": seats,
-            "temperature": [p.temperature for p in params],
-            "top_k": [p.top_k for p in params],
-            "top_p": [p.top_p for p in params],
-            "seed_high": (seeds >> np.uint64(32)).astype(np.uint32).view(np.int32),
-            "seed_low": (seeds & np.uint64(2**32 - 1)).astype(np.uint32).view(np.int32),
-            "index": [sequence.index for sequence in sequences],
-            "position": positions,
-        }
-        for name, value in values.items():
-            parts[name][: len(sequences)] = value
+        parts["logit_rows"][: len(rows)] = starts[np.array(rows) + 1] - 1
+        parts["seats"][: len(rows)] = seats
+        if kind > Kind.GREEDY:
+            _pack_params(parts, sequences, positions)
     return packed
+
+
+def _pack_params(parts: dict[str, np.ndarray], sequences: Any, positions: Any) -> None:
+    """What the sequences' requests say of their draws; greedy ones have none to make."""
+    params = [sequence.params for sequence in sequences]
+    seeds = np.array([sequence.seed for sequence in sequences], np.uint64)
+    values = {
+        "temperature": [p.temperature for p in params],
+        "top_k": [p.top_k for p in params],
+        "top_p": [p.top_p for p in params],
+        "seed_high": (seeds >> np.uint64(32)).astype(np.uint32).view(np.int32),
+        "seed_low": (seeds & np.uint64(2**32 - 1)).astype(np.uint32).view(np.int32),
+        "index": [sequence.index for sequence in sequences],
+        "position": positions,
+    }
+    for name, value in values.items():
+        part = parts[name].view(np.float32) if name in FLOATS else parts[name]
+        part[: len(sequences)] = value
 
 
 def _check_caches(caches: Caches) -> None:
