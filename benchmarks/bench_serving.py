@@ -9,9 +9,10 @@ A request has a prompt of 128 to 1024 tokens and wants 32 to 256 more; no token 
     poisson            requests come one by one, at random, at a rate of so many a second
     subset             some of the requests at once, beside transformers' continuous batching (transformers_serving.py)
 
-The bound of a run is the time in which the bare model could do its work: the tokens of prompts that the engine computed
-at the rate of one large step of prompts, and for each step the time of a bare decode step of as many rows as it gave
-tokens to (first tokens come of prompts, and do not count). Both are measured here, before the engine is made.
+The bound of a run is the time in which the bare model could do its work: the tokens of prompts that the engine
+computed at the rate of its best step full of prompts, and for each step the time of a bare decode step of as many rows
+as it gave tokens to (first tokens come of prompts, and do not count). Both are measured here: the engine's own compiled
+steps, on made-up sequences, launched one after the other with nothing between them.
 
 How busy the GPU is: the sum of all its kernels' times as CUPTI gives them, over the wall clock of that same run.
 Kernels run one after the other, so that gaps between two of them count as idle. All other times are of that run too.
@@ -20,7 +21,6 @@ Contiguous preallocation would give each sequence room for the longest: it holds
 """
 
 import argparse
-import concurrent.futures
 import dataclasses
 import gc
 import json
@@ -37,8 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import bench_model, harness, timing
-from benchmarks.models import BLOCK_SIZE, MODELS, make_model, make_tables
-from benchmarks.models import make_caches as make_random_caches
+from benchmarks.models import BLOCK_SIZE, MODELS, make_model
 from examples.config import DecoderConfig
 from paged_jax import PagedKVCache, engine
 
@@ -161,28 +160,11 @@ class Rates(NamedTuple):
         return num_prompt_tokens / self.prompt_tokens_per_s + 1e-6 * float(times.sum())
 
 
-def measure_rates(
-    config: DecoderConfig, step: Any, weights: Any, decode_rows: Sequence[int], prompts: tuple[int, int]
-) -> Rates:
-    """Times bare steps: decode of these many rows at `CONTEXT`, and one of `prompts` (how many, of how many tokens)."""
-    cases = {bench_model.Case("decode", n): CONTEXT for n in decode_rows}
-    cases |= {bench_model.Case("prefill", prompts[0]): prompts[1]}
-    lowered = {case: bench_model.lower_call(config, step, weights, case, context) for case, context in cases.items()}
-    with concurrent.futures.ThreadPoolExecutor(bench_model.COMPILERS) as pool:
-        compiled = dict(zip(lowered, pool.map(lambda program: program.compile(), lowered.values()), strict=True))
-    times = {}
-    for case, context in cases.items():
-        tables = make_tables(case.num_seqs, context + bench_model.STEPS)
-        caches = make_random_caches(config, tables.size)
-        if case.kind == "decode":
-            steps = bench_model.DecodeRun(compiled[case], weights, tables, context)
-            times[case] = 1e6 * bench_model.best_seconds(steps.calls, steps.begin, caches)[0] / bench_model.STEPS
-        else:
-            timed = bench_model.time_prefill({"call": compiled[case]}, weights, caches, tables, context)
-            times[case] = timed["called"]["us"]
-    (prefill_us,) = (us for case, us in times.items() if case.kind == "prefill")
-    decode_us = {case.num_seqs: us for case, us in times.items() if case.kind == "decode"}
-    return Rates(prompts[0] * prompts[1] / prefill_us * 1e6, decode_us)
+def measure_rates(the_engine: engine.Engine) -> Rates:
+    """Times the engine's bare steps, of decode rows and of prompts of `CONTEXT` tokens."""
+    times = the_engine.measure_steps(CONTEXT)
+    prompts = [shape.num_tokens / seconds for shape, seconds in times.items() if not shape.is_decode]
+    return Rates(max(prompts), {shape.num_rows: 1e6 * times[shape] for shape in times if shape.is_decode})
 
 
 def describe(trace: Trace, requests: Sequence[Request], rates: Rates | None, num_blocks: int) -> dict[str, Any]:
@@ -248,7 +230,6 @@ class Setup(NamedTuple):
         engine_config: the engine's sizes.
         requests: how many; the first `few` of them in the runs of some requests.
         rate: requests a second of the Poisson run; None for 0.8 times what the run of all at once did.
-        rate_rows, rate_prompts: see `measure_rates`.
     """
 
     name: str
@@ -259,8 +240,6 @@ class Setup(NamedTuple):
     requests: int = 1000
     few: int = 128
     rate: float | None = None
-    rate_rows: tuple[int, ...] = (1, 64, 256, 512)
-    rate_prompts: tuple[int, int] = (64, 1024)
 
 
 def make_engine(setup: Setup, step: Any, weights: Any) -> engine.Engine:
@@ -284,14 +263,14 @@ def run(
         rows[-1] |= transformers_answer(setup.config, few, peer_seconds)
         _say(report, out)
     weights, step = make_model(setup.config, setup.implementation)
-    rates = measure_rates(setup.config, step, weights, setup.rate_rows, setup.rate_prompts)
-    report |= {"rates": rates._asdict()}
-    print(rates, flush=True)
     began = time.perf_counter()
     the_engine = make_engine(setup, step, weights)
     report["start_s"] = time.perf_counter() - began
     gc.freeze()  # as examples/serve.py does
     print(f"the engine has started in {report['start_s']:.1f} s", flush=True)
+    rates = measure_rates(the_engine)
+    report |= {"rates": rates._asdict()}
+    print(rates, flush=True)
     vocab_size = setup.config.vocab_size
     for name in runs:
         rate, count = None, setup.requests

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import bench_model, bench_serving, serving_report
+from benchmarks import bench_serving, serving_report
 from benchmarks.bench_serving import Rates, Request, Step, Trace
 from benchmarks.models import MODELS
 from paged_jax import engine
@@ -56,16 +56,13 @@ def test_a_run_is_described_by_its_stamps():
 
 @pytest.fixture
 def setup(monkeypatch):
-    monkeypatch.setattr(bench_model, "STEPS", 4)
     for name, value in {"PROMPT_LENS": (8, 64), "OUTPUT_LENS": (2, 16), "LONGEST": 80, "CONTEXT": 32}.items():
         monkeypatch.setattr(bench_serving, name, value)
     sizes = {"vocab_size": 96, "embedding_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2}
     sizes |= {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "sliding_windows": (None, None)}
     config = dataclasses.replace(MODELS["llama3-8b"], **sizes)
     engine_config = engine.EngineConfig(80, 8, 64, decode_rows=(8,), mixed_tokens=(64,))
-    return bench_serving.Setup(
-        "tiny", config, None, 30, engine_config, requests=24, few=6, rate=500.0, rate_rows=(8,), rate_prompts=(2, 32)
-    )
+    return bench_serving.Setup("tiny", config, None, 30, engine_config, requests=24, few=6, rate=500.0)
 
 
 def test_all_runs_over_a_tiny_model(setup, tmp_path):

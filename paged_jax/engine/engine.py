@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from paged_jax.engine.batch import Caches, Step
+from paged_jax.engine.batch import Caches, Step, StepShape
 from paged_jax.engine.blocks import BlockManager
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.request import Completion, Delta, SamplingParams, Sequence, Tokenizer, TokenLogprob
@@ -282,6 +282,29 @@ class Engine:
             tokens_per_second=self._num_output_tokens / self._seconds if self._seconds else 0.0,
             num_compiled=self._runner.num_compiled,
         )
+
+    def measure_steps(self, context_len: int, repeats: int = 8) -> dict[StepShape, float]:
+        """Times the bare steps, which is what the engine's throughput can come to at most, and resets it.
+
+        Args:
+          context_len: tokens of each sequence, from 1 to `max_model_len`. In a step of decode rows each row has one new
+            token after so many less one; in a mixed step the rows are whole prompts of so many, as many as fit.
+          repeats: steps of each shape to take the mean of.
+
+        Returns:
+          Seconds of a full step of each compiled shape.
+
+        Raises:
+          ValueError: the context is too long, or requests are unfinished.
+        """
+        if not 1 <= context_len <= self.config.max_model_len:
+            raise ValueError(f"context_len must be in [1, {self.config.max_model_len}], got {context_len}")
+        if self.has_work:
+            raise ValueError(
+                f"steps can be measured on an idle engine only; {len(self._requests)} requests are unfinished"
+            )
+        self.reset()
+        return self._runner.measure(context_len, repeats)
 
     def check(self, prompt: collections.abc.Sequence[int], params: SamplingParams) -> int:
         """Refuses what can never be served; unlike all else it may be called from any thread.

@@ -13,6 +13,7 @@ import collections.abc
 import concurrent.futures
 import contextlib
 import dataclasses
+import time
 from typing import Any, NamedTuple
 
 import jax
@@ -95,6 +96,27 @@ class Runner:
         for array in jax.tree.leaves(drawn):
             array.copy_to_host_async()
         return Launched(plan, drawn)
+
+    def measure(self, context_len: int, repeats: int) -> dict[StepShape, float]:
+        """Times each shape of a step on made-up sequences, whose new tokens overwrite blocks of the caches.
+
+        Args:
+          context_len: tokens of each sequence, the new ones included. A row of a mixed step is a whole prompt.
+          repeats: steps to take the mean of.
+
+        Returns:
+          Seconds of a step of each shape, called one after the other, the host's work to plan them left out.
+        """
+        times = {}
+        for shape in self._shapes():
+            packed = _made_up(shape, context_len, self.num_blocks, self.config.max_num_seqs)
+            jax.block_until_ready(self._run(shape, Kind.GREEDY, packed))
+            began = time.perf_counter()
+            for _ in range(repeats):
+                drawn = self._run(shape, Kind.GREEDY, packed)
+            jax.block_until_ready(drawn)
+            times[shape] = (time.perf_counter() - began) / repeats
+        return times
 
     @staticmethod
     def read(launched: Launched) -> Drawn:
@@ -255,6 +277,22 @@ def _pack_params(parts: dict[str, np.ndarray], sequences: Any, positions: Any) -
     for name, value in values.items():
         part = parts[name].view(np.float32) if name in FLOATS else parts[name]
         part[: len(sequences)] = value
+
+
+def _made_up(shape: StepShape, context_len: int, num_blocks: int, num_seats: int) -> np.ndarray:
+    """A step of this shape as full as it can be, of sequences whose blocks lie anywhere, as an array that travels."""
+    packed = np.zeros(shape.size, np.int32)
+    parts = shape.split(packed)
+    rng = np.random.default_rng(0)
+    parts["block_tables"][:] = rng.integers(0, num_blocks, parts["block_tables"].shape)
+    parts["seats"][:] = num_seats
+    longest = 1 if shape.is_decode else context_len
+    starts = np.minimum(np.arange(shape.num_rows + 1) * longest, shape.num_tokens)
+    counts = np.diff(starts)
+    parts["query_start_loc"][:] = starts
+    parts["seq_lens"][:] = context_len if shape.is_decode else counts
+    parts["logit_rows"][:] = np.where(counts > 0, starts[1:] - 1, 0)
+    return packed
 
 
 def _check_caches(caches: Caches) -> None:
