@@ -40,6 +40,7 @@ from examples.step import Batch, Step
 from paged_jax import PagedKVCache
 
 STEPS = 32  # in a row; half of them before the context asked for, half of them after it
+PROMPTS = 8  # in one step of prefill; more of them wait for the next
 PROFILED_STEPS = 4  # in a row, under CUPTI
 KERNELS = 24  # of a step that a row names
 COMPILERS = 8  # threads that compile at the same time
@@ -49,8 +50,8 @@ TOLERANCE = 2e-2  # between what two programs write to the cache, of its norm
 class State(NamedTuple):
     """What changes from step to step: i32 [num_seqs] each, and the caches."""
 
-    token_ids: jax.Array
-    positions: jax.Array
+    token_ids: Any
+    positions: Any
     caches: tuple[PagedKVCache, ...]
 
 
@@ -93,7 +94,7 @@ def lower_call(config: DecoderConfig, step: Step, weights: Any, case: Case, cont
         state = _abstract_state(config, tables)
         return jax.jit(partial(advance, step), donate_argnums=1).lower(weights, state, tables)
     caches = _abstract_state(config, tables).caches
-    return jax.jit(step, donate_argnums=1).lower(weights, caches, prompts(tables, context))
+    return jax.jit(step, donate_argnums=1).lower(weights, caches, prompts(tables[:PROMPTS], context))
 
 
 def lower_loop(config: DecoderConfig, step: Step, weights: Any, case: Case, context: int) -> jax.stages.Lowered:
@@ -208,26 +209,28 @@ def time_decode(
 def time_prefill(
     programs: dict[str, Any], weights: Any, caches: Any, tables: np.ndarray, context: int
 ) -> dict[str, dict[str, Any]]:
-    """Times a step that writes whole prompts, and finds the logits of their last tokens.
+    """Times the steps that write whole prompts, `PROMPTS` a step, and find the logits of their last tokens.
 
     Raises:
         ValueError: the logits are not finite.
     """
-    batch = prompts(tables, context)
+    batches = [prompts(tables[i : i + PROMPTS], context) for i in range(0, len(tables), PROMPTS)]
 
-    def call():
+    def calls():
         nonlocal caches
-        logits, caches = programs["call"](weights, caches, batch)
+        logits = None
+        for batch in batches:
+            logits, caches = programs["call"](weights, caches, batch)
         return logits
 
     times = []
     for _ in range(4):  # the first one warms up
         began = time.perf_counter()
-        logits = jax.block_until_ready(call())
+        logits = jax.block_until_ready(calls())
         times.append(time.perf_counter() - began)
         if not np.isfinite(np.asarray(logits)).all():
             raise ValueError("the prompts' logits are not finite")
-    return {"device": device_time(call, 1), "called": {"us": 1e6 * min(times[1:])}}
+    return {"device": device_time(calls, 1), "called": {"us": 1e6 * min(times[1:])}}
 
 
 def device_time(run: Callable[[], Any], num_steps: int) -> dict[str, Any]:
@@ -358,7 +361,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     parser.add_argument("--models", default="llama3-8b", help=f"of {','.join(MODELS)}; default llama3-8b")
     parser.add_argument("--batches", type=numbers, default=[1, 8, 64, 256], help="that decode; default 1,8,64,256")
-    parser.add_argument("--prefill", type=numbers, default=[64], help="prompts in one step, or none; default 64")
+    parser.add_argument(
+        "--prefill", type=numbers, default=[64], help=f"prompts, a multiple of {PROMPTS} or fewer; or none; default 64"
+    )
     parser.add_argument("--context", type=int, default=1024, help="tokens of each sequence; default 1024")
     parser.add_argument("--peers", choices=("torch", "none"), default="torch")
     parser.add_argument("--peer-seconds", type=float, default=300, help="when to give the peer up; default 300")
@@ -368,6 +373,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if unknown := set(args.models.split(",")) - set(MODELS):
         parser.error(f"no model is named {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}")
+    if any(count > PROMPTS and count % PROMPTS for count in args.prefill):
+        parser.error(f"--prefill must be multiples of {PROMPTS}, or fewer, got {args.prefill}")
     if args.context < STEPS or args.context % BLOCK_SIZE:
         parser.error(f"--context must be a multiple of {BLOCK_SIZE} from {STEPS} on, got {args.context}")
     # JAX would take most of the memory at once, and the peer could not run.

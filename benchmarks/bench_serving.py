@@ -225,7 +225,7 @@ class Setup(NamedTuple):
 
     Attributes:
         name, config: of the model.
-        implementation: of the paged ops, None for the library's choice.
+        options: of the step, as for `examples.step.make_step`.
         num_blocks: of the pool.
         engine_config: the engine's sizes.
         requests: how many; the first `few` of them in the runs of some requests.
@@ -234,7 +234,7 @@ class Setup(NamedTuple):
 
     name: str
     config: DecoderConfig
-    implementation: Any
+    options: dict[str, Any]
     num_blocks: int
     engine_config: engine.EngineConfig
     requests: int = 1000
@@ -255,14 +255,14 @@ def run(
     """Does the runs, and returns what it writes to `out`; transformers gets `peer_seconds`, and None leaves it out."""
     rows: list[dict[str, Any]] = []
     report = {"op": "serving", "model": setup.name, **harness.environment(), "rows": rows}
-    report |= {"num_blocks": setup.num_blocks, "block_size": BLOCK_SIZE}
+    report |= {"step": setup.options, "num_blocks": setup.num_blocks, "block_size": BLOCK_SIZE}
     report |= {"engine": {key: value for key, value in vars(setup.engine_config).items() if value is not None}}
     if peer_seconds is not None:  # before JAX takes memory
         few = make_requests(setup.few, setup.config.vocab_size)
         rows.append({"case": "subset", "contender": "transformers", "kind": "peer"})
         rows[-1] |= transformers_answer(setup.config, few, peer_seconds)
         _say(report, out)
-    weights, step = make_model(setup.config, setup.implementation)
+    weights, step = make_model(setup.config, **setup.options)
     began = time.perf_counter()
     the_engine = make_engine(setup, step, weights)
     report["start_s"] = time.perf_counter() - began
@@ -324,6 +324,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--decode-rows", type=numbers, default=(16, 64, 128, 256, 384, 512), help="as the engine's")
     add("--mixed-tokens", type=numbers, default=(512, 1024, 2048), help="as the engine's")
     add("--implementation", help="of the paged ops; default the library's choice")
+    add("--decode-apart", action="store_true", help="mixed batches go through two ops")
     add("--peer-seconds", type=float, default=200, help="when to give transformers up, 0 = at once; default 200")
     add("--out", type=Path, help="JSON file to write")
     args = parser.parse_args(argv)
@@ -346,7 +347,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         decode_rows=args.decode_rows,
         mixed_tokens=args.mixed_tokens,
     )
-    sizes = MODELS[args.model], args.implementation, args.num_blocks, engine_config
+    options = {"implementation": args.implementation, "decode_apart": args.decode_apart}
+    sizes = MODELS[args.model], options, args.num_blocks, engine_config
     setup = Setup(args.model, *sizes, args.requests, args.few, args.rate)
     run(setup, args.runs, peer_seconds=args.peer_seconds or None, out=args.out)
     return 0

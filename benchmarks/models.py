@@ -57,14 +57,14 @@ MODELS = {
 }
 
 
-def make_model(config: DecoderConfig, implementation: Any = None) -> tuple[Any, Step]:
+def make_model(config: DecoderConfig, **options: Any) -> tuple[Any, Step]:
     """Random weights, normal with deviation 1/50 (norms: 1, biases: 0), and the step that takes them.
 
     Args:
         config: the model's sizes.
-        implementation: of the paged ops, None for the library's choice.
+        options: as for `examples.step.make_step`.
     """
-    shapes, step = make_abstract_step(config, jnp.bfloat16, implementation=implementation)
+    shapes, step = make_abstract_step(config, jnp.bfloat16, **options)
 
     @partial(jax.jit, static_argnums=(1, 2))
     def normal(key, shape, dtype):

@@ -156,7 +156,7 @@ class Model:
             query, key = rotate(query, rotation), rotate(key, rotation)
         cache[0].index_copy_(2, positions, key)
         cache[1].index_copy_(2, positions, value)
-        out = attend_cached(query, *cache, positions) if is_decode else attend_new(query, key, value)
+        out = attend_cached(query, cache[0], cache[1], positions) if is_decode else attend_new(query, key, value)
         hidden = hidden + F.linear(out.transpose(1, 2).reshape(num_seqs, num_tokens, -1), *weights["o"])
         up = F.linear(self.norm(hidden, weights["mlp_norm"]), *weights["up"])
         if sizes["family"] == "opt":

@@ -62,7 +62,9 @@ def setup(monkeypatch):
     sizes |= {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "sliding_windows": (None, None)}
     config = dataclasses.replace(MODELS["llama3-8b"], **sizes)
     engine_config = engine.EngineConfig(80, 8, 64, decode_rows=(8,), mixed_tokens=(64,))
-    return bench_serving.Setup("tiny", config, None, 30, engine_config, requests=24, few=6, rate=500.0)
+    return bench_serving.Setup(
+        "tiny", config, {"decode_apart": True}, 30, engine_config, requests=24, few=6, rate=500.0
+    )
 
 
 def test_all_runs_over_a_tiny_model(setup, tmp_path):
