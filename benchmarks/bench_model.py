@@ -43,7 +43,6 @@ STEPS = 32  # in a row; half of them before the context asked for, half of them 
 PROMPTS = 8  # in one step of prefill; more of them wait for the next
 PROFILED_STEPS = 4  # in a row, under CUPTI
 KERNELS = 24  # of a step that a row names
-COMPILERS = 8  # threads that compile at the same time
 TOLERANCE = 2e-2  # between what two programs write to the cache, of its norm
 
 
@@ -113,20 +112,15 @@ def _abstract_state(config: DecoderConfig, tables: np.ndarray) -> State:
     return State(ids, ids, jax.eval_shape(lambda: make_caches(config, tables.size)))
 
 
-def compile_cases(
-    config: DecoderConfig, step: Step, weights: Any, cases: Sequence[Case], context: int, options: dict[str, Any] | None
-) -> dict[Case, dict[str, Any]]:
-    """Compiles the programs of all cases at the same time; in place of a program that cannot be, there is the error."""
-    compiled: dict[Case, dict[str, Any]] = {case: {} for case in cases}
-    with concurrent.futures.ThreadPoolExecutor(COMPILERS) as pool:
-        futures = []
-        for case in cases:
-            for name, lower in {"call": lower_call, **({"loop": lower_loop} if case.kind == "decode" else {})}.items():
-                program = lower(config, step, weights, case, context)
-                futures.append((case, name, pool.submit(program.compile, options)))
-        for case, name, future in futures:
-            compiled[case][name] = future.exception() or future.result()
-    return compiled
+def compile_case(
+    config: DecoderConfig, step: Step, weights: Any, case: Case, context: int, options: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Compiles the programs of a case at the same time: "call" and, for decode, "loop"."""
+    lowers = {"call": lower_call, **({"loop": lower_loop} if case.kind == "decode" else {})}
+    lowered = {name: lower(config, step, weights, case, context) for name, lower in lowers.items()}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        compiled = pool.map(lambda program: program.compile(options), lowered.values())
+        return dict(zip(lowered, compiled, strict=True))
 
 
 def best_seconds(run: Callable[[Any], Any], begin: Callable[[Any], Any], caches: Any) -> tuple[float, Any]:
@@ -301,23 +295,21 @@ def run(
     for name, config in models.items():
         weights, step = make_model(config)
         cases = [Case("decode", n) for n in work.batches] + [Case("prefill", n) for n in work.prefill]
-        compiled = compile_cases(config, step, weights, cases, work.context, options or None)
         for case in cases:
-            rows += _case_rows(name, config, weights, case, compiled.pop(case), work.context, answers, measured)
+            rows += _case_rows(name, config, (step, weights), case, work.context, options, answers, measured)
             harness.save(report, out)
         del weights
     return report
 
 
-def _case_rows(name, config, weights, case, programs, context, answers, ceiling) -> list[dict[str, Any]]:
+def _case_rows(name, config, model, case, context, options, answers, ceiling) -> list[dict[str, Any]]:
     """A row for each clock, and the peer's if it was asked."""
+    step, weights = model
     label = f"{name}-{case.kind}-{case.num_seqs}x{context}"
     needed = floor_bytes(config, weights, case.num_seqs, context)
     ceiling = None if case.kind == "prefill" else ceiling
     try:
-        for program in programs.values():
-            if isinstance(program, Exception):
-                raise program
+        programs = compile_case(config, step, weights, case, context, options or None)
         tables = make_tables(case.num_seqs, context + STEPS)
         caches = make_caches(config, tables.size)
         timer = time_prefill if case.kind == "prefill" else time_decode
