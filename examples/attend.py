@@ -4,6 +4,7 @@ A decoder (decoder.py) calls `attend(query, key, value, cache, *, scale, sliding
 a layer and knows nothing else about caches. Each function here returns such a callable for one step:
 
     prefill_attend   writes the new tokens to the paged cache, then attends over ragged rows of any length
+    mixed_attend     the same in two ops: rows of one token at the end of the batch are decode rows
     decode_attend    writes one token a sequence and attends to the cache of each, in one op
     causal_attend    one sequence, plain jnp, no cache: for training and for comparison
 """
@@ -69,6 +70,57 @@ def prefill_attend(
             implementation=implementation,
         )
         return out, replace(cache, key_cache=key_cache, value_cache=value_cache)
+
+    return attend
+
+
+def mixed_attend(
+    block_tables: Int32[Array, "num_seqs max_blocks_per_seq"],
+    seq_lens: Int32[Array, " num_seqs"],
+    query_start_loc: Int32[Array, " num_seqs+1"],
+    slot_mapping: Int32[Array, " num_tokens"],
+    *,
+    implementation: Implementation | None = None,
+) -> Attend:
+    """Builds the attention of a ragged batch, which has the op for decode attend for the texts that merely grow.
+
+    The rows that have one new token each and no longer row after them go through `paged_attention`, all others through
+    `ragged_paged_attention`. Each op sees the other's rows as empty ones.
+
+    Args:
+        block_tables, seq_lens, query_start_loc, slot_mapping, implementation: as for `prefill_attend`.
+
+    Returns:
+        An `attend` callable over `PagedKVCache`.
+    """
+    rows = jnp.arange(seq_lens.shape[0], dtype=jnp.int32)
+    query_lens = jnp.diff(query_start_loc)
+    num_ragged = jnp.max(jnp.where(query_lens > 1, rows + 1, 0))
+    ragged_start_loc = jnp.minimum(query_start_loc, query_start_loc[num_ragged])
+    ragged_lens = jnp.where(rows < num_ragged, seq_lens, 0)
+    is_decode = (rows >= num_ragged) & (query_lens == 1)
+    decode_lens = jnp.where(is_decode, seq_lens, 0)
+    decode_tokens = jnp.where(is_decode, query_start_loc[:-1], slot_mapping.shape[0])  # out of range for the others
+    attend_ragged = prefill_attend(
+        block_tables, ragged_lens, ragged_start_loc, slot_mapping, implementation=implementation
+    )
+
+    def attend(query, key, value, cache, *, scale, sliding_window):
+        out, cache = attend_ragged(query, key, value, cache, scale=scale, sliding_window=sliding_window)
+        decoded = paged_jax.paged_attention(
+            query.at[decode_tokens].get(mode="clip"),
+            cache.key_cache,
+            cache.value_cache,
+            block_tables,
+            decode_lens,
+            scale=scale,
+            sliding_window=sliding_window,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+            layout=cache.layout,
+            implementation=implementation,
+        )
+        return out.at[decode_tokens].set(decoded, mode="drop"), cache
 
     return attend
 

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from rich.console import Console
 from rich.progress import Progress
@@ -23,8 +24,9 @@ from tokenizers import Tokenizer
 
 from examples.config import CheckpointError, DecoderConfig, load_config, read_json
 from examples.decoder import Decoder
+from examples.sharding import MeshError, sharding_of, split_config
 
-__all__ = ["CheckpointError", "load_model", "save_model"]
+__all__ = ["CheckpointError", "MeshError", "load_model", "save_model"]
 
 HUB_FILES = [
     "config.json",
@@ -80,23 +82,28 @@ DTYPES = "F32", "F16", "BF16"  # safetensors' names
 ADVICE = "save the model anew with transformers' save_pretrained"
 
 
-def load_model(model: str | Path, dtype: DTypeLike) -> tuple[Decoder, DecoderConfig, Tokenizer, tuple[int, ...]]:
+def load_model(
+    model: str | Path, dtype: DTypeLike, mesh: Mesh | None = None
+) -> tuple[Decoder, DecoderConfig, Tokenizer, tuple[int, ...]]:
     """Loads a decoder, its tokenizer and the tokens that end a text, showing progress on stderr.
 
     Args:
         model: a folder, or the id of a model on the Hugging Face Hub, which is downloaded to its cache.
         dtype: what the weights are cast to.
+        mesh: whose devices share the model (sharding.py), each of which reads its own part of the files alone.
 
     Returns:
         The decoder, its config, the tokenizer, and the end-of-text token ids, of which there may be none.
 
     Raises:
         CheckpointError: the folder lacks something, or holds something that the decoder cannot use.
+        MeshError: the model cannot be split over the mesh.
     """
     folder = find_folder(model)
     config = load_config(folder)
     tokenizer = _load_tokenizer(folder)
-    return _load_weights(folder, config, dtype), config, tokenizer, _load_eos_token_ids(folder)
+    decoder = _load_weights(folder, config, dtype, mesh)
+    return decoder, split_config(config, mesh), tokenizer, _load_eos_token_ids(folder)
 
 
 def save_model(folder: str | Path, model: Decoder, config: DecoderConfig) -> None:
@@ -184,15 +191,15 @@ def _load_eos_token_ids(folder: Path) -> tuple[int, ...]:
     return ()
 
 
-def _load_weights(folder: Path, config: DecoderConfig, dtype: DTypeLike) -> Decoder:
+def _load_weights(folder: Path, stored: DecoderConfig, dtype: DTypeLike, mesh: Mesh | None) -> Decoder:
+    config = split_config(stored, mesh)
     # Shapes alone: no random weights are made to be thrown away.
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype)))
-    parameters = []  # each with whether it lies the other way round in the checkpoint, and its tensors there
+    parameters = []  # each with its path, whether it lies the other way round in the checkpoint, and its tensors there
     for path, parameter in nnx.to_flat_state(state):
-        is_kernel = path[-1] == "kernel"
-        sizes = _tensor_sizes(path, parameter.shape[-1 if is_kernel else 0], config)
-        parameters.append((parameter, is_kernel, sizes))
-    wanted = {name for _, _, sizes in parameters for name in sizes}
+        sizes = _tensor_sizes(path, _stored_rows(path, parameter.shape, config, stored), stored)
+        parameters.append((path, parameter, path[-1] == "kernel", sizes))
+    wanted = {name for *_, sizes in parameters for name in sizes}
     tensors = _find_tensors(folder)
     if config.tie_embeddings:
         _drop_tied_head(tensors, next(iter(_tensor_sizes(("embed_tokens", "embedding"), 0, config))))
@@ -203,16 +210,56 @@ def _load_weights(folder: Path, config: DecoderConfig, dtype: DTypeLike) -> Deco
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        for parameter, is_kernel, sizes in progress.track(parameters, description=f"Loading {folder.name}"):
+        for path, parameter, is_kernel, sizes in progress.track(parameters, description=f"Loading {folder.name}"):
             shape = parameter.shape[::-1] if is_kernel else parameter.shape
-            arrays = []
             for name, size in sizes.items():
-                arrays.append(tensors[name].read())
-                if (found := arrays[-1].shape) != (expected := (size, *shape[1:])):
+                if (found := tensors[name].shape) != (expected := (size, *shape[1:])):
                     raise CheckpointError(f"tensor {name} has shape {found}; expected {expected}")
-            array = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
-            parameter.set_value(jnp.asarray(array.T if is_kernel else array, dtype))
+            rows = _Rows([tensors[name] for name in sizes], list(sizes.values()), config)
+
+            def read(index, rows=rows, is_kernel=is_kernel, shape=shape):
+                first, *others = index[::-1] if is_kernel else index
+                array = rows.read(*first.indices(shape[0])[:2], *others)
+                return (array.T if is_kernel else array).astype(dtype)
+
+            sharding = sharding_of(path, parameter.shape, mesh)
+            parameter.set_value(jax.make_array_from_callback(parameter.shape, sharding, read))
     return nnx.merge(graphdef, state)
+
+
+def _stored_rows(path: Sequence[Any], shape: tuple[int, ...], config: DecoderConfig, stored: DecoderConfig) -> int:
+    """Rows of all tensors of a parameter together, in a checkpoint that has no copies of kv heads."""
+    size = shape[-1 if path[-1] == "kernel" else 0]
+    is_qkv = len(path) > 1 and path[-2] == "qkv_proj"
+    return size - 2 * (config.num_kv_heads - stored.num_kv_heads) * config.head_size if is_qkv else size
+
+
+class _Rows:
+    """Tensors side by side, part by part, in the order in which the devices of a mesh have them.
+
+    Args:
+        tensors: which are joined along their first axis.
+        sizes: their lengths.
+        config: of the decoder; a checkpoint may have fewer kv heads than it, of which several devices have copies.
+    """
+
+    def __init__(self, tensors: list["_Tensor"], sizes: list[int], config: DecoderConfig):
+        num_parts = config.num_parts if len(tensors) > 1 else 1
+        self._pieces = []  # each with where it starts in its tensor, and how many rows of it there are
+        for part in range(num_parts):
+            for tensor, size in zip(tensors, sizes, strict=True):
+                length = max(size // num_parts, config.head_size) if len(tensors) == 3 else size // num_parts
+                self._pieces.append((tensor, part * size // num_parts // length * length, length))
+
+    def read(self, start: int, stop: int, *others: slice) -> np.ndarray:
+        """These rows of all pieces together, and of them these parts of the other axes."""
+        arrays, before = [], 0
+        for tensor, first, length in self._pieces:
+            low, high = max(start - before, 0), min(stop - before, length)
+            if low < high:
+                arrays.append(tensor.read(slice(first + low, first + high), *others))
+            before += length
+        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 class _Tensor(NamedTuple):
@@ -221,11 +268,17 @@ class _Tensor(NamedTuple):
     file: Any
     name: str
 
-    def read(self) -> np.ndarray:
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its whole shape."""
+        return tuple(self.file.get_slice(self.name).get_shape())
+
+    def read(self, *index: slice) -> np.ndarray:
+        """This part of it, and nothing else, is read from the file; without an index all of it."""
         found = self.file.get_slice(self.name).get_dtype()
         if found not in DTYPES:
             raise CheckpointError(f"tensor {self.name} has dtype {found}; supported: {', '.join(DTYPES)}")
-        return self.file.get_tensor(self.name)
+        return self.file.get_slice(self.name)[index] if index else self.file.get_tensor(self.name)
 
 
 def _find_tensors(folder: Path) -> dict[str, _Tensor]:

@@ -67,6 +67,7 @@ class DecoderConfig:
         tie_embeddings: the logits use the token embedding's matrix.
         rope: rotary positions, or None for OPT's learned ones.
         sliding_windows: for each layer its window in tokens, None for full attention.
+        num_parts: devices that share each layer (sharding.py), in whose order joined matrices lie side by side.
     """
 
     family: Literal["opt", "llama"]
@@ -89,6 +90,7 @@ class DecoderConfig:
     tie_embeddings: bool
     rope: Rope | None
     sliding_windows: tuple[int | None, ...]
+    num_parts: int = 1
 
 
 def load_config(folder: str | Path) -> DecoderConfig:

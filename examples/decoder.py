@@ -6,7 +6,8 @@ share this file. Caches go in and come out, one a layer, and are never part of t
 
 The modules compute norms, rotations and logits in float32, and every other product in the dtype of the model.
 Matrices that multiply the same input are one matrix (q, k and v; gate and up): a step of few tokens takes as long as
-reading the weights does, and XLA reads one wide matrix faster than several narrow ones.
+reading the weights does, and XLA reads one wide matrix faster than several narrow ones. For a mesh of devices
+(sharding.py) they lie side by side part by part, as `num_parts` devices have them: q, k, v of the first, and so on.
 
     token_ids ─ embed ─┬─ norm ─ qkv ─ rotate ─ attend ─ o ─ + ─┬─ norm ─ mlp ─ + ─ ... ─ norm ─ logits
                        └────────────────────────────────────┘   └──────────────┘
@@ -91,6 +92,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: DecoderConfig, sliding_window: int | None, *, rngs: nnx.Rngs, dtype: DTypeLike):
         self.num_heads, self.num_kv_heads, self.head_size = config.num_heads, config.num_kv_heads, config.head_size
+        self.num_parts = config.num_parts
         self.sliding_window = sliding_window
         self.dtype = dtype
         heads_size, kv_heads_size = (n * config.head_size for n in (config.num_heads, config.num_kv_heads))
@@ -104,8 +106,9 @@ class Attention(nnx.Module):
         self.k_norm = norm() if config.qk_norm else None
 
     def __call__(self, hidden, rotation: Rotation | None, cache, attend: Attend, rows=None):
-        heads = self.qkv_proj(hidden).reshape(hidden.shape[0], -1, self.head_size)
-        query, key, value = jnp.split(heads, (self.num_heads, self.num_heads + self.num_kv_heads), axis=1)
+        parts = self.qkv_proj(hidden).reshape(hidden.shape[0], self.num_parts, -1, self.head_size)
+        ends = np.array([self.num_heads, self.num_heads + self.num_kv_heads]) // self.num_parts
+        query, key, value = (_join(heads, self.head_size) for heads in jnp.split(parts, ends, axis=2))
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         if rotation is not None:
@@ -126,6 +129,7 @@ class Mlp(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
         hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
+        self.num_parts = config.num_parts
         linear = partial(nnx.Linear, use_bias=config.mlp_bias, dtype=dtype, param_dtype=dtype, rngs=rngs)
         is_gated = config.family != "opt"
         self.gate_up_proj = linear(hidden_size, 2 * intermediate_size) if is_gated else None
@@ -136,8 +140,9 @@ class Mlp(nnx.Module):
         if self.up_proj is not None:
             return self.down_proj(jax.nn.relu(self.up_proj(hidden)))
         assert self.gate_up_proj is not None
-        gate, up = jnp.split(self.gate_up_proj(hidden), 2, axis=-1)
-        return self.down_proj(jax.nn.silu(gate) * up)
+        parts = self.gate_up_proj(hidden).reshape(hidden.shape[0], self.num_parts, -1)
+        gate, up = jnp.split(parts, 2, axis=2)
+        return self.down_proj((jax.nn.silu(gate) * up).reshape(hidden.shape[0], -1))
 
 
 class Layer(nnx.Module):
@@ -244,6 +249,11 @@ class Decoder(nnx.Module):
         embedding = self.embed_tokens.embedding[...]
         hidden = hidden.astype(embedding.dtype)
         return jnp.einsum("nh,vh->nv", hidden, embedding, preferred_element_type=jnp.float32)
+
+
+def _join(parts: Array, head_size: int) -> Array:
+    """`[num_tokens, num_parts, heads of a part, head_size]` -> `[num_tokens, num_heads, head_size]`."""
+    return parts.reshape(parts.shape[0], -1, head_size)
 
 
 def _take(array: Array, rows: Array | None) -> Array:

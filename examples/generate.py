@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from tokenizers import Tokenizer
@@ -33,6 +34,7 @@ if not __package__:
 from examples import loop
 from examples.checkpoint import CheckpointError, load_model
 from examples.config import DecoderConfig
+from examples.sharding import MeshError, make_mesh, parse_mesh, replicas
 from examples.text import Writer
 from paged_jax import PagedKVCache
 
@@ -90,6 +92,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--num-blocks", metavar="N", type=int,
         help="blocks in the cache (what the prompts may need at most); without a free one all texts end")  # fmt: skip
     add("--implementation", choices=("mosaic_gpu", "triton", "xla"), help="of the paged ops (the fastest there is)")
+    add("--mesh", metavar="SIZES", type=str, help="tp=2 splits the model over two GPUs; dp=2,tp=4 runs two such copies")
     add("--no-compilation-cache", action="store_true",
         help="compile anew, instead of keeping compiled programs in the user's cache folder")  # fmt: skip
     return parser
@@ -123,6 +126,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in options.prompt_file or []:
         prompts += read_prompts(name)
     options.prompt = prompts or [DEFAULT_PROMPT]
+    options.mesh = None if options.mesh is None else parse_mesh(options.mesh)
     if options.temperature is None:
         options.temperature = TINY_TEMPERATURE if options.model == str(TINY) else 0.0
     return options
@@ -201,18 +205,23 @@ def choose_num_blocks(options: argparse.Namespace, request: loop.Request) -> int
 
 
 def make_caches(
-    options: argparse.Namespace, config: DecoderConfig, programs: loop.Programs, request: loop.Request, dtype: str
+    options: argparse.Namespace,
+    config: DecoderConfig,
+    programs: loop.Programs,
+    request: loop.Request,
+    dtype: str,
+    mesh: Mesh | None,
 ) -> tuple[PagedKVCache, ...]:
     """Empty caches as asked for; those of int8 have the scales given, or else those that the prompts suggest."""
     num_blocks = choose_num_blocks(options, request)
     cache_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     scales = [(options.k_scale, options.v_scale)] * config.num_layers
     if cache_dtype == "int8" and None in scales[0]:
-        measured = loop.measure_scales(programs, config, request, options.block_size, dtype)
+        measured = loop.measure_scales(programs, config, request, options.block_size, dtype, mesh)
         scales = [(options.k_scale or k_scale, options.v_scale or v_scale) for k_scale, v_scale in measured]
     elif cache_dtype in QUANTISED:
         scales = [(options.k_scale or 1.0, options.v_scale or 1.0)] * config.num_layers
-    return loop.make_caches(config, num_blocks, options.block_size, cache_dtype, scales=scales)
+    return loop.make_caches(config, num_blocks, options.block_size, cache_dtype, scales=scales, mesh=mesh)
 
 
 def compile_programs(options: argparse.Namespace, programs: loop.Programs, *arguments) -> list:
@@ -220,9 +229,13 @@ def compile_programs(options: argparse.Namespace, programs: loop.Programs, *argu
     if not options.stream:
         return [programs.generate.lower(*arguments).compile()]
     weights, _, request = arguments
-    generation = jax.eval_shape(programs.prefill, *arguments)
-    lowered = programs.prefill.lower(*arguments), programs.decode.lower(weights, generation, request)
-    return [program.compile() for program in lowered]
+    prefill = programs.prefill.lower(*arguments).compile()
+    generation = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        jax.eval_shape(programs.prefill, *arguments),
+        prefill.output_shardings,
+    )
+    return [prefill, programs.decode.lower(weights, generation, request).compile()]
 
 
 def bar(description: str) -> Progress:
@@ -234,13 +247,13 @@ def bar(description: str) -> Progress:
     return progress
 
 
-def summarize(generation: loop.Generation, num_tokens: int, seconds: float, compile_seconds: float) -> str:
+def summarize(generations: list[loop.Generation], num_tokens: int, seconds: float, compile_seconds: float) -> str:
     """Says in one line how fast tokens came and how well they filled the blocks."""
-    blocks = jax.device_get(generation.allocator)
-    num_blocks = blocks.ref_counts.size
-    num_used = num_blocks - int(blocks.num_free)
-    num_slots = num_used * blocks.block_size
-    waste = 100 * (1 - int(blocks.seq_lens.sum()) / max(num_slots, 1))
+    states = jax.device_get([generation.allocator for generation in generations])
+    num_blocks = sum(blocks.ref_counts.size for blocks in states)
+    num_used = num_blocks - sum(int(blocks.num_free) for blocks in states)
+    num_slots = num_used * states[0].block_size
+    waste = 100 * (1 - sum(int(blocks.seq_lens.sum()) for blocks in states) / max(num_slots, 1))
     return (
         f"{num_tokens} tokens in {seconds:.2f} s: {num_tokens / seconds:.1f} tokens/s "
         f"(and {compile_seconds:.1f} s to compile); {num_used} of {num_blocks} blocks used, "
@@ -295,41 +308,57 @@ def run(options: argparse.Namespace) -> None:
     dtype = dtype if options.dtype == "auto" else options.dtype
     if not options.no_compilation_cache:
         use_compilation_cache()
-    model, config, tokenizer, eos_token_ids = load_model(options.model, dtype)
+    # One copy of the model, or as many as the mesh has places along "dp": each has its own prompts and blocks.
+    meshes = [None] if options.mesh is None else replicas(make_mesh(options.mesh))[: len(options.prompt)]
+    loaded = [load_model(options.model, dtype, mesh) for mesh in meshes]
+    _, config, tokenizer, eos_token_ids = loaded[0]
     prompt_ids = encode(tokenizer, options.prompt, config)
-    request = loop.make_request(
-        prompt_ids,
-        max_new_tokens=options.max_new_tokens,
-        max_position_embeddings=config.max_position_embeddings,
-        stop_token_ids=eos_token_ids,
-        sampling=loop.Sampling(options.temperature, options.top_k, options.top_p),
-        seed=options.seed,
-    )
-    programs = loop.make_programs(model, implementation=options.implementation)
-    weights = programs.weights
+    requests = [
+        loop.make_request(
+            prompt_ids[i :: len(meshes)],
+            max_new_tokens=options.max_new_tokens,
+            max_position_embeddings=config.max_position_embeddings,
+            stop_token_ids=eos_token_ids,
+            sampling=loop.Sampling(options.temperature, options.top_k, options.top_p),
+            seed=options.seed + i,
+        )
+        for i in range(len(meshes))
+    ]
+    copies = [loop.make_programs(model, implementation=options.implementation) for model, *_ in loaded]
 
     started = time.perf_counter()
+    firsts, rests, states = [], [], []
     try:
         with bar("Compiling"):
-            caches = make_caches(options, config, programs, request, dtype)
-            first, *rest = compile_programs(options, programs, weights, caches, request)
+            for programs, request, mesh in zip(copies, requests, meshes, strict=True):
+                caches = make_caches(options, config, programs, request, dtype, mesh)
+                first, *rest = compile_programs(options, programs, programs.weights, caches, request)
+                firsts.append(first)
+                rests.append(rest)
+                states.append(caches)
     except (NotImplementedError, ValueError) as error:  # what the library cannot do, in its own words
         raise GenerateError(str(error)) from error
     compiled = time.perf_counter()
+
+    def advance(programs: list) -> list[tuple[list[int], str]]:
+        """Runs a program of each copy at the same time; returns all texts in the order of their prompts."""
+        arguments = zip(programs, copies, states, requests, strict=True)
+        states[:] = [run(copy.weights, state, request) for run, copy, state, request in arguments]
+        texts = [loop.outputs(generation) for generation in states]
+        return [texts[i % len(texts)][i // len(texts)] for i in range(len(prompt_ids))]
+
     writer = Writer(tokenizer, options.prompt, prompt_ids, options.json)
     with contextlib.nullcontext() if options.stream else bar("Generating"):
-        generation = first(weights, caches, request)
-        results = loop.outputs(generation)
+        results = advance(firsts)
     writer.update(results)
     while any(finish_reason == "running" for _, finish_reason in results):
-        generation = rest[0](weights, generation, request)
-        results = loop.outputs(generation)
+        results = advance([decode for (decode,) in rests])
         writer.update(results)
     seconds = time.perf_counter() - compiled
     num_tokens = sum(len(token_ids) for token_ids, _ in results)
     for notice in notices(results, options.max_new_tokens, config):
         print("note:", notice, file=sys.stderr)
-    print(summarize(generation, num_tokens, seconds, compiled - started), file=sys.stderr)
+    print(summarize(states, num_tokens, seconds, compiled - started), file=sys.stderr)
 
 
 def prepare_streams() -> None:
@@ -357,7 +386,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the text has seen enough
         discard_stdout()
         return 1
-    except (GenerateError, CheckpointError, jax.errors.JaxRuntimeError, OSError) as error:
+    except (GenerateError, CheckpointError, MeshError, jax.errors.JaxRuntimeError, OSError) as error:
         if isinstance(error, OSError):
             discard_stdout()
         with contextlib.suppress(OSError):

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float32, Int32
 
@@ -26,6 +27,7 @@ from examples.attend import Implementation
 from examples.config import DecoderConfig
 from examples.decoder import Decoder
 from examples.sampling import greedy, sample
+from examples.sharding import on_mesh
 from examples.step import Batch, Step, Weights, make_step
 from paged_jax import PagedKVCache, allocator
 
@@ -156,7 +158,13 @@ def make_request(
 
 
 def make_caches(
-    config: DecoderConfig, num_blocks: int, block_size: int, dtype: DTypeLike, *, scales: Scales | None = None
+    config: DecoderConfig,
+    num_blocks: int,
+    block_size: int,
+    dtype: DTypeLike,
+    *,
+    scales: Scales | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[PagedKVCache, ...]:
     """Makes one empty cache a layer.
 
@@ -166,16 +174,26 @@ def make_caches(
         block_size: tokens in a block.
         dtype: of the caches.
         scales: k_scale and v_scale of each layer, for a quantised cache; None for none.
+        mesh: whose devices share the model, None for JAX's default device.
     """
     sizes = (num_blocks, block_size, config.num_kv_heads, config.head_size)
-    return tuple(
-        PagedKVCache.create(*sizes, dtype=dtype, k_scale=k_scale, v_scale=v_scale)
-        for k_scale, v_scale in scales or [(None, None)] * config.num_layers
-    )
+
+    def make():
+        return tuple(
+            PagedKVCache.create(*sizes, dtype=dtype, k_scale=k_scale, v_scale=v_scale)
+            for k_scale, v_scale in scales or [(None, None)] * config.num_layers
+        )
+
+    return on_mesh(make, mesh)
 
 
 def measure_scales(
-    programs: Programs, config: DecoderConfig, request: Request, block_size: int, dtype: DTypeLike
+    programs: Programs,
+    config: DecoderConfig,
+    request: Request,
+    block_size: int,
+    dtype: DTypeLike,
+    mesh: Mesh | None = None,
 ) -> Scales:
     """Finds the scales at which an int8 cache holds the prompts' keys and values, with some room above them.
 
@@ -185,12 +203,15 @@ def measure_scales(
         request: the prompts.
         block_size: tokens in a block.
         dtype: of a cache that holds keys and values as they are.
+        mesh: whose devices share the model, None for JAX's default device.
 
     Returns:
         k_scale and v_scale of each layer, f32 `[num_kv_heads]` each.
     """
     num_blocks = int((-(-np.asarray(request.prompt_lens) // block_size)).sum())
-    caches = make_caches(config, num_blocks, block_size, dtype)  # of zeros: what is not written counts for nothing
+    caches = make_caches(
+        config, num_blocks, block_size, dtype, mesh=mesh
+    )  # of zeros: what is not written counts for nothing
     caches = programs.prefill(programs.weights, caches, request).caches
 
     @jax.jit

@@ -27,6 +27,7 @@ SIGTERM and Ctrl-C end it once all requests are answered, or --drain-seconds hav
 
 import argparse
 import contextlib
+import gc
 import math
 import signal
 import socket
@@ -184,6 +185,7 @@ def make_server(options: argparse.Namespace) -> Server:
         )
     except (NotImplementedError, ValueError) as error:  # what the library cannot do, in its own words
         raise ServeError(str(error)) from error
+    gc.freeze()  # what is there now stays: looking through it for garbage would hold up a step now and then
     worker = Worker(the_engine, options.max_queued)
     name = model_name(options.model)
     return Server(worker, tokenizer, template, name, eos_token_ids, config.vocab_size)

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float32, Int32
 
-from examples.attend import Implementation, decode_attend, prefill_attend
+from examples.attend import Implementation, decode_attend, mixed_attend, prefill_attend
 from examples.config import DecoderConfig
 from examples.decoder import Decoder
 from paged_jax import PagedKVCache
@@ -59,12 +59,16 @@ class Batch:
 type Step = Callable[[Weights, Caches, Batch], tuple[Float32[Array, "num_rows vocab_size"], Caches]]
 
 
-def make_step(model: Decoder, *, implementation: Implementation | None = None) -> tuple[Weights, Step]:
+def make_step(
+    model: Decoder, *, implementation: Implementation | None = None, decode_apart: bool = False
+) -> tuple[Weights, Step]:
     """Takes a decoder apart into its weights and the function that runs a step with them.
 
     Args:
         model: the decoder.
         implementation: of the paged ops, None for the library's choice.
+        decode_apart: whether the sequences with one new token at the end of a batch that has longer ones, too, go
+            through the op for decode (`mixed_attend`).
 
     Returns:
         The weights, nested dicts of the model's arrays, and `step(weights, caches, batch) -> (logits, caches)`, to be
@@ -81,7 +85,8 @@ def make_step(model: Decoder, *, implementation: Implementation | None = None) -
         elif batch.query_start_loc is None:
             raise ValueError("a batch must have query_start_loc unless is_decode is True, got None")
         else:
-            attend = prefill_attend(tables, lens, batch.query_start_loc, slots, implementation=implementation)
+            build = mixed_attend if decode_apart else prefill_attend
+            attend = build(tables, lens, batch.query_start_loc, slots, implementation=implementation)
         hidden, caches = model(batch.token_ids, batch.positions, caches, attend, batch.logit_rows)
         return model.logits(hidden), caches
 
@@ -89,17 +94,17 @@ def make_step(model: Decoder, *, implementation: Implementation | None = None) -
 
 
 def make_abstract_step(
-    config: DecoderConfig, dtype: DTypeLike, *, implementation: Implementation | None = None
+    config: DecoderConfig, dtype: DTypeLike, *, implementation: Implementation | None = None, decode_apart: bool = False
 ) -> tuple[Weights, Step]:
     """Does what `make_step` does for a model whose weights are yet to be made, at random for instance.
 
     Args:
         config: the decoder's config.
         dtype: of the weights.
-        implementation: of the paged ops, None for the library's choice.
+        implementation, decode_apart: as for `make_step`.
 
     Returns:
         The weights with a `jax.ShapeDtypeStruct` in place of each array, and the step.
     """
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
-    return make_step(model, implementation=implementation)
+    return make_step(model, implementation=implementation, decode_apart=decode_apart)

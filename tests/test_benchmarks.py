@@ -303,7 +303,7 @@ def test_model_benchmark(tiny_model, tmp_path):
     prefill = rows["tiny-prefill-2x32", "called"]
     assert prefill["tokens_per_s"] == pytest.approx(2 * 32 / prefill["us"] * 1e6)
     assert "share" not in prefill
-    assert len(rows) == 2 * 3 + 2
+    assert len(rows) == 2 * 4 + 3
     assert "| tiny-decode-3x32 | " in report.markdown(found)
 
 

@@ -13,6 +13,7 @@
 
 from paged_jax.engine.batch import Batch as Batch
 from paged_jax.engine.batch import Step as Step
+from paged_jax.engine.batch import StepShape as StepShape
 from paged_jax.engine.config import EngineConfig as EngineConfig
 from paged_jax.engine.engine import Engine as Engine
 from paged_jax.engine.engine import Stats as Stats

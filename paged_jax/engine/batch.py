@@ -1,7 +1,8 @@
 """What a step gets: the batch that a model sees, and how it travels to the device as one array of int32.
 
 The host sends one packed array a step, whatever the step holds: a transfer costs more than its bytes. Positions and
-slots follow from the rest; the device works them out.
+slots follow from the rest; the device works them out. How tokens are drawn comes last in the array, so that the device
+hands it on in one piece.
 """
 
 import dataclasses
@@ -130,6 +131,23 @@ class Draws:
     index: Any
     position: Any
 
+    @staticmethod
+    def size(num_rows: int) -> int:
+        """Elements of the packed array of so many rows."""
+        return num_rows * len(_DRAWS)
+
+    @staticmethod
+    def unpack(packed: Int32[Array, " size"]) -> "Draws":
+        """Takes a packed array apart on the device."""
+        parts = dict(zip(_DRAWS, packed.reshape(len(_DRAWS), -1), strict=True))
+        for name in FLOATS:
+            parts[name] = jax.lax.bitcast_convert_type(parts[name], jnp.float32)
+        return Draws(**parts)
+
+
+_DRAWS = tuple(field.name for field in dataclasses.fields(Draws))
+FLOATS = "temperature", "top_p"  # of `Draws`; they travel as the int32 of the same bits
+
 
 class StepShape(NamedTuple):
     """What a step is compiled for.
@@ -155,14 +173,7 @@ class StepShape(NamedTuple):
             "seq_lens": rows,
             "query_start_loc": (self.num_rows + 1,),
             "logit_rows": rows,
-            "seats": rows,
-            "temperature": rows,
-            "top_k": rows,
-            "top_p": rows,
-            "seed_high": rows,
-            "seed_low": rows,
-            "index": rows,
-            "position": rows,
+            **dict.fromkeys(_DRAWS, rows),
         }
 
     @property
@@ -181,7 +192,7 @@ class StepShape(NamedTuple):
 
     def unpack(
         self, packed: Int32[Array, " size"], last_tokens: Int32[Array, " num_seats"], block_size: int
-    ) -> tuple[Batch, Draws]:
+    ) -> tuple[Batch, Int32[Array, " num_draws"]]:
         """Takes the packed array apart on the device.
 
         Args:
@@ -190,13 +201,11 @@ class StepShape(NamedTuple):
           block_size: tokens in a block.
 
         Returns:
-          The batch and how to draw from its logits.
+          The batch, and how to draw from its logits, what `Draws.unpack` takes.
         """
         parts = self.split(packed)
-        for name in ("temperature", "top_p"):
-            parts[name] = jax.lax.bitcast_convert_type(parts[name], jnp.float32)
-        ids, tables, lens = parts.pop("token_ids"), parts.pop("block_tables"), parts.pop("seq_lens")
-        start, logit_rows = parts.pop("query_start_loc"), parts.pop("logit_rows")
+        ids, tables, lens = parts["token_ids"], parts["block_tables"], parts["seq_lens"]
+        start, logit_rows = parts["query_start_loc"], parts["logit_rows"]
         ids = jnp.where(ids < 0, last_tokens[jnp.maximum(-1 - ids, 0)], ids)
         token = jnp.arange(self.num_tokens, dtype=jnp.int32)
         if self.is_decode:
@@ -210,4 +219,4 @@ class StepShape(NamedTuple):
         slots = tables[row, positions // block_size] * block_size + positions % block_size
         slots = jnp.where(is_token, slots, -1)
         batch = Batch(ids, positions, slots, tables, lens, start, logit_rows, is_decode=self.is_decode)
-        return batch, Draws(**parts)
+        return batch, packed[self.size - Draws.size(self.num_rows) :]

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from paged_jax.engine.batch import Caches, Step
+from paged_jax.engine.batch import Caches, Step, StepShape
 from paged_jax.engine.blocks import BlockManager
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.request import Completion, Delta, SamplingParams, Sequence, Tokenizer, TokenLogprob
 from paged_jax.engine.runner import Launched, Runner
 from paged_jax.engine.sampling import Drawn
-from paged_jax.engine.scheduler import Sample, Scheduler
+from paged_jax.engine.scheduler import Scheduler
 from paged_jax.engine.text import TextStream
 
 
@@ -185,6 +185,11 @@ class Engine:
         """Whether any request is unfinished."""
         return bool(self._requests)
 
+    @property
+    def num_running(self) -> int:
+        """Unfinished sequences that hold blocks."""
+        return len(self._scheduler.running)
+
     def is_unfinished(self, request_id: int) -> bool:
         """Whether more will come of a request."""
         return request_id in self._requests
@@ -263,7 +268,7 @@ class Engine:
         counters, counts = self._scheduler.counters, self._blocks.counts()
         return Stats(
             num_waiting=len(self._scheduler.waiting),
-            num_running=len(self._scheduler.running),
+            num_running=self.num_running,
             free_blocks=counts.free,
             cached_blocks=counts.cached,
             held_blocks=counts.held,
@@ -277,6 +282,29 @@ class Engine:
             tokens_per_second=self._num_output_tokens / self._seconds if self._seconds else 0.0,
             num_compiled=self._runner.num_compiled,
         )
+
+    def measure_steps(self, context_len: int, repeats: int = 8) -> dict[StepShape, float]:
+        """Times the bare steps, which is what the engine's throughput can come to at most, and resets it.
+
+        Args:
+          context_len: tokens of each sequence, from 1 to `max_model_len`. In a step of decode rows each row has one new
+            token after so many less one; in a mixed step the rows are whole prompts of so many, as many as fit.
+          repeats: steps of each shape to take the mean of.
+
+        Returns:
+          Seconds of a full step of each compiled shape.
+
+        Raises:
+          ValueError: the context is too long, or requests are unfinished.
+        """
+        if not 1 <= context_len <= self.config.max_model_len:
+            raise ValueError(f"context_len must be in [1, {self.config.max_model_len}], got {context_len}")
+        if self.has_work:
+            raise ValueError(
+                f"steps can be measured on an idle engine only; {len(self._requests)} requests are unfinished"
+            )
+        self.reset()
+        return self._runner.measure(context_len, repeats)
 
     def check(self, prompt: collections.abc.Sequence[int], params: SamplingParams) -> int:
         """Refuses what can never be served; unlike all else it may be called from any thread.
@@ -314,15 +342,15 @@ class Engine:
     def _read(self, launched: Launched) -> list[Delta]:
         drawn = self._runner.read(launched)
         deltas = []
-        for i, sample in enumerate(launched.plan.samples):
+        for i, (sample, token_id) in enumerate(zip(launched.plan.samples, drawn.token_ids.tolist(), strict=False)):
             sample.sequence.num_unread -= 1
             if sample.sequence.finish_reason is None:
-                deltas.append(self._take(sample, int(drawn.token_ids[i]), drawn, i))
+                deltas.append(self._take(sample.sequence, token_id, drawn, i))
         return deltas
 
-    def _take(self, sample: Sample, token_id: int, drawn: Drawn, i: int) -> Delta:
+    def _take(self, sequence: Sequence, token_id: int, drawn: Drawn, i: int) -> Delta:
         """Appends a drawn token to its sequence, and ends the sequence if it was the last one."""
-        sequence, params = sample.sequence, sample.sequence.params
+        params = sequence.params
         sequence.tokens.append(token_id)
         self._num_output_tokens += 1
         stop_reason: int | str | None = token_id if token_id in params.stop_token_ids else None

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 type FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -91,8 +91,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class Delta:
+class Delta(NamedTuple):
     """What is new of one sample.
 
     Attributes:
@@ -178,7 +177,7 @@ class Sequence:
     @property
     def num_to_compute(self) -> int:
         """Tokens that are not in the cache yet; the last of them gives the next token's logits."""
-        return self.num_tokens - self.num_computed
+        return len(self.tokens) + self.num_unread - self.num_computed
 
     @property
     def is_exhausted(self) -> bool:

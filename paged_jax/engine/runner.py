@@ -1,8 +1,9 @@
 """The compiled programs of an engine and the arrays they work on: weights, caches, the last token of each seat.
 
 Everything is compiled when the runner is made, ahead of the first request, and a compiled program takes no other shapes
-than its own: nothing compiles later. One program runs the model, draws the tokens and keeps them on the device for the
-next step; three small ones copy blocks and swap them out and in.
+than its own: nothing compiles later. A step is two programs: one runs the model, and one draws the tokens and keeps
+them on the device for the next step. So the model is compiled once for each shape, however its tokens are drawn. Three
+small programs copy blocks and swap them out and in.
 
     host     plan i+1 ──► packed ──┐          plan i+2 ──► packed ──┐        reads what step i drew
     device   step i ──► last tokens ──► step i+1 ──► last tokens ──► step i+2
@@ -12,6 +13,7 @@ import collections.abc
 import concurrent.futures
 import contextlib
 import dataclasses
+import time
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from paged_jax.cache import PagedKVCache
 from paged_jax.cache_ops import copy_blocks
-from paged_jax.engine.batch import Caches, Step, StepShape
+from paged_jax.engine.batch import FLOATS, Caches, Draws, Step, StepShape
 from paged_jax.engine.blocks import Pairs
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.sampling import Drawn, Kind, draw
@@ -90,10 +92,31 @@ class Runner:
         self._move("swap_in", plan.swap_in)
         self._move("copy", plan.copies)
         shape, kind = self._choose(plan)
-        drawn = self._run(shape, kind, _pack(plan, shape, self.config.max_num_seqs))
+        drawn = self._run(shape, kind, _pack(plan, shape, self.config.max_num_seqs, kind))
         for array in jax.tree.leaves(drawn):
             array.copy_to_host_async()
         return Launched(plan, drawn)
+
+    def measure(self, context_len: int, repeats: int) -> dict[StepShape, float]:
+        """Times each shape of a step on made-up sequences, whose new tokens overwrite blocks of the caches.
+
+        Args:
+          context_len: tokens of each sequence, the new ones included. A row of a mixed step is a whole prompt.
+          repeats: steps to take the mean of.
+
+        Returns:
+          Seconds of a step of each shape, called one after the other, the host's work to plan them left out.
+        """
+        times = {}
+        for shape in self._shapes():
+            packed = _made_up(shape, context_len, self.num_blocks, self.config.max_num_seqs)
+            jax.block_until_ready(self._run(shape, Kind.GREEDY, packed))
+            began = time.perf_counter()
+            for _ in range(repeats):
+                drawn = self._run(shape, Kind.GREEDY, packed)
+            jax.block_until_ready(drawn)
+            times[shape] = (time.perf_counter() - began) / repeats
+        return times
 
     @staticmethod
     def read(launched: Launched) -> Drawn:
@@ -101,8 +124,8 @@ class Runner:
         return jax.tree.map(np.asarray, launched.drawn)
 
     def _run(self, shape: StepShape, kind: Kind, packed: np.ndarray) -> Drawn:
-        program = self._programs[shape, kind]
-        self._caches, self._last_tokens, drawn = program(self._weights, self._caches, self._last_tokens, packed)
+        self._caches, logits, draws = self._programs[shape](self._weights, self._caches, self._last_tokens, packed)
+        self._last_tokens, drawn = self._programs[shape.num_rows, kind](logits, draws, self._last_tokens)
         return drawn
 
     def _choose(self, plan: Plan) -> tuple[StepShape, Kind]:
@@ -126,7 +149,6 @@ class Runner:
         return mixed + [self._shape(size, size, True) for size in self.config.decode_rows]
 
     def _compile(self, show_progress: bool, options: dict[str, Any] | None) -> Programs:
-        caches_at = jax.tree.map(lambda array: array.sharding, self._caches)
         kinds = list(Kind) if self.config.max_logprobs is not None else [Kind.GREEDY, Kind.RANDOM]
         pairs = jax.ShapeDtypeStruct((_PAIRS, 2), np.dtype(np.int32))
         lowered: Programs = {"copy": jax.jit(_copy, donate_argnums=0).lower(self._caches, pairs)}
@@ -134,13 +156,11 @@ class Runner:
             lowered["swap_out"] = jax.jit(_swap, donate_argnums=1).lower(self._caches, self._host_caches, pairs)
             lowered["swap_in"] = jax.jit(_swap, donate_argnums=1).lower(self._host_caches, self._caches, pairs)
         for shape in self._shapes():
-            packed = jax.ShapeDtypeStruct((shape.size,), np.dtype(np.int32))
+            lowered[shape] = self._lower_model(shape)
+            *_, logits, draws = lowered[shape].out_info
             for kind in kinds:
-                lowered[shape, kind] = jax.jit(
-                    self._make_program(shape, kind),
-                    donate_argnums=(1, 2),
-                    out_shardings=(caches_at, self._replicated, self._replicated),
-                ).lower(self._weights, self._caches, self._last_tokens, packed)
+                if (shape.num_rows, kind) not in lowered:
+                    lowered[shape.num_rows, kind] = self._lower_draw(kind, logits, draws)
         with (
             concurrent.futures.ThreadPoolExecutor(_COMPILERS) as pool,
             _progress(show_progress, len(lowered)) as advance,
@@ -151,25 +171,38 @@ class Runner:
                 advance()
         return {name: future.result() for name, future in futures.items()}
 
-    def _make_program(self, shape: StepShape, kind: Kind) -> collections.abc.Callable[..., Any]:
-        def program(weights, caches, last_tokens, packed):
+    def _lower_model(self, shape: StepShape) -> Any:
+        def run_model(weights, caches, last_tokens, packed):
             batch, draws = shape.unpack(packed, last_tokens, self.block_size)
             logits, caches = self._step(weights, caches, batch)
-            drawn = draw(logits, draws, kind, self.config.max_logprobs or 0)
-            last_tokens = last_tokens.at[draws.seats].set(drawn.token_ids, mode="drop")
-            return caches, last_tokens, drawn
+            return caches, logits, draws
 
-        return program
+        caches_at = jax.tree.map(lambda array: array.sharding, self._caches)
+        packed = jax.ShapeDtypeStruct((shape.size,), np.dtype(np.int32))
+        return jax.jit(
+            run_model, donate_argnums=1, out_shardings=(caches_at, self._replicated, self._replicated)
+        ).lower(self._weights, self._caches, self._last_tokens, packed)
+
+    def _lower_draw(self, kind: Kind, logits: Any, draws: Any) -> Any:
+        def draw_tokens(logits, draws, last_tokens):
+            unpacked = Draws.unpack(draws)
+            drawn = draw(logits, unpacked, kind, self.config.max_logprobs or 0)
+            return last_tokens.at[unpacked.seats].set(drawn.token_ids, mode="drop"), drawn
+
+        logits, draws = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._replicated) for x in (logits, draws))
+        return jax.jit(draw_tokens, donate_argnums=2, out_shardings=self._replicated).lower(
+            logits, draws, self._last_tokens
+        )
 
     def _warm_up(self) -> None:
         """Runs every program once on nothing but padding: the first run of a program loads its code."""
         for name in ("swap_out", "swap_in", "copy"):
             if name in self._programs:
                 self._move(name, [(-1, -1)])
-        for name in self._programs:
-            if isinstance(name, tuple):
-                shape, kind = name
-                self._run(shape, kind, _pack(Plan(), shape, self.config.max_num_seqs))
+        for shape in self._shapes():
+            for kind in Kind:
+                if (shape.num_rows, kind) in self._programs:
+                    self._run(shape, kind, _pack(Plan(), shape, self.config.max_num_seqs, kind))
         jax.block_until_ready(self._last_tokens)
 
     def _move(self, name: str, pairs: Pairs) -> None:
@@ -198,43 +231,67 @@ def _swap(source: Caches, destination: Caches, pairs: jax.Array) -> Caches:
     return tuple(src.swap_blocks_to(dst, pairs) for src, dst in zip(source, destination, strict=True))
 
 
-def _pack(plan: Plan, shape: StepShape, num_seats: int) -> np.ndarray:
+def _pack(plan: Plan, shape: StepShape, num_seats: int, kind: Kind) -> np.ndarray:
     """The plan as the one array that travels to the device; a fresh one, since the last one may still be on its way."""
     packed = np.zeros(shape.size, np.int32)
     parts = shape.split(packed)
-    for name in ("temperature", "top_p"):
-        parts[name] = parts[name].view(np.float32)
     parts["seats"][:] = num_seats  # out of range
     parts["block_tables"][:] = -1
-    ids, start, end = parts["token_ids"], parts["query_start_loc"], 0
-    for row, (sequence, seat, first, count) in enumerate(plan.chunks):
+    if plan.tables is None:
+        return packed
+    num_rows, ids = len(plan.chunks), []
+    for sequence, seat, first, count in plan.chunks:
         known = sequence.tokens[first : first + count]
-        ids[end : end + len(known)] = known
+        ids += known
         if len(known) < count:  # the host has not read the last one
-            ids[end + len(known)] = -1 - seat
-        end += count
-        start[row + 1] = end
-        parts["seq_lens"][row] = first + count
-    start[len(plan.chunks) + 1 :] = end
-    if plan.tables is not None:
-        parts["block_tables"][: len(plan.chunks)] = plan.tables
+            ids.append(-1 - seat)
+    firsts, counts = (np.array([chunk[i] for chunk in plan.chunks]) for i in (2, 3))
+    parts["token_ids"][: len(ids)] = ids
+    parts["seq_lens"][:num_rows] = firsts + counts
+    starts = parts["query_start_loc"]
+    starts[1 : num_rows + 1] = np.cumsum(counts)
+    starts[num_rows + 1 :] = len(ids)
+    parts["block_tables"][:num_rows] = plan.tables
     if plan.samples:
         sequences, seats, rows, positions = zip(*plan.samples, strict=True)
-        params = [sequence.params for sequence in sequences]
-        seeds = np.array([sequence.seed for sequence in sequences], np.uint64)
-        values = {
-            "logit_rows": start[np.array(rows) + 1] - 1,
-            "seats": seats,
-            "temperature": [p.temperature for p in params],
-            "top_k": [p.top_k for p in params],
-            "top_p": [p.top_p for p in params],
-            "seed_high": (seeds >> np.uint64(32)).astype(np.uint32).view(np.int32),
-            "seed_low": (seeds & np.uint64(2**32 - 1)).astype(np.uint32).view(np.int32),
-            "index": [sequence.index for sequence in sequences],
-            "position": positions,
-        }
-        for name, value in values.items():
-            parts[name][: len(sequences)] = value
+        parts["logit_rows"][: len(rows)] = starts[np.array(rows) + 1] - 1
+        parts["seats"][: len(rows)] = seats
+        if kind > Kind.GREEDY:
+            _pack_params(parts, sequences, positions)
+    return packed
+
+
+def _pack_params(parts: dict[str, np.ndarray], sequences: Any, positions: Any) -> None:
+    """What the sequences' requests say of their draws; greedy ones have none to make."""
+    params = [sequence.params for sequence in sequences]
+    seeds = np.array([sequence.seed for sequence in sequences], np.uint64)
+    values = {
+        "temperature": [p.temperature for p in params],
+        "top_k": [p.top_k for p in params],
+        "top_p": [p.top_p for p in params],
+        "seed_high": (seeds >> np.uint64(32)).astype(np.uint32).view(np.int32),
+        "seed_low": (seeds & np.uint64(2**32 - 1)).astype(np.uint32).view(np.int32),
+        "index": [sequence.index for sequence in sequences],
+        "position": positions,
+    }
+    for name, value in values.items():
+        part = parts[name].view(np.float32) if name in FLOATS else parts[name]
+        part[: len(sequences)] = value
+
+
+def _made_up(shape: StepShape, context_len: int, num_blocks: int, num_seats: int) -> np.ndarray:
+    """A step of this shape as full as it can be, of sequences whose blocks lie anywhere, as an array that travels."""
+    packed = np.zeros(shape.size, np.int32)
+    parts = shape.split(packed)
+    rng = np.random.default_rng(0)
+    parts["block_tables"][:] = rng.integers(0, num_blocks, parts["block_tables"].shape)
+    parts["seats"][:] = num_seats
+    longest = 1 if shape.is_decode else context_len
+    starts = np.minimum(np.arange(shape.num_rows + 1) * longest, shape.num_tokens)
+    counts = np.diff(starts)
+    parts["query_start_loc"][:] = starts
+    parts["seq_lens"][:] = context_len if shape.is_decode else counts
+    parts["logit_rows"][:] = np.where(counts > 0, starts[1:] - 1, 0)
     return packed
 
 

@@ -115,11 +115,12 @@ class Scheduler:
 
     def _continue(self) -> dict[Sequence, int]:
         """How many tokens each running sequence computes, if blocks last."""
-        tokens = {sequence: 1 for sequence in self.running if sequence.num_to_compute == 1}
+        left = [(sequence, sequence.num_to_compute) for sequence in self.running]
+        tokens = {sequence: 1 for sequence, count in left if count == 1}
         budget = self.config.max_tokens_per_step - len(tokens)
-        for sequence in self.running:
-            if sequence.num_to_compute > 1 and budget > 0:
-                tokens[sequence] = min(sequence.num_to_compute, budget)
+        for sequence, count in left:
+            if count > 1 and budget > 0:
+                tokens[sequence] = min(count, budget)
                 budget -= tokens[sequence]
         return tokens
 
@@ -227,17 +228,19 @@ class Scheduler:
 
     def _lay_out(self, tokens: dict[Sequence, int], plan: Plan) -> None:
         """Puts the rows in order, draws tokens where all is computed, and lets children begin there."""
-        for sequence, count in sorted(tokens.items(), key=lambda item: item[1] == 1):
-            row, seat = len(plan.chunks), _seat(sequence)
-            plan.chunks.append(Chunk(sequence, seat, sequence.num_computed - count, count))
-            if sequence.num_to_compute:
+        rows = [item for item in tokens.items() if item[1] > 1]
+        rows += [item for item in tokens.items() if item[1] == 1]
+        for row, (sequence, count) in enumerate(rows):
+            seat, end = _seat(sequence), sequence.num_computed
+            plan.chunks.append(Chunk(sequence, seat, end - count, count))
+            if end < sequence.num_tokens:
                 continue
-            for sampled in (sequence, *sequence.children):
-                if sampled is not sequence:
-                    self._begin_child(sequence, sampled)
-                plan.samples.append(Sample(sampled, _seat(sampled), row, sequence.num_computed))
-            for sampled in (sequence, *sequence.children):
-                sampled.num_unread += 1
+            plan.samples.append(Sample(sequence, seat, row, end))
+            for child in sequence.children:
+                self._begin_child(sequence, child)
+                plan.samples.append(Sample(child, _seat(child), row, end))
+                child.num_unread += 1
+            sequence.num_unread += 1
             sequence.children = []
         plan.tables = self.blocks.state.block_tables[[chunk.seat for chunk in plan.chunks]]
 

@@ -1,0 +1,358 @@
+"""Serving: many requests through `paged_jax.engine` with a whole model's shapes: `python -m benchmarks.bench_serving`.
+
+A request has a prompt of 128 to 1024 tokens and wants 32 to 256 more; no token ends it early. Runs:
+
+    at-once            all requests wait at the beginning
+    at-once-shared     the same, but the first half of each prompt is the beginning of one text
+    prompts            some of the requests, one token each: what their prompts alone take
+    prompts-shared     the same with the shared halves
+    poisson            requests come one by one, at random, at a rate of so many a second
+    subset             some of the requests at once, beside transformers' continuous batching (transformers_serving.py)
+
+The bound of a run is the time in which the bare model could do its work: the tokens of prompts that the engine
+computed at the rate of its best step full of prompts, and for each step the time of a bare decode step of as many rows
+as it gave tokens to (first tokens come of prompts, and do not count). Both are measured here: the engine's own compiled
+steps, on made-up sequences, launched one after the other with nothing between them.
+
+How busy the GPU is: the sum of all its kernels' times as CUPTI gives them, over the wall clock of that same run.
+Kernels run one after the other, so that gaps between two of them count as idle. All other times are of that run too.
+
+Contiguous preallocation would give each sequence room for the longest: it holds as many as the pool has room for.
+"""
+
+import argparse
+import dataclasses
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import bench_model, harness, timing
+from benchmarks.models import BLOCK_SIZE, MODELS, make_model
+from examples.config import DecoderConfig
+from paged_jax import PagedKVCache, engine
+
+PROMPT_LENS, OUTPUT_LENS = (128, 1024), (32, 256)  # least and most
+LONGEST = PROMPT_LENS[1] + OUTPUT_LENS[1]
+CONTEXT = 672  # about the mean of a sequence's tokens over its steps
+SAMPLED = 16  # steps from one look at the blocks to the next
+KERNELS = 24  # that a row names
+RUNS = ("at-once", "at-once-shared", "prompts", "prompts-shared", "poisson", "subset")
+
+
+class Request(NamedTuple):
+    """A prompt's token ids, how many tokens to generate, and when it comes, in seconds from the beginning."""
+
+    prompt: list[int]
+    max_tokens: int
+    arrival: float
+
+
+def make_requests(count: int, vocab_size: int, *, is_shared: bool = False, rate: float | None = None) -> list[Request]:
+    """Random requests, always the same ones.
+
+    Args:
+        count: how many.
+        vocab_size: token ids are below this.
+        is_shared: whether the first half of each prompt is the beginning of one text.
+        rate: requests a second of a Poisson process; None for all at once.
+    """
+    rng = np.random.default_rng(0)
+    prompt_lens = rng.integers(PROMPT_LENS[0], PROMPT_LENS[1], count, endpoint=True)
+    output_lens = rng.integers(OUTPUT_LENS[0], OUTPUT_LENS[1], count, endpoint=True)
+    arrivals = np.zeros(count) if rate is None else np.cumsum(rng.exponential(1 / rate, count))
+    text = rng.integers(0, vocab_size, PROMPT_LENS[1])
+    requests = []
+    for prompt_len, output_len, arrival in zip(prompt_lens, output_lens, arrivals, strict=True):
+        prompt = rng.integers(0, vocab_size, prompt_len)
+        if is_shared:
+            prompt[: prompt_len // 2] = text[: prompt_len // 2]
+        requests.append(Request(prompt.tolist(), int(output_len), float(arrival)))
+    return requests
+
+
+class Step(NamedTuple):
+    """What a step brought: when, in seconds; tokens that were no request's first one; how many sequences ran."""
+
+    seconds: float
+    num_decoded: int
+    num_running: int
+
+
+@dataclasses.dataclass
+class Trace:
+    """What happened in a run.
+
+    Attributes:
+        stamps: of each request the seconds at which its tokens were there.
+        steps: of each step what it brought.
+        waste: shares of the held blocks' slots that hold no token, each `SAMPLED` steps.
+        seconds: of the whole run.
+        stats: the engine's, at the end.
+    """
+
+    stamps: list[list[float]]
+    steps: list[Step]
+    waste: list[float]
+    seconds: float
+    stats: engine.Stats
+
+
+def serve(the_engine: engine.Engine, requests: Sequence[Request]) -> Trace:
+    """Runs the requests through an engine that has been reset; its requests' numbers start at 0."""
+    stamps: list[list[float]] = [[] for _ in requests]
+    steps, waste, added = [], [], 0
+    began = time.perf_counter()
+    while added < len(requests) or the_engine.has_work:
+        now = time.perf_counter() - began
+        while added < len(requests) and requests[added].arrival <= now:
+            request = requests[added]
+            the_engine.add_request(request.prompt, engine.SamplingParams(max_tokens=request.max_tokens))
+            added += 1
+        if not the_engine.has_work:
+            time.sleep(max(requests[added].arrival - now, 0))
+            continue
+        deltas = the_engine.step()
+        now = time.perf_counter() - began
+        decoded = sum(bool(stamps[delta.request_id]) for delta in deltas)
+        for delta in deltas:
+            stamps[delta.request_id] += [now] * len(delta.token_ids)
+        steps.append(Step(now, decoded, the_engine.num_running))
+        if len(steps) % SAMPLED == 0:
+            waste.append(the_engine.stats().waste)
+    return Trace(stamps, steps, waste, time.perf_counter() - began, the_engine.stats())
+
+
+def serve_and_profile(the_engine: engine.Engine, requests: Sequence[Request]) -> tuple[Trace, dict[str, Any]]:
+    """Runs the requests, and on a GPU adds up the time of its kernels, in all and of those that take longest."""
+    if jax.default_backend() != "gpu":
+        return serve(the_engine, requests), {}
+    traces: list[Trace | None] = []
+
+    def run():
+        traces.append(serve(the_engine, requests) if traces else None)  # the first call is to warm up: nothing here
+
+    launches = timing.kernel_times(run)
+    trace = cast(Trace, traces[1])
+    longest = bench_model.by_kernel(launches, len(trace.steps))
+    return trace, {"busy": 1e-6 * sum(us for _, us in launches) / trace.seconds, "kernels": longest["kernels"]}
+
+
+class Rates(NamedTuple):
+    """What the bare model does: prompt tokens a second, and the microseconds of a decode step by its rows."""
+
+    prompt_tokens_per_s: float
+    decode_us: dict[int, float]
+
+    def bound(self, num_prompt_tokens: int, decoded: Sequence[int]) -> float:
+        """Seconds that so many tokens of prompts, and steps that give tokens to so many rows, take at the least."""
+        rows = sorted(self.decode_us)
+        times = np.interp([n for n in decoded if n], rows, [self.decode_us[n] for n in rows])
+        return num_prompt_tokens / self.prompt_tokens_per_s + 1e-6 * float(times.sum())
+
+
+def measure_rates(the_engine: engine.Engine) -> Rates:
+    """Times the engine's bare steps, of decode rows and of prompts of `CONTEXT` tokens."""
+    times = the_engine.measure_steps(CONTEXT)
+    prompts = [shape.num_tokens / seconds for shape, seconds in times.items() if not shape.is_decode]
+    return Rates(max(prompts), {shape.num_rows: 1e6 * times[shape] for shape in times if shape.is_decode})
+
+
+def describe(trace: Trace, requests: Sequence[Request], rates: Rates | None, num_blocks: int) -> dict[str, Any]:
+    """A run's row: all that the report says of it."""
+    first = [stamps[0] - request.arrival for stamps, request in zip(trace.stamps, requests, strict=True)]
+    row = {"us": 1e6 * trace.seconds, "requests": len(requests), **latencies(trace.stamps, first)}
+    num_tokens = sum(map(len, trace.stamps))
+    row |= {"output_tokens": num_tokens, "tokens_per_s": num_tokens / trace.seconds}
+    row["prompt_tokens"] = sum(len(request.prompt) for request in requests)
+    row["prompt_tokens_computed"] = trace.stats.num_prompt_tokens
+    if rates is not None:
+        row["bound_s"] = rates.bound(trace.stats.num_prompt_tokens, [step.num_decoded for step in trace.steps])
+        row["share_of_bound"] = row["bound_s"] / trace.seconds
+    if trace.waste:
+        row["waste"] = {"mean": float(np.mean(trace.waste)), "most": max(trace.waste)}
+    running = [step.num_running for step in trace.steps]
+    row["sequences"] = {"most": max(running), "contiguous": num_blocks * BLOCK_SIZE // LONGEST}
+    stats = trace.stats
+    row |= {"steps": len(running), "hit_rate": stats.hit_rate, "preempted": stats.num_recomputed + stats.num_swapped}
+    every = max(len(running) // 200, 1)
+    row["timeline"] = [[round(step.seconds, 3), step.num_running] for step in trace.steps[::every]]
+    return row
+
+
+def latencies(stamps: Sequence[Sequence[float]], first: Sequence[float]) -> dict[str, Any]:
+    """Milliseconds to first tokens and between tokens: medians, 99th percentiles, and every percentile for plots."""
+    gaps = np.concatenate([np.diff(times) for times in stamps])
+    found = {}
+    for name, seconds in {"first_token_ms": np.asarray(first), "between_tokens_ms": gaps}.items():
+        ms = np.percentile(1e3 * seconds, np.arange(101)) if seconds.size else np.zeros(101)
+        found[name] = {"median": ms[50], "p99": ms[99], "percentiles": np.round(ms, 2).tolist()}
+    return found
+
+
+def transformers_answer(config: DecoderConfig, requests: Sequence[Request], seconds: float) -> dict[str, Any]:
+    """The row of transformers' continuous batching on the same requests, or why there is none."""
+    work = {"sizes": dataclasses.asdict(config), "requests": [(r.prompt, r.max_tokens) for r in requests]}
+    command = [sys.executable, "-m", "benchmarks.transformers_serving"]
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(work), stdout=subprocess.PIPE, text=True, timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"absent": f"took more than {seconds:.0f} s"}
+    if not done.stdout.strip():
+        return {"absent": f"its process ended with exit code {done.returncode}"}
+    answer = json.loads(done.stdout.splitlines()[-1])
+    if "absent" in answer:
+        return answer
+    stamps = answer.pop("stamps")
+    num_tokens = sum(map(len, stamps))
+    answer |= {"requests": len(requests), "output_tokens": num_tokens, "tokens_per_s": num_tokens / answer["us"] * 1e6}
+    return answer | latencies(stamps, [times[0] for times in stamps])
+
+
+class Setup(NamedTuple):
+    """What is served, and how.
+
+    Attributes:
+        name, config: of the model.
+        options: of the step, as for `examples.step.make_step`.
+        num_blocks: of the pool.
+        engine_config: the engine's sizes.
+        requests: how many; the first `few` of them in the runs of some requests.
+        rate: requests a second of the Poisson run; None for 0.8 times what the run of all at once did.
+    """
+
+    name: str
+    config: DecoderConfig
+    options: dict[str, Any]
+    num_blocks: int
+    engine_config: engine.EngineConfig
+    requests: int = 1000
+    few: int = 128
+    rate: float | None = None
+
+
+def make_engine(setup: Setup, step: Any, weights: Any) -> engine.Engine:
+    """The engine, compiled and warmed up."""
+    shape = setup.num_blocks, BLOCK_SIZE, setup.config.num_kv_heads, setup.config.head_size
+    caches = tuple(PagedKVCache.create(*shape, dtype=jnp.bfloat16) for _ in range(setup.config.num_layers))
+    return engine.Engine(step, weights, caches, setup.engine_config, show_progress=True)
+
+
+def run(
+    setup: Setup, runs: Sequence[str] = RUNS, *, peer_seconds: float | None = None, out: Path | None = None
+) -> dict[str, Any]:
+    """Does the runs, and returns what it writes to `out`; transformers gets `peer_seconds`, and None leaves it out."""
+    rows: list[dict[str, Any]] = []
+    report = {"op": "serving", "model": setup.name, **harness.environment(), "rows": rows}
+    report |= {"step": setup.options, "num_blocks": setup.num_blocks, "block_size": BLOCK_SIZE}
+    report |= {"engine": {key: value for key, value in vars(setup.engine_config).items() if value is not None}}
+    if peer_seconds is not None:  # before JAX takes memory
+        few = make_requests(setup.few, setup.config.vocab_size)
+        rows.append({"case": "subset", "contender": "transformers", "kind": "peer"})
+        rows[-1] |= transformers_answer(setup.config, few, peer_seconds)
+        _say(report, out)
+    weights, step = make_model(setup.config, **setup.options)
+    began = time.perf_counter()
+    the_engine = make_engine(setup, step, weights)
+    report["start_s"] = time.perf_counter() - began
+    gc.freeze()  # as examples/serve.py does
+    print(f"the engine has started in {report['start_s']:.1f} s", flush=True)
+    rates = measure_rates(the_engine)
+    report |= {"rates": rates._asdict()}
+    print(rates, flush=True)
+    vocab_size = setup.config.vocab_size
+    for name in runs:
+        rate, count = None, setup.requests
+        if name == "poisson":
+            rate = setup.rate or 0.8 * next((r["requests"] / r["us"] * 1e6 for r in rows if r["case"] == "at-once"), 20)
+        if name in ("prompts", "prompts-shared", "subset"):
+            count = setup.few
+        requests = make_requests(count, vocab_size, is_shared=name.endswith("-shared"), rate=rate)
+        if name.startswith("prompts"):
+            requests = [request._replace(max_tokens=1) for request in requests]
+        the_engine.reset()
+        trace, profile = serve_and_profile(the_engine, requests)
+        row = {"case": name, "contender": "engine", "kind": "implementation"}
+        row |= describe(trace, requests, rates, setup.num_blocks) | profile
+        rows.append(row | ({"rate_per_s": rate} if rate else {}))
+        _say(report, out)
+    return report
+
+
+def _say(report: dict[str, Any], out: Path | None) -> None:
+    """Prints the last row in a few words, and writes the file anew."""
+    row = report["rows"][-1]
+    words = [f"{row['case']:16} {row['contender']:12}"]
+    if "us" in row:
+        words += [f"{row['us'] / 1e6:7.2f} s {row['tokens_per_s']:7.0f} tokens/s"]
+        words += [f"{name} {row[name]:.1%}" for name in ("busy", "share_of_bound") if name in row]
+        words += [f"first token {row['first_token_ms']['median']:.0f} ms"]
+        words += [f"between tokens {row['between_tokens_ms']['median']:.1f} ms, {row['between_tokens_ms']['p99']:.1f}"]
+    print(*words, row.get("absent", ""), flush=True)
+    harness.save(report, out)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bench_serving", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+
+    def numbers(text: str) -> tuple[int, ...]:
+        return tuple(int(number) for number in text.split(","))
+
+    add = parser.add_argument
+    add("--model", choices=tuple(MODELS), default="llama3-8b", help="whose shapes; default llama3-8b")
+    add("--requests", type=int, default=1000, help="default 1000")
+    add("--few", type=int, default=128, help="of the runs of some requests; default 128")
+    add("--rate", type=float, help="requests a second; default 0.8 times what the engine did when all came at once")
+    add("--runs", type=lambda text: text.split(","), default=list(RUNS), help=f"default {','.join(RUNS)}")
+    add("--num-blocks", type=int, default=16000, help="blocks of 16 tokens; default 16000")
+    add("--max-num-seqs", type=int, default=512, help="sequences that run at the same time; default 512")
+    add("--max-tokens-per-step", type=int, default=2048, help="default 2048")
+    add("--decode-rows", type=numbers, default=(16, 64, 128, 256, 384, 512), help="as the engine's")
+    add("--mixed-tokens", type=numbers, default=(512, 1024, 2048), help="as the engine's")
+    add("--implementation", help="of the paged ops; default the library's choice")
+    add("--decode-apart", action="store_true", help="mixed batches go through two ops")
+    add("--peer-seconds", type=float, default=200, help="when to give transformers up, 0 = at once; default 200")
+    add("--out", type=Path, help="JSON file to write")
+    args = parser.parse_args(argv)
+    if unknown := set(args.runs) - set(RUNS):
+        parser.error(f"no run is named {', '.join(sorted(unknown))}; there are {', '.join(RUNS)}")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; returns the exit code, 2 where there is no GPU."""
+    args = parse(argv)
+    # JAX would take most of the memory at once, and the peer could not run.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if not harness.has_gpu("serving"):
+        return 2
+    engine_config = engine.EngineConfig(
+        max_model_len=LONGEST,
+        max_num_seqs=args.max_num_seqs,
+        max_tokens_per_step=args.max_tokens_per_step,
+        decode_rows=args.decode_rows,
+        mixed_tokens=args.mixed_tokens,
+    )
+    options = {"implementation": args.implementation, "decode_apart": args.decode_apart}
+    sizes = MODELS[args.model], options, args.num_blocks, engine_config
+    setup = Setup(args.model, *sizes, args.requests, args.few, args.rate)
+    run(setup, args.runs, peer_seconds=args.peer_seconds or None, out=args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""How a decoder lies on a mesh of GPUs: a table of its matrices, and the placement that follows from it.
+
+Tensor parallelism (https://arxiv.org/abs/1909.08053): the mesh axis "tp" splits the heads, the width of the MLP and the
+vocabulary. XLA finds all else from where the weights and the caches lie: each layer ends its attention and its MLP with
+one all-reduce, the embedding is one more, and only the likeliest token of each part of the vocabulary is exchanged.
+
+    hidden ─ qkv ─ attend ─ o ─ all-reduce ─ gate_up ─ down ─ all-reduce ─ ... ─ lm_head ─ argmax ─ all-gather
+             └── a device's heads ─┘         └ a device's columns ┘        └ its tokens' logits ┘
+
+The mesh axis "dp" is for whole copies of the model: `replicas` makes a mesh of each, and each has its own requests.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from examples.config import DecoderConfig
+
+# Which axis of which parameter "tp" splits; what is not here, norms and most biases, is on every device.
+PARAMETERS = {
+    "embed_tokens.embedding": P("tp", None),  # by token: the logits of tied embeddings are split as well
+    "attention.qkv_proj.kernel": P(None, "tp"),
+    "attention.qkv_proj.bias": P("tp"),
+    "attention.o_proj.kernel": P("tp", None),
+    "mlp.gate_up_proj.kernel": P(None, "tp"),
+    "mlp.gate_up_proj.bias": P("tp"),
+    "mlp.up_proj.kernel": P(None, "tp"),
+    "mlp.up_proj.bias": P("tp"),
+    "mlp.down_proj.kernel": P("tp", None),
+    "lm_head.kernel": P(None, "tp"),
+}
+POOL = P(None, "tp")  # kv heads, of caches in the layout "hnd"
+KV_SCALE = P("tp")
+
+
+class MeshError(ValueError):
+    """A mesh that there are no devices for, or that a model cannot be split over; its message is one line."""
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Reads how many devices each mesh axis has from a text such as "tp=2" or "dp=2,tp=4".
+
+    Raises:
+        MeshError: it says something else.
+    """
+    sizes = {"dp": 1, "tp": 1}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if name not in sizes or not re.fullmatch(r"[1-9]\d{0,5}", size):
+            raise MeshError(f'a mesh is written as "tp=2" or "dp=2,tp=4", got {text!r}')
+        sizes[name] = int(size)
+    return sizes
+
+
+def make_mesh(sizes: dict[str, int], devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh with the axes "dp" and "tp", over the first of all devices of all processes.
+
+    Raises:
+        MeshError: there are fewer devices.
+    """
+    devices, wanted = jax.devices() if devices is None else devices, sizes["dp"] * sizes["tp"]
+    if len(devices) < wanted:
+        raise MeshError(f"a mesh of {wanted} devices needs as many, there are {len(devices)}")
+    shape = sizes["dp"], sizes["tp"]
+    return Mesh(np.array(devices[:wanted]).reshape(shape), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+
+
+def replicas(mesh: Mesh) -> list[Mesh]:
+    """The meshes of the model's copies, one for each place along "dp"."""
+    return [Mesh(row[None], mesh.axis_names, axis_types=mesh.axis_types) for row in mesh.devices]
+
+
+def split_config(config: DecoderConfig, mesh: Mesh | None) -> DecoderConfig:
+    """The config of a decoder over a mesh: in how many parts, and with how many kv heads.
+
+    Where there are more devices than kv heads, devices that share a kv head have a copy of it each.
+
+    Raises:
+        MeshError: heads or columns cannot be dealt out evenly.
+    """
+    if mesh is None:
+        return config
+    tp = mesh.shape["tp"]
+    num_kv_heads = max(config.num_kv_heads, tp)
+    sizes = {"num_heads": config.num_heads, "intermediate_size": config.intermediate_size}
+    for name, size in sizes.items():
+        if size % tp:
+            raise MeshError(f"tp={tp} does not divide the model's {name} {size}")
+    if num_kv_heads % tp or num_kv_heads % config.num_kv_heads:
+        raise MeshError(f"tp={tp} neither divides the model's num_kv_heads {config.num_kv_heads} nor is a multiple")
+    return dataclasses.replace(config, num_kv_heads=num_kv_heads, num_parts=tp)
+
+
+def sharding_of(path: Sequence[Any], shape: tuple[int, ...], mesh: Mesh | None) -> Sharding:
+    """Where a parameter lies.
+
+    Args:
+        path: of the parameter, such as ("layers", 3, "attention", "qkv_proj", "kernel").
+        shape: of the whole parameter.
+        mesh: the model's mesh, or None for JAX's default device.
+    """
+    if mesh is None:
+        return SingleDeviceSharding(jax.config.jax_default_device or jax.local_devices()[0])
+    names = ".".join(str(part) for part in path if not isinstance(part, int)).removeprefix("layers.")
+    spec = PARAMETERS.get(names, P())
+    parts = [1 if axis is None else mesh.shape[axis] for axis in spec]
+    divides = all(size % n == 0 for size, n in zip(shape, parts, strict=False))
+    return NamedSharding(mesh, spec if divides else P())  # a vocabulary may not divide evenly
+
+
+def on_mesh[T](make: Callable[[], tuple[T, ...]], mesh: Mesh | None) -> tuple[T, ...]:
+    """Caches, one a layer, whose pools and scales are made where they belong: no device ever holds a whole pool."""
+    if mesh is None:
+        return make()
+
+    def sharding(x: jax.ShapeDtypeStruct) -> NamedSharding:
+        return NamedSharding(mesh, POOL if x.ndim == 4 else KV_SCALE if x.ndim == 1 else P())
+
+    return jax.jit(make, out_shardings=jax.tree.map(sharding, jax.eval_shape(make)))()

@@ -1,0 +1,78 @@
+"""What the engine's tests share: a small engine over engine_model.py's model, prompts, and checks of its blocks."""
+
+import numpy as np
+
+from paged_jax.engine import Engine, EngineConfig
+from tests import engine_model as model
+from tests.conftest import QUICK_COMPILE
+
+BLOCK_SIZE, NUM_BLOCKS, NUM_HOST_BLOCKS = 4, 24, 16
+CONFIG = EngineConfig(
+    max_model_len=48,
+    max_num_seqs=4,
+    max_tokens_per_step=16,
+    decode_rows=(4,),
+    mixed_tokens=(16,),
+    max_logprobs=3,
+    num_host_blocks=NUM_HOST_BLOCKS,
+)
+RNG = np.random.default_rng(5)
+STEM, LONG = (RNG.integers(0, model.VOCAB, length).tolist() for length in (14, 20))
+# Some begin alike, with and without whole blocks in common, one is another's beginning, and the last has the first
+# block of one and the second and third of another.
+PROMPTS = [
+    *(STEM[:length] for length in (1, 7, 8, 13)),
+    *(STEM[:12] + RNG.integers(0, model.VOCAB, length).tolist() for length in (1, 5)),
+    RNG.integers(0, model.VOCAB, 3).tolist(),
+    LONG,
+    [*STEM[:4], *LONG[4:13]],
+]
+
+
+class Words:
+    """A tokenizer: every token is a short word of its own."""
+
+    def decode(self, ids, /):
+        return "".join(f"{i:x}." for i in ids)
+
+
+def make_engine(weights):
+    """An engine with the config above, for all tests of a file: compiling takes most of their time."""
+    caches = model.make_caches(NUM_BLOCKS, BLOCK_SIZE)
+    return Engine(model.step, weights, caches, CONFIG, tokenizer=Words(), compiler_options=QUICK_COMPILE)
+
+
+def check_blocks(engine):
+    """No block is lost: every one is free, cached or held, and its references are those of tables and cache."""
+    blocks = engine._blocks
+    counts = blocks.counts()
+    assert sum(counts) == blocks.num_blocks
+    tables = blocks.state.block_tables
+    references = np.bincount(tables[tables >= 0], minlength=blocks.num_blocks)
+    for block in range(blocks.num_blocks):
+        references[block] += blocks.prefix is not None and block in blocks.prefix
+    assert references.tolist() == blocks.state.ref_counts.tolist()
+    swapped = [s.host_blocks for s in engine._scheduler.waiting if s.host_blocks is not None]
+    assert sorted(sum(swapped, blocks.free_host_blocks)) == list(range(engine.config.num_host_blocks))
+    seats = [s.seat for s in engine._scheduler.running]
+    seats += [child.seat for s in engine._scheduler.running for child in s.children]
+    assert sorted(seats + engine._scheduler.free_seats) == list(range(engine.config.max_num_seqs))
+
+
+def drain(engine):
+    """Steps until nothing is left to do; the deltas, with the blocks checked after each step."""
+    deltas = []
+    while engine.has_work or engine._launched is not None:
+        deltas += engine.step()
+        check_blocks(engine)
+    assert engine._blocks.counts().held == 0
+    assert engine.stats().num_running == engine.stats().num_waiting == 0
+    return deltas
+
+
+def tokens_of(deltas):
+    """(request id, index) -> all tokens."""
+    found = {}
+    for delta in deltas:
+        found.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
+    return {key: tuple(tokens) for key, tokens in found.items()}

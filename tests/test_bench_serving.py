@@ -1,0 +1,102 @@
+"""The serving benchmark: its requests, its arithmetic, and all of its runs over a tiny model."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks import bench_serving, serving_report
+from benchmarks.bench_serving import Rates, Request, Step, Trace
+from benchmarks.models import MODELS
+from paged_jax import engine
+
+
+def test_requests_are_as_asked_for():
+    requests = bench_serving.make_requests(1000, 5000)
+    lens, counts = [len(r.prompt) for r in requests], [r.max_tokens for r in requests]
+    assert 128 <= min(lens) < 140
+    assert 1012 < max(lens) <= 1024
+    assert (min(counts), max(counts)) == (32, 256)
+    assert 560 < np.mean(lens) < 592
+    assert {r.arrival for r in requests} == {0}
+    assert bench_serving.make_requests(3, 5000) == bench_serving.make_requests(3, 5000)
+    shared = bench_serving.make_requests(1000, 5000, is_shared=True)
+    longest = max(shared, key=lambda r: len(r.prompt)).prompt
+    for alone, together in zip(requests, shared, strict=True):
+        half = len(together.prompt) // 2
+        assert (len(together.prompt), together.max_tokens) == (len(alone.prompt), alone.max_tokens)
+        assert together.prompt[:half] == longest[:half]
+    assert len({tuple(r.prompt[-(len(r.prompt) // 2) :]) for r in shared}) == 1000
+    arrivals = [r.arrival for r in bench_serving.make_requests(1000, 5000, rate=50.0)]
+    assert arrivals == sorted(arrivals)
+    assert arrivals[-1] == pytest.approx(20, rel=0.1)
+
+
+def test_the_bound_adds_up_what_the_bare_model_takes():
+    rates = Rates(1000.0, {1: 100.0, 11: 200.0})
+    assert rates.bound(500, [1, 6, 11, 0]) == pytest.approx(0.5 + 100e-6 + 150e-6 + 200e-6)
+
+
+def test_a_run_is_described_by_its_stamps():
+    stats = engine.Stats(0, 0, 9, 0, 0, 0.0, 0.25, 1, 2, 3, 7, 5, 0.0, 4)
+    stamps = [[1.0, 1.5, 2.0], [1.0, 3.0]]
+    steps = [Step(1.0, 0, 2), Step(1.5, 1, 2), Step(2.0, 1, 2), Step(3.0, 1, 1)]
+    trace = Trace(stamps, steps, [0.1, 0.3], 4.0, stats)
+    requests = [Request([1, 2, 3], 3, 0.0), Request([1, 2, 3, 4], 2, 0.5)]
+    row = bench_serving.describe(trace, requests, Rates(7.0, {1: 1e6, 2: 1e6}), 160)
+    assert (row["output_tokens"], row["tokens_per_s"], row["prompt_tokens"]) == (5, 1.25, 7)
+    assert row["share_of_bound"] == pytest.approx((1 + 3) / 4)
+    assert row["first_token_ms"]["median"] == pytest.approx(750)
+    assert row["between_tokens_ms"]["median"] == pytest.approx(500)
+    assert row["waste"] == {"mean": pytest.approx(0.2), "most": 0.3}
+    assert row["sequences"] == {"most": 2, "contiguous": 2}
+    assert (row["hit_rate"], row["preempted"]) == (0.25, 3)
+
+
+@pytest.fixture
+def setup(monkeypatch):
+    for name, value in {"PROMPT_LENS": (8, 64), "OUTPUT_LENS": (2, 16), "LONGEST": 80, "CONTEXT": 32}.items():
+        monkeypatch.setattr(bench_serving, name, value)
+    sizes = {"vocab_size": 96, "embedding_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2}
+    sizes |= {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "sliding_windows": (None, None)}
+    config = dataclasses.replace(MODELS["llama3-8b"], **sizes)
+    engine_config = engine.EngineConfig(80, 8, 64, decode_rows=(8,), mixed_tokens=(64,))
+    return bench_serving.Setup(
+        "tiny", config, {"decode_apart": True}, 30, engine_config, requests=24, few=6, rate=500.0
+    )
+
+
+def test_all_runs_over_a_tiny_model(setup, tmp_path):
+    file, picture = tmp_path / "serving.json", tmp_path / "serving.png"
+    bench_serving.run(setup, peer_seconds=60, out=file)
+    report = json.loads(file.read_text())
+    rows = {row["case"]: row for row in report["rows"] if row["contender"] == "engine"}
+    assert tuple(rows) == bench_serving.RUNS
+    requests = bench_serving.make_requests(24, 96)
+    for name in ("at-once", "at-once-shared", "poisson"):
+        assert rows[name]["output_tokens"] == sum(r.max_tokens for r in requests)
+    assert rows["prompts"]["output_tokens"] == rows["subset"]["requests"] == 6
+    assert rows["at-once"]["prompt_tokens_computed"] >= rows["at-once"]["prompt_tokens"]
+    assert rows["prompts-shared"]["prompt_tokens_computed"] < rows["prompts"]["prompt_tokens_computed"]
+    assert rows["at-once"]["sequences"]["contiguous"] == 30 * 16 // 80
+    assert all(0 < row["share_of_bound"] <= 1 for row in rows.values())
+    (peer,) = [row for row in report["rows"] if row["contender"] == "transformers"]
+    assert peer.get("output_tokens", rows["subset"]["output_tokens"]) == rows["subset"]["output_tokens"]
+    assert serving_report.main([str(file), str(picture)]) == 0
+    assert picture.stat().st_size > 10_000
+
+
+def test_the_table_has_a_line_for_each_run(capsys, tmp_path):
+    times = {"median": 1.0, "p99": 2.0, "percentiles": [0.0] * 101}
+    row = {"case": "at-once", "contender": "engine", "us": 2e6, "requests": 3, "tokens_per_s": 7.0, "busy": 0.5}
+    row |= {"first_token_ms": times, "between_tokens_ms": times, "sequences": {"most": 4, "contiguous": 2}}
+    report = {"gpu": "G", "jax": "1", "date": "today", "commit": "c", "model": "m", "num_blocks": 3, "block_size": 16}
+    report |= {"engine": {"max_num_seqs": 4, "max_tokens_per_step": 64}}
+    report["rows"] = [row, {"case": "subset", "contender": "transformers", "absent": "not here"}]
+    file = tmp_path / "x.json"
+    file.write_text(json.dumps(report))
+    assert serving_report.main([str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "| at-once | 3 | 2.00 | 7 | 50.0% | - | 1, 2 | 1.0, 2.0 | - | - | - | 4 (2) |" in out
+    assert "- subset, transformers: not here" in out

@@ -1,0 +1,131 @@
+"""What a request of the engine may ask for: samples, seeds, log-probabilities, stops, streams, and what is refused."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paged_jax.engine import SamplingParams
+from tests import engine_model as model
+from tests.engine_checks import BLOCK_SIZE, CONFIG, PROMPTS, Words, drain, make_engine
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return model.make_weights()
+
+
+@pytest.fixture(scope="module")
+def reference(weights):
+    return model.Reference(weights)
+
+
+@pytest.fixture(scope="module")
+def the_engine(weights):
+    return make_engine(weights)
+
+
+@pytest.fixture
+def engine(the_engine):
+    """Empty, with the config's policies."""
+    the_engine.reset(CONFIG)
+    return the_engine
+
+
+def test_samples_share_their_prompt(engine):
+    """A prompt of `n` samples is computed once, and only the last block, in which they part, is copied."""
+    prompt = PROMPTS[3]
+    request_id = engine.add_request(prompt, SamplingParams(max_tokens=8, n=4, temperature=1.0, seed=1))
+    for _ in range(3):
+        engine.step()
+    assert engine.stats().num_prompt_tokens == len(prompt)
+    shared, own = len(prompt) // BLOCK_SIZE, 1
+    assert engine.stats().held_blocks == shared + 4 * own
+    deltas = drain(engine)
+    samples = [tuple(t for d in deltas if d.index == i for t in d.token_ids) for i in range(4)]
+    assert len(set(samples)) == 4
+    assert {d.request_id for d in deltas} == {request_id}
+
+
+def test_same_seed_same_tokens_in_any_batch(engine):
+    params = SamplingParams(max_tokens=8, temperature=0.9, top_k=30, top_p=0.9, seed=2**63 + 5)
+    ((alone,),) = engine.generate([PROMPTS[5]], params)
+    engine.reset(CONFIG)
+    together = engine.generate([PROMPTS[1], PROMPTS[5], PROMPTS[7], PROMPTS[2]], params)
+    assert together[1][0].token_ids == alone.token_ids
+    engine.reset(CONFIG)
+    ((other,),) = engine.generate([PROMPTS[5]], dataclasses.replace(params, seed=5))
+    assert other.token_ids != alone.token_ids
+
+
+def test_log_probabilities_are_the_models(engine, reference):
+    prompt = PROMPTS[4]
+    for temperature in (0.0, 1.5):
+        params = SamplingParams(max_tokens=5, temperature=temperature, logprobs=3)
+        ((result,),) = engine.generate([prompt], params)
+        tokens = list(prompt)
+        for token_id, told in zip(result.token_ids, result.logprobs, strict=True):
+            expected = np.asarray(jax.nn.log_softmax(jnp.asarray(reference.logits(tokens))))
+            assert told.token_id == token_id
+            np.testing.assert_allclose(told.logprob, expected[token_id], atol=1e-4)
+            assert [i for i, _ in told.top] == np.argsort(-expected)[:3].tolist()
+            np.testing.assert_allclose([p for _, p in told.top], np.sort(expected)[::-1][:3], atol=1e-4)
+            tokens.append(token_id)
+
+
+def test_stop_tokens_and_texts(engine, reference):
+    prompt = PROMPTS[7]
+    tokens = reference.greedy(prompt, 12)
+    ((by_token,),) = engine.generate([prompt], SamplingParams(max_tokens=12, stop_token_ids=(tokens[5],)))
+    cut = tokens.index(tokens[5]) + 1
+    assert (by_token.token_ids, by_token.finish_reason) == (tokens[:cut], "stop")
+    assert by_token.stop_reason == tokens[5]
+    assert by_token.text == Words().decode(tokens[: cut - 1])
+
+    text = Words().decode(tokens)
+    stop = text[9:13]
+    ((by_text,),) = engine.generate([prompt], SamplingParams(max_tokens=12, stop=(stop, "never")))
+    assert (by_text.text, by_text.finish_reason, by_text.stop_reason) == (text[: text.index(stop)], "stop", stop)
+    drain(engine)
+
+
+def test_streamed_text_never_shows_a_part_of_a_stop_text(engine, reference):
+    prompt = PROMPTS[0]
+    text = Words().decode(reference.greedy(prompt, 12))
+    stop = text[-4:] + "!"  # begins, but never completes
+    pieces = [delta.text for delta in engine.stream(prompt, SamplingParams(max_tokens=12, stop=(stop,)))]
+    assert "".join(pieces) == text
+    assert len("".join(pieces[:-1])) <= len(text) - 4, "what begins the stop text is held back to the end"
+
+
+def test_leaving_a_stream_cancels_its_request(engine):
+    for _ in engine.stream(PROMPTS[7], SamplingParams(max_tokens=20)):
+        break
+    drain(engine)
+    assert not engine.cancel(0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], {}, "at least one token"),
+        ([1] * 49, {}, "49 tokens; at most 48 fit"),
+        ([1] * 40, {"max_tokens": 10}, "at most 9 new tokens"),
+        ([1], {"n": 5}, "n must be at most max_num_seqs = 4, got 5"),
+        ([1], {"logprobs": 4}, "logprobs must be at most max_logprobs = 3, got 4"),
+    ],
+)
+def test_requests_that_can_never_be_served_are_refused(engine, prompt, params, message):
+    with pytest.raises(ValueError, match=message):
+        engine.add_request(prompt, SamplingParams(**params))
+    assert not engine.has_work
+
+
+def test_as_many_tokens_as_fit(engine, reference):
+    """Without `max_tokens` a text ends with the model's positions; its last token is never fed back."""
+    prompt = PROMPTS[6]
+    ((result,),) = engine.generate([prompt])
+    assert len(result.token_ids) == CONFIG.max_model_len - len(prompt) + 1
+    assert result.token_ids == reference.greedy(prompt, len(result.token_ids))

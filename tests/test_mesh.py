@@ -1,0 +1,116 @@
+"""Models over a mesh of CPU devices: the same tokens as on one, and nothing exchanged that need not be."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples import checkpoint, generate, loop
+from examples.config import load_config
+from examples.sharding import MeshError, make_mesh, parse_mesh, replicas, split_config
+
+DATA = Path(__file__).parent / "data"
+PROMPTS = [[1, 5, 9, 3, 7], [2, 4, 8]]
+COLLECTIVE = re.compile(
+    r"= \(?\w+\[([\d,]*)\]\S* "
+    r"(all-gather|all-reduce|collective-permute|all-to-all|reduce-scatter|collective-broadcast)(?:-start)?\("
+)
+
+
+def load(name, tp):
+    mesh = None if tp == 1 else make_mesh({"dp": 1, "tp": tp}, jax.devices("cpu"))
+    model, config, _, _ = checkpoint.load_model(DATA / name, jnp.float32, mesh)
+    return model, config, mesh
+
+
+def run(name, tp, **options):
+    """The tokens that a model writes, and its compiled decode step."""
+    model, config, mesh = load(name, tp)
+    request = loop.make_request(
+        PROMPTS, max_new_tokens=8, max_position_embeddings=config.max_position_embeddings, **options
+    )
+    programs = loop.make_programs(model)
+    generation = programs.prefill(programs.weights, loop.make_caches(config, 512, 4, jnp.float32, mesh=mesh), request)
+    decode = programs.decode.lower(programs.weights, generation, request).compile()
+    while bool(loop.is_running(generation)):
+        generation = decode(programs.weights, generation, request)
+    return loop.outputs(generation), decode, config
+
+
+# OPT ties its embeddings; llama has biases, and fewer kv heads than there are devices.
+@pytest.mark.parametrize(("name", "tp"), [("llama", 4), ("opt_post_norm", 2)])
+def test_a_split_model_writes_the_same_tokens(name, tp):
+    wanted, _, _ = run(name, 1)
+    texts, decode, config = run(name, tp)
+    assert texts == wanted
+    exchanged = [(kind, shape) for shape, kind in COLLECTIVE.findall(decode.as_text())]
+    # One all-reduce for the embedding, one after each attention and one after each MLP; then the likeliest token of
+    # each part of the vocabulary and its logit.
+    assert [kind for kind, _ in exchanged].count("all-reduce") == 1 + 2 * config.num_layers
+    assert [x for x in exchanged if x[0] != "all-reduce"] == [("all-gather", f"{len(PROMPTS)},{tp}")] * 2
+    pool = 512 * config.num_kv_heads * 4 * config.head_size * 4 // tp
+    assert decode.memory_analysis().temp_size_in_bytes < pool / 2
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_every_device_reads_its_part_of_the_files_alone(name, monkeypatch):
+    sizes = []
+    read = checkpoint._Tensor.read
+
+    def recording(tensor, *index):
+        array = read(tensor, *index)
+        sizes.append((array.size, int(np.prod(tensor.shape))))
+        return array
+
+    monkeypatch.setattr(checkpoint._Tensor, "read", recording)
+    model, _, _ = load(name, 2)
+    split = [part for part, whole in sizes if part < whole]
+    assert max(part for part, whole in sizes if part == whole) < max(whole for _, whole in sizes)
+    assert len(split) > len(sizes) / 2
+    kernel = model.layers[0].attention.qkv_proj.kernel[...]
+    assert {shard.data.shape[1] for shard in kernel.addressable_shards} == {kernel.shape[1] // 2}
+
+
+def test_parts_of_joined_matrices_lie_with_their_heads():
+    whole, config, _ = load("llama", 1)
+    split, split_config, _ = load("llama", 4)
+    assert (config.num_kv_heads, split_config.num_kv_heads) == (2, 4)
+    d, columns = config.head_size, np.asarray(whole.layers[1].attention.qkv_proj.kernel[...])
+    query, key, value = np.split(columns, [config.num_heads * d, (config.num_heads + config.num_kv_heads) * d], axis=1)
+    parts = np.split(np.asarray(split.layers[1].attention.qkv_proj.kernel[...]), 4, axis=1)
+    for i, part in enumerate(parts):
+        heads = query[:, i * d : (i + 1) * d], key[:, i // 2 * d :][:, :d], value[:, i // 2 * d :][:, :d]
+        np.testing.assert_array_equal(part, np.concatenate(heads, axis=1))
+
+
+def test_generate_over_a_mesh_of_two_copies(capsys):
+    argv = ["--model", str(DATA / "mistral"), "--no-compilation-cache", "--max-new-tokens=4", "--json"]
+    argv += ["--kv-cache-dtype=int8", "--k-scale=0.01", "--v-scale=0.01", "--prompt=The for", "--prompt=A class is"]
+    assert generate.main(argv) == 0
+    wanted = capsys.readouterr().out
+    assert generate.main([*argv, "--mesh=dp=2,tp=2"]) == 0
+    assert capsys.readouterr().out == wanted
+
+
+def test_replicas_share_no_device():
+    meshes = replicas(make_mesh(parse_mesh("dp=2,tp=4"), jax.devices("cpu")))
+    devices = [device for mesh in meshes for device in mesh.devices.flat]
+    assert [mesh.shape["tp"] for mesh in meshes] == [4, 4]
+    assert len(set(devices)) == len(devices) == 8
+
+
+@pytest.mark.parametrize("text", ["", "tp", "tp=0", "tp=-1", "ep=2", "tp=2,", "tp=two"])
+def test_what_is_no_mesh(text):
+    with pytest.raises(MeshError, match="a mesh is written as"):
+        parse_mesh(text)
+
+
+def test_what_a_model_cannot_be_split_over():
+    with pytest.raises(MeshError, match="needs as many, there are"):
+        make_mesh({"dp": 1, "tp": 1000})
+    mesh = make_mesh({"dp": 1, "tp": 8}, jax.devices("cpu"))
+    with pytest.raises(MeshError, match="tp=8 does not divide the model's num_heads 4"):
+        split_config(load_config(DATA / "llama"), mesh)
