@@ -59,6 +59,14 @@ def test_magnitudes_far_apart():
         plain.assert_close(lse, exact[1], rough[1], "lse")
 
 
+def test_weights_are_not_rounded_to_the_dtype_of_out():
+    """Two opposite values that almost cancel: rounded to bfloat16 both weights would be 0.5, and nothing would stay."""
+    odds = np.log((0.5 + 2**-11) / (0.5 - 2**-11))
+    one = jnp.ones((1, 1, 8), jnp.bfloat16)
+    out, _ = paged_jax.merge_attention_states(one, jnp.full((1, 1), odds, jnp.float32), -one, jnp.zeros((1, 1)))
+    np.testing.assert_allclose(out.astype(jnp.float32), 2**-10, rtol=1e-2)
+
+
 def test_one_row_and_many_leading_axes():
     for shape in ((4,), (1, 1), (2, 3, 4)):
         a, b = states(7, shape=shape), states(8, shape=shape)

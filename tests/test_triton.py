@@ -47,6 +47,7 @@ INTERPRETED = [
     "vllm-float16",
     "vllm-e4m3",
     "soft-cap",
+    "sparse-step",
     "sparse-negative-step",
     "large-scales",
     "long-large-logits",
