@@ -215,7 +215,7 @@ class Decoder(nnx.Module):
         Returns:
             The residual stream `[num_rows, hidden_size]` after the last layer, for `logits`, and the caches.
         """
-        hidden = self.embed_tokens(token_ids)
+        hidden = _look_up(self.embed_tokens, token_ids)
         if self.project_in is not None:
             hidden = self.project_in(hidden)
         rotation = None
@@ -249,6 +249,11 @@ class Decoder(nnx.Module):
         embedding = self.embed_tokens.embedding[...]
         hidden = hidden.astype(embedding.dtype)
         return jnp.einsum("nh,vh->nv", hidden, embedding, preferred_element_type=jnp.float32)
+
+
+def _look_up(table: nnx.Embed, ids: Array) -> Array:
+    """The ids' rows; two at least, as XLA makes a slice of one, for which it would gather a table that is split."""
+    return table(jnp.pad(ids, (0, 1)))[:1] if ids.shape[0] == 1 else table(ids)
 
 
 def _join(parts: Array, head_size: int) -> Array:
