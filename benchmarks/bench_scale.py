@@ -71,7 +71,7 @@ def advance(op: str, state: tuple, rest: tuple) -> tuple:
         keys, values = paged_jax.copy_blocks([state[0]], [state[1]], rest[0])
         return keys[0], values[0]
     if op == "swap_blocks":
-        return paged_jax.swap_blocks(*rest[:2], *state, rest[2])
+        return paged_jax.swap_blocks(rest[0], rest[1], state[0], state[1], rest[2])
     attend: Callable[..., jax.Array] = getattr(paged_jax, op)
     return (attend(*state, *rest),)
 

@@ -97,8 +97,15 @@ def _prompts(tables: np.ndarray, context: int) -> Batch:
     slots = tables[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
     starts = np.arange(tables.shape[0] + 1, dtype=np.int32) * np.int32(context)
     lens = np.full(tables.shape[0], context, np.int32)
-    ids, *others = map(jnp.asarray, (positions % 1000, positions, slots, tables, lens, starts, starts[1:] - 1))
-    return Batch(ids, *others)
+    return Batch(
+        token_ids=jnp.asarray(positions % 1000),
+        positions=jnp.asarray(positions),
+        slot_mapping=jnp.asarray(slots),
+        block_tables=jnp.asarray(tables),
+        seq_lens=jnp.asarray(lens),
+        query_start_loc=jnp.asarray(starts),
+        logit_rows=jnp.asarray(starts[1:] - 1),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
