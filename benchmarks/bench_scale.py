@@ -66,7 +66,7 @@ def advance(op: str, state: tuple, rest: tuple) -> tuple:
     if op == "write_and_attend":
         return paged_jax.write_and_attend(state[0], *rest[:2], *state[1:], *rest[2:])
     if op == "write_to_paged_cache":
-        return paged_jax.write_to_paged_cache(*rest[:2], *state, rest[2])
+        return paged_jax.write_to_paged_cache(rest[0], rest[1], state[0], state[1], rest[2])
     if op == "copy_blocks":
         keys, values = paged_jax.copy_blocks([state[0]], [state[1]], rest[0])
         return keys[0], values[0]

@@ -13,6 +13,7 @@ import collections.abc
 import concurrent.futures
 import contextlib
 import dataclasses
+import math
 import time
 from typing import Any, NamedTuple
 
@@ -178,10 +179,21 @@ class Runner:
             return caches, logits, draws
 
         caches_at = jax.tree.map(lambda array: array.sharding, self._caches)
-        packed = jax.ShapeDtypeStruct((shape.size,), np.dtype(np.int32))
-        return jax.jit(
-            run_model, donate_argnums=1, out_shardings=(caches_at, self._replicated, self._replicated)
-        ).lower(self._weights, self._caches, self._last_tokens, packed)
+        packed = jax.ShapeDtypeStruct((shape.size,), np.dtype(np.int32), sharding=self._replicated)
+        inputs = self._weights, self._caches, self._last_tokens, packed
+        _, logits, _ = jax.eval_shape(run_model, *inputs)
+        at = caches_at, self._logits_at(logits), self._replicated
+        return jax.jit(run_model, donate_argnums=1, out_shardings=at).lower(*inputs)
+
+    def _logits_at(self, logits: Any) -> Any:
+        """Where logits lie: each device has those of a part of the vocabulary, where its caches are parts, too."""
+        at = self._caches[0].value_cache.sharding
+        if not isinstance(at, NamedSharding):
+            return at
+        axes = next((axes for axes in at.spec if axes is not None), None)
+        split = NamedSharding(at.mesh, PartitionSpec(None, axes))
+        num_parts = math.prod(at.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
+        return split if logits.shape[1] % num_parts == 0 else self._replicated
 
     def _lower_draw(self, kind: Kind, logits: Any, draws: Any) -> Any:
         def draw_tokens(logits, draws, last_tokens):
@@ -189,7 +201,8 @@ class Runner:
             drawn = draw(logits, unpacked, kind, self.config.max_logprobs or 0)
             return last_tokens.at[unpacked.seats].set(drawn.token_ids, mode="drop"), drawn
 
-        logits, draws = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._replicated) for x in (logits, draws))
+        logits = jax.ShapeDtypeStruct(logits.shape, logits.dtype, sharding=self._logits_at(logits))
+        draws = jax.ShapeDtypeStruct(draws.shape, draws.dtype, sharding=self._replicated)
         return jax.jit(draw_tokens, donate_argnums=2, out_shardings=self._replicated).lower(
             logits, draws, self._last_tokens
         )
