@@ -164,12 +164,11 @@ def _reduce(
     num_seqs, num_heads, splits = exp_sums.shape
     if num_seqs * splits == 0:
         return jnp.zeros(query.shape, query.dtype), jnp.full((num_seqs, num_heads), -jnp.inf, jnp.float32)
-    sinks = OptionArrays.of(options).per_head.sinks
     shapes = (
         jax.ShapeDtypeStruct(query.shape, query.dtype),
         jax.ShapeDtypeStruct((num_seqs, num_heads), jnp.float32),
     )
-    arrays = tmp_out, exp_sums, max_logits, seq_lens, sinks
+    arrays = tmp_out, exp_sums, max_logits, seq_lens, *jax.tree.leaves(OptionArrays.of(options).per_head.in_sums)
     kernel = tuning.reduce(problem, tuned, splits, gpu)
     num_programs = num_seqs * num_heads * kernel.parts
     return tuple(launch.call("reduce", "reduce_kernel", kernel, num_programs, arrays, (splits,), shapes, gpu))

@@ -102,7 +102,7 @@ def _chunk_by_chunk(
         last = context_len + offset + chunk if options.causal else seq_lens[seq]
         end = jnp.minimum(jnp.minimum(seq_lens[seq], last), options.max_seq_len)
         state = attend_to(softmax.empty(chunk_queries), chunk_queries, positions[None], seq, end)
-        done = softmax.finish(state, options.per_head.sinks)
+        done = softmax.finish(state, options.per_head)
 
         def put(result, new):
             old = lax.dynamic_slice_in_dim(result, start, chunk)
