@@ -27,7 +27,7 @@ from paged_jax._operands import Decode
 from paged_jax._selection import Selection
 from paged_jax.kernels.problem import Unsupported
 
-Implementation = Literal[  # one line each
+Implementation = Literal[  # a line for each
     "mosaic_gpu",
     "triton",
     "xla",
@@ -126,7 +126,7 @@ def _answer(op: str, operands: Any, static: dict[str, Any], implementation: str 
 
 
 def _on_cuda(op: str, operands: Any) -> list[str]:
-    """In the order in which they are tried."""
+    """The implementations for CUDA, in the order in which they are tried."""
     try:
         jax.local_devices(backend="gpu")
     except RuntimeError:

@@ -97,7 +97,7 @@ class PagedKVCache:
           block_size: tokens in a block, a power of two up to 256.
           num_kv_heads: key and value heads.
           head_size: elements of a head, a multiple of 8 up to 256; for "vllm" also of x = 16 // itemsize.
-          dtype: of both pools: float16, bfloat16, float32, float8_e4m3fn, float8_e5m2 or int8.
+          dtype: the dtype of both pools: float16, bfloat16, float32, float8_e4m3fn, float8_e5m2 or int8.
           layout: "hnd", "nhd" or "vllm".
           k_scale, v_scale: [], [num_kv_heads] or [num_blocks, num_kv_heads, block_size], kept as float32, or None.
 
@@ -140,7 +140,7 @@ class PagedKVCache:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of both pools."""
+        """The dtype of both pools."""
         return self.value_cache.dtype
 
     @property

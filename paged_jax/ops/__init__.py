@@ -9,8 +9,8 @@ Attention ops share the keywords of `paged_jax.options.Options`, and these two:
 
 Every op, those of `paged_jax.cache_ops` too, raises ValueError or TypeError at trace time for a wrong shape, dtype or
 option, NotImplementedError if the implementation asked for lacks an option, and TypeError when differentiated: they
-are inference only. All of them work under jit, vmap, scan, shard_map (over kv heads) and jax.export (which for Triton
-kernels has to be told to go without a check, see README.md).
+are for inference only. All of them work under jit, vmap, scan, shard_map (over kv heads) and jax.export (which has to
+be told to go without a check of Triton kernels, see README.md).
 """
 
 from paged_jax.ops.decode import paged_attention as paged_attention

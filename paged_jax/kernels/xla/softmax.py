@@ -130,7 +130,7 @@ def add_cached(
 def finish(state: Softmax, per_head: PerHead | None) -> tuple[Float32[Array, "n q h d"], Float32[Array, "n q h"]]:
     """Normalises, after what joins the sums of `per_head` has joined them. Rows that saw no token: out 0, lse -inf."""
     max_logit, exp_sum = state.max_logit, state.exp_sum
-    seen = exp_sum != 0  # NaN counts: what is not a number must show
+    seen = exp_sum != 0  # NaN counts as seen: what is not a number must show
     if per_head is not None and (sinks := per_head.sinks) is not None:
         top = jnp.maximum(max_logit, sinks[None, None, :])
         keep = jnp.exp(max_logit - top)
@@ -156,7 +156,7 @@ def _gather(
     n = blocks.shape[0]
 
     def tokens(cache, order):  # `order` brings a gathered cache to [n, blocks, offset, kv heads, ...]
-        # Bytes: XLA's CPU backend gathers no float8, it would convert the whole pool to float16 before the loop.
+        # As bytes: XLA's CPU backend gathers no float8, and would convert the whole pool to float16 before the loop.
         # The barrier ties the bytes to this tile, or they too would be made of the whole pool before the loop.
         is_float8 = cache.dtype.itemsize == 1 and jnp.issubdtype(cache.dtype, jnp.floating)
         source = cache

@@ -134,7 +134,7 @@ def merge_slice(
     """Merges a slice of an item's `count` partial results, always in the same order; with slice 0 goes its lse."""
     row, offset = plan.query_tile(item, geometry)
     maxima, sums, out = _merged(first_partial, count, number, refs.partials_gmem, geometry)
-    seen = sums != 0  # NaN counts: what is not a number must show
+    seen = sums != 0  # NaN counts as seen: what is not a number must show
     if any(geometry.problem.per_head.in_sums):
         sinks = sinks_of(refs.per_head_gmem, offset, item.kv_head, geometry)
         maxima, sums, out = _add((maxima, sums, out), jnp.zeros_like(out), sinks, jnp.ones_like(sums))

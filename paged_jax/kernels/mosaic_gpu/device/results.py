@@ -59,7 +59,7 @@ def _store_whole_item(
     """Stores out and lse of an item. Heads that saw no token get out 0 and lse -inf."""
     smem, (row, offset) = refs.smem, query
     out, maxima, sums = state
-    seen = sums != 0  # NaN counts: what is not a number must show
+    seen = sums != 0  # NaN counts as seen: what is not a number must show
     if any(geometry.problem.per_head.in_sums):
         sinks = sinks_of(refs.inputs_gmem.options.per_head, offset, item.kv_head, geometry)
         with_sinks = lax.max(maxima, sinks)
