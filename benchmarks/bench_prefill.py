@@ -11,7 +11,7 @@ import paged_jax
 from benchmarks import cases, harness, peers, timing
 from benchmarks.inputs import Inputs
 
-IMPLEMENTATIONS = get_args(paged_jax.Implementation)
+IMPLEMENTATIONS: tuple[paged_jax.Implementation, ...] = get_args(paged_jax.Implementation)
 
 
 def implementation(name: str) -> peers.Build:

@@ -172,7 +172,11 @@ class PagedKVCache:
         *,
         implementation: Implementation | None = None,
     ) -> Self:
-        """Puts new tokens into their slots: `write_to_paged_cache`; returns the cache with them."""
+        """Puts new tokens into their slots: `write_to_paged_cache`.
+
+        Returns:
+          The cache with them.
+        """
         pools = cache_ops.write_to_paged_cache(
             key, value, *self._pools, slot_mapping, **self._contract, implementation=implementation
         )
@@ -200,7 +204,11 @@ class PagedKVCache:
         implementation: Implementation | None = None,
         **options: Unpack[QueryOptions],
     ) -> Query | tuple[Query, Lse]:
-        """Decode attention over this cache: `paged_attention`."""
+        """Decode attention over this cache: `paged_attention`.
+
+        Returns:
+          out, or with return_lse ``(out, lse)``.
+        """
         arrays = query, *self._pools, block_tables, seq_lens
         out, lse = ops.paged_attention(
             *arrays, return_lse=True, implementation=implementation, **options, **self._contract
@@ -271,7 +279,11 @@ class PagedKVCache:
         implementation: Implementation | None = None,
         **options: Unpack[QueryOptions],
     ) -> RaggedQuery | tuple[RaggedQuery, RaggedLse]:
-        """Attention of ragged queries over this cache: `ragged_paged_attention`."""
+        """Attention of ragged queries over this cache: `ragged_paged_attention`.
+
+        Returns:
+          out, or with return_lse ``(out, lse)``.
+        """
         arrays = query, *self._pools, block_tables, seq_lens, query_start_loc
         out, lse = ops.ragged_paged_attention(
             *arrays, causal=causal, return_lse=True, implementation=implementation, **options, **self._contract
@@ -306,7 +318,11 @@ class PagedKVCache:
         implementation: Implementation | None = None,
         **options: Unpack[QueryOptions],
     ) -> RaggedQuery | tuple[RaggedQuery, RaggedLse]:
-        """Attention of ragged queries over a context in this cache and new tokens: `prefix_attention`."""
+        """Attention of ragged queries over a context in this cache and new tokens: `prefix_attention`.
+
+        Returns:
+          out, or with return_lse ``(out, lse)``.
+        """
         arrays = query, key, value, *self._pools, block_tables, seq_lens, query_start_loc
         out, lse = ops.prefix_attention(
             *arrays, causal=causal, return_lse=True, implementation=implementation, **options, **self._contract
@@ -314,7 +330,11 @@ class PagedKVCache:
         return (out, lse) if return_lse else out
 
     def copy_blocks(self, block_mapping: BlockMapping, *, implementation: Implementation | None = None) -> Self:
-        """Copies whole blocks within this cache, scales for each slot too: `copy_blocks`."""
+        """Copies whole blocks within this cache, scales for each slot too: `copy_blocks`.
+
+        Returns:
+          The cache after that.
+        """
         keys, values = zip(self._pools, *self._slot_scales, strict=True)
         keys, values = cache_ops.copy_blocks(keys, values, block_mapping, implementation=implementation)
         return self._with(*zip(keys, values, strict=True))

@@ -36,6 +36,13 @@ class BlockSparse:
       block_size: tokens in a sparse block, a multiple of the cache's block size.
       head_sliding_step: shift of the pattern from head to head (negative: from kv head to kv head).
       tp_rank: rank of this shard when the heads are split over devices.
+
+    Example:
+      Each query sees the 128 tokens next to it and, of those before, 64 of every 512.
+
+      >>> from paged_jax import BlockSparse
+      >>> BlockSparse(local_blocks=2, vert_stride=8)
+      BlockSparse(local_blocks=2, vert_stride=8, block_size=64, head_sliding_step=0, tp_rank=0)
     """
 
     local_blocks: int
