@@ -63,7 +63,7 @@ def _bind(op: str, implementation: str | None, static: tuple[tuple[str, Any], ..
     batched = jax.custom_batching.custom_vmap(run)
 
     @batched.def_vmap
-    def _(axis_size, in_batched, operands):
+    def as_one_call_or_in_turn(axis_size, in_batched, operands):
         (in_batched,) = in_batched
         if isinstance(operands, Decode) and _folds(in_batched, operands):
             num_seqs = operands.query.shape[1 if in_batched.query else 0]
@@ -78,7 +78,7 @@ def _bind(op: str, implementation: str | None, static: tuple[tuple[str, Any], ..
         return batched(operands)
 
     @guarded.defjvp
-    def _(primals, tangents):
+    def refuse_gradients(primals, tangents):
         raise TypeError(f"{op} is inference only: it has no gradient. Differentiate through dense attention.")
 
     return guarded
