@@ -148,7 +148,7 @@ def make_caches(
     config: DecoderConfig,
     tokenizer: Tokenizer,
     dtype: str,
-    mesh: Mesh | None,
+    mesh: Mesh | None = None,
 ) -> tuple[PagedKVCache, ...]:
     """One cache a layer, of as many blocks as asked for, as needed, or as fit.
 
