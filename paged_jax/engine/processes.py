@@ -77,21 +77,20 @@ class LeadingEngine(Engine):
 
     def reset(self, config: EngineConfig | None = None) -> None:
         """As `Engine.reset`; the others are told with the next step."""
-        if self._followers:
-            self._tell("reset", None if config is None else dataclasses.asdict(config))
+        self._tell("reset", None if config is None else dataclasses.asdict(config))
         super().reset(config)
 
     def step(self) -> list[Delta]:
         """As `Engine.step`, which the others do at the same time."""
         self._tell("step")
-        line = json.dumps(self._untold).encode() + b"\n"
-        self._untold = ()
+        line, self._untold = json.dumps(self._untold).encode() + b"\n", ()
         for follower in self._followers:
             follower.sendall(line)
         return super().step()
 
     def _tell(self, name: str, *arguments: Any) -> None:
-        self._untold = (*self._untold, {"call": name, "arguments": arguments})
+        if self._followers:
+            self._untold = (*self._untold, {"call": name, "arguments": arguments})
 
 
 def follow(engine: Engine, address: tuple[str, int], timeout_seconds: float = 600) -> None:
