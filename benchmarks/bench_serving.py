@@ -182,9 +182,10 @@ def describe(trace: Trace, requests: Sequence[Request], rates: Rates | None, num
         waste = [stats.waste for stats in trace.samples]
         row["waste"] = {"mean": float(np.mean(waste)), "most": max(waste)}
     running = [step.num_running for step in trace.steps]
-    row["sequences"] = {"most": max(running), "contiguous": num_blocks * BLOCK_SIZE // LONGEST}
+    sequences: dict[str, float] = {"most": max(running), "contiguous": num_blocks * BLOCK_SIZE // LONGEST}
     if crowded := [stats.num_running for stats in trace.samples if stats.num_waiting]:
-        row["sequences"]["mean while others wait"] = float(np.mean(crowded))
+        sequences["mean while others wait"] = float(np.mean(crowded))
+    row["sequences"] = sequences
     stats = trace.stats
     row |= {"steps": len(running), "hit_rate": stats.hit_rate, "preempted": stats.num_recomputed + stats.num_swapped}
     every = max(len(running) // 200, 1)
