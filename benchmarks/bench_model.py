@@ -303,9 +303,10 @@ def run(
             answer = answers.get(
                 (row["model"], row["kind_of_step"], row["num_seqs"]), {"absent": "its process ended early"}
             )
-            ceiling = None if row["kind_of_step"] == "prefill" else measured
-            rows.append(harness.row_of(row["case"], row["work"], "torch", "peer", answer, ceiling))
-            _finish(rows[-1], row["num_seqs"] * work.context if row["kind_of_step"] == "prefill" else None)
+            is_prefill = row["kind_of_step"] == "prefill"
+            bound = None if is_prefill else measured
+            rows.append(harness.row_of(row["case"], row["work"], "torch", "peer", answer, bound))
+            _finish(rows[-1], row["num_seqs"] * work.context if is_prefill else None)
         harness.save(report, out)
     return report
 
