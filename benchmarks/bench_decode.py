@@ -3,6 +3,7 @@
 import functools
 import sys
 from collections.abc import Sequence
+from typing import get_args
 
 import jax
 
@@ -10,7 +11,7 @@ import paged_jax
 from benchmarks import cases, harness, peers, timing
 from benchmarks.inputs import Inputs
 
-_IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
+_IMPLEMENTATIONS = get_args(paged_jax.Implementation)
 
 
 def implementation(name: str) -> peers.Build:

@@ -4,14 +4,14 @@ A decode step is one token of every sequence through all layers, its keys and va
 picked: `examples.step` and `examples.sampling.greedy`. Three clocks show where its time goes:
 
     device   the sum of its kernels, as CUPTI measures them
-    looped   wall clock of many steps in one compiled `lax.while_loop`
+    looped   wall clock of many steps in one compiled loop
     called   wall clock of as many calls of the jitted step, one a token
 
 The device's row also has the kernels that take longest, by name, as (name, launches, microseconds) of a step.
 
 The floor is the time in which a kernel that only reads gets through the weights and the cached keys and values, once.
 The peer (torch_model.py) is plain PyTorch, compiled and captured in a CUDA graph, over caches of one contiguous piece
-a sequence. It runs first, in a process of its own, so that its memory is free again when JAX takes its own.
+a sequence. It runs last, in a process of its own.
 """
 
 import argparse
@@ -97,14 +97,14 @@ def lower_call(config: DecoderConfig, step: Step, weights: Any, case: Case, cont
 
 
 def lower_loop(config: DecoderConfig, step: Step, weights: Any, case: Case, context: int) -> jax.stages.Lowered:
-    """The loop of as many decode steps as it is told."""
+    """The loop of `STEPS` decode steps; a number that XLA knows, so that the host need not look after each step."""
     tables = make_tables(case.num_seqs, context + STEPS)
 
-    def loop(weights, state, tables, num_steps):
-        return jax.lax.fori_loop(0, num_steps, lambda _, state: advance(step, weights, state, tables), state)
+    def loop(weights, state, tables):
+        return jax.lax.fori_loop(0, STEPS, lambda _, state: advance(step, weights, state, tables), state)
 
     state = _abstract_state(config, tables)
-    return jax.jit(loop, donate_argnums=1).lower(weights, state, tables, jnp.int32(0))
+    return jax.jit(loop, donate_argnums=1).lower(weights, state, tables)
 
 
 def _abstract_state(config: DecoderConfig, tables: np.ndarray) -> State:
@@ -178,7 +178,7 @@ def time_decode(
     steps, block_tables = DecodeRun(programs["call"], weights, tables, context), jnp.asarray(tables)
 
     def loop(state):
-        return programs["loop"](weights, state, block_tables, jnp.int32(STEPS))
+        return programs["loop"](weights, state, block_tables)
 
     called, caches = best_seconds(steps.calls, steps.begin, caches)
     by_calls = steps.written(caches)
@@ -287,7 +287,6 @@ def run(
     ceiling: Callable[[], timing.Ceiling] = lambda: timing.read_ceiling([]),
 ) -> dict[str, Any]:
     """Times all of it, and returns what it writes to `out`."""
-    answers = peers()
     measured = dataclasses.replace(ceiling(), us={})
     rows: list[dict[str, Any]] = []
     report = {"op": "model", **harness.environment(), "ceiling": dataclasses.asdict(measured), "rows": rows}
@@ -296,14 +295,24 @@ def run(
         weights, step = make_model(config)
         cases = [Case("decode", n) for n in work.batches] + [Case("prefill", n) for n in work.prefill]
         for case in cases:
-            rows += _case_rows(name, config, (step, weights), case, work.context, options, answers, measured)
+            rows += _case_rows(name, config, (step, weights), case, work.context, options, measured)
             harness.save(report, out)
         del weights
+    if answers := peers():
+        for row in [row for row in rows if row["contender"] == "called"]:
+            answer = answers.get(
+                (row["model"], row["kind_of_step"], row["num_seqs"]), {"absent": "its process ended early"}
+            )
+            is_prefill = row["kind_of_step"] == "prefill"
+            bound = None if is_prefill else measured
+            rows.append(harness.row_of(row["case"], row["work"], "torch", "peer", answer, bound))
+            _finish(rows[-1], row["num_seqs"] * work.context if is_prefill else None)
+        harness.save(report, out)
     return report
 
 
-def _case_rows(name, config, model, case, context, options, answers, ceiling) -> list[dict[str, Any]]:
-    """A row for each clock, and the peer's if it was asked."""
+def _case_rows(name, config, model, case, context, options, ceiling) -> list[dict[str, Any]]:
+    """A row for each clock."""
     step, weights = model
     label = f"{name}-{case.kind}-{case.num_seqs}x{context}"
     needed = floor_bytes(config, weights, case.num_seqs, context)
@@ -317,10 +326,8 @@ def _case_rows(name, config, model, case, context, options, answers, ceiling) ->
     except Exception as error:  # out of memory, mostly: the next case may fit
         clocks = {"called": {"failed": harness.first_line(error)}}
     rows = [harness.row_of(label, needed, clock, "implementation", answer, ceiling) for clock, answer in clocks.items()]
-    if answers:
-        answer = answers.get((name, *case), {"absent": "its process ended early"})
-        rows.append(harness.row_of(label, needed, "torch", "peer", answer, ceiling))
     for row in rows:
+        row |= {"model": name, "kind_of_step": case.kind, "num_seqs": case.num_seqs}
         _finish(row, case.num_seqs * context if case.kind == "prefill" else None)
     return rows
 

@@ -45,7 +45,7 @@ PROMPT_LENS, OUTPUT_LENS = (128, 1024), (32, 256)  # least and most
 LONGEST = PROMPT_LENS[1] + OUTPUT_LENS[1]
 CONTEXT = 672  # about the mean of a sequence's tokens over its steps
 SAMPLED = 16  # steps from one look at the blocks to the next
-KERNELS = 24  # that a row names
+START_S = 45  # that transformers may take to start, and to end
 RUNS = ("at-once", "at-once-shared", "prompts", "prompts-shared", "poisson", "subset")
 
 
@@ -95,14 +95,14 @@ class Trace:
     Attributes:
         stamps: of each request the seconds at which its tokens were there.
         steps: of each step what it brought.
-        waste: shares of the held blocks' slots that hold no token, each `SAMPLED` steps.
+        samples: the engine's statistics, each `SAMPLED` steps.
         seconds: of the whole run.
         stats: the engine's, at the end.
     """
 
     stamps: list[list[float]]
     steps: list[Step]
-    waste: list[float]
+    samples: list[engine.Stats]
     seconds: float
     stats: engine.Stats
 
@@ -110,7 +110,7 @@ class Trace:
 def serve(the_engine: engine.Engine, requests: Sequence[Request]) -> Trace:
     """Runs the requests through an engine that has been reset; its requests' numbers start at 0."""
     stamps: list[list[float]] = [[] for _ in requests]
-    steps, waste, added = [], [], 0
+    steps, samples, added = [], [], 0
     began = time.perf_counter()
     while added < len(requests) or the_engine.has_work:
         now = time.perf_counter() - began
@@ -128,8 +128,8 @@ def serve(the_engine: engine.Engine, requests: Sequence[Request]) -> Trace:
             stamps[delta.request_id] += [now] * len(delta.token_ids)
         steps.append(Step(now, decoded, the_engine.num_running))
         if len(steps) % SAMPLED == 0:
-            waste.append(the_engine.stats().waste)
-    return Trace(stamps, steps, waste, time.perf_counter() - began, the_engine.stats())
+            samples.append(the_engine.stats())
+    return Trace(stamps, steps, samples, time.perf_counter() - began, the_engine.stats())
 
 
 def serve_and_profile(the_engine: engine.Engine, requests: Sequence[Request]) -> tuple[Trace, dict[str, Any]]:
@@ -178,10 +178,14 @@ def describe(trace: Trace, requests: Sequence[Request], rates: Rates | None, num
     if rates is not None:
         row["bound_s"] = rates.bound(trace.stats.num_prompt_tokens, [step.num_decoded for step in trace.steps])
         row["share_of_bound"] = row["bound_s"] / trace.seconds
-    if trace.waste:
-        row["waste"] = {"mean": float(np.mean(trace.waste)), "most": max(trace.waste)}
+    if trace.samples:
+        waste = [stats.waste for stats in trace.samples]
+        row["waste"] = {"mean": float(np.mean(waste)), "most": max(waste)}
     running = [step.num_running for step in trace.steps]
-    row["sequences"] = {"most": max(running), "contiguous": num_blocks * BLOCK_SIZE // LONGEST}
+    sequences: dict[str, float] = {"most": max(running), "contiguous": num_blocks * BLOCK_SIZE // LONGEST}
+    if crowded := [stats.num_running for stats in trace.samples if stats.num_waiting]:
+        sequences["mean while others wait"] = float(np.mean(crowded))
+    row["sequences"] = sequences
     stats = trace.stats
     row |= {"steps": len(running), "hit_rate": stats.hit_rate, "preempted": stats.num_recomputed + stats.num_swapped}
     every = max(len(running) // 200, 1)
@@ -199,16 +203,15 @@ def latencies(stamps: Sequence[Sequence[float]], first: Sequence[float]) -> dict
     return found
 
 
-def transformers_answer(config: DecoderConfig, requests: Sequence[Request], seconds: float) -> dict[str, Any]:
-    """The row of transformers' continuous batching on the same requests, or why there is none."""
+def transformers_answer(config: DecoderConfig, requests: Sequence[Request], limit_s: float) -> dict[str, Any]:
+    """The row of transformers' continuous batching on these requests, stopped after `limit_s`, or why there is none."""
     work = {"sizes": dataclasses.asdict(config), "requests": [(r.prompt, r.max_tokens) for r in requests]}
     command = [sys.executable, "-m", "benchmarks.transformers_serving"]
+    text, limit = json.dumps(work | {"limit_s": limit_s}), limit_s + START_S
     try:
-        done = subprocess.run(
-            command, input=json.dumps(work), stdout=subprocess.PIPE, text=True, timeout=seconds, check=False
-        )
+        done = subprocess.run(command, input=text, stdout=subprocess.PIPE, text=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired:
-        return {"absent": f"took more than {seconds:.0f} s"}
+        return {"absent": f"gave nothing in {limit:.0f} s"}
     if not done.stdout.strip():
         return {"absent": f"its process ended with exit code {done.returncode}"}
     answer = json.loads(done.stdout.splitlines()[-1])
@@ -217,7 +220,8 @@ def transformers_answer(config: DecoderConfig, requests: Sequence[Request], seco
     stamps = answer.pop("stamps")
     num_tokens = sum(map(len, stamps))
     answer |= {"requests": len(requests), "output_tokens": num_tokens, "tokens_per_s": num_tokens / answer["us"] * 1e6}
-    return answer | latencies(stamps, [times[0] for times in stamps])
+    answer["all_tokens"] = sum(r.max_tokens for r in requests)
+    return answer | latencies([times for times in stamps if times], [times[0] for times in stamps if times])
 
 
 class Setup(NamedTuple):
@@ -228,8 +232,9 @@ class Setup(NamedTuple):
         options: of the step, as for `examples.step.make_step`.
         num_blocks: of the pool.
         engine_config: the engine's sizes.
-        requests: how many; the first `few` of them in the runs of some requests.
+        requests: how many; `few` of them in the runs of some requests, and `streamed` in the Poisson run.
         rate: requests a second of the Poisson run; None for 0.8 times what the run of all at once did.
+        compiler_options: XLA's options for the engine's programs, or None.
     """
 
     name: str
@@ -238,30 +243,29 @@ class Setup(NamedTuple):
     num_blocks: int
     engine_config: engine.EngineConfig
     requests: int = 1000
-    few: int = 128
+    few: int = 256
+    streamed: int = 1000
     rate: float | None = None
+    compiler_options: dict[str, Any] | None = None
 
 
 def make_engine(setup: Setup, step: Any, weights: Any) -> engine.Engine:
     """The engine, compiled and warmed up."""
     shape = setup.num_blocks, BLOCK_SIZE, setup.config.num_kv_heads, setup.config.head_size
     caches = tuple(PagedKVCache.create(*shape, dtype=jnp.bfloat16) for _ in range(setup.config.num_layers))
-    return engine.Engine(step, weights, caches, setup.engine_config, show_progress=True)
+    return engine.Engine(
+        step, weights, caches, setup.engine_config, show_progress=True, compiler_options=setup.compiler_options
+    )
 
 
 def run(
     setup: Setup, runs: Sequence[str] = RUNS, *, peer_seconds: float | None = None, out: Path | None = None
 ) -> dict[str, Any]:
-    """Does the runs, and returns what it writes to `out`; transformers gets `peer_seconds`, and None leaves it out."""
+    """Does the runs, and returns what it writes to `out`; transformers runs for `peer_seconds`, None = not at all."""
     rows: list[dict[str, Any]] = []
     report = {"op": "serving", "model": setup.name, **harness.environment(), "rows": rows}
     report |= {"step": setup.options, "num_blocks": setup.num_blocks, "block_size": BLOCK_SIZE}
     report |= {"engine": {key: value for key, value in vars(setup.engine_config).items() if value is not None}}
-    if peer_seconds is not None:  # before JAX takes memory
-        few = make_requests(setup.few, setup.config.vocab_size)
-        rows.append({"case": "subset", "contender": "transformers", "kind": "peer"})
-        rows[-1] |= transformers_answer(setup.config, few, peer_seconds)
-        _say(report, out)
     weights, step = make_model(setup.config, **setup.options)
     began = time.perf_counter()
     the_engine = make_engine(setup, step, weights)
@@ -275,6 +279,7 @@ def run(
     for name in runs:
         rate, count = None, setup.requests
         if name == "poisson":
+            count = setup.streamed
             rate = setup.rate or 0.8 * next((r["requests"] / r["us"] * 1e6 for r in rows if r["case"] == "at-once"), 20)
         if name in ("prompts", "prompts-shared", "subset"):
             count = setup.few
@@ -286,6 +291,10 @@ def run(
         row = {"case": name, "contender": "engine", "kind": "implementation"}
         row |= describe(trace, requests, rates, setup.num_blocks) | profile
         rows.append(row | ({"rate_per_s": rate} if rate else {}))
+        _say(report, out)
+    if peer_seconds is not None:  # the engine keeps its memory meanwhile; there is enough for both
+        rows.append({"case": "subset", "contender": "transformers", "kind": "peer"})
+        rows[-1] |= transformers_answer(setup.config, make_requests(setup.few, vocab_size), peer_seconds)
         _say(report, out)
     return report
 
@@ -315,17 +324,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", choices=tuple(MODELS), default="llama3-8b", help="whose shapes; default llama3-8b")
     add("--requests", type=int, default=1000, help="default 1000")
-    add("--few", type=int, default=128, help="of the runs of some requests; default 128")
+    add("--few", type=int, default=256, help="of the runs of some requests; default 256")
+    add("--streamed", type=int, default=1000, help="of the Poisson run; default 1000")
     add("--rate", type=float, help="requests a second; default 0.8 times what the engine did when all came at once")
     add("--runs", type=lambda text: text.split(","), default=list(RUNS), help=f"default {','.join(RUNS)}")
     add("--num-blocks", type=int, default=16000, help="blocks of 16 tokens; default 16000")
     add("--max-num-seqs", type=int, default=512, help="sequences that run at the same time; default 512")
     add("--max-tokens-per-step", type=int, default=2048, help="default 2048")
-    add("--decode-rows", type=numbers, default=(16, 64, 128, 256, 384, 512), help="as the engine's")
-    add("--mixed-tokens", type=numbers, default=(512, 1024, 2048), help="as the engine's")
+    add("--decode-rows", type=numbers, default=(64, 128, 256, 512), help="as the engine's")
+    add("--mixed-tokens", type=numbers, default=(1024, 2048), help="as the engine's")
     add("--implementation", help="of the paged ops; default the library's choice")
-    add("--decode-apart", action="store_true", help="mixed batches go through two ops")
-    add("--peer-seconds", type=float, default=200, help="when to give transformers up, 0 = at once; default 200")
+    add("--peer-seconds", type=float, default=200, help="when to stop transformers, 0 = without it; default 200")
     add("--out", type=Path, help="JSON file to write")
     args = parser.parse_args(argv)
     if unknown := set(args.runs) - set(RUNS):
@@ -347,9 +356,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         decode_rows=args.decode_rows,
         mixed_tokens=args.mixed_tokens,
     )
-    options = {"implementation": args.implementation, "decode_apart": args.decode_apart}
+    options = {"implementation": args.implementation}
     sizes = MODELS[args.model], options, args.num_blocks, engine_config
-    setup = Setup(args.model, *sizes, args.requests, args.few, args.rate)
+    setup = Setup(args.model, *sizes, args.requests, args.few, args.streamed, args.rate)
     run(setup, args.runs, peer_seconds=args.peer_seconds or None, out=args.out)
     return 0
 

@@ -110,7 +110,7 @@ PREFILL = (
 
 
 def _ragged(name: str, *rows: tuple[int, int, int], **changes: Any) -> Case:
-    """Llama-3-8B over rows of (count, tokens, queries)."""
+    """Makes a case of Llama-3-8B's shape from rows of (count, tokens, queries)."""
     seq_lens = tuple(length for count, length, _ in rows for _ in range(count))
     query_lens = tuple(queries for count, _, queries in rows for _ in range(count))
     return replace(Case(name, seq_lens, 32, 8, query_lens=query_lens), **changes)

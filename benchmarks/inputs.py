@@ -102,7 +102,7 @@ def _table(case: Case, blocks: np.ndarray) -> np.ndarray:
 
 
 def _pools(case: Case, needed: int, pool_bytes: int, key: Array) -> tuple[Array, Array, int]:
-    """Random pools of at least `needed` blocks and `pool_bytes`, and their number of blocks."""
+    """Draws random pools of at least `needed` blocks and `pool_bytes`, and their number of blocks."""
     elements = case.block_size * case.num_kv_heads * case.head_size
     itemsize = jnp.dtype(case.cache_dtype).itemsize
     chunk = max(1, min(needed, _CHUNK // elements))

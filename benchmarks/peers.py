@@ -23,11 +23,11 @@ from benchmarks.inputs import Inputs
 
 # Bytes of keys and values that a peer may copy. It needs several times as much memory while it copies.
 _MOST_COPIED = 10**10
-_SPLITS, _PAGES = (1, 8, 32), (4, 8, 16)  # of JAX's op: the configurations that are tried where a table's width allows
+_SPLITS, _PAGES = (1, 8, 32), (4, 8, 16)  # what is tried of JAX's op where a table's width allows it
 
 
 class Absent(Exception):
-    """A peer cannot do this work, or is not here; says why."""
+    """Raised, with the reason, where a peer cannot do this work or is not installed."""
 
 
 class Candidate(NamedTuple):
@@ -54,7 +54,7 @@ def _plain(case: Case) -> None:
 
 
 def xla_decode(case: Case, inputs: Inputs) -> list[Candidate]:
-    """Decode as one would write it in jnp: gather the blocks, then softmax."""
+    """Attends as one would write it in jnp: it gathers the blocks, then computes a softmax."""
     _plain(case)
     if case.kv_bytes > _MOST_COPIED:
         raise Absent(f"would gather {case.kv_bytes / 1e9:.0f} GB")

@@ -14,7 +14,8 @@ MODEL_TYPES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-# What transformers takes for these where a file leaves them out; null means one key head a query head, and no window.
+# What transformers takes where a file leaves these out; null stands for as many key heads as query heads, and for no
+# window.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},

@@ -29,6 +29,7 @@ import argparse
 import contextlib
 import gc
 import math
+import re
 import signal
 import socket
 import sys
@@ -38,7 +39,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
+import numpy as np
 import uvicorn
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
 if not __package__:
@@ -53,6 +57,7 @@ from examples.server.api import MAX_LOGPROBS
 from examples.server.app import Server, model_name
 from examples.server.chat import load_template
 from examples.server.worker import Worker
+from examples.sharding import MeshError, make_mesh, parse_mesh
 from examples.step import make_step
 from paged_jax import PagedKVCache, engine
 
@@ -103,6 +108,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--v-scale", metavar="S", type=float, help="... and values")
     add("--no-compilation-cache", action="store_true", help="compile anew, and keep nothing for the next start")
     add("--implementation", choices=("mosaic_gpu", "triton", "xla"), help="of the paged ops (the fastest there is)")
+    add("--mesh", metavar="SIZES", help="tp=2 splits the model over two GPUs (one)")
+    add("--processes", metavar="N", type=int, default=1,
+        help="processes that share the model, each started with the same options (%(default)s)")  # fmt: skip
+    add("--process", metavar="I", type=int, default=0, help="which of them this is; 0 listens (%(default)s)")
+    add("--coordinator", metavar="HOST:PORT", default="localhost:8100",
+        help="where process 0 can be reached by the others, at two ports in a row (%(default)s)")  # fmt: skip
     add("--drain-seconds", metavar="S", type=int, default=60, help="to finish requests in at the end (%(default)s)")
     options = parser.parse_args(argv)
 
@@ -118,6 +129,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     check("--num-blocks", options.num_blocks is None or options.num_blocks >= 1, "1 or more")
     check("--host-blocks", options.host_blocks >= 0, "0 or more")
     check("--drain-seconds", options.drain_seconds >= 1, "1 or more")
+    check("--processes", options.processes >= 1, "1 or more")
+    check("--process", 0 <= options.process < options.processes, "from 0 to one less than --processes")
+    check("--coordinator", re.fullmatch(r"[^:]+:\d{1,5}", options.coordinator) is not None, "HOST:PORT")
+    sizes = parse_mesh(options.mesh) if options.mesh else {"dp": 1, "tp": 1}
+    check("--mesh", sizes["dp"] == 1, "without dp: a server for each copy of the model serves as many")
+    options.mesh = sizes if options.mesh else None
     for flag, scale in (("--k-scale", options.k_scale), ("--v-scale", options.v_scale)):
         is_scaled = options.kv_cache_dtype in QUANTISED
         check(flag, scale is None or is_scaled, "left out: the cache has more than eight bits")
@@ -126,7 +143,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def make_caches(
-    options: argparse.Namespace, model: Decoder, config: DecoderConfig, tokenizer: Tokenizer, dtype: str
+    options: argparse.Namespace,
+    model: Decoder,
+    config: DecoderConfig,
+    tokenizer: Tokenizer,
+    dtype: str,
+    mesh: Mesh | None = None,
 ) -> tuple[PagedKVCache, ...]:
     """One cache a layer, of as many blocks as asked for, as needed, or as fit.
 
@@ -140,7 +162,7 @@ def make_caches(
     if cache_dtype == "int8" and None in (options.k_scale, options.v_scale):
         ids = tokenizer.encode(SAMPLE).ids[: config.max_position_embeddings]
         request = loop.make_request([ids], max_new_tokens=1, max_position_embeddings=config.max_position_embeddings)
-        measured = loop.measure_scales(loop.make_programs(model), config, request, options.block_size, dtype)
+        measured = loop.measure_scales(loop.make_programs(model), config, request, options.block_size, dtype, mesh)
         scales = [(options.k_scale or k_scale, options.v_scale or v_scale) for k_scale, v_scale in measured]
     num_blocks = options.num_blocks
     if num_blocks is None:
@@ -149,30 +171,41 @@ def make_caches(
         block_bytes = PagedKVCache.create(1, *sizes, dtype=cache_dtype).nbytes * config.num_layers
         if (memory := jax.local_devices()[0].memory_stats()) and "bytes_limit" in memory:
             room = MEMORY_SHARE * memory["bytes_limit"] - memory["bytes_in_use"]
-            num_blocks = min(num_blocks, int(room // block_bytes))
+            num_blocks = min(num_blocks, int(room // (block_bytes // config.num_parts)))
+        if options.processes > 1:  # all of them need as many
+            num_blocks = int(np.min(multihost_utils.process_allgather(np.int32(num_blocks))))
         if num_blocks < 1:
             raise ServeError("the weights leave no memory for the cache")
-    return loop.make_caches(config, num_blocks, options.block_size, cache_dtype, scales=scales)
+    return loop.make_caches(config, num_blocks, options.block_size, cache_dtype, scales=scales, mesh=mesh)
 
 
-def make_server(options: argparse.Namespace) -> Server:
-    """Loads the model and compiles its programs.
+def make_server(options: argparse.Namespace, until_end: contextlib.ExitStack | None = None) -> Server | None:
+    """Loads the model and compiles its programs; without a result, this process did all of its work for another.
+
+    Args:
+        options: the command line's.
+        until_end: what is to be closed at the end.
 
     Raises:
-        ServeError, GenerateError, CheckpointError: something asked for cannot be done.
+        ServeError, GenerateError, CheckpointError, MeshError: something asked for cannot be done.
     """
+    host, port = options.coordinator.rsplit(":", 1)
+    if options.processes > 1:
+        jax.distributed.initialize(options.coordinator, options.processes, options.process)
     dtype = default_dtype() if options.dtype == "auto" else options.dtype
     if not options.no_compilation_cache:
         use_compilation_cache()
     folder = find_folder(options.model)
     template = load_template(folder)
-    model, config, tokenizer, eos_token_ids = load_model(folder, dtype)
+    mesh = None if options.mesh is None else make_mesh(options.mesh)
+    model, config, tokenizer, eos_token_ids = load_model(folder, dtype, mesh)
     weights, step = make_step(model, implementation=options.implementation)
     try:
-        the_engine = engine.Engine(
+        kind = engine.LeadingEngine if options.processes > 1 and options.process == 0 else engine.Engine
+        the_engine = kind(
             cast(engine.Step, step),  # it takes any batch with the attributes that it reads
             weights,
-            make_caches(options, model, config, tokenizer, dtype),
+            make_caches(options, model, config, tokenizer, dtype, mesh),
             engine.EngineConfig(
                 max_model_len=config.max_position_embeddings,
                 max_num_seqs=options.max_num_seqs,
@@ -181,10 +214,18 @@ def make_server(options: argparse.Namespace) -> Server:
                 num_host_blocks=options.host_blocks,
             ),
             tokenizer=tokenizer,
-            show_progress=True,
+            show_progress=options.process == 0,
         )
     except (NotImplementedError, ValueError) as error:  # what the library cannot do, in its own words
         raise ServeError(str(error)) from error
+    others = host, int(port) + 1
+    if options.process:
+        engine.follow(the_engine, others)
+        return None
+    if isinstance(the_engine, engine.LeadingEngine):
+        the_engine.wait_for_followers(others, options.processes - 1)
+        if until_end is not None:
+            until_end.enter_context(the_engine)
     gc.freeze()  # what is there now stays: looking through it for garbage would hold up a step now and then
     worker = Worker(the_engine, options.max_queued)
     name = model_name(options.model)
@@ -220,19 +261,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit code."""
     try:
         options = parse(argv)
-        with socket.socket() as listener:
+        if options.process:
+            make_server(options)
+            return 0
+        with socket.socket() as listener, contextlib.ExitStack() as until_end:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 listener.bind((options.host, options.port))  # first of all: compiling takes a while
             except OSError as error:
                 raise ServeError(f"cannot listen at {options.host}:{options.port}: {error.strerror}") from None
-            server = make_http_server(make_server(options), options.drain_seconds)
+            the_server = make_server(options, until_end)
+            assert the_server is not None
+            server = make_http_server(the_server, options.drain_seconds)
             host, port = listener.getsockname()[:2]
             print(f"Serving {model_name(options.model)} at http://{host}:{port}/v1", file=sys.stderr, flush=True)
             server.run(sockets=[listener])
     except KeyboardInterrupt:
         return 130
-    except (ServeError, GenerateError, CheckpointError) as error:
+    except (ServeError, GenerateError, CheckpointError, MeshError) as error:
         print(f"serve: {error}", file=sys.stderr)
         return 2
     return 0

@@ -3,9 +3,9 @@
     python -m examples.train_tiny --out examples/tiny
 
 The text is `pydoc_data.topics` (what `help("topics")` shows, half a megabyte), one document a topic, and one
-topic in twenty is held out. So little text is soon known by heart: weights are dropped at random in training,
-a moving average of them is what is kept, and of its evaluations the best on the held-out topics is saved, in
-bfloat16. A minute or two on one data-center GPU. It needs the extra `train`.
+topic in twenty is held out. A model soon knows so little text by heart. Therefore training drops weights at random,
+keeps a moving average of them, and saves that average, in bfloat16, as it was when it did best on the held-out topics.
+Training takes a minute or two on one data-center GPU, and needs the extra `train`.
 """
 
 import argparse

@@ -27,7 +27,7 @@ from paged_jax._operands import Decode
 from paged_jax._selection import Selection
 from paged_jax.kernels.problem import Unsupported
 
-Implementation = Literal[  # one line each
+Implementation = Literal[  # a line for each
     "mosaic_gpu",
     "triton",
     "xla",
@@ -63,7 +63,7 @@ def _bind(op: str, implementation: str | None, static: tuple[tuple[str, Any], ..
     batched = jax.custom_batching.custom_vmap(run)
 
     @batched.def_vmap
-    def _(axis_size, in_batched, operands):
+    def as_one_call_or_in_turn(axis_size, in_batched, operands):
         (in_batched,) = in_batched
         if isinstance(operands, Decode) and _folds(in_batched, operands):
             num_seqs = operands.query.shape[1 if in_batched.query else 0]
@@ -78,7 +78,7 @@ def _bind(op: str, implementation: str | None, static: tuple[tuple[str, Any], ..
         return batched(operands)
 
     @guarded.defjvp
-    def _(primals, tangents):
+    def refuse_gradients(primals, tangents):
         raise TypeError(f"{op} is inference only: it has no gradient. Differentiate through dense attention.")
 
     return guarded
@@ -126,7 +126,7 @@ def _answer(op: str, operands: Any, static: dict[str, Any], implementation: str 
 
 
 def _on_cuda(op: str, operands: Any) -> list[str]:
-    """In the order in which they are tried."""
+    """The implementations for CUDA, in the order in which they are tried."""
     try:
         jax.local_devices(backend="gpu")
     except RuntimeError:

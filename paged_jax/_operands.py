@@ -23,7 +23,7 @@ from paged_jax.shapes import (
 
 
 class Decode(NamedTuple):
-    """Of `paged_attention`, `paged_attention_v1` and `paged_attention_v2`."""
+    """The operands of `paged_attention`, `paged_attention_v1` and `paged_attention_v2`."""
 
     query: Query
     key_cache: Cache
@@ -34,7 +34,7 @@ class Decode(NamedTuple):
 
 
 class WriteAndAttend(NamedTuple):
-    """Of `write_and_attend`."""
+    """The operands of `write_and_attend`."""
 
     query: Query
     key: NewTokens
@@ -48,7 +48,7 @@ class WriteAndAttend(NamedTuple):
 
 
 class Ragged(NamedTuple):
-    """Of `ragged_paged_attention`."""
+    """The operands of `ragged_paged_attention`."""
 
     query: RaggedQuery
     key_cache: Cache
@@ -60,7 +60,7 @@ class Ragged(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """Of `prefix_attention`."""
+    """The operands of `prefix_attention`."""
 
     query: RaggedQuery
     key: NewTokens
@@ -74,7 +74,7 @@ class Prefix(NamedTuple):
 
 
 class Write(NamedTuple):
-    """Of `write_to_paged_cache`."""
+    """The operands of `write_to_paged_cache`."""
 
     key: NewTokens
     value: NewTokens
@@ -86,7 +86,7 @@ class Write(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Of `copy_blocks`: the pools of every layer."""
+    """The operands of `copy_blocks`: the pools of every layer."""
 
     key_caches: tuple[Cache, ...]
     value_caches: tuple[Cache, ...]
@@ -94,7 +94,7 @@ class Copy(NamedTuple):
 
 
 class Swap(NamedTuple):
-    """Of `swap_blocks`."""
+    """The operands of `swap_blocks`."""
 
     src_key_cache: SourceCache
     src_value_cache: SourceCache

@@ -97,7 +97,7 @@ class PagedKVCache:
           block_size: tokens in a block, a power of two up to 256.
           num_kv_heads: key and value heads.
           head_size: elements of a head, a multiple of 8 up to 256; for "vllm" also of x = 16 // itemsize.
-          dtype: of both pools: float16, bfloat16, float32, float8_e4m3fn, float8_e5m2 or int8.
+          dtype: the dtype of both pools: float16, bfloat16, float32, float8_e4m3fn, float8_e5m2 or int8.
           layout: "hnd", "nhd" or "vllm".
           k_scale, v_scale: [], [num_kv_heads] or [num_blocks, num_kv_heads, block_size], kept as float32, or None.
 
@@ -140,7 +140,7 @@ class PagedKVCache:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of both pools."""
+        """The dtype of both pools."""
         return self.value_cache.dtype
 
     @property
@@ -172,7 +172,11 @@ class PagedKVCache:
         *,
         implementation: Implementation | None = None,
     ) -> Self:
-        """Puts new tokens into their slots: `write_to_paged_cache`; returns the cache with them."""
+        """Puts new tokens into their slots: `write_to_paged_cache`.
+
+        Returns:
+          The cache with them.
+        """
         pools = cache_ops.write_to_paged_cache(
             key, value, *self._pools, slot_mapping, **self._contract, implementation=implementation
         )
@@ -200,7 +204,11 @@ class PagedKVCache:
         implementation: Implementation | None = None,
         **options: Unpack[QueryOptions],
     ) -> Query | tuple[Query, Lse]:
-        """Decode attention over this cache: `paged_attention`."""
+        """Decode attention over this cache: `paged_attention`.
+
+        Returns:
+          out, or with return_lse ``(out, lse)``.
+        """
         arrays = query, *self._pools, block_tables, seq_lens
         out, lse = ops.paged_attention(
             *arrays, return_lse=True, implementation=implementation, **options, **self._contract
@@ -271,7 +279,11 @@ class PagedKVCache:
         implementation: Implementation | None = None,
         **options: Unpack[QueryOptions],
     ) -> RaggedQuery | tuple[RaggedQuery, RaggedLse]:
-        """Attention of ragged queries over this cache: `ragged_paged_attention`."""
+        """Attention of ragged queries over this cache: `ragged_paged_attention`.
+
+        Returns:
+          out, or with return_lse ``(out, lse)``.
+        """
         arrays = query, *self._pools, block_tables, seq_lens, query_start_loc
         out, lse = ops.ragged_paged_attention(
             *arrays, causal=causal, return_lse=True, implementation=implementation, **options, **self._contract
@@ -306,7 +318,11 @@ class PagedKVCache:
         implementation: Implementation | None = None,
         **options: Unpack[QueryOptions],
     ) -> RaggedQuery | tuple[RaggedQuery, RaggedLse]:
-        """Attention of ragged queries over a context in this cache and new tokens: `prefix_attention`."""
+        """Attention of ragged queries over a context in this cache and new tokens: `prefix_attention`.
+
+        Returns:
+          out, or with return_lse ``(out, lse)``.
+        """
         arrays = query, key, value, *self._pools, block_tables, seq_lens, query_start_loc
         out, lse = ops.prefix_attention(
             *arrays, causal=causal, return_lse=True, implementation=implementation, **options, **self._contract
@@ -314,7 +330,11 @@ class PagedKVCache:
         return (out, lse) if return_lse else out
 
     def copy_blocks(self, block_mapping: BlockMapping, *, implementation: Implementation | None = None) -> Self:
-        """Copies whole blocks within this cache, scales for each slot too: `copy_blocks`."""
+        """Copies whole blocks within this cache, scales for each slot too: `copy_blocks`.
+
+        Returns:
+          The cache after that.
+        """
         keys, values = zip(self._pools, *self._slot_scales, strict=True)
         keys, values = cache_ops.copy_blocks(keys, values, block_mapping, implementation=implementation)
         return self._with(*zip(keys, values, strict=True))

@@ -20,6 +20,11 @@ def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head
 
     Raises:
       ValueError: a size that is not among those above, or more slots than int32 counts.
+
+    Example:
+      >>> from paged_jax import get_kv_cache_shape
+      >>> get_kv_cache_shape(num_blocks=8, block_size=16, num_kv_heads=2, head_size=64)
+      (2, 8, 2048)
     """
     check_sizes(num_blocks, block_size, num_kv_heads, head_size)
     return (2, num_blocks, block_size * num_kv_heads * head_size)
@@ -39,6 +44,13 @@ def split_kv_cache(kv_cache: Any, num_kv_heads: int, head_size: int, layout: Lay
 
     Raises:
       ValueError: a shape that no block size explains, or a size, dtype or layout that is not supported.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from paged_jax import split_kv_cache
+      >>> key_cache, value_cache = split_kv_cache(jnp.zeros((2, 8, 2048)), num_kv_heads=2, head_size=64, layout="nhd")
+      >>> key_cache.shape
+      (8, 16, 2, 64)
     """
     shape = kv_cache.shape
     if len(shape) != 3 or shape[0] != 2 or shape[2] % max(num_kv_heads * head_size, 1):

@@ -97,6 +97,14 @@ def build_metadata(
       ValueError: shapes that disagree, rows out of order, lengths that do not fit, a new token without a block, or a
         bound below the batch's own value.
       TypeError: tables or lengths that are not integers, or that are traced.
+
+    Example:
+      A chunk of 3 tokens that end a prompt of 5, and a decode row whose new token is its ninth.
+
+      >>> from paged_jax import build_metadata
+      >>> step = build_metadata([[7, 6], [5, 2]], seq_lens=[5, 9], query_lens=[3, 1], block_size=8)
+      >>> step.num_prefills, step.slot_mapping.tolist(), step.query_start_loc.tolist()
+      (1, [58, 59, 60, 16], [0, 3, 4])
     """
     seq_lens, query_lens = _int32("seq_lens", seq_lens).copy(), _int32("query_lens", query_lens)
     tables = _pad_tables(block_tables, max_blocks_per_seq)
@@ -155,6 +163,12 @@ def check_metadata(
         out of range, query starts that do not begin at 0, fall, exceed the row's length or the tokens, or a slot that
         is out of range or written twice.
       TypeError: tables, lengths, starts or slots that are not integers, or that are traced.
+
+    Example:
+      >>> from paged_jax import check_metadata
+      >>> check_metadata([[7, 8]], [9], num_blocks=8, block_size=8)
+      Traceback (most recent call last):
+      ValueError: row 0: block id 8 in column 1 must be in [0, 8)
     """
     block_tables, seq_lens = _integers("block_tables", block_tables), _int32("seq_lens", seq_lens)
     slot_mapping = None if slot_mapping is None else _integers("slot_mapping", slot_mapping)

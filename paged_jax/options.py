@@ -1,7 +1,7 @@
 """What an attention call can be asked for: small frozen dataclasses that every implementation takes."""
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import jax
 from jax import Array
@@ -36,6 +36,13 @@ class BlockSparse:
       block_size: tokens in a sparse block, a multiple of the cache's block size.
       head_sliding_step: shift of the pattern from head to head (negative: from kv head to kv head).
       tp_rank: rank of this shard when the heads are split over devices.
+
+    Example:
+      Each query sees the 128 tokens next to it and, of those before, 64 of every 512.
+
+      >>> from paged_jax import BlockSparse
+      >>> BlockSparse(local_blocks=2, vert_stride=8)
+      BlockSparse(local_blocks=2, vert_stride=8, block_size=64, head_sliding_step=0, tp_rank=0)
     """
 
     local_blocks: int
@@ -82,23 +89,29 @@ class Options(QueryOptions, total=False):
     layout: Layout
 
 
-class PerHead[T](NamedTuple):
+class PerHead(NamedTuple):
     """The options that have a value for each query head, in the order in which kernels take them.
 
-    A new one is declared here and in `QueryOptions`; checks, `Problem` and the order of arrays follow from that.
+    A new one is declared here and in `QueryOptions`; its check, its place in `kernels.problem.Problem` and among the
+    kernels' arrays follow from that.
 
     Attributes:
       alibi_slopes, sinks: in `AttentionOptions` the f32 [num_heads] arrays, or None; in `kernels.problem.Problem`
         whether there are any; on the device what refers to them.
     """
 
-    alibi_slopes: T
-    sinks: T
+    alibi_slopes: Any = None
+    sinks: Any = None
 
-    @classmethod
-    def filled(cls, value: T) -> "PerHead[T]":
-        """The same for each option."""
-        return PerHead(*[value] * len(cls._fields))
+    @property
+    def in_sums(self) -> "PerHead":
+        """Those that join the sum of a head's softmax and leave its logits as they are; None for the others."""
+        return PerHead(sinks=self.sinks)
+
+    @property
+    def in_logits(self) -> "PerHead":
+        """Those that change a head's logits; None for the others."""
+        return self._replace(sinks=None)
 
 
 @jax.tree_util.register_dataclass
@@ -119,7 +132,7 @@ class AttentionOptions:
     """
 
     scale: Array
-    per_head: PerHead[Array | None]
+    per_head: PerHead
     k_scale: Array | None
     v_scale: Array | None
     layout: Layout = field(metadata={"static": True})

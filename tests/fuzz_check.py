@@ -15,11 +15,11 @@ NOTHING = -np.inf
 
 
 class Wrong(AssertionError):
-    """A result that the reference does not bear out."""
+    """Raised for a result that differs from the reference by more than it may."""
 
 
 def references(program, batch):
-    """`(out, lse)` in float64, and as rough as the operations may be."""
+    """Gives `(out, lse)` twice: in float64, and as rough as the operations may be."""
     return [_reference(program, batch, exact) for exact in (True, False)]
 
 
@@ -212,7 +212,7 @@ def check(program, batch, results):
 
 
 def _check_residuals(program, results, exact):
-    """That the partitions reduce to the result: the suite holds each of them against the oracle."""
+    """Checks that the partitions reduce to the result; the suite holds each of them against the oracle."""
     _, _, exp_sums, max_logits, tmp_out = (np.asarray(x).astype(np.float64) for x in results)
     if not exp_sums.size:
         return

@@ -52,7 +52,7 @@ class Story:
         return [inputs.poison(rng, shape, dtype) for shape in inputs.cache_shapes(case.layout, *dims, dtype)]
 
     def append(self, rng):
-        """Some sequences say some new tokens; where blocks run out one of them is freed instead."""
+        """Lets some sequences say some new tokens; where blocks run out one of them is freed instead."""
         counts = rng.integers(0, _MOST_NEW + 1, self.num_seqs) * (rng.random(self.num_seqs) < 0.6)
         capacity = self.width * self.case.block_size
         counts = np.minimum(counts, capacity - self.state.seq_lens).astype(np.int32)
@@ -76,7 +76,7 @@ class Story:
         self.state = state
 
     def fork(self, rng):
-        """An empty sequence shares all that another one said; where none is empty, one becomes it."""
+        """Lets an empty sequence share all that another one said; where none is empty, one is emptied first."""
         parent, child = (int(x) for x in rng.permutation(self.num_seqs)[:2])
         self._free_row(child)
         self.state = allocator.fork(self.state, parent, child)
@@ -90,7 +90,7 @@ class Story:
         self.said[row] = []
 
     def swap(self, rng):
-        """All blocks go to another pool, in another order, and come back after this one was poisoned."""
+        """Moves all blocks to another pool, in another order, and back after this one was poisoned."""
         away = rng.permutation(self.num_blocks + _SPARE)[: self.num_blocks]
         there = np.stack([np.arange(self.num_blocks), away], 1).astype(np.int32)
         other = jax.device_put(self.poison(rng, self.num_blocks + _SPARE), self.device)
@@ -100,7 +100,7 @@ class Story:
         self.caches = self.ops["swap"](other, poison, back)
 
     def attend(self, rng):
-        """The last token of every sequence looks at all that it said."""
+        """Holds what the last token of every sequence sees, all that it said, against the reference."""
         case, lens = self.case, np.array([len(said) for said in self.said], np.int32)
         query = rng.standard_normal((self.num_seqs, case.num_heads, case.head_size)).astype(inputs.dtype_of(case.dtype))
         tables = self.state.block_tables

@@ -21,9 +21,9 @@ from paged_jax.kernels.mosaic_gpu.device.tiles.plain import PlainTiles
 from paged_jax.kernels.mosaic_gpu.device.tiles.vllm import VllmTiles
 from paged_jax.kernels.problem import Device
 
-SMALL_GPU = Device(90, 2)  # so small that items are split
-MIDDLE_GPU = Device(90, 8)  # so large that they are split unevenly
-TINY_GPU = Device(90, 1)  # so small that heads are folded
+SMALL_GPU = Device(90, 2)  # a GPU so small that items are split
+MIDDLE_GPU = Device(90, 8)  # one so large that they are split unevenly
+TINY_GPU = Device(90, 1)  # one so small that heads are folded
 OPS = {"v1": "paged_attention_v1", "v2": "paged_attention_v2", "auto": "paged_attention"}
 
 
@@ -60,7 +60,7 @@ class InterpretedProduct(Interpreted):
 
 
 class InterpretedEightBitTiles(InterpretedProduct, EightBitTiles):
-    """With nothing out of order; test_mosaic_gpu_narrow.py is about the order."""
+    """Tiles of 8 bits with no element out of order; test_mosaic_gpu_narrow.py tests the order."""
 
     def keys(self, tile_smem):
         return read(tile_smem).astype(jnp.float16)

@@ -2,8 +2,11 @@
 
 import ast
 from pathlib import Path
+from typing import get_args
 
 import pytest
+
+from paged_jax import Implementation
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(p for folder in ("paged_jax", "examples", "benchmarks") for p in (ROOT / folder).rglob("*.py"))
@@ -48,7 +51,7 @@ ALLOWED = {
             "paged_jax.kernels.problem",
             f"paged_jax.kernels.{name}",
         )
-        for name in ("xla", "mosaic_gpu", "triton")
+        for name in get_args(Implementation)
     },
 }
 # Packages that only one folder may know.

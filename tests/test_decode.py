@@ -56,7 +56,7 @@ def check_residuals(case, made, residuals, exact_decode, rough_decode):
     count = partition_count(case, made.decode["block_tables"])
     options = made.arrays | made.static | {"partition_size": case.partition_size, "num_partitions": count}
     exact, rough = oracle.residuals(**made.decode, **options), plain.residuals(**made.decode, **options)
-    # A sum is 0 in an empty partition and at least 1 in others, so it is compared relatively.
+    # The sum of an empty partition is 0 and that of any other at least 1, so sums are compared relatively.
     unit = np.maximum(exact[0], 1)
     plain.assert_close(residuals[0] / unit, exact[0] / unit, rough[0] / unit, "exp_sums")
     plain.assert_close(residuals[1], exact[1], rough[1], "max_logits")

@@ -12,7 +12,11 @@ OPS = [
     for name in paged_jax.__all__
     if getattr(getattr(paged_jax, name), "__module__", "").startswith(("paged_jax.ops.", "paged_jax.cache_ops"))
 ]
-DOCUMENTED = [*OPS, "PagedKVCache", "which_implementation"]
+DOCUMENTED = [
+    *OPS,
+    *("BlockSparse", "PagedKVCache", "build_metadata", "check_metadata", "get_kv_cache_shape", "split_kv_cache"),
+    "which_implementation",
+]
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)

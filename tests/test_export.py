@@ -43,7 +43,7 @@ def test_metadata():
 
 
 def test_options():
-    per_head = PerHead(alibi_slopes=None, sinks=jnp.ones(4))
+    per_head = PerHead(sinks=jnp.ones(4))
     options = AttentionOptions(jnp.float32(1), per_head, None, None, "vllm", 9, None, 2.5, BlockSparse(1, 3))
     same = round_trip(lambda options: options, options)
     assert same.block_sparse == BlockSparse(1, 3)

@@ -13,7 +13,7 @@ from tests import fuzz, fuzz_check, fuzz_data, fuzz_draw, fuzz_story, inputs, or
 
 TODAY = datetime.date.today().toordinal()
 
-# Of NumPy, at the poison.
+# NumPy warns so when the poison, which is not a number, meets arithmetic.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
 

@@ -71,7 +71,7 @@ def test_high_block_ids(implementation, device, skip_lacking):
 
 @pytest.mark.gpu
 def test_pool_of_most_of_the_memory_is_updated_in_place():
-    """A write, attention and a copy, each with the pool donated, since a second one would not fit."""
+    """A write, attention and a copy are given the pool by donation, since a second one would not fit."""
     block = (8, 16, 128)  # kv heads, block size, head size
     block_bytes = 2 * 2 * int(np.prod(block))  # of both caches, in bfloat16
     num_blocks = int(0.6 * jax.devices("gpu")[0].memory_stats()["bytes_limit"]) // block_bytes

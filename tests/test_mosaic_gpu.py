@@ -68,7 +68,7 @@ INTERPRETED = [
 ]
 
 
-# Of NumPy, at the poison.
+# NumPy warns so when the poison, which is not a number, meets arithmetic.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
 
@@ -81,10 +81,10 @@ def test_in_the_interpreter(op, case):
 
 
 def check_decode(op, case, made, results):
-    """Results of an op against the oracle's."""
+    """Holds the results of an op against the oracle's."""
     out, lse, *residuals = results
     bounded = made.decode
-    if case.max_seq_len is not None:  # which the oracle does not know
+    if case.max_seq_len is not None:  # the oracle does not know this option
         assert not case.alibi or case.max_seq_len >= max(case.seq_lens)
         bounded = bounded | {"seq_lens": np.minimum(bounded["seq_lens"], case.max_seq_len)}
     exact, rough = (module.decode(**bounded, **made.arrays, **made.static) for module in (oracle, plain))
@@ -142,7 +142,7 @@ FOLDED_QUEUES = [  # by 4, and by 2, to one wave
     ids=str,
 )
 def test_what_depends_on_the_gpu(case, device, chosen):
-    """Queues, of items that would have some splits or one if lengths were alike, and heads folded."""
+    """Some items get queues, whether or not they would be split if lengths were alike, and some heads are folded."""
     made = inputs.make(case)
     static = test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
     with long_items_if("items" in chosen), tunings() as chosen_tunings:
@@ -154,7 +154,7 @@ def test_what_depends_on_the_gpu(case, device, chosen):
 
 @contextlib.contextmanager
 def long_items_if(condition):
-    """As if contexts took long; and several items for each program that merges."""
+    """Makes contexts look as if they took long, and gives each program that merges several items."""
     with contextlib.ExitStack() as stack:
         if condition:
             stack.enter_context(mock.patch.object(tuning, "_item_time", return_value=1000.0))
@@ -164,7 +164,7 @@ def long_items_if(condition):
 
 @contextlib.contextmanager
 def tunings():
-    """A list, to which the tuning of every balanced call is added."""
+    """Gives a list to which the tuning of every balanced call is added."""
     made, balanced = [], tuning.balanced
 
     def record(*args, **keywords):
@@ -176,7 +176,7 @@ def tunings():
 
 
 def check_chosen(chosen, made):
-    """What a case is for."""
+    """Checks that the tuning is the one that the case is for."""
     chosen_for = {
         "": True,
         "parts": made.queues and made.splits > 1,
@@ -296,7 +296,7 @@ def test_lowers_for_cuda(op, case):
     ids=str,
 )
 def test_on_a_gpu(op, case, device, chosen):
-    """Split as for this GPU, and as for smaller ones; the same in every run."""
+    """Calls are split as for this GPU, and as for smaller ones; results are the same in every run."""
     case = replace(case, partition_size=max(case.partition_size, case.block_size))
     made = inputs.make(case)
     options = made.arrays | test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
@@ -313,7 +313,7 @@ def test_on_a_gpu(op, case, device, chosen):
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", OPS)
 def test_more_items_than_65535(op):
-    """The limit of a grid in all but one direction."""
+    """CUDA limits a grid to that many programs in all but one direction."""
     num_seqs, heads, rng = 2100, 32, np.random.default_rng(0)
     caches = [jnp.asarray(rng.normal(size=(50, heads, 64, 64)), jnp.bfloat16) for _ in "kv"]
     query = jnp.asarray(rng.normal(size=(num_seqs, heads, 64)), jnp.bfloat16)

@@ -129,7 +129,7 @@ def test_heads_are_folded(fold, num_seqs, num_heads, cache, options):
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("head_size", [64, 80, 128, 192, 256])
 def test_tunings_fit(head_size, dtype, group, choose):
-    """In shared memory, for every block size, and with as many programs as there can be work for."""
+    """Tunings fit in shared memory for every block size, and have no more programs than there can be work for."""
     if dtype == "int8" and head_size % 64:
         return
     for block_size in (8, 16, 32, 64, 128, 256):
@@ -211,7 +211,7 @@ def test_queues(seq_lens, programs, busy, splits, window):
         assert (found["rank"][its] == 0).tolist() == [True] + [False] * (len(its) - 1)
         assert found["last"][its].tolist() == [False] * (len(its) - 1) + [True]
         assert found["whole"][its].tolist() == [len(its) == 1] * len(its)
-        # As the merge finds them.
+        # Where the merge looks for the partial results.
         first, last_program = found["partial"][its[0]], program[its[-1]]
         assert plan.num_queued_splits(last_program, first) == len(its)
         assert found["partial"][its[1:]].tolist() == [

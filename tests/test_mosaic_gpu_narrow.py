@@ -170,7 +170,7 @@ def geometry_of(*, cache_dtype, head_size, block_size=16, layout="hnd", num_head
     problem = Problem(
         num_kv_heads=num_kv_heads, head_size=head_size, block_size=block_size, layout=layout, cache_dtype=cache_dtype,
         k_scale=ScaleKind.NONE, v_scale=ScaleKind.NONE, num_heads=num_heads, query_dtype="float16",
-        per_head=PerHead.filled(False), sliding_window=None, logits_soft_cap=None, block_sparse=None, causal=True,
+        per_head=PerHead(), sliding_window=None, logits_soft_cap=None, block_sparse=None, causal=True,
         num_seqs=1, num_tokens=1, num_blocks=9, max_blocks_per_seq=8, max_seq_len=128,
     )  # fmt: skip
     return Geometry(problem, Tuning(**chosen))

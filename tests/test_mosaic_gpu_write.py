@@ -17,7 +17,7 @@ from tests.mosaic_interpreter import MIDDLE_GPU, SMALL_GPU, TINY_GPU, run_op
 from tests.test_cache_ops import assert_same_bytes
 from tests.test_mosaic_gpu import check_chosen, long_items_if, small, tunings
 
-# Of NumPy, at the poison.
+# NumPy warns so when the poison, which is not a number, meets arithmetic.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
 WRITING = [
@@ -63,7 +63,7 @@ def test_writes_on_a_gpu(case, device, chosen):
 
 
 def check_writes(case, function, chosen):
-    """An op that writes and attends, against the oracle."""
+    """Holds the results of an op that writes and attends against the oracle's."""
     made = test_write_and_attend.with_new_tokens(case)
     made.decode["query"][np.array(case.seq_lens) == 0] = np.nan  # rows that pad the batch may hold anything
     options = test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}

@@ -35,8 +35,8 @@ def command(name):
 
 
 def run_example():
-    """The names that the README's example defines."""
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    """The names that the README's first example defines."""
+    code, _ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     names = {}
     exec(compile(code, "README.md", "exec"), names)
     return names
@@ -45,6 +45,15 @@ def run_example():
 def test_example_runs(capsys):
     run_example()
     assert capsys.readouterr().out == "(4, 8, 64) [1 1 1 1] True\n"
+
+
+def test_example_for_several_gpus_runs_where_the_arrays_lie():
+    names = run_example()
+    _, code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    exec(compile(code, "README.md", "exec"), names)
+    assert {shard.data.shape for shard in names["key_cache"].addressable_shards} == {(64, 1, 16, 64)}
+    assert {shard.data.shape for shard in names["out"].addressable_shards} == {(1, 4, 64)}
+    np.testing.assert_allclose(np.asarray(names["out"], np.float32), 1)  # of values that are all 1
 
 
 def test_example_copies_what_a_fork_shares():

@@ -347,7 +347,7 @@ def test_splits_fill_the_gpu_and_no_more(num_seqs, group):
     query = jnp.zeros((num_seqs, 8 * group, 128), jnp.bfloat16)
     cache = jax.ShapeDtypeStruct((99, 8, 16, 128), jnp.bfloat16)
     options = paged_jax.options.AttentionOptions(
-        scale=jnp.float32(1), per_head=paged_jax.options.PerHead.filled(None), k_scale=None, v_scale=None, layout="hnd",
+        scale=jnp.float32(1), per_head=paged_jax.options.PerHead(), k_scale=None, v_scale=None, layout="hnd",
         max_seq_len=32768, sliding_window=None, logits_soft_cap=None, block_sparse=None,
     )  # fmt: skip
     gpu = Device()

@@ -15,7 +15,7 @@ from tests.cases import LAYOUTS, Case
 CALL = {"implementation": "xla"}
 
 
-# v2 alone and in a batch.
+# v2 gives a row the same bits alone and in a batch.
 
 
 @pytest.mark.parametrize(("dtype", "partition_size"), [("float32", 512), ("float32", 64), ("bfloat16", 256)])
@@ -45,7 +45,7 @@ def test_v2_is_bit_equal_alone_and_in_a_batch_whatever_the_tables_width(dtype, p
                 np.testing.assert_array_equal(a, b, err_msg=f"{name} of row {row} in a table of {columns}", strict=True)
 
 
-# Bounds, and queries that see all of their sequence.
+# max_seq_len bounds what is seen; without causality a query sees all of its sequence.
 
 
 def ragged_call(case, op):

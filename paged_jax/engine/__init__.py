@@ -9,6 +9,7 @@
 - runner.py     the compiled programs and the arrays they work on
 - sampling.py   draws tokens on the device
 - text.py       tokens to text, stop texts
+- processes.py  one engine over several processes
 """
 
 from paged_jax.engine.batch import Batch as Batch
@@ -17,6 +18,8 @@ from paged_jax.engine.batch import StepShape as StepShape
 from paged_jax.engine.config import EngineConfig as EngineConfig
 from paged_jax.engine.engine import Engine as Engine
 from paged_jax.engine.engine import Stats as Stats
+from paged_jax.engine.processes import LeadingEngine as LeadingEngine
+from paged_jax.engine.processes import follow as follow
 from paged_jax.engine.request import Completion as Completion
 from paged_jax.engine.request import Delta as Delta
 from paged_jax.engine.request import SamplingParams as SamplingParams

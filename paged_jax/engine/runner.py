@@ -13,6 +13,7 @@ import collections.abc
 import concurrent.futures
 import contextlib
 import dataclasses
+import math
 import time
 from typing import Any, NamedTuple
 
@@ -142,7 +143,8 @@ class Runner:
         return self._shape(num_tokens, self.config.max_num_seqs, False), kind
 
     def _shape(self, num_tokens: int, num_rows: int, is_decode: bool) -> StepShape:
-        return StepShape(num_tokens, num_rows, self._max_blocks_per_seq, is_decode)
+        num_prompts = 0 if is_decode else self.config.max_prompts_per_step
+        return StepShape(num_tokens, num_rows, self._max_blocks_per_seq, is_decode, num_prompts)
 
     def _shapes(self) -> list[StepShape]:
         mixed = [self._shape(size, self.config.max_num_seqs, False) for size in self.config.mixed_tokens]
@@ -178,10 +180,21 @@ class Runner:
             return caches, logits, draws
 
         caches_at = jax.tree.map(lambda array: array.sharding, self._caches)
-        packed = jax.ShapeDtypeStruct((shape.size,), np.dtype(np.int32))
-        return jax.jit(
-            run_model, donate_argnums=1, out_shardings=(caches_at, self._replicated, self._replicated)
-        ).lower(self._weights, self._caches, self._last_tokens, packed)
+        packed = jax.ShapeDtypeStruct((shape.size,), np.dtype(np.int32), sharding=self._replicated)
+        inputs = self._weights, self._caches, self._last_tokens, packed
+        _, logits, _ = jax.eval_shape(run_model, *inputs)
+        at = caches_at, self._logits_at(logits), self._replicated
+        return jax.jit(run_model, donate_argnums=1, out_shardings=at).lower(*inputs)
+
+    def _logits_at(self, logits: Any) -> Any:
+        """Where logits lie: each device has those of a part of the vocabulary, where its caches are parts, too."""
+        at = self._caches[0].value_cache.sharding
+        if not isinstance(at, NamedSharding):
+            return at
+        axes = next((axes for axes in at.spec if axes is not None), None)
+        split = NamedSharding(at.mesh, PartitionSpec(None, axes))
+        num_parts = math.prod(at.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
+        return split if logits.shape[1] % num_parts == 0 else self._replicated
 
     def _lower_draw(self, kind: Kind, logits: Any, draws: Any) -> Any:
         def draw_tokens(logits, draws, last_tokens):
@@ -189,7 +202,8 @@ class Runner:
             drawn = draw(logits, unpacked, kind, self.config.max_logprobs or 0)
             return last_tokens.at[unpacked.seats].set(drawn.token_ids, mode="drop"), drawn
 
-        logits, draws = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._replicated) for x in (logits, draws))
+        logits = jax.ShapeDtypeStruct(logits.shape, logits.dtype, sharding=self._logits_at(logits))
+        draws = jax.ShapeDtypeStruct(draws.shape, draws.dtype, sharding=self._replicated)
         return jax.jit(draw_tokens, donate_argnums=2, out_shardings=self._replicated).lower(
             logits, draws, self._last_tokens
         )
@@ -286,8 +300,10 @@ def _made_up(shape: StepShape, context_len: int, num_blocks: int, num_seats: int
     rng = np.random.default_rng(0)
     parts["block_tables"][:] = rng.integers(0, num_blocks, parts["block_tables"].shape)
     parts["seats"][:] = num_seats
-    longest = 1 if shape.is_decode else context_len
-    starts = np.minimum(np.arange(shape.num_rows + 1) * longest, shape.num_tokens)
+    rows = np.arange(shape.num_rows + 1)
+    starts = (
+        rows if shape.is_decode else np.minimum(np.minimum(rows, shape.num_prompts) * context_len, shape.num_tokens)
+    )
     counts = np.diff(starts)
     parts["query_start_loc"][:] = starts
     parts["seq_lens"][:] = context_len if shape.is_decode else counts

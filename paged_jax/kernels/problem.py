@@ -111,7 +111,7 @@ class Attention(Pool):
 
     num_heads: int
     query_dtype: str
-    per_head: PerHead[bool]
+    per_head: PerHead
     sliding_window: int | None
     logits_soft_cap: float | None
     block_sparse: BlockSparse | None
@@ -124,11 +124,8 @@ class Attention(Pool):
 
     @property
     def scaled_products(self) -> bool:
-        """Whether a query's logits are its products with the keys times one factor, and nothing else.
-
-        A cap and every option for each head change logits; only sinks, which join the sum, leave them as they are.
-        """
-        return self.logits_soft_cap is None and not any(self.per_head._replace(sinks=False))
+        """Whether a query's logits are its products with the keys times one factor, and nothing else."""
+        return self.logits_soft_cap is None and not any(self.per_head.in_logits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +203,7 @@ class OptionArrays(NamedTuple):
     """The options that are arrays, in the order in which kernels take them."""
 
     scale: Array
-    per_head: PerHead[Array]
+    per_head: PerHead
     k_scale: Array
     v_scale: Array
 

@@ -4,13 +4,13 @@ Attention ops share the keywords of `paged_jax.options.Options`, and these two:
 
 - return_lse: also return the log-sum-exp of the logits, f32 [..., num_heads], sinks included; -inf where a query
   sees no token.
-- implementation: "mosaic_gpu", "triton" or "xla"; None takes the first that can, chosen when the call is lowered.
-  `which_implementation` tells which one that is, and the logger `paged_jax` warns where it is XLA on a GPU.
+- implementation: the name of one (`paged_jax.Implementation`); None takes the first that can, chosen when the call is
+  lowered. `which_implementation` tells which one that is, and the logger `paged_jax` warns where it is XLA on a GPU.
 
 Every op, those of `paged_jax.cache_ops` too, raises ValueError or TypeError at trace time for a wrong shape, dtype or
 option, NotImplementedError if the implementation asked for lacks an option, and TypeError when differentiated: they
-are inference only. All of them work under jit, vmap, scan, shard_map (over kv heads) and jax.export (which for Triton
-kernels has to be told to go without a check, see README.md).
+are for inference only. All of them work under jit, vmap, scan, shard_map (over kv heads) and jax.export (which has to
+be told to go without a check of Triton kernels, see README.md).
 """
 
 from paged_jax.ops.decode import paged_attention as paged_attention

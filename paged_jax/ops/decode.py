@@ -41,7 +41,7 @@ def paged_attention(
       block_tables: i32 [num_seqs, max_blocks_per_seq]; entries at or past ceil(seq_len / block_size) are not read.
       seq_lens: i32 [num_seqs], tokens of each sequence, the new one included; 0 gives out 0 and lse -inf.
       return_lse: also return the log-sum-exp of the logits, sinks included.
-      implementation: "mosaic_gpu", "triton" or "xla"; None takes the first that can.
+      implementation: the name of one (`paged_jax.Implementation`); None takes the first that can.
       **options: `scale`, `alibi_slopes`, `sliding_window`, `logits_soft_cap`, `sinks`, `block_sparse`, `k_scale`,
         `v_scale` (both are needed for int8), `layout` and `max_seq_len`: see `paged_jax.options.Options`.
 

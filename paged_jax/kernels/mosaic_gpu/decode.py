@@ -1,4 +1,4 @@
-"""The decode ops, one query a sequence: v1 unsplit, v2 in fixed partitions, and both others as `tuning.py` balances."""
+"""The decode ops, one query a sequence: v1 unsplit, v2 in partitions, both others split as `tuning.py` finds best."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class Target:
 
     @property
     def device(self) -> Device:
-        """The device."""
+        """The device that the call runs on."""
         return device() if self.gpu is None else self.gpu
 
 
@@ -143,7 +143,9 @@ def paged_attention_v2(
         return *_unseen(query), zeros, zeros - jnp.inf, jnp.zeros((*residual, problem.head_size), jnp.float32)
     out, lse, results = _attend(query, key_cache, value_cache, block_tables, seq_lens, options, (), geometry, target)
     tmp_out = _by_head(results.partials.out, geometry)
-    whole = geometry.head_slices[0].size  # what follows of O^T overlaps with it, and only its last rows are new
+    whole = geometry.head_slices[
+        0
+    ].size  # the second head slice overlaps with the first, and only its last rows are new
     new = tmp_out.shape[-1] - problem.head_size + whole
     tmp_out = jnp.concatenate([tmp_out[..., :whole], tmp_out[..., new:]], -1)
     sums, maxima = (_by_head(x, geometry) for x in (results.partials.sums, results.partials.maxima))
@@ -174,7 +176,7 @@ def _attend(
     inputs = Inputs(rows, reader.view(key_cache), reader.view(value_cache), block_tables, seq_lens, vectors, *new)
     results = attend(geometry, reader, inputs)
     if geometry.tuning.merge is tuning.Merge.KERNEL:
-        out, lse = merge(geometry, seq_lens, inputs.options.per_head.sinks, results)
+        out, lse = merge(geometry, seq_lens, vectors.per_head.in_sums, results)
     else:
         out, lse = results.out, results.lse
     return out.reshape(query.shape), lse.reshape(query.shape[:2]), results

@@ -30,9 +30,7 @@ _MULTIPROCESSOR_MEMORY = 228 * _KIB  # shared memory of all its programs
 _SYSTEM_MEMORY = 1 * _KIB  # of which the system takes so much for each program
 
 # Measured: LOG, "on the way to commit 3bd4214", "Fewer bytes in flight".
-_TILE_BYTES = (
-    32 * _KIB
-)  # a tile of K and one of V, where a multiprocessor has two programs; twice that where it has one
+_TILE_BYTES = 32 * _KIB  # of a tile of K and one of V where a multiprocessor has two programs; twice that where one
 _BYTES_IN_FLIGHT = 128 * _KIB  # in the rings of all programs of a multiprocessor
 _MOST_STAGES = 8
 

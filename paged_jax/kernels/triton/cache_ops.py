@@ -58,7 +58,7 @@ def copy_blocks(
 
 
 def _copy(key_cache: Array, value_cache: Array, block_mapping: Array, gpu: Device) -> tuple[Array, Array]:
-    """One layer's copies."""
+    """Copies blocks within one layer's pools."""
     caches = key_cache, value_cache
     kernel = _kernel_for(caches, gpu, within=True)
     if block_mapping.size == 0 or key_cache.size + value_cache.size == 0:
@@ -84,7 +84,8 @@ def swap_blocks(
     home = jax.typeof(dst_key_cache).memory_space
     if jax.typeof(swapped[0]).memory_space == home:
         return swapped
-    # In place, so on the host: which JAX does not know, and XLA finds out. Nothing moves.
+    # The kernel wrote in place, so the pools are on the host still. JAX does not know that: this tells its types, and
+    # XLA sees that nothing has to move.
     return jax.device_put(swapped, home)
 
 
@@ -100,7 +101,7 @@ def _kernel_for(caches: tuple[Array, Array], gpu: Device, *, within: bool) -> Co
 def _stash(
     block_mapping: Array, sources: tuple[Array, Array], num_blocks: int, kernel: CopyKernel, gpu: Device
 ) -> list[Array]:
-    """Each pair's plan, and the blocks set aside of keys and of values."""
+    """Makes each pair's plan, and sets aside the blocks of keys and of values that other pairs write to."""
     num_pairs = block_mapping.shape[0]
     plans = jax.ShapeDtypeStruct((num_pairs,), jnp.int32)
     room = num_pairs if kernel.within else 1

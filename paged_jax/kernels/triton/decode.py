@@ -54,7 +54,7 @@ def paged_attention_v2(
 ) -> tuple[Query, Lse, Residual, Residual, TmpOut]:
     problem, gpu = _problem(query, key_cache, value_cache, block_tables, options)
     partitions = cdiv(problem.max_seq_len, partition_size)
-    # One longer than every context would overflow, and holds no more than the contexts do.
+    # A partition longer than every context would overflow 32 bits, and holds no more than the contexts do.
     partition_size = min(partition_size, max(1, cdiv(problem.max_seq_len, problem.block_size)) * problem.block_size)
     tuned = replace(tuning.attention(problem, gpu), final=False, partition_size=partition_size)
     parts = _decode(query, key_cache, value_cache, block_tables, seq_lens, options, problem, tuned, partitions, gpu)
@@ -103,7 +103,7 @@ def _problem(
 
 
 def _shapes(query: Query, tuned: Tuning, splits: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Of what a decode kernel returns: out, lse and nothing, or each split's tmp_out, exp_sums and max_logits."""
+    """Shapes of a decode kernel's results: out, lse and nothing, or each split's tmp_out, exp_sums and max_logits."""
     num_seqs, num_heads, head_size = query.shape
     if tuned.final:
         out, lse = jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct(query.shape[:2], jnp.float32)
@@ -124,7 +124,7 @@ def _decode(
     splits: int,
     gpu: Device,
 ) -> tuple[Array, Array, Array]:
-    """out, lse and nothing if `tuned.final`; else each split's tmp_out, exp_sums and max_logits."""
+    """Runs a decode kernel: gives out, lse and nothing, or each split's tmp_out, exp_sums and max_logits."""
     kernel, shapes = AttentionKernel(problem.attention, tuned), _shapes(query, tuned, splits)
     num_programs = problem.num_seqs * splits * problem.num_kv_heads * kernel.head_tiles
     if num_programs == 0:
@@ -144,7 +144,7 @@ def _whole(
     gpu: Device,
     *parts: Array,
 ) -> tuple[Query, Lse]:
-    """out and lse, from what `_decode` returns."""
+    """Makes out and lse of what `_decode` returns."""
     if tuned.final:
         return parts[0], parts[1]
     return _reduce(query, seq_lens, options, problem, tuned, gpu, *parts)
@@ -164,12 +164,11 @@ def _reduce(
     num_seqs, num_heads, splits = exp_sums.shape
     if num_seqs * splits == 0:
         return jnp.zeros(query.shape, query.dtype), jnp.full((num_seqs, num_heads), -jnp.inf, jnp.float32)
-    sinks = OptionArrays.of(options).per_head.sinks
     shapes = (
         jax.ShapeDtypeStruct(query.shape, query.dtype),
         jax.ShapeDtypeStruct((num_seqs, num_heads), jnp.float32),
     )
-    arrays = tmp_out, exp_sums, max_logits, seq_lens, sinks
+    arrays = tmp_out, exp_sums, max_logits, seq_lens, *jax.tree.leaves(OptionArrays.of(options).per_head.in_sums)
     kernel = tuning.reduce(problem, tuned, splits, gpu)
     num_programs = num_seqs * num_heads * kernel.parts
     return tuple(launch.call("reduce", "reduce_kernel", kernel, num_programs, arrays, (splits,), shapes, gpu))

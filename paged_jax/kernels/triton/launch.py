@@ -66,7 +66,7 @@ def call(
     keywords: dict[str, Any] = {}
     if "backend_options" in takes:
         keywords["backend_options"] = {"enable_fp_fusion": True}
-    if "out_type" in takes:  # 0.4, which wants aliased outputs last
+    if "out_type" in takes:  # jax-triton 0.4 wants aliased outputs last
         inputs = (*arrays, *[arrays[0]] * len(in_place), *scalars, *in_place)
         keywords["out_type"], first_input, first_output = [*rest, *aliased], len(inputs) - len(in_place), len(rest)
     else:
@@ -75,7 +75,7 @@ def call(
     if in_place:
         keywords["input_output_aliases"] = {first_input + i: first_output + i for i in range(len(in_place))}
     with warnings.catch_warnings():
-        # 0.4 wants mutable references instead, which 0.3 has not.
+        # jax-triton 0.4 would rather be given mutable references, which 0.3 does not take.
         warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
         results = jax_triton.triton_call(
             *inputs,
@@ -91,7 +91,7 @@ def call(
 
 
 def _mend_dce_rule(jax_triton: ModuleType) -> None:
-    """jax-triton 0.4.1's rule for unused results lacks an argument of jax 0.12's; the same, for any arguments."""
+    """Replaces jax-triton 0.4.1's rule for unused results, to which jax 0.12 gives one argument more than it takes."""
     primitive = getattr(getattr(jax_triton, "triton_lib", None), "triton_kernel_call_p", None)
     if primitive in partial_eval.dce_rules:
         partial_eval.dce_rules[primitive] = lambda _, *args: ([True] * len(args[-1].invars), args[-1])

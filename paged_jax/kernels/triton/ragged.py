@@ -50,7 +50,7 @@ def _ragged(
     gpu = launch.device()
     problem = Problem.of_call(query, key_cache, value_cache, block_tables, options)
     launch.check(gpu, problem.cache_dtype)
-    # The average: batches of decodes get small tiles, prompts large ones. At least 2: 1 is decode's tuning.
+    # Tiles are as large as sequences have queries on average. At least 2, since 1 stands for decode's tuning.
     queries_per_seq = max(2, cdiv(problem.num_tokens, max(problem.num_seqs, 1)))
     prefix = key is not None
     tuned = tuning.attention(problem, gpu, queries_per_seq=queries_per_seq, prefix=prefix)
@@ -61,9 +61,9 @@ def _ragged(
         jax.ShapeDtypeStruct(query.shape, query.dtype),
         jax.ShapeDtypeStruct((problem.num_tokens, problem.num_heads), jnp.float32),
     )
-    num_tiles = problem.num_tokens // tuned.queries + problem.num_seqs + 1  # the last are for the padding rows
+    num_tiles = problem.num_tokens // tuned.queries + problem.num_seqs + 1  # the last ones are for the padding rows
     num_programs = num_tiles * problem.num_kv_heads * kernel.head_tiles
-    new = query if key is None else key, query if value is None else value  # absent ones are not read
+    new = query if key is None else key, query if value is None else value  # the kernel does not read absent ones
     caches = key_cache, value_cache, block_tables
     arrays = query, *new, *caches, seq_lens, query_start_loc, *OptionArrays.of(options).flat
     scalars = problem.num_tokens, problem.num_seqs, problem.max_blocks_per_seq, problem.max_seq_len, num_tiles

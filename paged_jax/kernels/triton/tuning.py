@@ -184,7 +184,7 @@ class ReduceKernel:
     """What the reduce of splits is compiled for.
 
     Attributes:
-      num_heads, head_size, sinks: of the call.
+      problem: the call's facts.
       partition_size: as in `Tuning`.
       width: as in `Tuning`.
       splits: that are read at once.
@@ -192,9 +192,7 @@ class ReduceKernel:
       num_warps, num_stages: for Triton.
     """
 
-    num_heads: int
-    head_size: int
-    sinks: bool
+    problem: Attention
     partition_size: int | None
     width: int
     splits: int = 16
@@ -349,9 +347,7 @@ def reduce(problem: Problem, tuning: Tuning, num_splits: int, gpu: Device) -> Re
     In partitions it is always the same: a row's result must not depend, by rounding, on what else there is.
     """
     kernel = ReduceKernel(
-        num_heads=problem.num_heads,
-        head_size=problem.head_size,
-        sinks=problem.per_head.sinks,
+        problem=problem.attention,
         partition_size=tuning.partition_size,
         width=tuning.width,
         num_warps=tuning.num_warps,

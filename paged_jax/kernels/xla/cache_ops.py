@@ -96,7 +96,7 @@ def _put(
     def one_by_one(cache, updates, block, offset):
         first_inside = jnp.argsort(block >= cache.shape[0], stable=True).astype(jnp.int32)
         num_inside = (block < cache.shape[0]).sum(dtype=jnp.int32)
-        # Bytes: as float8 the values go by way of float16, which changes NaNs. The cache is still updated in place.
+        # As bytes: XLA would take float8 by way of float16, which changes NaNs. The cache is still updated in place.
         update_bytes = lax.bitcast_convert_type(updates, jnp.uint8)
 
         def step(i, cache):

@@ -28,7 +28,7 @@ def paged_attention_v1(
         end,
         options,
     )
-    out, lse = softmax.finish(state, options.per_head.sinks)
+    out, lse = softmax.finish(state, options.per_head)
     return out[:, 0].astype(query.dtype), lse[:, 0]
 
 
@@ -91,7 +91,7 @@ def paged_attention_v2(
             return state.exp_sum[0, 0], state.max_logit[0, 0], tmp_out[0, 0]
 
         exp_sums, max_logits, tmp_out = lax.map(partition, starts)
-        out, lse = softmax.finish(_reduce(exp_sums, max_logits, tmp_out), options.per_head.sinks)
+        out, lse = softmax.finish(_reduce(exp_sums, max_logits, tmp_out), options.per_head)
         return (
             out[0, 0].astype(query.dtype),
             lse[0, 0],

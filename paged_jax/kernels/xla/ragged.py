@@ -85,7 +85,7 @@ def _chunk_by_chunk(
         return jnp.zeros_like(query), jnp.full((num_tokens, num_heads), -jnp.inf, jnp.float32)
     chunk = min(_CHUNK, num_tokens)
     query_lens = jnp.diff(query_start_loc)
-    last_chunk = jnp.cumsum(-(-query_lens // chunk), dtype=jnp.int32)  # of each sequence, plus 1
+    last_chunk = jnp.cumsum(-(-query_lens // chunk), dtype=jnp.int32)  # where each sequence's chunks end
     queries = _pad(query, chunk)
 
     def step(i, results):
@@ -95,14 +95,14 @@ def _chunk_by_chunk(
         rows = offset + jnp.arange(chunk, dtype=jnp.int32)
         own = rows < query_lens[seq]
         context_len = seq_lens[seq] - query_lens[seq]
-        # Whoever sees all tokens may stand anywhere: a prefix can have more queries than tokens.
+        # A query that sees all tokens may stand anywhere (a prefix can have more queries than tokens): at 0, say.
         positions = jnp.where(own, context_len + rows if options.causal else 0, -1)
         start = query_start_loc[seq] + offset
         chunk_queries = lax.dynamic_slice_in_dim(queries, start, chunk)[None]
         last = context_len + offset + chunk if options.causal else seq_lens[seq]
         end = jnp.minimum(jnp.minimum(seq_lens[seq], last), options.max_seq_len)
         state = attend_to(softmax.empty(chunk_queries), chunk_queries, positions[None], seq, end)
-        done = softmax.finish(state, options.per_head.sinks)
+        done = softmax.finish(state, options.per_head)
 
         def put(result, new):
             old = lax.dynamic_slice_in_dim(result, start, chunk)
@@ -118,5 +118,5 @@ def _chunk_by_chunk(
 
 
 def _pad(x: Array, rows: int) -> Array:
-    """Room for a chunk that begins at the last row."""
+    """Appends rows, so that a chunk may begin at the last one."""
     return jnp.pad(x, ((0, rows), *[(0, 0)] * (x.ndim - 1)))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Float32, Int32, Num
 
-from paged_jax.options import AttentionOptions, block_axis
+from paged_jax.options import AttentionOptions, PerHead, block_axis
 
 _TILE = 256  # tokens: large enough to amortise a gather, small enough to keep [heads, tokens] logits in a cache
 _NEVER = 2**31 - 1
@@ -127,13 +127,11 @@ def add_cached(
     return lax.fori_loop(first_tile, last_tile, step, state)
 
 
-def finish(
-    state: Softmax, sinks: Float32[Array, "h"] | None
-) -> tuple[Float32[Array, "n q h d"], Float32[Array, "n q h"]]:
-    """Normalises; a sink joins the denominator and the lse. Rows that saw no token: out 0, lse -inf."""
+def finish(state: Softmax, per_head: PerHead | None) -> tuple[Float32[Array, "n q h d"], Float32[Array, "n q h"]]:
+    """Normalises, after what joins the sums of `per_head` has joined them. Rows that saw no token: out 0, lse -inf."""
     max_logit, exp_sum = state.max_logit, state.exp_sum
-    seen = exp_sum != 0  # NaN counts: what is not a number must show
-    if sinks is not None:
+    seen = exp_sum != 0  # NaN counts as seen: what is not a number must show
+    if per_head is not None and (sinks := per_head.sinks) is not None:
         top = jnp.maximum(max_logit, sinks[None, None, :])
         keep = jnp.exp(max_logit - top)
         exp_sum = exp_sum * keep + jnp.exp(sinks[None, None, :] - top)
@@ -158,7 +156,7 @@ def _gather(
     n = blocks.shape[0]
 
     def tokens(cache, order):  # `order` brings a gathered cache to [n, blocks, offset, kv heads, ...]
-        # Bytes: XLA's CPU backend gathers no float8, it would convert the whole pool to float16 before the loop.
+        # As bytes: XLA's CPU backend gathers no float8, and would convert the whole pool to float16 before the loop.
         # The barrier ties the bytes to this tile, or they too would be made of the whole pool before the loop.
         is_float8 = cache.dtype.itemsize == 1 and jnp.issubdtype(cache.dtype, jnp.floating)
         source = cache

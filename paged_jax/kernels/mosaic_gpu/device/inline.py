@@ -1,4 +1,4 @@
-"""Words for what Pallas has none for: arrays as the registers of each thread, and integers of a thread, in MLIR."""
+"""What Pallas has no words for, in MLIR: arrays as the registers of each thread, and a thread's own integers."""
 
 from typing import Any
 
@@ -76,7 +76,7 @@ def rem(x, n: int):
 
 
 def select_within(x, low, high, inside, outside):
-    """`inside` where low <= x < high, else `outside`."""
+    """Returns `inside` where low <= x < high, else `outside`."""
     begun, ended = (arith.cmpi(arith.CmpIPredicate.sge, x, bound) for bound in (low, high))
     return arith.select(begun, arith.select(ended, outside, inside), outside)
 

@@ -15,7 +15,7 @@ not bandwidth, so that many partial results are in flight.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -26,8 +26,10 @@ from jax import Array, lax
 from paged_jax.kernels.mosaic_gpu.device import plan
 from paged_jax.kernels.mosaic_gpu.device.plan import Item, Scalar
 from paged_jax.kernels.mosaic_gpu.device.refs import ItemPartials, MergedScratch, Outputs, Partials, Ref, merged_scratch
-from paged_jax.kernels.mosaic_gpu.device.registers import LOWEST, exp, layout, log, of_heads, store, wide
+from paged_jax.kernels.mosaic_gpu.device.registers import LOWEST, exp, layout, log, store, wide
+from paged_jax.kernels.mosaic_gpu.device.softmax import sinks_of
 from paged_jax.kernels.mosaic_gpu.geometry import WGMMA_ROWS, Geometry
+from paged_jax.options import PerHead
 
 _PARTIALS_IN_FLIGHT = 16
 _MORE_OF_QUEUES = 4  # partial results that an item of queues may have beyond its splits where lengths are alike
@@ -38,33 +40,33 @@ class MergeInputs(NamedTuple):
     """What the kernel that merges reads."""
 
     seq_lens: Ref
-    sinks: Ref
+    per_head: PerHead  # those in sums
     partials: Partials
-    item_partials: ItemPartials | None
+    item_partials: ItemPartials
 
 
 class MergeRefs(NamedTuple):
     """What a merge reads and writes."""
 
-    sinks_gmem: Ref
+    per_head_gmem: PerHead
     partials_gmem: Partials
     out_gmem: Ref
     lse_gmem: Ref
     smem: MergedScratch
 
 
-def merge(geometry: Geometry, seq_lens: Array, sinks: Array, results: Outputs) -> tuple[Array, Array]:
+def merge(geometry: Geometry, seq_lens: Array, per_head: PerHead, results: Outputs) -> tuple[Array, Array]:
     """Runs the kernel on what the decode kernel wrote; out [num_seqs * num_heads, head_size] and lse as long."""
     problem = geometry.problem
     rows = problem.num_seqs * problem.num_heads
-    inputs = jax.tree.leaves(MergeInputs(seq_lens, sinks, results.partials, results.item_partials))
+    inputs, tree = jax.tree.flatten(MergeInputs(seq_lens, per_head, results.partials, results.item_partials))
     out_type = (
         jax.ShapeDtypeStruct((rows, problem.head_size), problem.query_dtype),
         jax.ShapeDtypeStruct((rows,), jnp.float32),
     )
     kernel = functools.partial(
         plgpu.kernel,
-        functools.partial(_kernel, geometry=geometry),
+        functools.partial(_kernel, tree=tree, geometry=geometry),
         scratch_types=(merged_scratch(geometry),),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         grid=(geometry.merging_programs, _item_programs(geometry)),
@@ -76,16 +78,16 @@ def merge(geometry: Geometry, seq_lens: Array, sinks: Array, results: Outputs) -
     return pl.run_state(lambda refs: kernel(out_type=())(*inputs, *refs))((results.out, results.lse))
 
 
-def _kernel(*refs, geometry: Geometry) -> None:
+def _kernel(*refs, tree: Any, geometry: Geometry) -> None:
     """Merges the items that are this program's."""
-    *inputs, out_gmem, lse_gmem, smem = refs
-    seq_lens_gmem, sinks_gmem, *partials = inputs
-    merge_refs = MergeRefs(sinks_gmem, Partials(*partials[:3]), out_gmem, lse_gmem, smem)
+    *inputs_gmem, out_gmem, lse_gmem, smem = refs
+    inputs_gmem = jax.tree.unflatten(tree, inputs_gmem)
+    merge_refs = MergeRefs(inputs_gmem.per_head, inputs_gmem.partials, out_gmem, lse_gmem, smem)
     if geometry.tuning.queues:
-        _merge_cut_items(ItemPartials(*partials[3:]), merge_refs, geometry)
+        _merge_cut_items(inputs_gmem.item_partials, merge_refs, geometry)
         return
     item = plan.item_of(lax.axis_index("item"), geometry)
-    seq_len = seq_lens_gmem[item.seq]
+    seq_len = inputs_gmem.seq_lens[item.seq]
     first_partial = item.index * geometry.tuning.splits
     _merge_item(item, first_partial, plan.num_splits(seq_len, geometry), merge_refs, geometry)
 
@@ -132,9 +134,9 @@ def merge_slice(
     """Merges a slice of an item's `count` partial results, always in the same order; with slice 0 goes its lse."""
     row, offset = plan.query_tile(item, geometry)
     maxima, sums, out = _merged(first_partial, count, number, refs.partials_gmem, geometry)
-    seen = sums != 0  # NaN counts: what is not a number must show
-    if geometry.problem.per_head.sinks:
-        sinks = layout(of_heads(refs.sinks_gmem, WGMMA_ROWS, offset, item.kv_head, geometry).max(axis=0), 0)
+    seen = sums != 0  # NaN counts as seen: what is not a number must show
+    if any(geometry.problem.per_head.in_sums):
+        sinks = sinks_of(refs.per_head_gmem, offset, item.kv_head, geometry)
         maxima, sums, out = _add((maxima, sums, out), jnp.zeros_like(out), sinks, jnp.ones_like(sums))
     sums = jnp.where(seen, sums, 1.0)
     plgpu.wait_smem_to_gmem(0)  # for the copy of the slice before, which was in the same place and may overlap

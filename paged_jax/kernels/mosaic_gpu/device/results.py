@@ -10,10 +10,10 @@ from jax import lax
 
 from paged_jax.kernels.mosaic_gpu.device.plan import Item, QueryTile, QueuedSplit, Scalar, Split
 from paged_jax.kernels.mosaic_gpu.device.refs import Refs
-from paged_jax.kernels.mosaic_gpu.device.registers import exp, layout, log, of_heads, wide
-from paged_jax.kernels.mosaic_gpu.device.softmax import State, cache_scale, summed
+from paged_jax.kernels.mosaic_gpu.device.registers import exp, layout, log, wide
+from paged_jax.kernels.mosaic_gpu.device.softmax import State, cache_scale, sinks_of, summed
 from paged_jax.kernels.mosaic_gpu.device.tiles import Tiles
-from paged_jax.kernels.mosaic_gpu.geometry import WGMMA_ROWS, Geometry
+from paged_jax.kernels.mosaic_gpu.geometry import Geometry
 
 
 def store_split(split: Split, query: QueryTile, state: State, refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
@@ -59,10 +59,9 @@ def _store_whole_item(
     """Stores out and lse of an item. Heads that saw no token get out 0 and lse -inf."""
     smem, (row, offset) = refs.smem, query
     out, maxima, sums = state
-    seen = sums != 0  # NaN counts: what is not a number must show
-    if geometry.problem.per_head.sinks:
-        sinks = of_heads(refs.inputs_gmem.options.per_head.sinks, WGMMA_ROWS, offset, item.kv_head, geometry)
-        sinks = layout(sinks.max(axis=0), 0)
+    seen = sums != 0  # NaN counts as seen: what is not a number must show
+    if any(geometry.problem.per_head.in_sums):
+        sinks = sinks_of(refs.inputs_gmem.options.per_head, offset, item.kv_head, geometry)
         with_sinks = lax.max(maxima, sinks)
         keep = exp(maxima - with_sinks)
         sums, maxima = sums * keep + exp(sinks - with_sinks), with_sinks

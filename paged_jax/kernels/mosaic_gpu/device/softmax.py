@@ -17,8 +17,9 @@ from paged_jax.kernels.mosaic_gpu.device.plan import Item, QueryTile, Scalar, Sp
 from paged_jax.kernels.mosaic_gpu.device.refs import Refs
 from paged_jax.kernels.mosaic_gpu.device.registers import LOWEST, exp, layout, of_heads, wide
 from paged_jax.kernels.mosaic_gpu.device.tiles import Tiles
-from paged_jax.kernels.mosaic_gpu.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.geometry import WGMMA_ROWS, Geometry
 from paged_jax.kernels.problem import Problem, ScaleKind
+from paged_jax.options import PerHead
 
 _SERIES_BELOW = 0.04
 """The square up to which four terms of tanh's series err by less than a unit of float32."""
@@ -49,6 +50,11 @@ def to_logits(item: Item, query: QueryTile, divisor, refs: Refs, geometry: Geome
 
     slopes = of_columns(options.per_head.alibi_slopes) if problem.per_head.alibi_slopes else None
     return Logits(factor, slopes)
+
+
+def sinks_of(per_head_gmem: PerHead, offset: Scalar, kv_head: Scalar, geometry: Geometry):
+    """The logits that join the sums of an item's heads: [columns], of which the item has those from `offset` on."""
+    return layout(of_heads(per_head_gmem.sinks, WGMMA_ROWS, offset, kv_head, geometry).max(axis=0), 0)
 
 
 def empty(geometry: Geometry) -> State:

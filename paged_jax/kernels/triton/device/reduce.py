@@ -19,12 +19,13 @@ from paged_jax.kernels.triton.device.softmax import Softmax, finish
 @no_type_check
 def reduce_kernel(tmp_out, exp_sums, max_logits, seq_lens, sinks, num_splits, out, lse, cfg: tl.constexpr):
     """One program joins all splits of one (sequence, head), for a part of head_size."""
+    problem: tl.constexpr = cfg.problem
     row = (tl.program_id(0) // cfg.parts).to(tl.int64)
     part = tl.program_id(0) % cfg.parts
-    head = (row % cfg.num_heads).to(tl.int32)
+    head = (row % problem.num_heads).to(tl.int32)
     used = num_splits
     if cfg.partition_size is not None:
-        seq_len = tl.load(seq_lens + row // cfg.num_heads)
+        seq_len = tl.load(seq_lens + row // problem.num_heads)
         used = tl.minimum(num_splits, (seq_len + cfg.partition_size - 1) // cfg.partition_size)
     width: tl.constexpr = cfg.width // cfg.parts
     d = part * width + tl.arange(0, width)
@@ -37,8 +38,8 @@ def reduce_kernel(tmp_out, exp_sums, max_logits, seq_lens, sinks, num_splits, ou
         at = row * num_splits + splits
         maxima = tl.load(max_logits + at, mask=inside, other=float("-inf"))
         sums = tl.load(exp_sums + at, mask=inside, other=0.0)
-        mask = inside[:, None] & (d < cfg.head_size)[None, :]
-        parts = tl.load(tmp_out + at[:, None] * cfg.head_size + d[None, :], mask=mask, other=0.0)
+        mask = inside[:, None] & (d < problem.head_size)[None, :]
+        parts = tl.load(tmp_out + at[:, None] * problem.head_size + d[None, :], mask=mask, other=0.0)
         top = tl.maximum(max_logit, tl.max(maxima, 0))
         shift = tl.where(top == float("-inf"), 0.0, top)
         keep = tl.exp(max_logit - shift)
@@ -48,6 +49,10 @@ def reduce_kernel(tmp_out, exp_sums, max_logits, seq_lens, sinks, num_splits, ou
         max_logit = top
     heads = tl.full([1], 0, tl.int32) + head
     softmax = Softmax(acc, max_logit, exp_sum)
-    result, log_sum, _, _ = finish(softmax, sinks, heads, heads >= 0, tl.constexpr(cfg.sinks))
+    result, log_sum, _, _ = finish(softmax, sinks, heads, heads >= 0, tl.constexpr(problem.per_head.sinks))
     tl.store(lse + row + tl.arange(0, 1), log_sum, mask=part + tl.arange(0, 1) == 0)
-    tl.store(out + row * cfg.head_size + d[None, :], result.to(out.dtype.element_ty), mask=(d < cfg.head_size)[None, :])
+    tl.store(
+        out + row * problem.head_size + d[None, :],
+        result.to(out.dtype.element_ty),
+        mask=(d < problem.head_size)[None, :],
+    )

@@ -80,7 +80,7 @@ def with_largest_logit(softmax, factor, cfg: tl.constexpr):
 def finish(softmax, sinks, head, valid, with_sinks: tl.constexpr):
     """Returns out and lse, and the softmax's largest logit and sum, with the sink. Rows without tokens: 0 and -inf."""
     acc, max_logit, exp_sum = softmax
-    seen = exp_sum != 0  # NaN has been seen, too
+    seen = exp_sum != 0  # NaN counts as seen: what is not a number must show
     if with_sinks:
         sink = tl.load(sinks + head, mask=valid, other=0.0)
         top = tl.maximum(max_logit, sink)

@@ -116,7 +116,7 @@ class VllmTiles(PlainTiles):
         return load(tile_smem)
 
     def zero_unseen(self, tiles_smem, low, high) -> None:
-        """Zeroes what a tile of V has of tokens that are not low <= token < high."""
+        """Zeroes the elements of a tile of V whose tokens are not low <= token < high."""
 
         @pl.when(mask.some_unseen(low, high, 0, self.geometry.tile_tokens, self.geometry.problem))
         def zero():
@@ -125,10 +125,10 @@ class VllmTiles(PlainTiles):
             plgpu.commit_smem()
 
     def zero_pages(self, tile_smem, low, high) -> None:
-        """Zeroes, in all pages of a tile, what is of tokens that are not low <= token < high.
+        """Zeroes, in all pages of a tile, the elements whose tokens are not low <= token < high.
 
-        Each thread takes 8 neighbours at a time: one element of 8 tokens. It takes one 8 after the other, since this is
-        rare and should not decide how many registers the kernel has.
+        Each thread takes 8 neighbours at a time: one element of 8 tokens. It takes eight after eight, as this is rare
+        and should not decide how many registers the kernel has.
         """
         geometry, scalar, page = self.geometry, plgpu.Layout.WG_SPLAT(()), self.page_size
         block_size = geometry.problem.block_size

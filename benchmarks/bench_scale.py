@@ -1,0 +1,311 @@
+"""What several GPUs gain: ops, all-reduces and steps of whole models on 1, 2, ... of them.
+
+    python -m benchmarks.bench_scale --part ops --out ops.json
+    python -m benchmarks.bench_scale --part models --models llama3-8b,llama3-70b --tp 1,2 --out models.json
+
+Every time is wall clock of many calls in a row, each of which needs what the one before it gave, so that the GPUs work
+without a pause: an op's calls are turns of a loop in one compiled program, a model's steps are calls of the jitted
+step. `jit` is plain jit on sharded arrays; `shard_map` is the same op on each device's part, written by hand.
+
+Weights are random and made on the devices, shard by shard. Where a model does not fit, its row says so.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import paged_jax
+from benchmarks import harness
+from benchmarks.scale_steps import BLOCK_SIZE, MODELS, STEPS, Model, make_weights
+from examples.sharding import make_mesh, split_config
+
+TURNS = 40  # of an op's loop
+PROMPTS = 8  # in a step of prefill
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The sizes of the ops' problem; heads of 128 in bfloat16."""
+
+    num_seqs: int = 32
+    context: int = 8192
+    num_heads: int = 64
+    num_kv_heads: int = 8
+    num_new: int = 1024  # new tokens of ragged ops and of writes, as many of each sequence
+
+
+# The arrays that an op's next call takes from the one before it, then the others. Pools come as keys, values.
+OPS = {
+    "paged_attention": (["query"], ["keys", "values", "tables", "lens"]),
+    "paged_attention_v1": (["query"], ["keys", "values", "tables", "lens"]),
+    "paged_attention_v2": (["query"], ["keys", "values", "tables", "lens"]),
+    "write_and_attend": (["query", "keys", "values"], ["key", "value", "tables", "lens", "slots"]),
+    "ragged_paged_attention": (["queries"], ["keys", "values", "tables", "lens", "starts"]),
+    "prefix_attention": (["queries"], ["new_keys", "new_values", "keys", "values", "tables", "lens", "starts"]),
+    "write_to_paged_cache": (["keys", "values"], ["new_keys", "new_values", "new_slots"]),
+    "copy_blocks": (["keys", "values"], ["pairs"]),
+    "swap_blocks": (["keys", "values"], ["source_keys", "source_values", "pairs"]),
+}
+
+
+def advance(op: str, state: tuple, rest: tuple) -> tuple:
+    """A call of an op: the state that it starts from and what it leaves."""
+    if op == "write_and_attend":
+        return paged_jax.write_and_attend(state[0], *rest[:2], *state[1:], *rest[2:])
+    if op == "write_to_paged_cache":
+        return paged_jax.write_to_paged_cache(rest[0], rest[1], state[0], state[1], rest[2])
+    if op == "copy_blocks":
+        keys, values = paged_jax.copy_blocks([state[0]], [state[1]], rest[0])
+        return keys[0], values[0]
+    if op == "swap_blocks":
+        return paged_jax.swap_blocks(rest[0], rest[1], state[0], state[1], rest[2])
+    attend: Callable[..., jax.Array] = getattr(paged_jax, op)
+    return (attend(*state, *rest),)
+
+
+def arrays(shape: Shape, mesh: Mesh) -> dict[str, Callable[[], jax.Array]]:
+    """What makes each of the ops' arrays, on the devices where it belongs: pools and tokens by their heads."""
+    width = shape.context // BLOCK_SIZE
+    num_blocks = shape.num_seqs * width
+    random = np.random.default_rng(0)
+
+    def normal(*sizes):
+        def make(key):
+            return jax.random.normal(key, sizes, jnp.bfloat16)
+
+        made = jax.jit(make, out_shardings=NamedSharding(mesh, P(None, "tp")))
+        return lambda: made(jax.random.key(len(sizes)))
+
+    def whole(array):
+        return lambda: jax.device_put(array.astype(np.int32), NamedSharding(mesh, P()))
+
+    pool = normal(num_blocks, shape.num_kv_heads, BLOCK_SIZE, 128)
+    new = normal(shape.num_new, shape.num_kv_heads, 128)
+    one = normal(shape.num_seqs, shape.num_kv_heads, 128)
+    tables = random.permutation(num_blocks).reshape(shape.num_seqs, width)
+    return {
+        "query": normal(shape.num_seqs, shape.num_heads, 128),
+        "queries": normal(shape.num_new, shape.num_heads, 128),
+        **dict.fromkeys(("keys", "values", "source_keys", "source_values"), pool),
+        **dict.fromkeys(("new_keys", "new_values"), new),
+        **dict.fromkeys(("key", "value"), one),
+        "tables": whole(tables),
+        "lens": whole(np.full(shape.num_seqs, shape.context)),
+        "starts": whole(np.arange(shape.num_seqs + 1) * (shape.num_new // shape.num_seqs)),
+        "slots": whole(tables[:, -1] * BLOCK_SIZE + BLOCK_SIZE - 1),
+        "new_slots": whole(random.permutation(num_blocks * BLOCK_SIZE)[: shape.num_new]),
+        "pairs": whole(random.permutation(num_blocks)[:128].reshape(64, 2)),
+    }
+
+
+def lower_op(op: str, shape: Shape, mesh: Mesh, how: str) -> jax.stages.Lowered:
+    """The loop of an op's calls, under plain jit or under a `shard_map` written by hand."""
+    shapes = tuple(
+        tuple(_sharded(jax.eval_shape(arrays(shape, mesh)[name]), mesh) for name in names) for names in OPS[op]
+    )
+    call = functools.partial(advance, op)
+    if how == "shard_map":
+        specs = jax.tree.map(lambda x: x.sharding.spec, shapes)
+        call = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=specs[0])
+
+    def run(state, rest):
+        return jax.lax.fori_loop(0, TURNS, lambda _, state: call(state, rest), state)
+
+    return jax.jit(run, donate_argnums=0).lower(*shapes)
+
+
+def _sharded(x: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    is_split = x.dtype == jnp.bfloat16
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P(None, "tp") if is_split else P()))
+
+
+def best_us(run: Callable[[Any], Any], state: Any, turns: int, repeats: int = 5) -> tuple[float, Any]:
+    """The least microseconds that a turn of `run(state) -> state` takes, and the last state."""
+    state = jax.block_until_ready(run(state))
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        state = jax.block_until_ready(run(state))
+        times.append(time.perf_counter() - began)
+    return 1e6 * min(times) / turns, state
+
+
+COLLECTIVES = ("all-gather", "all-reduce", "collective-permute", "all-to-all", "reduce-scatter")
+
+
+class Report:
+    """The file that a run writes, anew after each row."""
+
+    def __init__(self, part: str, out: Path | None):
+        self.rows: list[dict[str, Any]] = []
+        self._report = {
+            "op": f"scale-{part}",
+            **harness.environment(),
+            "num_gpus": len(jax.devices()),
+            "rows": self.rows,
+        }
+        self._out = out
+
+    def add(self, case: str, contender: str, measure: Callable[[], dict[str, Any]]) -> None:
+        """Measures a row; one that fails says why, and the next may work."""
+        try:
+            answer = measure()
+        except Exception as error:
+            answer = {"failed": harness.first_line(error)}
+        self.rows.append({"case": case, "contender": contender, "kind": "implementation", **answer})
+        harness.print_row(self.rows[-1])
+        harness.save(self._report, self._out)
+
+
+def compile_all(lowered: dict[Any, Callable[[], jax.stages.Lowered]]) -> dict[Any, concurrent.futures.Future]:
+    """Lowers programs one after the other, each of which compiles meanwhile in a thread of its own."""
+    pool = concurrent.futures.ThreadPoolExecutor(16)
+    futures = {}
+    for name, lower in lowered.items():
+        try:
+            futures[name] = pool.submit(lower().compile)
+        except Exception as error:
+            futures[name] = concurrent.futures.Future()
+            futures[name].set_exception(error)
+    return futures
+
+
+def run_ops(report: Report, shape: Shape, sizes: Sequence[int]) -> None:
+    """Every op on the widest mesh under plain jit and under shard_map, and decode attention on the narrower ones."""
+    cases = [(op, sizes[-1], how) for op in OPS for how in ("shard_map", "jit")]
+    cases += [("paged_attention", size, "jit") for size in sizes[:-1]]
+    meshes = {size: make_mesh({"dp": 1, "tp": size}) for size in sizes}
+    programs = compile_all(
+        {case: functools.partial(lower_op, case[0], shape, meshes[case[1]], case[2]) for case in cases}
+    )
+    for case in cases:
+        op, size, how = case
+
+        def measure(case=case, op=op, size=size):
+            program = programs[case].result()
+            made = arrays(shape, meshes[size])
+            state, rest = (tuple(made[name]() for name in names) for names in OPS[op])
+            us, state = best_us(lambda state: program(state, rest), state, TURNS)
+            text = program.as_text()
+            return {
+                "us": us,
+                "collectives": sum(text.count(f" {name}(") + text.count(f" {name}-start(") for name in COLLECTIVES),
+                "temp_bytes": program.memory_analysis().temp_size_in_bytes,
+                "sum": float(jnp.abs(state[0].astype(jnp.float32)).sum()),  # the same in both ways
+            }
+
+        report.add(f"{op}/tp={size}", how, measure)
+
+
+def run_all_reduces(report: Report, size: int, shapes: Sequence[tuple[int, int]]) -> None:
+    """All-reduces by themselves, of a step's residual stream."""
+    mesh = make_mesh({"dp": 1, "tp": size})
+    for shape in shapes:
+
+        def reduce(x):
+            return jax.lax.pcast(jax.lax.psum(x, "tp") * 0.5, "tp", to="varying")
+
+        def loop(x):
+            return jax.lax.fori_loop(0, TURNS, lambda _, x: reduce(x), x)
+
+        def measure(shape=shape):
+            part = (size * shape[0], shape[1])
+            run = jax.jit(jax.shard_map(loop, mesh=mesh, in_specs=P("tp"), out_specs=P("tp")))
+            ones = jax.jit(lambda: jnp.ones(part, jnp.bfloat16), out_shardings=NamedSharding(mesh, P("tp")))()
+            return {"us": best_us(run, ones, TURNS)[0], "bytes": 2 * shape[0] * shape[1]}
+
+        report.add(f"all_reduce/tp={size}/{shape[0]}x{shape[1]}", "jit", measure)
+
+
+def run_models(
+    report: Report, names: Sequence[str], sizes: Sequence[int], batches: Sequence[int], context: int
+) -> None:
+    """Decode steps and a step of prefill of each model, on meshes of these sizes."""
+    models = {
+        (name, size): Model(split_config(MODELS[name], mesh), mesh, context)
+        for name in names
+        for size in sizes
+        if 2 * (70e9 if "70b" in name else 8e9) < size * 120e9
+        for mesh in [make_mesh({"dp": 1, "tp": size})]
+    }
+    cases = [(*key, "decode", n) for key in models for n in batches]
+    cases += [(*key, "prefill", PROMPTS) for key in models if "70b" not in key[0]]
+    programs = compile_all({case: functools.partial(models[case[:2]].lower, *case[2:]) for case in cases})
+    for key, model in models.items():
+        weights = make_weights(model.parts[0], model.mesh)
+        for case in [case for case in cases if case[:2] == key]:
+            name, size, kind, num_seqs = case
+            measure = functools.partial(_measure_step, programs[case], model, weights, kind, num_seqs)
+            report.add(f"{name}/tp={size}/{kind}/{num_seqs}x{context}", "called", measure)
+        del weights
+
+
+def _measure_step(
+    program: concurrent.futures.Future, model: Model, weights: Any, kind: str, num_seqs: int
+) -> dict[str, Any]:
+    call, on_all = program.result(), NamedSharding(model.mesh, P())
+    text = call.as_text()
+    answer = {"all_reduces": text.count(" all-reduce(") + text.count(" all-reduce-start(")}
+    if kind == "prefill":
+        batch = jax.device_put(model.prompts(num_seqs), on_all)
+        us, _ = best_us(lambda caches: call(weights, caches, batch)[1], model.caches(num_seqs), 1)
+        return answer | {"us": us, "tokens_per_s": num_seqs * model.context / us * 1e6}
+    tables = jax.device_put(model.tables(num_seqs), on_all)
+
+    def steps(caches):
+        state = (*model.start(num_seqs), caches)
+        for _ in range(STEPS):
+            state = call(weights, state, tables)
+        return state[2]
+
+    us, _ = best_us(steps, model.caches(num_seqs), STEPS)
+    return answer | {"us": us, "floor_bytes": model.floor_bytes(num_seqs)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a part of the benchmark; returns the exit code, 2 where there is no GPU."""
+
+    def numbers(text: str) -> list[int]:
+        return [int(number) for number in text.split(",")]
+
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bench_scale", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--part", choices=("ops", "all-reduce", "models"), default="ops")
+    parser.add_argument("--tp", type=numbers, help="how many GPUs, in rising order; default 1 and all there are")
+    parser.add_argument("--models", default="llama3-8b", help=f"of {','.join(MODELS)}; default llama3-8b")
+    parser.add_argument("--batches", type=numbers, default=[1, 64], help="sequences that decode; default 1,64")
+    parser.add_argument("--context", type=int, default=1024, help="tokens of each sequence of a model; default 1024")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    args = parser.parse_args(argv)
+    if unknown := set(args.models.split(",")) - set(MODELS):
+        parser.error(f"no model is named {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast may need rights that a machine's guests lack
+    if not harness.has_gpu("scale"):
+        return 2
+    sizes = args.tp or sorted({1, len(jax.devices())})
+    report = Report(args.part, args.out)
+    if args.part == "ops":
+        run_ops(report, Shape(), sizes)
+    elif args.part == "all-reduce":
+        run_all_reduces(report, sizes[-1], [(1, 4096), (64, 4096), (1, 8192), (64, 8192), (8192, 4096)])
+    else:
+        run_models(report, args.models.split(","), sizes, args.batches, args.context)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""Steps of whole models over a mesh, for `bench_scale`: random weights, empty caches, and the programs that take them.
+
+Weights are made on the devices, shard by shard, since a model may fit on no one of them.
+"""
+
+import dataclasses
+import functools
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from examples.config import DecoderConfig, Rope
+from examples.loop import make_caches
+from examples.sampling import greedy
+from examples.sharding import POOL, sharding_of
+from examples.step import Batch, make_abstract_step
+
+BLOCK_SIZE = 16
+STEPS = 16  # in a row
+
+
+def _llama(num_layers: int, hidden_size: int, intermediate_size: int, num_heads: int) -> DecoderConfig:
+    return DecoderConfig(
+        family="llama",
+        vocab_size=128256,
+        embedding_size=hidden_size,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=8,
+        head_size=128,
+        max_position_embeddings=8192,
+        norm_eps=1e-5,
+        pre_norm=True,
+        final_norm=True,
+        qk_norm=False,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        tie_embeddings=False,
+        rope=Rope(5e5),
+        sliding_windows=(None,) * num_layers,
+    )
+
+
+MODELS = {"llama3-8b": _llama(32, 4096, 14336, 32), "llama3-70b": _llama(80, 8192, 28672, 64)}
+
+
+def make_weights(shapes: Any, mesh: Mesh) -> Any:
+    """Random weights, normal with deviation 1/50 (norms: 1), made on the devices shard by shard."""
+
+    @functools.cache
+    def normal(shape, dtype, sharding):
+        return jax.jit(lambda key: (jax.random.normal(key, shape, dtype) * 0.02).astype(dtype), out_shardings=sharding)
+
+    def make(path, leaf):
+        names = [getattr(key, "key", None) for key in path]
+        sharding = sharding_of(names, leaf.shape, mesh)
+        if names[-1] == "scale":
+            return jax.device_put(jnp.ones(leaf.shape, leaf.dtype), sharding)
+        number = zlib.crc32(jax.tree_util.keystr(path).encode()) % 2**31
+        return normal(leaf.shape, leaf.dtype, sharding)(jax.random.key(number, impl="rbg"))
+
+    return jax.tree_util.tree_map_with_path(make, shapes)
+
+
+def abstract_weights(shapes: Any, mesh: Mesh) -> Any:
+    """The weights' shapes and where they lie."""
+
+    def place(path, leaf):
+        sharding = sharding_of([getattr(key, "key", None) for key in path], leaf.shape, mesh)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree_util.tree_map_with_path(place, shapes)
+
+
+def decode_step(step: Callable, weights: Any, state: tuple, tables: jax.Array) -> tuple:
+    """One token more of every sequence, and its likeliest next one."""
+    token_ids, positions, caches = state
+    rows = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
+    slots = tables[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    batch = Batch(token_ids, positions, slots, tables, positions + 1, is_decode=True)
+    logits, caches = step(weights, caches, batch)
+    return greedy(logits), positions + 1, caches
+
+
+def _prompts(tables: np.ndarray, context: int) -> Batch:
+    """Whole prompts, of which the last tokens' logits are wanted."""
+    rows, positions = np.divmod(np.arange(tables.shape[0] * context, dtype=np.int32), np.int32(context))
+    slots = tables[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    starts = np.arange(tables.shape[0] + 1, dtype=np.int32) * np.int32(context)
+    lens = np.full(tables.shape[0], context, np.int32)
+    return Batch(
+        token_ids=jnp.asarray(positions % 1000),
+        positions=jnp.asarray(positions),
+        slot_mapping=jnp.asarray(slots),
+        block_tables=jnp.asarray(tables),
+        seq_lens=jnp.asarray(lens),
+        query_start_loc=jnp.asarray(starts),
+        logit_rows=jnp.asarray(starts[1:] - 1),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model over a mesh: its step, the shapes of its weights, and what is run of it."""
+
+    config: DecoderConfig
+    mesh: Mesh
+    context: int
+
+    @functools.cached_property
+    def parts(self) -> tuple[Any, Callable]:
+        """The weights' shapes, and the step."""
+        return make_abstract_step(self.config, jnp.bfloat16)
+
+    def tables(self, num_seqs: int) -> np.ndarray:
+        """Block tables whose blocks lie in no order."""
+        width = -(-(self.context + STEPS) // BLOCK_SIZE)
+        return np.random.default_rng(0).permutation(num_seqs * width).astype(np.int32).reshape(num_seqs, width)
+
+    def caches(self, num_seqs: int) -> Any:
+        """Empty caches."""
+        num_blocks = self.tables(num_seqs).size
+        return make_caches(self.config, num_blocks, BLOCK_SIZE, jnp.bfloat16, mesh=self.mesh)
+
+    def start(self, num_seqs: int) -> tuple[jax.Array, jax.Array]:
+        """Tokens and positions where decode steps start: half of them before the context, half of them after it."""
+        tokens = np.arange(num_seqs, dtype=np.int32) + 7
+        positions = np.full(num_seqs, self.context - STEPS // 2, np.int32)
+        first, second = jax.device_put((tokens, positions), NamedSharding(self.mesh, P()))
+        return first, second
+
+    def prompts(self, num_seqs: int) -> Batch:
+        """A batch of whole prompts."""
+        return _prompts(self.tables(num_seqs), self.context)
+
+    def lower(self, kind: str, num_seqs: int) -> jax.stages.Lowered:
+        """The program of a step; the caches are in place."""
+        shapes, step = self.parts
+        weights, tables = abstract_weights(shapes, self.mesh), self.tables(num_seqs)
+        state = self._abstract_state(num_seqs)
+        at = jax.tree.map(lambda x: x.sharding, state)
+        if kind == "decode":
+            call = functools.partial(decode_step, step)
+            return jax.jit(call, donate_argnums=1, out_shardings=at).lower(weights, state, tables)
+        on_all = NamedSharding(self.mesh, P())
+
+        def prefill(weights, caches, batch):
+            logits, caches = step(weights, caches, batch)
+            return greedy(logits), caches
+
+        call = jax.jit(prefill, donate_argnums=1, out_shardings=(on_all, at[2]))
+        return call.lower(weights, state[2], self.prompts(num_seqs))
+
+    def _abstract_state(self, num_seqs: int) -> tuple:
+        ids = jax.ShapeDtypeStruct((num_seqs,), jnp.int32, sharding=NamedSharding(self.mesh, P()))
+        sizes = self.tables(num_seqs).size, BLOCK_SIZE, jnp.bfloat16
+        caches = jax.eval_shape(lambda: make_caches(self.config, *sizes))
+        pool = NamedSharding(self.mesh, POOL)
+        return ids, ids, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=pool), caches)
+
+    def floor_bytes(self, num_seqs: int) -> int:
+        """Bytes that a device cannot do without in a step: its part of the weights, of the keys and of the values."""
+        shapes, _ = self.parts
+        read = {name: part for name, part in shapes.items() if name != "embed_tokens"}
+        weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(read))
+        config = self.config
+        cached = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_size * num_seqs * self.context
+        return (weights + cached) // self.mesh.shape["tp"]

@@ -1,0 +1,132 @@
+"""One engine over the GPUs of several processes: every process takes the same steps from the same requests.
+
+JAX runs a program over the devices of several processes only if all of them start it. An engine's scheduler decides by
+its requests alone, never by a clock, so that engines that are told the same do the same. The leader is the one that
+requests come to and that tokens are read from. It tells the others what it is asked to do, in order, before it does it.
+
+    requests ──► LeadingEngine ──► step ──► tokens         process 0
+                     │ a line of JSON a step
+                     └──► follow ──► Engine.step           processes 1, 2, ...
+
+Before this, every process calls `jax.distributed.initialize`, and makes its engine of the same arguments.
+"""
+
+import dataclasses
+import json
+import socket
+import time
+from typing import Any, Self
+
+from paged_jax.engine.config import EngineConfig
+from paged_jax.engine.engine import Engine
+from paged_jax.engine.request import Delta, SamplingParams
+
+_RETRY_SECONDS = 0.1
+
+
+class LeadingEngine(Engine):
+    """An engine that tells others what to do; to be used like any `Engine`, once `wait_for_followers` has returned.
+
+    Use it as a context manager, or call `close`: the others then end, too.
+    """
+
+    _followers: tuple[socket.socket, ...] = ()
+    _untold: tuple[dict[str, Any], ...] = ()
+
+    def wait_for_followers(self, address: tuple[str, int], count: int, timeout_seconds: float = 600) -> None:
+        """Waits until all others have made their engines and called `follow`.
+
+        Args:
+          address: host and port to listen at. Whoever reaches it first is taken for a follower and told all prompts, so
+            that it belongs on a network of your own.
+          count: how many others there are.
+          timeout_seconds: how long to wait for each.
+
+        Raises:
+          OSError: nobody came, or the address is taken.
+        """
+        with socket.create_server(address) as listener:
+            listener.settimeout(timeout_seconds)
+            self._followers = tuple(listener.accept()[0] for _ in range(count))
+        for follower in self._followers:
+            follower.settimeout(timeout_seconds)
+            follower.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def close(self) -> None:
+        """Lets the others end."""
+        for follower in self._followers:
+            follower.close()
+        self._followers = ()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def add_request(self, prompt: Any, params: SamplingParams = SamplingParams()) -> int:  # noqa: B008 (immutable)
+        """As `Engine.add_request`; the others are told with the next step."""
+        self.check([int(token) for token in prompt], params)  # what is refused is not told
+        self._tell("add_request", [int(token) for token in prompt], dataclasses.asdict(params))
+        return super().add_request(prompt, params)
+
+    def cancel(self, request_id: int) -> bool:
+        """As `Engine.cancel`; the others are told with the next step."""
+        self._tell("cancel", request_id)
+        return super().cancel(request_id)
+
+    def reset(self, config: EngineConfig | None = None) -> None:
+        """As `Engine.reset`; the others are told with the next step."""
+        self._tell("reset", None if config is None else dataclasses.asdict(config))
+        super().reset(config)
+
+    def step(self) -> list[Delta]:
+        """As `Engine.step`, which the others do at the same time."""
+        self._tell("step")
+        line, self._untold = json.dumps(self._untold).encode() + b"\n", ()
+        for follower in self._followers:
+            follower.sendall(line)
+        return super().step()
+
+    def _tell(self, name: str, *arguments: Any) -> None:
+        if self._followers:
+            self._untold = (*self._untold, {"call": name, "arguments": arguments})
+
+
+def follow(engine: Engine, address: tuple[str, int], timeout_seconds: float = 600) -> None:
+    """Does with an engine what the leader does with its own, until the leader closes.
+
+    Args:
+      engine: made of the same arguments as the leader's.
+      address: host and port at which the leader waits for followers.
+      timeout_seconds: how long to try to reach it.
+
+    Raises:
+      OSError: it cannot be reached.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            leader = socket.create_connection(address, timeout=timeout_seconds)
+            break
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_RETRY_SECONDS)
+    leader.settimeout(None)  # it may be asked nothing for days
+    with leader, leader.makefile("rb") as lines:
+        for line in lines:
+            for told in json.loads(line):
+                _do(engine, told["call"], told["arguments"])
+
+
+def _do(engine: Engine, call: str, arguments: list[Any]) -> None:
+    match call:
+        case "add_request":
+            engine.add_request(arguments[0], SamplingParams(**arguments[1]))
+        case "cancel":
+            engine.cancel(arguments[0])
+        case "reset":
+            engine.reset(None if arguments[0] is None else EngineConfig(**arguments[0]))
+        case "step":
+            engine.step()

@@ -1,0 +1,65 @@
+"""An engine over a mesh, as one process or as one of several: `python -m tests.run_engine PROCESSES INDEX PORT TP`.
+
+The first process prints, as JSON, the tokens of each request. tests/test_processes.py runs it on CPU devices.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+
+from examples import loop
+from examples.checkpoint import load_model
+from examples.sharding import make_mesh
+from examples.step import make_step
+from paged_jax import engine
+
+MODEL = Path(__file__).parent / "data" / "llama"
+PROMPTS = [[1, 5, 9, 3, 7], [2, 4, 8], list(range(1, 30)), [6]]
+
+
+def params() -> list[engine.SamplingParams]:
+    """Greedy and random requests, one of them with two samples."""
+    drawn = engine.SamplingParams(max_tokens=6, temperature=0.9, top_k=20, top_p=0.9, n=2)
+    return [engine.SamplingParams(max_tokens=9), drawn, engine.SamplingParams(max_tokens=3, logprobs=2), drawn]
+
+
+def make_engine(kind: type[engine.Engine], tp: int) -> Any:
+    """An engine of so small a pool that requests wait for each other's blocks."""
+    mesh = make_mesh({"dp": 1, "tp": tp})
+    model, config, _, _ = load_model(MODEL, jnp.float32, mesh)
+    weights, step = make_step(model)
+    caches = loop.make_caches(config, 12, 4, jnp.float32, mesh=mesh)
+    sizes = engine.EngineConfig(
+        max_model_len=48, max_num_seqs=4, max_tokens_per_step=16, decode_rows=(4,), mixed_tokens=(16,), max_logprobs=2
+    )
+    return kind(cast(engine.Step, step), weights, caches, sizes)
+
+
+def texts(the_engine: engine.Engine) -> list[Any]:
+    """The tokens of all samples of all requests."""
+    return [[list(c.token_ids) for c in completions] for completions in the_engine.generate(PROMPTS, params())]
+
+
+def main(argv: list[str]) -> None:
+    """Runs one process."""
+    num_processes, index, port, tp = map(int, argv)
+    if num_processes > 1:
+        jax.distributed.initialize(f"localhost:{port}", num_processes, index)
+    the_engine = make_engine(engine.LeadingEngine if index == 0 else engine.Engine, tp)
+    if index:
+        engine.follow(the_engine, ("localhost", port + 1))
+        return
+    with the_engine:
+        the_engine.wait_for_followers(("localhost", port + 1), num_processes - 1)
+        first = texts(the_engine)
+        the_engine.reset()
+        assert texts(the_engine) == first
+    print(json.dumps(first), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
