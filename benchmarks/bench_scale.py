@@ -30,6 +30,7 @@ from jax.sharding import PartitionSpec as P
 import paged_jax
 from benchmarks import harness
 from benchmarks.scale_steps import BLOCK_SIZE, MODELS, STEPS, Model, make_weights
+from examples.config import DecoderConfig
 from examples.sharding import make_mesh, split_config
 
 TURNS = 40  # of an op's loop
@@ -107,7 +108,7 @@ def arrays(shape: Shape, mesh: Mesh) -> dict[str, Callable[[], jax.Array]]:
         "starts": whole(np.arange(shape.num_seqs + 1) * (shape.num_new // shape.num_seqs)),
         "slots": whole(tables[:, -1] * BLOCK_SIZE + BLOCK_SIZE - 1),
         "new_slots": whole(random.permutation(num_blocks * BLOCK_SIZE)[: shape.num_new]),
-        "pairs": whole(random.permutation(num_blocks)[:128].reshape(64, 2)),
+        "pairs": whole(random.permutation(num_blocks)[: min(128, num_blocks) // 2 * 2].reshape(-1, 2)),
     }
 
 
@@ -171,15 +172,18 @@ class Report:
 
 
 def compile_all(lowered: dict[Any, Callable[[], jax.stages.Lowered]]) -> dict[Any, concurrent.futures.Future]:
-    """Lowers programs one after the other, each of which compiles meanwhile in a thread of its own."""
-    pool = concurrent.futures.ThreadPoolExecutor(16)
-    futures = {}
-    for name, lower in lowered.items():
-        try:
-            futures[name] = pool.submit(lower().compile)
-        except Exception as error:
-            futures[name] = concurrent.futures.Future()
-            futures[name].set_exception(error)
+    """Lowers programs one after the other, each of which compiles meanwhile in a thread of its own.
+
+    Returns only once all have compiled: what is timed beside a compiler is timed wrongly.
+    """
+    futures: dict[Any, concurrent.futures.Future] = {}
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        for name, lower in lowered.items():
+            try:
+                futures[name] = pool.submit(lower().compile)
+            except Exception as error:  # in its row
+                futures[name] = concurrent.futures.Future()
+                futures[name].set_exception(error)
     return futures
 
 
@@ -191,23 +195,24 @@ def run_ops(report: Report, shape: Shape, sizes: Sequence[int]) -> None:
     programs = compile_all(
         {case: functools.partial(lower_op, case[0], shape, meshes[case[1]], case[2]) for case in cases}
     )
-    for case in cases:
-        op, size, how = case
+    for op, size, how in cases:
+        made = arrays(shape, meshes[size])
+        report.add(f"{op}/tp={size}", how, functools.partial(_measure_op, programs[op, size, how], op, made))
 
-        def measure(case=case, op=op, size=size):
-            program = programs[case].result()
-            made = arrays(shape, meshes[size])
-            state, rest = (tuple(made[name]() for name in names) for names in OPS[op])
-            us, state = best_us(lambda state: program(state, rest), state, TURNS)
-            text = program.as_text()
-            return {
-                "us": us,
-                "collectives": sum(text.count(f" {name}(") + text.count(f" {name}-start(") for name in COLLECTIVES),
-                "temp_bytes": program.memory_analysis().temp_size_in_bytes,
-                "sum": float(jnp.abs(state[0].astype(jnp.float32)).sum()),  # the same in both ways
-            }
 
-        report.add(f"{op}/tp={size}", how, measure)
+def _measure_op(
+    program: concurrent.futures.Future, op: str, made: dict[str, Callable[[], jax.Array]]
+) -> dict[str, Any]:
+    compiled = program.result()
+    state, rest = (tuple(made[name]() for name in names) for names in OPS[op])
+    us, state = best_us(lambda state: compiled(state, rest), state, TURNS)
+    text = compiled.as_text()
+    return {
+        "us": us,
+        "collectives": sum(text.count(f" {name}(") + text.count(f" {name}-start(") for name in COLLECTIVES),
+        "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
+        "sum": float(jnp.abs(state[0].astype(jnp.float32)).sum()),  # the same in both ways
+    }
 
 
 def run_all_reduces(report: Report, size: int, shapes: Sequence[tuple[int, int]]) -> None:
@@ -231,26 +236,36 @@ def run_all_reduces(report: Report, size: int, shapes: Sequence[tuple[int, int]]
 
 
 def run_models(
-    report: Report, names: Sequence[str], sizes: Sequence[int], batches: Sequence[int], context: int
+    report: Report,
+    configs: dict[str, DecoderConfig],
+    sizes: Sequence[int],
+    batches: Sequence[int],
+    context: int,
+    prompts: int = PROMPTS,
 ) -> None:
-    """Decode steps and a step of prefill of each model, on meshes of these sizes."""
-    models = {
-        (name, size): Model(split_config(MODELS[name], mesh), mesh, context)
-        for name in names
-        for size in sizes
-        if 2 * (70e9 if "70b" in name else 8e9) < size * 120e9
-        for mesh in [make_mesh({"dp": 1, "tp": size})]
-    }
-    cases = [(*key, "decode", n) for key in models for n in batches]
-    cases += [(*key, "prefill", PROMPTS) for key in models if "70b" not in key[0]]
-    programs = compile_all({case: functools.partial(models[case[:2]].lower, *case[2:]) for case in cases})
-    for key, model in models.items():
-        weights = make_weights(model.parts[0], model.mesh)
-        for case in [case for case in cases if case[:2] == key]:
-            name, size, kind, num_seqs = case
-            measure = functools.partial(_measure_step, programs[case], model, weights, kind, num_seqs)
-            report.add(f"{name}/tp={size}/{kind}/{num_seqs}x{context}", "called", measure)
-        del weights
+    """Decode steps and a step of prefill of each model on meshes of these sizes, one after the other."""
+    for name, config in configs.items():
+        for size in sizes:
+            mesh = make_mesh({"dp": 1, "tp": size})
+            model = Model(split_config(config, mesh), mesh, context)
+            cases = [*(("decode", n) for n in batches), ("prefill", prompts)]
+            if (least := model.floor_bytes(0)) > 0.9 * _memory():
+                report.add(f"{name}/tp={size}", "called", functools.partial(_too_large, least))
+                continue
+            programs = compile_all({case: functools.partial(model.lower, *case) for case in cases})
+            weights = make_weights(model.parts[0], mesh)
+            for case in cases:
+                measure = functools.partial(_measure_step, programs[case], model, weights, *case)
+                report.add(f"{name}/tp={size}/{case[0]}/{case[1]}x{context}", "called", measure)
+            del weights, measure, programs
+
+
+def _memory() -> float:
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", float("inf"))
+
+
+def _too_large(least: int) -> dict[str, Any]:
+    return {"absent": f"a device's part of the weights is {least / 1e9:.0f} GB"}
 
 
 def _measure_step(
@@ -303,7 +318,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif args.part == "all-reduce":
         run_all_reduces(report, sizes[-1], [(1, 4096), (64, 4096), (1, 8192), (64, 8192), (8192, 4096)])
     else:
-        run_models(report, args.models.split(","), sizes, args.batches, args.context)
+        configs = {name: MODELS[name] for name in args.models.split(",")}
+        run_models(report, configs, sizes, args.batches, args.context)
     return 0
 
 
