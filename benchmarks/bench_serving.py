@@ -95,14 +95,14 @@ class Trace:
     Attributes:
         stamps: of each request the seconds at which its tokens were there.
         steps: of each step what it brought.
-        waste: shares of the held blocks' slots that hold no token, each `SAMPLED` steps.
+        samples: the engine's statistics, each `SAMPLED` steps.
         seconds: of the whole run.
         stats: the engine's, at the end.
     """
 
     stamps: list[list[float]]
     steps: list[Step]
-    waste: list[float]
+    samples: list[engine.Stats]
     seconds: float
     stats: engine.Stats
 
@@ -110,7 +110,7 @@ class Trace:
 def serve(the_engine: engine.Engine, requests: Sequence[Request]) -> Trace:
     """Runs the requests through an engine that has been reset; its requests' numbers start at 0."""
     stamps: list[list[float]] = [[] for _ in requests]
-    steps, waste, added = [], [], 0
+    steps, samples, added = [], [], 0
     began = time.perf_counter()
     while added < len(requests) or the_engine.has_work:
         now = time.perf_counter() - began
@@ -128,8 +128,8 @@ def serve(the_engine: engine.Engine, requests: Sequence[Request]) -> Trace:
             stamps[delta.request_id] += [now] * len(delta.token_ids)
         steps.append(Step(now, decoded, the_engine.num_running))
         if len(steps) % SAMPLED == 0:
-            waste.append(the_engine.stats().waste)
-    return Trace(stamps, steps, waste, time.perf_counter() - began, the_engine.stats())
+            samples.append(the_engine.stats())
+    return Trace(stamps, steps, samples, time.perf_counter() - began, the_engine.stats())
 
 
 def serve_and_profile(the_engine: engine.Engine, requests: Sequence[Request]) -> tuple[Trace, dict[str, Any]]:
@@ -178,10 +178,13 @@ def describe(trace: Trace, requests: Sequence[Request], rates: Rates | None, num
     if rates is not None:
         row["bound_s"] = rates.bound(trace.stats.num_prompt_tokens, [step.num_decoded for step in trace.steps])
         row["share_of_bound"] = row["bound_s"] / trace.seconds
-    if trace.waste:
-        row["waste"] = {"mean": float(np.mean(trace.waste)), "most": max(trace.waste)}
+    if trace.samples:
+        waste = [stats.waste for stats in trace.samples]
+        row["waste"] = {"mean": float(np.mean(waste)), "most": max(waste)}
     running = [step.num_running for step in trace.steps]
     row["sequences"] = {"most": max(running), "contiguous": num_blocks * BLOCK_SIZE // LONGEST}
+    if crowded := [stats.num_running for stats in trace.samples if stats.num_waiting]:
+        row["sequences"]["mean while others wait"] = float(np.mean(crowded))
     stats = trace.stats
     row |= {"steps": len(running), "hit_rate": stats.hit_rate, "preempted": stats.num_recomputed + stats.num_swapped}
     every = max(len(running) // 200, 1)

@@ -19,7 +19,7 @@ COLUMNS = (
     "cache waste",
     "found in cache",
     "preempted",
-    "most sequences (contiguous)",
+    "sequences: most, mean while others wait (contiguous)",
 )
 
 
@@ -65,8 +65,13 @@ def _cells(row: dict[str, Any]) -> list[str]:
         percent(row.get("waste", {}).get("mean")),
         percent(row.get("hit_rate")),
         str(row.get("preempted", "-")),
-        f"{sequences['most']} ({sequences['contiguous']})" if sequences else "-",
+        _sequences(sequences) if sequences else "-",
     ]
+
+
+def _sequences(counts: dict[str, Any]) -> str:
+    mean = counts.get("mean while others wait")
+    return f"{counts['most']}, {'-' if mean is None else f'{mean:.0f}'} ({counts['contiguous']})"
 
 
 def _line(cells: Sequence[str]) -> str:

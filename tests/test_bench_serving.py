@@ -42,7 +42,11 @@ def test_a_run_is_described_by_its_stamps():
     stats = engine.Stats(0, 0, 9, 0, 0, 0.0, 0.25, 1, 2, 3, 7, 5, 0.0, 4)
     stamps = [[1.0, 1.5, 2.0], [1.0, 3.0]]
     steps = [Step(1.0, 0, 2), Step(1.5, 1, 2), Step(2.0, 1, 2), Step(3.0, 1, 1)]
-    trace = Trace(stamps, steps, [0.1, 0.3], 4.0, stats)
+    samples = [
+        dataclasses.replace(stats, waste=0.1, num_waiting=1, num_running=2),
+        dataclasses.replace(stats, waste=0.3),
+    ]
+    trace = Trace(stamps, steps, samples, 4.0, stats)
     requests = [Request([1, 2, 3], 3, 0.0), Request([1, 2, 3, 4], 2, 0.5)]
     row = bench_serving.describe(trace, requests, Rates(7.0, {1: 1e6, 2: 1e6}), 160)
     assert (row["output_tokens"], row["tokens_per_s"], row["prompt_tokens"]) == (5, 1.25, 7)
@@ -50,7 +54,7 @@ def test_a_run_is_described_by_its_stamps():
     assert row["first_token_ms"]["median"] == pytest.approx(750)
     assert row["between_tokens_ms"]["median"] == pytest.approx(500)
     assert row["waste"] == {"mean": pytest.approx(0.2), "most": 0.3}
-    assert row["sequences"] == {"most": 2, "contiguous": 2}
+    assert row["sequences"] == {"most": 2, "contiguous": 2, "mean while others wait": 2}
     assert (row["hit_rate"], row["preempted"]) == (0.25, 3)
 
 
@@ -98,5 +102,5 @@ def test_the_table_has_a_line_for_each_run(capsys, tmp_path):
     file.write_text(json.dumps(report))
     assert serving_report.main([str(file)]) == 0
     out = capsys.readouterr().out
-    assert "| at-once | 3 | 2.00 | 7 | 50.0% | - | 1, 2 | 1.0, 2.0 | - | - | - | 4 (2) |" in out
+    assert "| at-once | 3 | 2.00 | 7 | 50.0% | - | 1, 2 | 1.0, 2.0 | - | - | - | 4, - (2) |" in out
     assert "- subset, transformers: not here" in out
