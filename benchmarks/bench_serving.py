@@ -233,6 +233,7 @@ class Setup(NamedTuple):
         engine_config: the engine's sizes.
         requests: how many; the first `few` of them in the runs of some requests.
         rate: requests a second of the Poisson run; None for 0.8 times what the run of all at once did.
+        compiler_options: XLA's options for the engine's programs, or None.
     """
 
     name: str
@@ -243,13 +244,16 @@ class Setup(NamedTuple):
     requests: int = 1000
     few: int = 128
     rate: float | None = None
+    compiler_options: dict[str, Any] | None = None
 
 
 def make_engine(setup: Setup, step: Any, weights: Any) -> engine.Engine:
     """The engine, compiled and warmed up."""
     shape = setup.num_blocks, BLOCK_SIZE, setup.config.num_kv_heads, setup.config.head_size
     caches = tuple(PagedKVCache.create(*shape, dtype=jnp.bfloat16) for _ in range(setup.config.num_layers))
-    return engine.Engine(step, weights, caches, setup.engine_config, show_progress=True)
+    return engine.Engine(
+        step, weights, caches, setup.engine_config, show_progress=True, compiler_options=setup.compiler_options
+    )
 
 
 def run(

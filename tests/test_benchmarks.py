@@ -30,11 +30,12 @@ from benchmarks import (
     timing,
 )
 from examples.step import make_abstract_step
+from tests.conftest import QUICK_COMPILE
 
 TINY = cases.Case("tiny", (40, 17, 64), 4, 2, 32)
 
 
-NAMES = ["bench_decode", "bench_cache", "bench_swap", "bench_step", "bench_ceilings", "bench_model"]
+NAMES = ["bench_decode", "bench_cache", "bench_swap", "bench_step", "bench_ceilings", "bench_model", "bench_serving"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -292,7 +293,7 @@ def test_model_benchmark(tiny_model, tmp_path):
     file = tmp_path / "out" / "model.json"
     work = bench_model.Work([3, 1], [2], 32)
     ceiling = lambda: timing.Ceiling("GB/s", 1000.0, {5: 1.0}, "made up")  # noqa: E731
-    bench_model.run({"tiny": tiny_model}, work, peers=peers, out=file, ceiling=ceiling)
+    bench_model.run({"tiny": tiny_model}, work, peers=peers, options=QUICK_COMPILE, out=file, ceiling=ceiling)
     found = json.loads(file.read_text())
     rows = {(row["case"], row["contender"]): row for row in found["rows"]}
     assert {row.get("failed") for row in found["rows"]} == {None}
@@ -310,7 +311,8 @@ def test_model_benchmark(tiny_model, tmp_path):
 def test_model_benchmark_refuses_steps_that_differ(tiny_model, monkeypatch):
     monkeypatch.setattr(bench_model, "TOLERANCE", -1.0)
     ceiling = lambda: timing.Ceiling("GB/s", None, {}, "made up")  # noqa: E731
-    (row,) = bench_model.run({"tiny": tiny_model}, bench_model.Work([1], [], 32), ceiling=ceiling)["rows"]
+    work = bench_model.Work([1], [], 32)
+    (row,) = bench_model.run({"tiny": tiny_model}, work, options=QUICK_COMPILE, ceiling=ceiling)["rows"]
     assert "differ" in row["failed"]
 
 
