@@ -4,7 +4,7 @@ A decode step is one token of every sequence through all layers, its keys and va
 picked: `examples.step` and `examples.sampling.greedy`. Three clocks show where its time goes:
 
     device   the sum of its kernels, as CUPTI measures them
-    looped   wall clock of many steps in one compiled `lax.while_loop`
+    looped   wall clock of many steps in one compiled loop
     called   wall clock of as many calls of the jitted step, one a token
 
 The device's row also has the kernels that take longest, by name, as (name, launches, microseconds) of a step.
@@ -97,14 +97,14 @@ def lower_call(config: DecoderConfig, step: Step, weights: Any, case: Case, cont
 
 
 def lower_loop(config: DecoderConfig, step: Step, weights: Any, case: Case, context: int) -> jax.stages.Lowered:
-    """The loop of as many decode steps as it is told."""
+    """The loop of `STEPS` decode steps; a number that XLA knows, so that the host need not look after each step."""
     tables = make_tables(case.num_seqs, context + STEPS)
 
-    def loop(weights, state, tables, num_steps):
-        return jax.lax.fori_loop(0, num_steps, lambda _, state: advance(step, weights, state, tables), state)
+    def loop(weights, state, tables):
+        return jax.lax.fori_loop(0, STEPS, lambda _, state: advance(step, weights, state, tables), state)
 
     state = _abstract_state(config, tables)
-    return jax.jit(loop, donate_argnums=1).lower(weights, state, tables, jnp.int32(0))
+    return jax.jit(loop, donate_argnums=1).lower(weights, state, tables)
 
 
 def _abstract_state(config: DecoderConfig, tables: np.ndarray) -> State:
@@ -178,7 +178,7 @@ def time_decode(
     steps, block_tables = DecodeRun(programs["call"], weights, tables, context), jnp.asarray(tables)
 
     def loop(state):
-        return programs["loop"](weights, state, block_tables, jnp.int32(STEPS))
+        return programs["loop"](weights, state, block_tables)
 
     called, caches = best_seconds(steps.calls, steps.begin, caches)
     by_calls = steps.written(caches)

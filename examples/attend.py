@@ -4,7 +4,7 @@ A decoder (decoder.py) calls `attend(query, key, value, cache, *, scale, sliding
 a layer and knows nothing else about caches. Each function here returns such a callable for one step:
 
     prefill_attend   writes the new tokens to the paged cache, then attends over ragged rows of any length
-    mixed_attend     the same in two ops: rows of one token at the end of the batch are decode rows
+    mixed_attend     the same in two ops: one for the pieces of prompts, one for the texts that grow by one token
     decode_attend    writes one token a sequence and attends to the cache of each, in one op
     causal_attend    one sequence, plain jnp, no cache: for training and for comparison
 """
@@ -79,16 +79,19 @@ def mixed_attend(
     seq_lens: Int32[Array, " num_seqs"],
     query_start_loc: Int32[Array, " num_seqs+1"],
     slot_mapping: Int32[Array, " num_tokens"],
+    num_prompts: int,
     *,
     implementation: Implementation | None = None,
 ) -> Attend:
     """Builds the attention of a ragged batch, which has the op for decode attend for the texts that merely grow.
 
     The rows that have one new token each and no longer row after them go through `paged_attention`, all others through
-    `ragged_paged_attention`. Each op sees the other's rows as empty ones.
+    `ragged_paged_attention`, which finds its way through few rows sooner than through many. Each op sees the other's
+    rows as empty ones.
 
     Args:
         block_tables, seq_lens, query_start_loc, slot_mapping, implementation: as for `prefill_attend`.
+        num_prompts: only so many rows, the first ones, may have more than one new token (static).
 
     Returns:
         An `attend` callable over `PagedKVCache`.
@@ -96,13 +99,13 @@ def mixed_attend(
     rows = jnp.arange(seq_lens.shape[0], dtype=jnp.int32)
     query_lens = jnp.diff(query_start_loc)
     num_ragged = jnp.max(jnp.where(query_lens > 1, rows + 1, 0))
-    ragged_start_loc = jnp.minimum(query_start_loc, query_start_loc[num_ragged])
-    ragged_lens = jnp.where(rows < num_ragged, seq_lens, 0)
+    ragged_start_loc = jnp.minimum(query_start_loc, query_start_loc[num_ragged])[: num_prompts + 1]
+    ragged_lens = jnp.where(rows < num_ragged, seq_lens, 0)[:num_prompts]
     is_decode = (rows >= num_ragged) & (query_lens == 1)
     decode_lens = jnp.where(is_decode, seq_lens, 0)
     decode_tokens = jnp.where(is_decode, query_start_loc[:-1], slot_mapping.shape[0])  # out of range for the others
     attend_ragged = prefill_attend(
-        block_tables, ragged_lens, ragged_start_loc, slot_mapping, implementation=implementation
+        block_tables[:num_prompts], ragged_lens, ragged_start_loc, slot_mapping, implementation=implementation
     )
 
     def attend(query, key, value, cache, *, scale, sliding_window):

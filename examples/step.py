@@ -44,6 +44,8 @@ class Batch:
         is_decode: whether the tokens are exactly one of each sequence, in order, so that `num_tokens` is `num_seqs`
             and `query_start_loc` is not looked at (static). A sequence with `seq_lens` 0 and a negative slot is
             padding then.
+        num_prompts: only so many sequences, the first ones, have more than one new token (static), so that the others
+            can go through the op for decode; None if nothing is known.
     """
 
     token_ids: Int32[Array, " num_tokens"]
@@ -54,21 +56,18 @@ class Batch:
     query_start_loc: Int32[Array, " num_seqs+1"] | None = None
     logit_rows: Int32[Array, " num_rows"] | None = None
     is_decode: bool = field(default=False, metadata={"static": True})
+    num_prompts: int | None = field(default=None, metadata={"static": True})
 
 
 type Step = Callable[[Weights, Caches, Batch], tuple[Float32[Array, "num_rows vocab_size"], Caches]]
 
 
-def make_step(
-    model: Decoder, *, implementation: Implementation | None = None, decode_apart: bool = False
-) -> tuple[Weights, Step]:
+def make_step(model: Decoder, *, implementation: Implementation | None = None) -> tuple[Weights, Step]:
     """Takes a decoder apart into its weights and the function that runs a step with them.
 
     Args:
         model: the decoder.
         implementation: of the paged ops, None for the library's choice.
-        decode_apart: whether the sequences with one new token at the end of a batch that has longer ones, too, go
-            through the op for decode (`mixed_attend`).
 
     Returns:
         The weights, nested dicts of the model's arrays, and `step(weights, caches, batch) -> (logits, caches)`, to be
@@ -85,8 +84,11 @@ def make_step(
         elif batch.query_start_loc is None:
             raise ValueError("a batch must have query_start_loc unless is_decode is True, got None")
         else:
-            build = mixed_attend if decode_apart else prefill_attend
-            attend = build(tables, lens, batch.query_start_loc, slots, implementation=implementation)
+            where = tables, lens, batch.query_start_loc, slots
+            if batch.num_prompts is None:
+                attend = prefill_attend(*where, implementation=implementation)
+            else:
+                attend = mixed_attend(*where, batch.num_prompts, implementation=implementation)
         hidden, caches = model(batch.token_ids, batch.positions, caches, attend, batch.logit_rows)
         return model.logits(hidden), caches
 
@@ -94,17 +96,17 @@ def make_step(
 
 
 def make_abstract_step(
-    config: DecoderConfig, dtype: DTypeLike, *, implementation: Implementation | None = None, decode_apart: bool = False
+    config: DecoderConfig, dtype: DTypeLike, *, implementation: Implementation | None = None
 ) -> tuple[Weights, Step]:
     """Does what `make_step` does for a model whose weights are yet to be made, at random for instance.
 
     Args:
         config: the decoder's config.
         dtype: of the weights.
-        implementation, decode_apart: as for `make_step`.
+        implementation: of the paged ops, None for the library's choice.
 
     Returns:
         The weights with a `jax.ShapeDtypeStruct` in place of each array, and the step.
     """
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
-    return make_step(model, implementation=implementation, decode_apart=decode_apart)
+    return make_step(model, implementation=implementation)

@@ -11,17 +11,18 @@ HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 4, 2, 8, 4
 
 
 @pytest.mark.parametrize(
-    "query_lens",
+    ("query_lens", "num_prompts"),
     [
-        [5, 3, 1, 1, 1, 0],
-        [1, 1, 1, 1, 1, 1],
-        [4, 2, 7, 0, 0, 0],
-        [1, 4, 1, 0, 1, 0],
-        [0, 0, 0, 0, 0, 0],
+        ([5, 3, 1, 1, 1, 0], 2),
+        ([5, 3, 1, 1, 1, 0], 4),
+        ([1, 1, 1, 1, 1, 1], 1),
+        ([4, 2, 7, 0, 0, 0], 6),
+        ([1, 4, 1, 0, 1, 0], 3),
+        ([0, 0, 0, 0, 0, 0], 2),
     ],
-    ids=["mixed", "decode", "prompts", "in no order", "nothing"],
+    ids=["mixed", "fewer", "decode", "prompts", "in no order", "nothing"],
 )
-def test_two_ops_are_the_one(query_lens):
+def test_two_ops_are_the_one(query_lens, num_prompts):
     rng = np.random.default_rng(0)
     query_lens = np.array(query_lens, np.int32)
     context_lens = np.where(query_lens > 0, rng.integers(0, 9, 6), 0).astype(np.int32)
@@ -39,8 +40,8 @@ def test_two_ops_are_the_one(query_lens):
         for n in (HEADS, KV_HEADS, KV_HEADS)
     ]
     where = blocks.block_tables, seq_lens, starts, slots
-    results = [build(*where)(*new, cache, scale=0.3, sliding_window=None) for build in (prefill_attend, mixed_attend)]
-    (one, one_cache), (two, two_cache) = results
+    one, one_cache = prefill_attend(*where)(*new, cache, scale=0.3, sliding_window=None)
+    two, two_cache = mixed_attend(*where, num_prompts)(*new, cache, scale=0.3, sliding_window=None)
     np.testing.assert_allclose(two, one, rtol=0, atol=1e-5)
     np.testing.assert_array_equal(two_cache.key_cache, one_cache.key_cache)
     assert not np.asarray(two)[num_tokens:].any(), "padding comes out 0"

@@ -68,9 +68,7 @@ def setup(monkeypatch):
     config = dataclasses.replace(MODELS["llama3-8b"], **sizes)
     engine_config = engine.EngineConfig(80, 8, 64, decode_rows=(8,), mixed_tokens=(64,))
     sizes = {"requests": 24, "few": 6, "rate": 500.0}
-    return bench_serving.Setup(
-        "tiny", config, {"decode_apart": True}, 30, engine_config, **sizes, compiler_options=QUICK_COMPILE
-    )
+    return bench_serving.Setup("tiny", config, {}, 30, engine_config, **sizes, compiler_options=QUICK_COMPILE)
 
 
 def test_all_runs_over_a_tiny_model(setup, tmp_path):

@@ -26,23 +26,27 @@ from tests import engine_model as model
 
 def plans_digest():
     """A digest of all plans of a busy, preempting schedule; no model runs."""
-    config = EngineConfig(max_model_len=48, max_num_seqs=4, max_tokens_per_step=16, num_host_blocks=16)
+    sizes = {"max_num_seqs": 4, "max_tokens_per_step": 16, "max_prompts_per_step": 2}
+    config = EngineConfig(max_model_len=48, **sizes, num_host_blocks=16)
     digest, rng = hashlib.sha256(), np.random.default_rng(3)
     blocks = BlockManager(20, 4, 4, 12, 16, True)
     scheduler = Scheduler(config, blocks, 1)
     for i in range(60):
         prompt = [i % 3] * int(rng.integers(1, 20))
         scheduler.add(Sequence(i, 0, SamplingParams(), prompt, len(prompt), len(prompt) + 20, i))
-    unread = None
+    unread, most = None, []
     while (plan := scheduler.schedule()) is not None or unread is not None:
         if plan is not None:
             rows = [(c.sequence.arrival, c.start, c.num_tokens) for c in plan.chunks]
+            most.append(sum(count > 1 for *_, count in rows))
+            assert all(count > 1 for *_, count in rows[: most[-1]]), "pieces of prompts come first"
             digest.update(repr((rows, plan.swap_out, plan.swap_in, plan.copies, plan.tables.tolist())).encode())
         for sample in unread.samples if unread is not None else ():
             sample.sequence.num_unread -= 1
             sample.sequence.tokens.append(len(sample.sequence.tokens) % 5)
         unread = plan
     assert scheduler.counters.swapped
+    assert max(most) == 2
     assert not scheduler.running and not scheduler.waiting  # noqa: PT018
     return digest.hexdigest()
 
@@ -186,7 +190,7 @@ def test_what_a_model_gets_is_what_build_metadata_says(query_lens):
     tables = np.random.default_rng(0).permutation(16).reshape(4, 4).astype(np.int32)
     expected = build_metadata(tables, seq_lens, query_lens, 4)
     num_tokens, num_rows = (6, 6) if is_decode else (16, 6)
-    shape = StepShape(num_tokens, num_rows, 4, is_decode)
+    shape = StepShape(num_tokens, num_rows, 4, is_decode, 0 if is_decode else 3)
     packed = np.zeros(shape.size, np.int32)
     parts = shape.split(packed)
     total = sum(query_lens)
@@ -211,7 +215,15 @@ def test_a_step_can_be_exported():
     weights, caches = model.make_weights(), model.make_caches(4, 4)
     one, row = np.zeros(1, np.int32), np.ones(1, np.int32)
     batch = Batch(
-        one + 7, one, one + 4, np.ones((1, 2), np.int32), row, np.array([0, 1], np.int32), one, is_decode=True
+        one + 7,
+        one,
+        one + 4,
+        np.ones((1, 2), np.int32),
+        row,
+        np.array([0, 1], np.int32),
+        one,
+        is_decode=True,
+        num_prompts=0,
     )
     step = jax.jit(model.step)
     written = export.export(step)(weights, caches, batch).serialize()

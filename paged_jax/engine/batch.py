@@ -37,6 +37,7 @@ class Batch:
       query_start_loc: i32 [num_seqs + 1], where each row's new tokens start.
       logit_rows: i32 [num_seqs], the tokens whose logits are wanted; several may name one token. Padding names token 0.
       is_decode: whether token i is the one new token of row i (static): a model may then write and attend in one op.
+      num_prompts: only so many rows, the first ones, can have more than one token (static); 0 if `is_decode`.
     """
 
     # Any: a transformation may put other leaves than arrays here (specs, shapes, axes).
@@ -48,6 +49,7 @@ class Batch:
     query_start_loc: Any
     logit_rows: Any
     is_decode: bool = dataclasses.field(metadata={"static": True})
+    num_prompts: int = dataclasses.field(metadata={"static": True})
 
     def attention_metadata(self, block_size: int) -> AttentionMetadata:
         """The same batch for a model that is written against `AttentionMetadata`.
@@ -155,13 +157,14 @@ class StepShape(NamedTuple):
     Attributes:
       num_tokens, num_rows: as in `Batch`, padding included.
       max_blocks_per_seq: columns of the block tables.
-      is_decode: as in `Batch`.
+      is_decode, num_prompts: as in `Batch`.
     """
 
     num_tokens: int
     num_rows: int
     max_blocks_per_seq: int
     is_decode: bool
+    num_prompts: int
 
     @property
     def fields(self) -> dict[str, tuple[int, ...]]:
@@ -218,5 +221,15 @@ class StepShape(NamedTuple):
         positions = jnp.where(is_token, positions, 0)
         slots = tables[row, positions // block_size] * block_size + positions % block_size
         slots = jnp.where(is_token, slots, -1)
-        batch = Batch(ids, positions, slots, tables, lens, start, logit_rows, is_decode=self.is_decode)
+        batch = Batch(
+            ids,
+            positions,
+            slots,
+            tables,
+            lens,
+            start,
+            logit_rows,
+            is_decode=self.is_decode,
+            num_prompts=self.num_prompts,
+        )
         return batch, packed[self.size - Draws.size(self.num_rows) :]

@@ -18,6 +18,8 @@ class EngineConfig:
       max_num_seqs: sequences that run at the same time.
       max_tokens_per_step: the token budget: new tokens of one step, decode and prefill together; at least max_num_seqs,
         so that a running sequence always gets its token.
+      max_prompts_per_step: pieces of prompts of more than one token that one step computes; a model can have attention
+        look for them in so many rows only.
       decode_rows: compiled numbers of rows of a step in which every sequence has one new token; rising, the last is
         max_num_seqs. Empty for a choice by the engine.
       mixed_tokens: compiled numbers of tokens of every other step; rising, the last is max_tokens_per_step. Empty for a
@@ -38,6 +40,7 @@ class EngineConfig:
     max_model_len: int
     max_num_seqs: int = 64
     max_tokens_per_step: int = 512
+    max_prompts_per_step: int = 32
     decode_rows: tuple[int, ...] = ()
     mixed_tokens: tuple[int, ...] = ()
     max_logprobs: int | None = None
@@ -50,7 +53,7 @@ class EngineConfig:
     swap_bytes_per_second: float = 20e9
 
     def __post_init__(self):
-        for name in ("max_model_len", "max_num_seqs", "max_tokens_per_step"):
+        for name in ("max_model_len", "max_num_seqs", "max_tokens_per_step", "max_prompts_per_step"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.max_tokens_per_step < self.max_num_seqs:
@@ -58,6 +61,7 @@ class EngineConfig:
                 f"max_tokens_per_step must be at least max_num_seqs = {self.max_num_seqs}, "
                 f"got {self.max_tokens_per_step}"
             )
+        object.__setattr__(self, "max_prompts_per_step", min(self.max_prompts_per_step, self.max_num_seqs))
         for name in ("max_logprobs", "num_host_blocks"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
@@ -78,6 +82,7 @@ class EngineConfig:
             self.max_model_len,
             self.max_num_seqs,
             self.max_tokens_per_step,
+            self.max_prompts_per_step,
             self.decode_rows,
             self.mixed_tokens,
             self.max_logprobs,

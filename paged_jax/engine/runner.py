@@ -142,7 +142,8 @@ class Runner:
         return self._shape(num_tokens, self.config.max_num_seqs, False), kind
 
     def _shape(self, num_tokens: int, num_rows: int, is_decode: bool) -> StepShape:
-        return StepShape(num_tokens, num_rows, self._max_blocks_per_seq, is_decode)
+        num_prompts = 0 if is_decode else self.config.max_prompts_per_step
+        return StepShape(num_tokens, num_rows, self._max_blocks_per_seq, is_decode, num_prompts)
 
     def _shapes(self) -> list[StepShape]:
         mixed = [self._shape(size, self.config.max_num_seqs, False) for size in self.config.mixed_tokens]
@@ -286,8 +287,10 @@ def _made_up(shape: StepShape, context_len: int, num_blocks: int, num_seats: int
     rng = np.random.default_rng(0)
     parts["block_tables"][:] = rng.integers(0, num_blocks, parts["block_tables"].shape)
     parts["seats"][:] = num_seats
-    longest = 1 if shape.is_decode else context_len
-    starts = np.minimum(np.arange(shape.num_rows + 1) * longest, shape.num_tokens)
+    rows = np.arange(shape.num_rows + 1)
+    starts = (
+        rows if shape.is_decode else np.minimum(np.minimum(rows, shape.num_prompts) * context_len, shape.num_tokens)
+    )
     counts = np.diff(starts)
     parts["query_start_loc"][:] = starts
     parts["seq_lens"][:] = context_len if shape.is_decode else counts

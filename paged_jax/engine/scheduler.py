@@ -117,11 +117,12 @@ class Scheduler:
         """How many tokens each running sequence computes, if blocks last."""
         left = [(sequence, sequence.num_to_compute) for sequence in self.running]
         tokens = {sequence: 1 for sequence, count in left if count == 1}
-        budget = self.config.max_tokens_per_step - len(tokens)
+        budget, num_prompts = self.config.max_tokens_per_step - len(tokens), 0
         for sequence, count in left:
-            if count > 1 and budget > 0:
+            if count > 1 and budget > 0 and num_prompts < self.config.max_prompts_per_step:
                 tokens[sequence] = min(count, budget)
                 budget -= tokens[sequence]
+                num_prompts += 1
         return tokens
 
     def _make_room(self, tokens: dict[Sequence, int], plan: Plan) -> bool:
@@ -187,11 +188,12 @@ class Scheduler:
         if not self.waiting:
             return
         budget = self.config.max_tokens_per_step - sum(tokens.values())
+        room = self.config.max_prompts_per_step - sum(count > 1 for count in tokens.values())
         # Blocks that running sequences will want: the rest of their prompts, and one more each.
         reserve = sum(
             self.blocks.blocks_for(s.num_tokens + 1) - self.blocks.blocks_for(s.num_computed) for s in self.running
         ) + len(self.running)
-        while self.waiting and budget > 0:
+        while self.waiting and budget > 0 and room > 0:
             sequence = self.waiting[0]
             if 1 + len(sequence.children) > len(self.free_seats):
                 return
@@ -202,6 +204,7 @@ class Scheduler:
                 return
             self._admit(self.waiting.pop(0), hits, budget, tokens, plan)
             budget -= tokens[sequence]
+            room -= 1
             reserve += self.blocks.blocks_for(sequence.num_to_compute) + 1 + len(sequence.children)
 
     def _admit(self, sequence: Sequence, hits: list[int], budget: int, tokens: dict[Sequence, int], plan: Plan) -> None:
