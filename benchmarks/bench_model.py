@@ -11,7 +11,7 @@ The device's row also has the kernels that take longest, by name, as (name, laun
 
 The floor is the time in which a kernel that only reads gets through the weights and the cached keys and values, once.
 The peer (torch_model.py) is plain PyTorch, compiled and captured in a CUDA graph, over caches of one contiguous piece
-a sequence. It runs first, in a process of its own, so that its memory is free again when JAX takes its own.
+a sequence. It runs last, in a process of its own.
 """
 
 import argparse
@@ -287,7 +287,6 @@ def run(
     ceiling: Callable[[], timing.Ceiling] = lambda: timing.read_ceiling([]),
 ) -> dict[str, Any]:
     """Times all of it, and returns what it writes to `out`."""
-    answers = peers()
     measured = dataclasses.replace(ceiling(), us={})
     rows: list[dict[str, Any]] = []
     report = {"op": "model", **harness.environment(), "ceiling": dataclasses.asdict(measured), "rows": rows}
@@ -296,14 +295,23 @@ def run(
         weights, step = make_model(config)
         cases = [Case("decode", n) for n in work.batches] + [Case("prefill", n) for n in work.prefill]
         for case in cases:
-            rows += _case_rows(name, config, (step, weights), case, work.context, options, answers, measured)
+            rows += _case_rows(name, config, (step, weights), case, work.context, options, measured)
             harness.save(report, out)
         del weights
+    if answers := peers():
+        for row in [row for row in rows if row["contender"] == "called"]:
+            answer = answers.get(
+                (row["model"], row["kind_of_step"], row["num_seqs"]), {"absent": "its process ended early"}
+            )
+            ceiling = None if row["kind_of_step"] == "prefill" else measured
+            rows.append(harness.row_of(row["case"], row["work"], "torch", "peer", answer, ceiling))
+            _finish(rows[-1], row["num_seqs"] * work.context if row["kind_of_step"] == "prefill" else None)
+        harness.save(report, out)
     return report
 
 
-def _case_rows(name, config, model, case, context, options, answers, ceiling) -> list[dict[str, Any]]:
-    """A row for each clock, and the peer's if it was asked."""
+def _case_rows(name, config, model, case, context, options, ceiling) -> list[dict[str, Any]]:
+    """A row for each clock."""
     step, weights = model
     label = f"{name}-{case.kind}-{case.num_seqs}x{context}"
     needed = floor_bytes(config, weights, case.num_seqs, context)
@@ -317,10 +325,8 @@ def _case_rows(name, config, model, case, context, options, answers, ceiling) ->
     except Exception as error:  # out of memory, mostly: the next case may fit
         clocks = {"called": {"failed": harness.first_line(error)}}
     rows = [harness.row_of(label, needed, clock, "implementation", answer, ceiling) for clock, answer in clocks.items()]
-    if answers:
-        answer = answers.get((name, *case), {"absent": "its process ended early"})
-        rows.append(harness.row_of(label, needed, "torch", "peer", answer, ceiling))
     for row in rows:
+        row |= {"model": name, "kind_of_step": case.kind, "num_seqs": case.num_seqs}
         _finish(row, case.num_seqs * context if case.kind == "prefill" else None)
     return rows
 

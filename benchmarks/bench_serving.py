@@ -45,7 +45,7 @@ PROMPT_LENS, OUTPUT_LENS = (128, 1024), (32, 256)  # least and most
 LONGEST = PROMPT_LENS[1] + OUTPUT_LENS[1]
 CONTEXT = 672  # about the mean of a sequence's tokens over its steps
 SAMPLED = 16  # steps from one look at the blocks to the next
-KERNELS = 24  # that a row names
+START_S = 60  # that transformers may take to start, and to end
 RUNS = ("at-once", "at-once-shared", "prompts", "prompts-shared", "poisson", "subset")
 
 
@@ -206,9 +206,11 @@ def transformers_answer(config: DecoderConfig, requests: Sequence[Request], limi
     """The row of transformers' continuous batching on these requests, stopped after `limit_s`, or why there is none."""
     work = {"sizes": dataclasses.asdict(config), "requests": [(r.prompt, r.max_tokens) for r in requests]}
     command = [sys.executable, "-m", "benchmarks.transformers_serving"]
-    done = subprocess.run(
-        command, input=json.dumps(work | {"limit_s": limit_s}), stdout=subprocess.PIPE, text=True, check=False
-    )
+    text, limit = json.dumps(work | {"limit_s": limit_s}), limit_s + START_S
+    try:
+        done = subprocess.run(command, input=text, stdout=subprocess.PIPE, text=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired:
+        return {"absent": f"gave nothing in {limit:.0f} s"}
     if not done.stdout.strip():
         return {"absent": f"its process ended with exit code {done.returncode}"}
     answer = json.loads(done.stdout.splitlines()[-1])
@@ -229,7 +231,7 @@ class Setup(NamedTuple):
         options: of the step, as for `examples.step.make_step`.
         num_blocks: of the pool.
         engine_config: the engine's sizes.
-        requests: how many; the first `few` of them in the runs of some requests.
+        requests: how many; `few` of them in the runs of some requests, and `streamed` in the Poisson run.
         rate: requests a second of the Poisson run; None for 0.8 times what the run of all at once did.
         compiler_options: XLA's options for the engine's programs, or None.
     """
@@ -240,7 +242,8 @@ class Setup(NamedTuple):
     num_blocks: int
     engine_config: engine.EngineConfig
     requests: int = 1000
-    few: int = 128
+    few: int = 256
+    streamed: int = 1000
     rate: float | None = None
     compiler_options: dict[str, Any] | None = None
 
@@ -262,11 +265,6 @@ def run(
     report = {"op": "serving", "model": setup.name, **harness.environment(), "rows": rows}
     report |= {"step": setup.options, "num_blocks": setup.num_blocks, "block_size": BLOCK_SIZE}
     report |= {"engine": {key: value for key, value in vars(setup.engine_config).items() if value is not None}}
-    if peer_seconds is not None:  # before JAX takes memory
-        few = make_requests(setup.few, setup.config.vocab_size)
-        rows.append({"case": "subset", "contender": "transformers", "kind": "peer"})
-        rows[-1] |= transformers_answer(setup.config, few, peer_seconds)
-        _say(report, out)
     weights, step = make_model(setup.config, **setup.options)
     began = time.perf_counter()
     the_engine = make_engine(setup, step, weights)
@@ -280,6 +278,7 @@ def run(
     for name in runs:
         rate, count = None, setup.requests
         if name == "poisson":
+            count = setup.streamed
             rate = setup.rate or 0.8 * next((r["requests"] / r["us"] * 1e6 for r in rows if r["case"] == "at-once"), 20)
         if name in ("prompts", "prompts-shared", "subset"):
             count = setup.few
@@ -291,6 +290,10 @@ def run(
         row = {"case": name, "contender": "engine", "kind": "implementation"}
         row |= describe(trace, requests, rates, setup.num_blocks) | profile
         rows.append(row | ({"rate_per_s": rate} if rate else {}))
+        _say(report, out)
+    if peer_seconds is not None:  # the engine keeps its memory meanwhile; there is enough for both
+        rows.append({"case": "subset", "contender": "transformers", "kind": "peer"})
+        rows[-1] |= transformers_answer(setup.config, make_requests(setup.few, vocab_size), peer_seconds)
         _say(report, out)
     return report
 
@@ -320,14 +323,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", choices=tuple(MODELS), default="llama3-8b", help="whose shapes; default llama3-8b")
     add("--requests", type=int, default=1000, help="default 1000")
-    add("--few", type=int, default=128, help="of the runs of some requests; default 128")
+    add("--few", type=int, default=256, help="of the runs of some requests; default 256")
+    add("--streamed", type=int, default=1000, help="of the Poisson run; default 1000")
     add("--rate", type=float, help="requests a second; default 0.8 times what the engine did when all came at once")
     add("--runs", type=lambda text: text.split(","), default=list(RUNS), help=f"default {','.join(RUNS)}")
     add("--num-blocks", type=int, default=16000, help="blocks of 16 tokens; default 16000")
     add("--max-num-seqs", type=int, default=512, help="sequences that run at the same time; default 512")
     add("--max-tokens-per-step", type=int, default=2048, help="default 2048")
-    add("--decode-rows", type=numbers, default=(16, 64, 128, 256, 384, 512), help="as the engine's")
-    add("--mixed-tokens", type=numbers, default=(512, 1024, 2048), help="as the engine's")
+    add("--decode-rows", type=numbers, default=(64, 128, 256, 512), help="as the engine's")
+    add("--mixed-tokens", type=numbers, default=(1024, 2048), help="as the engine's")
     add("--implementation", help="of the paged ops; default the library's choice")
     add("--peer-seconds", type=float, default=200, help="when to stop transformers, 0 = without it; default 200")
     add("--out", type=Path, help="JSON file to write")
@@ -353,7 +357,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = {"implementation": args.implementation}
     sizes = MODELS[args.model], options, args.num_blocks, engine_config
-    setup = Setup(args.model, *sizes, args.requests, args.few, args.rate)
+    setup = Setup(args.model, *sizes, args.requests, args.few, args.streamed, args.rate)
     run(setup, args.runs, peer_seconds=args.peer_seconds or None, out=args.out)
     return 0
 

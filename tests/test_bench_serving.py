@@ -67,7 +67,7 @@ def setup(monkeypatch):
     sizes |= {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "sliding_windows": (None, None)}
     config = dataclasses.replace(MODELS["llama3-8b"], **sizes)
     engine_config = engine.EngineConfig(80, 8, 64, decode_rows=(8,), mixed_tokens=(64,))
-    sizes = {"requests": 24, "few": 6, "rate": 500.0}
+    sizes = {"requests": 24, "few": 6, "streamed": 24, "rate": 500.0}
     return bench_serving.Setup("tiny", config, {}, 30, engine_config, **sizes, compiler_options=QUICK_COMPILE)
 
 
