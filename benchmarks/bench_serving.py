@@ -45,7 +45,7 @@ PROMPT_LENS, OUTPUT_LENS = (128, 1024), (32, 256)  # least and most
 LONGEST = PROMPT_LENS[1] + OUTPUT_LENS[1]
 CONTEXT = 672  # about the mean of a sequence's tokens over its steps
 SAMPLED = 16  # steps from one look at the blocks to the next
-START_S = 60  # that transformers may take to start, and to end
+START_S = 45  # that transformers may take to start, and to end
 RUNS = ("at-once", "at-once-shared", "prompts", "prompts-shared", "poisson", "subset")
 
 
