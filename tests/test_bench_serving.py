@@ -14,7 +14,6 @@ from benchmarks.models import MODELS
 from paged_jax import engine
 from tests.conftest import QUICK_COMPILE
 
-
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 README = (RESULTS.parent / "README.md").read_text()
 
