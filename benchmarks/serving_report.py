@@ -82,6 +82,7 @@ def plot(report: dict[str, Any], out: Path) -> None:
     """Draws how long first tokens and next tokens take, as shares of all, and how many sequences ran when."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
 
     figure = Figure(figsize=(12, 4), layout="constrained")
     FigureCanvasAgg(figure)
@@ -97,6 +98,7 @@ def plot(report: dict[str, Any], out: Path) -> None:
             running.plot(*zip(*row["timeline"], strict=True), **style)
     for axes, name in ((first, "time to the first token, ms"), (between, "time between tokens, ms")):
         axes.set_xscale("log")
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel(name)
         axes.set_ylabel("% of the tokens that take at most as long")
     running.set_xlabel("seconds")

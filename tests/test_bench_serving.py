@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,26 @@ from benchmarks.bench_serving import Rates, Request, Step, Trace
 from benchmarks.models import MODELS
 from paged_jax import engine
 from tests.conftest import QUICK_COMPILE
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+README = (RESULTS.parent / "README.md").read_text()
+
+
+def test_the_documents_tables_are_what_the_files_say():
+    """Serving's table as `benchmarks.serving_report` prints it, and the milliseconds and shares of whole models."""
+    (file,) = set(re.findall(r"results/([\w-]+-serving\.json)", README))
+    printed = serving_report.markdown(json.loads((RESULTS / file).read_text())).splitlines()
+    table = [line for line in printed if line.startswith("|")]
+    assert len(table) > 6
+    assert "\n".join(table) in README
+    (file,) = set(re.findall(r"results/([\w-]+-model\.json)", README))
+    rows = json.loads((RESULTS / file).read_text())["rows"]
+    for row in rows:
+        (line,) = [line for line in README.splitlines() if line.startswith(f"| `{row['case']}`")]
+        cell = dict(zip(("device", "looped", "called"), line.split("|")[2:5], strict=True))[row["contender"]]
+        assert cell.strip().startswith(f"{row['us'] / 1e3:.2f} ")
+        told = f"{row['share']:.0%}" if "share" in row else f"{row['tokens_per_s']:.0f} tokens/s"
+        assert f"({told})" in cell
 
 
 def test_requests_are_as_asked_for():
