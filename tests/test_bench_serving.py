@@ -21,7 +21,11 @@ README = (RESULTS.parent / "README.md").read_text()
 def test_the_documents_tables_are_what_the_files_say():
     """Serving's table as `benchmarks.serving_report` prints it, and the milliseconds and shares of whole models."""
     (file,) = set(re.findall(r"results/([\w-]+-serving\.json)", README))
-    printed = serving_report.markdown(json.loads((RESULTS / file).read_text())).splitlines()
+    report = json.loads((RESULTS / file).read_text())
+    whole = next(row for row in report["rows"] if row["case"] == "at-once")
+    told = f"({whole['requests']:,} requests to an 8B model: {whole['tokens_per_s']:,.0f} output tokens/s)"
+    assert told in (RESULTS.parents[1] / "README.md").read_text()
+    printed = serving_report.markdown(report).splitlines()
     table = [line for line in printed if line.startswith("|")]
     assert len(table) > 6
     assert "\n".join(table) in README
