@@ -190,7 +190,7 @@ def test_devices_exchange_candidates_alone():
     logits = jax.device_put(jax.random.normal(jax.random.key(0), (2, 8192)), NamedSharding(mesh, P(None, "tp")))
     arguments = logits, jnp.full(2, 9, jnp.int32), jnp.full(2, 0.9)
     compiled = jax.jit(cut_candidates, out_shardings=(logits.sharding, None)).lower(*arguments).compile()
-    moved = re.findall(r"= \w+\[([\d,]*)\]\S* (?:all-\w+|collective-\w+|reduce-scatter)\(", compiled.as_text())
+    moved = re.findall(r"= \w+\[([\d,]*)\]\S* (?:all-\w+|collective-\w+|reduce-scatter)\(", str(compiled.as_text()))
     assert moved
     assert max(np.prod([int(size) for size in shape.split(",") if size]) for shape in moved) <= 2 * 8 * 128
     np.testing.assert_array_equal(compiled(*arguments)[0], _cut_all(*arguments))
