@@ -1,11 +1,16 @@
 """examples/sampling.py: exact where the choice is fixed, against the stated distribution where it is drawn."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from examples.sampling import _cut, greedy, sample
+from examples.sampling import _cut, _cut_all, cut_candidates, greedy, sample
+from examples.sharding import make_mesh
 
 NUM_DRAWS = 20_000
 VOCAB_SIZE = 12
@@ -161,3 +166,31 @@ def test_options_are_traced(logits):
     for temperature, top_k, top_p in (0.5, 3, 0.9), (0.6, 4, 0.8), (0.0, 0, 1.0):
         jitted(logits[None], jax.random.key(0), temperature=temperature, top_k=top_k, top_p=top_p)
     assert jitted._cache_size() - before == 1
+
+
+def test_candidates_are_those_of_a_sort_of_all():
+    """Steep and flat rows, many equal logits among them, with every kind of cut."""
+    normal = jax.random.normal(jax.random.key(0), (8, 4096))
+    logits = jnp.round(4 * normal * jnp.array([3.0, 1, 0.5, 2, 4, 0.01, 2, 1])[:, None]) / 4
+    logits = logits.at[6, ::2].set(-jnp.inf)
+    top_k = jnp.array([20, 0, 100, 0, 0, 0, 3, 2000], jnp.int32)
+    top_p = jnp.array([1.0, 0.3, 0.9, 0.7, 0.95, 0.9, 0.5, 1.0])
+    kept, is_right = jax.jit(cut_candidates)(logits, top_k, top_p)
+    wanted = _cut_all(logits, top_k, top_p)
+    np.testing.assert_array_equal(kept[is_right], wanted[is_right])
+    assert is_right.tolist() == [True] * 5 + [False, True, False]  # too many tokens stay of an even row, or of 2000
+    np.testing.assert_array_equal(jax.jit(_cut)(logits, top_k, top_p), wanted)
+    uncut, is_right = cut_candidates(logits, jnp.zeros(8, jnp.int32), jnp.ones(8))
+    np.testing.assert_array_equal(uncut, logits)
+    assert is_right.all()
+
+
+def test_devices_exchange_candidates_alone():
+    mesh = make_mesh({"dp": 1, "tp": 4}, jax.devices("cpu"))
+    logits = jax.device_put(jax.random.normal(jax.random.key(0), (2, 8192)), NamedSharding(mesh, P(None, "tp")))
+    arguments = logits, jnp.full(2, 9, jnp.int32), jnp.full(2, 0.9)
+    compiled = jax.jit(cut_candidates, out_shardings=(logits.sharding, None)).lower(*arguments).compile()
+    moved = re.findall(r"= \w+\[([\d,]*)\]\S* (?:all-\w+|collective-\w+|reduce-scatter)\(", str(compiled.as_text()))
+    assert moved
+    assert max(np.prod([int(size) for size in shape.split(",") if size]) for shape in moved) <= 2 * 8 * 128
+    np.testing.assert_array_equal(compiled(*arguments)[0], _cut_all(*arguments))

@@ -54,7 +54,7 @@ def paged_attention(
       NotImplementedError: `implementation` lacks an option.
 
     Aliasing: none, the caches are only read, in place. vmap: a batch of calls becomes one call with more sequences.
-    Sharding: split heads and kv heads alike. Source: PagedAttention (arXiv:2309.06180); vLLM's forward_decode.
+    Sharding: heads and kv heads alike, and sequences. Source: PagedAttention (arXiv:2309.06180); vLLM's forward_decode.
 
     Example:
       One sequence of 20 tokens, which lie in blocks 5 and 2.
@@ -118,7 +118,7 @@ def paged_attention_v1(
       NotImplementedError: `implementation` lacks an option.
 
     Aliasing: none, the caches are only read, in place. vmap: a batch of calls becomes one call with more sequences.
-    Sharding: split heads and kv heads alike. Source: vLLM's paged_attention_v1.
+    Sharding: heads and kv heads alike, and sequences. Source: vLLM's paged_attention_v1.
 
     Example:
       >>> import jax.numpy as jnp
@@ -203,7 +203,7 @@ def paged_attention_v2(
       NotImplementedError: `implementation` lacks an option.
 
     Aliasing: none, the caches are only read, in place. vmap: a batch of calls becomes one call with more sequences.
-    Sharding: split heads and kv heads alike. Source: vLLM's paged_attention_v2.
+    Sharding: heads and kv heads alike, and sequences. Source: vLLM's paged_attention_v2.
 
     Example:
       >>> import jax.numpy as jnp
