@@ -33,11 +33,11 @@ def hold(run):
         padding = num_tokens - int(query_lens.sum())
         problem = Problem(
             num_kv_heads=2, head_size=64, block_size=16, layout="hnd", cache_dtype="bfloat16", k_scale=ScaleKind.NONE,
-            v_scale=ScaleKind.NONE, num_heads=8, query_dtype="bfloat16", per_head=PerHead.filled(False),
+            v_scale=ScaleKind.NONE, num_heads=8, query_dtype="bfloat16", per_head=PerHead(False, False),
             sliding_window=None, logits_soft_cap=None, block_sparse=None, causal=True, num_seqs=len(seq_lens),
             num_tokens=num_tokens, num_blocks=8, max_blocks_per_seq=300, max_seq_len=4800,
         )  # fmt: skip
-        kernel, grid = ragged_tuning.tune(problem, Device(90, 5), prefix=False)
+        kernel, grid = ragged_tuning.tune(problem, Device(90, 40), prefix=False)
         assert not kernel.tuning.final
         kernel = replace(kernel, tuning=replace(kernel.tuning, scan=16, plan=32))
         starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)

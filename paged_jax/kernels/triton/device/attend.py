@@ -253,7 +253,7 @@ def ragged_kernel(
     else:
         piece = load_piece(pieces, index, again=True)
         tokens = piece.first_query + tl.arange(0, cfg.tuning.rows) // cfg.tuning.heads
-        _, _, inside = heads_of_rows(tl.arange(0, cfg.tuning.rows), head_tile, cfg)
+        kv_head, head, inside = heads_of_rows(tl.arange(0, cfg.tuning.rows), head_tile, cfg)
         inside = inside & (tokens < piece.query_len)
         if piece.num_splits == 1:
             _store_whole(softmax, sinks, out, lse, piece.start + tokens, head, inside, cfg)
