@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax.numpy as jnp
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,32 @@ RAGGED = (
     _ragged("prefill-8x4096-heads-of-64", (8, 4096, 4096), num_heads=64, head_size=64),
     _ragged("prefill-8x4096-heads-of-256", (8, 4096, 4096), num_heads=16, head_size=256),
 )
+
+
+def random_decode(count: int, seed: int = 0) -> tuple[Case, ...]:
+    """Draws decode shapes that nobody tuned for: heads, groups, head sizes, dtypes, layouts, and lengths alike or not.
+
+    Args:
+      count: how many.
+      seed: of the generator; the first cases of a seed are the same for every count.
+    """
+    rng = np.random.default_rng(seed)
+    drawn = []
+    while len(drawn) < count:
+        num_kv_heads = int(rng.choice((1, 2, 4, 8, 8, 16, 32)))
+        group = int(rng.choice((1, 2, 3, 4, 4, 5, 6, 7, 8, 8, 12, 16, 24)))
+        head_size = int(rng.choice((64, 64, 80, 96, 112, 128, 128, 128, 192, 256)))
+        cache_dtype = str(rng.choice(("bfloat16", "bfloat16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")))
+        layout: Any = str(rng.choice(("hnd", "hnd", "hnd", "nhd")))
+        num_seqs, mean = round(2 ** rng.uniform(0, 8)), round(2 ** rng.uniform(8, 15))
+        spread = float(rng.choice((0, 0, 0.2, 0.95)))  # of uniform lengths, both ways from the mean
+        seq_lens = tuple(int(n) for n in rng.integers(int(mean * (1 - spread)), int(mean * (1 + spread)) + 1, num_seqs))
+        heads = f"{group * num_kv_heads}-{num_kv_heads}x{head_size}"
+        name = f"{len(drawn)}-{heads}-{cache_dtype}-{layout}-{num_seqs}x{mean}" + (f"+-{spread:.0%}" if spread else "")
+        case = Case(name, seq_lens, group * num_kv_heads, num_kv_heads, head_size, 16, cache_dtype, layout)
+        if group * num_kv_heads <= 128 and 2 << 20 <= case.kv_bytes <= 2 << 30:
+            drawn.append(case)
+    return tuple(drawn)
 
 
 def select(cases: Sequence[Case], names: Iterable[str] | None) -> tuple[Case, ...]:

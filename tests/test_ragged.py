@@ -1,5 +1,7 @@
 """ragged_paged_attention and prefix_attention against the float64 oracle, on poisoned inputs."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 
 import paged_jax
 from tests import inputs, oracle, plain
-from tests.cases import RAGGED_CASES, Case
+from tests.cases import RAGGED_CASES, Case, Sparse
 from tests.test_decode import fixed_shapes, op_options
 
 
@@ -79,6 +81,49 @@ def hold_without_causality(made, calls, case, run):
         assert np.all(out[made.num_rows :].astype(np.float32) == 0), f"{name}: padding rows"
         plain.assert_close(out, exact[0], rough[0], f"{name} out")
         plain.assert_close(lse, exact[1], rough[1], f"{name} lse")
+
+
+# Contexts so long that GPU implementations split them over programs.
+SPLIT = [
+    Case("split", 4, 2, 64, 16, "bfloat16", seq_lens=(1500, 3, 700, 0), query_lens=(1, 3, 20, 0), padding=4),
+    Case("split-float32", 6, 2, 32, 16, seq_lens=(900, 1300), query_lens=(2, 70), alibi=True, sinks=True, scale=-0.2),
+    Case(
+        "split-vllm-int8", 4, 2, 64, 16, "bfloat16", "int8", "vllm", (1100, 9), (7, 1), k_scale="head", v_scale="slot",
+        sinks=True,
+    ),
+    Case(
+        "split-everything", 8, 2, 64, 16, "bfloat16", "float8_e4m3fn", "nhd", (1500, 70, 1001), (5, 70, 1),
+        max_seq_len=1504, scale="traced", alibi=True, sliding_window=1200, logits_soft_cap=4.0, sinks=True,
+        block_sparse=Sparse(6, 2, 64, 1), k_scale="slot", v_scale="head",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SPLIT, ids=str)
+def test_long_contexts(case, run):
+    test_ragged_and_prefix(case, run)
+
+
+def hold_in_any_order(run):
+    """Holds that a sequence's results are the same, bit for bit, wherever it stands in the batch, and every time."""
+    case = Case("order", 2, 1, 16, 16, "bfloat16", seq_lens=(700, 7, 0, 1300), query_lens=(1, 7, 0, 20), padding=0)
+    arrays = inputs.make(case).ragged
+    order = np.array([3, 1, 0, 2])
+    starts = arrays["query_start_loc"]
+    rows = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in order])
+    lens = np.diff(starts)[order]
+    other = arrays | {
+        "query": arrays["query"][rows],
+        "block_tables": arrays["block_tables"][order],
+        "seq_lens": arrays["seq_lens"][order],
+        "query_start_loc": np.concatenate([[0], np.cumsum(lens)]).astype(np.int32),
+    }
+    op = functools.partial(paged_jax.ragged_paged_attention, return_lse=True)
+    out, lse = run(op, quick=False, **arrays)
+    for again, taken in ((arrays, slice(None)), (other, rows)):
+        again_out, again_lse = run(op, quick=False, **again)
+        np.testing.assert_array_equal(again_out.astype(np.float32), out[taken].astype(np.float32))
+        np.testing.assert_array_equal(again_lse, lse[taken])
 
 
 def test_random_batches_in_one_compiled_program(implementation, device, skip_lacking):

@@ -23,7 +23,7 @@ import paged_jax
 from benchmarks import bench_step
 from paged_jax.kernels.problem import Device, Problem, Unsupported
 from paged_jax.kernels.triton import launch, tuning
-from tests import inputs, test_decode
+from tests import inputs, test_decode, test_ragged
 from tests.cases import DECODE_CASES, Case, Sparse
 
 BY_NAME = {case.name: case for case in DECODE_CASES}
@@ -71,6 +71,9 @@ INTERPRETED = [
     "fused-scale-on-a-wide-cache",
     "fused-unsplit",
     "fused-large-group",
+    "pieces",
+    "split-hnd-bfloat16",
+    "split-everything",
 ]
 
 
@@ -128,9 +131,14 @@ COMPILED = [
     (100, "swap", "hnd-bfloat16"),
     (120, "copy", "vllm-int8"),
     (120, "fused", "vllm-float16"),
+    (80, "ragged", "long"),
+    (90, "prefix", "split-everything"),
+    (100, "ragged", "split-vllm-int8"),
+    (120, "ragged", "split"),
 ]
 COMPILED_CASES = {
     **BY_NAME,
+    **{case.name: case for case in test_ragged.SPLIT},
     "small-blocks": Case("small-blocks", 142, 2, 24, 1, "float16", "bfloat16", seq_lens=(9,), query_lens=None),
     "gemma-2-9b": Case(
         "gemma-2-9b", 16, 8, 256, 16, "bfloat16", seq_lens=(99,), query_lens=(99,), logits_soft_cap=50.0
@@ -220,6 +228,12 @@ def test_tokens_are_not_mixed_up(case):
         test_decode.test_paged_attention_picks_one_of_them(case.name, on_a_gpu)
 
 
+@pytest.mark.gpu
+def test_sequences_may_come_in_any_order():
+    pytest.importorskip("jax_triton", exc_type=ImportError)
+    test_ragged.hold_in_any_order(on_a_gpu)
+
+
 def on_a_gpu(function, *, quick=True, **arrays):
     """What the fixture `run` is to the tests of every implementation."""
     return jax.tree.map(np.asarray, jax.jit(partial(function, implementation="triton"))(**arrays))
@@ -284,6 +298,10 @@ def test_lowers_for_cuda_with_no_gpu():
 
     # Whatever an op runs besides its kernels is XLA's, so the calls can be counted.
     assert lowered(paged_jax.ragged_paged_attention, *made.ragged.values()).count("@triton_kernel_call") == 1
+    long = inputs.make(test_ragged.SPLIT[0]).ragged.values()
+    text = lowered(paged_jax.ragged_paged_attention, *long)
+    assert text.count("@triton_kernel_call") == 3  # a plan, the splits, and their reduce in place
+    assert text.count("#stablehlo.output_operand_alias") == 2
     assert lowered(paged_jax.paged_attention_v2, *made.decode.values()).count("@triton_kernel_call") == 2
     caches = made.decode["key_cache"], made.decode["value_cache"]
     text = lowered(paged_jax.write_to_paged_cache, *[made.prefix["key"][:2]] * 2, *caches, np.arange(2, dtype=np.int32))

@@ -27,7 +27,7 @@ from paged_jax import _dispatch
 from paged_jax.kernels.problem import Device
 from paged_jax.kernels.triton import cache_ops, launch, tuning
 from tests import test_cache_ops, test_decode, test_ragged, test_write_and_attend
-from tests.cases import DECODE_CASES
+from tests.cases import DECODE_CASES, Case, Sparse
 
 _TYPES = {
     "bfloat16": "bf16",
@@ -38,6 +38,17 @@ _TYPES = {
     "int32": "i32",
     "int8": "i8",
 }
+
+
+# Ragged batches whose contexts are split on a GPU of two multiprocessors, if splits may be as short as a tile of 16.
+SPLIT = [
+    Case("split-hnd-bfloat16", 2, 1, 16, 16, "bfloat16", seq_lens=(200, 7, 0, 65), query_lens=(1, 7, 0, 20), padding=3),
+    Case(
+        "split-everything", 4, 1, 16, 8, "bfloat16", "float8_e4m3fn", "nhd", (130, 9, 90), (5, 9, 1), max_seq_len=136,
+        padding=2, scale="traced", alibi=True, sliding_window=80, logits_soft_cap=4.0, sinks=True,
+        block_sparse=Sparse(2, 3, 8, 1), k_scale="slot", v_scale="head",
+    ),
+]  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -60,7 +71,7 @@ def standing_in(triton_call, device=None):
         return triton_call(Launch(kernel, inputs, out_type, cfg, grid, input_output_aliases or {}))
 
     package = importlib.import_module("paged_jax.kernels.triton")
-    device_code = [f"{package.__name__}.device.{file}" for file in ("attend", "reduce", "write", "copy")]
+    device_code = [f"{package.__name__}.device.{file}" for file in ("attend", "pieces", "reduce", "write", "copy")]
     for name in ("triton.compiler", *device_code):
         importlib.import_module(name)  # now, for what is imported while sys.modules is patched is lost
 
@@ -236,6 +247,31 @@ def compiled(made, capability):
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
+@contextlib.contextmanager
+def short_splits(tile=16):
+    """Lets ragged attention split contexts of a few tiles; there is an error if it did not in every launch."""
+
+    def shorter(*args, original=tuning.attention, **keywords):
+        return dataclasses.replace(original(*args, **keywords), least_split=1, tile=tile)
+
+    def call(module, kernel, *args, original=launch.call, **keywords):
+        results = original(module, kernel, *args, **keywords)
+        if kernel == "ragged_kernel":
+            exp_sums = np.asarray(results[3])
+            assert not np.isnan(exp_sums).all(), "no context was split"
+        return results
+
+    with mock.patch.object(tuning, "attention", shorter), mock.patch.object(launch, "call", call):
+        yield
+
+
+def run_pieces(kernel, grid, inputs, outputs, cfg):
+    """Runs a kernel of `triton_pieces` in the interpreter."""
+    memory = [x if isinstance(x, int) else Memory(x) for x in (*inputs, *outputs)]
+    kernel[grid](*memory, cfg=cfg)
+    return outputs
+
+
 def run(function, *, quick=True, **arrays):
     """What the fixture of that name is to the tests of every implementation."""
     return jax.tree.map(np.asarray, function(**arrays, implementation="triton"))
@@ -245,9 +281,17 @@ def main(names):
     """The tests of every implementation, on the named attention cases, "write-LAYOUT-DTYPE" or "copy-DTYPE"."""
     cases = {case.name: case for case in DECODE_CASES}
     not_causal = {case.name: case for case in test_ragged.NOT_CAUSAL}
+    split = {case.name: case for case in SPLIT}
     with interpreted():
         for name in names:
-            if name in cases:
+            if name == "pieces":
+                importlib.import_module("tests.triton_pieces").hold(run_pieces)
+            elif name in split:
+                with interpreted(Device(90, 2)), short_splits():
+                    test_ragged.test_ragged_and_prefix(split[name], run)
+                    if name == "split-hnd-bfloat16":
+                        test_ragged.hold_in_any_order(run)
+            elif name in cases:
                 test_decode.test_decode(cases[name], run)
                 test_decode.test_paged_attention_picks_one_of_them(name, run)
                 if cases[name].query_lens is not None:

@@ -13,6 +13,7 @@ from jax.interpreters import partial_eval
 
 from paged_jax.kernels.problem import Device, Unsupported
 from paged_jax.kernels.problem import device as device
+from paged_jax.kernels.triton.ragged_tuning import RaggedReduceKernel
 from paged_jax.kernels.triton.tuning import AttentionKernel, CopyKernel, ReduceKernel, WriteKernel
 
 
@@ -43,7 +44,7 @@ def check(gpu: Device, cache_dtype: str, reasons: Sequence[str] = ()) -> None:
 def call(
     module: str,
     kernel: str,
-    config: AttentionKernel | ReduceKernel | WriteKernel | CopyKernel,
+    config: AttentionKernel | ReduceKernel | RaggedReduceKernel | WriteKernel | CopyKernel,
     num_programs: int,
     arrays: Sequence[Array],
     scalars: Sequence[int],

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from paged_jax.kernels.problem import OptionArrays, Problem
-from paged_jax.kernels.triton import launch, tuning
+from paged_jax.kernels.triton import launch, ragged_tuning
+from paged_jax.kernels.triton.ragged_tuning import PIECE_FIELDS, Grid
 from paged_jax.kernels.triton.tuning import AttentionKernel, cdiv
 from paged_jax.options import AttentionOptions
 from paged_jax.shapes import BlockTables, Cache, NewTokens, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
@@ -50,21 +51,46 @@ def _ragged(
     gpu = launch.device()
     problem = Problem.of_call(query, key_cache, value_cache, block_tables, options)
     launch.check(gpu, problem.cache_dtype)
-    # Tiles are as large as sequences have queries on average. At least 2, since 1 stands for decode's tuning.
-    queries_per_seq = max(2, cdiv(problem.num_tokens, max(problem.num_seqs, 1)))
-    prefix = key is not None
-    tuned = tuning.attention(problem, gpu, queries_per_seq=queries_per_seq, prefix=prefix)
-    kernel = AttentionKernel(problem.attention, tuned, prefix)
+    kernel, grid = ragged_tuning.tune(problem, gpu, prefix=key is not None)
     if problem.num_tokens == 0:
         return jnp.zeros(query.shape, query.dtype), jnp.zeros((0, problem.num_heads), jnp.float32)
-    shapes = (
-        jax.ShapeDtypeStruct(query.shape, query.dtype),
-        jax.ShapeDtypeStruct((problem.num_tokens, problem.num_heads), jnp.float32),
-    )
-    num_tiles = problem.num_tokens // tuned.queries + problem.num_seqs + 1  # the last ones are for the padding rows
-    num_programs = num_tiles * problem.num_kv_heads * kernel.head_tiles
+    num_head_tiles = problem.num_kv_heads * kernel.head_tiles
+    lengths, pieces, split_tiles = (seq_lens, query_start_loc), query_start_loc, query_start_loc
+    if not kernel.tuning.final:  # otherwise these are not read
+        counts = grid.pieces, grid.split_tiles
+        scalars = problem.num_tokens, problem.num_seqs, problem.max_seq_len, grid.at_once, *counts
+        described = [jax.ShapeDtypeStruct((count, PIECE_FIELDS), jnp.int32) for count in counts]
+        num_programs = cdiv(grid.pieces, kernel.tuning.plan)
+        pieces, split_tiles = launch.call(
+            "pieces", "plan_kernel", kernel, num_programs, lengths, scalars, described, gpu
+        )
+
     new = query if key is None else key, query if value is None else value  # the kernel does not read absent ones
-    caches = key_cache, value_cache, block_tables
-    arrays = query, *new, *caches, seq_lens, query_start_loc, *OptionArrays.of(options).flat
-    scalars = problem.num_tokens, problem.num_seqs, problem.max_blocks_per_seq, problem.max_seq_len, num_tiles
-    return tuple(launch.call("attend", "ragged_kernel", kernel, num_programs, arrays, scalars, shapes, gpu))
+    options_in_order = OptionArrays.of(options)
+    arrays = query, *new, key_cache, value_cache, block_tables, *lengths, pieces, *options_in_order.flat
+    scalars = problem.num_tokens, problem.num_seqs, problem.max_blocks_per_seq, problem.max_seq_len, grid.pieces
+    shapes = _shapes(query, kernel, grid)
+    num_programs = grid.pieces * num_head_tiles
+    out, lse, *parts = launch.call("attend", "ragged_kernel", kernel, num_programs, arrays, scalars, shapes, gpu)
+    if kernel.tuning.final:
+        return out, lse
+
+    reduce = ragged_tuning.reduce(kernel, grid, gpu)
+    arrays, whole = (*parts, split_tiles, options_in_order.per_head.sinks), (out, lse)
+    num_programs = grid.split_tiles * num_head_tiles * reduce.groups * reduce.parts
+    out, lse = launch.call(
+        "reduce", "ragged_reduce_kernel", reduce, num_programs, arrays, (), shapes[:2], gpu, in_place=whole
+    )
+    return out, lse
+
+
+def _shapes(query: RaggedQuery, kernel: AttentionKernel, grid: Grid) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Of what the kernel returns: out, lse, and the splits' tmp_out, exp_sums and max_logits, or nothing."""
+    num_tokens, num_heads, head_size = query.shape
+    lse = jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32)
+    residual = grid.places, kernel.problem.num_kv_heads * kernel.head_tiles, kernel.tuning.rows
+    if kernel.tuning.final:
+        residual = 1, 1, 1
+    tmp_out = jax.ShapeDtypeStruct((*residual, 1 if kernel.tuning.final else head_size), jnp.float32)
+    parts = tmp_out, *[jax.ShapeDtypeStruct(residual, jnp.float32)] * 2
+    return jax.ShapeDtypeStruct(query.shape, query.dtype), lse, *parts

@@ -85,6 +85,9 @@ class Tuning:
       partition_size: tokens of a partition, or None: splits have even shares of each context.
       final: whether there is one split, so that no reduce follows.
       ranked: 0, or a power of two >= num_seqs to have the longest sequences start first.
+      scan: sequences of a ragged batch that are looked at together, to cut it into pieces.
+      plan: pieces that one program finds.
+      least_split: tiles of a context below which ragged attention splits it no further.
       write: how decode writes the last tokens, or None.
       num_warps, num_stages: for Triton.
     """
@@ -98,6 +101,9 @@ class Tuning:
     partition_size: int | None = None
     final: bool = True
     ranked: int = 0
+    scan: int = 128
+    plan: int = 32
+    least_split: int = 4
     write: Quantisation | None = None
     num_warps: int = 4
     num_stages: int = 3
@@ -151,7 +157,8 @@ class AttentionKernel:
     def whole_tiles(self) -> bool:
         """Whether tiles that every row sees whole have a loop of their own, without masks."""
         masked = self.problem.sliding_window is not None or self.problem.block_sparse is not None
-        return not masked and (self.tuning.queries > 1 or self.problem.layout == "vllm")
+        # With few rows the loop waits for memory, and a second one only holds registers.
+        return not masked and (self.tuning.rows > 16 or self.problem.layout == "vllm")
 
     @property
     def late_factor(self) -> bool:
@@ -330,7 +337,9 @@ def automatic(problem: Problem, gpu: Device) -> tuple[Tuning, int]:
 def num_splits(problem: Problem, tuning: Tuning, gpu: Device) -> int:
     """Into how many programs each context is split, so that every multiprocessor has its fill."""
     programs = max(problem.num_seqs, 1) * problem.num_kv_heads * cdiv(problem.group, tuning.heads)
-    target = gpu.num_multiprocessors * (2 if problem.group >= 8 else 4)
+    # As many programs as a multiprocessor has room for; those of a block-sparse pattern need more registers.
+    at_once = 2 if problem.group >= 8 else 4 if problem.block_sparse is None else 3
+    target = gpu.num_multiprocessors * at_once
     return max(1, min(target // programs, cdiv(problem.max_seq_len, tuning.tile)))
 
 

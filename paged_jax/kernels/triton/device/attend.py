@@ -1,11 +1,12 @@
 """Device code of attention: the kernels of v1, v2, the automatic choice and ragged, around one loop over tiles.
 
-A kernel calls on five files: `schedule.py` says which sequence and which tokens a program takes, `rows.py` what its
-rows are, `tiles.py` has the loop, `softmax.py` has what the loop builds up, `write.py` puts new tokens into the cache.
-`reduce.py` joins the splits of a sequence.
+A kernel calls on six files: `schedule.py` says which sequence and which tokens a program takes, `pieces.py` does so for
+ragged attention; `rows.py` says what its rows are; `tiles.py` has the loop, `softmax.py` what the loop builds up;
+`write.py` puts new tokens into the cache. `reduce.py` joins the splits of a context.
 
 Grid. Decode has one program for each (sequence, split of its context, tile of heads), ragged attention one for each
-(tile of queries, tile of heads). A tile of heads is one kv head's group of query heads, or a part of a large group.
+(tile of queries, split of its context, tile of heads), where the device decides how many splits there are. A tile of
+heads is one kv head's group of query heads, or a part of a large group.
 
 Who loads. Every program gathers its own tiles of `tile` tokens through the block table, with the pointers worked
 out in 64 bits; Triton's software pipeline keeps a tile of K and V, or more with more `num_stages`, in flight in
@@ -36,8 +37,9 @@ from typing import NamedTuple, no_type_check
 import triton
 import triton.language as tl
 
+from paged_jax.kernels.triton.device.pieces import load_piece, tile_of
 from paged_jax.kernels.triton.device.rows import heads_of_rows, load_query, rows_of, with_factor
-from paged_jax.kernels.triton.device.schedule import SparseStretch, Stretch, of_rank, pattern_of, sequence_of, share_of
+from paged_jax.kernels.triton.device.schedule import SparseStretch, Stretch, of_rank, pattern_of, share_of
 from paged_jax.kernels.triton.device.softmax import Softmax, finish, nothing_seen, with_largest_logit
 from paged_jax.kernels.triton.device.tiles import Cache, NewTokens, Paged, add_tiles
 from paged_jax.kernels.triton.device.write import Written, add_new_token, load_tokens
@@ -129,7 +131,7 @@ def _decode(inputs, new, batch, outputs, cfg: tl.constexpr):
     seq = pid // num_splits
     if cfg.tuning.ranked > 0:
         seq = of_rank(seq, inputs.seq_lens, batch.num_seqs, cfg)
-    kv_head, head, valid = heads_of_rows(head_tile, cfg)
+    kv_head, head, valid = heads_of_rows(tl.arange(0, cfg.tuning.rows), head_tile, cfg)
     seq_len = tl.load(inputs.seq_lens + seq)
     position = tl.where(valid, seq_len - 1, -1)
     begin = seq_len * 0
@@ -181,36 +183,42 @@ def _decode(inputs, new, batch, outputs, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def ragged_kernel(
-    query, key, value, key_cache, value_cache, block_tables, seq_lens, query_start_loc, scale, alibi_slopes, sinks,
-    k_scale, v_scale, num_tokens, num_seqs, table_width, max_seq_len, num_tiles, out, lse, cfg: tl.constexpr,
+    query, key, value, key_cache, value_cache, block_tables, seq_lens, query_start_loc, pieces, scale, alibi_slopes,
+    sinks, k_scale, v_scale, num_tokens, num_seqs, table_width, max_seq_len, num_pieces,
+    out, lse, tmp_out, exp_sums, max_logits, cfg: tl.constexpr,
 ):  # fmt: skip
-    """One program attends with one tile of queries of one sequence; padding rows are a last one that sees nothing."""
-    problem: tl.constexpr = cfg.problem
-    queries_of_program: tl.constexpr = cfg.tuning.queries
-    pid = tl.program_id(0)
-    head_tile = pid % (problem.num_kv_heads * cfg.head_tiles)
-    tile = num_tiles - 1 - pid // (problem.num_kv_heads * cfg.head_tiles)  # the longest contexts first
-    seq = sequence_of(tile, query_start_loc, num_seqs, cfg)
-    start = tl.load(query_start_loc + seq)
-    stop = tl.load(query_start_loc + seq + 1, mask=seq < num_seqs, other=num_tokens)
-    seq_len = tl.load(seq_lens + seq, mask=seq < num_seqs, other=0)
-    query_len = stop - start
-    context_len = seq_len - query_len
-    first_query = (tile - start // queries_of_program - seq) * queries_of_program
+    """One program attends with one tile of queries to one split of their context.
 
-    kv_head, head, valid = heads_of_rows(head_tile, cfg)
-    queries = first_query + tl.arange(0, cfg.tuning.rows) // cfg.tuning.heads
-    valid = valid & (queries < query_len)
+    A context's only split writes out and lse; each of several splits writes its unfinished softmax.
+    """
+    problem: tl.constexpr = cfg.problem
+    num_head_tiles: tl.constexpr = cfg.problem.num_kv_heads * cfg.head_tiles
+    head_tile = tl.program_id(0) % num_head_tiles
+    index = tl.program_id(0) // num_head_tiles
+    if cfg.tuning.final:
+        piece = tile_of(num_pieces - 1 - index, query_start_loc, num_tokens, num_seqs, cfg)  # long contexts first
+    else:
+        piece = load_piece(pieces, index)
+        if piece.seq < 0:
+            return
+    seq = piece.seq
+    start = piece.start
+    seq_len = tl.load(seq_lens + seq, mask=seq < num_seqs, other=0)
+    context_len = seq_len - piece.query_len
+
+    kv_head, head, valid = heads_of_rows(tl.arange(0, cfg.tuning.rows), head_tile, cfg)
+    queries = piece.first_query + tl.arange(0, cfg.tuning.rows) // cfg.tuning.heads
+    valid = valid & (queries < piece.query_len)
     if problem.causal:
-        at = context_len + first_query  # position of the first query
+        at = context_len + piece.first_query  # position of the first query
         position = context_len + queries
-        end = context_len + tl.minimum(query_len, first_query + queries_of_program)
+        end = context_len + tl.minimum(piece.query_len, piece.first_query + cfg.tuning.queries)
     else:  # every query sees what one at the sequence's last token would see
         at = seq_len - 1
         position = queries * 0 + at
         end = seq_len
     position = tl.where(valid & (seq < num_seqs), position, -1)
-    end = tl.where((seq < num_seqs) & (first_query < query_len), tl.minimum(end, max_seq_len), 0)
+    end = tl.where((seq < num_seqs) & (piece.first_query < piece.query_len), tl.minimum(end, max_seq_len), 0)
     begin = at * 0
     if problem.sliding_window is not None:
         begin = tl.maximum(at - problem.sliding_window + 1, 0)
@@ -230,24 +238,51 @@ def ragged_kernel(
     cached = end
     if cfg.prefix:
         cached = tl.minimum(end, context_len)
-    softmax = _add_cached(softmax, rows, paged, kv_head, begin, cached, at, end, head_tile, cfg)
+    softmax = _add_cached(softmax, rows, paged, kv_head, begin, cached, at, end, head_tile, piece, cfg)
     softmax = _with_head_scale(softmax, v_scale, kv_head, tl.constexpr(problem.v_scale))
     if cfg.prefix:
         new = NewTokens(key, value, start)
         rows = with_factor(rows, new_factor)
+        if not cfg.tuning.final:  # the last split has the smallest share of the context
+            end = tl.where(piece.split == piece.num_splits - 1, end, context_len)
         softmax = _add_new(softmax, rows, new, kv_head, begin, context_len, at, end, head_tile, cfg)
     softmax = with_largest_logit(softmax, factor, cfg)
 
-    row = (start + queries).to(tl.int64) * problem.num_heads + head
-    result, log_sum, _, _ = finish(softmax, sinks, head, valid, tl.constexpr(problem.per_head.sinks))
+    if cfg.tuning.final:
+        _store_whole(softmax, sinks, out, lse, start + queries, head, valid, cfg)
+    else:
+        piece = load_piece(pieces, index, again=True)
+        tokens = piece.first_query + tl.arange(0, cfg.tuning.rows) // cfg.tuning.heads
+        kv_head, head, inside = heads_of_rows(tl.arange(0, cfg.tuning.rows), head_tile, cfg)
+        inside = inside & (tokens < piece.query_len)
+        if piece.num_splits == 1:
+            _store_whole(softmax, sinks, out, lse, piece.start + tokens, head, inside, cfg)
+        else:
+            row = ((piece.place + piece.split) * num_head_tiles + head_tile).to(tl.int64) * cfg.tuning.rows
+            row += tl.arange(0, cfg.tuning.rows)
+            result, _, max_logit, exp_sum = finish(softmax, sinks, head, inside, False)
+            tl.store(exp_sums + row, exp_sum, mask=inside)
+            tl.store(max_logits + row, max_logit, mask=inside)
+            _store(tmp_out, row, result, inside, cfg)
+
+
+@triton.jit
+@no_type_check
+def _store_whole(softmax, sinks, out, lse, tokens, head, valid, cfg: tl.constexpr):
+    """Stores out and lse of rows that have seen all their tokens."""
+    row = tokens.to(tl.int64) * cfg.problem.num_heads + head
+    result, log_sum, _, _ = finish(softmax, sinks, head, valid, tl.constexpr(cfg.problem.per_head.sinks))
     tl.store(lse + row, log_sum, mask=valid)
     _store(out, row, result, valid, cfg)
 
 
 @triton.jit
 @no_type_check
-def _add_cached(softmax, rows, paged, kv_head, begin, end, position, seen_end, head_tile, cfg: tl.constexpr):
-    """Adds the tokens begin <= t < end from the cache; the rows' positions are `position` to `seen_end` - 1."""
+def _add_cached(softmax, rows, paged, kv_head, begin, end, position, seen_end, head_tile, piece, cfg: tl.constexpr):
+    """Adds the piece's share of the tokens begin <= t < end from the cache.
+
+    The rows' positions are `position` to `seen_end` - 1.
+    """
     tile: tl.constexpr = cfg.tuning.tile
     if cfg.problem.block_sparse is not None:
         pattern, count = pattern_of(begin, end, position, seen_end - 1, kv_head, head_tile, cfg)
@@ -258,8 +293,12 @@ def _add_cached(softmax, rows, paged, kv_head, begin, end, position, seen_end, h
         stretch = Stretch(0, begin, end)
         first = begin // tile
         last = (end + tile - 1) // tile
+    if not cfg.tuning.final:
+        share = tl.cdiv(tl.maximum(last - first, 0), piece.num_splits)
+        first += piece.split * share
+        last = tl.minimum(last, first + share)
     if cfg.whole_tiles:
-        middle = tl.maximum(tl.minimum(position + 1, end) // tile, 0)
+        middle = tl.maximum(tl.minimum(tl.minimum(position + 1, end) // tile, last), first)
         softmax = add_tiles(softmax, rows, paged, kv_head, stretch, first, middle, True, False, cfg)
         first = middle
     return add_tiles(softmax, rows, paged, kv_head, stretch, first, last, True, True, cfg)

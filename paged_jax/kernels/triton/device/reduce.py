@@ -1,7 +1,8 @@
-"""Device code: the reduce makes one softmax of all splits of a sequence.
+"""Device code: a reduce makes one softmax of all splits of a sequence, or of a tile of queries.
 
-The grid has one program for each (sequence, head, part of head_size). A program reads what the splits left, 4 bytes for
-each element of its part and each split, out of the L2 cache. `cfg` is a `tuning.ReduceKernel`.
+The grid has one program for each (sequence, head, part of head_size), in a ragged batch for each (tile of queries, tile
+of heads, some of their rows, part of head_size). A program reads what the splits left, 4 bytes for each element of its
+part and each split, out of the L2 cache. `cfg` is a `tuning.ReduceKernel` or a `ragged_tuning.RaggedReduceKernel`.
 """
 
 # Where triton is not installed pyright takes this folder for it.
@@ -12,6 +13,8 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
+from paged_jax.kernels.triton.device.pieces import load_piece
+from paged_jax.kernels.triton.device.rows import heads_of_rows
 from paged_jax.kernels.triton.device.softmax import Softmax, finish
 
 
@@ -56,3 +59,60 @@ def reduce_kernel(tmp_out, exp_sums, max_logits, seq_lens, sinks, num_splits, ou
         result.to(out.dtype.element_ty),
         mask=(d < problem.head_size)[None, :],
     )
+
+
+@triton.jit
+@no_type_check
+def ragged_reduce_kernel(
+    tmp_out, exp_sums, max_logits, split_tiles, sinks, unused_out, unused_lse, out, lse, cfg: tl.constexpr
+):  # fmt: skip
+    """One program joins all splits of some rows of one tile of queries that has several.
+
+    out and lse are updated in place: they are outputs that alias inputs.
+    """
+    attention: tl.constexpr = cfg.attention
+    problem: tl.constexpr = cfg.attention.problem
+    num_head_tiles: tl.constexpr = problem.num_kv_heads * attention.head_tiles
+    pid = tl.program_id(0)
+    part = pid % cfg.parts
+    pid = pid // cfg.parts
+    rows = pid % cfg.groups * cfg.rows + tl.arange(0, cfg.rows)
+    pid = pid // cfg.groups
+    head_tile = pid % num_head_tiles
+    piece = load_piece(split_tiles, pid // num_head_tiles)
+    if piece.seq < 0:
+        return
+    _, head, valid = heads_of_rows(rows, head_tile, attention)
+    queries = piece.first_query + rows // attention.tuning.heads
+    valid = valid & (queries < piece.query_len)
+    if tl.max(valid.to(tl.int32), 0) == 0:
+        return
+
+    width: tl.constexpr = attention.tuning.width // cfg.parts
+    d = part * width + tl.arange(0, width)
+    in_head = (d < problem.head_size)[None, :]
+    acc = tl.full([cfg.rows, width], 0, tl.float32)
+    max_logit = tl.full([cfg.rows], float("-inf"), tl.float32)
+    exp_sum = tl.full([cfg.rows], 0, tl.float32)
+    for start in range(0, piece.num_splits, cfg.splits):
+        splits = start + tl.arange(0, cfg.splits)
+        inside = (splits < piece.num_splits)[:, None] & valid[None, :]
+        place = ((piece.place + splits) * num_head_tiles + head_tile).to(tl.int64)
+        at = place[:, None] * attention.tuning.rows + rows[None, :]
+        maxima = tl.load(max_logits + at, mask=inside, other=float("-inf"))
+        sums = tl.load(exp_sums + at, mask=inside, other=0.0)
+        at = at[:, :, None] * problem.head_size + d[None, None, :]
+        parts = tl.load(tmp_out + at, mask=inside[:, :, None] & in_head[None, :, :], other=0.0)
+        top = tl.maximum(max_logit, tl.max(maxima, 0))
+        shift = tl.where(top == float("-inf"), 0.0, top)
+        keep = tl.exp(max_logit - shift)
+        weights = sums * tl.exp(maxima - shift[None, :])
+        acc = acc * keep[:, None] + tl.sum(weights[:, :, None] * parts, 0)
+        exp_sum = exp_sum * keep + tl.sum(weights, 0)
+        max_logit = top
+    softmax = Softmax(acc, max_logit, exp_sum)
+    result, log_sum, _, _ = finish(softmax, sinks, head, valid, tl.constexpr(problem.per_head.sinks))
+    row = (piece.start + queries).to(tl.int64) * problem.num_heads + head
+    tl.store(lse + row, log_sum, mask=valid & (part + rows * 0 == 0))
+    at = row[:, None] * problem.head_size + d[None, :]
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=valid[:, None] & in_head)

@@ -38,9 +38,8 @@ class Rows(NamedTuple):
 
 @triton.jit
 @no_type_check
-def heads_of_rows(head_tile, cfg: tl.constexpr):
-    """Returns the program's kv head, each row's query head, and which rows are no padding."""
-    rows = tl.arange(0, cfg.tuning.rows)
+def heads_of_rows(rows, head_tile, cfg: tl.constexpr):
+    """Returns the kv head of a tile of heads, the query head of these of its rows, and which rows are no padding."""
     kv_head = head_tile // cfg.head_tiles
     in_group = head_tile % cfg.head_tiles * cfg.tuning.heads + rows % cfg.tuning.heads
     valid = (rows < cfg.tuning.heads * cfg.tuning.queries) & (in_group < cfg.problem.group)

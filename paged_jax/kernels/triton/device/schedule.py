@@ -153,19 +153,3 @@ def pattern_shift(kv_head, head, cfg: tl.constexpr):
     else:
         shift = (sparse.tp_rank * cfg.problem.num_kv_heads + kv_head) * (-sparse.head_sliding_step) + 1
     return shift
-
-
-@triton.jit
-@no_type_check
-def sequence_of(tile, query_start_loc, num_seqs, cfg: tl.constexpr):
-    """Returns the sequence that a tile of queries belongs to.
-
-    Sequence s has the tiles from query_start_loc[s] // queries + s on: each has enough room, and no two overlap.
-    """
-    count = tile * 0
-    for first in range(0, num_seqs + 1, 128):
-        ids = first + tl.arange(0, 128)
-        inside = ids <= num_seqs
-        starts = tl.load(query_start_loc + ids, mask=inside, other=0)
-        count += tl.sum((inside & (starts // cfg.tuning.queries + ids <= tile)).to(tl.int32), 0)
-    return count - 1

@@ -1,0 +1,222 @@
+"""Device code: a small kernel cuts a ragged batch into pieces, one for each program, by lengths that only it knows.
+
+A piece is one tile of queries and one split of the tokens that they see. The host knows how many pieces there can be,
+and launches as many programs of the kernel that attends; this one writes down what each of them gets:
+
+    sequence   tiles of queries x splits              pieces
+    long       [0 1 2 3] x 3                          0 ... 11     those with long contexts start first
+    short      [0] x 1                                12
+    padding    [0 1] x 1                              13, 14       query rows past the last sequence: they see nothing
+                                                      15 ...       nothing: such a program ends at once
+
+A context is split if it has more tiles than a split may have: `_sizes`. The sum over all tiles of queries is shared
+among as many programs as run at once, so splits are short where a batch is small. It makes no difference in which order
+the sequences come. Where queries alone fill the GPU nothing is split and no plan is made: `tile_of`.
+
+Grid: one program for each `cfg.tuning.plan` pieces. Each looks at all lengths, `cfg.tuning.scan` at a time, adds up the
+work, and finds its pieces. `cfg` is a `tuning.AttentionKernel`.
+"""
+
+# Where triton is not installed pyright takes this folder for it.
+# pyright: reportAttributeAccessIssue=false
+
+from typing import NamedTuple, no_type_check
+
+import triton
+import triton.language as tl
+
+from paged_jax.kernels.triton.ragged_tuning import PIECE_FIELDS
+
+_FIELDS = tl.constexpr(PIECE_FIELDS)
+
+
+class RaggedBatch(NamedTuple):
+    """Pointers to a ragged batch's lengths, its sizes, and how many pieces run at once for each tile of heads."""
+
+    seq_lens: tl.tensor
+    query_start_loc: tl.tensor
+    num_tokens: tl.tensor
+    num_seqs: tl.tensor
+    max_seq_len: tl.tensor
+    at_once: tl.tensor
+
+
+class Piece(NamedTuple):
+    """A tile of queries of one sequence, and a split of the tokens that they see.
+
+    Attributes:
+      seq: the sequence; num_seqs for padding rows, -1 if there is no such piece.
+      start: the row of the sequence's first query.
+      query_len: how many queries it has.
+      first_query: the tile's first query, counted from the sequence's first.
+      split: which split of the context.
+      num_splits: how many splits the context has.
+      place: where the tile's partial results are, if it has several splits: split 0 here, the others behind it.
+    """
+
+    seq: tl.tensor
+    start: tl.tensor
+    query_len: tl.tensor
+    first_query: tl.tensor
+    split: tl.tensor
+    num_splits: tl.tensor
+    place: tl.tensor
+
+
+@triton.jit
+@no_type_check
+def plan_kernel(
+    seq_lens, query_start_loc, num_tokens, num_seqs, max_seq_len, at_once, num_pieces, num_split_tiles,
+    pieces, split_tiles, cfg: tl.constexpr,
+):  # fmt: skip
+    """Describes all pieces, and split 0 of each tile of queries that has several splits: i32 [count, 8] each."""
+    batch = RaggedBatch(seq_lens, query_start_loc, num_tokens, num_seqs, max_seq_len, at_once)
+    most, long = _sizes(batch, cfg)
+    num_long = tl.full([], 0, tl.int32)  # pieces of long sequences
+    for first in range(0, num_seqs + 1, cfg.tuning.scan):
+        tiles, steps, _all_steps = _lengths(first + tl.arange(0, cfg.tuning.scan), batch, cfg)
+        num_long += tl.sum(tl.where(steps >= long, tiles * _splits(steps, most), 0), 0)
+    _store_pieces(split_tiles, num_split_tiles, True, 0, num_long, most, batch, cfg)
+    _store_pieces(pieces, num_pieces, False, long, num_long, most, batch, cfg)
+
+
+@triton.jit
+@no_type_check
+def tile_of(index, query_start_loc, num_tokens, num_seqs, cfg: tl.constexpr):
+    """Returns the tile of queries of that index, where no context is split and no plan is made.
+
+    Sequence s has the tiles from query_start_loc[s] // queries + s on: each has enough room, and no two overlap.
+    """
+    count = index * 0
+    for first in range(0, num_seqs + 1, 128):
+        ids = first + tl.arange(0, 128)
+        inside = ids <= num_seqs
+        starts = tl.load(query_start_loc + ids, mask=inside, other=0)
+        count += tl.sum((inside & (starts // cfg.tuning.queries + ids <= index)).to(tl.int32), 0)
+    seq = count - 1
+    start = tl.load(query_start_loc + seq)
+    stop = tl.load(query_start_loc + seq + 1, mask=seq < num_seqs, other=num_tokens)
+    first_query = (index - start // cfg.tuning.queries - seq) * cfg.tuning.queries
+    return Piece(seq, start, stop - start, first_query, 0, 1, 0)
+
+
+@triton.jit
+@no_type_check
+def load_piece(pieces, index, again: tl.constexpr = False):
+    """Returns the piece of that index, of those that `plan_kernel` has described.
+
+    With `again` it comes from memory once more, so that it holds no registers in between.
+    """
+    at = pieces + index * _FIELDS
+    seq = tl.load(at, volatile=again)
+    start = tl.load(at + 1, volatile=again)
+    query_len = tl.load(at + 2, volatile=again)
+    first_query = tl.load(at + 3, volatile=again)
+    split = tl.load(at + 4, volatile=again)
+    num_splits = tl.load(at + 5, volatile=again)
+    return Piece(seq, start, query_len, first_query, split, num_splits, tl.load(at + 6, volatile=again))
+
+
+@triton.jit
+@no_type_check
+def _store_pieces(out, num, split_tiles: tl.constexpr, long, num_long, most, batch, cfg: tl.constexpr):
+    """Stores what pieces are, or, with `split_tiles`, the tiles of queries with several splits; `num` have room.
+
+    The sequences of `long` steps and more come first, and a sequence's last queries before its first: they see most.
+    """
+    index = tl.program_id(0) * cfg.tuning.plan + tl.arange(0, cfg.tuning.plan)
+    seq, begin, place = index * 0 - 1, index * 0, index * 0
+    of_long, of_others, places = tl.full([], 0, tl.int32), num_long, tl.full([], 0, tl.int32)
+    for first in range(0, batch.num_seqs + 1, cfg.tuning.scan):
+        ids = first + tl.arange(0, cfg.tuning.scan)
+        tiles, steps, _all_steps = _lengths(ids, batch, cfg)
+        num_splits = _splits(steps, most)
+        taken = tl.where(num_splits > 1, tiles * num_splits, 0)
+        if split_tiles:
+            counts = tl.where(num_splits > 1, tiles, 0)
+            begins = of_long + tl.cumsum(counts, 0) - counts
+            of_long += tl.sum(counts, 0)
+        else:
+            counts = tiles * num_splits
+            if_long = tl.where(steps >= long, counts, 0)
+            others = counts - if_long
+            begins = of_others + tl.cumsum(others, 0) - others
+            begins = tl.where(steps >= long, of_long + tl.cumsum(if_long, 0) - if_long, begins)
+            of_long += tl.sum(if_long, 0)
+            of_others += tl.sum(others, 0)
+        mine = (index[:, None] >= begins[None, :]) & (index[:, None] < (begins + counts)[None, :])
+        firsts = places + tl.cumsum(taken, 0) - taken
+        places += tl.sum(taken, 0)
+        seq = tl.maximum(seq, tl.max(tl.where(mine, ids[None, :], -1), 1))
+        begin = tl.maximum(begin, tl.max(tl.where(mine, begins[None, :], 0), 1))
+        place = tl.maximum(place, tl.max(tl.where(mine, firsts[None, :], 0), 1))
+
+    tiles, steps, _all_steps = _lengths(seq, batch, cfg)
+    num_splits = _splits(steps, most)
+    number = index - begin
+    tile = number
+    if not split_tiles:
+        tile = number // num_splits
+    found = seq >= 0
+    start = tl.load(batch.query_start_loc + seq, mask=found, other=0)
+    stop = tl.load(batch.query_start_loc + seq + 1, mask=found & (seq < batch.num_seqs), other=batch.num_tokens)
+    at = out + index * _FIELDS
+    tl.store(at, seq, mask=index < num)
+    found = found & (index < num)
+    tl.store(at + 1, start, mask=found)
+    tl.store(at + 2, stop - start, mask=found)
+    tl.store(at + 3, (tiles - 1 - tile) * cfg.tuning.queries, mask=found)
+    tl.store(at + 4, number - tile * num_splits if not split_tiles else number * 0, mask=found)
+    tl.store(at + 5, num_splits, mask=found)
+    tl.store(at + 6, place + tile * num_splits, mask=found)
+
+
+@triton.jit
+@no_type_check
+def _sizes(batch, cfg: tl.constexpr):
+    """Returns how many tiles a split may have, and from how many on a context is long: as many as the average."""
+    work = tl.full([], 0, tl.int64)
+    count = tl.full([], 0, tl.int32)
+    for first in range(0, batch.num_seqs + 1, cfg.tuning.scan):
+        tiles, _steps, all_steps = _lengths(first + tl.arange(0, cfg.tuning.scan), batch, cfg)
+        work += tl.sum(tiles.to(tl.int64) * all_steps, 0)
+        count += tl.sum(tiles, 0)
+    most = tl.maximum(tl.cdiv(work, batch.at_once).to(tl.int32), cfg.tuning.least_split)
+    return most, tl.cdiv(work, tl.maximum(count, 1)).to(tl.int32)
+
+
+@triton.jit
+@no_type_check
+def _splits(steps, most):
+    """Returns into how many splits contexts of so many tiles are cut; splits may have an eighth more than `most`."""
+    return tl.maximum(tl.cdiv(steps - most // 8, most), 1)
+
+
+@triton.jit
+@no_type_check
+def _lengths(ids, batch, cfg: tl.constexpr):
+    """Returns of each sequence its tiles of queries, and the tiles of tokens that the last of them sees.
+
+    These are the cached ones, which are split, and all of them, the new ones included that `prefix_attention` is given.
+    The sequence num_seqs has the padding rows; those behind it, and -1, have nothing.
+    """
+    problem: tl.constexpr = cfg.problem
+    queries: tl.constexpr = cfg.tuning.queries
+    tile: tl.constexpr = cfg.tuning.tile
+    real = (ids >= 0) & (ids < batch.num_seqs)
+    starts = tl.load(batch.query_start_loc + ids, mask=(ids >= 0) & (ids <= batch.num_seqs), other=batch.num_tokens)
+    stops = tl.load(batch.query_start_loc + ids + 1, mask=real, other=batch.num_tokens)
+    tokens = tl.load(batch.seq_lens + ids, mask=real, other=0)
+    query_lens = stops - starts
+    new = 0
+    if cfg.prefix:
+        tokens -= query_lens
+        new = tl.where(real, tl.cdiv(query_lens, tile), 0)
+    tokens = tl.maximum(tl.minimum(tokens, batch.max_seq_len), 0)
+    if problem.sliding_window is not None:
+        tokens = tl.minimum(tokens, problem.sliding_window + queries)
+    if problem.block_sparse is not None:  # about: a pattern may begin anywhere
+        near = tl.minimum(tokens, problem.block_sparse.local_blocks * problem.block_sparse.block_size + queries)
+        tokens = near + (tokens - near) // problem.block_sparse.vert_stride * cfg.patterns
+    steps = tl.cdiv(tokens, tile)
+    return tl.cdiv(query_lens, queries), steps, steps + new

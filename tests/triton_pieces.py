@@ -1,0 +1,81 @@
+"""How Triton's ragged attention cuts batches into pieces; `triton_interpreter` runs `hold` in Triton's interpreter."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from paged_jax.kernels.problem import Device, Problem, ScaleKind
+from paged_jax.kernels.triton import ragged_tuning, tuning
+from paged_jax.kernels.triton.device.pieces import plan_kernel
+from paged_jax.options import PerHead
+
+
+def batches(rng):
+    """Lengths and query lengths of random batches, as engines have them, and padding rows."""
+    mixes = (1, "decode", 4000), (5, "speculative", 4000), (36, "mixed", 900), (4, "prefill", 60)
+    for num_seqs, mix, longest in mixes:
+        contexts = rng.integers(0, longest, num_seqs)
+        queries = {
+            "decode": np.ones(num_seqs, np.int64),
+            "speculative": rng.integers(0, 6, num_seqs),
+            "mixed": np.where(rng.random(num_seqs) < 0.1, rng.integers(1, 100, num_seqs), 1),
+            "prefill": rng.integers(1, 200, num_seqs),
+        }[mix]
+        yield contexts + queries, queries, int(rng.integers(0, 20))
+
+
+def hold(run):
+    """Holds the pieces of random batches against what they must be; `run(kernel, grid, inputs, outputs, cfg)`."""
+    rng = np.random.default_rng(0)
+    num_split = 0
+    for seq_lens, query_lens, padding in batches(rng):
+        num_tokens = max(1, int(query_lens.sum()) + padding)
+        padding = num_tokens - int(query_lens.sum())
+        problem = Problem(
+            num_kv_heads=2, head_size=64, block_size=16, layout="hnd", cache_dtype="bfloat16", k_scale=ScaleKind.NONE,
+            v_scale=ScaleKind.NONE, num_heads=8, query_dtype="bfloat16", per_head=PerHead(False, False),
+            sliding_window=None, logits_soft_cap=None, block_sparse=None, causal=True, num_seqs=len(seq_lens),
+            num_tokens=num_tokens, num_blocks=8, max_blocks_per_seq=300, max_seq_len=4800,
+        )  # fmt: skip
+        kernel, grid = ragged_tuning.tune(problem, Device(90, 40), prefix=False)
+        assert not kernel.tuning.final
+        kernel = replace(kernel, tuning=replace(kernel.tuning, scan=16, plan=32))
+        starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+        sizes = num_tokens, len(seq_lens), 4800, grid.at_once, grid.pieces, grid.split_tiles
+        pieces, tiles = (
+            np.full((count, ragged_tuning.PIECE_FIELDS), -9, np.int32) for count in (grid.pieces, grid.split_tiles)
+        )
+        inputs = seq_lens.astype(np.int32), starts, *sizes
+        num_programs = tuning.cdiv(grid.pieces, kernel.tuning.plan)
+        pieces, tiles = run(plan_kernel, (num_programs,), inputs, (pieces, tiles), kernel)
+        num_split += _check(pieces, tiles, query_lens, padding, kernel, grid)
+    assert num_split >= 3, num_split
+
+
+def _check(pieces, tiles, query_lens, padding, kernel, grid):
+    """Checks one batch: every tile of queries has all of its splits, once, and partial results a place of their own."""
+    found = pieces[pieces[:, 0] >= 0]
+    assert len(found) < len(pieces), "the last program has something to do, so there may be too few"
+    assert np.all(pieces[len(found) :, 0] == -1), "pieces come first"
+    starts = np.concatenate([[0], np.cumsum(query_lens)])
+    rows = kernel.tuning.queries
+    splits_of, places = {}, []
+    for seq, start, query_len, first_query, split, num_splits, place in found[:, :7].tolist():
+        assert start == starts[seq]
+        assert query_len == (padding if seq == len(query_lens) else query_lens[seq])
+        assert 0 <= split < num_splits
+        splits_of.setdefault((seq, first_query), []).append((split, num_splits))
+        if num_splits > 1:
+            places.append(place + split)
+    every = [*enumerate(query_lens.tolist()), (len(query_lens), padding)]
+    assert sorted(splits_of) == [(seq, first) for seq, count in every for first in range(0, count, rows)]
+    for splits in splits_of.values():
+        assert sorted(splits) == [(i, splits[0][1]) for i in range(splits[0][1])]
+    assert len(set(places)) == len(places)
+    assert all(0 <= place < grid.places for place in places)
+    split_tiles = {tuple(p) for p in found.tolist() if p[4] == 0 and p[5] > 1}
+    assert len(split_tiles) <= grid.split_tiles
+    noted = tiles[tiles[:, 0] >= 0].tolist()
+    assert {tuple(p) for p in noted} == split_tiles
+    assert len(noted) == len(split_tiles)
+    return len(split_tiles)
