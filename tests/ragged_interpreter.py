@@ -50,11 +50,21 @@ def store_part(part_gmem, acc, tokens, cfg):
     part_gmem[...] = jnp.where(rows, acc, old)
 
 
-def zero_tokens(v_smem, low, high, cfg):
+def zero_tokens(v_smem, low, high, line, cfg):
     rows = v_smem[...]
-    token = jnp.arange(cfg.tuning.tile)[:, None]
+    token = jnp.arange(line.tile)[:, None]
     v_smem[...] = jnp.where((token >= low) & (token < high), rows, jnp.zeros_like(rows))
     plgpu.commit_smem()
+
+
+def store_words(words_smem, row, values):
+    for i, value in enumerate(values):
+        words_smem[row, i] = value
+
+
+def accumulate_and_score(out, weights, v_smem, q_smem, k_smem, then, line):
+    products = ragged_attend.scores(q_smem, k_smem, None, line)
+    return accumulate(out, weights, v_smem, then), products
 
 
 def accumulate(acc, weights, v_smem, then):
@@ -117,8 +127,9 @@ def call(op, operands, device=SMALL_GPU, **tuning):
             store_rows=store_rows,
             store_part=store_part,
             zero_tokens=zero_tokens,
+            store_words=store_words,
         ),
-        mock.patch.object(ragged_attend, "accumulate", accumulate),
+        mock.patch.multiple(ragged_attend, accumulate=accumulate, accumulate_and_score=accumulate_and_score),
         mock.patch.object(ragged_merge, "merge_rows", merge_rows),
         params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=True)),
     )

@@ -39,9 +39,10 @@ INTERPRETED = [
     small("huge", 2, 1, 64, 16, "bfloat16", logits="huge", scale=1.0, sinks=True),
     small("all-empty", 4, 2, 64, 16, "float16", seq_lens=(0, 0), query_lens=(0, 0), sinks=True),
     small("split", 2, 1, 64, 16, "bfloat16", seq_lens=(600, 3), query_lens=(2, 1), sinks=True, padding=0),
+    small("short-and-wide", 2, 1, 64, 16, "float16", seq_lens=(128,), query_lens=(40,), padding=0, max_seq_len=128),
     small("split-wide", 8, 1, 64, 64, "float16", seq_lens=(500,), query_lens=(100,), logits_soft_cap=3.0),
 ]
-TINY_TILES = {"tile": 64, "stages": 2, "least_split": 2}
+TINY_TILES = {"tile": 64, "thin_tile": 64, "stages": 2, "least_split": 2}
 
 # Of NumPy, at the poison.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -110,14 +111,14 @@ def test_items_cover_each_row_and_token_once(shape):
     query_lens, seq_lens = (1, 0, 70, 5, 33, 1), (900, 0, 70, 400, 1000, 1)
     cfg, refs = config(query_lens, seq_lens, *shape, num_programs=32, tile=64, least_split=2)
     seen, places = {}, ([], [])
-    for line in ragged_plan.lines(cfg):
+    for line in cfg.lines:
         for number in range(int(ragged_plan.total(ragged_plan.ITEMS, line, refs, cfg))):
             item = jax.tree.map(int, ragged_plan.find(jnp.int32(number), line, refs, cfg))
             assert item.kind == (1 if line.wide else 2)
             assert 0 < item.tokens <= line.tokens
-            span = item.origin, max(item.origin, min(item.origin + item.count * 64, item.high))
+            span = item.origin, max(item.origin, min(item.origin + item.count * line.tile, item.high))
             for token in range(item.first_token, item.first_token + item.tokens):
-                seen.setdefault((token, item.head), []).append(span)
+                seen.setdefault((token, item.kv_head), []).append(span)
             if item.place >= 0:
                 places[0 if line.wide else 1].append(item.place)
         end = jnp.int32(ragged_plan.total(ragged_plan.ITEMS, line, refs, cfg))

@@ -27,19 +27,62 @@ class Tuning:
 
     Attributes:
       num_programs: thread blocks, one a multiprocessor, which take work items until none is left.
-      tile: tokens of K and of V in one step.
+      tile: tokens of K and of V in one step of wide items.
+      thin_tile: the same of thin items; it divides `tile`.
       stages: tiles in the rings of K and of V, an even number.
-      least_split: tiles of a context below which it is not split further.
+      registers: of a thread that computes, and of one that loads.
+      least_split: cost of an item below which it is not split; a tile of 64 tokens costs 1, in wide items 2.
       claim: how programs share the work items: "stride", each takes every n-th; or "queue", each takes the next.
       merge_programs: thread blocks that merge the parts of split contexts.
     """
 
     num_programs: int
     tile: int = 128
+    thin_tile: int = 64
     stages: int = 2
-    least_split: int = 8
+    registers: tuple[int, int] = (232, 40)  # 65536 of a multiprocessor, for 3 warpgroups of 128
+    least_split: int = 16
     claim: str = "queue"
     merge_programs: int = 264
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """Wide or thin items, one after the other.
+
+    Attributes:
+      wide: which.
+      tokens: query tokens of an item, at most.
+      tile: tokens of K and of V in one step.
+      stages: tiles in the rings of K and of V.
+      block_size: tokens of a block of the cache.
+    """
+
+    wide: bool
+    tokens: int
+    tile: int
+    stages: int
+    block_size: int
+
+    @property
+    def run(self) -> int:
+        """Neighbouring tokens of a tile that are in one block: one copy."""
+        return min(self.block_size, self.tile)
+
+    @property
+    def runs(self) -> int:
+        """Runs of a tile."""
+        return self.tile // self.run
+
+    @property
+    def tile_cost(self) -> int:
+        """What a tile costs."""
+        return self.tile // 64 * (2 if self.wide else 1)
+
+    @property
+    def item_cost(self) -> int:
+        """What an item costs beside its tiles."""
+        return 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +104,14 @@ class Config:
         return ROWS // self.problem.group
 
     @property
-    def run(self) -> int:
-        """Neighbouring tokens of a tile that are in one block: one copy."""
-        return min(self.problem.block_size, self.tuning.tile)
-
-    @property
-    def runs(self) -> int:
-        """Runs of a tile."""
-        return self.tuning.tile // self.run
+    def lines(self) -> tuple[Line, Line]:
+        """The wide and the thin items."""
+        tuning, size = self.tuning, self.problem.block_size
+        stages = tuning.stages * (tuning.tile // tuning.thin_tile)
+        return (
+            Line(wide=True, tokens=2 * self.half, tile=tuning.tile, stages=tuning.stages, block_size=size),
+            Line(wide=False, tokens=self.half, tile=tuning.thin_tile, stages=stages, block_size=size),
+        )
 
     @property
     def merged_rows(self) -> int:
@@ -82,13 +125,16 @@ class Config:
         A split item costs more than an even share of all work, which is cut into pieces of at least that size: there
         are at most as many of these as programs, and one more piece for each item that is cut.
         """
-        problem, tuning = self.problem, self.tuning
-        tiles = -(-problem.max_seq_len // tuning.tile)
-        if tiles <= tuning.least_split:
-            return 0, 0
-        most = 2 * tuning.num_programs
-        thin = min(most, problem.num_seqs * problem.num_kv_heads * -(-tiles // tuning.least_split))
-        return most if problem.num_tokens > self.half else 0, thin
+        wide, thin = (self._most_splits(line) for line in self.lines)
+        most = 2 * self.tuning.num_programs
+        items = self.problem.num_seqs * self.problem.num_kv_heads
+        has_wide = self.problem.num_tokens > self.half
+        return most if wide > 1 and has_wide else 0, min(most, items * thin) if thin > 1 else 0
+
+    def _most_splits(self, line: Line) -> int:
+        """Splits that an item may have."""
+        cost = -(-self.problem.max_seq_len // line.tile) * line.tile_cost
+        return -(-cost // self.tuning.least_split)
 
 
 def reasons(problem: Problem, device: Device) -> list[str]:
@@ -152,33 +198,38 @@ def scratch(cfg: Config) -> dict[str, Any]:
     def swizzled(shape, dtype):
         return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=transforms(d, dtype))
 
-    landed = plgpu.Barrier(num_arrivals=cfg.runs, num_barriers=stages)
-    by_both, by_one = (plgpu.Barrier(num_arrivals=readers, num_barriers=stages) for readers in (2, 1))
+    landed, thin_landed = (plgpu.Barrier(num_arrivals=line.runs, num_barriers=line.stages) for line in cfg.lines)
+    consumed, thin_consumed = (
+        plgpu.Barrier(num_arrivals=readers, num_barriers=line.stages)
+        for line, readers in zip(cfg.lines, (2, 1), strict=True)
+    )
+    edge, thin_edge = (plgpu.Barrier(num_arrivals=line.runs) for line in cfg.lines)
     return {
         "q_smem": swizzled((2, ROWS, d), dtype),
         "k_smem": swizzled((stages, tuning.tile, d), problem.cache_dtype),
         "v_smem": swizzled((stages, tuning.tile, d), problem.cache_dtype),
         "out_smem": swizzled((2, ROWS, d), dtype),
         "lse_smem": plgpu.SMEM((2, ROWS), jnp.float32),
-        "top_smem": plgpu.SMEM((ROWS,), jnp.float32),
-        "total_smem": plgpu.SMEM((ROWS,), jnp.float32),
+        "maxima_smem": plgpu.SMEM((ROWS,), jnp.float32),
+        "sums_smem": plgpu.SMEM((ROWS,), jnp.float32),
         "items_smem": plgpu.SMEM((QUEUE, ITEM_FIELDS), jnp.int32),
         "claim_smem": plgpu.SMEM((1,), jnp.int32),
         "item_ready": plgpu.Barrier(num_barriers=QUEUE),
         "item_consumed": plgpu.Barrier(num_arrivals=2, num_barriers=QUEUE),
         "q_ready": plgpu.Barrier(),
         "q_consumed": plgpu.Barrier(num_arrivals=2),
-        "edge_landed": plgpu.Barrier(num_arrivals=cfg.runs),
+        "edge_landed": edge,
+        "thin_edge_landed": thin_edge,
         "k_ready": landed,
         "v_ready": landed,
-        "k_consumed": by_both,
-        "v_consumed": by_both,
-        "thin_k_ready": landed,
-        "thin_v_ready": landed,
-        "thin_k_consumed": by_one,
-        "thin_v_consumed": by_one,
+        "k_consumed": consumed,
+        "v_consumed": consumed,
+        "thin_k_ready": thin_landed,
+        "thin_v_ready": thin_landed,
+        "thin_k_consumed": thin_consumed,
+        "thin_v_consumed": thin_consumed,
         "handed_over": plgpu.Barrier(),
-        "taken_over": plgpu.Barrier(),
+        "results_stored": plgpu.Barrier(),
         "turn": plgpu.Barrier(num_arrivals=2),
     }
 

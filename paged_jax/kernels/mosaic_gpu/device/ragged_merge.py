@@ -21,7 +21,7 @@ from jaxlib.mlir.dialects import arith, scf
 from paged_jax.kernels.mosaic_gpu.device import ragged_plan as plan
 from paged_jax.kernels.mosaic_gpu.device.inline import inline
 from paged_jax.kernels.mosaic_gpu.device.ragged_rows import address, assembly, i32, i64, thread, wide, word
-from paged_jax.kernels.mosaic_gpu.ragged_tuning import ROWS, Config
+from paged_jax.kernels.mosaic_gpu.ragged_tuning import ROWS, Config, Line
 
 _IN_FLIGHT = 4  # parts
 _LENGTHS = "query_start_loc", "seq_lens"
@@ -48,12 +48,12 @@ def _kernel(*gmem, cfg: Config):
         f"{name}_gmem" for name in ("query_start_loc", "seq_lens", *plan.Work._fields, "sinks", *_PARTS, "out", "lse")
     ]
     refs = SimpleNamespace(**dict(zip(names, gmem, strict=True)))
-    for line, places in zip(plan.lines(cfg), cfg.places, strict=True):
+    for line, places in zip(cfg.lines, cfg.places, strict=True):
         if places:
             _merge_line(line, refs, cfg)
 
 
-def _merge_line(line: plan.Line, refs, cfg: Config) -> None:
+def _merge_line(line: Line, refs, cfg: Config) -> None:
     @pl.loop(lax.axis_index("program"), plan.total(plan.MERGES, line, refs, cfg), step=cfg.tuning.merge_programs)
     def _(number):
         seq = plan.search(number, plan.MERGES, line, refs, cfg)
@@ -79,7 +79,7 @@ def _merge_line(line: plan.Line, refs, cfg: Config) -> None:
 
 def merge_rows(
     parts_gmem, sums_gmem, sinks_gmem, out_gmem, lse_gmem,
-    turn, num_rows, first_token, tiles, splits, places, line: plan.Line, cfg: Config,
+    turn, num_rows, first_token, tiles, splits, places, line: Line, cfg: Config,
 ) -> None:  # fmt: skip
     """Merges the turn-th rows (token, query head) of a sequence's `num_rows` split ones.
 
@@ -99,7 +99,7 @@ def merge_rows(
 
 
 def _merge_rows(
-    parts, sums, sinks, out, lse, turn, num_rows, first_token, tiles, splits, places, line: plan.Line, cfg: Config
+    parts, sums, sinks, out, lse, turn, num_rows, first_token, tiles, splits, places, line: Line, cfg: Config
 ):
     problem, threads = cfg.problem, cfg.problem.head_size // 4
     index = thread()

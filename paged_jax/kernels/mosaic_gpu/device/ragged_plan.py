@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from paged_jax.kernels.mosaic_gpu.ragged_tuning import Config
+from paged_jax.kernels.mosaic_gpu.ragged_tuning import Config, Line
 
 Scalar = Any  # an int32 of the device
 _SLACK = 1.125  # of an even share, before an item is split
@@ -51,7 +51,7 @@ class Item:
 
     Attributes:
       kind: 0 none, 1 wide, 2 thin.
-      head: the kv head.
+      kv_head: the kv head.
       seq: the row of the block tables.
       first_token, tokens: rows of the query.
       position: of the first token in its sequence.
@@ -62,7 +62,7 @@ class Item:
     """
 
     kind: Scalar
-    head: Scalar
+    kv_head: Scalar
     seq: Scalar
     first_token: Scalar
     tokens: Scalar
@@ -75,21 +75,6 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Line:
-    """Wide or thin items.
-
-    Attributes:
-      wide: which.
-      tokens: at most, of an item.
-      weight: cost of a tile of K and V.
-    """
-
-    wide: bool
-    tokens: int
-    weight: int
-
-
-@dataclass(frozen=True)
 class Row:
     """A sequence: its first query token, how many it has, and tokens of the sequence."""
 
@@ -98,19 +83,14 @@ class Row:
     seq_len: Scalar
 
 
-def lines(cfg: Config) -> tuple[Line, Line]:
-    """The wide and the thin items."""
-    return Line(True, 2 * cfg.half, 2), Line(False, cfg.half, 1)
-
-
 def plan(cfg: Config, query_start_loc: Array, seq_lens: Array) -> Work:
     """Counts the work, in XLA."""
     problem, programs = cfg.problem, cfg.tuning.num_programs
     ends = jnp.append(query_start_loc[1:], problem.num_tokens)
     rows = Row(query_start_loc, jnp.maximum(ends - query_start_loc, 0), jnp.append(seq_lens, 0))
     costs = []
-    for line in lines(cfg):
-        cost = tiles_of(rows, line, cfg) * (line.weight * _length(rows, line, cfg) + 1)
+    for line in cfg.lines:
+        cost = tiles_of(rows, line, cfg) * (line.tile_cost * _length(rows, line, cfg) + line.item_cost)
         costs.append(_sum_before(cost.astype(jnp.float32))[-1] * problem.num_kv_heads)
     wide, thin = costs
     share = jnp.maximum((wide + thin) * (_SLACK / programs) + 1, cfg.tuning.least_split)
@@ -119,7 +99,7 @@ def plan(cfg: Config, query_start_loc: Array, seq_lens: Array) -> Work:
     of_wide = jnp.maximum(of_wide, (wide > 0).astype(jnp.int32))
     of_wide = jnp.where(thin > 0, jnp.minimum(of_wide, programs - 1), programs)
     counts = []
-    for line in lines(cfg):
+    for line in cfg.lines:
         tiles, splits = tiles_of(rows, line, cfg), splits_of(rows, per_split, line, cfg)
         items = tiles * splits * problem.num_kv_heads
         merges = _over(tokens_of(rows, line, cfg) * problem.num_heads + cfg.merged_rows - 1, cfg.merged_rows)
@@ -174,20 +154,20 @@ def find(number: Scalar, line: "Line", refs, cfg: Config) -> Item:
     tokens = lax.min(row.queries - first, jnp.int32(line.tokens))
     position = row.seq_len - row.queries + first
     low, high = _seen(row, position, tokens, cfg)
-    origin = lax.div(low, jnp.int32(cfg.run)) * cfg.run
-    count = _tiles(high - origin, cfg)
+    origin = lax.div(low, jnp.int32(line.run)) * line.run
+    count = _tiles(high - origin, line)
     share = lax.div(count + splits - 1, splits)
     begin = lax.min(split * share, count)
     return Item(
         kind=jnp.where(some, 1 if line.wide else 2, 0),
-        head=head,
+        kv_head=head,
         seq=lax.min(seq, jnp.int32(problem.num_seqs - 1)),
         first_token=row.start + first,
         tokens=tokens,
         position=position,
-        origin=origin + begin * cfg.tuning.tile,
+        origin=origin + begin * line.tile,
         low=low,
-        high=lax.min(high, origin + (begin + share) * cfg.tuning.tile),
+        high=lax.min(high, origin + (begin + share) * line.tile),
         count=lax.min(share, count - begin),
         place=jnp.where(splits > 1, before(PLACES, seq, line, refs) + inside, -1),
     )
@@ -228,7 +208,9 @@ def tokens_of(row: Row, line: Line, cfg: Config) -> Scalar:
 
 def splits_of(row: Row, per_split: Scalar, line: Line, cfg: Config) -> Scalar:
     """Splits of each item of a sequence, as many as make none larger than a share; a little more does not count."""
-    cost = (_length(row, line, cfg) * line.weight).astype(jnp.float32)
+    if not cfg.places[0 if line.wide else 1]:
+        return _at_least(row.seq_len * 0, 1)
+    cost = (_length(row, line, cfg) * line.tile_cost).astype(jnp.float32)
     return _at_least((cost * per_split + 0.999).astype(jnp.int32), 1)
 
 
@@ -237,7 +219,7 @@ def _length(row: Row, line: Line, cfg: Config) -> Scalar:
     most = cfg.problem.max_seq_len
     if cfg.problem.sliding_window is not None:
         most = min(most, cfg.problem.sliding_window + line.tokens)
-    return _tiles(-_at_least(-row.seq_len, -most), cfg)
+    return _tiles(-_at_least(-row.seq_len, -most), line)
 
 
 def _seen(row: Row, position: Scalar, tokens: Scalar, cfg: Config) -> tuple[Scalar, Scalar]:
@@ -252,8 +234,8 @@ def _seen(row: Row, position: Scalar, tokens: Scalar, cfg: Config) -> tuple[Scal
     return lax.min(low, lax.max(high, jnp.int32(0))), lax.max(high, jnp.int32(0))
 
 
-def _tiles(tokens: Scalar, cfg: Config) -> Scalar:
-    return _at_least(_over(tokens + (cfg.tuning.tile - 1), cfg.tuning.tile), 0)
+def _tiles(tokens: Scalar, line: Line) -> Scalar:
+    return _at_least(_over(tokens + (line.tile - 1), line.tile), 0)
 
 
 def _over(x: Any, n: int) -> Any:

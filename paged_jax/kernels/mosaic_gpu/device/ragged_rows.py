@@ -18,7 +18,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from paged_jax.kernels.mosaic_gpu.device.inline import inline
-from paged_jax.kernels.mosaic_gpu.ragged_tuning import ROWS, Config, transforms
+from paged_jax.kernels.mosaic_gpu.ragged_tuning import ROWS, Config, Line, transforms
 
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 
@@ -137,7 +137,7 @@ def store_part(part_gmem, acc: Array, tokens, cfg: Config) -> None:
     body(part_gmem, acc, tokens)
 
 
-def zero_tokens(v_smem, low, high, cfg: Config) -> None:
+def zero_tokens(v_smem, low, high, line: Line, cfg: Config) -> None:
     """Zeroes the rows of a tile whose tokens are not low <= token < high; the products see it after a barrier."""
     dtype, d = jnp.dtype(cfg.problem.cache_dtype), cfg.problem.head_size
     swizzle = transforms(d, dtype)[1].swizzle
@@ -148,7 +148,7 @@ def zero_tokens(v_smem, low, high, cfg: Config) -> None:
         smem, low, high = address(v_smem), low.registers.item(), high.registers.item()
         lanes = swizzle // 16  # of a row of a column of tiles
         first = thread()
-        for i in range(cfg.tuning.tile * lanes // 128):
+        for i in range(line.tile * lanes // 128):
             chunk = arith.addi(first, i32(128 * i))
             row = arith.divui(chunk, i32(lanes))
             seen = arith.andi(
@@ -172,6 +172,22 @@ def zero_tokens(v_smem, low, high, cfg: Config) -> None:
         assembly("fence.proxy.async.shared::cta;", "", 0)
 
     body(v_smem, low, high)
+
+
+def store_words(words_smem, row, values) -> None:
+    """Stores 32-bit integers to a row of shared memory; others see them after a barrier that this warpgroup arrives at."""
+    shape = words_smem.shape
+
+    @inline(plgpu.RefType(), *[_SCALAR] * (len(values) + 1))
+    def body(_, words_smem, row, *values):
+        first = arith.addi(address(words_smem), arith.muli(row.registers.item(), i32(4 * shape[1])))
+        for i, value in enumerate(values):
+            assembly(
+                "{ .reg .pred first; setp.eq.u32 first, $0, 0; @first st.shared.b32 [$1], $2; }",
+                "r,r,r", 0, thread(), arith.addi(first, i32(4 * i)), value.registers.item(),
+            )  # fmt: skip
+
+    body(words_smem, row, *values)
 
 
 def claim(counts_gmem, claim_smem, line: int) -> Any:
