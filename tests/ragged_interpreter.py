@@ -13,8 +13,8 @@ from jax import lax
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
 
 from paged_jax.kernels.mosaic_gpu import ragged, ragged_tuning
-from paged_jax.kernels.mosaic_gpu.device import ragged_attend, ragged_merge, ragged_rows
-from paged_jax.kernels.mosaic_gpu.ragged_tuning import ROWS
+from paged_jax.kernels.mosaic_gpu.device import ragged_attend, ragged_merge, ragged_rows, ragged_scan
+from paged_jax.kernels.mosaic_gpu.ragged_tuning import ROWS, THREADS
 from paged_jax.kernels.problem import Device
 
 SMALL_GPU = Device(90, 2)
@@ -32,6 +32,21 @@ def load_queries(query_gmem, q_smem, first_token, tokens, head, cfg):
     rows = query_gmem[...][jnp.where(own, token, 0), query_head]
     q_smem[...] = jnp.where(own[:, None], rows, jnp.zeros_like(rows))
     plgpu.commit_smem()
+
+
+def finish_queries():
+    plgpu.commit_smem()
+
+
+def gather(values_gmem, first, last):
+    return values_gmem[...][jnp.minimum(jnp.arange(THREADS) + first, last)]
+
+
+def sums_before(arrays, sums_smem, first):
+    for row, x in enumerate(arrays):
+        before = sums_smem[row, first] if first else jnp.zeros((), x.dtype)
+        sums_smem[row, pl.ds(first, THREADS)] = before + jnp.cumsum(x, dtype=x.dtype) - x
+        sums_smem[row, first + THREADS] = before + x.sum(dtype=x.dtype)
 
 
 def store_rows(out_smem, lse_smem, out_gmem, lse_gmem, first_token, tokens, head, cfg):
@@ -128,7 +143,9 @@ def call(op, operands, device=SMALL_GPU, **tuning):
             store_part=store_part,
             zero_tokens=zero_tokens,
             store_words=store_words,
+            finish_queries=finish_queries,
         ),
+        mock.patch.multiple(ragged_scan, gather=gather, sums_before=sums_before),
         mock.patch.multiple(ragged_attend, accumulate=accumulate, accumulate_and_score=accumulate_and_score),
         mock.patch.object(ragged_merge, "merge_rows", merge_rows),
         params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=True)),

@@ -56,7 +56,9 @@ def _run(
         results = attend(cfg, query, key_cache, value_cache, *batch, counts_ref, *work, *of_options)
         out_ref[...], lse_ref[...] = results["out"], results["lse"]
         if cfg.places != (0, 0):
-            merge(cfg, query_start_loc, seq_lens, work, of_options[2], results | {"out": out_ref, "lse": lse_ref})
+            counted = {} if cfg.counts_in_kernel else work._asdict()
+            written = {"out": out_ref, "lse": lse_ref}
+            merge(cfg, query_start_loc, seq_lens, of_options[2], results | counted | written)
 
     counts = jnp.zeros((2,), jnp.int32)  # of claimed items: a reference, as the kernel writes to them
     unwritten = jnp.zeros(query.shape, query.dtype), jnp.zeros(query.shape[:2], jnp.float32)  # which XLA drops

@@ -18,7 +18,10 @@ _MAX_HEAD_SIZE = 128
 _SHARED_MEMORY = 227 * 1024  # that one program may have
 _OTHER = 8192  # bytes of barriers, of what aligns the buffers and of what reductions take
 ITEM_FIELDS = 16  # int32 that describe a work item in the queue
-QUEUE = 2  # work items that the loading warpgroup describes ahead
+COUNTED = 3  # numbers that are counted of a sequence
+QUEUE = 2  # work items that are described, and whose queries are in shared memory
+THREADS = 128  # of a warpgroup
+_MOST_COUNTED = 4 * THREADS  # sequences that the kernel counts, in shared memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +117,16 @@ class Config:
         )
 
     @property
+    def counts_in_kernel(self) -> bool:
+        """Whether each program counts the work, or XLA does before."""
+        return self.counted <= _MOST_COUNTED
+
+    @property
+    def counted(self) -> int:
+        """Columns of what is counted: the sequences, that of the padding and the end, for whole warpgroups."""
+        return -(-(self.problem.num_seqs + 2) // THREADS) * THREADS
+
+    @property
     def merged_rows(self) -> int:
         """Rows that a warpgroup merges at once, 4 elements a thread."""
         return 128 // (self.problem.head_size // 4)
@@ -204,11 +217,19 @@ def scratch(cfg: Config) -> dict[str, Any]:
         for line, readers in zip(cfg.lines, (2, 1), strict=True)
     )
     edge, thin_edge = (plgpu.Barrier(num_arrivals=line.runs) for line in cfg.lines)
+    counted = {}
+    if cfg.counts_in_kernel:
+        counted = {
+            "table_smem": plgpu.SMEM((2 * COUNTED, cfg.counted + 1), jnp.int32),
+            "costs_smem": plgpu.SMEM((2, cfg.counted + 1), jnp.float32),
+            "per_split_smem": plgpu.SMEM((1,), jnp.float32),
+            "of_wide_smem": plgpu.SMEM((1,), jnp.int32),
+        }
     return {
-        "q_smem": swizzled((2, ROWS, d), dtype),
+        **counted,
+        "q_smem": swizzled((QUEUE, 2, ROWS, d), dtype),
         "k_smem": swizzled((stages, tuning.tile, d), problem.cache_dtype),
         "v_smem": swizzled((stages, tuning.tile, d), problem.cache_dtype),
-        "out_smem": swizzled((2, ROWS, d), dtype),
         "lse_smem": plgpu.SMEM((2, ROWS), jnp.float32),
         "maxima_smem": plgpu.SMEM((ROWS,), jnp.float32),
         "sums_smem": plgpu.SMEM((ROWS,), jnp.float32),
@@ -216,10 +237,10 @@ def scratch(cfg: Config) -> dict[str, Any]:
         "claim_smem": plgpu.SMEM((1,), jnp.int32),
         "item_ready": plgpu.Barrier(num_barriers=QUEUE),
         "item_consumed": plgpu.Barrier(num_arrivals=2, num_barriers=QUEUE),
-        "q_ready": plgpu.Barrier(),
-        "q_consumed": plgpu.Barrier(num_arrivals=2),
-        "edge_landed": edge,
-        "thin_edge_landed": thin_edge,
+        "q_ready": plgpu.Barrier(num_barriers=QUEUE),
+        "q_consumed": plgpu.Barrier(num_arrivals=2, num_barriers=QUEUE),
+        "landed": edge,
+        "thin_landed": thin_edge,
         "k_ready": landed,
         "v_ready": landed,
         "k_consumed": consumed,
@@ -229,7 +250,7 @@ def scratch(cfg: Config) -> dict[str, Any]:
         "thin_k_consumed": thin_consumed,
         "thin_v_consumed": thin_consumed,
         "handed_over": plgpu.Barrier(),
-        "results_stored": plgpu.Barrier(),
+        "tiles_done": plgpu.Barrier(),
         "turn": plgpu.Barrier(num_arrivals=2),
     }
 

@@ -42,7 +42,7 @@ from paged_jax.kernels.mosaic_gpu.device import ragged_results as results
 from paged_jax.kernels.mosaic_gpu.device import ragged_softmax as softmax
 from paged_jax.kernels.mosaic_gpu.device.ragged_softmax import Rows, State
 from paged_jax.kernels.mosaic_gpu.device.registers import layout
-from paged_jax.kernels.mosaic_gpu.ragged_tuning import ROWS, Config, Line, scratch
+from paged_jax.kernels.mosaic_gpu.ragged_tuning import COUNTED, QUEUE, ROWS, Config, Line, scratch
 
 _OPTIONS = ("scale", "slopes", "sinks", "k_scale", "v_scale")
 _INPUTS = (
@@ -59,6 +59,9 @@ def outputs(cfg: Config) -> dict[str, jax.ShapeDtypeStruct]:
         "out": jax.ShapeDtypeStruct((problem.num_tokens, problem.num_heads, problem.head_size), problem.query_dtype),
         "lse": jax.ShapeDtypeStruct((problem.num_tokens, problem.num_heads), f32),
     }
+    if cfg.counts_in_kernel:
+        shapes["table"] = jax.ShapeDtypeStruct((2 * COUNTED, cfg.counted), jnp.int32)
+        shapes["per_split"] = jax.ShapeDtypeStruct((1,), f32)
     for name, places, halves in zip(("wide", "thin"), cfg.places, (2, 1), strict=True):
         places = max(places, 1)
         shapes[f"{name}_parts"] = jax.ShapeDtypeStruct((places, halves, ROWS, problem.head_size), f32)
@@ -115,13 +118,7 @@ def _attend_to_items(warpgroup, refs, cfg: Config) -> None:
 
     zero = jnp.int32(0)
     state = zero, (zero, zero), load.read_item(zero, refs)
-    items, *_ = lax.while_loop(lambda state: state[2].kind > 0, turn, state)
-    pl.when(warpgroup == 1)(lambda: _wait_for_results(items, refs))
-
-
-def _wait_for_results(items, refs) -> None:
-    """Waits until warpgroup 0 has stored the last of `items`: what warpgroup 1 hands over goes to the same place."""
-    pl.when(items > 0)(lambda: plgpu.barrier_wait(refs.results_stored))
+    lax.while_loop(lambda state: state[2].kind > 0, turn, state)
 
 
 def _take_turns(refs) -> None:
@@ -135,9 +132,10 @@ def _attend_to_wide(item: plan.Item, items, before, *, line: Line, warpgroup, re
     The warpgroups take turns: one has the matrix units, for the second product of a tile and the first one of the next,
     while the other does its softmax.
     """
-    plgpu.barrier_wait(refs.q_ready)
+    place = lax.rem(items, jnp.int32(QUEUE))
     rows = softmax.rows_of(item, warpgroup, line, refs, cfg)
-    q_smem, take_turns = refs.q_smem.at[warpgroup], functools.partial(_take_turns, refs)
+    plgpu.barrier_wait(refs.q_ready.at[place])
+    q_smem, take_turns = refs.q_smem.at[place, warpgroup], functools.partial(_take_turns, refs)
     steps = item.count
 
     def stage_of(i):
@@ -183,11 +181,9 @@ def _attend_to_wide(item: plan.Item, items, before, *, line: Line, warpgroup, re
 
     pl.when(warpgroup == 1)(take_turns)  # warpgroup 0 is first
     state = lax.cond(steps > 0, attend_tiles, lambda state: state, softmax.empty(cfg))
-    plgpu.barrier_arrive(refs.q_consumed)
     pl.when(warpgroup == 0)(take_turns)
-    pl.when(warpgroup == 1)(lambda: _wait_for_results(items, refs))
-    results.store(item, warpgroup, rows, _of_base_e(state, rows), line, refs, cfg)
-    pl.when(warpgroup == 0)(lambda: plgpu.barrier_arrive(refs.results_stored))
+    results.store(item, warpgroup, rows, _of_base_e(state, rows), q_smem, line, refs, cfg)
+    plgpu.barrier_arrive(refs.q_consumed.at[place])
 
 
 def _attend_to_thin(item: plan.Item, items, before, *, line: Line, warpgroup, refs, cfg: Config) -> None:
@@ -195,9 +191,10 @@ def _attend_to_thin(item: plan.Item, items, before, *, line: Line, warpgroup, re
 
     Both warpgroups have all of its rows, and each takes the tiles of its own stages, every other one.
     """
-    plgpu.barrier_wait(refs.q_ready)
-    half = jnp.int32(0)
+    place, half = lax.rem(items, jnp.int32(QUEUE)), jnp.int32(0)
     rows = softmax.rows_of(item, half, line, refs, cfg)
+    plgpu.barrier_wait(refs.q_ready.at[place])
+    q_smem = refs.q_smem.at[place, 0]
     first = lax.rem(before + warpgroup, jnp.int32(2))
     steps = lax.div(item.count - first + 1, jnp.int32(2))
 
@@ -205,7 +202,7 @@ def _attend_to_thin(item: plan.Item, items, before, *, line: Line, warpgroup, re
         tile = first + 2 * i
         stage = lax.rem(before + tile, jnp.int32(line.stages))
         plgpu.barrier_wait(refs.thin_k_ready.at[stage])
-        products = scores(refs.q_smem.at[half], load.tile_of(refs.k_smem, stage, line, cfg), None, line)
+        products = scores(q_smem, load.tile_of(refs.k_smem, stage, line, cfg), None, line)
         plgpu.barrier_arrive(refs.thin_k_consumed.at[stage])
         state, weights = softmax.attend(products, state, item, tile, rows, line, cfg)
         plgpu.barrier_wait(refs.thin_v_ready.at[stage])
@@ -214,18 +211,20 @@ def _attend_to_thin(item: plan.Item, items, before, *, line: Line, warpgroup, re
         return state._replace(out=out)
 
     state = lax.fori_loop(0, steps, attend_tile, softmax.empty(cfg))
-    plgpu.barrier_arrive(refs.q_consumed)
     state = _of_base_e(state, rows)
 
     @pl.when(warpgroup == 1)
     def hand_over():
-        _wait_for_results(items, refs)
-        results.hand_over(state, refs, cfg)
+        plgpu.barrier_wait(refs.tiles_done)  # warpgroup 0 needs the query no more
+        results.hand_over(state, refs.q_smem.at[place], refs, cfg)
 
     @pl.when(warpgroup == 0)
     def finish():
-        results.store(item, half, rows, results.take_over(state, refs), line, refs, cfg)
-        plgpu.barrier_arrive(refs.results_stored)
+        plgpu.barrier_arrive(refs.tiles_done)
+        whole = results.take_over(state, refs.q_smem.at[place], refs)
+        results.store(item, half, rows, whole, q_smem, line, refs, cfg)
+
+    plgpu.barrier_arrive(refs.q_consumed.at[place])
 
 
 def _of_base_e(state: State, rows: Rows) -> State:

@@ -1,8 +1,12 @@
-"""Device code of the loading warpgroup: work items into the queue, their queries and tiles into shared memory."""
+"""What the loading warpgroup does: it describes work items in a queue, and copies their queries and their tiles.
 
-import functools
+It is ahead of those who compute. While the tiles of an item are on their way, it finds the next item and copies its
+query, for which there are two places in turn; results leave through the place of their query. Rings of tiles go on from
+one item to the next.
+"""
+
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -10,68 +14,119 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from paged_jax.kernels.mosaic_gpu.device import ragged_count as count
 from paged_jax.kernels.mosaic_gpu.device import ragged_plan as plan
 from paged_jax.kernels.mosaic_gpu.device import ragged_rows as rows
+from paged_jax.kernels.mosaic_gpu.device.ragged_plan import Item, Scalar, Work
 from paged_jax.kernels.mosaic_gpu.ragged_tuning import QUEUE, Config, Line
 
 _WARPS = 4  # of a warpgroup
 
 
+class Ring(NamedTuple):
+    """Barriers of the tiles in shared memory: wide items and thin ones have their own, and count their tiles from 0."""
+
+    k_ready: Any
+    k_consumed: Any
+    v_ready: Any
+    v_consumed: Any
+    landed: Any  # a tile of V has arrived, of which the loading warpgroup has to zero something
+
+
+def ring_of(line: Line, refs) -> Ring:
+    """The barriers of a line's ring."""
+    if line.wide:
+        return Ring(refs.k_ready, refs.k_consumed, refs.v_ready, refs.v_consumed, refs.landed)
+    return Ring(refs.thin_k_ready, refs.thin_k_consumed, refs.thin_v_ready, refs.thin_v_consumed, refs.thin_landed)
+
+
 def load_items(refs, cfg: Config) -> None:
-    """Claims items one after the other, tells the computing warpgroups of each, and copies what it needs.
+    """Takes items one after the other, tells the computing warpgroups of each, and copies what it needs.
 
     A program begins with the wide items or the thin ones, so that both are worked on all the time, as one takes the
-    matrix units and the other the memory; it turns to the others when its own are all claimed.
+    matrix units and the other the memory; it turns to the others when its own are all taken.
     """
-    program, of_wide = lax.axis_index("program"), refs.of_wide_gmem[0]
+    work = count.work(refs, cfg)
+    program, of_wide = lax.axis_index("program"), work.of_wide[0]
     begins_wide = program < of_wide
 
-    def take_all(line: Line, items, own):
-        """Takes items until the line has no more; returns how many there were with those before.
-
-        The programs that begin with a line have its first items without a claim.
-        """
-        begin = of_wide if line.wide else jnp.int32(cfg.tuning.num_programs) - of_wide
-        following = functools.partial(_next, line, begin, refs, cfg)
-        own_first = program - jnp.where(line.wide, 0, of_wide) if _queued(cfg) else program
-        first = lax.cond(own | (not _queued(cfg)), lambda: own_first, lambda: following(own_first))
-
-        def turn(carry):
-            _, number, items, tiles = carry
-            item = plan.find(number, line, refs, cfg)
-            some = item.kind > 0
-            take = functools.partial(
-                _load_item, item, items, tiles, functools.partial(following, number), line, refs, cfg
-            )
-            number = lax.cond(some, take, lambda: number)
-            return some, number, items + some.astype(jnp.int32), tiles + jnp.where(some, item.count, 0)
-
-        *_, items, tiles = lax.while_loop(lambda carry: carry[0], turn, (jnp.bool_(True), first, items, jnp.int32(0)))
-        _drain(tiles, *_rings(line, refs)[1::2], size=line.stages)
-        return items
-
     def take_line(turn, items):
-        takes = [functools.partial(take_all, line, own=turn == 0) for line in cfg.lines]
-        return lax.cond(begins_wide ^ (turn == 1), *takes, items)
+        def take(line: Line):
+            begin = of_wide if line.wide else jnp.int32(cfg.tuning.num_programs) - of_wide
+            if _queued(cfg):
+                own = program if line.wide else program - of_wide
+                first = lax.cond(turn == 0, lambda: own, lambda: _next(own, begin, line, refs, cfg))
+            else:
+                first = program
+            return _take_items(first, begin, items, line, work, refs, cfg)
+
+        return lax.cond(begins_wide ^ (turn == 1), *(lambda line=line: take(line) for line in cfg.lines))
 
     items = lax.fori_loop(0, 2, take_line, jnp.int32(0))
-    none = plan.Item(*[jnp.int32(0)] * len(fields(plan.Item)))
-    _describe(none, items, refs)
+    _describe(Item(*[jnp.int32(0)] * len(fields(Item))), items, refs)
     # Barriers end as they began, which the interpreter insists on.
-    _drain(items + 1, refs.item_consumed, size=QUEUE)
-    pl.when(items > 0)(lambda: plgpu.barrier_wait(refs.q_consumed))
+    drain(items + 1, refs.item_consumed, size=QUEUE)
+    drain(items, refs.q_consumed, size=QUEUE)
 
 
-def read_item(items: plan.Scalar, refs) -> plan.Item:
+def _take_items(first, begin, items, line: Line, work: Work, refs, cfg: Config) -> Scalar:
+    """Takes items of a line from the number `first` on, until there are no more; returns how many there were before.
+
+    The programs that begin with a line have its items before `begin` without a claim.
+    """
+    ring = ring_of(line, refs)
+
+    def begin_item(number, items):
+        """Describes an item, if there is one, and has its query on its way; returns whether there is one."""
+        item = plan.find(number, line, work, refs, cfg)
+        some = item.kind > 0
+
+        @pl.when(some)
+        def _():
+            place = lax.rem(items, jnp.int32(QUEUE))
+            pl.when(items >= QUEUE)(lambda: plgpu.barrier_wait(refs.q_consumed.at[place]))
+            _load_query(item, place, line, refs, cfg)
+            _describe(item, items, refs)
+
+        return some
+
+    def turn(carry):
+        _, number, items, tiles = carry
+        place = lax.rem(items, jnp.int32(QUEUE))
+        item = _item_of(place, refs)
+
+        def load_tile(i):
+            _load_tile(item, i, tiles, ring, line, refs, cfg)
+
+        pl.when(item.count > 0)(lambda: load_tile(jnp.int32(0)))
+        rows.finish_queries()
+        plgpu.barrier_arrive(refs.q_ready.at[place])
+        pl.when(item.count > 1)(lambda: load_tile(jnp.int32(1)))
+        number = _next(number, begin, line, refs, cfg)
+        some = begin_item(number, items + 1)
+        pl.loop(2, item.count)(load_tile)
+        return some, number, items + 1, tiles + item.count
+
+    state = begin_item(first, items), first, items, jnp.int32(0)
+    *_, items, tiles = lax.while_loop(lambda carry: carry[0], turn, state)
+    drain(tiles, ring.k_consumed, ring.v_consumed, size=line.stages)
+    return items
+
+
+def read_item(items: Scalar, refs) -> Item:
     """The item that follows the first `items`, as a computing warpgroup finds it in the queue."""
     place = lax.rem(items, jnp.int32(QUEUE))
     plgpu.barrier_wait(refs.item_ready.at[place])
-    item = plan.Item(*[refs.items_smem[place, i] for i in range(len(fields(plan.Item)))])
+    item = _item_of(place, refs)
     plgpu.barrier_arrive(refs.item_consumed.at[place])
     return item
 
 
-def _next(line: Line, begin, refs, cfg: Config, number) -> plan.Scalar:
+def _item_of(place: Scalar, refs) -> Item:
+    return Item(*[refs.items_smem[place, i] for i in range(len(fields(Item)))])
+
+
+def _next(number, begin, line: Line, refs, cfg: Config) -> Scalar:
     """The number of the item that a program takes after another one."""
     if not _queued(cfg):
         return number + cfg.tuning.num_programs
@@ -82,86 +137,51 @@ def _queued(cfg: Config) -> bool:
     return cfg.tuning.claim == "queue"
 
 
-def _describe(item: plan.Item, items: plan.Scalar, refs) -> None:
+def _describe(item: Item, items: Scalar, refs) -> None:
+    """Puts an item into the queue, as the one that follows the first `items`."""
     place = lax.rem(items, jnp.int32(QUEUE))
-
-    @pl.when(items >= QUEUE)
-    def _():
-        plgpu.barrier_wait(refs.item_consumed.at[place])
-
+    pl.when(items >= QUEUE)(lambda: plgpu.barrier_wait(refs.item_consumed.at[place]))
     rows.store_words(refs.items_smem, place, jax.tree.leaves(item))
     plgpu.barrier_arrive(refs.item_ready.at[place])
 
 
-def _load_item(item: plan.Item, items, before, following, line: Line, refs, cfg: Config) -> plan.Scalar:
-    """Describes an item and copies its tiles, after those `before`, and its query; returns what `following` does.
-
-    That is called while the first tiles are on their way.
-    """
-    _describe(item, items, refs)
-    k_ready, k_consumed, v_ready, v_consumed = _rings(line, refs)
-
-    def load_query():
-        pl.when(items > 0)(lambda: plgpu.barrier_wait(refs.q_consumed))
-        half = jnp.int32(cfg.half)
-        rows.load_queries(
-            refs.query_gmem, refs.q_smem.at[0], item.first_token, lax.min(item.tokens, half), item.kv_head, cfg
-        )
-
-        if line.wide:
-            rows.load_queries(
-                refs.query_gmem, refs.q_smem.at[1], item.first_token + half, item.tokens - half, item.kv_head, cfg
-            )
-
-        plgpu.barrier_arrive(refs.q_ready)
-
-    def load_tile(i):
-        stage = lax.rem(before + i, jnp.int32(line.stages))
-        start = item.origin + i * line.tile
-
-        @pl.when(before + i >= line.stages)
-        def _():
-            plgpu.barrier_wait(k_consumed.at[stage])
-
-        _copy(
-            refs.key_cache_gmem, tile_of(refs.k_smem, stage, line, cfg), k_ready.at[stage], start, item, line, refs, cfg
-        )
-
-        @pl.when(before + i >= line.stages)
-        def _():
-            plgpu.barrier_wait(v_consumed.at[stage])
-
-        v_smem = tile_of(refs.v_smem, stage, line, cfg)
-        low, high = item.low - start, item.high - start
-        edge = (high < line.tile) | (low > 0)
-
-        @pl.when(~edge)
-        def _():
-            _copy(refs.value_cache_gmem, v_smem, v_ready.at[stage], start, item, line, refs, cfg)
-
-        @pl.when(edge)
-        def _():
-            # Weights of tokens that nobody sees are 0, but 0 * NaN would be NaN.
-            landed = refs.edge_landed if line.wide else refs.thin_edge_landed
-            _copy(refs.value_cache_gmem, v_smem, landed, start, item, line, refs, cfg)
-            plgpu.barrier_wait(landed)
-            rows.zero_tokens(v_smem, low, high, line, cfg)
-            for _ in range(line.runs):
-                plgpu.barrier_arrive(v_ready.at[stage])
-
-    pl.when(item.count > 0)(lambda: load_tile(jnp.int32(0)))
-    load_query()
-    pl.when(item.count > 1)(lambda: load_tile(jnp.int32(1)))
-    number = following()
-
-    @pl.loop(2, item.count)
-    def _(i):
-        load_tile(i)
-
-    return number
+def _load_query(item: Item, place, line: Line, refs, cfg: Config) -> None:
+    """Has an item's query on its way to a place in shared memory."""
+    half = jnp.int32(cfg.half)
+    query_gmem, q_smem = refs.query_gmem, refs.q_smem
+    first, tokens = item.first_token, item.tokens
+    rows.load_queries(query_gmem, q_smem.at[place, 0], first, lax.min(tokens, half), item.kv_head, cfg)
+    if line.wide:
+        rows.load_queries(query_gmem, q_smem.at[place, 1], first + half, tokens - half, item.kv_head, cfg)
 
 
-def _copy(cache_gmem, tile_smem, ready, start, item: plan.Item, line: Line, refs, cfg: Config) -> None:
+def _load_tile(item: Item, i, before, ring: Ring, line: Line, refs, cfg: Config) -> None:
+    """Copies the i-th tile of an item into the rings, after the tiles that were there `before`."""
+    stage = lax.rem(before + i, jnp.int32(line.stages))
+    start = item.origin + i * line.tile
+    is_reused = before + i >= line.stages
+    k_smem, v_smem = (tile_of(ring_smem, stage, line, cfg) for ring_smem in (refs.k_smem, refs.v_smem))
+    pl.when(is_reused)(lambda: plgpu.barrier_wait(ring.k_consumed.at[stage]))
+    _copy(refs.key_cache_gmem, k_smem, ring.k_ready.at[stage], start, item, line, refs, cfg)
+    pl.when(is_reused)(lambda: plgpu.barrier_wait(ring.v_consumed.at[stage]))
+    low, end = item.low - start, item.end - start
+    partly = (end < line.tile) | (low > 0)
+
+    @pl.when(~partly)
+    def copy_all():
+        _copy(refs.value_cache_gmem, v_smem, ring.v_ready.at[stage], start, item, line, refs, cfg)
+
+    @pl.when(partly)
+    def copy_some():
+        # Weights of tokens that nobody sees are 0, but 0 * NaN would be NaN.
+        _copy(refs.value_cache_gmem, v_smem, ring.landed, start, item, line, refs, cfg)
+        plgpu.barrier_wait(ring.landed)
+        rows.zero_tokens(v_smem, low, end, line, cfg)
+        for _ in range(line.runs):
+            plgpu.barrier_arrive(ring.v_ready.at[stage])
+
+
+def _copy(cache_gmem, tile_smem, ready, start, item: Item, line: Line, refs, cfg: Config) -> None:
     """Copies the runs of a tile from position `start` on, the warps in turn; past the end the last run again."""
     block_size = jnp.int32(cfg.problem.block_size)
     last = lax.max(lax.div(item.high - 1, jnp.int32(line.run)) * line.run, jnp.int32(0))
@@ -194,17 +214,10 @@ def tile_of(ring_smem, stage, line: Line, cfg: Config) -> Any:
     return ring_smem.at[lax.div(stage, jnp.int32(pieces)), pl.ds(first, line.tile)]
 
 
-def _rings(line: Line, refs):
-    """Barriers of the rings, K's and V's ready and consumed: wide items and thin ones have their own."""
-    if line.wide:
-        return refs.k_ready, refs.k_consumed, refs.v_ready, refs.v_consumed
-    return refs.thin_k_ready, refs.thin_k_consumed, refs.thin_v_ready, refs.thin_v_consumed
-
-
-def _drain(count: plan.Scalar, *consumed, size: int) -> None:
+def drain(number: Scalar, *consumed, size: int) -> None:
     """Waits until all that came into a ring is consumed: what follows may be for other readers."""
 
-    @pl.loop(lax.max(count - size, jnp.int32(0)), count)
+    @pl.loop(lax.max(number - size, jnp.int32(0)), number)
     def _(i):
         for barrier in consumed:
             plgpu.barrier_wait(barrier.at[lax.rem(i, jnp.int32(size))])

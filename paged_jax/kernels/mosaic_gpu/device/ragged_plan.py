@@ -13,7 +13,6 @@ tile first, as it sees most. Items that cost more than an even share of all work
 How many items come before each sequence is summed up by XLA; the lengths are not known before.
 """
 
-import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,27 +20,26 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from paged_jax.kernels.mosaic_gpu.ragged_tuning import Config, Line
+from paged_jax.kernels.mosaic_gpu.ragged_tuning import COUNTED, Config, Line
 
 Scalar = Any  # an int32 of the device
 _SLACK = 1.125  # of an even share, before an item is split
-_FEW = 16  # sequences
-ITEMS, PLACES, MERGES = range(3)  # what is counted: items, parts of split ones, and turns of merging their rows
+ITEMS, PLACES, MERGES = range(COUNTED)  # what is counted: items, parts of split ones, and turns of merging their rows
 
 
 class Work(NamedTuple):
-    """What `plan` found.
+    """What was counted: arrays on the host, references on the device.
 
     Attributes:
-      table: i32 [lines, 3, num_seqs + 2], items, parts and merges of all sequences before each, that of the padding
-        and the end included.
+      table: i32 [2 * COUNTED, num_seqs + 2 or more], wide items, their parts and merges, thin items, and so on, of all
+        sequences before each, that of the padding and the end included.
       per_split: f32 [1], one over the largest cost of an item that is not split.
       of_wide: i32 [1], programs that begin with wide items.
     """
 
-    table: Array
-    per_split: Array
-    of_wide: Array
+    table: Any
+    per_split: Any
+    of_wide: Any
 
 
 @jax.tree_util.register_dataclass
@@ -57,6 +55,7 @@ class Item:
       position: of the first token in its sequence.
       origin: position of the first tile's first token.
       low, high: tokens low <= t < high are seen, by some row.
+      end: tokens before it have values.
       count: tiles.
       place: of the part among the parts of split items, or -1 if the item is whole.
     """
@@ -70,6 +69,7 @@ class Item:
     origin: Scalar
     low: Scalar
     high: Scalar
+    end: Scalar
     count: Scalar
     place: Scalar
 
@@ -84,69 +84,77 @@ class Row:
 
 
 def plan(cfg: Config, query_start_loc: Array, seq_lens: Array) -> Work:
-    """Counts the work, in XLA."""
-    problem, programs = cfg.problem, cfg.tuning.num_programs
-    ends = jnp.append(query_start_loc[1:], problem.num_tokens)
+    """Counts the work, in XLA; or does nothing, where the kernel counts."""
+    if cfg.counts_in_kernel:
+        return Work(*[jnp.zeros((1,), jnp.int32)] * 3)
+    ends = jnp.append(query_start_loc[1:], cfg.problem.num_tokens)
     rows = Row(query_start_loc, jnp.maximum(ends - query_start_loc, 0), jnp.append(seq_lens, 0))
-    costs = []
-    for line in cfg.lines:
-        cost = tiles_of(rows, line, cfg) * (line.tile_cost * _length(rows, line, cfg) + line.item_cost)
-        costs.append(_sum_before(cost.astype(jnp.float32))[-1] * problem.num_kv_heads)
-    wide, thin = costs
-    share = jnp.maximum((wide + thin) * (_SLACK / programs) + 1, cfg.tuning.least_split)
-    per_split = 1 / share
-    of_wide = jnp.round(wide / jnp.maximum(wide + thin, 1) * programs).astype(jnp.int32)
-    of_wide = jnp.maximum(of_wide, (wide > 0).astype(jnp.int32))
-    of_wide = jnp.where(thin > 0, jnp.minimum(of_wide, programs - 1), programs)
-    counts = []
-    for line in cfg.lines:
-        tiles, splits = tiles_of(rows, line, cfg), splits_of(rows, per_split, line, cfg)
-        items = tiles * splits * problem.num_kv_heads
-        merges = _over(tokens_of(rows, line, cfg) * problem.num_heads + cfg.merged_rows - 1, cfg.merged_rows)
-        counts.append(jnp.stack([items, jnp.where(splits > 1, items, 0), jnp.where(splits > 1, merges, 0)]))
-    table = _sum_before(jnp.stack(counts))
-    return Work(table, per_split[None], of_wide[None])
+    wide, thin = (_sum_before(costs_of(rows, line, cfg))[-1] for line in cfg.lines)
+    per_split, of_wide = shares(wide, thin, cfg)
+    counts = [x for line in cfg.lines for x in counts_of(rows, per_split, line, cfg)]
+    return Work(_sum_before(jnp.stack(counts)), per_split[None], of_wide[None])
+
+
+def costs_of(rows: Row, line: Line, cfg: Config) -> Array:
+    """What all items of each sequence cost."""
+    cost = tiles_of(rows, line, cfg) * (line.tile_cost * _length(rows, line, cfg) + line.item_cost)
+    return cost.astype(jnp.float32) * float(cfg.problem.num_kv_heads)
+
+
+def shares(wide, thin, cfg: Config) -> tuple[Any, Any]:
+    """`per_split` and `of_wide` of a batch whose wide and thin items cost that much."""
+    programs = cfg.tuning.num_programs
+    share = lax.max((wide + thin) * (_SLACK / programs) + 1, jnp.float32(cfg.tuning.least_split))
+    of_wide = (wide / lax.max(wide + thin, jnp.float32(1)) * programs + 0.5).astype(jnp.int32)
+    of_wide = lax.max(of_wide, (wide > 0).astype(jnp.int32))
+    of_wide = jnp.where(thin > 0, lax.min(of_wide, jnp.int32(programs - 1)), programs)
+    return 1 / share, of_wide
+
+
+def counts_of(rows: Row, per_split, line: Line, cfg: Config) -> tuple[Array, Array, Array]:
+    """Items, parts of split ones and turns of merging their rows, of each sequence."""
+    splits = splits_of(rows, per_split, line, cfg)
+    items = tiles_of(rows, line, cfg) * splits * cfg.problem.num_kv_heads
+    merges = _over(tokens_of(rows, line, cfg) * cfg.problem.num_heads + (cfg.merged_rows - 1), cfg.merged_rows)
+    return items, jnp.where(splits > 1, items, 0), jnp.where(splits > 1, merges, 0)
 
 
 def _sum_before(x: Array) -> Array:
     """[..., n] -> [..., n + 1], the sums of all elements before each place, and of all."""
     count = x.shape[-1]
-    if count <= _FEW:  # additions, which XLA puts into one kernel with all else; a reduction is a kernel of its own
-        sums = itertools.accumulate((x[..., i] for i in range(count)), initial=jnp.zeros_like(x[..., 0]))
-        return jnp.stack(list(sums), axis=-1)
     earlier = jnp.arange(count)[None, :] < jnp.arange(count + 1)[:, None]
     earlier = earlier.reshape(*[1] * (x.ndim - 1), count + 1, count)
     return jnp.where(earlier, x[..., None, :], jnp.zeros_like(x)[..., None, :]).sum(axis=-1, dtype=x.dtype)
 
 
-def total(what: int, line: "Line", refs, cfg: Config) -> Scalar:
+def total(what: int, line: Line, work: Work, cfg: Config) -> Scalar:
     """How many of ITEMS, PLACES or MERGES a line has."""
-    return before(what, jnp.int32(cfg.problem.num_seqs + 1), line, refs)
+    return before(what, jnp.int32(cfg.problem.num_seqs + 1), line, work)
 
 
-def before(what: int, seq: Scalar, line: "Line", refs) -> Scalar:
+def before(what: int, seq: Scalar, line: Line, work: Work) -> Scalar:
     """How many of ITEMS, PLACES or MERGES come before a sequence."""
-    return refs.table_gmem[0 if line.wide else 1, what, seq]
+    return work.table[what + (0 if line.wide else COUNTED), seq]
 
 
-def search(number: Scalar, what: int, line: "Line", refs, cfg: Config) -> Scalar:
+def search(number: Scalar, what: int, line: Line, work: Work, cfg: Config) -> Scalar:
     """The sequence that has the number-th of ITEMS or MERGES, which the line must have."""
     seq = jnp.int32(0)  # the last one known to begin at or before the number
     step = 1 << (cfg.problem.num_seqs + 1).bit_length()
     while step := step // 2:
         further = lax.min(seq + step, jnp.int32(cfg.problem.num_seqs + 1))
-        seq = jnp.where(before(what, further, line, refs) <= number, further, seq)
+        seq = jnp.where(before(what, further, line, work) <= number, further, seq)
     return seq
 
 
-def find(number: Scalar, line: "Line", refs, cfg: Config) -> Item:
+def find(number: Scalar, line: Line, work: Work, refs, cfg: Config) -> Item:
     """The item of a number in a line; its kind is 0 if the line has no such item."""
     problem = cfg.problem
-    some = number < total(ITEMS, line, refs, cfg)
-    seq = lax.min(search(number, ITEMS, line, refs, cfg), jnp.int32(problem.num_seqs))
+    some = number < total(ITEMS, line, work, cfg)
+    seq = lax.min(search(number, ITEMS, line, work, cfg), jnp.int32(problem.num_seqs))
     row = row_of(seq, refs, cfg)
-    tiles, splits = tiles_of(row, line, cfg), splits_of(row, refs.per_split_gmem[0], line, cfg)
-    inside = number - before(ITEMS, seq, line, refs)
+    tiles, splits = tiles_of(row, line, cfg), splits_of(row, work.per_split[0], line, cfg)
+    inside = number - before(ITEMS, seq, line, work)
     split, rest = lax.rem(inside, splits), lax.div(inside, splits)
     tile = tiles - 1 - lax.rem(rest, lax.max(tiles, jnp.int32(1)))
     head = lax.div(rest, lax.max(tiles, jnp.int32(1)))
@@ -168,8 +176,9 @@ def find(number: Scalar, line: "Line", refs, cfg: Config) -> Item:
         origin=origin + begin * line.tile,
         low=low,
         high=lax.min(high, origin + (begin + share) * line.tile),
+        end=_end(row, cfg),
         count=lax.min(share, count - begin),
-        place=jnp.where(splits > 1, before(PLACES, seq, line, refs) + inside, -1),
+        place=jnp.where(splits > 1, before(PLACES, seq, line, work) + inside, -1),
     )
 
 
@@ -225,13 +234,17 @@ def _length(row: Row, line: Line, cfg: Config) -> Scalar:
 def _seen(row: Row, position: Scalar, tokens: Scalar, cfg: Config) -> tuple[Scalar, Scalar]:
     """The tokens that query tokens from `position` on see: low <= t < high."""
     problem = cfg.problem
-    high = lax.min(row.seq_len, jnp.int32(problem.max_seq_len))
+    high = _end(row, cfg)
     low = jnp.int32(0)
     if problem.causal:
         high = lax.min(high, position + tokens)
     if problem.sliding_window is not None:
         low = lax.max(position - (problem.sliding_window - 1), low)
     return lax.min(low, lax.max(high, jnp.int32(0))), lax.max(high, jnp.int32(0))
+
+
+def _end(row: Row, cfg: Config) -> Scalar:
+    return lax.max(lax.min(row.seq_len, jnp.int32(cfg.problem.max_seq_len)), jnp.int32(0))
 
 
 def _tiles(tokens: Scalar, line: Line) -> Scalar:

@@ -1,7 +1,7 @@
 """What a program of the ragged kernel stores: out and lse of a whole item, or the partial result of a split.
 
-A thin item's rows are those of both warpgroups, each of which has seen half of the tiles: first warpgroup 1 hands its
-softmax to warpgroup 0, through the shared memory where the results of both go.
+Results leave through the shared memory of the query. A thin item's rows are those of both warpgroups, each of which has
+seen half of the tiles: first warpgroup 1 hands its softmax to warpgroup 0, through the same place.
 """
 
 import jax.experimental.pallas as pl
@@ -16,25 +16,25 @@ from paged_jax.kernels.mosaic_gpu.device.registers import LOG2E, exp, layout, lo
 from paged_jax.kernels.mosaic_gpu.ragged_tuning import Config, Line
 
 
-def hand_over(state: State, refs, cfg: Config) -> None:
+def hand_over(state: State, places_smem, refs, cfg: Config) -> None:
     """Gives warpgroup 1's softmax to warpgroup 0: O normalised, as 16 bits and what these leave out in 16 more."""
     out, maxima, sums = state
     dtype = cfg.problem.query_dtype
     out = out * wide(1.0 / jnp.where(sums != 0, sums, 1.0), out.shape[1])
     rounded = layout(out.astype(dtype))
-    refs.out_smem.at[1][...] = rounded
-    refs.out_smem.at[0][...] = layout((out - rounded.astype(jnp.float32)).astype(dtype))
+    places_smem.at[1][...] = rounded
+    places_smem.at[0][...] = layout((out - rounded.astype(jnp.float32)).astype(dtype))
     refs.maxima_smem[...] = maxima
     refs.sums_smem[...] = sums
     plgpu.barrier_arrive(refs.handed_over)
 
 
-def take_over(state: State, refs) -> State:
+def take_over(state: State, places_smem, refs) -> State:
     """Warpgroup 0's softmax with that of warpgroup 1."""
     plgpu.barrier_wait(refs.handed_over)
     out, maxima, sums = state
     of_rows = plgpu.Layout.WGMMA.reduce(1)
-    rounded, rest = (plgpu.load(refs.out_smem.at[i], layout=plgpu.Layout.WGMMA).astype(jnp.float32) for i in (1, 0))
+    rounded, rest = (plgpu.load(places_smem.at[i], layout=plgpu.Layout.WGMMA).astype(jnp.float32) for i in (1, 0))
     other_maxima, other_sums = (plgpu.load(ref, layout=of_rows) for ref in (refs.maxima_smem, refs.sums_smem))
     both = lax.max(maxima, other_maxima)
     keep, weight = exp(maxima - both), other_sums * exp(other_maxima - both)
@@ -42,7 +42,7 @@ def take_over(state: State, refs) -> State:
     return State(layout(out), layout(both, 1), layout(sums * keep + weight, 1))
 
 
-def store(item: Item, half, rows: Rows, state: State, line: Line, refs, cfg: Config) -> None:
+def store(item: Item, half, rows: Rows, state: State, out_smem, line: Line, refs, cfg: Config) -> None:
     """Stores a half of an item, whose logits are those of base e. Rows that saw no token: out 0, lse -inf."""
     out, maxima, sums = state
     seen = sums != 0  # NaN counts: what is not a number must show
@@ -55,7 +55,7 @@ def store(item: Item, half, rows: Rows, state: State, line: Line, refs, cfg: Con
             norm = sums * keep + exp(rows.sinks - base)
             scaled = out * wide(keep, out.shape[1])
         norm = jnp.where(seen, norm, 1.0)
-        out_smem, lse_smem = refs.out_smem.at[half], refs.lse_smem.at[half]
+        lse_smem = refs.lse_smem.at[half]
         out_smem[...] = layout((scaled * wide(rows.v_scale / norm, out.shape[1])).astype(cfg.problem.query_dtype))
         lse_smem[...] = layout(jnp.where(seen, base + log(norm), -jnp.inf), 1)
         ragged_rows.store_rows(

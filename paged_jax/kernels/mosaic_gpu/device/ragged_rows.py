@@ -33,9 +33,9 @@ class _Chunk(NamedTuple):
 
 
 def load_queries(query_gmem, q_smem, first_token, tokens, head, cfg: Config) -> None:
-    """Copies the query of some tokens and a kv head's group to a warpgroup's rows; 0 in rows that are nobody's.
+    """Starts to copy the query of some tokens and a kv head's group to 64 rows; 0 in rows that are nobody's.
 
-    All threads of a warpgroup take part, and see what they copied themselves. The products see it after a barrier.
+    All threads of a warpgroup take part. The products see it after `finish_queries` and a barrier.
     """
     dtype = jnp.dtype(cfg.problem.query_dtype)
 
@@ -55,10 +55,19 @@ def load_queries(query_gmem, q_smem, first_token, tokens, head, cfg: Config) -> 
                 arith.addi(gmem, offset),
                 size,
             )
+
+    body(query_gmem, q_smem, first_token, tokens, head)
+
+
+def finish_queries() -> None:
+    """Waits until all that this warpgroup began to copy has arrived."""
+
+    @inline()
+    def body(_):
         assembly("cp.async.wait_all;", "", 0)
         assembly("fence.proxy.async.shared::cta;", "", 0)
 
-    body(query_gmem, q_smem, first_token, tokens, head)
+    body()
 
 
 def store_rows(out_smem, lse_smem, out_gmem, lse_gmem, first_token, tokens, head, cfg: Config) -> None:
@@ -175,7 +184,7 @@ def zero_tokens(v_smem, low, high, line: Line, cfg: Config) -> None:
 
 
 def store_words(words_smem, row, values) -> None:
-    """Stores 32-bit integers to a row of shared memory; others see them after a barrier that this warpgroup arrives at."""
+    """Stores 32-bit integers to a row of shared memory, which this warpgroup sees at once, others after a barrier."""
     shape = words_smem.shape
 
     @inline(plgpu.RefType(), *[_SCALAR] * (len(values) + 1))
@@ -186,6 +195,8 @@ def store_words(words_smem, row, values) -> None:
                 "{ .reg .pred first; setp.eq.u32 first, $0, 0; @first st.shared.b32 [$1], $2; }",
                 "r,r,r", 0, thread(), arith.addi(first, i32(4 * i)), value.registers.item(),
             )  # fmt: skip
+
+        mgpu.warpgroup_barrier()
 
     body(words_smem, row, *values)
 
