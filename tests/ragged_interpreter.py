@@ -72,6 +72,13 @@ def zero_tokens(v_smem, low, high, line, cfg):
     plgpu.commit_smem()
 
 
+def convert_tile(raw_smem, tile_smem, low, high, line, cfg):
+    token = jnp.arange(line.tile)[:, None]
+    rows = raw_smem[...].astype(tile_smem.dtype)
+    tile_smem[...] = jnp.where((token >= low) & (token < high), rows, jnp.zeros_like(rows))
+    plgpu.commit_smem()
+
+
 def store_words(words_smem, row, values):
     for i, value in enumerate(values):
         words_smem[row, i] = value
@@ -142,6 +149,7 @@ def call(op, operands, device=SMALL_GPU, **tuning):
             store_rows=store_rows,
             store_part=store_part,
             zero_tokens=zero_tokens,
+            convert_tile=convert_tile,
             store_words=store_words,
             finish_queries=finish_queries,
         ),

@@ -1,26 +1,26 @@
 """What is chosen for a call of ragged attention, the shared memory that it takes, and what the kernels cannot do."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from paged_jax.kernels.mosaic_gpu.device.tiles.plain import transforms
 from paged_jax.kernels.problem import Device, Problem, ScaleKind, Unsupported
 
 ROWS = 64  # of one warpgroup: M of wgmma
 _MAX_GROUP = ROWS
-# Two stages of the smallest tile, queries and results fit in shared memory up to 208; but with 192 random calls on an
-# H200 found results that differed from run to run, of which the cause is not known.
-_MAX_HEAD_SIZE = 128
+_MIN_HEAD_SIZE, _MAX_HEAD_SIZE = 64, 256
 _SHARED_MEMORY = 227 * 1024  # that one program may have
-_OTHER = 8192  # bytes of barriers, of what aligns the buffers and of what reductions take
+_OTHER = 4096  # bytes of barriers, of what aligns the buffers and of what reductions take
 ITEM_FIELDS = 16  # int32 that describe a work item in the queue
 COUNTED = 3  # numbers that are counted of a sequence
 QUEUE = 2  # work items that are described, and whose queries are in shared memory
 THREADS = 128  # of a warpgroup
+_MOST_REGISTERS = 200  # of a thread that computes, for O, S and P
 _MOST_COUNTED = 4 * THREADS  # sequences that the kernel counts, in shared memory
 
 
@@ -33,6 +33,7 @@ class Tuning:
       tile: tokens of K and of V in one step of wide items.
       thin_tile: the same of thin items; it divides `tile`.
       stages: tiles in the rings of K and of V, an even number.
+      queries: places for items' queries.
       registers: of a thread that computes, and of one that loads.
       least_split: cost of an item below which it is not split; a tile of 64 tokens costs 1, in wide items 2.
       claim: how programs share the work items: "stride", each takes every n-th; or "queue", each takes the next.
@@ -43,6 +44,7 @@ class Tuning:
     tile: int = 128
     thin_tile: int = 64
     stages: int = 2
+    queries: int = 2
     registers: tuple[int, int] = (232, 40)  # 65536 of a multiprocessor, for 3 warpgroups of 128
     least_split: int = 16
     claim: str = "queue"
@@ -59,6 +61,7 @@ class Line:
       tile: tokens of K and of V in one step.
       stages: tiles in the rings of K and of V.
       block_size: tokens of a block of the cache.
+      raw_stages: tiles of K and of V in shared memory that are not what the products take yet.
     """
 
     wide: bool
@@ -66,6 +69,7 @@ class Line:
     tile: int
     stages: int
     block_size: int
+    raw_stages: int
 
     @property
     def run(self) -> int:
@@ -102,6 +106,11 @@ class Config:
     prefix: bool
 
     @property
+    def converts(self) -> bool:
+        """Whether tiles become what the products take only in shared memory: caches of 8 bits."""
+        return self.problem.cache_itemsize == 1
+
+    @property
     def half(self) -> int:
         """Query tokens of one warpgroup: with all heads of a group as its rows."""
         return ROWS // self.problem.group
@@ -110,11 +119,19 @@ class Config:
     def lines(self) -> tuple[Line, Line]:
         """The wide and the thin items."""
         tuning, size = self.tuning, self.problem.block_size
-        stages = tuning.stages * (tuning.tile // tuning.thin_tile)
-        return (
-            Line(wide=True, tokens=2 * self.half, tile=tuning.tile, stages=tuning.stages, block_size=size),
-            Line(wide=False, tokens=self.half, tile=tuning.thin_tile, stages=stages, block_size=size),
+        pieces = tuning.tile // tuning.thin_tile
+        wide = Line(
+            wide=True, tokens=2 * self.half, tile=tuning.tile, stages=tuning.stages, block_size=size, raw_stages=1
         )
+        thin = replace(
+            wide,
+            wide=False,
+            tokens=self.half,
+            tile=tuning.thin_tile,
+            stages=tuning.stages * pieces,
+            raw_stages=pieces,
+        )
+        return wide, thin
 
     @property
     def counts_in_kernel(self) -> bool:
@@ -157,11 +174,11 @@ def reasons(problem: Problem, device: Device) -> list[str]:
         found.append(f"needs compute capability 9.0, this GPU has {device.capability / 10}")
     if problem.query_dtype not in ("float16", "bfloat16"):
         found.append(f"lacks queries of {problem.query_dtype}, takes float16 and bfloat16")
-    if problem.cache_dtype != problem.query_dtype:
+    if problem.cache_dtype != problem.query_dtype and problem.cache_itemsize > 1:
         wanted = f"caches of {problem.cache_dtype} for queries of {problem.query_dtype}"
         found.append(f"lacks ragged attention over {wanted}")
-    if problem.head_size % 16 or not 64 <= problem.head_size <= _MAX_HEAD_SIZE:
-        takes = f"takes multiples of 16 from 64 to {_MAX_HEAD_SIZE}"
+    if problem.head_size % 16 or not _MIN_HEAD_SIZE <= problem.head_size <= _MAX_HEAD_SIZE:
+        takes = f"takes multiples of 16 from {_MIN_HEAD_SIZE} to {_MAX_HEAD_SIZE}"
         found.append(f"lacks head_size {problem.head_size} in ragged attention, {takes}")
     if problem.block_size < 8:
         found.append(f"lacks block_size {problem.block_size}, takes 8 and more")
@@ -185,22 +202,15 @@ def tune(problem: Problem, device: Device, *, prefix: bool) -> Config:
     found = reasons(problem, device)
     if found:
         raise Unsupported("mosaic_gpu", found)
-    for tile, stages in ((128, 4), (128, 2), (64, 2)):
-        if tile * problem.head_size > 128 * 192:  # sums, logits and weights must fit in registers
+    for tile, stages, queries in ((128, 4, 2), (128, 2, 2), (128, 2, 1), (64, 4, 2), (64, 2, 2), (64, 2, 1)):
+        if problem.head_size / 2 + tile * 0.75 > _MOST_REGISTERS:
             continue
-        tuning = Tuning(num_programs=device.num_multiprocessors, tile=tile, stages=stages)
+        tuning = Tuning(num_programs=device.num_multiprocessors, tile=tile, stages=stages, queries=queries)
         cfg = Config(problem=problem, tuning=tuning, prefix=prefix)
         if shared_memory(cfg) <= _SHARED_MEMORY:
             return cfg
-    raise AssertionError(f"no tile of head_size {problem.head_size} fits")
-
-
-def transforms(head_size: int, dtype: Any) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
-    """How rows of head_size lie in shared memory: as wgmma wants it, and free of bank conflicts."""
-    row = head_size * jnp.dtype(dtype).itemsize
-    swizzle = 128 if row % 128 == 0 else 64 if row % 64 == 0 else 32
-    tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))  # pyright: ignore[reportAbstractUsage]
-    return tiling, plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
+    what = f"head_size {problem.head_size} with caches of {problem.cache_dtype}"
+    raise Unsupported("mosaic_gpu", [f"lacks {what} in ragged attention: no tile fits in shared memory"])
 
 
 def scratch(cfg: Config) -> dict[str, Any]:
@@ -211,25 +221,38 @@ def scratch(cfg: Config) -> dict[str, Any]:
     def swizzled(shape, dtype):
         return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=transforms(d, dtype))
 
-    landed, thin_landed = (plgpu.Barrier(num_arrivals=line.runs, num_barriers=line.stages) for line in cfg.lines)
-    consumed, thin_consumed = (
-        plgpu.Barrier(num_arrivals=readers, num_barriers=line.stages)
-        for line, readers in zip(cfg.lines, (2, 1), strict=True)
-    )
-    edge, thin_edge = (plgpu.Barrier(num_arrivals=line.runs) for line in cfg.lines)
-    counted = {}
+    wide, thin = cfg.lines
+    optional = {}
+    if cfg.converts:
+        raw = plgpu.SMEM((tuning.tile, d), jnp.dtype(problem.cache_dtype))
+        optional = {"raw_k_smem": raw, "raw_v_smem": raw}
+        for name, line in (("", wide), ("thin_", thin)):
+            arrived = plgpu.Barrier(num_arrivals=line.runs, num_barriers=line.raw_stages)
+            optional |= {f"{name}raw_k_ready": arrived, f"{name}raw_v_ready": arrived}
+    else:
+        optional = {
+            "landed": plgpu.Barrier(num_arrivals=wide.runs),
+            "thin_landed": plgpu.Barrier(num_arrivals=thin.runs),
+        }
+
+    def ready(line):
+        return plgpu.Barrier(num_arrivals=1 if cfg.converts else line.runs, num_barriers=line.stages)
+
+    def consumed(line):
+        return plgpu.Barrier(num_arrivals=2 if line.wide else 1, num_barriers=line.stages)
+
     if cfg.counts_in_kernel:
-        counted = {
+        optional |= {
             "table_smem": plgpu.SMEM((2 * COUNTED, cfg.counted + 1), jnp.int32),
             "costs_smem": plgpu.SMEM((2, cfg.counted + 1), jnp.float32),
             "per_split_smem": plgpu.SMEM((1,), jnp.float32),
             "of_wide_smem": plgpu.SMEM((1,), jnp.int32),
         }
     return {
-        **counted,
-        "q_smem": swizzled((QUEUE, 2, ROWS, d), dtype),
-        "k_smem": swizzled((stages, tuning.tile, d), problem.cache_dtype),
-        "v_smem": swizzled((stages, tuning.tile, d), problem.cache_dtype),
+        **optional,
+        "q_smem": swizzled((tuning.queries, 2, ROWS, d), dtype),
+        "k_smem": swizzled((stages, tuning.tile, d), dtype),
+        "v_smem": swizzled((stages, tuning.tile, d), dtype),
         "lse_smem": plgpu.SMEM((2, ROWS), jnp.float32),
         "maxima_smem": plgpu.SMEM((ROWS,), jnp.float32),
         "sums_smem": plgpu.SMEM((ROWS,), jnp.float32),
@@ -237,20 +260,18 @@ def scratch(cfg: Config) -> dict[str, Any]:
         "claim_smem": plgpu.SMEM((1,), jnp.int32),
         "item_ready": plgpu.Barrier(num_barriers=QUEUE),
         "item_consumed": plgpu.Barrier(num_arrivals=2, num_barriers=QUEUE),
-        "q_ready": plgpu.Barrier(num_barriers=QUEUE),
-        "q_consumed": plgpu.Barrier(num_arrivals=2, num_barriers=QUEUE),
-        "landed": edge,
-        "thin_landed": thin_edge,
-        "k_ready": landed,
-        "v_ready": landed,
-        "k_consumed": consumed,
-        "v_consumed": consumed,
-        "thin_k_ready": thin_landed,
-        "thin_v_ready": thin_landed,
-        "thin_k_consumed": thin_consumed,
-        "thin_v_consumed": thin_consumed,
-        "handed_over": plgpu.Barrier(),
+        "q_ready": plgpu.Barrier(num_barriers=tuning.queries),
+        "q_consumed": plgpu.Barrier(num_arrivals=2, num_barriers=tuning.queries),
+        "k_ready": ready(wide),
+        "v_ready": ready(wide),
+        "k_consumed": consumed(wide),
+        "v_consumed": consumed(wide),
+        "thin_k_ready": ready(thin),
+        "thin_v_ready": ready(thin),
+        "thin_k_consumed": consumed(thin),
+        "thin_v_consumed": consumed(thin),
         "tiles_done": plgpu.Barrier(),
+        "handed_over": plgpu.Barrier(),
         "turn": plgpu.Barrier(num_arrivals=2),
     }
 

@@ -42,7 +42,7 @@ from paged_jax.kernels.mosaic_gpu.device import ragged_results as results
 from paged_jax.kernels.mosaic_gpu.device import ragged_softmax as softmax
 from paged_jax.kernels.mosaic_gpu.device.ragged_softmax import Rows, State
 from paged_jax.kernels.mosaic_gpu.device.registers import layout
-from paged_jax.kernels.mosaic_gpu.ragged_tuning import COUNTED, QUEUE, ROWS, Config, Line, scratch
+from paged_jax.kernels.mosaic_gpu.ragged_tuning import COUNTED, ROWS, Config, Line, scratch
 
 _OPTIONS = ("scale", "slopes", "sinks", "k_scale", "v_scale")
 _INPUTS = (
@@ -132,7 +132,7 @@ def _attend_to_wide(item: plan.Item, items, before, *, line: Line, warpgroup, re
     The warpgroups take turns: one has the matrix units, for the second product of a tile and the first one of the next,
     while the other does its softmax.
     """
-    place = lax.rem(items, jnp.int32(QUEUE))
+    place = load.place_of_query(items, cfg)
     rows = softmax.rows_of(item, warpgroup, line, refs, cfg)
     plgpu.barrier_wait(refs.q_ready.at[place])
     q_smem, take_turns = refs.q_smem.at[place, warpgroup], functools.partial(_take_turns, refs)
@@ -191,7 +191,7 @@ def _attend_to_thin(item: plan.Item, items, before, *, line: Line, warpgroup, re
 
     Both warpgroups have all of its rows, and each takes the tiles of its own stages, every other one.
     """
-    place, half = lax.rem(items, jnp.int32(QUEUE)), jnp.int32(0)
+    place, half = load.place_of_query(items, cfg), jnp.int32(0)
     rows = softmax.rows_of(item, half, line, refs, cfg)
     plgpu.barrier_wait(refs.q_ready.at[place])
     q_smem = refs.q_smem.at[place, 0]
@@ -213,15 +213,17 @@ def _attend_to_thin(item: plan.Item, items, before, *, line: Line, warpgroup, re
     state = lax.fori_loop(0, steps, attend_tile, softmax.empty(cfg))
     state = _of_base_e(state, rows)
 
-    @pl.when(warpgroup == 1)
-    def hand_over():
-        plgpu.barrier_wait(refs.tiles_done)  # warpgroup 0 needs the query no more
-        results.hand_over(state, refs.q_smem.at[place], refs, cfg)
+    # Whoever has the first tile takes over, so that results do not depend on what the program did before. Both wait for
+    # both barriers, as either may be the one who needs to wait for the next item.
+    is_first, places_smem = first == 0, refs.q_smem.at[place]
+    pl.when(is_first)(lambda: plgpu.barrier_arrive(refs.tiles_done))
+    plgpu.barrier_wait(refs.tiles_done)  # who takes over needs the query no more
+    pl.when(~is_first)(lambda: results.hand_over(state, places_smem, refs, cfg))
+    plgpu.barrier_wait(refs.handed_over)
 
-    @pl.when(warpgroup == 0)
+    @pl.when(is_first)
     def finish():
-        plgpu.barrier_arrive(refs.tiles_done)
-        whole = results.take_over(state, refs.q_smem.at[place], refs)
+        whole = results.take_over(state, places_smem, refs)
         results.store(item, half, rows, whole, q_smem, line, refs, cfg)
 
     plgpu.barrier_arrive(refs.q_consumed.at[place])

@@ -5,6 +5,7 @@ query, for which there are two places in turn; results leave through the place o
 one item to the next.
 """
 
+import functools
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -31,13 +32,14 @@ class Ring(NamedTuple):
     v_ready: Any
     v_consumed: Any
     landed: Any  # a tile of V has arrived, of which the loading warpgroup has to zero something
+    raw_k_ready: Any  # a tile has arrived that is not what the products take yet
+    raw_v_ready: Any
 
 
 def ring_of(line: Line, refs) -> Ring:
     """The barriers of a line's ring."""
-    if line.wide:
-        return Ring(refs.k_ready, refs.k_consumed, refs.v_ready, refs.v_consumed, refs.landed)
-    return Ring(refs.thin_k_ready, refs.thin_k_consumed, refs.thin_v_ready, refs.thin_v_consumed, refs.thin_landed)
+    prefix = "" if line.wide else "thin_"
+    return Ring(*[getattr(refs, prefix + name, None) for name in Ring._fields])
 
 
 def load_items(refs, cfg: Config) -> None:
@@ -66,7 +68,7 @@ def load_items(refs, cfg: Config) -> None:
     _describe(Item(*[jnp.int32(0)] * len(fields(Item))), items, refs)
     # Barriers end as they began, which the interpreter insists on.
     drain(items + 1, refs.item_consumed, size=QUEUE)
-    drain(items, refs.q_consumed, size=QUEUE)
+    drain(items, refs.q_consumed, size=cfg.tuning.queries)
 
 
 def _take_items(first, begin, items, line: Line, work: Work, refs, cfg: Config) -> Scalar:
@@ -82,9 +84,10 @@ def _take_items(first, begin, items, line: Line, work: Work, refs, cfg: Config) 
         some = item.kind > 0
 
         @pl.when(some)
-        def _():
-            place = lax.rem(items, jnp.int32(QUEUE))
-            pl.when(items >= QUEUE)(lambda: plgpu.barrier_wait(refs.q_consumed.at[place]))
+        def begin():
+            place = place_of_query(items, cfg)
+            is_reused = items >= cfg.tuning.queries
+            pl.when(is_reused)(lambda: plgpu.barrier_wait(refs.q_consumed.at[place]))
             _load_query(item, place, line, refs, cfg)
             _describe(item, items, refs)
 
@@ -92,19 +95,24 @@ def _take_items(first, begin, items, line: Line, work: Work, refs, cfg: Config) 
 
     def turn(carry):
         _, number, items, tiles = carry
-        place = lax.rem(items, jnp.int32(QUEUE))
-        item = _item_of(place, refs)
+        item = _item_of(lax.rem(items, jnp.int32(QUEUE)), refs)
 
         def load_tile(i):
             _load_tile(item, i, tiles, ring, line, refs, cfg)
 
+        if cfg.converts:
+            _begin_raw(item, tiles, ring, line, refs, cfg)
         pl.when(item.count > 0)(lambda: load_tile(jnp.int32(0)))
         rows.finish_queries()
-        plgpu.barrier_arrive(refs.q_ready.at[place])
+        plgpu.barrier_arrive(refs.q_ready.at[place_of_query(items, cfg)])
         pl.when(item.count > 1)(lambda: load_tile(jnp.int32(1)))
         number = _next(number, begin, line, refs, cfg)
-        some = begin_item(number, items + 1)
-        pl.loop(2, item.count)(load_tile)
+        if cfg.tuning.queries > 1:
+            some = begin_item(number, items + 1)
+            pl.loop(2, item.count)(load_tile)
+        else:  # the next query can only follow this one's results
+            pl.loop(2, item.count)(load_tile)
+            some = begin_item(number, items + 1)
         return some, number, items + 1, tiles + item.count
 
     state = begin_item(first, items), first, items, jnp.int32(0)
@@ -120,6 +128,11 @@ def read_item(items: Scalar, refs) -> Item:
     item = _item_of(place, refs)
     plgpu.barrier_arrive(refs.item_consumed.at[place])
     return item
+
+
+def place_of_query(items: Scalar, cfg: Config) -> Scalar:
+    """Where the query is of the item that follows the first `items`."""
+    return lax.rem(items, jnp.int32(cfg.tuning.queries))
 
 
 def _item_of(place: Scalar, refs) -> Item:
@@ -161,10 +174,23 @@ def _load_tile(item: Item, i, before, ring: Ring, line: Line, refs, cfg: Config)
     start = item.origin + i * line.tile
     is_reused = before + i >= line.stages
     k_smem, v_smem = (tile_of(ring_smem, stage, line, cfg) for ring_smem in (refs.k_smem, refs.v_smem))
+    low, end = item.low - start, item.end - start
+    if cfg.converts:
+        is_next = i + line.raw_stages < item.count
+        for is_key in (True, False):
+            raw_smem, arrived = _raw(before + i, is_key, ring, line, refs, cfg)
+            consumed, ready = (ring.k_consumed, ring.k_ready) if is_key else (ring.v_consumed, ring.v_ready)
+            plgpu.barrier_wait(arrived)
+            pl.when(is_reused)(lambda consumed=consumed: plgpu.barrier_wait(consumed.at[stage]))
+            seen = (jnp.int32(0), jnp.int32(line.tile)) if is_key else (low, end)
+            rows.convert_tile(raw_smem, k_smem if is_key else v_smem, *seen, line, cfg)
+            plgpu.barrier_arrive(ready.at[stage])
+            following = functools.partial(_load_raw, item, i + line.raw_stages, before, is_key, ring, line, refs, cfg)
+            pl.when(is_next)(following)
+        return
     pl.when(is_reused)(lambda: plgpu.barrier_wait(ring.k_consumed.at[stage]))
     _copy(refs.key_cache_gmem, k_smem, ring.k_ready.at[stage], start, item, line, refs, cfg)
     pl.when(is_reused)(lambda: plgpu.barrier_wait(ring.v_consumed.at[stage]))
-    low, end = item.low - start, item.end - start
     partly = (end < line.tile) | (low > 0)
 
     @pl.when(~partly)
@@ -181,6 +207,30 @@ def _load_tile(item: Item, i, before, ring: Ring, line: Line, refs, cfg: Config)
             plgpu.barrier_arrive(ring.v_ready.at[stage])
 
 
+def _begin_raw(item: Item, before, ring: Ring, line: Line, refs, cfg: Config) -> None:
+    """Has an item's first tiles on their way to where they are converted from."""
+    for i in range(line.raw_stages):
+        for is_key in (True, False):
+            load = functools.partial(_load_raw, item, jnp.int32(i), before, is_key, ring, line, refs, cfg)
+            pl.when(i < item.count)(load)
+
+
+def _load_raw(item: Item, i, before, is_key: bool, ring: Ring, line: Line, refs, cfg: Config) -> None:
+    """Has the i-th tile of an item's K or V on its way to where it is converted from."""
+    raw_smem, arrived = _raw(before + i, is_key, ring, line, refs, cfg)
+    cache_gmem = refs.key_cache_gmem if is_key else refs.value_cache_gmem
+    _copy(cache_gmem, raw_smem, arrived, item.origin + i * line.tile, item, line, refs, cfg)
+
+
+def _raw(tiles, is_key: bool, ring: Ring, line: Line, refs, cfg: Config) -> tuple[Any, Any]:
+    """Where the tile that follows the first `tiles` is converted from, and the barrier that says it is there."""
+    raw_smem, arrived = (refs.raw_k_smem, ring.raw_k_ready) if is_key else (refs.raw_v_smem, ring.raw_v_ready)
+    stage = lax.rem(tiles, jnp.int32(line.raw_stages))
+    if line.raw_stages > 1:
+        raw_smem = raw_smem.at[pl.ds(pl.multiple_of(stage * line.tile, line.tile), line.tile)]
+    return raw_smem, arrived.at[stage]
+
+
 def _copy(cache_gmem, tile_smem, ready, start, item: Item, line: Line, refs, cfg: Config) -> None:
     """Copies the runs of a tile from position `start` on, the warps in turn; past the end the last run again."""
     block_size = jnp.int32(cfg.problem.block_size)
@@ -190,7 +240,7 @@ def _copy(cache_gmem, tile_smem, ready, start, item: Item, line: Line, refs, cfg
         token = lax.min(start + run * line.run, last)
         block, offset = refs.block_tables_gmem[item.seq, lax.div(token, block_size)], lax.rem(token, block_size)
         whole = line.run == cfg.problem.block_size
-        tokens = slice(None) if whole else pl.ds(offset, line.run)
+        tokens = slice(None) if whole else pl.ds(pl.multiple_of(offset, line.run), line.run)
         index = (block, tokens, item.kv_head) if cfg.problem.layout == "nhd" else (block, item.kv_head, tokens)
         plgpu.copy_gmem_to_smem(cache_gmem.at[index], tile_smem.at[pl.ds(run * line.run, line.run)], ready)
 

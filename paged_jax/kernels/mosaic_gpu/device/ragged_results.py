@@ -1,7 +1,7 @@
 """What a program of the ragged kernel stores: out and lse of a whole item, or the partial result of a split.
 
 Results leave through the shared memory of the query. A thin item's rows are those of both warpgroups, each of which has
-seen half of the tiles: first warpgroup 1 hands its softmax to warpgroup 0, through the same place.
+seen half of the tiles: one hands its softmax to the other, through the same place.
 """
 
 import jax.experimental.pallas as pl
@@ -17,7 +17,7 @@ from paged_jax.kernels.mosaic_gpu.ragged_tuning import Config, Line
 
 
 def hand_over(state: State, places_smem, refs, cfg: Config) -> None:
-    """Gives warpgroup 1's softmax to warpgroup 0: O normalised, as 16 bits and what these leave out in 16 more."""
+    """Gives a warpgroup's softmax to the other one: O normalised, as 16 bits and what these leave out in 16 more."""
     out, maxima, sums = state
     dtype = cfg.problem.query_dtype
     out = out * wide(1.0 / jnp.where(sums != 0, sums, 1.0), out.shape[1])
@@ -30,8 +30,7 @@ def hand_over(state: State, places_smem, refs, cfg: Config) -> None:
 
 
 def take_over(state: State, places_smem, refs) -> State:
-    """Warpgroup 0's softmax with that of warpgroup 1."""
-    plgpu.barrier_wait(refs.handed_over)
+    """The softmax with that of the other warpgroup, who has handed it over."""
     out, maxima, sums = state
     of_rows = plgpu.Layout.WGMMA.reduce(1)
     rounded, rest = (plgpu.load(places_smem.at[i], layout=plgpu.Layout.WGMMA).astype(jnp.float32) for i in (1, 0))

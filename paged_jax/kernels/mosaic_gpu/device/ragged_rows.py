@@ -18,7 +18,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from paged_jax.kernels.mosaic_gpu.device.inline import inline
-from paged_jax.kernels.mosaic_gpu.ragged_tuning import ROWS, Config, Line, transforms
+from paged_jax.kernels.mosaic_gpu.device.tiles.eight_bit import CONVERT
+from paged_jax.kernels.mosaic_gpu.device.tiles.plain import transforms
+from paged_jax.kernels.mosaic_gpu.ragged_tuning import ROWS, Config, Line
 
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 
@@ -148,7 +150,7 @@ def store_part(part_gmem, acc: Array, tokens, cfg: Config) -> None:
 
 def zero_tokens(v_smem, low, high, line: Line, cfg: Config) -> None:
     """Zeroes the rows of a tile whose tokens are not low <= token < high; the products see it after a barrier."""
-    dtype, d = jnp.dtype(cfg.problem.cache_dtype), cfg.problem.head_size
+    dtype, d = jnp.dtype(cfg.problem.query_dtype), cfg.problem.head_size
     swizzle = transforms(d, dtype)[1].swizzle
     columns = d * dtype.itemsize // swizzle
 
@@ -181,6 +183,49 @@ def zero_tokens(v_smem, low, high, line: Line, cfg: Config) -> None:
         assembly("fence.proxy.async.shared::cta;", "", 0)
 
     body(v_smem, low, high)
+
+
+def convert_tile(raw_smem, tile_smem, low, high, line: Line, cfg: Config) -> None:
+    """Converts a tile of 8 bits to the query's dtype, exactly; tokens that are not low <= token < high become zeros.
+
+    A thread makes 16 bytes of 8 at a time. The products see the tile after a barrier.
+    """
+    problem = cfg.problem
+    d = problem.head_size
+    layout = transforms(d, problem.query_dtype)
+
+    @inline(plgpu.RefType(), plgpu.RefType(layout), _SCALAR, _SCALAR)
+    def body(_, raw_smem, tile_smem, low, high):
+        raw, smem, low, high = address(raw_smem), address(tile_smem), low.registers.item(), high.registers.item()
+        of_row, first = d // 8, thread()
+        for i in range(line.tile * of_row // 128):
+            chunk = arith.addi(first, i32(128 * i))
+            row, column = arith.divui(chunk, i32(of_row)), arith.remui(chunk, i32(of_row))
+            seen = arith.andi(
+                arith.cmpi(arith.CmpIPredicate.sge, row, low), arith.cmpi(arith.CmpIPredicate.slt, row, high)
+            )
+            place = arith.addi(smem, _place(row, column, d, layout[1].swizzle))
+            assembly(_conversion(problem), "r,r,r", 0, place, arith.addi(raw, arith.muli(chunk, i32(8))), word(seen))
+        assembly("fence.proxy.async.shared::cta;", "", 0)
+
+    body(raw_smem, tile_smem, low, high)
+
+
+def _conversion(problem) -> str:
+    """Assembly that converts 8 bytes at $1 to 16 at $0, or to zeros where $2 is 0."""
+    code = "{ .reg .pred seen; .reg .b32 in<2>, out<4>; ld.shared.v2.b32 {in0, in1}, [$1]; setp.ne.b32 seen, $2, 0;"
+    for i in range(2):
+        names = {"$0": f"out{2 * i}", "$1": f"out{2 * i + 1}", "$2": f"in{i}"}
+        part = CONVERT[problem.cache_dtype]
+        for old, new in names.items():
+            part = part.replace(old, new)
+        code += part
+    if problem.query_dtype == "bfloat16":
+        for i in range(4):
+            code += f"""{{ .reg .b16 low, high; .reg .f32 first, second; mov.b32 {{low, high}}, out{i};
+            cvt.f32.f16 first, low; cvt.f32.f16 second, high; cvt.rn.bf16x2.f32 out{i}, second, first; }}"""
+    code += "".join(f"selp.b32 out{i}, out{i}, 0, seen;" for i in range(4))
+    return code + "st.shared.v4.b32 [$0], {out0, out1, out2, out3}; }"
 
 
 def store_words(words_smem, row, values) -> None:
@@ -226,25 +271,31 @@ def _chunks(first_token, tokens, head, cfg: Config) -> Iterator[_Chunk]:
     """The 16-byte pieces of a warpgroup's rows that this thread copies."""
     d, itemsize = cfg.problem.head_size, jnp.dtype(cfg.problem.query_dtype).itemsize
     swizzle = transforms(d, cfg.problem.query_dtype)[1].swizzle
-    of_row, lanes = d * itemsize // 16, swizzle // 16
+    of_row = d * itemsize // 16
     first = thread()
     for i in range(ROWS * of_row // 128):
         chunk = arith.addi(first, i32(128 * i))
         row, column = arith.divui(chunk, i32(of_row)), arith.remui(chunk, i32(of_row))
         own, index = _row_of_query(row, first_token, tokens, head, cfg)
         offset = arith.addi(arith.muli(wide(index), i64(d * itemsize)), arith.muli(wide(column), i64(16)))
-        place = arith.addi(
-            arith.muli(arith.divui(row, i32(8)), i32(8 * d * itemsize)),
+        yield _Chunk(own, row, offset, _place(row, column, d, swizzle))
+
+
+def _place(row, column, d: int, swizzle: int):
+    """Where the 16 bytes in a column of a row of d elements of 16 bits are, in shared memory."""
+    lanes = swizzle // 16
+    place = arith.addi(
+        arith.muli(arith.divui(row, i32(8)), i32(16 * d)),
+        arith.addi(
+            arith.muli(arith.divui(column, i32(lanes)), i32(8 * swizzle)),
             arith.addi(
-                arith.muli(arith.divui(column, i32(lanes)), i32(8 * swizzle)),
-                arith.addi(
-                    arith.muli(arith.remui(row, i32(8)), i32(swizzle)),
-                    arith.muli(arith.remui(column, i32(lanes)), i32(16)),
-                ),
+                arith.muli(arith.remui(row, i32(8)), i32(swizzle)),
+                arith.muli(arith.remui(column, i32(lanes)), i32(16)),
             ),
-        )
-        changed = arith.andi(arith.shrui(place, i32(3)), i32(16 * (lanes - 1)))
-        yield _Chunk(own, row, offset, arith.xori(place, changed))
+        ),
+    )
+    changed = arith.andi(arith.shrui(place, i32(3)), i32(16 * (lanes - 1)))
+    return arith.xori(place, changed)
 
 
 def _row_of_query(row, first_token, tokens, head, cfg: Config):

@@ -95,10 +95,10 @@ def rows_of(item: Item, half, line: Line, refs, cfg: Config) -> Rows:
         last=first + lax.max(tokens - 1, jnp.int32(0)),
         position=token + first,
         factor=factor,
-        unit=jnp.where(usual, factor * LOG2E, 1.0) if late else 1.0,
-        natural=jnp.where(usual, factor, 1 / LOG2E) if late else 1 / LOG2E,
+        unit=jnp.where(usual, factor * LOG2E, LOG2E) if late else LOG2E,
+        natural=jnp.where(usual, factor, 1.0) if late else 1.0,
         v_scale=cache_scale(refs.v_scale_gmem, problem.v_scale, item),
-        slopes=of_heads(refs.slopes_gmem) * LOG2E if problem.alibi else None,
+        slopes=of_heads(refs.slopes_gmem) if problem.alibi else None,
         sinks=of_heads(refs.sinks_gmem) if problem.sinks else None,
     )
 
@@ -125,14 +125,14 @@ def _scales_late(cfg: Config) -> bool:
 
 
 def _logits(products, item: Item, tile, rows: Rows, line: Line, cfg: Config):
-    """The logits of a tile, which `rows.unit` makes those of base 2; -inf where a row does not see."""
+    """The logits of a tile, which `rows.natural` makes those of base e; -inf where a row does not see."""
     problem = cfg.problem
     start = item.origin + tile * line.tile
     if _scales_late(cfg):
-        factor = rows.factor * LOG2E
-        logits = lax.cond(factor > _LEAST_FACTOR, lambda x: x, lambda x: layout(x * factor), products)
+        usual = rows.factor * LOG2E > _LEAST_FACTOR
+        logits = lax.cond(usual, lambda x: x, lambda x: layout(x * rows.factor), products)
     else:
-        logits = scaled_logits(products, rows.factor, problem) * LOG2E
+        logits = scaled_logits(products, rows.factor, problem)
         if problem.alibi:
             token = plgpu.broadcasted_iota(jnp.int32, products.shape, 1, layout=plgpu.Layout.WGMMA)
             distance = (token + start) - wide(rows.position, line.tile)
