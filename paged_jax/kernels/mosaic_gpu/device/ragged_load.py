@@ -238,9 +238,11 @@ def _copy(cache_gmem, tile_smem, ready, start, item: Item, line: Line, refs, cfg
 
     def copy_run(run):
         token = lax.min(start + run * line.run, last)
-        block, offset = refs.block_tables_gmem[item.seq, lax.div(token, block_size)], lax.rem(token, block_size)
+        block = refs.block_tables_gmem[item.seq, lax.div(token, block_size)]
+        of_block = lax.rem(lax.div(token, jnp.int32(line.run)), jnp.int32(max(cfg.problem.block_size // line.run, 1)))
+        offset = of_block * line.run  # Mosaic sees that it is a multiple
         whole = line.run == cfg.problem.block_size
-        tokens = slice(None) if whole else pl.ds(pl.multiple_of(offset, line.run), line.run)
+        tokens = slice(None) if whole else pl.ds(offset, line.run)
         index = (block, tokens, item.kv_head) if cfg.problem.layout == "nhd" else (block, item.kv_head, tokens)
         plgpu.copy_gmem_to_smem(cache_gmem.at[index], tile_smem.at[pl.ds(run * line.run, line.run)], ready)
 
