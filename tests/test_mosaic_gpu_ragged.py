@@ -42,6 +42,7 @@ INTERPRETED = [
     small("split", 2, 1, 64, 16, "bfloat16", seq_lens=(600, 3), query_lens=(2, 1), sinks=True, padding=0),
     small("e4m3", 4, 2, 64, 16, "bfloat16", "float8_e4m3fn", k_scale="scalar", v_scale="head"),
     small("int8", 4, 2, 96, 32, "float16", "int8", layout="nhd", k_scale="head", v_scale="scalar"),
+    small("tiny", 4, 2, 16, 16, "bfloat16"),
     small("large", 2, 1, 256, 16, "bfloat16", sinks=True),
     small("short-and-wide", 2, 1, 64, 16, "float16", seq_lens=(128,), query_lens=(40,), padding=0, max_seq_len=128),
     small("split-wide", 8, 1, 64, 64, "float16", seq_lens=(500,), query_lens=(100,), logits_soft_cap=3.0),
@@ -160,6 +161,7 @@ LOWERED = [
     small("hnd-128-64", 64, 1, 128, 256, "bfloat16", alibi=True),
     small("hnd-112-7", 7, 1, 112, 64, "float16", logits_soft_cap=30.0, v_scale="head"),
     small("e5m2-192", 4, 2, 192, 16, "float16", "float8_e5m2"),
+    small("hnd-32-2", 4, 2, 32, 16, "bfloat16", "int8", k_scale="scalar", v_scale="scalar"),
     small("hnd-256-2", 4, 2, 256, 16, "bfloat16", alibi=True),
     small("nhd-80-3", 3, 1, 80, 32, "bfloat16", layout="nhd", k_scale="scalar"),
 ]
@@ -182,7 +184,7 @@ def test_lowers_for_cuda(case):
         (small("mixed", 4, 2, 64, 16, "bfloat16", "float16"), "caches of float16 for queries of bfloat16"),
         (
             small("head-size", 4, 2, 120, 16, "bfloat16"),
-            "lacks head_size 120 in ragged attention, takes multiples of 16 from 64 to 256",
+            "lacks head_size 120 in ragged attention, takes multiples of 16 from 16 to 256",
         ),
         (small("block-size", 4, 2, 64, 4, "bfloat16"), "lacks block_size 4"),
         (small("group", 71, 1, 64, 16, "bfloat16"), "lacks groups of 71"),

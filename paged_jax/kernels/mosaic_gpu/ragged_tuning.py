@@ -13,7 +13,7 @@ from paged_jax.kernels.problem import Device, Problem, ScaleKind, Unsupported
 
 ROWS = 64  # of one warpgroup: M of wgmma
 _MAX_GROUP = ROWS
-_MIN_HEAD_SIZE, _MAX_HEAD_SIZE = 64, 256
+_MIN_HEAD_SIZE, _MAX_HEAD_SIZE = 16, 256
 _SHARED_MEMORY = 227 * 1024  # that one program may have
 _OTHER = 12288  # bytes of barriers, of what aligns the buffers and of what reductions take
 ITEM_FIELDS = 16  # int32 that describe a work item in the queue

@@ -48,7 +48,7 @@ def store(item: Item, half, rows: Rows, state: State, out_smem, line: Line, refs
 
     def store_whole():
         norm, base, scaled = sums, maxima, out
-        if cfg.problem.sinks:
+        if cfg.problem.per_head.sinks:
             base = lax.max(maxima, rows.sinks)
             keep = exp(maxima - base)
             norm = sums * keep + exp(rows.sinks - base)

@@ -98,8 +98,8 @@ def rows_of(item: Item, half, line: Line, refs, cfg: Config) -> Rows:
         unit=jnp.where(usual, factor * LOG2E, LOG2E) if late else LOG2E,
         natural=jnp.where(usual, factor, 1.0) if late else 1.0,
         v_scale=cache_scale(refs.v_scale_gmem, problem.v_scale, item),
-        slopes=of_heads(refs.slopes_gmem) if problem.alibi else None,
-        sinks=of_heads(refs.sinks_gmem) if problem.sinks else None,
+        slopes=of_heads(refs.slopes_gmem) if problem.per_head.alibi_slopes else None,
+        sinks=of_heads(refs.sinks_gmem) if problem.per_head.sinks else None,
     )
 
 
@@ -121,7 +121,7 @@ def wide(x, columns: int):
 
 
 def _scales_late(cfg: Config) -> bool:
-    return not cfg.problem.alibi and cfg.problem.logits_soft_cap is None
+    return not cfg.problem.per_head.alibi_slopes and cfg.problem.logits_soft_cap is None
 
 
 def _logits(products, item: Item, tile, rows: Rows, line: Line, cfg: Config):
@@ -133,7 +133,7 @@ def _logits(products, item: Item, tile, rows: Rows, line: Line, cfg: Config):
         logits = lax.cond(usual, lambda x: x, lambda x: layout(x * rows.factor), products)
     else:
         logits = scaled_logits(products, rows.factor, problem)
-        if problem.alibi:
+        if problem.per_head.alibi_slopes:
             token = plgpu.broadcasted_iota(jnp.int32, products.shape, 1, layout=plgpu.Layout.WGMMA)
             distance = (token + start) - wide(rows.position, line.tile)
             logits += wide(rows.slopes, line.tile) * distance.astype(jnp.float32)
