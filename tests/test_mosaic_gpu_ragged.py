@@ -76,6 +76,33 @@ def test_in_the_interpreter(case):
     assert not interpret_pallas_call.get_races().races_found
 
 
+PREFIXES = [
+    small("plain", 4, 2, 64, 16, "bfloat16"),
+    small("window", 2, 1, 80, 8, "float16", layout="nhd", sliding_window=50, k_scale="scalar"),
+    small("e4m3", 8, 2, 64, 16, "bfloat16", "float8_e4m3fn", k_scale="scalar", v_scale="head"),
+]
+
+
+def prefix_operands_of(case, made):
+    options = made.arrays | op_options(made.static) | {"max_seq_len": case.max_seq_len}
+    return _validate.prefix_operands(*made.prefix.values(), True, options)
+
+
+def check_prefix(made, results):
+    options = made.arrays | made.static
+    exact, rough = (module.prefix(**made.prefix, **options) for module in (oracle, plain))
+    for actual, wanted, yardstick in zip(results, exact, rough, strict=True):
+        plain.assert_close(actual[: made.num_rows], wanted[: made.num_rows], yardstick[: made.num_rows], "prefix")
+    assert np.all(results[0][made.num_rows :].astype(np.float32) == 0), "padding rows"
+
+
+@pytest.mark.parametrize("case", PREFIXES, ids=str)
+def test_new_tokens_in_the_interpreter(case):
+    made = inputs.make(case)
+    check_prefix(made, call("prefix_attention", prefix_operands_of(case, made), **TINY_TILES))
+    assert not interpret_pallas_call.get_races().races_found
+
+
 def test_every_query_sees_all_tokens():
     """causal=False: the last query of each sequence is one that sees all, so decode of each row says what is right."""
     case = small("all-seen", 8, 2, 64, 16, "bfloat16", seq_lens=(70, 20), query_lens=(40, 3), padding=0)

@@ -9,4 +9,5 @@ from paged_jax.kernels.mosaic_gpu.decode import paged_attention as paged_attenti
 from paged_jax.kernels.mosaic_gpu.decode import paged_attention_v1 as paged_attention_v1
 from paged_jax.kernels.mosaic_gpu.decode import paged_attention_v2 as paged_attention_v2
 from paged_jax.kernels.mosaic_gpu.decode import write_and_attend as write_and_attend
+from paged_jax.kernels.mosaic_gpu.ragged import prefix_attention as prefix_attention
 from paged_jax.kernels.mosaic_gpu.ragged import ragged_paged_attention as ragged_paged_attention

@@ -163,7 +163,7 @@ class Config:
 
     def _most_splits(self, line: Line) -> int:
         """Splits that an item may have."""
-        cost = -(-self.problem.max_seq_len // line.tile) * line.tile_cost
+        cost = (-(-self.problem.max_seq_len // line.tile) + (1 if self.prefix else 0)) * line.tile_cost
         return -(-cost // self.tuning.least_split)
 
 
@@ -200,6 +200,10 @@ def tune(problem: Problem, device: Device, *, prefix: bool) -> Config:
       Unsupported: these kernels cannot do it, with every reason.
     """
     found = reasons(problem, device)
+    if prefix and problem.query_dtype == "float16" and problem.v_scale != ScaleKind.NONE:
+        found.append("lacks prefix_attention of float16 with v_scale, whose inverse float16 may not hold")
+    if prefix and problem.max_blocks_per_seq * problem.num_blocks == 0:
+        found.append("lacks prefix_attention without a cache")
     if found:
         raise Unsupported("mosaic_gpu", found)
     for tile, stages, queries in ((128, 4, 2), (128, 2, 2), (128, 2, 1), (64, 4, 2), (64, 2, 2), (64, 2, 1)):
@@ -229,14 +233,14 @@ def scratch(cfg: Config) -> dict[str, Any]:
         for name, line in (("", wide), ("thin_", thin)):
             arrived = plgpu.Barrier(num_arrivals=line.runs, num_barriers=line.raw_stages)
             optional |= {f"{name}raw_k_ready": arrived, f"{name}raw_v_ready": arrived}
-    else:
-        optional = {
+    if cfg.prefix or not cfg.converts:
+        optional |= {
             "landed": plgpu.Barrier(num_arrivals=wide.runs),
             "thin_landed": plgpu.Barrier(num_arrivals=thin.runs),
         }
 
     def ready(line):
-        return plgpu.Barrier(num_arrivals=1 if cfg.converts else line.runs, num_barriers=line.stages)
+        return plgpu.Barrier(num_arrivals=line.runs, num_barriers=line.stages)
 
     def consumed(line):
         return plgpu.Barrier(num_arrivals=2 if line.wide else 1, num_barriers=line.stages)

@@ -70,7 +70,7 @@ def outputs(cfg: Config) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def attend(cfg: Config, *arrays: Any) -> dict[str, Array]:
-    """Runs the kernel on `_INPUTS`; what is absent is any array of one element."""
+    """Runs the kernel on `_INPUTS`, and new keys and values; what is absent is any array of one element."""
     shapes = outputs(cfg)
     kernel = plgpu.kernel(
         functools.partial(_kernel, cfg=cfg),
@@ -86,7 +86,7 @@ def attend(cfg: Config, *arrays: Any) -> dict[str, Array]:
 
 
 def _kernel(*gmem, cfg: Config, **smem):
-    names = [f"{name}_gmem" for name in (*_INPUTS, *outputs(cfg))]
+    names = [f"{name}_gmem" for name in (*_INPUTS, *(("key", "value") if cfg.prefix else ()), *outputs(cfg))]
     refs = SimpleNamespace(**dict(zip(names, gmem, strict=True)), **smem)
     warpgroup = lax.axis_index("warpgroup")
     computing, loading = cfg.tuning.registers

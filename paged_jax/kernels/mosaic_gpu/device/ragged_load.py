@@ -18,7 +18,7 @@ from jax import lax
 from paged_jax.kernels.mosaic_gpu.device import ragged_count as count
 from paged_jax.kernels.mosaic_gpu.device import ragged_plan as plan
 from paged_jax.kernels.mosaic_gpu.device import ragged_rows as rows
-from paged_jax.kernels.mosaic_gpu.device.ragged_plan import Item, Scalar, Work
+from paged_jax.kernels.mosaic_gpu.device.ragged_plan import Item, Scalar, Span, Work
 from paged_jax.kernels.mosaic_gpu.ragged_tuning import QUEUE, Config, Line
 
 _WARPS = 4  # of a warpgroup
@@ -171,40 +171,55 @@ def _load_query(item: Item, place, line: Line, refs, cfg: Config) -> None:
 def _load_tile(item: Item, i, before, ring: Ring, line: Line, refs, cfg: Config) -> None:
     """Copies the i-th tile of an item into the rings, after the tiles that were there `before`."""
     stage = lax.rem(before + i, jnp.int32(line.stages))
-    start = item.origin + i * line.tile
     is_reused = before + i >= line.stages
+    span = plan.span_of(item, i, line, cfg)
+    low, end = item.low - span.start, span.end - span.start
     k_smem, v_smem = (tile_of(ring_smem, stage, line, cfg) for ring_smem in (refs.k_smem, refs.v_smem))
-    low, end = item.low - start, item.end - start
-    if cfg.converts:
-        is_next = i + line.raw_stages < item.count
-        for is_key in (True, False):
+    k_ready, v_ready = ring.k_ready.at[stage], ring.v_ready.at[stage]
+
+    def wait_for(consumed):
+        pl.when(is_reused)(lambda: plgpu.barrier_wait(consumed.at[stage]))
+
+    def convert():
+        is_next = i + line.raw_stages < item.cached
+        for is_key, consumed, ready in ((True, ring.k_consumed, k_ready), (False, ring.v_consumed, v_ready)):
             raw_smem, arrived = _raw(before + i, is_key, ring, line, refs, cfg)
-            consumed, ready = (ring.k_consumed, ring.k_ready) if is_key else (ring.v_consumed, ring.v_ready)
             plgpu.barrier_wait(arrived)
-            pl.when(is_reused)(lambda consumed=consumed: plgpu.barrier_wait(consumed.at[stage]))
+            wait_for(consumed)
             seen = (jnp.int32(0), jnp.int32(line.tile)) if is_key else (low, end)
             rows.convert_tile(raw_smem, k_smem if is_key else v_smem, *seen, line, cfg)
-            plgpu.barrier_arrive(ready.at[stage])
+            _arrive(ready, line)
             following = functools.partial(_load_raw, item, i + line.raw_stages, before, is_key, ring, line, refs, cfg)
             pl.when(is_next)(following)
-        return
-    pl.when(is_reused)(lambda: plgpu.barrier_wait(ring.k_consumed.at[stage]))
-    _copy(refs.key_cache_gmem, k_smem, ring.k_ready.at[stage], start, item, line, refs, cfg)
-    pl.when(is_reused)(lambda: plgpu.barrier_wait(ring.v_consumed.at[stage]))
-    partly = (end < line.tile) | (low > 0)
 
-    @pl.when(~partly)
-    def copy_all():
-        _copy(refs.value_cache_gmem, v_smem, ring.v_ready.at[stage], start, item, line, refs, cfg)
+    def copy():
+        wait_for(ring.k_consumed)
+        _copy(True, k_smem, k_ready, span, item, line, refs, cfg)
+        wait_for(ring.v_consumed)
+        partly = (end < line.tile) | (low > 0)
+        pl.when(~partly)(lambda: _copy(False, v_smem, v_ready, span, item, line, refs, cfg))
 
-    @pl.when(partly)
-    def copy_some():
-        # Weights of tokens that nobody sees are 0, but 0 * NaN would be NaN.
-        _copy(refs.value_cache_gmem, v_smem, ring.landed, start, item, line, refs, cfg)
-        plgpu.barrier_wait(ring.landed)
-        rows.zero_tokens(v_smem, low, end, line, cfg)
-        for _ in range(line.runs):
-            plgpu.barrier_arrive(ring.v_ready.at[stage])
+        @pl.when(partly)
+        def copy_some():
+            # Weights of tokens that nobody sees are 0, but 0 * NaN would be NaN.
+            _copy(False, v_smem, ring.landed, span, item, line, refs, cfg)
+            plgpu.barrier_wait(ring.landed)
+            rows.zero_tokens(v_smem, low, end, line, cfg)
+            _arrive(v_ready, line)
+
+    if not cfg.converts:
+        copy()
+    elif not cfg.prefix:
+        convert()
+    else:
+        pl.when(span.is_new)(copy)
+        pl.when(~span.is_new)(convert)
+
+
+def _arrive(ready, line: Line) -> None:
+    """Arrives for all runs of a tile."""
+    for _ in range(line.runs):
+        plgpu.barrier_arrive(ready)
 
 
 def _begin_raw(item: Item, before, ring: Ring, line: Line, refs, cfg: Config) -> None:
@@ -212,14 +227,13 @@ def _begin_raw(item: Item, before, ring: Ring, line: Line, refs, cfg: Config) ->
     for i in range(line.raw_stages):
         for is_key in (True, False):
             load = functools.partial(_load_raw, item, jnp.int32(i), before, is_key, ring, line, refs, cfg)
-            pl.when(i < item.count)(load)
+            pl.when(i < item.cached)(load)
 
 
 def _load_raw(item: Item, i, before, is_key: bool, ring: Ring, line: Line, refs, cfg: Config) -> None:
     """Has the i-th tile of an item's K or V on its way to where it is converted from."""
     raw_smem, arrived = _raw(before + i, is_key, ring, line, refs, cfg)
-    cache_gmem = refs.key_cache_gmem if is_key else refs.value_cache_gmem
-    _copy(cache_gmem, raw_smem, arrived, item.origin + i * line.tile, item, line, refs, cfg)
+    _copy(is_key, raw_smem, arrived, plan.span_of(item, i, line, cfg), item, line, refs, cfg, only_cached=True)
 
 
 def _raw(tiles, is_key: bool, ring: Ring, line: Line, refs, cfg: Config) -> tuple[Any, Any]:
@@ -231,20 +245,36 @@ def _raw(tiles, is_key: bool, ring: Ring, line: Line, refs, cfg: Config) -> tupl
     return raw_smem, arrived.at[stage]
 
 
-def _copy(cache_gmem, tile_smem, ready, start, item: Item, line: Line, refs, cfg: Config) -> None:
-    """Copies the runs of a tile from position `start` on, the warps in turn; past the end the last run again."""
-    block_size = jnp.int32(cfg.problem.block_size)
-    last = lax.max(lax.div(item.high - 1, jnp.int32(line.run)) * line.run, jnp.int32(0))
+def _copy(
+    is_key: bool, tile_smem, ready, span: Span, item: Item, line: Line, refs, cfg: Config, *, only_cached: bool = False
+) -> None:
+    """Copies the runs of a tile of K or V, the warps in turn; past the end the last run again."""
+    problem, size = cfg.problem, line.run
+    cache_gmem = refs.key_cache_gmem if is_key else refs.value_cache_gmem
+    last = lax.max(lax.div(span.high - 1, jnp.int32(size)) * size, jnp.int32(0))
+
+    def copy_cached(run):
+        token = lax.min(span.start + run * size, last)
+        block = refs.block_tables_gmem[item.seq, lax.div(token, jnp.int32(problem.block_size))]
+        of_block = lax.rem(lax.div(token, jnp.int32(size)), jnp.int32(max(problem.block_size // size, 1)))
+        # Mosaic sees that a product is a multiple.
+        tokens = slice(None) if size == problem.block_size else pl.ds(of_block * size, size)
+        index = (block, tokens, item.kv_head) if problem.layout == "nhd" else (block, item.kv_head, tokens)
+        plgpu.copy_gmem_to_smem(cache_gmem.at[index], tile_smem.at[pl.ds(run * size, size)], ready)
+
+    def copy_new(run):
+        new_gmem = refs.key_gmem if is_key else refs.value_gmem
+        row = lax.min(item.first_token + (span.start + run * size - item.position), jnp.int32(problem.num_tokens))
+        index = pl.ds(row, size), item.kv_head
+        plgpu.copy_gmem_to_smem(new_gmem.at[index], tile_smem.at[pl.ds(run * size, size)], ready)
 
     def copy_run(run):
-        token = lax.min(start + run * line.run, last)
-        block = refs.block_tables_gmem[item.seq, lax.div(token, block_size)]
-        of_block = lax.rem(lax.div(token, jnp.int32(line.run)), jnp.int32(max(cfg.problem.block_size // line.run, 1)))
-        offset = of_block * line.run  # Mosaic sees that it is a multiple
-        whole = line.run == cfg.problem.block_size
-        tokens = slice(None) if whole else pl.ds(offset, line.run)
-        index = (block, tokens, item.kv_head) if cfg.problem.layout == "nhd" else (block, item.kv_head, tokens)
-        plgpu.copy_gmem_to_smem(cache_gmem.at[index], tile_smem.at[pl.ds(run * line.run, line.run)], ready)
+        if not cfg.prefix or only_cached:
+            copy_cached(run)
+            return
+        if not cfg.converts:
+            pl.when(~span.is_new)(lambda: copy_cached(run))
+        pl.when(span.is_new)(lambda: copy_new(run))
 
     def copy_in_turn():
         for warp in range(_WARPS):

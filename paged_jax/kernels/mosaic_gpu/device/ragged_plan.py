@@ -57,6 +57,9 @@ class Item:
       low, high: tokens low <= t < high are seen, by some row.
       end: tokens before it have values.
       count: tiles.
+      cached: those of them that are in the cache; the others are of the new tokens' own arrays.
+      context: tokens in the cache.
+      new_origin: position of the first token of the first tile of new tokens.
       place: of the part among the parts of split items, or -1 if the item is whole.
     """
 
@@ -71,6 +74,9 @@ class Item:
     high: Scalar
     end: Scalar
     count: Scalar
+    cached: Scalar
+    context: Scalar
+    new_origin: Scalar
     place: Scalar
 
 
@@ -162,8 +168,11 @@ def find(number: Scalar, line: Line, work: Work, refs, cfg: Config) -> Item:
     tokens = lax.min(row.queries - first, jnp.int32(line.tokens))
     position = row.seq_len - row.queries + first
     low, high = _seen(row, position, tokens, cfg)
+    context = _context(row, cfg)
     origin = lax.div(low, jnp.int32(line.run)) * line.run
-    count = _tiles(high - origin, line)
+    cached = jnp.where(low < context, _tiles(lax.min(high, context) - origin, line), 0)
+    new_origin = lax.max(low, row.seq_len - row.queries) if cfg.prefix else high
+    count = cached + _tiles(high - new_origin, line)
     share = lax.div(count + splits - 1, splits)
     begin = lax.min(split * share, count)
     return Item(
@@ -175,11 +184,40 @@ def find(number: Scalar, line: Line, work: Work, refs, cfg: Config) -> Item:
         position=position,
         origin=origin + begin * line.tile,
         low=low,
-        high=lax.min(high, origin + (begin + share) * line.tile),
+        high=high,
         end=_end(row, cfg),
         count=lax.min(share, count - begin),
+        cached=lax.clamp(jnp.int32(0), cached - begin, lax.min(share, count - begin)),
+        context=context,
+        new_origin=new_origin + lax.max(begin - cached, jnp.int32(0)) * line.tile,
         place=jnp.where(splits > 1, before(PLACES, seq, line, work) + inside, -1),
     )
+
+
+class Span(NamedTuple):
+    """The tokens of a tile, by their positions.
+
+    Attributes:
+      start: of its first token.
+      high: rows see none from there on.
+      end: there are values before it.
+      is_new: whether it is of the new tokens' own arrays.
+    """
+
+    start: Scalar
+    high: Scalar
+    end: Scalar
+    is_new: Any
+
+
+def span_of(item: Item, i: Scalar, line: Line, cfg: Config) -> Span:
+    """The tokens of the i-th tile of an item."""
+    if not cfg.prefix:
+        return Span(item.origin + i * line.tile, item.high, item.end, False)
+    is_new = i >= item.cached
+    start = jnp.where(is_new, item.new_origin + (i - item.cached) * line.tile, item.origin + i * line.tile)
+    high, end = (jnp.where(is_new, x, lax.min(x, item.context)) for x in (item.high, item.end))
+    return Span(start, high, end, is_new)
 
 
 def row_of(seq: Scalar, refs, cfg: Config) -> Row:
@@ -228,7 +266,7 @@ def _length(row: Row, line: Line, cfg: Config) -> Scalar:
     most = cfg.problem.max_seq_len
     if cfg.problem.sliding_window is not None:
         most = min(most, cfg.problem.sliding_window + line.tokens)
-    return _tiles(-_at_least(-row.seq_len, -most), line)
+    return _tiles(-_at_least(-row.seq_len, -most), line) + (1 if cfg.prefix else 0)
 
 
 def _seen(row: Row, position: Scalar, tokens: Scalar, cfg: Config) -> tuple[Scalar, Scalar]:
@@ -244,7 +282,15 @@ def _seen(row: Row, position: Scalar, tokens: Scalar, cfg: Config) -> tuple[Scal
 
 
 def _end(row: Row, cfg: Config) -> Scalar:
+    """There are keys and values before it, in the cache or in arrays of their own."""
     return lax.max(lax.min(row.seq_len, jnp.int32(cfg.problem.max_seq_len)), jnp.int32(0))
+
+
+def _context(row: Row, cfg: Config) -> Scalar:
+    """Tokens in the cache."""
+    if not cfg.prefix:
+        return _end(row, cfg)
+    return lax.max(lax.min(row.seq_len - row.queries, jnp.int32(cfg.problem.max_seq_len)), jnp.int32(0))
 
 
 def _tiles(tokens: Scalar, line: Line) -> Scalar:

@@ -12,10 +12,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from paged_jax.kernels.mosaic_gpu.device.ragged_plan import Item, Scalar
+from paged_jax.kernels.mosaic_gpu.device.ragged_plan import Item, Scalar, span_of
 from paged_jax.kernels.mosaic_gpu.device.registers import LOG2E, LOWEST, layout
 from paged_jax.kernels.mosaic_gpu.device.softmax import cache_scale, scaled_logits
 from paged_jax.kernels.mosaic_gpu.ragged_tuning import ROWS, Config, Line
+from paged_jax.kernels.problem import ScaleKind
 
 _LEAST_FACTOR = 1e-20  # of products that are scaled as they are exponentiated, and not before
 
@@ -30,7 +31,7 @@ class Rows(NamedTuple):
       factor: of products, to become logits of base e.
       unit: of differences of logits as they are kept, to become exponents of 2.
       natural: of logits as they are kept, to become those of base e.
-      v_scale: of values.
+      k_scale, v_scale: of cached keys, and of cached values.
       slopes, sinks: of each row's head, where the call has them.
     """
 
@@ -42,6 +43,7 @@ class Rows(NamedTuple):
     factor: Any
     unit: Any
     natural: Any
+    k_scale: Any
     v_scale: Any
     slopes: Array | None
     sinks: Array | None
@@ -84,7 +86,8 @@ def rows_of(item: Item, half, line: Line, refs, cfg: Config) -> Rows:
             values = jnp.where(head == i, values_gmem[item.kv_head * problem.group + i], values)
         return values
 
-    factor = refs.scale_gmem[0] * cache_scale(refs.k_scale_gmem, problem.k_scale, item)
+    k_scale = cache_scale(refs.k_scale_gmem, problem.k_scale, item)
+    factor = refs.scale_gmem[0] * k_scale
     # Logits are scaled as they are exponentiated, unless the factor is not positive: maxima would be minima.
     usual = factor * LOG2E > _LEAST_FACTOR
     late = _scales_late(cfg)
@@ -97,6 +100,7 @@ def rows_of(item: Item, half, line: Line, refs, cfg: Config) -> Rows:
         factor=factor,
         unit=jnp.where(usual, factor * LOG2E, LOG2E) if late else LOG2E,
         natural=jnp.where(usual, factor, 1.0) if late else 1.0,
+        k_scale=k_scale,
         v_scale=cache_scale(refs.v_scale_gmem, problem.v_scale, item),
         slopes=of_heads(refs.slopes_gmem) if problem.per_head.alibi_slopes else None,
         sinks=of_heads(refs.sinks_gmem) if problem.per_head.sinks else None,
@@ -111,7 +115,11 @@ def attend(products, state: State, item: Item, tile, rows: Rows, line: Line, cfg
     # Of differences: a product with large logits would round, and the largest weight would not be 1.
     exponentials = jnp.exp2((logits - wide(maxima, line.tile)) * rows.unit)
     out = state.out * wide(keep, cfg.problem.head_size)
-    weights = exponentials.astype(cfg.problem.query_dtype)
+    weights = exponentials
+    if cfg.prefix and cfg.problem.v_scale is not ScaleKind.NONE:
+        is_new = span_of(item, tile, line, cfg).is_new
+        weights = lax.cond(is_new, lambda x: layout(x * (1 / rows.v_scale)), lambda x: x, weights)
+    weights = weights.astype(cfg.problem.query_dtype)
     return State(out, maxima, state.sums * keep + exponentials.sum(axis=1)), weights
 
 
@@ -127,7 +135,10 @@ def _scales_late(cfg: Config) -> bool:
 def _logits(products, item: Item, tile, rows: Rows, line: Line, cfg: Config):
     """The logits of a tile, which `rows.natural` makes those of base e; -inf where a row does not see."""
     problem = cfg.problem
-    start = item.origin + tile * line.tile
+    span = span_of(item, tile, line, cfg)
+    start, high = span.start, span.high
+    if cfg.prefix and problem.k_scale is not ScaleKind.NONE:  # which the new tokens' keys are without
+        products = lax.cond(span.is_new, lambda x: layout(x * (1 / rows.k_scale)), lambda x: x, products)
     if _scales_late(cfg):
         usual = rows.factor * LOG2E > _LEAST_FACTOR
         logits = lax.cond(usual, lambda x: x, lambda x: layout(x * rows.factor), products)
@@ -138,23 +149,23 @@ def _logits(products, item: Item, tile, rows: Rows, line: Line, cfg: Config):
             distance = (token + start) - wide(rows.position, line.tile)
             logits += wide(rows.slopes, line.tile) * distance.astype(jnp.float32)
     end = start + line.tile
-    partly = end > item.high
+    partly = end > high
     if problem.causal:
         partly |= end > rows.first + 1
     if problem.sliding_window is not None:
         partly |= start <= rows.last - problem.sliding_window
-    return lax.cond(partly, lambda x: _masked(x, item, start, rows, line, cfg), lambda x: x, logits)
+    return lax.cond(partly, lambda x: _masked(x, start, high, rows, line, cfg), lambda x: x, logits)
 
 
-def _masked(logits, item: Item, start, rows: Rows, line: Line, cfg: Config):
+def _masked(logits, start, high, rows: Rows, line: Line, cfg: Config):
     """-inf where a row does not see a token."""
     problem = cfg.problem
     token = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
     if problem.causal:
-        last = lax.min(rows.position, item.high - 1) - start
+        last = lax.min(rows.position, high - 1) - start
         seen = token <= wide(last, line.tile)
     else:
-        seen = token < item.high - start
+        seen = token < high - start
     if problem.sliding_window is not None:
         seen &= token > wide(rows.position - (start + problem.sliding_window), line.tile)
     return layout(jnp.where(seen, logits, -jnp.inf))
