@@ -79,6 +79,15 @@ def convert_tile(raw_smem, tile_smem, low, high, line, cfg):
     plgpu.commit_smem()
 
 
+def load_scales(scale_gmem, tables_gmem, scales_smem, seq, kv_head, start, low, high, line, cfg):
+    row = jnp.arange(line.tile)
+    seen = (row >= low) & (row < high)
+    token = jnp.where(seen, start + row, 0)
+    block = jnp.where(seen, tables_gmem[...][seq, token // cfg.problem.block_size], 0)
+    scale = scale_gmem[...][block, kv_head, token % cfg.problem.block_size]
+    scales_smem[...] = jnp.where(seen, scale, 0)
+
+
 def store_words(words_smem, row, values):
     for i, value in enumerate(values):
         words_smem[row, i] = value
@@ -150,6 +159,7 @@ def call(op, operands, device=SMALL_GPU, **tuning):
             store_part=store_part,
             zero_tokens=zero_tokens,
             convert_tile=convert_tile,
+            load_scales=load_scales,
             store_words=store_words,
             finish_queries=finish_queries,
         ),

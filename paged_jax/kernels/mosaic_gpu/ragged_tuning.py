@@ -111,6 +111,12 @@ class Config:
         return self.problem.cache_itemsize == 1
 
     @property
+    def slot_scales(self) -> tuple[str, ...]:
+        """Of "k" and "v", which have a scale for each slot."""
+        kinds = {"k": self.problem.k_scale, "v": self.problem.v_scale}
+        return tuple(name for name, kind in kinds.items() if kind is ScaleKind.SLOT)
+
+    @property
     def half(self) -> int:
         """Query tokens of one warpgroup: with all heads of a group as its rows."""
         return ROWS // self.problem.group
@@ -188,8 +194,8 @@ def reasons(problem: Problem, device: Device) -> list[str]:
         found.append("lacks layout 'vllm' in ragged attention")
     if problem.block_sparse is not None:
         found.append("lacks block_sparse in ragged attention")
-    if ScaleKind.SLOT in (problem.k_scale, problem.v_scale):
-        found.append("lacks scales for each slot in ragged attention")
+    if problem.v_scale is ScaleKind.SLOT and problem.query_dtype == "float16":
+        found.append("lacks v_scale for each slot in ragged attention of float16, which may not hold its products")
     return found
 
 
@@ -202,6 +208,8 @@ def tune(problem: Problem, device: Device, *, prefix: bool) -> Config:
     found = reasons(problem, device)
     if prefix and problem.query_dtype == "float16" and problem.v_scale != ScaleKind.NONE:
         found.append("lacks prefix_attention of float16 with v_scale, whose inverse float16 may not hold")
+    if prefix and ScaleKind.SLOT in (problem.k_scale, problem.v_scale):
+        found.append("lacks prefix_attention with scales for each slot")
     if prefix and problem.max_blocks_per_seq * problem.num_blocks == 0:
         found.append("lacks prefix_attention without a cache")
     if found:
@@ -233,14 +241,17 @@ def scratch(cfg: Config) -> dict[str, Any]:
         for name, line in (("", wide), ("thin_", thin)):
             arrived = plgpu.Barrier(num_arrivals=line.runs, num_barriers=line.raw_stages)
             optional |= {f"{name}raw_k_ready": arrived, f"{name}raw_v_ready": arrived}
+    for name in cfg.slot_scales:
+        optional[f"{name}_slots_smem"] = plgpu.SMEM((stages * tuning.tile,), jnp.float32)
     if cfg.prefix or not cfg.converts:
         optional |= {
             "landed": plgpu.Barrier(num_arrivals=wide.runs),
             "thin_landed": plgpu.Barrier(num_arrivals=thin.runs),
         }
 
-    def ready(line):
-        return plgpu.Barrier(num_arrivals=line.runs, num_barriers=line.stages)
+    def ready(line, name):
+        arrivals = line.runs + (1 if name in cfg.slot_scales else 0)
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=line.stages)
 
     def consumed(line):
         return plgpu.Barrier(num_arrivals=2 if line.wide else 1, num_barriers=line.stages)
@@ -266,12 +277,12 @@ def scratch(cfg: Config) -> dict[str, Any]:
         "item_consumed": plgpu.Barrier(num_arrivals=2, num_barriers=QUEUE),
         "q_ready": plgpu.Barrier(num_barriers=tuning.queries),
         "q_consumed": plgpu.Barrier(num_arrivals=2, num_barriers=tuning.queries),
-        "k_ready": ready(wide),
-        "v_ready": ready(wide),
+        "k_ready": ready(wide, "k"),
+        "v_ready": ready(wide, "v"),
         "k_consumed": consumed(wide),
         "v_consumed": consumed(wide),
-        "thin_k_ready": ready(thin),
-        "thin_v_ready": ready(thin),
+        "thin_k_ready": ready(thin, "k"),
+        "thin_v_ready": ready(thin, "v"),
         "thin_k_consumed": consumed(thin),
         "thin_v_consumed": consumed(thin),
         "tiles_done": plgpu.Barrier(),

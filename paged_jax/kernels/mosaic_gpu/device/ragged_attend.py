@@ -150,7 +150,9 @@ def _attend_to_wide(item: plan.Item, items, before, *, line: Line, warpgroup, re
 
     def weigh(i, products, state: State) -> tuple[State, Array]:
         """The softmax of a tile. When this returns, its values are there, and the matrix units are free."""
-        state, weights = softmax.attend(products, state, item, i, rows, line, cfg)
+        state, weights = softmax.attend(
+            products, state, item, i, load.slot_scales(stage_of(i), line, refs), rows, line, cfg
+        )
         *state, weights = lax.optimization_barrier((*state, weights))
         plgpu.barrier_arrive(refs.turn)
         plgpu.barrier_wait(refs.v_ready.at[stage_of(i)])
@@ -204,7 +206,9 @@ def _attend_to_thin(item: plan.Item, items, before, *, line: Line, warpgroup, re
         plgpu.barrier_wait(refs.thin_k_ready.at[stage])
         products = scores(q_smem, load.tile_of(refs.k_smem, stage, line, cfg), None, line)
         plgpu.barrier_arrive(refs.thin_k_consumed.at[stage])
-        state, weights = softmax.attend(products, state, item, tile, rows, line, cfg)
+        state, weights = softmax.attend(
+            products, state, item, tile, load.slot_scales(stage, line, refs), rows, line, cfg
+        )
         plgpu.barrier_wait(refs.thin_v_ready.at[stage])
         out = accumulate(state.out, weights, load.tile_of(refs.v_smem, stage, line, cfg), None)
         plgpu.barrier_arrive(refs.thin_v_consumed.at[stage])

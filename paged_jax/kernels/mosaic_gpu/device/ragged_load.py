@@ -19,6 +19,7 @@ from paged_jax.kernels.mosaic_gpu.device import ragged_count as count
 from paged_jax.kernels.mosaic_gpu.device import ragged_plan as plan
 from paged_jax.kernels.mosaic_gpu.device import ragged_rows as rows
 from paged_jax.kernels.mosaic_gpu.device.ragged_plan import Item, Scalar, Span, Work
+from paged_jax.kernels.mosaic_gpu.device.ragged_softmax import SlotScales
 from paged_jax.kernels.mosaic_gpu.ragged_tuning import QUEUE, Config, Line
 
 _WARPS = 4  # of a warpgroup
@@ -180,12 +181,16 @@ def _load_tile(item: Item, i, before, ring: Ring, line: Line, refs, cfg: Config)
     def wait_for(consumed):
         pl.when(is_reused)(lambda: plgpu.barrier_wait(consumed.at[stage]))
 
+    def wait_for_values():
+        if not cfg.slot_scales:
+            wait_for(ring.v_consumed)
+
     def convert():
         is_next = i + line.raw_stages < item.cached
-        for is_key, consumed, ready in ((True, ring.k_consumed, k_ready), (False, ring.v_consumed, v_ready)):
+        for is_key, ready in ((True, k_ready), (False, v_ready)):
             raw_smem, arrived = _raw(before + i, is_key, ring, line, refs, cfg)
             plgpu.barrier_wait(arrived)
-            wait_for(consumed)
+            wait_for(ring.k_consumed) if is_key else wait_for_values()
             seen = (jnp.int32(0), jnp.int32(line.tile)) if is_key else (low, end)
             rows.convert_tile(raw_smem, k_smem if is_key else v_smem, *seen, line, cfg)
             _arrive(ready, line)
@@ -195,7 +200,7 @@ def _load_tile(item: Item, i, before, ring: Ring, line: Line, refs, cfg: Config)
     def copy():
         wait_for(ring.k_consumed)
         _copy(True, k_smem, k_ready, span, item, line, refs, cfg)
-        wait_for(ring.v_consumed)
+        wait_for_values()
         partly = (end < line.tile) | (low > 0)
         pl.when(~partly)(lambda: _copy(False, v_smem, v_ready, span, item, line, refs, cfg))
 
@@ -207,6 +212,15 @@ def _load_tile(item: Item, i, before, ring: Ring, line: Line, refs, cfg: Config)
             rows.zero_tokens(v_smem, low, end, line, cfg)
             _arrive(v_ready, line)
 
+    if cfg.slot_scales:
+        # Both scales are read with the softmax: they have their places until the tile of V is consumed.
+        wait_for(ring.v_consumed)
+        for name, scale_gmem, ready in (("k", refs.k_scale_gmem, k_ready), ("v", refs.v_scale_gmem, v_ready)):
+            if name in cfg.slot_scales:
+                slots = getattr(refs, f"{name}_slots_smem").at[pl.ds(stage * line.tile, line.tile)]
+                tables = refs.block_tables_gmem
+                rows.load_scales(scale_gmem, tables, slots, item.seq, item.kv_head, span.start, low, end, line, cfg)
+                plgpu.barrier_arrive(ready)
     if not cfg.converts:
         copy()
     elif not cfg.prefix:
@@ -294,6 +308,13 @@ def tile_of(ring_smem, stage, line: Line, cfg: Config) -> Any:
         return ring_smem.at[stage]
     first = pl.multiple_of(lax.rem(stage, jnp.int32(pieces)) * line.tile, line.tile)
     return ring_smem.at[lax.div(stage, jnp.int32(pieces)), pl.ds(first, line.tile)]
+
+
+def slot_scales(stage, line: Line, refs) -> SlotScales:
+    """The scales of the slots of a tile in the rings."""
+    slots = pl.ds(stage * line.tile, line.tile)
+    smem = (getattr(refs, f"{name}_slots_smem", None) for name in ("k", "v"))
+    return SlotScales(*(None if x is None else x.at[slots] for x in smem))
 
 
 def drain(number: Scalar, *consumed, size: int) -> None:

@@ -228,6 +228,41 @@ def _conversion(problem) -> str:
     return code + "st.shared.v4.b32 [$0], {out0, out1, out2, out3}; }"
 
 
+def load_scales(scale_gmem, tables_gmem, scales_smem, seq, kv_head, start, low, high, line: Line, cfg: Config) -> None:
+    """Copies the scales of a tile's slots, [tile], its first token at `start`; 0 unless low <= token < high.
+
+    A thread copies one. Others see them after a barrier.
+    """
+    problem = cfg.problem
+    size = 4 * problem.num_kv_heads * problem.block_size  # bytes of a block's scales
+
+    @inline(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), *[_SCALAR] * 5)
+    def body(_, scale_gmem, tables_gmem, scales_smem, *scalars):
+        seq, kv_head, start, low, high = (x.registers.item() for x in scalars)
+        row = thread()
+        seen = arith.andi(arith.cmpi(arith.CmpIPredicate.sge, row, low), arith.cmpi(arith.CmpIPredicate.slt, row, high))
+        token = arith.select(seen, arith.addi(start, row), i32(0))
+        entry = arith.addi(
+            arith.muli(wide(seq), i64(problem.max_blocks_per_seq)), wide(arith.divui(token, i32(problem.block_size)))
+        )
+        of_block = arith.addi(arith.muli(kv_head, i32(problem.block_size)), arith.remui(token, i32(problem.block_size)))
+        assembly(
+            f"""{{ .reg .pred seen, own; .reg .b32 block; .reg .b64 at; .reg .f32 scale; mov.f32 scale, 0f00000000;
+            setp.ne.b32 seen, $0, 0; setp.lt.u32 own, $1, {line.tile}; and.pred seen, seen, own;
+            @seen ld.global.b32 block, [$2]; @seen mad.wide.s32 at, block, {size}, $3;
+            @seen ld.global.f32 scale, [at]; @own st.shared.f32 [$4], scale; }}""",
+            "r,r,l,l,r",
+            0,
+            word(seen),
+            row,
+            arith.addi(address(tables_gmem), arith.muli(entry, i64(4))),
+            arith.addi(address(scale_gmem), arith.muli(wide(of_block), i64(4))),
+            arith.addi(address(scales_smem), arith.muli(row, i32(4))),
+        )
+
+    body(scale_gmem, tables_gmem, scales_smem, seq, kv_head, start, low, high)
+
+
 def store_words(words_smem, row, values) -> None:
     """Stores 32-bit integers to a row of shared memory, which this warpgroup sees at once, others after a barrier."""
     shape = words_smem.shape

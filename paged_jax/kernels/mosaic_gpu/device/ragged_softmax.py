@@ -107,20 +107,37 @@ def rows_of(item: Item, half, line: Line, refs, cfg: Config) -> Rows:
     )
 
 
-def attend(products, state: State, item: Item, tile, rows: Rows, line: Line, cfg: Config) -> tuple[State, Array]:
+class SlotScales(NamedTuple):
+    """The scales of a tile's slots, [tile] in shared memory, where the call has them."""
+
+    keys: Any
+    values: Any
+
+
+def attend(
+    products, state: State, item: Item, tile, scales: SlotScales, rows: Rows, line: Line, cfg: Config
+) -> tuple[State, Array]:
     """Takes a tile's products Q K^T into the softmax; what is left is to add P V to O, and P."""
+    if scales.keys is not None:
+        products = products * _of_tokens(scales.keys)
     logits = _logits(products, item, tile, rows, line, cfg)
     maxima = lax.max(state.maxima, logits.max(axis=1))
     keep = jnp.exp2((state.maxima - maxima) * rows.unit)
     # Of differences: a product with large logits would round, and the largest weight would not be 1.
     exponentials = jnp.exp2((logits - wide(maxima, line.tile)) * rows.unit)
     out = state.out * wide(keep, cfg.problem.head_size)
-    weights = exponentials
+    weights = exponentials if scales.values is None else exponentials * _of_tokens(scales.values)
     if cfg.prefix and cfg.problem.v_scale is not ScaleKind.NONE:
         is_new = span_of(item, tile, line, cfg).is_new
         weights = lax.cond(is_new, lambda x: layout(x * (1 / rows.v_scale)), lambda x: x, weights)
     weights = weights.astype(cfg.problem.query_dtype)
     return State(out, maxima, state.sums * keep + exponentials.sum(axis=1)), weights
+
+
+def _of_tokens(values_smem):
+    """[tile] -> [64, tile]."""
+    values = plgpu.load(values_smem, layout=plgpu.Layout.WGMMA.reduce(0))
+    return lax.broadcast_in_dim(values, (ROWS, values.shape[0]), (1,))
 
 
 def wide(x, columns: int):
