@@ -13,7 +13,7 @@ from jax import lax
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
 
 from paged_jax.kernels.mosaic_gpu import ragged, ragged_tuning
-from paged_jax.kernels.mosaic_gpu.device import ragged_attend, ragged_merge, ragged_rows, ragged_scan
+from paged_jax.kernels.mosaic_gpu.device import ragged_attend, ragged_lanes, ragged_merge, ragged_rows, ragged_scan
 from paged_jax.kernels.mosaic_gpu.ragged_tuning import ROWS, THREADS
 from paged_jax.kernels.problem import Device
 
@@ -42,8 +42,24 @@ def gather(values_gmem, first, last):
     return values_gmem[...][jnp.minimum(jnp.arange(THREADS) + first, last)]
 
 
+def sums(x):
+    return x.sum(axis=1)
+
+
+def sum_of_lanes(x):
+    return x
+
+
+def rescaled(x, factors):
+    return x * factors[:, None]
+
+
+def settle(weights, sums, unused_smem):
+    pass
+
+
 def sums_before(arrays, sums_smem, first):
-    for row, x in enumerate(arrays):
+    for row, x in arrays.items():
         before = sums_smem[row, first] if first else jnp.zeros((), x.dtype)
         sums_smem[row, pl.ds(first, THREADS)] = before + jnp.cumsum(x, dtype=x.dtype) - x
         sums_smem[row, first + THREADS] = before + x.sum(dtype=x.dtype)
@@ -163,6 +179,7 @@ def call(op, operands, device=SMALL_GPU, **tuning):
             store_words=store_words,
             finish_queries=finish_queries,
         ),
+        mock.patch.multiple(ragged_lanes, sums=sums, sum_of_lanes=sum_of_lanes, rescaled=rescaled, settle=settle),
         mock.patch.multiple(ragged_scan, gather=gather, sums_before=sums_before),
         mock.patch.multiple(ragged_attend, accumulate=accumulate, accumulate_and_score=accumulate_and_score),
         mock.patch.object(ragged_merge, "merge_rows", merge_rows),

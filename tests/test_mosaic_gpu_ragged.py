@@ -246,6 +246,7 @@ ON_A_GPU = [
     *LOWERED,
     small("many", 8, 2, 128, 16, "bfloat16", seq_lens=(*range(1, 900, 9),), query_lens=(1,) * 100),
     small("mixed", 8, 2, 64, 16, "float16", seq_lens=(3000, 700, 9, 900), query_lens=(1, 700, 9, 300), sinks=True),
+    small("split-96", 32, 2, 96, 64, "float16", seq_lens=(6900, 3000, 5000), query_lens=(6, 2, 5)),
     small("long", 4, 1, 128, 16, "bfloat16", seq_lens=(70_000, 33, 1), query_lens=(5, 33, 1)),
 ]
 

@@ -42,7 +42,7 @@ class Tuning:
 
     num_programs: int
     tile: int = 128
-    thin_tile: int = 64
+    thin_tile: int = 128
     stages: int = 2
     queries: int = 2
     registers: tuple[int, int] = (232, 40)  # 65536 of a multiprocessor, for 3 warpgroups of 128
@@ -117,6 +117,11 @@ class Config:
         return tuple(name for name, kind in kinds.items() if kind is ScaleKind.SLOT)
 
     @property
+    def signed_weights(self) -> bool:
+        """Whether weights may be negative: scales of values may be."""
+        return "v" in self.slot_scales or (self.prefix and self.problem.v_scale is not ScaleKind.NONE)
+
+    @property
     def half(self) -> int:
         """Query tokens of one warpgroup: with all heads of a group as its rows."""
         return ROWS // self.problem.group
@@ -166,6 +171,10 @@ class Config:
         items = self.problem.num_seqs * self.problem.num_kv_heads
         has_wide = self.problem.num_tokens > self.half
         return most if wide > 1 and has_wide else 0, min(most, items * thin) if thin > 1 else 0
+
+    def splits(self, line: Line) -> bool:
+        """Whether items of a line may be split."""
+        return self.places[0 if line.wide else 1] > 0
 
     def _most_splits(self, line: Line) -> int:
         """Splits that an item may have."""
@@ -217,7 +226,9 @@ def tune(problem: Problem, device: Device, *, prefix: bool) -> Config:
     for tile, stages, queries in ((128, 4, 2), (128, 2, 2), (128, 2, 1), (64, 4, 2), (64, 2, 2), (64, 2, 1)):
         if problem.head_size / 2 + tile * 0.75 > _MOST_REGISTERS:
             continue
-        tuning = Tuning(num_programs=device.num_multiprocessors, tile=tile, stages=stages, queries=queries)
+        tuning = Tuning(
+            num_programs=device.num_multiprocessors, tile=tile, thin_tile=tile, stages=stages, queries=queries
+        )
         cfg = Config(problem=problem, tuning=tuning, prefix=prefix)
         if shared_memory(cfg) <= _SHARED_MEMORY:
             return cfg

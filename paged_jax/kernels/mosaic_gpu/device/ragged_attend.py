@@ -36,11 +36,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from paged_jax.kernels.mosaic_gpu.device import ragged_lanes
 from paged_jax.kernels.mosaic_gpu.device import ragged_load as load
 from paged_jax.kernels.mosaic_gpu.device import ragged_plan as plan
 from paged_jax.kernels.mosaic_gpu.device import ragged_results as results
 from paged_jax.kernels.mosaic_gpu.device import ragged_softmax as softmax
-from paged_jax.kernels.mosaic_gpu.device.ragged_softmax import Rows, State
+from paged_jax.kernels.mosaic_gpu.device.ragged_softmax import State
 from paged_jax.kernels.mosaic_gpu.device.registers import layout
 from paged_jax.kernels.mosaic_gpu.ragged_tuning import COUNTED, ROWS, Config, Line, scratch
 
@@ -153,10 +154,11 @@ def _attend_to_wide(item: plan.Item, items, before, *, line: Line, warpgroup, re
         state, weights = softmax.attend(
             products, state, item, i, load.slot_scales(stage_of(i), line, refs), rows, line, cfg
         )
-        *state, weights = lax.optimization_barrier((*state, weights))
+        if not cfg.signed_weights:
+            ragged_lanes.settle(weights, state.sums, refs.lse_smem.at[warpgroup])
         plgpu.barrier_arrive(refs.turn)
         plgpu.barrier_wait(refs.v_ready.at[stage_of(i)])
-        return State(*state), weights
+        return state, weights
 
     def attend_tile(i, carry):
         products, state = carry
@@ -184,7 +186,7 @@ def _attend_to_wide(item: plan.Item, items, before, *, line: Line, warpgroup, re
     pl.when(warpgroup == 1)(take_turns)  # warpgroup 0 is first
     state = lax.cond(steps > 0, attend_tiles, lambda state: state, softmax.empty(cfg))
     pl.when(warpgroup == 0)(take_turns)
-    results.store(item, warpgroup, rows, _of_base_e(state, rows), q_smem, line, refs, cfg)
+    results.store(item, warpgroup, rows, softmax.finished(state, rows), q_smem, line, refs, cfg)
     plgpu.barrier_arrive(refs.q_consumed.at[place])
 
 
@@ -215,7 +217,7 @@ def _attend_to_thin(item: plan.Item, items, before, *, line: Line, warpgroup, re
         return state._replace(out=out)
 
     state = lax.fori_loop(0, steps, attend_tile, softmax.empty(cfg))
-    state = _of_base_e(state, rows)
+    state = softmax.finished(state, rows)
 
     # Whoever has the first tile takes over, so that results do not depend on what the program did before. Both wait for
     # both barriers, as either may be the one who needs to wait for the next item.
@@ -231,11 +233,6 @@ def _attend_to_thin(item: plan.Item, items, before, *, line: Line, warpgroup, re
         results.store(item, half, rows, whole, q_smem, line, refs, cfg)
 
     plgpu.barrier_arrive(refs.q_consumed.at[place])
-
-
-def _of_base_e(state: State, rows: Rows) -> State:
-    """The state with maxima of logits of base e."""
-    return state._replace(maxima=layout(state.maxima * rows.natural, 1))
 
 
 def scores(q_smem, k_smem, then, line: Line) -> Array:

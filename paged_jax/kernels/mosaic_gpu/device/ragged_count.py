@@ -22,11 +22,12 @@ def work(refs, cfg: Config) -> Work:
     chunks = range(0, cfg.counted, THREADS)
     for first in chunks:
         rows = _rows(first, refs, cfg)
-        scan.sums_before([plan.costs_of(rows, line, cfg) for line in cfg.lines], refs.costs_smem, first)
+        costs = {row: plan.costs_of(rows, line, cfg) for row, line in enumerate(cfg.lines)}
+        scan.sums_before(costs, refs.costs_smem, first)
     per_split, of_wide = plan.shares(refs.costs_smem[0, cfg.counted], refs.costs_smem[1, cfg.counted], cfg)
     for first in chunks:
         rows = _rows(first, refs, cfg)
-        counts = [x for line in cfg.lines for x in plan.counts_of(rows, per_split, line, cfg)]
+        counts = {row: x for line in cfg.lines for row, x in plan.counts_of(rows, per_split, line, cfg).items()}
         scan.sums_before(counts, refs.table_smem, first)
     refs.per_split_smem[0] = per_split
     refs.of_wide_smem[0] = of_wide

@@ -97,8 +97,10 @@ def plan(cfg: Config, query_start_loc: Array, seq_lens: Array) -> Work:
     rows = Row(query_start_loc, jnp.maximum(ends - query_start_loc, 0), jnp.append(seq_lens, 0))
     wide, thin = (_sum_before(costs_of(rows, line, cfg))[-1] for line in cfg.lines)
     per_split, of_wide = shares(wide, thin, cfg)
-    counts = [x for line in cfg.lines for x in counts_of(rows, per_split, line, cfg)]
-    return Work(_sum_before(jnp.stack(counts)), per_split[None], of_wide[None])
+    counts = {row: x for line in cfg.lines for row, x in counts_of(rows, per_split, line, cfg).items()}
+    none = jnp.zeros_like(rows.start)
+    table = jnp.stack([counts.get(row, none) for row in range(2 * COUNTED)])
+    return Work(_sum_before(table), per_split[None], of_wide[None])
 
 
 def costs_of(rows: Row, line: Line, cfg: Config) -> Array:
@@ -117,12 +119,21 @@ def shares(wide, thin, cfg: Config) -> tuple[Any, Any]:
     return 1 / share, of_wide
 
 
-def counts_of(rows: Row, per_split, line: Line, cfg: Config) -> tuple[Array, Array, Array]:
-    """Items, parts of split ones and turns of merging their rows, of each sequence."""
+def counts_of(rows: Row, per_split, line: Line, cfg: Config) -> dict[int, Array]:
+    """By its row of the table: items, parts of split ones and turns of merging their rows, of each sequence."""
+    items = tiles_of(rows, line, cfg) * cfg.problem.num_kv_heads
+    if not cfg.splits(line):
+        return {_row(ITEMS, line): items}
     splits = splits_of(rows, per_split, line, cfg)
-    items = tiles_of(rows, line, cfg) * splits * cfg.problem.num_kv_heads
     merges = _over(tokens_of(rows, line, cfg) * cfg.problem.num_heads + (cfg.merged_rows - 1), cfg.merged_rows)
-    return items, jnp.where(splits > 1, items, 0), jnp.where(splits > 1, merges, 0)
+    counts = {ITEMS: items * splits}
+    counts |= {PLACES: jnp.where(splits > 1, items * splits, 0), MERGES: jnp.where(splits > 1, merges, 0)}
+    return {_row(what, line): x for what, x in counts.items()}
+
+
+def _row(what: int, line: Line) -> int:
+    """The row of the table that has a count of a line."""
+    return what + (0 if line.wide else COUNTED)
 
 
 def _sum_before(x: Array) -> Array:
@@ -140,7 +151,7 @@ def total(what: int, line: Line, work: Work, cfg: Config) -> Scalar:
 
 def before(what: int, seq: Scalar, line: Line, work: Work) -> Scalar:
     """How many of ITEMS, PLACES or MERGES come before a sequence."""
-    return work.table[what + (0 if line.wide else COUNTED), seq]
+    return work.table[_row(what, line), seq]
 
 
 def search(number: Scalar, what: int, line: Line, work: Work, cfg: Config) -> Scalar:
@@ -190,7 +201,9 @@ def find(number: Scalar, line: Line, work: Work, refs, cfg: Config) -> Item:
         cached=lax.clamp(jnp.int32(0), cached - begin, lax.min(share, count - begin)),
         context=context,
         new_origin=new_origin + lax.max(begin - cached, jnp.int32(0)) * line.tile,
-        place=jnp.where(splits > 1, before(PLACES, seq, line, work) + inside, -1),
+        place=jnp.where(splits > 1, before(PLACES, seq, line, work) + inside, -1)
+        if cfg.splits(line)
+        else jnp.int32(-1),
     )
 
 
@@ -255,8 +268,8 @@ def tokens_of(row: Row, line: Line, cfg: Config) -> Scalar:
 
 def splits_of(row: Row, per_split: Scalar, line: Line, cfg: Config) -> Scalar:
     """Splits of each item of a sequence, as many as make none larger than a share; a little more does not count."""
-    if not cfg.places[0 if line.wide else 1]:
-        return _at_least(row.seq_len * 0, 1)
+    if not cfg.splits(line):
+        return jnp.ones_like(row.seq_len)
     cost = (_length(row, line, cfg) * line.tile_cost).astype(jnp.float32)
     return _at_least((cost * per_split + 0.999).astype(jnp.int32), 1)
 

@@ -71,7 +71,7 @@ def store(item: Item, half, rows: Rows, state: State, out_smem, line: Line, refs
         log_sums = jnp.where(seen, maxima * LOG2E + jnp.log2(norm), -jnp.inf)  # of base 2
         sums_gmem.at[item.place, half][...] = layout(log_sums, 1)
 
-    if not cfg.places[0 if line.wide else 1]:
+    if not cfg.splits(line):
         store_whole()
     else:
         pl.when(item.place < 0)(store_whole)

@@ -1,7 +1,5 @@
 """Arrays of which each thread of a warpgroup has one element, and sums over them."""
 
-from collections.abc import Sequence
-
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -37,13 +35,13 @@ def gather(values_gmem, first: int, last: int) -> Array:
     return body(values_gmem)
 
 
-def sums_before(arrays: Sequence[Array], sums_smem, first: int) -> None:
-    """Stores, for each element, the sum of all before it, to columns `first`.. of a row of `sums_smem` each.
+def sums_before(arrays: dict[int, Array], sums_smem, first: int) -> None:
+    """Stores, for each element, the sum of all before it, to columns `first`.. of the array's row of `sums_smem`.
 
     What stands in column `first` comes before all of them, unless `first` is 0; their total goes to the column that
     follows theirs. The warpgroup sees all of it when this returns.
     """
-    columns = sums_smem.shape[1]
+    columns, rows = sums_smem.shape[1], list(arrays)
 
     @inline(plgpu.RefType(), *[LAYOUT] * len(arrays))
     def body(_, sums_smem, *arrays):
@@ -52,7 +50,7 @@ def sums_before(arrays: Sequence[Array], sums_smem, first: int) -> None:
         lane, warp = arith.remui(index, i32(_WARP)), arith.divui(index, i32(_WARP))
 
         def place(row: int, column):
-            return arith.addi(base, arith.muli(arith.addi(column, i32(row * columns)), i32(4)))
+            return arith.addi(base, arith.muli(arith.addi(column, i32(rows[row] * columns)), i32(4)))
 
         sums = [_sum_in_warp(x, lane) for x in values]
         before = [_load(place(row, i32(first)), x.type) if first else _zero(x.type) for row, x in enumerate(values)]
@@ -75,7 +73,7 @@ def sums_before(arrays: Sequence[Array], sums_smem, first: int) -> None:
             _store(place(row, i32(first + THREADS)), total, arith.cmpi(arith.CmpIPredicate.eq, index, i32(0)))
         mgpu.warpgroup_barrier()
 
-    body(sums_smem, *arrays)
+    body(sums_smem, *arrays.values())
 
 
 def _sum_in_warp(x, lane):

@@ -12,12 +12,14 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from paged_jax.kernels.mosaic_gpu.device import ragged_lanes
 from paged_jax.kernels.mosaic_gpu.device.ragged_plan import Item, Scalar, span_of
 from paged_jax.kernels.mosaic_gpu.device.registers import LOG2E, LOWEST, layout
 from paged_jax.kernels.mosaic_gpu.device.softmax import cache_scale, scaled_logits
 from paged_jax.kernels.mosaic_gpu.ragged_tuning import ROWS, Config, Line
 from paged_jax.kernels.problem import ScaleKind
 
+_MOST_LAG = 8.0  # of maxima, in powers of 2: float16 holds weights of that size
 _LEAST_FACTOR = 1e-20  # of products that are scaled as they are exponentiated, and not before
 
 
@@ -54,8 +56,8 @@ class State(NamedTuple):
 
     Attributes:
       out: O [64, head_size], not divided by the sums.
-      maxima: of the logits as they are kept, [64].
-      sums: of exponentials, [64].
+      maxima: what is subtracted of the logits as they are kept, nearly the largest one, [64].
+      sums: of exponentials, [64]; each lane has those of its own columns until `finished`.
     """
 
     out: Array
@@ -121,17 +123,24 @@ def attend(
     if scales.keys is not None:
         products = products * _of_tokens(scales.keys)
     logits = _logits(products, item, tile, rows, line, cfg)
-    maxima = lax.max(state.maxima, logits.max(axis=1))
+    higher = lax.max(state.maxima, logits.max(axis=1))
+    # What is subtracted may lag behind the largest logit: then O need not be multiplied.
+    maxima = jnp.where((higher - state.maxima) * rows.unit > _MOST_LAG, higher, state.maxima)
     keep = jnp.exp2((state.maxima - maxima) * rows.unit)
     # Of differences: a product with large logits would round, and the largest weight would not be 1.
     exponentials = jnp.exp2((logits - wide(maxima, line.tile)) * rows.unit)
-    out = state.out * wide(keep, cfg.problem.head_size)
+    out = ragged_lanes.rescaled(state.out, keep)
     weights = exponentials if scales.values is None else exponentials * _of_tokens(scales.values)
     if cfg.prefix and cfg.problem.v_scale is not ScaleKind.NONE:
         is_new = span_of(item, tile, line, cfg).is_new
         weights = lax.cond(is_new, lambda x: layout(x * (1 / rows.v_scale)), lambda x: x, weights)
     weights = weights.astype(cfg.problem.query_dtype)
-    return State(out, maxima, state.sums * keep + exponentials.sum(axis=1)), weights
+    return State(out, maxima, state.sums * keep + ragged_lanes.sums(exponentials)), weights
+
+
+def finished(state: State, rows: Rows) -> State:
+    """The softmax of all tokens, with maxima of logits of base e."""
+    return State(state.out, layout(state.maxima * rows.natural, 1), ragged_lanes.sum_of_lanes(state.sums))
 
 
 def _of_tokens(values_smem):
