@@ -271,7 +271,9 @@ def test_on_a_gpu(case, tuning, monkeypatch):
         assert_same_bytes(actual, wanted, "a second run")
 
 
-def test_does_not_lead():
-    """Until its tests have passed on a GPU as it is."""
+def test_leads():
+    """Where it can do what a call asks for it is tried first."""
     made = inputs.make(INTERPRETED[0])
-    assert not mosaic_gpu.leads("ragged_paged_attention", operands_of(INTERPRETED[0], made))
+    for op in ("ragged_paged_attention", "prefix_attention"):
+        assert mosaic_gpu.leads(op, operands_of(INTERPRETED[0], made))
+    assert not mosaic_gpu.leads("copy_blocks", None)

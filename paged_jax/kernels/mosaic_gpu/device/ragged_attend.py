@@ -248,7 +248,7 @@ def scores(q_smem, k_smem, then, line: Line) -> Array:
     return pl.run_scoped(body, plgpu.ACC(shape, jnp.float32))  # pyright: ignore[reportPrivateImportUsage]
 
 
-def accumulate(out, weights, v_smem, then) -> Array:
+def accumulate(out, weights, v_smem, then) -> Any:
     """O + P V; `then` runs when the product is on its way."""
 
     def body(acc):
@@ -259,7 +259,7 @@ def accumulate(out, weights, v_smem, then) -> Array:
     return pl.run_state(body)(plgpu.ACC.init(out))  # pyright: ignore[reportPrivateImportUsage]
 
 
-def accumulate_and_score(out, weights, v_smem, q_smem, k_smem, then, line: Line) -> tuple[Array, Array]:
+def accumulate_and_score(out, weights, v_smem, q_smem, k_smem, then, line: Line) -> Any:
     """O + P V, and right behind it the next S = Q K^T; `then` runs when both are on their way."""
 
     def body(accs):

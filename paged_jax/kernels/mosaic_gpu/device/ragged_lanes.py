@@ -58,7 +58,7 @@ def rescaled(x: Array, factors: Array) -> Array:
         with ir.InsertionPoint(branch.then_block):
             wide = [vector.broadcast(pairs.flat[0].type, factor) for factor in factors]
             scf.yield_([arith.mulf(pair, wide[h]) for row in pairs for h, pair in enumerate(row)])
-        with ir.InsertionPoint(branch.else_block):
+        with ir.InsertionPoint(branch.else_block):  # pyright: ignore[reportCallIssue, reportArgumentType]
             scf.yield_(list(pairs.flat))
         registers = np.array(list(branch.results), object).reshape(x.registers.shape)
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)

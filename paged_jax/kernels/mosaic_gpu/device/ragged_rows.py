@@ -39,11 +39,9 @@ def load_queries(query_gmem, q_smem, first_token, tokens, head, cfg: Config) -> 
 
     All threads of a warpgroup take part. The products see it after `finish_queries` and a barrier.
     """
-    dtype = jnp.dtype(cfg.problem.query_dtype)
+    layout = transforms(cfg.problem.head_size, cfg.problem.query_dtype)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(transforms(cfg.problem.head_size, dtype)), _SCALAR, _SCALAR, _SCALAR)
-    )
+    @inline(plgpu.RefType(), plgpu.RefType(layout), _SCALAR, _SCALAR, _SCALAR)
     def body(_, query_gmem, q_smem, *scalars):
         gmem, smem = address(query_gmem), address(q_smem)
         for chunk in _chunks(*(x.registers.item() for x in scalars), cfg):  # pyright: ignore[reportCallIssue]
@@ -74,19 +72,9 @@ def finish_queries() -> None:
 
 def store_rows(out_smem, lse_smem, out_gmem, lse_gmem, first_token, tokens, head, cfg: Config) -> None:
     """Stores the results of a warpgroup's rows, those of its `tokens`; all of its threads take part."""
-    dtype = jnp.dtype(cfg.problem.query_dtype)
+    layout = transforms(cfg.problem.head_size, cfg.problem.query_dtype)
 
-    @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType(transforms(cfg.problem.head_size, dtype)),
-            plgpu.RefType(),
-            plgpu.RefType(),
-            plgpu.RefType(),
-            _SCALAR,
-            _SCALAR,
-            _SCALAR,
-        )
-    )
+    @inline(plgpu.RefType(layout), *[plgpu.RefType()] * 3, *[_SCALAR] * 3)
     def body(_, out_smem, lse_smem, out_gmem, lse_gmem, *scalars):
         scalars = [x.registers.item() for x in scalars]
         gmem, smem = address(out_gmem), address(out_smem)
@@ -150,11 +138,12 @@ def store_part(part_gmem, acc: Array, tokens, cfg: Config) -> None:
 
 def zero_tokens(v_smem, low, high, line: Line, cfg: Config) -> None:
     """Zeroes the rows of a tile whose tokens are not low <= token < high; the products see it after a barrier."""
-    dtype, d = jnp.dtype(cfg.problem.query_dtype), cfg.problem.head_size
-    swizzle = transforms(d, dtype)[1].swizzle
-    columns = d * dtype.itemsize // swizzle
+    d = cfg.problem.head_size
+    layout = transforms(d, cfg.problem.query_dtype)
+    swizzle = layout[1].swizzle
+    columns = 2 * d // swizzle
 
-    @inline(plgpu.RefType(transforms(d, dtype)), _SCALAR, _SCALAR)
+    @inline(plgpu.RefType(layout), _SCALAR, _SCALAR)
     def body(_, v_smem, low, high):
         smem, low, high = address(v_smem), low.registers.item(), high.registers.item()
         lanes = swizzle // 16  # of a row of a column of tiles

@@ -47,8 +47,8 @@ class Rows(NamedTuple):
     natural: Any
     k_scale: Any
     v_scale: Any
-    slopes: Array | None
-    sinks: Array | None
+    slopes: Any
+    sinks: Any
 
 
 class State(NamedTuple):
@@ -88,7 +88,7 @@ def rows_of(item: Item, half, line: Line, refs, cfg: Config) -> Rows:
             values = jnp.where(head == i, values_gmem[item.kv_head * problem.group + i], values)
         return values
 
-    k_scale = cache_scale(refs.k_scale_gmem, problem.k_scale, item)
+    k_scale = cache_scale(refs.k_scale_gmem, problem.k_scale, item)  # pyright: ignore[reportArgumentType]
     factor = refs.scale_gmem[0] * k_scale
     # Logits are scaled as they are exponentiated, unless the factor is not positive: maxima would be minima.
     usual = factor * LOG2E > _LEAST_FACTOR
@@ -103,7 +103,7 @@ def rows_of(item: Item, half, line: Line, refs, cfg: Config) -> Rows:
         unit=jnp.where(usual, factor * LOG2E, LOG2E) if late else LOG2E,
         natural=jnp.where(usual, factor, 1.0) if late else 1.0,
         k_scale=k_scale,
-        v_scale=cache_scale(refs.v_scale_gmem, problem.v_scale, item),
+        v_scale=cache_scale(refs.v_scale_gmem, problem.v_scale, item),  # pyright: ignore[reportArgumentType]
         slopes=of_heads(refs.slopes_gmem) if problem.per_head.alibi_slopes else None,
         sinks=of_heads(refs.sinks_gmem) if problem.per_head.sinks else None,
     )
