@@ -13,7 +13,14 @@ from jax import lax
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
 
 from paged_jax.kernels.mosaic_gpu import ragged, ragged_tuning
-from paged_jax.kernels.mosaic_gpu.device import ragged_attend, ragged_lanes, ragged_merge, ragged_rows, ragged_scan
+from paged_jax.kernels.mosaic_gpu.device import (
+    ragged_attend,
+    ragged_lanes,
+    ragged_merge,
+    ragged_rows,
+    ragged_scan,
+    ragged_tiles,
+)
 from paged_jax.kernels.mosaic_gpu.ragged_tuning import ROWS, THREADS
 from paged_jax.kernels.problem import Device
 
@@ -34,7 +41,14 @@ def load_queries(query_gmem, q_smem, first_token, tokens, head, cfg):
     plgpu.commit_smem()
 
 
-def finish_queries():
+def load_new(new_gmem, tile_smem, first_row, low, high, kv_head, line, cfg):
+    row = jnp.arange(line.tile)
+    seen = (row >= low) & (row < high)
+    values = new_gmem[...][jnp.where(seen, first_row + row, 0), kv_head]
+    tile_smem[...] = jnp.where(seen[:, None], values, jnp.zeros_like(values))
+
+
+def finish_copies():
     plgpu.commit_smem()
 
 
@@ -173,13 +187,13 @@ def call(op, operands, device=SMALL_GPU, **tuning):
             load_queries=load_queries,
             store_rows=store_rows,
             store_part=store_part,
-            zero_tokens=zero_tokens,
-            convert_tile=convert_tile,
-            load_scales=load_scales,
             store_words=store_words,
-            finish_queries=finish_queries,
+            finish_copies=finish_copies,
         ),
         mock.patch.multiple(ragged_lanes, sums=sums, sum_of_lanes=sum_of_lanes, rescaled=rescaled, settle=settle),
+        mock.patch.multiple(
+            ragged_tiles, load_new=load_new, zero_tokens=zero_tokens, convert_tile=convert_tile, load_scales=load_scales
+        ),
         mock.patch.multiple(ragged_scan, gather=gather, sums_before=sums_before),
         mock.patch.multiple(ragged_attend, accumulate=accumulate, accumulate_and_score=accumulate_and_score),
         mock.patch.object(ragged_merge, "merge_rows", merge_rows),

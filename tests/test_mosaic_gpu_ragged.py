@@ -206,6 +206,13 @@ def test_lowers_for_cuda(case):
     assert text.count("@mosaic_gpu_v2") == 1 + any(cfg.places)
 
 
+@pytest.mark.parametrize("case", PREFIXES, ids=str)
+def test_new_tokens_lower_for_cuda(case):
+    function = jax.jit(ragged.prefix_attention)
+    text = function.trace(*prefix_operands_of(case, inputs.make(case))).lower(lowering_platforms=("cuda",)).as_text()
+    assert "@mosaic_gpu_v2" in text
+
+
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
@@ -271,9 +278,20 @@ def test_on_a_gpu(case, tuning, monkeypatch):
         assert_same_bytes(actual, wanted, "a second run")
 
 
-def test_leads():
-    """Where it can do what a call asks for it is tried first."""
+def test_does_not_lead():
+    """Until a call under `vmap` whose contexts are split has come out right on a GPU."""
     made = inputs.make(INTERPRETED[0])
-    for op in ("ragged_paged_attention", "prefix_attention"):
-        assert mosaic_gpu.leads(op, operands_of(INTERPRETED[0], made))
-    assert not mosaic_gpu.leads("copy_blocks", None)
+    assert not mosaic_gpu.leads("ragged_paged_attention", operands_of(INTERPRETED[0], made))
+
+
+@pytest.mark.gpu
+def test_under_vmap_on_a_gpu():
+    """Long contexts, which are split and merged, in a loop over a batch of calls."""
+    case = small("split", 4, 2, 64, 16, "bfloat16", seq_lens=(6900, 3000), query_lens=(6, 2), padding=0)
+    made = inputs.make(case)
+    operands = jax.device_put(operands_of(case, made), jax.devices("gpu")[0])
+    queries = jnp.stack([operands.query, operands.query[::-1]])
+    looped = jax.jit(lambda queries: jax.lax.map(lambda q: ragged.ragged_paged_attention(q, *operands[1:]), queries))
+    wanted = [ragged.ragged_paged_attention(query, *operands[1:]) for query in queries]
+    for actual, *expected in zip(looped(queries), *wanted, strict=True):
+        assert_same_bytes(np.asarray(actual), np.stack(expected), "in a loop")

@@ -1,16 +1,13 @@
-"""The ops in Pallas Mosaic GPU, for Hopper (compute capability 9.0). README.md says how the kernels work."""
+"""The ops in Pallas Mosaic GPU, for Hopper (compute capability 9.0). README.md says how the kernels work.
 
-from typing import Any
+Decode leads. Ragged attention is taken by name, or where Triton cannot: where it was measured it was faster, but under
+`vmap` a call with split contexts came out wrong on a GPU (benchmarks/LOG.md, "Ragged attention on Hopper").
+"""
 
-from paged_jax.kernels.mosaic_gpu import decode, ragged
+from paged_jax.kernels.mosaic_gpu.decode import leads as leads
 from paged_jax.kernels.mosaic_gpu.decode import paged_attention as paged_attention
 from paged_jax.kernels.mosaic_gpu.decode import paged_attention_v1 as paged_attention_v1
 from paged_jax.kernels.mosaic_gpu.decode import paged_attention_v2 as paged_attention_v2
 from paged_jax.kernels.mosaic_gpu.decode import write_and_attend as write_and_attend
 from paged_jax.kernels.mosaic_gpu.ragged import prefix_attention as prefix_attention
 from paged_jax.kernels.mosaic_gpu.ragged import ragged_paged_attention as ragged_paged_attention
-
-
-def leads(op: str, operands: Any) -> bool:
-    """Whether these kernels, where they can do what a call asks for, are the fastest of this package's."""
-    return ragged.leads(op) or decode.leads(op, operands)

@@ -14,11 +14,6 @@ from paged_jax.options import AttentionOptions
 from paged_jax.shapes import BlockTables, Cache, NewTokens, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
 
 
-def leads(op: str) -> bool:
-    """Whether these kernels, where they can do what a call asks for, are the fastest of this package's."""
-    return op in ("ragged_paged_attention", "prefix_attention")
-
-
 def ragged_paged_attention(
     query: RaggedQuery,
     key_cache: Cache,

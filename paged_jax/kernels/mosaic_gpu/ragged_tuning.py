@@ -254,7 +254,7 @@ def scratch(cfg: Config) -> dict[str, Any]:
             optional |= {f"{name}raw_k_ready": arrived, f"{name}raw_v_ready": arrived}
     for name in cfg.slot_scales:
         optional[f"{name}_slots_smem"] = plgpu.SMEM((stages * tuning.tile,), jnp.float32)
-    if cfg.prefix or not cfg.converts:
+    if not cfg.converts:
         optional |= {
             "landed": plgpu.Barrier(num_arrivals=wide.runs),
             "thin_landed": plgpu.Barrier(num_arrivals=thin.runs),

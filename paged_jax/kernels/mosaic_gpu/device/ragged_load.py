@@ -18,6 +18,7 @@ from jax import lax
 from paged_jax.kernels.mosaic_gpu.device import ragged_count as count
 from paged_jax.kernels.mosaic_gpu.device import ragged_plan as plan
 from paged_jax.kernels.mosaic_gpu.device import ragged_rows as rows
+from paged_jax.kernels.mosaic_gpu.device import ragged_tiles
 from paged_jax.kernels.mosaic_gpu.device.ragged_plan import Item, Scalar, Span, Work
 from paged_jax.kernels.mosaic_gpu.device.ragged_softmax import SlotScales
 from paged_jax.kernels.mosaic_gpu.ragged_tuning import QUEUE, Config, Line
@@ -104,7 +105,7 @@ def _take_items(first, begin, items, line: Line, work: Work, refs, cfg: Config) 
         if cfg.converts:
             _begin_raw(item, tiles, ring, line, refs, cfg)
         pl.when(item.count > 0)(lambda: load_tile(jnp.int32(0)))
-        rows.finish_queries()
+        rows.finish_copies()
         plgpu.barrier_arrive(refs.q_ready.at[place_of_query(items, cfg)])
         pl.when(item.count > 1)(lambda: load_tile(jnp.int32(1)))
         number = _next(number, begin, line, refs, cfg)
@@ -192,7 +193,7 @@ def _load_tile(item: Item, i, before, ring: Ring, line: Line, refs, cfg: Config)
             plgpu.barrier_wait(arrived)
             wait_for(ring.k_consumed) if is_key else wait_for_values()
             seen = (jnp.int32(0), jnp.int32(line.tile)) if is_key else (low, end)
-            rows.convert_tile(raw_smem, k_smem if is_key else v_smem, *seen, line, cfg)
+            ragged_tiles.convert_tile(raw_smem, k_smem if is_key else v_smem, *seen, line, cfg)
             _arrive(ready, line)
             following = functools.partial(_load_raw, item, i + line.raw_stages, before, is_key, ring, line, refs, cfg)
             pl.when(is_next)(following)
@@ -209,7 +210,7 @@ def _load_tile(item: Item, i, before, ring: Ring, line: Line, refs, cfg: Config)
             # Weights of tokens that nobody sees are 0, but 0 * NaN would be NaN.
             _copy(False, v_smem, ring.landed, span, item, line, refs, cfg)
             plgpu.barrier_wait(ring.landed)
-            rows.zero_tokens(v_smem, low, end, line, cfg)
+            ragged_tiles.zero_tokens(v_smem, low, end, line, cfg)
             _arrive(v_ready, line)
 
     if cfg.slot_scales:
@@ -219,15 +220,27 @@ def _load_tile(item: Item, i, before, ring: Ring, line: Line, refs, cfg: Config)
             if name in cfg.slot_scales:
                 slots = getattr(refs, f"{name}_slots_smem").at[pl.ds(stage * line.tile, line.tile)]
                 tables = refs.block_tables_gmem
-                rows.load_scales(scale_gmem, tables, slots, item.seq, item.kv_head, span.start, low, end, line, cfg)
+                ragged_tiles.load_scales(
+                    scale_gmem, tables, slots, item.seq, item.kv_head, span.start, low, end, line, cfg
+                )
                 plgpu.barrier_arrive(ready)
-    if not cfg.converts:
-        copy()
-    elif not cfg.prefix:
-        convert()
+
+    def load_new():
+        """Tiles of new tokens begin at any row of their arrays, which TMA does not take."""
+        row = item.first_token + (span.start - item.position)
+        for is_key, ready in ((True, k_ready), (False, v_ready)):
+            wait_for(ring.k_consumed) if is_key else wait_for_values()
+            new_gmem, tile_smem = (refs.key_gmem, k_smem) if is_key else (refs.value_gmem, v_smem)
+            ragged_tiles.load_new(new_gmem, tile_smem, row, low, end, item.kv_head, line, cfg)
+            rows.finish_copies()
+            _arrive(ready, line)
+
+    load_cached = convert if cfg.converts else copy
+    if cfg.prefix:
+        pl.when(span.is_new)(load_new)
+        pl.when(~span.is_new)(load_cached)
     else:
-        pl.when(span.is_new)(copy)
-        pl.when(~span.is_new)(convert)
+        load_cached()
 
 
 def _arrive(ready, line: Line) -> None:
@@ -247,7 +260,7 @@ def _begin_raw(item: Item, before, ring: Ring, line: Line, refs, cfg: Config) ->
 def _load_raw(item: Item, i, before, is_key: bool, ring: Ring, line: Line, refs, cfg: Config) -> None:
     """Has the i-th tile of an item's K or V on its way to where it is converted from."""
     raw_smem, arrived = _raw(before + i, is_key, ring, line, refs, cfg)
-    _copy(is_key, raw_smem, arrived, plan.span_of(item, i, line, cfg), item, line, refs, cfg, only_cached=True)
+    _copy(is_key, raw_smem, arrived, plan.span_of(item, i, line, cfg), item, line, refs, cfg)
 
 
 def _raw(tiles, is_key: bool, ring: Ring, line: Line, refs, cfg: Config) -> tuple[Any, Any]:
@@ -259,15 +272,13 @@ def _raw(tiles, is_key: bool, ring: Ring, line: Line, refs, cfg: Config) -> tupl
     return raw_smem, arrived.at[stage]
 
 
-def _copy(
-    is_key: bool, tile_smem, ready, span: Span, item: Item, line: Line, refs, cfg: Config, *, only_cached: bool = False
-) -> None:
+def _copy(is_key: bool, tile_smem, ready, span: Span, item: Item, line: Line, refs, cfg: Config) -> None:
     """Copies the runs of a tile of K or V, the warps in turn; past the end the last run again."""
     problem, size = cfg.problem, line.run
     cache_gmem = refs.key_cache_gmem if is_key else refs.value_cache_gmem
     last = lax.max(lax.div(span.high - 1, jnp.int32(size)) * size, jnp.int32(0))
 
-    def copy_cached(run):
+    def copy_run(run):
         token = lax.min(span.start + run * size, last)
         block = refs.block_tables_gmem[item.seq, lax.div(token, jnp.int32(problem.block_size))]
         of_block = lax.rem(lax.div(token, jnp.int32(size)), jnp.int32(max(problem.block_size // size, 1)))
@@ -275,20 +286,6 @@ def _copy(
         tokens = slice(None) if size == problem.block_size else pl.ds(of_block * size, size)
         index = (block, tokens, item.kv_head) if problem.layout == "nhd" else (block, item.kv_head, tokens)
         plgpu.copy_gmem_to_smem(cache_gmem.at[index], tile_smem.at[pl.ds(run * size, size)], ready)
-
-    def copy_new(run):
-        new_gmem = refs.key_gmem if is_key else refs.value_gmem
-        row = lax.min(item.first_token + (span.start + run * size - item.position), jnp.int32(problem.num_tokens))
-        index = pl.ds(row, size), item.kv_head
-        plgpu.copy_gmem_to_smem(new_gmem.at[index], tile_smem.at[pl.ds(run * size, size)], ready)
-
-    def copy_run(run):
-        if not cfg.prefix or only_cached:
-            copy_cached(run)
-            return
-        if not cfg.converts:
-            pl.when(~span.is_new)(lambda: copy_cached(run))
-        pl.when(span.is_new)(lambda: copy_new(run))
 
     def copy_in_turn():
         for warp in range(_WARPS):
