@@ -5,22 +5,22 @@ none is left. Items of many query rows take the matrix units, items of few rows 
 the ones, some with the others.
 
 Who loads: warpgroup 2 claims an item, tells of it in the queue, and copies its query and its tiles of K and V, a block
-of the table at a time (TMA), into rings of `stages` tiles (`ragged_load.py`). It is ahead of those who compute: an
-item's first tiles are on their way while the one before it is finished.
+of the table at a time (TMA), into rings of `stages` tiles (`ragged_load.py`). It is ahead of those who compute: under
+an item's tiles the next one's query is on its way.
 Who computes: warpgroups 0 and 1, each with 64 query rows as M of wgmma, and tokens as N:
 
     S [64, tile] = Q [64, d] x K^T [d, tile]        A, B in shared memory
     O [64, d]   += P [64, tile] x V [tile, d]       A in registers
 
-Of a wide item each has its own 64 rows and reads every tile. They take turns: while one has the matrix units, the other
-does its softmax. Of a thin item both have the same rows, and each reads the tiles of its own stages of the rings, every
-other one; then warpgroup 1 hands its sums to warpgroup 0.
+Of a wide item each has its own 64 rows and reads every tile. They take turns: one has the matrix units, for O of a tile
+and S of the next, while the other does its softmax. Of a thin item both have the same rows, and take the tiles in turn;
+then who had the second tile hands its sums to who had the first.
 
 Shared memory, head_size 128, bfloat16, tiles of 128 tokens, 2 stages:
 
-    | K ring 64 KiB | V ring 64 KiB | Q 32 KiB | out 32 KiB |
+    | K ring 64 KiB | V ring 64 KiB | Q of two items 64 KiB | counts of the batch, 4 KiB |
 
-What warpgroup 1 hands over is where the results of both would be: each sum as two numbers of 16 bits.
+Results leave through the place of their query. What is handed over goes there too: each sum as two numbers of 16 bits.
 
 Roofline: 4 * num_heads * head_size operations for each pair of a query and a token that it sees, or where queries are
 few, 4 * head_size bytes (two of 16 bits) for each token and kv head.

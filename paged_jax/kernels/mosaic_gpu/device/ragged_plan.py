@@ -1,4 +1,4 @@
-"""Which work items ragged attention has: `plan` counts them before the kernels, `find` finds one on the device.
+"""Which work items ragged attention has: how they are counted, and how `find` finds one on the device.
 
 The query tokens of a sequence are cut into tiles. A work item is one of them with all heads of one kv head's group:
 
@@ -10,7 +10,8 @@ in the cache: their items write zeros.
 
 All wide items are one line, all thin ones another: sequence by sequence, in a sequence head by head, of a head the last
 tile first, as it sees most. Items that cost more than an even share of all work are cut into splits of the context.
-How many items come before each sequence is summed up by XLA; the lengths are not known before.
+How many items come before each sequence is summed up on the device, where the lengths are known: by the kernel
+(`ragged_count.py`), or where sequences are many by XLA (`plan`).
 """
 
 from dataclasses import dataclass
