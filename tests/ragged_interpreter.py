@@ -13,8 +13,15 @@ from jax import lax
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
 
 from paged_jax.kernels.mosaic_gpu import ragged, ragged_tuning
-from paged_jax.kernels.mosaic_gpu.device import ragged_attend, ragged_merge, ragged_rows
-from paged_jax.kernels.mosaic_gpu.ragged_tuning import ROWS
+from paged_jax.kernels.mosaic_gpu.device import (
+    ragged_attend,
+    ragged_lanes,
+    ragged_merge,
+    ragged_rows,
+    ragged_scan,
+    ragged_tiles,
+)
+from paged_jax.kernels.mosaic_gpu.ragged_tuning import ROWS, THREADS
 from paged_jax.kernels.problem import Device
 
 SMALL_GPU = Device(90, 2)
@@ -34,6 +41,44 @@ def load_queries(query_gmem, q_smem, first_token, tokens, head, cfg):
     plgpu.commit_smem()
 
 
+def load_new(new_gmem, tile_smem, first_row, low, high, kv_head, line, cfg):
+    row = jnp.arange(line.tile)
+    seen = (row >= low) & (row < high)
+    values = new_gmem[...][jnp.where(seen, first_row + row, 0), kv_head]
+    tile_smem[...] = jnp.where(seen[:, None], values, jnp.zeros_like(values))
+
+
+def finish_copies():
+    plgpu.commit_smem()
+
+
+def gather(values_gmem, first, last):
+    return values_gmem[...][jnp.minimum(jnp.arange(THREADS) + first, last)]
+
+
+def sums(x):
+    return x.sum(axis=1)
+
+
+def sum_of_lanes(x):
+    return x
+
+
+def rescaled(x, factors):
+    return x * factors[:, None]
+
+
+def settle(weights, sums, unused_smem):
+    pass
+
+
+def sums_before(arrays, sums_smem, first):
+    for row, x in arrays.items():
+        before = sums_smem[row, first] if first else jnp.zeros((), x.dtype)
+        sums_smem[row, pl.ds(first, THREADS)] = before + jnp.cumsum(x, dtype=x.dtype) - x
+        sums_smem[row, first + THREADS] = before + x.sum(dtype=x.dtype)
+
+
 def store_rows(out_smem, lse_smem, out_gmem, lse_gmem, first_token, tokens, head, cfg):
     out, lse, group = out_smem[...], lse_smem[...], cfg.problem.group
 
@@ -50,11 +95,37 @@ def store_part(part_gmem, acc, tokens, cfg):
     part_gmem[...] = jnp.where(rows, acc, old)
 
 
-def zero_tokens(v_smem, low, high, cfg):
+def zero_tokens(v_smem, low, high, line, cfg):
     rows = v_smem[...]
-    token = jnp.arange(cfg.tuning.tile)[:, None]
+    token = jnp.arange(line.tile)[:, None]
     v_smem[...] = jnp.where((token >= low) & (token < high), rows, jnp.zeros_like(rows))
     plgpu.commit_smem()
+
+
+def convert_tile(raw_smem, tile_smem, low, high, line, cfg):
+    token = jnp.arange(line.tile)[:, None]
+    rows = raw_smem[...].astype(tile_smem.dtype)
+    tile_smem[...] = jnp.where((token >= low) & (token < high), rows, jnp.zeros_like(rows))
+    plgpu.commit_smem()
+
+
+def load_scales(scale_gmem, tables_gmem, scales_smem, seq, kv_head, start, low, high, line, cfg):
+    row = jnp.arange(line.tile)
+    seen = (row >= low) & (row < high)
+    token = jnp.where(seen, start + row, 0)
+    block = jnp.where(seen, tables_gmem[...][seq, token // cfg.problem.block_size], 0)
+    scale = scale_gmem[...][block, kv_head, token % cfg.problem.block_size]
+    scales_smem[...] = jnp.where(seen, scale, 0)
+
+
+def store_words(words_smem, row, values):
+    for i, value in enumerate(values):
+        words_smem[row, i] = value
+
+
+def accumulate_and_score(out, weights, v_smem, q_smem, k_smem, then, line):
+    products = ragged_attend.scores(q_smem, k_smem, None, line)
+    return accumulate(out, weights, v_smem, then), products
 
 
 def accumulate(acc, weights, v_smem, then):
@@ -116,9 +187,15 @@ def call(op, operands, device=SMALL_GPU, **tuning):
             load_queries=load_queries,
             store_rows=store_rows,
             store_part=store_part,
-            zero_tokens=zero_tokens,
+            store_words=store_words,
+            finish_copies=finish_copies,
         ),
-        mock.patch.object(ragged_attend, "accumulate", accumulate),
+        mock.patch.multiple(ragged_lanes, sums=sums, sum_of_lanes=sum_of_lanes, rescaled=rescaled, settle=settle),
+        mock.patch.multiple(
+            ragged_tiles, load_new=load_new, zero_tokens=zero_tokens, convert_tile=convert_tile, load_scales=load_scales
+        ),
+        mock.patch.multiple(ragged_scan, gather=gather, sums_before=sums_before),
+        mock.patch.multiple(ragged_attend, accumulate=accumulate, accumulate_and_score=accumulate_and_score),
         mock.patch.object(ragged_merge, "merge_rows", merge_rows),
         params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=True)),
     )

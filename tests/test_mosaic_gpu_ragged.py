@@ -6,6 +6,7 @@ On a GPU the tests of the operations run these kernels too.
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,8 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
+import paged_jax
 from paged_jax import _validate
-from paged_jax.kernels import mosaic_gpu
 from paged_jax.kernels.mosaic_gpu import ragged, ragged_tuning
 from paged_jax.kernels.mosaic_gpu.device import ragged_plan
 from paged_jax.kernels.problem import Device, Problem, Unsupported
@@ -39,9 +40,15 @@ INTERPRETED = [
     small("huge", 2, 1, 64, 16, "bfloat16", logits="huge", scale=1.0, sinks=True),
     small("all-empty", 4, 2, 64, 16, "float16", seq_lens=(0, 0), query_lens=(0, 0), sinks=True),
     small("split", 2, 1, 64, 16, "bfloat16", seq_lens=(600, 3), query_lens=(2, 1), sinks=True, padding=0),
+    small("e4m3", 4, 2, 64, 16, "bfloat16", "float8_e4m3fn", k_scale="scalar", v_scale="head"),
+    small("int8", 4, 2, 96, 32, "float16", "int8", layout="nhd", k_scale="head", v_scale="scalar"),
+    small("slots", 4, 2, 64, 16, "bfloat16", "int8", k_scale="slot", v_scale="slot"),
+    small("tiny", 4, 2, 16, 16, "bfloat16"),
+    small("large", 2, 1, 256, 16, "bfloat16", sinks=True),
+    small("short-and-wide", 2, 1, 64, 16, "float16", seq_lens=(128,), query_lens=(40,), padding=0, max_seq_len=128),
     small("split-wide", 8, 1, 64, 64, "float16", seq_lens=(500,), query_lens=(100,), logits_soft_cap=3.0),
 ]
-TINY_TILES = {"tile": 64, "stages": 2, "least_split": 2}
+TINY_TILES = {"tile": 64, "thin_tile": 64, "stages": 2, "least_split": 2}
 
 # Of NumPy, at the poison.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -70,6 +77,33 @@ def test_in_the_interpreter(case):
     assert not interpret_pallas_call.get_races().races_found
 
 
+PREFIXES = [
+    small("plain", 4, 2, 64, 16, "bfloat16"),
+    small("window", 2, 1, 80, 8, "float16", layout="nhd", sliding_window=50, k_scale="scalar"),
+    small("e4m3", 8, 2, 64, 16, "bfloat16", "float8_e4m3fn", k_scale="scalar", v_scale="head"),
+]
+
+
+def prefix_operands_of(case, made):
+    options = made.arrays | op_options(made.static) | {"max_seq_len": case.max_seq_len}
+    return _validate.prefix_operands(*made.prefix.values(), True, options)
+
+
+def check_prefix(made, results):
+    options = made.arrays | made.static
+    exact, rough = (module.prefix(**made.prefix, **options) for module in (oracle, plain))
+    for actual, wanted, yardstick in zip(results, exact, rough, strict=True):
+        plain.assert_close(actual[: made.num_rows], wanted[: made.num_rows], yardstick[: made.num_rows], "prefix")
+    assert np.all(results[0][made.num_rows :].astype(np.float32) == 0), "padding rows"
+
+
+@pytest.mark.parametrize("case", PREFIXES, ids=str)
+def test_new_tokens_in_the_interpreter(case):
+    made = inputs.make(case)
+    check_prefix(made, call("prefix_attention", prefix_operands_of(case, made), **TINY_TILES))
+    assert not interpret_pallas_call.get_races().races_found
+
+
 def test_every_query_sees_all_tokens():
     """causal=False: the last query of each sequence is one that sees all, so decode of each row says what is right."""
     case = small("all-seen", 8, 2, 64, 16, "bfloat16", seq_lens=(70, 20), query_lens=(40, 3), padding=0)
@@ -80,6 +114,16 @@ def test_every_query_sees_all_tokens():
     decode |= {name: made.ragged[name][rows] for name in ("block_tables", "seq_lens")}
     exact, rough = (module.decode(query=made.ragged["query"], **decode) for module in (oracle, plain))
     plain.assert_close(out, exact[0], rough[0], "out")
+
+
+def test_results_do_not_depend_on_who_takes_an_item():
+    """Which tiles of an item a warpgroup takes depends on those before it; what becomes of them must not."""
+    case = small("whole", 2, 1, 64, 16, "bfloat16", seq_lens=(70, 200, 300, 260), query_lens=(1, 2, 1, 1))
+    operands = operands_of(case, inputs.make(case))
+    tuning = TINY_TILES | {"least_split": 1000}
+    results = [call("ragged_paged_attention", operands, **tuning, num_programs=n) for n in (1, 2)]
+    for one, other in zip(*results, strict=True):
+        assert_same_bytes(one, other, "other programs")
 
 
 def config(query_lens, seq_lens, *shape, **tuning):
@@ -99,29 +143,29 @@ def config(query_lens, seq_lens, *shape, **tuning):
     cfg = replace(cfg, tuning=replace(cfg.tuning, **tuning))
     starts = jnp.asarray(np.concatenate([[0], np.cumsum(query_lens)]), jnp.int32)
     lengths = jnp.asarray(seq_lens, jnp.int32)
-    work = ragged_plan.plan(cfg, starts, lengths)
-    named = {f"{name}_gmem": x for name, x in work._asdict().items()}
-    return cfg, SimpleNamespace(query_start_loc_gmem=starts, seq_lens_gmem=lengths, **named)
+    with mock.patch.object(ragged_tuning, "_MOST_COUNTED", 0):
+        work = ragged_plan.plan(cfg, starts, lengths)
+    return cfg, work, SimpleNamespace(query_start_loc_gmem=starts, seq_lens_gmem=lengths)
 
 
 @pytest.mark.parametrize("shape", [(8, 2, 64, None), (5, 1, 128, 100), (16, 1, 64, None)], ids=str)
 def test_items_cover_each_row_and_token_once(shape):
     """Every query token of every kv head is in one item or its splits, which see each token of the context once."""
     query_lens, seq_lens = (1, 0, 70, 5, 33, 1), (900, 0, 70, 400, 1000, 1)
-    cfg, refs = config(query_lens, seq_lens, *shape, num_programs=32, tile=64, least_split=2)
+    cfg, work, refs = config(query_lens, seq_lens, *shape, num_programs=32, tile=64, least_split=2)
     seen, places = {}, ([], [])
-    for line in ragged_plan.lines(cfg):
-        for number in range(int(ragged_plan.total(ragged_plan.ITEMS, line, refs, cfg))):
-            item = jax.tree.map(int, ragged_plan.find(jnp.int32(number), line, refs, cfg))
+    for line in cfg.lines:
+        for number in range(int(ragged_plan.total(ragged_plan.ITEMS, line, work, cfg))):
+            item = jax.tree.map(int, ragged_plan.find(jnp.int32(number), line, work, refs, cfg))
             assert item.kind == (1 if line.wide else 2)
             assert 0 < item.tokens <= line.tokens
-            span = item.origin, max(item.origin, min(item.origin + item.count * 64, item.high))
+            span = item.origin, max(item.origin, min(item.origin + item.count * line.tile, item.high))
             for token in range(item.first_token, item.first_token + item.tokens):
-                seen.setdefault((token, item.head), []).append(span)
+                seen.setdefault((token, item.kv_head), []).append(span)
             if item.place >= 0:
                 places[0 if line.wide else 1].append(item.place)
-        end = jnp.int32(ragged_plan.total(ragged_plan.ITEMS, line, refs, cfg))
-        assert int(ragged_plan.find(end, line, refs, cfg).kind) == 0
+        end = jnp.int32(ragged_plan.total(ragged_plan.ITEMS, line, work, cfg))
+        assert int(ragged_plan.find(end, line, work, refs, cfg).kind) == 0
     for found, room in zip(places, cfg.places, strict=True):
         assert sorted(found) == list(range(len(found)))
         assert len(found) <= room
@@ -144,6 +188,10 @@ LOWERED = [
     small("nhd-96-1", 2, 2, 96, 8, "float16", layout="nhd", sliding_window=100),
     small("hnd-128-64", 64, 1, 128, 256, "bfloat16", alibi=True),
     small("hnd-112-7", 7, 1, 112, 64, "float16", logits_soft_cap=30.0, v_scale="head"),
+    small("e5m2-192", 4, 2, 192, 16, "float16", "float8_e5m2"),
+    small("slots", 4, 2, 64, 16, "bfloat16", "int8", k_scale="slot", v_scale="slot"),
+    small("hnd-32-2", 4, 2, 32, 16, "bfloat16", "int8", k_scale="scalar", v_scale="scalar"),
+    small("hnd-256-2", 4, 2, 256, 16, "bfloat16", alibi=True),
     small("nhd-80-3", 3, 1, 80, 32, "bfloat16", layout="nhd", k_scale="scalar"),
 ]
 
@@ -152,8 +200,17 @@ LOWERED = [
 def test_lowers_for_cuda(case):
     made = inputs.make(case)
     function = jax.jit(ragged.ragged_paged_attention)
-    text = function.trace(*operands_of(case, made)).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@mosaic_gpu_v2") == 1  # contexts so short are never split: nothing to merge
+    operands = operands_of(case, made)
+    text = function.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    cfg = ragged_tuning.tune(Problem.of_call(*operands[:4], operands.options), Device(), prefix=False)
+    assert text.count("@mosaic_gpu_v2") == 1 + any(cfg.places)
+
+
+@pytest.mark.parametrize("case", PREFIXES, ids=str)
+def test_new_tokens_lower_for_cuda(case):
+    function = jax.jit(ragged.prefix_attention)
+    text = function.trace(*prefix_operands_of(case, inputs.make(case))).lower(lowering_platforms=("cuda",)).as_text()
+    assert "@mosaic_gpu_v2" in text
 
 
 @pytest.mark.parametrize(
@@ -162,14 +219,14 @@ def test_lowers_for_cuda(case):
         (small("float32", 4, 2, 64, 16), "lacks queries of float32"),
         (small("mixed", 4, 2, 64, 16, "bfloat16", "float16"), "caches of float16 for queries of bfloat16"),
         (
-            small("head-size", 4, 2, 256, 16, "bfloat16"),
-            "lacks head_size 256 in ragged attention, takes multiples of 16 from 64 to 128",
+            small("head-size", 4, 2, 120, 16, "bfloat16"),
+            "lacks head_size 120 in ragged attention, takes multiples of 16 from 16 to 256",
         ),
         (small("block-size", 4, 2, 64, 4, "bfloat16"), "lacks block_size 4"),
         (small("group", 71, 1, 64, 16, "bfloat16"), "lacks groups of 71"),
         (small("vllm", 4, 2, 64, 16, "bfloat16", layout="vllm"), "lacks layout 'vllm'"),
         (small("sparse", 4, 2, 64, 16, "bfloat16", block_sparse=Sparse(1, 3, 16)), "lacks block_sparse"),
-        (small("slot", 4, 2, 64, 16, "bfloat16", k_scale="slot"), "lacks scales for each slot"),
+        (small("slot", 4, 2, 64, 16, "float16", v_scale="slot"), "lacks v_scale for each slot"),
     ],
     ids=str,
 )
@@ -196,6 +253,7 @@ ON_A_GPU = [
     *LOWERED,
     small("many", 8, 2, 128, 16, "bfloat16", seq_lens=(*range(1, 900, 9),), query_lens=(1,) * 100),
     small("mixed", 8, 2, 64, 16, "float16", seq_lens=(3000, 700, 9, 900), query_lens=(1, 700, 9, 300), sinks=True),
+    small("split-96", 32, 2, 96, 64, "float16", seq_lens=(6900, 3000, 5000), query_lens=(6, 2, 5)),
     small("long", 4, 1, 128, 16, "bfloat16", seq_lens=(70_000, 33, 1), query_lens=(5, 33, 1)),
 ]
 
@@ -208,20 +266,45 @@ def test_on_a_gpu(case, tuning, monkeypatch):
 
     def tune(*args, tune=ragged_tuning.tune, **kwargs):
         cfg = tune(*args, **kwargs)
-        fits = case.head_size <= 128  # tiles of others are smaller anyway
-        return replace(cfg, tuning=replace(cfg.tuning, **tuning)) if fits else cfg
+        return replace(cfg, tuning=replace(cfg.tuning, **tuning))
 
     monkeypatch.setattr(ragged_tuning, "tune", tune)
     made = inputs.make(case)
     operands = jax.device_put(operands_of(case, made), jax.devices("gpu")[0])
-    function = jax.jit(ragged.ragged_paged_attention)
+    function = jax.jit(lambda *operands: ragged.ragged_paged_attention(*operands))  # traced anew for this tuning
     results, again = (jax.tree.map(np.asarray, function(*operands)) for _ in range(2))
     check(case, made, results)
     for actual, wanted in zip(again, results, strict=True):
         assert_same_bytes(actual, wanted, "a second run")
 
 
-def test_does_not_lead():
-    """Until its tests have passed on a GPU as it is."""
-    made = inputs.make(INTERPRETED[0])
-    assert not mosaic_gpu.leads("ragged_paged_attention", operands_of(INTERPRETED[0], made))
+def test_only_those_who_ask_get_it():
+    """Until a call in a loop whose contexts are split has come out right on a GPU: no choice, no vmap."""
+    case = INTERPRETED[0]
+    operands = operands_of(case, inputs.make(case))
+    arrays = operands[:-1]
+    with mock.patch.object(jax, "local_devices"):
+        chosen = paged_jax.which_implementation(
+            paged_jax.ragged_paged_attention, *arrays, layout=case.layout, platform="cuda"
+        )
+    assert chosen.reasons["mosaic_gpu"] == ("runs ragged_paged_attention only if it is asked for by name",)
+
+    def by_name(query):
+        return paged_jax.ragged_paged_attention(query, *arrays[1:], layout=case.layout, implementation="mosaic_gpu")
+
+    with pytest.raises(Unsupported, match="lacks vmap of ragged_paged_attention"):
+        jax.vmap(by_name)(operands.query[None])
+
+
+@pytest.mark.gpu
+@pytest.mark.xfail(reason="wrong in a loop when it was last tried: why the op is not chosen, and refused under vmap")
+def test_under_vmap_on_a_gpu():
+    """Long contexts, which are split and merged, in a loop over a batch of calls."""
+    case = small("split", 4, 2, 64, 16, "bfloat16", seq_lens=(6900, 3000), query_lens=(6, 2), padding=0)
+    made = inputs.make(case)
+    operands = jax.device_put(operands_of(case, made), jax.devices("gpu")[0])
+    queries = jnp.stack([operands.query, operands.query[::-1]])
+    looped = jax.jit(lambda queries: jax.lax.map(lambda q: ragged.ragged_paged_attention(q, *operands[1:]), queries))
+    wanted = [ragged.ragged_paged_attention(query, *operands[1:]) for query in queries]
+    for actual, *expected in zip(looped(queries), *wanted, strict=True):
+        assert_same_bytes(np.asarray(actual), np.stack(expected), "in a loop")

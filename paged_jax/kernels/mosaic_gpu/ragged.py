@@ -9,10 +9,9 @@ from paged_jax.kernels.mosaic_gpu import ragged_tuning
 from paged_jax.kernels.mosaic_gpu.device import ragged_plan as plan
 from paged_jax.kernels.mosaic_gpu.device.ragged_attend import attend
 from paged_jax.kernels.mosaic_gpu.device.ragged_merge import merge
-from paged_jax.kernels.mosaic_gpu.ragged_tuning import Config
 from paged_jax.kernels.problem import Device, Problem
 from paged_jax.options import AttentionOptions
-from paged_jax.shapes import BlockTables, Cache, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
+from paged_jax.shapes import BlockTables, Cache, NewTokens, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
 
 
 def ragged_paged_attention(
@@ -25,11 +24,24 @@ def ragged_paged_attention(
     options: AttentionOptions,
 ) -> tuple[RaggedQuery, RaggedLse]:
     """Attends in one launch, and merges the contexts that were split in another."""
-    problem = Problem.of_call(query, key_cache, value_cache, block_tables, options)
-    cfg = ragged_tuning.tune(problem, device(), prefix=False)
-    if problem.num_tokens * problem.num_seqs * problem.num_blocks * problem.max_seq_len == 0:
-        return jnp.zeros(query.shape, query.dtype), jnp.full(query.shape[:2], -jnp.inf, jnp.float32)
-    return _run(cfg, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, options)
+    caches = key_cache, value_cache, block_tables
+    return _attend(query, (), caches, seq_lens, query_start_loc, options)
+
+
+def prefix_attention(
+    query: RaggedQuery,
+    key: NewTokens,
+    value: NewTokens,
+    key_cache: Cache,
+    value_cache: Cache,
+    block_tables: BlockTables,
+    seq_lens: SeqLens,
+    query_start_loc: QueryStartLoc,
+    options: AttentionOptions,
+) -> tuple[RaggedQuery, RaggedLse]:
+    """Attends as `ragged_paged_attention` does, to new keys and values that are in arrays of their own."""
+    caches = key_cache, value_cache, block_tables
+    return _attend(query, (key, value), caches, seq_lens, query_start_loc, options)
 
 
 def device() -> Device:
@@ -37,26 +49,30 @@ def device() -> Device:
     return facts.device()
 
 
-def _run(
-    cfg: Config,
+def _attend(
     query: Array,
-    key_cache: Array,
-    value_cache: Array,
-    block_tables: Array,
+    new: tuple[Array, ...],
+    caches: tuple[Array, Array, Array],
     seq_lens: Array,
     query_start_loc: Array,
     options: AttentionOptions,
 ) -> tuple[Array, Array]:
+    problem = Problem.of_call(query, *caches, options)
+    cfg = ragged_tuning.tune(problem, device(), prefix=len(new) > 0)
+    if problem.num_tokens * problem.num_seqs * problem.num_blocks * problem.max_seq_len == 0:
+        return jnp.zeros(query.shape, query.dtype), jnp.full(query.shape[:2], -jnp.inf, jnp.float32)
     of_options = [jnp.atleast_1d(x) for x in facts.OptionArrays.of(options).flat]
-    batch = block_tables, seq_lens, query_start_loc
     work = plan.plan(cfg, query_start_loc, seq_lens)
+    arrays = query, *caches, seq_lens, query_start_loc
 
     def run(refs):
         counts_ref, out_ref, lse_ref = refs
-        results = attend(cfg, query, key_cache, value_cache, *batch, counts_ref, *work, *of_options)
+        results = attend(cfg, *arrays, counts_ref, *work, *of_options, *new)
         out_ref[...], lse_ref[...] = results["out"], results["lse"]
         if cfg.places != (0, 0):
-            merge(cfg, query_start_loc, seq_lens, work, of_options[2], results | {"out": out_ref, "lse": lse_ref})
+            counted = {} if cfg.counts_in_kernel else work._asdict()
+            written = {"out": out_ref, "lse": lse_ref}
+            merge(cfg, query_start_loc, seq_lens, of_options[2], results | counted | written)
 
     counts = jnp.zeros((2,), jnp.int32)  # of claimed items: a reference, as the kernel writes to them
     unwritten = jnp.zeros(query.shape, query.dtype), jnp.zeros(query.shape[:2], jnp.float32)  # which XLA drops

@@ -1,7 +1,13 @@
-"""Device code of the loading warpgroup: work items into the queue, their queries and tiles into shared memory."""
+"""What the loading warpgroup does: it describes work items in a queue, and copies their queries and their tiles.
+
+It is ahead of those who compute. While the tiles of an item are on their way, it finds the next item and copies its
+query, for which there are two places in turn; results leave through the place of their query. Rings of tiles go on from
+one item to the next.
+"""
 
 import functools
 from dataclasses import fields
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -9,179 +15,309 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from paged_jax.kernels.mosaic_gpu.device import ragged_count as count
 from paged_jax.kernels.mosaic_gpu.device import ragged_plan as plan
 from paged_jax.kernels.mosaic_gpu.device import ragged_rows as rows
-from paged_jax.kernels.mosaic_gpu.ragged_tuning import QUEUE, Config
+from paged_jax.kernels.mosaic_gpu.device import ragged_tiles
+from paged_jax.kernels.mosaic_gpu.device.ragged_plan import Item, Scalar, Span, Work
+from paged_jax.kernels.mosaic_gpu.device.ragged_softmax import SlotScales
+from paged_jax.kernels.mosaic_gpu.ragged_tuning import QUEUE, Config, Line
 
 _WARPS = 4  # of a warpgroup
 
 
+class Ring(NamedTuple):
+    """Barriers of the tiles in shared memory: wide items and thin ones have their own, and count their tiles from 0."""
+
+    k_ready: Any
+    k_consumed: Any
+    v_ready: Any
+    v_consumed: Any
+    landed: Any  # a tile of V has arrived, of which the loading warpgroup has to zero something
+    raw_k_ready: Any  # a tile has arrived that is not what the products take yet
+    raw_v_ready: Any
+
+
+def ring_of(line: Line, refs) -> Ring:
+    """The barriers of a line's ring."""
+    prefix = "" if line.wide else "thin_"
+    return Ring(*[getattr(refs, prefix + name, None) for name in Ring._fields])
+
+
 def load_items(refs, cfg: Config) -> None:
-    """Claims items one after the other, tells the computing warpgroups of each, and copies what it needs.
+    """Takes items one after the other, tells the computing warpgroups of each, and copies what it needs.
 
     A program begins with the wide items or the thin ones, so that both are worked on all the time, as one takes the
-    matrix units and the other the memory; it turns to the others when its own are all claimed.
+    matrix units and the other the memory; it turns to the others when its own are all taken.
     """
-    of_wide = refs.of_wide_gmem[0]
-    program = lax.axis_index("program")
-    wide, thin = plan.lines(cfg)
+    work = count.work(refs, cfg)
+    program, of_wide = lax.axis_index("program"), work.of_wide[0]
     begins_wide = program < of_wide
 
-    def take_all(line: plan.Line, items, first, step):
-        """Claims items until the line has no more; returns how many there were with those before."""
+    def take_line(turn, items):
+        def take(line: Line):
+            begin = of_wide if line.wide else jnp.int32(cfg.tuning.num_programs) - of_wide
+            if _queued(cfg):
+                own = program if line.wide else program - of_wide
+                first = lax.cond(turn == 0, lambda: own, lambda: _next(own, begin, line, refs, cfg))
+            else:
+                first = program
+            return _take_items(first, begin, items, line, work, refs, cfg)
 
-        def turn(carry):
-            _, number, items, tiles = carry
-            number = rows.claim(refs.counts_gmem, refs.claim_smem, int(not line.wide)) if _queued(cfg) else number
-            item = plan.find(number, line, refs, cfg)
-            some = item.kind > 0
-            pl.when(some)(lambda: _load_item(item, items, tiles, line, refs, cfg))
-            return some, number + step, items + some.astype(jnp.int32), tiles + jnp.where(some, item.count, 0)
+        return lax.cond(begins_wide ^ (turn == 1), *(lambda line=line: take(line) for line in cfg.lines))
 
-        state = jnp.bool_(True), first, items, jnp.int32(0)
-        *_, items, tiles = lax.while_loop(lambda carry: carry[0], turn, state)
-        _drain(tiles, *_rings(line, refs)[1::2], size=cfg.tuning.stages)
-        return items
-
-    if _queued(cfg):
-
-        def take_line(turn, items):
-            is_wide = begins_wide ^ (turn == 1)
-            takes = [functools.partial(take_all, line, first=jnp.int32(0), step=1) for line in (wide, thin)]
-            return lax.cond(is_wide, *takes, items)
-
-        items = lax.fori_loop(0, 2, take_line, jnp.int32(0))
-    else:
-        of_thin = jnp.int32(cfg.tuning.num_programs) - of_wide
-        takes = (
-            functools.partial(take_all, wide, first=program, step=of_wide),
-            functools.partial(take_all, thin, first=program - of_wide, step=of_thin),
-        )
-        items = lax.cond(begins_wide, *takes, jnp.int32(0))
-    none = plan.Item(*[jnp.int32(0)] * len(fields(plan.Item)))
-    _describe(none, items, refs)
+    items = lax.fori_loop(0, 2, take_line, jnp.int32(0))
+    _describe(Item(*[jnp.int32(0)] * len(fields(Item))), items, refs)
     # Barriers end as they began, which the interpreter insists on.
-    _drain(items + 1, refs.item_consumed, size=QUEUE)
-    pl.when(items > 0)(lambda: plgpu.barrier_wait(refs.q_consumed))
+    drain(items + 1, refs.item_consumed, size=QUEUE)
+    drain(items, refs.q_consumed, size=cfg.tuning.queries)
 
 
-def read_item(items: plan.Scalar, refs) -> plan.Item:
+def _take_items(first, begin, items, line: Line, work: Work, refs, cfg: Config) -> Scalar:
+    """Takes items of a line from the number `first` on, until there are no more; returns how many there were before.
+
+    The programs that begin with a line have its items before `begin` without a claim.
+    """
+    ring = ring_of(line, refs)
+
+    def begin_item(number, items):
+        """Describes an item, if there is one, and has its query on its way; returns whether there is one."""
+        item = plan.find(number, line, work, refs, cfg)
+        some = item.kind > 0
+
+        @pl.when(some)
+        def begin():
+            place = place_of_query(items, cfg)
+            is_reused = items >= cfg.tuning.queries
+            pl.when(is_reused)(lambda: plgpu.barrier_wait(refs.q_consumed.at[place]))
+            _load_query(item, place, line, refs, cfg)
+            _describe(item, items, refs)
+
+        return some
+
+    def turn(carry):
+        _, number, items, tiles = carry
+        item = _item_of(lax.rem(items, jnp.int32(QUEUE)), refs)
+
+        def load_tile(i):
+            _load_tile(item, i, tiles, ring, line, refs, cfg)
+
+        if cfg.converts:
+            _begin_raw(item, tiles, ring, line, refs, cfg)
+        pl.when(item.count > 0)(lambda: load_tile(jnp.int32(0)))
+        rows.finish_copies()
+        plgpu.barrier_arrive(refs.q_ready.at[place_of_query(items, cfg)])
+        pl.when(item.count > 1)(lambda: load_tile(jnp.int32(1)))
+        number = _next(number, begin, line, refs, cfg)
+        if cfg.tuning.queries > 1:
+            some = begin_item(number, items + 1)
+            pl.loop(2, item.count)(load_tile)
+        else:  # the next query can only follow this one's results
+            pl.loop(2, item.count)(load_tile)
+            some = begin_item(number, items + 1)
+        return some, number, items + 1, tiles + item.count
+
+    state = begin_item(first, items), first, items, jnp.int32(0)
+    *_, items, tiles = lax.while_loop(lambda carry: carry[0], turn, state)
+    drain(tiles, ring.k_consumed, ring.v_consumed, size=line.stages)
+    return items
+
+
+def read_item(items: Scalar, refs) -> Item:
     """The item that follows the first `items`, as a computing warpgroup finds it in the queue."""
     place = lax.rem(items, jnp.int32(QUEUE))
     plgpu.barrier_wait(refs.item_ready.at[place])
-    item = plan.Item(*[refs.items_smem[place, i] for i in range(len(fields(plan.Item)))])
+    item = _item_of(place, refs)
     plgpu.barrier_arrive(refs.item_consumed.at[place])
     return item
+
+
+def place_of_query(items: Scalar, cfg: Config) -> Scalar:
+    """Where the query is of the item that follows the first `items`."""
+    return lax.rem(items, jnp.int32(cfg.tuning.queries))
+
+
+def _item_of(place: Scalar, refs) -> Item:
+    return Item(*[refs.items_smem[place, i] for i in range(len(fields(Item)))])
+
+
+def _next(number, begin, line: Line, refs, cfg: Config) -> Scalar:
+    """The number of the item that a program takes after another one."""
+    if not _queued(cfg):
+        return number + cfg.tuning.num_programs
+    return begin + rows.claim(refs.counts_gmem, refs.claim_smem, int(not line.wide))
 
 
 def _queued(cfg: Config) -> bool:
     return cfg.tuning.claim == "queue"
 
 
-def _describe(item: plan.Item, items: plan.Scalar, refs) -> None:
+def _describe(item: Item, items: Scalar, refs) -> None:
+    """Puts an item into the queue, as the one that follows the first `items`."""
     place = lax.rem(items, jnp.int32(QUEUE))
-
-    @pl.when(items >= QUEUE)
-    def _():
-        plgpu.barrier_wait(refs.item_consumed.at[place])
-
-    for i, value in enumerate(jax.tree.leaves(item)):
-        refs.items_smem[place, i] = value
+    pl.when(items >= QUEUE)(lambda: plgpu.barrier_wait(refs.item_consumed.at[place]))
+    rows.store_words(refs.items_smem, place, jax.tree.leaves(item))
     plgpu.barrier_arrive(refs.item_ready.at[place])
 
 
-def _load_item(item: plan.Item, items: plan.Scalar, before: plan.Scalar, line: plan.Line, refs, cfg: Config) -> None:
-    """Describes an item and copies its tiles, after those `before`, and its query."""
-    _describe(item, items, refs)
-    k_ready, k_consumed, v_ready, v_consumed = _rings(line, refs)
+def _load_query(item: Item, place, line: Line, refs, cfg: Config) -> None:
+    """Has an item's query on its way to a place in shared memory."""
+    half = jnp.int32(cfg.half)
+    query_gmem, q_smem = refs.query_gmem, refs.q_smem
+    first, tokens = item.first_token, item.tokens
+    rows.load_queries(query_gmem, q_smem.at[place, 0], first, lax.min(tokens, half), item.kv_head, cfg)
+    if line.wide:
+        rows.load_queries(query_gmem, q_smem.at[place, 1], first + half, tokens - half, item.kv_head, cfg)
 
-    def load_query():
-        pl.when(items > 0)(lambda: plgpu.barrier_wait(refs.q_consumed))
-        half = jnp.int32(cfg.half)
-        rows.load_queries(
-            refs.query_gmem, refs.q_smem.at[0], item.first_token, lax.min(item.tokens, half), item.head, cfg
-        )
 
-        if line.wide:
-            rows.load_queries(
-                refs.query_gmem, refs.q_smem.at[1], item.first_token + half, item.tokens - half, item.head, cfg
-            )
+def _load_tile(item: Item, i, before, ring: Ring, line: Line, refs, cfg: Config) -> None:
+    """Copies the i-th tile of an item into the rings, after the tiles that were there `before`."""
+    stage = lax.rem(before + i, jnp.int32(line.stages))
+    is_reused = before + i >= line.stages
+    span = plan.span_of(item, i, line, cfg)
+    low, end = item.low - span.start, span.end - span.start
+    k_smem, v_smem = (tile_of(ring_smem, stage, line, cfg) for ring_smem in (refs.k_smem, refs.v_smem))
+    k_ready, v_ready = ring.k_ready.at[stage], ring.v_ready.at[stage]
 
-        plgpu.barrier_arrive(refs.q_ready)
+    def wait_for(consumed):
+        pl.when(is_reused)(lambda: plgpu.barrier_wait(consumed.at[stage]))
 
-    def load_tile(i):
-        stage = lax.rem(before + i, jnp.int32(cfg.tuning.stages))
-        start = item.origin + i * cfg.tuning.tile
+    def wait_for_values():
+        if not cfg.slot_scales:
+            wait_for(ring.v_consumed)
 
-        @pl.when(before + i >= cfg.tuning.stages)
-        def _():
-            plgpu.barrier_wait(k_consumed.at[stage])
+    def convert():
+        is_next = i + line.raw_stages < item.cached
+        for is_key, ready in ((True, k_ready), (False, v_ready)):
+            raw_smem, arrived = _raw(before + i, is_key, ring, line, refs, cfg)
+            plgpu.barrier_wait(arrived)
+            wait_for(ring.k_consumed) if is_key else wait_for_values()
+            seen = (jnp.int32(0), jnp.int32(line.tile)) if is_key else (low, end)
+            ragged_tiles.convert_tile(raw_smem, k_smem if is_key else v_smem, *seen, line, cfg)
+            _arrive(ready, line)
+            following = functools.partial(_load_raw, item, i + line.raw_stages, before, is_key, ring, line, refs, cfg)
+            pl.when(is_next)(following)
 
-        _copy(refs.key_cache_gmem, refs.k_smem.at[stage], k_ready.at[stage], start, item, refs, cfg)
+    def copy():
+        wait_for(ring.k_consumed)
+        _copy(True, k_smem, k_ready, span, item, line, refs, cfg)
+        wait_for_values()
+        partly = (end < line.tile) | (low > 0)
+        pl.when(~partly)(lambda: _copy(False, v_smem, v_ready, span, item, line, refs, cfg))
 
-        @pl.when(before + i >= cfg.tuning.stages)
-        def _():
-            plgpu.barrier_wait(v_consumed.at[stage])
-
-        low, high = item.low - start, item.high - start
-        edge = (high < cfg.tuning.tile) | (low > 0)
-
-        @pl.when(~edge)
-        def _():
-            _copy(refs.value_cache_gmem, refs.v_smem.at[stage], v_ready.at[stage], start, item, refs, cfg)
-
-        @pl.when(edge)
-        def _():
+        @pl.when(partly)
+        def copy_some():
             # Weights of tokens that nobody sees are 0, but 0 * NaN would be NaN.
-            _copy(refs.value_cache_gmem, refs.v_smem.at[stage], refs.edge_landed, start, item, refs, cfg)
-            plgpu.barrier_wait(refs.edge_landed)
-            rows.zero_tokens(refs.v_smem.at[stage], low, high, cfg)
-            for _ in range(cfg.runs):
-                plgpu.barrier_arrive(v_ready.at[stage])
+            _copy(False, v_smem, ring.landed, span, item, line, refs, cfg)
+            plgpu.barrier_wait(ring.landed)
+            ragged_tiles.zero_tokens(v_smem, low, end, line, cfg)
+            _arrive(v_ready, line)
 
-    pl.when(item.count > 0)(lambda: load_tile(jnp.int32(0)))
-    load_query()
+    if cfg.slot_scales:
+        # Both scales are read with the softmax: they have their places until the tile of V is consumed.
+        wait_for(ring.v_consumed)
+        for name, scale_gmem, ready in (("k", refs.k_scale_gmem, k_ready), ("v", refs.v_scale_gmem, v_ready)):
+            if name in cfg.slot_scales:
+                slots = getattr(refs, f"{name}_slots_smem").at[pl.ds(stage * line.tile, line.tile)]
+                tables = refs.block_tables_gmem
+                ragged_tiles.load_scales(
+                    scale_gmem, tables, slots, item.seq, item.kv_head, span.start, low, end, line, cfg
+                )
+                plgpu.barrier_arrive(ready)
 
-    @pl.loop(1, item.count)
-    def _(i):
-        load_tile(i)
+    def load_new():
+        """Tiles of new tokens begin at any row of their arrays, which TMA does not take."""
+        row = item.first_token + (span.start - item.position)
+        for is_key, ready in ((True, k_ready), (False, v_ready)):
+            wait_for(ring.k_consumed) if is_key else wait_for_values()
+            new_gmem, tile_smem = (refs.key_gmem, k_smem) if is_key else (refs.value_gmem, v_smem)
+            ragged_tiles.load_new(new_gmem, tile_smem, row, low, end, item.kv_head, line, cfg)
+            rows.finish_copies()
+            _arrive(ready, line)
+
+    load_cached = convert if cfg.converts else copy
+    if cfg.prefix:
+        pl.when(span.is_new)(load_new)
+        pl.when(~span.is_new)(load_cached)
+    else:
+        load_cached()
 
 
-def _copy(cache_gmem, tile_smem, ready, start, item: plan.Item, refs, cfg: Config) -> None:
-    """Copies the runs of a tile from position `start` on, the warps in turn; past the end the last run again."""
-    block_size = jnp.int32(cfg.problem.block_size)
-    last = lax.max(lax.div(item.high - 1, jnp.int32(cfg.run)) * cfg.run, jnp.int32(0))
+def _arrive(ready, line: Line) -> None:
+    """Arrives for all runs of a tile."""
+    for _ in range(line.runs):
+        plgpu.barrier_arrive(ready)
+
+
+def _begin_raw(item: Item, before, ring: Ring, line: Line, refs, cfg: Config) -> None:
+    """Has an item's first tiles on their way to where they are converted from."""
+    for i in range(line.raw_stages):
+        for is_key in (True, False):
+            load = functools.partial(_load_raw, item, jnp.int32(i), before, is_key, ring, line, refs, cfg)
+            pl.when(i < item.cached)(load)
+
+
+def _load_raw(item: Item, i, before, is_key: bool, ring: Ring, line: Line, refs, cfg: Config) -> None:
+    """Has the i-th tile of an item's K or V on its way to where it is converted from."""
+    raw_smem, arrived = _raw(before + i, is_key, ring, line, refs, cfg)
+    _copy(is_key, raw_smem, arrived, plan.span_of(item, i, line, cfg), item, line, refs, cfg)
+
+
+def _raw(tiles, is_key: bool, ring: Ring, line: Line, refs, cfg: Config) -> tuple[Any, Any]:
+    """Where the tile that follows the first `tiles` is converted from, and the barrier that says it is there."""
+    raw_smem, arrived = (refs.raw_k_smem, ring.raw_k_ready) if is_key else (refs.raw_v_smem, ring.raw_v_ready)
+    stage = lax.rem(tiles, jnp.int32(line.raw_stages))
+    if line.raw_stages > 1:
+        raw_smem = raw_smem.at[pl.ds(pl.multiple_of(stage * line.tile, line.tile), line.tile)]
+    return raw_smem, arrived.at[stage]
+
+
+def _copy(is_key: bool, tile_smem, ready, span: Span, item: Item, line: Line, refs, cfg: Config) -> None:
+    """Copies the runs of a tile of K or V, the warps in turn; past the end the last run again."""
+    problem, size = cfg.problem, line.run
+    cache_gmem = refs.key_cache_gmem if is_key else refs.value_cache_gmem
+    last = lax.max(lax.div(span.high - 1, jnp.int32(size)) * size, jnp.int32(0))
 
     def copy_run(run):
-        token = lax.min(start + run * cfg.run, last)
-        block, offset = refs.block_tables_gmem[item.seq, lax.div(token, block_size)], lax.rem(token, block_size)
-        whole = cfg.run == cfg.problem.block_size
-        tokens = slice(None) if whole else pl.ds(offset, cfg.run)
-        index = (block, tokens, item.head) if cfg.problem.layout == "nhd" else (block, item.head, tokens)
-        plgpu.copy_gmem_to_smem(cache_gmem.at[index], tile_smem.at[pl.ds(run * cfg.run, cfg.run)], ready)
+        token = lax.min(span.start + run * size, last)
+        block = refs.block_tables_gmem[item.seq, lax.div(token, jnp.int32(problem.block_size))]
+        of_block = lax.rem(lax.div(token, jnp.int32(size)), jnp.int32(max(problem.block_size // size, 1)))
+        # Mosaic sees that a product is a multiple.
+        tokens = slice(None) if size == problem.block_size else pl.ds(of_block * size, size)
+        index = (block, tokens, item.kv_head) if problem.layout == "nhd" else (block, item.kv_head, tokens)
+        plgpu.copy_gmem_to_smem(cache_gmem.at[index], tile_smem.at[pl.ds(run * size, size)], ready)
 
     def copy_in_turn():
         for warp in range(_WARPS):
 
             @pl.when(lax.axis_index("warp") == warp)
             def _(warp=warp):
-                for run in range(warp, cfg.runs, _WARPS):
+                for run in range(warp, line.runs, _WARPS):
                     copy_run(run)
 
     pl.kernel(copy_in_turn, mesh=plgpu.WarpMesh(axis_name="warp"))()  # pyright: ignore[reportCallIssue]
 
 
-def _rings(line: plan.Line, refs):
-    """Barriers of the rings, K's and V's ready and consumed: wide items and thin ones have their own."""
-    if line.wide:
-        return refs.k_ready, refs.k_consumed, refs.v_ready, refs.v_consumed
-    return refs.thin_k_ready, refs.thin_k_consumed, refs.thin_v_ready, refs.thin_v_consumed
+def tile_of(ring_smem, stage, line: Line, cfg: Config) -> Any:
+    """A tile of a ring. A thin one is a piece of a wide one."""
+    pieces = cfg.tuning.tile // line.tile
+    if pieces == 1:
+        return ring_smem.at[stage]
+    first = pl.multiple_of(lax.rem(stage, jnp.int32(pieces)) * line.tile, line.tile)
+    return ring_smem.at[lax.div(stage, jnp.int32(pieces)), pl.ds(first, line.tile)]
 
 
-def _drain(count: plan.Scalar, *consumed, size: int) -> None:
+def slot_scales(stage, line: Line, refs) -> SlotScales:
+    """The scales of the slots of a tile in the rings."""
+    slots = pl.ds(stage * line.tile, line.tile)
+    smem = (getattr(refs, f"{name}_slots_smem", None) for name in ("k", "v"))
+    return SlotScales(*(None if x is None else x.at[slots] for x in smem))
+
+
+def drain(number: Scalar, *consumed, size: int) -> None:
     """Waits until all that came into a ring is consumed: what follows may be for other readers."""
 
-    @pl.loop(lax.max(count - size, jnp.int32(0)), count)
+    @pl.loop(lax.max(number - size, jnp.int32(0)), number)
     def _(i):
         for barrier in consumed:
             plgpu.barrier_wait(barrier.at[lax.rem(i, jnp.int32(size))])

@@ -21,57 +21,54 @@ from jaxlib.mlir.dialects import arith, scf
 from paged_jax.kernels.mosaic_gpu.device import ragged_plan as plan
 from paged_jax.kernels.mosaic_gpu.device.inline import inline
 from paged_jax.kernels.mosaic_gpu.device.ragged_rows import address, assembly, i32, i64, thread, wide, word
-from paged_jax.kernels.mosaic_gpu.ragged_tuning import ROWS, Config
+from paged_jax.kernels.mosaic_gpu.device.registers import LOG2E
+from paged_jax.kernels.mosaic_gpu.ragged_tuning import ROWS, Config, Line
 
 _IN_FLIGHT = 4  # parts
-_LENGTHS = "query_start_loc", "seq_lens"
-_PARTS = "wide_parts", "wide_sums", "thin_parts", "thin_sums"
-_LOG2E = 1.4426950408889634
+_RESULTS = "table", "per_split", "wide_parts", "wide_sums", "thin_parts", "thin_sums", "out", "lse"
 
 
-def merge(
-    cfg: Config, query_start_loc: Array, seq_lens: Array, work: plan.Work, sinks: Array, results: dict[str, Any]
-) -> None:
+def merge(cfg: Config, query_start_loc: Array, seq_lens: Array, sinks: Array, results: dict[str, Any]) -> None:
     """Writes the rows of split items, from their parts, to the references of out and lse."""
-    parts = [results[name] for name in _PARTS]
     plgpu.kernel(
         functools.partial(_kernel, cfg=cfg),
         out_type=(),
         grid=(cfg.tuning.merge_programs,),
         grid_names=("program",),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(query_start_loc, seq_lens, *work, sinks, *parts, results["out"], results["lse"])
+    )(query_start_loc, seq_lens, sinks, *(results[name] for name in _RESULTS))
 
 
 def _kernel(*gmem, cfg: Config):
-    names = [
-        f"{name}_gmem" for name in ("query_start_loc", "seq_lens", *plan.Work._fields, "sinks", *_PARTS, "out", "lse")
-    ]
+    names = [f"{name}_gmem" for name in ("query_start_loc", "seq_lens", "sinks", *_RESULTS)]
     refs = SimpleNamespace(**dict(zip(names, gmem, strict=True)))
-    for line, places in zip(plan.lines(cfg), cfg.places, strict=True):
+    for line, places in zip(cfg.lines, cfg.places, strict=True):
         if places:
             _merge_line(line, refs, cfg)
 
 
-def _merge_line(line: plan.Line, refs, cfg: Config) -> None:
-    @pl.loop(lax.axis_index("program"), plan.total(plan.MERGES, line, refs, cfg), step=cfg.tuning.merge_programs)
+def _merge_line(line: Line, refs, cfg: Config) -> None:
+    work = plan.Work(refs.table_gmem, refs.per_split_gmem, None)
+    parts_gmem, sums_gmem = refs.thin_parts_gmem, refs.thin_sums_gmem
+    if line.wide:
+        parts_gmem, sums_gmem = refs.wide_parts_gmem, refs.wide_sums_gmem
+
+    @pl.loop(lax.axis_index("program"), plan.total(plan.MERGES, line, work, cfg), step=cfg.tuning.merge_programs)
     def _(number):
-        seq = plan.search(number, plan.MERGES, line, refs, cfg)
+        seq = plan.search(number, plan.MERGES, line, work, cfg)
         row = plan.row_of(seq, refs, cfg)
-        name = "wide" if line.wide else "thin"
-        parts_gmem, sums_gmem = (getattr(refs, f"{name}_{what}_gmem") for what in ("parts", "sums"))
         merge_rows(
             parts_gmem,
             sums_gmem,
             refs.sinks_gmem,
             refs.out_gmem,
             refs.lse_gmem,
-            number - plan.before(plan.MERGES, seq, line, refs),
+            number - plan.before(plan.MERGES, seq, line, work),
             plan.tokens_of(row, line, cfg) * cfg.problem.num_heads,
             row.start + plan.first_of(row, line, cfg),
             plan.tiles_of(row, line, cfg),
             plan.splits_of(row, refs.per_split_gmem[0], line, cfg),
-            plan.before(plan.PLACES, seq, line, refs),
+            plan.before(plan.PLACES, seq, line, work),
             line,
             cfg,
         )
@@ -79,7 +76,7 @@ def _merge_line(line: plan.Line, refs, cfg: Config) -> None:
 
 def merge_rows(
     parts_gmem, sums_gmem, sinks_gmem, out_gmem, lse_gmem,
-    turn, num_rows, first_token, tiles, splits, places, line: plan.Line, cfg: Config,
+    turn, num_rows, first_token, tiles, splits, places, line: Line, cfg: Config,
 ) -> None:  # fmt: skip
     """Merges the turn-th rows (token, query head) of a sequence's `num_rows` split ones.
 
@@ -99,7 +96,7 @@ def merge_rows(
 
 
 def _merge_rows(
-    parts, sums, sinks, out, lse, turn, num_rows, first_token, tiles, splits, places, line: plan.Line, cfg: Config
+    parts, sums, sinks, out, lse, turn, num_rows, first_token, tiles, splits, places, line: Line, cfg: Config
 ):
     problem, threads = cfg.problem, cfg.problem.head_size // 4
     index = thread()
@@ -132,7 +129,7 @@ def _merge_rows(
     if problem.per_head.sinks:
         at = arith.muli(wide(head), i64(4))
         [sink] = assembly("ld.global.f32 $0, [$1];", "=f,l", 1, arith.addi(sinks, at))
-        sink = arith.mulf(sink, _f32(_LOG2E))
+        sink = arith.mulf(sink, _f32(LOG2E))
         base = arith.maximumf(top, sink)
         keep = _exp2(arith.subf(top, base))
         norm = arith.addf(arith.mulf(total, keep), _exp2(arith.subf(sink, base)))
@@ -141,7 +138,7 @@ def _merge_rows(
     seen = arith.cmpf(arith.CmpFPredicate.UNE, total, _f32(0.0))
     norm = arith.select(seen, norm, _f32(1.0))
     acc = [arith.divf(x, norm) for x in acc]
-    log_sum = arith.divf(arith.addf(base, _log2(norm)), _f32(_LOG2E))
+    log_sum = arith.divf(arith.addf(base, _log2(norm)), _f32(LOG2E))
     log_sum = arith.select(seen, log_sum, _f32(float("-inf")))
     index = wide(arith.addi(arith.muli(arith.addi(first_token, token), i32(problem.num_heads)), head))
     at = arith.addi(arith.muli(index, i64(2 * problem.head_size)), arith.muli(wide(column), i64(8)))

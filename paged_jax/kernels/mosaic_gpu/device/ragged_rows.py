@@ -18,7 +18,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from paged_jax.kernels.mosaic_gpu.device.inline import inline
-from paged_jax.kernels.mosaic_gpu.ragged_tuning import ROWS, Config, transforms
+from paged_jax.kernels.mosaic_gpu.device.tiles.plain import transforms
+from paged_jax.kernels.mosaic_gpu.ragged_tuning import ROWS, Config
 
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 
@@ -33,15 +34,13 @@ class _Chunk(NamedTuple):
 
 
 def load_queries(query_gmem, q_smem, first_token, tokens, head, cfg: Config) -> None:
-    """Copies the query of some tokens and a kv head's group to a warpgroup's rows; 0 in rows that are nobody's.
+    """Starts to copy the query of some tokens and a kv head's group to 64 rows; 0 in rows that are nobody's.
 
-    All threads of a warpgroup take part, and see what they copied themselves. The products see it after a barrier.
+    All threads of a warpgroup take part. The products see it after `finish_copies` and a barrier.
     """
-    dtype = jnp.dtype(cfg.problem.query_dtype)
+    layout = transforms(cfg.problem.head_size, cfg.problem.query_dtype)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(transforms(cfg.problem.head_size, dtype)), _SCALAR, _SCALAR, _SCALAR)
-    )
+    @inline(plgpu.RefType(), plgpu.RefType(layout), _SCALAR, _SCALAR, _SCALAR)
     def body(_, query_gmem, q_smem, *scalars):
         gmem, smem = address(query_gmem), address(q_smem)
         for chunk in _chunks(*(x.registers.item() for x in scalars), cfg):  # pyright: ignore[reportCallIssue]
@@ -55,27 +54,26 @@ def load_queries(query_gmem, q_smem, first_token, tokens, head, cfg: Config) -> 
                 arith.addi(gmem, offset),
                 size,
             )
-        assembly("cp.async.wait_all;", "", 0)
-        assembly("fence.proxy.async.shared::cta;", "", 0)
 
     body(query_gmem, q_smem, first_token, tokens, head)
 
 
+def finish_copies() -> None:
+    """Waits until all that this warpgroup began to copy has arrived."""
+
+    @inline()
+    def body(_):
+        assembly("cp.async.wait_all;", "", 0)
+        assembly("fence.proxy.async.shared::cta;", "", 0)
+
+    body()
+
+
 def store_rows(out_smem, lse_smem, out_gmem, lse_gmem, first_token, tokens, head, cfg: Config) -> None:
     """Stores the results of a warpgroup's rows, those of its `tokens`; all of its threads take part."""
-    dtype = jnp.dtype(cfg.problem.query_dtype)
+    layout = transforms(cfg.problem.head_size, cfg.problem.query_dtype)
 
-    @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType(transforms(cfg.problem.head_size, dtype)),
-            plgpu.RefType(),
-            plgpu.RefType(),
-            plgpu.RefType(),
-            _SCALAR,
-            _SCALAR,
-            _SCALAR,
-        )
-    )
+    @inline(plgpu.RefType(layout), *[plgpu.RefType()] * 3, *[_SCALAR] * 3)
     def body(_, out_smem, lse_smem, out_gmem, lse_gmem, *scalars):
         scalars = [x.registers.item() for x in scalars]
         gmem, smem = address(out_gmem), address(out_smem)
@@ -137,41 +135,22 @@ def store_part(part_gmem, acc: Array, tokens, cfg: Config) -> None:
     body(part_gmem, acc, tokens)
 
 
-def zero_tokens(v_smem, low, high, cfg: Config) -> None:
-    """Zeroes the rows of a tile whose tokens are not low <= token < high; the products see it after a barrier."""
-    dtype, d = jnp.dtype(cfg.problem.cache_dtype), cfg.problem.head_size
-    swizzle = transforms(d, dtype)[1].swizzle
-    columns = d * dtype.itemsize // swizzle
+def store_words(words_smem, row, values) -> None:
+    """Stores 32-bit integers to a row of shared memory, which this warpgroup sees at once, others after a barrier."""
+    shape = words_smem.shape
 
-    @inline(plgpu.RefType(transforms(d, dtype)), _SCALAR, _SCALAR)
-    def body(_, v_smem, low, high):
-        smem, low, high = address(v_smem), low.registers.item(), high.registers.item()
-        lanes = swizzle // 16  # of a row of a column of tiles
-        first = thread()
-        for i in range(cfg.tuning.tile * lanes // 128):
-            chunk = arith.addi(first, i32(128 * i))
-            row = arith.divui(chunk, i32(lanes))
-            seen = arith.andi(
-                arith.cmpi(arith.CmpIPredicate.sge, row, low), arith.cmpi(arith.CmpIPredicate.slt, row, high)
-            )
-            # Of each 8 rows, all columns of tiles lie one after the other.
-            place = arith.addi(
-                arith.muli(arith.divui(row, i32(8)), i32(8 * swizzle * columns)),
-                arith.muli(arith.remui(chunk, i32(8 * lanes)), i32(16)),
-            )
-            for column in range(columns):
-                assembly(
-                    """{ .reg .pred seen; setp.ne.b32 seen, $0, 0;
-                    @!seen st.shared.v4.b32 [$1], {$2, $2, $2, $2}; }""",
-                    "r,r,r",
-                    0,
-                    word(seen),
-                    arith.addi(smem, arith.addi(place, i32(8 * swizzle * column))),
-                    i32(0),
-                )
-        assembly("fence.proxy.async.shared::cta;", "", 0)
+    @inline(plgpu.RefType(), *[_SCALAR] * (len(values) + 1))
+    def body(_, words_smem, row, *values):
+        first = arith.addi(address(words_smem), arith.muli(row.registers.item(), i32(4 * shape[1])))
+        for i, value in enumerate(values):
+            assembly(
+                "{ .reg .pred first; setp.eq.u32 first, $0, 0; @first st.shared.b32 [$1], $2; }",
+                "r,r,r", 0, thread(), arith.addi(first, i32(4 * i)), value.registers.item(),
+            )  # fmt: skip
 
-    body(v_smem, low, high)
+        mgpu.warpgroup_barrier()
+
+    body(words_smem, row, *values)
 
 
 def claim(counts_gmem, claim_smem, line: int) -> Any:
@@ -199,25 +178,31 @@ def _chunks(first_token, tokens, head, cfg: Config) -> Iterator[_Chunk]:
     """The 16-byte pieces of a warpgroup's rows that this thread copies."""
     d, itemsize = cfg.problem.head_size, jnp.dtype(cfg.problem.query_dtype).itemsize
     swizzle = transforms(d, cfg.problem.query_dtype)[1].swizzle
-    of_row, lanes = d * itemsize // 16, swizzle // 16
+    of_row = d * itemsize // 16
     first = thread()
     for i in range(ROWS * of_row // 128):
         chunk = arith.addi(first, i32(128 * i))
         row, column = arith.divui(chunk, i32(of_row)), arith.remui(chunk, i32(of_row))
         own, index = _row_of_query(row, first_token, tokens, head, cfg)
         offset = arith.addi(arith.muli(wide(index), i64(d * itemsize)), arith.muli(wide(column), i64(16)))
-        place = arith.addi(
-            arith.muli(arith.divui(row, i32(8)), i32(8 * d * itemsize)),
+        yield _Chunk(own, row, offset, place_of(row, column, d, swizzle))
+
+
+def place_of(row, column, d: int, swizzle: int):
+    """Where the 16 bytes in a column of a row of d elements of 16 bits are, in shared memory."""
+    lanes = swizzle // 16
+    place = arith.addi(
+        arith.muli(arith.divui(row, i32(8)), i32(16 * d)),
+        arith.addi(
+            arith.muli(arith.divui(column, i32(lanes)), i32(8 * swizzle)),
             arith.addi(
-                arith.muli(arith.divui(column, i32(lanes)), i32(8 * swizzle)),
-                arith.addi(
-                    arith.muli(arith.remui(row, i32(8)), i32(swizzle)),
-                    arith.muli(arith.remui(column, i32(lanes)), i32(16)),
-                ),
+                arith.muli(arith.remui(row, i32(8)), i32(swizzle)),
+                arith.muli(arith.remui(column, i32(lanes)), i32(16)),
             ),
-        )
-        changed = arith.andi(arith.shrui(place, i32(3)), i32(16 * (lanes - 1)))
-        yield _Chunk(own, row, offset, arith.xori(place, changed))
+        ),
+    )
+    changed = arith.andi(arith.shrui(place, i32(3)), i32(16 * (lanes - 1)))
+    return arith.xori(place, changed)
 
 
 def _row_of_query(row, first_token, tokens, head, cfg: Config):

@@ -8,19 +8,19 @@ from jax import lax
 
 from paged_jax.kernels.mosaic_gpu.geometry import Geometry
 
-_LOG2E = math.log2(math.e)
+LOG2E = math.log2(math.e)
 LOWEST = -1e30
 """Where a maximum starts: finite, so that the exponential of -inf minus it is 0."""
 
 
 def exp(x):
     """e ** x, for differences of logits: logits themselves would lose bits to the factor."""
-    return jnp.exp2(x * _LOG2E)
+    return jnp.exp2(x * LOG2E)
 
 
 def log(x):
     """The natural logarithm."""
-    return jnp.log2(x) / _LOG2E
+    return jnp.log2(x) / LOG2E
 
 
 def of_heads(values_gmem, rows: int, first_column, kv_head, geometry: Geometry):

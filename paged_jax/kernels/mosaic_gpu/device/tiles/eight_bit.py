@@ -44,7 +44,7 @@ from paged_jax.kernels.mosaic_gpu.device.tiles.slot_scales import first_row
 from paged_jax.kernels.mosaic_gpu.geometry import Geometry
 
 # Assembly that makes two registers of two float16 from one of four bytes, exactly.
-_CONVERT = {
+CONVERT = {
     "float8_e4m3fn": """{ .reg .b16 low, high; mov.b32 {low, high}, $2;
         cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }""",
     "float8_e5m2": "prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;",
@@ -113,7 +113,7 @@ class EightBitTiles(PlainTiles):
             words = _load(tile_smem, mgpu.WGMMA_LAYOUT_8BIT, geometry).reshape(-1, 2)  # [.., h]
             halves = np.empty((len(words), 2, 2), object)  # [.., a, h]
             for i, h in np.ndindex(words.shape):
-                halves[i, :, h] = _asm(_CONVERT[cache_dtype], 2, words[i, h])
+                halves[i, :, h] = _asm(CONVERT[cache_dtype], 2, words[i, h])
             return operand(halves, shape, self.operand_dtype)
 
         return load(tile_smem)
@@ -131,7 +131,7 @@ class EightBitTiles(PlainTiles):
             for s, m, a in np.ndindex(words.shape[:3]):
                 for i in range(each // 2):
                     word = _asm(_PAIR_TOKENS[i], 1, *words[s, m, a])
-                    halves[m, i, s, a] = _asm(_CONVERT[cache_dtype], 2, word)
+                    halves[m, i, s, a] = _asm(CONVERT[cache_dtype], 2, word)
             return operand(halves, (head_size, tile), self.operand_dtype)
 
         return load(tile_smem)
