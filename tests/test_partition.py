@@ -152,7 +152,7 @@ def seen(monkeypatch):
 
 SPLITS = [(op, None, "tp", AxisType.Auto) for op in OPS]
 SPLITS += [(op, None, "tp", AxisType.Explicit) for op in ("paged_attention_v2", "write_and_attend", "swap_blocks")]
-SPLITS += [(op, "dp", "tp", AxisType.Auto) for op in DECODE_OPS]
+SPLITS += [(op, "dp", "tp", AxisType.Auto) for op in ("paged_attention_v1", "paged_attention_v2")]
 SPLITS += [("paged_attention_v1", "dp", None, kind) for kind in (AxisType.Auto, AxisType.Explicit)]
 SPLITS += [("paged_attention", "dp", "tp", AxisType.Explicit)]
 
@@ -242,8 +242,16 @@ def test_a_group_of_heads_is_split_where_a_device_has_one_kv_head(seen):
     assert_same(out, expected("paged_attention")[0])
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("spec", [P("tp"), P(None, None, None, "tp"), P(None, None, "tp"), P()])
+@pytest.mark.parametrize(
+    ("spec", "kind"),
+    [
+        (P("tp"), AxisType.Auto),
+        (P(None, None, None, "tp"), AxisType.Auto),
+        (P(None, None, "tp"), AxisType.Explicit),
+        (P(), AxisType.Auto),
+        (P(), AxisType.Explicit),
+    ],
+)
 def test_what_cannot_be_split_is_resharded(spec, kind):
     fun, _, arrays = bind("paged_attention")
     placed = place(arrays, [P(None, ("tp", "dp")), spec, spec, P("dp"), P()], make_mesh(kind))
