@@ -328,6 +328,8 @@ def run(options: argparse.Namespace) -> None:
 
     started = time.perf_counter()
     firsts, rests, states = [], [], []
+    if options.implementation not in (None, "xla") and jax.default_backend() == "cpu":
+        raise GenerateError(f"--implementation {options.implementation} needs an NVIDIA GPU")
     try:
         with bar("Compiling"):
             for programs, request, mesh in zip(copies, requests, meshes, strict=True):

@@ -154,7 +154,7 @@ class _Problem:
         self.results: list[list[tuple[str, ...]]] = []
         for result in rule.results:
             alike = [axes for name, axes in zip(self.names, self.operands, strict=True) if name == result]
-            self.results += alike or [_factors(result, rule.splits)]
+            self.results += alike if hasattr(operands, result) else [_factors(result, rule.splits)]
         self.sizes = {
             axes[0]: size
             for operand, shape in zip(self.operands, self.shapes, strict=True)

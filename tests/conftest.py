@@ -48,10 +48,10 @@ def has_gpu():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Deselect what needs a GPU on machines without one."""
-    if has_gpu():
-        return
-    unrunnable = [item for item in items if item.get_closest_marker("gpu")]
+    """Deselects what needs a GPU on machines without one, and what is slow unless it is asked for."""
+    unwanted = [] if has_gpu() else ["gpu"]
+    unwanted += [] if "slow" in config.option.markexpr else ["slow"]
+    unrunnable = [item for item in items if any(map(item.get_closest_marker, unwanted))]
     if unrunnable:
         config.hook.pytest_deselected(items=unrunnable)
         items[:] = [item for item in items if item not in set(unrunnable)]

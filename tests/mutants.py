@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-TRITON = "tests/test_triton.py::test_in_the_interpreter"
+TRITON = "tests/test_triton.py -k test_in_the_interpreter -m 'slow or not slow'"
 _COPIED = ("paged_jax", "tests", "examples", "benchmarks", "pyproject.toml", "README.md")
 
 

@@ -206,7 +206,7 @@ def test_given_scales_reach_the_caches(small):
     request = loop.make_request([[1, 2, 3]], max_new_tokens=4, max_position_embeddings=512)
 
     def scales(arguments):
-        caches = generate.make_caches(generate.parse(arguments.split()), config, programs, request, "float32")
+        caches = generate.make_caches(generate.parse(arguments.split()), config, programs, request, "float32", None)
         assert caches[0].dtype.name == arguments.split()[1]
         return [(cache.k_scale, cache.v_scale) for cache in caches]
 

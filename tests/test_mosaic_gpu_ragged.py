@@ -48,6 +48,7 @@ INTERPRETED = [
     small("short-and-wide", 2, 1, 64, 16, "float16", seq_lens=(128,), query_lens=(40,), padding=0, max_seq_len=128),
     small("split-wide", 8, 1, 64, 64, "float16", seq_lens=(500,), query_lens=(100,), logits_soft_cap=3.0),
 ]
+MORE = ("group-of-5", "capped", "huge", "int8", "tiny", "large", "split-wide")  # slow, and little of their own
 TINY_TILES = {"tile": 64, "thin_tile": 64, "stages": 2, "least_split": 2}
 
 # Of NumPy, at the poison.
@@ -70,7 +71,11 @@ def check(case, made, results):
     plain.assert_close(lse, exact[1], rough[1], "lse")
 
 
-@pytest.mark.parametrize("case", INTERPRETED, ids=str)
+def some(cases, slow):
+    return [pytest.param(case, id=str(case), marks=[pytest.mark.slow] * (case.name in slow)) for case in cases]
+
+
+@pytest.mark.parametrize("case", some(INTERPRETED, MORE))
 def test_in_the_interpreter(case):
     made = inputs.make(case)
     check(case, made, call("ragged_paged_attention", operands_of(case, made), **TINY_TILES))
@@ -97,7 +102,7 @@ def check_prefix(made, results):
     assert np.all(results[0][made.num_rows :].astype(np.float32) == 0), "padding rows"
 
 
-@pytest.mark.parametrize("case", PREFIXES, ids=str)
+@pytest.mark.parametrize("case", some(PREFIXES, ("window", "e4m3")))
 def test_new_tokens_in_the_interpreter(case):
     made = inputs.make(case)
     check_prefix(made, call("prefix_attention", prefix_operands_of(case, made), **TINY_TILES))

@@ -60,6 +60,7 @@ def test_all_reduces(report):
     assert report.rows[0]["us"] > 0
 
 
+@pytest.mark.slow
 def test_projection_of_measured_parts():
     model, all_reduces = (
         json.loads((RESULTS / f"2026-11-22-{name}.json").read_text())
