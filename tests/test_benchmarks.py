@@ -205,6 +205,7 @@ def _fake_cache_timer(fn, argsets):
     return timing.Timing(20.0, 19.0, 2, ())
 
 
+@pytest.mark.slow
 def test_cache_benchmark(tmp_path):
     works = [
         bench_cache.Write(5, "nhd"),
@@ -286,6 +287,7 @@ def tiny_model(monkeypatch):
     return dataclasses.replace(bench_model.MODELS["llama3-8b"], **sizes)
 
 
+@pytest.mark.slow
 def test_model_benchmark(tiny_model, tmp_path):
     def peers():
         return {("tiny", "decode", 3): {"us": 1e9}, ("tiny", "prefill", 2): {"absent": "not here"}}
@@ -308,6 +310,7 @@ def test_model_benchmark(tiny_model, tmp_path):
     assert "| tiny-decode-3x32 | " in report.markdown(found)
 
 
+@pytest.mark.slow
 def test_model_benchmark_refuses_steps_that_differ(tiny_model, monkeypatch):
     monkeypatch.setattr(bench_model, "TOLERANCE", -1.0)
     ceiling = lambda: timing.Ceiling("GB/s", None, {}, "made up")  # noqa: E731

@@ -48,7 +48,8 @@ INTERPRETED = [
     small("short-and-wide", 2, 1, 64, 16, "float16", seq_lens=(128,), query_lens=(40,), padding=0, max_seq_len=128),
     small("split-wide", 8, 1, 64, 64, "float16", seq_lens=(500,), query_lens=(100,), logits_soft_cap=3.0),
 ]
-MORE = ("group-of-5", "capped", "huge", "int8", "tiny", "large", "split-wide")  # slow, and little of their own
+# Slow ones, with little of their own.
+MORE = ("window", "group-of-5", "capped", "huge", "int8", "tiny", "large", "split-wide")
 TINY_TILES = {"tile": 64, "thin_tile": 64, "stages": 2, "least_split": 2}
 
 # Of NumPy, at the poison.

@@ -168,6 +168,8 @@ WILD = [
         logits_soft_cap=5.0, sliding_window=16, block_sparse=Sparse(2, 3, 16, -3), k_scale="slot", v_scale="slot",
     ),
 ]  # fmt: skip
+# Ten seconds and more, in favour of others with the same options.
+SLOW_TO_COMPILE = ("opt-125m", "farthest-corner", "gemma-2-9b")
 COMPILED += [(90, "v2", "wild-read"), (90, "auto", "wild-mask")]
 COMPILED_CASES |= {case.name: case for case in WILD}
 
@@ -207,7 +209,13 @@ def pairs():
 @needs_triton
 @pytest.mark.parametrize(
     ("capability", "op", "case"),
-    [*((capability, op, COMPILED_CASES[name]) for capability, op, name in COMPILED), *pairs()],
+    [
+        *(
+            pytest.param(capability, op, COMPILED_CASES[name], marks=[pytest.mark.slow] * (name in SLOW_TO_COMPILE))
+            for capability, op, name in COMPILED
+        ),
+        *pairs(),
+    ],
     ids=str,
 )
 def test_compiles(capability, op, case, tmp_path, monkeypatch):
