@@ -9,17 +9,12 @@ a layer and knows nothing else about caches. Each function here returns such a c
     causal_attend    one sequence, plain jnp, no cache: for training and for comparison
 """
 
-from dataclasses import replace
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-import paged_jax
 from examples.decoder import Attend
-
-type Implementation = Literal["mosaic_gpu", "triton", "xla"]
+from paged_jax import Implementation
 
 
 def prefill_attend(
@@ -44,32 +39,10 @@ def prefill_attend(
     """
 
     def attend(query, key, value, cache, *, scale, sliding_window):
-        key_cache, value_cache = paged_jax.write_to_paged_cache(
-            key,
-            value,
-            cache.key_cache,
-            cache.value_cache,
-            slot_mapping,
-            layout=cache.layout,
-            k_scale=cache.k_scale,
-            v_scale=cache.v_scale,
-            implementation=None if implementation == "mosaic_gpu" else implementation,  # which has no write of its own
-        )
-        out = paged_jax.ragged_paged_attention(
-            query,
-            key_cache,
-            value_cache,
-            block_tables,
-            seq_lens,
-            query_start_loc,
-            scale=scale,
-            sliding_window=sliding_window,
-            k_scale=cache.k_scale,
-            v_scale=cache.v_scale,
-            layout=cache.layout,
-            implementation=implementation,
-        )
-        return out, replace(cache, key_cache=key_cache, value_cache=value_cache)
+        writer = None if implementation == "mosaic_gpu" else implementation  # which has no write of its own
+        cache = cache.write(key, value, slot_mapping, implementation=writer)
+        options = {"scale": scale, "sliding_window": sliding_window, "implementation": implementation}
+        return cache.attend_ragged(query, block_tables, seq_lens, query_start_loc, **options), cache
 
     return attend
 
@@ -110,19 +83,9 @@ def mixed_attend(
 
     def attend(query, key, value, cache, *, scale, sliding_window):
         out, cache = attend_ragged(query, key, value, cache, scale=scale, sliding_window=sliding_window)
-        decoded = paged_jax.paged_attention(
-            query.at[decode_tokens].get(mode="clip"),
-            cache.key_cache,
-            cache.value_cache,
-            block_tables,
-            decode_lens,
-            scale=scale,
-            sliding_window=sliding_window,
-            k_scale=cache.k_scale,
-            v_scale=cache.v_scale,
-            layout=cache.layout,
-            implementation=implementation,
-        )
+        decoding = query.at[decode_tokens].get(mode="clip")
+        options = {"scale": scale, "sliding_window": sliding_window, "implementation": implementation}
+        decoded = cache.attend(decoding, block_tables, decode_lens, **options)
         return out.at[decode_tokens].set(decoded, mode="drop"), cache
 
     return attend
@@ -148,23 +111,8 @@ def decode_attend(
     """
 
     def attend(query, key, value, cache, *, scale, sliding_window):
-        out, key_cache, value_cache = paged_jax.write_and_attend(
-            query,
-            key,
-            value,
-            cache.key_cache,
-            cache.value_cache,
-            block_tables,
-            seq_lens,
-            slot_mapping,
-            scale=scale,
-            sliding_window=sliding_window,
-            k_scale=cache.k_scale,
-            v_scale=cache.v_scale,
-            layout=cache.layout,
-            implementation=implementation,
-        )
-        return out, replace(cache, key_cache=key_cache, value_cache=value_cache)
+        options = {"scale": scale, "sliding_window": sliding_window, "implementation": implementation}
+        return cache.write_and_attend(query, key, value, block_tables, seq_lens, slot_mapping, **options)
 
     return attend
 

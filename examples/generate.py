@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 import jax
 from jax.sharding import Mesh
@@ -36,14 +37,11 @@ from examples.checkpoint import CheckpointError, load_model
 from examples.config import DecoderConfig
 from examples.sharding import MeshError, make_mesh, parse_mesh, replicas
 from examples.text import Writer
-from paged_jax import PagedKVCache
+from paged_jax import BLOCK_SIZES, Implementation, PagedKVCache
 
 TINY = Path(__file__).resolve().parent / "tiny"
 DEFAULT_PROMPT = 'The "for" statement'
 TINY_TEMPERATURE = 0.6  # its likeliest text soon repeats itself
-BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-
-
 QUANTISED = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 
@@ -91,7 +89,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--block-size", metavar="N", type=int, default=16, help="tokens in a block of the cache (%(default)s)")
     add("--num-blocks", metavar="N", type=int,
         help="blocks in the cache (what the prompts may need at most); without a free one all texts end")  # fmt: skip
-    add("--implementation", choices=("mosaic_gpu", "triton", "xla"), help="of the paged ops (the fastest there is)")
+    add("--implementation", choices=get_args(Implementation), help="of the paged ops (the fastest there is)")
     add("--mesh", metavar="SIZES", type=str, help="tp=2 splits the model over two GPUs; dp=2,tp=4 runs two such copies")
     add("--no-compilation-cache", action="store_true",
         help="compile anew, instead of keeping compiled programs in the user's cache folder")  # fmt: skip
