@@ -7,13 +7,15 @@ its keys and values at the rate of a large read. Both are counted in operations,
 import functools
 import sys
 from collections.abc import Sequence
+from typing import get_args
 
 import jax
 
 import paged_jax
 from benchmarks import cases, harness, peers, timing
-from benchmarks.bench_prefill import IMPLEMENTATIONS
 from benchmarks.inputs import Inputs
+
+IMPLEMENTATIONS: tuple[paged_jax.Implementation, ...] = get_args(paged_jax.Implementation)
 
 # Of an H200: 816 TFLOP/s of a matrix product, 4653 GB/s of a read (benchmarks/README.md, "Ceilings").
 _OPERATIONS_PER_BYTE = 175

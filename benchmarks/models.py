@@ -44,6 +44,7 @@ def _llama(num_layers: int, sizes: tuple[int, int, int], heads: tuple[int, int],
 
 MODELS = {
     "llama3-8b": _llama(32, (128256, 4096, 14336), (32, 8), False),
+    "llama3-70b": _llama(80, (128256, 8192, 28672), (64, 8), False),
     "qwen2-7b": _llama(28, (152064, 3584, 18944), (28, 4), True),
     "opt-30b": dataclasses.replace(
         _llama(48, (50272, 7168, 28672), (56, 56), True),

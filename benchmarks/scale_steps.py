@@ -15,42 +15,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from examples.config import DecoderConfig, Rope
+from benchmarks import models
+from benchmarks.models import BLOCK_SIZE as BLOCK_SIZE
+from examples.config import DecoderConfig
 from examples.loop import make_caches
 from examples.sampling import greedy
 from examples.sharding import POOL, sharding_of
 from examples.step import Batch, make_abstract_step
 
-BLOCK_SIZE = 16
 STEPS = 16  # in a row
-
-
-def _llama(num_layers: int, hidden_size: int, intermediate_size: int, num_heads: int) -> DecoderConfig:
-    return DecoderConfig(
-        family="llama",
-        vocab_size=128256,
-        embedding_size=hidden_size,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=8,
-        head_size=128,
-        max_position_embeddings=8192,
-        norm_eps=1e-5,
-        pre_norm=True,
-        final_norm=True,
-        qk_norm=False,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        tie_embeddings=False,
-        rope=Rope(5e5),
-        sliding_windows=(None,) * num_layers,
-    )
-
-
-MODELS = {"llama3-8b": _llama(32, 4096, 14336, 32), "llama3-70b": _llama(80, 8192, 28672, 64)}
+MODELS = {name: models.MODELS[name] for name in ("llama3-8b", "llama3-70b")}
 
 
 def make_weights(shapes: Any, mesh: Mesh) -> Any:
