@@ -36,7 +36,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import jax
 import numpy as np
@@ -52,14 +52,14 @@ from examples import loop
 from examples.checkpoint import CheckpointError, find_folder, load_model
 from examples.config import DecoderConfig
 from examples.decoder import Decoder
-from examples.generate import BLOCK_SIZES, QUANTISED, TINY, GenerateError, default_dtype, use_compilation_cache
+from examples.generate import QUANTISED, TINY, GenerateError, default_dtype, use_compilation_cache
 from examples.server.api import MAX_LOGPROBS
 from examples.server.app import Server, model_name
 from examples.server.chat import load_template
 from examples.server.worker import Worker
 from examples.sharding import MeshError, make_mesh, parse_mesh
 from examples.step import make_step
-from paged_jax import PagedKVCache, engine
+from paged_jax import BLOCK_SIZES, Implementation, PagedKVCache, engine
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SAMPLE = """The quick brown fox jumps over the lazy dog. In 1969 people first walked on the Moon; a list in Python is
@@ -107,7 +107,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="what keys are divided by in an eight-bit cache (1 for float8, measured for int8)")  # fmt: skip
     add("--v-scale", metavar="S", type=float, help="... and values")
     add("--no-compilation-cache", action="store_true", help="compile anew, and keep nothing for the next start")
-    add("--implementation", choices=("mosaic_gpu", "triton", "xla"), help="of the paged ops (the fastest there is)")
+    add("--implementation", choices=get_args(Implementation), help="of the paged ops (the fastest there is)")
     add("--mesh", metavar="SIZES", help="tp=2 splits the model over two GPUs (one)")
     add("--processes", metavar="N", type=int, default=1,
         help="processes that share the model, each started with the same options (%(default)s)")  # fmt: skip
