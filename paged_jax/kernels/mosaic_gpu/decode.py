@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from paged_jax.kernels.in_place import apart
 from paged_jax.kernels.mosaic_gpu import tuning
 from paged_jax.kernels.mosaic_gpu.device import tiles
 from paged_jax.kernels.mosaic_gpu.device.attend import attend
@@ -117,8 +118,8 @@ def write_and_attend(
         out_ref[...], lse_ref[...] = out, lse
 
     unwritten = jnp.zeros_like(query), jnp.zeros(query.shape[:2], jnp.float32)  # XLA drops them
-    key_cache, value_cache, out, lse = pl.run_state(run)((key_cache, value_cache, *unwritten))
-    return out, lse, key_cache, value_cache
+    key_cache, value_cache, out, lse = pl.run_state(run)((*apart((key_cache, value_cache)), *unwritten))
+    return out, lse, *apart((key_cache, value_cache))
 
 
 def paged_attention_v2(

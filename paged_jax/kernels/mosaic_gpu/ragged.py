@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from paged_jax.kernels import problem as facts
+from paged_jax.kernels.in_place import apart
 from paged_jax.kernels.mosaic_gpu import ragged_tuning
 from paged_jax.kernels.mosaic_gpu.device import ragged_plan as plan
 from paged_jax.kernels.mosaic_gpu.device.ragged_attend import attend
@@ -76,4 +77,4 @@ def _attend(
 
     counts = jnp.zeros((2,), jnp.int32)  # of claimed items: a reference, as the kernel writes to them
     unwritten = jnp.zeros(query.shape, query.dtype), jnp.zeros(query.shape[:2], jnp.float32)  # which XLA drops
-    return pl.run_state(run)((counts, *unwritten))[1:]
+    return apart(pl.run_state(run)((counts, *unwritten))[1:])

@@ -11,6 +11,7 @@ import jax
 from jax import Array
 from jax.interpreters import partial_eval
 
+from paged_jax.kernels.in_place import apart
 from paged_jax.kernels.problem import Device, Unsupported
 from paged_jax.kernels.problem import device as device
 from paged_jax.kernels.triton.ragged_tuning import RaggedReduceKernel
@@ -64,6 +65,7 @@ def call(
     takes = inspect.signature(jax_triton.triton_call).parameters
     tuning = config.tuning if isinstance(config, AttentionKernel) else config
     aliased, rest = outputs[: len(in_place)], outputs[len(in_place) :]
+    in_place = apart(tuple(in_place))
     keywords: dict[str, Any] = {}
     if "backend_options" in takes:
         keywords["backend_options"] = {"enable_fp_fusion": True}
@@ -88,7 +90,8 @@ def call(
             cfg=config,
             **keywords,
         )
-    return [*results[first_output:], *results[:first_output]]
+    results = [*results[first_output:], *results[:first_output]]
+    return [*apart(results[: len(in_place)]), *results[len(in_place) :]]
 
 
 def _mend_dce_rule(jax_triton: ModuleType) -> None:

@@ -23,6 +23,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from paged_jax.kernels.in_place import apart
 from paged_jax.kernels.mosaic_gpu.device import plan
 from paged_jax.kernels.mosaic_gpu.device.plan import Item, Scalar
 from paged_jax.kernels.mosaic_gpu.device.refs import ItemPartials, MergedScratch, Outputs, Partials, Ref, merged_scratch
@@ -75,7 +76,7 @@ def merge(geometry: Geometry, seq_lens: Array, per_head: PerHead, results: Outpu
     if not geometry.tuning.queues:
         return kernel(out_type=out_type)(*inputs)
     # The decode kernel has stored whole items already; this one adds the others to them.
-    return pl.run_state(lambda refs: kernel(out_type=())(*inputs, *refs))((results.out, results.lse))
+    return apart(pl.run_state(lambda refs: kernel(out_type=())(*inputs, *refs))((results.out, results.lse)))
 
 
 def _kernel(*refs, tree: Any, geometry: Geometry) -> None:
