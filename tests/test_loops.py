@@ -47,7 +47,8 @@ def arrays():
     def normal(*shape):
         return jnp.asarray(rng.standard_normal((LAYERS, *shape), np.float32), jnp.bfloat16)
 
-    tables = rng.integers(0, NUM_BLOCKS, (num_seqs, WIDTH)).astype(np.int32)
+    tables = rng.integers(num_seqs, NUM_BLOCKS, (num_seqs, WIDTH)).astype(np.int32)
+    tables[np.arange(num_seqs), (SEQ_LENS - 1) // BLOCK_SIZE] = np.arange(num_seqs)  # no other sequence's
     last = tables[np.arange(num_seqs), (SEQ_LENS - 1) // BLOCK_SIZE] * BLOCK_SIZE + (SEQ_LENS - 1) % BLOCK_SIZE
     slots = rng.permutation(NUM_BLOCKS * BLOCK_SIZE)[:num_tokens].astype(np.int32)
     pool = NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_SIZE
