@@ -64,11 +64,15 @@ def sum_of_lanes(x):
     return x
 
 
+def exponentials(x, factor, bases):
+    return jnp.exp2(x * factor - bases[:, None])
+
+
 def rescaled(x, factors):
     return x * factors[:, None]
 
 
-def settle(weights, sums, unused_smem):
+def settle(sums, unused_smem):
     pass
 
 
@@ -123,9 +127,10 @@ def store_words(words_smem, row, values):
         words_smem[row, i] = value
 
 
-def accumulate_and_score(out, weights, v_smem, q_smem, k_smem, then, line):
-    products = ragged_attend.scores(q_smem, k_smem, None, line)
-    return accumulate(out, weights, v_smem, then), products
+def score_and_accumulate(out, weights, q_smem, k_smem, v_smem, then, meanwhile, line):
+    products = ragged_attend.scores(q_smem, k_smem, then, line)
+    results = meanwhile(products)
+    return results, accumulate(out, weights, v_smem, None)
 
 
 def accumulate(acc, weights, v_smem, then):
@@ -190,12 +195,19 @@ def call(op, operands, device=SMALL_GPU, **tuning):
             store_words=store_words,
             finish_copies=finish_copies,
         ),
-        mock.patch.multiple(ragged_lanes, sums=sums, sum_of_lanes=sum_of_lanes, rescaled=rescaled, settle=settle),
+        mock.patch.multiple(
+            ragged_lanes,
+            sums=sums,
+            sum_of_lanes=sum_of_lanes,
+            exponentials=exponentials,
+            rescaled=rescaled,
+            settle=settle,
+        ),
         mock.patch.multiple(
             ragged_tiles, load_new=load_new, zero_tokens=zero_tokens, convert_tile=convert_tile, load_scales=load_scales
         ),
         mock.patch.multiple(ragged_scan, gather=gather, sums_before=sums_before),
-        mock.patch.multiple(ragged_attend, accumulate=accumulate, accumulate_and_score=accumulate_and_score),
+        mock.patch.multiple(ragged_attend, accumulate=accumulate, score_and_accumulate=score_and_accumulate),
         mock.patch.object(ragged_merge, "merge_rows", merge_rows),
         params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=True)),
     )

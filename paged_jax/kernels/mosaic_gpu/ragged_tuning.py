@@ -224,7 +224,7 @@ def tune(problem: Problem, device: Device, *, prefix: bool) -> Config:
     if found:
         raise Unsupported("mosaic_gpu", found)
     for tile, stages, queries in ((128, 4, 2), (128, 2, 2), (128, 2, 1), (64, 4, 2), (64, 2, 2), (64, 2, 1)):
-        if problem.head_size / 2 + tile * 0.75 > _MOST_REGISTERS:
+        if problem.head_size / 2 + tile > _MOST_REGISTERS:
             continue
         tuning = Tuning(
             num_programs=device.num_multiprocessors, tile=tile, thin_tile=tile, stages=stages, queries=queries
@@ -298,7 +298,7 @@ def scratch(cfg: Config) -> dict[str, Any]:
         "thin_v_consumed": consumed(thin),
         "tiles_done": plgpu.Barrier(),
         "handed_over": plgpu.Barrier(),
-        "turn": plgpu.Barrier(num_arrivals=2),
+        "turn": plgpu.Barrier(num_barriers=2),  # of each warpgroup, at the matrix units
     }
 
 

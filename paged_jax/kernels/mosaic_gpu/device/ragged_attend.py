@@ -41,8 +41,7 @@ from paged_jax.kernels.mosaic_gpu.device import ragged_load as load
 from paged_jax.kernels.mosaic_gpu.device import ragged_plan as plan
 from paged_jax.kernels.mosaic_gpu.device import ragged_results as results
 from paged_jax.kernels.mosaic_gpu.device import ragged_softmax as softmax
-from paged_jax.kernels.mosaic_gpu.device.ragged_softmax import State
-from paged_jax.kernels.mosaic_gpu.device.registers import layout
+from paged_jax.kernels.mosaic_gpu.device.ragged_softmax import State, Totals, Weighed
 from paged_jax.kernels.mosaic_gpu.ragged_tuning import COUNTED, ROWS, Config, Line, scratch
 
 _OPTIONS = ("scale", "slopes", "sinks", "k_scale", "v_scale")
@@ -119,73 +118,89 @@ def _attend_to_items(warpgroup, refs, cfg: Config) -> None:
 
     zero = jnp.int32(0)
     state = zero, (zero, zero), load.read_item(zero, refs)
+    pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(refs.turn.at[0]))  # warpgroup 0 has the first turn
     lax.while_loop(lambda state: state[2].kind > 0, turn, state)
-
-
-def _take_turns(refs) -> None:
-    plgpu.barrier_arrive(refs.turn)
-    plgpu.barrier_wait(refs.turn)
+    pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(refs.turn.at[0]))  # barriers end as they began
 
 
 def _attend_to_wide(item: plan.Item, items, before, *, line: Line, warpgroup, refs, cfg: Config) -> None:
     """Attends to a wide item, whose tiles are in the rings after those `before`, and stores it.
 
-    The warpgroups take turns: one has the matrix units, for the second product of a tile and the first one of the next,
-    while the other does its softmax.
+    The warpgroups take turns at the matrix units: a turn is the first product of a tile and, behind it, the second one
+    of the tile before. Under the second product, and under the other warpgroup's turn, a warpgroup does its softmax.
     """
     place = load.place_of_query(items, cfg)
     rows = softmax.rows_of(item, warpgroup, line, refs, cfg)
     plgpu.barrier_wait(refs.q_ready.at[place])
-    q_smem, take_turns = refs.q_smem.at[place, warpgroup], functools.partial(_take_turns, refs)
+    q_smem = refs.q_smem.at[place, warpgroup]
     steps = item.count
+
+    def end_turn():
+        plgpu.barrier_arrive(refs.turn.at[1 - warpgroup])
 
     def stage_of(i):
         return lax.rem(before + i, jnp.int32(line.stages))
 
-    def first_product(i):
+    def is_plain(i):
+        return softmax.is_plain(item, i, rows, line, cfg)
+
+    def weigh(i, totals: Totals, products, *, plain: bool) -> Weighed:
+        """The softmax of a tile, whose first product is done."""
         stage = stage_of(i)
-        plgpu.barrier_wait(refs.k_ready.at[stage])
-        products = scores(q_smem, refs.k_smem.at[stage], take_turns, line)
         plgpu.barrier_arrive(refs.k_consumed.at[stage])
-        return products
+        scales = load.slot_scales(stage, line, refs)
+        weighed = softmax.attend(products, totals, item, i, scales, rows, line, cfg, plain=plain)
+        ragged_lanes.settle(weighed.totals.sums, refs.lse_smem.at[warpgroup])
+        return weighed
 
-    def weigh(i, products, state: State) -> tuple[State, Array]:
-        """The softmax of a tile. When this returns, its values are there, and the matrix units are free."""
-        state, weights = softmax.attend(
-            products, state, item, i, load.slot_scales(stage_of(i), line, refs), rows, line, cfg
-        )
-        if not cfg.signed_weights:
-            ragged_lanes.settle(weights, state.sums, refs.lse_smem.at[warpgroup])
-        plgpu.barrier_arrive(refs.turn)
-        plgpu.barrier_wait(refs.v_ready.at[stage_of(i)])
-        return state, weights
+    def attend_first() -> tuple[State, Array]:
+        state, stage = softmax.empty(cfg), stage_of(jnp.int32(0))
+        plgpu.barrier_wait(refs.k_ready.at[stage])
+        plgpu.barrier_wait(refs.turn.at[warpgroup])
+        products = scores(q_smem, refs.k_smem.at[stage], end_turn, line)
+        weighed = weigh(jnp.int32(0), Totals(state.maxima, state.sums), products, plain=False)
+        return State(state.out, *weighed.totals), weighed.weights.astype(cfg.problem.query_dtype)
 
-    def attend_tile(i, carry):
-        products, state = carry
-        state, weights = weigh(i, products, state)
-        stage, following = stage_of(i), stage_of(i + 1)
-        plgpu.barrier_wait(refs.k_ready.at[following])
-        plgpu.barrier_wait(refs.turn)
-        k_smem, v_smem = refs.k_smem.at[following], refs.v_smem.at[stage]
-        out, products = accumulate_and_score(state.out, weights, v_smem, q_smem, k_smem, take_turns, line)
+    def attend_tile(i, carry: tuple[State, Array], *, plain: bool) -> tuple[State, Array]:
+        """The first product and the softmax of tile i, and the second product of the tile before."""
+        (out, *totals), weights = carry
+        stage, earlier = stage_of(i), stage_of(i - 1)
+        plgpu.barrier_wait(refs.k_ready.at[stage])
+        plgpu.barrier_wait(refs.v_ready.at[earlier])
+        plgpu.barrier_wait(refs.turn.at[warpgroup])
+        k_smem, v_smem = refs.k_smem.at[stage], refs.v_smem.at[earlier]
+        meanwhile = functools.partial(weigh, i, Totals(*totals), plain=plain)
+        weighed, out = score_and_accumulate(out, weights, q_smem, k_smem, v_smem, end_turn, meanwhile, line)
+        plgpu.barrier_arrive(refs.v_consumed.at[earlier])
+        # What the next product takes from registers must not be computed while it takes the last one's.
+        weights = weighed.weights.astype(cfg.problem.query_dtype)
+        return State(ragged_lanes.rescaled(out, weighed.keep), *weighed.totals), weights
+
+    def attend_alike(i, carry):
+        """Attends to tile i and those behind it that are as plain. A branch for each tile would split its turn."""
+
+        def run(plain: bool):
+            def goes_on(state):
+                return (state[0] < steps) & (is_plain(state[0]) if plain else ~is_plain(state[0]))
+
+            def attend_one(state):
+                return state[0] + 1, attend_tile(*state, plain=plain)
+
+            return lax.while_loop(goes_on, attend_one, (i, carry))
+
+        return lax.cond(is_plain(i), lambda: run(True), lambda: run(False))
+
+    def attend_tiles() -> State:
+        state = lax.while_loop(lambda s: s[0] < steps, lambda s: attend_alike(*s), (jnp.int32(1), attend_first()))
+        (out, *totals), weights = state[1]
+        stage = stage_of(steps - 1)
+        plgpu.barrier_wait(refs.v_ready.at[stage])
+        plgpu.barrier_wait(refs.turn.at[warpgroup])
+        out = accumulate(out, weights, refs.v_smem.at[stage], end_turn)
         plgpu.barrier_arrive(refs.v_consumed.at[stage])
-        plgpu.barrier_arrive(refs.k_consumed.at[following])
-        return products, state._replace(out=out)
+        return State(out, *totals)
 
-    def attend_last(i, carry):
-        state, weights = weigh(i, *carry)
-        plgpu.barrier_wait(refs.turn)
-        out = accumulate(state.out, weights, refs.v_smem.at[stage_of(i)], None)
-        plgpu.barrier_arrive(refs.v_consumed.at[stage_of(i)])
-        return state._replace(out=out)
-
-    def attend_tiles(state: State) -> State:
-        carry = first_product(jnp.int32(0)), state
-        return attend_last(steps - 1, lax.fori_loop(0, steps - 1, attend_tile, carry))
-
-    pl.when(warpgroup == 1)(take_turns)  # warpgroup 0 is first
-    state = lax.cond(steps > 0, attend_tiles, lambda state: state, softmax.empty(cfg))
-    pl.when(warpgroup == 0)(take_turns)
+    state = lax.cond(steps > 0, attend_tiles, lambda: softmax.empty(cfg))
     results.store(item, warpgroup, rows, softmax.finished(state, rows), q_smem, line, refs, cfg)
     plgpu.barrier_arrive(refs.q_consumed.at[place])
 
@@ -203,18 +218,22 @@ def _attend_to_thin(item: plan.Item, items, before, *, line: Line, warpgroup, re
     steps = lax.div(item.count - first + 1, jnp.int32(2))
 
     def attend_tile(i, state: State) -> State:
+        out, *totals = state
         tile = first + 2 * i
         stage = lax.rem(before + tile, jnp.int32(line.stages))
         plgpu.barrier_wait(refs.thin_k_ready.at[stage])
         products = scores(q_smem, load.tile_of(refs.k_smem, stage, line, cfg), None, line)
         plgpu.barrier_arrive(refs.thin_k_consumed.at[stage])
-        state, weights = softmax.attend(
-            products, state, item, tile, load.slot_scales(stage, line, refs), rows, line, cfg
-        )
+        scales = load.slot_scales(stage, line, refs)
+        weigh = functools.partial(softmax.attend, products, Totals(*totals), item, tile, scales, rows, line, cfg)
+        is_plain = softmax.is_plain(item, tile, rows, line, cfg)
+        weighed = lax.cond(is_plain, lambda: weigh(plain=True), lambda: weigh(plain=False))
+        out = ragged_lanes.rescaled(out, weighed.keep)
         plgpu.barrier_wait(refs.thin_v_ready.at[stage])
-        out = accumulate(state.out, weights, load.tile_of(refs.v_smem, stage, line, cfg), None)
+        weights = weighed.weights.astype(cfg.problem.query_dtype)
+        out = accumulate(out, weights, load.tile_of(refs.v_smem, stage, line, cfg), None)
         plgpu.barrier_arrive(refs.thin_v_consumed.at[stage])
-        return state._replace(out=out)
+        return State(out, *weighed.totals)
 
     state = lax.fori_loop(0, steps, attend_tile, softmax.empty(cfg))
     state = softmax.finished(state, rows)
@@ -259,15 +278,20 @@ def accumulate(out, weights, v_smem, then) -> Any:
     return pl.run_state(body)(plgpu.ACC.init(out))  # pyright: ignore[reportPrivateImportUsage]
 
 
-def accumulate_and_score(out, weights, v_smem, q_smem, k_smem, then, line: Line) -> Any:
-    """O + P V, and right behind it the next S = Q K^T; `then` runs when both are on their way."""
+def score_and_accumulate(out, weights, q_smem, k_smem, v_smem, then, meanwhile, line: Line) -> tuple[Any, Any]:
+    """S = Q K^T, and right behind it O + P V: what `meanwhile` makes of S under the second product, and the new O.
 
-    def body(accs):
-        out_acc, products_acc = accs
-        plgpu.wgmma(out_acc, weights, v_smem)
+    `then` runs when both are on their way.
+    """
+
+    def body(products_acc, out_acc):
+        out_acc[...] = out
         plgpu.wgmma(products_acc, q_smem, k_smem.T)
+        plgpu.wgmma(out_acc, weights, v_smem)
         then()
+        results = meanwhile(plgpu.wgmma_accumulator_load(products_acc, wait_n=1))
+        return results, out_acc[...]
 
-    zeros = layout(jnp.zeros((ROWS, line.tile), jnp.float32))
-    init = plgpu.ACC.init  # pyright: ignore[reportPrivateImportUsage]
-    return pl.run_state(body)((init(out), init(zeros)))
+    shapes = (ROWS, line.tile), out.shape
+    accumulators = [plgpu.ACC(shape, jnp.float32) for shape in shapes]  # pyright: ignore[reportPrivateImportUsage]
+    return pl.run_scoped(body, *accumulators)

@@ -11,7 +11,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 from jax import Array
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
+from jaxlib.mlir.dialects import arith, nvvm, scf, vector
+from jaxlib.mlir.dialects import math as mlir_math
 
 from paged_jax.kernels.mosaic_gpu.device.inline import inline
 from paged_jax.kernels.mosaic_gpu.device.ragged_rows import address, assembly, i32
@@ -45,6 +46,23 @@ def sum_of_lanes(x: Array) -> Array:
     return body(x)
 
 
+def exponentials(x: Array, factor: Any, bases: Array) -> Array:
+    """2 ** (x * factor - bases), of x [64, n] and bases [64], with one rounding before the exponential."""
+
+    @inline(plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT(()), _ROWS_LAYOUT, returns=x.shape, dtype="float32")
+    def body(_, x, factor, bases):
+        pairs = x.registers.reshape(-1, 2)
+        kind = pairs[0, 0].type
+        factors = vector.broadcast(kind, factor.registers.item())
+        negative = [vector.broadcast(kind, arith.negf(_element(register, 0))) for register in bases.registers.flat]
+        exponents = [mlir_math.fma(pair, factors, negative[h]) for row in pairs for h, pair in enumerate(row)]
+        registers = np.array(exponents, object).reshape(x.registers.shape)
+        exponents = mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+        return exponents.exp2(approx=True)
+
+    return body(x, factor, bases)
+
+
 def rescaled(x: Array, factors: Array) -> Array:
     """x [64, n] times factors [64]; a warp whose factors are all 1 does nothing."""
 
@@ -66,24 +84,21 @@ def rescaled(x: Array, factors: Array) -> Array:
     return body(x, factors)
 
 
-def settle(weights: Array, sums: Array, unused_smem: Any) -> None:
-    """Returns when all weights, of 16 bits, and their sums are computed, none of which is negative.
+def settle(sums: Array, unused_smem: Any) -> None:
+    """Returns when the sums, none of which is negative, are computed, and with them all that is summed up.
 
-    The compiler would put much of that off until the matrix units wait for it. It cannot put off what a store depends
-    on that comes before a barrier, though nothing is ever stored.
+    The compiler would put much of that off until the matrix units are done. It cannot put off what a store depends on
+    that comes before, though nothing is ever stored.
     """
 
-    @inline(plgpu.Layout.WGMMA, _ROWS_LAYOUT, plgpu.RefType())
-    def body(_, weights, sums, unused_smem):
+    @inline(_ROWS_LAYOUT, plgpu.RefType())
+    def body(_, sums, unused_smem):
         word = ir.IntegerType.get_signless(32)
-        words = [llvm.bitcast(word, pair) for pair in weights.registers.flat]
-        words += [arith.bitcast(word, _element(register, 0)) for register in sums.registers.flat]
-        while len(words) > 1:
-            words = [arith.ori(*words[i : i + 2]) if i + 1 < len(words) else words[i] for i in range(0, len(words), 2)]
+        words = arith.ori(*[arith.bitcast(word, _element(register, 0)) for register in sums.registers.flat])
         code = "{ .reg .pred negative; setp.lt.s32 negative, $0, 0; @negative st.shared.b32 [$1], $0; }"
-        assembly(code, "r,r", 0, words[0], address(unused_smem))
+        assembly(code, "r,r", 0, words, address(unused_smem))
 
-    body(weights, sums, unused_smem)
+    body(sums, unused_smem)
 
 
 def _rows(values) -> mgpu.FragmentedArray:

@@ -31,6 +31,7 @@ class Rows(NamedTuple):
       first, last: positions of the first and the last one.
       position: of each row.
       factor: of products, to become logits of base e.
+      is_usual: whether the factor is applied as logits are exponentiated, not before.
       unit: of differences of logits as they are kept, to become exponents of 2.
       natural: of logits as they are kept, to become those of base e.
       k_scale, v_scale: of cached keys, and of cached values.
@@ -43,6 +44,7 @@ class Rows(NamedTuple):
     last: Scalar
     position: Array
     factor: Any
+    is_usual: Any
     unit: Any
     natural: Any
     k_scale: Any
@@ -51,18 +53,32 @@ class Rows(NamedTuple):
     sinks: Any
 
 
-class State(NamedTuple):
-    """The softmax of the tokens so far.
+class Totals(NamedTuple):
+    """What the softmax of the tokens so far is relative to.
 
     Attributes:
-      out: O [64, head_size], not divided by the sums.
       maxima: what is subtracted of the logits as they are kept, nearly the largest one, [64].
       sums: of exponentials, [64]; each lane has those of its own columns until `finished`.
     """
 
+    maxima: Array
+    sums: Array
+
+
+class State(NamedTuple):
+    """The softmax of the tokens so far: O [64, head_size], not divided by the sums, and what `Totals` has."""
+
     out: Array
     maxima: Array
     sums: Array
+
+
+class Weighed(NamedTuple):
+    """A tile in the softmax: the new totals, what multiplies O so far [64], and P [64, tile] in float32."""
+
+    totals: Totals
+    keep: Array
+    weights: Array
 
 
 def empty(cfg: Config) -> State:
@@ -91,7 +107,7 @@ def rows_of(item: Item, half, line: Line, refs, cfg: Config) -> Rows:
     k_scale = cache_scale(refs.k_scale_gmem, problem.k_scale, item)  # pyright: ignore[reportArgumentType]
     factor = refs.scale_gmem[0] * k_scale
     # Logits are scaled as they are exponentiated, unless the factor is not positive: maxima would be minima.
-    usual = factor * LOG2E > _LEAST_FACTOR
+    is_usual = factor * LOG2E > _LEAST_FACTOR
     late = _scales_late(cfg)
     return Rows(
         first_token=item.first_token + half * cfg.half,
@@ -100,8 +116,9 @@ def rows_of(item: Item, half, line: Line, refs, cfg: Config) -> Rows:
         last=first + lax.max(tokens - 1, jnp.int32(0)),
         position=token + first,
         factor=factor,
-        unit=jnp.where(usual, factor * LOG2E, LOG2E) if late else LOG2E,
-        natural=jnp.where(usual, factor, 1.0) if late else 1.0,
+        is_usual=is_usual,
+        unit=jnp.where(is_usual, factor * LOG2E, LOG2E) if late else LOG2E,
+        natural=jnp.where(is_usual, factor, 1.0) if late else 1.0,
         k_scale=k_scale,
         v_scale=cache_scale(refs.v_scale_gmem, problem.v_scale, item),  # pyright: ignore[reportArgumentType]
         slopes=of_heads(refs.slopes_gmem) if problem.per_head.alibi_slopes else None,
@@ -116,26 +133,54 @@ class SlotScales(NamedTuple):
     values: Any
 
 
+def is_plain(item: Item, tile, rows: Rows, line: Line, cfg: Config) -> Any:
+    """Whether all rows see all tokens of a tile, whose products need no factor of their own."""
+    problem = cfg.problem
+    span = span_of(item, tile, line, cfg)
+    end = span.start + line.tile
+    plain = end <= span.high
+    if problem.causal:
+        plain &= end <= rows.first + 1
+    if problem.sliding_window is not None:
+        plain &= span.start > rows.last - problem.sliding_window
+    if _scales_late(cfg):
+        plain &= rows.is_usual
+    if _scales_new(cfg):
+        plain &= ~span.is_new
+    return plain
+
+
 def attend(
-    products, state: State, item: Item, tile, scales: SlotScales, rows: Rows, line: Line, cfg: Config
-) -> tuple[State, Array]:
-    """Takes a tile's products Q K^T into the softmax; what is left is to add P V to O, and P."""
+    products,
+    totals: Totals,
+    item: Item,
+    tile,
+    scales: SlotScales,
+    rows: Rows,
+    line: Line,
+    cfg: Config,
+    *,
+    plain: bool,
+) -> Weighed:
+    """Takes a tile's products Q K^T into the softmax; what is left is to multiply O, and to add P V to it.
+
+    There is no branch in it, as products of tiles may be on their way meanwhile: `plain` says what `is_plain` does.
+    """
     if scales.keys is not None:
         products = products * _of_tokens(scales.keys)
-    logits = _logits(products, item, tile, rows, line, cfg)
-    higher = lax.max(state.maxima, logits.max(axis=1))
+    logits = _logits(products, item, tile, rows, line, cfg, plain)
+    higher = lax.max(totals.maxima, logits.max(axis=1))
     # What is subtracted may lag behind the largest logit: then O need not be multiplied.
-    maxima = jnp.where((higher - state.maxima) * rows.unit > _MOST_LAG, higher, state.maxima)
-    keep = jnp.exp2((state.maxima - maxima) * rows.unit)
-    # Of differences: a product with large logits would round, and the largest weight would not be 1.
-    exponentials = jnp.exp2((logits - wide(maxima, line.tile)) * rows.unit)
-    out = ragged_lanes.rescaled(state.out, keep)
+    maxima = jnp.where((higher - totals.maxima) * rows.unit > _MOST_LAG, higher, totals.maxima)
+    # A maximum times the unit rounds, always in the same way, which cancels when O is divided by the sums.
+    base, old_base = (lax.max(x * rows.unit, jnp.full_like(x, LOWEST)) for x in (maxima, totals.maxima))
+    keep = jnp.exp2(old_base - base)
+    exponentials = ragged_lanes.exponentials(logits, rows.unit, base)
     weights = exponentials if scales.values is None else exponentials * _of_tokens(scales.values)
-    if cfg.prefix and cfg.problem.v_scale is not ScaleKind.NONE:
-        is_new = span_of(item, tile, line, cfg).is_new
-        weights = lax.cond(is_new, lambda x: layout(x * (1 / rows.v_scale)), lambda x: x, weights)
-    weights = weights.astype(cfg.problem.query_dtype)
-    return State(out, maxima, state.sums * keep + ragged_lanes.sums(exponentials)), weights
+    if not plain and cfg.prefix and cfg.problem.v_scale is not ScaleKind.NONE:
+        weights = weights * jnp.where(span_of(item, tile, line, cfg).is_new, 1 / rows.v_scale, 1.0)
+    sums = totals.sums * keep + ragged_lanes.sums(exponentials)
+    return Weighed(Totals(maxima, sums), keep, weights)
 
 
 def finished(state: State, rows: Rows) -> State:
@@ -158,29 +203,28 @@ def _scales_late(cfg: Config) -> bool:
     return not cfg.problem.per_head.alibi_slopes and cfg.problem.logits_soft_cap is None
 
 
-def _logits(products, item: Item, tile, rows: Rows, line: Line, cfg: Config):
+def _scales_new(cfg: Config) -> bool:
+    """Whether new tokens' keys and values are without the scales that the cached ones have."""
+    scales = cfg.problem.k_scale, cfg.problem.v_scale
+    return cfg.prefix and any(scale is not ScaleKind.NONE for scale in scales)
+
+
+def _logits(products, item: Item, tile, rows: Rows, line: Line, cfg: Config, plain: bool):
     """The logits of a tile, which `rows.natural` makes those of base e; -inf where a row does not see."""
     problem = cfg.problem
     span = span_of(item, tile, line, cfg)
     start, high = span.start, span.high
-    if cfg.prefix and problem.k_scale is not ScaleKind.NONE:  # which the new tokens' keys are without
-        products = lax.cond(span.is_new, lambda x: layout(x * (1 / rows.k_scale)), lambda x: x, products)
+    if not plain and cfg.prefix and problem.k_scale is not ScaleKind.NONE:
+        products = products * jnp.where(span.is_new, 1 / rows.k_scale, 1.0)
     if _scales_late(cfg):
-        usual = rows.factor * LOG2E > _LEAST_FACTOR
-        logits = lax.cond(usual, lambda x: x, lambda x: layout(x * rows.factor), products)
+        logits = products if plain else products * jnp.where(rows.is_usual, 1.0, rows.factor)
     else:
         logits = scaled_logits(products, rows.factor, problem)
         if problem.per_head.alibi_slopes:
             token = plgpu.broadcasted_iota(jnp.int32, products.shape, 1, layout=plgpu.Layout.WGMMA)
             distance = (token + start) - wide(rows.position, line.tile)
             logits += wide(rows.slopes, line.tile) * distance.astype(jnp.float32)
-    end = start + line.tile
-    partly = end > high
-    if problem.causal:
-        partly |= end > rows.first + 1
-    if problem.sliding_window is not None:
-        partly |= start <= rows.last - problem.sliding_window
-    return lax.cond(partly, lambda x: _masked(x, start, high, rows, line, cfg), lambda x: x, logits)
+    return logits if plain else _masked(logits, start, high, rows, line, cfg)
 
 
 def _masked(logits, start, high, rows: Rows, line: Line, cfg: Config):
