@@ -11,7 +11,7 @@ Functions take the fields of the op's operands (`paged_jax._operands`), then sta
 - copy_blocks: the same, where both are tuples with an item a layer, as they are taken
 
 A package for GPUs may also have ``leads(op, operands) -> bool``: whether it is to be tried before the others, as the
-fastest where it can take the call; and ``BY_NAME_ONLY``, the ops that nobody gets who has not asked for the package.
+fastest where it can take the call.
 """
 
 import functools
@@ -69,8 +69,6 @@ def _bind(op: str, implementation: str | None, static: tuple[tuple[str, Any], ..
             num_seqs = operands.query.shape[1 if in_batched.query else 0]
             results = batched(_folded(axis_size, in_batched, operands))
             results = jax.tree.map(lambda x: x.reshape(axis_size, num_seqs, *x.shape[1:]), results)
-        elif implementation is not None and op in _by_name_only(implementation):
-            raise Unsupported(implementation, [f"lacks vmap of {op}"])
         else:
             results = _one_by_one(batched, in_batched, operands)
         return results, jax.tree.map(lambda _: True, results)
@@ -110,9 +108,6 @@ def _try(op: str, operands: Any, static: dict[str, Any]) -> tuple[Selection, Any
     """The first implementation for CUDA that can, and its results; XLA and None if there is none."""
     reasons = {}
     for name in _on_cuda(op, operands):
-        if op in _by_name_only(name):
-            reasons[name] = (f"runs {op} only if it is asked for by name",)
-            continue
         try:
             return Selection(op, name, reasons), _load(name, op)(*operands, **static)
         except Unsupported as refusal:
@@ -146,10 +141,6 @@ def _on_cuda(op: str, operands: Any) -> list[str]:
 
 def _package(implementation: str) -> ModuleType:
     return importlib.import_module(f"paged_jax.kernels.{implementation}")
-
-
-def _by_name_only(implementation: str) -> tuple[str, ...]:
-    return getattr(_package(implementation), "BY_NAME_ONLY", ())
 
 
 def _load(implementation: str, op: str) -> Callable:

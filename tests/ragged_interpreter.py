@@ -64,6 +64,11 @@ def sum_of_lanes(x):
     return x
 
 
+def raised(maxima, x, factor, lag):
+    higher = jnp.maximum(maxima, x.max(axis=1))
+    return jnp.where((higher - maxima) * factor > lag, higher, maxima)
+
+
 def exponentials(x, factor, bases):
     return jnp.exp2(x * factor - bases[:, None])
 
@@ -199,6 +204,7 @@ def call(op, operands, device=SMALL_GPU, **tuning):
             ragged_lanes,
             sums=sums,
             sum_of_lanes=sum_of_lanes,
+            raised=raised,
             exponentials=exponentials,
             rescaled=rescaled,
             settle=settle,

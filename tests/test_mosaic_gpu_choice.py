@@ -59,7 +59,7 @@ def test_leads_by_group(group, first):
             ("write_and_attend", writing),
         ):
             assert _dispatch._on_cuda(op, operands)[0] == first
-        assert _dispatch._on_cuda("ragged_paged_attention", ragged)[0] == "triton"
+        assert _dispatch._on_cuda("ragged_paged_attention", ragged)[0] == "triton"  # one query a sequence
     if jax.devices()[0].platform != "gpu":
         assert _dispatch._on_cuda("paged_attention", decode) == ["triton"]
 

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
-import paged_jax
-from paged_jax import _validate
+from paged_jax import _dispatch, _validate
 from paged_jax.kernels.mosaic_gpu import ragged, ragged_tuning
 from paged_jax.kernels.mosaic_gpu.device import ragged_plan
 from paged_jax.kernels.problem import Device, Problem, Unsupported
@@ -284,26 +283,16 @@ def test_on_a_gpu(case, tuning, monkeypatch):
         assert_same_bytes(actual, wanted, "a second run")
 
 
-def test_only_those_who_ask_get_it():
-    """Until a call in a loop whose contexts are split has come out right on a GPU: no choice, no vmap."""
-    case = INTERPRETED[0]
-    operands = operands_of(case, inputs.make(case))
-    arrays = operands[:-1]
+@pytest.mark.parametrize(("queries", "first"), [(1, "triton"), (4, "triton"), (5, "mosaic_gpu"), (700, "mosaic_gpu")])
+def test_leads_where_queries_are_many(queries, first):
+    case = small("leads", 8, 2, 64, 16, "bfloat16", seq_lens=(900, 700), query_lens=(queries,) * 2, padding=0)
+    made = inputs.make(case)
     with mock.patch.object(jax, "local_devices"):
-        chosen = paged_jax.which_implementation(
-            paged_jax.ragged_paged_attention, *arrays, layout=case.layout, platform="cuda"
-        )
-    assert chosen.reasons["mosaic_gpu"] == ("runs ragged_paged_attention only if it is asked for by name",)
-
-    def by_name(query):
-        return paged_jax.ragged_paged_attention(query, *arrays[1:], layout=case.layout, implementation="mosaic_gpu")
-
-    with pytest.raises(Unsupported, match="lacks vmap of ragged_paged_attention"):
-        jax.vmap(by_name)(operands.query[None])
+        assert _dispatch._on_cuda("ragged_paged_attention", operands_of(case, made))[0] == first
+        assert _dispatch._on_cuda("prefix_attention", prefix_operands_of(case, made))[0] == first
 
 
 @pytest.mark.gpu
-@pytest.mark.xfail(reason="wrong in a loop when it was last tried: why the op is not chosen, and refused under vmap")
 def test_under_vmap_on_a_gpu():
     """Long contexts, which are split and merged, in a loop over a batch of calls."""
     case = small("split", 4, 2, 64, 16, "bfloat16", seq_lens=(6900, 3000), query_lens=(6, 2), padding=0)

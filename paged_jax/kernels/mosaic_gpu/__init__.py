@@ -1,10 +1,9 @@
-"""The ops in Pallas Mosaic GPU, for Hopper (compute capability 9.0). README.md says how the kernels work.
+"""The ops in Pallas Mosaic GPU, for Hopper (compute capability 9.0). README.md says how the kernels work."""
 
-Decode leads. Ragged attention is taken by name only: where it was measured it was faster than Triton's, but in a loop,
-as under `vmap`, a call with split contexts came out wrong on a GPU (benchmarks/LOG.md, "Ragged attention on Hopper").
-"""
+from typing import Any
 
-from paged_jax.kernels.mosaic_gpu.decode import leads as leads
+from paged_jax.kernels.mosaic_gpu import decode as _decode
+from paged_jax.kernels.mosaic_gpu import ragged as _ragged
 from paged_jax.kernels.mosaic_gpu.decode import paged_attention as paged_attention
 from paged_jax.kernels.mosaic_gpu.decode import paged_attention_v1 as paged_attention_v1
 from paged_jax.kernels.mosaic_gpu.decode import paged_attention_v2 as paged_attention_v2
@@ -12,4 +11,11 @@ from paged_jax.kernels.mosaic_gpu.decode import write_and_attend as write_and_at
 from paged_jax.kernels.mosaic_gpu.ragged import prefix_attention as prefix_attention
 from paged_jax.kernels.mosaic_gpu.ragged import ragged_paged_attention as ragged_paged_attention
 
-BY_NAME_ONLY = ("ragged_paged_attention", "prefix_attention")
+
+def leads(op: str, operands: Any) -> bool:
+    """Whether these kernels, where they can do what a call asks for, are the fastest of this package's."""
+    if op in ("ragged_paged_attention", "prefix_attention"):
+        return _ragged.leads(operands)
+    return op in ("paged_attention_v1", "paged_attention_v2", "paged_attention", "write_and_attend") and _decode.leads(
+        operands
+    )

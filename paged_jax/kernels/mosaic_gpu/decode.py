@@ -50,10 +50,8 @@ class Target:
 HERE = Target()
 
 
-def leads(op: str, operands: Any) -> bool:
-    """Whether these kernels, where they can do what a call asks for, are the fastest of this package's."""
-    if op not in ("paged_attention_v1", "paged_attention_v2", "paged_attention", "write_and_attend"):
-        return False
+def leads(operands: Any) -> bool:
+    """Whether these kernels, where they can do what a call of decode asks for, are the fastest of this package's."""
     num_kv_heads = operands.value_cache.shape[head_axis(operands.options.layout)]
     return operands.query.shape[-2] in [group * num_kv_heads for group in _LEADING_GROUPS]
 

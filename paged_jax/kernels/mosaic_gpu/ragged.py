@@ -1,5 +1,7 @@
 """Ragged attention: prefill, chunks, speculative tokens and decodes in one launch, and a merge of split contexts."""
 
+from typing import Any
+
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import Array
@@ -13,6 +15,13 @@ from paged_jax.kernels.mosaic_gpu.device.ragged_merge import merge
 from paged_jax.kernels.problem import Device, Problem
 from paged_jax.options import AttentionOptions
 from paged_jax.shapes import BlockTables, Cache, NewTokens, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
+
+_LEAST_QUERIES = 4  # of a sequence, on average: with fewer, Triton's kernel was faster on an H200 (benchmarks/LOG.md)
+
+
+def leads(operands: Any) -> bool:
+    """Whether these kernels, where they can do what a call asks for, are the fastest of this package's."""
+    return operands.query.shape[0] > _LEAST_QUERIES * operands.seq_lens.shape[0]
 
 
 def ragged_paged_attention(

@@ -225,13 +225,16 @@ def _attend_to_thin(item: plan.Item, items, before, *, line: Line, warpgroup, re
         products = scores(q_smem, load.tile_of(refs.k_smem, stage, line, cfg), None, line)
         plgpu.barrier_arrive(refs.thin_k_consumed.at[stage])
         scales = load.slot_scales(stage, line, refs)
-        weigh = functools.partial(softmax.attend, products, Totals(*totals), item, tile, scales, rows, line, cfg)
+
+        def weigh(plain: bool):
+            weighed = softmax.attend(products, Totals(*totals), item, tile, scales, rows, line, cfg, plain=plain)
+            return weighed._replace(weights=weighed.weights.astype(cfg.problem.query_dtype))
+
         is_plain = softmax.is_plain(item, tile, rows, line, cfg)
-        weighed = lax.cond(is_plain, lambda: weigh(plain=True), lambda: weigh(plain=False))
+        weighed = lax.cond(is_plain, lambda: weigh(True), lambda: weigh(False))
         out = ragged_lanes.rescaled(out, weighed.keep)
         plgpu.barrier_wait(refs.thin_v_ready.at[stage])
-        weights = weighed.weights.astype(cfg.problem.query_dtype)
-        out = accumulate(out, weights, load.tile_of(refs.v_smem, stage, line, cfg), None)
+        out = accumulate(out, weighed.weights, load.tile_of(refs.v_smem, stage, line, cfg), None)
         plgpu.barrier_arrive(refs.thin_v_consumed.at[stage])
         return State(out, *weighed.totals)
 

@@ -4,6 +4,7 @@ Of an array [64, n] in the layout of wgmma a lane has two rows, 8 apart, and of 
 registers are pairs [n / 8, 2]. Four lanes share a row.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
@@ -44,6 +45,43 @@ def sum_of_lanes(x: Array) -> Array:
         return _rows(totals)
 
     return body(x)
+
+
+def raised(maxima: Array, x: Array, factor: Any, lag: float) -> Array:
+    """The maxima [64], or where times the factor they lag more behind, those of the rows of x [64, n].
+
+    Lanes tell each other of their columns only in warps where that is so.
+    """
+
+    @inline(
+        _ROWS_LAYOUT,
+        plgpu.Layout.WGMMA,
+        plgpu.Layout.WG_SPLAT(()),
+        returns=(ROWS,),
+        layout=_ROWS_LAYOUT,
+        dtype="float32",
+    )
+    def body(_, maxima, x, factor):
+        factor, most = factor.registers.item(), mgpu.c(lag, ir.F32Type.get())
+        old = [_element(register, 0) for register in maxima.registers.flat]
+        pairs = x.registers.reshape(-1, 2)
+        highest = [_highest([_element(pair, i) for pair in pairs[:, h] for i in range(2)]) for h in range(2)]
+
+        def lags(h: int, new):
+            return arith.cmpf(arith.CmpFPredicate.OGT, arith.mulf(arith.subf(new, old[h]), factor), most)
+
+        some = nvvm.vote_sync(i32(_ALL), arith.ori(*[lags(h, highest[h]) for h in range(2)]), "any")
+        branch = scf.IfOp(some, [value.type for value in old], has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            new = highest
+            for distance in (1, 2):
+                new = [arith.maximumf(value, mgpu.utils.shfl_bfly(value, distance)) for value in new]
+            scf.yield_([arith.select(lags(h, new[h]), new[h], old[h]) for h in range(2)])
+        with ir.InsertionPoint(branch.else_block):  # pyright: ignore[reportCallIssue, reportArgumentType]
+            scf.yield_(old)
+        return _rows(list(branch.results))
+
+    return body(maxima, x, factor)
 
 
 def exponentials(x: Array, factor: Any, bases: Array) -> Array:
@@ -115,8 +153,16 @@ def _element(register, i: int):
 
 
 def _sum(values):
-    """In two chains, so that one addition need not wait for the other."""
+    return _in_two_chains(arith.addf, values)
+
+
+def _highest(values):
+    return _in_two_chains(arith.maximumf, values)
+
+
+def _in_two_chains(join: Callable, values: Sequence):
+    """All values joined, in two chains, so that one step need not wait for the other."""
     chains = [values[0], values[1]]
     for i, value in enumerate(values[2:]):
-        chains[i % 2] = arith.addf(chains[i % 2], value)
-    return arith.addf(*chains)
+        chains[i % 2] = join(chains[i % 2], value)
+    return join(*chains)

@@ -169,9 +169,8 @@ def attend(
     if scales.keys is not None:
         products = products * _of_tokens(scales.keys)
     logits = _logits(products, item, tile, rows, line, cfg, plain)
-    higher = lax.max(totals.maxima, logits.max(axis=1))
     # What is subtracted may lag behind the largest logit: then O need not be multiplied.
-    maxima = jnp.where((higher - totals.maxima) * rows.unit > _MOST_LAG, higher, totals.maxima)
+    maxima = ragged_lanes.raised(totals.maxima, logits, rows.unit, _MOST_LAG)
     # A maximum times the unit rounds, always in the same way, which cancels when O is divided by the sums.
     base, old_base = (lax.max(x * rows.unit, jnp.full_like(x, LOWEST)) for x in (maxima, totals.maxima))
     keep = jnp.exp2(old_base - base)
