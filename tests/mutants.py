@@ -129,7 +129,7 @@ MUTANTS = [
     ),
     Mutant(
         "triton: ragged looks at 128 sequences",
-        "kernels/triton/device/schedule.py",
+        "kernels/triton/device/pieces.py",
         "for first in range(0, num_seqs + 1, 128):",
         "for first in range(0, 128, 128):",
         TRITON,
