@@ -109,11 +109,20 @@ def _take_items(first, begin, items, line: Line, work: Work, refs, cfg: Config) 
         plgpu.barrier_arrive(refs.q_ready.at[place_of_query(items, cfg)])
         pl.when(item.count > 1)(lambda: load_tile(jnp.int32(1)))
         number = _next(number, begin, line, refs, cfg)
+
+        def load_rest():
+            begin = jnp.int32(2)
+            if _has_whole_tiles(cfg):
+                whole = lax.clamp(begin, _whole_tiles(item, line), lax.max(item.count, begin))
+                _load_whole_tiles(item, begin, whole, tiles, ring, line, refs, cfg)
+                begin = whole
+            pl.loop(begin, item.count)(load_tile)
+
         if cfg.tuning.queries > 1:
             some = begin_item(number, items + 1)
-            pl.loop(2, item.count)(load_tile)
+            load_rest()
         else:  # the next query can only follow this one's results
-            pl.loop(2, item.count)(load_tile)
+            load_rest()
             some = begin_item(number, items + 1)
         return some, number, items + 1, tiles + item.count
 
@@ -243,6 +252,72 @@ def _load_tile(item: Item, i, before, ring: Ring, line: Line, refs, cfg: Config)
         load_cached()
 
 
+def _has_whole_tiles(cfg: Config) -> bool:
+    """Whether tiles all of whose tokens have values are there as soon as they are copied."""
+    return not (cfg.converts or cfg.slot_scales or cfg.prefix)
+
+
+def _whole_tiles(item: Item, line: Line) -> Scalar:
+    """How many of an item's tiles end before its sequence does."""
+    return lax.div(item.end - item.origin, jnp.int32(line.tile))
+
+
+def _load_whole_tiles(item: Item, begin, end, before, ring: Ring, line: Line, refs, cfg: Config) -> None:
+    """Copies the tiles begin <= i < end, as `_load_tile` does, but no warp waits for another.
+
+    All tokens of these tiles have values. Each warp has its own runs of every tile, and reads which blocks they are in
+    while the tile before is on its way.
+    """
+    problem, size = cfg.problem, line.run
+    last = lax.max(lax.div(item.end - 1, jnp.int32(size)) * size, jnp.int32(0))
+    of_warp = max(line.runs // _WARPS, 1)
+
+    def load_as_warp():
+        first = lax.axis_index("warp") * of_warp
+
+        def blocks_of(i):
+            tokens = [lax.min(item.origin + i * line.tile + (first + j) * size, last) for j in range(of_warp)]
+            return tuple(refs.block_tables_gmem[item.seq, lax.div(x, jnp.int32(problem.block_size))] for x in tokens)
+
+        def load(i, blocks):
+            following = blocks_of(i + 1)
+            stage = lax.rem(before + i, jnp.int32(line.stages))
+            rings = (
+                (refs.key_cache_gmem, refs.k_smem, ring.k_consumed, ring.k_ready),
+                (refs.value_cache_gmem, refs.v_smem, ring.v_consumed, ring.v_ready),
+            )
+            for cache_gmem, ring_smem, consumed, ready in rings:
+                pl.when(before + i >= line.stages)(lambda consumed=consumed: plgpu.barrier_wait(consumed.at[stage]))
+                tile_smem = tile_of(ring_smem, stage, line, cfg)
+
+                def copy(cache_gmem=cache_gmem, tile_smem=tile_smem, ready=ready):
+                    for j, block in enumerate(blocks):
+                        token = item.origin + i * line.tile + (first + j) * size
+                        run_gmem = _run_gmem(cache_gmem, block, token, item, line, cfg)
+                        plgpu.copy_gmem_to_smem(
+                            run_gmem, tile_smem.at[pl.ds((first + j) * size, size)], ready.at[stage]
+                        )
+
+                pl.when(first < line.runs)(copy) if line.runs < _WARPS else copy()
+            return following
+
+        lax.fori_loop(begin, end, load, blocks_of(begin))
+
+    pl.kernel(load_as_warp, mesh=plgpu.WarpMesh(axis_name="warp"))()  # pyright: ignore[reportCallIssue]
+
+
+def _run_gmem(cache_gmem, block, token, item: Item, line: Line, cfg: Config) -> Any:
+    """The run of a cache that begins with a token, in a block."""
+    problem, size = cfg.problem, line.run
+    if size == problem.block_size:
+        tokens = slice(None)
+    else:  # Mosaic sees that a product is a multiple.
+        of_block = lax.rem(lax.div(token, jnp.int32(size)), jnp.int32(problem.block_size // size))
+        tokens = pl.ds(of_block * size, size)
+    index = (block, tokens, item.kv_head) if problem.layout == "nhd" else (block, item.kv_head, tokens)
+    return cache_gmem.at[index]
+
+
 def _arrive(ready, line: Line) -> None:
     """Arrives for all runs of a tile."""
     for _ in range(line.runs):
@@ -281,11 +356,8 @@ def _copy(is_key: bool, tile_smem, ready, span: Span, item: Item, line: Line, re
     def copy_run(run):
         token = lax.min(span.start + run * size, last)
         block = refs.block_tables_gmem[item.seq, lax.div(token, jnp.int32(problem.block_size))]
-        of_block = lax.rem(lax.div(token, jnp.int32(size)), jnp.int32(max(problem.block_size // size, 1)))
-        # Mosaic sees that a product is a multiple.
-        tokens = slice(None) if size == problem.block_size else pl.ds(of_block * size, size)
-        index = (block, tokens, item.kv_head) if problem.layout == "nhd" else (block, item.kv_head, tokens)
-        plgpu.copy_gmem_to_smem(cache_gmem.at[index], tile_smem.at[pl.ds(run * size, size)], ready)
+        run_gmem = _run_gmem(cache_gmem, block, token, item, line, cfg)
+        plgpu.copy_gmem_to_smem(run_gmem, tile_smem.at[pl.ds(run * size, size)], ready)
 
     def copy_in_turn():
         for warp in range(_WARPS):
