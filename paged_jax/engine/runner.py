@@ -1,8 +1,8 @@
 """The compiled programs of an engine and the arrays they work on: weights, caches, the last token of each seat.
 
-Everything is compiled when the runner is made, ahead of the first request, and a compiled program takes no other shapes
-than its own: nothing compiles later. A step is two programs: one runs the model, and one draws the tokens and keeps
-them on the device for the next step. So the model is compiled once for each shape, however its tokens are drawn. Three
+The runner compiles all programs when it is made, before the first request, and nothing is compiled later. A step runs
+two programs. The first runs the model. The second draws the tokens and keeps them on the device, where the next step
+finds them. As they are separate, the model is compiled once for each shape, and not again for each way to draw. Three
 small programs copy blocks and swap them out and in.
 
     host     plan i+1 ──► packed ──┐          plan i+2 ──► packed ──┐        reads what step i drew
@@ -29,14 +29,14 @@ from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.sampling import Drawn, Kind, draw
 from paged_jax.engine.scheduler import Plan
 
-_PAIRS = 32  # pairs of blocks that a copy or a swap moves in one call
-_COMPILERS = 8  # threads that compile at the same time
+_PAIRS = 32  # how many pairs of blocks one call of a copy or a swap moves
+_COMPILERS = 8  # how many threads compile at the same time
 
 type Programs = dict[Any, Any]
 
 
 class Launched(NamedTuple):
-    """A step on its way: its plan, and what it draws, on the device."""
+    """A launched step: its plan, and the tokens that it draws, which are still on the device."""
 
     plan: Plan
     drawn: Drawn
@@ -46,15 +46,15 @@ class Runner:
     """Compiles a model's programs and launches planned steps.
 
     Args:
-      step: the model.
-      weights: its arrays.
-      caches: one a layer; the runner's for good, since every step is given them by donation.
-      config: the engine's.
-      show_progress: whether a bar on stderr tells how many programs are compiled; it needs the package rich.
+      step: the model's function.
+      weights: the model's arrays.
+      caches: one for each layer. The runner donates them to its programs: the caller must not use them any more.
+      config: the engine's config.
+      show_progress: whether a bar on stderr shows how many programs are compiled; it needs the package rich.
       compiler_options: XLA's options for the programs, or None.
 
     Attributes:
-      num_compiled: how many programs were compiled; it never changes after the start.
+      num_compiled: how many programs were compiled; it never changes.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class Runner:
         """Starts a step and returns at once.
 
         Args:
-          plan: what to do; the allocator's tables of its rows are among it.
+          plan: the step's plan.
 
         Returns:
-          What `read` takes.
+          The launched step, for `read`.
         """
         self._move("swap_out", plan.swap_out)
         self._move("swap_in", plan.swap_in)
@@ -99,14 +99,14 @@ class Runner:
         return Launched(plan, drawn)
 
     def measure(self, context_len: int, repeats: int) -> dict[StepShape, float]:
-        """Times each shape of a step on made-up sequences, whose new tokens overwrite blocks of the caches.
+        """Times the steps of each shape on made-up sequences, whose new tokens overwrite blocks of the caches.
 
         Args:
           context_len: tokens of each sequence, the new ones included. A row of a mixed step is a whole prompt.
-          repeats: steps to take the mean of.
+          repeats: how many steps to average over.
 
         Returns:
-          Seconds of a step of each shape, called one after the other, the host's work to plan them left out.
+          The seconds of a step of each shape; the time in which the host plans a step is not included.
         """
         times = {}
         for shape in self._shapes():
@@ -121,7 +121,7 @@ class Runner:
 
     @staticmethod
     def read(launched: Launched) -> Drawn:
-        """Waits for what a step draws; the result holds NumPy arrays."""
+        """Waits for the tokens that a step draws, and returns them in NumPy arrays."""
         return jax.tree.map(np.asarray, launched.drawn)
 
     def _run(self, shape: StepShape, kind: Kind, packed: np.ndarray) -> Drawn:
@@ -130,7 +130,7 @@ class Runner:
         return drawn
 
     def _choose(self, plan: Plan) -> tuple[StepShape, Kind]:
-        """The smallest compiled shape that the plan fits in, and what its program must be able to do."""
+        """The smallest compiled shape in which the plan fits, and the kind of draws that it needs."""
         params = [sample.sequence.params for sample in plan.samples]
         kind = Kind.RANDOM if any(p.temperature > 0 for p in params) else Kind.GREEDY
         kind = Kind.LOGPROBS if any(p.logprobs is not None for p in params) else kind
@@ -187,7 +187,7 @@ class Runner:
         return jax.jit(run_model, donate_argnums=1, out_shardings=at).lower(*inputs)
 
     def _logits_at(self, logits: Any) -> Any:
-        """Where logits lie: each device has those of a part of the vocabulary, where its caches are parts, too."""
+        """The sharding of the logits: their vocabulary is split over the same mesh axis as the caches, if it can be."""
         at = self._caches[0].value_cache.sharding
         if not isinstance(at, NamedSharding):
             return at
@@ -209,7 +209,7 @@ class Runner:
         )
 
     def _warm_up(self) -> None:
-        """Runs every program once on nothing but padding: the first run of a program loads its code."""
+        """Runs every program once on nothing but padding, because the first run of a program loads its code."""
         for name in ("swap_out", "swap_in", "copy"):
             if name in self._programs:
                 self._move(name, [(-1, -1)])
@@ -220,7 +220,10 @@ class Runner:
         jax.block_until_ready(self._last_tokens)
 
     def _move(self, name: str, pairs: Pairs) -> None:
-        """Copies blocks by (source, destination); no destination is a source of a later call."""
+        """Copies blocks by (source, destination) pairs, in calls of `_PAIRS` pairs.
+
+        No destination is a source in a later call, which would read what an earlier one wrote.
+        """
         for start in range(0, len(pairs), _PAIRS):
             mapping = np.full((_PAIRS, 2), -1, np.int32)
             some = pairs[start : start + _PAIRS]
@@ -246,7 +249,7 @@ def _swap(source: Caches, destination: Caches, pairs: jax.Array) -> Caches:
 
 
 def _pack(plan: Plan, shape: StepShape, num_seats: int, kind: Kind) -> np.ndarray:
-    """The plan as the one array that travels to the device; a fresh one, since the last one may still be on its way."""
+    """Packs a plan into a new array; the last step's array may still be on its way to the device."""
     packed = np.zeros(shape.size, np.int32)
     parts = shape.split(packed)
     parts["seats"][:] = num_seats  # out of range
@@ -257,7 +260,7 @@ def _pack(plan: Plan, shape: StepShape, num_seats: int, kind: Kind) -> np.ndarra
     for sequence, seat, first, count in plan.chunks:
         known = sequence.tokens[first : first + count]
         ids += known
-        if len(known) < count:  # the host has not read the last one
+        if len(known) < count:  # the host has not read the last token yet: the device takes its own copy
             ids.append(-1 - seat)
     firsts, counts = (np.array([chunk[i] for chunk in plan.chunks]) for i in (2, 3))
     parts["token_ids"][: len(ids)] = ids
@@ -276,7 +279,7 @@ def _pack(plan: Plan, shape: StepShape, num_seats: int, kind: Kind) -> np.ndarra
 
 
 def _pack_params(parts: dict[str, np.ndarray], sequences: Any, positions: Any) -> None:
-    """What the sequences' requests say of their draws; greedy ones have none to make."""
+    """Fills in the sampling parameters; greedy steps leave them 0."""
     params = [sequence.params for sequence in sequences]
     seeds = np.array([sequence.seed for sequence in sequences], np.uint64)
     values = {
@@ -294,7 +297,7 @@ def _pack_params(parts: dict[str, np.ndarray], sequences: Any, positions: Any) -
 
 
 def _made_up(shape: StepShape, context_len: int, num_blocks: int, num_seats: int) -> np.ndarray:
-    """A step of this shape as full as it can be, of sequences whose blocks lie anywhere, as an array that travels."""
+    """Packs a made-up step that fills this shape, with sequences whose blocks lie at random in the pool."""
     packed = np.zeros(shape.size, np.int32)
     parts = shape.split(packed)
     rng = np.random.default_rng(0)
@@ -329,14 +332,14 @@ def _check_caches(caches: Caches) -> None:
 
 
 def _replicated(sharding: Any) -> Any:
-    """Where small arrays go: to every device that holds a part of the caches."""
+    """The sharding of small arrays: every device that holds a part of the caches has a copy."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec())
     return sharding
 
 
 def _on_host(cache: PagedKVCache, num_blocks: int) -> PagedKVCache:
-    """A cache of so many blocks in pinned host memory; at least one, for its type's sake."""
+    """Makes a cache like `cache` with `num_blocks` blocks, but at least one, in pinned host memory."""
 
     def place(pool):
         zeros = np.zeros((max(num_blocks, 1), *pool.shape[1:]), pool.dtype)
@@ -347,7 +350,7 @@ def _on_host(cache: PagedKVCache, num_blocks: int) -> PagedKVCache:
 
 @contextlib.contextmanager
 def _progress(is_shown: bool, total: int) -> collections.abc.Iterator[collections.abc.Callable[[], None]]:
-    """Gives what is to be called after each of `total` pieces of work."""
+    """Shows a progress bar; the caller calls what this yields after each of the `total` programs."""
     if not is_shown:
         yield lambda: None
         return
