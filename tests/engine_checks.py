@@ -1,6 +1,10 @@
-"""What the engine's tests share: a small engine over engine_model.py's model, prompts, and checks of its blocks."""
+"""What the engine's tests share: a small engine over engine_model.py's model, prompts, and checks of its blocks.
+
+conftest.py loads this module as a plugin, which makes its fixtures known to all tests.
+"""
 
 import numpy as np
+import pytest
 
 from paged_jax.engine import Engine, EngineConfig
 from tests import engine_model as model
@@ -36,10 +40,30 @@ class Words:
         return "".join(f"{i:x}." for i in ids)
 
 
-def make_engine(weights):
-    """An engine with the config above, for all tests of a file: compiling takes most of their time."""
+@pytest.fixture(scope="module")
+def weights():
+    """The model's weights."""
+    return model.make_weights()
+
+
+@pytest.fixture(scope="module")
+def reference(weights):
+    """The model without an engine."""
+    return model.Reference(weights)
+
+
+@pytest.fixture(scope="module")
+def the_engine(weights):
+    """An engine for all tests of a file, since compiling takes most of their time; it is in any state."""
     caches = model.make_caches(NUM_BLOCKS, BLOCK_SIZE)
     return Engine(model.step, weights, caches, CONFIG, tokenizer=Words(), compiler_options=QUICK_COMPILE)
+
+
+@pytest.fixture
+def engine(the_engine):
+    """The same engine without any requests, with the policies of `CONFIG`."""
+    the_engine.reset(CONFIG)
+    return the_engine
 
 
 def check_blocks(engine):

@@ -11,29 +11,7 @@ from hypothesis import strategies as st
 
 from paged_jax.engine import Engine, SamplingParams
 from tests import engine_model as model
-from tests.engine_checks import CONFIG, PROMPTS, RNG, STEM, check_blocks, drain, make_engine, tokens_of
-
-
-@pytest.fixture(scope="module")
-def weights():
-    return model.make_weights()
-
-
-@pytest.fixture(scope="module")
-def reference(weights):
-    return model.Reference(weights)
-
-
-@pytest.fixture(scope="module")
-def the_engine(weights):
-    return make_engine(weights)
-
-
-@pytest.fixture
-def engine(the_engine):
-    """Empty, with the config's policies."""
-    the_engine.reset(CONFIG)
-    return the_engine
+from tests.engine_checks import CONFIG, PROMPTS, RNG, STEM, check_blocks, drain, tokens_of
 
 
 def test_greedy_tokens_are_those_of_one_by_one_generation(engine, reference):

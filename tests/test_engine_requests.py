@@ -8,30 +8,7 @@ import numpy as np
 import pytest
 
 from paged_jax.engine import SamplingParams
-from tests import engine_model as model
-from tests.engine_checks import BLOCK_SIZE, CONFIG, PROMPTS, Words, drain, make_engine
-
-
-@pytest.fixture(scope="module")
-def weights():
-    return model.make_weights()
-
-
-@pytest.fixture(scope="module")
-def reference(weights):
-    return model.Reference(weights)
-
-
-@pytest.fixture(scope="module")
-def the_engine(weights):
-    return make_engine(weights)
-
-
-@pytest.fixture
-def engine(the_engine):
-    """Empty, with the config's policies."""
-    the_engine.reset(CONFIG)
-    return the_engine
+from tests.engine_checks import BLOCK_SIZE, CONFIG, PROMPTS, Words, drain
 
 
 def test_samples_share_their_prompt(engine):
