@@ -213,13 +213,26 @@ def make_caches(
     """Makes empty caches. Scales for int8 that are not given are measured on the prompts."""
     num_blocks = choose_num_blocks(options, request)
     cache_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
-    scales = [(options.k_scale, options.v_scale)] * config.num_layers
-    if cache_dtype == "int8" and None in scales[0]:
-        measured = loop.measure_scales(programs, config, request, options.block_size, dtype, mesh)
-        scales = [(options.k_scale or k_scale, options.v_scale or v_scale) for k_scale, v_scale in measured]
-    elif cache_dtype in QUANTISED:
-        scales = [(options.k_scale or 1.0, options.v_scale or 1.0)] * config.num_layers
+    scales = choose_scales(options, config, cache_dtype, programs, request, dtype, mesh)
     return loop.make_caches(config, num_blocks, options.block_size, cache_dtype, scales=scales, mesh=mesh)
+
+
+def choose_scales(
+    options: argparse.Namespace,
+    config: DecoderConfig,
+    cache_dtype: str,
+    programs: loop.Programs,
+    request: loop.Request,
+    dtype: str,
+    mesh: Mesh | None,
+) -> loop.Scales | None:
+    """Chooses each layer's scales: those of the command line, or else measured ones for int8 and 1 for float8."""
+    if cache_dtype not in QUANTISED:
+        return None
+    scales: loop.Scales = [(1.0, 1.0)] * config.num_layers
+    if cache_dtype == "int8" and None in (options.k_scale, options.v_scale):
+        scales = loop.measure_scales(programs, config, request, options.block_size, dtype, mesh)
+    return [(options.k_scale or k_scale, options.v_scale or v_scale) for k_scale, v_scale in scales]
 
 
 def compile_programs(options: argparse.Namespace, programs: loop.Programs, *arguments) -> list:

@@ -53,7 +53,7 @@ from examples import loop
 from examples.checkpoint import CheckpointError, find_folder, load_model
 from examples.config import DecoderConfig
 from examples.decoder import Decoder
-from examples.generate import QUANTISED, TINY, GenerateError, default_dtype, use_compilation_cache
+from examples.generate import QUANTISED, TINY, GenerateError, choose_scales, default_dtype, use_compilation_cache
 from examples.server.api import MAX_LOGPROBS
 from examples.server.app import Server, model_name
 from examples.server.chat import load_template
@@ -157,14 +157,9 @@ def make_caches(
         ServeError: not a single block fits in memory.
     """
     cache_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
-    scales = None
-    if cache_dtype in QUANTISED:
-        scales = [(options.k_scale or 1.0, options.v_scale or 1.0)] * config.num_layers
-    if cache_dtype == "int8" and None in (options.k_scale, options.v_scale):
-        ids = tokenizer.encode(SAMPLE).ids[: config.max_position_embeddings]
-        request = loop.make_request([ids], max_new_tokens=1, max_position_embeddings=config.max_position_embeddings)
-        measured = loop.measure_scales(loop.make_programs(model), config, request, options.block_size, dtype, mesh)
-        scales = [(options.k_scale or k_scale, options.v_scale or v_scale) for k_scale, v_scale in measured]
+    ids = tokenizer.encode(SAMPLE).ids[: config.max_position_embeddings]
+    sample = loop.make_request([ids], max_new_tokens=1, max_position_embeddings=config.max_position_embeddings)
+    scales = choose_scales(options, config, cache_dtype, loop.make_programs(model), sample, dtype, mesh)
     num_blocks = options.num_blocks
     if num_blocks is None:
         num_blocks = options.max_num_seqs * -(-config.max_position_embeddings // options.block_size)

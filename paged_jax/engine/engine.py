@@ -115,12 +115,11 @@ class Engine:
             raise ValueError("reset cannot change what is compiled: make a new Engine")
         _check_pool(config, self._runner.num_blocks)
         self.config = config
-        block_size = self._runner.block_size
         self._blocks = BlockManager(
             config.num_blocks or self._runner.num_blocks,
-            block_size,
+            self._runner.block_size,
             config.max_num_seqs,
-            -(-config.max_model_len // block_size),
+            self._runner.max_blocks_per_seq,
             config.num_host_blocks,
             config.prefix_caching,
         )

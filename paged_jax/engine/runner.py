@@ -23,9 +23,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from paged_jax.cache import PagedKVCache
 from paged_jax.cache_ops import copy_blocks
-from paged_jax.engine.batch import FLOATS, Caches, Draws, Step, StepShape
+from paged_jax.engine.batch import Caches, Draws, Step, StepShape
 from paged_jax.engine.blocks import Pairs
 from paged_jax.engine.config import EngineConfig
+from paged_jax.engine.pack import pack, pack_made_up
 from paged_jax.engine.sampling import Drawn, Kind, draw
 from paged_jax.engine.scheduler import Plan
 
@@ -54,6 +55,10 @@ class Runner:
       compiler_options: XLA's options for the programs, or None.
 
     Attributes:
+      block_size: tokens in a block.
+      num_blocks: blocks of the caches.
+      block_bytes: bytes of one block in all layers together.
+      max_blocks_per_seq: blocks of the longest sequence.
       num_compiled: how many programs were compiled; it never changes.
     """
 
@@ -72,7 +77,7 @@ class Runner:
         self.block_size, self.num_blocks = caches[0].block_size, caches[0].num_blocks
         self.block_bytes = sum(cache.nbytes for cache in caches) // self.num_blocks
         self._step, self._weights, self._caches = step, weights, caches
-        self._max_blocks_per_seq = -(-config.max_model_len // self.block_size)
+        self.max_blocks_per_seq = -(-config.max_model_len // self.block_size)
         self._replicated = _replicated(caches[0].value_cache.sharding)
         self._last_tokens = jax.device_put(np.zeros(config.max_num_seqs, np.int32), self._replicated)
         self._host_caches = tuple(_on_host(cache, config.num_host_blocks) for cache in caches)
@@ -93,7 +98,7 @@ class Runner:
         self._move("swap_in", plan.swap_in)
         self._move("copy", plan.copies)
         shape, kind = self._choose(plan)
-        drawn = self._run(shape, kind, _pack(plan, shape, self.config.max_num_seqs, kind))
+        drawn = self._run(shape, kind, pack(plan, shape, self.config.max_num_seqs, kind))
         for array in jax.tree.leaves(drawn):
             array.copy_to_host_async()
         return Launched(plan, drawn)
@@ -110,7 +115,7 @@ class Runner:
         """
         times = {}
         for shape in self._shapes():
-            packed = _made_up(shape, context_len, self.num_blocks, self.config.max_num_seqs)
+            packed = pack_made_up(shape, context_len, self.num_blocks, self.config.max_num_seqs)
             jax.block_until_ready(self._run(shape, Kind.GREEDY, packed))
             began = time.perf_counter()
             for _ in range(repeats):
@@ -144,7 +149,7 @@ class Runner:
 
     def _shape(self, num_tokens: int, num_rows: int, is_decode: bool) -> StepShape:
         num_prompts = 0 if is_decode else self.config.max_prompts_per_step
-        return StepShape(num_tokens, num_rows, self._max_blocks_per_seq, is_decode, num_prompts)
+        return StepShape(num_tokens, num_rows, self.max_blocks_per_seq, is_decode, num_prompts)
 
     def _shapes(self) -> list[StepShape]:
         mixed = [self._shape(size, self.config.max_num_seqs, False) for size in self.config.mixed_tokens]
@@ -216,7 +221,7 @@ class Runner:
         for shape in self._shapes():
             for kind in Kind:
                 if (shape.num_rows, kind) in self._programs:
-                    self._run(shape, kind, _pack(Plan(), shape, self.config.max_num_seqs, kind))
+                    self._run(shape, kind, pack(Plan(), shape, self.config.max_num_seqs, kind))
         jax.block_until_ready(self._last_tokens)
 
     def _move(self, name: str, pairs: Pairs) -> None:
@@ -246,72 +251,6 @@ def _copy(caches: Caches, pairs: jax.Array) -> Caches:
 
 def _swap(source: Caches, destination: Caches, pairs: jax.Array) -> Caches:
     return tuple(src.swap_blocks_to(dst, pairs) for src, dst in zip(source, destination, strict=True))
-
-
-def _pack(plan: Plan, shape: StepShape, num_seats: int, kind: Kind) -> np.ndarray:
-    """Packs a plan into a new array; the last step's array may still be on its way to the device."""
-    packed = np.zeros(shape.size, np.int32)
-    parts = shape.split(packed)
-    parts["seats"][:] = num_seats  # out of range
-    parts["block_tables"][:] = -1
-    if plan.tables is None:
-        return packed
-    num_rows, ids = len(plan.chunks), []
-    for sequence, seat, first, count in plan.chunks:
-        known = sequence.tokens[first : first + count]
-        ids += known
-        if len(known) < count:  # the host has not read the last token yet: the device takes its own copy
-            ids.append(-1 - seat)
-    firsts, counts = (np.array([chunk[i] for chunk in plan.chunks]) for i in (2, 3))
-    parts["token_ids"][: len(ids)] = ids
-    parts["seq_lens"][:num_rows] = firsts + counts
-    starts = parts["query_start_loc"]
-    starts[1 : num_rows + 1] = np.cumsum(counts)
-    starts[num_rows + 1 :] = len(ids)
-    parts["block_tables"][:num_rows] = plan.tables
-    if plan.samples:
-        sequences, seats, rows, positions = zip(*plan.samples, strict=True)
-        parts["logit_rows"][: len(rows)] = starts[np.array(rows) + 1] - 1
-        parts["seats"][: len(rows)] = seats
-        if kind > Kind.GREEDY:
-            _pack_params(parts, sequences, positions)
-    return packed
-
-
-def _pack_params(parts: dict[str, np.ndarray], sequences: Any, positions: Any) -> None:
-    """Fills in the sampling parameters; greedy steps leave them 0."""
-    params = [sequence.params for sequence in sequences]
-    seeds = np.array([sequence.seed for sequence in sequences], np.uint64)
-    values = {
-        "temperature": [p.temperature for p in params],
-        "top_k": [p.top_k for p in params],
-        "top_p": [p.top_p for p in params],
-        "seed_high": (seeds >> np.uint64(32)).astype(np.uint32).view(np.int32),
-        "seed_low": (seeds & np.uint64(2**32 - 1)).astype(np.uint32).view(np.int32),
-        "index": [sequence.index for sequence in sequences],
-        "position": positions,
-    }
-    for name, value in values.items():
-        part = parts[name].view(np.float32) if name in FLOATS else parts[name]
-        part[: len(sequences)] = value
-
-
-def _made_up(shape: StepShape, context_len: int, num_blocks: int, num_seats: int) -> np.ndarray:
-    """Packs a made-up step that fills this shape, with sequences whose blocks lie at random in the pool."""
-    packed = np.zeros(shape.size, np.int32)
-    parts = shape.split(packed)
-    rng = np.random.default_rng(0)
-    parts["block_tables"][:] = rng.integers(0, num_blocks, parts["block_tables"].shape)
-    parts["seats"][:] = num_seats
-    rows = np.arange(shape.num_rows + 1)
-    starts = (
-        rows if shape.is_decode else np.minimum(np.minimum(rows, shape.num_prompts) * context_len, shape.num_tokens)
-    )
-    counts = np.diff(starts)
-    parts["query_start_loc"][:] = starts
-    parts["seq_lens"][:] = context_len if shape.is_decode else counts
-    parts["logit_rows"][:] = np.where(counts > 0, starts[1:] - 1, 0)
-    return packed
 
 
 def _check_caches(caches: Caches) -> None:
