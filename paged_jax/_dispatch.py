@@ -22,8 +22,7 @@ from typing import Any, Literal, get_args
 
 import jax
 
-from paged_jax import _partition, _selection
-from paged_jax._operands import Decode
+from paged_jax import _partition, _selection, _vmap
 from paged_jax._selection import Selection
 from paged_jax.kernels.problem import Unsupported
 
@@ -63,14 +62,8 @@ def _bind(op: str, implementation: str | None, static: tuple[tuple[str, Any], ..
     batched = jax.custom_batching.custom_vmap(run)
 
     @batched.def_vmap
-    def as_one_call_or_in_turn(axis_size, in_batched, operands):
-        (in_batched,) = in_batched
-        if isinstance(operands, Decode) and _folds(in_batched, operands):
-            num_seqs = operands.query.shape[1 if in_batched.query else 0]
-            results = batched(_folded(axis_size, in_batched, operands))
-            results = jax.tree.map(lambda x: x.reshape(axis_size, num_seqs, *x.shape[1:]), results)
-        else:
-            results = _one_by_one(batched, in_batched, operands)
+    def vmap_rule(axis_size, in_batched, operands):
+        results = _vmap.batch_of_calls(batched, axis_size, in_batched[0], operands)
         return results, jax.tree.map(lambda _: True, results)
 
     @jax.custom_jvp
@@ -148,47 +141,3 @@ def _load(implementation: str, op: str) -> Callable:
     if kernel is None:
         raise Unsupported(implementation, [f"has no {op}"])
     return kernel
-
-
-def _folds(in_batched: Decode, operands: Decode) -> bool:
-    """Whether a batch of decode calls can be computed as one call with more sequences."""
-    if any(jax.tree.leaves(in_batched.options)) or in_batched.key_cache != in_batched.value_cache:
-        return False
-    if _partition.types_split_rows(in_batched, operands):
-        return False
-    scales = operands.options.k_scale, operands.options.v_scale
-    return not (in_batched.key_cache and any(scale is not None and scale.ndim == 3 for scale in scales))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _folded(axis_size: int, in_batched: Decode, operands: Decode) -> Decode:
-    """Makes one decode call of a batch of calls. Batched pools are reshaped to one pool, and block ids shifted."""
-
-    def flat(x, is_batched):
-        x = x if is_batched else jax.numpy.broadcast_to(x[None], (axis_size, *x.shape))
-        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
-
-    query = flat(operands.query, in_batched.query)
-    tables = flat(operands.block_tables, in_batched.block_tables)
-    key_cache, value_cache = operands.key_cache, operands.value_cache
-    if in_batched.key_cache:
-        num_blocks, num_seqs = key_cache.shape[1], query.shape[0] // max(axis_size, 1)
-        rows = jax.lax.broadcasted_iota(tables.dtype, tables.shape, 0)
-        tables = tables + rows // max(num_seqs, 1) * num_blocks
-        key_cache, value_cache = flat(key_cache, True), flat(value_cache, True)
-    seq_lens = flat(operands.seq_lens, in_batched.seq_lens)
-    return Decode(query, key_cache, value_cache, tables, seq_lens, operands.options)
-
-
-def _one_by_one(fun: Callable, in_batched: Any, operands: Any) -> Any:
-    """Calls `fun` for each element of the batch in turn."""
-    leaves, tree = jax.tree.flatten(operands)
-    flags = jax.tree.leaves(in_batched)
-    batched = [x for x, flag in zip(leaves, flags, strict=True) if flag]
-
-    def one(element):
-        element = iter(element)
-        merged = [next(element) if flag else x for x, flag in zip(leaves, flags, strict=True)]
-        return fun(jax.tree.unflatten(tree, merged))
-
-    return jax.lax.map(one, batched)

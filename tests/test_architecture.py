@@ -25,10 +25,11 @@ ALLOWED = {
     "paged_jax._selection": (),
     "paged_jax._splits": (),
     "paged_jax._partition": ("paged_jax._splits", "paged_jax.options"),
+    "paged_jax._vmap": ("paged_jax._operands", "paged_jax._partition"),
     "paged_jax._dispatch": (
-        "paged_jax._operands",
         "paged_jax._partition",
         "paged_jax._selection",
+        "paged_jax._vmap",
         "paged_jax.kernels",
     ),
     "paged_jax.ops": (*OPS_KNOW, "paged_jax.ops"),
