@@ -50,6 +50,7 @@ ALLOWED = {
         f"paged_jax.kernels.{name}": (
             "paged_jax.options",
             "paged_jax.shapes",
+            "paged_jax.kernels.in_place",
             "paged_jax.kernels.problem",
             f"paged_jax.kernels.{name}",
         )
