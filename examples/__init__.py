@@ -1,1 +1,1 @@
-"""Text generation through the paged cache: a small decoder, its checkpoints, and the loops and scripts that run it."""
+"""Text generation through the paged cache: a decoder, its checkpoints, and the programs and scripts that run it."""

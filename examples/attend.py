@@ -1,12 +1,12 @@
-"""The `attend` callables that join a decoder to its keys and values.
+"""The `attend` callables, which connect a decoder to the cache of its keys and values.
 
-A decoder (decoder.py) calls `attend(query, key, value, cache, *, scale, sliding_window) -> (out, cache)` once
-a layer and knows nothing else about caches. Each function here returns such a callable for one step:
+A decoder (decoder.py) calls `attend(query, key, value, cache, *, scale, sliding_window) -> (out, cache)` once in
+each layer, and does nothing else with caches. Each function here returns such a callable for one step:
 
-    prefill_attend   writes the new tokens to the paged cache, then attends over ragged rows of any length
-    mixed_attend     the same in two ops: one for the pieces of prompts, one for the texts that grow by one token
-    decode_attend    writes one token a sequence and attends to the cache of each, in one op
-    causal_attend    one sequence, plain jnp, no cache: for training and for comparison
+    prefill_attend   writes the new tokens to the paged cache, then attends with ragged rows of any length
+    mixed_attend     does the same with two attention ops: one for prompts, one for rows of one new token
+    decode_attend    writes one token for each sequence and attends, in one op
+    causal_attend    attends within one sequence, in plain jnp without a cache: for training and for comparison
 """
 
 import jax
@@ -28,18 +28,18 @@ def prefill_attend(
     """Builds the attention of a ragged batch of new tokens, which writes them to the cache first.
 
     Args:
-        block_tables: i32 `[num_seqs, max_blocks_per_seq]`, already grown to hold the new tokens.
-        seq_lens: i32 `[num_seqs]`, tokens, the new ones included.
+        block_tables: i32 `[num_seqs, max_blocks_per_seq]`; they already list the blocks of the new tokens.
+        seq_lens: i32 `[num_seqs]`, tokens of each sequence, the new ones included.
         query_start_loc: i32 `[num_seqs + 1]`, where each sequence's new tokens start.
-        slot_mapping: i32 `[num_tokens]`, where each new token's key and value go; negative for padding.
-        implementation: which implementation computes it, `None` for the library's choice.
+        slot_mapping: i32 `[num_tokens]`, the slot of each new token; negative for padding.
+        implementation: the implementation of the ops, `None` for the library's choice.
 
     Returns:
         An `attend` callable over `PagedKVCache`.
     """
 
     def attend(query, key, value, cache, *, scale, sliding_window):
-        writer = None if implementation == "mosaic_gpu" else implementation  # which has no write of its own
+        writer = None if implementation == "mosaic_gpu" else implementation  # Mosaic GPU has no op that only writes
         cache = cache.write(key, value, slot_mapping, implementation=writer)
         options = {"scale": scale, "sliding_window": sliding_window, "implementation": implementation}
         return cache.attend_ragged(query, block_tables, seq_lens, query_start_loc, **options), cache
@@ -56,15 +56,14 @@ def mixed_attend(
     *,
     implementation: Implementation | None = None,
 ) -> Attend:
-    """Builds the attention of a ragged batch, which has the op for decode attend for the texts that merely grow.
+    """Builds the attention of a ragged batch that uses the decode op for rows of one new token.
 
-    The rows that have one new token each and no longer row after them go through `paged_attention`, all others through
-    `ragged_paged_attention`, which finds its way through few rows sooner than through many. Each op sees the other's
-    rows as empty ones.
+    `paged_attention` takes the rows of one new token that come after all longer rows. `ragged_paged_attention` takes
+    the rows before them: it is faster the fewer rows it is given. To each op the rows of the other are empty.
 
     Args:
-        block_tables, seq_lens, query_start_loc, slot_mapping, implementation: as for `prefill_attend`.
-        num_prompts: only so many rows, the first ones, may have more than one new token (static).
+        block_tables, seq_lens, query_start_loc, slot_mapping, implementation: see `prefill_attend`.
+        num_prompts: how many rows, counted from the first, may have more than one new token (static).
 
     Returns:
         An `attend` callable over `PagedKVCache`.
@@ -98,13 +97,13 @@ def decode_attend(
     *,
     implementation: Implementation | None = None,
 ) -> Attend:
-    """Builds the attention of one new token a sequence, which writes the tokens to the cache on the way.
+    """Builds the attention of one new token for each sequence, which also writes the tokens to the cache.
 
     Args:
-        block_tables: i32 `[num_seqs, max_blocks_per_seq]`, already grown to hold the new tokens.
-        seq_lens: i32 `[num_seqs]`, tokens, the new one included; 0 for a row that holds no sequence.
-        slot_mapping: i32 `[num_seqs]`, where each token's key and value go; negative for such a row.
-        implementation: which implementation computes it, `None` for the library's choice.
+        block_tables: i32 `[num_seqs, max_blocks_per_seq]`; they already list the blocks of the new tokens.
+        seq_lens: i32 `[num_seqs]`, tokens of each sequence, the new one included; 0 for a row of padding.
+        slot_mapping: i32 `[num_seqs]`, the slot of each new token; negative for a row of padding.
+        implementation: the implementation of the ops, `None` for the library's choice.
 
     Returns:
         An `attend` callable over `PagedKVCache`.
@@ -118,10 +117,10 @@ def decode_attend(
 
 
 def causal_attend() -> Attend:
-    """Builds the causal attention of one whole sequence to itself: no cache, differentiable, softmax in float32.
+    """Builds the causal attention of one whole sequence to itself. It has no cache and can be differentiated.
 
     Returns:
-        An `attend` callable that hands its cache (usually `None`) back untouched.
+        An `attend` callable that returns its cache (usually `None`) unchanged.
     """
 
     def attend(query, key, value, cache, *, scale, sliding_window):

@@ -1,9 +1,9 @@
 """Loads a Hugging Face model folder (or hub id) into a `Decoder`, and saves a `Decoder`'s weights under the same names.
 
 A folder holds config.json (config.py), tokenizer.json, model.safetensors or its shards with
-model.safetensors.index.json, and perhaps generation_config.json. Every tensor in it is used exactly once, or the
-folder is refused. Matrices that the decoder keeps side by side in one (q, k and v; gate and up) are tensors of their
-own in a folder: `load_model` joins them and `save_model` parts them again.
+model.safetensors.index.json, and perhaps generation_config.json. A folder is refused unless every tensor in it is used
+exactly once. The decoder keeps some matrices side by side in one (q, k and v; gate and up), which are separate
+tensors in a folder: `load_model` joins them and `save_model` separates them again.
 """
 
 import re
@@ -38,7 +38,8 @@ HUB_FILES = [
     "model.safetensors.index.json",
 ]
 
-# Which Hugging Face module, or which ones side by side, hold the weights of which of ours; * is the layer's number.
+# For each module of the decoder, the Hugging Face module that holds its weights, or several that lie side by side; * is
+# the number of the layer.
 MODULES: dict[str, dict[str, str | tuple[str, ...]]] = {
     "opt": {
         "embed_tokens": "model.decoder.embed_tokens",
@@ -76,7 +77,7 @@ MODULES: dict[str, dict[str, str | tuple[str, ...]]] = {
         "lm_head": "lm_head",
     },
 }
-# A Flax parameter's name and the checkpoint's; a kernel is [in, out] here and [out, in] there.
+# The checkpoint's name for each Flax parameter. A kernel is [in, out] in Flax and [out, in] in the checkpoint.
 PARAMETERS = {"embedding": "weight", "kernel": "weight", "scale": "weight", "bias": "bias"}
 DTYPES = "F32", "F16", "BF16"  # safetensors' names
 ADVICE = "save the model anew with transformers' save_pretrained"
@@ -89,8 +90,8 @@ def load_model(
 
     Args:
         model: a folder, or the id of a model on the Hugging Face Hub, which is downloaded to its cache.
-        dtype: what the weights are cast to.
-        mesh: whose devices share the model (sharding.py), each of which reads its own part of the files alone.
+        dtype: the dtype to which the weights are cast.
+        mesh: the devices that share the model (sharding.py); only the parts of a process's own devices are read.
 
     Returns:
         The decoder, its config, the tokenizer, and the end-of-text token ids, of which there may be none.
@@ -110,7 +111,7 @@ def save_model(folder: str | Path, model: Decoder, config: DecoderConfig) -> Non
     """Writes a decoder's weights to `model.safetensors`, under Hugging Face's names and in their own dtype.
 
     Args:
-        folder: where to write; made if there is none. Its config.json is the caller's to write.
+        folder: where to write; it is made if it does not exist. The caller writes its config.json.
         model: the decoder.
         config: the decoder's config.
     """
@@ -126,11 +127,11 @@ def save_model(folder: str | Path, model: Decoder, config: DecoderConfig) -> Non
 
 
 def _tensor_sizes(path: Sequence[Any], size: int, config: DecoderConfig) -> dict[str, int]:
-    """The checkpoint's tensors that together are one parameter, by name, and the length of the first axis of each.
+    """Names the checkpoint's tensors that make up one parameter, each with the length of its first axis.
 
     Args:
-        path: of the parameter, such as ("layers", 3, "attention", "qkv_proj", "kernel").
-        size: length of the whole parameter's first axis, the way round that the checkpoint has it.
+        path: the parameter's path, such as ("layers", 3, "attention", "qkv_proj", "kernel").
+        size: length of the whole parameter's first axis, transposed as in the checkpoint.
         config: the decoder's config.
     """
     module = ".".join("*" if isinstance(part, int) else part for part in path[:-1])
@@ -145,7 +146,7 @@ def _tensor_sizes(path: Sequence[Any], size: int, config: DecoderConfig) -> dict
 
 
 def find_folder(model: str | Path) -> Path:
-    """The folder of a model: the one given, or the hub's, downloaded to its cache.
+    """Finds the folder of a model: the given one, or one that is downloaded from the hub to its cache.
 
     Raises:
         CheckpointError: there is no such folder, or it cannot be downloaded.
@@ -175,13 +176,14 @@ def _load_tokenizer(folder: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the tokenizers library raises nothing narrower
         raise CheckpointError(f"{path} cannot be read: {error}") from None
-    tokenizer.no_truncation()  # a file may ask for what training needed
+    # A file may ask for truncation and padding, which are for training.
+    tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
 def _load_eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """The ids that transformers stops at: generation_config.json's, or else config.json's; one, several or none."""
+    """Reads the token ids at which transformers stops, from generation_config.json or else config.json."""
     for name in ("generation_config.json", "config.json"):
         if (folder / name).exists() and (ids := read_json(folder / name).get("eos_token_id")) is not None:
             ids = ids if isinstance(ids, list) else [ids]
@@ -193,9 +195,9 @@ def _load_eos_token_ids(folder: Path) -> tuple[int, ...]:
 
 def _load_weights(folder: Path, stored: DecoderConfig, dtype: DTypeLike, mesh: Mesh | None) -> Decoder:
     config = split_config(stored, mesh)
-    # Shapes alone: no random weights are made to be thrown away.
+    # eval_shape gives the parameters' shapes without making random weights.
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype)))
-    parameters = []  # each with its path, whether it lies the other way round in the checkpoint, and its tensors there
+    parameters = []  # each with its path, whether the checkpoint has it transposed, and its tensors there
     for path, parameter in nnx.to_flat_state(state):
         sizes = _tensor_sizes(path, _stored_rows(path, parameter.shape, config, stored), stored)
         parameters.append((path, parameter, path[-1] == "kernel", sizes))
@@ -228,31 +230,31 @@ def _load_weights(folder: Path, stored: DecoderConfig, dtype: DTypeLike, mesh: M
 
 
 def _stored_rows(path: Sequence[Any], shape: tuple[int, ...], config: DecoderConfig, stored: DecoderConfig) -> int:
-    """Rows of all tensors of a parameter together, in a checkpoint that has no copies of kv heads."""
+    """How many rows all of a parameter's tensors have in the checkpoint, which has no copies of kv heads."""
     size = shape[-1 if path[-1] == "kernel" else 0]
     is_qkv = len(path) > 1 and path[-2] == "qkv_proj"
     return size - 2 * (config.num_kv_heads - stored.num_kv_heads) * config.head_size if is_qkv else size
 
 
 class _Rows:
-    """Tensors side by side, part by part, in the order in which the devices of a mesh have them.
+    """The rows of several tensors as one array: first those of each tensor for the first device, then for the second.
 
     Args:
-        tensors: which are joined along their first axis.
-        sizes: their lengths.
-        config: of the decoder; a checkpoint may have fewer kv heads than it, of which several devices have copies.
+        tensors: the tensors, which are joined along their first axis.
+        sizes: the length of each tensor's first axis.
+        config: the decoder's config. Where the checkpoint has fewer kv heads, several devices get copies of one.
     """
 
     def __init__(self, tensors: list["_Tensor"], sizes: list[int], config: DecoderConfig):
         num_parts = config.num_parts if len(tensors) > 1 else 1
-        self._pieces = []  # each with where it starts in its tensor, and how many rows of it there are
+        self._pieces = []  # each is a tensor, the first row that the piece takes of it, and the number of rows
         for part in range(num_parts):
             for tensor, size in zip(tensors, sizes, strict=True):
                 length = max(size // num_parts, config.head_size) if len(tensors) == 3 else size // num_parts
                 self._pieces.append((tensor, part * size // num_parts // length * length, length))
 
     def read(self, start: int, stop: int, *others: slice) -> np.ndarray:
-        """These rows of all pieces together, and of them these parts of the other axes."""
+        """Reads the rows from `start` to `stop` of all pieces together, and of them the slices `others`."""
         arrays, before = [], 0
         for tensor, first, length in self._pieces:
             low, high = max(start - before, 0), min(stop - before, length)
@@ -270,11 +272,11 @@ class _Tensor(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its whole shape."""
+        """The shape of the whole tensor."""
         return tuple(self.file.get_slice(self.name).get_shape())
 
     def read(self, *index: slice) -> np.ndarray:
-        """This part of it, and nothing else, is read from the file; without an index all of it."""
+        """Reads only this part of the tensor from the file, or all of it without an index."""
         found = self.file.get_slice(self.name).get_dtype()
         if found not in DTYPES:
             raise CheckpointError(f"tensor {self.name} has dtype {found}; supported: {', '.join(DTYPES)}")
@@ -282,7 +284,7 @@ class _Tensor(NamedTuple):
 
 
 def _find_tensors(folder: Path) -> dict[str, _Tensor]:
-    """Every tensor of the folder's one file or of its shards, by its name in the whole model."""
+    """Finds the tensors of the folder's file or of its shards, by their names in the whole model."""
     index = folder / "model.safetensors.index.json"
     paths = [folder / "model.safetensors"]
     if not paths[0].exists() and index.exists():
@@ -302,8 +304,8 @@ def _find_tensors(folder: Path) -> dict[str, _Tensor]:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
         for name in sorted(file.keys()):
             if name.endswith("rotary_emb.inv_freq"):
-                continue  # written by old versions of transformers; it follows from config.json
-            # A model saved without its head lacks the outermost name.
+                continue  # old versions of transformers wrote this tensor, which follows from config.json
+            # In a model that was saved without its head, names lack their first part.
             full_name = name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
             if full_name in tensors:
                 raise CheckpointError(f"{folder} has tensor {name} more than once")
@@ -312,7 +314,7 @@ def _find_tensors(folder: Path) -> dict[str, _Tensor]:
 
 
 def _drop_tied_head(tensors: dict[str, _Tensor], embedding: str) -> None:
-    """Forgets a copy of the embedding that is stored as the output head, too."""
+    """Drops the output head, which must be a copy of the embedding."""
     head = tensors.pop("lm_head.weight", None)
     if head is not None and embedding in tensors and not np.array_equal(head.read(), tensors[embedding].read()):
         raise CheckpointError(f"tie_word_embeddings is true, yet lm_head.weight and {embedding} differ")

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face config.json into the one `DecoderConfig` that decoder.py understands, or says why not."""
+"""Reads a Hugging Face config.json into the `DecoderConfig` that decoder.py takes, or says why it cannot."""
 
 import json
 import sys
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-# What `architectures` (or, in files without it, `model_type`) may say.
+# The `architectures` that are supported, each with its `model_type`, which files without `architectures` must have.
 MODEL_TYPES = {
     "OPTForCausalLM": "opt",
     "LlamaForCausalLM": "llama",
@@ -14,8 +14,8 @@ MODEL_TYPES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-# What transformers takes where a file leaves these out; null stands for as many key heads as query heads, and for no
-# window.
+# What transformers assumes if a file leaves these fields out. A null in a file means as many key heads as query heads,
+# or no window.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
@@ -24,12 +24,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 class CheckpointError(ValueError):
-    """A model folder that cannot be used as it is; its message is one line, fit to be shown to a user."""
+    """Says why a model folder cannot be used, in one line that can be shown to users."""
 
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's stretching of RoPE: wavelengths beyond the trained context are `factor` times longer.
+    """Llama 3.1's scaling of RoPE: wavelengths longer than the trained context become `factor` times longer.
 
     Source: https://arxiv.org/abs/2407.21783, section 3.4, and the `rope_type: llama3` of transformers.
     """
@@ -42,7 +42,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding over the whole head: its base, and how it is stretched, if it is."""
+    """Rotary position embedding over the whole head: its base, and its scaling or None."""
 
     theta: float
     scaling: Llama3Scaling | None = None
@@ -50,7 +50,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Everything that tells one decoder from another.
+    """Everything in which the supported decoders differ.
 
     Args:
         family: "opt" (LayerNorm, two-layer ReLU MLP) or "llama" (RMSNorm, SwiGLU).
@@ -58,17 +58,18 @@ class DecoderConfig:
         embedding_size: width of a token's embedding; projected to and from `hidden_size` where they differ.
         hidden_size: width of the residual stream.
         intermediate_size: width inside the MLP.
-        num_layers, num_heads, num_kv_heads, head_size: of the attention.
-        max_position_embeddings: positions trained for; a hard limit for learned positions, not for RoPE.
+        num_layers, num_heads, num_kv_heads, head_size: sizes of the attention.
+        max_position_embeddings: positions the model was trained for; learned positions end there, RoPE does not.
         norm_eps: added to the variance in every norm.
-        pre_norm: norms before attention and MLP (after them in OPT-350m).
-        final_norm: one more norm before the logits.
-        qk_norm: RMSNorm of each head's query and key (Qwen3).
-        qkv_bias, o_bias, mlp_bias: which linear layers have a bias.
-        tie_embeddings: the logits use the token embedding's matrix.
+        pre_norm: whether norms come before attention and MLP; in OPT-350m they come after.
+        final_norm: whether there is one more norm before the logits.
+        qk_norm: whether there is an RMSNorm of each head's query and key (Qwen3).
+        qkv_bias, o_bias, mlp_bias: whether these linear layers have a bias.
+        tie_embeddings: whether the logits use the token embedding's matrix.
         rope: rotary positions, or None for OPT's learned ones.
-        sliding_windows: for each layer its window in tokens, None for full attention.
-        num_parts: devices that share each layer (sharding.py), in whose order joined matrices lie side by side.
+        sliding_windows: each layer's window in tokens, or None for full attention.
+        num_parts: how many devices share each layer (sharding.py). Joined matrices hold one device's columns after the
+            other's.
     """
 
     family: Literal["opt", "llama"]
@@ -97,8 +98,8 @@ class DecoderConfig:
 def load_config(folder: str | Path) -> DecoderConfig:
     """Reads `config.json` of a model folder, with the meaning that transformers gives it.
 
-    Sizes must be there (OPT's `max_position_embeddings` and `word_embed_proj_dim`, key heads and `head_dim` apart);
-    whatever else is left out has transformers' default.
+    Sizes must be in the file, except OPT's `max_position_embeddings` and `word_embed_proj_dim`, the number of key heads
+    and `head_dim`. Everything else that is left out has transformers' default.
 
     Args:
         folder: a folder in Hugging Face's format.
@@ -129,7 +130,7 @@ def load_config(folder: str | Path) -> DecoderConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Reads the object in a JSON file.
 
     Raises:
         CheckpointError: there is no such file, or it holds something else.
@@ -209,8 +210,8 @@ def _llama(raw: dict[str, Any], model_type: str) -> DecoderConfig:
 
 
 def _rope(raw: dict[str, Any]) -> Rope:
-    """RoPE from transformers 5's `rope_parameters`, or from the older `rope_theta` and `rope_scaling`."""
-    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}  # transformers' order where both are given
+    """Reads RoPE from transformers 5's `rope_parameters`, or from the older `rope_theta` and `rope_scaling`."""
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}  # if both are given, transformers takes this one
     if not isinstance(rope, dict):
         raise CheckpointError(f"config.json has rope parameters {rope!r}; expected an object")
     if any(isinstance(value, dict) for value in rope.values()):
@@ -230,7 +231,7 @@ def _rope(raw: dict[str, Any]) -> Rope:
 
 
 def _sliding_windows(raw: dict[str, Any], model_type: str, num_layers: int) -> tuple[int | None, ...]:
-    """Each layer's window: all alike in Mistral; in Qwen by `layer_types`, or by `max_window_layers` before those."""
+    """Reads each layer's window: Mistral has one for all, Qwen `layer_types` or (in old files) `max_window_layers`."""
     window = None
     if model_type == "mistral" or (model_type.startswith("qwen") and _flag(raw, "use_sliding_window", False)):
         window = None if raw.get("sliding_window") is None else _size(raw, "sliding_window")

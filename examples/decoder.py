@@ -1,13 +1,14 @@
 """A decoder-only transformer in Flax NNX that covers OPT and the Llama family (Llama, Mistral, Qwen2, Qwen3).
 
-Tokens are flat, `[num_tokens]`: sequences lie one after the other with no batch axis, and only `attend` knows where
-one ends and where its keys and values are kept. Prefill, paged decode and plain causal attention (attend.py) thus
-share this file. Caches go in and come out, one a layer, and are never part of the module.
+Tokens are flat, `[num_tokens]`: the sequences follow one another without a batch axis, and only `attend` knows where
+each one ends and where its keys and values are. Therefore prefill, paged decode and plain causal attention (attend.py)
+share this file. Caches are arguments and results, one for each layer, and never part of the module.
 
 The modules compute norms, rotations and logits in float32, and every other product in the dtype of the model.
-Matrices that multiply the same input are one matrix (q, k and v; gate and up): a step of few tokens takes as long as
-reading the weights does, and XLA reads one wide matrix faster than several narrow ones. For a mesh of devices
-(sharding.py) they lie side by side part by part, as `num_parts` devices have them: q, k, v of the first, and so on.
+Matrices that multiply the same input are joined in one (q, k and v; gate and up), because a step of few tokens takes
+the time of reading the weights, and XLA reads one wide matrix faster than several narrow ones. If `num_parts` devices
+share the model (sharding.py), a joined matrix holds the first device's columns of q, k and v, then the second's, and so
+on.
 
     token_ids ─ embed ─┬─ norm ─ qkv ─ rotate ─ attend ─ o ─ + ─┬─ norm ─ mlp ─ + ─ ... ─ norm ─ logits
                        └────────────────────────────────────┘   └──────────────┘
@@ -26,14 +27,14 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from examples.config import DecoderConfig, Rope
 
-OPT_POSITION_OFFSET = 2  # OPT's first position is row 2 of its table, as in fairseq
+OPT_POSITION_OFFSET = 2  # the row of OPT's table that holds its first position, as in fairseq
 
 type Attend = Callable[..., tuple[Array, Any]]
 type Rotation = tuple[Float32[Array, "num_tokens half_head_size"], Float32[Array, "num_tokens half_head_size"]]
 
 
 def rope_frequencies(rope: Rope, head_size: int) -> np.ndarray:
-    """Radians a position turns each pair of a head's numbers.
+    """The angle in radians by which each pair of a head's numbers turns from one position to the next.
 
     Args:
         rope: base and scaling.
@@ -44,7 +45,7 @@ def rope_frequencies(rope: Rope, head_size: int) -> np.ndarray:
     """
     frequencies = rope.theta ** -(np.arange(0, head_size, 2) / head_size)
     if (scaling := rope.scaling) is not None:
-        # How far each wave lies between the trained context's low (0) and high (1) frequencies.
+        # The place of each frequency between the trained context's low (0) and high (1) frequencies.
         turns = scaling.original_max_position_embeddings * frequencies / (2 * np.pi)
         high = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
         high = np.clip(high, 0, 1)
@@ -56,7 +57,7 @@ def rotate(
     heads: Float[Array, "num_tokens num_heads head_size"],
     rotation: Rotation,
 ) -> Float32[Array, "num_tokens num_heads head_size"]:
-    """Turns queries or keys by their positions; each number is paired with the one half a head away.
+    """Turns queries or keys by the angles of their positions; each number is paired with the one half a head away.
 
     Source: https://arxiv.org/abs/2104.09864, with the pairing of the Llama checkpoints that transformers writes.
 
@@ -70,12 +71,12 @@ def rotate(
     cos, sin = (x[:, None, None, :] for x in rotation)
     sign = jnp.array([-1.0, 1.0], jnp.float32)[None, None, :, None]
     halves = heads.astype(jnp.float32).reshape(*heads.shape[:-1], 2, -1)
-    # Flipping the halves, unlike joining two results, is part of the kernel that XLA makes of all this.
+    # XLA makes one kernel of all this because the halves are flipped; concatenating two results would need another.
     return (halves * cos + jnp.flip(halves, axis=2) * (sign * sin)).reshape(heads.shape)
 
 
 def make_norm(config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> nnx.LayerNorm | nnx.RMSNorm:
-    """The family's norm of the residual stream; it computes in and returns float32."""
+    """Makes the family's norm of the residual stream, which computes and returns float32."""
     norm = nnx.LayerNorm if config.family == "opt" else nnx.RMSNorm
     return norm(
         config.hidden_size,
@@ -88,7 +89,7 @@ def make_norm(config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> nnx
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention of one layer, its keys and values left to `attend`."""
+    """Grouped-query attention of one layer, which leaves keys, values and caches to `attend`."""
 
     def __init__(self, config: DecoderConfig, sliding_window: int | None, *, rngs: nnx.Rngs, dtype: DTypeLike):
         self.num_heads, self.num_kv_heads, self.head_size = config.num_heads, config.num_kv_heads, config.head_size
@@ -125,7 +126,7 @@ class Attention(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """OPT's two layers around a ReLU, or SwiGLU (https://arxiv.org/abs/2002.05202), gate and up side by side."""
+    """OPT's two linear layers with a ReLU between them, or SwiGLU (https://arxiv.org/abs/2002.05202)."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
         hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
@@ -206,11 +207,11 @@ class Decoder(nnx.Module):
         Args:
             token_ids: i32 `[num_tokens]`.
             positions: i32 `[num_tokens]`, each token's place in its sequence, from 0.
-            caches: one a layer, of whatever kind `attend` takes.
-            attend: `attend(query, key, value, cache, *, scale, sliding_window) -> (out, cache)`, called once a
+            caches: one for each layer, of the kind that `attend` takes.
+            attend: `attend(query, key, value, cache, *, scale, sliding_window) -> (out, cache)`, called once in each
                 layer with `[num_tokens, heads, head_size]` arrays (attend.py).
-            rows: i32 `[num_rows]`, which tokens' results are wanted; None for all, in their order. Once the last
-                layer has attended, the others cost nothing more.
+            rows: i32 `[num_rows]`, the tokens whose results are wanted; None for all, in their order. After the
+                last layer's attention nothing is computed for other tokens.
 
         Returns:
             The residual stream `[num_rows, hidden_size]` after the last layer, for `logits`, and the caches.
@@ -232,7 +233,7 @@ class Decoder(nnx.Module):
         return hidden, tuple(new_caches)
 
     def logits(self, hidden: Float[Array, "n hidden_size"]) -> Float32[Array, "n vocab_size"]:
-        """The next token's logits, of as many rows of the residual stream as are wanted.
+        """Computes the next token's logits from rows of the residual stream.
 
         Args:
             hidden: `[n, hidden_size]`.
@@ -252,15 +253,15 @@ class Decoder(nnx.Module):
 
 
 def _look_up(table: nnx.Embed, ids: Array) -> Array:
-    """The ids' rows; two at least, as XLA makes a slice of one, for which it would gather a table that is split."""
+    """Looks up the ids' rows, two or more: XLA would make a lookup of one row a slice, and gather a split table."""
     return table(jnp.pad(ids, (0, 1)))[:1] if ids.shape[0] == 1 else table(ids)
 
 
 def _join(parts: Array, head_size: int) -> Array:
-    """`[num_tokens, num_parts, heads of a part, head_size]` -> `[num_tokens, num_heads, head_size]`."""
+    """Reshapes `[num_tokens, num_parts, heads of a part, head_size]` to `[num_tokens, num_heads, head_size]`."""
     return parts.reshape(parts.shape[0], -1, head_size)
 
 
 def _take(array: Array, rows: Array | None) -> Array:
-    """These rows of an array, or all of it."""
+    """Takes these rows of an array, or all of it if `rows` is None."""
     return array if rows is None else array[rows]

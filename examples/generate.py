@@ -6,9 +6,9 @@
     python -m examples.generate --prompt-file prompts.txt --kv-cache-dtype int8
     echo "The for statement" | python -m examples.generate --prompt-file - --max-new-tokens 40
 
-Without --model the tiny model in examples/tiny writes, and what it writes looks like Python's documentation. stdout
-gets the text (each prompt with what follows it) or, with --json, one object a prompt; stderr gets everything else.
-The exit code is 2, with one line on stderr, if something asked for cannot be done.
+Without --model the tiny model in examples/tiny is used; its text looks like Python's documentation. The program writes
+each prompt and the text after it to stdout or, with --json, one object for each prompt; it writes everything else to
+stderr. The exit code is 2, with one line on stderr, if something cannot be done.
 """
 
 import argparse
@@ -46,7 +46,7 @@ QUANTISED = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 
 class GenerateError(ValueError):
-    """Something asked for cannot be done; its message is one line, fit to be shown to a user."""
+    """Says why something cannot be done, in one line that can be shown to users."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -55,7 +55,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line's options, with their help."""
+    """Makes the parser of the command line."""
     parser = _Parser(
         prog="generate",
         description=__doc__,
@@ -97,7 +97,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the command line; stdin and files of prompts, too.
+    """Reads the command line, and the prompts on stdin and in files.
 
     Raises:
         GenerateError: an option or its value is wrong.
@@ -131,7 +131,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def read_prompts(name: str) -> list[str]:
-    """Reads the prompts in a file, or on stdin where the name is "-"; empty lines are left out.
+    """Reads the prompts in a file, or on stdin if the name is "-"; empty lines are left out.
 
     Raises:
         GenerateError: there is no such file, it is no text, or it holds no prompt.
@@ -186,10 +186,10 @@ def encode(tokenizer: Tokenizer, prompts: list[str], config: DecoderConfig) -> l
 
 
 def choose_num_blocks(options: argparse.Namespace, request: loop.Request) -> int:
-    """Returns as many blocks as asked for, or as many as the batch can come to need.
+    """Returns the number of blocks that the user asked for, or else the number that the batch may need at most.
 
     Raises:
-        GenerateError: the prompts alone need more than asked for.
+        GenerateError: the prompts alone need more than the user asked for.
     """
     prompt_lens, output_lens = jax.device_get((request.prompt_lens, request.max_output_lens))
     if options.num_blocks is None:
@@ -210,16 +210,29 @@ def make_caches(
     dtype: str,
     mesh: Mesh | None,
 ) -> tuple[PagedKVCache, ...]:
-    """Empty caches as asked for; those of int8 have the scales given, or else those that the prompts suggest."""
+    """Makes empty caches. Scales for int8 that are not given are measured on the prompts."""
     num_blocks = choose_num_blocks(options, request)
     cache_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
-    scales = [(options.k_scale, options.v_scale)] * config.num_layers
-    if cache_dtype == "int8" and None in scales[0]:
-        measured = loop.measure_scales(programs, config, request, options.block_size, dtype, mesh)
-        scales = [(options.k_scale or k_scale, options.v_scale or v_scale) for k_scale, v_scale in measured]
-    elif cache_dtype in QUANTISED:
-        scales = [(options.k_scale or 1.0, options.v_scale or 1.0)] * config.num_layers
+    scales = choose_scales(options, config, cache_dtype, programs, request, dtype, mesh)
     return loop.make_caches(config, num_blocks, options.block_size, cache_dtype, scales=scales, mesh=mesh)
+
+
+def choose_scales(
+    options: argparse.Namespace,
+    config: DecoderConfig,
+    cache_dtype: str,
+    programs: loop.Programs,
+    request: loop.Request,
+    dtype: str,
+    mesh: Mesh | None,
+) -> loop.Scales | None:
+    """Chooses each layer's scales: those of the command line, or else measured ones for int8 and 1 for float8."""
+    if cache_dtype not in QUANTISED:
+        return None
+    scales: loop.Scales = [(1.0, 1.0)] * config.num_layers
+    if cache_dtype == "int8" and None in (options.k_scale, options.v_scale):
+        scales = loop.measure_scales(programs, config, request, options.block_size, dtype, mesh)
+    return [(options.k_scale or k_scale, options.v_scale or v_scale) for k_scale, v_scale in scales]
 
 
 def compile_programs(options: argparse.Namespace, programs: loop.Programs, *arguments) -> list:
@@ -237,7 +250,7 @@ def compile_programs(options: argparse.Namespace, programs: loop.Programs, *argu
 
 
 def bar(description: str) -> Progress:
-    """A bar on stderr that moves as long as it is open; where stderr is no terminal it shows nothing."""
+    """Makes a bar on stderr that moves while it is open; it shows nothing if stderr is not a terminal."""
     console = Console(stderr=True)
     columns = SpinnerColumn(), TextColumn(description), BarColumn(), TimeElapsedColumn()
     progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
@@ -246,7 +259,7 @@ def bar(description: str) -> Progress:
 
 
 def summarize(generations: list[loop.Generation], num_tokens: int, seconds: float, compile_seconds: float) -> str:
-    """Says in one line how fast tokens came and how well they filled the blocks."""
+    """Says in one line how fast tokens were generated and how well they filled the blocks."""
     states = jax.device_get([generation.allocator for generation in generations])
     num_blocks = sum(blocks.ref_counts.size for blocks in states)
     num_used = num_blocks - sum(int(blocks.num_free) for blocks in states)
@@ -260,7 +273,7 @@ def summarize(generations: list[loop.Generation], num_tokens: int, seconds: floa
 
 
 def notices(results: list[tuple[list[int], str]], max_new_tokens: int, config: DecoderConfig) -> list[str]:
-    """One line for each text that ended before it had to."""
+    """Makes a line for each text that ended early, for lack of blocks or positions."""
     lines = []
     for i, (token_ids, finish_reason) in enumerate(results):
         name = f"the text of prompt {i + 1}" if len(results) > 1 else "the text"
@@ -273,21 +286,21 @@ def notices(results: list[tuple[list[int], str]], max_new_tokens: int, config: D
 
 
 def use_compilation_cache() -> None:
-    """Has JAX keep compiled programs in the user's cache folder, unless it keeps them elsewhere already."""
+    """Makes JAX keep compiled programs in the user's cache folder, unless it is told to keep them elsewhere."""
     if jax.config.jax_compilation_cache_dir is not None:
         return
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paged_jax"
-    with contextlib.suppress(OSError):  # where nothing can be written, programs are compiled anew
+    with contextlib.suppress(OSError):  # if the folder cannot be written, programs are compiled every time
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
 def default_dtype() -> str:
-    """Returns what --dtype=auto means here.
+    """Returns the dtype that --dtype=auto stands for on this machine.
 
     Raises:
-        GenerateError: JAX finds no device that it may use.
+        GenerateError: JAX finds no device.
     """
     try:
         return "float32" if jax.default_backend() == "cpu" else "bfloat16"
@@ -297,16 +310,16 @@ def default_dtype() -> str:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Generates, writes the results to stdout and a summary to stderr.
+    """Generates text, and writes the results to stdout and a summary to stderr.
 
     Raises:
-        GenerateError, CheckpointError: something asked for cannot be done.
+        GenerateError, CheckpointError: something cannot be done.
     """
-    dtype = default_dtype()  # first of all, since without a device nothing works
+    dtype = default_dtype()  # this comes first, as nothing works without a device
     dtype = dtype if options.dtype == "auto" else options.dtype
     if not options.no_compilation_cache:
         use_compilation_cache()
-    # One copy of the model, or as many as the mesh has places along "dp": each has its own prompts and blocks.
+    # There is a copy of the model for each place of the mesh along "dp". Each copy has its own prompts and blocks.
     meshes = [None] if options.mesh is None else replicas(make_mesh(options.mesh))[: len(options.prompt)]
     loaded = [load_model(options.model, dtype, mesh) for mesh in meshes]
     _, config, tokenizer, eos_token_ids = loaded[0]
@@ -336,12 +349,12 @@ def run(options: argparse.Namespace) -> None:
                 firsts.append(first)
                 rests.append(rest)
                 states.append(caches)
-    except (NotImplementedError, ValueError) as error:  # what the library cannot do, in its own words
+    except (NotImplementedError, ValueError) as error:  # the library says what it cannot do
         raise GenerateError(str(error)) from error
     compiled = time.perf_counter()
 
     def advance(programs: list) -> list[tuple[list[int], str]]:
-        """Runs a program of each copy at the same time; returns all texts in the order of their prompts."""
+        """Runs a program of each copy at the same time; returns all results in the order of the prompts."""
         arguments = zip(programs, copies, states, requests, strict=True)
         states[:] = [run(copy.weights, state, request) for run, copy, state, request in arguments]
         texts = [loop.outputs(generation) for generation in states]
@@ -362,7 +375,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def prepare_streams() -> None:
-    """Sends what is written to a closed stream nowhere, and has stdout escape the characters its encoding lacks."""
+    """Replaces closed streams by ones that discard everything; makes stdout escape characters that it cannot encode."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
@@ -371,8 +384,8 @@ def prepare_streams() -> None:
 
 
 def discard_stdout() -> None:
-    """Sends stdout nowhere once it has failed, since Python flushes it once more when it exits."""
-    with contextlib.suppress(OSError):  # it need not be a file
+    """Discards everything on stdout after it has failed, because Python flushes it again at exit."""
+    with contextlib.suppress(OSError):  # stdout may not be a file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -383,7 +396,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run(parse(argv))
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read the text has seen enough
+    except BrokenPipeError:  # the reader of stdout, such as head, has ended
         discard_stdout()
         return 1
     except (GenerateError, CheckpointError, MeshError, jax.errors.JaxRuntimeError, OSError) as error:

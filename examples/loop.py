@@ -1,14 +1,14 @@
-"""Text generation as compiled programs: prompts in, token ids out, blocks allocated inside.
+"""Text generation as compiled programs, which take prompts, return token ids and allocate blocks inside.
 
 `generate` is one program: it writes all prompts to the paged cache, then decodes in a `lax.while_loop` until
-every sequence has finished; the host sees nothing in between. `prefill` and `decode` are its two halves, for who
-wants each token as it comes. All that changes travels in one immutable `Generation`; the caches in it are one
-`PagedKVCache` a layer, never stacked, and donated to every program so that it updates them in place.
+every sequence has finished; the host sees nothing in between. `prefill` and `decode` are its two halves, for callers
+who want each token as soon as it is drawn. All state is in one immutable `Generation`. The caches in it are one
+`PagedKVCache` for each layer, never stacked; they are donated to every program, which updates them in place.
 
        Request ──► prefill ──► Generation ──► decode ──► Generation ──► decode ──► ...
 
       append_tokens: all prompts            append_tokens: 1 to each running sequence
-      flat ragged tokens ► last logits      one token a sequence ► its logits
+      flat ragged tokens ► last logits      one token of each sequence ► its logits
       ► sample                              ► sample ► stop token? long enough? out of blocks?
 """
 
@@ -34,14 +34,14 @@ from paged_jax import PagedKVCache, allocator
 RUNNING, STOP, LENGTH, BLOCKS = range(4)
 FINISH_REASONS = ("running", "stop", "length", "blocks")
 
-PROMPT_MULTIPLE = 64  # prompts are padded to this, so that other lengths rarely mean another program
-HEADROOM = 1.25  # how far a text's keys and values may exceed its prompt's before an int8 cache cuts them off
+PROMPT_MULTIPLE = 64  # prompts are padded to a multiple of this, so that most lengths share a compiled program
+HEADROOM = 1.25  # int8 scales fit keys and values this much larger than the prompts' largest
 
 type Scales = Sequence[tuple[ArrayLike | None, ArrayLike | None]]
 
 
 class Sampling(NamedTuple):
-    """How tokens are picked (sampling.py); only a change from temperature 0 to another, or back, compiles again."""
+    """How tokens are drawn (sampling.py); only a change between temperature 0 and others compiles again."""
 
     temperature: ArrayLike = 0.0
     top_k: ArrayLike = 0
@@ -51,17 +51,17 @@ class Sampling(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Request:
-    """A batch of prompts and what is wanted of them; `make_request` builds it.
+    """A batch of prompts, and how to continue them; `make_request` builds it.
 
     Attributes:
         token_ids: i32 `[num_tokens]`, the prompts one after the other, then padding.
-        prompt_lens: i32 `[num_seqs]`, tokens.
-        max_output_lens: i32 `[num_seqs]`, new tokens at most.
+        prompt_lens: i32 `[num_seqs]`, tokens of each prompt.
+        max_output_lens: i32 `[num_seqs]`, the largest number of new tokens of each sequence.
         stop_token_ids: i32 `[num_stop_tokens]`, tokens that end a sequence.
         sampling: f32, i32 and f32 scalars.
         key: a JAX random key.
-        max_seq_len: tokens of the longest sequence there can be (static).
-        max_new_tokens: tokens the output has room for (static).
+        max_seq_len: upper bound of the sequences' lengths in tokens (static).
+        max_new_tokens: tokens for which the output has room (static).
         is_greedy: whether the temperature is 0, so that the programs draw no random numbers (static).
     """
 
@@ -79,16 +79,16 @@ class Request:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Generation:
-    """Where a batch stands after some steps.
+    """The state of a batch after some steps.
 
     Attributes:
         allocator: which blocks hold which sequence.
-        caches: one `PagedKVCache` a layer.
-        token_ids: i32 `[num_seqs]`, the last token of each sequence, not in the cache yet.
+        caches: one `PagedKVCache` for each layer.
+        token_ids: i32 `[num_seqs]`, the last token of each sequence, which is not in the cache yet.
         output_ids: i32 `[num_seqs, max_new_tokens]`, the new tokens, a stop token included.
-        output_lens: i32 `[num_seqs]`, how many those are.
+        output_lens: i32 `[num_seqs]`, the number of new tokens.
         finish: i32 `[num_seqs]`, index into FINISH_REASONS.
-        step: i32 `[]`, steps behind, prefill included.
+        step: i32 `[]`, the number of steps so far, prefill included.
     """
 
     allocator: allocator.AllocatorState
@@ -101,12 +101,12 @@ class Generation:
 
 
 class Programs(NamedTuple):
-    """A model's jitted functions; each takes `weights` first and is given its caches for good (donated).
+    """A model's jitted functions; each takes `weights` first and has its caches donated.
 
     Attributes:
-        weights: the model's arrays, nested plain dicts of them (step.py).
+        weights: the model's arrays, in nested plain dicts (step.py).
         generate: `(weights, caches, request) -> Generation`; it runs until every sequence has finished.
-        prefill: `(weights, caches, request) -> Generation`; it writes the prompts and picks each first token.
+        prefill: `(weights, caches, request) -> Generation`; it writes the prompts and draws each first token.
         decode: `(weights, generation, request) -> Generation`; it adds one token to each running sequence.
     """
 
@@ -129,11 +129,11 @@ def make_request(
 
     Args:
         prompts: token ids of each prompt, at least one and at most `max_position_embeddings` each.
-        max_new_tokens: tokens to generate at most; fewer where the positions end.
+        max_new_tokens: the largest number of tokens to generate; fewer if the model's positions end before.
         max_position_embeddings: positions the model has.
         stop_token_ids: tokens that end a sequence.
-        sampling: how tokens are picked.
-        seed: of the random draws.
+        sampling: how tokens are drawn.
+        seed: the seed of the draws.
 
     Returns:
         The request, on JAX's default device.
@@ -166,15 +166,15 @@ def make_caches(
     scales: Scales | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[PagedKVCache, ...]:
-    """Makes one empty cache a layer.
+    """Makes an empty cache for each layer.
 
     Args:
         config: the decoder's config.
         num_blocks: blocks in each layer's pool.
         block_size: tokens in a block.
-        dtype: of the caches.
-        scales: k_scale and v_scale of each layer, for a quantised cache; None for none.
-        mesh: whose devices share the model, None for JAX's default device.
+        dtype: the dtype of the caches.
+        scales: k_scale and v_scale of each layer, for a quantised cache; None for no scales.
+        mesh: the devices that share the model, None for JAX's default device.
     """
     sizes = (num_blocks, block_size, config.num_kv_heads, config.head_size)
 
@@ -195,23 +195,21 @@ def measure_scales(
     dtype: DTypeLike,
     mesh: Mesh | None = None,
 ) -> Scales:
-    """Finds the scales at which an int8 cache holds the prompts' keys and values, with some room above them.
+    """Finds scales for an int8 cache from the prompts' keys and values, with room for somewhat larger ones.
 
     Args:
         programs: the model's functions; `prefill` runs once.
         config: the decoder's config.
         request: the prompts.
         block_size: tokens in a block.
-        dtype: of a cache that holds keys and values as they are.
-        mesh: whose devices share the model, None for JAX's default device.
+        dtype: the dtype of a cache that is not quantised.
+        mesh: the devices that share the model, None for JAX's default device.
 
     Returns:
         k_scale and v_scale of each layer, f32 `[num_kv_heads]` each.
     """
     num_blocks = int((-(-np.asarray(request.prompt_lens) // block_size)).sum())
-    caches = make_caches(
-        config, num_blocks, block_size, dtype, mesh=mesh
-    )  # of zeros: what is not written counts for nothing
+    caches = make_caches(config, num_blocks, block_size, dtype, mesh=mesh)  # zeros do not change the largest values
     caches = programs.prefill(programs.weights, caches, request).caches
 
     @jax.jit
@@ -226,8 +224,8 @@ def make_programs(model: Decoder, *, implementation: Implementation | None = Non
     """Builds the jitted functions that run a model; nothing is compiled before they are called.
 
     Args:
-        model: the decoder; its arrays are taken out once, here.
-        implementation: of the paged ops, `None` for the library's choice.
+        model: the decoder. The programs keep its present arrays.
+        implementation: the implementation of the paged ops, `None` for the library's choice.
     """
     weights, step = make_step(model, implementation=implementation)
 
@@ -250,7 +248,7 @@ def make_programs(model: Decoder, *, implementation: Implementation | None = Non
 
 
 def is_running(generation: Generation) -> Bool[Array, ""]:
-    """Tells whether any sequence has not finished; bool `[]`."""
+    """Says whether any sequence has not finished; bool `[]`."""
     return (generation.finish == RUNNING).any()
 
 
@@ -271,7 +269,7 @@ def _prefill(step: Step, weights: Weights, caches, request: Request) -> Generati
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     seq_ids = jnp.searchsorted(query_start_loc[1:], token, side="right").astype(jnp.int32)
     positions = token - query_start_loc[seq_ids]
-    is_token = seq_ids < num_seqs  # the rest is padding
+    is_token = seq_ids < num_seqs  # all other tokens are padding
     slot_mapping = jnp.asarray(allocator.slots(blocks, jnp.where(is_token, seq_ids, -1), positions))
     batch = Batch(
         request.token_ids,
@@ -299,7 +297,7 @@ def _prefill(step: Step, weights: Weights, caches, request: Request) -> Generati
 def _decode(step: Step, weights: Weights, generation: Generation, request: Request) -> Generation:
     running = generation.finish == RUNNING
     blocks, _, ok = allocator.append_tokens(generation.allocator, running.astype(jnp.int32))
-    # Without a block for each, nobody goes on. Rows that do not are still computed, but see and write nothing.
+    # If there are too few blocks, no sequence goes on. Rows that do not go on are computed without reading or writing.
     active = running & ok
     seq_ids = jnp.where(active, jnp.arange(active.shape[0], dtype=jnp.int32), -1)
     seq_lens = jnp.where(active, blocks.seq_lens, 0)
@@ -313,7 +311,7 @@ def _decode(step: Step, weights: Weights, generation: Generation, request: Reque
 
 
 def _add_tokens(generation: Generation, logits: Float32[Array, "num_seqs vocab_size"], request):
-    """Samples a token for each running sequence, and finishes those for which it was the last."""
+    """Draws a token for each running sequence, and finishes the sequences for which it is the last one."""
     running = generation.finish == RUNNING
     if request.is_greedy:
         token_ids = greedy(logits)

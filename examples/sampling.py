@@ -1,7 +1,7 @@
-"""Picks the next token of every sequence from its logits: greedy, temperature, top-k and top-p.
+"""Draws the next token of every sequence from its logits: greedy, temperature, top-k and top-p.
 
-Logits may lie on a mesh of devices, each with a part of the vocabulary (sharding.py): the devices exchange sums and
-candidates, and all logits only for a cut that leaves more tokens than there are candidates.
+The vocabulary may be split over a mesh of devices (sharding.py). The devices then exchange sums and the likeliest
+tokens of each part, the candidates. They exchange all logits only if top-k or top-p keeps more tokens than that.
 """
 
 import jax
@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float32, Int32
 
-_PARTS = 8  # of the vocabulary, from each of which a cut looks at so many tokens
-_CANDIDATES = 128
+_PARTS = 8  # the vocabulary is cut in so many parts
+_CANDIDATES = 128  # the likeliest tokens of each part, from which top-k and top-p choose
 
 
 def greedy(logits: Float32[Array, "num_seqs vocab_size"]) -> Int32[Array, " num_seqs"]:
-    """Takes the likeliest token of each row, the lower token id among equals.
+    """Takes the likeliest token of each row, the one with the lowest id among equals.
 
     Args:
         logits: f32 `[num_seqs, vocab_size]`; -inf forbids a token.
@@ -35,21 +35,20 @@ def sample(
 ) -> Int32[Array, " num_seqs"]:
     """Draws one token for each row of logits.
 
-    `sample` divides the logits by the temperature; then keeps only the `top_k` most likely tokens; then, of their
-    probabilities renormalised, the fewest most likely tokens that together reach `top_p`: a token stays while those
-    more likely than it hold less than `top_p`, so the one that crosses the line stays and at least one always does.
-    Among equal logits the lower token id counts as the more likely one, for the greedy choice as for both cuts.
+    `sample` first divides the logits by the temperature. Then it keeps only the `top_k` most likely tokens. Of these,
+    with their probabilities renormalised, it keeps the smallest set of most likely tokens whose probabilities add up
+    to `top_p`, at least one token. Of two equal logits, the one with the lower token id counts as the more likely.
 
     Args:
         logits: f32 `[num_seqs, vocab_size]`; -inf forbids a token.
-        key: a JAX random key; not used by greedy rows.
+        key: a JAX random key; greedy rows do not use it.
         temperature: f32 scalar or `[num_seqs]`; 0 = greedy.
-        top_k: i32 scalar or `[num_seqs]`; 0 = off, as is anything from vocab_size up.
+        top_k: i32 scalar or `[num_seqs]`; 0 = off, as are vocab_size and larger numbers.
         top_p: f32 scalar or `[num_seqs]`, in (0, 1]; 1 = off.
 
     Returns:
-        i32 `[num_seqs]` token ids. All arguments may be traced. The rows are sorted only if one asks for a cut; where
-        every row is greedy, `greedy` gives the same without drawing numbers.
+        i32 `[num_seqs]` token ids. All arguments may be traced. The rows are sorted only if one of them has a top_k or
+        top_p. If every row is greedy, `greedy` gives the same tokens without drawing random numbers.
     """
     num_seqs = logits.shape[0]
     temperature, top_p = (jnp.broadcast_to(jnp.asarray(x, jnp.float32), (num_seqs,)) for x in (temperature, top_p))
@@ -72,11 +71,12 @@ def _cut(logits: Array, top_k: Array, top_p: Array) -> Array:
 
 
 def cut_candidates(logits: Array, top_k: Array, top_p: Array) -> tuple[Array, Array]:
-    """Cuts by the likeliest tokens of each part of the vocabulary, which are all that leaves a device of a mesh.
+    """Applies top_k and top_p to the likeliest tokens of each part of the vocabulary; devices exchange only these.
 
     Returns:
-        f32 `[num_seqs, vocab_size]`, the logits with -inf for what is left out, and bool `[num_seqs]`, whether it is
-        right: not where a cut leaves all candidates of a part, so that the part may have more tokens that stay.
+        f32 `[num_seqs, vocab_size]`, the logits with -inf for the tokens that are left out, and bool `[num_seqs]`,
+        whether the row is right. It may be wrong if all candidates of a part are kept, since the part may have further
+        tokens that ought to be kept.
     """
     num_seqs, vocab_size = logits.shape
     token = jnp.broadcast_to(jnp.arange(vocab_size, dtype=jnp.int32)[None, :], logits.shape)
@@ -89,7 +89,7 @@ def cut_candidates(logits: Array, top_k: Array, top_p: Array) -> tuple[Array, Ar
     ranked = -ranked
     stays = _stays(ranked, jax.nn.logsumexp(logits, axis=-1, keepdims=True), top_k, top_p)
     is_uncut = (top_k <= 0) & (top_p >= 1)
-    # Tokens stay down to the last one that does: no less likely than it, and before it among equals.
+    # The kept tokens are all those not less likely than the last one kept and, among equals, those with lower ids.
     last = stays.sum(axis=-1, keepdims=True) - 1
     limit, limit_id = (jnp.take_along_axis(x, last, axis=-1) for x in (ranked, ids))
     kept = (logits > limit) | ((logits == limit) & (token <= limit_id)) | is_uncut[:, None]
@@ -97,7 +97,7 @@ def cut_candidates(logits: Array, top_k: Array, top_p: Array) -> tuple[Array, Ar
 
 
 def _cut_all(logits: Array, top_k: Array, top_p: Array) -> Array:
-    """The same by sorting the whole vocabulary."""
+    """Does what `_cut` does, by sorting the whole vocabulary."""
     order = jnp.argsort(logits, axis=-1, stable=True, descending=True)
     ranked = jnp.take_along_axis(logits, order, axis=-1)
     stays = _stays(ranked, jax.nn.logsumexp(logits, axis=-1, keepdims=True), top_k, top_p)
@@ -106,12 +106,12 @@ def _cut_all(logits: Array, top_k: Array, top_p: Array) -> Array:
 
 
 def _stays(ranked: Array, total: Array, top_k: Array, top_p: Array) -> Array:
-    """Which of the likeliest tokens, in falling order, stay; `total` is the logarithm of the sum of all of exp."""
+    """Which of the likeliest tokens, in falling order, are kept; `total` is the log-sum-exp of all logits of a row."""
     rank = jnp.arange(ranked.shape[1], dtype=jnp.int32)[None, :]
     stays = (rank < top_k[:, None]) | (top_k <= 0)[:, None]
-    # With top_k the probabilities are those of the tokens that it leaves.
+    # With top_k the probabilities are renormalised over the tokens that it keeps.
     left = jax.nn.logsumexp(jnp.where(stays, ranked, -jnp.inf), axis=-1, keepdims=True)
     probabilities = jnp.where(stays, jnp.exp(ranked - jnp.where(top_k[:, None] > 0, left, total)), 0.0)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    # Rounding may carry the sum past 1 before the last tokens, so that 1 is not left to the comparison.
+    # Rounding may bring the sum to 1 before the last tokens, so a top_p of 1 does not rely on the comparison.
     return stays & ((before < top_p[:, None]) | (top_p >= 1)[:, None] | (rank == 0))

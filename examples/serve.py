@@ -3,7 +3,7 @@
     python -m examples.serve
     python -m examples.serve --model Qwen/Qwen3-0.6B --port 8000 --max-num-seqs 128
 
-Without --model the tiny model in examples/tiny answers, and what it answers looks like Python's documentation. Then:
+Without --model the tiny model in examples/tiny answers; its text looks like Python's documentation. Then:
 
     curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
         -d '{"model": "tiny", "prompt": "The for statement", "max_tokens": 64, "stream": true}'
@@ -13,16 +13,17 @@ or, with the `openai` package,
     client = openai.OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
     client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "Hello"}])
 
-What there is: /v1/completions, /v1/chat/completions (with the chat template of the model's folder), /v1/models,
-/health, and /metrics for Prometheus. A request shares the cache with all others: blocks go to who needs them, equal
+The server has /v1/completions, /v1/chat/completions (with the chat template of the model's folder), /v1/models,
+/health, and /metrics for Prometheus. All requests share one cache: each holds the blocks that it needs, equal
 beginnings are computed once, and when blocks run out the request that came last waits and continues later.
 
-How much to give it: every running text holds one block for each --block-size tokens of its prompt and its answer, so
-that --num-blocks bounds the tokens of all running texts together; --max-num-seqs bounds the texts that run at once, and
---max-tokens-per-step how much of the waiting prompts joins one step: more of it makes first tokens come sooner, and
-the texts that run already wait longer for their next token.
+Sizes: a running text holds one block for each --block-size tokens of its prompt and its answer, so that --num-blocks
+bounds the tokens of all running texts together. --max-num-seqs bounds the texts that run at the same time.
+--max-tokens-per-step bounds the prompt tokens that one step computes: if it is larger, first tokens come sooner, but
+texts that already run wait longer for their next token.
 
-SIGTERM and Ctrl-C end it once all requests are answered, or --drain-seconds have passed; a second one ends it at once.
+SIGTERM or Ctrl-C ends the server once all requests are answered or --drain-seconds have passed; a second one ends it at
+once.
 """
 
 import argparse
@@ -52,7 +53,7 @@ from examples import loop
 from examples.checkpoint import CheckpointError, find_folder, load_model
 from examples.config import DecoderConfig
 from examples.decoder import Decoder
-from examples.generate import QUANTISED, TINY, GenerateError, default_dtype, use_compilation_cache
+from examples.generate import QUANTISED, TINY, GenerateError, choose_scales, default_dtype, use_compilation_cache
 from examples.server.api import MAX_LOGPROBS
 from examples.server.app import Server, model_name
 from examples.server.chat import load_template
@@ -64,11 +65,11 @@ from paged_jax import BLOCK_SIZES, Implementation, PagedKVCache, engine
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SAMPLE = """The quick brown fox jumps over the lazy dog. In 1969 people first walked on the Moon; a list in Python is
 written [1, 2, 3], and `for x in values: print(x)` prints what is in one."""  # int8 scales fit this text
-MEMORY_SHARE = 0.85  # of the device's memory, weights and cache together; the rest is for a step's intermediates
+MEMORY_SHARE = 0.85  # fraction of the device's memory for weights and cache; a step's intermediates need the rest
 
 
 class ServeError(ValueError):
-    """Something asked for cannot be done; its message is one line, fit to be shown to a user."""
+    """Says why something cannot be done, in one line that can be shown to users."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -150,20 +151,15 @@ def make_caches(
     dtype: str,
     mesh: Mesh | None = None,
 ) -> tuple[PagedKVCache, ...]:
-    """One cache a layer, of as many blocks as asked for, as needed, or as fit.
+    """Makes a cache for each layer, with --num-blocks blocks or else as many as can be used and fit in memory.
 
     Raises:
-        ServeError: nothing fits.
+        ServeError: not a single block fits in memory.
     """
     cache_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
-    scales = None
-    if cache_dtype in QUANTISED:
-        scales = [(options.k_scale or 1.0, options.v_scale or 1.0)] * config.num_layers
-    if cache_dtype == "int8" and None in (options.k_scale, options.v_scale):
-        ids = tokenizer.encode(SAMPLE).ids[: config.max_position_embeddings]
-        request = loop.make_request([ids], max_new_tokens=1, max_position_embeddings=config.max_position_embeddings)
-        measured = loop.measure_scales(loop.make_programs(model), config, request, options.block_size, dtype, mesh)
-        scales = [(options.k_scale or k_scale, options.v_scale or v_scale) for k_scale, v_scale in measured]
+    ids = tokenizer.encode(SAMPLE).ids[: config.max_position_embeddings]
+    sample = loop.make_request([ids], max_new_tokens=1, max_position_embeddings=config.max_position_embeddings)
+    scales = choose_scales(options, config, cache_dtype, loop.make_programs(model), sample, dtype, mesh)
     num_blocks = options.num_blocks
     if num_blocks is None:
         num_blocks = options.max_num_seqs * -(-config.max_position_embeddings // options.block_size)
@@ -172,7 +168,7 @@ def make_caches(
         if (memory := jax.local_devices()[0].memory_stats()) and "bytes_limit" in memory:
             room = MEMORY_SHARE * memory["bytes_limit"] - memory["bytes_in_use"]
             num_blocks = min(num_blocks, int(room // (block_bytes // config.num_parts)))
-        if options.processes > 1:  # all of them need as many
+        if options.processes > 1:  # all processes must have the same number of blocks
             num_blocks = int(np.min(multihost_utils.process_allgather(np.int32(num_blocks))))
         if num_blocks < 1:
             raise ServeError("the weights leave no memory for the cache")
@@ -180,14 +176,17 @@ def make_caches(
 
 
 def make_server(options: argparse.Namespace, until_end: contextlib.ExitStack | None = None) -> Server | None:
-    """Loads the model and compiles its programs; without a result, this process did all of its work for another.
+    """Loads the model and compiles its programs.
 
     Args:
-        options: the command line's.
-        until_end: what is to be closed at the end.
+        options: the options of the command line.
+        until_end: the engine is entered into this stack, which the caller closes at the end.
+
+    Returns:
+        The server; None in a process other than the first, after it has followed the first one to its end.
 
     Raises:
-        ServeError, GenerateError, CheckpointError, MeshError: something asked for cannot be done.
+        ServeError, GenerateError, CheckpointError, MeshError: something cannot be done.
     """
     host, port = options.coordinator.rsplit(":", 1)
     if options.processes > 1:
@@ -203,7 +202,7 @@ def make_server(options: argparse.Namespace, until_end: contextlib.ExitStack | N
     try:
         kind = engine.LeadingEngine if options.processes > 1 and options.process == 0 else engine.Engine
         the_engine = kind(
-            cast(engine.Step, step),  # it takes any batch with the attributes that it reads
+            cast(engine.Step, step),  # the step takes the engine's batches too, which have the attributes that it reads
             weights,
             make_caches(options, model, config, tokenizer, dtype, mesh),
             engine.EngineConfig(
@@ -216,7 +215,7 @@ def make_server(options: argparse.Namespace, until_end: contextlib.ExitStack | N
             tokenizer=tokenizer,
             show_progress=options.process == 0,
         )
-    except (NotImplementedError, ValueError) as error:  # what the library cannot do, in its own words
+    except (NotImplementedError, ValueError) as error:  # the library says what it cannot do
         raise ServeError(str(error)) from error
     others = host, int(port) + 1
     if options.process:
@@ -226,18 +225,18 @@ def make_server(options: argparse.Namespace, until_end: contextlib.ExitStack | N
         the_engine.wait_for_followers(others, options.processes - 1)
         if until_end is not None:
             until_end.enter_context(the_engine)
-    gc.freeze()  # what is there now stays: looking through it for garbage would hold up a step now and then
+    gc.freeze()  # the objects made so far live to the end: searching them for garbage would delay some steps
     worker = Worker(the_engine, options.max_queued)
     name = model_name(options.model)
     return Server(worker, tokenizer, template, name, eos_token_ids, config.vocab_size)
 
 
 class HttpServer(uvicorn.Server):
-    """Uvicorn, which ends with exit code 0 once a signal has made it finish what it does."""
+    """Uvicorn, which after a signal finishes its requests and ends with exit code 0."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Lets SIGINT and SIGTERM end the server, as long as it runs in the main thread."""
+        """Makes SIGINT and SIGTERM end the server, if it runs in the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -250,7 +249,7 @@ class HttpServer(uvicorn.Server):
 
 
 def make_http_server(server: Server, drain_seconds: int) -> HttpServer:
-    """The HTTP server; its `run(sockets=[...])` serves until `should_exit` is set or a signal comes."""
+    """Makes the HTTP server; its `run(sockets=[...])` serves until `should_exit` is set or a signal comes."""
     config = uvicorn.Config(
         server.app(), log_level="warning", access_log=False, timeout_graceful_shutdown=drain_seconds, backlog=2048
     )
@@ -267,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with socket.socket() as listener, contextlib.ExitStack() as until_end:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                listener.bind((options.host, options.port))  # first of all: compiling takes a while
+                listener.bind((options.host, options.port))  # before compiling, which takes a while
             except OSError as error:
                 raise ServeError(f"cannot listen at {options.host}:{options.port}: {error.strerror}") from None
             the_server = make_server(options, until_end)

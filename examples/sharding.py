@@ -1,13 +1,14 @@
-"""How a decoder lies on a mesh of GPUs: a table of its matrices, and the placement that follows from it.
+"""Splits a decoder over a mesh of GPUs: a table of its matrices, and the shardings that follow from it.
 
 Tensor parallelism (https://arxiv.org/abs/1909.08053): the mesh axis "tp" splits the heads, the width of the MLP and the
-vocabulary. XLA finds all else from where the weights and the caches lie: each layer ends its attention and its MLP with
-one all-reduce, the embedding is one more, and only the likeliest token of each part of the vocabulary is exchanged.
+vocabulary. XLA derives everything else from the shardings of the weights and the caches: there is one all-reduce after
+the attention and one after the MLP of each layer, and one for the embedding; and of the logits the devices exchange
+only the likeliest token of each part of the vocabulary.
 
     hidden ─ qkv ─ attend ─ o ─ all-reduce ─ gate_up ─ down ─ all-reduce ─ ... ─ lm_head ─ argmax ─ all-gather
              └── a device's heads ─┘         └ a device's columns ┘        └ its tokens' logits ┘
 
-The mesh axis "dp" is for whole copies of the model: `replicas` makes a mesh of each, and each has its own requests.
+The mesh axis "dp" is for whole copies of the model: `replicas` makes a mesh for each, and each has its own requests.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from examples.config import DecoderConfig
 
-# Which axis of which parameter "tp" splits; what is not here, norms and most biases, is on every device.
+# The axis of each parameter that "tp" splits. Every device has a copy of all other parameters: norms and most biases.
 PARAMETERS = {
     "embed_tokens.embedding": P("tp", None),  # by token: the logits of tied embeddings are split as well
     "attention.qkv_proj.kernel": P(None, "tp"),
@@ -40,7 +41,7 @@ KV_SCALE = P("tp")
 
 
 class MeshError(ValueError):
-    """A mesh that there are no devices for, or that a model cannot be split over; its message is one line."""
+    """Says in one line that there are too few devices for a mesh, or that a model cannot be split over it."""
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -59,7 +60,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def make_mesh(sizes: dict[str, int], devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh with the axes "dp" and "tp", over the first of all devices of all processes.
+    """Makes a mesh with the axes "dp" and "tp" over the first devices of all processes together.
 
     Raises:
         MeshError: there are fewer devices.
@@ -72,14 +73,14 @@ def make_mesh(sizes: dict[str, int], devices: Sequence[Any] | None = None) -> Me
 
 
 def replicas(mesh: Mesh) -> list[Mesh]:
-    """The meshes of the model's copies, one for each place along "dp"."""
+    """Gives the meshes of the model's copies, one for each place along "dp"."""
     return [Mesh(row[None], mesh.axis_names, axis_types=mesh.axis_types) for row in mesh.devices]
 
 
 def split_config(config: DecoderConfig, mesh: Mesh | None) -> DecoderConfig:
-    """The config of a decoder over a mesh: in how many parts, and with how many kv heads.
+    """Gives the config of a decoder that is split over a mesh, which differs in `num_parts` and `num_kv_heads`.
 
-    Where there are more devices than kv heads, devices that share a kv head have a copy of it each.
+    If there are more devices than kv heads, several devices have a copy of the same kv head.
 
     Raises:
         MeshError: heads or columns cannot be dealt out evenly.
@@ -98,11 +99,11 @@ def split_config(config: DecoderConfig, mesh: Mesh | None) -> DecoderConfig:
 
 
 def sharding_of(path: Sequence[Any], shape: tuple[int, ...], mesh: Mesh | None) -> Sharding:
-    """Where a parameter lies.
+    """Gives the sharding of a parameter.
 
     Args:
-        path: of the parameter, such as ("layers", 3, "attention", "qkv_proj", "kernel").
-        shape: of the whole parameter.
+        path: the parameter's path, such as ("layers", 3, "attention", "qkv_proj", "kernel").
+        shape: the shape of the whole parameter.
         mesh: the model's mesh, or None for JAX's default device.
     """
     if mesh is None:
@@ -115,7 +116,7 @@ def sharding_of(path: Sequence[Any], shape: tuple[int, ...], mesh: Mesh | None) 
 
 
 def on_mesh[T](make: Callable[[], tuple[T, ...]], mesh: Mesh | None) -> tuple[T, ...]:
-    """Caches, one a layer, whose pools and scales are made where they belong: no device ever holds a whole pool."""
+    """Makes caches, one for each layer, directly on the devices of a mesh: no device ever holds a whole pool."""
     if mesh is None:
         return make()
 

@@ -1,8 +1,8 @@
 """One step of a decoder as a plain function of arrays: `step(weights, caches, batch) -> (logits, caches)`.
 
-A step takes new tokens of many sequences, whatever each sequence is about: a prompt, a piece of one, or one token of a
-text that grows. This is all that an engine needs to know of a model. The weights are plain dicts of arrays, because
-a call of a jitted function spends milliseconds on the host to take an `nnx.State` of hundreds of arrays apart.
+A step takes new tokens of many sequences. The new tokens of a sequence are a prompt, a chunk of one, or one token that
+was drawn. An engine needs to know no more than this of a model. The weights are plain dicts of arrays, because a call
+of a jitted function with an `nnx.State` of hundreds of arrays takes milliseconds of the host's time.
 
     model ──► make_step ──► weights, step            jax.jit(step, donate_argnums=1)(weights, caches, batch)
 """
@@ -30,22 +30,20 @@ type Caches = tuple[PagedKVCache, ...]
 class Batch:
     """The new tokens of a step; `step` takes any pytree with these attributes.
 
-    Sequences lie one after the other. A row of a batch is a sequence; it may have any number of new tokens, none
-    included.
+    The new tokens of one sequence, any number of them, are a row. The rows follow one another.
 
     Attributes:
         token_ids: i32 `[num_tokens]`; tokens at or past `query_start_loc[-1]` are padding.
         positions: i32 `[num_tokens]`, each token's place in its sequence, from 0; any valid one for padding.
-        slot_mapping: i32 `[num_tokens]`, where each token's key and value go; negative for padding.
-        block_tables: i32 `[num_seqs, max_blocks_per_seq]`, which hold the new tokens' blocks already.
+        slot_mapping: i32 `[num_tokens]`, the slot of each token's key and value; negative for padding.
+        block_tables: i32 `[num_seqs, max_blocks_per_seq]`; they already list the blocks of the new tokens.
         seq_lens: i32 `[num_seqs]`, tokens of each sequence, the new ones included.
-        query_start_loc: i32 `[num_seqs + 1]`, where each sequence's new tokens start.
-        logit_rows: i32 `[num_rows]`, which tokens' logits are wanted, or None for all.
-        is_decode: whether the tokens are exactly one of each sequence, in order, so that `num_tokens` is `num_seqs`
-            and `query_start_loc` is not looked at (static). A sequence with `seq_lens` 0 and a negative slot is
-            padding then.
-        num_prompts: only so many sequences, the first ones, have more than one new token (static), so that the others
-            can go through the op for decode; None if nothing is known.
+        query_start_loc: i32 `[num_seqs + 1]`, where each row starts.
+        logit_rows: i32 `[num_rows]`, the tokens whose logits are wanted, or None for all.
+        is_decode: whether every row is exactly one token, so that `num_tokens` is `num_seqs` and `query_start_loc` is
+            not needed (static). A row of padding then has `seq_lens` 0 and a negative slot.
+        num_prompts: how many rows, counted from the first, may have more than one token (static); the decode op can
+            then take the others. None if that is not known.
     """
 
     token_ids: Int32[Array, " num_tokens"]
@@ -63,21 +61,21 @@ type Step = Callable[[Weights, Caches, Batch], tuple[Float32[Array, "num_rows vo
 
 
 def make_step(model: Decoder, *, implementation: Implementation | None = None) -> tuple[Weights, Step]:
-    """Takes a decoder apart into its weights and the function that runs a step with them.
+    """Separates a decoder into its weights and the function that runs a step with them.
 
     Args:
         model: the decoder.
-        implementation: of the paged ops, None for the library's choice.
+        implementation: the implementation of the paged ops, None for the library's choice.
 
     Returns:
-        The weights, nested dicts of the model's arrays, and `step(weights, caches, batch) -> (logits, caches)`, to be
-        jitted by the caller with its caches donated. Logits are f32 `[num_rows, vocab_size]`, or `[num_tokens,
-        vocab_size]` where the batch names no rows.
+        The weights, nested dicts of the model's arrays, and `step(weights, caches, batch) -> (logits, caches)`. The
+        caller jits the step and donates its caches. Logits are f32 `[num_rows, vocab_size]`, or `[num_tokens,
+        vocab_size]` if the batch has no `logit_rows`.
     """
     graphdef, state = nnx.split(model)
 
     def step(weights: Weights, caches: Caches, batch: Batch):
-        model = nnx.merge(graphdef, weights)  # happens while JAX traces, not when the compiled step runs
+        model = nnx.merge(graphdef, weights)  # only while JAX traces: the compiled step has no trace of it
         tables, lens, slots = batch.block_tables, batch.seq_lens, batch.slot_mapping
         if batch.is_decode:
             attend = decode_attend(tables, lens, slots, implementation=implementation)
@@ -98,12 +96,12 @@ def make_step(model: Decoder, *, implementation: Implementation | None = None) -
 def make_abstract_step(
     config: DecoderConfig, dtype: DTypeLike, *, implementation: Implementation | None = None
 ) -> tuple[Weights, Step]:
-    """Does what `make_step` does for a model whose weights are yet to be made, at random for instance.
+    """Does what `make_step` does for a model that has no weights yet.
 
     Args:
         config: the decoder's config.
-        dtype: of the weights.
-        implementation: of the paged ops, None for the library's choice.
+        dtype: the dtype of the weights.
+        implementation: the implementation of the paged ops, None for the library's choice.
 
     Returns:
         The weights with a `jax.ShapeDtypeStruct` in place of each array, and the step.

@@ -1,4 +1,4 @@
-"""Turns tokens into text as they come, and writes the texts of many prompts to stdout in order."""
+"""Turns tokens into text as they are drawn, and writes the texts of many prompts to stdout in order."""
 
 import json
 import sys
@@ -8,10 +8,10 @@ from tokenizers import Tokenizer
 
 
 class Detokenizer:
-    """Turns the tokens that follow a prompt into text as they come, never half a character.
+    """Turns the tokens that follow a prompt into text as they are drawn, never into half a character.
 
-    What a token spells may depend on its neighbours. So the detokenizer decodes the last few tokens twice, with the new
-    ones and without them; what the former has more is the new text.
+    The text of a token may depend on its neighbours. So the detokenizer decodes the last few tokens without and with
+    the new one: what the second text has beyond the first is new.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]):
@@ -20,7 +20,7 @@ class Detokenizer:
         self.num_read = len(self.ids)
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Returns the text that these tokens complete; bytes of an unfinished character wait for the rest of it."""
+        """Returns the new text of these tokens; bytes of an unfinished character wait for the rest of it."""
         return "".join(self._push(token_id) for token_id in token_ids)
 
     def _push(self, token_id: int) -> str:
@@ -32,7 +32,7 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """Returns what still waits at the end, with replacement characters for bytes that spell nothing."""
+        """Returns the text held back so far, when no tokens follow; broken bytes become replacement characters."""
         text = self._new_text()
         self.num_read = len(self.ids)
         return text
@@ -43,19 +43,19 @@ class Detokenizer:
 
 
 class Writer:
-    """Writes results to stdout in the order of the prompts, each as soon as it is its turn."""
+    """Writes the results of many prompts to stdout, in the order of the prompts and as early as that allows."""
 
     def __init__(self, tokenizer: Tokenizer, prompts: list[str], prompt_ids: list[list[int]], as_json: bool):
         self.as_json = as_json
         self.prompts = prompts
         self.detokenizers = [Detokenizer(tokenizer, ids) for ids in prompt_ids]
         self.texts = ["" for _ in prompts]
-        self.num_read = [0 for _ in prompts]  # tokens that are in the texts
-        self.turn = 0
-        self.num_written = 0  # characters of the prompt whose turn it is, and of its text
+        self.num_read = [0 for _ in prompts]  # how many tokens are in each text
+        self.turn = 0  # the prompt whose text is being written
+        self.num_written = 0  # how many characters of that prompt and its text are written
 
     def update(self, results: list[tuple[list[int], str]]) -> None:
-        """Takes all tokens so far of every prompt, a stop token included, and the finish reason or "running"."""
+        """Takes all tokens so far of every prompt, a stop token included, and its finish reason or "running"."""
         for i, (token_ids, finish_reason) in enumerate(results):
             new_ids = token_ids[self.num_read[i] : -1 if finish_reason == "stop" else None]
             self.num_read[i] = len(token_ids)
@@ -67,7 +67,7 @@ class Writer:
         sys.stdout.flush()
 
     def _write(self, i: int, token_ids: list[int], finish_reason: str) -> bool:
-        """Writes what is new of prompt i, and tells whether that was its end."""
+        """Writes the new text of prompt i, and says whether the text is finished."""
         is_end = finish_reason != "running"
         if not self.as_json:
             text = ("\n" if i > 0 else "") + self.prompts[i] + self.texts[i] + ("\n" if is_end else "")

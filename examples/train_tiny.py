@@ -2,10 +2,10 @@
 
     python -m examples.train_tiny --out examples/tiny
 
-The text is `pydoc_data.topics` (what `help("topics")` shows, half a megabyte), one document a topic, and one
-topic in twenty is held out. A model soon knows so little text by heart. Therefore training drops weights at random,
-keeps a moving average of them, and saves that average, in bfloat16, as it was when it did best on the held-out topics.
-Training takes a minute or two on one data-center GPU, and needs the extra `train`.
+The text is `pydoc_data.topics` (what `help("topics")` shows, half a megabyte). Each topic is a document, and one topic
+in twenty is held out. A model soon memorises so little text. Therefore training drops weights at random and keeps a
+moving average of the weights; it saves the average that did best on the held-out topics, in bfloat16. Training takes a
+minute or two on one data-center GPU, and needs the extra `train`.
 """
 
 import argparse
@@ -35,13 +35,13 @@ from examples.config import load_config
 from examples.decoder import Decoder
 
 END_OF_TEXT = 256  # the one token that is not a byte; it ends every topic
-CONTEXT = 512
+CONTEXT = 512  # tokens
 PEAK_LEARNING_RATE = 2e-3
-WARMUP = 0.03  # share of the run
+WARMUP = 0.03  # fraction of the run
 WEIGHT_DECAY = 0.1
-AVERAGE_DECAY = 0.995
+AVERAGE_DECAY = 0.995  # of the moving average, in each step
 STEPS_PER_CALL = 10
-EVAL_EVERY = 250
+EVAL_EVERY = 250  # steps
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -74,8 +74,8 @@ class TrainState(NamedTuple):
 
 
 def byte_tokenizer() -> Tokenizer:
-    """A tokenizer whose token ids are the bytes of the text's UTF-8, and 256 for the end of a text."""
-    # ByteLevel spells every byte as a visible character: these as themselves, the rest from 256 up.
+    """Makes a tokenizer whose token ids are the bytes of the text's UTF-8, and 256 for the end of a text."""
+    # ByteLevel writes every byte as a visible character: these as themselves, all others as characters from 256 on.
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = itertools.count(256)
     vocab = {chr(byte if byte in visible else next(others)): byte for byte in range(256)}
@@ -88,7 +88,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def load_tokens() -> tuple[np.ndarray, np.ndarray]:
-    """The training and the held-out topics as token ids, i32, every topic ended by END_OF_TEXT."""
+    """Gives the training and the held-out topics as token ids, i32, with END_OF_TEXT after every topic."""
     documents = [np.array([*text.strip("\n").encode(), END_OF_TEXT], np.int32) for _, text in sorted(topics.items())]
     held_out = [document for i, document in enumerate(documents) if i % 20 == 7]
     train = [document for i, document in enumerate(documents) if i % 20 != 7]
@@ -96,7 +96,7 @@ def load_tokens() -> tuple[np.ndarray, np.ndarray]:
 
 
 def make_loss(config):
-    """Builds `loss(params, crops i32 [num_crops, CONTEXT + 1])`, in nats a byte, computed in bfloat16."""
+    """Builds `loss(params, crops i32 [num_crops, CONTEXT + 1])`, in nats per byte, computed in bfloat16."""
     graphdef, compute = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
     attend = causal_attend()
     positions = np.arange(CONTEXT, dtype=np.int32)
@@ -115,7 +115,7 @@ def make_loss(config):
 
 
 def drop_weights(params, key: Array, share: float):
-    """Zeroes that share of the entries of every matrix, at random, and scales up the rest."""
+    """Zeroes a random fraction, `share`, of the entries of every matrix, and scales up the other entries."""
     leaves, structure = jax.tree.flatten(params)
     for i, leaf in enumerate(leaves):
         if leaf.ndim > 1:
@@ -139,7 +139,7 @@ def make_run(loss, params, weight_drop: float, batch_size: int):
         value, grads = jax.value_and_grad(lambda p: loss(drop_weights(p, drop_key, weight_drop), crops))(state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = jax.tree.map(lambda p, update: p - rate * update, state.params, updates)
-        # A young average follows closely, so that it soon forgets the random weights it started from.
+        # The average decays faster in the first steps, so that it soon forgets the random weights it started from.
         count = state.step.astype(jnp.float32)
         decay = jnp.minimum(AVERAGE_DECAY, (1 + count) / (10 + count))
         average = jax.tree.map(lambda a, p: decay * a + (1 - decay) * p, state.average, params)
@@ -159,7 +159,7 @@ def make_run(loss, params, weight_drop: float, batch_size: int):
 
 
 def learning_rate(progress: float) -> float:
-    """Linear warm-up, then a cosine down to a twentieth of the peak; progress runs from 0 to 1."""
+    """The learning rate: a linear warm-up, then a cosine down to a twentieth of the peak; progress goes from 0 to 1."""
     if progress < WARMUP:
         return PEAK_LEARNING_RATE * max(0.1, progress / WARMUP)
     cosine = 0.5 * (1 + math.cos(math.pi * (progress - WARMUP) / (1 - WARMUP)))
@@ -194,7 +194,7 @@ def train(config, options: argparse.Namespace) -> tuple[Any, float]:
         rate = jnp.float32(learning_rate(progress))
         state, value = run(state, tokens, jax.random.fold_in(key, step), rate, jnp.int32(num_steps))
         bits, step, now = float(value) / math.log(2), step + num_steps, time.monotonic()
-        # Whichever limit is nearer sets the pace, so that the learning rate always comes down before the end.
+        # Progress follows the limit that is nearer, so that the learning rate always comes down before the end.
         by_time = (now - compiled) / max(options.max_seconds - (compiled - started), 1)
         progress = max(step / options.steps, by_time)
         if step % EVAL_EVERY == 0 or progress >= 1:

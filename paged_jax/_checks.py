@@ -1,4 +1,4 @@
-"""Checks of one argument each, at trace time; `_validate` puts an op's together.
+"""Functions that check one argument each, at trace time; `_validate` combines them for each op.
 
 Every message names the argument, says what was expected and shows what came:
 ``query must have shape [num_seqs, num_heads, head_size], got (3, 4)``.
@@ -16,14 +16,14 @@ from paged_jax.shapes import QUERY_DTYPES
 
 
 def flag(name: str, value: Any) -> bool:
-    """A static bool."""
+    """Checks that `value` is a static bool."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be a static bool, got {type(value).__name__}")
     return bool(value)
 
 
 def typed(name: str, x: Any, dtypes: Sequence[str]) -> Array:
-    """`x` as a JAX array, if it is an array and its dtype one of `dtypes`."""
+    """Checks that `x` is an array of one of these dtypes, and gives it as a JAX array."""
     if not isinstance(x, jax.Array | np.ndarray | np.generic):
         raise TypeError(f"{name} must be an array, got {type(x).__name__}")
     if x.dtype.name not in dtypes:
@@ -32,7 +32,7 @@ def typed(name: str, x: Any, dtypes: Sequence[str]) -> Array:
 
 
 def array(name: str, x: Any, dims: str, dtypes: Sequence[str]) -> Array:
-    """`typed`, if its rank is that of `dims` ("num_seqs, head_size") too."""
+    """Does what `typed` does, and checks that `x` has as many axes as `dims` ("num_seqs, head_size") names."""
     rank = len([d for d in dims.split(", ") if d])
     if isinstance(x, jax.Array | np.ndarray | np.generic) and np.ndim(x) != rank:
         raise ValueError(f"{name} must have shape [{dims}], got {np.shape(x)}")
@@ -40,13 +40,13 @@ def array(name: str, x: Any, dims: str, dtypes: Sequence[str]) -> Array:
 
 
 def shape(name: str, x: Array, expected: tuple[int, ...], dims: str) -> None:
-    """Raises ValueError unless the shape is `expected`, whose words are `dims`."""
+    """Checks that the shape is `expected`; `dims` are the words for its axes."""
     if x.shape != expected:
         raise ValueError(f"{name} must have shape [{dims}] = {expected}, got {x.shape}")
 
 
 def tokens(name: str, x: Any, rows: str) -> Array:
-    """Queries, keys or values: ``[rows, heads, head_size]``."""
+    """Checks queries, keys or values: ``[rows, heads, head_size]``."""
     heads = "num_heads" if name == "query" else "num_kv_heads"
     x = array(name, x, f"{rows}, {heads}, head_size", QUERY_DTYPES)
     if not (0 < x.shape[2] <= 256 and x.shape[2] % 8 == 0):
@@ -55,12 +55,12 @@ def tokens(name: str, x: Any, rows: str) -> Array:
 
 
 def indices(name: str, x: Any, dims: str) -> Array:
-    """An int32 array."""
+    """Checks that `x` is an int32 array."""
     return array(name, x, dims, ("int32",))
 
 
 def floating(name: str, x: Any, expected: tuple[int, ...] | None = None) -> Array:
-    """A number or an array of floats as f32."""
+    """Checks that `x` is a number or an array of floats, and gives it as f32."""
     is_float = isinstance(x, jax.Array | np.ndarray | np.generic) and jnp.issubdtype(x.dtype, jnp.floating)
     if not is_number(x) and not is_float:
         raise TypeError(f"{name} must be a number or an array of floats, got {getattr(x, 'dtype', type(x).__name__)}")
@@ -68,13 +68,13 @@ def floating(name: str, x: Any, expected: tuple[int, ...] | None = None) -> Arra
         raise ValueError(f"{name} must have shape {expected}, got {np.shape(x)}")
     if isinstance(x, jax.Array):
         return jnp.asarray(x, jnp.float32)
-    # Numbers come from the host by the caller's wish: explicitly, which jax.transfer_guard("disallow") lets pass.
-    with np.errstate(over="ignore"):  # what is too large for f32 is infinite
+    # An explicit transfer, which jax.transfer_guard("disallow") permits: it was the caller who passed a number.
+    with np.errstate(over="ignore"):  # numbers too large for f32 become infinite
         return jax.device_put(np.asarray(x, np.float32))
 
 
 def static_int(name: str, value: int, least: int = 1) -> None:
-    """Raises unless `value` is a Python or NumPy integer, at least `least` and below 2**31."""
+    """Checks that `value` is a Python or NumPy integer, at least `least` and below 2**31."""
     if not _is_int(value):
         raise TypeError(f"{name} must be a static int, got {type(value).__name__}")
     if value < least:
@@ -88,5 +88,5 @@ def _is_int(x: object) -> bool:
 
 
 def is_number(x: object) -> bool:
-    """Whether `x` is a number of Python's or NumPy's; a bool is none."""
+    """Whether `x` is a number of Python or NumPy; a bool does not count as one."""
     return isinstance(x, int | float | np.integer | np.floating) and not isinstance(x, bool)

@@ -1,17 +1,17 @@
-"""Which implementation runs an op, and what holds for every op whichever it is: vmap, gradients, platforms.
+"""Chooses the implementation that runs an op, and does what all implementations share: vmap, gradients, platforms.
 
-An implementation is a package `paged_jax.kernels.<name>` with one function per op it has, named like the op.
-It raises `Unsupported`, with every reason, for what it cannot do; any other error is a mistake and reaches the user.
-Functions take the fields of the op's operands (`paged_jax._operands`), then static keywords, and return:
+An implementation is a package `paged_jax.kernels.<name>` with one function for each op that it has, named like the op.
+A function raises `Unsupported`, with every reason, if it cannot do a call; any other error is a mistake and reaches the
+user. It takes the fields of the op's operands (`paged_jax._operands`), then static keywords, and returns:
 
 - paged_attention_v1, paged_attention, ragged_paged_attention, prefix_attention: ``(out, lse)``
 - paged_attention_v2: ``(out, lse, exp_sums, max_logits, tmp_out)``
 - write_and_attend: ``(out, lse, key_cache, value_cache)``
 - write_to_paged_cache, swap_blocks: ``(key_cache, value_cache)``
-- copy_blocks: the same, where both are tuples with an item a layer, as they are taken
+- copy_blocks: ``(key_caches, value_caches)``, two tuples with one cache for each layer
 
-A package for GPUs may also have ``leads(op, operands) -> bool``: whether it is to be tried before the others, as the
-fastest where it can take the call.
+A package for GPUs may also have ``leads(op, operands) -> bool``, which says whether the package is the fastest for a
+call and should be tried first.
 """
 
 import functools
@@ -22,8 +22,7 @@ from typing import Any, Literal, get_args
 
 import jax
 
-from paged_jax import _partition, _selection
-from paged_jax._operands import Decode
+from paged_jax import _partition, _selection, _vmap
 from paged_jax._selection import Selection
 from paged_jax.kernels.problem import Unsupported
 
@@ -36,24 +35,24 @@ Implementation = Literal[  # a line for each
 
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 _ON_CUDA = tuple(name for name in IMPLEMENTATIONS if name != "xla")
-# Those that serve every NVIDIA GPU go before the others that do not lead. The others are not tried where there is no
-# GPU to ask for its generation.
+# These run on every NVIDIA GPU. They are tried before the others, unless one of the others leads. If no GPU is present
+# whose generation JAX could tell, only these are tried.
 _FOR_EVERY_GPU = ("triton",)
 
 
 def call(op: str, operands: Any, *, implementation: str | None, **static: Any) -> Any:
-    """Runs `op` on its operands (a pytree of arrays; None for what is absent) with hashable `static` keywords."""
+    """Runs `op` on its operands (a pytree of arrays, with None for absent ones) with hashable `static` keywords."""
     if implementation is not None and not (isinstance(implementation, str) and implementation in IMPLEMENTATIONS):
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS} or None, got {implementation!r}")
     if (question := _selection.question()) is not None:
         question.answer = _answer(op, operands, static, implementation, question.platform)
-        implementation = "xla"  # for the shapes of the results
+        implementation = "xla"  # nothing is computed now: any implementation gives the shapes of the results
     return _bind(op, implementation, tuple(sorted(static.items())))(operands)
 
 
 @functools.cache
 def _bind(op: str, implementation: str | None, static: tuple[tuple[str, Any], ...]) -> Callable:
-    """The op as a function of its arrays alone: batched by our rule, refused under differentiation."""
+    """Makes the op a function of its operands alone, with a vmap rule, and with an error if it is differentiated."""
 
     @jax.jit
     def run(operands):
@@ -63,14 +62,8 @@ def _bind(op: str, implementation: str | None, static: tuple[tuple[str, Any], ..
     batched = jax.custom_batching.custom_vmap(run)
 
     @batched.def_vmap
-    def as_one_call_or_in_turn(axis_size, in_batched, operands):
-        (in_batched,) = in_batched
-        if isinstance(operands, Decode) and _folds(in_batched, operands):
-            num_seqs = operands.query.shape[1 if in_batched.query else 0]
-            results = batched(_folded(axis_size, in_batched, operands))
-            results = jax.tree.map(lambda x: x.reshape(axis_size, num_seqs, *x.shape[1:]), results)
-        else:
-            results = _one_by_one(batched, in_batched, operands)
+    def vmap_rule(axis_size, in_batched, operands):
+        results = _vmap.batch_of_calls(batched, axis_size, in_batched[0], operands)
         return results, jax.tree.map(lambda _: True, results)
 
     @jax.custom_jvp
@@ -85,7 +78,7 @@ def _bind(op: str, implementation: str | None, static: tuple[tuple[str, Any], ..
 
 
 def _on_platform(op: str, implementation: str | None, operands: Any, static: dict[str, Any]) -> Any:
-    """Chooses at lowering time; every branch is traced, so none of them may need a device."""
+    """Runs the op. JAX traces all branches, which must not need a device, and picks one when it lowers the call."""
 
     def run(name, operands):
         return _load(name, op)(*operands, **static)
@@ -95,7 +88,7 @@ def _on_platform(op: str, implementation: str | None, operands: Any, static: dic
     if implementation is not None:
         return jax.lax.platform_dependent(operands, cuda=functools.partial(run, implementation))
 
-    through_xla = jax.jit(functools.partial(run, "xla"))  # so that both branches share one trace
+    through_xla = jax.jit(functools.partial(run, "xla"))  # as a jitted function it is traced once for both branches
 
     def first_that_can(operands):
         selection, results = _try(op, operands, static)
@@ -105,7 +98,7 @@ def _on_platform(op: str, implementation: str | None, operands: Any, static: dic
 
 
 def _try(op: str, operands: Any, static: dict[str, Any]) -> tuple[Selection, Any]:
-    """The first implementation for CUDA that can, and its results; XLA and None if there is none."""
+    """The first implementation for CUDA that can run the op, and its results; XLA and None if none can."""
     reasons = {}
     for name in _on_cuda(op, operands):
         try:
@@ -116,7 +109,7 @@ def _try(op: str, operands: Any, static: dict[str, Any]) -> tuple[Selection, Any
 
 
 def _answer(op: str, operands: Any, static: dict[str, Any], implementation: str | None, platform: str) -> Selection:
-    """What `which_implementation` is told."""
+    """The answer for `which_implementation`."""
     if implementation is not None:
         _load(implementation, op)(*operands, **static)
         return Selection(op, implementation, {})
@@ -148,47 +141,3 @@ def _load(implementation: str, op: str) -> Callable:
     if kernel is None:
         raise Unsupported(implementation, [f"has no {op}"])
     return kernel
-
-
-def _folds(in_batched: Decode, operands: Decode) -> bool:
-    """Whether a batch of decode calls can be one call with more sequences."""
-    if any(jax.tree.leaves(in_batched.options)) or in_batched.key_cache != in_batched.value_cache:
-        return False
-    if _partition.types_split_rows(in_batched, operands):
-        return False
-    scales = operands.options.k_scale, operands.options.v_scale
-    return not (in_batched.key_cache and any(scale is not None and scale.ndim == 3 for scale in scales))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _folded(axis_size: int, in_batched: Decode, operands: Decode) -> Decode:
-    """A batch of decode calls as one call. Batched pools become one whose block ids are shifted: a reshape, no copy."""
-
-    def flat(x, is_batched):
-        x = x if is_batched else jax.numpy.broadcast_to(x[None], (axis_size, *x.shape))
-        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
-
-    query = flat(operands.query, in_batched.query)
-    tables = flat(operands.block_tables, in_batched.block_tables)
-    key_cache, value_cache = operands.key_cache, operands.value_cache
-    if in_batched.key_cache:
-        num_blocks, num_seqs = key_cache.shape[1], query.shape[0] // max(axis_size, 1)
-        rows = jax.lax.broadcasted_iota(tables.dtype, tables.shape, 0)
-        tables = tables + rows // max(num_seqs, 1) * num_blocks
-        key_cache, value_cache = flat(key_cache, True), flat(value_cache, True)
-    seq_lens = flat(operands.seq_lens, in_batched.seq_lens)
-    return Decode(query, key_cache, value_cache, tables, seq_lens, operands.options)
-
-
-def _one_by_one(fun: Callable, in_batched: Any, operands: Any) -> Any:
-    """`fun` once for each element of the batch, in turn."""
-    leaves, tree = jax.tree.flatten(operands)
-    flags = jax.tree.leaves(in_batched)
-    batched = [x for x, flag in zip(leaves, flags, strict=True) if flag]
-
-    def one(element):
-        element = iter(element)
-        merged = [next(element) if flag else x for x, flag in zip(leaves, flags, strict=True)]
-        return fun(jax.tree.unflatten(tree, merged))
-
-    return jax.lax.map(one, batched)

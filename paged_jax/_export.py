@@ -1,4 +1,4 @@
-"""Lets `jax.export` serialise functions that take or return this library's pytrees: importing this registers them."""
+"""Registers this library's pytrees, so that `jax.export` can serialise functions that take or return them."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from paged_jax.options import AttentionOptions, BlockSparse, PerHead
 
 
 def _to_bytes(static: tuple) -> bytes:
-    """A pytree's static fields: numbers, strings and `BlockSparse`s."""
+    """Writes a pytree's static fields as JSON: numbers, strings and `BlockSparse`s."""
     return json.dumps([dataclasses.asdict(x) if isinstance(x, BlockSparse) else x for x in static]).encode()
 
 

@@ -1,7 +1,8 @@
-"""What each op hands to its implementations: its arrays by name and in the op's order, then its options or scales.
+"""The operands of each op: its arrays by name and in the op's order, then its options or scales.
 
-`_validate` makes these, `_dispatch` passes them on: an implementation's function is called with their fields. They are
-pytrees, so whatever is true of an op's operands (which are batched, how they are sharded) has the same names.
+`_validate` makes them, and `_dispatch` calls an implementation's function with their fields. They are pytrees, so that
+facts about operands (which of them are batched, how they are sharded) can be held in the same types, under the same
+names.
 """
 
 from typing import NamedTuple

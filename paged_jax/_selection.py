@@ -1,4 +1,4 @@
-"""What is said about which implementation runs a call: `which_implementation` on request, a warning where it is XLA."""
+"""Tells users which implementation runs a call: `which_implementation` if they ask, a warning if it is XLA on a GPU."""
 
 import contextlib
 import contextvars
@@ -18,12 +18,12 @@ _logger = logging.getLogger("paged_jax")
 
 @dataclass(frozen=True)
 class Selection:
-    """Which implementation a call gets, and what kept those that were tried before it from it.
+    """The implementation that runs a call, and why those that were tried before it do not.
 
     Attributes:
       op: the op's name.
-      name: of the implementation that runs.
-      reasons: what stands in the way of each one that was tried before, in that order; phrases by implementation.
+      name: the name of the implementation that runs.
+      reasons: for each implementation that was tried before, in order, the reasons why it cannot take the call.
     """
 
     op: str
@@ -36,19 +36,20 @@ class Selection:
 
 
 def which_implementation(op: Callable, *args: Any, platform: Platform | None = None, **options: Any) -> Selection:
-    """Names the implementation that a call gets, and says why not the ones before it; nothing is computed.
+    """Says which implementation would run a call, and why the preferred ones would not; nothing is computed.
 
     Args:
       op: a public function of this package, such as `paged_attention`, or a method of `PagedKVCache`.
-      *args, **options: what `op` would be called with; `jax.ShapeDtypeStruct`s may stand in for arrays.
-      platform: "cuda" or "cpu", what the call would be lowered for; None takes where its arrays are, or JAX's default.
-        Where JAX sees no GPU, "cuda" answers for an export: the implementation that serves every NVIDIA GPU.
+      *args, **options: the arguments of the call; `jax.ShapeDtypeStruct`s may stand in for arrays.
+      platform: "cuda" or "cpu", the platform for which the call would be lowered. None takes the platform of its arrays
+        or, if none is concrete, JAX's default. If JAX sees no GPU, the answer for "cuda" is the one for an exported
+        program, which may use only the implementation that serves every NVIDIA GPU.
 
     Returns:
-      The selection: its `name`, `reasons` for each implementation that cannot take the call, and a readable `str`.
+      The selection: its `name`, the `reasons` of each implementation that cannot take the call, and a readable `str`.
 
     Raises:
-      ValueError, TypeError: what `op` itself raises, or `op` is none of ours.
+      ValueError, TypeError: the call itself raises it, or `op` is not a function of this package.
       NotImplementedError: the implementation that was asked for by name lacks an option.
 
     Example:
@@ -79,7 +80,7 @@ def which_implementation(op: Callable, *args: Any, platform: Platform | None = N
 
 @dataclass
 class _Question:
-    """`platform` is what is asked for; the op that is called meanwhile leaves its answer."""
+    """What `which_implementation` asks for a platform; `_dispatch` puts the answer here when the op is called."""
 
     platform: Platform
     answer: Selection | None = None
@@ -98,7 +99,7 @@ def _asking(question: _Question) -> Iterator[None]:
 
 
 def question() -> _Question | None:
-    """What `which_implementation` waits for; None in every other call."""
+    """The question that `which_implementation` is asking, or None in every ordinary call."""
     return _question.get()
 
 
@@ -108,14 +109,14 @@ def _platform(leaves: list) -> Platform:
     return "cuda" if "gpu" in platforms else "cpu"
 
 
-# The warning. All branches of a call are traced on every platform, so what is only true on CUDA can be said no earlier
-# than when the CUDA branch is lowered: by an operation that does nothing else.
+# The warning. JAX traces all branches of a call on every platform, and lowers only the branch of the platform at hand.
+# So an operation that does nothing else logs the warning when the CUDA branch is lowered.
 
 _said: set[tuple[str, str]] = set()
 
 
 def warn(operands: Any, selection: Selection) -> Any:
-    """Returns `operands`; where they are lowered for CUDA, the logger says that XLA runs the call, once a reason."""
+    """Returns `operands`; when they are lowered for CUDA, logs that XLA runs the call, once for each reason."""
     (first, *rest), tree = jax.tree.flatten(operands)
     first = _warn_p.bind(first, op=selection.op, reasons=tuple(selection.reasons.items()))
     return jax.tree.unflatten(tree, [first, *rest])

@@ -1,4 +1,4 @@
-"""Trace-time checks of what callers pass: one function an op family, which gives that family's operands.
+"""Checks the arguments of the ops at trace time: one function for each kind of operands, which makes them.
 
 Every message names the argument, says what was expected and shows what came:
 ``query must have shape [num_seqs, num_heads, head_size], got (3, 4)``.
@@ -132,7 +132,7 @@ def write_operands(
 
 
 def copy_operands(key_cache: Any, value_cache: Any, block_mapping: Any) -> Copy:
-    """Checks the pools of several layers, or of one; all must have as many blocks."""
+    """Checks the pools of several layers, or of one; all pools must have the same number of blocks."""
     several = isinstance(key_cache, tuple | list)
     if isinstance(value_cache, tuple | list) != several:
         raise TypeError("key_cache and value_cache must both be arrays, or both be sequences of arrays")
@@ -193,7 +193,7 @@ class _Caches(NamedTuple):
 
 
 def _caches(key_cache: Any, value_cache: Any, num_kv_heads: int | None, head_size: int, layout: Layout) -> _Caches:
-    """Checks a layer's two caches against the other operands' sizes; `num_kv_heads` None takes what the caches have."""
+    """Checks a layer's two caches against the sizes of the other operands, except `num_kv_heads` if it is None."""
     if not isinstance(layout, str) or layout not in _LAYOUTS:
         raise ValueError(f"layout must be one of {_LAYOUTS}, got {layout!r}")
     key_dims, value_dims = {
@@ -257,7 +257,7 @@ def _new_tokens(key: Any, value: Any, num_tokens: int, head_size: int, dtype: An
 
 
 def _pools(*named: tuple[str, Any]) -> tuple[Array, Array]:
-    """Checks caches whose layout does not matter: a key pool and a value pool with as many blocks."""
+    """Checks a key pool and a value pool, each with its name, of any layout; both must have as many blocks."""
     for name, x in named:
         if np.ndim(x) not in ((4, 5) if "key" in name else (4,)):
             axes = "4 or 5 axes" if "key" in name else "4 axes"
@@ -277,7 +277,10 @@ def _pairs(block_mapping: Any) -> Array:
 def _attention_options(
     query: Array, pool: _Caches, block_tables: Array, given: Options, *, causal: bool = True, new_tokens: int = 0
 ) -> AttentionOptions:
-    """Checks the options that attention ops share; `new_tokens` of a sequence need no place in the tables."""
+    """Checks the options that attention ops share.
+
+    A sequence may be longer than its row of the block tables by `new_tokens`, which are not read from the cache.
+    """
     if unknown := given.keys() - Options.__annotations__.keys():
         raise TypeError(
             f"unexpected keyword argument {min(unknown)!r}; options are {', '.join(Options.__annotations__)}"
@@ -297,7 +300,7 @@ def _attention_options(
     if (max_seq_len := options["max_seq_len"]) is not None:
         _checks.static_int("max_seq_len", max_seq_len, least=0)
     scale = head_size**-0.5 if options["scale"] is None else options["scale"]
-    capacity = block_tables.shape[1] * pool.block_size + new_tokens  # tokens that a sequence can have
+    capacity = block_tables.shape[1] * pool.block_size + new_tokens  # the most tokens that a sequence can have
     return AttentionOptions(
         scale=_checks.floating("scale", scale, ()),
         per_head=PerHead(*(_per_head(name, options[name], num_heads) for name in PerHead._fields)),

@@ -1,4 +1,4 @@
-"""One layer's paged KV cache, and methods that call the ops with all that it holds."""
+"""One layer's paged KV cache, with methods that call the ops on it."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from paged_jax.shapes import (
 
 
 class Contract(TypedDict):
-    """What every op has to be told about a cache, besides its pools."""
+    """The keywords about a cache that every op takes, besides its pools."""
 
     k_scale: Any
     v_scale: Any
@@ -51,13 +51,13 @@ class PagedKVCache:
           [num_blocks, num_kv_heads, head_size, block_size].
       k_scale, v_scale: f32 [], [num_kv_heads] or [num_blocks, num_kv_heads, block_size], the dequantisation factors,
         or None.
-      layout: as above (static).
+      layout: one of the three above (static).
 
-    The methods call the op they name with these pools, layout and scales, and take its other arguments; those that
-    write return a new cache.
+    Each method names the op that it calls with these pools, layout and scales, and takes the other arguments of that
+    op. Methods that write return a new cache.
 
     Example:
-      Twenty tokens go to blocks 5 and 2; then a token is decoded.
+      Twenty tokens are written to blocks 5 and 2, and a query attends to them.
 
       >>> import jax.numpy as jnp
       >>> from paged_jax import PagedKVCache
@@ -99,13 +99,13 @@ class PagedKVCache:
           head_size: elements of a head, a multiple of 8 up to 256; for "vllm" also of x = 16 // itemsize.
           dtype: the dtype of both pools: float16, bfloat16, float32, float8_e4m3fn, float8_e5m2 or int8.
           layout: "hnd", "nhd" or "vllm".
-          k_scale, v_scale: [], [num_kv_heads] or [num_blocks, num_kv_heads, block_size], kept as float32, or None.
+          k_scale, v_scale: [], [num_kv_heads] or [num_blocks, num_kv_heads, block_size], stored as float32, or None.
 
         Returns:
           The cache, on JAX's default device.
 
         Raises:
-          ValueError: a size, dtype, layout or scale that is not among those above, or more slots than int32 counts.
+          ValueError: a size, dtype, layout or scale is not among those above, or int32 cannot count the slots.
         """
         check_sizes(num_blocks, block_size, num_kv_heads, head_size)
         key_shape, value_shape = cache_shapes(num_blocks, block_size, num_kv_heads, head_size, dtype, layout)
@@ -149,14 +149,14 @@ class PagedKVCache:
         return (self.key_cache.size + self.value_cache.size) * self.dtype.itemsize
 
     def partition_spec(self, axis_name: str) -> Self:
-        """Gives the pytree of `PartitionSpec`s that splits the kv heads over a mesh axis.
+        """Makes the `PartitionSpec`s that split this cache's kv heads over a mesh axis.
 
         Args:
-          axis_name: mesh axis; its size must divide num_kv_heads.
+          axis_name: the mesh axis; its size must divide num_kv_heads.
 
         Returns:
-          A `PagedKVCache` of the same structure whose leaves are `PartitionSpec`s: a scale for the whole cache is
-          replicated, every other array is split on its axis of kv heads.
+          A `PagedKVCache` of the same structure whose leaves are `PartitionSpec`s. A scale for the whole cache is
+          replicated; every other array is split along its axis of kv heads.
         """
         pool = PartitionSpec(*[None] * head_axis(self.layout), axis_name)
         # A scale is [], [num_kv_heads] or [num_blocks, num_kv_heads, block_size].
@@ -172,10 +172,10 @@ class PagedKVCache:
         *,
         implementation: Implementation | None = None,
     ) -> Self:
-        """Puts new tokens into their slots: `write_to_paged_cache`.
+        """Writes new tokens to their slots: `write_to_paged_cache`.
 
         Returns:
-          The cache with them.
+          The cache that holds the new tokens.
         """
         pools = cache_ops.write_to_paged_cache(
             key, value, *self._pools, slot_mapping, **self._contract, implementation=implementation
@@ -242,7 +242,7 @@ class PagedKVCache:
         implementation: Implementation | None = None,
         **options: Unpack[QueryOptions],
     ) -> tuple[Query, Self] | tuple[Query, Lse, Self]:
-        """Decode attention that writes its new tokens on the way: `write_and_attend`.
+        """Writes one new token for each sequence and computes decode attention: `write_and_attend`.
 
         Returns:
           ``(out, cache)``, or with return_lse ``(out, lse, cache)``.
@@ -330,10 +330,10 @@ class PagedKVCache:
         return (out, lse) if return_lse else out
 
     def copy_blocks(self, block_mapping: BlockMapping, *, implementation: Implementation | None = None) -> Self:
-        """Copies whole blocks within this cache, scales for each slot too: `copy_blocks`.
+        """Copies whole blocks within this cache, with their scales if each slot has its own: `copy_blocks`.
 
         Returns:
-          The cache after that.
+          The cache with the copies.
         """
         keys, values = zip(self._pools, *self._slot_scales, strict=True)
         keys, values = cache_ops.copy_blocks(keys, values, block_mapping, implementation=implementation)
@@ -342,16 +342,16 @@ class PagedKVCache:
     def swap_blocks_to(
         self, other: Self, block_mapping: BlockMapping, *, implementation: Implementation | None = None
     ) -> Self:
-        """Copies whole blocks of this cache into another, scales for each slot too: `swap_blocks`.
+        """Copies whole blocks to another cache, with their scales if each slot has its own: `swap_blocks`.
 
         Args:
-          other: a cache of this one's layout and kinds of scales; those for the whole cache or for a head, which
-            blocks do not carry along, are taken to be the same in both.
-          block_mapping: i32 [num_pairs, 2], (block here, block in `other`); negative pairs are skipped.
+          other: the cache to write, which must have this one's layout and shapes of scales. Scales for the whole cache
+            or for a head are not copied; they must be equal in both caches, which is not checked.
+          block_mapping: i32 [num_pairs, 2], (block of this cache, block of `other`); negative pairs are skipped.
           implementation: see `paged_jax.ops`.
 
         Returns:
-          `other` with these blocks.
+          `other` with the copied blocks.
 
         Raises:
           ValueError, TypeError: the caches do not match, or a shape or dtype is wrong.
@@ -371,25 +371,26 @@ class PagedKVCache:
 
     @property
     def _contract(self) -> Contract:
-        """What every op has to be told about this cache."""
+        """The keywords about this cache that every op takes."""
         return {"k_scale": self.k_scale, "v_scale": self.v_scale, "layout": self.layout}
 
     @property
     def _kind(self) -> tuple:
-        """What two caches must share for blocks to mean the same in both."""
+        """The layout and the ranks of the scales, which two caches must share if blocks are to move between them."""
         return self.layout, *(None if scale is None else np.ndim(scale) for scale in (self.k_scale, self.v_scale))
 
     @property
     def _slot_scales(self) -> list[tuple[Array, Array]]:
-        """Scales for each slot as a layer's pools, [num_blocks, num_kv_heads, block_size, 1]: they go where blocks go.
+        """The scales that have a value for each slot, as pools [num_blocks, num_kv_heads, block_size, 1] of one layer.
 
-        A layer has two pools: where only one scale is for each slot, it is both.
+        In this form the ops that move blocks can move the scales too. Those ops take two pools for a layer: if only one
+        of k_scale and v_scale has a value for each slot, it stands for both pools. The list is empty if neither has.
         """
         scales = [s[..., None] for s in (self.k_scale, self.v_scale) if s is not None and np.ndim(s) == 3]
         return [(scales[0], scales[-1])] if scales else []
 
     def _with(self, pools: Sequence[Array], slot_scales: tuple[Array, Array] | None = None) -> Self:
-        """This cache with other pools and, where it has any, other scales for each slot."""
+        """This cache with new pools and, if they are given, new scales for each slot (see `_slot_scales`)."""
         key_cache, value_cache = pools
         changes = {"key_cache": key_cache, "value_cache": value_cache}
         if slot_scales is not None:

@@ -1,6 +1,6 @@
-"""The public cache ops: what they take and return. Checks, then dispatch; no arithmetic.
+"""The public cache ops. Each one checks its arguments and passes them to an implementation.
 
-`implementation`, and what holds for every op, is told in `paged_jax.ops`.
+`paged_jax.ops` explains `implementation` and says what holds for every op.
 """
 
 from collections.abc import Sequence
@@ -33,11 +33,11 @@ def write_to_paged_cache(
 
     Args:
       key, value: [num_tokens, num_kv_heads, head_size], float16, bfloat16 or float32.
-      key_cache, value_cache: one layer's pool of blocks in `layout`. A narrower dtype than key's quantises: divide
-        by the scale, round to nearest even, saturate.
-      slot_mapping: i32 [num_tokens], ``block * block_size + offset``; negative slots, and those past the pool, are
-        skipped. Where several tokens have one slot, each element there is an unspecified one's.
-      layout: of both caches.
+      key_cache, value_cache: one layer's pools of blocks in `layout`. If their dtype is narrower than key's, the op
+        quantises: it divides by the scale, rounds to nearest even and saturates.
+      slot_mapping: i32 [num_tokens], ``block * block_size + offset``. Tokens with a negative slot, or one past the
+        pool, are skipped. If several tokens have the same slot, each element there comes from an unspecified one.
+      layout: the layout of both caches.
       k_scale, v_scale: f32 scalar, [num_kv_heads] or [num_blocks, num_kv_heads, block_size], or None for 1; only
         for a narrower cache. An int8 cache needs both.
       implementation: see `paged_jax.ops`.
@@ -50,10 +50,10 @@ def write_to_paged_cache(
       NotImplementedError: `implementation` lacks an option.
 
     Aliasing: donate both caches to update them in place; otherwise both are copied first. vmap: one call after the
-    other. Sharding: over kv heads. Source: vLLM's reshape_and_cache.
+    other. Sharding: kv heads may be split. Source: vLLM's reshape_and_cache.
 
     Example:
-      Two tokens, the second of them padding; the first goes to block 5, offset 3.
+      The first of two tokens goes to block 5, offset 3; the second token is padding.
 
       >>> import jax.numpy as jnp
       >>> from paged_jax import PagedKVCache, write_to_paged_cache
@@ -74,29 +74,29 @@ def copy_blocks[Pools: Cache | Sequence[Cache]](
     *,
     implementation: Implementation | None = None,
 ) -> tuple[Pools, Pools]:
-    """Copies whole blocks within a paged cache, of one layer or of many, as after a fork.
+    """Copies whole blocks within the paged caches of one layer or of many, for example after a fork.
 
     Args:
-      key_cache, value_cache: one layer's pool of blocks, any layout; or a tuple or list of such pools, one a layer and
-        all with as many blocks.
-      block_mapping: i32 [num_pairs, 2], (source, destination) block ids, the same for all layers; pairs with a
-        negative id, or one past the pool, are skipped. All sources are read before any destination is written. Of
-        several sources for one destination an unspecified one stays.
+      key_cache, value_cache: one layer's pools of blocks in any layout; or two tuples or lists of such pools, with one
+        pool for each layer. All pools must have the same number of blocks.
+      block_mapping: i32 [num_pairs, 2], (source, destination) block ids, the same for all layers. Pairs with a
+        negative id, or one past the pool, are skipped. All sources are read before any destination is written. If a
+        destination has several sources, an unspecified one of them is copied.
       implementation: see `paged_jax.ops`.
 
     Returns:
-      ``(key_cache, value_cache)``, pools or sequences of pools as they came.
+      ``(key_cache, value_cache)``: pools, or tuples or lists of pools, as the arguments were.
 
     Raises:
       ValueError, TypeError: a shape or dtype is wrong.
       NotImplementedError: `implementation` lacks an option.
 
-    Aliasing: donate the caches to update them in place; otherwise they are copied first. Scratch memory for num_pairs
-    blocks of both caches is needed. vmap: one call after the other. Sharding: over kv heads.
+    Aliasing: donate the caches to update them in place; otherwise they are copied first. The op needs scratch memory
+    for num_pairs blocks of both caches. vmap: one call after the other. Sharding: kv heads may be split.
     Source: vLLM's copy_blocks.
 
     Example:
-      Block 5 to block 2; the second pair is padding.
+      Block 5 is copied to block 2; the second pair is padding.
 
       >>> import jax.numpy as jnp
       >>> from paged_jax import PagedKVCache, copy_blocks
@@ -124,12 +124,13 @@ def swap_blocks(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[Cache, Cache]:
-    """Copies whole blocks from one paged cache into another, as when a sequence is swapped out or in.
+    """Copies whole blocks from one paged cache into another, for example to swap a sequence out or in.
 
     Args:
       src_key_cache, src_value_cache: the pools to read.
-      dst_key_cache, dst_value_cache: the pools to write, of the sources' dtype and block shape; any number of blocks.
-      block_mapping: i32 [num_pairs, 2], (source, destination) block ids, as for `copy_blocks`.
+      dst_key_cache, dst_value_cache: the pools to write, of the sources' dtype and block shape. They may have another
+        number of blocks.
+      block_mapping: i32 [num_pairs, 2], (source, destination) block ids, see `copy_blocks`.
       implementation: see `paged_jax.ops`.
 
     Returns:
@@ -137,16 +138,16 @@ def swap_blocks(
 
     Raises:
       ValueError, TypeError: a shape or dtype is wrong.
-      NotImplementedError: `implementation` lacks what is asked for.
+      NotImplementedError: `implementation` cannot do the call.
 
-    The pools may be in different memories, device and pinned host, either way round. The GPU kernel moves the blocks
-    alone, XLA a whole pool that is on the host.
+    The sources and the destinations may each be in device memory or in pinned host memory. The GPU kernel moves the
+    named blocks only; XLA moves the whole of a pool that is on the host.
 
     Aliasing: donate the destination caches to update them in place; otherwise they are copied first. vmap: one call
-    after the other. Sharding: over kv heads. Source: vLLM's swap_blocks.
+    after the other. Sharding: kv heads may be split. Source: vLLM's swap_blocks.
 
     Example:
-      Block 5 of one cache to block 2 of another.
+      Block 5 of one cache is copied to block 2 of another.
 
       >>> import jax.numpy as jnp
       >>> from paged_jax import PagedKVCache, swap_blocks

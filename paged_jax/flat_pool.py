@@ -1,4 +1,4 @@
-"""vLLM's flat pool of one layer, [2, num_blocks, ...]: its shape, and the two caches in it."""
+"""vLLM's flat pool, one array [2, num_blocks, ...] for both caches of a layer: its shape, and how it is split."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head
       (2, num_blocks, block_size * num_kv_heads * head_size).
 
     Raises:
-      ValueError: a size that is not among those above, or more slots than int32 counts.
+      ValueError: a size is not among those above, or int32 cannot count the slots.
 
     Example:
       >>> from paged_jax import get_kv_cache_shape
@@ -31,7 +31,7 @@ def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head
 
 
 def split_kv_cache(kv_cache: Any, num_kv_heads: int, head_size: int, layout: Layout = "hnd") -> tuple[Any, Any]:
-    """Sees a flat pool as the two caches of a layout; each is a reshape of one half, nothing is moved.
+    """Splits a flat pool into the two caches of a layout; each is a reshape of one half, and nothing is moved.
 
     Args:
       kv_cache: [2, num_blocks, block_size * num_kv_heads * head_size], a JAX or NumPy array.
@@ -43,7 +43,7 @@ def split_kv_cache(kv_cache: Any, num_kv_heads: int, head_size: int, layout: Lay
       (key_cache, value_cache) in the shapes of `PagedKVCache`: views of a NumPy array, reshapes of a JAX one.
 
     Raises:
-      ValueError: a shape that no block size explains, or a size, dtype or layout that is not supported.
+      ValueError: no block size gives this shape, or a size, dtype or layout is not supported.
 
     Example:
       >>> import jax.numpy as jnp

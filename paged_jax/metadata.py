@@ -1,4 +1,4 @@
-"""What one step's batch looks like to attention: where each row's tokens are, built and checked on the host.
+"""The metadata of one step's batch, which says where each row's tokens are; it is built and checked on the host.
 
 |---------- step N-1 ----------|
 |---------------------- step N ------------------------|
@@ -21,10 +21,10 @@ from jax.typing import ArrayLike
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AttentionMetadata:
-    """One step's batch, its prefill rows first and its decode rows after them, as in vLLM's class of this name.
+    """One step's batch, first its prefill rows and then its decode rows, as in vLLM's class of this name.
 
-    The static fields are part of what a step compiles for; `build_metadata` can round the bounds among them up so
-    that steps agree. Tokens at or past `query_start_loc[-1]` are padding.
+    A jitted step compiles again if a static field changes; `build_metadata` can round them up, so that steps share one
+    compilation. Tokens at or past `query_start_loc[-1]` are padding.
 
     Attributes:
       slot_mapping: i32 [num_tokens], slot of each new token's key and value, -1 for padding.
@@ -33,12 +33,12 @@ class AttentionMetadata:
       seq_start_loc: i32 [num_seqs + 1], exclusive prefix sum of `seq_lens`.
       context_lens: i32 [num_seqs], tokens cached before this step.
       block_tables: i32 [num_seqs, max_blocks_per_seq], -1 for none.
-      num_prefills: prefill rows.
-      num_prefill_tokens: new tokens of the prefill rows (with their padding, if it was asked for).
-      num_decode_tokens: new tokens of the decode rows (with their padding, if it was asked for).
-      max_query_len: bound of the query lengths of the prefill rows; 1 when there are none.
-      max_prefill_seq_len: bound of `seq_lens` over the prefill rows; 0 when there are none.
-      max_decode_seq_len: bound of `seq_lens` over the decode rows; 0 when there are none.
+      num_prefills: number of prefill rows (static, as are all fields below).
+      num_prefill_tokens: new tokens of the prefill rows, with padding if `build_metadata` was asked for more.
+      num_decode_tokens: new tokens of the decode rows, with padding if `build_metadata` was asked for more.
+      max_query_len: upper bound of the query lengths of the prefill rows; 1 if there are none.
+      max_prefill_seq_len: upper bound of `seq_lens` over the prefill rows; 0 if there are none.
+      max_decode_seq_len: upper bound of `seq_lens` over the decode rows; 0 if there are none.
     """
 
     # Any: a transformation may put other leaves than arrays here (specs, shapes, axes).
@@ -72,34 +72,34 @@ def build_metadata(
 ) -> AttentionMetadata:
     """Builds one step's metadata on the host.
 
-    Rows come as they are, prefill rows first: the caller's tokens lie in the same order. A decode row has one new
-    token, or none (a row of padding); a prefill row has any number, so speculative tails belong to the prefills.
+    The rows keep their order, in which the caller's tokens lie too: prefill rows come first. A decode row has one new
+    token, or none if it is padding. A prefill row has any number, so a row that verifies speculative tokens is one.
 
-    The keyword arguments after `num_prefills` default to the exact values of the batch. Given, they round up, so that
-    steps of varying lengths share one compilation: the token counts pad `slot_mapping` with -1, the bounds are
-    recorded as given, and the tables are widened with -1. Only the last tokens can be padded, so a batch that has
-    decode tokens takes no other `num_prefill_tokens` than its own.
+    The keywords after `num_prefills` default to the batch's own values. Larger ones let steps of varying lengths share
+    one compilation: the token counts pad `slot_mapping` with -1, `max_blocks_per_seq` widens the tables with -1, and
+    the other bounds are recorded as given. Padding can only follow the last token, so that `num_prefill_tokens` cannot
+    be raised if the batch has decode tokens.
 
     Args:
       block_tables: i32 [num_seqs, max_blocks_per_seq], or a list of ids for each row.
       seq_lens: i32 [num_seqs], tokens of each sequence, this step's included.
       query_lens: i32 [num_seqs], new tokens of each sequence.
       block_size: tokens in a block.
-      num_prefills: prefill rows; by default the leading rows of more than one new token.
-      num_prefill_tokens, num_decode_tokens: new tokens of either part.
-      max_query_len, max_prefill_seq_len, max_decode_seq_len: bounds, see `AttentionMetadata`.
+      num_prefills: number of prefill rows; by default the leading rows of more than one new token.
+      num_prefill_tokens, num_decode_tokens, max_query_len, max_prefill_seq_len, max_decode_seq_len: see
+        `AttentionMetadata`.
       max_blocks_per_seq: columns of the block tables.
 
     Returns:
-      The metadata, its leaves NumPy arrays.
+      The metadata, whose leaves are NumPy arrays.
 
     Raises:
-      ValueError: shapes that disagree, rows out of order, lengths that do not fit, a new token without a block, or a
-        bound below the batch's own value.
-      TypeError: tables or lengths that are not integers, or that are traced.
+      ValueError: shapes disagree, rows are out of order, lengths do not fit, a new token has no block, or a bound is
+        below the batch's own value.
+      TypeError: tables or lengths are not integers, or are traced.
 
     Example:
-      A chunk of 3 tokens that end a prompt of 5, and a decode row whose new token is its ninth.
+      The batch is a chunk of the last 3 tokens of a prompt of 5, and a decode row whose new token is its ninth.
 
       >>> from paged_jax import build_metadata
       >>> step = build_metadata([[7, 6], [5, 2]], seq_lens=[5, 9], query_lens=[3, 1], block_size=8)
@@ -109,31 +109,20 @@ def build_metadata(
     seq_lens, query_lens = _int32("seq_lens", seq_lens).copy(), _int32("query_lens", query_lens)
     tables = _pad_tables(block_tables, max_blocks_per_seq)
     num_prefills = _check_rows(tables, seq_lens, query_lens, block_size, num_prefills)
-    prefill, decode = slice(num_prefills), slice(num_prefills, None)
-    decode_tokens = int(query_lens[decode].sum())
-    num_prefill_tokens = _bound("num_prefill_tokens", num_prefill_tokens, query_lens[prefill].sum())
-    if decode_tokens and num_prefill_tokens > query_lens[prefill].sum():
-        raise ValueError(
-            f"num_prefill_tokens {num_prefill_tokens} pads the prefill tokens, but decode tokens follow them"
-        )
-    num_decode_tokens = _bound("num_decode_tokens", num_decode_tokens, decode_tokens)
+    given = num_prefill_tokens, num_decode_tokens, max_query_len, max_prefill_seq_len, max_decode_seq_len
+    bounds = _bounds(seq_lens, query_lens, num_prefills, given)
     context_lens = seq_lens - query_lens
     slot_mapping = _slots(tables, context_lens, query_lens, block_size)
-    padding = num_prefill_tokens + num_decode_tokens - len(slot_mapping)
+    padding = bounds["num_prefill_tokens"] + bounds["num_decode_tokens"] - len(slot_mapping)
     return AttentionMetadata(
-        slot_mapping=np.concatenate([slot_mapping, np.full(padding, -1, np.int32)]),
+        slot_mapping=np.pad(slot_mapping, (0, padding), constant_values=-1),
         seq_lens=seq_lens,
         query_start_loc=_start_loc(query_lens),
         seq_start_loc=_start_loc(seq_lens),
         context_lens=context_lens,
         block_tables=tables,
         num_prefills=num_prefills,
-        num_prefill_tokens=num_prefill_tokens,
-        num_decode_tokens=num_decode_tokens,
-        # A decode row has at most one token: this is the prefill rows' maximum.
-        max_query_len=_bound("max_query_len", max_query_len, query_lens.max(initial=1)),
-        max_prefill_seq_len=_bound("max_prefill_seq_len", max_prefill_seq_len, seq_lens[prefill].max(initial=0)),
-        max_decode_seq_len=_bound("max_decode_seq_len", max_decode_seq_len, seq_lens[decode].max(initial=0)),
+        **bounds,
     )
 
 
@@ -146,9 +135,9 @@ def check_metadata(
     query_start_loc: ArrayLike | None = None,
     slot_mapping: ArrayLike | None = None,
 ) -> None:
-    """Checks the values that attention and cache writes rely on and never check; on the host, on demand.
+    """Checks on the host the values that attention and cache writes rely on without checking them.
 
-    Table entries past a row's last block are not looked at: they are never read.
+    Table entries past a row's last block are not checked, because no op reads them.
 
     Args:
       block_tables: i32 [num_seqs, max_blocks_per_seq].
@@ -159,10 +148,10 @@ def check_metadata(
       slot_mapping: i32 [num_tokens], or None not to check it. Negative slots are padding.
 
     Raises:
-      ValueError: naming the first bad row (or token) and its value: a negative length, one past the table, a block id
-        out of range, query starts that do not begin at 0, fall, exceed the row's length or the tokens, or a slot that
-        is out of range or written twice.
-      TypeError: tables, lengths, starts or slots that are not integers, or that are traced.
+      ValueError: a length is negative or does not fit in the table; a block id is out of range; query starts do not
+        begin at 0, fall, or do not fit the row's length or the number of tokens; a slot is out of range or is written
+        twice. The message names the first bad row or token and its value.
+      TypeError: tables, lengths, starts or slots are not integers, or are traced.
 
     Example:
       >>> from paged_jax import check_metadata
@@ -275,7 +264,7 @@ def _check_lens(seq_lens: np.ndarray, max_blocks_per_seq: int, block_size: int) 
 
 
 def _integers(name: str, x: Any) -> np.ndarray:
-    """`x` on the host, if it holds integers, of whatever width."""
+    """Checks that `x` holds integers, of any width, and is not traced; gives it as a NumPy array."""
     elements = x if isinstance(x, list | tuple) else (x,)
     if any(isinstance(element, Tracer) for element in elements):
         raise TypeError(
@@ -285,11 +274,11 @@ def _integers(name: str, x: Any) -> np.ndarray:
     x = np.asarray(x)
     if x.size and x.dtype.kind not in "iu":
         raise TypeError(f"{name} must hold integers, got {x.dtype}")
-    return x if x.size else x.astype(np.int32)  # [] has NumPy's float64
+    return x if x.size else x.astype(np.int32)  # NumPy makes [] a float64 array
 
 
 def _int32(name: str, x: Any) -> np.ndarray:
-    """`x` as int32, if it holds integers that fit."""
+    """Checks that `x` holds integers that fit in int32, and gives it as int32."""
     x = _integers(name, x)
     _raise_first(
         (x < -(2**31)).ravel() | (x >= 2**31).ravel(), lambda i: f"{name} must fit in int32, got {x.ravel()[i]}"
@@ -300,6 +289,25 @@ def _int32(name: str, x: Any) -> np.ndarray:
 def _raise_first(bad: np.ndarray, message: Any) -> None:
     if bad.any():
         raise ValueError(message(int(bad.argmax())))
+
+
+def _bounds(seq_lens: np.ndarray, query_lens: np.ndarray, num_prefills: int, given: tuple) -> dict[str, int]:
+    """The static fields after `num_prefills`, by name: the `given` ones (in order) or, for None, the batch's own."""
+    prefill, decode = slice(num_prefills), slice(num_prefills, None)
+    own = {
+        "num_prefill_tokens": query_lens[prefill].sum(),
+        "num_decode_tokens": query_lens[decode].sum(),
+        # A decode row has at most one token, so that this is the maximum over the prefill rows.
+        "max_query_len": query_lens.max(initial=1),
+        "max_prefill_seq_len": seq_lens[prefill].max(initial=0),
+        "max_decode_seq_len": seq_lens[decode].max(initial=0),
+    }
+    bounds = {name: _bound(name, wanted, own[name]) for name, wanted in zip(own, given, strict=True)}
+    if own["num_decode_tokens"] and bounds["num_prefill_tokens"] > own["num_prefill_tokens"]:
+        raise ValueError(
+            f"num_prefill_tokens {bounds['num_prefill_tokens']} pads the prefill tokens, but decode tokens follow them"
+        )
+    return bounds
 
 
 def _bound(name: str, given: int | None, exact: int) -> int:

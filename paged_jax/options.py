@@ -1,4 +1,4 @@
-"""What an attention call can be asked for: small frozen dataclasses that every implementation takes."""
+"""The options of attention calls: the keywords that the ops take, and the validated form that implementations take."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypedDict
@@ -17,7 +17,7 @@ def head_axis(layout: Layout) -> int:
 
 
 def block_axis(layout: Layout) -> int:
-    """Which axis of the value cache holds a block's tokens."""
+    """Which axis of the value cache holds the tokens of a block."""
     return {"hnd": 2, "nhd": 1, "vllm": 3}[layout]
 
 
@@ -25,20 +25,20 @@ def block_axis(layout: Layout) -> int:
 class BlockSparse:
     """vLLM's block-sparse attention: local blocks plus every `vert_stride`-th block, shifted per head.
 
-    Sparse block ``kb`` of a sequence whose query lies in sparse block ``qb`` is attended iff
-    ``(kb + offset) % vert_stride == 0 or kb > qb - local_blocks``, with ``offset`` equal to
-    ``(tp_rank * num_heads + head) * head_sliding_step + 1`` when `head_sliding_step` >= 0 and
-    ``(tp_rank * num_kv_heads + kv_head) * -head_sliding_step + 1`` otherwise. Off when `vert_stride` <= 1.
+    A query in sparse block ``qb`` attends to sparse block ``kb`` of its sequence if and only if
+    ``(kb + offset) % vert_stride == 0 or kb > qb - local_blocks``. The ``offset`` is
+    ``(tp_rank * num_heads + head) * head_sliding_step + 1`` if `head_sliding_step` >= 0, and otherwise
+    ``(tp_rank * num_kv_heads + kv_head) * -head_sliding_step + 1``. A `vert_stride` <= 1 turns the option off.
 
     Attributes:
-      local_blocks: sparse blocks next to the query that are always attended.
-      vert_stride: distance between the attended remote blocks, in sparse blocks.
+      local_blocks: how many sparse blocks, up to the query's own, are always attended to.
+      vert_stride: distance between the earlier blocks that are attended to, in sparse blocks.
       block_size: tokens in a sparse block, a multiple of the cache's block size.
       head_sliding_step: shift of the pattern from head to head (negative: from kv head to kv head).
-      tp_rank: rank of this shard when the heads are split over devices.
+      tp_rank: rank of this shard if the heads are split over devices.
 
     Example:
-      Each query sees the 128 tokens next to it and, of those before, 64 of every 512.
+      Each query sees the last two blocks of 64 tokens, its own included, and one in eight of those before.
 
       >>> from paged_jax import BlockSparse
       >>> BlockSparse(local_blocks=2, vert_stride=8)
@@ -53,17 +53,17 @@ class BlockSparse:
 
 
 class QueryOptions(TypedDict, total=False):
-    """The keywords of every attention op that are no matter of the cache's; None (the default) = off.
+    """The keywords of every attention op that do not describe the cache; None (the default) turns each one off.
 
     Attributes:
       scale: f32 scalar, factor of the logits; default ``head_size ** -0.5``. May be traced.
       alibi_slopes: f32 [num_heads]; adds ``slope * (key position - query position)`` to the logits.
-      sliding_window: tokens; a query at position i sees tokens t > i - sliding_window.
+      sliding_window: in tokens; a query at position i sees the positions t > i - sliding_window.
       logits_soft_cap: logits become ``cap * tanh(logit / cap)``, before ALiBi is added.
       sinks: f32 [num_heads]; a learned logit per head that joins the softmax's denominator and has no value.
-      block_sparse: see `BlockSparse`; GPU kernels do not read the blocks that are not attended.
-      max_seq_len: static bound of `seq_lens`, in tokens; default and maximum max_blocks_per_seq * block_size (for
-        `prefix_attention` plus the new tokens). Tokens past it are not attended to.
+      block_sparse: see `BlockSparse`; GPU kernels do not read the blocks that are not attended to.
+      max_seq_len: static upper bound of `seq_lens`, in tokens. The default, and the largest bound, is
+        max_blocks_per_seq * block_size (for `prefix_attention` plus num_tokens). No query attends to tokens past it.
     """
 
     scale: Float[Array, ""] | float | None
@@ -76,12 +76,12 @@ class QueryOptions(TypedDict, total=False):
 
 
 class Options(QueryOptions, total=False):
-    """OPTIONS: the keywords every attention op takes, those of `QueryOptions` too; None (the default) = off.
+    """The keywords that every attention op takes: those of `QueryOptions`, and these about the cache.
 
     Attributes:
       k_scale, v_scale: f32 scalar, [num_kv_heads] or [num_blocks, num_kv_heads, block_size]; the caches'
         dequantisation factors, None for 1; int8 caches need both. May be traced.
-      layout: of both caches, default "hnd"; `PagedKVCache` gives the shapes.
+      layout: the layout of both caches, default "hnd"; `PagedKVCache` gives the shapes.
     """
 
     k_scale: Float[Array, "..."] | float | None
@@ -92,12 +92,12 @@ class Options(QueryOptions, total=False):
 class PerHead(NamedTuple):
     """The options that have a value for each query head, in the order in which kernels take them.
 
-    A new one is declared here and in `QueryOptions`; its check, its place in `kernels.problem.Problem` and among the
-    kernels' arrays follow from that.
+    Declare a new one here and in `QueryOptions`: its check, its fact in `kernels.problem.Problem` and its place among
+    the kernels' arrays follow from these two.
 
     Attributes:
-      alibi_slopes, sinks: in `AttentionOptions` the f32 [num_heads] arrays, or None; in `kernels.problem.Problem`
-        whether there are any; on the device what refers to them.
+      alibi_slopes, sinks: in `AttentionOptions`, f32 [num_heads] arrays or None; in `kernels.problem.Problem`, whether
+        the call has such an array; in device code, references to the arrays.
     """
 
     alibi_slopes: Any = None
@@ -105,29 +105,29 @@ class PerHead(NamedTuple):
 
     @property
     def in_sums(self) -> "PerHead":
-        """Those that join the sum of a head's softmax and leave its logits as they are; None for the others."""
+        """The options that join the sum of a head's softmax and do not change its logits; the others are None here."""
         return PerHead(sinks=self.sinks)
 
     @property
     def in_logits(self) -> "PerHead":
-        """Those that change a head's logits; None for the others."""
+        """The options that change a head's logits; the others are None here."""
         return self._replace(sinks=None)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AttentionOptions:
-    """The validated options of one attention call; arrays are leaves, everything else is static.
+    """The validated options of one attention call, a pytree: arrays are its leaves, everything else is static.
 
     Attributes:
       scale: f32 [], factor of the logits.
-      per_head: those that are f32 [num_heads].
+      per_head: the options that are f32 [num_heads].
       k_scale, v_scale: f32 [], [num_kv_heads] or [num_blocks, num_kv_heads, block_size], or None.
-      layout: of both caches.
-      max_seq_len: static bound of `seq_lens`, in tokens.
+      layout: the layout of both caches.
+      max_seq_len: upper bound of `seq_lens`, in tokens.
       sliding_window: in tokens, or None.
       logits_soft_cap: cap of ``cap * tanh(logit / cap)``, or None.
-      block_sparse: or None; never given with `vert_stride` <= 1.
+      block_sparse: the pattern, whose `vert_stride` is above 1, or None.
       causal: whether a query sees only the tokens up to its own position; if not, it sees all of its sequence's.
     """
 

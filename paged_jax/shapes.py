@@ -1,4 +1,4 @@
-"""What the ops' arrays look like: a jaxtyping word for each, and the sizes, dtypes and layouts that caches have."""
+"""The shapes and dtypes of the ops' arrays: a jaxtyping type for each, and the sizes and layouts of caches."""
 
 from typing import get_args
 
@@ -10,7 +10,7 @@ from jaxtyping import Float, Float32, Int32, Num
 from paged_jax.options import Layout
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Tokens that a block may have."""
+"""How many tokens a block may have."""
 
 CACHE_DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
 QUERY_DTYPES = ("float16", "bfloat16", "float32")
@@ -38,7 +38,7 @@ TmpOut = Float32[Array, "num_seqs num_heads max_num_partitions head_size"]
 def cache_shapes(
     num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: DTypeLike, layout: Layout
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of the key cache and of the value cache."""
+    """Gives the shapes of the key cache and of the value cache; raises ValueError for a wrong dtype or layout."""
     dtype = jnp.dtype(dtype)
     if dtype.name not in CACHE_DTYPES:
         raise ValueError(f"the cache's dtype must be one of {', '.join(CACHE_DTYPES)}, got {dtype}")

@@ -1,8 +1,8 @@
-"""The named cases that the attention operations are tested on, and real models' shapes.
+"""The named cases on which the attention operations are tested, and the shapes of real models.
 
-Each case costs a compile, so they are a covering set: every value of every option, every dtype, block size, head size
-and group size, every scale shape and every pair (layout, cache dtype) occur, and options occur both alone and in
-combination. `test_decode.py` runs all of them, `test_ragged.py` those with `query_lens`.
+Each case costs a compile, so the cases are a covering set: every value of every option, every dtype, block size, head
+size and group size, every scale shape and every pair (layout, cache dtype) occurs, and options occur both alone and in
+combination. `test_decode.py` runs all cases, `test_ragged.py` those with `query_lens`.
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ CACHE_DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"
 
 
 class Sparse(NamedTuple):
-    """The fields of the library's BlockSparse, so that the oracle needs nothing of the library."""
+    """The fields of the library's BlockSparse; the oracle must not import the library's own."""
 
     local_blocks: int
     vert_stride: int
@@ -26,10 +26,10 @@ class Sparse(NamedTuple):
 class Case:
     """Dimensions and options of one call of an attention operation.
 
-    `query_lens` (None: no ragged test) goes row by row with `seq_lens`. `k_scale` and `v_scale` name a shape:
-    "scalar", "head" or "slot". `scale` may be "traced": passed as a jit argument. `logits` names the special
-    contents that `inputs.py` knows: "random", "huge", "equal", "near-overflow" (of the values).
-    `spare_columns` widens the block table. An int8 cache has scales in any case: "scalar" ones where none are named.
+    `query_lens` has one entry for each of `seq_lens`; with None there is no ragged test. `k_scale` and `v_scale` name
+    a shape: "scalar", "head" or "slot". `scale` may be "traced": passed as a jit argument. `logits` names one of the
+    contents that `inputs.py` makes: "random", "huge", "equal", "near-overflow" (of the values). `spare_columns` widens
+    the block table. An int8 cache always has scales: "scalar" ones if none are named.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Case:
 
 
 def _pairs():
-    """Every pair (layout, cache dtype), each with dimensions and options of its own."""
+    """Cases of every pair (layout, cache dtype), each with its own dimensions and options."""
     both = {"k_scale": "head", "v_scale": "head"}
     slot = {"k_scale": "slot", "v_scale": "slot"}
     scalar = {"k_scale": "scalar", "v_scale": "scalar"}
@@ -96,13 +96,13 @@ def _pairs():
 
 
 def _options():
-    """Each option alone on float32, where no error hides in rounding, then together with others."""
+    """Cases of each option alone on float32, where rounding hides no error, and then of several together."""
     return [
         Case("alibi", alibi=True),
         Case("window-1", sliding_window=1),
         Case("window-of-everything", sliding_window=1000, query_lens=None),
         Case("soft-cap", logits_soft_cap=1.5),
-        # So far away that it changes nothing: the formula must not cancel.
+        # The cap is so large that it changes nothing, unless the formula loses digits.
         Case("soft-cap-far-away", 4, 2, 64, 16, "bfloat16", logits_soft_cap=1e6, query_lens=(5, 0, 33, 1, 64, 1)),
         Case("sinks", sinks=True),
         Case("scale", scale=0.3, query_lens=None),
@@ -158,7 +158,7 @@ def _options():
 
 
 def _farthest():
-    """The farthest corner of the option table, for both float8 dtypes."""
+    """Cases with as many options at once as there can be, for both float8 dtypes."""
     corner = Case(
         "farthest-corner",
         14,
@@ -177,7 +177,7 @@ def _farthest():
 
 
 def _edges():
-    """Edges of the specification: lengths, magnitudes, sharing."""
+    """Cases at the edges of the specification: lengths, magnitudes, shared blocks."""
     return [
         Case("all-empty", seq_lens=(0, 0, 0), query_lens=(0, 0, 0), sinks=True),
         Case("one-sequence", seq_lens=(80,), query_lens=(80,), spare_columns=0, padding=0),
@@ -204,7 +204,7 @@ def _edges():
             logits_soft_cap=30.0,
             query_lens=None,
         ),
-        # Many tiles in one pass, with logits far from 0: rounding that adds up from tile to tile shows.
+        # Many tiles in one pass, with logits far from 0, show rounding errors that add up from tile to tile.
         Case("long-large-logits", 1, 1, 64, 16, "float16", seq_lens=(9000,), query_lens=None, scale=2.0),
         Case("scale-negative", dtype="float16", scale=-0.3),
         Case("scale-negative-bfloat16", 8, 2, 64, dtype="bfloat16", cache_dtype="float8_e4m3fn", scale=-0.3),

@@ -1,4 +1,4 @@
-"""What pyright is to reveal for every op's result: it reads this file, `test_types.py` compares it with what comes."""
+"""The types that pyright must find for every op's results; pyright checks this file."""
 
 from typing import assert_type
 

@@ -33,6 +33,8 @@ _HOOKED = (
 )
 jaxtyping.install_import_hook(_HOOKED, "beartype.beartype")
 
+pytest_plugins = ("tests.engine_checks",)  # the fixtures of the engine's tests
+
 # Loaded by name: under CI=true hypothesis would otherwise choose a profile of its own.
 hypothesis.settings.register_profile("paged_jax", deadline=None, derandomize=True, database=None, max_examples=20)
 hypothesis.settings.load_profile("paged_jax")

@@ -1,6 +1,10 @@
-"""What the engine's tests share: a small engine over engine_model.py's model, prompts, and checks of its blocks."""
+"""What the engine's tests share: a small engine over engine_model.py's model, prompts, and checks of its blocks.
+
+conftest.py loads this module as a plugin, which makes its fixtures known to all tests.
+"""
 
 import numpy as np
+import pytest
 
 from paged_jax.engine import Engine, EngineConfig
 from tests import engine_model as model
@@ -18,8 +22,8 @@ CONFIG = EngineConfig(
 )
 RNG = np.random.default_rng(5)
 STEM, LONG = (RNG.integers(0, model.VOCAB, length).tolist() for length in (14, 20))
-# Some begin alike, with and without whole blocks in common, one is another's beginning, and the last has the first
-# block of one and the second and third of another.
+# Some prompts begin alike, with and without whole blocks in common. One is the beginning of another. The last one has
+# the first block of one prompt, and the second and third block of another.
 PROMPTS = [
     *(STEM[:length] for length in (1, 7, 8, 13)),
     *(STEM[:12] + RNG.integers(0, model.VOCAB, length).tolist() for length in (1, 5)),
@@ -30,20 +34,40 @@ PROMPTS = [
 
 
 class Words:
-    """A tokenizer: every token is a short word of its own."""
+    """A tokenizer for which every token is a short word."""
 
     def decode(self, ids, /):
         return "".join(f"{i:x}." for i in ids)
 
 
-def make_engine(weights):
-    """An engine with the config above, for all tests of a file: compiling takes most of their time."""
+@pytest.fixture(scope="module")
+def weights():
+    """The model's weights."""
+    return model.make_weights()
+
+
+@pytest.fixture(scope="module")
+def reference(weights):
+    """The model without an engine."""
+    return model.Reference(weights)
+
+
+@pytest.fixture(scope="module")
+def the_engine(weights):
+    """An engine for all tests of a file, since compiling takes most of their time; it is in any state."""
     caches = model.make_caches(NUM_BLOCKS, BLOCK_SIZE)
     return Engine(model.step, weights, caches, CONFIG, tokenizer=Words(), compiler_options=QUICK_COMPILE)
 
 
+@pytest.fixture
+def engine(the_engine):
+    """The same engine without any requests, with the policies of `CONFIG`."""
+    the_engine.reset(CONFIG)
+    return the_engine
+
+
 def check_blocks(engine):
-    """No block is lost: every one is free, cached or held, and its references are those of tables and cache."""
+    """Checks that every block is free, cached or held, and that references are those of tables and prefix cache."""
     blocks = engine._blocks
     counts = blocks.counts()
     assert sum(counts) == blocks.num_blocks
@@ -60,7 +84,7 @@ def check_blocks(engine):
 
 
 def drain(engine):
-    """Steps until nothing is left to do; the deltas, with the blocks checked after each step."""
+    """Runs steps until no work is left, checks the blocks after each, and returns the deltas."""
     deltas = []
     while engine.has_work or engine._launched is not None:
         deltas += engine.step()
@@ -71,7 +95,7 @@ def drain(engine):
 
 
 def tokens_of(deltas):
-    """(request id, index) -> all tokens."""
+    """All tokens of each sample, by (request id, index)."""
     found = {}
     for delta in deltas:
         found.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)

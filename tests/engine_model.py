@@ -1,7 +1,7 @@
-"""A two-layer transformer in plain JAX for the engine's tests, and the same without any cache to compare with.
+"""A two-layer transformer in plain JAX for the engine's tests, and the same model without a cache to compare with.
 
-Its weights are random: every prompt leads to a text of its own, and likely tokens are far enough apart that the order
-of sums does not change which is the most likely.
+Its weights are random, so that every prompt gives other tokens. The logits of likely tokens are far enough apart that
+rounding in another order of sums does not change which token is the most likely.
 """
 
 import functools
@@ -17,7 +17,7 @@ HIDDEN = HEADS * HEAD_SIZE
 
 
 def make_weights(seed=0):
-    """Random weights: an embedding, positions, and of each layer q, k, v, o and an MLP."""
+    """Makes random weights: an embedding, positions, and for each layer q, k, v, o and an MLP."""
     rng = np.random.default_rng(seed)
 
     def random(*shape):
@@ -40,7 +40,7 @@ def make_weights(seed=0):
 
 
 def make_caches(num_blocks, block_size, **options):
-    """One cache a layer."""
+    """Makes a cache for each layer."""
     options = {"dtype": jnp.float32} | options
     return tuple(
         paged_jax.PagedKVCache.create(num_blocks, block_size, KV_HEADS, HEAD_SIZE, **options) for _ in range(LAYERS)
@@ -63,7 +63,7 @@ def step(weights, caches, batch):
 
 @jax.jit
 def _logits(weights, token_ids):
-    """All logits of one sequence by plain causal attention."""
+    """Computes all logits of one sequence, with plain causal attention."""
 
     def attend(query, key, value, cache):
         key, value = (jnp.repeat(x, HEADS // KV_HEADS, axis=1) for x in (key, value))
@@ -94,14 +94,14 @@ def _norm(x):
 
 
 class Reference:
-    """One-by-one generation: the whole sequence anew for every token, no cache, no batch."""
+    """Generates tokens without cache or batch, by computing the whole sequence again for every token."""
 
     def __init__(self, weights):
         self.weights = weights
         self._next = functools.cache(self._next)
 
     def logits(self, tokens):
-        """f32 [vocab]: the logits after these tokens."""
+        """The logits after these tokens, f32 [vocab]."""
         padded = np.zeros(MAX_LEN, np.int32)
         padded[: len(tokens)] = tokens
         return np.asarray(_logits(self.weights, padded))[len(tokens) - 1]

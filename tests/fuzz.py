@@ -1,11 +1,12 @@
-"""Random calls of every operation, held against a reference row by row:
+"""Compares random calls of every operation with a reference, row by row:
 
     python -m tests.fuzz --implementation triton --count 10000 --seed 7
 
 Each program (shapes, dtypes, static options) is compiled once and run on several batches of data, so `--count` counts
-batches. Workers are processes of their own: one that a wild read kills is reported with its program, and replaced.
-What is wrong is printed as one line that reproduces it; the exit code is 1 then. Calls that an implementation refuses
-are counted by reason. With `--interpret` the kernels run in an interpreter, on the CPU.
+batches. Each worker is a process. A worker that dies, for example by a read outside of memory, is reported with its
+program, and replaced. Every failure is printed as one line with the command that reproduces it, and the exit code is
+then 1. Calls that an implementation refuses are counted by reason. With `--interpret` the kernels run on the CPU, in an
+interpreter.
 """
 
 import argparse
@@ -34,7 +35,7 @@ _OPS = {
 
 
 def main(argv=None):
-    """The command line; returns the exit code."""
+    """Runs the command line; returns the exit code."""
     args = _arguments(argv)
     if args.worker is not None:
         return _work(args)
@@ -87,7 +88,7 @@ def _again(args, answer):
 
 
 def _answers(args, programs):
-    """What the workers say, as it comes; a dead worker's program is an answer, and the rest goes to its successor."""
+    """Yields the workers' answers; a dead worker's program counts as one, and a new worker goes on after it."""
     answers, lock, ended = collections.deque(), threading.Condition(), []
     workers = min(args.workers, len(programs)) or 1
 
@@ -121,7 +122,7 @@ Death = collections.namedtuple("Death", "code done last")
 
 
 def _run_worker(args, programs, answers, lock):
-    """Runs one worker to its end; None if it did all of its programs, or ran out of time."""
+    """Runs one worker to its end; returns None if it did all of its programs or ran out of time."""
     flags = ["--implementation", args.implementation, "--seed", str(args.seed), "--seconds", str(args.seconds)]
     flags += ["--ops", args.ops] if args.ops else []
     flags += ["--only", args.only] if args.only else []
@@ -153,7 +154,7 @@ def _say(**answer):
 
 
 def _work(args):
-    """A worker: tries its programs one after the other, and says what came of each."""
+    """Runs as a worker: tries its programs one after the other, and reports the result of each."""
     from tests import conftest  # noqa: F401  (strict JAX settings)
 
     started = time.time()
@@ -166,7 +167,7 @@ def _work(args):
 
 
 def _try_program(args, number):
-    """Compiles a program and holds its batches against the reference."""
+    """Compiles a program and compares the results of its batches with the reference."""
     from paged_jax.kernels.problem import Unsupported
     from tests import fuzz_draw
 
@@ -185,7 +186,7 @@ def _try_program(args, number):
                 passed += 1
     except Exception as error:
         words = str(error).split("\n")[0][:300]
-        # Until every implementation raises `Unsupported`, its refusals are known by their first word.
+        # A refusal is an error whose first word is the name of the implementation.
         if isinstance(error, Unsupported) or (isinstance(error, NotImplementedError) and "implementation '" in words):
             _say(kind="refused", why=words, batches=0)
         else:
@@ -195,7 +196,7 @@ def _try_program(args, number):
 
 
 def describe(program):
-    """A program in one line."""
+    """Describes a program in one line."""
     from tests.cases import Case
 
     default, case = Case("fuzz"), program.case
@@ -210,7 +211,7 @@ def describe(program):
 
 @contextlib.contextmanager
 def _implementation(args):
-    """The keyword for the operations; their kernels are interpreted where that is asked for."""
+    """The `implementation` keyword for the operations, with the interpreter switched on if the options ask for it."""
     name = None if args.implementation == "None" else args.implementation
     if not args.interpret:
         yield name
@@ -227,7 +228,7 @@ def _implementation(args):
 
 
 def _runner(program, implementation, interpreted):
-    """A function that draws a batch, runs the program on it, twice, and checks what came of it."""
+    """Makes a function that draws a batch, runs the program on it twice, and checks the results."""
     import jax
     import numpy as np
 
@@ -236,7 +237,7 @@ def _runner(program, implementation, interpreted):
     device = jax.devices("cpu" if implementation == "xla" or interpreted else "gpu")[0]
     if program.op == "story":
         return fuzz_story.begin(program, implementation, device)
-    if interpreted and implementation == "triton":  # whose interpreter works on arrays, not on tracers
+    if interpreted and implementation == "triton":  # Triton's interpreter works on arrays, not on tracers
         program = dataclasses.replace(program, transform="none")
     vmapped, donated = program.transform.startswith("vmap"), program.transform == "donate"
     call = _call(program, implementation)
@@ -273,7 +274,7 @@ def _names(program):
 
 
 def _call(program, implementation):
-    """The operation as a function of the arrays that it is given for good, of the others, and of array options."""
+    """Makes the operation a function of the arrays that are donated, of the others, and of array options."""
     import paged_jax
     from tests import fuzz_draw
 

@@ -1,9 +1,9 @@
-"""Holds one call's results against a reference, row by row: what `tests.fuzz` calls right and wrong.
+"""Compares one call's results with a reference, row by row: this decides what `tests.fuzz` calls right and wrong.
 
-The reference is `tests/oracle.py`'s definition again, over whole arrays, so that contexts of 70,000 tokens take
-seconds; `test_fuzz.py` holds the two against each other. Computed in float64 it is what is right. Computed in float32,
-with weights and results rounded as the kernels round them, it is the yardstick of the suite's criterion,
-`plain.assert_close`, in each row (one query token's heads) by itself.
+The reference computes `tests/oracle.py`'s definition over whole arrays, so that contexts of 70,000 tokens take seconds;
+`test_fuzz.py` compares the two. In float64 it gives the right results. In float32, with weights and results rounded as
+the kernels round them, it gives the error that `plain.assert_close` allows, for each row (the heads of one query token)
+by itself.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ class Wrong(AssertionError):
 
 
 def references(program, batch):
-    """Gives `(out, lse)` twice: in float64, and as rough as the operations may be."""
+    """Gives `(out, lse)` twice: in float64, and with the rounding that the operations may have."""
     return [_reference(program, batch, exact) for exact in (True, False)]
 
 
@@ -50,7 +50,7 @@ def _reference(program, batch, exact):
 
 
 def _tokens(program, batch, row, rows, which):
-    """All of a sequence's keys or values, in float64: from the cache, and for some operations from the new tokens."""
+    """All keys or values of a sequence in float64: from the cache and, for some operations, from the new tokens."""
     case, arrays, length = program.case, batch.arrays, batch.seq_lens[row]
     if length == 0:
         return None
@@ -72,7 +72,7 @@ def _tokens(program, batch, row, rows, which):
 
 
 def _stored(program, batch, row, which, scale):
-    """A new token as the cache holds it, dequantised, [1, num_kv_heads, head_size]."""
+    """A new token's key or value after it was quantised and dequantised, [1, num_kv_heads, head_size]."""
     case, cache = program.case, batch.arrays[f"{which}_cache"]
     block, offset = divmod(int(batch.arrays["slot_mapping"][row]), case.block_size)
     new = batch.arrays[which][row].astype(np.float64)
@@ -83,7 +83,7 @@ def _stored(program, batch, row, which, scale):
 
 
 def attend(query, keys, values, positions, case, options, causal, exact):
-    """Queries [n, num_heads, d] at `positions` against all tokens [t, num_kv_heads, d]: out and lse."""
+    """Attention of queries [n, num_heads, d] at `positions` to all tokens [t, num_kv_heads, d]: out and lse."""
     real = np.float64 if exact else np.float32
     num_queries, num_heads, _ = query.shape
     group = num_heads // case.num_kv_heads
@@ -101,7 +101,7 @@ def attend(query, keys, values, positions, case, options, causal, exact):
 
 
 def _logits(q, k, positions, kv_head, case, options, causal, real):
-    """[n, group, t], -inf where a query does not look."""
+    """The logits of a kv head, [n, group, t]; -inf where a query does not attend."""
     scale = options["scale"]
     scale = real(case.head_size**-0.5 if scale is None else scale)
     group = case.num_heads // case.num_kv_heads
@@ -160,9 +160,10 @@ def hold_bits(actual, expected, what):
 
 
 def hold_writes(caches, arrays, layout, scales):
-    """Holds written caches against the oracle's, byte for byte.
+    """Compares written caches with the oracle's, byte for byte.
 
-    A quotient may be rounded to float32 first: between two integers that makes a tie of what is next to one.
+    An op may round a quotient to float32 first, which makes a tie of a quotient that is near the middle between two
+    integers. Both codes are right there.
     """
     expected = oracle.write(**arrays, layout=layout, **scales)
     for got, exact, which in zip(caches, expected, ("key", "value"), strict=True):
@@ -174,7 +175,7 @@ def hold_writes(caches, arrays, layout, scales):
 
 
 def _ties(arrays, layout, scales, which, cache):
-    """Where in a cache of int8 a new token's quotient is a tie in float32."""
+    """The elements of an int8 cache in which a new token's quotient is a tie in float32."""
     found = np.zeros(cache.shape, bool)
     block_size = oracle.cache_dims(arrays["key_cache"], layout)[2]
     scale = scales.get(f"{which[0]}_scale")
@@ -189,7 +190,7 @@ def _ties(arrays, layout, scales, which, cache):
 
 
 def check(program, batch, results):
-    """Holds all of an operation's results against what it should give."""
+    """Checks all results of an operation."""
     arrays, options, layout = batch.arrays, batch.options, program.case.layout
     if program.op in ("copy", "swap"):
         source = ("key_cache", "value_cache") if program.op == "copy" else ("src_key_cache", "src_value_cache")

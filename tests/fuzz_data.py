@@ -1,4 +1,4 @@
-"""Data for a program that `tests.fuzz_draw` drew, poisoned wherever the operations must not look."""
+"""Draws data for a program of `tests.fuzz_draw`, with poison wherever the operations must not read."""
 
 import numpy as np
 
@@ -18,7 +18,7 @@ def draw(rng, program):
 
 
 def _for_attention(rng, program):
-    """Sequences in a pool of poison."""
+    """Draws sequences in a pool of poison."""
     case = program.case
     seq_lens = lengths(rng, program)
     tables = _tables(rng, program, seq_lens)
@@ -48,7 +48,7 @@ def _for_attention(rng, program):
 
 
 def _tables(rng, program, seq_lens):
-    """Shuffled blocks for each sequence's tokens, absurd ids for the rest."""
+    """Draws block tables: shuffled blocks for each sequence's tokens, and absurd ids after them."""
     free = list(rng.permutation(program.num_blocks))
     tables = rng.choice(ABSURD, (program.num_seqs, program.width)).astype(np.int32)
     for row, length in enumerate(seq_lens):
@@ -70,7 +70,7 @@ def _new(rng, case, rows, which):
 
 
 def _cache(rng, program, tables, cached, which, scale):
-    """A pool of poison with the sequences' cached tokens in it, and the scales that belong to them."""
+    """Draws a pool of poison that holds the sequences' cached tokens, and the scales of these tokens."""
     case = program.case
     dtype = inputs.dtype_of(case.cache_dtype or case.dtype)
     dims = (program.num_blocks, case.num_kv_heads, case.block_size, case.head_size)
@@ -98,7 +98,7 @@ def _vectors(rng, case, length, which):
 
 
 def store(cache, blocks, offsets, layout, which, vectors):
-    """Puts tokens' vectors [n, num_kv_heads, head_size] into their slots, all at once."""
+    """Stores tokens' vectors [n, num_kv_heads, head_size] in their slots."""
     if layout == "hnd":
         cache[blocks, :, offsets, :] = vectors
     elif layout == "nhd":
@@ -111,9 +111,9 @@ def store(cache, blocks, offsets, layout, which, vectors):
 
 
 def _last_slots(rng, program, tables, seq_lens, scales, shown):
-    """The slot of each sequence's last token; empty sequences, and a few others that then see no new token, have none.
+    """Draws the slot of each sequence's last token; for empty sequences, a slot that is negative or past the pool.
 
-    A row without a slot attends to what the cache holds, so its last token must be there: such rows are empty here.
+    Only empty sequences have none: any other row without a slot would need its last token in the cache already.
     """
     size = program.case.block_size
     slots = np.empty(program.num_seqs, np.int32)
@@ -130,7 +130,7 @@ def _last_slots(rng, program, tables, seq_lens, scales, shown):
 
 
 def _for_writes(rng, program):
-    """New tokens, pools of random bits, and slots: some skipped, some past the pool, none twice."""
+    """Draws new tokens, pools of random bits, and slots: some negative, some past the pool, none twice."""
     case, size = program.case, program.num_blocks * program.case.block_size
     count = program.num_seqs
     dtype = inputs.dtype_of(case.cache_dtype or case.dtype)
@@ -152,7 +152,7 @@ def _for_writes(rng, program):
 
 
 def _for_copies(rng, program):
-    """Pools of random bits and pairs of blocks: chains, skipped ones, ids past the pool; no destination twice."""
+    """Draws pools of random bits and pairs of blocks: chains, negative ids, ids past the pool; no destination twice."""
     case, count, swap = program.case, program.num_blocks, program.op == "swap"
     dtype = inputs.dtype_of(case.cache_dtype or case.dtype)
     others = count + int(program.width) if swap else count
@@ -177,12 +177,12 @@ def _for_copies(rng, program):
 
 
 def random_bits(rng, shape, dtype):
-    """An array of arbitrary bit patterns, NaN payloads included."""
+    """Draws an array of arbitrary bit patterns, NaN payloads included."""
     return rng.integers(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), np.uint8).view(dtype)
 
 
 def another(rng, program, batch, *, pools):
-    """A second batch for `vmap`: the same sequences in another order, other queries; if `pools`, other blocks."""
+    """Draws a second batch for `vmap`: the sequences in another order, other queries and, if `pools`, other blocks."""
     arrays, order = dict(batch.arrays), rng.permutation(len(batch.seq_lens))
     seq_lens, query_lens = ([lens[row] for row in order] for lens in (batch.seq_lens, batch.query_lens))
     ragged = program.op in RAGGED_OPS
@@ -204,7 +204,7 @@ def another(rng, program, batch, *, pools):
 
 
 def stacked(batches, program):
-    """The arrays of several batches as one call of `vmap` takes them; pools that they share as they are."""
+    """Stacks the arrays of several batches for `vmap`, except pools that the batches share."""
     first, shared = batches[0].arrays, program.transform == "vmap"
     return {
         name: x if shared and name.endswith("_cache") else np.stack([batch.arrays[name] for batch in batches])

@@ -1,7 +1,7 @@
-"""Draws random calls for `tests.fuzz`: from the whole of what the operations support, every option with every other.
+"""Draws random calls for `tests.fuzz`, from all that the operations support and with options in all combinations.
 
-A `Program` is what one compilation serves: shapes, dtypes and static options. A `Batch` is one set of data for it:
-lengths, tables, contents. Both follow from a seed and a number alone, so that either can be drawn again.
+A `Program` has everything that one compilation fixes: shapes, dtypes and static options. A `Batch` is one set of data
+for it: lengths, tables, contents. Both depend on a seed and a number alone, so that each can be drawn again.
 """
 
 from dataclasses import dataclass, replace
@@ -19,22 +19,24 @@ _WEIGHTS = np.array([3, 4, 4, 3, 5, 3, 2, 1, 1, 1], float)  # of OPS, in order
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LONGEST = 70_000
-# What a batch may hold, so that the oracle takes seconds and not minutes: elements of K, and products of q and k.
+# These limits let the oracle take seconds and not minutes: elements of K, and products of q and k, in a batch.
 _ELEMENTS = 2**22
 _PRODUCTS = 2**28
 
 
 @dataclass(frozen=True)
 class Program:
-    """What one compilation serves.
+    """Everything that one compilation fixes.
 
     Attributes:
       number: which program of its seed this is.
       op: one of `OPS`.
       case: dimensions and options; its lengths are only bounds, every `Batch` has its own.
-      num_seqs, width, num_blocks, num_tokens: of the block tables, the pools and the ragged queries.
-      longest: tokens that a sequence may have.
-      causal: as for ragged attention.
+      num_seqs, width: rows and columns of the block tables.
+      num_blocks: blocks of the pools.
+      num_tokens: tokens of the ragged queries.
+      longest: the largest number of tokens of a sequence.
+      causal: the option of ragged attention.
       transform: "none", "vmap" over queries and tables, "vmap-pools" over everything, or "donate".
     """
 
@@ -51,12 +53,12 @@ class Program:
 
 
 def rng_of(seed, *numbers):
-    """A generator for one program, or for one batch of it."""
+    """Makes the random generator of one program, or of one of its batches."""
     return np.random.default_rng([seed, *numbers])
 
 
 def program(seed, number, *, ops=OPS, small=False):
-    """Draws the program of a number; a `small` one suits an interpreter."""
+    """Draws the program with this number; if `small`, one that an interpreter can run."""
     rng = rng_of(seed, number)
     weights = np.array([_WEIGHTS[OPS.index(op)] for op in ops])
     op = str(rng.choice(ops, p=weights / weights.sum()))
@@ -85,7 +87,7 @@ def program(seed, number, *, ops=OPS, small=False):
 def _transform(rng, op, num_seqs, case):
     if op in ("v1", "v2", "auto", "ragged") and num_seqs <= 8:
         chosen = str(rng.choice(["none", "none", "none", "vmap", "vmap-pools"]))
-        # Scales of slots belong to a pool: two pools would need two.
+        # Two pools would need two arrays of scales, if each slot has its own.
         return "vmap" if chosen == "vmap-pools" and "slot" in (case.k_scale, case.v_scale) else chosen
     if op in ("write_and_attend", "write", "copy", "swap"):
         return str(rng.choice(["none", "donate"]))
@@ -93,7 +95,7 @@ def _transform(rng, op, num_seqs, case):
 
 
 def _dimensions(rng, op, small):
-    """Heads, sizes, dtypes and layout."""
+    """Draws heads, sizes, dtypes and layout."""
     num_kv_heads = int(rng.choice([1, 1, 2, 2, 3, 4, 8]))
     group = int(rng.choice([1, 1, 2, 3, 4, 4, 5, 7, 8, 12, 16, 33, 64, 71]))
     group = min(group, 8) if small or num_kv_heads > 4 else group
@@ -119,7 +121,7 @@ def _dimensions(rng, op, small):
 
 
 def _options(rng, case, op):
-    """Each option is there in a quarter of the programs, whatever the others are."""
+    """Draws options: each one occurs in a quarter of the programs, whatever the others are."""
 
     def maybe(*values):
         return values[int(rng.integers(len(values)))] if rng.random() < 0.25 else None
@@ -152,7 +154,7 @@ def _options(rng, case, op):
         k_scale=str(rng.choice(kinds)) if scaled else None,
         v_scale=str(rng.choice(kinds)) if both or (not scaled and case.cache_dtype == "int8") else None,
         scale_size=float(rng.choice([1.0, 1.0, 1.0, -1.0, 1e-3])),
-        max_seq_len=maybe(0),  # `program` draws the bound itself
+        max_seq_len=maybe(0),  # `program` draws the bound
         logits="equal" if rng.random() < 0.05 else "random",
     )
 
@@ -166,7 +168,7 @@ class Batch:
     """One set of data for a program: NumPy arrays by the operation's argument names, and what checks need.
 
     Attributes:
-      seq_lens, query_lens: of each sequence, as lists of int.
+      seq_lens, query_lens: the lengths of each sequence, as lists of int.
       arrays: positional arrays of the operation, by name.
       options: array options, by name.
     """
@@ -178,7 +180,7 @@ class Batch:
 
 
 def lengths(rng, program):
-    """Lengths on and around the boundaries of blocks, partitions and the tables, that the pool has room for."""
+    """Draws lengths at and near the boundaries of blocks, partitions and tables, for which the pool has room."""
     case, room = program.case, program.num_blocks
     around = (0, 1, case.block_size, case.partition_size, 64, 128, program.longest)
     found = []
@@ -195,7 +197,7 @@ def lengths(rng, program):
 
 
 def query_lengths(rng, program, seq_lens):
-    """How many of each sequence's tokens are queries: none, one, some or all, as the rows allow."""
+    """Draws how many of each sequence's tokens are queries: none, one, some or all, as far as there are rows."""
     left, found = program.num_tokens, []
     for length in seq_lens:
         wanted = int(rng.choice([0, 1, 1, 5, 16, 17, 64, 10**6]))

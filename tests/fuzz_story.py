@@ -1,7 +1,7 @@
-"""A history of one pool for `tests.fuzz`: sequences grow, fork, are swapped out and in, decoded and freed, at random.
+"""A random history of one pool for `tests.fuzz`: sequences grow, fork, are swapped out and in, attend and are freed.
 
-A model in NumPy keeps what every sequence said. The pools start as poison, so that a token written to a wrong slot, a
-copy that was forgotten or a block that came back from a swap as another shows in what is attended to.
+A model in NumPy keeps the tokens of every sequence. The pools start as poison, so that the results of attention show a
+token that was written to a wrong slot, a copy that was forgotten, or a block that a swap moved to a wrong place.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ _SPARE = 3  # blocks that the pool swapped to has more
 
 
 class Story:
-    """One history: the allocator's state, the pools on the device, and what the sequences said."""
+    """One history: the allocator's state, the pools on the device, and the tokens of each sequence."""
 
     def __init__(self, program, implementation, device):
         self.program, self.case = program, program.case
@@ -29,7 +29,7 @@ class Story:
         self.dtype = inputs.dtype_of(self.case.cache_dtype or self.case.dtype)
         self.narrower = self.dtype.itemsize < inputs.dtype_of(self.case.dtype).itemsize
         self.num_seqs = max(2, min(program.num_seqs, 8))
-        # Room for some sequences, not for all of them at their longest.
+        # The pool has room for some sequences, but not for all of them at their longest.
         self.num_blocks = max(4, min(program.num_blocks, self.num_seqs * 12))
         self.width = max(2, min(program.width, 12))
 
@@ -38,7 +38,7 @@ class Story:
         self.state = allocator.create(self.num_blocks, case.block_size, self.num_seqs, self.width)
         self.said = [[] for _ in range(self.num_seqs)]
         self.caches = jax.device_put(self.poison(rng, self.num_blocks), self.device)
-        # One scale a cache: scales for each slot would have to move with the blocks.
+        # The cache has one scale; scales for each slot would have to move with the blocks.
         self.scales = {}
         for name in SCALES:
             kind = getattr(case, name)
@@ -52,7 +52,7 @@ class Story:
         return [inputs.poison(rng, shape, dtype) for shape in inputs.cache_shapes(case.layout, *dims, dtype)]
 
     def append(self, rng):
-        """Lets some sequences say some new tokens; where blocks run out one of them is freed instead."""
+        """Appends new tokens to some sequences; if blocks run out, frees one of them instead."""
         counts = rng.integers(0, _MOST_NEW + 1, self.num_seqs) * (rng.random(self.num_seqs) < 0.6)
         capacity = self.width * self.case.block_size
         counts = np.minimum(counts, capacity - self.state.seq_lens).astype(np.int32)
@@ -76,7 +76,7 @@ class Story:
         self.state = state
 
     def fork(self, rng):
-        """Lets an empty sequence share all that another one said; where none is empty, one is emptied first."""
+        """Makes an empty sequence share all tokens of another one; if none is empty, frees one first."""
         parent, child = (int(x) for x in rng.permutation(self.num_seqs)[:2])
         self._free_row(child)
         self.state = allocator.fork(self.state, parent, child)
@@ -90,7 +90,7 @@ class Story:
         self.said[row] = []
 
     def swap(self, rng):
-        """Moves all blocks to another pool, in another order, and back after this one was poisoned."""
+        """Moves all blocks to another pool, in another order, poisons this pool, and moves the blocks back."""
         away = rng.permutation(self.num_blocks + _SPARE)[: self.num_blocks]
         there = np.stack([np.arange(self.num_blocks), away], 1).astype(np.int32)
         other = jax.device_put(self.poison(rng, self.num_blocks + _SPARE), self.device)
@@ -100,7 +100,7 @@ class Story:
         self.caches = self.ops["swap"](other, poison, back)
 
     def attend(self, rng):
-        """Holds what the last token of every sequence sees, all that it said, against the reference."""
+        """Compares the attention of every sequence's last token to the whole sequence with the reference."""
         case, lens = self.case, np.array([len(said) for said in self.said], np.int32)
         query = rng.standard_normal((self.num_seqs, case.num_heads, case.head_size)).astype(inputs.dtype_of(case.dtype))
         tables = self.state.block_tables
@@ -128,10 +128,10 @@ class Story:
 
 
 def without_ties(values, scale, dtype):
-    """New tokens, with 0 for what two exact quantisers may round apart.
+    """Replaces by 0 the elements of new tokens that two exact quantisers may round differently.
 
-    An op divides in float32. Where that makes a tie between two codes of a quotient that is only next to one, the op's
-    code is not the reference's, and the whole history would be held against the wrong one.
+    An op divides in float32, which may make a tie between two codes of a quotient that is only near one. The op's code
+    may then differ from the reference's, and all later results would differ too.
     """
     factor = oracle.scale_at(scale, 0, 0)
     quotient = values.astype(np.float64) / factor
@@ -140,7 +140,7 @@ def without_ties(values, scale, dtype):
 
 
 def _operations(program, implementation):
-    """The jitted operations; each gives its pools back in place."""
+    """Makes the jitted operations, each of which updates its pools in place."""
     common = {"implementation": implementation}
     layout = {"layout": program.case.layout}
 
@@ -162,7 +162,7 @@ def _operations(program, implementation):
 
 
 def begin(program, implementation, device):
-    """A function that lives through one random history."""
+    """Makes a function that runs one random history."""
     story = Story(program, implementation, device)
 
     def run(rng):

@@ -1,4 +1,4 @@
-"""Poisoned inputs of a case: whatever the operations must not read is NaN, infinite or out of range.
+"""Makes the poisoned inputs of a case: everything that the operations must not read is NaN, infinite or out of range.
 
 Blocks are shuffled through the pool. Unmapped blocks, slots past seq_len, their scales and padding rows hold
 NaN or infinity (the largest code for int8); table entries past the last used one hold absurd ids.
@@ -12,22 +12,22 @@ import numpy as np
 
 from tests import oracle
 
-# 1 is a real block id, of somebody else's block.
+# 1 is the id of a real block, which belongs to another sequence.
 ABSURD_IDS = np.array([-1, 2**31 - 1, -(2**31), 1, 10**6, -7], np.int32)
 
 
 def dtype_of(name):
-    """NumPy's dtype of that name, ml_dtypes' included."""
+    """The NumPy or ml_dtypes dtype with this name."""
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def rng_of(name):
-    """A random generator whose seed depends on a name alone."""
+    """Makes a random generator whose seed depends on a name alone."""
     return np.random.default_rng(zlib.crc32(str(name).encode()))
 
 
 def poison(rng, shape, dtype):
-    """An array of NaN and, where the dtype has it, infinity; of the largest code for int8."""
+    """Makes an array of NaN and, if the dtype has it, infinity; an int8 array holds the largest code."""
     if dtype == np.int8:
         return np.full(shape, 127, np.int8)
     array = np.full(shape, np.nan, dtype)
@@ -37,7 +37,7 @@ def poison(rng, shape, dtype):
 
 
 def cache_shapes(layout, num_blocks, num_kv_heads, block_size, head_size, dtype):
-    """Shapes of the key and the value cache in a layout."""
+    """Gives the shapes of the key cache and of the value cache in a layout."""
     if layout == "hnd":
         shape = (num_blocks, num_kv_heads, block_size, head_size)
     elif layout == "nhd":
@@ -50,7 +50,7 @@ def cache_shapes(layout, num_blocks, num_kv_heads, block_size, head_size, dtype)
 
 
 def make_tables(rng, case):
-    """Block tables full of absurd ids past each sequence's blocks, and the pool's number of blocks."""
+    """Makes block tables, with absurd ids past each sequence's blocks, and gives the pool's number of blocks."""
     num_seqs = len(case.seq_lens)
     needed = [-(-length // case.block_size) for length in case.seq_lens]
     num_blocks = sum(needed) + 3
@@ -65,7 +65,7 @@ def make_tables(rng, case):
 
 
 def make_scale(rng, case, kind, num_blocks):
-    """A dequantisation factor of the named shape, typical for the cache's dtype; None stays None."""
+    """Makes a dequantisation factor of the named shape, typical for the cache's dtype; gives None for None."""
     if kind is None:
         return None
     shapes = {
@@ -78,10 +78,10 @@ def make_scale(rng, case, kind, num_blocks):
 
 
 def token_vectors(rng, case, length, which):
-    """The keys or values of a sequence's tokens before quantisation: float64 `[length, num_kv_heads, head_size]`."""
+    """Draws a sequence's keys or values before quantisation, float64 `[length, num_kv_heads, head_size]`."""
     shape = (length, case.num_kv_heads, case.head_size)
     if case.logits == "huge" and which == "key":
-        # With queries of 32 and head_size 64 the logits are exactly -100352, 0 or 100352.
+        # With queries of 32 and head_size 64 all logits are exactly -100352, 0 or 100352.
         return np.broadcast_to(rng.choice([-49.0, 0.0, 49.0], (length, case.num_kv_heads, 1)), shape)
     if case.logits == "equal" and which == "key":
         return np.ones(shape)
@@ -91,7 +91,7 @@ def token_vectors(rng, case, length, which):
 
 
 def fill(case, cache, table, vectors, which, scale, poisoned_scale):
-    """Quantises a sequence's tokens into its slots, and puts these slots' scales in place of the poisoned ones."""
+    """Quantises a sequence's tokens into its slots, and replaces the poisoned scales of these slots."""
     for token, vector in enumerate(vectors):
         block, offset = table[token // case.block_size], token % case.block_size
         factor = 1.0 if scale is None else oracle.scale_at(scale, block, offset) / case.scale_size
@@ -101,7 +101,7 @@ def fill(case, cache, table, vectors, which, scale, poisoned_scale):
 
 
 def make_cache(rng, case, tables, num_blocks):
-    """`key_cache`, `value_cache`, `k_scale`, `v_scale`, with every slot that is not a token's poisoned."""
+    """Makes `key_cache`, `value_cache`, `k_scale` and `v_scale`, with poison in every slot that holds no token."""
     dtype = dtype_of(case.cache_dtype or case.dtype)
     dims = (num_blocks, case.num_kv_heads, case.block_size, case.head_size)
     result = {}
@@ -117,14 +117,14 @@ def make_cache(rng, case, tables, num_blocks):
 
 
 def make_queries(rng, case, num_rows):
-    """Queries in the case's dtype; with the keys they give the logits that the case names."""
+    """Makes queries in the case's dtype; with the keys they give the logits that the case names."""
     shape = (num_rows, case.num_heads, case.head_size)
     queries = np.full(shape, 32.0) if case.logits == "huge" else rng.standard_normal(shape)
     return queries.astype(dtype_of(case.dtype))
 
 
 def make_options(rng, case):
-    """Makes the options that are arrays or may be traced, and those that are static."""
+    """Makes the options in two dicts: those that are arrays or may be traced, and those that are static."""
     arrays = {}
     if case.alibi:
         arrays["alibi_slopes"] = (0.5 ** np.linspace(1, 8, case.num_heads)).astype(np.float32)
@@ -144,7 +144,7 @@ def make_options(rng, case):
 
 
 def hide_new_tokens(case, rng, tables, cache, which, context_lens):
-    """A copy of a cache in which the new tokens' slots, that prefix attention must not read, are poison."""
+    """Copies a cache and poisons the new tokens' slots, which prefix attention must not read."""
     hidden = cache.copy()
     kept = {
         (tables[row, token // case.block_size], token % case.block_size)
@@ -161,7 +161,7 @@ def hide_new_tokens(case, rng, tables, cache, which, context_lens):
 
 
 def make(case):
-    """Inputs of a case, as a namespace of NumPy arrays.
+    """Makes the inputs of a case, as a namespace of NumPy arrays.
 
     Returns:
       `decode`, `ragged`, `prefix`: the positional arrays of each operation by name (ragged and prefix are

@@ -1,6 +1,6 @@
-"""Runs the Mosaic GPU kernels with no GPU: in Pallas's interpreter, with tiles of its own for what that lacks.
+"""Runs the Mosaic GPU kernels without a GPU, in Pallas's interpreter, with substitutes for what the interpreter lacks.
 
-`call` runs an op that attends, `run_op` any op, as if for one of the GPUs here, which are so small that short contexts
+`call` runs an attention op and `run_op` any op, as if for one of the GPUs below. These are so small that short contexts
 get every kind of tuning.
 """
 
@@ -21,28 +21,28 @@ from paged_jax.kernels.mosaic_gpu.device.tiles.plain import PlainTiles
 from paged_jax.kernels.mosaic_gpu.device.tiles.vllm import VllmTiles
 from paged_jax.kernels.problem import Device
 
-SMALL_GPU = Device(90, 2)  # a GPU so small that items are split
-MIDDLE_GPU = Device(90, 8)  # one so large that they are split unevenly
-TINY_GPU = Device(90, 1)  # one so small that heads are folded
+SMALL_GPU = Device(90, 2)  # so small that items are split
+MIDDLE_GPU = Device(90, 8)  # large enough to split them unevenly
+TINY_GPU = Device(90, 1)  # so small that heads are folded
 OPS = {"v1": "paged_attention_v1", "v2": "paged_attention_v2", "auto": "paged_attention"}
 
 
 def tokens_of(rows, geometry):
-    """The token of each of some rows of a tile, in which the runs of folded heads take turns."""
+    """Gives the token of each of these rows of a tile. If heads are folded, their runs alternate in a tile."""
     fold, run = geometry.tuning.fold, geometry.run_tokens
     by_head = jnp.arange(rows // fold).reshape(-1, 1, run)
     return jnp.broadcast_to(by_head, (len(by_head), fold, run)).reshape(-1)
 
 
 def read(tile_smem):
-    """A tile in registers. The interpreter misses a fence between reads and copies that wait for them."""
+    """Reads a tile into registers. It adds a fence, without which the interpreter sees a race with later copies."""
     tile = tile_smem[...]
     plgpu.commit_smem()
     return tile
 
 
 class Interpreted:
-    """What every kind of tiles does otherwise where there are no registers of threads."""
+    """The methods of all kinds of tiles that need the registers of threads, written for whole arrays."""
 
     def slot_scales(self, scales_smem):
         return scales_smem[...][:, : self.geometry.run_tokens].reshape(-1)
@@ -53,14 +53,14 @@ class InterpretedPlainTiles(Interpreted, PlainTiles):
 
 
 class InterpretedProduct(Interpreted):
-    """The product of what is in registers, as arrays, with what is in shared memory."""
+    """The product of an operand in registers (here an array) with one in shared memory."""
 
     def product(self, a, b_smem):
         return jnp.dot(a.astype(jnp.float32), b_smem[...].astype(jnp.float32))
 
 
 class InterpretedEightBitTiles(InterpretedProduct, EightBitTiles):
-    """Tiles of 8 bits with no element out of order; test_mosaic_gpu_narrow.py tests the order."""
+    """Tiles of 8 bits whose elements are in order; test_mosaic_gpu_narrow.py tests the order of the real ones."""
 
     def keys(self, tile_smem):
         return read(tile_smem).astype(jnp.float16)
@@ -110,7 +110,7 @@ INTERPRETED_KINDS = {
 
 
 def call(op, decode, arrays, static, partition_size, device=SMALL_GPU):
-    """The results of the implementation's function in the interpreter."""
+    """Runs the implementation's function in the interpreter and returns its results."""
     operands = _validate.decode_operands(*decode.values(), arrays | static)
     keywords = {"partition_size": partition_size} if op == "v2" else {}
     return run_op(OPS[op], device, *operands, **keywords)

@@ -1,11 +1,10 @@
-"""Bugs made on purpose, one at a time: the tests that must notice each of them.
+"""Makes bugs on purpose, one at a time, and checks that the tests notice each of them.
 
-    python -m tests.mutants                  all of them; prints a line each, exit code 1 if one survives
-    python -m tests.mutants tp_rank          those whose name contains the word
+    python -m tests.mutants                  all mutants; prints a line for each, exit code 1 if one survives
+    python -m tests.mutants tp_rank          the mutants whose name contains this word
 
-A mutant is a copy of the repository in which one piece of source reads otherwise. It is killed if the tests that it
-names fail there; they are few, so that a run takes seconds. First come those that an audit found surviving all tests.
-Mutants that no test can kill do not stand here: each line is expected to be killed.
+A mutant is a copy of the repository in which one piece of source is changed. It is killed if the tests that it names
+fail there; these are few tests, so that a run takes seconds. All mutants in this list are expected to be killed.
 """
 
 import argparse
@@ -25,13 +24,13 @@ _COPIED = ("paged_jax", "tests", "examples", "benchmarks", "pyproject.toml", "RE
 
 
 class Mutant(NamedTuple):
-    """A bug, by what it is about.
+    """A bug.
 
     Attributes:
-      name: in a few words.
-      file: below `paged_jax/`.
-      old: source that stands there exactly once.
-      new: what it becomes.
+      name: the bug in a few words.
+      file: the file to change, below `paged_jax/`.
+      old: source that occurs exactly once in the file.
+      new: the source that replaces it.
       tests: arguments for pytest.
     """
 
@@ -220,21 +219,21 @@ MUTANTS = [
     ),
     Mutant(
         "vmap: options that are batched are folded",
-        "_dispatch.py",
+        "_vmap.py",
         "if any(jax.tree.leaves(in_batched.options)) or",
         "if",
         "tests/test_transforms.py -k vmap",
     ),
     Mutant(
         "vmap: pools that are batched alone are folded",
-        "_dispatch.py",
+        "_vmap.py",
         "or in_batched.key_cache != in_batched.value_cache",
         "",
         "tests/test_transforms.py -k vmap",
     ),
     Mutant(
         "vmap: batched pools share their scales of slots",
-        "_dispatch.py",
+        "_vmap.py",
         "return not (in_batched.key_cache and any(scale is not None and scale.ndim == 3 for scale in scales))",
         "return True",
         "tests/test_transforms.py -k vmap",
@@ -285,7 +284,7 @@ MUTANTS = [
 
 
 def run(mutant: Mutant) -> tuple[bool, str]:
-    """Whether the mutant is killed, and pytest's last line."""
+    """Runs a mutant's tests; returns whether it is killed, and pytest's last line."""
     with tempfile.TemporaryDirectory() as folder:
         for name in _COPIED:
             source, copy = ROOT / name, Path(folder, name)
@@ -306,7 +305,7 @@ def run(mutant: Mutant) -> tuple[bool, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*", help="only mutants whose name contains one of these")
     parser.add_argument("--workers", type=int, default=1, help="mutants tried at once")

@@ -1,8 +1,8 @@
-"""What every operation should compute, in float64 NumPy, one query and one head at a time.
+"""Computes every operation in float64 NumPy, one query and one head at a time.
 
-Written from the specification of the operations alone and sharing nothing with the library: no import of
-it, no code of it, and deliberately no cleverness. Arrays come in exactly as the operations take them
-(ml_dtypes carry bfloat16 and float8), results leave in float64.
+This file follows the specification of the operations alone: it imports nothing of the library, copies no code of it,
+and is as simple as possible. Arguments are the arrays that the operations take (with the bfloat16 and float8 of
+ml_dtypes); results are float64.
 """
 
 import ml_dtypes
@@ -12,7 +12,7 @@ NEGATIVE_INFINITY = float("-inf")
 
 
 def element(cache, block, offset, layout, which):
-    """Tokens' vectors in a cache: `[num_kv_heads, head_size]`, or one such for each of an array of slots."""
+    """Reads the vectors of a slot from a cache, `[num_kv_heads, head_size]`, or those of each of several slots."""
     if layout == "hnd":
         return cache[block, :, offset, :]
     if layout == "nhd":
@@ -24,7 +24,7 @@ def element(cache, block, offset, layout, which):
 
 
 def set_element(cache, block, offset, layout, which, vectors):
-    """Store one token's vectors `[num_kv_heads, head_size]` in a cache, in place."""
+    """Stores one token's vectors `[num_kv_heads, head_size]` in a cache, in place."""
     if layout == "hnd":
         cache[block, :, offset, :] = vectors
     elif layout == "nhd":
@@ -49,7 +49,7 @@ def cache_dims(key_cache, layout):
 
 
 def scale_at(scale, block, offset):
-    """Slots' dequantisation factors, to multiply `[..., num_kv_heads, head_size]` with."""
+    """The dequantisation factors of slots, which multiply vectors `[..., num_kv_heads, head_size]`."""
     scale = np.asarray(1.0 if scale is None else scale, np.float64)
     if scale.ndim == 3:
         scale = scale[block, :, offset]
@@ -57,7 +57,7 @@ def scale_at(scale, block, offset):
 
 
 def gather(cache, table, length, layout, which, block_size, scale=None):
-    """A sequence's first `length` tokens, dequantised: float64 `[length, num_kv_heads, head_size]`."""
+    """Reads a sequence's first `length` tokens, dequantised: float64 `[length, num_kv_heads, head_size]`."""
     if length == 0:
         return None
     tokens = np.arange(length)
@@ -67,7 +67,7 @@ def gather(cache, table, length, layout, which, block_size, scale=None):
 
 
 def sparse_mask(tokens, seq_len, head, num_heads, num_kv_heads, pattern):
-    """Which `tokens` the block-sparse pattern lets a query at `seq_len - 1` attend to."""
+    """Which of `tokens` a query at `seq_len - 1` attends to by the block-sparse pattern."""
     group = num_heads // num_kv_heads
     key_block, query_block = tokens // pattern.block_size, (seq_len - 1) // pattern.block_size
     step = pattern.head_sliding_step
@@ -79,9 +79,9 @@ def sparse_mask(tokens, seq_len, head, num_heads, num_kv_heads, pattern):
 
 
 def head_logits(query, keys, head, num_heads, options, seq_len=None):
-    """One head's logits over its tokens, -inf where it does not look: float64 `[len(keys)]`.
+    """One head's logits over its tokens, -inf where it does not attend: float64 `[len(keys)]`.
 
-    The query is the one at `seq_len - 1`; without `seq_len` the last of the tokens is its own.
+    The query is at position `seq_len - 1`; without `seq_len` it is the query of the last token.
     """
     num_tokens, num_kv_heads, head_size = keys.shape
     tokens, seq_len = np.arange(num_tokens), num_tokens if seq_len is None else seq_len
@@ -105,7 +105,7 @@ def head_logits(query, keys, head, num_heads, options, seq_len=None):
 
 
 def weighted(logits, values):
-    """`(sum of exp(logit - max), max, normalised sum of values)` of one head over some tokens."""
+    """The softmax of one head over some tokens: `(sum of exp(logit - max), max, weighted mean of the values)`."""
     maximum = logits.max(initial=NEGATIVE_INFINITY)
     if maximum == NEGATIVE_INFINITY:
         return 0.0, NEGATIVE_INFINITY, np.zeros(values.shape[-1])
@@ -114,7 +114,7 @@ def weighted(logits, values):
 
 
 def attend(query, keys, values, options, seq_len=None):
-    """One query token against all the tokens that it may see.
+    """The attention of one query token to all tokens that it may see.
 
     Args:
       query: `[num_heads, head_size]`.
@@ -135,7 +135,7 @@ def attend(query, keys, values, options, seq_len=None):
         logits = head_logits(query[head].astype(np.float64), keys, head, num_heads, options, seq_len)
         total, maximum, mean = weighted(logits, values[:, head // group])
         parts = [] if total == 0 else [maximum + np.log(total)]
-        if sinks is not None and parts:  # a query that sees no token has lse -inf, sink or not
+        if sinks is not None and parts:  # a query that sees no token has lse -inf, with a sink too
             parts.append(float(sinks[head]))
         lse[head] = np.logaddexp.reduce(parts) if parts else NEGATIVE_INFINITY
         out[head] = mean * np.exp(maximum + np.log(total) - lse[head]) if total else 0.0
@@ -167,7 +167,7 @@ def residuals(
     layout="hnd",
     **options,
 ):
-    """`paged_attention_v2`'s residuals `(exp_sums, max_logits, tmp_out)`, without any sink."""
+    """`paged_attention_v2`'s residuals `(exp_sums, max_logits, tmp_out)`, of which sinks are no part."""
     block_size = cache_dims(key_cache, layout)[2]
     num_seqs, num_heads, head_size = query.shape
     exp_sums = np.zeros((num_seqs, num_heads, num_partitions))
@@ -190,7 +190,7 @@ def residuals(
 
 
 def reduce_partitions(exp_sums, max_logits, tmp_out):
-    """Section 2's reduce formula over the last partition axis, without a sink: out `[..., head_size]`."""
+    """Reduces residuals over the partitions, without sinks: out `[..., head_size]`."""
     maximum = max_logits.max(axis=-1, keepdims=True)
     with np.errstate(invalid="ignore"):
         weights = np.where(exp_sums > 0, exp_sums * np.exp(max_logits - maximum), 0.0)
@@ -214,7 +214,7 @@ def ragged(
 ):
     """`ragged_paged_attention`, and `prefix_attention` when `new` is the pair `(key, value)`.
 
-    Not causal, every query sees all of its sequence's tokens. Tokens at or past `max_seq_len` are seen by nobody.
+    If not `causal`, every query sees all tokens of its sequence. No query sees tokens at or past `max_seq_len`.
 
     Returns:
       out `[num_tokens, num_heads, head_size]` (0 at padding) and lse `[num_tokens, num_heads]` (-inf there).
@@ -244,7 +244,7 @@ def ragged(
 
 
 def prefix(query, key, value, key_cache, value_cache, block_tables, seq_lens, query_start_loc, **options):
-    """`prefix_attention`: out and lse as `ragged`."""
+    """`prefix_attention`: out and lse as in `ragged`."""
     return ragged(query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, new=(key, value), **options)
 
 
@@ -260,13 +260,13 @@ def merge(out_a, lse_a, out_b, lse_b):
 
 
 def largest(dtype):
-    """The largest finite value of a cache's dtype; its smallest one (-128 for int8) is `smallest`."""
+    """The largest finite value of a cache's dtype."""
     dtype = np.dtype(dtype)
     return 127.0 if dtype == np.int8 else float(ml_dtypes.finfo(dtype).max)
 
 
 def smallest(dtype):
-    """The most negative finite value of a cache's dtype."""
+    """The most negative finite value of a cache's dtype, -128 for int8."""
     dtype = np.dtype(dtype)
     return -128.0 if dtype == np.int8 else float(ml_dtypes.finfo(dtype).min)
 
@@ -281,7 +281,7 @@ def quantise(values, scale, dtype):
 
 
 def write(key, value, key_cache, value_cache, slot_mapping, *, layout="hnd", k_scale=None, v_scale=None):
-    """`write_to_paged_cache`: new `(key_cache, value_cache)`; the last of several tokens of a slot stays."""
+    """`write_to_paged_cache`: new `(key_cache, value_cache)`; if several tokens have one slot, the last one stays."""
     num_blocks, _, block_size, _ = cache_dims(key_cache, layout)
     key_cache, value_cache = key_cache.copy(), value_cache.copy()
     for token, slot in enumerate(slot_mapping):
@@ -298,7 +298,7 @@ def write(key, value, key_cache, value_cache, slot_mapping, *, layout="hnd", k_s
 
 
 def swap(source, destination, block_mapping):
-    """One cache of `swap_blocks`: `destination` with the mapped blocks of `source`."""
+    """`swap_blocks` of one cache: `destination` with the mapped blocks of `source`."""
     result = destination.copy()
     for from_block, to_block in block_mapping:
         if 0 <= from_block < len(source) and 0 <= to_block < len(destination):
@@ -307,5 +307,5 @@ def swap(source, destination, block_mapping):
 
 
 def copy(cache, block_mapping):
-    """One cache of `copy_blocks`: every source is read before any destination is written."""
+    """`copy_blocks` of one cache: every source is read before any destination is written."""
     return swap(cache, cache, block_mapping)

@@ -1,9 +1,9 @@
-"""The same computation without paging, in the precision the operations work in: the yardstick.
+"""Computes the operations without paging in the precision that they have; its errors are the yardstick for theirs.
 
-Tokens gathered into dense arrays, float32 arithmetic, softmax over whole rows; the weights that multiply the values are
-rounded to the queries' dtype, results to the dtype they have in the operations. An operation may err against the
-float64 oracle by at most twice what this errs, plus 1e-5. NumPy rather than XLA, because an XLA version would cost a
-compile per case.
+Tokens are gathered into dense arrays, arithmetic is float32, and the softmax is over whole rows. The weights that
+multiply the values are rounded to the queries' dtype, and results to the dtype that they have in the operations. The
+error of an operation, compared with the float64 oracle, may be at most twice the error of this computation, plus 1e-5.
+It is written in NumPy, because XLA would have to compile every case.
 """
 
 import jax.numpy as jnp
@@ -11,13 +11,14 @@ import numpy as np
 
 
 def assert_close(actual, exact, yardstick, what):
-    """The error criterion, row by row: `actual` errs at most twice what `yardstick` does, plus 1e-5.
+    """Checks the error criterion in each row: the error of `actual` is at most twice that of `yardstick`, plus 1e-5.
 
-    A row is a sequence or a token, with all of its heads: one bound for all rows would let a long sequence, whose
-    results are small, err by what a short one may. The yardstick may be lucky in a row and hardly err at all, as where
-    one weight is 1 and the others are 0: it counts as having erred, for the row's size, as much as the median of rows
-    and as one rounding of the largest value to the dtype of `actual`. For results below 1 the 1e-5 shrinks with them,
-    and rows of exact zeros have to be zeros. Infinities have to be where the oracle has them, and NaN nowhere.
+    A row is a sequence or a token, with all of its heads. One bound for all rows would allow a long sequence, whose
+    results are small, the error of a short one. In some rows the yardstick has hardly any error by luck, for example if
+    one weight is 1 and the others are 0. So its error counts, relative to the row's size, as at least the median of all
+    rows' errors, and as at least one rounding of the largest value to the dtype of `actual`. For results below 1 the
+    1e-5 shrinks with them, and rows of exact zeros must be zeros. Infinities must be where the oracle has them, and
+    there must be no NaN.
     """
     rounding = float(jnp.finfo(np.asarray(actual).dtype).eps) / 2
     actual, yardstick = np.asarray(actual).astype(np.float64), np.asarray(yardstick).astype(np.float64)
@@ -33,7 +34,7 @@ def assert_close(actual, exact, yardstick, what):
     floor = 1e-5 * min(1, np.abs(wanted).max()) * (wanted != 0).any(axis=1)
     size, slack = np.abs(wanted).max(axis=1), rough.max(axis=1)
     typical = max(rounding, np.median(slack[size > 0] / size[size > 0]) if size.any() else 0)
-    # Sums are in float32: nobody is asked for less than some of its units in the row's largest value.
+    # Sums are in float32: an error of a few units in the last place of the row's largest value is always allowed.
     bounds = 2 * np.maximum(slack, typical * size) + floor + 4 * np.finfo(np.float32).eps * size
     off = errors > bounds[:, None]
     if not off.any():
@@ -47,7 +48,7 @@ def assert_close(actual, exact, yardstick, what):
 
 
 def dense(cache, table, length, layout, which, scale):
-    """A sequence's tokens, dequantised in float32: `[num_kv_heads, length, head_size]`."""
+    """Gathers a sequence's tokens, dequantised in float32: `[num_kv_heads, length, head_size]`."""
     if layout == "nhd":
         cache = cache.swapaxes(1, 2)
     elif layout == "vllm" and which == "value":
@@ -87,7 +88,7 @@ def visible(positions, length, num_heads, num_kv_heads, options):
 
 
 def logits_of(query, keys, positions, options):
-    """Masked float32 logits `[num_heads, num_queries, length]` of queries `[num_queries, num_heads, d]`."""
+    """The masked float32 logits `[num_heads, num_queries, length]` of queries `[num_queries, num_heads, d]`."""
     num_queries, num_heads, head_size = query.shape
     num_kv_heads, length, _ = keys.shape
     scale = options.get("scale")
@@ -105,9 +106,9 @@ def logits_of(query, keys, positions, options):
 
 
 def softmax_parts(logits, values, dtype):
-    """Along the last axis, with nothing but -inf allowed: `(exp_sums, max_logits, normalised out)`.
+    """The softmax along the last axis: `(exp_sums, max_logits, normalised out)`; all logits may be -inf.
 
-    The weights go into the product with the values in `dtype`, as the kernels' matrix units take them.
+    The weights are rounded to `dtype` before they multiply the values, as in the kernels.
     """
     num_heads, num_queries, length = logits.shape
     maximum = logits.max(axis=-1)
@@ -120,7 +121,7 @@ def softmax_parts(logits, values, dtype):
 
 
 def attention(query, keys, values, positions, options):
-    """Out `[num_queries, num_heads, d]` in the query's dtype and lse float32 `[num_queries, num_heads]`."""
+    """Attention: out `[num_queries, num_heads, d]` in the query's dtype, lse float32 `[num_queries, num_heads]`."""
     total, maximum, out = softmax_parts(logits_of(query, keys, positions, options), values, query.dtype)
     with np.errstate(divide="ignore"):
         lse = maximum + np.log(total)

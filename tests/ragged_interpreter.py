@@ -1,4 +1,4 @@
-"""Runs the ragged Mosaic GPU kernels with no GPU: in Pallas's interpreter, with stand-ins for what that lacks."""
+"""Runs the ragged Mosaic GPU kernels without a GPU, in Pallas's interpreter, with substitutes for what it lacks."""
 
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ SMALL_GPU = Device(90, 2)
 
 
 def row_of_query(row, first_token, tokens, head, cfg):
-    """Whether a row of a warpgroup's is one of the tokens', and its token and query head."""
+    """For each row of a warpgroup: whether it has a token, and its token and query head."""
     token, of_group = row // cfg.problem.group, row % cfg.problem.group
     own = (token < tokens) & (row < cfg.half * cfg.problem.group)
     return own, first_token + token, head * cfg.problem.group + of_group
@@ -142,7 +142,7 @@ def accumulate(acc, weights, v_smem, then):
     if then is not None:
         then()
     values = v_smem[...]
-    plgpu.commit_smem()  # The interpreter misses a fence between reads and copies that wait for them.
+    plgpu.commit_smem()  # without this fence the interpreter sees a race of reads and later copies
     return acc + jnp.dot(weights.astype(jnp.float32), values.astype(jnp.float32))
 
 
@@ -183,7 +183,7 @@ def merge_rows(
 
 
 def call(op, operands, device=SMALL_GPU, **tuning):
-    """The results of the implementation's function in the interpreter, with some fields of its tuning changed."""
+    """Runs the implementation's function in the interpreter, with some fields of its tuning changed."""
 
     def tune(*args, tune=ragged_tuning.tune, **kwargs):
         cfg = tune(*args, **kwargs)

@@ -1,9 +1,9 @@
-"""What each GPU implementation refuses among the suite's cases, and why: the table that `refusals.txt` keeps.
+"""Makes the table in `refusals.txt`: which cases of the suite each GPU implementation refuses, and why.
 
     python -m tests.refusals > tests/refusals.txt
 
-A refusal is a skipped test on a GPU: the table says how many there are, so that none comes about unseen. It is made by
-tracing, on any machine: an implementation refuses before it builds its kernel, and here no kernel is built.
+Every refusal is a test that is skipped on a GPU, so a new one must not go unnoticed. The table can be made on any
+machine, by tracing: an implementation refuses before it builds a kernel, and no kernel is built here.
 """
 
 import collections
@@ -25,7 +25,7 @@ IMPLEMENTATIONS = ("triton", "mosaic_gpu")
 
 
 class _Taken(Exception):
-    """A kernel would be launched now."""
+    """Raised where a kernel would be launched."""
 
 
 def _take(*_, **__):
@@ -34,7 +34,7 @@ def _take(*_, **__):
 
 @contextlib.contextmanager
 def _no_kernels():
-    """Every launch raises `_Taken`, and Triton finds all that it needs."""
+    """Makes every launch raise `_Taken`, and Triton find all packages that it needs."""
     with (
         mock.patch("paged_jax.kernels.triton.launch.call", _take),
         mock.patch("paged_jax.kernels.triton.launch.missing", list),
@@ -44,11 +44,11 @@ def _no_kernels():
 
 
 def _calls():
-    """`(op, static keywords, arrays)` of all the suite's cases."""
+    """Yields `(op, static keywords, arrays)` for all cases of the suite."""
     for case in cases.DECODE_CASES:
         made = inputs.make(case)
         static = op_options(made.static) | {"max_seq_len": case.max_seq_len}
-        calls = {"paged_attention": made.decode}  # v1 and v2 refuse what it does
+        calls = {"paged_attention": made.decode}  # v1 and v2 refuse the same cases
         if case.query_lens is not None:
             calls |= {"ragged_paged_attention": made.ragged, "prefix_attention": made.prefix}
         for op, arrays in calls.items():
@@ -61,7 +61,7 @@ def _calls():
 
 
 def table():
-    """Lines `implementation op, taken/all cases` and, below each, `count x reason`; sorted."""
+    """Gives the table's lines: `implementation op, taken/all cases` and, below each, `count x reason`; sorted."""
     taken, tried, reasons = collections.Counter(), collections.Counter(), collections.Counter()
     with _no_kernels():
         for op, static, arrays in _calls():

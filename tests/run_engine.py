@@ -1,4 +1,4 @@
-"""An engine over a mesh, as one process or as one of several: `python -m tests.run_engine PROCESSES INDEX PORT TP`.
+"""Runs an engine over a mesh, in one or several processes: `python -m tests.run_engine PROCESSES INDEX PORT TP`.
 
 The first process prints, as JSON, the tokens of each request. tests/test_processes.py runs it on CPU devices.
 """
@@ -22,13 +22,13 @@ PROMPTS = [[1, 5, 9, 3, 7], [2, 4, 8], list(range(1, 30)), [6]]
 
 
 def params() -> list[engine.SamplingParams]:
-    """Greedy and random requests, one of them with two samples."""
+    """Gives the parameters of greedy and random requests, one of them with two samples."""
     drawn = engine.SamplingParams(max_tokens=6, temperature=0.9, top_k=20, top_p=0.9, n=2)
     return [engine.SamplingParams(max_tokens=9), drawn, engine.SamplingParams(max_tokens=3, logprobs=2), drawn]
 
 
 def make_engine(kind: type[engine.Engine], tp: int) -> Any:
-    """An engine of so small a pool that requests wait for each other's blocks."""
+    """Makes an engine whose pool is so small that requests wait for each other's blocks."""
     mesh = make_mesh({"dp": 1, "tp": tp})
     model, config, _, _ = load_model(MODEL, jnp.float32, mesh)
     weights, step = make_step(model)
@@ -40,7 +40,7 @@ def make_engine(kind: type[engine.Engine], tp: int) -> Any:
 
 
 def texts(the_engine: engine.Engine) -> list[Any]:
-    """The tokens of all samples of all requests."""
+    """Runs all requests and returns the tokens of all samples."""
     return [[list(c.token_ids) for c in completions] for completions in the_engine.generate(PROMPTS, params())]
 
 

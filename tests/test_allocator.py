@@ -1,4 +1,4 @@
-"""The block allocator: its golden, copy-on-write, its edges on the host and compiled, and its speed on the host."""
+"""Tests the block allocator: goldens, copy-on-write, edge cases on the host and compiled, and speed on the host."""
 
 import dataclasses
 import doctest
@@ -31,7 +31,7 @@ slots_jit = jax.jit(allocator.slots)
 
 
 def frozen(state):
-    """A copy on the host that nobody can write to."""
+    """Copies a state to the host, in arrays that cannot be written."""
     state = jax.tree.map(np.array, state)
     for leaf in jax.tree.leaves(state):
         leaf.flags.writeable = False
@@ -43,7 +43,7 @@ def on_device(state):
 
 
 def assert_same(a, b):
-    """Leaves of equal dtype, shape and bits."""
+    """Checks that all leaves have equal dtypes, shapes and bits."""
     for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
         x, y = np.asarray(x), np.asarray(y)
         assert x.dtype == y.dtype, path
@@ -51,7 +51,7 @@ def assert_same(a, b):
 
 
 def forms(xp):
-    """append_tokens, fork, free, free_blocks, slots of the host or compiled."""
+    """The functions append_tokens, fork, free, free_blocks and slots, on the host or compiled."""
     if xp is np:
         return allocator.append_tokens, allocator.fork, allocator.free, allocator.free_blocks, allocator.slots
     return append_jit, fork_jit, free_jit, free_blocks_jit, slots_jit
@@ -99,7 +99,7 @@ def test_a_shared_partly_filled_block_is_copied_before_it_grows(xp):
     append, fork, *_ = forms(xp)
     state, *_ = append(allocator.create(10, 4, 3, 4, xp=xp), i32(6, 0, 0))  # blocks 9, 8
     state = fork(state, np.int32(0), np.int32(2))
-    state, block_mapping, _ = append(state, i32(0, 0, 7))  # 13 tokens: 9, a copy of 8, two more
+    state, block_mapping, _ = append(state, i32(0, 0, 7))  # the blocks of 13 tokens: 9, a copy of 8, two new ones
     np.testing.assert_array_equal(block_mapping, [[-1, -1], [-1, -1], [8, 7]])
     np.testing.assert_array_equal(state.block_tables, [[9, 8, -1, -1], [-1] * 4, [9, 7, 6, 5]])
     np.testing.assert_array_equal(state.ref_counts, [0, 0, 0, 0, 0, 1, 1, 1, 1, 2])
@@ -128,7 +128,7 @@ def test_when_all_holders_grow_at_once_the_last_keeps_the_block(xp):
     np.testing.assert_array_equal(block_mapping, [[9, 8], [9, 7], [-1, -1], [-1, -1]])
     np.testing.assert_array_equal(grown.block_tables[:, 0], [8, 7, -1, 9])
     np.testing.assert_array_equal(grown.ref_counts[7:], [1, 1, 1])
-    # With one holder at rest, every one that grows copies.
+    # If one holder does not grow, all others copy.
     grown, block_mapping, _ = append(state, i32(0, 1, 0, 1))
     np.testing.assert_array_equal(block_mapping, [[-1, -1], [9, 8], [-1, -1], [9, 7]])
     np.testing.assert_array_equal(grown.ref_counts[7:], [1, 1, 1])
@@ -295,7 +295,7 @@ def test_an_invalid_free_changes_nothing_and_is_told(case):
     after = free_blocks_jit(on_device(state), blocks)
     assert after.bad_free
     assert_same(dataclasses.replace(after, bad_free=state.bad_free), state)
-    # The flag stays, and later calls work.
+    # The flag stays set, and later calls work.
     after = free_jit(after, np.array([True, False]))
     assert after.bad_free
     assert int(after.num_free) == 4
@@ -341,7 +341,7 @@ def test_slots_reach_the_end_of_int32():
 
 
 def test_the_host_never_writes_to_the_state_it_was_given():
-    # `frozen` arrays raise on a write.
+    # A write to a `frozen` array raises.
     state = frozen(allocator.append_tokens(allocator.create(16, 4, 4, 4), i32(6, 4, 0, 0))[0])
     before = jax.tree.map(np.copy, state)
     forked = frozen(allocator.fork(state, 0, 2))
@@ -366,7 +366,7 @@ def fastest(function, repeats=60):
 
 @pytest.mark.parametrize("blocks_taken", [0, 256])
 def test_a_host_decode_step_of_256_sequences_is_fast(blocks_taken):
-    """The aim is 100 us. At ten times that a loop over sequences or blocks shows, and a busy machine does not."""
+    """The aim is 100 us. The limit is ten times that: only loops over sequences or blocks take so long."""
     one = np.ones(256, np.int32)
     state, *_ = allocator.append_tokens(allocator.create(100_000, 16, 256, 400), one * (1008 if blocks_taken else 1000))
     grown, *_ = allocator.append_tokens(state, one)

@@ -1,4 +1,4 @@
-"""What the allocator's functions take: counts and ids of any kind, whatever their width, for a state of either kind."""
+"""Tests the arguments of the allocator's functions: counts and ids of any kind and width, for both kinds of state."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ def is_host(state):
 
 
 def walk(state, kind):
-    """One call of every function, its arguments made by `kind` of a list."""
+    """Calls every function once, with arguments that `kind` makes of lists."""
     grow, ids = kind([6, 9, 0, 0]), kind([6])
     state, block_mapping, ok = allocator.append_tokens(state, grow)
     state = allocator.fork(state, kind(0), kind(2))
@@ -54,7 +54,7 @@ def test_a_host_state_that_a_jitted_function_closes_over_becomes_a_traced_one():
         jax.jit(lambda zero: walk(state, lambda x: jnp.asarray(x) | zero.astype(jnp.asarray(x).dtype)))(jnp.int32(0)),
         expected,
     )
-    # Every function by itself, for any of its arguments may be the traced one.
+    # Every function is called by itself, since any of its arguments may be the traced one.
     grown, *_ = allocator.append_tokens(state, i32(6, 9, 0, 0))
     one, mask = np.int32(1), np.array([True, False, False, False])
     calls = {
@@ -123,7 +123,7 @@ def test_concrete_jax_integers_that_do_not_fit_are_refused(xp, value):
 
 @pytest.mark.parametrize("value", [2**32 + 1, 2**32, 2**31, 2**63 - 1])
 def test_traced_integers_that_do_not_fit_are_not_wrapped(value):
-    """Wrapped they would be 1, 0 or negative, and do something."""
+    """If they wrapped around, they would be 1, 0 or negative, and have an effect."""
     state = allocator.append_tokens(allocator.create(8, 4, 2, 4, xp=jnp), i32(4, 0))[0]
     with jax.enable_x64(True):
         wide = jnp.array([value])
@@ -176,7 +176,7 @@ def test_lists_and_other_integers_are_taken_as_int32(xp):
 
 @pytest.mark.parametrize("xp", [np, jnp])
 def test_integers_that_do_not_fit_are_refused(xp):
-    """Wrapped to 32 bits they would name other blocks, rows or tokens."""
+    """If they wrapped around at 32 bits, they would name other blocks, rows or tokens."""
     state = allocator.create(8, 4, 3, 4, xp=xp)
     with pytest.raises(ValueError, match="blocks must fit in int32, got 4294967303"):
         allocator.free_blocks(state, np.array([2**32 + 7]))

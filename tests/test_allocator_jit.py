@@ -1,4 +1,4 @@
-"""The block allocator inside JAX's transformations: loops, vmap, one compilation, no loops or callbacks of its own."""
+"""Tests the allocator inside JAX's transformations: loops, vmap, one compilation; it has no loops or callbacks."""
 
 import functools
 
@@ -11,7 +11,7 @@ from tests.test_allocator import append_jit, assert_same, fork_jit, free_jit, i3
 
 
 def test_a_decode_loop_runs_inside_while_loop_and_scan():
-    """One sequence runs until the pool is dry, is emptied, and goes on: the host walks the same path."""
+    """One sequence grows until the pool is empty, is freed, and grows again; the host form does the same."""
     state = allocator.create(6, 4, 2, 4)
 
     def step(state):
@@ -84,7 +84,7 @@ def test_traced_forms_hold_no_loops_and_no_callbacks():
         names = list(primitives(jax.make_jaxpr(function)(state, *args).jaxpr))
         assert {"while", "scan", "cond", "pure_callback", "io_callback", "debug_callback"}.isdisjoint(names)
         sizes[function] = len(names)
-    # Nothing is unrolled over the sequences either.
+    # The program is not unrolled over the sequences either.
     state, rows = allocator.create(64, 4, 80, 4, xp=jnp), jnp.zeros(80, jnp.int32)
     for function in (allocator.append_tokens, by_row, allocator.truncate):
         assert len(list(primitives(jax.make_jaxpr(function)(state, rows).jaxpr))) == sizes[function]

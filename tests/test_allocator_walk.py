@@ -1,8 +1,8 @@
-"""A random walk of the block allocator: the host form, the jitted form and a naive model take the same calls.
+"""Tests the block allocator by a random walk: the host form, the jitted form and a naive model get the same calls.
 
-After each call the two states are bit-equal, equal to the model's dicts and lists, and inside the invariants. The
-model also keeps what every token is, and a pool that calls write to and copy in as they are told: whatever was shared,
-copied, cut or retained, each sequence must find its own tokens there.
+After each call the two states must be bit-equal, equal to the model's dicts and lists, and satisfy the invariants. The
+model also keeps the contents of every token, and a pool in which it writes and copies as the allocator says. However
+blocks were shared, copied, truncated or retained, each sequence must find its own tokens there.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ class Model:
         self.retained = Counter()
 
     def grow(self, s, n):
-        """Gives one sequence its tokens; returns its copy (old, new) or None. Raises what ran out, changing nothing."""
+        """Gives one sequence its tokens; returns its copy (old, new) or None. Raises if blocks or columns run out."""
         free, refs, table, copy = list(self.free), Counter(self.refs), list(self.tables[s]), None
         if self.lens[s] + n > NUM_COLUMNS * BLOCK_SIZE:
             raise RuntimeError("columns")
@@ -64,7 +64,7 @@ class Model:
         return copy
 
     def append(self, num_tokens):
-        """Returns the copies {sequence: (old, new)}, or None if it does not fit."""
+        """Grows all sequences or none; returns the copies {sequence: (old, new)}, or None if there is no room."""
         before = list(self.free), Counter(self.refs), list(self.tables), list(self.lens)
         try:
             copies = {s: self.grow(s, n) for s, n in enumerate(num_tokens)}
@@ -74,7 +74,7 @@ class Model:
         return {s: copy for s, copy in copies.items() if copy}
 
     def append_rows(self, num_tokens):
-        """Returns the copies, and for each sequence whether it got its tokens."""
+        """Grows each sequence if it can; returns the copies, and for each sequence whether it got its tokens."""
         copies, ok, blocks_last = {}, [False] * NUM_SEQS, True
         for s, n in enumerate(num_tokens):
             before = list(self.free), Counter(self.refs), list(self.tables), list(self.lens)
@@ -121,7 +121,7 @@ class Walk(RuleBasedStateMachine):
         self.host = allocator.create(NUM_BLOCKS, BLOCK_SIZE, NUM_SEQS, NUM_COLUMNS)
         self.device = on_device(self.host)
         self.model = Model()
-        # What the cache's slots hold, and what sequences and retained blocks must find there.
+        # The contents of the cache's slots, and those that sequences and retained blocks must find there.
         self.pool = np.full(NUM_BLOCKS * BLOCK_SIZE, -1)
         self.tokens = [[] for _ in range(NUM_SEQS)]
         self.retained_slots = {}
@@ -131,20 +131,20 @@ class Walk(RuleBasedStateMachine):
         return np.arange(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE)
 
     def write_new_tokens(self, before, copies):
-        """Carries out the copies of a growth and writes its new tokens, as a cache would; `before`: lengths."""
+        """Makes the copies of a growth and writes its new tokens, as a cache would; `before`: the lengths before it."""
         pool = self.pool.copy()
         for old, new in copies.values():
             pool[self.block_slots(new)] = self.pool[self.block_slots(old)]
         for s, length in enumerate(self.model.lens):
             for slot in slots_of(self.model.tables[s], range(before[s], length)):
-                assert self.model.refs[slot // BLOCK_SIZE] == 1  # nobody else has the block that is written to
+                assert self.model.refs[slot // BLOCK_SIZE] == 1  # no other sequence has the block that is written to
                 pool[slot] = self.num_tokens
                 self.tokens[s].append(self.num_tokens)
                 self.num_tokens += 1
         self.pool = pool
 
     def refused(self, error, call_host, call_device, flag):
-        """Both forms refuse a call: the host in words, the device in a flag, and nothing else changes."""
+        """Checks that both forms refuse a call: the host by an error, the device by a flag; nothing else changes."""
         with pytest.raises(ValueError, match=error):
             call_host()
         after = call_device()
@@ -222,7 +222,7 @@ class Walk(RuleBasedStateMachine):
     @rule(child=rows, data=st.data())
     def adopt(self, child, data):
         held = sorted(block for block, count in self.model.refs.items() if count)
-        candidates = held * 3 + list(range(-2, NUM_BLOCKS + 1))  # mostly valid ones
+        candidates = held * 3 + list(range(-2, NUM_BLOCKS + 1))  # most of them are valid
         blocks = data.draw(st.lists(st.sampled_from(candidates), max_size=3))
         if self.model.lens[child]:
             self.free({child})

@@ -1,4 +1,4 @@
-"""The direction of imports, read off the source: who may know whom."""
+"""Tests the direction of imports, by reading the source: which module may import which."""
 
 import ast
 from pathlib import Path
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 FILES = sorted(p for folder in ("paged_jax", "examples", "benchmarks") for p in (ROOT / folder).rglob("*.py"))
 
 OPS_KNOW = ("paged_jax._checks", "paged_jax._validate", "paged_jax._dispatch", "paged_jax.options", "paged_jax.shapes")
-# What each module of the package may import of the package; a folder's name stands for all in it.
+# The modules of the package that each module may import; a folder's name stands for all modules in it.
 ALLOWED = {
     "paged_jax.allocator": ("paged_jax.allocator",),
     "paged_jax.metadata": (),
@@ -23,11 +23,13 @@ ALLOWED = {
     "paged_jax._checks": ("paged_jax.shapes",),
     "paged_jax._validate": ("paged_jax._checks", "paged_jax._operands", "paged_jax.options", "paged_jax.shapes"),
     "paged_jax._selection": (),
-    "paged_jax._partition": ("paged_jax.options",),
+    "paged_jax._splits": (),
+    "paged_jax._partition": ("paged_jax._splits", "paged_jax.options"),
+    "paged_jax._vmap": ("paged_jax._operands", "paged_jax._partition"),
     "paged_jax._dispatch": (
-        "paged_jax._operands",
         "paged_jax._partition",
         "paged_jax._selection",
+        "paged_jax._vmap",
         "paged_jax.kernels",
     ),
     "paged_jax.ops": (*OPS_KNOW, "paged_jax.ops"),
@@ -48,13 +50,14 @@ ALLOWED = {
         f"paged_jax.kernels.{name}": (
             "paged_jax.options",
             "paged_jax.shapes",
+            "paged_jax.kernels.in_place",
             "paged_jax.kernels.problem",
             f"paged_jax.kernels.{name}",
         )
         for name in get_args(Implementation)
     },
 }
-# Packages that only one folder may know.
+# Packages that only these folders may import.
 OWNERS = {
     "flax": ("examples",),
     "triton": ("paged_jax.kernels.triton",),

@@ -1,4 +1,4 @@
-"""The attention of a mixed batch in two ops (examples/attend.py) is the one op's, whatever its rows are."""
+"""Tests that two ops (examples/attend.py) give a mixed batch the same attention as one op, for all kinds of rows."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""The cache's layouts: shapes, sizes, sharding, and flat pools seen as the two caches."""
+"""Tests the cache: shapes of its layouts, sizes, sharding, and flat pools that are split into two caches."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int
 
 
 def shapes(layout, itemsize, num_blocks=7, block_size=4, num_kv_heads=3, head_size=32):
-    """The contract's table of layouts, spelt out."""
+    """The shapes of every layout, written out."""
     x = 16 // itemsize
     return {
         "hnd": ((num_blocks, num_kv_heads, block_size, head_size),) * 2,
@@ -78,7 +78,7 @@ def test_partition_spec(layout):
     assert jax.tree.structure(specs) == jax.tree.structure(cache)
 
     def pick_heads(array, spec):
-        """What shard 1 of 3 holds."""
+        """Takes the heads of shard 1 of 3."""
         split = spec.index("heads")
         assert array.shape[split] == 3
         return (*array.shape[:split], 1, *array.shape[split + 1 :])
@@ -137,7 +137,7 @@ def test_split_kv_cache_infers_the_block_size(block_size):
     assert split_kv_cache(pool, 1, 120, "nhd")[0].shape == (2, block_size, 1, 120)
 
 
-# What is refused.
+# Refusals.
 
 BAD_SIZES = {
     "num_blocks": ((0, 16, 1, 64), "num_blocks and num_kv_heads must be positive, got 0 and 1"),

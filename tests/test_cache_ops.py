@@ -1,4 +1,4 @@
-"""write_to_paged_cache, copy_blocks and swap_blocks, bit for bit.
+"""Tests write_to_paged_cache, copy_blocks and swap_blocks, bit for bit.
 
 Pools start as random bytes (signalling NaN payloads among them), so that a byte changed anywhere else shows.
 """
@@ -27,13 +27,13 @@ SCALES = {
 
 
 def random_bytes(rng, shape, dtype):
-    """An array of arbitrary bit patterns."""
+    """Makes an array of arbitrary bit patterns."""
     dtype = inputs.dtype_of(dtype)
     return rng.integers(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), np.uint8).view(dtype)
 
 
 def random_caches(rng, dtype, layout="hnd"):
-    """A key and a value cache of arbitrary bit patterns."""
+    """Makes a key cache and a value cache of arbitrary bit patterns."""
     dims = (NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_SIZE)
     return tuple(
         random_bytes(rng, shape, dtype) for shape in inputs.cache_shapes(layout, *dims, inputs.dtype_of(dtype))
@@ -41,12 +41,12 @@ def random_caches(rng, dtype, layout="hnd"):
 
 
 def new_tokens(rng, count, dtype, size=2.0):
-    """Keys or values of new tokens."""
+    """Draws the keys or values of new tokens."""
     return (size * rng.standard_normal((count, NUM_KV_HEADS, HEAD_SIZE))).astype(inputs.dtype_of(dtype))
 
 
 def assert_same_bytes(actual, expected, what):
-    """Equality of every byte, NaN payloads included."""
+    """Checks that all bytes are equal, NaN payloads included."""
     actual = np.asarray(actual)
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
@@ -55,14 +55,14 @@ def assert_same_bytes(actual, expected, what):
 
 
 def writable(source, cache_dtype):
-    """Whether a write from `source` into such a cache narrows, and so may have scales."""
+    """Whether a write from `source` into such a cache quantises, and so may have scales."""
     return inputs.dtype_of(cache_dtype).itemsize < inputs.dtype_of(source).itemsize
 
 
 @pytest.mark.parametrize("dtype", CACHE_DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_write(layout, dtype, run):
-    """One program writes from every source dtype, with scales where they are allowed."""
+    """One program writes from all source dtypes, with scales where they are allowed."""
     rng = inputs.rng_of(f"write-{layout}-{dtype}")
     key_cache, value_cache = random_caches(rng, dtype, layout)
     slots = np.array([5, -1, 0, *SKIPPED, NUM_SLOTS - 1, 17, 6, 16], np.int32)
@@ -71,7 +71,7 @@ def test_write(layout, dtype, run):
     for source in ("float32", "float16", "bfloat16"):
         sources[source] = tuple(new_tokens(rng, len(slots), source) for _ in "kv")
         kinds = list(SCALES) if source == "float32" else ["none", "slot"]
-        if dtype == "int8":  # which means nothing without scales
+        if dtype == "int8":  # an int8 cache needs scales
             kinds.remove("none")
         for name in kinds if writable(source, dtype) else ("none",):
             scales[f"{source}/{name}"] = {
@@ -105,17 +105,17 @@ def test_write_saturates_and_rounds_to_nearest_even(dtype, run):
     huge = [1e30, 3.4e38, 70000.0, 66000.0, 65519.0, 58000.0]
     limits = [*huge, 500.0, 464.0, 460.0, 449.0, 128.0, 127.5, 127.4]
     ties = [0.5, 1.5, 2.5, 1 + 1 / 16, 1 + 3 / 16, 2.0**-7, 2.0**-10, 2.0**-17, 3 * 2.0**-10, 1e-8, 0.0]
-    # Ties after a division by 61/1024 that is exact in float32, and is not when done as a multiplication.
+    # A division by 61/1024 is exact in float32 and gives ties here; a multiplication by the inverse would not.
     divided = (np.arange(23) + 0.5) * 61 / 1024
     row = np.array([*limits, *ties, *divided], np.float32)
     values = np.resize(np.concatenate([row, -row]), (3, NUM_KV_HEADS, HEAD_SIZE))
     key_cache, value_cache = random_caches(np.random.default_rng(0), dtype)
     slots = np.array([4, 9, 2], np.int32)
-    # A division by a tiny scale overflows most dtypes, by a tinier one float32; a vector of zeros has the scale 0.
+    # A division by a tiny scale overflows most dtypes, by a still smaller one float32. A vector of zeros has scale 0.
     extreme = (
         {"61/1024": 61 / 1024, "tiny": 2.0**-10, "tinier": 1e-37, "zero": 0.0} if writable("float32", dtype) else {}
     )
-    plain = {"one": np.float32(1)} if dtype == "int8" else {"none": None}  # int8 means nothing without scales
+    plain = {"one": np.float32(1)} if dtype == "int8" else {"none": None}  # an int8 cache needs scales
     scales = plain | {name: np.float32(scale) for name, scale in extreme.items()}
 
     def function(values, caches, slots, scales, implementation):
@@ -140,7 +140,7 @@ def test_write_of_tokens_that_share_a_slot_leaves_only_theirs(run):
     rng = np.random.default_rng(3)
     caches = random_caches(rng, "bfloat16")
     slots = np.array([9, 3, 9, 9, -1, 3, 20], np.int32)
-    # A token's vectors hold its number and nothing else, in key and value alike.
+    # All elements of a token's key and value are the token's number.
     tokens = np.broadcast_to(np.arange(len(slots), dtype=np.float32)[:, None, None], (7, NUM_KV_HEADS, HEAD_SIZE))
 
     def function(tokens, caches, slots, implementation):
@@ -175,7 +175,7 @@ def test_write_of_no_tokens(run):
 
 
 def test_written_tokens_are_what_attention_reads(run):
-    """A write and a decode agree on where a slot is and what a scale means, in every layout."""
+    """The write and the decode op agree on the place of a slot and the meaning of a scale, in every layout."""
     rng = np.random.default_rng(5)
     key, value = new_tokens(rng, 10, "float32"), new_tokens(rng, 10, "float32")
     query = rng.standard_normal((1, NUM_KV_HEADS, HEAD_SIZE)).astype(np.float32)
@@ -200,7 +200,7 @@ def test_written_tokens_are_what_attention_reads(run):
     outs = run(function, arrays=(query, key, value, tables, slots, lens), scales=scales)
     exact, _ = oracle.attend(query[0], key.astype(np.float64), value.astype(np.float64), {})
     for layout, out in outs.items():
-        # Half a code, at most 0.045, in every value, and about as much again through the keys.
+        # The error of every value is half a code, at most 0.045, and the keys add about as much.
         assert np.abs(out[0] - exact).max() < 0.1, layout
 
 
@@ -219,7 +219,7 @@ PAIRS = {
 @pytest.mark.parametrize("dtype", CACHE_DTYPES)
 def test_copy_blocks(dtype, run):
     caches = {layout: random_caches(inputs.rng_of(dtype + layout), dtype, layout) for layout in LAYOUTS}
-    # Skipped pairs pad all mappings to one shape, so that one program serves them.
+    # Skipped pairs pad all mappings to one shape, so that they share one program.
     mappings = {name: np.array([*pairs, *[(-1, -1)] * (8 - len(pairs))], np.int32) for name, pairs in PAIRS.items()}
 
     def function(caches, mappings, implementation):
@@ -241,7 +241,7 @@ def test_copy_blocks(dtype, run):
 
 
 def assert_one_of_the_sources(after, before, expected, mapping, what):
-    """Checks for `expected`; where several sources contest a destination, for a whole block of any of them."""
+    """Checks for `expected`; a destination that has several sources must be a whole block of any of them."""
     after, settled = np.asarray(after), expected.copy()
     for destination in set(mapping[:, 1]) - {-1}:
         sources = [s for s, d in mapping if d == destination and 0 <= s < len(before)]
@@ -254,7 +254,7 @@ def assert_one_of_the_sources(after, before, expected, mapping, what):
 
 def test_copy_blocks_of_many_layers(run):
     rng = np.random.default_rng(9)
-    # Layers need only have the same number of blocks.
+    # All that layers must have in common is the number of blocks.
     layers = [random_caches(rng, "bfloat16"), random_caches(rng, "int8", "vllm"), random_caches(rng, "float32")]
     mapping = np.array([(0, 1), (1, 0), (-1, 2), (1, 6)], np.int32)
 
@@ -280,7 +280,7 @@ def test_copy_blocks_of_no_layers(implementation, device, skip_lacking):
     ids=str,
 )
 def test_copy_blocks_of_odd_sizes(key_shape, value_shape, run):
-    """Blocks of no whole number of 16-byte, or even 2-byte words, and key blocks unlike value blocks."""
+    """Block sizes need not be multiples of 16 or even of 2 bytes, and key blocks may differ from value blocks."""
     rng = np.random.default_rng(10)
     mapping = np.array([(0, 1), (2, 4), (4, 2)], np.int32)
     caches = tuple(random_bytes(rng, shape, "int8") for shape in (key_shape, value_shape))
@@ -294,7 +294,7 @@ def test_copy_blocks_of_odd_sizes(key_shape, value_shape, run):
 
 @pytest.mark.parametrize("count", [3000])
 def test_copy_blocks_of_many_pairs(run, count):
-    """A permutation of all blocks, and every block to one: more pairs than a kernel looks at together."""
+    """A permutation of all blocks, and all blocks to one: more pairs than a kernel takes at a time."""
     rng = np.random.default_rng(11)
     caches = tuple(random_bytes(rng, (count, 1, 2, 8), "int8") for _ in "kv")
     permutation = np.stack([np.arange(count), rng.permutation(count)], 1).astype(np.int32)
@@ -361,7 +361,7 @@ def test_swap_blocks_between_memories(source_kind, kind, implementation, device,
 
 
 def test_write_of_bfloat16_saturates_in_float16(run):
-    """bfloat16 is as wide as float16, which ends at 65504."""
+    """bfloat16 has as many bits as float16, but larger values than float16's 65504."""
     caches = random_caches(np.random.default_rng(8), "float16")
     row = np.array([1e30, -1e30, 65536.0, 1.5, 0.0, 3e-8], np.float32).astype(ml_dtypes.bfloat16)
     values = np.resize(row, (2, NUM_KV_HEADS, HEAD_SIZE))

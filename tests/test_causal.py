@@ -1,4 +1,4 @@
-"""causal=False: every query sees all of its sequence's tokens; and the prefix that a batch reads once."""
+"""Tests causal=False, where every query sees all tokens of its sequence, and a shared prefix that is read once."""
 
 import re
 
@@ -19,7 +19,7 @@ def filled(rng, **keywords):
 
 
 def dense(query, key, value):
-    """float64 attention of each query to all keys: [tokens, heads, head_size]."""
+    """Computes the attention of each query to all keys in float64: [tokens, heads, head_size]."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     key, value = (x.repeat(2, axis=1) for x in (key, value))
     weights = np.exp(np.einsum("qhd,thd->qht", query, key) / 4)
@@ -36,7 +36,7 @@ def test_every_query_sees_every_token():
     np.testing.assert_allclose(out[:3], dense(query[:3], key[:11], value[:11]), atol=2e-6)
     np.testing.assert_allclose(out[3:9], dense(query[3:9], key[12:18], value[12:18]), atol=2e-6)
     assert not out[9:].any()
-    # Of the first sequence the last three tokens are new, of the second all six.
+    # The last three tokens of the first sequence are new, and all six of the second.
     keys = jnp.concatenate([key[8:11], key[12:18], key[:1]]), jnp.concatenate([value[8:11], value[12:18], value[:1]])
     prefix = cache.attend_prefix(query, *keys, tables, seq_lens, starts, causal=False, implementation="xla")
     np.testing.assert_allclose(prefix, out, atol=2e-6)

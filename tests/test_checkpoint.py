@@ -1,4 +1,4 @@
-"""What the examples read from and write to a Hugging Face model folder, and how they refuse one: in one clear line."""
+"""Tests that the examples read and write Hugging Face model folders, and refuse bad ones in one clear line."""
 
 import json
 import math
@@ -25,7 +25,7 @@ MODELS = sorted(path.parent.name for path in DATA.glob("*/config.json"))
 
 @pytest.fixture
 def copy(tmp_path):
-    """`copy(name, **changes)`: a writable copy of a model's folder, with keys of its config set or removed (`...`)."""
+    """`copy(name, **changes)` copies a model's folder, with keys of its config set or removed (`...`)."""
 
     def copy(name, **changes):
         folder = tmp_path / name
@@ -54,7 +54,7 @@ def same(a, b):
 
 
 def refuse(folder, message):
-    """Loading raises a one-line error with these words."""
+    """Checks that loading raises a one-line error with these words."""
     with pytest.raises(CheckpointError, match=message) as raised:
         load_model(folder, jnp.float32)
     assert "\n" not in str(raised.value)
@@ -144,7 +144,7 @@ def test_older_rope_spelling(copy):
     assert load_config(copy("llama", **older)) == load_config(DATA / "llama")
     plain = dict(rope_parameters=..., rope_theta=1000.0, rope_scaling=None)
     assert load_config(copy("qwen2", **plain)) == load_config(DATA / "qwen2")
-    oldest = dict(rope_parameters=..., rope_scaling=dict(type="default"))  # theta has always been 10000 then
+    oldest = dict(rope_parameters=..., rope_scaling=dict(type="default"))  # without rope_theta it is 10000
     assert load_config(copy("mistral", **oldest)) == load_config(DATA / "mistral")
 
 
@@ -309,7 +309,7 @@ def test_refused_tensors(change, message, copy):
 
 
 def test_harmless_differences(copy):
-    """A body saved alone, a tied head stored all the same, and the frequencies that old versions stored."""
+    """Names may lack the head's prefix; a folder may hold a tied head, or the frequencies that old versions wrote."""
     folder = copy("qwen2")
     tensors = {name.removeprefix("model."): array for name, array in load_tensors(folder).items()}
     tensors["lm_head.weight"] = tensors["embed_tokens.weight"]

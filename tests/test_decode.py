@@ -1,4 +1,4 @@
-"""paged_attention_v1, _v2 and paged_attention against the float64 oracle, on poisoned inputs."""
+"""Tests paged_attention_v1, _v2 and paged_attention against the float64 oracle, on poisoned inputs."""
 
 import json
 from functools import partial
@@ -17,7 +17,7 @@ BY_NAME = {case.name: case for case in DECODE_CASES}
 
 
 def op_options(static):
-    """The static options in the library's types."""
+    """Gives the static options in the library's types."""
     pattern = static["block_sparse"]
     return static | {"block_sparse": pattern and paged_jax.BlockSparse(**pattern._asdict())}
 
@@ -52,11 +52,11 @@ def test_decode(case, run):
 
 
 def check_residuals(case, made, residuals, exact_decode, rough_decode):
-    """Holds each partition against the oracle, and the reduce formula over the residuals against the result."""
+    """Compares each partition with the oracle, and the reduced residuals with the result."""
     count = partition_count(case, made.decode["block_tables"])
     options = made.arrays | made.static | {"partition_size": case.partition_size, "num_partitions": count}
     exact, rough = oracle.residuals(**made.decode, **options), plain.residuals(**made.decode, **options)
-    # The sum of an empty partition is 0 and that of any other at least 1, so sums are compared relatively.
+    # The sum of an empty partition is 0 and every other one at least 1, so the test compares relative errors.
     unit = np.maximum(exact[0], 1)
     plain.assert_close(residuals[0] / unit, exact[0] / unit, rough[0] / unit, "exp_sums")
     plain.assert_close(residuals[1], exact[1], rough[1], "max_logits")
@@ -162,7 +162,7 @@ def test_v2_does_not_depend_on_the_partition_size_but_for_rounding(run):
 
 
 def test_random_lengths_in_one_compiled_program(implementation, device, skip_lacking):
-    """Lengths and tables are data: one program serves random batches on and around every boundary."""
+    """Lengths and tables are data, so one program computes random batches at and near all boundaries."""
     traces = []
 
     @jax.jit
@@ -185,7 +185,7 @@ def test_random_lengths_in_one_compiled_program(implementation, device, skip_lac
 
 
 def fixed_shapes(arrays, num_blocks, width):
-    """The same inputs with a pool of `num_blocks` and tables `width` wide; what is added is poison."""
+    """Extends the inputs to a pool of `num_blocks` and to tables of `width` columns, with poison."""
     arrays = dict(arrays)
     for name in ("key_cache", "value_cache"):
         cache = arrays[name]
@@ -199,7 +199,7 @@ def fixed_shapes(arrays, num_blocks, width):
 
 @pytest.mark.parametrize("name", ["opt-125m", "opt-30b"])
 def test_real_opt_shapes(name):
-    """The ops take the decode shapes that vLLM ran OPT with, which are those of the numeric cases above."""
+    """The ops take the shapes with which vLLM decoded OPT; the cases above test the numbers."""
     golden = json.loads((Path(__file__).parent / "golden" / "opt_shapes.json").read_text())[name]
     case = BY_NAME[name]
     for field in ("num_heads", "num_kv_heads", "head_size", "block_size"):
@@ -236,7 +236,7 @@ def test_what_the_flags_return():
 
 
 def test_what_is_not_a_number_shows():
-    """A diverged model must not look like a row without tokens."""
+    """NaN in an input must show in the result: a diverged model must not look like a row without tokens."""
     made = inputs.make(Case("nan", seq_lens=(5, 9), query_lens=None))
     made.decode["query"][0, 0, 0] = np.nan
     for op in (paged_jax.paged_attention_v1, paged_jax.paged_attention_v2):

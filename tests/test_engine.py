@@ -1,4 +1,4 @@
-"""The engine against one-by-one generation: the same greedy tokens whatever runs beside a request."""
+"""Tests the engine against generation without batches: other requests must not change a request's greedy tokens."""
 
 import dataclasses
 
@@ -11,29 +11,7 @@ from hypothesis import strategies as st
 
 from paged_jax.engine import Engine, SamplingParams
 from tests import engine_model as model
-from tests.engine_checks import CONFIG, PROMPTS, RNG, STEM, check_blocks, drain, make_engine, tokens_of
-
-
-@pytest.fixture(scope="module")
-def weights():
-    return model.make_weights()
-
-
-@pytest.fixture(scope="module")
-def reference(weights):
-    return model.Reference(weights)
-
-
-@pytest.fixture(scope="module")
-def the_engine(weights):
-    return make_engine(weights)
-
-
-@pytest.fixture
-def engine(the_engine):
-    """Empty, with the config's policies."""
-    the_engine.reset(CONFIG)
-    return the_engine
+from tests.engine_checks import CONFIG, PROMPTS, RNG, STEM, check_blocks, drain, tokens_of
 
 
 def test_greedy_tokens_are_those_of_one_by_one_generation(engine, reference):
@@ -64,7 +42,7 @@ ACTIONS = st.lists(st.one_of(REQUESTS, REQUESTS, REQUESTS, STEPS, CANCEL), min_s
     preemption=st.sampled_from(["cheaper", "recompute", "swap"]),
 )
 def test_any_history(the_engine, reference, actions, num_blocks, prefix_caching, preemption):
-    """Random arrivals and cancellations in pools that hold about one or two requests."""
+    """Requests arrive and are cancelled at random, in pools that hold about one or two of them."""
     engine, stop = the_engine, (3, 53)
     engine.reset(
         dataclasses.replace(CONFIG, num_blocks=num_blocks, prefix_caching=prefix_caching, preemption=preemption)
@@ -107,7 +85,7 @@ ALONE = {}
 
 
 def expected_tokens(engine, reference, prompt, params):
-    """What a request gives by itself: greedy tokens one by one, drawn ones from an otherwise idle engine."""
+    """The tokens of a request by itself: greedy ones from the reference, random ones from an otherwise idle engine."""
     if params.temperature == 0:
         return [reference.greedy(prompt, params.max_tokens, params.stop_token_ids)] * params.n
     key = tuple(prompt), params
@@ -142,7 +120,7 @@ def test_cancelling_what_is_swapped_out_frees_its_place_on_the_host(engine):
 
 
 def test_swaps_only_while_the_host_has_room_and_it_is_cheaper(engine):
-    """The estimate of either way decides: with a link that is slow enough nothing is swapped."""
+    """The estimated times decide: with a very slow link nothing is swapped."""
     for rate, is_swapped in ((1e15, True), (1e-3, False)):
         engine.reset(dataclasses.replace(CONFIG, num_blocks=9, swap_bytes_per_second=rate, prefix_caching=False))
         engine.generate([PROMPTS[i] for i in (7, 5, 3, 6)], SamplingParams(max_tokens=16))
@@ -165,7 +143,7 @@ def test_shared_prefix_is_computed_once(engine, reference):
 
 
 def test_a_conversation_finds_its_own_output(engine, reference):
-    """Generated blocks are cached too."""
+    """The prefix cache also keeps blocks of generated tokens."""
     prompt = PROMPTS[6]
     ((first,),) = engine.generate([prompt], SamplingParams(max_tokens=10))
     more = [*prompt, *first.token_ids, 5, 6]
@@ -176,7 +154,7 @@ def test_a_conversation_finds_its_own_output(engine, reference):
 
 
 def test_decode_rows_are_never_starved(engine):
-    """While a long prompt is computed in pieces, a running text gets a token in every step."""
+    """While a long prompt is computed in chunks, a running sequence gets a token in every step."""
     running = engine.add_request(PROMPTS[6], SamplingParams(max_tokens=20))
     engine.step(), engine.step()
     long = engine.add_request(RNG.integers(0, model.VOCAB, 45).tolist(), SamplingParams(max_tokens=2))
@@ -190,7 +168,7 @@ def test_decode_rows_are_never_starved(engine):
 
 
 def test_no_compilation_after_the_start(engine):
-    """1,000 random requests: the counter of compiled programs stands still, and so does XLA's own."""
+    """During 1,000 random requests neither the engine's counter of compiled programs nor XLA's own changes."""
     compiled = []
 
     def listen(name, seconds, **_):

@@ -1,4 +1,4 @@
-"""The engine's parts one by one: plans, prefix cache, text, drawing, what a model is given, what is refused."""
+"""Tests the engine's parts one by one: plans, prefix cache, text, sampling, a model's batches, refusals."""
 
 import hashlib
 import os
@@ -25,7 +25,7 @@ from tests import engine_model as model
 
 
 def plans_digest():
-    """A digest of all plans of a busy, preempting schedule; no model runs."""
+    """Makes a digest of all plans of a schedule that is busy and preempts; no model runs."""
     sizes = {"max_num_seqs": 4, "max_tokens_per_step": 16, "max_prompts_per_step": 2}
     config = EngineConfig(max_model_len=48, **sizes, num_host_blocks=16)
     digest, rng = hashlib.sha256(), np.random.default_rng(3)
@@ -84,7 +84,7 @@ def test_the_least_recently_used_block_is_evicted_first_and_a_chain_from_its_end
     assert 9 not in cache
     assert cache.evict(4) == [], "sequences hold all of them"
     cache.disuse([2, 1, 0])
-    cache.disuse([7])  # never cached
+    cache.disuse([7])  # was never in the cache
     assert cache.num_unused == cache.count_unused([0, 1, 2, 3]) == 3
     cache.use(cache.match([names[0]]))
     cache.disuse([0])
@@ -95,7 +95,7 @@ def test_the_least_recently_used_block_is_evicted_first_and_a_chain_from_its_end
 
 
 class Bytes:
-    """A tokenizer of bytes."""
+    """A tokenizer whose tokens are bytes."""
 
     def decode(self, ids, /):
         return bytes(ids).decode(errors="replace")
@@ -123,7 +123,7 @@ def test_an_unfinished_character_is_flushed_as_what_it_is():
         ("aaab", ("aab",), "a"),
         ("abcabd", ("abd", "zz"), "abc"),
         ("abc", ("bcd",), None),
-        ("x\nUser: y", ("\nUser:", "User"), "x\n"),  # the first that is complete
+        ("x\nUser: y", ("\nUser:", "User"), "x\n"),  # the first stop text that is complete
     ],
 )
 def test_stop_texts(text, stop, expected):
@@ -156,7 +156,7 @@ def test_top_k_and_top_p_keep_what_sorting_would():
 
 
 def draws(num_rows, **changes):
-    """How rows draw: at temperature 1 with nothing cut, unless told otherwise."""
+    """Makes the rows' sampling parameters: temperature 1 without top-k or top-p, unless they are given."""
     fields = {name: jnp.zeros(num_rows, jnp.int32) for name in ("seats", "top_k", "seed_high", "seed_low", "index")}
     fields |= {name: jnp.ones(num_rows, jnp.float32) for name in ("temperature", "top_p")}
     return Draws(**(fields | {"position": jnp.arange(num_rows, dtype=jnp.int32)} | changes))
@@ -185,7 +185,7 @@ def test_draws_depend_on_seed_index_and_position(name):
 
 @pytest.mark.parametrize("query_lens", [(5, 3, 1, 1), (1, 1, 1, 1)])
 def test_what_a_model_gets_is_what_build_metadata_says(query_lens):
-    """Positions, slots and lengths, worked out on the device; padding writes nowhere."""
+    """The device computes positions, slots and lengths; padding is written nowhere."""
     is_decode, seq_lens = max(query_lens) == 1, np.array([9, 3, 7, 12], np.int32)
     tables = np.random.default_rng(0).permutation(16).reshape(4, 4).astype(np.int32)
     expected = build_metadata(tables, seq_lens, query_lens, 4)

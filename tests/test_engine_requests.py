@@ -1,4 +1,4 @@
-"""What a request of the engine may ask for: samples, seeds, log-probabilities, stops, streams, and what is refused."""
+"""Tests the parameters of requests: samples, seeds, log-probabilities, stops, streams, and which ones are refused."""
 
 import dataclasses
 
@@ -8,34 +8,11 @@ import numpy as np
 import pytest
 
 from paged_jax.engine import SamplingParams
-from tests import engine_model as model
-from tests.engine_checks import BLOCK_SIZE, CONFIG, PROMPTS, Words, drain, make_engine
-
-
-@pytest.fixture(scope="module")
-def weights():
-    return model.make_weights()
-
-
-@pytest.fixture(scope="module")
-def reference(weights):
-    return model.Reference(weights)
-
-
-@pytest.fixture(scope="module")
-def the_engine(weights):
-    return make_engine(weights)
-
-
-@pytest.fixture
-def engine(the_engine):
-    """Empty, with the config's policies."""
-    the_engine.reset(CONFIG)
-    return the_engine
+from tests.engine_checks import BLOCK_SIZE, CONFIG, PROMPTS, Words, drain
 
 
 def test_samples_share_their_prompt(engine):
-    """A prompt of `n` samples is computed once, and only the last block, in which they part, is copied."""
+    """The prompt of `n` samples is computed once, and only its last block, in which they differ, is copied."""
     prompt = PROMPTS[3]
     request_id = engine.add_request(prompt, SamplingParams(max_tokens=8, n=4, temperature=1.0, seed=1))
     for _ in range(3):
@@ -94,7 +71,7 @@ def test_stop_tokens_and_texts(engine, reference):
 def test_streamed_text_never_shows_a_part_of_a_stop_text(engine, reference):
     prompt = PROMPTS[0]
     text = Words().decode(reference.greedy(prompt, 12))
-    stop = text[-4:] + "!"  # begins, but never completes
+    stop = text[-4:] + "!"  # the text has its beginning, but never all of it
     pieces = [delta.text for delta in engine.stream(prompt, SamplingParams(max_tokens=12, stop=(stop,)))]
     assert "".join(pieces) == text
     assert len("".join(pieces[:-1])) <= len(text) - 4, "what begins the stop text is held back to the end"
@@ -124,7 +101,7 @@ def test_requests_that_can_never_be_served_are_refused(engine, prompt, params, m
 
 
 def test_as_many_tokens_as_fit(engine, reference):
-    """Without `max_tokens` a text ends with the model's positions; its last token is never fed back."""
+    """Without `max_tokens` a sequence ends at the model's last position; its last token is never fed back."""
     prompt = PROMPTS[6]
     ((result,),) = engine.generate([prompt])
     assert len(result.token_ids) == CONFIG.max_model_len - len(prompt) + 1

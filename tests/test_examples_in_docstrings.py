@@ -1,4 +1,4 @@
-"""The examples in the docstrings of public names run, and every op has one."""
+"""Tests that the examples in the docstrings of public names run, and that every op has one."""
 
 import doctest
 

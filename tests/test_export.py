@@ -1,4 +1,4 @@
-"""Functions over this library's pytrees survive `jax.export`, serialised and back."""
+"""Tests that functions over this library's pytrees can be exported, serialised and read back."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from paged_jax.options import AttentionOptions, PerHead
 
 
 def round_trip(function, *arguments):
-    """The results of `function` after its export was serialised and read again; they are what it gives itself."""
+    """Exports `function`, serialises it, reads it back and runs it; checks that the results are the function's own."""
     exported = jax.export.export(jax.jit(function), platforms=["cpu"])(*arguments)
     found = jax.export.deserialize(exported.serialize()).call(*arguments)
     expected = jax.jit(function)(*arguments)

@@ -1,6 +1,6 @@
-"""A short run of `tests.fuzz` with a seed of the day, and its reference held against the oracle.
+"""Runs `tests.fuzz` for a short time with a seed of the day, and compares its reference with the oracle.
 
-A failure's line names the command that repeats it.
+The line of a failure names the command that repeats it.
 """
 
 import datetime
@@ -13,12 +13,12 @@ from tests import fuzz, fuzz_check, fuzz_data, fuzz_draw, fuzz_story, inputs, or
 
 TODAY = datetime.date.today().toordinal()
 
-# NumPy warns so when the poison, which is not a number, meets arithmetic.
+# NumPy warns like this if arithmetic meets the poison, which is NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
 
 def passed(capsys):
-    """How many batches the last line says have passed."""
+    """Reads from the last line how many batches have passed."""
     return int(capsys.readouterr().out.splitlines()[-1].split()[0])
 
 
@@ -33,7 +33,7 @@ def test_xla(ops, capsys):
 
 
 def test_a_wrong_result_is_found(monkeypatch, capsys):
-    """The oracle's pattern starts one block further than it should: the run says so, in a line that repeats it."""
+    """If the oracle's pattern starts one block too late, the run reports it in a line that repeats the failure."""
     real = fuzz_check._pattern
     monkeypatch.setattr(fuzz_check, "_pattern", lambda token, *rest: real(token + 1, *rest))
     program = next(n for n in range(100) if _is_sparse(fuzz_draw.program(5, n, ops=("v1",), small=True)))
@@ -52,7 +52,7 @@ def _is_sparse(program):
 
 
 def test_stories_hold_no_quotient_that_may_be_rounded_apart():
-    """bfloat16 -0.283203125 over this scale is next to -10.5, and in float32 it is -10.5: codes -11 and -10."""
+    """bfloat16 -0.283203125 over this scale is near -10.5, and in float32 exactly -10.5: the codes are -11 and -10."""
     scale = np.float32(0.026971726)
     values = np.array([[[-0.283203125, 0.25, 0.0]]], inputs.dtype_of("bfloat16"))
     assert abs(float(values[0, 0, 0]) / float(scale) + 10.5) < 1e-6
@@ -79,7 +79,7 @@ def test_the_reference_is_the_oracles(op):
 
 
 def test_a_worker_that_dies_is_reported_and_replaced(monkeypatch, capsys):
-    """As a wild read kills a process: the program in hand is named, and the others are still tried."""
+    """If a worker dies, as after a read outside of memory, its program is reported, and the others are still tried."""
     script = "import sys; sys.exit(9)"
     real = fuzz.subprocess.Popen
     calls = []

@@ -1,4 +1,4 @@
-"""Every script of examples/howto runs, and what it claims is true; examples/README.md lists them all."""
+"""Tests that every script of examples/howto runs and finds its claims true, and that examples/README.md lists it."""
 
 import importlib
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Pools past the limits of 32-bit arithmetic, with more than 2**31 elements and 2**32 bytes in each cache; and a pool
-that takes most of a GPU's memory, which has no room for a second copy."""
+"""Tests pools past the limits of 32-bit arithmetic, with more than 2**31 elements and 2**32 bytes in each cache; and a
+pool that takes most of a GPU's memory, which has no room for a copy of it."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ from tests import oracle, plain
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE = 2**16 + 8, 128, 1, 256
 NUM_HEADS, SEQ_LEN = 2, 200
-# A context in the very last blocks, whose offsets 32 bits would wrap into the first ones.
+# The context is in the last blocks; their offsets would wrap around, at 32 bits, into the first ones.
 BLOCK_TABLES = np.array([[NUM_BLOCKS - 1, NUM_BLOCKS - 3]], np.int32)
 
 
@@ -71,7 +71,7 @@ def test_high_block_ids(implementation, device, skip_lacking):
 
 @pytest.mark.gpu
 def test_pool_of_most_of_the_memory_is_updated_in_place():
-    """A write, attention and a copy are given the pool by donation, since a second one would not fit."""
+    """A write, attention and a copy have the pool donated, since there is no room for a second one."""
     block = (8, 16, 128)  # kv heads, block size, head size
     block_bytes = 2 * 2 * int(np.prod(block))  # of both caches, in bfloat16
     num_blocks = int(0.6 * jax.devices("gpu")[0].memory_stats()["bytes_limit"]) // block_bytes
@@ -100,7 +100,7 @@ def test_pool_of_most_of_the_memory_is_updated_in_place():
     alone = paged_jax.paged_attention(query, *caches, tables, seq_lens)
     caches = copy(*caches)
 
-    # The reference has a pool of the eight blocks that matter, the four highest after the four lowest.
+    # The reference has a pool of the eight blocks in use, the four lowest and then the four highest.
     small = [np.zeros((8, *block), jnp.bfloat16) for _ in "kv"]
     shift = num_blocks - 8
     small = oracle.write(key, value, *small, slots - shift * 16)
@@ -114,5 +114,5 @@ def test_pool_of_most_of_the_memory_is_updated_in_place():
     for cache, before in zip(caches, small, strict=True):
         after = oracle.copy(before, lowered)
         np.testing.assert_array_equal(np.concatenate([cache[:4], cache[-4:]]), after)
-        # The middle must be as it was. It is read piece by piece, since there is little room.
+        # The blocks between must not have changed. They are read in pieces, since there is little room.
         assert not any(bool(cache[i : i + 4096].any()) for i in range(4, num_blocks - 4 - 4096, num_blocks // 16))

@@ -1,4 +1,4 @@
-"""merge_attention_states: its algebra, its edges, and shared-prefix attention built from it."""
+"""Tests merge_attention_states: its algebra, edge cases, and attention with a shared prefix."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ merge = jax.jit(paged_jax.merge_attention_states)
 
 
 def states(seed, dtype=np.float32, shape=(3, 5)):
-    """A random `(out, lse)`, some of it empty: out 0, lse -inf."""
+    """Draws a random `(out, lse)`, in which some rows are empty: out 0, lse -inf."""
     rng = np.random.default_rng(seed)
     out = rng.standard_normal((*shape, 8)).astype(dtype)
     lse = (4 * rng.standard_normal(shape)).astype(np.float32)
@@ -60,7 +60,7 @@ def test_magnitudes_far_apart():
 
 
 def test_weights_are_not_rounded_to_the_dtype_of_out():
-    """Two opposite values that almost cancel: rounded to bfloat16 both weights would be 0.5, and nothing would stay."""
+    """Two opposite values almost cancel: if both weights were rounded to bfloat16, they would be 0.5, and out 0."""
     odds = np.log((0.5 + 2**-11) / (0.5 - 2**-11))
     one = jnp.ones((1, 1, 8), jnp.bfloat16)
     out, _ = paged_jax.merge_attention_states(one, jnp.full((1, 1), odds, jnp.float32), -one, jnp.zeros((1, 1)))
@@ -91,7 +91,7 @@ def test_shared_prefix_is_two_calls_and_a_merge(sinks, run):
         return paged_jax.merge_attention_states(*prefix, *rest)
 
     out, lse = run(cascade, arrays=made.decode, options=made.arrays)
-    # Row 1 has nothing of its own: its second call is empty, and an empty call has no sink.
+    # Row 1 has no tokens of its own: its second call is empty, and an empty call has no sink.
     options = made.arrays | made.static
     exact, rough = oracle.decode(**made.decode, **options), plain.decode(**made.decode, **options)
     keep = [0, 2, 3] if sinks else [0, 1, 2, 3]

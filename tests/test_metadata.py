@@ -1,4 +1,4 @@
-"""Step metadata: the chunked-prefill golden, padding to shared static shapes, and what the checks name."""
+"""Tests the metadata of a step: a golden of chunked prefill, padding to shared static shapes, and refusals."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ def test_golden_of_chunked_prefill(step):
     metadata = build_metadata(state.block_tables, seq_lens, query_lens, 16)
     assert {name: getattr(metadata, name) for name in STATICS} == {name: step[name] for name in STATICS}
 
-    # Start locations depend on the order of the rows: compare the rows' lengths, and the rule.
+    # The starts depend on the order of the rows. So the test compares lengths, and the rule for starts.
     golden = zip(
         step["seq_lens"],
         np.diff(step["query_start_loc"]),
@@ -240,7 +240,7 @@ def as_arrays(kwargs):
 
 
 def test_integers_that_do_not_fit_are_refused():
-    """Wrapped to 32 bits they would name other rows, tokens or blocks."""
+    """If they wrapped around at 32 bits, they would name other rows, tokens or blocks."""
     table = np.zeros((2, 8), np.int32)
     with pytest.raises(ValueError, match="seq_lens must fit in int32, got 4294967301"):
         build_metadata(table, np.array([2**32 + 5, 3]), np.array([1, 1]), 4)

@@ -1,4 +1,4 @@
-"""The example decoder against what transformers computed with the same checkpoints (tests/data/make_models.py)."""
+"""Tests the example decoder against transformers' results with the same checkpoints (tests/data/make_models.py)."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +53,7 @@ def run_causal(graphdef, state, token_ids):
 def test_logits_without_a_cache(case):
     longest = max(map(len, case.sequences))
     for prompt, tokens, sequence, theirs in zip(case.prompts, case.tokens, case.sequences, case.logits, strict=True):
-        # Padding on the right is out of sight of the tokens before it.
+        # No token attends to the padding on its right.
         ours = run_causal(*nnx.split(case.model), np.pad(sequence, (0, longest - len(sequence))))
         ours = np.asarray(ours)[: len(sequence)]
         assert ours.dtype == np.float32
@@ -62,7 +62,7 @@ def test_logits_without_a_cache(case):
 
 
 def test_logits_of_a_ragged_prefill(case):
-    """All sequences in one flat batch with padding behind, over a cache that held NaN, at every position."""
+    """The batch holds all sequences and padding, the cache held NaN, and the logits of all positions are compared."""
     block_size, lens = 8, np.array([len(sequence) for sequence in case.sequences], np.int32)
     num_tokens, num_padding = int(lens.sum()), 5
     blocks = allocator.create(40, block_size, len(lens), 8)
@@ -91,7 +91,7 @@ def test_logits_of_a_ragged_prefill(case):
 
 
 def paged_tokens(case, batches, block_size):
-    """Greedy tokens, and why they ended, of batches of prompts that one compiled program serves in turn."""
+    """Runs one compiled program on batches of prompts; returns their greedy tokens, and why they ended."""
     programs = loop.make_programs(case.model)
     requests = [
         loop.make_request(
@@ -102,7 +102,7 @@ def paged_tokens(case, batches, block_size):
         for prompts in batches
     ]
     caches = [loop.make_caches(case.config, 40, block_size, jnp.float32) for _ in batches]
-    # Models this small compile for longer than they run.
+    # Models as small as these compile for longer than they run.
     generate = programs.generate.lower(programs.weights, caches[0], requests[0]).compile(
         {"xla_backend_optimization_level": 0}
     )
@@ -111,7 +111,7 @@ def paged_tokens(case, batches, block_size):
 
 
 def test_greedy_tokens_of_a_batch(case):
-    """Prompts of 3, 11, 16 and 21 tokens in blocks of 4: they end within a block and at the end of one."""
+    """Prompts of 3, 11, 16 and 21 tokens in blocks of 4 end within a block and at the end of one."""
     expected = [(tokens.tolist(), "length") for tokens in case.batched]
     assert list(paged_tokens(case, [case.prompts], block_size=4)) == expected
 
@@ -122,7 +122,7 @@ def test_greedy_tokens_of_single_prompts(case):
 
 
 def test_a_decode_step_is_a_ragged_step_of_one_token_a_sequence(case):
-    """Logits and caches alike, for all prompts but their last tokens in the cache, and a row of padding."""
+    """Logits and caches must be equal. The cache holds each prompt but its last token, and a row is padding."""
     weights, step = make_step(case.model)
     lens = np.array([len(prompt) for prompt in case.prompts] + [0], np.int32)
     blocks = allocator.create(40, 8, len(lens), 8)
@@ -160,7 +160,7 @@ def test_a_decode_step_is_a_ragged_step_of_one_token_a_sequence(case):
 
 @pytest.mark.parametrize("is_decode", [True, False])
 def test_a_step_on_a_gpu_reads_each_matrix_once_and_as_it_lies(is_decode):
-    """Four products a layer and one for the logits; no weight is transposed, cast or joined on the way."""
+    """There are four products in each layer and one for the logits; no weight is transposed, cast or joined before."""
     config = replace(load_config(DATA / "llama"), vocab_size=97, tie_embeddings=False)
     weights, step = make_abstract_step(config, jnp.bfloat16, implementation="xla")
     caches = jax.eval_shape(lambda: loop.make_caches(config, 40, 8, jnp.bfloat16))

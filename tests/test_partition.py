@@ -1,4 +1,4 @@
-"""Ops under plain `jit` on sharded operands: every device works on its own part, and nothing is exchanged."""
+"""Tests ops on sharded operands under plain `jit`: every device computes its own part, and nothing is exchanged."""
 
 import functools
 import re
@@ -18,7 +18,7 @@ from tests.test_transforms import OPS, WRITING_OPS, pool_copies, pools_written
 NUM_SEQS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS, WIDTH = 4, 8, 4, 16, 4, 1024, 4
 NUM_TOKENS = 8
 DECODE_OPS = ("paged_attention", "paged_attention_v1", "paged_attention_v2")
-LAYOUTS = {"hnd": (0, 1, 2, 3), "nhd": (0, 2, 1, 3)}  # from "hnd"
+LAYOUTS = {"hnd": (0, 1, 2, 3), "nhd": (0, 2, 1, 3)}  # the axes of "hnd", in the layout's order
 COLLECTIVES = "all-gather|all-reduce|collective-permute|all-to-all|reduce-scatter|collective-broadcast"
 
 
@@ -58,7 +58,7 @@ HEADS_AXIS |= {"alibi_slopes": 0, "sinks": 0, "k_scale": 0, "v_scale": 1}
 
 
 def bind(op, extra=(), **static):
-    """The op as a function of all its arrays, their names and their values; `extra` names more array options."""
+    """Gives the op as a function of its arrays, their names and their values; `extra` names more array options."""
     positional, options, keywords = OPS[op]
     options = tuple(dict.fromkeys((*options, *extra)))
 
@@ -73,7 +73,7 @@ def bind(op, extra=(), **static):
 
 @functools.cache
 def expected(op):
-    """What one device computes."""
+    """The results of the op on one device."""
     fun, _, arrays = bind(op)
     return jax.tree.map(np.asarray, jax.jit(fun)(*arrays))
 
@@ -83,7 +83,7 @@ def make_mesh(kind=AxisType.Auto):
 
 
 def specs_of(op, names, seqs, heads, layout="hnd"):
-    """Shardings of the operands: their heads over the mesh axes `heads`, a decode op's sequences over `seqs`."""
+    """The operands' specs: their heads over the mesh axes `heads`, a decode op's sequences over `seqs`."""
 
     def spec(name):
         if name in ("key_cache", "value_cache") and layout == "nhd":
@@ -97,14 +97,15 @@ def specs_of(op, names, seqs, heads, layout="hnd"):
 
 
 def place(arrays, specs, mesh):
-    """The arrays on the mesh's devices; never views of NumPy's memory, so that they can be donated."""
+    """Puts the arrays on the mesh's devices. They are no views of NumPy's memory, so that they can be donated."""
     return [jax.device_put(jnp.array(x), NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=True)]
 
 
 def assert_same(actual, wanted):
-    """Pools are the same bits; attention is the same but for the last bits of its sums.
+    """Checks that pools have the same bits, and attention the same values but for rounding.
 
-    XLA's CPU backend picks a matrix product's code by its shape, and a device's part has fewer heads or rows.
+    Sums may round differently because XLA's CPU backend chooses a matrix product's code by its shape, and a device's
+    part has fewer heads or rows.
     """
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
         if a.ndim == 4 and a.shape[0] == NUM_BLOCKS:
@@ -120,7 +121,7 @@ def assert_nothing_is_exchanged(compiled):
 
 
 def assert_split(op, results, seqs, heads, mesh):
-    """Results lie where their heads and sequences are."""
+    """Checks that results are sharded as their heads and sequences are."""
     for i, x in enumerate(jax.tree.leaves(results)):
         writes_only = op in ("write_to_paged_cache", "copy_blocks", "swap_blocks")
         is_pool = writes_only or (op == "write_and_attend" and i)
@@ -130,7 +131,7 @@ def assert_split(op, results, seqs, heads, mesh):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """The shapes of the operands that implementations were traced with, in turn."""
+    """Gives a list to which the shapes of the operands of every traced implementation are added."""
     shapes = []
     dispatch = sys.modules["paged_jax._dispatch"]
     load = dispatch._load
@@ -164,7 +165,7 @@ def test_an_op_runs_where_its_operands_lie(op, seqs, heads, kind, seen):
     specs = specs_of(op, names, seqs, heads)
     placed = place(arrays, specs, mesh)
     compiled = jax.jit(fun).lower(*placed).compile()
-    # XLA splits its own operations; that the implementation is handed a device's part holds for kernels too.
+    # XLA can split its own operations, but not a kernel: the implementation itself must get a device's part.
     positional = len(OPS[op][0])
     assert seen[-1][:positional] == [x.addressable_shards[0].data.shape for x in placed[:positional]]
     assert_nothing_is_exchanged(compiled)
@@ -213,7 +214,7 @@ def test_blocks_of_any_layout_are_split(op):
         assert_same(compiled(*placed), expected(op))
 
 
-# Head by head and kv head by kv head; where every device has the same pattern, and where a group's heads are split.
+# The pattern shifts from head to head or from kv head to kv head; all devices have one pattern; groups are split.
 @pytest.mark.parametrize(("step", "heads"), [(1, "tp"), (-1, "tp"), (1, ("tp", "dp")), (3, ("tp", "dp"))])
 def test_a_block_sparse_pattern_is_that_of_the_device_s_heads(step, heads):
     sparse = BlockSparse(local_blocks=1, vert_stride=3, block_size=4, head_sliding_step=step, tp_rank=1)
@@ -260,7 +261,7 @@ def test_what_cannot_be_split_is_resharded(spec, kind):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_transformations_of_sharded_calls(kind):
-    """Eager, vmap (a batch of sequences, and of everything), scan."""
+    """Ops run eagerly, under vmap and in a scan."""
     fun, names, arrays = bind("paged_attention_v1")
     wanted = expected("paged_attention_v1")
     specs = specs_of("paged_attention_v1", names, "dp", "tp")
@@ -287,7 +288,7 @@ def test_export_round_trip_of_a_sharded_call(kind):
 
 
 def test_a_model_s_step_is_split_from_its_projections_on():
-    """Shardings reach an op through other operations, and its results go on as they are."""
+    """XLA propagates shardings to an op through other operations, and from its results on."""
     weights = np.random.default_rng(1).standard_normal((HEAD_SIZE, NUM_HEADS, HEAD_SIZE), np.float32)
     fun, names, arrays = bind("write_and_attend")
 
@@ -314,20 +315,20 @@ def test_a_shard_map_over_some_axes_leaves_the_others_to_jax():
 
 
 def _cuda_operands():
-    """Operands of a decode op that kernels take: query, pools, tables, lengths."""
+    """Makes operands of a decode op that kernels take: query, pools, tables, lengths."""
     i32, bf16 = jnp.int32, jnp.bfloat16
     pool = jax.ShapeDtypeStruct((64, 8, 16, 64), bf16)
     table = jax.ShapeDtypeStruct((4, 8), i32)
     return jax.ShapeDtypeStruct((4, 32, 64), bf16), pool, pool, table, jax.ShapeDtypeStruct((4,), i32)
 
 
-# v2 through Mosaic GPU brings constants of its own.
+# v2 through Mosaic GPU has constants.
 @pytest.mark.parametrize(
     ("op", "implementation"),
     [("paged_attention", "mosaic_gpu"), ("paged_attention_v2", "mosaic_gpu"), ("paged_attention", "triton")],
 )
 def test_a_kernel_is_lowered_for_a_device_s_part(op, implementation):
-    """What XLA for GPUs would get when it asks how to split the op."""
+    """The test calls `partition` as XLA for GPUs does, and lowers the part that it returns."""
     if implementation == "triton":
         pytest.importorskip("jax_triton")
     mesh = make_mesh()
@@ -349,7 +350,7 @@ def test_a_kernel_is_lowered_for_a_device_s_part(op, implementation):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_a_kernel_that_writes_runs_inside_a_shard_map(kind):
-    """Whose types say over which mesh axes an array varies: Pallas takes no reference to an array that varies."""
+    """Its types say over which mesh axes an array varies, and Pallas takes no reference to an array that varies."""
     query, pool, _, tables, seq_lens = _cuda_operands()
     new = jax.ShapeDtypeStruct((4, 8, 64), jnp.bfloat16)
     fun, heads = functools.partial(paged_jax.write_and_attend, implementation="mosaic_gpu"), P(None, "tp")
@@ -366,7 +367,7 @@ def test_a_kernel_that_writes_runs_inside_a_shard_map(kind):
 
 
 def _equations(jaxpr, name):
-    """The equations of a primitive, in the jaxpr or in any inside it."""
+    """Yields the equations of a primitive, in the jaxpr or in any inside it."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == name:
             yield equation

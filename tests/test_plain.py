@@ -1,4 +1,4 @@
-"""The error criterion can fail: on one row of many, on infinities, on NaN and on what has to be zero."""
+"""Tests that the error criterion fails for one bad row of many, infinities, NaN, and values that must be zero."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from tests import plain
 
 
 def results():
-    """Exact results of a short sequence, a long one whose mean is small, and an empty one; rounded to 8 bits."""
+    """Makes exact results of a short sequence, a long one whose mean is small, and an empty one, and rounds them."""
     exact = np.random.default_rng(0).standard_normal((3, 4, 16)) * np.array([1.0, 0.01, 0.0])[:, None, None]
     ulp = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(exact), 1e-30))) - 7)
     return exact, np.round(exact / ulp) * ulp

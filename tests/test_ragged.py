@@ -1,4 +1,4 @@
-"""ragged_paged_attention and prefix_attention against the float64 oracle, on poisoned inputs."""
+"""Tests ragged_paged_attention and prefix_attention against the float64 oracle, on poisoned inputs."""
 
 import functools
 
@@ -51,7 +51,7 @@ NOT_CAUSAL = [
 def test_without_causality_every_query_sees_all_of_its_sequence(case, run):
     made = inputs.make(case)
     hold_without_causality(made, {"ragged": made.ragged, "prefix": made.prefix}, case, run)
-    # It is another result than the causal one, or nothing would be tested.
+    # The result must differ from the causal one, or the test would test nothing.
     options = made.arrays | made.static
     causal, all_of_it = (oracle.ragged(**made.ragged, **options, causal=flag)[0] for flag in (True, False))
     assert np.abs(causal - all_of_it)[: made.num_rows].max() > 0.1
@@ -65,7 +65,7 @@ def test_without_causality_there_may_be_more_queries_than_tokens(run):
 
 
 def hold_without_causality(made, calls, case, run):
-    """Holds the ops named in `calls`, with their arrays, against the oracle."""
+    """Compares the ops named in `calls`, with their arrays, with the oracle."""
     static = op_options(made.static) | {"max_seq_len": case.max_seq_len, "causal": False, "return_lse": True}
     functions = {"ragged": paged_jax.ragged_paged_attention, "prefix": paged_jax.prefix_attention}
 
@@ -83,7 +83,7 @@ def hold_without_causality(made, calls, case, run):
         plain.assert_close(lse, exact[1], rough[1], f"{name} lse")
 
 
-# Contexts so long that GPU implementations split them over programs.
+# These contexts are so long that GPU implementations split them over programs.
 SPLIT = [
     Case("split", 4, 2, 64, 16, "bfloat16", seq_lens=(1500, 3, 700, 0), query_lens=(1, 3, 20, 0), padding=4),
     Case("split-float32", 6, 2, 32, 16, seq_lens=(900, 1300), query_lens=(2, 70), alibi=True, sinks=True, scale=-0.2),
@@ -105,7 +105,7 @@ def test_long_contexts(case, run):
 
 
 def hold_in_any_order(run):
-    """Holds that a sequence's results are the same, bit for bit, wherever it stands in the batch, and every time."""
+    """Checks that a sequence's results have the same bits wherever it is in the batch, and in every run."""
     case = Case("order", 2, 1, 16, 16, "bfloat16", seq_lens=(700, 7, 0, 1300), query_lens=(1, 7, 0, 20), padding=0)
     arrays = inputs.make(case).ragged
     order = np.array([3, 1, 0, 2])
@@ -127,7 +127,7 @@ def hold_in_any_order(run):
 
 
 def test_random_batches_in_one_compiled_program(implementation, device, skip_lacking):
-    """How prompts are cut into chunks is data: one program serves random mixes of chunks, decodes and empty rows."""
+    """The lengths of chunks are data, so one program computes random mixes of chunks, decodes and empty rows."""
     traces = []
 
     @jax.jit
@@ -173,7 +173,7 @@ def test_what_the_flags_return():
 
 @pytest.mark.parametrize("context", [0, 4])
 def test_prefix_tables_need_hold_the_context_only(context, run):
-    """The new tokens' keys are given, so the tables and the bound that they set need only hold the context."""
+    """The op gets the new tokens' keys as arguments, so that the tables need to hold the context only."""
     made = inputs.make(Case("prefix", block_size=4, seq_lens=(context + 6,), query_lens=(6,)))
     arrays = made.prefix | {"block_tables": made.prefix["block_tables"][:, : context // 4]}
     exact, rough = oracle.prefix(**made.prefix), plain.prefix(**made.prefix)

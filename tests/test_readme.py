@@ -1,4 +1,4 @@
-"""The documents: their code runs, their commands name what exists, their figures are those of the files they name."""
+"""Tests the documents: code runs, commands name things that exist, and figures are those of the files they name."""
 
 import importlib
 import json
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = ("README.md", "benchmarks/README.md")
 LINKING = (".github/CONTRIBUTING.md", "paged_jax/kernels/README.md")
-# Columns of the tables of decode, and the contenders that they are of.
+# The columns of the decode tables, each with the contender whose times it holds.
 CONTENDERS = {
     "us": "auto",
     "auto, us": "auto",
@@ -35,7 +35,7 @@ def command(name):
 
 
 def run_example():
-    """The names that the README's first example defines."""
+    """Runs the README's first example and gives the names that it defines."""
     code, _ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     names = {}
     exec(compile(code, "README.md", "exec"), names)
@@ -53,7 +53,7 @@ def test_example_for_several_gpus_runs_where_the_arrays_lie():
     exec(compile(code, "README.md", "exec"), names)
     assert {shard.data.shape for shard in names["key_cache"].addressable_shards} == {(64, 1, 16, 64)}
     assert {shard.data.shape for shard in names["out"].addressable_shards} == {(1, 4, 64)}
-    np.testing.assert_allclose(np.asarray(names["out"], np.float32), 1)  # of values that are all 1
+    np.testing.assert_allclose(np.asarray(names["out"], np.float32), 1)  # the mean of values that are all 1
 
 
 def test_example_copies_what_a_fork_shares():
@@ -62,14 +62,14 @@ def test_example_copies_what_a_fork_shares():
     blocks = allocator.free(names["blocks"], jnp.array([False, True, False, False]))
     blocks = allocator.fork(blocks, 0, 1)
     shared = jnp.arange(64)[:, None, None, None] == blocks.block_tables[0, 0]
-    # All other blocks are poison, so that the copy cannot be mistaken for what a block held before.
+    # All other blocks are poison, so that the test sees whether the block was copied.
     cache = jax.tree.map(lambda pool: jnp.where(shared, pool, jnp.nan).astype(pool.dtype), names["cache"])
     new = jnp.broadcast_to(jnp.arange(7, 11, dtype=jnp.bfloat16)[:, None, None], (4, 2, 64))
     _, cache, blocks, ok = decode_step(names["query"], new, new, cache, blocks)
     assert ok
     tables = np.asarray(blocks.block_tables)
     assert tables[0, 0] != tables[1, 0]
-    for seq in (0, 1):  # the token from before the fork, then the sequence's own
+    for seq in (0, 1):  # the token before the fork, then the sequence's own token
         tokens = np.asarray(cache.key_cache, np.float32)[tables[seq, 0], 0, :2, 0]
         assert tokens.tolist() == [1, 7 + seq]
 
@@ -115,7 +115,7 @@ def test_op_table_lists_every_public_name():
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_speed_of_decode_is_what_the_file_says(document):
-    """Every row that begins with a case of decode, each time and share as `benchmarks.report` rounds them."""
+    """The test compares every row that begins with a decode case, rounded as `benchmarks.report` rounds it."""
     text = (ROOT / document).read_text()
     (file,) = set(re.findall(r"results/([\w-]+-decode\.json)", text))
     found = json.loads((ROOT / "benchmarks" / "results" / file).read_text())

@@ -1,4 +1,4 @@
-"""What GPU implementations refuse of the suite's cases is what `refusals.txt` says: nothing more is skipped unseen."""
+"""Tests that GPU implementations refuse the cases that `refusals.txt` says, so that no more are skipped unnoticed."""
 
 from tests import refusals
 
@@ -9,7 +9,7 @@ def test_refusals_are_those_that_are_kept():
 
 
 def test_a_new_refusal_is_seen(monkeypatch):
-    """As if Triton took no kernel at all: the table says so, for each case."""
+    """If Triton took no case at all, the table would say so for each case."""
     monkeypatch.setattr(refusals.cases, "DECODE_CASES", refusals.cases.DECODE_CASES[:3])
     monkeypatch.setattr(refusals, "WRITE_CASES", [])
     monkeypatch.setattr("paged_jax.kernels.triton.tuning.compute_dtype", _refuse)

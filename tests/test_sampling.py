@@ -1,4 +1,4 @@
-"""examples/sampling.py: exact where the choice is fixed, against the stated distribution where it is drawn."""
+"""Tests examples/sampling.py: greedy choices exactly, draws against the distribution that they must have."""
 
 import re
 
@@ -18,7 +18,7 @@ VOCAB_SIZE = 12
 
 @pytest.fixture(scope="module")
 def logits():
-    """One row whose probabilities all differ, in no order."""
+    """Makes one row whose probabilities all differ and are in no order."""
     return jax.random.permutation(jax.random.key(1), jnp.linspace(-2.0, 2.0, VOCAB_SIZE))
 
 
@@ -26,13 +26,13 @@ jitted = jax.jit(sample)
 
 
 def draw(logits, seed=0, **options):
-    """NUM_DRAWS independent draws from one row."""
+    """Makes NUM_DRAWS independent draws from one row."""
     rows = jnp.broadcast_to(logits[None, :], (NUM_DRAWS, logits.size))
     return np.asarray(jitted(rows, jax.random.key(seed), **options))
 
 
 def expected(logits, temperature, top_k=0, top_p=1.0):
-    """The distribution by its definition, token by token in float64."""
+    """Computes the distribution by its definition, token by token in float64."""
     logits = np.asarray(logits, np.float64) / temperature
     likely = sorted(range(logits.size), key=lambda token: (-logits[token], token))
     likely = likely[: top_k or None]
@@ -73,12 +73,12 @@ def chi_square(draws, probabilities):
 )
 def test_draws_follow_the_distribution(logits, options):
     statistic, freedom = chi_square(draw(logits, **options), expected(logits, **options))
-    # Mean freedom, variance 2 * freedom: five standard deviations.
+    # The mean is `freedom` and the variance 2 * freedom: the limit is five standard deviations.
     assert statistic < freedom + 5 * np.sqrt(2 * freedom)
 
 
 def test_top_p_is_of_the_top_k_renormalised(logits):
-    """The two cuts in the other order would give another set of tokens here."""
+    """If top_p came before top_k, another set of tokens would be kept here."""
     options = {"temperature": 1.0, "top_k": 4, "top_p": 0.75}
     alone = expected(logits, 1.0, top_p=0.75)
     together = expected(logits, **options)
@@ -93,7 +93,7 @@ def test_greedy_takes_the_highest_and_the_lowest_id_among_equals():
 
 
 def test_greedy_rows_draw_nothing():
-    """Whatever cut they ask for, and whatever the others do."""
+    """A greedy row draws no random numbers, whatever its top_k and top_p are and whatever the other rows do."""
     logits = jax.random.normal(jax.random.key(2), (64, 40))
     temperature = (jnp.arange(64) % 2).astype(jnp.float32)
     sampled = jitted(logits, jax.random.key(0), temperature=temperature, top_k=3, top_p=0.5)
@@ -116,9 +116,9 @@ def test_the_token_that_crosses_top_p_stays():
 
 
 def test_top_p_one_cuts_nothing():
-    """In float32 the sum of many small probabilities may pass 1 before its end; nothing may be lost to that."""
+    """In float32 the sum of many small probabilities may reach 1 too early; no token may be lost by that."""
     logits = 4 * jax.random.normal(jax.random.key(0), (16, 50_000))
-    top_p = jnp.ones(16).at[0].set(0.5)  # one row cuts, so that the others go the same way
+    top_p = jnp.ones(16).at[0].set(0.5)  # one row has a top_k, so that the other rows are sorted too
     kept = jnp.isfinite(_cut(logits, jnp.zeros(16, jnp.int32), top_p)).sum(axis=1)
     assert 1 < kept[0] < 25_000
     assert (kept[1:] == 50_000).all()
@@ -169,7 +169,7 @@ def test_options_are_traced(logits):
 
 
 def test_candidates_are_those_of_a_sort_of_all():
-    """Steep and flat rows, many equal logits among them, with every kind of cut."""
+    """The rows are steep and flat, with many equal logits, and have all combinations of top_k and top_p."""
     normal = jax.random.normal(jax.random.key(0), (8, 4096))
     logits = jnp.round(4 * normal * jnp.array([3.0, 1, 0.5, 2, 4, 0.01, 2, 1])[:, None]) / 4
     logits = logits.at[6, ::2].set(-jnp.inf)
@@ -178,7 +178,7 @@ def test_candidates_are_those_of_a_sort_of_all():
     kept, is_right = jax.jit(cut_candidates)(logits, top_k, top_p)
     wanted = _cut_all(logits, top_k, top_p)
     np.testing.assert_array_equal(kept[is_right], wanted[is_right])
-    assert is_right.tolist() == [True] * 5 + [False, True, False]  # too many tokens stay of an even row, or of 2000
+    assert is_right.tolist() == [True] * 5 + [False, True, False]  # even rows, and top_k 2000, keep too many
     np.testing.assert_array_equal(jax.jit(_cut)(logits, top_k, top_p), wanted)
     uncut, is_right = cut_candidates(logits, jnp.zeros(8, jnp.int32), jnp.ones(8))
     np.testing.assert_array_equal(uncut, logits)

@@ -1,4 +1,4 @@
-"""Which implementation runs: what falls through and what does not, what is said about it, and what options may be."""
+"""Tests the choice of an implementation: which errors fall through, what users are told, and which names are taken."""
 
 import logging
 from unittest import mock
@@ -21,7 +21,7 @@ PAIRS = jnp.array([[0, 1]], jnp.int32)
 
 @pytest.fixture(autouse=True)
 def nothing_remembered():
-    """What was traced or said in other tests does not count here."""
+    """Forgets which ops were traced, and which warnings were given, in other tests."""
     _dispatch._bind.cache_clear()
     _selection._said.clear()
     yield
@@ -69,7 +69,7 @@ def test_a_call_that_falls_to_xla_on_cuda_says_so_once_a_reason(caplog):
         caplog.at_level(logging.WARNING, "paged_jax"),
     ):
         jax.jit(paged_jax.paged_attention).lower(*DECODE)
-        assert not caplog.messages  # for the CPU XLA is what was meant
+        assert not caplog.messages  # on a CPU, XLA is the right choice, and there is no warning
         lower_for_cuda(paged_jax.paged_attention, *DECODE)
         said = ["paged_attention runs through 'xla': 'triton' lacks this; lacks that"]
         assert caplog.messages == said

@@ -1,4 +1,4 @@
-"""The HTTP server: OpenAI's own client, raw sockets, and everything that clients do wrong."""
+"""Tests the HTTP server with OpenAI's own client and with raw sockets, and with requests that are wrong."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, MAX_QUEUED = 24, 16, 4, 200
 
 
 class Running:
-    """A server on 127.0.0.1 in a thread of this process."""
+    """A server on 127.0.0.1, in a thread of this process."""
 
     def __init__(self):
         options = serve.parse(
@@ -63,7 +63,7 @@ class Running:
         return connection
 
     def wait_until_idle(self):
-        """Until no request holds blocks or waits, as the engine itself tells; then no block is lost."""
+        """Waits until no request is unfinished; then checks that no block is held or lost."""
         wait_for(lambda: not self.engine.has_work and self.worker._unfinished == 0)
         blocks = self.engine._blocks.counts()
         wait_for(lambda: self.engine._blocks.counts().held == 0)
@@ -98,7 +98,7 @@ def tiny():
 
 @pytest.fixture(scope="module")
 def expected(tiny):
-    """32 greedy tokens' text after PROMPT, by the model without any cache."""
+    """The text of 32 greedy tokens after PROMPT, computed by the model without a cache."""
     decoder, config, tokenizer, _ = tiny
 
     @jax.jit
@@ -162,7 +162,7 @@ def test_stop_echo_and_token_prompts(client, expected):
     )
     assert answer.choices[0].text == PROMPT + expected[: expected.index(stop)]
     assert answer.choices[0].finish_reason == "stop"
-    ids = list(PROMPT.encode())  # the tiny model's tokens are bytes, in an order of their own
+    ids = list(PROMPT.encode())  # the tiny model's tokens are bytes
     tokens = client.completions.create(model="tiny", prompt=[ids, ids], max_tokens=2, temperature=0)
     assert len(tokens.choices) == 2
 
@@ -303,7 +303,7 @@ def test_half_requests_harm_nobody(running, client):
 
 
 def test_200_clients_at_once(running):
-    """More than there are seats and blocks: all are answered, alike if they ask alike."""
+    """There are more clients than seats and blocks. All get answers, and equal requests get equal ones."""
 
     async def everyone():
         limits = httpx.Limits(max_connections=200)
@@ -346,7 +346,7 @@ def test_an_engine_that_fails_goes_on_with_the_next_request(running, monkeypatch
 
 
 def test_sigterm_drains():
-    """A real process: a request that runs when the signal comes is answered whole, then the process ends well."""
+    """The server, a process here, answers a request that runs when the signal comes, and then exits with 0."""
     command = [sys.executable, "-m", "examples.serve", "--port", "0", "--max-num-seqs", "1", "--num-blocks", "32"]
     process = subprocess.Popen(
         [*command, "--max-tokens-per-step", "16"],

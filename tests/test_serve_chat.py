@@ -1,4 +1,4 @@
-"""Chat templates: a folder's own, a simple one else, and what their sandbox refuses."""
+"""Tests chat templates: those of folders, the default one, and what their sandbox refuses."""
 
 import json
 

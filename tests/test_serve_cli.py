@@ -1,4 +1,4 @@
-"""The server's command line: what it refuses, what it teaches, and the caches that it asks for."""
+"""Tests the server's command line: what it refuses, its help, and the caches that it makes."""
 
 import jax.numpy as jnp
 import pytest
@@ -23,7 +23,7 @@ def tiny():
     ],
 )
 def test_caches_as_asked_for(tiny, arguments, dtype, k_scale, v_scale):
-    """Scales are given, 1 for float8, or measured for each head; an ellipsis stands for none at all."""
+    """Scales are given, 1 for float8, or measured for each head; an ellipsis stands for no scale."""
     decoder, config, tokenizer, _ = tiny
     options = serve.parse(["--max-num-seqs", "2", "--block-size", "32", *arguments])
     caches = serve.make_caches(options, decoder, config, tokenizer, "bfloat16" if k_scale is ... else "float32")

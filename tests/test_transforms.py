@@ -1,4 +1,4 @@
-"""Every op under JAX's transformations: vmap, scan, shard_map, export, cross-lowering, donation, refused gradients."""
+"""Tests every op under vmap, scan, shard_map, export, cross-lowering and donation, and that gradients are refused."""
 
 import functools
 import re
@@ -66,7 +66,7 @@ DECODE_OPS = [op for op in OPS if OPS[op][0] == DECODE]
 
 
 def bind(op):
-    """The op as a function of all its arrays, and those arrays."""
+    """Makes the op a function of all its arrays; gives it and the arrays."""
     names, options, static = OPS[op]
 
     def fun(*arrays):
@@ -98,8 +98,8 @@ def test_vmap_over_any_argument(op):
     floats = {i for i, x in enumerate(arrays) if x.dtype != jnp.int32}
     pools = {i for i, x in enumerate(arrays) if x.ndim == 4}
     everything = set(range(len(arrays)))
-    # A batch of decode calls is folded into one where it can be, not where one pool alone is batched; the other ops run
-    # one by one.
+    # A batch of decode calls becomes one call, unless only one of the two pools is batched. The calls of other ops run
+    # one after the other.
     for batched in ({0}, pools, {min(pools)}, {max(pools)}, everything) if op in DECODE_OPS else (everything,):
         second = [x + 1.0 if i in batched & floats else x for i, x in enumerate(arrays)]
         stacked = [
@@ -109,6 +109,20 @@ def test_vmap_over_any_argument(op):
         out = jax.jit(jax.vmap(fun, in_axes=axes))(*stacked)
         assert_equal(jax.tree.map(lambda x: x[0], out), expected(op))
         assert_equal(jax.tree.map(lambda x: x[1], out), fun(*second))
+
+
+def test_vmap_over_pools_that_share_scales_of_slots():
+    """One call with both pools would take the scales of the first pool's slots only."""
+    query, key_cache, value_cache, *rest = bind("paged_attention")[1]
+    k_scale = np.random.default_rng(2).uniform(0.5, 2.0, (NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE)).astype(np.float32)
+
+    def fun(key_cache, value_cache):
+        return paged_jax.paged_attention(query, key_cache, value_cache, *rest, k_scale=k_scale)
+
+    pools = jnp.stack([key_cache, key_cache + 1.0]), jnp.stack([value_cache, value_cache + 1.0])
+    out = jax.jit(jax.vmap(fun))(*pools)
+    for i in range(2):
+        assert_equal(out[i], fun(pools[0][i], pools[1][i]))
 
 
 def test_nested_vmap():
@@ -171,7 +185,7 @@ def test_lowers_for_cuda_without_a_gpu(op):
     text = jax.jit(fun).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     called = set(re.findall(r"custom_call @(triton|mosaic_gpu|paged)", text))
     chosen = paged_jax.which_implementation(fun, *arrays, platform="cuda").name
-    # The extra `lower` is among what tests are run with: without it every op would be lowered through XLA.
+    # The tests are run with the extra `lower`; without it every op would be lowered through XLA.
     assert chosen != "xla", "pip install -e '.[test,lower]'"
     assert called == {chosen}
 
@@ -204,7 +218,7 @@ def test_gradients_around_an_op_pass():
 
 
 def pool_copies(compiled, pools):
-    """Copies of a whole pool in a compiled program."""
+    """Finds the copies of a whole pool in a compiled program."""
     shapes = {f"f32[{','.join(map(str, x.shape))}]" for x in pools}
     return [
         line
@@ -217,13 +231,13 @@ WRITING_OPS = ["write_to_paged_cache", "write_and_attend", "copy_blocks", "swap_
 
 
 def pools_written(op):
-    """Where the two pools that the op updates stand among its arrays; swap_blocks reads its first two."""
+    """The indices of the two pools that the op updates among its arrays; swap_blocks only reads its first two."""
     return [i for i, n in enumerate(OPS[op][0]) if n in ("key_cache", "value_cache")][-2:]
 
 
 @pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def default_device(request):
-    """Where a test's arrays are, and so whose implementation is compiled."""
+    """The device of a test's arrays, which decides on the implementation that is compiled."""
     with jax.default_device(jax.devices(request.param)[0]):
         yield
 
@@ -233,7 +247,7 @@ def default_device(request):
 def test_donated_pools_are_updated_in_place(op):
     fun, arrays = bind(op)
     pools = pools_written(op)
-    # Large pools, so that what an op needs besides them is small.
+    # The pools are large, so that all other memory of an op is small beside them.
     arrays = [jnp.tile(x, (64, 1, 1, 1)) if x.ndim == 4 else x + 0 for x in arrays]
     compiled = jax.jit(fun, donate_argnums=pools).lower(*arrays).compile()
     memory = compiled.memory_analysis()
@@ -311,7 +325,7 @@ def test_undonated_pools_stay_as_they_are():
 
 @pytest.mark.parametrize("op", ["ragged_paged_attention", "prefix_attention"])
 def test_a_long_prefill_needs_bounded_memory(op):
-    """8192 tokens of 8 heads: their logits at once would be 2 GB."""
+    """All logits of 8192 tokens and 8 heads together would be 2 GB."""
     n, block_size = 8192, 16
     f32, i32 = (functools.partial(jax.ShapeDtypeStruct, dtype=d) for d in (jnp.float32, jnp.int32))
     pool = f32((n // block_size, 8, block_size, 64))
@@ -323,7 +337,7 @@ def test_a_long_prefill_needs_bounded_memory(op):
 
 @pytest.mark.parametrize("op", OPS)
 def test_empty_batches_give_empty_results(op):
-    """No sequences, tokens or pairs at all: nothing to do is not an error."""
+    """Calls without any sequences, tokens or pairs are no error."""
     names, options, _ = OPS[op]
     fun, arrays = bind(op)
     empty = {"query", "tokens", "key", "value", "block_tables", "seq_lens", "slot_mapping", "block_mapping"}
@@ -338,7 +352,7 @@ def test_empty_batches_give_empty_results(op):
     "op", ["paged_attention_v1", "paged_attention_v2", "paged_attention", "ragged_paged_attention"]
 )
 def test_no_room_for_a_context(op):
-    """No columns, no blocks, or a bound of 0: every row is empty."""
+    """Without table columns or blocks, or with a bound of 0, every row is empty."""
     fun, arrays = bind(op)
     names = OPS[op][0]
     for changes in ({"block_tables": 1}, {"key_cache": 0, "value_cache": 0}):

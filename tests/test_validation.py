@@ -1,4 +1,4 @@
-"""What a wrong call says: the type of the error, the argument it names, what was expected and what came."""
+"""Tests the errors of wrong calls: their type, the argument they name, what was expected and what was given."""
 
 import re
 

@@ -1,6 +1,6 @@
-"""write_and_attend against the float64 oracle's write and decode, on poisoned inputs, and the pools byte for byte.
+"""Tests write_and_attend against the float64 oracle's write and decode, on poisoned inputs, and the pools bit for bit.
 
-A slot holds poison before it is written: attention must see the new token, wherever it takes it from, and no other.
+A slot holds poison before it is written: attention must use the new token, and not what the slot held before.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ from tests.cases import DECODE_CASES, Case
 from tests.test_cache_ops import assert_same_bytes
 from tests.test_decode import op_options
 
-# As few cases as have every option, layout, kind of scale, and pair of query and cache dtype.
+# These few cases have every option, layout, kind of scale, and pair of query and cache dtype.
 NAMES = [
     "hnd-float16",
     "hnd-bfloat16",
@@ -49,10 +49,10 @@ SKIPPED = (-1, 2**31 - 1, -(2**31), 10**6)
 
 
 def with_new_tokens(case):
-    """A case's inputs before its last tokens are written, with these tokens and their slots.
+    """Gives a case's inputs before its last tokens are written, with these tokens and their slots.
 
-    A row whose last slot another row reads too finds its last token in the cache already, and gets a slot that is
-    skipped; so do some other rows. An empty row gets a slot that no row uses, unless scales of such slots are poison.
+    If another row reads a row's last slot too, the token is in the cache already, and the row gets a slot that is
+    skipped, as some other rows do. An empty row gets a slot that no row uses, unless scales of such slots are poison.
     """
     made, rng = inputs.make(case), inputs.rng_of(f"new-{case.name}")
     contexts = [
@@ -80,7 +80,7 @@ def with_new_tokens(case):
 
 
 def expected_caches(case, made):
-    """The caches after the write."""
+    """Gives the caches after the write."""
     narrower = made.decode["key_cache"].dtype.itemsize < made.key.dtype.itemsize
     scales = {name: made.arrays.get(name) for name in ("k_scale", "v_scale")} if narrower else {}
     caches = made.decode["key_cache"], made.decode["value_cache"]
@@ -134,11 +134,11 @@ def test_what_it_returns():
 
 
 def test_a_new_token_that_no_row_sees_may_hold_anything(run):
-    """The op writes it all the same. 0 * NaN is NaN, so the op must keep its value out of the sum."""
+    """The op still writes the token. As 0 * NaN is NaN, the op must leave the token's value out of the sum."""
     rng = np.random.default_rng(0)
     caches = tuple(rng.standard_normal((4, 1, 16, 16)).astype(np.float32) for _ in "kv")
     query, key, value = (rng.standard_normal((1, 1, 16)).astype(np.float32) for _ in "qkv")
-    # The last of four blocks is neither local nor on the stride; the third is.
+    # Of four blocks the last one is neither local nor on the stride, but the third is.
     sparse = paged_jax.BlockSparse(local_blocks=0, vert_stride=3, block_size=16)
     tables, lens, slots = np.arange(4, dtype=np.int32)[None], np.array([49], np.int32), np.array([48], np.int32)
 

@@ -1,4 +1,4 @@
-"""What XLA promises beyond right numbers: bits, bounds, pools in place, queries that see all of a sequence."""
+"""Tests the XLA implementation beyond numbers: equal bits, max_seq_len, pools in place, causal=False, sharding."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ from tests.cases import LAYOUTS, Case
 CALL = {"implementation": "xla"}
 
 
-# v2 gives a row the same bits alone and in a batch.
+# A row of v2 has the same bits alone and in a batch.
 
 
 @pytest.mark.parametrize(("dtype", "partition_size"), [("float32", 512), ("float32", 64), ("bfloat16", 256)])
@@ -45,18 +45,18 @@ def test_v2_is_bit_equal_alone_and_in_a_batch_whatever_the_tables_width(dtype, p
                 np.testing.assert_array_equal(a, b, err_msg=f"{name} of row {row} in a table of {columns}", strict=True)
 
 
-# max_seq_len bounds what is seen; without causality a query sees all of its sequence.
+# No query sees tokens past max_seq_len; without causality it sees all tokens of its sequence.
 
 
 def ragged_call(case, op):
-    """The op's arrays on the case's inputs, and its array options."""
+    """Makes the op's arrays of a case's inputs, and its array options."""
     made = inputs.make(case)
     return getattr(made, op), made.arrays
 
 
 @pytest.mark.parametrize("bound", [20, 34, 36])
 def test_prefix_attention_sees_no_token_past_max_seq_len(bound):
-    """Cached or new: the context of 34 reaches past a bound of 20."""
+    """Neither cached nor new tokens past the bound are seen; the context of 34 reaches past a bound of 20."""
     case = Case("bounded", 4, 2, 32, 16, seq_lens=(39, 18, 50), query_lens=(5, 18, 1))
     call, _ = ragged_call(case, "prefix")
     out, lse = jax.jit(partial(paged_jax.prefix_attention, max_seq_len=bound, return_lse=True, **CALL))(**call)
@@ -76,7 +76,7 @@ def abstract(shape, dtype):
 
 
 def pool_calls(layout, dtype):
-    """Each op that writes to pools, its arrays without values, and which of them are donated."""
+    """Yields each op that writes to pools, the shapes of its arrays, and which of them are donated."""
     shapes = inputs.cache_shapes(layout, NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_SIZE, np.dtype(dtype))
     pools = [abstract(shape, dtype) for shape in shapes]
     query, new = abstract((4, 4, HEAD_SIZE), jnp.float32), abstract((4, NUM_KV_HEADS, HEAD_SIZE), jnp.float32)
@@ -99,11 +99,11 @@ def test_pools_of_eight_bits_are_updated_in_place(dtype, layout, op):
     function, arguments, donated = pool_calls(layout, jnp.dtype(dtype))[op]
     memory = jax.jit(function, donate_argnums=donated).lower(*arguments).compile().memory_analysis()
     assert memory.alias_size_in_bytes == 2 * POOL_BYTES
-    # write_and_attend gathers four tables of 128 tokens in float32: half of a pool, and no pool.
+    # write_and_attend gathers four tables of 128 tokens in float32, which is half of a pool.
     assert memory.temp_size_in_bytes < (0.75 if op == "write_and_attend" else 0.05) * POOL_BYTES
 
 
-# shard_map with its types checked.
+# shard_map with check_vma.
 
 
 def sharded(function, in_specs, out_specs):
@@ -123,14 +123,14 @@ def spec_of(name):
 
 
 def compare(function, out_specs, arrays):
-    """The same results on two devices as on one, pools bit for bit; `arrays`: by name."""
+    """Checks that two devices give the same results as one, and pools the same bits; `arrays` are by name."""
     expected = jax.jit(function)(*arrays.values())
     results = sharded(function, tuple(map(spec_of, arrays)), out_specs)(*arrays.values())
     for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
         a, b = np.asarray(a), np.asarray(b)
         if a.ndim == 4:
             np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8), strict=True)
-        else:  # a product over fewer heads may add in another order
+        else:  # a product over fewer heads may be summed in another order
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, strict=True)
 
 

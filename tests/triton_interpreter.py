@@ -1,12 +1,12 @@
-"""Runs and compiles the Triton kernels with no GPU: stand-ins for `jax_triton.triton_call`, and how to use them.
+"""Runs and compiles the Triton kernels without a GPU, with substitutes for `jax_triton.triton_call`.
 
-`interpreted()` runs every launch in Triton's interpreter, on NumPy memory; that has to be switched on before triton
-is imported, so tests run this file as a script, in a process of its own:
+`interpreted()` runs every launch in Triton's interpreter, on NumPy memory. The interpreter must be switched on before
+triton is imported, so tests run this file as a script, in a process of its own:
 
     TRITON_INTERPRET=1 python -m tests.triton_interpreter NAME ...
 
-`recorded(launches)` only notes what would be launched, and `compiled(launch, capability)` makes a cubin of it.
-Neither needs jax_triton itself, which imports only next to a GPU's JAX in some versions.
+`recorded(launches)` only records what would be launched, and `compiled(launch, capability)` makes a cubin of it.
+Neither needs jax_triton itself, some versions of which can only be imported with a GPU's JAX.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ _TYPES = {
 }
 
 
-# Ragged batches whose contexts are split on a GPU of two multiprocessors, if splits may be as short as a tile of 16.
+# On a GPU of two multiprocessors, the contexts of these batches are split, if splits may be as short as a tile of 16.
 SPLIT = [
     Case("split-hnd-bfloat16", 2, 1, 16, 16, "bfloat16", seq_lens=(200, 7, 0, 65), query_lens=(1, 7, 0, 20), padding=3),
     Case(
@@ -65,7 +65,7 @@ class Launch:
 
 @contextlib.contextmanager
 def standing_in(triton_call, device=None):
-    """`triton_call(launch) -> outputs` in place of jax_triton's, reached by every op without jit."""
+    """Replaces jax_triton's function by `triton_call(launch) -> outputs`, and makes every op call it without jit."""
 
     def call(*inputs, kernel, out_type, grid, cfg, input_output_aliases=None, **_):
         return triton_call(Launch(kernel, inputs, out_type, cfg, grid, input_output_aliases or {}))
@@ -73,7 +73,7 @@ def standing_in(triton_call, device=None):
     package = importlib.import_module("paged_jax.kernels.triton")
     device_code = [f"{package.__name__}.device.{file}" for file in ("attend", "pieces", "reduce", "write", "copy")]
     for name in ("triton.compiler", *device_code):
-        importlib.import_module(name)  # now, for what is imported while sys.modules is patched is lost
+        importlib.import_module(name)  # now: what is imported while sys.modules is patched is lost
 
     def eagerly(op, operands, *, implementation=None, **static):
         return getattr(package, op)(*operands, **static)
@@ -90,7 +90,7 @@ def standing_in(triton_call, device=None):
 
 
 def recorded(launches, device=None):
-    """Notes the launches, and returns zeros from them."""
+    """Records the launches; each returns zeros."""
 
     def record(made):
         launches.append(made)
@@ -115,14 +115,14 @@ def interpreted(device=None):
         ]
         fresh = []
         for o, x in enumerate(made.outputs):
-            if o not in outputs:  # 0xff bytes: NaN, so that what is left unwritten shows
+            if o not in outputs:  # 0xff bytes are NaN, so that elements that are not written show
                 size = int(np.prod(x.shape)) * x.dtype.itemsize
                 outputs[o] = np.full(size, 0xFF, np.uint8).view(x.dtype).reshape(x.shape)
                 fresh.append(Memory(outputs[o]))
         made.kernel[made.grid](*inputs, *fresh, cfg=made.config)
         return [jnp.asarray(outputs[o]) for o in range(len(made.outputs))]
 
-    # What the interpreter cannot do: instructions of the GPU, and float8 rounded as it is there.
+    # The interpreter lacks instructions of the GPU, and rounds float8 differently.
     def by_hand(*args, original=tuning.quantisation, **keywords):
         return dataclasses.replace(original(*args, **keywords), native=False)
 
@@ -140,10 +140,10 @@ def interpreted(device=None):
 
 @contextlib.contextmanager
 def arithmetic_mended():
-    """Triton's interpreter has bfloat16 as bits, which it truncates instead of rounding, and multiplies as integers.
+    """Corrects Triton's interpreter, which truncates bfloat16 instead of rounding, and multiplies its bits as integers.
 
-    Its fused multiply-add rounds twice, and it has no inline assembly, of which one moves a register. Triton 3.6 makes
-    an index of a scalar by `int(array of one element)`, which NumPy 2.5 refuses.
+    It also rounds a fused multiply-add twice, and has no inline assembly, which one kernel uses to move a register.
+    Triton 3.6 makes an index of a scalar by `int(array of one element)`, which NumPy 2.5 refuses.
     """
     interpreter = importlib.import_module("triton.runtime.interpreter")
     tl, handle, builder = interpreter.tl, interpreter.TensorHandle, interpreter.InterpreterBuilder
@@ -189,7 +189,7 @@ def arithmetic_mended():
 
 
 class Memory:
-    """As much of a tensor around a NumPy array as Triton's interpreter asks for."""
+    """A NumPy array with those methods of a tensor that Triton's interpreter calls."""
 
     def __init__(self, array):
         self.array, self.dtype = array, _TYPES[array.dtype.name]
@@ -217,7 +217,7 @@ class Memory:
 
 
 def signature(made):
-    """Argument types by position, as jax_triton finds them; scalars of 1 are compile-time constants."""
+    """Gives the argument types by position, as jax_triton does; scalars of 1 are compile-time constants."""
     aliased = set(made.aliases.values())
     pointers = [x for o, x in enumerate(made.outputs) if o not in aliased]
     kinds = ["i32" if isinstance(x, int) else "*" + _TYPES[x.dtype.name] for x in (*made.inputs, *pointers)]
@@ -226,7 +226,7 @@ def signature(made):
 
 
 def compiled(made, capability):
-    """The launch as Triton compiles it for that compute capability, without a GPU."""
+    """Compiles a launch for this compute capability, without a GPU."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -243,13 +243,13 @@ def compiled(made, capability):
     chosen = made.config.tuning if isinstance(made.config, tuning.AttentionKernel) else made.config
     options = {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages, "enable_fp_fusion": True}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Triton's own
+        warnings.simplefilter("ignore")  # Triton's own code warns
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 @contextlib.contextmanager
 def short_splits(tile=16):
-    """Lets ragged attention split contexts of a few tiles; there is an error if it did not in every launch."""
+    """Makes ragged attention split contexts of a few tiles; raises an error unless every launch does."""
 
     def shorter(*args, original=tuning.attention, **keywords):
         return dataclasses.replace(original(*args, **keywords), least_split=1, tile=tile)
@@ -273,12 +273,12 @@ def run_pieces(kernel, grid, inputs, outputs, cfg):
 
 
 def run(function, *, quick=True, **arrays):
-    """What the fixture of that name is to the tests of every implementation."""
+    """Does what the fixture of this name does for the tests of every implementation."""
     return jax.tree.map(np.asarray, function(**arrays, implementation="triton"))
 
 
 def main(names):
-    """The tests of every implementation, on the named attention cases, "write-LAYOUT-DTYPE" or "copy-DTYPE"."""
+    """Runs the tests of every implementation on the named attention cases, "write-LAYOUT-DTYPE" or "copy-DTYPE"."""
     cases = {case.name: case for case in DECODE_CASES}
     not_causal = {case.name: case for case in test_ragged.NOT_CAUSAL}
     split = {case.name: case for case in SPLIT}

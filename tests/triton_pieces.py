@@ -1,4 +1,4 @@
-"""How Triton's ragged attention cuts batches into pieces; `triton_interpreter` runs `hold` in Triton's interpreter."""
+"""Checks how Triton's ragged attention cuts batches into pieces; `triton_interpreter` runs `hold`."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from paged_jax.options import PerHead
 
 
 def batches(rng):
-    """Lengths and query lengths of random batches, as engines have them, and padding rows."""
+    """Draws lengths and query lengths of batches like those of engines, with padding rows."""
     mixes = (1, "decode", 4000), (5, "speculative", 4000), (36, "mixed", 900), (4, "prefill", 60)
     for num_seqs, mix, longest in mixes:
         contexts = rng.integers(0, longest, num_seqs)
@@ -25,7 +25,7 @@ def batches(rng):
 
 
 def hold(run):
-    """Holds the pieces of random batches against what they must be; `run(kernel, grid, inputs, outputs, cfg)`."""
+    """Checks the pieces of random batches; `run(kernel, grid, inputs, outputs, cfg)` runs a kernel."""
     rng = np.random.default_rng(0)
     num_split = 0
     for seq_lens, query_lens, padding in batches(rng):
@@ -53,7 +53,7 @@ def hold(run):
 
 
 def _check(pieces, tiles, query_lens, padding, kernel, grid):
-    """Checks one batch: every tile of queries has all of its splits, once, and partial results a place of their own."""
+    """Checks that every tile of queries in a batch has each of its splits once, and each partial result a place."""
     found = pieces[pieces[:, 0] >= 0]
     assert len(found) < len(pieces), "the last program has something to do, so there may be too few"
     assert np.all(pieces[len(found) :, 0] == -1), "pieces come first"

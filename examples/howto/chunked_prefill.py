@@ -1,6 +1,6 @@
-"""How do I compute a long prompt in pieces, next to texts that are being written?
+"""How do I compute a long prompt in chunks, together with sequences that decode?
 
-`attend_ragged` takes rows of any length: pieces of prompts and single tokens in one call. `build_metadata`
+`attend_ragged` takes rows of any length: chunks of prompts and single tokens in one call. `build_metadata`
 says where each row's tokens are. Here two prompts of 484 tokens share steps of at most 512.
 
     python -m examples.howto.chunked_prefill
@@ -32,13 +32,13 @@ def main():
 
     while True:
         done = blocks.seq_lens
-        lens = np.where(done >= PROMPT, 1, 0)  # a text that is being written always gets its token
+        lens = np.where(done >= PROMPT, 1, 0)  # a sequence that decodes gets its token in every step
         for row in range(2):
             if done[row] < PROMPT:
                 lens[row] = min(PROMPT - done[row], BUDGET - lens.sum())
         if done.min() > PROMPT:
             break
-        order = np.argsort(lens == 1, kind="stable")  # pieces of prompts first, then single tokens
+        order = np.argsort(lens == 1, kind="stable")  # chunks of prompts first, then single tokens
         blocks, _, _ = allocator.append_tokens(blocks, lens)
         metadata = build_metadata(blocks.block_tables[order], blocks.seq_lens[order], lens[order], 16)
         print("tokens of each sequence in this step:", lens.tolist())

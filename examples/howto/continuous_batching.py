@@ -1,7 +1,7 @@
 """How do I serve many requests at once with my own model?
 
-Write the model as `step(weights, caches, batch) -> (logits, caches)` and give it to an `Engine`. Requests then join and
-leave the running batch whenever they like: the engine gives out blocks, cuts long prompts into pieces, computes equal
+Write the model as `step(weights, caches, batch) -> (logits, caches)` and give it to an `Engine`. You can then add
+requests to the running batch at any time: the engine allocates blocks, computes long prompts in chunks, computes equal
 beginnings once, and compiles a few shapes at its start.
 
     python -m examples.howto.continuous_batching
@@ -18,7 +18,7 @@ VOCAB, HEADS, KV_HEADS, HEAD_SIZE = 101, 4, 2, 16
 
 
 def step(weights, caches, batch):
-    """A transformer of one layer; `batch` holds pieces of prompts and single tokens side by side."""
+    """A transformer of one layer; `batch` holds chunks of prompts and single tokens together."""
     (cache,) = caches
     hidden = weights["embedding"][batch.token_ids]
     query, key, value = (jnp.einsum("th,hnd->tnd", hidden, weights[name]) for name in ("query", "key", "value"))
@@ -45,9 +45,9 @@ def main():
     requests = [engine.add_request(prompt, SamplingParams(max_tokens=12)) for prompt in prompts[:3]]
     texts = {request: [] for request in requests}
     while engine.has_work:
-        for delta in engine.step():  # tokens come as they are drawn
+        for delta in engine.step():  # each step gives the tokens of the step before
             texts[delta.request_id] += delta.token_ids
-        if len(texts) < len(prompts):  # the others arrive while the first ones run
+        if len(texts) < len(prompts):  # the other requests arrive while the first ones run
             texts[engine.add_request(prompts[len(texts)], SamplingParams(max_tokens=12))] = []
     for request, tokens in texts.items():
         print(f"request {request}: {len(tokens)} tokens")

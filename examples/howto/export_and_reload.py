@@ -1,7 +1,7 @@
 """How do I ship a compiled step without its Python code?
 
-`jax.export` writes a jitted function, here a decode step for CPU and NVIDIA GPU alike, to bytes. They can be read and
-run without the model's code, and no GPU is needed to write them.
+`jax.export` turns a jitted function, here a decode step for CPU and for NVIDIA GPUs, into bytes. A program can read
+these bytes and run the step without the model's code. No GPU is needed to write them.
 
     python -m examples.howto.export_and_reload
 """

@@ -1,7 +1,7 @@
 """How do I use the cache in a Flax Linen model?
 
-Give the caches to the module and take them back: they are arguments and results, not variables, so that the outermost
-`jit` can donate them. (examples/decoder.py shows the same in Flax NNX.)
+Make the caches arguments and results of the module, not variables, so that the outermost `jit` can donate them.
+(examples/decoder.py shows the same in Flax NNX.)
 
     python -m examples.howto.flax_linen
 """

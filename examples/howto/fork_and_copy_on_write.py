@@ -1,8 +1,7 @@
 """How do I let several continuations share one prompt?
 
-`allocator.fork` shares a sequence's blocks. When two sequences that share a block are about to write to it, all but one
-of them get a block of their own, and `append_tokens` says what to copy: without `copy_blocks` the copy would hold
-nothing.
+`allocator.fork` shares a sequence's blocks. When several sequences are about to write to a block that they share,
+`append_tokens` gives all but one of them a new block and says what to copy there; `copy_blocks` makes these copies.
 
     python -m examples.howto.fork_and_copy_on_write
 """

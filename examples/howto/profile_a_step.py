@@ -1,8 +1,8 @@
 """How do I see where a step's time goes?
 
-Compile first, then record a few steps with `jax.profiler.trace`; XProf or Perfetto (https://ui.perfetto.dev) show what
-it wrote. `jax.named_scope` gives parts of a step names to find them by. Wait for the result before the clock is read:
-a call of a jitted function returns before the device is done.
+Compile first, then record a few steps with `jax.profiler.trace`, and look at the trace with XProf or Perfetto
+(https://ui.perfetto.dev). `jax.named_scope` names a part of a step, so that you can find it in the trace. Wait for the
+result before you read the clock: a call of a jitted function returns before the device is done.
 
     python -m examples.howto.profile_a_step [FOLDER]
 """
@@ -36,7 +36,7 @@ def main(folder=None):
             where = (jnp.asarray(x) for x in (blocks.block_tables, blocks.seq_lens, slots))
             return cache.write_and_attend(query, new, new, *where)
 
-    compiled = step.lower(new, cache).compile()  # what compiling takes is no part of a step
+    compiled = step.lower(new, cache).compile()  # the time to compile must not count as a step's
     jax.block_until_ready(compiled(new, cache))
     with tempfile.TemporaryDirectory() as scratch:
         target = Path(folder or scratch)

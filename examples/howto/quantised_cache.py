@@ -1,7 +1,7 @@
 """How do I keep twice as many tokens in the same memory?
 
-Make the cache of eight bits. Its scales say what keys and values are divided by when they are written: for int8 they
-are needed, and a good choice is the largest absolute value / 127, measured on some prompt, one scale for each kv head.
+Give the cache an eight-bit dtype. Keys and values are divided by its scales when they are written. An int8 cache needs
+scales; a good choice is the largest absolute value of a prompt's keys or values / 127, for each kv head.
 
     python -m examples.howto.quantised_cache
 """
@@ -18,7 +18,7 @@ HEADS, KV_HEADS, HEAD_SIZE, TOKENS = 8, 2, 64, 100
 def main():
     keys = jax.random.split(jax.random.key(0), 3)
     query = jax.random.normal(keys[0], (1, HEADS, HEAD_SIZE), jnp.bfloat16)
-    # One head is ten times the other: a scale for each of them loses nothing.
+    # One head is ten times as large as the other, so that each needs its own scale.
     size = jnp.array([1.0, 10.0])[None, :, None]
     key, value = ((jax.random.normal(k, (TOKENS, KV_HEADS, HEAD_SIZE)) * size).astype(jnp.bfloat16) for k in keys[1:])
     blocks = allocator.create(num_blocks=8, block_size=16, max_num_seqs=1, max_blocks_per_seq=8)
@@ -27,7 +27,7 @@ def main():
 
     def attend(dtype, **scales):
         cache = PagedKVCache.create(8, 16, KV_HEADS, HEAD_SIZE, dtype=dtype, **scales)
-        cache = cache.write(key, value, slots)  # the cache's methods know its scales
+        cache = cache.write(key, value, slots)  # the cache's methods use its scales
         tables, lens = jnp.asarray(blocks.block_tables), jnp.asarray(blocks.seq_lens)
         return cache.nbytes, cache.attend(query, tables, lens).astype(jnp.float32)
 

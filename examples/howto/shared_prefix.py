@@ -1,8 +1,8 @@
-"""How do I read a prefix that many texts share once instead of once for each?
+"""How do I read the prefix that many sequences share only once?
 
-Attention over disjoint sets of tokens can be merged (cascade). All texts' queries attend to the prefix as if they were
-one sequence, `causal=False`, since each of them sees all of it; each attends to its own tokens by itself; and
-`merge_attention_states` joins the two.
+Attention over disjoint sets of tokens can be merged (cascade attention). First the queries of all sequences attend to
+the prefix as one sequence, with `causal=False` because each of them sees all of it. Then each attends to its own
+tokens. `merge_attention_states` merges the two results.
 
     python -m examples.howto.shared_prefix
 """
@@ -19,7 +19,7 @@ HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, PREFIX, TEXTS = 4, 2, 32, 16, 128, 8
 def main():
     keys = jax.random.split(jax.random.key(0), 5)
     key, value = (jax.random.normal(k, (PREFIX, KV_HEADS, HEAD_SIZE)) for k in keys[:2])
-    # Three tokens of each text.
+    # Three tokens of each sequence.
     own_key, own_value = (jax.random.normal(k, (TEXTS * 3, KV_HEADS, HEAD_SIZE)) for k in keys[2:4])
     query = jax.random.normal(keys[4], (TEXTS, HEADS, HEAD_SIZE))
 
@@ -35,11 +35,11 @@ def main():
     cache = cache.write(own_key, own_value, jnp.asarray(allocator.slots(blocks, rows, positions)))
     tables, shared = jnp.asarray(blocks.block_tables), PREFIX // BLOCK_SIZE
 
-    # One sequence with a query of every text: the prefix is read once.
+    # The queries of all sequences are one row here, so that the prefix is read once.
     first = cache.attend_ragged(
         query, tables[:1], jnp.array([PREFIX]), jnp.array([0, TEXTS]), causal=False, return_lse=True
     )
-    # What each text has of its own.
+    # Each sequence attends to its own tokens.
     second = cache.attend(query, tables[:, shared:], jnp.full(TEXTS, 3), return_lse=True)
     out, _ = merge_attention_states(*first, *second)
 

@@ -1,7 +1,7 @@
 """How do I check several guessed tokens in one step, and take back those that were wrong?
 
-Append the guesses, attend to all of them in one call of `attend_ragged`, and `truncate` to what was right: the
-blocks past it are free again, and the next tokens overwrite what is left of the wrong ones.
+Append the guesses, attend with all of them in one call of `attend_ragged`, and `truncate` each sequence after its last
+right guess. The blocks past it are free again, and the next tokens overwrite the wrong ones.
 
     python -m examples.howto.speculative_tokens
 """
@@ -29,7 +29,7 @@ def main():
     texts = [np.zeros((0, HEADS, HEAD_SIZE), np.float32) for _ in range(2)]
 
     def run(blocks, cache, pieces):
-        """Appends a piece to each sequence; what attention gives for each."""
+        """Appends tokens to each sequence and attends with them; returns the results of each sequence."""
         lens = np.array([len(piece) for piece in pieces])
         before = blocks.seq_lens
         blocks, _, _ = allocator.append_tokens(blocks, lens)

@@ -1,4 +1,4 @@
-"""OpenAI's answers: the objects of /v1/completions and /v1/chat/completions, whole or in chunks."""
+"""Makes OpenAI's answers: the objects of /v1/completions and /v1/chat/completions, whole or in chunks."""
 
 import time
 import uuid
@@ -18,8 +18,8 @@ class Answer:
     Args:
         is_chat: whether the answer is a message.
         model: the model's name.
-        tokenizer: to show tokens with log-probabilities.
-        num_prompt_tokens: of all prompts.
+        tokenizer: turns token ids into text, for log-probabilities.
+        num_prompt_tokens: tokens of all prompts together.
     """
 
     def __init__(self, is_chat: bool, model: str, tokenizer: Tokenizer, num_prompt_tokens: int):
@@ -30,20 +30,20 @@ class Answer:
             "created": int(time.time()),
             "model": model,
         }
-        self._offsets: dict[int, int] = {}  # characters so far of each choice, for the log-probabilities
+        self._offsets: dict[int, int] = {}  # the length so far of each choice's text, for the log-probabilities
 
     def whole(self, choices: Sequence[Sequence[engine.Delta]], echoes: Sequence[str] = ()) -> dict[str, Any]:
-        """The answer that is not streamed.
+        """Makes an answer that is not streamed.
 
         Args:
-            choices: of each choice all its deltas.
-            echoes: of each choice a text that comes before its own, or nothing.
+            choices: all deltas of each choice.
+            echoes: a text for each choice that is put before its own, or nothing.
         """
         built = []
         for index, deltas in enumerate(choices):
             self._num_output_tokens += sum(len(delta.token_ids) for delta in deltas)
             text = "".join(delta.text for delta in deltas)
-            logprobs = self._logprobs(index, [told for delta in deltas for told in delta.logprobs])
+            logprobs = self._logprobs(index, [item for delta in deltas for item in delta.logprobs])
             choice = {"index": index, "logprobs": logprobs, "finish_reason": deltas[-1].finish_reason}
             if self.is_chat:
                 choice["message"] = {"role": "assistant", "content": text, "refusal": None}
@@ -54,13 +54,13 @@ class Answer:
         return self._head | {"object": name, "choices": built, "usage": self.usage()}
 
     def chunk(self, index: int, text: str, delta: engine.Delta | None = None, *, is_first: bool = False) -> dict:
-        """A piece of a streamed answer.
+        """Makes a chunk of a streamed answer.
 
         Args:
-            index: of the choice.
-            text: what is new of it.
-            delta: where the text comes from, if it comes from the model.
-            is_first: whether it is the first piece of its choice.
+            index: the index of the choice.
+            text: the new text.
+            delta: the delta that the text comes from, if it comes from the model.
+            is_first: whether this is the first chunk of its choice.
         """
         logprobs, finish_reason = None, None
         if delta is not None:
@@ -74,11 +74,11 @@ class Answer:
         return self._chunk([choice])
 
     def usage_chunk(self) -> dict[str, Any]:
-        """The last piece of a streamed answer that was asked to tell its usage."""
+        """Makes the last chunk of a streamed answer, for clients that ask for the usage."""
         return self._chunk([]) | {"usage": self.usage()}
 
     def usage(self) -> dict[str, int]:
-        """Tokens of the prompts and of the answer so far."""
+        """Counts the tokens of the prompts and of the answer so far."""
         return {
             "prompt_tokens": self._num_prompt_tokens,
             "completion_tokens": self._num_output_tokens,
@@ -89,25 +89,26 @@ class Answer:
         name = "chat.completion.chunk" if self.is_chat else "text_completion"
         return self._head | {"object": name, "choices": choices}
 
-    def _logprobs(self, index: int, told: Sequence[engine.TokenLogprob]) -> dict[str, Any] | None:
-        if not told:
+    def _logprobs(self, index: int, items: Sequence[engine.TokenLogprob]) -> dict[str, Any] | None:
+        if not items:
             return None
         if self.is_chat:
             content = [
                 self._chat_token(item.token_id, item.logprob)
                 | {"top_logprobs": [self._chat_token(*pair) for pair in item.top]}
-                for item in told
+                for item in items
             ]
             return {"content": content, "refusal": None}
-        tokens, offsets = [self._token(item.token_id) for item in told], []
+        tokens, offsets = [self._token(item.token_id) for item in items], []
         for token in tokens:
             offsets.append(self._offsets.get(index, 0))
             self._offsets[index] = offsets[-1] + len(token)
         return {
             "tokens": tokens,
-            "token_logprobs": [max(item.logprob, _LEAST_LOGPROB) for item in told],
+            "token_logprobs": [max(item.logprob, _LEAST_LOGPROB) for item in items],
             "top_logprobs": [
-                {self._token(token_id): max(logprob, _LEAST_LOGPROB) for token_id, logprob in item.top} for item in told
+                {self._token(token_id): max(logprob, _LEAST_LOGPROB) for token_id, logprob in item.top}
+                for item in items
             ],
             "text_offset": offsets,
         }

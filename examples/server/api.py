@@ -1,6 +1,6 @@
-"""OpenAI's requests, read with great care, and what of them goes to the engine.
+"""Reads and checks OpenAI's requests, and makes the engine's parameters of them.
 
-Every function here is pure. What is wrong with a request becomes an `ApiError`: a status, and OpenAI's error object.
+Every function here is pure. A request that is wrong raises an `ApiError`, which has a status and OpenAI's error object.
 """
 
 import json
@@ -10,10 +10,10 @@ from typing import Any
 
 from paged_jax import engine
 
-MAX_LOGPROBS = 20  # of a chat; OpenAI's limit
-MAX_STOPS = 16
+MAX_LOGPROBS = 20  # OpenAI's limit for chats
+MAX_STOPS = 16  # stop texts of one request
 
-# What else a request may hold, and the only values of it that mean what the server does.
+# Fields that the server does not implement. Each may have only these values, which ask for nothing.
 NEUTRAL: dict[str, tuple] = {
     "presence_penalty": (0, None),
     "frequency_penalty": (0, None),
@@ -37,7 +37,7 @@ CHAT = COMMON | {"messages", "max_completion_tokens", "top_logprobs"}
 
 
 class ApiError(Exception):
-    """A request that is not served, as a status and OpenAI's error object."""
+    """The reason why a request is not served, as a status and OpenAI's error object."""
 
     def __init__(
         self,
@@ -75,10 +75,10 @@ class ChatRequest:
 
 
 def read_body(body: bytes) -> dict[str, Any]:
-    """The JSON object of a request.
+    """Reads the JSON object of a request.
 
     Raises:
-        ApiError: it is none.
+        ApiError: the body is not a JSON object.
     """
     try:
         content = json.loads(body)
@@ -97,7 +97,7 @@ def read_completion(content: dict[str, Any], model: str) -> CompletionRequest:
         model: the name of the model that is served.
 
     Raises:
-        ApiError: something is wrong with it.
+        ApiError: something is wrong with the request.
     """
     _check_fields(content, COMPLETION, model)
     params = _params(content, default_max_tokens=16)
@@ -113,7 +113,7 @@ def read_completion(content: dict[str, Any], model: str) -> CompletionRequest:
 
 
 def read_chat(content: dict[str, Any], model: str) -> ChatRequest:
-    """Reads a request for /v1/chat/completions; arguments and errors as in `read_completion`."""
+    """Reads a request for /v1/chat/completions; it takes and raises what `read_completion` does."""
     _check_fields(content, CHAT, model)
     params = _params(content, default_max_tokens=None)
     if (limit := _integer(content, "max_completion_tokens", 1, 2**31 - 1)) is not None:
@@ -132,10 +132,10 @@ def read_chat(content: dict[str, Any], model: str) -> ChatRequest:
 
 
 def sampling_params(params: dict[str, Any], stop_token_ids: tuple[int, ...]) -> engine.SamplingParams:
-    """What a request wants, in the engine's words.
+    """Makes the engine's parameters of a request's.
 
     Raises:
-        ApiError: a value that the engine refuses.
+        ApiError: the engine refuses a value.
     """
     try:
         return engine.SamplingParams(**params, stop_token_ids=stop_token_ids)

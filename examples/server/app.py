@@ -1,6 +1,7 @@
-"""The routes: HTTP in, the worker's tickets, HTTP out.
+"""The HTTP routes: each reads a request, submits it to the worker, and makes an answer of the tokens.
 
-A client that hangs up frees its blocks: whoever waits for tokens waits for the end of the connection too.
+While a route waits for tokens, it also watches the connection: if the client hangs up, the request is cancelled and its
+blocks are freed.
 """
 
 import asyncio
@@ -29,15 +30,15 @@ MAX_BODY = 16 << 20  # bytes
 
 
 class Server:
-    """What all routes share.
+    """The routes and what they share.
 
     Args:
         worker: runs the engine.
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
         template: the model's chat template.
         model: the name by which clients call the model.
         stop_token_ids: tokens that end a text.
-        vocab_size: token ids are below it.
+        vocab_size: the size of the vocabulary; token ids in prompts must be below it.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Server:
         await asyncio.to_thread(self._worker.stop)
 
     def _guarded(self, name: str, route: Callable[[Request], Awaitable[Response]]):
-        """The route with its errors as OpenAI's objects, counted and timed."""
+        """Makes a route that answers errors with OpenAI's objects, and counts its requests by status."""
 
         async def guarded(request: Request) -> Response:
             try:
@@ -168,7 +169,7 @@ class Server:
             yield answer.usage_chunk()
 
     async def _merge(self, tickets: list[Ticket]) -> AsyncIterator[tuple[int, engine.Delta]]:
-        """What is new of several requests, as it comes, with the choice's index."""
+        """Yields the deltas of several requests as they come, each with the index of its choice."""
         began, queue = time.perf_counter(), asyncio.Queue()
 
         async def forward(place: int, ticket: Ticket) -> None:
@@ -222,7 +223,7 @@ class Server:
 
 
 class Metrics:
-    """What /metrics tells: the engine's statistics, and how long requests take."""
+    """The numbers at /metrics: the engine's statistics, and how long requests take."""
 
     def __init__(self):
         self.registry = CollectorRegistry()
@@ -240,17 +241,17 @@ class Metrics:
         }
 
     def update(self, stats: engine.Stats) -> None:
-        """Takes the engine's statistics over."""
+        """Sets the gauges to the engine's statistics."""
         for name, gauge in self._gauges.items():
             gauge.set(getattr(stats, name))
 
 
 class EventStream(Response):
-    """Server-sent events: one a chunk, then [DONE]; ends when the client hangs up.
+    """A response of server-sent events: one for each chunk, then [DONE]. It ends if the client hangs up.
 
     Args:
         chunks: the objects to send.
-        close: called once at the end, however it comes.
+        close: called once at the end, also after an error.
     """
 
     def __init__(self, chunks: AsyncIterator[dict], close: Callable[[], None]):
@@ -279,7 +280,7 @@ class EventStream(Response):
 
 
 async def _until_gone(receive: Any, work: Awaitable[None]) -> bool:
-    """Does some work unless the client hangs up first; whether it was done."""
+    """Awaits some work until it is done or the client hangs up; returns whether it was done."""
 
     async def gone():
         while (await receive())["type"] != "http.disconnect":
@@ -319,7 +320,7 @@ async def _http_error(_request: Request, error: Any) -> Response:
 
 
 async def _gone(_request: Request, _error: Any) -> Response:
-    return Response(status_code=499)  # nobody reads it
+    return Response(status_code=499)  # the client is gone and will not read it
 
 
 async def _unforeseen(_request: Request, _error: Any) -> Response:

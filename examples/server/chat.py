@@ -1,7 +1,7 @@
-"""Chat templates: the messages of a conversation as one text, the way the model was trained to read them.
+"""Chat templates, which make one text of a conversation's messages, in the form that the model was trained on.
 
-A model's folder brings its template in chat_template.jinja or in tokenizer_config.json. It is a program by whoever made
-the folder: it runs in Jinja's sandbox.
+A model's folder has its template in chat_template.jinja or in tokenizer_config.json. The template is a program that
+somebody else wrote, so it runs in Jinja's sandbox.
 """
 
 import datetime
@@ -18,7 +18,7 @@ DEFAULT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.
 
 
 class TemplateError(ValueError):
-    """The template refuses the messages; its message is fit to be shown to a user."""
+    """Says why a template cannot render the messages, in words that can be shown to users."""
 
 
 class ChatTemplate:
@@ -26,7 +26,7 @@ class ChatTemplate:
 
     Args:
         source: the template, in Jinja's language.
-        special_tokens: texts that it may use, by name, such as "bos_token".
+        special_tokens: texts that the template may use, by name, such as "bos_token".
 
     Raises:
         CheckpointError: the template is not in Jinja's language.
@@ -46,13 +46,13 @@ class ChatTemplate:
             raise CheckpointError(f"the chat template cannot be read: {error}") from None
 
     def render(self, messages: list[dict[str, Any]]) -> str:
-        """The prompt after which the assistant's next message begins.
+        """Makes the prompt after which the assistant's next message begins.
 
         Args:
             messages: objects with "role" and "content", both texts.
 
         Raises:
-            TemplateError: the template cannot render them, and why.
+            TemplateError: the template cannot render the messages; the error says why.
         """
         try:
             return self._template.render(
@@ -63,10 +63,10 @@ class ChatTemplate:
 
 
 def load_template(folder: Path) -> ChatTemplate:
-    """The template of a model's folder, or a simple one if it has none.
+    """Loads the template of a model's folder, or a simple one if the folder has none.
 
     Raises:
-        CheckpointError: there is one, and it cannot be read.
+        CheckpointError: the folder has a template that cannot be read.
     """
     settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
     special_tokens = {}
@@ -77,7 +77,7 @@ def load_template(folder: Path) -> ChatTemplate:
     source: Any = settings.get("chat_template")
     if (folder / "chat_template.jinja").exists():
         source = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    if isinstance(source, list):  # several, by name
+    if isinstance(source, list):  # several templates with names
         source = next((item.get("template") for item in source if item.get("name") == "default"), None)
     if source is None:
         return ChatTemplate()

@@ -1,9 +1,10 @@
-"""Runs an engine in a thread of its own and carries requests to it and tokens back, to and from an event loop.
+"""Runs an engine in a thread of its own, takes requests to it from an event loop, and brings the tokens back.
 
     event loop    submit ──► inbox ──┐                          ┌──► the ticket's queue ──► handler
     thread                           └──► Engine.step ──► deltas ┘
 
-The thread takes everything from its inbox, then steps the engine, as long as there is work; else it waits.
+The thread takes everything from its inbox and then runs a step of the engine, again and again. If the engine has no
+work, the thread waits for its inbox.
 """
 
 import asyncio
@@ -18,16 +19,16 @@ from paged_jax import engine
 
 
 class Overloaded(Exception):
-    """More requests wait than the server takes."""
+    """Raised when as many requests wait as the server accepts."""
 
 
 class EngineFailed(Exception):
-    """The engine failed while it worked on a request."""
+    """Raised when the engine failed while it worked on a request."""
 
 
 @dataclasses.dataclass(eq=False)
 class Ticket:
-    """One request on its way: what is new of it comes through `news`."""
+    """A submitted request; the thread puts its new deltas into `news`."""
 
     prompt: Sequence[int]
     params: engine.SamplingParams
@@ -37,7 +38,7 @@ class Ticket:
     request_id: int | None = None
 
     async def deltas(self) -> AsyncIterator[engine.Delta]:
-        """What is new, to the end of all samples.
+        """Yields the deltas of all samples until all of them are finished.
 
         Raises:
             EngineFailed: the engine failed; the request is lost.
@@ -51,11 +52,11 @@ class Ticket:
 
 
 class Worker:
-    """The engine's thread.
+    """Runs the engine's thread.
 
     Args:
-        the_engine: the engine; from now on only the thread touches it, save for its `check`.
-        max_queued: samples that may wait for a seat beside those that have one.
+        the_engine: the engine; from now on only the thread calls it, except for its method `check`.
+        max_queued: how many samples may wait while `max_num_seqs` others run.
 
     Attributes:
         is_failing: whether the last step failed.
@@ -75,7 +76,7 @@ class Worker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread once it has finished its step; unfinished requests are lost."""
+        """Ends the thread after its present step; unfinished requests are lost."""
         self._inbox.put(self._stop)
         self._thread.join()
 
@@ -85,16 +86,16 @@ class Worker:
         return self._thread.is_alive()
 
     def submit(self, requests: Sequence[tuple[Sequence[int], engine.SamplingParams]]) -> list[Ticket]:
-        """Puts requests in line, all or none; to be called from the event loop.
+        """Submits requests, all or none. It must be called from the event loop.
 
         Args:
-            requests: prompts and what is wanted of each.
+            requests: the prompt and the parameters of each request.
 
         Returns:
-            A ticket each; each must be given back to `close`.
+            A ticket for each request. The caller must `close` each of them.
 
         Raises:
-            ValueError: a request can never be served, and why.
+            ValueError: a request can never be served; the error says why.
             Overloaded: too many requests wait.
         """
         for prompt, params in requests:
@@ -111,13 +112,13 @@ class Worker:
         return tickets
 
     def close(self, ticket: Ticket) -> None:
-        """Ends a request, finished or not; to be called once, from the event loop."""
+        """Ends a request, finished or not. It must be called once, from the event loop."""
         self._unfinished -= ticket.params.n
         if ticket.num_unfinished:
             self._inbox.put(lambda: self._cancel(ticket))
 
     async def stats(self) -> engine.Stats:
-        """The engine's statistics, taken between two steps."""
+        """Returns the engine's statistics, taken between two steps."""
         loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
         def answer(stats):
@@ -140,7 +141,7 @@ class Worker:
                 self._fail()
 
     def _take_inbox(self) -> None:
-        """Does what the inbox holds; waits for something if the engine has nothing to do."""
+        """Does everything in the inbox; if the engine has no work, waits until there is some."""
         try:
             while not self._is_stopping:
                 self._inbox.get(block=not self._engine.has_work)()
@@ -170,7 +171,7 @@ class Worker:
             del self._tickets[request_id]
 
     def _fail(self) -> None:
-        """After an error nobody foresaw: tells everyone, and begins anew with an empty engine."""
+        """Handles an unexpected error: fails all requests and empties the engine."""
         for ticket in self._tickets.values():
             _call(ticket.loop, ticket.news.put_nowait, [EngineFailed("the engine failed")])
         self._tickets.clear()
@@ -178,7 +179,7 @@ class Worker:
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable, *arguments) -> None:
-    """Calls a function on an event loop, unless that is closed."""
+    """Calls a function on an event loop, unless the loop is closed."""
     try:
         loop.call_soon_threadsafe(function, *arguments)
     except RuntimeError:

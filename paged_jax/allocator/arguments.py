@@ -1,4 +1,4 @@
-"""Counts, ids and masks of any kind as arrays of the state's kind, int32 or bool."""
+"""Turns counts, ids and masks of any kind into int32 or bool arrays: NumPy's on the host, JAX's in traced programs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,17 +16,17 @@ _INT32 = np.iinfo(np.int32)
 
 
 def namespace(state: Any, *arguments: Values) -> Any:
-    """Picks the form of a call: `numpy` where the state is on the host and nothing is traced, else `jax.numpy`."""
+    """Picks the form of a call: `numpy` if the state is on the host and no argument is traced, else `jax.numpy`."""
     on_host = all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(state))
     return np if on_host and not any(map(_is_traced, arguments)) else jnp
 
 
 def integers(xp: Any, name: str, x: Values, shape: tuple[int, ...] | None) -> Any:
-    """Gives `x` as int32 after checking its kind of dtype, its range and its shape (None: one dimension)."""
+    """Checks that `x` holds integers that fit in int32, and its shape (None: any with one axis); gives it as int32."""
     array = _array(name, x, np.int32, "iu")
     if array.dtype != np.int32 and not np.can_cast(array.dtype, np.int32) and array.size:
         if isinstance(array, Tracer):
-            # Wrapped to 32 bits they would name other blocks, rows or tokens.
+            # Integers that wrapped around at 32 bits would name other blocks, rows or tokens.
             limits = np.asarray((max(_INT32.min, np.iinfo(array.dtype).min), _INT32.max), array.dtype)
             array = jnp.clip(array, limits[0], limits[1])
         else:
@@ -38,7 +38,7 @@ def integers(xp: Any, name: str, x: Values, shape: tuple[int, ...] | None) -> An
 
 
 def bools(xp: Any, name: str, x: Values, shape: tuple[int, ...]) -> Any:
-    """Gives `x` as bool after checking its dtype and its shape."""
+    """Checks that `x` holds bools and has this shape, and gives it as an array."""
     return _shaped(xp, name, _array(name, x, np.bool_, "b"), np.bool_, shape)
 
 
@@ -49,7 +49,7 @@ def _is_traced(x: Values) -> bool:
 
 def _array(name: str, x: Values, dtype: type, kinds: str) -> Any:
     array = x if isinstance(x, jax.Array) else jnp.asarray(x) if _is_traced(x) else np.asarray(x)
-    array = array if array.size else array.astype(dtype)  # [] has NumPy's float64
+    array = array if array.size else array.astype(dtype)  # NumPy makes [] a float64 array
     if array.dtype.kind not in kinds:
         raise TypeError(f"{name} must be of dtype {np.dtype(dtype)}, got {array.dtype}")
     return array

@@ -1,4 +1,4 @@
-"""Growth: sequences take blocks from the stack, and copy a shared block before they write to it."""
+"""Growing: sequences take blocks from the stack, and copy a shared block before they write to it."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from paged_jax.allocator.state import AllocatorState, prepare
 
 
 class OutOfBlocks(RuntimeError):
-    """Raised on the host when a batch of sequences cannot grow; nothing has changed.
+    """Raised on the host when a batch of sequences cannot grow; the state has not changed.
 
     Attributes:
       requested: new blocks that the call asked for.
@@ -30,33 +30,33 @@ class OutOfBlocks(RuntimeError):
 def append_tokens(
     state: AllocatorState, num_tokens: Values, *, row_by_row: bool = False
 ) -> tuple[AllocatorState, Int32[Array | np.ndarray, "max_num_seqs 2"], Bool[Array | np.ndarray, "..."]]:
-    """Grows each sequence by some tokens, taking the blocks that they need; all of them or none.
+    """Grows each sequence by some tokens and gives it the blocks that they need; either all sequences grow or none.
 
-    New blocks go to the sequences in order, and within a sequence to its logical blocks in order. A growing sequence
-    whose partly filled last block has other references takes a new block for it and gives up its own; the caller then
-    copies the old block to the new one (`copy_blocks`) before it writes. If all references of such a block are
-    sequences that grow in one call, all but the last of them in sequence order copy and the last keeps the block: it
-    is the only holder by then.
+    New blocks go to the sequences in order, and within a sequence to its logical blocks in order. If a growing
+    sequence's last block is partly filled and has other references, the sequence takes a new block in its place; the
+    caller must then copy the old block to the new one (`copy_blocks`) before it writes. If all references of such a
+    block belong to sequences that grow in one call, then all of them copy but the last in sequence order, which keeps
+    the block: by then it is the only holder.
 
-    Row by row, a sequence gets all of its tokens or none. One that stands at its table's end takes nothing from the
-    others. The first one for which too few blocks are left ends the giving of blocks: later sequences grow only where
-    that takes no block, so that nobody overtakes a sequence that waits for blocks.
+    With `row_by_row`, each sequence by itself gets all of its tokens or none. A sequence whose table row has too few
+    columns takes no blocks from the others. From the first sequence on for which too few blocks are left, sequences
+    grow only if they need no block, so that none overtakes another one that waits for blocks.
 
     Args:
       state: the allocator's state.
-      num_tokens: i32 [max_num_seqs], tokens to add to each sequence; 0 leaves it untouched.
-      row_by_row: serve each sequence that can be served, instead of all or none.
+      num_tokens: i32 [max_num_seqs], tokens to add to each sequence; 0 leaves it unchanged.
+      row_by_row: whether to grow each sequence that can grow, instead of all or none.
 
     Returns:
-      The new state; `block_mapping` i32 [max_num_seqs, 2], row s the (source, destination) of sequence s's copy or
-      (-1, -1); and `ok`. All or none, `ok` is bool []: where blocks or table columns run out, or a count is negative,
-      a traced call gives the unchanged state, a mapping of -1 and `ok` False. Row by row, `ok` is bool
-      [max_num_seqs]: False for the sequences that did not get their tokens, and are unchanged.
+      The new state; `block_mapping` i32 [max_num_seqs, 2], whose row s is the (source, destination) of the copy for
+      sequence s, or (-1, -1); and `ok`. Without `row_by_row`, `ok` is bool []: if blocks or table columns run out, or a
+      count is negative, a traced call returns the unchanged state, a mapping of -1 and `ok` False. With `row_by_row`,
+      `ok` is bool [max_num_seqs]: it is False for the sequences that did not get their tokens and are unchanged.
 
     Raises:
-      OutOfBlocks: on the host, blocks or table columns run out; never row by row.
-      ValueError: wrong shape; on the host also a negative count; a concrete count that does not fit in int32.
-      TypeError: counts that are not integers.
+      OutOfBlocks: on the host and without `row_by_row`, if blocks or table columns run out.
+      ValueError: a wrong shape; a concrete count that does not fit in int32; on the host also a negative count.
+      TypeError: the counts are not integers.
 
     Example:
       >>> state = allocator.create(num_blocks=3, block_size=4, max_num_seqs=3, max_blocks_per_seq=2)
@@ -73,11 +73,12 @@ def append_tokens(
         seq_id = int((counts < 0).argmax())
         raise ValueError(f"num_tokens must not be negative, got {counts[seq_id]} for sequence {seq_id}")
     fits = (counts >= 0) & (counts <= _room(state))
-    # Row by row, those that do not fit take no part; all or none, they void the plan, in which they may overflow.
+    # With row_by_row, sequences that do not fit ask for nothing. Otherwise one of them makes the whole call fail, so
+    # that it does not matter that its part of the plan may overflow.
     growth = _plan_growth(xp, state, xp.where(fits, counts, 0) if row_by_row else counts)
     requested = growth.starts + growth.need
     if row_by_row:
-        # A sequence that keeps a shared block relies on the copies of those before it: it waits with them.
+        # A sequence may keep a shared block only if those before it copy the block: if they wait, it waits too.
         served = fits & ((requested <= state.num_free) | ((growth.need == 0) & ~growth.relies_on_copies))
         ok = served
     else:
@@ -91,14 +92,14 @@ def append_tokens(
 
 
 class _Growth(NamedTuple):
-    """What sequences want before anybody looks at how many blocks are free; all [max_num_seqs]."""
+    """What each sequence needs in order to grow, however many blocks are free; all arrays are [max_num_seqs]."""
 
     copies: Any  # bool, the last block is shared and must be copied
-    relies_on_copies: Any  # bool, the last block is shared, by now only with sequences that copy it
+    relies_on_copies: Any  # bool, the last block is shared, but all its other holders copy it in this call
     last: Any  # i32, the last block so far (meaningful where `copies`)
     first_col: Any  # i32, table column of the first new block
-    need: Any  # i32, new blocks; they fill columns first_col, first_col + 1, ...
-    starts: Any  # i32, exclusive prefix sum of `need`: how many blocks are popped before
+    need: Any  # i32, how many new blocks; they fill columns first_col, first_col + 1, ...
+    starts: Any  # i32, exclusive prefix sum of `need`: how many blocks earlier sequences take
 
 
 def _room(state: AllocatorState) -> Any:
@@ -118,7 +119,7 @@ def _plan_growth(xp: Any, state: AllocatorState, num_tokens: Any) -> _Growth:
     holders = xp.where(writes_last, state.ref_counts[last], 0)
     shared = copies = holders > 1
     if xp is jnp or shared.any():
-        # Each sequence that copies leaves one reference fewer; who holds the last one, in sequence order, keeps it.
+        # Each sequence that copies gives up a reference. In sequence order, the holder of the last one keeps the block.
         same = shared[:, None] & shared[None, :] & (last[:, None] == last[None, :])
         left_before = (same & (rows[None, :] < rows[:, None])).sum(axis=1, dtype=xp.int32)
         copies = shared & (left_before < holders - 1)
@@ -129,7 +130,7 @@ def _plan_growth(xp: Any, state: AllocatorState, num_tokens: Any) -> _Growth:
 
 
 def _out_of_blocks(state: AllocatorState, num_tokens: np.ndarray, fits: np.ndarray, growth: _Growth) -> OutOfBlocks:
-    # Counted afresh in int64, since the plan of a sequence that does not fit may have overflowed.
+    # The blocks are counted again, in int64, since the plan of a sequence that does not fit may have overflowed.
     num_blocks = -(-(state.seq_lens.astype(np.int64) + num_tokens) // state.block_size)
     seq_id, columns = fits.argmin(), state.block_tables.shape[1]
     detail = f"; sequence {seq_id} would hold {num_blocks[seq_id]} blocks, its table row has {columns} columns"
@@ -145,7 +146,7 @@ def _grow_host(
     taken_blocks, num_free = int(need.sum()), int(state.num_free)
     block_mapping = np.full((need.size, 2), -1, np.int32)
     block_tables, ref_counts = state.block_tables, state.ref_counts
-    if taken_blocks:  # most decode steps of a few sequences take no block and copy no array of the pool's size
+    if taken_blocks:  # most decode steps of a few sequences take no block, and need not copy these two arrays
         taken = state.free_blocks[num_free - taken_blocks : num_free][::-1]
         rows = np.arange(need.size).repeat(need)
         cols = np.arange(taken_blocks) - (growth.starts - growth.first_col).repeat(need)
@@ -169,7 +170,7 @@ def _grow_host(
 def _grow_traced(
     state: AllocatorState, num_tokens: Array, served: Array, growth: _Growth
 ) -> tuple[AllocatorState, Array]:
-    """As `_grow_host`."""
+    """Does what `_grow_host` does, with static shapes."""
     num_blocks = state.ref_counts.shape[0]
     copies, need = growth.copies & served, jnp.where(served, growth.need, 0)
     offsets = jnp.arange(state.block_tables.shape[1], dtype=jnp.int32)[None, :] - growth.first_col[:, None]

@@ -1,4 +1,4 @@
-"""Release: sequences and caches of prefixes give up references, and blocks without any go back to the stack."""
+"""Releasing: sequences and prefix caches give up references, and blocks without references go back to the stack."""
 
 import dataclasses
 
@@ -11,21 +11,21 @@ from paged_jax.allocator.state import AllocatorState, prepare
 
 
 def truncate(state: AllocatorState, seq_lens: Values) -> AllocatorState:
-    """Takes sequences back to shorter lengths and releases the blocks past them: rejected speculative tokens, say.
+    """Shortens sequences and releases the blocks past their new lengths, for example after rejected speculative tokens.
 
-    A sequence may end inside a block that it shares: it copies that block when it grows again.
+    A sequence may end inside a block that it shares; it copies that block when it grows again.
 
     Args:
       state: the allocator's state.
       seq_lens: i32 [max_num_seqs], new lengths in tokens, each from 0 to the sequence's length so far.
 
     Returns:
-      The new state. Blocks that nobody holds any more go on the stack by rising id, as in `free`. Where a length is
-      negative or longer than the sequence, a traced call changes nothing but `bad_free`, which it sets.
+      The new state. Blocks that nobody holds any more go on the stack by rising id, as in `free`. If a length is
+      negative or longer than the sequence, a traced call only sets `bad_free`.
 
     Raises:
-      ValueError: wrong shape; on the host also a length that is negative or longer than the sequence.
-      TypeError: lengths that are not integers.
+      ValueError: a wrong shape; on the host also a length that is negative or longer than the sequence.
+      TypeError: the lengths are not integers.
 
     Example:
       >>> state, *_ = allocator.append_tokens(allocator.create(8, 4, 2, 4), [6, 3])
@@ -50,15 +50,15 @@ def free(state: AllocatorState, seq_ids_mask: Values) -> AllocatorState:
 
     Args:
       state: the allocator's state.
-      seq_ids_mask: bool [max_num_seqs], True for the sequences to empty. Empty ones may be among them.
+      seq_ids_mask: bool [max_num_seqs], True for the sequences to empty. Sequences that are empty may be among them.
 
     Returns:
-      The new state. Blocks go on the stack by rising id, so that the highest is taken first again. If a table names a
-      block that is free already (see `free_blocks`), a traced call changes nothing but `bad_free`, which it sets.
+      The new state. Blocks go on the stack by rising id, so that the highest id is taken first again. If a table names
+      a block that is free already (see `free_blocks`), a traced call only sets `bad_free`.
 
     Raises:
-      ValueError: wrong shape; on the host also a table that names a block that is free already.
-      TypeError: the mask is not of bools.
+      ValueError: a wrong shape; on the host also a table that names a block that is free already.
+      TypeError: the mask does not hold bools.
 
     Example:
       >>> state, *_ = allocator.append_tokens(allocator.create(8, 4, 2, 4), [6, 3])
@@ -74,19 +74,21 @@ def free(state: AllocatorState, seq_ids_mask: Values) -> AllocatorState:
 
 
 def free_blocks(state: AllocatorState, blocks: Values) -> AllocatorState:
-    """Drops one reference of each named block, such as `retain` added; never one that a table stands for.
+    """Drops one reference of each named block, one that `retain` added.
+
+    The caller must not drop the references that stand for block table entries; `free` and `truncate` drop those.
 
     Args:
       state: the allocator's state.
-      blocks: i32 [n], block ids; negative ones are skipped, and one named k times loses k references.
+      blocks: i32 [n], block ids. Negative ids are skipped, and a block named k times loses k references.
 
     Returns:
-      The new state. If any block is out of range or has fewer references than it would lose, a traced call changes
-      nothing but `bad_free`, which it sets.
+      The new state. If any block is out of range or has fewer references than it would lose, a traced call only sets
+      `bad_free`.
 
     Raises:
-      ValueError: on the host, a block that is free already or out of range; wrong shape.
-      TypeError: ids that are not integers.
+      ValueError: a wrong shape; on the host also a block that is free already or out of range.
+      TypeError: the ids are not integers.
 
     Example:
       >>> state, *_ = allocator.append_tokens(allocator.create(8, 4, 2, 4), [8, 0])  # blocks 7 and 6
@@ -100,7 +102,7 @@ def free_blocks(state: AllocatorState, blocks: Values) -> AllocatorState:
 
 
 def _shorten_host(state: AllocatorState, rows: np.ndarray, seq_lens: np.ndarray) -> AllocatorState:
-    """Takes the named rows, i32 [n], to lengths that are not longer, i32 [n]."""
+    """Shortens the rows `rows`, i32 [n], to the lengths `seq_lens`, i32 [n], none longer than before."""
     tables = state.block_tables[rows]
     past = _columns_past(state, seq_lens)
     dropped = tables[past]
@@ -112,7 +114,7 @@ def _shorten_host(state: AllocatorState, rows: np.ndarray, seq_lens: np.ndarray)
 
 
 def _shorten_traced(state: AllocatorState, seq_lens: Array, valid: Array) -> AllocatorState:
-    """Takes every row to a length that is not longer, i32 [max_num_seqs], or flags the state where not `valid`."""
+    """Shortens every row to `seq_lens`, i32 [max_num_seqs], none longer than before; sets `bad_free` if not `valid`."""
     past = _columns_past(state, seq_lens) & valid
     released, held = _release_traced(state, jnp.where(past, state.block_tables, -1))
     valid &= held
@@ -125,7 +127,7 @@ def _shorten_traced(state: AllocatorState, seq_lens: Array, valid: Array) -> All
 
 
 def _columns_past(state: AllocatorState, seq_lens: Array | np.ndarray) -> Array | np.ndarray:
-    """Which table columns lie past lengths [n]; bool [n, max_blocks_per_seq]."""
+    """Which table columns lie past the lengths `seq_lens`, [n]; bool [n, max_blocks_per_seq]."""
     columns = np.arange(state.block_tables.shape[1], dtype=np.int32)
     num_kept = (seq_lens - 1) // state.block_size + 1
     return columns[None, :] >= num_kept[:, None]
@@ -155,7 +157,10 @@ def _release_host(state: AllocatorState, blocks: np.ndarray) -> AllocatorState:
 
 
 def _release_traced(state: AllocatorState, blocks: Array) -> tuple[AllocatorState, Array]:
-    """Drops one reference for each entry of `blocks`, i32 of any shape; negative ones are skipped."""
+    """Drops one reference for each entry of `blocks`, i32 of any shape; negative entries are skipped.
+
+    Returns the new state, and whether the call was valid; if it was not, only `bad_free` is set.
+    """
     num_blocks = state.ref_counts.shape[0]
     named = jnp.where(blocks >= 0, blocks, num_blocks)
     drops = jnp.zeros_like(state.ref_counts).at[named].add(1, mode="drop")

@@ -1,4 +1,4 @@
-"""Sharing: sequences and caches of prefixes gain references to blocks that somebody holds already."""
+"""Sharing: sequences and prefix caches gain references to blocks that somebody holds already."""
 
 import dataclasses
 from typing import Any
@@ -19,12 +19,11 @@ def fork(state: AllocatorState, parent: Values, child: Values) -> AllocatorState
       child: i32 [], row of an empty sequence.
 
     Returns:
-      The new state. Where a row is out of range or the child is not empty, a traced call changes nothing but
-      `bad_share`, which it sets.
+      The new state. If a row is out of range or the child is not empty, a traced call only sets `bad_share`.
 
     Raises:
-      ValueError: on the host, a row out of range or a child that is not empty; wrong shape.
-      TypeError: rows that are not integers.
+      ValueError: a wrong shape; on the host also a row out of range or a child that is not empty.
+      TypeError: the rows are not integers.
 
     Example:
       >>> state, *_ = allocator.append_tokens(allocator.create(8, 4, 2, 4), [6, 0])
@@ -50,12 +49,12 @@ def share(state: AllocatorState, parent: Values, child: Values, num_blocks: Valu
       num_blocks: i32 [], how many blocks, at most as many as the parent has filled.
 
     Returns:
-      The new state. Where a row is out of range, the child is not empty or the parent has not as many full blocks, a
-      traced call changes nothing but `bad_share`, which it sets.
+      The new state. If a row is out of range, the child is not empty or the parent has fewer full blocks, a traced call
+      only sets `bad_share`.
 
     Raises:
-      ValueError: on the host, the same; wrong shape.
-      TypeError: rows or a number that are not integers.
+      ValueError: a wrong shape; on the host also a row out of range, a child that is not empty, or too many blocks.
+      TypeError: the rows or the number of blocks are not integers.
 
     Example:
       >>> state, *_ = allocator.append_tokens(allocator.create(8, 4, 2, 4), [11, 0])
@@ -82,20 +81,20 @@ def share(state: AllocatorState, parent: Values, child: Values, num_blocks: Valu
 def adopt(state: AllocatorState, child: Values, blocks: Values) -> AllocatorState:
     """Makes an empty sequence start with full blocks given by their ids, which somebody else holds.
 
-    This is how a sequence comes to a prefix whose first owner is gone: `retain` kept its blocks.
+    A sequence can begin in this way with the blocks of one that is gone, if `retain` kept them.
 
     Args:
       state: the allocator's state.
-      child: i32 [], row of an empty sequence; it gets block_size tokens a block.
+      child: i32 [], row of an empty sequence; it gets block_size tokens for each block.
       blocks: i32 [n], ids of the child's first blocks in order, all different, each with a reference; n is at most
-        max_blocks_per_seq. The ids end at the first negative one, and so must what follows it be negative.
+        max_blocks_per_seq. Negative ids are padding, which may only stand at the end.
 
     Returns:
-      The new state. Where any of this does not hold, a traced call changes nothing but `bad_share`, which it sets.
+      The new state. If the child or the blocks are not as described, a traced call only sets `bad_share`.
 
     Raises:
-      ValueError: on the host, the same; wrong shape.
-      TypeError: ids that are not integers.
+      ValueError: a wrong shape; on the host also a child or blocks that are not as described.
+      TypeError: the child or the ids are not integers.
 
     Example:
       >>> state, *_ = allocator.append_tokens(allocator.create(8, 4, 2, 4), [8, 0])  # blocks 7 and 6
@@ -133,16 +132,15 @@ def retain(state: AllocatorState, blocks: Values) -> AllocatorState:
 
     Args:
       state: the allocator's state.
-      blocks: i32 [n], ids of blocks that somebody holds; negative ones are skipped, and one named k times gains k
+      blocks: i32 [n], ids of blocks that somebody holds. Negative ids are skipped, and a block named k times gains k
         references.
 
     Returns:
-      The new state. If any block is free or out of range, a traced call changes nothing but `bad_share`, which it
-      sets.
+      The new state. If any block is free or out of range, a traced call only sets `bad_share`.
 
     Raises:
-      ValueError: on the host, a block that is free or out of range; wrong shape.
-      TypeError: ids that are not integers.
+      ValueError: a wrong shape; on the host also a block that is free or out of range.
+      TypeError: the ids are not integers.
 
     Example:
       >>> state, *_ = allocator.append_tokens(allocator.create(8, 4, 2, 4), [8, 0])  # blocks 7 and 6
@@ -171,7 +169,7 @@ def _begin(xp: Any, state: AllocatorState, child: Any, blocks: Any, seq_len: Any
         arrays = (state.block_tables, state.seq_lens, state.ref_counts)
         block_tables, seq_lens, ref_counts = (array.copy() for array in arrays)
         block_tables[child], seq_lens[child] = blocks, seq_len
-        ref_counts[blocks[blocks >= 0]] += 1  # a sequence holds a block once
+        ref_counts[blocks[blocks >= 0]] += 1  # no block is named twice
         return dataclasses.replace(state, block_tables=block_tables, seq_lens=seq_lens, ref_counts=ref_counts)
     row = jnp.where(valid, child, state.seq_lens.shape[0])
     return dataclasses.replace(

@@ -1,4 +1,4 @@
-"""The allocator's state, how it is made, and where it says that a token stands in the cache."""
+"""The allocator's state, how it is made, and the slots that it gives to tokens."""
 
 import dataclasses
 from typing import Any
@@ -17,14 +17,15 @@ class AllocatorState:
     """Free blocks, reference counts and block tables of one pool; make it with `create`.
 
     Attributes:
-      free_blocks: i32 [num_blocks], a stack: the first `num_free` entries are the free ids, the last of them is taken
-        next. Entries past `num_free` are stale.
+      free_blocks: i32 [num_blocks], a stack: the first `num_free` entries are the ids of the free blocks, and the last
+        of them is taken next. Entries past `num_free` have no meaning.
       num_free: i32 [], how many blocks are free.
-      ref_counts: i32 [num_blocks], how many block table entries name each block, and what `retain` added.
-      block_tables: i32 [max_num_seqs, max_blocks_per_seq], block of each logical block of a sequence, -1 for none.
-      seq_lens: i32 [max_num_seqs], tokens mapped so far.
-      bad_free: bool [], set and kept inside jit once a `free`, `free_blocks` or `truncate` was invalid, and had no
-        effect; the host raises instead.
+      ref_counts: i32 [num_blocks], references of each block: the block table entries that name it, and those that
+        `retain` added.
+      block_tables: i32 [max_num_seqs, max_blocks_per_seq], the block of each logical block of a sequence, -1 for none.
+      seq_lens: i32 [max_num_seqs], tokens of each sequence.
+      bad_free: bool [], True from the first traced call of `free`, `free_blocks` or `truncate` on that was invalid and
+        therefore had no effect; the host raises instead.
       bad_share: bool [], the same for `fork`, `share`, `adopt` and `retain`.
       block_size: tokens in a block (static).
     """
@@ -53,7 +54,7 @@ def create(
       xp: `numpy` for a state on the host, `jax.numpy` for one on the device.
 
     Returns:
-      The state. Its highest block id is taken first.
+      The state. The highest block id will be taken first.
 
     Raises:
       ValueError: a size below 1, or more slots than int32 can count.
@@ -83,7 +84,7 @@ def create(
 
 
 def slots(state: AllocatorState, seq_ids: Values, positions: Values) -> Int32[Array | np.ndarray, " num_tokens"]:
-    """Finds where tokens' keys and values stand in the cache.
+    """Finds the slots of tokens: the places of their keys and values in the cache.
 
     Args:
       state: the allocator's state.
@@ -91,11 +92,11 @@ def slots(state: AllocatorState, seq_ids: Values, positions: Values) -> Int32[Ar
       positions: i32 [num_tokens], position of each token in its sequence.
 
     Returns:
-      i32 [num_tokens], block * block_size + offset; -1 where there is no such sequence or position.
+      i32 [num_tokens], block * block_size + offset; -1 if there is no such sequence or position.
 
     Raises:
-      ValueError: the two shapes differ or are not of one dimension, or an integer does not fit in int32.
-      TypeError: ids or positions that are not integers.
+      ValueError: the two shapes differ or have not one axis, or a concrete integer does not fit in int32.
+      TypeError: the ids or positions are not integers.
 
     Example:
       >>> state, *_ = allocator.append_tokens(allocator.create(8, 4, 2, 4), [6, 0])  # sequence 0 gets blocks 7 and 6
@@ -113,9 +114,9 @@ def slots(state: AllocatorState, seq_ids: Values, positions: Values) -> Int32[Ar
 
 
 def prepare(state: AllocatorState, *arguments: Values) -> tuple[Any, AllocatorState]:
-    """Picks a call's form from its state and arguments, and brings the whole state into that form.
+    """Picks the form of a call, `numpy` or `jax.numpy`, and converts the whole state to that form.
 
-    A host state meets traced arguments where a jitted function closes over it: it then becomes a traced state.
+    A state on the host meets traced arguments if a jitted function closes over it; it then becomes a traced state.
     """
     xp = namespace(state, *arguments)
     return xp, state if xp is np else jax.tree.map(jnp.asarray, state)

@@ -1,15 +1,25 @@
 """Continuous batching over any model that offers `step(weights, caches, batch) -> (logits, caches)`.
 
-- engine.py     Engine: requests in, tokens out, step by step
-- request.py    what a request wants, the sequences it becomes, what comes back
+- engine.py     `Engine`: takes requests, runs steps, gives back tokens
+- request.py    a request's parameters, the sequences it becomes, and the results
 - config.py     sizes and policies
-- scheduler.py  what each step computes: token budget, admission, preemption; plain Python
-- blocks.py     who holds which block; prefix.py: which full block holds which tokens
-- batch.py      what a model gets, and how it travels to the device
+- scheduler.py  decides what each step computes: token budget, admission, preemption; plain Python
+- blocks.py     keeps track of who holds which block; prefix.py: of which full block holds which tokens
+- batch.py      the batch that a model is given, and the array in which it travels to the device
+- pack.py       fills that array from a plan
 - runner.py     the compiled programs and the arrays they work on
 - sampling.py   draws tokens on the device
-- text.py       tokens to text, stop texts
+- text.py       turns tokens into text and finds stop texts
 - processes.py  one engine over several processes
+
+Words that these files share:
+
+- sequence: one sample of a request, its prompt and its output. A request with n > 1 becomes n sequences.
+- row: the new tokens of one sequence in the batch of one step.
+- chunk: a row's tokens as the scheduler plans them. A long prompt is computed in several chunks.
+- seat: a number that a sequence holds while it runs. It names the sequence's row of the allocator's block tables and
+  its entry among the last tokens, which stay on the device.
+- host block: a block in pinned host memory, to which a preempted sequence's block is swapped out.
 """
 
 from paged_jax.engine.batch import Batch as Batch

@@ -1,8 +1,9 @@
-"""What a step gets: the batch that a model sees, and how it travels to the device as one array of int32.
+"""The batch that a model is given in each step, and the one int32 array in which it travels to the device.
 
-The host sends one packed array a step, whatever the step holds: a transfer costs more than its bytes. Positions and
-slots follow from the rest; the device works them out. How tokens are drawn comes last in the array, so that the device
-hands it on in one piece.
+The host packs all numbers of a step into one array, because every transfer has a cost that does not depend on its
+size. Positions and slots are not sent: the device computes them from the lengths and the block tables. The sampling
+parameters (`Draws`) come last in the array, so that the program that runs the model can hand them to the program that
+draws tokens as one slice.
 """
 
 import dataclasses
@@ -24,20 +25,22 @@ type Caches = tuple[PagedKVCache, ...]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The new tokens of a step: of each row's sequence some, one after the other, then the next row's.
+    """The new tokens of a step, row after row.
 
-    A row is a piece of a prompt, one token of a text that grows, or padding. Rows with more than one token come first.
+    A row is the new tokens of one sequence: a chunk of its prompt, or one token if the sequence decodes. Rows with more
+    than one token come first. Rows of padding have no tokens and come last.
 
     Attributes:
       token_ids: i32 [num_tokens]; tokens at or past `query_start_loc[-1]` are padding.
       positions: i32 [num_tokens], each token's place in its sequence, from 0; 0 for padding.
-      slot_mapping: i32 [num_tokens], where each token's key and value go; -1 for padding.
-      block_tables: i32 [num_seqs, max_blocks_per_seq], which hold the new tokens' blocks already.
+      slot_mapping: i32 [num_tokens], the slot that each token's key and value are written to; -1 for padding.
+      block_tables: i32 [num_seqs, max_blocks_per_seq]; they already list the blocks of the new tokens.
       seq_lens: i32 [num_seqs], tokens of each sequence, the new ones included; 0 for padding.
       query_start_loc: i32 [num_seqs + 1], where each row's new tokens start.
-      logit_rows: i32 [num_seqs], the tokens whose logits are wanted; several may name one token. Padding names token 0.
+      logit_rows: i32 [num_seqs], the tokens whose logits are wanted. Several entries may name one token; entries of
+        padding name token 0.
       is_decode: whether token i is the one new token of row i (static): a model may then write and attend in one op.
-      num_prompts: only so many rows, the first ones, can have more than one token (static); 0 if `is_decode`.
+      num_prompts: how many rows, counted from the first, may have more than one token (static); 0 if `is_decode`.
     """
 
     # Any: a transformation may put other leaves than arrays here (specs, shapes, axes).
@@ -52,7 +55,7 @@ class Batch:
     num_prompts: int = dataclasses.field(metadata={"static": True})
 
     def attention_metadata(self, block_size: int) -> AttentionMetadata:
-        """The same batch for a model that is written against `AttentionMetadata`.
+        """Gives the same batch to a model that is written for `AttentionMetadata`.
 
         Args:
           block_size: tokens in a block.
@@ -80,7 +83,7 @@ class Batch:
         )
 
 
-# A step that takes a batch can be exported.
+# This lets `jax.export` serialise a step that takes a batch.
 export.register_pytree_node_serialization(
     Batch,
     serialized_name="paged_jax.engine.Batch",
@@ -90,10 +93,10 @@ export.register_pytree_node_serialization(
 
 
 class Step(Protocol):
-    """What a model offers to an engine: a function of arrays that can be jitted.
+    """The function that a model offers to an engine; the engine jits it.
 
-    In every layer it writes the new tokens' keys and values before it attends: a sequence may read blocks that another
-    one writes in the same step.
+    In every layer a step must write the keys and values of all new tokens before it attends, because a sequence may
+    read blocks that another sequence writes in the same step.
     """
 
     def __call__(
@@ -103,11 +106,11 @@ class Step(Protocol):
 
         Args:
           weights: any pytree of arrays; dicts and tuples cost the host least.
-          caches: one a layer, donated.
+          caches: one for each layer; the engine donates them.
           batch: the new tokens.
 
         Returns:
-          f32 [num_seqs, vocab_size], the logits that follow the tokens `batch.logit_rows`, and the caches.
+          The logits that follow the tokens `batch.logit_rows`, f32 [num_seqs, vocab_size], and the caches.
         """
         ...
 
@@ -115,13 +118,15 @@ class Step(Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draws:
-    """How the next tokens are drawn; all [num_seqs], one entry for each of the batch's `logit_rows`.
+    """How the next tokens are drawn. Every array is [num_seqs] and has one entry for each of the batch's `logit_rows`.
 
     Attributes:
-      seats: i32, where among the last tokens the drawn one goes; out of range for padding.
-      temperature, top_p: f32; top_k: i32; as in `SamplingParams`.
-      seed_high, seed_low: i32, the halves of the seed.
-      index: i32, of the sample. position: i32, of the token that is drawn.
+      seats: i32, the seat whose last token is replaced by the drawn one; out of range for padding.
+      temperature, top_p: f32, as in `SamplingParams`.
+      top_k: i32, as in `SamplingParams`.
+      seed_high, seed_low: i32, the upper and the lower 32 bits of the seed.
+      index: i32, the index of the sample in its request.
+      position: i32, the position of the token that is drawn.
     """
 
     seats: Any
@@ -135,12 +140,12 @@ class Draws:
 
     @staticmethod
     def size(num_rows: int) -> int:
-        """Elements of the packed array of so many rows."""
+        """How many elements the packed array of `num_rows` rows has."""
         return num_rows * len(_DRAWS)
 
     @staticmethod
     def unpack(packed: Int32[Array, " size"]) -> "Draws":
-        """Takes a packed array apart on the device."""
+        """Splits a packed array into its fields, on the device."""
         parts = dict(zip(_DRAWS, packed.reshape(len(_DRAWS), -1), strict=True))
         for name in FLOATS:
             parts[name] = jax.lax.bitcast_convert_type(parts[name], jnp.float32)
@@ -148,14 +153,14 @@ class Draws:
 
 
 _DRAWS = tuple(field.name for field in dataclasses.fields(Draws))
-FLOATS = "temperature", "top_p"  # of `Draws`; they travel as the int32 of the same bits
+FLOATS = "temperature", "top_p"  # the fields of `Draws` that are f32; the packed array holds their bits as int32
 
 
 class StepShape(NamedTuple):
-    """What a step is compiled for.
+    """The static sizes for which a step is compiled.
 
     Attributes:
-      num_tokens, num_rows: as in `Batch`, padding included.
+      num_tokens, num_rows: tokens and rows of the batch, padding included.
       max_blocks_per_seq: columns of the block tables.
       is_decode, num_prompts: as in `Batch`.
     """
@@ -168,7 +173,7 @@ class StepShape(NamedTuple):
 
     @property
     def fields(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the packed arrays, in order."""
+        """The shapes of the arrays that are packed into one, in their order."""
         rows = (self.num_rows,)
         return {
             "token_ids": (self.num_tokens,),
@@ -181,11 +186,11 @@ class StepShape(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Elements of the packed array."""
+        """How many elements the packed array has."""
         return sum(int(np.prod(shape)) for shape in self.fields.values())
 
     def split(self, packed: Any) -> dict[str, Any]:
-        """Sees the packed array, i32 [size], as its fields: views of a NumPy array, slices of a traced one."""
+        """Splits the packed array, i32 [size], into its fields: views of a NumPy array, slices of a traced one."""
         parts, start = {}, 0
         for name, shape in self.fields.items():
             size = int(np.prod(shape))
@@ -196,15 +201,15 @@ class StepShape(NamedTuple):
     def unpack(
         self, packed: Int32[Array, " size"], last_tokens: Int32[Array, " num_seats"], block_size: int
     ) -> tuple[Batch, Int32[Array, " num_draws"]]:
-        """Takes the packed array apart on the device.
+        """Makes a batch of the packed array, on the device.
 
         Args:
           packed: i32 [size]; a negative token id ``-1 - seat`` stands for that seat's last token.
-          last_tokens: i32 [num_seats], the token that was last drawn for each seat.
+          last_tokens: i32 [num_seats], the last token that was drawn for each seat.
           block_size: tokens in a block.
 
         Returns:
-          The batch, and how to draw from its logits, what `Draws.unpack` takes.
+          The batch, and the packed `Draws` that say how to draw from its logits.
         """
         parts = self.split(packed)
         ids, tables, lens = parts["token_ids"], parts["block_tables"], parts["seq_lens"]

@@ -1,7 +1,7 @@
-"""Who holds which block: the allocator's host functions, the prefix cache, and the host's blocks for swapping.
+"""Keeps track of who holds which block, with the allocator's host functions, the prefix cache and the host blocks.
 
-A block is free, or held by sequences, or kept by the prefix cache alone; `counts` tells how many are which, and they
-always sum up to the pool.
+A block is free, or held by sequences, or kept by the prefix cache alone. `counts` says how many blocks are in each of
+these three states; the three numbers always add up to the pool.
 """
 
 import collections.abc
@@ -18,7 +18,7 @@ type Pairs = list[tuple[int, int]]
 
 
 class Counts(NamedTuple):
-    """Blocks of the pool by who holds them."""
+    """How many blocks of the pool are free, kept by the prefix cache alone, and held by sequences."""
 
     free: int
     cached: int
@@ -26,15 +26,15 @@ class Counts(NamedTuple):
 
 
 class BlockManager:
-    """Gives blocks to seats and takes them back.
+    """Gives blocks to the sequences at their seats and takes them back.
 
     Args:
       num_blocks: blocks of the pool.
       block_size: tokens in a block.
       num_seats: sequences that can hold blocks at the same time.
       max_blocks_per_seq: blocks of the longest sequence.
-      num_host_blocks: blocks in host memory.
-      prefix_caching: whether full blocks are kept for others.
+      num_host_blocks: blocks in host memory, for swapping.
+      prefix_caching: whether full blocks are kept for later requests that begin alike.
     """
 
     def __init__(
@@ -52,22 +52,23 @@ class BlockManager:
         self.free_host_blocks = list(range(num_host_blocks))[::-1]
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that so many tokens fill, the last one perhaps in part."""
+        """How many blocks `num_tokens` tokens need; the last one may be filled in part."""
         return -(-num_tokens // self.block_size)
 
     @property
     def num_available(self) -> int:
-        """Blocks that are free, or would be once the prefix cache gave up all that only it holds."""
+        """How many blocks are free or can be freed by evicting them from the prefix cache."""
         return int(self.state.num_free) + (self.prefix.num_unused if self.prefix is not None else 0)
 
     def append(self, tokens: collections.abc.Mapping[int, int]) -> Pairs | None:
-        """Grows the sequences at some seats, all of them or none; evicts what the prefix cache alone holds.
+        """Grows the sequences at some seats, all of them or none; if need be, evicts blocks from the prefix cache.
 
         Args:
           tokens: how many new tokens each seat gets.
 
         Returns:
-          (source, destination) of the shared blocks to copy before anything is written, or None if blocks ran out.
+          The (source, destination) pairs of shared blocks, which must be copied before anything is written; None if
+          there are too few blocks.
         """
         counts = np.zeros(self.num_seats, np.int32)
         counts[list(tokens.keys())] = list(tokens.values())
@@ -83,7 +84,7 @@ class BlockManager:
         return [(source, destination) for source, destination in block_mapping[copied].tolist()] if copied.any() else []
 
     def match(self, sequence: Sequence) -> list[int]:
-        """The cached blocks that a waiting sequence can begin with; its last token is always left to compute."""
+        """The cached blocks with which a waiting sequence can begin; at least its last token stays to be computed."""
         if self.prefix is None:
             return []
         extend_hashes(sequence.hashes, sequence.tokens, self.block_size)
@@ -94,22 +95,22 @@ class BlockManager:
         return self.prefix.count_unused(blocks) if self.prefix is not None else 0
 
     def adopt(self, seat: int, blocks: list[int]) -> None:
-        """Lets an empty seat begin with cached blocks."""
+        """Makes the sequence at an empty seat begin with cached blocks."""
         if blocks and self.prefix is not None:
             self.state = allocator.adopt(self.state, seat, blocks)
             self.prefix.use(blocks)
 
     def fork(self, parent: int, child: int) -> None:
-        """Lets an empty seat share all of another one's blocks."""
+        """Makes the sequence at an empty seat share all blocks of another one."""
         self.state = allocator.fork(self.state, parent, child)
 
     def table(self, seat: int) -> list[int]:
-        """The blocks that a seat holds, in order."""
+        """The blocks of the sequence at a seat, in order."""
         row = self.state.block_tables[seat]
         return row[row >= 0].tolist()
 
     def cache_full_blocks(self, sequences: collections.abc.Iterable[Sequence]) -> None:
-        """Tells the prefix cache of the blocks that launched steps have filled with tokens that the host knows."""
+        """Enters full blocks in the prefix cache, once the steps that fill them are launched and all tokens known."""
         if self.prefix is None:
             return
         inserted = []
@@ -127,20 +128,20 @@ class BlockManager:
             self.state = allocator.retain(self.state, inserted)
 
     def release(self, seat: int) -> None:
-        """Empties a seat; blocks that the prefix cache knows stay in it."""
+        """Empties a seat; blocks that are in the prefix cache stay there."""
         blocks = self.table(seat)
         mask = np.zeros(self.num_seats, np.bool_)
         mask[seat] = True
         self.state = allocator.free(self.state, mask)
         if self.prefix is not None:
-            # Only the cache holds a block with one reference that it knows.
+            # Where a cached block has one reference left, that is the prefix cache's own: no sequence holds the block.
             self.prefix.disuse(block for block in reversed(blocks) if self.state.ref_counts[block] == 1)
 
     def swap_out(self, seat: int) -> Pairs | None:
-        """Finds room on the host for the blocks of a seat, which the caller then releases.
+        """Takes a host block for each block of a seat; the caller then releases the seat.
 
         Returns:
-          (device block, host block) in order, or None if there is not enough room.
+          The (device block, host block) pairs in order, or None if there are too few host blocks.
         """
         blocks = self.table(seat)
         if len(blocks) > len(self.free_host_blocks):
@@ -148,27 +149,27 @@ class BlockManager:
         return [(block, self.free_host_blocks.pop()) for block in blocks]
 
     def free_on_host(self, blocks: list[int]) -> None:
-        """Takes back blocks of the host."""
+        """Makes host blocks free again."""
         self.free_host_blocks.extend(reversed(blocks))
 
     def count_shared(self, seat: int) -> int:
-        """How many blocks of a seat other sequences hold too."""
+        """How many blocks of a seat are held by other sequences too."""
         cached = self.prefix if self.prefix is not None else ()
         return sum(int(self.state.ref_counts[block]) - (block in cached) > 1 for block in self.table(seat))
 
     def counts(self) -> Counts:
-        """Blocks by who holds them."""
+        """How many blocks are free, kept by the prefix cache alone, and held by sequences."""
         free, cached = int(self.state.num_free), self.prefix.num_unused if self.prefix is not None else 0
         held = np.unique(self.state.block_tables)
         return Counts(free, cached, int((held >= 0).sum()))
 
     def waste(self) -> float:
-        """Share of the slots of all held blocks that hold no token."""
+        """The fraction of the slots in all held blocks that hold no token."""
         lens, tables = self.state.seq_lens, self.state.block_tables
         held = np.unique(tables)
         num_slots = int((held >= 0).sum()) * self.block_size
         is_partial = lens % self.block_size > 0
         last = tables[is_partial, lens[is_partial] // self.block_size]
-        _, rows = np.unique(last, return_index=True)  # a fork shares its last block
+        _, rows = np.unique(last, return_index=True)  # forked sequences may share their last block: count it once
         empty = (-lens[is_partial][rows]) % self.block_size
         return int(empty.sum()) / num_slots if num_slots else 0.0

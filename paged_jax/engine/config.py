@@ -1,4 +1,4 @@
-"""What an engine is told when it is made: the shapes that it compiles, and how it shares out blocks."""
+"""The configuration of an engine: the shapes that it compiles, and its policies for blocks."""
 
 import dataclasses
 import itertools
@@ -11,30 +11,30 @@ type Preemption = Literal["cheaper", "recompute", "swap"]
 class EngineConfig:
     """Sizes and policies of an engine; all of them are checked when the config is made.
 
-    The first group decides what is compiled: `Engine.reset` cannot change it.
+    The fields of the first group decide what is compiled, and `Engine.reset` cannot change them.
 
     Attributes:
-      max_model_len: positions of the model, in tokens: the most of a sequence that is ever in the cache.
-      max_num_seqs: sequences that run at the same time.
-      max_tokens_per_step: the token budget: new tokens of one step, decode and prefill together; at least max_num_seqs,
-        so that a running sequence always gets its token.
-      max_prompts_per_step: pieces of prompts of more than one token that one step computes; a model can have attention
-        look for them in so many rows only.
-      decode_rows: compiled numbers of rows of a step in which every sequence has one new token; rising, the last is
-        max_num_seqs. Empty for a choice by the engine.
-      mixed_tokens: compiled numbers of tokens of every other step; rising, the last is max_tokens_per_step. Empty for a
-        choice by the engine.
-      max_logprobs: most likely tokens that a request may ask the log-probabilities of; None for no log-probabilities at
-        all, and a third fewer programs.
-      num_host_blocks: blocks in pinned host memory that preempted sequences can be swapped to; 0 for no swapping.
+      max_model_len: how many tokens of one sequence the cache ever holds: the positions of the model.
+      max_num_seqs: how many sequences can run at the same time.
+      max_tokens_per_step: the token budget, which bounds the new tokens of one step, decode and prefill together. It is
+        at least max_num_seqs, so that every running sequence gets its token in every step.
+      max_prompts_per_step: how many chunks of more than one token a step may compute. They are the first rows of the
+        batch, so that a model needs its attention for prompts in that many rows only.
+      decode_rows: the numbers of rows for which decode steps are compiled, in which every sequence has one new token.
+        They rise, and the last is max_num_seqs. If it is empty, the engine chooses.
+      mixed_tokens: the numbers of tokens for which all other steps are compiled. They rise, and the last is
+        max_tokens_per_step. If it is empty, the engine chooses.
+      max_logprobs: the largest `SamplingParams.logprobs` that a request may ask for. With None no request can ask for
+        log-probabilities, and fewer programs are compiled.
+      num_host_blocks: blocks in pinned host memory, to which preempted sequences can be swapped; 0 for no swapping.
 
-      num_blocks: blocks of the caches that the engine uses; None for all.
-      prefix_caching: whether full blocks are kept for requests that begin alike.
-      preemption: what happens to a sequence that has to give up its blocks: "swap" while the host has room,
-        "recompute", or the "cheaper" of both by the two rates below.
-      recompute_tokens_per_second: at what rate the model computes prompts. The default is a round number for a model of
-        8 billion parameters on one H200: give your own model's.
-      swap_bytes_per_second: at what rate blocks move between device and host; the default is a round number too.
+      num_blocks: how many blocks of the caches the engine uses; None for all.
+      prefix_caching: whether full blocks are kept for later requests that begin alike.
+      preemption: what happens to a sequence that has to give up its blocks: "swap" moves them to the host while there
+        is room, "recompute" computes them again later, and "cheaper" takes whichever the two rates below make cheaper.
+      recompute_tokens_per_second: the rate at which the model computes prompts. The default is a round number for a
+        model of 8 billion parameters on one H200; give your own model's.
+      swap_bytes_per_second: the rate at which blocks move between device and host. The default is a round number too.
     """
 
     max_model_len: int
@@ -91,7 +91,7 @@ class EngineConfig:
 
 
 def _ladder(largest: int) -> tuple[int, ...]:
-    """Up to three sizes a factor of four apart: few programs, and a step is padded by less than that."""
+    """Up to three sizes, each four times the one before: few programs, and padding makes no step four times larger."""
     sizes = [largest]
     while sizes[0] > 16 and len(sizes) < 3:
         sizes.insert(0, -(-sizes[0] // 4))

@@ -4,8 +4,9 @@
                         ▲                     │
                         └──── tokens ◄────────┘ read one step late
 
-`Engine.step` plans and launches a step, and only then reads what the step before it drew: the device always has its
-next step before the host looks at the last one. A sequence that turns out to have ended is computed once in vain.
+`Engine.step` plans and launches a step, and only then reads the tokens that the step before it drew, so that the device
+never waits for the host. The price is that a sequence is computed for one step more after its last token, since the
+host learns of the end too late to leave it out.
 """
 
 import collections.abc
@@ -27,20 +28,20 @@ from paged_jax.engine.text import TextStream
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """What an engine is doing and has done since its start or its last `reset`.
+    """The state of an engine, and its counters since its start or its last `reset`.
 
     Attributes:
       num_waiting, num_running: unfinished sequences without and with blocks.
-      free_blocks, cached_blocks, held_blocks: blocks by who holds them (nobody, the prefix cache alone, sequences);
-        they sum up to the pool.
-      waste: share of the held blocks' slots that hold no token.
-      hit_rate: share of the tokens of admitted sequences that were found in the prefix cache.
-      num_recomputed, num_swapped: preemptions either way.
+      free_blocks, cached_blocks, held_blocks: blocks that nobody holds, that the prefix cache alone holds, and that
+        sequences hold; the three add up to the pool.
+      waste: fraction of the slots in the held blocks that hold no token.
+      hit_rate: fraction of the tokens of admitted sequences that were found in the prefix cache.
+      num_recomputed, num_swapped: preempted sequences whose blocks were dropped, and were swapped out.
       num_steps: steps launched.
-      num_prompt_tokens: tokens computed of prompts, and of what was recomputed; hits do not count.
+      num_prompt_tokens: prompt tokens computed, those that were computed again included; prefix cache hits are not.
       num_output_tokens: tokens given out.
-      tokens_per_second: output tokens by the time spent in `Engine.step`.
-      num_compiled: compiled programs; constant.
+      tokens_per_second: output tokens divided by the time spent in `Engine.step`.
+      num_compiled: compiled programs; it never changes.
     """
 
     num_waiting: int
@@ -62,15 +63,17 @@ class Stats:
 class Engine:
     """Runs many requests at once over any model that offers a `Step`.
 
-    One thread at a time may call it. The same requests in the same order lead to the same steps in every process.
+    One thread at a time may call an engine. The same requests in the same order lead to the same steps in every
+    process.
 
     Args:
-      step: the model, see `Step`.
+      step: the model's function, see `Step`.
       weights: the model's arrays.
-      caches: a `PagedKVCache` a layer; they belong to the engine from now on.
+      caches: a `PagedKVCache` for each layer. The engine donates them to its programs: the caller must not use them any
+        more.
       config: sizes and policies.
       tokenizer: turns tokens into text; without one there are token ids only, and no stop texts.
-      show_progress: whether a bar on stderr shows how far compiling is; it needs the package rich.
+      show_progress: whether a bar on stderr shows the progress of compiling; it needs the package rich.
       compiler_options: XLA's options for the engine's programs, or None.
 
     Example:
@@ -99,25 +102,24 @@ class Engine:
         self.reset()
 
     def reset(self, config: EngineConfig | None = None) -> None:
-        """Forgets all requests, the prefix cache and the statistics; compiles nothing.
+        """Drops all requests, the prefix cache and the statistics; compiles nothing.
 
         Args:
-          config: new policies, or None to keep them.
+          config: new policies, or None to keep the present ones.
 
         Raises:
-          ValueError: the config differs in what is compiled.
+          ValueError: the config differs in a field that decides what is compiled.
         """
         config = config or self.config
         if config.compiled != self.config.compiled:
             raise ValueError("reset cannot change what is compiled: make a new Engine")
         _check_pool(config, self._runner.num_blocks)
         self.config = config
-        block_size = self._runner.block_size
         self._blocks = BlockManager(
             config.num_blocks or self._runner.num_blocks,
-            block_size,
+            self._runner.block_size,
             config.max_num_seqs,
-            -(-config.max_model_len // block_size),
+            self._runner.max_blocks_per_seq,
             config.num_host_blocks,
             config.prefix_caching,
         )
@@ -132,11 +134,11 @@ class Engine:
         prompt: collections.abc.Sequence[int],
         params: SamplingParams = SamplingParams(),  # noqa: B008 (immutable)
     ) -> int:
-        """Puts a request in line.
+        """Adds a request, which waits until there is room for it.
 
         Args:
           prompt: token ids, at least one.
-          params: what is wanted.
+          params: how many tokens are wanted, and how they are drawn.
 
         Returns:
           The request's id: its number in order of arrival.
@@ -160,10 +162,10 @@ class Engine:
         return request_id
 
     def step(self) -> list[Delta]:
-        """Launches a step, then waits for what the step before it drew.
+        """Launches a step, then waits for the tokens that the step before it drew.
 
         Returns:
-          What is new, of each sample at most one `Delta`.
+          A `Delta` for each sample that has a new token.
         """
         began = time.perf_counter()
         before, self._launched = self._launched, None
@@ -191,14 +193,14 @@ class Engine:
         return len(self._scheduler.running)
 
     def is_unfinished(self, request_id: int) -> bool:
-        """Whether more will come of a request."""
+        """Whether a request will still give tokens."""
         return request_id in self._requests
 
     def cancel(self, request_id: int) -> bool:
         """Drops a request and frees its blocks; no `Delta` of it will follow.
 
         Args:
-          request_id: what `add_request` returned.
+          request_id: the id that `add_request` returned.
 
         Returns:
           Whether there was such an unfinished request.
@@ -215,10 +217,12 @@ class Engine:
         prompt: collections.abc.Sequence[int],
         params: SamplingParams = SamplingParams(),  # noqa: B008
     ) -> collections.abc.Iterator[Delta]:
-        """Adds a request and yields what is new of it; other requests advance on the way, but their news is lost.
+        """Adds a request and runs the engine until it is finished.
+
+        Other requests advance meanwhile, but their `Delta`s are lost.
 
         Args:
-          prompt, params: as for `add_request`.
+          prompt, params: see `add_request`.
 
         Yields:
           The request's `Delta`s. Leaving the loop early cancels the request.
@@ -235,17 +239,17 @@ class Engine:
         prompts: collections.abc.Iterable[collections.abc.Sequence[int]],
         params: SamplingParams | collections.abc.Iterable[SamplingParams] = SamplingParams(),  # noqa: B008
     ) -> list[list[Completion]]:
-        """Runs a batch of requests to their end.
+        """Runs a batch of requests until all of them are finished.
 
         Args:
-          prompts: token ids of each.
-          params: of all, or one for each prompt.
+          prompts: the token ids of each prompt.
+          params: one `SamplingParams` for all prompts, or one for each.
 
         Returns:
           For each prompt its `n` completions.
 
         Raises:
-          ValueError, TypeError: a request can never be served; none is added then.
+          ValueError, TypeError: one of the requests can never be served; then none of them is added.
         """
         prompts = [list(prompt) for prompt in prompts]
         params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
@@ -264,7 +268,7 @@ class Engine:
         ]
 
     def stats(self) -> Stats:
-        """What the engine is doing and has done."""
+        """The engine's statistics."""
         counters, counts = self._scheduler.counters, self._blocks.counts()
         return Stats(
             num_waiting=len(self._scheduler.waiting),
@@ -284,15 +288,15 @@ class Engine:
         )
 
     def measure_steps(self, context_len: int, repeats: int = 8) -> dict[StepShape, float]:
-        """Times the bare steps, which is what the engine's throughput can come to at most, and resets it.
+        """Times full steps without scheduling, which bounds the engine's throughput from above, and resets the engine.
 
         Args:
-          context_len: tokens of each sequence, from 1 to `max_model_len`. In a step of decode rows each row has one new
-            token after so many less one; in a mixed step the rows are whole prompts of so many, as many as fit.
-          repeats: steps of each shape to take the mean of.
+          context_len: tokens of each sequence, from 1 to `max_model_len`, the new ones included. In a decode step every
+            row has one new token; in a mixed step the rows are whole prompts, as many as fit.
+          repeats: how many steps of each shape to average over.
 
         Returns:
-          Seconds of a full step of each compiled shape.
+          The seconds of a full step, for each compiled shape.
 
         Raises:
           ValueError: the context is too long, or requests are unfinished.
@@ -307,20 +311,20 @@ class Engine:
         return self._runner.measure(context_len, repeats)
 
     def check(self, prompt: collections.abc.Sequence[int], params: SamplingParams) -> int:
-        """Refuses what can never be served; unlike all else it may be called from any thread.
+        """Raises if a request can never be served. Unlike all other methods, any thread may call this one.
 
         Args:
-          prompt, params: as for `add_request`.
+          prompt, params: see `add_request`.
 
         Returns:
-          The most tokens that each sample can have, the prompt's included.
+          The largest number of tokens that each sample can have, the prompt's included.
 
         Raises:
           ValueError: the request can never be served, and why.
         """
         if not prompt:
             raise ValueError("the prompt must have at least one token")
-        # The last token is never fed back: it needs no place in the cache.
+        # A sequence's last token is never fed back to the model, so that it needs no place in the cache.
         room = min(self.config.max_model_len, self._blocks.num_blocks * self._blocks.block_size) + 1
         if len(prompt) >= room:
             raise ValueError(f"the prompt has {len(prompt)} tokens; at most {room - 1} fit")
@@ -349,7 +353,7 @@ class Engine:
         return deltas
 
     def _take(self, sequence: Sequence, token_id: int, drawn: Drawn, i: int) -> Delta:
-        """Appends a drawn token to its sequence, and ends the sequence if it was the last one."""
+        """Appends a drawn token to its sequence, and finishes the sequence if this was its last token."""
         params = sequence.params
         sequence.tokens.append(token_id)
         self._num_output_tokens += 1

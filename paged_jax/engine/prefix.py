@@ -1,11 +1,12 @@
-"""The prefix cache: which full block holds which tokens, so that requests that begin alike compute that once.
+"""The prefix cache remembers which full block holds which tokens, so that equal beginnings are computed once.
 
-A block's name is a hash of its tokens chained with the name of the block before it: equal names mean equal tokens from
-the very beginning, which is what its keys and values depend on. The cache holds one reference to each of its blocks
-(`allocator.retain`), so that blocks outlive their sequences. Blocks that nobody else holds can be evicted, the least
-recently used first; a sequence's last block before its first, since no chain is found without its beginning.
+A block's name is a hash of the name of the block before it and of its own tokens. Blocks of equal names therefore hold
+equal tokens after equal beginnings, and their keys and values are equal too. The cache holds one reference to each of
+its blocks (`allocator.retain`), so that a block outlives its sequence. Blocks that no sequence holds can be evicted:
+the least recently used go first and, among the blocks of one sequence, the last one, because a lookup starts at the
+first block and finds nothing behind a gap.
 
-Nothing here depends on time, on object ids or on Python's own hashes: every process decides alike.
+Nothing here depends on time, on object ids or on Python's own hashes, so that every process decides alike.
 """
 
 import collections
@@ -16,10 +17,10 @@ import numpy as np
 
 
 def extend_hashes(hashes: list[bytes], tokens: list[int], block_size: int) -> None:
-    """Appends the names of blocks that have become full.
+    """Appends the names of those full blocks of a sequence that have none yet.
 
     Args:
-      hashes: names of the blocks so far; changed.
+      hashes: names of the sequence's first blocks; the function appends to this list.
       tokens: the sequence's tokens.
       block_size: tokens in a block.
     """
@@ -30,7 +31,7 @@ def extend_hashes(hashes: list[bytes], tokens: list[int], block_size: int) -> No
 
 
 class PrefixCache:
-    """Blocks by the name of what they hold; see the module's words for who holds references."""
+    """The cached blocks by their names; the module's docstring says what a name is and who holds references."""
 
     def __init__(self):
         self._block_of: dict[bytes, int] = {}
@@ -42,14 +43,14 @@ class PrefixCache:
 
     @property
     def num_unused(self) -> int:
-        """Blocks that no sequence holds."""
+        """How many cached blocks no sequence holds."""
         return len(self._unused)
 
     def __contains__(self, block: int) -> bool:
         return block in self._name_of
 
     def match(self, names: collections.abc.Sequence[bytes]) -> list[int]:
-        """The blocks of the longest known beginning of a chain of names."""
+        """The blocks of the first names, up to the first one that is not cached."""
         blocks = []
         for name in names:
             if (block := self._block_of.get(name)) is None:
@@ -62,7 +63,7 @@ class PrefixCache:
         return sum(block in self._unused for block in blocks)
 
     def insert(self, name: bytes, block: int) -> bool:
-        """Takes a block that a sequence holds; False if another block has this name already."""
+        """Enters a block that a sequence holds, and returns True; returns False if another block has this name."""
         if name in self._block_of:
             return False
         self._block_of[name], self._name_of[block] = block, name
@@ -74,13 +75,13 @@ class PrefixCache:
             self._unused.pop(block, None)
 
     def disuse(self, blocks: collections.abc.Iterable[int]) -> None:
-        """Notes that no sequence holds these blocks any more, in the order in which to evict them."""
+        """Notes that no sequence holds these blocks any more; they will be evicted in this order."""
         for block in blocks:
             if block in self._name_of:
                 self._unused[block] = None
 
     def evict(self, num_blocks: int) -> list[int]:
-        """Forgets up to this many of the blocks that no sequence holds, and tells which."""
+        """Removes up to `num_blocks` blocks that no sequence holds, and returns them."""
         evicted = []
         while self._unused and len(evicted) < num_blocks:
             block, _ = self._unused.popitem(last=False)

@@ -1,14 +1,15 @@
 """One engine over the GPUs of several processes: every process takes the same steps from the same requests.
 
 JAX runs a program over the devices of several processes only if all of them start it. An engine's scheduler decides by
-its requests alone, never by a clock, so that engines that are told the same do the same. The leader is the one that
-requests come to and that tokens are read from. It tells the others what it is asked to do, in order, before it does it.
+its requests alone and never by a clock, so that engines that get the same calls launch the same programs. One process,
+the leader, takes the requests and gives out the tokens. Before each step it sends the others, the followers, the calls
+that it got since the last one, and they make the same calls.
 
     requests ──► LeadingEngine ──► step ──► tokens         process 0
                      │ a line of JSON a step
                      └──► follow ──► Engine.step           processes 1, 2, ...
 
-Before this, every process calls `jax.distributed.initialize`, and makes its engine of the same arguments.
+Every process first calls `jax.distributed.initialize`, and makes its engine with the same arguments.
 """
 
 import dataclasses
@@ -25,25 +26,25 @@ _RETRY_SECONDS = 0.1
 
 
 class LeadingEngine(Engine):
-    """An engine that tells others what to do; to be used like any `Engine`, once `wait_for_followers` has returned.
+    """The leader's engine. Once `wait_for_followers` has returned, it is used like any other `Engine`.
 
-    Use it as a context manager, or call `close`: the others then end, too.
+    Use it as a context manager, or call `close` at the end: the followers end then, too.
     """
 
     _followers: tuple[socket.socket, ...] = ()
     _untold: tuple[dict[str, Any], ...] = ()
 
     def wait_for_followers(self, address: tuple[str, int], count: int, timeout_seconds: float = 600) -> None:
-        """Waits until all others have made their engines and called `follow`.
+        """Waits until all followers have made their engines and called `follow`.
 
         Args:
-          address: host and port to listen at. Whoever reaches it first is taken for a follower and told all prompts, so
-            that it belongs on a network of your own.
-          count: how many others there are.
+          address: host and port to listen at. The first `count` connections are taken for followers and are sent all
+            prompts, so listen on a private network only.
+          count: how many followers there are.
           timeout_seconds: how long to wait for each.
 
         Raises:
-          OSError: nobody came, or the address is taken.
+          OSError: a follower did not connect in time, or the address is in use.
         """
         with socket.create_server(address) as listener:
             listener.settimeout(timeout_seconds)
@@ -53,7 +54,7 @@ class LeadingEngine(Engine):
             follower.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def close(self) -> None:
-        """Lets the others end."""
+        """Closes the connections, which ends the followers' `follow`."""
         for follower in self._followers:
             follower.close()
         self._followers = ()
@@ -65,23 +66,23 @@ class LeadingEngine(Engine):
         self.close()
 
     def add_request(self, prompt: Any, params: SamplingParams = SamplingParams()) -> int:  # noqa: B008 (immutable)
-        """As `Engine.add_request`; the others are told with the next step."""
-        self.check([int(token) for token in prompt], params)  # what is refused is not told
+        """Does what `Engine.add_request` does; the followers do it before the next step."""
+        self.check([int(token) for token in prompt], params)  # a request that is refused is not sent to the followers
         self._tell("add_request", [int(token) for token in prompt], dataclasses.asdict(params))
         return super().add_request(prompt, params)
 
     def cancel(self, request_id: int) -> bool:
-        """As `Engine.cancel`; the others are told with the next step."""
+        """Does what `Engine.cancel` does; the followers do it before the next step."""
         self._tell("cancel", request_id)
         return super().cancel(request_id)
 
     def reset(self, config: EngineConfig | None = None) -> None:
-        """As `Engine.reset`; the others are told with the next step."""
+        """Does what `Engine.reset` does; the followers do it before the next step."""
         self._tell("reset", None if config is None else dataclasses.asdict(config))
         super().reset(config)
 
     def step(self) -> list[Delta]:
-        """As `Engine.step`, which the others do at the same time."""
+        """Does what `Engine.step` does, at the same time as the followers."""
         self._tell("step")
         line, self._untold = json.dumps(self._untold).encode() + b"\n", ()
         for follower in self._followers:
@@ -94,15 +95,15 @@ class LeadingEngine(Engine):
 
 
 def follow(engine: Engine, address: tuple[str, int], timeout_seconds: float = 600) -> None:
-    """Does with an engine what the leader does with its own, until the leader closes.
+    """Makes every call on this engine that the leader gets on its own, until the leader closes.
 
     Args:
-      engine: made of the same arguments as the leader's.
+      engine: an engine with the same arguments as the leader's.
       address: host and port at which the leader waits for followers.
-      timeout_seconds: how long to try to reach it.
+      timeout_seconds: how long to try to connect.
 
     Raises:
-      OSError: it cannot be reached.
+      OSError: the leader cannot be reached.
     """
     deadline = time.monotonic() + timeout_seconds
     while True:
@@ -113,7 +114,7 @@ def follow(engine: Engine, address: tuple[str, int], timeout_seconds: float = 60
             if time.monotonic() > deadline:
                 raise
             time.sleep(_RETRY_SECONDS)
-    leader.settimeout(None)  # it may be asked nothing for days
+    leader.settimeout(None)  # a leader without requests may send nothing for days
     with leader, leader.makefile("rb") as lines:
         for line in lines:
             for told in json.loads(line):

@@ -1,4 +1,4 @@
-"""Requests, the sequences that they become, and what comes back of them."""
+"""Requests, the sequences that they become, and their results."""
 
 import dataclasses
 import math
@@ -9,20 +9,20 @@ type FinishReason = Literal["stop", "length", "cancelled"]
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """What a request wants of its tokens; all of it may differ from request to request in one batch.
+    """How many tokens a request wants and how they are drawn; requests in one batch may differ in all of it.
 
     Attributes:
-      max_tokens: new tokens of each sample at most; None for as many as fit.
-      n: samples, that is, independent continuations of the prompt.
-      temperature: divides the logits; 0 for the most likely token always.
-      top_k: only the `top_k` most likely tokens can be drawn (and those as likely as the last of them); 0 for all.
-      top_p: only the fewest most likely tokens that together reach this probability; 1 for all.
-      seed: of the draws, from 0 to 2**64 - 1; None for the request's number. A sample depends on its seed, its index
-        and its positions alone, not on the batches that it was in.
+      max_tokens: the largest number of new tokens of each sample; None for as many as fit.
+      n: the number of samples, that is, of independent continuations of the prompt.
+      temperature: divides the logits; 0 always takes the most likely token.
+      top_k: draws from the `top_k` most likely tokens only (and from those as likely as the last of them); 0 for all.
+      top_p: draws from the smallest set of most likely tokens whose probabilities add up to `top_p`; 1 for all.
+      seed: the seed of the draws, from 0 to 2**64 - 1; None for the request's id. The tokens of a sample depend on its
+        seed, its index and their positions, but not on the other requests of a batch.
       stop_token_ids: tokens that end a sample; they are among its tokens, but not in its text.
-      stop: texts that end a sample; they are not in its text. The engine needs a tokenizer for them.
-      logprobs: how many most likely tokens to tell the log-probabilities of, beside the token that was drawn; None for
-        no log-probabilities. They are the model's: temperature, top_k and top_p do not change them.
+      stop: texts that end a sample; they are not in its text. The engine needs a tokenizer to find them.
+      logprobs: for how many of the most likely tokens to report log-probabilities, beside the drawn token's own; None
+        for no log-probabilities. They are the model's: temperature, top_k and top_p do not change them.
     """
 
     max_tokens: int | None = None
@@ -69,7 +69,7 @@ def _check_integer(name: str, value: Any, least: int, most: int, *, optional: bo
 
 
 class Tokenizer(Protocol):
-    """What an engine needs of a tokenizer to give text; `tokenizers.Tokenizer` has it."""
+    """The one method that an engine needs of a tokenizer; `tokenizers.Tokenizer` has it."""
 
     def decode(self, ids: Any, /) -> str:
         """The text of token ids."""
@@ -78,11 +78,11 @@ class Tokenizer(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogprob:
-    """How likely the model found a token that was drawn.
+    """The log-probability of a drawn token, and the most likely tokens at its place.
 
     Attributes:
       token_id: the token.
-      logprob: natural logarithm of its probability.
+      logprob: the natural logarithm of its probability.
       top: the most likely tokens in falling order, as (token id, log-probability).
     """
 
@@ -92,15 +92,15 @@ class TokenLogprob:
 
 
 class Delta(NamedTuple):
-    """What is new of one sample.
+    """The new tokens of one sample.
 
     Attributes:
-      request_id: what `add_request` returned.
-      index: of the sample, from 0 to n - 1.
-      token_ids: new tokens.
-      text: new text; "" without a tokenizer. Text that may turn out to begin a stop text is held back.
-      logprobs: one for each of `token_ids`, if they were asked for.
-      finish_reason: None as long as more will come; "stop" after a stop token or text, "length" after max_tokens.
+      request_id: the id that `add_request` returned.
+      index: the sample's index, from 0 to n - 1.
+      token_ids: the new tokens.
+      text: the new text; "" without a tokenizer. Text that may turn out to begin a stop text is held back.
+      logprobs: one for each of `token_ids`, if the request asked for them.
+      finish_reason: None while the sample goes on; "stop" after a stop token or text; "length" after max_tokens.
       stop_reason: the stop token or text that ended the sample, if one did.
     """
 
@@ -115,7 +115,7 @@ class Delta(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """One finished sample: all its `Delta`s in one."""
+    """One finished sample: all its `Delta`s put together."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -126,25 +126,25 @@ class Completion:
 
 @dataclasses.dataclass(eq=False)
 class Sequence:
-    """One sample of a request on its way through the engine; the scheduler moves it between its two lists.
+    """One sample of a request, unfinished; the scheduler keeps it in its list of waiting or of running sequences.
 
     Attributes:
-      request_id: the request's number, in order of arrival.
-      index: of the sample.
-      params: what the request wants.
+      request_id: the request's id, which counts requests in order of arrival.
+      index: the index of the sample in its request.
+      params: the request's parameters.
       tokens: the prompt and every output token that the host has read.
       num_prompt: tokens of the prompt.
-      max_total: tokens of the prompt and the output together at most.
-      seed: of the draws.
-      num_unread: output tokens that a launched step samples and the host has not read: 0 or 1.
-      num_computed: tokens whose keys and values the launched steps leave in the cache.
-      seat: row of the allocator's tables and of the last tokens on the device; None if the sequence does not run.
+      max_total: the largest number of tokens, prompt and output together.
+      seed: the seed of the draws.
+      num_unread: output tokens that launched steps draw and the host has not read yet: 0 or 1.
+      num_computed: tokens whose keys and values are in the cache once all launched steps are done.
+      seat: the sequence's row of the block tables and of the last tokens on the device; None if it does not run.
       children: samples of the same request that begin when the prompt of this one is computed.
-      host_blocks: where its blocks are while it is swapped out, else None.
-      hashes: content hashes of its full blocks so far.
-      num_cached: how many of its blocks the prefix cache has been told of.
-      finish_reason: None as long as it goes on.
-      text: what turns its tokens into text, or None.
+      host_blocks: the host blocks that hold its cache while it is swapped out, else None.
+      hashes: the names of its full blocks so far (prefix.py).
+      num_cached: how many of its first blocks have been entered in the prefix cache.
+      finish_reason: None while the sequence is unfinished.
+      text: the `TextStream` that turns its tokens into text, or None.
     """
 
     request_id: int
@@ -166,20 +166,20 @@ class Sequence:
 
     @property
     def arrival(self) -> tuple[int, int]:
-        """Its place in line: who came earlier is served first and preempted last."""
+        """The sequence's place in line: the earlier it came, the sooner it is served and the later preempted."""
         return self.request_id, self.index
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that there are, read by the host or not."""
+        """How many tokens the sequence has, whether the host has read them or not."""
         return len(self.tokens) + self.num_unread
 
     @property
     def num_to_compute(self) -> int:
-        """Tokens that are not in the cache yet; the last of them gives the next token's logits."""
+        """How many tokens are not in the cache yet; the last of them gives the next token's logits."""
         return len(self.tokens) + self.num_unread - self.num_computed
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the launched steps sample all that the sequence may have: it needs the cache no more."""
+        """Whether launched steps draw the last token that the sequence may have, so that it needs no more steps."""
         return self.num_tokens >= self.max_total

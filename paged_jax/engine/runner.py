@@ -1,8 +1,8 @@
 """The compiled programs of an engine and the arrays they work on: weights, caches, the last token of each seat.
 
-Everything is compiled when the runner is made, ahead of the first request, and a compiled program takes no other shapes
-than its own: nothing compiles later. A step is two programs: one runs the model, and one draws the tokens and keeps
-them on the device for the next step. So the model is compiled once for each shape, however its tokens are drawn. Three
+The runner compiles all programs when it is made, before the first request, and nothing is compiled later. A step runs
+two programs. The first runs the model. The second draws the tokens and keeps them on the device, where the next step
+finds them. As they are separate, the model is compiled once for each shape, and not again for each way to draw. Three
 small programs copy blocks and swap them out and in.
 
     host     plan i+1 ──► packed ──┐          plan i+2 ──► packed ──┐        reads what step i drew
@@ -23,20 +23,21 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from paged_jax.cache import PagedKVCache
 from paged_jax.cache_ops import copy_blocks
-from paged_jax.engine.batch import FLOATS, Caches, Draws, Step, StepShape
+from paged_jax.engine.batch import Caches, Draws, Step, StepShape
 from paged_jax.engine.blocks import Pairs
 from paged_jax.engine.config import EngineConfig
+from paged_jax.engine.pack import pack, pack_made_up
 from paged_jax.engine.sampling import Drawn, Kind, draw
 from paged_jax.engine.scheduler import Plan
 
-_PAIRS = 32  # pairs of blocks that a copy or a swap moves in one call
-_COMPILERS = 8  # threads that compile at the same time
+_PAIRS = 32  # how many pairs of blocks one call of a copy or a swap moves
+_COMPILERS = 8  # how many threads compile at the same time
 
 type Programs = dict[Any, Any]
 
 
 class Launched(NamedTuple):
-    """A step on its way: its plan, and what it draws, on the device."""
+    """A launched step: its plan, and the tokens that it draws, which are still on the device."""
 
     plan: Plan
     drawn: Drawn
@@ -46,15 +47,19 @@ class Runner:
     """Compiles a model's programs and launches planned steps.
 
     Args:
-      step: the model.
-      weights: its arrays.
-      caches: one a layer; the runner's for good, since every step is given them by donation.
-      config: the engine's.
-      show_progress: whether a bar on stderr tells how many programs are compiled; it needs the package rich.
+      step: the model's function.
+      weights: the model's arrays.
+      caches: one for each layer. The runner donates them to its programs: the caller must not use them any more.
+      config: the engine's config.
+      show_progress: whether a bar on stderr shows how many programs are compiled; it needs the package rich.
       compiler_options: XLA's options for the programs, or None.
 
     Attributes:
-      num_compiled: how many programs were compiled; it never changes after the start.
+      block_size: tokens in a block.
+      num_blocks: blocks of the caches.
+      block_bytes: bytes of one block in all layers together.
+      max_blocks_per_seq: blocks of the longest sequence.
+      num_compiled: how many programs were compiled; it never changes.
     """
 
     def __init__(
@@ -72,7 +77,7 @@ class Runner:
         self.block_size, self.num_blocks = caches[0].block_size, caches[0].num_blocks
         self.block_bytes = sum(cache.nbytes for cache in caches) // self.num_blocks
         self._step, self._weights, self._caches = step, weights, caches
-        self._max_blocks_per_seq = -(-config.max_model_len // self.block_size)
+        self.max_blocks_per_seq = -(-config.max_model_len // self.block_size)
         self._replicated = _replicated(caches[0].value_cache.sharding)
         self._last_tokens = jax.device_put(np.zeros(config.max_num_seqs, np.int32), self._replicated)
         self._host_caches = tuple(_on_host(cache, config.num_host_blocks) for cache in caches)
@@ -84,33 +89,33 @@ class Runner:
         """Starts a step and returns at once.
 
         Args:
-          plan: what to do; the allocator's tables of its rows are among it.
+          plan: the step's plan.
 
         Returns:
-          What `read` takes.
+          The launched step, for `read`.
         """
         self._move("swap_out", plan.swap_out)
         self._move("swap_in", plan.swap_in)
         self._move("copy", plan.copies)
         shape, kind = self._choose(plan)
-        drawn = self._run(shape, kind, _pack(plan, shape, self.config.max_num_seqs, kind))
+        drawn = self._run(shape, kind, pack(plan, shape, self.config.max_num_seqs, kind))
         for array in jax.tree.leaves(drawn):
             array.copy_to_host_async()
         return Launched(plan, drawn)
 
     def measure(self, context_len: int, repeats: int) -> dict[StepShape, float]:
-        """Times each shape of a step on made-up sequences, whose new tokens overwrite blocks of the caches.
+        """Times the steps of each shape on made-up sequences, whose new tokens overwrite blocks of the caches.
 
         Args:
           context_len: tokens of each sequence, the new ones included. A row of a mixed step is a whole prompt.
-          repeats: steps to take the mean of.
+          repeats: how many steps to average over.
 
         Returns:
-          Seconds of a step of each shape, called one after the other, the host's work to plan them left out.
+          The seconds of a step of each shape; the time in which the host plans a step is not included.
         """
         times = {}
         for shape in self._shapes():
-            packed = _made_up(shape, context_len, self.num_blocks, self.config.max_num_seqs)
+            packed = pack_made_up(shape, context_len, self.num_blocks, self.config.max_num_seqs)
             jax.block_until_ready(self._run(shape, Kind.GREEDY, packed))
             began = time.perf_counter()
             for _ in range(repeats):
@@ -121,7 +126,7 @@ class Runner:
 
     @staticmethod
     def read(launched: Launched) -> Drawn:
-        """Waits for what a step draws; the result holds NumPy arrays."""
+        """Waits for the tokens that a step draws, and returns them in NumPy arrays."""
         return jax.tree.map(np.asarray, launched.drawn)
 
     def _run(self, shape: StepShape, kind: Kind, packed: np.ndarray) -> Drawn:
@@ -130,7 +135,7 @@ class Runner:
         return drawn
 
     def _choose(self, plan: Plan) -> tuple[StepShape, Kind]:
-        """The smallest compiled shape that the plan fits in, and what its program must be able to do."""
+        """The smallest compiled shape in which the plan fits, and the kind of draws that it needs."""
         params = [sample.sequence.params for sample in plan.samples]
         kind = Kind.RANDOM if any(p.temperature > 0 for p in params) else Kind.GREEDY
         kind = Kind.LOGPROBS if any(p.logprobs is not None for p in params) else kind
@@ -144,7 +149,7 @@ class Runner:
 
     def _shape(self, num_tokens: int, num_rows: int, is_decode: bool) -> StepShape:
         num_prompts = 0 if is_decode else self.config.max_prompts_per_step
-        return StepShape(num_tokens, num_rows, self._max_blocks_per_seq, is_decode, num_prompts)
+        return StepShape(num_tokens, num_rows, self.max_blocks_per_seq, is_decode, num_prompts)
 
     def _shapes(self) -> list[StepShape]:
         mixed = [self._shape(size, self.config.max_num_seqs, False) for size in self.config.mixed_tokens]
@@ -187,7 +192,7 @@ class Runner:
         return jax.jit(run_model, donate_argnums=1, out_shardings=at).lower(*inputs)
 
     def _logits_at(self, logits: Any) -> Any:
-        """Where logits lie: each device has those of a part of the vocabulary, where its caches are parts, too."""
+        """The sharding of the logits: their vocabulary is split over the same mesh axis as the caches, if it can be."""
         at = self._caches[0].value_cache.sharding
         if not isinstance(at, NamedSharding):
             return at
@@ -209,18 +214,21 @@ class Runner:
         )
 
     def _warm_up(self) -> None:
-        """Runs every program once on nothing but padding: the first run of a program loads its code."""
+        """Runs every program once on nothing but padding, because the first run of a program loads its code."""
         for name in ("swap_out", "swap_in", "copy"):
             if name in self._programs:
                 self._move(name, [(-1, -1)])
         for shape in self._shapes():
             for kind in Kind:
                 if (shape.num_rows, kind) in self._programs:
-                    self._run(shape, kind, _pack(Plan(), shape, self.config.max_num_seqs, kind))
+                    self._run(shape, kind, pack(Plan(), shape, self.config.max_num_seqs, kind))
         jax.block_until_ready(self._last_tokens)
 
     def _move(self, name: str, pairs: Pairs) -> None:
-        """Copies blocks by (source, destination); no destination is a source of a later call."""
+        """Copies blocks by (source, destination) pairs, in calls of `_PAIRS` pairs.
+
+        No destination is a source in a later call, which would read what an earlier one wrote.
+        """
         for start in range(0, len(pairs), _PAIRS):
             mapping = np.full((_PAIRS, 2), -1, np.int32)
             some = pairs[start : start + _PAIRS]
@@ -245,72 +253,6 @@ def _swap(source: Caches, destination: Caches, pairs: jax.Array) -> Caches:
     return tuple(src.swap_blocks_to(dst, pairs) for src, dst in zip(source, destination, strict=True))
 
 
-def _pack(plan: Plan, shape: StepShape, num_seats: int, kind: Kind) -> np.ndarray:
-    """The plan as the one array that travels to the device; a fresh one, since the last one may still be on its way."""
-    packed = np.zeros(shape.size, np.int32)
-    parts = shape.split(packed)
-    parts["seats"][:] = num_seats  # out of range
-    parts["block_tables"][:] = -1
-    if plan.tables is None:
-        return packed
-    num_rows, ids = len(plan.chunks), []
-    for sequence, seat, first, count in plan.chunks:
-        known = sequence.tokens[first : first + count]
-        ids += known
-        if len(known) < count:  # the host has not read the last one
-            ids.append(-1 - seat)
-    firsts, counts = (np.array([chunk[i] for chunk in plan.chunks]) for i in (2, 3))
-    parts["token_ids"][: len(ids)] = ids
-    parts["seq_lens"][:num_rows] = firsts + counts
-    starts = parts["query_start_loc"]
-    starts[1 : num_rows + 1] = np.cumsum(counts)
-    starts[num_rows + 1 :] = len(ids)
-    parts["block_tables"][:num_rows] = plan.tables
-    if plan.samples:
-        sequences, seats, rows, positions = zip(*plan.samples, strict=True)
-        parts["logit_rows"][: len(rows)] = starts[np.array(rows) + 1] - 1
-        parts["seats"][: len(rows)] = seats
-        if kind > Kind.GREEDY:
-            _pack_params(parts, sequences, positions)
-    return packed
-
-
-def _pack_params(parts: dict[str, np.ndarray], sequences: Any, positions: Any) -> None:
-    """What the sequences' requests say of their draws; greedy ones have none to make."""
-    params = [sequence.params for sequence in sequences]
-    seeds = np.array([sequence.seed for sequence in sequences], np.uint64)
-    values = {
-        "temperature": [p.temperature for p in params],
-        "top_k": [p.top_k for p in params],
-        "top_p": [p.top_p for p in params],
-        "seed_high": (seeds >> np.uint64(32)).astype(np.uint32).view(np.int32),
-        "seed_low": (seeds & np.uint64(2**32 - 1)).astype(np.uint32).view(np.int32),
-        "index": [sequence.index for sequence in sequences],
-        "position": positions,
-    }
-    for name, value in values.items():
-        part = parts[name].view(np.float32) if name in FLOATS else parts[name]
-        part[: len(sequences)] = value
-
-
-def _made_up(shape: StepShape, context_len: int, num_blocks: int, num_seats: int) -> np.ndarray:
-    """A step of this shape as full as it can be, of sequences whose blocks lie anywhere, as an array that travels."""
-    packed = np.zeros(shape.size, np.int32)
-    parts = shape.split(packed)
-    rng = np.random.default_rng(0)
-    parts["block_tables"][:] = rng.integers(0, num_blocks, parts["block_tables"].shape)
-    parts["seats"][:] = num_seats
-    rows = np.arange(shape.num_rows + 1)
-    starts = (
-        rows if shape.is_decode else np.minimum(np.minimum(rows, shape.num_prompts) * context_len, shape.num_tokens)
-    )
-    counts = np.diff(starts)
-    parts["query_start_loc"][:] = starts
-    parts["seq_lens"][:] = context_len if shape.is_decode else counts
-    parts["logit_rows"][:] = np.where(counts > 0, starts[1:] - 1, 0)
-    return packed
-
-
 def _check_caches(caches: Caches) -> None:
     if not caches:
         raise ValueError("caches must hold a PagedKVCache a layer, got none")
@@ -329,14 +271,14 @@ def _check_caches(caches: Caches) -> None:
 
 
 def _replicated(sharding: Any) -> Any:
-    """Where small arrays go: to every device that holds a part of the caches."""
+    """The sharding of small arrays: every device that holds a part of the caches has a copy."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec())
     return sharding
 
 
 def _on_host(cache: PagedKVCache, num_blocks: int) -> PagedKVCache:
-    """A cache of so many blocks in pinned host memory; at least one, for its type's sake."""
+    """Makes a cache like `cache` with `num_blocks` blocks, but at least one, in pinned host memory."""
 
     def place(pool):
         zeros = np.zeros((max(num_blocks, 1), *pool.shape[1:]), pool.dtype)
@@ -347,7 +289,7 @@ def _on_host(cache: PagedKVCache, num_blocks: int) -> PagedKVCache:
 
 @contextlib.contextmanager
 def _progress(is_shown: bool, total: int) -> collections.abc.Iterator[collections.abc.Callable[[], None]]:
-    """Gives what is to be called after each of `total` pieces of work."""
+    """Shows a progress bar; the caller calls what this yields after each of the `total` programs."""
     if not is_shown:
         yield lambda: None
         return

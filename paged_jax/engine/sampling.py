@@ -1,13 +1,13 @@
 """Draws the next tokens on the device: greedy, temperature, top-k, top-p, and log-probabilities.
 
-What a row draws depends on its logits, its seed, its index and its position alone: the random numbers are a function of
-those (a counter-based generator), so that the same request gives the same tokens in any batch.
+The token that a row draws depends on its logits, its seed, its index and its position alone. The random numbers are a
+function of these (a counter-based generator), so that a request gets the same tokens in any batch.
 
-Nothing here branches on values: a branch on the device would make the host wait for it. What nobody in a batch asks for
-is left out by compiling a step several times, once for each `Kind`.
+No code here branches on values, because the host would have to wait for a branch on the device. Instead the program is
+compiled once for each `Kind`, and each step runs the kind that does no more than its requests ask for.
 
-Top-k and top-p keep all tokens above a threshold. It is found bit by bit: 32 sums over the vocabulary, which take less
-time than sorting it.
+Top-k and top-p keep all tokens above a threshold. `_threshold` finds it bit by bit: this takes 32 sums over the
+vocabulary, which is less work than sorting it.
 """
 
 import enum
@@ -21,7 +21,7 @@ from paged_jax.engine.batch import Draws
 
 
 class Kind(enum.IntEnum):
-    """What a step's program can do beside running the model; each kind can do all that those before it can."""
+    """What the program that draws tokens can do; each kind can also do all that the kinds before it can."""
 
     GREEDY = 0
     RANDOM = 1
@@ -29,13 +29,13 @@ class Kind(enum.IntEnum):
 
 
 class Drawn(NamedTuple):
-    """The drawn tokens, i32 [num_rows], and what was asked of their log-probabilities.
+    """The drawn tokens, and log-probabilities if the kind is LOGPROBS (the last three are None if it is not).
 
     Attributes:
-      token_ids: i32 [num_rows].
-      logprobs: f32 [num_rows], of the drawn tokens; None unless the kind is LOGPROBS, as all below.
+      token_ids: i32 [num_rows], the drawn tokens.
+      logprobs: f32 [num_rows], the log-probabilities of the drawn tokens.
       top_ids: i32 [num_rows, max_logprobs], the most likely tokens, in falling order.
-      top_logprobs: f32 [num_rows, max_logprobs].
+      top_logprobs: f32 [num_rows, max_logprobs], their log-probabilities.
     """
 
     token_ids: Array
@@ -49,9 +49,9 @@ def draw(logits: Float32[Array, "num_rows vocab_size"], draws: Draws, kind: Kind
 
     Args:
       logits: f32 [num_rows, vocab_size].
-      draws: how to draw, [num_rows] each.
+      draws: the sampling parameters of each row.
       kind: what the program can do (static).
-      max_logprobs: how many of the most likely tokens to tell (static).
+      max_logprobs: how many of the most likely tokens to return (static).
 
     Returns:
       The drawn tokens. A greedy row takes the lowest id of equally likely tokens.
@@ -78,10 +78,11 @@ def keep_top(
     top_k: Int32[Array, " num_rows"],
     top_p: Float32[Array, " num_rows"],
 ) -> Array:
-    """Which tokens can be drawn.
+    """Says which tokens can be drawn.
 
-    Only the `top_k` most likely tokens stay; then, of their probabilities renormalised, the fewest most likely ones
-    that together reach `top_p`. Tokens as likely as the last one that stays, stay too.
+    First the `top_k` most likely tokens are kept. Of these, with their probabilities renormalised, the smallest set of
+    most likely tokens is kept whose probabilities add up to `top_p`. Tokens that are as likely as the last one kept are
+    kept as well.
 
     Args:
       logits: f32 [num_rows, vocab_size]; -inf forbids a token.
@@ -99,7 +100,7 @@ def keep_top(
 
 
 def _rising_keys(logits: Float32[Array, "n v"]) -> UInt32[Array, "n v"]:
-    """Unsigned integers in the order of the logits."""
+    """Maps the logits to unsigned integers that are in the same order."""
     bits = jax.lax.bitcast_convert_type(logits, jnp.uint32)
     sign = jnp.uint32(1 << 31)
     return jnp.where(bits & sign != 0, ~bits, bits | sign)
@@ -108,7 +109,10 @@ def _rising_keys(logits: Float32[Array, "n v"]) -> UInt32[Array, "n v"]:
 def _threshold(
     keys: UInt32[Array, "n v"], weights: Float32[Array, "n v"], limit: Float32[Array, " n"], is_off: Array
 ) -> UInt32[Array, " n"]:
-    """The highest key such that the weights of the tokens from it upwards reach the limit; 0 where it is off."""
+    """The highest threshold for which the weights of all tokens with keys at or above it add up to the limit or more.
+
+    The threshold is 0, which keeps every token, where `is_off`.
+    """
 
     def try_bit(i, threshold):
         candidate = threshold | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
@@ -120,7 +124,7 @@ def _threshold(
 
 
 def _noise(draws: Draws, vocab_size: int) -> Float32[Array, "n v"]:
-    """Gumbel noise of each row: the most likely token after adding it is a draw from the softmax."""
+    """Gumbel noise for each row: the token whose logit is largest after adding it is a draw from the softmax."""
 
     def row(seed_high, seed_low, index, position):
         seed = jax.lax.bitcast_convert_type(jnp.stack([seed_high, seed_low]), jnp.uint32)

@@ -1,14 +1,15 @@
-"""Decides what each step computes: plain Python over lists, no arrays of the device, no clock.
+"""Decides what each step computes, in plain Python: it uses no device arrays and no clock.
 
-Each step, in this order:
+For each step the scheduler does the following, in this order:
 
-1. every running sequence whose prompt is computed gets one token (decode rows are never starved);
-2. running sequences whose prompt is not get pieces of it while the token budget lasts (chunked prefill);
-3. if blocks run out for these, the sequence that arrived last is preempted, until they fit;
-4. else waiting sequences are admitted in order of arrival while seats, budget and blocks last.
+1. Every running sequence whose prompt is computed gets one token, so that long prompts never hold up decoding.
+2. Running sequences whose prompt is not computed yet get a chunk of it each, while the token budget lasts.
+3. While there are too few blocks for these tokens, it preempts the sequence that arrived last.
+4. If it preempted none, it admits waiting sequences in order of arrival, while seats, budget and blocks last.
 
-The first in line can always go on, since any one sequence fits into the pool: nothing waits for ever. The plans depend
-on the requests and their order alone, so that several processes that are told the same plan the same.
+Every sequence finishes at some time: the first in line is never preempted, and the pool is large enough for any single
+sequence. The plans depend on the requests and their order alone, so that several processes that get the same calls make
+the same plans.
 """
 
 import bisect
@@ -23,7 +24,7 @@ from paged_jax.engine.request import Sequence
 
 
 class Chunk(NamedTuple):
-    """A row of a batch: some consecutive tokens of a sequence that a step computes."""
+    """The tokens `start` to `start + num_tokens` of a sequence, which a step computes as one row of its batch."""
 
     sequence: Sequence
     seat: int
@@ -32,7 +33,7 @@ class Chunk(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A token that a step draws: for which sequence, from the last logits of which row of the batch."""
+    """A token that a step draws for `sequence`, at `position`, from the last logits of a row of the batch."""
 
     sequence: Sequence
     seat: int
@@ -42,15 +43,15 @@ class Sample(NamedTuple):
 
 @dataclasses.dataclass
 class Plan:
-    """What one step does, in the order of the fields.
+    """The work of one step, done in the order of the fields.
 
     Attributes:
-      swap_out: (device block, host block) of sequences that leave.
-      swap_in: (host block, device block) of sequences that come back.
-      copies: (source, destination) of shared blocks that sequences are about to write to.
-      chunks: the rows of the batch, pieces of prompts first.
+      swap_out: (device block, host block) pairs of preempted sequences.
+      swap_in: (host block, device block) pairs of sequences that are admitted again.
+      copies: (source, destination) pairs of shared blocks that sequences are about to write to.
+      chunks: the rows of the batch, those of more than one token first.
       samples: the tokens to draw.
-      tables: i32 [len(chunks), max_blocks_per_seq], the rows' block tables.
+      tables: i32 [len(chunks), max_blocks_per_seq], the rows' block tables; None in a plan without rows.
     """
 
     swap_out: Pairs = dataclasses.field(default_factory=list)
@@ -62,7 +63,7 @@ class Plan:
 
 
 class Counters:
-    """How often things happened since the start."""
+    """Counts preempted sequences of both kinds, and the tokens that were looked up and found in the prefix cache."""
 
     def __init__(self):
         self.recomputed = self.swapped = 0
@@ -70,12 +71,12 @@ class Counters:
 
 
 class Scheduler:
-    """Holds all unfinished sequences: `running` ones have a seat and blocks, `waiting` ones have neither.
+    """Holds all unfinished sequences: the `running` ones have a seat and blocks, the `waiting` ones have neither.
 
     Args:
-      config: the engine's.
-      blocks: who gives the blocks.
-      block_bytes: of one block in all layers, what a swap moves.
+      config: the engine's config.
+      blocks: keeps track of the blocks.
+      block_bytes: the bytes of one block in all layers together, which a swap moves.
     """
 
     def __init__(self, config: EngineConfig, blocks: BlockManager, block_bytes: int):
@@ -86,11 +87,11 @@ class Scheduler:
         self.counters = Counters()
 
     def add(self, sequence: Sequence) -> None:
-        """Takes a new sequence; its children come with it."""
+        """Puts a sequence, and with it its children, in line."""
         bisect.insort(self.waiting, sequence, key=lambda other: other.arrival)
 
     def schedule(self) -> Plan | None:
-        """Plans the next step, or None if no sequence needs one."""
+        """Plans the next step; returns None if no sequence needs one."""
         for sequence in [s for s in self.running if s.is_exhausted]:
             self._leave(sequence)
         plan = Plan()
@@ -104,7 +105,7 @@ class Scheduler:
         return plan
 
     def finish(self, sequence: Sequence) -> None:
-        """Forgets a sequence, wherever it stands."""
+        """Removes a sequence, whether it runs or waits."""
         if sequence.seat is not None:
             self._leave(sequence)
         elif sequence in self.waiting:
@@ -114,7 +115,7 @@ class Scheduler:
                 sequence.host_blocks = None
 
     def _continue(self) -> dict[Sequence, int]:
-        """How many tokens each running sequence computes, if blocks last."""
+        """How many tokens each running sequence computes, provided that there are blocks for them."""
         left = [(sequence, sequence.num_to_compute) for sequence in self.running]
         tokens = {sequence: 1 for sequence, count in left if count == 1}
         budget, num_prompts = self.config.max_tokens_per_step - len(tokens), 0
@@ -126,7 +127,7 @@ class Scheduler:
         return tokens
 
     def _make_room(self, tokens: dict[Sequence, int], plan: Plan) -> bool:
-        """Appends these tokens, preempting whom it must; whether it preempted anybody."""
+        """Appends these tokens, preempting sequences until their blocks suffice; says whether it preempted any."""
         preempted = False
         while tokens:
             copies = self.blocks.append({_seat(sequence): count for sequence, count in tokens.items()})
@@ -146,7 +147,7 @@ class Scheduler:
         self.blocks.cache_full_blocks(tokens)
 
     def _preempt(self, sequence: Sequence, plan: Plan) -> None:
-        """Takes a sequence's blocks and seat; it waits in its old place in line."""
+        """Takes a sequence's blocks and seat away; it waits again at its old place in line."""
         pairs = self.blocks.swap_out(_seat(sequence)) if self._should_swap(sequence) else None
         if pairs is not None:
             plan.swap_out += pairs
@@ -161,7 +162,11 @@ class Scheduler:
         self.add(sequence)
 
     def _should_swap(self, sequence: Sequence) -> bool:
-        """Whether moving the blocks out and in again costs less than computing anew what nobody else holds."""
+        """Whether to swap a sequence out instead of computing it again.
+
+        The policy "cheaper" compares the estimated time to move its blocks out and back in with the time to compute
+        those blocks again that no other sequence holds.
+        """
         if not self.config.num_host_blocks or not sequence.num_computed or self.config.preemption == "recompute":
             return False
         if self.config.preemption == "swap":
@@ -173,7 +178,7 @@ class Scheduler:
         return swap_seconds < num_lost / self.config.recompute_tokens_per_second
 
     def _leave(self, sequence: Sequence) -> None:
-        """Gives back the seat and the blocks of a running sequence, and its children's seats."""
+        """Takes a sequence out of `running`, and gives back its blocks, its seat and its children's seats."""
         seat = _seat(sequence)
         self.blocks.cache_full_blocks([sequence])
         self.blocks.release(seat)
@@ -189,7 +194,7 @@ class Scheduler:
             return
         budget = self.config.max_tokens_per_step - sum(tokens.values())
         room = self.config.max_prompts_per_step - sum(count > 1 for count in tokens.values())
-        # Blocks that running sequences will want: the rest of their prompts, and one more each.
+        # Blocks are kept back for the running sequences: for the rest of their prompts, and one more for each.
         reserve = sum(
             self.blocks.blocks_for(s.num_tokens + 1) - self.blocks.blocks_for(s.num_computed) for s in self.running
         ) + len(self.running)
@@ -208,7 +213,7 @@ class Scheduler:
             reserve += self.blocks.blocks_for(sequence.num_to_compute) + 1 + len(sequence.children)
 
     def _admit(self, sequence: Sequence, hits: list[int], budget: int, tokens: dict[Sequence, int], plan: Plan) -> None:
-        """Seats a waiting sequence and gives it blocks for what it has, and for its first piece of the rest."""
+        """Gives a waiting sequence a seat, its cached or swapped blocks, and blocks for its first chunk."""
         sequence.seat = self.free_seats.pop()
         for child in sequence.children:
             child.seat = self.free_seats.pop()
@@ -230,7 +235,7 @@ class Scheduler:
         self._computed({sequence: tokens[sequence]})
 
     def _lay_out(self, tokens: dict[Sequence, int], plan: Plan) -> None:
-        """Puts the rows in order, draws tokens where all is computed, and lets children begin there."""
+        """Orders the rows. Where a sequence's last token is computed, plans a draw and starts the children."""
         rows = [item for item in tokens.items() if item[1] > 1]
         rows += [item for item in tokens.items() if item[1] == 1]
         for row, (sequence, count) in enumerate(rows):

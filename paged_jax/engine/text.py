@@ -1,21 +1,21 @@
-"""Turns a sample's tokens into text as they come, and finds the texts that end it."""
+"""Turns a sample's tokens into text as they are drawn, and finds the stop texts that end the sample."""
 
 import collections.abc
 
 from paged_jax.engine.request import Tokenizer
 
 _CONTEXT = 5  # tokens of the prompt that are decoded along with the first output tokens
-_BROKEN = "\N{REPLACEMENT CHARACTER}"
+_BROKEN = "\N{REPLACEMENT CHARACTER}"  # what tokenizers give for the bytes of an unfinished character
 
 
 class TextStream:
-    """The text of one sample, never half a character and never a part of a stop text.
+    """Gives out the text of one sample piece by piece, never half a character and never a part of a stop text.
 
-    What a token spells may depend on its neighbours: new text is what decoding some earlier tokens gives more with the
-    new tokens than without them.
+    The text of a token may depend on its neighbours. So the stream decodes the last few tokens without and with the new
+    one: what the second text has beyond the first is new.
 
     Args:
-      tokenizer: what decodes.
+      tokenizer: decodes token ids.
       prompt: token ids of the prompt.
       stop: texts that end the sample.
     """
@@ -32,23 +32,23 @@ class TextStream:
         self.stopped_by: str | None = None
 
     def push(self, token_id: int) -> str:
-        """Takes a token.
+        """Adds a token.
 
         Returns:
-          The text that is certain now; `stopped_by` is set once a stop text is complete.
+          The new text that can be given out; `stopped_by` is set once a stop text is complete.
         """
         self._ids.append(token_id)
         whole = self._tokenizer.decode(self._ids)
         new = whole[len(self._read) :]
         if not new or new.endswith(_BROKEN):
-            return ""  # bytes of an unfinished character
+            return ""  # the token ends inside a character
         self._ids = self._ids[self._num_read :]
         self._num_read = len(self._ids)
         self._read = self._tokenizer.decode(self._ids)
         return self._release(new)
 
     def flush(self) -> str:
-        """The text that still waits when the sample ends, with replacement characters for bytes that spell nothing."""
+        """Returns the text held back so far, as the sample has ended; broken bytes become replacement characters."""
         if self.stopped_by is not None:
             return ""
         whole = self._tokenizer.decode(self._ids)
@@ -70,5 +70,5 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` that `stop` begins with."""
+    """How many characters at the end of `text` are the beginning of `stop`, but not all of it."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

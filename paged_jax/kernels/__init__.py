@@ -1,1 +1,1 @@
-"""The implementations, one folder each: the same file names in each, so who has read one can walk the others."""
+"""The implementations, one folder each; see README.md."""

@@ -1,8 +1,8 @@
-"""What keeps a kernel that works in place in one place: XLA may otherwise give it two.
+"""Keeps XLA from giving two buffers to an array that a kernel updates in place.
 
 In a loop over stacked arrays XLA fuses a kernel with the slices that it reads, and with the update of the slice that it
-writes (its "dynamic slice fusion", which is on by default), and forgets that an operand and a result of the kernel are
-one buffer. The kernel then finds the slice that it updates unwritten: a loop's results were zeros on an H200, with jax
+writes (its "dynamic slice fusion", which is on by default). It then forgets that an operand and a result of the kernel
+are one buffer, and the kernel updates a slice that was never written: a loop's results were zeros on an H200, with jax
 0.11.2. XLA fuses nothing across an optimization barrier, which costs nothing.
 """
 
@@ -12,5 +12,5 @@ import jax
 
 
 def apart(arrays: Any) -> Any:
-    """The arrays, as operands or results of a kernel that updates them, fused with nothing that slices them."""
+    """Returns these operands or results of a kernel that updates arrays, behind a barrier to fusion."""
     return jax.lax.optimization_barrier(arrays)

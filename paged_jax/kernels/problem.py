@@ -1,7 +1,7 @@
-"""What a call is, before anybody chooses how to compute it: the facts that both GPU implementations start from.
+"""The facts of a call, from which both GPU implementations start before they choose how to compute it.
 
-`Pool`, `Attention` and `Problem` hold all that is static in a call, each adding to the one before. They never hold a
-choice: what an implementation chose for a `Problem` on a `Device` is its `Tuning`.
+`Pool`, `Attention` and `Problem` hold everything that is static in a call; each adds fields to the one before. They
+never hold a choice: what an implementation chose for a `Problem` on a `Device` is its `Tuning`.
 """
 
 import dataclasses
@@ -16,16 +16,16 @@ from jax import Array
 
 from paged_jax.options import AttentionOptions, BlockSparse, Layout, PerHead, block_axis, head_axis
 
-# A window larger than every context sees all of it; a much larger one would overflow where it is taken from a position.
+# Windows are limited to this. It is longer than any context, and a position minus a larger window might overflow.
 _LARGEST_WINDOW = 2**30
 
 
 class Unsupported(NotImplementedError):
-    """An implementation cannot do what a call asks for; the only error that lets the next implementation try.
+    """Raised by an implementation that cannot do a call; the next implementation is tried after this error only.
 
     Args:
-      implementation: its name, as users pass it.
-      reasons: all that stands in the way, each a phrase such as "lacks block_sparse".
+      implementation: the implementation's name, as users pass it.
+      reasons: all reasons, each a phrase such as "lacks block_sparse".
     """
 
     def __init__(self, implementation: str, reasons: Sequence[str]):
@@ -35,7 +35,7 @@ class Unsupported(NotImplementedError):
 
 
 class ScaleKind(enum.StrEnum):
-    """What a cache's dequantisation factors are given for."""
+    """Whether a cache has dequantisation factors, and how many."""
 
     NONE = "none"
     CACHE = "cache"  # one factor for the whole cache
@@ -50,12 +50,12 @@ class ScaleKind(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """One layer's pools of blocks, whatever their number.
+    """The facts of one layer's pools, without the number of their blocks.
 
     Attributes:
-      num_kv_heads, head_size, block_size, layout: in the words of `paged_jax.cache`.
-      cache_dtype: of both caches, by name.
-      k_scale, v_scale: which dequantisation factors there are.
+      num_kv_heads, head_size, block_size, layout: see `paged_jax.cache`.
+      cache_dtype: the name of both caches' dtype.
+      k_scale, v_scale: the kinds of dequantisation factors.
     """
 
     num_kv_heads: int
@@ -100,12 +100,12 @@ class Pool:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention(Pool):
-    """What is computed for each query, in whatever batch: all that a kernel's code may depend on.
+    """The facts of an attention call without the sizes of its batch: all facts on which a kernel's code may depend.
 
     Attributes:
       num_heads: query heads.
-      query_dtype: of the queries and of the output, by name.
-      per_head: which of the options with a value for each head there are.
+      query_dtype: the name of the dtype of the queries and of the output.
+      per_head: for each option that has a value for each head, whether the call has it.
       sliding_window, logits_soft_cap, block_sparse, causal: as in `paged_jax.options.AttentionOptions`.
     """
 
@@ -130,14 +130,14 @@ class Attention(Pool):
 
 @dataclass(frozen=True, kw_only=True)
 class Problem(Attention):
-    """All that is static in a call of an attention op.
+    """Everything that is static in a call of an attention op.
 
     Attributes:
       num_seqs: rows of the block tables.
-      num_tokens: rows of the query; in decode as many as there are sequences.
-      num_blocks: in each cache.
+      num_tokens: rows of the query; in decode equal to num_seqs.
+      num_blocks: blocks in each cache.
       max_blocks_per_seq: columns of the block tables.
-      max_seq_len: bound of the lengths, in tokens.
+      max_seq_len: upper bound of the lengths, in tokens.
     """
 
     num_seqs: int
@@ -172,16 +172,16 @@ class Problem(Attention):
 
     @property
     def attention(self) -> Attention:
-        """The facts that do not change with the batch: a kernel compiled for them serves every size."""
+        """The facts that do not depend on a batch's sizes, so that a kernel compiled for them serves all sizes."""
         return Attention(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Attention)})
 
 
 @dataclass(frozen=True)
 class Device:
-    """What choices depend on; the default, an H200, stands in where there is no GPU to ask.
+    """The facts of a GPU on which choices depend; the default is an H200, for machines without a GPU.
 
     Attributes:
-      capability: compute capability times ten, 90 for 9.0; 0 for a GPU that is not NVIDIA's.
+      capability: compute capability times ten, 90 for 9.0; 0 for a GPU of another vendor than NVIDIA.
       num_multiprocessors: streaming multiprocessors.
     """
 
@@ -190,7 +190,7 @@ class Device:
 
 
 def device() -> Device:
-    """The GPU that the program is for: the first local one."""
+    """Gives the GPU for which the program is compiled: the first local one."""
     try:
         gpu = jax.local_devices(backend="gpu")[0]
     except RuntimeError:
@@ -209,7 +209,7 @@ class OptionArrays(NamedTuple):
 
     @classmethod
     def of(cls, options: AttentionOptions) -> "OptionArrays":
-        """Those of a call. `scale` stands in for what is absent, which no kernel reads."""
+        """Gives the arrays of a call. `scale` takes the place of absent ones, which no kernel reads."""
 
         def or_scale(array: Array | None) -> Array:
             return options.scale if array is None else array
@@ -219,5 +219,5 @@ class OptionArrays(NamedTuple):
 
     @property
     def flat(self) -> list[Array]:
-        """All of them, one after the other."""
+        """All arrays, one after the other."""
         return jax.tree.leaves(self)

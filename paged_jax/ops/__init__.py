@@ -1,22 +1,24 @@
-"""The public attention ops: what they take and return. Checks, then dispatch; no arithmetic.
+"""The public attention ops. Each one checks its arguments and passes them to an implementation; none does arithmetic.
 
 Attention ops share the keywords of `paged_jax.options.Options`, and these two:
 
-- return_lse: also return the log-sum-exp of the logits, f32 [..., num_heads], sinks included; -inf where a query
-  sees no token.
-- implementation: the name of one (`paged_jax.Implementation`); None takes the first that can, chosen when the call is
-  lowered. `which_implementation` tells which one that is, and the logger `paged_jax` warns where it is XLA on a GPU.
+- return_lse: whether to return the log-sum-exp of the logits too, f32 [..., num_heads]. Sinks are part of it; it is
+  -inf where a query sees no token.
+- implementation: the name of an implementation (`paged_jax.Implementation`). With None, the first one that can take the
+  call is chosen when the call is lowered. `which_implementation` says which one that is, and the logger `paged_jax`
+  warns if it is XLA on a GPU.
 
 Every op, those of `paged_jax.cache_ops` too, raises ValueError or TypeError at trace time for a wrong shape, dtype or
-option, NotImplementedError if the implementation asked for lacks an option, and TypeError when differentiated: they
-are for inference only. All of them work under jit, vmap, scan, shard_map and jax.export (which has to be told to go
-without a check of Triton kernels, see README.md).
+option, NotImplementedError if `implementation` lacks an option, and TypeError when it is differentiated, since all ops
+are for inference only. All of them work under jit, vmap, scan, shard_map and jax.export (which has to be told not to
+check Triton kernels, see README.md).
 
-On sharded arrays an op runs where they lie, under plain jit too, and devices exchange nothing: heads and kv heads may
-be split alike, and sequences of ops that decode and only read the caches. Query heads follow the caches; where a cache
-is whole on every device, so that one kv head serves several, the query heads of a single kv head may be split. Any
-other sharding is changed to one of these by JAX, which costs what moving the arrays costs. An exported program leaves
-an op to XLA, which gathers what is sharded for a kernel; export a `shard_map` around it instead.
+On sharded arrays, under plain jit too, each device computes its own part of an op, and the devices exchange nothing.
+Heads and kv heads may be split over the same mesh axes. In decode ops that only read the caches, sequences may be split
+as well. The query's heads follow the caches' sharding; where each device holds a single kv head, the query heads of
+that kv head may also be split, over a mesh axis over which the caches are replicated. JAX changes any other sharding to
+one of these first, at the cost of moving the arrays. In an exported program XLA gathers the sharded operands of an op;
+export a `shard_map` around it instead.
 """
 
 from paged_jax.ops.decode import paged_attention as paged_attention

@@ -1,4 +1,4 @@
-"""Decode: one query a sequence over a paged KV cache. What holds for every op is told in `paged_jax.ops`."""
+"""Decode: one query a sequence over a paged KV cache. `paged_jax.ops` says what holds for every op."""
 
 from typing import Literal, Unpack, overload
 
@@ -31,22 +31,22 @@ def paged_attention(
     implementation: Implementation | None = None,
     **options: Unpack[Options],
 ) -> Query | tuple[Query, Lse]:
-    """Decode attention over a paged KV cache, split as static shapes suggest: the one to use.
+    """Decode attention over a paged KV cache, the op to use by default: it chooses how contexts are split.
 
     Args:
       query: [num_seqs, num_heads, head_size], float16, bfloat16 or float32: one new token a sequence, whose key and
         value are already in the cache. num_heads is a multiple of num_kv_heads.
-      key_cache, value_cache: one layer's pool of blocks in `layout`; query's dtypes, float8_e4m3fn, float8_e5m2 or
-        int8. Slots and blocks that no sequence uses may hold anything, NaN included.
+      key_cache, value_cache: one layer's pools of blocks in `layout`, of one of query's dtypes, float8_e4m3fn,
+        float8_e5m2 or int8. Slots and blocks that no sequence uses may hold anything, NaN included.
       block_tables: i32 [num_seqs, max_blocks_per_seq]; entries at or past ceil(seq_len / block_size) are not read.
-      seq_lens: i32 [num_seqs], tokens of each sequence, the new one included; 0 gives out 0 and lse -inf.
-      return_lse: also return the log-sum-exp of the logits, sinks included.
-      implementation: the name of one (`paged_jax.Implementation`); None takes the first that can.
+      seq_lens: i32 [num_seqs], tokens of each sequence, the new one included. Where it is 0, out is 0 and lse -inf.
+      return_lse: whether to return the log-sum-exp of the logits too, of which sinks are part.
+      implementation: the name of an implementation (`paged_jax.Implementation`); None takes the first that can.
       **options: `scale`, `alibi_slopes`, `sliding_window`, `logits_soft_cap`, `sinks`, `block_sparse`, `k_scale`,
         `v_scale` (both are needed for int8), `layout` and `max_seq_len`: see `paged_jax.options.Options`.
 
     Returns:
-      out, of query's shape and dtype, accumulated in float32; with return_lse ``(out, lse)``, lse f32
+      out, of query's shape and dtype, accumulated in float32; with return_lse ``(out, lse)``, where lse is f32
       [num_seqs, num_heads].
 
     Raises:
@@ -54,10 +54,11 @@ def paged_attention(
       NotImplementedError: `implementation` lacks an option.
 
     Aliasing: none, the caches are only read, in place. vmap: a batch of calls becomes one call with more sequences.
-    Sharding: heads and kv heads alike, and sequences. Source: PagedAttention (arXiv:2309.06180); vLLM's forward_decode.
+    Sharding: heads and kv heads may be split alike, and sequences.
+    Source: PagedAttention (arXiv:2309.06180); vLLM's forward_decode.
 
     Example:
-      One sequence of 20 tokens, which lie in blocks 5 and 2.
+      The batch is one sequence of 20 tokens, which are in blocks 5 and 2.
 
       >>> import jax.numpy as jnp
       >>> from paged_jax import PagedKVCache, paged_attention
@@ -102,15 +103,15 @@ def paged_attention_v1(
     Args:
       query: [num_seqs, num_heads, head_size], float16, bfloat16 or float32: one new token a sequence, whose key and
         value are already in the cache. num_heads is a multiple of num_kv_heads.
-      key_cache, value_cache: one layer's pool of blocks in `layout`; query's dtypes, float8_e4m3fn, float8_e5m2 or
-        int8. Slots and blocks that no sequence uses may hold anything, NaN included.
+      key_cache, value_cache: one layer's pools of blocks in `layout`, of one of query's dtypes, float8_e4m3fn,
+        float8_e5m2 or int8. Slots and blocks that no sequence uses may hold anything, NaN included.
       block_tables: i32 [num_seqs, max_blocks_per_seq]; entries at or past ceil(seq_len / block_size) are not read.
-      seq_lens: i32 [num_seqs], tokens of each sequence, the new one included; 0 gives out 0 and lse -inf.
+      seq_lens: i32 [num_seqs], tokens of each sequence, the new one included. Where it is 0, out is 0 and lse -inf.
       return_lse, implementation: see `paged_jax.ops`.
       **options: see `paged_jax.options.Options`.
 
     Returns:
-      out, of query's shape and dtype, accumulated in float32; with return_lse ``(out, lse)``, lse f32
+      out, of query's shape and dtype, accumulated in float32; with return_lse ``(out, lse)``, where lse is f32
       [num_seqs, num_heads].
 
     Raises:
@@ -118,7 +119,7 @@ def paged_attention_v1(
       NotImplementedError: `implementation` lacks an option.
 
     Aliasing: none, the caches are only read, in place. vmap: a batch of calls becomes one call with more sequences.
-    Sharding: heads and kv heads alike, and sequences. Source: vLLM's paged_attention_v1.
+    Sharding: heads and kv heads may be split alike, and sequences. Source: vLLM's paged_attention_v1.
 
     Example:
       >>> import jax.numpy as jnp
@@ -179,31 +180,32 @@ def paged_attention_v2(
 ):
     """Decode attention over a paged KV cache, split over partitions of the context and then reduced.
 
-    A row's result depends on its own sequence and `partition_size` alone: it is bit-equal in any batch.
+    The result of a row depends on its own sequence and `partition_size` alone, so that it is bit-equal in any batch.
 
     Args:
       query: [num_seqs, num_heads, head_size], float16, bfloat16 or float32: one new token a sequence, whose key and
         value are already in the cache. num_heads is a multiple of num_kv_heads.
-      key_cache, value_cache: one layer's pool of blocks in `layout`; query's dtypes, float8_e4m3fn, float8_e5m2 or
-        int8. Slots and blocks that no sequence uses may hold anything, NaN included.
+      key_cache, value_cache: one layer's pools of blocks in `layout`, of one of query's dtypes, float8_e4m3fn,
+        float8_e5m2 or int8. Slots and blocks that no sequence uses may hold anything, NaN included.
       block_tables: i32 [num_seqs, max_blocks_per_seq]; entries at or past ceil(seq_len / block_size) are not read.
-      seq_lens: i32 [num_seqs], tokens of each sequence, the new one included; 0 gives out 0 and lse -inf.
+      seq_lens: i32 [num_seqs], tokens of each sequence, the new one included. Where it is 0, out is 0 and lse -inf.
       partition_size: tokens of a partition, a multiple of block_size.
-      return_residuals: also return each partition's sums.
+      return_residuals: whether to return the result of each partition too.
       return_lse, implementation: see `paged_jax.ops`.
       **options: see `paged_jax.options.Options`.
 
     Returns:
-      out, of query's shape and dtype, or a tuple: out, then lse with return_lse, then with return_residuals exp_sums
-      and max_logits, f32 [num_seqs, num_heads, max_num_partitions], and tmp_out, f32 [..., head_size], each
-      partition's normalised result. Residuals leave sinks out. Empty partitions give 0, -inf and 0.
+      out, of query's shape and dtype, or a tuple. The tuple holds out; with return_lse lse; and with return_residuals
+      exp_sums and max_logits, f32 [num_seqs, num_heads, max_num_partitions], and tmp_out, f32 [num_seqs, num_heads,
+      max_num_partitions, head_size], the normalised result of each partition. Sinks are no part of the residuals. An
+      empty partition has the residuals 0, -inf and 0.
 
     Raises:
       ValueError, TypeError: a shape, dtype or option is wrong.
       NotImplementedError: `implementation` lacks an option.
 
     Aliasing: none, the caches are only read, in place. vmap: a batch of calls becomes one call with more sequences.
-    Sharding: heads and kv heads alike, and sequences. Source: vLLM's paged_attention_v2.
+    Sharding: heads and kv heads may be split alike, and sequences. Source: vLLM's paged_attention_v2.
 
     Example:
       >>> import jax.numpy as jnp

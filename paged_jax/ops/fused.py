@@ -1,4 +1,4 @@
-"""Decode and the write of its new tokens in one op. What holds for every op is told in `paged_jax.ops`."""
+"""Decode attention and the cache write of its new tokens, in one op. `paged_jax.ops` says what holds for every op."""
 
 from typing import Literal, Unpack, overload
 
@@ -36,40 +36,40 @@ def write_and_attend(
     implementation: Implementation | None = None,
     **options: Unpack[Options],
 ) -> tuple[Query, Cache, Cache] | tuple[Query, Lse, Cache, Cache]:
-    """Decode attention that puts each sequence's new key and value into the cache on the way.
+    """Writes each sequence's new key and value to the cache, and computes decode attention, in one op.
 
-    What it computes is `write_to_paged_cache` and then `paged_attention`: attention sees the values as they are
-    stored, quantised in a narrower cache. The scales are those of attention; the write divides by them where the
-    cache is narrower than key, and stores key and value as they are where it is not.
+    The result is that of `write_to_paged_cache` and then `paged_attention`: attention sees the keys and values as they
+    are stored, quantised if the cache's dtype is narrower. k_scale and v_scale serve both: the write divides by them if
+    the cache is narrower than key, and otherwise stores key and value unchanged.
 
     Args:
       query: [num_seqs, num_heads, head_size], float16, bfloat16 or float32: one new token a sequence. num_heads is a
         multiple of num_kv_heads.
       key, value: [num_seqs, num_kv_heads, head_size], of query's dtype: of each sequence's last token.
-      key_cache, value_cache: one layer's pool of blocks in `layout`; query's dtypes, float8_e4m3fn, float8_e5m2 or
-        int8. Slots and blocks that no sequence uses may hold anything, NaN included.
+      key_cache, value_cache: one layer's pools of blocks in `layout`, of one of query's dtypes, float8_e4m3fn,
+        float8_e5m2 or int8. Slots and blocks that no sequence uses may hold anything, NaN included.
       block_tables: i32 [num_seqs, max_blocks_per_seq]; entries at or past ceil(seq_len / block_size) are not read.
-      seq_lens: i32 [num_seqs], tokens of each sequence, the new one included; 0 gives out 0 and lse -inf.
+      seq_lens: i32 [num_seqs], tokens of each sequence, the new one included. Where it is 0, out is 0 and lse -inf.
       slot_mapping: i32 [num_seqs], ``block * block_size + offset`` of each sequence's last token, the one at position
         ``seq_lens[s] - 1``. Rows with a negative slot, or one past the pool, write nothing and attend to what the
-        cache holds. Any other slot is written whatever it is, but the results of rows that are given the slot of
-        another position, or whose context holds a slot that another row writes, are unspecified.
+        cache holds. Every other slot is written, but the results of a row are unspecified if its slot is that of
+        another position, or if its context holds a slot that another row writes.
       return_lse, implementation: see `paged_jax.ops`.
       **options: see `paged_jax.options.Options`.
 
     Returns:
-      ``(out, key_cache, value_cache)``, or with return_lse ``(out, lse, key_cache, value_cache)``: out of query's
-      shape and dtype, lse f32 [num_seqs, num_heads]; every other slot of the caches is bit-identical.
+      ``(out, key_cache, value_cache)``, or with return_lse ``(out, lse, key_cache, value_cache)``: out has query's
+      shape and dtype, lse is f32 [num_seqs, num_heads], and all other slots of the caches are bit-identical.
 
     Raises:
       ValueError, TypeError: a shape, dtype or option is wrong.
       NotImplementedError: `implementation` lacks an option.
 
     Aliasing: donate both caches to update them in place; otherwise both are copied first. vmap: one call after the
-    other. Sharding: split heads and kv heads alike.
+    other. Sharding: heads and kv heads may be split alike.
 
     Example:
-      The twentieth token of a sequence whose blocks are 5 and 2.
+      A step writes the twentieth token of a sequence whose blocks are 5 and 2, and attends to all twenty.
 
       >>> import jax.numpy as jnp
       >>> from paged_jax import PagedKVCache, write_and_attend

@@ -1,4 +1,4 @@
-"""Attention over two sets of tokens from the attention over each; the one op that is arithmetic alone."""
+"""Merges attention over two sets of tokens into attention over both; this op is plain arithmetic and has no kernels."""
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,11 @@ AnyLse = Float32[Array, "... num_heads"]
 def merge_attention_states(out_a: Out, lse_a: AnyLse, out_b: Out, lse_b: AnyLse) -> tuple[Out, AnyLse]:
     """Attention over two disjoint sets of tokens, from the attention over each: cascade or shared-prefix attention.
 
-    Associative and commutative, with identity (0, -inf). Differentiable, unlike the kernels.
+    The op is associative and commutative, and (0, -inf) is its identity. Unlike the other ops it is differentiable.
 
     Args:
       out_a, out_b: [..., num_heads, head_size], one dtype: float16, bfloat16 or float32.
-      lse_a, lse_b: f32 [..., num_heads], natural log-sum-exp of the logits. Give a sink to one of the two only.
+      lse_a, lse_b: f32 [..., num_heads], natural log-sum-exp of the logits. Sinks may be part of one of them only.
 
     Returns:
       ``(out, lse)`` over both sets, of out_a's dtype and f32.
@@ -26,11 +26,11 @@ def merge_attention_states(out_a: Out, lse_a: AnyLse, out_b: Out, lse_b: AnyLse)
     Raises:
       ValueError, TypeError: shapes or dtypes do not match.
 
-    Aliasing: none. vmap and sharding: as for any arithmetic on arrays. Source: FlashInfer (arXiv:2501.01005),
+    Aliasing: none. vmap and sharding: like any arithmetic on arrays. Source: FlashInfer (arXiv:2501.01005),
     section 2.2.
 
     Example:
-      Two sequences share a prefix of 16 tokens in block 7, which is read once for both; each has tokens of its own.
+      Two sequences share a prefix of 16 tokens in block 7, which is read once for both; each also has its own tokens.
 
       >>> import jax.numpy as jnp
       >>> from paged_jax import PagedKVCache, merge_attention_states
@@ -49,7 +49,7 @@ def merge_attention_states(out_a: Out, lse_a: AnyLse, out_b: Out, lse_b: AnyLse)
 
 @jax.jit
 def _merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
-    # Where neither side saw a token -inf minus -inf is NaN, in gradients too: such rows go by 0 instead.
+    # Where neither side saw a token, -inf minus -inf would be NaN, in gradients too: such rows compute with 0 instead.
     empty = jnp.isneginf(lse_a) & jnp.isneginf(lse_b)
     base = jnp.logaddexp(jnp.where(empty, 0.0, lse_a), jnp.where(empty, 0.0, lse_b))
     lse = jnp.where(empty, -jnp.inf, base)

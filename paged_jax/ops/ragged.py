@@ -1,4 +1,4 @@
-"""Ragged attention: any number of queries a sequence. What holds for every op is told in `paged_jax.ops`."""
+"""Ragged attention: any number of queries a sequence. `paged_jax.ops` says what holds for every op."""
 
 from typing import Literal, Unpack, overload
 
@@ -37,36 +37,36 @@ def ragged_paged_attention(
 ) -> RaggedQuery | tuple[RaggedQuery, RaggedLse]:
     """Attention of ragged queries over a paged KV cache: prefill, chunked prefill, decode, or a mix.
 
-    Query j of sequence s stands at position ``seq_lens[s] - query_len + j`` and sees the tokens up to it.
+    Query j of sequence s is at position ``seq_lens[s] - query_len + j`` and sees the tokens up to that position.
 
     Args:
       query: [num_tokens, num_heads, head_size], float16, bfloat16 or float32: all sequences' new tokens, one sequence
-        after the other. Their keys and values are already in the cache. Rows past query_start_loc[-1] are padding and
-        come out 0. num_heads is a multiple of num_kv_heads.
-      key_cache, value_cache: one layer's pool of blocks in `layout`; query's dtypes, float8_e4m3fn, float8_e5m2 or
-        int8. Slots and blocks that no sequence uses may hold anything, NaN included.
+        after the other. Their keys and values are already in the cache. Rows past query_start_loc[-1] are padding;
+        their results are 0. num_heads is a multiple of num_kv_heads.
+      key_cache, value_cache: one layer's pools of blocks in `layout`, of one of query's dtypes, float8_e4m3fn,
+        float8_e5m2 or int8. Slots and blocks that no sequence uses may hold anything, NaN included.
       block_tables: i32 [num_seqs, max_blocks_per_seq]; entries at or past ceil(seq_len / block_size) are not read.
       seq_lens: i32 [num_seqs], tokens of each sequence, the new ones included.
       query_start_loc: i32 [num_seqs + 1], exclusive prefix sum of the query lengths, each of which may be 0.
-      causal: whether each query sees only the tokens up to its own position. With False it sees all of its
-        sequence's: a shared prefix read once for a batch, see `merge_attention_states`. It then takes no
-        alibi_slopes, sliding_window or block_sparse.
+      causal: whether each query sees only the tokens up to its own position. With False it sees all tokens of its
+        sequence, as where a batch reads a shared prefix once (see `merge_attention_states`); alibi_slopes,
+        sliding_window and block_sparse must then be None.
       return_lse, implementation: see `paged_jax.ops`.
       **options: see `paged_jax.options.Options`.
 
     Returns:
-      out, of query's shape and dtype, accumulated in float32; with return_lse ``(out, lse)``, lse f32
+      out, of query's shape and dtype, accumulated in float32; with return_lse ``(out, lse)``, where lse is f32
       [num_tokens, num_heads].
 
     Raises:
       ValueError, TypeError: a shape, dtype or option is wrong.
       NotImplementedError: `implementation` lacks an option.
 
-    Aliasing: none, the caches are only read, in place. vmap: one call after the other. Sharding: split heads and kv
-    heads alike. Source: PagedAttention (arXiv:2309.06180); vLLM's unified attention.
+    Aliasing: none, the caches are only read, in place. vmap: one call after the other. Sharding: heads and kv heads may
+    be split alike. Source: PagedAttention (arXiv:2309.06180); vLLM's unified attention.
 
     Example:
-      A prompt of 3 tokens, and one new token of a sequence of 20.
+      The batch holds a prompt of 3 tokens, and one new token of a sequence of 20.
 
       >>> import jax.numpy as jnp
       >>> from paged_jax import PagedKVCache, ragged_paged_attention
@@ -116,39 +116,39 @@ def prefix_attention(
 ) -> RaggedQuery | tuple[RaggedQuery, RaggedLse]:
     """Attention of ragged queries over a paged context and over new tokens that are given at full precision.
 
-    Query j of sequence s stands at position ``seq_lens[s] - query_len + j`` and sees the tokens up to it: those of the
-    context from the cache, the new ones from `key` and `value`.
+    Query j of sequence s is at position ``seq_lens[s] - query_len + j`` and sees the tokens up to that position. The
+    op reads the context from the cache, and the new tokens from `key` and `value`.
 
     Args:
       query: [num_tokens, num_heads, head_size], float16, bfloat16 or float32: all sequences' new tokens, one sequence
-        after the other. Rows past query_start_loc[-1] are padding and come out 0. num_heads is a multiple of
-        num_kv_heads.
-      key, value: [num_tokens, num_kv_heads, head_size], of query's dtype: the new tokens, whether or not they are in
-        the cache too. k_scale and v_scale do not apply to them.
-      key_cache, value_cache: one layer's pool of blocks in `layout`, which holds the context, the tokens before the
-        new ones; query's dtypes, float8_e4m3fn, float8_e5m2 or int8.
+        after the other. Rows past query_start_loc[-1] are padding; their results are 0. num_heads is a multiple
+        of num_kv_heads.
+      key, value: [num_tokens, num_kv_heads, head_size], of query's dtype: the new tokens, whether or not the cache
+        holds them too. k_scale and v_scale do not apply to them.
+      key_cache, value_cache: one layer's pools of blocks in `layout`, of one of query's dtypes, float8_e4m3fn,
+        float8_e5m2 or int8. They hold the context, which is the tokens before the new ones.
       block_tables: i32 [num_seqs, max_blocks_per_seq]; entries past the context's last block are not read.
       seq_lens: i32 [num_seqs], tokens of each sequence, the new ones included.
       query_start_loc: i32 [num_seqs + 1], exclusive prefix sum of the query lengths, each of which may be 0.
-      causal: whether each query sees only the tokens up to its own position. With False it sees all of its
-        sequence's: a shared prefix read once for a batch, see `merge_attention_states`. It then takes no
-        alibi_slopes, sliding_window or block_sparse.
+      causal: whether each query sees only the tokens up to its own position. With False it sees all tokens of its
+        sequence, as where a batch reads a shared prefix once (see `merge_attention_states`); alibi_slopes,
+        sliding_window and block_sparse must then be None.
       return_lse, implementation: see `paged_jax.ops`.
       **options: see `paged_jax.options.Options`.
 
     Returns:
-      out, of query's shape and dtype, accumulated in float32; with return_lse ``(out, lse)``, lse f32
+      out, of query's shape and dtype, accumulated in float32; with return_lse ``(out, lse)``, where lse is f32
       [num_tokens, num_heads].
 
     Raises:
       ValueError, TypeError: a shape, dtype or option is wrong.
       NotImplementedError: `implementation` lacks an option.
 
-    Aliasing: none, the caches are only read, in place. vmap: one call after the other. Sharding: split heads and kv
-    heads alike. Source: vLLM's forward_prefix.
+    Aliasing: none, the caches are only read, in place. vmap: one call after the other. Sharding: heads and kv heads may
+    be split alike. Source: vLLM's forward_prefix.
 
     Example:
-      A chunk of 4 tokens after a context of 16, which lies in block 5.
+      The batch holds a chunk of 4 tokens after a context of 16 tokens, which is in block 5.
 
       >>> import jax.numpy as jnp
       >>> from paged_jax import PagedKVCache, prefix_attention

@@ -1,4 +1,4 @@
-"""The fused cache write, and copies of blocks within a layer's pools or into another's."""
+"""The cache write, and copies of blocks within a layer's pools or to other pools."""
 
 import math
 
@@ -101,7 +101,7 @@ def _kernel_for(caches: tuple[Array, Array], gpu: Device, *, within: bool) -> Co
 def _stash(
     block_mapping: Array, sources: tuple[Array, Array], num_blocks: int, kernel: CopyKernel, gpu: Device
 ) -> list[Array]:
-    """Makes each pair's plan, and sets aside the blocks of keys and of values that other pairs write to."""
+    """Makes each pair's plan, and saves the blocks of keys and values that other pairs will overwrite."""
     num_pairs = block_mapping.shape[0]
     plans = jax.ShapeDtypeStruct((num_pairs,), jnp.int32)
     room = num_pairs if kernel.within else 1

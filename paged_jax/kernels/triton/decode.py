@@ -1,4 +1,4 @@
-"""Decode, one query a sequence: v1 unsplit, v2 in fixed partitions, the automatic choice in even shares."""
+"""Decode attention: v1 does not split contexts, v2 splits them in partitions, the automatic choice in even splits."""
 
 from dataclasses import replace
 
@@ -54,7 +54,7 @@ def paged_attention_v2(
 ) -> tuple[Query, Lse, Residual, Residual, TmpOut]:
     problem, gpu = _problem(query, key_cache, value_cache, block_tables, options)
     partitions = cdiv(problem.max_seq_len, partition_size)
-    # A partition longer than every context would overflow 32 bits, and holds no more than the contexts do.
+    # A partition that is longer than every context need not be longer than the longest, and might overflow 32 bits.
     partition_size = min(partition_size, max(1, cdiv(problem.max_seq_len, problem.block_size)) * problem.block_size)
     tuned = replace(tuning.attention(problem, gpu), final=False, partition_size=partition_size)
     parts = _decode(query, key_cache, value_cache, block_tables, seq_lens, options, problem, tuned, partitions, gpu)
@@ -95,7 +95,7 @@ def write_and_attend(
 def _problem(
     query: Query, key_cache: Cache, value_cache: Cache, block_tables: BlockTables, options: AttentionOptions
 ) -> tuple[Problem, Device]:
-    """The facts of a call, and the GPU that it is for, which can do it."""
+    """Gives the facts of a call and of its GPU; raises `Unsupported` if the GPU cannot do it."""
     gpu = launch.device()
     problem = Problem.of_call(query, key_cache, value_cache, block_tables, options)
     launch.check(gpu, problem.cache_dtype)
@@ -103,7 +103,7 @@ def _problem(
 
 
 def _shapes(query: Query, tuned: Tuning, splits: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes of a decode kernel's results: out, lse and nothing, or each split's tmp_out, exp_sums and max_logits."""
+    """Shapes of a decode kernel's results: out, lse and an empty one, or the splits' tmp_out, exp_sums, max_logits."""
     num_seqs, num_heads, head_size = query.shape
     if tuned.final:
         out, lse = jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct(query.shape[:2], jnp.float32)
@@ -124,7 +124,7 @@ def _decode(
     splits: int,
     gpu: Device,
 ) -> tuple[Array, Array, Array]:
-    """Runs a decode kernel: gives out, lse and nothing, or each split's tmp_out, exp_sums and max_logits."""
+    """Runs a decode kernel; returns out, lse and an empty array, or each split's tmp_out, exp_sums and max_logits."""
     kernel, shapes = AttentionKernel(problem.attention, tuned), _shapes(query, tuned, splits)
     num_programs = problem.num_seqs * splits * problem.num_kv_heads * kernel.head_tiles
     if num_programs == 0:
@@ -144,7 +144,7 @@ def _whole(
     gpu: Device,
     *parts: Array,
 ) -> tuple[Query, Lse]:
-    """Makes out and lse of what `_decode` returns."""
+    """Makes out and lse of the results of `_decode`."""
     if tuned.final:
         return parts[0], parts[1]
     return _reduce(query, seq_lens, options, problem, tuned, gpu, *parts)

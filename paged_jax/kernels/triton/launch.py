@@ -1,4 +1,4 @@
-"""Calls of the kernels through jax_triton, and what stands in their way."""
+"""Launches kernels through jax_triton, and says why they cannot be launched."""
 
 import importlib
 import inspect
@@ -19,7 +19,7 @@ from paged_jax.kernels.triton.tuning import AttentionKernel, CopyKernel, ReduceK
 
 
 def missing() -> list[str]:
-    """What is not installed. Without JAX's CUDA plugin there is nothing to lower a Triton kernel with."""
+    """Says which packages are missing; JAX lowers Triton kernels with its CUDA plugin."""
     reasons = []
     if not hasattr(importlib.import_module("jaxlib.gpu_triton"), "TritonKernel"):
         reasons.append("needs JAX's CUDA plugin: pip install 'jax[cuda13]'")
@@ -32,7 +32,7 @@ def missing() -> list[str]:
 
 
 def check(gpu: Device, cache_dtype: str, reasons: Sequence[str] = ()) -> None:
-    """Raises `Unsupported` with everything that stands in the way, `reasons` included."""
+    """Raises `Unsupported` with all reasons, `reasons` and missing packages, if there are any."""
     reasons = [*missing(), *reasons]
     if gpu.capability < 80:
         reasons.append(f"needs compute capability 8.0 or newer, this GPU has {gpu.capability / 10}")
@@ -78,7 +78,7 @@ def call(
     if in_place:
         keywords["input_output_aliases"] = {first_input + i: first_output + i for i in range(len(in_place))}
     with warnings.catch_warnings():
-        # jax-triton 0.4 would rather be given mutable references, which 0.3 does not take.
+        # jax-triton 0.4 warns that it prefers mutable references, which 0.3 does not take.
         warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
         results = jax_triton.triton_call(
             *inputs,

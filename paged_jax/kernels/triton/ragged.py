@@ -1,4 +1,4 @@
-"""Ragged attention: tiles of queries, found on the device; prefill, chunks and decodes in one launch."""
+"""Ragged attention: the device finds the tiles of queries, of prefill, chunks and decodes, in one launch."""
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ def _ragged(
         return jnp.zeros(query.shape, query.dtype), jnp.zeros((0, problem.num_heads), jnp.float32)
     num_head_tiles = problem.num_kv_heads * kernel.head_tiles
     lengths, pieces, split_tiles = (seq_lens, query_start_loc), query_start_loc, query_start_loc
-    if not kernel.tuning.final:  # otherwise these are not read
+    if not kernel.tuning.final:  # otherwise the kernel does not read these
         counts = grid.pieces, grid.split_tiles
         scalars = problem.num_tokens, problem.num_seqs, problem.max_seq_len, grid.at_once, *counts
         described = [jax.ShapeDtypeStruct((count, PIECE_FIELDS), jnp.int32) for count in counts]
@@ -85,7 +85,7 @@ def _ragged(
 
 
 def _shapes(query: RaggedQuery, kernel: AttentionKernel, grid: Grid) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Of what the kernel returns: out, lse, and the splits' tmp_out, exp_sums and max_logits, or nothing."""
+    """The shapes of the kernel's results: out, lse, and the splits' tmp_out, exp_sums and max_logits, if any."""
     num_tokens, num_heads, head_size = query.shape
     lse = jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32)
     residual = grid.places, kernel.problem.num_kv_heads * kernel.head_tiles, kernel.tuning.rows

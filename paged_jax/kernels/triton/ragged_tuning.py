@@ -1,6 +1,6 @@
-"""What is chosen for a call of ragged attention: its kernels, and how many programs any lengths may need.
+"""Chooses the kernels of a ragged attention call, and the number of programs that any lengths may need.
 
-How queries and tokens are tiled is chosen where decode's tiles are: `tuning.py`.
+`tuning.py` chooses the tiles of queries and tokens, for decode too.
 """
 
 from dataclasses import dataclass, replace
@@ -14,12 +14,12 @@ PIECE_FIELDS = 8  # int32 that describe a piece: `device/pieces.py`, which uses 
 
 @dataclass(frozen=True, kw_only=True)
 class RaggedReduceKernel:
-    """What the reduce of a ragged batch's splits is compiled for.
+    """The compile-time argument of the kernel that reduces a ragged batch's splits.
 
     Attributes:
-      attention: what the splits were computed by.
-      rows: of a tile of queries that one program joins.
-      splits: that are read at once.
+      attention: the kernel that computes the splits.
+      rows: rows of a tile of queries that one program reduces.
+      splits: how many splits are read at once.
       parts: programs that share a row's output.
       num_warps, num_stages: for Triton.
     """
@@ -33,17 +33,17 @@ class RaggedReduceKernel:
 
     @property
     def groups(self) -> int:
-        """Programs that share a tile's rows."""
+        """How many programs share a tile's rows."""
         return self.attention.tuning.rows // self.rows
 
 
 @dataclass(frozen=True)
 class Grid:
-    """How many programs a ragged batch may need, whatever its lengths: `device/pieces.py` finds out how many it does.
+    """How many programs a ragged batch may need, whatever its lengths; `device/pieces.py` computes how many it needs.
 
     Attributes:
-      tiles: of queries, the padding rows' included.
-      at_once: pieces that run at once, for each tile of heads; 0 where no context is split.
+      tiles: tiles of queries, those of padding rows included.
+      at_once: pieces that run at once, for each tile of heads; 0 if no context is split.
     """
 
     tiles: int
@@ -51,48 +51,48 @@ class Grid:
 
     @property
     def pieces(self) -> int:
-        """Tiles of queries, and the splits beyond the first: together these are less than what runs at once."""
+        """The largest number of pieces: tiles of queries, and further splits, which are fewer than `at_once`."""
         return self.tiles + self.at_once
 
     @property
     def split_tiles(self) -> int:
-        """Tiles of queries with several splits."""
+        """The largest number of tiles that have several splits."""
         return min(self.tiles, self.at_once)
 
     @property
     def places(self) -> int:
-        """Splits of tiles that have several: no more of them are first ones than are not."""
+        """The largest number of splits of such tiles: at most half of them are first splits."""
         return 2 * self.at_once
 
 
 def tune(problem: Problem, gpu: Device, *, prefix: bool) -> tuple[AttentionKernel, Grid]:
-    """For ragged attention: what the kernel is compiled for, and its grid."""
-    # The average: batches of decodes get small tiles, prompts large ones. At least 2: 1 is decode's tuning.
+    """Chooses the kernel of a ragged attention call and its grid."""
+    # By this average decode batches get small tiles, and prompts large ones. It is at least 2: 1 is decode's tuning.
     queries_per_seq = max(2, cdiv(problem.num_tokens, max(problem.num_seqs, 1)))
     tuned = tuning.attention(problem, gpu, queries_per_seq=queries_per_seq, prefix=prefix)
     head_tiles = problem.num_kv_heads * AttentionKernel(problem.attention, tuned).head_tiles
     at_once = gpu.num_multiprocessors * _programs_at_once(tuned) // head_tiles
-    # Full tiles of queries that fill the GPU leave nothing to split for: LOG, "Triton, ragged: contexts split".
+    # If full tiles of queries fill the GPU, splits gain nothing: LOG, "Triton, ragged: contexts split".
     filled = problem.num_tokens // tuned.queries >= at_once
     scan = 32 if problem.num_seqs < 32 else 128
     if filled or at_once < 2 or cdiv(problem.max_seq_len, tuned.tile) < 2 * tuned.least_split:
         tiles = problem.num_tokens // tuned.queries + problem.num_seqs + 1  # the last ones are for the padding rows
         return AttentionKernel(problem.attention, tuned, prefix), Grid(tiles, 0)
-    # Each sequence, and the padding rows, may leave a tile all but empty.
+    # Each sequence, and the padding rows, may have one nearly empty tile.
     tiles = (problem.num_tokens + (problem.num_seqs + 1) * (tuned.queries - 1)) // tuned.queries
     kernel = AttentionKernel(problem.attention, replace(tuned, final=False, scan=scan), prefix)
     return kernel, Grid(min(problem.num_tokens, tiles), at_once)
 
 
 def _programs_at_once(tuned: Tuning) -> int:
-    """Programs of a multiprocessor, as their registers let them be (benchmarks/LOG.md)."""
+    """How many programs a multiprocessor runs at once, by their registers (benchmarks/LOG.md)."""
     return max(1, (4 if tuned.rows <= 16 else 2) * 4 // tuned.num_warps)
 
 
 def reduce(kernel: AttentionKernel, grid: Grid, gpu: Device) -> RaggedReduceKernel:
-    """The reduce that follows: a warp for each row, for a few of them where rows are many, for a part where few.
+    """Chooses the reduce: a warp takes a row, several of many rows, or a part of one of few rows.
 
-    A warp has up to 32 elements a thread in flight: all splits of a row that the average tile may have.
+    A warp has up to 32 elements of each thread in flight, for all splits that a tile has on average.
     """
     tuned = kernel.tuning
     all_rows = grid.split_tiles * kernel.problem.num_kv_heads * kernel.head_tiles * tuned.rows

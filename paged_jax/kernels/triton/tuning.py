@@ -1,7 +1,7 @@
-"""What the kernels are compiled for: what was chosen for a call, by pure functions of its facts and the device.
+"""Chooses how the Triton kernels compute a call, by pure functions of its facts and of the device.
 
-A kernel takes one compile-time argument, which holds the facts (`kernels/problem.py`), the choices, and what follows
-from both. None of it changes with the sizes of a batch, else Triton would compile anew for each.
+A kernel takes one compile-time argument, which holds the facts (`kernels/problem.py`), the choices, and values that
+follow from both. It does not depend on the sizes of a batch, since Triton would compile again for each of them.
 """
 
 import math
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from paged_jax.kernels.problem import Attention, Device, Pool, Problem, ScaleKind
 
-# Shared memory that one program may have, KiB; other capabilities get the least of these.
+# Shared memory that one program may have, in KiB, by capability; for other capabilities the smallest of these.
 _SHARED_MEMORY = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
 _LEAST_SHARED_MEMORY = 99
 
@@ -38,13 +38,13 @@ def shared_memory(gpu: Device) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Quantisation:
-    """How a write makes what a cache holds of new keys and values.
+    """How a write quantises new keys and values.
 
     Attributes:
-      k_scale, v_scale: which factors they are divided by.
-      cache_dtype: what they become.
-      narrower: whether that has less room, in bytes or in range, so that they are clipped.
-      native: whether it is a float8 that the GPU has an instruction for.
+      k_scale, v_scale: the kinds of factors by which they are divided.
+      cache_dtype: the dtype that they get.
+      narrower: whether that dtype has fewer bytes or a smaller range, so that they are clipped.
+      native: whether it is a float8 for which the GPU has an instruction.
     """
 
     k_scale: ScaleKind
@@ -73,21 +73,21 @@ def _range(dtype: str) -> tuple[float, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """How an attention kernel goes about it.
+    """The choices of an attention kernel.
 
     Attributes:
-      heads: query heads of one program, of one kv head's group.
+      heads: query heads of one program, all of one kv head's group.
       queries: query tokens of one program; 1 in decode.
-      width: elements that a vector takes in registers, a power of two >= head_size.
+      width: elements of a vector in registers, a power of two >= head_size.
       tile: tokens of K and V in one step of the loop, a power of two.
-      compute_dtype: of the operands of the matrix products.
-      staged_values: whether 8-bit values are converted on their way from one place in shared memory to another.
-      partition_size: tokens of a partition, or None: splits have even shares of each context.
+      compute_dtype: the dtype of the operands of the matrix products.
+      staged_values: whether 8-bit values are converted and go through shared memory a second time.
+      partition_size: tokens of a partition; None if splits have even shares of each context.
       final: whether there is one split, so that no reduce follows.
-      ranked: 0, or a power of two >= num_seqs to have the longest sequences start first.
-      scan: sequences of a ragged batch that are looked at together, to cut it into pieces.
-      plan: pieces that one program finds.
-      least_split: tiles of a context below which ragged attention splits it no further.
+      ranked: a power of two >= num_seqs if the longest sequences start first, otherwise 0.
+      scan: how many sequences of a ragged batch are read at once, to cut it into pieces.
+      plan: how many pieces one program finds.
+      least_split: tiles of the shortest split that ragged attention makes.
       write: how decode writes the last tokens, or None.
       num_warps, num_stages: for Triton.
     """
@@ -120,18 +120,18 @@ class Tuning:
 
     @property
     def rows(self) -> int:
-        """Rows of the matrix products: heads times queries, padded."""
+        """Rows of the matrix products, which are heads times queries, padded."""
         return max(16, power_of_two(self.heads * self.queries))
 
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """What an attention kernel is compiled for.
+    """The compile-time argument of an attention kernel.
 
     Attributes:
       problem: the call's facts.
       tuning: the choices.
-      prefix: whether the new tokens' keys and values are given beside the caches.
+      prefix: whether the new tokens' keys and values are arguments beside the caches.
     """
 
     problem: Attention
@@ -140,61 +140,61 @@ class AttentionKernel:
 
     @property
     def head_tiles(self) -> int:
-        """Programs that a kv head's group takes."""
+        """How many programs share the heads of a group."""
         return cdiv(self.problem.group, self.tuning.heads)
 
     @property
     def normalise_query(self) -> bool:
-        """Whether a power of two is taken out of each query, to fit in the narrower range of float16."""
+        """Whether each query is divided by a power of two, to fit in the smaller range of float16."""
         return self.problem.query_dtype == "bfloat16" and self.tuning.compute_dtype == "float16"
 
     @property
     def run(self) -> int:
-        """Neighbouring tokens of a tile that are sure to be in one block."""
+        """How many neighbouring tokens of a tile are always in one block."""
         return min(self.problem.block_size, self.tuning.tile)
 
     @property
     def whole_tiles(self) -> bool:
-        """Whether tiles that every row sees whole have a loop of their own, without masks."""
+        """Whether tiles of which every row sees all tokens have their own loop, without masks."""
         masked = self.problem.sliding_window is not None or self.problem.block_sparse is not None
-        # With few rows the loop waits for memory, and a second one only holds registers.
+        # With few rows the loop waits for memory, and a second loop would only take registers.
         return not masked and (self.tuning.rows > 16 or self.problem.layout == "vllm")
 
     @property
     def late_factor(self) -> bool:
-        """Whether logits stay products of q and k up to the exponential, which takes the factor in for free."""
+        """Whether the factor of the logits is applied in the exponential, where it costs nothing."""
         one_factor = not self.prefix or self.problem.k_scale in (ScaleKind.NONE, ScaleKind.SLOT)
         return one_factor and self.problem.scaled_products and self.tuning.compute_dtype != "float32"
 
     @property
     def patterns(self) -> int:
-        """Rows of the block-sparse pattern that one program's heads have between them: each sees other far blocks."""
+        """How many different block-sparse patterns one program's heads have."""
         sparse = self.problem.block_sparse
         if sparse is None or sparse.head_sliding_step <= 0:
-            return 1  # the same for every head of a kv head
+            return 1  # all heads of a kv head have the same pattern
         return min(self.tuning.heads, sparse.vert_stride // math.gcd(sparse.head_sliding_step, sparse.vert_stride))
 
     @property
     def one_pattern(self) -> bool:
-        """Whether all rows of a program have the same position and the same block-sparse pattern."""
+        """Whether all rows of a program have one position and one block-sparse pattern."""
         return self.tuning.queries == 1 and self.patterns == 1
 
     @property
     def opaque_range(self) -> bool:
-        """Whether LLVM must not see what tokens are numbered from: `device.tiles.numbers`."""
+        """Whether the first token's number is hidden from LLVM: `device.tiles.numbers`."""
         by_slot = ScaleKind.SLOT in (self.problem.k_scale, self.problem.v_scale)
         return self.problem.block_sparse is not None or by_slot
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceKernel:
-    """What the reduce of splits is compiled for.
+    """The compile-time argument of the kernel that reduces splits.
 
     Attributes:
       problem: the call's facts.
       partition_size: as in `Tuning`.
       width: as in `Tuning`.
-      splits: that are read at once.
+      splits: how many splits are read at once.
       parts: programs that share a head's output.
       num_warps, num_stages: for Triton.
     """
@@ -210,13 +210,13 @@ class ReduceKernel:
 
 @dataclass(frozen=True, kw_only=True)
 class WriteKernel:
-    """What the write kernel is compiled for.
+    """The compile-time argument of the write kernel.
 
     Attributes:
       pool: the call's facts.
-      quantisation: how new tokens become the cache's.
-      width: elements that a vector takes in registers, a power of two >= head_size.
-      tokens: of one program.
+      quantisation: how new tokens are quantised.
+      width: elements of a vector in registers, a power of two >= head_size.
+      tokens: tokens of one program.
       num_warps, num_stages: for Triton.
     """
 
@@ -230,13 +230,13 @@ class WriteKernel:
 
 @dataclass(frozen=True, kw_only=True)
 class CopyKernel:
-    """What the kernels of block copies are compiled for.
+    """The compile-time argument of the kernels that copy blocks.
 
     Attributes:
       key_words, value_words: 8-byte words of a block of each cache.
       within: whether sources and destinations are in the same pools.
       chunk: words of each that one program copies.
-      scan: pairs that are looked at together.
+      scan: how many pairs are read at once.
       num_warps, num_stages: for Triton.
     """
 
@@ -250,12 +250,12 @@ class CopyKernel:
 
     @property
     def chunks(self) -> int:
-        """Programs that a pair takes."""
+        """How many programs copy a pair."""
         return cdiv(max(self.key_words, self.value_words), self.chunk)
 
 
 def attention(problem: Problem, gpu: Device, *, queries_per_seq: int = 1, prefix: bool = False) -> Tuning:
-    """For up to `queries_per_seq` query tokens of one sequence in a program; 1 is decode."""
+    """Chooses the tuning for up to `queries_per_seq` query tokens of one sequence in a program; 1 is decode."""
     heads = cdiv(problem.group, cdiv(problem.group, _MAX_HEADS))
     compute = compute_dtype(problem, prefix)
     width = max(16, power_of_two(problem.head_size))
@@ -263,7 +263,7 @@ def attention(problem: Problem, gpu: Device, *, queries_per_seq: int = 1, prefix
         rows, tile, num_warps, num_stages = _decode_tiling(problem, heads, width, gpu)
     else:
         rows, tile, num_warps, num_stages = _ragged_tiling(problem, queries_per_seq * heads, width, gpu)
-    if compute == "float32":  # plain cores: smaller products, or registers spill
+    if compute == "float32":  # without matrix units: larger products would spill registers
         rows, num_warps = max(min(rows, 32), power_of_two(heads)), 4
         tile = min(tile, 32 if width <= 128 else 16)
 
@@ -290,10 +290,10 @@ def attention(problem: Problem, gpu: Device, *, queries_per_seq: int = 1, prefix
 
 
 def _decode_tiling(problem: Problem, heads: int, width: int, gpu: Device) -> tuple[int, int, int, int]:
-    """`rows`, `tile`, `num_warps` and `num_stages`, as measured (benchmarks/LOG.md).
+    """Chooses `rows`, `tile`, `num_warps` and `num_stages`, as measured (benchmarks/LOG.md).
 
-    Many small programs; larger tiles for groups of 8; and a second tile in flight (which takes two more stages, as
-    block tables are read first) where arithmetic is dear.
+    Many small programs are fastest. Groups of 8 get larger tiles. Where arithmetic takes long, a second tile is in
+    flight, which takes two more stages, since block tables are read first.
     """
     small = shared_memory(gpu) < 128 * 1024
     tile_bytes = (32768 if 8 <= problem.group < 16 else 16384) // (2 if small else 1)
@@ -303,7 +303,7 @@ def _decode_tiling(problem: Problem, heads: int, width: int, gpu: Device) -> tup
 
 
 def _ragged_tiling(problem: Problem, rows: int, width: int, gpu: Device) -> tuple[int, int, int, int]:
-    """`rows`, `tile`, `num_warps` and `num_stages` where a program could have `rows` rows."""
+    """Chooses `rows`, `tile`, `num_warps` and `num_stages` for a program that could have `rows` rows."""
     small = shared_memory(gpu) < 128 * 1024
     # Hopper and data-center Blackwell have matrix units for whole tiles, which two groups of four warps share.
     large = gpu.capability // 10 in (9, 10)
@@ -323,10 +323,10 @@ def compute_dtype(problem: Attention, prefix: bool) -> str:
 
 
 def automatic(problem: Problem, gpu: Device) -> tuple[Tuning, int]:
-    """For decode: a tuning, and the number of splits, that the call's sizes suggest."""
+    """Chooses a tuning for decode, and the number of splits, by the sizes of the call."""
     tuning = attention(problem, gpu)
     splits = num_splits(problem, tuning, gpu)
-    if splits > 1 and problem.max_seq_len <= splits * tuning.tile:  # a tile each: smaller ones fill more of the GPU
+    if splits > 1 and problem.max_seq_len <= splits * tuning.tile:  # smaller tiles fill more of the GPU
         tuning = replace(tuning, tile=max(min(tuning.tile, 32), tuning.tile // 2))
         splits = num_splits(problem, tuning, gpu)
     if splits > 1:
@@ -335,25 +335,25 @@ def automatic(problem: Problem, gpu: Device) -> tuple[Tuning, int]:
 
 
 def num_splits(problem: Problem, tuning: Tuning, gpu: Device) -> int:
-    """Into how many programs each context is split, so that every multiprocessor has its fill."""
+    """Chooses the number of splits of each context, so that every multiprocessor has enough programs."""
     programs = max(problem.num_seqs, 1) * problem.num_kv_heads * cdiv(problem.group, tuning.heads)
-    # As many programs as a multiprocessor has room for; those of a block-sparse pattern need more registers.
+    # How many programs fit on a multiprocessor; those of block-sparse patterns need more registers.
     at_once = 2 if problem.group >= 8 else 4 if problem.block_sparse is None else 3
     target = gpu.num_multiprocessors * at_once
     return max(1, min(target // programs, cdiv(problem.max_seq_len, tuning.tile)))
 
 
 def ranked(problem: Problem, tuning: Tuning, gpu: Device) -> int:
-    """`Tuning.ranked` for unsplit sequences: worth it where they come in more than one wave."""
+    """Chooses `Tuning.ranked` for sequences that are not split: ranking pays if they take more than one wave."""
     programs = problem.num_seqs * problem.num_kv_heads * cdiv(problem.group, tuning.heads)
     waves = programs > gpu.num_multiprocessors
     return power_of_two(problem.num_seqs) if waves and 2 <= problem.num_seqs <= _LARGEST_RANKED else 0
 
 
 def reduce(problem: Problem, tuning: Tuning, num_splits: int, gpu: Device) -> ReduceKernel:
-    """The reduce that follows: few rows are cut in parts, and a row's loads are in flight at once.
+    """Chooses the reduce: few rows are cut in parts, and all loads of a row are in flight at once.
 
-    In partitions it is always the same: a row's result must not depend, by rounding, on what else there is.
+    For partitions it is always the same, so that a row's rounding does not depend on the batch.
     """
     kernel = ReduceKernel(
         problem=problem.attention,
@@ -371,7 +371,7 @@ def reduce(problem: Problem, tuning: Tuning, num_splits: int, gpu: Device) -> Re
 
 
 def quantisation(dtype: str, pool: Pool, gpu: Device, *, scaled: bool = True) -> Quantisation:
-    """How keys and values of `dtype` get into a pool; divided by its scales only if `scaled`."""
+    """Says how keys and values of `dtype` are quantised for a pool; they are divided by its scales only if `scaled`."""
     narrower = pool.cache_itemsize < jnp.dtype(dtype).itemsize or (pool.cache_dtype, dtype) == ("float16", "bfloat16")
     return Quantisation(
         k_scale=pool.k_scale if scaled else ScaleKind.NONE,
@@ -383,7 +383,7 @@ def quantisation(dtype: str, pool: Pool, gpu: Device, *, scaled: bool = True) ->
 
 
 def write(dtype: str, num_tokens: int, pool: Pool, gpu: Device) -> WriteKernel:
-    """The write of `num_tokens` new tokens. Few: one a program, to fill the GPU. Many: 16, to have fewer programs."""
+    """Chooses the write of `num_tokens` new tokens: one in a program if they are few, to fill the GPU, and up to 16."""
     tokens = min(16, power_of_two(num_tokens * pool.num_kv_heads // (8 * gpu.num_multiprocessors)))
     return WriteKernel(
         pool=pool,

@@ -1,4 +1,4 @@
-"""Every op in plain jnp: the definition, and what runs on the CPU."""
+"""Every op in plain jnp. This defines the ops, and runs on CPUs and wherever no kernel can."""
 
 from paged_jax.kernels.xla.cache_ops import copy_blocks as copy_blocks
 from paged_jax.kernels.xla.cache_ops import swap_blocks as swap_blocks

@@ -1,4 +1,4 @@
-"""Cache operations as scatters: XLA turns them into in-place updates of donated pools."""
+"""The cache ops as scatters, which XLA turns into in-place updates of donated pools."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def write_to_paged_cache(
 ) -> tuple[Cache, Cache]:
     num_blocks = key_cache.shape[0]
     block_size = value_cache.shape[block_axis(layout)]
-    # A negative index would count from the end: skipped slots go past the end instead, where they are dropped.
+    # A negative index would count from the end, so skipped slots become indices past the end, which are dropped.
     block = jnp.where(slot_mapping < 0, num_blocks, slot_mapping // block_size)
     offset = slot_mapping % block_size
     key = _quantise(key, key_cache.dtype, _per_token(k_scale, block, offset))
@@ -54,7 +54,7 @@ def swap_blocks(
     dst = jnp.where(valid, dst, dst_key_cache.shape[0])
 
     def move(source, destination):
-        # XLA gathers and scatters in device memory only: a pool on the host makes the trip as a whole.
+        # XLA gathers and scatters in device memory only, so a pool on the host is moved as a whole.
         home = jax.typeof(destination).memory_space
         source, destination = (_to_memory(x, jax.memory.Space.Device) for x in (source, destination))
         return _to_memory(_put(destination, _take(source, src), dst), home)
@@ -63,7 +63,7 @@ def swap_blocks(
 
 
 def _take(cache: Cache, block: Int32[Array, "n"]) -> Num[Array, "n ..."]:
-    """The named blocks, bit for bit: as float8, XLA's CPU backend would gather them by way of float16."""
+    """Gathers the named blocks, bit for bit; as float8, XLA's CPU backend would convert them to float16 and back."""
     if cache.dtype.itemsize > 1 or not jnp.issubdtype(cache.dtype, jnp.floating):
         return jnp.take(cache, block, axis=0, mode="clip")
     taken = jnp.take(lax.bitcast_convert_type(cache, jnp.uint8), block, axis=0, mode="clip")
@@ -81,9 +81,9 @@ def _put(
     offset: Int32[Array, "n"] | None = None,
     axis: int = 1,
 ) -> Cache:
-    """Puts each update at its block, and at its offset along `axis` if there are offsets; every other bit is kept.
+    """Writes each update to its block, and to its offset along `axis` if there are offsets; all other bits are kept.
 
-    Updates of blocks past the pool are dropped; no block is negative.
+    Updates of blocks past the pool are dropped. No block id is negative.
     """
 
     def scatter(cache, updates, block, offset):
@@ -96,7 +96,7 @@ def _put(
     def one_by_one(cache, updates, block, offset):
         first_inside = jnp.argsort(block >= cache.shape[0], stable=True).astype(jnp.int32)
         num_inside = (block < cache.shape[0]).sum(dtype=jnp.int32)
-        # As bytes: XLA would take float8 by way of float16, which changes NaNs. The cache is still updated in place.
+        # The update is of bytes, since XLA would convert float8 to float16, which changes NaNs. It is still in place.
         update_bytes = lax.bitcast_convert_type(updates, jnp.uint8)
 
         def step(i, cache):
@@ -118,7 +118,7 @@ def _put(
 
 
 def _per_token(scale: CacheScale, block: Int32[Array, "t"], offset: Int32[Array, "t"]) -> CacheScale:
-    """A scale of any shape as one that broadcasts against ``[num_tokens, num_kv_heads, head_size]``."""
+    """Makes a scale of any shape one that broadcasts against ``[num_tokens, num_kv_heads, head_size]``."""
     if scale is None:
         return None
     if scale.ndim == 3:
@@ -127,18 +127,18 @@ def _per_token(scale: CacheScale, block: Int32[Array, "t"], offset: Int32[Array,
 
 
 def _quantise(x: Num[Array, "t g d"], dtype: jnp.dtype, scale: CacheScale) -> Num[Array, "t g d"]:
-    """Divides by the scale and saturates where `dtype` is narrower, in bytes or in range; else a plain cast."""
+    """Divides by the scale and saturates if `dtype` is narrower, in bytes or in range; otherwise only casts."""
     if dtype.itemsize >= x.dtype.itemsize and (dtype, x.dtype) != (jnp.float16, jnp.bfloat16):
         return x.astype(dtype)
     x = x.astype(jnp.float32)
     if scale is not None:
         # The barrier keeps XLA from multiplying by the reciprocal, which rounds twice.
-        x = jnp.where(x == 0, x, x / lax.optimization_barrier(jnp.broadcast_to(scale, x.shape)))  # 0 / 0 too is 0
+        x = jnp.where(x == 0, x, x / lax.optimization_barrier(jnp.broadcast_to(scale, x.shape)))  # 0 / 0 is 0 too
     if jnp.issubdtype(dtype, jnp.integer):
         limits, x = jnp.iinfo(dtype), jnp.round(x)
     else:
         limits = jnp.finfo(dtype)
-        # Rounded here and exact to cast: XLA's CPU backend would round to float8_e5m2 by way of float16, twice.
+        # This rounds, so that the cast is exact: XLA's CPU backend would round twice, to float16 and to float8_e5m2.
         exponent = jnp.maximum(jnp.frexp(x)[1] - 1, limits.minexp) - limits.nmant
         x = jnp.ldexp(jnp.round(jnp.ldexp(x, -exponent)), exponent)
     return jnp.clip(x, float(limits.min), float(limits.max)).astype(dtype)

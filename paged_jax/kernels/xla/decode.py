@@ -1,4 +1,4 @@
-"""Decode, one query a sequence: v1 over all sequences at once, v2 over partitions one by one."""
+"""Decode attention: v1 computes all sequences at once, v2 one partition after the other."""
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -32,7 +32,7 @@ def paged_attention_v1(
     return out[:, 0].astype(query.dtype), lse[:, 0]
 
 
-# On the CPU a partition buys nothing: one pass is the automatic choice.
+# On a CPU partitions gain nothing, so the automatic choice is one pass.
 paged_attention = paged_attention_v1
 
 
@@ -68,7 +68,7 @@ def paged_attention_v2(
 ) -> tuple[Query, Lse, Residual, Residual, TmpOut]:
     starts = jnp.arange(0, options.max_seq_len, partition_size, dtype=jnp.int32)
 
-    # One sequence at a time, so that a row's arithmetic cannot depend on the batch around it.
+    # One sequence at a time is computed, so that a row's arithmetic cannot depend on the rest of the batch.
     def one(sequence):
         query, table, seq_len = sequence
         queries, position = query[None, None], seq_len[None, None] - 1
@@ -106,9 +106,9 @@ def paged_attention_v2(
 def _reduce(
     exp_sums: Float32[Array, "p h"], max_logits: Float32[Array, "p h"], tmp_out: Float32[Array, "p h d"]
 ) -> softmax.Softmax:
-    """The softmax over all partitions of one sequence.
+    """Merges the partitions of one sequence into one softmax.
 
-    The sums run from partition to partition: empty ones at the end, of which there may be any number, add exact zeros.
+    The sums go from partition to partition, so that any number of empty ones at the end adds exact zeros.
     """
     max_logit = max_logits.max(0, initial=-jnp.inf)
     shift = jnp.where(jnp.isneginf(max_logit), 0.0, max_logit)

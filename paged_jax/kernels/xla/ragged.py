@@ -1,7 +1,7 @@
-"""Ragged attention: the queries are cut into chunks of one sequence each, done one after the other.
+"""Ragged attention: the queries are cut into chunks of one sequence each, which are computed one after the other.
 
-Which chunk belongs to which sequence is worked out from `query_start_loc` on the device. A chunk writes its rows
-whole; the rows it holds beyond its sequence keep what is there.
+The device computes from `query_start_loc` which chunk belongs to which sequence. A chunk writes all of its rows; rows
+beyond its sequence keep their values.
 """
 
 from collections.abc import Callable
@@ -78,7 +78,7 @@ def _chunk_by_chunk(
 ) -> tuple[RaggedQuery, RaggedLse]:
     """Calls ``attend_to(state, queries, positions, seq, end)`` for every chunk.
 
-    `end` is one past the last token that any of its queries sees.
+    `end` is one past the last token that any of the chunk's queries sees.
     """
     num_tokens, num_heads, _ = query.shape
     if num_tokens == 0 or seq_lens.shape[0] == 0:
@@ -95,7 +95,7 @@ def _chunk_by_chunk(
         rows = offset + jnp.arange(chunk, dtype=jnp.int32)
         own = rows < query_lens[seq]
         context_len = seq_lens[seq] - query_lens[seq]
-        # A query that sees all tokens may stand anywhere (a prefix can have more queries than tokens): at 0, say.
+        # The position of a query that sees all tokens does not matter; a prefix can have more queries than tokens.
         positions = jnp.where(own, context_len + rows if options.causal else 0, -1)
         start = query_start_loc[seq] + offset
         chunk_queries = lax.dynamic_slice_in_dim(queries, start, chunk)[None]

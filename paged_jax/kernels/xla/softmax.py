@@ -1,8 +1,8 @@
-"""The definition of attention that all implementations share: an online softmax over tiles of K and V.
+"""Attention as all XLA ops compute it: an online softmax over tiles of K and V.
 
-A tile is a run of consecutive tokens of each of `n` sequences. Everything is computed in float32, whatever the
-inputs are. The loop over tiles is a `while_loop`, so neither the logits of a whole context nor a gathered copy of
-it ever exists, and the work follows the lengths, not the table's width.
+A tile holds consecutive tokens of each of `n` sequences. All arithmetic is in float32, whatever the inputs are. The
+loop over tiles is a `while_loop`, so that there are never the logits of a whole context nor a gathered copy of it, and
+the work depends on the lengths, not on the table's width.
 """
 
 from typing import NamedTuple
@@ -48,7 +48,7 @@ def add_tile(
     end: Int32[Array, "n"],
     options: AttentionOptions,
 ) -> Softmax:
-    """Adds a tile's tokens before `end`; a query at position -1 sees nothing."""
+    """Adds a tile's tokens before `end` to the softmax; a query at position -1 sees no token."""
     n, q, h, d = query.shape
     g = tile.key.shape[2]
     grouped = query.astype(jnp.float32).reshape(n, q, g, h // g, d)
@@ -66,13 +66,13 @@ def add_tile(
     logits = jnp.where(visible, logits, -jnp.inf)
 
     max_logit = jnp.maximum(state.max_logit, logits.max(-1))
-    # A row that has seen nothing has no maximum: any finite one makes its exponentials 0 instead of NaN.
+    # A row that has seen no token has no maximum. Any finite number in its place makes exponentials 0 instead of NaN.
     shift = jnp.where(jnp.isneginf(max_logit), 0.0, max_logit)
     keep = jnp.exp(state.max_logit - shift)
     weights = jnp.exp(logits - shift[..., None])
     exp_sum = state.exp_sum * keep + weights.sum(-1)
 
-    # Slots nobody sees may hold NaN, and 0 * NaN is NaN: such values must not reach the product.
+    # Slots that no query sees may hold NaN. As 0 * NaN is NaN, such values must not reach the product.
     seen = visible.any(axis=(1, 2))
     value = tile.value.astype(jnp.float32)
     if tile.v_scale is not None:
@@ -98,8 +98,8 @@ def add_cached(
 ) -> Softmax:
     """Adds the cached tokens in ``[origin, end)`` of each sequence that its queries may see.
 
-    `origin` is a multiple of the block size. `tile` is how many tokens are gathered at once, a multiple of the block
-    size; without it they are about 256 and no more than a table row has.
+    `origin` is a multiple of the block size. `tile` tokens are gathered at once, a multiple of the block size; without
+    it about 256, but no more than a table row has.
     """
     if block_tables.shape[1] == 0 or value_cache.shape[0] == 0:
         return state
@@ -110,7 +110,7 @@ def add_cached(
     def step(i, state):
         column = origin // block_size + i * columns + jnp.arange(columns, dtype=jnp.int32)
         used = column[None, :] * block_size < end[:, None]
-        # Entries past the sequence may hold anything: they are replaced before they are used.
+        # Entries past the sequence may hold anything, so they are replaced before they are used.
         blocks = jnp.where(used, jnp.take(block_tables, column, axis=1, mode="clip"), 0)
         positions = origin + i * width + jnp.arange(width, dtype=jnp.int32)
         gathered = _gather(key_cache, value_cache, blocks, positions, options)
@@ -118,7 +118,7 @@ def add_cached(
 
     begin = jnp.full_like(end, origin)
     if options.sliding_window is not None:
-        # Queries at -1 are padding and see nothing.
+        # Queries at position -1 are padding and see no token.
         first = jnp.where(query_positions < 0, _NEVER, query_positions).min(1)
         begin = jnp.maximum(begin, first - (options.sliding_window - 1))
     nonempty = begin < end
@@ -128,9 +128,9 @@ def add_cached(
 
 
 def finish(state: Softmax, per_head: PerHead | None) -> tuple[Float32[Array, "n q h d"], Float32[Array, "n q h"]]:
-    """Normalises, after what joins the sums of `per_head` has joined them. Rows that saw no token: out 0, lse -inf."""
+    """Adds the options of `per_head` that join sums, and normalises. A row without tokens has out 0 and lse -inf."""
     max_logit, exp_sum = state.max_logit, state.exp_sum
-    seen = exp_sum != 0  # NaN counts as seen: what is not a number must show
+    seen = exp_sum != 0  # NaN counts as seen, so that it shows in the result
     if per_head is not None and (sinks := per_head.sinks) is not None:
         top = jnp.maximum(max_logit, sinks[None, None, :])
         keep = jnp.exp(max_logit - top)
@@ -152,12 +152,12 @@ def _gather(
     positions: Array,
     options: AttentionOptions,
 ) -> Tile:
-    """The named blocks of both caches as a tile, whatever their layout."""
+    """Gathers the named blocks of both caches, of any layout, as a tile."""
     n = blocks.shape[0]
 
     def tokens(cache, order):  # `order` brings a gathered cache to [n, blocks, offset, kv heads, ...]
-        # As bytes: XLA's CPU backend gathers no float8, and would convert the whole pool to float16 before the loop.
-        # The barrier ties the bytes to this tile, or they too would be made of the whole pool before the loop.
+        # The gather is of bytes, since XLA's CPU backend would convert a whole float8 pool to float16 before the loop.
+        # The barrier ties the bytes to this tile; without it XLA would convert the whole pool to bytes before the loop.
         is_float8 = cache.dtype.itemsize == 1 and jnp.issubdtype(cache.dtype, jnp.floating)
         source = cache
         if is_float8:

@@ -1,0 +1,95 @@
+"""Fills the array in which a step travels to the device, from a plan; `StepShape.unpack` (batch.py) is the inverse."""
+
+from typing import Any
+
+import numpy as np
+
+from paged_jax.engine.batch import FLOATS, StepShape
+from paged_jax.engine.sampling import Kind
+from paged_jax.engine.scheduler import Plan
+
+
+def pack(plan: Plan, shape: StepShape, num_seats: int, kind: Kind) -> np.ndarray:
+    """Packs a plan into a new array, since the last step's array may still be on its way to the device.
+
+    Args:
+      plan: the step's plan; without rows, the array is padding alone.
+      shape: the shape for which the program is compiled, in which the plan fits.
+      num_seats: how many seats there are; padding has this number, which no seat has.
+      kind: what the program that draws tokens can do.
+
+    Returns:
+      i32 [shape.size].
+    """
+    packed = np.zeros(shape.size, np.int32)
+    parts = shape.split(packed)
+    parts["seats"][:] = num_seats
+    parts["block_tables"][:] = -1
+    if plan.tables is None:
+        return packed
+    num_rows, ids = len(plan.chunks), []
+    for sequence, seat, first, count in plan.chunks:
+        known = sequence.tokens[first : first + count]
+        ids += known
+        if len(known) < count:  # the host has not read the last token yet: the device takes its own copy
+            ids.append(-1 - seat)
+    firsts, counts = (np.array([chunk[i] for chunk in plan.chunks]) for i in (2, 3))
+    parts["token_ids"][: len(ids)] = ids
+    parts["seq_lens"][:num_rows] = firsts + counts
+    starts = parts["query_start_loc"]
+    starts[1 : num_rows + 1] = np.cumsum(counts)
+    starts[num_rows + 1 :] = len(ids)
+    parts["block_tables"][:num_rows] = plan.tables
+    if plan.samples:
+        sequences, seats, rows, positions = zip(*plan.samples, strict=True)
+        parts["logit_rows"][: len(rows)] = starts[np.array(rows) + 1] - 1
+        parts["seats"][: len(rows)] = seats
+        if kind > Kind.GREEDY:
+            _pack_params(parts, sequences, positions)
+    return packed
+
+
+def pack_made_up(shape: StepShape, context_len: int, num_blocks: int, num_seats: int) -> np.ndarray:
+    """Packs a made-up step that fills a shape, for measuring: its sequences' blocks lie at random in the pool.
+
+    Args:
+      shape: the shape to fill.
+      context_len: tokens of each sequence, the new ones included.
+      num_blocks: blocks of the pool.
+      num_seats: how many seats there are; the drawn tokens belong to none of them.
+
+    Returns:
+      i32 [shape.size].
+    """
+    packed = np.zeros(shape.size, np.int32)
+    parts = shape.split(packed)
+    rng = np.random.default_rng(0)
+    parts["block_tables"][:] = rng.integers(0, num_blocks, parts["block_tables"].shape)
+    parts["seats"][:] = num_seats
+    rows = np.arange(shape.num_rows + 1)
+    starts = (
+        rows if shape.is_decode else np.minimum(np.minimum(rows, shape.num_prompts) * context_len, shape.num_tokens)
+    )
+    counts = np.diff(starts)
+    parts["query_start_loc"][:] = starts
+    parts["seq_lens"][:] = context_len if shape.is_decode else counts
+    parts["logit_rows"][:] = np.where(counts > 0, starts[1:] - 1, 0)
+    return packed
+
+
+def _pack_params(parts: dict[str, np.ndarray], sequences: Any, positions: Any) -> None:
+    """Fills in the sampling parameters; greedy steps leave them 0."""
+    params = [sequence.params for sequence in sequences]
+    seeds = np.array([sequence.seed for sequence in sequences], np.uint64)
+    values = {
+        "temperature": [p.temperature for p in params],
+        "top_k": [p.top_k for p in params],
+        "top_p": [p.top_p for p in params],
+        "seed_high": (seeds >> np.uint64(32)).astype(np.uint32).view(np.int32),
+        "seed_low": (seeds & np.uint64(2**32 - 1)).astype(np.uint32).view(np.int32),
+        "index": [sequence.index for sequence in sequences],
+        "position": positions,
+    }
+    for name, value in values.items():
+        part = parts[name].view(np.float32) if name in FLOATS else parts[name]
+        part[: len(sequences)] = value
