@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from benchmarks import inputs as inputs_lib
@@ -105,10 +106,22 @@ def compile_ahead(work: Work) -> Programs:
             inputs_lib.truth(case, inputs, prefill=work.benchmark.prefill)
             for name, kind, build in work.contenders:
                 with contextlib.suppress(Exception):
-                    for candidate in build(case, inputs):
+                    for candidate in _abstract(build, case, inputs):
                         with contextlib.suppress(Exception):
                             programs.get(case, name, kind, candidate)
     return programs
+
+
+def _abstract(build: peers.Build, case: Case, inputs: inputs_lib.Inputs) -> list[peers.Candidate]:
+    """A contender's candidates with shapes for arguments, so that what a peer copies takes no memory yet."""
+    found: list[peers.Candidate] = []
+
+    def arguments():
+        found.extend(build(case, inputs))
+        return [candidate.argsets[0] for candidate in found]
+
+    shapes = jax.eval_shape(arguments)
+    return [candidate._replace(argsets=[args]) for candidate, args in zip(found, shapes, strict=True)]
 
 
 def measure(work: Work, programs: Programs) -> Iterator[Answer]:

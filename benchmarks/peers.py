@@ -26,6 +26,7 @@ from benchmarks.inputs import Inputs
 
 # Bytes of keys and values that a peer may copy. It needs several times as much memory while it copies.
 _MOST_COPIED = 10**10
+_TILES_AND_STEPS = (128, 2), (128, 4), (64, 2)  # of JAX's Mosaic attention; the last fits heads of 256
 _SPLITS, _PAGES = (1, 8, 32), (4, 8, 16)  # what is tried of JAX's op where a table's width allows it
 
 
@@ -222,22 +223,25 @@ def cudnn_prefill(case: Case, inputs: Inputs) -> list[Candidate]:
 
 
 def mosaic_prefill(case: Case, inputs: Inputs) -> list[Candidate]:
-    """JAX's Mosaic GPU attention in float16 over contiguous keys and values."""
+    """JAX's Mosaic GPU attention in float16 over contiguous keys and values, in three configurations."""
     try:
         from jax.experimental.pallas.ops.gpu import attention_mgpu as op
     except ImportError as error:
         raise Absent(f"not in this JAX: {error}") from None
-    config = op.TuningConfig(block_q=64, block_kv=128, max_concurrent_steps=2, causal=True)
     query, key, value = _contiguous(case, inputs)
     query = query.astype(jnp.float32) * jnp.float32(case.head_size**-0.5)  # the op does not scale its logits
     query, key, value = (x.astype(jnp.float16) for x in (query, key, value))
 
-    @jax.jit
-    def attend(query, key, value):
+    def attend(query, key, value, config):
         out = op.attention(query, key, value, config)
         return out.reshape(-1, *query.shape[2:])
 
-    return [Candidate("", attend, [(query, key, value)])]
+    candidates = []
+    for tile, steps in _TILES_AND_STEPS:
+        config = op.TuningConfig(block_q=64, block_kv=tile, max_concurrent_steps=steps, causal=True)
+        fn = jax.jit(functools.partial(attend, config=config))
+        candidates.append(Candidate(f"tiles of {tile}, {steps} steps", fn, [(query, key, value)]))
+    return candidates
 
 
 def _of_whole_prompts(build: Build, case: Case, inputs: Inputs) -> Sequence[Candidate]:
