@@ -76,12 +76,12 @@ class Processes:
                 while (answer := _receive(connection)) is not None:
                     left.pop((answer.case, answer.contender))
                     yield answer
-                self._processes[i].join(_LONGEST_S)
             except TimeoutError:
                 reason = f"took more than {_LONGEST_S:.0f} s"
             except (EOFError, ConnectionError):
                 pass
-            self._processes[i].kill()  # what it holds of the GPU's memory, others need
+            self._processes[i].kill()  # which frees its memory on the GPU sooner than an orderly end
+            self._processes[i].join()
             for (case, name), kind in left.items():
                 yield Answer(case, name, kind, {"failed": reason})
 
