@@ -1,82 +1,127 @@
-"""Times random decode shapes with every implementation, and what the automatic choice between these loses.
+"""Times random cases with every implementation, and what the automatic choice between these loses.
 
-    python -m benchmarks.bench_choice
+    python -m benchmarks.bench_choice --op decode
+    python -m benchmarks.bench_choice --op ragged --processes 12
 
-The shapes are nobody's: a seeded generator draws heads, groups, head sizes, dtypes, layouts and lengths
-(`cases.random_decode`). A shape's regret is the chosen implementation's time over the fastest one's, less 1.
+The cases are nobody's: a seeded generator draws heads, groups, head sizes, dtypes, layouts and lengths of decode
+(`cases.random_decode`), or batches as engines compose them (`cases.random_ragged`). For ragged attention Triton's tiles
+of queries are timed in other sizes too. A case's regret is the chosen implementation's time over the fastest one's,
+less 1 (`benchmarks.report`).
 """
 
 import argparse
 import dataclasses
 import functools
-import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest import mock
 
 import jax
-import jax.numpy as jnp
 
 import paged_jax
-from benchmarks import bench_decode, cases, harness
+from benchmarks import bench_decode, bench_ragged, cases, harness, measure, peers, report
+from benchmarks import inputs as inputs_lib
+from paged_jax import _validate
+from paged_jax.kernels.triton import ragged, tuning
+from paged_jax.options import Options
 
-NUM_CASES = 40
-IMPLEMENTATIONS = ("mosaic_gpu", "triton")
-
-
-def chosen(case: cases.Case) -> str:
-    """The implementation that `paged_attention` gets for a case."""
-    pools = jax.eval_shape(
-        functools.partial(
-            paged_jax.PagedKVCache.create, 2, case.block_size, case.num_kv_heads, case.head_size,
-            dtype=case.cache_dtype, layout=case.layout,
-        )
-    )  # fmt: skip
-    query = jax.ShapeDtypeStruct((case.num_seqs, case.num_heads, case.head_size), jnp.bfloat16)
-    tables = jax.ShapeDtypeStruct((case.num_seqs, max(case.blocks_per_seq)), jnp.int32)
-    seq_lens = jax.ShapeDtypeStruct((case.num_seqs,), jnp.int32)
-    arrays = query, pools.key_cache, pools.value_cache, tables, seq_lens
-    return paged_jax.which_implementation(
-        paged_jax.paged_attention, *arrays, platform="cuda", layout=case.layout,
-        **({} if jnp.dtype(case.cache_dtype).itemsize > 1 else {"k_scale": jnp.float32(1), "v_scale": jnp.float32(1)}),
-    ).name  # fmt: skip
+TILES = (16, 64, 128, 256)  # rows, each a query of one head
+IMPLEMENTATIONS = {
+    "decode": ("mosaic_gpu", "triton"),
+    "ragged": ("mosaic_gpu", "triton", "triton/16", "triton/64", "triton/256"),
+}
+NUM_CASES = {"decode": 40, "ragged": 30}
 
 
-def regrets(times: Mapping[str, Mapping[str, float]], choices: Mapping[str, str]) -> dict[str, float]:
-    """The regret of each case, from the times of each implementation that could do it and the chosen ones."""
-    return {case: by_name[choices[case]] / min(by_name.values()) - 1 for case, by_name in times.items()}
+def ragged_implementation(name: str) -> peers.Build:
+    """Makes a contender from its name: an implementation's, or "triton/<rows>" for tiles of so many rows.
+
+    Raises:
+      ValueError: another name.
+    """
+    base, slash, rows = name.partition("/")
+    if not slash:
+        return bench_ragged.implementation(name)
+    if base != "triton" or rows not in map(str, TILES):
+        raise ValueError(f"no implementation is named {name}; there are triton/{', triton/'.join(map(str, TILES))}")
+    return functools.partial(bench_ragged.candidates, functools.partial(_with_tiles, int(rows)))
+
+
+def _with_tiles(rows: int, *arrays: Any, **options: Any) -> jax.Array:
+    """`ragged_paged_attention` by Triton, with tiles of so many rows."""
+    operands = _validate.ragged_operands(*arrays, causal=True, options=cast(Options, options))
+    with mock.patch.object(tuning, "attention", functools.partial(_tuned, rows, tuning.attention)):
+        return ragged.ragged_paged_attention(*operands)[0]
+
+
+def _tuned(rows: int, tune: Any, problem: Any, gpu: Any, *, queries_per_seq: int, **options: Any) -> tuning.Tuning:
+    """What `tuning.attention` chooses if it is told that sequences have as many queries as fill tiles of `rows`."""
+    tuned = tune(problem, gpu, queries_per_seq=max(2, rows // problem.group), **options)
+    if tuned.rows != rows:
+        raise peers.Absent(f"tiles have {tuned.rows} rows")
+    return tuned
+
+
+def choices(op: str, some: Sequence[cases.Case]) -> dict[str, str]:
+    """The implementation that each case gets."""
+    found: dict[cases.Case, str] = {}
+    for case in some:
+        key = measure.program_key(case)  # the choice sees no more of a case than a program does
+        if key not in found:
+            found[key] = chosen(op, case)
+    return {case.name: found[measure.program_key(case)] for case in some}
+
+
+def chosen(op: str, case: cases.Case) -> str:
+    """The implementation that the op gets for a case."""
+    inputs = abstract_inputs(case)
+    arrays = [inputs.query, inputs.key_cache, inputs.value_cache, inputs.block_tables[0], inputs.seq_lens]
+    function = paged_jax.paged_attention
+    if op == "ragged":
+        function = paged_jax.ragged_paged_attention
+        arrays.append(inputs.query_start_loc)
+    options = {"layout": case.layout, "k_scale": inputs.k_scale, "v_scale": inputs.v_scale}
+    return paged_jax.which_implementation(function, *arrays, platform="cuda", **options).name
+
+
+def abstract_inputs(case: cases.Case) -> inputs_lib.Inputs:
+    """The shapes and dtypes of a case's inputs."""
+    return jax.eval_shape(functools.partial(inputs_lib.make, case, prefill=False))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns the exit code, 2 where there is no GPU."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_choice", description=__doc__)
-    parser.add_argument("--count", type=int, default=NUM_CASES, help=f"how many shapes; default {NUM_CASES}")
+    parser.add_argument("--op", choices=list(NUM_CASES), default="decode")
+    parser.add_argument("--count", type=int, help=f"how many cases; default {NUM_CASES}")
+    parser.add_argument("--seed", type=int, default=0, help="of the generator; default 0")
+    parser.add_argument("--implementations", help=f"names with commas between them; default {IMPLEMENTATIONS}")
+    parser.add_argument("--processes", type=int, default=1, help="how many compile side by side; default 1")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args(argv)
-    if not harness.has_gpu("choice"):
+    drawn, benchmark = cases.random_decode, bench_decode.BENCHMARK
+    if args.op == "ragged":
+        drawn = cases.random_ragged
+        benchmark = dataclasses.replace(bench_ragged.BENCHMARK, implementation=ragged_implementation)
+    names = args.implementations.split(",") if args.implementations else IMPLEMENTATIONS[args.op]
+    try:
+        for name in names:
+            benchmark.implementation(name)
+    except ValueError as error:
+        parser.error(str(error))
+    if not harness.has_gpu("choice", args.processes):
         return 2
-    benchmark = dataclasses.replace(
-        bench_decode.BENCHMARK, op="choice", cases=cases.random_decode(args.count), peers={}
-    )
-    report = harness.run(benchmark, benchmark.cases, IMPLEMENTATIONS, [], out=args.out)
-    report["regret"] = summary(drawn, report["rows"])
-    harness.save(report, args.out)
+    some = drawn(args.count or NUM_CASES[args.op], args.seed)
+    benchmark = dataclasses.replace(benchmark, op=f"choice-{args.op}", cases=some)
+
+    def notes() -> dict[str, Any]:
+        return {"seed": args.seed, "chosen": choices(args.op, some)}
+
+    found = harness.run(benchmark, some, names, [], out=args.out, processes=args.processes, notes=notes)
+    print(report.regret_text(found))
     return 0
-
-
-def summary(drawn: Sequence[cases.Case], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Prints and returns each case's regret, their mean and the largest."""
-    times: dict[str, dict[str, float]] = {}
-    for row in rows:
-        if "us" in row:
-            times.setdefault(row["case"], {})[row["contender"]] = row["us"]
-    by_case = regrets(times, {case.name: chosen(case) for case in drawn if case.name in times})
-    found = {"mean": statistics.mean(by_case.values()), "largest": max(by_case.values()), "cases": by_case}
-    for name, regret in sorted(by_case.items(), key=lambda item: -item[1]):
-        print(f"{name:48} {regret:6.1%}")
-    print(f"regret: {found['mean']:.1%} on the mean, at most {found['largest']:.1%}")
-    return found
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Times decode attention beside its peers, and against a mere read of its keys: `python -m benchmarks.bench_decode`."""
 
 import functools
+import operator
 import sys
 from collections.abc import Sequence
 from typing import get_args
@@ -56,10 +57,11 @@ BENCHMARK = harness.Benchmark(
     op="decode",
     cases=cases.DECODE,
     prefill=False,
-    work=lambda case: case.kv_bytes,
+    work=operator.attrgetter("kv_bytes"),
     ceiling=timing.read_ceiling,
     implementation=implementation,
     peers=peers.DECODE,
+    elsewhere=peers.FLASHINFER,
 )
 
 

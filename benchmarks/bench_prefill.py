@@ -1,17 +1,18 @@
 """Times prefill attention beside peers that have contiguous keys: `python -m benchmarks.bench_prefill`."""
 
+import operator
 import sys
 from collections.abc import Sequence
 
-from benchmarks import cases, harness, peers, timing
-from benchmarks.bench_ragged import implementation
+from benchmarks import cases, harness, peers
+from benchmarks.bench_ragged import ceiling, implementation
 
 BENCHMARK = harness.Benchmark(
     op="prefill",
     cases=cases.PREFILL,
     prefill=True,
-    work=lambda case: case.causal_flops,
-    ceiling=lambda _: timing.matmul_ceiling(),
+    work=operator.attrgetter("causal_flops"),
+    ceiling=ceiling,
     implementation=implementation,
     peers=peers.PREFILL,
 )

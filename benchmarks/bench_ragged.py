@@ -6,7 +6,7 @@ its keys and values at the rate of a large read. Both are counted in operations,
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import get_args
 
 import jax
@@ -26,6 +26,11 @@ def work(case: cases.Case) -> int:
     return max(case.seen_flops, case.kv_bytes * _OPERATIONS_PER_BYTE)
 
 
+def ceiling(_: Iterable[int]) -> timing.Ceiling:
+    """The rate of a large matrix product, whatever the work to be done."""
+    return timing.matmul_ceiling()
+
+
 def implementation(name: str) -> peers.Build:
     """Makes a contender of ours from its name on the command line, "auto" or an implementation.
 
@@ -36,26 +41,21 @@ def implementation(name: str) -> peers.Build:
     if chosen not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(f"no implementation is named {name}; there are auto, {', '.join(IMPLEMENTATIONS)}")
     op = functools.partial(paged_jax.ragged_paged_attention, implementation=None if chosen == "auto" else chosen)
-
-    def build(case: cases.Case, inputs: Inputs) -> list[peers.Candidate]:
-        scales = {"k_scale": inputs.k_scale, "v_scale": inputs.v_scale}
-        attend = jax.jit(functools.partial(op, layout=case.layout, sliding_window=case.sliding_window, **scales))
-        pools = inputs.query, inputs.key_cache, inputs.value_cache
-        rest = inputs.seq_lens, inputs.query_start_loc
-        return [peers.Candidate("", attend, [(*pools, table, *rest) for table in inputs.block_tables])]
-
-    return build
+    return functools.partial(candidates, op)
 
 
-def _of_whole_prompts(build: peers.Build) -> peers.Build:
-    """A peer that attends to contiguous prompts of one length, and to all of each."""
+def candidates(op: Callable, case: cases.Case, inputs: Inputs) -> list[peers.Candidate]:
+    """The one way of doing a case with `op`, which takes what `ragged_paged_attention` does."""
 
-    def checked(case: cases.Case, inputs: Inputs) -> Sequence[peers.Candidate]:
-        if case.query_lens != case.seq_lens or len(set(case.seq_lens)) > 1 or case.sliding_window is not None:
-            raise peers.Absent("takes whole prompts of one length")
-        return build(case, inputs)
+    @jax.jit
+    def attend(*arrays):
+        *arrays, k_scale, v_scale = arrays
+        options = {"layout": case.layout, "sliding_window": case.sliding_window}
+        return op(*arrays, **options, k_scale=k_scale, v_scale=v_scale)
 
-    return checked
+    pools = inputs.query, inputs.key_cache, inputs.value_cache
+    rest = inputs.seq_lens, inputs.query_start_loc, inputs.k_scale, inputs.v_scale
+    return [peers.Candidate("", attend, [(*pools, table, *rest) for table in inputs.block_tables])]
 
 
 BENCHMARK = harness.Benchmark(
@@ -63,9 +63,10 @@ BENCHMARK = harness.Benchmark(
     cases=cases.RAGGED,
     prefill=True,
     work=work,
-    ceiling=lambda _: timing.matmul_ceiling(),
+    ceiling=ceiling,
     implementation=implementation,
-    peers={name: _of_whole_prompts(build) for name, build in peers.PREFILL.items()},
+    peers=peers.RAGGED,
+    elsewhere=peers.FLASHINFER,
 )
 
 

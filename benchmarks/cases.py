@@ -1,11 +1,26 @@
 """What the benchmarks time: real models' shapes, a list each for decode, prefill and ragged batches."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The shapes that an engine compiles, and pads its batches to.
+
+    Attributes:
+      num_tokens, num_seqs, max_blocks_per_seq, num_blocks: as the ops define them.
+    """
+
+    num_tokens: int
+    num_seqs: int
+    max_blocks_per_seq: int
+    num_blocks: int
 
 
 @dataclass(frozen=True)
@@ -20,6 +35,7 @@ class Case:
       num_heads, num_kv_heads, head_size, block_size: as the ops define them.
       cache_dtype: the dtype of both caches; queries are bfloat16.
       layout: the layout of both caches.
+      shapes: what the batch is padded to, in a ragged case; None for arrays that are just large enough.
     """
 
     name: str
@@ -32,6 +48,7 @@ class Case:
     layout: Literal["hnd", "nhd", "vllm"] = "hnd"
     query_lens: tuple[int, ...] | None = None
     sliding_window: int | None = None
+    shapes: Shapes | None = None
 
     @property
     def num_seqs(self) -> int:
@@ -161,6 +178,78 @@ def random_decode(count: int, seed: int = 0) -> tuple[Case, ...]:
         if group * num_kv_heads <= 128 and 2 << 20 <= case.kv_bytes <= 2 << 30:
             drawn.append(case)
     return tuple(drawn)
+
+
+_MOST_TOKENS = 65536  # of a context
+_MOST_BYTES = 2 << 30  # of all keys and values of a batch
+_POOL_BYTES = 4 << 30
+_SOME_HEADS = ((64, 8, 128), (28, 4, 128), (40, 8, 128), (16, 16, 128), (64, 8, 64), (32, 8, 80), (16, 8, 256))
+_BATCHES = 5  # of each engine
+
+
+def random_ragged(count: int, seed: int = 0) -> tuple[Case, ...]:
+    """Draws batches as engines compose them that nobody tuned for, five of each engine.
+
+    An engine has a model's heads (two of three engines 32/8 of 128) and caches (one of four float8_e4m3fn), a token
+    budget of 512 to 8192 and places for 16 to 256 sequences of up to 65536 tokens. It pads each batch to these places
+    and to the budget, a quarter or a sixteenth of it, so that few programs serve all batches. Up to four rows are
+    pieces of prompts, which mostly fill the budget; the others decode a token each, or in some batches check up to
+    seven drafted ones too.
+
+    Args:
+      count: how many.
+      seed: of the generator; the first cases of a seed are the same for every count.
+    """
+    rng = np.random.default_rng(seed)
+    budgets, places = rng.permutation((512, 1024, 2048, 4096, 8192)), rng.permutation((16, 64, 256))
+    drawn: list[Case] = []
+    for number in range(-(-count // _BATCHES)):
+        heads = _SOME_HEADS[rng.integers(len(_SOME_HEADS))] if number % 3 == 2 else (32, 8, 128)
+        engine = Case("", (1,), *heads, cache_dtype="float8_e4m3fn" if number % 4 == 3 else "bfloat16")
+        shapes = Shapes(
+            num_tokens=int(budgets[number % 5]),
+            num_seqs=int(places[(number + number // 3) % 3]),
+            max_blocks_per_seq=_MOST_TOKENS // engine.block_size,
+            num_blocks=1 << (_POOL_BYTES // (engine.kv_bytes * engine.block_size)).bit_length() - 1,
+        )
+        drawn += [_random_batch(replace(engine, shapes=shapes), len(drawn) + i, rng) for i in range(_BATCHES)]
+    return tuple(drawn[:count])
+
+
+def _random_batch(engine: Case, number: int, rng: np.random.Generator) -> Case:
+    """A batch of an engine, given as a case of one token with the engine's shapes."""
+    assert engine.shapes is not None
+    budget = engine.shapes.num_tokens
+    num_rows = round(engine.shapes.num_seqs ** math.sqrt(rng.uniform()))  # engines are rather full than empty
+    num_prompts = min(int(rng.choice((0, 0, 1, 1, 2, 4))), num_rows)
+    drafted = rng.random() < 0.3
+    query_lens = [1] * num_rows
+    left = budget - num_rows  # tokens
+    for row in range(num_prompts, num_rows):
+        more = min(int(rng.integers(8)), left) if drafted else 0
+        query_lens[row] += more
+        left -= more
+    for row in range(num_prompts):
+        more = left if rng.random() < 0.7 else int(rng.integers(left + 1))
+        query_lens[row] += more
+        left -= more
+    most = min(_MOST_TOKENS, _MOST_BYTES // engine.kv_bytes // num_rows)  # of a context, on the mean
+    mean, spread = 2 ** rng.uniform(np.log2(max(256, most / 64)), np.log2(most)), rng.uniform()
+    contexts = mean * rng.uniform(1 - spread, 1 + spread, num_rows)
+    contexts *= min(1, most * num_rows / contexts.sum())
+    seq_lens = [min(max(int(n), q), _MOST_TOKENS) for n, q in zip(contexts, query_lens, strict=True)]
+    order = rng.permutation(num_rows)
+    num_tokens = sum(query_lens)
+    padded = next(size for size in (budget // 16, budget // 4, budget) if size >= num_tokens)
+    rows = f"{num_prompts}-prompts-{num_rows - num_prompts}-{'drafts' if drafted else 'decodes'}"
+    heads = f"{engine.num_heads}-{engine.num_kv_heads}x{engine.head_size}-{engine.cache_dtype}"
+    return replace(
+        engine,
+        name=f"{number}-{heads}-{rows}-{num_tokens}-queries-mean-{round(mean)}",
+        seq_lens=tuple(seq_lens[i] for i in order),
+        query_lens=tuple(query_lens[i] for i in order),
+        shapes=replace(engine.shapes, num_tokens=padded),
+    )
 
 
 def select(cases: Sequence[Case], names: Iterable[str] | None) -> tuple[Case, ...]:

@@ -11,68 +11,41 @@ import argparse
 import dataclasses
 import datetime
 import importlib.metadata
+import itertools
 import json
 import os
 import subprocess
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
-from benchmarks import inputs as inputs_lib
-from benchmarks import peers, timing
+from benchmarks import measure, peers
 from benchmarks.cases import Case, select
-from benchmarks.inputs import Inputs
+from benchmarks.measure import TOLERANCE as TOLERANCE
+from benchmarks.measure import Benchmark as Benchmark
+from benchmarks.measure import Programs, Work
+from benchmarks.measure import answer_of as answer_of
+from benchmarks.measure import first_line as first_line
+from benchmarks.processes import Processes
 from benchmarks.timing import Ceiling
-
-TOLERANCE = 2e-2  # relative error that a result may have, of the norm; bfloat16 kernels have 1e-3 to 1e-2
-
-
-@dataclasses.dataclass(frozen=True)
-class Benchmark:
-    """What tells one benchmark from another.
-
-    Attributes:
-      op: the benchmark's name, as in ``bench_<op>``.
-      cases: what it can time.
-      prefill: whether every token has a query, or each sequence's last one only.
-      work: gives the bytes or operations of a case, in the ceiling's unit.
-      ceiling: measures the ceiling, given the work of all cases.
-      implementation: makes a contender of ours from a name on the command line; raises ValueError for other names.
-      peers: the peers that run in this process, by name.
-    """
-
-    op: str
-    cases: Sequence[Case]
-    prefill: bool
-    work: Callable[[Case], int]
-    ceiling: Callable[[Iterable[int]], Ceiling]
-    implementation: Callable[[str], peers.Build]
-    peers: dict[str, peers.Build]
 
 
 def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
     """The command line of a benchmark; returns the exit code, 2 where there is no GPU."""
     args = _arguments(benchmark, argv)
-    if not has_gpu(benchmark.op):
+    if not has_gpu(benchmark.op, args.processes):
         return 2
-    stats = jax.devices()[0].memory_stats() or {}
-    run(
-        benchmark,
-        select(benchmark.cases, args.cases),
-        args.implementations,
-        args.peers,
-        out=args.out,
-        memory=int(0.9 * stats["bytes_limit"]) if "bytes_limit" in stats else None,
-    )
+    names = args.implementations, args.peers
+    run(benchmark, select(benchmark.cases, args.cases), *names, out=args.out, processes=args.processes)
     return 0
 
 
-def has_gpu(op: str) -> bool:
-    """Whether there is a GPU to time `op` on; prints that there is none otherwise."""
+def has_gpu(op: str, processes: int = 1) -> bool:
+    """Whether there is a GPU to time `op` on, which so many processes share; prints that there is none otherwise."""
+    if processes > 1:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if jax.default_backend() == "gpu":
         return True
     print(f"bench_{op}: no GPU here, so there is nothing to time (JAX runs on {jax.default_backend()})")
@@ -83,7 +56,7 @@ def _arguments(benchmark: Benchmark, argv: Sequence[str] | None) -> argparse.Nam
     def names(text: str) -> list[str]:
         return [] if text == "none" else text.split(",")
 
-    known = [*benchmark.peers, *(peers.FLASHINFER if benchmark.op == "decode" else ())]
+    known = [*benchmark.peers, *benchmark.elsewhere]
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.bench_{benchmark.op}",
         description=f"Device time of {benchmark.op} attention. Cases: {', '.join(c.name for c in benchmark.cases)}.",
@@ -98,6 +71,7 @@ def _arguments(benchmark: Benchmark, argv: Sequence[str] | None) -> argparse.Nam
         default=list(benchmark.peers),
         help=f"none, or some of {','.join(known)}; default {','.join(benchmark.peers)}",
     )
+    parser.add_argument("--processes", type=int, default=1, help="how many compile side by side; default 1")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args(argv)
     try:
@@ -118,103 +92,52 @@ def run(
     peer_names: Sequence[str],
     *,
     out: Path | None = None,
-    memory: int | None = None,
-    pool_bytes: int = inputs_lib.POOL_BYTES,
-    timer: Callable[..., timing.Timing] = timing.time_calls,
+    processes: int = 1,
+    notes: Callable[[], dict[str, Any]] = dict,
+    **how: Any,
 ) -> dict[str, Any]:
-    """Times every case with every contender. Returns the report that it writes to `out`."""
-    contenders = [(name, "implementation", benchmark.implementation(name)) for name in implementations]
-    contenders += [(name, "peer", benchmark.peers[name]) for name in peer_names if name not in peers.FLASHINFER]
-    elsewhere = [name for name in peer_names if name in peers.FLASHINFER]
-    flashinfer = peers.FlashInfer(cases, elsewhere) if elsewhere else None
+    """Times every case with every contender. Returns the report that it writes to `out`, anew after each row.
+
+    Args:
+      benchmark: what to run.
+      cases, implementations, peer_names: all cases, and the contenders by name.
+      out: the file, or None.
+      processes: how many compile side by side; with 1, this one compiles and measures in turn.
+      notes: gives what else the report holds, from the start; called while others compile.
+      **how: "pool_bytes" and "timer" of `measure.Work`.
+    """
+    elsewhere = [name for name in peer_names if name in benchmark.elsewhere]
+    here = [name for name in peer_names if name not in elsewhere]
+    stats = jax.devices()[0].memory_stats() or {}
+    memory = int(0.9 * stats["bytes_limit"]) if "bytes_limit" in stats else None
+    work = Work(benchmark, cases, implementations, here, memory=memory, **how)
+    by_name = {case.name: case for case in cases}
+    contenders = [*implementations, *here, *elsewhere]
+    places = {pair: i for i, pair in enumerate(itertools.product(by_name, contenders))}
     rows: list[dict[str, Any]] = []
+    flashinfer = peers.FlashInfer(cases, elsewhere) if elsewhere else None
+    others = Processes(work, processes) if processes > 1 else None
     try:
+        noted = notes()
+        if others is not None:
+            others.wait()
         ceiling = benchmark.ceiling({benchmark.work(case) for case in cases})
         print(f"ceiling: {ceiling.rate and round(ceiling.rate)} {ceiling.unit} ({ceiling.note})", flush=True)
-        report = {"op": benchmark.op, **environment(), "ceiling": dataclasses.asdict(ceiling), "rows": rows}
-        for case in cases:
-            rows += _case_rows(benchmark, case, contenders, ceiling, memory, pool_bytes, timer)
-            save(report, out)
-        if flashinfer is not None:
-            left = {(name, case.name): case for case in cases for name in elsewhere}
-            for name, case_name, answer in flashinfer.results():
-                rows.append(_case_row(benchmark, left.pop((name, case_name)), name, "peer", answer, ceiling))
-                print_row(rows[-1])
-                save(report, out)
-            ended = {"absent": "its process ended early"}
-            rows += [_case_row(benchmark, case, name, "peer", ended, ceiling) for (name, _), case in left.items()]
+        report = {"op": benchmark.op, **environment(), "ceiling": dataclasses.asdict(ceiling), **noted, "rows": rows}
+        save(report, out)
+        ours = measure.measure(work, Programs()) if others is None else others.answers()
+        theirs = () if flashinfer is None else flashinfer.answers()
+        for answer in itertools.chain(ours, theirs):
+            amount = benchmark.work(by_name[answer.case])
+            rows.append(row_of(answer.case, amount, answer.contender, answer.kind, answer.fields, ceiling))
+            print_row(rows[-1])
+            rows.sort(key=lambda row: places[row["case"], row["contender"]])
             save(report, out)
         return report
     finally:
-        if flashinfer is not None:
-            flashinfer.close()
-
-
-def _case_rows(benchmark, case, contenders, ceiling, memory, pool_bytes, timer) -> list[dict[str, Any]]:
-    try:
-        inputs = inputs_lib.make(case, prefill=benchmark.prefill, pool_bytes=pool_bytes, memory=memory)
-        expected = inputs_lib.truth(case, inputs, prefill=benchmark.prefill)
-    except Exception as error:  # mostly for want of memory: the next case may fit
-        print(f"{case.name}: {first_line(error)}", flush=True)
-        failed = {"failed": first_line(error)}
-        return [_case_row(benchmark, case, name, kind, failed, ceiling) for name, kind, _ in contenders]
-    rows = []
-    for name, kind, build in contenders:
-        try:
-            answer = _fastest(build(case, inputs), inputs, expected, timer, ours=kind == "implementation")
-        except peers.Absent as reason:
-            answer = {"absent": str(reason)}
-        except Exception as error:  # compilers and peers raise anything, and the other contenders' rows still count
-            answer = {"failed": first_line(error)}
-        rows.append(_case_row(benchmark, case, name, kind, answer, ceiling))
-        print_row(rows[-1])
-    return rows
-
-
-def _fastest(candidates, inputs: Inputs, expected, timer, *, ours: bool) -> dict[str, Any]:
-    """The fastest candidate's numbers. If all candidates fail, raises the last one's failure."""
-    best, failure = None, None
-    for candidate in candidates:
-        try:
-            answer = _time_one(candidate, inputs, expected, timer, ours=ours)
-        except Exception as error:
-            failure = error
-            continue
-        if best is None or answer["us"] < best["us"]:
-            best = answer
-    if best is None:
-        raise failure or ValueError("no candidates")
-    return best
-
-
-def _time_one(candidate: peers.Candidate, inputs: Inputs, expected, timer, *, ours: bool) -> dict[str, Any]:
-    label, fn, argsets = candidate
-    start = time.perf_counter()
-    compiled = fn.lower(*argsets[0]).compile()
-    compile_s = time.perf_counter() - start
-    memory = compiled.memory_analysis()
-    if ours and memory is not None and memory.temp_size_in_bytes >= inputs.key_cache.nbytes:
-        raise RuntimeError(f"needs {memory.temp_size_in_bytes / 1e9:.1f} GB of scratch: is the pool copied?")
-    index, truth = expected
-    rows = np.asarray(compiled(*argsets[0])[index]).astype(np.float32)
-    error = float(np.linalg.norm(rows - truth) / np.linalg.norm(truth))
-    if not error <= TOLERANCE:
-        raise ValueError(f"wrong result, relative error {error:.2g}")
-    return {
-        **answer_of(timer(compiled, argsets)),
-        "how": label,
-        "relative_error": error,
-        "compile_s": round(compile_s, 2),
-    }
-
-
-def answer_of(timed: timing.Timing) -> dict[str, Any]:
-    """A timing in a row's words."""
-    return {"us": timed.us, "min_us": timed.min_us, "calls": timed.calls, "kernels": timed.kernels}
-
-
-def _case_row(benchmark, case: Case, contender: str, kind: str, answer: dict[str, Any], ceiling: Ceiling):
-    return row_of(case.name, benchmark.work(case), contender, kind, answer, ceiling)
+        for process in (flashinfer, others):
+            if process is not None:
+                process.close()
 
 
 def row_of(
@@ -290,9 +213,3 @@ def _output(*command: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
-
-
-def first_line(error: BaseException) -> str:
-    """An error's type and the first line of its message."""
-    text = str(error).strip() or type(error).__name__
-    return f"{type(error).__name__}: {text.splitlines()[0][:200]}"

@@ -17,9 +17,10 @@ _MAX_TABLES = 128  # block tables that calls rotate through
 _CHUNK = 1 << 24  # random numbers that are drawn at a time
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Inputs:
-    """A case's arrays, on the device.
+    """A case's arrays, on the device, padded if the case says to what.
 
     Attributes:
       query: bf16 [num_seqs or num_tokens, num_heads, head_size].
@@ -56,7 +57,11 @@ def make(
     Raises:
       MemoryError: the case does not fit.
     """
-    num_tables = rotations(case, pool_bytes)
+    num_tables, per_table = rotations(case, pool_bytes), sum(case.blocks_per_seq)
+    if case.shapes is not None:
+        num_tables = min(num_tables, case.shapes.num_blocks // per_table, _MAX_TABLES // 4)  # which are large
+        if num_tables == 0:
+            raise ValueError(f"needs {per_table} blocks, the engine has {case.shapes.num_blocks}")
     if memory is not None:
         # A peer needs two more copies of the keys and values: a pool of its own, and what it computes on the way.
         if (num_tables + 2) * case.kv_bytes > memory:
@@ -64,19 +69,23 @@ def make(
         if 1.2 * case.kv_bytes > memory:
             raise MemoryError(f"keys and values need {case.kv_bytes / 1e9:.1f} GB, the device has {memory / 1e9:.1f}")
     key_pool, key_query = jax.random.split(jax.random.key(seed))
-    needed = num_tables * sum(case.blocks_per_seq)
+    needed = num_tables * per_table
     key_cache, value_cache, num_blocks = _pools(case, needed, pool_bytes, key_pool)
     order = np.random.default_rng(seed).permutation(num_blocks)[:needed]
     tables = [_table(case, part) for part in np.split(order, num_tables)]
-    query_lens = _query_lens(case, prefill)
+    query_lens, seq_lens = _query_lens(case, prefill), np.asarray(case.seq_lens, np.int32)
+    num_tokens = int(query_lens.sum())
+    if case.shapes is not None:
+        num_tokens = case.shapes.num_tokens
+        query_lens, seq_lens = (np.pad(x, (0, case.shapes.num_seqs - case.num_seqs)) for x in (query_lens, seq_lens))
     scales = (0.5, 2.0) if jnp.dtype(case.cache_dtype).itemsize < 2 else (None, None)
     k_scale, v_scale = (None if s is None else jnp.float32(s) for s in scales)
     return Inputs(
-        query=jax.random.normal(key_query, (int(query_lens.sum()), case.num_heads, case.head_size), jnp.bfloat16),
+        query=jax.random.normal(key_query, (num_tokens, case.num_heads, case.head_size), jnp.bfloat16),
         key_cache=key_cache,
         value_cache=value_cache,
         block_tables=tuple(jnp.asarray(table) for table in tables),
-        seq_lens=jnp.asarray(case.seq_lens, jnp.int32),
+        seq_lens=jnp.asarray(seq_lens),
         query_start_loc=jnp.asarray(np.concatenate([[0], np.cumsum(query_lens)]), jnp.int32),
         k_scale=k_scale,
         v_scale=v_scale,
@@ -95,18 +104,24 @@ def rotations(case: Case, pool_bytes: int = POOL_BYTES) -> int:
 
 
 def _table(case: Case, blocks: np.ndarray) -> np.ndarray:
-    table = np.zeros((case.num_seqs, max(case.blocks_per_seq)), np.int32)
-    for row, own in zip(table, np.split(blocks, np.cumsum(case.blocks_per_seq)[:-1]), strict=True):
+    shape = case.num_seqs, max(case.blocks_per_seq)
+    if case.shapes is not None:
+        shape = case.shapes.num_seqs, case.shapes.max_blocks_per_seq
+    table = np.zeros(shape, np.int32)
+    for row, own in zip(table, np.split(blocks, np.cumsum(case.blocks_per_seq)[:-1]), strict=False):
         row[: len(own)] = own
     return table
 
 
 def _pools(case: Case, needed: int, pool_bytes: int, key: Array) -> tuple[Array, Array, int]:
-    """Draws random pools of at least `needed` blocks and `pool_bytes`, and their number of blocks."""
+    """Draws random pools of an engine's blocks, or of at least `needed` ones and `pool_bytes`; and their number."""
     elements = case.block_size * case.num_kv_heads * case.head_size
     itemsize = jnp.dtype(case.cache_dtype).itemsize
     chunk = max(1, min(needed, _CHUNK // elements))
     chunks = math.ceil(max(needed, pool_bytes / (2 * elements * itemsize)) / chunk)
+    if case.shapes is not None:
+        chunk = math.gcd(case.shapes.num_blocks, 512)  # it divides their number
+        chunks = case.shapes.num_blocks // chunk
     create = functools.partial(
         PagedKVCache.create,
         chunk,
@@ -118,16 +133,21 @@ def _pools(case: Case, needed: int, pool_bytes: int, key: Array) -> tuple[Array,
     )
     piece = jax.eval_shape(create)
 
-    @functools.partial(jax.jit, static_argnums=1)
-    def draw(key, shape):
-        def some(key):
-            return jax.random.normal(key, (math.prod(shape),), jnp.float32).astype(case.cache_dtype)
-
-        # The random bits of a whole pool would need several times its memory, so they are drawn piece by piece.
-        return jax.lax.map(some, jax.random.split(key, chunks)).reshape(chunks * chunk, *shape[1:])
-
     key_k, key_v = jax.random.split(key)
-    return draw(key_k, piece.key_cache.shape), draw(key_v, piece.value_cache.shape), chunks * chunk
+    shapes = (piece.key_cache.shape, piece.value_cache.shape)
+    pools = [_draw(key, chunks, shape, case.cache_dtype) for key, shape in zip((key_k, key_v), shapes, strict=True)]
+    return pools[0], pools[1], chunks * chunk
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _draw(key: Array, chunks: int, shape: tuple[int, ...], dtype: str) -> Array:
+    """Draws a pool of so many chunks, each of one shape."""
+
+    def some(key):
+        return jax.random.normal(key, (math.prod(shape),), jnp.float32).astype(dtype)
+
+    # The random bits of a whole pool would need several times its memory, so they are drawn piece by piece.
+    return jax.lax.map(some, jax.random.split(key, chunks)).reshape(chunks * shape[0], *shape[1:])
 
 
 def tokens(blocks: Array, layout: str, *, is_key: bool) -> Array:
@@ -154,20 +174,20 @@ def truth(case: Case, inputs: Inputs, *, prefill: bool) -> tuple[np.ndarray, np.
     indices, rows = [], []
     for seq in sorted({0, case.num_seqs // 2, case.num_seqs - 1}):
         first = case.seq_lens[seq] - _query_lens(case, prefill)[seq]
-        positions = np.unique(np.linspace(first, case.seq_lens[seq] - 1, 16).astype(np.int32))
+        positions = np.linspace(first, case.seq_lens[seq] - 1, 16).astype(np.int32)  # some twice, if queries are few
         index = starts[seq] + positions - first
         table = inputs.block_tables[0][seq]
         scales = [jnp.float32(1) if s is None else s for s in (inputs.k_scale, inputs.v_scale)]
         seen = jnp.asarray(positions, jnp.int32)
         query, key_cache, value_cache = inputs.query[index], inputs.key_cache, inputs.value_cache
-        window = case.sliding_window or case.seq_lens[seq]
+        window = np.int32(case.sliding_window or case.seq_lens[seq])
         out = _attend(query, key_cache, value_cache, table, seen, *scales, layout=case.layout, window=window)
         indices.append(index)
         rows.append(np.asarray(out))
     return np.concatenate(indices), np.concatenate(rows)
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "window"))
+@functools.partial(jax.jit, static_argnames="layout")
 def _attend(query, key_cache, value_cache, table, positions, k_scale, v_scale, layout, window):
     exactly = functools.partial(jnp.einsum, precision="highest")
     key = tokens(key_cache[table], layout, is_key=True).astype(jnp.float32) * k_scale

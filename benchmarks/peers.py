@@ -1,21 +1,24 @@
 """The peers: other implementations of the same work, each optional.
 
-A peer is a function of a case and its inputs. It returns candidates, of which the harness takes the fastest, and raises
-`Absent` with the reason where it has none. FlashInfer needs PyTorch, so it runs in a process of its own.
+A peer is a function of a case and its inputs. It returns candidates, of which the fastest counts, and raises `Absent`
+with the reason where it has none. FlashInfer needs PyTorch, so it runs in a process of its own.
 """
 
 import contextlib
 import functools
 import json
+import operator
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from benchmarks import inputs as inputs_lib
 from benchmarks.cases import Case
@@ -23,6 +26,7 @@ from benchmarks.inputs import Inputs
 
 # Bytes of keys and values that a peer may copy. It needs several times as much memory while it copies.
 _MOST_COPIED = 10**10
+_TILES_AND_STEPS = (128, 2), (128, 4), (64, 2)  # of JAX's Mosaic attention; the last fits heads of 256
 _SPLITS, _PAGES = (1, 8, 32), (4, 8, 16)  # what is tried of JAX's op where a table's width allows it
 
 
@@ -35,13 +39,31 @@ class Candidate(NamedTuple):
 
     Attributes:
       label: tells this way from the contender's other ways; empty where there is only one.
-      fn: a jitted function that returns the output in the shape of the query.
+      fn: a jitted function that returns the output, which has the query's shape unless `rows` is given.
       argsets: the arguments of one call after the other; calls rotate through them.
+      rows: picks rows of the output by the numbers of their queries.
     """
 
     label: str
     fn: Callable
     argsets: list[tuple]
+    rows: Callable[[Array, np.ndarray], Array] = operator.getitem
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a contender at a case.
+
+    Attributes:
+      case, contender: their names.
+      kind: "implementation" for ours, "peer" for others.
+      fields: a row's own fields, with the time "us" or with a reason, "absent" or "failed".
+    """
+
+    case: str
+    contender: str
+    kind: str
+    fields: dict[str, Any]
 
 
 Build = Callable[[Case, Inputs], Sequence[Candidate]]
@@ -116,32 +138,49 @@ def pallas_configurations(width: int) -> list[tuple[int, int]]:
     return list(dict.fromkeys(found))
 
 
-def cudnn_decode(case: Case, inputs: Inputs) -> list[Candidate]:
-    """cuDNN's paged attention, which is private in JAX and wants a pool of num_seqs * max_blocks_per_seq blocks."""
+def cudnn_paged(case: Case, inputs: Inputs) -> list[Candidate]:
+    """cuDNN's paged attention, which is private in JAX and wants a pool of num_seqs * max_blocks_per_seq blocks.
+
+    Its queries are padded to the most that a sequence has. Under JAX's causal mask a sequence's first query sees only
+    its first token, the next one two, and so on: that is causal for whole prompts only. Single queries need no mask.
+    """
     _plain(case)
     try:
         from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
         paged_attention, padding = cudnn.paged_attention, cudnn.MaskType.PADDING
+        causal = cudnn.MaskType.PADDING_CAUSAL
     except (ImportError, AttributeError) as error:
         raise Absent(f"not in this JAX: {error}") from None
+    starts = np.asarray(inputs.query_start_loc)
+    query_lens = np.diff(starts)
+    most = int(query_lens.max())
+    if most > 1 and tuple(query_lens) != case.seq_lens:
+        raise Absent("JAX's causal mask fits whole prompts only")
+    if most == 1 and case.sliding_window is not None:
+        raise Absent("no window without a causal mask")
 
     @jax.jit
-    def attend(query, key, value, table, seq_lens):
+    def attend(query, key, value, table, seq_lens, query_lens):
         out = paged_attention(
-            query[:, :, None],
+            query,
             key,
             value,
-            jnp.ones_like(seq_lens),
+            query_lens,
             seq_lens,
             table[:, None, :, None],
             table[:, None, :, None],
             scale=case.head_size**-0.5,
-            mask_type=padding,
+            mask_type=causal if most > 1 else padding,
             qkv_layout="BNTH",
+            sliding_window_length=case.sliding_window,
         )
-        return jnp.asarray(out).reshape(query.shape)
+        return jnp.asarray(out)
 
+    seqs = np.repeat(np.arange(case.num_seqs), query_lens)
+    tokens = np.arange(starts[-1]) - starts[seqs]
+    padded = jnp.zeros((case.num_seqs, most, *inputs.query.shape[1:]), inputs.query.dtype)
+    padded = jnp.swapaxes(padded.at[seqs, tokens].set(inputs.query), 1, 2)
     take = jax.jit(lambda pool, blocks: pool[blocks])
     argsets = []
     for table in inputs.block_tables:
@@ -151,10 +190,11 @@ def cudnn_decode(case: Case, inputs: Inputs) -> list[Candidate]:
         own[order] = np.arange(table.size)
         blocks = table.reshape(-1)[jnp.asarray(order)]
         pools = take(inputs.key_cache, blocks), take(inputs.value_cache, blocks)
-        argsets.append((inputs.query, *pools, jnp.asarray(own.reshape(table.shape)), inputs.seq_lens))
+        lens = inputs.seq_lens, jnp.asarray(query_lens, jnp.int32)
+        argsets.append((padded, *pools, jnp.asarray(own.reshape(table.shape)), *lens))
         if 2 * len(argsets) * case.kv_bytes > inputs_lib.POOL_BYTES:
             break
-    return [Candidate("", attend, argsets)]
+    return [Candidate("", attend, argsets, lambda out, index: out[seqs[index], :, tokens[index]])]
 
 
 def _contiguous(case: Case, inputs: Inputs) -> tuple:
@@ -183,59 +223,86 @@ def cudnn_prefill(case: Case, inputs: Inputs) -> list[Candidate]:
 
 
 def mosaic_prefill(case: Case, inputs: Inputs) -> list[Candidate]:
-    """JAX's Mosaic GPU attention in float16 over contiguous keys and values."""
+    """JAX's Mosaic GPU attention in float16 over contiguous keys and values, in three configurations."""
     try:
         from jax.experimental.pallas.ops.gpu import attention_mgpu as op
     except ImportError as error:
         raise Absent(f"not in this JAX: {error}") from None
-    config = op.TuningConfig(block_q=64, block_kv=128, max_concurrent_steps=2, causal=True)
     query, key, value = _contiguous(case, inputs)
     query = query.astype(jnp.float32) * jnp.float32(case.head_size**-0.5)  # the op does not scale its logits
     query, key, value = (x.astype(jnp.float16) for x in (query, key, value))
 
-    @jax.jit
-    def attend(query, key, value):
+    def attend(query, key, value, config):
         out = op.attention(query, key, value, config)
         return out.reshape(-1, *query.shape[2:])
 
-    return [Candidate("", attend, [(query, key, value)])]
+    candidates = []
+    for tile, steps in _TILES_AND_STEPS:
+        config = op.TuningConfig(block_q=64, block_kv=tile, max_concurrent_steps=steps, causal=True)
+        fn = jax.jit(functools.partial(attend, config=config))
+        candidates.append(Candidate(f"tiles of {tile}, {steps} steps", fn, [(query, key, value)]))
+    return candidates
 
 
-DECODE: dict[str, Build] = {"cudnn": cudnn_decode, "pallas": pallas_decode, "xla-gather": xla_decode}
+def _of_whole_prompts(build: Build, case: Case, inputs: Inputs) -> Sequence[Candidate]:
+    """A peer that attends to contiguous prompts of one length, and to all of each."""
+    if case.query_lens != case.seq_lens or len(set(case.seq_lens)) > 1 or case.sliding_window is not None:
+        raise Absent("takes whole prompts of one length")
+    return build(case, inputs)
+
+
+DECODE: dict[str, Build] = {"cudnn": cudnn_paged, "pallas": pallas_decode, "xla-gather": xla_decode}
 PREFILL: dict[str, Build] = {"cudnn": cudnn_prefill, "attention_mgpu": mosaic_prefill}
-FLASHINFER = ("flashinfer", "flashinfer-xqa")  # what these are: benchmarks/flashinfer_decode.py
+RAGGED: dict[str, Build] = {
+    "cudnn": cudnn_paged,
+    "cudnn-contiguous": functools.partial(_of_whole_prompts, cudnn_prefill),
+    "attention_mgpu": functools.partial(_of_whole_prompts, mosaic_prefill),
+}
+FLASHINFER = (  # what these are: benchmarks/flashinfer_kernels.py
+    "flashinfer",
+    "flashinfer-xqa",
+    "flashinfer-fa2",
+    "flashinfer-fa3",
+    "flashinfer-batch",
+    "flashinfer-pod",
+)
 
 
 class FlashInfer:
-    """FlashInfer's decode kernels, in a process of their own: PyTorch shares neither CUPTI nor memory with JAX.
+    """FlashInfer's kernels, in a process of their own: PyTorch shares neither CUPTI nor memory with JAX.
 
-    The process compiles its kernels while the harness times other rows. It times nothing before `results` is called.
+    The process compiles its kernels from the start. It times nothing before there is need of its answers.
 
     Args:
       cases: what to time.
       contenders: of `FLASHINFER`, which of its kernels to time.
     """
 
-    def __init__(self, cases: Iterable[Case], contenders: Sequence[str] = FLASHINFER):
+    def __init__(self, cases: Iterable[Case], contenders: Sequence[str]):
+        cases = tuple(cases)
+        self._left = [(case.name, name) for case in cases for name in contenders]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.flashinfer_decode"],
+            [sys.executable, "-m", "benchmarks.flashinfer_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        self._send({"contenders": list(contenders), "cases": [self._message(case) for case in cases]})
+        self._send({"contenders": list(contenders), "cases": [self.message(case) for case in cases]})
 
     @staticmethod
-    def _message(case: Case) -> dict[str, Any]:
+    def message(case: Case) -> dict[str, Any]:
+        """What the process is told of a case."""
         return {
             "name": case.name,
             "seq_lens": case.seq_lens,
+            "query_lens": case.query_lens or (1,) * case.num_seqs,
             "num_heads": case.num_heads,
             "num_kv_heads": case.num_kv_heads,
             "head_size": case.head_size,
             "block_size": case.block_size,
             "cache_dtype": case.cache_dtype,
             "layout": case.layout,
+            "sliding_window": case.sliding_window,
             "copies": inputs_lib.rotations(case) if case.kv_bytes < inputs_lib.POOL_BYTES else 1,
         }
 
@@ -244,19 +311,18 @@ class FlashInfer:
         self._process.stdin.write(json.dumps(message) + "\n")
         self._process.stdin.flush()
 
-    def results(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
-        """Contender, case name and ``{"us", "how", ...}`` or ``{"absent"}``, as they come.
-
-        A process that ends early, or was never able to start, yields no more.
-        """
+    def answers(self) -> Iterator[Answer]:
+        """Answers as they come; then, where the process ended early, one for each that it still owed."""
         assert self._process.stdout is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):
             self._send("go")
-        except BrokenPipeError:
-            return
-        for line in self._process.stdout:
-            message = json.loads(line)
-            yield message.pop("contender"), message.pop("name"), message
+            for line in self._process.stdout:
+                message = json.loads(line)
+                contender, name = message.pop("contender"), message.pop("name")
+                self._left.remove((name, contender))
+                yield Answer(name, contender, "peer", message)
+        for name, contender in self._left:
+            yield Answer(name, contender, "peer", {"absent": "its process ended early"})
 
     def close(self) -> None:
         """Ends the process."""

@@ -11,7 +11,7 @@ from benchmarks.report import contenders, share
 
 
 def plot(report: dict[str, Any], out: Path) -> None:
-    """Draws every row that has a share: a line for each case, filled dots for ours, hollow ones for peers."""
+    """Draws every row that has a share: a line for each case, filled dots for ours, hollow marks for peers."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -21,7 +21,7 @@ def plot(report: dict[str, Any], out: Path) -> None:
     axes = figure.add_subplot()
     found = {(row["case"], row["contender"]): share(row) for row in report["rows"]}
     shares = {key: 100 * value for key, value in found.items() if value is not None}
-    for kind, marker, filled in (("peer", "D", False), ("implementation", "o", True)):
+    for kind, markers, filled in (("peer", "Ds^vP*Xh", False), ("implementation", "o", True)):
         for index, name in enumerate(contenders(report, kind)):
             color = f"C{index + (0 if filled else 3)}"
             points = [(shares[case, name], y) for y, case in enumerate(cases) if (case, name) in shares]
@@ -30,26 +30,27 @@ def plot(report: dict[str, Any], out: Path) -> None:
             face = color if filled else "none"
             x, y = zip(*points, strict=True)
             label = f"paged_jax {name}" if filled else name
-            axes.scatter(x, y, s=64 if filled else 36, marker=marker, facecolors=face, edgecolors=color, label=label)
+            style = {"s": 64 if filled else 36, "marker": markers[index % len(markers)]}
+            axes.scatter(x, y, **style, facecolors=face, edgecolors=color, label=label)
     axes.set_yticks(range(len(cases)), cases)
     axes.invert_yaxis()
     axes.set_xlim(0, 105)
     axes.axvline(100, color="0.6", linewidth=1)
     axes.grid(color="0.9")
     axes.set_axisbelow(True)
-    axes.set_xlabel(_what_is_all(report["ceiling"]))
+    axes.set_xlabel(_what_is_all(report["op"], report["ceiling"]))
     axes.set_title(f"{report['op']}, {report['gpu']}, {report['date']}, commit {(report['commit'] or '?')[:7]}")
     if axes.get_legend_handles_labels()[0]:
         figure.legend(loc="outside right upper", frameon=False)
     figure.savefig(out, dpi=144)
 
 
-def _what_is_all(ceiling: dict[str, Any]) -> str:
+def _what_is_all(op: str, ceiling: dict[str, Any]) -> str:
     """The axis's label: what takes as long as 100% says."""
     if ceiling["unit"] == "GB/s":
         return "share of a kernel that merely moves as many bytes, %"
     rate = "" if ceiling["rate"] is None else f" of {ceiling['rate']:.0f} {ceiling['unit']}"
-    return f"share{rate}, %"
+    return f"share{rate}{', or of the time that merely reading takes' if 'ragged' in op else ''}, %"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

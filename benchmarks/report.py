@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,29 +26,62 @@ def markdown(report: dict[str, Any]) -> str:
     """The report as Markdown: a table of times, then what is missing and why.
 
     Our columns give the time in microseconds and its share of the ceiling. Each peer's column gives its time, and that
-    time over the time of the first of ours. With several implementations of ours, regret is what the first one loses
-    against the best of them.
+    time over the time of the first of ours. With several implementations of ours there is a column of `regrets`.
     """
     ours, theirs = contenders(report, "implementation"), contenders(report, "peer")
-    ceiling = report["ceiling"]
-    regret = len(ours) > 1
-    header = ["case", "mere read, us" if ceiling["us"] else None, *ours]
-    header = [*filter(None, header), *(["regret"] if regret else []), *theirs]
+    ceiling, chosen = report["ceiling"], report.get("chosen")
+    regret = regrets(report) if len(ours) > 1 else None
+    header = ["case", "mere read, us" if ceiling["us"] else None, "chosen" if chosen else None, *ours]
+    header = [*filter(None, header), *(["regret"] if regret is not None else []), *theirs]
     lines = [_title(report), "", _line(header), _line(["---"] * len(header))]
     for case in dict.fromkeys(row["case"] for row in report["rows"]):
         rows = {row["contender"]: row for row in report["rows"] if row["case"] == case}
-        timed = [rows[name]["us"] for name in ours if "us" in rows.get(name, {})]
         cells = [case]
         if ceiling["us"]:
             cells.append(_mere_read(ceiling, next(iter(rows.values()))["work"]))
+        if chosen:
+            cells.append(chosen[case])
         cells += [_own_cell(rows.get(name, {})) for name in ours]
         first = rows[ours[0]].get("us") if ours and ours[0] in rows else None
-        if regret:
-            cells.append(f"{first / min(timed) - 1:.1%}" if first else "-")
+        if regret is not None:
+            cells.append(f"{regret[case]:.1%}" if case in regret else "-")
         cells += [_peer_cell(rows.get(name, {}), first) for name in theirs]
         lines.append(_line(cells))
+    if chosen:
+        lines += ["", regret_text(report)]
     missing = _missing(report)
     return "\n".join([*lines, *(["", "Not timed:", "", *missing] if missing else []), ""])
+
+
+def regrets(report: dict[str, Any]) -> dict[str, float]:
+    """What the choice between implementations loses in each case: the chosen one's time over the best one's, less 1.
+
+    The chosen one is the first of ours, or what a file of `benchmarks.bench_choice` notes. A case where that one has no
+    time has no regret.
+    """
+    times: dict[str, dict[str, float]] = {}
+    for row in report["rows"]:
+        if row["kind"] == "implementation" and "us" in row:
+            times.setdefault(row["case"], {})[row["contender"]] = row["us"]
+    first = next(iter(contenders(report, "implementation")), "")
+    chosen = report.get("chosen") or dict.fromkeys(times, first)
+    return {
+        case: by_name[chosen[case]] / min(by_name.values()) - 1
+        for case, by_name in times.items()
+        if chosen[case] in by_name
+    }
+
+
+def regret_text(report: dict[str, Any]) -> str:
+    """The mean and the largest regret, in a line."""
+    found = regrets(report)
+    if not found:
+        return "No regret: nothing that was chosen has a time."
+    worst = max(found, key=lambda case: found[case])
+    return (
+        f"Regret of {len(found)} cases: {statistics.mean(found.values()):.1%} on the mean, "
+        f"at most {found[worst]:.1%} ({worst})."
+    )
 
 
 def _title(report: dict[str, Any]) -> str:
@@ -98,7 +132,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table of a file."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     parser.add_argument("file", type=Path)
-    print(markdown(json.loads(parser.parse_args(argv).file.read_text())), end="")
+    parser.add_argument("--cases", help="names with commas between them; default all")
+    args = parser.parse_args(argv)
+    report = json.loads(args.file.read_text())
+    if args.cases is not None:
+        wanted = args.cases.split(",")
+        if unknown := set(wanted) - {row["case"] for row in report["rows"]}:
+            parser.error(f"no case is named {', '.join(sorted(unknown))}")
+        report["rows"] = [row for row in report["rows"] if row["case"] in wanted]
+    print(markdown(report), end="")
     return 0
 
 

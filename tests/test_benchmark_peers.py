@@ -1,11 +1,24 @@
 """The benchmarks' peers, without a GPU: which configurations they get, what they refuse, and how they are timed."""
 
 import dataclasses
+import io
+import json
 
 import jax
+import numpy as np
 import pytest
 
-from benchmarks import bench_decode, cases, flashinfer_decode, harness, inputs, peers, timing
+from benchmarks import (
+    bench_decode,
+    bench_ragged,
+    cases,
+    flashinfer_kernels,
+    flashinfer_process,
+    harness,
+    inputs,
+    peers,
+    timing,
+)
 from tests.test_benchmarks import TINY, fake_timer
 
 
@@ -37,12 +50,24 @@ def test_jaxs_op_takes_a_table_of_any_width():
         jax.eval_shape(candidate.fn, *candidate.argsets[0])
 
 
-FLASHINFER_CASE = peers.FlashInfer._message(cases.Case("a", (40, 17, 64), 4, 2, 64))
+FLASHINFER_CASE = peers.FlashInfer.message(cases.Case("a", (40, 17, 64), 4, 2, 64))
+SOME, ALL = {"query_lens": (1, 17, 5)}, {"query_lens": (40, 17, 64)}
 
 
 @pytest.mark.parametrize(
     ("contender", "change", "reason"),
     [
+        ("flashinfer", SOME, "takes one query a sequence"),
+        ("flashinfer-xqa", ALL, "takes one query a sequence"),
+        ("flashinfer-fa2", SOME | {"cache_dtype": "float8_e4m3fn", "sliding_window": 9}, None),
+        ("flashinfer-fa3", ALL | {"sliding_window": 9}, None),
+        ("flashinfer-fa3", {"cache_dtype": "float8_e4m3fn"}, "no float8_e4m3fn cache for bfloat16 queries"),
+        ("flashinfer-batch", ALL | {"cache_dtype": "float8_e4m3fn"}, None),
+        ("flashinfer-batch", {"sliding_window": 9}, "no window"),
+        ("flashinfer-pod", SOME, None),
+        ("flashinfer-pod", ALL, "takes prompts and single queries together"),
+        ("flashinfer-pod", {}, "takes prompts and single queries together"),
+        ("flashinfer-pod", SOME | {"num_heads": 64, "num_kv_heads": 2}, "no groups of more than 16 query heads"),
         ("flashinfer", {}, None),
         ("flashinfer", {"layout": "vllm"}, "no layout vllm"),
         ("flashinfer", {"block_size": 8}, None),
@@ -55,12 +80,12 @@ FLASHINFER_CASE = peers.FlashInfer._message(cases.Case("a", (40, 17, 64), 4, 2, 
     ],
 )
 def test_what_flashinfer_refuses(contender, change, reason):
-    assert flashinfer_decode.refusal(contender, FLASHINFER_CASE | change) == reason
+    assert flashinfer_kernels.refusal(contender, FLASHINFER_CASE | change) == reason
 
 
 def test_flashinfers_block_table():
-    assert flashinfer_decode.block_counts(FLASHINFER_CASE) == [3, 2, 4]
-    table = flashinfer_decode.padded_table(FLASHINFER_CASE, [8, 7, 6, 5, 4, 3, 2, 1, 9])
+    assert flashinfer_kernels.block_counts(FLASHINFER_CASE) == [3, 2, 4]
+    table = flashinfer_kernels.padded_table(FLASHINFER_CASE, [8, 7, 6, 5, 4, 3, 2, 1, 9])
     assert table == [[8, 7, 6, 0], [5, 4, 0, 0], [3, 2, 1, 9]]
 
 
@@ -68,20 +93,20 @@ def test_flashinfers_kernels_are_summed_by_call():
     # XQA's kernel is written small; copies and memsets do not count; the profiler gives them in any order.
     seen = [("kernel_mha", 10.0, 4.0), ("Memset (Device)", 12.0, 9.0), ("MergeStatesKernel", 15.0, 1.0)]
     seen += [("kernel_mha", 30.0, 5.0), ("MergeStatesKernel", 35.0, 2.0)]
-    assert flashinfer_decode.sums_by_call(reversed(seen), 2) == [5.0, 7.0]
+    assert flashinfer_process.sums_by_call(reversed(seen), 2) == [5.0, 7.0]
     for wrong in (seen[:-1], [], seen[1:2]):
         with pytest.raises(RuntimeError, match="in 2 calls"):
-            flashinfer_decode.sums_by_call(wrong, 2)
+            flashinfer_process.sums_by_call(wrong, 2)
+
+
+def no_ceiling(work):
+    return timing.Ceiling("GB/s", 1000.0, {}, "made up")
 
 
 def test_flashinfers_process_answers_for_every_case_and_contender(tmp_path, monkeypatch):
     """It has no GPU here, and perhaps no PyTorch: each row says so, and the run goes on."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-
-    def ceiling(work):
-        return timing.Ceiling("GB/s", 1000.0, {}, "made up")
-
-    benchmark = dataclasses.replace(bench_decode.BENCHMARK, ceiling=ceiling, peers={})
+    benchmark = dataclasses.replace(bench_decode.BENCHMARK, ceiling=no_ceiling, peers={})
     two = [TINY, dataclasses.replace(TINY, name="small", seq_lens=(5,))]
     found = harness.run(benchmark, two, [], peers.FLASHINFER, pool_bytes=1 << 18, timer=fake_timer)
     rows = [(row["case"], row["contender"]) for row in found["rows"]]
@@ -89,3 +114,56 @@ def test_flashinfers_process_answers_for_every_case_and_contender(tmp_path, monk
     reasons = {row["absent"] for row in found["rows"]}
     assert "its process ended early" not in reasons
     assert all(reasons)
+
+
+class Stub:
+    """Stands in for the process: it ends after the first answer."""
+
+    def __init__(self, *args, **options):
+        self.stdin, self.stdout = (
+            io.StringIO(),
+            io.StringIO('{"contender": "flashinfer-fa2", "name": "tiny", "us": 5}\n'),
+        )
+        self.kill = self.wait = lambda: None
+
+
+def test_a_process_that_ends_early_owes_the_rest(monkeypatch):
+    monkeypatch.setattr(peers.subprocess, "Popen", Stub)
+    process = peers.FlashInfer([TINY], ["flashinfer-fa2", "flashinfer-pod"])
+    told = json.loads(process._process.stdin.getvalue())
+    assert told["contenders"] == ["flashinfer-fa2", "flashinfer-pod"]
+    assert told["cases"][0]["query_lens"] == [1, 1, 1]
+    ended = {"absent": "its process ended early"}
+    expected = [("flashinfer-fa2", {"us": 5}), ("flashinfer-pod", ended)]
+    assert [(answer.contender, answer.fields) for answer in process.answers()] == expected
+
+
+@pytest.mark.parametrize(
+    ("peer", "change", "reason"),
+    [
+        ("cudnn", {"query_lens": (1, 17, 5)}, "whole prompts only"),
+        ("cudnn", {"query_lens": (1, 1, 1), "sliding_window": 9}, "no window"),
+        ("cudnn", {"query_lens": (40, 17, 64), "cache_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+        ("cudnn-contiguous", {"query_lens": (40, 17, 64)}, "of one length"),
+        ("attention_mgpu", {"query_lens": (5, 5, 5), "seq_lens": (40, 40, 40)}, "of one length"),
+    ],
+)
+def test_what_peers_of_ragged_batches_refuse(peer, change, reason):
+    case = dataclasses.replace(TINY, **change)
+    drawn = inputs.make(case, prefill=True, pool_bytes=1 << 18)
+    with pytest.raises(peers.Absent, match=reason):
+        bench_ragged.BENCHMARK.peers[peer](case, drawn)
+
+
+@pytest.mark.parametrize("query_lens", [(40, 17, 64), (1, 1, 1)])
+def test_cudnn_gets_padded_queries(query_lens, monkeypatch):
+    """Each query is where `rows` looks for its output, and the pool of each call has the blocks of its table."""
+    case = dataclasses.replace(TINY, query_lens=query_lens)
+    drawn = inputs.make(case, prefill=True, pool_bytes=1 << 18)
+    (candidate,) = peers.cudnn_paged(case, drawn)
+    padded, key, _, table, seq_lens, lens = candidate.argsets[1]
+    assert padded.shape == (3, 4, max(query_lens), 32)
+    assert (lens.tolist(), seq_lens.tolist()) == (list(query_lens), [40, 17, 64])
+    index = np.arange(sum(query_lens))
+    np.testing.assert_array_equal(candidate.rows(padded, index), drawn.query)
+    np.testing.assert_array_equal(key[table], drawn.key_cache[drawn.block_tables[1]])

@@ -19,6 +19,7 @@ from benchmarks import (
     bench_decode,
     bench_model,
     bench_prefill,
+    bench_ragged,
     bench_step,
     bench_swap,
     cases,
@@ -35,7 +36,8 @@ from tests.conftest import QUICK_COMPILE
 TINY = cases.Case("tiny", (40, 17, 64), 4, 2, 32)
 
 
-NAMES = ["bench_decode", "bench_cache", "bench_swap", "bench_step", "bench_ceilings", "bench_model", "bench_serving"]
+NAMES = ["bench_decode", "bench_ragged", "bench_choice", "bench_cache", "bench_swap", "bench_step", "bench_ceilings"]
+NAMES += ["bench_model", "bench_serving"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -43,7 +45,7 @@ def test_nothing_to_time_without_a_gpu(name, monkeypatch, capsys):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     monkeypatch.setattr("sys.argv", [name])
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.delitem(sys.modules, f"benchmarks.{name}")  # runpy warns of a module that is already imported
+    monkeypatch.delitem(sys.modules, f"benchmarks.{name}", raising=False)  # runpy warns of one that is imported
     with pytest.raises(SystemExit) as exit:
         runpy.run_module(f"benchmarks.{name}", run_name="__main__")
     assert exit.value.code == 2
@@ -105,8 +107,8 @@ def _no_gpu_candidate(case, inputs):
     raise peers.Absent("not here")
 
 
-@pytest.mark.parametrize("bench", [bench_decode, bench_prefill], ids=["decode", "prefill"])
-def test_harness_report_and_plot(bench, tmp_path):
+@pytest.mark.parametrize("bench", [bench_decode, bench_prefill, bench_ragged], ids=["decode", "prefill", "ragged"])
+def test_harness_report_and_plot(bench, tmp_path, capsys):
     def ceiling(work):
         return timing.Ceiling("GB/s", 1000.0, {size: 5.0 for size in work}, "made up")
 
@@ -128,6 +130,10 @@ def test_harness_report_and_plot(bench, tmp_path):
     text = report.markdown(found)
     assert "| tiny | 5.0 | 20.0 (25%) " in text
     assert "- absent, tiny: not here" in text
+    report.main([str(file), "--cases", "tiny"])
+    assert capsys.readouterr().out.endswith(text)
+    with pytest.raises(SystemExit):
+        report.main([str(file), "--cases", "no-such"])
     pytest.importorskip("matplotlib")
     plot.main([str(file), str(tmp_path / "plot.png")])
     assert (tmp_path / "plot.png").stat().st_size > 1000

@@ -1,0 +1,318 @@
+"""FlashInfer's paged kernels by contender: which cases they refuse, what they compile, and how they are called.
+
+Functions take a case as `benchmarks.peers.FlashInfer` sends it. The contenders:
+
+    flashinfer         `BatchDecodeWithPagedKVCacheWrapper`: its CUDA-core and its tensor-core kernel.
+    flashinfer-xqa     `trtllm_batch_decode_with_kv_cache` with the backend "xqa": TensorRT-LLM's kernels, which take
+                       block tables as they are and need no plan. On Hopper an e4m3 cache gets a kernel of its own,
+                       which rounds queries and weights to e4m3 too.
+    flashinfer-fa2     `BatchPrefillWithPagedKVCacheWrapper` with the backend "fa2", for any number of queries.
+    flashinfer-fa3     The same with the backend "fa3", which is for Hopper. Each call makes a list of slots from the
+                       block tables first, in a kernel of its own, whose time counts.
+    flashinfer-batch   `BatchAttention`: persistent programs, which share out rows of many queries and of few.
+    flashinfer-pod     `BatchPODWithPagedKVCacheWrapper`: POD attention, one launch for prompts and single queries.
+
+All but XQA have a `plan` that runs on the host before every step, which is not counted.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_WORKSPACE_BYTES = 512 << 20
+TOLERANCE = 2e-2  # relative error of a result, of the norm
+E4M3_TOLERANCE = 1e-1  # the same where products are in e4m3, whose 3 bits of mantissa err by 2.6% on average
+XQA_BLOCK_SIZES = (16, 32, 64, 128)
+_DECODE = ("flashinfer", "flashinfer-xqa")
+
+# Takes the number of the call, and whether it may start before the call before it has ended. Returns pairs of queries,
+# as an index of rows, and their outputs.
+type Run = Callable[[int, bool], list[tuple[Any, Any]]]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A kernel that a contender may take.
+
+    Attributes:
+      name: tells it from the contender's other ways; empty where there is only one.
+      prepare: plans, and returns the function that is timed.
+      tolerance: how far it may err.
+    """
+
+    name: str
+    prepare: Callable[[], Run]
+    tolerance: float = TOLERANCE
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """A case's arrays on the GPU.
+
+    Attributes:
+      pools: key pools and value pools, as many of each as calls rotate through, so that none finds its keys in L2.
+      indices: i32, block ids of all sequences, one after the other.
+      query, out: bf16 [num_tokens, num_heads, head_size].
+    """
+
+    pools: tuple[Sequence[Any], Sequence[Any]]
+    indices: Any
+    query: Any
+    out: Any
+
+    def pair(self, call: int) -> tuple[Any, Any]:
+        """The pools of a call."""
+        keys, values = self.pools
+        return keys[call % len(keys)], values[call % len(values)]
+
+
+def refusal(contender: str, case: dict) -> str | None:
+    """Says why a contender cannot do a case, as far as that is known before it is tried; None if it may."""
+    if case["layout"] not in ("hnd", "nhd"):
+        return f"no layout {case['layout']}"
+    group, most = case["num_heads"] // case["num_kv_heads"], max(case["query_lens"])
+    if contender in _DECODE and most > 1:
+        return "takes one query a sequence"
+    if contender in (*_DECODE, "flashinfer-batch") and case["sliding_window"] is not None:
+        return "no window" if contender == "flashinfer-batch" else "not tried with a window"
+    if contender == "flashinfer-fa3" and case["cache_dtype"] != "bfloat16":
+        return f"no {case['cache_dtype']} cache for bfloat16 queries"
+    if contender == "flashinfer-pod":
+        if case["cache_dtype"] != "bfloat16":
+            return f"not tried with {case['cache_dtype']} caches"
+        if most == 1 or min(case["query_lens"]) > 1:
+            return "takes prompts and single queries together"
+        if group > 16:
+            return "no groups of more than 16 query heads"
+    if contender == "flashinfer-xqa":
+        if case["block_size"] not in XQA_BLOCK_SIZES:
+            return f"no block size {case['block_size']}"
+        if case["cache_dtype"] not in ("bfloat16", "int8", "float8_e4m3fn"):
+            return f"no {case['cache_dtype']} cache for bfloat16 queries"
+        if group > 32:
+            return "no groups of more than 32 query heads"
+    return None
+
+
+def block_counts(case: dict) -> list[int]:
+    """Blocks that each sequence fills, the last perhaps in part."""
+    return [-(-length // case["block_size"]) for length in case["seq_lens"]]
+
+
+def starts(counts: Iterable[int]) -> list[int]:
+    """Where each of some runs starts that lie one after the other, and where the last one ends."""
+    found = [0]
+    for count in counts:
+        found.append(found[-1] + count)
+    return found
+
+
+def padded_table(case: dict, indices: Sequence[int]) -> list[list[int]]:
+    """Rows of block ids, one for each sequence and as wide as the longest needs; what is left of a row is 0.
+
+    Args:
+      case: the case.
+      indices: block ids of all sequences, one after the other.
+    """
+    counts = block_counts(case)
+    first = starts(counts)
+    return [[*indices[first[i] : first[i + 1]], *[0] * (max(counts) - counts[i])] for i in range(len(counts))]
+
+
+def modules(contenders: Sequence[str], cases: Iterable[dict]) -> list[Any]:
+    """What to build for the cases, each module once."""
+    import torch
+    from flashinfer import jit
+    from flashinfer.jit.xqa import gen_xqa_module
+
+    makers: dict[Any, Callable[[], Any]] = {}
+    for case in cases:
+        query_dtype, cache_dtype = dtypes(case)
+        size, group = case["head_size"], case["num_heads"] // case["num_kv_heads"]
+        window = case["sliding_window"] is not None
+        of_heads = (query_dtype, cache_dtype, query_dtype, torch.int32, size, size, 0)
+        shared = (*of_heads, window, False)
+        pod = (query_dtype, cache_dtype, query_dtype, size, 0, window, False, False, torch.int32, 0, window, False)
+        xqa = (query_dtype, cache_dtype, case["block_size"], size, group, False, query_dtype)
+        decode = ("decode", jit.gen_batch_decode_module, shared)
+        fa2, fa3 = (("prefill", jit.gen_batch_prefill_module, (name, *shared, False)) for name in ("fa2", "fa3"))
+        needed = {
+            "flashinfer": (decode, fa2),
+            "flashinfer-xqa": (("xqa", gen_xqa_module, xqa),),
+            "flashinfer-fa2": (fa2,),
+            "flashinfer-fa3": (fa3,),
+            "flashinfer-batch": (("batch", jit.gen_batch_attention_module, (*of_heads, False, False)),),
+            "flashinfer-pod": (fa2, ("pod", jit.gen_batch_pod_module, pod)),
+        }
+        for contender in contenders:
+            if refusal(contender, case) is None:
+                for name, make, args in needed[contender]:
+                    makers[name, args] = lambda make=make, args=args: make(*args)
+    return [make() for make in makers.values()]
+
+
+def dtypes(case: dict) -> tuple:
+    """Of the queries and of the caches."""
+    import torch
+
+    return torch.bfloat16, getattr(torch, case["cache_dtype"])
+
+
+def ways(contender: str, case: dict, arrays: Arrays) -> Iterator[Way]:
+    """The kernels that a contender has for a case."""
+    if contender == "flashinfer":
+        yield Way("CUDA cores", lambda: _decode(case, arrays, tensor_cores=False))
+        yield Way("tensor cores", lambda: _decode(case, arrays, tensor_cores=True))
+    elif contender == "flashinfer-xqa" and case["cache_dtype"] == "float8_e4m3fn":
+        yield Way("XQA, products in e4m3", lambda: _xqa(case, arrays), E4M3_TOLERANCE)
+    elif contender == "flashinfer-xqa":
+        yield Way("XQA", lambda: _xqa(case, arrays))
+    elif contender == "flashinfer-batch":
+        yield Way("BatchAttention", lambda: _batch(case, arrays))
+    elif contender == "flashinfer-pod":
+        yield Way("POD", lambda: _pod(case, arrays))
+    else:
+        backend = contender.removeprefix("flashinfer-")
+        yield Way(backend, lambda: _prefill(case, arrays, backend))
+
+
+def _i32(values: Iterable[int]) -> Any:
+    import torch
+
+    return torch.tensor(list(values), dtype=torch.int32)
+
+
+def _workspace() -> Any:
+    import torch
+
+    return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+
+
+def _tables(case: dict, arrays: Arrays, seqs: Sequence[int]) -> tuple[Any, Any, Any]:
+    """Block tables of some sequences, as plans take them: where each starts, all ids, and tokens of last blocks."""
+    import torch
+
+    counts, size = block_counts(case), case["block_size"]
+    first = starts(counts)
+    ids = torch.cat([arrays.indices[first[i] : first[i + 1]] for i in seqs]).cuda()
+    last = _i32(case["seq_lens"][i] - (counts[i] - 1) * size for i in seqs)
+    return _i32(starts(counts[i] for i in seqs)), ids, last
+
+
+def _heads(case: dict) -> tuple[int, int, int]:
+    return case["num_heads"], case["num_kv_heads"], case["head_size"]
+
+
+def _options(case: dict) -> dict[str, Any]:
+    """The keywords that all plans take."""
+    query_dtype, cache_dtype = dtypes(case)
+    return {"q_data_type": query_dtype, "kv_data_type": cache_dtype}
+
+
+def _window_left(case: dict) -> int:
+    """Tokens that a query sees before its own; -1 for all."""
+    return -1 if case["sliding_window"] is None else case["sliding_window"] - 1
+
+
+def _everyone(case: dict) -> range:
+    return range(len(case["seq_lens"]))
+
+
+def _decode(case: dict, arrays: Arrays, tensor_cores: bool) -> Run:
+    import flashinfer
+
+    layout = case["layout"].upper()
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(_workspace(), layout, use_tensor_cores=tensor_cores)
+    wrapper.plan(*_tables(case, arrays, _everyone(case)), *_heads(case), case["block_size"], **_options(case))
+
+    def run(call: int, enable_pdl: bool) -> list[tuple[Any, Any]]:
+        wrapper.run(arrays.query, arrays.pair(call), out=arrays.out, enable_pdl=enable_pdl)
+        return [(slice(None), arrays.out)]
+
+    return run
+
+
+def _xqa(case: dict, arrays: Arrays) -> Run:
+    import torch
+    from flashinfer.decode import trtllm_batch_decode_with_kv_cache
+
+    table = torch.tensor(padded_table(case, arrays.indices.tolist()), dtype=torch.int32, device="cuda")
+    seq_lens = _i32(case["seq_lens"]).cuda()
+    workspace = (
+        _workspace()
+    )  # its first 8 MiB are semaphores, which must be 0 at first and which every call leaves at 0
+
+    def run(call: int, enable_pdl: bool) -> list[tuple[Any, Any]]:
+        trtllm_batch_decode_with_kv_cache(
+            arrays.query,
+            arrays.pair(call),
+            workspace,
+            table,
+            seq_lens,
+            max(case["seq_lens"]),
+            bmm1_scale=case["head_size"] ** -0.5,
+            bmm2_scale=1.0,
+            out=arrays.out,
+            kv_layout=case["layout"].upper(),
+            enable_pdl=enable_pdl,
+            backend="xqa",
+        )
+        return [(slice(None), arrays.out)]
+
+    return run
+
+
+def _prefill(case: dict, arrays: Arrays, backend: str) -> Run:
+    import flashinfer
+
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(_workspace(), case["layout"].upper(), backend=backend)
+    tables = _tables(case, arrays, _everyone(case))
+    options = {"causal": True, "window_left": _window_left(case), **_options(case)}
+    wrapper.plan(_i32(starts(case["query_lens"])), *tables, *_heads(case), case["block_size"], **options)
+
+    def run(call: int, enable_pdl: bool) -> list[tuple[Any, Any]]:
+        wrapper.run(arrays.query, arrays.pair(call), out=arrays.out, enable_pdl=enable_pdl)
+        return [(slice(None), arrays.out)]
+
+    return run
+
+
+def _batch(case: dict, arrays: Arrays) -> Run:
+    import flashinfer
+    import torch
+
+    wrapper = flashinfer.BatchAttention(case["layout"].upper())
+    first, ids, _ = _tables(case, arrays, _everyone(case))
+    num_heads, num_kv_heads, size = _heads(case)
+    heads = num_heads, num_kv_heads, size, size, case["block_size"]
+    lens = _i32(starts(case["query_lens"])), first, ids, _i32(case["seq_lens"])
+    wrapper.plan(*(x.cuda() for x in lens), *heads, causal=True, **_options(case))
+    lse = torch.empty(arrays.query.shape[:2], dtype=torch.float32, device="cuda")
+
+    def run(call: int, enable_pdl: bool) -> list[tuple[Any, Any]]:
+        wrapper.run(arrays.query, arrays.pair(call), arrays.out, lse)
+        return [(slice(None), arrays.out)]
+
+    return run
+
+
+def _pod(case: dict, arrays: Arrays) -> Run:
+    import flashinfer
+
+    query_lens = case["query_lens"]
+    first = starts(query_lens)
+    plans, rows = [], []
+    for single in (False, True):  # prompts are planned first
+        seqs = [i for i in _everyone(case) if (query_lens[i] == 1) is single]
+        plans += [_i32(starts(query_lens[i] for i in seqs)), *_tables(case, arrays, seqs)]
+        rows.append(_i32(row for i in seqs for row in range(first[i], first[i + 1])).long().cuda())
+    wrapper = flashinfer.BatchPODWithPagedKVCacheWrapper(_workspace(), case["layout"].upper())
+    wrapper.plan(*plans, *_heads(case), case["block_size"], window_left=_window_left(case), **_options(case))
+    prompts, singles = (arrays.query[index] for index in rows)
+
+    def run(call: int, enable_pdl: bool) -> list[tuple[Any, Any]]:
+        pools = arrays.pair(call)
+        outs = wrapper.run(prompts, pools, singles, pools, causal_p=True, enable_pdl=enable_pdl)
+        return list(zip(rows, outs, strict=True))
+
+    return run

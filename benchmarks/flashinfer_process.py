@@ -1,0 +1,230 @@
+"""FlashInfer's side of `benchmarks.peers.FlashInfer`: times its paged kernels in a process without JAX.
+
+The process reads one line of JSON, ``{"contenders": [...], "cases": [...]}``, and compiles. After a second line it
+times, and writes a line of JSON for each contender and case. The contenders are in `benchmarks.flashinfer_kernels`;
+where one has several kernels for a case, the best one counts.
+
+Each kernel is timed by two clocks, the sum of its kernels' times by CUPTI and the time of one call within a CUDA graph
+of many, and the better of the two counts. Each result is checked before it is timed.
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from benchmarks import flashinfer_kernels as kernels
+from benchmarks.flashinfer_kernels import Arrays, Run
+
+_SECONDS = 0.1  # about how long one measurement lasts
+_CHECKED = 16  # queries of a sequence
+
+
+def main() -> None:
+    # The compilers print to stdout: from here on that goes to stderr, and only results go to what was stdout.
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    wanted = json.loads(sys.stdin.readline())
+    contenders, cases = wanted["contenders"], wanted["cases"]
+    reason = None
+    try:
+        import torch
+
+        _compile(kernels.modules(contenders, cases))
+    except Exception as error:
+        reason = _first_line(error)
+    sys.stdin.readline()
+    for contender in contenders:  # one that breaks the process does not cost the answers of those before it
+        for case in cases:
+            answer: dict[str, Any] = {"absent": reason}
+            if reason is None:
+                try:
+                    answer = _time_case(contender, case)
+                except Exception as error:
+                    answer = {"absent": _first_line(error)}
+                torch.cuda.empty_cache()
+            results.write(json.dumps({"contender": contender, "name": case["name"], **answer}) + "\n")
+            results.flush()
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _compile(specs: Sequence[Any]) -> None:
+    """Builds all modules side by side; where one of them cannot be built, each by itself, so that the others are."""
+    from flashinfer import jit
+
+    try:
+        jit.build_jit_specs(specs)
+    except Exception as error:
+        print(f"flashinfer: could not build all: {_first_line(error)}", file=sys.stderr)
+        for spec in specs:
+            try:
+                jit.build_jit_specs([spec])
+            except Exception as error:
+                print(f"flashinfer: could not build {spec.name}: {_first_line(error)}", file=sys.stderr)
+
+
+def _arrays(case: dict) -> Arrays:
+    import torch
+
+    per_call = sum(kernels.block_counts(case))
+    shape = sum(case["query_lens"]), case["num_heads"], case["head_size"]
+    query = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+    keys, values = (_pool(case["copies"] * per_call, case).split(per_call) for _ in range(2))
+    indices = torch.randperm(per_call, dtype=torch.int64).to(torch.int32)
+    return Arrays((keys, values), indices, query, torch.empty_like(query))
+
+
+def _pool(num_blocks: int, case: dict) -> Any:
+    import torch
+
+    block = {
+        "hnd": (case["num_kv_heads"], case["block_size"], case["head_size"]),
+        "nhd": (case["block_size"], case["num_kv_heads"], case["head_size"]),
+    }[case["layout"]]
+    pool = torch.empty((num_blocks, *block), dtype=kernels.dtypes(case)[1], device="cuda")
+    step = max(1, (1 << 26) // (block[0] * block[1] * block[2]))
+    for start in range(0, num_blocks, step):
+        part = pool[start : start + step]
+        part.copy_(torch.randn(part.shape, dtype=torch.bfloat16, device="cuda").to(part.dtype))
+    return pool
+
+
+def _time_case(contender: str, case: dict) -> dict[str, Any]:
+    import flashinfer
+
+    if reason := kernels.refusal(contender, case):
+        return {"absent": reason}
+    arrays = _arrays(case)
+    found, errors, failed = {}, {}, []
+    for way in kernels.ways(contender, case, arrays):
+        try:
+            run = way.prepare()
+            arrays.out.fill_(float("nan"))
+            errors[way.name] = _relative_error(case, arrays, run(0, False))
+            if not errors[way.name] < way.tolerance:
+                raise ValueError(f"wrong result, relative error {errors[way.name]:.2g}")
+            num_calls = _num_calls(case, run)
+            for clock in (_by_kernels, _by_graph):
+                try:
+                    found[f"{way.name}, {clock.__doc__}"] = clock(run, num_calls)
+                except Exception as error:
+                    failed.append(f"{way.name}, {clock.__doc__}: {error}".splitlines()[0])
+        except Exception as error:
+            failed.append(f"{way.name}: {error}".splitlines()[0])
+    if not found:
+        return {"absent": "; ".join(failed)}
+    how = min(found, key=lambda name: found[name])
+    return {
+        "us": found[how],
+        "how": f"FlashInfer {flashinfer.__version__}, {how}",
+        "relative_error": errors[how.rpartition(",")[0]],
+        "all": found,
+        "failed": failed,
+    }
+
+
+def _relative_error(case: dict, arrays: Arrays, outputs: Iterable[tuple[Any, Any]]) -> float:
+    """The largest error of the first, the middle and the last sequence: of some queries each, the last one included."""
+    import torch
+
+    out = torch.full_like(arrays.out, float("nan"))
+    for rows, part in outputs:
+        out[rows] = part
+    blocks, queries = (kernels.starts(counts) for counts in (kernels.block_counts(case), case["query_lens"]))
+    errors = []
+    for seq in sorted({0, len(case["seq_lens"]) // 2, len(case["seq_lens"]) - 1}):
+        length, num_queries = case["seq_lens"][seq], case["query_lens"][seq]
+        own = arrays.indices[blocks[seq] : blocks[seq + 1]].long().to(out.device)
+        key, value = (pool[0][own].float() for pool in arrays.pools)
+        if case["layout"] == "hnd":
+            key, value = key.transpose(1, 2), value.transpose(1, 2)
+        key, value = (x.flatten(0, 1)[:length].transpose(0, 1) for x in (key, value))  # [kv heads, tokens, head size]
+        chosen = torch.linspace(0, num_queries - 1, min(_CHECKED, num_queries)).long().to(out.device)
+        rows, seen = queries[seq] + chosen, length - num_queries + chosen
+        query = arrays.query[rows].float().unflatten(1, (case["num_kv_heads"], -1))
+        distance = seen[:, None] - torch.arange(length, device=out.device)
+        hidden = (distance < 0) | (distance >= (case["sliding_window"] or length))
+        logits = torch.einsum("nkgd,ktd->nkgt", query, key) * case["head_size"] ** -0.5
+        weights = torch.softmax(logits.masked_fill(hidden[:, None, None], float("-inf")), -1)
+        expected = torch.einsum("nkgt,ktd->nkgd", weights, value).flatten(1, 2)
+        errors.append(float((out[rows].float() - expected).norm() / expected.norm()))
+    return max(errors, key=lambda error: (error != error, error))  # NaN is the largest
+
+
+def _num_calls(case: dict, run: Run) -> int:
+    """How many calls a measurement takes: as many as fit into its time, but no more than there is need of."""
+    import torch
+
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run(1, False)
+    torch.cuda.synchronize()
+    return max(6, min(int(_SECONDS / (time.perf_counter() - start)), max(24, case["copies"])))
+
+
+def sums_by_call(kernels: Iterable[tuple[str, float, float]], num_calls: int) -> list[float]:
+    """Microseconds of each call: the sum over its kernels.
+
+    Args:
+      kernels: name, start and duration in microseconds of what ran on the GPU; copies and memsets are left out.
+      num_calls: how many calls launched them, as many kernels each.
+
+    Raises:
+      RuntimeError: calls did not launch as many kernels each.
+    """
+    ours = sorted((start, us) for name, start, us in kernels if "kernel" in name.lower())
+    if not ours or len(ours) % num_calls:
+        raise RuntimeError(f"the profiler saw {len(ours)} kernels in {num_calls} calls")
+    per_call = len(ours) // num_calls
+    return [sum(us for _, us in ours[i : i + per_call]) for i in range(0, len(ours), per_call)]
+
+
+def _by_kernels(run: Run, num_calls: int) -> float:
+    """sum of kernels"""
+    import torch
+    from torch.autograd import DeviceType
+
+    for call in range(num_calls):
+        run(call, False)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for call in range(num_calls):
+            run(call, False)
+        torch.cuda.synchronize()
+    kernels = [
+        (event.name, event.time_range.start, event.time_range.elapsed_us())
+        for event in profile.events() or []
+        if event.device_type == DeviceType.CUDA
+    ]
+    return statistics.median(sums_by_call(kernels, num_calls)[num_calls // 4 :])
+
+
+def _by_graph(run: Run, num_calls: int) -> float:
+    """CUDA graph"""
+    import torch
+
+    run(0, True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in range(num_calls):
+            run(call, True)
+    times = []
+    for _ in range(8):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / num_calls)
+    return statistics.median(times[3:])
+
+
+if __name__ == "__main__":
+    main()

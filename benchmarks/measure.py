@@ -1,0 +1,193 @@
+"""Measures cases with contenders, in one process: draws inputs, compiles, checks each result, and times it."""
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import inputs as inputs_lib
+from benchmarks import peers, timing
+from benchmarks.cases import Case
+from benchmarks.peers import Answer
+from benchmarks.timing import Ceiling
+
+TOLERANCE = 2e-2  # relative error that a result may have, of the norm; bfloat16 kernels have 1e-3 to 1e-2
+
+
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+    """What tells one benchmark from another. With several processes each gets a copy: pickle must take all of it.
+
+    Attributes:
+      op: the benchmark's name, as in ``bench_<op>``.
+      cases: what it can time.
+      prefill: whether every token has a query, or each sequence's last one only.
+      work: gives the bytes or operations of a case, in the ceiling's unit.
+      ceiling: measures the ceiling, given the work of all cases.
+      implementation: makes a contender of ours from a name on the command line; raises ValueError for other names.
+      peers: the peers that run in this process, by name.
+      elsewhere: of `peers.FLASHINFER`, the peers that there are in FlashInfer's process.
+    """
+
+    op: str
+    cases: Sequence[Case]
+    prefill: bool
+    work: Callable[[Case], int]
+    ceiling: Callable[[Iterable[int]], Ceiling]
+    implementation: Callable[[str], peers.Build]
+    peers: dict[str, peers.Build]
+    elsewhere: Sequence[str] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Cases, and the contenders that each is measured with.
+
+    Attributes:
+      benchmark: what they are of.
+      cases: in the order in which they are measured.
+      implementations, peer_names: the contenders' names; these peers run in the same process as ours.
+      memory: bytes that the device has for arrays; None for no limit.
+      pool_bytes: as `inputs.make` takes it.
+      timer: times calls of a compiled function.
+    """
+
+    benchmark: Benchmark
+    cases: Sequence[Case]
+    implementations: Sequence[str]
+    peer_names: Sequence[str]
+    memory: int | None = None
+    pool_bytes: int = inputs_lib.POOL_BYTES
+    timer: Callable[..., timing.Timing] = timing.time_calls
+
+    @property
+    def contenders(self) -> list[tuple[str, str, peers.Build]]:
+        """Name, kind and maker of each."""
+        ours = [(name, "implementation", self.benchmark.implementation(name)) for name in self.implementations]
+        return ours + [(name, "peer", self.benchmark.peers[name]) for name in self.peer_names]
+
+    def make(self, case: Case) -> inputs_lib.Inputs:
+        """The inputs of a case."""
+        return inputs_lib.make(case, prefill=self.benchmark.prefill, pool_bytes=self.pool_bytes, memory=self.memory)
+
+
+class Programs:
+    """Compiles candidates; cases of an engine share their programs, as these know shapes only."""
+
+    def __init__(self):
+        self._compiled: dict[Any, tuple[Any, float]] = {}
+
+    def get(self, case: Case, contender: str, kind: str, candidate: peers.Candidate) -> tuple[Any, float]:
+        """A candidate's program, and the seconds that compiling it took."""
+        key = contender, candidate.label, program_key(case) if kind == "implementation" else case
+        if key not in self._compiled:
+            start = time.perf_counter()
+            compiled = candidate.fn.lower(*candidate.argsets[0]).compile()
+            self._compiled[key] = compiled, time.perf_counter() - start
+        return self._compiled[key]
+
+
+def program_key(case: Case) -> Case:
+    """What cases have in common that may share programs; a case without an engine's shapes shares none."""
+    return case if case.shapes is None else dataclasses.replace(case, name="", seq_lens=(), query_lens=None)
+
+
+def compile_ahead(work: Work) -> Programs:
+    """Compiles all programs, and what draws inputs and checks results. What fails here is told where it is measured."""
+    programs = Programs()
+    for case in {program_key(case): case for case in work.cases}.values():
+        with contextlib.suppress(Exception):
+            inputs = work.make(case)
+            inputs_lib.truth(case, inputs, prefill=work.benchmark.prefill)
+            for name, kind, build in work.contenders:
+                with contextlib.suppress(Exception):
+                    for candidate in _abstract(build, case, inputs):
+                        with contextlib.suppress(Exception):
+                            programs.get(case, name, kind, candidate)
+    return programs
+
+
+def _abstract(build: peers.Build, case: Case, inputs: inputs_lib.Inputs) -> list[peers.Candidate]:
+    """A contender's candidates with shapes for arguments, so that what a peer copies takes no memory yet."""
+    found: list[peers.Candidate] = []
+
+    def arguments():
+        found.extend(build(case, inputs))
+        return [candidate.argsets[0] for candidate in found]
+
+    shapes = jax.eval_shape(arguments)
+    return [candidate._replace(argsets=[args]) for candidate, args in zip(found, shapes, strict=True)]
+
+
+def measure(work: Work, programs: Programs) -> Iterator[Answer]:
+    """Measures each contender at each case, one after the other."""
+    contenders = work.contenders
+    for case in work.cases:
+        try:
+            inputs = work.make(case)
+            expected = inputs_lib.truth(case, inputs, prefill=work.benchmark.prefill)
+        except Exception as error:  # mostly for want of memory: the next case may fit
+            for name, kind, _ in contenders:
+                yield Answer(case.name, name, kind, {"failed": first_line(error)})
+            continue
+        for name, kind, build in contenders:
+            try:
+                time_one = functools.partial(_time_one, work, programs, case, name, kind, inputs, expected)
+                fields = _fastest(build(case, inputs), time_one)
+            except peers.Absent as reason:
+                fields = {"absent": str(reason)}
+            except Exception as error:  # compilers and peers raise anything, and the other contenders still count
+                fields = {"failed": first_line(error)}
+            yield Answer(case.name, name, kind, fields)
+
+
+def _fastest(candidates: Sequence[peers.Candidate], time_one: Callable) -> dict[str, Any]:
+    """The fastest candidate's numbers. If all candidates fail, raises the last one's failure."""
+    best, failure = None, None
+    for candidate in candidates:
+        try:
+            fields = time_one(candidate)
+        except Exception as error:
+            failure = error
+            continue
+        if best is None or fields["us"] < best["us"]:
+            best = fields
+    if best is None:
+        raise failure or ValueError("no candidates")
+    return best
+
+
+def _time_one(
+    work: Work, programs: Programs, case: Case, contender: str, kind: str, inputs, expected, candidate: peers.Candidate
+) -> dict[str, Any]:
+    compiled, compile_s = programs.get(case, contender, kind, candidate)
+    memory = compiled.memory_analysis()
+    if kind == "implementation" and memory is not None and memory.temp_size_in_bytes >= inputs.key_cache.nbytes:
+        raise RuntimeError(f"needs {memory.temp_size_in_bytes / 1e9:.1f} GB of scratch: is the pool copied?")
+    index, truth = expected
+    rows = np.asarray(candidate.rows(compiled(*candidate.argsets[0]), index)).astype(np.float32)
+    error = float(np.linalg.norm(rows - truth) / np.linalg.norm(truth))
+    if not error <= TOLERANCE:
+        raise ValueError(f"wrong result, relative error {error:.2g}")
+    return {
+        **answer_of(work.timer(compiled, candidate.argsets)),
+        "how": candidate.label,
+        "relative_error": error,
+        "compile_s": round(compile_s, 2),
+    }
+
+
+def answer_of(timed: timing.Timing) -> dict[str, Any]:
+    """A timing in a row's words."""
+    return {"us": timed.us, "min_us": timed.min_us, "calls": timed.calls, "kernels": timed.kernels}
+
+
+def first_line(error: BaseException) -> str:
+    """An error's type and the first line of its message."""
+    text = str(error).strip() or type(error).__name__
+    return f"{type(error).__name__}: {text.splitlines()[0][:200]}"

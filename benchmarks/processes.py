@@ -1,0 +1,108 @@
+"""Measures in several processes: all of them compile side by side, then one after the other measures.
+
+Compiling a kernel takes up to half a minute of one core, and timing it less than a second. Nothing compiles here while
+anything is timed. A call that breaks its process, as an illegal access does, costs the cases of that process only.
+"""
+
+import dataclasses
+import multiprocessing
+import multiprocessing.connection
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from benchmarks import measure
+from benchmarks.cases import Case
+from benchmarks.measure import Work
+from benchmarks.peers import Answer
+
+_PATIENCE_S = 240.0  # for those that compile
+_LONGEST_S = 120.0  # for an answer, after which a process is taken to hang
+
+
+def dealt(cases: Sequence[Case], processes: int) -> list[list[Case]]:
+    """Cases for each process; those that share programs stay together."""
+    groups: dict[Any, list[Case]] = {}
+    for case in cases:
+        groups.setdefault(measure.program_key(case), []).append(case)
+    hands = [[] for _ in range(min(processes, len(groups)))]
+    for i, group in enumerate(groups.values()):
+        hands[i % len(hands)] += group
+    return hands
+
+
+class Processes:
+    """Processes that share out the cases of some work, and are compiling from the start.
+
+    Args:
+      work: what to measure; pickle must take it.
+      processes: how many there are at the most.
+    """
+
+    def __init__(self, work: Work, processes: int):
+        context = multiprocessing.get_context("spawn")  # a fork would share what JAX holds of the GPU
+        self._works = [dataclasses.replace(work, cases=hand) for hand in dealt(work.cases, processes)]
+        self._processes, self._connections = [], []
+        for part in self._works:
+            here, there = context.Pipe()
+            process = context.Process(target=_run, args=(there, part), daemon=True)
+            process.start()
+            there.close()
+            self._processes.append(process)
+            self._connections.append(here)
+
+    def wait(self, patience_s: float = _PATIENCE_S) -> list[int]:
+        """Waits until all have compiled or ended, or for some time; returns the numbers of those that have."""
+        waiting = dict(zip(self._connections, range(len(self._connections)), strict=True))
+        deadline = time.monotonic() + patience_s
+        while waiting:
+            found = multiprocessing.connection.wait(list(waiting), max(0, deadline - time.monotonic()))
+            if not found:
+                break
+            for connection in found:
+                waiting.pop(connection)  # type: ignore[arg-type]
+        return [i for i in range(len(self._processes)) if i not in waiting.values()]
+
+    def answers(self) -> Iterator[Answer]:
+        """All answers, one process after the other; those that still compile come last."""
+        ready = self.wait(0)
+        for i in ready + [i for i in range(len(self._processes)) if i not in ready]:
+            part, connection = self._works[i], self._connections[i]
+            left = {(case.name, name): kind for case in part.cases for name, kind, _ in part.contenders}
+            reason = "its process ended early"
+            try:
+                _receive(connection)
+                connection.send("go")
+                while (answer := _receive(connection)) is not None:
+                    left.pop((answer.case, answer.contender))
+                    yield answer
+            except TimeoutError:
+                reason = f"took more than {_LONGEST_S:.0f} s"
+            except (EOFError, ConnectionError):
+                pass
+            self._processes[i].kill()  # which frees its memory on the GPU sooner than an orderly end
+            self._processes[i].join()
+            for (case, name), kind in left.items():
+                yield Answer(case, name, kind, {"failed": reason})
+
+    def close(self) -> None:
+        """Ends all processes."""
+        for process, connection in zip(self._processes, self._connections, strict=True):
+            process.kill()
+            process.join()
+            connection.close()
+
+
+def _receive(connection: multiprocessing.connection.Connection) -> Any:
+    if not connection.poll(_LONGEST_S):
+        raise TimeoutError
+    return connection.recv()
+
+
+def _run(connection: multiprocessing.connection.Connection, work: Work) -> None:
+    programs = measure.compile_ahead(work)
+    connection.send("compiled")
+    connection.recv()
+    for answer in measure.measure(work, programs):
+        connection.send(answer)
+    connection.send(None)
