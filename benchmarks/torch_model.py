@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from typing import Any
 
 
@@ -36,6 +37,7 @@ def main() -> None:
                     timer = time_decode if kind == "decode" else time_prefill
                     answer = {"us": 1e6 * timer(model, num_seqs, work["context"], work["steps"])}
                 except Exception as error:
+                    traceback.print_exc()
                     answer = {"absent": first_line(error)}
                 model.forget()
             results.write(json.dumps({"model": name, "kind": kind, "num_seqs": num_seqs, **answer}) + "\n")

@@ -28,6 +28,13 @@ CONTENDERS = {
     "XLA": "xla-gather",
     "v2, partitions of 2048": "v2/2048",
 }
+RAGGED_CONTENDERS = {  # where they are others
+    "FlashInfer 0.5.3": "flashinfer-fa3",
+    "JAX's op": "attention_mgpu",
+    "`attention_mgpu`": "attention_mgpu",
+    "by Mosaic GPU": "mosaic_gpu",
+    "by Triton": "triton",
+}
 
 
 def command(name):
@@ -113,31 +120,44 @@ def test_op_table_lists_every_public_name():
     assert set(paged_jax.__all__) - listed == set()
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_speed_of_decode_is_what_the_file_says(document):
-    """The test compares every row that begins with a decode case, rounded as `benchmarks.report` rounds it."""
+def compare_with_file(document, op, of_op, contenders):
+    """Compares every row of a document's tables that begins with a case of an op, rounded as `benchmarks.report` does.
+
+    Returns how many cases it has found.
+    """
     text = (ROOT / document).read_text()
-    (file,) = set(re.findall(r"results/([\w-]+-decode\.json)", text))
+    (file,) = set(re.findall(rf"results/([\w-]+-h200-{op}\.json)", text))
     found = json.loads((ROOT / "benchmarks" / "results" / file).read_text())
     rows = {(row["case"], row["contender"]): row for row in found["rows"]}
-    by_name = {case.name: case for case in cases.DECODE}
+    by_name = {case.name: case for case in of_op}
     checked, header = set(), []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if line.startswith("| case"):
+        if line.startswith(("| case", "| batch")):
             header = cells
         name = re.match(r"\| `([\w-]+)`", line)
         if name is None or "share" not in header or name.group(1) not in by_name:
             continue
         case = by_name[name.group(1)]
-        share = report.share(rows[case.name, "auto"])
-        expected = {"heads/kv heads": f"{case.num_heads}/{case.num_kv_heads}", "share": f"{share:.0%}"}
+        ours = rows[case.name, "auto"]
+        expected = {
+            "heads/kv heads": f"{case.num_heads}/{case.num_kv_heads}",
+            "share": f"{report.share(ours):.0%}",
+            "TFLOP/s": f"{case.seen_flops / ours['us'] / 1e6:.0f}",
+        }
         for column, cell in zip(header[1:], cells[1:], strict=True):
-            row = rows.get((case.name, CONTENDERS.get(column)), {})
+            row = rows.get((case.name, contenders.get(column)), {})
             time = report.number(row["us"]) if "us" in row else "-"
             assert cell == expected.get(column, time), (case.name, column)
         checked.add(case.name)
-    assert len(checked) == (10 if document == "README.md" else len(cases.DECODE))
+    return len(checked)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_speeds_are_what_the_files_say(document):
+    decode = compare_with_file(document, "decode", cases.DECODE, CONTENDERS)
+    ragged = compare_with_file(document, "ragged", cases.RAGGED, CONTENDERS | RAGGED_CONTENDERS)
+    assert (decode, ragged) == ((10, 3) if document == "README.md" else (len(cases.DECODE), len(cases.RAGGED)))
 
 
 def test_commands_of_the_benchmarks_exist():
