@@ -14,38 +14,41 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
 
 from paged_jax.kernels.mosaic_gpu import ragged, ragged_tuning
 from paged_jax.kernels.mosaic_gpu.device import (
-    ragged_attend,
+    ragged_items,
     ragged_lanes,
     ragged_merge,
+    ragged_products,
     ragged_rows,
     ragged_scan,
     ragged_tiles,
 )
-from paged_jax.kernels.mosaic_gpu.ragged_tuning import ROWS, THREADS
+from paged_jax.kernels.mosaic_gpu.geometry import WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.ragged_geometry import THREADS
 from paged_jax.kernels.problem import Device
 
 SMALL_GPU = Device(90, 2)
 
 
-def row_of_query(row, first_token, tokens, head, cfg):
+def row_of_query(row, rows, geometry):
     """For each row of a warpgroup: whether it has a token, and its token and query head."""
-    token, of_group = row // cfg.problem.group, row % cfg.problem.group
-    own = (token < tokens) & (row < cfg.half * cfg.problem.group)
-    return own, first_token + token, head * cfg.problem.group + of_group
+    group = geometry.problem.group
+    token, of_group = row // group, row % group
+    exists = (token < rows.num_tokens) & (row < geometry.half_tokens * group)
+    return exists, rows.first_token + token, rows.kv_head * group + of_group
 
 
-def load_queries(query_gmem, q_smem, first_token, tokens, head, cfg):
-    own, token, query_head = row_of_query(jnp.arange(ROWS), first_token, tokens, head, cfg)
-    rows = query_gmem[...][jnp.where(own, token, 0), query_head]
-    q_smem[...] = jnp.where(own[:, None], rows, jnp.zeros_like(rows))
+def load_queries(query_gmem, query_smem, rows, geometry):
+    exists, token, query_head = row_of_query(jnp.arange(WGMMA_ROWS), rows, geometry)
+    values = query_gmem[...][jnp.where(exists, token, 0), query_head]
+    query_smem[...] = jnp.where(exists[:, None], values, jnp.zeros_like(values))
     plgpu.commit_smem()
 
 
-def load_new(new_gmem, tile_smem, first_row, low, high, kv_head, line, cfg):
-    row = jnp.arange(line.tile)
-    seen = (row >= low) & (row < high)
-    values = new_gmem[...][jnp.where(seen, first_row + row, 0), kv_head]
-    tile_smem[...] = jnp.where(seen[:, None], values, jnp.zeros_like(values))
+def load_new(new_gmem, tile_smem, item, first_row, kept, kind):
+    row = jnp.arange(kind.tile)
+    is_kept = (row >= kept.begin) & (row < kept.end)
+    values = new_gmem[...][jnp.where(is_kept, first_row + row, 0), item.kv_head]
+    tile_smem[...] = jnp.where(is_kept[:, None], values, jnp.zeros_like(values))
 
 
 def finish_copies():
@@ -88,43 +91,45 @@ def sums_before(arrays, sums_smem, first):
         sums_smem[row, first + THREADS] = before + x.sum(dtype=x.dtype)
 
 
-def store_rows(out_smem, lse_smem, out_gmem, lse_gmem, first_token, tokens, head, cfg):
-    out, lse, group = out_smem[...], lse_smem[...], cfg.problem.group
+def store_rows(smem, gmem, rows, geometry):
+    out, lse, group = smem.out[...], smem.lse[...], geometry.problem.group
 
-    @pl.loop(0, tokens)
+    @pl.loop(0, rows.num_tokens)
     def _(token):
-        heads = pl.ds(head * group, group)
-        out_gmem[first_token + token, heads] = lax.dynamic_slice_in_dim(out, token * group, group)
-        lse_gmem[first_token + token, heads] = lax.dynamic_slice_in_dim(lse, token * group, group)
+        heads = pl.ds(rows.kv_head * group, group)
+        gmem.out[rows.first_token + token, heads] = lax.dynamic_slice_in_dim(out, token * group, group)
+        gmem.lse[rows.first_token + token, heads] = lax.dynamic_slice_in_dim(lse, token * group, group)
 
 
-def store_part(part_gmem, acc, tokens, cfg):
-    old = part_gmem[...]
-    rows = jnp.arange(ROWS)[:, None] < tokens * cfg.problem.group
-    part_gmem[...] = jnp.where(rows, acc, old)
+def store_partial(partial_gmem, out, num_tokens, geometry):
+    old = partial_gmem[...]
+    exists = jnp.arange(WGMMA_ROWS)[:, None] < num_tokens * geometry.problem.group
+    partial_gmem[...] = jnp.where(exists, out, old)
 
 
-def zero_tokens(v_smem, low, high, line, cfg):
-    rows = v_smem[...]
-    token = jnp.arange(line.tile)[:, None]
-    v_smem[...] = jnp.where((token >= low) & (token < high), rows, jnp.zeros_like(rows))
+def zero_rows(tile_smem, kept, kind):
+    keep_rows(tile_smem, tile_smem[...], kept, kind)
+
+
+def convert_tile(raw_smem, tile_smem, kept, kind):
+    keep_rows(tile_smem, raw_smem[...].astype(tile_smem.dtype), kept, kind)
+
+
+def keep_rows(tile_smem, rows, kept, kind):
+    """Stores some rows of a tile, and zeros for the others."""
+    row = jnp.arange(kind.tile)[:, None]
+    tile_smem[...] = jnp.where((row >= kept.begin) & (row < kept.end), rows, jnp.zeros_like(rows))
     plgpu.commit_smem()
 
 
-def convert_tile(raw_smem, tile_smem, low, high, line, cfg):
-    token = jnp.arange(line.tile)[:, None]
-    rows = raw_smem[...].astype(tile_smem.dtype)
-    tile_smem[...] = jnp.where((token >= low) & (token < high), rows, jnp.zeros_like(rows))
-    plgpu.commit_smem()
-
-
-def load_scales(scale_gmem, tables_gmem, scales_smem, seq, kv_head, start, low, high, line, cfg):
-    row = jnp.arange(line.tile)
-    seen = (row >= low) & (row < high)
-    token = jnp.where(seen, start + row, 0)
-    block = jnp.where(seen, tables_gmem[...][seq, token // cfg.problem.block_size], 0)
-    scale = scale_gmem[...][block, kv_head, token % cfg.problem.block_size]
-    scales_smem[...] = jnp.where(seen, scale, 0)
+def load_scales(scale_gmem, tables_gmem, scales_smem, item, start, kept, kind):
+    block_size = kind.geometry.problem.block_size
+    row = jnp.arange(kind.tile)
+    is_kept = (row >= kept.begin) & (row < kept.end)
+    token = jnp.where(is_kept, start + row, 0)
+    block = jnp.where(is_kept, tables_gmem[...][item.seq, token // block_size], 0)
+    scale = scale_gmem[...][block, item.kv_head, token % block_size]
+    scales_smem[...] = jnp.where(is_kept, scale, 0)
 
 
 def store_words(words_smem, row, values):
@@ -132,62 +137,60 @@ def store_words(words_smem, row, values):
         words_smem[row, i] = value
 
 
-def score_and_accumulate(out, weights, q_smem, k_smem, v_smem, then, meanwhile, line):
-    products = ragged_attend.scores(q_smem, k_smem, then, line)
-    results = meanwhile(products)
-    return results, accumulate(out, weights, v_smem, None)
+def score_and_accumulate(query_smem, keys_smem, out, weights, values_smem, then, meanwhile):
+    results = meanwhile(ragged_products.scores(query_smem, keys_smem, then))
+    return results, accumulate(out, weights, values_smem)
 
 
-def accumulate(acc, weights, v_smem, then):
+def accumulate(out, weights, values_smem, then=None):
     if then is not None:
         then()
-    values = v_smem[...]
+    values = values_smem[...]
     plgpu.commit_smem()  # without this fence the interpreter sees a race of reads and later copies
-    return acc + jnp.dot(weights.astype(jnp.float32), values.astype(jnp.float32))
+    return out + jnp.dot(weights.astype(jnp.float32), values.astype(jnp.float32))
 
 
-def merge_rows(
-    parts_gmem, sums_gmem, sinks_gmem, out_gmem, lse_gmem,
-    turn, num_rows, first_token, tiles, splits, places, line, cfg,
-):  # fmt: skip
-    heads, group = cfg.problem.num_heads, cfg.problem.group
-    for i in range(cfg.merged_rows):
-        row = turn * cfg.merged_rows + i
+def merge_rows(refs, group, kind):
+    for i in range(kind.geometry.merged_rows):
+        row = group.number * kind.geometry.merged_rows + i
+        pl.when(row < group.num_rows)(partial(merge_row, refs, group, row, kind))
 
-        @pl.when(row < num_rows)
-        def _(row=row):
-            token, head = row // heads, row % heads
-            tile, of_tile = token // line.tokens, token % line.tokens
-            place = places + ((head // group) * tiles + tiles - 1 - tile) * splits
-            index = of_tile // cfg.half, of_tile % cfg.half * group + head % group
 
-            def add(number, state):
-                top, total, acc = state
-                log_sum = sums_gmem[place + number, *index]
-                new_top = jnp.maximum(top, log_sum)
-                keep, weight = jnp.exp2(top - new_top), jnp.exp2(log_sum - new_top)
-                return new_top, total * keep + weight, acc * keep + parts_gmem[place + number, *index] * weight
+def merge_row(refs, group, row, kind):
+    """Merges one row as all threads of it do on a GPU."""
+    geometry, problem, partials = kind.geometry, kind.geometry.problem, refs.partials
+    token, head = row // problem.num_heads, row % problem.num_heads
+    tile, of_tile = token // kind.tokens, token % kind.tokens
+    item = (head // problem.group) * group.query_tiles + group.query_tiles - 1 - tile
+    first = group.first_partial + item * group.splits
+    index = of_tile // geometry.half_tokens, of_tile % geometry.half_tokens * problem.group + head % problem.group
 
-            zeros = jnp.zeros(cfg.problem.head_size, jnp.float32)
-            top, total, acc = lax.fori_loop(0, splits, add, (jnp.float32(-1e30), jnp.float32(0), zeros))
-            norm, base = total, top
-            if cfg.problem.per_head.sinks:
-                sink = sinks_gmem[head] * np.float32(np.log2(np.e))
-                base = jnp.maximum(top, sink)
-                norm = total * jnp.exp2(top - base) + jnp.exp2(sink - base)
-                acc = acc * jnp.exp2(top - base)
-            norm = jnp.where(total != 0, norm, 1.0)
-            out_gmem[first_token + token, head] = (acc / norm).astype(out_gmem.dtype)
-            log_sum = (base + jnp.log2(norm)) / np.float32(np.log2(np.e))
-            lse_gmem[first_token + token, head] = jnp.where(total != 0, log_sum, -jnp.inf)
+    def add(number, state):
+        top, total, out = state
+        log_sum = partials.log_sums[first + number, *index]
+        new_top = jnp.maximum(top, log_sum)
+        rescale, weight = jnp.exp2(top - new_top), jnp.exp2(log_sum - new_top)
+        return new_top, total * rescale + weight, out * rescale + partials.out[first + number, *index] * weight
+
+    zeros = jnp.zeros(problem.head_size, jnp.float32)
+    top, total, out = lax.fori_loop(0, group.splits, add, (jnp.float32(-1e30), jnp.float32(0), zeros))
+    norm, base = total, top
+    if problem.per_head.sinks:
+        sink = refs.sinks[head] * np.float32(np.log2(np.e))
+        base = jnp.maximum(top, sink)
+        norm = total * jnp.exp2(top - base) + jnp.exp2(sink - base)
+        out = out * jnp.exp2(top - base)
+    norm = jnp.where(total != 0, norm, 1.0)
+    refs.out[group.first_token + token, head] = (out / norm).astype(refs.out.dtype)
+    log_sum = (base + jnp.log2(norm)) / np.float32(np.log2(np.e))
+    refs.lse[group.first_token + token, head] = jnp.where(total != 0, log_sum, -jnp.inf)
 
 
 def call(op, operands, device=SMALL_GPU, **tuning):
     """Runs the implementation's function in the interpreter, with some fields of its tuning changed."""
 
     def tune(*args, tune=ragged_tuning.tune, **kwargs):
-        cfg = tune(*args, **kwargs)
-        return replace(cfg, tuning=replace(cfg.tuning, claim="stride", merge_programs=2, **tuning))
+        return replace(tune(*args, **kwargs), claims_items=False, merge_programs=2, **tuning)
 
     patches = (
         mock.patch.object(ragged, "device", return_value=device),
@@ -196,10 +199,10 @@ def call(op, operands, device=SMALL_GPU, **tuning):
             ragged_rows,
             load_queries=load_queries,
             store_rows=store_rows,
-            store_part=store_part,
-            store_words=store_words,
+            store_partial=store_partial,
             finish_copies=finish_copies,
         ),
+        mock.patch.object(ragged_items, "store_words", store_words),
         mock.patch.multiple(
             ragged_lanes,
             sums=sums,
@@ -210,10 +213,10 @@ def call(op, operands, device=SMALL_GPU, **tuning):
             settle=settle,
         ),
         mock.patch.multiple(
-            ragged_tiles, load_new=load_new, zero_tokens=zero_tokens, convert_tile=convert_tile, load_scales=load_scales
+            ragged_tiles, load_new=load_new, zero_rows=zero_rows, convert_tile=convert_tile, load_scales=load_scales
         ),
         mock.patch.multiple(ragged_scan, gather=gather, sums_before=sums_before),
-        mock.patch.multiple(ragged_attend, accumulate=accumulate, score_and_accumulate=score_and_accumulate),
+        mock.patch.multiple(ragged_products, accumulate=accumulate, score_and_accumulate=score_and_accumulate),
         mock.patch.object(ragged_merge, "merge_rows", merge_rows),
         params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=True)),
     )

@@ -5,7 +5,6 @@ On a GPU the tests of the operations run these kernels too.
 
 import itertools
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest import mock
 
 import jax
@@ -16,7 +15,9 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
 from paged_jax import _dispatch, _validate
 from paged_jax.kernels.mosaic_gpu import ragged, ragged_tuning
-from paged_jax.kernels.mosaic_gpu.device import ragged_plan
+from paged_jax.kernels.mosaic_gpu.device import ragged_count, ragged_plan
+from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Counted, Lengths
+from paged_jax.kernels.mosaic_gpu.ragged_geometry import NO_ITEM, Geometry
 from paged_jax.kernels.problem import Device, Problem, Unsupported
 from tests import inputs, oracle, plain
 from tests.cases import Case, Sparse
@@ -131,8 +132,8 @@ def test_results_do_not_depend_on_who_takes_an_item():
         assert_same_bytes(one, other, "other programs")
 
 
-def config(query_lens, seq_lens, *shape, **tuning):
-    """A config for a batch, and references as the device's code has them."""
+def planned(query_lens, seq_lens, *shape, **tuning):
+    """A batch: its geometry, what is counted of it, and its lengths."""
     num_heads, num_kv_heads, head_size, window = shape
     cache = jax.ShapeDtypeStruct((9, num_kv_heads, 16, head_size), jnp.bfloat16)
     arrays = (
@@ -144,37 +145,36 @@ def config(query_lens, seq_lens, *shape, **tuning):
     )
     operands = jax.eval_shape(lambda *x: _validate.ragged_operands(*x, True, {"sliding_window": window}), *arrays)
     problem = Problem.of_call(*operands[:4], operands.options)
-    cfg = ragged_tuning.tune(problem, Device(), prefix=False)
-    cfg = replace(cfg, tuning=replace(cfg.tuning, **tuning))
+    chosen = replace(ragged_tuning.tune(problem, Device(), prefix=False), counts_in_kernel=False, **tuning)
+    geometry = Geometry(problem, chosen, prefix=False)
     starts = jnp.asarray(np.concatenate([[0], np.cumsum(query_lens)]), jnp.int32)
-    lengths = jnp.asarray(seq_lens, jnp.int32)
-    with mock.patch.object(ragged_tuning, "_MOST_COUNTED", 0):
-        work = ragged_plan.plan(cfg, starts, lengths)
-    return cfg, work, SimpleNamespace(query_start_loc_gmem=starts, seq_lens_gmem=lengths)
+    lengths = Lengths(jnp.asarray(seq_lens, jnp.int32), starts)
+    return geometry, ragged_count.count_before_kernel(starts, lengths.seq_lens, geometry), lengths
 
 
 @pytest.mark.parametrize("shape", [(8, 2, 64, None), (5, 1, 128, 100), (16, 1, 64, None)], ids=str)
 def test_items_cover_each_row_and_token_once(shape):
     """Every query token of every kv head is in one item or its splits, which see each token of the context once."""
     query_lens, seq_lens = (1, 0, 70, 5, 33, 1), (900, 0, 70, 400, 1000, 1)
-    cfg, work, refs = config(query_lens, seq_lens, *shape, num_programs=32, tile=64, least_split=2)
-    seen, places = {}, ([], [])
-    for line in cfg.lines:
-        for number in range(int(ragged_plan.total(ragged_plan.ITEMS, line, work, cfg))):
-            item = jax.tree.map(int, ragged_plan.find(jnp.int32(number), line, work, refs, cfg))
-            assert item.kind == (1 if line.wide else 2)
-            assert 0 < item.tokens <= line.tokens
-            span = item.origin, max(item.origin, min(item.origin + item.count * line.tile, item.high))
-            for token in range(item.first_token, item.first_token + item.tokens):
+    geometry, counts, lengths = planned(
+        query_lens, seq_lens, *shape, num_programs=32, tile=64, thin_tile=64, least_split=2
+    )
+    seen, partials = {}, ([], [])
+    for kind, found in zip(geometry.kinds, partials, strict=True):
+        num_items = int(ragged_count.total(Counted.ITEMS, kind, counts))
+        for number in range(num_items):
+            item = jax.tree.map(int, ragged_plan.find(jnp.int32(number), counts, lengths, kind))
+            assert item.kind == kind.number
+            assert 0 < item.num_tokens <= kind.tokens
+            span = item.origin, max(item.origin, min(item.origin + item.num_tiles * kind.tile, item.end))
+            for token in range(item.first_token, item.first_token + item.num_tokens):
                 seen.setdefault((token, item.kv_head), []).append(span)
-            if item.place >= 0:
-                places[0 if line.wide else 1].append(item.place)
-        end = jnp.int32(ragged_plan.total(ragged_plan.ITEMS, line, work, cfg))
-        assert int(ragged_plan.find(end, line, work, refs, cfg).kind) == 0
-    for found, room in zip(places, cfg.places, strict=True):
+            if item.partial >= 0:
+                found.append(item.partial)
+        assert int(ragged_plan.find(jnp.int32(num_items), counts, lengths, kind).kind) == NO_ITEM
         assert sorted(found) == list(range(len(found)))
-        assert len(found) <= room
-    assert any(places)
+        assert len(found) <= kind.num_partials
+    assert any(partials)
     positions = np.concatenate([np.arange(n - q, n) for q, n in zip(query_lens, seq_lens, strict=True)])
     for token in range(sum(query_lens) + 3):
         for head in range(shape[1]):
@@ -207,8 +207,9 @@ def test_lowers_for_cuda(case):
     function = jax.jit(ragged.ragged_paged_attention)
     operands = operands_of(case, made)
     text = function.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
-    cfg = ragged_tuning.tune(Problem.of_call(*operands[:4], operands.options), Device(), prefix=False)
-    assert text.count("@mosaic_gpu_v2") == 1 + any(cfg.places)
+    problem = Problem.of_call(*operands[:4], operands.options)
+    geometry = Geometry(problem, ragged_tuning.tune(problem, Device(), prefix=False), prefix=False)
+    assert text.count("@mosaic_gpu_v2") == 1 + geometry.merges
 
 
 @pytest.mark.parametrize("case", PREFIXES, ids=str)
@@ -270,8 +271,7 @@ def test_on_a_gpu(case, tuning, monkeypatch):
     """As tuned for this GPU, and as for a smaller one that splits more; the same in every run."""
 
     def tune(*args, tune=ragged_tuning.tune, **kwargs):
-        cfg = tune(*args, **kwargs)
-        return replace(cfg, tuning=replace(cfg.tuning, **tuning))
+        return replace(tune(*args, **kwargs), **tuning)
 
     monkeypatch.setattr(ragged_tuning, "tune", tune)
     made = inputs.make(case)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import Array
@@ -9,9 +10,12 @@ from jax import Array
 from paged_jax.kernels import problem as facts
 from paged_jax.kernels.in_place import apart
 from paged_jax.kernels.mosaic_gpu import ragged_tuning
-from paged_jax.kernels.mosaic_gpu.device import ragged_plan as plan
+from paged_jax.kernels.mosaic_gpu.device import ragged_count as count
 from paged_jax.kernels.mosaic_gpu.device.ragged_attend import attend
-from paged_jax.kernels.mosaic_gpu.device.ragged_merge import merge
+from paged_jax.kernels.mosaic_gpu.device.ragged_merge import MergeRefs, merge
+from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Inputs, Lengths
+from paged_jax.kernels.mosaic_gpu.device.refs import ABSENT
+from paged_jax.kernels.mosaic_gpu.ragged_geometry import Geometry
 from paged_jax.kernels.problem import Device, Problem
 from paged_jax.options import AttentionOptions
 from paged_jax.shapes import BlockTables, Cache, NewTokens, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
@@ -67,23 +71,33 @@ def _attend(
     query_start_loc: Array,
     options: AttentionOptions,
 ) -> tuple[Array, Array]:
-    problem = Problem.of_call(query, *caches, options)
-    cfg = ragged_tuning.tune(problem, device(), prefix=len(new) > 0)
+    """Runs the kernels; `new` has the new tokens' keys and values if they are in arrays of their own."""
+    problem, prefix = Problem.of_call(query, *caches, options), len(new) > 0
+    geometry = Geometry(problem, ragged_tuning.tune(problem, device(), prefix=prefix), prefix)
     if problem.num_tokens * problem.num_seqs * problem.num_blocks * problem.max_seq_len == 0:
         return jnp.zeros(query.shape, query.dtype), jnp.full(query.shape[:2], -jnp.inf, jnp.float32)
-    of_options = [jnp.atleast_1d(x) for x in facts.OptionArrays.of(options).flat]
-    work = plan.plan(cfg, query_start_loc, seq_lens)
-    arrays = query, *caches, seq_lens, query_start_loc
+    vectors = jax.tree.map(jnp.atleast_1d, facts.OptionArrays.of(options))
+    counts = count.count_before_kernel(query_start_loc, seq_lens, geometry)
 
     def run(refs):
-        counts_ref, out_ref, lse_ref = refs
-        results = attend(cfg, *arrays, counts_ref, *work, *of_options, *new)
-        out_ref[...], lse_ref[...] = results["out"], results["lse"]
-        if cfg.places != (0, 0):
-            counted = {} if cfg.counts_in_kernel else work._asdict()
-            written = {"out": out_ref, "lse": lse_ref}
-            merge(cfg, query_start_loc, seq_lens, of_options[2], results | counted | written)
+        claimed_ref, out_ref, lse_ref = refs
+        inputs = Inputs(query, *caches, Lengths(seq_lens, query_start_loc), claimed_ref, counts, vectors, *new)
+        results = attend(geometry, inputs)
+        out_ref[...], lse_ref[...] = results.out, results.lse
+        if geometry.merges:
+            counted = results.counts if geometry.tuning.counts_in_kernel else counts
+            merged = MergeRefs(
+                query_start_loc=query_start_loc,
+                seq_lens=seq_lens,
+                sinks=vectors.per_head.sinks,
+                counts=counted._replace(wide_programs=ABSENT),
+                wide_partials=results.wide_partials,
+                thin_partials=results.thin_partials,
+                out=out_ref,
+                lse=lse_ref,
+            )
+            merge(geometry, merged)
 
-    counts = jnp.zeros((2,), jnp.int32)  # of claimed items: a reference, as the kernel writes to them
-    unwritten = jnp.zeros(query.shape, query.dtype), jnp.zeros(query.shape[:2], jnp.float32)  # which XLA drops
-    return apart(pl.run_state(run)((counts, *unwritten))[1:])
+    claimed = jnp.zeros((2,), jnp.int32)  # a reference, as the kernel writes to it
+    unwritten = jnp.zeros(query.shape, query.dtype), jnp.zeros(query.shape[:2], jnp.float32)  # XLA drops them
+    return apart(pl.run_state(run)((claimed, *unwritten))[1:])

@@ -1,4 +1,4 @@
-"""What Pallas has no words for, in MLIR: arrays as the registers of each thread, and a thread's own integers."""
+"""What Pallas has no words for, in MLIR: arrays as the registers of each thread, a thread's own integers, and PTX."""
 
 from typing import Any
 
@@ -7,12 +7,16 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from paged_jax.kernels.mosaic_gpu.geometry import Geometry
 
-_WARPGROUP = 128  # threads
+WARPGROUP = 128  # threads
 WARP = 32  # threads
+SCALAR = plgpu.Layout.WG_SPLAT(())
+"""The layout of a scalar, as an argument of `inline`."""
+
+_SHARED_MEMORY = 3  # the address space of shared memory
 
 
 def inline(*arg_types: Any, returns: Any = None, dtype: str = "float16", layout: Any = plgpu.Layout.WGMMA) -> Any:
@@ -21,7 +25,7 @@ def inline(*arg_types: Any, returns: Any = None, dtype: str = "float16", layout:
     return plgpu.inline_mgpu(arg_types=arg_types, return_type=result)
 
 
-def array(registers: np.ndarray, layout: mgpu.TiledLayout, shape, is_signed: bool | None = None):
+def array(registers: np.ndarray, layout: Any, shape, is_signed: bool | None = None):
     """An array of this shape and layout from the registers of a thread, in the layout's order."""
     registers = registers.reshape(layout.registers_shape(shape))
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=is_signed)
@@ -46,13 +50,13 @@ def token_of_row(row, geometry: Geometry):
 
 def thread_index():
     """Each thread's index in its warpgroup."""
-    return rem(mgpu.thread_idx(), _WARPGROUP)
+    return rem(mgpu.thread_idx(), WARPGROUP)
 
 
 def thread_index_read_again():
     """Each thread's index in its warpgroup. Reading it again keeps no register alive over loops."""
     word = ir.IntegerType.get_signless(32)
-    return rem(llvm.inline_asm(word, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True), _WARPGROUP)
+    return rem(llvm.inline_asm(word, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True), WARPGROUP)
 
 
 def add(x, y):
@@ -81,6 +85,63 @@ def select_within(x, low, high, inside, outside):
     return arith.select(begun, arith.select(ended, outside, inside), outside)
 
 
+def within(x, low, high):
+    """Whether low <= x < high."""
+    begun = arith.cmpi(arith.CmpIPredicate.sge, x, low)
+    return arith.andi(begun, less(x, high))
+
+
+def less(x, y):
+    """Whether x < y."""
+    return arith.cmpi(arith.CmpIPredicate.slt, x, y)
+
+
 def i32(n: int):
     """A constant of 32 bits."""
     return mgpu.c(n, ir.IntegerType.get_signless(32))
+
+
+def i64(n: int):
+    """A constant of 64 bits."""
+    return mgpu.c(n, ir.IntegerType.get_signless(64))
+
+
+def as_i32(condition):
+    """1 where a condition holds, else 0: PTX in `assembly` takes no predicates."""
+    return arith.extui(ir.IntegerType.get_signless(32), condition)
+
+
+def as_i64(x):
+    """An integer of 32 bits in 64 bits."""
+    return arith.extsi(ir.IntegerType.get_signless(64), x)
+
+
+def bytes_of(count, size: int):
+    """The bytes of some elements of `size` bytes, as an offset in global memory."""
+    return arith.muli(as_i64(count), i64(size))
+
+
+def element(register, i: int):
+    """An element of a register that holds several."""
+    return vector.extract(register, [], [i])
+
+
+def address(ref):
+    """The address of a reference: 32 bits of shared memory, 64 bits of global memory."""
+    space = mgpu.utils.get_memref_llvm_address_space(ir.MemRefType(ref.type))
+    bits = 32 if space == _SHARED_MEMORY else 64
+    return llvm.ptrtoint(ir.IntegerType.get_signless(bits), mgpu.utils.memref_ptr(ref))
+
+
+def assembly(code: str, constraints: str, *operands: Any, results: int = 0) -> list:
+    """PTX that returns so many float32, and that the compiler leaves where it is among all that has effects."""
+    clobbers = ",".join(x for x in (constraints, "~{memory}") if x)
+    f32 = ir.F32Type.get()
+    if results == 0:
+        llvm.inline_asm(None, operands, code, clobbers, has_side_effects=True)
+        return []
+    if results == 1:
+        return [llvm.inline_asm(f32, operands, code, clobbers, has_side_effects=True)]
+    struct = llvm.StructType.get_literal([f32] * results)
+    result = llvm.inline_asm(struct, operands, code, clobbers, has_side_effects=True)
+    return [llvm.extractvalue(f32, result, [i]) for i in range(results)]

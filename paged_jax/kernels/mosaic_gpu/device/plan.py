@@ -21,6 +21,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
+from paged_jax.kernels.mosaic_gpu.device.integers import cdiv
 from paged_jax.kernels.mosaic_gpu.geometry import QUERY_ROWS, Geometry
 
 Scalar = Any
@@ -233,11 +234,6 @@ def query_tile(of: Item | Queue, geometry: Geometry) -> QueryTile:
     last = jnp.int32(geometry.query_rows - geometry.columns)
     row = lax.min(lax.div(own, jnp.int32(QUERY_ROWS)) * QUERY_ROWS, last)
     return QueryTile(pl.multiple_of(row, QUERY_ROWS), own - row)
-
-
-def cdiv(x: Scalar, y: Scalar | int) -> Scalar:
-    """x / y rounded up; 0 where x is negative."""
-    return lax.max(lax.div(x + (y - 1), jnp.int32(y)), jnp.int32(0))
 
 
 def _visible(seq_len: Scalar, geometry: Geometry) -> tuple[Scalar, Scalar]:

@@ -1,58 +1,153 @@
-"""Counting work items in the kernel: each program's loading warpgroup adds up the whole batch, a thread a sequence.
+"""How much work a batch of ragged attention has: counts of items, partial results and merges, sequence by sequence.
 
-Where sequences are few enough this takes about a microsecond, less than launching a kernel for it. Program 0 leaves
-what it found in memory, for the kernel that merges. More sequences are counted by XLA (`ragged_plan.plan`).
+The lengths are known on the device only. Where sequences are few, each program of the kernel counts all of them, in its
+loading warpgroup, a thread a sequence. That takes about a microsecond, less than the launch of a kernel. Program 0
+leaves what it found in memory, for the kernel that merges. Where sequences are many, XLA counts before the kernel.
 """
+
+from typing import Any
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
-from paged_jax.kernels.mosaic_gpu.device import ragged_plan as plan
 from paged_jax.kernels.mosaic_gpu.device import ragged_scan as scan
-from paged_jax.kernels.mosaic_gpu.device.ragged_plan import Row, Work
-from paged_jax.kernels.mosaic_gpu.ragged_tuning import COUNTED, THREADS, Config
+from paged_jax.kernels.mosaic_gpu.device.integers import div
+from paged_jax.kernels.mosaic_gpu.device.plan import Scalar
+from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Counted, Counts, Lengths, Refs
+from paged_jax.kernels.mosaic_gpu.device.ragged_sequence import (
+    Sequence,
+    most_tiles,
+    num_queries,
+    num_splits,
+    query_tiles,
+)
+from paged_jax.kernels.mosaic_gpu.ragged_geometry import THREADS, Geometry, ItemKind
+
+_SLACK = 1.125  # of an even share of all work, before an item is split
+_ITEM_COST = 2  # what an item costs beside its tiles
 
 
-def work(refs, cfg: Config) -> Work:
-    """What there is to do, in shared memory where the kernel counts."""
-    if not cfg.counts_in_kernel:
-        return Work(refs.table_gmem, refs.per_split_gmem, refs.of_wide_gmem)
-    chunks = range(0, cfg.counted, THREADS)
+def count_before_kernel(query_start_loc: Array, seq_lens: Array, geometry: Geometry) -> Counts:
+    """Counts the work in XLA; or does nothing, where the kernel counts."""
+    if geometry.tuning.counts_in_kernel:
+        return Counts(*[jnp.zeros((1,), jnp.int32)] * 3)
+    ends = jnp.append(query_start_loc[1:], geometry.problem.num_tokens)
+    sequences = Sequence(query_start_loc, jnp.maximum(ends - query_start_loc, 0), jnp.append(seq_lens, 0))
+    wide, thin = (_sums_before(_costs(sequences, kind))[-1] for kind in geometry.kinds)
+    splits_per_cost, wide_programs = _shares(wide, thin, geometry)
+    counts = _counts(sequences, splits_per_cost, geometry)
+    none = jnp.zeros_like(sequences.first_token)
+    table = jnp.stack([counts.get(row, none) for row in range(2 * len(Counted))])
+    return Counts(_sums_before(table), splits_per_cost[None], wide_programs[None])
+
+
+def count_in_kernel(refs: Refs, geometry: Geometry) -> Counts:
+    """Counts the work in shared memory; or does nothing, where XLA has counted it."""
+    if not geometry.tuning.counts_in_kernel:
+        return refs.inputs_gmem.counts
+    smem, lengths_gmem, end = refs.smem, refs.inputs_gmem.lengths, geometry.count_columns
+    chunks = range(0, end, THREADS)
     for first in chunks:
-        rows = _rows(first, refs, cfg)
-        costs = {row: plan.costs_of(rows, line, cfg) for row, line in enumerate(cfg.lines)}
-        scan.sums_before(costs, refs.costs_smem, first)
-    per_split, of_wide = plan.shares(refs.costs_smem[0, cfg.counted], refs.costs_smem[1, cfg.counted], cfg)
+        sequences = _sequences(first, lengths_gmem, geometry)
+        costs = {row: _costs(sequences, kind) for row, kind in enumerate(geometry.kinds)}
+        scan.sums_before(costs, smem.costs, first)
+    splits_per_cost, wide_programs = _shares(smem.costs[0, end], smem.costs[1, end], geometry)
     for first in chunks:
-        rows = _rows(first, refs, cfg)
-        counts = {row: x for line in cfg.lines for row, x in plan.counts_of(rows, per_split, line, cfg).items()}
-        scan.sums_before(counts, refs.table_smem, first)
-    refs.per_split_smem[0] = per_split
-    refs.of_wide_smem[0] = of_wide
-    if any(cfg.places):
-        pl.when(lax.axis_index("program") == 0)(lambda: _leave(per_split, refs, cfg))
-    return Work(refs.table_smem, refs.per_split_smem, refs.of_wide_smem)
+        sequences = _sequences(first, lengths_gmem, geometry)
+        scan.sums_before(_counts(sequences, splits_per_cost, geometry), smem.table, first)
+    smem.splits_per_cost[0] = splits_per_cost
+    smem.wide_programs[0] = wide_programs
+    if geometry.merges:
+        pl.when(lax.axis_index("program") == 0)(lambda: _leave_counts(splits_per_cost, refs, geometry))
+    return Counts(smem.table, smem.splits_per_cost, smem.wide_programs)
 
 
-def _leave(per_split, refs, cfg: Config) -> None:
-    """Leaves what was counted in memory."""
-    refs.per_split_gmem[0] = per_split
-    for what in range(2 * COUNTED):
-        for first in range(0, cfg.counted, THREADS):
-            columns = pl.ds(first, THREADS)
-            counted = plgpu.load(refs.table_smem.at[what, columns], layout=scan.LAYOUT)
-            refs.table_gmem[what, columns] = counted
+def total(what: Counted, kind: ItemKind, counts: Counts) -> Scalar:
+    """How many of `Counted` a kind of items has."""
+    return before(what, jnp.int32(kind.geometry.problem.num_seqs + 1), kind, counts)
 
 
-def _rows(first: int, refs, cfg: Config) -> Row:
-    """The sequences from `first` on, one a thread; past the last one they are that of the padding, and empty ones."""
-    num_seqs = cfg.problem.num_seqs
+def before(what: Counted, seq: Scalar, kind: ItemKind, counts: Counts) -> Scalar:
+    """How many of `Counted` come before a sequence."""
+    return counts.table[_row(what, kind), seq]
+
+
+def search(number: Scalar, what: Counted, kind: ItemKind, counts: Counts) -> Scalar:
+    """The sequence that has the `Counted` of a number, which there must be."""
+    num_seqs = kind.geometry.problem.num_seqs
+    seq = jnp.int32(0)  # the last one known to begin at or before the number
+    step = 1 << (num_seqs + 1).bit_length()
+    while step := step // 2:
+        further = lax.min(seq + step, jnp.int32(num_seqs + 1))
+        seq = jnp.where(before(what, further, kind, counts) <= number, further, seq)
+    return seq
+
+
+def _costs(sequences: Sequence, kind: ItemKind) -> Array:
+    """What all items of each sequence cost."""
+    cost = query_tiles(sequences, kind) * (kind.tile_cost * most_tiles(sequences, kind) + _ITEM_COST)
+    return cost.astype(jnp.float32) * float(kind.geometry.problem.num_kv_heads)
+
+
+def _shares(wide: Any, thin: Any, geometry: Geometry) -> tuple[Any, Any]:
+    """`splits_per_cost` and `wide_programs` of a batch whose wide and whose thin items cost so much."""
+    programs = geometry.tuning.num_programs
+    largest = lax.max((wide + thin) * (_SLACK / programs) + 1, jnp.float32(geometry.tuning.least_split))
+    wide_programs = (wide / lax.max(wide + thin, jnp.float32(1)) * programs + 0.5).astype(jnp.int32)
+    wide_programs = lax.max(wide_programs, (wide > 0).astype(jnp.int32))
+    wide_programs = jnp.where(thin > 0, lax.min(wide_programs, jnp.int32(programs - 1)), programs)
+    return 1 / largest, wide_programs
+
+
+def _counts(sequences: Sequence, splits_per_cost: Any, geometry: Geometry) -> dict[int, Array]:
+    """What each sequence has, by its row of the table; rows that nobody reads are left out."""
+    counts = {}
+    for kind in geometry.kinds:
+        items = query_tiles(sequences, kind) * geometry.problem.num_kv_heads
+        if not kind.may_split:
+            counts[_row(Counted.ITEMS, kind)] = items
+            continue
+        splits = num_splits(sequences, splits_per_cost, kind)
+        rows = num_queries(sequences, kind) * geometry.problem.num_heads
+        merges = div(rows + (geometry.merged_rows - 1), geometry.merged_rows)
+        counts[_row(Counted.ITEMS, kind)] = items * splits
+        counts[_row(Counted.PARTIALS, kind)] = jnp.where(splits > 1, items * splits, 0)
+        counts[_row(Counted.MERGES, kind)] = jnp.where(splits > 1, merges, 0)
+    return counts
+
+
+def _row(what: Counted, kind: ItemKind) -> int:
+    """The row of the table that counts this of a kind of items."""
+    return what + (0 if kind.is_wide else len(Counted))
+
+
+def _sums_before(x: Array) -> Array:
+    """[..., n] -> [..., n + 1], the sums of all elements before each, and of all."""
+    count = x.shape[-1]
+    earlier = jnp.arange(count)[None, :] < jnp.arange(count + 1)[:, None]
+    earlier = earlier.reshape(*[1] * (x.ndim - 1), count + 1, count)
+    return jnp.where(earlier, x[..., None, :], jnp.zeros_like(x)[..., None, :]).sum(axis=-1, dtype=x.dtype)
+
+
+def _sequences(first: int, lengths_gmem: Lengths, geometry: Geometry) -> Sequence:
+    """The sequences from `first` on, a thread each; past the last one they are that of the padding, and empty ones."""
+    num_seqs = geometry.problem.num_seqs
     seq = scan.iota() + first
-    start = scan.gather(refs.query_start_loc_gmem, first, num_seqs)
-    end = scan.gather(refs.query_start_loc_gmem, first + 1, num_seqs)
-    seq_len = scan.gather(refs.seq_lens_gmem, first, num_seqs - 1)
-    end = jnp.where(seq == num_seqs, cfg.problem.num_tokens, end)
-    queries = jnp.where(seq > num_seqs, 0, lax.max(end - start, jnp.zeros_like(start)))
-    return Row(start, queries, jnp.where(seq < num_seqs, seq_len, 0))
+    start = scan.gather(lengths_gmem.query_start_loc, first, num_seqs)
+    end = scan.gather(lengths_gmem.query_start_loc, first + 1, num_seqs)
+    seq_len = scan.gather(lengths_gmem.seq_lens, first, num_seqs - 1)
+    end = jnp.where(seq == num_seqs, geometry.problem.num_tokens, end)
+    query_len = jnp.where(seq > num_seqs, 0, lax.max(end - start, jnp.zeros_like(start)))
+    return Sequence(start, query_len, jnp.where(seq < num_seqs, seq_len, 0))
+
+
+def _leave_counts(splits_per_cost: Scalar, refs: Refs, geometry: Geometry) -> None:
+    """Leaves in memory what was counted."""
+    counts_gmem = refs.outputs_gmem.counts
+    counts_gmem.splits_per_cost[0] = splits_per_cost
+    for row in range(2 * len(Counted)):
+        for first in range(0, geometry.count_columns, THREADS):
+            columns = pl.ds(first, THREADS)
+            counts_gmem.table[row, columns] = plgpu.load(refs.smem.table.at[row, columns], layout=scan.LAYOUT)

@@ -1,188 +1,258 @@
-"""Merging the parts of items whose contexts were split over programs, in a kernel of its own.
+"""The merge of split items: their partial results become rows of out and lse, in a kernel of its own.
 
-Grid. Programs of one warpgroup, which take the rows of split items in turn. Everyone loads, from global memory into
-registers, and computes: 4 elements of a row a thread.
+Grid: programs of one warpgroup, which take groups of `Geometry.merged_rows` rows of split items in turn.
 
-Roofline: 4 * head_size bytes a row and part, mostly from L2: latency, not bandwidth, so that several parts are in
-flight.
+Who loads, who computes: all threads, from global memory into registers, 4 elements of a row a thread.
+
+Roofline: 4 * head_size bytes a row and partial result, mostly from L2: latency is what counts, not bandwidth, so that
+several partial results are in flight.
 """
 
 import functools
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
-from jax import Array, lax
+from jax import lax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf
 
-from paged_jax.kernels.mosaic_gpu.device import ragged_plan as plan
-from paged_jax.kernels.mosaic_gpu.device.inline import inline
-from paged_jax.kernels.mosaic_gpu.device.ragged_rows import address, assembly, i32, i64, thread, wide, word
-from paged_jax.kernels.mosaic_gpu.device.registers import LOG2E
-from paged_jax.kernels.mosaic_gpu.ragged_tuning import ROWS, Config, Line
+from paged_jax.kernels.mosaic_gpu.device import ragged_count as count
+from paged_jax.kernels.mosaic_gpu.device import ragged_sequence as sequences
+from paged_jax.kernels.mosaic_gpu.device.inline import (
+    SCALAR,
+    add,
+    address,
+    as_i32,
+    as_i64,
+    assembly,
+    bytes_of,
+    div,
+    i32,
+    i64,
+    inline,
+    less,
+    mul,
+    rem,
+    thread_index_read_again,
+)
+from paged_jax.kernels.mosaic_gpu.device.plan import Scalar
+from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Counted, Counts, Lengths, Partials, Ref
+from paged_jax.kernels.mosaic_gpu.device.registers import LOG2E, LOWEST
+from paged_jax.kernels.mosaic_gpu.geometry import WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.ragged_geometry import Geometry, ItemKind
+from paged_jax.kernels.problem import Problem
 
-_IN_FLIGHT = 4  # parts
-_RESULTS = "table", "per_split", "wide_parts", "wide_sums", "thin_parts", "thin_sums", "out", "lse"
+_PARTIALS_IN_FLIGHT = 4
 
 
-def merge(cfg: Config, query_start_loc: Array, seq_lens: Array, sinks: Array, results: dict[str, Any]) -> None:
-    """Writes the rows of split items, from their parts, to the references of out and lse."""
+class MergeRefs(NamedTuple):
+    """What the kernel that merges reads, and what it writes: rows of out and lse."""
+
+    query_start_loc: Ref
+    seq_lens: Ref
+    sinks: Ref
+    counts: Counts
+    wide_partials: Partials
+    thin_partials: Partials
+    out: Ref
+    lse: Ref
+
+
+class RowGroup(NamedTuple):
+    """Some neighbours of the rows (query token, query head) of a sequence that are in split items of one kind."""
+
+    number: Scalar  # the group's, in the sequence
+    num_rows: Scalar  # of the sequence
+    first_token: Scalar  # of the sequence's rows
+    query_tiles: Scalar  # tiles of query tokens that these rows are in
+    splits: Scalar  # of each item
+    first_partial: Scalar  # of the sequence's items
+
+
+class RowRefs(NamedTuple):
+    """What a merge of rows reads and writes; or the addresses, as values of MLIR."""
+
+    partials: Partials
+    sinks: Ref
+    out: Ref
+    lse: Ref
+
+
+class _Row(NamedTuple):
+    """The row of which a thread merges 4 elements. Its fields are values of MLIR."""
+
+    exists: Any
+    column: Any  # of the 4 elements, in units of them
+    token: Any  # of the sequence's
+    head: Any
+    partial: Any  # the first one of its item
+    of_partial: Any  # which row it is of its partial results
+
+
+class _Merged(NamedTuple):
+    """A thread's part of the softmax of a row. Its fields are values of MLIR."""
+
+    maximum: Any  # of base 2
+    sum: Any
+    out: list  # 4 elements of O, not divided by the sum
+
+
+def merge(geometry: Geometry, refs: MergeRefs) -> None:
+    """Runs the kernel, which writes to the references of out and lse."""
+    arrays, tree = jax.tree.flatten(refs)
     plgpu.kernel(
-        functools.partial(_kernel, cfg=cfg),
+        functools.partial(_kernel, tree=tree, geometry=geometry),
         out_type=(),
-        grid=(cfg.tuning.merge_programs,),
+        grid=(geometry.tuning.merge_programs,),
         grid_names=("program",),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(query_start_loc, seq_lens, sinks, *(results[name] for name in _RESULTS))
+    )(*arrays)
 
 
-def _kernel(*gmem, cfg: Config):
-    names = [f"{name}_gmem" for name in ("query_start_loc", "seq_lens", "sinks", *_RESULTS)]
-    refs = SimpleNamespace(**dict(zip(names, gmem, strict=True)))
-    for line, places in zip(cfg.lines, cfg.places, strict=True):
-        if places:
-            _merge_line(line, refs, cfg)
+def _kernel(*arrays, tree: Any, geometry: Geometry) -> None:
+    refs = jax.tree.unflatten(tree, arrays)
+    for kind, partials in zip(geometry.kinds, (refs.wide_partials, refs.thin_partials), strict=True):
+        if kind.may_split:
+            _merge_kind(partials, refs, kind)
 
 
-def _merge_line(line: Line, refs, cfg: Config) -> None:
-    work = plan.Work(refs.table_gmem, refs.per_split_gmem, None)
-    parts_gmem, sums_gmem = refs.thin_parts_gmem, refs.thin_sums_gmem
-    if line.wide:
-        parts_gmem, sums_gmem = refs.wide_parts_gmem, refs.wide_sums_gmem
+def _merge_kind(partials: Partials, refs: MergeRefs, kind: ItemKind) -> None:
+    """Merges the split items of a kind."""
+    problem, counts = kind.geometry.problem, refs.counts
+    lengths_gmem = Lengths(refs.seq_lens, refs.query_start_loc)
+    row_refs = RowRefs(partials, refs.sinks, refs.out, refs.lse)
+    program, step = lax.axis_index("program"), kind.geometry.tuning.merge_programs
 
-    @pl.loop(lax.axis_index("program"), plan.total(plan.MERGES, line, work, cfg), step=cfg.tuning.merge_programs)
-    def _(number):
-        seq = plan.search(number, plan.MERGES, line, work, cfg)
-        row = plan.row_of(seq, refs, cfg)
-        merge_rows(
-            parts_gmem,
-            sums_gmem,
-            refs.sinks_gmem,
-            refs.out_gmem,
-            refs.lse_gmem,
-            number - plan.before(plan.MERGES, seq, line, work),
-            plan.tokens_of(row, line, cfg) * cfg.problem.num_heads,
-            row.start + plan.first_of(row, line, cfg),
-            plan.tiles_of(row, line, cfg),
-            plan.splits_of(row, refs.per_split_gmem[0], line, cfg),
-            plan.before(plan.PLACES, seq, line, work),
-            line,
-            cfg,
+    @pl.loop(program, count.total(Counted.MERGES, kind, counts), step=step)
+    def merge_group(number):
+        seq = count.search(number, Counted.MERGES, kind, counts)
+        sequence = sequences.sequence_of(seq, lengths_gmem, problem)
+        group = RowGroup(
+            number=number - count.before(Counted.MERGES, seq, kind, counts),
+            num_rows=sequences.num_queries(sequence, kind) * problem.num_heads,
+            first_token=sequence.first_token + sequences.first_query(sequence, kind),
+            query_tiles=sequences.query_tiles(sequence, kind),
+            splits=sequences.num_splits(sequence, counts.splits_per_cost[0], kind),
+            first_partial=count.before(Counted.PARTIALS, seq, kind, counts),
         )
+        merge_rows(row_refs, group, kind)
 
 
-def merge_rows(
-    parts_gmem, sums_gmem, sinks_gmem, out_gmem, lse_gmem,
-    turn, num_rows, first_token, tiles, splits, places, line: Line, cfg: Config,
-) -> None:  # fmt: skip
-    """Merges the turn-th rows (token, query head) of a sequence's `num_rows` split ones.
+def merge_rows(refs: RowRefs, group: RowGroup, kind: ItemKind) -> None:
+    """Merges a group of rows."""
+    leaves, tree = jax.tree.flatten(refs)
 
-    Its items have `tiles` tiles of query tokens, from `first_token` on, and `splits` parts, from `places` on.
-    """
-    scalars = turn, num_rows, first_token, tiles, splits, places
-    refs = parts_gmem, sums_gmem, sinks_gmem, out_gmem, lse_gmem
-    scalar = plgpu.Layout.WG_SPLAT(())
+    @inline(*[plgpu.RefType()] * len(leaves), *[SCALAR] * len(group))
+    def merge_own_elements(_, *arguments):
+        at = jax.tree.unflatten(tree, [address(x) for x in arguments[: len(leaves)]])
+        values = RowGroup(*(x.registers.item() for x in arguments[len(leaves) :]))
+        row = _row_of_thread(values, kind)
+        merged = _over_partials(at.partials, row, values.splits, kind)
+        _store(at, row, values.first_token, merged, kind.geometry)
 
-    @inline(*[plgpu.RefType()] * len(refs), *[scalar] * len(scalars))
-    def body(_, *arguments):
-        addresses = [address(x) for x in arguments[: len(refs)]]
-        values = [x.registers.item() for x in arguments[len(refs) :]]
-        _merge_rows(*addresses, *values, line, cfg)  # pyright: ignore[reportCallIssue]
-
-    body(*refs, *scalars)
+    merge_own_elements(*leaves, *group)
 
 
-def _merge_rows(
-    parts, sums, sinks, out, lse, turn, num_rows, first_token, tiles, splits, places, line: Line, cfg: Config
-):
-    problem, threads = cfg.problem, cfg.problem.head_size // 4
-    index = thread()
-    lane, column = arith.divui(index, i32(threads)), arith.remui(index, i32(threads))
-    row = arith.addi(arith.muli(turn, i32(cfg.merged_rows)), lane)
-    own = arith.andi(_less(lane, i32(cfg.merged_rows)), _less(row, num_rows))
-    row = arith.select(own, row, i32(0))
-    token, head = arith.divui(row, i32(problem.num_heads)), arith.remui(row, i32(problem.num_heads))
-    tile, of_tile = arith.divui(token, i32(line.tokens)), arith.remui(token, i32(line.tokens))
-    half, of_half = arith.divui(of_tile, i32(cfg.half)), arith.remui(of_tile, i32(cfg.half))
-    kv_head, of_group = arith.divui(head, i32(problem.group)), arith.remui(head, i32(problem.group))
-    of_part = arith.addi(arith.muli(half, i32(ROWS)), arith.addi(arith.muli(of_half, i32(problem.group)), of_group))
-    item = arith.addi(arith.muli(kv_head, tiles), arith.subi(arith.subi(tiles, i32(1)), tile))
-    place = arith.addi(places, arith.muli(item, splits))
-    rows_of_part = (2 if line.wide else 1) * ROWS
-
-    def part(number):
-        """The logarithm of a part's sum, and four elements."""
-        inside = _less(number, splits)
-        number = arith.select(inside, number, i32(0))
-        at = arith.addi(arith.muli(wide(arith.addi(place, number)), i64(rows_of_part)), wide(of_part))
-        [total] = assembly("ld.global.f32 $0, [$1];", "=f,l", 1, arith.addi(sums, arith.muli(at, i64(4))))
-        total = arith.select(inside, total, _f32(float("-inf")))
-        at = arith.addi(arith.muli(at, i64(4 * problem.head_size)), arith.muli(wide(column), i64(16)))
-        elements = assembly("ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,l", 4, arith.addi(parts, at))
-        return total, elements
-
-    top, total, *acc = _over_parts(part, splits)
-    norm, base = total, top
-    if problem.per_head.sinks:
-        at = arith.muli(wide(head), i64(4))
-        [sink] = assembly("ld.global.f32 $0, [$1];", "=f,l", 1, arith.addi(sinks, at))
-        sink = arith.mulf(sink, _f32(LOG2E))
-        base = arith.maximumf(top, sink)
-        keep = _exp2(arith.subf(top, base))
-        norm = arith.addf(arith.mulf(total, keep), _exp2(arith.subf(sink, base)))
-        acc = [arith.mulf(x, keep) for x in acc]
-    # NaN counts as seen: what is not a number must show.
-    seen = arith.cmpf(arith.CmpFPredicate.UNE, total, _f32(0.0))
-    norm = arith.select(seen, norm, _f32(1.0))
-    acc = [arith.divf(x, norm) for x in acc]
-    log_sum = arith.divf(arith.addf(base, _log2(norm)), _f32(LOG2E))
-    log_sum = arith.select(seen, log_sum, _f32(float("-inf")))
-    index = wide(arith.addi(arith.muli(arith.addi(first_token, token), i32(problem.num_heads)), head))
-    at = arith.addi(arith.muli(index, i64(2 * problem.head_size)), arith.muli(wide(column), i64(8)))
-    pair = {"float16": "f16x2", "bfloat16": "bf16x2"}[problem.query_dtype]
-    assembly(
-        f"""{{ .reg .pred own; .reg .b32 a, b; setp.ne.b32 own, $0, 0;
-        cvt.rn.{pair}.f32 a, $3, $2; cvt.rn.{pair}.f32 b, $5, $4; @own st.global.v2.b32 [$1], {{a, b}}; }}""",
-        "r,l,f,f,f,f", 0, word(own), arith.addi(out, at), *acc,
-    )  # fmt: skip
-    first = arith.andi(own, arith.cmpi(arith.CmpIPredicate.eq, column, i32(0)))
-    assembly(
-        "{ .reg .pred own; setp.ne.b32 own, $0, 0; @own st.global.f32 [$1], $2; }",
-        "r,l,f", 0, word(first), arith.addi(lse, arith.muli(index, i64(4))), log_sum,
-    )  # fmt: skip
+def _row_of_thread(group: RowGroup, kind: ItemKind) -> _Row:
+    """The row of which this thread merges 4 elements."""
+    geometry, problem = kind.geometry, kind.geometry.problem
+    index = thread_index_read_again()
+    lane, column = div(index, geometry.threads_of_row), rem(index, geometry.threads_of_row)
+    row = add(mul(group.number, geometry.merged_rows), lane)
+    exists = arith.andi(less(lane, i32(geometry.merged_rows)), less(row, group.num_rows))
+    row = arith.select(exists, row, i32(0))
+    token, head = div(row, problem.num_heads), rem(row, problem.num_heads)
+    tile, of_tile = div(token, kind.tokens), rem(token, kind.tokens)
+    half, of_half = div(of_tile, geometry.half_tokens), rem(of_tile, geometry.half_tokens)
+    kv_head, of_group = div(head, problem.group), rem(head, problem.group)
+    of_partial = add(mul(half, WGMMA_ROWS), add(mul(of_half, problem.group), of_group))
+    of_kv_head = arith.muli(kv_head, group.query_tiles)
+    item = add(of_kv_head, arith.subi(arith.subi(group.query_tiles, i32(1)), tile))  # the last tile comes first
+    partial = add(group.first_partial, arith.muli(item, group.splits))
+    return _Row(exists, column, token, head, partial, of_partial)
 
 
-def _over_parts(part, splits):
-    """The softmax of all parts, in their order: maximum, sum and four elements."""
-    carry = [_f32(-1e30), *[_f32(0.0)] * 5]
-    loop = scf.ForOp(_index(i32(0)), _index(splits), _index(i32(_IN_FLIGHT)), carry)
+def _over_partials(at: Partials, row: _Row, splits, kind: ItemKind) -> _Merged:
+    """The softmax of all of a row's partial results, in their order."""
+    carry = [_f32(LOWEST), *[_f32(0.0)] * 5]
+    loop = scf.ForOp(_index(i32(0)), _index(splits), _index(i32(_PARTIALS_IN_FLIGHT)), carry)
     with ir.InsertionPoint(loop.body):
         first = arith.index_cast(ir.IntegerType.get_signless(32), loop.induction_variable)
-        parts = [part(arith.addi(first, i32(i))) for i in range(_IN_FLIGHT)]
-        top, total, *acc = loop.inner_iter_args
-        for log_sum, elements in parts:
-            new_top = arith.maximumf(top, log_sum)
-            keep, weight = _exp2(arith.subf(top, new_top)), _exp2(arith.subf(log_sum, new_top))
-            total = arith.addf(arith.mulf(total, keep), weight)
-            acc = [arith.addf(arith.mulf(x, keep), arith.mulf(y, weight)) for x, y in zip(acc, elements, strict=True)]
-            top = new_top
-        scf.yield_([top, total, *acc])
-    return loop.results
+        in_flight = range(_PARTIALS_IN_FLIGHT)
+        partials = [_load_partial(at, row, add(first, i32(i)), splits, kind) for i in in_flight]
+        maximum, total, *out = loop.inner_iter_args
+        for log_sum, elements in partials:
+            new_maximum = arith.maximumf(maximum, log_sum)
+            rescale, weight = _exp2(arith.subf(maximum, new_maximum)), _exp2(arith.subf(log_sum, new_maximum))
+            total = arith.addf(arith.mulf(total, rescale), weight)
+            pairs = zip(out, elements, strict=True)
+            out = [arith.addf(arith.mulf(x, rescale), arith.mulf(y, weight)) for x, y in pairs]
+            maximum = new_maximum
+        scf.yield_([maximum, total, *out])
+    maximum, total, *out = loop.results
+    return _Merged(maximum, total, out)
+
+
+def _load_partial(at: Partials, row: _Row, number, splits, kind: ItemKind) -> tuple[Any, list]:
+    """The logarithm of a partial result's sum, and its 4 elements; nothing if there is none of this number."""
+    exists = less(number, splits)
+    number = arith.select(exists, number, i32(0))
+    rows = kind.halves * WGMMA_ROWS
+    index = arith.addi(arith.muli(as_i64(add(row.partial, number)), i64(rows)), as_i64(row.of_partial))
+    [log_sum] = assembly("ld.global.f32 $0, [$1];", "=f,l", add(at.log_sums, arith.muli(index, i64(4))), results=1)
+    log_sum = arith.select(exists, log_sum, _f32(float("-inf")))
+    start = arith.muli(index, i64(4 * kind.geometry.problem.head_size))
+    place = add(at.out, arith.addi(start, bytes_of(row.column, 16)))
+    return log_sum, assembly("ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,l", place, results=4)
+
+
+def _store(at: RowRefs, row: _Row, first_token, merged: _Merged, geometry: Geometry) -> None:
+    """Stores a row's 4 elements of out, and its lse. A row that saw no token gets out 0 and lse -inf."""
+    maximum, total, out = merged
+    # NaN counts as seen: what is not a number must show.
+    seen = arith.cmpf(arith.CmpFPredicate.UNE, total, _f32(0.0))
+    if geometry.problem.per_head.sinks:
+        maximum, total, out = _with_sink(merged, at.sinks, row.head)
+    total = arith.select(seen, total, _f32(1.0))
+    out = [arith.divf(x, total) for x in out]
+    lse = arith.divf(arith.addf(maximum, _log2(total)), _f32(LOG2E))
+    lse = arith.select(seen, lse, _f32(float("-inf")))
+    index = add(mul(add(first_token, row.token), geometry.problem.num_heads), row.head)
+    _store_out(at.out, row, index, out, geometry.problem)
+    is_first = arith.andi(row.exists, arith.cmpi(arith.CmpIPredicate.eq, row.column, i32(0)))
+    code = "{ .reg .pred exists; setp.ne.b32 exists, $0, 0; @exists st.global.f32 [$1], $2; }"
+    assembly(code, "r,l,f", as_i32(is_first), add(at.lse, bytes_of(index, 4)), lse)
+
+
+def _with_sink(merged: _Merged, sinks, head) -> _Merged:
+    """The softmax with the logit that joins the sum of a head."""
+    maximum, total, out = merged
+    [sink] = assembly("ld.global.f32 $0, [$1];", "=f,l", add(sinks, bytes_of(head, 4)), results=1)
+    sink = arith.mulf(sink, _f32(LOG2E))
+    with_sink = arith.maximumf(maximum, sink)
+    rescale = _exp2(arith.subf(maximum, with_sink))
+    total = arith.addf(arith.mulf(total, rescale), _exp2(arith.subf(sink, with_sink)))
+    return _Merged(with_sink, total, [arith.mulf(x, rescale) for x in out])
+
+
+def _store_out(out, row: _Row, index, elements: list, problem: Problem) -> None:
+    """Stores 4 elements of the row of this index, in the query's dtype."""
+    pair = {"float16": "f16x2", "bfloat16": "bf16x2"}[problem.query_dtype]
+    code = f"""{{ .reg .pred exists; .reg .b32 a, b; setp.ne.b32 exists, $0, 0;
+        cvt.rn.{pair}.f32 a, $3, $2; cvt.rn.{pair}.f32 b, $5, $4; @exists st.global.v2.b32 [$1], {{a, b}}; }}"""
+    offset = arith.addi(bytes_of(index, 2 * problem.head_size), bytes_of(row.column, 8))
+    assembly(code, "r,l,f,f,f,f", as_i32(row.exists), add(out, offset), *elements)
 
 
 def _exp2(x):
-    return assembly("ex2.approx.ftz.f32 $0, $1;", "=f,f", 1, x)[0]
+    return assembly("ex2.approx.ftz.f32 $0, $1;", "=f,f", x, results=1)[0]
 
 
 def _log2(x):
-    return assembly("lg2.approx.ftz.f32 $0, $1;", "=f,f", 1, x)[0]
-
-
-def _less(x, y):
-    return arith.cmpi(arith.CmpIPredicate.slt, x, y)
+    return assembly("lg2.approx.ftz.f32 $0, $1;", "=f,f", x, results=1)[0]
 
 
 def _index(x):

@@ -1,320 +1,141 @@
-"""Which work items ragged attention has: how they are counted, and how `find` finds one on the device.
+"""Which work items ragged attention has, and which tokens of K and V an item sees.
 
-The query tokens of a sequence are cut into tiles. A work item is one of them with all heads of one kv head's group:
+The query tokens of a sequence are cut into tiles. A work item is such a tile with all heads of one kv head's group:
 
-    wide    up to 2 * half tokens, 128 rows: a warpgroup has 64 rows, and both read every tile of K and V
-    thin    up to half tokens, 64 rows: both warpgroups have the same rows, and take the tiles of K and V in turn
+    wide    up to 2 * half_tokens tokens, 128 rows: each warpgroup has 64 rows, and both read every tile of K and V
+    thin    up to half_tokens tokens, 64 rows: both warpgroups have the same rows, and take tiles of K and V in turn
 
-Only the last tile of a sequence may be thin. Rows past the last sequence's are one sequence more, of which no token is
-in the cache: their items write zeros.
+Only the last tile of a sequence may be thin. Rows past those of the last sequence are one sequence more, of which no
+token is in the cache: its items write zeros.
 
-All wide items are one line, all thin ones another: sequence by sequence, in a sequence head by head, of a head the last
-tile first, as it sees most. Items that cost more than an even share of all work are cut into splits of the context.
-How many items come before each sequence is summed up on the device, where the lengths are known: by the kernel
-(`ragged_count.py`), or where sequences are many by XLA (`plan`).
+The items of each kind are numbered: sequence by sequence, in a sequence head by head, and of a head the last tile of
+query tokens first, as it sees most. An item that costs more than an even share of all work is cut into splits of the
+context, and each split is an item of its own. `ragged_count.py` counts how many items come before each sequence.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 
-from paged_jax.kernels.mosaic_gpu.ragged_tuning import COUNTED, Config, Line
+from paged_jax.kernels.mosaic_gpu.device import ragged_count as count
+from paged_jax.kernels.mosaic_gpu.device import ragged_sequence as sequences
+from paged_jax.kernels.mosaic_gpu.device.integers import at_least, cdiv
+from paged_jax.kernels.mosaic_gpu.device.plan import Scalar
+from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Counted, Counts, Lengths
+from paged_jax.kernels.mosaic_gpu.device.ragged_sequence import Sequence
+from paged_jax.kernels.mosaic_gpu.ragged_geometry import NO_ITEM, ItemKind
 
-Scalar = Any  # an int32 of the device
-_SLACK = 1.125  # of an even share, before an item is split
-ITEMS, PLACES, MERGES = range(COUNTED)  # what is counted: items, parts of split ones, and turns of merging their rows
-
-
-class Work(NamedTuple):
-    """What was counted: arrays on the host, references on the device.
-
-    Attributes:
-      table: i32 [2 * COUNTED, num_seqs + 2 or more], wide items, their parts and merges, thin items, and so on, of all
-        sequences before each, that of the padding and the end included.
-      per_split: f32 [1], one over the largest cost of an item that is not split.
-      of_wide: i32 [1], programs that begin with wide items.
-    """
-
-    table: Any
-    per_split: Any
-    of_wide: Any
+WHOLE = -1
+"""The `partial` of an item that is not split."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Item:
-    """A work item, or its part: query tokens first_token.. of a kv head, and tiles of K and V.
+class Item(NamedTuple):
+    """A work item, or one of its splits."""
 
-    Attributes:
-      kind: 0 none, 1 wide, 2 thin.
-      kv_head: the kv head.
-      seq: the row of the block tables.
-      first_token, tokens: rows of the query.
-      position: of the first token in its sequence.
-      origin: position of the first tile's first token.
-      low, high: tokens low <= t < high are seen, by some row.
-      end: tokens before it have values.
-      count: tiles.
-      cached: those of them that are in the cache; the others are of the new tokens' own arrays.
-      context: tokens in the cache.
-      new_origin: position of the first token of the first tile of new tokens.
-      place: of the part among the parts of split items, or -1 if the item is whole.
-    """
-
-    kind: Scalar
+    kind: Scalar  # NO_ITEM, WIDE or THIN
     kv_head: Scalar
-    seq: Scalar
-    first_token: Scalar
-    tokens: Scalar
-    position: Scalar
-    origin: Scalar
-    low: Scalar
-    high: Scalar
+    seq: Scalar  # row of the block tables
+    first_token: Scalar  # row of the query
+    num_tokens: Scalar  # query tokens
+    position: Scalar  # of the first query token, in its sequence
+    origin: Scalar  # position of the first token of the first tile
+    begin: Scalar  # some row sees begin <= token < end; `begin` may be before `origin`
     end: Scalar
-    count: Scalar
-    cached: Scalar
-    context: Scalar
-    new_origin: Scalar
-    place: Scalar
-
-
-@dataclass(frozen=True)
-class Row:
-    """A sequence: its first query token, how many it has, and tokens of the sequence."""
-
-    start: Scalar
-    queries: Scalar
-    seq_len: Scalar
-
-
-def plan(cfg: Config, query_start_loc: Array, seq_lens: Array) -> Work:
-    """Counts the work, in XLA; or does nothing, where the kernel counts."""
-    if cfg.counts_in_kernel:
-        return Work(*[jnp.zeros((1,), jnp.int32)] * 3)
-    ends = jnp.append(query_start_loc[1:], cfg.problem.num_tokens)
-    rows = Row(query_start_loc, jnp.maximum(ends - query_start_loc, 0), jnp.append(seq_lens, 0))
-    wide, thin = (_sum_before(costs_of(rows, line, cfg))[-1] for line in cfg.lines)
-    per_split, of_wide = shares(wide, thin, cfg)
-    counts = {row: x for line in cfg.lines for row, x in counts_of(rows, per_split, line, cfg).items()}
-    none = jnp.zeros_like(rows.start)
-    table = jnp.stack([counts.get(row, none) for row in range(2 * COUNTED)])
-    return Work(_sum_before(table), per_split[None], of_wide[None])
-
-
-def costs_of(rows: Row, line: Line, cfg: Config) -> Array:
-    """What all items of each sequence cost."""
-    cost = tiles_of(rows, line, cfg) * (line.tile_cost * _length(rows, line, cfg) + line.item_cost)
-    return cost.astype(jnp.float32) * float(cfg.problem.num_kv_heads)
-
-
-def shares(wide, thin, cfg: Config) -> tuple[Any, Any]:
-    """`per_split` and `of_wide` of a batch whose wide and thin items cost that much."""
-    programs = cfg.tuning.num_programs
-    share = lax.max((wide + thin) * (_SLACK / programs) + 1, jnp.float32(cfg.tuning.least_split))
-    of_wide = (wide / lax.max(wide + thin, jnp.float32(1)) * programs + 0.5).astype(jnp.int32)
-    of_wide = lax.max(of_wide, (wide > 0).astype(jnp.int32))
-    of_wide = jnp.where(thin > 0, lax.min(of_wide, jnp.int32(programs - 1)), programs)
-    return 1 / share, of_wide
-
-
-def counts_of(rows: Row, per_split, line: Line, cfg: Config) -> dict[int, Array]:
-    """By its row of the table: items, parts of split ones and turns of merging their rows, of each sequence."""
-    items = tiles_of(rows, line, cfg) * cfg.problem.num_kv_heads
-    if not cfg.splits(line):
-        return {_row(ITEMS, line): items}
-    splits = splits_of(rows, per_split, line, cfg)
-    merges = _over(tokens_of(rows, line, cfg) * cfg.problem.num_heads + (cfg.merged_rows - 1), cfg.merged_rows)
-    counts = {ITEMS: items * splits}
-    counts |= {PLACES: jnp.where(splits > 1, items * splits, 0), MERGES: jnp.where(splits > 1, merges, 0)}
-    return {_row(what, line): x for what, x in counts.items()}
-
-
-def _row(what: int, line: Line) -> int:
-    """The row of the table that has a count of a line."""
-    return what + (0 if line.wide else COUNTED)
-
-
-def _sum_before(x: Array) -> Array:
-    """[..., n] -> [..., n + 1], the sums of all elements before each place, and of all."""
-    count = x.shape[-1]
-    earlier = jnp.arange(count)[None, :] < jnp.arange(count + 1)[:, None]
-    earlier = earlier.reshape(*[1] * (x.ndim - 1), count + 1, count)
-    return jnp.where(earlier, x[..., None, :], jnp.zeros_like(x)[..., None, :]).sum(axis=-1, dtype=x.dtype)
-
-
-def total(what: int, line: Line, work: Work, cfg: Config) -> Scalar:
-    """How many of ITEMS, PLACES or MERGES a line has."""
-    return before(what, jnp.int32(cfg.problem.num_seqs + 1), line, work)
-
-
-def before(what: int, seq: Scalar, line: Line, work: Work) -> Scalar:
-    """How many of ITEMS, PLACES or MERGES come before a sequence."""
-    return work.table[_row(what, line), seq]
-
-
-def search(number: Scalar, what: int, line: Line, work: Work, cfg: Config) -> Scalar:
-    """The sequence that has the number-th of ITEMS or MERGES, which the line must have."""
-    seq = jnp.int32(0)  # the last one known to begin at or before the number
-    step = 1 << (cfg.problem.num_seqs + 1).bit_length()
-    while step := step // 2:
-        further = lax.min(seq + step, jnp.int32(cfg.problem.num_seqs + 1))
-        seq = jnp.where(before(what, further, line, work) <= number, further, seq)
-    return seq
-
-
-def find(number: Scalar, line: Line, work: Work, refs, cfg: Config) -> Item:
-    """The item of a number in a line; its kind is 0 if the line has no such item."""
-    problem = cfg.problem
-    some = number < total(ITEMS, line, work, cfg)
-    seq = lax.min(search(number, ITEMS, line, work, cfg), jnp.int32(problem.num_seqs))
-    row = row_of(seq, refs, cfg)
-    tiles, splits = tiles_of(row, line, cfg), splits_of(row, work.per_split[0], line, cfg)
-    inside = number - before(ITEMS, seq, line, work)
-    split, rest = lax.rem(inside, splits), lax.div(inside, splits)
-    tile = tiles - 1 - lax.rem(rest, lax.max(tiles, jnp.int32(1)))
-    head = lax.div(rest, lax.max(tiles, jnp.int32(1)))
-    first = first_of(row, line, cfg) + tile * line.tokens
-    tokens = lax.min(row.queries - first, jnp.int32(line.tokens))
-    position = row.seq_len - row.queries + first
-    low, high = _seen(row, position, tokens, cfg)
-    context = _context(row, cfg)
-    origin = lax.div(low, jnp.int32(line.run)) * line.run
-    cached = jnp.where(low < context, _tiles(lax.min(high, context) - origin, line), 0)
-    new_origin = lax.max(low, row.seq_len - row.queries) if cfg.prefix else high
-    count = cached + _tiles(high - new_origin, line)
-    share = lax.div(count + splits - 1, splits)
-    begin = lax.min(split * share, count)
-    return Item(
-        kind=jnp.where(some, 1 if line.wide else 2, 0),
-        kv_head=head,
-        seq=lax.min(seq, jnp.int32(problem.num_seqs - 1)),
-        first_token=row.start + first,
-        tokens=tokens,
-        position=position,
-        origin=origin + begin * line.tile,
-        low=low,
-        high=high,
-        end=_end(row, cfg),
-        count=lax.min(share, count - begin),
-        cached=lax.clamp(jnp.int32(0), cached - begin, lax.min(share, count - begin)),
-        context=context,
-        new_origin=new_origin + lax.max(begin - cached, jnp.int32(0)) * line.tile,
-        place=jnp.where(splits > 1, before(PLACES, seq, line, work) + inside, -1)
-        if cfg.splits(line)
-        else jnp.int32(-1),
-    )
+    values_end: Scalar  # the end of the tokens that have keys and values
+    num_tiles: Scalar
+    cached_tiles: Scalar  # the first tiles, which are in the cache; the others are of new tokens' own arrays
+    context_len: Scalar  # tokens in the cache
+    new_origin: Scalar  # position of the first token of the first tile of new tokens
+    partial: Scalar  # the index of the partial result that it leaves, or WHOLE
 
 
 class Span(NamedTuple):
-    """The tokens of a tile, by their positions.
+    """The tokens of a tile, by their positions."""
 
-    Attributes:
-      start: of its first token.
-      high: rows see none from there on.
-      end: there are values before it.
-      is_new: whether it is of the new tokens' own arrays.
-    """
+    start: Scalar  # the first one
+    end: Scalar  # no row sees tokens from there on
+    values_end: Scalar  # the end of the tokens that have keys and values
+    is_new: Any  # whether they are of new tokens' own arrays
 
-    start: Scalar
-    high: Scalar
+
+class _Context(NamedTuple):
+    """All tokens of K and V that an item sees, before it is split."""
+
+    begin: Scalar
     end: Scalar
-    is_new: Any
+    context_len: Scalar
+    origin: Scalar
+    cached_tiles: Scalar
+    new_origin: Scalar
+    num_tiles: Scalar
 
 
-def span_of(item: Item, i: Scalar, line: Line, cfg: Config) -> Span:
-    """The tokens of the i-th tile of an item."""
-    if not cfg.prefix:
-        return Span(item.origin + i * line.tile, item.high, item.end, False)
-    is_new = i >= item.cached
-    start = jnp.where(is_new, item.new_origin + (i - item.cached) * line.tile, item.origin + i * line.tile)
-    high, end = (jnp.where(is_new, x, lax.min(x, item.context)) for x in (item.high, item.end))
-    return Span(start, high, end, is_new)
+def find(number: Scalar, counts: Counts, lengths_gmem: Lengths, kind: ItemKind) -> Item:
+    """The item of a number; its kind is NO_ITEM if there is no such item."""
+    problem = kind.geometry.problem
+    exists = number < count.total(Counted.ITEMS, kind, counts)
+    seq = lax.min(count.search(number, Counted.ITEMS, kind, counts), jnp.int32(problem.num_seqs))
+    sequence = sequences.sequence_of(seq, lengths_gmem, problem)
+    query_tiles = sequences.query_tiles(sequence, kind)
+    splits = sequences.num_splits(sequence, counts.splits_per_cost[0], kind)
+    of_sequence = number - count.before(Counted.ITEMS, seq, kind, counts)
+    split, unsplit = lax.rem(of_sequence, splits), lax.div(of_sequence, splits)
+    query_tile = query_tiles - 1 - lax.rem(unsplit, at_least(query_tiles, 1))
+    kv_head = lax.div(unsplit, at_least(query_tiles, 1))
+    first = sequences.first_query(sequence, kind) + query_tile * kind.tokens
+    num_tokens = lax.min(sequence.query_len - first, jnp.int32(kind.tokens))
+    position = sequence.seq_len - sequence.query_len + first
+    context = _context(sequence, position, num_tokens, kind)
+    tiles_each = lax.div(context.num_tiles + splits - 1, splits)
+    first_tile = lax.min(split * tiles_each, context.num_tiles)
+    partial = jnp.int32(WHOLE)
+    return Item(
+        kind=jnp.where(exists, kind.number, NO_ITEM),
+        kv_head=kv_head,
+        seq=lax.min(seq, jnp.int32(problem.num_seqs - 1)),
+        first_token=sequence.first_token + first,
+        num_tokens=num_tokens,
+        position=position,
+        origin=context.origin + first_tile * kind.tile,
+        begin=context.begin,
+        end=context.end,
+        values_end=sequences.values_end(sequence, problem),
+        num_tiles=lax.min(tiles_each, context.num_tiles - first_tile),
+        cached_tiles=lax.clamp(
+            jnp.int32(0), context.cached_tiles - first_tile, lax.min(tiles_each, context.num_tiles - first_tile)
+        ),
+        context_len=context.context_len,
+        new_origin=context.new_origin + at_least(first_tile - context.cached_tiles, 0) * kind.tile,
+        partial=jnp.where(splits > 1, count.before(Counted.PARTIALS, seq, kind, counts) + of_sequence, partial)
+        if kind.may_split
+        else partial,
+    )
 
 
-def row_of(seq: Scalar, refs, cfg: Config) -> Row:
-    """A sequence; num_seqs is that of the padding, and later ones are empty."""
-    num_seqs = cfg.problem.num_seqs
-    start = refs.query_start_loc_gmem[lax.min(seq, jnp.int32(num_seqs))]
-    end = refs.query_start_loc_gmem[lax.min(seq + 1, jnp.int32(num_seqs))]
-    end = jnp.where(seq == num_seqs, cfg.problem.num_tokens, end)
-    seq_len = refs.seq_lens_gmem[lax.min(seq, jnp.int32(num_seqs - 1))]
-    return Row(start, lax.max(end - start, jnp.int32(0)), jnp.where(seq < num_seqs, seq_len, 0))
+def _context(sequence: Sequence, position: Scalar, num_tokens: Scalar, kind: ItemKind) -> _Context:
+    """What a tile of query tokens sees, which begins at a position: first tiles of the cache, then of new tokens."""
+    geometry, run = kind.geometry, kind.run_tokens
+    begin, end = sequences.visible(sequence, position, num_tokens, geometry.problem)
+    context_len = sequences.context_len(sequence, geometry)
+    origin = lax.div(begin, jnp.int32(run)) * run
+    cached_tiles = jnp.where(begin < context_len, cdiv(lax.min(end, context_len) - origin, kind.tile), 0)
+    new_origin = lax.max(begin, sequence.seq_len - sequence.query_len) if geometry.prefix else end
+    num_tiles = cached_tiles + cdiv(end - new_origin, kind.tile)
+    return _Context(begin, end, context_len, origin, cached_tiles, new_origin, num_tiles)
 
 
-def tiles_of(row: Row, line: Line, cfg: Config) -> Scalar:
-    """Tiles of query tokens of a sequence that are wide, or thin."""
-    wide = _over(row.queries, 2 * cfg.half)
-    rest = row.queries - wide * (2 * cfg.half)
-    if line.wide:
-        return wide + (rest > cfg.half).astype(jnp.int32)
-    return ((rest > 0) & (rest <= cfg.half)).astype(jnp.int32)
+def span_of(item: Item, tile: Scalar, kind: ItemKind) -> Span:
+    """The tokens of an item's tile of this number."""
+    if not kind.geometry.prefix:
+        return Span(item.origin + tile * kind.tile, item.end, item.values_end, False)
+    is_new = tile >= item.cached_tiles
+    new_start = item.new_origin + (tile - item.cached_tiles) * kind.tile
+    start = jnp.where(is_new, new_start, item.origin + tile * kind.tile)
+    end, values_end = (jnp.where(is_new, x, lax.min(x, item.context_len)) for x in (item.end, item.values_end))
+    return Span(start, end, values_end, is_new)
 
 
-def first_of(row: Row, line: Line, cfg: Config) -> Scalar:
-    """The first query token of a sequence that is in wide items, or in a thin one."""
-    return jnp.int32(0) if line.wide else _over(row.queries, 2 * cfg.half) * (2 * cfg.half)
-
-
-def tokens_of(row: Row, line: Line, cfg: Config) -> Scalar:
-    """Query tokens of a sequence that are in wide items, or in a thin one."""
-    wide = _over(row.queries, 2 * cfg.half) * (2 * cfg.half)
-    rest = row.queries - wide
-    if line.wide:
-        return jnp.where(rest > cfg.half, row.queries, wide)
-    return jnp.where(rest <= cfg.half, rest, 0)
-
-
-def splits_of(row: Row, per_split: Scalar, line: Line, cfg: Config) -> Scalar:
-    """Splits of each item of a sequence, as many as make none larger than a share; a little more does not count."""
-    if not cfg.splits(line):
-        return jnp.ones_like(row.seq_len)
-    cost = (_length(row, line, cfg) * line.tile_cost).astype(jnp.float32)
-    return _at_least((cost * per_split + 0.999).astype(jnp.int32), 1)
-
-
-def _length(row: Row, line: Line, cfg: Config) -> Scalar:
-    """Tiles of K and V that an item of the sequence sees, at most."""
-    most = cfg.problem.max_seq_len
-    if cfg.problem.sliding_window is not None:
-        most = min(most, cfg.problem.sliding_window + line.tokens)
-    return _tiles(-_at_least(-row.seq_len, -most), line) + (1 if cfg.prefix else 0)
-
-
-def _seen(row: Row, position: Scalar, tokens: Scalar, cfg: Config) -> tuple[Scalar, Scalar]:
-    """The tokens that query tokens from `position` on see: low <= t < high."""
-    problem = cfg.problem
-    high = _end(row, cfg)
-    low = jnp.int32(0)
-    if problem.causal:
-        high = lax.min(high, position + tokens)
-    if problem.sliding_window is not None:
-        low = lax.max(position - (problem.sliding_window - 1), low)
-    return lax.min(low, lax.max(high, jnp.int32(0))), lax.max(high, jnp.int32(0))
-
-
-def _end(row: Row, cfg: Config) -> Scalar:
-    """There are keys and values before it, in the cache or in arrays of their own."""
-    return lax.max(lax.min(row.seq_len, jnp.int32(cfg.problem.max_seq_len)), jnp.int32(0))
-
-
-def _context(row: Row, cfg: Config) -> Scalar:
-    """Tokens in the cache."""
-    if not cfg.prefix:
-        return _end(row, cfg)
-    return lax.max(lax.min(row.seq_len - row.queries, jnp.int32(cfg.problem.max_seq_len)), jnp.int32(0))
-
-
-def _tiles(tokens: Scalar, line: Line) -> Scalar:
-    return _at_least(_over(tokens + (line.tile - 1), line.tile), 0)
-
-
-def _over(x: Any, n: int) -> Any:
-    """x / n towards 0, of a scalar of the device or of an array of all sequences."""
-    return lax.div(x, jnp.int32(n) if x.ndim == 0 else jnp.full_like(x, n))
-
-
-def _at_least(x: Any, n: int) -> Any:
-    return lax.max(x, jnp.int32(n) if x.ndim == 0 else jnp.full_like(x, n))
+def num_whole_tiles(item: Item, kind: ItemKind) -> Scalar:
+    """How many of an item's tiles end before the tokens that have values do."""
+    return lax.div(item.values_end - item.origin, jnp.int32(kind.tile))

@@ -1,4 +1,6 @@
-"""Arrays of which each thread of a warpgroup has one element, and sums over them."""
+"""Arrays of which each thread of a warpgroup has one element, and sums over them, below what Pallas has words for."""
+
+from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -8,12 +10,27 @@ from jax import Array
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from paged_jax.kernels.mosaic_gpu.device.inline import inline
-from paged_jax.kernels.mosaic_gpu.device.ragged_rows import address, assembly, i32, i64, thread, wide
-from paged_jax.kernels.mosaic_gpu.ragged_tuning import THREADS
+from paged_jax.kernels.mosaic_gpu.device.inline import (
+    WARP,
+    add,
+    address,
+    array,
+    as_i32,
+    assembly,
+    bytes_of,
+    div,
+    element,
+    i32,
+    inline,
+    mul,
+    rem,
+    thread_index_read_again,
+)
+from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Ref
+from paged_jax.kernels.mosaic_gpu.ragged_geometry import THREADS
 
 LAYOUT = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
-_WARP = 32
+_WARPS = THREADS // WARP
 
 
 def iota() -> Array:
@@ -21,21 +38,22 @@ def iota() -> Array:
     return plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=LAYOUT)
 
 
-def gather(values_gmem, first: int, last: int) -> Array:
+def gather(values_gmem: Ref, first: int, last: int) -> Array:
     """The integers from `first` on, and the last one instead of what would follow it."""
 
     @inline(plgpu.RefType(), returns=(THREADS,), dtype="int32", layout=LAYOUT)
-    def body(_, values_gmem):
-        index = arith.minsi(arith.addi(thread(), i32(first)), i32(last))
-        at = arith.addi(address(values_gmem), arith.muli(wide(index), i64(4)))
+    def load(_, values_gmem):
+        index = arith.minsi(add(thread_index_read_again(), i32(first)), i32(last))
+        at = add(address(values_gmem), bytes_of(index, 4))
         word = ir.IntegerType.get_signless(32)
         value = llvm.inline_asm(word, [at], "ld.global.b32 $0, [$1];", "=r,l,~{memory}", has_side_effects=True)
-        return _array(value, is_signed=True)
+        registers = np.full((1,), vector.broadcast(ir.VectorType.get((1,), word), value), object)
+        return array(registers, mgpu.WGStridedFragLayout((THREADS,), vec_size=1), (THREADS,), is_signed=True)
 
-    return body(values_gmem)
+    return load(values_gmem)
 
 
-def sums_before(arrays: dict[int, Array], sums_smem, first: int) -> None:
+def sums_before(arrays: dict[int, Array], sums_smem: Ref, first: int) -> None:
     """Stores, for each element, the sum of all before it, to columns `first`.. of the array's row of `sums_smem`.
 
     What stands in column `first` comes before all of them, unless `first` is 0; their total goes to the column that
@@ -44,36 +62,42 @@ def sums_before(arrays: dict[int, Array], sums_smem, first: int) -> None:
     columns, rows = sums_smem.shape[1], list(arrays)
 
     @inline(plgpu.RefType(), *[LAYOUT] * len(arrays))
-    def body(_, sums_smem, *arrays):
-        values = [vector.extract(x.registers.item(), [], [0]) for x in arrays]
-        base, index = address(sums_smem), thread()
-        lane, warp = arith.remui(index, i32(_WARP)), arith.divui(index, i32(_WARP))
+    def store(_, sums_smem, *arrays):
+        values = [element(x.registers.item(), 0) for x in arrays]
+        base, index = address(sums_smem), thread_index_read_again()
+        lane, warp = rem(index, WARP), div(index, WARP)
 
         def place(row: int, column):
-            return arith.addi(base, arith.muli(arith.addi(column, i32(rows[row] * columns)), i32(4)))
+            return add(base, mul(add(column, i32(rows[row] * columns)), 4))
 
         sums = [_sum_in_warp(x, lane) for x in values]
         before = [_load(place(row, i32(first)), x.type) if first else _zero(x.type) for row, x in enumerate(values)]
         mgpu.warpgroup_barrier()  # all have read what comes before
         # The last lanes' sums are their warps': they wait where the results of the first lanes will be.
-        is_last = arith.cmpi(arith.CmpIPredicate.eq, lane, i32(_WARP - 1))
+        is_last = arith.cmpi(arith.CmpIPredicate.eq, lane, i32(WARP - 1))
         for row, x in enumerate(sums):
-            _store(place(row, arith.addi(warp, i32(first))), x, is_last)
+            _store(place(row, add(warp, i32(first))), x, is_last)
         mgpu.warpgroup_barrier()
-        of_warps = [[_load(place(row, i32(first + i)), x.type) for i in range(4)] for row, x in enumerate(values)]
+        of_warps = [[_load(place(row, i32(first + i)), x.type) for i in range(_WARPS)] for row, x in enumerate(values)]
         mgpu.warpgroup_barrier()
         for row, (value, inclusive) in enumerate(zip(values, sums, strict=True)):
-            start, total = before[row], before[row]
-            for i in range(4):
-                earlier = arith.cmpi(arith.CmpIPredicate.ult, i32(i), warp)
-                start = _add(start, arith.select(earlier, of_warps[row][i], _zero(value.type)))
-                total = _add(total, of_warps[row][i])
+            start, total = _before_warp(before[row], of_warps[row], warp)
             exclusive = _subtract(inclusive, value)
-            _store(place(row, arith.addi(index, i32(first))), _add(start, exclusive))
+            _store(place(row, add(index, i32(first))), _add(start, exclusive))
             _store(place(row, i32(first + THREADS)), total, arith.cmpi(arith.CmpIPredicate.eq, index, i32(0)))
         mgpu.warpgroup_barrier()
 
-    body(sums_smem, *arrays.values())
+    store(sums_smem, *arrays.values())
+
+
+def _before_warp(before, of_warps: list, warp) -> tuple[Any, Any]:
+    """The sum of what comes before a warp's elements, and the sum of all, from each warp's own sum."""
+    start = total = before
+    for i, of_warp in enumerate(of_warps):
+        earlier = arith.cmpi(arith.CmpIPredicate.ult, i32(i), warp)
+        start = _add(start, arith.select(earlier, of_warp, _zero(of_warp.type)))
+        total = _add(total, of_warp)
+    return start, total
 
 
 def _sum_in_warp(x, lane):
@@ -97,17 +121,10 @@ def _load(at, type_):
 def _store(at, x, where=None) -> None:
     letter = "f" if _is_float(x.type) else "r"
     if where is None:
-        assembly("st.shared.b32 [$0], $1;", f"r,{letter}", 0, at, x)
+        assembly("st.shared.b32 [$0], $1;", f"r,{letter}", at, x)
         return
     code = "{ .reg .pred where; setp.ne.b32 where, $0, 0; @where st.shared.b32 [$1], $2; }"
-    where = arith.extui(ir.IntegerType.get_signless(32), where)
-    assembly(code, f"r,r,{letter}", 0, where, at, x)
-
-
-def _array(value, is_signed: bool | None) -> mgpu.FragmentedArray:
-    registers = np.full((1,), vector.broadcast(ir.VectorType.get((1,), value.type), value), object)
-    layout = mgpu.WGStridedFragLayout((THREADS,), vec_size=1)
-    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=is_signed)
+    assembly(code, f"r,r,{letter}", as_i32(where), at, x)
 
 
 def _is_float(type_) -> bool:

@@ -13,228 +13,210 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from paged_jax.kernels.mosaic_gpu.device import ragged_lanes
-from paged_jax.kernels.mosaic_gpu.device.ragged_plan import Item, Scalar, span_of
+from paged_jax.kernels.mosaic_gpu.device.plan import Scalar
+from paged_jax.kernels.mosaic_gpu.device.ragged_plan import Item, Span
+from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Inputs, Ref
+from paged_jax.kernels.mosaic_gpu.device.ragged_rows import QueryRows
 from paged_jax.kernels.mosaic_gpu.device.registers import LOG2E, LOWEST, layout
 from paged_jax.kernels.mosaic_gpu.device.softmax import cache_scale, scaled_logits
-from paged_jax.kernels.mosaic_gpu.ragged_tuning import ROWS, Config, Line
-from paged_jax.kernels.problem import ScaleKind
+from paged_jax.kernels.mosaic_gpu.geometry import WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.ragged_geometry import Geometry, ItemKind
+from paged_jax.kernels.problem import Problem, ScaleKind
 
-_MOST_LAG = 8.0  # of maxima, in powers of 2: float16 holds weights of that size
+_MOST_LAG = 8.0  # of maxima behind logits, in powers of 2: float16 holds weights of that size
 _LEAST_FACTOR = 1e-20  # of products that are scaled as they are exponentiated, and not before
 
 
-class Rows(NamedTuple):
-    """What depends on the rows of a warpgroup: scalars for all of them, and arrays [64].
+class Scaling(NamedTuple):
+    """How products of queries and keys become logits.
 
-    Attributes:
-      first_token, tokens: rows of the query.
-      first, last: positions of the first and the last one.
-      position: of each row.
-      factor: of products, to become logits of base e.
-      is_usual: whether the factor is applied as logits are exponentiated, not before.
-      unit: of differences of logits as they are kept, to become exponents of 2.
-      natural: of logits as they are kept, to become those of base e.
-      k_scale, v_scale: of cached keys, and of cached values.
-      slopes, sinks: of each row's head, where the call has them.
+    Logits are scaled as they are exponentiated, unless the factor is not positive: maxima would be minima.
     """
 
-    first_token: Scalar
-    tokens: Scalar
-    first: Scalar
-    last: Scalar
+    factor: Any  # of products, to become logits of base e
+    is_late: Any  # whether logits are kept without the factor
+    to_exponents: Any  # factor of logits as they are kept, to become exponents of 2
+    to_base_e: Any  # factor of logits as they are kept, to become those of base e
+
+
+class Rows(NamedTuple):
+    """What depends on the rows of a warpgroup: scalars for all of them, and arrays [64]."""
+
+    query: QueryRows
+    first_position: Scalar
+    last_position: Scalar
     position: Array
-    factor: Any
-    is_usual: Any
-    unit: Any
-    natural: Any
-    k_scale: Any
-    v_scale: Any
-    slopes: Any
-    sinks: Any
+    scaling: Scaling
+    k_scale: Any  # of cached keys
+    v_scale: Any  # of cached values
+    slopes: Array | None  # of each row's head
+    sinks: Array | None
 
 
 class Totals(NamedTuple):
-    """What the softmax of the tokens so far is relative to.
+    """The maxima and sums of the softmax of the tokens so far."""
 
-    Attributes:
-      maxima: what is subtracted of the logits as they are kept, nearly the largest one, [64].
-      sums: of exponentials, [64]; each lane has those of its own columns until `finished`.
-    """
-
-    maxima: Array
-    sums: Array
+    maxima: Array  # what is subtracted from logits as they are kept, nearly the largest one: [64]
+    sums: Array  # of exponentials: [64], of which each lane has those of its own columns until `finished`
 
 
 class State(NamedTuple):
-    """The softmax of the tokens so far: O [64, head_size], not divided by the sums, and what `Totals` has."""
+    """The softmax of the tokens so far."""
 
-    out: Array
-    maxima: Array
+    out: Array  # O, not divided by the sums: [64, head_size]
+    maxima: Array  # as in `Totals`
     sums: Array
 
 
-class Weighed(NamedTuple):
-    """A tile in the softmax: the new totals, what multiplies O so far [64], and P [64, tile] in float32."""
+class TileWeights(NamedTuple):
+    """What a tile adds to the softmax."""
 
-    totals: Totals
-    keep: Array
-    weights: Array
+    totals: Totals  # with the tile
+    rescale: Array  # factor of O so far: [64]
+    weights: Array  # P: [64, tile]
 
 
-def empty(cfg: Config) -> State:
+class TileScales(NamedTuple):
+    """The scales of a tile's slots, [tile] in shared memory, or None."""
+
+    keys: Ref | None
+    values: Ref | None
+
+
+def empty(geometry: Geometry) -> State:
     """The softmax of no token."""
     return State(
-        layout(jnp.zeros((ROWS, cfg.problem.head_size), jnp.float32)),
-        layout(jnp.full((ROWS,), LOWEST, jnp.float32), 1),
-        layout(jnp.zeros((ROWS,), jnp.float32), 1),
+        layout(jnp.zeros((WGMMA_ROWS, geometry.problem.head_size), jnp.float32)),
+        layout(jnp.full((WGMMA_ROWS,), LOWEST, jnp.float32), 1),
+        layout(jnp.zeros((WGMMA_ROWS,), jnp.float32), 1),
     )
 
 
-def rows_of(item: Item, half, line: Line, refs, cfg: Config) -> Rows:
+def rows_of(item: Item, half: Scalar, inputs_gmem: Inputs, kind: ItemKind) -> Rows:
     """The rows of a half of an item."""
-    problem = cfg.problem
-    row = plgpu.broadcasted_iota(jnp.int32, (ROWS, line.tile), 0, layout=plgpu.Layout.WGMMA).max(axis=1)
+    problem, half_tokens, options = kind.geometry.problem, kind.geometry.half_tokens, inputs_gmem.options
+    row = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS, kind.tile), 0, layout=plgpu.Layout.WGMMA).max(axis=1)
     token, head = lax.div(row, jnp.int32(problem.group)), lax.rem(row, jnp.int32(problem.group))
-    tokens = lax.clamp(jnp.int32(0), item.tokens - half * cfg.half, jnp.int32(cfg.half))
-    first = item.position + half * cfg.half
+    num_tokens = lax.clamp(jnp.int32(0), item.num_tokens - half * half_tokens, jnp.int32(half_tokens))
+    first_position = item.position + half * half_tokens
 
     def of_heads(values_gmem):
-        values = layout(jnp.zeros((ROWS,), jnp.float32), 1)
+        values = layout(jnp.zeros((WGMMA_ROWS,), jnp.float32), 1)
         for i in range(problem.group):
             values = jnp.where(head == i, values_gmem[item.kv_head * problem.group + i], values)
         return values
 
-    k_scale = cache_scale(refs.k_scale_gmem, problem.k_scale, item)  # pyright: ignore[reportArgumentType]
-    factor = refs.scale_gmem[0] * k_scale
-    # Logits are scaled as they are exponentiated, unless the factor is not positive: maxima would be minima.
-    is_usual = factor * LOG2E > _LEAST_FACTOR
-    late = _scales_late(cfg)
+    k_scale = cache_scale(options.k_scale, problem.k_scale, item.kv_head)
     return Rows(
-        first_token=item.first_token + half * cfg.half,
-        tokens=tokens,
-        first=first,
-        last=first + lax.max(tokens - 1, jnp.int32(0)),
-        position=token + first,
-        factor=factor,
-        is_usual=is_usual,
-        unit=jnp.where(is_usual, factor * LOG2E, LOG2E) if late else LOG2E,
-        natural=jnp.where(is_usual, factor, 1.0) if late else 1.0,
+        scaling=_scaling(options.scale[0] * k_scale, problem),
+        query=QueryRows(item.first_token + half * half_tokens, num_tokens, item.kv_head),
+        first_position=first_position,
+        last_position=first_position + lax.max(num_tokens - 1, jnp.int32(0)),
+        position=token + first_position,
         k_scale=k_scale,
-        v_scale=cache_scale(refs.v_scale_gmem, problem.v_scale, item),  # pyright: ignore[reportArgumentType]
-        slopes=of_heads(refs.slopes_gmem) if problem.per_head.alibi_slopes else None,
-        sinks=of_heads(refs.sinks_gmem) if problem.per_head.sinks else None,
+        v_scale=cache_scale(options.v_scale, problem.v_scale, item.kv_head),
+        slopes=of_heads(options.per_head.alibi_slopes) if problem.per_head.alibi_slopes else None,
+        sinks=of_heads(options.per_head.sinks) if problem.per_head.sinks else None,
     )
 
 
-class SlotScales(NamedTuple):
-    """The scales of a tile's slots, [tile] in shared memory, where the call has them."""
+def _scaling(factor: Any, problem: Problem) -> Scaling:
+    """How products become logits, if the factor is that of logits of base e."""
+    if not problem.scaled_products:
+        return Scaling(factor, False, LOG2E, 1.0)
+    is_late = factor * LOG2E > _LEAST_FACTOR
+    return Scaling(factor, is_late, jnp.where(is_late, factor * LOG2E, LOG2E), jnp.where(is_late, factor, 1.0))
 
-    keys: Any
-    values: Any
 
-
-def is_plain(item: Item, tile, rows: Rows, line: Line, cfg: Config) -> Any:
+def is_plain(span: Span, rows: Rows, kind: ItemKind) -> Any:
     """Whether all rows see all tokens of a tile, whose products need no factor of their own."""
-    problem = cfg.problem
-    span = span_of(item, tile, line, cfg)
-    end = span.start + line.tile
-    plain = end <= span.high
+    problem = kind.geometry.problem
+    tile_end = span.start + kind.tile
+    plain = tile_end <= span.end
     if problem.causal:
-        plain &= end <= rows.first + 1
+        plain &= tile_end <= rows.first_position + 1
     if problem.sliding_window is not None:
-        plain &= span.start > rows.last - problem.sliding_window
-    if _scales_late(cfg):
-        plain &= rows.is_usual
-    if _scales_new(cfg):
+        plain &= span.start > rows.last_position - problem.sliding_window
+    if problem.scaled_products:
+        plain &= rows.scaling.is_late
+    if _scales_cache_only(kind.geometry):
         plain &= ~span.is_new
     return plain
 
 
 def attend(
-    products,
-    totals: Totals,
-    item: Item,
-    tile,
-    scales: SlotScales,
-    rows: Rows,
-    line: Line,
-    cfg: Config,
-    *,
-    plain: bool,
-) -> Weighed:
+    products: Array, totals: Totals, span: Span, scales: TileScales, rows: Rows, kind: ItemKind, *, plain: bool
+) -> TileWeights:
     """Takes a tile's products Q K^T into the softmax; what is left is to multiply O, and to add P V to it.
 
     There is no branch in it, as products of tiles may be on their way meanwhile: `plain` says what `is_plain` does.
     """
+    geometry = kind.geometry
     if scales.keys is not None:
         products = products * _of_tokens(scales.keys)
-    logits = _logits(products, item, tile, rows, line, cfg, plain)
+    logits = _logits(products, span, rows, kind, plain)
     # What is subtracted may lag behind the largest logit: then O need not be multiplied.
-    maxima = ragged_lanes.raised(totals.maxima, logits, rows.unit, _MOST_LAG)
+    unit = rows.scaling.to_exponents
+    maxima = ragged_lanes.raised(totals.maxima, logits, unit, _MOST_LAG)
     # A maximum times the unit rounds, always in the same way, which cancels when O is divided by the sums.
-    base, old_base = (lax.max(x * rows.unit, jnp.full_like(x, LOWEST)) for x in (maxima, totals.maxima))
-    keep = jnp.exp2(old_base - base)
-    exponentials = ragged_lanes.exponentials(logits, rows.unit, base)
+    base, old_base = (lax.max(x * unit, jnp.full_like(x, LOWEST)) for x in (maxima, totals.maxima))
+    rescale = jnp.exp2(old_base - base)
+    exponentials = ragged_lanes.exponentials(logits, unit, base)
     weights = exponentials if scales.values is None else exponentials * _of_tokens(scales.values)
-    if not plain and cfg.prefix and cfg.problem.v_scale is not ScaleKind.NONE:
-        weights = weights * jnp.where(span_of(item, tile, line, cfg).is_new, 1 / rows.v_scale, 1.0)
-    sums = totals.sums * keep + ragged_lanes.sums(exponentials)
-    return Weighed(Totals(maxima, sums), keep, weights)
+    if not plain and geometry.prefix and geometry.problem.v_scale is not ScaleKind.NONE:
+        weights = weights * jnp.where(span.is_new, 1 / rows.v_scale, 1.0)
+    sums = totals.sums * rescale + ragged_lanes.sums(exponentials)
+    return TileWeights(Totals(maxima, sums), rescale, weights)
 
 
 def finished(state: State, rows: Rows) -> State:
     """The softmax of all tokens, with maxima of logits of base e."""
-    return State(state.out, layout(state.maxima * rows.natural, 1), ragged_lanes.sum_of_lanes(state.sums))
+    maxima = layout(state.maxima * rows.scaling.to_base_e, 1)
+    return State(state.out, maxima, ragged_lanes.sum_of_lanes(state.sums))
 
 
-def _of_tokens(values_smem):
+def over_columns(x: Array, columns: int) -> Array:
+    """[64] -> [64, columns]."""
+    return lax.broadcast_in_dim(x, (WGMMA_ROWS, columns), (0,))
+
+
+def _of_tokens(values_smem: Ref) -> Array:
     """[tile] -> [64, tile]."""
     values = plgpu.load(values_smem, layout=plgpu.Layout.WGMMA.reduce(0))
-    return lax.broadcast_in_dim(values, (ROWS, values.shape[0]), (1,))
+    return lax.broadcast_in_dim(values, (WGMMA_ROWS, values.shape[0]), (1,))
 
 
-def wide(x, columns: int):
-    """[64] -> [64, columns]."""
-    return lax.broadcast_in_dim(x, (ROWS, columns), (0,))
+def _scales_cache_only(geometry: Geometry) -> bool:
+    """Whether cached keys and values have scales, and new ones have none."""
+    scales = geometry.problem.k_scale, geometry.problem.v_scale
+    return geometry.prefix and any(scale is not ScaleKind.NONE for scale in scales)
 
 
-def _scales_late(cfg: Config) -> bool:
-    return not cfg.problem.per_head.alibi_slopes and cfg.problem.logits_soft_cap is None
-
-
-def _scales_new(cfg: Config) -> bool:
-    """Whether new tokens' keys and values are without the scales that the cached ones have."""
-    scales = cfg.problem.k_scale, cfg.problem.v_scale
-    return cfg.prefix and any(scale is not ScaleKind.NONE for scale in scales)
-
-
-def _logits(products, item: Item, tile, rows: Rows, line: Line, cfg: Config, plain: bool):
-    """The logits of a tile, which `rows.natural` makes those of base e; -inf where a row does not see."""
-    problem = cfg.problem
-    span = span_of(item, tile, line, cfg)
-    start, high = span.start, span.high
-    if not plain and cfg.prefix and problem.k_scale is not ScaleKind.NONE:
+def _logits(products: Array, span: Span, rows: Rows, kind: ItemKind, plain: bool) -> Array:
+    """The logits of a tile, which `Scaling.to_base_e` makes those of base e; -inf where a row does not see."""
+    problem, scaling = kind.geometry.problem, rows.scaling
+    if not plain and kind.geometry.prefix and problem.k_scale is not ScaleKind.NONE:
         products = products * jnp.where(span.is_new, 1 / rows.k_scale, 1.0)
-    if _scales_late(cfg):
-        logits = products if plain else products * jnp.where(rows.is_usual, 1.0, rows.factor)
+    if problem.scaled_products:
+        logits = products if plain else products * jnp.where(scaling.is_late, 1.0, scaling.factor)
     else:
-        logits = scaled_logits(products, rows.factor, problem)
-        if problem.per_head.alibi_slopes:
+        logits = scaled_logits(products, scaling.factor, problem)
+        if rows.slopes is not None:
             token = plgpu.broadcasted_iota(jnp.int32, products.shape, 1, layout=plgpu.Layout.WGMMA)
-            distance = (token + start) - wide(rows.position, line.tile)
-            logits += wide(rows.slopes, line.tile) * distance.astype(jnp.float32)
-    return logits if plain else _masked(logits, start, high, rows, line, cfg)
+            distance = (token + span.start) - over_columns(rows.position, kind.tile)
+            logits += over_columns(rows.slopes, kind.tile) * distance.astype(jnp.float32)
+    return logits if plain else _masked(logits, span, rows, kind)
 
 
-def _masked(logits, start, high, rows: Rows, line: Line, cfg: Config):
+def _masked(logits: Array, span: Span, rows: Rows, kind: ItemKind) -> Array:
     """-inf where a row does not see a token."""
-    problem = cfg.problem
+    problem = kind.geometry.problem
     token = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
     if problem.causal:
-        last = lax.min(rows.position, high - 1) - start
-        seen = token <= wide(last, line.tile)
+        last = lax.min(rows.position, span.end - 1) - span.start
+        seen = token <= over_columns(last, kind.tile)
     else:
-        seen = token < high - start
+        seen = token < span.end - span.start
     if problem.sliding_window is not None:
-        seen &= token > wide(rows.position - (start + problem.sliding_window), line.tile)
+        seen &= token > over_columns(rows.position - (span.start + problem.sliding_window), kind.tile)
     return layout(jnp.where(seen, logits, -jnp.inf))

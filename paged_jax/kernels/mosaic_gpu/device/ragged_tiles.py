@@ -1,164 +1,169 @@
-"""Device code of tiles below what Pallas has words for: what the loading warpgroup does beside copies by TMA.
+"""What the loading warpgroup does with tiles beside copies by TMA, below what Pallas has words for.
 
-Rows of a tile lie as `ragged_rows.py` has them.
+Rows of a tile lie as `ragged_rows.py` says. All threads of the warpgroup take part in each of these functions.
 """
+
+from typing import NamedTuple
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith
 
-from paged_jax.kernels.mosaic_gpu.device.inline import inline
-from paged_jax.kernels.mosaic_gpu.device.ragged_rows import address, assembly, i32, i64, place_of, thread, wide, word
+from paged_jax.kernels.mosaic_gpu.device.inline import (
+    SCALAR,
+    add,
+    address,
+    as_i32,
+    as_i64,
+    assembly,
+    bytes_of,
+    div,
+    i32,
+    i64,
+    inline,
+    mul,
+    rem,
+    thread_index_read_again,
+    within,
+)
+from paged_jax.kernels.mosaic_gpu.device.plan import Scalar
+from paged_jax.kernels.mosaic_gpu.device.ragged_plan import Item
+from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Ref
+from paged_jax.kernels.mosaic_gpu.device.ragged_rows import (
+    CHUNK,
+    Chunk,
+    chunks_of_thread,
+    copy_chunk,
+    operand_transforms,
+    place_of,
+)
 from paged_jax.kernels.mosaic_gpu.device.tiles.eight_bit import CONVERT
-from paged_jax.kernels.mosaic_gpu.device.tiles.plain import transforms
-from paged_jax.kernels.mosaic_gpu.ragged_tuning import Config, Line
-
-_SCALAR = plgpu.Layout.WG_SPLAT(())
+from paged_jax.kernels.mosaic_gpu.ragged_geometry import ItemKind
+from paged_jax.kernels.problem import Problem
 
 
-def load_new(new_gmem, tile_smem, first_row, low, high, kv_head, line: Line, cfg: Config) -> None:
-    """Starts to copy rows of new tokens' keys or values to a tile; 0 in rows that are not low <= row < high.
+class Range(NamedTuple):
+    """The rows begin <= row < end of a tile."""
 
-    The first row of the tile is `first_row` of the array. The products see it after `finish_copies` and a barrier.
+    begin: Scalar
+    end: Scalar
+
+
+def load_new(new_gmem: Ref, tile_smem: Ref, item: Item, first_row: Scalar, kept: Range, kind: ItemKind) -> None:
+    """Starts to copy rows of new tokens' keys or values to a tile, those that are not `kept` as 0.
+
+    The first row of the tile is `first_row` of the array. The products see the tile after `finish_copies` and a
+    barrier.
     """
-    problem = cfg.problem
-    d = problem.head_size
-    layout = transforms(d, problem.query_dtype)
+    problem = kind.geometry.problem
+    row_bytes = 2 * problem.head_size
 
-    @inline(plgpu.RefType(), plgpu.RefType(layout), *[_SCALAR] * 4)
-    def body(_, new_gmem, tile_smem, *scalars):
-        first_row, low, high, kv_head = (x.registers.item() for x in scalars)
-        gmem, smem, of_row, first = address(new_gmem), address(tile_smem), d // 8, thread()
-        for i in range(line.tile * of_row // 128):
-            chunk = arith.addi(first, i32(128 * i))
-            row, column = arith.divui(chunk, i32(of_row)), arith.remui(chunk, i32(of_row))
-            seen = arith.andi(
-                arith.cmpi(arith.CmpIPredicate.sge, row, low), arith.cmpi(arith.CmpIPredicate.slt, row, high)
-            )
-            index = arith.addi(arith.muli(arith.addi(first_row, row), i32(problem.num_kv_heads)), kv_head)
-            offset = arith.addi(arith.muli(wide(index), i64(2 * d)), arith.muli(wide(column), i64(16)))
-            assembly(
-                "cp.async.cg.shared.global [$0], [$1], 16, $2;",
-                "r,l,r",
-                0,
-                arith.addi(smem, place_of(row, column, d, layout[1].swizzle)),
-                arith.addi(gmem, arith.select(seen, offset, i64(0))),
-                arith.select(seen, i32(16), i32(0)),
-            )
+    @inline(plgpu.RefType(), plgpu.RefType(operand_transforms(problem)), *[SCALAR] * 4)
+    def load(_, new_gmem, tile_smem, *scalars):
+        first_row, begin, end, kv_head = (x.registers.item() for x in scalars)
+        gmem, smem = address(new_gmem), address(tile_smem)
+        for _, row, column in chunks_of_thread(kind.tile, row_bytes // CHUNK):
+            exists = within(row, begin, end)
+            index = add(mul(add(first_row, row), problem.num_kv_heads), kv_head)
+            offset = arith.addi(bytes_of(index, row_bytes), bytes_of(column, CHUNK))
+            copy_chunk(smem, gmem, Chunk(exists, offset, place_of(row, column, problem)))
 
-    body(new_gmem, tile_smem, first_row, low, high, kv_head)
+    load(new_gmem, tile_smem, first_row, *kept, item.kv_head)
 
 
-def zero_tokens(v_smem, low, high, line: Line, cfg: Config) -> None:
-    """Zeroes the rows of a tile whose tokens are not low <= token < high; the products see it after a barrier."""
-    d = cfg.problem.head_size
-    layout = transforms(d, cfg.problem.query_dtype)
+def zero_rows(tile_smem: Ref, kept: Range, kind: ItemKind) -> None:
+    """Zeroes the rows of a tile that are not `kept`; the products see that after a barrier."""
+    problem = kind.geometry.problem
+    layout = operand_transforms(problem)
     swizzle = layout[1].swizzle
-    columns = 2 * d // swizzle
+    columns, lanes = 2 * problem.head_size // swizzle, swizzle // CHUNK
 
-    @inline(plgpu.RefType(layout), _SCALAR, _SCALAR)
-    def body(_, v_smem, low, high):
-        smem, low, high = address(v_smem), low.registers.item(), high.registers.item()
-        lanes = swizzle // 16  # of a row of a column of tiles
-        first = thread()
-        for i in range(line.tile * lanes // 128):
-            chunk = arith.addi(first, i32(128 * i))
-            row = arith.divui(chunk, i32(lanes))
-            seen = arith.andi(
-                arith.cmpi(arith.CmpIPredicate.sge, row, low), arith.cmpi(arith.CmpIPredicate.slt, row, high)
-            )
-            # Of each 8 rows, all columns of tiles lie one after the other.
-            place = arith.addi(
-                arith.muli(arith.divui(row, i32(8)), i32(8 * swizzle * columns)),
-                arith.muli(arith.remui(chunk, i32(8 * lanes)), i32(16)),
-            )
+    @inline(plgpu.RefType(layout), SCALAR, SCALAR)
+    def zero(_, tile_smem, begin, end):
+        smem, begin, end = address(tile_smem), begin.registers.item(), end.registers.item()
+        for chunk, row, _ in chunks_of_thread(kind.tile, lanes):
+            is_kept = within(row, begin, end)
+            # Of each 8 rows, all columns of the swizzle's width lie one after the other.
+            place = add(mul(div(row, 8), 8 * swizzle * columns), mul(rem(chunk, 8 * lanes), CHUNK))
             for column in range(columns):
                 assembly(
-                    """{ .reg .pred seen; setp.ne.b32 seen, $0, 0;
-                    @!seen st.shared.v4.b32 [$1], {$2, $2, $2, $2}; }""",
+                    """{ .reg .pred kept; setp.ne.b32 kept, $0, 0;
+                    @!kept st.shared.v4.b32 [$1], {$2, $2, $2, $2}; }""",
                     "r,r,r",
-                    0,
-                    word(seen),
-                    arith.addi(smem, arith.addi(place, i32(8 * swizzle * column))),
+                    as_i32(is_kept),
+                    add(smem, add(place, i32(8 * swizzle * column))),
                     i32(0),
                 )
-        assembly("fence.proxy.async.shared::cta;", "", 0)
+        assembly("fence.proxy.async.shared::cta;", "")
 
-    body(v_smem, low, high)
+    zero(tile_smem, *kept)
 
 
-def convert_tile(raw_smem, tile_smem, low, high, line: Line, cfg: Config) -> None:
-    """Converts a tile of 8 bits to the query's dtype, exactly; tokens that are not low <= token < high become zeros.
+def convert_tile(raw_smem: Ref, tile_smem: Ref, kept: Range, kind: ItemKind) -> None:
+    """Converts a tile of 8 bits to the query's dtype, exactly; rows that are not `kept` become zeros.
 
     A thread makes 16 bytes of 8 at a time. The products see the tile after a barrier.
     """
-    problem = cfg.problem
-    d = problem.head_size
-    layout = transforms(d, problem.query_dtype)
+    problem = kind.geometry.problem
 
-    @inline(plgpu.RefType(), plgpu.RefType(layout), _SCALAR, _SCALAR)
-    def body(_, raw_smem, tile_smem, low, high):
-        raw, smem, low, high = address(raw_smem), address(tile_smem), low.registers.item(), high.registers.item()
-        of_row, first = d // 8, thread()
-        for i in range(line.tile * of_row // 128):
-            chunk = arith.addi(first, i32(128 * i))
-            row, column = arith.divui(chunk, i32(of_row)), arith.remui(chunk, i32(of_row))
-            seen = arith.andi(
-                arith.cmpi(arith.CmpIPredicate.sge, row, low), arith.cmpi(arith.CmpIPredicate.slt, row, high)
-            )
-            place = arith.addi(smem, place_of(row, column, d, layout[1].swizzle))
-            assembly(_conversion(problem), "r,r,r", 0, place, arith.addi(raw, arith.muli(chunk, i32(8))), word(seen))
-        assembly("fence.proxy.async.shared::cta;", "", 0)
+    @inline(plgpu.RefType(), plgpu.RefType(operand_transforms(problem)), SCALAR, SCALAR)
+    def convert(_, raw_smem, tile_smem, begin, end):
+        raw, smem, begin, end = address(raw_smem), address(tile_smem), begin.registers.item(), end.registers.item()
+        for chunk, row, column in chunks_of_thread(kind.tile, 2 * problem.head_size // CHUNK):
+            is_kept = within(row, begin, end)
+            place = add(smem, place_of(row, column, problem))
+            assembly(_conversion(problem), "r,r,r", place, add(raw, mul(chunk, CHUNK // 2)), as_i32(is_kept))
+        assembly("fence.proxy.async.shared::cta;", "")
 
-    body(raw_smem, tile_smem, low, high)
+    convert(raw_smem, tile_smem, *kept)
 
 
-def _conversion(problem) -> str:
-    """Assembly that converts 8 bytes at $1 to 16 at $0, or to zeros where $2 is 0."""
-    code = "{ .reg .pred seen; .reg .b32 in<2>, out<4>; ld.shared.v2.b32 {in0, in1}, [$1]; setp.ne.b32 seen, $2, 0;"
+def _conversion(problem: Problem) -> str:
+    """PTX that converts 8 bytes at $1 to 16 at $0, or to zeros where $2 is 0."""
+    code = "{ .reg .pred kept; .reg .b32 in<2>, out<4>; ld.shared.v2.b32 {in0, in1}, [$1]; setp.ne.b32 kept, $2, 0;"
     for i in range(2):
         names = {"$0": f"out{2 * i}", "$1": f"out{2 * i + 1}", "$2": f"in{i}"}
-        part = CONVERT[problem.cache_dtype]
+        four_bytes = CONVERT[problem.cache_dtype]
         for old, new in names.items():
-            part = part.replace(old, new)
-        code += part
+            four_bytes = four_bytes.replace(old, new)
+        code += four_bytes
     if problem.query_dtype == "bfloat16":
         for i in range(4):
             code += f"""{{ .reg .b16 low, high; .reg .f32 first, second; mov.b32 {{low, high}}, out{i};
             cvt.f32.f16 first, low; cvt.f32.f16 second, high; cvt.rn.bf16x2.f32 out{i}, second, first; }}"""
-    code += "".join(f"selp.b32 out{i}, out{i}, 0, seen;" for i in range(4))
+    code += "".join(f"selp.b32 out{i}, out{i}, 0, kept;" for i in range(4))
     return code + "st.shared.v4.b32 [$0], {out0, out1, out2, out3}; }"
 
 
-def load_scales(scale_gmem, tables_gmem, scales_smem, seq, kv_head, start, low, high, line: Line, cfg: Config) -> None:
-    """Copies the scales of a tile's slots, [tile], its first token at `start`; 0 unless low <= token < high.
+def load_scales(
+    scale_gmem: Ref, tables_gmem: Ref, scales_smem: Ref, item: Item, start: Scalar, kept: Range, kind: ItemKind
+) -> None:
+    """Copies the scales of a tile's slots, [tile], whose first token is `start`; those of rows not `kept` become 0.
 
     A thread copies one. Others see them after a barrier.
     """
-    problem = cfg.problem
+    problem = kind.geometry.problem
     size = 4 * problem.num_kv_heads * problem.block_size  # bytes of a block's scales
 
-    @inline(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), *[_SCALAR] * 5)
-    def body(_, scale_gmem, tables_gmem, scales_smem, *scalars):
-        seq, kv_head, start, low, high = (x.registers.item() for x in scalars)
-        row = thread()
-        seen = arith.andi(arith.cmpi(arith.CmpIPredicate.sge, row, low), arith.cmpi(arith.CmpIPredicate.slt, row, high))
-        token = arith.select(seen, arith.addi(start, row), i32(0))
-        entry = arith.addi(
-            arith.muli(wide(seq), i64(problem.max_blocks_per_seq)), wide(arith.divui(token, i32(problem.block_size)))
-        )
-        of_block = arith.addi(arith.muli(kv_head, i32(problem.block_size)), arith.remui(token, i32(problem.block_size)))
+    @inline(*[plgpu.RefType()] * 3, *[SCALAR] * 5)
+    def load(_, scale_gmem, tables_gmem, scales_smem, *scalars):
+        seq, kv_head, start, begin, end = (x.registers.item() for x in scalars)
+        row = thread_index_read_again()
+        is_kept = within(row, begin, end)
+        token = arith.select(is_kept, add(start, row), i32(0))
+        row_of_table = arith.muli(as_i64(seq), i64(problem.max_blocks_per_seq))
+        entry = arith.addi(row_of_table, as_i64(div(token, problem.block_size)))
+        slot = add(mul(kv_head, problem.block_size), rem(token, problem.block_size))
         assembly(
-            f"""{{ .reg .pred seen, own; .reg .b32 block; .reg .b64 at; .reg .f32 scale; mov.f32 scale, 0f00000000;
-            setp.ne.b32 seen, $0, 0; setp.lt.u32 own, $1, {line.tile}; and.pred seen, seen, own;
-            @seen ld.global.b32 block, [$2]; @seen mad.wide.s32 at, block, {size}, $3;
-            @seen ld.global.f32 scale, [at]; @own st.shared.f32 [$4], scale; }}""",
+            f"""{{ .reg .pred kept, own; .reg .b32 block; .reg .b64 at; .reg .f32 scale; mov.f32 scale, 0f00000000;
+            setp.ne.b32 kept, $0, 0; setp.lt.u32 own, $1, {kind.tile}; and.pred kept, kept, own;
+            @kept ld.global.b32 block, [$2]; @kept mad.wide.s32 at, block, {size}, $3;
+            @kept ld.global.f32 scale, [at]; @own st.shared.f32 [$4], scale; }}""",
             "r,r,l,l,r",
-            0,
-            word(seen),
+            as_i32(is_kept),
             row,
-            arith.addi(address(tables_gmem), arith.muli(entry, i64(4))),
-            arith.addi(address(scale_gmem), arith.muli(wide(of_block), i64(4))),
-            arith.addi(address(scales_smem), arith.muli(row, i32(4))),
+            add(address(tables_gmem), arith.muli(entry, i64(4))),
+            add(address(scale_gmem), bytes_of(slot, 4)),
+            add(address(scales_smem), mul(row, 4)),
         )
 
-    body(scale_gmem, tables_gmem, scales_smem, seq, kv_head, start, low, high)
+    load(scale_gmem, tables_gmem, scales_smem, item.seq, item.kv_head, start, *kept)

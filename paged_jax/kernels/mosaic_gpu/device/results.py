@@ -19,7 +19,7 @@ from paged_jax.kernels.mosaic_gpu.geometry import Geometry
 def store_split(split: Split, query: QueryTile, state: State, refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
     """Stores the results of a program's only split; what merges in a cluster is in memory when this returns."""
     state = summed(state, geometry)
-    v_scale = cache_scale(refs.inputs_gmem.options.v_scale, geometry.problem.v_scale, split.item)
+    v_scale = cache_scale(refs.inputs_gmem.options.v_scale, geometry.problem.v_scale, split.item.kv_head)
     if not geometry.tuning.merges:
         _store_whole_item(split.item, query, v_scale, state, refs, geometry, tiles)
         return
@@ -37,7 +37,7 @@ def store_queued_split(
     """
     split, item_partials = queued.split, refs.outputs_gmem.item_partials
     state = summed(state, geometry)
-    v_scale = cache_scale(refs.inputs_gmem.options.v_scale, geometry.problem.v_scale, split.item)
+    v_scale = cache_scale(refs.inputs_gmem.options.v_scale, geometry.problem.v_scale, split.item.kv_head)
     lax.cond(
         queued.is_whole,
         lambda: _store_whole_item(split.item, query, v_scale, state, refs, geometry, tiles),

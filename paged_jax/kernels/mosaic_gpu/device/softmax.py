@@ -43,7 +43,7 @@ class Logits(NamedTuple):
 def to_logits(item: Item, query: QueryTile, divisor, refs: Refs, geometry: Geometry) -> Logits:
     """What makes logits of an item's products; `divisor` is what its query was divided by."""
     problem, options = geometry.problem, refs.inputs_gmem.options
-    factor = options.scale[0] * cache_scale(options.k_scale, problem.k_scale, item) * divisor
+    factor = options.scale[0] * cache_scale(options.k_scale, problem.k_scale, item.kv_head) * divisor
 
     def of_columns(values_gmem):
         return of_heads(values_gmem, geometry.tuning.tile, query.offset, item.kv_head, geometry)
@@ -141,11 +141,11 @@ def _capped(logits, cap: float):
     return jnp.where(square < _SERIES_BELOW, series, cap - (2 * cap) / (exp(2 * x) + 1))
 
 
-def cache_scale(scale_gmem, kind: ScaleKind, item: Item):
-    """The scale of all tokens of an item."""
+def cache_scale(scale_gmem, kind: ScaleKind, kv_head: Scalar):
+    """The scale that all tokens of a kv head have in common; 1 if there is none."""
     if kind in (ScaleKind.NONE, ScaleKind.SLOT):
         return 1.0
-    return scale_gmem[item.kv_head if kind is ScaleKind.HEAD else 0]
+    return scale_gmem[kv_head if kind is ScaleKind.HEAD else 0]
 
 
 def _logits(products, to_logits: Logits, distance, low, high, geometry: Geometry):

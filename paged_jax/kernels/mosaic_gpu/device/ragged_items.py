@@ -1,0 +1,103 @@
+"""How a program's warpgroups agree on work items: the loading one claims them, and describes them to the others.
+
+Descriptions lie in a ring in shared memory, `Scratch.items`. Items have numbers of two sorts: the number among all
+items of its kind, which a program claims, and the number of the program's own items before it, `items_before`, which
+says in which stage of a ring its description and its query are.
+"""
+
+from typing import Any
+
+import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from paged_jax.kernels.mosaic_gpu.device.inline import (
+    SCALAR,
+    add,
+    address,
+    assembly,
+    i32,
+    i64,
+    inline,
+    mul,
+    thread_index_read_again,
+)
+from paged_jax.kernels.mosaic_gpu.device.plan import Scalar
+from paged_jax.kernels.mosaic_gpu.device.ragged_plan import Item
+from paged_jax.kernels.mosaic_gpu.device.ragged_refs import ITEM_STAGES, Ref, Refs, Scratch
+from paged_jax.kernels.mosaic_gpu.ragged_geometry import NO_ITEM, Geometry, ItemKind
+
+NOTHING = Item(*[NO_ITEM] * len(Item._fields))
+"""Behind the last item of a program."""
+
+
+def describe(item: Item, items_before: Scalar, smem: Scratch) -> None:
+    """Tells the computing warpgroups of an item."""
+    stage = _stage(items_before)
+    pl.when(items_before >= ITEM_STAGES)(lambda: plgpu.barrier_wait(smem.items.consumed.at[stage]))
+    store_words(smem.items.words, stage, item)
+    plgpu.barrier_arrive(smem.items.ready.at[stage])
+
+
+def read(items_before: Scalar, smem: Scratch) -> Item:
+    """The item as a computing warpgroup finds it, once it is described."""
+    stage = _stage(items_before)
+    plgpu.barrier_wait(smem.items.ready.at[stage])
+    item = _item_at(stage, smem)
+    plgpu.barrier_arrive(smem.items.consumed.at[stage])
+    return item
+
+
+def read_own(items_before: Scalar, smem: Scratch) -> Item:
+    """The item as the loading warpgroup has described it itself."""
+    return _item_at(_stage(items_before), smem)
+
+
+def query_stage(items_before: Scalar, geometry: Geometry) -> Scalar:
+    """The stage of an item's query."""
+    return lax.rem(items_before, jnp.int32(geometry.tuning.queries))
+
+
+def claim(kind: ItemKind, refs: Refs) -> Scalar:
+    """The next item of a kind that no program has claimed, counted from 0: each goes to one program only."""
+
+    @inline(plgpu.RefType(), plgpu.RefType())
+    def increase(_, counts_gmem, claimed_smem):
+        mgpu.warpgroup_barrier()  # all threads have read the number before
+        assembly(
+            """{ .reg .pred first; .reg .b32 number; setp.eq.u32 first, $0, 0;
+            mov.b32 number, 0; @first atom.global.add.u32 number, [$1], 1; @first st.shared.b32 [$2], number; }""",
+            "r,l,r",
+            thread_index_read_again(),
+            add(address(counts_gmem), i64(4 * (0 if kind.is_wide else 1))),
+            address(claimed_smem),
+        )
+        mgpu.warpgroup_barrier()
+
+    increase(refs.inputs_gmem.claimed, refs.smem.claimed)
+    return refs.smem.claimed[0]
+
+
+def store_words(words_smem: Ref, row: Scalar, values: Any) -> None:
+    """Stores 32-bit integers to a row of shared memory, which this warpgroup sees at once, others after a barrier."""
+    columns = words_smem.shape[1]
+
+    @inline(plgpu.RefType(), *[SCALAR] * (len(values) + 1))
+    def store(_, words_smem, row, *values):
+        first = add(address(words_smem), mul(row.registers.item(), 4 * columns))
+        code = "{ .reg .pred first; setp.eq.u32 first, $0, 0; @first st.shared.b32 [$1], $2; }"
+        for i, value in enumerate(values):
+            assembly(code, "r,r,r", thread_index_read_again(), add(first, i32(4 * i)), value.registers.item())
+        mgpu.warpgroup_barrier()
+
+    store(words_smem, row, *values)
+
+
+def _stage(items_before: Scalar) -> Scalar:
+    return lax.rem(items_before, jnp.int32(ITEM_STAGES))
+
+
+def _item_at(stage: Scalar, smem: Scratch) -> Item:
+    return Item(*[smem.items.words[stage, i] for i in range(len(Item._fields))])

@@ -1,0 +1,308 @@
+"""How the loading warpgroup fills the rings of tiles with those of a work item.
+
+A tile comes from the cache, run by run through the block table (TMA). A tile of 8 bits is converted to the query's
+dtype on its way from one place in shared memory to the other. In `prefix_attention` an item's last tiles are of new
+tokens, and come from arrays of their own.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from paged_jax.kernels.mosaic_gpu.device import ragged_plan as plan
+from paged_jax.kernels.mosaic_gpu.device import ragged_rows as rows
+from paged_jax.kernels.mosaic_gpu.device import ragged_tiles
+from paged_jax.kernels.mosaic_gpu.device.plan import Scalar
+from paged_jax.kernels.mosaic_gpu.device.ragged_plan import Item, Span
+from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Ref, Refs, TileRing
+from paged_jax.kernels.mosaic_gpu.device.ragged_tiles import Range
+from paged_jax.kernels.mosaic_gpu.ragged_geometry import ItemKind
+
+_WARPS = 4  # of a warpgroup
+
+
+class _Cache(NamedTuple):
+    """Where tiles of K, or of V, come from and go to."""
+
+    is_keys: bool
+    cache_gmem: Ref
+    new_gmem: Ref
+    scale_gmem: Ref
+    ring: TileRing  # with the barriers of the item's kind
+    raw: Ref
+    raw_ready: Ref
+
+
+class _Tile(NamedTuple):
+    """A tile of an item."""
+
+    number: Scalar
+    stage: Scalar
+    is_reused: Scalar  # whether the stage has had another tile before
+    span: Span
+    kept: Range  # rows of V that are not to be zeros: some row sees their tokens, or they have values
+
+
+@dataclass(frozen=True)
+class TileLoader:
+    """Loads the tiles of an item.
+
+    Attributes:
+      item: the item.
+      tiles_before: tiles of items of its kind that the program has loaded before.
+      kind: the item's kind.
+      refs: all references.
+    """
+
+    item: Item
+    tiles_before: Scalar
+    kind: ItemKind
+    refs: Refs
+
+    def load(self, number: Scalar) -> None:
+        """Copies one tile of K and of V into the rings."""
+        geometry = self.kind.geometry
+        stage = lax.rem(self.tiles_before + number, jnp.int32(self.kind.stages))
+        is_reused = self.tiles_before + number >= self.kind.stages
+        span = plan.span_of(self.item, number, self.kind)
+        kept = Range(self.item.begin - span.start, span.values_end - span.start)
+        tile = _Tile(number, stage, is_reused, span, kept)
+        if geometry.scales_slots:
+            self._load_scales(tile)
+        load_cached = functools.partial(self._convert if geometry.converts_tiles else self._copy, tile)
+        if geometry.prefix:
+            pl.when(span.is_new)(lambda: self._load_new(tile))
+            pl.when(~span.is_new)(load_cached)
+        else:
+            load_cached()
+
+    def load_from(self, first: int) -> None:
+        """Copies all tiles from this number on into the rings, as many as possible in `_load_whole_tiles`."""
+        begin, end = jnp.int32(first), self.item.num_tiles
+        if self.kind.geometry.has_whole_tiles:
+            whole = lax.clamp(begin, plan.num_whole_tiles(self.item, self.kind), lax.max(end, begin))
+            self._load_whole_tiles(begin, whole)
+            begin = whole
+        pl.loop(begin, end)(self.load)
+
+    def begin_raw(self) -> None:
+        """Starts to copy the item's first tiles to where they are converted from."""
+        for i in range(self.kind.raw_stages):
+            for cache in self._caches:
+                pl.when(i < self.item.cached_tiles)(functools.partial(self._load_raw, cache, jnp.int32(i)))
+
+    @property
+    def _caches(self) -> tuple[_Cache, _Cache]:
+        """K and V."""
+        inputs, smem, barriers = self.refs.inputs_gmem, self.refs.smem, self.refs.smem.barriers(self.kind)
+        keys = _Cache(
+            is_keys=True,
+            cache_gmem=inputs.key_cache,
+            new_gmem=inputs.new_key,
+            scale_gmem=inputs.options.k_scale,
+            ring=smem.keys._replace(consumed=barriers.keys_consumed, ready=barriers.keys_ready),
+            raw=smem.raw_keys.rows,
+            raw_ready=barriers.raw_keys_ready,
+        )
+        values = _Cache(
+            is_keys=False,
+            cache_gmem=inputs.value_cache,
+            new_gmem=inputs.new_value,
+            scale_gmem=inputs.options.v_scale,
+            ring=smem.values._replace(consumed=barriers.values_consumed, ready=barriers.values_ready),
+            raw=smem.raw_values.rows,
+            raw_ready=barriers.raw_values_ready,
+        )
+        return keys, values
+
+    def _wait_for_stage(self, cache: _Cache, tile: _Tile) -> None:
+        """Waits until the tile that had the stage before is consumed."""
+        if cache.is_keys or not self.kind.geometry.scales_slots:  # `_load_scales` has waited for V
+            pl.when(tile.is_reused)(lambda: plgpu.barrier_wait(cache.ring.consumed.at[tile.stage]))
+
+    def _arrive(self, cache: _Cache, tile: _Tile) -> None:
+        """Arrives for all runs of a tile."""
+        for _ in range(self.kind.runs_per_tile):
+            plgpu.barrier_arrive(cache.ring.ready.at[tile.stage])
+
+    # Tiles of the cache, of 16 bits.
+
+    def _copy(self, tile: _Tile) -> None:
+        """Copies a tile of the cache. V has zeros where no token has a value."""
+        keys, values = self._caches
+        keys_smem, values_smem = (tile_of(cache.ring.tiles, tile.stage, self.kind) for cache in self._caches)
+        self._wait_for_stage(keys, tile)
+        self._copy_runs(keys, keys_smem, keys.ring.ready.at[tile.stage], tile.span)
+        self._wait_for_stage(values, tile)
+        partly = (tile.kept.end < self.kind.tile) | (tile.kept.begin > 0)
+        pl.when(~partly)(lambda: self._copy_runs(values, values_smem, values.ring.ready.at[tile.stage], tile.span))
+
+        @pl.when(partly)
+        def copy_some():
+            # Weights of tokens that nobody sees are 0, but 0 * NaN would be NaN.
+            copied = self.refs.smem.barriers(self.kind).values_copied
+            self._copy_runs(values, values_smem, copied, tile.span)
+            plgpu.barrier_wait(copied)
+            ragged_tiles.zero_rows(values_smem, tile.kept, self.kind)
+            self._arrive(values, tile)
+
+    def _copy_runs(self, cache: _Cache, tile_smem, ready, span: Span) -> None:
+        """Copies the runs of a tile, the warps in turn; past the end the last run again."""
+        size, block_size = self.kind.run_tokens, self.kind.geometry.problem.block_size
+        last = lax.max(lax.div(span.end - 1, jnp.int32(size)) * size, jnp.int32(0))
+
+        def copy_run(run: int):
+            token = lax.min(span.start + run * size, last)
+            block = self.refs.inputs_gmem.block_tables[self.item.seq, lax.div(token, jnp.int32(block_size))]
+            run_gmem = self._run_gmem(cache, block, token)
+            plgpu.copy_gmem_to_smem(run_gmem, tile_smem.at[pl.ds(run * size, size)], ready)
+
+        def copy_in_turn():
+            for warp in range(_WARPS):
+
+                @pl.when(lax.axis_index("warp") == warp)
+                def copy_own(warp=warp):
+                    for run in range(warp, self.kind.runs_per_tile, _WARPS):
+                        copy_run(run)
+
+        _as_warps(copy_in_turn)
+
+    def _run_gmem(self, cache: _Cache, block: Scalar, token: Scalar) -> Ref:
+        """The run of a cache that begins with a token, in a block."""
+        problem, size = self.kind.geometry.problem, self.kind.run_tokens
+        if size == problem.block_size:
+            tokens = slice(None)
+        else:  # Mosaic sees that a product is a multiple.
+            run = lax.rem(lax.div(token, jnp.int32(size)), jnp.int32(problem.block_size // size))
+            tokens = pl.ds(run * size, size)
+        kv_head = self.item.kv_head
+        return cache.cache_gmem.at[(block, tokens, kv_head) if problem.layout == "nhd" else (block, kv_head, tokens)]
+
+    def _load_whole_tiles(self, begin: Scalar, end: Scalar) -> None:
+        """Copies the tiles begin <= number < end, as `load` does, but no warp waits for another.
+
+        All tokens of these tiles have values. Each warp has its own runs of every tile, and reads which blocks they are
+        in while the tile before is on its way.
+        """
+        item, size, problem = self.item, self.kind.run_tokens, self.kind.geometry.problem
+        last = lax.max(lax.div(item.values_end - 1, jnp.int32(size)) * size, jnp.int32(0))
+
+        def load_as_warp():
+            first_run = lax.axis_index("warp") * self._runs_of_warp
+
+            def blocks_of(number):
+                first = item.origin + number * self.kind.tile
+                tokens = [lax.min(first + (first_run + j) * size, last) for j in range(self._runs_of_warp)]
+                entries = [lax.div(token, jnp.int32(problem.block_size)) for token in tokens]
+                return tuple(self.refs.inputs_gmem.block_tables[item.seq, entry] for entry in entries)
+
+            def load(number, blocks):
+                next_blocks = blocks_of(number + 1)
+                self._copy_whole_tile(number, first_run, blocks)
+                return next_blocks
+
+            lax.fori_loop(begin, end, load, blocks_of(begin))
+
+        _as_warps(load_as_warp)
+
+    def _copy_whole_tile(self, number: Scalar, first_run: Scalar, blocks: tuple[Scalar, ...]) -> None:
+        """Copies a warp's runs of a tile, which are in these blocks."""
+        stage = lax.rem(self.tiles_before + number, jnp.int32(self.kind.stages))
+        size, runs = self.kind.run_tokens, self.kind.runs_per_tile
+        for cache in self._caches:
+            is_reused = self.tiles_before + number >= self.kind.stages
+            pl.when(is_reused)(lambda cache=cache: plgpu.barrier_wait(cache.ring.consumed.at[stage]))
+            tile_smem = tile_of(cache.ring.tiles, stage, self.kind)
+
+            def copy(cache=cache, tile_smem=tile_smem):
+                for j, block in enumerate(blocks):
+                    token = self.item.origin + number * self.kind.tile + (first_run + j) * size
+                    run_smem = tile_smem.at[pl.ds((first_run + j) * size, size)]
+                    plgpu.copy_gmem_to_smem(self._run_gmem(cache, block, token), run_smem, cache.ring.ready.at[stage])
+
+            pl.when(first_run < runs)(copy) if runs < _WARPS else copy()
+
+    @property
+    def _runs_of_warp(self) -> int:
+        """Runs of a tile that each warp copies, if there are enough for all."""
+        return max(self.kind.runs_per_tile // _WARPS, 1)
+
+    # Tiles of the cache, of 8 bits.
+
+    def _convert(self, tile: _Tile) -> None:
+        """Converts a tile that has been copied, and starts to copy the one that takes its place."""
+        following = tile.number + self.kind.raw_stages
+        is_next = following < self.item.cached_tiles
+        for cache in self._caches:
+            raw_smem, arrived = self._raw(cache, tile.number)
+            plgpu.barrier_wait(arrived)
+            self._wait_for_stage(cache, tile)
+            kept = Range(jnp.int32(0), jnp.int32(self.kind.tile)) if cache.is_keys else tile.kept
+            ragged_tiles.convert_tile(raw_smem, tile_of(cache.ring.tiles, tile.stage, self.kind), kept, self.kind)
+            self._arrive(cache, tile)
+            pl.when(is_next)(functools.partial(self._load_raw, cache, following))
+
+    def _load_raw(self, cache: _Cache, number: Scalar) -> None:
+        """Starts to copy a tile to where it is converted from."""
+        raw_smem, arrived = self._raw(cache, number)
+        self._copy_runs(cache, raw_smem, arrived, plan.span_of(self.item, number, self.kind))
+
+    def _raw(self, cache: _Cache, number: Scalar) -> tuple[Ref, Ref]:
+        """Where a tile is converted from, and the barrier that says that it is there."""
+        tile, stages = self.kind.tile, self.kind.raw_stages
+        stage = lax.rem(self.tiles_before + number, jnp.int32(stages))
+        raw_smem = cache.raw
+        if stages > 1:
+            raw_smem = raw_smem.at[pl.ds(pl.multiple_of(stage * tile, tile), tile)]
+        return raw_smem, cache.raw_ready.at[stage]
+
+    # What does not come by TMA.
+
+    def _load_new(self, tile: _Tile) -> None:
+        """Copies a tile of new tokens, which begins at any row of their arrays: TMA does not take that."""
+        first_row = self.item.first_token + (tile.span.start - self.item.position)
+        for cache in self._caches:
+            self._wait_for_stage(cache, tile)
+            tile_smem = tile_of(cache.ring.tiles, tile.stage, self.kind)
+            ragged_tiles.load_new(cache.new_gmem, tile_smem, self.item, first_row, tile.kept, self.kind)
+            rows.finish_copies()
+            self._arrive(cache, tile)
+
+    def _load_scales(self, tile: _Tile) -> None:
+        """Copies the scales of a tile's slots, which the softmax reads: they stay until the tile of V is consumed."""
+        tables_gmem, start = self.refs.inputs_gmem.block_tables, tile.span.start
+        values = self._caches[1]
+        pl.when(tile.is_reused)(lambda: plgpu.barrier_wait(values.ring.consumed.at[tile.stage]))
+        for cache in self._caches:
+            if cache.ring.slot_scales is not None:
+                scales_smem = scales_of(cache.ring, tile.stage, self.kind)
+                ragged_tiles.load_scales(
+                    cache.scale_gmem, tables_gmem, scales_smem, self.item, start, tile.kept, self.kind
+                )
+                plgpu.barrier_arrive(cache.ring.ready.at[tile.stage])
+
+
+def tile_of(ring_smem: Ref, stage: Scalar, kind: ItemKind) -> Ref:
+    """The tile of a ring in a stage. A tile of thin items may be a piece of one of wide items."""
+    tile, pieces = kind.tile, kind.pieces
+    if pieces == 1:
+        return ring_smem.at[stage]
+    first = pl.multiple_of(lax.rem(stage, jnp.int32(pieces)) * tile, tile)
+    return ring_smem.at[lax.div(stage, jnp.int32(pieces)), pl.ds(first, tile)]
+
+
+def scales_of(ring: TileRing, stage: Scalar, kind: ItemKind) -> Ref | None:
+    """The scales of the slots of a tile, [tile], if each slot has one."""
+    if ring.slot_scales is None:
+        return None
+    return ring.slot_scales.at[pl.ds(stage * kind.tile, kind.tile)]
+
+
+def _as_warps(function: Any) -> None:
+    """Runs a function in each warp of the warpgroup."""
+    pl.kernel(function, mesh=plgpu.WarpMesh(axis_name="warp"))()  # pyright: ignore[reportCallIssue]

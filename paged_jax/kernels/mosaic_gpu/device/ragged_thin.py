@@ -1,0 +1,95 @@
+"""What a computing warpgroup does with a thin item: attention of all its rows to every other tile of the item.
+
+Both warpgroups have the same rows, and each takes the tiles of its own stages. Then the one that had the second tile
+hands its softmax over to the one that had the first.
+"""
+
+from dataclasses import dataclass
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from paged_jax.kernels.mosaic_gpu.device import ragged_items as items
+from paged_jax.kernels.mosaic_gpu.device import ragged_lanes, ragged_plan
+from paged_jax.kernels.mosaic_gpu.device import ragged_products as products
+from paged_jax.kernels.mosaic_gpu.device import ragged_results as results
+from paged_jax.kernels.mosaic_gpu.device import ragged_softmax as softmax
+from paged_jax.kernels.mosaic_gpu.device.plan import Scalar
+from paged_jax.kernels.mosaic_gpu.device.ragged_load_tiles import scales_of, tile_of
+from paged_jax.kernels.mosaic_gpu.device.ragged_plan import Item
+from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Ref, Refs
+from paged_jax.kernels.mosaic_gpu.device.ragged_softmax import Rows, State, TileScales, TileWeights, Totals
+from paged_jax.kernels.mosaic_gpu.ragged_geometry import ItemKind
+
+
+def attend_to_item(
+    item: Item, items_before: Scalar, tiles_before: Scalar, warpgroup: Scalar, refs: Refs, kind: ItemKind
+) -> None:
+    """Attends to a thin item, whose tiles are in the rings after those before, and stores its results."""
+    smem, stage, half = refs.smem, items.query_stage(items_before, kind.geometry), jnp.int32(0)
+    rows = softmax.rows_of(item, half, refs.inputs_gmem, kind)
+    plgpu.barrier_wait(smem.query.ready.at[stage])
+    halves_smem = smem.query.rows.at[stage]
+    query_smem = smem.query.rows.at[stage, 0]
+    first_tile = lax.rem(tiles_before + warpgroup, jnp.int32(2))
+    tiles = _ThinTiles(item, tiles_before, first_tile, rows, query_smem, refs, kind)
+    state = softmax.finished(tiles.attend(), rows)
+
+    # Whoever has the first tile takes over, so that results do not depend on what the program did before. Both wait for
+    # both barriers, as either may be the one who needs to wait for the next item.
+    takes_over = first_tile == 0
+    pl.when(takes_over)(lambda: plgpu.barrier_arrive(smem.tiles_done))
+    plgpu.barrier_wait(smem.tiles_done)  # the warpgroup that takes over needs the query no more
+    pl.when(~takes_over)(lambda: results.hand_over(state, halves_smem, smem, kind.geometry))
+    plgpu.barrier_wait(smem.handed_over)
+
+    @pl.when(takes_over)
+    def finish():
+        whole = results.take_over(state, halves_smem, smem)
+        results.store(item, half, rows, whole, query_smem, refs, kind)
+
+    plgpu.barrier_arrive(smem.query.consumed.at[stage])
+
+
+@dataclass(frozen=True)
+class _ThinTiles:
+    """A warpgroup's attention to every other tile of a thin item, from `first_tile` on."""
+
+    item: Item
+    tiles_before: Scalar
+    first_tile: Scalar
+    rows: Rows
+    query_smem: Ref
+    refs: Refs
+    kind: ItemKind
+
+    def attend(self) -> State:
+        """The softmax of all these tiles."""
+        steps = lax.div(self.item.num_tiles - self.first_tile + 1, jnp.int32(2))
+        return lax.fori_loop(0, steps, self._attend_to_tile, softmax.empty(self.kind.geometry))
+
+    def _attend_to_tile(self, i: Scalar, state: State) -> State:
+        """Both products of a tile, and the softmax between them."""
+        out, *totals = state
+        smem, barriers = self.refs.smem, self.refs.smem.barriers(self.kind)
+        tile = self.first_tile + 2 * i
+        stage = lax.rem(self.tiles_before + tile, jnp.int32(self.kind.stages))
+        plgpu.barrier_wait(barriers.keys_ready.at[stage])
+        scores = products.scores(self.query_smem, tile_of(smem.keys.tiles, stage, self.kind))
+        plgpu.barrier_arrive(barriers.keys_consumed.at[stage])
+        scales = TileScales(*(scales_of(ring, stage, self.kind) for ring in (smem.keys, smem.values)))
+        span = ragged_plan.span_of(self.item, tile, self.kind)
+
+        def weigh(plain: bool) -> TileWeights:
+            weighed = softmax.attend(scores, Totals(*totals), span, scales, self.rows, self.kind, plain=plain)
+            return weighed._replace(weights=weighed.weights.astype(self.kind.geometry.problem.query_dtype))
+
+        is_plain = softmax.is_plain(span, self.rows, self.kind)
+        weighed = lax.cond(is_plain, lambda: weigh(True), lambda: weigh(False))
+        out = ragged_lanes.rescaled(out, weighed.rescale)
+        plgpu.barrier_wait(barriers.values_ready.at[stage])
+        out = products.accumulate(out, weighed.weights, tile_of(smem.values.tiles, stage, self.kind))
+        plgpu.barrier_arrive(barriers.values_consumed.at[stage])
+        return State(out, *weighed.totals)

@@ -1,0 +1,141 @@
+"""What a computing warpgroup does with a wide item: attention of 64 rows of its own to all tiles of the item.
+
+The warpgroups take turns at the matrix units (ping-pong scheduling): a turn is the first product of a tile and, behind
+it, the second product of the tile before. Under the second product, and under the other warpgroup's turn, a warpgroup
+does its softmax.
+
+The compiler has to keep a turn in one piece. So there is no branch in it, nothing in it computes what the next product
+takes from registers, and `ragged_lanes.settle` keeps the softmax from being put off until the products are done.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from paged_jax.kernels.mosaic_gpu.device import ragged_items as items
+from paged_jax.kernels.mosaic_gpu.device import ragged_lanes, ragged_plan
+from paged_jax.kernels.mosaic_gpu.device import ragged_products as products
+from paged_jax.kernels.mosaic_gpu.device import ragged_results as results
+from paged_jax.kernels.mosaic_gpu.device import ragged_softmax as softmax
+from paged_jax.kernels.mosaic_gpu.device.plan import Scalar
+from paged_jax.kernels.mosaic_gpu.device.ragged_load_tiles import scales_of
+from paged_jax.kernels.mosaic_gpu.device.ragged_plan import Item
+from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Ref, Refs
+from paged_jax.kernels.mosaic_gpu.device.ragged_softmax import Rows, State, TileScales, TileWeights, Totals
+from paged_jax.kernels.mosaic_gpu.ragged_geometry import ItemKind
+
+_Carry = tuple[State, Array]  # O without the last tile, maxima and sums with it, and the last tile's weights P
+
+
+def attend_to_item(
+    item: Item, items_before: Scalar, tiles_before: Scalar, warpgroup: Scalar, refs: Refs, kind: ItemKind
+) -> None:
+    """Attends to a wide item, whose tiles are in the rings after those before, and stores its results."""
+    smem, stage = refs.smem, items.query_stage(items_before, kind.geometry)
+    rows = softmax.rows_of(item, warpgroup, refs.inputs_gmem, kind)
+    plgpu.barrier_wait(smem.query.ready.at[stage])
+    query_smem = smem.query.rows.at[stage, warpgroup]
+    tiles = _WideTiles(item, tiles_before, rows, query_smem, warpgroup, refs, kind)
+    state = lax.cond(item.num_tiles > 0, tiles.attend, lambda: softmax.empty(kind.geometry))
+    results.store(item, warpgroup, rows, softmax.finished(state, rows), query_smem, refs, kind)
+    plgpu.barrier_arrive(smem.query.consumed.at[stage])
+
+
+@dataclass(frozen=True)
+class _WideTiles:
+    """A warpgroup's attention to the tiles of a wide item, which has at least one."""
+
+    item: Item
+    tiles_before: Scalar
+    rows: Rows
+    query_smem: Ref
+    warpgroup: Scalar
+    refs: Refs
+    kind: ItemKind
+
+    def attend(self) -> State:
+        """The softmax of all tiles."""
+
+        def is_left(state):
+            return state[0] < self.item.num_tiles
+
+        state = jnp.int32(1), self._attend_to_first_tile()
+        (out, *totals), weights = lax.while_loop(is_left, lambda state: self._attend_to_similar_tiles(*state), state)[1]
+        values, stage = self.refs.smem.values, self._stage(self.item.num_tiles - 1)
+        plgpu.barrier_wait(values.ready.at[stage])
+        self._wait_for_turn()
+        out = products.accumulate(out, weights, values.tiles.at[stage], self._end_turn)
+        plgpu.barrier_arrive(values.consumed.at[stage])
+        return State(out, *totals)
+
+    def _attend_to_first_tile(self) -> _Carry:
+        """The first product and the softmax of the first tile."""
+        first, keys = jnp.int32(0), self.refs.smem.keys
+        state, stage = softmax.empty(self.kind.geometry), self._stage(first)
+        plgpu.barrier_wait(keys.ready.at[stage])
+        self._wait_for_turn()
+        scores = products.scores(self.query_smem, keys.tiles.at[stage], self._end_turn)
+        weighed = self._weigh(first, Totals(state.maxima, state.sums), scores, plain=False)
+        return State(state.out, *weighed.totals), self._rounded(weighed)
+
+    def _attend_to_similar_tiles(self, i: Scalar, carry: _Carry) -> tuple[Scalar, _Carry]:
+        """Attends to tile i and those behind it that are as plain. A branch for each tile would split its turn."""
+
+        def run(plain: bool):
+            def goes_on(state):
+                is_left, is_plain = state[0] < self.item.num_tiles, self._is_plain(state[0])
+                return is_left & (is_plain if plain else ~is_plain)
+
+            def attend_one(state):
+                return state[0] + 1, self._attend_to_tile(*state, plain=plain)
+
+            return lax.while_loop(goes_on, attend_one, (i, carry))
+
+        return lax.cond(self._is_plain(i), lambda: run(True), lambda: run(False))
+
+    def _attend_to_tile(self, i: Scalar, carry: _Carry, *, plain: bool) -> _Carry:
+        """The first product and the softmax of tile i, and the second product of the tile before."""
+        (out, *totals), weights = carry
+        keys, values = self.refs.smem.keys, self.refs.smem.values
+        stage, earlier = self._stage(i), self._stage(i - 1)
+        plgpu.barrier_wait(keys.ready.at[stage])
+        plgpu.barrier_wait(values.ready.at[earlier])
+        self._wait_for_turn()
+        weigh = functools.partial(self._weigh, i, Totals(*totals), plain=plain)
+        keys_smem, values_smem = keys.tiles.at[stage], values.tiles.at[earlier]
+        weighed, out = products.score_and_accumulate(
+            self.query_smem, keys_smem, out, weights, values_smem, self._end_turn, weigh
+        )
+        plgpu.barrier_arrive(values.consumed.at[earlier])
+        # What the next product takes from registers must not be computed while it takes the last one's.
+        weights = self._rounded(weighed)
+        return State(ragged_lanes.rescaled(out, weighed.rescale), *weighed.totals), weights
+
+    def _weigh(self, i: Scalar, totals: Totals, scores: Array, *, plain: bool) -> TileWeights:
+        """The softmax of a tile, whose first product is done."""
+        smem, stage = self.refs.smem, self._stage(i)
+        plgpu.barrier_arrive(smem.keys.consumed.at[stage])
+        scales = TileScales(*(scales_of(ring, stage, self.kind) for ring in (smem.keys, smem.values)))
+        span = ragged_plan.span_of(self.item, i, self.kind)
+        weighed = softmax.attend(scores, totals, span, scales, self.rows, self.kind, plain=plain)
+        ragged_lanes.settle(weighed.totals.sums, smem.lse.at[self.warpgroup])
+        return weighed
+
+    def _rounded(self, weighed: TileWeights) -> Array:
+        """P as the second product takes it."""
+        return weighed.weights.astype(self.kind.geometry.problem.query_dtype)
+
+    def _is_plain(self, i: Scalar) -> Scalar:
+        return softmax.is_plain(ragged_plan.span_of(self.item, i, self.kind), self.rows, self.kind)
+
+    def _stage(self, i: Scalar) -> Scalar:
+        return lax.rem(self.tiles_before + i, jnp.int32(self.kind.stages))
+
+    def _wait_for_turn(self) -> None:
+        plgpu.barrier_wait(self.refs.smem.turns.at[self.warpgroup])
+
+    def _end_turn(self) -> None:
+        plgpu.barrier_arrive(self.refs.smem.turns.at[1 - self.warpgroup])

@@ -1,0 +1,191 @@
+"""Everything that follows from a `Problem` of ragged attention and its `Tuning`, for host and device code alike."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax.experimental.pallas as pl
+
+from paged_jax.kernels.mosaic_gpu.geometry import WGMMA_ROWS
+from paged_jax.kernels.problem import Problem, ScaleKind
+
+if TYPE_CHECKING:
+    from paged_jax.kernels.mosaic_gpu.ragged_tuning import Tuning
+
+THREADS = 128
+"""Threads of a warpgroup."""
+
+NO_ITEM, WIDE, THIN = range(3)
+"""The values of a work item's `kind`; a wide item has more than `WGMMA_ROWS` rows."""
+
+_COST_TOKENS = 64  # one warpgroup's products with so many tokens of K and V cost 1
+_ELEMENTS_OF_A_THREAD = 4  # of a row, in the kernel that merges
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What follows from a problem and its tuning. It chooses nothing.
+
+    Attributes:
+      problem: the facts of the call.
+      tuning: the choices.
+      prefix: whether the op is `prefix_attention`, whose new keys and values come in arrays of their own.
+    """
+
+    problem: Problem
+    tuning: "Tuning"
+    prefix: bool
+
+    @property
+    def kinds(self) -> tuple["ItemKind", "ItemKind"]:
+        """The wide and the thin work items."""
+        return ItemKind(self, WIDE), ItemKind(self, THIN)
+
+    @property
+    def half_tokens(self) -> int:
+        """Query tokens of half an item: with all heads of a group as rows, they fit into `WGMMA_ROWS` rows."""
+        return WGMMA_ROWS // self.problem.group
+
+    # Tiles of K and V.
+
+    @property
+    def converts_tiles(self) -> bool:
+        """Whether the kernel converts tiles in shared memory to the query's dtype: those of caches of 8 bits."""
+        return self.problem.cache_itemsize == 1
+
+    @property
+    def scales_key_slots(self) -> bool:
+        """Whether each slot of the key cache has a scale."""
+        return self.problem.k_scale is ScaleKind.SLOT
+
+    @property
+    def scales_value_slots(self) -> bool:
+        """Whether each slot of the value cache has a scale."""
+        return self.problem.v_scale is ScaleKind.SLOT
+
+    @property
+    def scales_slots(self) -> bool:
+        """Whether each slot of some cache has a scale."""
+        return self.scales_key_slots or self.scales_value_slots
+
+    @property
+    def has_whole_tiles(self) -> bool:
+        """Whether a tile whose tokens all have values is ready as soon as it is copied."""
+        return not (self.converts_tiles or self.scales_slots or self.prefix)
+
+    # Counts of the batch's work.
+
+    @property
+    def count_columns(self) -> int:
+        """Sequences that are counted, the padding and the end of the batch included, for whole warpgroups."""
+        return pl.cdiv(self.problem.num_seqs + 2, THREADS) * THREADS
+
+    # The merge of split items.
+
+    @property
+    def merges(self) -> bool:
+        """Whether any items may be split."""
+        return any(kind.may_split for kind in self.kinds)
+
+    @property
+    def threads_of_row(self) -> int:
+        """Threads that merge a row."""
+        return self.problem.head_size // _ELEMENTS_OF_A_THREAD
+
+    @property
+    def merged_rows(self) -> int:
+        """Rows that a warpgroup merges at once."""
+        return THREADS // self.threads_of_row
+
+
+@dataclass(frozen=True)
+class ItemKind:
+    """The wide or the thin work items of a geometry.
+
+    Attributes:
+      geometry: the geometry.
+      number: `WIDE` or `THIN`.
+    """
+
+    geometry: Geometry
+    number: int
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether these are the wide items."""
+        return self.number == WIDE
+
+    @property
+    def halves(self) -> int:
+        """Halves of an item, of up to `WGMMA_ROWS` rows each."""
+        return 2 if self.is_wide else 1
+
+    @property
+    def tokens(self) -> int:
+        """The most query tokens of an item."""
+        return self.halves * self.geometry.half_tokens
+
+    # Tiles of K and V.
+
+    @property
+    def tile(self) -> int:
+        """Tokens of a tile."""
+        tuning = self.geometry.tuning
+        return tuning.tile if self.is_wide else tuning.thin_tile
+
+    @property
+    def pieces(self) -> int:
+        """Tiles of these items that one tile of wide items has room for."""
+        return self.geometry.tuning.tile // self.tile
+
+    @property
+    def stages(self) -> int:
+        """Tiles in the rings of K and of V."""
+        return self.geometry.tuning.stages * self.pieces
+
+    @property
+    def raw_stages(self) -> int:
+        """Tiles of K, and of V, that wait in shared memory to be converted."""
+        return self.pieces
+
+    @property
+    def run_tokens(self) -> int:
+        """Tokens of a run: neighbours of a tile that are in one block, which one copy brings."""
+        return min(self.geometry.problem.block_size, self.tile)
+
+    @property
+    def runs_per_tile(self) -> int:
+        """Runs that fill a tile."""
+        return self.tile // self.run_tokens
+
+    @property
+    def tile_cost(self) -> int:
+        """What an item's products with one tile cost."""
+        return self.tile // _COST_TOKENS * self.halves
+
+    # Splits.
+
+    @property
+    def may_split(self) -> bool:
+        """Whether any of these items may be split."""
+        return self.num_partials > 0
+
+    @property
+    def num_partials(self) -> int:
+        """Partial results of split items that memory has room for.
+
+        An item is split if it costs more than an even share of all work, and then into splits of at least that cost:
+        there are at most as many of these as programs, and one more split of each item that is split.
+        """
+        problem, most_splits = self.geometry.problem, self._most_splits
+        most = 2 * self.geometry.tuning.num_programs
+        if most_splits <= 1:
+            return 0
+        if self.is_wide:
+            return most if problem.num_tokens > self.geometry.half_tokens else 0
+        return min(most, problem.num_seqs * problem.num_kv_heads * most_splits)
+
+    @property
+    def _most_splits(self) -> int:
+        """The most splits that an item may have."""
+        tiles = pl.cdiv(self.geometry.problem.max_seq_len, self.tile) + (1 if self.geometry.prefix else 0)
+        return pl.cdiv(tiles * self.tile_cost, self.geometry.tuning.least_split)
