@@ -274,6 +274,12 @@ def test_what_is_not_a_number_shows():
         assert np.isfinite(out[1].astype(np.float32)).all()
 
 
+def test_v2_has_partitions_of_512_tokens_unless_it_is_told_otherwise():
+    arrays = inputs.make(Case("partitions", 2, 1, 8, 256, seq_lens=(1024,), query_lens=None, spare_columns=0)).decode
+    op = partial(paged_jax.paged_attention_v2, return_residuals=True)
+    assert jax.eval_shape(op, **arrays)[2].shape == (1, 2, 2)
+
+
 @pytest.mark.parametrize("max_seq_len", [0, 10, 16])
 def test_v1_and_v2_stop_at_max_seq_len(max_seq_len):
     made = inputs.make(Case("bound", seq_lens=(5, 30), query_lens=None))
