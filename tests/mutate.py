@@ -89,11 +89,11 @@ ACCEPTED = {
     ): "no length is larger than before, which the lines above check",
     (
         "allocator/share.py",
-        "ref_counts = _add_references(state, jnp.where(valid, ids, -2))",
+        "ref_counts = _add_references(state, jnp.where(valid, ids, - 2))",
     ): "every negative id is skipped",
     (
         "allocator/share.py",
-        "ref_counts=_add_references(state, jnp.where(valid, blocks, -2)),",
+        "ref_counts=_add_references(state, jnp.where(valid, blocks, - 2)),",
     ): "every negative id is skipped",
     (
         "ops/merge.py",
@@ -239,7 +239,7 @@ def mutated(source: str, change: Change) -> str:
 def changed_line(source: str, change: Change) -> str:
     """The line that a change changes, as it then reads."""
     line = mutated(source, change).splitlines()[change.place[0] - 1].strip()
-    return re.sub(r"(?<=[(\[-]) ", "", re.sub(r"\s+", " ", line))
+    return re.sub(r"(?<=[(\[]) ", "", re.sub(r"\s+", " ", line))
 
 
 def _named(module: str, source: str, change: Change) -> str:
