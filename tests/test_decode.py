@@ -70,6 +70,34 @@ def check_residuals(case, made, residuals, exact_decode, rough_decode):
         plain.assert_close(reduced, exact_decode[0], rough_decode[0], "reduced residuals")
 
 
+def test_scales_may_be_negative_or_zero(run):
+    hold_scales_of_any_sign(run)
+
+
+def hold_scales_of_any_sign(run):
+    """Compares with the oracle where factors of tokens are negative or 0, or all 0 as in the second sequence."""
+    case = Case(
+        "signs", 4, 2, 32, 16, "float32", "int8", k_scale="head", v_scale="slot", seq_lens=(37, 20, 9), query_lens=None
+    )
+    made = inputs.make(case)
+    k_scale, v_scale = made.arrays["k_scale"].copy(), made.arrays["v_scale"].copy()
+    k_scale[1] *= -1
+    v_scale[..., ::2] *= -1
+    v_scale[..., ::5] *= 0
+    v_scale[made.decode["block_tables"][1, :2]] *= 0
+    options = {"k_scale": k_scale, "v_scale": v_scale}
+
+    def function(arrays, options, implementation):
+        return paged_jax.paged_attention(**arrays, **options, return_lse=True, implementation=implementation)
+
+    out, lse = run(function, arrays=made.decode, options=options)
+    options = options | made.static
+    exact, rough = oracle.decode(**made.decode, **options), plain.decode(**made.decode, **options)
+    plain.assert_close(out, exact[0], rough[0], "out")
+    plain.assert_close(lse, exact[1], rough[1], "lse")
+    assert np.all(out[1] == 0)
+
+
 @pytest.mark.parametrize("name", ["hnd-bfloat16", "farthest-corner", "all-empty", "equal-logits-over-100k"])
 def test_paged_attention_picks_one_of_them(name, run):
     case = BY_NAME[name]
@@ -244,6 +272,12 @@ def test_what_is_not_a_number_shows():
         assert np.isnan(out[0, 0].astype(np.float32)).all()
         assert np.isnan(lse[0, 0])
         assert np.isfinite(out[1].astype(np.float32)).all()
+
+
+def test_v2_has_partitions_of_512_tokens_unless_it_is_told_otherwise():
+    arrays = inputs.make(Case("partitions", 2, 1, 8, 256, seq_lens=(1024,), query_lens=None, spare_columns=0)).decode
+    op = partial(paged_jax.paged_attention_v2, return_residuals=True)
+    assert jax.eval_shape(op, **arrays)[2].shape == (1, 2, 2)
 
 
 @pytest.mark.parametrize("max_seq_len", [0, 10, 16])

@@ -168,6 +168,10 @@ def test_the_metadata_does_not_alias_the_callers_arrays():
 GOOD = {"block_tables": [[5, 6], [9, -1]], "seq_lens": [6, 3], "query_lens": [4, 1], "block_size": 4}
 BAD_BUILDS = {
     "rows differ": ({"seq_lens": [6, 3, 1]}, r"as many rows, got shapes \(2, 2\), \(3,\) and \(2,\)"),
+    "fewer rows": ({"seq_lens": [6]}, r"as many rows, got shapes \(2, 2\), \(1,\) and \(2,\)"),
+    "more queries": ({"query_lens": [4, 1, 0]}, r"as many rows, got shapes \(2, 2\), \(2,\) and \(3,\)"),
+    "fewer tables": ({"block_tables": [[5, 6]]}, r"as many rows, got shapes \(1, 2\), \(2,\) and \(2,\)"),
+    "more tables": ({"block_tables": [[5, 6]] * 3}, r"as many rows, got shapes \(3, 2\), \(2,\) and \(2,\)"),
     "flat table": ({"block_tables": np.array([5, 6])}, r"must be \[num_seqs, max_blocks_per_seq\], got shape \(2,\)"),
     "negative seq_len": ({"seq_lens": [6, -3]}, "row 1: seq_len -3 is negative"),
     "past the table": ({"seq_lens": [9, 3]}, "row 0: seq_len 9 is past the table of 2 blocks of 4"),
@@ -211,6 +215,7 @@ BAD_VALUES = {
     "negative length": ({"seq_lens": [6, -4, 0]}, "row 1: seq_len -4 is negative"),
     "length past the table": ({"seq_lens": [6, 4, 13]}, "row 2: seq_len 13 is past the table of 3 blocks of 4"),
     "starts' shape": ({"query_start_loc": [0, 3, 4]}, r"query_start_loc must have shape \(4,\), got \(3,\)"),
+    "too many starts": ({"query_start_loc": [0, 3, 4, 4, 4]}, r"must have shape \(4,\), got \(5,\)"),
     "starts begin": ({"query_start_loc": [1, 3, 4, 4]}, "row 0: query_start_loc must begin at 0, got 1"),
     "starts fall": ({"query_start_loc": [0, 3, 2, 2]}, "row 1: query_start_loc falls from 3 to 2"),
     "query past the row": ({"query_start_loc": [0, 3, 4, 5]}, "row 2: query length 1 exceeds seq_len 0"),
@@ -291,3 +296,5 @@ def test_metadata_under_jit_is_refused_in_words(name):
         del call["query_lens"]
         with pytest.raises(TypeError, match=f"{name} must have values, got a traced array"):
             jax.jit(lambda x: check_metadata(**{**call, name: x}, num_blocks=2, block_size=4))(call[name])
+    with pytest.raises(TypeError, match="seq_lens must have values, got a traced array"):
+        jax.jit(lambda n: check_metadata([[0, 1]], [n], num_blocks=2, block_size=4))(5)

@@ -66,6 +66,10 @@ INTERPRETED = [
     "fused-large-group",
     "pieces",
     "split-hnd-bfloat16",
+    "scales-of-any-sign",
+    "ranked",
+    "many-sequences",
+    "offsets",
 ]
 INTERPRETED_TOO = [
     "sparse-step",

@@ -197,6 +197,11 @@ def test_merge():
     out, lse = jnp.zeros((3, 4, 8), jnp.bfloat16), jnp.zeros((3, 4))
     with pytest.raises(ValueError, match="out_b must have out_a's shape and dtype"):
         paged_jax.merge_attention_states(out, lse, out[:2], lse)
+    with pytest.raises(ValueError, match="out_b must have out_a's shape and dtype"):
+        paged_jax.merge_attention_states(out[:2], lse[:2], out, lse)
+    for one, two in ((jnp.bfloat16, jnp.float32), (jnp.float32, jnp.bfloat16)):
+        with pytest.raises(ValueError, match="out_b must have out_a's shape and dtype"):
+            paged_jax.merge_attention_states(out.astype(one), lse, out.astype(two), lse)
     with pytest.raises(ValueError, match=re.escape("lse_b must have shape [..., num_heads] = (3, 4), got (3,)")):
         paged_jax.merge_attention_states(out, lse, out, lse[:, 0])
     with pytest.raises(TypeError, match="lse_a must have dtype float32"):

@@ -36,6 +36,7 @@ _TYPES = {
     "float8_e4m3fn": "fp8e4nv",
     "float8_e5m2": "fp8e5",
     "int32": "i32",
+    "int64": "i64",
     "int8": "i8",
 }
 
@@ -49,6 +50,10 @@ SPLIT = [
         block_sparse=Sparse(2, 3, 8, 1), k_scale="slot", v_scale="head",
     ),
 ]  # fmt: skip
+# On that GPU these sequences take several waves, so the longest start first; some have the same length.
+RANKED = Case("ranked", 2, 1, 16, 16, seq_lens=(9, 30, 9, 0, 30, 9), query_lens=None)
+# So many that a program reads where they start in two steps; that GPU is full of them, so no context is split.
+MANY = Case("many-sequences", 1, 1, 16, 16, seq_lens=(3, 1) * 66, query_lens=(1, 1) * 66)
 
 
 @dataclasses.dataclass
@@ -104,22 +109,20 @@ def interpreted(device=None):
     """Runs the launches in Triton's interpreter."""
 
     def run(made):
-        outputs = {o: np.array(made.inputs[i]) for i, o in made.aliases.items()}
+        outputs = {o: fenced(made.inputs[i]) for i, o in made.aliases.items()}
         inputs = [
-            Memory(outputs[made.aliases[i]])
-            if i in made.aliases
-            else x
-            if isinstance(x, int)
-            else Memory(np.asarray(x))
+            Memory(outputs[made.aliases[i]]) if i in made.aliases else x if isinstance(x, int) else Memory(fenced(x))
             for i, x in enumerate(made.inputs)
         ]
         fresh = []
         for o, x in enumerate(made.outputs):
             if o not in outputs:  # 0xff bytes are NaN, so that elements that are not written show
                 size = int(np.prod(x.shape)) * x.dtype.itemsize
-                outputs[o] = np.full(size, 0xFF, np.uint8).view(x.dtype).reshape(x.shape)
+                outputs[o] = fenced(np.full(size, 0xFF, np.uint8).view(x.dtype).reshape(x.shape))
                 fresh.append(Memory(outputs[o]))
         made.kernel[made.grid](*inputs, *fresh, cfg=made.config)
+        for o, x in outputs.items():
+            assert fence_stands(x), f"the kernel wrote outside of its output {o}, {x.dtype} {x.shape}"
         return [jnp.asarray(outputs[o]) for o in range(len(made.outputs))]
 
     # The interpreter lacks instructions of the GPU, and rounds float8 differently.
@@ -136,6 +139,26 @@ def interpreted(device=None):
         mock.patch.object(tuning, "attention", converted),
     ):
         yield
+
+
+_FENCE = 2**20
+
+
+def fenced(x):
+    """A copy of an array in the midst of bytes of 0xff: NaN to who reads them, and `fence_stands` tells who wrote."""
+    x = np.asarray(x)
+    memory = np.full(2 * _FENCE + x.nbytes, 0xFF, np.uint8)
+    inside = memory[_FENCE : _FENCE + x.nbytes].view(x.dtype).reshape(x.shape)
+    inside[...] = x
+    return inside
+
+
+def fence_stands(x):
+    """Whether the bytes around an array of `fenced` are what they were."""
+    memory = x
+    while memory.base is not None:
+        memory = memory.base
+    return bool((memory[:_FENCE] == 0xFF).all() and (memory[-_FENCE:] == 0xFF).all())
 
 
 @contextlib.contextmanager
@@ -286,6 +309,16 @@ def main(names):
         for name in names:
             if name == "pieces":
                 importlib.import_module("tests.triton_pieces").hold(run_pieces)
+            elif name == "offsets":
+                importlib.import_module("tests.triton_pieces").hold_offsets(run_pieces)
+            elif name == "scales-of-any-sign":
+                test_decode.hold_scales_of_any_sign(run)
+            elif name == RANKED.name:
+                with interpreted(Device(90, 2)):
+                    test_decode.test_decode(RANKED, run)
+            elif name == MANY.name:
+                with interpreted(Device(90, 2)):
+                    test_ragged.test_ragged_and_prefix(MANY, run)
             elif name in split:
                 with interpreted(Device(90, 2)), short_splits():
                     test_ragged.test_ragged_and_prefix(split[name], run)

@@ -1,12 +1,18 @@
-"""Checks how Triton's ragged attention cuts batches into pieces; `triton_interpreter` runs `hold`."""
+"""Checks device code of Triton's alone, in its interpreter: `triton_interpreter` runs the functions `hold...`.
+
+How ragged attention cuts batches into pieces, and the offsets of slots in pools of more than 2**31 elements.
+"""
 
 from dataclasses import replace
 
 import numpy as np
+import triton
+import triton.language as tl
 
-from paged_jax.kernels.problem import Device, Problem, ScaleKind
+from paged_jax.kernels.problem import Device, Pool, Problem, ScaleKind
 from paged_jax.kernels.triton import ragged_tuning, tuning
 from paged_jax.kernels.triton.device.pieces import plan_kernel
+from paged_jax.kernels.triton.device.tiles import vectors
 from paged_jax.options import PerHead
 
 
@@ -79,3 +85,30 @@ def _check(pieces, tiles, query_lens, padding, kernel, grid):
     assert {tuple(p) for p in noted} == split_tiles
     assert len(noted) == len(split_tiles)
     return len(split_tiles)
+
+
+@triton.jit
+def offsets_kernel(cache, block_ids, offsets, cfg):
+    """Stores the offsets, in elements, of the vectors of two slots of the first kv head but one, [2, 16]."""
+    slots = tl.arange(0, 2)
+    blocks = tl.load(block_ids + slots).to(tl.int64)
+    at = vectors(cache, blocks, slots, 1, 8, cfg, 16)
+    tl.store(offsets + slots[:, None] * 16 + tl.arange(0, 16)[None, :], at.to(tl.int64) - cache.to(tl.int64))
+
+
+def hold_offsets(run):
+    """Checks the offsets of slots in the last blocks of a pool that is far too large for 32 bits."""
+    blocks, slots, d = np.array([2**31 - 1, 2**30], np.int32), np.arange(2)[:, None], np.arange(16)[None, :]
+    for layout in ("hnd", "nhd", "vllm"):
+        pool = Pool(
+            num_kv_heads=4, head_size=16, block_size=16, layout=layout, cache_dtype="bfloat16", k_scale=ScaleKind.NONE,
+            v_scale=ScaleKind.NONE,
+        )  # fmt: skip
+        (offsets,) = run(offsets_kernel, (1,), (np.zeros(1, np.int8), blocks), (np.zeros((2, 16), np.int64),), pool)
+        start = blocks[:, None].astype(np.int64) * 4 * 16 * 16
+        within = {
+            "hnd": 1 * 16 * 16 + slots * 16 + d,
+            "nhd": slots * 4 * 16 + 1 * 16 + d,
+            "vllm": 1 * 16 * 16 + d // 8 * 16 * 8 + slots * 8 + d % 8,
+        }[layout]
+        np.testing.assert_array_equal(offsets, start + within)

@@ -1,0 +1,81 @@
+"""Tests edges of the block allocator: block 0, the largest tables, flags that stay, negative rows and positions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paged_jax import allocator
+from tests.test_allocator import adopt_jit, append_jit, both, free_jit, i32, retain_jit, slots_jit, truncate_jit
+
+
+@both
+def test_block_0_is_a_block_like_any_other(xp):
+    retain, adopt = (allocator.retain, allocator.adopt) if xp is np else (retain_jit, adopt_jit)
+    state = allocator.create(1, 4, 2, 2, xp=xp)
+    state, *_ = allocator.append_tokens(state, [4, 0])
+    state = adopt(retain(state, i32(0)), i32(1)[0], i32(0))
+    assert not state.bad_share
+    assert state.ref_counts.tolist() == [3]
+    assert state.block_tables.tolist() == [[0, -1], [0, -1]]
+
+
+@both
+def test_a_table_that_could_hold_more_tokens_than_int32_counts(xp):
+    """Its row has columns for 2**31 tokens; the largest length is 2**31 - 1."""
+    append = allocator.append_tokens if xp is np else append_jit
+    state = allocator.create(2**11, 2**20, 1, 2**11, xp=xp)
+    state, _, ok = append(state, i32(2**31 - 2))
+    assert ok
+    state, _, ok = append(state, i32(1))
+    assert ok
+    assert state.seq_lens.tolist() == [2**31 - 1]
+    assert int(state.num_free) == 0
+    if xp is np:
+        with pytest.raises(allocator.OutOfBlocks):
+            append(state, i32(1))
+    else:
+        after, _, ok = append(state, i32(1))
+        assert not ok
+        assert after.seq_lens.tolist() == [2**31 - 1]
+
+
+@pytest.mark.parametrize(
+    ("flag", "wrong", "right"),
+    [
+        ("bad_free", lambda s: truncate_jit(s, i32(9, 0)), lambda s: free_jit(s, np.zeros(2, np.bool_))),
+        ("bad_free", jax.jit(lambda s: allocator.free_blocks(s, [99])), lambda s: truncate_jit(s, i32(0, 0))),
+        ("bad_share", lambda s: retain_jit(s, i32(99)), lambda s: retain_jit(s, i32(-1))),
+        ("bad_share", lambda s: adopt_jit(s, i32(9)[0], i32(7)), lambda s: adopt_jit(s, i32(1)[0], i32(7))),
+    ],
+    ids=["truncate", "free_blocks", "retain", "adopt"],
+)
+def test_a_flag_of_a_mistake_stays_whatever_comes_next(flag, wrong, right):
+    state = append_jit(allocator.create(8, 4, 2, 2, xp=jnp), i32(4, 0))[0]
+    assert not getattr(right(state), flag)
+    once = wrong(state)
+    assert getattr(once, flag)
+    assert getattr(wrong(once), flag)
+    assert getattr(right(once), flag)
+
+
+def test_traced_integers_of_64_bits_that_fit_keep_their_values():
+    state = append_jit(allocator.create(8, 4, 2, 4, xp=jnp), i32(6, 0))[0]
+    with jax.enable_x64(True):
+        wide = jnp.array([3, 1])
+        assert wide.dtype == jnp.int64
+        after, _, ok = append_jit(state, wide)
+        found = jax.jit(allocator.slots)(after, jnp.array([0, 1, 1]), jnp.array([8, 0, -3]))
+    assert ok
+    assert after.seq_lens.tolist() == [9, 1]
+    assert found.tolist() == [int(after.block_tables[0, 2]) * 4, int(after.block_tables[1, 0]) * 4, -1]
+
+
+@both
+def test_negative_rows_and_positions_do_not_count_from_the_end(xp):
+    slots = allocator.slots if xp is np else slots_jit
+    state = allocator.append_tokens(allocator.create(8, 4, 2, 1, xp=xp), i32(4, 3))[0]
+    assert slots(state, i32(-1, 1), i32(0, 0)).tolist() == [-1, int(state.block_tables[1, 0]) * 4]
+    assert slots(state, i32(0, 0), i32(-1, 0)).tolist() == [-1, int(state.block_tables[0, 0]) * 4]
+    alone = allocator.append_tokens(allocator.create(8, 4, 1, 1, xp=xp), i32(4))[0]
+    assert slots(alone, i32(-1, 1), i32(0, 0)).tolist() == [-1, -1]

@@ -1,0 +1,112 @@
+"""Tests that the cache's methods call their ops with its pools, layout and scales, and move the scales of blocks."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import paged_jax
+from paged_jax import PagedKVCache
+
+NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEADS, HEAD_SIZE = 6, 4, 2, 4, 16
+RNG = np.random.default_rng(3)
+TABLES, LENS = np.array([[4, 1], [0, 2]], np.int32), np.array([7, 3], np.int32)
+STARTS = np.array([0, 2, 3], np.int32)
+
+
+def scale_of(kind, rng):
+    shape = {"scalar": (), "head": (KV_HEADS,), "slot": (NUM_BLOCKS, KV_HEADS, BLOCK_SIZE)}
+    return None if kind is None else jnp.asarray(rng.uniform(0.01, 0.02, shape[kind]), jnp.float32)
+
+
+def filled(k_kind, v_kind, seed=0):
+    """A cache of random codes; with no scales the pools are of floats."""
+    rng = np.random.default_rng(seed)
+    dtype = jnp.float32 if k_kind is v_kind is None else jnp.int8
+    shape = NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_SIZE
+    key_cache, value_cache = (jnp.asarray(rng.integers(-99, 99, shape), dtype) for _ in "kv")
+    return PagedKVCache(key_cache, value_cache, scale_of(k_kind, rng), scale_of(v_kind, rng), "nhd")
+
+
+def tokens(count, heads, dtype=jnp.bfloat16):
+    return jnp.asarray(RNG.standard_normal((count, heads, HEAD_SIZE)), dtype)
+
+
+def assert_equal(actual, expected):
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32), strict=True)
+
+
+@pytest.mark.parametrize("return_lse", [None, False, True])
+def test_methods_are_their_ops(return_lse):
+    cache = filled("slot", "head")
+    pools, contract = (cache.key_cache, cache.value_cache), {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
+    contract |= {"layout": "nhd", "implementation": "xla"}
+    flag = {} if return_lse is None else {"return_lse": return_lse}
+    where, slots = (TABLES, LENS), np.array([1 * 4 + 2, 0 * 4 + 2], np.int32)
+    query, key, value = tokens(2, HEADS), tokens(2, KV_HEADS), tokens(2, KV_HEADS)
+    options = {"implementation": "xla", "sliding_window": 5}
+
+    written = cache.write(key, value, slots, implementation="xla")
+    expected = paged_jax.write_to_paged_cache(key, value, *pools, slots, **contract)
+    assert_equal((written.key_cache, written.value_cache), expected)
+    assert written.layout == "nhd"
+    assert_equal((written.k_scale, written.v_scale), (cache.k_scale, cache.v_scale))
+
+    attended = cache.attend(query, *where, **flag, **options)
+    op = paged_jax.paged_attention
+    assert_equal(attended, op(query, *pools, *where, **flag, sliding_window=5, **contract))
+    assert isinstance(attended, tuple) == bool(return_lse)
+
+    out, *lse, after = cache.write_and_attend(query, key, value, *where, slots, **flag, **options)
+    op = paged_jax.write_and_attend
+    expected = op(query, key, value, *pools, *where, slots, **flag, sliding_window=5, **contract)
+    assert_equal((out, *lse, after.key_cache, after.value_cache), expected)
+    assert len(lse) == bool(return_lse)
+
+    query = tokens(3, HEADS)
+    attended = cache.attend_ragged(query, *where, STARTS, **flag, **options)
+    op = paged_jax.ragged_paged_attention
+    assert_equal(attended, op(query, *pools, *where, STARTS, **flag, sliding_window=5, **contract))
+    assert isinstance(attended, tuple) == bool(return_lse)
+
+    key, value = tokens(3, KV_HEADS), tokens(3, KV_HEADS)
+    attended = cache.attend_prefix(query, key, value, *where, STARTS, **flag, **options)
+    op = paged_jax.prefix_attention
+    assert_equal(attended, op(query, key, value, *pools, *where, STARTS, **flag, sliding_window=5, **contract))
+    assert isinstance(attended, tuple) == bool(return_lse)
+
+    # Ragged attention is causal unless it is told otherwise.
+    for method, new in ((cache.attend_ragged, ()), (cache.attend_prefix, (key, value))):
+        default, causal, full = (
+            method(query, *new, *where, STARTS, implementation="xla", **flag)
+            for flag in ({}, {"causal": True}, {"causal": False})
+        )
+        assert_equal(default, causal)
+        assert np.any(np.asarray(full != default))
+
+
+KINDS = [(None, None), ("scalar", "head"), ("slot", "scalar"), ("head", "slot"), ("slot", "slot")]
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids=str)
+def test_blocks_move_with_the_scales_of_their_slots(kinds):
+    cache, other = filled(*kinds), filled(*kinds, seed=1)
+    mapping = np.array([[4, 1], [-1, -1], [0, 5]], np.int32)
+    copied = cache.copy_blocks(mapping, implementation="xla")
+    swapped = cache.swap_blocks_to(other, mapping, implementation="xla")
+    for after, before in ((copied, cache), (swapped, other)):
+        assert after.layout == "nhd"
+        for name in ("key_cache", "value_cache", "k_scale", "v_scale"):
+            wanted, source = getattr(before, name), getattr(cache, name)
+            if wanted is not None and wanted.ndim >= 3:
+                wanted = np.array(wanted)
+                wanted[[1, 5]] = np.asarray(source)[[4, 0]]
+            assert_equal(getattr(after, name), wanted)
+
+
+def test_caches_of_different_kinds_swap_nothing():
+    mapping = np.array([[4, 1]], np.int32)
+    for one, two in (("slot", "head"), ("head", "slot")), (("slot", "scalar"), ("slot", "head")):
+        with pytest.raises(ValueError, match="other must have this cache's layout and kinds of scales"):
+            filled(*one).swap_blocks_to(filled(*two), mapping)
