@@ -91,13 +91,13 @@ def token_vectors(rng, case, length, which):
 
 
 def fill(case, cache, table, vectors, which, scale, poisoned_scale):
-    """Quantises a sequence's tokens into its slots, and replaces the poisoned scales of these slots."""
-    for token, vector in enumerate(vectors):
-        block, offset = table[token // case.block_size], token % case.block_size
-        factor = 1.0 if scale is None else oracle.scale_at(scale, block, offset) / case.scale_size
-        oracle.set_element(cache, block, offset, case.layout, which, oracle.quantise(vector, factor, cache.dtype))
-        if poisoned_scale is not None and poisoned_scale.ndim == 3:
-            poisoned_scale[block, :, offset] = scale[block, :, offset]
+    """Quantises a sequence's tokens into its slots, and puts these slots' scales in place of the poisoned ones."""
+    tokens = np.arange(len(vectors))
+    blocks, offsets = table[tokens // case.block_size], tokens % case.block_size
+    factor = 1.0 if scale is None else oracle.scale_at(scale, blocks, offsets) / case.scale_size
+    oracle.set_element(cache, blocks, offsets, case.layout, which, oracle.quantise(vectors, factor, cache.dtype))
+    if poisoned_scale is not None and poisoned_scale.ndim == 3:
+        poisoned_scale[blocks, :, offsets] = scale[blocks, :, offsets]
 
 
 def make_cache(rng, case, tables, num_blocks):

@@ -24,7 +24,7 @@ def element(cache, block, offset, layout, which):
 
 
 def set_element(cache, block, offset, layout, which, vectors):
-    """Stores one token's vectors `[num_kv_heads, head_size]` in a cache, in place."""
+    """Stores a slot's vectors `[num_kv_heads, head_size]`, or those of each of several slots, in a cache, in place."""
     if layout == "hnd":
         cache[block, :, offset, :] = vectors
     elif layout == "nhd":
@@ -33,7 +33,7 @@ def set_element(cache, block, offset, layout, which, vectors):
         cache[block, :, :, offset] = vectors
     else:
         num_kv_heads, groups, x = cache.shape[1], cache.shape[2], cache.shape[4]
-        cache[block, :, :, offset, :] = vectors.reshape(num_kv_heads, groups, x)
+        cache[block, :, :, offset, :] = vectors.reshape(*vectors.shape[:-2], num_kv_heads, groups, x)
 
 
 def cache_dims(key_cache, layout):

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import paged_jax
 from tests import inputs, oracle
 from tests.cases import LAYOUTS, Case
+from tests.conftest import FULL_COMPILE
 
 CALL = {"implementation": "xla"}
 
@@ -30,7 +31,8 @@ def test_v2_is_bit_equal_alone_and_in_a_batch_whatever_the_tables_width(dtype, p
             return_residuals=True,
             return_lse=True,
             **CALL,
-        )
+        ),
+        compiler_options=FULL_COMPILE,
     )
     together = run(**call)
     for row, length in enumerate(lens):

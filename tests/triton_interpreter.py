@@ -196,12 +196,21 @@ def arithmetic_mended():
         original(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    patched = set()
+
+    def patch_once(function, original=interpreter._patch_lang):
+        if id(function.__globals__) not in patched:
+            patched.add(id(function.__globals__))
+            original(function)
+        return interpreter._LangPatchScope()  # An empty one, which has nothing to restore.
+
     def move(self, code, constraints, values, *rest):
         assert code == "mov.b32 $0, $1;", code
         return types.SimpleNamespace(get_result=lambda _: values[0])
 
     with (
         mock.patch.object(interpreter, "_patch_lang_tensor", scalars),
+        mock.patch.object(interpreter, "_patch_lang", patch_once),
         mock.patch.object(builder, "create_inline_asm", move),
         mock.patch.object(builder, "create_fma", fma),
         mock.patch.object(builder, "cast_impl", cast(builder.cast_impl)),
