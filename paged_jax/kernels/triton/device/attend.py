@@ -38,7 +38,7 @@ import triton
 import triton.language as tl
 
 from paged_jax.kernels.triton.device.pieces import load_piece, tile_of
-from paged_jax.kernels.triton.device.rows import heads_of_rows, load_query, rows_of, with_factor
+from paged_jax.kernels.triton.device.rows import heads_of_rows, load_query, query_tile_of, rows_of, with_factor
 from paged_jax.kernels.triton.device.schedule import SparseStretch, Stretch, of_rank, pattern_of, share_of
 from paged_jax.kernels.triton.device.softmax import Softmax, finish, nothing_seen, with_largest_logit
 from paged_jax.kernels.triton.device.tiles import Cache, NewTokens, Paged, add_tiles
@@ -74,6 +74,16 @@ class NewToken(NamedTuple):
     value: tl.tensor
     slot_mapping: tl.tensor
     num_blocks: tl.tensor
+
+
+class RaggedOutputs(NamedTuple):
+    """Pointers to what ragged attention writes: out and lse, or each split's unfinished softmax."""
+
+    out: tl.tensor
+    lse: tl.tensor
+    tmp_out: tl.tensor
+    exp_sums: tl.tensor
+    max_logits: tl.tensor
 
 
 class Batch(NamedTuple):
@@ -191,7 +201,9 @@ def ragged_kernel(
 
     A context's only split writes out and lse; each of several splits writes its unfinished softmax.
     """
-    problem: tl.constexpr = cfg.problem
+    per_head = PerHead(alibi_slopes, sinks)
+    inputs = Inputs(query, key_cache, value_cache, seq_lens, scale, per_head, k_scale, v_scale)
+    outputs = RaggedOutputs(out, lse, tmp_out, exp_sums, max_logits)
     num_head_tiles: tl.constexpr = cfg.problem.num_kv_heads * cfg.head_tiles
     head_tile = tl.program_id(0) % num_head_tiles
     index = tl.program_id(0) // num_head_tiles
@@ -201,69 +213,55 @@ def ragged_kernel(
         piece = load_piece(pieces, index)
         if piece.seq < 0:
             return
-    seq = piece.seq
-    start = piece.start
-    seq_len = tl.load(seq_lens + seq, mask=seq < num_seqs, other=0)
-    context_len = seq_len - piece.query_len
+    tile = query_tile_of(piece, head_tile, seq_lens, num_seqs, max_seq_len, cfg)
+    rows, factor, new_factor = _ragged_rows(inputs, piece, tile, out, cfg)
+    table = block_tables + piece.seq.to(tl.int64) * table_width
+    paged = Paged(Cache(key_cache, value_cache, k_scale, v_scale), table)
+    softmax = _add_cached(nothing_seen(cfg), rows, paged, tile, head_tile, piece, cfg)
+    softmax = _with_head_scale(softmax, v_scale, tile.kv_head, tl.constexpr(cfg.problem.v_scale))
+    if cfg.prefix:
+        new = NewTokens(key, value, piece.start)
+        softmax = _add_new(softmax, with_factor(rows, new_factor), new, tile, head_tile, piece, cfg)
+    softmax = with_largest_logit(softmax, factor, cfg)
+    if cfg.tuning.final:
+        _store_whole(softmax, sinks, out, lse, piece.start + tile.queries, tile.head, tile.valid, cfg)
+    else:
+        _store_piece(softmax, sinks, outputs, load_piece(pieces, index, again=True), head_tile, num_head_tiles, cfg)
 
-    kv_head, head, valid = heads_of_rows(tl.arange(0, cfg.tuning.rows), head_tile, cfg)
-    queries = piece.first_query + tl.arange(0, cfg.tuning.rows) // cfg.tuning.heads
-    valid = valid & (queries < piece.query_len)
-    if problem.causal:
-        at = context_len + piece.first_query  # position of the first query
-        position = context_len + queries
-        end = context_len + tl.minimum(piece.query_len, piece.first_query + cfg.tuning.queries)
-    else:  # every query sees what one at the sequence's last token would see
-        at = seq_len - 1
-        position = queries * 0 + at
-        end = seq_len
-    position = tl.where(valid & (seq < num_seqs), position, -1)
-    end = tl.where((seq < num_seqs) & (piece.first_query < piece.query_len), tl.minimum(end, max_seq_len), 0)
-    begin = at * 0
-    if problem.sliding_window is not None:
-        begin = tl.maximum(at - problem.sliding_window + 1, 0)
 
-    cache_scale = _head_scale(k_scale, kv_head, tl.constexpr(problem.k_scale))
+@triton.jit
+@no_type_check
+def _ragged_rows(inputs, piece, tile, out, cfg: tl.constexpr):
+    """Returns a tile's rows, the factor of their products with cached keys, and that of products with new ones."""
+    cache_scale = _head_scale(inputs.k_scale, tile.kv_head, tl.constexpr(cfg.problem.k_scale))
+    tokens = piece.start + tile.queries
+    scale = tl.load(inputs.scale)
     if cfg.late_factor or not cfg.prefix:
-        q, factor = load_query(query, start + queries, head, valid, tl.load(scale) * cache_scale, out, cfg)
+        q, factor = load_query(inputs.query, tokens, tile.head, tile.valid, scale * cache_scale, out, cfg)
         new_factor = factor
     else:
-        q, new_factor = load_query(query, start + queries, head, valid, tl.load(scale), out, cfg)
+        q, new_factor = load_query(inputs.query, tokens, tile.head, tile.valid, scale, out, cfg)
         factor = new_factor * cache_scale
-    per_head = PerHead(alibi_slopes, sinks)
-    rows = rows_of(q, factor, position, per_head, kv_head, head, valid, cfg)
-    softmax = nothing_seen(cfg)
-    table = block_tables + seq.to(tl.int64) * table_width
-    paged = Paged(Cache(key_cache, value_cache, k_scale, v_scale), table)
-    cached = end
-    if cfg.prefix:
-        cached = tl.minimum(end, context_len)
-    softmax = _add_cached(softmax, rows, paged, kv_head, begin, cached, at, end, head_tile, piece, cfg)
-    softmax = _with_head_scale(softmax, v_scale, kv_head, tl.constexpr(problem.v_scale))
-    if cfg.prefix:
-        new = NewTokens(key, value, start)
-        rows = with_factor(rows, new_factor)
-        if not cfg.tuning.final:  # the last split has the smallest share of the context
-            end = tl.where(piece.split == piece.num_splits - 1, end, context_len)
-        softmax = _add_new(softmax, rows, new, kv_head, begin, context_len, at, end, head_tile, cfg)
-    softmax = with_largest_logit(softmax, factor, cfg)
+    rows = rows_of(q, factor, tile.position, inputs.per_head, tile.kv_head, tile.head, tile.valid, cfg)
+    return rows, factor, new_factor
 
-    if cfg.tuning.final:
-        _store_whole(softmax, sinks, out, lse, start + queries, head, valid, cfg)
+
+@triton.jit
+@no_type_check
+def _store_piece(softmax, sinks, outputs, piece, head_tile, num_head_tiles: tl.constexpr, cfg: tl.constexpr):
+    """Stores out and lse of a piece that is its context's only split, or the unfinished softmax of another one."""
+    tokens = piece.first_query + tl.arange(0, cfg.tuning.rows) // cfg.tuning.heads
+    _kv_head, head, valid = heads_of_rows(tl.arange(0, cfg.tuning.rows), head_tile, cfg)
+    valid = valid & (tokens < piece.query_len)
+    if piece.num_splits == 1:
+        _store_whole(softmax, sinks, outputs.out, outputs.lse, piece.start + tokens, head, valid, cfg)
     else:
-        piece = load_piece(pieces, index, again=True)
-        tokens = piece.first_query + tl.arange(0, cfg.tuning.rows) // cfg.tuning.heads
-        kv_head, head, inside = heads_of_rows(tl.arange(0, cfg.tuning.rows), head_tile, cfg)
-        inside = inside & (tokens < piece.query_len)
-        if piece.num_splits == 1:
-            _store_whole(softmax, sinks, out, lse, piece.start + tokens, head, inside, cfg)
-        else:
-            row = ((piece.place + piece.split) * num_head_tiles + head_tile).to(tl.int64) * cfg.tuning.rows
-            row += tl.arange(0, cfg.tuning.rows)
-            result, _, max_logit, exp_sum = finish(softmax, sinks, head, inside, False)
-            tl.store(exp_sums + row, exp_sum, mask=inside)
-            tl.store(max_logits + row, max_logit, mask=inside)
-            _store(tmp_out, row, result, inside, cfg)
+        row = ((piece.place + piece.split) * num_head_tiles + head_tile).to(tl.int64) * cfg.tuning.rows
+        row += tl.arange(0, cfg.tuning.rows)
+        result, _, max_logit, exp_sum = finish(softmax, sinks, head, valid, False)
+        tl.store(outputs.exp_sums + row, exp_sum, mask=valid)
+        tl.store(outputs.max_logits + row, max_logit, mask=valid)
+        _store(outputs.tmp_out, row, result, valid, cfg)
 
 
 @triton.jit
@@ -278,48 +276,51 @@ def _store_whole(softmax, sinks, out, lse, tokens, head, valid, cfg: tl.constexp
 
 @triton.jit
 @no_type_check
-def _add_cached(softmax, rows, paged, kv_head, begin, end, position, seen_end, head_tile, piece, cfg: tl.constexpr):
-    """Adds the piece's share of the tokens begin <= t < end from the cache.
-
-    The rows' positions are `position` to `seen_end` - 1.
-    """
-    tile: tl.constexpr = cfg.tuning.tile
+def _add_cached(softmax, rows, paged, tile, head_tile, piece, cfg: tl.constexpr):
+    """Adds the piece's share of the tokens that its tile of queries sees in the cache."""
+    size: tl.constexpr = cfg.tuning.tile
+    end = tile.end
+    if cfg.prefix:
+        end = tl.minimum(end, tile.context_len)
     if cfg.problem.block_sparse is not None:
-        pattern, count = pattern_of(begin, end, position, seen_end - 1, kv_head, head_tile, cfg)
-        stretch = SparseStretch(0, begin, end, pattern)
+        pattern, count = pattern_of(tile.begin, end, tile.first_position, tile.end - 1, tile.kv_head, head_tile, cfg)
+        stretch = SparseStretch(0, tile.begin, end, pattern)
         first = 0
-        last = tl.cdiv(count, tile)
+        last = tl.cdiv(count, size)
     else:
-        stretch = Stretch(0, begin, end)
-        first = begin // tile
-        last = (end + tile - 1) // tile
+        stretch = Stretch(0, tile.begin, end)
+        first = tile.begin // size
+        last = (end + size - 1) // size
     if not cfg.tuning.final:
         share = tl.cdiv(tl.maximum(last - first, 0), piece.num_splits)
         first += piece.split * share
         last = tl.minimum(last, first + share)
     if cfg.whole_tiles:
-        middle = tl.maximum(tl.minimum(tl.minimum(position + 1, end) // tile, last), first)
-        softmax = add_tiles(softmax, rows, paged, kv_head, stretch, first, middle, True, False, cfg)
+        middle = tl.maximum(tl.minimum(tl.minimum(tile.first_position + 1, end) // size, last), first)
+        softmax = add_tiles(softmax, rows, paged, tile.kv_head, stretch, first, middle, True, False, cfg)
         first = middle
-    return add_tiles(softmax, rows, paged, kv_head, stretch, first, last, True, True, cfg)
+    return add_tiles(softmax, rows, paged, tile.kv_head, stretch, first, last, True, True, cfg)
 
 
 @triton.jit
 @no_type_check
-def _add_new(softmax, rows, new, kv_head, begin, context_len, position, end, head_tile, cfg: tl.constexpr):
-    """Adds the tokens before `end` that the caller gives beside the cache, the first of them at `context_len`."""
-    tile: tl.constexpr = cfg.tuning.tile
+def _add_new(softmax, rows, new, tile, head_tile, piece, cfg: tl.constexpr):
+    """Adds the tokens beside the cache that a tile of queries sees: the last split does, whose share is smallest."""
+    size: tl.constexpr = cfg.tuning.tile
+    end = tile.end
+    if not cfg.tuning.final:
+        end = tl.where(piece.split == piece.num_splits - 1, end, tile.context_len)
     if cfg.problem.block_sparse is not None:
-        begin = tl.maximum(begin, context_len)
-        pattern, count = pattern_of(begin, end, position, end - 1, kv_head, head_tile, cfg)
-        stretch = SparseStretch(context_len, begin, end, pattern)
+        begin = tl.maximum(tile.begin, tile.context_len)
+        pattern, count = pattern_of(begin, end, tile.first_position, end - 1, tile.kv_head, head_tile, cfg)
+        stretch = SparseStretch(tile.context_len, begin, end, pattern)
         first = 0
-        last = tl.cdiv(count, tile)
+        last = tl.cdiv(count, size)
     else:
-        stretch = Stretch(context_len, begin, end)
-        first = tl.maximum(begin - context_len, 0) // tile
-        last = (end - context_len + tile - 1) // tile
-    return add_tiles(softmax, rows, new, kv_head, stretch, first, last, False, True, cfg)
+        stretch = Stretch(tile.context_len, tile.begin, end)
+        first = tl.maximum(tile.begin - tile.context_len, 0) // size
+        last = (end - tile.context_len + size - 1) // size
+    return add_tiles(softmax, rows, new, tile.kv_head, stretch, first, last, False, True, cfg)
 
 
 @triton.jit

@@ -36,6 +36,32 @@ class Rows(NamedTuple):
     shift: tl.tensor
 
 
+class QueryTile(NamedTuple):
+    """The rows of a tile of queries, and the tokens that they see.
+
+    Attributes:
+      kv_head: the kv head of all rows.
+      head: each row's query head.
+      valid: which rows have a query.
+      queries: each row's query, counted from the sequence's first.
+      position: each row's position in its sequence, -1 if it sees nothing.
+      first_position: the position of the first query.
+      begin: the first token that some row sees.
+      end: the token behind the last one that some row sees.
+      context_len: how many tokens come before the sequence's queries.
+    """
+
+    kv_head: tl.tensor
+    head: tl.tensor
+    valid: tl.tensor
+    queries: tl.tensor
+    position: tl.tensor
+    first_position: tl.tensor
+    begin: tl.tensor
+    end: tl.tensor
+    context_len: tl.tensor
+
+
 @triton.jit
 @no_type_check
 def heads_of_rows(rows, head_tile, cfg: tl.constexpr):
@@ -44,6 +70,31 @@ def heads_of_rows(rows, head_tile, cfg: tl.constexpr):
     in_group = head_tile % cfg.head_tiles * cfg.tuning.heads + rows % cfg.tuning.heads
     valid = (rows < cfg.tuning.heads * cfg.tuning.queries) & (in_group < cfg.problem.group)
     return kv_head, kv_head * cfg.problem.group + in_group, valid
+
+
+@triton.jit
+@no_type_check
+def query_tile_of(piece, head_tile, seq_lens, num_seqs, max_seq_len, cfg: tl.constexpr):
+    """Returns the rows of a piece's tile of queries, and which tokens they see."""
+    seq_len = tl.load(seq_lens + piece.seq, mask=piece.seq < num_seqs, other=0)
+    context_len = seq_len - piece.query_len
+    kv_head, head, valid = heads_of_rows(tl.arange(0, cfg.tuning.rows), head_tile, cfg)
+    queries = piece.first_query + tl.arange(0, cfg.tuning.rows) // cfg.tuning.heads
+    valid = valid & (queries < piece.query_len)
+    if cfg.problem.causal:
+        first_position = context_len + piece.first_query
+        position = context_len + queries
+        end = context_len + tl.minimum(piece.query_len, piece.first_query + cfg.tuning.queries)
+    else:  # every query sees what one at the sequence's last token would see
+        first_position = seq_len - 1
+        position = queries * 0 + first_position
+        end = seq_len
+    position = tl.where(valid & (piece.seq < num_seqs), position, -1)
+    end = tl.where((piece.seq < num_seqs) & (piece.first_query < piece.query_len), tl.minimum(end, max_seq_len), 0)
+    begin = first_position * 0
+    if cfg.problem.sliding_window is not None:
+        begin = tl.maximum(first_position - cfg.problem.sliding_window + 1, 0)
+    return QueryTile(kv_head, head, valid, queries, position, first_position, begin, end, context_len)
 
 
 @triton.jit
