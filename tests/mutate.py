@@ -128,6 +128,14 @@ ACCEPTED = {
         "return state.exp_sum[0, 0], state.max_logit[0, 0], tmp_out[-1, 0]",
     ): "one sequence is computed at a time",
     (
+        "kernels/xla/decode.py",
+        "return state.exp_sum[0, 0], state.max_logit[0, 0], tmp_out[0, 1]",
+    ): "a sequence has one query, and JAX clips the index",
+    (
+        "_dispatch.py",
+        "results = _vmap.batch_of_calls(batched, axis_size, in_batched[-1], operands)",
+    ): "an op has one argument, its operands",
+    (
         "kernels/xla/cache_ops.py",
         'if layout >= "vllm":',
     ): "of the three layouts no other name sorts behind it",
