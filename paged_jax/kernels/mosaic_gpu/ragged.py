@@ -1,4 +1,7 @@
-"""Ragged attention: prefill, chunks, speculative tokens and decodes in one launch, and a merge of split contexts."""
+"""Ragged attention: prefill, chunks, speculative tokens and decodes in one launch, and a merge of split contexts.
+
+The ops' arrays become `Inputs` here, and what is static in a call its `Problem`, `Tuning` and `Geometry`.
+"""
 
 from typing import Any
 
@@ -37,7 +40,7 @@ def ragged_paged_attention(
     query_start_loc: QueryStartLoc,
     options: AttentionOptions,
 ) -> tuple[RaggedQuery, RaggedLse]:
-    """Attends in one launch, and merges the contexts that were split in another."""
+    """Attends to caches that hold the queries' own tokens too."""
     caches = key_cache, value_cache, block_tables
     return _attend(query, (), caches, seq_lens, query_start_loc, options)
 
@@ -86,18 +89,11 @@ def _attend(
         out_ref[...], lse_ref[...] = results.out, results.lse
         if geometry.merges:
             counted = results.counts if geometry.tuning.counts_in_kernel else counts
-            merged = MergeRefs(
-                query_start_loc=query_start_loc,
-                seq_lens=seq_lens,
-                sinks=vectors.per_head.sinks,
-                counts=counted._replace(wide_programs=ABSENT),
-                wide_partials=results.wide_partials,
-                thin_partials=results.thin_partials,
-                out=out_ref,
-                lse=lse_ref,
-            )
-            merge(geometry, merged)
+            counted = counted._replace(wide_programs=ABSENT)
+            partials = results.wide_partials, results.thin_partials
+            sinks = vectors.per_head.sinks
+            merge(geometry, MergeRefs(query_start_loc, seq_lens, sinks, counted, *partials, out_ref, lse_ref))
 
-    claimed = jnp.zeros((2,), jnp.int32)  # a reference, as the kernel writes to it
+    claimed = jnp.zeros((2,), jnp.int32)  # the kernel writes to it, so that it has to be a reference
     unwritten = jnp.zeros(query.shape, query.dtype), jnp.zeros(query.shape[:2], jnp.float32)  # XLA drops them
     return apart(pl.run_state(run)((claimed, *unwritten))[1:])

@@ -55,7 +55,7 @@ class _ItemLoader:
     Attributes:
       kind: the kind.
       counts: what was counted of the batch.
-      unclaimed: items that programs have without a claim, each that begins with this kind the first one that it takes.
+      unclaimed: how many items programs take without a claim: one each of those programs that begin with this kind.
       refs: all references.
     """
 

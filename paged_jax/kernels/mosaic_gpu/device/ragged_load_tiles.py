@@ -45,7 +45,7 @@ class _Tile(NamedTuple):
     stage: Scalar
     is_reused: Scalar  # whether the stage has had another tile before
     span: Span
-    kept: Range  # rows of V that are not to be zeros: some row sees their tokens, or they have values
+    kept: Range  # rows of V that are not to be zeroed: from the first token that is seen to the last that has a value
 
 
 @dataclass(frozen=True)
