@@ -189,7 +189,8 @@ class TileLoader:
         All tokens of these tiles have values. Each warp has its own runs of every tile, and reads which blocks they are
         in while the tile before is on its way.
         """
-        item, size, problem = self.item, self.kind.run_tokens, self.kind.geometry.problem
+        item, size, block_size = self.item, self.kind.run_tokens, jnp.int32(self.kind.geometry.problem.block_size)
+        tables_gmem = self.refs.inputs_gmem.block_tables
         last = lax.max(lax.div(item.values_end - 1, jnp.int32(size)) * size, jnp.int32(0))
 
         def load_as_warp():
@@ -198,8 +199,7 @@ class TileLoader:
             def blocks_of(number):
                 first = item.origin + number * self.kind.tile
                 tokens = [lax.min(first + (first_run + j) * size, last) for j in range(self._runs_of_warp)]
-                entries = [lax.div(token, jnp.int32(problem.block_size)) for token in tokens]
-                return tuple(self.refs.inputs_gmem.block_tables[item.seq, entry] for entry in entries)
+                return tuple(tables_gmem[item.seq, lax.div(token, block_size)] for token in tokens)
 
             def load(number, blocks):
                 next_blocks = blocks_of(number + 1)
