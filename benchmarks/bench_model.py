@@ -34,6 +34,7 @@ import numpy as np
 
 from benchmarks import harness, timing
 from benchmarks.models import BLOCK_SIZE, MODELS, floor_bytes, make_caches, make_model, make_tables, slots
+from benchmarks.peers import environment
 from examples.config import DecoderConfig
 from examples.sampling import greedy
 from examples.step import Batch, Step
@@ -262,7 +263,8 @@ def peer_answers(
     """What PyTorch takes, by model, kind of step and number of sequences; nothing where it got no further."""
     sizes = {name: dataclasses.asdict(config) for name, config in models.items()}
     command = [sys.executable, "-m", "benchmarks.torch_model"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    pipe, env = subprocess.PIPE, environment()
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         timer = threading.Timer(seconds, process.kill)

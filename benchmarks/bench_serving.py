@@ -38,6 +38,7 @@ import numpy as np
 
 from benchmarks import bench_model, harness, timing
 from benchmarks.models import BLOCK_SIZE, MODELS, make_model
+from benchmarks.peers import environment
 from examples.config import DecoderConfig
 from paged_jax import PagedKVCache, engine
 
@@ -208,8 +209,9 @@ def transformers_answer(config: DecoderConfig, requests: Sequence[Request], limi
     work = {"sizes": dataclasses.asdict(config), "requests": [(r.prompt, r.max_tokens) for r in requests]}
     command = [sys.executable, "-m", "benchmarks.transformers_serving"]
     text, limit = json.dumps(work | {"limit_s": limit_s}), limit_s + START_S
+    pipe, env = subprocess.PIPE, environment()
     try:
-        done = subprocess.run(command, input=text, stdout=subprocess.PIPE, text=True, timeout=limit, check=False)
+        done = subprocess.run(command, input=text, stdout=pipe, text=True, timeout=limit, check=False, env=env)
     except subprocess.TimeoutExpired:
         return {"absent": f"gave nothing in {limit:.0f} s"}
     if not done.stdout.strip():
