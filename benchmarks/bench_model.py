@@ -11,7 +11,8 @@ The device's row also has the kernels that take longest, by name, as (name, laun
 
 The floor is the time in which a kernel that only reads gets through the weights and the cached keys and values, once.
 The peer (torch_model.py) is plain PyTorch, compiled and captured in a CUDA graph, over caches of one contiguous piece
-a sequence. It runs last, in a process of its own.
+a sequence. It runs first, in a process of its own: JAX would not give it back the memory of a large model. Then all
+programs compile at the same time, and nothing is timed before the last one has.
 """
 
 import argparse
@@ -34,9 +35,10 @@ import numpy as np
 
 from benchmarks import harness, timing
 from benchmarks.models import BLOCK_SIZE, MODELS, floor_bytes, make_caches, make_model, make_tables, slots
+from benchmarks.peers import environment
 from examples.config import DecoderConfig
 from examples.sampling import greedy
-from examples.step import Batch, Step
+from examples.step import Batch, Step, make_abstract_step
 from paged_jax import PagedKVCache
 
 STEPS = 32  # in a row; half of them before the context asked for, half of them after it
@@ -86,6 +88,19 @@ class Case(NamedTuple):
     num_seqs: int
 
 
+class Work(NamedTuple):
+    """What to time of each model: decode steps of these batches, and prompts of these many sequences."""
+
+    batches: Sequence[int]
+    prefill: Sequence[int]
+    context: int
+
+    @property
+    def cases(self) -> list[Case]:
+        """All of it, in order."""
+        return [*(Case("decode", n) for n in self.batches), *(Case("prefill", n) for n in self.prefill)]
+
+
 def lower_call(config: DecoderConfig, step: Step, weights: Any, case: Case, context: int) -> jax.stages.Lowered:
     """The step to call, once a token or once for all prompts."""
     tables = make_tables(case.num_seqs, context + STEPS)
@@ -112,15 +127,30 @@ def _abstract_state(config: DecoderConfig, tables: np.ndarray) -> State:
     return State(ids, ids, jax.eval_shape(lambda: make_caches(config, tables.size)))
 
 
-def compile_case(
-    config: DecoderConfig, step: Step, weights: Any, case: Case, context: int, options: dict[str, Any] | None
-) -> dict[str, Any]:
-    """Compiles the programs of a case at the same time: "call" and, for decode, "loop"."""
-    lowers = {"call": lower_call, **({"loop": lower_loop} if case.kind == "decode" else {})}
-    lowered = {name: lower(config, step, weights, case, context) for name, lower in lowers.items()}
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        compiled = pool.map(lambda program: program.compile(options), lowered.values())
-        return dict(zip(lowered, compiled, strict=True))
+def compile_all(
+    models: dict[str, DecoderConfig], work: Work, options: dict[str, Any] | None
+) -> dict[tuple[str, Case], dict[str, concurrent.futures.Future]]:
+    """Compiles the programs of all cases that fit, by model and case: "call" and, for decode, "loop"."""
+    lowers: dict[tuple[str, Case, str], Callable[[], jax.stages.Lowered]] = {}
+    for name, config in models.items():
+        weights, step = make_abstract_step(config, jnp.bfloat16)
+        for case in work.cases:
+            if excess(config, weights, case, work.context) is None:
+                made = config, step, weights, case, work.context
+                lowers[name, case, "call"] = partial(lower_call, *made)
+                if case.kind == "decode":
+                    lowers[name, case, "loop"] = partial(lower_loop, *made)
+    found: dict[tuple[str, Case], dict[str, concurrent.futures.Future]] = {}
+    for (name, case, program), future in harness.compile_all(lowers, options).items():
+        found.setdefault((name, case), {})[program] = future
+    return found
+
+
+def excess(config: DecoderConfig, weights: Any, case: Case, context: int) -> str | None:
+    """Says why a case does not fit into the device's memory; None where it does, or where its memory is not known."""
+    most = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", float("inf"))
+    needed = floor_bytes(config, weights, case.num_seqs, context + STEPS)
+    return f"weights, keys and values take {needed / 1e9:.0f} GB of {most / 1e9:.0f}" if needed > most else None
 
 
 def best_seconds(run: Callable[[Any], Any], begin: Callable[[Any], Any], caches: Any) -> tuple[float, Any]:
@@ -248,21 +278,14 @@ def by_kernel(launches: Sequence[tuple[str, float]], num_steps: int) -> dict[str
     return {"us": sum(us for _, us in launches) / num_steps, "kernels": kernels}
 
 
-class Work(NamedTuple):
-    """What to time of each model: decode steps of these batches, and prompts of these many sequences."""
-
-    batches: Sequence[int]
-    prefill: Sequence[int]
-    context: int
-
-
 def peer_answers(
     models: dict[str, DecoderConfig], work: Work, seconds: float
 ) -> dict[tuple[str, str, int], dict[str, Any]]:
     """What PyTorch takes, by model, kind of step and number of sequences; nothing where it got no further."""
     sizes = {name: dataclasses.asdict(config) for name, config in models.items()}
     command = [sys.executable, "-m", "benchmarks.torch_model"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    pipe, env = subprocess.PIPE, environment()
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         timer = threading.Timer(seconds, process.kill)
@@ -291,58 +314,74 @@ def run(
     rows: list[dict[str, Any]] = []
     report = {"op": "model", **harness.environment(), "ceiling": dataclasses.asdict(measured), "rows": rows}
     report |= {"xla_options": options or {}, "steps": STEPS, "context": work.context}
+    peer_rows: list[dict[str, Any]] = []  # last in the file, but saved first
+    if answers := peers():
+        for name, config in models.items():
+            weights, _ = make_abstract_step(config, jnp.bfloat16)
+            for case in work.cases:
+                answer = answers.get((name, case.kind, case.num_seqs), {"absent": "its process ended early"})
+                row = _new_row(name, config, weights, case, work.context, "torch", "peer", answer, measured)
+                peer_rows.append(row)
+        rows += peer_rows
+        harness.save(report, out)
+    began = time.perf_counter()
+    programs = compile_all(models, work, options or None)
+    print(f"compiled for {len(programs)} cases in {time.perf_counter() - began:.0f} s", flush=True)
     for name, config in models.items():
-        weights, step = make_model(config)
-        cases = [Case("decode", n) for n in work.batches] + [Case("prefill", n) for n in work.prefill]
-        for case in cases:
-            rows += _case_rows(name, config, (step, weights), case, work.context, options, measured)
+        weights, _ = make_model(config)
+        for case in work.cases:
+            clocks = _clocks(config, weights, programs.get((name, case)), case, work.context)
+            for clock, answer in clocks.items():
+                row = _new_row(name, config, weights, case, work.context, clock, "implementation", answer, measured)
+                rows.insert(len(rows) - len(peer_rows), row)
             harness.save(report, out)
         del weights
-    if answers := peers():
-        for row in [row for row in rows if row["contender"] == "called"]:
-            answer = answers.get(
-                (row["model"], row["kind_of_step"], row["num_seqs"]), {"absent": "its process ended early"}
-            )
-            is_prefill = row["kind_of_step"] == "prefill"
-            bound = None if is_prefill else measured
-            rows.append(harness.row_of(row["case"], row["work"], "torch", "peer", answer, bound))
-            _finish(rows[-1], row["num_seqs"] * work.context if is_prefill else None)
-        harness.save(report, out)
     return report
 
 
-def _case_rows(name, config, model, case, context, options, ceiling) -> list[dict[str, Any]]:
-    """A row for each clock."""
-    step, weights = model
-    label = f"{name}-{case.kind}-{case.num_seqs}x{context}"
-    needed = floor_bytes(config, weights, case.num_seqs, context)
-    ceiling = None if case.kind == "prefill" else ceiling
+def _clocks(
+    config: DecoderConfig, weights: Any, programs: dict[str, concurrent.futures.Future] | None, case: Case, context: int
+) -> dict[str, dict[str, Any]]:
+    """What each clock says of a case."""
     try:
-        programs = compile_case(config, step, weights, case, context, options or None)
+        if programs is None:
+            raise ValueError(excess(config, weights, case, context))
+        compiled = {program: future.result() for program, future in programs.items()}
         tables = make_tables(case.num_seqs, context + STEPS)
         caches = make_caches(config, tables.size)
         timer = time_prefill if case.kind == "prefill" else time_decode
-        clocks = timer(programs, weights, caches, tables, context)
+        return timer(compiled, weights, caches, tables, context)
     except Exception as error:  # out of memory, mostly: the next case may fit
-        clocks = {"called": {"failed": harness.first_line(error)}}
-    rows = [harness.row_of(label, needed, clock, "implementation", answer, ceiling) for clock, answer in clocks.items()]
-    for row in rows:
-        row |= {"model": name, "kind_of_step": case.kind, "num_seqs": case.num_seqs}
-        _finish(row, case.num_seqs * context if case.kind == "prefill" else None)
-    return rows
+        return {"called": {"failed": harness.first_line(error)}}
 
 
-def _finish(row: dict[str, Any], num_tokens: int | None) -> None:
-    """Adds tokens a second where prompts were written, and says what the row holds."""
-    label = f"{row['case']:28} {row['contender']:8}"
+def _new_row(
+    name: str,
+    config: DecoderConfig,
+    weights: Any,
+    case: Case,
+    context: int,
+    contender: str,
+    kind: str,
+    answer: dict[str, Any],
+    ceiling: timing.Ceiling,
+) -> dict[str, Any]:
+    """A contender's row; says what it holds."""
+    is_prefill = case.kind == "prefill"
+    label = f"{name}-{case.kind}-{case.num_seqs}x{context}"
+    needed = floor_bytes(config, weights, case.num_seqs, context)
+    row = harness.row_of(label, needed, contender, kind, answer, None if is_prefill else ceiling)
+    row |= {"model": name, "kind_of_step": case.kind, "num_seqs": case.num_seqs}
+    text = f"{row['case']:28} {row['contender']:8}"
     if "us" not in row:
-        print(f"{label} {row.get('absent') or row.get('failed')}", flush=True)
-        return
-    text = f"{label} {row['us'] / 1e3:9.3f} ms"
-    if num_tokens is not None:
-        row["tokens_per_s"] = num_tokens / row["us"] * 1e6
+        print(f"{text} {row.get('absent') or row.get('failed')}", flush=True)
+        return row
+    text += f" {row['us'] / 1e3:9.3f} ms"
+    if is_prefill:
+        row["tokens_per_s"] = case.num_seqs * context / row["us"] * 1e6
         text += f" {row['tokens_per_s']:9.0f} tokens/s"
     print(text + (f" {row['share']:.0%} of the floor's speed" if "share" in row else ""), flush=True)
+    return row
 
 
 def main(argv: Sequence[str] | None = None) -> int:

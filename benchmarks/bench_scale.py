@@ -171,28 +171,12 @@ class Report:
         harness.save(self._report, self._out)
 
 
-def compile_all(lowered: dict[Any, Callable[[], jax.stages.Lowered]]) -> dict[Any, concurrent.futures.Future]:
-    """Lowers programs one after the other, each of which compiles meanwhile in a thread of its own.
-
-    Returns only once all have compiled: what is timed beside a compiler is timed wrongly.
-    """
-    futures: dict[Any, concurrent.futures.Future] = {}
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        for name, lower in lowered.items():
-            try:
-                futures[name] = pool.submit(lower().compile)
-            except Exception as error:  # in its row
-                futures[name] = concurrent.futures.Future()
-                futures[name].set_exception(error)
-    return futures
-
-
 def run_ops(report: Report, shape: Shape, sizes: Sequence[int]) -> None:
     """Every op on the widest mesh under plain jit and under shard_map, and decode attention on the narrower ones."""
     cases = [(op, sizes[-1], how) for op in OPS for how in ("shard_map", "jit")]
     cases += [("paged_attention", size, "jit") for size in sizes[:-1]]
     meshes = {size: make_mesh({"dp": 1, "tp": size}) for size in sizes}
-    programs = compile_all(
+    programs = harness.compile_all(
         {case: functools.partial(lower_op, case[0], shape, meshes[case[1]], case[2]) for case in cases}
     )
     for op, size, how in cases:
@@ -252,7 +236,7 @@ def run_models(
             if (least := model.floor_bytes(0)) > 0.9 * _memory():
                 report.add(f"{name}/tp={size}", "called", functools.partial(_too_large, least))
                 continue
-            programs = compile_all({case: functools.partial(model.lower, *case) for case in cases})
+            programs = harness.compile_all({case: functools.partial(model.lower, *case) for case in cases})
             weights = make_weights(model.parts[0], mesh)
             for case in cases:
                 measure = functools.partial(_measure_step, programs[case], model, weights, *case)

@@ -38,6 +38,7 @@ import numpy as np
 
 from benchmarks import bench_model, harness, timing
 from benchmarks.models import BLOCK_SIZE, MODELS, make_model
+from benchmarks.peers import environment
 from examples.config import DecoderConfig
 from paged_jax import PagedKVCache, engine
 
@@ -208,8 +209,9 @@ def transformers_answer(config: DecoderConfig, requests: Sequence[Request], limi
     work = {"sizes": dataclasses.asdict(config), "requests": [(r.prompt, r.max_tokens) for r in requests]}
     command = [sys.executable, "-m", "benchmarks.transformers_serving"]
     text, limit = json.dumps(work | {"limit_s": limit_s}), limit_s + START_S
+    pipe, env = subprocess.PIPE, environment()
     try:
-        done = subprocess.run(command, input=text, stdout=subprocess.PIPE, text=True, timeout=limit, check=False)
+        done = subprocess.run(command, input=text, stdout=pipe, text=True, timeout=limit, check=False, env=env)
     except subprocess.TimeoutExpired:
         return {"absent": f"gave nothing in {limit:.0f} s"}
     if not done.stdout.strip():
@@ -309,7 +311,14 @@ def _say(report: dict[str, Any], out: Path | None) -> None:
         words += [f"first token {row['first_token_ms']['median']:.0f} ms"]
         words += [f"between tokens {row['between_tokens_ms']['median']:.1f} ms, {row['between_tokens_ms']['p99']:.1f}"]
     print(*words, row.get("absent", ""), flush=True)
-    harness.save(report, out)
+    for row in report["rows"]:  # by tokens a second and not by time, since a peer may have been stopped
+        if row["kind"] == "implementation":
+            peers = [r for r in report["rows"] if (r["kind"], r["case"]) == ("peer", row["case"])]
+            speeds = {peer["contender"]: peer.get("tokens_per_s") for peer in peers}
+            row["times"] = {name: row["tokens_per_s"] / speed for name, speed in speeds.items() if speed}
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

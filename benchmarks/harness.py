@@ -8,6 +8,7 @@ decode the ceiling is a kernel that merely reads as many bytes, at that size.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import datetime
 import importlib.metadata
@@ -138,6 +139,28 @@ def run(
         for process in (flashinfer, others):
             if process is not None:
                 process.close()
+
+
+def compile_all(
+    lowered: dict[Any, Callable[[], jax.stages.Lowered]], options: dict[str, Any] | None = None
+) -> dict[Any, concurrent.futures.Future]:
+    """Lowers programs one after the other, each of which compiles meanwhile in a thread of its own.
+
+    Returns only once all have compiled: what is timed beside a compiler is timed wrongly.
+
+    Args:
+      lowered: functions that lower a program each, by name.
+      options: XLA's options, or None.
+    """
+    futures: dict[Any, concurrent.futures.Future] = {}
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        for name, lower in lowered.items():
+            try:
+                futures[name] = pool.submit(lower().compile, options)
+            except Exception as error:  # in its row
+                futures[name] = concurrent.futures.Future()
+                futures[name].set_exception(error)
+    return futures
 
 
 def row_of(

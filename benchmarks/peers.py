@@ -8,6 +8,7 @@ import contextlib
 import functools
 import json
 import operator
+import os
 import subprocess
 import sys
 import warnings
@@ -268,6 +269,15 @@ FLASHINFER = (  # what these are: benchmarks/flashinfer_kernels.py
 )
 
 
+def environment() -> dict[str, str]:
+    """The environment for a peer's process.
+
+    It is ours but for an empty `TRITON_CACHE_DIR`: jax-triton 0.3 sets that where it is imported, and Triton, which
+    PyTorch compiles with, would not find a folder for what it compiles.
+    """
+    return {name: value for name, value in os.environ.items() if (name, value) != ("TRITON_CACHE_DIR", "")}
+
+
 class FlashInfer:
     """FlashInfer's kernels, in a process of their own: PyTorch shares neither CUPTI nor memory with JAX.
 
@@ -286,6 +296,7 @@ class FlashInfer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env=environment(),
         )
         self._send({"contenders": list(contenders), "cases": [self.message(case) for case in cases]})
 

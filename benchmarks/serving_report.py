@@ -32,6 +32,7 @@ def markdown(report: dict[str, Any]) -> str:
     lines = [title, "", _line(COLUMNS), _line(["---"] * len(COLUMNS))]
     lines += [_line(_cells(row)) for row in report["rows"] if "us" in row]
     lines += [""] + [f"- {_name(row)}: {row['absent']}" for row in report["rows"] if "absent" in row]
+    lines += [f"- {line}" for line in _comparisons(report["rows"])]
     if "rates" in report:
         rates = report["rates"]
         steps = ", ".join(f"{rows}: {us / 1e3:.2f} ms" for rows, us in rates["decode_us"].items())
@@ -40,6 +41,23 @@ def markdown(report: dict[str, Any]) -> str:
             "",
         ]
     return "\n".join(lines)
+
+
+def _comparisons(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What follows from several rows: how much faster than peers, and what shared prompts save."""
+    found = []
+    for row in rows:
+        for name, times in row.get("times", {}).items():
+            peer = next(r for r in rows if (r["contender"], r["case"]) == (name, row["case"]))
+            told = f"{_name(row)}: {times:.1f} times the output tokens a second of {name}"
+            if peer["output_tokens"] != row["output_tokens"]:
+                told += f", stopped at {peer['output_tokens']} tokens"
+            found.append(told)
+    seconds = {row["case"]: row["us"] / 1e6 for row in rows if row["contender"] == "engine"}
+    if {"prompts", "prompts-shared"} <= seconds.keys():
+        share = seconds["prompts-shared"] / seconds["prompts"]
+        found.append(f"prompts-shared takes {share:.2f} of the time of prompts")
+    return found
 
 
 def _name(row: dict[str, Any]) -> str:

@@ -37,7 +37,7 @@ def test_the_documents_tables_are_what_the_files_say():
             assert "absent" in row
             continue
         (line,) = [line for line in README.splitlines() if line.startswith(f"| `{row['case']}`")]
-        cell = dict(zip(("device", "looped", "called"), line.split("|")[2:5], strict=True))[row["contender"]]
+        cell = dict(zip(("device", "looped", "called", "torch"), line.split("|")[2:], strict=False))[row["contender"]]
         assert cell.strip().startswith(f"{row['us'] / 1e3:.2f} ")
         told = f"{row['share']:.0%}" if "share" in row else f"{row['tokens_per_s']:.0f} tokens/s"
         assert f"({told})" in cell
@@ -116,6 +116,7 @@ def test_all_runs_over_a_tiny_model(setup, tmp_path):
     assert rows["at-once"]["sequences"]["contiguous"] == 30 * 16 // 80
     assert all(row["share_of_bound"] > 0 for row in rows.values())
     (peer,) = [row for row in report["rows"] if row["contender"] == "transformers"]
+    assert set(rows["subset"]["times"]) == ({"transformers"} if "us" in peer else set())
     assert peer.get("output_tokens", rows["subset"]["output_tokens"]) == rows["subset"]["output_tokens"]
     assert serving_report.main([str(file), str(picture)]) == 0
     assert picture.stat().st_size > 10_000
@@ -127,10 +128,32 @@ def test_the_table_has_a_line_for_each_run(capsys, tmp_path):
     row |= {"first_token_ms": times, "between_tokens_ms": times, "sequences": {"most": 4, "contiguous": 2}}
     report = {"gpu": "G", "jax": "1", "date": "today", "commit": "c", "model": "m", "num_blocks": 3, "block_size": 16}
     report |= {"engine": {"max_num_seqs": 4, "max_tokens_per_step": 64}}
-    report["rows"] = [row, {"case": "subset", "contender": "transformers", "absent": "not here"}]
+    prompts = [row | {"case": "prompts"}, row | {"case": "prompts-shared", "us": 1e6}]
+    report["rows"] = [row, *prompts, {"case": "subset", "contender": "transformers", "absent": "not here"}]
     file = tmp_path / "x.json"
     file.write_text(json.dumps(report))
     assert serving_report.main([str(file)]) == 0
     out = capsys.readouterr().out
+    assert "- prompts-shared takes 0.50 of the time of prompts" in out
     assert "| at-once | 3 | 2.00 | 7 | 50.0% | - | 1, 2 | 1.0, 2.0 | - | - | - | 4, - (2) |" in out
     assert "- subset, transformers: not here" in out
+
+
+def test_peers_are_compared_by_tokens_a_second(capsys, tmp_path):
+    """One that was stopped has generated fewer tokens, in another time."""
+    times = {"median": 1.0, "p99": 2.0, "percentiles": [0.0] * 101}
+    row = {"case": "subset", "requests": 3, "first_token_ms": times, "between_tokens_ms": times}
+    ours = row | {"contender": "engine", "kind": "implementation"}
+    ours |= {"us": 2e6, "output_tokens": 1200, "tokens_per_s": 600.0}
+    other = ours | {"case": "at-once"}
+    peer = row | {"contender": "transformers", "kind": "peer"}
+    peer |= {"us": 5e6, "output_tokens": 200, "tokens_per_s": 40.0}
+    report = {"gpu": "G", "jax": "1", "date": "today", "commit": "c", "model": "m", "num_blocks": 3, "block_size": 16}
+    report |= {"engine": {"max_num_seqs": 4, "max_tokens_per_step": 64}, "rows": [other, ours, peer]}
+    file = tmp_path / "x.json"
+    bench_serving._say(report, file)
+    assert [row.get("times") for row in json.loads(file.read_text())["rows"]] == [{}, {"transformers": 15.0}, None]
+    capsys.readouterr()
+    assert serving_report.main([str(file)]) == 0
+    told = "- subset: 15.0 times the output tokens a second of transformers, stopped at 200 tokens"
+    assert told in capsys.readouterr().out

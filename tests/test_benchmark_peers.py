@@ -10,7 +10,9 @@ import pytest
 
 from benchmarks import (
     bench_decode,
+    bench_model,
     bench_ragged,
+    bench_serving,
     cases,
     flashinfer_kernels,
     flashinfer_process,
@@ -19,6 +21,7 @@ from benchmarks import (
     peers,
     timing,
 )
+from benchmarks.models import MODELS
 from tests.test_benchmarks import TINY, fake_timer
 
 
@@ -167,3 +170,23 @@ def test_cudnn_gets_padded_queries(query_lens, monkeypatch):
     index = np.arange(sum(query_lens))
     np.testing.assert_array_equal(candidate.rows(padded, index), drawn.query)
     np.testing.assert_array_equal(key[table], drawn.key_cache[drawn.block_tables[1]])
+
+
+@pytest.mark.parametrize("value", ["", "/some/folder"])
+def test_peers_find_tritons_cache(monkeypatch, tmp_path, value):
+    """Their processes know no empty `TRITON_CACHE_DIR`, which jax-triton 0.3 sets in ours; Triton fails with it."""
+    program = tmp_path / "python"  # hears what it is asked, and says in each peer's words what its environment has
+    answer = '{"model": "m", "kind": "k", "num_seqs": 1, "contender": "flashinfer", "name": "tiny", "absent": "%s"}'
+    program.write_text(f"#!/bin/sh\nread work\nread go\nprintf '{answer}' \"${{TRITON_CACHE_DIR-unset}}\"\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(program))
+    monkeypatch.setenv("TRITON_CACHE_DIR", value)
+    (of_model,) = bench_model.peer_answers({}, bench_model.Work([], [], 32), 60).values()
+    of_serving = bench_serving.transformers_answer(MODELS["llama3-8b"], [bench_serving.Request([1], 1, 0.0)], 60.0)
+    flashinfer = peers.FlashInfer([dataclasses.replace(TINY, name="tiny")], ["flashinfer"])
+    try:
+        (of_flashinfer,) = flashinfer.answers()
+    finally:
+        flashinfer.close()
+    told = [answer["absent"] for answer in (of_model, of_serving, of_flashinfer.fields)]
+    assert told == [value or "unset"] * 3

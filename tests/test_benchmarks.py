@@ -313,7 +313,31 @@ def test_model_benchmark(tiny_model, tmp_path):
     assert prefill["tokens_per_s"] == pytest.approx(2 * 32 / prefill["us"] * 1e6)
     assert "share" not in prefill
     assert len(rows) == 2 * 4 + 3
+    assert [row["contender"] for row in found["rows"]][-4:] == ["called", "torch", "torch", "torch"]
     assert "| tiny-decode-3x32 | " in report.markdown(found)
+
+
+def test_models_that_do_not_fit(tiny_model, monkeypatch):
+    """Their rows say so, and nothing of them compiles."""
+    monkeypatch.setattr(bench_model, "excess", lambda config, weights, case, context: f"{case.num_seqs} are too many")
+    monkeypatch.setattr(jax.stages.Lowered, "compile", mock.Mock(side_effect=AssertionError))
+    ceiling = lambda: timing.Ceiling("GB/s", None, {}, "made up")  # noqa: E731
+    rows = bench_model.run({"tiny": tiny_model}, bench_model.Work([3], [2], 32), ceiling=ceiling)["rows"]
+    assert [(row["num_seqs"], row["failed"]) for row in rows] == [
+        (3, "ValueError: 3 are too many"),
+        (2, "ValueError: 2 are too many"),
+    ]
+
+
+def test_what_does_not_fit(tiny_model, monkeypatch):
+    weights, _ = make_abstract_step(tiny_model, jnp.bfloat16)
+    case = bench_model.Case("decode", 5)
+    needed = bench_model.floor_bytes(tiny_model, weights, 5, 32 + bench_model.STEPS)
+    told = {needed: None, needed - 1: "weights, keys and values take 0 GB of 0", None: None}
+    for limit, expected in told.items():
+        stats = {} if limit is None else {"bytes_limit": limit}
+        monkeypatch.setattr(jax, "local_devices", lambda stats=stats: [mock.Mock(memory_stats=lambda: stats)])
+        assert bench_model.excess(tiny_model, weights, case, 32) == expected
 
 
 @pytest.mark.slow
