@@ -81,9 +81,8 @@ class TileLoader:
         else:
             load_cached()
 
-    def load_from(self, first: int) -> None:
-        """Copies all tiles from this number on into the rings, as many as possible in `_load_whole_tiles`."""
-        begin, end = jnp.int32(first), self.item.num_tiles
+    def load_range(self, begin: Scalar, end: Scalar) -> None:
+        """Copies the tiles begin <= number < end into the rings, as many as possible in `_load_whole_tiles`."""
         if self.kind.geometry.has_whole_tiles:
             whole = lax.clamp(begin, plan.num_whole_tiles(self.item, self.kind), lax.max(end, begin))
             self._load_whole_tiles(begin, whole)
