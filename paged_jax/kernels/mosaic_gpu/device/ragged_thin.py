@@ -1,7 +1,7 @@
 """What a computing warpgroup does with a thin item: attention of all its rows to every other tile of the item.
 
-Both warpgroups have the same rows, and each takes the tiles of its own stages. Then the one that had the second tile
-hands its softmax over to the one that had the first.
+Both warpgroups have the same rows, and each takes the tiles of its own stages. Then the one that had the last tile but
+one hands its softmax over to the one that had the last, and goes on with the next item meanwhile.
 """
 
 from dataclasses import dataclass
