@@ -42,7 +42,9 @@ from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Inputs, Outputs, Ref
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import NO_ITEM, WIDE, Geometry
 
 _LOADS = 2  # warpgroup; the others compute
-_COMPUTING_REGISTERS, _LOADING_REGISTERS = 232, 40  # of each thread, of 65536 for three warpgroups of 128
+# Registers of each thread. Together they must not exceed those that the three warpgroups start with, 3 * 168: a
+# warpgroup would wait forever for what it cannot get.
+_COMPUTING_REGISTERS, _LOADING_REGISTERS = 224, 56
 
 
 def attend(geometry: Geometry, inputs: Inputs) -> Outputs:

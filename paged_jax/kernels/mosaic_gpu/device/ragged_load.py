@@ -74,11 +74,12 @@ class _ItemLoader:
             tiles = TileLoader(item, tiles_before, self.kind, self.refs)
             self._load_first_tiles(item, items_before, tiles)
             number = self.number_after(number)
+            first = jnp.int32(self._first_tiles)
             if queries > 1:
                 exists = self._begin_item(number, items_before + 1)
-                tiles.load_from(2)
+                tiles.load_range(first, item.num_tiles)
             else:  # the next query can only follow this one's results
-                tiles.load_from(2)
+                tiles.load_range(first, item.num_tiles)
                 exists = self._begin_item(number, items_before + 1)
             return exists, number, items_before + 1, tiles_before + item.num_tiles
 
@@ -120,15 +121,19 @@ class _ItemLoader:
             second = rows.QueryRows(item.first_token + half, item.num_tokens - half, item.kv_head)
             rows.load_queries(query_gmem, query_smem.at[stage, 1], second, geometry)
 
+    @property
+    def _first_tiles(self) -> int:
+        """Tiles of an item that are on their way before the next item is claimed."""
+        return 2 if self.kind.geometry.has_whole_tiles else 1
+
     def _load_first_tiles(self, item: Item, items_before: Scalar, tiles: TileLoader) -> None:
-        """Loads an item's first two tiles, and waits for its query in between."""
+        """Loads an item's first tiles, and waits for its query, which was on its way before."""
         geometry = self.kind.geometry
         if geometry.converts_tiles:
             tiles.begin_raw()
-        pl.when(item.num_tiles > 0)(lambda: tiles.load(jnp.int32(0)))
+        tiles.load_range(jnp.int32(0), lax.min(item.num_tiles, jnp.int32(self._first_tiles)))
         rows.finish_copies()
         plgpu.barrier_arrive(self.refs.smem.query.ready.at[items.query_stage(items_before, geometry)])
-        pl.when(item.num_tiles > 1)(lambda: tiles.load(jnp.int32(1)))
 
 
 def _first_number(loader: _ItemLoader, program: Scalar, wide_programs: Scalar, turn: Scalar) -> Scalar:

@@ -81,9 +81,8 @@ class TileLoader:
         else:
             load_cached()
 
-    def load_from(self, first: int) -> None:
-        """Copies all tiles from this number on into the rings, as many as possible in `_load_whole_tiles`."""
-        begin, end = jnp.int32(first), self.item.num_tiles
+    def load_range(self, begin: Scalar, end: Scalar) -> None:
+        """Copies the tiles begin <= number < end into the rings, as many as possible in `_load_whole_tiles`."""
         if self.kind.geometry.has_whole_tiles:
             whole = lax.clamp(begin, plan.num_whole_tiles(self.item, self.kind), lax.max(end, begin))
             self._load_whole_tiles(begin, whole)
@@ -292,7 +291,7 @@ def tile_of(ring_smem: Ref, stage: Scalar, kind: ItemKind) -> Ref:
     tile, pieces = kind.tile, kind.pieces
     if pieces == 1:
         return ring_smem.at[stage]
-    first = pl.multiple_of(lax.rem(stage, jnp.int32(pieces)) * tile, tile)
+    first = lax.rem(stage, jnp.int32(pieces)) * tile  # Mosaic sees that a product is a multiple
     return ring_smem.at[lax.div(stage, jnp.int32(pieces)), pl.ds(first, tile)]
 
 

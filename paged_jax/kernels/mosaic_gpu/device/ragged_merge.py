@@ -45,7 +45,7 @@ from paged_jax.kernels.mosaic_gpu.geometry import WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import Geometry, ItemKind
 from paged_jax.kernels.problem import Problem
 
-_PARTIALS_IN_FLIGHT = 4
+_WIDE_IN_FLIGHT, _THIN_IN_FLIGHT = 4, 8  # partial results: wide items have few splits, thin ones may have many
 
 
 class MergeRefs(NamedTuple):
@@ -177,12 +177,11 @@ def _row_of_thread(group: RowGroup, kind: ItemKind) -> _Row:
 
 def _over_partials(at: Partials, row: _Row, splits, kind: ItemKind) -> _Merged:
     """The softmax of all of a row's partial results, in their order."""
-    carry = [_f32(LOWEST), *[_f32(0.0)] * 5]
-    loop = scf.ForOp(_index(i32(0)), _index(splits), _index(i32(_PARTIALS_IN_FLIGHT)), carry)
+    carry, step = [_f32(LOWEST), *[_f32(0.0)] * 5], _WIDE_IN_FLIGHT if kind.is_wide else _THIN_IN_FLIGHT
+    loop = scf.ForOp(_index(i32(0)), _index(splits), _index(i32(step)), carry)
     with ir.InsertionPoint(loop.body):
         first = arith.index_cast(ir.IntegerType.get_signless(32), loop.induction_variable)
-        in_flight = range(_PARTIALS_IN_FLIGHT)
-        partials = [_load_partial(at, row, add(first, i32(i)), splits, kind) for i in in_flight]
+        partials = [_load_partial(at, row, add(first, i32(i)), splits, kind) for i in range(step)]
         maximum, total, *out = loop.inner_iter_args
         for log_sum, elements in partials:
             new_maximum = arith.maximumf(maximum, log_sum)

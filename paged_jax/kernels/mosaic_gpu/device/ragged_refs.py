@@ -145,12 +145,12 @@ class Scratch(NamedTuple):
     wide_programs: Ref  # as in `Counts`, where the kernel counts
     splits_per_cost: Ref
     query: QueryRing
+    query_done: Ref  # barrier: the query of a thin item is multiplied by the keys of all its tiles
     raw_keys: RawTiles
     raw_values: RawTiles
     sums: Ref  # [WGMMA_ROWS], of a softmax that is handed over
     table: Ref  # as in `Counts`, where the kernel counts
     thin: TileBarriers
-    tiles_done: Ref  # barrier: the warpgroup that takes a softmax over has multiplied its tiles of the thin item
     turns: Ref  # barriers, one for each computing warpgroup: the matrix units are its own
     values: TileRing
 
@@ -226,12 +226,12 @@ def scratch(geometry: Geometry) -> Scratch:
             ready=plgpu.Barrier(num_barriers=queries),
             rows=_swizzled((queries, 2, WGMMA_ROWS, geometry.problem.head_size), geometry),
         ),
+        query_done=plgpu.Barrier(),
         raw_keys=RawTiles(wide.raw_keys_ready, raw),
         raw_values=RawTiles(wide.raw_values_ready, raw),
         sums=rows,
         table=counts.table,
         thin=thin,
-        tiles_done=plgpu.Barrier(),
         turns=plgpu.Barrier(num_barriers=2),
         values=values._replace(consumed=wide.values_consumed, ready=wide.values_ready),
     )

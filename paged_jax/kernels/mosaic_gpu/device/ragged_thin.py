@@ -1,7 +1,7 @@
 """What a computing warpgroup does with a thin item: attention of all its rows to every other tile of the item.
 
-Both warpgroups have the same rows, and each takes the tiles of its own stages. Then the one that had the second tile
-hands its softmax over to the one that had the first.
+Both warpgroups have the same rows, and each takes the tiles of its own stages. Then the one that had the last tile but
+one hands its softmax over to the one that had the last, and goes on with the next item meanwhile.
 """
 
 from dataclasses import dataclass
@@ -34,16 +34,18 @@ def attend_to_item(
     halves_smem = smem.query.rows.at[stage]
     query_smem = smem.query.rows.at[stage, 0]
     first_tile = lax.rem(tiles_before + warpgroup, jnp.int32(2))
+    # Whoever has the last tile takes over, as the other one is done before and can go on with the next item.
+    takes_over = lax.rem(item.num_tiles + first_tile, jnp.int32(2)) == 1
+    pl.when(takes_over & (item.num_tiles == 0))(lambda: _say_that_query_is_done(refs))
     tiles = _ThinTiles(item, tiles_before, first_tile, rows, query_smem, refs, kind)
     state = softmax.finished(tiles.attend(), rows)
 
-    # Whoever has the first tile takes over, so that results do not depend on what the program did before. Both wait for
-    # both barriers, as either may be the one who needs to wait for the next item.
-    takes_over = first_tile == 0
-    pl.when(takes_over)(lambda: plgpu.barrier_arrive(smem.tiles_done))
-    plgpu.barrier_wait(smem.tiles_done)  # the warpgroup that takes over needs the query no more
-    pl.when(~takes_over)(lambda: results.hand_over(state, halves_smem, smem, kind.geometry))
-    plgpu.barrier_wait(smem.handed_over)
+    @pl.when(~takes_over)
+    def hand_over():
+        plgpu.barrier_wait(smem.query_done)  # the results take its place
+        results.hand_over(state, halves_smem, smem, kind.geometry)
+
+    plgpu.barrier_wait(smem.handed_over)  # both wait, as either may be the one who takes over the next item
 
     @pl.when(takes_over)
     def finish():
@@ -51,6 +53,15 @@ def attend_to_item(
         results.store(item, half, rows, whole, query_smem, refs, kind)
 
     plgpu.barrier_arrive(smem.query.consumed.at[stage])
+
+
+def _say_that_query_is_done(refs: Refs) -> None:
+    """Tells the warpgroup that hands over that no product needs the query any more.
+
+    It waits itself, too, and at once: later the other one might be an item ahead and have said so again.
+    """
+    plgpu.barrier_arrive(refs.smem.query_done)
+    plgpu.barrier_wait(refs.smem.query_done)
 
 
 @dataclass(frozen=True)
@@ -79,6 +90,7 @@ class _ThinTiles:
         plgpu.barrier_wait(barriers.keys_ready.at[stage])
         scores = products.scores(self.query_smem, tile_of(smem.keys.tiles, stage, self.kind))
         plgpu.barrier_arrive(barriers.keys_consumed.at[stage])
+        pl.when(tile == self.item.num_tiles - 1)(lambda: _say_that_query_is_done(self.refs))
         scales = TileScales(*(scales_of(ring, stage, self.kind) for ring in (smem.keys, smem.values)))
         span = ragged_plan.span_of(self.item, tile, self.kind)
 
