@@ -49,7 +49,7 @@ class Tuning:
     least_split: int = 16
     claims_items: bool = True
     counts_in_kernel: bool = True
-    merge_programs: int = 1056
+    merge_programs: int = 528
 
     def __post_init__(self) -> None:
         if self.tile not in (64, 128) or self.tile % self.thin_tile or self.thin_tile < 64:
