@@ -16,7 +16,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 import paged_jax
 from paged_jax import _dispatch, _validate
 from paged_jax.kernels.mosaic_gpu import ragged, ragged_tuning
-from paged_jax.kernels.mosaic_gpu.device import ragged_count, ragged_plan, ragged_tiles
+from paged_jax.kernels.mosaic_gpu.device import ragged_count, ragged_plan
 from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Counted, Lengths
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import NO_ITEM, Geometry
 from paged_jax.kernels.problem import Device, Problem, Unsupported
@@ -306,25 +306,8 @@ def test_under_vmap_on_a_gpu():
         assert_same_bytes(np.asarray(actual), np.stack(expected), "in a loop")
 
 
-FLOAT8 = pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
-
-
-@FLOAT8
-def test_float8_becomes_bfloat16_by_its_bits(dtype):
-    """What the kernel does with the bits of every finite number, and how it finds the others, in NumPy."""
-    bits, every = ragged_tiles._FLOAT8_BITS[dtype], np.arange(256, dtype=np.uint16)
-    wanted = every.astype(np.uint8).view(dtype).astype(np.float32)
-    upper = every << 8
-    moved = ((upper >> bits.shift) & (bits.moved & 0xFFFF) | (upper & 0x8000)).astype(np.uint16)
-    unit = np.full(256, bits.unit & 0xFFFF, np.uint16).view(jnp.bfloat16)
-    finite = np.isfinite(wanted)
-    np.testing.assert_array_equal((moved.view(jnp.bfloat16) * unit)[finite].astype(np.float32), wanted[finite])
-    is_top = ((every & (bits.top & 0xFF)) + (bits.to_sign & 0xFF)) & 0x80 != 0
-    np.testing.assert_array_equal(is_top, ~finite)
-
-
 @pytest.mark.gpu
-@FLOAT8
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_every_number_of_8_bits_on_a_gpu(dtype):
     """Sequences of one token see its value alone: every number of 8 bits comes out as it is, what is not finite too."""
     every = np.arange(256, dtype=np.uint8).view(dtype).reshape(4, 1, 1, 64)

@@ -3,6 +3,7 @@
 Rows of a tile lie as `ragged_rows.py` says. All threads of the warpgroup take part in each of these functions.
 """
 
+import itertools
 from typing import NamedTuple
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -40,29 +41,7 @@ from paged_jax.kernels.mosaic_gpu.device.tiles.eight_bit import CONVERT
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import ItemKind
 from paged_jax.kernels.problem import Problem
 
-
-class _Float8Bits(NamedTuple):
-    """How a number of 8 bits becomes one of bfloat16; each field is a mask or a number in every part of 32 bits.
-
-    Attributes:
-      shift: what brings its exponent and mantissa, from the upper half of 16 bits, to where bfloat16 has them.
-      moved: the bits that have them then.
-      unit: the power of two, in bfloat16, by which exponents differ.
-      top: the bits that are all set in numbers that are not finite; of e4m3 only in NaN.
-      to_sign: what sets the sign's bit if it is added to those, and only then.
-    """
-
-    shift: int
-    moved: int
-    unit: int
-    top: int
-    to_sign: int
-
-
-_FLOAT8_BITS = {
-    "float8_e4m3fn": _Float8Bits(4, 0x07F007F0, 0x7B807B80, 0x7F7F7F7F, 0x01010101),  # 2 ** (127 - 7)
-    "float8_e5m2": _Float8Bits(3, 0x0FE00FE0, 0x77807780, 0x7C7C7C7C, 0x04040404),  # 2 ** (127 - 15)
-}
+_CHUNKS_AT_ONCE = 8  # that a thread converts: loads and conversions of one hide the time of the others
 
 
 class Range(NamedTuple):
@@ -132,57 +111,41 @@ def convert_tile(raw_smem: Ref, tile_smem: Ref, kept: Range, kind: ItemKind) -> 
     @inline(plgpu.RefType(), plgpu.RefType(operand_transforms(problem)), SCALAR, SCALAR)
     def convert(_, raw_smem, tile_smem, begin, end):
         raw, smem, begin, end = address(raw_smem), address(tile_smem), begin.registers.item(), end.registers.item()
-        for chunk, row, column in chunks_of_thread(kind.tile, 2 * problem.head_size // CHUNK):
-            is_kept = within(row, begin, end)
-            place = add(smem, place_of(row, column, problem))
-            assembly(_conversion(problem), "r,r,r", place, add(raw, mul(chunk, CHUNK // 2)), as_i32(is_kept))
+        for chunks in itertools.batched(chunks_of_thread(kind.tile, 2 * problem.head_size // CHUNK), _CHUNKS_AT_ONCE):
+            operands = []
+            for chunk, row, column in chunks:
+                is_kept = as_i32(within(row, begin, end))
+                operands += [add(smem, place_of(row, column, problem)), add(raw, mul(chunk, CHUNK // 2)), is_kept]
+            assembly(_conversion(len(chunks), problem), ",".join("r" * len(operands)), *operands)
         assembly("fence.proxy.async.shared::cta;", "")
 
     convert(raw_smem, tile_smem, *kept)
 
 
-def _conversion(problem: Problem) -> str:
-    """PTX that converts 8 bytes at $1 to 16 at $0, or to zeros where $2 is 0."""
-    convert = _through_float16(problem)
-    if problem.query_dtype == "bfloat16" and problem.cache_dtype in _FLOAT8_BITS:
-        convert = _to_bfloat16(_FLOAT8_BITS[problem.cache_dtype], unless_finite=convert)
-    keep = "".join(f"selp.b32 out{i}, out{i}, 0, kept;" for i in range(4))
-    return f"""{{ .reg .pred kept; .reg .b32 in<2>, out<4>; ld.shared.v2.b32 {{in0, in1}}, [$1];
-        setp.ne.b32 kept, $2, 0; {convert} {keep} st.shared.v4.b32 [$0], {{out0, out1, out2, out3}}; }}"""
+def _conversion(count: int, problem: Problem) -> str:
+    """PTX that converts chunks: 8 bytes at $1 to 16 at $0, or to zeros where $2 is 0, and so on for $3 to $5.
 
-
-def _through_float16(problem: Problem) -> str:
-    """PTX that converts `in` to `out`, by way of float16."""
-    code = ""
-    for i in range(2):
-        names = {"$0": f"out{2 * i}", "$1": f"out{2 * i + 1}", "$2": f"in{i}"}
-        four_bytes = CONVERT[problem.cache_dtype]
-        for old, new in names.items():
-            four_bytes = four_bytes.replace(old, new)
-        code += four_bytes
-    if problem.query_dtype == "bfloat16":
-        for i in range(4):
-            code += f"""{{ .reg .b16 low, high; .reg .f32 first, second; mov.b32 {{low, high}}, out{i};
-            cvt.f32.f16 first, low; cvt.f32.f16 second, high; cvt.rn.bf16x2.f32 out{i}, second, first; }}"""
-    return code
-
-
-def _to_bfloat16(bits: _Float8Bits, unless_finite: str) -> str:
-    """PTX that converts `in` to `out` if all of it is finite: it moves the bits and multiplies by a power of two.
-
-    That is exact for subnormal numbers too, and takes fewer and faster instructions than a way by float16.
+    The bytes of all chunks are loaded before the first one is stored. The assembler cannot know that a store does not
+    touch what is loaded after it, so that each chunk would wait for the one before.
     """
-    code = f"{{ .reg .pred finite; .reg .b32 top<2>, moved, unit; mov.b32 unit, {bits.unit};"
-    for i in range(2):
-        code += f"and.b32 top{i}, in{i}, {bits.top}; add.u32 top{i}, top{i}, {bits.to_sign};"
-    code += f"""or.b32 top0, top0, top1; and.b32 top0, top0, 0x80808080; setp.eq.b32 finite, top0, 0;
-        @finite bra move; {unless_finite} bra done; move:"""
-    for i in range(4):
-        upper_bytes = "0x1404" if i % 2 == 0 else "0x3424"  # of 16 bits each
-        code += f"""prmt.b32 out{i}, in{i // 2}, 0, {upper_bytes}; shr.u32 moved, out{i}, {bits.shift};
-            and.b32 moved, moved, {bits.moved}; lop3.b32 moved, moved, out{i}, 0x80008000, 0xf8;
-            mul.rn.bf16x2 out{i}, moved, unit;"""
-    return code + "done: }"
+    code = f"{{ .reg .pred kept; .reg .b32 in<{2 * count}>, out<4>;"
+    for chunk in range(count):
+        code += f"ld.shared.v2.b32 {{in{2 * chunk}, in{2 * chunk + 1}}}, [${3 * chunk + 1}];"
+    for chunk in range(count):
+        for i in range(2):
+            names = {"$0": f"out{2 * i}", "$1": f"out{2 * i + 1}", "$2": f"in{2 * chunk + i}"}
+            four_bytes = CONVERT[problem.cache_dtype]
+            for old, new in names.items():
+                four_bytes = four_bytes.replace(old, new)
+            code += four_bytes
+        if problem.query_dtype == "bfloat16":
+            for i in range(4):
+                code += f"""{{ .reg .b16 low, high; .reg .f32 first, second; mov.b32 {{low, high}}, out{i};
+                cvt.f32.f16 first, low; cvt.f32.f16 second, high; cvt.rn.bf16x2.f32 out{i}, second, first; }}"""
+        code += f"setp.ne.b32 kept, ${3 * chunk + 2}, 0;"
+        code += "".join(f"selp.b32 out{i}, out{i}, 0, kept;" for i in range(4))
+        code += f"st.shared.v4.b32 [${3 * chunk}], {{out0, out1, out2, out3}};"
+    return code + "}"
 
 
 def load_scales(
