@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks import flashinfer_kernels as kernels
 from benchmarks.flashinfer_kernels import Arrays, Run
+from benchmarks.report import first_line
 
 _SECONDS = 0.1  # about how long one measurement lasts
 _CHECKED = 16  # queries of a sequence
@@ -35,7 +36,7 @@ def main() -> None:
 
         _compile(kernels.modules(contenders, cases))
     except Exception as error:
-        reason = _first_line(error)
+        reason = first_line(error)
     sys.stdin.readline()
     for contender in contenders:  # one that breaks the process does not cost the answers of those before it
         for case in cases:
@@ -44,14 +45,10 @@ def main() -> None:
                 try:
                     answer = _time_case(contender, case)
                 except Exception as error:
-                    answer = {"absent": _first_line(error)}
+                    answer = {"absent": first_line(error)}
                 torch.cuda.empty_cache()
             results.write(json.dumps({"contender": contender, "name": case["name"], **answer}) + "\n")
             results.flush()
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _compile(specs: Sequence[Any]) -> None:
@@ -61,12 +58,12 @@ def _compile(specs: Sequence[Any]) -> None:
     try:
         jit.build_jit_specs(specs)
     except Exception as error:
-        print(f"flashinfer: could not build all: {_first_line(error)}", file=sys.stderr)
+        print(f"flashinfer: could not build all: {first_line(error)}", file=sys.stderr)
         for spec in specs:
             try:
                 jit.build_jit_specs([spec])
             except Exception as error:
-                print(f"flashinfer: could not build {spec.name}: {_first_line(error)}", file=sys.stderr)
+                print(f"flashinfer: could not build {spec.name}: {first_line(error)}", file=sys.stderr)
 
 
 def _arrays(case: dict) -> Arrays:

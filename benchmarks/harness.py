@@ -28,8 +28,8 @@ from benchmarks.measure import TOLERANCE as TOLERANCE
 from benchmarks.measure import Benchmark as Benchmark
 from benchmarks.measure import Programs, Work
 from benchmarks.measure import answer_of as answer_of
-from benchmarks.measure import first_line as first_line
 from benchmarks.processes import Processes
+from benchmarks.report import first_line as first_line
 from benchmarks.timing import Ceiling
 
 

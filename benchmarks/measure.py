@@ -14,6 +14,7 @@ from benchmarks import inputs as inputs_lib
 from benchmarks import peers, timing
 from benchmarks.cases import Case
 from benchmarks.peers import Answer
+from benchmarks.report import first_line
 from benchmarks.timing import Ceiling
 
 TOLERANCE = 2e-2  # relative error that a result may have, of the norm; bfloat16 kernels have 1e-3 to 1e-2
@@ -185,9 +186,3 @@ def _time_one(
 def answer_of(timed: timing.Timing) -> dict[str, Any]:
     """A timing in a row's words."""
     return {"us": timed.us, "min_us": timed.min_us, "calls": timed.calls, "kernels": timed.kernels}
-
-
-def first_line(error: BaseException) -> str:
-    """An error's type and the first line of its message."""
-    text = str(error).strip() or type(error).__name__
-    return f"{type(error).__name__}: {text.splitlines()[0][:200]}"

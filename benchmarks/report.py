@@ -33,7 +33,7 @@ def markdown(report: dict[str, Any]) -> str:
     regret = regrets(report) if len(ours) > 1 else None
     header = ["case", "mere read, us" if ceiling["us"] else None, "chosen" if chosen else None, *ours]
     header = [*filter(None, header), *(["regret"] if regret is not None else []), *theirs]
-    lines = [_title(report), "", _line(header), _line(["---"] * len(header))]
+    lines = [_title(report), "", table_line(header), table_line(["---"] * len(header))]
     for case in dict.fromkeys(row["case"] for row in report["rows"]):
         rows = {row["contender"]: row for row in report["rows"] if row["case"] == case}
         cells = [case]
@@ -46,7 +46,7 @@ def markdown(report: dict[str, Any]) -> str:
         if regret is not None:
             cells.append(f"{regret[case]:.1%}" if case in regret else "-")
         cells += [_peer_cell(rows.get(name, {}), first) for name in theirs]
-        lines.append(_line(cells))
+        lines.append(table_line(cells))
     if chosen:
         lines += ["", regret_text(report)]
     missing = _missing(report)
@@ -91,8 +91,15 @@ def _title(report: dict[str, Any]) -> str:
     return f"{machine}, {report['date']}, commit {report['commit']}. Ceiling: {rate} ({ceiling['note']})."
 
 
-def _line(cells: Sequence[str]) -> str:
+def table_line(cells: Sequence[str]) -> str:
+    """A line of a table."""
     return f"| {' | '.join(cells)} |"
+
+
+def first_line(error: BaseException) -> str:
+    """An error's type and the first line of its message."""
+    text = str(error).strip() or type(error).__name__
+    return f"{type(error).__name__}: {text.splitlines()[0][:200]}"
 
 
 def _mere_read(ceiling: dict[str, Any], work: int) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import table_line
+
 COLUMNS = (
     "run",
     "requests",
@@ -29,8 +31,8 @@ def markdown(report: dict[str, Any]) -> str:
     title += f"{report['num_blocks']} blocks of {report['block_size']} tokens, "
     title += f"at most {report['engine']['max_num_seqs']} sequences, "
     title += f"{report['engine']['max_tokens_per_step']} tokens a step."
-    lines = [title, "", _line(COLUMNS), _line(["---"] * len(COLUMNS))]
-    lines += [_line(_cells(row)) for row in report["rows"] if "us" in row]
+    lines = [title, "", table_line(COLUMNS), table_line(["---"] * len(COLUMNS))]
+    lines += [table_line(_cells(row)) for row in report["rows"] if "us" in row]
     lines += [""] + [f"- {_name(row)}: {row['absent']}" for row in report["rows"] if "absent" in row]
     lines += [f"- {line}" for line in _comparisons(report["rows"])]
     if "rates" in report:
@@ -90,10 +92,6 @@ def _cells(row: dict[str, Any]) -> list[str]:
 def _sequences(counts: dict[str, Any]) -> str:
     mean = counts.get("mean while others wait")
     return f"{counts['most']}, {'-' if mean is None else f'{mean:.0f}'} ({counts['contiguous']})"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def plot(report: dict[str, Any], out: Path) -> None:

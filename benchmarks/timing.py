@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.report import first_line
+
 _KERNELS = r"""
 extern "C" __global__ void __launch_bounds__(512) read(const uint4* __restrict__ data, long long n, unsigned* out) {
   unsigned sum = 0;
@@ -168,7 +170,7 @@ def read_ceiling(sizes: Iterable[int]) -> Ceiling:
     try:
         best = _read_times(sizes)
     except Exception as error:  # without CuPy or memory there are no shares, but times are still worth having
-        return Ceiling("GB/s", None, {}, f"{type(error).__name__}: {error}".splitlines()[0])
+        return Ceiling("GB/s", None, {}, first_line(error))
     return Ceiling("GB/s", max(best) / best[max(best)] / 1e3, best, "16-byte loads, best of 9 launches per size")
 
 
@@ -177,7 +179,7 @@ def copy_ceiling() -> Ceiling:
     try:
         size, us = _copy_time()
     except Exception as error:  # as in read_ceiling
-        return Ceiling("GB/s", None, {}, f"{type(error).__name__}: {error}".splitlines()[0])
+        return Ceiling("GB/s", None, {}, first_line(error))
     return Ceiling("GB/s", 2 * size / us / 1e3, {}, f"copies {size >> 20} MiB by 16 bytes, best of 9 launches")
 
 

@@ -17,6 +17,8 @@ import time
 import traceback
 from typing import Any
 
+from benchmarks.report import first_line
+
 
 def main() -> None:
     # Whatever the compilers print goes to stderr; stdout carries results only.
@@ -42,10 +44,6 @@ def main() -> None:
                 model.forget()
             results.write(json.dumps({"model": name, "kind": kind, "num_seqs": num_seqs, **answer}) + "\n")
             results.flush()
-
-
-def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 class Model:

@@ -14,6 +14,8 @@ import sys
 import time
 from typing import Any
 
+from benchmarks.report import first_line
+
 
 def main() -> None:
     # Whatever the libraries print goes to stderr; stdout carries the result only.
@@ -23,7 +25,7 @@ def main() -> None:
     try:
         answer = run(make_model(work["sizes"]), work["requests"], work["limit_s"])
     except Exception as error:  # no PyTorch, no transformers, or no room
-        answer = {"absent": f"{type(error).__name__}: {error}".splitlines()[0]}
+        answer = {"absent": first_line(error)}
     results.write(json.dumps(answer) + "\n")
     results.flush()
     os._exit(0)  # its threads may not end by themselves
