@@ -3,6 +3,7 @@
 Runs before any test module, hence before `paged_jax` is first imported: the import hook needs that.
 """
 
+import gc
 import os
 import tempfile
 from contextlib import contextmanager
@@ -67,6 +68,12 @@ def pytest_collection_modifyitems(config, items):
     if unrunnable:
         config.hook.pytest_deselected(items=unrunnable)
         items[:] = [item for item in items if item not in set(unrunnable)]
+
+
+def pytest_collection_finish():
+    """Spares the garbage collector what lives to the end: JAX's modules and the tests, as found at collection."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter):
