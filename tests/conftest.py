@@ -19,6 +19,7 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_traceback_filtering", "off")  # whose search of each error's frames takes longer than most tests
 jax.config.update("jax_enable_compilation_cache", False)  # which examples.generate keeps in the user's cache folder
 jax.config.update("jax_num_cpu_devices", 8)  # for shard_map, and threads for the Pallas interpreter: two a thread block
 
