@@ -243,7 +243,7 @@ def test_copy_blocks(dtype, run):
 def assert_one_of_the_sources(after, before, expected, mapping, what):
     """Checks for `expected`; a destination that has several sources must be a whole block of any of them."""
     after, settled = np.asarray(after), expected.copy()
-    pairs = mapping[(0 <= mapping[:, 0]) & (mapping[:, 0] < len(before)) & (mapping[:, 1] != -1)]
+    pairs = mapping[(mapping[:, 0] >= 0) & (mapping[:, 0] < len(before)) & (mapping[:, 1] != -1)]
     destinations, counts = np.unique(pairs[:, 1], return_counts=True)
     for destination in destinations[counts > 1]:
         sources = pairs[pairs[:, 1] == destination, 0]

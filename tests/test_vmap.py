@@ -1,4 +1,4 @@
-"""How `vmap` computes a batch of decode calls: as one call where it can. test_transforms.py holds what all of it gives."""
+"""How `vmap` computes a batch of decode calls: as one call, where it can. test_transforms.py holds its results."""
 
 import jax
 import jax.numpy as jnp
