@@ -263,7 +263,7 @@ def _runner(program, implementation, interpreted):
     device = jax.devices("cpu" if implementation == "xla" or interpreted else "gpu")[0]
     if program.op == "story":
         return fuzz_story.begin(program, implementation, device)
-    if interpreted and implementation == "triton":  # Triton's interpreter works on arrays, not on tracers
+    if interpreted:  # the interpreters are called with arrays, not with tracers
         program = dataclasses.replace(program, transform="none")
     vmapped, donated = program.transform.startswith("vmap"), program.transform == "donate"
     call = _call(program, implementation)
@@ -271,7 +271,7 @@ def _runner(program, implementation, interpreted):
         pools = 0 if program.transform == "vmap-pools" else None
         axes = {name: pools if name.endswith("_cache") else 0 for name in _names(program)}
         call = jax.vmap(call, in_axes=(None, axes, None))
-    if not (interpreted and implementation == "triton"):
+    if not interpreted:
         call = jax.jit(call, donate_argnums=0 if donated else ())
 
     def run(rng):

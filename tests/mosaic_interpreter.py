@@ -1,10 +1,12 @@
 """Runs the Mosaic GPU kernels without a GPU, in Pallas's interpreter, with substitutes for what the interpreter lacks.
 
-`call` runs an attention op and `run_op` any op, as if for one of the GPUs below. These are so small that short contexts
-get every kind of tuning.
+`call` and `run_op` run a decode op, and `interpreted()` has all calls of ops run here, as if for one of the GPUs below.
+These are so small that short contexts get every kind of tuning.
 """
 
+import contextlib
 from functools import partial
+from unittest import mock
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
 
-from paged_jax import _validate
+from paged_jax import _dispatch, _validate
 from paged_jax.kernels import mosaic_gpu
 from paged_jax.kernels.mosaic_gpu.decode import Target
 from paged_jax.kernels.mosaic_gpu.device.tiles import kind
@@ -20,6 +22,7 @@ from paged_jax.kernels.mosaic_gpu.device.tiles.eight_bit import EightBitTiles
 from paged_jax.kernels.mosaic_gpu.device.tiles.plain import PlainTiles
 from paged_jax.kernels.mosaic_gpu.device.tiles.vllm import VllmTiles
 from paged_jax.kernels.problem import Device
+from tests import ragged_interpreter
 
 SMALL_GPU = Device(90, 2)  # so small that items are split
 MIDDLE_GPU = Device(90, 8)  # large enough to split them unevenly
@@ -125,3 +128,17 @@ def run_op(name, device, *operands, **keywords):
     except Exception:
         interpret_pallas_call.reset_gpu_interpret_mode_state()
         raise
+
+
+@contextlib.contextmanager
+def interpreted(device=SMALL_GPU):
+    """Runs every op in the interpreter, without jit."""
+
+    def eagerly(op, operands, *, implementation=None, **static):
+        if op in ("ragged_paged_attention", "prefix_attention"):
+            return ragged_interpreter.call(op, operands, device)
+        _dispatch._load(implementation, op)  # an error, if it has no such op
+        return run_op(op, device, *operands, **static)
+
+    with mock.patch.object(_dispatch, "call", eagerly):
+        yield

@@ -44,6 +44,17 @@ def test_xla(ops, capsys):
     assert passed(capsys) == 24
 
 
+@pytest.mark.parametrize(("implementation", "count"), [("triton", 4), ("mosaic_gpu", 1)])
+def test_in_the_interpreter(implementation, count, capsys):
+    flags = ["--implementation", implementation, "--interpret", "--small", "--count", str(count), "--batches", "1"]
+    flags += ["--seed", str(TODAY), "--ops", "v1,v2,auto,write_and_attend,ragged,prefix"]
+    code = fuzz.main(flags)
+    with capsys.disabled():
+        print(f"\n{' '.join(flags)}")
+    assert code == 0, capsys.readouterr().out
+    assert passed(capsys) == count
+
+
 def test_a_wrong_result_is_found(monkeypatch, capsys):
     """If the oracle's pattern starts one block too late, the run reports it in a line that repeats the failure."""
     real = fuzz_check._pattern
