@@ -119,11 +119,11 @@ def call(op, decode, arrays, static, partition_size, device=SMALL_GPU):
     return run_op(OPS[op], device, *operands, **keywords)
 
 
-def run_op(name, device, *operands, **keywords):
+def run_op(name, device, *operands, detect_races=True, **keywords):
     target = Target(device, lambda problem: INTERPRETED_KINDS[kind(problem)])
     function = jax.jit(partial(getattr(mosaic_gpu, name), target=target, **keywords))
     try:
-        with params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=True)):
+        with params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=detect_races)):
             return jax.tree.map(np.asarray, function(*operands))
     except Exception:
         interpret_pallas_call.reset_gpu_interpret_mode_state()
