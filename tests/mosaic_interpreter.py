@@ -33,6 +33,8 @@ OPS = {"v1": "paged_attention_v1", "v2": "paged_attention_v2", "auto": "paged_at
 def tokens_of(rows, geometry):
     """Gives the token of each of these rows of a tile. If heads are folded, their runs alternate in a tile."""
     fold, run = geometry.tuning.fold, geometry.run_tokens
+    if fold == 1:  # and a run may be longer than these rows
+        return jnp.arange(rows)
     by_head = jnp.arange(rows // fold).reshape(-1, 1, run)
     return jnp.broadcast_to(by_head, (len(by_head), fold, run)).reshape(-1)
 
