@@ -120,12 +120,16 @@ def _answers(args):
         process = None
         while (number := programs.next()) is not None:
             process = process or _start_worker(args)
+            kinds = set()
             for answer in _asked(process, number, args.patience):
-                if answer["kind"] == "refused":
-                    programs.refused()
-                if answer["kind"] == "died":
-                    process = None
+                kinds.add(answer["kind"])
                 answers.put(answer)
+            if "refused" in kinds:
+                programs.refused()
+            if "wrong" in kinds:  # perhaps by a read outside of memory, after which a process can use no GPU
+                _ended(process)
+            if kinds & {"wrong", "died"}:
+                process = None
         if process is not None:
             _ended(process)
         answers.put(None)

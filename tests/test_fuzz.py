@@ -112,6 +112,16 @@ def test_a_worker_that_dies_is_reported_and_replaced(monkeypatch, capsys):
     assert len(workers) == 2
 
 
+def test_a_worker_with_a_wrong_result_is_replaced(monkeypatch, capsys):
+    """It may be by a read outside of memory, after which all that a process does on a GPU fails."""
+    answers = """print('{"kind": "wrong", "where": "0.3", "why": "x"}\\n{"kind": "done"}')"""
+    workers = started(monkeypatch, first=f"import sys; {answers}; sys.stdout.flush(); sys.stdin.read()")
+    assert fuzz.main(["--small", "--count", "16", "--batches", "8", "--ops", "copy", "--patience", "30"]) == 1
+    *_, totals = capsys.readouterr().out.splitlines()
+    assert totals == "8 passed, 1 failed"
+    assert len(workers) == 2
+
+
 def test_a_worker_that_hangs_is_killed(monkeypatch, capsys):
     started(monkeypatch, first="import time; time.sleep(100)")
     assert fuzz.main(["--small", "--count", "8", "--batches", "8", "--ops", "copy", "--patience", "0.1"]) == 1
