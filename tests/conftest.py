@@ -3,6 +3,7 @@
 Runs before any test module, hence before `paged_jax` is first imported: the import hook needs that.
 """
 
+import gc
 import os
 import tempfile
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_traceback_filtering", "off")  # whose search of each error's frames takes longer than most tests
 jax.config.update("jax_enable_compilation_cache", False)  # which examples.generate keeps in the user's cache folder
 jax.config.update("jax_num_cpu_devices", 8)  # for shard_map, and threads for the Pallas interpreter: two a thread block
 
@@ -67,6 +69,12 @@ def pytest_collection_modifyitems(config, items):
     if unrunnable:
         config.hook.pytest_deselected(items=unrunnable)
         items[:] = [item for item in items if item not in set(unrunnable)]
+
+
+def pytest_collection_finish():
+    """Spares the garbage collector what lives to the end: JAX's modules and the tests, as found at collection."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter):

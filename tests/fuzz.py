@@ -1,12 +1,12 @@
 """Compares random calls of every operation with a reference, row by row:
 
-    python -m tests.fuzz --implementation triton --count 10000 --seed 7
+    python -m tests.fuzz --implementation triton --count 10000 --seed 7 --workers 15
 
-Each program (shapes, dtypes, static options) is compiled once and run on several batches of data, so `--count` counts
-batches. Each worker is a process. A worker that dies, for example by a read outside of memory, is reported with its
-program, and replaced. Every failure is printed as one line with the command that reproduces it, and the exit code is
-then 1. Calls that an implementation refuses are counted by reason. With `--interpret` the kernels run on the CPU, in an
-interpreter.
+Each program (shapes, dtypes, static options) is compiled once and run on several batches of data: `--count` counts
+batches, and `--batches` says how many of a program. Each worker is a process. A worker that dies, for example by a read
+outside of memory, or that hangs, is reported with its program, and replaced. Every failure is printed as one line with
+the command that reproduces it, and the exit code is then 1. Programs that an implementation refuses are counted by
+reason, and others are tried in their place. With `--interpret` the kernels run on the CPU, in an interpreter.
 """
 
 import argparse
@@ -15,12 +15,14 @@ import contextlib
 import dataclasses
 import json
 import os
+import queue
 import subprocess
 import sys
 import threading
 import time
 
-BATCHES = 8  # of each program
+BATCHES = 16
+_REFUSED = 19  # of 20 programs, at most
 _OPS = {
     "v1": "paged_attention_v1",
     "v2": "paged_attention_v2",
@@ -37,12 +39,11 @@ _OPS = {
 def main(argv=None):
     """Runs the command line; returns the exit code."""
     args = _arguments(argv)
-    if args.worker is not None:
+    if args.worker:
         return _work(args)
     started, answers = time.time(), collections.Counter()
     refusals, wrong = collections.Counter(), []
-    programs = _numbers(args)
-    for answer in _answers(args, programs):
+    for answer in _answers(args):
         answers[answer["kind"]] += answer.get("batches", 1)
         if answer["kind"] == "refused":
             refusals[answer["why"]] += 1
@@ -51,9 +52,9 @@ def main(argv=None):
             print(f"WRONG {_again(args, answer)}  # {answer['why']}", flush=True)
     for why, count in refusals.most_common(args.refusals):
         print(f"refused {count:5} x {why}")
-    passed, took = answers["passed"], time.time() - started
-    print(f"seed {args.seed}: {len(programs)} programs, {sum(refusals.values())} refused, {took:.0f} s")
-    print(f"{passed} passed, {len(wrong)} failed")
+    programs, took = answers["done"] + answers["died"], time.time() - started
+    print(f"seed {args.seed}: {programs} programs, {sum(refusals.values())} refused, {took:.0f} s")
+    print(f"{answers['passed']} passed, {len(wrong)} failed")
     return 1 if wrong else 0
 
 
@@ -61,6 +62,7 @@ def _arguments(argv):
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.splitlines()[0])
     parser.add_argument("--implementation", default="xla", help="xla, triton, mosaic_gpu, or None for the choice")
     parser.add_argument("--count", type=int, default=1000, help="batches to try; default 1000")
+    parser.add_argument("--batches", type=int, default=BATCHES, help=f"of each program; default {BATCHES}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ops", default=None, help="only these, with commas between them")
     parser.add_argument("--only", default=None, help="PROGRAM or PROGRAM.BATCH, as a failure's line names it")
@@ -68,85 +70,116 @@ def _arguments(argv):
     parser.add_argument("--small", action="store_true", help="small shapes, as an interpreter wants them")
     parser.add_argument("--interpret", action="store_true", help="in the implementation's interpreter, on the CPU")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no program after this long")
+    parser.add_argument("--patience", type=float, default=600.0, help="seconds that a program may take; default 600")
     parser.add_argument("--refusals", type=int, default=20, help="how many reasons for refusals to list")
-    parser.add_argument("--worker", default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
-def _numbers(args):
-    if args.only is not None:
-        return [int(args.only.split(".")[0])]
-    return list(range(-(-args.count // BATCHES)))
+def _flags(args):
+    """The flags that decide what a program is and how it runs."""
+    flags = ["--implementation", args.implementation, "--seed", str(args.seed)]
+    flags += ["--batches", str(args.batches)] if args.batches != BATCHES else []
+    flags += ["--ops", args.ops] if args.ops else []
+    return flags + [flag for flag, on in (("--small", args.small), ("--interpret", args.interpret)) if on]
 
 
 def _again(args, answer):
     """The command that repeats a failure."""
-    flags = [f"--implementation {args.implementation}", f"--seed {args.seed}", f"--only {answer['where']}"]
-    flags += [f"--ops {args.ops}"] if args.ops else []
-    flags += [flag for flag, on in (("--small", args.small), ("--interpret", args.interpret)) if on]
-    return f"python -m tests.fuzz {' '.join(flags)}"
+    return f"python -m tests.fuzz {' '.join(_flags(args))} --only {answer['where']}"
 
 
-def _answers(args, programs):
-    """Yields the workers' answers; a dead worker's program counts as one, and a new worker goes on after it."""
-    answers, lock, ended = collections.deque(), threading.Condition(), []
-    workers = min(args.workers, len(programs)) or 1
+class _Programs:
+    """The numbers of the programs to try, for several threads."""
 
-    def tend(mine):
-        while mine:
-            left = _run_worker(args, mine, answers, lock)
-            if left is None:
-                break
-            with lock:
-                why = f"the process died with exit code {left.code}: {left.last}"
-                answers.append({"kind": "died", "where": str(mine[left.done]), "why": why})
-                lock.notify()
-            mine = mine[left.done + 1 :]
-        with lock:
-            ended.append(True)
-            lock.notify()
+    def __init__(self, args):
+        self._lock, self._batches, self._end = threading.Lock(), args.batches, time.time() + args.seconds
+        self._left = 1 if args.only else args.count
+        most = -(-args.count // args.batches) * (1 + _REFUSED)
+        self._numbers = iter([int(args.only.split(".")[0])] if args.only else range(most))
 
-    for k in range(workers):
-        threading.Thread(target=tend, args=(programs[k::workers],), daemon=True).start()
-    while True:
-        with lock:
-            while not answers and len(ended) < workers:
-                lock.wait()
-            if not answers:
-                return
-            answer = answers.popleft()
+    def next(self):
+        """The next program's number, or None if there are enough."""
+        with self._lock:
+            if self._left <= 0 or time.time() > self._end:
+                return None
+            self._left -= self._batches
+            return next(self._numbers, None)
+
+    def refused(self):
+        """Has another program tried in the place of one."""
+        with self._lock:
+            self._left += self._batches
+
+
+def _answers(args):
+    """Yields the workers' answers; a worker that dies is replaced, and its program is one answer."""
+    answers, programs = queue.SimpleQueue(), _Programs(args)
+
+    def tend():
+        process = None
+        while (number := programs.next()) is not None:
+            process = process or _start_worker(args)
+            kinds = set()
+            for answer in _asked(process, number, args.patience):
+                kinds.add(answer["kind"])
+                answers.put(answer)
+            if "refused" in kinds:
+                programs.refused()
+            if "wrong" in kinds:  # perhaps by a read outside of memory, after which a process can use no GPU
+                _ended(process)
+            if kinds & {"wrong", "died"}:
+                process = None
+        if process is not None:
+            _ended(process)
+        answers.put(None)
+
+    workers = min(args.workers, -(-args.count // args.batches)) or 1
+    for _ in range(workers):
+        threading.Thread(target=tend, daemon=True).start()
+    for _ in range(workers):
+        yield from iter(answers.get, None)
+
+
+def _asked(process, number, patience):
+    """Yields what a worker answers for a program, up to and with the answer that it is done, or that it died."""
+    timer = threading.Timer(patience, process.kill)
+    timer.start()
+    with contextlib.suppress(BrokenPipeError):
+        os.write(process.stdin.fileno(), f"{number}\n".encode())
+    last = ""
+    for line in process.stdout:
+        if not line.startswith("{"):
+            last = line.strip() or last
+            continue
+        answer = json.loads(line)
         yield answer
+        if answer["kind"] == "done":
+            timer.cancel()
+            return
+    timer.cancel()
+    why = f"the process died with exit code {_ended(process)}: {last[:300]}"
+    yield {"kind": "died", "where": str(number), "why": why}
 
 
-Death = collections.namedtuple("Death", "code done last")
+def _ended(process):
+    """The exit code of a worker that has no more to do."""
+    with process:  # closes its pipes, at which it ends, and waits for it
+        pass
+    return process.returncode
 
 
-def _run_worker(args, programs, answers, lock):
-    """Runs one worker to its end; returns None if it did all of its programs or ran out of time."""
-    flags = ["--implementation", args.implementation, "--seed", str(args.seed), "--seconds", str(args.seconds)]
-    flags += ["--ops", args.ops] if args.ops else []
-    flags += ["--only", args.only] if args.only else []
-    flags += [flag for flag, on in (("--small", args.small), ("--interpret", args.interpret)) if on]
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONUNBUFFERED": "1"}
+def _start_worker(args):
+    """Starts a process that reads numbers of programs, and answers in lines of JSON."""
+    threads = str(max(1, (os.cpu_count() or 1) // args.workers))  # of NumPy's, which would take all cores
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "OPENBLAS_NUM_THREADS": threads}
     if args.interpret:
         environment |= {"JAX_PLATFORMS": "cpu"}
         environment |= {"TRITON_INTERPRET": "1"} if args.implementation == "triton" else {}
-    command = [sys.executable, "-m", "tests.fuzz", *flags, "--worker", ",".join(map(str, programs))]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    done, last = 0, ""
-    with subprocess.Popen(command, env=environment, **pipes) as process:
-        for line in process.stdout:
-            if not line.startswith("{"):
-                last = line.strip() or last
-                continue
-            answer = json.loads(line)
-            if answer["kind"] == "done":
-                done += 1
-                continue
-            with lock:
-                answers.append(answer)
-                lock.notify()
-    return None if process.returncode == 0 else Death(process.returncode, min(done, len(programs) - 1), last[:300])
+    command = [sys.executable, "-m", "tests.fuzz", *_flags(args), "--worker"]
+    command += ["--only", args.only] if args.only else []
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=environment, **pipes)
 
 
 def _say(**answer):
@@ -154,14 +187,11 @@ def _say(**answer):
 
 
 def _work(args):
-    """Runs as a worker: tries its programs one after the other, and reports the result of each."""
+    """Runs as a worker: tries the programs whose numbers it reads, and reports the result of each."""
     from tests import conftest  # noqa: F401  (strict JAX settings)
 
-    started = time.time()
-    for number in map(int, args.worker.split(",")):
-        if time.time() - started > args.seconds:
-            break
-        _try_program(args, number)
+    for line in sys.stdin:
+        _try_program(args, int(line))
         _say(kind="done")
     return 0
 
@@ -173,7 +203,7 @@ def _try_program(args, number):
 
     ops = tuple(args.ops.split(",")) if args.ops else fuzz_draw.OPS
     program = fuzz_draw.program(args.seed, number, ops=ops, small=args.small)
-    wanted = range(BATCHES)
+    wanted = range(args.batches)
     if args.only is not None and "." in args.only:
         wanted = [int(args.only.split(".")[1])]
     passed, where = 0, str(number)
@@ -237,7 +267,7 @@ def _runner(program, implementation, interpreted):
     device = jax.devices("cpu" if implementation == "xla" or interpreted else "gpu")[0]
     if program.op == "story":
         return fuzz_story.begin(program, implementation, device)
-    if interpreted and implementation == "triton":  # Triton's interpreter works on arrays, not on tracers
+    if interpreted:  # the interpreters are called with arrays, not with tracers
         program = dataclasses.replace(program, transform="none")
     vmapped, donated = program.transform.startswith("vmap"), program.transform == "donate"
     call = _call(program, implementation)
@@ -245,7 +275,7 @@ def _runner(program, implementation, interpreted):
         pools = 0 if program.transform == "vmap-pools" else None
         axes = {name: pools if name.endswith("_cache") else 0 for name in _names(program)}
         call = jax.vmap(call, in_axes=(None, axes, None))
-    if not (interpreted and implementation == "triton"):
+    if not interpreted:
         call = jax.jit(call, donate_argnums=0 if donated else ())
 
     def run(rng):

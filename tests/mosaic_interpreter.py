@@ -1,10 +1,12 @@
 """Runs the Mosaic GPU kernels without a GPU, in Pallas's interpreter, with substitutes for what the interpreter lacks.
 
-`call` runs an attention op and `run_op` any op, as if for one of the GPUs below. These are so small that short contexts
-get every kind of tuning.
+`call` and `run_op` run a decode op, and `interpreted()` has all calls of ops run here, as if for one of the GPUs below.
+These are so small that short contexts get every kind of tuning.
 """
 
+import contextlib
 from functools import partial
+from unittest import mock
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
 
-from paged_jax import _validate
+from paged_jax import _dispatch, _validate
 from paged_jax.kernels import mosaic_gpu
 from paged_jax.kernels.mosaic_gpu.decode import Target
 from paged_jax.kernels.mosaic_gpu.device.tiles import kind
@@ -20,6 +22,7 @@ from paged_jax.kernels.mosaic_gpu.device.tiles.eight_bit import EightBitTiles
 from paged_jax.kernels.mosaic_gpu.device.tiles.plain import PlainTiles
 from paged_jax.kernels.mosaic_gpu.device.tiles.vllm import VllmTiles
 from paged_jax.kernels.problem import Device
+from tests import ragged_interpreter
 
 SMALL_GPU = Device(90, 2)  # so small that items are split
 MIDDLE_GPU = Device(90, 8)  # large enough to split them unevenly
@@ -30,6 +33,8 @@ OPS = {"v1": "paged_attention_v1", "v2": "paged_attention_v2", "auto": "paged_at
 def tokens_of(rows, geometry):
     """Gives the token of each of these rows of a tile. If heads are folded, their runs alternate in a tile."""
     fold, run = geometry.tuning.fold, geometry.run_tokens
+    if fold == 1:  # and a run may be longer than these rows
+        return jnp.arange(rows)
     by_head = jnp.arange(rows // fold).reshape(-1, 1, run)
     return jnp.broadcast_to(by_head, (len(by_head), fold, run)).reshape(-1)
 
@@ -116,12 +121,26 @@ def call(op, decode, arrays, static, partition_size, device=SMALL_GPU):
     return run_op(OPS[op], device, *operands, **keywords)
 
 
-def run_op(name, device, *operands, **keywords):
+def run_op(name, device, *operands, detect_races=True, **keywords):
     target = Target(device, lambda problem: INTERPRETED_KINDS[kind(problem)])
     function = jax.jit(partial(getattr(mosaic_gpu, name), target=target, **keywords))
     try:
-        with params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=True)):
+        with params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=detect_races)):
             return jax.tree.map(np.asarray, function(*operands))
     except Exception:
         interpret_pallas_call.reset_gpu_interpret_mode_state()
         raise
+
+
+@contextlib.contextmanager
+def interpreted(device=SMALL_GPU):
+    """Runs every op in the interpreter, without jit."""
+
+    def eagerly(op, operands, *, implementation=None, **static):
+        if op in ("ragged_paged_attention", "prefix_attention"):
+            return ragged_interpreter.call(op, operands, device)
+        _dispatch._load(implementation, op)  # an error, if it has no such op
+        return run_op(op, device, *operands, **static)
+
+    with mock.patch.object(_dispatch, "call", eagerly):
+        yield

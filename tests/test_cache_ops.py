@@ -243,12 +243,13 @@ def test_copy_blocks(dtype, run):
 def assert_one_of_the_sources(after, before, expected, mapping, what):
     """Checks for `expected`; a destination that has several sources must be a whole block of any of them."""
     after, settled = np.asarray(after), expected.copy()
-    for destination in set(mapping[:, 1]) - {-1}:
-        sources = [s for s, d in mapping if d == destination and 0 <= s < len(before)]
-        if len(sources) > 1:
-            candidates = [before[s] for s in sources if before[s].tobytes() == after[destination].tobytes()]
-            assert candidates, f"{what}: block {destination} is none of its sources"
-            settled[destination] = candidates[0]
+    pairs = mapping[(mapping[:, 0] >= 0) & (mapping[:, 0] < len(before)) & (mapping[:, 1] != -1)]
+    destinations, counts = np.unique(pairs[:, 1], return_counts=True)
+    for destination in destinations[counts > 1]:
+        sources = pairs[pairs[:, 1] == destination, 0]
+        candidates = [before[s] for s in sources if before[s].tobytes() == after[destination].tobytes()]
+        assert candidates, f"{what}: block {destination} is none of its sources"
+        settled[destination] = candidates[0]
     assert_same_bytes(after, settled, what)
 
 

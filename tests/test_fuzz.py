@@ -24,12 +24,35 @@ def passed(capsys):
 
 @pytest.mark.parametrize("ops", ["v1,v2,auto,write_and_attend", "ragged,prefix", "write,copy,swap,story"])
 def test_xla(ops, capsys):
-    flags = ["--implementation", "xla", "--small", "--count", "24", "--seed", str(TODAY), "--ops", ops]
+    flags = [
+        "--implementation",
+        "xla",
+        "--small",
+        "--count",
+        "24",
+        "--batches",
+        "8",
+        "--seed",
+        str(TODAY),
+        "--ops",
+        ops,
+    ]
     code = fuzz.main(flags)
     with capsys.disabled():
         print(f"\n{' '.join(flags)}")
     assert code == 0, capsys.readouterr().out
     assert passed(capsys) == 24
+
+
+@pytest.mark.parametrize(("implementation", "count"), [("triton", 4), ("mosaic_gpu", 1)])
+def test_in_the_interpreter(implementation, count, capsys):
+    flags = ["--implementation", implementation, "--interpret", "--small", "--count", str(count), "--batches", "1"]
+    flags += ["--seed", str(TODAY), "--ops", "v1,v2,auto,write_and_attend,ragged,prefix"]
+    code = fuzz.main(flags)
+    with capsys.disabled():
+        print(f"\n{' '.join(flags)}")
+    assert code == 0, capsys.readouterr().out
+    assert passed(capsys) == count
 
 
 def test_a_wrong_result_is_found(monkeypatch, capsys):
@@ -41,7 +64,7 @@ def test_a_wrong_result_is_found(monkeypatch, capsys):
     fuzz._try_program(args, program)
     answer = json.loads(capsys.readouterr().out.splitlines()[0])
     assert answer["kind"] == "wrong", answer
-    assert fuzz._again(args, answer).endswith(f"--seed 5 --only {program}.0 --ops v1 --small")
+    assert fuzz._again(args, answer).endswith(f"--seed 5 --ops v1 --small --only {program}.0")
     with pytest.raises(fuzz_check.Wrong, match="1 bytes differ"):
         fuzz_check.hold_bits(np.array([1, 2], np.int8), np.array([1, 3], np.int8), "cache")
 
@@ -80,18 +103,47 @@ def test_the_reference_is_the_oracles(op):
 
 def test_a_worker_that_dies_is_reported_and_replaced(monkeypatch, capsys):
     """If a worker dies, as after a read outside of memory, its program is reported, and the others are still tried."""
-    script = "import sys; sys.exit(9)"
-    real = fuzz.subprocess.Popen
-    calls = []
+    workers = started(monkeypatch, first="import sys; print('last words'); sys.exit(9)")
+    assert fuzz.main(["--small", "--count", "16", "--batches", "8", "--ops", "copy"]) == 1
+    *_, wrong, _, totals = capsys.readouterr().out.splitlines()
+    again = "--batches 8 --ops copy --small --only 0"
+    assert wrong.endswith(f"{again}  # the process died with exit code 9: last words")
+    assert totals == "8 passed, 1 failed"
+    assert len(workers) == 2
+
+
+def test_a_worker_with_a_wrong_result_is_replaced(monkeypatch, capsys):
+    """It may be by a read outside of memory, after which all that a process does on a GPU fails."""
+    answers = """print('{"kind": "wrong", "where": "0.3", "why": "x"}\\n{"kind": "done"}')"""
+    workers = started(monkeypatch, first=f"import sys; {answers}; sys.stdout.flush(); sys.stdin.read()")
+    assert fuzz.main(["--small", "--count", "16", "--batches", "8", "--ops", "copy", "--patience", "30"]) == 1
+    *_, totals = capsys.readouterr().out.splitlines()
+    assert totals == "8 passed, 1 failed"
+    assert len(workers) == 2
+
+
+def test_a_worker_that_hangs_is_killed(monkeypatch, capsys):
+    started(monkeypatch, first="import time; time.sleep(100)")
+    assert fuzz.main(["--small", "--count", "8", "--batches", "8", "--ops", "copy", "--patience", "0.1"]) == 1
+    assert "--only 0  # the process died with exit code -9" in capsys.readouterr().out
+
+
+def started(monkeypatch, first):
+    """A list of the workers' commands; the first worker runs a script instead of its command."""
+    commands, real = [], fuzz.subprocess.Popen
 
     def popen(command, **keywords):
-        calls.append(command[-1])
-        if len(calls) == 1:
-            command = [command[0], "-c", script]
-        return real(command, **keywords)
+        commands.append(command)
+        return real(command if len(commands) > 1 else [command[0], "-c", first], **keywords)
 
     monkeypatch.setattr(fuzz.subprocess, "Popen", popen)
-    assert fuzz.main(["--small", "--count", "16", "--ops", "copy"]) == 1
-    output = capsys.readouterr().out
-    assert "--only 0 --ops copy --small  # the process died with exit code 9" in output
-    assert calls == ["0,1", "1"]
+    return commands
+
+
+def test_others_are_tried_in_the_place_of_programs_that_are_refused(capsys):
+    """Mosaic GPU has no such op, so no program is left at the end."""
+    flags = ["--implementation", "mosaic_gpu", "--interpret", "--small", "--ops", "copy"]
+    assert fuzz.main([*flags, "--count", "2", "--batches", "1"]) == 0
+    *_, programs, totals = capsys.readouterr().out.splitlines()
+    assert programs.startswith("seed 0: 40 programs, 40 refused, ")
+    assert totals == "0 passed, 0 failed"

@@ -91,6 +91,14 @@ PREFIXES = [
 ]
 
 
+def test_padding_after_a_thin_item():
+    """One warpgroup stores the rows of padding while the other one stores the thin item, each lse in its own place."""
+    case = small("padded", 16, 4, 64, 16, "bfloat16", seq_lens=(87,), query_lens=(1,), padding=23)
+    made = inputs.make(case)
+    check(case, made, call("ragged_paged_attention", operands_of(case, made), **TINY_TILES | {"least_split": 1000}))
+    assert not interpret_pallas_call.get_races().races_found
+
+
 def prefix_operands_of(case, made):
     options = made.arrays | op_options(made.static) | {"max_seq_len": case.max_seq_len}
     return _validate.prefix_operands(*made.prefix.values(), True, options)

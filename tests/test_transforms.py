@@ -335,6 +335,16 @@ def test_a_long_prefill_needs_bounded_memory(op):
     assert compiled.memory_analysis().temp_size_in_bytes < 6 * pool.size * 4
 
 
+@pytest.mark.parametrize("op", DECODE_OPS)
+def test_a_long_context_is_never_gathered_as_a_whole(op):
+    n, block_size = 2**16, 16
+    f32, i32 = (functools.partial(jax.ShapeDtypeStruct, dtype=d) for d in (jnp.float32, jnp.int32))
+    pool = f32((n // block_size, 1, block_size, 64))
+    arrays = f32((1, 1, 64)), pool, pool, i32((1, n // block_size)), i32((1,))
+    compiled = jax.jit(getattr(paged_jax, op)).lower(*arrays).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < pool.size * 4 / 8
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_empty_batches_give_empty_results(op):
     """Calls without any sequences, tokens or pairs are no error."""
@@ -367,6 +377,16 @@ def test_no_room_for_a_context(op):
         assert not np.asarray(jax.tree.leaves(fun(*sliced))[0]).any()
     op = getattr(paged_jax, op)
     out, lse = op(*arrays[: len(names)], max_seq_len=0, return_lse=True)
+    assert not out.any()
+    assert jnp.isneginf(lse).all()
+
+
+@pytest.mark.parametrize("op", ["ragged_paged_attention", "prefix_attention"])
+def test_tokens_without_sequences_are_padding(op):
+    arrays = bind(op)[1][: len(OPS[op][0])]
+    *tokens, tables, seq_lens, query_start_loc = arrays
+    out, lse = getattr(paged_jax, op)(*tokens, tables[:0], seq_lens[:0], query_start_loc[:1], return_lse=True)
+    assert out.shape == arrays[0].shape
     assert not out.any()
     assert jnp.isneginf(lse).all()
 

@@ -78,6 +78,7 @@ INTERPRETED_TOO = [
     "vllm-float16",
     "query-float16-cache-bfloat16",
     "scale-negative",
+    "scale-negative-bfloat16",
     "fused-everything",
     "split-everything",
 ]

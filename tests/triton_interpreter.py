@@ -163,7 +163,7 @@ def fence_stands(x):
 
 @contextlib.contextmanager
 def arithmetic_mended():
-    """Corrects Triton's interpreter, which truncates bfloat16 instead of rounding, and multiplies its bits as integers.
+    """Corrects Triton's interpreter, which truncates bfloat16 instead of rounding, and takes its bits for integers.
 
     It also rounds a fused multiply-add twice, and has no inline assembly, which one kernel uses to move a register.
     Triton 3.6 makes an index of a scalar by `int(array of one element)`, which NumPy 2.5 refuses.
@@ -182,6 +182,17 @@ def arithmetic_mended():
                 return handle(x.data.astype(bfloat16).view(np.uint16), tl.bfloat16)
             x = widened(x)
             return x if x.dtype.scalar == dtype.scalar else original(self, x, dtype, *rounding)
+
+        return mended
+
+    def elementwise(original):
+        def mended(self, *operands_and_function):
+            *operands, function = operands_and_function
+            if operands[0].dtype.scalar != tl.bfloat16:
+                return original(self, *operands_and_function)
+            result = original(self, *map(widened, operands), function)
+            is_number = result.data.dtype == np.float32
+            return handle(result.data.astype(bfloat16).view(np.uint16), tl.bfloat16) if is_number else result
 
         return mended
 
@@ -213,6 +224,8 @@ def arithmetic_mended():
         mock.patch.object(interpreter, "_patch_lang", patch_once),
         mock.patch.object(builder, "create_inline_asm", move),
         mock.patch.object(builder, "create_fma", fma),
+        mock.patch.object(builder, "unary_op", elementwise(builder.unary_op)),
+        mock.patch.object(builder, "binary_op", elementwise(builder.binary_op)),
         mock.patch.object(builder, "cast_impl", cast(builder.cast_impl)),
         mock.patch.object(builder, "create_fp_to_fp", cast(builder.create_fp_to_fp)),
         mock.patch.object(builder, "create_dot", dot),

@@ -44,11 +44,15 @@ def take_over(state: State, halves_smem: Ref, smem: Scratch) -> State:
     return State(layout(out), layout(both, 1), layout(sums * rescale + weight, 1))
 
 
-def store(item: Item, half: Scalar, rows: Rows, state: State, out_smem: Ref, refs: Refs, kind: ItemKind) -> None:
-    """Stores a half of an item, whose maxima are of logits of base e, through `out_smem`."""
+def store(
+    item: Item, half: Scalar, rows: Rows, state: State, results_smem: Results, refs: Refs, kind: ItemKind
+) -> None:
+    """Stores a half of an item, whose maxima are of logits of base e, through `results_smem`.
+
+    The place of lse is the warpgroup's own: while it stores a thin item, the other one may store what comes next.
+    """
 
     def store_whole():
-        results_smem = Results(out_smem, refs.smem.lse.at[half])
         _store_whole(rows, state, results_smem, refs, kind.geometry)
 
     def store_partial():

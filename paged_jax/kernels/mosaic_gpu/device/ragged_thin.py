@@ -20,6 +20,7 @@ from paged_jax.kernels.mosaic_gpu.device.plan import Scalar
 from paged_jax.kernels.mosaic_gpu.device.ragged_load_tiles import scales_of, tile_of
 from paged_jax.kernels.mosaic_gpu.device.ragged_plan import Item
 from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Ref, Refs
+from paged_jax.kernels.mosaic_gpu.device.ragged_rows import Results
 from paged_jax.kernels.mosaic_gpu.device.ragged_softmax import Rows, State, TileScales, TileWeights, Totals
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import ItemKind
 
@@ -50,7 +51,8 @@ def attend_to_item(
     @pl.when(takes_over)
     def finish():
         whole = results.take_over(state, halves_smem, smem)
-        results.store(item, half, rows, whole, query_smem, refs, kind)
+        results_smem = Results(query_smem, smem.lse.at[warpgroup])
+        results.store(item, half, rows, whole, results_smem, refs, kind)
 
     plgpu.barrier_arrive(smem.query.consumed.at[stage])
 

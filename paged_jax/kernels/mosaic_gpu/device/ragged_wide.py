@@ -24,6 +24,7 @@ from paged_jax.kernels.mosaic_gpu.device.plan import Scalar
 from paged_jax.kernels.mosaic_gpu.device.ragged_load_tiles import scales_of
 from paged_jax.kernels.mosaic_gpu.device.ragged_plan import Item
 from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Ref, Refs
+from paged_jax.kernels.mosaic_gpu.device.ragged_rows import Results
 from paged_jax.kernels.mosaic_gpu.device.ragged_softmax import Rows, State, TileScales, TileWeights, Totals
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import ItemKind
 
@@ -40,7 +41,8 @@ def attend_to_item(
     query_smem = smem.query.rows.at[stage, warpgroup]
     tiles = _WideTiles(item, tiles_before, rows, query_smem, warpgroup, refs, kind)
     state = lax.cond(item.num_tiles > 0, tiles.attend, lambda: softmax.empty(kind.geometry))
-    results.store(item, warpgroup, rows, softmax.finished(state, rows), query_smem, refs, kind)
+    results_smem = Results(query_smem, smem.lse.at[warpgroup])
+    results.store(item, warpgroup, rows, softmax.finished(state, rows), results_smem, refs, kind)
     plgpu.barrier_arrive(smem.query.consumed.at[stage])
 
 

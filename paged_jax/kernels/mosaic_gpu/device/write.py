@@ -1,8 +1,9 @@
 """The new token of a sequence, which the decode kernel writes into the caches as it reads them.
 
-Tiles come with whatever the token's slot holds before, which the mask hides: so copies need not wait for the slot's
-number, and it does not matter to other programs when the token is written. The token itself is the softmax's first
-state (`first_state`), and goes into its slot when its neighbours have been read (`write`).
+Tiles come with whatever the token's slot holds, before or while it is written: its logit is replaced by -inf, and its
+row of V by zeros. So copies need not wait for the slot's number, and it does not matter to other programs, which may
+copy the same block, when the token is written. The token itself is the softmax's first state (`first_state`), and goes
+into its slot when its neighbours have been read (`write`).
 """
 
 from typing import NamedTuple
