@@ -188,10 +188,13 @@ def _say(**answer):
 
 def _work(args):
     """Runs as a worker: tries the programs whose numbers it reads, and reports the result of each."""
+    import jax
+
     from tests import conftest  # noqa: F401  (strict JAX settings)
 
     for line in sys.stdin:
         _try_program(args, int(line))
+        jax.clear_caches()  # some hundred programs for a CPU have more pieces of memory than a process may have
         _say(kind="done")
     return 0
 
