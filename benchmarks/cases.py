@@ -155,7 +155,7 @@ RAGGED = (
 
 
 def random_decode(count: int, seed: int = 0) -> tuple[Case, ...]:
-    """Draws decode shapes that nobody tuned for: heads, groups, head sizes, dtypes, layouts and lengths, alike or mixed.
+    """Draws decode shapes that nobody tuned for: heads, groups, head sizes, dtypes, layouts, lengths alike or mixed.
 
     Args:
       count: how many cases.

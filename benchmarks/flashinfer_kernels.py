@@ -238,9 +238,7 @@ def _xqa(case: dict, arrays: Arrays) -> Run:
 
     table = torch.tensor(padded_table(case, arrays.indices.tolist()), dtype=torch.int32, device="cuda")
     seq_lens = _i32(case["seq_lens"]).cuda()
-    workspace = (
-        _workspace()
-    )  # its first 8 MiB are semaphores: they must be 0 at first, and every call leaves them at 0
+    workspace = _workspace()  # its first 8 MiB are semaphores: they must be 0 at first, and every call leaves them at 0
 
     def run(call: int, enable_pdl: bool) -> list[tuple[Any, Any]]:
         trtllm_batch_decode_with_kv_cache(
