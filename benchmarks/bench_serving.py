@@ -17,7 +17,7 @@ own compiled steps run on made-up sequences, one after the other with nothing be
 How busy the GPU is: the sum of all its kernels' times as CUPTI gives them, over the wall clock of that same run.
 Kernels run one after the other, so that gaps between two of them count as idle. All other times are of that run too.
 
-Contiguous preallocation would give each sequence room for the longest one; the pool would then hold fewer sequences.
+Contiguous preallocation gives each sequence room for the longest: it runs as many sequences as then fit in the pool.
 """
 
 import argparse
