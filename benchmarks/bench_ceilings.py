@@ -243,7 +243,7 @@ WORKS: dict[str, Callable[[], list[dict[str, Any]]]] = {
 
 
 def run(works: dict[str, Callable[[], list[dict[str, Any]]]], out: Path | None = None) -> dict[str, Any]:
-    """Measures every work, and returns what it writes to `out`. For a work that fails that is the reason."""
+    """Measures every work, and returns what it writes to `out`. If a work fails, its rows are the reason."""
     rows: list[dict[str, Any]] = []
     report = {"op": "ceilings", **harness.environment(), "rows": rows}
     for name, measure in works.items():

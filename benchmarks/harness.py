@@ -146,7 +146,7 @@ def compile_all(
 ) -> dict[Any, concurrent.futures.Future]:
     """Lowers programs one after the other, while those already lowered compile, each in a thread of its own.
 
-    This returns only when all are compiled, because a compiler that runs beside a measurement falsifies it.
+    This returns only when all are compiled, because a compiler that runs beside a measurement makes it wrong.
 
     Args:
       lowered: by name, functions each of which lowers one program.
@@ -157,7 +157,7 @@ def compile_all(
         for name, lower in lowered.items():
             try:
                 futures[name] = pool.submit(lower().compile, options)
-            except Exception as error:  # the program's row tells it
+            except Exception as error:  # the program's row gives the reason
                 futures[name] = concurrent.futures.Future()
                 futures[name].set_exception(error)
     return futures
