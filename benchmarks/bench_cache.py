@@ -1,7 +1,7 @@
 """Times cache writes, block copies and decode that writes on the way: `python -m benchmarks.bench_cache --out FILE`.
 
-Writes and copies are held against a plain copy, of which bytes read and bytes written count, and XLA's scatters are the
-peer. Decode that writes is held against attention alone and against the two ops in turn. All caches are donated: each
+The ceiling of writes and copies is a plain copy, whose bytes read and bytes written both count; their peers are XLA's
+scatters. Decode that writes is compared with attention alone and with the two ops in turn. All caches are donated: each
 call takes the caches that the call before it returned.
 """
 
@@ -25,9 +25,9 @@ from benchmarks import inputs as inputs_lib
 from benchmarks.cases import Case
 from benchmarks.inputs import Inputs
 
-_POOL_BYTES = 4 << 30  # bytes of both caches, so many that L2 does not hold what a call touches
-_NEW_BYTES = 256 << 20  # bytes of all calls' new tokens, so many that few come from L2
-_PROMPTS = 4096  # from this many new tokens on, they are whole prompts
+_POOL_BYTES = 4 << 30  # bytes of both caches: so many that L2 does not hold what a call touches
+_NEW_BYTES = 256 << 20  # bytes of all calls' new tokens: so many that a call finds few of its own in L2
+_PROMPTS = 4096  # a write of this many new tokens or more writes whole prompts
 _BLOCK = Case("", (16,), 8, 8)  # the block of all writes and copies: 16 tokens with 8 kv heads of 128
 _DECODE = (
     "llama3-8b-64x4096",
@@ -41,7 +41,7 @@ _OURS = (("auto", "implementation", None), ("xla", "peer", "xla"))
 
 @dataclasses.dataclass(frozen=True)
 class Write:
-    """A write of `tokens` new bfloat16 tokens: decode's into random slots, prompts' into random blocks."""
+    """A write of `tokens` new bfloat16 tokens: decode's go to random slots, those of prompts to random blocks."""
 
     tokens: int
     layout: Any = "hnd"
@@ -101,10 +101,10 @@ WORKS: tuple[Work, ...] = (
 
 
 class Contender(NamedTuple):
-    """One way of doing a work.
+    """One way of doing a piece of work.
 
     Attributes:
-      name, kind: the report's words for it.
+      name, kind: what the report calls it.
       step: the function to compile and time, ``step(caches, *args) -> (out, caches)``.
       argsets: the arguments besides the caches; calls rotate through them.
       check: raises ValueError if ``(out, caches)`` of the first argset is wrong.
@@ -118,7 +118,7 @@ class Contender(NamedTuple):
 
 
 class Threaded:
-    """Makes a compiled step a function of its arguments alone: keeps the caches, and donates them to each call."""
+    """A compiled step as a function of its arguments alone: this keeps the caches and donates them to each call."""
 
     def __init__(self, compiled: Callable, caches: tuple[Array, Array]):
         self.compiled, self.caches = compiled, caches
@@ -161,7 +161,7 @@ def write_contenders(work: Write, inputs: Inputs) -> Iterator[Contender]:
 
 
 def _slots(tokens: int, num_slots: int, rng: np.random.Generator) -> np.ndarray:
-    """Draws the slots of new tokens: single ones for decode's, whole blocks in any order for those of prompts."""
+    """Draws the slots of new tokens: single slots for tokens of decode, shuffled whole blocks for tokens of prompts."""
     if tokens < _PROMPTS:
         return rng.choice(num_slots, tokens, replace=False)
     blocks = rng.choice(num_slots // _BLOCK.block_size, tokens // _BLOCK.block_size, replace=False)
@@ -282,7 +282,7 @@ def run(
                 held_against = None if isinstance(work, Fused) else measured
                 rows.append(harness.row_of(work.name, work.work, contender.name, contender.kind, answer, held_against))
                 harness.print_row(rows[-1])
-        except Exception as error:  # mostly for want of memory: the next work may fit
+        except Exception as error:  # mostly because memory ran out: the next work may fit
             print(f"{work.name}: {harness.first_line(error)}", flush=True)
             failed = {"failed": harness.first_line(error)}
             rows.append(harness.row_of(work.name, work.work, "auto", "implementation", failed, None))

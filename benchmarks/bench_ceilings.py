@@ -1,13 +1,13 @@
-"""What one GPU can do at all: `python -m benchmarks.bench_ceilings --out FILE`.
+"""Measures the most that one GPU can do: `python -m benchmarks.bench_ceilings --out FILE`.
 
-Every number of README.md or LOG.md that is no time of an op or of a peer comes from here:
+Every number in README.md or LOG.md that is not the time of an op or of a peer comes from here:
 
     read           16-byte loads of one stretch of memory: the ceiling of decode, at each size
     pages          the same loads in pages of 4 KiB, whose ids come from a table, in order and shuffled: what a kernel
                    that finds its keys and values through a block table pays before it computes anything
     copy           16-byte loads and stores: the ceiling of cache operations
-    vllm-writes    256 new tokens into layout `vllm`, K alone, V alone and both: what a write of few tokens cannot beat
-                   there, since each element of V goes to a sector of its own
+    vllm-writes    256 new tokens into layout `vllm`, K alone, V alone and both: no write of few tokens can be faster in
+                   this layout, since each element of V goes to a sector of its own
     product        a product of two bfloat16 matrices by XLA: the ceiling of prefill
 
 The kernels of `pages` and `vllm-writes` are checked before they are timed. All but `product` need CuPy.
@@ -27,12 +27,12 @@ from benchmarks import harness, timing
 
 MIB = 1 << 20
 READ_BYTES = tuple(n * MIB for n in (2, 16, 64, 128, 256, 512, 1024, 2048, 8192))
-PAGE_BYTES = 4096  # of one kv head: 16 tokens of 128 elements in bfloat16
+PAGE_BYTES = 4096  # a page has the tokens of one kv head: 16 tokens of 128 elements in bfloat16
 PAGED_BYTES = tuple(n * MIB for n in (2, 16, 128, 256, 1024))
-_BUFFER_BYTES = 8 << 30  # all calls together go through as much, so that none finds its bytes in L2
+_BUFFER_BYTES = 8 << 30  # all calls together go through so many bytes that no call finds its own in L2
 _THREADS = 256
 
-# The new tokens of `vllm-writes` and the caches they go into, in bfloat16; X as in `PagedKVCache`.
+# The sizes of the new tokens of `vllm-writes` and of their caches, in bfloat16. `PagedKVCache` says what X is.
 NUM_TOKENS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, X = 256, 8, 128, 16, 8
 _VLLM_BLOCKS = 65536  # 2 GiB of K and as much of V
 
@@ -78,10 +78,10 @@ def row(case: str, work: int, us: float, unit: str = "GB/s", **more: Any) -> dic
 
 
 def fastest(times: Sequence[float], shape: tuple[int, int, int]) -> list[float]:
-    """The fastest launch's median time for each size, from times in the order of [sizes, launches, repeats].
+    """The fastest launch's median time for each size; `times` has the flattened array [sizes, launches, repeats].
 
     Raises:
-      RuntimeError: there are not as many times.
+      RuntimeError: the number of times is not that of this shape.
     """
     if len(times) != np.prod(shape):
         raise RuntimeError(f"CUPTI saw {len(times)} kernels of {np.prod(shape)}")
@@ -89,13 +89,13 @@ def fastest(times: Sequence[float], shape: tuple[int, int, int]) -> list[float]:
 
 
 def page_tables(num_pages: int, shuffled: bool, seed: int = 0) -> np.ndarray:
-    """i32 [num_pages], ids of all pages of the buffer; calls take one stretch of it after the other."""
+    """The ids of all pages of the buffer, i32 [num_pages]. Each call reads the next stretch of them."""
     ids = np.arange(num_pages, dtype=np.int32)
     return np.random.default_rng(seed).permutation(ids) if shuffled else ids
 
 
 def stretches(total: int, lengths: Sequence[int]) -> Iterator[int]:
-    """Where each stretch of these lengths starts, one after the other through `total`, and again from its start."""
+    """Yields where each stretch starts: they follow one another up to `total`, then begin at 0 again."""
     start = 0
     for length in lengths:
         start = start if start + length <= total else 0
@@ -106,7 +106,7 @@ def stretches(total: int, lengths: Sequence[int]) -> Iterator[int]:
 def written_vllm(
     key: np.ndarray, value: np.ndarray, slots: np.ndarray, num_blocks: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What `write_vllm` must leave in caches of zeros.
+    """The caches that `write_vllm` must leave if they were zeros before.
 
     Args:
       key, value: u16 [num_tokens, NUM_KV_HEADS, HEAD_SIZE], the bits of bfloat16.
@@ -243,13 +243,13 @@ WORKS: dict[str, Callable[[], list[dict[str, Any]]]] = {
 
 
 def run(works: dict[str, Callable[[], list[dict[str, Any]]]], out: Path | None = None) -> dict[str, Any]:
-    """Measures every work, and returns what it writes to `out`; a work that fails leaves its reason."""
+    """Measures every work, and returns what it writes to `out`. If a work fails, its rows are the reason."""
     rows: list[dict[str, Any]] = []
     report = {"op": "ceilings", **harness.environment(), "rows": rows}
     for name, measure in works.items():
         try:
             found = measure()
-        except Exception as error:  # no CuPy, or no room: the other works still count
+        except Exception as error:  # CuPy or memory is missing: the other works still count
             found = [{"case": name, "failed": harness.first_line(error)}]
         rows += found
         for line in found:

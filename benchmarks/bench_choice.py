@@ -1,12 +1,12 @@
-"""Times random cases with every implementation, and what the automatic choice between these loses.
+"""Times random cases with every implementation, and finds what the automatic choice between these loses.
 
     python -m benchmarks.bench_choice --op decode
     python -m benchmarks.bench_choice --op ragged --processes 12
 
-The cases are nobody's: a seeded generator draws heads, groups, head sizes, dtypes, layouts and lengths of decode
-(`cases.random_decode`), or batches as engines compose them (`cases.random_ragged`). For ragged attention Triton's tiles
-of queries are timed in other sizes too. A case's regret is the chosen implementation's time over the fastest one's,
-less 1 (`benchmarks.report`).
+Nobody tuned for these cases: a seeded generator draws heads, groups, head sizes, dtypes, layouts and lengths of decode
+(`cases.random_decode`), or batches as engines compose them (`cases.random_ragged`). For ragged attention, Triton is
+also timed with other sizes of its tiles of queries. A case's regret is the chosen implementation's time over the
+fastest one's, less 1 (`benchmarks.report`).
 """
 
 import argparse
@@ -39,7 +39,7 @@ def ragged_implementation(name: str) -> peers.Build:
     """Makes a contender from its name: an implementation's, or "triton/<rows>" for tiles of so many rows.
 
     Raises:
-      ValueError: another name.
+      ValueError: the name is neither.
     """
     base, slash, rows = name.partition("/")
     if not slash:
@@ -50,14 +50,14 @@ def ragged_implementation(name: str) -> peers.Build:
 
 
 def _with_tiles(rows: int, *arrays: Any, **options: Any) -> jax.Array:
-    """`ragged_paged_attention` by Triton, with tiles of so many rows."""
+    """Calls `ragged_paged_attention` by Triton, with tiles of so many rows."""
     operands = _validate.ragged_operands(*arrays, causal=True, options=cast(Options, options))
     with mock.patch.object(tuning, "attention", functools.partial(_tuned, rows, tuning.attention)):
         return ragged.ragged_paged_attention(*operands)[0]
 
 
 def _tuned(rows: int, tune: Any, problem: Any, gpu: Any, *, queries_per_seq: int, **options: Any) -> tuning.Tuning:
-    """What `tuning.attention` chooses if it is told that sequences have as many queries as fill tiles of `rows`."""
+    """The tuning that `tuning.attention` chooses if it is told that each sequence's queries fill a tile of `rows`."""
     tuned = tune(problem, gpu, queries_per_seq=max(2, rows // problem.group), **options)
     if tuned.rows != rows:
         raise peers.Absent(f"tiles have {tuned.rows} rows")
@@ -68,7 +68,7 @@ def choices(op: str, some: Sequence[cases.Case]) -> dict[str, str]:
     """The implementation that each case gets."""
     found: dict[cases.Case, str] = {}
     for case in some:
-        key = measure.program_key(case)  # the choice sees no more of a case than a program does
+        key = measure.program_key(case)  # the choice depends only on what a program's shapes and dtypes tell of a case
         if key not in found:
             found[key] = chosen(op, case)
     return {case.name: found[measure.program_key(case)] for case in some}

@@ -1,4 +1,4 @@
-"""Times decode attention beside its peers, and against a mere read of its keys: `python -m benchmarks.bench_decode`."""
+"""Times decode attention beside its peers and a read of its keys and values: `python -m benchmarks.bench_decode`."""
 
 import functools
 import operator

@@ -1,18 +1,18 @@
-"""Steps of whole models with random weights, beside PyTorch's: `python -m benchmarks.bench_model`.
+"""Times steps of whole models with random weights, beside PyTorch's: `python -m benchmarks.bench_model`.
 
-A decode step is one token of every sequence through all layers, its keys and values written, its likeliest next token
-picked: `examples.step` and `examples.sampling.greedy`. Three clocks show where its time goes:
+A decode step runs one token of every sequence through all layers, writes its keys and values, and picks the likeliest
+next token (`examples.step` and `examples.sampling.greedy`). Three clocks show where its time goes:
 
-    device   the sum of its kernels, as CUPTI measures them
+    device   the sum of its kernels' times, as CUPTI measures them
     looped   wall clock of many steps in one compiled loop
-    called   wall clock of as many calls of the jitted step, one a token
+    called   wall clock of as many calls of the jitted step, one call a token
 
-The device's row also has the kernels that take longest, by name, as (name, launches, microseconds) of a step.
+The device's row also lists the kernels that take longest, as (name, launches, microseconds) of a step.
 
 The floor is the time in which a kernel that only reads gets through the weights and the cached keys and values, once.
-The peer (torch_model.py) is plain PyTorch, compiled and captured in a CUDA graph, over caches of one contiguous piece
-a sequence. It runs first, in a process of its own: JAX would not give it back the memory of a large model. Then all
-programs compile at the same time, and nothing is timed before the last one has.
+The peer (torch_model.py) is plain PyTorch, compiled and captured in a CUDA graph, with one contiguous piece of cache
+for each sequence. It runs first, in a process of its own, because JAX would not give back the memory of a large model.
+Then all programs compile at the same time, and nothing is timed before the last one is compiled.
 """
 
 import argparse
@@ -41,15 +41,15 @@ from examples.sampling import greedy
 from examples.step import Batch, Step, make_abstract_step
 from paged_jax import PagedKVCache
 
-STEPS = 32  # in a row; half of them before the context asked for, half of them after it
-PROMPTS = 8  # in one step of prefill; more of them wait for the next
-PROFILED_STEPS = 4  # in a row, under CUPTI
-KERNELS = 24  # of a step that a row names
-TOLERANCE = 2e-2  # between what two programs write to the cache, of its norm
+STEPS = 32  # decode steps in a row: half of them before the context asked for, half of them after it
+PROMPTS = 8  # prompts in one step of prefill; the others wait for the next step
+PROFILED_STEPS = 4  # steps in a row under CUPTI
+KERNELS = 24  # a row names so many kernels of a step at the most
+TOLERANCE = 2e-2  # largest difference between what two programs write to the cache, relative to its norm
 
 
 class State(NamedTuple):
-    """What changes from step to step: i32 [num_seqs] each, and the caches."""
+    """What changes from step to step: token ids and positions, i32 [num_seqs] each, and the caches."""
 
     token_ids: Any
     positions: Any
@@ -57,7 +57,7 @@ class State(NamedTuple):
 
 
 def advance(step: Step, weights: Any, state: State, tables: jax.Array) -> State:
-    """One token more of every sequence."""
+    """Runs a step: one token more of every sequence."""
     token_ids, positions, caches = state
     rows = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
     batch = Batch(token_ids, positions, slots(tables, rows, positions), tables, positions + 1, is_decode=True)
@@ -82,7 +82,7 @@ def prompts(tables: Any, context: int) -> Batch:
 
 
 class Case(NamedTuple):
-    """What is timed: "decode" or "prefill", of so many sequences."""
+    """What is timed: a step of "decode" or "prefill", with so many sequences."""
 
     kind: str
     num_seqs: int
@@ -97,12 +97,12 @@ class Work(NamedTuple):
 
     @property
     def cases(self) -> list[Case]:
-        """All of it, in order."""
+        """All cases, in the order in which they are timed."""
         return [*(Case("decode", n) for n in self.batches), *(Case("prefill", n) for n in self.prefill)]
 
 
 def lower_call(config: DecoderConfig, step: Step, weights: Any, case: Case, context: int) -> jax.stages.Lowered:
-    """The step to call, once a token or once for all prompts."""
+    """Lowers the step that is called once for each token, or once for `PROMPTS` prompts."""
     tables = make_tables(case.num_seqs, context + STEPS)
     if case.kind == "decode":
         state = _abstract_state(config, tables)
@@ -112,7 +112,7 @@ def lower_call(config: DecoderConfig, step: Step, weights: Any, case: Case, cont
 
 
 def lower_loop(config: DecoderConfig, step: Step, weights: Any, case: Case, context: int) -> jax.stages.Lowered:
-    """The loop of `STEPS` decode steps; a number that XLA knows, so that the host need not look after each step."""
+    """Lowers the loop of `STEPS` decode steps. XLA knows this number, so the host need not check after each step."""
     tables = make_tables(case.num_seqs, context + STEPS)
 
     def loop(weights, state, tables):
@@ -154,7 +154,7 @@ def excess(config: DecoderConfig, weights: Any, case: Case, context: int) -> str
 
 
 def best_seconds(run: Callable[[Any], Any], begin: Callable[[Any], Any], caches: Any) -> tuple[float, Any]:
-    """The least seconds that `run(begin(caches))` takes, after one run to warm up, and the caches that it leaves."""
+    """The fewest seconds that `run(begin(caches))` takes, after one run to warm up, and the caches that it leaves."""
     times = []
     for _ in range(4):
         state = jax.block_until_ready(begin(caches))
@@ -178,7 +178,7 @@ class DecodeRun(NamedTuple):
         return self.context - STEPS // 2
 
     def begin(self, caches: Any) -> State:
-        """The first state, in arrays of its own, since the next call takes them for good."""
+        """The first state, in new arrays, since they are donated to the next call."""
         num_seqs = self.tables.shape[0]
         tokens = jnp.arange(num_seqs, dtype=jnp.int32) + 7
         return State(tokens, jnp.full(num_seqs, self.start, jnp.int32), caches)
@@ -200,10 +200,10 @@ class DecodeRun(NamedTuple):
 def time_decode(
     programs: dict[str, Any], weights: Any, caches: Any, tables: np.ndarray, context: int
 ) -> dict[str, dict[str, Any]]:
-    """Times decode steps around a context by all three clocks, each with what its row says.
+    """Times decode steps around a context by all three clocks, and gives what the row of each clock says.
 
     Raises:
-        ValueError: the two ways of running them do not write the same to the cache.
+        ValueError: the loop and the single calls do not write the same to the cache.
     """
     steps, block_tables = DecodeRun(programs["call"], weights, tables, context), jnp.asarray(tables)
 
@@ -233,7 +233,7 @@ def time_decode(
 def time_prefill(
     programs: dict[str, Any], weights: Any, caches: Any, tables: np.ndarray, context: int
 ) -> dict[str, dict[str, Any]]:
-    """Times the steps that write whole prompts, `PROMPTS` a step, and find the logits of their last tokens.
+    """Times the steps that write whole prompts, `PROMPTS` in each step, and compute the logits of their last tokens.
 
     Raises:
         ValueError: the logits are not finite.
@@ -258,7 +258,7 @@ def time_prefill(
 
 
 def device_time(run: Callable[[], Any], num_steps: int) -> dict[str, Any]:
-    """Microseconds of kernels in each of `run`'s steps, and the kernels; no "us" where CUPTI sees none, as on a CPU."""
+    """Microseconds of kernels in one of `run`'s steps, and the kernels; no "us" where CUPTI sees none, as on a CPU."""
     if jax.default_backend() != "gpu":
         return {"absent": "no GPU"}
     try:
@@ -268,7 +268,7 @@ def device_time(run: Callable[[], Any], num_steps: int) -> dict[str, Any]:
 
 
 def by_kernel(launches: Sequence[tuple[str, float]], num_steps: int) -> dict[str, Any]:
-    """A row of these launches, names and microseconds: what they take together, and which kernels take most of it."""
+    """A row made of launches, (name, microseconds): the time of all together, and the kernels that take most of it."""
     total: dict[str, tuple[int, float]] = {}
     for name, us in launches:
         count, before = total.get(name[:120], (0, 0.0))
@@ -281,7 +281,7 @@ def by_kernel(launches: Sequence[tuple[str, float]], num_steps: int) -> dict[str
 def peer_answers(
     models: dict[str, DecoderConfig], work: Work, seconds: float
 ) -> dict[tuple[str, str, int], dict[str, Any]]:
-    """What PyTorch takes, by model, kind of step and number of sequences; nothing where it got no further."""
+    """PyTorch's times by model, kind of step and number of sequences; cases that it did not get to are missing."""
     sizes = {name: dataclasses.asdict(config) for name, config in models.items()}
     command = [sys.executable, "-m", "benchmarks.torch_model"]
     pipe, env = subprocess.PIPE, environment()
@@ -309,12 +309,12 @@ def run(
     out: Path | None = None,
     ceiling: Callable[[], timing.Ceiling] = lambda: timing.read_ceiling([]),
 ) -> dict[str, Any]:
-    """Times all of it, and returns what it writes to `out`."""
+    """Times all models, and returns what it writes to `out`."""
     measured = dataclasses.replace(ceiling(), us={})
     rows: list[dict[str, Any]] = []
     report = {"op": "model", **harness.environment(), "ceiling": dataclasses.asdict(measured), "rows": rows}
     report |= {"xla_options": options or {}, "steps": STEPS, "context": work.context}
-    peer_rows: list[dict[str, Any]] = []  # last in the file, but saved first
+    peer_rows: list[dict[str, Any]] = []  # these rows are last in the file, but they are saved first
     if answers := peers():
         for name, config in models.items():
             weights, _ = make_abstract_step(config, jnp.bfloat16)
@@ -342,7 +342,7 @@ def run(
 def _clocks(
     config: DecoderConfig, weights: Any, programs: dict[str, concurrent.futures.Future] | None, case: Case, context: int
 ) -> dict[str, dict[str, Any]]:
-    """What each clock says of a case."""
+    """Yields what each clock says of a case."""
     try:
         if programs is None:
             raise ValueError(excess(config, weights, case, context))
@@ -351,7 +351,7 @@ def _clocks(
         caches = make_caches(config, tables.size)
         timer = time_prefill if case.kind == "prefill" else time_decode
         return timer(compiled, weights, caches, tables, context)
-    except Exception as error:  # out of memory, mostly: the next case may fit
+    except Exception as error:  # mostly because memory ran out: the next case may fit
         return {"called": {"failed": harness.first_line(error)}}
 
 
@@ -366,7 +366,7 @@ def _new_row(
     answer: dict[str, Any],
     ceiling: timing.Ceiling,
 ) -> dict[str, Any]:
-    """A contender's row; says what it holds."""
+    """Makes a contender's row, and prints it."""
     is_prefill = case.kind == "prefill"
     label = f"{name}-{case.kind}-{case.num_seqs}x{context}"
     needed = floor_bytes(config, weights, case.num_seqs, context)

@@ -1,7 +1,7 @@
-"""Times ragged batches, of decodes, chunks and prompts: `python -m benchmarks.bench_ragged`.
+"""Times ragged batches of decodes, chunks and prompts: `python -m benchmarks.bench_ragged`.
 
-The floor of a batch is the larger of two times: its operations at the rate of a large matrix product, and the bytes of
-its keys and values at the rate of a large read. Both are counted in operations, so that one ceiling serves all rows.
+The floor of a batch is the larger of two times: that of its operations at the rate of a large matrix product, and that
+of its keys and values at the rate of a large read. Both are counted in operations, so that one ceiling serves all rows.
 """
 
 import functools
@@ -17,17 +17,17 @@ from benchmarks.inputs import Inputs
 
 IMPLEMENTATIONS: tuple[paged_jax.Implementation, ...] = get_args(paged_jax.Implementation)
 
-# Of an H200: 816 TFLOP/s of a matrix product, 4653 GB/s of a read (benchmarks/README.md, "Ceilings").
+# An H200 reaches 816 TFLOP/s in a matrix product and 4653 GB/s in a read (benchmarks/README.md, "Ceilings").
 _OPERATIONS_PER_BYTE = 175
 
 
 def work(case: cases.Case) -> int:
-    """Operations of a batch, or those that fit into the time in which its keys and values are read."""
+    """A batch's operations, or as many as fit into the time of reading its keys and values, if these are more."""
     return max(case.seen_flops, case.kv_bytes * _OPERATIONS_PER_BYTE)
 
 
 def ceiling(_: Iterable[int]) -> timing.Ceiling:
-    """The rate of a large matrix product, whatever the work to be done."""
+    """The rate of a large matrix product, which does not depend on the work."""
     return timing.matmul_ceiling()
 
 
@@ -35,7 +35,7 @@ def implementation(name: str) -> peers.Build:
     """Makes a contender of ours from its name on the command line, "auto" or an implementation.
 
     Raises:
-      ValueError: another name.
+      ValueError: the name is neither.
     """
     chosen = name.removeprefix("auto:")
     if chosen not in ("auto", *IMPLEMENTATIONS):
@@ -45,7 +45,7 @@ def implementation(name: str) -> peers.Build:
 
 
 def candidates(op: Callable, case: cases.Case, inputs: Inputs) -> list[peers.Candidate]:
-    """The one way of doing a case with `op`, which takes what `ragged_paged_attention` does."""
+    """The one way of doing a case with `op`, which has the parameters of `ragged_paged_attention`."""
 
     @jax.jit
     def attend(*arrays):

@@ -1,11 +1,11 @@
-"""What several GPUs gain: ops, all-reduces and steps of whole models on 1, 2, ... of them.
+"""Times what several GPUs gain: ops, all-reduces and steps of whole models on 1, 2, ... GPUs.
 
     python -m benchmarks.bench_scale --part ops --out ops.json
     python -m benchmarks.bench_scale --part models --models llama3-8b,llama3-70b --tp 1,2 --out models.json
 
-Every time is wall clock of many calls in a row, each of which needs what the one before it gave, so that the GPUs work
+Every time is the wall clock of many calls in a row, each of which needs the result of the one before it. The GPUs work
 without a pause: an op's calls are turns of a loop in one compiled program, a model's steps are calls of the jitted
-step. `jit` is plain jit on sharded arrays; `shard_map` is the same op on each device's part, written by hand.
+step. `jit` is plain jit on sharded arrays; `shard_map` is the same op on each device's shard, written by hand.
 
 Weights are random and made on the devices, shard by shard. Where a model does not fit, its row says so.
 """
@@ -33,8 +33,8 @@ from benchmarks.scale_steps import BLOCK_SIZE, MODELS, STEPS, Model, make_weight
 from examples.config import DecoderConfig
 from examples.sharding import make_mesh, split_config
 
-TURNS = 40  # of an op's loop
-PROMPTS = 8  # in a step of prefill
+TURNS = 40  # turns of an op's loop
+PROMPTS = 8  # prompts in a step of prefill
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +45,10 @@ class Shape:
     context: int = 8192
     num_heads: int = 64
     num_kv_heads: int = 8
-    num_new: int = 1024  # new tokens of ragged ops and of writes, as many of each sequence
+    num_new: int = 1024  # new tokens of ragged ops and of writes; every sequence has as many
 
 
-# The arrays that an op's next call takes from the one before it, then the others. Pools come as keys, values.
+# For each op: the arrays that a call takes from the call before it, then its other arrays. Pools come as keys, values.
 OPS = {
     "paged_attention": (["query"], ["keys", "values", "tables", "lens"]),
     "paged_attention_v1": (["query"], ["keys", "values", "tables", "lens"]),
@@ -63,7 +63,7 @@ OPS = {
 
 
 def advance(op: str, state: tuple, rest: tuple) -> tuple:
-    """A call of an op: the state that it starts from and what it leaves."""
+    """Calls an op on the arrays that change (`state`) and the others (`rest`); returns the next state."""
     if op == "write_and_attend":
         return paged_jax.write_and_attend(state[0], *rest[:2], *state[1:], *rest[2:])
     if op == "write_to_paged_cache":
@@ -78,7 +78,7 @@ def advance(op: str, state: tuple, rest: tuple) -> tuple:
 
 
 def arrays(shape: Shape, mesh: Mesh) -> dict[str, Callable[[], jax.Array]]:
-    """What makes each of the ops' arrays, on the devices where it belongs: pools and tokens by their heads."""
+    """Functions that make the ops' arrays on their devices; pools and tokens are sharded by heads."""
     width = shape.context // BLOCK_SIZE
     num_blocks = shape.num_seqs * width
     random = np.random.default_rng(0)
@@ -113,7 +113,7 @@ def arrays(shape: Shape, mesh: Mesh) -> dict[str, Callable[[], jax.Array]]:
 
 
 def lower_op(op: str, shape: Shape, mesh: Mesh, how: str) -> jax.stages.Lowered:
-    """The loop of an op's calls, under plain jit or under a `shard_map` written by hand."""
+    """Lowers the loop of an op's calls, under plain jit or under a `shard_map` written by hand."""
     shapes = tuple(
         tuple(_sharded(jax.eval_shape(arrays(shape, mesh)[name]), mesh) for name in names) for names in OPS[op]
     )
@@ -134,7 +134,7 @@ def _sharded(x: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.ShapeDtypeStruct:
 
 
 def best_us(run: Callable[[Any], Any], state: Any, turns: int, repeats: int = 5) -> tuple[float, Any]:
-    """The least microseconds that a turn of `run(state) -> state` takes, and the last state."""
+    """The fewest microseconds that a turn of `run(state) -> state` takes, and the last state."""
     state = jax.block_until_ready(run(state))
     times = []
     for _ in range(repeats):
@@ -148,7 +148,7 @@ COLLECTIVES = ("all-gather", "all-reduce", "collective-permute", "all-to-all", "
 
 
 class Report:
-    """The file that a run writes, anew after each row."""
+    """The file of a run, which is written anew after each row."""
 
     def __init__(self, part: str, out: Path | None):
         self.rows: list[dict[str, Any]] = []
@@ -161,7 +161,7 @@ class Report:
         self._out = out
 
     def add(self, case: str, contender: str, measure: Callable[[], dict[str, Any]]) -> None:
-        """Measures a row; one that fails says why, and the next may work."""
+        """Measures a row. If that fails, the row says why, and the next row may still succeed."""
         try:
             answer = measure()
         except Exception as error:
@@ -172,7 +172,7 @@ class Report:
 
 
 def run_ops(report: Report, shape: Shape, sizes: Sequence[int]) -> None:
-    """Every op on the widest mesh under plain jit and under shard_map, and decode attention on the narrower ones."""
+    """Times every op on the widest mesh, under jit and under shard_map, and decode attention on narrower meshes too."""
     cases = [(op, sizes[-1], how) for op in OPS for how in ("shard_map", "jit")]
     cases += [("paged_attention", size, "jit") for size in sizes[:-1]]
     meshes = {size: make_mesh({"dp": 1, "tp": size}) for size in sizes}
@@ -195,12 +195,12 @@ def _measure_op(
         "us": us,
         "collectives": sum(text.count(f" {name}(") + text.count(f" {name}-start(") for name in COLLECTIVES),
         "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
-        "sum": float(jnp.abs(state[0].astype(jnp.float32)).sum()),  # the same in both ways
+        "sum": float(jnp.abs(state[0].astype(jnp.float32)).sum()),  # both ways must give the same sum
     }
 
 
 def run_all_reduces(report: Report, size: int, shapes: Sequence[tuple[int, int]]) -> None:
-    """All-reduces by themselves, of a step's residual stream."""
+    """Times all-reduces of a step's residual stream, with nothing else in the loop."""
     mesh = make_mesh({"dp": 1, "tp": size})
     for shape in shapes:
 
@@ -227,7 +227,7 @@ def run_models(
     context: int,
     prompts: int = PROMPTS,
 ) -> None:
-    """Decode steps and a step of prefill of each model on meshes of these sizes, one after the other."""
+    """Times decode steps and a step of prefill of each model on meshes of these sizes, one after the other."""
     for name, config in configs.items():
         for size in sizes:
             mesh = make_mesh({"dp": 1, "tp": size})

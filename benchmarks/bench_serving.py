@@ -1,23 +1,23 @@
-"""Serving: many requests through `paged_jax.engine` with a whole model's shapes: `python -m benchmarks.bench_serving`.
+"""Serves many requests by `paged_jax.engine`, with a whole model's shapes: `python -m benchmarks.bench_serving`.
 
-A request has a prompt of 128 to 1024 tokens and wants 32 to 256 more; no token ends it early. Runs:
+A request has a prompt of 128 to 1024 tokens and wants 32 to 256 more; no token ends it early. These are the runs:
 
     at-once            all requests wait at the beginning
     at-once-shared     the same, but the first half of each prompt is the beginning of one text
-    prompts            some of the requests, one token each: what their prompts alone take
-    prompts-shared     the same with the shared halves
-    poisson            requests come one by one, at random, at a rate of so many a second
+    prompts            some of the requests, with one token each: this shows the time of their prompts alone
+    prompts-shared     the same with the shared halves of at-once-shared
+    poisson            requests come one by one at random times, at a given mean rate a second
     subset             some of the requests at once, beside transformers' continuous batching (transformers_serving.py)
 
-The bound of a run is the time in which the bare model could do its work: the tokens of prompts that the engine
-computed at the rate of its best step full of prompts, and for each step the time of a bare decode step of as many rows
-as it gave tokens to (first tokens come of prompts, and do not count). Both are measured here: the engine's own compiled
-steps, on made-up sequences, launched one after the other with nothing between them.
+The bound of a run is the time in which the bare model could do its work. It has two terms: the tokens of prompts that
+the engine computed, at the rate of its best step full of prompts; and for each step a bare decode step of as many rows
+as got tokens (a request's first token comes from its prompt, and does not count). Both are measured here: the engine's
+own compiled steps run on made-up sequences, one after the other with nothing between them.
 
 How busy the GPU is: the sum of all its kernels' times as CUPTI gives them, over the wall clock of that same run.
 Kernels run one after the other, so that gaps between two of them count as idle. All other times are of that run too.
 
-Contiguous preallocation would give each sequence room for the longest: it holds as many as the pool has room for.
+Contiguous preallocation gives each sequence room for the longest: it runs as many sequences as then fit in the pool.
 """
 
 import argparse
@@ -42,11 +42,11 @@ from benchmarks.peers import environment
 from examples.config import DecoderConfig
 from paged_jax import PagedKVCache, engine
 
-PROMPT_LENS, OUTPUT_LENS = (128, 1024), (32, 256)  # least and most
+PROMPT_LENS, OUTPUT_LENS = (128, 1024), (32, 256)  # fewest and most tokens
 LONGEST = PROMPT_LENS[1] + OUTPUT_LENS[1]
 CONTEXT = 672  # about the mean of a sequence's tokens over its steps
-SAMPLED = 16  # steps from one look at the blocks to the next
-START_S = 45  # that transformers may take to start, and to end
+SAMPLED = 16  # steps from one sample of the engine's statistics to the next
+START_S = 45  # seconds that transformers may take to start, and to end
 RUNS = ("at-once", "at-once-shared", "prompts", "prompts-shared", "poisson", "subset")
 
 
@@ -62,10 +62,10 @@ def make_requests(count: int, vocab_size: int, *, is_shared: bool = False, rate:
     """Random requests, always the same ones.
 
     Args:
-        count: how many.
+        count: how many requests.
         vocab_size: token ids are below this.
         is_shared: whether the first half of each prompt is the beginning of one text.
-        rate: requests a second of a Poisson process; None for all at once.
+        rate: requests a second, in a Poisson process; None for all at once.
     """
     rng = np.random.default_rng(0)
     prompt_lens = rng.integers(PROMPT_LENS[0], PROMPT_LENS[1], count, endpoint=True)
@@ -82,7 +82,7 @@ def make_requests(count: int, vocab_size: int, *, is_shared: bool = False, rate:
 
 
 class Step(NamedTuple):
-    """What a step brought: when, in seconds; tokens that were no request's first one; how many sequences ran."""
+    """A step: when it was done, in seconds; its tokens that were no request's first; how many sequences ran in it."""
 
     seconds: float
     num_decoded: int
@@ -94,11 +94,11 @@ class Trace:
     """What happened in a run.
 
     Attributes:
-        stamps: of each request the seconds at which its tokens were there.
-        steps: of each step what it brought.
-        samples: the engine's statistics, each `SAMPLED` steps.
-        seconds: of the whole run.
-        stats: the engine's, at the end.
+        stamps: for each request the seconds at which its tokens arrived.
+        steps: the steps, in order.
+        samples: the engine's statistics, once every `SAMPLED` steps.
+        seconds: how long the whole run took.
+        stats: the engine's statistics at the end.
     """
 
     stamps: list[list[float]]
@@ -134,13 +134,13 @@ def serve(the_engine: engine.Engine, requests: Sequence[Request]) -> Trace:
 
 
 def serve_and_profile(the_engine: engine.Engine, requests: Sequence[Request]) -> tuple[Trace, dict[str, Any]]:
-    """Runs the requests, and on a GPU adds up the time of its kernels, in all and of those that take longest."""
+    """Runs the requests. On a GPU it also adds up the times of all kernels, and of each of those that take longest."""
     if jax.default_backend() != "gpu":
         return serve(the_engine, requests), {}
     traces: list[Trace | None] = []
 
     def run():
-        traces.append(serve(the_engine, requests) if traces else None)  # the first call is to warm up: nothing here
+        traces.append(serve(the_engine, requests) if traces else None)  # the first call only warms up
 
     launches = timing.kernel_times(run)
     trace = cast(Trace, traces[1])
@@ -149,13 +149,13 @@ def serve_and_profile(the_engine: engine.Engine, requests: Sequence[Request]) ->
 
 
 class Rates(NamedTuple):
-    """What the bare model does: prompt tokens a second, and the microseconds of a decode step by its rows."""
+    """The bare model's speed: prompt tokens a second, and the microseconds of a decode step by its number of rows."""
 
     prompt_tokens_per_s: float
     decode_us: dict[int, float]
 
     def bound(self, num_prompt_tokens: int, decoded: Sequence[int]) -> float:
-        """Seconds that so many tokens of prompts, and steps that give tokens to so many rows, take at the least."""
+        """The fewest seconds for so many tokens of prompts, and for decode steps of so many rows each."""
         rows = sorted(self.decode_us)
         times = np.interp([n for n in decoded if n], rows, [self.decode_us[n] for n in rows])
         return num_prompt_tokens / self.prompt_tokens_per_s + 1e-6 * float(times.sum())
@@ -169,7 +169,7 @@ def measure_rates(the_engine: engine.Engine) -> Rates:
 
 
 def describe(trace: Trace, requests: Sequence[Request], rates: Rates | None, num_blocks: int) -> dict[str, Any]:
-    """A run's row: all that the report says of it."""
+    """Makes a run's row, which is all that the report says of it."""
     first = [stamps[0] - request.arrival for stamps, request in zip(trace.stamps, requests, strict=True)]
     row = {"us": 1e6 * trace.seconds, "requests": len(requests), **latencies(trace.stamps, first)}
     num_tokens = sum(map(len, trace.stamps))
@@ -230,12 +230,12 @@ class Setup(NamedTuple):
     """What is served, and how.
 
     Attributes:
-        name, config: of the model.
-        options: of the step, as for `examples.step.make_step`.
-        num_blocks: of the pool.
+        name, config: the model's name and sizes.
+        options: the step's, as for `examples.step.make_step`.
+        num_blocks: the number of blocks of the pool.
         engine_config: the engine's sizes.
-        requests: how many; `few` of them in the runs of some requests, and `streamed` in the Poisson run.
-        rate: requests a second of the Poisson run; None for 0.8 times what the run of all at once did.
+        requests: how many there are; runs of some requests take `few` of them, the Poisson run `streamed`.
+        rate: requests a second in the Poisson run; None for 0.8 times the rate that the run of all at once reached.
         compiler_options: XLA's options for the engine's programs, or None.
     """
 
@@ -263,7 +263,7 @@ def make_engine(setup: Setup, step: Any, weights: Any) -> engine.Engine:
 def run(
     setup: Setup, runs: Sequence[str] = RUNS, *, peer_seconds: float | None = None, out: Path | None = None
 ) -> dict[str, Any]:
-    """Does the runs, and returns what it writes to `out`; transformers runs for `peer_seconds`, None = not at all."""
+    """Does the runs, and returns what it writes to `out`. transformers runs for `peer_seconds` (None: never)."""
     rows: list[dict[str, Any]] = []
     report = {"op": "serving", "model": setup.name, **harness.environment(), "rows": rows}
     report |= {"step": setup.options, "num_blocks": setup.num_blocks, "block_size": BLOCK_SIZE}
@@ -294,7 +294,7 @@ def run(
         row |= describe(trace, requests, rates, setup.num_blocks) | profile
         rows.append(row | ({"rate_per_s": rate} if rate else {}))
         _say(report, out)
-    if peer_seconds is not None:  # the engine keeps its memory meanwhile; there is enough for both
+    if peer_seconds is not None:  # the engine keeps its memory meanwhile, since there is enough for both
         rows.append({"case": "subset", "contender": "transformers", "kind": "peer"})
         rows[-1] |= transformers_answer(setup.config, make_requests(setup.few, vocab_size), peer_seconds)
         _say(report, out)
@@ -311,7 +311,7 @@ def _say(report: dict[str, Any], out: Path | None) -> None:
         words += [f"first token {row['first_token_ms']['median']:.0f} ms"]
         words += [f"between tokens {row['between_tokens_ms']['median']:.1f} ms, {row['between_tokens_ms']['p99']:.1f}"]
     print(*words, row.get("absent", ""), flush=True)
-    for row in report["rows"]:  # by tokens a second and not by time, since a peer may have been stopped
+    for row in report["rows"]:  # tokens a second are compared, and not times, since a peer may be stopped
         if row["kind"] == "implementation":
             peers = [r for r in report["rows"] if (r["kind"], r["case"]) == ("peer", row["case"])]
             speeds = {peer["contender"]: peer.get("tokens_per_s") for peer in peers}

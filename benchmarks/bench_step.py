@@ -1,7 +1,7 @@
 """Times whole decode steps, with and without XLA's command buffers (CUDA graphs): `python -m benchmarks.bench_step`.
 
 A step runs a stack of layers, each with its projections, the cache write and attention. These are many short kernels,
-so that the cost of launching them shows. Times are of the wall clock, over many steps in a row.
+so that the cost of launching them shows. Times are wall clock, over many steps in a row.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import paged_jax
 from benchmarks import harness
 
-_NEVER = 1 << 30  # no program has as many launches in a row, so XLA makes no command buffer of them
+_NEVER = 1 << 30  # no program has so many launches in a row, so XLA makes no command buffer
 _STEPS = 100  # steps in a row that are timed together
 
 
@@ -89,7 +89,7 @@ def compile_step(stack: Stack, made, **options: Any) -> tuple[Callable, bool]:
     lowered = step.lower(hidden, caches, jnp.full(stack.num_seqs, stack.context, jnp.int32))
     with tempfile.TemporaryDirectory() as folder:
         compiled = lowered.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True, **options})
-        # A dump lists what the step launches, one launch a line; lines that are indented belong to the launch above.
+        # A dump lists what the step launches, one launch a line; indented lines belong to the launch above them.
         dumps = Path(folder).glob("*thunk_sequence_after_thunk_passes.txt")
         launches = [line for dump in dumps for line in dump.read_text().splitlines() if line[:1].isdigit()]
     return compiled, bool(launches) and all("kCommandBuffer" in line for line in launches)
@@ -102,7 +102,7 @@ def time_step(stack: Stack, **options: Any) -> tuple[float, bool]:
     hidden, caches = jnp.ones((stack.num_seqs, stack.width), jnp.bfloat16), made[1]
     lengths = jnp.full(stack.num_seqs, stack.context, jnp.int32)
     best = float("inf")
-    for _ in range(4):  # the first warms up
+    for _ in range(4):  # the first run warms up
         start = time.perf_counter()
         for _ in range(_STEPS):
             hidden, caches = step(hidden, caches, lengths)

@@ -1,6 +1,6 @@
 """Times swaps of blocks between device and host memory, beside a plain transfer: `python -m benchmarks.bench_swap`.
 
-Times are of the wall clock, from the call until the result is there, since most of a transfer is no kernel.
+Times are wall clock, from the call until the result is there, since most of a transfer is not done by kernels.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from benchmarks import harness
 
 _BLOCK = (8, 16, 128)  # a block of 16 tokens with 8 kv heads of 128
 _PAIRS = (16, 256, 4096)  # blocks that a swap moves
-_KINDS = {"out": ("device", "pinned_host"), "in": ("pinned_host", "device")}  # the memories it moves them from and to
+_KINDS = {"out": ("device", "pinned_host"), "in": ("pinned_host", "device")}  # a direction's memories: from, to
 
 
 def _place(x: Any, kind: str) -> jax.Array:
@@ -35,7 +35,7 @@ def _pools(num_blocks: int, kind: str, seed: int) -> list[jax.Array]:
 
 
 def _median(call: Callable[[], Any], samples: int = 9) -> float:
-    """The median of the seconds that a call takes. Two more calls before warm up."""
+    """The median of the seconds that a call takes. Two earlier calls warm up."""
     times = []
     for _ in range(samples + 2):
         start = time.perf_counter()
@@ -45,7 +45,7 @@ def _median(call: Callable[[], Any], samples: int = 9) -> float:
 
 
 def swap_seconds(pairs: int, direction: str, implementation: Any, num_blocks: int) -> float:
-    """Measures the seconds of a swap of random blocks, after it has checked one's result.
+    """Measures the seconds of a swap of random blocks, after it has checked the result of one.
 
     Raises:
       ValueError: the result is wrong.
@@ -73,7 +73,7 @@ def swap_seconds(pairs: int, direction: str, implementation: Any, num_blocks: in
 
 
 def plain_seconds(pairs: int, direction: str) -> float:
-    """Measures the seconds of a transfer of as many bytes in one array. The transfer allocates its result."""
+    """Measures the seconds of a transfer of one array with as many bytes as a swap moves. It allocates its result."""
     source_kind, kind = _KINDS[direction]
     x = _place(jnp.ones((2 * pairs, *_BLOCK), jnp.bfloat16), source_kind)
     return _median(lambda: _place(x, kind))
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     seconds = measure()
                     row |= {"us": 1e6 * seconds, "rate": bytes_moved / seconds / 1e9}
                     print(f"{row['case']:16} {name:16} {row['us']:10.0f} us {row['rate']:6.1f} GB/s", flush=True)
-                except Exception as error:  # the others' rows still count
+                except Exception as error:  # the rows of the others still count
                     row["failed"] = harness.first_line(error)
                     print(f"{row['case']:16} {name:16} {row['failed']}", flush=True)
                 rows.append(row)

@@ -1,4 +1,4 @@
-"""What the benchmarks time: real models' shapes, a list each for decode, prefill and ragged batches."""
+"""The cases that the benchmarks time: real models' shapes, in one list each for decode, prefill and ragged batches."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Shapes:
-    """The shapes that an engine compiles, and pads its batches to.
+    """The shapes that an engine compiles its programs for, and pads its batches to.
 
     Attributes:
       num_tokens, num_seqs, max_blocks_per_seq, num_blocks: as the ops define them.
@@ -29,13 +29,13 @@ class Case:
 
     Attributes:
       name: the model and the batch, as the command line names them.
-      seq_lens: tokens of each sequence. In prefill all of them have queries, in decode the last one has.
-      query_lens: how many of each sequence's last tokens have queries, in a ragged case.
+      seq_lens: the number of tokens of each sequence. In prefill all of them have queries, in decode only the last one.
+      query_lens: in a ragged case, how many of each sequence's last tokens have queries.
       sliding_window: in tokens, or None.
       num_heads, num_kv_heads, head_size, block_size: as the ops define them.
       cache_dtype: the dtype of both caches; queries are bfloat16.
       layout: the layout of both caches.
-      shapes: what the batch is padded to, in a ragged case; None for arrays that are just large enough.
+      shapes: in a ragged case, what the batch is padded to; None for arrays that are just large enough.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Case:
 
     @property
     def blocks_per_seq(self) -> tuple[int, ...]:
-        """Blocks that each sequence fills, the last perhaps in part."""
+        """How many blocks each sequence fills; the last one may be filled in part."""
         return tuple(-(-length // self.block_size) for length in self.seq_lens)
 
     @property
@@ -72,12 +72,12 @@ class Case:
 
     @property
     def seen_flops(self) -> int:
-        """Operations of a ragged case: 4 * num_heads * head_size for each query and token that it sees."""
+        """Operations of a ragged case: 4 * num_heads * head_size for each pair of a query and a token that it sees."""
         window = self.sliding_window or max(self.seq_lens)
         pairs = 0
         for length, queries in zip(self.seq_lens, self.query_lens or self.seq_lens, strict=True):
-            first = length - queries + 1  # tokens up to the first query
-            short = range(first, min(length, window) + 1)  # queries that see less than a window
+            first = length - queries + 1  # how many tokens the first query sees without a window
+            short = range(first, min(length, window) + 1)  # the same for each query that sees no more than a window
             pairs += (short.start + short.stop - 1) * len(short) // 2 + window * (queries - len(short))
         return 4 * self.num_heads * self.head_size * pairs
 
@@ -155,11 +155,11 @@ RAGGED = (
 
 
 def random_decode(count: int, seed: int = 0) -> tuple[Case, ...]:
-    """Draws decode shapes that nobody tuned for: heads, groups, head sizes, dtypes, layouts, and lengths alike or not.
+    """Draws decode shapes that nobody tuned for: heads, groups, head sizes, dtypes, layouts, lengths alike or mixed.
 
     Args:
-      count: how many.
-      seed: of the generator; the first cases of a seed are the same for every count.
+      count: how many cases.
+      seed: the generator's seed; the first cases of a seed are the same for every count.
     """
     rng = np.random.default_rng(seed)
     drawn = []
@@ -170,7 +170,7 @@ def random_decode(count: int, seed: int = 0) -> tuple[Case, ...]:
         cache_dtype = str(rng.choice(("bfloat16", "bfloat16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")))
         layout: Any = str(rng.choice(("hnd", "hnd", "hnd", "nhd")))
         num_seqs, mean = round(2 ** rng.uniform(0, 8)), round(2 ** rng.uniform(8, 15))
-        spread = float(rng.choice((0, 0, 0.2, 0.95)))  # of uniform lengths, both ways from the mean
+        spread = float(rng.choice((0, 0, 0.2, 0.95)))  # lengths are uniform from (1 - spread) to (1 + spread) means
         seq_lens = tuple(int(n) for n in rng.integers(int(mean * (1 - spread)), int(mean * (1 + spread)) + 1, num_seqs))
         heads = f"{group * num_kv_heads}-{num_kv_heads}x{head_size}"
         name = f"{len(drawn)}-{heads}-{cache_dtype}-{layout}-{num_seqs}x{mean}" + (f"+-{spread:.0%}" if spread else "")
@@ -180,25 +180,25 @@ def random_decode(count: int, seed: int = 0) -> tuple[Case, ...]:
     return tuple(drawn)
 
 
-_MOST_TOKENS = 65536  # of a context
-_MOST_BYTES = 2 << 30  # of all keys and values of a batch
+_MOST_TOKENS = 65536  # the longest context
+_MOST_BYTES = 2 << 30  # the most bytes of all keys and values of a batch
 _POOL_BYTES = 4 << 30
 _SOME_HEADS = ((64, 8, 128), (28, 4, 128), (40, 8, 128), (16, 16, 128), (64, 8, 64), (32, 8, 80), (16, 8, 256))
-_BATCHES = 5  # of each engine
+_BATCHES = 5  # batches of each engine
 
 
 def random_ragged(count: int, seed: int = 0) -> tuple[Case, ...]:
-    """Draws batches as engines compose them that nobody tuned for, five of each engine.
+    """Draws batches that nobody tuned for, composed as engines compose theirs, five of each engine.
 
-    An engine has a model's heads (two of three engines 32/8 of 128) and caches (one of four float8_e4m3fn), a token
-    budget of 512 to 8192 and places for 16 to 256 sequences of up to 65536 tokens. It pads each batch to these places
-    and to the budget, a quarter or a sixteenth of it, so that few programs serve all batches. Up to four rows are
-    pieces of prompts, which mostly fill the budget; the others decode a token each, or in some batches check up to
-    seven drafted ones too.
+    An engine has a model's heads (two of three engines have 32/8 of 128) and caches (one of four has float8_e4m3fn), a
+    token budget of 512 to 8192, and places for 16 to 256 sequences of up to 65536 tokens. It pads each batch to all of
+    its places, and to the token budget or a quarter or a sixteenth of it, so that few programs serve all batches. Up to
+    four rows are chunks of prompts, which mostly fill the budget. The others decode one token each; in some batches
+    they also check up to seven drafted tokens.
 
     Args:
-      count: how many.
-      seed: of the generator; the first cases of a seed are the same for every count.
+      count: how many batches.
+      seed: the generator's seed; the first cases of a seed are the same for every count.
     """
     rng = np.random.default_rng(seed)
     budgets, places = rng.permutation((512, 1024, 2048, 4096, 8192)), rng.permutation((16, 64, 256))
@@ -217,14 +217,14 @@ def random_ragged(count: int, seed: int = 0) -> tuple[Case, ...]:
 
 
 def _random_batch(engine: Case, number: int, rng: np.random.Generator) -> Case:
-    """A batch of an engine, given as a case of one token with the engine's shapes."""
+    """Draws a batch of an engine; `engine` is a case of one token that has the engine's shapes."""
     assert engine.shapes is not None
     budget = engine.shapes.num_tokens
-    num_rows = round(engine.shapes.num_seqs ** math.sqrt(rng.uniform()))  # engines are rather full than empty
+    num_rows = round(engine.shapes.num_seqs ** math.sqrt(rng.uniform()))  # engines are more often full than empty
     num_prompts = min(int(rng.choice((0, 0, 1, 1, 2, 4))), num_rows)
     drafted = rng.random() < 0.3
     query_lens = [1] * num_rows
-    left = budget - num_rows  # tokens
+    left = budget - num_rows  # tokens of the budget
     for row in range(num_prompts, num_rows):
         more = min(int(rng.integers(8)), left) if drafted else 0
         query_lens[row] += more
@@ -233,7 +233,7 @@ def _random_batch(engine: Case, number: int, rng: np.random.Generator) -> Case:
         more = left if rng.random() < 0.7 else int(rng.integers(left + 1))
         query_lens[row] += more
         left -= more
-    most = min(_MOST_TOKENS, _MOST_BYTES // engine.kv_bytes // num_rows)  # of a context, on the mean
+    most = min(_MOST_TOKENS, _MOST_BYTES // engine.kv_bytes // num_rows)  # the longest that contexts may be on average
     mean, spread = 2 ** rng.uniform(np.log2(max(256, most / 64)), np.log2(most)), rng.uniform()
     contexts = mean * rng.uniform(1 - spread, 1 + spread, num_rows)
     contexts *= min(1, most * num_rows / contexts.sum())
@@ -253,7 +253,7 @@ def _random_batch(engine: Case, number: int, rng: np.random.Generator) -> Case:
 
 
 def select(cases: Sequence[Case], names: Iterable[str] | None) -> tuple[Case, ...]:
-    """Gives the cases of these names, in the list's order; all of them for None.
+    """Gives the cases with these names, in the order of `cases`; for None it gives all of them.
 
     Raises:
       ValueError: no case has one of the names.

@@ -1,18 +1,18 @@
 """FlashInfer's paged kernels by contender: which cases they refuse, what they compile, and how they are called.
 
-Functions take a case as `benchmarks.peers.FlashInfer` sends it. The contenders:
+Functions take a case as `benchmarks.peers.FlashInfer` sends it. These are the contenders:
 
     flashinfer         `BatchDecodeWithPagedKVCacheWrapper`: its CUDA-core and its tensor-core kernel.
     flashinfer-xqa     `trtllm_batch_decode_with_kv_cache` with the backend "xqa": TensorRT-LLM's kernels, which take
                        block tables as they are and need no plan. On Hopper an e4m3 cache gets a kernel of its own,
                        which rounds queries and weights to e4m3 too.
     flashinfer-fa2     `BatchPrefillWithPagedKVCacheWrapper` with the backend "fa2", for any number of queries.
-    flashinfer-fa3     The same with the backend "fa3", which is for Hopper. Each call makes a list of slots from the
-                       block tables first, in a kernel of its own, whose time counts.
-    flashinfer-batch   `BatchAttention`: persistent programs, which share out rows of many queries and of few.
+    flashinfer-fa3     The same with the backend "fa3", which is for Hopper. Each call first makes a list of slots from
+                       the block tables, in a kernel of its own; the time of that kernel counts.
+    flashinfer-batch   `BatchAttention`: persistent programs, among which rows of many queries and of few are divided.
     flashinfer-pod     `BatchPODWithPagedKVCacheWrapper`: POD attention, one launch for prompts and single queries.
 
-All but XQA have a `plan` that runs on the host before every step, which is not counted.
+All but XQA have a `plan` that runs on the host before every step. The time of the plan is not counted.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,24 +20,24 @@ from dataclasses import dataclass
 from typing import Any
 
 _WORKSPACE_BYTES = 512 << 20
-TOLERANCE = 2e-2  # relative error of a result, of the norm
+TOLERANCE = 2e-2  # a result's largest error, relative to its norm
 E4M3_TOLERANCE = 1e-1  # the same where products are in e4m3, whose 3 bits of mantissa err by 2.6% on average
 XQA_BLOCK_SIZES = (16, 32, 64, 128)
 _DECODE = ("flashinfer", "flashinfer-xqa")
 
-# Takes the number of the call, and whether it may start before the call before it has ended. Returns pairs of queries,
-# as an index of rows, and their outputs.
+# A function that is timed takes the number of the call, and whether the call may start before the previous one has
+# ended. It returns pairs of an index that picks rows of queries, and the outputs of these rows.
 type Run = Callable[[int, bool], list[tuple[Any, Any]]]
 
 
 @dataclass(frozen=True)
 class Way:
-    """A kernel that a contender may take.
+    """A kernel that a contender may use.
 
     Attributes:
-      name: tells it from the contender's other ways; empty where there is only one.
-      prepare: plans, and returns the function that is timed.
-      tolerance: how far it may err.
+      name: tells it from the contender's other kernels; empty where there is only one.
+      prepare: makes the plan, and returns the function that is timed.
+      tolerance: the largest relative error that its results may have.
     """
 
     name: str
@@ -50,8 +50,8 @@ class Arrays:
     """A case's arrays on the GPU.
 
     Attributes:
-      pools: key pools and value pools, as many of each as calls rotate through, so that none finds its keys in L2.
-      indices: i32, block ids of all sequences, one after the other.
+      pools: key pools and value pools. Calls rotate through them, so that no call finds its keys in L2.
+      indices: i32, the block ids of all sequences, one sequence after the other.
       query, out: bf16 [num_tokens, num_heads, head_size].
     """
 
@@ -61,13 +61,13 @@ class Arrays:
     out: Any
 
     def pair(self, call: int) -> tuple[Any, Any]:
-        """The pools of a call."""
+        """The key pool and the value pool of a call."""
         keys, values = self.pools
         return keys[call % len(keys)], values[call % len(values)]
 
 
 def refusal(contender: str, case: dict) -> str | None:
-    """Says why a contender cannot do a case, as far as that is known before it is tried; None if it may."""
+    """Says why a contender cannot do a case, as far as that is known before it is tried; None if it may be able to."""
     if case["layout"] not in ("hnd", "nhd"):
         return f"no layout {case['layout']}"
     group, most = case["num_heads"] // case["num_kv_heads"], max(case["query_lens"])
@@ -95,12 +95,12 @@ def refusal(contender: str, case: dict) -> str | None:
 
 
 def block_counts(case: dict) -> list[int]:
-    """Blocks that each sequence fills, the last perhaps in part."""
+    """How many blocks each sequence fills; the last one may be filled in part."""
     return [-(-length // case["block_size"]) for length in case["seq_lens"]]
 
 
 def starts(counts: Iterable[int]) -> list[int]:
-    """Where each of some runs starts that lie one after the other, and where the last one ends."""
+    """Where runs of these lengths start if they lie one after the other, and where the last one ends."""
     found = [0]
     for count in counts:
         found.append(found[-1] + count)
@@ -108,11 +108,11 @@ def starts(counts: Iterable[int]) -> list[int]:
 
 
 def padded_table(case: dict, indices: Sequence[int]) -> list[list[int]]:
-    """Rows of block ids, one for each sequence and as wide as the longest needs; what is left of a row is 0.
+    """Rows of block ids, one for each sequence and as wide as the longest needs. Rows are padded with 0.
 
     Args:
       case: the case.
-      indices: block ids of all sequences, one after the other.
+      indices: the block ids of all sequences, one sequence after the other.
     """
     counts = block_counts(case)
     first = starts(counts)
@@ -120,7 +120,7 @@ def padded_table(case: dict, indices: Sequence[int]) -> list[list[int]]:
 
 
 def modules(contenders: Sequence[str], cases: Iterable[dict]) -> list[Any]:
-    """What to build for the cases, each module once."""
+    """The modules to build for the cases, each of them once."""
     import torch
     from flashinfer import jit
     from flashinfer.jit.xqa import gen_xqa_module
@@ -152,7 +152,7 @@ def modules(contenders: Sequence[str], cases: Iterable[dict]) -> list[Any]:
 
 
 def dtypes(case: dict) -> tuple:
-    """Of the queries and of the caches."""
+    """The dtypes of the queries and of the caches."""
     import torch
 
     return torch.bfloat16, getattr(torch, case["cache_dtype"])
@@ -189,7 +189,7 @@ def _workspace() -> Any:
 
 
 def _tables(case: dict, arrays: Arrays, seqs: Sequence[int]) -> tuple[Any, Any, Any]:
-    """Block tables of some sequences, as plans take them: where each starts, all ids, and tokens of last blocks."""
+    """Some sequences' block tables in a plan's form: where each starts, all ids, and the tokens in each last block."""
     import torch
 
     counts, size = block_counts(case), case["block_size"]
@@ -210,7 +210,7 @@ def _options(case: dict) -> dict[str, Any]:
 
 
 def _window_left(case: dict) -> int:
-    """Tokens that a query sees before its own; -1 for all."""
+    """How many tokens before its own a query sees; -1 for all."""
     return -1 if case["sliding_window"] is None else case["sliding_window"] - 1
 
 
@@ -238,9 +238,7 @@ def _xqa(case: dict, arrays: Arrays) -> Run:
 
     table = torch.tensor(padded_table(case, arrays.indices.tolist()), dtype=torch.int32, device="cuda")
     seq_lens = _i32(case["seq_lens"]).cuda()
-    workspace = (
-        _workspace()
-    )  # its first 8 MiB are semaphores, which must be 0 at first and which every call leaves at 0
+    workspace = _workspace()  # its first 8 MiB are semaphores: they must be 0 at first, and every call leaves them at 0
 
     def run(call: int, enable_pdl: bool) -> list[tuple[Any, Any]]:
         trtllm_batch_decode_with_kv_cache(

@@ -1,11 +1,11 @@
 """FlashInfer's side of `benchmarks.peers.FlashInfer`: times its paged kernels in a process without JAX.
 
-The process reads one line of JSON, ``{"contenders": [...], "cases": [...]}``, and compiles. After a second line it
-times, and writes a line of JSON for each contender and case. The contenders are in `benchmarks.flashinfer_kernels`;
-where one has several kernels for a case, the best one counts.
+The process reads one line of JSON, ``{"contenders": [...], "cases": [...]}``, and compiles what they need. When it has
+read a second line, it times them, and writes a line of JSON for each contender and case. The contenders are in
+`benchmarks.flashinfer_kernels`; where one has several ways of doing a case, the best one counts.
 
-Each kernel is timed by two clocks, the sum of its kernels' times by CUPTI and the time of one call within a CUDA graph
-of many, and the better of the two counts. Each result is checked before it is timed.
+Each way is timed by two clocks: the sum of its kernels' times by CUPTI, and the time of one call within a CUDA graph of
+many. The lower time of the two counts. Each result is checked before it is timed.
 """
 
 import json
@@ -21,11 +21,11 @@ from benchmarks.flashinfer_kernels import Arrays, Run
 from benchmarks.report import first_line
 
 _SECONDS = 0.1  # about how long one measurement lasts
-_CHECKED = 16  # queries of a sequence
+_CHECKED = 16  # how many queries of a sequence are checked
 
 
 def main() -> None:
-    # The compilers print to stdout: from here on that goes to stderr, and only results go to what was stdout.
+    # The compilers print to stdout. From here on their text goes to stderr, and only results go to the real stdout.
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     wanted = json.loads(sys.stdin.readline())
@@ -38,7 +38,7 @@ def main() -> None:
     except Exception as error:
         reason = first_line(error)
     sys.stdin.readline()
-    for contender in contenders:  # one that breaks the process does not cost the answers of those before it
+    for contender in contenders:  # if one breaks the process, the answers of those before it are kept
         for case in cases:
             answer: dict[str, Any] = {"absent": reason}
             if reason is None:
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _compile(specs: Sequence[Any]) -> None:
-    """Builds all modules side by side; where one of them cannot be built, each by itself, so that the others are."""
+    """Builds all modules side by side. If one of them fails, builds each by itself, so that the others succeed."""
     from flashinfer import jit
 
     try:
@@ -127,7 +127,7 @@ def _time_case(contender: str, case: dict) -> dict[str, Any]:
 
 
 def _relative_error(case: dict, arrays: Arrays, outputs: Iterable[tuple[Any, Any]]) -> float:
-    """The largest error of the first, the middle and the last sequence: of some queries each, the last one included."""
+    """The largest error in the first, the middle and the last sequence, for some of their queries and the last one."""
     import torch
 
     out = torch.full_like(arrays.out, float("nan"))
@@ -151,11 +151,11 @@ def _relative_error(case: dict, arrays: Arrays, outputs: Iterable[tuple[Any, Any
         weights = torch.softmax(logits.masked_fill(hidden[:, None, None], float("-inf")), -1)
         expected = torch.einsum("nkgt,ktd->nkgd", weights, value).flatten(1, 2)
         errors.append(float((out[rows].float() - expected).norm() / expected.norm()))
-    return max(errors, key=lambda error: (error != error, error))  # NaN is the largest
+    return max(errors, key=lambda error: (error != error, error))  # NaN counts as the largest
 
 
 def _num_calls(case: dict, run: Run) -> int:
-    """How many calls a measurement takes: as many as fit into its time, but no more than there is need of."""
+    """How many calls a measurement takes: as many as fit into its time, but no more than are needed."""
     import torch
 
     torch.cuda.synchronize()
@@ -169,11 +169,11 @@ def sums_by_call(kernels: Iterable[tuple[str, float, float]], num_calls: int) ->
     """Microseconds of each call: the sum over its kernels.
 
     Args:
-      kernels: name, start and duration in microseconds of what ran on the GPU; copies and memsets are left out.
-      num_calls: how many calls launched them, as many kernels each.
+      kernels: name, start and duration in microseconds of all that ran on the GPU. Copies and memsets are left out.
+      num_calls: how many calls launched them. All calls launch the same number of kernels.
 
     Raises:
-      RuntimeError: calls did not launch as many kernels each.
+      RuntimeError: the calls did not launch the same number of kernels.
     """
     ours = sorted((start, us) for name, start, us in kernels if "kernel" in name.lower())
     if not ours or len(ours) % num_calls:

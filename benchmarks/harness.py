@@ -1,10 +1,10 @@
-"""Runs cases x contenders on the GPU: checks each result, times it, holds it against a ceiling, writes JSON.
+"""Runs each case with each contender on the GPU: checks the result, times it, compares it with a ceiling, writes JSON.
 
-A contender is an implementation of ours or a peer. Where one cannot do a case, or does it wrongly, its row has the
-reason in place of a time. The harness writes the file anew after each case, so that a run cut short keeps what it has.
+A contender is an implementation of ours or a peer. Where one cannot do a case, or gives a wrong result, its row has the
+reason in place of a time. The harness writes the file anew after each row, so a run that is cut short keeps its rows.
 
-A row's share is defined once, in `row_of`: the least time that the work takes by the ceiling, over the row's time. For
-decode the ceiling is a kernel that merely reads as many bytes, at that size.
+`row_of` alone defines a row's share: the least time that the work takes by the ceiling, over the row's time. For
+decode the ceiling is the time of a kernel that merely reads as many bytes.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from benchmarks.timing import Ceiling
 
 
 def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
-    """The command line of a benchmark; returns the exit code, 2 where there is no GPU."""
+    """Runs a benchmark from its command line; returns the exit code, 2 where there is no GPU."""
     args = _arguments(benchmark, argv)
     if not has_gpu(benchmark.op, args.processes):
         return 2
@@ -44,7 +44,7 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
 
 
 def has_gpu(op: str, processes: int = 1) -> bool:
-    """Whether there is a GPU to time `op` on, which so many processes share; prints that there is none otherwise."""
+    """Whether there is a GPU to time `op` on; if not, says so. With several processes, they all share this GPU."""
     if processes > 1:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if jax.default_backend() == "gpu":
@@ -101,10 +101,10 @@ def run(
 
     Args:
       benchmark: what to run.
-      cases, implementations, peer_names: all cases, and the contenders by name.
+      cases, implementations, peer_names: the cases to time, and the contenders' names.
       out: the file, or None.
-      processes: how many compile side by side; with 1, this one compiles and measures in turn.
-      notes: gives what else the report holds, from the start; called while others compile.
+      processes: how many processes compile side by side; with 1, this process compiles and measures in turn.
+      notes: returns what the report holds besides rows; called at the start, while other processes compile.
       **how: "pool_bytes" and "timer" of `measure.Work`.
     """
     elsewhere = [name for name in peer_names if name in benchmark.elsewhere]
@@ -144,12 +144,12 @@ def run(
 def compile_all(
     lowered: dict[Any, Callable[[], jax.stages.Lowered]], options: dict[str, Any] | None = None
 ) -> dict[Any, concurrent.futures.Future]:
-    """Lowers programs one after the other, each of which compiles meanwhile in a thread of its own.
+    """Lowers programs one after the other, while those already lowered compile, each in a thread of its own.
 
-    Returns only once all have compiled: what is timed beside a compiler is timed wrongly.
+    This returns only when all are compiled, because a compiler that runs beside a measurement makes it wrong.
 
     Args:
-      lowered: functions that lower a program each, by name.
+      lowered: by name, functions each of which lowers one program.
       options: XLA's options, or None.
     """
     futures: dict[Any, concurrent.futures.Future] = {}
@@ -157,7 +157,7 @@ def compile_all(
         for name, lower in lowered.items():
             try:
                 futures[name] = pool.submit(lower().compile, options)
-            except Exception as error:  # in its row
+            except Exception as error:  # the program's row gives the reason
                 futures[name] = concurrent.futures.Future()
                 futures[name].set_exception(error)
     return futures
@@ -169,16 +169,16 @@ def row_of(
     """Makes a row of the report.
 
     Args:
-      case: its name.
+      case: the case's name.
       work: bytes or operations of the case, in the ceiling's unit.
-      contender: who did it.
+      contender: the contender's name.
       kind: "implementation" for ours, "peer" for others.
       answer: the row's own fields, with the time "us" or with a reason, "absent" or "failed".
-      ceiling: what the time is held against; None where nothing is known to take as long at the least.
+      ceiling: what the time is compared with; None where no least time is known.
 
     Returns:
-      The answer with, where there is a time and a ceiling, the "rate" in the ceiling's unit and the "share": the least
-      time by the ceiling over the row's time.
+      The answer. Where there is a time and a ceiling, it also has the "rate" in the ceiling's unit and the "share": the
+      least time by the ceiling over the row's time.
     """
     row = {"case": case, "contender": contender, "kind": kind, "work": work, **answer}
     if "us" in answer and ceiling is not None:
@@ -199,7 +199,7 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def save(report: dict[str, Any], out: Path | None) -> None:
-    """Adds to each of our rows the peers' times over ours, above 1 where ours is faster, and writes the file."""
+    """Adds to each of our rows the peers' times over ours (above 1 where ours is faster), and writes the file."""
     times = {(r["case"], r["contender"]): r["us"] for r in report["rows"] if r["kind"] == "peer" and "us" in r}
     for row in report["rows"]:
         if row["kind"] == "implementation" and "us" in row:

@@ -1,4 +1,4 @@
-"""Draws a case's inputs, shuffled blocks in a pool larger than L2, and computes some rows of its true output."""
+"""Draws a case's inputs in shuffled blocks of a pool larger than L2, and computes some rows of its true output."""
 
 import functools
 import math
@@ -14,13 +14,13 @@ from paged_jax import PagedKVCache
 
 POOL_BYTES = 2 << 30  # bytes of keys and values together, far more than any L2 holds
 _MAX_TABLES = 128  # block tables that calls rotate through
-_CHUNK = 1 << 24  # random numbers that are drawn at a time
+_CHUNK = 1 << 24  # how many random numbers are drawn at a time
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Inputs:
-    """A case's arrays, on the device, padded if the case says to what.
+    """A case's arrays on the device, padded to the case's shapes if it has any.
 
     Attributes:
       query: bf16 [num_seqs or num_tokens, num_heads, head_size].
@@ -49,9 +49,9 @@ def make(
 
     Args:
       case: the case to draw.
-      prefill: whether every token has a query, or each sequence's last one only, unless the case says how many have.
+      prefill: whether every token has a query, or only each sequence's last one. Ragged cases say it themselves.
       pool_bytes: the least size of both pools together.
-      memory: bytes that the device has for arrays; None for no limit.
+      memory: how many bytes the device has for arrays; None for no limit.
       seed: the seed of all random numbers.
 
     Raises:
@@ -59,7 +59,7 @@ def make(
     """
     num_tables, per_table = rotations(case, pool_bytes), sum(case.blocks_per_seq)
     if case.shapes is not None:
-        num_tables = min(num_tables, case.shapes.num_blocks // per_table, _MAX_TABLES // 4)  # which are large
+        num_tables = min(num_tables, case.shapes.num_blocks // per_table, _MAX_TABLES // 4)  # these tables are large
         if num_tables == 0:
             raise ValueError(f"needs {per_table} blocks, the engine has {case.shapes.num_blocks}")
     if memory is not None:
@@ -99,7 +99,7 @@ def _query_lens(case: Case, prefill: bool) -> np.ndarray:
 
 
 def rotations(case: Case, pool_bytes: int = POOL_BYTES) -> int:
-    """How many block tables, each with blocks of its own, the calls of a case rotate through."""
+    """How many block tables the calls of a case rotate through. Each table has blocks of its own."""
     return min(max(2, math.ceil(pool_bytes / case.kv_bytes)), _MAX_TABLES)
 
 
@@ -114,13 +114,13 @@ def _table(case: Case, blocks: np.ndarray) -> np.ndarray:
 
 
 def _pools(case: Case, needed: int, pool_bytes: int, key: Array) -> tuple[Array, Array, int]:
-    """Draws random pools of an engine's blocks, or of at least `needed` ones and `pool_bytes`; and their number."""
+    """Draws random pools of an engine's size, or of at least `needed` blocks and `pool_bytes`; counts the blocks."""
     elements = case.block_size * case.num_kv_heads * case.head_size
     itemsize = jnp.dtype(case.cache_dtype).itemsize
     chunk = max(1, min(needed, _CHUNK // elements))
     chunks = math.ceil(max(needed, pool_bytes / (2 * elements * itemsize)) / chunk)
     if case.shapes is not None:
-        chunk = math.gcd(case.shapes.num_blocks, 512)  # it divides their number
+        chunk = math.gcd(case.shapes.num_blocks, 512)  # this divides the number of blocks
         chunks = case.shapes.num_blocks // chunk
     create = functools.partial(
         PagedKVCache.create,
@@ -141,7 +141,7 @@ def _pools(case: Case, needed: int, pool_bytes: int, key: Array) -> tuple[Array,
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _draw(key: Array, chunks: int, shape: tuple[int, ...], dtype: str) -> Array:
-    """Draws a pool of so many chunks, each of one shape."""
+    """Draws a pool of so many chunks, each of this shape."""
 
     def some(key):
         return jax.random.normal(key, (math.prod(shape),), jnp.float32).astype(dtype)
@@ -151,7 +151,7 @@ def _draw(key: Array, chunks: int, shape: tuple[int, ...], dtype: str) -> Array:
 
 
 def tokens(blocks: Array, layout: str, *, is_key: bool) -> Array:
-    """Puts gathered blocks, [..., num_blocks, *block], into token order: [..., num_tokens, num_kv_heads, head_size]."""
+    """Puts gathered blocks, [..., num_blocks, *block], in token order: [..., num_tokens, num_kv_heads, head_size]."""
     if layout == "nhd":
         out = blocks
     elif layout == "hnd":
@@ -168,13 +168,13 @@ def truth(case: Case, inputs: Inputs, *, prefill: bool) -> tuple[np.ndarray, np.
     """Computes some rows of the output for the first block table, by the plain formula in float32.
 
     Returns:
-      i32 [n], the rows' indices in the output, and f32 [n, num_heads, head_size], the rows.
+      The rows' indices in the output, i32 [n], and the rows, f32 [n, num_heads, head_size].
     """
     starts = np.asarray(inputs.query_start_loc)
     indices, rows = [], []
     for seq in sorted({0, case.num_seqs // 2, case.num_seqs - 1}):
         first = case.seq_lens[seq] - _query_lens(case, prefill)[seq]
-        positions = np.linspace(first, case.seq_lens[seq] - 1, 16).astype(np.int32)  # some twice, if queries are few
+        positions = np.linspace(first, case.seq_lens[seq] - 1, 16).astype(np.int32)  # few queries: some twice
         index = starts[seq] + positions - first
         table = inputs.block_tables[0][seq]
         scales = [jnp.float32(1) if s is None else s for s in (inputs.k_scale, inputs.v_scale)]

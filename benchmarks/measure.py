@@ -1,4 +1,4 @@
-"""Measures cases with contenders, in one process: draws inputs, compiles, checks each result, and times it."""
+"""Measures cases with contenders in one process: draws the inputs, compiles, checks each result, and times it."""
 
 import contextlib
 import dataclasses
@@ -17,22 +17,22 @@ from benchmarks.peers import Answer
 from benchmarks.report import first_line
 from benchmarks.timing import Ceiling
 
-TOLERANCE = 2e-2  # relative error that a result may have, of the norm; bfloat16 kernels have 1e-3 to 1e-2
+TOLERANCE = 2e-2  # a result's largest error, relative to its norm; bfloat16 kernels have 1e-3 to 1e-2
 
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """What tells one benchmark from another. With several processes each gets a copy: pickle must take all of it.
+    """What tells one benchmark from another. Each of several processes gets a copy, so pickle must take all of it.
 
     Attributes:
       op: the benchmark's name, as in ``bench_<op>``.
-      cases: what it can time.
-      prefill: whether every token has a query, or each sequence's last one only.
+      cases: the cases that it can time.
+      prefill: whether every token has a query, or only each sequence's last one.
       work: gives the bytes or operations of a case, in the ceiling's unit.
       ceiling: measures the ceiling, given the work of all cases.
       implementation: makes a contender of ours from a name on the command line; raises ValueError for other names.
       peers: the peers that run in this process, by name.
-      elsewhere: of `peers.FLASHINFER`, the peers that there are in FlashInfer's process.
+      elsewhere: the names of `peers.FLASHINFER` that run in FlashInfer's process.
     """
 
     op: str
@@ -47,15 +47,15 @@ class Benchmark:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Cases, and the contenders that each is measured with.
+    """Cases, and the contenders that each of them is measured with.
 
     Attributes:
-      benchmark: what they are of.
-      cases: in the order in which they are measured.
+      benchmark: the benchmark to which they belong.
+      cases: the cases, in the order in which they are measured.
       implementations, peer_names: the contenders' names; these peers run in the same process as ours.
-      memory: bytes that the device has for arrays; None for no limit.
-      pool_bytes: as `inputs.make` takes it.
-      timer: times calls of a compiled function.
+      memory: how many bytes the device has for arrays; None for no limit.
+      pool_bytes: the parameter of `inputs.make`.
+      timer: the function that times calls of a compiled function.
     """
 
     benchmark: Benchmark
@@ -68,7 +68,7 @@ class Work:
 
     @property
     def contenders(self) -> list[tuple[str, str, peers.Build]]:
-        """Name, kind and maker of each."""
+        """Name, kind and maker of each contender."""
         ours = [(name, "implementation", self.benchmark.implementation(name)) for name in self.implementations]
         return ours + [(name, "peer", self.benchmark.peers[name]) for name in self.peer_names]
 
@@ -78,7 +78,7 @@ class Work:
 
 
 class Programs:
-    """Compiles candidates; cases of an engine share their programs, as these know shapes only."""
+    """Compiles candidates. Cases of one engine share programs, since a program depends on shapes only."""
 
     def __init__(self):
         self._compiled: dict[Any, tuple[Any, float]] = {}
@@ -94,12 +94,12 @@ class Programs:
 
 
 def program_key(case: Case) -> Case:
-    """What cases have in common that may share programs; a case without an engine's shapes shares none."""
+    """Cases with the same key share programs. A case without an engine's shapes is its own key."""
     return case if case.shapes is None else dataclasses.replace(case, name="", seq_lens=(), query_lens=None)
 
 
 def compile_ahead(work: Work) -> Programs:
-    """Compiles all programs, and what draws inputs and checks results. What fails here is told where it is measured."""
+    """Compiles all programs, also those that draw inputs and check results. `measure` reports what fails here."""
     programs = Programs()
     for case in {program_key(case): case for case in work.cases}.values():
         with contextlib.suppress(Exception):
@@ -114,7 +114,7 @@ def compile_ahead(work: Work) -> Programs:
 
 
 def _abstract(build: peers.Build, case: Case, inputs: inputs_lib.Inputs) -> list[peers.Candidate]:
-    """A contender's candidates with shapes for arguments, so that what a peer copies takes no memory yet."""
+    """A contender's candidates with shapes in place of arguments, so that a peer's copies take no memory yet."""
     found: list[peers.Candidate] = []
 
     def arguments():
@@ -132,7 +132,7 @@ def measure(work: Work, programs: Programs) -> Iterator[Answer]:
         try:
             inputs = work.make(case)
             expected = inputs_lib.truth(case, inputs, prefill=work.benchmark.prefill)
-        except Exception as error:  # mostly for want of memory: the next case may fit
+        except Exception as error:  # mostly because memory ran out: the next case may fit
             for name, kind, _ in contenders:
                 yield Answer(case.name, name, kind, {"failed": first_line(error)})
             continue
@@ -142,13 +142,13 @@ def measure(work: Work, programs: Programs) -> Iterator[Answer]:
                 fields = _fastest(build(case, inputs), time_one)
             except peers.Absent as reason:
                 fields = {"absent": str(reason)}
-            except Exception as error:  # compilers and peers raise anything, and the other contenders still count
+            except Exception as error:  # compilers and peers may raise anything, and the other contenders still count
                 fields = {"failed": first_line(error)}
             yield Answer(case.name, name, kind, fields)
 
 
 def _fastest(candidates: Sequence[peers.Candidate], time_one: Callable) -> dict[str, Any]:
-    """The fastest candidate's numbers. If all candidates fail, raises the last one's failure."""
+    """The fastest candidate's numbers. If all candidates fail, this raises the last one's error."""
     best, failure = None, None
     for candidate in candidates:
         try:
@@ -184,5 +184,5 @@ def _time_one(
 
 
 def answer_of(timed: timing.Timing) -> dict[str, Any]:
-    """A timing in a row's words."""
+    """The fields of a row that a timing gives."""
     return {"us": timed.us, "min_us": timed.min_us, "calls": timed.calls, "kernels": timed.kernels}

@@ -59,11 +59,11 @@ MODELS = {
 
 
 def make_model(config: DecoderConfig, **options: Any) -> tuple[Any, Step]:
-    """Random weights, normal with deviation 1/50 (norms: 1, biases: 0), and the step that takes them.
+    """Makes random weights, normal with deviation 1/50 (norms: 1, biases: 0), and the step that takes them.
 
     Args:
         config: the model's sizes.
-        options: as for `examples.step.make_step`.
+        options: the options of `examples.step.make_step`.
     """
     shapes, step = make_abstract_step(config, jnp.bfloat16, **options)
 
@@ -82,14 +82,14 @@ def make_model(config: DecoderConfig, **options: Any) -> tuple[Any, Step]:
 
 
 def make_tables(num_seqs: int, longest: int) -> np.ndarray:
-    """Block tables for so many tokens a sequence, i32 [num_seqs, blocks], whose blocks lie in no order."""
+    """Makes block tables of shuffled blocks for so many tokens a sequence, i32 [num_seqs, blocks]."""
     blocks_per_seq = -(-longest // BLOCK_SIZE)
     num_blocks = num_seqs * blocks_per_seq
     return np.random.default_rng(0).permutation(num_blocks).astype(np.int32).reshape(num_seqs, blocks_per_seq)
 
 
 def make_caches(config: DecoderConfig, num_blocks: int) -> tuple[PagedKVCache, ...]:
-    """Caches full of random numbers."""
+    """Makes caches full of random numbers."""
 
     @jax.jit
     def fill(key):
@@ -101,7 +101,7 @@ def make_caches(config: DecoderConfig, num_blocks: int) -> tuple[PagedKVCache, .
 
 
 def floor_bytes(config: DecoderConfig, weights: Any, num_seqs: int, context: int) -> int:
-    """Bytes that a step cannot do without: the weights, of lookup tables nothing, and all keys and values."""
+    """Bytes that a step must read: the weights except tables that it only looks up, and all keys and values."""
     tables = ["embed_positions"] if config.tie_embeddings else ["embed_positions", "embed_tokens"]
     read = {name: part for name, part in weights.items() if name not in tables}
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(read))
@@ -109,5 +109,5 @@ def floor_bytes(config: DecoderConfig, weights: Any, num_seqs: int, context: int
 
 
 def slots(tables: Any, rows: Any, positions: Any) -> Any:
-    """Where the tokens at these positions of these rows lie in the cache, of NumPy or of JAX arrays."""
+    """The cache slots of the tokens at these positions of these rows. All arrays are NumPy's or all are JAX's."""
     return tables[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE

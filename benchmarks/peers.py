@@ -1,7 +1,7 @@
-"""The peers: other implementations of the same work, each optional.
+"""The peers: other implementations of the same work. Each of them is optional.
 
-A peer is a function of a case and its inputs. It returns candidates, of which the fastest counts, and raises `Absent`
-with the reason where it has none. FlashInfer needs PyTorch, so it runs in a process of its own.
+A peer is a function of a case and its inputs. It returns candidates, of which the fastest counts; where it has none, it
+raises `Absent` with the reason. FlashInfer needs PyTorch, so it runs in a process of its own.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ from benchmarks import inputs as inputs_lib
 from benchmarks.cases import Case
 from benchmarks.inputs import Inputs
 
-# Bytes of keys and values that a peer may copy. It needs several times as much memory while it copies.
+# The most bytes of keys and values that a peer may copy. It needs several times as much memory while it copies.
 _MOST_COPIED = 10**10
-_TILES_AND_STEPS = (128, 2), (128, 4), (64, 2)  # of JAX's Mosaic attention; the last fits heads of 256
-_SPLITS, _PAGES = (1, 8, 32), (4, 8, 16)  # what is tried of JAX's op where a table's width allows it
+_TILES_AND_STEPS = (128, 2), (128, 4), (64, 2)  # of JAX's Mosaic attention; the last pair fits heads of 256
+_SPLITS, _PAGES = (1, 8, 32), (4, 8, 16)  # values to try with JAX's op where a table's width allows them
 
 
 class Absent(Exception):
-    """Raised, with the reason, where a peer cannot do this work or is not installed."""
+    """Raised with the reason where a peer cannot do this work or is not installed."""
 
 
 class Candidate(NamedTuple):
@@ -41,8 +41,8 @@ class Candidate(NamedTuple):
     Attributes:
       label: tells this way from the contender's other ways; empty where there is only one.
       fn: a jitted function that returns the output, which has the query's shape unless `rows` is given.
-      argsets: the arguments of one call after the other; calls rotate through them.
-      rows: picks rows of the output by the numbers of their queries.
+      argsets: sets of arguments, one for each call; calls rotate through them.
+      rows: a function that picks rows of the output by the numbers of their queries.
     """
 
     label: str
@@ -53,10 +53,10 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a contender at a case.
+    """The outcome of one contender at one case.
 
     Attributes:
-      case, contender: their names.
+      case, contender: the names of both.
       kind: "implementation" for ours, "peer" for others.
       fields: a row's own fields, with the time "us" or with a reason, "absent" or "failed".
     """
@@ -77,7 +77,7 @@ def _plain(case: Case) -> None:
 
 
 def xla_decode(case: Case, inputs: Inputs) -> list[Candidate]:
-    """Attends as one would write it in jnp: it gathers the blocks, then computes a softmax."""
+    """Attention as one would write it in jnp: it gathers the blocks, then computes a softmax."""
     _plain(case)
     if case.kv_bytes > _MOST_COPIED:
         raise Absent(f"would gather {case.kv_bytes / 1e9:.0f} GB")
@@ -125,8 +125,8 @@ def pallas_configurations(width: int) -> list[tuple[int, int]]:
     """Pairs of `k_splits` and `pages_per_compute_block` for JAX's op, which takes no others with tables this wide.
 
     The op wants k_splits to divide the width, and the pages of a compute block, a power of two, to divide a split. For
-    each pair of `_SPLITS` and `_PAGES` this takes the nearest one that is allowed: at a width of 512 all nine pairs, at
-    615 = 3 * 5 * 41 three, of 1, 5 and 41 splits with one page.
+    each pair of `_SPLITS` and `_PAGES` this takes the nearest pair that is allowed. At a width of 512 these are nine
+    pairs; at 615 = 3 * 5 * 41 they are three, with 1, 5 and 41 splits and one page.
     """
     divisors = [n for n in range(1, width + 1) if width % n == 0]
     found = []
@@ -142,8 +142,8 @@ def pallas_configurations(width: int) -> list[tuple[int, int]]:
 def cudnn_paged(case: Case, inputs: Inputs) -> list[Candidate]:
     """cuDNN's paged attention, which is private in JAX and wants a pool of num_seqs * max_blocks_per_seq blocks.
 
-    Its queries are padded to the most that a sequence has. Under JAX's causal mask a sequence's first query sees only
-    its first token, the next one two, and so on: that is causal for whole prompts only. Single queries need no mask.
+    Its queries are padded to the most that any sequence has. Under JAX's causal mask a sequence's first query sees one
+    token, its second query two, and so on, which is right for whole prompts only. Single queries need no mask.
     """
     _plain(case)
     try:
@@ -185,7 +185,7 @@ def cudnn_paged(case: Case, inputs: Inputs) -> list[Candidate]:
     take = jax.jit(lambda pool, blocks: pool[blocks])
     argsets = []
     for table in inputs.block_tables:
-        # The same blocks in a pool of their own, shuffled again.
+        # This copies the table's blocks into a pool of their own and shuffles them again.
         order = np.random.default_rng(len(argsets)).permutation(table.size)
         own = np.empty(table.size, np.int32)
         own[order] = np.arange(table.size)
@@ -246,7 +246,7 @@ def mosaic_prefill(case: Case, inputs: Inputs) -> list[Candidate]:
 
 
 def _of_whole_prompts(build: Build, case: Case, inputs: Inputs) -> Sequence[Candidate]:
-    """A peer that attends to contiguous prompts of one length, and to all of each."""
+    """Restricts a peer of contiguous prompts to cases of whole prompts of one length."""
     if case.query_lens != case.seq_lens or len(set(case.seq_lens)) > 1 or case.sliding_window is not None:
         raise Absent("takes whole prompts of one length")
     return build(case, inputs)
@@ -259,7 +259,7 @@ RAGGED: dict[str, Build] = {
     "cudnn-contiguous": functools.partial(_of_whole_prompts, cudnn_prefill),
     "attention_mgpu": functools.partial(_of_whole_prompts, mosaic_prefill),
 }
-FLASHINFER = (  # what these are: benchmarks/flashinfer_kernels.py
+FLASHINFER = (  # benchmarks/flashinfer_kernels.py describes them
     "flashinfer",
     "flashinfer-xqa",
     "flashinfer-fa2",
@@ -272,20 +272,20 @@ FLASHINFER = (  # what these are: benchmarks/flashinfer_kernels.py
 def environment() -> dict[str, str]:
     """The environment for a peer's process.
 
-    It is ours but for an empty `TRITON_CACHE_DIR`: jax-triton 0.3 sets that where it is imported, and Triton, which
-    PyTorch compiles with, would not find a folder for what it compiles.
+    It is this process's environment without an empty `TRITON_CACHE_DIR`. jax-triton 0.3 sets that variable when it is
+    imported, and the peer's Triton, with which PyTorch compiles, would then find no folder for its results.
     """
     return {name: value for name, value in os.environ.items() if (name, value) != ("TRITON_CACHE_DIR", "")}
 
 
 class FlashInfer:
-    """FlashInfer's kernels, in a process of their own: PyTorch shares neither CUPTI nor memory with JAX.
+    """FlashInfer's kernels in a process of their own, since PyTorch shares neither CUPTI nor memory with JAX.
 
-    The process compiles its kernels from the start. It times nothing before there is need of its answers.
+    The process compiles its kernels from the start. It times nothing before its answers are asked for.
 
     Args:
-      cases: what to time.
-      contenders: of `FLASHINFER`, which of its kernels to time.
+      cases: the cases to time.
+      contenders: the names from `FLASHINFER` to time.
     """
 
     def __init__(self, cases: Iterable[Case], contenders: Sequence[str]):
@@ -302,7 +302,7 @@ class FlashInfer:
 
     @staticmethod
     def message(case: Case) -> dict[str, Any]:
-        """What the process is told of a case."""
+        """The message that tells the process of a case."""
         return {
             "name": case.name,
             "seq_lens": case.seq_lens,
@@ -323,7 +323,7 @@ class FlashInfer:
         self._process.stdin.flush()
 
     def answers(self) -> Iterator[Answer]:
-        """Answers as they come; then, where the process ended early, one for each that it still owed."""
+        """Yields answers as they come. If the process ended early, yields one for each answer that is missing."""
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._send("go")

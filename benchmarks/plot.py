@@ -1,4 +1,4 @@
-"""A benchmark's JSON as a picture of shares, those of the table: `python -m benchmarks.plot FILE.json OUT.png`."""
+"""Draws the shares in a benchmark's JSON, the same as in its table: `python -m benchmarks.plot FILE.json OUT.png`."""
 
 import argparse
 import json
@@ -46,7 +46,7 @@ def plot(report: dict[str, Any], out: Path) -> None:
 
 
 def _what_is_all(op: str, ceiling: dict[str, Any]) -> str:
-    """The axis's label: what takes as long as 100% says."""
+    """The axis's label, which says what 100% stands for."""
     if ceiling["unit"] == "GB/s":
         return "share of a kernel that merely moves as many bytes, %"
     rate = "" if ceiling["rate"] is None else f" of {ceiling['rate']:.0f} {ceiling['unit']}"

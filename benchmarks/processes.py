@@ -1,7 +1,7 @@
-"""Measures in several processes: all of them compile side by side, then one after the other measures.
+"""Measures in several processes: all of them compile side by side, and then measure one after the other.
 
 Compiling a kernel takes up to half a minute of one core, and timing it less than a second. Nothing compiles here while
-anything is timed. A call that breaks its process, as an illegal access does, costs the cases of that process only.
+anything is timed. If a call breaks its process, as an illegal access does, only the cases of that process are lost.
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ from benchmarks.cases import Case
 from benchmarks.measure import Work
 from benchmarks.peers import Answer
 
-_PATIENCE_S = 240.0  # for those that compile
-_LONGEST_S = 120.0  # for an answer, after which a process is taken to hang
+_PATIENCE_S = 240.0  # how long to wait for processes that compile
+_LONGEST_S = 120.0  # how long to wait for an answer; after that the process is taken to hang
 
 
 def dealt(cases: Sequence[Case], processes: int) -> list[list[Case]]:
-    """Cases for each process; those that share programs stay together."""
+    """Deals out the cases to processes. Cases that share programs go to the same process."""
     groups: dict[Any, list[Case]] = {}
     for case in cases:
         groups.setdefault(measure.program_key(case), []).append(case)
@@ -32,11 +32,11 @@ def dealt(cases: Sequence[Case], processes: int) -> list[list[Case]]:
 
 
 class Processes:
-    """Processes that share out the cases of some work, and are compiling from the start.
+    """Processes among which the cases of some work are divided. They compile from the start.
 
     Args:
       work: what to measure; pickle must take it.
-      processes: how many there are at the most.
+      processes: the largest number of processes.
     """
 
     def __init__(self, work: Work, processes: int):
@@ -52,7 +52,7 @@ class Processes:
             self._connections.append(here)
 
     def wait(self, patience_s: float = _PATIENCE_S) -> list[int]:
-        """Waits until all have compiled or ended, or for some time; returns the numbers of those that have."""
+        """Waits for all to compile or end, but only for some time; returns the numbers of those that have."""
         waiting = dict(zip(self._connections, range(len(self._connections)), strict=True))
         deadline = time.monotonic() + patience_s
         while waiting:
@@ -64,7 +64,7 @@ class Processes:
         return [i for i in range(len(self._processes)) if i not in waiting.values()]
 
     def answers(self) -> Iterator[Answer]:
-        """All answers, one process after the other; those that still compile come last."""
+        """Yields all answers, one process after the other. Processes that still compile come last."""
         ready = self.wait(0)
         for i in ready + [i for i in range(len(self._processes)) if i not in ready]:
             part, connection = self._works[i], self._connections[i]
@@ -80,7 +80,7 @@ class Processes:
                 reason = f"took more than {_LONGEST_S:.0f} s"
             except (EOFError, ConnectionError):
                 pass
-            self._processes[i].kill()  # which frees its memory on the GPU sooner than an orderly end
+            self._processes[i].kill()  # this frees its memory on the GPU sooner than an orderly end would
             self._processes[i].join()
             for (case, name), kind in left.items():
                 yield Answer(case, name, kind, {"failed": reason})

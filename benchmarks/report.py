@@ -1,4 +1,4 @@
-"""A benchmark's JSON as a Markdown table: `python -m benchmarks.report FILE.json`."""
+"""Prints a benchmark's JSON as a Markdown table: `python -m benchmarks.report FILE.json`."""
 
 import argparse
 import json
@@ -10,14 +10,14 @@ from typing import Any
 
 
 def contenders(report: dict[str, Any], kind: str) -> list[str]:
-    """Names of the contenders of a kind ("implementation" or "peer") that have a time in any case, in their order."""
+    """The contenders of a kind ("implementation" or "peer") that have a time in any case, in the report's order."""
     return list(dict.fromkeys(r["contender"] for r in report["rows"] if r["kind"] == kind and "us" in r))
 
 
 def share(row: dict[str, Any]) -> float | None:
-    """A row's share of the ceiling, as `benchmarks.harness.row_of` defines it; None where it has none.
+    """A row's share of the ceiling, as `benchmarks.harness.row_of` defines it; None where the row has none.
 
-    The files of commits up to 26b3ebd call it "share_at_size"; what they call "share" is that of a read of 8 GiB.
+    Files of commits up to 26b3ebd call it "share_at_size"; their "share" is relative to the rate of a read of 8 GiB.
     """
     return row.get("share_at_size", row.get("share"))
 
@@ -25,8 +25,8 @@ def share(row: dict[str, Any]) -> float | None:
 def markdown(report: dict[str, Any]) -> str:
     """The report as Markdown: a table of times, then what is missing and why.
 
-    Our columns give the time in microseconds and its share of the ceiling. Each peer's column gives its time, and that
-    time over the time of the first of ours. With several implementations of ours there is a column of `regrets`.
+    Our columns give the time in microseconds and its share of the ceiling. A peer's column gives the peer's time, and
+    that time over the time of the first of ours. With several implementations of ours there is a column of `regrets`.
     """
     ours, theirs = contenders(report, "implementation"), contenders(report, "peer")
     ceiling, chosen = report["ceiling"], report.get("chosen")
@@ -56,8 +56,8 @@ def markdown(report: dict[str, Any]) -> str:
 def regrets(report: dict[str, Any]) -> dict[str, float]:
     """What the choice between implementations loses in each case: the chosen one's time over the best one's, less 1.
 
-    The chosen one is the first of ours, or what a file of `benchmarks.bench_choice` notes. A case where that one has no
-    time has no regret.
+    The chosen one is the first of ours, or the one noted in a file of `benchmarks.bench_choice`. A case in which the
+    chosen one has no time has no regret.
     """
     times: dict[str, dict[str, float]] = {}
     for row in report["rows"]:
@@ -73,7 +73,7 @@ def regrets(report: dict[str, Any]) -> dict[str, float]:
 
 
 def regret_text(report: dict[str, Any]) -> str:
-    """The mean and the largest regret, in a line."""
+    """A line with the mean and the largest regret."""
     found = regrets(report)
     if not found:
         return "No regret: nothing that was chosen has a time."
@@ -122,12 +122,12 @@ def _peer_cell(row: dict[str, Any], ours: float | None) -> str:
 
 
 def number(us: float) -> str:
-    """Microseconds in three digits or four."""
+    """Formats microseconds with three or four digits."""
     return f"{us:.1f}" if us < 100 else f"{us:.0f}"
 
 
 def _missing(report: dict[str, Any]) -> list[str]:
-    """One line for each contender and reason, with the cases that it is the reason for."""
+    """One line for each contender and reason why times are missing, with the cases that miss them."""
     cases: dict[tuple[str, str], list[str]] = {}
     for row in report["rows"]:
         if "us" not in row:

@@ -1,20 +1,20 @@
-"""What more GPUs than were measured should gain: a decode step's time from the times of its parts.
+"""Projects a decode step's time on more GPUs than were measured, from the times of its parts.
 
     python -m benchmarks.scale_projection MODEL.json ALL_REDUCE.json
 
 It takes a result of `bench_model` on one GPU and one of `bench_scale --part all-reduce` on two, and prints a table.
-A step of tensor parallelism over N GPUs is taken to need
+The time of a step of tensor parallelism over N GPUs is assumed to be
 
     bytes / N / rate  +  layers * rest  +  (2 * layers + 1) * all_reduce(N)
 
-- bytes: a step's weights, keys and values, read once, at the rate of a kernel that merely reads.
-- rest: what one layer takes on one GPU beyond its bytes, as measured on Llama-3-8B at the same batch. It is assumed
-  not to shrink with N, although products that a GPU computes less of do: so far the projection is too slow.
-- all_reduce(N): the residual stream's, as measured on two GPUs by the loop's wall clock. Each doubling of N is assumed
-  to add a quarter; all N hang on one switch of full bandwidth. Beyond eight a host is full: 16 GPUs are two copies of
-  the model over eight each, which exchange nothing and serve twice the sequences.
+- bytes / N / rate: a GPU reads its weights, keys and values once, at the rate of a kernel that merely reads.
+- rest: the time of one layer on one GPU beyond that of its bytes, as measured on Llama-3-8B at the same batch. It is
+  assumed not to shrink with N. The products do shrink, so in this respect the projected times are too long.
+- all_reduce(N): the time to all-reduce the residual stream, as measured on two GPUs by the loop's wall clock. Each
+  doubling of N is assumed to add a quarter, with all N GPUs on one switch of full bandwidth. A host has at most eight:
+  16 GPUs are two copies of the model over eight GPUs each, which exchange nothing and serve twice the sequences.
 
-That all of these follow one another, and nothing overlaps, is assumed, too.
+It is also assumed that these times follow one another and nothing overlaps.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from examples.sharding import make_mesh
 
 MEASURED = "llama3-8b"
 GPUS_OF_A_HOST = 8
-_GROWTH = 0.25  # of an all-reduce's time, with each doubling
+_GROWTH = 0.25  # the part of an all-reduce's time that each doubling of the GPUs adds
 _CONTEXT = 1024
 
 

@@ -1,6 +1,6 @@
 """Steps of whole models over a mesh, for `bench_scale`: random weights, empty caches, and the programs that take them.
 
-Weights are made on the devices, shard by shard, since a model may fit on no one of them.
+Weights are made on the devices, shard by shard, since a whole model may not fit on any one device.
 """
 
 import dataclasses
@@ -23,12 +23,12 @@ from examples.sampling import greedy
 from examples.sharding import POOL, sharding_of
 from examples.step import Batch, make_abstract_step
 
-STEPS = 16  # in a row
+STEPS = 16  # decode steps in a row
 MODELS = {name: models.MODELS[name] for name in ("llama3-8b", "llama3-70b")}
 
 
 def make_weights(shapes: Any, mesh: Mesh) -> Any:
-    """Random weights, normal with deviation 1/50 (norms: 1), made on the devices shard by shard."""
+    """Makes random weights on the devices shard by shard, normal with deviation 1/50 (norms: 1)."""
 
     @functools.cache
     def normal(shape, dtype, sharding):
@@ -46,7 +46,7 @@ def make_weights(shapes: Any, mesh: Mesh) -> Any:
 
 
 def abstract_weights(shapes: Any, mesh: Mesh) -> Any:
-    """The weights' shapes and where they lie."""
+    """The weights' shapes, dtypes and shardings."""
 
     def place(path, leaf):
         sharding = sharding_of([getattr(key, "key", None) for key in path], leaf.shape, mesh)
@@ -56,7 +56,7 @@ def abstract_weights(shapes: Any, mesh: Mesh) -> Any:
 
 
 def decode_step(step: Callable, weights: Any, state: tuple, tables: jax.Array) -> tuple:
-    """One token more of every sequence, and its likeliest next one."""
+    """Runs one token of every sequence, and picks its likeliest next one."""
     token_ids, positions, caches = state
     rows = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
     slots = tables[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
@@ -66,7 +66,7 @@ def decode_step(step: Callable, weights: Any, state: tuple, tables: jax.Array) -
 
 
 def _prompts(tables: np.ndarray, context: int) -> Batch:
-    """Whole prompts, of which the last tokens' logits are wanted."""
+    """A batch of whole prompts, of which the last tokens' logits are wanted."""
     rows, positions = np.divmod(np.arange(tables.shape[0] * context, dtype=np.int32), np.int32(context))
     slots = tables[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
     starts = np.arange(tables.shape[0] + 1, dtype=np.int32) * np.int32(context)
@@ -84,7 +84,7 @@ def _prompts(tables: np.ndarray, context: int) -> Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model over a mesh: its step, the shapes of its weights, and what is run of it."""
+    """A model over a mesh: its step, the shapes of its weights, and the programs that the benchmark runs."""
 
     config: DecoderConfig
     mesh: Mesh
@@ -106,7 +106,7 @@ class Model:
         return make_caches(self.config, num_blocks, BLOCK_SIZE, jnp.bfloat16, mesh=self.mesh)
 
     def start(self, num_seqs: int) -> tuple[jax.Array, jax.Array]:
-        """Tokens and positions where decode steps start: half of them before the context, half of them after it."""
+        """Tokens and positions at which decode starts, so that half of the steps come before the context is reached."""
         tokens = np.arange(num_seqs, dtype=np.int32) + 7
         positions = np.full(num_seqs, self.context - STEPS // 2, np.int32)
         first, second = jax.device_put((tokens, positions), NamedSharding(self.mesh, P()))
@@ -117,7 +117,7 @@ class Model:
         return _prompts(self.tables(num_seqs), self.context)
 
     def lower(self, kind: str, num_seqs: int) -> jax.stages.Lowered:
-        """The program of a step; the caches are in place."""
+        """Lowers the program of a step, which updates its caches in place."""
         shapes, step = self.parts
         weights, tables = abstract_weights(shapes, self.mesh), self.tables(num_seqs)
         state = self._abstract_state(num_seqs)
@@ -142,7 +142,7 @@ class Model:
         return ids, ids, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=pool), caches)
 
     def floor_bytes(self, num_seqs: int) -> int:
-        """Bytes that a device cannot do without in a step: its part of the weights, of the keys and of the values."""
+        """Bytes that a device must read in a step: its shards of the weights, of the keys and of the values."""
         shapes, _ = self.parts
         read = {name: part for name, part in shapes.items() if name != "embed_tokens"}
         weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(read))

@@ -1,4 +1,4 @@
-"""bench_serving's JSON as a table and a picture: `python -m benchmarks.serving_report FILE.json [OUT.png]`."""
+"""Makes a table and a picture of bench_serving's JSON: `python -m benchmarks.serving_report FILE.json [OUT.png]`."""
 
 import argparse
 import json
@@ -26,7 +26,7 @@ COLUMNS = (
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The runs as a table, then what the bare model does, on which the bounds stand."""
+    """The runs as a table, then the bare model's speed, from which the bounds are computed."""
     title = f"{report['gpu']}, JAX {report['jax']}, {report['date']}, commit {report['commit']}: {report['model']}, "
     title += f"{report['num_blocks']} blocks of {report['block_size']} tokens, "
     title += f"at most {report['engine']['max_num_seqs']} sequences, "
@@ -46,7 +46,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def _comparisons(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What follows from several rows: how much faster than peers, and what shared prompts save."""
+    """Lines that compare rows: how much faster ours are than peers, and what shared prompts save."""
     found = []
     for row in rows:
         for name, times in row.get("times", {}).items():
@@ -95,7 +95,7 @@ def _sequences(counts: dict[str, Any]) -> str:
 
 
 def plot(report: dict[str, Any], out: Path) -> None:
-    """Draws how long first tokens and next tokens take, as shares of all, and how many sequences ran when."""
+    """Draws the distributions of times to first and to next tokens, and the number of running sequences over time."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullFormatter
@@ -127,7 +127,7 @@ def plot(report: dict[str, Any], out: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the table of a file, and draws its picture if told where to."""
+    """Prints the table of a file, and draws its picture if the command line names one."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving_report", description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("out", type=Path, nargs="?")

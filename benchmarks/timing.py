@@ -1,4 +1,4 @@
-"""Times calls by CUPTI, as the device time of all their kernels, and measures the ceilings that times are held against.
+"""Times calls by CUPTI, as the device time of all their kernels, and measures the ceilings for such times.
 
 The read and the copy ceiling are kernels of our own, which read or copy a buffer 16 bytes at a time and do nothing
 else. They need CuPy.
@@ -52,7 +52,7 @@ extern "C" __global__ void fill(unsigned* data, long long n) {
   }
 }
 """
-_LARGE = 8 << 30  # bytes of the largest read, and of source and destination of the copy together
+_LARGE = 8 << 30  # bytes of the largest read, and of the copy's source and destination together
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ class Timing:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What no kernel can beat.
+    """A speed that no kernel can beat.
 
     Attributes:
       unit: the unit of `rate`, "GB/s" or "TFLOP/s".
       rate: the rate that a large problem reaches; None where it could not be measured.
-      us: the time in microseconds for each amount of work (bytes) that was measured; empty where size does not matter.
+      us: the time in microseconds for each measured amount of work (bytes); empty where the size does not matter.
       note: how the ceiling was measured, or why it was not.
     """
 
@@ -89,14 +89,14 @@ class Ceiling:
     note: str
 
     def time(self, work: int) -> float | None:
-        """Microseconds that `work` (bytes or operations) takes at the least, as measured at its size or by the rate."""
+        """The fewest microseconds for `work` (bytes or operations), as measured at this size or else by the rate."""
         if work in self.us:
             return self.us[work]
         return None if self.rate is None else work / self.rate / (1e3 if self.unit == "GB/s" else 1e6)
 
 
 class _Launches:
-    """Looks jitted to `profiler.measure`, which would jit a plain function, and so make one program of all calls."""
+    """Looks jitted to `profiler.measure`, which would otherwise jit `run` and so make one program of all its calls."""
 
     def __init__(self, run: Callable[[], Any]):
         self.run = run
@@ -112,9 +112,9 @@ class _Launches:
 
 
 def kernel_times(run: Callable[[], Any]) -> list[tuple[str, float]]:
-    """Name and microseconds of every kernel that `run` launches, in order. Calls it twice, the first time to warm up.
+    """Name and microseconds of every kernel that `run` launches, in order. `run` is called twice, first to warm up.
 
-    This clock does not see copies and memsets that no kernel does.
+    This clock does not see copies and memsets that are not done by kernels.
     """
     from jax.experimental.mosaic.gpu import profiler
 
@@ -129,7 +129,7 @@ def time_calls(fn: Callable, argsets: Sequence[tuple], *, samples: int = 2, seco
 
     Args:
       fn: a compiled function that launches the same kernels for each of the argsets.
-      argsets: so many sets of arguments that together they do not fit in L2.
+      argsets: sets of arguments, so many that together they do not fit in L2.
       samples: how many times CUPTI is started anew.
       seconds: about how long one sample lasts.
     """
@@ -138,7 +138,7 @@ def time_calls(fn: Callable, argsets: Sequence[tuple], *, samples: int = 2, seco
     jax.block_until_ready(fn(*argsets[-1]))
     once = time.perf_counter() - start
     num_calls = min(max(4, int(seconds / once)), max(32, len(argsets)))
-    # An idle GPU's clocks take a while to rise.
+    # The clock rates of an idle GPU take a while to rise.
     start = time.perf_counter()
     while time.perf_counter() - start < 0.05:
         jax.block_until_ready(fn(*argsets[0]))
@@ -166,7 +166,7 @@ def time_calls(fn: Callable, argsets: Sequence[tuple], *, samples: int = 2, seco
 
 
 def read_ceiling(sizes: Iterable[int]) -> Ceiling:
-    """Times the read kernel on buffers of these sizes in bytes and on one of 8 GiB; each gets its best launch."""
+    """Times the read kernel on buffers of these sizes in bytes and on one of 8 GiB, each with its best launch."""
     try:
         best = _read_times(sizes)
     except Exception as error:  # without CuPy or memory there are no shares, but times are still worth having
@@ -184,7 +184,7 @@ def copy_ceiling() -> Ceiling:
 
 
 def _copy_time() -> tuple[int, float]:
-    """Bytes, and the microseconds that copying them takes."""
+    """The number of bytes, and the microseconds that copying them takes."""
     import cupy
 
     size = min(_LARGE // 2, cupy.cuda.Device().mem_info[0] // 4) >> 21 << 21

@@ -1,13 +1,13 @@
 """PyTorch's side of bench_model.py: the same models in plain PyTorch, in a process without JAX.
 
-As in gpt-fast a decode step is compiled, works on caches that are allocated once, `[num_seqs, num_kv_heads, longest,
-head_size]`, and a CUDA graph of all of it runs once a token. What is compiled is a layer, once for all of them, which
-takes a fraction of the time that compiling the whole step does: it begins with the sum that the layer before it leaves,
-so that the compiler can make one kernel of that sum and the norm after it, as it would in the whole. Matrices that
-multiply the same input are one, here too. Attention in decode is two products grouped by kv head, which read each key
-and value once; of prompts it is `scaled_dot_product_attention`.
+As in gpt-fast, a decode step is compiled, its caches `[num_seqs, num_kv_heads, longest, head_size]` are allocated once,
+and a CUDA graph of the whole step runs once a token. Only one layer is compiled, and all layers use it, which takes a
+fraction of the time that compiling the whole step would. The layer begins with the sum that the layer before it leaves,
+so that the compiler can make one kernel of this sum and the norm after it, as it would in the whole step. As in our
+step, matrices that multiply the same input are one matrix. Attention in decode is two products grouped by kv head,
+which read each key and value once; for prompts it is `scaled_dot_product_attention`.
 
-Reads one JSON object with the models' sizes and what to time, writes one line for each case.
+The process reads one JSON object with the models' sizes and what to time, and writes one line for each case.
 """
 
 import json
@@ -21,7 +21,7 @@ from benchmarks.report import first_line
 
 
 def main() -> None:
-    # Whatever the compilers print goes to stderr; stdout carries results only.
+    # Everything that the compilers print goes to stderr; stdout carries results only.
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     work = json.loads(sys.stdin.read())
@@ -30,7 +30,7 @@ def main() -> None:
         model, reason = None, None
         try:
             model = Model(sizes)
-        except Exception as error:  # no PyTorch, or no room
+        except Exception as error:  # PyTorch is not installed, or memory ran out
             reason = first_line(error)
         for kind, num_seqs in cases:
             answer: dict[str, Any] = {"absent": reason}
@@ -91,12 +91,12 @@ class Model:
         return ones, torch.zeros_like(ones) if self.sizes["family"] == "opt" else None
 
     def allocate(self, num_seqs: int, longest: int) -> None:
-        """Caches of random numbers."""
+        """Makes caches of random numbers."""
         shape = num_seqs, self.sizes["num_kv_heads"], longest, self.sizes["head_size"]
         self.caches = [(self._random(*shape), self._random(*shape)) for _ in self.layers]
 
     def forget(self) -> None:
-        """Gives the caches' memory back, and what was compiled for them."""
+        """Frees the caches, and what was compiled for them."""
         import torch
 
         self.caches = []
@@ -117,10 +117,10 @@ class Model:
         """The likeliest next token of each row.
 
         Args:
-            layer: `self.layer`, or what it was compiled to.
+            layer: `self.layer`, or its compiled form.
             token_ids: [num_seqs, num_tokens].
-            positions: [num_tokens], of every sequence alike.
-            is_decode: whether num_tokens is 1, and the tokens before it are in the caches.
+            positions: [num_tokens], the same for every sequence.
+            is_decode: whether num_tokens is 1 and the tokens before it are in the caches.
         """
         import torch
         import torch.nn.functional as F
@@ -142,7 +142,7 @@ class Model:
     def layer(
         self, hidden: Any, added: Any, weights: Any, cache: Any, rotation: Any, positions: Any, is_decode: bool
     ) -> tuple[Any, Any]:
-        """The residual stream after attention, and what the MLP adds to it; `added` is what the layer before left."""
+        """The residual stream after attention, and what the MLP adds to it; `added` is that of the layer before."""
         import torch.nn.functional as F
 
         sizes = self.sizes
@@ -176,7 +176,7 @@ def rotate(heads: Any, rotation: tuple[Any, Any]) -> Any:
 
 
 def attend_cached(query: Any, key_cache: Any, value_cache: Any, positions: Any) -> Any:
-    """Attention of one token a sequence to all cached up to it; [num_seqs, num_heads, 1, head_size]."""
+    """Attention of each sequence's one token to all cached tokens up to it; [num_seqs, num_heads, 1, head_size]."""
     import torch
 
     num_seqs, num_kv_heads, longest, head_size = key_cache.shape
@@ -188,20 +188,20 @@ def attend_cached(query: Any, key_cache: Any, value_cache: Any, positions: Any) 
 
 
 def attend_new(query: Any, key: Any, value: Any) -> Any:
-    """Causal attention of prompts to themselves."""
+    """Causal attention of each prompt to itself."""
     import torch.nn.functional as F
 
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1])
 
 
 def time_decode(model: Model, num_seqs: int, context: int, num_steps: int) -> float:
-    """Seconds a decode step takes, called once a token."""
+    """Measures the seconds of a decode step that is called once a token."""
     import torch
 
     model.allocate(num_seqs, context + num_steps)
     token_ids = torch.zeros(num_seqs, 1, dtype=torch.int64, device=model.device)
     positions = torch.zeros(1, dtype=torch.int64, device=model.device)
-    # gpt-fast's setting; graphs are captured here rather than by the compiler, whose own cost more on the host.
+    # This is gpt-fast's setting, but graphs are captured here: the compiler's own graphs take more time on the host.
     layer = torch.compile(model.layer, fullgraph=True, dynamic=False, options=_compiler_options(model))
 
     def step():
@@ -227,7 +227,7 @@ def time_decode(model: Model, num_seqs: int, context: int, num_steps: int) -> fl
 
 
 def time_prefill(model: Model, num_seqs: int, context: int, num_steps: int) -> float:
-    """Seconds in which prompts of `context` tokens are written."""
+    """Measures the seconds in which prompts of `context` tokens are written."""
     import torch
 
     model.allocate(num_seqs, context)

@@ -2,11 +2,11 @@
 
     python -m tests.fuzz --implementation triton --count 10000 --seed 7 --workers 15
 
-Each program (shapes, dtypes, static options) is compiled once and run on several batches of data: `--count` counts
-batches, and `--batches` says how many of a program. Each worker is a process. A worker that dies, for example by a read
-outside of memory, or that hangs, is reported with its program, and replaced. Every failure is printed as one line with
-the command that reproduces it, and the exit code is then 1. Programs that an implementation refuses are counted by
-reason, and others are tried in their place. With `--interpret` the kernels run on the CPU, in an interpreter.
+Each program (shapes, dtypes, static options) is compiled once and run on several batches of data. `--count` is the
+number of batches in all, and `--batches` that of each program. Each worker is a process. If a worker dies, for example
+by a read outside of memory, or hangs, it is reported with its program and replaced. Every failure is printed as one
+line with the command that reproduces it, and the exit code is then 1. Programs that an implementation refuses are
+counted by reason, and others are tried in their place. With `--interpret` the kernels run on a CPU, in an interpreter.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import threading
 import time
 
 BATCHES = 16
-_REFUSED = 19  # of 20 programs, at most
+_REFUSED = 19  # so many of 20 programs may be refused
 _OPS = {
     "v1": "paged_attention_v1",
     "v2": "paged_attention_v2",
@@ -90,7 +90,7 @@ def _again(args, answer):
 
 
 class _Programs:
-    """The numbers of the programs to try, for several threads."""
+    """Hands out the numbers of the programs to try; several threads may ask."""
 
     def __init__(self, args):
         self._lock, self._batches, self._end = threading.Lock(), args.batches, time.time() + args.seconds
@@ -99,7 +99,7 @@ class _Programs:
         self._numbers = iter([int(args.only.split(".")[0])] if args.only else range(most))
 
     def next(self):
-        """The next program's number, or None if there are enough."""
+        """The next program's number, or None if enough programs were tried."""
         with self._lock:
             if self._left <= 0 or time.time() > self._end:
                 return None
@@ -107,13 +107,13 @@ class _Programs:
             return next(self._numbers, None)
 
     def refused(self):
-        """Has another program tried in the place of one."""
+        """Makes room for another program in the place of one that was refused."""
         with self._lock:
             self._left += self._batches
 
 
 def _answers(args):
-    """Yields the workers' answers; a worker that dies is replaced, and its program is one answer."""
+    """Yields the workers' answers. A worker that dies is replaced, and counts as one answer for its program."""
     answers, programs = queue.SimpleQueue(), _Programs(args)
 
     def tend():
@@ -126,7 +126,7 @@ def _answers(args):
                 answers.put(answer)
             if "refused" in kinds:
                 programs.refused()
-            if "wrong" in kinds:  # perhaps by a read outside of memory, after which a process can use no GPU
+            if "wrong" in kinds:  # perhaps it read outside of memory, and then it can no longer use the GPU
                 _ended(process)
             if kinds & {"wrong", "died"}:
                 process = None
@@ -142,7 +142,7 @@ def _answers(args):
 
 
 def _asked(process, number, patience):
-    """Yields what a worker answers for a program, up to and with the answer that it is done, or that it died."""
+    """Yields a worker's answers for a program; the last one says that the worker is done or that it died."""
     timer = threading.Timer(patience, process.kill)
     timer.start()
     with contextlib.suppress(BrokenPipeError):
@@ -163,15 +163,15 @@ def _asked(process, number, patience):
 
 
 def _ended(process):
-    """The exit code of a worker that has no more to do."""
-    with process:  # closes its pipes, at which it ends, and waits for it
+    """Ends a worker, and returns its exit code."""
+    with process:  # this closes the worker's pipes, at which it ends, and waits for it
         pass
     return process.returncode
 
 
 def _start_worker(args):
     """Starts a process that reads numbers of programs, and answers in lines of JSON."""
-    threads = str(max(1, (os.cpu_count() or 1) // args.workers))  # of NumPy's, which would take all cores
+    threads = str(max(1, (os.cpu_count() or 1) // args.workers))  # for NumPy, which would otherwise take all cores
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "OPENBLAS_NUM_THREADS": threads}
     if args.interpret:
         environment |= {"JAX_PLATFORMS": "cpu"}
@@ -187,7 +187,7 @@ def _say(**answer):
 
 
 def _work(args):
-    """Runs as a worker: tries the programs whose numbers it reads, and reports the result of each."""
+    """Runs as a worker, which tries the programs whose numbers it reads, and reports the result of each."""
     import jax
 
     from tests import conftest  # noqa: F401  (strict JAX settings)
@@ -219,7 +219,7 @@ def _try_program(args, number):
                 passed += 1
     except Exception as error:
         words = str(error).split("\n")[0][:300]
-        # A refusal is an error whose first word is the name of the implementation.
+        # A refusal is an error whose message begins with the name of the implementation.
         if isinstance(error, Unsupported) or (isinstance(error, NotImplementedError) and "implementation '" in words):
             _say(kind="refused", why=words, batches=0)
         else:
@@ -270,7 +270,7 @@ def _runner(program, implementation, interpreted):
     device = jax.devices("cpu" if implementation == "xla" or interpreted else "gpu")[0]
     if program.op == "story":
         return fuzz_story.begin(program, implementation, device)
-    if interpreted:  # the interpreters are called with arrays, not with tracers
+    if interpreted:  # the interpreters take arrays, not tracers
         program = dataclasses.replace(program, transform="none")
     vmapped, donated = program.transform.startswith("vmap"), program.transform == "donate"
     call = _call(program, implementation)

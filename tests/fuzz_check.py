@@ -1,9 +1,9 @@
-"""Compares one call's results with a reference, row by row: this decides what `tests.fuzz` calls right and wrong.
+"""Compares one call's results with a reference, row by row, and so decides what `tests.fuzz` calls wrong.
 
 The reference computes `tests/oracle.py`'s definition over whole arrays, so that contexts of 70,000 tokens take seconds;
-`test_fuzz.py` compares the two. In float64 it gives the right results. In float32, with weights and results rounded as
-the kernels round them, it gives the error that `plain.assert_close` allows, for each row (the heads of one query token)
-by itself.
+`test_fuzz.py` compares the reference with the oracle. In float64 the reference gives the right results. In float32,
+with weights and results rounded as the kernels round them, it gives the error that `plain.assert_close` allows,
+separately for each row (the heads of one query token).
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ class Wrong(AssertionError):
 
 
 def references(program, batch):
-    """Gives `(out, lse)` twice: in float64, and with the rounding that the operations may have."""
+    """Gives `(out, lse)` twice: in float64, and with the rounding errors that the operations may have."""
     return [_reference(program, batch, exact) for exact in (True, False)]
 
 
@@ -91,7 +91,7 @@ def attend(query, keys, values, positions, case, options, causal, exact):
     for kv_head in range(case.num_kv_heads):
         heads = slice(kv_head * group, (kv_head + 1) * group)
         k, v = keys[:, kv_head].astype(real), values[:, kv_head].astype(real)
-        step = max(1, 2**25 // max(1, len(k) * group))  # queries at once, so that logits take little memory
+        step = max(1, 2**25 // max(1, len(k) * group))  # so many queries at once that their logits take little memory
         for first in range(0, num_queries, step):
             rows = slice(first, first + step)
             q = query[rows, heads].astype(real)
@@ -136,7 +136,7 @@ def _softmax(logits, values, heads, dtype, options, exact):
     top = logits.max(-1, initial=NOTHING)
     weights = np.exp(logits - np.where(np.isfinite(top), top, 0)[..., None])
     total = weights.sum(-1)
-    if not exact and dtype != np.float32:  # weights go into the products in the queries' precision
+    if not exact and dtype != np.float32:  # the products take weights in the queries' precision
         weights = weights.astype(dtype).astype(np.float32)
     mean = (weights.reshape(total.size, len(values)) @ values).reshape(*total.shape, values.shape[1])
     mean = mean / np.where(total > 0, total, 1)[..., None]
@@ -162,8 +162,8 @@ def hold_bits(actual, expected, what):
 def hold_writes(caches, arrays, layout, scales):
     """Compares written caches with the oracle's, byte for byte.
 
-    An op may round a quotient to float32 first, which makes a tie of a quotient that is near the middle between two
-    integers. Both codes are right there.
+    An op may round a quotient to float32 first. A quotient near the middle between two integers may then become a tie,
+    and both integers are right.
     """
     expected = oracle.write(**arrays, layout=layout, **scales)
     for got, exact, which in zip(caches, expected, ("key", "value"), strict=True):
@@ -213,7 +213,7 @@ def check(program, batch, results):
 
 
 def _check_residuals(program, results, exact):
-    """Checks that the partitions reduce to the result; the suite holds each of them against the oracle."""
+    """Checks that the partitions reduce to the result; the test suite compares each of them with the oracle."""
     _, _, exp_sums, max_logits, tmp_out = (np.asarray(x).astype(np.float64) for x in results)
     if not exp_sums.size:
         return

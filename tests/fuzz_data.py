@@ -97,11 +97,11 @@ def _vectors(rng, case, length, which):
 
 
 def _normal(rng, shape):
-    return rng.standard_normal(shape, np.float32)  # in half the time of float64
+    return rng.standard_normal(shape, np.float32)  # float32 takes half the time of float64
 
 
 def poison(rng, shape, dtype):
-    """What `inputs.poison` makes, of a piece that is repeated: to draw it all takes longer than all else."""
+    """An array like that of `inputs.poison`, but made by repeating a piece: drawing all of it would take too long."""
     return np.resize(inputs.poison(rng, (4099,), dtype), shape)
 
 
@@ -121,7 +121,7 @@ def store(cache, blocks, offsets, layout, which, vectors):
 def _last_slots(rng, program, tables, seq_lens, scales, shown):
     """Draws the slot of each sequence's last token; for empty sequences, a slot that is negative or past the pool.
 
-    Only empty sequences have none: any other row without a slot would need its last token in the cache already.
+    Only empty sequences have no real slot: any other row without one would need its last token in the cache already.
     """
     size = program.case.block_size
     slots = np.empty(program.num_seqs, np.int32)

@@ -1,7 +1,7 @@
 """Draws random calls for `tests.fuzz`, from all that the operations support and with options in all combinations.
 
 A `Program` has everything that one compilation fixes: shapes, dtypes and static options. A `Batch` is one set of data
-for it: lengths, tables, contents. Both depend on a seed and a number alone, so that each can be drawn again.
+for it: lengths, tables, contents. Both depend only on a seed and a number, so that each can be drawn again.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ _WEIGHTS = np.array([3, 4, 4, 3, 5, 3, 2, 1, 1, 1], float)  # of OPS, in order
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LONGEST = 70_000
-# These limits let the oracle take seconds and not minutes: elements of K, and products of q and k, in a batch.
+# With these limits the oracle takes seconds and not minutes: the most elements of K and products of q and k in a batch.
 _ELEMENTS = 2**22
 _PRODUCTS = 2**28
 
@@ -31,7 +31,7 @@ class Program:
     Attributes:
       number: which program of its seed this is.
       op: one of `OPS`.
-      case: dimensions and options; its lengths are only bounds, every `Batch` has its own.
+      case: dimensions and options; its lengths are only bounds, and every `Batch` has its own.
       num_seqs, width: rows and columns of the block tables.
       num_blocks: blocks of the pools.
       num_tokens: tokens of the ragged queries.
@@ -87,7 +87,7 @@ def program(seed, number, *, ops=OPS, small=False):
 def _transform(rng, op, num_seqs, case):
     if op in ("v1", "v2", "auto", "ragged") and num_seqs <= 8:
         chosen = str(rng.choice(["none", "none", "none", "vmap", "vmap-pools"]))
-        # Two pools would need two arrays of scales, if each slot has its own.
+        # If each slot has its own scale, two pools would need two arrays of scales.
         return "vmap" if chosen == "vmap-pools" and "slot" in (case.k_scale, case.v_scale) else chosen
     if op in ("write_and_attend", "write", "copy", "swap"):
         return str(rng.choice(["none", "donate"]))
@@ -121,7 +121,7 @@ def _dimensions(rng, op, small):
 
 
 def _options(rng, case, op):
-    """Draws options: each one occurs in a quarter of the programs, whatever the others are."""
+    """Draws options. Each of them occurs in a quarter of the programs, independently of the others."""
 
     def maybe(*values):
         return values[int(rng.integers(len(values)))] if rng.random() < 0.25 else None
@@ -154,7 +154,7 @@ def _options(rng, case, op):
         k_scale=str(rng.choice(kinds)) if scaled else None,
         v_scale=str(rng.choice(kinds)) if both or (not scaled and case.cache_dtype == "int8") else None,
         scale_size=float(rng.choice([1.0, 1.0, 1.0, -1.0, 1e-3])),
-        max_seq_len=maybe(0),  # `program` draws the bound
+        max_seq_len=maybe(0),  # the function `program` draws the bound
         logits="equal" if rng.random() < 0.05 else "random",
     )
 
@@ -197,7 +197,7 @@ def lengths(rng, program):
 
 
 def query_lengths(rng, program, seq_lens):
-    """Draws how many of each sequence's tokens are queries: none, one, some or all, as far as there are rows."""
+    """Draws how many of each sequence's tokens are queries: none, one, some or all, until the rows are used up."""
     left, found = program.num_tokens, []
     for length in seq_lens:
         wanted = int(rng.choice([0, 1, 1, 5, 16, 17, 64, 10**6]))

@@ -1,6 +1,6 @@
 """A random history of one pool for `tests.fuzz`: sequences grow, fork, are swapped out and in, attend and are freed.
 
-A model in NumPy keeps the tokens of every sequence. The pools start as poison, so that the results of attention show a
+A model in NumPy keeps the tokens of every sequence. The pools are poison at first, so the results of attention show a
 token that was written to a wrong slot, a copy that was forgotten, or a block that a swap moved to a wrong place.
 """
 
@@ -16,8 +16,8 @@ from tests import fuzz_check, inputs, oracle, plain
 
 STEPS = 24
 SCALES = ("k_scale", "v_scale")  # in the order of the pools
-_MOST_NEW = 7  # tokens of a sequence in one step
-_SPARE = 3  # blocks that the pool swapped to has more
+_MOST_NEW = 7  # the most new tokens of a sequence in one step
+_SPARE = 3  # so many more blocks has the pool to which blocks are swapped
 
 
 class Story:
@@ -38,7 +38,7 @@ class Story:
         self.state = allocator.create(self.num_blocks, case.block_size, self.num_seqs, self.width)
         self.said = [[] for _ in range(self.num_seqs)]
         self.caches = jax.device_put(self.poison(rng, self.num_blocks), self.device)
-        # The cache has one scale; scales for each slot would have to move with the blocks.
+        # The cache has one scale, because scales for each slot would have to move with the blocks.
         self.scales = {}
         for name in SCALES:
             kind = getattr(case, name)
@@ -52,7 +52,7 @@ class Story:
         return [inputs.poison(rng, shape, dtype) for shape in inputs.cache_shapes(case.layout, *dims, dtype)]
 
     def append(self, rng):
-        """Appends new tokens to some sequences; if blocks run out, frees one of them instead."""
+        """Appends new tokens to some sequences. If blocks run out, frees one sequence instead."""
         counts = rng.integers(0, _MOST_NEW + 1, self.num_seqs) * (rng.random(self.num_seqs) < 0.6)
         capacity = self.width * self.case.block_size
         counts = np.minimum(counts, capacity - self.state.seq_lens).astype(np.int32)
@@ -76,7 +76,7 @@ class Story:
         self.state = state
 
     def fork(self, rng):
-        """Makes an empty sequence share all tokens of another one; if none is empty, frees one first."""
+        """Frees a sequence if it is not empty, and lets it share all tokens of another one."""
         parent, child = (int(x) for x in rng.permutation(self.num_seqs)[:2])
         self._free_row(child)
         self.state = allocator.fork(self.state, parent, child)
@@ -130,8 +130,8 @@ class Story:
 def without_ties(values, scale, dtype):
     """Replaces by 0 the elements of new tokens that two exact quantisers may round differently.
 
-    An op divides in float32, which may make a tie between two codes of a quotient that is only near one. The op's code
-    may then differ from the reference's, and all later results would differ too.
+    An op divides in float32. A quotient that is only near the middle between two codes may then become a tie, so that
+    the op's code differs from the reference's, and all later results would differ too.
     """
     factor = oracle.scale_at(scale, 0, 0)
     quotient = values.astype(np.float64) / factor

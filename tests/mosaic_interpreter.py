@@ -1,7 +1,7 @@
 """Runs the Mosaic GPU kernels without a GPU, in Pallas's interpreter, with substitutes for what the interpreter lacks.
 
-`call` and `run_op` run a decode op, and `interpreted()` has all calls of ops run here, as if for one of the GPUs below.
-These are so small that short contexts get every kind of tuning.
+`call` and `run_op` run a decode op. Within `interpreted()` all calls of ops run in the interpreter, as if for one of
+the GPUs below. These GPUs are so small that short contexts get every kind of tuning.
 """
 
 import contextlib
@@ -31,9 +31,9 @@ OPS = {"v1": "paged_attention_v1", "v2": "paged_attention_v2", "auto": "paged_at
 
 
 def tokens_of(rows, geometry):
-    """Gives the token of each of these rows of a tile. If heads are folded, their runs alternate in a tile."""
+    """The token of each of these rows of a tile. If heads are folded, their runs of tokens alternate in the tile."""
     fold, run = geometry.tuning.fold, geometry.run_tokens
-    if fold == 1:  # and a run may be longer than these rows
+    if fold == 1:  # here a run may be longer than these rows
         return jnp.arange(rows)
     by_head = jnp.arange(rows // fold).reshape(-1, 1, run)
     return jnp.broadcast_to(by_head, (len(by_head), fold, run)).reshape(-1)
@@ -47,7 +47,7 @@ def read(tile_smem):
 
 
 class Interpreted:
-    """The methods of all kinds of tiles that need the registers of threads, written for whole arrays."""
+    """Replaces the methods of tiles that work on threads' registers by methods that work on whole arrays."""
 
     def slot_scales(self, scales_smem):
         return scales_smem[...][:, : self.geometry.run_tokens].reshape(-1)
@@ -139,7 +139,7 @@ def interpreted(device=SMALL_GPU):
     def eagerly(op, operands, *, implementation=None, **static):
         if op in ("ragged_paged_attention", "prefix_attention"):
             return ragged_interpreter.call(op, operands, device)
-        _dispatch._load(implementation, op)  # an error, if it has no such op
+        _dispatch._load(implementation, op)  # this raises an error if the implementation has no such op
         return run_op(op, device, *operands, **static)
 
     with mock.patch.object(_dispatch, "call", eagerly):

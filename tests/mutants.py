@@ -4,7 +4,7 @@
     python -m tests.mutants tp_rank          the mutants whose name contains this word
 
 A mutant is a copy of the repository in which one piece of source is changed. It is killed if the tests that it names
-fail there; these are few tests, so that a run takes seconds. All mutants in this list are expected to be killed.
+fail on this copy; they are few, so that a run takes seconds. All mutants in this list are expected to be killed.
 """
 
 import argparse
@@ -24,7 +24,7 @@ COPIED = ("paged_jax", "tests", "examples", "benchmarks", "pyproject.toml", "REA
 
 
 class Mutant(NamedTuple):
-    """A bug.
+    """A bug that is made on purpose.
 
     Attributes:
       name: the bug in a few words.
@@ -307,7 +307,7 @@ def run(mutant: Mutant) -> tuple[bool, str]:
         )
         lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()] or [""]
         lines = [line for line in lines if re.match(r"\w*(Error|Exception)\b|Segmentation", line)] or lines
-        # A test fails in pytest; in the interpreter, a mutant that writes to wild memory may kill the process.
+        # pytest must report a failed test; in the interpreter, a mutant that writes to wild memory may end the process.
         return done.returncode == 1 or (interpret and done.returncode != 0), lines[-1]
 
 

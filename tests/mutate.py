@@ -1,13 +1,13 @@
-"""Mutation testing of what needs no GPU, with the operators of Cosmic Ray: small bugs by the thousand, or a sample.
+"""Mutation testing of the modules that need no GPU, with Cosmic Ray's operators: thousands of small bugs, or a sample.
 
     pip install cosmic-ray                             (not a dependency of the tests)
     python -m tests.mutate --count 25 --seed 15        25 mutants of each module; prints one line for each survivor
-    python -m tests.mutate --count 25 grow softmax     only of the modules whose path contains one of these words
+    python -m tests.mutate --count 25 grow softmax     only the modules whose path contains one of these words
 
 A mutant is one change of an operator, a number, a condition or the like (annotations, decorators and messages are left
-alone). A sample takes places of a module in random order and one of the possible changes at each. Tests of the module,
-listed in `TESTS`, must fail, or run longer than `--timeout` seconds. `ACCEPTED` names the survivors that no test can
-kill, and why.
+alone). A sample takes random places of a module, and one of the possible changes at each. A mutant is killed if the
+module's tests, listed in `TESTS`, fail or run longer than `--timeout` seconds. `ACCEPTED` lists the survivors that no
+test can kill, with the reasons.
 
 Importing JAX takes seconds, so a process that has imported it forks for every mutant. XLA's compilations are kept
 between mutants, since most of them leave most programs as they are.
@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from tests.mutants import COPIED, ROOT
 
-# Those cases of the attention ops that have every option, layout and kind of scale, the edges, and random lengths.
+# These cases of the attention ops have every option, layout and kind of scale, the edge cases, and random lengths.
 _ATTENTION = (
     "tests/test_transforms.py tests/test_decode.py tests/test_ragged.py tests/test_xla.py tests/test_causal.py "
 )
@@ -40,7 +40,7 @@ _ATTENTION += "-k 'no_room or without_sequences or never_gathered or test_xla or
 _ATTENTION += "test_causal or hnd-float16 or nhd-e5m2 or vllm-int8 or sparse-step or sparse-negative-step or "
 _ATTENTION += "everything or max-seq-len or all-empty or long or random or stop or number or zero'"
 _WRITE_AND_ATTEND = "tests/test_write_and_attend.py -k 'nhd-e5m2 or vllm-int8 or unsplit or past_max or returns'"
-# The tests that hold each module, those that fail soonest first. A folder stands for all of its modules.
+# The tests of each module; those that fail soonest come first. A folder stands for all of its modules.
 TESTS = {
     "allocator": (
         "tests/test_allocator_edges.py tests/test_allocator.py tests/test_allocator_arguments.py "
@@ -64,7 +64,7 @@ TESTS = {
     "kernels/xla/ragged.py": _ATTENTION,
     "kernels/xla/softmax.py": _ATTENTION,
 }
-# (module, the changed line as it becomes): why it is no bug.
+# (module, the line after the change): why the change is no bug.
 ACCEPTED = {
     (
         "allocator/arguments.py",
@@ -204,7 +204,7 @@ ACCEPTED = {
     ): "of the three layouts no other name sorts behind it",
 }
 
-# The operators that replace one sign by another give many changes that do the same; these are the telling ones.
+# Replacing an operator by each of the others gives many mutants that behave alike. These replacements are enough.
 _REPLACED_BY = {
     "Add": ("Sub",),
     "Sub": ("Add",),
@@ -235,7 +235,7 @@ _OTHERS = (
 
 
 class Change(NamedTuple):
-    """A mutant: the `index`-th change that a Cosmic Ray operator makes to a module, which begins at `place`."""
+    """A mutant: the `index`-th change that a Cosmic Ray operator makes to a module. The change begins at `place`."""
 
     operator: str
     index: int
@@ -243,7 +243,7 @@ class Change(NamedTuple):
 
 
 def changes(source: str) -> Iterator[Change]:
-    """All changes of a module's source."""
+    """All changes that can be made to a module's source."""
     from cosmic_ray.ast import get_ast
     from cosmic_ray.plugins import get_operator
 
@@ -274,7 +274,7 @@ def changes(source: str) -> Iterator[Change]:
 
 
 def _tested(source: str) -> Callable[[tuple[int, int]], bool]:
-    """Whether a place is in no annotation, signature (but for its defaults), decorator, overload or message."""
+    """Whether a place is outside of annotations, signatures (but for defaults), decorators, overloads and messages."""
 
     def stretch(first, last=None):
         return (first.lineno, first.col_offset), (last.lineno, last.col_offset) if last else (
@@ -312,7 +312,7 @@ def sample(source: str, count: int | None, rng: random.Random) -> list[Change]:
 
 
 def mutated(source: str, change: Change) -> str:
-    """The source with a change."""
+    """The source after a change."""
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
@@ -320,7 +320,7 @@ def mutated(source: str, change: Change) -> str:
 
 
 def changed_line(source: str, change: Change) -> str:
-    """The line that a change changes, as it then reads."""
+    """The changed line, as it reads after the change."""
     line = mutated(source, change).splitlines()[change.place[0] - 1].strip()
     return re.sub(r"(?<=[(\[]) ", "", re.sub(r"\s+", " ", line))
 
@@ -341,7 +341,7 @@ def run_tests(folder: Path, cache: Path, tests: str, timeout: float, keep_byteco
     """Runs tests in a forked process: ("passed", "failed" or "timeout", what it printed)."""
     log = folder / "log.txt"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # JAX warns of forks; no thread of its runs here
+        warnings.simplefilter("ignore")  # JAX warns of forks, but none of its threads runs here
         child = os.fork()
     if child == 0:
         os.setsid()
@@ -378,7 +378,7 @@ def _child(folder: Path, cache: Path, tests: str, keep_bytecode: bool) -> int:
         del sys.modules[name]
 
     class KeepCompilations:
-        """Turns XLA's cache on, which tests/conftest.py turns off."""
+        """Turns on XLA's compilation cache, which tests/conftest.py turns off."""
 
         def pytest_sessionstart(self):
             jax.config.update("jax_enable_compilation_cache", True)
@@ -391,7 +391,7 @@ def _child(folder: Path, cache: Path, tests: str, keep_bytecode: bool) -> int:
 
 
 def tests_of(module: str) -> str:
-    """The tests that hold a module."""
+    """The tests of a module."""
     return next(tests for name, tests in TESTS.items() if module == name or module.startswith(name + "/"))
 
 

@@ -1,4 +1,4 @@
-"""Runs the ragged Mosaic GPU kernels without a GPU, in Pallas's interpreter, with substitutes for what it lacks."""
+"""Runs the ragged Mosaic GPU kernels without a GPU, in Pallas's interpreter, and replaces what it cannot run."""
 
 from dataclasses import replace
 from functools import partial
@@ -146,7 +146,7 @@ def accumulate(out, weights, values_smem, then=None):
     if then is not None:
         then()
     values = values_smem[...]
-    plgpu.commit_smem()  # without this fence the interpreter sees a race of reads and later copies
+    plgpu.commit_smem()  # without this fence the interpreter sees a race between this read and later copies
     return out + jnp.dot(weights.astype(jnp.float32), values.astype(jnp.float32))
 
 
@@ -157,7 +157,7 @@ def merge_rows(refs, group, kind):
 
 
 def merge_row(refs, group, row, kind):
-    """Merges one row as all threads of it do on a GPU."""
+    """Merges one row, which a GPU does with several threads."""
     geometry, problem, partials = kind.geometry, kind.geometry.problem, refs.partials
     token, head = row // problem.num_heads, row % problem.num_heads
     tile, of_tile = token // kind.tokens, token % kind.tokens

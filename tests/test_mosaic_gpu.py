@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernels with no GPU: in Pallas's interpreter, and lowered for CUDA.
+"""Tests the Mosaic GPU kernels without a GPU: in Pallas's interpreter, and lowered for CUDA.
 
 The interpreter simulates shared memory and barriers, and looks for races. On a GPU the tests of the operations run
 these kernels too.
@@ -33,7 +33,7 @@ def small(name, *shape, seq_lens=(37, 0, 130), **options):
     return Case(name, *shape, seq_lens=seq_lens, query_lens=None, **options)
 
 
-# Every option, layout, kind of scale and dtype somewhere, in as few small cases as that takes.
+# Every option, layout, kind of scale and dtype occurs, in as few small cases as possible.
 INTERPRETED = [
     ("v1", small("plain", 4, 2, 64, 16, "bfloat16")),
     ("v2", small("plain", 4, 2, 64, 16, "bfloat16")),
@@ -47,7 +47,7 @@ INTERPRETED = [
     ("v2", small("sinks", 8, 2, 64, 16, "bfloat16", sinks=True, logits_soft_cap=5.0, alibi=True, max_seq_len=130)),
     ("auto", small("large-blocks", 2, 1, 64, 256, "bfloat16", seq_lens=(300, 5), sliding_window=100)),
     ("auto", small("huge", 2, 1, 64, 16, "bfloat16", logits="huge", scale=1.0)),
-    # More tiles than stages, in splits that begin anywhere in the ring.
+    # There are more tiles than stages, and splits begin anywhere in the ring.
     ("auto", small("ring", 2, 1, 64, 128, "bfloat16", seq_lens=(1300, 0, 1100))),
     ("v1", small("e4m3", 4, 2, 64, 16, "bfloat16", "float8_e4m3fn", k_scale="head", v_scale="head")),
     ("auto", small("e4m3", 8, 1, 128, 32, "float16", "float8_e4m3fn", layout="nhd", sliding_window=70)),
@@ -68,7 +68,7 @@ INTERPRETED = [
 ]
 
 
-# NumPy warns so when the poison, which is not a number, meets arithmetic.
+# NumPy gives this warning when arithmetic meets the poison, which is NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
 
@@ -81,7 +81,7 @@ def test_in_the_interpreter(op, case):
 
 
 def check_decode(op, case, made, results):
-    """Holds the results of an op against the oracle's."""
+    """Compares the results of an op with the oracle's."""
     out, lse, *residuals = results
     bounded = made.decode
     if case.max_seq_len is not None:  # the oracle does not know this option
@@ -95,7 +95,7 @@ def check_decode(op, case, made, results):
 
 
 def test_far_apart_scales_of_values():
-    """Products are in float16, which could not hold a weight times such a scale."""
+    """Products are in float16, in which a weight times one of these scales would overflow."""
     case = small("far-apart", 2, 1, 64, 16, "bfloat16", "int8", v_scale="slot", seq_lens=(150, 20))
     made = inputs.make(case)
     far = np.where(np.arange(made.arrays["v_scale"].size) % 3, 1e-3, 1e9).reshape(made.arrays["v_scale"].shape)
@@ -112,19 +112,19 @@ UNEVEN = [
     small("uneven-window", 2, 1, 128, 16, "float16", layout="vllm", seq_lens=(600, 5, 70, 9), sliding_window=400),
     small("uneven-int8", 2, 2, 64, 32, "bfloat16", "int8", seq_lens=(900, 64), k_scale="slot", max_seq_len=800),
 ]
-# In three waves, so that items would be whole if they were alike: in queues if contexts take long enough.
+# Three waves of items, which would be whole if their lengths were alike, and get queues if contexts take long enough.
 WAVES = [
     small("waves", 4, 2, 64, 16, "bfloat16", seq_lens=(700, 30, 0), sinks=True),
     small("waves-e4m3", 8, 2, 64, 32, "float16", "float8_e4m3fn", layout="nhd", seq_lens=(20, 600, 40), alibi=True),
     small("waves-vllm", 6, 3, 128, 8, "bfloat16", layout="vllm", seq_lens=(9, 900), sliding_window=800),
 ]
-FOLDED = [  # by 4, and by 2
+FOLDED = [  # by 4 heads, and by 2
     small("fold", 4, 4, 64, 16, "bfloat16", seq_lens=(37, 0, 130, 64), sinks=True, k_scale="scalar"),
     small("fold-int8", 8, 4, 64, 16, "float16", "int8", seq_lens=(37, 64), sliding_window=50),
     small("fold-two", 8, 4, 128, 32, "bfloat16", seq_lens=(3, 150), alibi=True, v_scale="scalar"),
     small("fold-vllm", 8, 4, 64, 8, "float16", layout="vllm", seq_lens=(70, 0, 5), sliding_window=40),
 ]
-FOLDED_QUEUES = [  # by 4, and by 2, to one wave
+FOLDED_QUEUES = [  # by 4 heads, and by 2, so that one wave is left
     small("fold-queues", 4, 4, 64, 16, "bfloat16", seq_lens=(700, 30, 0, 90), sinks=True),
     small("fold-queues-int8", 8, 4, 128, 32, "float16", "int8", seq_lens=(50, 900), sliding_window=800),
     small("fold-queues-vllm", 8, 4, 128, 8, "bfloat16", layout="vllm", seq_lens=(600, 9), alibi=True),
@@ -142,7 +142,7 @@ FOLDED_QUEUES = [  # by 4, and by 2, to one wave
     ids=str,
 )
 def test_what_depends_on_the_gpu(case, device, chosen):
-    """Some items get queues, whether or not they would be split if lengths were alike, and some heads are folded."""
+    """Some calls get queues, whether or not items would be split if lengths were alike, and some get folded heads."""
     made = inputs.make(case)
     static = test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
     with long_items_if("items" in chosen), tunings() as chosen_tunings:
@@ -154,7 +154,7 @@ def test_what_depends_on_the_gpu(case, device, chosen):
 
 @contextlib.contextmanager
 def long_items_if(condition):
-    """Makes contexts look as if they took long, and gives each program that merges several items."""
+    """If the condition holds, contexts look as if they took long, and each program of the merge gets several items."""
     with contextlib.ExitStack() as stack:
         if condition:
             stack.enter_context(mock.patch.object(tuning, "_item_time", return_value=1000.0))
@@ -164,7 +164,7 @@ def long_items_if(condition):
 
 @contextlib.contextmanager
 def tunings():
-    """Gives a list to which the tuning of every balanced call is added."""
+    """Gives a list to which every result of `tuning.balanced` is added."""
     made, balanced = [], tuning.balanced
 
     def record(*args, **keywords):
@@ -176,7 +176,7 @@ def tunings():
 
 
 def check_chosen(chosen, made):
-    """Checks that the tuning is the one that the case is for."""
+    """Checks that the tuning is of the kind that the case is meant to test."""
     chosen_for = {
         "": True,
         "parts": made.queues and made.splits > 1,
@@ -187,7 +187,7 @@ def check_chosen(chosen, made):
     assert chosen_for[chosen], made
 
 
-MANY = [  # items, whole or split: for a large GPU
+MANY = [  # many items, whole or split, for a large GPU
     small("most", 8, 8, 128, 16, "bfloat16", seq_lens=(12_000, *range(10, 1300, 100)), sinks=True),
     small("many", 6, 3, 64, 16, "float16", seq_lens=(*range(0, 840, 10), 7000, 1, 5000, 900)),
     small("many-int8", 8, 8, 128, 32, "bfloat16", "int8", seq_lens=(9, 7000, 3, *range(0, 600, 20)), k_scale="scalar"),
@@ -215,7 +215,7 @@ def test_v2_row_is_bit_equal_alone_and_in_a_batch():
 
 
 def lowered(op, case, num_blocks=10):
-    """The text of an op lowered for CUDA."""
+    """Lowers an op for CUDA, and returns the text."""
     dtype, cache_dtype = jnp.dtype(case.dtype), jnp.dtype(case.cache_dtype or case.dtype)
     shape = num_blocks, case.num_kv_heads, case.block_size, case.head_size
     key_shape, value_shape = inputs.cache_shapes(case.layout, *shape, cache_dtype)
@@ -247,7 +247,7 @@ def lowered(op, case, num_blocks=10):
 
 
 def pairs():
-    """Every pair of head size with dtype, with layout and with 8-bit dtype; the rest in turn."""
+    """Cases with every pair of head size and dtype, layout or 8-bit dtype; ops, block sizes and groups take turns."""
     ops, block_sizes, groups = ("v1", "v2", "auto"), (8, 16, 32, 64, 128, 256), (1, 2, 3, 4, 5, 7, 8, 12, 16, 64)
     for j, head_size in enumerate((64, 80, 96, 112, 128, 144, 160, 192, 208, 240, 256)):
         for i, dtype in enumerate(("float16", "bfloat16")):
@@ -296,7 +296,7 @@ def test_lowers_for_cuda(op, case):
     ids=str,
 )
 def test_on_a_gpu(op, case, device, chosen):
-    """Calls are split as for this GPU, and as for smaller ones; results are the same in every run."""
+    """Runs calls that are split as for this GPU, and as for smaller ones; results are the same in every run."""
     case = replace(case, partition_size=max(case.partition_size, case.block_size))
     made = inputs.make(case)
     options = made.arrays | test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
@@ -313,7 +313,7 @@ def test_on_a_gpu(op, case, device, chosen):
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", OPS)
 def test_more_items_than_65535(op):
-    """CUDA limits a grid to that many programs in all but one direction."""
+    """CUDA limits a grid to 65535 programs in all but one of its dimensions."""
     num_seqs, heads, rng = 2100, 32, np.random.default_rng(0)
     caches = [jnp.asarray(rng.normal(size=(50, heads, 64, 64)), jnp.bfloat16) for _ in "kv"]
     query = jnp.asarray(rng.normal(size=(num_seqs, heads, 64)), jnp.bfloat16)

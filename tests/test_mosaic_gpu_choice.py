@@ -1,4 +1,4 @@
-"""Which tuning a call of the Mosaic GPU kernels gets, which are refused, and where these kernels come first."""
+"""Tests which tuning the Mosaic GPU kernels get, which calls they refuse, and where they are the first choice."""
 
 from functools import partial
 from unittest import mock
@@ -59,7 +59,7 @@ def test_leads_by_group(group, first):
             ("write_and_attend", writing),
         ):
             assert _dispatch._on_cuda(op, operands)[0] == first
-        assert _dispatch._on_cuda("ragged_paged_attention", ragged)[0] == "triton"  # one query a sequence
+        assert _dispatch._on_cuda("ragged_paged_attention", ragged)[0] == "triton"  # every sequence has one query
     if jax.devices()[0].platform != "gpu":
         assert _dispatch._on_cuda("paged_attention", decode) == ["triton"]
 
@@ -120,7 +120,7 @@ def test_heads_are_folded(fold, num_seqs, num_heads, cache, options):
     chosen = tuning.balanced(problem, Device())
     kv_heads = caches[0].shape[2 if options.layout == "nhd" else 1]
     assert (chosen.fold, Geometry(problem, chosen).items_per_seq) == (fold, kv_heads // fold)
-    # Results of v2 are the same in any batch.
+    # v2 folds no heads, so that its results are the same in any batch.
     assert tuning.in_partitions(problem, Device(), 512).fold == 1
 
 
@@ -148,7 +148,7 @@ def test_tunings_fit(head_size, dtype, group, choose):
             assert (chosen.splits == 1) == (chosen.merge == "none")
 
 
-UNEVEN = {  # lengths, programs, those that have any work, splits of some sequences' items
+UNEVEN = {  # lengths, number of programs, how many of them have any work, number of splits of some sequences' items
     "alike": ((8192,) * 8, 128, 128, {0: 2, 7: 2}),
     "nearly-alike": ((8192, 8190, 8180, 8192, 8100, 8192, 8192, 8190), 128, 128, {0: 2, 7: 2}),
     "short": ((100, 100, 110), 120, 48, {0: 2, 2: 2}),
@@ -172,7 +172,7 @@ UNEVEN = {  # lengths, programs, those that have any work, splits of some sequen
 @pytest.mark.parametrize(("seq_lens", "programs", "busy", "splits"), UNEVEN.values(), ids=UNEVEN)
 @pytest.mark.parametrize("window", [None, 8000])
 def test_queues(seq_lens, programs, busy, splits, window):
-    """Every tile of every item is in one split, and programs have as many as each other."""
+    """Every tile of every item is in exactly one split, and all programs have about the same number of tiles."""
     num_seqs, kv_heads = len(seq_lens), 8
     query, cache = (jnp.zeros(shape, jnp.bfloat16) for shape in ((num_seqs, 64, 128), (1, kv_heads, 16, 128)))
     tables, lens = jnp.zeros((num_seqs, 1024), jnp.int32), jnp.asarray(seq_lens, jnp.int32)
@@ -194,7 +194,7 @@ def test_queues(seq_lens, programs, busy, splits, window):
     program = np.broadcast_to(np.arange(programs)[:, None], there.shape)[there]
     found = {name: x[there] for name, x in queued.split._asdict().items() if name != "item"}
     found |= {"item": queued.split.item.index[there], "last": queued.is_last[there], "whole": queued.is_whole[there]}
-    # In order: items one after the other, and a partial result of its own for each split.
+    # Items come in order, and each split has a partial result of its own.
     assert (np.diff(found["item"]) >= 0).all()
     partial = ~found["whole"]
     assert len(set(found["partial"][partial].tolist())) == partial.sum()
@@ -211,7 +211,7 @@ def test_queues(seq_lens, programs, busy, splits, window):
         assert (found["rank"][its] == 0).tolist() == [True] + [False] * (len(its) - 1)
         assert found["last"][its].tolist() == [False] * (len(its) - 1) + [True]
         assert found["whole"][its].tolist() == [len(its) == 1] * len(its)
-        # Where the merge looks for the partial results.
+        # The merge computes where the partial results are, and must find them there.
         first, last_program = found["partial"][its[0]], program[its[-1]]
         assert plan.num_queued_splits(last_program, first) == len(its)
         assert found["partial"][its[1:]].tolist() == [

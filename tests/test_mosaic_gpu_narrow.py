@@ -1,6 +1,6 @@
-"""8-bit tiles in registers (`eight_bit.py`) with no GPU: every thread's registers as NumPy arrays [128, elements].
+"""Tests 8-bit tiles in registers (`eight_bit.py`) without a GPU: all threads' registers are arrays [128, elements].
 
-What a thread has of an array follows from Mosaic's layouts; the assembly is interpreted.
+Mosaic's layouts say which elements of an array each thread has. The assembly is interpreted in NumPy.
 """
 
 import re
@@ -21,7 +21,7 @@ from tests.inputs import dtype_of
 
 
 def elements(layout, shape):
-    """Flat indices into an array of that shape: [registers ..., 128, vector], by thread."""
+    """The flat indices of the elements that each thread has of an array: [registers ..., 128 threads, vector]."""
     tiled = np.arange(np.prod(shape)).reshape(shape)
     for tile in layout.tiling.tiles:
         start = tiled.ndim - len(tile)
@@ -36,7 +36,7 @@ def elements(layout, shape):
 
 
 def registers_of(array, layout):
-    """An object array of [128, vector]."""
+    """An array of objects, one for each register: its elements as an array [128 threads, vector]."""
     found = array.reshape(-1)[elements(layout, array.shape)]
     registers = np.empty(found.shape[:-2], object)
     for i in np.ndindex(registers.shape):
@@ -53,7 +53,7 @@ def array_of(registers, layout, shape):
 
 
 def run(code, results, *operands):
-    """Interprets assembly on [128] words."""
+    """Interprets assembly; an operand is an array of 128 words, one for each thread."""
     words = {f"${results + i}": x for i, x in enumerate(operands)}
 
     def value(name):
@@ -92,7 +92,7 @@ def run(code, results, *operands):
 
 
 class Stored(SimpleNamespace):
-    """A fragmented array that is only stored."""
+    """Stands in for a fragmented array that is only stored."""
 
     def store_untiled(self, ref, optimized):
         ref[...] = array_of(self.registers, self.layout, self.shape)
@@ -106,7 +106,7 @@ class WithType(np.ndarray):
 
 
 class Bound(SimpleNamespace):
-    """A scalar as a fragmented array, from which the first token of rows may be taken."""
+    """Stands in for a scalar fragmented array from which the first token of some rows can be subtracted."""
 
     def __init__(self, x):
         super().__init__(registers=np.array(x))
@@ -237,6 +237,6 @@ def test_token_scales(run, tile):
 
 
 def row_elements(tile):
-    """Rows that each thread has of a product, [registers, 128, 1]."""
+    """The rows that each thread has of a product, [registers, 128 threads, 1]."""
     rows = elements(mgpu.WGMMA_LAYOUT, (tile, 8)).reshape(tile // 64, 2, 128, 2)[..., :1]
     return rows // 8

@@ -1,4 +1,4 @@
-"""The ragged Mosaic GPU kernels with no GPU: in Pallas's interpreter, which looks for races, and lowered for CUDA.
+"""Tests the ragged Mosaic GPU kernels without a GPU: in Pallas's interpreter, which finds races, and lowered for CUDA.
 
 On a GPU the tests of the operations run these kernels too.
 """
@@ -31,7 +31,7 @@ def small(name, *shape, seq_lens=(37, 0, 130, 70), query_lens=(1, 0, 40, 20), **
     return Case(name, *shape, seq_lens=seq_lens, query_lens=query_lens, **options)
 
 
-# Wide items and thin ones, whole and split, with every option somewhere, in as few small cases as that takes.
+# Wide and thin items, whole and split, and every option occur, in as few small cases as possible.
 INTERPRETED = [
     small("plain", 4, 2, 64, 16, "bfloat16"),
     small("group-of-5", 5, 1, 128, 32, "float16", layout="nhd", scale=-0.3),
@@ -49,11 +49,11 @@ INTERPRETED = [
     small("short-and-wide", 2, 1, 64, 16, "float16", seq_lens=(128,), query_lens=(40,), padding=0, max_seq_len=128),
     small("split-wide", 8, 1, 64, 64, "float16", seq_lens=(500,), query_lens=(100,), logits_soft_cap=3.0),
 ]
-# Slow ones, with little of their own.
+# These cases are slow, and test little that the others do not.
 MORE = ("window", "group-of-5", "capped", "huge", "int8", "tiny", "large", "split-wide")
 TINY_TILES = {"tile": 64, "thin_tile": 64, "stages": 2, "least_split": 2}
 
-# Of NumPy, at the poison.
+# NumPy gives this warning when arithmetic meets the poison, which is NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
 
@@ -63,7 +63,7 @@ def operands_of(case, made, *, causal=True):
 
 
 def check(case, made, results):
-    """Results of an op against the oracle's."""
+    """Compares the results of an op with the oracle's."""
     out, lse = results
     options = made.arrays | made.static
     exact, rough = (module.ragged(**made.ragged, **options) for module in (oracle, plain))
@@ -92,7 +92,7 @@ PREFIXES = [
 
 
 def test_padding_after_a_thin_item():
-    """One warpgroup stores the rows of padding while the other one stores the thin item, each lse in its own place."""
+    """One warpgroup stores rows of padding while the other stores the thin item; each has its own place for lse."""
     case = small("padded", 16, 4, 64, 16, "bfloat16", seq_lens=(87,), query_lens=(1,), padding=23)
     made = inputs.make(case)
     check(case, made, call("ragged_paged_attention", operands_of(case, made), **TINY_TILES | {"least_split": 1000}))
@@ -120,7 +120,7 @@ def test_new_tokens_in_the_interpreter(case):
 
 
 def test_every_query_sees_all_tokens():
-    """causal=False: the last query of each sequence is one that sees all, so decode of each row says what is right."""
+    """With causal=False every query sees what the last one does, so decode with each query gives the right result."""
     case = small("all-seen", 8, 2, 64, 16, "bfloat16", seq_lens=(70, 20), query_lens=(40, 3), padding=0)
     made = inputs.make(case)
     out, _ = call("ragged_paged_attention", operands_of(case, made, causal=False), **TINY_TILES)
@@ -132,7 +132,7 @@ def test_every_query_sees_all_tokens():
 
 
 def test_results_do_not_depend_on_who_takes_an_item():
-    """Which tiles of an item a warpgroup takes depends on those before it; what becomes of them must not."""
+    """Which tiles of an item a warpgroup takes depends on the items before it; the results must not."""
     case = small("whole", 2, 1, 64, 16, "bfloat16", seq_lens=(70, 200, 300, 260), query_lens=(1, 2, 1, 1))
     operands = operands_of(case, inputs.make(case))
     tuning = TINY_TILES | {"least_split": 1000}
@@ -142,7 +142,7 @@ def test_results_do_not_depend_on_who_takes_an_item():
 
 
 def planned(query_lens, seq_lens, *shape, **tuning):
-    """A batch: its geometry, what is counted of it, and its lengths."""
+    """Returns a batch's geometry, what is counted of the batch before the kernel, and its lengths."""
     num_heads, num_kv_heads, head_size, window = shape
     cache = jax.ShapeDtypeStruct((9, num_kv_heads, 16, head_size), jnp.bfloat16)
     arrays = (
@@ -163,7 +163,7 @@ def planned(query_lens, seq_lens, *shape, **tuning):
 
 @pytest.mark.parametrize("shape", [(8, 2, 64, None), (5, 1, 128, 100), (16, 1, 64, None)], ids=str)
 def test_items_cover_each_row_and_token_once(shape):
-    """Every query token of every kv head is in one item or its splits, which see each token of the context once."""
+    """Each query token of each kv head is in one item or in its splits, which see each token of the context once."""
     query_lens, seq_lens = (1, 0, 70, 5, 33, 1), (900, 0, 70, 400, 1000, 1)
     geometry, counts, lengths = planned(
         query_lens, seq_lens, *shape, num_programs=32, tile=64, thin_tile=64, least_split=2
@@ -277,7 +277,7 @@ ON_A_GPU = [
 @pytest.mark.parametrize("tuning", [{}, TINY_TILES | {"num_programs": 4}], ids=["here", "small"])
 @pytest.mark.parametrize("case", ON_A_GPU, ids=str)
 def test_on_a_gpu(case, tuning, monkeypatch):
-    """As tuned for this GPU, and as for a smaller one that splits more; the same in every run."""
+    """Results are right as tuned for this GPU and for a smaller one that splits more, and the same in every run."""
 
     def tune(*args, tune=ragged_tuning.tune, **kwargs):
         return replace(tune(*args, **kwargs), **tuning)
@@ -285,7 +285,7 @@ def test_on_a_gpu(case, tuning, monkeypatch):
     monkeypatch.setattr(ragged_tuning, "tune", tune)
     made = inputs.make(case)
     operands = jax.device_put(operands_of(case, made), jax.devices("gpu")[0])
-    function = jax.jit(lambda *operands: ragged.ragged_paged_attention(*operands))  # traced anew for this tuning
+    function = jax.jit(lambda *operands: ragged.ragged_paged_attention(*operands))  # traced with this tuning
     results, again = (jax.tree.map(np.asarray, function(*operands)) for _ in range(2))
     check(case, made, results)
     for actual, wanted in zip(again, results, strict=True):
@@ -303,7 +303,7 @@ def test_leads_where_queries_are_many(queries, first):
 
 @pytest.mark.gpu
 def test_under_vmap_on_a_gpu():
-    """Long contexts, which are split and merged, in a loop over a batch of calls."""
+    """Runs long contexts, which are split and merged, in a loop over a batch of calls."""
     case = small("split", 4, 2, 64, 16, "bfloat16", seq_lens=(6900, 3000), query_lens=(6, 2), padding=0)
     made = inputs.make(case)
     operands = jax.device_put(operands_of(case, made), jax.devices("gpu")[0])
@@ -317,7 +317,7 @@ def test_under_vmap_on_a_gpu():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_every_number_of_8_bits_on_a_gpu(dtype):
-    """Sequences of one token see its value alone: every number of 8 bits comes out as it is, what is not finite too."""
+    """A sequence of one token returns its value, so every 8-bit number must come out as it is, finite or not."""
     every = np.arange(256, dtype=np.uint8).view(dtype).reshape(4, 1, 1, 64)
     values = np.zeros((4, 1, 16, 64), every.dtype)
     values[:, :, :1] = every

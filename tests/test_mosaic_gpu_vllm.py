@@ -1,5 +1,5 @@
-"""Tiles in layout "vllm" in registers (`vllm.py`) with no GPU: every thread's registers as NumPy arrays, as in
-test_mosaic_gpu_narrow.py; `ldmatrix` is done by hand, and shared memory is a flat array.
+"""Tests tiles of layout "vllm" in registers (`vllm.py`) without a GPU. All threads' registers are NumPy arrays, as in
+test_mosaic_gpu_narrow.py; a function here stands in for `ldmatrix`, and shared memory is a flat array.
 """
 
 from types import SimpleNamespace
@@ -14,9 +14,9 @@ from tests.test_mosaic_gpu_narrow import Bound, WithType, array_of, geometry_of,
 
 
 def ldmatrix(pointer, **_):
-    """Four matrices of 8 x 8: lane 4 * g + t has elements 2 * t and 2 * t + 1 of row g, which lane g named."""
+    """Loads four matrices of 8 x 8. Lane g names row g; lane 4 * g + t gets its elements 2 * t and 2 * t + 1."""
     memory, start = pointer
-    assert not (start % 8).any()  # 16 bytes
+    assert not (start % 8).any()  # rows are aligned to 16 bytes
     rows = memory.reshape(-1)[start[:, None] + np.arange(8)].reshape(4, 4, 8, 8)  # warp, matrix, row, element
     return rows.transpose(1, 0, 2, 3).reshape(4, 128, 2)
 
@@ -75,7 +75,7 @@ def test_operands(head_size, tile, block_size, fold):
     np.testing.assert_array_equal(tiles.keys(keys), tokens)
     np.testing.assert_array_equal(tiles.values(values), tokens.T)
 
-    # Blocks of the folded heads in turn.
+    # The blocks of the folded heads alternate.
     token = np.tile(np.arange(tile // fold).reshape(-1, 1, block_size), (1, fold, 1)).reshape(-1, 1)
     for low, high in ((-3, 500), (5, 12), (9, 9), (-9, 1)):
         kept = values.copy().view(WithType)

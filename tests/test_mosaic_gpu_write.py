@@ -1,4 +1,4 @@
-"""Decode that writes its new tokens, by the Mosaic GPU kernel: in Pallas's interpreter, lowered for CUDA, on a GPU."""
+"""Tests decode that writes its new tokens, by Mosaic GPU: in Pallas's interpreter, lowered for CUDA, and on a GPU."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ from tests.mosaic_interpreter import MIDDLE_GPU, SMALL_GPU, TINY_GPU, run_op
 from tests.test_cache_ops import assert_same_bytes
 from tests.test_mosaic_gpu import check_chosen, long_items_if, small, tunings
 
-# NumPy warns so when the poison, which is not a number, meets arithmetic.
+# NumPy gives this warning when arithmetic meets the poison, which is NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
 WRITING = [
@@ -70,10 +70,10 @@ BESIDE = [
 
 @pytest.mark.parametrize("case", BESIDE, ids=str)
 def test_it_does_not_matter_when_a_token_is_written(case):
-    """A tile's copy may find the token of another program in its slot, or what was there before: both are masked.
+    """A tile's copy may find another program's new token in a slot, or what was there before; both are masked.
 
-    The slot is a sequence's own, or one in a block that another sequence fills in part. There the interpreter sees a
-    race of the copy and the write, and it is right; what it cannot see is that the copy's result is the same for both.
+    The slot is a sequence's own, or one in a block that another sequence fills in part. In the second case the
+    interpreter reports a race of the copy and the write. It is right, but cannot see that both orders give one result.
     """
     made = test_write_and_attend.with_new_tokens(case)
     made.slots[1] = made.decode["block_tables"][0, 1] * case.block_size + 9  # row 0 has fewer tokens in this block
@@ -94,7 +94,7 @@ def test_it_does_not_matter_when_a_token_is_written(case):
 
 
 def check_writes(case, function, chosen):
-    """Holds the results of an op that writes and attends against the oracle's."""
+    """Compares the results of an op that writes and attends with the oracle's."""
     made = test_write_and_attend.with_new_tokens(case)
     made.decode["query"][np.array(case.seq_lens) == 0] = np.nan  # rows that pad the batch may hold anything
     options = test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}

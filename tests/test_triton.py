@@ -1,6 +1,6 @@
-"""The Triton kernels with no GPU: in Triton's interpreter, compiled for every architecture, and their refusals.
+"""Tests the Triton kernels without a GPU: in Triton's interpreter, compiled for every architecture, and when refused.
 
-On a GPU the tests of the operations run them too. Skipped where triton is not installed.
+On a GPU the tests of the operations run these kernels too. Where triton is not installed, the tests are skipped.
 """
 
 import dataclasses
@@ -94,7 +94,7 @@ INTERPRETED_TOO = [
     ],
 )
 def test_in_the_interpreter(names):
-    """In a process of its own: the interpreter is chosen when triton is imported."""
+    """Runs in a process of its own, because the interpreter is chosen when triton is imported."""
     process = subprocess.run(
         [sys.executable, "-m", "tests.triton_interpreter", *names],
         cwd=Path(__file__).parents[1],
@@ -108,7 +108,7 @@ def test_in_the_interpreter(names):
     assert done == names, process.stderr[-4000:]
 
 
-# (architecture, op, case): every op, dtype, layout, head size and option somewhere, each architecture with prefill.
+# (architecture, op, case): every op, dtype, layout, head size and option occurs, and each architecture has a prefill.
 COMPILED = [
     (80, "v1", "hnd-float16"),
     (80, "ragged", "hnd-bfloat16"),
@@ -161,8 +161,8 @@ COMPILED_CASES = {
 }
 
 
-# LLVM mixed up the tokens of these as long as it saw what they are numbered from (`tiles.numbers`): on a GPU the first
-# read wild memory, the second attended to others' tokens.
+# LLVM mixed up the tokens of these cases as long as it saw the number that tokens are counted from (`tiles.numbers`).
+# On a GPU the first case read outside of its memory, and the second attended to the wrong tokens.
 WILD = [
     Case(
         "wild-read", 40, 8, 72, 16, "float32", "float8_e5m2", "nhd", (15, 37, 130, 15, 513), None, 128,
@@ -173,12 +173,12 @@ WILD = [
         logits_soft_cap=5.0, sliding_window=16, block_sparse=Sparse(2, 3, 16, -3), k_scale="slot", v_scale="slot",
     ),
 ]  # fmt: skip
-# Ten seconds and more, in favour of others with the same options.
+# These take ten seconds and more to compile. Other cases have the same options, so these are marked slow.
 SLOW_TO_COMPILE = ("opt-125m", "farthest-corner", "gemma-2-9b")
 COMPILED += [(90, "v2", "wild-read"), (90, "auto", "wild-mask")]
 COMPILED_CASES |= {case.name: case for case in WILD}
 
-# Each remaining op on each architecture.
+# The remaining ops, each on every architecture.
 COMPILED += [
     (capability, op, name)
     for op, name in {
@@ -194,7 +194,7 @@ COMPILED += [
 
 
 def pairs():
-    """Every pair of cache dtype, layout and head size, on one architecture after the other."""
+    """Cases in which any two of cache dtype, layout and head size meet; architectures take turns."""
     dtypes = "float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8"
     head_sizes = 32, 64, 80, 96, 112, 120, 128, 192, 256
     for i, cache_dtype in enumerate(dtypes):
@@ -202,10 +202,10 @@ def pairs():
         dtype = "bfloat16" if jnp.dtype(cache_dtype).itemsize == 1 else cache_dtype
         for j, head_size in enumerate(head_sizes):
             capability, op = capabilities[(i + j) % len(capabilities)], ("v1", "ragged")[(i + j // 3) % 2]
-            op = "v1" if cache_dtype == "float32" else op  # the others take several seconds each
+            op = "v1" if cache_dtype == "float32" else op  # other ops take several seconds each
             layout = ("hnd", "nhd", "vllm")[(i + j) % 3]
             if head_size % (16 // jnp.dtype(cache_dtype).itemsize):
-                layout = "nhd"  # no vectors of 16 bytes in this head
+                layout = "nhd"  # a head of this size cannot be cut into vectors of 16 bytes
             name = f"{layout}-{cache_dtype}-{head_size}"
             shape = 8, 2, head_size, 16, dtype, cache_dtype, layout
             yield capability, op, Case(name, *shape, seq_lens=(70,), query_lens=(70,))
@@ -224,7 +224,7 @@ def pairs():
     ids=str,
 )
 def test_compiles(capability, op, case, tmp_path, monkeypatch):
-    """To a cubin that fits the architecture's shared memory."""
+    """Each launch compiles to a cubin that fits the architecture's shared memory."""
     from tests import triton_interpreter
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -236,7 +236,7 @@ def test_compiles(capability, op, case, tmp_path, monkeypatch):
     for made in launches:
         result = triton_interpreter.compiled(made, capability)
         assert result.asm["cubin"]
-        # Nothing here is that long, but for a lane that LLVM shifts by 25 bits or more because nobody wants it.
+        # No stride here is that large. Only a lane that LLVM takes for unused is shifted by 25 bits or more.
         factors = [int(x) for x in re.findall(r"mul\.wide\.u32 .*, (\d+);", result.asm["ptx"])]
         assert max(factors, default=0) < 2**25, made.config
         assert result.metadata.shared <= tuning.shared_memory(gpu), made.config
@@ -258,12 +258,12 @@ def test_sequences_may_come_in_any_order():
 
 
 def on_a_gpu(function, *, quick=True, **arrays):
-    """What the fixture `run` is to the tests of every implementation."""
+    """Does what the fixture `run` does in the tests of every implementation."""
     return jax.tree.map(np.asarray, jax.jit(partial(function, implementation="triton"))(**arrays))
 
 
 def call(op, case):
-    """`op` on a case's inputs."""
+    """Calls `op` on a case's inputs."""
     made = inputs.make(case)
     options = made.arrays | test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
     match op:
@@ -319,11 +319,11 @@ def test_lowers_for_cuda_with_no_gpu():
         function = partial(function, **options)
         return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
-    # Whatever an op runs besides its kernels is XLA's, so the calls can be counted.
+    # All that an op runs besides its Triton kernels is XLA's, so counting the Triton calls counts the kernels.
     assert lowered(paged_jax.ragged_paged_attention, *made.ragged.values()).count("@triton_kernel_call") == 1
     long = inputs.make(test_ragged.SPLIT[0]).ragged.values()
     text = lowered(paged_jax.ragged_paged_attention, *long)
-    assert text.count("@triton_kernel_call") == 3  # a plan, the splits, and their reduce in place
+    assert text.count("@triton_kernel_call") == 3  # the plan, the splits, and the reduce, which works in place
     assert text.count("#stablehlo.output_operand_alias") == 2
     assert lowered(paged_jax.paged_attention_v2, *made.decode.values()).count("@triton_kernel_call") == 2
     caches = made.decode["key_cache"], made.decode["value_cache"]
@@ -337,7 +337,7 @@ def test_lowers_for_cuda_with_no_gpu():
     slots = np.zeros(len(case.seq_lens), np.int32)
     query, *rest = made.decode.values()
     text = lowered(paged_jax.write_and_attend, query, *new, *rest, slots)
-    assert text.count("@triton_kernel_call") == 2  # splits, and their reduce
+    assert text.count("@triton_kernel_call") == 2  # the splits and the reduce
     assert text.count("#stablehlo.output_operand_alias") == 2
 
 

@@ -1,12 +1,12 @@
-"""Runs and compiles the Triton kernels without a GPU, with substitutes for `jax_triton.triton_call`.
+"""Runs and compiles the Triton kernels without a GPU, with functions that replace `jax_triton.triton_call`.
 
 `interpreted()` runs every launch in Triton's interpreter, on NumPy memory. The interpreter must be switched on before
 triton is imported, so tests run this file as a script, in a process of its own:
 
     TRITON_INTERPRET=1 python -m tests.triton_interpreter NAME ...
 
-`recorded(launches)` only records what would be launched, and `compiled(launch, capability)` makes a cubin of it.
-Neither needs jax_triton itself, some versions of which can only be imported with a GPU's JAX.
+`recorded(launches)` only records what would be launched, and `compiled(launch, capability)` makes a cubin of a launch.
+Neither needs jax_triton itself, some versions of which can only be imported with a JAX for GPUs.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ _TYPES = {
 }
 
 
-# On a GPU of two multiprocessors, the contexts of these batches are split, if splits may be as short as a tile of 16.
+# A GPU of two multiprocessors splits the contexts of these batches if splits may be as short as a tile of 16.
 SPLIT = [
     Case("split-hnd-bfloat16", 2, 1, 16, 16, "bfloat16", seq_lens=(200, 7, 0, 65), query_lens=(1, 7, 0, 20), padding=3),
     Case(
@@ -52,7 +52,7 @@ SPLIT = [
 ]  # fmt: skip
 # On that GPU these sequences take several waves, so the longest start first; some have the same length.
 RANKED = Case("ranked", 2, 1, 16, 16, seq_lens=(9, 30, 9, 0, 30, 9), query_lens=None)
-# So many that a program reads where they start in two steps; that GPU is full of them, so no context is split.
+# There are so many sequences that a program reads their starts in two steps. They fill that GPU, so none is split.
 MANY = Case("many-sequences", 1, 1, 16, 16, seq_lens=(3, 1) * 66, query_lens=(1, 1) * 66)
 
 
@@ -78,7 +78,7 @@ def standing_in(triton_call, device=None):
     package = importlib.import_module("paged_jax.kernels.triton")
     device_code = [f"{package.__name__}.device.{file}" for file in ("attend", "pieces", "reduce", "write", "copy")]
     for name in ("triton.compiler", *device_code):
-        importlib.import_module(name)  # now: what is imported while sys.modules is patched is lost
+        importlib.import_module(name)  # imported now, since imports under the patched sys.modules are lost
 
     def eagerly(op, operands, *, implementation=None, **static):
         return getattr(package, op)(*operands, **static)
@@ -95,7 +95,7 @@ def standing_in(triton_call, device=None):
 
 
 def recorded(launches, device=None):
-    """Records the launches; each returns zeros."""
+    """Records the launches, each of which returns zeros."""
 
     def record(made):
         launches.append(made)
@@ -116,7 +116,7 @@ def interpreted(device=None):
         ]
         fresh = []
         for o, x in enumerate(made.outputs):
-            if o not in outputs:  # 0xff bytes are NaN, so that elements that are not written show
+            if o not in outputs:  # it starts as bytes 0xff, which are NaN, to show elements that are not written
                 size = int(np.prod(x.shape)) * x.dtype.itemsize
                 outputs[o] = fenced(np.full(size, 0xFF, np.uint8).view(x.dtype).reshape(x.shape))
                 fresh.append(Memory(outputs[o]))
@@ -145,7 +145,7 @@ _FENCE = 2**20
 
 
 def fenced(x):
-    """A copy of an array in the midst of bytes of 0xff: NaN to who reads them, and `fence_stands` tells who wrote."""
+    """A copy of an array between bytes of 0xff. Reads of them give NaN, and `fence_stands` finds writes to them."""
     x = np.asarray(x)
     memory = np.full(2 * _FENCE + x.nbytes, 0xFF, np.uint8)
     inside = memory[_FENCE : _FENCE + x.nbytes].view(x.dtype).reshape(x.shape)
@@ -154,7 +154,7 @@ def fenced(x):
 
 
 def fence_stands(x):
-    """Whether the bytes around an array of `fenced` are what they were."""
+    """Whether the bytes around an array of `fenced` are unchanged."""
     memory = x
     while memory.base is not None:
         memory = memory.base
@@ -163,10 +163,10 @@ def fence_stands(x):
 
 @contextlib.contextmanager
 def arithmetic_mended():
-    """Corrects Triton's interpreter, which truncates bfloat16 instead of rounding, and takes its bits for integers.
+    """Corrects Triton's interpreter, which truncates bfloat16 instead of rounding, and treats its bits as integers.
 
-    It also rounds a fused multiply-add twice, and has no inline assembly, which one kernel uses to move a register.
-    Triton 3.6 makes an index of a scalar by `int(array of one element)`, which NumPy 2.5 refuses.
+    The interpreter also rounds a fused multiply-add twice, and lacks inline assembly, with which one kernel moves a
+    register. In Triton 3.6 it makes an index of a scalar by `int(array of one element)`, which NumPy 2.5 refuses.
     """
     interpreter = importlib.import_module("triton.runtime.interpreter")
     tl, handle, builder = interpreter.tl, interpreter.TensorHandle, interpreter.InterpreterBuilder
@@ -213,7 +213,7 @@ def arithmetic_mended():
         if id(function.__globals__) not in patched:
             patched.add(id(function.__globals__))
             original(function)
-        return interpreter._LangPatchScope()  # An empty one, which has nothing to restore.
+        return interpreter._LangPatchScope()  # this scope is empty and restores nothing
 
     def move(self, code, constraints, values, *rest):
         assert code == "mov.b32 $0, $1;", code
@@ -234,7 +234,7 @@ def arithmetic_mended():
 
 
 class Memory:
-    """A NumPy array with those methods of a tensor that Triton's interpreter calls."""
+    """A NumPy array with the methods that Triton's interpreter calls on a tensor."""
 
     def __init__(self, array):
         self.array, self.dtype = array, _TYPES[array.dtype.name]
@@ -288,7 +288,7 @@ def compiled(made, capability):
     chosen = made.config.tuning if isinstance(made.config, tuning.AttentionKernel) else made.config
     options = {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages, "enable_fp_fusion": True}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Triton's own code warns
+        warnings.simplefilter("ignore")  # Triton's own code gives warnings
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -318,7 +318,7 @@ def run_pieces(kernel, grid, inputs, outputs, cfg):
 
 
 def run(function, *, quick=True, **arrays):
-    """Does what the fixture of this name does for the tests of every implementation."""
+    """Does what the fixture `run` does in the tests of every implementation."""
     return jax.tree.map(np.asarray, function(**arrays, implementation="triton"))
 
 

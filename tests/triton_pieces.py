@@ -1,6 +1,6 @@
-"""Checks device code of Triton's alone, in its interpreter: `triton_interpreter` runs the functions `hold...`.
+"""Checks functions of the Triton kernels by themselves: `triton_interpreter` runs `hold` and `hold_offsets`.
 
-How ragged attention cuts batches into pieces, and the offsets of slots in pools of more than 2**31 elements.
+They check how ragged attention cuts batches into pieces, and the offsets of slots in pools of over 2**31 elements.
 """
 
 from dataclasses import replace
@@ -59,7 +59,7 @@ def hold(run):
 
 
 def _check(pieces, tiles, query_lens, padding, kernel, grid):
-    """Checks that every tile of queries in a batch has each of its splits once, and each partial result a place."""
+    """Checks that every tile of queries in a batch has each of its splits once, and each partial result has a place."""
     found = pieces[pieces[:, 0] >= 0]
     assert len(found) < len(pieces), "the last program has something to do, so there may be too few"
     assert np.all(pieces[len(found) :, 0] == -1), "pieces come first"
@@ -89,7 +89,7 @@ def _check(pieces, tiles, query_lens, padding, kernel, grid):
 
 @triton.jit
 def offsets_kernel(cache, block_ids, offsets, cfg):
-    """Stores the offsets, in elements, of the vectors of two slots of the first kv head but one, [2, 16]."""
+    """Stores the offsets, in elements, of the vectors of two slots of the second kv head, [2, 16]."""
     slots = tl.arange(0, 2)
     blocks = tl.load(block_ids + slots).to(tl.int64)
     at = vectors(cache, blocks, slots, 1, 8, cfg, 16)
