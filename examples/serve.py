@@ -27,6 +27,7 @@ once.
 """
 
 import argparse
+import asyncio
 import contextlib
 import gc
 import math
@@ -35,6 +36,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -66,6 +68,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 SAMPLE = """The quick brown fox jumps over the lazy dog. In 1969 people first walked on the Moon; a list in Python is
 written [1, 2, 3], and `for x in values: print(x)` prints what is in one."""  # int8 scales fit this text
 MEMORY_SHARE = 0.85  # fraction of the device's memory for weights and cache; a step's intermediates need the rest
+
+BACKLOG = 2048  # connections that the operating system keeps until the server takes them
 
 
 class ServeError(ValueError):
@@ -232,7 +236,18 @@ def make_server(options: argparse.Namespace, until_end: contextlib.ExitStack | N
 
 
 class HttpServer(uvicorn.Server):
-    """Uvicorn, which after a signal finishes its requests and ends with exit code 0."""
+    """Uvicorn, which after a signal finishes its requests and ends with exit code 0.
+
+    Requests that are unfinished when time is up or a second signal comes are cancelled. The app tells their clients.
+
+    Args:
+        config: uvicorn's config.
+        drain_seconds: how long to wait for requests.
+    """
+
+    def __init__(self, config: uvicorn.Config, drain_seconds: float):
+        super().__init__(config)
+        self._drain_seconds, self._is_hurried = drain_seconds, False
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -247,13 +262,33 @@ class HttpServer(uvicorn.Server):
             for sig, handler in before.items():
                 signal.signal(sig, handler)
 
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """Notes a signal."""
+        self._is_hurried = self.should_exit
+        self.should_exit = True
 
-def make_http_server(server: Server, drain_seconds: int) -> HttpServer:
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Waits for all requests, or ends them."""
+        ending = asyncio.create_task(self._end_requests())
+        await super().shutdown(sockets)
+        ending.cancel()
+
+    async def _end_requests(self) -> None:
+        deadline = time.monotonic() + self._drain_seconds
+        while not self._is_hurried and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+        for task in self.server_state.tasks:
+            task.cancel()
+        await asyncio.sleep(1)  # in which clients that read are told
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+
+def make_http_server(server: Server, drain_seconds: float) -> HttpServer:
     """Makes the HTTP server; its `run(sockets=[...])` serves until `should_exit` is set or a signal comes."""
-    config = uvicorn.Config(
-        server.app(), log_level="warning", access_log=False, timeout_graceful_shutdown=drain_seconds, backlog=2048
+    return HttpServer(
+        uvicorn.Config(server.app(), log_level="warning", access_log=False, backlog=BACKLOG), drain_seconds
     )
-    return HttpServer(config)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -272,6 +307,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             the_server = make_server(options, until_end)
             assert the_server is not None
             server = make_http_server(the_server, options.drain_seconds)
+            listener.listen(BACKLOG)  # from now on clients can connect; they wait until the server is up
             host, port = listener.getsockname()[:2]
             print(f"Serving {model_name(options.model)} at http://{host}:{port}/v1", file=sys.stderr, flush=True)
             server.run(sockets=[listener])

@@ -18,6 +18,10 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from paged_jax import engine
 
 
+class TooManyAtOnce(ValueError):
+    """Raised when one request asks for more texts than the server ever takes."""
+
+
 class Overloaded(Exception):
     """Raised when as many requests wait as the server accepts."""
 
@@ -93,6 +97,18 @@ class Worker:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
+    def check_room(self, num_samples: int) -> None:
+        """Raises if the server cannot take so many more samples now.
+
+        Raises:
+            TooManyAtOnce: it never can.
+            Overloaded: too many requests wait.
+        """
+        if num_samples > self._max_unfinished:
+            raise TooManyAtOnce(f"{num_samples} texts are asked for at once; the server takes {self._max_unfinished}")
+        if self._unfinished + num_samples > self._max_unfinished:
+            raise Overloaded
+
     def submit(self, requests: Sequence[tuple[Sequence[int], engine.SamplingParams]]) -> list[Ticket]:
         """Submits requests, all or none. It must be called from the event loop.
 
@@ -109,10 +125,7 @@ class Worker:
         for prompt, params in requests:
             self._engine.check(prompt, params)
         num_samples = sum(params.n for _, params in requests)
-        if num_samples > self._max_unfinished:
-            raise ValueError(f"{num_samples} texts are asked for at once; the server takes {self._max_unfinished}")
-        if self._unfinished + num_samples > self._max_unfinished:
-            raise Overloaded
+        self.check_room(num_samples)
         self._unfinished += num_samples
         loop = asyncio.get_running_loop()
         tickets = [Ticket(prompt, params, loop, params.n) for prompt, params in requests]
