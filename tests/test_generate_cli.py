@@ -19,6 +19,7 @@ from examples import generate, loop, text
 from examples.checkpoint import load_model, save_model
 from examples.config import load_config
 from examples.decoder import Decoder
+from paged_jax.engine import TextStream
 from tests.conftest import has_gpu
 
 
@@ -40,9 +41,8 @@ def small(tmp_path_factory):
 
 
 def decoded_in_pieces(tokenizer, prompt_ids, token_ids):
-    detokenizer = text.Detokenizer(tokenizer, prompt_ids)
-    pieces = [detokenizer.push([token_id]) for token_id in token_ids]
-    return [*pieces, detokenizer.flush()]
+    stream = TextStream(tokenizer, prompt_ids)
+    return [*map(stream.push, token_ids), stream.flush()]
 
 
 def test_streamed_text_never_holds_half_a_character(tokenizer):

@@ -18,10 +18,14 @@ class TextStream:
       tokenizer: decodes token ids.
       prompt: token ids of the prompt.
       stop: texts that end the sample.
+
+    Example:
+      >>> stream = TextStream(tokenizer, prompt)
+      >>> text = "".join(stream.push(token_id) for token_id in token_ids) + stream.flush()
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: collections.abc.Sequence[int], stop: collections.abc.Sequence[str]
+        self, tokenizer: Tokenizer, prompt: collections.abc.Sequence[int], stop: collections.abc.Sequence[str] = ()
     ):
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
