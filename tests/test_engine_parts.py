@@ -116,6 +116,22 @@ def test_an_unfinished_character_is_flushed_as_what_it_is():
     assert stream.flush() == "\N{REPLACEMENT CHARACTER}"
 
 
+@pytest.mark.parametrize(("byte", "shown"), [(0x80, "\N{REPLACEMENT CHARACTER}"), (0, "")])
+def test_the_work_for_a_token_is_bounded(byte, shown):
+    """Also where thousands of tokens in a row end inside a character, or show nothing, as special tokens do."""
+    lengths = []
+
+    class Counting(Bytes):
+        def decode(self, ids, /):
+            lengths.append(len(ids))
+            return super().decode(ids).replace("\0", "")
+
+    stream = TextStream(Counting(), list(b"prompt"))
+    pieces = [stream.push(byte) for _ in range(1000)] + [stream.push(ord("a")), stream.flush()]
+    assert "".join(pieces) == shown * 1000 + "a"
+    assert max(lengths) < 200
+
+
 @pytest.mark.parametrize(
     ("text", "stop", "expected"),
     [
