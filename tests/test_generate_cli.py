@@ -258,7 +258,7 @@ ERRORS = {
     "--num-blocks=0": "--num-blocks must be 1 or more, got 0",
     "--num-blocks=1000000000": "num_blocks * block_size must be at most 2**31",
     "--k-scale=0.5": "--k-scale needs --kv-cache-dtype to be one of float8_e4m3fn, float8_e5m2, int8",
-    "--kv-cache-dtype=int8 --v-scale=0": "--v-scale must be above 0, got 0.0",
+    "--kv-cache-dtype=int8 --v-scale=0": "--v-scale must be above 0 and finite, got 0.0",
     "--kv-cache-dtype=int4": "argument --kv-cache-dtype: invalid choice: 'int4'",
     "--dtype=int8": "argument --dtype: invalid choice: 'int8'",
     "--implementation=cuda": "argument --implementation: invalid choice: 'cuda'",

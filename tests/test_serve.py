@@ -22,7 +22,7 @@ import pytest
 from examples import serve
 from examples.attend import causal_attend
 from examples.checkpoint import load_model
-from examples.generate import TINY
+from examples.command_line import TINY
 from examples.server.chat import ChatTemplate
 
 ROOT = Path(__file__).parents[1]
