@@ -292,6 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             host, port = listener.getsockname()[:2]
             print(f"Serving {model_name(options.model)} at http://{host}:{port}/v1", file=sys.stderr, flush=True)
             server.run(sockets=[listener])
+            gc.unfreeze()  # so that the interpreter can free everything at its end
     except KeyboardInterrupt:
         return 130
     except (CommandError, CheckpointError, MeshError, jax.errors.JaxRuntimeError, MemoryError) as error:

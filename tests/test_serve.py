@@ -394,8 +394,7 @@ class Process:
 
     def wait(self, seconds):
         assert self.process.wait(seconds) == 0
-        assert "Traceback" not in self.errors
-        assert "ERROR" not in self.errors
+        assert self.errors.count("\n") == 1, self.errors
 
 
 @pytest.fixture
