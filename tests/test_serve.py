@@ -434,10 +434,10 @@ def test_sigterm_drains(start):
 def test_requests_that_do_not_end_in_time_are_told(start, how):
     """When time is up or a second signal comes, clients get errors in OpenAI's words, and the server exits with 0."""
     server = start("--drain-seconds", "1" if how == "time is up" else "600")
-    streams = [server.ask(stream=True, n=1) for _ in range(40)]
-    wholes = [server.ask() for _ in range(40)]
     half = socket.create_connection(("127.0.0.1", server.port), 60)
     half.sendall(http_request("/v1/completions", GOOD)[:-1])
+    wholes = [server.ask() for _ in range(40)]
+    streams = [server.ask(stream=True) for _ in range(40)]  # once these have begun, the server has all the others
     assert all(stream.recv(13) == b"HTTP/1.1 200 " for stream in streams)
     server.process.send_signal(signal.SIGTERM)
     if how != "time is up":
