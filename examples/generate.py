@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
 import jax
 from jax.sharding import Mesh
@@ -34,34 +33,30 @@ if not __package__:
 
 from examples import loop
 from examples.checkpoint import CheckpointError, load_model
+from examples.command_line import (
+    TINY,
+    CommandError,
+    Parser,
+    add_model_options,
+    check,
+    check_model_options,
+    choose_dtype,
+    choose_scales,
+    one_line,
+    use_compilation_cache,
+)
 from examples.config import DecoderConfig
 from examples.sharding import MeshError, make_mesh, parse_mesh, replicas
 from examples.text import Writer
-from paged_jax import BLOCK_SIZES, Implementation, PagedKVCache
+from paged_jax import PagedKVCache
 
-TINY = Path(__file__).resolve().parent / "tiny"
 DEFAULT_PROMPT = 'The "for" statement'
-TINY_TEMPERATURE = 0.6  # its likeliest text soon repeats itself
-QUANTISED = ("float8_e4m3fn", "float8_e5m2", "int8")
-
-
-class GenerateError(ValueError):
-    """Says why something cannot be done, in one line that can be shown to users."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise GenerateError(message)
+TINY_TEMPERATURE = 0.6  # the tiny model's likeliest text soon repeats itself
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Makes the parser of the command line."""
-    parser = _Parser(
-        prog="generate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("generate", __doc__)
     add = parser.add_argument_group("what to write").add_argument
     add("--model", metavar="DIR_OR_HUB_ID", default=str(TINY), help="Hugging Face folder or hub id (examples/tiny)")
     add("--prompt", metavar="TEXT", action="append",
@@ -78,21 +73,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--top-p", metavar="P", type=float, default=1.0, help="... that together reach probability P; 1 = all")
     add("--seed", metavar="N", type=int, default=0, help="of the draws (%(default)s)")
     add = parser.add_argument_group("how it runs").add_argument
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
-        help="of the weights; auto = float32 on a CPU, bfloat16 elsewhere")  # fmt: skip
-    add("--kv-cache-dtype", choices=("auto", "float32", "bfloat16", "float16", *QUANTISED), default="auto",
-        help="of the cached keys and values (--dtype's); int8 and float8 take half of bfloat16's room")  # fmt: skip
-    add("--k-scale", metavar="S", type=float,
-        help="a key is S times what an int8 or float8 cache holds of it (float8: 1; int8: measured on the prompts, "
-        "for each layer and head)")  # fmt: skip
-    add("--v-scale", metavar="S", type=float, help="the same for values")
-    add("--block-size", metavar="N", type=int, default=16, help="tokens in a block of the cache (%(default)s)")
+    add_model_options(add)
     add("--num-blocks", metavar="N", type=int,
         help="blocks in the cache (what the prompts may need at most); without a free one all texts end")  # fmt: skip
-    add("--implementation", choices=get_args(Implementation), help="of the paged ops (the fastest there is)")
     add("--mesh", metavar="SIZES", type=str, help="tp=2 splits the model over two GPUs; dp=2,tp=4 runs two such copies")
-    add("--no-compilation-cache", action="store_true",
-        help="compile anew, instead of keeping compiled programs in the user's cache folder")  # fmt: skip
     return parser
 
 
@@ -100,26 +84,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line, and the prompts on stdin and in files.
 
     Raises:
-        GenerateError: an option or its value is wrong.
+        CommandError: an option or its value is wrong.
     """
     options = make_parser().parse_args(argv)
 
-    def check(flag: str, is_right: bool, expected: str) -> None:
-        if not is_right:
-            value = getattr(options, flag[2:].replace("-", "_"))
-            raise GenerateError(f"{flag} must be {expected}, got {value}")
-
-    check("--max-new-tokens", 1 <= options.max_new_tokens < 2**31, "1 or more, and below 2**31")
-    check("--temperature", options.temperature is None or 0 <= options.temperature < math.inf, "0 or more")
-    check("--top-k", 0 <= options.top_k < 2**31, "0 or more")
-    check("--top-p", 0 < options.top_p <= 1, "above 0 and at most 1")
-    check("--seed", 0 <= options.seed < 2**32, "from 0 to 2**32 - 1")
-    check("--block-size", options.block_size in BLOCK_SIZES, f"one of {', '.join(map(str, BLOCK_SIZES))}")
-    check("--num-blocks", options.num_blocks is None or options.num_blocks >= 1, "1 or more")
-    for flag, scale in ("--k-scale", options.k_scale), ("--v-scale", options.v_scale):
-        check(flag, scale is None or 0 < scale < math.inf, "above 0")
-        if scale is not None and options.kv_cache_dtype not in QUANTISED:
-            raise GenerateError(f"{flag} needs --kv-cache-dtype to be one of {', '.join(QUANTISED)}")
+    check(options, "--max-new-tokens", 1 <= options.max_new_tokens < 2**31, "1 or more, and below 2**31")
+    check(options, "--temperature", options.temperature is None or 0 <= options.temperature < math.inf, "0 or more")
+    check(options, "--top-k", 0 <= options.top_k < 2**31, "0 or more")
+    check(options, "--top-p", 0 < options.top_p <= 1, "above 0 and at most 1")
+    check(options, "--seed", 0 <= options.seed < 2**32, "from 0 to 2**32 - 1")
+    check_model_options(options)
     prompts = list(options.prompt or [])
     for name in options.prompt_file or []:
         prompts += read_prompts(name)
@@ -134,19 +108,19 @@ def read_prompts(name: str) -> list[str]:
     """Reads the prompts in a file, or on stdin if the name is "-"; empty lines are left out.
 
     Raises:
-        GenerateError: there is no such file, it is no text, or it holds no prompt.
+        CommandError: there is no such file, it is no text, or it holds no prompt.
     """
     path = name if name != "-" else "stdin"
     try:
         content = (sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()).decode()
     except (OSError, AttributeError) as error:  # a closed stdin is None
-        raise GenerateError(f"{path} cannot be read: {error}") from None
+        raise CommandError(f"{path} cannot be read: {error}") from None
     except UnicodeDecodeError:
-        raise GenerateError(f"{path} is not valid UTF-8") from None
+        raise CommandError(f"{path} is not valid UTF-8") from None
     lines = [line.removesuffix("\r") for line in content.split("\n")]
     prompts = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not prompts:
-        raise GenerateError(f"{path} holds no prompt")
+        raise CommandError(f"{path} holds no prompt")
     return [_json_prompt(path, *prompt) if name.endswith(".jsonl") else prompt[1] for prompt in prompts]
 
 
@@ -156,7 +130,7 @@ def _json_prompt(path: str, number: int, line: str) -> str:
     except (ValueError, RecursionError):
         prompt = None
     if not isinstance(prompt, str):
-        raise GenerateError(f"{path}, line {number}: expected a JSON string")
+        raise CommandError(f"{path}, line {number}: expected a JSON string")
     return prompt
 
 
@@ -164,7 +138,7 @@ def encode(tokenizer: Tokenizer, prompts: list[str], config: DecoderConfig) -> l
     """Turns each prompt into token ids.
 
     Raises:
-        GenerateError: a prompt is empty, no text, or longer than the model's positions.
+        CommandError: a prompt is empty, no text, or longer than the model's positions.
     """
     prompt_ids = []
     for i, prompt in enumerate(prompts):
@@ -172,15 +146,15 @@ def encode(tokenizer: Tokenizer, prompts: list[str], config: DecoderConfig) -> l
         try:
             prompt.encode()
         except UnicodeEncodeError:
-            raise GenerateError(f"{name} is not valid UTF-8") from None
+            raise CommandError(f"{name} is not valid UTF-8") from None
         ids = tokenizer.encode(prompt).ids
         if not prompt or not ids:
-            raise GenerateError(f"{name} is empty")
+            raise CommandError(f"{name} is empty")
         if max(ids) >= config.vocab_size:
-            raise GenerateError(f"{name} has token {max(ids)}; the model's vocabulary has {config.vocab_size}")
+            raise CommandError(f"{name} has token {max(ids)}; the model's vocabulary has {config.vocab_size}")
         if len(ids) > config.max_position_embeddings:
             limit = config.max_position_embeddings
-            raise GenerateError(f"{name} has {len(ids)} tokens; the model has {limit} positions")
+            raise CommandError(f"{name} has {len(ids)} tokens; the model has {limit} positions")
         prompt_ids.append(ids)
     return prompt_ids
 
@@ -189,14 +163,14 @@ def choose_num_blocks(options: argparse.Namespace, request: loop.Request) -> int
     """Returns the number of blocks that the user asked for, or else the number that the batch may need at most.
 
     Raises:
-        GenerateError: the prompts alone need more than the user asked for.
+        CommandError: the prompts alone need more than the user asked for.
     """
     prompt_lens, output_lens = jax.device_get((request.prompt_lens, request.max_output_lens))
     if options.num_blocks is None:
         return int((-(-(prompt_lens + output_lens - 1) // options.block_size)).sum())
     needed = int((-(-prompt_lens // options.block_size)).sum())
     if needed > options.num_blocks:
-        raise GenerateError(
+        raise CommandError(
             f"the prompts need {needed} blocks of {options.block_size} tokens, --num-blocks gives {options.num_blocks}"
         )
     return options.num_blocks
@@ -215,24 +189,6 @@ def make_caches(
     cache_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     scales = choose_scales(options, config, cache_dtype, programs, request, dtype, mesh)
     return loop.make_caches(config, num_blocks, options.block_size, cache_dtype, scales=scales, mesh=mesh)
-
-
-def choose_scales(
-    options: argparse.Namespace,
-    config: DecoderConfig,
-    cache_dtype: str,
-    programs: loop.Programs,
-    request: loop.Request,
-    dtype: str,
-    mesh: Mesh | None,
-) -> loop.Scales | None:
-    """Chooses each layer's scales: those of the command line, or else measured ones for int8 and 1 for float8."""
-    if cache_dtype not in QUANTISED:
-        return None
-    scales: loop.Scales = [(1.0, 1.0)] * config.num_layers
-    if cache_dtype == "int8" and None in (options.k_scale, options.v_scale):
-        scales = loop.measure_scales(programs, config, request, options.block_size, dtype, mesh)
-    return [(options.k_scale or k_scale, options.v_scale or v_scale) for k_scale, v_scale in scales]
 
 
 def compile_programs(options: argparse.Namespace, programs: loop.Programs, *arguments) -> list:
@@ -285,38 +241,13 @@ def notices(results: list[tuple[list[int], str]], max_new_tokens: int, config: D
     return lines
 
 
-def use_compilation_cache() -> None:
-    """Makes JAX keep compiled programs in the user's cache folder, unless it is told to keep them elsewhere."""
-    if jax.config.jax_compilation_cache_dir is not None:
-        return
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paged_jax"
-    with contextlib.suppress(OSError):  # if the folder cannot be written, programs are compiled every time
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            jax.config.update("jax_compilation_cache_dir", str(folder))
-
-
-def default_dtype() -> str:
-    """Returns the dtype that --dtype=auto stands for on this machine.
-
-    Raises:
-        GenerateError: JAX finds no device.
-    """
-    try:
-        return "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error) or f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}"
-        raise GenerateError(f"JAX finds no device: {reason}") from error
-
-
 def run(options: argparse.Namespace) -> None:
     """Generates text, and writes the results to stdout and a summary to stderr.
 
     Raises:
-        GenerateError, CheckpointError: something cannot be done.
+        CommandError, CheckpointError: something cannot be done.
     """
-    dtype = default_dtype()  # this comes first, as nothing works without a device
-    dtype = dtype if options.dtype == "auto" else options.dtype
+    dtype = choose_dtype(options)  # this comes first, as nothing works without a device
     if not options.no_compilation_cache:
         use_compilation_cache()
     # There is a copy of the model for each place of the mesh along "dp". Each copy has its own prompts and blocks.
@@ -339,8 +270,6 @@ def run(options: argparse.Namespace) -> None:
 
     started = time.perf_counter()
     firsts, rests, states = [], [], []
-    if options.implementation not in (None, "xla") and jax.default_backend() == "cpu":
-        raise GenerateError(f"--implementation {options.implementation} needs an NVIDIA GPU")
     try:
         with bar("Compiling"):
             for programs, request, mesh in zip(copies, requests, meshes, strict=True):
@@ -350,7 +279,7 @@ def run(options: argparse.Namespace) -> None:
                 rests.append(rest)
                 states.append(caches)
     except (NotImplementedError, ValueError) as error:  # the library says what it cannot do
-        raise GenerateError(str(error)) from error
+        raise CommandError(str(error)) from error
     compiled = time.perf_counter()
 
     def advance(programs: list) -> list[tuple[list[int], str]]:
@@ -399,11 +328,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of stdout, such as head, has ended
         discard_stdout()
         return 1
-    except (GenerateError, CheckpointError, MeshError, jax.errors.JaxRuntimeError, OSError) as error:
+    except (CommandError, CheckpointError, MeshError, jax.errors.JaxRuntimeError, OSError) as error:
         if isinstance(error, OSError):
             discard_stdout()
         with contextlib.suppress(OSError):
-            print("error:", " ".join(str(error).split()), file=sys.stderr)
+            print("error:", one_line(error), file=sys.stderr)
         return 2
     return 0
 

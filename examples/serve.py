@@ -27,17 +27,18 @@ once.
 """
 
 import argparse
+import asyncio
 import contextlib
 import gc
-import math
 import re
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -51,41 +52,42 @@ if not __package__:
 
 from examples import loop
 from examples.checkpoint import CheckpointError, find_folder, load_model
+from examples.command_line import (
+    TINY,
+    CommandError,
+    Parser,
+    add_model_options,
+    check,
+    check_model_options,
+    choose_dtype,
+    choose_scales,
+    one_line,
+    use_compilation_cache,
+)
 from examples.config import DecoderConfig
 from examples.decoder import Decoder
-from examples.generate import QUANTISED, TINY, GenerateError, choose_scales, default_dtype, use_compilation_cache
 from examples.server.api import MAX_LOGPROBS
 from examples.server.app import Server, model_name
 from examples.server.chat import load_template
 from examples.server.worker import Worker
 from examples.sharding import MeshError, make_mesh, parse_mesh
 from examples.step import make_step
-from paged_jax import BLOCK_SIZES, Implementation, PagedKVCache, engine
+from paged_jax import PagedKVCache, engine
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 SAMPLE = """The quick brown fox jumps over the lazy dog. In 1969 people first walked on the Moon; a list in Python is
 written [1, 2, 3], and `for x in values: print(x)` prints what is in one."""  # int8 scales fit this text
 MEMORY_SHARE = 0.85  # fraction of the device's memory for weights and cache; a step's intermediates need the rest
 
-
-class ServeError(ValueError):
-    """Says why something cannot be done, in one line that can be shown to users."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise ServeError(message)
+BACKLOG = 2048  # connections that the operating system keeps until the server takes them
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line.
 
     Raises:
-        ServeError: an option or its value is wrong.
+        CommandError: an option or its value is wrong.
     """
-    parser = _Parser(
-        prog="serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser("serve", __doc__)
     add = parser.add_argument
     add("--model", metavar="DIR_OR_HUB_ID", default=str(TINY), help="Hugging Face folder or hub id (examples/tiny)")
     add("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 = from everywhere (%(default)s)")
@@ -95,20 +97,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="new tokens of one step, one a running text and the rest of waiting prompts (%(default)s)")  # fmt: skip
     add("--max-queued", metavar="N", type=int, default=256,
         help="texts that may wait; more are answered with status 429 (%(default)s)")  # fmt: skip
-    add("--block-size", metavar="N", type=int, default=16, help="tokens in a block of the cache (%(default)s)")
+    add_model_options(add)
     add("--num-blocks", metavar="N", type=int,
         help="blocks in the cache (what --max-num-seqs of the longest texts need, if memory allows)")  # fmt: skip
     add("--host-blocks", metavar="N", type=int, default=0,
         help="blocks in host memory, where texts that must wait keep what is computed (%(default)s)")  # fmt: skip
-    add("--dtype", choices=DTYPES, default="auto",
-        help="of the weights; auto = float32 on a CPU, bfloat16 elsewhere")  # fmt: skip
-    add("--kv-cache-dtype", choices=DTYPES + QUANTISED, default="auto",
-        help="of the cache; auto = as the weights. Eight bits hold twice as many tokens as 16")  # fmt: skip
-    add("--k-scale", metavar="S", type=float,
-        help="what keys are divided by in an eight-bit cache (1 for float8, measured for int8)")  # fmt: skip
-    add("--v-scale", metavar="S", type=float, help="... and values")
-    add("--no-compilation-cache", action="store_true", help="compile anew, and keep nothing for the next start")
-    add("--implementation", choices=get_args(Implementation), help="of the paged ops (the fastest there is)")
     add("--mesh", metavar="SIZES", help="tp=2 splits the model over two GPUs (one)")
     add("--processes", metavar="N", type=int, default=1,
         help="processes that share the model, each started with the same options (%(default)s)")  # fmt: skip
@@ -118,28 +111,20 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--drain-seconds", metavar="S", type=int, default=60, help="to finish requests in at the end (%(default)s)")
     options = parser.parse_args(argv)
 
-    def check(flag: str, is_right: bool, expected: str) -> None:
-        if not is_right:
-            raise ServeError(f"{flag} must be {expected}, got {getattr(options, flag[2:].replace('-', '_'))}")
-
-    check("--port", 0 <= options.port < 2**16, "from 0 to 65535")
-    check("--max-num-seqs", options.max_num_seqs >= 1, "1 or more")
-    check("--max-tokens-per-step", options.max_tokens_per_step >= options.max_num_seqs, "--max-num-seqs or more")
-    check("--max-queued", options.max_queued >= 0, "0 or more")
-    check("--block-size", options.block_size in BLOCK_SIZES, f"one of {', '.join(map(str, BLOCK_SIZES))}")
-    check("--num-blocks", options.num_blocks is None or options.num_blocks >= 1, "1 or more")
-    check("--host-blocks", options.host_blocks >= 0, "0 or more")
-    check("--drain-seconds", options.drain_seconds >= 1, "1 or more")
-    check("--processes", options.processes >= 1, "1 or more")
-    check("--process", 0 <= options.process < options.processes, "from 0 to one less than --processes")
-    check("--coordinator", re.fullmatch(r"[^:]+:\d{1,5}", options.coordinator) is not None, "HOST:PORT")
+    check(options, "--port", 0 <= options.port < 2**16, "from 0 to 65535")
+    check(options, "--max-num-seqs", options.max_num_seqs >= 1, "1 or more")
+    is_enough = options.max_num_seqs <= options.max_tokens_per_step < 2**24
+    check(options, "--max-tokens-per-step", is_enough, "--max-num-seqs or more, and below 2**24")
+    check(options, "--max-queued", options.max_queued >= 0, "0 or more")
+    check(options, "--host-blocks", options.host_blocks >= 0, "0 or more")
+    check(options, "--drain-seconds", options.drain_seconds >= 1, "1 or more")
+    check(options, "--processes", options.processes >= 1, "1 or more")
+    check(options, "--process", 0 <= options.process < options.processes, "from 0 to one less than --processes")
+    check(options, "--coordinator", re.fullmatch(r"[^:]+:\d{1,5}", options.coordinator) is not None, "HOST:PORT")
     sizes = parse_mesh(options.mesh) if options.mesh else {"dp": 1, "tp": 1}
-    check("--mesh", sizes["dp"] == 1, "without dp: a server for each copy of the model serves as many")
+    check(options, "--mesh", sizes["dp"] == 1, "without dp: a server for each copy of the model serves as many")
     options.mesh = sizes if options.mesh else None
-    for flag, scale in (("--k-scale", options.k_scale), ("--v-scale", options.v_scale)):
-        is_scaled = options.kv_cache_dtype in QUANTISED
-        check(flag, scale is None or is_scaled, "left out: the cache has more than eight bits")
-        check(flag, scale is None or 0 < scale < math.inf, "above 0 and finite")
+    check_model_options(options)
     return options
 
 
@@ -154,7 +139,7 @@ def make_caches(
     """Makes a cache for each layer, with --num-blocks blocks or else as many as can be used and fit in memory.
 
     Raises:
-        ServeError: not a single block fits in memory.
+        CommandError: not a single block fits in memory.
     """
     cache_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     ids = tokenizer.encode(SAMPLE).ids[: config.max_position_embeddings]
@@ -171,7 +156,7 @@ def make_caches(
         if options.processes > 1:  # all processes must have the same number of blocks
             num_blocks = int(np.min(multihost_utils.process_allgather(np.int32(num_blocks))))
         if num_blocks < 1:
-            raise ServeError("the weights leave no memory for the cache")
+            raise CommandError("the weights leave no memory for the cache")
     return loop.make_caches(config, num_blocks, options.block_size, cache_dtype, scales=scales, mesh=mesh)
 
 
@@ -186,12 +171,12 @@ def make_server(options: argparse.Namespace, until_end: contextlib.ExitStack | N
         The server; None in a process other than the first, after it has followed the first one to its end.
 
     Raises:
-        ServeError, GenerateError, CheckpointError, MeshError: something cannot be done.
+        CommandError, CheckpointError, MeshError: something cannot be done.
     """
     host, port = options.coordinator.rsplit(":", 1)
     if options.processes > 1:
         jax.distributed.initialize(options.coordinator, options.processes, options.process)
-    dtype = default_dtype() if options.dtype == "auto" else options.dtype
+    dtype = choose_dtype(options)
     if not options.no_compilation_cache:
         use_compilation_cache()
     folder = find_folder(options.model)
@@ -216,7 +201,7 @@ def make_server(options: argparse.Namespace, until_end: contextlib.ExitStack | N
             show_progress=options.process == 0,
         )
     except (NotImplementedError, ValueError) as error:  # the library says what it cannot do
-        raise ServeError(str(error)) from error
+        raise CommandError(str(error)) from error
     others = host, int(port) + 1
     if options.process:
         engine.follow(the_engine, others)
@@ -232,7 +217,18 @@ def make_server(options: argparse.Namespace, until_end: contextlib.ExitStack | N
 
 
 class HttpServer(uvicorn.Server):
-    """Uvicorn, which after a signal finishes its requests and ends with exit code 0."""
+    """Uvicorn, which after a signal finishes its requests and ends with exit code 0.
+
+    Requests that are unfinished when time is up or a second signal comes are cancelled. The app tells their clients.
+
+    Args:
+        config: uvicorn's config.
+        drain_seconds: how long to wait for requests.
+    """
+
+    def __init__(self, config: uvicorn.Config, drain_seconds: float):
+        super().__init__(config)
+        self._drain_seconds, self._is_hurried = drain_seconds, False
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -247,13 +243,33 @@ class HttpServer(uvicorn.Server):
             for sig, handler in before.items():
                 signal.signal(sig, handler)
 
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """Notes a signal."""
+        self._is_hurried = self.should_exit
+        self.should_exit = True
 
-def make_http_server(server: Server, drain_seconds: int) -> HttpServer:
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Waits for all requests, or ends them."""
+        ending = asyncio.create_task(self._end_requests())
+        await super().shutdown(sockets)
+        ending.cancel()
+
+    async def _end_requests(self) -> None:
+        deadline = time.monotonic() + self._drain_seconds
+        while not self._is_hurried and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+        for task in self.server_state.tasks:
+            task.cancel()
+        await asyncio.sleep(1)  # in which clients that read are told
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+
+def make_http_server(server: Server, drain_seconds: float) -> HttpServer:
     """Makes the HTTP server; its `run(sockets=[...])` serves until `should_exit` is set or a signal comes."""
-    config = uvicorn.Config(
-        server.app(), log_level="warning", access_log=False, timeout_graceful_shutdown=drain_seconds, backlog=2048
+    return HttpServer(
+        uvicorn.Config(server.app(), log_level="warning", access_log=False, backlog=BACKLOG), drain_seconds
     )
-    return HttpServer(config)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -268,17 +284,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             try:
                 listener.bind((options.host, options.port))  # before compiling, which takes a while
             except OSError as error:
-                raise ServeError(f"cannot listen at {options.host}:{options.port}: {error.strerror}") from None
+                raise CommandError(f"cannot listen at {options.host}:{options.port}: {error.strerror}") from None
             the_server = make_server(options, until_end)
             assert the_server is not None
             server = make_http_server(the_server, options.drain_seconds)
+            listener.listen(BACKLOG)  # from now on clients can connect; they wait until the server is up
             host, port = listener.getsockname()[:2]
             print(f"Serving {model_name(options.model)} at http://{host}:{port}/v1", file=sys.stderr, flush=True)
             server.run(sockets=[listener])
+            gc.unfreeze()  # so that the interpreter can free everything at its end
     except KeyboardInterrupt:
         return 130
-    except (ServeError, GenerateError, CheckpointError, MeshError) as error:
-        print(f"serve: {error}", file=sys.stderr)
+    except (CommandError, CheckpointError, MeshError, jax.errors.JaxRuntimeError, MemoryError) as error:
+        print("serve:", one_line(error), file=sys.stderr)
         return 2
     return 0
 

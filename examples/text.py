@@ -1,45 +1,11 @@
-"""Turns tokens into text as they are drawn, and writes the texts of many prompts to stdout in order."""
+"""Writes the texts of many prompts to stdout in order, as their tokens are drawn."""
 
 import json
 import sys
-from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-
-class Detokenizer:
-    """Turns the tokens that follow a prompt into text as they are drawn, never into half a character.
-
-    The text of a token may depend on its neighbours. So the detokenizer decodes the last few tokens without and with
-    the new one: what the second text has beyond the first is new.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]):
-        self.tokenizer = tokenizer
-        self.ids = list(prompt_ids[-5:])
-        self.num_read = len(self.ids)
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Returns the new text of these tokens; bytes of an unfinished character wait for the rest of it."""
-        return "".join(self._push(token_id) for token_id in token_ids)
-
-    def _push(self, token_id: int) -> str:
-        self.ids.append(token_id)
-        text = self._new_text()
-        if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
-            return ""
-        self.ids, self.num_read = self.ids[self.num_read :], len(self.ids) - self.num_read
-        return text
-
-    def flush(self) -> str:
-        """Returns the text held back so far, when no tokens follow; broken bytes become replacement characters."""
-        text = self._new_text()
-        self.num_read = len(self.ids)
-        return text
-
-    def _new_text(self) -> str:
-        before = self.tokenizer.decode(self.ids[: self.num_read])
-        return self.tokenizer.decode(self.ids)[len(before) :]
+from paged_jax.engine import TextStream
 
 
 class Writer:
@@ -48,7 +14,7 @@ class Writer:
     def __init__(self, tokenizer: Tokenizer, prompts: list[str], prompt_ids: list[list[int]], as_json: bool):
         self.as_json = as_json
         self.prompts = prompts
-        self.detokenizers = [Detokenizer(tokenizer, ids) for ids in prompt_ids]
+        self.streams = [TextStream(tokenizer, ids) for ids in prompt_ids]
         self.texts = ["" for _ in prompts]
         self.num_read = [0 for _ in prompts]  # how many tokens are in each text
         self.turn = 0  # the prompt whose text is being written
@@ -59,9 +25,9 @@ class Writer:
         for i, (token_ids, finish_reason) in enumerate(results):
             new_ids = token_ids[self.num_read[i] : -1 if finish_reason == "stop" else None]
             self.num_read[i] = len(token_ids)
-            self.texts[i] += self.detokenizers[i].push(new_ids)
+            self.texts[i] += "".join(map(self.streams[i].push, new_ids))
             if finish_reason != "running":
-                self.texts[i] += self.detokenizers[i].flush()
+                self.texts[i] += self.streams[i].flush()
         while self.turn < len(results) and self._write(self.turn, *results[self.turn]):
             self.turn, self.num_written = self.turn + 1, 0
         sys.stdout.flush()

@@ -116,6 +116,22 @@ def test_an_unfinished_character_is_flushed_as_what_it_is():
     assert stream.flush() == "\N{REPLACEMENT CHARACTER}"
 
 
+@pytest.mark.parametrize(("byte", "shown"), [(0x80, "\N{REPLACEMENT CHARACTER}"), (0, "")])
+def test_the_work_for_a_token_is_bounded(byte, shown):
+    """Also where thousands of tokens in a row end inside a character, or show nothing, as special tokens do."""
+    lengths = []
+
+    class Counting(Bytes):
+        def decode(self, ids, /):
+            lengths.append(len(ids))
+            return super().decode(ids).replace("\0", "")
+
+    stream = TextStream(Counting(), list(b"prompt"))
+    pieces = [stream.push(byte) for _ in range(1000)] + [stream.push(ord("a")), stream.flush()]
+    assert "".join(pieces) == shown * 1000 + "a"
+    assert max(lengths) < 200
+
+
 @pytest.mark.parametrize(
     ("text", "stop", "expected"),
     [
@@ -155,6 +171,13 @@ def test_top_k_and_top_p_keep_what_sorting_would():
     assert np.asarray(keep_top(ties, np.array([1]), np.ones(1, np.float32))).tolist() == [[0, 1, 1, 0, 0]]
 
 
+def test_a_tiny_top_p_keeps_the_most_likely_token():
+    """Also one that is 0 in float32."""
+    logits = np.array([[1.0, 3.0, 2.0]] * 3, np.float32)
+    top_p = np.array([1e-6, 1e-40, 1e-50], np.float32)
+    assert np.asarray(keep_top(logits, np.zeros(3, np.int32), top_p)).tolist() == [[0, 1, 0]] * 3
+
+
 def draws(num_rows, **changes):
     """Makes the rows' sampling parameters: temperature 1 without top-k or top-p, unless they are given."""
     fields = {name: jnp.zeros(num_rows, jnp.int32) for name in ("seats", "top_k", "seed_high", "seed_low", "index")}
@@ -170,6 +193,14 @@ def test_draws_follow_the_probabilities():
         counts = np.bincount(np.asarray(draw(rows, how, Kind.RANDOM, 0).token_ids), minlength=5)
         p = np.asarray(jax.nn.softmax(logits / temperature))
         assert np.abs(counts / n - p).max() < 4 * np.sqrt(0.25 / n)
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 2e-38, 1e-40, 1e-50])
+def test_a_tiny_temperature_takes_the_most_likely_token(temperature):
+    """Logits that overflow when they are divided by it do not all look alike; -inf still forbids a token."""
+    logits = jnp.asarray([[5.0, 20.0, 30.0, -jnp.inf]] * 8, jnp.float32)
+    how = draws(8, temperature=jnp.full(8, temperature, jnp.float32))
+    assert draw(logits, how, Kind.RANDOM, 0).token_ids.tolist() == [2] * 8
 
 
 @pytest.mark.parametrize("name", ["seed_high", "seed_low", "index", "position"])
@@ -241,6 +272,8 @@ def test_a_step_can_be_exported():
         ({"preemption": "never"}, "preemption must be"),
         ({"num_blocks": 0}, "num_blocks must be positive"),
         ({"num_host_blocks": -1}, "num_host_blocks must not be negative"),
+        ({"recompute_tokens_per_second": 0}, "recompute_tokens_per_second must be positive, got 0"),
+        ({"swap_bytes_per_second": float("nan")}, "swap_bytes_per_second must be positive, got nan"),
     ],
 )
 def test_configs_that_are_refused(fields, message):
@@ -255,6 +288,7 @@ def test_configs_that_are_refused(fields, message):
         ({"n": True}, TypeError, "n must be an integer, got True"),
         ({"temperature": float("nan")}, ValueError, "temperature must be 0 or more and finite"),
         ({"temperature": "1"}, TypeError, "temperature must be a number"),
+        ({"temperature": 1e39}, ValueError, "temperature must be 0 or more and finite in float32, got 1e"),
         ({"top_p": 0.0}, ValueError, "top_p must be above 0 and at most 1"),
         ({"seed": -1}, ValueError, "seed must be in"),
         ({"stop": "text"}, TypeError, "stop must be a tuple of texts"),

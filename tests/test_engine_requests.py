@@ -92,12 +92,41 @@ def test_leaving_a_stream_cancels_its_request(engine):
         ([1] * 40, {"max_tokens": 10}, "at most 9 new tokens"),
         ([1], {"n": 5}, "n must be at most max_num_seqs = 4, got 5"),
         ([1], {"logprobs": 4}, "logprobs must be at most max_logprobs = 3, got 4"),
+        ([3, -1], {}, r"token ids must be in \[0, 2147483647\], got -1"),
+        ([2**31], {}, r"token ids must be in \[0, 2147483647\], got 2147483648"),
+        ([10**30], {}, r"token ids must be in"),
     ],
 )
 def test_requests_that_can_never_be_served_are_refused(engine, prompt, params, message):
     with pytest.raises(ValueError, match=message):
         engine.add_request(prompt, SamplingParams(**params))
     assert not engine.has_work
+
+
+@pytest.mark.parametrize("prompt", ["text", [1.5], [[1]], [None]])
+def test_prompts_that_are_no_token_ids_are_refused(engine, prompt):
+    with pytest.raises(TypeError, match="a prompt must hold token ids"):
+        engine.add_request(prompt)
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("prompt", [(3, 4, 5), range(3, 6), np.arange(3, 6), np.arange(3, 6, dtype=np.uint8)])
+def test_prompts_may_be_any_integers(engine, reference, prompt):
+    ((result,),) = engine.generate([prompt], SamplingParams(max_tokens=3))
+    assert result.token_ids == reference.greedy([3, 4, 5], 3)
+
+
+def test_samples_that_wait_are_all_counted(engine):
+    for _ in range(2):
+        engine.add_request(PROMPTS[0], SamplingParams(max_tokens=2, n=3))
+    assert (engine.stats().num_waiting, engine.stats().num_running) == (6, 0)
+    engine.step()
+    assert (engine.stats().num_waiting, engine.stats().num_running) == (3, 3)
+    engine.reset(CONFIG)
+    engine.add_request(PROMPTS[7], SamplingParams(max_tokens=2, n=3))  # its prompt takes two steps
+    engine.step()
+    assert (engine.stats().num_waiting, engine.stats().num_running) == (2, 1)
+    drain(engine)
 
 
 def test_as_many_tokens_as_fit(engine, reference):

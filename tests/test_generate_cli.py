@@ -19,6 +19,7 @@ from examples import generate, loop, text
 from examples.checkpoint import load_model, save_model
 from examples.config import load_config
 from examples.decoder import Decoder
+from paged_jax.engine import TextStream
 from tests.conftest import has_gpu
 
 
@@ -40,9 +41,8 @@ def small(tmp_path_factory):
 
 
 def decoded_in_pieces(tokenizer, prompt_ids, token_ids):
-    detokenizer = text.Detokenizer(tokenizer, prompt_ids)
-    pieces = [detokenizer.push([token_id]) for token_id in token_ids]
-    return [*pieces, detokenizer.flush()]
+    stream = TextStream(tokenizer, prompt_ids)
+    return [*map(stream.push, token_ids), stream.flush()]
 
 
 def test_streamed_text_never_holds_half_a_character(tokenizer):
@@ -258,7 +258,7 @@ ERRORS = {
     "--num-blocks=0": "--num-blocks must be 1 or more, got 0",
     "--num-blocks=1000000000": "num_blocks * block_size must be at most 2**31",
     "--k-scale=0.5": "--k-scale needs --kv-cache-dtype to be one of float8_e4m3fn, float8_e5m2, int8",
-    "--kv-cache-dtype=int8 --v-scale=0": "--v-scale must be above 0, got 0.0",
+    "--kv-cache-dtype=int8 --v-scale=0": "--v-scale must be above 0 and finite, got 0.0",
     "--kv-cache-dtype=int4": "argument --kv-cache-dtype: invalid choice: 'int4'",
     "--dtype=int8": "argument --dtype: invalid choice: 'int8'",
     "--implementation=cuda": "argument --implementation: invalid choice: 'cuda'",

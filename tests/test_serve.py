@@ -22,7 +22,8 @@ import pytest
 from examples import serve
 from examples.attend import causal_attend
 from examples.checkpoint import load_model
-from examples.generate import TINY
+from examples.command_line import TINY
+from examples.server.chat import ChatTemplate
 
 ROOT = Path(__file__).parents[1]
 PROMPT = "The assert statement "
@@ -272,6 +273,26 @@ def test_what_is_wrong_is_told_in_openais_words(running, path, content, status, 
     running.wait_until_idle()
 
 
+def test_too_many_prompts_are_refused_before_they_are_tokenized(running, monkeypatch):
+    monkeypatch.setattr(running.server, "_tokenizer", None)
+    answer = httpx.post(f"{running.url}/v1/completions", json=GOOD | {"prompt": ["x"] * 103, "n": 2})
+    assert answer.status_code == 400
+    assert "206 texts are asked for at once; the server takes 204" in answer.json()["error"]["message"]
+    monkeypatch.setattr(running.worker, "_unfinished", 204)
+    assert httpx.post(f"{running.url}/v1/completions", json=GOOD).status_code == 429
+    chat = {"model": "tiny", "messages": HELLO}
+    assert httpx.post(f"{running.url}/v1/chat/completions", json=chat).status_code == 429
+
+
+def test_a_template_may_bring_text_that_is_not_unicode(running, monkeypatch):
+    template = ChatTemplate("{{ messages[0].name }}")
+    monkeypatch.setattr(running.server, "_template", template)
+    chat = {"model": "tiny", "messages": [HELLO[0] | {"name": "\ud800"}]}
+    answer = httpx.post(f"{running.url}/v1/chat/completions", content=json.dumps(chat))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "messages"
+
+
 def test_a_body_that_is_too_long(running, monkeypatch):
     monkeypatch.setattr("examples.server.app.MAX_BODY", 1000)
     answer = httpx.post(f"{running.url}/v1/completions", content=b" " * 1001)
@@ -345,28 +366,88 @@ def test_an_engine_that_fails_goes_on_with_the_next_request(running, monkeypatch
     assert httpx.get(f"{running.url}/health").status_code == 200
 
 
-def test_sigterm_drains():
-    """The server, a process here, answers a request that runs when the signal comes, and then exits with 0."""
-    command = [sys.executable, "-m", "examples.serve", "--port", "0", "--max-num-seqs", "1", "--num-blocks", "32"]
-    process = subprocess.Popen(
-        [*command, "--max-tokens-per-step", "16"],
-        cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    )  # fmt: skip
-    try:
-        line = process.stderr.readline()
-        assert line.startswith("Serving tiny at http://127.0.0.1:"), line
-        url = line.split()[-1]
-        content = GOOD | {"max_tokens": 400, "stream": True, "temperature": 0, "prompt": "In"}
-        with httpx.stream("POST", f"{url}/completions", json=content, timeout=120) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            process.send_signal(signal.SIGTERM)
-            events = [line for line in lines if line]
-        assert events[-1] == "data: [DONE]"
-        assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] in ("length", "stop")
-        assert process.wait(60) == 0
-        assert "Traceback" not in process.stderr.read()
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
+class Process:
+    """A server in a process of its own, whose pool holds one long text; what it writes to stderr goes to a file."""
+
+    def __init__(self, path, *options):
+        self.path = path
+        command = [sys.executable, "-m", "examples.serve", "--port", "0", "--max-num-seqs", "1", "--num-blocks", "32"]
+        with path.open("w") as stderr:
+            self.process = subprocess.Popen(
+                [*command, "--max-tokens-per-step", "16", *options],
+                cwd=ROOT, stderr=stderr, env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            )  # fmt: skip
+        wait_for(lambda: "\n" in self.errors, 60)
+        assert self.errors.startswith("Serving tiny at http://127.0.0.1:"), self.errors
+        self.url = self.errors.split()[-1]
+        self.port = int(self.url.removesuffix("/v1").rsplit(":", 1)[1])
+
+    @property
+    def errors(self):
+        return self.path.read_text()
+
+    def ask(self, **fields):
+        content = GOOD | {"max_tokens": 400, "temperature": 0, "prompt": "In"} | fields
+        connection = socket.create_connection(("127.0.0.1", self.port), 60)
+        connection.sendall(http_request("/v1/completions", content))
+        return connection
+
+    def wait(self, seconds):
+        assert self.process.wait(seconds) == 0
+        assert self.errors.count("\n") == 1, self.errors
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a server in a process, with more options."""
+    started = []
+
+    def start(*options):
+        started.append(Process(tmp_path / "stderr", *options))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.process.kill()
+        server.process.wait()
+
+
+def received(connection):
+    """All that comes until the server closes the connection, without the sizes of HTTP's chunks."""
+    with connection, connection.makefile("rb") as stream:
+        return stream.read().decode()
+
+
+def test_sigterm_drains(start):
+    """The server answers a request that runs when the signal comes, and then exits with 0."""
+    server = start()
+    connection = server.ask(stream=True)
+    assert connection.recv(20).startswith(b"HTTP/1.1 200")
+    server.process.send_signal(signal.SIGTERM)
+    events = [line for line in received(connection).splitlines() if line.startswith("data: ")]
+    assert events[-1] == "data: [DONE]"
+    assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] in ("length", "stop")
+    server.wait(60)
+
+
+@pytest.mark.parametrize("how", ["time is up", signal.SIGTERM])
+def test_requests_that_do_not_end_in_time_are_told(start, how):
+    """When time is up or a second signal comes, clients get errors in OpenAI's words, and the server exits with 0."""
+    server = start("--drain-seconds", "1" if how == "time is up" else "600")
+    half = socket.create_connection(("127.0.0.1", server.port), 60)
+    half.sendall(http_request("/v1/completions", GOOD)[:-1])
+    wholes = [server.ask() for _ in range(40)]
+    streams = [server.ask(stream=True) for _ in range(40)]  # once these have begun, the server has all the others
+    assert all(stream.recv(13) == b"HTTP/1.1 200 " for stream in streams)
+    server.process.send_signal(signal.SIGTERM)
+    if how != "time is up":
+        time.sleep(0.3)
+        server.process.send_signal(how)
+    ends = [received(stream) for stream in streams]
+    assert all(end.rstrip().endswith("data: [DONE]\n\n\r\n0") for end in ends)
+    assert sum("shuts down" in end for end in ends) > 10
+    answers = [received(whole) for whole in wholes]
+    assert {answer.split()[1] for answer in answers} <= {"200", "503"}
+    assert sum(answer.split()[1] == "503" for answer in answers) > 10
+    assert json.loads(received(half).split("\r\n\r\n")[1])["error"]["type"] == "server_error"
+    server.wait(20)

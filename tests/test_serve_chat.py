@@ -23,6 +23,8 @@ def test_chat_templates(tmp_path):
         "{{ messages.x.y }}",
         "{{ ''.__class__.__mro__ }}",
         "{{ 1 / 0 }}",
+        "{{ '{1}'.format(0) }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
     ):
         with pytest.raises(TemplateError):
             ChatTemplate(bad).render(messages)

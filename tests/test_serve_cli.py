@@ -1,11 +1,13 @@
 """Tests the server's command line: what it refuses, its help, and the caches that it makes."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from examples import serve
 from examples.checkpoint import load_model
-from examples.generate import TINY
+from examples.command_line import TINY
+from tests.conftest import has_gpu
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +48,11 @@ def test_caches_as_asked_for(tiny, arguments, dtype, k_scale, v_scale):
         (["--port", "70000"], "--port must be from 0 to 65535, got 70000"),
         (["--max-num-seqs", "0"], "--max-num-seqs must be 1 or more"),
         (["--max-tokens-per-step", "3"], "--max-tokens-per-step must be --max-num-seqs or more"),
-        (["--k-scale", "0.1"], "--k-scale must be left out"),
+        (["--k-scale", "0.1"], "--k-scale needs --kv-cache-dtype to be one of"),
         (["--model", "/no/such/folder"], "is no folder"),
         (["--nonsense"], "unrecognized arguments"),
+        (["--max-tokens-per-step", "99999999999"], "--max-num-seqs or more, and below 2**24, got 99999999999"),
+        (["--kv-cache-dtype", "int8", "--v-scale", "nan"], "--v-scale must be above 0 and finite, got nan"),
     ],
 )
 def test_a_wrong_command_line(capsys, arguments, message):
@@ -57,6 +61,22 @@ def test_a_wrong_command_line(capsys, arguments, message):
     assert error.startswith("serve: ")
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.skipif(has_gpu(), reason="there is a GPU")
+def test_an_implementation_for_other_machines(capsys):
+    assert serve.main(["--port", "0", "--implementation", "triton"]) == 2
+    assert capsys.readouterr().err == "serve: --implementation triton needs an NVIDIA GPU\n"
+
+
+@pytest.mark.parametrize("error", [MemoryError, jax.errors.JaxRuntimeError])
+def test_too_little_memory_is_one_line(capsys, monkeypatch, error):
+    def make_server(*_):
+        raise error("RESOURCE_EXHAUSTED:\nout of memory")
+
+    monkeypatch.setattr(serve, "make_server", make_server)
+    assert serve.main(["--port", "0"]) == 2
+    assert capsys.readouterr().err == "serve: RESOURCE_EXHAUSTED: out of memory\n"
 
 
 def test_help_teaches(capsys):

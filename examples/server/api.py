@@ -143,6 +143,14 @@ def sampling_params(params: dict[str, Any], stop_token_ids: tuple[int, ...]) -> 
         raise ApiError(str(error)) from None
 
 
+def check_text(text: str, param: str) -> None:
+    """Raises an `ApiError` if a text cannot be encoded: JSON can name half of a UTF-16 pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ApiError(f"{param} is not valid Unicode", param=param) from None
+
+
 def _check_fields(content: dict[str, Any], known: set[str], model: str) -> None:
     for name, value in content.items():
         if name in NEUTRAL and value not in NEUTRAL[name]:
@@ -204,9 +212,6 @@ def _prompts(content: dict[str, Any]) -> list[str | list[int]]:
         or not all(isinstance(item, str) or _is_tokens(item) for item in prompt)
     ):
         raise ApiError("prompt must be a text, a list of texts, a list of tokens or a list of those", param="prompt")
-    for item in prompt:
-        if isinstance(item, str):
-            _check_text(item, "prompt")
     return prompt
 
 
@@ -227,16 +232,7 @@ def _message(message: Any, name: str) -> dict[str, Any]:
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise ApiError(f"{name}.content must be a text", param=f"{name}.content")
-    for text in (content, message["role"]):
-        _check_text(text, name)
     return message | {"content": content}
-
-
-def _check_text(text: str, param: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ApiError(f"{param} is not valid Unicode", param=param) from None
 
 
 def _integer(content: dict[str, Any], name: str, least: int, most: int) -> int | None:

@@ -15,15 +15,16 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from tokenizers import Tokenizer
 
 from examples.server.answers import Answer
-from examples.server.api import ApiError, read_body, read_chat, read_completion, sampling_params
+from examples.server.api import ApiError, check_text, read_body, read_chat, read_completion, sampling_params
 from examples.server.chat import ChatTemplate, TemplateError
-from examples.server.worker import EngineFailed, Overloaded, Ticket, Worker
+from examples.server.worker import EngineFailed, Overloaded, Ticket, TooManyAtOnce, Worker
 from paged_jax import engine
 
 MAX_BODY = 16 << 20  # bytes
@@ -68,6 +69,7 @@ class Server:
         return Starlette(
             routes=routes,
             lifespan=self._lifespan,
+            middleware=[Middleware(ToldOfTheEnd)],
             exception_handlers={HTTPException: _http_error, ClientDisconnect: _gone, Exception: _unforeseen},
         )
 
@@ -85,6 +87,8 @@ class Server:
                 response = await route(request)
             except ApiError as error:
                 response = _json(error.body, error.status)
+            except TooManyAtOnce as error:
+                response = _json(ApiError(str(error)).body, 400)
             except Overloaded:
                 error = ApiError(
                     "too many requests wait; try again later", status=429, kind="requests", code="queue_full"
@@ -100,7 +104,8 @@ class Server:
     async def _completions(self, request: Request) -> Response:
         wanted = read_completion(read_body(await _body(request)), self._model)
         params = sampling_params(wanted.params, self._stop_token_ids)
-        prompts = [await self._encode(prompt, add_special_tokens=True) for prompt in wanted.prompts]
+        self._worker.check_room(len(wanted.prompts) * params.n)
+        prompts = [await self._encode(prompt, "prompt", add_special_tokens=True) for prompt in wanted.prompts]
         echoes = [self._tokenizer.decode(ids) if wanted.echo else "" for ids in prompts]
         answer = Answer(False, self._model, self._tokenizer, sum(map(len, prompts)))
         return await self._answer(request, answer, prompts, params, echoes, wanted.stream, wanted.include_usage)
@@ -108,20 +113,22 @@ class Server:
     async def _chat(self, request: Request) -> Response:
         wanted = read_chat(read_body(await _body(request)), self._model)
         params = sampling_params(wanted.params, self._stop_token_ids)
+        self._worker.check_room(params.n)
         try:
             text = self._template.render(wanted.messages)
         except TemplateError as error:
             raise ApiError(str(error), param="messages") from None
-        prompt = await self._encode(text, add_special_tokens=False)
+        prompt = await self._encode(text, "messages", add_special_tokens=False)
         answer = Answer(True, self._model, self._tokenizer, len(prompt))
         return await self._answer(request, answer, [prompt], params, [""], wanted.stream, wanted.include_usage)
 
-    async def _encode(self, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
+    async def _encode(self, prompt: str | list[int], param: str, *, add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, str):
+            check_text(prompt, param)
             encoded = await asyncio.to_thread(self._tokenizer.encode, prompt, add_special_tokens=add_special_tokens)
             prompt = encoded.ids
         if not all(0 <= token_id < self._vocab_size for token_id in prompt):
-            raise ApiError(f"prompt must hold tokens in [0, {self._vocab_size - 1}]", param="prompt")
+            raise ApiError(f"{param} must hold tokens in [0, {self._vocab_size - 1}]", param=param)
         return prompt
 
     async def _answer(
@@ -264,19 +271,51 @@ class EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await _until_gone(receive, self._send_all(send))
+        except asyncio.CancelledError:  # the server ends before the answer does
+            await self._send_event(send, json.dumps(_shutting_down().body))
+            await self._send_event(send, "[DONE]", more=False)
         finally:
             self._close()
 
     async def _send_all(self, send: Any) -> None:
-        async def event(text: str, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": more})
-
         try:
             async for chunk in self._chunks:
-                await event(json.dumps(chunk))
+                await self._send_event(send, json.dumps(chunk))
         except EngineFailed:
-            await event(json.dumps(_server_error().body))
-        await event("[DONE]", False)
+            await self._send_event(send, json.dumps(_server_error().body))
+        await self._send_event(send, "[DONE]", more=False)
+
+    @staticmethod
+    async def _send_event(send: Any, text: str, *, more: bool = True) -> None:
+        await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": more})
+
+
+class ToldOfTheEnd:
+    """Wraps an application: a request that is cancelled, since the server ends, gets an error object as its answer.
+
+    Args:
+        app: the application. Once a response has begun, it must end it itself.
+    """
+
+    def __init__(self, app: Any):
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Runs the application."""
+        has_begun = False
+
+        async def note_and_send(message: Any) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note_and_send)
+        except asyncio.CancelledError:
+            if scope["type"] != "http":
+                raise
+            if not has_begun:
+                await _json(_shutting_down().body, 503)(scope, receive, send)
 
 
 async def _until_gone(receive: Any, work: Awaitable[None]) -> bool:
@@ -313,6 +352,10 @@ def _json(content: dict[str, Any], status: int = 200, headers: dict[str, str] | 
 
 def _server_error() -> ApiError:
     return ApiError("the server failed to answer the request", status=500, kind="server_error")
+
+
+def _shutting_down() -> ApiError:
+    return ApiError("the server shuts down; try again later", status=503, kind="server_error")
 
 
 async def _http_error(_request: Request, error: Any) -> Response:

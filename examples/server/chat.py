@@ -58,7 +58,7 @@ class ChatTemplate:
             return self._template.render(
                 messages=messages, add_generation_prompt=True, tools=None, **self._special_tokens
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        except Exception as error:  # a template is a program, which may fail in any way
             raise TemplateError(f"the chat template refuses the messages: {error}") from None
 
 

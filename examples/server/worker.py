@@ -13,9 +13,13 @@ import queue
 import sys
 import threading
 import traceback
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from paged_jax import engine
+
+
+class TooManyAtOnce(ValueError):
+    """Raised when one request asks for more texts than the server ever takes."""
 
 
 class Overloaded(Exception):
@@ -28,13 +32,21 @@ class EngineFailed(Exception):
 
 @dataclasses.dataclass(eq=False)
 class Ticket:
-    """A submitted request; the thread puts its new deltas into `news`."""
+    """A submitted request. Only the event loop changes `num_unfinished`, and only the thread `request_id`.
+
+    Attributes:
+        prompt, params: what is asked for.
+        loop: the event loop that submitted the request.
+        num_unfinished: samples whose last delta has not come yet; 0 once the request is closed.
+        news: lists of new deltas, and at most one error.
+        request_id: the engine's id; None until the thread has added the request.
+    """
 
     prompt: Sequence[int]
     params: engine.SamplingParams
-    news: asyncio.Queue
     loop: asyncio.AbstractEventLoop
     num_unfinished: int
+    news: asyncio.Queue = dataclasses.field(default_factory=asyncio.Queue)
     request_id: int | None = None
 
     async def deltas(self) -> AsyncIterator[engine.Delta]:
@@ -43,11 +55,11 @@ class Ticket:
         Raises:
             EngineFailed: the engine failed; the request is lost.
         """
-        while self.num_unfinished:
-            for delta in await self.news.get():
-                if isinstance(delta, Exception):
-                    raise delta
-                self.num_unfinished -= delta.finish_reason is not None
+        while self.num_unfinished or not self.news.empty():
+            news = await self.news.get()
+            if isinstance(news, Exception):
+                raise news
+            for delta in news:
                 yield delta
 
 
@@ -85,6 +97,18 @@ class Worker:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
+    def check_room(self, num_samples: int) -> None:
+        """Raises if the server cannot take so many more samples now.
+
+        Raises:
+            TooManyAtOnce: it never can.
+            Overloaded: too many requests wait.
+        """
+        if num_samples > self._max_unfinished:
+            raise TooManyAtOnce(f"{num_samples} texts are asked for at once; the server takes {self._max_unfinished}")
+        if self._unfinished + num_samples > self._max_unfinished:
+            raise Overloaded
+
     def submit(self, requests: Sequence[tuple[Sequence[int], engine.SamplingParams]]) -> list[Ticket]:
         """Submits requests, all or none. It must be called from the event loop.
 
@@ -101,20 +125,18 @@ class Worker:
         for prompt, params in requests:
             self._engine.check(prompt, params)
         num_samples = sum(params.n for _, params in requests)
-        if num_samples > self._max_unfinished:
-            raise ValueError(f"{num_samples} texts are asked for at once; the server takes {self._max_unfinished}")
-        if self._unfinished + num_samples > self._max_unfinished:
-            raise Overloaded
+        self.check_room(num_samples)
         self._unfinished += num_samples
         loop = asyncio.get_running_loop()
-        tickets = [Ticket(prompt, params, asyncio.Queue(), loop, params.n) for prompt, params in requests]
+        tickets = [Ticket(prompt, params, loop, params.n) for prompt, params in requests]
         self._inbox.put(lambda: self._add(tickets))
         return tickets
 
     def close(self, ticket: Ticket) -> None:
-        """Ends a request, finished or not. It must be called once, from the event loop."""
-        self._unfinished -= ticket.params.n
+        """Ends a request, finished or not. It must be called from the event loop."""
         if ticket.num_unfinished:
+            self._unfinished -= ticket.num_unfinished
+            ticket.num_unfinished = 0
             self._inbox.put(lambda: self._cancel(ticket))
 
     async def stats(self) -> engine.Stats:
@@ -138,7 +160,9 @@ class Worker:
             except Exception:
                 traceback.print_exc(file=sys.stderr)
                 self.is_failing = True
-                self._fail()
+                self._fail(self._tickets.values())
+                self._tickets.clear()
+                self._engine.reset()
 
     def _take_inbox(self) -> None:
         """Does everything in the inbox; if the engine has no work, waits until there is some."""
@@ -152,13 +176,27 @@ class Worker:
         self._is_stopping = True
 
     def _add(self, tickets: list[Ticket]) -> None:
-        for ticket in tickets:
-            ticket.request_id = self._engine.add_request(ticket.prompt, ticket.params)
-            self._tickets[ticket.request_id] = ticket
+        try:
+            for ticket in tickets:
+                ticket.request_id = self._engine.add_request(ticket.prompt, ticket.params)
+                self._tickets[ticket.request_id] = ticket
+        except Exception:
+            self._fail([ticket for ticket in tickets if ticket.request_id is None])
+            raise
 
     def _cancel(self, ticket: Ticket) -> None:
-        if ticket.request_id is not None and self._tickets.pop(ticket.request_id, None) is ticket:
+        # After a failure the engine counts anew, so that another request may have this one's id.
+        if ticket.request_id is not None and self._tickets.get(ticket.request_id) is ticket:
+            del self._tickets[ticket.request_id]
             self._engine.cancel(ticket.request_id)
+
+    def _deliver(self, ticket: Ticket, deltas: list[engine.Delta]) -> None:
+        """Hands deltas to the ticket's reader, on the event loop. A finished sample no longer counts as unfinished."""
+        if ticket.num_unfinished:
+            num_finished = sum(delta.finish_reason is not None for delta in deltas)
+            ticket.num_unfinished -= num_finished
+            self._unfinished -= num_finished
+            ticket.news.put_nowait(deltas)
 
     def _send(self, deltas: list[engine.Delta]) -> None:
         news: dict[int, list] = {}
@@ -166,16 +204,14 @@ class Worker:
             news.setdefault(delta.request_id, []).append(delta)
         for request_id, some in news.items():
             ticket = self._tickets[request_id]
-            _call(ticket.loop, ticket.news.put_nowait, some)
+            _call(ticket.loop, self._deliver, ticket, some)
         for request_id in [request_id for request_id in news if not self._engine.is_unfinished(request_id)]:
             del self._tickets[request_id]
 
-    def _fail(self) -> None:
-        """Handles an unexpected error: fails all requests and empties the engine."""
-        for ticket in self._tickets.values():
-            _call(ticket.loop, ticket.news.put_nowait, [EngineFailed("the engine failed")])
-        self._tickets.clear()
-        self._engine.reset()
+    @staticmethod
+    def _fail(tickets: Iterable[Ticket]) -> None:
+        for ticket in tickets:
+            _call(ticket.loop, ticket.news.put_nowait, EngineFailed("the engine failed"))
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable, *arguments) -> None:

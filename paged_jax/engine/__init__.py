@@ -35,3 +35,4 @@ from paged_jax.engine.request import Delta as Delta
 from paged_jax.engine.request import SamplingParams as SamplingParams
 from paged_jax.engine.request import Tokenizer as Tokenizer
 from paged_jax.engine.request import TokenLogprob as TokenLogprob
+from paged_jax.engine.text import TextStream as TextStream

@@ -67,6 +67,9 @@ class EngineConfig:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.num_blocks is not None and self.num_blocks < 1:
             raise ValueError(f"num_blocks must be positive, got {self.num_blocks}")
+        for name in ("recompute_tokens_per_second", "swap_bytes_per_second"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.preemption not in ("cheaper", "recompute", "swap"):
             raise ValueError(f'preemption must be "cheaper", "recompute" or "swap", got {self.preemption!r}')
         for name, largest in (("decode_rows", self.max_num_seqs), ("mixed_tokens", self.max_tokens_per_step)):

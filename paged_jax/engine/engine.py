@@ -14,12 +14,18 @@ import dataclasses
 import time
 from typing import Any
 
-import numpy as np
-
 from paged_jax.engine.batch import Caches, Step, StepShape
 from paged_jax.engine.blocks import BlockManager
 from paged_jax.engine.config import EngineConfig
-from paged_jax.engine.request import Completion, Delta, SamplingParams, Sequence, Tokenizer, TokenLogprob
+from paged_jax.engine.request import (
+    Completion,
+    Delta,
+    SamplingParams,
+    Sequence,
+    Tokenizer,
+    TokenLogprob,
+    read_token_ids,
+)
 from paged_jax.engine.runner import Launched, Runner
 from paged_jax.engine.sampling import Drawn
 from paged_jax.engine.scheduler import Scheduler
@@ -137,7 +143,8 @@ class Engine:
         """Adds a request, which waits until there is room for it.
 
         Args:
-          prompt: token ids, at least one.
+          prompt: token ids, at least one. The engine does not know how many the model has: that is for the caller to
+            check.
           params: how many tokens are wanted, and how they are drawn.
 
         Returns:
@@ -146,8 +153,8 @@ class Engine:
         Raises:
           ValueError, TypeError: the request can never be served, and why.
         """
-        tokens = [int(token) for token in prompt]
-        max_total = self.check(tokens, params)
+        max_total = self.check(prompt, params)
+        tokens = read_token_ids(prompt)
         request_id, self._next_id = self._next_id, self._next_id + 1
         seed = request_id if params.seed is None else params.seed
         samples = [
@@ -263,7 +270,7 @@ class Engine:
             for delta in self.step():
                 news.setdefault((delta.request_id, delta.index), []).append(delta)
         return [
-            [_complete(news[request_id, index]) for index in range(wanted.n)]
+            [Completion.join(news[request_id, index]) for index in range(wanted.n)]
             for request_id, wanted in zip(ids, params, strict=True)
         ]
 
@@ -271,7 +278,7 @@ class Engine:
         """The engine's statistics."""
         counters, counts = self._scheduler.counters, self._blocks.counts()
         return Stats(
-            num_waiting=len(self._scheduler.waiting),
+            num_waiting=self._scheduler.num_waiting,
             num_running=self.num_running,
             free_blocks=counts.free,
             cached_blocks=counts.cached,
@@ -320,14 +327,15 @@ class Engine:
           The largest number of tokens that each sample can have, the prompt's included.
 
         Raises:
-          ValueError: the request can never be served, and why.
+          ValueError, TypeError: the request can never be served, and why.
         """
-        if not prompt:
+        if not len(prompt):
             raise ValueError("the prompt must have at least one token")
         # A sequence's last token is never fed back to the model, so that it needs no place in the cache.
         room = min(self.config.max_model_len, self._blocks.num_blocks * self._blocks.block_size) + 1
         if len(prompt) >= room:
             raise ValueError(f"the prompt has {len(prompt)} tokens; at most {room - 1} fit")
+        read_token_ids(prompt)
         if params.max_tokens is not None and len(prompt) + params.max_tokens > room:
             raise ValueError(
                 f"the prompt's {len(prompt)} tokens and max_tokens = {params.max_tokens} more do not fit; at most "
@@ -386,15 +394,3 @@ def _logprob(drawn: Drawn, i: int, num_top: int) -> TokenLogprob:
     assert drawn.logprobs is not None and drawn.top_ids is not None and drawn.top_logprobs is not None  # noqa: PT018
     top = zip(drawn.top_ids[i, :num_top].tolist(), drawn.top_logprobs[i, :num_top].tolist(), strict=True)
     return TokenLogprob(int(drawn.token_ids[i]), float(drawn.logprobs[i]), tuple(top))
-
-
-def _complete(deltas: list[Delta]) -> Completion:
-    last = deltas[-1]
-    assert last.finish_reason is not None
-    return Completion(
-        tuple(np.concatenate([delta.token_ids for delta in deltas]).tolist()),
-        "".join(delta.text for delta in deltas),
-        tuple(logprob for delta in deltas for logprob in delta.logprobs),
-        last.finish_reason,
-        last.stop_reason,
-    )

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.engine import Engine
-from paged_jax.engine.request import Delta, SamplingParams
+from paged_jax.engine.request import Delta, SamplingParams, read_token_ids
 
 _RETRY_SECONDS = 0.1
 
@@ -67,8 +67,8 @@ class LeadingEngine(Engine):
 
     def add_request(self, prompt: Any, params: SamplingParams = SamplingParams()) -> int:  # noqa: B008 (immutable)
         """Does what `Engine.add_request` does; the followers do it before the next step."""
-        self.check([int(token) for token in prompt], params)  # a request that is refused is not sent to the followers
-        self._tell("add_request", [int(token) for token in prompt], dataclasses.asdict(params))
+        self.check(prompt, params)  # a request that is refused is not sent to the followers
+        self._tell("add_request", read_token_ids(prompt), dataclasses.asdict(params))
         return super().add_request(prompt, params)
 
     def cancel(self, request_id: int) -> bool:

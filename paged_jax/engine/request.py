@@ -1,10 +1,15 @@
 """Requests, the sequences that they become, and their results."""
 
+import collections.abc
 import dataclasses
-import math
+import operator
 from typing import Any, Literal, NamedTuple, Protocol
 
+import numpy as np
+
 type FinishReason = Literal["stop", "length", "cancelled"]
+
+_LARGEST_FLOAT = float(np.finfo(np.float32).max)  # on the device parameters are float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +50,8 @@ class SamplingParams:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(f"{name} must be a number, got {value!r}")
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise ValueError(f"temperature must be 0 or more and finite, got {self.temperature}")
+        if not 0 <= self.temperature <= _LARGEST_FLOAT:
+            raise ValueError(f"temperature must be 0 or more and finite in float32, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -66,6 +71,23 @@ def _check_integer(name: str, value: Any, least: int, most: int, *, optional: bo
         raise TypeError(f"{name} must be an integer, got {value!r}")
     if not least <= value <= most:
         raise ValueError(f"{name} must be in [{least}, {most}], got {value}")
+
+
+def read_token_ids(prompt: collections.abc.Iterable[Any]) -> list[int]:
+    """Gives the token ids of a prompt as Python's integers.
+
+    Raises:
+      TypeError: they are not integers.
+      ValueError: one is negative, which would stand for another sequence's last token (batch.py), or too large.
+    """
+    try:
+        token_ids = [operator.index(token_id) for token_id in prompt]
+    except TypeError:
+        raise TypeError(f"a prompt must hold token ids, got {prompt!r:.60}") from None
+    for token_id in (min(token_ids), max(token_ids)):
+        if not 0 <= token_id < 2**31:
+            raise ValueError(f"token ids must be in [0, {2**31 - 1}], got {token_id}")
+    return token_ids
 
 
 class Tokenizer(Protocol):
@@ -122,6 +144,19 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...]
     finish_reason: FinishReason
     stop_reason: int | str | None
+
+    @staticmethod
+    def join(deltas: list[Delta]) -> "Completion":
+        """Puts all `Delta`s of a finished sample together."""
+        last = deltas[-1]
+        assert last.finish_reason is not None
+        return Completion(
+            tuple(token_id for delta in deltas for token_id in delta.token_ids),
+            "".join(delta.text for delta in deltas),
+            tuple(logprob for delta in deltas for logprob in delta.logprobs),
+            last.finish_reason,
+            last.stop_reason,
+        )
 
 
 @dataclasses.dataclass(eq=False)

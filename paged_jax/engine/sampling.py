@@ -60,7 +60,9 @@ def draw(logits: Float32[Array, "num_rows vocab_size"], draws: Draws, kind: Kind
     token_ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if kind >= Kind.RANDOM:
         is_random = draws.temperature > 0
-        scaled = logits / jnp.where(is_random, draws.temperature, 1)[:, None]
+        # The largest logit becomes 0, so that a small temperature makes no two of them infinite and equal.
+        scaled = logits - jnp.max(logits, axis=-1, keepdims=True)
+        scaled = scaled / jnp.where(is_random, draws.temperature, 1)[:, None]
         kept = keep_top(scaled, draws.top_k, draws.top_p)
         noise = _noise(draws, logits.shape[-1])
         drawn = jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf), axis=-1).astype(jnp.int32)
@@ -95,7 +97,8 @@ def keep_top(
     keys = _rising_keys(logits)
     kept = keys >= _threshold(keys, jnp.ones_like(logits), top_k.astype(jnp.float32), top_k <= 0)[:, None]
     weights = jnp.where(kept, jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True)), 0.0)
-    limit = top_p * weights.sum(axis=-1)
+    # A limit of 0 would be reached without any token; the most likely one has weight 1 and reaches any other.
+    limit = jnp.maximum(top_p * weights.sum(axis=-1), jnp.finfo(jnp.float32).tiny)
     return kept & (keys >= _threshold(keys, weights, limit, top_p >= 1)[:, None])
 
 

@@ -86,6 +86,11 @@ class Scheduler:
         self.free_seats = list(range(config.max_num_seqs))[::-1]
         self.counters = Counters()
 
+    @property
+    def num_waiting(self) -> int:
+        """How many unfinished sequences have no blocks; those are among them that begin when a prompt is computed."""
+        return len(self.waiting) + sum(len(s.children) for s in self.waiting + self.running)
+
     def add(self, sequence: Sequence) -> None:
         """Puts a sequence, and with it its children, in line."""
         bisect.insort(self.waiting, sequence, key=lambda other: other.arrival)

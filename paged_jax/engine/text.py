@@ -5,6 +5,7 @@ import collections.abc
 from paged_jax.engine.request import Tokenizer
 
 _CONTEXT = 5  # tokens of the prompt that are decoded along with the first output tokens
+_MOST_PENDING = 64  # tokens that may wait for the rest of a character; more than that are bytes that are no text
 _BROKEN = "\N{REPLACEMENT CHARACTER}"  # what tokenizers give for the bytes of an unfinished character
 
 
@@ -18,10 +19,14 @@ class TextStream:
       tokenizer: decodes token ids.
       prompt: token ids of the prompt.
       stop: texts that end the sample.
+
+    Example:
+      >>> stream = TextStream(tokenizer, prompt)
+      >>> text = "".join(stream.push(token_id) for token_id in token_ids) + stream.flush()
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: collections.abc.Sequence[int], stop: collections.abc.Sequence[str]
+        self, tokenizer: Tokenizer, prompt: collections.abc.Sequence[int], stop: collections.abc.Sequence[str] = ()
     ):
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
@@ -40,7 +45,12 @@ class TextStream:
         self._ids.append(token_id)
         whole = self._tokenizer.decode(self._ids)
         new = whole[len(self._read) :]
-        if not new or new.endswith(_BROKEN):
+        num_pending = len(self._ids) - self._num_read
+        if not new:  # a special token, for example
+            if num_pending > _MOST_PENDING:
+                del self._ids[self._num_read]
+            return ""
+        if new.endswith(_BROKEN) and num_pending < _MOST_PENDING:
             return ""  # the token ends inside a character
         self._ids = self._ids[self._num_read :]
         self._num_read = len(self._ids)
