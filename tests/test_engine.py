@@ -1,6 +1,7 @@
 """Tests the engine against generation without batches: other requests must not change a request's greedy tokens."""
 
 import dataclasses
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from paged_jax.engine import Engine, SamplingParams
+from paged_jax.engine.batch import StepShape
 from tests import engine_model as model
 from tests.engine_checks import CONFIG, PROMPTS, RNG, STEM, check_blocks, drain, tokens_of
 
@@ -208,6 +210,28 @@ def test_reset_cannot_change_what_is_compiled(engine):
         engine.reset(dataclasses.replace(CONFIG, max_model_len=40))
     with pytest.raises(ValueError, match="num_blocks must be at most the caches' 24, got 25"):
         engine.reset(dataclasses.replace(CONFIG, num_blocks=25))
+
+
+@pytest.mark.parametrize("part", ["model", "drawing"])
+def test_reset_after_a_step_that_failed_on_the_device(engine, reference, part):
+    """A program that fails has taken arrays and gives none back."""
+    programs = engine._runner._programs
+
+    def failing(program):
+        def run(*arguments):
+            program(*arguments)
+            raise RuntimeError("out of memory")
+
+        return run
+
+    is_of_part = {name: isinstance(name, StepShape) == (part == "model") for name in programs}
+    broken = {name: failing(program) for name, program in programs.items() if is_of_part[name]}
+    engine.add_request(PROMPTS[0], SamplingParams(max_tokens=9))
+    with mock.patch.dict(programs, broken), pytest.raises(RuntimeError, match="out of memory"):
+        drain(engine)
+    engine.reset()
+    results = engine.generate(PROMPTS, SamplingParams(max_tokens=9))
+    assert [result.token_ids for (result,) in results] == [reference.greedy(prompt, 9) for prompt in PROMPTS]
 
 
 def test_measured_steps_are_all_shapes_and_leave_no_trace(engine, reference):

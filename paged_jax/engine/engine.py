@@ -110,6 +110,8 @@ class Engine:
     def reset(self, config: EngineConfig | None = None) -> None:
         """Drops all requests, the prefix cache and the statistics; compiles nothing.
 
+        After a step that failed, for want of memory for example, it also makes the engine usable again.
+
         Args:
           config: new policies, or None to keep the present ones.
 
@@ -120,6 +122,7 @@ class Engine:
         if config.compiled != self.config.compiled:
             raise ValueError("reset cannot change what is compiled: make a new Engine")
         _check_pool(config, self._runner.num_blocks)
+        self._runner.reset()
         self.config = config
         self._blocks = BlockManager(
             config.num_blocks or self._runner.num_blocks,

@@ -85,6 +85,11 @@ class Runner:
         self.num_compiled = len(self._programs)
         self._warm_up()
 
+    def reset(self) -> None:
+        """Replaces what a failed step has taken, or left unusable, by zeros: caches and last tokens."""
+        arrays = self._caches, self._host_caches, self._last_tokens
+        self._caches, self._host_caches, self._last_tokens = jax.tree.map(_usable, arrays)
+
     def launch(self, plan: Plan) -> Launched:
         """Starts a step and returns at once.
 
@@ -251,6 +256,14 @@ def _copy(caches: Caches, pairs: jax.Array) -> Caches:
 
 def _swap(source: Caches, destination: Caches, pairs: jax.Array) -> Caches:
     return tuple(src.swap_blocks_to(dst, pairs) for src, dst in zip(source, destination, strict=True))
+
+
+def _usable(array: jax.Array) -> jax.Array:
+    """The array, or zeros like it if it was donated to a program that failed, or comes from one."""
+    try:
+        return jax.block_until_ready(array)
+    except RuntimeError:
+        return jax.device_put(np.zeros(array.shape, array.dtype), array.sharding)
 
 
 def _check_caches(caches: Caches) -> None:
