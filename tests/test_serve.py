@@ -138,6 +138,7 @@ def test_streamed_completion_is_the_whole_one(client, expected):
     assert "".join(c.choices[0].text for c in chunks if c.choices) == expected
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
     assert chunks[-1].usage.completion_tokens == 32
+    assert all("usage" in chunk.model_fields_set and chunk.usage is None for chunk in chunks[:-1])
 
 
 def test_many_prompts_samples_and_log_probabilities(client):

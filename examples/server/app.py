@@ -165,13 +165,13 @@ class Server:
     async def _chunks(
         self, answer: Answer, tickets: list[Ticket], echoes: list[str], include_usage: bool
     ) -> AsyncIterator[dict]:
-        n = tickets[0].params.n
+        n, no_usage = tickets[0].params.n, {"usage": None} if include_usage else {}
         for index in range(len(tickets) * n):
             if answer.is_chat or echoes[index // n]:
-                yield answer.chunk(index, echoes[index // n], is_first=True)
+                yield answer.chunk(index, echoes[index // n], is_first=True) | no_usage
         async for index, delta in self._merge(tickets):
             if delta.text or delta.logprobs or delta.finish_reason or not answer.is_chat:
-                yield answer.chunk(index, delta.text, delta)
+                yield answer.chunk(index, delta.text, delta) | no_usage
         if include_usage:
             yield answer.usage_chunk()
 
