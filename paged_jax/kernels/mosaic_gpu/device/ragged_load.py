@@ -123,7 +123,10 @@ class _ItemLoader:
 
     @property
     def _first_tiles(self) -> int:
-        """Tiles of an item that are on their way before the next item is claimed."""
+        """Tiles of an item that are on their way before the next item is claimed.
+
+        Where the warpgroup has work with a tile, a conversion for example, the query does not wait for a second one.
+        """
         return 2 if self.kind.geometry.has_whole_tiles else 1
 
     def _load_first_tiles(self, item: Item, items_before: Scalar, tiles: TileLoader) -> None:

@@ -41,7 +41,7 @@ from paged_jax.kernels.mosaic_gpu.device.tiles.eight_bit import CONVERT
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import ItemKind
 from paged_jax.kernels.problem import Problem
 
-_CHUNKS_AT_ONCE = 8  # that a thread converts: loads and conversions of one hide the time of the others
+_CHUNKS_AT_ONCE = 8  # that a thread converts, so that none of them waits for the others
 
 
 class Range(NamedTuple):
@@ -125,8 +125,9 @@ def convert_tile(raw_smem: Ref, tile_smem: Ref, kept: Range, kind: ItemKind) -> 
 def _conversion(count: int, problem: Problem) -> str:
     """PTX that converts chunks: 8 bytes at $1 to 16 at $0, or to zeros where $2 is 0, and so on for $3 to $5.
 
-    The bytes of all chunks are loaded before the first one is stored. The assembler cannot know that a store does not
-    touch what is loaded after it, so that each chunk would wait for the one before.
+    The bytes of all chunks are loaded before the first result is stored. Otherwise each chunk would wait for the one
+    before: the assembler cannot know that a store does not touch what is loaded after it (benchmarks/LOG.md, "between
+    items").
     """
     code = f"{{ .reg .pred kept; .reg .b32 in<{2 * count}>, out<4>;"
     for chunk in range(count):
