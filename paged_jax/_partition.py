@@ -4,7 +4,7 @@ XLA would gather all operands of a kernel on every device, because a kernel is a
 `_splits.py` decides which axes of an op's operands and results are split; here JAX is made to do so:
 
 - Under plain `jit` on a mesh with Auto axes, the op is a `custom_partitioning`. XLA calls it back once it has
-  propagated shardings through the whole program.
+  propagated shardings through the whole program, for every call in it; a model's layers share what it is lowered to.
 - On a mesh with Explicit axes, the types of the operands say how they are sharded, and a `shard_map` around the op
   follows them.
 - Inside a `shard_map` the operands are a device's part already.
@@ -25,6 +25,7 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, ManualAxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from paged_jax._lowered import LoweredOnce
 from paged_jax._splits import CallAxes, Splits
 from paged_jax.options import head_axis
 
@@ -81,6 +82,7 @@ def _explicit_mesh(leaves: Sequence[jax.Array]) -> AbstractMesh | None:
 def _split_by_xla(axes: CallAxes, run_part: RunPart, leaves: Sequence[jax.Array]) -> Any:
     """Splits an op on a mesh with Auto axes: XLA calls `partition` once it knows how the operands are sharded."""
     whole = custom_partitioning(run_part(Splits({}, {})))
+    parts: dict[tuple, LoweredOnce] = {}  # by how the operands are sharded
 
     def partition(mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]) -> tuple:
         del results
@@ -94,7 +96,9 @@ def _split_by_xla(axes: CallAxes, run_part: RunPart, leaves: Sequence[jax.Array]
             tuple(NamedSharding(mesh, spec) for spec in splits.specs(arrays))
             for arrays in (axes.operands, axes.results)
         )
-        return mesh, run_part(splits), result_shardings, operand_shardings
+        if operand_shardings not in parts:
+            parts[operand_shardings] = LoweredOnce(run_part(splits))
+        return mesh, parts[operand_shardings], result_shardings, operand_shardings
 
     rule, sizes = axes.shardy_rule()
     whole.def_partition(partition, sharding_rule=rule, **sizes)

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import paged_jax
-from paged_jax import BlockSparse
+from paged_jax import BlockSparse, _lowered
 from tests.test_transforms import OPS, WRITING_OPS, pool_copies, pools_written
 
 NUM_SEQS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS, WIDTH = 4, 8, 4, 16, 4, 1024, 4
@@ -303,6 +303,34 @@ def test_a_model_s_step_is_split_from_its_projections_on():
     assert_nothing_is_exchanged(compiled)
     for actual, wanted in zip(compiled(*placed), jax.jit(step)(*arrays), strict=True):
         np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_the_layers_of_a_model_are_lowered_once(monkeypatch):
+    """XLA asks for the part of each call, and JAX takes seconds to lower a kernel."""
+    lowered = []
+
+    def spy(module):
+        lowered.append(module)
+        return module_to_bytecode(module)
+
+    module_to_bytecode = _lowered.mlir.module_to_bytecode
+    monkeypatch.setattr(_lowered.mlir, "module_to_bytecode", spy)
+    fun, names, arrays = bind("paged_attention_v1")
+
+    weights = np.random.default_rng(1).standard_normal((3, HEAD_SIZE, HEAD_SIZE), np.float32)
+
+    def three_layers(weights, query, *arrays):
+        for weight in weights:
+            query = fun(query @ weight, *arrays)
+        return query
+
+    arrays = [weights, *arrays]
+    for axes in ((None, "tp"), ("dp", "tp")):
+        placed = place(arrays, [P(), *specs_of("paged_attention_v1", names, *axes)], make_mesh())
+        compiled = jax.jit(three_layers).lower(*placed).compile()
+        assert_nothing_is_exchanged(compiled)
+        np.testing.assert_allclose(compiled(*placed), three_layers(*arrays), rtol=1e-5, atol=1e-5)
+    assert len(lowered) == 2
 
 
 def test_a_shard_map_over_some_axes_leaves_the_others_to_jax():

@@ -1,0 +1,56 @@
+"""Keeps what JAX lowers a function to, for programs that call it many times."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import func
+from jax.interpreters import mlir
+
+
+class LoweredOnce:
+    """A function of arrays that is lowered once for each platform, however often it is called.
+
+    JAX itself keeps the lowering of a jitted function within a program. But each call of a `custom_partitioning` is
+    lowered as a program of its own, and a kernel takes JAX up to four seconds. The calls must all have arrays of the
+    same shapes. A function that asks for its device's number on a mesh is lowered anew in each program.
+    """
+
+    def __init__(self, run: Callable):  # a jitted function
+        self._run = run
+        self._modules: dict[tuple[str, ...], bytes] = {}  # MLIR bytecode by platforms
+
+    def __call__(self, *arrays: jax.Array) -> Any:
+        """Calls the function."""
+        traced, results = jax.make_jaxpr(self._run, return_shape=True)(*arrays)
+        if traced.effects:  # the number of a device on a mesh axis
+            return self._run(*arrays)
+        return jax.tree.unflatten(jax.tree.structure(results), _lowered_p.bind(*arrays, traced=traced, kept=self))
+
+    def module(self, traced: Any, platforms: tuple[str, ...]) -> bytes:
+        """The bytecode of a module whose `main` is the traced function, lowered for these platforms."""
+        if platforms not in self._modules:
+            lowered = jax.jit(jaxpr_as_fun(traced)).trace(*traced.in_avals).lower(lowering_platforms=platforms)
+            self._modules[platforms] = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
+        return self._modules[platforms]
+
+
+_lowered_p = Primitive("paged_jax_lowered")
+_lowered_p.multiple_results = True
+_lowered_p.is_high = lambda *_, **__: False  # JAX need not look inside: `module` traces `traced` again
+_lowered_p.def_impl(lambda *arrays, traced, kept: jaxpr_as_fun(traced)(*arrays))
+_lowered_p.def_abstract_eval(lambda *arrays, traced, kept: traced.out_avals)
+
+
+def _lower(context: Any, *arrays: Any, traced: Any, kept: LoweredOnce) -> Any:
+    program = context.module_context
+    with program.context:
+        module = ir.Module.parse(kept.module(traced, tuple(program.platforms)))
+    types = ir.SymbolTable(module.operation)["main"].type.results
+    name = mlir.merge_mlir_modules(program.module, "paged_jax_part", module, dst_symtab=program.symbol_table)
+    return func.CallOp(types, ir.FlatSymbolRefAttr.get(name), arrays).results
+
+
+mlir.register_lowering(_lowered_p, _lower)
