@@ -14,6 +14,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import os
 import sys
 import time
@@ -228,20 +229,24 @@ def run_models(
     prompts: int = PROMPTS,
 ) -> None:
     """Times decode steps and a step of prefill of each model on meshes of these sizes, one after the other."""
-    for name, config in configs.items():
-        for size in sizes:
-            mesh = make_mesh({"dp": 1, "tp": size})
-            model = Model(split_config(config, mesh), mesh, context)
-            cases = [*(("decode", n) for n in batches), ("prefill", prompts)]
-            if (least := model.floor_bytes(0)) > 0.9 * _memory():
-                report.add(f"{name}/tp={size}", "called", functools.partial(_too_large, least))
-                continue
-            programs = harness.compile_all({case: functools.partial(model.lower, *case) for case in cases})
-            weights = make_weights(model.parts[0], mesh)
-            for case in cases:
-                measure = functools.partial(_measure_step, programs[case], model, weights, *case)
-                report.add(f"{name}/tp={size}/{case[0]}/{case[1]}x{context}", "called", measure)
-            del weights, measure, programs
+    cases = [*(("decode", n) for n in batches), ("prefill", prompts)]
+    models = {}
+    for name, size in itertools.product(configs, sizes):
+        mesh = make_mesh({"dp": 1, "tp": size})
+        models[name, size] = Model(split_config(configs[name], mesh), mesh, context)
+    fitting = {key: model for key, model in models.items() if model.floor_bytes(0) <= 0.9 * _memory()}
+    programs = harness.compile_all(
+        {(*key, *case): functools.partial(model.lower, *case) for key, model in fitting.items() for case in cases}
+    )
+    for (name, size), model in models.items():
+        if (name, size) not in fitting:
+            report.add(f"{name}/tp={size}", "called", functools.partial(_too_large, model.floor_bytes(0)))
+            continue
+        weights = make_weights(model.parts[0], model.mesh)
+        for case in cases:
+            measure = functools.partial(_measure_step, programs[name, size, *case], model, weights, *case)
+            report.add(f"{name}/tp={size}/{case[0]}/{case[1]}x{context}", "called", measure)
+        del weights, measure
 
 
 def _memory() -> float:
