@@ -5,7 +5,8 @@
 
 Every time is the wall clock of many calls in a row, each of which needs the result of the one before it. The GPUs work
 without a pause: an op's calls are turns of a loop in one compiled program, a model's steps are calls of the jitted
-step. `jit` is plain jit on sharded arrays; `shard_map` is the same op on each device's shard, written by hand.
+step. An op's row also has the time of its kernels alone (`device_us`, by CUPTI): a turn of a loop takes longer than
+that. `jit` is plain jit on sharded arrays; `shard_map` is the same op on each device's shard, written by hand.
 
 Weights are random and made on the devices, shard by shard. Where a model does not fit, its row says so.
 """
@@ -29,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import paged_jax
-from benchmarks import harness
+from benchmarks import harness, timing
 from benchmarks.scale_steps import BLOCK_SIZE, MODELS, STEPS, Model, make_weights
 from examples.config import DecoderConfig
 from examples.sharding import make_mesh, split_config
@@ -191,13 +192,32 @@ def _measure_op(
     compiled = program.result()
     state, rest = (tuple(made[name]() for name in names) for names in OPS[op])
     us, state = best_us(lambda state: compiled(state, rest), state, TURNS)
+    by_kernels, state = _device_time(lambda state: compiled(state, rest), state)
     text = compiled.as_text()
     return {
         "us": us,
+        **by_kernels,
         "collectives": sum(text.count(f" {name}(") + text.count(f" {name}-start(") for name in COLLECTIVES),
         "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
         "sum": float(jnp.abs(state[0].astype(jnp.float32)).sum()),  # both ways must give the same sum
     }
+
+
+def _device_time(run: Callable[[Any], Any], state: Any) -> tuple[dict[str, Any], Any]:
+    """Microseconds of a turn's kernels on one of the GPUs, on average, for the row, and the last state."""
+    if jax.default_backend() != "gpu":
+        return {}, state
+
+    def again():
+        nonlocal state
+        state = run(state)
+        return state
+
+    try:
+        launches = timing.kernel_times(again)
+    except Exception as error:  # the clock's time is still worth having
+        return {"device_failed": harness.first_line(error)}, state
+    return {"device_us": sum(us for _, us in launches) / TURNS / len(state[0].devices())}, state
 
 
 def run_all_reduces(report: Report, size: int, shapes: Sequence[tuple[int, int]]) -> None:
