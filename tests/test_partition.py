@@ -305,6 +305,7 @@ def test_a_model_s_step_is_split_from_its_projections_on():
         np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("seen")  # which forgets what earlier tests lowered
 def test_the_layers_of_a_model_are_lowered_once(monkeypatch):
     """XLA asks for the part of each call, and JAX takes seconds to lower a kernel."""
     lowered = []
