@@ -3,7 +3,8 @@
 The reference computes `tests/oracle.py`'s definition over whole arrays, so that contexts of 70,000 tokens take seconds;
 `test_fuzz.py` compares the reference with the oracle. In float64 the reference gives the right results. In float32,
 with weights and results rounded as the kernels round them, it gives the error that `plain.assert_close` allows,
-separately for each row (the heads of one query token).
+separately for each row (the heads of one query token). For float32 queries, where little else is rounded, that error
+is at least what one rounding of each logit adds, since how far off a sum of products is depends on their order.
 """
 
 import numpy as np
@@ -96,8 +97,16 @@ def attend(query, keys, values, positions, case, options, causal, exact):
             rows = slice(first, first + step)
             q = query[rows, heads].astype(real)
             logits = _logits(q, k, positions[rows], kv_head, case, options, causal, real)
-            out[rows, heads], lse[rows, heads] = _softmax(logits, v, heads, query.dtype, options, exact)
+            doubts = None if exact or query.dtype != np.float32 else _doubts(q, k, case, options)
+            out[rows, heads], lse[rows, heads] = _softmax(logits, v, heads, query.dtype, options, exact, doubts)
     return out, lse
+
+
+def _doubts(q, k, case, options):
+    """How far one rounding of its largest partial sum may move each logit, [n, group, t]."""
+    scale = options["scale"]
+    size = np.abs(q).reshape(-1, case.head_size) @ np.abs(k).T * abs(case.head_size**-0.5 if scale is None else scale)
+    return size.reshape(*q.shape[:2], len(k)) * np.finfo(np.float32).eps / 2
 
 
 def _logits(q, k, positions, kv_head, case, options, causal, real):
@@ -132,7 +141,8 @@ def _pattern(token, at, kv_head, group, case):
     return local | ((block + offset[None, :, None]) % pattern.vert_stride == 0)
 
 
-def _softmax(logits, values, heads, dtype, options, exact):
+def _softmax(logits, values, heads, dtype, options, exact, doubts):
+    """Out and lse of logits [n, group, t]; with `doubts`, as far off as those make them."""
     top = logits.max(-1, initial=NOTHING)
     weights = np.exp(logits - np.where(np.isfinite(top), top, 0)[..., None])
     total = weights.sum(-1)
@@ -142,6 +152,11 @@ def _softmax(logits, values, heads, dtype, options, exact):
     mean = mean / np.where(total > 0, total, 1)[..., None]
     with np.errstate(divide="ignore"):
         lse = np.where(total > 0, top + np.log(total), NOTHING)
+    if doubts is not None:  # the roundings are independent, so their squares add up
+        moved = (np.where(weights > 0, weights * doubts, 0) / np.where(total > 0, total, 1)[..., None]) ** 2
+        terms = [(moved.reshape(total.size, -1) @ values**n).reshape(mean.shape) for n in (0, 1, 2)]
+        mean = mean + np.sqrt(np.maximum(terms[2] - 2 * mean * terms[1] + mean**2 * terms[0], 0))
+        lse = lse + np.sqrt(moved.sum(-1))
     if "sinks" in options:
         sunk = np.logaddexp(lse, options["sinks"][heads].astype(lse.dtype))
         mean = np.where(total > 0, np.exp(np.where(total > 0, lse - sunk, 0)), 0)[..., None] * mean

@@ -9,7 +9,8 @@ import json
 import numpy as np
 import pytest
 
-from tests import fuzz, fuzz_check, fuzz_data, fuzz_draw, fuzz_story, inputs, oracle
+from tests import fuzz, fuzz_check, fuzz_data, fuzz_draw, fuzz_story, inputs, oracle, plain
+from tests.cases import Case
 
 TODAY = datetime.date.today().toordinal()
 
@@ -99,6 +100,28 @@ def test_the_reference_is_the_oracles(op):
             np.testing.assert_allclose(got, exact, rtol=1e-9, atol=1e-12, err_msg=fuzz.describe(program))
         compared += 1
     assert compared >= 8
+
+
+def test_what_the_order_of_a_sum_changes_is_allowed(monkeypatch):
+    """Logits of a size at which their own roundings decide: moved by one rounding each they are right, by ten wrong."""
+    case = Case("large logits", num_heads=1, num_kv_heads=1, head_size=80)
+    rng = np.random.default_rng(0)
+    query, keys, values = (rng.standard_normal((n, 1, 80), np.float32) for n in (64, 40, 40))
+    signs = rng.choice([-1.0, 1.0], (64, 1, 40))
+
+    def attend(exact, roundings=0.0):
+        def moved(q, k, *rest):
+            return logits(q, k, *rest) + roundings * signs * fuzz_check._doubts(q, k, case, options)
+
+        options = {"scale": 1.0}
+        monkeypatch.setattr(fuzz_check, "_logits", moved if roundings else logits)
+        return fuzz_check.attend(query, keys, 4 * values, np.full(64, 39), case, options, True, exact)[0]
+
+    logits = fuzz_check._logits
+    exact, rough = attend(True), attend(False)
+    plain.assert_close(attend(True, 1).astype(np.float32), exact, rough, "out")
+    with pytest.raises(AssertionError, match="out: error"):
+        plain.assert_close(attend(True, 10).astype(np.float32), exact, rough, "out")
 
 
 def test_a_worker_that_dies_is_reported_and_replaced(monkeypatch, capsys):
