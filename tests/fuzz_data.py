@@ -42,6 +42,7 @@ def _for_attention(rng, program):
         arrays["query_start_loc"] = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
     if program.op == "write_and_attend":
         arrays["slot_mapping"] = _last_slots(rng, program, tables, seq_lens, scales, shown)
+        _quantisable(arrays, case, scales)
     options, _ = inputs.make_options(rng, case)
     options |= {name: scale for name, scale in shown.items() if scale is not None}
     return Batch(seq_lens, query_lens, arrays, options)
@@ -156,7 +157,35 @@ def _for_writes(rng, program):
         scale = inputs.make_scale(rng, case, getattr(case, name), program.num_blocks)
         if scale is not None:
             options[name] = scale
+    _quantisable(arrays, case, options)
     return Batch([], [], arrays, options)
+
+
+def _quantisable(arrays, case, scales):
+    """Replaces new tokens' keys and values by those that every exact quantiser gives the same code."""
+    for which in ("key", "value"):
+        dtype = arrays[f"{which}_cache"].dtype
+        if dtype.itemsize < inputs.dtype_of(case.dtype).itemsize:
+            blocks, offsets = np.divmod(np.maximum(arrays["slot_mapping"], 0), case.block_size)
+            scale = scales.get(f"{which[0]}_scale")
+            past = 0 if scale is None or scale.ndim < 3 else len(scale) - 1
+            factor = oracle.scale_at(scale, np.minimum(blocks, past), offsets)
+            arrays[which] = without_ties(arrays[which], factor, dtype)
+
+
+def without_ties(values, scale, dtype):
+    """Replaces by 0 the elements of new tokens that two exact quantisers may round differently.
+
+    An op divides in float32. A quotient that is only near the middle between two codes may then become a tie, so that
+    the op's code differs from the reference's, and all later results would differ too.
+
+    Args:
+        values: [n, num_kv_heads, head_size].
+        scale: factors that multiply codes, in a shape that broadcasts to that of the values.
+        dtype: of the codes.
+    """
+    codes = [oracle.quantise(values.astype(np.float64) * (1 + error), scale, dtype) for error in (-1e-6, 1e-6)]
+    return np.where(codes[0] == codes[1], values, np.zeros_like(values))
 
 
 def _for_copies(rng, program):

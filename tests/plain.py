@@ -10,15 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def assert_close(actual, exact, yardstick, what):
+def assert_close(actual, exact, yardstick, what, size_of_terms=0.0):
     """Checks the error criterion in each row: the error of `actual` is at most twice that of `yardstick`, plus 1e-5.
 
     A row is a sequence or a token, with all of its heads. One bound for all rows would allow a long sequence, whose
     results are small, the error of a short one. In some rows the yardstick has hardly any error by luck, for example if
     one weight is 1 and the others are 0. So its error counts, relative to the row's size, as at least the median of all
     rows' errors, and as at least one rounding of the largest value to the dtype of `actual`. For results below 1 the
-    1e-5 shrinks with them, and rows of exact zeros must be zeros. Infinities must be where the oracle has them, and
-    there must be no NaN.
+    1e-5 shrinks with them, and rows of exact zeros must be zeros. It does not shrink below `size_of_terms`, for results
+    that are small because larger terms cancel, as the maximum and the logarithm that add up to lse. Infinities must be
+    where the oracle has them, and there must be no NaN.
     """
     rounding = float(jnp.finfo(np.asarray(actual).dtype).eps) / 2
     actual, yardstick = np.asarray(actual).astype(np.float64), np.asarray(yardstick).astype(np.float64)
@@ -31,7 +32,7 @@ def assert_close(actual, exact, yardstick, what):
     wanted = np.where(finite, exact, 0).reshape(len(exact), -1)
     exact = np.where(finite, exact, 0)
     errors, rough = (np.where(finite, np.abs(x - exact), 0).reshape(wanted.shape) for x in (actual, yardstick))
-    floor = 1e-5 * min(1, np.abs(wanted).max()) * (wanted != 0).any(axis=1)
+    floor = 1e-5 * min(1, max(size_of_terms, np.abs(wanted).max())) * (wanted != 0).any(axis=1)
     size, slack = np.abs(wanted).max(axis=1), rough.max(axis=1)
     typical = max(rounding, np.median(slack[size > 0] / size[size > 0]) if size.any() else 0)
     # Sums are in float32: an error of a few units in the last place of the row's largest value is always allowed.
