@@ -36,7 +36,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import bench_model, harness, timing
+from benchmarks import harness, model_clocks, timing
 from benchmarks.models import BLOCK_SIZE, MODELS, make_model
 from benchmarks.peers import environment
 from examples.config import DecoderConfig
@@ -144,7 +144,7 @@ def serve_and_profile(the_engine: engine.Engine, requests: Sequence[Request]) ->
 
     launches = timing.kernel_times(run)
     trace = cast(Trace, traces[1])
-    longest = bench_model.by_kernel(launches, len(trace.steps))
+    longest = model_clocks.by_kernel(launches, len(trace.steps))
     return trace, {"busy": 1e-6 * sum(us for _, us in launches) / trace.seconds, "kernels": longest["kernels"]}
 
 
