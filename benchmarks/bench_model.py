@@ -103,7 +103,7 @@ def run(
 def _clocks(
     config: DecoderConfig, weights: Any, programs: dict[str, concurrent.futures.Future] | None, case: Case, context: int
 ) -> dict[str, dict[str, Any]]:
-    """Yields what each clock says of a case."""
+    """What each clock says of a case; if the case fails, its reason takes the place of a time."""
     try:
         if programs is None:
             raise ValueError(model_steps.excess(config, weights, case, context))
@@ -151,17 +151,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.bench_model", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
 
-    def numbers(text: str) -> list[int]:
-        return [] if text == "none" else [int(number) for number in text.split(",")]
-
     def option(text: str) -> tuple[str, Any]:
         name, _, value = text.partition("=")
         return name, json.loads(value) if value in ("true", "false") or value.isdigit() else value
 
     parser.add_argument("--models", default="llama3-8b", help=f"of {','.join(MODELS)}; default llama3-8b")
-    parser.add_argument("--batches", type=numbers, default=[1, 8, 64, 256], help="that decode; default 1,8,64,256")
     parser.add_argument(
-        "--prefill", type=numbers, default=[64], help=f"prompts, a multiple of {PROMPTS} or fewer; or none; default 64"
+        "--batches", type=harness.numbers, default=[1, 8, 64, 256], help="that decode; default 1,8,64,256"
+    )
+    parser.add_argument(
+        "--prefill",
+        type=harness.numbers,
+        default=[64],
+        help=f"prompts, a multiple of {PROMPTS} or fewer; or none; default 64",
     )
     parser.add_argument("--context", type=int, default=1024, help="tokens of each sequence; default 1024")
     parser.add_argument("--peers", choices=("torch", "none"), default="torch")
