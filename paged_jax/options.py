@@ -93,8 +93,8 @@ class PerHead(NamedTuple):
     """The options that have a value for each query head, in the order in which kernels take them.
 
     Declare a new one that changes logits here and in `QueryOptions`: its check, its fact in `kernels.problem.Problem`
-    and its place among the kernels' arrays follow from these two. One that joins the sum of a head's softmax needs no
-    field: `_validate` makes it part of `sinks`, so that kernels have one such logit for each head.
+    and its place among the kernels' arrays follow from these two. One that joins the sum of a head's softmax, as sinks
+    do, needs no field: kernels/README.md says how it becomes part of `sinks`.
 
     Attributes:
       alibi_slopes, sinks: in `AttentionOptions`, f32 [num_heads] arrays or None; in `kernels.problem.Problem`, whether
