@@ -1,4 +1,4 @@
-"""Small arrays for every op, for the tests that hold for all of them: under transformations, in memory, split up."""
+"""Every op as a function of small arrays, for the tests that hold for all ops."""
 
 import functools
 import re
@@ -77,11 +77,13 @@ def bind(op):
 
 @functools.cache
 def expected(op):
+    """What the jitted op returns."""
     fun, arrays = bind(op)
     return jax.tree.map(np.asarray, jax.jit(fun)(*arrays))
 
 
 def assert_equal(actual, wanted, atol=1e-6):
+    """Compares pytrees of arrays, up to rounding."""
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol, rtol=1e-5), actual, wanted)
 
 
