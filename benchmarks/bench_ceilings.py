@@ -14,7 +14,6 @@ The kernels of `pages` and `vllm-writes` are checked before they are timed. All 
 """
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -254,9 +253,7 @@ def run(works: dict[str, Callable[[], list[dict[str, Any]]]], out: Path | None =
         rows += found
         for line in found:
             print(_line(line), flush=True)
-        if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(json.dumps(report, indent=1) + "\n")
+        harness.write(report, out)
     return report
 
 

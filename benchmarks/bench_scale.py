@@ -31,12 +31,12 @@ from jax.sharding import PartitionSpec as P
 
 import paged_jax
 from benchmarks import harness, timing
+from benchmarks.model_steps import PROMPTS, State
 from benchmarks.scale_steps import BLOCK_SIZE, MODELS, STEPS, Model, make_weights
 from examples.config import DecoderConfig
 from examples.sharding import make_mesh, split_config
 
 TURNS = 40  # turns of an op's loop
-PROMPTS = 8  # prompts in a step of prefill
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,10 +290,10 @@ def _measure_step(
     tables = jax.device_put(model.tables(num_seqs), on_all)
 
     def steps(caches):
-        state = (*model.start(num_seqs), caches)
+        state = State(*model.start(num_seqs), caches)
         for _ in range(STEPS):
             state = call(weights, state, tables)
-        return state[2]
+        return state.caches
 
     us, _ = best_us(steps, model.caches(num_seqs), STEPS)
     return answer | {"us": us, "floor_bytes": model.floor_bytes(num_seqs)}
@@ -301,17 +301,15 @@ def _measure_step(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a part of the benchmark; returns the exit code, 2 where there is no GPU."""
-
-    def numbers(text: str) -> list[int]:
-        return [int(number) for number in text.split(",")]
-
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.bench_scale", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--part", choices=("ops", "all-reduce", "models"), default="ops")
-    parser.add_argument("--tp", type=numbers, help="how many GPUs, in rising order; default 1 and all there are")
+    parser.add_argument(
+        "--tp", type=harness.numbers, help="how many GPUs, in rising order; default 1 and all there are"
+    )
     parser.add_argument("--models", default="llama3-8b", help=f"of {','.join(MODELS)}; default llama3-8b")
-    parser.add_argument("--batches", type=numbers, default=[1, 64], help="sequences that decode; default 1,64")
+    parser.add_argument("--batches", type=harness.numbers, default=[1, 64], help="sequences that decode; default 1,64")
     parser.add_argument("--context", type=int, default=1024, help="tokens of each sequence of a model; default 1024")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args(argv)

@@ -36,7 +36,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import bench_model, harness, timing
+from benchmarks import harness, model_clocks, timing
 from benchmarks.models import BLOCK_SIZE, MODELS, make_model
 from benchmarks.peers import environment
 from examples.config import DecoderConfig
@@ -144,7 +144,7 @@ def serve_and_profile(the_engine: engine.Engine, requests: Sequence[Request]) ->
 
     launches = timing.kernel_times(run)
     trace = cast(Trace, traces[1])
-    longest = bench_model.by_kernel(launches, len(trace.steps))
+    longest = model_clocks.by_kernel(launches, len(trace.steps))
     return trace, {"busy": 1e-6 * sum(us for _, us in launches) / trace.seconds, "kernels": longest["kernels"]}
 
 
@@ -316,9 +316,7 @@ def _say(report: dict[str, Any], out: Path | None) -> None:
             peers = [r for r in report["rows"] if (r["kind"], r["case"]) == ("peer", row["case"])]
             speeds = {peer["contender"]: peer.get("tokens_per_s") for peer in peers}
             row["times"] = {name: row["tokens_per_s"] / speed for name, speed in speeds.items() if speed}
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(report, indent=1) + "\n")
+    harness.write(report, out)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -326,9 +324,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.bench_serving", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-
-    def numbers(text: str) -> tuple[int, ...]:
-        return tuple(int(number) for number in text.split(","))
 
     add = parser.add_argument
     add("--model", choices=tuple(MODELS), default="llama3-8b", help="whose shapes; default llama3-8b")
@@ -340,8 +335,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--num-blocks", type=int, default=16000, help="blocks of 16 tokens; default 16000")
     add("--max-num-seqs", type=int, default=512, help="sequences that run at the same time; default 512")
     add("--max-tokens-per-step", type=int, default=2048, help="default 2048")
-    add("--decode-rows", type=numbers, default=(64, 128, 256, 512), help="as the engine's")
-    add("--mixed-tokens", type=numbers, default=(1024, 2048), help="as the engine's")
+    add("--decode-rows", type=harness.numbers, default=(64, 128, 256, 512), help="as the engine's")
+    add("--mixed-tokens", type=harness.numbers, default=(1024, 2048), help="as the engine's")
     add("--implementation", help="of the paged ops; default the library's choice")
     add("--peer-seconds", type=float, default=200, help="when to stop transformers, 0 = without it; default 200")
     add("--out", type=Path, help="JSON file to write")

@@ -6,7 +6,6 @@ so that the cost of launching them shows. Times are wall clock, over many steps 
 
 import argparse
 import dataclasses
-import json
 import sys
 import tempfile
 import time
@@ -123,10 +122,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ms, captured = time_step(stack, **options)
         rows.append({"case": name, "ms": ms, "captured": captured})
         print(f"{name:26} {ms:.3f} ms a step, {'' if captured else 'not '}captured", flush=True)
-    if args.out is not None:
-        report = {"op": "step", **harness.environment(), "stack": dataclasses.asdict(stack), "rows": rows}
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    report = {"op": "step", **harness.environment(), "stack": dataclasses.asdict(stack), "rows": rows}
+    harness.write(report, args.out)
     return 0
 
 

@@ -4,7 +4,6 @@ Times are wall clock, from the call until the result is there, since most of a t
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -107,9 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     row["failed"] = harness.first_line(error)
                     print(f"{row['case']:16} {name:16} {row['failed']}", flush=True)
                 rows.append(row)
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    harness.write(report, args.out)
     return 0
 
 

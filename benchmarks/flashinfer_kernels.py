@@ -15,6 +15,7 @@ Functions take a case as `benchmarks.peers.FlashInfer` sends it. These are the c
 All but XQA have a `plan` that runs on the host before every step. The time of the plan is not counted.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -218,18 +219,19 @@ def _everyone(case: dict) -> range:
     return range(len(case["seq_lens"]))
 
 
+def _run_wrapper(wrapper: Any, arrays: Arrays, call: int, enable_pdl: bool) -> list[tuple[Any, Any]]:
+    """Calls a wrapper that has made its plan, as a `Run` does."""
+    wrapper.run(arrays.query, arrays.pair(call), out=arrays.out, enable_pdl=enable_pdl)
+    return [(slice(None), arrays.out)]
+
+
 def _decode(case: dict, arrays: Arrays, tensor_cores: bool) -> Run:
     import flashinfer
 
     layout = case["layout"].upper()
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(_workspace(), layout, use_tensor_cores=tensor_cores)
     wrapper.plan(*_tables(case, arrays, _everyone(case)), *_heads(case), case["block_size"], **_options(case))
-
-    def run(call: int, enable_pdl: bool) -> list[tuple[Any, Any]]:
-        wrapper.run(arrays.query, arrays.pair(call), out=arrays.out, enable_pdl=enable_pdl)
-        return [(slice(None), arrays.out)]
-
-    return run
+    return functools.partial(_run_wrapper, wrapper, arrays)
 
 
 def _xqa(case: dict, arrays: Arrays) -> Run:
@@ -267,12 +269,7 @@ def _prefill(case: dict, arrays: Arrays, backend: str) -> Run:
     tables = _tables(case, arrays, _everyone(case))
     options = {"causal": True, "window_left": _window_left(case), **_options(case)}
     wrapper.plan(_i32(starts(case["query_lens"])), *tables, *_heads(case), case["block_size"], **options)
-
-    def run(call: int, enable_pdl: bool) -> list[tuple[Any, Any]]:
-        wrapper.run(arrays.query, arrays.pair(call), out=arrays.out, enable_pdl=enable_pdl)
-        return [(slice(None), arrays.out)]
-
-    return run
+    return functools.partial(_run_wrapper, wrapper, arrays)
 
 
 def _batch(case: dict, arrays: Arrays) -> Run:

@@ -98,6 +98,7 @@ def _time_case(contender: str, case: dict) -> dict[str, Any]:
     if reason := kernels.refusal(contender, case):
         return {"absent": reason}
     arrays = _arrays(case)
+    clocks = {"sum of kernels": _by_kernels, "CUDA graph": _by_graph}
     found, errors, failed = {}, {}, []
     for way in kernels.ways(contender, case, arrays):
         try:
@@ -107,11 +108,11 @@ def _time_case(contender: str, case: dict) -> dict[str, Any]:
             if not errors[way.name] < way.tolerance:
                 raise ValueError(f"wrong result, relative error {errors[way.name]:.2g}")
             num_calls = _num_calls(case, run)
-            for clock in (_by_kernels, _by_graph):
+            for name, clock in clocks.items():
                 try:
-                    found[f"{way.name}, {clock.__doc__}"] = clock(run, num_calls)
+                    found[f"{way.name}, {name}"] = clock(run, num_calls)
                 except Exception as error:
-                    failed.append(f"{way.name}, {clock.__doc__}: {error}".splitlines()[0])
+                    failed.append(f"{way.name}, {name}: {error}".splitlines()[0])
         except Exception as error:
             failed.append(f"{way.name}: {error}".splitlines()[0])
     if not found:
@@ -183,7 +184,7 @@ def sums_by_call(kernels: Iterable[tuple[str, float, float]], num_calls: int) ->
 
 
 def _by_kernels(run: Run, num_calls: int) -> float:
-    """sum of kernels"""
+    """The microseconds of a call, as the sum of its kernels' times: the median over the calls."""
     import torch
     from torch.autograd import DeviceType
 
@@ -203,7 +204,7 @@ def _by_kernels(run: Run, num_calls: int) -> float:
 
 
 def _by_graph(run: Run, num_calls: int) -> float:
-    """CUDA graph"""
+    """The microseconds of a call within a CUDA graph of `num_calls`: the median over some launches of the graph."""
     import torch
 
     run(0, True)

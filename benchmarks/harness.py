@@ -53,6 +53,11 @@ def has_gpu(op: str, processes: int = 1) -> bool:
     return False
 
 
+def numbers(text: str) -> tuple[int, ...]:
+    """Reads the value of an option: numbers with commas between them, or "none"."""
+    return () if text == "none" else tuple(int(number) for number in text.split(","))
+
+
 def _arguments(benchmark: Benchmark, argv: Sequence[str] | None) -> argparse.Namespace:
     def names(text: str) -> list[str]:
         return [] if text == "none" else text.split(",")
@@ -204,6 +209,11 @@ def save(report: dict[str, Any], out: Path | None) -> None:
     for row in report["rows"]:
         if row["kind"] == "implementation" and "us" in row:
             row["ratios"] = {peer: us / row["us"] for (case, peer), us in times.items() if case == row["case"]}
+    write(report, out)
+
+
+def write(report: dict[str, Any], out: Path | None) -> None:
+    """Writes a report as JSON, unless `out` is None."""
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(report, indent=1) + "\n")

@@ -16,7 +16,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import models
+from benchmarks.model_steps import State, advance, prompts
 from benchmarks.models import BLOCK_SIZE as BLOCK_SIZE
+from benchmarks.models import make_tables
 from examples.config import DecoderConfig
 from examples.loop import make_caches
 from examples.sampling import greedy
@@ -55,33 +57,6 @@ def abstract_weights(shapes: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(place, shapes)
 
 
-def decode_step(step: Callable, weights: Any, state: tuple, tables: jax.Array) -> tuple:
-    """Runs one token of every sequence, and picks its likeliest next one."""
-    token_ids, positions, caches = state
-    rows = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
-    slots = tables[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-    batch = Batch(token_ids, positions, slots, tables, positions + 1, is_decode=True)
-    logits, caches = step(weights, caches, batch)
-    return greedy(logits), positions + 1, caches
-
-
-def _prompts(tables: np.ndarray, context: int) -> Batch:
-    """A batch of whole prompts, of which the last tokens' logits are wanted."""
-    rows, positions = np.divmod(np.arange(tables.shape[0] * context, dtype=np.int32), np.int32(context))
-    slots = tables[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-    starts = np.arange(tables.shape[0] + 1, dtype=np.int32) * np.int32(context)
-    lens = np.full(tables.shape[0], context, np.int32)
-    return Batch(
-        token_ids=jnp.asarray(positions % 1000),
-        positions=jnp.asarray(positions),
-        slot_mapping=jnp.asarray(slots),
-        block_tables=jnp.asarray(tables),
-        seq_lens=jnp.asarray(lens),
-        query_start_loc=jnp.asarray(starts),
-        logit_rows=jnp.asarray(starts[1:] - 1),
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class Model:
     """A model over a mesh: its step, the shapes of its weights, and the programs that the benchmark runs."""
@@ -97,8 +72,7 @@ class Model:
 
     def tables(self, num_seqs: int) -> np.ndarray:
         """Block tables whose blocks lie in no order."""
-        width = -(-(self.context + STEPS) // BLOCK_SIZE)
-        return np.random.default_rng(0).permutation(num_seqs * width).astype(np.int32).reshape(num_seqs, width)
+        return make_tables(num_seqs, self.context + STEPS)
 
     def caches(self, num_seqs: int) -> Any:
         """Empty caches."""
@@ -114,7 +88,7 @@ class Model:
 
     def prompts(self, num_seqs: int) -> Batch:
         """A batch of whole prompts."""
-        return _prompts(self.tables(num_seqs), self.context)
+        return prompts(self.tables(num_seqs), self.context)
 
     def lower(self, kind: str, num_seqs: int) -> jax.stages.Lowered:
         """Lowers the program of a step, which updates its caches in place."""
@@ -123,7 +97,7 @@ class Model:
         state = self._abstract_state(num_seqs)
         at = jax.tree.map(lambda x: x.sharding, state)
         if kind == "decode":
-            call = functools.partial(decode_step, step)
+            call = functools.partial(advance, step)
             return jax.jit(call, donate_argnums=1, out_shardings=at).lower(weights, state, tables)
         on_all = NamedSharding(self.mesh, P())
 
@@ -131,21 +105,18 @@ class Model:
             logits, caches = step(weights, caches, batch)
             return greedy(logits), caches
 
-        call = jax.jit(prefill, donate_argnums=1, out_shardings=(on_all, at[2]))
-        return call.lower(weights, state[2], self.prompts(num_seqs))
+        call = jax.jit(prefill, donate_argnums=1, out_shardings=(on_all, at.caches))
+        return call.lower(weights, state.caches, self.prompts(num_seqs))
 
-    def _abstract_state(self, num_seqs: int) -> tuple:
+    def _abstract_state(self, num_seqs: int) -> State:
         ids = jax.ShapeDtypeStruct((num_seqs,), jnp.int32, sharding=NamedSharding(self.mesh, P()))
         sizes = self.tables(num_seqs).size, BLOCK_SIZE, jnp.bfloat16
         caches = jax.eval_shape(lambda: make_caches(self.config, *sizes))
         pool = NamedSharding(self.mesh, POOL)
-        return ids, ids, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=pool), caches)
+        caches = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=pool), caches)
+        return State(ids, ids, caches)
 
     def floor_bytes(self, num_seqs: int) -> int:
         """Bytes that a device must read in a step: its shards of the weights, of the keys and of the values."""
         shapes, _ = self.parts
-        read = {name: part for name, part in shapes.items() if name != "embed_tokens"}
-        weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(read))
-        config = self.config
-        cached = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_size * num_seqs * self.context
-        return (weights + cached) // self.mesh.shape["tp"]
+        return models.floor_bytes(self.config, shapes, num_seqs, self.context) // self.mesh.shape["tp"]

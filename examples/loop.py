@@ -23,13 +23,12 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float32, Int32
 
-from examples.attend import Implementation
 from examples.config import DecoderConfig
 from examples.decoder import Decoder
 from examples.sampling import greedy, sample
 from examples.sharding import on_mesh
 from examples.step import Batch, Step, Weights, make_step
-from paged_jax import PagedKVCache, allocator
+from paged_jax import Implementation, PagedKVCache, allocator
 
 RUNNING, STOP, LENGTH, BLOCKS = range(4)
 FINISH_REASONS = ("running", "stop", "length", "blocks")
@@ -259,6 +258,7 @@ def outputs(generation: Generation) -> list[tuple[list[int], str]]:
 
 
 def _prefill(step: Step, weights: Weights, caches, request: Request) -> Generation:
+    """Gives every prompt its blocks, writes all prompts in one step, and draws each first token."""
     num_seqs, num_tokens = request.prompt_lens.shape[0], request.token_ids.shape[0]
     num_blocks, block_size = caches[0].num_blocks, caches[0].block_size
     max_blocks_per_seq = -(-request.max_seq_len // block_size)
@@ -295,6 +295,7 @@ def _prefill(step: Step, weights: Weights, caches, request: Request) -> Generati
 
 
 def _decode(step: Step, weights: Weights, generation: Generation, request: Request) -> Generation:
+    """Writes the last token of each running sequence, and draws the next one."""
     running = generation.finish == RUNNING
     blocks, _, ok = allocator.append_tokens(generation.allocator, running.astype(jnp.int32))
     # If there are too few blocks, no sequence goes on. Rows that do not go on are computed without reading or writing.

@@ -77,7 +77,6 @@ from paged_jax import PagedKVCache, engine
 SAMPLE = """The quick brown fox jumps over the lazy dog. In 1969 people first walked on the Moon; a list in Python is
 written [1, 2, 3], and `for x in values: print(x)` prints what is in one."""  # int8 scales fit this text
 MEMORY_SHARE = 0.85  # fraction of the device's memory for weights and cache; a step's intermediates need the rest
-
 BACKLOG = 2048  # connections that the operating system keeps until the server takes them
 
 
@@ -94,7 +93,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--port", metavar="N", type=int, default=8000, help="0 = any free one (%(default)s)")
     add("--max-num-seqs", metavar="N", type=int, default=16, help="texts that run at the same time (%(default)s)")
     add("--max-tokens-per-step", metavar="N", type=int, default=256,
-        help="new tokens of one step, one a running text and the rest of waiting prompts (%(default)s)")  # fmt: skip
+        help="new tokens of one step: one for each running text, the others for prompts (%(default)s)")  # fmt: skip
     add("--max-queued", metavar="N", type=int, default=256,
         help="texts that may wait; more are answered with status 429 (%(default)s)")  # fmt: skip
     add_model_options(add)

@@ -16,10 +16,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float32, Int32
 
-from examples.attend import Implementation, decode_attend, mixed_attend, prefill_attend
+from examples.attend import decode_attend, mixed_attend, prefill_attend
 from examples.config import DecoderConfig
 from examples.decoder import Decoder
-from paged_jax import PagedKVCache
+from paged_jax import Implementation, PagedKVCache
 
 type Weights = dict[Any, Any]
 type Caches = tuple[PagedKVCache, ...]

@@ -67,6 +67,8 @@ CONFIG = {
 
 
 class TrainState(NamedTuple):
+    """What changes from step to step."""
+
     params: Any
     average: Any  # exponential moving average of params: what is evaluated and saved
     opt_state: Any
@@ -185,7 +187,7 @@ def train(config, options: argparse.Namespace) -> tuple[Any, float]:
     print(f"{num_params:,} parameters, {sizes}", flush=True)
 
     tokens, held_out, key = jnp.asarray(train_tokens), jnp.asarray(held_out), jax.random.key(options.seed)
-    state, _ = run(state, tokens, key, jnp.float32(0), jnp.int32(0))  # compiles
+    state, _ = run(state, tokens, key, jnp.float32(0), jnp.int32(0))  # no step: this compiles
     best, best_bits = None, math.inf
     compiled = time.monotonic()
     step, progress = 0, 0.0
@@ -211,8 +213,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--batch-size", type=int, default=128, help="crops of 512 bytes a step")
-    parser.add_argument("--max-seconds", type=float, default=90, help="stop then, annealed, if not done before")
-    parser.add_argument("--weight-drop", type=float, default=0.1, help="share of the weights dropped in a step")
+    parser.add_argument(
+        "--max-seconds",
+        type=float,
+        default=90,
+        help="when training ends at the latest; the learning rate comes down by then",
+    )
+    parser.add_argument("--weight-drop", type=float, default=0.1, help="fraction of the weights that each step drops")
     parser.add_argument("--eval-crops", type=int, default=64, help="held-out crops to evaluate on, at most")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -92,8 +92,9 @@ class Options(QueryOptions, total=False):
 class PerHead(NamedTuple):
     """The options that have a value for each query head, in the order in which kernels take them.
 
-    Declare a new one here and in `QueryOptions`: its check, its fact in `kernels.problem.Problem` and its place among
-    the kernels' arrays follow from these two.
+    Declare a new one that changes logits here and in `QueryOptions`: its check, its fact in `kernels.problem.Problem`
+    and its place among the kernels' arrays follow from these two. One that joins the sum of a head's softmax, as sinks
+    do, needs no field: kernels/README.md says how it becomes part of `sinks`.
 
     Attributes:
       alibi_slopes, sinks: in `AttentionOptions`, f32 [num_heads] arrays or None; in `kernels.problem.Problem`, whether
@@ -102,11 +103,6 @@ class PerHead(NamedTuple):
 
     alibi_slopes: Any = None
     sinks: Any = None
-
-    @property
-    def in_sums(self) -> "PerHead":
-        """The options that join the sum of a head's softmax and do not change its logits; the others are None here."""
-        return PerHead(sinks=self.sinks)
 
     @property
     def in_logits(self) -> "PerHead":

@@ -6,8 +6,8 @@
 
 A mutant is one change of an operator, a number, a condition or the like (annotations, decorators and messages are left
 alone). A sample takes random places of a module, and one of the possible changes at each. A mutant is killed if the
-module's tests, listed in `TESTS`, fail or run longer than `--timeout` seconds. `ACCEPTED` lists the survivors that no
-test can kill, with the reasons.
+module's tests, listed in `TESTS`, fail or run longer than `--timeout` seconds. `mutate_accepted.py` lists the survivors
+that no test can kill, with the reasons.
 
 Importing JAX takes seconds, so a process that has imported it forks for every mutant. XLA's compilations are kept
 between mutants, since most of them leave most programs as they are.
@@ -31,11 +31,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.mutants import COPIED, ROOT
+from tests.mutate_accepted import ACCEPTED
 
 # These cases of the attention ops have every option, layout and kind of scale, the edge cases, and random lengths.
 _ATTENTION = (
-    "tests/test_transforms.py tests/test_decode.py tests/test_ragged.py tests/test_xla.py tests/test_causal.py "
+    "tests/test_transforms.py tests/test_memory.py tests/test_decode.py tests/test_ragged.py tests/test_xla.py "
 )
+_ATTENTION += "tests/test_causal.py "
 _ATTENTION += "-k 'no_room or without_sequences or never_gathered or test_xla or "
 _ATTENTION += "test_causal or hnd-float16 or nhd-e5m2 or vllm-int8 or sparse-step or sparse-negative-step or "
 _ATTENTION += "everything or max-seq-len or all-empty or long or random or stop or number or zero'"
@@ -55,153 +57,14 @@ TESTS = {
     "_validate.py": "tests/test_validation.py tests/test_merge.py tests/test_causal.py tests/test_decode.py "
     "tests/test_cache_ops.py -k 'test_validation or test_merge or test_causal or everything or stop or returns or "
     "many_layers or swap'",
-    "_dispatch.py": "tests/test_validation.py tests/test_selection.py tests/test_transforms.py",
+    "_dispatch.py": "tests/test_validation.py tests/test_selection.py tests/test_transforms.py tests/test_memory.py",
     "_vmap.py": "tests/test_vmap.py tests/test_transforms.py tests/test_partition.py -k 'vmap or transformations'",
     "cache.py": "tests/test_cache.py tests/test_cache_methods.py",
-    "kernels/xla/cache_ops.py": "tests/test_cache_ops.py tests/test_xla.py tests/test_transforms.py -k 'test_cache_ops "
-    "or (test_xla and pools) or donated or empty_batches'",
+    "kernels/xla/cache_ops.py": "tests/test_cache_ops.py tests/test_xla.py tests/test_transforms.py "
+    "tests/test_memory.py -k 'test_cache_ops or (test_xla and pools) or donated or empty_batches'",
     "kernels/xla/decode.py": _ATTENTION,
     "kernels/xla/ragged.py": _ATTENTION,
     "kernels/xla/softmax.py": _ATTENTION,
-}
-# (module, the line after the change): why the change is no bug.
-ACCEPTED = {
-    (
-        "allocator/arguments.py",
-        "if array.dtype != np.int32 or not np.can_cast(array.dtype, np.int32) and array.size:",
-    ): "the check passes for all integers of 32 bits and less, so it may be made of more of them",
-    (
-        "allocator/arguments.py",
-        "if array.dtype != np.int32 and not np.can_cast(array.dtype, np.int32) or array.size:",
-    ): "the check passes for all integers of 32 bits and less, so it may be made of more of them",
-    (
-        "allocator/arguments.py",
-        "unfit = (array < _INT32.min) ^ (array > _INT32.max)",
-    ): "no integer is both",
-    (
-        "allocator/grow.py",
-        "holders = xp.where(writes_last, state.ref_counts[last], -1)",
-    ): "holders count only where they are more than 1",
-    (
-        "allocator/grow.py",
-        "taken = state.free_blocks[jnp.where(is_new, top - (growth.starts[:, None] + offsets), 1)]",
-    ): "what is taken where nothing is new is masked, and JAX clips the index",
-    (
-        "allocator/release.py",
-        "rows = (lens != state.seq_lens).nonzero()[0]",
-    ): "no length is larger than before, which the lines above check",
-    (
-        "allocator/share.py",
-        "ref_counts = _add_references(state, jnp.where(valid, ids, - 2))",
-    ): "every negative id is skipped",
-    (
-        "allocator/share.py",
-        "ref_counts=_add_references(state, jnp.where(valid, blocks, - 2)),",
-    ): "every negative id is skipped",
-    (
-        "ops/merge.py",
-        "base = jnp.logaddexp(jnp.where(empty, 1.0, lse_a), jnp.where(empty, 0.0, lse_b))",
-    ): "empty rows compute with any finite number",
-    (
-        "ops/merge.py",
-        "base = jnp.logaddexp(jnp.where(empty, 0.0, lse_a), jnp.where(empty, 1.0, lse_b))",
-    ): "empty rows compute with any finite number",
-    (
-        "_validate.py",
-        "if key.shape[0] != checked[0][1].shape[0]:",
-    ): "a layer's two pools have as many blocks, which _pools checks",
-    (
-        "metadata.py",
-        "num_tokens = np.shape(slot_mapping)[-1]",
-    ): "slot_mapping has one axis",
-    (
-        "metadata.py",
-        'if own["num_decode_tokens"] and bounds["num_prefill_tokens"] != own["num_prefill_tokens"]:',
-    ): "no bound is below the batch's own value, which _bound checks",
-    (
-        "kernels/xla/decode.py",
-        "return out[:, -1].astype(query.dtype), lse[:, 0]",
-    ): "a sequence has one query",
-    (
-        "kernels/xla/decode.py",
-        "return out[:, 0].astype(query.dtype), lse[:, -1]",
-    ): "a sequence has one query",
-    (
-        "kernels/xla/decode.py",
-        "return state.exp_sum[0, 0], state.max_logit[0, 0], tmp_out[-1, 0]",
-    ): "one sequence is computed at a time",
-    (
-        "kernels/xla/decode.py",
-        "return state.exp_sum[0, 0], state.max_logit[0, 0], tmp_out[0, 1]",
-    ): "a sequence has one query, and JAX clips the index",
-    (
-        "kernels/xla/ragged.py",
-        "_CHUNK = 63 # queries",
-    ): "the size of a chunk changes no result but by rounding",
-    (
-        "kernels/xla/decode.py",
-        "out[-1, 0].astype(query.dtype),",
-    ): "one sequence is computed at a time",
-    (
-        "kernels/xla/decode.py",
-        "lse[-1, 0],",
-    ): "one sequence is computed at a time",
-    (
-        "kernels/xla/decode.py",
-        "lse[0, -1],",
-    ): "a sequence has one query",
-    (
-        "kernels/xla/decode.py",
-        "shift = jnp.where(jnp.isneginf(max_logit), 1.0, max_logit)",
-    ): "any finite number makes the weights of no tokens 0",
-    (
-        "kernels/xla/ragged.py",
-        "_CHUNK = 65 # queries",
-    ): "the size of a chunk changes no result but by rounding",
-    (
-        "kernels/xla/ragged.py",
-        "chunk = min(_CHUNK, query.shape[1])",
-    ): "the size of a chunk changes no result but by rounding",
-    (
-        "kernels/xla/ragged.py",
-        "return lax.fori_loop(0, -(-(end - context) * chunk), step, state)",
-    ): "tiles past the end hold no token that a query sees",
-    (
-        "kernels/xla/ragged.py",
-        "if num_tokens == 0 or seq_lens.shape[-1] == 0:",
-    ): "seq_lens has one axis",
-    (
-        "kernels/xla/ragged.py",
-        "return lax.dynamic_update_slice_in_dim(result, jnp.where(mask, new[-1].astype(old.dtype), old), start, 0)",
-    ): "one chunk is computed at a time",
-    (
-        "kernels/xla/softmax.py",
-        "begin = jnp.maximum(begin, first - (options.sliding_window + 1))",
-    ): "tokens before the window are masked",
-    (
-        "cache.py",
-        "return self._with(*zip(keys, values, strict=False))",
-    ): "copy_blocks gives as many keys as values",
-    (
-        "cache.py",
-        "layers = zip((self._pools, *self._slot_scales), (other._pools, *other._slot_scales), strict=False)",
-    ): "both caches have the same kinds of scales, which the line above checks",
-    (
-        "cache.py",
-        'for name, new in zip(("k_scale", "v_scale"), slot_scales, strict=False):',
-    ): "two names and a pair",
-    (
-        "_vmap.py",
-        "batched = [x for x, flag in zip(leaves, flags, strict=False) if flag]",
-    ): "JAX gives a flag for each operand",
-    (
-        "_dispatch.py",
-        "results = _vmap.batch_of_calls(batched, axis_size, in_batched[-1], operands)",
-    ): "an op has one argument, its operands",
-    (
-        "kernels/xla/cache_ops.py",
-        'if layout >= "vllm":',
-    ): "of the three layouts no other name sorts behind it",
 }
 
 # Replacing an operator by each of the others gives many mutants that behave alike. These replacements are enough.

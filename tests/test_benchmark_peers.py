@@ -18,6 +18,7 @@ from benchmarks import (
     flashinfer_process,
     harness,
     inputs,
+    model_steps,
     peers,
     timing,
 )
@@ -181,7 +182,7 @@ def test_peers_find_tritons_cache(monkeypatch, tmp_path, value):
     program.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(program))
     monkeypatch.setenv("TRITON_CACHE_DIR", value)
-    (of_model,) = bench_model.peer_answers({}, bench_model.Work([], [], 32), 60).values()
+    (of_model,) = bench_model.peer_answers({}, model_steps.Work([], [], 32), 60).values()
     of_serving = bench_serving.transformers_answer(MODELS["llama3-8b"], [bench_serving.Request([1], 1, 0.0)], 60.0)
     flashinfer = peers.FlashInfer([dataclasses.replace(TINY, name="tiny")], ["flashinfer"])
     try:

@@ -25,6 +25,9 @@ from benchmarks import (
     cases,
     harness,
     inputs,
+    model_clocks,
+    model_steps,
+    models,
     peers,
     plot,
     report,
@@ -278,19 +281,19 @@ def test_a_step_runs_through_all_layers():
 
 def test_the_floor_of_a_step():
     """Llama-3-8B: 15 GB of weights are read, an embedding of 1 GB is not; a token of context takes 128 KiB."""
-    config = bench_model.MODELS["llama3-8b"]
+    config = models.MODELS["llama3-8b"]
     weights, _ = make_abstract_step(config, jnp.bfloat16)
-    none, one = (bench_model.floor_bytes(config, weights, 64, context) for context in (0, 1))
+    none, one = (models.floor_bytes(config, weights, 64, context) for context in (0, 1))
     assert none == 2 * (8_030_261_248 - 128256 * 4096)
     assert one - none == 64 * 2**17
 
 
 @pytest.fixture
 def tiny_model(monkeypatch):
-    monkeypatch.setattr(bench_model, "STEPS", 4)
+    monkeypatch.setattr(model_steps, "STEPS", 4)
     sizes = {"vocab_size": 96, "embedding_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2}
     sizes |= {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "sliding_windows": (None, None)}
-    return dataclasses.replace(bench_model.MODELS["llama3-8b"], **sizes)
+    return dataclasses.replace(models.MODELS["llama3-8b"], **sizes)
 
 
 @pytest.mark.slow
@@ -299,7 +302,7 @@ def test_model_benchmark(tiny_model, tmp_path):
         return {("tiny", "decode", 3): {"us": 1e9}, ("tiny", "prefill", 2): {"absent": "not here"}}
 
     file = tmp_path / "out" / "model.json"
-    work = bench_model.Work([3, 1], [2], 32)
+    work = model_steps.Work([3, 1], [2], 32)
     ceiling = lambda: timing.Ceiling("GB/s", 1000.0, {5: 1.0}, "made up")  # noqa: E731
     bench_model.run({"tiny": tiny_model}, work, peers=peers, options=QUICK_COMPILE, out=file, ceiling=ceiling)
     found = json.loads(file.read_text())
@@ -319,10 +322,10 @@ def test_model_benchmark(tiny_model, tmp_path):
 
 def test_models_that_do_not_fit(tiny_model, monkeypatch):
     """Their rows say so, and nothing of them compiles."""
-    monkeypatch.setattr(bench_model, "excess", lambda config, weights, case, context: f"{case.num_seqs} are too many")
+    monkeypatch.setattr(model_steps, "excess", lambda config, weights, case, context: f"{case.num_seqs} are too many")
     monkeypatch.setattr(jax.stages.Lowered, "compile", mock.Mock(side_effect=AssertionError))
     ceiling = lambda: timing.Ceiling("GB/s", None, {}, "made up")  # noqa: E731
-    rows = bench_model.run({"tiny": tiny_model}, bench_model.Work([3], [2], 32), ceiling=ceiling)["rows"]
+    rows = bench_model.run({"tiny": tiny_model}, model_steps.Work([3], [2], 32), ceiling=ceiling)["rows"]
     assert [(row["num_seqs"], row["failed"]) for row in rows] == [
         (3, "ValueError: 3 are too many"),
         (2, "ValueError: 2 are too many"),
@@ -331,27 +334,27 @@ def test_models_that_do_not_fit(tiny_model, monkeypatch):
 
 def test_what_does_not_fit(tiny_model, monkeypatch):
     weights, _ = make_abstract_step(tiny_model, jnp.bfloat16)
-    case = bench_model.Case("decode", 5)
-    needed = bench_model.floor_bytes(tiny_model, weights, 5, 32 + bench_model.STEPS)
+    case = model_steps.Case("decode", 5)
+    needed = models.floor_bytes(tiny_model, weights, 5, 32 + model_steps.STEPS)
     told = {needed: None, needed - 1: "weights, keys and values take 0 GB of 0", None: None}
     for limit, expected in told.items():
         stats = {} if limit is None else {"bytes_limit": limit}
         monkeypatch.setattr(jax, "local_devices", lambda stats=stats: [mock.Mock(memory_stats=lambda: stats)])
-        assert bench_model.excess(tiny_model, weights, case, 32) == expected
+        assert model_steps.excess(tiny_model, weights, case, 32) == expected
 
 
 @pytest.mark.slow
 def test_model_benchmark_refuses_steps_that_differ(tiny_model, monkeypatch):
-    monkeypatch.setattr(bench_model, "TOLERANCE", -1.0)
+    monkeypatch.setattr(model_clocks, "TOLERANCE", -1.0)
     ceiling = lambda: timing.Ceiling("GB/s", None, {}, "made up")  # noqa: E731
-    work = bench_model.Work([1], [], 32)
+    work = model_steps.Work([1], [], 32)
     (row,) = bench_model.run({"tiny": tiny_model}, work, options=QUICK_COMPILE, ceiling=ceiling)["rows"]
     assert "differ" in row["failed"]
 
 
 def test_the_models_peer(tiny_model):
     """PyTorch's process answers for each case, be it that PyTorch is not here."""
-    work = bench_model.Work([2], [1], 32)
+    work = model_steps.Work([2], [1], 32)
     answers = bench_model.peer_answers({"tiny": tiny_model}, work, 120)
     assert set(answers) == {("tiny", "decode", 2), ("tiny", "prefill", 1)}
     for answer in answers.values():

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import paged_jax
 from paged_jax import BlockSparse, _lowered
-from tests.test_transforms import OPS, WRITING_OPS, pool_copies, pools_written
+from tests.every_op import OPS, WRITING_OPS, pool_copies, pools_written
 
 NUM_SEQS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS, WIDTH = 4, 8, 4, 16, 4, 1024, 4
 NUM_TOKENS = 8

@@ -2,15 +2,7 @@
 
 import asyncio
 import json
-import os
 import re
-import signal
-import socket
-import subprocess
-import sys
-import threading
-import time
-from pathlib import Path
 
 import httpx
 import jax
@@ -19,63 +11,13 @@ import numpy as np
 import openai
 import pytest
 
-from examples import serve
 from examples.attend import causal_attend
 from examples.checkpoint import load_model
 from examples.command_line import TINY
 from examples.server.chat import ChatTemplate
+from tests.http_server import BLOCK_SIZE, GOOD, NUM_BLOCKS, Running, http_request, wait_for
 
-ROOT = Path(__file__).parents[1]
 PROMPT = "The assert statement "
-NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, MAX_QUEUED = 24, 16, 4, 200
-
-
-class Running:
-    """A server on 127.0.0.1, in a thread of this process."""
-
-    def __init__(self):
-        options = serve.parse(
-            [
-                *("--num-blocks", str(NUM_BLOCKS), "--block-size", str(BLOCK_SIZE), "--port", "0"),
-                *("--max-num-seqs", str(MAX_NUM_SEQS), "--max-tokens-per-step", "32"),
-                *("--max-queued", str(MAX_QUEUED), "--host-blocks", "8"),
-            ]
-        )
-        self.server = serve.make_server(options)
-        self.worker, self.engine = self.server._worker, self.server._worker._engine
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self.listener.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.http = serve.make_http_server(self.server, 20)
-        self.thread = threading.Thread(target=self.http.run, kwargs={"sockets": [self.listener]})
-        self.thread.start()
-        wait_for(lambda: self.http.started)
-
-    def stop(self):
-        self.http.should_exit = True
-        self.thread.join(30)
-        self.listener.close()
-        assert not self.thread.is_alive()
-        assert not self.worker.is_alive
-
-    def connect(self, request, timeout=30):
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout)
-        connection.sendall(request)
-        return connection
-
-    def wait_until_idle(self):
-        """Waits until no request is unfinished; then checks that no block is held or lost."""
-        wait_for(lambda: not self.engine.has_work and self.worker._unfinished == 0)
-        blocks = self.engine._blocks.counts()
-        wait_for(lambda: self.engine._blocks.counts().held == 0)
-        assert sum(blocks) == NUM_BLOCKS
-
-
-def wait_for(is_done, seconds=30):
-    deadline = time.monotonic() + seconds
-    while not is_done():
-        assert time.monotonic() < deadline, "it takes too long"
-        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -115,11 +57,6 @@ def expected(tiny):
         padded[: len(ids)] = ids
         ids.append(int(next_token(padded, np.int32(len(ids)))))
     return tokenizer.decode(ids[len(prompt) :])
-
-
-def http_request(path, content):
-    body = json.dumps(content).encode()
-    return f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
 
 
 def test_completion(client, expected):
@@ -207,7 +144,6 @@ def test_health_and_metrics(running):
     assert float(values["paged_jax_compiled"]) > 0
 
 
-GOOD = {"model": "tiny", "prompt": "x", "max_tokens": 1}
 HELLO = [{"role": "user", "content": "Hi"}]
 
 
@@ -365,90 +301,3 @@ def test_an_engine_that_fails_goes_on_with_the_next_request(running, monkeypatch
     assert "out of luck" in capfd.readouterr().err
     assert httpx.post(f"{running.url}/v1/completions", json=GOOD).status_code == 200
     assert httpx.get(f"{running.url}/health").status_code == 200
-
-
-class Process:
-    """A server in a process of its own, whose pool holds one long text; what it writes to stderr goes to a file."""
-
-    def __init__(self, path, *options):
-        self.path = path
-        command = [sys.executable, "-m", "examples.serve", "--port", "0", "--max-num-seqs", "1", "--num-blocks", "32"]
-        with path.open("w") as stderr:
-            self.process = subprocess.Popen(
-                [*command, "--max-tokens-per-step", "16", *options],
-                cwd=ROOT, stderr=stderr, env=os.environ | {"JAX_PLATFORMS": "cpu"},
-            )  # fmt: skip
-        wait_for(lambda: "\n" in self.errors, 60)
-        assert self.errors.startswith("Serving tiny at http://127.0.0.1:"), self.errors
-        self.url = self.errors.split()[-1]
-        self.port = int(self.url.removesuffix("/v1").rsplit(":", 1)[1])
-
-    @property
-    def errors(self):
-        return self.path.read_text()
-
-    def ask(self, **fields):
-        content = GOOD | {"max_tokens": 400, "temperature": 0, "prompt": "In"} | fields
-        connection = socket.create_connection(("127.0.0.1", self.port), 60)
-        connection.sendall(http_request("/v1/completions", content))
-        return connection
-
-    def wait(self, seconds):
-        assert self.process.wait(seconds) == 0
-        assert self.errors.count("\n") == 1, self.errors
-
-
-@pytest.fixture
-def start(tmp_path):
-    """Starts a server in a process, with more options."""
-    started = []
-
-    def start(*options):
-        started.append(Process(tmp_path / "stderr", *options))
-        return started[-1]
-
-    yield start
-    for server in started:
-        server.process.kill()
-        server.process.wait()
-
-
-def received(connection):
-    """All that comes until the server closes the connection, without the sizes of HTTP's chunks."""
-    with connection, connection.makefile("rb") as stream:
-        return stream.read().decode()
-
-
-def test_sigterm_drains(start):
-    """The server answers a request that runs when the signal comes, and then exits with 0."""
-    server = start()
-    connection = server.ask(stream=True)
-    assert connection.recv(20).startswith(b"HTTP/1.1 200")
-    server.process.send_signal(signal.SIGTERM)
-    events = [line for line in received(connection).splitlines() if line.startswith("data: ")]
-    assert events[-1] == "data: [DONE]"
-    assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] in ("length", "stop")
-    server.wait(60)
-
-
-@pytest.mark.parametrize("how", ["time is up", signal.SIGTERM])
-def test_requests_that_do_not_end_in_time_are_told(start, how):
-    """When time is up or a second signal comes, clients get errors in OpenAI's words, and the server exits with 0."""
-    server = start("--drain-seconds", "1" if how == "time is up" else "600")
-    half = socket.create_connection(("127.0.0.1", server.port), 60)
-    half.sendall(http_request("/v1/completions", GOOD)[:-1])
-    wholes = [server.ask() for _ in range(40)]
-    streams = [server.ask(stream=True) for _ in range(40)]  # once these have begun, the server has all the others
-    assert all(stream.recv(13) == b"HTTP/1.1 200 " for stream in streams)
-    server.process.send_signal(signal.SIGTERM)
-    if how != "time is up":
-        time.sleep(0.3)
-        server.process.send_signal(how)
-    ends = [received(stream) for stream in streams]
-    assert all(end.rstrip().endswith("data: [DONE]\n\n\r\n0") for end in ends)
-    assert sum("shuts down" in end for end in ends) > 10
-    answers = [received(whole) for whole in wholes]
-    assert {answer.split()[1] for answer in answers} <= {"200", "503"}
-    assert sum(answer.split()[1] == "503" for answer in answers) > 10
-    assert json.loads(received(half).split("\r\n\r\n")[1])["error"]["type"] == "server_error"
-    server.wait(20)

@@ -1,6 +1,5 @@
-"""Tests every op under vmap, scan, shard_map, export, cross-lowering and donation, and that gradients are refused."""
+"""Tests every op under vmap, scan, shard_map, export and cross-lowering, without gradients, and on empty batches."""
 
-import functools
 import re
 import sys
 
@@ -11,79 +10,17 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import paged_jax
-
-NUM_SEQS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS, WIDTH = 3, 4, 2, 16, 4, 16, 4
-QUERY_START_LOC = np.array([0, 2, 2, 7], np.int32)
-NUM_TOKENS = 8  # one of them padding
-
-
-def _arrays():
-    rng = np.random.default_rng(0)
-
-    def normal(*shape):
-        return rng.standard_normal(shape, np.float32)
-
-    pool = (NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_SIZE)
-    tables = rng.permutation(NUM_BLOCKS)[: NUM_SEQS * WIDTH].reshape(NUM_SEQS, WIDTH).astype(np.int32)
-    return {
-        "query": normal(NUM_SEQS, NUM_HEADS, HEAD_SIZE),
-        "tokens": normal(NUM_TOKENS, NUM_HEADS, HEAD_SIZE),
-        "key": normal(NUM_TOKENS, NUM_KV_HEADS, HEAD_SIZE),
-        "value": normal(NUM_TOKENS, NUM_KV_HEADS, HEAD_SIZE),
-        "key_cache": normal(*pool),
-        "value_cache": normal(*pool),
-        "block_tables": tables,
-        "seq_lens": np.array([5, 0, 16], np.int32),
-        "last_key": normal(NUM_SEQS, NUM_KV_HEADS, HEAD_SIZE),
-        "last_value": normal(NUM_SEQS, NUM_KV_HEADS, HEAD_SIZE),
-        "last_slots": np.array([tables[0, 1] * BLOCK_SIZE, -1, tables[2, 3] * BLOCK_SIZE + 3], np.int32),
-        "query_start_loc": QUERY_START_LOC,
-        "slot_mapping": np.array([3, -1, 40, 41, 7, 63, 64, 0], np.int32),
-        "block_mapping": np.array([[0, 5], [5, 6], [-1, 3]], np.int32),
-        "alibi_slopes": np.array([0.1, 0.2, 0.3, 0.4], np.float32),
-        "k_scale": np.array([0.5, 2.0], np.float32),
-    }
-
-
-ARRAYS = _arrays()
-DECODE = ("query", "key_cache", "value_cache", "block_tables", "seq_lens")
-RAGGED = ("tokens", *DECODE[1:], "query_start_loc")
-OPTIONS = ("alibi_slopes", "k_scale")
-# op: the names of its positional arrays, of its array options, and its static keywords
-OPS = {
-    "paged_attention_v1": (DECODE, OPTIONS, {}),
-    "paged_attention_v2": (DECODE, OPTIONS, {"partition_size": 8, "return_residuals": True}),
-    "paged_attention": (DECODE, (), {"return_lse": True}),
-    "write_and_attend": (("query", "last_key", "last_value", *DECODE[1:], "last_slots"), ("alibi_slopes",), {}),
-    "ragged_paged_attention": (RAGGED, OPTIONS, {}),
-    "prefix_attention": (("tokens", "key", "value", *RAGGED[1:]), (), {}),
-    "write_to_paged_cache": (("key", "value", "key_cache", "value_cache", "slot_mapping"), (), {}),
-    "copy_blocks": (("key_cache", "value_cache", "block_mapping"), (), {}),
-    "swap_blocks": (("key_cache", "value_cache", "value_cache", "key_cache", "block_mapping"), (), {}),
-}
-
-DECODE_OPS = [op for op in OPS if OPS[op][0] == DECODE]
-
-
-def bind(op):
-    """Makes the op a function of all its arrays; gives it and the arrays."""
-    names, options, static = OPS[op]
-
-    def fun(*arrays):
-        keywords = dict(zip(options, arrays[len(names) :], strict=True))
-        return getattr(paged_jax, op)(*arrays[: len(names)], **keywords, **static)
-
-    return fun, [jnp.asarray(ARRAYS[n]) for n in (*names, *options)]
-
-
-@functools.cache
-def expected(op):
-    fun, arrays = bind(op)
-    return jax.tree.map(np.asarray, jax.jit(fun)(*arrays))
-
-
-def assert_equal(actual, wanted, atol=1e-6):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol, rtol=1e-5), actual, wanted)
+from tests.every_op import (
+    BLOCK_SIZE,
+    DECODE_OPS,
+    NUM_BLOCKS,
+    NUM_KV_HEADS,
+    OPS,
+    assert_equal,
+    bind,
+    bind_sharded,
+    expected,
+)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -138,18 +75,6 @@ def test_scan(op):
     fun, arrays = bind(op)
     _, out = jax.lax.scan(lambda carry, x: (carry, fun(x, *arrays[1:])), 0, arrays[0][None])
     assert_equal(jax.tree.map(lambda x: x[0], out), expected(op))
-
-
-def bind_sharded(op):
-    """`bind` over two devices that share the kv heads."""
-    fun, arrays = bind(op)
-    names = (*OPS[op][0], *OPS[op][1])
-    heads_axis = {"block_tables": None, "seq_lens": None, "query_start_loc": None, "slot_mapping": None}
-    heads_axis |= {"block_mapping": None, "last_slots": None, "alibi_slopes": 0, "k_scale": 0}
-    specs = [P() if (a := heads_axis.get(n, 1)) is None else P(*[None] * a, "x") for n in names]
-    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices("cpu")[:2])
-    sharded = jax.shard_map(fun, mesh=mesh, in_specs=tuple(specs), out_specs=P(None, "x"))
-    return sharded, [jax.device_put(x, jax.NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=True)]
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -215,134 +140,6 @@ def test_gradients_around_an_op_pass():
     fun, arrays = bind("paged_attention")
     out = jax.grad(lambda x: (x * jax.lax.stop_gradient(fun(*arrays)[0])).sum())(arrays[0])
     assert_equal(out, expected("paged_attention")[0])
-
-
-def pool_copies(compiled, pools):
-    """Finds the copies of a whole pool in a compiled program."""
-    shapes = {f"f32[{','.join(map(str, x.shape))}]" for x in pools}
-    return [
-        line
-        for line in compiled.as_text().splitlines()
-        if (m := re.search(r"= (\S+?)(\{\S*\})? copy(-start)?\(", line)) and m.group(1) in shapes
-    ]
-
-
-WRITING_OPS = ["write_to_paged_cache", "write_and_attend", "copy_blocks", "swap_blocks"]
-
-
-def pools_written(op):
-    """The indices of the two pools that the op updates among its arrays; swap_blocks only reads its first two."""
-    return [i for i, n in enumerate(OPS[op][0]) if n in ("key_cache", "value_cache")][-2:]
-
-
-@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def default_device(request):
-    """The device of a test's arrays, which decides on the implementation that is compiled."""
-    with jax.default_device(jax.devices(request.param)[0]):
-        yield
-
-
-@pytest.mark.parametrize("op", WRITING_OPS)
-@pytest.mark.usefixtures("default_device")
-def test_donated_pools_are_updated_in_place(op):
-    fun, arrays = bind(op)
-    pools = pools_written(op)
-    # The pools are large, so that all other memory of an op is small beside them.
-    arrays = [jnp.tile(x, (64, 1, 1, 1)) if x.ndim == 4 else x + 0 for x in arrays]
-    compiled = jax.jit(fun, donate_argnums=pools).lower(*arrays).compile()
-    memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes == sum(arrays[i].nbytes for i in pools)
-    assert memory.temp_size_in_bytes < arrays[pools[0]].nbytes
-    assert not pool_copies(compiled, [arrays[i] for i in pools])
-    before = [arrays[i].unsafe_buffer_pointer() for i in pools]
-    after = [x.unsafe_buffer_pointer() for x in compiled(*arrays)[-2:]]
-    assert before == after
-
-
-@pytest.mark.parametrize("op", ["write_to_paged_cache", "write_and_attend", "copy_blocks"])
-@pytest.mark.usefixtures("default_device")
-def test_donated_pools_of_32_layers_are_updated_in_place_inside_a_loop(op):
-    a = {name: jnp.asarray(x) for name, x in ARRAYS.items()}
-
-    def layer(i, caches):
-        match op:
-            case "write_to_paged_cache":
-                return paged_jax.write_to_paged_cache(a["key"], a["value"], *caches, a["slot_mapping"] + i)
-            case "write_and_attend":
-                new, rest = (a["query"], a["last_key"], a["last_value"]), (a["block_tables"], a["seq_lens"])
-                return tuple(paged_jax.write_and_attend(*new, *caches, *rest, a["last_slots"])[1:])
-            case "copy_blocks":
-                return paged_jax.copy_blocks(*caches, a["block_mapping"] + i)
-
-    def steps(layers):
-        def step(i, carry):
-            layers, total = carry
-            layers = [layer(i, caches) for caches in layers]
-            out = paged_jax.paged_attention(a["query"], *layers[-1], a["block_tables"], a["seq_lens"])
-            return layers, total + out.sum()
-
-        return jax.lax.fori_loop(0, 5, step, (layers, jnp.float32(0)))
-
-    layers = [(a["key_cache"] + 0, a["value_cache"] + 0) for _ in range(32)]
-    assert_layers_are_updated_in_place(steps, layers)
-
-
-@pytest.mark.usefixtures("default_device")
-def test_donated_pools_of_32_layers_are_copied_in_place_in_one_call():
-    def steps(caches):
-        def step(i, caches):
-            return paged_jax.copy_blocks(*caches, jnp.asarray(ARRAYS["block_mapping"]) + i)
-
-        return jax.lax.fori_loop(0, 5, step, caches)
-
-    caches = tuple(tuple(jnp.asarray(ARRAYS[n]) + 0 for _ in range(32)) for n in ("key_cache", "value_cache"))
-    assert_layers_are_updated_in_place(steps, caches)
-
-
-def assert_layers_are_updated_in_place(steps, layers):
-    """`steps(layers)` compiles to a program that holds each of the pools once."""
-    compiled = jax.jit(steps, donate_argnums=0).lower(layers).compile()
-    pools = jax.tree.leaves(layers)
-    assert compiled.memory_analysis().alias_size_in_bytes >= sum(x.nbytes for x in pools)
-    assert not pool_copies(compiled, pools)
-
-
-@pytest.mark.parametrize("op", WRITING_OPS)
-def test_donated_pools_are_updated_in_place_under_shard_map(op):
-    sharded, arrays = bind_sharded(op)
-    pools = pools_written(op)
-    compiled = jax.jit(sharded, donate_argnums=pools).lower(*arrays).compile()
-    local = [arrays[i].addressable_shards[0].data for i in pools]
-    assert compiled.memory_analysis().alias_size_in_bytes == sum(x.nbytes for x in local)
-    assert not pool_copies(compiled, local)
-
-
-def test_undonated_pools_stay_as_they_are():
-    fun, arrays = bind("write_to_paged_cache")
-    jax.block_until_ready(jax.jit(fun)(*arrays))
-    np.testing.assert_array_equal(arrays[2], ARRAYS["key_cache"])
-
-
-@pytest.mark.parametrize("op", ["ragged_paged_attention", "prefix_attention"])
-def test_a_long_prefill_needs_bounded_memory(op):
-    """All logits of 8192 tokens and 8 heads together would be 2 GB."""
-    n, block_size = 8192, 16
-    f32, i32 = (functools.partial(jax.ShapeDtypeStruct, dtype=d) for d in (jnp.float32, jnp.int32))
-    pool = f32((n // block_size, 8, block_size, 64))
-    new = [f32((n, 8, 64))] * (3 if op == "prefix_attention" else 1)
-    arrays = [*new, pool, pool, i32((1, n // block_size)), i32((1,)), i32((2,))]
-    compiled = jax.jit(getattr(paged_jax, op)).lower(*arrays).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 6 * pool.size * 4
-
-
-@pytest.mark.parametrize("op", DECODE_OPS)
-def test_a_long_context_is_never_gathered_as_a_whole(op):
-    n, block_size = 2**16, 16
-    f32, i32 = (functools.partial(jax.ShapeDtypeStruct, dtype=d) for d in (jnp.float32, jnp.int32))
-    pool = f32((n // block_size, 1, block_size, 64))
-    arrays = f32((1, 1, 64)), pool, pool, i32((1, n // block_size)), i32((1,))
-    compiled = jax.jit(getattr(paged_jax, op)).lower(*arrays).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < pool.size * 4 / 8
 
 
 @pytest.mark.parametrize("op", OPS)

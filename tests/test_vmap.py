@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.test_transforms import DECODE_OPS, assert_equal, bind
+from tests.every_op import DECODE_OPS, assert_equal, bind
 
 POOLS = (1, 2)
 

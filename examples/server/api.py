@@ -11,6 +11,7 @@ from typing import Any
 from paged_jax import engine
 
 MAX_LOGPROBS = 20  # OpenAI's limit for chats
+MAX_COMPLETION_LOGPROBS = 5  # OpenAI's limit for completions
 MAX_STOPS = 16  # stop texts of one request
 
 # Fields that the server does not implement. Each may have only these values, which ask for nothing.
@@ -104,7 +105,7 @@ def read_completion(content: dict[str, Any], model: str) -> CompletionRequest:
     best_of = _integer(content, "best_of", 1, 2**31 - 1)
     if best_of not in (None, params["n"]):
         raise ApiError("best_of must be n: the server returns every sample", param="best_of")
-    logprobs = _integer(content, "logprobs", 0, 5)
+    logprobs = _integer(content, "logprobs", 0, MAX_COMPLETION_LOGPROBS)
     echo = _flag(content, "echo")
     if echo and logprobs is not None:
         raise ApiError("logprobs of an echoed prompt are not supported", param="logprobs")
@@ -166,6 +167,7 @@ def _check_fields(content: dict[str, Any], known: set[str], model: str) -> None:
 
 
 def _params(content: dict[str, Any], default_max_tokens: int | None) -> dict[str, Any]:
+    """Reads what both kinds of requests say of sampling; the bounds of n, temperature and top_p are OpenAI's."""
     max_tokens = _integer(content, "max_tokens", 1, 2**31 - 1)
     seed = _integer(content, "seed", -(2**63), 2**63 - 1)
     temperature, top_p = _number(content, "temperature", 0, 2), _number(content, "top_p", 0, 1)

@@ -86,16 +86,16 @@ class Server:
             try:
                 response = await route(request)
             except ApiError as error:
-                response = _json(error.body, error.status)
+                response = _refusal(error)
             except TooManyAtOnce as error:
-                response = _json(ApiError(str(error)).body, 400)
+                response = _refusal(ApiError(str(error)))
             except Overloaded:
                 error = ApiError(
                     "too many requests wait; try again later", status=429, kind="requests", code="queue_full"
                 )
-                response = _json(error.body, error.status, {"retry-after": "1"})
+                response = _refusal(error, {"retry-after": "1"})
             except EngineFailed:
-                response = _json(_server_error().body, 500)
+                response = _refusal(_server_error())
             self._metrics.requests.labels(name, str(response.status_code)).inc()
             return response
 
@@ -141,6 +141,7 @@ class Server:
         stream: bool,
         include_usage: bool,
     ) -> Response:
+        """Submits the prompts, and makes a response of the tokens, whole or streamed."""
         try:
             tickets = self._worker.submit([(prompt, params) for prompt in prompts])
         except ValueError as error:
@@ -165,6 +166,7 @@ class Server:
     async def _chunks(
         self, answer: Answer, tickets: list[Ticket], echoes: list[str], include_usage: bool
     ) -> AsyncIterator[dict]:
+        """Yields the chunks of a streamed answer: what comes before the model's text, the text, and the usage."""
         n, no_usage = tickets[0].params.n, {"usage": None} if include_usage else {}
         for index in range(len(tickets) * n):
             if answer.is_chat or echoes[index // n]:
@@ -217,7 +219,7 @@ class Server:
             return _json({"object": "list", "data": [card]})
         if name != self._model:
             error = ApiError(f"the model {json.dumps(name)} does not exist", status=404, code="model_not_found")
-            return _json(error.body, error.status)
+            return _refusal(error)
         return _json(card)
 
     async def _health(self, _request: Request) -> Response:
@@ -315,7 +317,7 @@ class ToldOfTheEnd:
             if scope["type"] != "http":
                 raise
             if not has_begun:
-                await _json(_shutting_down().body, 503)(scope, receive, send)
+                await _refusal(_shutting_down())(scope, receive, send)
 
 
 async def _until_gone(receive: Any, work: Awaitable[None]) -> bool:
@@ -350,6 +352,11 @@ def _json(content: dict[str, Any], status: int = 200, headers: dict[str, str] | 
     return Response(json.dumps(content), status, headers, "application/json")
 
 
+def _refusal(error: ApiError, headers: dict[str, str] | None = None) -> Response:
+    """The response that tells a client of an error."""
+    return _json(error.body, error.status, headers)
+
+
 def _server_error() -> ApiError:
     return ApiError("the server failed to answer the request", status=500, kind="server_error")
 
@@ -359,7 +366,7 @@ def _shutting_down() -> ApiError:
 
 
 async def _http_error(_request: Request, error: Any) -> Response:
-    return _json(ApiError(error.detail, status=error.status_code).body, error.status_code, error.headers)
+    return _refusal(ApiError(error.detail, status=error.status_code), error.headers)
 
 
 async def _gone(_request: Request, _error: Any) -> Response:
@@ -367,7 +374,7 @@ async def _gone(_request: Request, _error: Any) -> Response:
 
 
 async def _unforeseen(_request: Request, _error: Any) -> Response:
-    return _json(_server_error().body, 500)
+    return _refusal(_server_error())
 
 
 def model_name(model: str | Path) -> str:

@@ -141,7 +141,8 @@ class Worker:
 
     async def stats(self) -> engine.Stats:
         """Returns the engine's statistics, taken between two steps."""
-        loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
 
         def answer(stats):
             if not future.done():

@@ -166,8 +166,7 @@ class BlockManager:
     def waste(self) -> float:
         """The fraction of the slots in all held blocks that hold no token."""
         lens, tables = self.state.seq_lens, self.state.block_tables
-        held = np.unique(tables)
-        num_slots = int((held >= 0).sum()) * self.block_size
+        num_slots = self.counts().held * self.block_size
         is_partial = lens % self.block_size > 0
         last = tables[is_partial, lens[is_partial] // self.block_size]
         _, rows = np.unique(last, return_index=True)  # forked sequences may share their last block: count it once

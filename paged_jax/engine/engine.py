@@ -355,6 +355,7 @@ class Engine:
         return room if params.max_tokens is None else len(prompt) + params.max_tokens
 
     def _read(self, launched: Launched) -> list[Delta]:
+        """Waits for the tokens that a step draws; tokens of sequences that are finished or cancelled are dropped."""
         drawn = self._runner.read(launched)
         deltas = []
         for i, (sample, token_id) in enumerate(zip(launched.plan.samples, drawn.token_ids.tolist(), strict=False)):

@@ -212,7 +212,7 @@ class Sequence:
     @property
     def num_to_compute(self) -> int:
         """How many tokens are not in the cache yet; the last of them gives the next token's logits."""
-        return len(self.tokens) + self.num_unread - self.num_computed
+        return self.num_tokens - self.num_computed
 
     @property
     def is_exhausted(self) -> bool:

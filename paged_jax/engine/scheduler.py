@@ -147,6 +147,7 @@ class Scheduler:
         return preempted
 
     def _computed(self, tokens: dict[Sequence, int]) -> None:
+        """Counts tokens of the planned step as computed, and enters the blocks that they fill in the prefix cache."""
         for sequence, count in tokens.items():
             sequence.num_computed += count
         self.blocks.cache_full_blocks(tokens)
@@ -195,6 +196,7 @@ class Scheduler:
             child.seat = None
 
     def _admit_waiting(self, tokens: dict[Sequence, int], plan: Plan) -> None:
+        """Admits waiting sequences in order of arrival, up to the first for which there is no room."""
         if not self.waiting:
             return
         budget = self.config.max_tokens_per_step - sum(tokens.values())
@@ -258,6 +260,7 @@ class Scheduler:
         plan.tables = self.blocks.state.block_tables[[chunk.seat for chunk in plan.chunks]]
 
     def _begin_child(self, parent: Sequence, child: Sequence) -> None:
+        """Makes a child run, with all blocks of its parent, whose prompt is computed now."""
         child.num_computed, child.num_cached = parent.num_computed, parent.num_cached
         child.hashes = list(parent.hashes)
         self.blocks.fork(_seat(parent), _seat(child))

@@ -175,7 +175,7 @@ def _attend(
     inputs = Inputs(rows, reader.view(key_cache), reader.view(value_cache), block_tables, seq_lens, vectors, *new)
     results = attend(geometry, reader, inputs)
     if geometry.tuning.merge is tuning.Merge.KERNEL:
-        out, lse = merge(geometry, seq_lens, vectors.per_head.in_sums, results)
+        out, lse = merge(geometry, seq_lens, vectors.per_head.sinks, results)
     else:
         out, lse = results.out, results.lse
     return out.reshape(query.shape), lse.reshape(query.shape[:2]), results

@@ -168,7 +168,7 @@ def _reduce(
         jax.ShapeDtypeStruct(query.shape, query.dtype),
         jax.ShapeDtypeStruct((num_seqs, num_heads), jnp.float32),
     )
-    arrays = tmp_out, exp_sums, max_logits, seq_lens, *jax.tree.leaves(OptionArrays.of(options).per_head.in_sums)
+    arrays = tmp_out, exp_sums, max_logits, seq_lens, OptionArrays.of(options).per_head.sinks
     kernel = tuning.reduce(problem, tuned, splits, gpu)
     num_programs = num_seqs * num_heads * kernel.parts
     return tuple(launch.call("reduce", "reduce_kernel", kernel, num_programs, arrays, (splits,), shapes, gpu))

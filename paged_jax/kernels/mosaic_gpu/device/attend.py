@@ -182,11 +182,11 @@ def _merge_in_cluster(item: Item, number: Scalar, refs: Refs, geometry: Geometry
     They are in memory then, and in no first-level cache: each program reads them here for the first time.
     """
     smem, outputs_gmem, splits = refs.smem, refs.outputs_gmem, geometry.tuning.splits
-    per_head_gmem = refs.inputs_gmem.options.per_head
     plgpu.barrier_arrive(smem.cluster_done)
     plgpu.barrier_wait(smem.cluster_done)
     merged = MergedScratch(smem.merged_out, smem.merged_lse)
-    merge_refs = MergeRefs(per_head_gmem, outputs_gmem.partials, outputs_gmem.out, outputs_gmem.lse, merged)
+    sinks_gmem = refs.inputs_gmem.options.per_head.sinks
+    merge_refs = MergeRefs(sinks_gmem, outputs_gmem.partials, outputs_gmem.out, outputs_gmem.lse, merged)
     for i in range(len(geometry.merged_slices)):
 
         @pl.when(number == geometry.merging_program(i))

@@ -30,7 +30,6 @@ from paged_jax.kernels.mosaic_gpu.device.refs import ItemPartials, MergedScratch
 from paged_jax.kernels.mosaic_gpu.device.registers import LOWEST, exp, layout, log, store, wide
 from paged_jax.kernels.mosaic_gpu.device.softmax import sinks_of
 from paged_jax.kernels.mosaic_gpu.geometry import WGMMA_ROWS, Geometry
-from paged_jax.options import PerHead
 
 _PARTIALS_IN_FLIGHT = 16
 _MORE_OF_QUEUES = 4  # partial results that an item of queues may have beyond its splits where lengths are alike
@@ -41,7 +40,7 @@ class MergeInputs(NamedTuple):
     """What the kernel that merges reads."""
 
     seq_lens: Ref
-    per_head: PerHead  # those in sums
+    sinks: Ref  # [num_heads]
     partials: Partials
     item_partials: ItemPartials
 
@@ -49,18 +48,18 @@ class MergeInputs(NamedTuple):
 class MergeRefs(NamedTuple):
     """What a merge reads and writes."""
 
-    per_head_gmem: PerHead
+    sinks_gmem: Ref
     partials_gmem: Partials
     out_gmem: Ref
     lse_gmem: Ref
     smem: MergedScratch
 
 
-def merge(geometry: Geometry, seq_lens: Array, per_head: PerHead, results: Outputs) -> tuple[Array, Array]:
+def merge(geometry: Geometry, seq_lens: Array, sinks: Array, results: Outputs) -> tuple[Array, Array]:
     """Runs the kernel on what the decode kernel wrote; out [num_seqs * num_heads, head_size] and lse as long."""
     problem = geometry.problem
     rows = problem.num_seqs * problem.num_heads
-    inputs, tree = jax.tree.flatten(MergeInputs(seq_lens, per_head, results.partials, results.item_partials))
+    inputs, tree = jax.tree.flatten(MergeInputs(seq_lens, sinks, results.partials, results.item_partials))
     out_type = (
         jax.ShapeDtypeStruct((rows, problem.head_size), problem.query_dtype),
         jax.ShapeDtypeStruct((rows,), jnp.float32),
@@ -83,7 +82,7 @@ def _kernel(*refs, tree: Any, geometry: Geometry) -> None:
     """Merges the items that are this program's."""
     *inputs_gmem, out_gmem, lse_gmem, smem = refs
     inputs_gmem = jax.tree.unflatten(tree, inputs_gmem)
-    merge_refs = MergeRefs(inputs_gmem.per_head, inputs_gmem.partials, out_gmem, lse_gmem, smem)
+    merge_refs = MergeRefs(inputs_gmem.sinks, inputs_gmem.partials, out_gmem, lse_gmem, smem)
     if geometry.tuning.queues:
         _merge_cut_items(inputs_gmem.item_partials, merge_refs, geometry)
         return
@@ -136,8 +135,8 @@ def merge_slice(
     row, offset = plan.query_tile(item, geometry)
     maxima, sums, out = _merged(first_partial, count, number, refs.partials_gmem, geometry)
     seen = sums != 0  # NaN counts as seen: what is not a number must show
-    if any(geometry.problem.per_head.in_sums):
-        sinks = sinks_of(refs.per_head_gmem, offset, item.kv_head, geometry)
+    if geometry.problem.per_head.sinks:
+        sinks = sinks_of(refs.sinks_gmem, offset, item.kv_head, geometry)
         maxima, sums, out = _add((maxima, sums, out), jnp.zeros_like(out), sinks, jnp.ones_like(sums))
     sums = jnp.where(seen, sums, 1.0)
     plgpu.wait_smem_to_gmem(0)  # for the copy of the slice before, which was in the same place and may overlap

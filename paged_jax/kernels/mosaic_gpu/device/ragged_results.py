@@ -16,6 +16,7 @@ from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Ref, Refs, Scratch
 from paged_jax.kernels.mosaic_gpu.device.ragged_rows import Results
 from paged_jax.kernels.mosaic_gpu.device.ragged_softmax import Rows, State, over_columns
 from paged_jax.kernels.mosaic_gpu.device.registers import LOG2E, exp, layout, log
+from paged_jax.kernels.mosaic_gpu.device.softmax import join_sinks
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import Geometry, ItemKind
 
 
@@ -70,9 +71,7 @@ def _store_whole(rows: Rows, state: State, results_smem: Results, refs: Refs, ge
     out, maxima, sums = state
     seen = sums != 0  # NaN counts as seen: what is not a number must show
     if rows.sinks is not None:
-        with_sinks = lax.max(maxima, rows.sinks)
-        rescale = exp(maxima - with_sinks)
-        sums, maxima = sums * rescale + exp(rows.sinks - with_sinks), with_sinks
+        maxima, sums, rescale = join_sinks(rows.sinks, maxima, sums)
         out = out * over_columns(rescale, out.shape[1])
     sums = jnp.where(seen, sums, 1.0)
     out = out * over_columns(rows.v_scale / sums, out.shape[1])

@@ -10,8 +10,8 @@ from jax import lax
 
 from paged_jax.kernels.mosaic_gpu.device.plan import Item, QueryTile, QueuedSplit, Scalar, Split
 from paged_jax.kernels.mosaic_gpu.device.refs import Refs
-from paged_jax.kernels.mosaic_gpu.device.registers import exp, layout, log, wide
-from paged_jax.kernels.mosaic_gpu.device.softmax import State, cache_scale, sinks_of, summed
+from paged_jax.kernels.mosaic_gpu.device.registers import layout, log, wide
+from paged_jax.kernels.mosaic_gpu.device.softmax import State, cache_scale, join_sinks, sinks_of, summed
 from paged_jax.kernels.mosaic_gpu.device.tiles import Tiles
 from paged_jax.kernels.mosaic_gpu.geometry import Geometry
 
@@ -60,12 +60,10 @@ def _store_whole_item(
     smem, (row, offset) = refs.smem, query
     out, maxima, sums = state
     seen = sums != 0  # NaN counts as seen: what is not a number must show
-    if any(geometry.problem.per_head.in_sums):
-        sinks = sinks_of(refs.inputs_gmem.options.per_head, offset, item.kv_head, geometry)
-        with_sinks = lax.max(maxima, sinks)
-        keep = exp(maxima - with_sinks)
-        sums, maxima = sums * keep + exp(sinks - with_sinks), with_sinks
-        out = [x * wide(keep, x.shape[0]) for x in out]
+    if geometry.problem.per_head.sinks:
+        sinks = sinks_of(refs.inputs_gmem.options.per_head.sinks, offset, item.kv_head, geometry)
+        maxima, sums, rescale = join_sinks(sinks, maxima, sums)
+        out = [x * wide(rescale, x.shape[0]) for x in out]
     sums = jnp.where(seen, sums, 1.0)
     lse = jnp.where(seen, maxima + log(sums), -jnp.inf)
     out = [x * wide(v_scale / sums, x.shape[0]) for x in out]

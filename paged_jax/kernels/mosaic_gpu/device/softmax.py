@@ -14,12 +14,11 @@ from jax import Array, lax
 
 from paged_jax.kernels.mosaic_gpu.device import mask
 from paged_jax.kernels.mosaic_gpu.device.plan import Item, QueryTile, Scalar, Split
-from paged_jax.kernels.mosaic_gpu.device.refs import Refs
+from paged_jax.kernels.mosaic_gpu.device.refs import Ref, Refs
 from paged_jax.kernels.mosaic_gpu.device.registers import LOWEST, exp, layout, of_heads, wide
 from paged_jax.kernels.mosaic_gpu.device.tiles import Tiles
 from paged_jax.kernels.mosaic_gpu.geometry import WGMMA_ROWS, Geometry
 from paged_jax.kernels.problem import Problem, ScaleKind
-from paged_jax.options import PerHead
 
 _SERIES_BELOW = 0.04
 """The square up to which four terms of tanh's series err by less than a unit of float32."""
@@ -52,9 +51,16 @@ def to_logits(item: Item, query: QueryTile, divisor, refs: Refs, geometry: Geome
     return Logits(factor, slopes)
 
 
-def sinks_of(per_head_gmem: PerHead, offset: Scalar, kv_head: Scalar, geometry: Geometry):
-    """The logits that join the sums of an item's heads: [columns], of which the item has those from `offset` on."""
-    return layout(of_heads(per_head_gmem.sinks, WGMMA_ROWS, offset, kv_head, geometry).max(axis=0), 0)
+def sinks_of(sinks_gmem: Ref, offset: Scalar, kv_head: Scalar, geometry: Geometry):
+    """The sinks of an item's heads: [columns], of which the item has those from `offset` on."""
+    return layout(of_heads(sinks_gmem, WGMMA_ROWS, offset, kv_head, geometry).max(axis=0), 0)
+
+
+def join_sinks(sinks, maxima, sums):
+    """The maxima and sums of the softmax with its heads' sinks, and the factor of what it has summed up of values."""
+    with_sinks = lax.max(maxima, sinks)
+    rescale = exp(maxima - with_sinks)
+    return with_sinks, sums * rescale + exp(sinks - with_sinks), rescale
 
 
 def empty(geometry: Geometry) -> State:

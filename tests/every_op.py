@@ -1,0 +1,114 @@
+"""Every op as a function of small arrays, for the tests that hold for all ops."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import paged_jax
+
+NUM_SEQS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS, WIDTH = 3, 4, 2, 16, 4, 16, 4
+QUERY_START_LOC = np.array([0, 2, 2, 7], np.int32)
+NUM_TOKENS = 8  # one of them padding
+
+
+def _arrays():
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return rng.standard_normal(shape, np.float32)
+
+    pool = (NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_SIZE)
+    tables = rng.permutation(NUM_BLOCKS)[: NUM_SEQS * WIDTH].reshape(NUM_SEQS, WIDTH).astype(np.int32)
+    return {
+        "query": normal(NUM_SEQS, NUM_HEADS, HEAD_SIZE),
+        "tokens": normal(NUM_TOKENS, NUM_HEADS, HEAD_SIZE),
+        "key": normal(NUM_TOKENS, NUM_KV_HEADS, HEAD_SIZE),
+        "value": normal(NUM_TOKENS, NUM_KV_HEADS, HEAD_SIZE),
+        "key_cache": normal(*pool),
+        "value_cache": normal(*pool),
+        "block_tables": tables,
+        "seq_lens": np.array([5, 0, 16], np.int32),
+        "last_key": normal(NUM_SEQS, NUM_KV_HEADS, HEAD_SIZE),
+        "last_value": normal(NUM_SEQS, NUM_KV_HEADS, HEAD_SIZE),
+        "last_slots": np.array([tables[0, 1] * BLOCK_SIZE, -1, tables[2, 3] * BLOCK_SIZE + 3], np.int32),
+        "query_start_loc": QUERY_START_LOC,
+        "slot_mapping": np.array([3, -1, 40, 41, 7, 63, 64, 0], np.int32),
+        "block_mapping": np.array([[0, 5], [5, 6], [-1, 3]], np.int32),
+        "alibi_slopes": np.array([0.1, 0.2, 0.3, 0.4], np.float32),
+        "k_scale": np.array([0.5, 2.0], np.float32),
+    }
+
+
+ARRAYS = _arrays()
+DECODE = ("query", "key_cache", "value_cache", "block_tables", "seq_lens")
+RAGGED = ("tokens", *DECODE[1:], "query_start_loc")
+OPTIONS = ("alibi_slopes", "k_scale")
+# op: the names of its positional arrays, of its array options, and its static keywords
+OPS = {
+    "paged_attention_v1": (DECODE, OPTIONS, {}),
+    "paged_attention_v2": (DECODE, OPTIONS, {"partition_size": 8, "return_residuals": True}),
+    "paged_attention": (DECODE, (), {"return_lse": True}),
+    "write_and_attend": (("query", "last_key", "last_value", *DECODE[1:], "last_slots"), ("alibi_slopes",), {}),
+    "ragged_paged_attention": (RAGGED, OPTIONS, {}),
+    "prefix_attention": (("tokens", "key", "value", *RAGGED[1:]), (), {}),
+    "write_to_paged_cache": (("key", "value", "key_cache", "value_cache", "slot_mapping"), (), {}),
+    "copy_blocks": (("key_cache", "value_cache", "block_mapping"), (), {}),
+    "swap_blocks": (("key_cache", "value_cache", "value_cache", "key_cache", "block_mapping"), (), {}),
+}
+
+DECODE_OPS = [op for op in OPS if OPS[op][0] == DECODE]
+WRITING_OPS = ["write_to_paged_cache", "write_and_attend", "copy_blocks", "swap_blocks"]
+
+
+def bind(op):
+    """Makes the op a function of all its arrays; gives it and the arrays."""
+    names, options, static = OPS[op]
+
+    def fun(*arrays):
+        keywords = dict(zip(options, arrays[len(names) :], strict=True))
+        return getattr(paged_jax, op)(*arrays[: len(names)], **keywords, **static)
+
+    return fun, [jnp.asarray(ARRAYS[n]) for n in (*names, *options)]
+
+
+@functools.cache
+def expected(op):
+    """What the jitted op returns."""
+    fun, arrays = bind(op)
+    return jax.tree.map(np.asarray, jax.jit(fun)(*arrays))
+
+
+def assert_equal(actual, wanted, atol=1e-6):
+    """Compares pytrees of arrays, up to rounding."""
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol, rtol=1e-5), actual, wanted)
+
+
+def bind_sharded(op):
+    """`bind` over two devices that share the kv heads."""
+    fun, arrays = bind(op)
+    names = (*OPS[op][0], *OPS[op][1])
+    heads_axis = {"block_tables": None, "seq_lens": None, "query_start_loc": None, "slot_mapping": None}
+    heads_axis |= {"block_mapping": None, "last_slots": None, "alibi_slopes": 0, "k_scale": 0}
+    specs = [P() if (a := heads_axis.get(n, 1)) is None else P(*[None] * a, "x") for n in names]
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices("cpu")[:2])
+    sharded = jax.shard_map(fun, mesh=mesh, in_specs=tuple(specs), out_specs=P(None, "x"))
+    return sharded, [jax.device_put(x, jax.NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=True)]
+
+
+def pool_copies(compiled, pools):
+    """Finds the copies of a whole pool in a compiled program."""
+    shapes = {f"f32[{','.join(map(str, x.shape))}]" for x in pools}
+    return [
+        line
+        for line in compiled.as_text().splitlines()
+        if (m := re.search(r"= (\S+?)(\{\S*\})? copy(-start)?\(", line)) and m.group(1) in shapes
+    ]
+
+
+def pools_written(op):
+    """The indices of the two pools that the op updates among its arrays; swap_blocks only reads its first two."""
+    return [i for i, n in enumerate(OPS[op][0]) if n in ("key_cache", "value_cache")][-2:]

@@ -1,0 +1,193 @@
+"""Compiles the Triton kernels for every architecture, without a GPU, and looks at what comes out."""
+
+import re
+from unittest import mock
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import paged_jax
+from paged_jax.kernels.problem import Device
+from paged_jax.kernels.triton import tuning
+from tests import inputs, test_decode, test_ragged
+from tests.cases import Case, Sparse
+from tests.test_triton import BY_NAME, needs_triton, on_a_gpu
+
+# (architecture, op, case): every op, dtype, layout, head size and option occurs, and each architecture has a prefill.
+COMPILED = [
+    (80, "v1", "hnd-float16"),
+    (80, "ragged", "hnd-bfloat16"),
+    (80, "prefix", "nhd-e5m2"),
+    (80, "v2", "vllm-int8"),
+    (80, "write", "nhd-e5m2"),
+    (80, "copy", "nhd-e5m2"),
+    (80, "fused", "nhd-e5m2"),
+    (86, "v1", "nhd-float32"),
+    (86, "ragged", "llama-3-8b"),
+    (86, "prefix", "vllm-float16"),
+    (86, "v1", "small-blocks"),
+    (86, "fused", "nhd-float32"),
+    (89, "v1", "hnd-e4m3"),
+    (89, "ragged", "nhd-e4m3"),
+    (89, "auto", "phi-3-small"),
+    (89, "write", "vllm-e4m3"),
+    (90, "auto", "llama-3-8b"),
+    (90, "ragged", "everything"),
+    (90, "prefix", "llama-3-8b"),
+    (90, "not-causal", "vllm-int8"),
+    (90, "v2", "everything"),
+    (90, "v1", "hnd-int8"),
+    (90, "write", "vllm-int8"),
+    (90, "fused", "llama-3-8b"),
+    (89, "copy", "vllm-e4m3"),
+    (89, "fused", "everything"),
+    (100, "ragged", "opt-125m"),
+    (100, "v1", "gpt-oss-20b"),
+    (100, "prefix", "farthest-corner"),
+    (100, "fused", "gpt-oss-20b"),
+    (120, "ragged", "gemma-2-9b"),
+    (120, "v1", "nhd-float16"),
+    (120, "write", "hnd-float32"),
+    (100, "swap", "hnd-bfloat16"),
+    (120, "copy", "vllm-int8"),
+    (120, "fused", "vllm-float16"),
+    (80, "ragged", "long"),
+    (90, "prefix", "split-everything"),
+    (100, "ragged", "split-vllm-int8"),
+    (120, "ragged", "split"),
+]
+COMPILED_CASES = {
+    **BY_NAME,
+    **{case.name: case for case in test_ragged.SPLIT},
+    "small-blocks": Case("small-blocks", 142, 2, 24, 1, "float16", "bfloat16", seq_lens=(9,), query_lens=None),
+    "gemma-2-9b": Case(
+        "gemma-2-9b", 16, 8, 256, 16, "bfloat16", seq_lens=(99,), query_lens=(99,), logits_soft_cap=50.0
+    ),
+}
+
+
+# LLVM mixed up the tokens of these cases as long as it saw the number that tokens are counted from (`tiles.numbers`).
+# On a GPU the first case read outside of its memory, and the second attended to the wrong tokens.
+WILD = [
+    Case(
+        "wild-read", 40, 8, 72, 16, "float32", "float8_e5m2", "nhd", (15, 37, 130, 15, 513), None, 128,
+        sinks=True, sliding_window=7, block_sparse=Sparse(4, 3, 128), k_scale="slot", v_scale="slot",
+    ),
+    Case(
+        "wild-mask", 28, 4, 72, 4, "float32", "float8_e5m2", "hnd", (513,), None,
+        logits_soft_cap=5.0, sliding_window=16, block_sparse=Sparse(2, 3, 16, -3), k_scale="slot", v_scale="slot",
+    ),
+]  # fmt: skip
+# These take ten seconds and more to compile. Other cases have the same options, so these are marked slow.
+SLOW_TO_COMPILE = ("opt-125m", "farthest-corner", "gemma-2-9b")
+COMPILED += [(90, "v2", "wild-read"), (90, "auto", "wild-mask")]
+COMPILED_CASES |= {case.name: case for case in WILD}
+
+# The remaining ops, each on every architecture.
+COMPILED += [
+    (capability, op, name)
+    for op, name in {
+        "auto": "hnd-float16",
+        "v2": "hnd-float16",
+        "prefix": "nhd-float16",
+        "write": "hnd-int8",
+        "copy": "hnd-bfloat16",
+        "swap": "hnd-bfloat16",
+    }.items()
+    for capability in (80, 86, 89, 90, 100, 120)
+]
+
+
+def pairs():
+    """Cases in which any two of cache dtype, layout and head size meet; architectures take turns."""
+    dtypes = "float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8"
+    head_sizes = 32, 64, 80, 96, 112, 120, 128, 192, 256
+    for i, cache_dtype in enumerate(dtypes):
+        capabilities = (89, 90, 100, 120) if cache_dtype == "float8_e4m3fn" else (80, 86, 89, 90, 100, 120)
+        dtype = "bfloat16" if jnp.dtype(cache_dtype).itemsize == 1 else cache_dtype
+        for j, head_size in enumerate(head_sizes):
+            capability, op = capabilities[(i + j) % len(capabilities)], ("v1", "ragged")[(i + j // 3) % 2]
+            op = "v1" if cache_dtype == "float32" else op  # other ops take several seconds each
+            layout = ("hnd", "nhd", "vllm")[(i + j) % 3]
+            if head_size % (16 // jnp.dtype(cache_dtype).itemsize):
+                layout = "nhd"  # a head of this size cannot be cut into vectors of 16 bytes
+            name = f"{layout}-{cache_dtype}-{head_size}"
+            shape = 8, 2, head_size, 16, dtype, cache_dtype, layout
+            yield capability, op, Case(name, *shape, seq_lens=(70,), query_lens=(70,))
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("capability", "op", "case"),
+    [
+        *(
+            pytest.param(capability, op, COMPILED_CASES[name], marks=[pytest.mark.slow] * (name in SLOW_TO_COMPILE))
+            for capability, op, name in COMPILED
+        ),
+        *pairs(),
+    ],
+    ids=str,
+)
+def test_compiles(capability, op, case, tmp_path, monkeypatch):
+    """Each launch compiles to a cubin that fits the architecture's shared memory."""
+    from tests import triton_interpreter
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    gpu = Device(capability, 100)
+    launches = []
+    with triton_interpreter.recorded(launches, gpu):
+        call(op, case)
+    assert launches
+    for made in launches:
+        result = triton_interpreter.compiled(made, capability)
+        assert result.asm["cubin"]
+        # No stride here is that large. Only a lane that LLVM takes for unused is shifted by 25 bits or more.
+        factors = [int(x) for x in re.findall(r"mul\.wide\.u32 .*, (\d+);", result.asm["ptx"])]
+        assert max(factors, default=0) < 2**25, made.config
+        assert result.metadata.shared <= tuning.shared_memory(gpu), made.config
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", WILD, ids=str)
+def test_tokens_are_not_mixed_up(case):
+    pytest.importorskip("jax_triton", exc_type=ImportError)
+    test_decode.test_decode(case, on_a_gpu)
+    with mock.patch.dict(test_decode.BY_NAME, {case.name: case}):
+        test_decode.test_paged_attention_picks_one_of_them(case.name, on_a_gpu)
+
+
+def call(op, case):
+    """Calls `op` on a case's inputs."""
+    made = inputs.make(case)
+    options = made.arrays | test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
+    match op:
+        case "v1":
+            paged_jax.paged_attention_v1(*made.decode.values(), **options)
+        case "v2":
+            paged_jax.paged_attention_v2(*made.decode.values(), **options, partition_size=case.partition_size)
+        case "auto":
+            paged_jax.paged_attention(*made.decode.values(), **options)
+        case "ragged":
+            paged_jax.ragged_paged_attention(*made.ragged.values(), **options)
+        case "prefix":
+            paged_jax.prefix_attention(*made.prefix.values(), **options)
+        case "not-causal":
+            paged_jax.ragged_paged_attention(*made.ragged.values(), **options, causal=False)
+            paged_jax.prefix_attention(*made.prefix.values(), **options, causal=False)
+        case "write":
+            key_cache, value_cache = made.decode["key_cache"], made.decode["value_cache"]
+            scales = {name: made.arrays.get(name) for name in ("k_scale", "v_scale")}
+            tokens = np.zeros((5, case.num_kv_heads, case.head_size), np.float32)
+            slots = np.arange(5, dtype=np.int32)
+            paged_jax.write_to_paged_cache(tokens, tokens, key_cache, value_cache, slots, layout=case.layout, **scales)
+        case "fused":
+            tokens = np.zeros((len(case.seq_lens), case.num_kv_heads, case.head_size), made.decode["query"].dtype)
+            slots = np.zeros(len(case.seq_lens), np.int32)
+            paged_jax.write_and_attend(**made.decode, key=tokens, value=tokens, slot_mapping=slots, **options)
+        case "copy":
+            caches = made.decode["key_cache"], made.decode["value_cache"]
+            paged_jax.copy_blocks(*caches, np.zeros((3, 2), np.int32))
+        case "swap":
+            caches = made.decode["key_cache"], made.decode["value_cache"]
+            paged_jax.swap_blocks(*caches, *caches, np.zeros((3, 2), np.int32))
