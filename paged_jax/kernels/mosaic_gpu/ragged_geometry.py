@@ -158,6 +158,14 @@ class ItemKind:
         return self.tile // self.run_tokens
 
     @property
+    def arrivals_per_tile(self) -> int:
+        """Arrivals that say that a tile is there: one for each copy, or one of the warpgroup that has converted it.
+
+        All threads of the warpgroup take part in each of its arrivals, so more than one would cost time.
+        """
+        return 1 if self.geometry.converts_tiles else self.runs_per_tile
+
+    @property
     def tile_cost(self) -> int:
         """What an item's products with one tile cost."""
         return self.tile // _COST_TOKENS * self.halves

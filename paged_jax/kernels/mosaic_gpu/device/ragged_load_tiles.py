@@ -125,8 +125,8 @@ class TileLoader:
             pl.when(tile.is_reused)(lambda: plgpu.barrier_wait(cache.ring.consumed.at[tile.stage]))
 
     def _arrive(self, cache: _Cache, tile: _Tile) -> None:
-        """Arrives for all runs of a tile."""
-        for _ in range(self.kind.runs_per_tile):
+        """Says that a tile that this warpgroup has written is there."""
+        for _ in range(self.kind.arrivals_per_tile):
             plgpu.barrier_arrive(cache.ring.ready.at[tile.stage])
 
     # Tiles of the cache, of 16 bits.

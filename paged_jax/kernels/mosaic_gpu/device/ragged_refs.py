@@ -238,8 +238,8 @@ def scratch(geometry: Geometry) -> Scratch:
 
 
 def _barriers(kind: ItemKind) -> TileBarriers:
-    """A tile has arrived when each of its runs has, and its scales; each warpgroup that reads it consumes it."""
-    geometry, runs = kind.geometry, kind.runs_per_tile
+    """A tile is ready when it has arrived, and its scales have; each warpgroup that reads it consumes it."""
+    geometry, runs, arrivals = kind.geometry, kind.runs_per_tile, kind.arrivals_per_tile
     consumed = plgpu.Barrier(num_arrivals=kind.halves, num_barriers=kind.stages)
     raw_ready = copied = ABSENT
     if geometry.converts_tiles:
@@ -248,12 +248,12 @@ def _barriers(kind: ItemKind) -> TileBarriers:
         copied = plgpu.Barrier(num_arrivals=runs)
     return TileBarriers(
         keys_consumed=consumed,
-        keys_ready=plgpu.Barrier(num_arrivals=runs + geometry.scales_key_slots, num_barriers=kind.stages),
+        keys_ready=plgpu.Barrier(num_arrivals=arrivals + geometry.scales_key_slots, num_barriers=kind.stages),
         values_copied=copied,
         raw_keys_ready=raw_ready,
         raw_values_ready=raw_ready,
         values_consumed=consumed,
-        values_ready=plgpu.Barrier(num_arrivals=runs + geometry.scales_value_slots, num_barriers=kind.stages),
+        values_ready=plgpu.Barrier(num_arrivals=arrivals + geometry.scales_value_slots, num_barriers=kind.stages),
     )
 
 
