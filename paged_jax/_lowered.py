@@ -33,7 +33,8 @@ class LoweredOnce:
         """The bytecode of a module whose `main` is the traced function, lowered for these platforms."""
         if platforms not in self._modules:
             lowered = jax.jit(jaxpr_as_fun(traced)).trace(*traced.in_avals).lower(lowering_platforms=platforms)
-            self._modules[platforms] = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
+            module: Any = lowered.compiler_ir("stablehlo")
+            self._modules[platforms] = mlir.module_to_bytecode(module)
         return self._modules[platforms]
 
 
@@ -48,9 +49,10 @@ def _lower(context: Any, *arrays: Any, traced: Any, kept: LoweredOnce) -> Any:
     program = context.module_context
     with program.context:
         module = ir.Module.parse(kept.module(traced, tuple(program.platforms)))
-    types = ir.SymbolTable(module.operation)["main"].type.results
+    main: Any = ir.SymbolTable(module.operation)["main"]
+    types = main.type.results  # asked for now, as the next line takes the module apart
     name = mlir.merge_mlir_modules(program.module, "paged_jax_part", module, dst_symtab=program.symbol_table)
-    return func.CallOp(types, ir.FlatSymbolRefAttr.get(name), arrays).results
+    return func.CallOp(types, ir.FlatSymbolRefAttr.get(name), list(arrays)).results
 
 
 mlir.register_lowering(_lowered_p, _lower)

@@ -24,7 +24,8 @@ ALLOWED = {
     "paged_jax._validate": ("paged_jax._checks", "paged_jax._operands", "paged_jax.options", "paged_jax.shapes"),
     "paged_jax._selection": (),
     "paged_jax._splits": (),
-    "paged_jax._partition": ("paged_jax._splits", "paged_jax.options"),
+    "paged_jax._lowered": (),
+    "paged_jax._partition": ("paged_jax._lowered", "paged_jax._splits", "paged_jax.options"),
     "paged_jax._vmap": ("paged_jax._operands", "paged_jax._partition"),
     "paged_jax._dispatch": (
         "paged_jax._partition",
