@@ -215,9 +215,12 @@ def test_blocks_of_any_layout_are_split(op):
 
 
 # The pattern shifts from head to head or from kv head to kv head; all devices have one pattern; groups are split.
-@pytest.mark.parametrize(("step", "heads"), [(1, "tp"), (-1, "tp"), (1, ("tp", "dp")), (3, ("tp", "dp"))])
-def test_a_block_sparse_pattern_is_that_of_the_device_s_heads(step, heads):
-    sparse = BlockSparse(local_blocks=1, vert_stride=3, block_size=4, head_sliding_step=step, tp_rank=1)
+@pytest.mark.parametrize(
+    ("step", "stride", "heads"),
+    [(1, 3, "tp"), (-1, 3, "tp"), (3, 4, "tp"), (1, 3, ("tp", "dp")), (3, 3, ("tp", "dp"))],
+)
+def test_a_block_sparse_pattern_is_that_of_the_device_s_heads(step, stride, heads):
+    sparse = BlockSparse(local_blocks=1, vert_stride=stride, block_size=4, head_sliding_step=step, tp_rank=1)
     fun, names, arrays = bind("paged_attention_v1", block_sparse=sparse)
     wanted = jax.jit(fun)(*arrays)
     specs = [
@@ -231,16 +234,17 @@ def test_a_block_sparse_pattern_is_that_of_the_device_s_heads(step, heads):
     assert_same(compiled(*placed), wanted)
 
 
-def test_a_group_of_heads_is_split_where_a_device_has_one_kv_head(seen):
-    fun, _, arrays = bind("paged_attention")
-    mesh, pool = make_mesh(), P(None, "tp")
-    placed = place(arrays, [P(None, ("tp", "dp")), pool, pool, P(), P()], mesh)
+@pytest.mark.parametrize("extra", [(), ("alibi_slopes",)])
+def test_a_group_of_heads_is_split_where_a_device_has_one_kv_head(extra, seen):
+    fun, _, arrays = bind("paged_attention", extra)
+    wanted, mesh, pool = jax.jit(fun)(*arrays), make_mesh(), P(None, "tp")
+    placed = place(arrays, [P(None, ("tp", "dp")), pool, pool, P(), P(), *[P(("tp", "dp"))] * len(extra)], mesh)
     compiled = jax.jit(fun).lower(*placed).compile()
     assert seen[-1][0] == (NUM_SEQS, 1, HEAD_SIZE)
     assert_nothing_is_exchanged(compiled)
-    out, _ = compiled(*placed)
-    assert out.sharding.is_equivalent_to(placed[0].sharding, 3)
-    assert_same(out, expected("paged_attention")[0])
+    results = compiled(*placed)
+    assert results[0].sharding.is_equivalent_to(placed[0].sharding, 3)
+    assert_same(results, wanted)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,16 @@ def test_a_kernel_is_lowered_for_a_device_s_part(op, implementation):
     assert re.search(rf"custom_call @{implementation}.*tensor<64x2x16x64xbf16>", text)
 
 
+def test_where_xla_knows_no_mesh_each_device_computes_the_whole_op():
+    (equation,) = _equations(jax.make_jaxpr(paged_jax.paged_attention)(*_cuda_operands()).jaxpr, "custom_partitioning")
+    on_one = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+    operands = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_one) for x in equation.params["call"].in_avals]
+    mesh, run, results, kept = equation.params["partition"](make_mesh(), operands, None)
+    assert mesh.size == 1
+    assert not any(axis for sharding in (*results, *kept) for axis in sharding.spec)
+    assert jax.eval_shape(run, *operands)[0].shape == operands[0].shape
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_a_kernel_that_writes_runs_inside_a_shard_map(kind):
     """Its types say over which mesh axes an array varies, and Pallas takes no reference to an array that varies."""
