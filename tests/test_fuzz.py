@@ -116,7 +116,7 @@ def test_what_the_order_of_a_sum_changes_is_allowed(monkeypatch):
 
         options = {"scale": 1.0}
         monkeypatch.setattr(fuzz_check, "_logits", moved if roundings else logits)
-        return fuzz_check.attend(query, keys, 4 * values, np.full(64, 39), case, options, True, exact)[0]
+        return fuzz_check.attend(query, keys, 40 * values, np.full(64, 39), case, options, True, exact)[0]
 
     logits = fuzz_check._logits
     exact, rough = attend(True), attend(False)
