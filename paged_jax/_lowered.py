@@ -16,9 +16,12 @@ class LoweredOnce:
     JAX itself keeps the lowering of a jitted function within a program. But each call of a `custom_partitioning` is
     lowered as a program of its own, and a kernel takes JAX up to four seconds. The calls must all have arrays of the
     same shapes. A function that asks for its device's number on a mesh is lowered anew in each program.
+
+    Args:
+        run: a jitted function.
     """
 
-    def __init__(self, run: Callable):  # a jitted function
+    def __init__(self, run: Callable):
         self._run = run
         self._modules: dict[tuple[str, ...], bytes] = {}  # MLIR bytecode by platforms
 

@@ -42,7 +42,7 @@ def _for_attention(rng, program):
         arrays["query_start_loc"] = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
     if program.op == "write_and_attend":
         arrays["slot_mapping"] = _last_slots(rng, program, tables, seq_lens, scales, shown)
-        _quantisable(arrays, case, scales)
+        _remove_ties(arrays, case, scales)
     options, _ = inputs.make_options(rng, case)
     options |= {name: scale for name, scale in shown.items() if scale is not None}
     return Batch(seq_lens, query_lens, arrays, options)
@@ -157,20 +157,18 @@ def _for_writes(rng, program):
         scale = inputs.make_scale(rng, case, getattr(case, name), program.num_blocks)
         if scale is not None:
             options[name] = scale
-    _quantisable(arrays, case, options)
+    _remove_ties(arrays, case, options)
     return Batch([], [], arrays, options)
 
 
-def _quantisable(arrays, case, scales):
-    """Replaces new tokens' keys and values by those that every exact quantiser gives the same code."""
+def _remove_ties(arrays, case, scales):
+    """Replaces, in new tokens that are quantised, the elements that two exact quantisers may round differently."""
     for which in ("key", "value"):
-        dtype = arrays[f"{which}_cache"].dtype
-        if dtype.itemsize < inputs.dtype_of(case.dtype).itemsize:
-            blocks, offsets = np.divmod(np.maximum(arrays["slot_mapping"], 0), case.block_size)
-            scale = scales.get(f"{which[0]}_scale")
-            past = 0 if scale is None or scale.ndim < 3 else len(scale) - 1
-            factor = oracle.scale_at(scale, np.minimum(blocks, past), offsets)
-            arrays[which] = without_ties(arrays[which], factor, dtype)
+        cache = arrays[f"{which}_cache"]
+        if cache.dtype.itemsize < inputs.dtype_of(case.dtype).itemsize:
+            slots = np.clip(arrays["slot_mapping"], 0, len(cache) * case.block_size - 1)
+            factor = oracle.scale_at(scales.get(f"{which[0]}_scale"), *np.divmod(slots, case.block_size))
+            arrays[which] = without_ties(arrays[which], factor, cache.dtype)
 
 
 def without_ties(values, scale, dtype):
