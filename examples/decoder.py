@@ -75,9 +75,22 @@ def rotate(
     return (halves * cos + jnp.flip(halves, axis=2) * (sign * sin)).reshape(heads.shape)
 
 
-def make_norm(config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> nnx.LayerNorm | nnx.RMSNorm:
+class RMSNorm(nnx.RMSNorm):
+    """Flax's RMSNorm, computed and returned in float32.
+
+    Flax multiplies the scale by 1 / rms first. XLA makes one kernel of the norm only if x is divided first.
+    """
+
+    def __call__(self, x: Array, mask: Array | None = None) -> Array:
+        x = x.astype(jnp.float32)
+        squares = jnp.mean(x * x, axis=-1, keepdims=True, where=mask)
+        assert self.scale is not None
+        return x * jax.lax.rsqrt(squares + self.epsilon) * self.scale[...].astype(jnp.float32)
+
+
+def make_norm(config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> nnx.LayerNorm | RMSNorm:
     """Makes the family's norm of the residual stream, which computes and returns float32."""
-    norm = nnx.LayerNorm if config.family == "opt" else nnx.RMSNorm
+    norm = nnx.LayerNorm if config.family == "opt" else RMSNorm
     return norm(
         config.hidden_size,
         epsilon=config.norm_eps,
@@ -100,9 +113,7 @@ class Attention(nnx.Module):
         linear = partial(nnx.Linear, dtype=dtype, param_dtype=dtype, rngs=rngs)
         self.qkv_proj = linear(config.hidden_size, heads_size + 2 * kv_heads_size, use_bias=config.qkv_bias)
         self.o_proj = linear(heads_size, config.hidden_size, use_bias=config.o_bias)
-        norm = partial(
-            nnx.RMSNorm, config.head_size, epsilon=config.norm_eps, dtype=jnp.float32, param_dtype=dtype, rngs=rngs
-        )
+        norm = partial(RMSNorm, config.head_size, epsilon=config.norm_eps, param_dtype=dtype, rngs=rngs)
         self.q_norm = norm() if config.qk_norm else None
         self.k_norm = norm() if config.qk_norm else None
 
@@ -216,7 +227,11 @@ class Decoder(nnx.Module):
         Returns:
             The residual stream `[num_rows, hidden_size]` after the last layer, for `logits`, and the caches.
         """
-        hidden = _look_up(self.embed_tokens, token_ids)
+        num_tokens = token_ids.shape[0]
+        if num_tokens == 1:
+            token_ids, positions = (jnp.pad(x, (0, 1)) for x in (token_ids, positions))
+            attend = _with_padding(attend)
+        hidden = self.embed_tokens(token_ids)
         if self.project_in is not None:
             hidden = self.project_in(hidden)
         rotation = None
@@ -230,7 +245,7 @@ class Decoder(nnx.Module):
         for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True), start=1):
             hidden, cache = layer(hidden, rotation, cache, attend, rows if i == len(self.layers) else None)
             new_caches.append(cache)
-        return hidden, tuple(new_caches)
+        return hidden[:num_tokens] if rows is None else hidden, tuple(new_caches)
 
     def logits(self, hidden: Float[Array, "n hidden_size"]) -> Float32[Array, "n vocab_size"]:
         """Computes the next token's logits from rows of the residual stream.
@@ -252,9 +267,18 @@ class Decoder(nnx.Module):
         return jnp.einsum("nh,vh->nv", hidden, embedding, preferred_element_type=jnp.float32)
 
 
-def _look_up(table: nnx.Embed, ids: Array) -> Array:
-    """Looks up the ids' rows, two or more: XLA would make a lookup of one row a slice, and gather a split table."""
-    return table(jnp.pad(ids, (0, 1)))[:1] if ids.shape[0] == 1 else table(ids)
+def _with_padding(attend: Attend) -> Attend:
+    """Makes an `attend` for one token of one that is followed by a row of padding, which gets zeros.
+
+    XLA is at its worst with a single row. It makes a slice of a lookup, and gathers a table that is split over devices
+    for it; it multiplies a row by a small matrix without the matrix units; and it makes three kernels of a norm.
+    """
+
+    def attend_to_one(query, key, value, cache, **options):
+        out, cache = attend(query[:1], key[:1], value[:1], cache, **options)
+        return jnp.pad(out, ((0, 1), (0, 0), (0, 0))), cache
+
+    return attend_to_one
 
 
 def _join(parts: Array, head_size: int) -> Array:
