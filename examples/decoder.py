@@ -85,7 +85,8 @@ class RMSNorm(nnx.RMSNorm):
         x = x.astype(jnp.float32)
         squares = jnp.mean(x * x, axis=-1, keepdims=True, where=mask)
         assert self.scale is not None
-        return x * jax.lax.rsqrt(squares + self.epsilon) * self.scale[...].astype(jnp.float32)
+        scale = jnp.expand_dims(self.scale[...].astype(jnp.float32), range(x.ndim - 1))
+        return x * jax.lax.rsqrt(squares + self.epsilon) * scale
 
 
 def make_norm(config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> nnx.LayerNorm | RMSNorm:
