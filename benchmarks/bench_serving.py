@@ -40,6 +40,7 @@ from benchmarks import harness, model_clocks, timing
 from benchmarks.models import BLOCK_SIZE, MODELS, make_model
 from benchmarks.peers import environment
 from examples.config import DecoderConfig
+from examples.step import xla_options
 from paged_jax import PagedKVCache, engine
 
 PROMPT_LENS, OUTPUT_LENS = (128, 1024), (32, 256)  # fewest and most tokens
@@ -236,7 +237,7 @@ class Setup(NamedTuple):
         engine_config: the engine's sizes.
         requests: how many there are; runs of some requests take `few` of them, the Poisson run `streamed`.
         rate: requests a second in the Poisson run; None for 0.8 times the rate that the run of all at once reached.
-        compiler_options: XLA's options for the engine's programs, or None.
+        compiler_options: the engine's.
     """
 
     name: str
@@ -248,7 +249,7 @@ class Setup(NamedTuple):
     few: int = 256
     streamed: int = 1000
     rate: float | None = None
-    compiler_options: dict[str, Any] | None = None
+    compiler_options: Any = xla_options
 
 
 def make_engine(setup: Setup, step: Any, weights: Any) -> engine.Engine:

@@ -13,7 +13,7 @@ from benchmarks import harness
 from benchmarks.models import floor_bytes, make_caches, make_tables, slots
 from examples.config import DecoderConfig
 from examples.sampling import greedy
-from examples.step import Batch, Step, make_abstract_step
+from examples.step import Batch, Step, make_abstract_step, xla_options
 from paged_jax import PagedKVCache
 
 STEPS = 32  # decode steps in a row: half of them before the context asked for, half of them after it
@@ -76,11 +76,14 @@ class Work(NamedTuple):
 def lower_call(config: DecoderConfig, step: Step, weights: Any, case: Case, context: int) -> jax.stages.Lowered:
     """Lowers the step that is called once for each token, or once for `PROMPTS` prompts."""
     tables = make_tables(case.num_seqs, context + STEPS)
+    state = _abstract_state(config, tables)
     if case.kind == "decode":
-        state = _abstract_state(config, tables)
-        return jax.jit(partial(advance, step), donate_argnums=1).lower(weights, state, tables)
-    caches = _abstract_state(config, tables).caches
-    return jax.jit(step, donate_argnums=1).lower(weights, caches, prompts(tables[:PROMPTS], context))
+        options = xla_options(case.num_seqs)
+        call = jax.jit(partial(advance, step), donate_argnums=1, compiler_options=options)
+        return call.lower(weights, state, tables)
+    batch = prompts(tables[:PROMPTS], context)
+    options = xla_options(batch.token_ids.shape[0])
+    return jax.jit(step, donate_argnums=1, compiler_options=options).lower(weights, state.caches, batch)
 
 
 def lower_loop(config: DecoderConfig, step: Step, weights: Any, case: Case, context: int) -> jax.stages.Lowered:
@@ -91,7 +94,8 @@ def lower_loop(config: DecoderConfig, step: Step, weights: Any, case: Case, cont
         return jax.lax.fori_loop(0, STEPS, lambda _, state: advance(step, weights, state, tables), state)
 
     state = _abstract_state(config, tables)
-    return jax.jit(loop, donate_argnums=1).lower(weights, state, tables)
+    options = xla_options(case.num_seqs)
+    return jax.jit(loop, donate_argnums=1, compiler_options=options).lower(weights, state, tables)
 
 
 def _abstract_state(config: DecoderConfig, tables: np.ndarray) -> State:

@@ -23,7 +23,7 @@ from examples.config import DecoderConfig
 from examples.loop import make_caches
 from examples.sampling import greedy
 from examples.sharding import POOL, sharding_of
-from examples.step import Batch, make_abstract_step
+from examples.step import Batch, make_abstract_step, xla_options
 
 STEPS = 16  # decode steps in a row
 MODELS = {name: models.MODELS[name] for name in ("llama3-8b", "llama3-70b")}
@@ -97,16 +97,18 @@ class Model:
         state = self._abstract_state(num_seqs)
         at = jax.tree.map(lambda x: x.sharding, state)
         if kind == "decode":
-            call = functools.partial(advance, step)
-            return jax.jit(call, donate_argnums=1, out_shardings=at).lower(weights, state, tables)
-        on_all = NamedSharding(self.mesh, P())
+            call, options = functools.partial(advance, step), xla_options(num_seqs)
+            call = jax.jit(call, donate_argnums=1, out_shardings=at, compiler_options=options)
+            return call.lower(weights, state, tables)
+        on_all, batch = NamedSharding(self.mesh, P()), self.prompts(num_seqs)
 
         def prefill(weights, caches, batch):
             logits, caches = step(weights, caches, batch)
             return greedy(logits), caches
 
-        call = jax.jit(prefill, donate_argnums=1, out_shardings=(on_all, at.caches))
-        return call.lower(weights, state.caches, self.prompts(num_seqs))
+        at, options = (on_all, at.caches), xla_options(batch.token_ids.shape[0])
+        call = jax.jit(prefill, donate_argnums=1, out_shardings=at, compiler_options=options)
+        return call.lower(weights, state.caches, batch)
 
     def _abstract_state(self, num_seqs: int) -> State:
         ids = jax.ShapeDtypeStruct((num_seqs,), jnp.int32, sharding=NamedSharding(self.mesh, P()))

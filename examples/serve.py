@@ -71,7 +71,7 @@ from examples.server.app import Server, model_name
 from examples.server.chat import load_template
 from examples.server.worker import Worker
 from examples.sharding import MeshError, make_mesh, parse_mesh
-from examples.step import make_step
+from examples.step import make_step, xla_options
 from paged_jax import PagedKVCache, engine
 
 SAMPLE = """The quick brown fox jumps over the lazy dog. In 1969 people first walked on the Moon; a list in Python is
@@ -198,6 +198,7 @@ def make_server(options: argparse.Namespace, until_end: contextlib.ExitStack | N
             ),
             tokenizer=tokenizer,
             show_progress=options.process == 0,
+            compiler_options=xla_options,
         )
     except (NotImplementedError, ValueError) as error:  # the library says what it cannot do
         raise CommandError(str(error)) from error

@@ -26,7 +26,7 @@ from paged_jax.engine.request import (
     TokenLogprob,
     read_token_ids,
 )
-from paged_jax.engine.runner import Launched, Runner
+from paged_jax.engine.runner import CompilerOptions, Launched, Runner
 from paged_jax.engine.sampling import Drawn
 from paged_jax.engine.scheduler import Scheduler
 from paged_jax.engine.text import TextStream
@@ -80,7 +80,8 @@ class Engine:
       config: sizes and policies.
       tokenizer: turns tokens into text; without one there are token ids only, and no stop texts.
       show_progress: whether a bar on stderr shows the progress of compiling; it needs the package rich.
-      compiler_options: XLA's options for the engine's programs, or None.
+      compiler_options: XLA's options for the engine's programs; or a function that gives the options of a step of so
+        many tokens, which leaves all other programs without options.
 
     Example:
       >>> engine = Engine(step, weights, caches, EngineConfig(max_model_len=512))
@@ -98,7 +99,7 @@ class Engine:
         *,
         tokenizer: Tokenizer | None = None,
         show_progress: bool = False,
-        compiler_options: dict[str, Any] | None = None,
+        compiler_options: CompilerOptions | None = None,
     ):
         _check_pool(config, caches[0].num_blocks if caches else 0)
         self.config, self.tokenizer = config, tokenizer

@@ -34,6 +34,7 @@ _PAIRS = 32  # how many pairs of blocks one call of a copy or a swap moves
 _COMPILERS = 8  # how many threads compile at the same time
 
 type Programs = dict[Any, Any]
+type CompilerOptions = dict[str, Any] | collections.abc.Callable[[int], dict[str, Any]]
 
 
 class Launched(NamedTuple):
@@ -52,7 +53,7 @@ class Runner:
       caches: one for each layer. The runner donates them to its programs: the caller must not use them any more.
       config: the engine's config.
       show_progress: whether a bar on stderr shows how many programs are compiled; it needs the package rich.
-      compiler_options: XLA's options for the programs, or None.
+      compiler_options: XLA's options for the programs, or a function as `Engine` takes it.
 
     Attributes:
       block_size: tokens in a block.
@@ -70,7 +71,7 @@ class Runner:
         config: EngineConfig,
         *,
         show_progress: bool = False,
-        compiler_options: dict[str, Any] | None = None,
+        compiler_options: CompilerOptions | None = None,
     ):
         _check_caches(caches)
         self.config = config
@@ -160,7 +161,7 @@ class Runner:
         mixed = [self._shape(size, self.config.max_num_seqs, False) for size in self.config.mixed_tokens]
         return mixed + [self._shape(size, size, True) for size in self.config.decode_rows]
 
-    def _compile(self, show_progress: bool, options: dict[str, Any] | None) -> Programs:
+    def _compile(self, show_progress: bool, options: CompilerOptions | None) -> Programs:
         kinds = list(Kind) if self.config.max_logprobs is not None else [Kind.GREEDY, Kind.RANDOM]
         pairs = jax.ShapeDtypeStruct((_PAIRS, 2), np.dtype(np.int32))
         lowered: Programs = {"copy": jax.jit(_copy, donate_argnums=0).lower(self._caches, pairs)}
@@ -177,7 +178,9 @@ class Runner:
             concurrent.futures.ThreadPoolExecutor(_COMPILERS) as pool,
             _progress(show_progress, len(lowered)) as advance,
         ):
-            futures = {name: pool.submit(program.compile, options) for name, program in lowered.items()}
+            futures = {
+                name: pool.submit(program.compile, _options_of(name, options)) for name, program in lowered.items()
+            }
             for future in concurrent.futures.as_completed(futures.values()):
                 future.result()
                 advance()
@@ -298,6 +301,13 @@ def _on_host(cache: PagedKVCache, num_blocks: int) -> PagedKVCache:
         return jax.device_put(zeros, pool.sharding.with_memory_kind("pinned_host"))
 
     return dataclasses.replace(cache, key_cache=place(cache.key_cache), value_cache=place(cache.value_cache))
+
+
+def _options_of(name: Any, options: CompilerOptions | None) -> dict[str, Any] | None:
+    """XLA's options for the program of this name."""
+    if callable(options):
+        return options(name.num_tokens) if isinstance(name, StepShape) else None
+    return options
 
 
 @contextlib.contextmanager
