@@ -61,9 +61,13 @@ def xla_options(num_tokens: int) -> dict[str, Any]:
     """XLA's options with which a step of so many tokens is fastest, for `jax.jit(step, compiler_options=...)`.
 
     With Triton, XLA splits the sums of a product over programs, and the next kernel adds up what they leave. That pays
-    for few rows. From 64 on cuBLAS is faster, which can add to the residual stream as well (benchmarks/LOG.md).
+    for few rows. From 64 on cuBLAS is faster, which can add to the residual stream as well. XLA tries its kernels out;
+    while other programs compile, this misleads XLA, and for some hundred rows cuBLAS's own choice is as good without it
+    (benchmarks/LOG.md).
     """
-    return {"xla_gpu_enable_triton_gemm": False} if num_tokens >= 64 else {}
+    if num_tokens < 64:
+        return {}
+    return {"xla_gpu_enable_triton_gemm": False} | ({"xla_gpu_autotune_level": 0} if num_tokens <= 512 else {})
 
 
 type Step = Callable[[Weights, Caches, Batch], tuple[Float32[Array, "num_rows vocab_size"], Caches]]
