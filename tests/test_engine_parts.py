@@ -18,6 +18,7 @@ from paged_jax.engine.batch import Batch, Draws, StepShape
 from paged_jax.engine.blocks import BlockManager
 from paged_jax.engine.prefix import PrefixCache, extend_hashes
 from paged_jax.engine.request import Sequence
+from paged_jax.engine.runner import options_of
 from paged_jax.engine.sampling import Kind, draw, keep_top
 from paged_jax.engine.scheduler import Scheduler
 from paged_jax.engine.text import TextStream
@@ -62,6 +63,18 @@ def test_every_process_plans_alike():
         env=os.environ | {"PYTHONHASHSEED": "12345", "JAX_PLATFORMS": "cpu"},
     )
     assert process.stdout.split()[-1] == plans_digest()
+
+
+def test_options_may_depend_on_a_step_s_tokens():
+    step = StepShape(16, 4, 3, False, 2)
+
+    def by_tokens(num_tokens):
+        return {"tokens": num_tokens}
+
+    assert options_of(step, by_tokens) == {"tokens": 16}
+    assert options_of("copy", by_tokens) is None
+    assert options_of("copy", {"all": 1}) == options_of(step, {"all": 1}) == {"all": 1}
+    assert options_of(step, None) is None
 
 
 def test_hashes_name_whole_beginnings():

@@ -14,7 +14,8 @@ from examples import loop
 from examples.attend import causal_attend, prefill_attend
 from examples.checkpoint import load_model
 from examples.config import load_config
-from examples.step import Batch, make_abstract_step, make_step
+from examples.decoder import RMSNorm
+from examples.step import Batch, make_abstract_step, make_step, xla_options
 from paged_jax import PagedKVCache, allocator
 
 DATA = Path(__file__).parent / "data"
@@ -179,3 +180,34 @@ def test_a_step_on_a_gpu_reads_each_matrix_once_and_as_it_lies(is_decode):
         uses += [line for line in lowered.splitlines() if f"{kind})" in line and " = stablehlo." in line]
         assert len(uses) == sum(leaf.shape == shape for leaf in matrices), uses
         assert all("stablehlo.dot_general" in line for line in uses)
+
+
+def test_one_token_is_computed_beside_a_row_of_padding():
+    """Every product in the layers has two rows, and attention gets one."""
+    config = replace(load_config(DATA / "llama"), tie_embeddings=False)
+    weights, step = make_abstract_step(config, jnp.bfloat16, implementation="xla")
+    caches = jax.eval_shape(lambda: loop.make_caches(config, 40, 8, jnp.bfloat16))
+    batch = Batch(*(np.zeros(n, np.int32) for n in (1, 1, 1, (1, 5), 1)), is_decode=True)
+    logits, _ = jax.eval_shape(step, weights, caches, batch)
+    assert logits.shape == (1, config.vocab_size)
+    products = [eqn for eqn in jax.make_jaxpr(step)(weights, caches, batch).eqns if eqn.primitive.name == "dot_general"]
+    assert [eqn.invars[0].aval.shape[0] for eqn in products] == [2] * (4 * config.num_layers) + [1]
+
+
+def test_the_norm_is_flax_s():
+    x = 3 * jax.random.normal(jax.random.key(0), (5, 48), jnp.bfloat16)
+    norm, flax = (
+        kind(48, epsilon=1e-5, dtype=jnp.float32, param_dtype=jnp.bfloat16, use_fast_variance=False, rngs=nnx.Rngs(0))
+        for kind in (RMSNorm, nnx.RMSNorm)
+    )
+    norm.scale = flax.scale = nnx.Param(jax.random.normal(jax.random.key(1), (48,), jnp.bfloat16))
+    assert norm(x).dtype == jnp.float32
+    np.testing.assert_allclose(norm(x), flax(x), rtol=1e-6)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64, 2048])
+def test_xla_knows_the_options(num_tokens):
+    """XLA refuses to compile with an option that it does not know."""
+    options = xla_options(num_tokens)
+    assert bool(options) == (num_tokens > 1)
+    assert jax.jit(jnp.negative, compiler_options=options)(1.0) == -1

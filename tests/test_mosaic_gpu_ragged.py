@@ -292,9 +292,20 @@ def test_on_a_gpu(case, tuning, monkeypatch):
         assert_same_bytes(actual, wanted, "a second run")
 
 
-@pytest.mark.parametrize(("queries", "first"), [(1, "triton"), (4, "triton"), (5, "mosaic_gpu"), (700, "mosaic_gpu")])
-def test_leads_where_queries_are_many(queries, first):
-    case = small("leads", 8, 2, 64, 16, "bfloat16", seq_lens=(900, 700), query_lens=(queries,) * 2, padding=0)
+@pytest.mark.parametrize(
+    ("queries", "num_seqs", "cache_dtype", "first"),
+    [
+        (1, 2, "bfloat16", "mosaic_gpu"),
+        (4, 1, "bfloat16", "triton"),
+        (5, 1, "bfloat16", "mosaic_gpu"),
+        (4, 2, "float8_e4m3fn", "triton"),
+        (5, 2, "float8_e4m3fn", "mosaic_gpu"),
+        (700, 2, "bfloat16", "mosaic_gpu"),
+    ],
+)
+def test_leads_but_for_few_queries_of_one_sequence_or_over_8_bits(queries, num_seqs, cache_dtype, first):
+    lens = {"seq_lens": (900, 700)[:num_seqs], "query_lens": (queries,) * num_seqs}
+    case = small("leads", 8, 2, 64, 16, "bfloat16", cache_dtype, **lens, padding=0)
     made = inputs.make(case)
     with mock.patch.object(jax, "local_devices"):
         assert _dispatch._on_cuda("ragged_paged_attention", operands_of(case, made))[0] == first

@@ -63,12 +63,12 @@ def test_all_reduces(report):
 @pytest.mark.slow
 def test_projection_of_measured_parts():
     model, all_reduces = (
-        json.loads((RESULTS / f"2026-11-22-{name}.json").read_text())
-        for name in ("h200-model", "h200x2-scale-all-reduce")
+        json.loads((RESULTS / f"2026-11-{name}.json").read_text())
+        for name in ("23-h200-model", "22-h200x2-scale-all-reduce")
     )
     # One GPU is what was measured; the others follow from the formula, worked out by hand from the same files.
-    assert scale_projection.step_ms("llama3-8b", 64, 1, model, all_reduces) == pytest.approx(7.243767)
-    moved, rest = 23599783936 / 4579.886622683781e6, 7.243767 - 23599783936 / 4579.886622683781e6
+    assert scale_projection.step_ms("llama3-8b", 64, 1, model, all_reduces) == pytest.approx(6.702036)
+    moved, rest = 23599783936 / 4578.606228604248e6, 6.702036 - 23599783936 / 4578.606228604248e6
     all_reduce = 65 * 22.38289999993981e-3 * 1.25
     assert scale_projection.step_ms("llama3-8b", 64, 4, model, all_reduces) == pytest.approx(
         moved / 4 + rest + all_reduce

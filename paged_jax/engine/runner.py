@@ -179,7 +179,7 @@ class Runner:
             _progress(show_progress, len(lowered)) as advance,
         ):
             futures = {
-                name: pool.submit(program.compile, _options_of(name, options)) for name, program in lowered.items()
+                name: pool.submit(program.compile, options_of(name, options)) for name, program in lowered.items()
             }
             for future in concurrent.futures.as_completed(futures.values()):
                 future.result()
@@ -303,7 +303,7 @@ def _on_host(cache: PagedKVCache, num_blocks: int) -> PagedKVCache:
     return dataclasses.replace(cache, key_cache=place(cache.key_cache), value_cache=place(cache.value_cache))
 
 
-def _options_of(name: Any, options: CompilerOptions | None) -> dict[str, Any] | None:
+def options_of(name: Any, options: CompilerOptions | None) -> dict[str, Any] | None:
     """XLA's options for the program of this name."""
     if callable(options):
         return options(name.num_tokens) if isinstance(name, StepShape) else None

@@ -23,12 +23,18 @@ from paged_jax.kernels.problem import Device, Problem
 from paged_jax.options import AttentionOptions
 from paged_jax.shapes import BlockTables, Cache, NewTokens, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
 
-_LEAST_QUERIES = 4  # of a sequence, on average: with fewer, Triton's kernel was faster on an H200 (benchmarks/LOG.md)
+_FEW_QUERIES = 4  # of a sequence, on average
 
 
 def leads(operands: Any) -> bool:
-    """Whether these kernels, where they can do what a call asks for, are the fastest of this package's."""
-    return operands.query.shape[0] > _LEAST_QUERIES * operands.seq_lens.shape[0]
+    """Whether these kernels, where they can do what a call asks for, are the fastest of this package's.
+
+    With few queries, Triton's kernel is faster for a single sequence, and for caches of 8 bits, whose tiles it need not
+    convert in shared memory (benchmarks/LOG.md, "Random batches of ragged attention").
+    """
+    num_seqs = operands.seq_lens.shape[0]
+    has_few_queries = operands.query.shape[0] <= _FEW_QUERIES * num_seqs
+    return not has_few_queries or (num_seqs > 1 and operands.key_cache.dtype.itemsize > 1)
 
 
 def ragged_paged_attention(
