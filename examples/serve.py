@@ -272,6 +272,29 @@ def make_http_server(server: Server, drain_seconds: float) -> HttpServer:
     )
 
 
+def bind(host: str, port: int) -> socket.socket:
+    """Takes an address, before anything is compiled, which takes a while.
+
+    Raises:
+        CommandError: there is no such address, or another program has it.
+    """
+    with contextlib.ExitStack() as on_failure:
+        try:
+            listener = on_failure.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+        except OSError as error:
+            raise CommandError(f"cannot listen at {host}:{port}: {error.strerror}") from None
+        on_failure.pop_all()
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """The URL of the OpenAI interface behind a socket that is bound."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}/v1" if listener.family == socket.AF_INET6 else f"http://{host}:{port}/v1"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit code."""
     try:
@@ -279,18 +302,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.process:
             make_server(options)
             return 0
-        with socket.socket() as listener, contextlib.ExitStack() as until_end:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.bind((options.host, options.port))  # before compiling, which takes a while
-            except OSError as error:
-                raise CommandError(f"cannot listen at {options.host}:{options.port}: {error.strerror}") from None
+        with bind(options.host, options.port) as listener, contextlib.ExitStack() as until_end:
             the_server = make_server(options, until_end)
             assert the_server is not None
             server = make_http_server(the_server, options.drain_seconds)
             listener.listen(BACKLOG)  # from now on clients can connect; they wait until the server is up
-            host, port = listener.getsockname()[:2]
-            print(f"Serving {model_name(options.model)} at http://{host}:{port}/v1", file=sys.stderr, flush=True)
+            print(f"Serving {model_name(options.model)} at {url_of(listener)}", file=sys.stderr, flush=True)
             server.run(sockets=[listener])
             gc.unfreeze()  # so that the interpreter can free everything at its end
     except KeyboardInterrupt:

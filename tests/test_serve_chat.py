@@ -1,11 +1,15 @@
-"""Tests chat templates: those of folders, the default one, and what their sandbox refuses."""
+"""Tests chat: templates of folders and the default one, what their sandbox refuses, and tokens in an answer."""
 
 import json
 
 import pytest
 
+from examples.checkpoint import load_model
+from examples.command_line import TINY
 from examples.config import CheckpointError
+from examples.server.answers import Answer
 from examples.server.chat import ChatTemplate, TemplateError, load_template
+from paged_jax.engine import Delta, TokenLogprob
 
 
 def test_chat_templates(tmp_path):
@@ -30,3 +34,13 @@ def test_chat_templates(tmp_path):
             ChatTemplate(bad).render(messages)
     with pytest.raises(CheckpointError, match="cannot be read"):
         ChatTemplate("{% for %}")
+
+
+@pytest.mark.parametrize(("token", "token_bytes"), [(ord("a"), [ord("a")]), ("é".encode()[0], None)])
+def test_the_bytes_of_a_token(token, token_bytes):
+    """The tiny model's tokens are bytes; a part of a character is no text, so that its bytes are not told."""
+    answer = Answer(True, "tiny", load_model(TINY, "float32")[2], 0)
+    delta = Delta(0, 0, (token,), logprobs=(TokenLogprob(token, -1.0),))
+    (choice,) = answer.whole([[delta]])["choices"]
+    (item,) = choice["logprobs"]["content"]
+    assert item["bytes"] == token_bytes

@@ -1,12 +1,14 @@
 """Tests the server's command line: what it refuses, its help, and the caches that it makes."""
 
+import socket
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from examples import serve
 from examples.checkpoint import load_model
-from examples.command_line import TINY
+from examples.command_line import TINY, CommandError
 from tests.conftest import has_gpu
 
 
@@ -86,3 +88,25 @@ def test_help_teaches(capsys):
     text = capsys.readouterr().out
     for word in ("curl", "openai.OpenAI", "--kv-cache-dtype", "--num-blocks", "SIGTERM"):
         assert word in text
+
+
+@pytest.mark.parametrize(("host", "url"), [("127.0.0.1", "http://127.0.0.1:"), ("::1", "http://[::1]:")])
+def test_it_listens_at_addresses_of_both_kinds(host, url):
+    try:
+        listener = serve.bind(host, 0)
+    except CommandError:
+        if ":" not in host:
+            raise
+        pytest.skip("this machine has no IPv6")
+    with listener:
+        port = listener.getsockname()[1]
+        assert serve.url_of(listener) == f"{url}{port}/v1"
+        listener.listen()
+        socket.create_connection((host, port)).close()
+
+
+def test_an_address_that_is_taken():
+    with serve.bind("127.0.0.1", 0) as listener:
+        listener.listen()
+        with pytest.raises(CommandError, match=r"cannot listen at 127\.0\.0\.1"):
+            serve.bind("127.0.0.1", listener.getsockname()[1])

@@ -115,7 +115,9 @@ class Answer:
 
     def _chat_token(self, token_id: int, logprob: float) -> dict[str, Any]:
         token = self._token(token_id)
-        return {"token": token, "logprob": max(logprob, _LEAST_LOGPROB), "bytes": list(token.encode())}
+        # A part of a character decodes to the replacement character, from which its bytes cannot be told.
+        token_bytes = None if "\ufffd" in token else list(token.encode())
+        return {"token": token, "logprob": max(logprob, _LEAST_LOGPROB), "bytes": token_bytes}
 
     def _token(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
