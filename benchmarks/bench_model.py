@@ -103,10 +103,10 @@ def run(
 def _clocks(
     config: DecoderConfig, weights: Any, programs: dict[str, concurrent.futures.Future] | None, case: Case, context: int
 ) -> dict[str, dict[str, Any]]:
-    """What each clock says of a case; if the case fails, its reason takes the place of a time."""
+    """What each clock says of a case; if the case fails, or does not fit, a reason takes the place of a time."""
+    if programs is None:
+        return {"called": {"absent": model_steps.excess(config, weights, case, context)}}
     try:
-        if programs is None:
-            raise ValueError(model_steps.excess(config, weights, case, context))
         compiled = {program: future.result() for program, future in programs.items()}
         tables = make_tables(case.num_seqs, context + model_steps.STEPS)
         caches = make_caches(config, tables.size)

@@ -33,8 +33,8 @@ def test_the_documents_tables_are_what_the_files_say():
     (file,) = set(re.findall(r"results/([\w-]+-model\.json)", of_models))
     rows = json.loads((RESULTS / file).read_text())["rows"]
     for row in rows:
-        if "us" not in row:  # a peer that did not run
-            assert "absent" in row
+        if "us" not in row:  # a peer that did not run, or a batch that does not fit
+            assert "absent" in row or re.search(r"take \d+ GB of \d+$", row["failed"])
             continue
         (line,) = [line for line in README.splitlines() if line.startswith(f"| `{row['case']}`")]
         cell = dict(zip(("device", "looped", "called", "torch"), line.split("|")[2:], strict=False))[row["contender"]]

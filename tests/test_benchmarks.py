@@ -326,9 +326,9 @@ def test_models_that_do_not_fit(tiny_model, monkeypatch):
     monkeypatch.setattr(jax.stages.Lowered, "compile", mock.Mock(side_effect=AssertionError))
     ceiling = lambda: timing.Ceiling("GB/s", None, {}, "made up")  # noqa: E731
     rows = bench_model.run({"tiny": tiny_model}, model_steps.Work([3], [2], 32), ceiling=ceiling)["rows"]
-    assert [(row["num_seqs"], row["failed"]) for row in rows] == [
-        (3, "ValueError: 3 are too many"),
-        (2, "ValueError: 2 are too many"),
+    assert [(row["num_seqs"], row["absent"]) for row in rows] == [
+        (3, "3 are too many"),
+        (2, "2 are too many"),
     ]
 
 
