@@ -29,8 +29,8 @@ _FEW_QUERIES = 4  # of a sequence, on average
 def leads(operands: Any) -> bool:
     """Whether these kernels, where they can do what a call asks for, are the fastest of this package's.
 
-    With few queries, Triton's kernel is faster for a single sequence, and for caches of 8 bits, whose tiles it need not
-    convert in shared memory (benchmarks/LOG.md, "Random batches of ragged attention").
+    With few queries, Triton's kernel was faster on an H200 for a single sequence, and for caches of 8 bits
+    (benchmarks/LOG.md, "Random batches of ragged attention").
     """
     num_seqs = operands.seq_lens.shape[0]
     has_few_queries = operands.query.shape[0] <= _FEW_QUERIES * num_seqs
