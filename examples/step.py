@@ -62,7 +62,7 @@ def xla_options(num_tokens: int) -> dict[str, Any]:
 
     With Triton, XLA splits the sums of a product over programs, and the next kernel adds up what they leave. That pays
     for few rows. From 64 on cuBLAS is faster, which can add to the residual stream as well. XLA tries its kernels out;
-    while other programs compile, this misleads XLA, and for some hundred rows cuBLAS's own choice is as good without it
+    while other programs compile, this has misled XLA, and for some hundred rows cuBLAS's own choice is as good
     (benchmarks/LOG.md).
     """
     if num_tokens < 64:
