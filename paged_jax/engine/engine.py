@@ -80,8 +80,7 @@ class Engine:
       config: sizes and policies.
       tokenizer: turns tokens into text; without one there are token ids only, and no stop texts.
       show_progress: whether a bar on stderr shows the progress of compiling; it needs the package rich.
-      compiler_options: XLA's options for the engine's programs; or a function that gives the options of a step of so
-        many tokens, which leaves all other programs without options.
+      compiler_options: XLA's options for all programs; or a function that gives those of a step of so many tokens.
 
     Example:
       >>> engine = Engine(step, weights, caches, EngineConfig(max_model_len=512))
