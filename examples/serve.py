@@ -22,6 +22,9 @@ bounds the tokens of all running texts together. --max-num-seqs bounds the texts
 --max-tokens-per-step bounds the prompt tokens that one step computes: if it is larger, first tokens come sooner, but
 texts that already run wait longer for their next token.
 
+Several GPUs: --mesh tp=2 splits the model over two of them. --mesh dp=2 runs two copies of it, which share the
+requests; each copy has --num-blocks blocks and runs --max-num-seqs texts. --mesh dp=2,tp=4 is both, on eight GPUs.
+
 SIGTERM or Ctrl-C ends the server once all requests are answered or --drain-seconds have passed; a second one ends it at
 once.
 """
@@ -70,7 +73,7 @@ from examples.server.api import MAX_LOGPROBS
 from examples.server.app import Server, model_name
 from examples.server.chat import load_template
 from examples.server.worker import Worker
-from examples.sharding import MeshError, make_mesh, parse_mesh
+from examples.sharding import MeshError, make_mesh, parse_mesh, replicas
 from examples.step import make_step, xla_options
 from paged_jax import PagedKVCache, engine
 
@@ -101,7 +104,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="blocks in the cache (what --max-num-seqs of the longest texts need, if memory allows)")  # fmt: skip
     add("--host-blocks", metavar="N", type=int, default=0,
         help="blocks in host memory, where texts that must wait keep what is computed (%(default)s)")  # fmt: skip
-    add("--mesh", metavar="SIZES", help="tp=2 splits the model over two GPUs (one)")
+    add("--mesh", metavar="SIZES", help="tp=2 splits the model over two GPUs, dp=2 runs two copies of it (one GPU)")
     add("--processes", metavar="N", type=int, default=1,
         help="processes that share the model, each started with the same options (%(default)s)")  # fmt: skip
     add("--process", metavar="I", type=int, default=0, help="which of them this is; 0 listens (%(default)s)")
@@ -120,9 +123,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     check(options, "--processes", options.processes >= 1, "1 or more")
     check(options, "--process", 0 <= options.process < options.processes, "from 0 to one less than --processes")
     check(options, "--coordinator", re.fullmatch(r"[^:]+:\d{1,5}", options.coordinator) is not None, "HOST:PORT")
-    sizes = parse_mesh(options.mesh) if options.mesh else {"dp": 1, "tp": 1}
-    check(options, "--mesh", sizes["dp"] == 1, "without dp: a server for each copy of the model serves as many")
-    options.mesh = sizes if options.mesh else None
+    options.mesh = parse_mesh(options.mesh) if options.mesh else None
+    is_one_copy = options.mesh is None or options.mesh["dp"] == 1
+    check(options, "--processes", options.processes == 1 or is_one_copy, "1 with copies of the model (dp)")
     check_model_options(options)
     return options
 
@@ -149,7 +152,8 @@ def make_caches(
         num_blocks = options.max_num_seqs * -(-config.max_position_embeddings // options.block_size)
         sizes = options.block_size, config.num_kv_heads, config.head_size
         block_bytes = PagedKVCache.create(1, *sizes, dtype=cache_dtype).nbytes * config.num_layers
-        if (memory := jax.local_devices()[0].memory_stats()) and "bytes_limit" in memory:
+        device = (jax.local_devices() if mesh is None else mesh.local_devices)[0]
+        if (memory := device.memory_stats()) and "bytes_limit" in memory:
             room = MEMORY_SHARE * memory["bytes_limit"] - memory["bytes_in_use"]
             num_blocks = min(num_blocks, int(room // (block_bytes // config.num_parts)))
         if options.processes > 1:  # all processes must have the same number of blocks
@@ -159,8 +163,43 @@ def make_caches(
     return loop.make_caches(config, num_blocks, options.block_size, cache_dtype, scales=scales, mesh=mesh)
 
 
+def make_engine(
+    options: argparse.Namespace,
+    model: Decoder,
+    config: DecoderConfig,
+    tokenizer: Tokenizer,
+    dtype: str,
+    mesh: Mesh | None,
+) -> engine.Engine:
+    """Makes an engine of a model, with a cache beside it, and compiles its programs.
+
+    Raises:
+        CommandError: something cannot be done.
+    """
+    weights, step = make_step(model, implementation=options.implementation)
+    kind = engine.LeadingEngine if options.processes > 1 and options.process == 0 else engine.Engine
+    try:
+        return kind(
+            cast(engine.Step, step),  # the step takes the engine's batches too, which have the attributes that it reads
+            weights,
+            make_caches(options, model, config, tokenizer, dtype, mesh),
+            engine.EngineConfig(
+                max_model_len=config.max_position_embeddings,
+                max_num_seqs=options.max_num_seqs,
+                max_tokens_per_step=options.max_tokens_per_step,
+                max_logprobs=min(MAX_LOGPROBS, config.vocab_size),
+                num_host_blocks=options.host_blocks,
+            ),
+            tokenizer=tokenizer,
+            show_progress=options.process == 0,
+            compiler_options=xla_options,
+        )
+    except (NotImplementedError, ValueError) as error:  # the library says what it cannot do
+        raise CommandError(str(error)) from error
+
+
 def make_server(options: argparse.Namespace, until_end: contextlib.ExitStack | None = None) -> Server | None:
-    """Loads the model and compiles its programs.
+    """Loads the model, once for each of its copies, and compiles its programs.
 
     Args:
         options: the options of the command line.
@@ -180,38 +219,23 @@ def make_server(options: argparse.Namespace, until_end: contextlib.ExitStack | N
         use_compilation_cache()
     folder = find_folder(options.model)
     template = load_template(folder)
-    mesh = None if options.mesh is None else make_mesh(options.mesh)
-    model, config, tokenizer, eos_token_ids = load_model(folder, dtype, mesh)
-    weights, step = make_step(model, implementation=options.implementation)
-    try:
-        kind = engine.LeadingEngine if options.processes > 1 and options.process == 0 else engine.Engine
-        the_engine = kind(
-            cast(engine.Step, step),  # the step takes the engine's batches too, which have the attributes that it reads
-            weights,
-            make_caches(options, model, config, tokenizer, dtype, mesh),
-            engine.EngineConfig(
-                max_model_len=config.max_position_embeddings,
-                max_num_seqs=options.max_num_seqs,
-                max_tokens_per_step=options.max_tokens_per_step,
-                max_logprobs=min(MAX_LOGPROBS, config.vocab_size),
-                num_host_blocks=options.host_blocks,
-            ),
-            tokenizer=tokenizer,
-            show_progress=options.process == 0,
-            compiler_options=xla_options,
-        )
-    except (NotImplementedError, ValueError) as error:  # the library says what it cannot do
-        raise CommandError(str(error)) from error
-    others = host, int(port) + 1
+    meshes = [None] if options.mesh is None else replicas(make_mesh(options.mesh))
+    copies = [load_model(folder, dtype, mesh) for mesh in meshes]
+    _, config, tokenizer, eos_token_ids = copies[0]
+    engines = [
+        make_engine(options, model, config, tokenizer, dtype, mesh)
+        for (model, *_), mesh in zip(copies, meshes, strict=True)
+    ]
+    first, others = engines[0], (host, int(port) + 1)
     if options.process:
-        engine.follow(the_engine, others)
+        engine.follow(first, others)
         return None
-    if isinstance(the_engine, engine.LeadingEngine):
-        the_engine.wait_for_followers(others, options.processes - 1)
+    if isinstance(first, engine.LeadingEngine):
+        first.wait_for_followers(others, options.processes - 1)
         if until_end is not None:
-            until_end.enter_context(the_engine)
+            until_end.enter_context(first)
     gc.freeze()  # the objects made so far live to the end: searching them for garbage would delay some steps
-    worker = Worker(the_engine, options.max_queued)
+    worker = Worker(engine.Replicas(engines) if len(engines) > 1 else first, options.max_queued)
     name = model_name(options.model)
     return Server(worker, tokenizer, template, name, eos_token_ids, config.vocab_size)
 

@@ -17,14 +17,14 @@ GOOD = {"model": "tiny", "prompt": "x", "max_tokens": 1}
 
 
 class Running:
-    """A server on 127.0.0.1, in a thread of this process."""
+    """A server on 127.0.0.1, in a thread of this process; `more` are further options of its command line."""
 
-    def __init__(self):
+    def __init__(self, *more):
         options = serve.parse(
             [
                 *("--num-blocks", str(NUM_BLOCKS), "--block-size", str(BLOCK_SIZE), "--port", "0"),
                 *("--max-num-seqs", str(MAX_NUM_SEQS), "--max-tokens-per-step", "32"),
-                *("--max-queued", str(MAX_QUEUED), "--host-blocks", "8"),
+                *("--max-queued", str(MAX_QUEUED), "--host-blocks", "8", *more),
             ]
         )
         self.server = serve.make_server(options)

@@ -2,7 +2,6 @@
 
 import asyncio
 import queue
-from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +15,7 @@ class MadeUpEngine:
     """Finishes all its requests in a step, once the test has put something into `outcomes`: None, or an error."""
 
     def __init__(self):
-        self.config = SimpleNamespace(max_num_seqs=1)
+        self.max_num_seqs = 1
         self.outcomes, self.refuses = queue.Queue(), False
         self.reset()
 

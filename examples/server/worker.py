@@ -1,7 +1,7 @@
 """Runs an engine in a thread of its own, takes requests to it from an event loop, and brings the tokens back.
 
     event loop    submit ──► inbox ──┐                          ┌──► the ticket's queue ──► handler
-    thread                           └──► Engine.step ──► deltas ┘
+    thread                           └──► engine.step ──► deltas ┘
 
 The thread takes everything from its inbox and then runs a step of the engine, again and again. If the engine has no
 work, the thread waits for its inbox.
@@ -74,9 +74,9 @@ class Worker:
         is_failing: whether the last step failed.
     """
 
-    def __init__(self, the_engine: engine.Engine, max_queued: int):
+    def __init__(self, the_engine: engine.BaseEngine, max_queued: int):
         self._engine = the_engine
-        self._max_unfinished = the_engine.config.max_num_seqs + max_queued
+        self._max_unfinished = the_engine.max_num_seqs + max_queued
         self._unfinished = 0  # samples; only the event loop changes it
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._tickets: dict[int, Ticket] = {}  # only the thread touches it

@@ -1,6 +1,8 @@
 """Continuous batching over any model that offers `step(weights, caches, batch) -> (logits, caches)`.
 
-- engine.py     `Engine`: takes requests, runs steps, gives back tokens
+- engine.py     `Engine`: takes requests, runs steps, gives back tokens; base.py: the interface that it shares with
+- replicas.py   `Replicas`: several engines, each with a copy of the model, share the requests
+- stats.py      their statistics
 - request.py    a request's parameters, the sequences it becomes, and the results
 - config.py     sizes and policies
 - scheduler.py  decides what each step computes: token budget, admission, preemption; plain Python
@@ -22,17 +24,19 @@ Words that these files share:
 - host block: a block in pinned host memory, to which a preempted sequence's block is swapped out.
 """
 
+from paged_jax.engine.base import BaseEngine as BaseEngine
 from paged_jax.engine.batch import Batch as Batch
 from paged_jax.engine.batch import Step as Step
 from paged_jax.engine.batch import StepShape as StepShape
 from paged_jax.engine.config import EngineConfig as EngineConfig
 from paged_jax.engine.engine import Engine as Engine
-from paged_jax.engine.engine import Stats as Stats
 from paged_jax.engine.processes import LeadingEngine as LeadingEngine
 from paged_jax.engine.processes import follow as follow
+from paged_jax.engine.replicas import Replicas as Replicas
 from paged_jax.engine.request import Completion as Completion
 from paged_jax.engine.request import Delta as Delta
 from paged_jax.engine.request import SamplingParams as SamplingParams
 from paged_jax.engine.request import Tokenizer as Tokenizer
 from paged_jax.engine.request import TokenLogprob as TokenLogprob
+from paged_jax.engine.stats import Stats as Stats
 from paged_jax.engine.text import TextStream as TextStream

@@ -10,15 +10,14 @@ host learns of the end too late to leave it out.
 """
 
 import collections.abc
-import dataclasses
 import time
-from typing import Any
+from typing import Any, override
 
+from paged_jax.engine.base import BaseEngine
 from paged_jax.engine.batch import Caches, Step, StepShape
 from paged_jax.engine.blocks import BlockManager
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.request import (
-    Completion,
     Delta,
     SamplingParams,
     Sequence,
@@ -29,44 +28,11 @@ from paged_jax.engine.request import (
 from paged_jax.engine.runner import CompilerOptions, Launched, Runner
 from paged_jax.engine.sampling import Drawn
 from paged_jax.engine.scheduler import Scheduler
+from paged_jax.engine.stats import Stats
 from paged_jax.engine.text import TextStream
 
 
-@dataclasses.dataclass(frozen=True)
-class Stats:
-    """The state of an engine, and its counters since its start or its last `reset`.
-
-    Attributes:
-      num_waiting, num_running: unfinished sequences without and with blocks.
-      free_blocks, cached_blocks, held_blocks: blocks that nobody holds, that the prefix cache alone holds, and that
-        sequences hold; the three add up to the pool.
-      waste: fraction of the slots in the held blocks that hold no token.
-      hit_rate: fraction of the tokens of admitted sequences that were found in the prefix cache.
-      num_recomputed, num_swapped: preempted sequences whose blocks were dropped, and were swapped out.
-      num_steps: steps launched.
-      num_prompt_tokens: prompt tokens computed, those that were computed again included; prefix cache hits are not.
-      num_output_tokens: tokens given out.
-      tokens_per_second: output tokens divided by the time spent in `Engine.step`.
-      num_compiled: compiled programs; it never changes.
-    """
-
-    num_waiting: int
-    num_running: int
-    free_blocks: int
-    cached_blocks: int
-    held_blocks: int
-    waste: float
-    hit_rate: float
-    num_recomputed: int
-    num_swapped: int
-    num_steps: int
-    num_prompt_tokens: int
-    num_output_tokens: int
-    tokens_per_second: float
-    num_compiled: int
-
-
-class Engine:
+class Engine(BaseEngine):
     """Runs many requests at once over any model that offers a `Step`.
 
     One thread at a time may call an engine. The same requests in the same order lead to the same steps in every
@@ -107,17 +73,8 @@ class Engine:
         )
         self.reset()
 
+    @override
     def reset(self, config: EngineConfig | None = None) -> None:
-        """Drops all requests, the prefix cache and the statistics; compiles nothing.
-
-        After a step that failed, for want of memory for example, it also makes the engine usable again.
-
-        Args:
-          config: new policies, or None to keep the present ones.
-
-        Raises:
-          ValueError: the config differs in a field that decides what is compiled.
-        """
         config = config or self.config
         if config.compiled != self.config.compiled:
             raise ValueError("reset cannot change what is compiled: make a new Engine")
@@ -138,24 +95,12 @@ class Engine:
         self._next_id = self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
         self._seconds = 0.0
 
+    @override
     def add_request(
         self,
         prompt: collections.abc.Sequence[int],
         params: SamplingParams = SamplingParams(),  # noqa: B008 (immutable)
     ) -> int:
-        """Adds a request, which waits until there is room for it.
-
-        Args:
-          prompt: token ids, at least one. The engine does not know how many the model has: that is for the caller to
-            check.
-          params: how many tokens are wanted, and how they are drawn.
-
-        Returns:
-          The request's id: its number in order of arrival.
-
-        Raises:
-          ValueError, TypeError: the request can never be served, and why.
-        """
         max_total = self.check(prompt, params)
         tokens = read_token_ids(prompt)
         request_id, self._next_id = self._next_id, self._next_id + 1
@@ -171,6 +116,7 @@ class Engine:
         self._scheduler.add(samples[0])
         return request_id
 
+    @override
     def step(self) -> list[Delta]:
         """Launches a step, then waits for the tokens that the step before it drew.
 
@@ -193,8 +139,13 @@ class Engine:
         return deltas
 
     @property
+    @override
+    def max_num_seqs(self) -> int:
+        return self.config.max_num_seqs
+
+    @property
+    @override
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
         return bool(self._requests)
 
     @property
@@ -202,19 +153,12 @@ class Engine:
         """Unfinished sequences that hold blocks."""
         return len(self._scheduler.running)
 
+    @override
     def is_unfinished(self, request_id: int) -> bool:
-        """Whether a request will still give tokens."""
         return request_id in self._requests
 
+    @override
     def cancel(self, request_id: int) -> bool:
-        """Drops a request and frees its blocks; no `Delta` of it will follow.
-
-        Args:
-          request_id: the id that `add_request` returned.
-
-        Returns:
-          Whether there was such an unfinished request.
-        """
         samples = self._requests.pop(request_id, [])
         for sequence in samples:
             if sequence.finish_reason is None:
@@ -222,63 +166,8 @@ class Engine:
                 self._scheduler.finish(sequence)
         return bool(samples)
 
-    def stream(
-        self,
-        prompt: collections.abc.Sequence[int],
-        params: SamplingParams = SamplingParams(),  # noqa: B008
-    ) -> collections.abc.Iterator[Delta]:
-        """Adds a request and runs the engine until it is finished.
-
-        Other requests advance meanwhile, but their `Delta`s are lost.
-
-        Args:
-          prompt, params: see `add_request`.
-
-        Yields:
-          The request's `Delta`s. Leaving the loop early cancels the request.
-        """
-        request_id = self.add_request(prompt, params)
-        try:
-            while request_id in self._requests:
-                yield from (delta for delta in self.step() if delta.request_id == request_id)
-        finally:
-            self.cancel(request_id)
-
-    def generate(
-        self,
-        prompts: collections.abc.Iterable[collections.abc.Sequence[int]],
-        params: SamplingParams | collections.abc.Iterable[SamplingParams] = SamplingParams(),  # noqa: B008
-    ) -> list[list[Completion]]:
-        """Runs a batch of requests until all of them are finished.
-
-        Args:
-          prompts: the token ids of each prompt.
-          params: one `SamplingParams` for all prompts, or one for each.
-
-        Returns:
-          For each prompt its `n` completions.
-
-        Raises:
-          ValueError, TypeError: one of the requests can never be served; then none of them is added.
-        """
-        prompts = [list(prompt) for prompt in prompts]
-        params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        for prompt, wanted in zip(prompts, params, strict=True):
-            self.check(prompt, wanted)
-        ids = [self.add_request(prompt, wanted) for prompt, wanted in zip(prompts, params, strict=True)]
-        news: dict[tuple[int, int], list[Delta]] = {
-            (request_id, index): [] for request_id, wanted in zip(ids, params, strict=True) for index in range(wanted.n)
-        }
-        while any(request_id in self._requests for request_id in ids):
-            for delta in self.step():
-                news.setdefault((delta.request_id, delta.index), []).append(delta)
-        return [
-            [Completion.join(news[request_id, index]) for index in range(wanted.n)]
-            for request_id, wanted in zip(ids, params, strict=True)
-        ]
-
+    @override
     def stats(self) -> Stats:
-        """The engine's statistics."""
         counters, counts = self._scheduler.counters, self._blocks.counts()
         return Stats(
             num_waiting=self._scheduler.num_waiting,
@@ -287,6 +176,7 @@ class Engine:
             cached_blocks=counts.cached,
             held_blocks=counts.held,
             waste=self._blocks.waste(),
+            num_looked_up_tokens=counters.looked_up_tokens,
             hit_rate=counters.hit_tokens / max(counters.looked_up_tokens, 1),
             num_recomputed=counters.recomputed,
             num_swapped=counters.swapped,
@@ -320,18 +210,8 @@ class Engine:
         self.reset()
         return self._runner.measure(context_len, repeats)
 
+    @override
     def check(self, prompt: collections.abc.Sequence[int], params: SamplingParams) -> int:
-        """Raises if a request can never be served. Unlike all other methods, any thread may call this one.
-
-        Args:
-          prompt, params: see `add_request`.
-
-        Returns:
-          The largest number of tokens that each sample can have, the prompt's included.
-
-        Raises:
-          ValueError, TypeError: the request can never be served, and why.
-        """
         if not len(prompt):
             raise ValueError("the prompt must have at least one token")
         # A sequence's last token is never fed back to the model, so that it needs no place in the cache.

@@ -1,0 +1,151 @@
+"""What every engine offers, however many copies of a model it has: requests go in, steps are run, tokens come out."""
+
+import abc
+import collections.abc
+
+from paged_jax.engine.config import EngineConfig
+from paged_jax.engine.request import Completion, Delta, SamplingParams
+from paged_jax.engine.stats import Stats
+
+
+class BaseEngine(abc.ABC):
+    """The interface of `Engine` and `Replicas`. One thread at a time may call an engine."""
+
+    @property
+    @abc.abstractmethod
+    def max_num_seqs(self) -> int:
+        """How many sequences can run at the same time."""
+
+    @property
+    @abc.abstractmethod
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+
+    @abc.abstractmethod
+    def reset(self, config: EngineConfig | None = None) -> None:
+        """Drops all requests, the prefix cache and the statistics; compiles nothing.
+
+        After a step that failed, for want of memory for example, it also makes the engine usable again.
+
+        Args:
+          config: new policies, or None to keep the present ones.
+
+        Raises:
+          ValueError: the config differs in a field that decides what is compiled.
+        """
+
+    @abc.abstractmethod
+    def check(self, prompt: collections.abc.Sequence[int], params: SamplingParams) -> int:
+        """Raises if a request can never be served. Unlike all other methods, any thread may call this one.
+
+        Args:
+          prompt, params: see `add_request`.
+
+        Returns:
+          The largest number of tokens that each sample can have, the prompt's included.
+
+        Raises:
+          ValueError, TypeError: the request can never be served, and why.
+        """
+
+    @abc.abstractmethod
+    def add_request(
+        self,
+        prompt: collections.abc.Sequence[int],
+        params: SamplingParams = SamplingParams(),  # noqa: B008 (immutable)
+    ) -> int:
+        """Adds a request, which waits until there is room for it.
+
+        Args:
+          prompt: token ids, at least one. The engine does not know how many the model has: that is for the caller to
+            check.
+          params: how many tokens are wanted, and how they are drawn.
+
+        Returns:
+          The request's id: its number in order of arrival.
+
+        Raises:
+          ValueError, TypeError: the request can never be served, and why.
+        """
+
+    @abc.abstractmethod
+    def step(self) -> list[Delta]:
+        """Runs the requests on by a step.
+
+        Returns:
+          A `Delta` for each sample that has a new token.
+        """
+
+    @abc.abstractmethod
+    def is_unfinished(self, request_id: int) -> bool:
+        """Whether a request will still give tokens."""
+
+    @abc.abstractmethod
+    def cancel(self, request_id: int) -> bool:
+        """Drops a request and frees its blocks; no `Delta` of it will follow.
+
+        Args:
+          request_id: the id that `add_request` returned.
+
+        Returns:
+          Whether there was such an unfinished request.
+        """
+
+    @abc.abstractmethod
+    def stats(self) -> Stats:
+        """The engine's statistics."""
+
+    def stream(
+        self,
+        prompt: collections.abc.Sequence[int],
+        params: SamplingParams = SamplingParams(),  # noqa: B008
+    ) -> collections.abc.Iterator[Delta]:
+        """Adds a request and runs the engine until it is finished.
+
+        Other requests advance meanwhile, but their `Delta`s are lost.
+
+        Args:
+          prompt, params: see `add_request`.
+
+        Yields:
+          The request's `Delta`s. Leaving the loop early cancels the request.
+        """
+        request_id = self.add_request(prompt, params)
+        try:
+            while self.is_unfinished(request_id):
+                yield from (delta for delta in self.step() if delta.request_id == request_id)
+        finally:
+            self.cancel(request_id)
+
+    def generate(
+        self,
+        prompts: collections.abc.Iterable[collections.abc.Sequence[int]],
+        params: SamplingParams | collections.abc.Iterable[SamplingParams] = SamplingParams(),  # noqa: B008
+    ) -> list[list[Completion]]:
+        """Runs a batch of requests until all of them are finished.
+
+        Args:
+          prompts: the token ids of each prompt.
+          params: one `SamplingParams` for all prompts, or one for each.
+
+        Returns:
+          For each prompt its `n` completions.
+
+        Raises:
+          ValueError, TypeError: one of the requests can never be served; then none of them is added.
+        """
+        prompts = [list(prompt) for prompt in prompts]
+        params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        for prompt, wanted in zip(prompts, params, strict=True):
+            self.check(prompt, wanted)
+        ids = [self.add_request(prompt, wanted) for prompt, wanted in zip(prompts, params, strict=True)]
+        news: dict[tuple[int, int], list[Delta]] = {
+            (request_id, index): [] for request_id, wanted in zip(ids, params, strict=True) for index in range(wanted.n)
+        }
+        while any(self.is_unfinished(request_id) for request_id in ids):
+            for delta in self.step():
+                news.setdefault((delta.request_id, delta.index), []).append(delta)
+        return [
+            [Completion.join(news[request_id, index]) for index in range(wanted.n)]
+            for request_id, wanted in zip(ids, params, strict=True)
+        ]

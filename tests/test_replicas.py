@@ -1,0 +1,209 @@
+"""Tests several engines that share requests: the same tokens as one engine gives, and no engine waits for another."""
+
+import dataclasses
+import threading
+
+import jax
+import pytest
+
+from paged_jax.engine import Delta, Engine, Replicas, SamplingParams
+from tests import engine_model as model
+from tests.conftest import QUICK_COMPILE
+from tests.engine_checks import BLOCK_SIZE, CONFIG, NUM_BLOCKS, PROMPTS, Words, check_blocks, tokens_of
+
+PARAMS = SamplingParams(max_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def the_engines(weights):
+    """Engines on two devices."""
+    engines = []
+    for device in jax.devices("cpu")[:2]:
+        with jax.default_device(device):
+            caches = model.make_caches(NUM_BLOCKS, BLOCK_SIZE)
+        on_device = jax.device_put((weights, caches), device)
+        engines.append(Engine(model.step, *on_device, CONFIG, tokenizer=Words(), compiler_options=QUICK_COMPILE))
+    return engines
+
+
+@pytest.fixture
+def replicas(the_engines):
+    for engine in the_engines:
+        engine.reset(CONFIG)
+    return Replicas(the_engines)
+
+
+class MadeUpEngine:
+    """Gives each request one token a step and as many as it wants, once `may_step` lets it."""
+
+    def __init__(self):
+        self.may_step, self.is_stepping, self.max_num_seqs = threading.Semaphore(0), False, 4
+        self.reset()
+
+    def reset(self, config=None):
+        assert not self.is_stepping
+        self.requests, self.num_added = {}, 0
+
+    def check(self, prompt, params):
+        return 100
+
+    def add_request(self, prompt, params):
+        self.requests[self.num_added] = [params.max_tokens] * params.n
+        self.num_added += 1
+
+    def cancel(self, request_id):
+        return self.requests.pop(request_id, None) is not None
+
+    @property
+    def has_work(self):
+        return bool(self.requests)
+
+    def step(self):
+        self.is_stepping = True
+        assert self.may_step.acquire(timeout=20), "the test never lets this engine run its step"
+        deltas = []
+        for request_id, left in list(self.requests.items()):
+            left[:] = [tokens - 1 for tokens in left]
+            ends = "length" if left[0] == 0 else None
+            deltas += [Delta(request_id, i, (7,), finish_reason=ends) for i in range(len(left))]
+            if ends:
+                del self.requests[request_id]
+        self.is_stepping = False
+        return deltas
+
+
+def made_up(count=2):
+    engines = [MadeUpEngine() for _ in range(count)]
+    return Replicas(engines), engines
+
+
+def finish(replicas):
+    """Runs steps until no request is unfinished, and returns the deltas."""
+    deltas = []
+    while replicas.has_work:
+        deltas += replicas.step()
+    return deltas
+
+
+def test_tokens_are_those_of_one_model(replicas, the_engines, reference):
+    """Greedy ones, and drawn ones, whose seed is the request's number unless it has one."""
+    greedy = replicas.generate(PROMPTS, PARAMS)
+    assert [one.token_ids for (one,) in greedy] == [reference.greedy(prompt, 6) for prompt in PROMPTS]
+    assert all(engine.stats().num_output_tokens > 0 for engine in the_engines), "both engines took part"
+
+    drawn = dataclasses.replace(PARAMS, temperature=1.0, n=2)
+    replicas.reset()
+    several = replicas.generate(PROMPTS, drawn)
+    the_engines[0].reset()
+    assert the_engines[0].generate(PROMPTS, drawn) == several
+
+
+def test_blocks_and_counts_of_all_engines(replicas, the_engines):
+    replicas.generate(PROMPTS, PARAMS)
+    stats = replicas.stats()
+    assert stats.num_output_tokens == 6 * len(PROMPTS)
+    assert (stats.num_running, stats.num_waiting, stats.held_blocks) == (0, 0, 0)
+    assert stats.free_blocks + stats.cached_blocks == 2 * NUM_BLOCKS
+    parts = [engine.stats() for engine in the_engines]
+    hits = [round(part.hit_rate * part.num_looked_up_tokens) for part in parts]
+    assert min(part.num_looked_up_tokens for part in parts) > 0
+    assert stats.hit_rate == pytest.approx(sum(hits) / sum(part.num_looked_up_tokens for part in parts))
+    for engine in the_engines:
+        check_blocks(engine)
+
+
+def test_cancelling_frees_blocks_and_ends_deltas(replicas, the_engines, reference):
+    long = SamplingParams(max_tokens=30)
+    ids = [replicas.add_request(prompt, long if i < 2 else PARAMS) for i, prompt in enumerate(PROMPTS[:4])]
+    assert replicas.cancel(ids[1])  # before any engine has seen it
+    deltas = replicas.step() + replicas.step()
+    assert replicas.cancel(ids[0])
+    assert not replicas.cancel(ids[0])
+    while replicas.has_work:
+        deltas += (later := replicas.step())
+        assert not {delta.request_id for delta in later} & {ids[0], ids[1]}
+    found = tokens_of(deltas)
+    assert [found[i, 0] for i in ids[2:]] == [reference.greedy(prompt, 6) for prompt in PROMPTS[2:4]]
+    assert replicas.stats().held_blocks == 0
+    for engine in the_engines:
+        check_blocks(engine)
+
+
+def test_an_engine_never_waits_for_the_step_of_another():
+    replicas, (slow, quick) = made_up()
+    ids = [replicas.add_request([1], SamplingParams(max_tokens=3)) for _ in range(2)]
+    for _ in range(3):
+        quick.may_step.release()
+    found = [delta for _ in range(3) for delta in replicas.step()]  # waits forever if the slow engine's step must end
+    assert [delta.request_id for delta in found] == [ids[1]] * 3
+    assert replicas.is_unfinished(ids[0])
+    for _ in range(3):
+        slow.may_step.release()
+    finish(replicas)
+
+
+def test_a_request_goes_where_the_fewest_samples_are():
+    replicas, engines = made_up(3)
+    replicas.add_request([1], SamplingParams(max_tokens=1, n=3))
+    replicas.add_request([1], SamplingParams(max_tokens=2, n=2))
+    cancelled = replicas.add_request([1], SamplingParams(max_tokens=2))
+    replicas.cancel(cancelled)
+    for _ in range(2):
+        replicas.add_request([1], SamplingParams(max_tokens=2))
+    for engine in engines:
+        for _ in range(3):
+            engine.may_step.release()
+    done = finish(replicas)
+    assert [engine.num_added for engine in engines] == [1, 1, 3]
+    assert len(done) == 3 * 1 + 2 * 2 + 2 * 2
+    replicas.add_request([1], SamplingParams(max_tokens=1))
+    engines[0].may_step.release()
+    replicas.step()
+    assert engines[0].num_added == 2, "finished samples count no more"
+
+
+def test_a_reset_waits_for_the_step_that_runs():
+    replicas, (slow, quick) = made_up()
+    for _ in range(2):
+        replicas.add_request([1], SamplingParams(max_tokens=2))
+    quick.may_step.release()
+    replicas.step()
+    threading.Timer(0.2, slow.may_step.release).start()
+    replicas.reset()  # the made-up engine asserts that none of its steps runs
+    assert not replicas.has_work
+    assert not slow.has_work
+
+
+def test_after_a_failure_a_reset_makes_it_usable(replicas, the_engines, reference, monkeypatch):
+    def fail(plan):
+        raise RuntimeError("out of luck")
+
+    for prompt in PROMPTS[:4]:
+        replicas.add_request(prompt, PARAMS)
+    replicas.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(the_engines[1]._runner, "launch", fail)
+        with pytest.raises(RuntimeError, match="out of luck"):
+            finish(replicas)
+    replicas.reset()
+    assert not replicas.has_work
+    assert [one.token_ids for (one,) in replicas.generate(PROMPTS, PARAMS)] == [
+        reference.greedy(prompt, 6) for prompt in PROMPTS
+    ]
+
+
+def test_a_prompt_may_change_after_it_was_added(replicas, reference):
+    prompt = list(PROMPTS[3])
+    request_id = replicas.add_request(prompt, PARAMS)
+    prompt[:] = [0] * len(prompt)
+    deltas = finish(replicas)
+    assert tokens_of(deltas)[request_id, 0] == reference.greedy(PROMPTS[3], 6)
+
+
+def test_what_is_refused(replicas):
+    with pytest.raises(ValueError, match="at least one engine"):
+        Replicas([])
+    with pytest.raises(ValueError, match="at least one token"):
+        replicas.add_request([])
+    assert not replicas.has_work
+    assert replicas.step() == []

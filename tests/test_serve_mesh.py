@@ -1,0 +1,48 @@
+"""Tests the server with two copies of the model, each of them split over two devices."""
+
+import concurrent.futures
+
+import httpx
+
+from examples import serve
+from tests.http_server import GOOD, NUM_BLOCKS, Running, wait_for
+
+PROMPTS = ["The assert statement ", "A list is ", "In Python ", "x"]
+
+
+def test_copies_of_a_split_model_answer_as_one_does():
+    one, copies = Running(), Running("--mesh", "dp=2,tp=2")
+    try:
+        texts, metrics = zip(*map(ask, (one, copies)), strict=True)
+    finally:
+        one.stop()
+        copies.stop()
+    assert texts[0] == texts[1]
+    assert [values["paged_jax_free_blocks"] + values["paged_jax_cached_blocks"] for values in metrics] == [
+        NUM_BLOCKS,
+        2 * NUM_BLOCKS,
+    ]
+    parts = [replica.engine.stats().num_output_tokens for replica in copies.engine._replicas]
+    assert min(parts) > 0, f"one of the copies did nothing: {parts}"
+
+
+def ask(running):
+    """The greedy texts that follow some prompts, which are sent at the same time; then all metrics."""
+
+    def answer(prompt):
+        content = GOOD | {"prompt": prompt, "max_tokens": 16, "temperature": 0}
+        return httpx.post(f"{running.url}/v1/completions", json=content, timeout=60).json()["choices"][0]["text"]
+
+    with concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as clients:
+        texts = list(clients.map(answer, PROMPTS))
+    wait_for(lambda: not running.engine.has_work)
+    lines = httpx.get(f"{running.url}/metrics").text.splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return texts, {name: float(value) for name, value in values.items()}
+
+
+def test_a_mesh_that_cannot_be(capsys):
+    assert serve.main(["--port", "0", "--mesh", "dp=100"]) == 2
+    assert "a mesh of 100 devices needs as many" in capsys.readouterr().err
+    assert serve.main(["--port", "0", "--mesh", "dp=2", "--processes", "2"]) == 2
+    assert "--processes must be 1 with copies of the model (dp), got 2" in capsys.readouterr().err
