@@ -249,7 +249,7 @@ class Setup(NamedTuple):
     few: int = 256
     streamed: int = 1000
     rate: float | None = None
-    compiler_options: Any = xla_options
+    compiler_options: engine.CompilerOptions = xla_options
 
 
 def make_engine(setup: Setup, step: Any, weights: Any) -> engine.Engine:

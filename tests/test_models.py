@@ -205,9 +205,11 @@ def test_the_norm_is_flax_s():
     np.testing.assert_allclose(norm(x), flax(x), rtol=1e-6)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 64, 2048])
-def test_xla_knows_the_options(num_tokens):
+@pytest.mark.parametrize(
+    ("num_tokens", "has_options"), [(1, False), (64, True), (128, False), (256, True), (2048, True)]
+)
+def test_xla_knows_the_options(num_tokens, has_options):
     """XLA refuses to compile with an option that it does not know."""
     options = xla_options(num_tokens)
-    assert bool(options) == (num_tokens > 1)
+    assert bool(options) == has_options
     assert jax.jit(jnp.negative, compiler_options=options)(1.0) == -1

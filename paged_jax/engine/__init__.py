@@ -38,5 +38,6 @@ from paged_jax.engine.request import Delta as Delta
 from paged_jax.engine.request import SamplingParams as SamplingParams
 from paged_jax.engine.request import Tokenizer as Tokenizer
 from paged_jax.engine.request import TokenLogprob as TokenLogprob
+from paged_jax.engine.runner import CompilerOptions as CompilerOptions
 from paged_jax.engine.stats import Stats as Stats
 from paged_jax.engine.text import TextStream as TextStream
