@@ -28,7 +28,8 @@ def step(weights, caches, batch):
     return hidden[batch.logit_rows] @ weights["embedding"].T, (cache,)
 
 
-def main():
+def make_weights():
+    """Random weights."""
     shapes = {
         "embedding": (VOCAB, HEADS * HEAD_SIZE),
         "query": (HEADS * HEAD_SIZE, HEADS, HEAD_SIZE),
@@ -36,9 +37,14 @@ def main():
         "value": (HEADS * HEAD_SIZE, KV_HEADS, HEAD_SIZE),
     }
     keys = jax.random.split(jax.random.key(0), len(shapes))
-    weights = {name: jax.random.normal(key, shapes[name]) * 0.1 for name, key in zip(shapes, keys, strict=True)}
+    return {name: jax.random.normal(key, shapes[name]) * 0.1 for name, key in zip(shapes, keys, strict=True)}
+
+
+def main():
     caches = (PagedKVCache.create(32, 8, KV_HEADS, HEAD_SIZE, dtype=jnp.float32),)  # 32 blocks of 8 tokens
-    engine = Engine(step, weights, caches, EngineConfig(max_model_len=128, max_num_seqs=4, max_tokens_per_step=16))
+    engine = Engine(
+        step, make_weights(), caches, EngineConfig(max_model_len=128, max_num_seqs=4, max_tokens_per_step=16)
+    )
 
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, VOCAB, length).tolist() for length in (5, 40, 17, 3, 28)]

@@ -69,7 +69,8 @@ class Replicas(BaseEngine):
     """Runs requests over several engines, each with a copy of the same model on GPUs of its own.
 
     It is used like an `Engine`, and gives the same tokens: a sample depends on its seed and never on where it runs.
-    Which engine a request goes to depends on when others finish.
+    Which engine a request goes to depends on when others finish. Python plans the steps of all engines one at a time:
+    where steps are so short that plans fill their time, run a process for each copy instead.
 
     Args:
       engines: at least one. The caller must not use them any more.
