@@ -35,6 +35,46 @@ ACCEPTED = {
         "ref_counts=_add_references(state, jnp.where(valid, blocks, - 2)),",
     ): "every negative id is skipped",
     (
+        "allocator/grow.py",
+        "last = state.block_tables[rows, xp.maximum(num_old - 1, -1)]",
+    ): "a sequence without blocks has no last block, and what is read for it is masked",
+    (
+        "allocator/grow.py",
+        "destination = state.free_blocks[jnp.where(copies, top - growth.starts, -1)]",
+    ): "the destination of a sequence that copies nothing is masked",
+    (
+        "allocator/release.py",
+        "rows = mask.nonzero()[-1]",
+    ): "the mask has one axis",
+    (
+        "allocator/release.py",
+        "released, held = _release_traced(state, jnp.where(past, state.block_tables, - 2))",
+    ): "every negative id is skipped",
+    (
+        "allocator/release.py",
+        "num_blocks = state.ref_counts.shape[-1]",
+    ): "ref_counts has one axis",
+    (
+        "allocator/release.py",
+        "freed = (drops > 0) & (ref_counts <= 0)",
+    ): "no count falls below 0, since drops are 0 unless all of them are valid",
+    (
+        "allocator/share.py",
+        "num_full = state.seq_lens[xp.where(valid, source, 1)] // state.block_size",
+    ): "where the rows are not valid the count is masked, and JAX clips the index",
+    (
+        "allocator/share.py",
+        "count = xp.where(valid, count, 1)",
+    ): "nothing begins where the call is not valid",
+    (
+        "allocator/share.py",
+        "blocks = xp.where(columns < count, state.block_tables[xp.where(valid, source, -1)], -1)",
+    ): "where the rows are not valid the count is 0",
+    (
+        "allocator/share.py",
+        "num_blocks, max_blocks_per_seq = state.ref_counts.shape[-1], state.block_tables.shape[1]",
+    ): "ref_counts has one axis",
+    (
         "ops/merge.py",
         "base = jnp.logaddexp(jnp.where(empty, 1.0, lse_a), jnp.where(empty, 0.0, lse_b))",
     ): "empty rows compute with any finite number",

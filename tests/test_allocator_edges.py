@@ -79,3 +79,10 @@ def test_negative_rows_and_positions_do_not_count_from_the_end(xp):
     assert slots(state, i32(0, 0), i32(-1, 0)).tolist() == [-1, int(state.block_tables[0, 0]) * 4]
     alone = allocator.append_tokens(allocator.create(8, 4, 1, 1, xp=xp), i32(4))[0]
     assert slots(alone, i32(-1, 1), i32(0, 0)).tolist() == [-1, -1]
+
+
+def test_the_error_names_the_sequence_that_outgrows_its_table():
+    state = allocator.create(8, 4, 2, 3)
+    message = "sequence 1 would hold 4 blocks, its table row has 3 columns"
+    with pytest.raises(allocator.OutOfBlocks, match=f"5 blocks requested, 8 free; {message}"):
+        allocator.append_tokens(state, [4, 13])
