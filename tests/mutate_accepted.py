@@ -186,4 +186,52 @@ ACCEPTED = {
         "_partition.py",
         "if len(rank_of) == 0:",
     ): "a switch of one branch computes what the branch does",
+    (
+        "ops/merge.py",
+        "base = jnp.logaddexp(jnp.where(empty, -1.0, lse_a), jnp.where(empty, 0.0, lse_b))",
+    ): "empty rows compute with any finite number",
+    (
+        "ops/merge.py",
+        "base = jnp.logaddexp(jnp.where(empty, 0.0, lse_a), jnp.where(empty, -1.0, lse_b))",
+    ): "empty rows compute with any finite number",
+    (
+        "_checks.py",
+        "if not (1 < x.shape[2] <= 256 and x.shape[2] % 8 == 0):",
+    ): "1 is no multiple of 8",
+    (
+        "_checks.py",
+        "if not (0 < x.shape[2] <= 257 and x.shape[2] % 8 == 0):",
+    ): "257 is no multiple of 8",
+    (
+        "_checks.py",
+        "if not (0 < x.shape[2] <= 256 and x.shape[2] % 8 <= 0):",
+    ): "no remainder is negative",
+    (
+        "_validate.py",
+        "for i, (key, value) in enumerate(zip(key_cache, value_cache, strict=False))",
+    ): "the lengths are compared before",
+    (
+        "_validate.py",
+        "if key.shape[0] != checked[0][-1].shape[0]:",
+    ): "a layer's two pools have as many blocks, which _pools checks",
+    (
+        "_validate.py",
+        'for name, s, d in zip(("key", "value"), src, dst, strict=False):',
+    ): "all three are pairs",
+    (
+        "_validate.py",
+        '_checks.shape("query_start_loc", starts, (seq_lens.shape[-1] + 1,), "num_seqs + 1")',
+    ): "seq_lens has one axis",
+    (
+        "metadata.py",
+        '(x < -(2**31)).ravel() ^ (x >= 2**31).ravel(), lambda i: f"{name} must fit in int32, got {x.ravel()[i]}"',
+    ): "no integer is both",
+    (
+        "metadata.py",
+        "bounds = {name: _bound(name, wanted, own[name]) for name, wanted in zip(own, given, strict=False)}",
+    ): "the caller gives one bound for each field",
+    (
+        "metadata.py",
+        "for table, row in zip(tables, rows, strict=False):",
+    ): "the tables were made with a row for each",
 }

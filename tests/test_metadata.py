@@ -178,7 +178,9 @@ BAD_BUILDS = {
     "negative query": ({"query_lens": [4, -1]}, "row 1: query length -1 must be in"),
     "query too long": ({"query_lens": [7, 1]}, "row 0: query length 7 must be in .0, seq_len = 6."),
     "decode first": ({"query_lens": [1, 3]}, "row 1: query length 3 after 0 prefill rows"),
+    "two tokens after one": ({"query_lens": [1, 2]}, "row 1: query length 2 after 0 prefill rows"),
     "num_prefills": ({"num_prefills": 3}, r"num_prefills must be in \[0, 2\], got 3"),
+    "num_prefills below 0": ({"num_prefills": -1}, r"num_prefills must be in \[0, 2\], got -1"),
     "no block": ({"block_tables": [[5, -1], [9, -1]]}, "row 0: no block for the new token at position 4"),
     "token bound": ({"num_prefill_tokens": 3}, "num_prefill_tokens must be at least the batch's own 4, got 3"),
     "hole": ({"num_prefill_tokens": 5}, "num_prefill_tokens 5 pads the prefill tokens, but decode tokens follow"),
@@ -209,10 +211,15 @@ CHECKED = {
 BAD_VALUES = {
     "tables of one dimension": ({"block_tables": [5, 6, 7]}, r"block_tables must be \[num_seqs"),
     "rows differ": ({"seq_lens": [6, 4]}, r"got shapes \(3, 3\) and \(2,\)"),
+    "fewer tables": ({"seq_lens": [6, 4, 0, 0]}, r"got shapes \(3, 3\) and \(4,\)"),
     "id too high": ({"seq_lens": [6, 5, 0]}, r"row 1: block id 99 in column 1 must be in \[0, 10\)"),
     "id at the end": ({"num_blocks": 7}, r"row 1: block id 7 in column 0 must be in \[0, 7\)"),
     "negative id": ({"seq_lens": [9, 4, 0]}, r"row 0: block id -1 in column 2 must be in \[0, 10\)"),
     "negative length": ({"seq_lens": [6, -4, 0]}, "row 1: seq_len -4 is negative"),
+    "length just below 0": ({"seq_lens": [6, -1, 0]}, "row 1: seq_len -1 is negative"),
+    "most negative length": ({"seq_lens": [6, -(2**31), 0]}, "row 1: seq_len -2147483648 is negative"),
+    "length below int32": ({"seq_lens": [6, -(2**31) - 1, 0]}, "seq_lens must fit in int32, got -2147483649"),
+    "length above int32": ({"seq_lens": [6, 2**31, 0]}, "seq_lens must fit in int32, got 2147483648"),
     "length past the table": ({"seq_lens": [6, 4, 13]}, "row 2: seq_len 13 is past the table of 3 blocks of 4"),
     "starts' shape": ({"query_start_loc": [0, 3, 4]}, r"query_start_loc must have shape \(4,\), got \(3,\)"),
     "too many starts": ({"query_start_loc": [0, 3, 4, 4, 4]}, r"must have shape \(4,\), got \(5,\)"),
@@ -221,6 +228,11 @@ BAD_VALUES = {
     "query past the row": ({"query_start_loc": [0, 3, 4, 5]}, "row 2: query length 1 exceeds seq_len 0"),
     "starts past tokens": ({"slot_mapping": [23, 24, 25]}, "row 1: query_start_loc 4 is past the 3 tokens"),
     "slot too high": ({"slot_mapping": [23, 24, 25, 40]}, "row 1, token 3: slot 40 must be below 40"),
+    "slots of two dimensions": (
+        {"slot_mapping": [[23, 24], [25, 31]]},
+        r"slot_mapping must be \[num_tokens\], got shape",
+    ),
+    "slots of no dimension": ({"slot_mapping": np.array(23)}, r"slot_mapping must be \[num_tokens\], got shape \(\)"),
     "slot twice": ({"slot_mapping": [23, 24, 25, 23]}, "row 1, token 3: slot 23 is written twice"),
 }
 
@@ -253,6 +265,18 @@ def test_integers_that_do_not_fit_are_refused():
         build_metadata(table, np.array([5.7, 3.0]), np.array([1, 1]), 4)
     with pytest.raises(ValueError, match="slot_mapping must fit in int32, got 4294967"):
         build_metadata([[2**30, 2**30], [3]], np.array([5, 3]), np.array([5, 1]), 4)
+
+
+def test_the_last_row_is_no_padding():
+    call = {"seq_lens": np.array([2, 1]), "query_start_loc": np.array([0, 2, 3]), "slot_mapping": np.array([1, 2, 16])}
+    with pytest.raises(ValueError, match="row 1, token 2: slot 16 must be below 16"):
+        check_metadata(np.zeros((2, 2), np.int32), num_blocks=4, block_size=4, **call)
+
+
+def test_a_batch_of_no_rows():
+    metadata = build_metadata([], [], [], 4)
+    assert metadata.block_tables.shape == (0, 0)
+    assert metadata.query_start_loc.tolist() == [0]
 
 
 def test_padding_tokens_are_called_padding():

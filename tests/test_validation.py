@@ -2,11 +2,13 @@
 
 import re
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import paged_jax
-from paged_jax import BlockSparse
+from paged_jax import BlockSparse, _validate
 
 
 def decode_arrays(**changes):
@@ -53,6 +55,7 @@ DECODE = [
     ({"key_cache": jnp.zeros((5, 2, 8), jnp.bfloat16)}, ValueError, "key_cache must have shape [num_blocks"),
     ({"key_cache": jnp.zeros((4, 2, 8, 16), jnp.bfloat16)}, ValueError, "= (5, 2, 8, 16), got (4, 2, 8, 16)"),
     ({"value_cache": jnp.zeros((5, 2, 8, 16), jnp.int8)}, TypeError, "value_cache must have key_cache's dtype"),
+    ({"key_cache": jnp.zeros((5, 2, 8, 16), jnp.int8)}, TypeError, "value_cache must have key_cache's dtype int8"),
     ({"value_cache": jnp.zeros((5, 2, 3, 16), jnp.bfloat16)}, ValueError, "block_size must be one of"),
     ({"block_tables": jnp.zeros((2, 3), jnp.uint32)}, TypeError, "block_tables must have dtype int32, got uint32"),
     ({"block_tables": jnp.zeros((6,), jnp.int32)}, ValueError, "block_tables must have shape [num_seqs,"),
@@ -77,6 +80,17 @@ DECODE = [
     ({"block_sparse": {"local_blocks": 1}}, TypeError, "block_sparse must be a BlockSparse or None, got dict"),
     ({"block_sparse": BlockSparse(1, 2, block_size=4)}, ValueError, "multiple of the cache's block_size = 8, got 4"),
     ({"block_sparse": BlockSparse(-1, 2)}, ValueError, "block_sparse.local_blocks must be at least 0, got -1"),
+    ({"block_sparse": BlockSparse(1, 2, tp_rank=-1)}, ValueError, "block_sparse.tp_rank must be at least 0, got -1"),
+    (
+        {"block_sparse": BlockSparse(1, -(2**31) - 1)},
+        ValueError,
+        "block_sparse.vert_stride must be at least -2147483648, got -2147483649",
+    ),
+    (
+        {"block_sparse": BlockSparse(1, 2, head_sliding_step=-(2**31) - 1)},
+        ValueError,
+        "block_sparse.head_sliding_step must be at least -2147483648, got -2147483649",
+    ),
     ({"window": 4}, TypeError, "unexpected keyword argument 'window'"),
     ({"layout": ["hnd"]}, ValueError, "layout must be one of ('hnd', 'nhd', 'vllm'), got ['hnd']"),
     ({"implementation": ["xla"]}, ValueError, "implementation must be one of ('mosaic_gpu', 'triton', 'xla') or None"),
@@ -97,6 +111,54 @@ def test_decode(changes, error, message):
     for op in (paged_jax.paged_attention_v1, paged_jax.paged_attention_v2, paged_jax.paged_attention):
         with pytest.raises(error, match=re.escape(message)):
             op(**decode_arrays(**changes))
+
+
+ACCEPTED = {
+    "one kv head": {name: jnp.zeros((5, 1, 8, 16), jnp.bfloat16) for name in ("key_cache", "value_cache")},
+    "one head": {name: jnp.zeros((5, 1, 8, 16), jnp.bfloat16) for name in ("key_cache", "value_cache")}
+    | {"query": jnp.zeros((2, 1, 16), jnp.bfloat16)},
+    "largest heads": {name: jnp.zeros((5, 2, 8, 256), jnp.bfloat16) for name in ("key_cache", "value_cache")}
+    | {"query": jnp.zeros((2, 4, 256), jnp.bfloat16)},
+    "narrowest window": {"sliding_window": 1},
+    "widest window": {"sliding_window": 2**31 - 1},
+    "lowest bound": {"max_seq_len": 0},
+    "small cap": {"logits_soft_cap": 0.5},
+    "any stride": {"block_sparse": BlockSparse(0, -(2**31), block_size=8, head_sliding_step=-(2**31))},
+}
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_what_decode_accepts(case):
+    arrays = decode_arrays(**ACCEPTED[case])
+    assert paged_jax.paged_attention(**arrays).shape == arrays["query"].shape
+
+
+def test_a_bound_on_lengths_that_is_not_given_is_what_fits():
+    """A table's row, and in `prefix_attention` the new tokens too, which may not be in the cache."""
+    decode = tuple(decode_arrays().values())
+    assert _validate.decode_operands(*decode, {}).options.max_seq_len == 3 * 8
+    assert _validate.decode_operands(*decode, {"max_seq_len": 99}).options.max_seq_len == 3 * 8
+    assert _validate.decode_operands(*decode, {"max_seq_len": 5}).options.max_seq_len == 5
+    query, key, starts = jnp.zeros((7, 4, 16)), jnp.zeros((7, 2, 16)), jnp.zeros((3,), jnp.int32)
+    assert _validate.ragged_operands(query, *decode[1:], starts, True, {}).options.max_seq_len == 3 * 8
+    assert _validate.prefix_operands(query, key, key, *decode[1:], starts, True, {}).options.max_seq_len == 3 * 8 + 7
+
+
+@pytest.mark.parametrize("stride", [1, 0, -3])
+def test_a_pattern_is_on_from_a_stride_of_2(stride):
+    arrays = tuple(decode_arrays().values())
+    options = _validate.decode_operands(*arrays, {"block_sparse": BlockSparse(1, stride)}).options
+    assert options.block_sparse is None
+    options = _validate.decode_operands(*arrays, {"block_sparse": BlockSparse(np.int32(1), 2)}).options
+    assert options.block_sparse == BlockSparse(1, 2)
+
+
+def test_write_and_attend_takes_more_sequences_than_kv_heads():
+    query, key = jnp.zeros((3, 4, 16), jnp.bfloat16), jnp.zeros((3, 2, 16), jnp.bfloat16)
+    lens, tables = jnp.ones(3, jnp.int32), jnp.zeros((3, 3), jnp.int32)
+    arrays = decode_arrays(query=query, key=key, value=key, seq_lens=lens, block_tables=tables, slot_mapping=lens)
+    out, key_cache, _ = jax.eval_shape(lambda: paged_jax.write_and_attend(**arrays))
+    assert (out.shape, key_cache.shape) == ((3, 4, 16), (5, 2, 8, 16))
 
 
 @pytest.mark.parametrize(
@@ -135,6 +197,7 @@ def test_ragged(changes, error, message):
     [
         ({"key": jnp.zeros((6, 2, 16), jnp.bfloat16)}, ValueError, "key must have shape [num_tokens,"),
         ({"value": jnp.zeros((7, 1, 16), jnp.bfloat16)}, ValueError, "= (7, 2, 16), got (7, 1, 16)"),
+        ({"value": jnp.zeros((7, 16), jnp.bfloat16)}, ValueError, "value must have shape [num_tokens, num_kv_heads, "),
         ({"value": jnp.zeros((7, 2, 16), jnp.float16)}, TypeError, "value must have dtype bfloat16, got float16"),
     ],
 )
@@ -189,6 +252,16 @@ def test_copy_and_swap():
         paged_jax.copy_blocks([cache], cache, pairs)
     with pytest.raises(ValueError, match=re.escape("dst_key_cache must have the blocks of src_key_cache, (2, 8, 16)")):
         paged_jax.swap_blocks(cache, cache, other, other, pairs)
+    with pytest.raises(ValueError, match=re.escape("dst_key_cache must have the blocks of src_key_cache, (2, 4, 16)")):
+        paged_jax.swap_blocks(other, other, cache, cache, pairs)
+    with pytest.raises(
+        ValueError, match=re.escape("key_cache must have 4 or 5 axes, the first num_blocks, got shape (5,")
+    ):
+        paged_jax.copy_blocks(cache[:, 0, 0], cache, pairs)
+    with pytest.raises(
+        ValueError, match=re.escape("value_cache must have 4 axes, the first num_blocks, got shape (5, 1")
+    ):
+        paged_jax.copy_blocks(cache, cache[:, None], pairs)
     with pytest.raises(TypeError, match="dst_key_cache must have src_key_cache's dtype bfloat16, got float16"):
         paged_jax.swap_blocks(cache, cache, cache.astype(jnp.float16), cache.astype(jnp.float16), pairs)
 
