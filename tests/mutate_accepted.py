@@ -234,4 +234,24 @@ ACCEPTED = {
         "metadata.py",
         "for table, row in zip(tables, rows, strict=False):",
     ): "the tables were made with a row for each",
+    (
+        "_splits.py",
+        "self.results += [a for name, a in zip(self.names, self.operands, strict=False) if name == result]",
+    ): "names and operands grow together",
+    (
+        "_splits.py",
+        "for axes, shape in zip(self.operands, shapes, strict=False)",
+    ): "there are as many operands as leaves",
+    (
+        "_splits.py",
+        "for factors, size in zip(axes, shape, strict=False)",
+    ): "an operand has a word for each of its axes",
+    (
+        "_splits.py",
+        'place = {"g": 0, "n": 2} # g needs to know how h is split; n takes what the heads leave',
+    ): "g is the last of the sizes, and the order of equals stays",
+    (
+        "_splits.py",
+        'place = {"g": 1, "n": 3} # g needs to know how h is split; n takes what the heads leave',
+    ): "n is behind g as before",
 }

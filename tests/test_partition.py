@@ -204,6 +204,18 @@ def test_options_are_split_with_their_heads(op, layout):
     assert_same(compiled(*placed), wanted)
 
 
+@pytest.mark.parametrize("op", ["paged_attention", "prefix_attention", "write_and_attend"])
+def test_every_device_has_the_scales_of_a_whole_cache(op):
+    fun, names, arrays = bind(op, ("k_scale", "v_scale"))
+    scales = {"k_scale": np.float32(0.5), "v_scale": np.float32(2)}
+    arrays = [scales.get(name, x) for name, x in zip(names, arrays, strict=True)]
+    specs = zip(names, specs_of(op, names, None, "tp"), strict=True)
+    placed = place(arrays, [P() if name in scales else spec for name, spec in specs], make_mesh())
+    compiled = jax.jit(fun).lower(*placed).compile()
+    assert_nothing_is_exchanged(compiled)
+    assert_same(compiled(*placed), jax.jit(fun)(*arrays))
+
+
 @pytest.mark.parametrize("op", ["copy_blocks", "swap_blocks"])
 def test_blocks_of_any_layout_are_split(op):
     fun, names, arrays = bind(op)
