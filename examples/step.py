@@ -61,9 +61,10 @@ def xla_options(num_tokens: int) -> dict[str, Any]:
     """XLA's options for a step of so many tokens, for `jax.jit(step, compiler_options=...)`.
 
     With Triton, XLA splits the sums of a product over programs, and the next kernel adds up what they leave. That pays
-    for few rows. At 64 rows cuBLAS was 5% faster, which can add to the residual stream too, and from 256 rows on it was
-    no slower. But at 128 rows it was 10% slower. XLA tries cuBLAS's kernels out. While other programs compile this has
-    misled XLA, and at 64 and 256 rows cuBLAS's own choice was as good. What was measured is in benchmarks/LOG.md.
+    for few rows. At 64 rows cuBLAS was 4% faster, which can add to the residual stream too, and at 256 it was no slower.
+    At 128 the engine's step took 11% longer with it, for no known reason, so these rows are left to XLA. XLA tries
+    cuBLAS's kernels out. While other programs compile this has misled XLA, and at 64 and 256 rows cuBLAS's own choice
+    was as good (benchmarks/LOG.md).
     """
     if num_tokens < 64 or 128 <= num_tokens < 256:
         return {}
