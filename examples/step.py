@@ -61,8 +61,8 @@ def xla_options(num_tokens: int) -> dict[str, Any]:
     """XLA's options for a step of so many tokens, for `jax.jit(step, compiler_options=...)`.
 
     With Triton, XLA splits the sums of a product over programs, and the next kernel adds up what they leave. That pays
-    for few rows. At 64 rows cuBLAS was 4% faster, which can add to the residual stream too, and at 256 it was no slower.
-    At 128 the engine's step took 11% longer with it, for no known reason, so these rows are left to XLA. XLA tries
+    for few rows. At 64 rows cuBLAS was 4% faster, which can add to the residual stream too; at 256 it was no slower. At
+    128 the engine's step took 11% longer with it, for no known reason, so 128 to 255 rows are left to XLA. XLA tries
     cuBLAS's kernels out. While other programs compile this has misled XLA, and at 64 and 256 rows cuBLAS's own choice
     was as good (benchmarks/LOG.md).
     """
