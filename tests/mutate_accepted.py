@@ -254,4 +254,40 @@ ACCEPTED = {
         "_splits.py",
         'place = {"g": 1, "n": 3} # g needs to know how h is split; n takes what the heads leave',
     ): "n is behind g as before",
+    (
+        "_splits.py",
+        "for factor in sorted(self.sizes, key=lambda factor: place.get(factor, 1)):",
+    ): "g is the last of the sizes, and the order of equals stays",
+    (
+        "_splits.py",
+        'if factor <= "g" and self.sizes["h"] != chosen.parts("h"):',
+    ): "no other factor's name comes before g",
+    (
+        "_splits.py",
+        "for name, axes, spec in zip(self.names, self.operands, specs, strict=False)",
+    ): "JAX gives a spec for each operand",
+    (
+        "_splits.py",
+        "return f\"({' '.join(factors)})\" if len(factors) > 1 else factors[-1] if factors else next(unsplit)",
+    ): "there is one factor then",
+    (
+        "_vmap.py",
+        "merged = [next(element) if flag else x for x, flag in zip(leaves, flags, strict=False)]",
+    ): "JAX gives a flag for each operand",
+    (
+        "cache.py",
+        'return self.value_cache.shape[2 if self.layout >= "vllm" else 3]',
+    ): "no other layout's name comes after vllm",
+    (
+        "cache.py",
+        "keys, values = zip(self._pools, *self._slot_scales, strict=False)",
+    ): "each of these is a pair",
+    (
+        "cache.py",
+        "if getattr(self, name) is not None and np.ndim(getattr(self, name)) >= 3:",
+    ): "no scale has more than three axes",
+    (
+        "cache.py",
+        "changes[name] = new[..., 1]",
+    ): "the last axis has one element, and JAX clips the index",
 }

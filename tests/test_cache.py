@@ -196,3 +196,9 @@ def test_dtypes_and_layouts_that_are_refused():
 def test_pools_that_no_block_size_explains(shape):
     with pytest.raises(ValueError, match=r"kv_cache must have shape|block_size must be one of"):
         split_kv_cache(np.zeros(shape, np.float16), 3, 32, "hnd")
+
+
+def test_a_cache_cannot_be_changed():
+    cache = PagedKVCache.create(2, 4, 1, 16)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        cache.layout = "nhd"

@@ -46,3 +46,10 @@ def test_batches_of_one(op, axis_size, num_seqs):
         wanted = with_pools(*(pool[n] for pool in pools))
         assert all(np.asarray(x).any() for x in jax.tree.leaves(wanted))
         assert_equal(jax.tree.map(lambda x, n=n: x[n], out), wanted)
+
+
+def test_a_batch_of_no_calls():
+    fun, arrays = bind("paged_attention_v1")
+    pools = [jnp.zeros((0, *arrays[i].shape), arrays[i].dtype) for i in POOLS]
+    out = jax.vmap(lambda *pools: fun(arrays[0], *pools, *arrays[3:]))(*pools)
+    assert jax.tree.leaves(out)[0].shape == (0, *arrays[0].shape)

@@ -1,0 +1,49 @@
+"""Tests which mesh axes a call's factors are split over, where operands of whole programs never show it."""
+
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from paged_jax import _splits, _validate
+
+NUM_SEQS, NUM_KV_HEADS = 6, 4
+
+
+def call_axes(num_heads=8):
+    """The axes of a call of decode."""
+    pool = jnp.zeros((3, NUM_KV_HEADS, 8, 16))
+    tables, lens = jnp.zeros((NUM_SEQS, 2), jnp.int32), jnp.zeros(NUM_SEQS, jnp.int32)
+    operands = _validate.decode_operands(jnp.zeros((NUM_SEQS, num_heads, 16)), pool, pool, tables, lens, {})
+    return _splits.CallAxes("paged_attention", operands, {})
+
+
+def choose(specs, sizes):
+    """The mesh axes of each factor, where operands that `specs` does not name have a spec without entries."""
+    axes = call_axes()
+    return axes.choose([specs.get(name, P()) for name in axes.names], sizes).axes
+
+
+@pytest.mark.parametrize(("size", "chosen"), [(2, ("tp",)), (3, ()), (8, ())])
+def test_a_factor_is_split_only_into_even_parts(size, chosen):
+    pools = dict.fromkeys(("key_cache", "value_cache"), P(None, "tp"))
+    assert choose(pools, {"tp": size})["h"] == chosen
+
+
+@pytest.mark.parametrize(("kv_parts", "group"), [(2, ()), (4, ("b",))])
+def test_a_group_is_split_only_where_a_device_has_one_kv_head(kv_parts, group):
+    specs = dict.fromkeys(("key_cache", "value_cache"), P(None, "a")) | {"query": P(None, ("a", "b"))}
+    assert choose(specs, {"a": kv_parts, "b": 2}) == {"h": ("a",), "g": group, "n": ()}
+
+
+def test_operands_without_a_sharding_are_not_split():
+    assert choose({}, {"tp": 2}) == {"h": (), "g": (), "n": ()}
+
+
+def test_a_group_of_one_query_head_is_no_factor():
+    """Shardy wants the size of each factor that is no axis by itself."""
+    rule, sizes = call_axes(num_heads=8).shardy_rule()
+    assert "(h g)" in rule
+    assert sizes == {"g": 2}
+    rule, sizes = call_axes(num_heads=NUM_KV_HEADS).shardy_rule()
+    assert "g" not in rule
+    assert sizes == {}
