@@ -290,4 +290,16 @@ ACCEPTED = {
         "cache.py",
         "changes[name] = new[..., 1]",
     ): "the last axis has one element, and JAX clips the index",
+    (
+        "_partition.py",
+        "return any(x.size <= 0 or jax.typeof(x).memory_space == jax.memory.Space.Host for x in leaves)",
+    ): "no size is negative",
+    (
+        "_partition.py",
+        'mesh = Mesh(np.array(list(shardings[-1].device_set)), ("devices",))',
+    ): "all operands of a program are on its devices",
+    (
+        "_partition.py",
+        "leaves = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(leaves, operand_specs, strict=False)]",
+    ): "there is a spec for each operand",
 }

@@ -18,6 +18,7 @@ from tests.every_op import OPS, WRITING_OPS, pool_copies, pools_written
 NUM_SEQS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS, WIDTH = 4, 8, 4, 16, 4, 1024, 4
 NUM_TOKENS = 8
 DECODE_OPS = ("paged_attention", "paged_attention_v1", "paged_attention_v2")
+DECODE_ROWS = ("query", "block_tables", "seq_lens")  # what has a row for each sequence
 LAYOUTS = {"hnd": (0, 1, 2, 3), "nhd": (0, 2, 1, 3)}  # the axes of "hnd", in the layout's order
 COLLECTIVES = "all-gather|all-reduce|collective-permute|all-to-all|reduce-scatter|collective-broadcast"
 
@@ -89,7 +90,7 @@ def specs_of(op, names, seqs, heads, layout="hnd"):
         if name in ("key_cache", "value_cache") and layout == "nhd":
             return P(None, None, heads)
         axes = [None] * HEADS_AXIS[name] + [heads] if name in HEADS_AXIS else [None]
-        if name in ("query", "block_tables", "seq_lens") and op in DECODE_OPS:
+        if name in DECODE_ROWS and op in DECODE_OPS:
             axes[0] = seqs
         return P(*axes)
 
@@ -357,3 +358,19 @@ def test_a_shard_map_over_some_axes_leaves_the_others_to_jax():
     sharded = jax.shard_map(fun, mesh=mesh, in_specs=tuple(inner), out_specs=P("dp"), axis_names={"dp"})
     placed = place(arrays, specs_of("paged_attention_v1", names, "dp", "tp"), mesh)
     assert_same(jax.jit(sharded)(*placed), expected("paged_attention_v1"))
+
+
+def test_empty_operands_and_pools_on_the_host_are_never_split():
+    def is_split(fun, *arrays):
+        return "paged_jax_op" in str(jax.make_jaxpr(fun)(*arrays))
+
+    fun, names, arrays = bind("paged_attention_v1")
+    assert is_split(fun, *arrays)
+    assert not is_split(fun, *(x[:0] if name in DECODE_ROWS else x for name, x in zip(names, arrays, strict=True)))
+
+    swap, names, pools = bind("swap_blocks")
+    assert is_split(swap, *pools)
+    host = NamedSharding(jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,)), P(), memory_kind="pinned_host")
+    assert not is_split(
+        swap, *(jax.device_put(x, host) if "cache" in n else x for n, x in zip(names, pools, strict=True))
+    )
