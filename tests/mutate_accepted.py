@@ -300,6 +300,7 @@ ACCEPTED = {
     ): "all operands of a program are on its devices",
     (
         "_partition.py",
-        "leaves = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(leaves, operand_specs, strict=False)]",
+        "leaves = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) "
+        "for x, spec in zip(leaves, operand_specs, strict=False)]",
     ): "there is a spec for each operand",
 }

@@ -18,6 +18,10 @@ def test_block_0_is_a_block_like_any_other(xp):
     assert not state.bad_share
     assert state.ref_counts.tolist() == [3]
     assert state.block_tables.tolist() == [[0, -1], [0, -1]]
+    state = (allocator.free if xp is np else free_jit)(state, np.array([True, True]))
+    assert state.ref_counts.tolist() == [1]
+    state = (allocator.free_blocks if xp is np else jax.jit(allocator.free_blocks))(state, i32(0))
+    assert (int(state.num_free), bool(state.bad_free)) == (1, False)
 
 
 @both
