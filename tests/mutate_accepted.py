@@ -303,4 +303,45 @@ ACCEPTED = {
         "leaves = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) "
         "for x, spec in zip(leaves, operand_specs, strict=False)]",
     ): "there is a spec for each operand",
+    (
+        "_partition.py",
+        'heads = "hg" if sparse.head_sliding_step > 0 else "h"',
+    ): "with a step of 0 all heads have one pattern",
+    (
+        "_partition.py",
+        'heads = "hg" if sparse.head_sliding_step >= 1 else "h"',
+    ): "with a step of 0 all heads have one pattern",
+    (
+        "_partition.py",
+        "if splits.parts(heads) <= 1:",
+    ): "there is at least one part",
+    (
+        "kernels/xla/cache_ops.py",
+        "copied = [swap_blocks(*layer, *layer, block_mapping) "
+        "for layer in zip(key_caches, value_caches, strict=False)]",
+    ): "_validate compares how many layers there are",
+    (
+        "kernels/xla/cache_ops.py",
+        "src, dst = block_mapping[:, 0], block_mapping[:, 2]",
+    ): "JAX clips the index of a column",
+    (
+        "kernels/xla/cache_ops.py",
+        "if cache.dtype.itemsize != 1 or not jnp.issubdtype(cache.dtype, jnp.floating):",
+    ): "no cache has a dtype of less than a byte",
+    (
+        "kernels/xla/cache_ops.py",
+        "if cache.dtype.itemsize > 1 and not jnp.issubdtype(cache.dtype, jnp.floating):",
+    ): "bytes of any dtype come back as they were",
+    (
+        "kernels/xla/cache_ops.py",
+        "axis: int = 0,",
+    ): "without offsets the axis is not used",
+    (
+        "kernels/xla/cache_ops.py",
+        "start = [jnp.zeros_like(block[-1])] * cache.ndim",
+    ): "the zero of any element is the same",
+    (
+        "kernels/xla/cache_ops.py",
+        "return scale.reshape((1,) * (1 - scale.ndim) + scale.shape)[..., None]",
+    ): "it is broadcast with one axis less, too",
 }

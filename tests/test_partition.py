@@ -230,20 +230,24 @@ def test_blocks_of_any_layout_are_split(op):
 # The pattern shifts from head to head or from kv head to kv head; all devices have one pattern; groups are split.
 @pytest.mark.parametrize(
     ("step", "stride", "heads"),
-    [(1, 3, "tp"), (-1, 3, "tp"), (3, 4, "tp"), (1, 3, ("tp", "dp")), (3, 3, ("tp", "dp"))],
+    [
+        *((1, 3, "tp"), (-1, 3, "tp"), (3, 4, "tp"), (-1, 4, "tp"), (1, 3, "dp"), (1, 3, ("tp", "dp"))),
+        (3, 3, ("tp", "dp")),
+    ],
 )
 def test_a_block_sparse_pattern_is_that_of_the_device_s_heads(step, stride, heads):
     sparse = BlockSparse(local_blocks=1, vert_stride=stride, block_size=4, head_sliding_step=step, tp_rank=1)
     fun, names, arrays = bind("paged_attention_v1", block_sparse=sparse)
-    wanted = jax.jit(fun)(*arrays)
+    wanted, kv_heads = jax.jit(fun)(*arrays), heads[0] if isinstance(heads, tuple) else heads
     specs = [
         P(*(heads if axis == "q" else axis for axis in spec))
-        for name, spec in zip(names, specs_of("paged_attention_v1", names, None, "tp"), strict=True)
+        for name, spec in zip(names, specs_of("paged_attention_v1", names, None, kv_heads), strict=True)
         for spec in [P(None, "q") if name == "query" else P("q") if name == "alibi_slopes" else spec]
     ]
     placed = place(arrays, specs, make_mesh(AxisType.Explicit if step == 1 else AxisType.Auto))
     compiled = jax.jit(fun).lower(*placed).compile()
     assert_nothing_is_exchanged(compiled)
+    assert ("conditional" in compiled.as_text()) == (step != stride), "a branch for each pattern, if there are several"
     assert_same(compiled(*placed), wanted)
 
 

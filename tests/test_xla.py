@@ -185,3 +185,22 @@ def test_writes_under_shard_map_with_their_types_checked(op, case):
         return call(*values, **CALL)
 
     compare(function, (HEADS,) * (3 if op == "write_and_attend" else 2), arrays)
+
+
+def test_a_write_to_a_wider_pool_only_casts():
+    values = jnp.full((1, 1, 16), jnp.inf, jnp.bfloat16)
+    pool = jnp.zeros((2, 1, 4, 16))
+    for cache in paged_jax.write_to_paged_cache(
+        values, -values, pool, pool, np.array([5], np.int32), implementation="xla"
+    ):
+        assert np.isinf(cache[1, 0, 1]).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e5m2, jnp.bfloat16])
+def test_the_last_of_many_tokens_for_one_slot_stays(dtype):
+    tokens = jnp.arange(100, dtype=jnp.bfloat16)[:, None, None] * jnp.ones((1, 1, 16), jnp.bfloat16)
+    pool = jnp.zeros((2, 1, 4, 16), dtype)
+    for cache in paged_jax.write_to_paged_cache(
+        tokens, tokens, pool, pool, np.full(100, 6, np.int32), implementation="xla"
+    ):
+        np.testing.assert_array_equal(cache[1, 0, 2], jnp.full(16, 99, dtype))
