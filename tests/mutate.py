@@ -65,7 +65,7 @@ TESTS = {
     "_vmap.py": "tests/test_vmap.py tests/test_transforms.py tests/test_partition.py -k 'vmap or transformations'",
     "cache.py": "tests/test_cache.py tests/test_cache_methods.py",
     "kernels/xla/cache_ops.py": "tests/test_cache_ops.py tests/test_xla.py tests/test_transforms.py "
-    "tests/test_memory.py -k 'test_cache_ops or (test_xla and pools) or donated or empty_batches'",
+    "tests/test_memory.py -k 'test_cache_ops or (test_xla and (pool or slot)) or donated or empty_batches'",
     "kernels/xla/decode.py": _ATTENTION,
     "kernels/xla/ragged.py": _ATTENTION,
     "kernels/xla/softmax.py": _ATTENTION,

@@ -344,4 +344,8 @@ ACCEPTED = {
         "kernels/xla/cache_ops.py",
         "return scale.reshape((1,) * (1 - scale.ndim) + scale.shape)[..., None]",
     ): "it is broadcast with one axis less, too",
+    (
+        "_partition.py",
+        "rank_of = dict(zip(reversed(patterns), reversed(ranks), strict=False))",
+    ): "there is a pattern for each rank",
 }
