@@ -348,4 +348,52 @@ ACCEPTED = {
         "_partition.py",
         "rank_of = dict(zip(reversed(patterns), reversed(ranks), strict=False))",
     ): "there is a pattern for each rank",
+    (
+        "_partition.py",
+        "return run(_ranked(operands, ranks[1]))",
+    ): "all ranks have one pattern then",
+    (
+        "kernels/xla/decode.py",
+        "narrower = key_cache.dtype.itemsize != key.dtype.itemsize",
+    ): "a wider cache has no scales, which _validate checks",
+    (
+        "allocator/share.py",
+        "repeats = named & ((ids[:, None] == ids[None, :]).sum(axis= 0, dtype=xp.int32) > 1)",
+    ): "the matrix is symmetric",
+    (
+        "allocator/share.py",
+        "valid = empty & in_order & (held ^ ~named).all() & ~repeats.any()",
+    ): "what is held is named",
+    (
+        "allocator/share.py",
+        "row = xp.concatenate([ids, xp.full(max_blocks_per_seq - ids.shape[-1], -1, xp.int32)])",
+    ): "ids have one axis",
+    (
+        "allocator/share.py",
+        'return state.ref_counts.at[jnp.where(blocks >= 0, blocks, state.ref_counts.shape[-1])].add(1, mode="drop")',
+    ): "ref_counts has one axis",
+    (
+        "allocator/share.py",
+        "in_pool = (ids >= 0) & (ids < state.ref_counts.shape[-1])",
+    ): "ref_counts has one axis",
+    (
+        "allocator/share.py",
+        "return (row >= 0) & (row < state.seq_lens.shape[-1])",
+    ): "seq_lens has one axis",
+    (
+        "allocator/share.py",
+        "return _is_row(state, row) & (state.seq_lens[xp.where(_is_row(state, row), row, -1)] == 0)",
+    ): "what is read for no row is masked",
+    (
+        "allocator/share.py",
+        "return _is_row(state, row) & (state.seq_lens[xp.where(_is_row(state, row), row, 0)] <= 0)",
+    ): "no length is negative",
+    (
+        "allocator/state.py",
+        "logical, offsets = xp.divmod(xp.where(valid, at, 1), state.block_size)",
+    ): "what is computed for no position is masked",
+    (
+        "_partition.py",
+        "return mlir.lower_fun(jaxpr_as_fun(traced), multiple_results=False)(context, *leaves)",
+    ): "the function gives a list, whose elements are taken either way",
 }

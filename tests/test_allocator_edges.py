@@ -1,5 +1,7 @@
 """Tests edges of the block allocator: block 0, the largest tables, flags that stay, negative rows and positions."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,3 +92,14 @@ def test_the_error_names_the_sequence_that_outgrows_its_table():
     message = "sequence 1 would hold 4 blocks, its table row has 3 columns"
     with pytest.raises(allocator.OutOfBlocks, match=f"5 blocks requested, 8 free; {message}"):
         allocator.append_tokens(state, [4, 13])
+
+
+def test_a_block_past_a_pool_of_one_block_is_refused_in_words():
+    state = allocator.create(1, 4, 1, 1)
+    with pytest.raises(ValueError, match="5"):
+        allocator.retain(state, [5])
+
+
+def test_a_state_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        allocator.create(1, 4, 1, 1).num_free = 0
