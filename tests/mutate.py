@@ -71,6 +71,7 @@ TESTS = {
     "kernels/xla/softmax.py": _ATTENTION,
 }
 
+# XLA calls functions of these modules back while it compiles.
 _CALLED_BACK = ("_splits.py", "_partition.py", "_lowered.py")
 
 # Replacing an operator by each of the others gives many mutants that behave alike. These replacements are enough.

@@ -1,8 +1,8 @@
 """How do I use several GPUs?
 
 Split what one request needs (tensor parallelism): put weights and caches on a mesh, kv heads over one of its axes. The
-ops work on the heads that lie on each GPU, and XLA adds an all-reduce where a matrix is split by rows. Then make copies
-of that (data parallelism): an engine on GPUs of its own for each copy, and `Replicas`, which shares out the requests.
+ops work on the heads that lie on each GPU, and XLA exchanges what the rest of the model needs. Then make copies of that
+(data parallelism): an engine on GPUs of its own for each copy, and `Replicas`, which shares out the requests.
 
     python -m examples.howto.several_gpus
 """

@@ -1,7 +1,8 @@
 """Continuous batching over any model that offers `step(weights, caches, batch) -> (logits, caches)`.
 
-- engine.py     `Engine`: takes requests, runs steps, gives back tokens; base.py: the interface that it shares with
+- engine.py     `Engine`: takes requests, runs steps, gives back tokens
 - replicas.py   `Replicas`: several engines, each with a copy of the model, share the requests
+- base.py       `BaseEngine`: the interface of both
 - stats.py      their statistics
 - request.py    a request's parameters, the sequences it becomes, and the results
 - config.py     sizes and policies

@@ -27,7 +27,7 @@ class _Replica:
     """An engine, and what the thread that calls `Replicas` knows of it.
 
     Attributes:
-      engine: the engine; while a step runs, only that step's thread touches it.
+      engine: the engine; while a step runs, only that step's thread calls it, but for `check`.
       calls: calls that the engine is to get before its next step.
       request_ids: for each request that this engine was given, the id that it has in `Replicas`. The engine itself
         counts its requests from 0.
@@ -48,9 +48,13 @@ class _Replica:
         return self.engine.step()
 
     def wait(self) -> None:
-        """Waits until no step runs, and makes all calls."""
+        """Waits until no step runs."""
         if self.running is not None:
             concurrent.futures.wait([self.running])
+
+    def settle(self) -> None:
+        """Waits until no step runs, and makes all calls."""
+        self.wait()
         calls, self.calls = self.calls, []
         for call in calls:
             call()
@@ -105,8 +109,7 @@ class Replicas(BaseEngine):
     def reset(self, config: EngineConfig | None = None) -> None:
         """Does what `Engine.reset` does, in each engine, as soon as the steps that run are done."""
         for replica in self._replicas:
-            if replica.running is not None:
-                concurrent.futures.wait([replica.running])
+            replica.wait()
             replica.engine.reset(config)
         self._replicas = [_Replica(replica.engine) for replica in self._replicas]
         self._placed.clear()
@@ -168,7 +171,7 @@ class Replicas(BaseEngine):
     def stats(self) -> Stats:
         """The statistics of all engines together, as soon as the steps that run are done."""
         for replica in self._replicas:
-            replica.wait()
+            replica.settle()
         return Stats.join([replica.engine.stats() for replica in self._replicas])
 
     def _take(self, replica: _Replica) -> list[Delta]:
