@@ -61,14 +61,15 @@ def xla_options(num_tokens: int) -> dict[str, Any]:
     """XLA's options for a step of so many tokens, for `jax.jit(step, compiler_options=...)`.
 
     With Triton, XLA splits the sums of a product over programs, and the next kernel adds up what they leave. That pays
-    for few rows. At 64 rows cuBLAS was 4% faster, which can add to the residual stream too; at 256 it was no slower. At
-    128 the engine's step took 11% longer with it, for no known reason, so 128 to 255 rows are left to XLA. XLA tries
-    cuBLAS's kernels out. While other programs compile this has misled XLA, and at 64 and 256 rows cuBLAS's own choice
-    was as good (benchmarks/LOG.md).
+    for few rows. From 64 rows on cuBLAS is as fast or faster, as it can add to the residual stream too. XLA tries
+    cuBLAS's kernels out, and is misled where other programs compile meanwhile. So cuBLAS chooses by itself where its
+    choice is as good, which it is not for 128 to 255 rows (benchmarks/LOG.md).
     """
-    if num_tokens < 64 or 128 <= num_tokens < 256:
+    if num_tokens < 64:
         return {}
-    return {"xla_gpu_enable_triton_gemm": False} | ({"xla_gpu_autotune_level": 0} if num_tokens <= 512 else {})
+    without_trials = num_tokens < 128 or 256 <= num_tokens < 512
+    return {"xla_gpu_enable_triton_gemm": False} | ({"xla_gpu_autotune_level": 0} if without_trials else {})
+
 
 
 type Step = Callable[[Weights, Caches, Batch], tuple[Float32[Array, "num_rows vocab_size"], Caches]]
