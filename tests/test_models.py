@@ -206,7 +206,7 @@ def test_the_norm_is_flax_s():
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "has_options"), [(1, False), (64, True), (128, False), (256, True), (2048, True)]
+    ("num_tokens", "has_options"), [(1, False), (64, True), (128, True), (256, True), (2048, True)]
 )
 def test_xla_knows_the_options(num_tokens, has_options):
     """XLA refuses to compile with an option that it does not know."""
