@@ -4,12 +4,16 @@ test_triton_compiled.py compiles them. On a GPU the tests of the operations run 
 installed, the tests are skipped.
 """
 
+import concurrent.futures
 import dataclasses
 import importlib.util
 import inspect
 import os
 import subprocess
 import sys
+import threading
+import types
+import warnings
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -181,6 +185,37 @@ def test_empty_batches_launch_nothing(width):
         new = jnp.zeros((0, 8, 128), jnp.bfloat16)
         assert paged_jax.write_and_attend(query, new, new, cache, cache, *rest, rest[1])[0].shape == query.shape
     assert not launches
+
+
+@needs_triton
+def test_threads_may_launch_at_the_same_time():
+    """XLA compiles in threads. There jax-triton's warning stays unseen, although one thread restores all filters."""
+    first_is_in, second_is_in, first_is_out = (threading.Event() for _ in range(3))
+
+    def triton_call(array, unused, number, updated, *, out_type, **_):
+        if number == 1:
+            first_is_in.set()
+            second_is_in.wait(0.5)
+        else:
+            second_is_in.set()
+            first_is_out.wait(0.5)
+        warnings.warn("input_output_aliases is deprecated", DeprecationWarning, stacklevel=2)
+        return [updated]
+
+    def launched(number):
+        config = tuning.CopyKernel(key_words=4, value_words=4, within=True)
+        result = jax.ShapeDtypeStruct((1,), jnp.float32)
+        launch.call("copy", "copy_kernel", config, 1, [jnp.zeros(1)], [number], [result], Device(), [jnp.ones(1)])
+        first_is_out.set()
+
+    with (
+        mock.patch.dict(sys.modules, {"jax_triton": types.SimpleNamespace(triton_call=triton_call)}),
+        concurrent.futures.ThreadPoolExecutor() as pool,
+    ):
+        first = pool.submit(launched, 1)
+        first_is_in.wait(10)
+        pool.submit(launched, 2).result()
+        first.result()
 
 
 def test_without_jax_triton_it_says_what_to_install():

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import threading
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
@@ -16,6 +17,10 @@ from paged_jax.kernels.problem import Device, Unsupported
 from paged_jax.kernels.problem import device as device
 from paged_jax.kernels.triton.ragged_tuning import RaggedReduceKernel
 from paged_jax.kernels.triton.tuning import AttentionKernel, CopyKernel, ReduceKernel, WriteKernel
+
+# All threads share the filters of warnings. Programs that compile side by side launch kernels in threads, and what one
+# thread restores must not be what another has just set.
+_filters_lock = threading.Lock()
 
 
 def missing() -> list[str]:
@@ -77,7 +82,7 @@ def call(
         keywords["out_shape"], first_input, first_output = [*aliased, *rest], len(arrays), 0
     if in_place:
         keywords["input_output_aliases"] = {first_input + i: first_output + i for i in range(len(in_place))}
-    with warnings.catch_warnings():
+    with _filters_lock, warnings.catch_warnings():
         # jax-triton 0.4 warns that it prefers mutable references, which 0.3 does not take.
         warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
         results = jax_triton.triton_call(
