@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 THREADS = 128
 """Threads of a warpgroup."""
 
+LOADING_WARPS = 4
+"""Warps of the warpgroup that loads."""
+
 NO_ITEM, WIDE, THIN = range(3)
 """The values of a work item's `kind`; a wide item has more than `WGMMA_ROWS` rows."""
 
@@ -149,8 +152,12 @@ class ItemKind:
 
     @property
     def run_tokens(self) -> int:
-        """Tokens of a run: neighbours of a tile that are in one block, which one copy brings."""
-        return min(self.geometry.problem.block_size, self.tile)
+        """Tokens of a run: neighbours of a tile that are in one block, which one copy brings.
+
+        Each warp that loads has runs of every tile. One that had none would only wait for stages, and if it lagged
+        behind the others by a whole ring, for something that was long over.
+        """
+        return min(self.geometry.problem.block_size, self.tile // LOADING_WARPS)
 
     @property
     def runs_per_tile(self) -> int:

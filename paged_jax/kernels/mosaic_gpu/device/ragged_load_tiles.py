@@ -21,9 +21,7 @@ from paged_jax.kernels.mosaic_gpu.device.plan import Scalar
 from paged_jax.kernels.mosaic_gpu.device.ragged_plan import Item, Span
 from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Ref, Refs, TileRing
 from paged_jax.kernels.mosaic_gpu.device.ragged_tiles import Range
-from paged_jax.kernels.mosaic_gpu.ragged_geometry import ItemKind
-
-_WARPS = 4  # of a warpgroup
+from paged_jax.kernels.mosaic_gpu.ragged_geometry import LOADING_WARPS, ItemKind
 
 
 class _Cache(NamedTuple):
@@ -162,11 +160,11 @@ class TileLoader:
             plgpu.copy_gmem_to_smem(run_gmem, tile_smem.at[pl.ds(run * size, size)], ready)
 
         def copy_in_turn():
-            for warp in range(_WARPS):
+            for warp in range(LOADING_WARPS):
 
                 @pl.when(lax.axis_index("warp") == warp)
                 def copy_own(warp=warp):
-                    for run in range(warp, self.kind.runs_per_tile, _WARPS):
+                    for run in range(warp, self.kind.runs_per_tile, LOADING_WARPS):
                         copy_run(run)
 
         _as_warps(copy_in_turn)
@@ -189,15 +187,15 @@ class TileLoader:
         in while the tile before is on its way.
         """
         item, size, block_size = self.item, self.kind.run_tokens, jnp.int32(self.kind.geometry.problem.block_size)
-        tables_gmem = self.refs.inputs_gmem.block_tables
+        tables_gmem, runs_of_warp = self.refs.inputs_gmem.block_tables, self.kind.runs_per_tile // LOADING_WARPS
         last = lax.max(lax.div(item.values_end - 1, jnp.int32(size)) * size, jnp.int32(0))
 
         def load_as_warp():
-            first_run = lax.axis_index("warp") * self._runs_of_warp
+            first_run = lax.axis_index("warp") * runs_of_warp
 
             def blocks_of(number):
                 first = item.origin + number * self.kind.tile
-                tokens = [lax.min(first + (first_run + j) * size, last) for j in range(self._runs_of_warp)]
+                tokens = [lax.min(first + (first_run + j) * size, last) for j in range(runs_of_warp)]
                 return tuple(tables_gmem[item.seq, lax.div(token, block_size)] for token in tokens)
 
             def load(number, blocks):
@@ -212,24 +210,15 @@ class TileLoader:
     def _copy_whole_tile(self, number: Scalar, first_run: Scalar, blocks: tuple[Scalar, ...]) -> None:
         """Copies a warp's runs of a tile, which are in these blocks."""
         stage = lax.rem(self.tiles_before + number, jnp.int32(self.kind.stages))
-        size, runs = self.kind.run_tokens, self.kind.runs_per_tile
+        size = self.kind.run_tokens
         for cache in self._caches:
             is_reused = self.tiles_before + number >= self.kind.stages
             pl.when(is_reused)(lambda cache=cache: plgpu.barrier_wait(cache.ring.consumed.at[stage]))
             tile_smem = tile_of(cache.ring.tiles, stage, self.kind)
-
-            def copy(cache=cache, tile_smem=tile_smem):
-                for j, block in enumerate(blocks):
-                    token = self.item.origin + number * self.kind.tile + (first_run + j) * size
-                    run_smem = tile_smem.at[pl.ds((first_run + j) * size, size)]
-                    plgpu.copy_gmem_to_smem(self._run_gmem(cache, block, token), run_smem, cache.ring.ready.at[stage])
-
-            pl.when(first_run < runs)(copy) if runs < _WARPS else copy()
-
-    @property
-    def _runs_of_warp(self) -> int:
-        """Runs of a tile that each warp copies, if there are enough for all."""
-        return max(self.kind.runs_per_tile // _WARPS, 1)
+            for j, block in enumerate(blocks):
+                token = self.item.origin + number * self.kind.tile + (first_run + j) * size
+                run_smem = tile_smem.at[pl.ds((first_run + j) * size, size)]
+                plgpu.copy_gmem_to_smem(self._run_gmem(cache, block, token), run_smem, cache.ring.ready.at[stage])
 
     # Tiles of the cache, of 8 bits.
 
