@@ -71,7 +71,6 @@ def xla_options(num_tokens: int) -> dict[str, Any]:
     return {"xla_gpu_enable_triton_gemm": False} | ({"xla_gpu_autotune_level": 0} if without_trials else {})
 
 
-
 type Step = Callable[[Weights, Caches, Batch], tuple[Float32[Array, "num_rows vocab_size"], Caches]]
 
 
