@@ -1,7 +1,10 @@
 """One engine over two processes, each of which has one CPU device of a mesh of two."""
 
+import concurrent.futures
+import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -16,15 +19,12 @@ ROOT = Path(__file__).parents[1]
 
 
 def free_ports():
-    """A port that is free, and so is the next."""
-    while True:
-        with socket.create_server(("localhost", 0)) as first:
-            port = first.getsockname()[1]
-            try:
-                socket.create_server(("localhost", port + 1)).close()
-            except OSError:
-                continue
+    """A port that is free, and so is the next. The system gives neither to a process that asks for any port."""
+    for port in random.SystemRandom().sample(range(20000, 30000, 2), 100):
+        with contextlib.suppress(OSError), socket.create_server(("localhost", port)):
+            socket.create_server(("localhost", port + 1)).close()
             return port
+    raise OSError("no two ports are free")
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +51,16 @@ def test_two_processes_write_the_same(wanted):
         )
         for index in range(2)
     ]
-    try:
-        (out, err), (_, other_err) = (process.communicate(timeout=240) for process in processes)
-    finally:
-        for process in processes:
-            process.kill()
+
+    def outputs(process):
+        try:
+            return process.communicate(timeout=240)
+        finally:
+            if process.returncode != 0:  # the others would wait for it
+                for other in processes:
+                    other.kill()
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        (out, err), (_, other_err) = pool.map(outputs, processes)
     assert [process.returncode for process in processes] == [0, 0], err + other_err
     assert json.loads(out.splitlines()[-1]) == wanted
