@@ -181,6 +181,7 @@ def _edges():
     return [
         Case("all-empty", seq_lens=(0, 0, 0), query_lens=(0, 0, 0), sinks=True),
         Case("one-sequence", seq_lens=(80,), query_lens=(80,), spare_columns=0, padding=0),
+        Case("one-query", 4, 2, 64, 16, "bfloat16", seq_lens=(37,), query_lens=(1,), padding=0),
         Case("context-without-query", seq_lens=(20, 33, 48), query_lens=(0, 3, 0), padding=5),
         Case("long", 2, 1, 16, 16, seq_lens=(700, 3, 513, 0), query_lens=(130, 3, 1, 0), partition_size=256),
         Case(
