@@ -18,7 +18,7 @@ from paged_jax import _dispatch, _validate
 from paged_jax.kernels.mosaic_gpu import ragged, ragged_tuning
 from paged_jax.kernels.mosaic_gpu.device import ragged_count, ragged_plan
 from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Counted, Lengths
-from paged_jax.kernels.mosaic_gpu.ragged_geometry import NO_ITEM, Geometry
+from paged_jax.kernels.mosaic_gpu.ragged_geometry import LOADING_WARPS, NO_ITEM, Geometry
 from paged_jax.kernels.problem import Device, Problem, Unsupported
 from tests import inputs, oracle, plain
 from tests.cases import Case, Sparse
@@ -141,10 +141,10 @@ def test_results_do_not_depend_on_who_takes_an_item():
         assert_same_bytes(one, other, "other programs")
 
 
-def planned(query_lens, seq_lens, *shape, **tuning):
+def planned(query_lens, seq_lens, *shape, block_size=16, **tuning):
     """Returns a batch's geometry, what is counted of the batch before the kernel, and its lengths."""
     num_heads, num_kv_heads, head_size, window = shape
-    cache = jax.ShapeDtypeStruct((9, num_kv_heads, 16, head_size), jnp.bfloat16)
+    cache = jax.ShapeDtypeStruct((9, num_kv_heads, block_size, head_size), jnp.bfloat16)
     arrays = (
         jax.ShapeDtypeStruct((sum(query_lens) + 3, num_heads, head_size), jnp.bfloat16),
         *(cache, cache),
@@ -159,6 +159,16 @@ def planned(query_lens, seq_lens, *shape, **tuning):
     starts = jnp.asarray(np.concatenate([[0], np.cumsum(query_lens)]), jnp.int32)
     lengths = Lengths(jnp.asarray(seq_lens, jnp.int32), starts)
     return geometry, ragged_count.count_before_kernel(starts, lengths.seq_lens, geometry), lengths
+
+
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128, 256])
+def test_every_loading_warp_has_runs_of_every_tile(block_size, head_size):
+    """A warp without runs waits only for stages, for which nobody waits. One that lags by a ring waits forever."""
+    geometry, *_ = planned((1, 40), (70, 40), 8, 2, head_size, None, block_size=block_size)
+    for kind in geometry.kinds:
+        assert kind.runs_per_tile >= LOADING_WARPS
+        assert block_size % kind.run_tokens == kind.tile % kind.run_tokens == 0
 
 
 @pytest.mark.parametrize("shape", [(8, 2, 64, None), (5, 1, 128, 100), (16, 1, 64, None)], ids=str)
