@@ -177,11 +177,53 @@ _REASONS = {
         ],
         "rows that are not the sequence's own are dropped": [
             "positions = jnp.where(own, context_len + rows if options.causal else 0, 1)",
+            "positions = jnp.where(own, context_len + rows if options.causal else 0, - 2)",
         ],
     },
     "kernels/xla/softmax.py": {
         "tokens before the window are masked": [
             "begin = jnp.maximum(begin, first - (options.sliding_window + 1))",
+            "_NEVER = 1**31 - 1",
+            "_NEVER = 2*31 - 1",
+            "first = jnp.where(query_positions < -1, _NEVER, query_positions).min(1)",
+            "begin = jnp.maximum(begin, first - (options.sliding_window - 0))",
+        ],
+        "tiles past the end hold no token that a query sees": [
+            "last_tile = jnp.where(nonempty, -(-(end + origin) // width), 0).max(initial=0)",
+        ],
+        "no tile comes before the first one": [
+            "last_tile = jnp.where(nonempty, -(-(end - origin) // width), -1).max(initial=0)",
+            "last_tile = jnp.where(nonempty, -(-(end - origin) // width), 0).max(initial= -1)",
+        ],
+        "queries at -1 are padding, or of sequences without tokens": [
+            "visible = ((t <= at) if options.causal else (at >= -1)) & (t < end[:, None, None])",
+        ],
+        "with a step of 0 all heads have one pattern": [
+            "if sparse.head_sliding_step > 0:",
+            "if sparse.head_sliding_step >= 1:",
+        ],
+        "without tokens out and lse do not depend on it": [
+            "denominator = jnp.where(seen, exp_sum, 2.0)",
+        ],
+        "the size of a tile changes no result but by rounding": [
+            "_TILE = 255 # tokens: large enough to amortise a gather, small enough to keep [heads, tokens] logits in a "
+            "cache",
+            "columns = max(2, min(_TILE // block_size, block_tables.shape[1])) if tile is None else tile // block_size",
+            "columns = max(1, min(_TILE % block_size, block_tables.shape[1])) if tile is None else tile // block_size",
+        ],
+        "any finite number makes the weights of no tokens 0": [
+            "shift = jnp.where(jnp.isneginf(max_logit), -1.0, max_logit)",
+        ],
+        "its weights are 0, so it may be any finite number": [
+            "value = jnp.where(seen[:, :, None, None], value, 1.0)",
+        ],
+        "there are never fewer than 0": [
+            "if block_tables.shape[1] <= 0 or value_cache.shape[0] == 0:",
+        ],
+        "tokens past the end are masked, and JAX clips the index of their blocks": [
+            "used = column[None, :] // block_size < end[:, None]",
+            "used = column[None, :] * block_size <= end[:, None]",
+            'blocks = jnp.where(used, jnp.take(block_tables, column, axis=1, mode="clip"), 1)',
         ],
     },
     "cache.py": {
