@@ -41,7 +41,8 @@ _ATTENTION = (
 _ATTENTION += "tests/test_causal.py "
 _ATTENTION += "-k 'no_room or without_sequences or never_gathered or test_xla or "
 _ATTENTION += "test_causal or hnd-float16 or nhd-e5m2 or vllm-int8 or sparse-step or sparse-negative-step or "
-_ATTENTION += "sparse-vllm or one-query or everything or max-seq-len or all-empty or long or random or stop or number or zero'"
+_ATTENTION += "sparse-vllm or one-query or everything or max-seq-len or all-empty or long or random or stop or "
+_ATTENTION += "number or zero'"
 _WRITE_AND_ATTEND = "tests/test_write_and_attend.py -k 'nhd-e5m2 or vllm-int8 or unsplit or past_max or returns'"
 # The tests of each module; those that fail soonest come first. A folder stands for all of its modules.
 TESTS = {
