@@ -61,9 +61,9 @@ def xla_options(num_tokens: int) -> dict[str, Any]:
     """XLA's options for a step of so many tokens, for `jax.jit(step, compiler_options=...)`.
 
     With Triton, XLA splits the sums of a product over programs, and the next kernel adds up what they leave. That pays
-    for few rows. From 64 rows on cuBLAS is as fast or faster, as it can add to the residual stream too. XLA tries
-    cuBLAS's kernels out, and is misled where other programs compile meanwhile. So cuBLAS chooses by itself where its
-    choice is as good, which it is not for 128 to 255 rows (benchmarks/LOG.md).
+    for few rows. From 64 rows on, up to the 512 that were measured, cuBLAS was as fast or faster: it can add to the
+    residual stream too. XLA tries cuBLAS's kernels out, and has been misled where other programs compiled meanwhile. So
+    cuBLAS chooses by itself where its choice was as good: for 64 to 127 and for 256 to 511 rows (benchmarks/LOG.md).
     """
     if num_tokens < 64:
         return {}
