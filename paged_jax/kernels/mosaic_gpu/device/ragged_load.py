@@ -5,6 +5,7 @@ its query, for which there are two stages. Rings of tiles go on from one item to
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -48,6 +49,13 @@ def load_items(refs: Refs, geometry: Geometry) -> None:
     _drain(items_before, refs.smem.query.consumed, stages=geometry.tuning.queries)
 
 
+class _Next(NamedTuple):
+    """The number of the item that a program takes next, and whether there is such an item, which then is begun."""
+
+    number: Scalar
+    exists: Scalar
+
+
 @dataclass(frozen=True)
 class _ItemLoader:
     """Loads items of one kind.
@@ -66,28 +74,46 @@ class _ItemLoader:
 
     def take_items(self, first: Scalar, items_before: Scalar) -> Scalar:
         """Takes items from the number `first` on, until there are no more; returns how many the program has had."""
-        queries, smem = self.kind.geometry.tuning.queries, self.refs.smem
 
         def take(state):
-            _, number, items_before, tiles_before = state
-            item = items.read_own(items_before, smem)
-            tiles = TileLoader(item, tiles_before, self.kind, self.refs)
-            self._load_first_tiles(item, items_before, tiles)
-            number = self.number_after(number)
-            first = jnp.int32(self._first_tiles)
-            if queries > 1:
-                exists = self._begin_item(number, items_before + 1)
-                tiles.load_range(first, item.num_tiles)
-            else:  # the next query can only follow this one's results
-                tiles.load_range(first, item.num_tiles)
-                exists = self._begin_item(number, items_before + 1)
-            return exists, number, items_before + 1, tiles_before + item.num_tiles
+            next_item, items_before, tiles_before = state
+            item = items.read_own(items_before, self.refs.smem)
+            next_item = self._load_item(item, items_before, tiles_before, next_item)
+            return next_item, items_before + 1, tiles_before + item.num_tiles
 
-        state = self._begin_item(first, items_before), first, items_before, jnp.int32(0)
-        *_, items_before, tiles_before = lax.while_loop(lambda state: state[0], take, state)
-        barriers = smem.barriers(self.kind)
+        state = _Next(first, self._begin_item(first, items_before)), items_before, jnp.int32(0)
+        _, items_before, tiles_before = lax.while_loop(lambda state: state[0].exists, take, state)
+        barriers = self.refs.smem.barriers(self.kind)
         _drain(tiles_before, barriers.keys_consumed, barriers.values_consumed, stages=self.kind.stages)
         return items_before
+
+    def _load_item(self, item: Item, items_before: Scalar, tiles_before: Scalar, own: _Next) -> _Next:
+        """Loads an item's tiles, says between them that its query is there, and begins the next item, if there is one.
+
+        What is done between tiles comes behind parts of them, in a loop, so that the code that loads tiles is there
+        once: a program fetches all of its instructions for the first time.
+        """
+        tiles = TileLoader(item, tiles_before, self.kind, self.refs)
+        if self.kind.geometry.converts_tiles:
+            tiles.begin_raw()
+        first = lax.min(item.num_tiles, jnp.int32(self._first_tiles))
+        # With one place for queries, the next query can only follow this one's results.
+        begun = first if self.kind.geometry.tuning.queries > 1 else item.num_tiles
+
+        def load_part(part, state):
+            begin, next_item = state
+            end = jnp.where(part == 0, first, jnp.where(part == 1, begun, item.num_tiles))
+            tiles.load_range(begin, end)
+            pl.when(part == 0)(lambda: self._finish_query(items_before))
+            next_item = lax.cond(part == 1, lambda: self._begin_next(own, items_before), lambda: next_item)
+            return end, next_item
+
+        return lax.fori_loop(0, 3, load_part, (jnp.int32(0), own))[1]
+
+    def _begin_next(self, own: _Next, items_before: Scalar) -> _Next:
+        """Begins the item that the program takes after its own one, if there is such an item."""
+        number = self.number_after(own.number)
+        return _Next(number, self._begin_item(number, items_before + 1))
 
     def number_after(self, number: Scalar) -> Scalar:
         """The number of the item that a program takes after another one."""
@@ -129,14 +155,10 @@ class _ItemLoader:
         """
         return 2 if self.kind.geometry.has_whole_tiles else 1
 
-    def _load_first_tiles(self, item: Item, items_before: Scalar, tiles: TileLoader) -> None:
-        """Loads an item's first tiles, and waits for its query, which was on its way before."""
-        geometry = self.kind.geometry
-        if geometry.converts_tiles:
-            tiles.begin_raw()
-        tiles.load_range(jnp.int32(0), lax.min(item.num_tiles, jnp.int32(self._first_tiles)))
+    def _finish_query(self, items_before: Scalar) -> None:
+        """Waits for an item's query, which was on its way before, and says that it is there."""
         rows.finish_copies()
-        plgpu.barrier_arrive(self.refs.smem.query.ready.at[items.query_stage(items_before, geometry)])
+        plgpu.barrier_arrive(self.refs.smem.query.ready.at[items.query_stage(items_before, self.kind.geometry)])
 
 
 def _first_number(loader: _ItemLoader, program: Scalar, wide_programs: Scalar, turn: Scalar) -> Scalar:
