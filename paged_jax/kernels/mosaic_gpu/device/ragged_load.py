@@ -22,6 +22,8 @@ from paged_jax.kernels.mosaic_gpu.device.ragged_plan import Item
 from paged_jax.kernels.mosaic_gpu.device.ragged_refs import ITEM_STAGES, Counts, Refs
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import NO_ITEM, Geometry, ItemKind
 
+_LAST_TILES = 2  # of a thin item, which are loaded after the next item is begun
+
 
 def load_items(refs: Refs, geometry: Geometry) -> None:
     """Takes items one after the other, tells the computing warpgroups of each, and copies what it needs.
@@ -96,9 +98,7 @@ class _ItemLoader:
         tiles = TileLoader(item, tiles_before, self.kind, self.refs)
         if self.kind.geometry.converts_tiles:
             tiles.begin_raw()
-        first = lax.min(item.num_tiles, jnp.int32(self._first_tiles))
-        # With one place for queries, the next query can only follow this one's results.
-        begun = first if self.kind.geometry.tuning.queries > 1 else item.num_tiles
+        first, begun = lax.min(item.num_tiles, jnp.int32(self._first_tiles)), self._tiles_before_next(item)
 
         def load_part(part, state):
             begin, next_item = state
@@ -114,6 +114,19 @@ class _ItemLoader:
         """Begins the item that the program takes after its own one, if there is such an item."""
         number = self.number_after(own.number)
         return _Next(number, self._begin_item(number, items_before + 1))
+
+    def _tiles_before_next(self, item: Item) -> Scalar:
+        """How many of an item's tiles are loaded before the next item is begun.
+
+        Of a thin item all but the last two, in whose time the next query comes: until an item is claimed, a program that
+        is done sooner can take it. But no fewer than fill the ring and two stages again. By then both warpgroups are at
+        this item, so that the place of the next query is free: the results of the item before have left it.
+        """
+        if self.kind.geometry.tuning.queries == 1:  # the next query can only follow this one's results
+            return item.num_tiles
+        if self.kind.is_wide:
+            return lax.min(item.num_tiles, jnp.int32(self._first_tiles))
+        return lax.max(item.num_tiles - _LAST_TILES, lax.min(item.num_tiles, jnp.int32(self.kind.stages + 2)))
 
     def number_after(self, number: Scalar) -> Scalar:
         """The number of the item that a program takes after another one."""
