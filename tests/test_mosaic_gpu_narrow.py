@@ -1,6 +1,7 @@
-"""Tests 8-bit tiles in registers (`eight_bit.py`) without a GPU: all threads' registers are arrays [128, elements].
+"""Tests 8-bit tiles in registers (`eight_bit.py`, `converted.py`) without a GPU.
 
-Mosaic's layouts say which elements of an array each thread has. The assembly is interpreted in NumPy.
+All threads' registers are arrays [128, elements]. Mosaic's layouts say which elements of an array each thread has. The
+assembly is interpreted in NumPy.
 """
 
 import re
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_jax.kernels.mosaic_gpu.device.tiles import eight_bit, slot_scales
+from paged_jax.kernels.mosaic_gpu.device.tiles import converted, eight_bit, slot_scales
 from paged_jax.kernels.mosaic_gpu.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.tuning import Tuning
 from paged_jax.kernels.problem import Problem, ScaleKind
@@ -137,7 +138,7 @@ def inline(*_, **__):
 def emulated():
     fakes = {
         "_load": load,
-        "_asm": run,
+        "on_words": run,
         "operand": operand,
         "inline": inline,
         "array": lambda registers, layout, shape, _=None: Stored(registers=registers, layout=layout, shape=shape),
@@ -156,12 +157,14 @@ def emulated():
     }  # fmt: skip
     memref = SimpleNamespace(load=lambda ref, at: ref[tuple(at)])
     of_scales = {name: fakes[name] for name in ("inline", "array", "vector", "arith", "ir")}
+    of_all = {name: fakes[name] for name in ("on_words", "inline", "array", "vector", "ir")}
     threads = mock.patch.multiple(mgpu, thread_idx=lambda: np.arange(128, 256), c=lambda x, _: x)
     below = mock.patch.multiple(
         "paged_jax.kernels.mosaic_gpu.device.inline", arith=fakes.pop("arith"), ir=mock.MagicMock()
     )
     scales = mock.patch.multiple(slot_scales, memref=memref, **of_scales)
-    with mock.patch.multiple(eight_bit, **fakes), below, scales, threads:
+    both = mock.patch.multiple(converted, **of_all)
+    with mock.patch.multiple(eight_bit, **fakes), both, below, scales, threads:
         yield
 
 

@@ -37,7 +37,7 @@ from paged_jax.kernels.mosaic_gpu.device.ragged_rows import (
     operand_transforms,
     place_of,
 )
-from paged_jax.kernels.mosaic_gpu.device.tiles.eight_bit import CONVERT
+from paged_jax.kernels.mosaic_gpu.device.tiles.converted import CONVERT
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import ItemKind
 from paged_jax.kernels.problem import Problem
 

@@ -1,13 +1,8 @@
 """Tiles of 8 bits in layouts "hnd" and "nhd": they become float16 in registers on their way to the products.
 
-wgmma takes its left operand A from registers, in pairs of neighbours along what is summed: of every [64, 16] of A, lane
-4 * g + t of warp w has rows 16 * w + 8 * h + g and columns 8 * a + 2 * t + b, for h, a, b of 0 and 1. A lane reads
-shared memory in words of 4 elements, which are not the elements that wgmma wants from it, so that both products are
-computed with elements in an order of their own.
+`converted.py` says which elements wgmma wants from a lane. A lane reads words of 4 neighbouring elements of a token.
 
-Keys, A = K [tile, head_size]: a lane's word has 4 neighbouring elements of a token, and stands for the 4 columns that
-wgmma wants from the lane. `query_operand` stores the elements of the query, the right operand, in that same order, and
-the sums do not change.
+Keys, A = K [tile, head_size]: these are neighbours along what is summed, and go with a query in the order of words.
 
 Values, A = V^T [head_size, tile]: a lane's words have the same elements of two neighbouring tokens, and exchange bytes,
 
@@ -19,13 +14,10 @@ so that a pair of tokens is a register. These elements stand for the rows that w
 128, a lane has 2 of these rows at a time, and its words are halves.
 """
 
-from typing import Any, ClassVar
-
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
@@ -38,70 +30,17 @@ from paged_jax.kernels.mosaic_gpu.device.inline import (
     select_within,
     token_of_row,
 )
-from paged_jax.kernels.mosaic_gpu.device.registers import layout, wide
-from paged_jax.kernels.mosaic_gpu.device.tiles.plain import PlainTiles, transforms
+from paged_jax.kernels.mosaic_gpu.device.tiles.converted import ConvertedTiles, on_words, tiled_layout, to_float16
+from paged_jax.kernels.mosaic_gpu.device.tiles.plain import transforms
 from paged_jax.kernels.mosaic_gpu.device.tiles.slot_scales import first_row
 from paged_jax.kernels.mosaic_gpu.geometry import Geometry
 
-# Assembly that makes two registers of two float16 from one of four bytes, exactly.
-CONVERT = {
-    "float8_e4m3fn": """{ .reg .b16 low, high; mov.b32 {low, high}, $2;
-        cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }""",
-    "float8_e5m2": "prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;",
-    # 0x6400 is 1024 in float16, where a unit is the last bit.
-    "int8": """{ .reg .b32 u, zero; xor.b32 u, $2, 0x80808080; mov.b32 zero, 0x64806480;
-        prmt.b32 $0, u, 0x64646464, 0x4140; prmt.b32 $1, u, 0x64646464, 0x4342;
-        sub.f16x2 $0, $0, zero; sub.f16x2 $1, $1, zero; }""",
-}
 # Assembly that makes of the same four bytes of two tokens the first, and the last, two pairs of tokens.
 _PAIR_TOKENS = "prmt.b32 $0, $1, $2, 0x5140;", "prmt.b32 $0, $1, $2, 0x7362;"
-_EXPONENT = 0x7F800000  # bits of a float32
-_SMALLEST = 1e-30  # stands in for the peak of a query of zeros
 
 
-class EightBitTiles(PlainTiles):
+class EightBitTiles(ConvertedTiles):
     """Tiles lie as `PlainTiles` has them, and become operands in registers."""
-
-    in_registers: ClassVar[bool] = True
-
-    @property
-    def operand_dtype(self) -> str:
-        """float16 holds whatever 8 bits can say, and Hopper converts float8 to nothing else."""
-        return "float16"
-
-    def query_operand_type(self) -> Any:
-        """The query in float16, with its elements in the order of `keys`."""
-        return self.swizzled((self.geometry.columns, self.geometry.problem.head_size), self.operand_dtype)
-
-    def query_operand(self, query_smem, operand_smem) -> tuple[Any, Any]:
-        """A query in bfloat16 is divided by a power of two, so that float16 can hold it; that is exact."""
-        query, divisor = layout(query_smem.T[...]), 1.0
-        if self.geometry.problem.query_dtype != self.operand_dtype:
-            query = query.astype(jnp.float32)
-            peak = lax.max(jnp.abs(query).max(axis=0), jnp.float32(_SMALLEST))
-            bits = lax.bitcast_convert_type(peak, jnp.int32) & _EXPONENT
-            divisor = lax.bitcast_convert_type(bits, jnp.float32)
-            query = (query / wide(divisor, self.geometry.problem.head_size)).astype(self.operand_dtype)
-        self.store_query(operand_smem, query)
-        plgpu.commit_smem()
-        return operand_smem, divisor
-
-    def store_query(self, operand_smem, query: Array) -> None:
-        """Stores Q^T [head_size, columns] as [columns, head_size], with elements in the order of `keys`."""
-        geometry, transforms_ = self.geometry, transforms(self.geometry.problem.head_size, self.operand_dtype)
-
-        @inline(plgpu.RefType(transforms_), plgpu.Layout.WGMMA)
-        def store(_, operand_smem, query):
-            shape = geometry.problem.head_size // 64, geometry.columns // 8, 2  # [m, c, h]
-            pairs = query.registers.reshape(shape)
-            one = ir.VectorType.get((1,), query.mlir_dtype)
-            singles = np.empty((*shape, 2), object)
-            for (*i, b), _ in np.ndenumerate(singles):
-                singles[*i, b] = vector.from_elements(one, [vector.extract(pairs[*i], [], [b])])
-            stored = array(singles.swapaxes(0, 1), query_layout(), query.shape[::-1])
-            stored.store_tiled(operand_smem, transforms_[1].swizzle, optimized=False)
-
-        store(operand_smem, query)
 
     def keys(self, tile_smem) -> Array:
         """K [tile, head_size] in float16, with its elements in an order of its own."""
@@ -113,7 +52,7 @@ class EightBitTiles(PlainTiles):
             words = _load(tile_smem, mgpu.WGMMA_LAYOUT_8BIT, geometry).reshape(-1, 2)  # [.., h]
             halves = np.empty((len(words), 2, 2), object)  # [.., a, h]
             for i, h in np.ndindex(words.shape):
-                halves[i, :, h] = _asm(CONVERT[cache_dtype], 2, words[i, h])
+                halves[i, :, h] = to_float16(words[i, h], cache_dtype)
             return operand(halves, shape, self.operand_dtype)
 
         return load(tile_smem)
@@ -130,8 +69,8 @@ class EightBitTiles(PlainTiles):
             halves = np.empty((head_size // (32 * each), each // 2, tile // 16, 2, 2), object)  # [.., .., .., a, h]
             for s, m, a in np.ndindex(words.shape[:3]):
                 for i in range(each // 2):
-                    word = _asm(_PAIR_TOKENS[i], 1, *words[s, m, a])
-                    halves[m, i, s, a] = _asm(CONVERT[cache_dtype], 2, word)
+                    word = on_words(_PAIR_TOKENS[i], 1, *words[s, m, a])
+                    halves[m, i, s, a] = to_float16(word, cache_dtype)
             return operand(halves, (head_size, tile), self.operand_dtype)
 
         return load(tile_smem)
@@ -184,17 +123,6 @@ class EightBitTiles(PlainTiles):
         store(out_smem, out)
 
 
-def query_layout() -> mgpu.TiledLayout:
-    """The layout of [columns, head_size] in which a lane stores its columns of Q^T in the order of `keys`.
-
-    Element 4 * t + 2 * a + b of memory is element 8 * a + 2 * t + b of a row of `keys`. A lane has elements
-    16 * w + 8 * h + g of its columns; of their number's lowest bits 3 2 1 0, g2 g1 h g0 become bits 1 3 2 0, as t is h
-    and g2.
-    """
-    tiles = ((8, 64), (8, 16), (8, 8), (8, 4), (8, 2), (2, 1), (1, 1))
-    return _layout(tiles, warp=-13, lanes=(-7, -11, -5, -6))
-
-
 def tokens_layout(group: int, geometry: Geometry) -> mgpu.TiledLayout:
     """The layout of [tokens, head_size] in which a lane reads V.
 
@@ -202,23 +130,19 @@ def tokens_layout(group: int, geometry: Geometry) -> mgpu.TiledLayout:
     and g the g-th eighth of that.
     """
     each = _elements(geometry)
-    return _layout(((group, 32 * each), (8, 8 * each), (2, each), (1, each)), warp=-7, lanes=(-5, -6))
+    return tiled_layout(((group, 32 * each), (8, 8 * each), (2, each), (1, each)), warp=-7, lanes=(-5, -6))
 
 
 def rows_layout(geometry: Geometry) -> mgpu.TiledLayout:
     """The layout of [head_size, columns] with the rows that `values` gives a lane and the columns of a product."""
     each = _elements(geometry)
     tiles = ((32 * each, 8), (8 * each, 8), (each, 8), *([(2, 8)] if each == 4 else []), (1, 2))
-    return _layout(tiles, warp=-2 * len(tiles), lanes=(2 - 2 * len(tiles), -3))
+    return tiled_layout(tiles, warp=-2 * len(tiles), lanes=(2 - 2 * len(tiles), -3))
 
 
 def _elements(geometry: Geometry) -> int:
     """Neighbouring elements of V that a lane reads at once."""
     return 4 if geometry.problem.head_size % 128 == 0 else 2
-
-
-def _layout(tiles, warp: int, lanes: tuple[int, ...]) -> mgpu.TiledLayout:
-    return mgpu.TiledLayout(plgpu.Tiling(tiles), (warp,), lanes, -1, _check_canonical=False).canonicalize()
 
 
 def _transforms(geometry: Geometry):
@@ -253,13 +177,3 @@ def _bitcast(x, bits: int):
     x = vector.bitcast(ir.VectorType.get((1,), ir.IntegerType.get_signless(bits)), x)
     x = vector.extract(x, [], [0])
     return x if bits == 32 else llvm.zext(word, x)
-
-
-def _asm(code: str, results: int, *operands):
-    """Runs PTX on registers of 32 bits; $0 and on are its results, what follows the operands."""
-    word = ir.IntegerType.get_signless(32)
-    constraints = ",".join(["=&r"] * results + ["r"] * len(operands))
-    if results == 1:
-        return llvm.inline_asm(word, operands, code, constraints)
-    struct = llvm.inline_asm(llvm.StructType.get_literal([word] * results), operands, code, constraints)
-    return [llvm.extractvalue(word, struct, [i]) for i in range(results)]
