@@ -19,6 +19,7 @@ from paged_jax.kernels import mosaic_gpu
 from paged_jax.kernels.mosaic_gpu.decode import Target
 from paged_jax.kernels.mosaic_gpu.device.tiles import kind
 from paged_jax.kernels.mosaic_gpu.device.tiles.eight_bit import EightBitTiles
+from paged_jax.kernels.mosaic_gpu.device.tiles.eight_bit_vllm import EightBitVllmTiles
 from paged_jax.kernels.mosaic_gpu.device.tiles.plain import PlainTiles
 from paged_jax.kernels.mosaic_gpu.device.tiles.vllm import VllmTiles
 from paged_jax.kernels.problem import Device
@@ -91,7 +92,8 @@ class InterpretedEightBitTiles(InterpretedProduct, EightBitTiles):
 class InterpretedVllmTiles(InterpretedProduct, VllmTiles):
     def keys(self, tile_smem):
         problem = self.geometry.problem
-        pages = read(tile_smem).reshape(-1, problem.head_size // 8, problem.block_size, 8)
+        x = 16 // problem.cache_itemsize
+        pages = read(tile_smem).reshape(-1, problem.head_size // x, problem.block_size, x)
         return pages.swapaxes(1, 2).reshape(self.geometry.tuning.tile, problem.head_size)
 
     def values(self, tile_smem):
@@ -107,10 +109,27 @@ class InterpretedVllmTiles(InterpretedProduct, VllmTiles):
         tile_smem[...] = kept.reshape(tile_smem.shape)
 
 
+class InterpretedEightBitVllmTiles(InterpretedVllmTiles, EightBitVllmTiles):
+    """Operands are in order; test_mosaic_gpu_vllm.py tests the order of the real ones."""
+
+    def keys(self, tile_smem):
+        return super().keys(tile_smem).astype(jnp.float16)
+
+    def values(self, tile_smem):
+        return super().values(tile_smem).astype(jnp.float16)
+
+    def store_query(self, operand_smem, query):
+        operand_smem[...] = query.T
+
+    def store_weights(self, weights_smem, weights):
+        PlainTiles.store_weights(self, weights_smem, weights)
+
+
 INTERPRETED_KINDS = {
     PlainTiles: InterpretedPlainTiles,
     EightBitTiles: InterpretedEightBitTiles,
     VllmTiles: InterpretedVllmTiles,
+    EightBitVllmTiles: InterpretedEightBitVllmTiles,
 }
 
 

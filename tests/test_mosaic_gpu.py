@@ -64,6 +64,9 @@ INTERPRETED = [
     ("v2", small("vllm", 2, 1, 128, 8, "float16", layout="vllm", sinks=True, alibi=True, logits_soft_cap=3.0)),
     ("auto", small("vllm", 9, 1, 64, 64, "bfloat16", layout="vllm", v_scale="slot", seq_lens=(300, 5))),
     ("auto", small("vllm-cluster", 8, 1, 128, 32, "bfloat16", layout="vllm", seq_lens=(300,))),
+    ("v1", small("vllm-e4m3", 4, 2, 64, 16, "bfloat16", "float8_e4m3fn", layout="vllm", sliding_window=70)),
+    ("v2", small("vllm-e5m2", 7, 1, 128, 64, "float16", "float8_e5m2", layout="vllm", k_scale="head", v_scale="head")),
+    ("auto", small("vllm-int8", 12, 1, 64, 32, "bfloat16", "int8", layout="vllm", k_scale="slot", v_scale="slot")),
     ("auto", small("all-empty", 4, 2, 64, 16, "float16", seq_lens=(0, 0), sinks=True)),
 ]
 
@@ -110,6 +113,7 @@ def test_far_apart_scales_of_values():
 UNEVEN = [
     small("uneven", 4, 1, 64, 16, "bfloat16", seq_lens=(700, 30, 0, 130), sinks=True),
     small("uneven-window", 2, 1, 128, 16, "float16", layout="vllm", seq_lens=(600, 5, 70, 9), sliding_window=400),
+    small("uneven-vllm-e4m3", 8, 1, 128, 16, "bfloat16", "float8_e4m3fn", layout="vllm", seq_lens=(600, 5, 70, 9)),
     small("uneven-int8", 2, 2, 64, 32, "bfloat16", "int8", seq_lens=(900, 64), k_scale="slot", max_seq_len=800),
 ]
 # Three waves of items, which would be whole if their lengths were alike, and get queues if contexts take long enough.
@@ -122,6 +126,7 @@ FOLDED = [  # by 4 heads, and by 2
     small("fold", 4, 4, 64, 16, "bfloat16", seq_lens=(37, 0, 130, 64), sinks=True, k_scale="scalar"),
     small("fold-int8", 8, 4, 64, 16, "float16", "int8", seq_lens=(37, 64), sliding_window=50),
     small("fold-two", 8, 4, 128, 32, "bfloat16", seq_lens=(3, 150), alibi=True, v_scale="scalar"),
+    small("fold-vllm-int8", 8, 4, 128, 16, "float16", "int8", layout="vllm", seq_lens=(70, 0, 5), sliding_window=40),
     small("fold-vllm", 8, 4, 64, 8, "float16", layout="vllm", seq_lens=(70, 0, 5), sliding_window=40),
 ]
 FOLDED_QUEUES = [  # by 4 heads, and by 2, so that one wave is left
@@ -272,10 +277,12 @@ def pairs():
             dtype = ("float16", "bfloat16")[n % 2]
             k_scale, v_scale = kinds[(i + j) % 3]
             options = {"alibi": n % 5 == 0, "sliding_window": 100 if n % 3 == 0 else None}
-            shape = 2 * group, 2, head_size, block_size, dtype, cache_dtype, ("hnd", "nhd")[(i + j) % 2]
-            name = f"{cache_dtype}-{dtype}-{head_size}-{group}"
-            case = small(name, *shape, seq_lens=(700, 3), k_scale=k_scale, v_scale=v_scale, **options)
-            yield ops[(i + j) % 3], case
+            options |= {"seq_lens": (700, 3), "k_scale": k_scale, "v_scale": v_scale}
+            name, shape = f"{cache_dtype}-{dtype}-{head_size}-{group}", (2 * group, 2, head_size)
+            layout = ("hnd", "nhd")[(i + j) % 2]
+            yield ops[(i + j) % 3], small(name, *shape, block_size, dtype, cache_dtype, layout, **options)
+            block_size = max(16, block_size)
+            yield ops[(i + j) % 3], small(f"vllm-{name}", *shape, block_size, dtype, cache_dtype, "vllm", **options)
 
 
 @pytest.mark.parametrize(("op", "case"), list(pairs()), ids=str)

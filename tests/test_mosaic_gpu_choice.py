@@ -32,7 +32,10 @@ REFUSED = [
     (small("sparse", 4, 2, 64, 16, "bfloat16", block_sparse=Sparse(1, 3)), "lacks block_sparse"),
     (small("many", 4, 2, 24, 1, "float16", layout="vllm"), "lacks head_size 24.*; lacks block_size 1.*; lacks head_"),
     (small("vllm", 4, 2, 80, 128, "float16", layout="vllm"), "lacks head_size 80 in .*; lacks block_size 128 in .* 64"),
-    (small("vllm-narrow", 4, 2, 64, 16, "float16", "int8", layout="vllm"), "lacks layout 'vllm' for caches of int8"),
+    (
+        small("vllm-narrow", 4, 2, 96, 8, "float16", "int8", layout="vllm"),
+        "lacks head_size 96 .*; lacks block_size 8 in layout 'vllm' for caches of int8, takes 16 and more",
+    ),
 ]
 
 
@@ -62,6 +65,24 @@ def test_leads_by_group(group, first):
         assert _dispatch._on_cuda("ragged_paged_attention", ragged)[0] == "triton"  # every sequence has one query
     if jax.devices()[0].platform != "gpu":
         assert _dispatch._on_cuda("paged_attention", decode) == ["triton"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layout", "first"),
+    [
+        ("float8_e4m3fn", "hnd", "mosaic_gpu"),
+        ("bfloat16", "vllm", "mosaic_gpu"),
+        ("float8_e4m3fn", "vllm", "triton"),
+        ("int8", "vllm", "triton"),
+    ],
+)
+def test_leads_by_layout(dtype, layout, first):
+    shapes = inputs.cache_shapes(layout, 1, 2, 16, 64, jnp.dtype(dtype))
+    caches, rest = [jnp.zeros(shape, dtype) for shape in shapes], (jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32))
+    options = {"layout": layout} | ({"k_scale": 1.0, "v_scale": 1.0} if dtype == "int8" else {})
+    operands = _validate.decode_operands(jnp.zeros((1, 8, 64), jnp.bfloat16), *caches, *rest, options)
+    with mock.patch.object(jax, "local_devices"):
+        assert _dispatch._on_cuda("paged_attention", operands)[0] == first
 
 
 def test_writes_that_are_refused():

@@ -175,8 +175,9 @@ def _refusals(problem: Problem, gpu: Device) -> list[str]:
     if problem.group > _LARGEST_GROUP:
         reasons.append(f"lacks groups of {problem.group} query heads, takes up to {_LARGEST_GROUP}")
     if problem.layout == "vllm":
-        if eight_bit:
-            reasons.append(f"lacks layout 'vllm' for caches of {problem.cache_dtype}")
+        if eight_bit and problem.block_size < 16:  # bytes of a row of `ldmatrix`, in which tokens are neighbours
+            words = f"in layout 'vllm' for caches of {problem.cache_dtype}, takes 16 and more"
+            reasons.append(f"lacks block_size {problem.block_size} {words}")
         if problem.head_size % 64:
             reasons.append(f"lacks head_size {problem.head_size} in layout 'vllm', takes multiples of 64")
         if problem.block_size > 64:

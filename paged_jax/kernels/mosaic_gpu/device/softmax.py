@@ -108,7 +108,7 @@ def attend(
             plgpu.barrier_wait(smem.values.ready.at[stage])
             scales = _slot_scales(smem.values.slot_scales.at[stage], geometry, tiles)
             weights, peaks = _scaled_weights(exponentials, scales, low, high, geometry)
-        smem.weights.T[...] = layout(weights.astype(tiles.operand_dtype))
+        tiles.store_weights(smem.weights, weights.astype(tiles.operand_dtype))
         plgpu.commit_smem()
         if geometry.sums_once_a_split:
             sums = state.sums * wide(keep, tile) + exponentials

@@ -1,4 +1,4 @@
-"""How tiles of K and V lie in shared memory and how they become operands of wgmma: one interface, three kinds.
+"""How tiles of K and V lie in shared memory and how they become operands of wgmma: one interface, four kinds.
 
 `kind` picks the kind of a problem, once a call; everything else asks the `Tiles` that it is given.
 """
@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from jax import Array
 
 from paged_jax.kernels.mosaic_gpu.device.tiles.eight_bit import EightBitTiles
+from paged_jax.kernels.mosaic_gpu.device.tiles.eight_bit_vllm import EightBitVllmTiles
 from paged_jax.kernels.mosaic_gpu.device.tiles.plain import PlainTiles
 from paged_jax.kernels.mosaic_gpu.device.tiles.vllm import VllmTiles
 from paged_jax.kernels.mosaic_gpu.geometry import Geometry, HeadSlice
@@ -44,6 +45,7 @@ class Tiles(Protocol):
     def query_operand(self, query_smem, operand_smem) -> tuple[Any, Any]: ...
     def keys(self, tile_smem) -> Any: ...
     def values(self, tile_smem) -> Any: ...
+    def store_weights(self, weights_smem, weights: Array) -> None: ...
     def product(self, a, b_smem) -> Array: ...
     def slot_scales(self, scales_smem) -> Array: ...
     def zero_unseen(self, tiles_smem, low, high) -> None: ...
@@ -53,11 +55,12 @@ class Tiles(Protocol):
     def store_partial_out(self, partial_smem, out: Array, row: int) -> None: ...
 
 
-Kind = type[PlainTiles] | type[EightBitTiles] | type[VllmTiles]
+Kind = type[PlainTiles] | type[EightBitTiles] | type[VllmTiles] | type[EightBitVllmTiles]
 
 
 def kind(problem: Problem) -> Kind:
     """The kind of a problem's tiles."""
+    eight_bit = problem.cache_itemsize == 1
     if problem.layout == "vllm":
-        return VllmTiles
-    return EightBitTiles if problem.cache_itemsize == 1 else PlainTiles
+        return EightBitVllmTiles if eight_bit else VllmTiles
+    return EightBitTiles if eight_bit else PlainTiles

@@ -89,6 +89,10 @@ class PlainTiles:
         """V^T [head_size, tile] as an operand, in shared memory or in registers."""
         return tile_smem.T
 
+    def store_weights(self, weights_smem, weights: Array) -> None:
+        """Stores P^T [tile, columns] as the right operand of `values`, [columns, tile]."""
+        weights_smem.T[...] = layout(weights)
+
     def product(self, a, b_smem) -> Array:
         """The matrix product of two operands, of which the left may be in registers."""
 

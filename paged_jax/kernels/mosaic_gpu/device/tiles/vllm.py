@@ -1,13 +1,14 @@
 """Tiles in layout "vllm": their pages lie in shared memory as they came, and `ldmatrix` makes operands of them.
 
-A block of a kv head is one run of memory, a page: of K, [head_size / 8, block_size, 8], where 8 elements are 16 bytes;
+A block of a kv head is one run of memory, a page: of K, [head_size / x, block_size, x], where x elements are 16 bytes;
 of V, [head_size, block_size]. wgmma takes its left operand A from registers that `ldmatrix` fills, four matrices of
-8 x 8 at once, for which each lane names one row of 16 bytes:
+8 rows at once, for which each lane names one row of 16 bytes:
 
-    matrix 2 * a + h of [64, 16] of A, warp w: rows 16 * w + 8 * h + 0..7, columns 8 * a + 0..7
+    matrix 2 * i + h of [64, 2 * x] of A, warp w: rows 16 * w + 8 * h + 0..7, columns x * i + 0..x-1
 
-Of K, A = K [tile, head_size], a row of a matrix is 8 elements of a token; of V, A = V^T [head_size, tile], it is an
-element of 8 tokens.
+Of K, A = K [tile, head_size], a row of a matrix is x elements of a token; of V, A = V^T [head_size, tile], it is an
+element of x tokens. Lane 4 * g + t gets a word of row g: bytes 4 * t to 4 * t + 3. Of elements of 16 bits, these are
+what wgmma wants from it.
 """
 
 from typing import Any, ClassVar
@@ -19,11 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+from jaxlib.mlir.dialects import llvm, nvvm, vector
 
 from paged_jax.kernels.mosaic_gpu.device import mask
 from paged_jax.kernels.mosaic_gpu.device.inline import (
     WARP,
+    WARPGROUP,
     add,
     div,
     i32,
@@ -40,6 +42,7 @@ from paged_jax.kernels.mosaic_gpu.device.tiles.plain import PlainTiles
 from paged_jax.kernels.mosaic_gpu.geometry import HeadSlice
 
 _PAGE_ROW = 128  # elements: the last dimension of what copies take, since TMA takes at most 256
+_MATRIX_ROW_BYTES = 16
 
 
 class VllmTiles(PlainTiles):
@@ -57,6 +60,11 @@ class VllmTiles(PlainTiles):
     def page_size(self) -> int:
         """Elements of one kv head's page."""
         return self.geometry.problem.head_size * self.geometry.problem.block_size
+
+    @property
+    def matrix_row(self) -> int:
+        """Elements of a matrix's row, x."""
+        return _MATRIX_ROW_BYTES // self.geometry.problem.cache_itemsize
 
     def key_ring(self) -> Any:
         """The ring of K, as pages."""
@@ -81,39 +89,50 @@ class VllmTiles(PlainTiles):
 
     def keys(self, tile_smem) -> Array:
         """K [tile, head_size] in registers."""
-        problem, tile, page = self.geometry.problem, self.geometry.tuning.tile, self.page_size
+        problem, tile, page, x = self.geometry.problem, self.geometry.tuning.tile, self.page_size, self.matrix_row
         block_size, shape = problem.block_size, (tile, problem.head_size)
 
         @inline(plgpu.RefType(), returns=shape, dtype=self.operand_dtype)
         def load(_, tile_smem):
-            row, column = _matrix_row()
-            at = add(mul(div(row, block_size), page), mul(rem(row, block_size), 8))
+            row, column = self.named_row()
+            at = add(mul(div(row, block_size), page), mul(rem(row, block_size), x))
             start = add(at, mul(column, block_size))
-            halves = np.empty((tile // 64, problem.head_size // 16, 2, 2), object)
-            for m, s in np.ndindex(halves.shape[:2]):
-                offset = 64 * m // block_size * page + 16 * s * block_size
-                halves[m, s] = _matrices(tile_smem, start, offset)
-            return operand(halves, shape, self.operand_dtype)
+            words = np.empty((tile // 64, problem.head_size // (2 * x), 2, 2), object)  # [m, s, i, h]
+            for m, s in np.ndindex(words.shape[:2]):
+                offset = 64 * m // block_size * page + 2 * x * s * block_size
+                words[m, s] = _matrices(tile_smem, start, offset)
+            return operand(self.of_wgmma(words), shape, self.operand_dtype)
 
         return load(tile_smem)
 
     def values(self, tile_smem) -> Array:
         """V^T [head_size, tile] in registers."""
-        problem, tile, page = self.geometry.problem, self.geometry.tuning.tile, self.page_size
+        problem, tile, page, x = self.geometry.problem, self.geometry.tuning.tile, self.page_size, self.matrix_row
         block_size, shape = problem.block_size, (problem.head_size, tile)
 
         @inline(plgpu.RefType(), returns=shape, dtype=self.operand_dtype)
         def load(_, tile_smem):
-            row, column = _matrix_row()
+            row, column = self.named_row()
             at = add(mul(div(column, block_size), page), rem(column, block_size))
             start = add(at, mul(row, block_size))
-            halves = np.empty((problem.head_size // 64, tile // 16, 2, 2), object)
-            for m, s in np.ndindex(halves.shape[:2]):
-                offset = 16 * s // block_size * page + 16 * s % block_size + 64 * m * block_size
-                halves[m, s] = _matrices(tile_smem, start, offset)
-            return operand(halves, shape, self.operand_dtype)
+            words = np.empty((problem.head_size // 64, tile // (2 * x), 2, 2), object)  # [m, s, i, h]
+            for m, s in np.ndindex(words.shape[:2]):
+                offset = 2 * x * s // block_size * page + 2 * x * s % block_size + 64 * m * block_size
+                words[m, s] = _matrices(tile_smem, start, offset)
+            return operand(self.of_wgmma(words), shape, self.operand_dtype)
 
         return load(tile_smem)
+
+    def of_wgmma(self, words: np.ndarray) -> np.ndarray:
+        """A lane's registers as wgmma takes them, [.., a, h] for each 16 columns of A, from its words [.., i, h]."""
+        return words
+
+    def named_row(self):
+        """The row of [64, 2 * x] that a lane names, and the first of its x columns."""
+        lane = rem(thread_index(), WARP)
+        matrix = div(lane, 8)
+        row = add(mul(div(thread_index(), WARP), 16), mul(rem(matrix, 2), 8))
+        return add(row, rem(lane, 8)), mul(div(matrix, 2), self.matrix_row)
 
     def zero_unseen(self, tiles_smem, low, high) -> None:
         """Zeroes the elements of a tile of V whose tokens are not low <= token < high."""
@@ -127,35 +146,34 @@ class VllmTiles(PlainTiles):
     def zero_pages(self, tile_smem, low, high) -> None:
         """Zeroes, in all pages of a tile, the elements whose tokens are not low <= token < high.
 
-        Each thread takes 8 neighbours at a time: one element of 8 tokens. It takes eight after eight, as this is rare
-        and should not decide how many registers the kernel has.
+        Each thread takes x neighbours at a time: one element of x tokens. It takes these one after the other, as this
+        is rare and should not decide how many registers the kernel has.
         """
-        geometry, scalar, page = self.geometry, plgpu.Layout.WG_SPLAT(()), self.page_size
+        geometry, scalar, page, x = self.geometry, plgpu.Layout.WG_SPLAT(()), self.page_size, self.matrix_row
         block_size = geometry.problem.block_size
 
         @inline(plgpu.RefType(), scalar, scalar)
         def zero(_, tile_smem, low, high):
-            element = ir.MemRefType(tile_smem.type).element_type
-            eight = ir.VectorType.get((8,), element)
-            zero = arith.constant(element, ir.FloatAttr.get(element, 0.0))
-            start = mul(thread_index_read_again(), 8)
-            for i in range(geometry.tuning.tile * geometry.problem.head_size // 1024):
-                at = add(start, i32(1024 * i))
+            element = _bits_of_element(tile_smem)
+            neighbours, zero = ir.VectorType.get((x,), element), mgpu.c(0, element)
+            start = mul(thread_index_read_again(), x)
+            for i in range(geometry.tuning.tile * geometry.problem.head_size // (x * WARPGROUP)):
+                at = add(start, i32(x * WARPGROUP * i))
                 run, offset = div(at, page), rem(at, block_size)
                 first = token_of_row(add(mul(run, block_size), offset), geometry)
                 pointer = _pointer(tile_smem, at, 0)
-                loaded = llvm.load(eight, pointer, volatile_=True)
+                loaded = llvm.load(neighbours, pointer, volatile_=True)
                 kept = []
-                for j in range(8):
+                for j in range(x):
                     token, value = add(first, i32(j)), vector.extract(loaded, [], [j])
                     kept.append(select_within(token, low.registers.item(), high.registers.item(), value, zero))
-                llvm.store(vector.from_elements(eight, kept), pointer, volatile_=True)
+                llvm.store(vector.from_elements(neighbours, kept), pointer, volatile_=True)
 
         zero(tile_smem, low, high)
 
 
 def _matrices(tile_smem, start, offset: int) -> np.ndarray:
-    """Four matrices of 8 x 8, [a, h], from the elements start + offset on that each lane names."""
+    """A lane's words of four matrices, [i, h], from the elements start + offset on that each lane names."""
     word = ir.IntegerType.get_signless(32)
     loaded = nvvm.ldmatrix(
         _pointer(tile_smem, start, offset),
@@ -169,16 +187,13 @@ def _matrices(tile_smem, start, offset: int) -> np.ndarray:
     return words.reshape(2, 2)
 
 
-def _matrix_row():
-    """The row of [64, 16] that a lane names, and the first of its 8 columns."""
-    lane = rem(thread_index(), WARP)
-    matrix = div(lane, 8)
-    row = add(mul(div(thread_index(), WARP), 16), mul(rem(matrix, 2), 8))
-    return add(row, rem(lane, 8)), mul(div(matrix, 2), 8)
-
-
 def _pointer(tile_smem, start, offset: int):
     """A pointer to element start + offset."""
-    element = ir.MemRefType(tile_smem.type).element_type
+    element = _bits_of_element(tile_smem)
     pointer = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tile_smem), [start], element)
     return mgpu.utils.getelementptr(pointer, [offset], element)
+
+
+def _bits_of_element(tile_smem):
+    """The integer type of an element's size: LLVM has no numbers in float8."""
+    return ir.IntegerType.get_signless(mgpu.utils.bitwidth(ir.MemRefType(tile_smem.type).element_type))
