@@ -44,10 +44,11 @@ def load_queries(query_gmem, query_smem, rows, geometry):
     plgpu.commit_smem()
 
 
-def load_new(new_gmem, tile_smem, item, first_row, kept, kind):
+def load_new(new_gmem, tile_smem, item, first_rows, kept, kind):
     row = jnp.arange(kind.tile)
     is_kept = (row >= kept.begin) & (row < kept.end)
-    values = new_gmem[...][jnp.where(is_kept, first_row + row, 0), item.kv_head]
+    new_row = jnp.repeat(jnp.stack(first_rows), kind.stretch_tokens) + row
+    values = new_gmem[...][jnp.where(is_kept, new_row, 0), item.kv_head]
     tile_smem[...] = jnp.where(is_kept[:, None], values, jnp.zeros_like(values))
 
 
@@ -78,6 +79,11 @@ def exponentials(x, factor, bases):
 
 def rescaled(x, factors):
     return x * factors[:, None]
+
+
+def side_by_side(values, columns):
+    columns_of_each = [jnp.broadcast_to(x[..., None], (WGMMA_ROWS, columns // len(values))) for x in values]
+    return jnp.concatenate(columns_of_each, axis=1)
 
 
 def settle(sums, unused_smem):
@@ -122,11 +128,11 @@ def keep_rows(tile_smem, rows, kept, kind):
     plgpu.commit_smem()
 
 
-def load_scales(scale_gmem, tables_gmem, scales_smem, item, start, kept, kind):
+def load_scales(scale_gmem, tables_gmem, scales_smem, item, starts, kept, kind):
     block_size = kind.geometry.problem.block_size
     row = jnp.arange(kind.tile)
     is_kept = (row >= kept.begin) & (row < kept.end)
-    token = jnp.where(is_kept, start + row, 0)
+    token = jnp.where(is_kept, jnp.repeat(jnp.stack(starts), kind.stretch_tokens) + row, 0)
     block = jnp.where(is_kept, tables_gmem[...][item.seq, token // block_size], 0)
     scale = scale_gmem[...][block, item.kv_head, token % block_size]
     scales_smem[...] = jnp.where(is_kept, scale, 0)
@@ -210,6 +216,7 @@ def call(op, operands, device=SMALL_GPU, **tuning):
             raised=raised,
             exponentials=exponentials,
             rescaled=rescaled,
+            side_by_side=side_by_side,
             settle=settle,
         ),
         mock.patch.multiple(

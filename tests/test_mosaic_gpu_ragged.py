@@ -21,7 +21,7 @@ from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Counted, Lengths
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import LOADING_WARPS, NO_ITEM, Geometry
 from paged_jax.kernels.problem import Device, Problem, Unsupported
 from tests import inputs, oracle, plain
-from tests.cases import Case, Sparse
+from tests.cases import Case
 from tests.ragged_interpreter import call
 from tests.test_cache_ops import assert_same_bytes
 from tests.test_decode import op_options
@@ -250,7 +250,6 @@ def test_new_tokens_lower_for_cuda(case):
         (small("block-size", 4, 2, 64, 4, "bfloat16"), "lacks block_size 4"),
         (small("group", 71, 1, 64, 16, "bfloat16"), "lacks groups of 71"),
         (small("vllm", 4, 2, 64, 16, "bfloat16", layout="vllm"), "lacks layout 'vllm'"),
-        (small("sparse", 4, 2, 64, 16, "bfloat16", block_sparse=Sparse(1, 3, 16)), "lacks block_sparse"),
         (small("slot", 4, 2, 64, 16, "float16", v_scale="slot"), "lacks v_scale for each slot"),
     ],
     ids=str,

@@ -30,8 +30,10 @@ def leads(operands: Any) -> bool:
     """Whether these kernels, where they can do what a call asks for, are the fastest of this package's.
 
     With few queries, Triton's kernel was faster on an H200 for a single sequence, and for caches of 8 bits
-    (benchmarks/LOG.md, "Random batches of ragged attention").
+    (benchmarks/LOG.md, "Random batches of ragged attention"). Block-sparse patterns have not been measured.
     """
+    if operands.options.block_sparse is not None:
+        return False
     num_seqs = operands.seq_lens.shape[0]
     has_few_queries = operands.query.shape[0] <= _FEW_QUERIES * num_seqs
     return not has_few_queries or (num_seqs > 1 and operands.key_cache.dtype.itemsize > 1)

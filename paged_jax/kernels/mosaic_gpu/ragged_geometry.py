@@ -1,5 +1,6 @@
 """Everything that follows from a `Problem` of ragged attention and its `Tuning`, for host and device code alike."""
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -74,6 +75,21 @@ class Geometry:
     def has_whole_tiles(self) -> bool:
         """Whether a tile whose tokens all have values is ready as soon as it is copied."""
         return not (self.converts_tiles or self.scales_slots or self.prefix)
+
+    # Block-sparse patterns, where there is one.
+
+    @property
+    def stripes(self) -> tuple[int, ...]:
+        """How far behind a stripe of a group's last head the stripes of all its heads are, in sparse blocks."""
+        sparse, group = self.problem.block_sparse, self.problem.group
+        if sparse is None or sparse.head_sliding_step <= 0:
+            return (0,)
+        return tuple(sorted({head * sparse.head_sliding_step % sparse.vert_stride for head in range(group)}))
+
+    @property
+    def sees_stripes_only(self) -> bool:
+        """Whether a query may not even see its own token."""
+        return self.problem.block_sparse is not None and self.problem.block_sparse.local_blocks == 0
 
     # Counts of the batch's work.
 
@@ -163,6 +179,17 @@ class ItemKind:
     def runs_per_tile(self) -> int:
         """Runs that fill a tile."""
         return self.tile // self.run_tokens
+
+    @property
+    def stretch_tokens(self) -> int:
+        """Tokens of a stretch: neighbours of a tile that are always neighbours in the sequence, too."""
+        sparse = self.geometry.problem.block_sparse
+        return self.tile if sparse is None else math.gcd(sparse.block_size, self.tile)
+
+    @property
+    def origin_alignment(self) -> int:
+        """What the number of the first token of an item's first tile is a multiple of, so that runs are not cut."""
+        return self.run_tokens if self.geometry.problem.block_sparse is None else self.stretch_tokens
 
     @property
     def arrivals_per_tile(self) -> int:

@@ -109,8 +109,6 @@ def _refusals(problem: Problem, device: Device) -> list[str]:
         reasons.append(f"lacks groups of {problem.group} query heads, takes up to {_LARGEST_GROUP}")
     if problem.layout == "vllm":
         reasons.append("lacks layout 'vllm' in ragged attention")
-    if problem.block_sparse is not None:
-        reasons.append("lacks block_sparse in ragged attention")
     if problem.v_scale is ScaleKind.SLOT and problem.query_dtype == "float16":
         reasons.append("lacks v_scale for each slot in ragged attention of float16, which may not hold its products")
     return reasons

@@ -113,6 +113,25 @@ def rescaled(x: Array, factors: Array) -> Array:
     return compute(x, factors)
 
 
+def side_by_side(values: Sequence[Any], columns: int) -> Array:
+    """Integers [64, columns]: as many neighbouring columns of each value, which is an array [64] or one for all rows.
+
+    Eight columns or more have the same value, so that it takes no instruction to have it in each.
+    """
+
+    @inline(*[_BY_ROW if x.ndim else SCALAR for x in values], returns=(WGMMA_ROWS, columns), dtype="int32")
+    def compute(_, *values):
+        pair = ir.VectorType.get((2,), ir.IntegerType.get_signless(32))
+        registers = np.empty((columns // 8, 2), object)
+        for chunk, h in np.ndindex(registers.shape):
+            value = values[chunk * 8 * len(values) // columns].registers.flat
+            one = element(value[h], 0) if len(value) > 1 else value[0]
+            registers[chunk, h] = vector.broadcast(pair, one)
+        return array(registers, mgpu.WGMMA_LAYOUT, (WGMMA_ROWS, columns), is_signed=True)
+
+    return compute(*values)
+
+
 def settle(sums: Array, unused_smem: Any) -> None:
     """Keeps the compiler from putting off what the sums depend on until the matrix units are done.
 

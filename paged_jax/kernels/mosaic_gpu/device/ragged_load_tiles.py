@@ -68,7 +68,7 @@ class TileLoader:
         stage = lax.rem(self.tiles_before + number, jnp.int32(self.kind.stages))
         is_reused = self.tiles_before + number >= self.kind.stages
         span = plan.span_of(self.item, number, self.kind)
-        kept = Range(self.item.begin - span.start, span.values_end - span.start)
+        kept = Range(*(plan.number_of(x, span.pattern, geometry) - span.number for x in (span.begin, span.values_end)))
         tile = _Tile(number, stage, is_reused, span, kept)
         if geometry.scales_slots:
             self._load_scales(tile)
@@ -151,10 +151,11 @@ class TileLoader:
     def _copy_runs(self, cache: _Cache, tile_smem, ready, span: Span) -> None:
         """Copies the runs of a tile, the warps in turn; past the end the last run again."""
         size, block_size = self.kind.run_tokens, self.kind.geometry.problem.block_size
-        last = lax.max(lax.div(span.end - 1, jnp.int32(size)) * size, jnp.int32(0))
+        last = self.last_run(span.end)
 
         def copy_run(run: int):
-            token = lax.min(span.start + run * size, last)
+            token = lax.min(span.starts[run * size // self.kind.stretch_tokens] + run * size, last)
+            token = self.not_before_window(token)
             block = self.refs.inputs_gmem.block_tables[self.item.seq, lax.div(token, jnp.int32(block_size))]
             run_gmem = self._run_gmem(cache, block, token)
             plgpu.copy_gmem_to_smem(run_gmem, tile_smem.at[pl.ds(run * size, size)], ready)
@@ -188,14 +189,15 @@ class TileLoader:
         """
         item, size, block_size = self.item, self.kind.run_tokens, jnp.int32(self.kind.geometry.problem.block_size)
         tables_gmem, runs_of_warp = self.refs.inputs_gmem.block_tables, self.kind.runs_per_tile // LOADING_WARPS
-        last = lax.max(lax.div(item.values_end - 1, jnp.int32(size)) * size, jnp.int32(0))
+        last = self.last_run(item.values_end)
 
         def load_as_warp():
             first_run = lax.axis_index("warp") * runs_of_warp
 
             def blocks_of(number):
                 first = item.origin + number * self.kind.tile
-                tokens = [lax.min(first + (first_run + j) * size, last) for j in range(runs_of_warp)]
+                numbers = (first + (first_run + j) * size for j in range(runs_of_warp))
+                tokens = [self.not_before_window(lax.min(self._token_of(n), last)) for n in numbers]
                 return tuple(tables_gmem[item.seq, lax.div(token, block_size)] for token in tokens)
 
             def load(number, blocks):
@@ -216,9 +218,30 @@ class TileLoader:
             pl.when(is_reused)(lambda cache=cache: plgpu.barrier_wait(cache.ring.consumed.at[stage]))
             tile_smem = tile_of(cache.ring.tiles, stage, self.kind)
             for j, block in enumerate(blocks):
-                token = self.item.origin + number * self.kind.tile + (first_run + j) * size
+                token = self._token_of(self.item.origin + number * self.kind.tile + (first_run + j) * size)
+                token = self.not_before_window(token)
                 run_smem = tile_smem.at[pl.ds((first_run + j) * size, size)]
                 plgpu.copy_gmem_to_smem(self._run_gmem(cache, block, token), run_smem, cache.ring.ready.at[stage])
+
+    def _token_of(self, number: Scalar) -> Scalar:
+        return plan.token_of(number, plan.pattern_of_item(self.item, self.kind), self.kind.geometry)
+
+    def last_run(self, end: Scalar) -> Scalar:
+        """The first token of the last run that may be read, where no row sees tokens from `end` on."""
+        geometry, pattern, size = self.kind.geometry, plan.pattern_of_item(self.item, self.kind), self.kind.run_tokens
+        last_token = plan.token_of(plan.number_of(end, pattern, geometry) - 1, pattern, geometry)
+        return lax.max(lax.div(last_token, jnp.int32(size)) * size, jnp.int32(0))
+
+    def not_before_window(self, token: Scalar) -> Scalar:
+        """The first token of the run that is read for the one that begins with `token`.
+
+        An item's tiles may begin with a sparse block of which only the end is in the window. Of its other runs none is
+        read, but the window's first one instead.
+        """
+        problem, size = self.kind.geometry.problem, jnp.int32(self.kind.run_tokens)
+        if problem.block_sparse is None or problem.sliding_window is None:
+            return token
+        return lax.max(token, lax.div(self.item.begin, size) * size)
 
     # Tiles of the cache, of 8 bits.
 
@@ -253,24 +276,24 @@ class TileLoader:
 
     def _load_new(self, tile: _Tile) -> None:
         """Copies a tile of new tokens, which begins at any row of their arrays: TMA does not take that."""
-        first_row = self.item.first_token + (tile.span.start - self.item.position)
+        first_rows = [self.item.first_token + (start - self.item.position) for start in tile.span.starts]
         for cache in self._caches:
             self._wait_for_stage(cache, tile)
             tile_smem = tile_of(cache.ring.tiles, tile.stage, self.kind)
-            ragged_tiles.load_new(cache.new_gmem, tile_smem, self.item, first_row, tile.kept, self.kind)
+            ragged_tiles.load_new(cache.new_gmem, tile_smem, self.item, first_rows, tile.kept, self.kind)
             rows.finish_copies()
             self._arrive(cache, tile)
 
     def _load_scales(self, tile: _Tile) -> None:
         """Copies the scales of a tile's slots, which the softmax reads: they stay until the tile of V is consumed."""
-        tables_gmem, start = self.refs.inputs_gmem.block_tables, tile.span.start
+        tables_gmem, starts = self.refs.inputs_gmem.block_tables, tile.span.starts
         values = self._caches[1]
         pl.when(tile.is_reused)(lambda: plgpu.barrier_wait(values.ring.consumed.at[tile.stage]))
         for cache in self._caches:
             if cache.ring.slot_scales is not None:
                 scales_smem = scales_of(cache.ring, tile.stage, self.kind)
                 ragged_tiles.load_scales(
-                    cache.scale_gmem, tables_gmem, scales_smem, self.item, start, tile.kept, self.kind
+                    cache.scale_gmem, tables_gmem, scales_smem, self.item, starts, tile.kept, self.kind
                 )
                 plgpu.barrier_arrive(cache.ring.ready.at[tile.stage])
 

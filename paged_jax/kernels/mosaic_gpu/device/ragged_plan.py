@@ -22,6 +22,7 @@ from paged_jax.kernels.mosaic_gpu.device import ragged_count as count
 from paged_jax.kernels.mosaic_gpu.device import ragged_sequence as sequences
 from paged_jax.kernels.mosaic_gpu.device.integers import at_least, cdiv
 from paged_jax.kernels.mosaic_gpu.device.plan import Scalar
+from paged_jax.kernels.mosaic_gpu.device.ragged_pattern import Pattern, number_of, pattern_of, token_of
 from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Counted, Counts, Lengths
 from paged_jax.kernels.mosaic_gpu.device.ragged_sequence import Sequence
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import NO_ITEM, ItemKind
@@ -39,24 +40,27 @@ class Item(NamedTuple):
     first_token: Scalar  # row of the query
     num_tokens: Scalar  # query tokens
     position: Scalar  # of the first query token, in its sequence
-    origin: Scalar  # position of the first token of the first tile
+    origin: Scalar  # number of the first token of the first tile
     begin: Scalar  # some row sees begin <= token < end; `begin` may be before `origin`
     end: Scalar
     values_end: Scalar  # the end of the tokens that have keys and values
     num_tiles: Scalar
     cached_tiles: Scalar  # the first tiles, which are in the cache; the others are of new tokens' own arrays
     context_len: Scalar  # tokens in the cache
-    new_origin: Scalar  # position of the first token of the first tile of new tokens
+    new_origin: Scalar  # number of the first token of the first tile of new tokens
     partial: Scalar  # the index of the partial result that it leaves, or WHOLE
 
 
 class Span(NamedTuple):
     """The tokens of a tile, by their positions."""
 
-    start: Scalar  # the first one
+    number: Scalar  # of the first one
+    starts: tuple[Scalar, ...]  # a row of the tile is the token starts[stretch] + row
+    begin: Scalar  # no row sees tokens before
     end: Scalar  # no row sees tokens from there on
     values_end: Scalar  # the end of the tokens that have keys and values
     is_new: Any  # whether they are of new tokens' own arrays
+    pattern: Pattern | None  # the item's
 
 
 class _Context(NamedTuple):
@@ -86,7 +90,7 @@ def find(number: Scalar, counts: Counts, lengths_gmem: Lengths, kind: ItemKind) 
     first = sequences.first_query(sequence, kind) + query_tile * kind.tokens
     num_tokens = lax.min(sequence.query_len - first, jnp.int32(kind.tokens))
     position = sequence.seq_len - sequence.query_len + first
-    context = _context(sequence, position, num_tokens, kind)
+    context = _context(sequence, position, num_tokens, kv_head, kind)
     tiles_each = lax.div(context.num_tiles + splits - 1, splits)
     first_tile = lax.min(split * tiles_each, context.num_tiles)
     partial = jnp.int32(WHOLE)
@@ -100,7 +104,8 @@ def find(number: Scalar, counts: Counts, lengths_gmem: Lengths, kind: ItemKind) 
         origin=context.origin + first_tile * kind.tile,
         begin=context.begin,
         end=context.end,
-        values_end=sequences.values_end(sequence, problem),
+        # If no query need see even its own token, nobody may see what follows `end` in the last tile.
+        values_end=context.end if kind.geometry.sees_stripes_only else sequences.values_end(sequence, problem),
         num_tiles=lax.min(tiles_each, context.num_tiles - first_tile),
         cached_tiles=lax.clamp(
             jnp.int32(0), context.cached_tiles - first_tile, lax.min(tiles_each, context.num_tiles - first_tile)
@@ -113,29 +118,48 @@ def find(number: Scalar, counts: Counts, lengths_gmem: Lengths, kind: ItemKind) 
     )
 
 
-def _context(sequence: Sequence, position: Scalar, num_tokens: Scalar, kind: ItemKind) -> _Context:
+def _context(sequence: Sequence, position: Scalar, num_tokens: Scalar, kv_head: Scalar, kind: ItemKind) -> _Context:
     """What a tile of query tokens sees, which begins at a position: first tiles of the cache, then of new tokens."""
-    geometry, run = kind.geometry, kind.run_tokens
+    geometry, align = kind.geometry, kind.origin_alignment
     begin, end = sequences.visible(sequence, position, num_tokens, geometry.problem)
     context_len = sequences.context_len(sequence, geometry)
-    origin = lax.div(begin, jnp.int32(run)) * run
-    cached_tiles = jnp.where(begin < context_len, cdiv(lax.min(end, context_len) - origin, kind.tile), 0)
-    new_origin = lax.max(begin, sequence.seq_len - sequence.query_len) if geometry.prefix else end
-    num_tiles = cached_tiles + cdiv(end - new_origin, kind.tile)
+    pattern = pattern_of(kv_head, position, begin, end, geometry)
+    first, last = (number_of(token, pattern, geometry) for token in (begin, end))
+    origin = lax.div(first, jnp.int32(align)) * align
+    has_cached, cached_end = begin < context_len, lax.min(end, context_len)
+    cached_tiles = jnp.where(has_cached, cdiv(number_of(cached_end, pattern, geometry) - origin, kind.tile), 0)
+    new_origin = last
+    if geometry.prefix:
+        new_origin = number_of(lax.max(begin, sequence.seq_len - sequence.query_len), pattern, geometry)
+        if pattern is not None:
+            new_origin = lax.div(new_origin, jnp.int32(align)) * align
+    num_tiles = cached_tiles + cdiv(last - new_origin, kind.tile)
     return _Context(begin, end, context_len, origin, cached_tiles, new_origin, num_tiles)
 
 
 def span_of(item: Item, tile: Scalar, kind: ItemKind) -> Span:
     """The tokens of an item's tile of this number."""
+    pattern, begin, end, values_end = pattern_of_item(item, kind), item.begin, item.end, item.values_end
     if not kind.geometry.prefix:
-        return Span(item.origin + tile * kind.tile, item.end, item.values_end, False)
-    is_new = tile >= item.cached_tiles
-    new_start = item.new_origin + (tile - item.cached_tiles) * kind.tile
-    start = jnp.where(is_new, new_start, item.origin + tile * kind.tile)
-    end, values_end = (jnp.where(is_new, x, lax.min(x, item.context_len)) for x in (item.end, item.values_end))
-    return Span(start, end, values_end, is_new)
+        is_new, number = False, item.origin + tile * kind.tile
+    else:
+        is_new = tile >= item.cached_tiles
+        new_number = item.new_origin + (tile - item.cached_tiles) * kind.tile
+        number = jnp.where(is_new, new_number, item.origin + tile * kind.tile)
+        end, values_end = (jnp.where(is_new, x, lax.min(x, item.context_len)) for x in (end, values_end))
+        if pattern is not None:  # the first tile of new tokens may begin before them
+            begin = jnp.where(is_new, lax.max(begin, item.context_len), begin)
+    firsts = range(0, kind.tile, kind.stretch_tokens)
+    starts = tuple(token_of(number + first, pattern, kind.geometry) - first for first in firsts)
+    return Span(number, starts, begin, end, values_end, is_new, pattern)
+
+
+def pattern_of_item(item: Item, kind: ItemKind) -> Pattern | None:
+    """The block-sparse pattern of an item, if there is one."""
+    return pattern_of(item.kv_head, item.position, item.begin, item.end, kind.geometry)
 
 
 def num_whole_tiles(item: Item, kind: ItemKind) -> Scalar:
     """How many of an item's tiles end before the tokens that have values do."""
-    return lax.div(item.values_end - item.origin, jnp.int32(kind.tile))
+    end = number_of(item.values_end, pattern_of_item(item, kind), kind.geometry)
+    return lax.div(end - item.origin, jnp.int32(kind.tile))

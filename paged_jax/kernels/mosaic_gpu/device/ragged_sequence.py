@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from paged_jax.kernels.mosaic_gpu.device import ragged_pattern as patterns
 from paged_jax.kernels.mosaic_gpu.device.integers import at_least, cdiv, div
 from paged_jax.kernels.mosaic_gpu.device.plan import Scalar
 from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Lengths
@@ -70,12 +71,13 @@ def num_splits(sequence: Sequence, splits_per_cost: Any, kind: ItemKind) -> Any:
 
 
 def most_tiles(sequence: Sequence, kind: ItemKind) -> Any:
-    """The most tiles of K and V that an item of the sequence sees."""
+    """The most tiles of K and V that an item of the sequence sees; with a block-sparse pattern about so many."""
     problem, prefix = kind.geometry.problem, kind.geometry.prefix
     most = problem.max_seq_len
     if problem.sliding_window is not None:
         most = min(most, problem.sliding_window + kind.tokens)
-    return cdiv(-at_least(-sequence.seq_len, -most), kind.tile) + (1 if prefix else 0)
+    tokens = patterns.most_numbers(-at_least(-sequence.seq_len, -most), kind)
+    return cdiv(tokens, kind.tile) + (1 if prefix else 0)
 
 
 def values_end(sequence: Sequence, problem: Problem) -> Scalar:

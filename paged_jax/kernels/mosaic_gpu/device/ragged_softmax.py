@@ -6,6 +6,7 @@ Query rows are rows and tokens are columns, so that maxima and sums go over colu
     P            = exp(S - maxima), in registers
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from paged_jax.kernels.mosaic_gpu.device import ragged_lanes
+from paged_jax.kernels.mosaic_gpu.device import ragged_pattern as patterns
 from paged_jax.kernels.mosaic_gpu.device.plan import Scalar
 from paged_jax.kernels.mosaic_gpu.device.ragged_plan import Item, Span
 from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Inputs, Ref
@@ -49,6 +51,7 @@ class Rows(NamedTuple):
     scaling: Scaling
     k_scale: Any  # of cached keys
     v_scale: Any  # of cached values
+    stripes: Any  # `ragged_pattern.stripes_of_rows`, if there is a pattern
     slopes: Array | None  # of each row's head
     sinks: Array | None
 
@@ -107,6 +110,7 @@ def rows_of(item: Item, half: Scalar, inputs_gmem: Inputs, kind: ItemKind) -> Ro
         return values
 
     k_scale = cache_scale(options.k_scale, problem.k_scale, item.kv_head)
+    stripes = patterns.stripes_of_rows(head, item.kv_head, kind.geometry) if problem.block_sparse is not None else None
     return Rows(
         scaling=_scaling(options.scale[0] * k_scale, problem),
         query=QueryRows(item.first_token + half * half_tokens, num_tokens, item.kv_head),
@@ -115,6 +119,7 @@ def rows_of(item: Item, half: Scalar, inputs_gmem: Inputs, kind: ItemKind) -> Ro
         position=token + first_position,
         k_scale=k_scale,
         v_scale=cache_scale(options.v_scale, problem.v_scale, item.kv_head),
+        stripes=stripes,
         slopes=of_heads(options.per_head.alibi_slopes) if problem.per_head.alibi_slopes else None,
         sinks=of_heads(options.per_head.sinks) if problem.per_head.sinks else None,
     )
@@ -131,16 +136,19 @@ def _scaling(factor: Any, problem: Problem) -> Scaling:
 def is_plain(span: Span, rows: Rows, kind: ItemKind) -> Any:
     """Whether all rows see all tokens of a tile, whose products need no factor of their own."""
     problem = kind.geometry.problem
-    tile_end = span.start + kind.tile
+    tile_end = span.starts[-1] + kind.tile
     plain = tile_end <= span.end
     if problem.causal:
         plain &= tile_end <= rows.first_position + 1
     if problem.sliding_window is not None:
-        plain &= span.start > rows.last_position - problem.sliding_window
+        plain &= span.starts[0] > rows.last_position - problem.sliding_window
     if problem.scaled_products:
         plain &= rows.scaling.is_late
     if _scales_cache_only(kind.geometry):
         plain &= ~span.is_new
+    if span.pattern is not None:
+        plain &= patterns.hides_nothing(span.pattern, span.number, span.starts[0], rows.last_position, kind)
+        plain &= span.starts[0] >= span.begin
     return plain
 
 
@@ -203,20 +211,35 @@ def _logits(products: Array, span: Span, rows: Rows, kind: ItemKind, plain: bool
         logits = scaled_logits(products, scaling.factor, problem)
         if rows.slopes is not None:
             token = plgpu.broadcasted_iota(jnp.int32, products.shape, 1, layout=plgpu.Layout.WGMMA)
-            distance = (token + span.start) - over_columns(rows.position, kind.tile)
+            distance = (token + _side_by_side(span.starts, kind)) - over_columns(rows.position, kind.tile)
             logits += over_columns(rows.slopes, kind.tile) * distance.astype(jnp.float32)
     return logits if plain else _masked(logits, span, rows, kind)
 
 
 def _masked(logits: Array, span: Span, rows: Rows, kind: ItemKind) -> Array:
     """-inf where a row does not see a token."""
-    problem = kind.geometry.problem
+    problem, prefix, pattern = kind.geometry.problem, kind.geometry.prefix, span.pattern
     token = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
     if problem.causal:
-        last = lax.min(rows.position, span.end - 1) - span.start
-        seen = token <= over_columns(last, kind.tile)
+        lasts = [lax.min(rows.position, span.end - 1) - start for start in span.starts]
+        if pattern is not None:
+            firsts = [start + i * kind.stretch_tokens for i, start in enumerate(span.starts)]
+            shown = [patterns.shows(first, rows.position, rows.stripes, kind.geometry) for first in firsts]
+            lasts = [jnp.where(s, last, jnp.full_like(last, -1)) for s, last in zip(shown, lasts, strict=True)]
+        seen = token <= _side_by_side(lasts, kind)
     else:
-        seen = token < span.end - span.start
+        seen = token < span.end - span.starts[0]
     if problem.sliding_window is not None:
-        seen &= token > over_columns(rows.position - (span.start + problem.sliding_window), kind.tile)
+        before = [rows.position - (start + problem.sliding_window) for start in span.starts]
+        seen &= token > _side_by_side(before, kind)
+    if prefix and pattern is not None:  # the first tile of new tokens may begin before them
+        seen &= token >= _side_by_side([span.begin - start for start in span.starts], kind)
     return layout(jnp.where(seen, logits, -jnp.inf))
+
+
+def _side_by_side(of_stretches: Sequence[Any], kind: ItemKind) -> Any:
+    """[64, tile] of what each stretch has for all rows, or of an array [64] each; a scalar if there is one in all."""
+    if len(of_stretches) > 1:
+        return ragged_lanes.side_by_side(of_stretches, kind.tile)
+    [x] = of_stretches
+    return over_columns(x, kind.tile) if x.ndim else x

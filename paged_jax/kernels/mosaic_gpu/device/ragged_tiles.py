@@ -4,7 +4,8 @@ Rows of a tile lie as `ragged_rows.py` says. All threads of the warpgroup take p
 """
 
 import itertools
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith
@@ -21,6 +22,7 @@ from paged_jax.kernels.mosaic_gpu.device.inline import (
     i32,
     i64,
     inline,
+    less,
     mul,
     rem,
     thread_index_read_again,
@@ -51,26 +53,37 @@ class Range(NamedTuple):
     end: Scalar
 
 
-def load_new(new_gmem: Ref, tile_smem: Ref, item: Item, first_row: Scalar, kept: Range, kind: ItemKind) -> None:
+def load_new(
+    new_gmem: Ref, tile_smem: Ref, item: Item, first_rows: Sequence[Scalar], kept: Range, kind: ItemKind
+) -> None:
     """Starts to copy rows of new tokens' keys or values to a tile, those that are not `kept` as 0.
 
-    The first row of the tile is `first_row` of the array. The products see the tile after `finish_copies` and a
-    barrier.
+    A row of the tile is that of the array which is so many behind the `first_rows` of its stretch. The products see the
+    tile after `finish_copies` and a barrier.
     """
     problem = kind.geometry.problem
     row_bytes = 2 * problem.head_size
 
-    @inline(plgpu.RefType(), plgpu.RefType(operand_transforms(problem)), *[SCALAR] * 4)
+    @inline(plgpu.RefType(), plgpu.RefType(operand_transforms(problem)), *[SCALAR] * (len(first_rows) + 3))
     def load(_, new_gmem, tile_smem, *scalars):
-        first_row, begin, end, kv_head = (x.registers.item() for x in scalars)
+        *first_rows, begin, end, kv_head = (x.registers.item() for x in scalars)
         gmem, smem = address(new_gmem), address(tile_smem)
         for _, row, column in chunks_of_thread(kind.tile, row_bytes // CHUNK):
             exists = within(row, begin, end)
+            first_row = _of_stretch(first_rows, row, kind)
             index = add(mul(add(first_row, row), problem.num_kv_heads), kv_head)
             offset = arith.addi(bytes_of(index, row_bytes), bytes_of(column, CHUNK))
             copy_chunk(smem, gmem, Chunk(exists, offset, place_of(row, column, problem)))
 
-    load(new_gmem, tile_smem, first_row, *kept, item.kv_head)
+    load(new_gmem, tile_smem, *first_rows, *kept, item.kv_head)
+
+
+def _of_stretch(values: Sequence[Any], row, kind: ItemKind):
+    """Of a value for each stretch that of the stretch which a row of the tile is in."""
+    value = values[0]
+    for i, following in enumerate(values[1:], 1):
+        value = arith.select(less(row, i32(i * kind.stretch_tokens)), value, following)
+    return value
 
 
 def zero_rows(tile_smem: Ref, kept: Range, kind: ItemKind) -> None:
@@ -150,21 +163,27 @@ def _conversion(count: int, problem: Problem) -> str:
 
 
 def load_scales(
-    scale_gmem: Ref, tables_gmem: Ref, scales_smem: Ref, item: Item, start: Scalar, kept: Range, kind: ItemKind
+    scale_gmem: Ref,
+    tables_gmem: Ref,
+    scales_smem: Ref,
+    item: Item,
+    starts: Sequence[Scalar],
+    kept: Range,
+    kind: ItemKind,
 ) -> None:
-    """Copies the scales of a tile's slots, [tile], whose first token is `start`; those of rows not `kept` become 0.
+    """Copies the scales of a tile's slots, [tile], whose tokens begin at `starts`; those of rows not `kept` become 0.
 
     A thread copies one. Others see them after a barrier.
     """
     problem = kind.geometry.problem
     size = 4 * problem.num_kv_heads * problem.block_size  # bytes of a block's scales
 
-    @inline(*[plgpu.RefType()] * 3, *[SCALAR] * 5)
+    @inline(*[plgpu.RefType()] * 3, *[SCALAR] * (len(starts) + 4))
     def load(_, scale_gmem, tables_gmem, scales_smem, *scalars):
-        seq, kv_head, start, begin, end = (x.registers.item() for x in scalars)
+        seq, kv_head, *starts, begin, end = (x.registers.item() for x in scalars)
         row = thread_index_read_again()
         is_kept = within(row, begin, end)
-        token = arith.select(is_kept, add(start, row), i32(0))
+        token = arith.select(is_kept, add(_of_stretch(starts, row, kind), row), i32(0))
         row_of_table = arith.muli(as_i64(seq), i64(problem.max_blocks_per_seq))
         entry = arith.addi(row_of_table, as_i64(div(token, problem.block_size)))
         slot = add(mul(kv_head, problem.block_size), rem(token, problem.block_size))
@@ -181,4 +200,4 @@ def load_scales(
             add(address(scales_smem), mul(row, 4)),
         )
 
-    load(scale_gmem, tables_gmem, scales_smem, item.seq, item.kv_head, start, *kept)
+    load(scale_gmem, tables_gmem, scales_smem, item.seq, item.kv_head, *starts, *kept)

@@ -1,0 +1,298 @@
+"""Tests block-sparse patterns in the ragged Mosaic GPU kernels without a GPU, as `test_mosaic_gpu_ragged.py` does.
+
+Cached blocks that no query attends to are NaN here, each for each kv head.
+"""
+
+import itertools
+from dataclasses import replace
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+from paged_jax import BlockSparse, _dispatch, _validate
+from paged_jax.kernels.mosaic_gpu import ragged, ragged_tuning
+from paged_jax.kernels.mosaic_gpu.device import ragged_count, ragged_pattern, ragged_plan
+from paged_jax.kernels.mosaic_gpu.device.ragged_load_tiles import TileLoader
+from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Counted, Lengths
+from paged_jax.kernels.mosaic_gpu.ragged_geometry import Geometry
+from paged_jax.kernels.problem import Device, Problem
+from tests import inputs, oracle
+from tests.cases import Sparse
+from tests.ragged_interpreter import call
+from tests.test_cache_ops import assert_same_bytes
+from tests.test_mosaic_gpu_ragged import (
+    TINY_TILES,
+    check,
+    check_prefix,
+    operands_of,
+    prefix_operands_of,
+    small,
+    some,
+)
+
+# NumPy gives this warning when arithmetic meets the poison, which is NaN.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+
+def attended(position, num_heads, num_kv_heads, kv_head, options):
+    """Which tokens up to `position` some head of a kv head's group attends to from there."""
+    tokens, group = np.arange(position + 1), num_heads // num_kv_heads
+    heads = range(kv_head * group, (kv_head + 1) * group)
+    pattern = options["block_sparse"]
+    masks = [oracle.sparse_mask(tokens, position + 1, head, num_heads, num_kv_heads, pattern) for head in heads]
+    window = options.get("sliding_window") or 2**30
+    return np.any(masks, axis=0) & (tokens > position - window)
+
+
+PATTERNS = [
+    Sparse(1, 3, 16),
+    Sparse(2, 8, 64, 1),
+    Sparse(0, 4, 32),
+    Sparse(0, 5, 16, 2),
+    Sparse(3, 7, 48, 3, 1),
+    Sparse(1, 6, 16, 5, 2),
+    Sparse(1, 2, 256, 1),
+    Sparse(4, 5, 32, -2, 3),
+    Sparse(100, 2, 64),
+    Sparse(2, 2**30, 64),
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "window", "most"), [(8, 2, None, 1024), (5, 1, 150, 700)])
+@pytest.mark.parametrize("prefix", [False, True])
+def test_items_have_the_tokens_that_some_row_attends_to(pattern, num_heads, num_kv_heads, window, most, prefix):
+    """The tiles of an item and of its splits have each such token once, and read blocks that have some of them only."""
+    query_lens, seq_lens = (1, 0, 70, 5, 33), (900, 0, 70, 400, 1000)
+    geometry, counts, lengths = planned(query_lens, seq_lens, num_heads, num_kv_heads, pattern, window, most, prefix)
+    options = {"block_sparse": pattern, "sliding_window": window}
+    first_token, split = np.cumsum([0, *query_lens]), False
+    for kind in geometry.kinds:
+        items = {}
+        for number in range(int(ragged_count.total(Counted.ITEMS, kind, counts))):
+            item = jax.tree.map(int, ragged_plan.find(jnp.int32(number), counts, lengths, kind))
+            items.setdefault((item.seq, item.kv_head, item.first_token), []).append(item)
+        for (seq, kv_head, first), splits in items.items():
+            if first >= first_token[-1]:  # padding
+                assert not any(item.num_tiles for item in splits)
+                continue
+            position = seq_lens[seq] - query_lens[seq] + first - first_token[seq]
+            wanted = set()
+            for at in range(position, position + splits[0].num_tokens):
+                wanted |= set(np.flatnonzero(attended(at, num_heads, num_kv_heads, kv_head, options)[:most]))
+            split |= len(splits) > 1
+            found, read = tokens_of(splits, kind)
+            assert sorted(x for x in found if x in wanted) == sorted(wanted)
+            assert {x // 16 for x in found} <= {x // 16 for x in wanted}
+            assert {x // 16 for x in read} <= {x // 16 for x in wanted}
+    assert split
+
+
+@pytest.mark.parametrize(("pattern", "heads"), [(Sparse(2, 5, 32), 1), (Sparse(2, 5, 32, 1), 4), (Sparse(0, 3, 16), 1)])
+def test_tiles_without_a_mask_need_none(pattern, heads):
+    """The pattern hides nothing of these tiles from any row. Far ones are among them if all heads see the same ones."""
+    geometry, counts, lengths = planned((40,), (1000,), 4, 1, pattern, None, 1024, prefix=False)
+    kind, far = geometry.kinds[0], 0
+    for number in range(int(ragged_count.total(Counted.ITEMS, kind, counts))):
+        item = ragged_plan.find(jnp.int32(number), counts, lengths, kind)
+        first, last = int(item.position), int(item.position) + int(item.num_tokens) - 1
+        for tile in range(int(item.num_tiles)):
+            span = ragged_plan.span_of(item, jnp.int32(tile), kind)
+            args = span.pattern, span.number, span.starts[0], jnp.int32(last), kind
+            tokens = np.repeat([int(x) for x in span.starts], kind.stretch_tokens) + np.arange(kind.tile)
+            if ragged_pattern.hides_nothing(*args) and tokens[-1] < 1000:
+                far += tokens[-1] < (first // pattern.block_size - pattern.local_blocks) * pattern.block_size
+                for at, head in itertools.product((first, last), range(4)):
+                    assert oracle.sparse_mask(tokens, at + 1, head, 4, 1, pattern).all()
+    assert (far > 0) == (heads == 1)
+
+
+def tokens_of(splits, kind):
+    """The tokens that some row of an item may see, by its splits' tiles, and those of the cached runs that are read."""
+    found, read = [], []
+    for item in splits:
+        item = jax.tree.map(jnp.int32, item)
+        for tile in range(int(item.num_tiles)):
+            span = ragged_plan.span_of(item, jnp.int32(tile), kind)
+            rows = np.arange(kind.tile)
+            tokens = np.repeat([int(x) for x in span.starts], kind.stretch_tokens) + rows
+            found += list(tokens[(tokens >= int(span.begin)) & (tokens < int(span.end))])
+            if not span.is_new:
+                loader = TileLoader(item, jnp.int32(0), kind, refs=None)
+                last = loader.last_run(span.end)
+                read += [int(loader.not_before_window(jnp.minimum(x, last))) for x in tokens[:: kind.run_tokens]]
+    return found, read
+
+
+def planned(query_lens, seq_lens, num_heads, num_kv_heads, pattern, window, most, prefix):
+    """Returns a batch's geometry, what is counted of the batch before the kernel, and its lengths."""
+    cache = jax.ShapeDtypeStruct((9, num_kv_heads, 16, 64), jnp.bfloat16)
+    num_tokens = sum(query_lens) + 3
+    arrays = (
+        jax.ShapeDtypeStruct((num_tokens, num_heads, 64), jnp.bfloat16),
+        *[jax.ShapeDtypeStruct((num_tokens, num_kv_heads, 64), jnp.bfloat16)] * (2 if prefix else 0),
+        *(cache, cache),
+        jax.ShapeDtypeStruct((len(seq_lens), 64), jnp.int32),
+        jax.ShapeDtypeStruct((len(seq_lens),), jnp.int32),
+        jax.ShapeDtypeStruct((len(seq_lens) + 1,), jnp.int32),
+    )
+    options = {"sliding_window": window, "block_sparse": BlockSparse(**pattern._asdict()), "max_seq_len": most}
+    validate = _validate.prefix_operands if prefix else _validate.ragged_operands
+    operands = jax.eval_shape(lambda *x: validate(*x, True, options), *arrays)
+    caches = operands.key_cache, operands.value_cache, operands.block_tables
+    problem = Problem.of_call(operands.query, *caches, operands.options)
+    chosen = ragged_tuning.tune(problem, Device(), prefix=prefix)
+    chosen = replace(chosen, counts_in_kernel=False, num_programs=16, least_split=2)
+    geometry = Geometry(problem, chosen, prefix)
+    lengths = Lengths(jnp.asarray(seq_lens, jnp.int32), jnp.asarray(np.cumsum([0, *query_lens]), jnp.int32))
+    return geometry, ragged_count.count_before_kernel(lengths.query_start_loc, lengths.seq_lens, geometry), lengths
+
+
+def poison_unattended(case, made, arrays):
+    """The arrays, with NaN or the largest code in the cached blocks that no query attends to, for each kv head."""
+    poisoned = {name: arrays[name].copy() for name in ("key_cache", "value_cache")}
+    rng, count = inputs.rng_of(case.name), 0
+    for row, (seq_len, query_len) in enumerate(zip(case.seq_lens, case.query_lens, strict=True)):
+        for kv_head in range(case.num_kv_heads):
+            seen = np.zeros(seq_len, bool)
+            for at in range(seq_len - query_len, seq_len):
+                seen[: at + 1] |= attended(at, case.num_heads, case.num_kv_heads, kv_head, made.static)
+            seen[case.max_seq_len or seq_len :] = False
+            for first in range(0, seq_len, case.block_size):
+                if seen[first : first + case.block_size].any():
+                    continue
+                block, count = arrays["block_tables"][row, first // case.block_size], count + 1
+                for cache in poisoned.values():
+                    at = (block, slice(None), kv_head) if case.layout == "nhd" else (block, kv_head)
+                    cache[at] = inputs.poison(rng, cache[at].shape, cache.dtype)
+    assert count, "some block is poison"
+    return arrays | poisoned
+
+
+# Stripes of one head and of several, in one stretch and in many, in the tiles of whole and of split items.
+INTERPRETED = [
+    small("plain", 4, 2, 64, 16, "bfloat16", block_sparse=Sparse(1, 3, 16)),
+    small("heads", 4, 1, 64, 16, "bfloat16", seq_lens=(330, 3, 200), query_lens=(1, 3, 40),
+          block_sparse=Sparse(1, 8, 32, 1)),
+    small("kv-heads", 4, 2, 64, 16, "float16", layout="nhd", block_sparse=Sparse(2, 5, 16, -1, 1), sinks=True),
+    small("whole-tiles", 2, 1, 64, 16, "bfloat16", seq_lens=(900,), query_lens=(20,), block_sparse=Sparse(2, 4, 64)),
+    small("stripes-only", 4, 2, 64, 16, "bfloat16", block_sparse=Sparse(0, 3, 16, 1, 2), alibi=True),
+    small("window", 4, 1, 64, 16, "bfloat16", seq_lens=(37, 0, 330), query_lens=(1, 0, 20), sliding_window=200,
+          block_sparse=Sparse(1, 7, 48, 2)),
+    small("large", 2, 1, 64, 256, "bfloat16", "float8_e5m2", seq_lens=(1300,), query_lens=(9,),
+          block_sparse=Sparse(1, 2, 256)),
+    small("slots", 4, 2, 64, 16, "bfloat16", "int8", k_scale="slot", v_scale="slot", block_sparse=Sparse(1, 4, 32, 1)),
+    small("e4m3", 4, 2, 64, 8, "float16", "float8_e4m3fn", "nhd", logits_soft_cap=3.0, block_sparse=Sparse(2, 7, 8, 3)),
+]  # fmt: skip
+MORE = ("kv-heads", "large", "slots", "e4m3", "window")
+
+
+@pytest.mark.parametrize("case", some(INTERPRETED, MORE))
+def test_in_the_interpreter(case):
+    made = inputs.make(case)
+    poisoned = inputs.make(case)
+    poisoned.ragged = poison_unattended(case, made, made.ragged)
+    check(case, made, call("ragged_paged_attention", operands_of(case, poisoned), **TINY_TILES))
+    assert not interpret_pallas_call.get_races().races_found
+
+
+PREFIXES = [
+    small("heads", 4, 2, 64, 16, "bfloat16", seq_lens=(37, 0, 230), query_lens=(5, 0, 90),
+          block_sparse=Sparse(1, 6, 32, 1)),
+    small("window", 2, 1, 64, 8, "float16", layout="nhd", seq_lens=(300, 40), query_lens=(30, 40), sliding_window=190,
+          block_sparse=Sparse(2, 5, 24), k_scale="scalar"),
+    small("stripes-only", 4, 2, 64, 16, "bfloat16", "int8", block_sparse=Sparse(0, 3, 16, 1, 1), sinks=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", some(PREFIXES, ("window", "stripes-only")))
+def test_new_tokens_in_the_interpreter(case):
+    made = inputs.make(case)
+    poisoned = inputs.make(case)
+    poisoned.prefix = poison_unattended(case, made, made.prefix)
+    check_prefix(made, call("prefix_attention", prefix_operands_of(case, poisoned), **TINY_TILES))
+    assert not interpret_pallas_call.get_races().races_found
+
+
+LOWERED = [
+    *INTERPRETED,
+    small("hnd-128", 32, 8, 128, 16, "bfloat16", block_sparse=Sparse(16, 8, 64, 1), alibi=True),
+    small("hnd-256", 16, 8, 256, 16, "bfloat16", block_sparse=Sparse(16, 8, 64)),
+]
+
+
+@pytest.mark.parametrize("case", LOWERED, ids=str)
+def test_lowers_for_cuda(case):
+    function = jax.jit(ragged.ragged_paged_attention)
+    text = function.trace(*operands_of(case, inputs.make(case))).lower(lowering_platforms=("cuda",)).as_text()
+    assert "@mosaic_gpu_v2" in text
+
+
+@pytest.mark.parametrize("case", PREFIXES, ids=str)
+def test_new_tokens_lower_for_cuda(case):
+    function = jax.jit(ragged.prefix_attention)
+    text = function.trace(*prefix_operands_of(case, inputs.make(case))).lower(lowering_platforms=("cuda",)).as_text()
+    assert "@mosaic_gpu_v2" in text
+
+
+def test_triton_leads():
+    case = small("leads", 8, 2, 64, 16, "bfloat16", seq_lens=(900,), query_lens=(700,), block_sparse=Sparse(1, 3))
+    made = inputs.make(case)
+    with mock.patch.object(jax, "local_devices"):
+        assert _dispatch._on_cuda("ragged_paged_attention", operands_of(case, made))[0] == "triton"
+        assert _dispatch._on_cuda("prefix_attention", prefix_operands_of(case, made))[0] == "triton"
+
+
+# Contexts so long that items are split, and batches of many items of both kinds.
+ON_A_GPU = [
+    *LOWERED,
+    small("decodes", 32, 8, 128, 16, "bfloat16", seq_lens=(*range(1, 9000, 300),), query_lens=(1,) * 30,
+          block_sparse=Sparse(16, 8, 64)),
+    small("one-head", 8, 2, 64, 16, "float16", seq_lens=(3000, 700, 9, 900), query_lens=(1, 700, 9, 300), sinks=True,
+          block_sparse=Sparse(2, 8, 64, -1)),
+    small("each-head", 32, 8, 128, 16, "bfloat16", seq_lens=(5000, 3000), query_lens=(600, 2),
+          block_sparse=Sparse(4, 8, 64, 1)),
+    small("small-blocks", 8, 2, 128, 8, "bfloat16", seq_lens=(2000, 900), query_lens=(100, 3), alibi=True,
+          sliding_window=1500, block_sparse=Sparse(3, 9, 8, 2)),
+    small("large-blocks", 4, 1, 64, 256, "bfloat16", seq_lens=(6000, 900), query_lens=(40, 1),
+          block_sparse=Sparse(1, 4, 256)),
+    small("three-blocks", 8, 2, 128, 32, "bfloat16", "float8_e4m3fn", seq_lens=(4000, 50), query_lens=(200, 50),
+          k_scale="head", v_scale="head", block_sparse=Sparse(2, 5, 96, 1)),
+    small("scales", 4, 2, 128, 16, "bfloat16", "int8", seq_lens=(3000, 50), query_lens=(5, 50), k_scale="slot",
+          v_scale="slot", block_sparse=Sparse(2, 8, 64, 1)),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tuning", [{}, TINY_TILES | {"num_programs": 4}], ids=["here", "small"])
+@pytest.mark.parametrize("case", ON_A_GPU, ids=str)
+def test_on_a_gpu(case, tuning, monkeypatch):
+    """Results are right as tuned for this GPU and for a smaller one that splits more, and the same in every run."""
+
+    def tune(*args, tune=ragged_tuning.tune, **kwargs):
+        return replace(tune(*args, **kwargs), **tuning)
+
+    monkeypatch.setattr(ragged_tuning, "tune", tune)
+    made = inputs.make(case)
+    poisoned = inputs.make(case)
+    poisoned.ragged = poison_unattended(case, made, made.ragged)
+    operands = jax.device_put(operands_of(case, poisoned), jax.devices("gpu")[0])
+    function = jax.jit(lambda *operands: ragged.ragged_paged_attention(*operands))  # traced with this tuning
+    results, again = (jax.tree.map(np.asarray, function(*operands)) for _ in range(2))
+    check(case, made, results)
+    for actual, wanted in zip(again, results, strict=True):
+        assert_same_bytes(actual, wanted, "a second run")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*PREFIXES, *ON_A_GPU[len(LOWERED) : -1]], ids=str)
+def test_new_tokens_on_a_gpu(case):
+    made = inputs.make(case)
+    poisoned = inputs.make(case)
+    poisoned.prefix = poison_unattended(case, made, made.prefix)
+    operands = jax.device_put(prefix_operands_of(case, poisoned), jax.devices("gpu")[0])
+    check_prefix(made, jax.tree.map(np.asarray, jax.jit(ragged.prefix_attention)(*operands)))
