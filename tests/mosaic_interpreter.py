@@ -156,7 +156,8 @@ def interpreted(device=SMALL_GPU):
     """Runs every op in the interpreter, without jit."""
 
     def eagerly(op, operands, *, implementation=None, **static):
-        if op in ("ragged_paged_attention", "prefix_attention"):
+        is_sparse = op == "paged_attention" and operands.options.block_sparse is not None
+        if is_sparse or op in ("ragged_paged_attention", "prefix_attention"):
             return ragged_interpreter.call(op, operands, device)
         _dispatch._load(implementation, op)  # this raises an error if the implementation has no such op
         return run_op(op, device, *operands, **static)

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
 
+from paged_jax.kernels import mosaic_gpu
 from paged_jax.kernels.mosaic_gpu import ragged, ragged_tuning
 from paged_jax.kernels.mosaic_gpu.device import (
     ragged_items,
@@ -230,7 +231,7 @@ def call(op, operands, device=SMALL_GPU, **tuning):
     try:
         for patch in patches:
             patch.__enter__()
-        return jax.tree.map(np.asarray, jax.jit(partial(getattr(ragged, op)))(*operands))
+        return jax.tree.map(np.asarray, jax.jit(partial(getattr(mosaic_gpu, op)))(*operands))
     except Exception:
         interpret_pallas_call.reset_gpu_interpret_mode_state()
         raise

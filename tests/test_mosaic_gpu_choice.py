@@ -29,7 +29,7 @@ REFUSED = [
     (small("odd-head", 4, 2, 120, 16, "bfloat16"), "lacks head_size 120"),
     (small("block", 4, 2, 64, 4, "bfloat16"), "lacks block_size 4, takes 8 and more"),
     (small("group", 130, 2, 64, 16, "bfloat16"), "lacks groups of 65 query heads, takes up to 64"),
-    (small("sparse", 4, 2, 64, 16, "bfloat16", block_sparse=Sparse(1, 3)), "lacks block_sparse"),
+    (small("sparse", 4, 2, 64, 16, "float16", layout="vllm", block_sparse=Sparse(1, 3)), "layout 'vllm' in ragged att"),
     (small("many", 4, 2, 24, 1, "float16", layout="vllm"), "lacks head_size 24.*; lacks block_size 1.*; lacks head_"),
     (small("vllm", 4, 2, 80, 128, "float16", layout="vllm"), "lacks head_size 80 in .*; lacks block_size 128 in .* 64"),
     (
@@ -45,6 +45,13 @@ def test_refusals_name_every_reason(case, words):
     options = made.arrays | test_decode.op_options(made.static)
     with pytest.raises(Unsupported, match=rf"^implementation 'mosaic_gpu' .*{words}"):
         paged_jax.paged_attention(*made.decode.values(), **options, implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize("op", [paged_jax.paged_attention_v1, paged_jax.paged_attention_v2])
+def test_only_one_op_of_decode_has_patterns(op):
+    made = inputs.make(small("sparse", 4, 2, 64, 16, "bfloat16", block_sparse=Sparse(1, 3)))
+    with pytest.raises(Unsupported, match="lacks block_sparse"):
+        op(*made.decode.values(), **test_decode.op_options(made.static), implementation="mosaic_gpu")
 
 
 @pytest.mark.parametrize(("group", "first"), [(8, "mosaic_gpu"), (9, "triton"), (16, "mosaic_gpu"), (32, "triton")])

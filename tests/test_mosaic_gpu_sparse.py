@@ -14,16 +14,17 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
 from paged_jax import BlockSparse, _dispatch, _validate
-from paged_jax.kernels.mosaic_gpu import ragged, ragged_tuning
+from paged_jax.kernels.mosaic_gpu import decode, ragged, ragged_tuning
 from paged_jax.kernels.mosaic_gpu.device import ragged_count, ragged_pattern, ragged_plan
 from paged_jax.kernels.mosaic_gpu.device.ragged_load_tiles import TileLoader
 from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Counted, Lengths
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import Geometry
 from paged_jax.kernels.problem import Device, Problem
-from tests import inputs, oracle
+from tests import inputs, oracle, plain
 from tests.cases import Sparse
 from tests.ragged_interpreter import call
 from tests.test_cache_ops import assert_same_bytes
+from tests.test_decode import op_options
 from tests.test_mosaic_gpu_ragged import (
     TINY_TILES,
     check,
@@ -219,6 +220,30 @@ def test_new_tokens_in_the_interpreter(case):
     assert not interpret_pallas_call.get_races().races_found
 
 
+DECODE = small("decode", 4, 1, 64, 16, "bfloat16", seq_lens=(330, 0, 37, 200), query_lens=(1, 0, 1, 1), sinks=True,
+               block_sparse=Sparse(1, 5, 32, 1))  # fmt: skip
+
+
+def decode_operands_of(case, made):
+    options = made.arrays | op_options(made.static) | {"max_seq_len": case.max_seq_len}
+    return _validate.decode_operands(*made.decode.values(), options)
+
+
+def check_decode(made, results):
+    options = made.arrays | made.static
+    exact, rough = (module.decode(**made.decode, **options) for module in (oracle, plain))
+    for actual, wanted, yardstick in zip(results, exact, rough, strict=True):
+        plain.assert_close(actual, wanted, yardstick, "decode")
+
+
+def test_decode_in_the_interpreter():
+    """A decode is a ragged batch of one query a sequence."""
+    made, poisoned = inputs.make(DECODE), inputs.make(DECODE)
+    poisoned.decode = poison_unattended(DECODE, made, made.decode)
+    check_decode(made, call("paged_attention", decode_operands_of(DECODE, poisoned), **TINY_TILES))
+    assert not interpret_pallas_call.get_races().races_found
+
+
 LOWERED = [
     *INTERPRETED,
     small("hnd-128", 32, 8, 128, 16, "bfloat16", block_sparse=Sparse(16, 8, 64, 1), alibi=True),
@@ -246,6 +271,7 @@ def test_triton_leads():
     with mock.patch.object(jax, "local_devices"):
         assert _dispatch._on_cuda("ragged_paged_attention", operands_of(case, made))[0] == "triton"
         assert _dispatch._on_cuda("prefix_attention", prefix_operands_of(case, made))[0] == "triton"
+        assert _dispatch._on_cuda("paged_attention", decode_operands_of(case, made))[0] == "triton"
 
 
 # Contexts so long that items are split, and batches of many items of both kinds.
@@ -297,3 +323,12 @@ def test_new_tokens_on_a_gpu(case):
     poisoned.prefix = poison_unattended(case, made, made.prefix)
     operands = jax.device_put(prefix_operands_of(case, poisoned), jax.devices("gpu")[0])
     check_prefix(made, jax.tree.map(np.asarray, jax.jit(ragged.prefix_attention)(*operands)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [DECODE, ON_A_GPU[len(LOWERED)]], ids=str)
+def test_decode_on_a_gpu(case):
+    made, poisoned = inputs.make(case), inputs.make(case)
+    poisoned.decode = poison_unattended(case, made, made.decode)
+    operands = jax.device_put(decode_operands_of(case, poisoned), jax.devices("gpu")[0])
+    check_decode(made, jax.tree.map(np.asarray, jax.jit(decode.paged_attention)(*operands)))

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from paged_jax.kernels.in_place import apart
-from paged_jax.kernels.mosaic_gpu import tuning
+from paged_jax.kernels.mosaic_gpu import ragged, tuning
 from paged_jax.kernels.mosaic_gpu.device import tiles
 from paged_jax.kernels.mosaic_gpu.device.attend import attend
 from paged_jax.kernels.mosaic_gpu.device.merge import merge
@@ -53,10 +53,11 @@ HERE = Target()
 def leads(operands: Any) -> bool:
     """Whether these kernels, where they can do what a call of decode asks for, are the fastest of this package's.
 
-    Caches of 8 bits in layout "vllm" have not been measured here, and are Triton's until they are.
+    Caches of 8 bits in layout "vllm", and block-sparse patterns, have not been measured here, and are Triton's until
+    they are.
     """
     layout, values = operands.options.layout, operands.value_cache
-    if layout == "vllm" and values.dtype.itemsize == 1:
+    if (layout == "vllm" and values.dtype.itemsize == 1) or operands.options.block_sparse is not None:
         return False
     num_kv_heads = values.shape[head_axis(layout)]
     return operands.query.shape[-2] in [group * num_kv_heads for group in _LEADING_GROUPS]
@@ -91,6 +92,9 @@ def paged_attention(
     target: Target = HERE,
 ) -> tuple[Query, Lse]:
     """Attends with as many splits as keep the GPU busy."""
+    if options.block_sparse is not None:  # only the ragged kernel has patterns: to it each sequence has one query
+        starts = jnp.arange(query.shape[0] + 1, dtype=jnp.int32)
+        return ragged.ragged_paged_attention(query, key_cache, value_cache, block_tables, seq_lens, starts, options)
     problem = Problem.of_call(query, key_cache, value_cache, block_tables, options)
     geometry = Geometry(problem, tuning.balanced(problem, target.device))
     if _nothing_to_attend(problem):
