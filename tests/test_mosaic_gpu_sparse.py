@@ -246,9 +246,10 @@ def test_decode_in_the_interpreter():
 
 LOWERED = [
     *INTERPRETED,
-    small("hnd-128", 32, 8, 128, 16, "bfloat16", block_sparse=Sparse(16, 8, 64, 1), alibi=True),
-    small("hnd-256", 16, 8, 256, 16, "bfloat16", block_sparse=Sparse(16, 8, 64)),
-]
+    small("hnd-128", 32, 8, 128, 16, "bfloat16", seq_lens=(1700,), query_lens=(9,), alibi=True,
+          block_sparse=Sparse(16, 8, 64, 1)),
+    small("hnd-256", 16, 8, 256, 16, "bfloat16", seq_lens=(1700,), query_lens=(9,), block_sparse=Sparse(16, 8, 64)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", LOWERED, ids=str)
@@ -277,11 +278,11 @@ def test_triton_leads():
 # Contexts so long that items are split, and batches of many items of both kinds.
 ON_A_GPU = [
     *LOWERED,
-    small("decodes", 32, 8, 128, 16, "bfloat16", seq_lens=(*range(1, 9000, 300),), query_lens=(1,) * 30,
+    small("decodes", 32, 8, 128, 16, "bfloat16", seq_lens=(*range(1, 6000, 500),), query_lens=(1,) * 12,
           block_sparse=Sparse(16, 8, 64)),
     small("one-head", 8, 2, 64, 16, "float16", seq_lens=(3000, 700, 9, 900), query_lens=(1, 700, 9, 300), sinks=True,
           block_sparse=Sparse(2, 8, 64, -1)),
-    small("each-head", 32, 8, 128, 16, "bfloat16", seq_lens=(5000, 3000), query_lens=(600, 2),
+    small("each-head", 32, 8, 128, 16, "bfloat16", seq_lens=(5000, 3000), query_lens=(150, 2),
           block_sparse=Sparse(4, 8, 64, 1)),
     small("small-blocks", 8, 2, 128, 8, "bfloat16", seq_lens=(2000, 900), query_lens=(100, 3), alibi=True,
           sliding_window=1500, block_sparse=Sparse(3, 9, 8, 2)),

@@ -118,9 +118,9 @@ class _ItemLoader:
     def _tiles_before_next(self, item: Item) -> Scalar:
         """How many of an item's tiles are loaded before the next item is begun.
 
-        Of a thin item all but the last two, in whose time the next query comes: until an item is claimed, a program that
-        is done sooner can take it. But no fewer than fill the ring and two stages again. By then both warpgroups are at
-        this item, so that the place of the next query is free: the results of the item before have left it.
+        Of a thin item all but the last two, in whose time the next query comes: until an item is claimed, a program
+        that is done sooner can take it. But no fewer than fill the ring and two stages again. By then both warpgroups
+        are at this item, so that the place of the next query is free: the results of the item before have left it.
         """
         if self.kind.geometry.tuning.queries == 1:  # the next query can only follow this one's results
             return item.num_tiles
