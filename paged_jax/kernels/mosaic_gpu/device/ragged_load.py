@@ -51,11 +51,12 @@ def load_items(refs: Refs, geometry: Geometry) -> None:
     _drain(items_before, refs.smem.query.consumed, stages=geometry.tuning.queries)
 
 
-class _Next(NamedTuple):
-    """The number of the item that a program takes next, and whether there is such an item, which then is begun."""
+class _Taken(NamedTuple):
+    """The number of the item that a program takes, and whether it is begun: before the first one nothing is."""
 
     number: Scalar
-    exists: Scalar
+    is_item: Scalar
+    goes_on: Scalar
 
 
 @dataclass(frozen=True)
@@ -75,21 +76,27 @@ class _ItemLoader:
     refs: Refs
 
     def take_items(self, first: Scalar, items_before: Scalar) -> Scalar:
-        """Takes items from the number `first` on, until there are no more; returns how many the program has had."""
+        """Takes items from the number `first` on, until there are no more; returns how many the program has had.
+
+        The first one is begun behind an item of no tiles, so that the code that begins items is there once.
+        """
 
         def take(state):
-            next_item, items_before, tiles_before = state
+            taken, items_before, tiles_before = state
             item = items.read_own(items_before, self.refs.smem)
-            next_item = self._load_item(item, items_before, tiles_before, next_item)
-            return next_item, items_before + 1, tiles_before + item.num_tiles
+            num_tiles = jnp.where(taken.is_item, item.num_tiles, 0)
+            next_item = self._load_item(item, num_tiles, items_before, tiles_before, taken)
+            return next_item, items_before + taken.is_item.astype(jnp.int32), tiles_before + num_tiles
 
-        state = _Next(first, self._begin_item(first, items_before)), items_before, jnp.int32(0)
-        _, items_before, tiles_before = lax.while_loop(lambda state: state[0].exists, take, state)
+        state = _Taken(first, jnp.bool_(False), jnp.bool_(True)), items_before, jnp.int32(0)
+        _, items_before, tiles_before = lax.while_loop(lambda state: state[0].goes_on, take, state)
         barriers = self.refs.smem.barriers(self.kind)
         _drain(tiles_before, barriers.keys_consumed, barriers.values_consumed, stages=self.kind.stages)
         return items_before
 
-    def _load_item(self, item: Item, items_before: Scalar, tiles_before: Scalar, own: _Next) -> _Next:
+    def _load_item(
+        self, item: Item, num_tiles: Scalar, items_before: Scalar, tiles_before: Scalar, taken: _Taken
+    ) -> _Taken:
         """Loads an item's tiles, says between them that its query is there, and begins the next item, if there is one.
 
         What is done between tiles comes behind parts of them, in a loop, so that the code that loads tiles is there
@@ -97,25 +104,26 @@ class _ItemLoader:
         """
         tiles = TileLoader(item, tiles_before, self.kind, self.refs)
         if self.kind.geometry.converts_tiles:
-            tiles.begin_raw()
-        first, begun = lax.min(item.num_tiles, jnp.int32(self._first_tiles)), self._tiles_before_next(item)
+            pl.when(taken.is_item)(tiles.begin_raw)
+        first, begun = lax.min(num_tiles, jnp.int32(self._first_tiles)), self._tiles_before_next(num_tiles)
 
         def load_part(part, state):
             begin, next_item = state
-            end = jnp.where(part == 0, first, jnp.where(part == 1, begun, item.num_tiles))
-            tiles.load_range(begin, end)
-            pl.when(part == 0)(lambda: self._finish_query(items_before))
-            next_item = lax.cond(part == 1, lambda: self._begin_next(own, items_before), lambda: next_item)
+            end = jnp.where(part == 0, first, jnp.where(part == 1, begun, num_tiles))
+            pl.when(begin < end)(lambda: tiles.load_range(begin, end))
+            pl.when((part == 0) & taken.is_item)(lambda: self._finish_query(items_before))
+            next_item = lax.cond(part == 1, lambda: self._begin_next(taken, items_before), lambda: next_item)
             return end, next_item
 
-        return lax.fori_loop(0, 3, load_part, (jnp.int32(0), own))[1]
+        return lax.fori_loop(0, 3, load_part, (jnp.int32(0), taken))[1]
 
-    def _begin_next(self, own: _Next, items_before: Scalar) -> _Next:
-        """Begins the item that the program takes after its own one, if there is such an item."""
-        number = self.number_after(own.number)
-        return _Next(number, self._begin_item(number, items_before + 1))
+    def _begin_next(self, taken: _Taken, items_before: Scalar) -> _Taken:
+        """Begins the item that the program takes next, if there is such an item."""
+        number = lax.cond(taken.is_item, lambda: self.number_after(taken.number), lambda: taken.number)
+        exists = self._begin_item(number, items_before + taken.is_item.astype(jnp.int32))
+        return _Taken(number, exists, exists)
 
-    def _tiles_before_next(self, item: Item) -> Scalar:
+    def _tiles_before_next(self, num_tiles: Scalar) -> Scalar:
         """How many of an item's tiles are loaded before the next item is begun.
 
         Of a thin item all but the last two, in whose time the next query comes: until an item is claimed, a program
@@ -123,10 +131,10 @@ class _ItemLoader:
         are at this item, so that the place of the next query is free: the results of the item before have left it.
         """
         if self.kind.geometry.tuning.queries == 1:  # the next query can only follow this one's results
-            return item.num_tiles
+            return num_tiles
         if self.kind.is_wide:
-            return lax.min(item.num_tiles, jnp.int32(self._first_tiles))
-        return lax.max(item.num_tiles - _LAST_TILES, lax.min(item.num_tiles, jnp.int32(self.kind.stages + 2)))
+            return lax.min(num_tiles, jnp.int32(self._first_tiles))
+        return lax.max(num_tiles - _LAST_TILES, lax.min(num_tiles, jnp.int32(self.kind.stages + 2)))
 
     def number_after(self, number: Scalar) -> Scalar:
         """The number of the item that a program takes after another one."""
