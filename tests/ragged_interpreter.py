@@ -38,8 +38,8 @@ def row_of_query(row, rows, geometry):
     return exists, rows.first_token + token, rows.kv_head * group + of_group
 
 
-def load_queries(query_gmem, query_smem, rows, geometry):
-    exists, token, query_head = row_of_query(jnp.arange(WGMMA_ROWS), rows, geometry)
+def load_queries(query_gmem, query_smem, rows, kind):
+    exists, token, query_head = row_of_query(jnp.arange(WGMMA_ROWS), rows, kind.geometry)
     values = query_gmem[...][jnp.where(exists, token, 0), query_head]
     query_smem[...] = jnp.where(exists[:, None], values, jnp.zeros_like(values))
     plgpu.commit_smem()
@@ -98,8 +98,8 @@ def sums_before(arrays, sums_smem, first):
         sums_smem[row, first + THREADS] = before + x.sum(dtype=x.dtype)
 
 
-def store_rows(smem, gmem, rows, geometry):
-    out, lse, group = smem.out[...], smem.lse[...], geometry.problem.group
+def store_rows(smem, gmem, rows, kind):
+    out, lse, group = smem.out[...], smem.lse[...], kind.geometry.problem.group
 
     @pl.loop(0, rows.num_tokens)
     def _(token):

@@ -160,13 +160,13 @@ class _ItemLoader:
 
     def _load_query(self, item: Item, stage: Scalar) -> None:
         """Starts to copy an item's query, 64 rows for each half."""
-        geometry, half = self.kind.geometry, jnp.int32(self.kind.geometry.half_tokens)
+        half = jnp.int32(self.kind.geometry.half_tokens)
         query_gmem, query_smem = self.refs.inputs_gmem.query, self.refs.smem.query.rows
         first = rows.QueryRows(item.first_token, lax.min(item.num_tokens, half), item.kv_head)
-        rows.load_queries(query_gmem, query_smem.at[stage, 0], first, geometry)
+        rows.load_queries(query_gmem, query_smem.at[stage, 0], first, self.kind)
         if self.kind.is_wide:
             second = rows.QueryRows(item.first_token + half, item.num_tokens - half, item.kv_head)
-            rows.load_queries(query_gmem, query_smem.at[stage, 1], second, geometry)
+            rows.load_queries(query_gmem, query_smem.at[stage, 1], second, self.kind)
 
     @property
     def _first_tiles(self) -> int:

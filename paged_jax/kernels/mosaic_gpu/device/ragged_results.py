@@ -54,7 +54,7 @@ def store(
     """
 
     def store_whole():
-        _store_whole(rows, state, results_smem, refs, kind.geometry)
+        _store_whole(rows, state, results_smem, refs, kind)
 
     def store_partial():
         _store_partial(item.partial, half, rows, state, refs, kind)
@@ -66,7 +66,7 @@ def store(
         pl.when(item.partial >= 0)(store_partial)
 
 
-def _store_whole(rows: Rows, state: State, results_smem: Results, refs: Refs, geometry: Geometry) -> None:
+def _store_whole(rows: Rows, state: State, results_smem: Results, refs: Refs, kind: ItemKind) -> None:
     """Stores out and lse. Rows that saw no token get out 0 and lse -inf."""
     out, maxima, sums = state
     seen = sums != 0  # NaN counts as seen: what is not a number must show
@@ -75,10 +75,10 @@ def _store_whole(rows: Rows, state: State, results_smem: Results, refs: Refs, ge
         out = out * over_columns(rescale, out.shape[1])
     sums = jnp.where(seen, sums, 1.0)
     out = out * over_columns(rows.v_scale / sums, out.shape[1])
-    results_smem.out[...] = layout(out.astype(geometry.problem.query_dtype))
+    results_smem.out[...] = layout(out.astype(kind.geometry.problem.query_dtype))
     results_smem.lse[...] = layout(jnp.where(seen, maxima + log(sums), -jnp.inf), 1)
     results_gmem = Results(refs.outputs_gmem.out, refs.outputs_gmem.lse)
-    ragged_rows.store_rows(results_smem, results_gmem, rows.query, geometry)
+    ragged_rows.store_rows(results_smem, results_gmem, rows.query, kind)
 
 
 def _store_partial(partial: Scalar, half: Scalar, rows: Rows, state: State, refs: Refs, kind: ItemKind) -> None:

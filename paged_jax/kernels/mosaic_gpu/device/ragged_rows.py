@@ -9,12 +9,13 @@ lie as wgmma takes them:
 All threads of a warpgroup take part in each of these functions.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import Array
-from jaxlib.mlir.dialects import arith
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, scf
 
 from paged_jax.kernels.mosaic_gpu.device.inline import (
     SCALAR,
@@ -39,7 +40,7 @@ from paged_jax.kernels.mosaic_gpu.device.plan import Scalar
 from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Ref
 from paged_jax.kernels.mosaic_gpu.device.tiles.plain import transforms
 from paged_jax.kernels.mosaic_gpu.geometry import WGMMA_ROWS
-from paged_jax.kernels.mosaic_gpu.ragged_geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.ragged_geometry import Geometry, ItemKind
 from paged_jax.kernels.problem import Problem
 
 CHUNK = 16  # bytes that a thread copies at once
@@ -68,18 +69,17 @@ class Chunk(NamedTuple):
     place: Any  # in shared memory, in bytes
 
 
-def load_queries(query_gmem: Ref, query_smem: Ref, rows: QueryRows, geometry: Geometry) -> None:
+def load_queries(query_gmem: Ref, query_smem: Ref, rows: QueryRows, kind: ItemKind) -> None:
     """Starts to copy rows of the query to 64 rows, those that are none of the query's as 0.
 
     The products see them after `finish_copies` and a barrier.
     """
-    layout = operand_transforms(geometry.problem)
+    layout = operand_transforms(kind.geometry.problem)
 
     @inline(plgpu.RefType(), plgpu.RefType(layout), *[SCALAR] * len(rows))
     def load(_, query_gmem, query_smem, *rows):
         gmem, smem = address(query_gmem), address(query_smem)
-        for chunk in _chunks(_values(rows), geometry):
-            copy_chunk(smem, gmem, chunk)
+        _for_chunks(_values(rows), i32(WGMMA_ROWS), kind, lambda chunk: copy_chunk(smem, gmem, chunk))
 
     load(query_gmem, query_smem, *rows)
 
@@ -95,15 +95,17 @@ def finish_copies() -> None:
     wait()
 
 
-def store_rows(smem: Results, gmem: Results, rows: QueryRows, geometry: Geometry) -> None:
+def store_rows(smem: Results, gmem: Results, rows: QueryRows, kind: ItemKind) -> None:
     """Stores the results of a warpgroup's rows, but for those that are none of the query's."""
-    layout = operand_transforms(geometry.problem)
+    problem = kind.geometry.problem
+    layout = operand_transforms(problem)
 
     @inline(plgpu.RefType(layout), *[plgpu.RefType()] * 3, *[SCALAR] * len(rows))
     def store(_, out_smem, lse_smem, out_gmem, lse_gmem, *rows):
         query_rows = _values(rows)
         out, out_place = address(out_gmem), address(out_smem)
-        for chunk in _chunks(query_rows, geometry):
+
+        def store_chunk(chunk: Chunk):
             assembly(
                 """{ .reg .pred exists; .reg .b32 a, b, c, d; setp.ne.b32 exists, $0, 0;
                 ld.shared.v4.b32 {a, b, c, d}, [$1]; @exists st.global.v4.b32 [$2], {a, b, c, d}; }""",
@@ -112,7 +114,9 @@ def store_rows(smem: Results, gmem: Results, rows: QueryRows, geometry: Geometry
                 add(out_place, chunk.place),
                 add(out, chunk.offset),
             )
-        _store_lse(lse_smem, lse_gmem, query_rows, geometry)
+
+        _for_chunks(query_rows, mul(query_rows.num_tokens, problem.group), kind, store_chunk)
+        _store_lse(lse_smem, lse_gmem, query_rows, kind.geometry)
 
     store(*smem, *gmem, *rows)
 
@@ -198,13 +202,31 @@ def place_of(row, column, problem: Problem):
     return arith.xori(place, changed)
 
 
-def _chunks(rows: QueryRows, geometry: Geometry) -> Iterator[Chunk]:
-    """The chunks of a warpgroup's rows that this thread copies."""
-    row_bytes = 2 * geometry.problem.head_size
-    for _, row, column in chunks_of_thread(WGMMA_ROWS, row_bytes // CHUNK):
+def _for_chunks(rows: QueryRows, num_rows, kind: ItemKind, do: Callable[[Chunk], None]) -> None:
+    """Does something with this thread's chunks of the first `num_rows` rows of a warpgroup, or of all of its rows.
+
+    The rows of a thin item may be few, so that they have a loop; those of a wide one are nearly always all there.
+    """
+    geometry, row_bytes = kind.geometry, 2 * kind.geometry.problem.head_size
+    chunks_per_row = row_bytes // CHUNK
+
+    def do_chunk(row, column):
         exists, index = _row_of_query(row, rows, geometry)
         offset = arith.addi(bytes_of(index, row_bytes), bytes_of(column, CHUNK))
-        yield Chunk(exists, offset, place_of(row, column, geometry.problem))
+        do(Chunk(exists, offset, place_of(row, column, geometry.problem)))
+
+    if kind.is_wide:
+        for _, row, column in chunks_of_thread(WGMMA_ROWS, chunks_per_row):
+            do_chunk(row, column)
+        return
+    turns = div(add(mul(num_rows, chunks_per_row), i32(WARPGROUP - 1)), WARPGROUP)
+    loop = scf.ForOp(*(arith.index_cast(ir.IndexType.get(), x) for x in (i32(0), turns, i32(1))), [])
+    with ir.InsertionPoint(loop.body):
+        assembly('.pragma "nounroll";', "")
+        turn = arith.index_cast(ir.IntegerType.get_signless(32), loop.induction_variable)
+        chunk = add(thread_index_read_again(), mul(turn, WARPGROUP))
+        do_chunk(div(chunk, chunks_per_row), rem(chunk, chunks_per_row))
+        scf.yield_([])
 
 
 def _row_of_query(row, rows: QueryRows, geometry: Geometry) -> tuple[Any, Any]:
