@@ -215,8 +215,8 @@ class ItemKind:
     def num_partials(self) -> int:
         """Partial results of split items that memory has room for.
 
-        An item is split if it costs more than an even share of all work, and then into splits of at least that cost:
-        there are at most as many of these as programs, and one more split of each item that is split.
+        An item is split if it costs an eighth more than an even share of all work. Then it has less than one split
+        more than it costs shares. There are as many shares as programs, and fewer such items than programs.
         """
         problem, most_splits = self.geometry.problem, self._most_splits
         most = 2 * self.geometry.tuning.num_programs

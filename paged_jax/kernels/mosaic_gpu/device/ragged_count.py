@@ -25,7 +25,6 @@ from paged_jax.kernels.mosaic_gpu.device.ragged_sequence import (
 )
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import THREADS, Geometry, ItemKind
 
-_SLACK = 1.125  # of an even share of all work, before an item is split
 _ITEM_COST = 2  # what an item costs beside its tiles
 
 
@@ -94,7 +93,7 @@ def _costs(sequences: Sequence, kind: ItemKind) -> Array:
 def _shares(wide: Any, thin: Any, geometry: Geometry) -> tuple[Any, Any]:
     """`splits_per_cost` and `wide_programs` of a batch whose wide and whose thin items cost so much."""
     programs = geometry.tuning.num_programs
-    largest = lax.max((wide + thin) * (_SLACK / programs) + 1, jnp.float32(geometry.tuning.least_split))
+    largest = lax.max((wide + thin) * (1 / programs) + 1, jnp.float32(geometry.tuning.least_split))
     wide_programs = (wide / lax.max(wide + thin, jnp.float32(1)) * programs + 0.5).astype(jnp.int32)
     wide_programs = lax.max(wide_programs, (wide > 0).astype(jnp.int32))
     wide_programs = jnp.where(thin > 0, lax.min(wide_programs, jnp.int32(programs - 1)), programs)
