@@ -79,8 +79,8 @@ def test_leads_by_group(group, first):
     [
         ("float8_e4m3fn", "hnd", "mosaic_gpu"),
         ("bfloat16", "vllm", "mosaic_gpu"),
-        ("float8_e4m3fn", "vllm", "triton"),
-        ("int8", "vllm", "triton"),
+        ("float8_e4m3fn", "vllm", "mosaic_gpu"),
+        ("int8", "vllm", "mosaic_gpu"),
     ],
 )
 def test_leads_by_layout(dtype, layout, first):

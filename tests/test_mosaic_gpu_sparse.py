@@ -266,13 +266,20 @@ def test_new_tokens_lower_for_cuda(case):
     assert "@mosaic_gpu_v2" in text
 
 
-def test_triton_leads():
-    case = small("leads", 8, 2, 64, 16, "bfloat16", seq_lens=(900,), query_lens=(700,), block_sparse=Sparse(1, 3))
+@pytest.mark.parametrize(
+    ("queries", "sliding_step", "first"),
+    [(700, 0, "mosaic_gpu"), (1, 0, "triton"), (1, -1, "triton"), (1, 1, "mosaic_gpu")],
+)
+def test_leads_but_for_few_queries_whose_heads_have_the_same_pattern(queries, sliding_step, first):
+    sparse = Sparse(1, 3, head_sliding_step=sliding_step)
+    lens = {"seq_lens": (900, 700), "query_lens": (queries,) * 2}
+    case = small("leads", 8, 2, 64, 16, "bfloat16", **lens, padding=0, block_sparse=sparse)
     made = inputs.make(case)
     with mock.patch.object(jax, "local_devices"):
-        assert _dispatch._on_cuda("ragged_paged_attention", operands_of(case, made))[0] == "triton"
-        assert _dispatch._on_cuda("prefix_attention", prefix_operands_of(case, made))[0] == "triton"
-        assert _dispatch._on_cuda("paged_attention", decode_operands_of(case, made))[0] == "triton"
+        assert _dispatch._on_cuda("ragged_paged_attention", operands_of(case, made))[0] == first
+        assert _dispatch._on_cuda("prefix_attention", prefix_operands_of(case, made))[0] == first
+        if queries == 1:
+            assert _dispatch._on_cuda("paged_attention", decode_operands_of(case, made))[0] == first
 
 
 # Contexts so long that items are split, and batches of many items of both kinds.

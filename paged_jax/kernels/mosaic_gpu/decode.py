@@ -51,15 +51,10 @@ HERE = Target()
 
 
 def leads(operands: Any) -> bool:
-    """Whether these kernels, where they can do what a call of decode asks for, are the fastest of this package's.
-
-    Caches of 8 bits in layout "vllm", and block-sparse patterns, have not been measured here, and are Triton's until
-    they are.
-    """
-    layout, values = operands.options.layout, operands.value_cache
-    if (layout == "vllm" and values.dtype.itemsize == 1) or operands.options.block_sparse is not None:
-        return False
-    num_kv_heads = values.shape[head_axis(layout)]
+    """Whether these kernels, where they can do what a call of decode asks for, are the fastest of this package's."""
+    if operands.options.block_sparse is not None:
+        return ragged.leads(operands)
+    num_kv_heads = operands.value_cache.shape[head_axis(operands.options.layout)]
     return operands.query.shape[-2] in [group * num_kv_heads for group in _LEADING_GROUPS]
 
 

@@ -29,14 +29,16 @@ _FEW_QUERIES = 4  # of a sequence, on average
 def leads(operands: Any) -> bool:
     """Whether these kernels, where they can do what a call asks for, are the fastest of this package's.
 
-    With few queries, Triton's kernel was faster on an H200 for a single sequence, and for caches of 8 bits
-    (benchmarks/LOG.md, "Random batches of ragged attention"). Block-sparse patterns have not been measured.
+    With few queries, Triton's kernel was faster on an H200 for a single sequence, for caches of 8 bits
+    (benchmarks/LOG.md, "Random batches of ragged attention"), and for a block-sparse pattern that is the same for all
+    heads (there, "Block-sparse patterns and 8 bits in layout vllm").
     """
-    if operands.options.block_sparse is not None:
+    num_seqs, sparse = operands.seq_lens.shape[0], operands.options.block_sparse
+    if operands.query.shape[0] > _FEW_QUERIES * num_seqs:
+        return True
+    if num_seqs == 1 or operands.key_cache.dtype.itemsize == 1:
         return False
-    num_seqs = operands.seq_lens.shape[0]
-    has_few_queries = operands.query.shape[0] <= _FEW_QUERIES * num_seqs
-    return not has_few_queries or (num_seqs > 1 and operands.key_cache.dtype.itemsize > 1)
+    return sparse is None or sparse.head_sliding_step > 0
 
 
 def ragged_paged_attention(
