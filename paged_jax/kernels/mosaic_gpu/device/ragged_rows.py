@@ -220,7 +220,8 @@ def _for_chunks(rows: QueryRows, num_rows, kind: ItemKind, do: Callable[[Chunk],
             do_chunk(row, column)
         return
     turns = div(add(mul(num_rows, chunks_per_row), i32(WARPGROUP - 1)), WARPGROUP)
-    loop = scf.ForOp(*(arith.index_cast(ir.IndexType.get(), x) for x in (i32(0), turns, i32(1))), [])
+    bounds = [arith.index_cast(ir.IndexType.get(), x) for x in (i32(0), turns, i32(1))]
+    loop = scf.ForOp(*bounds)  # pyright: ignore[reportCallIssue]
     with ir.InsertionPoint(loop.body):
         assembly('.pragma "nounroll";', "")
         turn = arith.index_cast(ir.IntegerType.get_signless(32), loop.induction_variable)
