@@ -141,14 +141,14 @@ def test_results_do_not_depend_on_who_takes_an_item():
         assert_same_bytes(one, other, "other programs")
 
 
-def planned(query_lens, seq_lens, *shape, block_size=16, **tuning):
+def planned(query_lens, seq_lens, *shape, block_size=16, table_width=64, **tuning):
     """Returns a batch's geometry, what is counted of the batch before the kernel, and its lengths."""
     num_heads, num_kv_heads, head_size, window = shape
     cache = jax.ShapeDtypeStruct((9, num_kv_heads, block_size, head_size), jnp.bfloat16)
     arrays = (
         jax.ShapeDtypeStruct((sum(query_lens) + 3, num_heads, head_size), jnp.bfloat16),
         *(cache, cache),
-        jax.ShapeDtypeStruct((len(seq_lens), 64), jnp.int32),
+        jax.ShapeDtypeStruct((len(seq_lens), table_width), jnp.int32),
         jax.ShapeDtypeStruct((len(seq_lens),), jnp.int32),
         jax.ShapeDtypeStruct((len(seq_lens) + 1,), jnp.int32),
     )
@@ -159,6 +159,13 @@ def planned(query_lens, seq_lens, *shape, block_size=16, **tuning):
     starts = jnp.asarray(np.concatenate([[0], np.cumsum(query_lens)]), jnp.int32)
     lengths = Lengths(jnp.asarray(seq_lens, jnp.int32), starts)
     return geometry, ragged_count.count_before_kernel(starts, lengths.seq_lens, geometry), lengths
+
+
+def test_the_cost_of_a_long_prompt_does_not_overflow():
+    """Its items would all be split, and partial results written far behind the memory that is there for them."""
+    geometry, counts, _ = planned((371_000,), (371_000,), 64, 1, 128, None, table_width=23_188)
+    for kind in geometry.kinds:
+        assert int(ragged_count.total(Counted.PARTIALS, kind, counts)) <= kind.num_partials
 
 
 @pytest.mark.parametrize("head_size", [64, 128, 256])

@@ -19,7 +19,7 @@ from paged_jax.kernels.mosaic_gpu.device import ragged_count, ragged_pattern, ra
 from paged_jax.kernels.mosaic_gpu.device.ragged_load_tiles import TileLoader
 from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Counted, Lengths
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import Geometry
-from paged_jax.kernels.problem import Device, Problem
+from paged_jax.kernels.problem import Device, Problem, Unsupported
 from tests import inputs, oracle, plain
 from tests.cases import Sparse
 from tests.ragged_interpreter import call
@@ -267,19 +267,33 @@ def test_new_tokens_lower_for_cuda(case):
 
 
 @pytest.mark.parametrize(
-    ("queries", "sliding_step", "first"),
-    [(700, 0, "mosaic_gpu"), (1, 0, "triton"), (1, -1, "triton"), (1, 1, "mosaic_gpu")],
+    ("queries", "num_kv_heads", "sliding_step", "first"),
+    [
+        (700, 2, 0, "mosaic_gpu"),
+        (1, 2, 0, "triton"),
+        (1, 2, -1, "triton"),
+        (1, 2, 1, "mosaic_gpu"),
+        (1, 2, 6, "triton"),
+        (1, 8, 1, "triton"),
+    ],
 )
-def test_leads_but_for_few_queries_whose_heads_have_the_same_pattern(queries, sliding_step, first):
+def test_leads_but_for_few_queries_whose_group_has_one_pattern(queries, num_kv_heads, sliding_step, first):
     sparse = Sparse(1, 3, head_sliding_step=sliding_step)
     lens = {"seq_lens": (900, 700), "query_lens": (queries,) * 2}
-    case = small("leads", 8, 2, 64, 16, "bfloat16", **lens, padding=0, block_sparse=sparse)
+    case = small("leads", 8, num_kv_heads, 64, 16, "bfloat16", **lens, padding=0, block_sparse=sparse)
     made = inputs.make(case)
     with mock.patch.object(jax, "local_devices"):
         assert _dispatch._on_cuda("ragged_paged_attention", operands_of(case, made))[0] == first
         assert _dispatch._on_cuda("prefix_attention", prefix_operands_of(case, made))[0] == first
         if queries == 1:
             assert _dispatch._on_cuda("paged_attention", decode_operands_of(case, made))[0] == first
+
+
+def test_strides_beyond_32_bits_are_refused():
+    sparse = Sparse(1, 1_000_000_007, 64, head_sliding_step=999_999_999)
+    case = small("far", 8, 1, 64, 16, "bfloat16", seq_lens=(900,), query_lens=(1,), padding=0, block_sparse=sparse)
+    with pytest.raises(Unsupported, match="lacks a vert_stride of 1000000007 for 8 heads, beyond 32 bits"):
+        ragged.ragged_paged_attention(*operands_of(case, inputs.make(case)))
 
 
 # Contexts so long that items are split, and batches of many items of both kinds.

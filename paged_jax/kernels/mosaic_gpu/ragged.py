@@ -20,7 +20,7 @@ from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Inputs, Lengths
 from paged_jax.kernels.mosaic_gpu.device.refs import ABSENT
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import Geometry
 from paged_jax.kernels.problem import Device, Problem
-from paged_jax.options import AttentionOptions
+from paged_jax.options import AttentionOptions, head_axis
 from paged_jax.shapes import BlockTables, Cache, NewTokens, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
 
 _FEW_QUERIES = 4  # of a sequence, on average
@@ -31,14 +31,17 @@ def leads(operands: Any) -> bool:
 
     With few queries, Triton's kernel was faster on an H200 for a single sequence, for caches of 8 bits
     (benchmarks/LOG.md, "Random batches of ragged attention"), and for a block-sparse pattern that is the same for all
-    heads (there, "Block-sparse patterns and 8 bits in layout vllm").
+    heads of a group (there, "Block-sparse patterns and 8 bits in layout vllm").
     """
-    num_seqs, sparse = operands.seq_lens.shape[0], operands.options.block_sparse
+    num_seqs, options = operands.seq_lens.shape[0], operands.options
     if operands.query.shape[0] > _FEW_QUERIES * num_seqs:
         return True
     if num_seqs == 1 or operands.key_cache.dtype.itemsize == 1:
         return False
-    return sparse is None or sparse.head_sliding_step > 0
+    if options.block_sparse is None:
+        return True
+    has_groups = operands.query.shape[1] > operands.key_cache.shape[head_axis(options.layout)]
+    return has_groups and max(options.block_sparse.head_sliding_step, 0) % options.block_sparse.vert_stride > 0
 
 
 def ragged_paged_attention(

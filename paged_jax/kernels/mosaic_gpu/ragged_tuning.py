@@ -34,7 +34,8 @@ class Tuning:
       thin_tile: tokens of a tile of thin items; it divides `tile`.
       stages: tiles of wide items in the ring of K, and as many in the ring of V.
       queries: items whose queries have a place in shared memory.
-      least_split: cost of the cheapest item that is split. A tile of 64 tokens costs 1, of wide items 2.
+      least_split: what any item may cost; one that costs an eighth more may be split. A tile of 64 tokens costs 1, of
+        wide items 2.
       claims_items: whether programs claim work items one by one, as they get to them; otherwise each takes every
         num_programs-th item, as only the interpreter wants it.
       counts_in_kernel: whether each program counts the batch's work; otherwise XLA does, before the kernel.
@@ -109,6 +110,10 @@ def _refusals(problem: Problem, device: Device) -> list[str]:
         reasons.append(f"lacks groups of {problem.group} query heads, takes up to {_LARGEST_GROUP}")
     if problem.layout == "vllm":
         reasons.append("lacks layout 'vllm' in ragged attention")
+    sparse = problem.block_sparse
+    slides = sparse is not None and sparse.head_sliding_step % sparse.vert_stride > 0
+    if sparse is not None and slides and sparse.vert_stride * problem.num_heads >= 1 << 31:
+        reasons.append(f"lacks a vert_stride of {sparse.vert_stride} for {problem.num_heads} heads, beyond 32 bits")
     if problem.v_scale is ScaleKind.SLOT and problem.query_dtype == "float16":
         reasons.append("lacks v_scale for each slot in ragged attention of float16, which may not hold its products")
     return reasons

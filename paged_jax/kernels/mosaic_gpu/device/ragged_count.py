@@ -86,8 +86,9 @@ def search(number: Scalar, what: Counted, kind: ItemKind, counts: Counts) -> Sca
 
 def _costs(sequences: Sequence, kind: ItemKind) -> Array:
     """What all items of each sequence cost."""
-    cost = query_tiles(sequences, kind) * (kind.tile_cost * most_tiles(sequences, kind) + _ITEM_COST)
-    return cost.astype(jnp.float32) * float(kind.geometry.problem.num_kv_heads)
+    of_item = kind.tile_cost * most_tiles(sequences, kind) + _ITEM_COST
+    items = query_tiles(sequences, kind).astype(jnp.float32) * float(kind.geometry.problem.num_kv_heads)
+    return items * of_item.astype(jnp.float32)  # integers would overflow
 
 
 def _shares(wide: Any, thin: Any, geometry: Geometry) -> tuple[Any, Any]:

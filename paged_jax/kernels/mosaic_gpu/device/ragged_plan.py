@@ -9,8 +9,8 @@ Only the last tile of a sequence may be thin. Rows past those of the last sequen
 token is in the cache: its items write zeros.
 
 The items of each kind are numbered: sequence by sequence, in a sequence head by head, and of a head the last tile of
-query tokens first, as it sees most. An item that costs more than an even share of all work is cut into splits of the
-context, and each split is an item of its own. `ragged_count.py` counts how many items come before each sequence.
+query tokens first, as it sees most. An item that costs an eighth more than an even share of all work is cut into splits
+of the context, and each split is an item of its own. `ragged_count.py` counts how many items come before each sequence.
 """
 
 from typing import Any, NamedTuple
@@ -41,7 +41,7 @@ class Item(NamedTuple):
     num_tokens: Scalar  # query tokens
     position: Scalar  # of the first query token, in its sequence
     origin: Scalar  # number of the first token of the first tile
-    begin: Scalar  # some row sees begin <= token < end; `begin` may be before `origin`
+    begin: Scalar  # some row sees begin <= token < end; `begin` may be before the first tile
     end: Scalar
     values_end: Scalar  # the end of the tokens that have keys and values
     num_tiles: Scalar
@@ -104,7 +104,8 @@ def find(number: Scalar, counts: Counts, lengths_gmem: Lengths, kind: ItemKind) 
         origin=context.origin + first_tile * kind.tile,
         begin=context.begin,
         end=context.end,
-        # If no query need see even its own token, nobody may see what follows `end` in the last tile.
+        # What follows `end` in the last tile is usually seen by other queries, so that it has values. Where queries see
+        # stripes only, nobody may see it, and it may be NaN.
         values_end=context.end if kind.geometry.sees_stripes_only else sequences.values_end(sequence, problem),
         num_tiles=lax.min(tiles_each, context.num_tiles - first_tile),
         cached_tiles=lax.clamp(

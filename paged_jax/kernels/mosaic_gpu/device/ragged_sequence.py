@@ -15,7 +15,7 @@ from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Lengths
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import Geometry, ItemKind
 from paged_jax.kernels.problem import Problem
 
-_ROUNDED_UP = 0.874  # what makes an integer of a float32, unless that is larger than one by less than an eighth
+_ROUNDED_UP = 0.874  # is added before truncation: rounds up, but for what is above an integer by less than an eighth
 
 
 class Sequence(NamedTuple):
@@ -63,7 +63,7 @@ def num_queries(sequence: Sequence, kind: ItemKind) -> Any:
 
 
 def num_splits(sequence: Sequence, splits_per_cost: Any, kind: ItemKind) -> Any:
-    """Splits of each of a sequence's items, so many that none costs an eighth more than an even share."""
+    """Splits of each of a sequence's items, so many that none costs about an eighth more than an even share."""
     if not kind.may_split:
         return jnp.ones_like(sequence.seq_len)
     cost = (most_tiles(sequence, kind) * kind.tile_cost).astype(jnp.float32)

@@ -94,7 +94,7 @@ def word_order_layout() -> mgpu.TiledLayout:
     """The layout of [columns, n] in which a lane stores its columns of a right operand in the order of words.
 
     Element 4 * t + 2 * a + b of 16 goes to place 8 * a + 2 * t + b. A lane has elements 16 * w + 8 * h + g of its
-    columns; of their number's lowest bits 3 2 1 0, g2 g1 h g0 become bits 1 3 2 0, as t is h and g2.
+    columns: bits h, g2, g1, g0 of an element's number, highest first, become bits 2, 1, 3, 0 of its place.
     """
     tiles = ((8, 64), (8, 16), (8, 8), (8, 4), (8, 2), (2, 1), (1, 1))
     return tiled_layout(tiles, warp=-13, lanes=(-7, -11, -5, -6))
