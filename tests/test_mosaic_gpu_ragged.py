@@ -46,6 +46,7 @@ INTERPRETED = [
     small("slots", 4, 2, 64, 16, "bfloat16", "int8", k_scale="slot", v_scale="slot"),
     small("tiny", 4, 2, 16, 16, "bfloat16"),
     small("large", 2, 1, 256, 16, "bfloat16", sinks=True),
+    small("short-window", 2, 1, 64, 16, "bfloat16", seq_lens=(150, 20), query_lens=(3, 20), sliding_window=37),
     small("short-and-wide", 2, 1, 64, 16, "float16", seq_lens=(128,), query_lens=(40,), padding=0, max_seq_len=128),
     small("split-wide", 8, 1, 64, 64, "float16", seq_lens=(500,), query_lens=(100,), logits_soft_cap=3.0),
 ]
