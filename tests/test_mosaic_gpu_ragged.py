@@ -142,21 +142,25 @@ def test_results_do_not_depend_on_who_takes_an_item():
         assert_same_bytes(one, other, "other programs")
 
 
-def planned(query_lens, seq_lens, *shape, block_size=16, table_width=64, **tuning):
+def planned(query_lens, seq_lens, *shape, block_size=16, table_width=64, prefix=False, options=None, **tuning):
     """Returns a batch's geometry, what is counted of the batch before the kernel, and its lengths."""
     num_heads, num_kv_heads, head_size, window = shape
+    num_tokens = sum(query_lens) + 3
     cache = jax.ShapeDtypeStruct((9, num_kv_heads, block_size, head_size), jnp.bfloat16)
     arrays = (
-        jax.ShapeDtypeStruct((sum(query_lens) + 3, num_heads, head_size), jnp.bfloat16),
+        jax.ShapeDtypeStruct((num_tokens, num_heads, head_size), jnp.bfloat16),
+        *[jax.ShapeDtypeStruct((num_tokens, num_kv_heads, head_size), jnp.bfloat16)] * (2 if prefix else 0),
         *(cache, cache),
         jax.ShapeDtypeStruct((len(seq_lens), table_width), jnp.int32),
         jax.ShapeDtypeStruct((len(seq_lens),), jnp.int32),
         jax.ShapeDtypeStruct((len(seq_lens) + 1,), jnp.int32),
     )
-    operands = jax.eval_shape(lambda *x: _validate.ragged_operands(*x, True, {"sliding_window": window}), *arrays)
-    problem = Problem.of_call(*operands[:4], operands.options)
-    chosen = replace(ragged_tuning.tune(problem, Device(), prefix=False), counts_in_kernel=False, **tuning)
-    geometry = Geometry(problem, chosen, prefix=False)
+    validate = _validate.prefix_operands if prefix else _validate.ragged_operands
+    operands = jax.eval_shape(lambda *x: validate(*x, True, {"sliding_window": window, **(options or {})}), *arrays)
+    caches = operands.key_cache, operands.value_cache, operands.block_tables
+    problem = Problem.of_call(operands.query, *caches, operands.options)
+    chosen = replace(ragged_tuning.tune(problem, Device(), prefix=prefix), counts_in_kernel=False, **tuning)
+    geometry = Geometry(problem, chosen, prefix)
     starts = jnp.asarray(np.concatenate([[0], np.cumsum(query_lens)]), jnp.int32)
     lengths = Lengths(jnp.asarray(seq_lens, jnp.int32), starts)
     return geometry, ragged_count.count_before_kernel(starts, lengths.seq_lens, geometry), lengths
@@ -295,13 +299,18 @@ ON_A_GPU = [
 @pytest.mark.parametrize("case", ON_A_GPU, ids=str)
 def test_on_a_gpu(case, tuning, monkeypatch):
     """Results are right as tuned for this GPU and for a smaller one that splits more, and the same in every run."""
+    made = inputs.make(case)
+    check_on_a_gpu(case, made, operands_of(case, made), tuning, monkeypatch)
+
+
+def check_on_a_gpu(case, made, operands, tuning, monkeypatch):
+    """Compares results, as tuned for this GPU but for `tuning`, with the oracle's, and with those of a second run."""
 
     def tune(*args, tune=ragged_tuning.tune, **kwargs):
         return replace(tune(*args, **kwargs), **tuning)
 
     monkeypatch.setattr(ragged_tuning, "tune", tune)
-    made = inputs.make(case)
-    operands = jax.device_put(operands_of(case, made), jax.devices("gpu")[0])
+    operands = jax.device_put(operands, jax.devices("gpu")[0])
     function = jax.jit(lambda *operands: ragged.ragged_paged_attention(*operands))  # traced with this tuning
     results, again = (jax.tree.map(np.asarray, function(*operands)) for _ in range(2))
     check(case, made, results)

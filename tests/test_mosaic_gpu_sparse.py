@@ -4,7 +4,6 @@ Cached blocks that no query attends to are NaN here, each for each kv head.
 """
 
 import itertools
-from dataclasses import replace
 from unittest import mock
 
 import jax
@@ -14,26 +13,26 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
 from paged_jax import BlockSparse, _dispatch, _validate
-from paged_jax.kernels.mosaic_gpu import decode, ragged, ragged_tuning
+from paged_jax.kernels.mosaic_gpu import decode, ragged
 from paged_jax.kernels.mosaic_gpu.device import ragged_count, ragged_pattern, ragged_plan
 from paged_jax.kernels.mosaic_gpu.device.ragged_load_tiles import TileLoader
-from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Counted, Lengths
-from paged_jax.kernels.mosaic_gpu.ragged_geometry import Geometry
-from paged_jax.kernels.problem import Device, Problem, Unsupported
+from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Counted
+from paged_jax.kernels.problem import Unsupported
 from tests import inputs, oracle, plain
 from tests.cases import Sparse
 from tests.ragged_interpreter import call
-from tests.test_cache_ops import assert_same_bytes
 from tests.test_decode import op_options
 from tests.test_mosaic_gpu_ragged import (
     TINY_TILES,
     check,
+    check_on_a_gpu,
     check_prefix,
     operands_of,
     prefix_operands_of,
     small,
     some,
 )
+from tests.test_mosaic_gpu_ragged import planned as planned_batch
 
 # NumPy gives this warning when arithmetic meets the poison, which is NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -131,26 +130,9 @@ def tokens_of(splits, kind):
 
 def planned(query_lens, seq_lens, num_heads, num_kv_heads, pattern, window, most, prefix):
     """Returns a batch's geometry, what is counted of the batch before the kernel, and its lengths."""
-    cache = jax.ShapeDtypeStruct((9, num_kv_heads, 16, 64), jnp.bfloat16)
-    num_tokens = sum(query_lens) + 3
-    arrays = (
-        jax.ShapeDtypeStruct((num_tokens, num_heads, 64), jnp.bfloat16),
-        *[jax.ShapeDtypeStruct((num_tokens, num_kv_heads, 64), jnp.bfloat16)] * (2 if prefix else 0),
-        *(cache, cache),
-        jax.ShapeDtypeStruct((len(seq_lens), 64), jnp.int32),
-        jax.ShapeDtypeStruct((len(seq_lens),), jnp.int32),
-        jax.ShapeDtypeStruct((len(seq_lens) + 1,), jnp.int32),
-    )
-    options = {"sliding_window": window, "block_sparse": BlockSparse(**pattern._asdict()), "max_seq_len": most}
-    validate = _validate.prefix_operands if prefix else _validate.ragged_operands
-    operands = jax.eval_shape(lambda *x: validate(*x, True, options), *arrays)
-    caches = operands.key_cache, operands.value_cache, operands.block_tables
-    problem = Problem.of_call(operands.query, *caches, operands.options)
-    chosen = ragged_tuning.tune(problem, Device(), prefix=prefix)
-    chosen = replace(chosen, counts_in_kernel=False, num_programs=16, least_split=2)
-    geometry = Geometry(problem, chosen, prefix)
-    lengths = Lengths(jnp.asarray(seq_lens, jnp.int32), jnp.asarray(np.cumsum([0, *query_lens]), jnp.int32))
-    return geometry, ragged_count.count_before_kernel(lengths.query_start_loc, lengths.seq_lens, geometry), lengths
+    options = {"block_sparse": BlockSparse(**pattern._asdict()), "max_seq_len": most}
+    shape, tuning = (num_heads, num_kv_heads, 64, window), {"num_programs": 16, "least_split": 2}
+    return planned_batch(query_lens, seq_lens, *shape, prefix=prefix, options=options, **tuning)
 
 
 def poison_unattended(case, made, arrays):
@@ -321,20 +303,9 @@ ON_A_GPU = [
 @pytest.mark.parametrize("case", ON_A_GPU, ids=str)
 def test_on_a_gpu(case, tuning, monkeypatch):
     """Results are right as tuned for this GPU and for a smaller one that splits more, and the same in every run."""
-
-    def tune(*args, tune=ragged_tuning.tune, **kwargs):
-        return replace(tune(*args, **kwargs), **tuning)
-
-    monkeypatch.setattr(ragged_tuning, "tune", tune)
-    made = inputs.make(case)
-    poisoned = inputs.make(case)
+    made, poisoned = inputs.make(case), inputs.make(case)
     poisoned.ragged = poison_unattended(case, made, made.ragged)
-    operands = jax.device_put(operands_of(case, poisoned), jax.devices("gpu")[0])
-    function = jax.jit(lambda *operands: ragged.ragged_paged_attention(*operands))  # traced with this tuning
-    results, again = (jax.tree.map(np.asarray, function(*operands)) for _ in range(2))
-    check(case, made, results)
-    for actual, wanted in zip(again, results, strict=True):
-        assert_same_bytes(actual, wanted, "a second run")
+    check_on_a_gpu(case, made, operands_of(case, poisoned), tuning, monkeypatch)
 
 
 @pytest.mark.gpu
