@@ -139,9 +139,9 @@ def load_scales(scale_gmem, tables_gmem, scales_smem, item, starts, kept, kind):
     scales_smem[...] = jnp.where(is_kept, scale, 0)
 
 
-def store_words(words_smem, row, values):
+def store_fields(fields_smem, row, values):
     for i, value in enumerate(values):
-        words_smem[row, i] = value
+        fields_smem[row, i] = value
 
 
 def score_and_accumulate(query_smem, keys_smem, out, weights, values_smem, then, meanwhile):

@@ -183,6 +183,23 @@ def test_every_loading_warp_has_runs_of_every_tile(block_size, head_size):
         assert block_size % kind.run_tokens == kind.tile % kind.run_tokens == 0
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_there_is_room_for_all_partial_results(seed):
+    rng = np.random.default_rng(seed)
+    num_seqs, longest = int(rng.integers(1, 60)), int(rng.choice((1024, 100)))
+    queries = rng.choice((1, 5, 30, 70), num_seqs, p=(0.7, 0.1, 0.1, 0.1) if seed % 2 else (0.97, 0.01, 0.01, 0.01))
+    lens = np.maximum((longest * rng.random(num_seqs) ** rng.choice((0.1, 1, 4))).astype(int), queries)
+    if seed % 3 == 0:
+        lens = np.sort(lens)[::-1]
+    shape, programs = (8, 2, 64, None), int(rng.choice((1, 4, 13, 40)))
+    geometry, counts, _ = planned(
+        tuple(queries), tuple(lens), *shape, num_programs=programs, tile=64, thin_tile=64, least_split=1
+    )
+    for kind in geometry.kinds:
+        if kind.may_split:
+            assert int(ragged_count.total(Counted.PARTIALS, kind, counts)) <= kind.num_partials
+
+
 @pytest.mark.parametrize("shape", [(8, 2, 64, None), (5, 1, 128, 100), (16, 1, 64, None)], ids=str)
 def test_items_cover_each_row_and_token_once(shape):
     """Each query token of each kv head is in one item or in its splits, which see each token of the context once."""

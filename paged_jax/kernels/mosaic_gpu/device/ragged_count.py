@@ -5,7 +5,7 @@ loading warpgroup, a thread a sequence. That takes about a microsecond, less tha
 leaves what it found in memory, for the kernel that merges. Where sequences are many, XLA counts before the kernel.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -13,33 +13,39 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from paged_jax.kernels.mosaic_gpu.device import ragged_scan as scan
-from paged_jax.kernels.mosaic_gpu.device.integers import div
+from paged_jax.kernels.mosaic_gpu.device.integers import at_least, div
 from paged_jax.kernels.mosaic_gpu.device.plan import Scalar
 from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Counted, Counts, Lengths, Refs
 from paged_jax.kernels.mosaic_gpu.device.ragged_sequence import (
     Sequence,
     most_tiles,
     num_queries,
-    num_splits,
     query_tiles,
+    splits_of,
 )
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import THREADS, Geometry, ItemKind
 
 _ITEM_COST = 2  # what an item costs beside its tiles
 
 
+class _Totals(NamedTuple):
+    """What all items of a batch cost."""
+
+    wide: Any
+    thin: Any
+
+
 def count_before_kernel(query_start_loc: Array, seq_lens: Array, geometry: Geometry) -> Counts:
     """Counts the work in XLA; or does nothing, where the kernel counts."""
     if geometry.tuning.counts_in_kernel:
-        return Counts(*[jnp.zeros((1,), jnp.int32)] * 3)
+        return Counts(*[jnp.zeros((1,), jnp.int32)] * 2)
     ends = jnp.append(query_start_loc[1:], geometry.problem.num_tokens)
     sequences = Sequence(query_start_loc, jnp.maximum(ends - query_start_loc, 0), jnp.append(seq_lens, 0))
-    wide, thin = (_sums_before(_costs(sequences, kind))[-1] for kind in geometry.kinds)
-    splits_per_cost, wide_programs = _shares(wide, thin, geometry)
-    counts = _counts(sequences, splits_per_cost, geometry)
+    totals = _Totals(*(_sums_before(_costs(sequences, kind))[-1] for kind in geometry.kinds))
+    counts = _counts(sequences, totals, geometry)
     none = jnp.zeros_like(sequences.first_token)
     table = jnp.stack([counts.get(row, none) for row in range(2 * len(Counted))])
-    return Counts(_sums_before(table), splits_per_cost[None], wide_programs[None])
+    return Counts(_sums_before(table), _wide_programs(totals, geometry)[None])
 
 
 def count_in_kernel(refs: Refs, geometry: Geometry) -> Counts:
@@ -52,15 +58,14 @@ def count_in_kernel(refs: Refs, geometry: Geometry) -> Counts:
         sequences = _sequences(first, lengths_gmem, geometry)
         costs = {row: _costs(sequences, kind) for row, kind in enumerate(geometry.kinds)}
         scan.sums_before(costs, smem.costs, first)
-    splits_per_cost, wide_programs = _shares(smem.costs[0, end], smem.costs[1, end], geometry)
+    totals = _Totals(smem.costs[0, end], smem.costs[1, end])
     for first in chunks:
         sequences = _sequences(first, lengths_gmem, geometry)
-        scan.sums_before(_counts(sequences, splits_per_cost, geometry), smem.table, first)
-    smem.splits_per_cost[0] = splits_per_cost
-    smem.wide_programs[0] = wide_programs
+        scan.sums_before(_counts(sequences, totals, geometry), smem.table, first)
+    smem.wide_programs[0] = _wide_programs(totals, geometry)
     if geometry.merges:
-        pl.when(lax.axis_index("program") == 0)(lambda: _leave_counts(splits_per_cost, refs, geometry))
-    return Counts(smem.table, smem.splits_per_cost, smem.wide_programs)
+        pl.when(lax.axis_index("program") == 0)(lambda: _leave_counts(refs, geometry))
+    return Counts(smem.table, smem.wide_programs)
 
 
 def total(what: Counted, kind: ItemKind, counts: Counts) -> Scalar:
@@ -71,6 +76,16 @@ def total(what: Counted, kind: ItemKind, counts: Counts) -> Scalar:
 def before(what: Counted, seq: Scalar, kind: ItemKind, counts: Counts) -> Scalar:
     """How many of `Counted` come before a sequence."""
     return counts.table[_row(what, kind), seq]
+
+
+def num_splits(seq: Scalar, sequence: Sequence, kind: ItemKind, counts: Counts) -> Scalar:
+    """Splits of each item of a sequence, of which this is the index."""
+    if not kind.may_split:
+        return jnp.int32(1)
+    items = before(Counted.ITEMS, seq + 1, kind, counts) - before(Counted.ITEMS, seq, kind, counts)
+    num_kv_heads = kind.geometry.problem.num_kv_heads
+    unsplit = at_least(query_tiles(sequence, kind), 1) * num_kv_heads if kind.is_wide else jnp.int32(num_kv_heads)
+    return at_least(lax.div(items, unsplit), 1)
 
 
 def search(number: Scalar, what: Counted, kind: ItemKind, counts: Counts) -> Scalar:
@@ -91,25 +106,25 @@ def _costs(sequences: Sequence, kind: ItemKind) -> Array:
     return items * of_item.astype(jnp.float32)  # integers would overflow
 
 
-def _shares(wide: Any, thin: Any, geometry: Geometry) -> tuple[Any, Any]:
-    """`splits_per_cost` and `wide_programs` of a batch whose wide and whose thin items cost so much."""
-    programs = geometry.tuning.num_programs
-    largest = lax.max((wide + thin) * (1 / programs) + 1, jnp.float32(geometry.tuning.least_split))
+def _wide_programs(totals: _Totals, geometry: Geometry) -> Any:
+    """`wide_programs` of a batch."""
+    (wide, thin), programs = totals, geometry.tuning.num_programs
     wide_programs = (wide / lax.max(wide + thin, jnp.float32(1)) * programs + 0.5).astype(jnp.int32)
     wide_programs = lax.max(wide_programs, (wide > 0).astype(jnp.int32))
-    wide_programs = jnp.where(thin > 0, lax.min(wide_programs, jnp.int32(programs - 1)), programs)
-    return 1 / largest, wide_programs
+    return jnp.where(thin > 0, lax.min(wide_programs, jnp.int32(programs - 1)), programs)
 
 
-def _counts(sequences: Sequence, splits_per_cost: Any, geometry: Geometry) -> dict[int, Array]:
+def _counts(sequences: Sequence, totals: _Totals, geometry: Geometry) -> dict[int, Array]:
     """What each sequence has, by its row of the table; rows that nobody reads are left out."""
+    share = (totals.wide + totals.thin) * (1 / geometry.tuning.num_programs) + 1
+    splits_per_cost = 1 / lax.max(share, jnp.float32(geometry.tuning.least_split))
     counts = {}
     for kind in geometry.kinds:
         items = query_tiles(sequences, kind) * geometry.problem.num_kv_heads
         if not kind.may_split:
             counts[_row(Counted.ITEMS, kind)] = items
             continue
-        splits = num_splits(sequences, splits_per_cost, kind)
+        splits = splits_of(sequences, splits_per_cost, kind)
         rows = num_queries(sequences, kind) * geometry.problem.num_heads
         merges = div(rows + (geometry.merged_rows - 1), geometry.merged_rows)
         counts[_row(Counted.ITEMS, kind)] = items * splits
@@ -143,10 +158,9 @@ def _sequences(first: int, lengths_gmem: Lengths, geometry: Geometry) -> Sequenc
     return Sequence(start, query_len, jnp.where(seq < num_seqs, seq_len, 0))
 
 
-def _leave_counts(splits_per_cost: Scalar, refs: Refs, geometry: Geometry) -> None:
+def _leave_counts(refs: Refs, geometry: Geometry) -> None:
     """Leaves in memory what was counted."""
     counts_gmem = refs.outputs_gmem.counts
-    counts_gmem.splits_per_cost[0] = splits_per_cost
     for row in range(2 * len(Counted)):
         for first in range(0, geometry.count_columns, THREADS):
             columns = pl.ds(first, THREADS)

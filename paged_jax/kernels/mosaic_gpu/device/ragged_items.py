@@ -37,7 +37,7 @@ def describe(item: Item, items_before: Scalar, smem: Scratch) -> None:
     """Tells the computing warpgroups of an item."""
     stage = _stage(items_before)
     pl.when(items_before >= ITEM_STAGES)(lambda: plgpu.barrier_wait(smem.items.consumed.at[stage]))
-    store_words(smem.items.words, stage, item)
+    store_fields(smem.items.fields, stage, item)
     plgpu.barrier_arrive(smem.items.ready.at[stage])
 
 
@@ -80,19 +80,19 @@ def claim(kind: ItemKind, refs: Refs) -> Scalar:
     return refs.smem.claimed[0]
 
 
-def store_words(words_smem: Ref, row: Scalar, values: Any) -> None:
+def store_fields(fields_smem: Ref, row: Scalar, values: Any) -> None:
     """Stores 32-bit integers to a row of shared memory, which this warpgroup sees at once, others after a barrier."""
-    columns = words_smem.shape[1]
+    columns = fields_smem.shape[1]
 
     @inline(plgpu.RefType(), *[SCALAR] * (len(values) + 1))
-    def store(_, words_smem, row, *values):
-        first = add(address(words_smem), mul(row.registers.item(), 4 * columns))
+    def store(_, fields_smem, row, *values):
+        first = add(address(fields_smem), mul(row.registers.item(), 4 * columns))
         code = "{ .reg .pred first; setp.eq.u32 first, $0, 0; @first st.shared.b32 [$1], $2; }"
         for i, value in enumerate(values):
             assembly(code, "r,r,r", thread_index_read_again(), add(first, i32(4 * i)), value.registers.item())
         mgpu.warpgroup_barrier()
 
-    store(words_smem, row, *values)
+    store(fields_smem, row, *values)
 
 
 def _stage(items_before: Scalar) -> Scalar:
@@ -100,4 +100,4 @@ def _stage(items_before: Scalar) -> Scalar:
 
 
 def _item_at(stage: Scalar, smem: Scratch) -> Item:
-    return Item(*[smem.items.words[stage, i] for i in range(len(Item._fields))])
+    return Item(*[smem.items.fields[stage, i] for i in range(len(Item._fields))])

@@ -52,11 +52,11 @@ def load_items(refs: Refs, geometry: Geometry) -> None:
 
 
 class _Taken(NamedTuple):
-    """The number of the item that a program takes, and whether it is begun: before the first one nothing is."""
+    """What a turn of the loop over items takes: an item that is begun, or nothing in the turn that begins the first."""
 
-    number: Scalar
-    is_item: Scalar
-    goes_on: Scalar
+    number: Scalar  # of the item, or of the first one
+    is_item: Scalar  # whether it is begun
+    goes_on: Scalar  # whether there is such a turn: there is one without an item
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,8 @@ class TileLoader:
         stage = lax.rem(self.tiles_before + number, jnp.int32(self.kind.stages))
         is_reused = self.tiles_before + number >= self.kind.stages
         span = plan.span_of(self.item, number, self.kind)
-        kept = Range(*(plan.number_of(x, span.pattern, geometry) - span.number for x in (span.begin, span.values_end)))
+        first_kept, kept_end = (plan.number_of(x, span.pattern, geometry) for x in (span.begin, span.values_end))
+        kept = Range(first_kept - span.number, kept_end - span.number)
         tile = _Tile(number, stage, is_reused, span, kept)
         if geometry.scales_slots:
             self._load_scales(tile)
@@ -187,7 +188,7 @@ class TileLoader:
         All tokens of these tiles have values. Each warp has its own runs of every tile, and reads which blocks they are
         in while the tile before is on its way.
         """
-        item, size, block_size = self.item, self.kind.run_tokens, jnp.int32(self.kind.geometry.problem.block_size)
+        item, block_size = self.item, jnp.int32(self.kind.geometry.problem.block_size)
         tables_gmem, runs_of_warp = self.refs.inputs_gmem.block_tables, self.kind.runs_per_tile // LOADING_WARPS
         last = self.last_run(item.values_end)
 
@@ -195,9 +196,7 @@ class TileLoader:
             first_run = lax.axis_index("warp") * runs_of_warp
 
             def blocks_of(number):
-                first = item.origin + number * self.kind.tile
-                numbers = (first + (first_run + j) * size for j in range(runs_of_warp))
-                tokens = [self.not_before_window(lax.min(self._token_of(n), last)) for n in numbers]
+                tokens = (lax.min(self._first_read(number, first_run + j), last) for j in range(runs_of_warp))
                 return tuple(tables_gmem[item.seq, lax.div(token, block_size)] for token in tokens)
 
             def load(number, blocks):
@@ -218,13 +217,15 @@ class TileLoader:
             pl.when(is_reused)(lambda cache=cache: plgpu.barrier_wait(cache.ring.consumed.at[stage]))
             tile_smem = tile_of(cache.ring.tiles, stage, self.kind)
             for j, block in enumerate(blocks):
-                token = self._token_of(self.item.origin + number * self.kind.tile + (first_run + j) * size)
-                token = self.not_before_window(token)
+                run_gmem = self._run_gmem(cache, block, self._first_read(number, first_run + j))
                 run_smem = tile_smem.at[pl.ds((first_run + j) * size, size)]
-                plgpu.copy_gmem_to_smem(self._run_gmem(cache, block, token), run_smem, cache.ring.ready.at[stage])
+                plgpu.copy_gmem_to_smem(run_gmem, run_smem, cache.ring.ready.at[stage])
 
-    def _token_of(self, number: Scalar) -> Scalar:
-        return plan.token_of(number, plan.pattern_of_item(self.item, self.kind), self.kind.geometry)
+    def _first_read(self, tile: Scalar, run: Scalar) -> Scalar:
+        """The first token of what is read as a run of a tile, both by their numbers."""
+        first = self.item.origin + tile * self.kind.tile + run * self.kind.run_tokens
+        pattern = plan.pattern_of_item(self.item, self.kind)
+        return self.not_before_window(plan.token_of(first, pattern, self.kind.geometry))
 
     def last_run(self, end: Scalar) -> Scalar:
         """The first token of the last run that may be read, where no row sees tokens from `end` on."""

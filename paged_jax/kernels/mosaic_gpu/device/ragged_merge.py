@@ -135,7 +135,7 @@ def _merge_kind(partials: Partials, refs: MergeRefs, kind: ItemKind) -> None:
             num_rows=sequences.num_queries(sequence, kind) * problem.num_heads,
             first_token=sequence.first_token + sequences.first_query(sequence, kind),
             query_tiles=sequences.query_tiles(sequence, kind),
-            splits=sequences.num_splits(sequence, counts.splits_per_cost[0], kind),
+            splits=count.num_splits(seq, sequence, kind, counts),
             first_partial=count.before(Counted.PARTIALS, seq, kind, counts),
         )
         merge_rows(row_refs, group, kind)

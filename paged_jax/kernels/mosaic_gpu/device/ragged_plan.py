@@ -81,12 +81,14 @@ def find(number: Scalar, counts: Counts, lengths_gmem: Lengths, kind: ItemKind) 
     exists = number < count.total(Counted.ITEMS, kind, counts)
     seq = lax.min(count.search(number, Counted.ITEMS, kind, counts), jnp.int32(problem.num_seqs))
     sequence = sequences.sequence_of(seq, lengths_gmem, problem)
-    query_tiles = sequences.query_tiles(sequence, kind)
-    splits = sequences.num_splits(sequence, counts.splits_per_cost[0], kind)
+    splits = count.num_splits(seq, sequence, kind, counts)
     of_sequence = number - count.before(Counted.ITEMS, seq, kind, counts)
     split, unsplit = lax.rem(of_sequence, splits), lax.div(of_sequence, splits)
-    query_tile = query_tiles - 1 - lax.rem(unsplit, at_least(query_tiles, 1))
-    kv_head = lax.div(unsplit, at_least(query_tiles, 1))
+    if kind.is_wide:
+        query_tiles = at_least(sequences.query_tiles(sequence, kind), 1)
+        query_tile, kv_head = query_tiles - 1 - lax.rem(unsplit, query_tiles), lax.div(unsplit, query_tiles)
+    else:
+        query_tile, kv_head = jnp.int32(0), unsplit
     first = sequences.first_query(sequence, kind) + query_tile * kind.tokens
     num_tokens = lax.min(sequence.query_len - first, jnp.int32(kind.tokens))
     position = sequence.seq_len - sequence.query_len + first

@@ -17,7 +17,7 @@ from paged_jax.kernels.mosaic_gpu.geometry import WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import Geometry, ItemKind
 
 ITEM_STAGES = 2  # work items that are described, and whose queries are in shared memory or on their way
-_ITEM_WORDS = 16  # int32 that describe a work item, of which `ragged_plan.Item` fills nearly all
+_ITEM_FIELDS = 16  # int32 that describe a work item, of which `ragged_plan.Item` fills nearly all
 _OTHER_MEMORY = 12 * 1024  # bytes of barriers, of padding, and of what reductions take
 
 
@@ -35,12 +35,10 @@ class Counts(NamedTuple):
     Attributes:
       table: i32 [2 * len(Counted), num_seqs + 2 or more]: for wide items and then for thin ones, how many of each of
         `Counted` all sequences before each have. Behind the sequences are that of the padding, and the end.
-      splits_per_cost: f32 [1]: splits of an item for each unit of its cost.
       wide_programs: i32 [1]: programs that begin with wide items.
     """
 
     table: Ref
-    splits_per_cost: Ref
     wide_programs: Ref
 
 
@@ -113,7 +111,7 @@ class ItemRing(NamedTuple):
 
     consumed: Ref
     ready: Ref
-    words: Ref  # [stages, words of an item]
+    fields: Ref  # [stages, fields of an item]
 
 
 class QueryRing(NamedTuple):
@@ -143,7 +141,6 @@ class Scratch(NamedTuple):
     lse: Ref  # [2, WGMMA_ROWS]
     maxima: Ref  # [WGMMA_ROWS], of a softmax that is handed over
     wide_programs: Ref  # as in `Counts`, where the kernel counts
-    splits_per_cost: Ref
     query: QueryRing
     query_done: Ref  # barrier: the query of a thin item is multiplied by the keys of all its tiles
     raw_keys: RawTiles
@@ -180,10 +177,10 @@ class Refs(NamedTuple):
 def outputs(geometry: Geometry) -> Outputs:
     """What the kernel writes."""
     problem, f32 = geometry.problem, jnp.float32
-    counts = Counts(ABSENT, ABSENT, ABSENT)
+    counts = Counts(ABSENT, ABSENT)
     if geometry.tuning.counts_in_kernel:
         table = jax.ShapeDtypeStruct((2 * len(Counted), geometry.count_columns), jnp.int32)
-        counts = Counts(table, jax.ShapeDtypeStruct((1,), f32), ABSENT)
+        counts = Counts(table, ABSENT)
 
     def partials(kind: ItemKind) -> Partials:
         rows = max(kind.num_partials, 1), kind.halves, WGMMA_ROWS
@@ -213,14 +210,13 @@ def scratch(geometry: Geometry) -> Scratch:
         items=ItemRing(
             consumed=plgpu.Barrier(num_arrivals=2, num_barriers=ITEM_STAGES),
             ready=plgpu.Barrier(num_barriers=ITEM_STAGES),
-            words=plgpu.SMEM((ITEM_STAGES, _ITEM_WORDS), jnp.int32),
+            fields=plgpu.SMEM((ITEM_STAGES, _ITEM_FIELDS), jnp.int32),
         ),
         keys=keys._replace(consumed=wide.keys_consumed, ready=wide.keys_ready),
         values_copied=wide.values_copied,
         lse=plgpu.SMEM((2, WGMMA_ROWS), jnp.float32),
         maxima=rows,
         wide_programs=counts.wide_programs,
-        splits_per_cost=counts.splits_per_cost,
         query=QueryRing(
             consumed=plgpu.Barrier(num_arrivals=2, num_barriers=queries),
             ready=plgpu.Barrier(num_barriers=queries),
@@ -268,13 +264,9 @@ def _ring(scales_slots: bool, geometry: Geometry) -> TileRing:
 def _counts(geometry: Geometry) -> tuple[Counts, Ref]:
     """Shared memory for what the kernel counts, and for the costs that it adds up first."""
     if not geometry.tuning.counts_in_kernel:
-        return Counts(ABSENT, ABSENT, ABSENT), ABSENT
+        return Counts(ABSENT, ABSENT), ABSENT
     columns = geometry.count_columns + 1
-    counts = Counts(
-        plgpu.SMEM((2 * len(Counted), columns), jnp.int32),
-        plgpu.SMEM((1,), jnp.float32),
-        plgpu.SMEM((1,), jnp.int32),
-    )
+    counts = Counts(plgpu.SMEM((2 * len(Counted), columns), jnp.int32), plgpu.SMEM((1,), jnp.int32))
     return counts, plgpu.SMEM((2, columns), jnp.float32)
 
 

@@ -79,7 +79,7 @@ def load_queries(query_gmem: Ref, query_smem: Ref, rows: QueryRows, kind: ItemKi
     @inline(plgpu.RefType(), plgpu.RefType(layout), *[SCALAR] * len(rows))
     def load(_, query_gmem, query_smem, *rows):
         gmem, smem = address(query_gmem), address(query_smem)
-        _for_chunks(_values(rows), i32(WGMMA_ROWS), kind, lambda chunk: copy_chunk(smem, gmem, chunk))
+        _for_chunks(_values(rows), kind, lambda chunk: copy_chunk(smem, gmem, chunk), all_rows=True)
 
     load(query_gmem, query_smem, *rows)
 
@@ -115,7 +115,7 @@ def store_rows(smem: Results, gmem: Results, rows: QueryRows, kind: ItemKind) ->
                 add(out, chunk.offset),
             )
 
-        _for_chunks(query_rows, mul(query_rows.num_tokens, problem.group), kind, store_chunk)
+        _for_chunks(query_rows, kind, store_chunk, all_rows=kind.is_wide)
         _store_lse(lse_smem, lse_gmem, query_rows, kind.geometry)
 
     store(*smem, *gmem, *rows)
@@ -202,8 +202,8 @@ def place_of(row, column, problem: Problem):
     return arith.xori(place, changed)
 
 
-def _for_chunks(rows: QueryRows, num_rows, kind: ItemKind, do: Callable[[Chunk], None]) -> None:
-    """Does something with this thread's chunks of the first `num_rows` rows of a warpgroup, or of all of its rows.
+def _for_chunks(rows: QueryRows, kind: ItemKind, do: Callable[[Chunk], None], *, all_rows: bool) -> None:
+    """Does something with this thread's chunks of a warpgroup's rows, or of those only that are the query's.
 
     The rows of a thin item may be few, so that they have a loop; those of a wide one are nearly always all there.
     """
@@ -219,6 +219,7 @@ def _for_chunks(rows: QueryRows, num_rows, kind: ItemKind, do: Callable[[Chunk],
         for _, row, column in chunks_of_thread(WGMMA_ROWS, chunks_per_row):
             do_chunk(row, column)
         return
+    num_rows = i32(WGMMA_ROWS) if all_rows else mul(rows.num_tokens, geometry.problem.group)
     turns = div(add(mul(num_rows, chunks_per_row), i32(WARPGROUP - 1)), WARPGROUP)
     bounds = [arith.index_cast(ir.IndexType.get(), x) for x in (i32(0), turns, i32(1))]
     loop = scf.ForOp(*bounds)  # pyright: ignore[reportCallIssue]

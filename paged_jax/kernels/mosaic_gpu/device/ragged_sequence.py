@@ -62,10 +62,8 @@ def num_queries(sequence: Sequence, kind: ItemKind) -> Any:
     return jnp.where(left_over <= half, left_over, 0)
 
 
-def num_splits(sequence: Sequence, splits_per_cost: Any, kind: ItemKind) -> Any:
+def splits_of(sequence: Sequence, splits_per_cost: Any, kind: ItemKind) -> Any:
     """Splits of each of a sequence's items, so many that none costs about an eighth more than an even share."""
-    if not kind.may_split:
-        return jnp.ones_like(sequence.seq_len)
     cost = (most_tiles(sequence, kind) * kind.tile_cost).astype(jnp.float32)
     return at_least((cost * splits_per_cost + _ROUNDED_UP).astype(jnp.int32), 1)
 
