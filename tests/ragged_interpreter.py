@@ -144,8 +144,9 @@ def store_fields(fields_smem, row, values):
         fields_smem[row, i] = value
 
 
-def score_and_accumulate(query_smem, keys_smem, out, weights, values_smem, then, meanwhile):
-    results = meanwhile(ragged_products.scores(query_smem, keys_smem, then))
+def score_and_accumulate(query_smem, keys_smem, out, weights, values_smem, then, meanwhile, *, in_halves):
+    scores = ragged_products.scores(query_smem, keys_smem, None if in_halves else then)
+    results = meanwhile(scores, then if in_halves else lambda: None)
     return results, accumulate(out, weights, values_smem)
 
 
@@ -209,7 +210,7 @@ def call(op, operands, device=SMALL_GPU, **tuning):
             store_partial=store_partial,
             finish_copies=finish_copies,
         ),
-        mock.patch.object(ragged_items, "store_words", store_words),
+        mock.patch.object(ragged_items, "store_fields", store_fields),
         mock.patch.multiple(
             ragged_lanes,
             sums=sums,

@@ -22,6 +22,8 @@ NO_ITEM, WIDE, THIN = range(3)
 """The values of a work item's `kind`; a wide item has more than `WGMMA_ROWS` rows."""
 
 _COST_TOKENS = 64  # one warpgroup's products with so many tokens of K and V cost 1
+_MOST_WITH_LONG_SOFTMAX = 64  # head_size
+_LEAST_PRODUCT = 64  # tokens that a product must have a multiple of, as tiles lie in shared memory
 _ELEMENTS_OF_A_THREAD = 4  # of a row, in the kernel that merges
 
 
@@ -75,6 +77,15 @@ class Geometry:
     def has_whole_tiles(self) -> bool:
         """Whether a tile whose tokens all have values is ready as soon as it is copied."""
         return not (self.converts_tiles or self.scales_slots or self.prefix)
+
+    @property
+    def softmax_outlasts_products(self) -> bool:
+        """Whether the softmax of a wide tile takes longer than its products, whose tokens can be halved.
+
+        On an H200 that was so for heads of 64, and no longer for heads of 96 (benchmarks/LOG.md, "Ragged attention on
+        Hopper, the second product in halves").
+        """
+        return self.problem.head_size <= _MOST_WITH_LONG_SOFTMAX and self.tuning.tile % (2 * _LEAST_PRODUCT) == 0
 
     # Block-sparse patterns, where there is one.
 

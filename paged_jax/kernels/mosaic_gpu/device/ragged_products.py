@@ -47,19 +47,33 @@ def score_and_accumulate(
     weights: Array,
     values_smem: Ref,
     then: Callable[[], None],
-    meanwhile: Callable[[Array], Any],
+    meanwhile: Callable[[Array, Callable[[], None]], Any],
+    *,
+    in_halves: bool,
 ) -> tuple[Any, Any]:
     """S = Q K^T, and right behind it O + P V: what `meanwhile` makes of S under the second product, and the new O.
 
-    `then` runs when both are on their way.
+    `then` runs when both are on their way. If `in_halves`, it runs when `meanwhile` calls the function that it gets
+    with S, which also starts the second half of the second product.
     """
+    tile = weights.shape[1]
+    early = tile // 2 if in_halves else tile
 
     def multiply(scores_acc, out_acc):
+        def add(begin: int, end: int):
+            plgpu.wgmma(out_acc, weights[:, begin:end], values_smem.at[pl.ds(begin, end - begin)])
+
+        def go_on():
+            if in_halves:
+                then()
+                add(early, tile)
+
         out_acc[...] = out
         plgpu.wgmma(scores_acc, query_smem, keys_smem.T)
-        plgpu.wgmma(out_acc, weights, values_smem)
-        then()
-        results = meanwhile(plgpu.wgmma_accumulator_load(scores_acc, wait_n=1))
+        add(0, early)
+        if not in_halves:
+            then()
+        results = meanwhile(plgpu.wgmma_accumulator_load(scores_acc, wait_n=1), go_on)
         return results, out_acc[...]
 
     return pl.run_scoped(multiply, _accumulator((WGMMA_ROWS, keys_smem.shape[0])), _accumulator(out.shape))

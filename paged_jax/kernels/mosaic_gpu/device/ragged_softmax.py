@@ -6,7 +6,7 @@ Query rows are rows and tokens are columns, so that maxima and sums go over colu
     P            = exp(S - maxima), in registers
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -153,11 +153,20 @@ def is_plain(span: Span, rows: Rows, kind: ItemKind) -> Any:
 
 
 def attend(
-    products: Array, totals: Totals, span: Span, scales: TileScales, rows: Rows, kind: ItemKind, *, plain: bool
+    products: Array,
+    totals: Totals,
+    span: Span,
+    scales: TileScales,
+    rows: Rows,
+    kind: ItemKind,
+    at_maxima: Callable[[], None] | None = None,
+    *,
+    plain: bool,
 ) -> TileWeights:
     """Takes a tile's products Q K^T into the softmax; what is left is to multiply O, and to add P V to it.
 
     There is no branch in it, as products of tiles may be on their way meanwhile: `plain` says what `is_plain` does.
+    `at_maxima` runs before the exponentials.
     """
     geometry = kind.geometry
     if scales.keys is not None:
@@ -166,6 +175,8 @@ def attend(
     # What is subtracted may lag behind the largest logit: then O need not be multiplied.
     unit = rows.scaling.to_exponents
     maxima = ragged_lanes.raised(totals.maxima, logits, unit, _MOST_LAG)
+    if at_maxima is not None:
+        at_maxima()
     # A maximum times the unit rounds, always in the same way, which cancels when O is divided by the sums.
     base, old_base = (lax.max(x * unit, jnp.full_like(x, LOWEST)) for x in (maxima, totals.maxima))
     rescale = jnp.exp2(old_base - base)

@@ -2,13 +2,15 @@
 
 The warpgroups take turns at the matrix units (ping-pong scheduling): a turn is the first product of a tile and, behind
 it, the second product of the tile before. Under the second product, and under the other warpgroup's turn, a warpgroup
-does its softmax.
+does its softmax. Where that takes longer than the products, the second half of the second product begins when the
+softmax has its maxima, and the turn ends only then.
 
 The compiler has to keep a turn in one piece. So there is no branch in it, nothing in it computes what the next product
 takes from registers, and `ragged_lanes.settle` keeps the softmax from being put off until the products are done.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -109,20 +111,29 @@ class _WideTiles:
         weigh = functools.partial(self._weigh, i, Totals(*totals), plain=plain)
         keys_smem, values_smem = keys.tiles.at[stage], values.tiles.at[earlier]
         weighed, out = products.score_and_accumulate(
-            self.query_smem, keys_smem, out, weights, values_smem, self._end_turn, weigh
+            self.query_smem,
+            keys_smem,
+            out,
+            weights,
+            values_smem,
+            self._end_turn,
+            weigh,
+            in_halves=self.kind.geometry.softmax_outlasts_products,
         )
         plgpu.barrier_arrive(values.consumed.at[earlier])
         # What the next product takes from registers must not be computed while it takes the last one's.
         weights = self._rounded(weighed)
         return State(ragged_lanes.rescaled(out, weighed.rescale), *weighed.totals), weights
 
-    def _weigh(self, i: Scalar, totals: Totals, scores: Array, *, plain: bool) -> TileWeights:
-        """The softmax of a tile, whose first product is done."""
+    def _weigh(
+        self, i: Scalar, totals: Totals, scores: Array, at_maxima: Callable[[], None] | None = None, *, plain: bool
+    ) -> TileWeights:
+        """The softmax of a tile, whose first product is done; `at_maxima` runs when it has its maxima."""
         smem, stage = self.refs.smem, self._stage(i)
         plgpu.barrier_arrive(smem.keys.consumed.at[stage])
         scales = TileScales(*(scales_of(ring, stage, self.kind) for ring in (smem.keys, smem.values)))
         span = ragged_plan.span_of(self.item, i, self.kind)
-        weighed = softmax.attend(scores, totals, span, scales, self.rows, self.kind, plain=plain)
+        weighed = softmax.attend(scores, totals, span, scales, self.rows, self.kind, at_maxima, plain=plain)
         ragged_lanes.settle(weighed.totals.sums, smem.lse.at[self.warpgroup])
         return weighed
 
