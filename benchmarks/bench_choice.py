@@ -21,7 +21,7 @@ from unittest import mock
 import jax
 
 import paged_jax
-from benchmarks import bench_decode, bench_ragged, cases, harness, measure, peers, report
+from benchmarks import bench_decode, bench_ragged, cases, harness, measure, peers, report, timing
 from benchmarks import inputs as inputs_lib
 from paged_jax import _validate
 from paged_jax.kernels.triton import ragged, tuning
@@ -104,7 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     drawn, benchmark = cases.random_decode, bench_decode.BENCHMARK
     if args.op == "ragged":
         drawn = cases.random_ragged
-        benchmark = dataclasses.replace(bench_ragged.BENCHMARK, implementation=ragged_implementation)
+        benchmark = dataclasses.replace(
+            bench_ragged.BENCHMARK, implementation=ragged_implementation, timer=timing.time_calls
+        )
     names = args.implementations.split(",") if args.implementations else IMPLEMENTATIONS[args.op]
     try:
         for name in names:

@@ -33,6 +33,7 @@ class Benchmark:
       implementation: makes a contender of ours from a name on the command line; raises ValueError for other names.
       peers: the peers that run in this process, by name.
       elsewhere: the names of `peers.FLASHINFER` that run in FlashInfer's process.
+      timer: the function that times calls of a compiled function.
     """
 
     op: str
@@ -43,6 +44,7 @@ class Benchmark:
     implementation: Callable[[str], peers.Build]
     peers: dict[str, peers.Build]
     elsewhere: Sequence[str] = ()
+    timer: Callable[..., timing.Timing] = timing.time_calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Work:
       implementations, peer_names: the contenders' names; these peers run in the same process as ours.
       memory: how many bytes the device has for arrays; None for no limit.
       pool_bytes: the parameter of `inputs.make`.
-      timer: the function that times calls of a compiled function.
+      timer: times calls instead of the benchmark's own.
     """
 
     benchmark: Benchmark
@@ -64,7 +66,7 @@ class Work:
     peer_names: Sequence[str]
     memory: int | None = None
     pool_bytes: int = inputs_lib.POOL_BYTES
-    timer: Callable[..., timing.Timing] = timing.time_calls
+    timer: Callable[..., timing.Timing] | None = None
 
     @property
     def contenders(self) -> list[tuple[str, str, peers.Build]]:
@@ -176,7 +178,7 @@ def _time_one(
     if not error <= TOLERANCE:
         raise ValueError(f"wrong result, relative error {error:.2g}")
     return {
-        **answer_of(work.timer(compiled, candidate.argsets)),
+        **answer_of((work.timer or work.benchmark.timer)(compiled, candidate.argsets)),
         "how": candidate.label,
         "relative_error": error,
         "compile_s": round(compile_s, 2),
@@ -185,4 +187,5 @@ def _time_one(
 
 def answer_of(timed: timing.Timing) -> dict[str, Any]:
     """The fields of a row that a timing gives."""
-    return {"us": timed.us, "min_us": timed.min_us, "calls": timed.calls, "kernels": timed.kernels}
+    rested = {} if timed.rested_us is None else {"rested_us": timed.rested_us}
+    return {"us": timed.us, "min_us": timed.min_us, **rested, "calls": timed.calls, "kernels": timed.kernels}

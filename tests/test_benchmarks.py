@@ -257,6 +257,12 @@ def test_kernels_are_summed_by_call(monkeypatch):
     assert isinstance(timing._Launches(print), jax.stages.Wrapped)
     timed = timing.time_calls(lambda x: calls.append(x), [(1,), (2,), (3,)], seconds=1e-4)
     assert (timed.us, timed.kernels) == (4.0, (("attend", 3.0), ("reduce", 1.0)))
+    pauses = []
+    monkeypatch.setattr(timing.time, "sleep", lambda seconds: pauses.append((seconds, len(calls))))
+    rested = timing.time_calls(lambda x: calls.append(x), [(1,), (2,), (3,)], seconds=1e-4, rested=True)
+    assert (timed.rested_us, rested.rested_us) == (None, 4.0)
+    assert calls == [1, 2, 3, 1]
+    assert pauses == [(timing.PAUSE, i) for i in range(4)]
 
 
 @pytest.mark.parametrize("direction", ["out", "in"])
