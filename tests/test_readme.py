@@ -38,6 +38,8 @@ RAGGED_CONTENDERS = {  # where they are others
     "POD": "flashinfer-pod",
     "JAX's op": "attention_mgpu",
     "`attention_mgpu`": "attention_mgpu",
+    "cuDNN, contiguous": "cudnn-contiguous",
+    "ours": "auto",
     "by Mosaic GPU": "mosaic_gpu",
     "by Triton": "triton",
 }
@@ -139,7 +141,7 @@ def compare_with_file(document, op, of_op, contenders):
     checked, header = set(), []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if line.startswith(("| case", "| batch")):
+        if line.startswith(("| case", "| batch", "| after")):
             header = cells
         name = re.match(r"\| `([\w-]+)`", line)
         if name is None or "share" not in header or name.group(1) not in by_name:
@@ -166,6 +168,22 @@ def test_speeds_are_what_the_files_say(document):
     decode = compare_with_file(document, "decode", cases.DECODE, CONTENDERS)
     ragged = compare_with_file(document, "ragged", cases.RAGGED, CONTENDERS | RAGGED_CONTENDERS)
     assert (decode, ragged) == ((10, 3) if document == "README.md" else (len(cases.DECODE), len(cases.RAGGED)))
+
+
+def test_rates_after_a_pause_are_what_the_file_says():
+    text = (ROOT / "benchmarks" / "README.md").read_text()
+    (file,) = set(re.findall(r"results/([\w-]+-h200-ragged\.json)", text))
+    found = json.loads((ROOT / "benchmarks" / "results" / file).read_text())
+    rows = {(row["case"], row["contender"]): row for row in found["rows"]}
+    by_name = {case.name: case for case in cases.RAGGED}
+    _, table = text.split("| after a pause, TFLOP/s |")
+    header, _, *lines = ("|" + table).split("\n\n")[0].splitlines()
+    columns = [(CONTENDERS | RAGGED_CONTENDERS)[cell.strip()] for cell in header.strip("|").split("|")]
+    for line in lines:
+        name, *rates = (cell.strip(" `") for cell in line.strip("|").split("|"))
+        times = [rows.get((name, column), {}).get("rested_us") for column in columns]
+        assert rates == [f"{by_name[name].seen_flops / us / 1e6:.0f}" if us else "-" for us in times], name
+    assert len(lines) == 8
 
 
 def test_commands_of_the_benchmarks_exist():
