@@ -188,7 +188,7 @@ def sums_by_call(kernels: Iterable[tuple[str, float, float]], num_calls: int) ->
 
 
 def _by_kernels(run: Run, num_calls: int, pause: float = 0) -> float:
-    """The microseconds of a call after a pause, as the sum of its kernels' times: the median over the calls."""
+    """The microseconds of a call, as the sum of its kernels' times: the median over the calls, with pauses between."""
     import torch
     from torch.autograd import DeviceType
 

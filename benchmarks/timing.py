@@ -53,7 +53,7 @@ extern "C" __global__ void fill(unsigned* data, long long n) {
 }
 """
 PAUSE = 0.03
-"""Seconds before a call that is to have the full clock. After 0.05 and 0.4 seconds, times were within 0.2%."""
+"""Seconds before a call that is to have the full clock."""
 
 _RESTED_CALLS = 4
 _LARGE = 8 << 30  # bytes of the largest read, and of the copy's source and destination together

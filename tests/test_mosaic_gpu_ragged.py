@@ -183,21 +183,22 @@ def test_every_loading_warp_has_runs_of_every_tile(block_size, head_size):
         assert block_size % kind.run_tokens == kind.tile % kind.run_tokens == 0
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_there_is_room_for_all_partial_results(seed):
-    rng = np.random.default_rng(seed)
-    num_seqs, longest = int(rng.integers(1, 60)), int(rng.choice((1024, 100)))
-    queries = rng.choice((1, 5, 30, 70), num_seqs, p=(0.7, 0.1, 0.1, 0.1) if seed % 2 else (0.97, 0.01, 0.01, 0.01))
-    lens = np.maximum((longest * rng.random(num_seqs) ** rng.choice((0.1, 1, 4))).astype(int), queries)
-    if seed % 3 == 0:
-        lens = np.sort(lens)[::-1]
-    shape, programs = (8, 2, 64, None), int(rng.choice((1, 4, 13, 40)))
-    geometry, counts, _ = planned(
-        tuple(queries), tuple(lens), *shape, num_programs=programs, tile=64, thin_tile=64, least_split=1
-    )
-    for kind in geometry.kinds:
-        if kind.may_split:
-            assert int(ragged_count.total(Counted.PARTIALS, kind, counts)) <= kind.num_partials
+@pytest.mark.parametrize("of_kind", [0, 1], ids=["wide", "thin"])
+def test_there_is_room_for_all_partial_results(of_kind):
+    """And not twice as much as is ever needed, which shows that these batches try the bound."""
+    rng, fullest = np.random.default_rng(of_kind), 0.0
+    for _ in range(20):
+        num_seqs, programs = int(rng.integers(1, 10 if of_kind == 0 else 20)), int(rng.choice((13, 40)))
+        queries = rng.choice((64, 96) if of_kind == 0 else (1, 5, 16), num_seqs)
+        lens = (30_000 * rng.uniform(rng.choice((0.01, 0.98)), 1, num_seqs)).astype(int)
+        geometry, counts, _ = planned(
+            tuple(queries), tuple(lens), 8, 2, 64, None, num_programs=programs, tile=64, thin_tile=64, least_split=1
+        )
+        kind = geometry.kinds[of_kind]
+        partials = int(ragged_count.total(Counted.PARTIALS, kind, counts))
+        assert partials <= kind.num_partials
+        fullest = max(fullest, partials / kind.num_partials)
+    assert fullest > 0.5
 
 
 @pytest.mark.parametrize("shape", [(8, 2, 64, None), (5, 1, 128, 100), (16, 1, 64, None)], ids=str)

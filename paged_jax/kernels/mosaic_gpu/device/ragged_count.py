@@ -79,7 +79,7 @@ def before(what: Counted, seq: Scalar, kind: ItemKind, counts: Counts) -> Scalar
 
 
 def num_splits(seq: Scalar, sequence: Sequence, kind: ItemKind, counts: Counts) -> Scalar:
-    """Splits of each item of a sequence, of which this is the index."""
+    """Splits of each item of the sequence that has the index `seq`."""
     if not kind.may_split:
         return jnp.int32(1)
     items = before(Counted.ITEMS, seq + 1, kind, counts) - before(Counted.ITEMS, seq, kind, counts)
