@@ -16,7 +16,7 @@ from paged_jax.kernels.mosaic_gpu.device.tiles.plain import transforms
 from paged_jax.kernels.mosaic_gpu.geometry import WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import Geometry, ItemKind
 
-ITEM_STAGES = 2  # work items that are described, and whose queries are in shared memory or on their way
+ITEM_STAGES = 2  # work items that are described: the one that is computed and the next one
 _ITEM_FIELDS = 16  # int32 that describe a work item, of which `ragged_plan.Item` fills nearly all
 _OTHER_MEMORY = 12 * 1024  # bytes of barriers, of padding, and of what reductions take
 
@@ -142,7 +142,7 @@ class Scratch(NamedTuple):
     maxima: Ref  # [WGMMA_ROWS], of a softmax that is handed over
     wide_programs: Ref  # as in `Counts`, where the kernel counts
     query: QueryRing
-    query_done: Ref  # barrier: the query of a thin item is multiplied by the keys of all its tiles
+    query_done: Ref  # barriers, one a stage of items: a thin item's query is multiplied by the keys of all its tiles
     raw_keys: RawTiles
     raw_values: RawTiles
     sums: Ref  # [WGMMA_ROWS], of a softmax that is handed over
@@ -222,7 +222,7 @@ def scratch(geometry: Geometry) -> Scratch:
             ready=plgpu.Barrier(num_barriers=queries),
             rows=_swizzled((queries, 2, WGMMA_ROWS, geometry.problem.head_size), geometry),
         ),
-        query_done=plgpu.Barrier(),
+        query_done=plgpu.Barrier(num_barriers=ITEM_STAGES),
         raw_keys=RawTiles(wide.raw_keys_ready, raw),
         raw_values=RawTiles(wide.raw_values_ready, raw),
         sums=rows,

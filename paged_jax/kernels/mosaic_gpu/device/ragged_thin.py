@@ -19,7 +19,7 @@ from paged_jax.kernels.mosaic_gpu.device import ragged_softmax as softmax
 from paged_jax.kernels.mosaic_gpu.device.plan import Scalar
 from paged_jax.kernels.mosaic_gpu.device.ragged_load_tiles import scales_of, tile_of
 from paged_jax.kernels.mosaic_gpu.device.ragged_plan import Item
-from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Ref, Refs
+from paged_jax.kernels.mosaic_gpu.device.ragged_refs import ITEM_STAGES, Ref, Refs
 from paged_jax.kernels.mosaic_gpu.device.ragged_rows import Results
 from paged_jax.kernels.mosaic_gpu.device.ragged_softmax import Rows, State, TileScales, TileWeights, Totals
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import ItemKind
@@ -37,13 +37,14 @@ def attend_to_item(
     first_tile = lax.rem(tiles_before + warpgroup, jnp.int32(2))
     # Whoever has the last tile takes over, as the other one is done before and can go on with the next item.
     takes_over = lax.rem(item.num_tiles + first_tile, jnp.int32(2)) == 1
-    pl.when(takes_over & (item.num_tiles == 0))(lambda: _say_that_query_is_done(refs))
-    tiles = _ThinTiles(item, tiles_before, first_tile, rows, query_smem, refs, kind)
+    query_done = smem.query_done.at[lax.rem(items_before, jnp.int32(ITEM_STAGES))]
+    pl.when(takes_over & (item.num_tiles == 0))(lambda: _say_that_query_is_done(query_done))
+    tiles = _ThinTiles(item, tiles_before, first_tile, rows, query_smem, query_done, refs, kind)
     state = softmax.finished(tiles.attend(), rows)
 
     @pl.when(~takes_over)
     def hand_over():
-        plgpu.barrier_wait(smem.query_done)  # the results take its place
+        plgpu.barrier_wait(query_done)  # the results take its place
         results.hand_over(state, halves_smem, smem, kind.geometry)
 
     plgpu.barrier_wait(smem.handed_over)  # both wait, as either may be the one who takes over the next item
@@ -57,13 +58,14 @@ def attend_to_item(
     plgpu.barrier_arrive(smem.query.consumed.at[stage])
 
 
-def _say_that_query_is_done(refs: Refs) -> None:
+def _say_that_query_is_done(query_done: Ref) -> None:
     """Tells the warpgroup that hands over that no product needs the query any more.
 
-    It waits itself, too, and at once: later the other one might be an item ahead and have said so again.
+    It waits itself, too. The other one may be an item ahead by then and say the same of that one, which has a barrier
+    of its own: saying it twice at one barrier would look like not having said it.
     """
-    plgpu.barrier_arrive(refs.smem.query_done)
-    plgpu.barrier_wait(refs.smem.query_done)
+    plgpu.barrier_arrive(query_done)
+    plgpu.barrier_wait(query_done)
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class _ThinTiles:
     first_tile: Scalar
     rows: Rows
     query_smem: Ref
+    query_done: Ref
     refs: Refs
     kind: ItemKind
 
@@ -92,7 +95,7 @@ class _ThinTiles:
         plgpu.barrier_wait(barriers.keys_ready.at[stage])
         scores = products.scores(self.query_smem, tile_of(smem.keys.tiles, stage, self.kind))
         plgpu.barrier_arrive(barriers.keys_consumed.at[stage])
-        pl.when(tile == self.item.num_tiles - 1)(lambda: _say_that_query_is_done(self.refs))
+        pl.when(tile == self.item.num_tiles - 1)(lambda: _say_that_query_is_done(self.query_done))
         scales = TileScales(*(scales_of(ring, stage, self.kind) for ring in (smem.keys, smem.values)))
         span = ragged_plan.span_of(self.item, tile, self.kind)
 
