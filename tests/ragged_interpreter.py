@@ -41,7 +41,8 @@ def row_of_query(row, rows, geometry):
 def load_queries(query_gmem, query_smem, rows, kind):
     exists, token, query_head = row_of_query(jnp.arange(WGMMA_ROWS), rows, kind.geometry)
     values = query_gmem[...][jnp.where(exists, token, 0), query_head]
-    query_smem[...] = jnp.where(exists[:, None], values, jnp.zeros_like(values))
+    values = jnp.where(exists[:, None], values, jnp.zeros_like(values))
+    query_smem[...] = lax.bitcast_convert_type(values, query_smem.dtype)
     plgpu.commit_smem()
 
 
@@ -75,6 +76,7 @@ def raised(maxima, x, factor, lag):
 
 
 def exponentials(x, factor, bases):
+    factor = factor[:, None] if jnp.ndim(factor) else factor
     return jnp.exp2(x * factor - bases[:, None])
 
 
@@ -100,6 +102,7 @@ def sums_before(arrays, sums_smem, first):
 
 def store_rows(smem, gmem, rows, kind):
     out, lse, group = smem.out[...], smem.lse[...], kind.geometry.problem.group
+    out = lax.bitcast_convert_type(out, gmem.out.dtype)
 
     @pl.loop(0, rows.num_tokens)
     def _(token):
@@ -114,18 +117,17 @@ def store_partial(partial_gmem, out, num_tokens, geometry):
     partial_gmem[...] = jnp.where(exists, out, old)
 
 
-def zero_rows(tile_smem, kept, kind):
-    keep_rows(tile_smem, tile_smem[...], kept, kind)
+def zero_rows(tile_smem, kept, first_row, kind):
+    own = pl.ds(first_row, kind.rows_of_warp)
+    row = first_row + jnp.arange(kind.rows_of_warp)[:, None]
+    rows = tile_smem[own]
+    tile_smem[own] = jnp.where((row >= kept.begin) & (row < kept.end), rows, jnp.zeros_like(rows))
+    plgpu.commit_smem()
 
 
-def convert_tile(raw_smem, tile_smem, kept, kind):
-    keep_rows(tile_smem, raw_smem[...].astype(tile_smem.dtype), kept, kind)
-
-
-def keep_rows(tile_smem, rows, kept, kind):
-    """Stores some rows of a tile, and zeros for the others."""
-    row = jnp.arange(kind.tile)[:, None]
-    tile_smem[...] = jnp.where((row >= kept.begin) & (row < kept.end), rows, jnp.zeros_like(rows))
+def convert_rows(raw_smem, tile_smem, first_row, kind):
+    own = pl.ds(first_row, kind.rows_of_warp)
+    tile_smem[own] = raw_smem[own].astype(tile_smem.dtype)
     plgpu.commit_smem()
 
 
@@ -222,7 +224,11 @@ def call(op, operands, device=SMALL_GPU, **tuning):
             settle=settle,
         ),
         mock.patch.multiple(
-            ragged_tiles, load_new=load_new, zero_rows=zero_rows, convert_tile=convert_tile, load_scales=load_scales
+            ragged_tiles,
+            load_new=load_new,
+            zero_rows=zero_rows,
+            convert_rows=convert_rows,
+            load_scales=load_scales,
         ),
         mock.patch.multiple(ragged_scan, gather=gather, sums_before=sums_before),
         mock.patch.multiple(ragged_products, accumulate=accumulate, score_and_accumulate=score_and_accumulate),

@@ -309,6 +309,13 @@ ON_A_GPU = [
     small("mixed", 8, 2, 64, 16, "float16", seq_lens=(3000, 700, 9, 900), query_lens=(1, 700, 9, 300), sinks=True),
     small("split-96", 32, 2, 96, 64, "float16", seq_lens=(6900, 3000, 5000), query_lens=(6, 2, 5)),
     small("long", 4, 1, 128, 16, "bfloat16", seq_lens=(70_000, 33, 1), query_lens=(5, 33, 1)),
+    # Chunks of converted rows lie differently in each of these.
+    small("e4m3-16", 4, 2, 16, 16, "bfloat16", "float8_e4m3fn"),
+    small("e5m2-80", 8, 2, 80, 8, "bfloat16", "float8_e5m2", layout="nhd", k_scale="head", sinks=True),
+    small("int8-96", 8, 2, 96, 32, "bfloat16", "int8", k_scale="scalar", v_scale="head", logits_soft_cap=30.0),
+    small("e4m3-112", 7, 1, 112, 64, "bfloat16", "float8_e4m3fn", sliding_window=50),
+    small("e4m3-128", 8, 2, 128, 16, "bfloat16", "float8_e4m3fn", seq_lens=(3000, 700, 9), query_lens=(1, 700, 5)),
+    small("k-slots", 4, 2, 64, 16, "bfloat16", "int8", k_scale="slot", v_scale="scalar"),
 ]
 
 
@@ -342,18 +349,30 @@ def check_on_a_gpu(case, made, operands, tuning, monkeypatch):
         (1, 2, "bfloat16", "mosaic_gpu"),
         (4, 1, "bfloat16", "triton"),
         (5, 1, "bfloat16", "mosaic_gpu"),
-        (4, 2, "float8_e4m3fn", "triton"),
+        (1, 1, "float8_e4m3fn", "mosaic_gpu"),
+        (4, 2, "float8_e4m3fn", "mosaic_gpu"),
         (5, 2, "float8_e4m3fn", "mosaic_gpu"),
         (700, 2, "bfloat16", "mosaic_gpu"),
     ],
 )
-def test_leads_but_for_few_queries_of_one_sequence_or_over_8_bits(queries, num_seqs, cache_dtype, first):
+def test_leads_but_for_few_queries_of_one_sequence_over_16_bits(queries, num_seqs, cache_dtype, first):
     lens = {"seq_lens": (900, 700)[:num_seqs], "query_lens": (queries,) * num_seqs}
     case = small("leads", 8, 2, 64, 16, "bfloat16", cache_dtype, **lens, padding=0)
     made = inputs.make(case)
     with mock.patch.object(jax, "local_devices"):
         assert _dispatch._on_cuda("ragged_paged_attention", operands_of(case, made))[0] == first
-        assert _dispatch._on_cuda("prefix_attention", prefix_operands_of(case, made))[0] == first
+        if cache_dtype == "bfloat16":
+            assert _dispatch._on_cuda("prefix_attention", prefix_operands_of(case, made))[0] == first
+
+
+@pytest.mark.parametrize(("queries", "first"), [(4, "triton"), (5, "mosaic_gpu")])
+def test_few_queries_over_8_bits_that_warps_cannot_convert_alone(queries, first):
+    lens = {"seq_lens": (900, 700), "query_lens": (queries,) * 2}
+    made = inputs.make(small("prefix", 8, 2, 64, 16, "bfloat16", "float8_e4m3fn", **lens, padding=0))
+    slots = small("slots", 8, 2, 64, 16, "bfloat16", "int8", k_scale="slot", **lens, padding=0)
+    with mock.patch.object(jax, "local_devices"):
+        assert _dispatch._on_cuda("prefix_attention", prefix_operands_of(slots, made))[0] == first
+        assert _dispatch._on_cuda("ragged_paged_attention", operands_of(slots, inputs.make(slots)))[0] == first
 
 
 @pytest.mark.gpu
@@ -367,6 +386,38 @@ def test_under_vmap_on_a_gpu():
     wanted = [ragged.ragged_paged_attention(query, *operands[1:]) for query in queries]
     for actual, *expected in zip(looped(queries), *wanted, strict=True):
         assert_same_bytes(np.asarray(actual), np.stack(expected), "in a loop")
+
+
+def of_any_size(case):
+    """Makes inputs with queries of the size 2 ** -90 or 2 ** 60, to which the scale of keys is fit, and one not finite.
+
+    Returns them, and which rows are finite.
+    """
+    made = inputs.make(case)
+    query = made.ragged["query"]
+    size = np.where(np.arange(len(query)) % 3 == 1, 2.0**-90, 2.0**60)[:, None, None]
+    query = np.asarray(query.astype(np.float32) * size, query.dtype)
+    query[made.num_rows - 1, 0] = np.nan
+    query[made.num_rows - 1 :, 1] = np.inf
+    query[made.num_rows :, 0] = np.nan
+    made.ragged["query"], made.arrays["k_scale"] = query, np.float32(2.0**-60)
+    return made, np.arange(len(query)) != made.num_rows - 1
+
+
+@pytest.mark.parametrize("implementation", ["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_queries_of_any_size_over_8_bits(implementation):
+    """float16, in which they are multiplied, holds none of these by itself. No row changes what another one gets."""
+    case = small("any-size", 4, 2, 64, 16, "bfloat16", "float8_e4m3fn", k_scale="scalar", padding=3)
+    made, ordinary = of_any_size(case)
+    operands = operands_of(case, made)
+    if implementation == "gpu":
+        out, lse = jax.jit(ragged.ragged_paged_attention)(*jax.device_put(operands, jax.devices("gpu")[0]))
+    else:
+        out, lse = call("ragged_paged_attention", operands, **TINY_TILES)
+        assert not interpret_pallas_call.get_races().races_found
+    exact, rough = (module.ragged(**made.ragged, **made.arrays, **made.static) for module in (oracle, plain))
+    for actual, wanted, yardstick in zip((out, lse), exact, rough, strict=True):
+        plain.assert_close(np.asarray(actual)[ordinary], wanted[ordinary], yardstick[ordinary], "any size")
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from paged_jax.kernels.mosaic_gpu.ragged import ragged_paged_attention as ragged
 def leads(op: str, operands: Any) -> bool:
     """Whether these kernels, where they can do what a call asks for, are the fastest of this package's."""
     if op in ("ragged_paged_attention", "prefix_attention"):
-        return _ragged.leads(operands)
+        return _ragged.leads(operands, prefix=op == "prefix_attention")
     return op in ("paged_attention_v1", "paged_attention_v2", "paged_attention", "write_and_attend") and _decode.leads(
         operands
     )

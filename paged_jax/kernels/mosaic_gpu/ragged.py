@@ -19,24 +19,29 @@ from paged_jax.kernels.mosaic_gpu.device.ragged_merge import MergeRefs, merge
 from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Inputs, Lengths
 from paged_jax.kernels.mosaic_gpu.device.refs import ABSENT
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import Geometry
-from paged_jax.kernels.problem import Device, Problem
+from paged_jax.kernels.problem import Device, Problem, ScaleKind
 from paged_jax.options import AttentionOptions, head_axis
 from paged_jax.shapes import BlockTables, Cache, NewTokens, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
 
 _FEW_QUERIES = 4  # of a sequence, on average
 
 
-def leads(operands: Any) -> bool:
+def leads(operands: Any, *, prefix: bool = False) -> bool:
     """Whether these kernels, where they can do what a call asks for, are the fastest of this package's.
 
-    With few queries, Triton's kernel was faster on an H200 for a single sequence, for caches of 8 bits
-    (benchmarks/LOG.md, "Random batches of ragged attention"), and for a block-sparse pattern that is the same for all
-    heads of a group (there, "Block-sparse patterns and 8 bits in layout vllm").
+    With few queries, Triton's kernel was faster on an H200 for a single sequence over 16 bits (benchmarks/LOG.md,
+    "Random batches of ragged attention"), for caches of 8 bits in `prefix_attention` or with a scale for each slot (as
+    all were before "Ragged attention over 8 bits" there), and for a block-sparse pattern that is the same for all heads
+    of a group (there, "Block-sparse patterns and 8 bits in layout vllm").
     """
     num_seqs, options = operands.seq_lens.shape[0], operands.options
     if operands.query.shape[0] > _FEW_QUERIES * num_seqs:
         return True
-    if num_seqs == 1 or operands.key_cache.dtype.itemsize == 1:
+    if operands.key_cache.dtype.itemsize == 1:
+        scales = (ScaleKind.of(scale) for scale in (options.k_scale, options.v_scale))
+        if prefix or ScaleKind.SLOT in scales:
+            return False
+    elif num_seqs == 1:
         return False
     if options.block_sparse is None:
         return True

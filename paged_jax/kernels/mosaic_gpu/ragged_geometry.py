@@ -55,8 +55,23 @@ class Geometry:
 
     @property
     def converts_tiles(self) -> bool:
-        """Whether the kernel converts tiles in shared memory to the query's dtype: those of caches of 8 bits."""
+        """Whether the kernel converts tiles in shared memory: those of caches of 8 bits."""
         return self.problem.cache_itemsize == 1
+
+    @property
+    def operand_dtype(self) -> str:
+        """The dtype of what the products take.
+
+        float16 holds whatever 8 bits can say, and Hopper converts float8 to nothing else. But it may not hold new
+        tokens, nor weights that each slot's scale has multiplied: these stay in the query's dtype.
+        """
+        fits = self.converts_tiles and not (self.prefix or self.scales_value_slots)
+        return "float16" if fits else self.problem.query_dtype
+
+    @property
+    def divides_queries(self) -> bool:
+        """Whether each row of a query is divided by a power of two, so that float16 can hold it."""
+        return self.operand_dtype != self.problem.query_dtype
 
     @property
     def scales_key_slots(self) -> bool:
@@ -77,6 +92,11 @@ class Geometry:
     def has_whole_tiles(self) -> bool:
         """Whether a tile whose tokens all have values is ready as soon as it is copied."""
         return not (self.converts_tiles or self.scales_slots or self.prefix)
+
+    @property
+    def converts_by_warps(self) -> bool:
+        """Whether each loading warp converts its own runs of a tile, and waits for no other warp."""
+        return self.converts_tiles and not (self.scales_slots or self.prefix)
 
     @property
     def softmax_outlasts_products(self) -> bool:
@@ -192,6 +212,16 @@ class ItemKind:
         return self.tile // self.run_tokens
 
     @property
+    def runs_of_warp(self) -> int:
+        """Runs of a tile that each loading warp has, where it has neighbours."""
+        return self.runs_per_tile // LOADING_WARPS
+
+    @property
+    def rows_of_warp(self) -> int:
+        """Rows of these runs."""
+        return self.tile // LOADING_WARPS
+
+    @property
     def stretch_tokens(self) -> int:
         """Tokens of a stretch: neighbours of a tile that are always neighbours in the sequence, too."""
         sparse = self.geometry.problem.block_sparse
@@ -204,10 +234,12 @@ class ItemKind:
 
     @property
     def arrivals_per_tile(self) -> int:
-        """Arrivals that say that a tile is there: one for each copy, or one of the warpgroup that has converted it.
+        """Arrivals that say that a tile is there: one for each copy, or one of each warp that has converted its runs.
 
-        All threads of the warpgroup take part in each of its arrivals, so more than one would cost time.
+        Where the warpgroup converts together, one arrival is all: each of its threads takes part in it.
         """
+        if self.geometry.converts_by_warps:
+            return LOADING_WARPS
         return 1 if self.geometry.converts_tiles else self.runs_per_tile
 
     @property

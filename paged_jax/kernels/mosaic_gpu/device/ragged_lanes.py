@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxlib.mlir import ir
@@ -49,18 +50,18 @@ def sum_of_lanes(x: Array) -> Array:
 def raised(maxima: Array, x: Array, factor: Any, lag: float) -> Array:
     """Raises maxima [64] to those of the rows of x [64, n], where these are larger by more than `lag` / `factor`.
 
-    Lanes exchange their maxima only in warps where some lane's maximum has to be raised.
+    The factor is a scalar or [64]. Lanes exchange maxima only in warps where some lane's maximum has to be raised.
     """
 
-    @inline(_BY_ROW, plgpu.Layout.WGMMA, SCALAR, returns=(WGMMA_ROWS,), dtype="float32", layout=_BY_ROW)
+    @inline(_BY_ROW, plgpu.Layout.WGMMA, _layout_of(factor), returns=(WGMMA_ROWS,), dtype="float32", layout=_BY_ROW)
     def compute(_, maxima, x, factor):
-        factor, most = factor.registers.item(), mgpu.c(lag, ir.F32Type.get())
+        factors, most = _of_both_rows(factor), mgpu.c(lag, ir.F32Type.get())
         old = [element(register, 0) for register in maxima.registers.flat]
         pairs = x.registers.reshape(-1, 2)
         highest = [_highest([element(pair, i) for pair in pairs[:, h] for i in range(2)]) for h in range(2)]
 
         def lags(h: int, new):
-            return arith.cmpf(arith.CmpFPredicate.OGT, arith.mulf(arith.subf(new, old[h]), factor), most)
+            return arith.cmpf(arith.CmpFPredicate.OGT, arith.mulf(arith.subf(new, old[h]), factors[h]), most)
 
         some = nvvm.vote_sync(i32(_ALL), arith.ori(*[lags(h, highest[h]) for h in range(2)]), "any")
         branch = scf.IfOp(some, [value.type for value in old], has_else=True)
@@ -77,16 +78,16 @@ def raised(maxima: Array, x: Array, factor: Any, lag: float) -> Array:
 
 
 def exponentials(x: Array, factor: Any, bases: Array) -> Array:
-    """2 ** (x * factor - bases), of x [64, n] and bases [64]. The exponent is rounded once."""
+    """2 ** (x * factor - bases), of x [64, n], a factor or [64], and bases [64]. The exponent is rounded once."""
     shape = x.shape
 
-    @inline(plgpu.Layout.WGMMA, SCALAR, _BY_ROW, returns=shape, dtype="float32")
+    @inline(plgpu.Layout.WGMMA, _layout_of(factor), _BY_ROW, returns=shape, dtype="float32")
     def compute(_, x, factor, bases):
         pairs = x.registers.reshape(-1, 2)
         kind = pairs[0, 0].type
-        factors = vector.broadcast(kind, factor.registers.item())
+        factors = [vector.broadcast(kind, value) for value in _of_both_rows(factor)]
         negative = [vector.broadcast(kind, arith.negf(element(register, 0))) for register in bases.registers.flat]
-        exponents = [mlir_math.fma(pair, factors, negative[h]) for row in pairs for h, pair in enumerate(row)]
+        exponents = [mlir_math.fma(pair, factors[h], negative[h]) for row in pairs for h, pair in enumerate(row)]
         return array(np.array(exponents, object), x.layout, shape).exp2(approx=True)
 
     return compute(x, factor, bases)
@@ -147,6 +148,18 @@ def settle(sums: Array, unused_smem: Any) -> None:
         assembly(code, "r,r", words, address(unused_smem))
 
     compute(sums, unused_smem)
+
+
+def _layout_of(factor: Any) -> Any:
+    """The layout of a factor that is a scalar or [64]."""
+    return _BY_ROW if jnp.ndim(factor) else SCALAR
+
+
+def _of_both_rows(factor) -> list:
+    """The factors of a lane's two rows."""
+    if factor.registers.size == 1:
+        return [factor.registers.item()] * 2
+    return [element(register, 0) for register in factor.registers.flat]
 
 
 def _rows(values) -> mgpu.FragmentedArray:

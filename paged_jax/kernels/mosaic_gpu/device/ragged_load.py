@@ -105,6 +105,8 @@ class _ItemLoader:
         tiles = TileLoader(item, tiles_before, self.kind, self.refs)
         if self.kind.geometry.converts_tiles:
             pl.when(taken.is_item)(tiles.begin_raw)
+        if self.kind.geometry.tuning.queries == 1:  # the query can only follow the results of the item before
+            pl.when(taken.is_item)(lambda: self._load_query(item, items_before))
         first, begun = lax.min(num_tiles, jnp.int32(self._first_tiles)), self._tiles_before_next(num_tiles)
 
         def load_part(part, state):
@@ -130,8 +132,6 @@ class _ItemLoader:
         that is done sooner can take it. But no fewer than fill the ring and two stages again. By then both warpgroups
         are at this item, so that the place of the next query is free: the results of the item before have left it.
         """
-        if self.kind.geometry.tuning.queries == 1:  # the next query can only follow this one's results
-            return num_tiles
         if self.kind.is_wide:
             return lax.min(num_tiles, jnp.int32(self._first_tiles))
         return lax.max(num_tiles - _LAST_TILES, lax.min(num_tiles, jnp.int32(self.kind.stages + 2)))
@@ -143,30 +143,36 @@ class _ItemLoader:
         return self.unclaimed + items.claim(self.kind, self.refs)
 
     def _begin_item(self, number: Scalar, items_before: Scalar) -> Scalar:
-        """Describes the item of a number and starts to copy its query, if there is such an item; returns whether."""
+        """Describes the item of a number, if there is such an item; returns whether.
+
+        Where there is a place for it, the item's query is on its way, too.
+        """
         geometry, smem = self.kind.geometry, self.refs.smem
         item = plan.find(number, self.counts, self.refs.inputs_gmem.lengths, self.kind)
         exists = item.kind > NO_ITEM
 
         @pl.when(exists)
         def begin():
-            stage = items.query_stage(items_before, geometry)
-            is_reused = items_before >= geometry.tuning.queries
-            pl.when(is_reused)(lambda: plgpu.barrier_wait(smem.query.consumed.at[stage]))
-            self._load_query(item, stage)
+            if geometry.tuning.queries > 1:
+                self._load_query(item, items_before)
             items.describe(item, items_before, smem)
 
         return exists
 
-    def _load_query(self, item: Item, stage: Scalar) -> None:
-        """Starts to copy an item's query, 64 rows for each half."""
-        half = jnp.int32(self.kind.geometry.half_tokens)
-        query_gmem, query_smem = self.refs.inputs_gmem.query, self.refs.smem.query.rows
+    def _load_query(self, item: Item, items_before: Scalar) -> None:
+        """Starts to copy an item's query, 64 rows for each half, once the item that had its place is done."""
+        geometry, query = self.kind.geometry, self.refs.smem.query
+        stage, is_reused = items.query_stage(items_before, geometry), items_before >= geometry.tuning.queries
+        pl.when(is_reused)(lambda: plgpu.barrier_wait(query.consumed.at[stage]))
+        half = jnp.int32(geometry.half_tokens)
+        query_gmem, query_smem = self.refs.inputs_gmem.query, query.rows
         first = rows.QueryRows(item.first_token, lax.min(item.num_tokens, half), item.kv_head)
         rows.load_queries(query_gmem, query_smem.at[stage, 0], first, self.kind)
         if self.kind.is_wide:
             second = rows.QueryRows(item.first_token + half, item.num_tokens - half, item.kv_head)
             rows.load_queries(query_gmem, query_smem.at[stage, 1], second, self.kind)
+        elif geometry.divides_queries:  # each warpgroup has a copy, which it divides in place
+            rows.load_queries(query_gmem, query_smem.at[stage, 1], first, self.kind)
 
     @property
     def _first_tiles(self) -> int:

@@ -1,11 +1,15 @@
 """How the loading warpgroup fills the rings of tiles with those of a work item.
 
-A tile comes from the cache, run by run through the block table (TMA). A tile of 8 bits is converted to the query's
-dtype on its way from one place in shared memory to the other. In `prefix_attention` an item's last tiles are of new
-tokens, and come from arrays of their own.
+A tile comes from the cache, run by run through the block table (TMA). A tile of 8 bits is converted to 16 on its way
+from one place in shared memory to the other. In `prefix_attention` an item's last tiles are of new tokens, and come
+from arrays of their own.
+
+Most tiles are loaded by each warp for itself: its own runs, of one tile after the other. The warps come together only
+for tiles with which there is more to do.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +26,9 @@ from paged_jax.kernels.mosaic_gpu.device.ragged_plan import Item, Span
 from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Ref, Refs, TileRing
 from paged_jax.kernels.mosaic_gpu.device.ragged_tiles import Range
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import LOADING_WARPS, ItemKind
+
+_OfTile = Callable[[Scalar, Scalar, tuple[Scalar, ...]], None]
+"""Does something with a warp's runs of a tile, by its number, that of the first run, and the blocks of as many runs."""
 
 
 class _Cache(NamedTuple):
@@ -68,9 +75,7 @@ class TileLoader:
         stage = lax.rem(self.tiles_before + number, jnp.int32(self.kind.stages))
         is_reused = self.tiles_before + number >= self.kind.stages
         span = plan.span_of(self.item, number, self.kind)
-        first_kept, kept_end = (plan.number_of(x, span.pattern, geometry) for x in (span.begin, span.values_end))
-        kept = Range(first_kept - span.number, kept_end - span.number)
-        tile = _Tile(number, stage, is_reused, span, kept)
+        tile = _Tile(number, stage, is_reused, span, self._kept(span))
         if geometry.scales_slots:
             self._load_scales(tile)
         load_cached = functools.partial(self._convert if geometry.converts_tiles else self._copy, tile)
@@ -80,16 +85,28 @@ class TileLoader:
         else:
             load_cached()
 
+    def _kept(self, span: Span) -> Range:
+        """The rows of a tile of V that are not to be zeroed. Weights of others are 0, but 0 * NaN would be NaN."""
+        begin, end = (plan.number_of(x, span.pattern, self.kind.geometry) for x in (span.begin, span.values_end))
+        return Range(begin - span.number, end - span.number)
+
     def load_range(self, begin: Scalar, end: Scalar) -> None:
-        """Copies the tiles begin <= number < end into the rings, as many as possible in `_load_whole_tiles`."""
+        """Copies the tiles begin <= number < end into the rings, as many as possible without waits between warps."""
         if self.kind.geometry.has_whole_tiles:
             whole = lax.clamp(begin, plan.num_whole_tiles(self.item, self.kind), lax.max(end, begin))
-            self._load_whole_tiles(begin, whole)
+            self._for_tiles_by_warps(begin, whole, 0, self._copy_whole_tile)
             begin = whole
+        elif self.kind.geometry.converts_by_warps:
+            self._for_tiles_by_warps(begin, end, self.kind.raw_stages, self._convert_runs)
+            return
         pl.loop(begin, end)(self.load)
 
     def begin_raw(self) -> None:
         """Starts to copy the item's first tiles to where they are converted from."""
+        if self.kind.geometry.converts_by_warps:
+            end = lax.min(self.item.cached_tiles, jnp.int32(self.kind.raw_stages))
+            self._for_tiles_by_warps(jnp.int32(0), end, 0, self._copy_raw_runs)
+            return
         for i in range(self.kind.raw_stages):
             for cache in self._caches:
                 pl.when(i < self.item.cached_tiles)(functools.partial(self._load_raw, cache, jnp.int32(i)))
@@ -128,6 +145,10 @@ class TileLoader:
         for _ in range(self.kind.arrivals_per_tile):
             plgpu.barrier_arrive(cache.ring.ready.at[tile.stage])
 
+    def _first_own_row(self) -> Scalar:
+        """The first of the rows of a tile that a warp converts or zeroes."""
+        return lax.axis_index("warp") * self.kind.rows_of_warp
+
     # Tiles of the cache, of 16 bits.
 
     def _copy(self, tile: _Tile) -> None:
@@ -142,11 +163,10 @@ class TileLoader:
 
         @pl.when(partly)
         def copy_some():
-            # Weights of tokens that nobody sees are 0, but 0 * NaN would be NaN.
             copied = self.refs.smem.barriers(self.kind).values_copied
             self._copy_runs(values, values_smem, copied, tile.span)
             plgpu.barrier_wait(copied)
-            ragged_tiles.zero_rows(values_smem, tile.kept, self.kind)
+            _as_warps(lambda: ragged_tiles.zero_rows(values_smem, tile.kept, self._first_own_row(), self.kind))
             self._arrive(values, tile)
 
     def _copy_runs(self, cache: _Cache, tile_smem, ready, span: Span) -> None:
@@ -182,44 +202,47 @@ class TileLoader:
         kv_head = self.item.kv_head
         return cache.cache_gmem.at[(block, tokens, kv_head) if problem.layout == "nhd" else (block, kv_head, tokens)]
 
-    def _load_whole_tiles(self, begin: Scalar, end: Scalar) -> None:
-        """Copies the tiles begin <= number < end, as `load` does, but no warp waits for another.
+    def _for_tiles_by_warps(self, begin: Scalar, end: Scalar, ahead: int, do: _OfTile) -> None:
+        """Does something with the tiles begin <= number < end, and no warp waits for another.
 
-        All tokens of these tiles have values. Each warp has its own runs of every tile, and reads which blocks they are
-        in while the tile before is on its way.
+        Each warp has its own runs of every tile. It is given the blocks that they are in of the tile that is `ahead` of
+        it, which are read a tile before, while that one is on its way.
         """
         item, block_size = self.item, jnp.int32(self.kind.geometry.problem.block_size)
-        tables_gmem, runs_of_warp = self.refs.inputs_gmem.block_tables, self.kind.runs_per_tile // LOADING_WARPS
+        tables_gmem, runs_of_warp = self.refs.inputs_gmem.block_tables, self.kind.runs_of_warp
         last = self.last_run(item.values_end)
 
-        def load_as_warp():
+        def do_as_warp():
             first_run = lax.axis_index("warp") * runs_of_warp
 
             def blocks_of(number):
                 tokens = (lax.min(self._first_read(number, first_run + j), last) for j in range(runs_of_warp))
                 return tuple(tables_gmem[item.seq, lax.div(token, block_size)] for token in tokens)
 
-            def load(number, blocks):
-                next_blocks = blocks_of(number + 1)
-                self._copy_whole_tile(number, first_run, blocks)
+            def do_tile(number, blocks):
+                next_blocks = blocks_of(number + ahead + 1)
+                do(number, first_run, blocks)
                 return next_blocks
 
-            lax.fori_loop(begin, end, load, blocks_of(begin))
+            lax.fori_loop(begin, end, do_tile, blocks_of(begin + ahead))
 
-        _as_warps(load_as_warp)
+        _as_warps(do_as_warp)
 
     def _copy_whole_tile(self, number: Scalar, first_run: Scalar, blocks: tuple[Scalar, ...]) -> None:
         """Copies a warp's runs of a tile, which are in these blocks."""
         stage = lax.rem(self.tiles_before + number, jnp.int32(self.kind.stages))
-        size = self.kind.run_tokens
         for cache in self._caches:
             is_reused = self.tiles_before + number >= self.kind.stages
             pl.when(is_reused)(lambda cache=cache: plgpu.barrier_wait(cache.ring.consumed.at[stage]))
             tile_smem = tile_of(cache.ring.tiles, stage, self.kind)
-            for j, block in enumerate(blocks):
-                run_gmem = self._run_gmem(cache, block, self._first_read(number, first_run + j))
-                run_smem = tile_smem.at[pl.ds((first_run + j) * size, size)]
-                plgpu.copy_gmem_to_smem(run_gmem, run_smem, cache.ring.ready.at[stage])
+            self._copy_own_runs(cache, number, tile_smem, cache.ring.ready.at[stage], first_run, blocks)
+
+    def _copy_own_runs(self, cache: _Cache, number: Scalar, tile_smem: Ref, ready: Ref, first_run, blocks) -> None:
+        """Copies a warp's runs of a tile, which are in these blocks, to their places in the tile."""
+        size = self.kind.run_tokens
+        for j, block in enumerate(blocks):
+            run_gmem = self._run_gmem(cache, block, self._first_read(number, first_run + j))
+            plgpu.copy_gmem_to_smem(run_gmem, tile_smem.at[pl.ds((first_run + j) * size, size)], ready)
 
     def _first_read(self, tile: Scalar, run: Scalar) -> Scalar:
         """The first token of what is read as a run of a tile, both by their numbers."""
@@ -246,6 +269,36 @@ class TileLoader:
 
     # Tiles of the cache, of 8 bits.
 
+    def _convert_runs(self, number: Scalar, first_run: Scalar, blocks: tuple[Scalar, ...]) -> None:
+        """Converts a warp's runs of a tile, and starts to copy those in these blocks, which take their place."""
+        stage = lax.rem(self.tiles_before + number, jnp.int32(self.kind.stages))
+        is_reused = self.tiles_before + number >= self.kind.stages
+        first_row, following = self._first_own_row(), number + self.kind.raw_stages
+        for cache in self._caches:
+            raw_smem, arrived = self._raw(cache, number)
+            plgpu.barrier_wait(arrived)
+            pl.when(is_reused)(lambda cache=cache: plgpu.barrier_wait(cache.ring.consumed.at[stage]))
+            tile_smem = tile_of(cache.ring.tiles, stage, self.kind)
+            ragged_tiles.convert_rows(raw_smem, tile_smem, first_row, self.kind)
+            if not cache.is_keys:
+                is_partial = number >= plan.num_whole_tiles(self.item, self.kind)
+                pl.when(is_partial)(functools.partial(self._zero_own_rows, number, tile_smem, first_row))
+            plgpu.barrier_arrive(cache.ring.ready.at[stage])
+
+            @pl.when(following < self.item.cached_tiles)
+            def copy_next(cache=cache, raw_smem=raw_smem, arrived=arrived):
+                self._copy_own_runs(cache, following, raw_smem, arrived, first_run, blocks)
+
+    def _zero_own_rows(self, number: Scalar, tile_smem: Ref, first_row: Scalar) -> None:
+        """Zeroes the rows of a warp's runs of a tile of V that are not to be kept."""
+        span = plan.span_of(self.item, number, self.kind)
+        ragged_tiles.zero_rows(tile_smem, self._kept(span), first_row, self.kind)
+
+    def _copy_raw_runs(self, number: Scalar, first_run: Scalar, blocks: tuple[Scalar, ...]) -> None:
+        """Starts to copy a warp's runs of a tile, which are in these blocks, to where they are converted from."""
+        for cache in self._caches:
+            self._copy_own_runs(cache, number, *self._raw(cache, number), first_run, blocks)
+
     def _convert(self, tile: _Tile) -> None:
         """Converts a tile that has been copied, and starts to copy the one that takes its place."""
         following = tile.number + self.kind.raw_stages
@@ -254,8 +307,15 @@ class TileLoader:
             raw_smem, arrived = self._raw(cache, tile.number)
             plgpu.barrier_wait(arrived)
             self._wait_for_stage(cache, tile)
-            kept = Range(jnp.int32(0), jnp.int32(self.kind.tile)) if cache.is_keys else tile.kept
-            ragged_tiles.convert_tile(raw_smem, tile_of(cache.ring.tiles, tile.stage, self.kind), kept, self.kind)
+            tile_smem = tile_of(cache.ring.tiles, tile.stage, self.kind)
+
+            def convert_own(cache=cache, raw_smem=raw_smem, tile_smem=tile_smem):
+                first_row = self._first_own_row()
+                ragged_tiles.convert_rows(raw_smem, tile_smem, first_row, self.kind)
+                if not cache.is_keys:
+                    ragged_tiles.zero_rows(tile_smem, tile.kept, first_row, self.kind)
+
+            _as_warps(convert_own)
             self._arrive(cache, tile)
             pl.when(is_next)(functools.partial(self._load_raw, cache, following))
 

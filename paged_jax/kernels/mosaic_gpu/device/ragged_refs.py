@@ -119,7 +119,7 @@ class QueryRing(NamedTuple):
 
     consumed: Ref
     ready: Ref
-    rows: Ref  # [stages, 2, WGMMA_ROWS, head_size]
+    rows: Ref  # [stages, 2, WGMMA_ROWS, head_size]; queries that are to be divided come as the bits of bfloat16
 
 
 class RawTiles(NamedTuple):
@@ -272,7 +272,7 @@ def _counts(geometry: Geometry) -> tuple[Counts, Ref]:
 
 def _swizzled(shape: tuple[int, ...], geometry: Geometry) -> Ref:
     """Shared memory in which wgmma finds its operands, free of bank conflicts."""
-    dtype = geometry.problem.query_dtype
+    dtype = geometry.operand_dtype
     return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=transforms(geometry.problem.head_size, dtype))
 
 

@@ -23,7 +23,7 @@ from paged_jax.kernels.mosaic_gpu.ragged_geometry import Geometry, ItemKind
 def hand_over(state: State, halves_smem: Ref, smem: Scratch, geometry: Geometry) -> None:
     """Gives a warpgroup's softmax to the other one: O normalised, as 16 bits and what these leave out in 16 more."""
     out, maxima, sums = state
-    dtype = geometry.problem.query_dtype
+    dtype = geometry.operand_dtype
     out = out * over_columns(1.0 / jnp.where(sums != 0, sums, 1.0), out.shape[1])
     rounded = layout(out.astype(dtype))
     halves_smem.at[1][...] = rounded
@@ -75,7 +75,10 @@ def _store_whole(rows: Rows, state: State, results_smem: Results, refs: Refs, ki
         out = out * over_columns(rescale, out.shape[1])
     sums = jnp.where(seen, sums, 1.0)
     out = out * over_columns(rows.v_scale / sums, out.shape[1])
-    results_smem.out[...] = layout(out.astype(kind.geometry.problem.query_dtype))
+    rounded = layout(out.astype(kind.geometry.problem.query_dtype))
+    if kind.geometry.divides_queries:  # the place is one of float16, of which only the bits are copied
+        rounded = lax.bitcast_convert_type(rounded, kind.geometry.operand_dtype)
+    results_smem.out[...] = rounded
     results_smem.lse[...] = layout(jnp.where(seen, maxima + log(sums), -jnp.inf), 1)
     results_gmem = Results(refs.outputs_gmem.out, refs.outputs_gmem.lse)
     ragged_rows.store_rows(results_smem, results_gmem, rows.query, kind)

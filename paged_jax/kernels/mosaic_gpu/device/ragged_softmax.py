@@ -19,24 +19,27 @@ from paged_jax.kernels.mosaic_gpu.device.plan import Scalar
 from paged_jax.kernels.mosaic_gpu.device.ragged_plan import Item, Span
 from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Inputs, Ref
 from paged_jax.kernels.mosaic_gpu.device.ragged_rows import QueryRows
-from paged_jax.kernels.mosaic_gpu.device.registers import LOG2E, LOWEST, layout
+from paged_jax.kernels.mosaic_gpu.device.registers import LOG2E, LOWEST, inverse, layout, power_of_two
 from paged_jax.kernels.mosaic_gpu.device.softmax import cache_scale, scaled_logits
 from paged_jax.kernels.mosaic_gpu.geometry import WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import Geometry, ItemKind
 from paged_jax.kernels.problem import Problem, ScaleKind
 
 _MOST_LAG = 8.0  # of maxima behind logits, in powers of 2: float16 holds weights of that size
+# Exponents of the powers of two by which rows of a query are divided. They have inverses. Times the factor they are
+# neither 0 nor NaN, as logits may be -inf.
+_DIVISORS = -40, 126
 _LEAST_FACTOR = 1e-20  # of products that are scaled as they are exponentiated, and not before
 
 
 class Scaling(NamedTuple):
-    """How products of queries and keys become logits.
+    """How products of queries and keys become logits: scalars, or arrays [64] where each row of a query was divided.
 
     Logits are scaled as they are exponentiated, unless the factor is not positive: maxima would be minima.
     """
 
-    factor: Any  # of products, to become logits of base e
-    is_late: Any  # whether logits are kept without the factor
+    factor: Any  # of products, to become logits as they are kept
+    is_late: Any  # whether the factor is 1, as logits are kept unscaled
     to_exponents: Any  # factor of logits as they are kept, to become exponents of 2
     to_base_e: Any  # factor of logits as they are kept, to become those of base e
 
@@ -125,12 +128,35 @@ def rows_of(item: Item, half: Scalar, inputs_gmem: Inputs, kind: ItemKind) -> Ro
     )
 
 
+def divide_query(query_smem: Ref, rows: Rows, geometry: Geometry) -> Rows:
+    """Makes float16 of a warpgroup's own query, which comes as the bits of bfloat16, where the products need that.
+
+    Each row is divided by a power of two, which float16 then holds as well as bfloat16 did: elements that lose bits are
+    smaller by 2 ** 17 or more than the row's largest.
+
+    Returns the rows, whose products are that much smaller.
+    """
+    if not geometry.divides_queries:
+        return rows
+    bits = plgpu.load(query_smem, layout=plgpu.Layout.WGMMA)
+    query = lax.bitcast_convert_type(bits, jnp.dtype(geometry.problem.query_dtype)).astype(jnp.float32)
+    divisors = power_of_two(jnp.abs(query).max(axis=1), *_DIVISORS)
+    query_smem[...] = layout((query * over_columns(inverse(divisors), query.shape[1])).astype(geometry.operand_dtype))
+    plgpu.commit_smem()
+    factor, is_late, to_exponents, to_base_e = rows.scaling
+    late = jnp.where(is_late, 1.0, 0.0)
+    early_divisors, late_divisors = divisors * (1 - late) + late, divisors * late + (1 - late)
+    scaling = Scaling(factor * early_divisors, is_late, to_exponents * late_divisors, to_base_e * late_divisors)
+    return rows._replace(scaling=scaling)
+
+
 def _scaling(factor: Any, problem: Problem) -> Scaling:
     """How products become logits, if the factor is that of logits of base e."""
     if not problem.scaled_products:
         return Scaling(factor, False, LOG2E, 1.0)
     is_late = factor * LOG2E > _LEAST_FACTOR
-    return Scaling(factor, is_late, jnp.where(is_late, factor * LOG2E, LOG2E), jnp.where(is_late, factor, 1.0))
+    early, exponents = jnp.where(is_late, 1.0, factor), jnp.where(is_late, factor * LOG2E, LOG2E)
+    return Scaling(early, is_late, exponents, jnp.where(is_late, factor, 1.0))
 
 
 def is_plain(span: Span, rows: Rows, kind: ItemKind) -> Any:
@@ -190,8 +216,8 @@ def attend(
 
 def finished(state: State, rows: Rows) -> State:
     """The softmax of all tokens, with maxima of logits of base e."""
-    maxima = layout(state.maxima * rows.scaling.to_base_e, 1)
-    return State(state.out, maxima, ragged_lanes.sum_of_lanes(state.sums))
+    maxima = lax.max(state.maxima * rows.scaling.to_base_e, jnp.full_like(state.maxima, LOWEST))
+    return State(state.out, layout(maxima, 1), ragged_lanes.sum_of_lanes(state.sums))
 
 
 def over_columns(x: Array, columns: int) -> Array:
@@ -217,9 +243,9 @@ def _logits(products: Array, span: Span, rows: Rows, kind: ItemKind, plain: bool
     if not plain and kind.geometry.prefix and problem.k_scale is not ScaleKind.NONE:
         products = products * jnp.where(span.is_new, 1 / rows.k_scale, 1.0)
     if problem.scaled_products:
-        logits = products if plain else products * jnp.where(scaling.is_late, 1.0, scaling.factor)
+        logits = products if plain else products * _spread(scaling.factor, kind)
     else:
-        logits = scaled_logits(products, scaling.factor, problem)
+        logits = scaled_logits(products, _spread(scaling.factor, kind), problem)
         if rows.slopes is not None:
             token = plgpu.broadcasted_iota(jnp.int32, products.shape, 1, layout=plgpu.Layout.WGMMA)
             distance = (token + _side_by_side(span.starts, kind)) - over_columns(rows.position, kind.tile)
@@ -252,5 +278,9 @@ def _side_by_side(of_stretches: Sequence[Any], kind: ItemKind) -> Any:
     """[64, tile] of what each stretch has for all rows, or of an array [64] each; a scalar if there is one in all."""
     if len(of_stretches) > 1:
         return ragged_lanes.side_by_side(of_stretches, kind.tile)
-    [x] = of_stretches
-    return over_columns(x, kind.tile) if x.ndim else x
+    return _spread(of_stretches[0], kind)
+
+
+def _spread(x: Any, kind: ItemKind) -> Any:
+    """[64] -> [64, tile]; what is one for all rows stays a scalar."""
+    return over_columns(x, kind.tile) if jnp.ndim(x) else x

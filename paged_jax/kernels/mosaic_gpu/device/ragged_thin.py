@@ -33,7 +33,8 @@ def attend_to_item(
     rows = softmax.rows_of(item, half, refs.inputs_gmem, kind)
     plgpu.barrier_wait(smem.query.ready.at[stage])
     halves_smem = smem.query.rows.at[stage]
-    query_smem = smem.query.rows.at[stage, 0]
+    query_smem = smem.query.rows.at[stage, warpgroup if kind.geometry.divides_queries else 0]
+    rows = softmax.divide_query(query_smem, rows, kind.geometry)
     first_tile = lax.rem(tiles_before + warpgroup, jnp.int32(2))
     # Whoever has the last tile takes over, as the other one is done before and can go on with the next item.
     takes_over = lax.rem(item.num_tiles + first_tile, jnp.int32(2)) == 1
@@ -52,7 +53,7 @@ def attend_to_item(
     @pl.when(takes_over)
     def finish():
         whole = results.take_over(state, halves_smem, smem)
-        results_smem = Results(query_smem, smem.lse.at[warpgroup])
+        results_smem = Results(halves_smem.at[0], smem.lse.at[warpgroup])
         results.store(item, half, rows, whole, results_smem, refs, kind)
 
     plgpu.barrier_arrive(smem.query.consumed.at[stage])
@@ -101,7 +102,7 @@ class _ThinTiles:
 
         def weigh(plain: bool) -> TileWeights:
             weighed = softmax.attend(scores, Totals(*totals), span, scales, self.rows, self.kind, plain=plain)
-            return weighed._replace(weights=weighed.weights.astype(self.kind.geometry.problem.query_dtype))
+            return weighed._replace(weights=weighed.weights.astype(self.kind.geometry.operand_dtype))
 
         is_plain = softmax.is_plain(span, self.rows, self.kind)
         weighed = lax.cond(is_plain, lambda: weigh(True), lambda: weigh(False))

@@ -1,17 +1,21 @@
 """What the loading warpgroup does with tiles beside copies by TMA, below what Pallas has words for.
 
-Rows of a tile lie as `ragged_rows.py` says. All threads of the warpgroup take part in each of these functions.
+Rows of a tile lie as `ragged_rows.py` says. All threads of the warpgroup take part in each of these functions, but in
+`zero_rows` and `convert_rows`, which are for one warp each.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith
 
 from paged_jax.kernels.mosaic_gpu.device.inline import (
     SCALAR,
+    WARP,
     add,
     address,
     as_i32,
@@ -40,8 +44,7 @@ from paged_jax.kernels.mosaic_gpu.device.ragged_rows import (
     place_of,
 )
 from paged_jax.kernels.mosaic_gpu.device.tiles.converted import CONVERT
-from paged_jax.kernels.mosaic_gpu.ragged_geometry import ItemKind
-from paged_jax.kernels.problem import Problem
+from paged_jax.kernels.mosaic_gpu.ragged_geometry import Geometry, ItemKind
 
 _CHUNKS_AT_ONCE = 8  # that a thread converts, so that none of them waits for the others
 
@@ -86,79 +89,88 @@ def _of_stretch(values: Sequence[Any], row, kind: ItemKind):
     return value
 
 
-def zero_rows(tile_smem: Ref, kept: Range, kind: ItemKind) -> None:
-    """Zeroes the rows of a tile that are not `kept`; the products see that after a barrier."""
+def zero_rows(tile_smem: Ref, kept: Range, first_row: Scalar, kind: ItemKind) -> None:
+    """Zeroes a warp's rows of a tile that are not `kept`, a lane each row; the products see that after a barrier."""
     problem = kind.geometry.problem
-    layout = operand_transforms(problem)
-    swizzle = layout[1].swizzle
-    columns, lanes = 2 * problem.head_size // swizzle, swizzle // CHUNK
 
-    @inline(plgpu.RefType(layout), SCALAR, SCALAR)
-    def zero(_, tile_smem, begin, end):
-        smem, begin, end = address(tile_smem), begin.registers.item(), end.registers.item()
-        for chunk, row, _ in chunks_of_thread(kind.tile, lanes):
-            is_kept = within(row, begin, end)
-            # Of each 8 rows, all columns of the swizzle's width lie one after the other.
-            place = add(mul(div(row, 8), 8 * swizzle * columns), mul(rem(chunk, 8 * lanes), CHUNK))
-            for column in range(columns):
-                assembly(
-                    """{ .reg .pred kept; setp.ne.b32 kept, $0, 0;
-                    @!kept st.shared.v4.b32 [$1], {$2, $2, $2, $2}; }""",
-                    "r,r,r",
-                    as_i32(is_kept),
-                    add(smem, add(place, i32(8 * swizzle * column))),
-                    i32(0),
-                )
+    @inline(plgpu.RefType(operand_transforms(problem)), SCALAR, SCALAR, SCALAR)
+    def zero(_, tile_smem, begin, end, first_row):
+        smem, lane = address(tile_smem), rem(thread_index_read_again(), WARP)
+        row = add(first_row.registers.item(), lane)
+        is_kept = within(row, begin.registers.item(), end.registers.item())
+        is_others = arith.cmpi(arith.CmpIPredicate.uge, lane, i32(kind.rows_of_warp))
+        stays = as_i32(arith.ori(is_kept, is_others))
+        for column in range(2 * problem.head_size // CHUNK):
+            assembly(
+                "{ .reg .pred stays; setp.ne.b32 stays, $0, 0; @!stays st.shared.v4.b32 [$1], {$2, $2, $2, $2}; }",
+                "r,r,r",
+                stays,
+                add(smem, place_of(row, i32(column), problem)),
+                i32(0),
+            )
         assembly("fence.proxy.async.shared::cta;", "")
 
-    zero(tile_smem, *kept)
+    zero(tile_smem, *kept, first_row)
 
 
-def convert_tile(raw_smem: Ref, tile_smem: Ref, kept: Range, kind: ItemKind) -> None:
-    """Converts a tile of 8 bits to the query's dtype, exactly; rows that are not `kept` become zeros.
+def convert_rows(raw_smem: Ref, tile_smem: Ref, first_row: Scalar, kind: ItemKind) -> None:
+    """Converts a warp's rows of a tile of 8 bits to 16, exactly; the products see that after a barrier.
 
-    A thread makes 16 bytes of 8 at a time. The products see the tile after a barrier.
+    A lane makes 16 bytes of 8 at a time, which are chunks of rows.
     """
     problem = kind.geometry.problem
+    row_bytes = 2 * problem.head_size
+    chunks_per_row, step = row_bytes // CHUNK, WARP * CHUNK
+    # After so many of a lane's chunks it has all 8 rows of a group behind it, which lie alike in each group.
+    period = math.lcm(8 * row_bytes, step) // step
+    batches = list(itertools.batched(range(kind.rows_of_warp * chunks_per_row // WARP), _CHUNKS_AT_ONCE))
 
-    @inline(plgpu.RefType(), plgpu.RefType(operand_transforms(problem)), SCALAR, SCALAR)
-    def convert(_, raw_smem, tile_smem, begin, end):
-        raw, smem, begin, end = address(raw_smem), address(tile_smem), begin.registers.item(), end.registers.item()
-        for chunks in itertools.batched(chunks_of_thread(kind.tile, 2 * problem.head_size // CHUNK), _CHUNKS_AT_ONCE):
-            operands = []
-            for chunk, row, column in chunks:
-                is_kept = as_i32(within(row, begin, end))
-                operands += [add(smem, place_of(row, column, problem)), add(raw, mul(chunk, CHUNK // 2)), is_kept]
-            assembly(_conversion(len(chunks), problem), ",".join("r" * len(operands)), *operands)
+    @inline(plgpu.RefType(), plgpu.RefType(operand_transforms(problem)), SCALAR)
+    def convert(_, raw_smem, tile_smem, first_row):
+        lane, first_row = rem(thread_index_read_again(), WARP), first_row.registers.item()
+        first_raw = add(address(raw_smem), add(mul(first_row, row_bytes // 2), mul(lane, CHUNK // 2)))
+
+        def place_in_tile(i: int):
+            chunk = add(lane, i32(WARP * i))
+            row = add(first_row, div(chunk, chunks_per_row))
+            return add(address(tile_smem), place_of(row, rem(chunk, chunks_per_row), problem))
+
+        for batch in batches:
+            places = [place_in_tile(i) for i in sorted({i % period for i in batch})]
+            assembly(_conversion(batch, period, kind.geometry), ",".join("r" * (len(places) + 1)), *places, first_raw)
         assembly("fence.proxy.async.shared::cta;", "")
+        mgpu.utils.warp_barrier()  # what follows may take the place of what other lanes have read
 
-    convert(raw_smem, tile_smem, *kept)
+    convert(raw_smem, tile_smem, first_row)
 
 
-def _conversion(count: int, problem: Problem) -> str:
-    """PTX that converts chunks: 8 bytes at $1 to 16 at $0, or to zeros where $2 is 0, and so on for $3 to $5.
+def _conversion(chunks: Sequence[int], period: int, geometry: Geometry) -> str:
+    """PTX that converts chunks of a lane, by their numbers.
 
     The bytes of all chunks are loaded before the first result is stored. Otherwise each chunk would wait for the one
     before: the assembler cannot know that a store does not touch what is loaded after it (benchmarks/LOG.md, "between
     items").
+
+    Its operands are the places of those of the first `period` chunks that lie as some of these do, and then that of the
+    first raw chunk.
     """
-    code = f"{{ .reg .pred kept; .reg .b32 in<{2 * count}>, out<4>;"
-    for chunk in range(count):
-        code += f"ld.shared.v2.b32 {{in{2 * chunk}, in{2 * chunk + 1}}}, [${3 * chunk + 1}];"
-    for chunk in range(count):
-        for i in range(2):
-            names = {"$0": f"out{2 * i}", "$1": f"out{2 * i + 1}", "$2": f"in{2 * chunk + i}"}
-            four_bytes = CONVERT[problem.cache_dtype]
+    firsts = sorted({chunk % period for chunk in chunks})
+    code = f"{{ .reg .b32 in<{2 * len(chunks)}>, out<4>;"
+    for i, chunk in enumerate(chunks):
+        code += f"ld.shared.v2.b32 {{in{2 * i}, in{2 * i + 1}}}, [${len(firsts)} + {WARP * CHUNK // 2 * chunk}];"
+    for i, chunk in enumerate(chunks):
+        for half in range(2):
+            names = {"$0": f"out{2 * half}", "$1": f"out{2 * half + 1}", "$2": f"in{2 * i + half}"}
+            four_bytes = CONVERT[geometry.problem.cache_dtype]
             for old, new in names.items():
                 four_bytes = four_bytes.replace(old, new)
             code += four_bytes
-        if problem.query_dtype == "bfloat16":
-            for i in range(4):
-                code += f"""{{ .reg .b16 low, high; .reg .f32 first, second; mov.b32 {{low, high}}, out{i};
-                cvt.f32.f16 first, low; cvt.f32.f16 second, high; cvt.rn.bf16x2.f32 out{i}, second, first; }}"""
-        code += f"setp.ne.b32 kept, ${3 * chunk + 2}, 0;"
-        code += "".join(f"selp.b32 out{i}, out{i}, 0, kept;" for i in range(4))
-        code += f"st.shared.v4.b32 [${3 * chunk}], {{out0, out1, out2, out3}};"
+        if geometry.operand_dtype == "bfloat16":
+            for word in range(4):
+                code += f"""{{ .reg .b16 low, high; .reg .f32 first, second; mov.b32 {{low, high}}, out{word};
+                cvt.f32.f16 first, low; cvt.f32.f16 second, high; cvt.rn.bf16x2.f32 out{word}, second, first; }}"""
+        place = f"${firsts.index(chunk % period)} + {WARP * CHUNK * (chunk // period * period)}"
+        code += f"st.shared.v4.b32 [{place}], {{out0, out1, out2, out3}};"
     return code + "}"
 
 

@@ -42,6 +42,7 @@ def attend_to_item(
     rows = softmax.rows_of(item, warpgroup, refs.inputs_gmem, kind)
     plgpu.barrier_wait(smem.query.ready.at[stage])
     query_smem = smem.query.rows.at[stage, warpgroup]
+    rows = softmax.divide_query(query_smem, rows, kind.geometry)
     tiles = _WideTiles(item, tiles_before, rows, query_smem, warpgroup, refs, kind)
     state = lax.cond(item.num_tiles > 0, tiles.attend, lambda: softmax.empty(kind.geometry))
     results_smem = Results(query_smem, smem.lse.at[warpgroup])
@@ -140,7 +141,7 @@ class _WideTiles:
 
     def _rounded(self, weighed: TileWeights) -> Array:
         """P as the second product takes it."""
-        return weighed.weights.astype(self.kind.geometry.problem.query_dtype)
+        return weighed.weights.astype(self.kind.geometry.operand_dtype)
 
     def _is_plain(self, i: Scalar) -> Scalar:
         return softmax.is_plain(ragged_plan.span_of(self.item, i, self.kind), self.rows, self.kind)

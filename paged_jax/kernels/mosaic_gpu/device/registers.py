@@ -8,6 +8,9 @@ from jax import lax
 
 from paged_jax.kernels.mosaic_gpu.geometry import Geometry
 
+_EXPONENT = 0x7F800000  # bits of a float32
+_SUM_OF_INVERSES = 254 << 23  # of the bits of a power of two and of its inverse
+
 LOG2E = math.log2(math.e)
 LOWEST = -1e30
 """Where a maximum starts: finite, so that the exponential of -inf minus it is 0."""
@@ -21,6 +24,18 @@ def exp(x):
 def log(x):
     """The natural logarithm."""
     return jnp.log2(x) / LOG2E
+
+
+def power_of_two(x, least: int, most: int):
+    """The largest power of two that is no larger than |x|, but between 2 ** least and 2 ** most, also for NaN."""
+    exponents = lax.bitcast_convert_type(x, jnp.int32) & _EXPONENT
+    bits = lax.clamp(jnp.int32((127 + least) << 23), exponents, jnp.int32((127 + most) << 23))
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def inverse(x):
+    """The inverse of powers of two from 2 ** -126 to 2 ** 126, exactly."""
+    return lax.bitcast_convert_type(_SUM_OF_INVERSES - lax.bitcast_convert_type(x, jnp.int32), jnp.float32)
 
 
 def of_heads(values_gmem, rows: int, first_column, kv_head, geometry: Geometry):
