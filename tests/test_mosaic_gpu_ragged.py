@@ -92,6 +92,17 @@ PREFIXES = [
 ]
 
 
+@pytest.mark.parametrize("cache_dtype", ["bfloat16", "float8_e4m3fn"])
+def test_one_place_for_queries(cache_dtype):
+    """An item's query follows the results of the item before, of 8 bits behind raw tiles that are on their way."""
+    lens = {"seq_lens": (37, 0, 130, 70, 200, 150), "query_lens": (1, 0, 40, 20, 3, 2)}
+    case = small("one-place", 4, 2, 64, 16, "bfloat16", cache_dtype, **lens)
+    made = inputs.make(case)
+    tuning = TINY_TILES | {"queries": 1, "num_programs": 2}
+    check(case, made, call("ragged_paged_attention", operands_of(case, made), **tuning))
+    assert not interpret_pallas_call.get_races().races_found
+
+
 def test_padding_after_a_thin_item():
     """One warpgroup stores rows of padding while the other stores the thin item; each has its own place for lse."""
     case = small("padded", 16, 4, 64, 16, "bfloat16", seq_lens=(87,), query_lens=(1,), padding=23)
