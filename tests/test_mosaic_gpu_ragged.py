@@ -431,6 +431,25 @@ def test_queries_of_any_size_over_8_bits(implementation):
         plain.assert_close(np.asarray(actual)[ordinary], wanted[ordinary], yardstick[ordinary], "any size")
 
 
+@pytest.mark.parametrize("implementation", ["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float8_e4m3fn"), ("float16", "float16")], ids="-".join)
+def test_many_small_weights(dtypes, implementation):
+    """199 weights of exp(-18), less than float16 has, make the result, as the value of the other token is 0."""
+    query, keys, values = np.zeros((1, 1, 64)), np.zeros((13, 1, 16, 64)), np.ones((13, 1, 16, 64))
+    query[..., 0] = keys[0, 0, 0, 0] = 12  # a logit of 18, as the scale is 1 / 8
+    values[0, 0, 0] = 0
+    dtypes = dtypes[0], dtypes[1], dtypes[1]
+    arrays = [jnp.asarray(x, dtype) for x, dtype in zip((query, keys, values), dtypes, strict=True)]
+    ints = [jnp.asarray(x, jnp.int32) for x in ([range(13)], [200], [0, 1])]
+    operands = _validate.ragged_operands(*arrays, *ints, True, {})
+    if implementation == "gpu":
+        out, _ = jax.jit(ragged.ragged_paged_attention)(*jax.device_put(operands, jax.devices("gpu")[0]))
+    else:
+        out, _ = call("ragged_paged_attention", operands, **TINY_TILES)
+    weights = 199 * np.exp(-18.0)
+    np.testing.assert_allclose(np.asarray(out, np.float32), weights / (1 + weights), rtol=0.02)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_every_number_of_8_bits_on_a_gpu(dtype):

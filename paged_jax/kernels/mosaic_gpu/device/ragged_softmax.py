@@ -25,7 +25,11 @@ from paged_jax.kernels.mosaic_gpu.geometry import WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import Geometry, ItemKind
 from paged_jax.kernels.problem import Problem, ScaleKind
 
-_MOST_LAG = 8.0  # of maxima behind logits, in powers of 2: float16 holds weights of that size
+_MOST_LAG = 6.0  # of maxima behind logits, in powers of 2
+# Weights in float16 are larger than they are by this power of 2, so that it keeps those down to 2 ** -33 of the largest
+# one: as many of them as there are tokens may be most of a result. Behind the largest lag this is 2 ** 14, which
+# float16 holds.
+_EXPONENT_IN_FLOAT16 = 8
 # Exponents of the powers of two by which rows of a query are divided. They have inverses. Times the factor they are
 # neither 0 nor NaN, as logits may be -inf.
 _DIVISORS = -40, 126
@@ -206,7 +210,7 @@ def attend(
     # A maximum times the unit rounds, always in the same way, which cancels when O is divided by the sums.
     base, old_base = (lax.max(x * unit, jnp.full_like(x, LOWEST)) for x in (maxima, totals.maxima))
     rescale = jnp.exp2(old_base - base)
-    exponentials = ragged_lanes.exponentials(logits, unit, base)
+    exponentials = ragged_lanes.exponentials(logits, unit, base - _exponent_of_weights(geometry))
     weights = exponentials if scales.values is None else exponentials * _of_tokens(scales.values)
     if not plain and geometry.prefix and geometry.problem.v_scale is not ScaleKind.NONE:
         weights = weights * jnp.where(span.is_new, 1 / rows.v_scale, 1.0)
@@ -214,15 +218,21 @@ def attend(
     return TileWeights(Totals(maxima, sums), rescale, weights)
 
 
-def finished(state: State, rows: Rows) -> State:
-    """The softmax of all tokens, with maxima of logits of base e."""
+def finished(state: State, rows: Rows, geometry: Geometry) -> State:
+    """The softmax of all tokens, with maxima of logits of base e, and weights as large as they are."""
     maxima = lax.max(state.maxima * rows.scaling.to_base_e, jnp.full_like(state.maxima, LOWEST))
-    return State(state.out, layout(maxima, 1), ragged_lanes.sum_of_lanes(state.sums))
+    factor = 2.0 ** -_exponent_of_weights(geometry)
+    return State(state.out * factor, layout(maxima, 1), ragged_lanes.sum_of_lanes(state.sums) * factor)
 
 
 def over_columns(x: Array, columns: int) -> Array:
     """[64] -> [64, columns]."""
     return lax.broadcast_in_dim(x, (WGMMA_ROWS, columns), (0,))
+
+
+def _exponent_of_weights(geometry: Geometry) -> int:
+    """The power of 2 by which weights and their sums are larger until they are `finished`."""
+    return _EXPONENT_IN_FLOAT16 if geometry.operand_dtype == "float16" else 0
 
 
 def _of_tokens(values_smem: Ref) -> Array:

@@ -41,7 +41,7 @@ def attend_to_item(
     query_done = smem.query_done.at[lax.rem(items_before, jnp.int32(ITEM_STAGES))]
     pl.when(takes_over & (item.num_tiles == 0))(lambda: _say_that_query_is_done(query_done))
     tiles = _ThinTiles(item, tiles_before, first_tile, rows, query_smem, query_done, refs, kind)
-    state = softmax.finished(tiles.attend(), rows)
+    state = softmax.finished(tiles.attend(), rows, kind.geometry)
 
     @pl.when(~takes_over)
     def hand_over():

@@ -46,7 +46,7 @@ def attend_to_item(
     tiles = _WideTiles(item, tiles_before, rows, query_smem, warpgroup, refs, kind)
     state = lax.cond(item.num_tiles > 0, tiles.attend, lambda: softmax.empty(kind.geometry))
     results_smem = Results(query_smem, smem.lse.at[warpgroup])
-    results.store(item, warpgroup, rows, softmax.finished(state, rows), results_smem, refs, kind)
+    results.store(item, warpgroup, rows, softmax.finished(state, rows, kind.geometry), results_smem, refs, kind)
     plgpu.barrier_arrive(smem.query.consumed.at[stage])
 
 
