@@ -121,14 +121,15 @@ def run(
     contenders = [*implementations, *here, *elsewhere]
     places = {pair: i for i, pair in enumerate(itertools.product(by_name, contenders))}
     rows: list[dict[str, Any]] = []
+    # Before any other process starts: what those compile and try keeps memory that a large read needs.
+    ceiling = benchmark.ceiling({benchmark.work(case) for case in cases})
+    print(f"ceiling: {ceiling.rate and round(ceiling.rate)} {ceiling.unit} ({ceiling.note})", flush=True)
     flashinfer = peers.FlashInfer(cases, elsewhere) if elsewhere else None
     others = Processes(work, processes) if processes > 1 else None
     try:
         noted = notes()
         if others is not None:
             others.wait()
-        ceiling = benchmark.ceiling({benchmark.work(case) for case in cases})
-        print(f"ceiling: {ceiling.rate and round(ceiling.rate)} {ceiling.unit} ({ceiling.note})", flush=True)
         report = {"op": benchmark.op, **environment(), "ceiling": dataclasses.asdict(ceiling), **noted, "rows": rows}
         save(report, out)
         ours = measure.measure(work, Programs()) if others is None else others.answers()

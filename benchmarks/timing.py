@@ -56,6 +56,7 @@ PAUSE = 0.03
 """Seconds before a call that is to have the full clock."""
 
 _RESTED_CALLS = 4
+_LEAST = 1 << 30  # bytes of a read that tells how fast memory is
 _LARGE = 8 << 30  # bytes of the largest read, and of the copy's source and destination together
 
 
@@ -249,6 +250,8 @@ def _read_times(sizes: Iterable[int]) -> dict[int, float]:
 
     free = cupy.cuda.Device().mem_info[0]
     large = min(_LARGE, free // 2) >> 21 << 21
+    if large < _LEAST:
+        raise RuntimeError(f"only {free >> 20} MiB are free: what half of them hold may be read from L2")
     buffer = cupy.empty(large, cupy.uint8)
     multiprocessors = cupy.cuda.Device().attributes["MultiProcessorCount"]
     cupy.RawKernel(_KERNELS, "fill", ("-DUNROLL=1",))((8 * multiprocessors,), (512,), (buffer, np.int64(large // 4)))

@@ -164,6 +164,14 @@ def test_plot_and_table_show_the_same_shares(tmp_path, monkeypatch):
     assert "| a | 8.0 (40%) | 8.0 (60%) |" in report.markdown(found)
 
 
+def test_a_read_that_caches_may_hold_is_no_ceiling(monkeypatch):
+    device = mock.Mock(mem_info=(60 << 20, 140 << 30))
+    monkeypatch.setitem(sys.modules, "cupy", mock.MagicMock(cuda=mock.Mock(Device=lambda: device)))
+    found = timing.read_ceiling([1 << 20])
+    assert (found.rate, found.us) == (None, {})
+    assert found.note.startswith("only 60 MiB are free")
+
+
 def test_ceilings_are_written_one_after_the_other(tmp_path, capsys):
     def fails():
         raise MemoryError("too large")
