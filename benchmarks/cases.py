@@ -117,7 +117,6 @@ DECODE = (
     replace(_gqa, name=f"{_gqa.name}-e4m3", cache_dtype="float8_e4m3fn"),
     replace(_gqa, name=f"{_gqa.name}-nhd", layout="nhd"),
     replace(_gqa, name=f"{_gqa.name}-vllm", layout="vllm"),
-    replace(_gqa, name=f"{_gqa.name}-vllm-e4m3", layout="vllm", cache_dtype="float8_e4m3fn"),
 )
 
 PREFILL = (
