@@ -56,9 +56,9 @@ def test_only_one_op_of_decode_has_patterns(op):
 
 @pytest.mark.parametrize(("group", "first"), [(8, "mosaic_gpu"), (9, "triton"), (16, "mosaic_gpu"), (32, "triton")])
 def test_leads_by_group(group, first):
-    query, cache = jnp.zeros((1, 2 * group, 64)), jnp.zeros((1, 2, 16, 64))
+    query, cache = jnp.zeros((1, 3 * group, 128)), jnp.zeros((1, 3, 16, 128))
     rest = jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
-    new, slots, starts = jnp.zeros((1, 2, 64)), jnp.zeros(1, jnp.int32), jnp.zeros(2, jnp.int32)
+    new, slots, starts = jnp.zeros((1, 3, 128)), jnp.zeros(1, jnp.int32), jnp.zeros(2, jnp.int32)
     decode = _validate.decode_operands(query, cache, cache, *rest, {})
     writing = _validate.write_and_attend_operands(query, new, new, cache, cache, *rest, slots, {})
     ragged = _validate.ragged_operands(query, cache, cache, *rest, starts, True, {})
@@ -67,11 +67,35 @@ def test_leads_by_group(group, first):
             ("paged_attention", decode),
             ("paged_attention_v2", decode),
             ("write_and_attend", writing),
+            ("ragged_paged_attention", ragged),  # one query, so it is decode
         ):
             assert _dispatch._on_cuda(op, operands)[0] == first
-        assert _dispatch._on_cuda("ragged_paged_attention", ragged)[0] == "triton"  # every sequence has one query
     if jax.devices()[0].platform != "gpu":
         assert _dispatch._on_cuda("paged_attention", decode) == ["triton"]
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "num_kv_heads", "group", "head_size", "cache_dtype", "first"),
+    [
+        (3, 1, 4, 128, "bfloat16", "mosaic_gpu"),
+        (2, 1, 4, 128, "bfloat16", "triton"),
+        (1, 2, 4, 128, "bfloat16", "triton"),
+        (1, 2, 4, 128, "float8_e4m3fn", "mosaic_gpu"),
+        (8, 8, 1, 64, "bfloat16", "mosaic_gpu"),
+        (8, 8, 2, 64, "bfloat16", "triton"),
+        (8, 8, 2, 64, "float8_e4m3fn", "mosaic_gpu"),
+        (8, 8, 1, 112, "bfloat16", "triton"),
+        (8, 8, 4, 80, "bfloat16", "mosaic_gpu"),
+        (8, 8, 4, 192, "bfloat16", "mosaic_gpu"),
+    ],
+)
+def test_leads_by_sizes(num_seqs, num_kv_heads, group, head_size, cache_dtype, first):
+    cache = jnp.zeros((1, num_kv_heads, 16, head_size), cache_dtype)
+    query = jnp.zeros((num_seqs, group * num_kv_heads, head_size), jnp.bfloat16)
+    rest = jnp.zeros((num_seqs, 1), jnp.int32), jnp.ones(num_seqs, jnp.int32)
+    operands = _validate.decode_operands(query, cache, cache, *rest, {})
+    with mock.patch.object(jax, "local_devices"):
+        assert _dispatch._on_cuda("paged_attention", operands)[0] == first
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
 from paged_jax import BlockSparse, _dispatch, _validate
-from paged_jax.kernels.mosaic_gpu import decode, ragged
+from paged_jax.kernels import mosaic_gpu
+from paged_jax.kernels.mosaic_gpu import ragged
 from paged_jax.kernels.mosaic_gpu.device import ragged_count, ragged_pattern, ragged_plan
 from paged_jax.kernels.mosaic_gpu.device.ragged_load_tiles import TileLoader
 from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Counted
@@ -324,4 +325,4 @@ def test_decode_on_a_gpu(case):
     made, poisoned = inputs.make(case), inputs.make(case)
     poisoned.decode = poison_unattended(case, made, made.decode)
     operands = jax.device_put(decode_operands_of(case, poisoned), jax.devices("gpu")[0])
-    check_decode(made, jax.tree.map(np.asarray, jax.jit(decode.paged_attention)(*operands)))
+    check_decode(made, jax.tree.map(np.asarray, jax.jit(mosaic_gpu.paged_attention)(*operands)))

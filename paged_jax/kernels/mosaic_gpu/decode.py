@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from paged_jax.kernels.in_place import apart
-from paged_jax.kernels.mosaic_gpu import ragged, tuning
+from paged_jax.kernels.mosaic_gpu import tuning
 from paged_jax.kernels.mosaic_gpu.device import tiles
 from paged_jax.kernels.mosaic_gpu.device.attend import attend
 from paged_jax.kernels.mosaic_gpu.device.merge import merge
@@ -27,6 +27,9 @@ _LEADING_GROUPS = (*range(1, 9), 16)
 
 Measured: benchmarks/LOG.md, "on the way to commit 6d180cd", "Groups of 16".
 """
+
+_FEW_ITEMS = 2
+"""Work items that are split so often that to merge them takes longer than Triton's reduce."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +54,19 @@ HERE = Target()
 
 
 def leads(operands: Any) -> bool:
-    """Whether these kernels, where they can do what a call of decode asks for, are the fastest of this package's."""
-    if operands.options.block_sparse is not None:
-        return ragged.leads(operands)
-    num_kv_heads = operands.value_cache.shape[head_axis(operands.options.layout)]
-    return operands.query.shape[-2] in [group * num_kv_heads for group in _LEADING_GROUPS]
+    """Whether this kernel, where it can do what a call asks for, is faster than Triton's.
+
+    Measured on an H200: benchmarks/LOG.md, "Random decode shapes".
+    """
+    query, cache, options = operands.query, operands.value_cache, operands.options
+    num_kv_heads, head_size = cache.shape[head_axis(options.layout)], query.shape[-1]
+    group, rest = divmod(query.shape[-2], num_kv_heads)
+    if rest or group not in _LEADING_GROUPS:
+        return False
+    if cache.dtype.itemsize == 1 or options.layout == "vllm":
+        return True
+    few_items = operands.seq_lens.shape[0] * num_kv_heads <= _FEW_ITEMS
+    return not (few_items or head_size == 112 or (head_size == 64 and group > 1))
 
 
 def paged_attention_v1(
@@ -87,9 +98,6 @@ def paged_attention(
     target: Target = HERE,
 ) -> tuple[Query, Lse]:
     """Attends with as many splits as keep the GPU busy."""
-    if options.block_sparse is not None:  # only the ragged kernel has patterns: to it each sequence has one query
-        starts = jnp.arange(query.shape[0] + 1, dtype=jnp.int32)
-        return ragged.ragged_paged_attention(query, key_cache, value_cache, block_tables, seq_lens, starts, options)
     problem = Problem.of_call(query, key_cache, value_cache, block_tables, options)
     geometry = Geometry(problem, tuning.balanced(problem, target.device))
     if _nothing_to_attend(problem):

@@ -27,7 +27,7 @@ _FEW_QUERIES = 4  # of a sequence, on average
 
 
 def leads(operands: Any, *, prefix: bool = False) -> bool:
-    """Whether these kernels, where they can do what a call asks for, are the fastest of this package's.
+    """Whether these kernels, where they can do what a call asks for, are faster than Triton's.
 
     With few queries, Triton's kernel was faster on an H200 for a single sequence over 16 bits (benchmarks/LOG.md,
     "Random batches of ragged attention"), for caches of 8 bits in `prefix_attention` or with a scale for each slot (as

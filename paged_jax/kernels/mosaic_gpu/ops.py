@@ -1,0 +1,73 @@
+"""Which kernel runs an op that both kernels could run: the decode kernel or the ragged one; and where they lead."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from paged_jax.kernels.mosaic_gpu import decode, ragged
+from paged_jax.kernels.mosaic_gpu.decode import HERE, Target
+from paged_jax.kernels.problem import Unsupported
+from paged_jax.options import AttentionOptions
+from paged_jax.shapes import BlockTables, Cache, Lse, Query, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
+
+
+def leads(op: str, operands: Any) -> bool:
+    """Whether these kernels, where they can do what a call asks for, are the fastest of this package's."""
+    if op in ("ragged_paged_attention", "prefix_attention"):
+        prefix = op == "prefix_attention"
+        if not prefix and is_decode(operands.query, operands.seq_lens, operands.options):
+            return decode.leads(operands)
+        return ragged.leads(operands, prefix=prefix)
+    if op not in ("paged_attention_v1", "paged_attention_v2", "paged_attention", "write_and_attend"):
+        return False
+    return decode.leads(operands) if operands.options.block_sparse is None else ragged.leads(operands)
+
+
+def is_decode(query: RaggedQuery, seq_lens: SeqLens, options: AttentionOptions) -> bool:
+    """Whether a ragged batch is known to be one sequence of one query, or of none, which decode can do.
+
+    Decode is faster: it begins to read without counting the batch (benchmarks/LOG.md, "One query by the decode
+    kernel"). Of larger batches only the device knows how many queries each sequence has.
+    """
+    return query.shape[0] == seq_lens.shape[0] == 1 and options.block_sparse is None
+
+
+def paged_attention(
+    query: Query,
+    key_cache: Cache,
+    value_cache: Cache,
+    block_tables: BlockTables,
+    seq_lens: SeqLens,
+    options: AttentionOptions,
+    *,
+    target: Target = HERE,
+) -> tuple[Query, Lse]:
+    """Attends with the decode kernel or, as only that one has patterns, with the ragged kernel."""
+    arrays = query, key_cache, value_cache, block_tables, seq_lens
+    if options.block_sparse is None:
+        return decode.paged_attention(*arrays, options, target=target)
+    starts = jnp.arange(query.shape[0] + 1, dtype=jnp.int32)  # to the ragged kernel each sequence has one query
+    return ragged.ragged_paged_attention(*arrays, starts, options)
+
+
+def ragged_paged_attention(
+    query: RaggedQuery,
+    key_cache: Cache,
+    value_cache: Cache,
+    block_tables: BlockTables,
+    seq_lens: SeqLens,
+    query_start_loc: QueryStartLoc,
+    options: AttentionOptions,
+    *,
+    target: Target = HERE,
+) -> tuple[RaggedQuery, RaggedLse]:
+    """Attends with the ragged kernel, or with the decode kernel where that is known to be enough."""
+    caches = key_cache, value_cache, block_tables
+    if is_decode(query, seq_lens, options):
+        lens = jnp.where(query_start_loc[1] > query_start_loc[0], seq_lens, 0)  # a row of padding sees nothing
+        try:
+            return decode.paged_attention(query, *caches, lens, replace(options, causal=True), target=target)
+        except Unsupported:
+            pass  # the ragged kernel takes smaller heads
+    return ragged.ragged_paged_attention(query, *caches, seq_lens, query_start_loc, options)

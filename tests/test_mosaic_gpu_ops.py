@@ -1,0 +1,82 @@
+"""Tests which Mosaic GPU kernel runs an op: ragged attention of one query of one sequence is decode."""
+
+from dataclasses import replace
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+from paged_jax.kernels import mosaic_gpu
+from paged_jax.kernels.mosaic_gpu import decode, ragged
+from tests import inputs
+from tests.cases import Sparse
+from tests.mosaic_interpreter import SMALL_GPU, run_op
+from tests.test_cache_ops import assert_same_bytes
+from tests.test_mosaic_gpu_ragged import check, operands_of, small
+
+# NumPy gives this warning when arithmetic meets the poison, which is NaN.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+ONE_QUERY = [
+    small("query", 4, 2, 64, 16, "bfloat16", seq_lens=(130,), query_lens=(1,), padding=0),
+    small("padding", 4, 2, 64, 16, "bfloat16", seq_lens=(130,), query_lens=(0,), padding=1),
+    small("empty", 4, 2, 64, 16, "bfloat16", seq_lens=(0,), query_lens=(0,), padding=1, sinks=True),
+    small("options", 7, 1, 64, 32, "bfloat16", "int8", seq_lens=(150,), query_lens=(1,), padding=0, alibi=True,
+          sinks=True, k_scale="head", v_scale="scalar", sliding_window=90, logits_soft_cap=2.0, max_seq_len=150),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ONE_QUERY, ids=str)
+def test_one_query_in_the_interpreter(case):
+    made = inputs.make(case)
+    with mock.patch.object(ragged, "ragged_paged_attention", side_effect=AssertionError("the ragged kernel runs")):
+        check(case, made, run_op("ragged_paged_attention", SMALL_GPU, *operands_of(case, made)))
+    assert not interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*ONE_QUERY, replace(ONE_QUERY[0], name="long", seq_lens=(70_000,))], ids=str)
+def test_one_query_on_a_gpu(case):
+    made = inputs.make(case)
+    operands = jax.device_put(operands_of(case, made), jax.devices("gpu")[0])
+    function = jax.jit(mosaic_gpu.ragged_paged_attention)
+    results, again = (jax.tree.map(np.asarray, function(*operands)) for _ in range(2))
+    check(case, made, results)
+    for actual, wanted in zip(again, results, strict=True):
+        assert_same_bytes(actual, wanted, "a second run")
+
+
+def test_one_query_that_sees_all_tokens():
+    """It sees them anyway; decode, to which the keyword means nothing, is not told."""
+    made = inputs.make(ONE_QUERY[0])
+    seen, all_seen = (
+        run_op("ragged_paged_attention", SMALL_GPU, *operands_of(ONE_QUERY[0], made, causal=causal))
+        for causal in (True, False)
+    )
+    for actual, wanted in zip(all_seen, seen, strict=True):
+        assert_same_bytes(actual, wanted, "causal=False")
+
+
+@pytest.mark.parametrize(
+    ("case", "kernel"),
+    [
+        (ONE_QUERY[0], "decode"),
+        (small("two-queries", 4, 2, 64, 16, "bfloat16", seq_lens=(130,), query_lens=(2,), padding=0), "ragged"),
+        (small("two-sequences", 4, 2, 64, 16, "bfloat16", seq_lens=(9, 0), query_lens=(1, 0), padding=0), "ragged"),
+        (small("small-heads", 4, 2, 32, 16, "bfloat16", seq_lens=(130,), query_lens=(1,), padding=0), "ragged"),
+        (
+            small("sparse", 4, 2, 64, 16, "bfloat16", seq_lens=(130,), query_lens=(1,), padding=0,
+                  block_sparse=Sparse(1, 3)),
+            "ragged",
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_which_kernel_runs_ragged_attention(case, kernel):
+    def instead(module, name):
+        return mock.patch.object(module, "attend", side_effect=InterruptedError(name))
+
+    with instead(decode, "decode"), instead(ragged, "ragged"), pytest.raises(InterruptedError, match=kernel):
+        jax.eval_shape(mosaic_gpu.ragged_paged_attention, *operands_of(case, inputs.make(case)))
