@@ -6,7 +6,8 @@
 Every time is the wall clock of many calls in a row, each of which needs the result of the one before it. The GPUs work
 without a pause: an op's calls are turns of a loop in one compiled program, a model's steps are calls of the jitted
 step. An op's row also has the time of its kernels alone (`device_us`, by CUPTI): a turn of a loop takes longer than
-that. `jit` is plain jit on sharded arrays; `shard_map` is the same op on each device's shard, written by hand.
+that. A decode step's row has it, too, and names the kernels that take longest, as `bench_model` does. `jit` is plain
+jit on sharded arrays; `shard_map` is the same op on each device's shard, written by hand.
 
 Weights are random and made on the devices, shard by shard. Where a model does not fit, its row says so.
 """
@@ -31,6 +32,7 @@ from jax.sharding import PartitionSpec as P
 
 import paged_jax
 from benchmarks import harness, timing
+from benchmarks.model_clocks import device_time
 from benchmarks.model_steps import PROMPTS, State
 from benchmarks.scale_steps import BLOCK_SIZE, MODELS, STEPS, Model, make_weights
 from examples.config import DecoderConfig
@@ -295,8 +297,16 @@ def _measure_step(
             state = call(weights, state, tables)
         return state.caches
 
-    us, _ = best_us(steps, model.caches(num_seqs), STEPS)
-    return answer | {"us": us, "floor_bytes": model.floor_bytes(num_seqs)}
+    us, caches = best_us(steps, model.caches(num_seqs), STEPS)
+    answer |= {"us": us, "floor_bytes": model.floor_bytes(num_seqs)}
+
+    def again():
+        nonlocal caches
+        caches = steps(caches)
+        return caches
+
+    found = device_time(again, STEPS * model.mesh.size)  # of one GPU: CUPTI sees the kernels of all
+    return answer | {"device_us" if name == "us" else name: value for name, value in found.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
