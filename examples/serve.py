@@ -32,6 +32,7 @@ once.
 import argparse
 import asyncio
 import contextlib
+import functools
 import gc
 import re
 import signal
@@ -146,7 +147,7 @@ def make_caches(
     cache_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     ids = tokenizer.encode(SAMPLE).ids[: config.max_position_embeddings]
     sample = loop.make_request([ids], max_new_tokens=1, max_position_embeddings=config.max_position_embeddings)
-    scales = choose_scales(options, config, cache_dtype, loop.make_programs(model), sample, dtype, mesh)
+    scales = choose_scales(options, config, cache_dtype, loop.make_programs(model, mesh=mesh), sample, dtype, mesh)
     num_blocks = options.num_blocks
     if num_blocks is None:
         num_blocks = options.max_num_seqs * -(-config.max_position_embeddings // options.block_size)
@@ -192,7 +193,7 @@ def make_engine(
             ),
             tokenizer=tokenizer,
             show_progress=options.process == 0,
-            compiler_options=xla_options,
+            compiler_options=functools.partial(xla_options, mesh=mesh),
         )
     except (NotImplementedError, ValueError) as error:  # the library says what it cannot do
         raise CommandError(str(error)) from error

@@ -3,6 +3,7 @@
 The first process prints, as JSON, the tokens of each request. tests/test_processes.py runs it on CPU devices.
 """
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from examples import loop
 from examples.checkpoint import load_model
 from examples.sharding import make_mesh
-from examples.step import make_step
+from examples.step import make_step, xla_options
 from paged_jax import engine
 
 MODEL = Path(__file__).parent / "data" / "llama"
@@ -36,7 +37,8 @@ def make_engine(kind: type[engine.Engine], tp: int) -> Any:
     sizes = engine.EngineConfig(
         max_model_len=48, max_num_seqs=4, max_tokens_per_step=16, decode_rows=(4,), mixed_tokens=(16,), max_logprobs=2
     )
-    return kind(cast(engine.Step, step), weights, caches, sizes)
+    options = functools.partial(xla_options, mesh=mesh)
+    return kind(cast(engine.Step, step), weights, caches, sizes, compiler_options=options)
 
 
 def texts(the_engine: engine.Engine) -> list[Any]:
