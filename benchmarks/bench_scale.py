@@ -36,7 +36,7 @@ from benchmarks.model_clocks import device_time
 from benchmarks.model_steps import PROMPTS, State
 from benchmarks.scale_steps import BLOCK_SIZE, MODELS, STEPS, Model, make_weights
 from examples.config import DecoderConfig
-from examples.sharding import all_reduce_options, make_mesh, split_config
+from examples.sharding import make_mesh, split_config
 
 TURNS = 40  # turns of an op's loop
 
@@ -235,8 +235,7 @@ def run_all_reduces(report: Report, size: int, shapes: Sequence[tuple[int, int]]
 
         def measure(shape=shape):
             part = (size * shape[0], shape[1])
-            over_mesh = jax.shard_map(loop, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))
-            run = jax.jit(over_mesh, compiler_options=all_reduce_options(mesh))
+            run = jax.jit(jax.shard_map(loop, mesh=mesh, in_specs=P("tp"), out_specs=P("tp")))
             ones = jax.jit(lambda: jnp.ones(part, jnp.bfloat16), out_shardings=NamedSharding(mesh, P("tp")))()
             return {"us": best_us(run, ones, TURNS)[0], "bytes": 2 * shape[0] * shape[1]}
 

@@ -97,7 +97,7 @@ class Model:
         state = self._abstract_state(num_seqs)
         at = jax.tree.map(lambda x: x.sharding, state)
         if kind == "decode":
-            call, options = functools.partial(advance, step), xla_options(num_seqs, mesh=self.mesh)
+            call, options = functools.partial(advance, step), xla_options(num_seqs)
             call = jax.jit(call, donate_argnums=1, out_shardings=at, compiler_options=options)
             return call.lower(weights, state, tables)
         on_all, batch = NamedSharding(self.mesh, P()), self.prompts(num_seqs)
@@ -106,7 +106,7 @@ class Model:
             logits, caches = step(weights, caches, batch)
             return greedy(logits), caches
 
-        at, options = (on_all, at.caches), xla_options(batch.token_ids.shape[0], mesh=self.mesh)
+        at, options = (on_all, at.caches), xla_options(batch.token_ids.shape[0])
         call = jax.jit(prefill, donate_argnums=1, out_shardings=at, compiler_options=options)
         return call.lower(weights, state.caches, batch)
 

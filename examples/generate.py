@@ -266,10 +266,7 @@ def run(options: argparse.Namespace) -> None:
         )
         for i in range(len(meshes))
     ]
-    copies = [
-        loop.make_programs(model, implementation=options.implementation, mesh=mesh)
-        for (model, *_), mesh in zip(loaded, meshes, strict=True)
-    ]
+    copies = [loop.make_programs(model, implementation=options.implementation) for model, *_ in loaded]
 
     started = time.perf_counter()
     firsts, rests, states = [], [], []

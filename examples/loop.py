@@ -12,7 +12,6 @@ who want each token as soon as it is drawn. All state is in one immutable `Gener
       ► sample                              ► sample ► stop token? long enough? out of blocks?
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 from examples.config import DecoderConfig
 from examples.decoder import Decoder
 from examples.sampling import greedy, sample
-from examples.sharding import all_reduce_options, on_mesh
+from examples.sharding import on_mesh
 from examples.step import Batch, Step, Weights, make_step
 from paged_jax import Implementation, PagedKVCache, allocator
 
@@ -220,15 +219,12 @@ def measure_scales(
     return [(scale(cache.key_cache), scale(cache.value_cache)) for cache in caches]
 
 
-def make_programs(
-    model: Decoder, *, implementation: Implementation | None = None, mesh: Mesh | None = None
-) -> Programs:
+def make_programs(model: Decoder, *, implementation: Implementation | None = None) -> Programs:
     """Builds the jitted functions that run a model; nothing is compiled before they are called.
 
     Args:
         model: the decoder. The programs keep its present arrays.
         implementation: the implementation of the paged ops, `None` for the library's choice.
-        mesh: the devices that share the model, None for one device.
     """
     weights, step = make_step(model, implementation=implementation)
 
@@ -242,8 +238,12 @@ def make_programs(
         generation = prefill(weights, caches, request)
         return jax.lax.while_loop(is_running, lambda state: decode(weights, state, request), generation)
 
-    jit = functools.partial(jax.jit, donate_argnums=1, compiler_options=all_reduce_options(mesh))
-    return Programs(weights, generate=jit(generate), prefill=jit(prefill), decode=jit(decode))
+    return Programs(
+        weights,
+        generate=jax.jit(generate, donate_argnums=1),
+        prefill=jax.jit(prefill, donate_argnums=1),
+        decode=jax.jit(decode, donate_argnums=1),
+    )
 
 
 def is_running(generation: Generation) -> Bool[Array, ""]:

@@ -32,7 +32,6 @@ once.
 import argparse
 import asyncio
 import contextlib
-import functools
 import gc
 import re
 import signal
@@ -147,7 +146,7 @@ def make_caches(
     cache_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     ids = tokenizer.encode(SAMPLE).ids[: config.max_position_embeddings]
     sample = loop.make_request([ids], max_new_tokens=1, max_position_embeddings=config.max_position_embeddings)
-    scales = choose_scales(options, config, cache_dtype, loop.make_programs(model, mesh=mesh), sample, dtype, mesh)
+    scales = choose_scales(options, config, cache_dtype, loop.make_programs(model), sample, dtype, mesh)
     num_blocks = options.num_blocks
     if num_blocks is None:
         num_blocks = options.max_num_seqs * -(-config.max_position_embeddings // options.block_size)
@@ -193,7 +192,7 @@ def make_engine(
             ),
             tokenizer=tokenizer,
             show_progress=options.process == 0,
-            compiler_options=functools.partial(xla_options, mesh=mesh),
+            compiler_options=xla_options,
         )
     except (NotImplementedError, ValueError) as error:  # the library says what it cannot do
         raise CommandError(str(error)) from error

@@ -39,9 +39,6 @@ PARAMETERS = {
 POOL = P(None, "tp")  # kv heads, of caches in the layout "hnd"
 KV_SCALE = P("tp")
 
-# What XLA records into command buffers by default, and collectives.
-_COMMANDS = "CONDITIONAL,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,FUSION,COLLECTIVES"
-
 
 class MeshError(ValueError):
     """Says in one line that there are too few devices for a mesh, or that a model cannot be split over it."""
@@ -127,14 +124,3 @@ def on_mesh[T](make: Callable[[], tuple[T, ...]], mesh: Mesh | None) -> tuple[T,
         return NamedSharding(mesh, POOL if x.ndim == 4 else KV_SCALE if x.ndim == 1 else P())
 
     return jax.jit(make, out_shardings=jax.tree.map(sharding, jax.eval_shape(make)))()
-
-
-def all_reduce_options(mesh: Mesh | None) -> dict[str, Any]:
-    """XLA's options for programs over a mesh of GPUs, or None for one: NCCL's all-reduces, in command buffers.
-
-    By default XLA reduces with kernels of its own, which it launches one by one between command buffers: a decode step
-    of Llama-3-8B on two GPUs was 9% longer (benchmarks/LOG.md, "All-reduces in command buffers").
-    """
-    if mesh is None or mesh.size == 1:
-        return {}
-    return {"xla_gpu_experimental_use_collective_kernels": "", "xla_gpu_enable_command_buffer": _COMMANDS}

@@ -3,7 +3,6 @@
 The first process prints, as JSON, the tokens of each request. tests/test_processes.py runs it on CPU devices.
 """
 
-import functools
 import json
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 from examples import loop
 from examples.checkpoint import load_model
 from examples.sharding import make_mesh
-from examples.step import make_step, xla_options
+from examples.step import make_step
 from paged_jax import engine
 
 MODEL = Path(__file__).parent / "data" / "llama"
@@ -37,8 +36,7 @@ def make_engine(kind: type[engine.Engine], tp: int) -> Any:
     sizes = engine.EngineConfig(
         max_model_len=48, max_num_seqs=4, max_tokens_per_step=16, decode_rows=(4,), mixed_tokens=(16,), max_logprobs=2
     )
-    options = functools.partial(xla_options, mesh=mesh)
-    return kind(cast(engine.Step, step), weights, caches, sizes, compiler_options=options)
+    return kind(cast(engine.Step, step), weights, caches, sizes)
 
 
 def texts(the_engine: engine.Engine) -> list[Any]:

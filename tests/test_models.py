@@ -1,8 +1,5 @@
 """Tests the example decoder against transformers' results with the same checkpoints (tests/data/make_models.py)."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -216,20 +213,3 @@ def test_xla_knows_the_options(num_tokens, has_options):
     options = xla_options(num_tokens)
     assert bool(options) == has_options
     assert jax.jit(jnp.negative, compiler_options=options)(1.0) == -1
-
-
-def test_all_reduces_of_several_devices_have_options(tmp_path):
-    """XLA knows them, and takes them: a default that is a list can be emptied and replaced."""
-    code = """if True:
-        import jax, jax.numpy as jnp
-        from examples.sharding import make_mesh
-        from examples.step import xla_options
-        assert xla_options(8) == xla_options(8, mesh=make_mesh({"dp": 1, "tp": 1})) == {}
-        jax.jit(lambda x: -x, compiler_options=xla_options(8, mesh=make_mesh({"dp": 1, "tp": 2})))(1.0)"""
-    flags = f"--xla_force_host_platform_device_count=2 --xla_dump_to={tmp_path}"
-    flags += " --xla_gpu_experimental_use_collective_kernels=ALL_GATHER"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
-    options = "".join(path.read_text() for path in tmp_path.glob("*lambda*debug_options"))
-    assert "xla_gpu_enable_command_buffer: COLLECTIVES" in options
-    assert "use_collective_kernels" not in options
