@@ -2,10 +2,12 @@
 
     python -m benchmarks.bench_choice --op decode
     python -m benchmarks.bench_choice --op ragged --processes 12
+    python -m benchmarks.bench_choice --op models
 
 Nobody tuned for these cases: a seeded generator draws heads, groups, head sizes, dtypes, layouts and lengths of decode
-(`cases.random_decode`), or batches as engines compose them (`cases.random_ragged`). For ragged attention, Triton is
-also timed with other sizes of its tiles of queries. A case's regret is the chosen implementation's time over the
+(`cases.random_decode`), or batches as engines compose them (`cases.random_ragged`). "models" are real models' shapes of
+decode that `bench_decode` lacks (`cases.MORE_DECODE`). For ragged attention, Triton is also timed with other sizes of
+its tiles of queries. A case's regret is the chosen implementation's time over the
 fastest one's, less 1 (`benchmarks.report`).
 """
 
@@ -31,8 +33,9 @@ TILES = (16, 64, 128, 256)  # rows, each a query of one head
 IMPLEMENTATIONS = {
     "decode": ("mosaic_gpu", "triton"),
     "ragged": ("mosaic_gpu", "triton", "triton/16", "triton/64", "triton/256"),
+    "models": ("mosaic_gpu", "triton"),
 }
-NUM_CASES = {"decode": 40, "ragged": 30}
+NUM_CASES = {"decode": 40, "ragged": 30, "models": len(cases.MORE_DECODE)}
 
 
 def ragged_implementation(name: str) -> peers.Build:
@@ -91,6 +94,11 @@ def abstract_inputs(case: cases.Case) -> inputs_lib.Inputs:
     return jax.eval_shape(functools.partial(inputs_lib.make, case, prefill=False))
 
 
+def models(count: int, seed: int = 0) -> tuple[cases.Case, ...]:
+    """The first of `cases.MORE_DECODE`; nothing is drawn."""
+    return cases.MORE_DECODE[:count]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns the exit code, 2 where there is no GPU."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_choice", description=__doc__)
@@ -102,6 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args(argv)
     drawn, benchmark = cases.random_decode, bench_decode.BENCHMARK
+    if args.op == "models":
+        drawn = models
     if args.op == "ragged":
         drawn = cases.random_ragged
         benchmark = dataclasses.replace(

@@ -153,6 +153,21 @@ RAGGED = (
     _ragged("prefill-8x4096-heads-of-256", (8, 4096, 4096), num_heads=16, head_size=256),
 )
 
+MORE_DECODE = (
+    Case("falcon-7b-64x2048", (2048,) * 64, 71, 1, 64),
+    Case("gpt-oss-64x4096", (4096,) * 64, 64, 8, 64),
+    Case("phi3-mini-32x2048", (2048,) * 32, 32, 32, 96),
+    Case("qwen2-7b-32x4096", (4096,) * 32, 28, 4),
+    Case("qwen2-7b-100xuniform", _uniform(100, 100, 9000), 28, 4),
+    Case("llama3-70b-tp8-32x2048", (2048,) * 32, 8, 1),
+    Case("llama3-70b-tp8-2x16384", (16384,) * 2, 8, 1),
+    Case("llama3-8b-1x32768-e4m3", (32768,), 32, 8, cache_dtype="float8_e4m3fn"),
+    Case("llama3-8b-64x4096-e5m2", (4096,) * 64, 32, 8, cache_dtype="float8_e5m2"),
+    Case("llama3-8b-64x4096-int8", (4096,) * 64, 32, 8, cache_dtype="int8"),
+    Case("llama3-8b-64x4096-vllm-e4m3", (4096,) * 64, 32, 8, cache_dtype="float8_e4m3fn", layout="vllm"),
+)
+"""Models and caches that `DECODE` lacks, for `bench_choice`; gpt-oss without its sinks, which cost nothing."""
+
 
 def random_decode(count: int, seed: int = 0) -> tuple[Case, ...]:
     """Draws decode shapes that nobody tuned for: heads, groups, head sizes, dtypes, layouts, lengths alike or mixed.

@@ -23,6 +23,14 @@ def test_shapes_of_decode_differ():
     assert len({(case.num_heads, case.num_kv_heads, case.head_size, case.cache_dtype) for case in drawn}) > 8
 
 
+def test_shapes_of_models_are_not_those_of_another_benchmark():
+    assert bench_choice.models(3, seed=1) == cases.MORE_DECODE[:3]
+    names = [case.name for case in (*cases.MORE_DECODE, *cases.DECODE)]
+    assert len(set(names)) == len(names)
+    chosen = bench_choice.choices("models", cases.MORE_DECODE)
+    assert chosen.keys() == {case.name for case in cases.MORE_DECODE}
+
+
 def test_batches_are_what_engines_compose():
     drawn = [case for seed in range(4) for case in cases.random_ragged(30, seed)]
     for case in drawn:
