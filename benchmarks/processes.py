@@ -18,6 +18,7 @@ from benchmarks.peers import Answer
 
 _PATIENCE_S = 240.0  # how long to wait for processes that compile
 _LONGEST_S = 120.0  # how long to wait for an answer; after that the process is taken to hang
+_SHORT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "All configs failed")  # what XLA and its autotuner say
 
 
 def dealt(cases: Sequence[Case], processes: int) -> list[list[Case]]:
@@ -41,6 +42,7 @@ class Processes:
 
     def __init__(self, work: Work, processes: int):
         context = multiprocessing.get_context("spawn")  # a fork would share what JAX holds of the GPU
+        self._work = work
         self._works = [dataclasses.replace(work, cases=hand) for hand in dealt(work.cases, processes)]
         self._processes, self._connections = [], []
         for part in self._works:
@@ -64,7 +66,26 @@ class Processes:
         return [i for i in range(len(self._processes)) if i not in waiting.values()]
 
     def answers(self) -> Iterator[Answer]:
-        """Yields all answers, one process after the other. Processes that still compile come last."""
+        """Yields all answers, one process after the other. Processes that still compile come last.
+
+        A process keeps what it took of the GPU's memory until it ends, so that the first ones to measure may find too
+        little. Cases that fail for this reason are measured again by a process alone, and yield second answers.
+        """
+        short = set()
+        for answer in self._one_after_the_other():
+            if any(words in answer.fields.get("failed", "") for words in _SHORT_OF_MEMORY):
+                short.add(answer.case)
+            yield answer
+        if short and len(self._works) > 1:
+            cases = [case for case in self._work.cases if case.name in short]
+            alone = Processes(dataclasses.replace(self._work, cases=cases), 1)
+            try:
+                alone.wait()
+                yield from alone._one_after_the_other()
+            finally:
+                alone.close()
+
+    def _one_after_the_other(self) -> Iterator[Answer]:
         ready = self.wait(0)
         for i in ready + [i for i in range(len(self._processes)) if i not in ready]:
             part, connection = self._works[i], self._connections[i]

@@ -2,6 +2,8 @@
 
 import dataclasses
 import os
+import threading
+import time
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -115,6 +117,45 @@ def test_those_that_still_compile_come_last(ends):
         assert next(answers).case == case.name
     assert list(answers) == []
     both.close()
+
+
+def test_cases_that_are_short_of_memory_are_measured_again(ends):
+    """By a process alone, after all others have ended."""
+    both = processes.Processes(measure.Work(BENCHMARK, [FIRST, OTHER], ["auto"], []), 2)
+    failed = {"failed": "JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1.03GiB"}
+    for end, case, fields in zip(ends[:2], (FIRST, OTHER), (failed, {"us": 3}), strict=True):
+        end.send("compiled")
+        end.send(peers.Answer(case.name, "auto", "implementation", fields))
+        end.send(None)
+    answers = both.answers()
+    assert [next(answers).fields for _ in ends[:2]] == [failed, {"us": 3}]
+
+    def alone():
+        while len(ends) < 3:
+            time.sleep(0.01)
+        ends[2].send("compiled")
+        ends[2].send(peers.Answer("first", "auto", "implementation", {"us": 4}))
+        ends[2].send(None)
+
+    thread = threading.Thread(target=alone)
+    thread.start()
+    assert [(answer.case, answer.fields) for answer in answers] == [("first", {"us": 4})]
+    thread.join()
+    both.close()
+
+
+def test_a_second_answer_takes_the_place_of_the_first(monkeypatch):
+    class Others:
+        def __init__(self, *_):
+            self.wait = self.close = lambda: None
+
+        def answers(self):
+            for fields in ({"failed": "RESOURCE_EXHAUSTED"}, {"us": 3}):
+                yield peers.Answer("first", "auto:xla", "implementation", fields)
+
+    monkeypatch.setattr(harness, "Processes", Others)
+    (row,) = harness.run(BENCHMARK, [FIRST], ["auto:xla"], [], processes=2)["rows"]
+    assert row["us"] == 3
 
 
 def test_a_process_that_hangs_is_given_up(ends, monkeypatch):
