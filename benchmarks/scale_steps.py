@@ -97,7 +97,7 @@ class Model:
         state = self._abstract_state(num_seqs)
         at = jax.tree.map(lambda x: x.sharding, state)
         if kind == "decode":
-            call, options = functools.partial(advance, step), xla_options(num_seqs)
+            call, options = functools.partial(advance, step), xla_options(num_seqs, weights=shapes, mesh=self.mesh)
             call = jax.jit(call, donate_argnums=1, out_shardings=at, compiler_options=options)
             return call.lower(weights, state, tables)
         on_all, batch = NamedSharding(self.mesh, P()), self.prompts(num_seqs)

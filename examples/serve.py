@@ -32,6 +32,7 @@ once.
 import argparse
 import asyncio
 import contextlib
+import functools
 import gc
 import re
 import signal
@@ -192,7 +193,7 @@ def make_engine(
             ),
             tokenizer=tokenizer,
             show_progress=options.process == 0,
-            compiler_options=xla_options,
+            compiler_options=functools.partial(xla_options, weights=weights, mesh=mesh),
         )
     except (NotImplementedError, ValueError) as error:  # the library says what it cannot do
         raise CommandError(str(error)) from error

@@ -12,6 +12,7 @@ The mesh axis "dp" is for whole copies of the model: `replicas` makes a mesh for
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,6 +39,10 @@ PARAMETERS = {
 }
 POOL = P(None, "tp")  # kv heads, of caches in the layout "hnd"
 KV_SCALE = P("tp")
+
+# What XLA records into command buffers by default, and collectives.
+_COMMANDS = "CONDITIONAL,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,FUSION,COLLECTIVES"
+_BYTES_OF_RECORDED = 300 << 20  # of weights that a GPU reads, on average, between two all-reduces
 
 
 class MeshError(ValueError):
@@ -108,11 +113,38 @@ def sharding_of(path: Sequence[Any], shape: tuple[int, ...], mesh: Mesh | None) 
     """
     if mesh is None:
         return SingleDeviceSharding(jax.config.jax_default_device or jax.local_devices()[0])
-    names = ".".join(str(part) for part in path if not isinstance(part, int)).removeprefix("layers.")
-    spec = PARAMETERS.get(names, P())
+    spec = _spec_of(path)
     parts = [1 if axis is None else mesh.shape[axis] for axis in spec]
     divides = all(size % n == 0 for size, n in zip(shape, parts, strict=False))
     return NamedSharding(mesh, spec if divides else P())  # a vocabulary may not divide evenly
+
+
+def _spec_of(path: Sequence[Any]) -> P:
+    names = ".".join(str(part) for part in path if not isinstance(part, int)).removeprefix("layers.")
+    return PARAMETERS.get(names, P())
+
+
+def all_reduce_options(weights: Any, mesh: Mesh | None) -> dict[str, Any]:
+    """XLA's options for decode steps of a large model over a mesh: NCCL's all-reduces, in command buffers.
+
+    By default XLA reduces with kernels of its own, which it launches one by one between command buffers: a pause of 12
+    us each. To record NCCL's instead takes the host longer, at times, than a small model's step takes the GPUs. So this
+    is for models of which a GPU has many bytes to read between two all-reduces (benchmarks/LOG.md, "All-reduces in
+    command buffers").
+
+    Args:
+        weights: the model's weights, nested dicts of arrays or of their shapes and dtypes.
+        mesh: the model's mesh, or None for one device.
+    """
+    if mesh is None or mesh.size == 1:
+        return {}
+    leaves = jax.tree_util.tree_leaves_with_path(weights)
+    num_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for _, x in leaves)
+    # A product with a matrix of which each device has some rows leaves sums to be reduced; so does the embedding.
+    num_all_reduces = sum(_spec_of([key.key for key in path]) == P("tp", None) for path, _ in leaves)
+    if num_bytes < num_all_reduces * _BYTES_OF_RECORDED * mesh.size:
+        return {}
+    return {"xla_gpu_experimental_use_collective_kernels": "", "xla_gpu_enable_command_buffer": _COMMANDS}
 
 
 def on_mesh[T](make: Callable[[], tuple[T, ...]], mesh: Mesh | None) -> tuple[T, ...]:

@@ -13,16 +13,20 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float32, Int32
 
 from examples.attend import decode_attend, mixed_attend, prefill_attend
 from examples.config import DecoderConfig
 from examples.decoder import Decoder
+from examples.sharding import all_reduce_options
 from paged_jax import Implementation, PagedKVCache
 
 type Weights = dict[Any, Any]
 type Caches = tuple[PagedKVCache, ...]
+
+_MOST_DECODES = 256  # tokens of a step that is taken for one of decode
 
 
 @jax.tree_util.register_dataclass
@@ -57,7 +61,7 @@ class Batch:
     num_prompts: int | None = field(default=None, metadata={"static": True})
 
 
-def xla_options(num_tokens: int) -> dict[str, Any]:
+def xla_options(num_tokens: int, *, weights: Any = None, mesh: Mesh | None = None) -> dict[str, Any]:
     """XLA's options for a step of so many tokens, for `jax.jit(step, compiler_options=...)`.
 
     With Triton, XLA splits the sums of a product over programs, and the next kernel adds up what they leave. That pays
@@ -65,10 +69,11 @@ def xla_options(num_tokens: int) -> dict[str, Any]:
     residual stream too. XLA tries cuBLAS's kernels out, and has been misled where other programs compiled meanwhile. So
     cuBLAS chooses by itself where its choice was as good: for 64 to 127 and for 256 to 511 rows (benchmarks/LOG.md).
     """
+    options = all_reduce_options(weights, mesh) if num_tokens <= _MOST_DECODES else {}
     if num_tokens < 64:
-        return {}
+        return options
     without_trials = num_tokens < 128 or 256 <= num_tokens < 512
-    return {"xla_gpu_enable_triton_gemm": False} | ({"xla_gpu_autotune_level": 0} if without_trials else {})
+    return options | {"xla_gpu_enable_triton_gemm": False} | ({"xla_gpu_autotune_level": 0} if without_trials else {})
 
 
 type Step = Callable[[Weights, Caches, Batch], tuple[Float32[Array, "num_rows vocab_size"], Caches]]

@@ -1,5 +1,8 @@
 """Tests the example decoder against transformers' results with the same checkpoints (tests/data/make_models.py)."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -213,3 +216,20 @@ def test_xla_knows_the_options(num_tokens, has_options):
     options = xla_options(num_tokens)
     assert bool(options) == has_options
     assert jax.jit(jnp.negative, compiler_options=options)(1.0) == -1
+
+
+def test_xla_takes_the_options_for_all_reduces(tmp_path):
+    """A list of XLA's can be emptied and another one replaced, for one program."""
+    code = """if True:
+        import jax, jax.numpy as jnp
+        from examples.sharding import all_reduce_options, make_mesh
+        weights = {"embed_tokens": {"embedding": jax.ShapeDtypeStruct((1 << 20, 1 << 10), jnp.bfloat16)}}
+        options = all_reduce_options(weights, make_mesh({"dp": 1, "tp": 2}))
+        jax.jit(lambda x: -x, compiler_options=options)(1.0)"""
+    flags = f"--xla_force_host_platform_device_count=2 --xla_dump_to={tmp_path}"
+    flags += " --xla_gpu_experimental_use_collective_kernels=ALL_GATHER"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
+    options = "".join(path.read_text() for path in tmp_path.glob("*lambda*debug_options"))
+    assert "xla_gpu_enable_command_buffer: COLLECTIVES" in options
+    assert "use_collective_kernels" not in options

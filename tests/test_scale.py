@@ -8,7 +8,8 @@ import jax
 import pytest
 
 from benchmarks import bench_scale, scale_projection, scale_steps
-from examples.sharding import make_mesh
+from examples.sharding import make_mesh, split_config
+from examples.step import xla_options
 
 RESULTS = Path(bench_scale.__file__).parent / "results"
 
@@ -53,6 +54,24 @@ def test_steps_of_a_model(report):
     assert decode["floor_bytes"] == 2 * (weights + cached) // 2
     assert decode["us"] > 0
     assert prefill["tokens_per_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "num_tokens", "has_options"),
+    [
+        ("llama3-70b", 2, 1, True),
+        ("llama3-70b", 2, 256, True),
+        ("llama3-70b", 2, 512, False),
+        ("llama3-70b", 4, 1, False),
+        ("llama3-70b", 1, 1, False),
+        ("llama3-8b", 2, 1, False),
+    ],
+)
+def test_all_reduces_of_a_large_model_s_decode_steps_are_recorded(name, tp, num_tokens, has_options):
+    mesh = make_mesh({"dp": 1, "tp": tp}, jax.devices("cpu"))
+    weights, _ = scale_steps.Model(split_config(scale_steps.MODELS[name], mesh), mesh, 64).parts
+    options = xla_options(num_tokens, weights=weights, mesh=mesh)
+    assert ("xla_gpu_enable_command_buffer" in options) == has_options
 
 
 def test_all_reduces(report):
