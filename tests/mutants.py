@@ -21,6 +21,7 @@ from pathlib import Path
 from tests.mutants_made import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[1]
+_LONGEST_S = 600  # of a mutant's tests, which take seconds
 COPIED = ("paged_jax", "tests", "examples", "benchmarks", "pyproject.toml", "README.md")
 
 
@@ -42,9 +43,12 @@ def run(mutant: Mutant) -> tuple[bool, str]:
             environment |= {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
         else:
             command = f"{sys.executable} -m pytest -x -q -p no:cacheprovider {mutant.tests}"
-        done = subprocess.run(
-            command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, check=False
-        )
+        try:
+            done = subprocess.run(
+                command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=_LONGEST_S
+            )
+        except subprocess.TimeoutExpired:  # a kernel that waits forever is noticed by whoever runs the tests
+            return True, f"had not ended after {_LONGEST_S} s"
         lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()] or [""]
         lines = [line for line in lines if re.match(r"\w*(Error|Exception)\b|Segmentation", line)] or lines
         # pytest must report a failed test; in the interpreter, a mutant that writes to wild memory may end the process.

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
+from paged_jax import _dispatch
 from paged_jax.kernels import mosaic_gpu
 from paged_jax.kernels.mosaic_gpu import decode, ragged
 from tests import inputs
@@ -64,7 +65,7 @@ def test_one_query_that_sees_all_tokens():
     [
         (ONE_QUERY[0], "decode"),
         (small("two-queries", 4, 2, 64, 16, "bfloat16", seq_lens=(130,), query_lens=(2,), padding=0), "ragged"),
-        (small("two-sequences", 4, 2, 64, 16, "bfloat16", seq_lens=(9, 0), query_lens=(1, 0), padding=0), "ragged"),
+        (small("two-sequences", 4, 2, 64, 16, "bfloat16", seq_lens=(9, 9), query_lens=(1, 1), padding=0), "ragged"),
         (small("small-heads", 4, 2, 32, 16, "bfloat16", seq_lens=(130,), query_lens=(1,), padding=0), "ragged"),
         (
             small("sparse", 4, 2, 64, 16, "bfloat16", seq_lens=(130,), query_lens=(1,), padding=0,
@@ -80,3 +81,11 @@ def test_which_kernel_runs_ragged_attention(case, kernel):
 
     with instead(decode, "decode"), instead(ragged, "ragged"), pytest.raises(InterruptedError, match=kernel):
         jax.eval_shape(mosaic_gpu.ragged_paged_attention, *operands_of(case, inputs.make(case)))
+
+
+@pytest.mark.parametrize(("block_sparse", "first"), [(None, "mosaic_gpu"), (Sparse(1, 3), "triton")], ids=str)
+def test_one_query_with_a_pattern_is_not_decode_s_to_lead(block_sparse, first):
+    case = small("leads", 32, 8, 128, 16, "bfloat16", seq_lens=(900,), query_lens=(1,), padding=0)
+    case = replace(case, block_sparse=block_sparse)
+    with mock.patch.object(jax, "local_devices"):
+        assert _dispatch._on_cuda("ragged_paged_attention", operands_of(case, inputs.make(case)))[0] == first
