@@ -93,9 +93,12 @@ def test_leads_by_sizes(num_seqs, num_kv_heads, group, head_size, cache_dtype, f
     cache = jnp.zeros((1, num_kv_heads, 16, head_size), cache_dtype)
     query = jnp.zeros((num_seqs, group * num_kv_heads, head_size), jnp.bfloat16)
     rest = jnp.zeros((num_seqs, 1), jnp.int32), jnp.ones(num_seqs, jnp.int32)
+    new, slots = jnp.zeros((num_seqs, num_kv_heads, head_size), jnp.bfloat16), jnp.zeros(num_seqs, jnp.int32)
     operands = _validate.decode_operands(query, cache, cache, *rest, {})
+    writing = _validate.write_and_attend_operands(query, new, new, cache, cache, *rest, slots, {})
     with mock.patch.object(jax, "local_devices"):
         assert _dispatch._on_cuda("paged_attention", operands)[0] == first
+        assert _dispatch._on_cuda("write_and_attend", writing)[0] == "mosaic_gpu"  # by its group
 
 
 @pytest.mark.parametrize(

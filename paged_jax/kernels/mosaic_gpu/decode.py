@@ -53,17 +53,18 @@ class Target:
 HERE = Target()
 
 
-def leads(operands: Any) -> bool:
+def leads(operands: Any, *, writes_tokens: bool = False) -> bool:
     """Whether this kernel, where it can do what a call asks for, is faster than Triton's.
 
-    Measured on an H200: benchmarks/LOG.md, "Random decode shapes".
+    Measured on an H200: benchmarks/LOG.md, "Random decode shapes". Decode that writes was not measured there; for it the
+    group alone decides.
     """
     query, cache, options = operands.query, operands.value_cache, operands.options
     num_kv_heads, head_size = cache.shape[head_axis(options.layout)], query.shape[-1]
     group, rest = divmod(query.shape[-2], num_kv_heads)
     if rest or group not in _LEADING_GROUPS:
         return False
-    if cache.dtype.itemsize == 1 or options.layout == "vllm":
+    if writes_tokens or cache.dtype.itemsize == 1 or options.layout == "vllm":
         return True
     few_items = operands.seq_lens.shape[0] * num_kv_heads <= _FEW_ITEMS
     return not (few_items or head_size == 112 or (head_size == 64 and group > 1))

@@ -21,7 +21,9 @@ def leads(op: str, operands: Any) -> bool:
         return ragged.leads(operands, prefix=prefix)
     if op not in ("paged_attention_v1", "paged_attention_v2", "paged_attention", "write_and_attend"):
         return False
-    return decode.leads(operands) if operands.options.block_sparse is None else ragged.leads(operands)
+    if operands.options.block_sparse is not None:
+        return ragged.leads(operands)
+    return decode.leads(operands, writes_tokens=op == "write_and_attend")
 
 
 def is_decode(query: RaggedQuery, seq_lens: SeqLens, options: AttentionOptions) -> bool:
