@@ -56,7 +56,7 @@ HERE = Target()
 def leads(operands: Any, *, writes_tokens: bool = False) -> bool:
     """Whether this kernel, where it can do what a call asks for, is faster than Triton's.
 
-    Measured on an H200: benchmarks/LOG.md, "Random decode shapes". Decode that writes was not measured there; for it the
+    Measured on an H200: benchmarks/LOG.md, "Random decode shapes". Decode that writes was not measured there, and its
     group alone decides.
     """
     query, cache, options = operands.query, operands.value_cache, operands.options
