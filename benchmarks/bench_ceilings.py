@@ -1,6 +1,6 @@
 """Measures the most that one GPU can do: `python -m benchmarks.bench_ceilings --out FILE`.
 
-Every number in README.md or LOG.md that is not the time of an op or of a peer comes from here:
+README.md and LOG.md compare ops with kernels that only move bytes, and with a product. This measures all of them anew:
 
     read           16-byte loads of one stretch of memory: the ceiling of decode, at each size
     pages          the same loads in pages of 4 KiB, whose ids come from a table, in order and shuffled: what a kernel

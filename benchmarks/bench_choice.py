@@ -1,14 +1,14 @@
-"""Times random cases with every implementation, and finds what the automatic choice between these loses.
+"""Times cases with every implementation, and finds what the automatic choice between these loses.
 
     python -m benchmarks.bench_choice --op decode
     python -m benchmarks.bench_choice --op ragged --processes 12
     python -m benchmarks.bench_choice --op models
 
-Nobody tuned for these cases: a seeded generator draws heads, groups, head sizes, dtypes, layouts and lengths of decode
-(`cases.random_decode`), or batches as engines compose them (`cases.random_ragged`). "models" are real models' shapes of
-decode that `bench_decode` lacks (`cases.MORE_DECODE`). For ragged attention, Triton is also timed with other sizes of
-its tiles of queries. A case's regret is the chosen implementation's time over the
-fastest one's, less 1 (`benchmarks.report`).
+Nobody tuned for these cases. A seeded generator draws heads, groups, head sizes, dtypes, layouts and lengths of decode
+(`cases.random_decode`), or batches as engines compose them (`cases.random_ragged`). "models" are not drawn: they are
+real models' shapes of decode that `bench_decode` lacks (`cases.MORE_DECODE`). For ragged attention, Triton is timed
+with other sizes of its tiles of queries, too. A case's regret is the chosen implementation's time over the fastest
+one's, less 1 (`benchmarks.report`).
 """
 
 import argparse

@@ -5,9 +5,10 @@
 
 Every time is the wall clock of many calls in a row, each of which needs the result of the one before it. The GPUs work
 without a pause: an op's calls are turns of a loop in one compiled program, a model's steps are calls of the jitted
-step. An op's row also has the time of its kernels alone (`device_us`, by CUPTI): a turn of a loop takes longer than
-that. A decode step's row has it, too, and names the kernels that take longest, as `bench_model` does. `jit` is plain
-jit on sharded arrays; `shard_map` is the same op on each device's shard, written by hand.
+step. Only a step of prompts is timed call by call. An op's row also has the time of its kernels alone (`device_us`, by
+CUPTI): a turn of a loop takes longer than that. A decode step's row has it, too, and names the kernels that take
+longest, as `bench_model` does. `jit` is plain jit on sharded arrays; `shard_map` is the same op on each device's shard,
+written by hand.
 
 Weights are random and made on the devices, shard by shard. Where a model does not fit, its row says so.
 """

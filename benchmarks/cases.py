@@ -166,7 +166,7 @@ MORE_DECODE = (
     Case("llama3-8b-64x4096-int8", (4096,) * 64, 32, 8, cache_dtype="int8"),
     Case("llama3-8b-64x4096-vllm-e4m3", (4096,) * 64, 32, 8, cache_dtype="float8_e4m3fn", layout="vllm"),
 )
-"""Models and caches that `DECODE` lacks, for `bench_choice`; gpt-oss without its sinks, which cost nothing."""
+"""Models and caches that `DECODE` lacks, for `bench_choice`. gpt-oss is without its sinks here."""
 
 
 def random_decode(count: int, seed: int = 0) -> tuple[Case, ...]:

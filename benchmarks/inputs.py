@@ -55,7 +55,8 @@ def make(
       seed: the seed of all random numbers.
 
     Raises:
-      MemoryError: the case does not fit.
+      MemoryError: the case does not fit into the device's memory.
+      ValueError: the case has an engine's shapes, and needs more blocks than the engine has.
     """
     num_tables, per_table = rotations(case, pool_bytes), sum(case.blocks_per_seq)
     if case.shapes is not None:

@@ -122,7 +122,7 @@ def _peer_cell(row: dict[str, Any], ours: float | None) -> str:
 
 
 def number(us: float) -> str:
-    """Formats microseconds with three or four digits."""
+    """Formats microseconds, with one decimal below 100."""
     return f"{us:.1f}" if us < 100 else f"{us:.0f}"
 
 

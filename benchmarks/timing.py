@@ -198,7 +198,7 @@ def _time_rested(fn: Callable, argsets: Sequence[tuple]) -> float:
 
 
 def read_ceiling(sizes: Iterable[int]) -> Ceiling:
-    """Times the read kernel on buffers of these sizes in bytes and on one of 8 GiB, each with its best launch."""
+    """Times the read kernel on buffers of these sizes in bytes and on one of up to 8 GiB, each with its best launch."""
     try:
         best = _read_times(sizes)
     except Exception as error:  # without CuPy or memory there are no shares, but times are still worth having

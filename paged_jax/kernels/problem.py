@@ -73,7 +73,7 @@ class Pool:
 
     @property
     def key_x(self) -> int:
-        """Neighbouring elements of a key in layout "vllm": 16 bytes of them."""
+        """How many neighbouring elements of a key lie together in layout "vllm": as many as are 16 bytes."""
         return 16 // self.cache_itemsize
 
     @classmethod
@@ -100,7 +100,7 @@ class Pool:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention(Pool):
-    """The facts of an attention call without the sizes of its batch: all facts on which a kernel's code may depend.
+    """The facts of an attention call without the sizes of its batch. Triton's kernels are compiled for these alone.
 
     Attributes:
       num_heads: query heads.

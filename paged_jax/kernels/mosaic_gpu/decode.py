@@ -1,4 +1,7 @@
-"""The decode ops, one query a sequence: v1 unsplit, v2 in partitions, both others split as `tuning.py` finds best."""
+"""The decode ops, which have one query for each sequence.
+
+v1 has one split an item and v2 one a partition; for `paged_attention` and `write_and_attend` `tuning.py` chooses.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,13 +26,16 @@ from paged_jax.shapes import BlockTables, Cache, Lse, NewTokens, Query, Residual
 
 _LONGEST_BLOCK = 256  # tokens; partitions hold whole blocks
 _LEADING_GROUPS = (*range(1, 9), 16)
-"""Query heads of a kv head, for which these kernels are faster than Triton's.
+"""Query heads of a kv head for which this kernel comes before Triton's; `leads` has exceptions.
 
 Measured: benchmarks/LOG.md, "on the way to commit 6d180cd", "Groups of 16".
 """
 
 _FEW_ITEMS = 2
-"""Work items that are split so often that to merge them takes longer than Triton's reduce."""
+"""Triton's kernel comes first, over 16 bits, for a batch of so few work items, each of which has many splits.
+
+Measured for one item: benchmarks/LOG.md, "Random decode shapes".
+"""
 
 
 @dataclass(frozen=True)
@@ -54,10 +60,10 @@ HERE = Target()
 
 
 def leads(operands: Any, *, writes_tokens: bool = False) -> bool:
-    """Whether this kernel, where it can do what a call asks for, is faster than Triton's.
+    """Whether this kernel, if it takes the call, comes before Triton's.
 
-    Measured on an H200: benchmarks/LOG.md, "Random decode shapes". Decode that writes was not measured there, and its
-    group alone decides.
+    Measured on an H200: benchmarks/LOG.md, "Random decode shapes". Decode that writes was not measured there. For it,
+    over 8 bits and in layout "vllm" the group alone decides.
     """
     query, cache, options = operands.query, operands.value_cache, operands.options
     num_kv_heads, head_size = cache.shape[head_axis(options.layout)], query.shape[-1]
@@ -156,9 +162,8 @@ def paged_attention_v2(
         return *_unseen(query), zeros, zeros - jnp.inf, jnp.zeros((*residual, problem.head_size), jnp.float32)
     out, lse, results = _attend(query, key_cache, value_cache, block_tables, seq_lens, options, (), geometry, target)
     tmp_out = _by_head(results.partials.out, geometry)
-    whole = geometry.head_slices[
-        0
-    ].size  # the second head slice overlaps with the first, and only its last rows are new
+    # The second head slice overlaps with the first, and only its last rows are new.
+    whole = geometry.head_slices[0].size
     new = tmp_out.shape[-1] - problem.head_size + whole
     tmp_out = jnp.concatenate([tmp_out[..., :whole], tmp_out[..., new:]], -1)
     sums, maxima = (_by_head(x, geometry) for x in (results.partials.sums, results.partials.maxima))

@@ -104,8 +104,8 @@ class Geometry:
     def sums_once_a_split(self) -> bool:
         """Whether exponentials are summed across warps once a split, and not once a tile.
 
-        That saves barriers and takes registers, which more columns and rows than these do not leave
-        (benchmarks/LOG.md, "on the way to commit 3bd4214").
+        That saves three barriers a tile and takes four registers. With tiles of 128 tokens these keep a third program
+        from a multiprocessor (benchmarks/LOG.md, "on the way to commit 3bd4214", "Sums of exponentials").
         """
         return self.columns * self.tuning.tile <= 512
 

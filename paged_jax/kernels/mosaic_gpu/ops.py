@@ -13,7 +13,7 @@ from paged_jax.shapes import BlockTables, Cache, Lse, Query, QueryStartLoc, Ragg
 
 
 def leads(op: str, operands: Any) -> bool:
-    """Whether these kernels, where they can do what a call asks for, are the fastest of this package's."""
+    """Whether a kernel of this folder, if it takes the call, is faster than the other implementations."""
     if op in ("ragged_paged_attention", "prefix_attention"):
         prefix = op == "prefix_attention"
         if not prefix and is_decode(operands.query, operands.seq_lens, operands.options):
@@ -29,8 +29,9 @@ def leads(op: str, operands: Any) -> bool:
 def is_decode(query: RaggedQuery, seq_lens: SeqLens, options: AttentionOptions) -> bool:
     """Whether a ragged batch is known to be one sequence of one query, or of none, which decode can do.
 
-    Decode is faster: it begins to read without counting the batch (benchmarks/LOG.md, "One query by the decode
-    kernel"). Of larger batches only the device knows how many queries each sequence has.
+    Decode begins to read without counting the batch, and was predicted to be faster. That has not been timed
+    (benchmarks/LOG.md, "One query by the decode kernel"). Of larger batches only the device knows how many queries each
+    sequence has.
     """
     return query.shape[0] == seq_lens.shape[0] == 1 and options.block_sparse is None
 
@@ -45,7 +46,7 @@ def paged_attention(
     *,
     target: Target = HERE,
 ) -> tuple[Query, Lse]:
-    """Attends with the decode kernel or, as only that one has patterns, with the ragged kernel."""
+    """Attends with the decode kernel, or, if there is a block-sparse pattern, with the ragged one: decode has none."""
     arrays = query, key_cache, value_cache, block_tables, seq_lens
     if options.block_sparse is None:
         return decode.paged_attention(*arrays, options, target=target)
@@ -64,12 +65,12 @@ def ragged_paged_attention(
     *,
     target: Target = HERE,
 ) -> tuple[RaggedQuery, RaggedLse]:
-    """Attends with the ragged kernel, or with the decode kernel where that is known to be enough."""
+    """Attends with the ragged kernel; if the batch is known to be decode, with the decode kernel, unless it refuses."""
     caches = key_cache, value_cache, block_tables
     if is_decode(query, seq_lens, options):
         lens = jnp.where(query_start_loc[1] > query_start_loc[0], seq_lens, 0)  # a row of padding sees nothing
         try:
             return decode.paged_attention(query, *caches, lens, replace(options, causal=True), target=target)
         except Unsupported:
-            pass  # the ragged kernel takes smaller heads
+            pass  # the ragged kernel takes heads below 64 and, over 8 bits, heads of more sizes
     return ragged.ragged_paged_attention(query, *caches, seq_lens, query_start_loc, options)

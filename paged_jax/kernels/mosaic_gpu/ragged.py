@@ -27,12 +27,14 @@ _FEW_QUERIES = 4  # of a sequence, on average
 
 
 def leads(operands: Any, *, prefix: bool = False) -> bool:
-    """Whether these kernels, where they can do what a call asks for, are faster than Triton's.
+    """Whether this kernel, if it takes the call, comes before Triton's.
 
-    With few queries, Triton's kernel was faster on an H200 for a single sequence over 16 bits (benchmarks/LOG.md,
-    "Random batches of ragged attention"), for caches of 8 bits in `prefix_attention` or with a scale for each slot (as
-    all were before "Ragged attention over 8 bits" there), and for a block-sparse pattern that is the same for all heads
-    of a group (there, "Block-sparse patterns and 8 bits in layout vllm").
+    It does, but for three kinds of batches with few queries a sequence (the headings are those of benchmarks/LOG.md):
+
+    - a single sequence over 16 bits ("Random batches of ragged attention");
+    - caches of 8 bits in `prefix_attention` or with a scale for each slot. Their tiles are still converted by all warps
+      together, which "Ragged attention over 8 bits on Hopper" changed for the others;
+    - a block-sparse pattern that all heads of a group share ("Block-sparse patterns and 8 bits in layout vllm").
     """
     num_seqs, options = operands.seq_lens.shape[0], operands.options
     if operands.query.shape[0] > _FEW_QUERIES * num_seqs:
@@ -80,7 +82,7 @@ def prefix_attention(
 
 
 def device() -> Device:
-    """The GPU that the program is for."""
+    """The GPU that the program is for; the tests put another one in its place."""
     return facts.device()
 
 

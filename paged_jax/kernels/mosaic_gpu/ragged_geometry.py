@@ -126,7 +126,7 @@ class Geometry:
 
     @property
     def count_columns(self) -> int:
-        """Sequences that are counted, the padding and the end of the batch included, for whole warpgroups."""
+        """Columns of the counts: the sequences, the padding and the batch's end, rounded up to whole warpgroups."""
         return pl.cdiv(self.problem.num_seqs + 2, THREADS) * THREADS
 
     # The merge of split items.
@@ -201,8 +201,8 @@ class ItemKind:
     def run_tokens(self) -> int:
         """Tokens of a run: neighbours of a tile that are in one block, which one copy brings.
 
-        Each warp that loads has runs of every tile. One that had none would only wait for stages, and if it lagged
-        behind the others by a whole ring, for something that was long over.
+        Each warp that loads has runs of every tile. A warp without runs would still wait for stages, and nobody would
+        keep a stage for it: if it lagged behind the others by a whole ring, it could wait forever.
         """
         return min(self.geometry.problem.block_size, self.tile // LOADING_WARPS)
 
@@ -258,8 +258,9 @@ class ItemKind:
     def num_partials(self) -> int:
         """Partial results of split items that memory has room for.
 
-        An item is split if it costs an eighth more than an even share of all work. Then it has less than one split
-        more than it costs shares. There are as many shares as programs, and fewer such items than programs.
+        Twice as many as programs are enough. An item is split only if it costs more than an even share of all work, and
+        the work has as many shares as there are programs: so fewer items than programs are split. Such an item has
+        less than one split more than it costs shares: so all of them have fewer splits than twice the programs.
         """
         problem, most_splits = self.geometry.problem, self._most_splits
         most = 2 * self.geometry.tuning.num_programs

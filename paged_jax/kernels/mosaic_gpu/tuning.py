@@ -47,7 +47,7 @@ _FOLDED_ONE_WAVE = 0.93, 1  # or as good as one whole wave, where queues deal wi
 _MERGE_LAUNCH_TIME = 1.5  # of a merge that may find nothing to do
 _LENGTHS_TIME = 0.5  # of a look at 64 lengths, in each wave
 _LENGTHS_AT_ONCE = 64
-_WORTH_A_LOOK = 40  # times that cost, an item must take before queues are worth it
+_WORTH_A_LOOK = 40  # queues are worth it if an item takes so many times what the merge and the look cost
 _LONG_ITEM_TIME = 100  # of an item whose splits may be more than fit on the GPU at once
 
 # Measured: LOG, "on the way to commit 3bd4214", "Splitting", and "de74be7", "Even parts that do not fill ...".
@@ -314,8 +314,9 @@ def _tiled(problem: Problem, tuning: Tuning, most_programs: int = 2) -> Tuning:
 def _tilings(problem: Problem, tuning: Tuning, most_programs: int) -> Iterator[tuple[Tuning, int]]:
     """Tunings with tiles of a good size, best first, each with the bytes of shared memory that it may have.
 
-    Tiles of K and V are `_TILE_BYTES`, or twice that if a program has its multiprocessor for itself, or all there is to
-    read if one tile can hold that; and `_BYTES_IN_FLIGHT` of them are in flight on a multiprocessor.
+    A tile has 128 rows only if one of K and one of V then take at most `_TILE_BYTES`, or twice that if a program has
+    its multiprocessor for itself. If one tile holds all that there is to read, `_BYTES_IN_FLIGHT` is the limit.
+    Otherwise a tile has 64 rows. The rings have as many stages as `_BYTES_IN_FLIGHT` on a multiprocessor allow.
     """
     kind, columns = tiles.kind(problem), Geometry(problem, tuning).columns
     longest_split = tuning.fold * (tuning.partition_size or pl.cdiv(problem.max_seq_len, tuning.splits))
@@ -325,7 +326,8 @@ def _tilings(problem: Problem, tuning: Tuning, most_programs: int) -> Iterator[t
         largest = _BYTES_IN_FLIGHT // programs if one_tile else _TILE_BYTES * (3 - programs)
         if programs > most_programs or (tile == 128 and (longest_split <= 64 or columns > 32 or tile_bytes > largest)):
             continue
-        # Each thread of two programs has 128 registers, which a converted tile of more would not fit in.
+        # If two programs share a multiprocessor, each thread has 128 registers. A larger tile that goes through
+        # registers, or more columns, would not fit in these.
         crowded = columns > 8 or problem.head_size > 128 or tile * problem.head_size > 8192
         if kind.in_registers and programs == 2 and crowded:
             continue

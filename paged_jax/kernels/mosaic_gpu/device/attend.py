@@ -22,8 +22,8 @@ Where splits are short and few, the programs of an item are a cluster: each stor
 have, they merge them (`merge.py`). Otherwise a kernel of its own merges them. `write.py` has new tokens that are
 written on the way.
 
-Roofline: 4 * head_size bytes (of caches of 8 bits, 2) a token and kv head through HBM, each read once; the heads of an
-item are padded to 8 columns, for which wgmma has an order of magnitude to spare.
+Roofline: a token's K and V of one kv head are read once through HBM. They are 4 * head_size bytes, or 2 * head_size if
+caches have 8 bits. The heads of an item are padded to a multiple of 8 columns.
 """
 
 import functools
@@ -144,8 +144,9 @@ def _attend_queue(refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
 def _set_registers(geometry: Geometry) -> None:
     """Makes ptxas compile for `_REGISTERS` a thread; left alone, it may take more than two programs have.
 
-    What this names is what all threads are launched with. Smaller heads would rather have room for a third program, and
-    more columns would spill (benchmarks/LOG.md, "on the way to commit 874e885", "128 registers").
+    All threads are launched with as many as this names. Heads of 64 do without it, as a multiprocessor then has room
+    for three programs; more than 16 columns would spill (benchmarks/LOG.md, "on the way to commit 874e885", "128
+    registers").
     """
     if geometry.tuning.programs == 2 and geometry.problem.head_size >= 128 and geometry.columns <= 16:
         plgpu.set_max_registers(_REGISTERS, action="increase")

@@ -159,13 +159,13 @@ def _merged(first_partial: Scalar, count: Scalar, number: int, partials_gmem: Pa
     columns, tuning = geometry.columns, geometry.tuning
     in_flight = min(_PARTIALS_IN_FLIGHT, tuning.splits + (_MORE_OF_QUEUES if tuning.queues else 0))
 
-    def load(at):  # they come in the layout of what they are added to: to say so takes Mosaic longer
+    def load(at):  # no layout is named: Mosaic finds that of what these are added to, and would be slower with a name
         out = plgpu.load(partials_gmem.out.at[at, pl.ds(WGMMA_ROWS * number, WGMMA_ROWS)], optimized=False)
         maxima, sums = (plgpu.load(x.at[at], optimized=False) for x in (partials_gmem.maxima, partials_gmem.sums))
         return out, maxima, sums
 
     def step(i, merged):
-        splits = [i * in_flight + j for j in range(in_flight)]  # past the last one it is that again, which counts 0
+        splits = [i * in_flight + j for j in range(in_flight)]  # past the end the last split is loaded, and counts 0
         last = jnp.int32(count) - 1
         loaded = [load(plan.partial_of(first_partial, lax.min(split, last), geometry)) for split in splits]
         for split, (out, maxima, sums) in zip(splits, loaded, strict=True):

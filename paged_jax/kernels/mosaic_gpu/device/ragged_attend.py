@@ -19,12 +19,13 @@ the tiles in turn; then one hands its softmax over to the other (`ragged_thin.py
 
 Shared memory, for head_size 128, bfloat16, tiles of 128 tokens, 2 stages:
 
-    | ring of K 64 KiB | ring of V 64 KiB | queries of two items 64 KiB | counts of the batch, 4 KiB |
+    | ring of K 64 KiB | ring of V 64 KiB | queries of two items 64 KiB | counts of up to 126 sequences 4 KiB |
 
-Results leave through the place of their query. What is handed over goes there too: each sum as two numbers of 16 bits.
+Out and lse of a whole item leave through the place of its query; partial results go from registers to memory. What is
+handed over goes through the query's place too: each element of O as two numbers of 16 bits.
 
-Roofline: 4 * num_heads * head_size operations for each pair of a query and a token that it sees, or where queries are
-few, 4 * head_size bytes (two of 16 bits) for each token and kv head.
+Roofline: 4 * num_heads * head_size operations for each pair of a query and a token that it sees; or, where queries are
+few, 4 * head_size bytes for each token and kv head, or 2 * head_size with caches of 8 bits.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """What the loading warpgroup does with work items: it claims them, describes them, and loads their queries and tiles.
 
-It is ahead of the computing warpgroups. While the tiles of an item are on their way, it claims the next item and copies
-its query, for which there are two stages. Rings of tiles go on from one item to the next (`ragged_load_tiles.py`).
+It is ahead of the computing warpgroups. While the tiles of an item are on their way, it claims the next item and, if
+queries have two stages, copies its query. Rings of tiles go on from one item to the next (`ragged_load_tiles.py`).
 """
 
 from dataclasses import dataclass
@@ -99,8 +99,8 @@ class _ItemLoader:
     ) -> _Taken:
         """Loads an item's tiles, says between them that its query is there, and begins the next item, if there is one.
 
-        What is done between tiles comes behind parts of them, in a loop, so that the code that loads tiles is there
-        once: a program fetches all of its instructions for the first time.
+        The tiles are loaded in three parts by a loop, whose steps also do what comes between the parts. So the kernel
+        has the code that loads tiles once (benchmarks/LOG.md, "the code between tiles").
         """
         tiles = TileLoader(item, tiles_before, self.kind, self.refs)
         if self.kind.geometry.converts_tiles:
@@ -128,9 +128,10 @@ class _ItemLoader:
     def _tiles_before_next(self, num_tiles: Scalar) -> Scalar:
         """How many of an item's tiles are loaded before the next item is begun.
 
-        Of a thin item all but the last two, in whose time the next query comes: until an item is claimed, a program
-        that is done sooner can take it. But no fewer than fill the ring and two stages again. By then both warpgroups
-        are at this item, so that the place of the next query is free: the results of the item before have left it.
+        Of a thin item all but the last two are. In the time of these two the next query comes, and a later claim leaves
+        the next item for longer to a program that is done sooner. But at least as many are as fill the ring and two
+        stages again: then both warpgroups are at this item, so that the results of the item before have left the
+        place of the next query.
         """
         if self.kind.is_wide:
             return lax.min(num_tiles, jnp.int32(self._first_tiles))

@@ -28,7 +28,7 @@ from paged_jax.kernels.mosaic_gpu.device.ragged_tiles import Range
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import LOADING_WARPS, ItemKind
 
 _OfTile = Callable[[Scalar, Scalar, tuple[Scalar, ...]], None]
-"""Does something with a warp's runs of a tile, by its number, that of the first run, and the blocks of as many runs."""
+"""What a warp does for a tile: it gets the tile's number, the number of its own first run, and a block for each run."""
 
 
 class _Cache(NamedTuple):
@@ -203,10 +203,11 @@ class TileLoader:
         return cache.cache_gmem.at[(block, tokens, kv_head) if problem.layout == "nhd" else (block, kv_head, tokens)]
 
     def _for_tiles_by_warps(self, begin: Scalar, end: Scalar, ahead: int, do: _OfTile) -> None:
-        """Does something with the tiles begin <= number < end, and no warp waits for another.
+        """Calls `do` in each warp, with the tiles begin <= number < end, and no warp waits for another.
 
-        Each warp has its own runs of every tile. It is given the blocks that they are in of the tile that is `ahead` of
-        it, which are read a tile before, while that one is on its way.
+        Each warp has its own runs of every tile. With tile i it gets the blocks that have its runs of tile i + `ahead`.
+        It reads these blocks from the table before it calls `do` with tile i - 1, so that the reads are in flight
+        meanwhile.
         """
         item, block_size = self.item, jnp.int32(self.kind.geometry.problem.block_size)
         tables_gmem, runs_of_warp = self.refs.inputs_gmem.block_tables, self.kind.runs_of_warp
@@ -360,7 +361,7 @@ class TileLoader:
 
 
 def tile_of(ring_smem: Ref, stage: Scalar, kind: ItemKind) -> Ref:
-    """The tile of a ring in a stage. A tile of thin items may be a piece of one of wide items."""
+    """The tile of a ring in a stage. The place of one tile of wide items may hold several tiles of thin ones."""
     tile, pieces = kind.tile, kind.pieces
     if pieces == 1:
         return ring_smem.at[stage]

@@ -33,8 +33,8 @@ class Counts(NamedTuple):
     """What was counted of the batch: arrays on the host, references on the device.
 
     Attributes:
-      table: i32 [2 * len(Counted), num_seqs + 2 or more]: for wide items and then for thin ones, how many of each of
-        `Counted` all sequences before each have. Behind the sequences are that of the padding, and the end.
+      table: i32 [2 * len(Counted), num_seqs + 2 or more]: a row for each of `Counted`, for wide items and then for thin
+        ones. Column i counts what the sequences before i have; sequence num_seqs is the padding, and then the end.
       wide_programs: i32 [1]: programs that begin with wide items.
     """
 

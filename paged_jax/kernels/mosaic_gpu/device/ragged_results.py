@@ -1,7 +1,8 @@
 """What a program of the ragged kernel stores: out and lse of a whole item, or the partial result of a split.
 
-Results leave through the shared memory of the query. A thin item's rows are those of both warpgroups, each of which has
-seen half of the tiles: one hands its softmax over to the other, through the same place.
+Out and lse leave through the shared memory of the query; a partial result goes from registers to memory. A thin item's
+rows are those of both warpgroups, each of which has seen half of the tiles: one hands its softmax over to the other,
+through the shared memory of the query, too.
 """
 
 import jax.experimental.pallas as pl

@@ -56,8 +56,8 @@ def gather(values_gmem: Ref, first: int, last: int) -> Array:
 def sums_before(arrays: dict[int, Array], sums_smem: Ref, first: int) -> None:
     """Stores, for each element, the sum of all before it, to columns `first`.. of the array's row of `sums_smem`.
 
-    What stands in column `first` comes before all of them, unless `first` is 0; their total goes to the column that
-    follows theirs. The warpgroup sees all of it when this returns.
+    If `first` is not 0, column `first` already holds the sum of all elements before these, which is added to each. The
+    sum of all goes to the column behind those of the elements. The warpgroup sees all of it when this returns.
     """
     columns, rows = sums_smem.shape[1], list(arrays)
 

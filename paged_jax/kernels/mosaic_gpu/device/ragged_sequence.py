@@ -63,7 +63,7 @@ def num_queries(sequence: Sequence, kind: ItemKind) -> Any:
 
 
 def splits_of(sequence: Sequence, splits_per_cost: Any, kind: ItemKind) -> Any:
-    """Splits of each of a sequence's items, so many that none costs about an eighth more than an even share."""
+    """Splits of each of a sequence's items: its cost in even shares, rounded up only from an eighth of a share on."""
     cost = (most_tiles(sequence, kind) * kind.tile_cost).astype(jnp.float32)
     return at_least((cost * splits_per_cost + _ROUNDED_UP).astype(jnp.int32), 1)
 

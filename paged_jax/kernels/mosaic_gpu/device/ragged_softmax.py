@@ -26,12 +26,12 @@ from paged_jax.kernels.mosaic_gpu.ragged_geometry import Geometry, ItemKind
 from paged_jax.kernels.problem import Problem, ScaleKind
 
 _MOST_LAG = 6.0  # of maxima behind logits, in powers of 2
-# Weights in float16 are larger than they are by this power of 2, so that it keeps those down to 2 ** -33 of the largest
-# one: as many of them as there are tokens may be most of a result. Behind the largest lag this is 2 ** 14, which
-# float16 holds.
+# Weights in float16 are multiplied by 2 to this power. So float16 keeps those down to 2 ** -33 of the largest one: such
+# weights may be as many as there are tokens, and make most of a result. The largest weight is 2 ** 14, where maxima lag
+# as far as they may, and float16 holds that.
 _EXPONENT_IN_FLOAT16 = 8
-# Exponents of the powers of two by which rows of a query are divided. They have inverses. Times the factor they are
-# neither 0 nor NaN, as logits may be -inf.
+# The exponents of the powers of two by which rows of a query are divided. Each of these powers has an inverse. Its
+# product with the factor is neither 0 nor NaN: logits may be -inf, and 0 * -inf is NaN.
 _DIVISORS = -40, 126
 _LEAST_FACTOR = 1e-20  # of products that are scaled as they are exponentiated, and not before
 
@@ -39,7 +39,8 @@ _LEAST_FACTOR = 1e-20  # of products that are scaled as they are exponentiated, 
 class Scaling(NamedTuple):
     """How products of queries and keys become logits: scalars, or arrays [64] where each row of a query was divided.
 
-    Logits are scaled as they are exponentiated, unless the factor is not positive: maxima would be minima.
+    If logits are products times one factor, they are scaled as they are exponentiated. But a factor that is not above
+    `_LEAST_FACTOR` is applied before: with a negative one, maxima would be minima.
     """
 
     factor: Any  # of products, to become logits as they are kept
@@ -195,8 +196,9 @@ def attend(
 ) -> TileWeights:
     """Takes a tile's products Q K^T into the softmax; what is left is to multiply O, and to add P V to it.
 
-    There is no branch in it, as products of tiles may be on their way meanwhile: `plain` says what `is_plain` does.
-    `at_maxima` runs before the exponentials.
+    Products of tiles may be on their way meanwhile, so that no branch may depend on the kind of tile: `plain` is what
+    `is_plain` returned, and is static here. The one branch is in `ragged_lanes.raised`. `at_maxima` runs before the
+    exponentials.
     """
     geometry = kind.geometry
     if scales.keys is not None:
@@ -219,7 +221,7 @@ def attend(
 
 
 def finished(state: State, rows: Rows, geometry: Geometry) -> State:
-    """The softmax of all tokens, with maxima of logits of base e, and weights as large as they are."""
+    """The softmax of all tokens, with maxima of logits of base e, and without the power of 2 in weights and sums."""
     maxima = lax.max(state.maxima * rows.scaling.to_base_e, jnp.full_like(state.maxima, LOWEST))
     factor = 2.0 ** -_exponent_of_weights(geometry)
     return State(state.out * factor, layout(maxima, 1), ragged_lanes.sum_of_lanes(state.sums) * factor)

@@ -61,7 +61,7 @@ def load_new(
 ) -> None:
     """Starts to copy rows of new tokens' keys or values to a tile, those that are not `kept` as 0.
 
-    A row of the tile is that of the array which is so many behind the `first_rows` of its stretch. The products see the
+    Row r of the tile is row `first_rows[stretch]` + r of the array, for the stretch that r is in. The products see the
     tile after `finish_copies` and a barrier.
     """
     problem = kind.geometry.problem
@@ -151,8 +151,8 @@ def _conversion(chunks: Sequence[int], period: int, geometry: Geometry) -> str:
     before: the assembler cannot know that a store does not touch what is loaded after it (benchmarks/LOG.md, "between
     items").
 
-    Its operands are the places of those of the first `period` chunks that lie as some of these do, and then that of the
-    first raw chunk.
+    The operands are addresses in shared memory. For each number modulo `period` that these chunks have, there is the
+    place of the chunk of that number; the last operand is the place of the lane's first raw chunk.
     """
     firsts = sorted({chunk % period for chunk in chunks})
     code = f"{{ .reg .b32 in<{2 * len(chunks)}>, out<4>;"

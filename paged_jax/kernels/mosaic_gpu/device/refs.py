@@ -18,16 +18,16 @@ Ref = Any
 """A reference on the device; or the array or the type that it is made from, on the host."""
 
 ABSENT: Any = None
-"""In place of what a call does not have: the tuning tells, and nobody asks for it."""
+"""Stands for what a call does not have, as its Problem and its Tuning say."""
 
 _LEAST_COPY = 32  # elements of float32: copies go to multiples of 128 bytes
 _BARRIERS = 4096  # bytes for barriers, padding, and what reductions across warps take
 
 
 class Inputs(NamedTuple):
-    """What the decode kernel reads; caches as `Tiles.view` has them, what is absent as any array of one element.
+    """What the decode kernel reads. Caches have the shapes of `Tiles.view`.
 
-    The last three are there if the kernel writes new tokens; both caches are written to then.
+    The last three are there if the kernel writes new tokens. It then writes to both caches.
     """
 
     query: Ref  # [query_rows, head_size]

@@ -29,7 +29,7 @@ class State(NamedTuple):
 
     out: list[Array]  # O^T, not divided by the sums: [rows, columns] of each head slice
     maxima: Array  # of the logits, [columns]
-    sums: Array  # of exponentials: [columns], or [tile, columns] where they are summed across warps only at last
+    sums: Array  # of exponentials: [columns], or [tile, columns] if `Geometry.sums_once_a_split`
 
 
 class Logits(NamedTuple):
@@ -174,7 +174,7 @@ def _slot_scales(scales_smem, geometry: Geometry, tiles: Tiles):
 
 
 def _scaled_weights(exponentials, scales, low, high, geometry: Geometry):
-    """Exponentials times the scales of values; the largest of a column stays out, so that float16 holds the others."""
+    """Exponentials times the scales of values, and the peaks [columns] by which these are divided to fit in float16."""
     seen = mask.seen(low, high, exponentials.shape, geometry)
     weights = exponentials * jnp.where(seen, scales, jnp.zeros_like(scales))
     peaks = jnp.abs(weights).max(axis=0)

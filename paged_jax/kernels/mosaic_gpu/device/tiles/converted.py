@@ -51,7 +51,11 @@ class ConvertedTiles(PlainTiles):
         return self.swizzled((self.geometry.columns, self.geometry.problem.head_size), self.operand_dtype)
 
     def query_operand(self, query_smem, operand_smem) -> tuple[Any, Any]:
-        """A query in bfloat16 is divided by a power of two, so that float16 can hold it; that is exact."""
+        """A query in bfloat16 is divided by a power of two, row by row, so that float16 can hold it.
+
+        The division is exact. float16 loses bits only of elements that are smaller than the row's largest by 2 ** 17 or
+        more.
+        """
         query, divisor = layout(query_smem.T[...]), 1.0
         if self.geometry.problem.query_dtype != self.operand_dtype:
             query = query.astype(jnp.float32)
