@@ -38,6 +38,7 @@ from benchmarks.model_steps import PROMPTS, State
 from benchmarks.scale_steps import BLOCK_SIZE, MODELS, STEPS, Model, make_weights
 from examples.config import DecoderConfig
 from examples.sharding import make_mesh, split_config
+from examples.step import xla_options
 
 TURNS = 40  # turns of an op's loop
 
@@ -299,7 +300,8 @@ def _measure_step(
         return state.caches
 
     us, caches = best_us(steps, model.caches(num_seqs), STEPS)
-    answer |= {"us": us, "floor_bytes": model.floor_bytes(num_seqs)}
+    options = xla_options(num_seqs, weights=model.parts[0], mesh=model.mesh)
+    answer |= {"us": us, "floor_bytes": model.floor_bytes(num_seqs), "xla_options": options}
 
     def again():
         nonlocal caches

@@ -1,5 +1,6 @@
 """The clocks of bench_model.py, whose docstring says what each of them shows."""
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -135,8 +136,9 @@ def by_kernel(launches: Sequence[tuple[str, float]], num_steps: int) -> dict[str
     """A row made of launches, (name, microseconds): the time of all together, and the kernels that take most of it."""
     total: dict[str, tuple[int, float]] = {}
     for name, us in launches:
-        count, before = total.get(name[:120], (0, 0.0))
-        total[name[:120]] = count + 1, before + us
+        name = re.sub(r"^all_reduce_[\d_]*", "all_reduce_", name)[:120]  # XLA numbers the kernels that it makes of them
+        count, before = total.get(name, (0, 0.0))
+        total[name] = count + 1, before + us
     longest = sorted(total.items(), key=lambda item: -item[1][1])[:KERNELS]
     kernels = [[name, count / num_steps, us / num_steps] for name, (count, us) in longest]
     return {"us": sum(us for _, us in launches) / num_steps, "kernels": kernels}

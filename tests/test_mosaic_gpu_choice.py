@@ -56,9 +56,9 @@ def test_only_one_op_of_decode_has_patterns(op):
 
 @pytest.mark.parametrize(("group", "first"), [(8, "mosaic_gpu"), (9, "triton"), (16, "mosaic_gpu"), (32, "triton")])
 def test_leads_by_group(group, first):
-    query, cache = jnp.zeros((1, 3 * group, 128)), jnp.zeros((1, 3, 16, 128))
+    query, cache = (jnp.zeros(shape, jnp.bfloat16) for shape in ((1, 3 * group, 128), (1, 3, 16, 128)))
     rest = jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
-    new, slots, starts = jnp.zeros((1, 3, 128)), jnp.zeros(1, jnp.int32), jnp.zeros(2, jnp.int32)
+    new, slots, starts = cache[:, :, 0], jnp.zeros(1, jnp.int32), jnp.zeros(2, jnp.int32)
     decode = _validate.decode_operands(query, cache, cache, *rest, {})
     writing = _validate.write_and_attend_operands(query, new, new, cache, cache, *rest, slots, {})
     ragged = _validate.ragged_operands(query, cache, cache, *rest, starts, True, {})

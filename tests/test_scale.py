@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from benchmarks import bench_scale, scale_projection, scale_steps
+from benchmarks import bench_scale, model_clocks, scale_projection, scale_steps
 from examples.sharding import make_mesh, split_config
 from examples.step import xla_options
 
@@ -72,6 +72,12 @@ def test_all_reduces_of_a_large_model_s_decode_steps_are_recorded(name, tp, num_
     weights, _ = scale_steps.Model(split_config(scale_steps.MODELS[name], mesh), mesh, 64).parts
     options = xla_options(num_tokens, weights=weights, mesh=mesh)
     assert ("xla_gpu_enable_command_buffer" in options) == has_options
+
+
+def test_all_reduces_that_xla_numbers_are_one_kernel_of_a_row():
+    launches = [("all_reduce_12_0_fusion_1", 3.0), ("fusion_1", 1.0), ("all_reduce_65_fusion_1", 2.0)]
+    row = model_clocks.by_kernel(launches, 1)
+    assert row == {"us": 6, "kernels": [["all_reduce_fusion_1", 2, 5], ["fusion_1", 1, 1]]}
 
 
 def test_all_reduces(report):

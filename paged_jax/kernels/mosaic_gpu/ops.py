@@ -5,9 +5,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from paged_jax.kernels.mosaic_gpu import decode, ragged
+from paged_jax.kernels.mosaic_gpu import decode, ragged, tuning
 from paged_jax.kernels.mosaic_gpu.decode import HERE, Target
-from paged_jax.kernels.problem import Unsupported
+from paged_jax.kernels.problem import Device, Problem
 from paged_jax.options import AttentionOptions
 from paged_jax.shapes import BlockTables, Cache, Lse, Query, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
 
@@ -16,7 +16,8 @@ def leads(op: str, operands: Any) -> bool:
     """Whether a kernel of this folder, if it takes the call, is faster than the other implementations."""
     if op in ("ragged_paged_attention", "prefix_attention"):
         prefix = op == "prefix_attention"
-        if not prefix and is_decode(operands.query, operands.seq_lens, operands.options):
+        caches = operands.key_cache, operands.value_cache, operands.block_tables
+        if not prefix and is_decode(operands.query, *caches, operands.seq_lens, operands.options):
             return decode.leads(operands)
         return ragged.leads(operands, prefix=prefix)
     if op not in ("paged_attention_v1", "paged_attention_v2", "paged_attention", "write_and_attend"):
@@ -26,14 +27,24 @@ def leads(op: str, operands: Any) -> bool:
     return decode.leads(operands, writes_tokens=op == "write_and_attend")
 
 
-def is_decode(query: RaggedQuery, seq_lens: SeqLens, options: AttentionOptions) -> bool:
-    """Whether a ragged batch is known to be one sequence of one query, or of none, which decode can do.
+def is_decode(
+    query: RaggedQuery,
+    key_cache: Cache,
+    value_cache: Cache,
+    block_tables: BlockTables,
+    seq_lens: SeqLens,
+    options: AttentionOptions,
+) -> bool:
+    """Whether a ragged batch is known to be one sequence of one query, or of none, which the decode kernel takes.
 
     Decode begins to read without counting the batch, and was predicted to be faster. That has not been timed
     (benchmarks/LOG.md, "One query by the decode kernel"). Of larger batches only the device knows how many queries each
     sequence has.
     """
-    return query.shape[0] == seq_lens.shape[0] == 1 and options.block_sparse is None
+    if not query.shape[0] == seq_lens.shape[0] == 1:
+        return False
+    problem = Problem.of_call(query, key_cache, value_cache, block_tables, options)
+    return not tuning.refusals(problem, Device())  # other GPUs than Hopper's are refused by both kernels
 
 
 def paged_attention(
@@ -65,12 +76,9 @@ def ragged_paged_attention(
     *,
     target: Target = HERE,
 ) -> tuple[RaggedQuery, RaggedLse]:
-    """Attends with the ragged kernel; if the batch is known to be decode, with the decode kernel, unless it refuses."""
+    """Attends with the ragged kernel or, if the batch is known to be decode, with the decode kernel."""
     caches = key_cache, value_cache, block_tables
-    if is_decode(query, seq_lens, options):
+    if is_decode(query, *caches, seq_lens, options):
         lens = jnp.where(query_start_loc[1] > query_start_loc[0], seq_lens, 0)  # a row of padding sees nothing
-        try:
-            return decode.paged_attention(query, *caches, lens, replace(options, causal=True), target=target)
-        except Unsupported:
-            pass  # the ragged kernel takes heads below 64 and, over 8 bits, heads of more sizes
+        return decode.paged_attention(query, *caches, lens, replace(options, causal=True), target=target)
     return ragged.ragged_paged_attention(query, *caches, seq_lens, query_start_loc, options)

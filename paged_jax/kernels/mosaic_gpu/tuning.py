@@ -122,7 +122,7 @@ def unsplit(problem: Problem, gpu: Device) -> Tuning:
     Raises:
       Unsupported: the kernels cannot do what the problem asks for.
     """
-    _check(_refusals(problem, gpu))
+    _check(refusals(problem, gpu))
     return _tiled(problem, Tuning())
 
 
@@ -133,7 +133,7 @@ def in_partitions(problem: Problem, gpu: Device, partition_size: int) -> Tuning:
       Unsupported: the kernels cannot do what the problem asks for.
     """
     splits = pl.cdiv(problem.max_seq_len, partition_size)
-    _check(_refusals(problem, gpu))
+    _check(refusals(problem, gpu))
     if splits > _MOST_PARTITIONS:
         _check([f"lacks {splits} partitions, takes up to {_MOST_PARTITIONS}"])
     return _tiled(problem, Tuning(splits=max(splits, 1), partition_size=partition_size, merge=Merge.KERNEL))
@@ -145,7 +145,7 @@ def balanced(problem: Problem, gpu: Device, *, writes_tokens: bool = False) -> T
     Raises:
       Unsupported: the kernels cannot do what the problem asks for.
     """
-    _check([*_refusals(problem, gpu), *(_write_refusals(problem) if writes_tokens else ())])
+    _check([*refusals(problem, gpu), *(_write_refusals(problem) if writes_tokens else ())])
     return _split(problem, _folded(problem, Tuning(writes_tokens=writes_tokens), gpu), gpu)
 
 
@@ -154,7 +154,7 @@ def _check(refusals: list[str]) -> None:
         raise Unsupported(_NAME, refusals)
 
 
-def _refusals(problem: Problem, gpu: Device) -> list[str]:
+def refusals(problem: Problem, gpu: Device) -> list[str]:
     """Everything that stands in the way of attention."""
     eight_bit = problem.cache_dtype in _EIGHT_BIT
     reasons = []
