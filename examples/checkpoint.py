@@ -1,9 +1,10 @@
 """Loads a Hugging Face model folder (or hub id) into a `Decoder`, and saves a `Decoder`'s weights under the same names.
 
 A folder holds config.json (config.py), tokenizer.json, model.safetensors or its shards with
-model.safetensors.index.json, and perhaps generation_config.json. A folder is refused unless every tensor in it is used
-exactly once. The decoder keeps some matrices side by side in one (q, k and v; gate and up), which are separate
-tensors in a folder: `load_model` joins them and `save_model` separates them again.
+model.safetensors.index.json, and perhaps generation_config.json. A folder is refused if it lacks a tensor, or has one
+that the decoder has no place for; copies of tied embeddings and of RoPE's frequencies are left out. The decoder keeps
+some matrices side by side in one (q, k and v; gate and up), which are separate tensors in a folder: `load_model` joins
+them and `save_model` separates them again.
 """
 
 import re

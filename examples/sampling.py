@@ -1,7 +1,8 @@
 """Draws the next token of every sequence from its logits: greedy, temperature, top-k and top-p.
 
 The vocabulary may be split over a mesh of devices (sharding.py). The devices then exchange sums and the likeliest
-tokens of each part, the candidates. They exchange all logits only if top-k or top-p keeps more tokens than that.
+tokens of each part, the candidates. They exchange all logits only if top-k or top-p keeps every candidate of a part,
+since that part may have more tokens to keep, or if the vocabulary is small.
 """
 
 import jax

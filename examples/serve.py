@@ -19,8 +19,8 @@ beginnings are computed once, and when blocks run out the request that came last
 
 Sizes: a running text holds one block for each --block-size tokens of its prompt and its answer, so that --num-blocks
 bounds the tokens of all running texts together. --max-num-seqs bounds the texts that run at the same time.
---max-tokens-per-step bounds the prompt tokens that one step computes: if it is larger, first tokens come sooner, but
-texts that already run wait longer for their next token.
+--max-tokens-per-step bounds the tokens that one step computes, one for each running text and the others of prompts: if
+it is larger, first tokens come sooner, but texts that already run wait longer for their next token.
 
 Several GPUs: --mesh tp=2 splits the model over two of them. --mesh dp=2 runs two copies of it, which share the
 requests; each copy has --num-blocks blocks and runs --max-num-seqs texts. --mesh dp=2,tp=4 is both, on eight GPUs.

@@ -1,8 +1,8 @@
 """Chooses the implementation that runs an op, and does what all implementations share: vmap, gradients, platforms.
 
 An implementation is a package `paged_jax.kernels.<name>` with one function for each op that it has, named like the op.
-A function raises `Unsupported`, with every reason, if it cannot do a call; any other error is a mistake and reaches the
-user. It takes the fields of the op's operands (`paged_jax._operands`), then static keywords, and returns:
+The function takes the fields of the op's operands (`paged_jax._operands`), then static keywords. If it cannot do a
+call, it raises `Unsupported` with every reason; any other error is a mistake and reaches the user. It returns:
 
 - paged_attention_v1, paged_attention, ragged_paged_attention, prefix_attention: ``(out, lse)``
 - paged_attention_v2: ``(out, lse, exp_sums, max_logits, tmp_out)``
@@ -35,8 +35,8 @@ Implementation = Literal[  # a line for each
 
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 _ON_CUDA = tuple(name for name in IMPLEMENTATIONS if name != "xla")
-# These run on every NVIDIA GPU. They are tried before the others, unless one of the others leads. If no GPU is present
-# whose generation JAX could tell, only these are tried.
+# These run on every NVIDIA GPU. They are tried before the others, unless one of the others leads. If JAX sees no GPU,
+# only these are tried, because nothing says for which generation of GPUs the program is lowered.
 _FOR_EVERY_GPU = ("triton",)
 
 

@@ -13,9 +13,10 @@ from jax.interpreters import mlir
 class LoweredOnce:
     """A function of arrays that is lowered once for each platform, however often it is called.
 
-    JAX itself keeps the lowering of a jitted function within a program. But each call of a `custom_partitioning` is
-    lowered as a program of its own, and a kernel takes JAX up to four seconds. The calls must all have arrays of the
-    same shapes. A function that asks for its device's number on a mesh is lowered anew in each program.
+    JAX itself keeps the lowering of a jitted function within a program. But it lowers each call of a
+    `custom_partitioning` as a program of its own, which takes 4.2 s for ragged attention on Hopper (benchmarks/LOG.md,
+    "Whole models on two GPUs"). The calls must all have arrays of the same shapes. A function that asks for its
+    device's number on a mesh is lowered anew in each program.
 
     Args:
         run: a jitted function.

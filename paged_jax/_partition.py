@@ -1,10 +1,10 @@
 """Runs an op on sharded operands: each device works on the heads and sequences that are in its own memory.
 
 XLA would gather all operands of a kernel on every device, because a kernel is a custom call that XLA cannot split.
-`_splits.py` decides which axes of an op's operands and results are split; here JAX is made to do so:
+`_splits.py` decides which axes of an op's operands and results are split. This module makes JAX split them:
 
-- Under plain `jit` on a mesh with Auto axes, the op is a `custom_partitioning`. XLA calls it back once it has
-  propagated shardings through the whole program, for every call in it; a model's layers share what it is lowered to.
+- Under plain `jit` on a mesh with Auto axes, the op is a `custom_partitioning`. Once XLA has propagated shardings
+  through the whole program, it calls `partition` for each call of the op. Layers that are split alike are lowered once.
 - On a mesh with Explicit axes, the types of the operands say how they are sharded, and a `shard_map` around the op
   follows them.
 - Inside a `shard_map` the operands are a device's part already.
@@ -131,8 +131,8 @@ def _part_of(run: Callable) -> Callable:
     return run_part
 
 
-# A primitive that runs an op that has been traced. `traced` gives the shapes and dtypes of the results, whatever mesh
-# axes the operands vary over.
+# This primitive runs an op that JAX has traced. Its results have the shapes and dtypes of `traced`, and vary over every
+# mesh axis over which an operand varies.
 
 _op_p = Primitive("paged_jax_op")
 _op_p.multiple_results = True

@@ -47,7 +47,8 @@ class _Rule(NamedTuple):
     """How an op may be split.
 
     Attributes:
-      factors: the factors that may be split; "any" for ops that move whole blocks, of which every other axis may be.
+      factors: the factors that may be split; "any" for ops that move whole blocks, which may be split along every axis
+        of a pool but its blocks.
       results: for each result the words of its axes, or the name of the operands whose axes it has.
     """
 

@@ -31,7 +31,7 @@ from paged_jax.shapes import (
 
 
 class Contract(TypedDict):
-    """The keywords about a cache that every op takes, besides its pools."""
+    """The keywords about a cache that `write_to_paged_cache` and the attention ops take, besides its pools."""
 
     k_scale: Any
     v_scale: Any
@@ -50,7 +50,7 @@ class PagedKVCache:
         "vllm": key [num_blocks, num_kv_heads, head_size // x, block_size, x] with x = 16 // itemsize, value
           [num_blocks, num_kv_heads, head_size, block_size].
       k_scale, v_scale: f32 [], [num_kv_heads] or [num_blocks, num_kv_heads, block_size], the dequantisation factors,
-        or None.
+        or None for 1.
       layout: one of the three above (static).
 
     Each method names the op that it calls with these pools, layout and scales, and takes the other arguments of that
@@ -99,13 +99,15 @@ class PagedKVCache:
           head_size: elements of a head, a multiple of 8 up to 256; for "vllm" also of x = 16 // itemsize.
           dtype: the dtype of both pools: float16, bfloat16, float32, float8_e4m3fn, float8_e5m2 or int8.
           layout: "hnd", "nhd" or "vllm".
-          k_scale, v_scale: [], [num_kv_heads] or [num_blocks, num_kv_heads, block_size], stored as float32, or None.
+          k_scale, v_scale: [], [num_kv_heads] or [num_blocks, num_kv_heads, block_size], stored as float32, or None for
+            1. An int8 cache needs both in order to write or attend.
 
         Returns:
           The cache, on JAX's default device.
 
         Raises:
           ValueError: a size, dtype, layout or scale is not among those above, or int32 cannot count the slots.
+          TypeError: `dtype` is no dtype, or a size is no integer.
         """
         check_sizes(num_blocks, block_size, num_kv_heads, head_size)
         key_shape, value_shape = cache_shapes(num_blocks, block_size, num_kv_heads, head_size, dtype, layout)
@@ -345,8 +347,8 @@ class PagedKVCache:
         """Copies whole blocks to another cache, with their scales if each slot has its own: `swap_blocks`.
 
         Args:
-          other: the cache to write, which must have this one's layout and shapes of scales. Scales for the whole cache
-            or for a head are not copied; they must be equal in both caches, which is not checked.
+          other: the cache to write, of this one's layout, dtype, block shape and kinds of scales; its number of blocks
+            may differ. Scales for the cache or a head are not copied; they must be equal, which is not checked.
           block_mapping: i32 [num_pairs, 2], (block of this cache, block of `other`); negative pairs are skipped.
           implementation: see `paged_jax.ops`.
 
@@ -371,7 +373,7 @@ class PagedKVCache:
 
     @property
     def _contract(self) -> Contract:
-        """The keywords about this cache that every op takes."""
+        """The keywords about this cache; the ops that move whole blocks take none of them."""
         return {"k_scale": self.k_scale, "v_scale": self.v_scale, "layout": self.layout}
 
     @property

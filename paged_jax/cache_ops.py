@@ -33,21 +33,22 @@ def write_to_paged_cache(
 
     Args:
       key, value: [num_tokens, num_kv_heads, head_size], float16, bfloat16 or float32.
-      key_cache, value_cache: one layer's pools of blocks in `layout`. If their dtype is narrower than key's, the op
-        quantises: it divides by the scale, rounds to nearest even and saturates.
+      key_cache, value_cache: one layer's pools of blocks in `layout`. If their dtype has fewer bytes than key's, the op
+        quantises: it divides by the scale, rounds to nearest even and saturates. A float16 cache of bfloat16 keys
+        saturates too. Otherwise the op only casts.
       slot_mapping: i32 [num_tokens], ``block * block_size + offset``. Tokens with a negative slot, or one past the
         pool, are skipped. If several tokens have the same slot, each element there comes from an unspecified one.
       layout: the layout of both caches.
       k_scale, v_scale: f32 scalar, [num_kv_heads] or [num_blocks, num_kv_heads, block_size], or None for 1; only
-        for a narrower cache. An int8 cache needs both.
+        for a cache whose dtype has fewer bytes than key's. An int8 cache needs both.
       implementation: see `paged_jax.ops`.
 
     Returns:
       ``(key_cache, value_cache)``; every other slot is bit-identical.
 
     Raises:
-      ValueError, TypeError: a shape, dtype or option is wrong, or a scale was given for a cache that is not narrower.
-      NotImplementedError: `implementation` lacks an option.
+      ValueError, TypeError: a shape, dtype or option is wrong, or a scale was given for a cache that does not take one.
+      NotImplementedError: `implementation` cannot do the call.
 
     Aliasing: donate both caches to update them in place; otherwise both are copied first. vmap: one call after the
     other. Sharding: kv heads may be split. Source: vLLM's reshape_and_cache.
@@ -89,7 +90,7 @@ def copy_blocks[Pools: Cache | Sequence[Cache]](
 
     Raises:
       ValueError, TypeError: a shape or dtype is wrong.
-      NotImplementedError: `implementation` lacks an option.
+      NotImplementedError: `implementation` cannot do the call.
 
     Aliasing: donate the caches to update them in place; otherwise they are copied first. The op needs scratch memory
     for num_pairs blocks of both caches. vmap: one call after the other. Sharding: kv heads may be split.

@@ -31,7 +31,7 @@ def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head
 
 
 def split_kv_cache(kv_cache: Any, num_kv_heads: int, head_size: int, layout: Layout = "hnd") -> tuple[Any, Any]:
-    """Splits a flat pool into the two caches of a layout; each is a reshape of one half, and nothing is moved.
+    """Splits a flat pool into the two caches of a layout; each has the elements of one half, in their order.
 
     Args:
       kv_cache: [2, num_blocks, block_size * num_kv_heads * head_size], a JAX or NumPy array.
@@ -40,7 +40,8 @@ def split_kv_cache(kv_cache: Any, num_kv_heads: int, head_size: int, layout: Lay
       layout: "hnd", "nhd" or "vllm".
 
     Returns:
-      (key_cache, value_cache) in the shapes of `PagedKVCache`: views of a NumPy array, reshapes of a JAX one.
+      (key_cache, value_cache) in the shapes of `PagedKVCache`. They are views of a NumPy array. Of a JAX array they are
+      new arrays, into which JAX copies the halves outside `jit`.
 
     Raises:
       ValueError: no block size gives this shape, or a size, dtype or layout is not supported.

@@ -137,7 +137,9 @@ def check_metadata(
 ) -> None:
     """Checks on the host the values that attention and cache writes rely on without checking them.
 
-    Table entries past a row's last block are not checked, because no op reads them.
+    Table entries past a row's last block are not checked, because no op reads them. The tables of `prefix_attention`
+    may hold the blocks of the contexts alone: check these with `context_lens` in place of `seq_lens`, and without
+    `query_start_loc`.
 
     Args:
       block_tables: i32 [num_seqs, max_blocks_per_seq].

@@ -53,16 +53,19 @@ class BlockSparse:
 
 
 class QueryOptions(TypedDict, total=False):
-    """The keywords of every attention op that do not describe the cache; None (the default) turns each one off.
+    """The keywords of every attention op that do not describe the cache.
+
+    Every keyword is None by default. With None `scale` and `max_seq_len` have the values named below, and every other
+    option is off. Where nothing else is said, arrays may be traced, and numbers are static.
 
     Attributes:
-      scale: f32 scalar, factor of the logits; default ``head_size ** -0.5``. May be traced.
+      scale: f32 scalar, factor of the logits; None for ``head_size ** -0.5``. May be traced.
       alibi_slopes: f32 [num_heads]; adds ``slope * (key position - query position)`` to the logits.
       sliding_window: in tokens; a query at position i sees the positions t > i - sliding_window.
       logits_soft_cap: logits become ``cap * tanh(logit / cap)``, before ALiBi is added.
       sinks: f32 [num_heads]; a learned logit per head that joins the softmax's denominator and has no value.
       block_sparse: see `BlockSparse`; GPU kernels do not read the blocks that are not attended to.
-      max_seq_len: static upper bound of `seq_lens`, in tokens. The default, and the largest bound, is
+      max_seq_len: upper bound of `seq_lens`, in tokens. None, or a larger number than this, stands for
         max_blocks_per_seq * block_size (for `prefix_attention` plus num_tokens). No query attends to tokens past it.
     """
 

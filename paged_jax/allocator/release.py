@@ -74,7 +74,7 @@ def free(state: AllocatorState, seq_ids_mask: Values) -> AllocatorState:
 
 
 def free_blocks(state: AllocatorState, blocks: Values) -> AllocatorState:
-    """Drops one reference of each named block, one that `retain` added.
+    """Takes from each named block one of the references that `retain` added.
 
     The caller must not drop the references that stand for block table entries; `free` and `truncate` drop those.
 

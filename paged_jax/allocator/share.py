@@ -126,7 +126,7 @@ def adopt(state: AllocatorState, child: Values, blocks: Values) -> AllocatorStat
 
 
 def retain(state: AllocatorState, blocks: Values) -> AllocatorState:
-    """Adds a reference to each named block that no table holds, so that it outlives its sequences.
+    """Gives each named block a reference that belongs to no table, so that the block outlives its sequences.
 
     `free_blocks` drops such references. A sequence never writes to a block that has other references than its own.
 

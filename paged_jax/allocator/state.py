@@ -24,8 +24,8 @@ class AllocatorState:
         `retain` added.
       block_tables: i32 [max_num_seqs, max_blocks_per_seq], the block of each logical block of a sequence, -1 for none.
       seq_lens: i32 [max_num_seqs], tokens of each sequence.
-      bad_free: bool [], True from the first traced call of `free`, `free_blocks` or `truncate` on that was invalid and
-        therefore had no effect; the host raises instead.
+      bad_free: bool [], whether any traced call of `free`, `free_blocks` or `truncate` so far was invalid. Such a call
+        only sets this; on the host it raises instead.
       bad_share: bool [], the same for `fork`, `share`, `adopt` and `retain`.
       block_size: tokens in a block (static).
     """

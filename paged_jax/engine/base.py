@@ -102,13 +102,17 @@ class BaseEngine(abc.ABC):
     ) -> collections.abc.Iterator[Delta]:
         """Adds a request and runs the engine until it is finished.
 
-        Other requests advance meanwhile, but their `Delta`s are lost.
+        The request is added, or refused, when the first `Delta` is asked for. Other requests advance meanwhile, but
+        their `Delta`s are lost.
 
         Args:
           prompt, params: see `add_request`.
 
         Yields:
           The request's `Delta`s. Leaving the loop early cancels the request.
+
+        Raises:
+          ValueError, TypeError: the request can never be served, and why.
         """
         request_id = self.add_request(prompt, params)
         try:

@@ -27,8 +27,9 @@ type Caches = tuple[PagedKVCache, ...]
 class Batch:
     """The new tokens of a step, row after row.
 
-    A row is the new tokens of one sequence: a chunk of its prompt, or one token if the sequence decodes. Rows with more
-    than one token come first. Rows of padding have no tokens and come last.
+    A row is the new tokens of one sequence: one token if the sequence decodes, or else a chunk of its prompt (after a
+    preemption, of its output too). Rows with more than one token come first. Rows of padding have no tokens and come
+    last.
 
     Attributes:
       token_ids: i32 [num_tokens]; tokens at or past `query_start_loc[-1]` are padding.

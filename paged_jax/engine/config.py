@@ -9,17 +9,18 @@ type Preemption = Literal["cheaper", "recompute", "swap"]
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """Sizes and policies of an engine; all of them are checked when the config is made.
+    """Sizes and policies of an engine. A config with a value out of range is refused with a ValueError.
 
     The fields of the first group decide what is compiled, and `Engine.reset` cannot change them.
 
     Attributes:
-      max_model_len: how many tokens of one sequence the cache ever holds: the positions of the model.
+      max_model_len: the most tokens of one sequence that the cache ever holds, at most the model's positions.
       max_num_seqs: how many sequences can run at the same time.
       max_tokens_per_step: the token budget, which bounds the new tokens of one step, decode and prefill together. It is
         at least max_num_seqs, so that every running sequence gets its token in every step.
-      max_prompts_per_step: how many chunks of more than one token a step may compute. They are the first rows of the
-        batch, so that a model needs its attention for prompts in that many rows only.
+      max_prompts_per_step: how many chunks of more than one token a step may compute; at most max_num_seqs, to which a
+        larger number is lowered. They are the first rows of the batch, so that a model needs its attention for prompts
+        in that many rows only.
       decode_rows: the numbers of rows for which decode steps are compiled, in which every sequence has one new token.
         They rise, and the last is max_num_seqs. If it is empty, the engine chooses.
       mixed_tokens: the numbers of tokens for which all other steps are compiled. They rise, and the last is

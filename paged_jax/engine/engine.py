@@ -46,7 +46,8 @@ class Engine(BaseEngine):
       config: sizes and policies.
       tokenizer: turns tokens into text; without one there are token ids only, and no stop texts.
       show_progress: whether a bar on stderr shows the progress of compiling; it needs the package rich.
-      compiler_options: XLA's options for all programs; or a function that gives those of a step of so many tokens.
+      compiler_options: XLA's options for all programs; or a function that takes a step's number of tokens and gives the
+        options of the program that runs the model over so many, where all other programs have none.
 
     Example:
       >>> engine = Engine(step, weights, caches, EngineConfig(max_model_len=512))
@@ -192,7 +193,8 @@ class Engine(BaseEngine):
 
         Args:
           context_len: tokens of each sequence, from 1 to `max_model_len`, the new ones included. In a decode step every
-            row has one new token; in a mixed step the rows are whole prompts, as many as fit.
+            row has one new token. In a mixed step the rows are prompts of this length, at most `max_prompts_per_step`;
+            the last one ends where the step is full.
           repeats: how many steps of each shape to average over.
 
         Returns:

@@ -28,6 +28,8 @@ _RETRY_SECONDS = 0.1
 class LeadingEngine(Engine):
     """The leader's engine. Once `wait_for_followers` has returned, it is used like any other `Engine`.
 
+    Only `measure_steps` cannot be used then: the followers do not run the steps that it measures.
+
     Use it as a context manager, or call `close` at the end: the followers end then, too.
     """
 

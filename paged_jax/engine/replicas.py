@@ -159,7 +159,7 @@ class Replicas(BaseEngine):
 
     @override
     def cancel(self, request_id: int) -> bool:
-        """Does what `Engine.cancel` does. The blocks are free when the step that runs is done."""
+        """Does what `Engine.cancel` does. The engine frees the blocks at its next step, or when `stats` is called."""
         placed = self._placed.pop(request_id, None)
         if placed is None:
             return False

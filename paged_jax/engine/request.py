@@ -122,7 +122,8 @@ class Delta(NamedTuple):
       token_ids: the new tokens.
       text: the new text; "" without a tokenizer. Text that may turn out to begin a stop text is held back.
       logprobs: one for each of `token_ids`, if the request asked for them.
-      finish_reason: None while the sample goes on; "stop" after a stop token or text; "length" after max_tokens.
+      finish_reason: None while the sample goes on; "stop" after a stop token or text; "length" after max_tokens, or
+        after as many tokens as fit.
       stop_reason: the stop token or text that ended the sample, if one did.
     """
 
@@ -171,9 +172,11 @@ class Sequence:
       num_prompt: tokens of the prompt.
       max_total: the largest number of tokens, prompt and output together.
       seed: the seed of the draws.
-      num_unread: output tokens that launched steps draw and the host has not read yet: 0 or 1.
+      num_unread: output tokens that planned steps draw and the host has not read yet: 0 or 1 between two calls of
+        `Engine.step`, and 2 while a step is launched before the tokens of the last one are read.
       num_computed: tokens whose keys and values are in the cache once all launched steps are done.
-      seat: the sequence's row of the block tables and of the last tokens on the device; None if it does not run.
+      seat: the sequence's row of the block tables and of the last tokens on the device; None if it has none. A child
+        gets its seat together with its parent, before it runs.
       children: samples of the same request that begin when the prompt of this one is computed.
       host_blocks: the host blocks that hold its cache while it is swapped out, else None.
       hashes: the names of its full blocks so far (prefix.py).

@@ -113,7 +113,7 @@ class Runner:
         """Times the steps of each shape on made-up sequences, whose new tokens overwrite blocks of the caches.
 
         Args:
-          context_len: tokens of each sequence, the new ones included. A row of a mixed step is a whole prompt.
+          context_len: tokens of each sequence, the new ones included; see `Engine.measure_steps`.
           repeats: how many steps to average over.
 
         Returns:
@@ -235,7 +235,8 @@ class Runner:
     def _move(self, name: str, pairs: Pairs) -> None:
         """Copies blocks by (source, destination) pairs, in calls of `_PAIRS` pairs.
 
-        No destination is a source in a later call, which would read what an earlier one wrote.
+        The pairs must not name a destination that is the source of a later pair: if the two were in different calls,
+        the later call would copy what the earlier one wrote.
         """
         for start in range(0, len(pairs), _PAIRS):
             mapping = np.full((_PAIRS, 2), -1, np.int32)

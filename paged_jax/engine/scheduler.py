@@ -88,7 +88,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """How many unfinished sequences have no blocks; those are among them that begin when a prompt is computed."""
+        """How many unfinished sequences have no blocks, children that wait for their parent's prompt included."""
         return len(self.waiting) + sum(len(s.children) for s in self.waiting + self.running)
 
     def add(self, sequence: Sequence) -> None:

@@ -16,11 +16,11 @@ class Stats:
       waste: fraction of the slots in the held blocks that hold no token.
       num_looked_up_tokens: tokens of admitted sequences, which were looked up in the prefix cache.
       hit_rate: fraction of those tokens that were found there.
-      num_recomputed, num_swapped: preempted sequences whose blocks were dropped, and were swapped out.
+      num_recomputed, num_swapped: how many times a preempted sequence's blocks were dropped, and were swapped out.
       num_steps: steps launched.
       num_prompt_tokens: prompt tokens computed, those that were computed again included; prefix cache hits are not.
       num_output_tokens: tokens given out.
-      tokens_per_second: output tokens divided by the time spent in `Engine.step`.
+      tokens_per_second: output tokens divided by the seconds spent in `Engine.step`.
       num_compiled: compiled programs; it never changes.
     """
 

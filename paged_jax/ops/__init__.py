@@ -9,9 +9,10 @@ Attention ops share the keywords of `paged_jax.options.Options`, and these two:
   warns if it is XLA on a GPU.
 
 Every op, those of `paged_jax.cache_ops` too, raises ValueError or TypeError at trace time for a wrong shape, dtype or
-option, NotImplementedError if `implementation` lacks an option, and TypeError when it is differentiated, since all ops
-are for inference only. All of them work under jit, vmap, scan, shard_map and jax.export (which has to be told not to
-check Triton kernels, see README.md).
+option, NotImplementedError with every reason if `implementation` cannot do the call, and TypeError when it is
+differentiated, since the ops are for inference only (`merge_attention_states`, which is plain arithmetic, has a
+gradient). All of them work under jit, vmap, scan, shard_map and jax.export (which has to be told not to check Triton
+kernels: "Good to know" in examples/README.md).
 
 On sharded arrays, under plain jit too, each device computes its own part of an op, and the devices exchange nothing.
 Heads and kv heads may be split over the same mesh axes. In decode ops that only read the caches, sequences may be split

@@ -51,7 +51,7 @@ def paged_attention(
 
     Raises:
       ValueError, TypeError: a shape, dtype or option is wrong.
-      NotImplementedError: `implementation` lacks an option.
+      NotImplementedError: `implementation` cannot do the call.
 
     Aliasing: none, the caches are only read, in place. vmap: a batch of calls becomes one call with more sequences.
     Sharding: heads and kv heads may be split alike, and sequences.
@@ -116,7 +116,7 @@ def paged_attention_v1(
 
     Raises:
       ValueError, TypeError: a shape, dtype or option is wrong.
-      NotImplementedError: `implementation` lacks an option.
+      NotImplementedError: `implementation` cannot do the call.
 
     Aliasing: none, the caches are only read, in place. vmap: a batch of calls becomes one call with more sequences.
     Sharding: heads and kv heads may be split alike, and sequences. Source: vLLM's paged_attention_v1.
@@ -202,7 +202,7 @@ def paged_attention_v2(
 
     Raises:
       ValueError, TypeError: a shape, dtype or option is wrong.
-      NotImplementedError: `implementation` lacks an option.
+      NotImplementedError: `implementation` cannot do the call.
 
     Aliasing: none, the caches are only read, in place. vmap: a batch of calls becomes one call with more sequences.
     Sharding: heads and kv heads may be split alike, and sequences. Source: vLLM's paged_attention_v2.

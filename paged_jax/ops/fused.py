@@ -45,15 +45,16 @@ def write_and_attend(
     Args:
       query: [num_seqs, num_heads, head_size], float16, bfloat16 or float32: one new token a sequence. num_heads is a
         multiple of num_kv_heads.
-      key, value: [num_seqs, num_kv_heads, head_size], of query's dtype: of each sequence's last token.
+      key, value: [num_seqs, num_kv_heads, head_size], of query's dtype: the key and the value of each sequence's last
+        token.
       key_cache, value_cache: one layer's pools of blocks in `layout`, of one of query's dtypes, float8_e4m3fn,
         float8_e5m2 or int8. Slots and blocks that no sequence uses may hold anything, NaN included.
       block_tables: i32 [num_seqs, max_blocks_per_seq]; entries at or past ceil(seq_len / block_size) are not read.
       seq_lens: i32 [num_seqs], tokens of each sequence, the new one included. Where it is 0, out is 0 and lse -inf.
       slot_mapping: i32 [num_seqs], ``block * block_size + offset`` of each sequence's last token, the one at position
-        ``seq_lens[s] - 1``. Rows with a negative slot, or one past the pool, write nothing and attend to what the
-        cache holds. Every other slot is written, but the results of a row are unspecified if its slot is that of
-        another position, or if its context holds a slot that another row writes.
+        ``seq_lens[s] - 1``. A row with a negative slot, or one past the pool, writes nothing and attends to what the
+        cache holds. Every other row writes its slot. But its out and lse are unspecified if the slot belongs to
+        another position, or if another row writes to a slot of its context.
       return_lse, implementation: see `paged_jax.ops`.
       **options: see `paged_jax.options.Options`.
 
@@ -63,10 +64,10 @@ def write_and_attend(
 
     Raises:
       ValueError, TypeError: a shape, dtype or option is wrong.
-      NotImplementedError: `implementation` lacks an option.
+      NotImplementedError: `implementation` cannot do the call.
 
     Aliasing: donate both caches to update them in place; otherwise both are copied first. vmap: one call after the
-    other. Sharding: heads and kv heads may be split alike.
+    other. Sharding: heads and kv heads may be split alike. Source: vLLM's reshape_and_cache, then its paged attention.
 
     Example:
       A step writes the twentieth token of a sequence whose blocks are 5 and 2, and attends to all twenty.

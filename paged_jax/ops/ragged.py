@@ -60,7 +60,7 @@ def ragged_paged_attention(
 
     Raises:
       ValueError, TypeError: a shape, dtype or option is wrong.
-      NotImplementedError: `implementation` lacks an option.
+      NotImplementedError: `implementation` cannot do the call.
 
     Aliasing: none, the caches are only read, in place. vmap: one call after the other. Sharding: heads and kv heads may
     be split alike. Source: PagedAttention (arXiv:2309.06180); vLLM's unified attention.
@@ -142,7 +142,7 @@ def prefix_attention(
 
     Raises:
       ValueError, TypeError: a shape, dtype or option is wrong.
-      NotImplementedError: `implementation` lacks an option.
+      NotImplementedError: `implementation` cannot do the call.
 
     Aliasing: none, the caches are only read, in place. vmap: one call after the other. Sharding: heads and kv heads may
     be split alike. Source: vLLM's forward_prefix.
