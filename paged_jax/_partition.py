@@ -36,12 +36,14 @@ type RunPart = Callable[[Splits], Callable]
 def split(op: str, run: Callable, operands: Any, static: Mapping[str, Any]) -> Any:
     """Computes `run(operands)`, on every device for its own part; `run` is traced for the shapes of a part."""
     leaves, tree = jax.tree.flatten(operands)
-    if jax.sharding.get_abstract_mesh().manual_axes:
-        return _part_of(run)(operands)
-    if _stays_whole(leaves):
+    is_part = bool(jax.sharding.get_abstract_mesh().manual_axes)
+    if not is_part and _stays_whole(leaves):
         return run(operands)
+    axes = CallAxes(op, operands, static)
+    if is_part:
+        return _part_of(run, axes)(operands)
     mesh = _explicit_mesh(leaves)
-    run = run if mesh is None else _part_of(run)
+    run = run if mesh is None else _part_of(run, axes)
     result_tree = None  # known once `run` was traced
 
     def run_part(splits: Splits) -> Callable:
@@ -53,10 +55,17 @@ def split(op: str, run: Callable, operands: Any, static: Mapping[str, Any]) -> A
 
         return jax.jit(run_flat)  # jit hides the constants that `run` needs, which `custom_partitioning` refuses
 
-    axes = CallAxes(op, operands, static)
     results = _split_by_xla(axes, run_part, leaves) if mesh is None else _split_by_types(axes, run_part, mesh, leaves)
     assert result_tree is not None
     return jax.tree.unflatten(result_tree, results)
+
+
+def whole_batch(x: jax.Array) -> jax.Array:
+    """The same array, with its first axis, that of a batch of calls, on every device, if its type says otherwise."""
+    sharding = jax.typeof(x).sharding
+    if sharding.spec[:1] in ((), (None,)):
+        return x
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, P(None, *sharding.spec[1:])))
 
 
 def types_split_rows(in_batched: Any, operands: Any) -> bool:
@@ -102,7 +111,7 @@ def _split_by_xla(axes: CallAxes, run_part: RunPart, leaves: Sequence[jax.Array]
 
     rule, sizes = axes.shardy_rule()
     whole.def_partition(partition, sharding_rule=rule, **sizes)
-    return _op_p.bind(*leaves, traced=jax.make_jaxpr(whole)(*leaves))
+    return _op_p.bind(*leaves, traced=jax.make_jaxpr(whole)(*leaves), sources=tuple(axes.sources))
 
 
 def _split_by_types(axes: CallAxes, run_part: RunPart, mesh: AbstractMesh, leaves: Sequence[jax.Array]) -> Any:
@@ -113,12 +122,12 @@ def _split_by_types(axes: CallAxes, run_part: RunPart, mesh: AbstractMesh, leave
     return jax.shard_map(run_part(splits), mesh=mesh, in_specs=operand_specs, out_specs=result_specs)(*leaves)
 
 
-def _part_of(run: Callable) -> Callable:
+def _part_of(run: Callable, axes: CallAxes) -> Callable:
     """Makes `run` a function that can be called inside a `shard_map`, on a device's part.
 
     There the type of an array says over which mesh axes its values vary from device to device. JAX cannot see into a
-    kernel, so `run` is traced without such types, and its results are said to vary over every mesh axis over which an
-    operand varies.
+    kernel, so `run` is traced without such types, and a result is said to vary over every mesh axis over which an
+    operand varies that it depends on.
     """
 
     def run_part(operands: Any) -> Any:
@@ -126,31 +135,37 @@ def _part_of(run: Callable) -> Callable:
         types = (jax.typeof(x) for x in leaves)
         parts = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in types]
         traced, results = jax.make_jaxpr(run, return_shape=True)(jax.tree.unflatten(tree, parts))
-        return jax.tree.unflatten(jax.tree.structure(results), _op_p.bind(*leaves, traced=traced))
+        flat = _op_p.bind(*leaves, traced=traced, sources=tuple(axes.sources))
+        return jax.tree.unflatten(jax.tree.structure(results), flat)
 
     return run_part
 
 
-# This primitive runs an op that JAX has traced. Its results have the shapes and dtypes of `traced`, and vary over every
-# mesh axis over which an operand varies.
+# This primitive runs an op that JAX has traced. Its results have the shapes and dtypes of `traced`. Each varies over
+# every mesh axis over which one of its `sources` varies, which are places of operands.
 
 _op_p = Primitive("paged_jax_op")
 _op_p.multiple_results = True
-_op_p.def_impl(lambda *leaves, traced: jaxpr_as_fun(traced)(*leaves))
+_op_p.def_impl(lambda *leaves, traced, sources: jaxpr_as_fun(traced)(*leaves))
 _op_p.is_high = lambda *_, **__: False  # JAX need not look inside: `_lower` traces `traced` again
 
 
 @_op_p.def_abstract_eval
-def _(*operands: Any, traced: Any) -> list[Any]:
-    varying = frozenset().union(*(x.manual_axis_type.varying for x in operands))
-    if not varying:
+def _(*operands: Any, traced: Any, sources: tuple[tuple[int, ...], ...]) -> list[Any]:
+    mesh = next((x.sharding.mesh for x in operands if x.manual_axis_type.varying), None)
+    if mesh is None:
         return traced.out_avals
-    mesh = next(x.sharding.mesh for x in operands if x.manual_axis_type.varying)
-    types = {"manual_axis_type": ManualAxisType(varying=varying)}
-    return [x.update(sharding=NamedSharding(mesh, x.sharding.spec), **types) for x in traced.out_avals]
+
+    def typed(result: Any, places: tuple[int, ...]) -> Any:
+        varying = frozenset().union(*(operands[i].manual_axis_type.varying for i in places))
+        sharding = NamedSharding(mesh, result.sharding.spec)
+        return result.update(sharding=sharding, manual_axis_type=ManualAxisType(varying=varying))
+
+    return [typed(result, places) for result, places in zip(traced.out_avals, sources, strict=True)]
 
 
-def _lower(context: Any, *leaves: Any, traced: Any) -> Any:
+def _lower(context: Any, *leaves: Any, traced: Any, sources: tuple[tuple[int, ...], ...]) -> Any:
+    del sources
     if context.module_context.lowering_parameters.for_export:
         # `partition` is a Python function and cannot be serialised. An exported op is therefore split by XLA alone.
         traced = next((e.params["call"] for e in traced.eqns if e.primitive.name == "custom_partitioning"), traced)

@@ -100,6 +100,7 @@ class CallAxes:
       names: the name of each flat operand. Leaves of one field have the same name.
       operands: the axes of each flat operand.
       results: the axes of each flat result.
+      sources: for each flat result, the places of the flat operands that it depends on.
       sizes: how many elements each factor has.
     """
 
@@ -114,11 +115,15 @@ class CallAxes:
             self.names.append(name)
             self.operands.append(axes)
         self.results: list[Axes] = []
+        self.sources: list[tuple[int, ...]] = []
         for result in rule.results:
-            if hasattr(operands, result):
-                self.results += [a for name, a in zip(self.names, self.operands, strict=True) if name == result]
-            else:
+            if not hasattr(operands, result):
                 self.results.append(_axes(result, rule))
+                self.sources.append(tuple(range(len(leaves))))
+                continue
+            pools = [i for i, name in enumerate(self.names) if name == result]
+            self.results += [self.operands[i] for i in pools]
+            self.sources += [self._sources_of_pool(i, result) for i in pools]
         shapes = [x.shape for _, x in leaves]
         self.sizes: dict[str, int] = {
             factors[0]: size
@@ -128,6 +133,12 @@ class CallAxes:
         }
         if "query" in self.names and "h" in self.sizes:
             self.sizes["g"] = shapes[self.names.index("query")][1] // self.sizes["h"]
+
+    def _sources_of_pool(self, pool: int, name: str) -> tuple[int, ...]:
+        """The operands that a pool depends on when it is written to: itself, and what is written, where, and scaled."""
+        half = "key" if "key" in name else "value"
+        written = {half, f"{half[0]}_scale", f"src_{half}_cache", "slot_mapping", "block_mapping"}
+        return tuple(i for i, other in enumerate(self.names) if i == pool or other in written)
 
     def choose(self, specs: Sequence[P], sizes: Mapping[str, int]) -> Splits:
         """Chooses the mesh axes of every factor, given the operands' shardings and the sizes of the mesh's axes."""
@@ -164,11 +175,13 @@ class CallAxes:
         unsplit = (f"whole{i}" for i in itertools.count())
 
         def word(factors: Factors) -> str:
-            factors = tuple(f for f in factors if f != "g" or self.sizes["g"] > 1)
+            if len(factors) > 1:  # Shardy refuses factors of one element beside others
+                factors = tuple(f for f in factors if self.sizes[f] > 1) or factors[:1]
             return f"({' '.join(factors)})" if len(factors) > 1 else factors[0] if factors else next(unsplit)
 
         sides = (", ".join(" ".join(map(word, axes)) for axes in side) for side in (self.operands, self.results))
-        return " -> ".join(sides), {"g": self.sizes["g"]} if self.sizes.get("g", 1) > 1 else {}
+        rule = " -> ".join(sides)
+        return rule, {"g": self.sizes["g"]} if "(h g)" in rule else {}
 
 
 def _operand(path: Sequence[Any], num_axes: int, rule: _Rule, layout: str) -> tuple[str, Axes]:

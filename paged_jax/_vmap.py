@@ -69,7 +69,8 @@ def _one_by_one(call: Callable, in_batched: Any, operands: Any) -> Any:
     """Computes a batch of calls of `call` one after the other."""
     leaves, tree = jax.tree.flatten(operands)
     flags = jax.tree.leaves(in_batched)
-    batched = [x for x, flag in zip(leaves, flags, strict=True) if flag]
+    # Calls follow one another on all devices, so that each device needs its part of every call.
+    batched = [_partition.whole_batch(x) for x, flag in zip(leaves, flags, strict=True) if flag]
 
     def one(element):
         element = iter(element)

@@ -9,9 +9,9 @@ from paged_jax import _splits, _validate
 NUM_SEQS, NUM_KV_HEADS = 6, 4
 
 
-def call_axes(num_heads=8):
+def call_axes(num_heads=8, num_kv_heads=NUM_KV_HEADS):
     """The axes of a call of decode."""
-    pool = jnp.zeros((3, NUM_KV_HEADS, 8, 16))
+    pool = jnp.zeros((3, num_kv_heads, 8, 16))
     tables, lens = jnp.zeros((NUM_SEQS, 2), jnp.int32), jnp.zeros(NUM_SEQS, jnp.int32)
     operands = _validate.decode_operands(jnp.zeros((NUM_SEQS, num_heads, 16)), pool, pool, tables, lens, {})
     return _splits.CallAxes("paged_attention", operands, {})
@@ -46,4 +46,13 @@ def test_a_group_of_one_query_head_is_no_factor():
     assert sizes == {"g": 2}
     rule, sizes = call_axes(num_heads=NUM_KV_HEADS).shardy_rule()
     assert "g" not in rule
+    assert sizes == {}
+
+
+@pytest.mark.parametrize(("num_heads", "word"), [(8, "g"), (1, "h")])
+def test_one_kv_head_is_no_factor_beside_its_group(num_heads, word):
+    """Shardy refuses factors of one element beside others."""
+    rule, sizes = call_axes(num_heads, num_kv_heads=1).shardy_rule()
+    assert rule.startswith(f"n {word} ")
+    assert "(" not in rule
     assert sizes == {}
