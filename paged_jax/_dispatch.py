@@ -86,7 +86,13 @@ def _on_platform(op: str, implementation: str | None, operands: Any, static: dic
     if implementation == "xla":
         return run("xla", operands)
     if implementation is not None:
-        return jax.lax.platform_dependent(operands, cuda=functools.partial(run, implementation))
+        results = jax.eval_shape(functools.partial(run, "xla"), operands)
+        elsewhere = Unsupported(implementation, ["needs an NVIDIA GPU"])
+        return jax.lax.platform_dependent(
+            operands,
+            cuda=functools.partial(run, implementation),
+            default=lambda _: _selection.refuse(elsewhere, results),
+        )
 
     through_xla = jax.jit(functools.partial(run, "xla"))  # as a jitted function it is traced once for both branches
 
@@ -111,6 +117,8 @@ def _try(op: str, operands: Any, static: dict[str, Any]) -> tuple[Selection, Any
 def _answer(op: str, operands: Any, static: dict[str, Any], implementation: str | None, platform: str) -> Selection:
     """The answer for `which_implementation`."""
     if implementation is not None:
+        if implementation in _ON_CUDA and platform != "cuda":
+            raise Unsupported(implementation, [f"needs an NVIDIA GPU, this is a {platform}"])
         _load(implementation, op)(*operands, **static)
         return Selection(op, implementation, {})
     if platform == "cuda":

@@ -6,14 +6,16 @@ XLA would gather all operands of a kernel on every device, because a kernel is a
 - Under plain `jit` on a mesh with Auto axes, the op is a `custom_partitioning`. Once XLA has propagated shardings
   through the whole program, it calls `partition` for each call of the op. Layers that are split alike are lowered once.
 - On a mesh with Explicit axes, the types of the operands say how they are sharded, and a `shard_map` around the op
-  follows them.
-- Inside a `shard_map` the operands are a device's part already.
+  follows them, also inside a `shard_map` over the mesh's other axes.
+- Inside any other `shard_map` the operands are a device's part already. (If it is over some axes of a mesh only and the
+  others are Auto, XLA gathers along these what a kernel reads.)
 
 The devices exchange nothing inside an op. Operands that are split along another axis (blocks, tokens of a block,
 elements of a head) are resharded by JAX before it.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,10 +41,9 @@ def split(op: str, run: Callable, operands: Any, static: Mapping[str, Any]) -> A
     is_part = bool(jax.sharding.get_abstract_mesh().manual_axes)
     if not is_part and _stays_whole(leaves):
         return run(operands)
-    axes = CallAxes(op, operands, static)
-    if is_part:
+    axes, mesh = CallAxes(op, operands, static), _explicit_mesh(leaves)
+    if is_part and mesh is None:
         return _part_of(run, axes)(operands)
-    mesh = _explicit_mesh(leaves)
     run = run if mesh is None else _part_of(run, axes)
     result_tree = None  # known once `run` was traced
 
@@ -119,7 +120,9 @@ def _split_by_types(axes: CallAxes, run_part: RunPart, mesh: AbstractMesh, leave
     splits = axes.choose([jax.typeof(x).sharding.spec for x in leaves], mesh.shape)
     operand_specs, result_specs = (tuple(splits.specs(arrays)) for arrays in (axes.operands, axes.results))
     leaves = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(leaves, operand_specs, strict=True)]
-    return jax.shard_map(run_part(splits), mesh=mesh, in_specs=operand_specs, out_specs=result_specs)(*leaves)
+    explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Explicit}
+    on_each = functools.partial(jax.shard_map, mesh=mesh, axis_names=explicit)
+    return on_each(run_part(splits), in_specs=operand_specs, out_specs=result_specs)(*leaves)
 
 
 def _part_of(run: Callable, axes: CallAxes) -> Callable:

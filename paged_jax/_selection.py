@@ -5,10 +5,10 @@ import contextvars
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -49,7 +49,8 @@ def which_implementation(op: Callable, *args: Any, platform: Platform | None = N
       The selection: its `name`, the `reasons` of each implementation that cannot take the call, and a readable `str`.
 
     Raises:
-      ValueError, TypeError: the call itself raises it, or `op` is not a function of this package.
+      ValueError, TypeError: the call itself raises it, `platform` is no such name, or `op` is not a function of this
+        package.
       NotImplementedError: the implementation that was asked for by name lacks an option.
 
     Example:
@@ -61,6 +62,8 @@ def which_implementation(op: Callable, *args: Any, platform: Platform | None = N
       >>> which_implementation(paged_attention, *arrays, platform="cpu").name
       'xla'
     """
+    if platform not in (None, *get_args(Platform)):
+        raise ValueError(f"platform must be one of {get_args(Platform)} or None, got {platform!r}")
     leaves, tree = jax.tree.flatten((args, options))
     abstract = [x for x in leaves if isinstance(x, jax.ShapeDtypeStruct)]
     question = _Question(_platform(leaves) if platform is None else platform)
@@ -126,6 +129,28 @@ _warn_p = Primitive("paged_jax_warn")
 _warn_p.def_impl(lambda x, **_: x)
 _warn_p.def_abstract_eval(lambda x, **_: x)
 mlir.register_lowering(_warn_p, lambda context, x, **_: [x])
+
+
+def refuse(error: Exception, results: Any) -> Any:
+    """Stands in for `results`, a pytree of `jax.ShapeDtypeStruct`s, in a branch of a platform that cannot compute them.
+
+    JAX traces all branches of a call on every platform. The error is raised when this one is lowered.
+    """
+    leaves, tree = jax.tree.flatten(results)
+    types = tuple((x.shape, x.dtype) for x in leaves)
+    return jax.tree.unflatten(tree, _refuse_p.bind(error=error, types=types))
+
+
+_refuse_p = Primitive("paged_jax_refuse")
+_refuse_p.multiple_results = True
+_refuse_p.def_abstract_eval(lambda *, error, types: [ShapedArray(*shape) for shape in types])
+
+
+def _lower_refusal(context: Any, *, error: Exception, types: tuple) -> Any:
+    raise error
+
+
+mlir.register_lowering(_refuse_p, _lower_refusal)
 
 
 def _lower_for_cuda(context: Any, x: Any, *, op: str, reasons: tuple[tuple[str, tuple[str, ...]], ...]) -> list[Any]:

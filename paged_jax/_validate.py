@@ -5,7 +5,6 @@ Every message names the argument, says what was expected and shows what came:
 """
 
 import dataclasses
-import math
 from typing import Any, NamedTuple, get_args
 
 import jax.numpy as jnp
@@ -295,8 +294,9 @@ def _attention_options(
                 raise ValueError(f"{name} must be None with causal=False, got {options[name]!r}")
     if (window := options["sliding_window"]) is not None:
         _checks.static_int("sliding_window", window)
-    if (cap := options["logits_soft_cap"]) is not None and not (_checks.is_number(cap) and 0 < cap < math.inf):
-        raise ValueError(f"logits_soft_cap must be a finite number > 0 or None, got {cap!r}")
+    cap, float32 = options["logits_soft_cap"], np.finfo(np.float32)
+    if cap is not None and not (_checks.is_number(cap) and float(float32.tiny) <= cap <= float(float32.max)):
+        raise ValueError(f"logits_soft_cap must be a finite number > 0 of float32 or None, got {cap!r}")
     if (max_seq_len := options["max_seq_len"]) is not None:
         _checks.static_int("max_seq_len", max_seq_len, least=0)
     scale = head_size**-0.5 if options["scale"] is None else options["scale"]

@@ -11,7 +11,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from paged_jax import cache_ops, ops
+from paged_jax import _checks, cache_ops, ops
 from paged_jax._dispatch import Implementation
 from paged_jax.options import Layout, QueryOptions, block_axis, head_axis
 from paged_jax.shapes import (
@@ -99,15 +99,13 @@ class PagedKVCache:
           head_size: elements of a head, a multiple of 8 up to 256; for "vllm" also of x = 16 // itemsize.
           dtype: the dtype of both pools: float16, bfloat16, float32, float8_e4m3fn, float8_e5m2 or int8.
           layout: "hnd", "nhd" or "vllm".
-          k_scale, v_scale: [], [num_kv_heads] or [num_blocks, num_kv_heads, block_size], stored as float32, or None for
-            1. An int8 cache needs both in order to write or attend.
+          k_scale, v_scale: [], [num_kv_heads] or [num_blocks, num_kv_heads, block_size], stored as float32; None for 1.
 
         Returns:
           The cache, on JAX's default device.
 
         Raises:
-          ValueError: a size, dtype, layout or scale is not among those above, or int32 cannot count the slots.
-          TypeError: `dtype` is no dtype, or a size is no integer.
+          ValueError, TypeError: a size, dtype, layout or scale is not among those above, or int32 cannot count slots.
         """
         check_sizes(num_blocks, block_size, num_kv_heads, head_size)
         key_shape, value_shape = cache_shapes(num_blocks, block_size, num_kv_heads, head_size, dtype, layout)
@@ -215,7 +213,7 @@ class PagedKVCache:
         out, lse = ops.paged_attention(
             *arrays, return_lse=True, implementation=implementation, **options, **self._contract
         )
-        return (out, lse) if return_lse else out
+        return (out, lse) if _checks.flag("return_lse", return_lse) else out
 
     # fmt: off
     @overload
@@ -253,7 +251,7 @@ class PagedKVCache:
         out, lse, *pools = ops.write_and_attend(
             *arrays, return_lse=True, implementation=implementation, **options, **self._contract
         )
-        return (out, lse, self._with(pools)) if return_lse else (out, self._with(pools))
+        return (out, lse, self._with(pools)) if _checks.flag("return_lse", return_lse) else (out, self._with(pools))
 
     # fmt: off
     @overload
@@ -290,7 +288,7 @@ class PagedKVCache:
         out, lse = ops.ragged_paged_attention(
             *arrays, causal=causal, return_lse=True, implementation=implementation, **options, **self._contract
         )
-        return (out, lse) if return_lse else out
+        return (out, lse) if _checks.flag("return_lse", return_lse) else out
 
     # fmt: off
     @overload
@@ -329,7 +327,7 @@ class PagedKVCache:
         out, lse = ops.prefix_attention(
             *arrays, causal=causal, return_lse=True, implementation=implementation, **options, **self._contract
         )
-        return (out, lse) if return_lse else out
+        return (out, lse) if _checks.flag("return_lse", return_lse) else out
 
     def copy_blocks(self, block_mapping: BlockMapping, *, implementation: Implementation | None = None) -> Self:
         """Copies whole blocks within this cache, with their scales if each slot has its own: `copy_blocks`.

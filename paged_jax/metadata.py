@@ -256,6 +256,8 @@ def _check_slots(slot_mapping: np.ndarray, num_slots: int, query_start_loc: np.n
 
 
 def _check_lens(seq_lens: np.ndarray, max_blocks_per_seq: int, block_size: int) -> None:
+    if block_size < 1:
+        raise ValueError(f"block_size must be positive, got {block_size}")
     _raise_first(seq_lens < 0, lambda row: f"row {row}: seq_len {seq_lens[row]} is negative")
     _raise_first(
         seq_lens > max_blocks_per_seq * block_size,
@@ -313,6 +315,8 @@ def _bounds(seq_lens: np.ndarray, query_lens: np.ndarray, num_prefills: int, giv
 
 
 def _bound(name: str, given: int | None, exact: int) -> int:
+    if given is not None and not isinstance(given, int | np.integer):
+        raise TypeError(f"{name} must be an int or None, got {type(given).__name__}")
     if given is not None and given < exact:
         raise ValueError(f"{name} must be at least the batch's own {exact}, got {given}")
     return int(exact if given is None else given)

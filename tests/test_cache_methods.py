@@ -37,6 +37,21 @@ def assert_equal(actual, expected):
         np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32), strict=True)
 
 
+def test_methods_take_no_other_flag_than_a_bool():
+    """As their ops do."""
+    cache, query = filled("slot", "head"), tokens(2, HEADS)
+    new, slots, starts = tokens(2, KV_HEADS), np.array([6, 2], np.int32), np.array([0, 1, 2], np.int32)
+    calls = [
+        lambda flag: cache.attend(query, TABLES, LENS, return_lse=flag),
+        lambda flag: cache.attend_ragged(query, TABLES, LENS, starts, return_lse=flag),
+        lambda flag: cache.attend_prefix(query, new, new, TABLES, LENS, starts, return_lse=flag),
+        lambda flag: cache.write_and_attend(query, new, new, TABLES, LENS, slots, return_lse=flag),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match="return_lse must be a static bool, got str"):
+            call("no")
+
+
 @pytest.mark.parametrize("return_lse", [None, False, True])
 def test_methods_are_their_ops(return_lse):
     cache = filled("slot", "head")

@@ -188,6 +188,7 @@ BAD_BUILDS = {
     "query bound": ({"max_query_len": 2}, "max_query_len must be at least the batch's own 4, got 2"),
     "prefill bound": ({"max_prefill_seq_len": 5}, "max_prefill_seq_len must be at least the batch's own 6, got 5"),
     "decode len bound": ({"max_decode_seq_len": 2}, "max_decode_seq_len must be at least the batch's own 3, got 2"),
+    "block size": ({"block_size": 0}, "block_size must be positive, got 0"),
     "columns": ({"max_blocks_per_seq": 1}, "max_blocks_per_seq must be at least the batch's own 2, got 1"),
 }
 
@@ -198,6 +199,11 @@ def test_build_metadata_refuses(case):
     changes, message = BAD_BUILDS[case]
     with pytest.raises(ValueError, match=message):
         build_metadata(**(GOOD | changes))
+
+
+def test_bounds_are_whole_numbers():
+    with pytest.raises(TypeError, match="max_query_len must be an int or None, got float"):
+        build_metadata(**GOOD, max_query_len=5.9)
 
 
 CHECKED = {

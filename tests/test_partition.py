@@ -417,13 +417,20 @@ def test_the_layers_of_a_model_are_lowered_once(monkeypatch):
     assert len(lowered) == 2
 
 
-def test_a_shard_map_over_some_axes_leaves_the_others_to_jax():
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_a_shard_map_over_some_axes_leaves_the_others_to_jax(kind, seen):
+    """If they are Explicit, the op is split along them, too."""
     fun, names, arrays = bind("paged_attention_v1")
-    mesh = make_mesh()
+    mesh = make_mesh(kind)
     inner = [P("dp") if name in ("query", "block_tables", "seq_lens") else P() for name in names]
     sharded = jax.shard_map(fun, mesh=mesh, in_specs=tuple(inner), out_specs=P("dp"), axis_names={"dp"})
     placed = place(arrays, specs_of("paged_attention_v1", names, "dp", "tp"), mesh)
-    assert_same(jax.jit(sharded)(*placed), expected("paged_attention_v1"))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(sharded).lower(*placed).compile()
+        assert_same(compiled(*placed), expected("paged_attention_v1"))
+    if kind is AxisType.Explicit:
+        assert seen[-1][0] == placed[0].addressable_shards[0].data.shape
+        assert_nothing_is_exchanged(compiled)
 
 
 def test_empty_operands_and_pools_on_the_host_are_never_split():

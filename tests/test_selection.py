@@ -93,7 +93,22 @@ def test_which_implementation():
         taken = which_implementation(paged_jax.copy_blocks, CACHE, CACHE, PAIRS, platform="cuda")
     assert (taken.name, taken.reasons, str(taken)) == ("triton", {}, "copy_blocks runs through 'triton'")
     with mock.patch.object(triton, "paged_attention", refusing("lacks it")), pytest.raises(Unsupported, match="lacks"):
-        which_implementation(paged_jax.paged_attention, *DECODE, implementation="triton")
+        which_implementation(paged_jax.paged_attention, *DECODE, implementation="triton", platform="cuda")
+
+
+@pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="here they run")
+def test_what_needs_a_gpu_says_so_elsewhere(implementation):
+    def call(*arrays):
+        return paged_jax.paged_attention(*arrays, implementation=implementation)
+
+    arrays = [jnp.ones((2, 4, 64), jnp.bfloat16), *[jnp.ones((5, 2, 8, 64), jnp.bfloat16)] * 2, *DECODE[3:]]
+    for lower in (call, jax.jit(call), jax.vmap(call, in_axes=(None, None, None, None, None), axis_size=2)):
+        with pytest.raises(Unsupported, match=f"^implementation '{implementation}' needs an NVIDIA GPU$"):
+            lower(*arrays)
+    with pytest.raises(Unsupported, match="needs an NVIDIA GPU, this is a cpu"):
+        which_implementation(paged_jax.paged_attention, *arrays, implementation=implementation)
+    assert "paged_jax_refuse" not in lower_for_cuda(call, *arrays)
 
 
 def test_which_implementation_takes_shapes_methods_and_nothing_else():
@@ -104,6 +119,8 @@ def test_which_implementation_takes_shapes_methods_and_nothing_else():
     assert which_implementation(cache.attend, QUERY, *DECODE[3:], platform="cpu").op == "paged_attention"
     with pytest.raises(TypeError, match="op must be a function of paged_jax that runs on an implementation"):
         which_implementation(jnp.sum, QUERY)
+    with pytest.raises(ValueError, match=r"platform must be one of \('cpu', 'cuda'\) or None, got 'gpu'"):
+        which_implementation(paged_jax.paged_attention, *DECODE, platform="gpu")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="layout must be one of"):
         which_implementation(paged_jax.paged_attention, *DECODE, layout="bshd")
 
