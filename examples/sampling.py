@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float32, Int32
 
+_COLDEST = 1e-30  # temperature by which finite logits of up to 10 ** 8 can be divided
 _PARTS = 8  # the vocabulary is cut in so many parts
 _CANDIDATES = 128  # the likeliest tokens of each part, from which top-k and top-p choose
 
@@ -55,7 +56,8 @@ def sample(
     temperature, top_p = (jnp.broadcast_to(jnp.asarray(x, jnp.float32), (num_seqs,)) for x in (temperature, top_p))
     top_k = jnp.broadcast_to(jnp.asarray(top_k, jnp.int32), (num_seqs,))
     is_drawn = temperature > 0
-    scaled = logits / jnp.where(is_drawn, temperature, 1)[:, None]
+    # Colder draws take the likeliest token anyway, and their logits would not be finite.
+    scaled = logits / jnp.where(is_drawn, jnp.maximum(temperature, _COLDEST), 1)[:, None]
     is_cut = is_drawn & ((top_k > 0) | (top_p < 1))
     kept = jax.lax.cond(is_cut.any(), lambda: _cut(scaled, top_k, top_p), lambda: scaled)
     # The likeliest token after Gumbel noise is a draw (https://arxiv.org/abs/1411.0030, section 2).

@@ -294,6 +294,11 @@ def test_configs_that_are_refused(fields, message):
         EngineConfig(**({"max_model_len": 48, "max_num_seqs": 4, "max_tokens_per_step": 16} | fields))
 
 
+def test_sizes_of_a_config_are_whole_numbers():
+    with pytest.raises(TypeError, match="max_model_len must be an int, got float"):
+        EngineConfig(max_model_len=8.5)
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [

@@ -25,6 +25,13 @@ def logits():
 jitted = jax.jit(sample)
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1.2e-38])
+def test_cold_draws_take_the_likeliest_token(temperature):
+    logits = jnp.array([[10.0, 20.0, 15.0]])
+    assert jitted(logits, jax.random.key(0), temperature=temperature).tolist() == [1]
+    assert jitted(logits, jax.random.key(0), temperature=temperature, top_k=2).tolist() == [1]
+
+
 def draw(logits, seed=0, **options):
     """Makes NUM_DRAWS independent draws from one row."""
     rows = jnp.broadcast_to(logits[None, :], (NUM_DRAWS, logits.size))

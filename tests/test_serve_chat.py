@@ -36,6 +36,14 @@ def test_chat_templates(tmp_path):
         ChatTemplate("{% for %}")
 
 
+def test_templates_that_cannot_be_read(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": ["x"]}')
+    assert load_template(tmp_path).render([{"role": "user", "content": "Hi"}])  # as if there were none
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match="not UTF-8"):
+        load_template(tmp_path)
+
+
 @pytest.mark.parametrize(("token", "token_bytes"), [(ord("a"), [ord("a")]), ("é".encode()[0], None)])
 def test_the_bytes_of_a_token(token, token_bytes):
     """The tiny model's tokens are bytes; a part of a character is no text, so that its bytes are not told."""

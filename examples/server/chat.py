@@ -76,9 +76,13 @@ def load_template(folder: Path) -> ChatTemplate:
         special_tokens[name] = token if isinstance(token, str) else ""
     source: Any = settings.get("chat_template")
     if (folder / "chat_template.jinja").exists():
-        source = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        try:
+            source = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{folder} has a chat_template.jinja that is not UTF-8") from error
     if isinstance(source, list):  # several templates with names
-        source = next((item.get("template") for item in source if item.get("name") == "default"), None)
+        named = [item for item in source if isinstance(item, dict)]
+        source = next((item.get("template") for item in named if item.get("name") == "default"), None)
     if source is None:
         return ChatTemplate()
     if not isinstance(source, str):

@@ -55,6 +55,8 @@ class EngineConfig:
 
     def __post_init__(self):
         for name in ("max_model_len", "max_num_seqs", "max_tokens_per_step", "max_prompts_per_step"):
+            if not isinstance(getattr(self, name), int):
+                raise TypeError(f"{name} must be an int, got {type(getattr(self, name)).__name__}")
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.max_tokens_per_step < self.max_num_seqs:

@@ -76,10 +76,7 @@ class Engine(BaseEngine):
 
     @override
     def reset(self, config: EngineConfig | None = None) -> None:
-        config = config or self.config
-        if config.compiled != self.config.compiled:
-            raise ValueError("reset cannot change what is compiled: make a new Engine")
-        _check_pool(config, self._runner.num_blocks)
+        config = self._checked(config)
         self._runner.reset()
         self.config = config
         self._blocks = BlockManager(
@@ -95,6 +92,14 @@ class Engine(BaseEngine):
         self._launched: Launched | None = None
         self._next_id = self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
         self._seconds = 0.0
+
+    def _checked(self, config: EngineConfig | None) -> EngineConfig:
+        """The config that a reset with this one leads to; raises ValueError if it cannot."""
+        config = config or self.config
+        if config.compiled != self.config.compiled:
+            raise ValueError("reset cannot change what is compiled: make a new Engine")
+        _check_pool(config, self._runner.num_blocks)
+        return config
 
     @override
     def add_request(

@@ -80,6 +80,7 @@ class LeadingEngine(Engine):
 
     def reset(self, config: EngineConfig | None = None) -> None:
         """Does what `Engine.reset` does; the followers do it before the next step."""
+        self._checked(config)  # a config that is refused is not sent to the followers
         self._tell("reset", None if config is None else dataclasses.asdict(config))
         super().reset(config)
 
