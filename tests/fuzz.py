@@ -269,7 +269,7 @@ def _runner(program, implementation, interpreted):
 
     device = jax.devices("cpu" if implementation == "xla" or interpreted else "gpu")[0]
     if program.op == "story":
-        return fuzz_story.begin(program, implementation, device)
+        return fuzz_story.begin(program, implementation, device, jitted=not interpreted)
     if interpreted:  # the interpreters take arrays, not tracers
         program = dataclasses.replace(program, transform="none")
     vmapped, donated = program.transform.startswith("vmap"), program.transform == "donate"

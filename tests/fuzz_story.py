@@ -23,9 +23,9 @@ _SPARE = 3  # so many more blocks has the pool to which blocks are swapped
 class Story:
     """One history: the allocator's state, the pools on the device, and the tokens of each sequence."""
 
-    def __init__(self, program, implementation, device):
+    def __init__(self, program, implementation, device, *, jitted):
         self.program, self.case = program, program.case
-        self.device, self.ops = device, _operations(program, implementation)
+        self.device, self.ops = device, _operations(program, implementation, jitted)
         self.dtype = inputs.dtype_of(self.case.cache_dtype or self.case.dtype)
         self.narrower = self.dtype.itemsize < inputs.dtype_of(self.case.dtype).itemsize
         self.num_seqs = max(2, min(program.num_seqs, 8))
@@ -128,8 +128,8 @@ class Story:
         return fuzz_check.attend(query, *both, positions, bare, options, True, exact)
 
 
-def _operations(program, implementation):
-    """Makes the jitted operations, each of which updates its pools in place."""
+def _operations(program, implementation, jitted):
+    """Makes the operations, each of which updates its pools in place if it is jitted."""
     common = {"implementation": implementation}
     layout = {"layout": program.case.layout}
 
@@ -146,13 +146,15 @@ def _operations(program, implementation):
         flags = scales | layout | common
         return paged_jax.paged_attention(query, *caches, tables, lens, return_lse=True, **flags)
 
+    if not jitted:
+        return {"copy": copy, "write": write, "swap": swap, "attend": attend}
     jit = partial(jax.jit, donate_argnums=0)
     return {"copy": jit(copy), "write": jit(write), "swap": jax.jit(swap, donate_argnums=1), "attend": jax.jit(attend)}
 
 
-def begin(program, implementation, device):
-    """Makes a function that runs one random history."""
-    story = Story(program, implementation, device)
+def begin(program, implementation, device, *, jitted=True):
+    """Makes a function that runs one random history. Nothing may be jitted for an interpreter that takes arrays only."""
+    story = Story(program, implementation, device, jitted=jitted)
 
     def run(rng):
         story.begin(rng)
