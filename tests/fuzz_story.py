@@ -153,7 +153,7 @@ def _operations(program, implementation, jitted):
 
 
 def begin(program, implementation, device, *, jitted=True):
-    """Makes a function that runs one random history. Nothing may be jitted for an interpreter that takes arrays only."""
+    """Makes a function that runs one random history. For an interpreter that takes arrays only, nothing is jitted."""
     story = Story(program, implementation, device, jitted=jitted)
 
     def run(rng):
