@@ -1,4 +1,4 @@
-"""Tests which Mosaic GPU kernel runs an op: ragged attention of one query of one sequence is decode."""
+"""Tests which Mosaic GPU kernel runs ragged attention, as one query of one sequence is decode, and where it leads."""
 
 from dataclasses import replace
 from unittest import mock
@@ -15,7 +15,7 @@ from tests import inputs
 from tests.cases import Sparse
 from tests.mosaic_interpreter import SMALL_GPU, run_op
 from tests.test_cache_ops import assert_same_bytes
-from tests.test_mosaic_gpu_ragged import check, operands_of, small
+from tests.test_mosaic_gpu_ragged import check, operands_of, prefix_operands_of, small
 
 # NumPy gives this warning when arithmetic meets the poison, which is NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -94,3 +94,35 @@ def test_one_query_that_decode_does_not_take_is_not_its_to_lead(head_size, block
     case = replace(case, block_sparse=block_sparse)
     with mock.patch.object(jax, "local_devices"):
         assert _dispatch._on_cuda("ragged_paged_attention", operands_of(case, inputs.make(case)))[0] == first
+
+
+@pytest.mark.parametrize(
+    ("queries", "num_seqs", "cache_dtype", "first"),
+    [
+        (1, 2, "bfloat16", "mosaic_gpu"),
+        (4, 1, "bfloat16", "triton"),
+        (5, 1, "bfloat16", "mosaic_gpu"),
+        (1, 1, "float8_e4m3fn", "mosaic_gpu"),
+        (4, 2, "float8_e4m3fn", "mosaic_gpu"),
+        (5, 2, "float8_e4m3fn", "mosaic_gpu"),
+        (700, 2, "bfloat16", "mosaic_gpu"),
+    ],
+)
+def test_leads_but_for_few_queries_of_one_sequence_over_16_bits(queries, num_seqs, cache_dtype, first):
+    lens = {"seq_lens": (900, 700)[:num_seqs], "query_lens": (queries,) * num_seqs}
+    case = small("leads", 8, 2, 64, 16, "bfloat16", cache_dtype, **lens, padding=0)
+    made = inputs.make(case)
+    with mock.patch.object(jax, "local_devices"):
+        assert _dispatch._on_cuda("ragged_paged_attention", operands_of(case, made))[0] == first
+        if cache_dtype == "bfloat16":
+            assert _dispatch._on_cuda("prefix_attention", prefix_operands_of(case, made))[0] == first
+
+
+@pytest.mark.parametrize(("queries", "first"), [(4, "triton"), (5, "mosaic_gpu")])
+def test_few_queries_over_8_bits_that_warps_cannot_convert_alone(queries, first):
+    lens = {"seq_lens": (900, 700), "query_lens": (queries,) * 2}
+    made = inputs.make(small("prefix", 8, 2, 64, 16, "bfloat16", "float8_e4m3fn", **lens, padding=0))
+    slots = small("slots", 8, 2, 64, 16, "bfloat16", "int8", k_scale="slot", **lens, padding=0)
+    with mock.patch.object(jax, "local_devices"):
+        assert _dispatch._on_cuda("prefix_attention", prefix_operands_of(slots, made))[0] == first
+        assert _dispatch._on_cuda("ragged_paged_attention", operands_of(slots, inputs.make(slots)))[0] == first

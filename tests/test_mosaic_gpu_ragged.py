@@ -5,7 +5,6 @@ On a GPU the tests of the operations run these kernels too.
 
 import itertools
 from dataclasses import replace
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +12,7 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
-import paged_jax
-from paged_jax import _dispatch, _validate
+from paged_jax import _validate
 from paged_jax.kernels.mosaic_gpu import ragged, ragged_tuning
 from paged_jax.kernels.mosaic_gpu.device import ragged_count, ragged_plan
 from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Counted, Lengths
@@ -354,38 +352,6 @@ def check_on_a_gpu(case, made, operands, tuning, monkeypatch):
         assert_same_bytes(actual, wanted, "a second run")
 
 
-@pytest.mark.parametrize(
-    ("queries", "num_seqs", "cache_dtype", "first"),
-    [
-        (1, 2, "bfloat16", "mosaic_gpu"),
-        (4, 1, "bfloat16", "triton"),
-        (5, 1, "bfloat16", "mosaic_gpu"),
-        (1, 1, "float8_e4m3fn", "mosaic_gpu"),
-        (4, 2, "float8_e4m3fn", "mosaic_gpu"),
-        (5, 2, "float8_e4m3fn", "mosaic_gpu"),
-        (700, 2, "bfloat16", "mosaic_gpu"),
-    ],
-)
-def test_leads_but_for_few_queries_of_one_sequence_over_16_bits(queries, num_seqs, cache_dtype, first):
-    lens = {"seq_lens": (900, 700)[:num_seqs], "query_lens": (queries,) * num_seqs}
-    case = small("leads", 8, 2, 64, 16, "bfloat16", cache_dtype, **lens, padding=0)
-    made = inputs.make(case)
-    with mock.patch.object(jax, "local_devices"):
-        assert _dispatch._on_cuda("ragged_paged_attention", operands_of(case, made))[0] == first
-        if cache_dtype == "bfloat16":
-            assert _dispatch._on_cuda("prefix_attention", prefix_operands_of(case, made))[0] == first
-
-
-@pytest.mark.parametrize(("queries", "first"), [(4, "triton"), (5, "mosaic_gpu")])
-def test_few_queries_over_8_bits_that_warps_cannot_convert_alone(queries, first):
-    lens = {"seq_lens": (900, 700), "query_lens": (queries,) * 2}
-    made = inputs.make(small("prefix", 8, 2, 64, 16, "bfloat16", "float8_e4m3fn", **lens, padding=0))
-    slots = small("slots", 8, 2, 64, 16, "bfloat16", "int8", k_scale="slot", **lens, padding=0)
-    with mock.patch.object(jax, "local_devices"):
-        assert _dispatch._on_cuda("prefix_attention", prefix_operands_of(slots, made))[0] == first
-        assert _dispatch._on_cuda("ragged_paged_attention", operands_of(slots, inputs.make(slots)))[0] == first
-
-
 @pytest.mark.gpu
 def test_under_vmap_on_a_gpu():
     """Runs long contexts, which are split and merged, in a loop over a batch of calls."""
@@ -397,74 +363,3 @@ def test_under_vmap_on_a_gpu():
     wanted = [ragged.ragged_paged_attention(query, *operands[1:]) for query in queries]
     for actual, *expected in zip(looped(queries), *wanted, strict=True):
         assert_same_bytes(np.asarray(actual), np.stack(expected), "in a loop")
-
-
-def of_any_size(case):
-    """Makes inputs with queries of the size 2 ** -90 or 2 ** 60, to which the scale of keys is fit, and one not finite.
-
-    Returns them, and which rows are finite.
-    """
-    made = inputs.make(case)
-    query = made.ragged["query"]
-    size = np.where(np.arange(len(query)) % 3 == 1, 2.0**-90, 2.0**60)[:, None, None]
-    query = np.asarray(query.astype(np.float32) * size, query.dtype)
-    query[made.num_rows - 1, 0] = np.nan
-    query[made.num_rows - 1 :, 1] = np.inf
-    query[made.num_rows :, 0] = np.nan
-    made.ragged["query"], made.arrays["k_scale"] = query, np.float32(2.0**-60)
-    return made, np.arange(len(query)) != made.num_rows - 1
-
-
-@pytest.mark.parametrize("implementation", ["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
-def test_queries_of_any_size_over_8_bits(implementation):
-    """float16, in which they are multiplied, holds none of these by itself. No row changes what another one gets."""
-    case = small("any-size", 4, 2, 64, 16, "bfloat16", "float8_e4m3fn", k_scale="scalar", padding=3)
-    made, ordinary = of_any_size(case)
-    operands = operands_of(case, made)
-    if implementation == "gpu":
-        out, lse = jax.jit(ragged.ragged_paged_attention)(*jax.device_put(operands, jax.devices("gpu")[0]))
-    else:
-        out, lse = call("ragged_paged_attention", operands, **TINY_TILES)
-        assert not interpret_pallas_call.get_races().races_found
-    exact, rough = (module.ragged(**made.ragged, **made.arrays, **made.static) for module in (oracle, plain))
-    for actual, wanted, yardstick in zip((out, lse), exact, rough, strict=True):
-        plain.assert_close(np.asarray(actual)[ordinary], wanted[ordinary], yardstick[ordinary], "any size")
-
-
-@pytest.mark.parametrize("implementation", ["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("dtypes", [("bfloat16", "float8_e4m3fn"), ("float16", "float16")], ids="-".join)
-def test_many_small_weights(dtypes, implementation):
-    """199 weights of exp(-18), less than float16 has, make the result, as the value of the other token is 0."""
-    query, keys, values = np.zeros((1, 1, 64)), np.zeros((13, 1, 16, 64)), np.ones((13, 1, 16, 64))
-    query[..., 0] = keys[0, 0, 0, 0] = 12  # a logit of 18, as the scale is 1 / 8
-    values[0, 0, 0] = 0
-    dtypes = dtypes[0], dtypes[1], dtypes[1]
-    arrays = [jnp.asarray(x, dtype) for x, dtype in zip((query, keys, values), dtypes, strict=True)]
-    ints = [jnp.asarray(x, jnp.int32) for x in ([range(13)], [200], [0, 1])]
-    operands = _validate.ragged_operands(*arrays, *ints, True, {})
-    if implementation == "gpu":
-        out, _ = jax.jit(ragged.ragged_paged_attention)(*jax.device_put(operands, jax.devices("gpu")[0]))
-    else:
-        out, _ = call("ragged_paged_attention", operands, **TINY_TILES)
-    weights = 199 * np.exp(-18.0)
-    np.testing.assert_allclose(np.asarray(out, np.float32), weights / (1 + weights), rtol=0.02)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
-def test_every_number_of_8_bits_on_a_gpu(dtype):
-    """A sequence of one token returns its value, so every 8-bit number must come out as it is, finite or not."""
-    every = np.arange(256, dtype=np.uint8).view(dtype).reshape(4, 1, 1, 64)
-    values = np.zeros((4, 1, 16, 64), every.dtype)
-    values[:, :, :1] = every
-    one = jnp.ones(4, jnp.int32)
-    out = paged_jax.ragged_paged_attention(
-        jnp.ones((4, 1, 64), jnp.bfloat16),
-        jnp.zeros(values.shape, dtype),
-        jnp.asarray(values),
-        jnp.arange(4, dtype=jnp.int32)[:, None],
-        one,
-        jnp.arange(5, dtype=jnp.int32),
-        implementation="mosaic_gpu",
-    )
-    np.testing.assert_array_equal(np.asarray(out, np.float32), every.astype(np.float32).reshape(4, 1, 64))
