@@ -109,11 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=1, help="how many compile side by side; default 1")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args(argv)
-    drawn, benchmark = cases.random_decode, bench_decode.BENCHMARK
-    if args.op == "models":
-        drawn = models
+    drawn = {"decode": cases.random_decode, "ragged": cases.random_ragged, "models": models}[args.op]
+    benchmark = bench_decode.BENCHMARK
     if args.op == "ragged":
-        drawn = cases.random_ragged
         benchmark = dataclasses.replace(
             bench_ragged.BENCHMARK, implementation=ragged_implementation, timer=timing.time_calls
         )

@@ -120,10 +120,11 @@ def _split_by_types(axes: CallAxes, run_part: RunPart, mesh: AbstractMesh, leave
     splits = axes.choose([jax.typeof(x).sharding.spec for x in leaves], mesh.shape)
     operand_specs, result_specs = (tuple(splits.specs(arrays)) for arrays in (axes.operands, axes.results))
     leaves = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(leaves, operand_specs, strict=True)]
-    left = set()  # all axes of the mesh, unless some are split already
-    if AxisType.Manual in mesh.axis_types:
-        left = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Explicit}
-    on_each = functools.partial(jax.shard_map, mesh=mesh, axis_names=left)
+    split_over = set()  # which means all axes of the mesh
+    if AxisType.Manual in mesh.axis_types:  # a `shard_map` around this one has split some axes already
+        kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        split_over = {name for name, kind in kinds if kind is AxisType.Explicit}
+    on_each = functools.partial(jax.shard_map, mesh=mesh, axis_names=split_over)
     return on_each(run_part(splits), in_specs=operand_specs, out_specs=result_specs)(*leaves)
 
 

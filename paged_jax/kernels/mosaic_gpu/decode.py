@@ -67,8 +67,8 @@ def leads(operands: Any, *, writes_tokens: bool = False) -> bool:
     """
     query, cache, options = operands.query, operands.value_cache, operands.options
     num_kv_heads, head_size = cache.shape[head_axis(options.layout)], query.shape[-1]
-    group, rest = divmod(query.shape[-2], num_kv_heads)
-    if rest or group not in _LEADING_GROUPS:
+    group = query.shape[-2] // num_kv_heads
+    if group not in _LEADING_GROUPS:
         return False
     if writes_tokens or cache.dtype.itemsize == 1 or options.layout == "vllm":
         return True

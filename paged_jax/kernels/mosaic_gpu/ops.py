@@ -13,7 +13,7 @@ from paged_jax.shapes import BlockTables, Cache, Lse, Query, QueryStartLoc, Ragg
 
 
 def leads(op: str, operands: Any) -> bool:
-    """Whether a kernel of this folder, if it takes the call, is faster than the other implementations."""
+    """Whether a kernel of this folder, if it takes the call, comes before the other implementations."""
     if op in ("ragged_paged_attention", "prefix_attention"):
         prefix = op == "prefix_attention"
         caches = operands.key_cache, operands.value_cache, operands.block_tables
