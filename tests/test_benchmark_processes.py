@@ -137,7 +137,7 @@ def test_cases_that_are_short_of_memory_are_measured_again(ends):
         ends[2].send(peers.Answer("first", "auto", "implementation", {"us": 4}))
         ends[2].send(None)
 
-    thread = threading.Thread(target=alone)
+    thread = threading.Thread(target=alone, daemon=True)  # if the test fails, nobody asks for its process
     thread.start()
     assert [(answer.case, answer.fields) for answer in answers] == [("first", {"us": 4})]
     thread.join()
