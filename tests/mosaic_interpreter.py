@@ -40,18 +40,18 @@ def tokens_of(rows, geometry):
     return jnp.broadcast_to(by_head, (len(by_head), fold, run)).reshape(-1)
 
 
-def read(tile_smem):
-    """Reads a tile into registers. It adds a fence, without which the interpreter sees a race with later copies."""
-    tile = tile_smem[...]
+def read(smem):
+    """Reads what was copied. It adds a fence, without which the interpreter sees a race with later copies."""
+    copied = smem[...]
     plgpu.commit_smem()
-    return tile
+    return copied
 
 
 class Interpreted:
     """Replaces the methods of tiles that work on threads' registers by methods that work on whole arrays."""
 
     def slot_scales(self, scales_smem):
-        return scales_smem[...][:, : self.geometry.run_tokens].reshape(-1)
+        return read(scales_smem)[:, : self.geometry.run_tokens].reshape(-1)
 
 
 class InterpretedPlainTiles(Interpreted, PlainTiles):

@@ -19,7 +19,7 @@ from paged_jax.kernels.mosaic_gpu.device import tiles
 from paged_jax.kernels.mosaic_gpu.device.attend import attend
 from paged_jax.kernels.mosaic_gpu.device.merge import merge
 from paged_jax.kernels.mosaic_gpu.device.refs import Inputs, Outputs
-from paged_jax.kernels.mosaic_gpu.geometry import QUERY_ROWS, Geometry
+from paged_jax.kernels.mosaic_gpu.geometry import Geometry
 from paged_jax.kernels.problem import Device, OptionArrays, Problem, device
 from paged_jax.options import AttentionOptions, head_axis
 from paged_jax.shapes import BlockTables, Cache, Lse, NewTokens, Query, Residual, SeqLens, SlotMapping, TmpOut
@@ -187,9 +187,7 @@ def _attend(
     """
     problem = geometry.problem
     reader = target.tiles(problem)(geometry)
-    num_rows = problem.num_seqs * problem.num_heads
-    rows = query.reshape(num_rows, problem.head_size)
-    rows = jnp.pad(rows, ((0, geometry.query_rows - num_rows), (0, 0)))
+    rows = _query_tiles(query, geometry)
     vectors = jax.tree.map(jnp.atleast_1d, OptionArrays.of(options))
     inputs = Inputs(rows, reader.view(key_cache), reader.view(value_cache), block_tables, seq_lens, vectors, *new)
     results = attend(geometry, reader, inputs)
@@ -200,14 +198,20 @@ def _attend(
     return out.reshape(query.shape), lse.reshape(query.shape[:2]), results
 
 
+def _query_tiles(query: Query, geometry: Geometry) -> Array:
+    """The query rows of all query tiles, [query_rows, head_size]: padded where items' heads do not fill the tiles."""
+    heads, sharing, head_size = geometry.heads_per_item, geometry.items_per_query_tile, geometry.problem.head_size
+    items = query.reshape(geometry.num_items, heads, head_size)
+    items = jnp.pad(items, ((0, -geometry.num_items % sharing), (0, geometry.columns - sharing * heads), (0, 0)))
+    return items.reshape(geometry.query_rows, head_size)
+
+
 def _by_head(x: Array, geometry: Geometry) -> Array:
     """[num_items * splits, ..., columns] -> [num_seqs, num_heads, splits, ...]; XLA drops it where it is not used."""
     problem, heads = geometry.problem, geometry.heads_per_item
     x = x.reshape(geometry.num_items, geometry.tuning.splits, *x.shape[1:])
-    item = np.arange(geometry.num_items)[:, None]
-    last = geometry.query_rows - geometry.columns
-    first_row = np.minimum(item * heads // QUERY_ROWS * QUERY_ROWS, last)  # as in `plan.query_tile`
-    columns = jnp.asarray(item * heads - first_row + np.arange(heads))
+    offset = np.arange(geometry.num_items) % geometry.items_per_query_tile * heads  # as in `plan.query_tile`
+    columns = jnp.asarray(offset[:, None] + np.arange(heads))
     x = jnp.take_along_axis(x, columns.reshape(geometry.num_items, *[1] * (x.ndim - 2), heads), axis=-1)
     return jnp.moveaxis(x, -1, 1).reshape(problem.num_seqs, problem.num_heads, *x.shape[1:-1])
 

@@ -68,20 +68,22 @@ class Geometry:
 
     @property
     def columns(self) -> int:
-        """Query rows of a query tile, which become columns of S^T: enough for an item's heads, wherever they start.
+        """Query rows of a query tile, which become columns of S^T: an item's heads and what comes with them."""
+        return pl.cdiv(self.heads_per_item, QUERY_ROWS) * QUERY_ROWS
 
-        Query tiles start at multiples of `QUERY_ROWS`, and an item's heads need not.
+    @property
+    def items_per_query_tile(self) -> int:
+        """Work items whose heads fill one query tile together; 1 where an item has a query tile for itself.
+
+        Each of their programs computes all columns, and throws away those of the other items. Where heads do not fill
+        query tiles, each item's are padded.
         """
-        heads = self.heads_per_item
-        if QUERY_ROWS % heads == 0:
-            return QUERY_ROWS
-        return pl.cdiv(heads, QUERY_ROWS) * QUERY_ROWS + (QUERY_ROWS if heads % QUERY_ROWS else 0)
+        return max(1, QUERY_ROWS // self.heads_per_item) if QUERY_ROWS % self.heads_per_item == 0 else 1
 
     @property
     def query_rows(self) -> int:
-        """Query rows of the batch, padded where a query tile would reach past them."""
-        rows = self.problem.num_seqs * self.problem.num_heads
-        return max(pl.cdiv(rows, QUERY_ROWS) * QUERY_ROWS, self.columns)
+        """Query rows of all query tiles."""
+        return pl.cdiv(self.num_items, self.items_per_query_tile) * self.columns
 
     # Tiles of K and V: the left operands.
 

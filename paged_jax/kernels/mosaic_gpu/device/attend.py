@@ -10,8 +10,8 @@ next split's query and tiles are on their way.
 Who computes: warpgroup 0, with tokens as rows and query heads as columns of two products a tile (`softmax.py`), whose
 operands come from the rings as the kind of tile has it (`tiles/`). It stores what it computed (`results.py`).
 
-Query rows come in query tiles that start at a multiple of 8, as copies demand: the columns of other items' heads are
-computed with the rest and thrown away.
+Query rows come in query tiles of 8 or a multiple of it, as copies demand: the heads of one item, padded, or of several
+items, of which a program computes all columns and throws the others' away.
 
 Shared memory, for 4 query heads a kv head, head_size 128, bfloat16, tiles of 64 tokens, 2 stages, two programs a
 multiprocessor:
@@ -39,7 +39,7 @@ from paged_jax.kernels.mosaic_gpu.device import plan, results, softmax, write
 from paged_jax.kernels.mosaic_gpu.device.load import drain_rings, load_split
 from paged_jax.kernels.mosaic_gpu.device.merge import MergeRefs, merge_slice
 from paged_jax.kernels.mosaic_gpu.device.plan import Item, QueryTile, Queue, QueuedSplit, Scalar, Split
-from paged_jax.kernels.mosaic_gpu.device.refs import Inputs, MergedScratch, Outputs, Refs, outputs, scratch
+from paged_jax.kernels.mosaic_gpu.device.refs import ABSENT, Inputs, MergedScratch, Outputs, Refs, outputs, scratch
 from paged_jax.kernels.mosaic_gpu.device.tiles import Tiles
 from paged_jax.kernels.mosaic_gpu.geometry import Geometry
 
@@ -185,7 +185,7 @@ def _merge_in_cluster(item: Item, number: Scalar, refs: Refs, geometry: Geometry
     smem, outputs_gmem, splits = refs.smem, refs.outputs_gmem, geometry.tuning.splits
     plgpu.barrier_arrive(smem.cluster_done)
     plgpu.barrier_wait(smem.cluster_done)
-    merged = MergedScratch(smem.merged_out, smem.merged_lse)
+    merged = MergedScratch(smem.merged_out, smem.merged_lse, ABSENT)
     sinks_gmem = refs.inputs_gmem.options.per_head.sinks
     merge_refs = MergeRefs(sinks_gmem, outputs_gmem.partials, outputs_gmem.out, outputs_gmem.lse, merged)
     for i in range(len(geometry.merged_slices)):

@@ -90,6 +90,7 @@ class QueryTile(NamedTuple):
 
     row: Scalar  # the first one
     offset: Scalar  # of the item's own first row from there
+    out_row: Scalar  # of the item's first result
 
 
 def split_of(seq_lens_gmem, index: Scalar, number: Scalar, geometry: Geometry) -> Split:
@@ -229,11 +230,10 @@ def num_splits(seq_len: Scalar, geometry: Geometry) -> Scalar:
 
 
 def query_tile(of: Item | Queue, geometry: Geometry) -> QueryTile:
-    """The query tile of an item, or of the first one of a queue; it starts at a multiple of `QUERY_ROWS`."""
-    own = (of.seq * geometry.items_per_seq + of.kv_head) * geometry.heads_per_item
-    last = jnp.int32(geometry.query_rows - geometry.columns)
-    row = lax.min(lax.div(own, jnp.int32(QUERY_ROWS)) * QUERY_ROWS, last)
-    return QueryTile(pl.multiple_of(row, QUERY_ROWS), own - row)
+    """The query tile of an item, or of the first one of a queue."""
+    index, sharing = of.seq * geometry.items_per_seq + of.kv_head, jnp.int32(geometry.items_per_query_tile)
+    row = pl.multiple_of(lax.div(index, sharing) * geometry.columns, QUERY_ROWS)
+    return QueryTile(row, lax.rem(index, sharing) * geometry.heads_per_item, index * geometry.heads_per_item)
 
 
 def _visible(seq_len: Scalar, geometry: Geometry) -> tuple[Scalar, Scalar]:

@@ -57,11 +57,11 @@ def _store_whole_item(
     item: Item, query: QueryTile, v_scale, state: State, refs: Refs, geometry: Geometry, tiles: Tiles
 ) -> None:
     """Stores out and lse of an item. Heads that saw no token get out 0 and lse -inf."""
-    smem, (row, offset) = refs.smem, query
+    smem = refs.smem
     out, maxima, sums = state
     seen = sums != 0  # NaN counts as seen: what is not a number must show
     if geometry.problem.per_head.sinks:
-        sinks = sinks_of(refs.inputs_gmem.options.per_head.sinks, offset, item.kv_head, geometry)
+        sinks = sinks_of(refs.inputs_gmem.options.per_head.sinks, query.offset, item.kv_head, geometry)
         maxima, sums, rescale = join_sinks(sinks, maxima, sums)
         out = [x * wide(rescale, x.shape[0]) for x in out]
     sums = jnp.where(seen, sums, 1.0)
@@ -71,19 +71,19 @@ def _store_whole_item(
         tiles.store_out(out_smem, layout(x.astype(geometry.problem.query_dtype)))
     smem.sums[...] = layout(lse, 0)
     plgpu.commit_smem()
-    _copy_out(row, offset, refs, geometry)
+    _copy_out(query, refs, geometry)
     for i in range(geometry.heads_per_item):
-        refs.outputs_gmem.lse[row + offset + i] = smem.sums[offset + i]
+        refs.outputs_gmem.lse[query.out_row + i] = smem.sums[query.offset + i]
 
 
-def _copy_out(row: Scalar, offset: Scalar, refs: Refs, geometry: Geometry) -> None:
-    """Copies an item's out from shared memory, where it starts at `offset`, to the rows from `row + offset` on."""
+def _copy_out(query: QueryTile, refs: Refs, geometry: Geometry) -> None:
+    """Copies the out of an item, which has this query tile, from shared memory to its rows."""
     for out_smem, (first, size) in zip(refs.smem.out, geometry.head_slices, strict=True):
         if first > 0:  # this slice overlaps with the one before, with equal values
             plgpu.wait_smem_to_gmem(0)
         for i in range(0, geometry.heads_per_item, geometry.copied_heads):
-            rows = pl.ds(row + offset + i, geometry.copied_heads)
-            rows_smem = out_smem.at[pl.ds(offset + i, geometry.copied_heads)]
+            rows = pl.ds(query.out_row + i, geometry.copied_heads)
+            rows_smem = out_smem.at[pl.ds(query.offset + i, geometry.copied_heads)]
             plgpu.copy_smem_to_gmem(rows_smem, refs.outputs_gmem.out.at[rows, pl.ds(first, size)])
 
 
