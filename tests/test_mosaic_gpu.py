@@ -157,25 +157,6 @@ def test_what_depends_on_the_gpu(case, device, chosen):
     assert not interpret_pallas_call.get_races().races_found
 
 
-# More splits than one warpgroup merges: even ones of a sequence, and what queues cut, of which some items are one part.
-MERGED_BY_SEVERAL = [
-    small("several", 6, 1, 64, 16, "bfloat16", seq_lens=(2100,), sinks=True),
-    small("several-in-pieces", 12, 1, 80, 16, "float16", seq_lens=(2100,), v_scale="scalar"),
-    small("several-uneven", 3, 1, 64, 16, "float16", seq_lens=(2100, 30), alibi=True),
-]
-
-
-@pytest.mark.parametrize("case", MERGED_BY_SEVERAL, ids=str)
-def test_several_warpgroups_merge(case):
-    made = inputs.make(case)
-    static = test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
-    with mock.patch.object(tuning, "_MERGED_SPLITS", 3), tunings() as chosen:
-        results = call("auto", made.decode, made.arrays, static, 0, MIDDLE_GPU)
-    assert chosen[0].merge_warpgroups > 1
-    check_decode("auto", case, made, results)
-    assert not interpret_pallas_call.get_races().races_found
-
-
 @contextlib.contextmanager
 def long_items_if(condition):
     """If the condition holds, contexts look as if they took long, and each program of the merge gets several items."""
@@ -220,7 +201,7 @@ LONG = [
     small("long", 4, 1, 128, 16, "bfloat16", seq_lens=(100_000, 0, 1, 65_537, 33)),
     small("long-vllm", 8, 1, 64, 16, "float16", layout="vllm", seq_lens=(0, 100_000, 70_001, 16)),
     small("long-e4m3", 8, 2, 128, 32, "bfloat16", "float8_e4m3fn", seq_lens=(99_999, 1, 0)),
-    # So many splits that several warpgroups merge them.
+    # Few work items, each of which has many splits.
     small("long-alone", 7, 1, 128, 16, "bfloat16", seq_lens=(40_000,), sinks=True),
     small("long-in-pieces", 12, 1, 80, 16, "float16", seq_lens=(30_000, 20), v_scale="scalar"),
     small("long-group-of-16", 16, 1, 256, 16, "bfloat16", seq_lens=(9_000, 8_000)),

@@ -56,7 +56,7 @@ def test_only_one_op_of_decode_has_patterns(op):
 
 @pytest.mark.parametrize(("group", "first"), [(8, "mosaic_gpu"), (9, "triton"), (16, "mosaic_gpu"), (32, "triton")])
 def test_leads_by_group(group, first):
-    query, cache = (jnp.zeros(shape, jnp.bfloat16) for shape in ((1, 3 * group, 128), (1, 3, 16, 128)))
+    query, cache = (jnp.zeros(shape, jnp.bfloat16) for shape in ((1, 6 * group, 128), (1, 6, 16, 128)))
     rest = jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
     new, slots, starts = cache[:, :, 0], jnp.zeros(1, jnp.int32), jnp.zeros(2, jnp.int32)
     decode = _validate.decode_operands(query, cache, cache, *rest, {})
@@ -77,15 +77,18 @@ def test_leads_by_group(group, first):
 @pytest.mark.parametrize(
     ("num_seqs", "num_kv_heads", "group", "head_size", "cache_dtype", "first"),
     [
-        (3, 1, 4, 128, "bfloat16", "mosaic_gpu"),
-        (2, 1, 4, 128, "bfloat16", "triton"),
-        (1, 2, 4, 128, "bfloat16", "triton"),
-        (1, 2, 4, 128, "float8_e4m3fn", "mosaic_gpu"),
+        (6, 1, 4, 128, "bfloat16", "mosaic_gpu"),
+        (5, 1, 4, 128, "bfloat16", "triton"),
+        (1, 5, 4, 128, "bfloat16", "triton"),
+        (1, 5, 4, 128, "float8_e4m3fn", "triton"),
+        (1, 6, 4, 128, "float8_e4m3fn", "mosaic_gpu"),
         (8, 8, 1, 64, "bfloat16", "mosaic_gpu"),
         (8, 8, 2, 64, "bfloat16", "triton"),
         (8, 8, 2, 64, "float8_e4m3fn", "mosaic_gpu"),
         (8, 8, 1, 112, "bfloat16", "triton"),
         (8, 8, 4, 80, "bfloat16", "mosaic_gpu"),
+        (8, 8, 16, 80, "bfloat16", "triton"),
+        (8, 8, 16, 128, "bfloat16", "mosaic_gpu"),
         (8, 8, 4, 192, "bfloat16", "mosaic_gpu"),
     ],
 )
@@ -111,7 +114,7 @@ def test_leads_by_sizes(num_seqs, num_kv_heads, group, head_size, cache_dtype, f
     ],
 )
 def test_leads_by_layout(dtype, layout, first):
-    shapes = inputs.cache_shapes(layout, 1, 2, 16, 64, jnp.dtype(dtype))
+    shapes = inputs.cache_shapes(layout, 1, 8, 16, 64, jnp.dtype(dtype))
     caches, rest = [jnp.zeros(shape, dtype) for shape in shapes], (jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32))
     options = {"layout": layout} | ({"k_scale": 1.0, "v_scale": 1.0} if dtype == "int8" else {})
     operands = _validate.decode_operands(jnp.zeros((1, 8, 64), jnp.bfloat16), *caches, *rest, options)

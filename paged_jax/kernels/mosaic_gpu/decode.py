@@ -31,10 +31,10 @@ _LEADING_GROUPS = (*range(1, 9), 16)
 Measured: benchmarks/LOG.md, "on the way to commit 6d180cd", "Groups of 16".
 """
 
-_FEW_ITEMS = 2
-"""Triton's kernel comes first, over 16 bits, for a batch of so few work items, each of which has many splits.
+_FEW_ITEMS = 5
+"""Triton's kernel comes first for a batch of so few work items, each of which has many splits to merge.
 
-Measured for one item: benchmarks/LOG.md, "Random decode shapes".
+Measured: benchmarks/LOG.md, "Groups that do not fill query tiles".
 """
 
 
@@ -62,18 +62,21 @@ HERE = Target()
 def leads(operands: Any, *, writes_tokens: bool = False) -> bool:
     """Whether this kernel, if it takes the call, comes before Triton's.
 
-    Measured on an H200: benchmarks/LOG.md, "Random decode shapes". Decode that writes was not measured there. For it,
-    over 8 bits and in layout "vllm" the group alone decides.
+    Measured on an H200: benchmarks/LOG.md, "Random decode shapes" and "Groups that do not fill query tiles". For decode
+    that writes, which was not measured there, and in layout "vllm" the group alone decides.
     """
     query, cache, options = operands.query, operands.value_cache, operands.options
     num_kv_heads, head_size = cache.shape[head_axis(options.layout)], query.shape[-1]
     group = query.shape[-2] // num_kv_heads
     if group not in _LEADING_GROUPS:
         return False
-    if writes_tokens or cache.dtype.itemsize == 1 or options.layout == "vllm":
+    if writes_tokens or options.layout == "vllm":
         return True
-    few_items = operands.seq_lens.shape[0] * num_kv_heads <= _FEW_ITEMS
-    return not (few_items or head_size == 112 or (head_size == 64 and group > 1))
+    if operands.seq_lens.shape[0] * num_kv_heads <= _FEW_ITEMS:
+        return False
+    if cache.dtype.itemsize == 1:
+        return True
+    return not (head_size == 112 or (head_size == 64 and group > 1) or (head_size % 64 > 0 and group == 16))
 
 
 def paged_attention_v1(

@@ -53,10 +53,6 @@ _LONG_ITEM_TIME = 100  # of an item whose splits may be more than fit on the GPU
 # Measured: LOG, "on the way to commit 3bd4214", "Splitting", and "de74be7", "Even parts that do not fill ...".
 _WAVE_TIME = 1.6  # of starting a wave of programs
 _MERGED_SPLIT_TIME = 0.25  # of merging one more split
-
-# Measured: LOG, "Groups, and merges of many splits".
-_MERGED_SPLITS = 16  # of an item, which a warpgroup that merges loads at once; it is given no fewer
-_MOST_MERGE_WARPGROUPS = 4
 _MULTIPROCESSOR_BYTES_PER_US = 17e3  # that each of two programs of a multiprocessor reads, if all have two
 
 
@@ -81,7 +77,6 @@ class Tuning:
         program always has one split. The grid has `splits` programs for each item all the same, for lengths that turn
         out alike, and there are never more queues than those.
       merge: where the partial results of splits become one.
-      merge_warpgroups: warpgroups of a program of the kernel that merges, which divide an item's splits between them.
       writes_tokens: whether the kernel also writes the new token of each sequence into the caches.
       programs: thread blocks that a multiprocessor has room for.
       tile: rows of a tile of K or V: tokens of each of the item's kv heads.
@@ -93,7 +88,6 @@ class Tuning:
     partition_size: int | None = None
     queues: int = 0
     merge: Merge = Merge.NONE
-    merge_warpgroups: int = 1
     writes_tokens: bool = False
     programs: int = 2
     tile: int = 64
@@ -110,8 +104,6 @@ class Tuning:
             raise ValueError(f"only a kernel of its own merges queues' and partitions' results: {self}")
         if self.queues and self.partition_size:
             raise ValueError(f"partitions are no queue's: {self}")
-        if self.merge_warpgroups > 1 and (self.partition_size or self.merge is not Merge.KERNEL):
-            raise ValueError(f"a row's bits would depend on the batch, or clusters merge: {self}")
 
     @property
     def merges(self) -> bool:
@@ -154,10 +146,7 @@ def balanced(problem: Problem, gpu: Device, *, writes_tokens: bool = False) -> T
       Unsupported: the kernels cannot do what the problem asks for.
     """
     _check([*refusals(problem, gpu), *(_write_refusals(problem) if writes_tokens else ())])
-    tuning = _split(problem, _folded(problem, Tuning(writes_tokens=writes_tokens), gpu), gpu)
-    if tuning.merge is not Merge.KERNEL:
-        return tuning
-    return replace(tuning, merge_warpgroups=min(_MOST_MERGE_WARPGROUPS, pl.cdiv(tuning.splits, _MERGED_SPLITS)))
+    return _split(problem, _folded(problem, Tuning(writes_tokens=writes_tokens), gpu), gpu)
 
 
 def _check(refusals: list[str]) -> None:

@@ -39,7 +39,7 @@ from paged_jax.kernels.mosaic_gpu.device import plan, results, softmax, write
 from paged_jax.kernels.mosaic_gpu.device.load import drain_rings, load_split
 from paged_jax.kernels.mosaic_gpu.device.merge import MergeRefs, merge_slice
 from paged_jax.kernels.mosaic_gpu.device.plan import Item, QueryTile, Queue, QueuedSplit, Scalar, Split
-from paged_jax.kernels.mosaic_gpu.device.refs import ABSENT, Inputs, MergedScratch, Outputs, Refs, outputs, scratch
+from paged_jax.kernels.mosaic_gpu.device.refs import Inputs, MergedScratch, Outputs, Refs, outputs, scratch
 from paged_jax.kernels.mosaic_gpu.device.tiles import Tiles
 from paged_jax.kernels.mosaic_gpu.geometry import Geometry
 
@@ -185,7 +185,7 @@ def _merge_in_cluster(item: Item, number: Scalar, refs: Refs, geometry: Geometry
     smem, outputs_gmem, splits = refs.smem, refs.outputs_gmem, geometry.tuning.splits
     plgpu.barrier_arrive(smem.cluster_done)
     plgpu.barrier_wait(smem.cluster_done)
-    merged = MergedScratch(smem.merged_out, smem.merged_lse, ABSENT)
+    merged = MergedScratch(smem.merged_out, smem.merged_lse)
     sinks_gmem = refs.inputs_gmem.options.per_head.sinks
     merge_refs = MergeRefs(sinks_gmem, outputs_gmem.partials, outputs_gmem.out, outputs_gmem.lse, merged)
     for i in range(len(geometry.merged_slices)):

@@ -3,13 +3,12 @@
 64 elements of the item's heads (a merged slice) are merged at a time: O^T in the layout of wgmma's results, as it was
 stored.
 
-Grid of the kernel: a program for each merging program of each item; or fewer, where queues may have cut some items and
-left most whole, so that each program looks at several items.
+Grid of the kernel: a program of one warpgroup for each merging program of each item; or fewer, where queues may have
+cut some items and left most whole, so that each program looks at several items.
 
-Who loads, who computes: one warpgroup, from global memory into registers. Where items have many splits, several: each
-merges neighbouring partial results, and the first one merges what the others hand over.
+Who loads, who computes: the one warpgroup, from global memory into registers.
 
-Shared memory: the merged slice of out and the item's lse, on their way out; what is handed over.
+Shared memory: the merged slice of out and the item's lse, on their way out.
 
 Roofline: 4 * (head_size + 2 * merged slices) * columns bytes a partial result, mostly from L2: latency is what counts,
 not bandwidth, so that many partial results are in flight.
@@ -26,28 +25,15 @@ from jax import Array, lax
 
 from paged_jax.kernels.in_place import apart
 from paged_jax.kernels.mosaic_gpu.device import plan
-from paged_jax.kernels.mosaic_gpu.device.integers import cdiv
 from paged_jax.kernels.mosaic_gpu.device.plan import Item, Scalar
-from paged_jax.kernels.mosaic_gpu.device.refs import (
-    HandedOver,
-    ItemPartials,
-    MergedScratch,
-    Outputs,
-    Partials,
-    Ref,
-    merged_scratch,
-)
+from paged_jax.kernels.mosaic_gpu.device.refs import ItemPartials, MergedScratch, Outputs, Partials, Ref, merged_scratch
 from paged_jax.kernels.mosaic_gpu.device.registers import LOWEST, exp, layout, log, store, wide
 from paged_jax.kernels.mosaic_gpu.device.softmax import sinks_of
-from paged_jax.kernels.mosaic_gpu.geometry import QUERY_ROWS, WGMMA_ROWS, Geometry
+from paged_jax.kernels.mosaic_gpu.geometry import WGMMA_ROWS, Geometry
 
 _PARTIALS_IN_FLIGHT = 16
 _MORE_OF_QUEUES = 4  # partial results that an item of queues may have beyond its splits where lengths are alike
 _ITEM_PROGRAMS = 256  # programs that look at the items of queues
-_LEAST_IN_FLIGHT = 4
-
-Softmax = tuple[Array, Array, Array]
-"""Maxima [columns], sums [columns] and a slice of O^T [64, columns], which is not divided by the sums."""
 
 
 class MergeInputs(NamedTuple):
@@ -78,7 +64,6 @@ def merge(geometry: Geometry, seq_lens: Array, sinks: Array, results: Outputs) -
         jax.ShapeDtypeStruct((rows, problem.head_size), problem.query_dtype),
         jax.ShapeDtypeStruct((rows,), jnp.float32),
     )
-    warpgroups = geometry.tuning.merge_warpgroups
     kernel = functools.partial(
         plgpu.kernel,
         functools.partial(_kernel, tree=tree, geometry=geometry),
@@ -86,7 +71,6 @@ def merge(geometry: Geometry, seq_lens: Array, sinks: Array, results: Outputs) -
         compiler_params=plgpu.CompilerParams(approx_math=True),
         grid=(geometry.merging_programs, _item_programs(geometry)),
         grid_names=("program", "item"),
-        **({"num_threads": warpgroups, "thread_name": "warpgroup"} if warpgroups > 1 else {}),
     )
     if not geometry.tuning.queues:
         return kernel(out_type=out_type)(*inputs)
@@ -148,47 +132,12 @@ def merge_slice(
     item: Item, first_partial: Scalar, count: Scalar, number: int, refs: MergeRefs, geometry: Geometry
 ) -> None:
     """Merges a slice of an item's `count` partial results, always in the same order; with slice 0 goes its lse."""
-    warpgroups = geometry.tuning.merge_warpgroups
-    if warpgroups == 1:
-        merged = _merged(first_partial, 0, count, number, refs.partials_gmem, geometry)
-        _store(item, number, merged, refs, geometry)
-        return
-    warpgroup, each = lax.axis_index("warpgroup"), cdiv(count, warpgroups)
-    begin = warpgroup * each
-    merged = _merged(first_partial, begin, lax.min(begin + each, count), number, refs.partials_gmem, geometry)
-    pl.when(warpgroup > 0)(lambda: _hand_over(warpgroup - 1, merged, refs.smem.handed_over))
-    pl.when(warpgroup == 0)(lambda: _store(item, number, _with_others(merged, refs.smem, geometry), refs, geometry))
-
-
-def _hand_over(number: Scalar, merged: Softmax, smem: HandedOver) -> None:
-    """Hands what this warpgroup has merged over to the first one, as a partial result like those of splits."""
-    maxima, sums, out = merged
-    partials = smem.partials
-    partials.out[number] = out * wide(1.0 / jnp.where(sums != 0, sums, 1.0), WGMMA_ROWS)
-    partials.maxima[number] = layout(maxima, 0)
-    partials.sums[number] = layout(sums, 0)
-    plgpu.barrier_arrive(smem.ready)
-    plgpu.barrier_wait(smem.taken)  # before anything else is stored in its place
-
-
-def _with_others(merged: Softmax, smem: MergedScratch, geometry: Geometry) -> Softmax:
-    """What this warpgroup has merged and what the others hand over, in the order of their splits."""
-    partials, ready, taken = smem.handed_over
-    plgpu.barrier_wait(ready)
-    for i in range(geometry.tuning.merge_warpgroups - 1):
-        merged = _add(merged, *_loaded(partials, i, slice(None)))
-    plgpu.barrier_arrive(taken)
-    return merged
-
-
-def _store(item: Item, number: int, merged: Softmax, refs: MergeRefs, geometry: Geometry) -> None:
-    """Stores a merged slice of an item's out, and with slice 0 its lse."""
     query = plan.query_tile(item, geometry)
-    maxima, sums, out = merged
+    maxima, sums, out = _merged(first_partial, count, number, refs.partials_gmem, geometry)
     seen = sums != 0  # NaN counts as seen: what is not a number must show
     if geometry.problem.per_head.sinks:
         sinks = sinks_of(refs.sinks_gmem, query.offset, item.kv_head, geometry)
-        maxima, sums, out = _add(merged, jnp.zeros_like(out), sinks, jnp.ones_like(sums))
+        maxima, sums, out = _add((maxima, sums, out), jnp.zeros_like(out), sinks, jnp.ones_like(sums))
     sums = jnp.where(seen, sums, 1.0)
     plgpu.wait_smem_to_gmem(0)  # for the copy of the slice before, which was in the same place and may overlap
     store(refs.smem.out.T, layout((out * wide(1.0 / sums, WGMMA_ROWS)).astype(geometry.problem.query_dtype)))
@@ -205,20 +154,22 @@ def _store(item: Item, number: int, merged: Softmax, refs: MergeRefs, geometry: 
     plgpu.wait_smem_to_gmem(0)
 
 
-def _merged(
-    first_partial: Scalar, begin: Scalar, end: Scalar, number: int, partials_gmem: Partials, geometry: Geometry
-) -> Softmax:
-    """The merged slice of the partial results of an item's splits begin <= split < end."""
-    columns, in_flight = geometry.columns, _in_flight(geometry)
-    elements = pl.ds(WGMMA_ROWS * number, WGMMA_ROWS)
+def _merged(first_partial: Scalar, count: Scalar, number: int, partials_gmem: Partials, geometry: Geometry):
+    """The merged maxima [columns], sums [columns] and slice of O^T [64, columns], where sums are not divided by."""
+    columns, tuning = geometry.columns, geometry.tuning
+    in_flight = min(_PARTIALS_IN_FLIGHT, tuning.splits + (_MORE_OF_QUEUES if tuning.queues else 0))
+
+    def load(at):  # no layout is named: Mosaic finds that of what these are added to, and would be slower with a name
+        out = plgpu.load(partials_gmem.out.at[at, pl.ds(WGMMA_ROWS * number, WGMMA_ROWS)], optimized=False)
+        maxima, sums = (plgpu.load(x.at[at], optimized=False) for x in (partials_gmem.maxima, partials_gmem.sums))
+        return out, maxima, sums
 
     def step(i, merged):
-        splits = [begin + (i * in_flight + j) for j in range(in_flight)]  # past the end: the last one, which counts 0
-        last = jnp.int32(end) - 1
-        ats = [plan.partial_of(first_partial, lax.min(split, last), geometry) for split in splits]
-        loaded = [_loaded(partials_gmem, at, elements) for at in ats]
+        splits = [i * in_flight + j for j in range(in_flight)]  # past the end the last split is loaded, and counts 0
+        last = jnp.int32(count) - 1
+        loaded = [load(plan.partial_of(first_partial, lax.min(split, last), geometry)) for split in splits]
         for split, (out, maxima, sums) in zip(splits, loaded, strict=True):
-            merged = _add(merged, out, maxima, sums * jnp.where(split < end, 1.0, 0.0))
+            merged = _add(merged, out, maxima, sums * jnp.where(split < count, 1.0, 0.0))
         return merged
 
     nothing = (
@@ -226,29 +177,11 @@ def _merged(
         layout(jnp.zeros((columns,), jnp.float32), 0),
         layout(jnp.zeros((WGMMA_ROWS, columns), jnp.float32)),
     )
-    steps = lax.div(jnp.int32(end - begin + (in_flight - 1)), jnp.int32(in_flight))
+    steps = lax.div(jnp.int32(count + (in_flight - 1)), jnp.int32(in_flight))
     return lax.fori_loop(0, steps, step, nothing)
 
 
-def _in_flight(geometry: Geometry) -> int:
-    """Partial results that a warpgroup loads at once."""
-    tuning = geometry.tuning
-    if tuning.merge_warpgroups > 1:  # their threads have 128 registers each
-        return max(_LEAST_IN_FLIGHT, _PARTIALS_IN_FLIGHT * QUERY_ROWS // geometry.columns)
-    return min(_PARTIALS_IN_FLIGHT, tuning.splits + (_MORE_OF_QUEUES if tuning.queues else 0))
-
-
-def _loaded(partials: Partials, at: Scalar, elements: Any) -> tuple[Array, Array, Array]:
-    """A partial result: some elements of out, maxima, sums.
-
-    No layout is named: Mosaic finds that of what these are added to, and would be slower with a name.
-    """
-    out = plgpu.load(partials.out.at[at, elements], optimized=False)
-    maxima, sums = (plgpu.load(x.at[at], optimized=False) for x in (partials.maxima, partials.sums))
-    return out, maxima, sums
-
-
-def _add(merged: Softmax, out, maxima, sums) -> Softmax:
+def _add(merged, out, maxima, sums):
     """What is merged so far and one more softmax: out [64, columns], normalised, maxima and sums [columns]."""
     old_maxima, old_sums, old_out = merged
     new_maxima = lax.max(old_maxima, maxima)

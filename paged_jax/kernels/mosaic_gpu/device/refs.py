@@ -102,20 +102,11 @@ class Refs(NamedTuple):
     smem: Scratch
 
 
-class HandedOver(NamedTuple):
-    """Shared memory and barriers through which the other warpgroups of a merge hand theirs over to the first one."""
-
-    partials: Any  # `Partials`, one of each of the others: out [others, 64, columns], maxima and sums [others, columns]
-    ready: Ref  # barrier: all of them have stored theirs
-    taken: Ref  # barrier: the first one has read them
-
-
 class MergedScratch(NamedTuple):
-    """Shared memory of a merge."""
+    """Shared memory through which merged results leave."""
 
-    out: Ref  # results on their way out
+    out: Ref
     lse: Ref
-    handed_over: Any  # `HandedOver`, if several warpgroups merge
 
 
 def outputs(geometry: Geometry) -> Outputs:
@@ -141,7 +132,7 @@ def scratch(geometry: Geometry, kind: type[tiles.Tiles] | None = None) -> Scratc
     reader = (kind or tiles.kind(problem))(geometry)
     vector = plgpu.SMEM((columns,), jnp.float32)
     new_token = plgpu.SMEM((problem.head_size,), jnp.dtype(problem.query_dtype)) if tuning.writes_tokens else ABSENT
-    merged = merged_scratch(geometry) if tuning.merges_in_cluster else MergedScratch(ABSENT, ABSENT, ABSENT)
+    merged = merged_scratch(geometry) if tuning.merges_in_cluster else MergedScratch(ABSENT, ABSENT)
     out = partial_out = ABSENT
     if geometry.stores_whole_items:
         dtype = jnp.dtype(problem.query_dtype)
@@ -182,15 +173,9 @@ def _ring(geometry: Geometry, scale: ScaleKind, rings: tuple[Ref, ...]) -> Ring:
 
 
 def merged_scratch(geometry: Geometry) -> MergedScratch:
-    """The shared memory and the barriers of a merge."""
-    columns, others, f32 = geometry.columns, geometry.tuning.merge_warpgroups - 1, jnp.float32
-    handed_over = ABSENT
-    if others:
-        vectors = plgpu.SMEM((others, columns), f32)
-        partials = Partials(plgpu.SMEM((others, WGMMA_ROWS, columns), f32), vectors, vectors)
-        handed_over = HandedOver(partials, plgpu.Barrier(num_arrivals=others), plgpu.Barrier())
-    out = plgpu.SMEM((columns, WGMMA_ROWS), jnp.dtype(geometry.problem.query_dtype))
-    return MergedScratch(out, plgpu.SMEM((columns,), f32), handed_over)
+    """The shared memory of a merge."""
+    out = plgpu.SMEM((geometry.columns, WGMMA_ROWS), jnp.dtype(geometry.problem.query_dtype))
+    return MergedScratch(out, plgpu.SMEM((geometry.columns,), jnp.float32))
 
 
 def shared_memory_bytes(geometry: Geometry) -> int:
