@@ -22,7 +22,9 @@ LINKING = (".github/CONTRIBUTING.md", "paged_jax/kernels/README.md")
 CONTENDERS = {
     "us": "auto",
     "auto, us": "auto",
-    "FlashInfer 0.5.3": "flashinfer",
+    "FlashInfer 0.5.3": ("flashinfer", "flashinfer-xqa"),  # the faster of them
+    "FlashInfer decode": "flashinfer",
+    "XQA": "flashinfer-xqa",
     "cuDNN": "cudnn",
     "JAX's op": "pallas",
     "XLA": "xla-gather",
