@@ -26,29 +26,29 @@ MUTANTS = [
     Mutant(
         "xla: tp_rank times kv heads",
         "kernels/xla/softmax.py",
-        "offset = (sparse.tp_rank * num_heads + head)",
-        "offset = (sparse.tp_rank * num_kv_heads + head)",
+        "(sparse.tp_rank * num_heads + head)",
+        "(sparse.tp_rank * num_kv_heads + head)",
         "tests/test_decode.py -k sparse",
     ),
     Mutant(
         "xla: tp_rank times heads where kv heads step",
         "kernels/xla/softmax.py",
-        "offset = (sparse.tp_rank * num_kv_heads + kv_head)",
-        "offset = (sparse.tp_rank * num_heads + kv_head)",
+        "(sparse.tp_rank * num_kv_heads + head // group)",
+        "(sparse.tp_rank * num_heads + head // group)",
         "tests/test_decode.py -k sparse",
     ),
     Mutant(
         "triton: tp_rank times kv heads",
         "kernels/triton/device/schedule.py",
-        "shift = (sparse.tp_rank * cfg.problem.num_heads + head)",
-        "shift = (sparse.tp_rank * cfg.problem.num_kv_heads + head)",
+        "(sparse.tp_rank * cfg.problem.num_heads * step + 1)",
+        "(sparse.tp_rank * cfg.problem.num_kv_heads * step + 1)",
         "interpret sparse-step",
     ),
     Mutant(
         "triton: tp_rank times heads where kv heads step",
         "kernels/triton/device/schedule.py",
-        "shift = (sparse.tp_rank * cfg.problem.num_kv_heads + kv_head)",
-        "shift = (sparse.tp_rank * cfg.problem.num_heads + kv_head)",
+        "(sparse.tp_rank * cfg.problem.num_kv_heads * step + 1)",
+        "(sparse.tp_rank * cfg.problem.num_heads * step + 1)",
         "interpret sparse-negative-step",
     ),
     Mutant(
@@ -285,8 +285,8 @@ MUTANTS = [
     Mutant(
         "mosaic_gpu: heads of 64 lead in groups, too",
         "kernels/mosaic_gpu/decode.py",
-        "head_size == 112 or (head_size == 64 and group > 1)",
-        "head_size == 112",
+        "return group == 1 or options.max_seq_len < _SHORT",
+        "return True",
         "tests/test_mosaic_gpu_choice.py -k sizes",
     ),
     Mutant(

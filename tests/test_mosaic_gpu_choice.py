@@ -80,28 +80,43 @@ def test_leads_by_group(group, first):
         (6, 1, 4, 128, "bfloat16", "mosaic_gpu"),
         (5, 1, 4, 128, "bfloat16", "triton"),
         (1, 5, 4, 128, "bfloat16", "triton"),
-        (1, 5, 4, 128, "float8_e4m3fn", "triton"),
-        (1, 6, 4, 128, "float8_e4m3fn", "mosaic_gpu"),
+        (1, 3, 4, 128, "float8_e4m3fn", "mosaic_gpu"),
+        (1, 2, 4, 128, "float8_e4m3fn", "triton"),
         (8, 8, 1, 64, "bfloat16", "mosaic_gpu"),
         (8, 8, 2, 64, "bfloat16", "triton"),
         (8, 8, 2, 64, "float8_e4m3fn", "mosaic_gpu"),
         (8, 8, 1, 112, "bfloat16", "triton"),
         (8, 8, 4, 80, "bfloat16", "mosaic_gpu"),
         (8, 8, 16, 80, "bfloat16", "triton"),
+        (8, 8, 2, 96, "bfloat16", "triton"),
+        (8, 8, 3, 96, "bfloat16", "mosaic_gpu"),
+        (8, 8, 16, 96, "bfloat16", "triton"),
         (8, 8, 16, 128, "bfloat16", "mosaic_gpu"),
         (8, 8, 4, 192, "bfloat16", "mosaic_gpu"),
     ],
 )
 def test_leads_by_sizes(num_seqs, num_kv_heads, group, head_size, cache_dtype, first):
+    sizes = num_seqs, num_kv_heads, group, head_size, cache_dtype
+    with mock.patch.object(jax, "local_devices"):
+        assert _dispatch._on_cuda("paged_attention", sized(*sizes))[0] == first
+        assert _dispatch._on_cuda("write_and_attend", sized(*sizes, writes=True))[0] == "mosaic_gpu"  # by its group
+
+
+@pytest.mark.parametrize(("num_blocks", "first"), [(31, "mosaic_gpu"), (32, "triton")])
+def test_leads_for_heads_of_64_where_contexts_are_short(num_blocks, first):
+    with mock.patch.object(jax, "local_devices"):
+        assert _dispatch._on_cuda("paged_attention", sized(8, 8, 4, 64, "bfloat16", num_blocks))[0] == first
+
+
+def sized(num_seqs, num_kv_heads, group, head_size, cache_dtype, num_blocks=64, writes=False):
+    """Operands of decode of these sizes, whose tables have `num_blocks` blocks of 16 tokens."""
     cache = jnp.zeros((1, num_kv_heads, 16, head_size), cache_dtype)
     query = jnp.zeros((num_seqs, group * num_kv_heads, head_size), jnp.bfloat16)
-    rest = jnp.zeros((num_seqs, 1), jnp.int32), jnp.ones(num_seqs, jnp.int32)
+    rest = jnp.zeros((num_seqs, num_blocks), jnp.int32), jnp.ones(num_seqs, jnp.int32)
+    if not writes:
+        return _validate.decode_operands(query, cache, cache, *rest, {})
     new, slots = jnp.zeros((num_seqs, num_kv_heads, head_size), jnp.bfloat16), jnp.zeros(num_seqs, jnp.int32)
-    operands = _validate.decode_operands(query, cache, cache, *rest, {})
-    writing = _validate.write_and_attend_operands(query, new, new, cache, cache, *rest, slots, {})
-    with mock.patch.object(jax, "local_devices"):
-        assert _dispatch._on_cuda("paged_attention", operands)[0] == first
-        assert _dispatch._on_cuda("write_and_attend", writing)[0] == "mosaic_gpu"  # by its group
+    return _validate.write_and_attend_operands(query, new, new, cache, cache, *rest, slots, {})
 
 
 @pytest.mark.parametrize(

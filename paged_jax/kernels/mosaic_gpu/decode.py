@@ -31,11 +31,11 @@ _LEADING_GROUPS = (*range(1, 9), 16)
 Measured: benchmarks/LOG.md, "on the way to commit 6d180cd", "Groups of 16".
 """
 
-_FEW_ITEMS = 5
-"""Triton's kernel comes first for a batch of so few work items, each of which has many splits to merge.
-
-Measured: benchmarks/LOG.md, "Groups that do not fill query tiles".
-"""
+# Measured: benchmarks/LOG.md, "Groups that do not fill query tiles".
+_FEW_ITEMS, _FEW_ITEMS_OF_8_BITS = 5, 2
+"""Triton's kernel comes first for a batch of so few work items, each of which has many splits to merge."""
+_SHORT = 512
+"""Tokens: where no context can be as long, this kernel comes first for heads of 64 in every leading group."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,19 @@ def leads(operands: Any, *, writes_tokens: bool = False) -> bool:
         return False
     if writes_tokens or options.layout == "vllm":
         return True
-    if operands.seq_lens.shape[0] * num_kv_heads <= _FEW_ITEMS:
+    eight_bit, num_items = cache.dtype.itemsize == 1, operands.seq_lens.shape[0] * num_kv_heads
+    if num_items <= (_FEW_ITEMS_OF_8_BITS if eight_bit else _FEW_ITEMS):
         return False
-    if cache.dtype.itemsize == 1:
+    if eight_bit:
         return True
-    return not (head_size == 112 or (head_size == 64 and group > 1) or (head_size % 64 > 0 and group == 16))
+    match head_size:
+        case 64:
+            return group == 1 or options.max_seq_len < _SHORT
+        case 80:
+            return group < 16
+        case 96:
+            return 2 < group < 16
+    return head_size != 112
 
 
 def paged_attention_v1(
