@@ -4,6 +4,7 @@ Every message names the argument, says what was expected and shows what came:
 ``query must have shape [num_seqs, num_heads, head_size], got (3, 4)``.
 """
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,18 +70,24 @@ def floating(name: str, x: Any, expected: tuple[int, ...] | None = None) -> Arra
     if isinstance(x, jax.Array):
         return jnp.asarray(x, jnp.float32)
     # An explicit transfer, which jax.transfer_guard("disallow") permits: it was the caller who passed a number.
-    with np.errstate(over="ignore"):  # numbers too large for f32 become infinite
-        return jax.device_put(np.asarray(x, np.float32))
+    try:
+        with np.errstate(over="ignore"):  # floats too large for f32 become infinite
+            return jax.device_put(np.asarray(x, np.float32))
+    except OverflowError:
+        bits = int(x).bit_length()
+        raise ValueError(f"{name} must be a number that a float can hold, got an int of {bits} bits") from None
 
 
-def static_int(name: str, value: int, least: int = 1) -> None:
-    """Checks that `value` is a Python or NumPy integer, at least `least` and below 2**31."""
+def static_int(name: str, value: Any, least: int = 1) -> int:
+    """Checks that `value` is a Python or NumPy integer, at least `least` and below 2**31; gives it as Python's."""
     if not _is_int(value):
         raise TypeError(f"{name} must be a static int, got {type(value).__name__}")
+    value = operator.index(value)  # integers of NumPy wrap around in arithmetic, or cannot meet larger ones
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
     if value >= 2**31:
         raise ValueError(f"{name} must be below 2**31, got {value}")
+    return value
 
 
 def _is_int(x: object) -> bool:

@@ -4,7 +4,6 @@ Every message names the argument, says what was expected and shows what came:
 ``query must have shape [num_seqs, num_heads, head_size], got (3, 4)``.
 """
 
-import dataclasses
 from typing import Any, NamedTuple, get_args
 
 import jax.numpy as jnp
@@ -17,6 +16,10 @@ from paged_jax.options import AttentionOptions, BlockSparse, Layout, Options, Pe
 from paged_jax.shapes import BLOCK_SIZES, CACHE_DTYPES, QUERY_DTYPES, cache_shapes
 
 _LAYOUTS = get_args(Layout)
+# A soft cap must be a normal number of float32. Besides, logits are divided by it, and XLA and GPUs take a quotient
+# below float32's smallest normal number for 0. Up to the larger of these caps that only happens to logits below 2e-8,
+# and it changes the exponential of a logit by less than float32's precision.
+_SMALLEST_SOFT_CAP, _LARGEST_SOFT_CAP = float(np.finfo(np.float32).tiny), 1e30
 
 
 def decode_operands(
@@ -35,12 +38,12 @@ def decode_operands(
     return Decode(query, pool.key_cache, pool.value_cache, block_tables, seq_lens, checked)
 
 
-def partition_size(value: int, operands: Decode) -> int:
+def partition_size(value: Any, operands: Decode) -> int:
     block_size = operands.value_cache.shape[block_axis(operands.options.layout)]
-    _checks.static_int("partition_size", value)
+    value = _checks.static_int("partition_size", value)
     if value % block_size:
         raise ValueError(f"partition_size must be a multiple of block_size = {block_size}, got {value}")
-    return int(value)
+    return value
 
 
 def write_and_attend_operands(
@@ -293,12 +296,9 @@ def _attention_options(
             if options[name] is not None:
                 raise ValueError(f"{name} must be None with causal=False, got {options[name]!r}")
     if (window := options["sliding_window"]) is not None:
-        _checks.static_int("sliding_window", window)
-    cap, float32 = options["logits_soft_cap"], np.finfo(np.float32)
-    if cap is not None and not (_checks.is_number(cap) and float(float32.tiny) <= cap <= float(float32.max)):
-        raise ValueError(f"logits_soft_cap must be a finite number > 0 of float32 or None, got {cap!r}")
+        window = _checks.static_int("sliding_window", window)
     if (max_seq_len := options["max_seq_len"]) is not None:
-        _checks.static_int("max_seq_len", max_seq_len, least=0)
+        max_seq_len = _checks.static_int("max_seq_len", max_seq_len, least=0)
     scale = head_size**-0.5 if options["scale"] is None else options["scale"]
     capacity = block_tables.shape[1] * pool.block_size + new_tokens  # the most tokens that a sequence can have
     return AttentionOptions(
@@ -307,12 +307,24 @@ def _attention_options(
         k_scale=_cache_scale("k_scale", options["k_scale"], pool),
         v_scale=_cache_scale("v_scale", options["v_scale"], pool),
         layout=given.get("layout", "hnd"),
-        max_seq_len=capacity if max_seq_len is None else min(int(max_seq_len), capacity),
-        sliding_window=None if window is None else int(window),
-        logits_soft_cap=None if cap is None else float(cap),
+        max_seq_len=capacity if max_seq_len is None else min(max_seq_len, capacity),
+        sliding_window=window,
+        logits_soft_cap=_soft_cap(options["logits_soft_cap"]),
         block_sparse=_block_sparse(options["block_sparse"], pool.block_size),
         causal=bool(causal),
     )
+
+
+def _soft_cap(cap: Any) -> float | None:
+    if cap is None:
+        return None
+    if not _checks.is_number(cap):
+        raise TypeError(f"logits_soft_cap must be a number or None, got {type(cap).__name__}")
+    cap = cap.item() if isinstance(cap, np.generic) else cap  # floats of 16 bits cannot be compared to these limits
+    if not _SMALLEST_SOFT_CAP <= cap <= _LARGEST_SOFT_CAP:
+        limits = f"from {_SMALLEST_SOFT_CAP:.2g} to {_LARGEST_SOFT_CAP:g}"
+        raise ValueError(f"logits_soft_cap must be {limits} or None, got {cap!r}")
+    return float(cap)
 
 
 def _block_sparse(sparse: Any | None, block_size: int) -> BlockSparse | None:
@@ -320,22 +332,16 @@ def _block_sparse(sparse: Any | None, block_size: int) -> BlockSparse | None:
         return None
     if not isinstance(sparse, BlockSparse):
         raise TypeError(f"block_sparse must be a BlockSparse or None, got {type(sparse).__name__}")
-    _checks.static_int("block_sparse.block_size", sparse.block_size)
+    least = {"block_size": 1, "local_blocks": 0, "tp_rank": 0, "vert_stride": -(2**31), "head_sliding_step": -(2**31)}
+    sparse = BlockSparse(
+        **{name: _checks.static_int(f"block_sparse.{name}", getattr(sparse, name), least[name]) for name in least}
+    )
     if sparse.block_size % block_size:
         raise ValueError(
             f"block_sparse.block_size must be a multiple of the cache's block_size = {block_size}, "
             f"got {sparse.block_size}"
         )
-    for name, least in (
-        ("local_blocks", 0),
-        ("tp_rank", 0),
-        ("vert_stride", -(2**31)),
-        ("head_sliding_step", -(2**31)),
-    ):
-        _checks.static_int(f"block_sparse.{name}", getattr(sparse, name), least)
-    if sparse.vert_stride <= 1:
-        return None
-    return BlockSparse(**{name: int(value) for name, value in dataclasses.asdict(sparse).items()})
+    return None if sparse.vert_stride <= 1 else sparse
 
 
 def _per_head(name: str, x: Any | None, num_heads: int) -> Array | None:

@@ -99,7 +99,7 @@ class PagedKVCache:
           head_size: elements of a head, a multiple of 8 up to 256; for "vllm" also of x = 16 // itemsize.
           dtype: the dtype of both pools: float16, bfloat16, float32, float8_e4m3fn, float8_e5m2 or int8.
           layout: "hnd", "nhd" or "vllm".
-          k_scale, v_scale: [], [num_kv_heads] or [num_blocks, num_kv_heads, block_size], stored as float32; None for 1.
+          k_scale, v_scale: [], [num_kv_heads] or [num_blocks, num_kv_heads, block_size], copied as float32; None for 1.
 
         Returns:
           The cache, on JAX's default device.
@@ -107,13 +107,14 @@ class PagedKVCache:
         Raises:
           ValueError, TypeError: a size, dtype, layout or scale is not among those above, or int32 cannot count slots.
         """
-        check_sizes(num_blocks, block_size, num_kv_heads, head_size)
+        num_blocks, block_size, num_kv_heads, head_size = check_sizes(num_blocks, block_size, num_kv_heads, head_size)
         key_shape, value_shape = cache_shapes(num_blocks, block_size, num_kv_heads, head_size, dtype, layout)
         scale_shapes = ((), (num_kv_heads,), (num_blocks, num_kv_heads, block_size))
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         for name, scale in scales.items():
             if scale is not None:
-                scales[name] = scale = jnp.asarray(scale, jnp.float32)
+                # A copy: to donate the cache must neither delete the caller's array nor one that is both scales.
+                scales[name] = scale = jnp.array(scale, jnp.float32)
                 if scale.shape not in scale_shapes:
                     raise ValueError(f"{name} must have one of the shapes {scale_shapes}, got {scale.shape}")
         return cls(jnp.zeros(key_shape, dtype), jnp.zeros(value_shape, dtype), layout=layout, **scales)

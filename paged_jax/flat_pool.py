@@ -3,7 +3,7 @@
 from typing import Any
 
 from paged_jax.options import Layout
-from paged_jax.shapes import cache_shapes, check_sizes
+from paged_jax.shapes import cache_shapes, check_sizes, size
 
 
 def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, int, int]:
@@ -20,13 +20,14 @@ def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head
 
     Raises:
       ValueError: a size is not among those above, or int32 cannot count the slots.
+      TypeError: a size is not an integer.
 
     Example:
       >>> from paged_jax import get_kv_cache_shape
       >>> get_kv_cache_shape(num_blocks=8, block_size=16, num_kv_heads=2, head_size=64)
       (2, 8, 2048)
     """
-    check_sizes(num_blocks, block_size, num_kv_heads, head_size)
+    num_blocks, block_size, num_kv_heads, head_size = check_sizes(num_blocks, block_size, num_kv_heads, head_size)
     return (2, num_blocks, block_size * num_kv_heads * head_size)
 
 
@@ -45,6 +46,7 @@ def split_kv_cache(kv_cache: Any, num_kv_heads: int, head_size: int, layout: Lay
 
     Raises:
       ValueError: no block size gives this shape, or a size, dtype or layout is not supported.
+      TypeError: a size is not an integer.
 
     Example:
       >>> import jax.numpy as jnp
@@ -53,7 +55,7 @@ def split_kv_cache(kv_cache: Any, num_kv_heads: int, head_size: int, layout: Lay
       >>> key_cache.shape
       (8, 16, 2, 64)
     """
-    shape = kv_cache.shape
+    shape, num_kv_heads, head_size = kv_cache.shape, size("num_kv_heads", num_kv_heads), size("head_size", head_size)
     if len(shape) != 3 or shape[0] != 2 or shape[2] % max(num_kv_heads * head_size, 1):
         raise ValueError(
             "kv_cache must have shape (2, num_blocks, block_size * num_kv_heads * head_size) with "

@@ -9,6 +9,7 @@
 """
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,9 +95,9 @@ def build_metadata(
       The metadata, whose leaves are NumPy arrays.
 
     Raises:
-      ValueError: shapes disagree, rows are out of order, lengths do not fit, a new token has no block, or a bound is
-        below the batch's own value.
-      TypeError: tables or lengths are not integers, or are traced.
+      ValueError: shapes disagree, rows are out of order, lengths do not fit, a new token has no block, a bound is
+        below the batch's own value, or int32 cannot count the slots or the tokens of all sequences.
+      TypeError: tables, lengths or sizes are not integers, or are traced.
 
     Example:
       The batch is a chunk of the last 3 tokens of a prompt of 5, and a decode row whose new token is its ninth.
@@ -106,6 +107,7 @@ def build_metadata(
       >>> step.num_prefills, step.slot_mapping.tolist(), step.query_start_loc.tolist()
       (1, [58, 59, 60, 16], [0, 3, 4])
     """
+    block_size = _size("block_size", block_size)
     seq_lens, query_lens = _int32("seq_lens", seq_lens).copy(), _int32("query_lens", query_lens)
     tables = _pad_tables(block_tables, max_blocks_per_seq)
     num_prefills = _check_rows(tables, seq_lens, query_lens, block_size, num_prefills)
@@ -117,8 +119,8 @@ def build_metadata(
     return AttentionMetadata(
         slot_mapping=np.pad(slot_mapping, (0, padding), constant_values=-1),
         seq_lens=seq_lens,
-        query_start_loc=_start_loc(query_lens),
-        seq_start_loc=_start_loc(seq_lens),
+        query_start_loc=_start_loc("query_start_loc", query_lens),
+        seq_start_loc=_start_loc("seq_start_loc", seq_lens),
         context_lens=context_lens,
         block_tables=tables,
         num_prefills=num_prefills,
@@ -153,7 +155,7 @@ def check_metadata(
       ValueError: a length is negative or does not fit in the table; a block id is out of range; query starts do not
         begin at 0, fall, or do not fit the row's length or the number of tokens; a slot is out of range or is written
         twice. The message names the first bad row or token and its value.
-      TypeError: tables, lengths, starts or slots are not integers, or are traced.
+      TypeError: tables, lengths, starts, slots or sizes are not integers, or are traced.
 
     Example:
       >>> from paged_jax import check_metadata
@@ -161,6 +163,7 @@ def check_metadata(
       Traceback (most recent call last):
       ValueError: row 0: block id 8 in column 1 must be in [0, 8)
     """
+    num_blocks, block_size = _size("num_blocks", num_blocks), _size("block_size", block_size)
     block_tables, seq_lens = _integers("block_tables", block_tables), _int32("seq_lens", seq_lens)
     slot_mapping = None if slot_mapping is None else _integers("slot_mapping", slot_mapping)
     query_start_loc = None if query_start_loc is None else _integers("query_start_loc", query_start_loc)
@@ -203,6 +206,7 @@ def _check_rows(
     )
     if num_prefills is None:
         num_prefills = int(np.append(query_lens > 1, False).argmin())
+    num_prefills = _size("num_prefills", num_prefills)
     if not 0 <= num_prefills <= len(query_lens):
         raise ValueError(f"num_prefills must be in [0, {len(query_lens)}], got {num_prefills}")
     _raise_first(
@@ -281,13 +285,23 @@ def _integers(name: str, x: Any) -> np.ndarray:
     return x if x.size else x.astype(np.int32)  # NumPy makes [] a float64 array
 
 
-def _int32(name: str, x: Any) -> np.ndarray:
-    """Checks that `x` holds integers that fit in int32, and gives it as int32."""
+def _int32(name: str, x: Any, axis: str = "row") -> np.ndarray:
+    """Checks that `x` holds integers that fit in int32, and gives it as int32; `axis` is a word for its first axis."""
     x = _integers(name, x)
+    unfit = np.atleast_1d((x < -(2**31)) | (x >= 2**31))
     _raise_first(
-        (x < -(2**31)).ravel() | (x >= 2**31).ravel(), lambda i: f"{name} must fit in int32, got {x.ravel()[i]}"
+        unfit,
+        lambda i: f"{axis} {np.unravel_index(i, unfit.shape)[0]}: {name} must fit in int32, got {x.ravel()[i]}",
     )
     return x.astype(np.int32)
+
+
+def _size(name: str, value: Any) -> int:
+    """Checks that `value` is an integer, and gives it as Python's, which does not wrap around as NumPy's do."""
+    try:
+        return int(operator.index(value))
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}") from None
 
 
 def _raise_first(bad: np.ndarray, message: Any) -> None:
@@ -315,21 +329,20 @@ def _bounds(seq_lens: np.ndarray, query_lens: np.ndarray, num_prefills: int, giv
 
 
 def _bound(name: str, given: int | None, exact: int) -> int:
-    if given is not None and not isinstance(given, int | np.integer):
-        raise TypeError(f"{name} must be an int or None, got {type(given).__name__}")
-    if given is not None and given < exact:
-        raise ValueError(f"{name} must be at least the batch's own {exact}, got {given}")
-    return int(exact if given is None else given)
+    bound = _size(name, exact if given is None else given)
+    if bound < exact:
+        raise ValueError(f"{name} must be at least the batch's own {exact}, got {bound}")
+    return bound
 
 
-def _start_loc(lens: np.ndarray) -> np.ndarray:
-    return np.append(np.int32(0), lens.cumsum(dtype=np.int32))
+def _start_loc(name: str, lens: np.ndarray) -> np.ndarray:
+    return np.append(np.int32(0), _int32(name, lens.cumsum(dtype=np.int64)))
 
 
 def _pad_tables(block_tables: Any, width: int | None) -> np.ndarray:
     """Gives the tables as a fresh i32 [num_seqs, width], padded with -1."""
     if isinstance(block_tables, list | tuple):
-        rows = [_int32("block_tables", row) for row in block_tables]
+        rows = [_int32("block_tables", row, f"row {i}, column") for i, row in enumerate(block_tables)]
         columns = max(map(len, rows), default=0)
     else:
         rows = _int32("block_tables", block_tables)
@@ -344,11 +357,12 @@ def _pad_tables(block_tables: Any, width: int | None) -> np.ndarray:
 
 def _slots(tables: np.ndarray, context_lens: np.ndarray, query_lens: np.ndarray, block_size: int) -> np.ndarray:
     """Finds the slots of all rows' new tokens, i32 [num_tokens]."""
+    starts = _start_loc("query_start_loc", query_lens)[:-1]
     rows = np.arange(len(query_lens)).repeat(query_lens)
-    positions = np.arange(len(rows)) + (context_lens - _start_loc(query_lens)[:-1]).repeat(query_lens)
+    positions = np.arange(len(rows)) + (context_lens - starts).repeat(query_lens)
     blocks = tables[rows, positions // block_size]
     _raise_first(
         blocks < 0,
         lambda token: f"row {rows[token]}: no block for the new token at position {positions[token]}",
     )
-    return _int32("slot_mapping", blocks.astype(np.int64) * block_size + positions % block_size)
+    return _int32("slot_mapping", blocks.astype(np.int64) * block_size + positions % block_size, "token")

@@ -62,7 +62,7 @@ class QueryOptions(TypedDict, total=False):
       scale: f32 scalar, factor of the logits; None for ``head_size ** -0.5``. May be traced.
       alibi_slopes: f32 [num_heads]; adds ``slope * (key position - query position)`` to the logits.
       sliding_window: in tokens; a query at position i sees the positions t > i - sliding_window.
-      logits_soft_cap: logits become ``cap * tanh(logit / cap)``, before ALiBi is added.
+      logits_soft_cap: up to 1e30; logits become ``cap * tanh(logit / cap)``, before ALiBi is added.
       sinks: f32 [num_heads]; a learned logit per head that joins the softmax's denominator and has no value.
       block_sparse: see `BlockSparse`; GPU kernels do not read the blocks that are not attended to.
       max_seq_len: upper bound of `seq_lens`, in tokens. None, or a larger number than this, stands for

@@ -1,9 +1,11 @@
 """The shapes and dtypes of the ops' arrays: a jaxtyping type for each, and the sizes and layouts of caches."""
 
-from typing import get_args
+import operator
+from typing import Any, get_args
 
 import jax.numpy as jnp
 from jax import Array
+from jax.export import is_symbolic_dim
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int32, Num
 
@@ -60,8 +62,23 @@ def cache_shapes(
     return key_shape, (num_blocks, num_kv_heads, head_size, block_size)
 
 
-def check_sizes(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> None:
-    """Raises ValueError for sizes that no cache can have."""
+def size(name: str, value: Any) -> Any:
+    """Checks that `value` is an integer, and gives it as Python's, whose products do not wrap around.
+
+    A symbolic size, which an exported function may have, stays as it is.
+    """
+    if is_symbolic_dim(value):
+        return value
+    try:
+        return int(operator.index(value))
+    except TypeError:
+        raise TypeError(f"{name} must be a static int, got {type(value).__name__}") from None
+
+
+def check_sizes(num_blocks: Any, block_size: Any, num_kv_heads: Any, head_size: Any) -> tuple[int, int, int, int]:
+    """Checks that a cache can have these sizes, and gives each as `size` does."""
+    num_blocks, block_size = size("num_blocks", num_blocks), size("block_size", block_size)
+    num_kv_heads, head_size = size("num_kv_heads", num_kv_heads), size("head_size", head_size)
     if num_blocks < 1 or num_kv_heads < 1:
         raise ValueError(f"num_blocks and num_kv_heads must be positive, got {num_blocks} and {num_kv_heads}")
     if block_size not in BLOCK_SIZES:
@@ -72,3 +89,4 @@ def check_sizes(num_blocks: int, block_size: int, num_kv_heads: int, head_size: 
         raise ValueError(
             f"num_blocks * block_size must be at most 2**31 (int32 slots), got {num_blocks} * {block_size}"
         )
+    return num_blocks, block_size, num_kv_heads, head_size

@@ -112,7 +112,7 @@ _REASONS = {
             'if own["num_decode_tokens"] and bounds["num_prefill_tokens"] != own["num_prefill_tokens"]:',
         ],
         "no integer is both": [
-            '(x < -(2**31)).ravel() ^ (x >= 2**31).ravel(), lambda i: f"{name} must fit in int32, got {x.ravel()[i]}"',
+            "unfit = np.atleast_1d((x < -(2**31)) ^ (x >= 2**31))",
         ],
         "the caller gives one bound for each field": [
             "bounds = {name: _bound(name, wanted, own[name]) for name, wanted in zip(own, given, strict=False)}",

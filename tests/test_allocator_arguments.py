@@ -1,5 +1,7 @@
 """Tests the arguments of the allocator's functions: counts and ids of any kind and width, for both kinds of state."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,8 @@ import pytest
 
 from paged_jax import allocator
 from tests.test_allocator import assert_same, both, i32, on_device
+
+create_unchecked = inspect.unwrap(allocator.create)  # without the run-time check of annotations, which users lack too
 
 
 def is_host(state):
@@ -149,6 +153,52 @@ def test_what_is_no_integer_is_refused(xp):
 def test_create_refuses(sizes):
     with pytest.raises(ValueError, match="must be"):
         allocator.create(*sizes)
+
+
+@both
+def test_sizes_become_ints_of_python(xp):
+    """NumPy's would make the slots of the host int64, and those of few bits would wrap around."""
+    state = create_unchecked(*np.array([8, 64, 2, 4], np.int8), xp=xp)
+    assert type(state.block_size) is int
+    assert_same(state, allocator.create(8, 64, 2, 4))
+    state, *_ = allocator.append_tokens(state, i32(200, 0))
+    slots = allocator.slots(state, i32(0, 0), i32(199, 200))
+    assert_same(slots, i32(4 * 64 + 199 % 64, -1))
+    with pytest.raises(ValueError, match=r"num_blocks \* block_size must be at most 2\*\*31"):
+        create_unchecked(np.int32(2**24), np.int32(256), 1, 1, xp=xp)
+
+
+@pytest.mark.parametrize("name", ["num_blocks", "block_size", "max_num_seqs", "max_blocks_per_seq"])
+def test_sizes_are_integers(name):
+    sizes = {"num_blocks": 4, "block_size": 4, "max_num_seqs": 2, "max_blocks_per_seq": 3}
+    with pytest.raises(TypeError, match=f"{name} must be a static int, got float"):
+        create_unchecked(**sizes | {name: 4.0})
+
+
+def stack_and_pick(state):
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), state, state)
+    return jax.tree.map(lambda leaf: leaf[0], stacked)
+
+
+def add_nothing(state):
+    return jax.tree.map(lambda leaf: leaf + leaf.dtype.type(0), state)
+
+
+SCALARS = {"picked": stack_and_pick, "summed": add_nothing}
+
+
+@pytest.mark.parametrize("form", SCALARS)
+def test_a_host_state_stays_one_if_its_leaves_are_scalars_of_numpy(form):
+    """NumPy turns arrays of no axes into scalars. If that made a state one of JAX, the host's errors would not come."""
+    state = SCALARS[form](allocator.create(8, 4, 4, 4))
+    assert not isinstance(state.num_free, np.ndarray)
+    results = walk(state, np.asarray)
+    assert is_host(results)
+    assert_same(results, walk(allocator.create(8, 4, 4, 4), np.asarray))
+    with pytest.raises(allocator.OutOfBlocks):
+        allocator.append_tokens(state, [99, 0, 0, 0])
+    with pytest.raises(ValueError, match="num_tokens must not be negative"):
+        allocator.append_tokens(state, [-1, 0, 0, 0])
 
 
 @both

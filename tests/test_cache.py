@@ -57,6 +57,14 @@ def test_scales_are_float32_leaves():
             PagedKVCache.create(7, 4, 3, 32, dtype=jnp.int8, v_scale=np.ones(shape))
 
 
+def test_a_cache_can_be_donated_and_the_callers_scale_stays():
+    scale = jnp.ones(3)
+    cache = PagedKVCache.create(7, 4, 3, 32, dtype=jnp.int8, k_scale=scale, v_scale=scale)
+    jax.jit(lambda cache: jax.tree.map(lambda x: x + 1, cache), donate_argnums=0)(cache)
+    assert cache.k_scale.is_deleted()
+    assert not scale.is_deleted()
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_pytree_through_jit_and_scan(layout):
     cache = PagedKVCache.create(7, 4, 3, 32, layout=layout, k_scale=1.0)
@@ -159,6 +167,28 @@ def test_sizes_that_are_refused(case):
         PagedKVCache.create(*sizes)
     with pytest.raises(ValueError, match=message):
         get_kv_cache_shape(*sizes)
+
+
+def test_sizes_of_few_bits_do_not_wrap_around():
+    shape = get_kv_cache_shape(np.int8(2), np.int8(64), np.int8(2), np.int8(64))
+    assert shape == (2, 2, 64 * 2 * 64)
+    assert {type(size) for size in shape} == {int}
+    assert split_kv_cache(np.zeros(shape, np.float16), np.int8(2), np.int8(64))[0].shape == (2, 2, 64, 64)
+    assert PagedKVCache.create(np.int8(2), np.int8(64), np.int8(2), np.int8(64)).key_cache.shape == (2, 2, 64, 64)
+    with pytest.raises(ValueError, match=r"num_blocks \* block_size must be at most 2\*\*31"):
+        get_kv_cache_shape(np.int32(2**24), np.int32(256), 1, 8)
+
+
+@pytest.mark.parametrize("name", ["num_blocks", "block_size", "num_kv_heads", "head_size"])
+def test_sizes_are_integers(name):
+    sizes = {"num_blocks": 8, "block_size": 16, "num_kv_heads": 2, "head_size": 64}
+    for make in (get_kv_cache_shape, PagedKVCache.create):
+        with pytest.raises(TypeError, match=f"{name} must be a static int, got float"):
+            make(**sizes | {name: float(sizes[name])})
+    if name in ("num_kv_heads", "head_size"):
+        heads = {"num_kv_heads": 2, "head_size": 64, name: float(sizes[name])}
+        with pytest.raises(TypeError, match=f"{name} must be a static int, got float"):
+            split_kv_cache(np.zeros((2, 8, 2048), np.float16), **heads)
 
 
 def test_every_supported_size_is_accepted():

@@ -1,5 +1,7 @@
 """Tests that functions over this library's pytrees can be exported, serialised and read back."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,6 +42,26 @@ def test_metadata():
     metadata = paged_jax.build_metadata([[0, 1], [2]], [5, 3], [5, 1], 4)
     same = round_trip(lambda metadata: jax.tree.map(lambda x: x + 1, metadata), metadata)
     assert (same.num_prefills, same.max_prefill_seq_len) == (1, 5)
+
+
+def test_sizes_that_numpy_counted():
+    """NumPy's integers would stay in the static fields, which are stored as JSON."""
+    sizes = np.array([8, 4, 2, 3])
+    blocks = inspect.unwrap(allocator.create)(*sizes)  # the tests' check of annotations would refuse them
+    metadata = paged_jax.build_metadata([[0, 1], [2]], [5, 3], [5, 1], sizes[1], num_prefills=np.int64(1))
+    round_trip(lambda *pytrees: jax.tree.map(jnp.sum, pytrees), blocks, metadata)
+
+
+def test_a_number_of_blocks_that_is_not_known_yet():
+    num_blocks, two = jax.export.symbolic_shape("num_blocks, 2", constraints=["num_blocks <= 100"])
+    pool = jax.ShapeDtypeStruct((two, num_blocks, 2048), jnp.float32)
+    make = {
+        "split": lambda pool: paged_jax.split_kv_cache(pool, 2, 64)[0],
+        "create": lambda pool: PagedKVCache.create(pool.shape[1], 16, 2, 64, dtype=jnp.float32).key_cache,
+    }
+    for function in make.values():
+        exported = jax.export.deserialize(jax.export.export(jax.jit(function))(pool).serialize())
+        assert exported.call(jnp.zeros((2, 5, 2048))).shape == (5, 2, 16, 64)
 
 
 def test_options():

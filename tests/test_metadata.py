@@ -201,9 +201,33 @@ def test_build_metadata_refuses(case):
         build_metadata(**(GOOD | changes))
 
 
-def test_bounds_are_whole_numbers():
-    with pytest.raises(TypeError, match="max_query_len must be an int or None, got float"):
-        build_metadata(**GOOD, max_query_len=5.9)
+@pytest.mark.parametrize("name", [*STATICS, "block_size", "max_blocks_per_seq"])
+def test_sizes_are_integers(name):
+    with pytest.raises(TypeError, match=f"{name} must be an int, got float"):
+        build_metadata(**GOOD | {name: 8.0})
+    if name == "block_size":
+        for size in ("num_blocks", "block_size"):
+            with pytest.raises(TypeError, match=f"{size} must be an int, got float"):
+                check_metadata([[0]], [1], **{"num_blocks": 4, "block_size": 4, size: 4.0})
+
+
+def test_sizes_become_ints_of_python():
+    """`jax.export` cannot store NumPy's, and those of few bits would wrap around."""
+    bounds = dict.fromkeys(STATICS[3:], np.int64(9))
+    metadata = build_metadata(**GOOD | {"block_size": np.int8(4)}, num_prefills=np.int64(1), **bounds)
+    assert {type(getattr(metadata, name)) for name in STATICS} == {int}
+    check_metadata([[0] * 20], [150], 4, np.int8(16))
+    check_metadata([[0]], [1], np.int32(2**20), np.int32(2**12), slot_mapping=[5])
+
+
+def test_starts_that_do_not_fit_are_refused():
+    """If they wrapped around at 32 bits, the ninth row would start at a negative token."""
+    length = 2**28
+    rows = {"query_lens": [1] * 9, "block_size": length}
+    fits = build_metadata([[0]] * 7, [length] * 7, [1] * 7, length).seq_start_loc
+    assert (fits[-1], fits.dtype) == (7 * length, np.int32)
+    with pytest.raises(ValueError, match=r"^row 7: seq_start_loc must fit in int32, got 2147483648$"):
+        build_metadata([[0]] * 9, [length] * 9, **rows)
 
 
 CHECKED = {
@@ -224,8 +248,8 @@ BAD_VALUES = {
     "negative length": ({"seq_lens": [6, -4, 0]}, "row 1: seq_len -4 is negative"),
     "length just below 0": ({"seq_lens": [6, -1, 0]}, "row 1: seq_len -1 is negative"),
     "most negative length": ({"seq_lens": [6, -(2**31), 0]}, "row 1: seq_len -2147483648 is negative"),
-    "length below int32": ({"seq_lens": [6, -(2**31) - 1, 0]}, "seq_lens must fit in int32, got -2147483649"),
-    "length above int32": ({"seq_lens": [6, 2**31, 0]}, "seq_lens must fit in int32, got 2147483648"),
+    "length below int32": ({"seq_lens": [6, -(2**31) - 1, 0]}, "row 1: seq_lens must fit in int32, got -2147483649"),
+    "length above int32": ({"seq_lens": [6, 2**31, 0]}, "row 1: seq_lens must fit in int32, got 2147483648"),
     "length past the table": ({"seq_lens": [6, 4, 13]}, "row 2: seq_len 13 is past the table of 3 blocks of 4"),
     "starts' shape": ({"query_start_loc": [0, 3, 4]}, r"query_start_loc must have shape \(4,\), got \(3,\)"),
     "too many starts": ({"query_start_loc": [0, 3, 4, 4, 4]}, r"must have shape \(4,\), got \(5,\)"),
@@ -265,11 +289,14 @@ def as_arrays(kwargs):
 def test_integers_that_do_not_fit_are_refused():
     """If they wrapped around at 32 bits, they would name other rows, tokens or blocks."""
     table = np.zeros((2, 8), np.int32)
-    with pytest.raises(ValueError, match="seq_lens must fit in int32, got 4294967301"):
+    with pytest.raises(ValueError, match=r"^row 0: seq_lens must fit in int32, got 4294967301"):
         build_metadata(table, np.array([2**32 + 5, 3]), np.array([1, 1]), 4)
     with pytest.raises(TypeError, match="seq_lens must hold integers, got float64"):
         build_metadata(table, np.array([5.7, 3.0]), np.array([1, 1]), 4)
-    with pytest.raises(ValueError, match="slot_mapping must fit in int32, got 4294967"):
+    for tables in ([[0, 0], [1, 2**31]], np.array([[0, 0], [1, 2**31]])):
+        with pytest.raises(ValueError, match=r"^row 1.*: block_tables must fit in int32, got 2147483648"):
+            build_metadata(tables, [5, 3], [1, 1], 4)
+    with pytest.raises(ValueError, match=r"^token 0: slot_mapping must fit in int32, got 4294967"):
         build_metadata([[2**30, 2**30], [3]], np.array([5, 3]), np.array([5, 1]), 4)
 
 

@@ -71,28 +71,20 @@ DECODE = [
     ({"sliding_window": -1}, ValueError, "sliding_window must be at least 1, got -1"),
     ({"sliding_window": 2.5}, TypeError, "sliding_window must be a static int, got float"),
     ({"sliding_window": 2**31}, ValueError, "sliding_window must be below 2**31, got 2147483648"),
-    ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap must be a finite number > 0 of float32 or None, got 0.0"),
-    (
-        {"logits_soft_cap": 1e39},
-        ValueError,
-        "logits_soft_cap must be a finite number > 0 of float32 or None, got 1e+39",
+    ({"scale": 10**400}, ValueError, "scale must be a number that a float can hold, got an int of 1329 bits"),
+    *(
+        ({"logits_soft_cap": cap}, ValueError, f"logits_soft_cap must be from 1.2e-38 to 1e+30 or None, got {cap}")
+        for cap in (0.0, -1.0, 1e-39, 1.01e30, 1e38, 1e39, 10**400, float("inf"), float("nan"))
     ),
-    (
-        {"logits_soft_cap": 1e-39},
-        ValueError,
-        "logits_soft_cap must be a finite number > 0 of float32 or None, got 1e-39",
-    ),
-    (
-        {"logits_soft_cap": float("inf")},
-        ValueError,
-        "logits_soft_cap must be a finite number > 0 of float32 or None, got inf",
-    ),
+    ({"logits_soft_cap": "1"}, TypeError, "logits_soft_cap must be a number or None, got str"),
+    ({"logits_soft_cap": True}, TypeError, "logits_soft_cap must be a number or None, got bool"),
     ({"max_seq_len": -1}, ValueError, "max_seq_len must be at least 0, got -1"),
     ({"query": jnp.zeros((2, 0, 16), jnp.bfloat16)}, ValueError, "multiple of num_kv_heads = 2, got 0"),
     ({"k_scale": jnp.zeros((4,))}, ValueError, "k_scale must be a scalar or have shape [num_kv_heads]"),
     ({"v_scale": jnp.zeros((5, 2, 4))}, ValueError, "got (5, 2, 4)"),
     ({"block_sparse": {"local_blocks": 1}}, TypeError, "block_sparse must be a BlockSparse or None, got dict"),
     ({"block_sparse": BlockSparse(1, 2, block_size=4)}, ValueError, "multiple of the cache's block_size = 8, got 4"),
+    ({"block_sparse": BlockSparse(1, 2, np.int8(4))}, ValueError, "multiple of the cache's block_size = 8, got 4"),
     ({"block_sparse": BlockSparse(-1, 2)}, ValueError, "block_sparse.local_blocks must be at least 0, got -1"),
     ({"block_sparse": BlockSparse(1, 2, tp_rank=-1)}, ValueError, "block_sparse.tp_rank must be at least 0, got -1"),
     (
@@ -137,6 +129,9 @@ ACCEPTED = {
     "widest window": {"sliding_window": 2**31 - 1},
     "lowest bound": {"max_seq_len": 0},
     "small cap": {"logits_soft_cap": 0.5},
+    "smallest cap": {"logits_soft_cap": np.finfo(np.float32).tiny},
+    "cap of 16 bits": {"logits_soft_cap": np.float16(0.5)},
+    "largest cap": {"logits_soft_cap": 1e30},
     "any stride": {"block_sparse": BlockSparse(0, -(2**31), block_size=8, head_sliding_step=-(2**31))},
 }
 
@@ -186,6 +181,25 @@ def test_write_and_attend_takes_more_sequences_than_kv_heads():
 def test_partition_size(size, error, message):
     with pytest.raises(error, match=re.escape(message)):
         paged_jax.paged_attention_v2(**decode_arrays(), partition_size=size)
+
+
+def test_sizes_of_few_bits_beside_larger_blocks():
+    """A NumPy integer of 8 bits cannot be divided by 256."""
+    pool = jnp.zeros((5, 2, 256, 16), jnp.bfloat16)
+    arrays = decode_arrays(key_cache=pool, value_cache=pool)
+    with pytest.raises(ValueError, match="partition_size must be a multiple of block_size = 256, got 64"):
+        paged_jax.paged_attention_v2(**arrays, partition_size=np.int8(64))
+    with pytest.raises(ValueError, match="multiple of the cache's block_size = 256, got 64"):
+        paged_jax.paged_attention(**arrays, block_sparse=BlockSparse(1, 2, np.int8(64)))
+
+
+def test_the_largest_cap_keeps_logits_near_1():
+    """A much larger one would make logits / cap subnormal, which XLA and GPUs take for 0."""
+    query, key = (jax.random.normal(jax.random.key(i), (2, 4, 16)) for i in range(2))
+    pool, one = jnp.zeros((5, 4, 8, 16)).at[0, :, :2].set(key.swapaxes(0, 1)), jnp.full(2, 2, jnp.int32)
+    arrays = query, pool, pool, jnp.zeros((2, 1), jnp.int32), one
+    capped = paged_jax.paged_attention(*arrays, logits_soft_cap=_validate._LARGEST_SOFT_CAP)
+    np.testing.assert_allclose(capped, paged_jax.paged_attention(*arrays), atol=1e-6)
 
 
 @pytest.mark.parametrize(

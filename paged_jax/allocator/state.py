@@ -4,11 +4,10 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from paged_jax.allocator.arguments import Values, integers, namespace
+from paged_jax.allocator.arguments import Values, integers, namespace, size
 
 
 @jax.tree_util.register_dataclass
@@ -58,12 +57,16 @@ def create(
 
     Raises:
       ValueError: a size below 1, or more slots than int32 can count.
+      TypeError: a size is not an integer.
 
     Example:
       >>> state = allocator.create(num_blocks=8, block_size=4, max_num_seqs=2, max_blocks_per_seq=4)
       >>> int(state.num_free)
       8
     """
+    num_blocks, block_size = size("num_blocks", num_blocks), size("block_size", block_size)
+    max_num_seqs = size("max_num_seqs", max_num_seqs)
+    max_blocks_per_seq = size("max_blocks_per_seq", max_blocks_per_seq)
     sizes = (num_blocks, block_size, max_num_seqs, max_blocks_per_seq)
     if min(sizes) < 1:
         raise ValueError(f"num_blocks, block_size, max_num_seqs, max_blocks_per_seq must be positive, got {sizes}")
@@ -119,4 +122,4 @@ def prepare(state: AllocatorState, *arguments: Values) -> tuple[Any, AllocatorSt
     A state on the host meets traced arguments if a jitted function closes over it; it then becomes a traced state.
     """
     xp = namespace(state, *arguments)
-    return xp, state if xp is np else jax.tree.map(jnp.asarray, state)
+    return xp, jax.tree.map(xp.asarray, state)
