@@ -8,10 +8,11 @@ from examples import serve
 from tests.http_server import GOOD, NUM_BLOCKS, Running, wait_for
 
 PROMPTS = ["The assert statement ", "A list is ", "In Python ", "x"]
+FEW_PROGRAMS = "--max-num-seqs", "2", "--max-tokens-per-step", "8"  # each of which takes seconds to compile
 
 
 def test_copies_of_a_split_model_answer_as_one_does():
-    one, copies = Running(), Running("--mesh", "dp=2,tp=2")
+    one, copies = Running(*FEW_PROGRAMS), Running(*FEW_PROGRAMS, "--mesh", "dp=2,tp=2")
     try:
         texts, metrics = zip(*map(ask, (one, copies)), strict=True)
     finally:
