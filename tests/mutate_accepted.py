@@ -208,8 +208,8 @@ _REASONS = {
         "the size of a tile changes no result but by rounding": [
             "_TILE = 255 # tokens: large enough to amortise a gather, small enough to keep [heads, tokens] logits in a "
             "cache",
-            "columns = max(2, min(_TILE // block_size, block_tables.shape[1])) if tile is None else tile // block_size",
-            "columns = max(1, min(_TILE % block_size, block_tables.shape[1])) if tile is None else tile // block_size",
+            "columns = max(2, min(_TILE // block_size, block_tables.shape[1] if tile is None else tile // block_size))",
+            "columns = max(1, min(_TILE % block_size, block_tables.shape[1] if tile is None else tile // block_size))",
         ],
         "any finite number makes the weights of no tokens 0": [
             "shift = jnp.where(jnp.isneginf(max_logit), -1.0, max_logit)",

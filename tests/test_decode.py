@@ -98,6 +98,30 @@ def hold_scales_of_any_sign(run):
     assert np.all(out[1] == 0)
 
 
+def test_block_sparse_shifts_may_be_beyond_32_bits(run):
+    hold_shifts_beyond_32_bits(run)
+
+
+def hold_shifts_beyond_32_bits(run):
+    """Compares with the oracle where the step, the rank or their product with the number of heads is beyond int32."""
+    case = Case("shifts", 4, 2, 64, 8, "bfloat16", seq_lens=(70, 33), query_lens=(3, 1))
+    made = inputs.make(case)
+    pairs = (2**30, 0), (-(2**31), 0), (1, 2**31 - 1), (3, 2**29), (2**29, 2**29)
+    patterns = [Sparse(1, 5, 8, step, rank) for step, rank in pairs]
+
+    def function(decode, ragged, implementation):
+        options = [op_options({"block_sparse": pattern}) | {"implementation": implementation} for pattern in patterns]
+        decoded = [paged_jax.paged_attention_v1(**decode, **each) for each in options]
+        return decoded, [paged_jax.ragged_paged_attention(**ragged, **each) for each in options]
+
+    results = run(function, decode=made.decode, ragged=made.ragged)
+    for name, outs in zip(("decode", "ragged"), results, strict=True):
+        arrays = getattr(made, name)
+        for pattern, out in zip(patterns, outs, strict=True):
+            exact, rough = (getattr(each, name)(**arrays, block_sparse=pattern) for each in (oracle, plain))
+            plain.assert_close(out, exact[0], rough[0], f"{name}, {pattern}")
+
+
 @pytest.mark.parametrize("name", ["hnd-bfloat16", "farthest-corner", "all-empty", "equal-logits-over-100k"])
 def test_paged_attention_picks_one_of_them(name, run):
     case = BY_NAME[name]
@@ -278,6 +302,16 @@ def test_v2_has_partitions_of_512_tokens_unless_it_is_told_otherwise():
     arrays = inputs.make(Case("partitions", 2, 1, 8, 256, seq_lens=(1024,), query_lens=None, spare_columns=0)).decode
     op = partial(paged_jax.paged_attention_v2, return_residuals=True)
     assert jax.eval_shape(op, **arrays)[2].shape == (1, 2, 2)
+
+
+def test_partitions_longer_than_every_context(run):
+    """A partition may be of more tokens than memory holds; what is not there of it costs nothing."""
+    made = inputs.make(Case("long-partition", seq_lens=(5, 30), query_lens=None))
+    v2 = partial(paged_jax.paged_attention_v2, partition_size=2**30, return_residuals=True)
+    out, exp_sums, *_ = run(v2, **made.decode)
+    exact, rough = oracle.decode(**made.decode), plain.decode(**made.decode)
+    plain.assert_close(out, exact[0], rough[0], "out")
+    assert exp_sums.shape == (2, 4, 1)
 
 
 @pytest.mark.parametrize("max_seq_len", [0, 10, 16])

@@ -98,9 +98,15 @@ INTERPRETED_TOO = [
     ],
 )
 def test_in_the_interpreter(names):
-    """Runs in a process of its own, because the interpreter is chosen when triton is imported."""
-    process = subprocess.run(
-        [sys.executable, "-m", "tests.triton_interpreter", *names],
+    process = with_the_interpreter("-m", "tests.triton_interpreter", *names)
+    done = [line.removesuffix(" ok") for line in process.stdout.splitlines()]
+    assert done == names, process.stderr[-4000:]
+
+
+def with_the_interpreter(*arguments):
+    """Runs Python in a process of its own, because the interpreter is chosen when triton is imported."""
+    return subprocess.run(
+        [sys.executable, *arguments],
         cwd=Path(__file__).parents[1],
         env=os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"},
         capture_output=True,
@@ -108,8 +114,17 @@ def test_in_the_interpreter(names):
         timeout=1200,
         check=False,
     )
-    done = [line.removesuffix(" ok") for line in process.stdout.splitlines()]
-    assert done == names, process.stderr[-4000:]
+
+
+@needs_triton
+def test_block_sparse_shifts_may_be_beyond_32_bits():
+    code = """
+from tests import test_decode, triton_interpreter
+with triton_interpreter.interpreted():
+    test_decode.hold_shifts_beyond_32_bits(triton_interpreter.run)
+"""
+    process = with_the_interpreter("-c", code)
+    assert process.returncode == 0, process.stderr[-4000:]
 
 
 def on_a_gpu(function, *, quick=True, **arrays):

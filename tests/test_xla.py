@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import paged_jax
-from tests import inputs, oracle
-from tests.cases import LAYOUTS, Case
+from tests import inputs, oracle, plain
+from tests.cases import LAYOUTS, Case, Sparse
 from tests.conftest import FULL_COMPILE
 
 CALL = {"implementation": "xla"}
@@ -47,6 +47,43 @@ def test_v2_is_bit_equal_alone_and_in_a_batch_whatever_the_tables_width(dtype, p
                 np.testing.assert_array_equal(a, b, err_msg=f"{name} of row {row} in a table of {columns}", strict=True)
 
 
+# The memory and the time of v2 depend on the contexts, not on the length of a partition.
+
+
+def test_a_long_partition_takes_no_more_memory_than_a_short_one():
+    call = inputs.make(Case("long", 4, 2, 64, 16, seq_lens=(37, 100), query_lens=None)).decode
+
+    def temporary_bytes(partition_size):
+        v2 = partial(paged_jax.paged_attention_v2, partition_size=partition_size, **CALL)
+        return jax.jit(v2).lower(**call).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(65536) == temporary_bytes(256)
+
+
+def test_a_partition_may_end_beyond_int32():
+    """The window spares the tokens of the first partition, which are too many for a test."""
+    seq_len = 2**30 + 4
+    block_tables = np.zeros((1, 2**30 // 256 + 1), np.int32)
+    cache = jnp.broadcast_to(jnp.arange(256, dtype=jnp.float32)[:, None], (1, 1, 256, 8))
+    v2 = partial(paged_jax.paged_attention_v2, partition_size=2**30, sliding_window=3, return_residuals=True, **CALL)
+    arrays = jnp.zeros((1, 1, 8)), cache, cache, block_tables, np.array([seq_len], np.int32)
+    out, exp_sums, *_ = jax.jit(v2)(*arrays)
+    np.testing.assert_array_equal(exp_sums, [[[0, 3]]])
+    np.testing.assert_allclose(out, np.full((1, 1, 8), 2), rtol=1e-6)  # the mean of the values 1, 2 and 3
+
+
+# A pattern's numbers may be as large as int32.
+
+
+def test_a_block_sparse_stride_may_be_the_largest_number():
+    """The step is 3 less than the stride, so that head h sees block 3 * h - 1 of those that are not near."""
+    pattern = Sparse(1, 2**31 - 1, 8, 2**31 - 4)
+    call = inputs.make(Case("strides", 4, 2, 16, 8, seq_lens=(70, 33), query_lens=None)).decode
+    out = paged_jax.paged_attention_v1(**call, block_sparse=paged_jax.BlockSparse(*pattern), **CALL)
+    exact = oracle.decode(**call, block_sparse=pattern)
+    np.testing.assert_allclose(out, exact[0], atol=1e-5)
+
+
 # No query sees tokens past max_seq_len; without causality it sees all tokens of its sequence.
 
 
@@ -65,6 +102,24 @@ def test_prefix_attention_sees_no_token_past_max_seq_len(bound):
     exact, exact_lse = oracle.prefix(**call, max_seq_len=bound)
     np.testing.assert_allclose(np.asarray(out)[: -case.padding], exact[: -case.padding], atol=1e-5)
     np.testing.assert_allclose(np.asarray(lse), exact_lse, atol=1e-5)
+
+
+# Logits times k_scale may be beyond float32 where logits times k_scale times scale are not.
+
+
+@pytest.mark.parametrize("axes", [0, 1, 3], ids=["scalar", "head", "slot"])
+@pytest.mark.parametrize(("op", "kind"), [("paged_attention_v1", "decode"), ("ragged_paged_attention", "ragged")])
+def test_logits_are_finite_where_k_scale_alone_would_make_them_infinite(op, kind, axes):
+    case = Case("k-scale", 4, 2, 64, 16, "float32", "float8_e4m3fn", seq_lens=(37, 18), query_lens=(5, 1))
+    call, _ = ragged_call(case, kind)
+    num_blocks, num_kv_heads, block_size, _ = call["key_cache"].shape
+    shape = {0: (), 1: (num_kv_heads,), 3: (num_blocks, num_kv_heads, block_size)}[axes]
+    options = {"k_scale": np.full(shape, 2.0**126, np.float32), "scale": 2.0**-126}
+    out = getattr(paged_jax, op)(**call, **options, **CALL)
+    exact = getattr(oracle, kind)(**call, **options)
+    rough = getattr(plain, kind)(**call, scale=1.0)  # the same logits, as the product of the factors is 1
+    rows = 2 if kind == "decode" else 6
+    plain.assert_close(out[:rows], exact[0][:rows], rough[0][:rows], "out")
 
 
 # Pools in place.

@@ -74,7 +74,9 @@ def paged_attention_v2(
         queries, position = query[None, None], seq_len[None, None] - 1
 
         def partition(start):
-            end = jnp.minimum(jnp.minimum(seq_len, options.max_seq_len), start + partition_size)[None]
+            # The end of the partition itself, `start + partition_size`, may be beyond int32.
+            rest = jnp.minimum(seq_len, options.max_seq_len) - start
+            end = (start + jnp.minimum(rest, partition_size))[None]
             state = softmax.add_cached(
                 softmax.empty(queries),
                 queries,

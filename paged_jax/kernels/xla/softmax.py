@@ -54,9 +54,9 @@ def add_tile(
     grouped = query.astype(jnp.float32).reshape(n, q, g, h // g, d)
     key = tile.key.astype(jnp.float32)
     logits = jnp.einsum("nqgrd,ntgd->nqgrt", grouped, key, precision=lax.Precision.HIGHEST)
-    if tile.k_scale is not None:
-        logits = logits * _over_logits(tile.k_scale)
-    logits = (logits * options.scale).reshape(n, q, h, tile.positions.size)
+    # The factors meet each other first, since logits times one of them may be beyond float32.
+    factor = options.scale if tile.k_scale is None else _over_logits(tile.k_scale * options.scale)
+    logits = (logits * factor).reshape(n, q, h, tile.positions.size)
     if options.logits_soft_cap is not None:
         logits = options.logits_soft_cap * jnp.tanh(logits / options.logits_soft_cap)
     if (slopes := options.per_head.alibi_slopes) is not None:
@@ -98,13 +98,13 @@ def add_cached(
 ) -> Softmax:
     """Adds the cached tokens in ``[origin, end)`` of each sequence that its queries may see.
 
-    `origin` is a multiple of the block size. `tile` tokens are gathered at once, a multiple of the block size; without
-    it about 256, but no more than a table row has.
+    `origin` is a multiple of the block size. About 256 tokens are gathered at once, but no more than `tile`, a multiple
+    of the block size, or without it no more than a table row has.
     """
     if block_tables.shape[1] == 0 or value_cache.shape[0] == 0:
         return state
     block_size = value_cache.shape[block_axis(options.layout)]
-    columns = max(1, min(_TILE // block_size, block_tables.shape[1])) if tile is None else tile // block_size
+    columns = max(1, min(_TILE // block_size, block_tables.shape[1] if tile is None else tile // block_size))
     width = columns * block_size
 
     def step(i, state):
@@ -196,13 +196,16 @@ def _visible(
         visible &= at - t < options.sliding_window
     visible = visible[:, :, None, :]
     if (sparse := options.block_sparse) is not None:
-        head = jnp.arange(num_heads, dtype=jnp.int32)
+        group, heads = num_heads // num_kv_heads, range(num_heads)
+        # The offsets may be beyond int32, so they are numbers of Python until the stride has divided them.
         if sparse.head_sliding_step >= 0:
-            offset = (sparse.tp_rank * num_heads + head) * sparse.head_sliding_step + 1
+            offsets = [(sparse.tp_rank * num_heads + head) * sparse.head_sliding_step + 1 for head in heads]
         else:
-            kv_head = head // (num_heads // num_kv_heads)
-            offset = (sparse.tp_rank * num_kv_heads + kv_head) * -sparse.head_sliding_step + 1
+            offsets = [
+                (sparse.tp_rank * num_kv_heads + head // group) * -sparse.head_sliding_step + 1 for head in heads
+            ]
+        first = jnp.array([-offset % sparse.vert_stride for offset in offsets], jnp.int32)
         block = (positions // sparse.block_size)[None, None, None, :]
         local = block > (query_positions // sparse.block_size)[:, :, None, None] - sparse.local_blocks
-        visible &= local | ((block + offset[None, None, :, None]) % sparse.vert_stride == 0)
+        visible &= local | (block % sparse.vert_stride == first[None, None, :, None])
     return visible

@@ -135,7 +135,7 @@ def token_at(number, pattern, cfg: tl.constexpr):
         seen = number >= 0
     else:
         head = block % cfg.patterns
-        shift = pattern.shift + head * sparse.head_sliding_step
+        shift = pattern.shift + head * (sparse.head_sliding_step % stride)
         block = pattern.far + block // cfg.patterns * stride
         block += (stride - (shift + pattern.far) % stride) % stride
         token = block * size + number % size
@@ -146,10 +146,18 @@ def token_at(number, pattern, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def pattern_shift(kv_head, head, cfg: tl.constexpr):
-    """Returns how far the heads' block-sparse patterns are shifted, in sparse blocks."""
+    """Returns how far the heads' block-sparse patterns are shifted, in sparse blocks.
+
+    Only the shift modulo `vert_stride` matters. The compiler reduces its parts, since they may be beyond int32.
+    """
     sparse: tl.constexpr = cfg.problem.block_sparse
+    stride: tl.constexpr = sparse.vert_stride
     if sparse.head_sliding_step >= 0:
-        shift = (sparse.tp_rank * cfg.problem.num_heads + head) * sparse.head_sliding_step + 1
+        step: tl.constexpr = sparse.head_sliding_step % stride
+        first: tl.constexpr = (sparse.tp_rank * cfg.problem.num_heads * step + 1) % stride
+        shift = head * step + first
     else:
-        shift = (sparse.tp_rank * cfg.problem.num_kv_heads + kv_head) * (-sparse.head_sliding_step) + 1
+        step: tl.constexpr = -sparse.head_sliding_step % stride
+        first: tl.constexpr = (sparse.tp_rank * cfg.problem.num_kv_heads * step + 1) % stride
+        shift = kv_head * step + first
     return shift
