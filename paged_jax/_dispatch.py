@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any, Literal, get_args
 
 import jax
+from jax.export import is_symbolic_dim
 
 from paged_jax import _partition, _selection, _vmap
 from paged_jax._selection import Selection
@@ -45,8 +46,13 @@ def call(op: str, operands: Any, *, implementation: str | None, **static: Any) -
     if implementation is not None and not (isinstance(implementation, str) and implementation in IMPLEMENTATIONS):
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS} or None, got {implementation!r}")
     if (question := _selection.question()) is not None:
-        question.answer = _answer(op, operands, static, implementation, question.platform)
-        implementation = "xla"  # nothing is computed now: any implementation gives the shapes of the results
+
+        def answer(operands: Any) -> None:
+            question.answer = _answer(op, operands, static, implementation, question.platform)
+
+        # Kernels are traced for the answer in a program of their own, and then the call is traced as it always is. A
+        # jitted function that makes this call keeps what is traced of it, and computes that later.
+        jax.eval_shape(answer, operands)
     return _bind(op, implementation, tuple(sorted(static.items())))(operands)
 
 
@@ -81,7 +87,7 @@ def _on_platform(op: str, implementation: str | None, operands: Any, static: dic
     """Runs the op. JAX traces all branches, which must not need a device, and picks one when it lowers the call."""
 
     def run(name, operands):
-        return _load(name, op)(*operands, **static)
+        return _run(name, op, operands, static)
 
     if implementation == "xla":
         return run("xla", operands)
@@ -108,7 +114,7 @@ def _try(op: str, operands: Any, static: dict[str, Any]) -> tuple[Selection, Any
     reasons = {}
     for name in _on_cuda(op, operands):
         try:
-            return Selection(op, name, reasons), _load(name, op)(*operands, **static)
+            return Selection(op, name, reasons), _run(name, op, operands, static)
         except Unsupported as refusal:
             reasons[name] = refusal.reasons
     return Selection(op, "xla", reasons), None
@@ -119,7 +125,7 @@ def _answer(op: str, operands: Any, static: dict[str, Any], implementation: str 
     if implementation is not None:
         if implementation in _ON_CUDA and platform != "cuda":
             raise Unsupported(implementation, [f"needs an NVIDIA GPU, this is a {platform}"])
-        _load(implementation, op)(*operands, **static)
+        _run(implementation, op, operands, static)
         return Selection(op, implementation, {})
     if platform == "cuda":
         return _try(op, operands, static)[0]
@@ -128,6 +134,8 @@ def _answer(op: str, operands: Any, static: dict[str, Any], implementation: str 
 
 def _on_cuda(op: str, operands: Any) -> list[str]:
     """The implementations for CUDA, in the order in which they are tried."""
+    if _has_symbolic_sizes(operands):
+        return list(_ON_CUDA)  # none of them takes the call
     try:
         jax.local_devices(backend="gpu")
     except RuntimeError:
@@ -138,6 +146,18 @@ def _on_cuda(op: str, operands: Any) -> list[str]:
         return leads is None or not leads(op, operands), name not in _FOR_EVERY_GPU
 
     return sorted(_ON_CUDA, key=place)
+
+
+def _run(implementation: str, op: str, operands: Any, static: dict[str, Any]) -> Any:
+    """Runs the op by this implementation."""
+    if implementation in _ON_CUDA and _has_symbolic_sizes(operands):
+        raise Unsupported(implementation, ["lacks symbolic sizes"])  # tilings and grids are chosen for numbers
+    return _load(implementation, op)(*operands, **static)
+
+
+def _has_symbolic_sizes(operands: Any) -> bool:
+    """Whether some size is a symbol, as it may be in an exported function."""
+    return any(is_symbolic_dim(size) for x in jax.tree.leaves(operands) for size in x.shape)
 
 
 def _package(implementation: str) -> ModuleType:

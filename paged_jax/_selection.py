@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any, Literal, get_args
 
 import jax
 from jax.core import ShapedArray, Tracer
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -74,7 +76,9 @@ def which_implementation(op: Callable, *args: Any, platform: Platform | None = N
         args, options = jax.tree.unflatten(tree, given)
         return op(*args, **options)
 
-    with _asking(question):
+    # JAX does not trace a jitted function twice, so that the op in it might not be reached. It does for metadata that
+    # it has not met before, and keeps that trace apart from what the function computes at other times.
+    with _asking(question), set_xla_metadata(paged_jax_question=next(_numbers)):
         jax.eval_shape(call, abstract)
     if question.answer is None:
         raise TypeError(f"op must be a function of paged_jax that runs on an implementation, got {op!r}")
@@ -89,6 +93,7 @@ class _Question:
     answer: Selection | None = None
 
 
+_numbers = itertools.count()
 _question: contextvars.ContextVar[_Question | None] = contextvars.ContextVar("question", default=None)
 
 

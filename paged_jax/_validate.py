@@ -6,6 +6,7 @@ Every message names the argument, says what was expected and shows what came:
 
 from typing import Any, NamedTuple, get_args
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -210,6 +211,9 @@ def _caches(key_cache: Any, value_cache: Any, num_kv_heads: int | None, head_siz
     value_cache = _checks.array("value_cache", value_cache, value_dims, CACHE_DTYPES)
     if key_cache.dtype != value_cache.dtype:
         raise TypeError(f"value_cache must have key_cache's dtype {key_cache.dtype}, got {value_cache.dtype}")
+    for name, x in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if jax.typeof(x).memory_space == jax.memory.Space.Host:
+            raise ValueError(f"{name} must be in device memory, got one in host memory, see swap_blocks")
     num_blocks, block_size = value_cache.shape[0], value_cache.shape[block_axis(layout)]
     if block_size not in BLOCK_SIZES:
         raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {block_size}")

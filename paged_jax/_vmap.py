@@ -8,7 +8,15 @@ import jax
 import jax.numpy as jnp
 
 from paged_jax import _partition
-from paged_jax._operands import Decode
+from paged_jax._operands import Copy, Decode, Swap, Write, WriteAndAttend
+
+# The pools that each op writes, by the type of its operands. The op returns them as its last two results.
+_POOLS_WRITTEN = {
+    Write: ("key_cache", "value_cache"),
+    WriteAndAttend: ("key_cache", "value_cache"),
+    Copy: ("key_caches", "value_caches"),
+    Swap: ("dst_key_cache", "dst_value_cache"),
+}
 
 
 def batch_of_calls(call: Callable, axis_size: int, in_batched: Any, operands: Any) -> Any:
@@ -25,6 +33,10 @@ def batch_of_calls(call: Callable, axis_size: int, in_batched: Any, operands: An
     """
     if isinstance(operands, Decode) and _fits_in_one_call(in_batched, operands):
         return _as_one_call(call, axis_size, in_batched, operands)
+    # Calls follow one another on all devices, so that each device needs its part of every call.
+    operands = jax.tree.map(lambda x, flag: _partition.whole_batch(x) if flag else x, operands, in_batched)
+    if axis_size and _keep_types_of_pools(call, in_batched, operands):
+        return _one_by_one_in_place(call, axis_size, in_batched, operands)
     return _one_by_one(call, in_batched, operands)
 
 
@@ -69,8 +81,7 @@ def _one_by_one(call: Callable, in_batched: Any, operands: Any) -> Any:
     """Computes a batch of calls of `call` one after the other."""
     leaves, tree = jax.tree.flatten(operands)
     flags = jax.tree.leaves(in_batched)
-    # Calls follow one another on all devices, so that each device needs its part of every call.
-    batched = [_partition.whole_batch(x) for x, flag in zip(leaves, flags, strict=True) if flag]
+    batched = [x for x, flag in zip(leaves, flags, strict=True) if flag]
 
     def one(element):
         element = iter(element)
@@ -78,3 +89,50 @@ def _one_by_one(call: Callable, in_batched: Any, operands: Any) -> Any:
         return call(jax.tree.unflatten(tree, merged))
 
     return jax.lax.map(one, batched)
+
+
+def _keep_types_of_pools(call: Callable, in_batched: Any, operands: Any) -> bool:
+    """Whether the calls write to pools that are all batched, so that a loop can carry them.
+
+    A loop must give back what it carries as it took it. A call may give a pool another sharding, or one that varies
+    from device to device inside a `shard_map`.
+    """
+    if type(operands) not in _POOLS_WRITTEN or not all(jax.tree.leaves(_pools(in_batched))):
+        return False
+
+    def first() -> tuple[Any, Any]:
+        one = _call_of_batch(0, in_batched, operands)
+        return _pools(one), tuple(call(one)[-2:])
+
+    before, after = jax.eval_shape(first)
+    return before == after
+
+
+def _one_by_one_in_place(call: Callable, axis_size: int, in_batched: Any, operands: Any) -> Any:
+    """Computes a batch of calls of `call` one after the other; each writes its pools into the stacks of all pools.
+
+    If a loop took all pools and made new stacks of what the calls return, XLA would keep both.
+    """
+    names = _POOLS_WRITTEN[type(operands)]
+
+    def step(stacks, i):
+        one = _call_of_batch(i, in_batched, operands._replace(**dict(zip(names, stacks, strict=True))))
+        *others, key_pools, value_pools = call(one)
+        put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=i, axis=0)
+        return jax.tree.map(put, stacks, (key_pools, value_pools)), others
+
+    stacks, others = jax.lax.scan(step, _pools(operands), jnp.arange(axis_size, dtype=jnp.int32))
+    return (*others, *stacks)
+
+
+def _call_of_batch(i: Any, in_batched: Any, operands: Any) -> Any:
+    """The operands of the batch's call `i`."""
+    return jax.tree.map(
+        lambda x, flag: jax.lax.dynamic_index_in_dim(x, i, keepdims=False) if flag else x, operands, in_batched
+    )
+
+
+def _pools(operands: Any) -> tuple[Any, Any]:
+    """The pools that an op writes, of its operands or of facts about them."""
+    key_pools, value_pools = (getattr(operands, name) for name in _POOLS_WRITTEN[type(operands)])
+    return key_pools, value_pools

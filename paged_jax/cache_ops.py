@@ -92,6 +92,8 @@ def copy_blocks[Pools: Cache | Sequence[Cache]](
       ValueError, TypeError: a shape or dtype is wrong.
       NotImplementedError: `implementation` cannot do the call.
 
+    The pools may be in device memory or in pinned host memory; XLA moves the whole of a pool that is on the host.
+
     Aliasing: donate the caches to update them in place; otherwise they are copied first. The op needs scratch memory
     for num_pairs blocks of both caches. vmap: one call after the other. Sharding: kv heads may be split.
     Source: vLLM's copy_blocks.

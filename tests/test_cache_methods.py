@@ -1,5 +1,7 @@
 """Tests that the cache's methods call their ops with its pools, layout and scales, and move the scales of blocks."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,6 +120,16 @@ def test_blocks_move_with_the_scales_of_their_slots(kinds):
                 wanted = np.array(wanted)
                 wanted[[1, 5]] = np.asarray(source)[[4, 0]]
             assert_equal(getattr(after, name), wanted)
+
+
+@pytest.mark.parametrize("kinds", [(None, None), ("slot", "scalar")], ids=str)
+def test_a_cache_in_host_memory_copies_blocks(kinds):
+    cache, mapping = filled(*kinds), np.array([[4, 1], [-1, -1]], np.int32)
+    on_host = cache.key_cache.sharding.with_memory_kind("pinned_host")
+    pools = {name: jax.device_put(getattr(cache, name), on_host) for name in ("key_cache", "value_cache")}
+    copied = dataclasses.replace(cache, **pools).copy_blocks(mapping)
+    assert copied.key_cache.sharding.memory_kind == copied.value_cache.sharding.memory_kind == "pinned_host"
+    assert_equal(copied, cache.copy_blocks(mapping))
 
 
 def test_caches_of_different_kinds_swap_nothing():

@@ -361,6 +361,70 @@ def test_swap_blocks_between_memories(source_kind, kind, implementation, device,
             assert_same_bytes(after, oracle.swap(from_, before, pairs), "destination")
 
 
+@pytest.mark.parametrize("kinds", [("pinned_host", "pinned_host"), ("device", "pinned_host")], ids=str)
+@pytest.mark.parametrize("chosen", [False, True])
+def test_copy_blocks_in_host_memory(kinds, chosen, implementation, device, skip_lacking):
+    """Also the library's own choice is tested on a CPU: JAX traces all branches of it."""
+    before = random_caches(np.random.default_rng(12), "float8_e5m2")
+    shardings = [jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for kind in kinds]
+    caches = [jax.device_put(x, sharding) for x, sharding in zip(before, shardings, strict=True)]
+    pairs = np.array([(0, 6), (6, 1), (-1, 2), (5, 5)], np.int32)
+    copy = partial(paged_jax.copy_blocks, implementation=None if chosen else implementation)
+    for function in (copy, jax.jit(copy)):
+        with skip_lacking():
+            result = function(*caches, jax.device_put(pairs, device))
+        for x, after, kind in zip(before, result, kinds, strict=True):
+            assert after.sharding.memory_kind == kind
+            assert_same_bytes(after, oracle.copy(x, pairs), kind)
+
+
+def test_attention_and_writes_refuse_pools_in_host_memory():
+    caches = [jnp.asarray(x) for x in random_caches(np.random.default_rng(14), "bfloat16")]
+    caches[1] = jax.device_put(caches[1], caches[1].sharding.with_memory_kind("pinned_host"))
+    new = jnp.ones((2, NUM_KV_HEADS, HEAD_SIZE))
+    rows = np.zeros((2, 3), np.int32), np.ones(2, np.int32)
+    for call in (
+        lambda: paged_jax.paged_attention(new, *caches, *rows),
+        lambda: paged_jax.write_to_paged_cache(new, new, *caches, rows[1]),
+    ):
+        with pytest.raises(ValueError, match="value_cache must be in device memory, got one in host memory"):
+            call()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2", "int8"])
+def test_pools_without_blocks_have_nothing_to_copy_or_write(dtype, run):
+    """Every pair and every slot is past such a pool."""
+    rng = np.random.default_rng(13)
+    some = random_caches(rng, dtype)
+    none = tuple(x[:0] for x in some)
+    pairs, slots = np.array([(-1, -1), (0, 1)], np.int32), np.array([0, -1, 5], np.int32)
+    tokens = new_tokens(rng, len(slots), "float32")
+    scale = np.zeros((0, NUM_KV_HEADS, BLOCK_SIZE), np.float32)
+    scales = {"k_scale": scale, "v_scale": scale} if writable("float32", dtype) else {}
+    rows = np.zeros((len(slots), 2), np.int32), np.zeros(len(slots), np.int32)
+
+    def function(some, none, tokens, slots, rows, pairs, scales, implementation):
+        out, *written = paged_jax.write_and_attend(
+            tokens, tokens, tokens, *none, *rows, slots, **scales, implementation=implementation
+        )
+        return out, {
+            "some": paged_jax.swap_blocks(*none, *some, pairs, implementation=implementation),
+            "none": [
+                paged_jax.copy_blocks(*none, pairs, implementation=implementation),
+                paged_jax.swap_blocks(*some, *none, pairs, implementation=implementation),
+                paged_jax.write_to_paged_cache(tokens, tokens, *none, slots, **scales, implementation=implementation),
+                written,
+            ],
+        }
+
+    out, pools = run(function, some=some, none=none, tokens=tokens, slots=slots, rows=rows, pairs=pairs, scales=scales)
+    assert not out.any()
+    for after, before in zip(pools["some"], some, strict=True):
+        assert_same_bytes(after, before, "destination")
+    for after in jax.tree.leaves(pools["none"]):
+        assert after.shape == none[0].shape
+
+
 def test_write_of_bfloat16_saturates_in_float16(run):
     """bfloat16 has as many bits as float16, but larger values than float16's 65504."""
     caches = random_caches(np.random.default_rng(8), "float16")

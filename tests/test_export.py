@@ -1,13 +1,17 @@
 """Tests that functions over this library's pytrees can be exported, serialised and read back."""
 
 import inspect
+from functools import partial
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import paged_jax
 from paged_jax import BlockSparse, PagedKVCache, allocator
+from paged_jax.kernels.problem import Unsupported
 from paged_jax.options import AttentionOptions, PerHead
 
 
@@ -62,6 +66,30 @@ def test_a_number_of_blocks_that_is_not_known_yet():
     for function in make.values():
         exported = jax.export.deserialize(jax.export.export(jax.jit(function))(pool).serialize())
         assert exported.call(jnp.zeros((2, 5, 2048))).shape == (5, 2, 16, 64)
+
+
+def test_sizes_that_are_not_known_yet_go_to_xla():
+    """Kernels for GPUs have grids and tilings, which are chosen for numbers."""
+    n = jax.export.symbolic_shape("num_seqs")[0]
+    caches = [jax.ShapeDtypeStruct((9, 2, 16, 64), jnp.bfloat16)] * 2
+    query, new = (jax.ShapeDtypeStruct((n, heads, 64), jnp.bfloat16) for heads in (4, 2))
+    tables, ints = jax.ShapeDtypeStruct((n, 3), jnp.int32), jax.ShapeDtypeStruct((n,), jnp.int32)
+    calls = {
+        paged_jax.paged_attention: (query, *caches, tables, ints),
+        paged_jax.write_to_paged_cache: (new, new, *caches, ints),
+    }
+    rng = np.random.default_rng(0)
+    for op, shapes in calls.items():
+        exported = jax.export.export(jax.jit(op), platforms=["cpu", "cuda"])(*shapes)
+        arrays = [
+            jnp.asarray(rng.integers(1, 9, [3 if x is n else x for x in each.shape]), each.dtype) for each in shapes
+        ]
+        found = jax.export.deserialize(exported.serialize()).call(*arrays)
+        jax.tree.map(np.testing.assert_array_equal, found, jax.jit(op)(*arrays))
+        with pytest.raises(Unsupported, match="lacks symbolic sizes"):
+            jax.export.export(jax.jit(partial(op, implementation="triton")), platforms=["cuda"])(*shapes)
+        with mock.patch.object(jax, "local_devices"):
+            jax.export.export(jax.jit(op), platforms=["cuda"])(*shapes)  # which looks for the implementation that leads
 
 
 def test_options():

@@ -125,9 +125,46 @@ def test_which_implementation_takes_shapes_methods_and_nothing_else():
         which_implementation(paged_jax.paged_attention, *DECODE, layout="bshd")
 
 
+def attend(*arrays):
+    return paged_jax.paged_attention(*arrays)
+
+
+def attend_with_a_cache(query, key_cache, value_cache, *where):
+    return paged_jax.PagedKVCache(key_cache, value_cache).attend(query, *where)
+
+
+@pytest.mark.parametrize("step", [attend, attend_with_a_cache])
+def test_a_question_leaves_a_jitted_function_as_it_was(step):
+    """JAX keeps what it traces of a jitted function, also of one that is called by the function that is asked about."""
+    wanted = paged_jax.paged_attention(*DECODE)
+    chosen = which_implementation(paged_jax.paged_attention, *DECODE, platform="cuda").name
+    for around in (lambda jitted: jitted, lambda jitted: lambda *arrays: jitted(*arrays)):
+        jitted = jax.jit(lambda *arrays: step(*arrays))
+        assert which_implementation(around(jitted), *DECODE, platform="cuda").name == chosen
+        np.testing.assert_array_equal(jitted(*DECODE), wanted)
+        assert chosen == "xla" or f"custom_call @{chosen}" in lower_for_cuda(jitted, *DECODE)
+
+
+@pytest.mark.parametrize("step", [attend, attend_with_a_cache])
+def test_a_jitted_function_that_has_run_has_an_answer(step):
+    jitted = jax.jit(lambda *arrays: step(*arrays))
+    jitted(*DECODE)
+    chosen = which_implementation(paged_jax.paged_attention, *DECODE, platform="cuda")
+    for fun in (jitted, lambda *arrays: jitted(*arrays)):
+        for _ in range(2):
+            assert which_implementation(fun, *DECODE, platform="cuda") == chosen
+
+
+def test_which_implementation_of_a_batch_of_calls():
+    batched = jax.vmap(lambda query: paged_jax.paged_attention(query, *DECODE[1:]))
+    chosen = which_implementation(paged_jax.paged_attention, *DECODE, platform="cuda")
+    assert which_implementation(batched, QUERY[None], platform="cuda") == chosen
+
+
 def test_with_a_gpu_the_leader_is_tried_first_and_every_refusal_is_told():
+    many = jnp.tile(QUERY, (4, 1, 1)), *DECODE[1:3], *(jnp.tile(x, (4,) + (1,) * (x.ndim - 1)) for x in DECODE[3:])
     with mock.patch.object(jax, "local_devices"), mock.patch.object(triton, "paged_attention", refusing("lacks it")):
-        selection = which_implementation(paged_jax.paged_attention, *DECODE, platform="cuda")
+        selection = which_implementation(paged_jax.paged_attention, *many, platform="cuda")
     assert selection.name == "xla"
     assert list(selection.reasons) == ["mosaic_gpu", "triton"]
 

@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from tests.every_op import DECODE_OPS, assert_equal, bind
+from tests.every_op import DECODE_OPS, WRITING_OPS, assert_equal, bind, pools_written
 
 POOLS = (1, 2)
 
@@ -48,8 +49,57 @@ def test_batches_of_one(op, axis_size, num_seqs):
         assert_equal(jax.tree.map(lambda x, n=n: x[n], out), wanted)
 
 
-def test_a_batch_of_no_calls():
-    fun, arrays = bind("paged_attention_v1")
-    pools = [jnp.zeros((0, *arrays[i].shape), arrays[i].dtype) for i in POOLS]
-    out = jax.vmap(lambda *pools: fun(arrays[0], *pools, *arrays[3:]))(*pools)
-    assert jax.tree.leaves(out)[0].shape == (0, *arrays[0].shape)
+@pytest.mark.parametrize("op", ["paged_attention_v1", *WRITING_OPS])
+def test_a_batch_of_no_calls(op):
+    fun, arrays = bind(op)
+    out = jax.vmap(fun)(*[jnp.stack([x])[:0] for x in arrays])
+    wanted = jax.tree.map(lambda x: (0, *x.shape), jax.eval_shape(fun, *arrays))
+    assert jax.tree.map(lambda x: x.shape, out) == wanted
+
+
+def two_calls(op):
+    """The op, the stacked arrays of two calls whose pools differ, and what the calls return."""
+    fun, arrays = bind(op)
+    calls = [[x + float(n) if x.ndim == 4 else x for x in arrays] for n in range(2)]
+    wanted = [fun(*call) for call in calls]
+    return fun, jax.tree.map(lambda *x: jnp.stack(x), *calls), jax.tree.map(lambda *x: jnp.stack(x), *wanted)
+
+
+@pytest.mark.parametrize("op", WRITING_OPS)
+def test_one_of_two_pools_that_are_written_is_batched(op):
+    fun, arrays, _ = two_calls(op)
+    for batched in pools_written(op):
+        given = [x if i == batched else x[0] for i, x in enumerate(arrays)]
+        out = jax.vmap(fun, in_axes=[0 if i == batched else None for i in range(len(given))])(*given)
+        for n in range(2):
+            wanted = fun(*[x[n] if i == batched else x for i, x in enumerate(given)])
+            assert_equal(jax.tree.map(lambda x, n=n: x[n], out), wanted)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, 4])
+@pytest.mark.parametrize("op", WRITING_OPS)
+def test_pools_whose_types_say_how_they_are_split(op, axis):
+    """Calls, blocks and elements of heads are not split by all ops, so that results may have other types than pools."""
+    fun, arrays, wanted = two_calls(op)
+    explicit = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=explicit, devices=jax.devices("cpu")[:2])
+    specs = [P(*[None] * axis, "x") if x.ndim == 5 or axis == 0 else P() for x in arrays]
+    with jax.set_mesh(mesh):
+        split = [jax.device_put(x, jax.NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=True)]
+        assert_equal(jax.jit(jax.vmap(fun))(*split), wanted)
+
+
+@pytest.mark.parametrize("op", WRITING_OPS)
+def test_pools_that_begin_to_vary_between_devices(op):
+    """Inside a `shard_map` each device has the same pools, but its own pairs or slots."""
+    fun, arrays, wanted = two_calls(op)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:2])
+
+    def on_each(*arrays):
+        return jax.tree.map(lambda x: x[None], jax.vmap(fun)(*arrays[:-1], arrays[-1][0]))
+
+    specs = [*[P()] * (len(arrays) - 1), P("x")]
+    sharded = jax.shard_map(on_each, mesh=mesh, in_specs=tuple(specs), out_specs=P("x"))
+    out = jax.jit(sharded)(*arrays[:-1], jnp.stack([arrays[-1], arrays[-1]]))
+    for device in range(2):
+        assert_equal(jax.tree.map(lambda x, device=device: x[device], out), wanted)

@@ -80,13 +80,7 @@ def swap_blocks(
     if block_mapping.size == 0 or any(x.size == 0 for x in (*sources, *caches)):
         return caches
     plans, *_ = _stash(block_mapping, sources, dst_key_cache.shape[0], kernel, gpu)
-    swapped = _in_place("swap_kernel", kernel, (block_mapping, plans, *sources), caches, gpu)
-    home = jax.typeof(dst_key_cache).memory_space
-    if jax.typeof(swapped[0]).memory_space == home:
-        return swapped
-    # The kernel wrote in place, so the pools are on the host still. JAX does not know that: this tells its types, and
-    # XLA sees that nothing has to move.
-    return jax.device_put(swapped, home)
+    return _in_place("swap_kernel", kernel, (block_mapping, plans, *sources), caches, gpu)
 
 
 def _kernel_for(caches: tuple[Array, Array], gpu: Device, *, within: bool) -> CopyKernel:
@@ -115,5 +109,15 @@ def _in_place(
 ) -> tuple[Array, Array]:
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches]
     num_programs = arrays[0].shape[0] * kernel.chunks
-    key_cache, value_cache = launch.call("copy", name, kernel, num_programs, arrays, (), outputs, gpu, in_place=caches)
+    written = launch.call("copy", name, kernel, num_programs, arrays, (), outputs, gpu, in_place=caches)
+    key_cache, value_cache = (_at_home(x, cache) for x, cache in zip(written, caches, strict=True))
     return key_cache, value_cache
+
+
+def _at_home(written: Array, cache: Array) -> Array:
+    """Tells JAX's types that a pool, which the kernel wrote in place, is in the memory in which `cache` is.
+
+    To JAX all results of a kernel are in device memory. XLA sees that nothing has to move.
+    """
+    home = jax.typeof(cache).memory_space
+    return written if jax.typeof(written).memory_space == home else jax.device_put(written, home)

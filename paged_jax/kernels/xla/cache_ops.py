@@ -22,6 +22,8 @@ def write_to_paged_cache(
     *,
     layout: Layout,
 ) -> tuple[Cache, Cache]:
+    if key_cache.size == 0:  # nothing to write
+        return key_cache, value_cache
     num_blocks = key_cache.shape[0]
     block_size = value_cache.shape[block_axis(layout)]
     # A negative index would count from the end, so skipped slots become indices past the end, which are dropped.
@@ -49,6 +51,8 @@ def swap_blocks(
     dst_value_cache: Cache,
     block_mapping: BlockMapping,
 ) -> tuple[Cache, Cache]:
+    if src_key_cache.shape[0] == 0:  # nothing to copy
+        return dst_key_cache, dst_value_cache
     src, dst = block_mapping[:, 0], block_mapping[:, 1]
     valid = (src >= 0) & (src < src_key_cache.shape[0]) & (dst >= 0)
     dst = jnp.where(valid, dst, dst_key_cache.shape[0])
