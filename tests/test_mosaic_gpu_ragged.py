@@ -90,7 +90,7 @@ PREFIXES = [
 ]
 
 
-@pytest.mark.parametrize("cache_dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("cache_dtype", [pytest.param("bfloat16", marks=pytest.mark.slow), "float8_e4m3fn"])
 def test_one_place_for_queries(cache_dtype):
     """An item's query follows the results of the item before, of 8 bits behind raw tiles that are on their way."""
     lens = {"seq_lens": (37, 0, 130, 70, 200, 150), "query_lens": (1, 0, 40, 20, 3, 2)}

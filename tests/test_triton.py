@@ -51,7 +51,6 @@ INTERPRETED = [
     "vllm-e4m3",
     "soft-cap",
     "sparse-negative-step",
-    "large-scales",
     "max-seq-len",
     "all-empty",
     "everything",
@@ -76,6 +75,7 @@ INTERPRETED = [
     "offsets",
 ]
 INTERPRETED_TOO = [
+    "large-scales",
     "sparse-step",
     "long-large-logits",
     "all-of-it-long",
