@@ -289,7 +289,12 @@ def pairs():
             yield ops[(i + j) % 3], small(f"vllm-{name}", *shape, block_size, dtype, cache_dtype, "vllm", **options)
 
 
-@pytest.mark.parametrize(("op", "case"), list(pairs()), ids=str)
+def every_other_slow(cases):
+    """Parameters of which every other one is left to those who ask for slow tests."""
+    return [pytest.param(*case, marks=[pytest.mark.slow] * (i % 2)) for i, case in enumerate(cases)]
+
+
+@pytest.mark.parametrize(("op", "case"), every_other_slow(pairs()), ids=str)
 def test_lowers_for_cuda(op, case):
     assert lowered(op, case).count("@mosaic_gpu_v2") == (2 if op == "v2" else 1)
 

@@ -243,7 +243,7 @@ UNEVEN = {  # lengths, number of programs, how many of them have any work, numbe
 
 
 @pytest.mark.parametrize(("seq_lens", "programs", "busy", "splits"), UNEVEN.values(), ids=UNEVEN)
-@pytest.mark.parametrize("window", [None, 8000])
+@pytest.mark.parametrize("window", [None, pytest.param(8000, marks=pytest.mark.slow)])
 def test_queues(seq_lens, programs, busy, splits, window):
     """Every tile of every item is in exactly one split, and all programs have about the same number of tiles."""
     num_seqs, kv_heads = len(seq_lens), 8

@@ -47,7 +47,6 @@ needs_triton = pytest.mark.skipif(not installed(), reason="triton is not install
 INTERPRETED = [
     "hnd-bfloat16",
     "nhd-int8",
-    "nhd-float32",
     "vllm-e4m3",
     "soft-cap",
     "sparse-negative-step",
@@ -75,6 +74,7 @@ INTERPRETED = [
     "offsets",
 ]
 INTERPRETED_TOO = [
+    "nhd-float32",
     "large-scales",
     "sparse-step",
     "long-large-logits",
