@@ -188,7 +188,13 @@ def test_files_without_prompts_are_one_line_and_exit_code_2(name, content, messa
 
 @pytest.mark.parametrize(
     "options",
-    ["int8", "int8 --k-scale 0.05 --v-scale 0.05", "int8 --v-scale 0.02", "float8_e4m3fn --k-scale 0.5", "bfloat16"],
+    [
+        "int8",
+        "int8 --k-scale 0.05 --v-scale 0.05",
+        pytest.param("int8 --v-scale 0.02", marks=pytest.mark.slow),
+        "float8_e4m3fn --k-scale 0.5",
+        pytest.param("bfloat16", marks=pytest.mark.slow),
+    ],
 )
 def test_cache_dtypes(options, quiet_run, capsys):
     """What each holds is the library's to test; here they run, and other scales show in what is written."""

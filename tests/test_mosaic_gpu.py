@@ -136,13 +136,21 @@ FOLDED_QUEUES = [  # by 4 heads, and by 2, so that one wave is left
 ]
 
 
+# Of layout "vllm" the remaining cases of 8 bits test as much.
+MORE = ("uneven-window", "waves-vllm", "fold-vllm", "fold-queues-vllm")
+
+
 @pytest.mark.parametrize(
     ("case", "device", "chosen"),
     [
-        *((case, MIDDLE_GPU, "parts") for case in UNEVEN),
-        *((case, TINY_GPU, "items") for case in WAVES),
-        *((case, TINY_GPU, "fold") for case in FOLDED),
-        *((case, SMALL_GPU, "folded items") for case in FOLDED_QUEUES),
+        pytest.param(case, device, chosen, marks=[pytest.mark.slow] * (case.name in MORE))
+        for device, chosen, cases in (
+            (MIDDLE_GPU, "parts", UNEVEN),
+            (TINY_GPU, "items", WAVES),
+            (TINY_GPU, "fold", FOLDED),
+            (SMALL_GPU, "folded items", FOLDED_QUEUES),
+        )
+        for case in cases
     ],
     ids=str,
 )

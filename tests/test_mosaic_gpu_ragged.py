@@ -49,7 +49,19 @@ INTERPRETED = [
     small("split-wide", 8, 1, 64, 64, "float16", seq_lens=(500,), query_lens=(100,), logits_soft_cap=3.0),
 ]
 # These cases are slow, and test little that the others do not.
-MORE = ("window", "group-of-5", "capped", "huge", "int8", "tiny", "large", "split-wide")
+MORE = (
+    "window",
+    "group-of-5",
+    "capped",
+    "huge",
+    "int8",
+    "tiny",
+    "large",
+    "split-wide",
+    "all-empty",
+    "short-window",
+    "short-and-wide",
+)
 TINY_TILES = {"tile": 64, "thin_tile": 64, "stages": 2, "least_split": 2}
 
 # NumPy gives this warning when arithmetic meets the poison, which is NaN.

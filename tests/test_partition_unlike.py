@@ -26,7 +26,7 @@ def of_one_kv_head(names, arrays):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("heads", [None, "tp"])
-@pytest.mark.parametrize("op", ["paged_attention", "paged_attention_v2", "ragged_paged_attention", "write_and_attend"])
+@pytest.mark.parametrize("op", ["paged_attention", "ragged_paged_attention", "write_and_attend"])
 def test_heads_of_one_kv_head_are_split(op, heads, kind):
     """Every device has the pools; of the query heads it may have some. New tokens are written by all devices."""
     fun, names, arrays = bind(op)

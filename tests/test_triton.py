@@ -28,7 +28,7 @@ from benchmarks import bench_step
 from paged_jax.kernels.problem import Device, Problem, Unsupported
 from paged_jax.kernels.triton import launch, tuning
 from tests import inputs, test_ragged
-from tests.cases import DECODE_CASES
+from tests.cases import DECODE_CASES, Case
 
 BY_NAME = {case.name: case for case in DECODE_CASES}
 
@@ -114,6 +114,19 @@ def with_the_interpreter(*arguments):
         timeout=1200,
         check=False,
     )
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_block_sparse_stride_beyond_32_bits_is_refused(step):
+    made = inputs.make(Case("stride", 4, 2, 64, 16, seq_lens=(70,), query_lens=(3,)))
+    sparse = paged_jax.BlockSparse(1, 2**31 // 6 + 1, 64, step)
+    options = {"block_sparse": sparse, "implementation": "triton"}
+    for call in (
+        lambda: paged_jax.paged_attention(*made.decode.values(), **options),
+        lambda: paged_jax.ragged_paged_attention(*made.ragged.values(), **options),
+    ):
+        with pytest.raises(Unsupported, match="lacks a vert_stride of 357913942 for 4 heads, beyond 32 bits"):
+            jax.eval_shape(call)
 
 
 @needs_triton

@@ -100,7 +100,10 @@ COMPILED += [
 
 
 def pairs():
-    """Cases in which any two of cache dtype, layout and head size meet; architectures take turns."""
+    """Cases in which any two of cache dtype, layout and head size meet; every other one is slow.
+
+    Architectures take turns.
+    """
     dtypes = "float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8"
     head_sizes = 32, 64, 80, 96, 112, 120, 128, 192, 256
     for i, cache_dtype in enumerate(dtypes):
@@ -114,7 +117,8 @@ def pairs():
                 layout = "nhd"  # a head of this size cannot be cut into vectors of 16 bytes
             name = f"{layout}-{cache_dtype}-{head_size}"
             shape = 8, 2, head_size, 16, dtype, cache_dtype, layout
-            yield capability, op, Case(name, *shape, seq_lens=(70,), query_lens=(70,))
+            case = Case(name, *shape, seq_lens=(70,), query_lens=(70,))
+            yield pytest.param(capability, op, case, marks=[pytest.mark.slow] * ((i + j) % 2))
 
 
 @needs_triton

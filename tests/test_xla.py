@@ -151,7 +151,7 @@ def pool_calls(layout, dtype):
 
 @pytest.mark.parametrize("op", ["write_to_paged_cache", "write_and_attend", "copy_blocks", "swap_blocks"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", pytest.param("float8_e5m2", marks=pytest.mark.slow)])
 def test_pools_of_eight_bits_are_updated_in_place(dtype, layout, op):
     function, arguments, donated = pool_calls(layout, jnp.dtype(dtype))[op]
     memory = jax.jit(function, donate_argnums=donated).lower(*arguments).compile().memory_analysis()

@@ -98,7 +98,7 @@ def _problem(
     """Gives the facts of a call and of its GPU; raises `Unsupported` if the GPU cannot do it."""
     gpu = launch.device()
     problem = Problem.of_call(query, key_cache, value_cache, block_tables, options)
-    launch.check(gpu, problem.cache_dtype)
+    launch.check(gpu, problem.cache_dtype, tuning.refusals(problem))
     return problem, gpu
 
 

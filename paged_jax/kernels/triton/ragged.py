@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from paged_jax.kernels.problem import OptionArrays, Problem
-from paged_jax.kernels.triton import launch, ragged_tuning
+from paged_jax.kernels.triton import launch, ragged_tuning, tuning
 from paged_jax.kernels.triton.ragged_tuning import PIECE_FIELDS, Grid
 from paged_jax.kernels.triton.tuning import AttentionKernel, cdiv
 from paged_jax.options import AttentionOptions
@@ -50,7 +50,7 @@ def _ragged(
 ) -> tuple[RaggedQuery, RaggedLse]:
     gpu = launch.device()
     problem = Problem.of_call(query, key_cache, value_cache, block_tables, options)
-    launch.check(gpu, problem.cache_dtype)
+    launch.check(gpu, problem.cache_dtype, tuning.refusals(problem))
     kernel, grid = ragged_tuning.tune(problem, gpu, prefix=key is not None)
     if problem.num_tokens == 0:
         return jnp.zeros(query.shape, query.dtype), jnp.zeros((0, problem.num_heads), jnp.float32)

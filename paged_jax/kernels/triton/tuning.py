@@ -254,6 +254,14 @@ class CopyKernel:
         return cdiv(max(self.key_words, self.value_words), self.chunk)
 
 
+def refusals(problem: Attention) -> list[str]:
+    """Everything in the call itself that stands in the way of attention."""
+    sparse, heads = problem.block_sparse, problem.num_heads
+    if sparse is None or sparse.vert_stride * (heads + 2) < 1 << 31:  # the most that the kernels count with
+        return []
+    return [f"lacks a vert_stride of {sparse.vert_stride} for {heads} heads, beyond 32 bits"]
+
+
 def attention(problem: Problem, gpu: Device, *, queries_per_seq: int = 1, prefix: bool = False) -> Tuning:
     """Chooses the tuning for up to `queries_per_seq` query tokens of one sequence in a program; 1 is decode."""
     heads = cdiv(problem.group, cdiv(problem.group, _MAX_HEADS))
