@@ -283,6 +283,20 @@ MUTANTS = [
         "tests/test_mosaic_gpu_ops.py -k lead",
     ),
     Mutant(
+        "mosaic_gpu: over 8 bits, too, one program on each multiprocessor is enough",
+        "kernels/mosaic_gpu/tuning.py",
+        "reads_as_fast = not tiles.kind(geometry.problem).in_registers",
+        "reads_as_fast = True",
+        "tests/test_mosaic_gpu_choice.py -k twice",
+    ),
+    Mutant(
+        "mosaic_gpu: all heads of a query tile are those of its first item",
+        "kernels/mosaic_gpu/device/plan.py",
+        "lax.rem(index, sharing) * geometry.heads_per_item, index",
+        "lax.rem(index, sharing), index",
+        "tests/test_mosaic_gpu.py -k 'in_the_interpreter and plain'",
+    ),
+    Mutant(
         "mosaic_gpu: heads of 64 lead in groups, too",
         "kernels/mosaic_gpu/decode.py",
         "return group == 1 or options.max_seq_len < _SHORT",

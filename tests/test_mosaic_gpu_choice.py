@@ -197,6 +197,28 @@ def test_heads_are_folded(fold, num_seqs, num_heads, cache, options):
     assert tuning.in_partitions(problem, Device(), 512).fold == 1
 
 
+def sized_problem(num_seqs, num_kv_heads, group, cache_dtype):
+    operands = sized(num_seqs, num_kv_heads, group, 128, cache_dtype, num_blocks=2048)
+    return Problem.of_call(*operands[:4], operands.options)
+
+
+@pytest.mark.parametrize(("cache_dtype", "splits"), [("bfloat16", 16), ("float8_e4m3fn", 32)])
+def test_8_bits_fill_each_multiprocessor_twice(cache_dtype, splits):
+    """One program on each would read as fast, but tiles of 8 bits wait for it to convert them."""
+    assert tuning.balanced(sized_problem(1, 8, 4, cache_dtype), Device()).splits == splits
+
+
+@pytest.mark.parametrize(
+    ("group", "columns", "sharing"), [(1, 8, 8), (2, 8, 4), (3, 8, 1), (6, 8, 1), (8, 8, 1), (12, 16, 1), (16, 16, 1)]
+)
+def test_query_tiles(group, columns, sharing):
+    """Items share a query tile if their heads fill it; otherwise each item's heads are padded."""
+    problem = sized_problem(3, 3, group, "bfloat16")
+    geometry = Geometry(problem, tuning.unsplit(problem, Device()))
+    assert (geometry.columns, geometry.items_per_query_tile) == (columns, sharing)
+    assert geometry.query_rows == -(-9 // sharing) * columns
+
+
 @pytest.mark.parametrize("choose", [tuning.unsplit, partial(tuning.in_partitions, partition_size=512), tuning.balanced])
 @pytest.mark.parametrize("group", [1, 4, 5, 8, 64])
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
