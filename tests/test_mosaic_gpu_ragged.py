@@ -50,17 +50,8 @@ INTERPRETED = [
 ]
 # These cases are slow, and test little that the others do not.
 MORE = (
-    "window",
-    "group-of-5",
-    "capped",
-    "huge",
-    "int8",
-    "tiny",
-    "large",
-    "split-wide",
-    "all-empty",
-    "short-window",
-    "short-and-wide",
+    *("window", "group-of-5", "capped", "huge", "int8", "tiny", "large", "split-wide"),
+    *("all-empty", "short-and-wide"),
 )
 TINY_TILES = {"tile": 64, "thin_tile": 64, "stages": 2, "least_split": 2}
 
