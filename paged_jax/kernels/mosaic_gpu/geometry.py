@@ -78,7 +78,7 @@ class Geometry:
         Each of their programs computes all columns, and throws away those of the other items. Where heads do not fill
         query tiles, each item's are padded.
         """
-        return max(1, QUERY_ROWS // self.heads_per_item) if QUERY_ROWS % self.heads_per_item == 0 else 1
+        return QUERY_ROWS // self.heads_per_item if QUERY_ROWS % self.heads_per_item == 0 else 1
 
     @property
     def query_rows(self) -> int:

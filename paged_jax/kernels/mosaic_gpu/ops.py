@@ -37,9 +37,8 @@ def is_decode(
 ) -> bool:
     """Whether a ragged batch is known to be one sequence of one query, or of none, which the decode kernel takes.
 
-    Decode begins to read without counting the batch, and was predicted to be faster. That has not been timed
-    (benchmarks/LOG.md, "One query by the decode kernel"). Of larger batches only the device knows how many queries each
-    sequence has.
+    Decode begins to read without counting the batch, which makes it faster (benchmarks/LOG.md, "One query by the decode
+    kernel"). Of larger batches only the device knows how many queries each sequence has.
     """
     if not query.shape[0] == seq_lens.shape[0] == 1:
         return False

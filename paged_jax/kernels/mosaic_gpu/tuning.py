@@ -260,7 +260,7 @@ def _splits(geometry: Geometry, num_tiles: int, programs: int, gpu: Device) -> t
         return pl.cdiv(num_tiles, tiles_each)
 
     # One program on each multiprocessor reads as fast as two, and leaves less to merge. It computes more slowly, and
-    # what goes through registers waits for that.
+    # what goes through registers waits for that (LOG, "Groups that do not fill query tiles").
     reads_as_fast = not tiles.kind(geometry.problem).in_registers
     if reads_as_fast and one_each >= splits_for(one_each) * num_items >= 0.9 * one_each:
         return splits_for(one_each), one_each
