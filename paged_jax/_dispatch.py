@@ -92,12 +92,11 @@ def _on_platform(op: str, implementation: str | None, operands: Any, static: dic
     if implementation == "xla":
         return run("xla", operands)
     if implementation is not None:
-        results = jax.eval_shape(functools.partial(run, "xla"), operands)
         elsewhere = Unsupported(implementation, ["needs an NVIDIA GPU"])
         return jax.lax.platform_dependent(
             operands,
             cuda=functools.partial(run, implementation),
-            default=lambda _: _selection.refuse(elsewhere, results),
+            default=functools.partial(_selection.refuse, elsewhere, functools.partial(run, "xla")),
         )
 
     through_xla = jax.jit(functools.partial(run, "xla"))  # as a jitted function it is traced once for both branches

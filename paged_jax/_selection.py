@@ -136,19 +136,22 @@ _warn_p.def_abstract_eval(lambda x, **_: x)
 mlir.register_lowering(_warn_p, lambda context, x, **_: [x])
 
 
-def refuse(error: Exception, results: Any) -> Any:
-    """Stands in for `results`, a pytree of `jax.ShapeDtypeStruct`s, in a branch of a platform that cannot compute them.
+def refuse(error: Exception, function: Callable, operands: Any) -> Any:
+    """Stands in for the results of `function(operands)` in a branch of a platform that cannot compute them.
 
-    JAX traces all branches of a call on every platform. The error is raised when this one is lowered.
+    JAX traces all branches of a call on every platform, and their results must be alike, also in which memory they are
+    in. The error is raised when this one is lowered.
     """
-    leaves, tree = jax.tree.flatten(results)
-    types = tuple((x.shape, x.dtype) for x in leaves)
-    return jax.tree.unflatten(tree, _refuse_p.bind(error=error, types=types))
+    traced, results = jax.make_jaxpr(function, return_shape=True)(operands)
+    types = tuple((x.shape, x.dtype, x.memory_space) for x in traced.out_avals)
+    return jax.tree.unflatten(jax.tree.structure(results), _refuse_p.bind(error=error, types=types))
 
 
 _refuse_p = Primitive("paged_jax_refuse")
 _refuse_p.multiple_results = True
-_refuse_p.def_abstract_eval(lambda *, error, types: [ShapedArray(*shape) for shape in types])
+_refuse_p.def_abstract_eval(
+    lambda *, error, types: [ShapedArray(shape, dtype, memory_space=memory) for shape, dtype, memory in types]
+)
 
 
 def _lower_refusal(context: Any, *, error: Exception, types: tuple) -> Any:

@@ -263,7 +263,7 @@ def _new_tokens(key: Any, value: Any, num_tokens: int, head_size: int, dtype: An
 
 
 def _pools(*named: tuple[str, Any]) -> tuple[Array, Array]:
-    """Checks a key pool and a value pool, each with its name, of any layout; both must have as many blocks."""
+    """Checks a key pool and a value pool, each with its name, of any layout: as many blocks, in the same memory."""
     for name, x in named:
         if np.ndim(x) not in ((4, 5) if "key" in name else (4,)):
             axes = "4 or 5 axes" if "key" in name else "4 axes"
@@ -271,6 +271,10 @@ def _pools(*named: tuple[str, Any]) -> tuple[Array, Array]:
     key_cache, value_cache = (_checks.typed(name, x, CACHE_DTYPES) for name, x in named)
     if value_cache.shape[0] != key_cache.shape[0]:
         raise ValueError(f"{named[1][0]} must have num_blocks = {key_cache.shape[0]}, got {value_cache.shape[0]}")
+    memories = [jax.typeof(x).memory_space for x in (key_cache, value_cache)]
+    if memories[0] != memories[1]:  # XLA for GPUs takes all results of a kernel that writes in place to be in one
+        names = ["host" if memory == jax.memory.Space.Host else "device" for memory in memories]
+        raise ValueError(f"{named[1][0]} must be in {named[0][0]}'s {names[0]} memory, got one in {names[1]} memory")
     return key_cache, value_cache
 
 

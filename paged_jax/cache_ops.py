@@ -92,7 +92,8 @@ def copy_blocks[Pools: Cache | Sequence[Cache]](
       ValueError, TypeError: a shape or dtype is wrong.
       NotImplementedError: `implementation` cannot do the call.
 
-    The pools may be in device memory or in pinned host memory; XLA moves the whole of a pool that is on the host.
+    Both pools of a layer may be in device memory or in pinned host memory; XLA moves the whole of a pool that is on the
+    host.
 
     Aliasing: donate the caches to update them in place; otherwise they are copied first. The op needs scratch memory
     for num_pairs blocks of both caches. vmap: one call after the other. Sharding: kv heads may be split.
@@ -143,7 +144,7 @@ def swap_blocks(
       ValueError, TypeError: a shape or dtype is wrong.
       NotImplementedError: `implementation` cannot do the call.
 
-    The sources and the destinations may each be in device memory or in pinned host memory. The GPU kernel moves the
+    The sources, and the destinations, may both be in device memory or in pinned host memory. The GPU kernel moves the
     named blocks only; XLA moves the whole of a pool that is on the host.
 
     Aliasing: donate the destination caches to update them in place; otherwise they are copied first. vmap: one call

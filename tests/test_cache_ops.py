@@ -343,54 +343,6 @@ def test_swap_blocks_round_trip(layout, dtype, run):
         assert returned[moved].tobytes() != new[moved].tobytes()
 
 
-@pytest.mark.parametrize(("source_kind", "kind"), [("device", "pinned_host"), ("pinned_host", "device")])
-def test_swap_blocks_between_memories(source_kind, kind, implementation, device, skip_lacking):
-    rng = np.random.default_rng(7)
-
-    def place(caches, kind):
-        return jax.device_put(caches, jax.sharding.SingleDeviceSharding(device, memory_kind=kind))
-
-    source, destination = random_caches(rng, "float8_e5m2"), random_caches(rng, "float8_e5m2")
-    pairs = np.array([(0, 6), (3, 1), (-1, 2), (5, 5)], np.int32)
-    swap = partial(paged_jax.swap_blocks, implementation=implementation)
-    for function in (swap, jax.jit(swap)):
-        with skip_lacking():
-            result = function(*place(source, source_kind), *place(destination, kind), jax.device_put(pairs, device))
-        for before, from_, after in zip(destination, source, result, strict=True):
-            assert after.sharding.memory_kind == kind
-            assert_same_bytes(after, oracle.swap(from_, before, pairs), "destination")
-
-
-@pytest.mark.parametrize("kinds", [("pinned_host", "pinned_host"), ("device", "pinned_host")], ids=str)
-@pytest.mark.parametrize("chosen", [False, True])
-def test_copy_blocks_in_host_memory(kinds, chosen, implementation, device, skip_lacking):
-    """Also the library's own choice is tested on a CPU: JAX traces all branches of it."""
-    before = random_caches(np.random.default_rng(12), "float8_e5m2")
-    shardings = [jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for kind in kinds]
-    caches = [jax.device_put(x, sharding) for x, sharding in zip(before, shardings, strict=True)]
-    pairs = np.array([(0, 6), (6, 1), (-1, 2), (5, 5)], np.int32)
-    copy = partial(paged_jax.copy_blocks, implementation=None if chosen else implementation)
-    for function in (copy, jax.jit(copy)):
-        with skip_lacking():
-            result = function(*caches, jax.device_put(pairs, device))
-        for x, after, kind in zip(before, result, kinds, strict=True):
-            assert after.sharding.memory_kind == kind
-            assert_same_bytes(after, oracle.copy(x, pairs), kind)
-
-
-def test_attention_and_writes_refuse_pools_in_host_memory():
-    caches = [jnp.asarray(x) for x in random_caches(np.random.default_rng(14), "bfloat16")]
-    caches[1] = jax.device_put(caches[1], caches[1].sharding.with_memory_kind("pinned_host"))
-    new = jnp.ones((2, NUM_KV_HEADS, HEAD_SIZE))
-    rows = np.zeros((2, 3), np.int32), np.ones(2, np.int32)
-    for call in (
-        lambda: paged_jax.paged_attention(new, *caches, *rows),
-        lambda: paged_jax.write_to_paged_cache(new, new, *caches, rows[1]),
-    ):
-        with pytest.raises(ValueError, match="value_cache must be in device memory, got one in host memory"):
-            call()
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2", "int8"])
 def test_pools_without_blocks_have_nothing_to_copy_or_write(dtype, run):
     """Every pair and every slot is past such a pool."""
