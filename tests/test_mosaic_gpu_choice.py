@@ -85,7 +85,10 @@ def test_leads_by_group(group, first):
         (8, 8, 1, 64, "bfloat16", "mosaic_gpu"),
         (8, 8, 2, 64, "bfloat16", "triton"),
         (8, 8, 2, 64, "float8_e4m3fn", "mosaic_gpu"),
+        (8, 8, 3, 64, "float8_e4m3fn", "triton"),
+        (8, 8, 3, 128, "float8_e4m3fn", "mosaic_gpu"),
         (8, 8, 1, 112, "bfloat16", "triton"),
+        (8, 8, 2, 80, "bfloat16", "triton"),
         (8, 8, 4, 80, "bfloat16", "mosaic_gpu"),
         (8, 8, 16, 80, "bfloat16", "triton"),
         (8, 8, 2, 96, "bfloat16", "triton"),
@@ -102,7 +105,7 @@ def test_leads_by_sizes(num_seqs, num_kv_heads, group, head_size, cache_dtype, f
         assert _dispatch._on_cuda("write_and_attend", sized(*sizes, writes=True))[0] == "mosaic_gpu"  # by its group
 
 
-@pytest.mark.parametrize(("num_blocks", "first"), [(31, "mosaic_gpu"), (32, "triton")])
+@pytest.mark.parametrize(("num_blocks", "first"), [(49, "mosaic_gpu"), (50, "triton")])
 def test_leads_for_heads_of_64_where_contexts_are_short(num_blocks, first):
     with mock.patch.object(jax, "local_devices"):
         assert _dispatch._on_cuda("paged_attention", sized(8, 8, 4, 64, "bfloat16", num_blocks))[0] == first

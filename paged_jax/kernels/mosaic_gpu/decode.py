@@ -34,8 +34,10 @@ Measured: benchmarks/LOG.md, "on the way to commit 6d180cd", "Groups of 16".
 # Measured: benchmarks/LOG.md, "Groups that do not fill query tiles".
 _FEW_ITEMS, _FEW_ITEMS_OF_8_BITS = 5, 2
 """Triton's kernel comes first for a batch of so few work items, each of which has many splits to merge."""
-_SHORT = 512
+_SHORT = 800
 """Tokens: where no context can be as long, this kernel comes first for heads of 64 in every leading group."""
+_FILL_QUERY_TILES = (1, 2, 4, 8, 16)
+"""Groups without padded query heads, which cost most with heads of 64 over 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,11 @@ def leads(operands: Any, *, writes_tokens: bool = False) -> bool:
     if num_items <= (_FEW_ITEMS_OF_8_BITS if eight_bit else _FEW_ITEMS):
         return False
     if eight_bit:
-        return True
+        return head_size != 64 or group in _FILL_QUERY_TILES
     match head_size:
         case 64:
             return group == 1 or options.max_seq_len < _SHORT
-        case 80:
-            return group < 16
-        case 96:
+        case 80 | 96:
             return 2 < group < 16
     return head_size != 112
 
