@@ -22,7 +22,6 @@ _KIB = 1024
 _HOPPER = 90  # compute capability 9.0, times ten
 _EIGHT_BIT = ("float8_e4m3fn", "float8_e5m2", "int8")
 _LARGEST_GROUP = 64  # query heads of a kv head
-_LARGEST_GROUP_OF_64 = 96  # of heads of 64 over 16 bits, whose results take fewer registers
 _MOST_PARTITIONS = 65535  # CUDA's limit of the y direction of a grid
 
 # What a multiprocessor of Hopper has, in bytes.
@@ -173,10 +172,8 @@ def refusals(problem: Problem, gpu: Device) -> list[str]:
         )
     if problem.block_size < 8:
         reasons.append(f"lacks block_size {problem.block_size}, takes 8 and more")
-    small_heads = problem.head_size == 64 and not eight_bit
-    largest_group = _LARGEST_GROUP_OF_64 if small_heads else _LARGEST_GROUP
-    if problem.group > largest_group:
-        reasons.append(f"lacks groups of {problem.group} query heads, takes up to {largest_group}")
+    if problem.group > _LARGEST_GROUP:
+        reasons.append(f"lacks groups of {problem.group} query heads, takes up to {_LARGEST_GROUP}")
     if problem.layout == "vllm":
         if eight_bit and problem.block_size < 16:  # bytes of a row of `ldmatrix`, in which tokens are neighbours
             words = f"in layout 'vllm' for caches of {problem.cache_dtype}, takes 16 and more"
