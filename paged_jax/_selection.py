@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import jax
 from jax.core import ShapedArray, Tracer
@@ -143,7 +143,7 @@ def refuse(error: Exception, function: Callable, operands: Any) -> Any:
     in. The error is raised when this one is lowered.
     """
     traced, results = jax.make_jaxpr(function, return_shape=True)(operands)
-    types = tuple((x.shape, x.dtype, x.memory_space) for x in traced.out_avals)
+    types = tuple((x.shape, x.dtype, x.memory_space) for x in cast(list[ShapedArray], traced.out_avals))
     return jax.tree.unflatten(jax.tree.structure(results), _refuse_p.bind(error=error, types=types))
 
 

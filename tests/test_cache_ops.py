@@ -3,8 +3,6 @@
 Pools start as random bytes (signalling NaN payloads among them), so that a byte changed anywhere else shows.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
