@@ -272,7 +272,7 @@ def _pools(*named: tuple[str, Any]) -> tuple[Array, Array]:
     if value_cache.shape[0] != key_cache.shape[0]:
         raise ValueError(f"{named[1][0]} must have num_blocks = {key_cache.shape[0]}, got {value_cache.shape[0]}")
     memories = [jax.typeof(x).memory_space for x in (key_cache, value_cache)]
-    if memories[0] != memories[1]:  # one kernel writes both, and XLA does not compile it for a GPU then (error E1200)
+    if memories[0] != memories[1]:  # one kernel writes both: XLA refuses such a pair on a GPU (E1200)
         names = ["host" if memory == jax.memory.Space.Host else "device" for memory in memories]
         raise ValueError(f"{named[1][0]} must be in {named[0][0]}'s {names[0]} memory, got one in {names[1]} memory")
     return key_cache, value_cache
