@@ -66,7 +66,8 @@ TESTS = {
     "_vmap.py": "tests/test_vmap.py tests/test_transforms.py tests/test_partition.py -k 'vmap or transformations'",
     "cache.py": "tests/test_cache.py tests/test_cache_methods.py",
     "kernels/xla/cache_ops.py": "tests/test_cache_ops.py tests/test_host_memory.py tests/test_xla.py "
-    "tests/test_transforms.py tests/test_memory.py -k 'test_cache_ops or test_host_memory or (test_xla and (pool or slot)) or donated or empty_batches'",
+    "tests/test_transforms.py tests/test_memory.py -k 'test_cache_ops or test_host_memory or "
+    "(test_xla and (pool or slot)) or donated or empty_batches'",
     "kernels/xla/decode.py": "tests/test_write_and_attend.py " + _ATTENTION,
     "kernels/xla/ragged.py": _ATTENTION,
     "kernels/xla/softmax.py": _ATTENTION,
