@@ -54,8 +54,17 @@ def test_only_one_op_of_decode_has_patterns(op):
         op(*made.decode.values(), **test_decode.op_options(made.static), implementation="mosaic_gpu")
 
 
-@pytest.mark.parametrize(("group", "first"), [(8, "mosaic_gpu"), (9, "triton"), (16, "mosaic_gpu"), (32, "triton")])
-def test_leads_by_group(group, first):
+@pytest.mark.parametrize(
+    ("group", "first", "first_to_write"),
+    [
+        (8, "mosaic_gpu", "mosaic_gpu"),
+        (9, "mosaic_gpu", "triton"),
+        (16, "mosaic_gpu", "mosaic_gpu"),
+        (24, "mosaic_gpu", "triton"),
+        (25, "triton", "triton"),
+    ],
+)
+def test_leads_by_group(group, first, first_to_write):
     query, cache = (jnp.zeros(shape, jnp.bfloat16) for shape in ((1, 6 * group, 128), (1, 6, 16, 128)))
     rest = jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
     new, slots, starts = cache[:, :, 0], jnp.zeros(1, jnp.int32), jnp.zeros(2, jnp.int32)
@@ -66,10 +75,10 @@ def test_leads_by_group(group, first):
         for op, operands in (
             ("paged_attention", decode),
             ("paged_attention_v2", decode),
-            ("write_and_attend", writing),
             ("ragged_paged_attention", ragged),  # one query, so it is decode
         ):
             assert _dispatch._on_cuda(op, operands)[0] == first
+        assert _dispatch._on_cuda("write_and_attend", writing)[0] == first_to_write
     if jax.devices()[0].platform != "gpu":
         assert _dispatch._on_cuda("paged_attention", decode) == ["triton"]
 
@@ -92,7 +101,8 @@ def test_leads_by_group(group, first):
         (8, 8, 4, 80, "bfloat16", "mosaic_gpu"),
         (8, 8, 16, 80, "bfloat16", "triton"),
         (8, 8, 2, 96, "bfloat16", "triton"),
-        (8, 8, 3, 96, "bfloat16", "mosaic_gpu"),
+        (8, 8, 3, 96, "bfloat16", "triton"),
+        (8, 8, 8, 96, "bfloat16", "mosaic_gpu"),
         (8, 8, 16, 96, "bfloat16", "triton"),
         (8, 8, 16, 128, "bfloat16", "mosaic_gpu"),
         (8, 8, 4, 192, "bfloat16", "mosaic_gpu"),
@@ -105,10 +115,13 @@ def test_leads_by_sizes(num_seqs, num_kv_heads, group, head_size, cache_dtype, f
         assert _dispatch._on_cuda("write_and_attend", sized(*sizes, writes=True))[0] == "mosaic_gpu"  # by its group
 
 
-@pytest.mark.parametrize(("num_blocks", "first"), [(49, "mosaic_gpu"), (50, "triton")])
-def test_leads_for_heads_of_64_where_contexts_are_short(num_blocks, first):
+@pytest.mark.parametrize(
+    ("group", "num_blocks", "first"),
+    [(1, 64, "mosaic_gpu"), (8, 49, "mosaic_gpu"), (8, 50, "triton"), (9, 49, "triton")],
+)
+def test_leads_for_heads_of_64_where_contexts_are_short(group, num_blocks, first):
     with mock.patch.object(jax, "local_devices"):
-        assert _dispatch._on_cuda("paged_attention", sized(8, 8, 4, 64, "bfloat16", num_blocks))[0] == first
+        assert _dispatch._on_cuda("paged_attention", sized(8, 8, group, 64, "bfloat16", num_blocks))[0] == first
 
 
 def sized(num_seqs, num_kv_heads, group, head_size, cache_dtype, num_blocks=64, writes=False):

@@ -26,16 +26,17 @@ from paged_jax.shapes import BlockTables, Cache, Lse, NewTokens, Query, Residual
 
 _LONGEST_BLOCK = 256  # tokens; partitions hold whole blocks
 _LEADING_GROUPS = (*range(1, 9), 16)
-"""Query heads of a kv head for which this kernel comes before Triton's; `leads` has exceptions.
+"""Groups of query heads for which this kernel writes and attends, or reads layout "vllm", before Triton's does.
 
 Measured: benchmarks/LOG.md, "on the way to commit 6d180cd", "Groups of 16".
 """
 
-# Measured: benchmarks/LOG.md, "Groups that do not fill query tiles".
+# Measured: benchmarks/LOG.md, "The choice by five seeds".
+_LARGEST_LEADING_GROUP = 24
 _FEW_ITEMS, _FEW_ITEMS_OF_8_BITS = 5, 2
 """Triton's kernel comes first for a batch of so few work items, each of which has many splits to merge."""
 _SHORT = 800
-"""Tokens: where no context can be as long, this kernel comes first for heads of 64 in every leading group."""
+"""Tokens: where no context can be as long, this kernel comes first for heads of 64 in groups of up to 8."""
 _FILL_QUERY_TILES = (1, 2, 4, 8, 16)
 """Groups whose query heads are not padded. Over 8 bits, padded heads of 64 are faster by Triton's kernel."""
 
@@ -64,27 +65,27 @@ HERE = Target()
 def leads(operands: Any, *, writes_tokens: bool = False) -> bool:
     """Whether this kernel, if it takes the call, comes before Triton's.
 
-    Measured on an H200: benchmarks/LOG.md, "Random decode shapes" and "Groups that do not fill query tiles". For decode
-    that writes, which was not measured there, and in layout "vllm" the group alone decides.
+    Measured on an H200: benchmarks/LOG.md, "The choice by five seeds". For decode that writes, which was not measured
+    there, and in layout "vllm" the group alone decides.
     """
     query, cache, options = operands.query, operands.value_cache, operands.options
     num_kv_heads, head_size = cache.shape[head_axis(options.layout)], query.shape[-1]
     group = query.shape[-2] // num_kv_heads
-    if group not in _LEADING_GROUPS:
-        return False
     if writes_tokens or options.layout == "vllm":
-        return True
+        return group in _LEADING_GROUPS
     eight_bit, num_items = cache.dtype.itemsize == 1, operands.seq_lens.shape[0] * num_kv_heads
-    if num_items <= (_FEW_ITEMS_OF_8_BITS if eight_bit else _FEW_ITEMS):
+    if group > _LARGEST_LEADING_GROUP or num_items <= (_FEW_ITEMS_OF_8_BITS if eight_bit else _FEW_ITEMS):
         return False
     if eight_bit:
         return head_size != 64 or group in _FILL_QUERY_TILES
     match head_size:
         case 64:
-            return group == 1 or options.max_seq_len < _SHORT
+            return group == 1 or (group <= 8 and options.max_seq_len < _SHORT)
         case 80 | 96:
-            return 2 < group < 16
-    return head_size != 112
+            return group in (4, 8)
+        case 112:
+            return False
+    return True
 
 
 def paged_attention_v1(
