@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
 from paged_jax import _validate
 from paged_jax.kernels.mosaic_gpu import ragged, ragged_tuning
-from paged_jax.kernels.mosaic_gpu.device import ragged_count, ragged_plan
+from paged_jax.kernels.mosaic_gpu.device import ragged_count, ragged_items, ragged_plan
 from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Counted, Lengths
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import LOADING_WARPS, NO_ITEM, Geometry
 from paged_jax.kernels.problem import Device, Problem, Unsupported
@@ -102,6 +103,28 @@ def test_one_place_for_queries(cache_dtype):
     tuning = TINY_TILES | {"queries": 1, "num_programs": 2}
     check(case, made, call("ragged_paged_attention", operands_of(case, made), **tuning))
     assert not interpret_pallas_call.get_races().races_found
+
+
+def test_loads_what_was_described(monkeypatch):
+    """An item's description is read once it is there; a warp that reads earlier reads while another warp writes."""
+    events = []  # in each program's order
+
+    def noted(function, items_before):
+        program = lax.axis_index("program")
+        jax.debug.callback(lambda *item: events.append((function.__name__, *map(int, item))), program, items_before)
+        return function
+
+    describe, read_own = ragged_items.describe, ragged_items.read_own
+    monkeypatch.setattr(
+        ragged_items, "describe", lambda item, before, smem: noted(describe, before)(item, before, smem)
+    )
+    monkeypatch.setattr(ragged_items, "read_own", lambda before, smem: noted(read_own, before)(before, smem))
+    case = small("described", 4, 2, 64, 16, "bfloat16", seq_lens=(37, 130, 70, 20), query_lens=(1, 40, 20, 1))
+    call("ragged_paged_attention", operands_of(case, inputs.make(case)), **TINY_TILES | {"num_programs": 2})
+    jax.effects_barrier()
+    read = [(i, item) for i, (name, *item) in enumerate(events) if name == "read_own"]
+    assert len(read) > 4
+    assert all(("describe", *item) in events[:i] for i, item in read)
 
 
 def test_padding_after_a_thin_item():

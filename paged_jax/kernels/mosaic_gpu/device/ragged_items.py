@@ -29,8 +29,10 @@ from paged_jax.kernels.mosaic_gpu.device.ragged_plan import Item
 from paged_jax.kernels.mosaic_gpu.device.ragged_refs import ITEM_STAGES, Ref, Refs, Scratch
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import NO_ITEM, Geometry, ItemKind
 
-NOTHING = Item(*[NO_ITEM] * len(Item._fields))
-"""Behind the last item of a program."""
+
+def nothing() -> Item:
+    """An item without tiles, which comes before a program's first item and behind its last."""
+    return Item(*[jnp.int32(NO_ITEM)] * len(Item._fields))
 
 
 def describe(item: Item, items_before: Scalar, smem: Scratch) -> None:

@@ -45,7 +45,7 @@ def load_items(refs: Refs, geometry: Geometry) -> None:
         return lax.cond(begins_wide ^ (turn == 1), *(lambda kind=kind: take(kind) for kind in geometry.kinds))
 
     items_before = lax.fori_loop(0, 2, take_kind, jnp.int32(0))
-    items.describe(Item(*map(jnp.int32, items.NOTHING)), items_before, refs.smem)
+    items.describe(items.nothing(), items_before, refs.smem)
     # Barriers end as they began, which the interpreter insists on.
     _drain(items_before + 1, refs.smem.items.consumed, stages=ITEM_STAGES)
     _drain(items_before, refs.smem.query.consumed, stages=geometry.tuning.queries)
@@ -83,10 +83,10 @@ class _ItemLoader:
 
         def take(state):
             taken, items_before, tiles_before = state
-            item = items.read_own(items_before, self.refs.smem)
-            num_tiles = jnp.where(taken.is_item, item.num_tiles, 0)
-            next_item = self._load_item(item, num_tiles, items_before, tiles_before, taken)
-            return next_item, items_before + taken.is_item.astype(jnp.int32), tiles_before + num_tiles
+            # A warp that read a description before there is one could read it while another warp writes it.
+            item = lax.cond(taken.is_item, lambda: items.read_own(items_before, self.refs.smem), items.nothing)
+            next_item = self._load_item(item, items_before, tiles_before, taken)
+            return next_item, items_before + taken.is_item.astype(jnp.int32), tiles_before + item.num_tiles
 
         state = _Taken(first, jnp.bool_(False), jnp.bool_(True)), items_before, jnp.int32(0)
         _, items_before, tiles_before = lax.while_loop(lambda state: state[0].goes_on, take, state)
@@ -94,9 +94,7 @@ class _ItemLoader:
         _drain(tiles_before, barriers.keys_consumed, barriers.values_consumed, stages=self.kind.stages)
         return items_before
 
-    def _load_item(
-        self, item: Item, num_tiles: Scalar, items_before: Scalar, tiles_before: Scalar, taken: _Taken
-    ) -> _Taken:
+    def _load_item(self, item: Item, items_before: Scalar, tiles_before: Scalar, taken: _Taken) -> _Taken:
         """Loads an item's tiles, says between them that its query is there, and begins the next item, if there is one.
 
         The tiles are loaded in three parts by a loop, whose steps also do what comes between the parts. So the kernel
@@ -107,11 +105,11 @@ class _ItemLoader:
             pl.when(taken.is_item)(tiles.begin_raw)
         if self.kind.geometry.tuning.queries == 1:  # the query can only follow the results of the item before
             pl.when(taken.is_item)(lambda: self._load_query(item, items_before))
-        first, begun = lax.min(num_tiles, jnp.int32(self._first_tiles)), self._tiles_before_next(num_tiles)
+        first, begun = lax.min(item.num_tiles, jnp.int32(self._first_tiles)), self._tiles_before_next(item.num_tiles)
 
         def load_part(part, state):
             begin, next_item = state
-            end = jnp.where(part == 0, first, jnp.where(part == 1, begun, num_tiles))
+            end = jnp.where(part == 0, first, jnp.where(part == 1, begun, item.num_tiles))
             pl.when(begin < end)(lambda: tiles.load_range(begin, end))
             pl.when((part == 0) & taken.is_item)(lambda: self._finish_query(items_before))
             next_item = lax.cond(part == 1, lambda: self._begin_next(taken, items_before), lambda: next_item)
