@@ -15,7 +15,7 @@ import triton.language as tl
 
 from paged_jax.kernels.triton.device.pieces import load_piece
 from paged_jax.kernels.triton.device.rows import heads_of_rows
-from paged_jax.kernels.triton.device.softmax import Softmax, finish
+from paged_jax.kernels.triton.device.softmax import Softmax, finish, rounded
 
 
 @triton.jit
@@ -46,8 +46,8 @@ def reduce_kernel(tmp_out, exp_sums, max_logits, seq_lens, sinks, num_splits, ou
         top = tl.maximum(max_logit, tl.max(maxima, 0))
         shift = tl.where(top == float("-inf"), 0.0, top)
         keep = tl.exp(max_logit - shift)
-        weights = sums * tl.exp(maxima - shift)
-        acc = acc * keep[:, None] + tl.sum(weights[:, None] * parts, 0)[None, :]
+        weights = rounded(sums * tl.exp(maxima - shift), inside)
+        acc = acc * keep[:, None] + tl.sum(rounded(weights[:, None] * parts, mask), 0)[None, :]
         exp_sum = exp_sum * keep + tl.sum(weights, 0)
         max_logit = top
     heads = tl.full([1], 0, tl.int32) + head
@@ -102,12 +102,13 @@ def ragged_reduce_kernel(
         maxima = tl.load(max_logits + at, mask=inside, other=float("-inf"))
         sums = tl.load(exp_sums + at, mask=inside, other=0.0)
         at = at[:, :, None] * problem.head_size + d[None, None, :]
-        parts = tl.load(tmp_out + at, mask=inside[:, :, None] & in_head[None, :, :], other=0.0)
+        mask = inside[:, :, None] & in_head[None, :, :]
+        parts = tl.load(tmp_out + at, mask=mask, other=0.0)
         top = tl.maximum(max_logit, tl.max(maxima, 0))
         shift = tl.where(top == float("-inf"), 0.0, top)
         keep = tl.exp(max_logit - shift)
-        weights = sums * tl.exp(maxima - shift[None, :])
-        acc = acc * keep[:, None] + tl.sum(weights[:, :, None] * parts, 0)
+        weights = rounded(sums * tl.exp(maxima - shift[None, :]), inside)
+        acc = acc * keep[:, None] + tl.sum(rounded(weights[:, :, None] * parts, mask), 0)
         exp_sum = exp_sum * keep + tl.sum(weights, 0)
         max_logit = top
     softmax = Softmax(acc, max_logit, exp_sum)

@@ -96,6 +96,18 @@ def finish(softmax, sinks, head, valid, with_sinks: tl.constexpr):
 
 @triton.jit
 @no_type_check
+def rounded(products, nonzero):
+    """Returns products as they are, rounded before they are summed up; those that are not `nonzero` must be 0.
+
+    LLVM fuses a product with a sum, but not through a select. Where the sum's other term is the product of another
+    lane, only that one is rounded, so that two lanes' sums of the same products differ. Both lanes write the sum, or
+    what comes of it, to the same place in shared memory, and the result would depend on which one is the last.
+    """
+    return tl.where(nonzero, products, 0.0)
+
+
+@triton.jit
+@no_type_check
 def _exp(x, cfg: tl.constexpr):
     """Returns e**x by way of exp2, which is one instruction; exp takes three more for results that are denormal."""
     if cfg.tuning.compute_dtype == "float32":
@@ -103,7 +115,7 @@ def _exp(x, cfg: tl.constexpr):
         x = tl.maximum(x, -1e4)
         y = x * 1.4426950216293335
         error = tl.fma(x, tl.full(x.shape, 1.4426950216293335, tl.float32), -y) + x * 1.9259629911266175e-8
-        power = tl.exp2(y) * (1.0 + error * 0.6931471805599453)
+        power = rounded(tl.exp2(y) * (1.0 + error * 0.6931471805599453), x > -1e4)
     else:
         power = tl.exp2(x * _LOG2_E)
     return power
