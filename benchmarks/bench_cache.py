@@ -221,7 +221,7 @@ def fused_contenders(work: Fused, inputs: Inputs) -> Iterator[Contender]:
         ("write, then attention", "peer", in_turn, after),
     ):
         there = dataclasses.replace(inputs, key_cache=caches[0], value_cache=caches[1])
-        index, truth = inputs_lib.truth(case, there, prefill=False)
+        index, truth = inputs_lib.truth(case, there)
         check = functools.partial(_check_attention, index=index, truth=truth, expected=caches)
         yield Contender(name, kind, step, argsets, check)
 
@@ -300,7 +300,7 @@ def _contenders(work: Work, pool_bytes: int) -> Iterator[tuple[Contender, tuple[
             shape, build = _BLOCK, functools.partial(copy_contenders, work)
         case Fused():
             shape, build = work.case, functools.partial(fused_contenders, work)
-    inputs = inputs_lib.make(shape, prefill=False, pool_bytes=pool_bytes)
+    inputs = inputs_lib.make(shape, pool_bytes=pool_bytes)
     for contender in build(inputs):
         yield contender, (inputs.key_cache, inputs.value_cache)
 

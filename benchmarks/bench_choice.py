@@ -91,7 +91,7 @@ def chosen(op: str, case: cases.Case) -> str:
 
 def abstract_inputs(case: cases.Case) -> inputs_lib.Inputs:
     """The shapes and dtypes of a case's inputs."""
-    return jax.eval_shape(functools.partial(inputs_lib.make, case, prefill=False))
+    return jax.eval_shape(functools.partial(inputs_lib.make, case))
 
 
 def models(count: int, seed: int = 0) -> tuple[cases.Case, ...]:

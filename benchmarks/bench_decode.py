@@ -56,7 +56,6 @@ def implementation(name: str) -> peers.Build:
 BENCHMARK = harness.Benchmark(
     op="decode",
     cases=cases.DECODE,
-    prefill=False,
     work=operator.attrgetter("kv_bytes"),
     ceiling=timing.read_ceiling,
     implementation=implementation,

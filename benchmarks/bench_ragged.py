@@ -62,7 +62,6 @@ def candidates(op: Callable, case: cases.Case, inputs: Inputs) -> list[peers.Can
 BENCHMARK = harness.Benchmark(
     op="ragged",
     cases=cases.RAGGED,
-    prefill=True,
     work=work,
     ceiling=ceiling,
     implementation=implementation,

@@ -1,4 +1,4 @@
-"""The cases that the benchmarks time: real models' shapes, in one list each for decode, prefill and ragged batches."""
+"""The cases that the benchmarks time: real models' shapes, in one list each for decode and ragged batches."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -29,8 +29,8 @@ class Case:
 
     Attributes:
       name: the model and the batch, as the command line names them.
-      seq_lens: the number of tokens of each sequence. In prefill all of them have queries, in decode only the last one.
-      query_lens: in a ragged case, how many of each sequence's last tokens have queries.
+      seq_lens: the number of tokens of each sequence.
+      query_lens: in a ragged case, how many of each sequence's last tokens have queries; None in decode, where one has.
       sliding_window: in tokens, or None.
       num_heads, num_kv_heads, head_size, block_size: as the ops define them.
       cache_dtype: the dtype of both caches; queries are bfloat16.
@@ -55,6 +55,11 @@ class Case:
         return len(self.seq_lens)
 
     @property
+    def queries_per_seq(self) -> tuple[int, ...]:
+        """How many queries each sequence has."""
+        return self.query_lens or (1,) * self.num_seqs
+
+    @property
     def blocks_per_seq(self) -> tuple[int, ...]:
         """How many blocks each sequence fills; the last one may be filled in part."""
         return tuple(-(-length // self.block_size) for length in self.seq_lens)
@@ -66,16 +71,11 @@ class Case:
         return sum(self.seq_lens) * token
 
     @property
-    def causal_flops(self) -> int:
-        """Operations of causal prefill: half of 4 * num_heads * seq_len^2 * head_size."""
-        return sum(2 * self.num_heads * length**2 * self.head_size for length in self.seq_lens)
-
-    @property
     def seen_flops(self) -> int:
         """Operations of a ragged case: 4 * num_heads * head_size for each pair of a query and a token that it sees."""
         window = self.sliding_window or max(self.seq_lens)
         pairs = 0
-        for length, queries in zip(self.seq_lens, self.query_lens or self.seq_lens, strict=True):
+        for length, queries in zip(self.seq_lens, self.queries_per_seq, strict=True):
             first = length - queries + 1  # how many tokens the first query sees without a window
             short = range(first, min(length, window) + 1)  # the same for each query that sees no more than a window
             pairs += (short.start + short.stop - 1) * len(short) // 2 + window * (queries - len(short))
@@ -117,13 +117,6 @@ DECODE = (
     replace(_gqa, name=f"{_gqa.name}-e4m3", cache_dtype="float8_e4m3fn"),
     replace(_gqa, name=f"{_gqa.name}-nhd", layout="nhd"),
     replace(_gqa, name=f"{_gqa.name}-vllm", layout="vllm"),
-)
-
-PREFILL = (
-    Case("llama3-8b-8x8192", (8192,) * 8, 32, 8),
-    Case("llama3-8b-1x32768", (32768,), 32, 8),
-    Case("llama3-8b-16x1024", (1024,) * 16, 32, 8),
-    Case("llama2-7b-4x4096", (4096,) * 4, 32, 32),
 )
 
 

@@ -42,14 +42,11 @@ class Inputs:
     v_scale: Array | None
 
 
-def make(
-    case: Case, *, prefill: bool, pool_bytes: int = POOL_BYTES, memory: int | None = None, seed: int = 0
-) -> Inputs:
+def make(case: Case, *, pool_bytes: int = POOL_BYTES, memory: int | None = None, seed: int = 0) -> Inputs:
     """Draws the inputs of a case.
 
     Args:
       case: the case to draw.
-      prefill: whether every token has a query, or only each sequence's last one. Ragged cases say it themselves.
       pool_bytes: the least size of both pools together.
       memory: how many bytes the device has for arrays; None for no limit.
       seed: the seed of all random numbers.
@@ -74,7 +71,7 @@ def make(
     key_cache, value_cache, num_blocks = _pools(case, needed, pool_bytes, key_pool)
     order = np.random.default_rng(seed).permutation(num_blocks)[:needed]
     tables = [_table(case, part) for part in np.split(order, num_tables)]
-    query_lens, seq_lens = _query_lens(case, prefill), np.asarray(case.seq_lens, np.int32)
+    query_lens, seq_lens = (np.asarray(x, np.int32) for x in (case.queries_per_seq, case.seq_lens))
     num_tokens = int(query_lens.sum())
     if case.shapes is not None:
         num_tokens = case.shapes.num_tokens
@@ -91,12 +88,6 @@ def make(
         k_scale=k_scale,
         v_scale=v_scale,
     )
-
-
-def _query_lens(case: Case, prefill: bool) -> np.ndarray:
-    if case.query_lens is not None:
-        return np.asarray(case.query_lens, np.int32)
-    return np.asarray(case.seq_lens if prefill else (1,) * case.num_seqs, np.int32)
 
 
 def rotations(case: Case, pool_bytes: int = POOL_BYTES) -> int:
@@ -165,7 +156,7 @@ def tokens(blocks: Array, layout: str, *, is_key: bool) -> Array:
     return out.reshape(*out.shape[:-4], -1, *out.shape[-2:])
 
 
-def truth(case: Case, inputs: Inputs, *, prefill: bool) -> tuple[np.ndarray, np.ndarray]:
+def truth(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
     """Computes some rows of the output for the first block table, by the plain formula in float32.
 
     Returns:
@@ -174,7 +165,7 @@ def truth(case: Case, inputs: Inputs, *, prefill: bool) -> tuple[np.ndarray, np.
     starts = np.asarray(inputs.query_start_loc)
     indices, rows = [], []
     for seq in sorted({0, case.num_seqs // 2, case.num_seqs - 1}):
-        first = case.seq_lens[seq] - _query_lens(case, prefill)[seq]
+        first = case.seq_lens[seq] - case.queries_per_seq[seq]
         positions = np.linspace(first, case.seq_lens[seq] - 1, 16).astype(np.int32)  # few queries: some twice
         index = starts[seq] + positions - first
         table = inputs.block_tables[0][seq]

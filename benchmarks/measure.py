@@ -27,7 +27,6 @@ class Benchmark:
     Attributes:
       op: the benchmark's name, as in ``bench_<op>``.
       cases: the cases that it can time.
-      prefill: whether every token has a query, or only each sequence's last one.
       work: gives the bytes or operations of a case, in the ceiling's unit.
       ceiling: measures the ceiling, given the work of all cases.
       implementation: makes a contender of ours from a name on the command line; raises ValueError for other names.
@@ -38,7 +37,6 @@ class Benchmark:
 
     op: str
     cases: Sequence[Case]
-    prefill: bool
     work: Callable[[Case], int]
     ceiling: Callable[[Iterable[int]], Ceiling]
     implementation: Callable[[str], peers.Build]
@@ -76,7 +74,7 @@ class Work:
 
     def make(self, case: Case) -> inputs_lib.Inputs:
         """The inputs of a case."""
-        return inputs_lib.make(case, prefill=self.benchmark.prefill, pool_bytes=self.pool_bytes, memory=self.memory)
+        return inputs_lib.make(case, pool_bytes=self.pool_bytes, memory=self.memory)
 
 
 class Programs:
@@ -106,7 +104,7 @@ def compile_ahead(work: Work) -> Programs:
     for case in {program_key(case): case for case in work.cases}.values():
         with contextlib.suppress(Exception):
             inputs = work.make(case)
-            inputs_lib.truth(case, inputs, prefill=work.benchmark.prefill)
+            inputs_lib.truth(case, inputs)
             for name, kind, build in work.contenders:
                 with contextlib.suppress(Exception):
                     for candidate in _abstract(build, case, inputs):
@@ -133,7 +131,7 @@ def measure(work: Work, programs: Programs) -> Iterator[Answer]:
     for case in work.cases:
         try:
             inputs = work.make(case)
-            expected = inputs_lib.truth(case, inputs, prefill=work.benchmark.prefill)
+            expected = inputs_lib.truth(case, inputs)
         except Exception as error:  # mostly because memory ran out: the next case may fit
             for name, kind, _ in contenders:
                 yield Answer(case.name, name, kind, {"failed": first_line(error)})

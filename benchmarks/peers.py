@@ -253,7 +253,6 @@ def _of_whole_prompts(build: Build, case: Case, inputs: Inputs) -> Sequence[Cand
 
 
 DECODE: dict[str, Build] = {"cudnn": cudnn_paged, "pallas": pallas_decode, "xla-gather": xla_decode}
-PREFILL: dict[str, Build] = {"cudnn": cudnn_prefill, "attention_mgpu": mosaic_prefill}
 RAGGED: dict[str, Build] = {
     "cudnn": cudnn_paged,
     "cudnn-contiguous": functools.partial(_of_whole_prompts, cudnn_prefill),
@@ -306,7 +305,7 @@ class FlashInfer:
         return {
             "name": case.name,
             "seq_lens": case.seq_lens,
-            "query_lens": case.query_lens or (1,) * case.num_seqs,
+            "query_lens": case.queries_per_seq,
             "num_heads": case.num_heads,
             "num_kv_heads": case.num_kv_heads,
             "head_size": case.head_size,

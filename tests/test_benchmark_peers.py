@@ -46,7 +46,7 @@ def test_configurations_of_jaxs_op(width, expected):
 def test_jaxs_op_takes_a_table_of_any_width():
     """Tracing it is enough for the op to refuse a configuration."""
     case = dataclasses.replace(TINY, name="odd", seq_lens=(80, 33), head_size=64)
-    drawn = inputs.make(case, prefill=False, pool_bytes=1 << 18)
+    drawn = inputs.make(case, pool_bytes=1 << 18)
     assert drawn.block_tables[0].shape == (2, 5)
     candidates = peers.pallas_decode(case, drawn)
     assert [candidate.label for candidate in candidates] == ["k_splits 1, 1 pages", "k_splits 5, 1 pages"]
@@ -154,7 +154,7 @@ def test_a_process_that_ends_early_owes_the_rest(monkeypatch):
 )
 def test_what_peers_of_ragged_batches_refuse(peer, change, reason):
     case = dataclasses.replace(TINY, **change)
-    drawn = inputs.make(case, prefill=True, pool_bytes=1 << 18)
+    drawn = inputs.make(case, pool_bytes=1 << 18)
     with pytest.raises(peers.Absent, match=reason):
         bench_ragged.BENCHMARK.peers[peer](case, drawn)
 
@@ -163,7 +163,7 @@ def test_what_peers_of_ragged_batches_refuse(peer, change, reason):
 def test_cudnn_gets_padded_queries(query_lens, monkeypatch):
     """Each query is where `rows` looks for its output, and the pool of each call has the blocks of its table."""
     case = dataclasses.replace(TINY, query_lens=query_lens)
-    drawn = inputs.make(case, prefill=True, pool_bytes=1 << 18)
+    drawn = inputs.make(case, pool_bytes=1 << 18)
     (candidate,) = peers.cudnn_paged(case, drawn)
     padded, key, _, table, seq_lens, lens = candidate.argsets[1]
     assert padded.shape == (3, 4, max(query_lens), 32)

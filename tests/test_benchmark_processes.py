@@ -35,7 +35,7 @@ BENCHMARK = dataclasses.replace(
 
 def test_inputs_are_padded():
     few = dataclasses.replace(FIRST, shapes=dataclasses.replace(SHAPES, num_blocks=64))
-    drawn = inputs.make(few, prefill=True)
+    drawn = inputs.make(few)
     assert drawn.query.shape == (32, 4, 32)
     assert drawn.seq_lens.tolist() == [40, 17, 64, 0, 0]
     assert drawn.query_start_loc.tolist() == [0, 1, 18, 21, 21, 21]
@@ -45,7 +45,7 @@ def test_inputs_are_padded():
     used = [row[:blocks] for table in tables for row, blocks in zip(table, FIRST.blocks_per_seq, strict=False)]
     assert len(np.unique(np.concatenate(used))) == 63
     with pytest.raises(ValueError, match="needs 9 blocks, the engine has 8"):
-        inputs.make(dataclasses.replace(FIRST, shapes=dataclasses.replace(SHAPES, num_blocks=8)), prefill=True)
+        inputs.make(dataclasses.replace(FIRST, shapes=dataclasses.replace(SHAPES, num_blocks=8)))
 
 
 def test_batches_of_an_engine_share_programs():

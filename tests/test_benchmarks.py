@@ -18,7 +18,6 @@ from benchmarks import (
     bench_ceilings,
     bench_decode,
     bench_model,
-    bench_prefill,
     bench_ragged,
     bench_step,
     bench_swap,
@@ -73,7 +72,6 @@ def test_cases():
     assert (min(ragged), max(ragged)) == (512, 4096)
     skewed = by_name["llama3-8b-64xskewed"].seq_lens
     assert [skewed.count(1024 << i) for i in range(5)] == [32, 16, 8, 4, 4]
-    assert cases.PREFILL[1].causal_flops == 2 * 32 * 32768**2 * 128
     assert cases.select(cases.DECODE, names[:2]) == cases.DECODE[:2]
     # Calls of a small case rotate through several tables, whose blocks together are far larger than an L2.
     assert inputs.rotations(by_name["llama3-8b-1x512"]) * by_name["llama3-8b-1x512"].kv_bytes >= 256 << 20
@@ -91,12 +89,12 @@ def test_names_of_implementations(name):
 @pytest.mark.parametrize(("layout", "dtype"), [("nhd", "bfloat16"), ("vllm", "int8")])
 def test_truth_reads_every_layout(layout, dtype):
     case = dataclasses.replace(TINY, layout=layout, cache_dtype=dtype)
-    drawn = inputs.make(case, prefill=False, pool_bytes=1 << 16)
+    drawn = inputs.make(case, pool_bytes=1 << 16)
     blocks = np.concatenate([np.asarray(table)[2] for table in drawn.block_tables])
     assert len(drawn.block_tables) > 1
     assert len(np.unique(blocks)) == len(blocks)
     (candidate,) = bench_decode.implementation("auto:xla")(case, drawn)
-    index, expected = inputs.truth(case, drawn, prefill=False)
+    index, expected = inputs.truth(case, drawn)
     found = np.asarray(candidate.fn(*candidate.argsets[0]), np.float32)[index]
     np.testing.assert_allclose(found, expected, atol=2e-2)
 
@@ -110,7 +108,7 @@ def _no_gpu_candidate(case, inputs):
     raise peers.Absent("not here")
 
 
-@pytest.mark.parametrize("bench", [bench_decode, bench_prefill, bench_ragged], ids=["decode", "prefill", "ragged"])
+@pytest.mark.parametrize("bench", [bench_decode, bench_ragged], ids=["decode", "ragged"])
 def test_harness_report_and_plot(bench, tmp_path, capsys):
     def ceiling(work):
         return timing.Ceiling("GB/s", 1000.0, {size: 5.0 for size in work}, "made up")
@@ -244,7 +242,7 @@ def test_cache_benchmark(tmp_path):
 
 
 def test_cache_benchmark_refuses_wrong_results_and_names(capsys):
-    drawn = inputs.make(dataclasses.replace(TINY, num_kv_heads=8, head_size=128), prefill=False, pool_bytes=1 << 20)
+    drawn = inputs.make(dataclasses.replace(TINY, num_kv_heads=8, head_size=128), pool_bytes=1 << 20)
     ours, _ = bench_cache.copy_contenders(bench_cache.Copy(2), drawn)
     with pytest.raises(ValueError, match="wrong result: the key cache differs"):
         ours.check((), (drawn.key_cache, drawn.value_cache))
