@@ -299,7 +299,7 @@ MUTANTS = [
     Mutant(
         "mosaic_gpu: heads of 64 lead in groups, too",
         "kernels/mosaic_gpu/decode.py",
-        "return group == 1 or (group <= 8 and options.max_seq_len < _SHORT)",
+        "return group == 1 or (group <= 8 and not _SHORT <= options.max_seq_len < _LONG)",
         "return True",
         "tests/test_mosaic_gpu_choice.py -k sizes",
     ),

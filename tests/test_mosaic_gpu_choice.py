@@ -117,9 +117,17 @@ def test_leads_by_sizes(num_seqs, num_kv_heads, group, head_size, cache_dtype, f
 
 @pytest.mark.parametrize(
     ("group", "num_blocks", "first"),
-    [(1, 64, "mosaic_gpu"), (8, 49, "mosaic_gpu"), (8, 50, "triton"), (9, 49, "triton")],
+    [
+        (1, 64, "mosaic_gpu"),
+        (8, 49, "mosaic_gpu"),
+        (8, 50, "triton"),
+        (8, 511, "triton"),
+        (8, 512, "mosaic_gpu"),
+        (9, 49, "triton"),
+        (9, 512, "triton"),
+    ],
 )
-def test_leads_for_heads_of_64_where_contexts_are_short(group, num_blocks, first):
+def test_leads_for_heads_of_64_by_the_longest_context(group, num_blocks, first):
     with mock.patch.object(jax, "local_devices"):
         assert _dispatch._on_cuda("paged_attention", sized(8, 8, group, 64, "bfloat16", num_blocks))[0] == first
 

@@ -35,8 +35,8 @@ Measured: benchmarks/LOG.md, "on the way to commit 6d180cd", "Groups of 16".
 _LARGEST_LEADING_GROUP = 24
 _FEW_ITEMS, _FEW_ITEMS_OF_8_BITS = 5, 2
 """Triton's kernel comes first for a batch of so few work items, each of which has many splits to merge."""
-_SHORT = 800
-"""Tokens: where no context can be as long, this kernel comes first for heads of 64 in groups of up to 8."""
+_SHORT, _LONG = 800, 8192
+"""Tokens that the longest context may have. Between these two heads of 64 are faster by Triton's kernel in groups."""
 _FILL_QUERY_TILES = (1, 2, 4, 8, 16)
 """Groups whose query heads are not padded. Over 8 bits, padded heads of 64 are faster by Triton's kernel."""
 
@@ -80,7 +80,7 @@ def leads(operands: Any, *, writes_tokens: bool = False) -> bool:
         return head_size != 64 or group in _FILL_QUERY_TILES
     match head_size:
         case 64:
-            return group == 1 or (group <= 8 and options.max_seq_len < _SHORT)
+            return group == 1 or (group <= 8 and not _SHORT <= options.max_seq_len < _LONG)
         case 80 | 96:
             return group in (4, 8)
         case 112:
