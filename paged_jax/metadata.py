@@ -343,6 +343,9 @@ def _pad_tables(block_tables: Any, width: int | None) -> np.ndarray:
     """Gives the tables as a fresh i32 [num_seqs, width], padded with -1."""
     if isinstance(block_tables, list | tuple):
         rows = [_int32("block_tables", row, f"row {i}, column") for i, row in enumerate(block_tables)]
+        for row in rows:
+            if row.ndim != 1:
+                raise ValueError(f"block_tables must be [num_seqs, max_blocks_per_seq], got a row of shape {row.shape}")
         columns = max(map(len, rows), default=0)
     else:
         rows = _int32("block_tables", block_tables)

@@ -221,7 +221,8 @@ def merge(out_a, lse_a, out_b, lse_b):
     """`merge_attention_states` in float32, out rounded to its dtype."""
     with np.errstate(invalid="ignore"):
         lse = np.logaddexp(lse_a, lse_b)
-    base = np.where(np.isfinite(lse), lse, np.float32(0))
-    out = np.exp(lse_a - base)[..., None] * out_a.astype(np.float32)
-    out = out + np.exp(lse_b - base)[..., None] * out_b.astype(np.float32)
-    return out.astype(out_a.dtype), lse
+    top = np.maximum(lse_a, lse_b)
+    weight_a, weight_b = (np.exp(x - np.where(np.isfinite(top), top, np.float32(0)))[..., None] for x in (lse_a, lse_b))
+    out = weight_a * out_a.astype(np.float32) + weight_b * out_b.astype(np.float32)
+    total = weight_a + weight_b
+    return (out / np.where(total == 0, np.float32(1), total)).astype(out_a.dtype), lse

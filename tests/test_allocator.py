@@ -198,6 +198,14 @@ def append_rows(xp):
     return partial(allocator.append_tokens, row_by_row=True) if xp is np else append_rows_jit
 
 
+@pytest.mark.parametrize("flag", ["no", 1, np.array([True, False, True])], ids=["words", "number", "mask"])
+def test_row_by_row_is_a_static_bool(flag):
+    state = allocator.create(8, 4, 3, 4)
+    unhooked = inspect.unwrap(allocator.append_tokens)  # the tests' hook has words of its own
+    with pytest.raises(TypeError, match=f"row_by_row must be a static bool, got {type(flag).__name__}"):
+        unhooked(state, [1, 1, 1], row_by_row=flag)
+
+
 @both
 def test_row_by_row_who_keeps_a_shared_block_waits_for_those_who_copy_it(xp):
     append, fork, *_ = forms(xp)

@@ -294,9 +294,10 @@ def test_configs_that_are_refused(fields, message):
         EngineConfig(**({"max_model_len": 48, "max_num_seqs": 4, "max_tokens_per_step": 16} | fields))
 
 
-def test_sizes_of_a_config_are_whole_numbers():
-    with pytest.raises(TypeError, match="max_model_len must be an int, got float"):
-        EngineConfig(max_model_len=8.5)
+@pytest.mark.parametrize("name", ["max_model_len", "max_logprobs", "num_host_blocks", "num_blocks"])
+def test_sizes_of_a_config_are_whole_numbers(name):
+    with pytest.raises(TypeError, match=f"{name} must be an int, got float"):
+        EngineConfig(**{"max_model_len": 48, name: 8.5})
 
 
 @pytest.mark.parametrize(

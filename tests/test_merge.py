@@ -59,6 +59,14 @@ def test_magnitudes_far_apart():
         plain.assert_close(lse, exact[1], rough[1], "lse")
 
 
+@pytest.mark.parametrize("lse", [0.0, 1e2, 1e5, -1e5, 2e7, 1e38])
+def test_weights_add_up_to_one(lse):
+    """However large logits are, two states of which one alone says 1 say 1 together."""
+    one, lses = jnp.ones((1, 3, 8)), jnp.float32(lse) + jnp.array([[0.0, 0.5, 3.0]])
+    out, _ = merge(one, lses, one, jnp.full_like(lses, lse))
+    np.testing.assert_allclose(out, 1, rtol=1e-6)
+
+
 def test_weights_are_not_rounded_to_the_dtype_of_out():
     """Two opposite values almost cancel: if both weights were rounded to bfloat16, they would be 0.5, and out 0."""
     odds = np.log((0.5 + 2**-11) / (0.5 - 2**-11))

@@ -172,6 +172,7 @@ BAD_BUILDS = {
     "more queries": ({"query_lens": [4, 1, 0]}, r"as many rows, got shapes \(2, 2\), \(2,\) and \(3,\)"),
     "fewer tables": ({"block_tables": [[5, 6]]}, r"as many rows, got shapes \(1, 2\), \(2,\) and \(2,\)"),
     "more tables": ({"block_tables": [[5, 6]] * 3}, r"as many rows, got shapes \(3, 2\), \(2,\) and \(2,\)"),
+    "flat list": ({"block_tables": [5, 6]}, r"must be \[num_seqs, max_blocks_per_seq\], got a row of shape \(\)"),
     "flat table": ({"block_tables": np.array([5, 6])}, r"must be \[num_seqs, max_blocks_per_seq\], got shape \(2,\)"),
     "negative seq_len": ({"seq_lens": [6, -3]}, "row 1: seq_len -3 is negative"),
     "past the table": ({"seq_lens": [9, 3]}, "row 0: seq_len 9 is past the table of 2 blocks of 4"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import paged_jax
-from paged_jax import BlockSparse, _validate
+from paged_jax import BlockSparse, _checks, _validate
 
 
 def decode_arrays(**changes):
@@ -335,3 +335,14 @@ def test_write_and_attend(changes, message):
     arrays = decode_arrays(key=new, value=new, slot_mapping=jnp.zeros(2, jnp.int32))
     with pytest.raises(ValueError, match=re.escape(message)):
         paged_jax.write_and_attend(**arrays | changes)
+
+
+def test_an_array_of_the_caller_may_change_after_the_call():
+    """On a CPU JAX takes an aligned array of NumPy as it is, and reads it when the call is computed."""
+    memory = np.zeros(64 + 32, np.float32)
+    first = -memory.ctypes.data % 64 // 4
+    scale = memory[first : first + 32]
+    scale[:] = 5
+    taken = _checks.floating("v_scale", scale)
+    scale[:] = 9
+    np.testing.assert_array_equal(taken, 5)

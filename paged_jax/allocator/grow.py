@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
+from paged_jax import _checks
 from paged_jax.allocator.arguments import Values, integers
 from paged_jax.allocator.state import AllocatorState, prepare
 
@@ -56,7 +57,7 @@ def append_tokens(
     Raises:
       OutOfBlocks: on the host and without `row_by_row`, if blocks or table columns run out.
       ValueError: a wrong shape; a concrete count that does not fit in int32; on the host also a negative count.
-      TypeError: the counts are not integers.
+      TypeError: the counts are not integers, or `row_by_row` is no static bool.
 
     Example:
       >>> state = allocator.create(num_blocks=3, block_size=4, max_num_seqs=3, max_blocks_per_seq=2)
@@ -67,6 +68,7 @@ def append_tokens(
       >>> ok.tolist(), state.seq_lens.tolist()
       ([True, False, True], [7, 0, 4])
     """
+    row_by_row = _checks.flag("row_by_row", row_by_row)
     xp, state = prepare(state, num_tokens)
     counts = integers(xp, "num_tokens", num_tokens, state.seq_lens.shape)
     if xp is np and (counts < 0).any():

@@ -128,6 +128,8 @@ class BaseEngine(abc.ABC):
     ) -> list[list[Completion]]:
         """Runs a batch of requests until all of them are finished.
 
+        Other requests advance meanwhile, but their `Delta`s are lost.
+
         Args:
           prompts: the token ids of each prompt.
           params: one `SamplingParams` for all prompts, or one for each.

@@ -54,9 +54,12 @@ class EngineConfig:
     swap_bytes_per_second: float = 20e9
 
     def __post_init__(self):
-        for name in ("max_model_len", "max_num_seqs", "max_tokens_per_step", "max_prompts_per_step"):
-            if not isinstance(getattr(self, name), int):
-                raise TypeError(f"{name} must be an int, got {type(getattr(self, name)).__name__}")
+        positive = "max_model_len", "max_num_seqs", "max_tokens_per_step", "max_prompts_per_step"
+        for name in (*positive, "max_logprobs", "num_host_blocks", "num_blocks"):
+            value = getattr(self, name)
+            if not isinstance(value, int) and not (value is None and name in ("max_logprobs", "num_blocks")):
+                raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+        for name in positive:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.max_tokens_per_step < self.max_num_seqs:

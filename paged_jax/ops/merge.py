@@ -54,6 +54,10 @@ def _merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Arra
     empty = jnp.isneginf(lse_a) & jnp.isneginf(lse_b)
     base = jnp.logaddexp(jnp.where(empty, 0.0, lse_a), jnp.where(empty, 0.0, lse_b))
     lse = jnp.where(empty, -jnp.inf, base)
-    weight_a, weight_b = jnp.exp(lse_a - base)[..., None], jnp.exp(lse_b - base)[..., None]
-    out = weight_a * out_a.astype(jnp.float32) + weight_b * out_b.astype(jnp.float32)
+    # The weights are divided by their sum. Weights exp(lse - base) would add up to 1 only as far as `base` is exact,
+    # which for large logits it is not. The largest lse cancels out of the result, and out of its gradient.
+    top = jax.lax.stop_gradient(jnp.where(empty, 0.0, jnp.maximum(lse_a, lse_b)))
+    weight_a, weight_b = jnp.exp(lse_a - top)[..., None], jnp.exp(lse_b - top)[..., None]
+    total = jnp.where(empty[..., None], 1.0, weight_a + weight_b)
+    out = (weight_a * out_a.astype(jnp.float32) + weight_b * out_b.astype(jnp.float32)) / total
     return out.astype(out_a.dtype), lse
