@@ -73,10 +73,13 @@ def floating(name: str, x: Any, expected: tuple[int, ...] | None = None) -> Arra
     # a copy, because on a CPU JAX may read the memory that it is given, and later, when the caller has changed it.
     try:
         with np.errstate(over="ignore"):  # floats too large for f32 become infinite
-            return jax.device_put(np.array(x, np.float32))
+            taken = np.array(x, np.float32)
     except OverflowError:
         bits = int(x).bit_length()
         raise ValueError(f"{name} must be a number that a float can hold, got an int of {bits} bits") from None
+    if (np.isinf(taken) & np.isfinite(np.asarray(x, np.float64))).any():
+        raise ValueError(f"{name} must fit in float32, got a number beyond 3.4e38")
+    return jax.device_put(taken)
 
 
 def static_int(name: str, value: Any, least: int = 1) -> int:

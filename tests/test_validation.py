@@ -72,6 +72,8 @@ DECODE = [
     ({"sliding_window": 2.5}, TypeError, "sliding_window must be a static int, got float"),
     ({"sliding_window": 2**31}, ValueError, "sliding_window must be below 2**31, got 2147483648"),
     ({"scale": 10**400}, ValueError, "scale must be a number that a float can hold, got an int of 1329 bits"),
+    ({"scale": 10**39}, ValueError, "scale must fit in float32, got a number beyond 3.4e38"),
+    ({"k_scale": np.array([1, -1e39])}, ValueError, "k_scale must fit in float32, got a number beyond 3.4e38"),
     *(
         ({"logits_soft_cap": cap}, ValueError, f"logits_soft_cap must be from 1.2e-38 to 1e+30 or None, got {cap}")
         for cap in (0.0, -1.0, 1e-39, 1.01e30, 1e38, 1e39, 10**400, float("inf"), float("nan"))
