@@ -187,8 +187,8 @@ MUTANTS = [
     Mutant(
         "merge in the dtype of out",
         "ops/merge.py",
-        "out = weight_a * out_a.astype(jnp.float32) + weight_b * out_b.astype(jnp.float32)",
-        "out = weight_a.astype(out_a.dtype) * out_a + weight_b.astype(out_a.dtype) * out_b",
+        "weight_a * out_a.astype(jnp.float32) + weight_b * out_b.astype(jnp.float32)",
+        "weight_a.astype(out_a.dtype) * out_a + weight_b.astype(out_a.dtype) * out_b",
         "tests/test_merge.py",
     ),
     Mutant(
