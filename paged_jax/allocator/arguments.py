@@ -31,6 +31,13 @@ def size(name: str, value: Any) -> int:
         raise TypeError(f"{name} must be a static int, got {type(value).__name__}") from None
 
 
+def flag(name: str, value: Any) -> bool:
+    """Checks that `value` is a static bool."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be a static bool, got {type(value).__name__}")
+    return bool(value)
+
+
 def integers(xp: Any, name: str, x: Values, shape: tuple[int, ...] | None) -> Any:
     """Checks that `x` holds integers that fit in int32, and its shape (None: any with one axis); gives it as int32."""
     array = _array(name, x, np.int32, "iu")

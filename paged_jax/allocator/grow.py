@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
-from paged_jax import _checks
-from paged_jax.allocator.arguments import Values, integers
+from paged_jax.allocator.arguments import Values, flag, integers
 from paged_jax.allocator.state import AllocatorState, prepare
 
 
@@ -68,7 +67,7 @@ def append_tokens(
       >>> ok.tolist(), state.seq_lens.tolist()
       ([True, False, True], [7, 0, 4])
     """
-    row_by_row = _checks.flag("row_by_row", row_by_row)
+    row_by_row = flag("row_by_row", row_by_row)
     xp, state = prepare(state, num_tokens)
     counts = integers(xp, "num_tokens", num_tokens, state.seq_lens.shape)
     if xp is np and (counts < 0).any():
