@@ -55,7 +55,7 @@ class Case:
         return len(self.seq_lens)
 
     @property
-    def queries_per_seq(self) -> tuple[int, ...]:
+    def num_queries(self) -> tuple[int, ...]:
         """How many queries each sequence has."""
         return self.query_lens or (1,) * self.num_seqs
 
@@ -75,7 +75,7 @@ class Case:
         """Operations of a ragged case: 4 * num_heads * head_size for each pair of a query and a token that it sees."""
         window = self.sliding_window or max(self.seq_lens)
         pairs = 0
-        for length, queries in zip(self.seq_lens, self.queries_per_seq, strict=True):
+        for length, queries in zip(self.seq_lens, self.num_queries, strict=True):
             first = length - queries + 1  # how many tokens the first query sees without a window
             short = range(first, min(length, window) + 1)  # the same for each query that sees no more than a window
             pairs += (short.start + short.stop - 1) * len(short) // 2 + window * (queries - len(short))

@@ -71,7 +71,7 @@ def make(case: Case, *, pool_bytes: int = POOL_BYTES, memory: int | None = None,
     key_cache, value_cache, num_blocks = _pools(case, needed, pool_bytes, key_pool)
     order = np.random.default_rng(seed).permutation(num_blocks)[:needed]
     tables = [_table(case, part) for part in np.split(order, num_tables)]
-    query_lens, seq_lens = (np.asarray(x, np.int32) for x in (case.queries_per_seq, case.seq_lens))
+    query_lens, seq_lens = (np.asarray(x, np.int32) for x in (case.num_queries, case.seq_lens))
     num_tokens = int(query_lens.sum())
     if case.shapes is not None:
         num_tokens = case.shapes.num_tokens
@@ -165,7 +165,7 @@ def truth(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
     starts = np.asarray(inputs.query_start_loc)
     indices, rows = [], []
     for seq in sorted({0, case.num_seqs // 2, case.num_seqs - 1}):
-        first = case.seq_lens[seq] - case.queries_per_seq[seq]
+        first = case.seq_lens[seq] - case.num_queries[seq]
         positions = np.linspace(first, case.seq_lens[seq] - 1, 16).astype(np.int32)  # few queries: some twice
         index = starts[seq] + positions - first
         table = inputs.block_tables[0][seq]

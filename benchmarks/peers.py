@@ -305,7 +305,7 @@ class FlashInfer:
         return {
             "name": case.name,
             "seq_lens": case.seq_lens,
-            "query_lens": case.queries_per_seq,
+            "query_lens": case.num_queries,
             "num_heads": case.num_heads,
             "num_kv_heads": case.num_kv_heads,
             "head_size": case.head_size,
