@@ -299,7 +299,7 @@ MUTANTS = [
     Mutant(
         "mosaic_gpu: heads of 64 lead in groups, too",
         "kernels/mosaic_gpu/decode.py",
-        "return group == 1 or (group <= 8 and not _SHORT <= options.max_seq_len < _LONG)",
+        "return group == 1 or (outside and group <= _LARGEST_GROUP_OF_64)",
         "return True",
         "tests/test_mosaic_gpu_choice.py -k sizes",
     ),

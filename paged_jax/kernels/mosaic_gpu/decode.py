@@ -25,18 +25,18 @@ from paged_jax.options import AttentionOptions, head_axis
 from paged_jax.shapes import BlockTables, Cache, Lse, NewTokens, Query, Residual, SeqLens, SlotMapping, TmpOut
 
 _LONGEST_BLOCK = 256  # tokens; partitions hold whole blocks
-_LEADING_GROUPS = (*range(1, 9), 16)
-"""Groups of query heads for which this kernel writes and attends, or reads layout "vllm", before Triton's does.
 
-Measured: benchmarks/LOG.md, "on the way to commit 6d180cd", "Groups of 16".
-"""
-
+# Where `leads` puts this kernel before Triton's. A group is the query heads of one kv head.
+_GROUPS_WRITING_OR_VLLM = (*range(1, 9), 16)
+"""For decode that writes, and in layout "vllm": LOG, "on the way to commit 6d180cd", "Groups of 16"."""
 # Measured: benchmarks/LOG.md, "The choice by five seeds".
-_LARGEST_LEADING_GROUP = 24
+_LARGEST_LEADING_GROUP = 24  # larger ones were not measured
 _FEW_ITEMS, _FEW_ITEMS_OF_8_BITS = 5, 2
 """Triton's kernel comes first for a batch of so few work items, each of which has many splits to merge."""
+_LARGEST_GROUP_OF_64 = 8
 _SHORT, _LONG = 800, 8192
-"""Tokens that the longest context may have. Between these two heads of 64 are faster by Triton's kernel in groups."""
+"""Between these tokens of the longest context Triton's kernel is faster for heads of 64 in groups of two and more."""
+_GROUPS_OF_80_AND_96 = (4, 8)
 _FILL_QUERY_TILES = (1, 2, 4, 8, 16)
 """Groups whose query heads are not padded. Over 8 bits, padded heads of 64 are faster by Triton's kernel."""
 
@@ -72,7 +72,7 @@ def leads(operands: Any, *, writes_tokens: bool = False) -> bool:
     num_kv_heads, head_size = cache.shape[head_axis(options.layout)], query.shape[-1]
     group = query.shape[-2] // num_kv_heads
     if writes_tokens or options.layout == "vllm":
-        return group in _LEADING_GROUPS
+        return group in _GROUPS_WRITING_OR_VLLM
     eight_bit, num_items = cache.dtype.itemsize == 1, operands.seq_lens.shape[0] * num_kv_heads
     if group > _LARGEST_LEADING_GROUP or num_items <= (_FEW_ITEMS_OF_8_BITS if eight_bit else _FEW_ITEMS):
         return False
@@ -80,9 +80,10 @@ def leads(operands: Any, *, writes_tokens: bool = False) -> bool:
         return head_size != 64 or group in _FILL_QUERY_TILES
     match head_size:
         case 64:
-            return group == 1 or (group <= 8 and not _SHORT <= options.max_seq_len < _LONG)
+            outside = options.max_seq_len < _SHORT or options.max_seq_len >= _LONG
+            return group == 1 or (outside and group <= _LARGEST_GROUP_OF_64)
         case 80 | 96:
-            return group in (4, 8)
+            return group in _GROUPS_OF_80_AND_96
         case 112:
             return False
     return True
