@@ -69,16 +69,15 @@ def floating(name: str, x: Any, expected: tuple[int, ...] | None = None) -> Arra
         raise ValueError(f"{name} must have shape {expected}, got {np.shape(x)}")
     if isinstance(x, jax.Array):
         return jnp.asarray(x, jnp.float32)
-    # An explicit transfer, which jax.transfer_guard("disallow") permits: it was the caller who passed a number. Of
-    # a copy, because on a CPU JAX may read the memory that it is given, and later, when the caller has changed it.
     try:
         with np.errstate(over="ignore"):  # floats too large for f32 become infinite
-            taken = np.array(x, np.float32)
+            taken = np.array(x, np.float32)  # a copy: on a CPU JAX may read memory late, when the caller has changed it
     except OverflowError:
         bits = int(x).bit_length()
         raise ValueError(f"{name} must be a number that a float can hold, got an int of {bits} bits") from None
     if (np.isinf(taken) & np.isfinite(np.asarray(x, np.float64))).any():
         raise ValueError(f"{name} must fit in float32, got a number beyond 3.4e38")
+    # An explicit transfer, which jax.transfer_guard("disallow") permits: it was the caller who passed a number.
     return jax.device_put(taken)
 
 

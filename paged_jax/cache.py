@@ -392,8 +392,7 @@ class PagedKVCache:
 
     def _with(self, pools: Sequence[Array], slot_scales: tuple[Array, Array] | None = None) -> Self:
         """This cache with new pools and, if they are given, new scales for each slot (see `_slot_scales`)."""
-        key_cache, value_cache = pools
-        changes = {"key_cache": key_cache, "value_cache": value_cache}
+        changes: dict[str, Any] = dict(zip(("key_cache", "value_cache"), pools, strict=True))
         if slot_scales is not None:
             for name, new in zip(("k_scale", "v_scale"), slot_scales, strict=True):
                 if getattr(self, name) is not None and np.ndim(getattr(self, name)) == 3:

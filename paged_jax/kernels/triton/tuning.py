@@ -66,9 +66,8 @@ class Quantisation:
 
 def _range(dtype: str) -> tuple[float, float]:
     """The least and the greatest finite value."""
-    if jnp.issubdtype(dtype, jnp.integer):
-        return float(jnp.iinfo(dtype).min), float(jnp.iinfo(dtype).max)
-    return float(jnp.finfo(dtype).min), float(jnp.finfo(dtype).max)
+    info = (jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype)
+    return float(info.min), float(info.max)
 
 
 @dataclass(frozen=True, kw_only=True)
