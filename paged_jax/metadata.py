@@ -271,15 +271,23 @@ def _check_lens(seq_lens: np.ndarray, max_blocks_per_seq: int, block_size: int) 
     )
 
 
-def _integers(name: str, x: Any) -> np.ndarray:
-    """Checks that `x` holds integers, of any width, and is not traced; gives it as a NumPy array."""
+def _integers(name: str, x: Any, axis: str = "row") -> np.ndarray:
+    """Checks that `x` holds integers, of any width, and is not traced; gives it as a NumPy array.
+
+    `axis` is a word for its first axis.
+    """
     elements = x if isinstance(x, list | tuple) else (x,)
     if any(isinstance(element, Tracer) for element in elements):
         raise TypeError(
             f"{name} must have values, got a traced array: metadata is built and checked on the host, outside jit; "
             "pass the AttentionMetadata to the jitted function"
         )
-    x = np.asarray(x)
+    try:
+        x = np.asarray(x)
+    except ValueError:
+        first, *_ = shapes = [np.shape(element) for element in elements]
+        i = next(i for i, shape in enumerate(shapes) if shape != first)
+        raise ValueError(f"{axis} {i}: {name} must have the shape of the first, {first}, got {shapes[i]}") from None
     if x.size and x.dtype.kind not in "iu":
         raise TypeError(f"{name} must hold integers, got {x.dtype}")
     return x if x.size else x.astype(np.int32)  # NumPy makes [] a float64 array
@@ -287,7 +295,7 @@ def _integers(name: str, x: Any) -> np.ndarray:
 
 def _int32(name: str, x: Any, axis: str = "row") -> np.ndarray:
     """Checks that `x` holds integers that fit in int32, and gives it as int32; `axis` is a word for its first axis."""
-    x = _integers(name, x)
+    x = _integers(name, x, axis)
     unfit = np.atleast_1d((x < -(2**31)) | (x >= 2**31))
     _raise_first(
         unfit,

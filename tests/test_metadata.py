@@ -345,6 +345,15 @@ def test_check_metadata_refuses_what_is_no_integer(case):
         check_metadata(**{**call, name: WRONG_KINDS[case]}, num_blocks=2, block_size=4)
 
 
+@pytest.mark.parametrize("name", ["block_tables", "query_start_loc", "slot_mapping"])
+def test_rows_of_unequal_length_are_refused_in_words(name):
+    call = {"block_tables": [[0, 1]], "seq_lens": [5], name: [[0, 1], [0, 1], [2]]}
+    with pytest.raises(ValueError, match=rf"^row 2: {name} must have the shape of the first, \(2,\), got \(1,\)$"):
+        check_metadata(**call, num_blocks=2, block_size=4)
+    with pytest.raises(ValueError, match=r"^row 1, column 1: block_tables must have the shape of the first, \(\), got"):
+        build_metadata([[0], [1, [2, 3]]], [1, 1], [1, 1], 4)
+
+
 @pytest.mark.parametrize("name", ["block_tables", "seq_lens", "query_lens"])
 def test_metadata_under_jit_is_refused_in_words(name):
     call = {"block_tables": np.array([[0, 1]]), "seq_lens": np.array([5]), "query_lens": np.array([2])}
