@@ -300,6 +300,13 @@ def test_sizes_of_a_config_are_whole_numbers(name):
         EngineConfig(**{"max_model_len": 48, name: 8.5})
 
 
+@pytest.mark.parametrize("sizes", [(2, 4.0), np.array([2.0, 4.0])], ids=str)
+@pytest.mark.parametrize("name", ["decode_rows", "mixed_tokens"])
+def test_numbers_of_rows_and_tokens_are_whole_numbers(name, sizes):
+    with pytest.raises(TypeError, match=rf"{name} must hold ints, got \(.*4\.0"):
+        EngineConfig(max_model_len=48, max_num_seqs=4, max_tokens_per_step=4, **{name: sizes})
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [

@@ -80,6 +80,8 @@ class EngineConfig:
             raise ValueError(f'preemption must be "cheaper", "recompute" or "swap", got {self.preemption!r}')
         for name, largest in (("decode_rows", self.max_num_seqs), ("mixed_tokens", self.max_tokens_per_step)):
             sizes = tuple(getattr(self, name)) or _ladder(largest)
+            if not all(isinstance(size, int) for size in sizes):
+                raise TypeError(f"{name} must hold ints, got {sizes}")
             if sizes[-1] != largest or sizes[0] < 1 or any(a >= b for a, b in itertools.pairwise(sizes)):
                 raise ValueError(f"{name} must rise from 1 or more to {largest}, got {sizes}")
             object.__setattr__(self, name, sizes)
