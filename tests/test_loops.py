@@ -40,7 +40,7 @@ ON_A_GPU += [(op, "mosaic_gpu") for op in ("ragged_paged_attention", "prefix_att
 
 @functools.cache
 def arrays():
-    """The arguments by name: a layer's queries, keys, values and pools each [LAYERS, ...], the rest for all layers."""
+    """The arguments by name: a layer's floats each [LAYERS, ...], integers for all layers."""
     rng = np.random.default_rng(0)
     num_seqs, num_tokens = len(SEQ_LENS), int(QUERY_LENS.sum())
 
@@ -61,6 +61,9 @@ def arrays():
         "last_value": normal(num_seqs, NUM_KV_HEADS, HEAD_SIZE),
         "key_cache": normal(*pool),
         "value_cache": normal(*pool),
+        # In float32, in which the kernels take them: a conversion would stand between them and the slices.
+        "sinks": normal(NUM_HEADS).astype(jnp.float32),
+        "alibi_slopes": normal(NUM_HEADS).astype(jnp.float32),
         "block_tables": jnp.asarray(tables),
         "seq_lens": jnp.asarray(SEQ_LENS),
         "last_slots": jnp.asarray(np.where(np.arange(num_seqs) % 7 == 6, -1, last)),
@@ -70,22 +73,27 @@ def arrays():
     }
 
 
-def of_layers(op, implementation):
-    """The op as a function of one layer's stacked arguments, and these."""
+def of_layers(op, implementation, options=()):
+    """The op as a function of one layer's stacked arguments, `options` of its keywords among them, and these."""
     names, given = OPS[op], arrays()
-    stacked = [given[name] for name in names if given[name].ndim > 2 and name != "block_tables"]
+    is_stacked = [given[name].dtype != jnp.int32 for name in names]
+    stacked = [given[name] for name, flag in zip(names, is_stacked, strict=True) if flag]
 
     def fun(layer):
         layer = iter(layer)
-        call = [given[name] if given[name].ndim <= 2 or name == "block_tables" else next(layer) for name in names]
-        return getattr(paged_jax, op)(*call, implementation=implementation, **STATIC.get(op, {}))
+        call = [next(layer) if flag else given[name] for name, flag in zip(names, is_stacked, strict=True)]
+        keywords = STATIC.get(op, {}) | dict(zip(options, layer, strict=True))
+        return getattr(paged_jax, op)(*call, implementation=implementation, **keywords)
 
-    return fun, stacked
+    return fun, stacked + [given[name] for name in options]
 
 
-@pytest.mark.parametrize(("op", "implementation"), ON_A_GPU)
-def test_a_loop_over_layers_has_the_bits_of_each_layer_alone(op, implementation):
-    fun, stacked = of_layers(op, implementation)
+@pytest.mark.parametrize(
+    ("op", "implementation", "options"),
+    [(*x, ()) for x in ON_A_GPU] + [(*x, ("sinks", "alibi_slopes")) for x in ON_A_GPU if "att" in x[0]],
+)
+def test_a_loop_over_layers_has_the_bits_of_each_layer_alone(op, implementation, options):
+    fun, stacked = of_layers(op, implementation, options)
     alone = jax.jit(fun)
     wanted = [jax.tree.map(np.asarray, alone([x[i] for x in stacked])) for i in range(LAYERS)]
     looped = jax.tree.map(np.asarray, jax.jit(functools.partial(jax.lax.map, fun))(stacked))
