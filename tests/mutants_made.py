@@ -136,6 +136,13 @@ MUTANTS = [
         "interpret scales-of-any-sign",
     ),
     Mutant(
+        "triton: products are fused with sums over lanes",
+        "kernels/triton/device/softmax.py",
+        "return tl.where(nonzero, products, 0.0)",
+        "return products",
+        "tests/test_triton_compiled.py -k v2-hnd-float16",
+    ),
+    Mutant(
         "xla: a scale of 0 makes 0 / 0",
         "kernels/xla/cache_ops.py",
         "x = jnp.where(x == 0, x, x / lax.optimization_barrier(jnp.broadcast_to(scale, x.shape)))",
