@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import get_args
 
 import jax
+import jax.numpy as jnp
 
 import paged_jax
 from benchmarks import cases, harness, peers, timing
@@ -19,8 +20,8 @@ def implementation(name: str) -> peers.Build:
     """Makes a contender of ours from its name on the command line.
 
     Args:
-      name: "auto", "v1", "v2" or "v2/<partition_size>", which may be followed by ":<implementation>". An implementation
-        alone means "auto:<implementation>".
+      name: "auto", "v1", "v2", "v2/<partition_size>" or "ragged", which gives `ragged_paged_attention` a query for each
+        sequence. ":<implementation>" may follow; an implementation alone means "auto:<implementation>".
 
     Raises:
       ValueError: the name is not of this form.
@@ -31,6 +32,7 @@ def implementation(name: str) -> peers.Build:
         "auto": paged_jax.paged_attention,
         "v1": paged_jax.paged_attention_v1,
         "v2": paged_jax.paged_attention_v2,
+        "ragged": _ragged,
     }
     if op_name not in ops or (chosen and chosen not in _IMPLEMENTATIONS) or (slash and not size.isdigit()):
         raise ValueError(f"no implementation is named {name}; take for example auto, v1, v2/1024 or v1:triton")
@@ -51,6 +53,11 @@ def implementation(name: str) -> peers.Build:
         return [peers.Candidate("", attend, [(*pools, table, *rest) for table in inputs.block_tables])]
 
     return build
+
+
+def _ragged(query, key_cache, value_cache, block_tables, seq_lens, **options):
+    starts = jnp.arange(len(seq_lens) + 1, dtype=jnp.int32)
+    return paged_jax.ragged_paged_attention(query, key_cache, value_cache, block_tables, seq_lens, starts, **options)
 
 
 BENCHMARK = harness.Benchmark(

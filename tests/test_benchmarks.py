@@ -119,7 +119,7 @@ def test_harness_report_and_plot(bench, tmp_path, capsys):
         others["xla-gather"] = peers.xla_decode
     benchmark = dataclasses.replace(bench.BENCHMARK, ceiling=ceiling, peers=others)
     file = tmp_path / "out" / "result.json"
-    names = ["auto", "v2/32"] if bench is bench_decode else ["auto"]
+    names = ["auto", "v2/32", "ragged"] if bench is bench_decode else ["auto"]
     harness.run(benchmark, [TINY], names, list(others), out=file, pool_bytes=1 << 22, timer=fake_timer)
     found = json.loads(file.read_text())
     rows = {row["contender"]: row for row in found["rows"]}
