@@ -285,9 +285,9 @@ def _integers(name: str, x: Any, axis: str = "row") -> np.ndarray:
     try:
         x = np.asarray(x)
     except ValueError:
-        first, *_ = shapes = [np.shape(element) for element in elements]
-        i = next(i for i, shape in enumerate(shapes) if shape != first)
-        raise ValueError(f"{axis} {i}: {name} must have the shape of the first, {first}, got {shapes[i]}") from None
+        shapes = [np.shape(element) for element in elements]
+        i = next(i for i, shape in enumerate(shapes) if shape != shapes[0])
+        raise ValueError(f"{axis} {i}: {name} must have the shape of the first, {shapes[0]}, got {shapes[i]}") from None
     if x.size and x.dtype.kind not in "iu":
         raise TypeError(f"{name} must hold integers, got {x.dtype}")
     return x if x.size else x.astype(np.int32)  # NumPy makes [] a float64 array

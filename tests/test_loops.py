@@ -32,6 +32,7 @@ OPS = {
     "copy_blocks": ("key_cache", "value_cache", "block_mapping"),
     "swap_blocks": ("key_cache", "value_cache", "value_cache", "key_cache", "block_mapping"),
 }
+CACHE_OPS = ("write_to_paged_cache", "copy_blocks", "swap_blocks")
 STATIC = {"paged_attention_v2": {"partition_size": 512}}
 pytestmark = pytest.mark.gpu
 ON_A_GPU = [(op, name) for op in OPS for name in (None, "triton")]
@@ -90,7 +91,7 @@ def of_layers(op, implementation, options=()):
 
 @pytest.mark.parametrize(
     ("op", "implementation", "options"),
-    [(*x, ()) for x in ON_A_GPU] + [(*x, ("sinks", "alibi_slopes")) for x in ON_A_GPU if "att" in x[0]],
+    [(*x, ()) for x in ON_A_GPU] + [(*x, ("sinks", "alibi_slopes")) for x in ON_A_GPU if x[0] not in CACHE_OPS],
 )
 def test_a_loop_over_layers_has_the_bits_of_each_layer_alone(op, implementation, options):
     fun, stacked = of_layers(op, implementation, options)
