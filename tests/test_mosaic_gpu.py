@@ -233,6 +233,11 @@ def test_v2_row_is_bit_equal_alone_and_in_a_batch():
 
 def lowered(op, case, num_blocks=10):
     """Lowers an op for CUDA, and returns the text."""
+    return traced(op, case, num_blocks).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def traced(op, case, num_blocks=10, on_device=lambda x: x):
+    """Traces an op for arrays' shapes, which are passed through `on_device`."""
     dtype, cache_dtype = jnp.dtype(case.dtype), jnp.dtype(case.cache_dtype or case.dtype)
     shape = num_blocks, case.num_kv_heads, case.block_size, case.head_size
     key_shape, value_shape = inputs.cache_shapes(case.layout, *shape, cache_dtype)
@@ -260,7 +265,7 @@ def lowered(op, case, num_blocks=10):
     def function(arrays, options):
         return getattr(paged_jax, OPS[op])(*arrays, **options, **static, implementation="mosaic_gpu")
 
-    return jax.jit(function).trace(arrays, options).lower(lowering_platforms=("cuda",)).as_text()
+    return jax.jit(function).trace(*jax.tree.map(on_device, (arrays, options)))
 
 
 def pairs():

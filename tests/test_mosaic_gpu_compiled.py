@@ -1,0 +1,73 @@
+"""Compiles the Mosaic GPU kernels to Hopper's machine code, without a GPU, and looks at what the assembler says.
+
+The interpreter replaces what is written in PTX, and lowering for CUDA does not read it: here it is assembled.
+"""
+
+import re
+
+import jax
+import pytest
+
+from paged_jax import _validate
+from paged_jax.kernels import mosaic_gpu
+from paged_jax.kernels.mosaic_gpu import ragged
+from tests import (
+    hopper_compiler,
+    inputs,
+    test_decode,
+    test_mosaic_gpu,
+    test_mosaic_gpu_ragged,
+    test_mosaic_gpu_sparse,
+    test_mosaic_gpu_write,
+    test_write_and_attend,
+)
+
+LACKS = hopper_compiler.lacks()
+pytestmark = pytest.mark.skipif(LACKS is not None, reason=str(LACKS))
+
+# Bytes that a thread of a kernel reads back from memory because its registers do not do. They are read once an item or
+# a tile, which is little. A kernel that spills what it accumulates reads thousands.
+_MOST_SPILLED = 1700
+
+
+def decode_cases(every=2):
+    for op, case in list(test_mosaic_gpu.pairs())[:: int(every)]:
+        yield f"{op}-{case}", lambda on_device, op=op, case=case: test_mosaic_gpu.traced(op, case, on_device=on_device)
+
+
+def ragged_cases(every=2):
+    for case in (*test_mosaic_gpu_ragged.LOWERED, *test_mosaic_gpu_sparse.LOWERED)[:: int(every)]:
+        operands = test_mosaic_gpu_ragged.operands_of(case, inputs.make(case))
+        yield case, lambda on_device, operands=operands: _traced(ragged.ragged_paged_attention, operands, on_device)
+
+
+def prefix_cases(every=2):
+    for case in (*test_mosaic_gpu_ragged.PREFIXES, *test_mosaic_gpu_sparse.PREFIXES)[:: int(every)]:
+        operands = test_mosaic_gpu_ragged.prefix_operands_of(case, inputs.make(case))
+        yield case, lambda on_device, operands=operands: _traced(ragged.prefix_attention, operands, on_device)
+
+
+def writing_cases(every=2):
+    for case in (*test_mosaic_gpu_write.WRITING, *test_mosaic_gpu_write.UNEVENLY_WRITING)[:: int(every)]:
+        made = test_write_and_attend.with_new_tokens(case)
+        options = made.arrays | test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
+        query, *decode = _validate.decode_operands(*made.decode.values(), options)
+        operands = query, made.key, made.value, *decode[:-1], made.slots, decode[-1]
+        yield case, lambda on_device, operands=operands: _traced(mosaic_gpu.write_and_attend, operands, on_device)
+
+
+def _traced(function, operands, on_device):
+    return jax.jit(function).trace(*jax.tree.map(on_device, operands))
+
+
+@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", ["decode_cases", "writing_cases", "ragged_cases", "prefix_cases"])
+def test_compiles(cases, every):
+    """Nothing serializes products that are to overlap, and registers are enough for what is accumulated."""
+    reports = hopper_compiler.reports(f"{__name__}:{cases}:{every}")
+    assert len(reports) == len(list(globals()[cases](every)))
+    for case, said in reports.items():
+        text = "\n".join(said)
+        assert re.search(r"Used \d+ registers", text), case
+        assert "serialized" not in text, case
+        assert max(int(x) for x in re.findall(r"(\d+) bytes spill loads", text)) <= _MOST_SPILLED, case
