@@ -11,7 +11,6 @@ that has the kernels' PTX, too.
 """
 
 import importlib
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -31,12 +30,15 @@ gpu_device_info {
 platform_name: "CUDA"
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
+_PLUGIN = "jax_plugins.xla_cuda13"
 _CASE = "case: "
 
 
 def lacks() -> str | None:
     """What is missing here for compilations, in words."""
-    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+    try:
+        importlib.import_module(_PLUGIN)
+    except ImportError:
         return "needs JAX's CUDA plugin"
     tools = [tool for tool in ("ptxas", "nvlink") if not shutil.which(tool)]
     return f"needs CUDA's {' and '.join(tools)} on the PATH" if tools else None
@@ -75,11 +77,10 @@ def main(cases: str) -> None:
 
 def _device() -> Any:
     """A device that nothing runs on."""
-    import jax_plugins.xla_cuda13 as plugin
     from jax._src.lib import xla_client
     from jax.experimental.topologies import TopologyDescription
 
-    library = Path(plugin.__file__).with_name("xla_cuda_plugin.so")
+    library = Path(str(importlib.import_module(_PLUGIN).__file__)).with_name("xla_cuda_plugin.so")
     api = xla_client.load_pjrt_plugin_dynamically("cuda", str(library))
     xla_client.initialize_pjrt_plugin("cuda")
     topology = xla_client.make_c_api_device_topology(api, "hopper", target_config=_DEVICE, topology="1x1x1")
