@@ -31,7 +31,7 @@ platform_name: "CUDA"
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
 _PLUGIN = "jax_plugins.xla_cuda13"
-_CASE = "case: "
+_CASE = "compiled case: "
 
 
 def lacks() -> str | None:
@@ -44,23 +44,18 @@ def lacks() -> str | None:
     return f"needs CUDA's {' and '.join(tools)} on the PATH" if tools else None
 
 
-def reports(cases: str) -> dict[str, list[str]]:
-    """Compiles the cases of `MODULE:NAME[:ARGUMENT]`; returns by case what the assembler says, line by line."""
-    env = {**os.environ, "MOSAIC_GPU_DUMP_PTXAS": "1"}
+def reports(cases: str) -> list[tuple[str, str]]:
+    """Compiles the cases of `MODULE:NAME[:ARGUMENT]`; returns each one's name and what the assembler says of it."""
     command = [sys.executable, "-m", "tests.hopper_compiler", cases]
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
-    said: dict[str, list[str]] = {}
-    for line in done.stdout.splitlines():
-        if line.startswith(_CASE):
-            said[line.removeprefix(_CASE)] = lines = []
-        elif said:
-            lines.append(line)
-    return said
+    _, *of_cases = done.stdout.split(_CASE)
+    return [(name, said) for name, _, said in (of_case.partition("\n") for of_case in of_cases)]
 
 
 def main(cases: str) -> None:
     """Compiles, and prints what the assembler says."""
+    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
     import jax
     from jax.sharding import SingleDeviceSharding
 

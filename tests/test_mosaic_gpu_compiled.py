@@ -25,8 +25,8 @@ from tests import (
 LACKS = hopper_compiler.lacks()
 pytestmark = pytest.mark.skipif(LACKS is not None, reason=str(LACKS))
 
-# Bytes that a thread of a kernel reads back from memory because its registers do not do. They are read once an item or
-# a tile, which is little. A kernel that spills what it accumulates reads thousands.
+# Bytes that a thread of a kernel reads back from memory because its registers do not do. With CUDA 13.0 the most are
+# 1536, of ragged attention with ALiBi and heads of 256. A change that makes them more has to say why.
 _MOST_SPILLED = 1700
 
 
@@ -61,13 +61,12 @@ def _traced(function, operands, on_device):
 
 
 @pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("cases", ["decode_cases", "writing_cases", "ragged_cases", "prefix_cases"])
+@pytest.mark.parametrize("cases", [decode_cases, writing_cases, ragged_cases, prefix_cases])
 def test_compiles(cases, every):
-    """Nothing serializes products that are to overlap, and registers are enough for what is accumulated."""
-    reports = hopper_compiler.reports(f"{__name__}:{cases}:{every}")
-    assert len(reports) == len(list(globals()[cases](every)))
-    for case, said in reports.items():
-        text = "\n".join(said)
-        assert re.search(r"Used \d+ registers", text), case
-        assert "serialized" not in text, case
-        assert max(int(x) for x in re.findall(r"(\d+) bytes spill loads", text)) <= _MOST_SPILLED, case
+    """Nothing serializes products that are to overlap, and not much is spilled."""
+    reports = hopper_compiler.reports(f"{__name__}:{cases.__name__}:{every}")
+    assert len(reports) == len(list(cases(every)))
+    for case, said in reports:
+        assert re.search(r"Used \d+ registers", said), case
+        assert "serialized" not in said, case
+        assert max(int(x) for x in re.findall(r"(\d+) bytes spill loads", said)) <= _MOST_SPILLED, case
