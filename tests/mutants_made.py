@@ -320,8 +320,8 @@ MUTANTS = [
     Mutant(
         "mosaic_gpu: items are split into more than there is room for",
         "kernels/mosaic_gpu/device/ragged_sequence.py",
-        "_ROUNDED_UP = 0.874",
-        "_ROUNDED_UP = 9.874",
+        "_WIDE_ROUNDED, _THIN_ROUNDED = 0.874, 0.5",
+        "_WIDE_ROUNDED, _THIN_ROUNDED = 9.874, 9.5",
         "tests/test_mosaic_gpu_ragged.py -k cover",
     ),
     Mutant(

@@ -58,8 +58,8 @@ def finish_copies():
     plgpu.commit_smem()
 
 
-def gather(values_gmem, first, last):
-    return values_gmem[...][jnp.minimum(jnp.arange(THREADS) + first, last)]
+def gather(values_gmem, indices, last):
+    return values_gmem[...][jnp.minimum(indices, last)]
 
 
 def sums(x):
@@ -98,6 +98,10 @@ def sums_before(arrays, sums_smem, first):
         before = sums_smem[row, first] if first else jnp.zeros((), x.dtype)
         sums_smem[row, pl.ds(first, THREADS)] = before + jnp.cumsum(x, dtype=x.dtype) - x
         sums_smem[row, first + THREADS] = before + x.sum(dtype=x.dtype)
+
+
+def largest_first(values, unused_smem, order_smem):
+    order_smem[...] = jnp.argsort(-values, stable=True)
 
 
 def store_rows(smem, gmem, rows, kind):
@@ -230,7 +234,7 @@ def call(op, operands, device=SMALL_GPU, **tuning):
             convert_rows=convert_rows,
             load_scales=load_scales,
         ),
-        mock.patch.multiple(ragged_scan, gather=gather, sums_before=sums_before),
+        mock.patch.multiple(ragged_scan, gather=gather, sums_before=sums_before, largest_first=largest_first),
         mock.patch.multiple(ragged_products, accumulate=accumulate, score_and_accumulate=score_and_accumulate),
         mock.patch.object(ragged_merge, "merge_rows", merge_rows),
         params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=True)),

@@ -221,7 +221,7 @@ def test_every_loading_warp_has_runs_of_every_tile(block_size, head_size):
 @pytest.mark.parametrize("of_kind", [0, 1], ids=["wide", "thin"])
 def test_there_is_room_for_all_partial_results(of_kind):
     """And not twice as much as is ever needed, which shows that these batches try the bound."""
-    rng, fullest = np.random.default_rng(of_kind), 0.0
+    rng, fullest = np.random.default_rng(3 * of_kind), 0.0
     for _ in range(20):
         num_seqs, programs = int(rng.integers(1, 10 if of_kind == 0 else 20)), int(rng.choice((13, 40)))
         queries = rng.choice((64, 96) if of_kind == 0 else (1, 5, 16), num_seqs)
@@ -234,6 +234,33 @@ def test_there_is_room_for_all_partial_results(of_kind):
         assert partials <= kind.num_partials
         fullest = max(fullest, partials / kind.num_partials)
     assert fullest > 0.5
+
+
+@pytest.mark.parametrize("query_lens", [(1,) * 7, (1, 60, 0, 5, 100, 33, 1)], ids=["thin", "both"])
+def test_the_longest_items_come_first(query_lens):
+    """What is left for the end of a call is short. Sequences as long as each other keep their order."""
+    lens = (300, 900, 0, 4000, 900, 140, 20_000)
+    geometry, counts, lengths = planned(query_lens, lens, 8, 2, 64, None, table_width=1250, num_programs=4)
+    most_cost = dict.fromkeys(range(len(lens) + 1), 0)
+    for kind in geometry.kinds:
+        for number in range(int(ragged_count.total(Counted.ITEMS, kind, counts))):
+            item = ragged_plan.find(jnp.int32(number), counts, lengths, kind)
+            most_cost[int(item.seq)] = max(most_cost[int(item.seq)], int(item.num_tiles) * kind.tile_cost)
+    order = np.asarray(counts.order).tolist()
+    assert sorted(order) == list(most_cost)
+    assert order == sorted(most_cost, key=lambda seq: -most_cost[seq])
+    assert len(set(most_cost.values())) > 3
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "seq_len", "splits"), [(64, 4096, 1), (8, 8192, 2), (6, 5000, 4), (10, 5000, 3), (1, 32768, 16)]
+)
+def test_splits_leave_no_turn_nearly_empty(num_seqs, seq_len, splits):
+    """Even shares of 6 x 5000 tokens for 132 programs would be 144 splits, of which 12 are a turn of their own."""
+    lens = (seq_len,) * num_seqs
+    geometry, counts, _ = planned((1,) * num_seqs, lens, 32, 8, 128, None, table_width=2048, num_programs=132)
+    num_items = int(ragged_count.total(Counted.ITEMS, geometry.kinds[1], counts))
+    assert num_items - 8 == 8 * num_seqs * splits  # 8 items are of the padding
 
 
 @pytest.mark.parametrize("shape", [(8, 2, 64, None), (5, 1, 128, 100), (16, 1, 64, None)], ids=str)

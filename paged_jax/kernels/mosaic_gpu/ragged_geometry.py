@@ -21,6 +21,9 @@ LOADING_WARPS = 4
 NO_ITEM, WIDE, THIN = range(3)
 """The values of a work item's `kind`; a wide item has more than `WGMMA_ROWS` rows."""
 
+THIN_SHARES = (1.0, 0.6)
+"""What a split of a thin item may be meant to cost, as parts of an even share of all work for each program."""
+
 _COST_TOKENS = 64  # one warpgroup's products with so many tokens of K and V cost 1
 _MOST_WITH_LONG_SOFTMAX = 64  # head_size
 _LEAST_PRODUCT = 64  # tokens that a product must have a multiple of, as tiles lie in shared memory
@@ -128,6 +131,11 @@ class Geometry:
     def count_columns(self) -> int:
         """Columns of the counts: the sequences, the padding and the batch's end, rounded up to whole warpgroups."""
         return pl.cdiv(self.problem.num_seqs + 2, THREADS) * THREADS
+
+    @property
+    def orders_sequences(self) -> bool:
+        """Whether the sequences with the most costly items come first: where a warpgroup has a thread for each."""
+        return self.count_columns == THREADS
 
     # The merge of split items.
 
@@ -258,16 +266,18 @@ class ItemKind:
     def num_partials(self) -> int:
         """Partial results of split items that memory has room for.
 
-        Twice as many as programs are enough. An item is split only if it costs more than an even share of all work, and
-        the work has as many shares as there are programs: so fewer items than programs are split. Such an item has
-        less than one split more than it costs shares: so all of them have fewer splits than twice the programs.
+        Twice as many as programs are enough for wide items. One is split only if it costs more than an even share of
+        all work, and the work has as many shares as there are programs: so fewer items than programs are split. Such an
+        item has less than one split more than it costs shares: so all of them have fewer splits than twice the
+        programs. A thin item is split only if it costs one and a half shares, into at most half a split more than that,
+        which is up to 4/3 of its shares.
         """
-        problem, most_splits = self.geometry.problem, self._most_splits
-        most = 2 * self.geometry.tuning.num_programs
+        problem, programs, most_splits = self.geometry.problem, self.geometry.tuning.num_programs, self._most_splits
         if most_splits <= 1:
             return 0
         if self.is_wide:
-            return most if problem.num_tokens > self.geometry.half_tokens else 0
+            return 2 * programs if problem.num_tokens > self.geometry.half_tokens else 0
+        most = math.ceil(4 / 3 / min(THIN_SHARES) * programs)
         return min(most, problem.num_seqs * problem.num_kv_heads * most_splits)
 
     @property

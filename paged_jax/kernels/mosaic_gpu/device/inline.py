@@ -116,6 +116,11 @@ def as_i64(x):
     return arith.extsi(ir.IntegerType.get_signless(64), x)
 
 
+def as_index(x):
+    """An integer of 32 bits as a bound of a loop."""
+    return arith.index_cast(ir.IndexType.get(), x)
+
+
 def bytes_of(count, size: int):
     """The bytes of some elements of `size` bytes, as an offset in global memory."""
     return arith.muli(as_i64(count), i64(size))

@@ -22,4 +22,6 @@ def at_least(x: Any, y: int) -> Any:
 
 
 def _like(x: Any, y: Any) -> Any:
+    if not isinstance(y, int):
+        return y
     return jnp.int32(y) if x.ndim == 0 else jnp.full_like(x, y)

@@ -27,6 +27,7 @@ from paged_jax.kernels.mosaic_gpu.device.inline import (
     address,
     as_i32,
     as_i64,
+    as_index,
     assembly,
     bytes_of,
     div,
@@ -128,15 +129,16 @@ def _merge_kind(partials: Partials, refs: MergeRefs, kind: ItemKind) -> None:
 
     @pl.loop(program, count.total(Counted.MERGES, kind, counts), step=step)
     def merge_group(number):
-        seq = count.search(number, Counted.MERGES, kind, counts)
+        place = count.search(number, Counted.MERGES, kind, counts)
+        seq = count.sequence_at(place, counts, kind.geometry)
         sequence = sequences.sequence_of(seq, lengths_gmem, problem)
         group = RowGroup(
-            number=number - count.before(Counted.MERGES, seq, kind, counts),
+            number=number - count.before(Counted.MERGES, place, kind, counts),
             num_rows=sequences.num_queries(sequence, kind) * problem.num_heads,
             first_token=sequence.first_token + sequences.first_query(sequence, kind),
             query_tiles=sequences.query_tiles(sequence, kind),
-            splits=count.num_splits(seq, sequence, kind, counts),
-            first_partial=count.before(Counted.PARTIALS, seq, kind, counts),
+            splits=count.num_splits(place, sequence, kind, counts),
+            first_partial=count.before(Counted.PARTIALS, place, kind, counts),
         )
         merge_rows(row_refs, group, kind)
 
@@ -178,7 +180,7 @@ def _row_of_thread(group: RowGroup, kind: ItemKind) -> _Row:
 def _over_partials(at: Partials, row: _Row, splits, kind: ItemKind) -> _Merged:
     """The softmax of all of a row's partial results, in their order."""
     carry, step = [_f32(LOWEST), *[_f32(0.0)] * 5], _WIDE_IN_FLIGHT if kind.is_wide else _THIN_IN_FLIGHT
-    loop = scf.ForOp(_index(i32(0)), _index(splits), _index(i32(step)), carry)
+    loop = scf.ForOp(as_index(i32(0)), as_index(splits), as_index(i32(step)), carry)
     with ir.InsertionPoint(loop.body):
         first = arith.index_cast(ir.IntegerType.get_signless(32), loop.induction_variable)
         partials = [_load_partial(at, row, add(first, i32(i)), splits, kind) for i in range(step)]
@@ -252,10 +254,6 @@ def _exp2(x):
 
 def _log2(x):
     return assembly("lg2.approx.ftz.f32 $0, $1;", "=f,f", x, results=1)[0]
-
-
-def _index(x):
-    return arith.index_cast(ir.IndexType.get(), x)
 
 
 def _f32(x: float):

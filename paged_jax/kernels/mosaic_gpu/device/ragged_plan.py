@@ -8,9 +8,10 @@ The query tokens of a sequence are cut into tiles. A work item is such a tile wi
 Only the last tile of a sequence may be thin. Rows past those of the last sequence are one sequence more, of which no
 token is in the cache: its items write zeros.
 
-The items of each kind are numbered: sequence by sequence, in a sequence head by head, and of a head the last tile of
-query tokens first, as it sees most. An item that costs an eighth more than an even share of all work is cut into splits
-of the context, and each split is an item of its own. `ragged_count.py` counts how many items come before each sequence.
+The items of each kind are numbered: sequence by sequence in the order of `ragged_count.py`, in a sequence head by head,
+and of a head the last tile of query tokens first, as it sees most. An item that costs more than a share of all work is
+cut into splits of the context, and each split is an item of its own. `ragged_count.py` says what a share is, and counts
+how many items come before each sequence.
 """
 
 from typing import Any, NamedTuple
@@ -79,10 +80,11 @@ def find(number: Scalar, counts: Counts, lengths_gmem: Lengths, kind: ItemKind) 
     """The item of a number; its kind is NO_ITEM if there is no such item."""
     problem = kind.geometry.problem
     exists = number < count.total(Counted.ITEMS, kind, counts)
-    seq = lax.min(count.search(number, Counted.ITEMS, kind, counts), jnp.int32(problem.num_seqs))
+    place = lax.min(count.search(number, Counted.ITEMS, kind, counts), jnp.int32(problem.num_seqs))
+    seq = count.sequence_at(place, counts, kind.geometry)
     sequence = sequences.sequence_of(seq, lengths_gmem, problem)
-    splits = count.num_splits(seq, sequence, kind, counts)
-    of_sequence = number - count.before(Counted.ITEMS, seq, kind, counts)
+    splits = count.num_splits(place, sequence, kind, counts)
+    of_sequence = number - count.before(Counted.ITEMS, place, kind, counts)
     split, unsplit = lax.rem(of_sequence, splits), lax.div(of_sequence, splits)
     if kind.is_wide:
         query_tiles = at_least(sequences.query_tiles(sequence, kind), 1)
@@ -115,7 +117,7 @@ def find(number: Scalar, counts: Counts, lengths_gmem: Lengths, kind: ItemKind) 
         ),
         context_len=context.context_len,
         new_origin=context.new_origin + at_least(first_tile - context.cached_tiles, 0) * kind.tile,
-        partial=jnp.where(splits > 1, count.before(Counted.PARTIALS, seq, kind, counts) + of_sequence, partial)
+        partial=jnp.where(splits > 1, count.before(Counted.PARTIALS, place, kind, counts) + of_sequence, partial)
         if kind.may_split
         else partial,
     )

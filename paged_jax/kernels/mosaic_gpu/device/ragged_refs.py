@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from paged_jax.kernels.mosaic_gpu.device.refs import ABSENT, Ref
 from paged_jax.kernels.mosaic_gpu.device.tiles.plain import transforms
 from paged_jax.kernels.mosaic_gpu.geometry import WGMMA_ROWS
-from paged_jax.kernels.mosaic_gpu.ragged_geometry import Geometry, ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged_geometry import THIN_SHARES, THREADS, Geometry, ItemKind
 
 ITEM_STAGES = 2  # work items that are described: the one that is computed and the next one
 _ITEM_FIELDS = 16  # int32 that describe a work item, of which `ragged_plan.Item` fills nearly all
@@ -34,11 +34,14 @@ class Counts(NamedTuple):
 
     Attributes:
       table: i32 [2 * len(Counted), num_seqs + 2 or more]: a row for each of `Counted`, for wide items and then for thin
-        ones. Column i counts what the sequences before i have; sequence num_seqs is the padding, and then the end.
+        ones. Column i counts what the first i sequences of the order have, of num_seqs and the padding.
+      order: i32 [num_seqs + 1 or more]: where `Geometry.orders_sequences`, the sequences, those with the most costly
+        items first. Sequence num_seqs is the padding.
       wide_programs: i32 [1]: programs that begin with wide items.
     """
 
     table: Ref
+    order: Ref
     wide_programs: Ref
 
 
@@ -133,13 +136,15 @@ class Scratch(NamedTuple):
     """Shared memory and barriers of a program."""
 
     claimed: Ref  # [1], the number of the item that was claimed last
-    costs: Ref  # of wide and thin items of all sequences before each, where the kernel counts
+    counted: Ref  # of all sequences before each, where the kernel counts: what items cost, and then how many there are
     handed_over: Ref  # barrier: a warpgroup has handed its softmax of a thin item to the other
     items: ItemRing
     keys: TileRing
+    ordered_by: Ref  # [THREADS], where the kernel counts and orders sequences
     values_copied: Ref  # barrier of wide items
     lse: Ref  # [2, WGMMA_ROWS]
     maxima: Ref  # [WGMMA_ROWS], of a softmax that is handed over
+    order: Ref  # as in `Counts`, where the kernel counts
     wide_programs: Ref  # as in `Counts`, where the kernel counts
     query: QueryRing
     query_done: Ref  # barriers, one a stage of items: a thin item's query is multiplied by the keys of all its tiles
@@ -177,10 +182,11 @@ class Refs(NamedTuple):
 def outputs(geometry: Geometry) -> Outputs:
     """What the kernel writes."""
     problem, f32 = geometry.problem, jnp.float32
-    counts = Counts(ABSENT, ABSENT)
+    counts = Counts(ABSENT, ABSENT, ABSENT)
     if geometry.tuning.counts_in_kernel:
         table = jax.ShapeDtypeStruct((2 * len(Counted), geometry.count_columns), jnp.int32)
-        counts = Counts(table, ABSENT)
+        order = jax.ShapeDtypeStruct((THREADS,), jnp.int32) if geometry.orders_sequences else ABSENT
+        counts = Counts(table, order, ABSENT)
 
     def partials(kind: ItemKind) -> Partials:
         rows = max(kind.num_partials, 1), kind.halves, WGMMA_ROWS
@@ -198,14 +204,14 @@ def scratch(geometry: Geometry) -> Scratch:
     """The shared memory and the barriers of a program."""
     wide, thin = (_barriers(kind) for kind in geometry.kinds)
     queries, rows = geometry.tuning.queries, plgpu.SMEM((WGMMA_ROWS,), jnp.float32)
-    counts, costs = _counts(geometry)
+    counts, counted, ordered_by = _counts(geometry)
     keys, values = (_ring(scaled, geometry) for scaled in (geometry.scales_key_slots, geometry.scales_value_slots))
     raw = ABSENT
     if geometry.converts_tiles:
         raw = plgpu.SMEM((geometry.tuning.tile, geometry.problem.head_size), jnp.dtype(geometry.problem.cache_dtype))
     return Scratch(
         claimed=plgpu.SMEM((1,), jnp.int32),
-        costs=costs,
+        counted=counted,
         handed_over=plgpu.Barrier(),
         items=ItemRing(
             consumed=plgpu.Barrier(num_arrivals=2, num_barriers=ITEM_STAGES),
@@ -216,6 +222,8 @@ def scratch(geometry: Geometry) -> Scratch:
         values_copied=wide.values_copied,
         lse=plgpu.SMEM((2, WGMMA_ROWS), jnp.float32),
         maxima=rows,
+        order=counts.order,
+        ordered_by=ordered_by,
         wide_programs=counts.wide_programs,
         query=QueryRing(
             consumed=plgpu.Barrier(num_arrivals=2, num_barriers=queries),
@@ -261,13 +269,15 @@ def _ring(scales_slots: bool, geometry: Geometry) -> TileRing:
     return TileRing(consumed=ABSENT, ready=ABSENT, slot_scales=scales, tiles=tiles)
 
 
-def _counts(geometry: Geometry) -> tuple[Counts, Ref]:
-    """Shared memory for what the kernel counts, and for the costs that it adds up first."""
+def _counts(geometry: Geometry) -> tuple[Counts, Ref, Ref]:
+    """Shared memory for what the kernel counts, what it adds up before that, and what it orders sequences by."""
     if not geometry.tuning.counts_in_kernel:
-        return Counts(ABSENT, ABSENT), ABSENT
-    columns = geometry.count_columns + 1
-    counts = Counts(plgpu.SMEM((2 * len(Counted), columns), jnp.int32), plgpu.SMEM((1,), jnp.int32))
-    return counts, plgpu.SMEM((2, columns), jnp.float32)
+        return Counts(ABSENT, ABSENT, ABSENT), ABSENT, ABSENT
+    columns = geometry.count_columns
+    table = plgpu.SMEM((2 * len(Counted), columns + 1), jnp.int32)
+    counted = plgpu.SMEM((max(len(geometry.kinds), len(THIN_SHARES)), columns + 1), jnp.float32)
+    order = plgpu.SMEM((THREADS,), jnp.int32) if geometry.orders_sequences else ABSENT
+    return Counts(table, order, plgpu.SMEM((1,), jnp.int32)), counted, order
 
 
 def _swizzled(shape: tuple[int, ...], geometry: Geometry) -> Ref:

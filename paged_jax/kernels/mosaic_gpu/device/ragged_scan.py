@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 from paged_jax.kernels.mosaic_gpu.device.inline import (
     WARP,
@@ -16,6 +16,7 @@ from paged_jax.kernels.mosaic_gpu.device.inline import (
     address,
     array,
     as_i32,
+    as_index,
     assembly,
     bytes_of,
     div,
@@ -31,6 +32,8 @@ from paged_jax.kernels.mosaic_gpu.ragged_geometry import THREADS
 
 LAYOUT = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
 _WARPS = THREADS // WARP
+_LARGEST = (1 << 22) - 1  # value that is ordered, so that bits are left for its index
+_AT_ONCE = 16  # values that a turn of a loop loads
 
 
 def iota() -> Array:
@@ -38,19 +41,19 @@ def iota() -> Array:
     return plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=LAYOUT)
 
 
-def gather(values_gmem: Ref, first: int, last: int) -> Array:
-    """The integers from `first` on, and the last one instead of what would follow it."""
+def gather(values_gmem: Ref, indices: Array, last: int) -> Array:
+    """The integers of these indices, and that of the index `last` for indices past it."""
 
-    @inline(plgpu.RefType(), returns=(THREADS,), dtype="int32", layout=LAYOUT)
-    def load(_, values_gmem):
-        index = arith.minsi(add(thread_index_read_again(), i32(first)), i32(last))
+    @inline(plgpu.RefType(), LAYOUT, returns=(THREADS,), dtype="int32", layout=LAYOUT)
+    def load(_, values_gmem, indices):
+        index = arith.minsi(element(indices.registers.item(), 0), i32(last))
         at = add(address(values_gmem), bytes_of(index, 4))
         word = ir.IntegerType.get_signless(32)
         value = llvm.inline_asm(word, [at], "ld.global.b32 $0, [$1];", "=r,l,~{memory}", has_side_effects=True)
         registers = np.full((1,), vector.broadcast(ir.VectorType.get((1,), word), value), object)
         return array(registers, mgpu.WGStridedFragLayout((THREADS,), vec_size=1), (THREADS,), is_signed=True)
 
-    return load(values_gmem)
+    return load(values_gmem, indices)
 
 
 def sums_before(arrays: dict[int, Array], sums_smem: Ref, first: int) -> None:
@@ -88,6 +91,45 @@ def sums_before(arrays: dict[int, Array], sums_smem: Ref, first: int) -> None:
         mgpu.warpgroup_barrier()
 
     store(sums_smem, *arrays.values())
+
+
+def largest_first(values: Array, values_smem: Ref, order_smem: Ref) -> None:
+    """Stores the indices of all values, which are at least 0, to `order_smem`: the largest first, equal ones in order.
+
+    Of values of 2**22 and more it does not matter which is the larger one. The warpgroup sees all of it when this
+    returns.
+    """
+
+    @inline(plgpu.RefType(), plgpu.RefType(), LAYOUT)
+    def store(_, values_smem, order_smem, values):
+        index, base = thread_index_read_again(), address(values_smem)
+        value = arith.minsi(element(values.registers.item(), 0), i32(_LARGEST))
+        unique = arith.subi(mul(value, THREADS), index)  # of equal values the one with the smaller index is the larger
+        _store(add(base, mul(index, 4)), unique)
+        mgpu.warpgroup_barrier()
+        place = _number_larger(unique, base)
+        _store(add(address(order_smem), mul(place, 4)), index)
+        mgpu.warpgroup_barrier()
+
+    store(values_smem, order_smem, values)
+
+
+def _number_larger(value, base):
+    """How many of the integers of all threads, which are at an address, are larger than a thread's own.
+
+    What is added up is the sign of a difference, which cannot overflow. Comparisons would have to share a predicate,
+    each waiting for the one before: 20 cycles (benchmarks/LOG.md, "The longest first").
+    """
+    begin, end, step = (as_index(i32(n)) for n in (0, THREADS, _AT_ONCE))
+    loop = scf.ForOp(begin, end, step, [i32(0)])
+    with ir.InsertionPoint(loop.body):
+        first = add(base, mul(arith.index_cast(ir.IntegerType.get_signless(32), loop.induction_variable), 4))
+        [number] = loop.inner_iter_args
+        for i in range(_AT_ONCE):
+            other = _load(add(first, i32(4 * i)), ir.IntegerType.get_signless(32))
+            number = add(number, arith.shrui(arith.subi(value, other), i32(31)))
+        scf.yield_([number])
+    return loop.result
 
 
 def _before_warp(before, of_warps: list, warp) -> tuple[Any, Any]:

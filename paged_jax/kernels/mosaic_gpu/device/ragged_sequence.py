@@ -15,7 +15,9 @@ from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Lengths
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import Geometry, ItemKind
 from paged_jax.kernels.problem import Problem
 
-_ROUNDED_UP = 0.874  # is added before truncation: rounds up, but for what is above an integer by less than an eighth
+# What is added before truncation. Wide items are rounded up, but for what is above an integer by less than an eighth;
+# thin ones, of which others fill the end of the call, to the nearest integer.
+_WIDE_ROUNDED, _THIN_ROUNDED = 0.874, 0.5
 
 
 class Sequence(NamedTuple):
@@ -62,10 +64,11 @@ def num_queries(sequence: Sequence, kind: ItemKind) -> Any:
     return jnp.where(left_over <= half, left_over, 0)
 
 
-def splits_of(sequence: Sequence, splits_per_cost: Any, kind: ItemKind) -> Any:
-    """Splits of each of a sequence's items: its cost in even shares, rounded up only from an eighth of a share on."""
+def splits_of(sequence: Sequence, share: Any, kind: ItemKind) -> Any:
+    """Splits of each of a sequence's items, where a split should cost about a `share`."""
     cost = (most_tiles(sequence, kind) * kind.tile_cost).astype(jnp.float32)
-    return at_least((cost * splits_per_cost + _ROUNDED_UP).astype(jnp.int32), 1)
+    rounded = _WIDE_ROUNDED if kind.is_wide else _THIN_ROUNDED
+    return at_least((cost * (1 / share) + rounded).astype(jnp.int32), 1)
 
 
 def most_tiles(sequence: Sequence, kind: ItemKind) -> Any:
