@@ -37,7 +37,11 @@ def batch_of_calls(call: Callable, axis_size: int, in_batched: Any, operands: An
     operands = jax.tree.map(lambda x, flag: _partition.whole_batch(x) if flag else x, operands, in_batched)
     if axis_size and _keep_types_of_pools(call, in_batched, operands):
         return _one_by_one_in_place(call, axis_size, in_batched, operands)
-    return _one_by_one(call, in_batched, operands)
+    one_by_one = functools.partial(_one_by_one, in_batched)
+    if type(operands) in _POOLS_WRITTEN and any(map(_is_float8, jax.tree.leaves(_pools(operands)))):
+        over_bytes = functools.partial(_over_bytes, one_by_one, call)
+        return jax.lax.platform_dependent(operands, cpu=over_bytes, default=functools.partial(one_by_one, call))
+    return one_by_one(call, operands)
 
 
 def _fits_in_one_call(in_batched: Decode, operands: Decode) -> bool:
@@ -77,7 +81,7 @@ def _merged(axis_size: int, in_batched: Decode, operands: Decode) -> Decode:
     return Decode(query, key_cache, value_cache, tables, seq_lens, operands.options)
 
 
-def _one_by_one(call: Callable, in_batched: Any, operands: Any) -> Any:
+def _one_by_one(in_batched: Any, call: Callable, operands: Any) -> Any:
     """Computes a batch of calls of `call` one after the other."""
     leaves, tree = jax.tree.flatten(operands)
     flags = jax.tree.leaves(in_batched)
@@ -119,17 +123,55 @@ def _one_by_one_in_place(call: Callable, axis_size: int, in_batched: Any, operan
         one = _call_of_batch(i, in_batched, operands._replace(**dict(zip(names, stacks, strict=True))))
         *others, key_pools, value_pools = call(one)
         put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=i, axis=0)
-        return jax.tree.map(put, stacks, (key_pools, value_pools)), others
+        return jax.tree.map(functools.partial(_bit_for_bit, put), stacks, (key_pools, value_pools)), others
 
     stacks, others = jax.lax.scan(step, _pools(operands), jnp.arange(axis_size, dtype=jnp.int32))
     return (*others, *stacks)
 
 
+def _over_bytes(loop: Callable, call: Callable, operands: Any) -> Any:
+    """Computes a batch of calls of `call` in a `loop` that takes and stacks the bytes of float8 (`_bit_for_bit`)."""
+
+    def call_of_bytes(one):
+        return jax.tree.map(_bytes, call(jax.tree.map(_from_bytes, one, operands)))
+
+    *others, key_pools, value_pools = loop(call_of_bytes, jax.tree.map(_bytes, operands))
+    return (*others, *jax.tree.map(_from_bytes, (key_pools, value_pools), _pools(operands)))
+
+
+def _bit_for_bit(move: Callable, *arrays: jax.Array) -> jax.Array:
+    """Returns `move(*arrays)`, which moves parts of arrays of one dtype and keeps their bits.
+
+    XLA's CPU backend would convert float8 to float16 and back, which changes NaNs, so there bytes are moved. Not so on
+    a GPU, where kernels write to the pools themselves, of which a view might be a copy.
+    """
+    if not _is_float8(arrays[0]):
+        return move(*arrays)
+
+    def of_bytes(*arrays):
+        return _from_bytes(move(*map(_bytes, arrays)), arrays[0])
+
+    return jax.lax.platform_dependent(*arrays, cpu=of_bytes, default=move)
+
+
+def _is_float8(x: Any) -> bool:
+    return x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _bytes(x: jax.Array) -> jax.Array:
+    """Views float8 as bytes."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint8) if _is_float8(x) else x
+
+
+def _from_bytes(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Undoes `_bytes` of an array of `like`'s dtype."""
+    return jax.lax.bitcast_convert_type(x, like.dtype) if _is_float8(like) else x
+
+
 def _call_of_batch(i: Any, in_batched: Any, operands: Any) -> Any:
     """The operands of the batch's call `i`."""
-    return jax.tree.map(
-        lambda x, flag: jax.lax.dynamic_index_in_dim(x, i, keepdims=False) if flag else x, operands, in_batched
-    )
+    take = functools.partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False)
+    return jax.tree.map(lambda x, flag: _bit_for_bit(take, x) if flag else x, operands, in_batched)
 
 
 def _pools(operands: Any) -> tuple[Any, Any]:
