@@ -135,7 +135,7 @@ class Geometry:
     @property
     def orders_sequences(self) -> bool:
         """Whether the sequences with the most costly items come first: where a warpgroup has a thread for each."""
-        return self.count_columns == THREADS
+        return self.problem.num_seqs > 1 and self.count_columns == THREADS
 
     # The merge of split items.
 
