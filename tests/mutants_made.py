@@ -315,14 +315,14 @@ MUTANTS = [
         "kernels/mosaic_gpu/device/ragged_count.py",
         "return items * of_item.astype(jnp.float32)",
         "return (items.astype(jnp.int32) * of_item).astype(jnp.float32)",
-        "tests/test_mosaic_gpu_ragged.py -k overflow",
+        "tests/test_mosaic_gpu_ragged_plan.py -k overflow",
     ),
     Mutant(
         "mosaic_gpu: items are split into more than there is room for",
         "kernels/mosaic_gpu/device/ragged_sequence.py",
         "_WIDE_ROUNDED, _THIN_ROUNDED = 0.874, 0.5",
         "_WIDE_ROUNDED, _THIN_ROUNDED = 9.874, 9.5",
-        "tests/test_mosaic_gpu_ragged.py -k cover",
+        "tests/test_mosaic_gpu_ragged_plan.py -k cover",
     ),
     Mutant(
         "mosaic_gpu: a sparse block more is local",

@@ -3,7 +3,6 @@
 On a GPU the tests of the operations run these kernels too.
 """
 
-import itertools
 from dataclasses import replace
 
 import jax
@@ -15,9 +14,8 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
 from paged_jax import _validate
 from paged_jax.kernels.mosaic_gpu import ragged, ragged_tuning
-from paged_jax.kernels.mosaic_gpu.device import ragged_count, ragged_items, ragged_plan
-from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Counted, Lengths
-from paged_jax.kernels.mosaic_gpu.ragged_geometry import LOADING_WARPS, NO_ITEM, Geometry
+from paged_jax.kernels.mosaic_gpu.device import ragged_items
+from paged_jax.kernels.mosaic_gpu.ragged_geometry import Geometry
 from paged_jax.kernels.problem import Device, Problem, Unsupported
 from tests import inputs, oracle, plain
 from tests.cases import Case
@@ -175,128 +173,6 @@ def test_results_do_not_depend_on_who_takes_an_item():
     results = [call("ragged_paged_attention", operands, **tuning, num_programs=n) for n in (1, 2)]
     for one, other in zip(*results, strict=True):
         assert_same_bytes(one, other, "other programs")
-
-
-def planned(query_lens, seq_lens, *shape, block_size=16, table_width=64, prefix=False, options=None, **tuning):
-    """Returns a batch's geometry, what is counted of the batch before the kernel, and its lengths."""
-    num_heads, num_kv_heads, head_size, window = shape
-    num_tokens = sum(query_lens) + 3
-    cache = jax.ShapeDtypeStruct((9, num_kv_heads, block_size, head_size), jnp.bfloat16)
-    arrays = (
-        jax.ShapeDtypeStruct((num_tokens, num_heads, head_size), jnp.bfloat16),
-        *[jax.ShapeDtypeStruct((num_tokens, num_kv_heads, head_size), jnp.bfloat16)] * (2 if prefix else 0),
-        *(cache, cache),
-        jax.ShapeDtypeStruct((len(seq_lens), table_width), jnp.int32),
-        jax.ShapeDtypeStruct((len(seq_lens),), jnp.int32),
-        jax.ShapeDtypeStruct((len(seq_lens) + 1,), jnp.int32),
-    )
-    validate = _validate.prefix_operands if prefix else _validate.ragged_operands
-    operands = jax.eval_shape(lambda *x: validate(*x, True, {"sliding_window": window, **(options or {})}), *arrays)
-    caches = operands.key_cache, operands.value_cache, operands.block_tables
-    problem = Problem.of_call(operands.query, *caches, operands.options)
-    chosen = replace(ragged_tuning.tune(problem, Device(), prefix=prefix), counts_in_kernel=False, **tuning)
-    geometry = Geometry(problem, chosen, prefix)
-    starts = jnp.asarray(np.concatenate([[0], np.cumsum(query_lens)]), jnp.int32)
-    lengths = Lengths(jnp.asarray(seq_lens, jnp.int32), starts)
-    return geometry, ragged_count.count_before_kernel(starts, lengths.seq_lens, geometry), lengths
-
-
-def test_the_cost_of_a_long_prompt_does_not_overflow():
-    """Its items would all be split, and partial results written far behind the memory that is there for them."""
-    geometry, counts, _ = planned((371_000,), (371_000,), 64, 1, 128, None, table_width=23_188)
-    for kind in geometry.kinds:
-        assert int(ragged_count.total(Counted.PARTIALS, kind, counts)) <= kind.num_partials
-
-
-@pytest.mark.parametrize("head_size", [64, 128, 256])
-@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128, 256])
-def test_every_loading_warp_has_runs_of_every_tile(block_size, head_size):
-    """A warp without runs waits only for stages, for which nobody waits. One that lags by a ring waits forever."""
-    geometry, *_ = planned((1, 40), (70, 40), 8, 2, head_size, None, block_size=block_size)
-    for kind in geometry.kinds:
-        assert kind.runs_per_tile >= LOADING_WARPS
-        assert block_size % kind.run_tokens == kind.tile % kind.run_tokens == 0
-
-
-@pytest.mark.parametrize("of_kind", [0, 1], ids=["wide", "thin"])
-def test_there_is_room_for_all_partial_results(of_kind):
-    """And not twice as much as is ever needed, which shows that these batches try the bound."""
-    rng, fullest = np.random.default_rng(3 * of_kind), 0.0
-    for _ in range(20):
-        num_seqs, programs = int(rng.integers(1, 10 if of_kind == 0 else 20)), int(rng.choice((13, 40)))
-        queries = rng.choice((64, 96) if of_kind == 0 else (1, 5, 16), num_seqs)
-        lens = (30_000 * rng.uniform(rng.choice((0.01, 0.98)), 1, num_seqs)).astype(int)
-        geometry, counts, _ = planned(
-            tuple(queries), tuple(lens), 8, 2, 64, None, num_programs=programs, tile=64, thin_tile=64, least_split=1
-        )
-        kind = geometry.kinds[of_kind]
-        partials = int(ragged_count.total(Counted.PARTIALS, kind, counts))
-        assert partials <= kind.num_partials
-        fullest = max(fullest, partials / kind.num_partials)
-    assert fullest > 0.5
-
-
-@pytest.mark.parametrize("query_lens", [(1,) * 7, (1, 60, 0, 5, 100, 33, 1)], ids=["thin", "both"])
-def test_the_longest_items_come_first(query_lens):
-    """What is left for the end of a call is short. Sequences as long as each other keep their order."""
-    lens = (300, 900, 0, 4000, 900, 140, 20_000)
-    geometry, counts, lengths = planned(query_lens, lens, 8, 2, 64, None, table_width=1250, num_programs=4)
-    most_cost = dict.fromkeys(range(len(lens) + 1), 0)
-    for kind in geometry.kinds:
-        for number in range(int(ragged_count.total(Counted.ITEMS, kind, counts))):
-            item = ragged_plan.find(jnp.int32(number), counts, lengths, kind)
-            most_cost[int(item.seq)] = max(most_cost[int(item.seq)], int(item.num_tiles) * kind.tile_cost)
-    order = np.asarray(counts.order).tolist()
-    assert sorted(order) == list(most_cost)
-    assert order == sorted(most_cost, key=lambda seq: -most_cost[seq])
-    assert len(set(most_cost.values())) > 3
-
-
-@pytest.mark.parametrize(
-    ("num_seqs", "seq_len", "splits"), [(64, 4096, 1), (8, 8192, 2), (6, 5000, 4), (10, 5000, 3), (1, 32768, 16)]
-)
-def test_splits_leave_no_turn_nearly_empty(num_seqs, seq_len, splits):
-    """Even shares of 6 x 5000 tokens for 132 programs would be 144 splits, of which 12 are a turn of their own."""
-    lens = (seq_len,) * num_seqs
-    geometry, counts, _ = planned((1,) * num_seqs, lens, 32, 8, 128, None, table_width=2048, num_programs=132)
-    num_items = int(ragged_count.total(Counted.ITEMS, geometry.kinds[1], counts))
-    assert num_items - 8 == 8 * num_seqs * splits  # 8 items are of the padding
-
-
-@pytest.mark.parametrize("shape", [(8, 2, 64, None), (5, 1, 128, 100), (16, 1, 64, None)], ids=str)
-def test_items_cover_each_row_and_token_once(shape):
-    """Each query token of each kv head is in one item or in its splits, which see each token of the context once."""
-    query_lens, seq_lens = (1, 0, 70, 5, 33, 1), (900, 0, 70, 400, 1000, 1)
-    geometry, counts, lengths = planned(
-        query_lens, seq_lens, *shape, num_programs=32, tile=64, thin_tile=64, least_split=2
-    )
-    seen, partials = {}, ([], [])
-    for kind, found in zip(geometry.kinds, partials, strict=True):
-        num_items = int(ragged_count.total(Counted.ITEMS, kind, counts))
-        for number in range(num_items):
-            item = jax.tree.map(int, ragged_plan.find(jnp.int32(number), counts, lengths, kind))
-            assert item.kind == kind.number
-            assert 0 < item.num_tokens <= kind.tokens
-            span = item.origin, max(item.origin, min(item.origin + item.num_tiles * kind.tile, item.end))
-            for token in range(item.first_token, item.first_token + item.num_tokens):
-                seen.setdefault((token, item.kv_head), []).append(span)
-            if item.partial >= 0:
-                found.append(item.partial)
-        assert int(ragged_plan.find(jnp.int32(num_items), counts, lengths, kind).kind) == NO_ITEM
-        assert sorted(found) == list(range(len(found)))
-        assert len(found) <= kind.num_partials
-    assert any(partials)
-    positions = np.concatenate([np.arange(n - q, n) for q, n in zip(query_lens, seq_lens, strict=True)])
-    for token in range(sum(query_lens) + 3):
-        for head in range(shape[1]):
-            spans = sorted(span for span in seen.pop((token, head)) if span[0] < span[1])
-            if token >= len(positions):  # padding
-                assert not spans
-                continue
-            assert all(one[1] == following[0] for one, following in itertools.pairwise(spans))
-            assert spans[0][0] <= max(0, positions[token] + 1 - (shape[3] or 1000))
-            assert spans[-1][1] > positions[token]
-    assert not seen
 
 
 LOWERED = [

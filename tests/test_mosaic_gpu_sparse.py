@@ -33,7 +33,7 @@ from tests.test_mosaic_gpu_ragged import (
     small,
     some,
 )
-from tests.test_mosaic_gpu_ragged import planned as planned_batch
+from tests.test_mosaic_gpu_ragged_plan import planned as planned_batch
 
 # NumPy gives this warning when arithmetic meets the poison, which is NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
