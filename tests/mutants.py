@@ -4,7 +4,7 @@
     python -m tests.mutants tp_rank          the mutants whose name contains this word
 
 A mutant is a copy of the repository in which one piece of source is changed. It is killed if the tests that it names
-fail on this copy; they are few, so that a run takes seconds. All of `mutants_made.py` are expected to be killed.
+fail on this copy; they are few, so that a run takes seconds. All are expected to be killed.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 from tests.mutants_made import MUTANTS, Mutant
+from tests.mutants_of_kernels import MUTANTS_OF_KERNELS
 
 ROOT = Path(__file__).parents[1]
 _LONGEST_S = 600  # of a mutant's tests, which take seconds
@@ -61,7 +62,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("words", nargs="*", help="only mutants whose name contains one of these")
     parser.add_argument("--workers", type=int, default=1, help="mutants tried at once")
     args = parser.parse_args(argv)
-    chosen = [m for m in MUTANTS if not args.words or any(word in m.name for word in args.words)]
+    chosen = [
+        m for m in (*MUTANTS, *MUTANTS_OF_KERNELS) if not args.words or any(word in m.name for word in args.words)
+    ]
     started, survivors = time.time(), 0
     with concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
         for mutant, (killed, last) in zip(chosen, pool.map(run, chosen), strict=True):
