@@ -35,28 +35,35 @@ def ceiling(_: Iterable[int]) -> timing.Ceiling:
 def implementation(name: str) -> peers.Build:
     """Makes a contender of ours from its name on the command line, "auto" or an implementation.
 
+    Behind the name "/bounded" tells the op how many queries a sequence has at most (`max_query_len`).
+
     Raises:
       ValueError: the name is neither.
     """
-    chosen = name.removeprefix("auto:")
+    base, slash, bounded = name.partition("/")
+    chosen = base.removeprefix("auto:")
+    if slash and bounded != "bounded":
+        raise ValueError(f"nothing is named {bounded}; there is {base}/bounded")
     if chosen not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(f"no implementation is named {name}; there are auto, {', '.join(IMPLEMENTATIONS)}")
     op = functools.partial(paged_jax.ragged_paged_attention, implementation=None if chosen == "auto" else chosen)
-    return functools.partial(candidates, op)
+    return functools.partial(candidates, op, bounded=bool(bounded))
 
 
-def candidates(op: Callable, case: cases.Case, inputs: Inputs) -> list[peers.Candidate]:
+def candidates(op: Callable, case: cases.Case, inputs: Inputs, *, bounded: bool = False) -> list[peers.Candidate]:
     """The one way of doing a case with `op`, which has the parameters of `ragged_paged_attention`."""
+    bounds = {"max_query_len": max(case.num_queries)} if bounded else {}
 
     @jax.jit
     def attend(*arrays):
         *arrays, k_scale, v_scale = arrays
-        options = {"layout": case.layout, "sliding_window": case.sliding_window}
+        options = {"layout": case.layout, "sliding_window": case.sliding_window, **bounds}
         return op(*arrays, **options, k_scale=k_scale, v_scale=v_scale)
 
     pools = inputs.query, inputs.key_cache, inputs.value_cache
     rest = inputs.seq_lens, inputs.query_start_loc, inputs.k_scale, inputs.v_scale
-    return [peers.Candidate("", attend, [(*pools, table, *rest) for table in inputs.block_tables])]
+    label = ", ".join(f"{name} {bound}" for name, bound in bounds.items())
+    return [peers.Candidate(label, attend, [(*pools, table, *rest) for table in inputs.block_tables])]
 
 
 BENCHMARK = harness.Benchmark(

@@ -307,6 +307,9 @@ def _attention_options(
         window = _checks.static_int("sliding_window", window)
     if (max_seq_len := options["max_seq_len"]) is not None:
         max_seq_len = _checks.static_int("max_seq_len", max_seq_len, least=0)
+    if (max_query_len := options["max_query_len"]) is not None:
+        max_query_len = _checks.static_int("max_query_len", max_query_len, least=0)
+    num_tokens = query.shape[0]
     scale = head_size**-0.5 if options["scale"] is None else options["scale"]
     capacity = block_tables.shape[1] * pool.block_size + new_tokens  # the most tokens that a sequence can have
     return AttentionOptions(
@@ -316,6 +319,7 @@ def _attention_options(
         v_scale=_cache_scale("v_scale", options["v_scale"], pool),
         layout=given.get("layout", "hnd"),
         max_seq_len=capacity if max_seq_len is None else min(max_seq_len, capacity),
+        max_query_len=num_tokens if max_query_len is None else min(max_query_len, num_tokens),
         sliding_window=window,
         logits_soft_cap=_soft_cap(options["logits_soft_cap"]),
         block_sparse=_block_sparse(options["block_sparse"], pool.block_size),

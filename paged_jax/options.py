@@ -67,6 +67,9 @@ class QueryOptions(TypedDict, total=False):
       block_sparse: see `BlockSparse`; GPU kernels do not read the blocks that are not attended to.
       max_seq_len: upper bound of `seq_lens`, in tokens. None, or a larger number than this, stands for
         max_blocks_per_seq * block_size (for `prefix_attention` plus num_tokens). No query attends to tokens past it.
+      max_query_len: in ragged ops an upper bound of the query lengths. None, or a larger number than this, stands for
+        num_tokens. GPU kernels can be faster if they know that it is small. Results of a sequence with more queries may
+        be anything. To the other ops, whose sequences have one query each, it says nothing.
     """
 
     scale: Float[Array, ""] | float | None
@@ -76,6 +79,7 @@ class QueryOptions(TypedDict, total=False):
     sinks: Float[Array, "num_heads"] | None
     block_sparse: BlockSparse | None
     max_seq_len: int | None
+    max_query_len: int | None
 
 
 class Options(QueryOptions, total=False):
@@ -124,6 +128,7 @@ class AttentionOptions:
       k_scale, v_scale: f32 [], [num_kv_heads] or [num_blocks, num_kv_heads, block_size], or None.
       layout: the layout of both caches.
       max_seq_len: upper bound of `seq_lens`, in tokens.
+      max_query_len: upper bound of the query lengths, at most num_tokens.
       sliding_window: in tokens, or None.
       logits_soft_cap: cap of ``cap * tanh(logit / cap)``, or None.
       block_sparse: the pattern, whose `vert_stride` is above 1, or None.
@@ -136,6 +141,7 @@ class AttentionOptions:
     v_scale: Array | None
     layout: Layout = field(metadata={"static": True})
     max_seq_len: int = field(metadata={"static": True})
+    max_query_len: int = field(metadata={"static": True})
     sliding_window: int | None = field(metadata={"static": True})
     logits_soft_cap: float | None = field(metadata={"static": True})
     block_sparse: BlockSparse | None = field(metadata={"static": True})

@@ -329,8 +329,8 @@ def _call(program, implementation):
             static["scale"] = case.scale
         if program.op == "v2":
             static |= {"partition_size": case.partition_size, "return_residuals": True}
-        if program.op in fuzz_draw.RAGGED_OPS and not program.causal:
-            static["causal"] = False
+        if program.op in fuzz_draw.RAGGED_OPS:
+            static |= {"causal": program.causal, "max_query_len": program.max_query_len}
     return lambda given, kept, options: op(**given, **kept, **options, **static)
 
 

@@ -36,7 +36,7 @@ class Program:
       num_blocks: blocks of the pools.
       num_tokens: tokens of the ragged queries.
       longest: the largest number of tokens of a sequence.
-      causal: the option of ragged attention.
+      causal, max_query_len: the options of ragged attention.
       transform: "none", "vmap" over queries and tables, "vmap-pools" over everything, or "donate".
     """
 
@@ -50,6 +50,7 @@ class Program:
     longest: int
     causal: bool = True
     transform: str = "none"
+    max_query_len: int | None = None
 
 
 def rng_of(seed, *numbers):
@@ -81,7 +82,9 @@ def program(seed, number, *, ops=OPS, small=False):
     if not causal:
         case = replace(case, alibi=False, sliding_window=None, block_sparse=None)
     transform = _transform(rng, op, num_seqs, case)
-    return Program(number, op, case, num_seqs, width, num_blocks, num_tokens, longest, causal, transform)
+    bounds = [None, None, 1, 3, int(rng.integers(1, 20)), num_tokens + 1]
+    bound = bounds[rng.integers(len(bounds))] if op in RAGGED_OPS else None
+    return Program(number, op, case, num_seqs, width, num_blocks, num_tokens, longest, causal, transform, bound)
 
 
 def _transform(rng, op, num_seqs, case):
@@ -198,10 +201,10 @@ def lengths(rng, program):
 
 def query_lengths(rng, program, seq_lens):
     """Draws how many of each sequence's tokens are queries: none, one, some or all, until the rows are used up."""
-    left, found = program.num_tokens, []
+    left, found, most = program.num_tokens, [], program.max_query_len
     for length in seq_lens:
         wanted = int(rng.choice([0, 1, 1, 5, 16, 17, 64, 10**6]))
-        wanted = min(wanted, length, left)
+        wanted = min(wanted, length, left, left if most is None else most)
         left -= wanted
         found.append(wanted)
     return found

@@ -94,7 +94,7 @@ def test_sizes_that_are_not_known_yet_go_to_xla():
 
 def test_options():
     per_head = PerHead(sinks=jnp.ones(4))
-    options = AttentionOptions(jnp.float32(1), per_head, None, None, "vllm", 9, None, 2.5, BlockSparse(1, 3))
+    options = AttentionOptions(jnp.float32(1), per_head, None, None, "vllm", 9, 1, None, 2.5, BlockSparse(1, 3))
     same = round_trip(lambda options: options, options)
     assert same.block_sparse == BlockSparse(1, 3)
     assert (same.per_head.alibi_slopes, same.logits_soft_cap, same.causal) == (None, 2.5, True)

@@ -174,7 +174,7 @@ def geometry_of(*, cache_dtype, head_size, block_size=16, layout="hnd", num_head
         num_kv_heads=num_kv_heads, head_size=head_size, block_size=block_size, layout=layout, cache_dtype=cache_dtype,
         k_scale=ScaleKind.NONE, v_scale=ScaleKind.NONE, num_heads=num_heads, query_dtype="float16",
         per_head=PerHead(), sliding_window=None, logits_soft_cap=None, block_sparse=None, causal=True,
-        num_seqs=1, num_tokens=1, num_blocks=9, max_blocks_per_seq=8, max_seq_len=128,
+        num_seqs=1, num_tokens=1, num_blocks=9, max_blocks_per_seq=8, max_seq_len=128, max_query_len=1,
     )  # fmt: skip
     return Geometry(problem, Tuning(**chosen))
 

@@ -49,6 +49,35 @@ def test_one_query_on_a_gpu(case):
         assert_same_bytes(actual, wanted, "a second run")
 
 
+SINGLE = {"seq_lens": (9, 130, 0, 70, 33), "query_lens": (1, 0, 0, 1, 1), "padding": 4}
+SINGLE_QUERIES = [
+    small("queries", 4, 2, 64, 16, "bfloat16", **SINGLE),
+    small("more-sequences", 8, 2, 64, 16, "bfloat16", **SINGLE | {"padding": 0}, sinks=True),
+    small("options", 4, 1, 64, 32, "bfloat16", "int8", **SINGLE, alibi=True, k_scale="head", v_scale="scalar",
+          sliding_window=40, logits_soft_cap=2.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SINGLE_QUERIES, ids=str)
+def test_single_queries_in_the_interpreter(case):
+    """Sequences that are known to have one query or none are decode's, wherever their rows of the query are."""
+    made = inputs.make(case)
+    operands = operands_of(case, made, max_query_len=1)
+    with mock.patch.object(ragged, "ragged_paged_attention", side_effect=AssertionError("the ragged kernel runs")):
+        check(case, made, run_op("ragged_paged_attention", SMALL_GPU, *operands))
+    assert not interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SINGLE_QUERIES, ids=str)
+@pytest.mark.parametrize("most", [1, 4])
+def test_single_queries_on_a_gpu(case, most):
+    """By decode, and by thin items."""
+    made = inputs.make(case)
+    operands = jax.device_put(operands_of(case, made, max_query_len=most), jax.devices("gpu")[0])
+    check(case, made, jax.tree.map(np.asarray, jax.jit(mosaic_gpu.ragged_paged_attention)(*operands)))
+
+
 def test_one_query_that_sees_all_tokens():
     """It sees them anyway; decode, to which the keyword means nothing, is not told."""
     made = inputs.make(ONE_QUERY[0])

@@ -4,6 +4,7 @@ On a GPU the tests of the operations run these kernels too.
 """
 
 from dataclasses import replace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
 from paged_jax import _validate
 from paged_jax.kernels.mosaic_gpu import ragged, ragged_tuning
-from paged_jax.kernels.mosaic_gpu.device import ragged_items
+from paged_jax.kernels.mosaic_gpu.device import ragged_items, ragged_wide
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import Geometry
 from paged_jax.kernels.problem import Device, Problem, Unsupported
 from tests import inputs, oracle, plain
@@ -58,8 +59,9 @@ TINY_TILES = {"tile": 64, "thin_tile": 64, "stages": 2, "least_split": 2}
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
 
-def operands_of(case, made, *, causal=True):
-    options = made.arrays | op_options(made.static) | {"max_seq_len": case.max_seq_len}
+def operands_of(case, made, *, causal=True, max_query_len=None):
+    bounds = {"max_seq_len": case.max_seq_len, "max_query_len": max_query_len}
+    options = made.arrays | op_options(made.static) | bounds
     return _validate.ragged_operands(*made.ragged.values(), causal, options)
 
 
@@ -82,6 +84,35 @@ def some(cases, slow):
 def test_in_the_interpreter(case):
     made = inputs.make(case)
     check(case, made, call("ragged_paged_attention", operands_of(case, made), **TINY_TILES))
+    assert not interpret_pallas_call.get_races().races_found
+
+
+FEW = {"seq_lens": (137, 0, 130, 70, 500, 150), "query_lens": (1, 0, 2, 4, 3, 2), "padding": 75}
+FEW_QUERIES = [
+    small("few", 4, 2, 64, 16, "bfloat16", **FEW),
+    small("window", 16, 2, 80, 8, "float16", layout="nhd", sliding_window=50, k_scale="scalar", **FEW),
+    small("e4m3", 4, 2, 64, 16, "bfloat16", "float8_e4m3fn", k_scale="scalar", v_scale="head", sinks=True, **FEW),
+]
+
+
+@pytest.mark.parametrize("case", FEW_QUERIES, ids=str)
+def test_few_queries_in_the_interpreter(case):
+    """Where all sequences are known to have few queries, there are no wide items, not even for many rows of padding."""
+    made = inputs.make(case)
+    operands = operands_of(case, made, max_query_len=4)
+    with mock.patch.object(ragged_wide, "attend_to_item", side_effect=AssertionError("a wide item")):
+        check(case, made, call("ragged_paged_attention", operands, **TINY_TILES))
+    assert not interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.parametrize("query_lens", [(1, 0, 70, 4, 40, 2)])
+def test_more_queries_than_said(query_lens):
+    """Thin items take whatever queries there are, so that a wrong bound costs time only."""
+    case = small(
+        "more", 4, 2, 64, 16, "bfloat16", **FEW | {"query_lens": query_lens, "seq_lens": (9, 0, 70, 4, 500, 2)}
+    )
+    made = inputs.make(case)
+    check(case, made, call("ragged_paged_attention", operands_of(case, made, max_query_len=4), **TINY_TILES))
     assert not interpret_pallas_call.get_races().races_found
 
 

@@ -273,7 +273,7 @@ def test_splits_fill_the_gpu_and_no_more(num_seqs, group):
     cache = jax.ShapeDtypeStruct((99, 8, 16, 128), jnp.bfloat16)
     options = paged_jax.options.AttentionOptions(
         scale=jnp.float32(1), per_head=paged_jax.options.PerHead(), k_scale=None, v_scale=None, layout="hnd",
-        max_seq_len=32768, sliding_window=None, logits_soft_cap=None, block_sparse=None,
+        max_seq_len=32768, max_query_len=1, sliding_window=None, logits_soft_cap=None, block_sparse=None,
     )  # fmt: skip
     gpu = Device()
     tables = jnp.zeros((num_seqs, 2048), jnp.int32)

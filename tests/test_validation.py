@@ -81,6 +81,8 @@ DECODE = [
     ({"logits_soft_cap": "1"}, TypeError, "logits_soft_cap must be a number or None, got str"),
     ({"logits_soft_cap": True}, TypeError, "logits_soft_cap must be a number or None, got bool"),
     ({"max_seq_len": -1}, ValueError, "max_seq_len must be at least 0, got -1"),
+    ({"max_query_len": -1}, ValueError, "max_query_len must be at least 0, got -1"),
+    ({"max_query_len": 1.0}, TypeError, "max_query_len must be a static int, got float"),
     ({"query": jnp.zeros((2, 0, 16), jnp.bfloat16)}, ValueError, "multiple of num_kv_heads = 2, got 0"),
     ({"k_scale": jnp.zeros((4,))}, ValueError, "k_scale must be a scalar or have shape [num_kv_heads]"),
     ({"v_scale": jnp.zeros((5, 2, 4))}, ValueError, "got (5, 2, 4)"),
@@ -152,6 +154,9 @@ def test_a_bound_on_lengths_that_is_not_given_is_what_fits():
     assert _validate.decode_operands(*decode, {"max_seq_len": 5}).options.max_seq_len == 5
     query, key, starts = jnp.zeros((7, 4, 16)), jnp.zeros((7, 2, 16)), jnp.zeros((3,), jnp.int32)
     assert _validate.ragged_operands(query, *decode[1:], starts, True, {}).options.max_seq_len == 3 * 8
+    for given, bound in ((None, 7), (99, 7), (2, 2)):
+        operands = _validate.ragged_operands(query, *decode[1:], starts, True, {"max_query_len": given})
+        assert operands.options.max_query_len == bound
     assert _validate.prefix_operands(query, key, key, *decode[1:], starts, True, {}).options.max_seq_len == 3 * 8 + 7
 
 

@@ -41,7 +41,7 @@ def hold(run):
             num_kv_heads=2, head_size=64, block_size=16, layout="hnd", cache_dtype="bfloat16", k_scale=ScaleKind.NONE,
             v_scale=ScaleKind.NONE, num_heads=8, query_dtype="bfloat16", per_head=PerHead(False, False),
             sliding_window=None, logits_soft_cap=None, block_sparse=None, causal=True, num_seqs=len(seq_lens),
-            num_tokens=num_tokens, num_blocks=8, max_blocks_per_seq=300, max_seq_len=4800,
+            num_tokens=num_tokens, num_blocks=8, max_blocks_per_seq=300, max_seq_len=4800, max_query_len=num_tokens,
         )  # fmt: skip
         kernel, grid = ragged_tuning.tune(problem, Device(90, 40), prefix=False)
         assert not kernel.tuning.final

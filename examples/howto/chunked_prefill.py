@@ -18,7 +18,8 @@ BUDGET, PROMPT, HEADS, KV_HEADS, HEAD_SIZE = 512, 484, 4, 2, 32
 @jax.jit
 def attend(query, key, value, cache, metadata):
     cache = cache.write(key, value, metadata.slot_mapping)
-    return cache.attend_ragged(query, metadata.block_tables, metadata.seq_lens, metadata.query_start_loc), cache
+    arrays = query, metadata.block_tables, metadata.seq_lens, metadata.query_start_loc
+    return cache.attend_ragged(*arrays, max_query_len=metadata.max_query_len), cache
 
 
 def main():

@@ -138,6 +138,7 @@ class Problem(Attention):
       num_blocks: blocks in each cache.
       max_blocks_per_seq: columns of the block tables.
       max_seq_len: upper bound of the lengths, in tokens.
+      max_query_len: upper bound of the query lengths of ragged ops.
     """
 
     num_seqs: int
@@ -145,6 +146,7 @@ class Problem(Attention):
     num_blocks: int
     max_blocks_per_seq: int
     max_seq_len: int
+    max_query_len: int
 
     @classmethod
     def of_call(
@@ -168,6 +170,7 @@ class Problem(Attention):
             num_blocks=key_cache.shape[0],
             max_blocks_per_seq=block_tables.shape[1],
             max_seq_len=options.max_seq_len,
+            max_query_len=options.max_query_len,
         )
 
     @property

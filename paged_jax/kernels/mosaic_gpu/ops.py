@@ -35,12 +35,12 @@ def is_decode(
     seq_lens: SeqLens,
     options: AttentionOptions,
 ) -> bool:
-    """Whether a ragged batch is known to be one sequence of one query, or of none, which the decode kernel takes.
+    """Whether the sequences of a ragged batch are known to have one query each, or none, so that decode takes them.
 
     Decode begins to read without counting the batch, which makes it faster (benchmarks/LOG.md, "One query by the decode
-    kernel"). Of larger batches only the device knows how many queries each sequence has.
+    kernel").
     """
-    if not query.shape[0] == seq_lens.shape[0] == 1:
+    if options.max_query_len != 1 or seq_lens.shape[0] == 0:
         return False
     problem = Problem.of_call(query, key_cache, value_cache, block_tables, options)
     return not tuning.refusals(problem, Device())  # other GPUs than Hopper's are refused by both kernels
@@ -61,7 +61,7 @@ def paged_attention(
     if options.block_sparse is None:
         return decode.paged_attention(*arrays, options, target=target)
     starts = jnp.arange(query.shape[0] + 1, dtype=jnp.int32)  # to the ragged kernel each sequence has one query
-    return ragged.ragged_paged_attention(*arrays, starts, options)
+    return ragged.ragged_paged_attention(*arrays, starts, replace(options, max_query_len=1))
 
 
 def ragged_paged_attention(
@@ -77,7 +77,19 @@ def ragged_paged_attention(
 ) -> tuple[RaggedQuery, RaggedLse]:
     """Attends with the ragged kernel or, if the batch is known to be decode, with the decode kernel."""
     caches = key_cache, value_cache, block_tables
-    if is_decode(query, *caches, seq_lens, options):
-        lens = jnp.where(query_start_loc[1] > query_start_loc[0], seq_lens, 0)  # a row of padding sees nothing
-        return decode.paged_attention(query, *caches, lens, replace(options, causal=True), target=target)
-    return ragged.ragged_paged_attention(query, *caches, seq_lens, query_start_loc, options)
+    if not is_decode(query, *caches, seq_lens, options):
+        return ragged.ragged_paged_attention(query, *caches, seq_lens, query_start_loc, options)
+    begin, end = query_start_loc[:-1], query_start_loc[1:]
+    lens = jnp.where(end > begin, seq_lens, 0)  # a sequence without a query sees nothing
+    options = replace(options, causal=True)
+    if query.shape[0] == seq_lens.shape[0] == 1:
+        return decode.paged_attention(query, *caches, lens, options, target=target)
+    rows = jnp.take(query, begin, axis=0, mode="clip")
+    out, lse = decode.paged_attention(rows, *caches, lens, options, target=target)
+    token = jnp.arange(query.shape[0])
+    seq = jnp.searchsorted(end, token, side="right", method="compare_all")
+    # Rows of padding belong to no sequence.
+    return (
+        jnp.take(out, seq, axis=0, mode="fill", fill_value=0),
+        jnp.take(lse, seq, axis=0, mode="fill", fill_value=-jnp.inf),
+    )

@@ -50,6 +50,11 @@ class Geometry:
         return ItemKind(self, WIDE), ItemKind(self, THIN)
 
     @property
+    def kinds_there(self) -> tuple["ItemKind", ...]:
+        """The kinds of which a batch may have items."""
+        return tuple(kind for kind in self.kinds if kind.may_exist)
+
+    @property
     def half_tokens(self) -> int:
         """Query tokens of half an item: with all heads of a group as rows, they fit into `WGMMA_ROWS` rows."""
         return WGMMA_ROWS // self.problem.group
@@ -173,6 +178,16 @@ class ItemKind:
         return self.number == WIDE
 
     @property
+    def may_exist(self) -> bool:
+        """Whether a batch may have such items. Sequences that are known to have few queries have thin ones only."""
+        return not self.is_wide or self.geometry.problem.max_query_len > self.geometry.half_tokens
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether items of this kind have all of a sequence's queries, and not only those of its last tile."""
+        return len(self.geometry.kinds_there) == 1
+
+    @property
     def halves(self) -> int:
         """Halves of an item, of up to `WGMMA_ROWS` rows each."""
         return 2 if self.is_wide else 1
@@ -276,9 +291,10 @@ class ItemKind:
         if most_splits <= 1:
             return 0
         if self.is_wide:
-            return 2 * programs if problem.num_tokens > self.geometry.half_tokens else 0
+            return 2 * programs if self.may_exist else 0
         most = math.ceil(4 / 3 / min(THIN_SHARES) * programs)
-        return min(most, problem.num_seqs * problem.num_kv_heads * most_splits)
+        query_tiles = pl.cdiv(problem.num_tokens, self.tokens) if self.takes_all else 1
+        return min(most, problem.num_seqs * query_tiles * problem.num_kv_heads * most_splits)
 
     @property
     def _most_splits(self) -> int:

@@ -90,7 +90,7 @@ def _attend_to_items(warpgroup: Scalar, refs: Refs, geometry: Geometry) -> None:
     """Attends to all items that are described to it."""
     wide_kind, thin_kind = geometry.kinds
 
-    def attend_to_item(state):
+    def attend_to_wide_or_thin(state):
         items_before, (wide_tiles, thin_tiles), item = state
         is_wide = item.kind == WIDE
         # Wide items and thin ones count the tiles of their rings each from 0.
@@ -101,8 +101,19 @@ def _attend_to_items(warpgroup: Scalar, refs: Refs, geometry: Geometry) -> None:
         tiles = wide_tiles + jnp.where(is_wide, item.num_tiles, 0), thin_tiles + jnp.where(is_wide, 0, item.num_tiles)
         return items_before + 1, tiles, items.read(items_before + 1, refs.smem)
 
+    def attend_to_thin(state):
+        items_before, tiles, item = state
+        ragged_thin.attend_to_item(item, items_before, tiles, warpgroup, refs, thin_kind)
+        return items_before + 1, tiles + item.num_tiles, items.read(items_before + 1, refs.smem)
+
+    def attend_to_all(attend_to_item, tiles):
+        state = zero, tiles, items.read(zero, refs.smem)
+        lax.while_loop(lambda state: state[2].kind > NO_ITEM, attend_to_item, state)
+
     zero, turns = jnp.int32(0), refs.smem.turns
-    state = zero, (zero, zero), items.read(zero, refs.smem)
+    if not wide_kind.may_exist:
+        attend_to_all(attend_to_thin, zero)
+        return
     pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(turns.at[0]))  # warpgroup 0 has the first turn
-    lax.while_loop(lambda state: state[2].kind > NO_ITEM, attend_to_item, state)
+    attend_to_all(attend_to_wide_or_thin, (zero, zero))
     pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(turns.at[0]))  # barriers end as they began

@@ -40,6 +40,12 @@ class _Totals(NamedTuple):
     wide: Any
     thin: Any
 
+    @classmethod
+    def of(cls, costs: list) -> "_Totals":
+        """The totals from those of the kinds that are there."""
+        *wide, thin = costs
+        return cls(wide[0] if wide else jnp.float32(0), thin)
+
 
 class _Shares(NamedTuple):
     """What a split of each kind of items should cost."""
@@ -62,7 +68,7 @@ def count_before_kernel(query_start_loc: Array, seq_lens: Array, geometry: Geome
     def sum_up(arrays):
         return [_sums_before(x)[-1] for x in arrays]
 
-    totals = _Totals(*sum_up(_costs(sequences, kind) for kind in geometry.kinds))
+    totals = _Totals.of(sum_up(_costs(sequences, kind) for kind in geometry.kinds_there))
     shares, order = _shares(sequences, totals, sum_up, geometry), jnp.zeros((1,), jnp.int32)
     if geometry.orders_sequences:
         order = jnp.argsort(-_most_cost(sequences, shares, geometry), stable=True)
@@ -85,7 +91,7 @@ def count_in_kernel(refs: Refs, geometry: Geometry) -> Counts:
 
     for first in range(0, end, THREADS):
         sequences = _sequences(scan.iota() + first, lengths_gmem, geometry)
-        totals = _Totals(*sum_up([_costs(sequences, kind) for kind in geometry.kinds], first))
+        totals = _Totals.of(sum_up([_costs(sequences, kind) for kind in geometry.kinds_there], first))
     shares = _shares(sequences, totals, sum_up, geometry)
     if geometry.orders_sequences:
         scan.largest_first(_most_cost(sequences, shares, geometry), smem.ordered_by, smem.order)
@@ -122,7 +128,8 @@ def num_splits(place: Scalar, sequence: Sequence, kind: ItemKind, counts: Counts
         return jnp.int32(1)
     items = before(Counted.ITEMS, place + 1, kind, counts) - before(Counted.ITEMS, place, kind, counts)
     num_kv_heads = kind.geometry.problem.num_kv_heads
-    unsplit = at_least(query_tiles(sequence, kind), 1) * num_kv_heads if kind.is_wide else jnp.int32(num_kv_heads)
+    has_several = kind.is_wide or kind.takes_all
+    unsplit = at_least(query_tiles(sequence, kind), 1) * num_kv_heads if has_several else jnp.int32(num_kv_heads)
     return at_least(lax.div(items, unsplit), 1)
 
 
@@ -149,6 +156,8 @@ def _costs(sequences: Sequence, kind: ItemKind) -> Array:
 
 def _wide_programs(totals: _Totals, geometry: Geometry) -> Any:
     """`wide_programs` of a batch."""
+    if len(geometry.kinds_there) == 1:
+        return jnp.int32(0)
     (wide, thin), programs = totals, geometry.tuning.num_programs
     wide_programs = (wide / lax.max(wide + thin, jnp.float32(1)) * programs + 0.5).astype(jnp.int32)
     wide_programs = lax.max(wide_programs, (wide > 0).astype(jnp.int32))
@@ -193,7 +202,7 @@ def _turns_of_a_share(items: Any, programs: Any) -> Any:
 def _most_cost(sequences: Sequence, shares: _Shares, geometry: Geometry) -> Array:
     """What the most costly item, or split of one, of each sequence costs; 0 if it has no items."""
     most = jnp.zeros_like(sequences.seq_len)
-    for kind in geometry.kinds:
+    for kind in geometry.kinds_there:
         tiles = most_tiles(sequences, kind)
         if kind.may_split:
             tiles = cdiv(tiles, splits_of(sequences, shares.of(kind), kind))
@@ -204,7 +213,7 @@ def _most_cost(sequences: Sequence, shares: _Shares, geometry: Geometry) -> Arra
 def _counts(sequences: Sequence, shares: _Shares, geometry: Geometry) -> dict[int, Array]:
     """What each sequence has, by its row of the table; rows that nobody reads are left out."""
     counts = {}
-    for kind in geometry.kinds:
+    for kind in geometry.kinds_there:
         items = query_tiles(sequences, kind) * geometry.problem.num_kv_heads
         if not kind.may_split:
             counts[_row(Counted.ITEMS, kind)] = items

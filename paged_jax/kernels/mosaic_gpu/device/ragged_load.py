@@ -4,6 +4,7 @@ It is ahead of the computing warpgroups. While the tiles of an item are on their
 queries have two stages, copies its query. Rings of tiles go on from one item to the next (`ragged_load_tiles.py`).
 """
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,17 +35,18 @@ def load_items(refs: Refs, geometry: Geometry) -> None:
     """
     counts = count.count_in_kernel(refs, geometry)
     program, wide_programs = lax.axis_index("program"), counts.wide_programs[0]
-    begins_wide = program < wide_programs
+    begins_wide, (wide, thin), zero = program < wide_programs, geometry.kinds, jnp.int32(0)
 
-    def take_kind(turn, items_before):
-        def take(kind: ItemKind):
-            own = wide_programs if kind.is_wide else jnp.int32(geometry.tuning.num_programs) - wide_programs
-            loader = _ItemLoader(kind, counts, own, refs)
-            return loader.take_items(_first_number(loader, program, wide_programs, turn), items_before)
+    def take(kind: ItemKind, turn: Scalar, items_before: Scalar) -> Scalar:
+        own = wide_programs if kind.is_wide else jnp.int32(geometry.tuning.num_programs) - wide_programs
+        loader = _ItemLoader(kind, counts, own, refs)
+        return loader.take_items(_first_number(loader, program, wide_programs, turn), items_before)
 
-        return lax.cond(begins_wide ^ (turn == 1), *(lambda kind=kind: take(kind) for kind in geometry.kinds))
+    def take_either(turn: Scalar, items_before: Scalar) -> Scalar:
+        take_wide, take_thin = (functools.partial(take, kind, turn, items_before) for kind in (wide, thin))
+        return lax.cond(begins_wide ^ (turn == 1), take_wide, take_thin)
 
-    items_before = lax.fori_loop(0, 2, take_kind, jnp.int32(0))
+    items_before = lax.fori_loop(0, 2, take_either, zero) if wide.may_exist else take(thin, zero, zero)
     items.describe(items.nothing(), items_before, refs.smem)
     # Barriers end as they began, which the interpreter insists on.
     _drain(items_before + 1, refs.smem.items.consumed, stages=ITEM_STAGES)

@@ -5,8 +5,9 @@ The query tokens of a sequence are cut into tiles. A work item is such a tile wi
     wide    up to 2 * half_tokens tokens, 128 rows: each warpgroup has 64 rows, and both read every tile of K and V
     thin    up to half_tokens tokens, 64 rows: both warpgroups have the same rows, and take tiles of K and V in turn
 
-Only the last tile of a sequence may be thin. Rows past those of the last sequence are one sequence more, of which no
-token is in the cache: its items write zeros.
+Only the last tile of a sequence may be thin. But where all sequences are known to have few queries (`max_query_len`),
+all tiles are, so that there is half as much code to fetch. Rows past those of the last sequence are one sequence more,
+of which no token is in the cache: its items write zeros.
 
 The items of each kind are numbered: sequence by sequence in the order of `ragged_count.py`, in a sequence head by head,
 and of a head the last tile of query tokens first, as it sees most. An item that costs more than a share of all work is
@@ -86,7 +87,7 @@ def find(number: Scalar, counts: Counts, lengths_gmem: Lengths, kind: ItemKind) 
     splits = count.num_splits(place, sequence, kind, counts)
     of_sequence = number - count.before(Counted.ITEMS, place, kind, counts)
     split, unsplit = lax.rem(of_sequence, splits), lax.div(of_sequence, splits)
-    if kind.is_wide:
+    if kind.is_wide or kind.takes_all:
         query_tiles = at_least(sequences.query_tiles(sequence, kind), 1)
         query_tile, kv_head = query_tiles - 1 - lax.rem(unsplit, query_tiles), lax.div(unsplit, query_tiles)
     else:

@@ -243,6 +243,8 @@ def scratch(geometry: Geometry) -> Scratch:
 
 def _barriers(kind: ItemKind) -> TileBarriers:
     """A tile is ready when it has arrived, and its scales have; each warpgroup that reads it consumes it."""
+    if not kind.may_exist:
+        return TileBarriers(*[ABSENT] * len(TileBarriers._fields))
     geometry, runs, arrivals = kind.geometry, kind.runs_per_tile, kind.arrivals_per_tile
     consumed = plgpu.Barrier(num_arrivals=kind.halves, num_barriers=kind.stages)
     raw_ready = copied = ABSENT

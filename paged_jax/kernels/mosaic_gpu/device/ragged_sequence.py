@@ -39,7 +39,12 @@ def sequence_of(index: Scalar, lengths_gmem: Lengths, problem: Problem) -> Seque
 
 
 def query_tiles(sequence: Sequence, kind: ItemKind) -> Any:
-    """Tiles of query tokens of this kind: a sequence has any number of wide ones, and one thin one or none."""
+    """Tiles of query tokens of this kind: a sequence has any number of wide ones, and one thin one or none.
+
+    Where there are no wide ones, a sequence has as many thin ones as it needs. The rows of padding may need several.
+    """
+    if kind.takes_all:
+        return cdiv(sequence.query_len, kind.tokens)
     half, whole = kind.geometry.half_tokens, _whole_tiles(sequence, kind.geometry)
     left_over = sequence.query_len - whole * (2 * half)
     if kind.is_wide:
@@ -49,13 +54,15 @@ def query_tiles(sequence: Sequence, kind: ItemKind) -> Any:
 
 def first_query(sequence: Sequence, kind: ItemKind) -> Any:
     """The first of a sequence's query tokens that is in an item of this kind."""
-    if kind.is_wide:
+    if kind.is_wide or kind.takes_all:
         return jnp.int32(0)
     return _whole_tiles(sequence, kind.geometry) * (2 * kind.geometry.half_tokens)
 
 
 def num_queries(sequence: Sequence, kind: ItemKind) -> Any:
     """How many of a sequence's query tokens are in items of this kind."""
+    if kind.takes_all:
+        return sequence.query_len
     half = kind.geometry.half_tokens
     in_whole_tiles = _whole_tiles(sequence, kind.geometry) * (2 * half)
     left_over = sequence.query_len - in_whole_tiles
