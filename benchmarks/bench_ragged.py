@@ -21,6 +21,9 @@ IMPLEMENTATIONS: tuple[paged_jax.Implementation, ...] = get_args(paged_jax.Imple
 # An H200 has reached 816 TFLOP/s in a matrix product and 4653 GB/s in a read. `bench_ceilings` measures both anew.
 _OPERATIONS_PER_BYTE = 175
 
+# Up to so many rows, queries times a group's heads, `mosaic_gpu` has a kernel of its own for a bound of queries.
+_BOUNDED_ROWS = 64
+
 
 def work(case: cases.Case) -> int:
     """A batch's operations, or as many as fit into the time of reading its keys and values, if these are more."""
@@ -51,7 +54,13 @@ def implementation(name: str) -> peers.Build:
 
 
 def candidates(op: Callable, case: cases.Case, inputs: Inputs, *, bounded: bool = False) -> list[peers.Candidate]:
-    """The one way of doing a case with `op`, which has the parameters of `ragged_paged_attention`."""
+    """The one way of doing a case with `op`, which has the parameters of `ragged_paged_attention`.
+
+    Raises:
+      peers.Absent: a bound is asked for where it changes nothing.
+    """
+    if bounded and max(case.num_queries) * case.num_heads > _BOUNDED_ROWS * case.num_kv_heads:
+        raise peers.Absent("so many queries get the same kernel with a bound and without one")
     bounds = {"max_query_len": max(case.num_queries)} if bounded else {}
 
     @jax.jit
