@@ -22,7 +22,20 @@ from paged_jax.kernels.mosaic_gpu.device.refs import Inputs, Outputs
 from paged_jax.kernels.mosaic_gpu.geometry import Geometry
 from paged_jax.kernels.problem import Device, OptionArrays, Problem, device
 from paged_jax.options import AttentionOptions, head_axis
-from paged_jax.shapes import BlockTables, Cache, Lse, NewTokens, Query, Residual, SeqLens, SlotMapping, TmpOut
+from paged_jax.shapes import (
+    BlockTables,
+    Cache,
+    Lse,
+    NewTokens,
+    Query,
+    QueryStartLoc,
+    RaggedLse,
+    RaggedQuery,
+    Residual,
+    SeqLens,
+    SlotMapping,
+    TmpOut,
+)
 
 _LONGEST_BLOCK = 256  # tokens; partitions hold whole blocks
 
@@ -104,7 +117,8 @@ def paged_attention_v1(
     geometry = Geometry(problem, tuning.unsplit(problem, target.device))
     if _nothing_to_attend(problem):
         return _unseen(query)
-    return _attend(query, key_cache, value_cache, block_tables, seq_lens, options, (), geometry, target)[:2]
+    outputs = _attend(query, key_cache, value_cache, block_tables, seq_lens, options, (), geometry, target)
+    return _of_shape(query, outputs)
 
 
 def paged_attention(
@@ -122,7 +136,40 @@ def paged_attention(
     geometry = Geometry(problem, tuning.balanced(problem, target.device))
     if _nothing_to_attend(problem):
         return _unseen(query)
-    return _attend(query, key_cache, value_cache, block_tables, seq_lens, options, (), geometry, target)[:2]
+    outputs = _attend(query, key_cache, value_cache, block_tables, seq_lens, options, (), geometry, target)
+    return _of_shape(query, outputs)
+
+
+def ragged_paged_attention(
+    query: RaggedQuery,
+    key_cache: Cache,
+    value_cache: Cache,
+    block_tables: BlockTables,
+    seq_lens: SeqLens,
+    query_start_loc: QueryStartLoc,
+    options: AttentionOptions,
+    *,
+    target: Target = HERE,
+) -> tuple[RaggedQuery, RaggedLse]:
+    """Attends as `paged_attention` does, for sequences that have one query each or none."""
+    begin, end = query_start_loc[:-1], query_start_loc[1:]
+    has_query = (end > begin) & (begin < query.shape[0])
+    lens, indices = jnp.where(has_query, seq_lens, 0), jnp.where(has_query, begin, -1)
+    caches = key_cache, value_cache, block_tables
+    if query.shape[0] == seq_lens.shape[0] == 1:
+        return paged_attention(query, *caches, lens, options, target=target)
+    problem = Problem.of_call(query, *caches, options)
+    geometry = Geometry(problem, tuning.balanced(problem, target.device))
+    if _nothing_to_attend(problem):
+        return _unseen(query)
+
+    def run(results):
+        _attend(query, *caches, lens, options, (), geometry, target, query_indices=indices, results=results)
+
+    rows = problem.num_tokens * problem.num_heads
+    # Rows of padding belong to no sequence, and no program writes to them.
+    unseen = jnp.zeros((rows, problem.head_size), query.dtype), jnp.full(rows, -jnp.inf, jnp.float32)
+    return _of_shape(query, apart(pl.run_state(run)(unseen)))
 
 
 def write_and_attend(
@@ -145,8 +192,8 @@ def write_and_attend(
 
     def run(refs):
         keys, values, out_ref, lse_ref = refs
-        out, lse, _ = _attend(query, keys, values, block_tables, seq_lens, options, new, geometry, target)
-        out_ref[...], lse_ref[...] = out, lse
+        outputs = _attend(query, keys, values, block_tables, seq_lens, options, new, geometry, target)
+        out_ref[...], lse_ref[...] = _of_shape(query, outputs)
 
     unwritten = jnp.zeros_like(query), jnp.zeros(query.shape[:2], jnp.float32)  # XLA drops them
     key_cache, value_cache, out, lse = pl.run_state(run)((*apart((key_cache, value_cache)), *unwritten))
@@ -173,18 +220,18 @@ def paged_attention_v2(
         residual = *query.shape[:2], pl.cdiv(problem.max_seq_len, partition_size)
         zeros = jnp.zeros(residual, jnp.float32)
         return *_unseen(query), zeros, zeros - jnp.inf, jnp.zeros((*residual, problem.head_size), jnp.float32)
-    out, lse, results = _attend(query, key_cache, value_cache, block_tables, seq_lens, options, (), geometry, target)
-    tmp_out = _by_head(results.partials.out, geometry)
+    outputs = _attend(query, key_cache, value_cache, block_tables, seq_lens, options, (), geometry, target)
+    tmp_out = _by_head(outputs.partials.out, geometry)
     # The second head slice overlaps with the first, and only its last rows are new.
     whole = geometry.head_slices[0].size
     new = tmp_out.shape[-1] - problem.head_size + whole
     tmp_out = jnp.concatenate([tmp_out[..., :whole], tmp_out[..., new:]], -1)
-    sums, maxima = (_by_head(x, geometry) for x in (results.partials.sums, results.partials.maxima))
-    return out, lse, sums, maxima, tmp_out
+    sums, maxima = (_by_head(x, geometry) for x in (outputs.partials.sums, outputs.partials.maxima))
+    return *_of_shape(query, outputs), sums, maxima, tmp_out
 
 
 def _attend(
-    query: Query,
+    query: Array,
     key_cache: Any,
     value_cache: Any,
     block_tables: BlockTables,
@@ -193,29 +240,38 @@ def _attend(
     new: tuple[Array, ...],
     geometry: Geometry,
     target: Target,
-) -> tuple[Query, Lse, Outputs]:
-    """Runs the kernels: out, lse, and what they were merged from.
+    *,
+    query_indices: Array | None = None,
+    results: tuple[Any, Any] | None = None,
+) -> Outputs:
+    """Runs the kernels: out and lse, row by row, and what they were merged from.
 
-    With new tokens (key, value, slot_mapping) both caches are references.
+    With new tokens (key, value, slot_mapping) both caches are references. With `query_indices` [num_seqs], which says
+    which query is each sequence's (below 0: none), `results` are references to out and lse.
     """
     problem = geometry.problem
     reader = target.tiles(problem)(geometry)
     rows = _query_tiles(query, geometry)
     vectors = jax.tree.map(jnp.atleast_1d, OptionArrays.of(options))
     inputs = Inputs(rows, reader.view(key_cache), reader.view(value_cache), block_tables, seq_lens, vectors, *new)
-    results = attend(geometry, reader, inputs)
+    inputs = inputs._replace(query_indices=query_indices)
+    outputs = attend(geometry, reader, inputs, results)
     if geometry.tuning.merge is tuning.Merge.KERNEL:
-        out, lse = merge(geometry, seq_lens, vectors.per_head.sinks, results)
-    else:
-        out, lse = results.out, results.lse
-    return out.reshape(query.shape), lse.reshape(query.shape[:2]), results
+        out, lse = merge(geometry, inputs, outputs)
+        outputs = outputs._replace(out=out, lse=lse)
+    return outputs
 
 
-def _query_tiles(query: Query, geometry: Geometry) -> Array:
+def _of_shape(query: Array, results: Outputs | tuple[Array, Array]) -> tuple[Array, Array]:
+    """Out and lse of the queries."""
+    return results[0].reshape(query.shape), results[1].reshape(query.shape[:2])
+
+
+def _query_tiles(query: Array, geometry: Geometry) -> Array:
     """The query rows of all query tiles, [query_rows, head_size]: padded where items' heads do not fill the tiles."""
     heads, sharing, head_size = geometry.heads_per_item, geometry.items_per_query_tile, geometry.problem.head_size
-    items = query.reshape(geometry.num_items, heads, head_size)
-    items = jnp.pad(items, ((0, -geometry.num_items % sharing), (0, geometry.columns - sharing * heads), (0, 0)))
+    items = query.reshape(-1, heads, head_size)
+    items = jnp.pad(items, ((0, -items.shape[0] % sharing), (0, geometry.columns - sharing * heads), (0, 0)))
     return items.reshape(geometry.query_rows, head_size)
 
 
@@ -230,9 +286,9 @@ def _by_head(x: Array, geometry: Geometry) -> Array:
 
 
 def _nothing_to_attend(problem: Problem) -> bool:
-    return problem.num_seqs * problem.max_seq_len * problem.num_blocks == 0
+    return problem.num_tokens * problem.num_seqs * problem.max_seq_len * problem.num_blocks == 0
 
 
-def _unseen(query: Query) -> tuple[Query, Lse]:
+def _unseen(query: Array) -> tuple[Array, Array]:
     """The results of queries that see no token."""
     return jnp.zeros(query.shape, query.dtype), jnp.full(query.shape[:2], -jnp.inf, jnp.float32)

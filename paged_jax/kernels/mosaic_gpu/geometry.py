@@ -83,7 +83,7 @@ class Geometry:
     @property
     def query_rows(self) -> int:
         """Query rows of all query tiles."""
-        return pl.cdiv(self.num_items, self.items_per_query_tile) * self.columns
+        return pl.cdiv(self.problem.num_tokens * self.items_per_seq, self.items_per_query_tile) * self.columns
 
     # Tiles of K and V: the left operands.
 

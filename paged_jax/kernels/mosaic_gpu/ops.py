@@ -79,17 +79,5 @@ def ragged_paged_attention(
     caches = key_cache, value_cache, block_tables
     if not is_decode(query, *caches, seq_lens, options):
         return ragged.ragged_paged_attention(query, *caches, seq_lens, query_start_loc, options)
-    begin, end = query_start_loc[:-1], query_start_loc[1:]
-    lens = jnp.where(end > begin, seq_lens, 0)  # a sequence without a query sees nothing
-    options = replace(options, causal=True)
-    if query.shape[0] == seq_lens.shape[0] == 1:
-        return decode.paged_attention(query, *caches, lens, options, target=target)
-    rows = jnp.take(query, begin, axis=0, mode="clip")
-    out, lse = decode.paged_attention(rows, *caches, lens, options, target=target)
-    token = jnp.arange(query.shape[0])
-    seq = jnp.searchsorted(end, token, side="right", method="compare_all")
-    # Rows of padding belong to no sequence.
-    return (
-        jnp.take(out, seq, axis=0, mode="fill", fill_value=0),
-        jnp.take(lse, seq, axis=0, mode="fill", fill_value=-jnp.inf),
-    )
+    options = replace(options, causal=True)  # a sequence's only query is its last token, which sees all others
+    return decode.ragged_paged_attention(query, *caches, seq_lens, query_start_loc, options, target=target)

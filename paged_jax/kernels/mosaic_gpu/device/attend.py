@@ -39,7 +39,7 @@ from paged_jax.kernels.mosaic_gpu.device import plan, results, softmax, write
 from paged_jax.kernels.mosaic_gpu.device.load import drain_rings, load_split
 from paged_jax.kernels.mosaic_gpu.device.merge import MergeRefs, merge_slice
 from paged_jax.kernels.mosaic_gpu.device.plan import Item, QueryTile, Queue, QueuedSplit, Scalar, Split
-from paged_jax.kernels.mosaic_gpu.device.refs import Inputs, MergedScratch, Outputs, Refs, outputs, scratch
+from paged_jax.kernels.mosaic_gpu.device.refs import Inputs, MergedScratch, Outputs, Ref, Refs, outputs, scratch
 from paged_jax.kernels.mosaic_gpu.device.tiles import Tiles
 from paged_jax.kernels.mosaic_gpu.geometry import Geometry
 
@@ -47,15 +47,22 @@ _COMPUTES, _LOADS = 0, 1  # warpgroups
 _REGISTERS = 128  # of each thread, where two programs share a multiprocessor
 
 
-def attend(geometry: Geometry, tiles: Tiles, inputs: Inputs) -> Outputs:
-    """Runs the kernel. If it writes new tokens, both caches are references, to which it writes them."""
-    arrays, tree = jax.tree.flatten(inputs)
-    out_types, out_tree = jax.tree.flatten(outputs(geometry))
+def attend(geometry: Geometry, tiles: Tiles, inputs: Inputs, results: tuple[Ref, Ref] | None = None) -> Outputs:
+    """Runs the kernel. If it writes new tokens, both caches are references, to which it writes them.
+
+    `results`, if given, are references to out and lse: only the results of queries are written to them.
+    """
+    arrays, tree = jax.tree.flatten((inputs, results))
+    out_types, out_tree = jax.tree.flatten(outputs(geometry, makes_results=results is None))
+
+    def outputs_of(made, results: tuple[Ref, Ref] | None) -> Outputs:
+        written = jax.tree.unflatten(out_tree, made)
+        return written if results is None else written._replace(out=results[0], lse=results[1])
 
     def refs_of(*refs) -> Refs:
         *gmem, smem = refs
-        inputs_gmem = jax.tree.unflatten(tree, gmem[: len(arrays)])
-        return Refs(inputs_gmem, jax.tree.unflatten(out_tree, gmem[len(arrays) :]), smem)
+        inputs_gmem, results_gmem = jax.tree.unflatten(tree, gmem[: len(arrays)])
+        return Refs(inputs_gmem, outputs_of(gmem[len(arrays) :], results_gmem), smem)
 
     kernel = plgpu.kernel(
         functools.partial(_kernel, refs_of=refs_of, geometry=geometry, tiles=tiles),
@@ -66,7 +73,7 @@ def attend(geometry: Geometry, tiles: Tiles, inputs: Inputs) -> Outputs:
         thread_name="warpgroup",
         **_mesh(geometry),
     )
-    return jax.tree.unflatten(out_tree, kernel(*arrays))
+    return outputs_of(kernel(*arrays), results)
 
 
 def _mesh(geometry: Geometry) -> dict[str, Any]:
@@ -154,7 +161,7 @@ def _set_registers(geometry: Geometry) -> None:
 
 def _load_query(of: Item | Queue, refs: Refs, geometry: Geometry) -> None:
     """Starts the copy of an item's query tile."""
-    rows = pl.ds(plan.query_tile(of, geometry).row, geometry.columns)
+    rows = pl.ds(plan.query_tile(of, refs.inputs_gmem.query_indices, geometry).row, geometry.columns)
     plgpu.copy_gmem_to_smem(refs.inputs_gmem.query.at[rows], refs.smem.query, refs.smem.query_ready)
 
 
@@ -164,7 +171,7 @@ def _attend_split(
     """The softmax of a split, whose query is on its way and whose tiles come after others in the rings."""
     smem = refs.smem
     new = write.new_token(split, refs, geometry) if geometry.tuning.writes_tokens else None
-    query = plan.query_tile(split.item, geometry)
+    query = plan.query_tile(split.item, refs.inputs_gmem.query_indices, geometry)
     if new is not None:
         write.load(split.item, refs)
     plgpu.barrier_wait(smem.query_ready)
@@ -186,8 +193,10 @@ def _merge_in_cluster(item: Item, number: Scalar, refs: Refs, geometry: Geometry
     plgpu.barrier_arrive(smem.cluster_done)
     plgpu.barrier_wait(smem.cluster_done)
     merged = MergedScratch(smem.merged_out, smem.merged_lse)
-    sinks_gmem = refs.inputs_gmem.options.per_head.sinks
-    merge_refs = MergeRefs(sinks_gmem, outputs_gmem.partials, outputs_gmem.out, outputs_gmem.lse, merged)
+    sinks_gmem, query_indices_gmem = refs.inputs_gmem.options.per_head.sinks, refs.inputs_gmem.query_indices
+    merge_refs = MergeRefs(
+        sinks_gmem, query_indices_gmem, outputs_gmem.partials, outputs_gmem.out, outputs_gmem.lse, merged
+    )
     for i in range(len(geometry.merged_slices)):
 
         @pl.when(number == geometry.merging_program(i))

@@ -26,7 +26,16 @@ from jax import Array, lax
 from paged_jax.kernels.in_place import apart
 from paged_jax.kernels.mosaic_gpu.device import plan
 from paged_jax.kernels.mosaic_gpu.device.plan import Item, Scalar
-from paged_jax.kernels.mosaic_gpu.device.refs import ItemPartials, MergedScratch, Outputs, Partials, Ref, merged_scratch
+from paged_jax.kernels.mosaic_gpu.device.refs import (
+    ABSENT,
+    Inputs,
+    ItemPartials,
+    MergedScratch,
+    Outputs,
+    Partials,
+    Ref,
+    merged_scratch,
+)
 from paged_jax.kernels.mosaic_gpu.device.registers import LOWEST, exp, layout, log, store, wide
 from paged_jax.kernels.mosaic_gpu.device.softmax import sinks_of
 from paged_jax.kernels.mosaic_gpu.geometry import WGMMA_ROWS, Geometry
@@ -41,6 +50,7 @@ class MergeInputs(NamedTuple):
 
     seq_lens: Ref
     sinks: Ref  # [num_heads]
+    query_indices: Ref  # as in `refs.Inputs`
     partials: Partials
     item_partials: ItemPartials
 
@@ -49,17 +59,22 @@ class MergeRefs(NamedTuple):
     """What a merge reads and writes."""
 
     sinks_gmem: Ref
+    query_indices_gmem: Ref
     partials_gmem: Partials
     out_gmem: Ref
     lse_gmem: Ref
     smem: MergedScratch
 
 
-def merge(geometry: Geometry, seq_lens: Array, sinks: Array, results: Outputs) -> tuple[Array, Array]:
-    """Runs the kernel on what the decode kernel wrote; out [num_seqs * num_heads, head_size] and lse as long."""
-    problem = geometry.problem
-    rows = problem.num_seqs * problem.num_heads
-    inputs, tree = jax.tree.flatten(MergeInputs(seq_lens, sinks, results.partials, results.item_partials))
+def merge(geometry: Geometry, read: Inputs, written: Outputs) -> tuple[Array, Array]:
+    """Runs the kernel on what the decode kernel read and wrote; out [num_tokens * num_heads, head_size], lse as long.
+
+    If the decode kernel was given references to them, these are returned.
+    """
+    problem, sinks = geometry.problem, read.options.per_head.sinks
+    rows = problem.num_tokens * problem.num_heads
+    given = MergeInputs(read.seq_lens, sinks, read.query_indices, written.partials, written.item_partials)
+    inputs, tree = jax.tree.flatten(given)
     out_type = (
         jax.ShapeDtypeStruct((rows, problem.head_size), problem.query_dtype),
         jax.ShapeDtypeStruct((rows,), jnp.float32),
@@ -72,17 +87,22 @@ def merge(geometry: Geometry, seq_lens: Array, sinks: Array, results: Outputs) -
         grid=(geometry.merging_programs, _item_programs(geometry)),
         grid_names=("program", "item"),
     )
+    results = written.out, written.lse
+    if read.query_indices is not ABSENT:
+        kernel(out_type=())(*inputs, *results)
+        return results
     if not geometry.tuning.queues:
         return kernel(out_type=out_type)(*inputs)
     # The decode kernel has stored whole items already; this one adds the others to them.
-    return apart(pl.run_state(lambda refs: kernel(out_type=())(*inputs, *refs))((results.out, results.lse)))
+    return apart(pl.run_state(lambda refs: kernel(out_type=())(*inputs, *refs))(results))
 
 
 def _kernel(*refs, tree: Any, geometry: Geometry) -> None:
     """Merges the items that are this program's."""
     *inputs_gmem, out_gmem, lse_gmem, smem = refs
     inputs_gmem = jax.tree.unflatten(tree, inputs_gmem)
-    merge_refs = MergeRefs(inputs_gmem.sinks, inputs_gmem.partials, out_gmem, lse_gmem, smem)
+    sinks_gmem, query_indices_gmem, partials_gmem = inputs_gmem.sinks, inputs_gmem.query_indices, inputs_gmem.partials
+    merge_refs = MergeRefs(sinks_gmem, query_indices_gmem, partials_gmem, out_gmem, lse_gmem, smem)
     if geometry.tuning.queues:
         _merge_cut_items(inputs_gmem.item_partials, merge_refs, geometry)
         return
@@ -132,7 +152,7 @@ def merge_slice(
     item: Item, first_partial: Scalar, count: Scalar, number: int, refs: MergeRefs, geometry: Geometry
 ) -> None:
     """Merges a slice of an item's `count` partial results, always in the same order; with slice 0 goes its lse."""
-    query = plan.query_tile(item, geometry)
+    query = plan.query_tile(item, refs.query_indices_gmem, geometry)
     maxima, sums, out = _merged(first_partial, count, number, refs.partials_gmem, geometry)
     seen = sums != 0  # NaN counts as seen: what is not a number must show
     if geometry.problem.per_head.sinks:
@@ -144,13 +164,17 @@ def merge_slice(
     if number == 0:
         refs.smem.lse[...] = layout(jnp.where(seen, maxima + log(sums), -jnp.inf), 0)
     plgpu.commit_smem()
-    for i in range(0, geometry.heads_per_item, geometry.copied_heads):
-        rows, elements = pl.ds(query.out_row + i, geometry.copied_heads), pl.ds(*geometry.merged_slices[number])
-        rows_smem = refs.smem.out.at[pl.ds(query.offset + i, geometry.copied_heads)]
-        plgpu.copy_smem_to_gmem(rows_smem, refs.out_gmem.at[rows, elements])
-    if number == 0:
-        for i in range(geometry.heads_per_item):
-            refs.lse_gmem[query.out_row + i] = refs.smem.lse[query.offset + i]
+
+    @pl.when(query.is_there)
+    def copy():
+        for i in range(0, geometry.heads_per_item, geometry.copied_heads):
+            rows, elements = pl.ds(query.out_row + i, geometry.copied_heads), pl.ds(*geometry.merged_slices[number])
+            rows_smem = refs.smem.out.at[pl.ds(query.offset + i, geometry.copied_heads)]
+            plgpu.copy_smem_to_gmem(rows_smem, refs.out_gmem.at[rows, elements])
+        if number == 0:
+            for i in range(geometry.heads_per_item):
+                refs.lse_gmem[query.out_row + i] = refs.smem.lse[query.offset + i]
+
     plgpu.wait_smem_to_gmem(0)
 
 

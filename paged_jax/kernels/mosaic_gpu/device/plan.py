@@ -91,6 +91,7 @@ class QueryTile(NamedTuple):
     row: Scalar  # the first one
     offset: Scalar  # of the item's own first row from there
     out_row: Scalar  # of the item's first result
+    is_there: Scalar  # whether the item has a query, and so results
 
 
 def split_of(seq_lens_gmem, index: Scalar, number: Scalar, geometry: Geometry) -> Split:
@@ -229,11 +230,16 @@ def num_splits(seq_len: Scalar, geometry: Geometry) -> Scalar:
     return cdiv(lax.min(seq_len, jnp.int32(geometry.problem.max_seq_len)), geometry.tuning.partition_size)
 
 
-def query_tile(of: Item | Queue, geometry: Geometry) -> QueryTile:
-    """The query tile of an item, or of the first one of a queue."""
-    index, sharing = of.seq * geometry.items_per_seq + of.kv_head, jnp.int32(geometry.items_per_query_tile)
+def query_tile(of: Item | Queue, query_indices_gmem, geometry: Geometry) -> QueryTile:
+    """The query tile of an item, or of the first one of a queue. Of an item without a query it is some other's."""
+    query, is_there = of.seq, True
+    if query_indices_gmem is not None:
+        query = query_indices_gmem[of.seq]
+        is_there = query >= 0
+        query = lax.max(query, jnp.int32(0))
+    index, sharing = query * geometry.items_per_seq + of.kv_head, jnp.int32(geometry.items_per_query_tile)
     row = pl.multiple_of(lax.div(index, sharing) * geometry.columns, QUERY_ROWS)
-    return QueryTile(row, lax.rem(index, sharing) * geometry.heads_per_item, index * geometry.heads_per_item)
+    return QueryTile(row, lax.rem(index, sharing) * geometry.heads_per_item, index * geometry.heads_per_item, is_there)
 
 
 def _visible(seq_len: Scalar, geometry: Geometry) -> tuple[Scalar, Scalar]:

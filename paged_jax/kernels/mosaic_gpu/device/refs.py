@@ -27,7 +27,7 @@ _BARRIERS = 4096  # bytes for barriers, padding, and what reductions across warp
 class Inputs(NamedTuple):
     """What the decode kernel reads. Caches have the shapes of `Tiles.view`.
 
-    The last three are there if the kernel writes new tokens. It then writes to both caches.
+    New tokens and their slots are there if the kernel writes them. It then writes to both caches.
     """
 
     query: Ref  # [query_rows, head_size]
@@ -39,6 +39,7 @@ class Inputs(NamedTuple):
     new_key: Ref = ABSENT  # [num_seqs, num_kv_heads, head_size]
     new_value: Ref = ABSENT
     slot_mapping: Ref = ABSENT  # [num_seqs]
+    query_indices: Ref = ABSENT  # [num_seqs], which query is each sequence's, below 0 of none; absent: its own index
 
 
 class Partials(NamedTuple):
@@ -59,8 +60,8 @@ class ItemPartials(NamedTuple):
 class Outputs(NamedTuple):
     """What the decode kernel writes; out and lse are not there if all of them come from the kernel that merges."""
 
-    out: Ref  # [num_seqs * num_heads, head_size]
-    lse: Ref  # [num_seqs * num_heads]
+    out: Ref  # [num_tokens * num_heads, head_size]
+    lse: Ref  # [num_tokens * num_heads]
     partials: Partials
     item_partials: ItemPartials
 
@@ -109,11 +110,11 @@ class MergedScratch(NamedTuple):
     lse: Ref
 
 
-def outputs(geometry: Geometry) -> Outputs:
-    """What the decode kernel writes."""
+def outputs(geometry: Geometry, *, makes_results: bool = True) -> Outputs:
+    """What the decode kernel writes, without out and lse if it does not make them."""
     problem, tuning, f32 = geometry.problem, geometry.tuning, jnp.float32
-    rows, whole, partials, item_partials = problem.num_seqs * problem.num_heads, (ABSENT, ABSENT), ABSENT, ABSENT
-    if tuning.merges_in_cluster or geometry.stores_whole_items:
+    rows, whole, partials, item_partials = problem.num_tokens * problem.num_heads, (ABSENT, ABSENT), ABSENT, ABSENT
+    if makes_results and (tuning.merges_in_cluster or geometry.stores_whole_items):
         out = jax.ShapeDtypeStruct((rows, problem.head_size), problem.query_dtype)
         whole = out, jax.ShapeDtypeStruct((rows,), f32)
     if tuning.merges:

@@ -71,9 +71,12 @@ def _store_whole_item(
         tiles.store_out(out_smem, layout(x.astype(geometry.problem.query_dtype)))
     smem.sums[...] = layout(lse, 0)
     plgpu.commit_smem()
-    _copy_out(query, refs, geometry)
-    for i in range(geometry.heads_per_item):
-        refs.outputs_gmem.lse[query.out_row + i] = smem.sums[query.offset + i]
+
+    @pl.when(query.is_there)
+    def copy():
+        _copy_out(query, refs, geometry)
+        for i in range(geometry.heads_per_item):
+            refs.outputs_gmem.lse[query.out_row + i] = smem.sums[query.offset + i]
 
 
 def _copy_out(query: QueryTile, refs: Refs, geometry: Geometry) -> None:
