@@ -10,10 +10,11 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
 from paged_jax import _dispatch
 from paged_jax.kernels import mosaic_gpu
-from paged_jax.kernels.mosaic_gpu import decode, ragged
+from paged_jax.kernels.mosaic_gpu import decode, ragged, tuning
+from paged_jax.kernels.problem import Device, Problem
 from tests import inputs
 from tests.cases import Sparse
-from tests.mosaic_interpreter import SMALL_GPU, run_op
+from tests.mosaic_interpreter import MIDDLE_GPU, SMALL_GPU, TINY_GPU, run_op
 from tests.test_cache_ops import assert_same_bytes
 from tests.test_mosaic_gpu_ragged import check, operands_of, prefix_operands_of, small
 
@@ -65,6 +66,27 @@ def test_single_queries_in_the_interpreter(case):
     operands = operands_of(case, made, max_query_len=1)
     with mock.patch.object(ragged, "ragged_paged_attention", side_effect=AssertionError("the ragged kernel runs")):
         check(case, made, run_op("ragged_paged_attention", SMALL_GPU, *operands))
+    assert not interpret_pallas_call.get_races().races_found
+
+
+TUNINGS = [
+    (2, TINY_GPU, {"fold": 2}),
+    (1, MIDDLE_GPU, {"queues": 10, "merge": tuning.Merge.KERNEL}),
+    (1, Device(90, 16), {"merge": tuning.Merge.CLUSTER}),
+]
+
+
+@pytest.mark.parametrize(("num_kv_heads", "gpu", "chosen"), TUNINGS, ids=["folded", "queues", "cluster"])
+def test_single_queries_of_each_tuning(num_kv_heads, gpu, chosen):
+    """Whoever stores results, a program or a merge, stores them in the rows of the queries, and nothing elsewhere."""
+    case = small("tuning", 4, num_kv_heads, 64, 16, "bfloat16", **SINGLE, sinks=True)
+    made = inputs.make(case)
+    operands = operands_of(case, made, max_query_len=1)
+    arrays = operands.query, operands.key_cache, operands.value_cache, operands.block_tables
+    problem = Problem.of_call(*arrays, operands.options)
+    tuned = tuning.balanced(problem, gpu)
+    assert {name: getattr(tuned, name) for name in chosen} == chosen
+    check(case, made, run_op("ragged_paged_attention", gpu, *operands))
     assert not interpret_pallas_call.get_races().races_found
 
 
