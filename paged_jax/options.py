@@ -68,8 +68,8 @@ class QueryOptions(TypedDict, total=False):
       max_seq_len: upper bound of `seq_lens`, in tokens. None, or a larger number than this, stands for
         max_blocks_per_seq * block_size (for `prefix_attention` plus num_tokens). No query attends to tokens past it.
       max_query_len: in ragged ops an upper bound of the query lengths. None, or a larger number than this, stands for
-        num_tokens. GPU kernels can be faster if they know that it is small. Results of a sequence with more queries may
-        be anything. To the other ops, whose sequences have one query each, it says nothing.
+        num_tokens. GPU kernels can be faster if they know that it is small. If a sequence has more queries, its results
+        and those of padding may be anything. To the other ops, whose sequences have one query each, it says nothing.
     """
 
     scale: Float[Array, ""] | float | None

@@ -84,6 +84,8 @@ def program(seed, number, *, ops=OPS, small=False):
     transform = _transform(rng, op, num_seqs, case)
     bounds = [None, None, 1, 3, int(rng.integers(1, 20)), num_tokens + 1]
     bound = bounds[rng.integers(len(bounds))] if op in RAGGED_OPS else None
+    if bound == 1 and rng.random() < 0.7:  # no more rows than sequences, as decode takes them
+        num_tokens = int(rng.integers(num_seqs // 2, num_seqs) + 1)
     return Program(number, op, case, num_seqs, width, num_blocks, num_tokens, longest, causal, transform, bound)
 
 

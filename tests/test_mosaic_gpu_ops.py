@@ -50,10 +50,11 @@ def test_one_query_on_a_gpu(case):
         assert_same_bytes(actual, wanted, "a second run")
 
 
-SINGLE = {"seq_lens": (9, 130, 0, 70, 33), "query_lens": (1, 0, 0, 1, 1), "padding": 4}
+SINGLE = {"seq_lens": (9, 130, 0, 70, 33), "query_lens": (1, 0, 0, 1, 1), "padding": 2}
 SINGLE_QUERIES = [
     small("queries", 4, 2, 64, 16, "bfloat16", **SINGLE),
     small("more-sequences", 8, 2, 64, 16, "bfloat16", **SINGLE | {"padding": 0}, sinks=True),
+    small("some-padding", 6, 2, 64, 16, "bfloat16", **SINGLE | {"padding": 1}),
     small("options", 4, 1, 64, 32, "bfloat16", "int8", **SINGLE, alibi=True, k_scale="head", v_scale="scalar",
           sliding_window=40, logits_soft_cap=2.0),
 ]  # fmt: skip
@@ -88,6 +89,16 @@ def test_single_queries_of_each_tuning(num_kv_heads, gpu, chosen):
     assert {name: getattr(tuned, name) for name in chosen} == chosen
     check(case, made, run_op("ragged_paged_attention", gpu, *operands))
     assert not interpret_pallas_call.get_races().races_found
+
+
+def test_single_queries_and_much_padding():
+    """The ragged kernel takes rows that are more than the sequences."""
+    case = small("padding", 4, 2, 64, 16, "bfloat16", **SINGLE | {"padding": 3})
+    operands = operands_of(case, inputs.make(case), max_query_len=1)
+    results = operands.query, np.zeros(operands.query.shape[:2], np.float32)
+    with mock.patch.object(ragged, "ragged_paged_attention", return_value=results) as kernel:
+        run_op("ragged_paged_attention", SMALL_GPU, *operands)
+    kernel.assert_called_once()
 
 
 @pytest.mark.gpu

@@ -151,25 +151,25 @@ def ragged_paged_attention(
     *,
     target: Target = HERE,
 ) -> tuple[RaggedQuery, RaggedLse]:
-    """Attends as `paged_attention` does, for sequences that have one query each or none."""
-    begin, end = query_start_loc[:-1], query_start_loc[1:]
-    has_query = (end > begin) & (begin < query.shape[0])
-    lens, indices = jnp.where(has_query, seq_lens, 0), jnp.where(has_query, begin, -1)
-    caches = key_cache, value_cache, block_tables
-    if query.shape[0] == seq_lens.shape[0] == 1:
+    """Attends as `paged_attention` does, for sequences that have one query each or none, and no more rows than these.
+
+    To the kernels a sequence without a query has no tokens, and its query is a row of padding, if there is one left.
+    """
+    num_tokens, num_seqs, caches = query.shape[0], seq_lens.shape[0], (key_cache, value_cache, block_tables)
+    begin, total, has_query = query_start_loc[:-1], query_start_loc[-1], query_start_loc[1:] > query_start_loc[:-1]
+    lens = jnp.where(has_query, seq_lens, 0)
+    if num_tokens == num_seqs == 1:
         return paged_attention(query, *caches, lens, options, target=target)
     problem = Problem.of_call(query, *caches, options)
     geometry = Geometry(problem, tuning.balanced(problem, target.device))
     if _nothing_to_attend(problem):
         return _unseen(query)
-
-    def run(results):
-        _attend(query, *caches, lens, options, (), geometry, target, query_indices=indices, results=results)
-
-    rows = problem.num_tokens * problem.num_heads
-    # Rows of padding belong to no sequence, and no program writes to them.
-    unseen = jnp.zeros((rows, problem.head_size), query.dtype), jnp.full(rows, -jnp.inf, jnp.float32)
-    return _of_shape(query, apart(pl.run_state(run)(unseen)))
+    # `begin` counts the sequences before that have a query, so that the difference counts those that have none.
+    padding = total + jnp.arange(num_seqs, dtype=jnp.int32) - begin
+    indices = jnp.where(has_query, begin, jnp.where(padding < total, -1, padding))
+    indices = jnp.where(indices < num_tokens, indices, -1)
+    outputs = _attend(query, *caches, lens, options, (), geometry, target, query_indices=indices)
+    return _of_shape(query, outputs)
 
 
 def write_and_attend(
@@ -242,12 +242,11 @@ def _attend(
     target: Target,
     *,
     query_indices: Array | None = None,
-    results: tuple[Any, Any] | None = None,
 ) -> Outputs:
     """Runs the kernels: out and lse, row by row, and what they were merged from.
 
-    With new tokens (key, value, slot_mapping) both caches are references. With `query_indices` [num_seqs], which says
-    which query is each sequence's (below 0: none), `results` are references to out and lse.
+    With new tokens (key, value, slot_mapping) both caches are references. `query_indices` [num_seqs] says which query
+    is each sequence's, below 0 of none; if it is None, they come in the order of the sequences.
     """
     problem = geometry.problem
     reader = target.tiles(problem)(geometry)
@@ -255,16 +254,16 @@ def _attend(
     vectors = jax.tree.map(jnp.atleast_1d, OptionArrays.of(options))
     inputs = Inputs(rows, reader.view(key_cache), reader.view(value_cache), block_tables, seq_lens, vectors, *new)
     inputs = inputs._replace(query_indices=query_indices)
-    outputs = attend(geometry, reader, inputs, results)
+    outputs = attend(geometry, reader, inputs)
     if geometry.tuning.merge is tuning.Merge.KERNEL:
         out, lse = merge(geometry, inputs, outputs)
         outputs = outputs._replace(out=out, lse=lse)
     return outputs
 
 
-def _of_shape(query: Array, results: Outputs | tuple[Array, Array]) -> tuple[Array, Array]:
+def _of_shape(query: Array, outputs: Outputs) -> tuple[Array, Array]:
     """Out and lse of the queries."""
-    return results[0].reshape(query.shape), results[1].reshape(query.shape[:2])
+    return outputs.out.reshape(query.shape), outputs.lse.reshape(query.shape[:2])
 
 
 def _query_tiles(query: Array, geometry: Geometry) -> Array:

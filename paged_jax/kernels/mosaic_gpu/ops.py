@@ -38,9 +38,9 @@ def is_decode(
     """Whether the sequences of a ragged batch are known to have one query each, or none, so that decode takes them.
 
     Decode begins to read without counting the batch, which makes it faster (benchmarks/LOG.md, "One query by the decode
-    kernel").
+    kernel"). It takes no more rows than sequences, as a row of padding goes to a sequence without a query.
     """
-    if options.max_query_len != 1 or seq_lens.shape[0] == 0:
+    if options.max_query_len != 1 or seq_lens.shape[0] < max(1, query.shape[0]):
         return False
     problem = Problem.of_call(query, key_cache, value_cache, block_tables, options)
     return not tuning.refusals(problem, Device())  # other GPUs than Hopper's are refused by both kernels

@@ -39,7 +39,7 @@ from paged_jax.kernels.mosaic_gpu.device import plan, results, softmax, write
 from paged_jax.kernels.mosaic_gpu.device.load import drain_rings, load_split
 from paged_jax.kernels.mosaic_gpu.device.merge import MergeRefs, merge_slice
 from paged_jax.kernels.mosaic_gpu.device.plan import Item, QueryTile, Queue, QueuedSplit, Scalar, Split
-from paged_jax.kernels.mosaic_gpu.device.refs import Inputs, MergedScratch, Outputs, Ref, Refs, outputs, scratch
+from paged_jax.kernels.mosaic_gpu.device.refs import Inputs, MergedScratch, Outputs, Refs, outputs, scratch
 from paged_jax.kernels.mosaic_gpu.device.tiles import Tiles
 from paged_jax.kernels.mosaic_gpu.geometry import Geometry
 
@@ -47,22 +47,15 @@ _COMPUTES, _LOADS = 0, 1  # warpgroups
 _REGISTERS = 128  # of each thread, where two programs share a multiprocessor
 
 
-def attend(geometry: Geometry, tiles: Tiles, inputs: Inputs, results: tuple[Ref, Ref] | None = None) -> Outputs:
-    """Runs the kernel. If it writes new tokens, both caches are references, to which it writes them.
-
-    `results`, if given, are references to out and lse: only the results of queries are written to them.
-    """
-    arrays, tree = jax.tree.flatten((inputs, results))
-    out_types, out_tree = jax.tree.flatten(outputs(geometry, makes_results=results is None))
-
-    def outputs_of(made, results: tuple[Ref, Ref] | None) -> Outputs:
-        written = jax.tree.unflatten(out_tree, made)
-        return written if results is None else written._replace(out=results[0], lse=results[1])
+def attend(geometry: Geometry, tiles: Tiles, inputs: Inputs) -> Outputs:
+    """Runs the kernel. If it writes new tokens, both caches are references, to which it writes them."""
+    arrays, tree = jax.tree.flatten(inputs)
+    out_types, out_tree = jax.tree.flatten(outputs(geometry))
 
     def refs_of(*refs) -> Refs:
         *gmem, smem = refs
-        inputs_gmem, results_gmem = jax.tree.unflatten(tree, gmem[: len(arrays)])
-        return Refs(inputs_gmem, outputs_of(gmem[len(arrays) :], results_gmem), smem)
+        inputs_gmem = jax.tree.unflatten(tree, gmem[: len(arrays)])
+        return Refs(inputs_gmem, jax.tree.unflatten(out_tree, gmem[len(arrays) :]), smem)
 
     kernel = plgpu.kernel(
         functools.partial(_kernel, refs_of=refs_of, geometry=geometry, tiles=tiles),
@@ -73,7 +66,7 @@ def attend(geometry: Geometry, tiles: Tiles, inputs: Inputs, results: tuple[Ref,
         thread_name="warpgroup",
         **_mesh(geometry),
     )
-    return outputs_of(kernel(*arrays), results)
+    return jax.tree.unflatten(out_tree, kernel(*arrays))
 
 
 def _mesh(geometry: Geometry) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from paged_jax.kernels.in_place import apart
 from paged_jax.kernels.mosaic_gpu.device import plan
 from paged_jax.kernels.mosaic_gpu.device.plan import Item, Scalar
 from paged_jax.kernels.mosaic_gpu.device.refs import (
-    ABSENT,
     Inputs,
     ItemPartials,
     MergedScratch,
@@ -67,10 +66,7 @@ class MergeRefs(NamedTuple):
 
 
 def merge(geometry: Geometry, read: Inputs, written: Outputs) -> tuple[Array, Array]:
-    """Runs the kernel on what the decode kernel read and wrote; out [num_tokens * num_heads, head_size], lse as long.
-
-    If the decode kernel was given references to them, these are returned.
-    """
+    """Runs the kernel on what the decode kernel read and wrote; out [num_tokens * num_heads, head_size] and lse."""
     problem, sinks = geometry.problem, read.options.per_head.sinks
     rows = problem.num_tokens * problem.num_heads
     given = MergeInputs(read.seq_lens, sinks, read.query_indices, written.partials, written.item_partials)
@@ -87,14 +83,10 @@ def merge(geometry: Geometry, read: Inputs, written: Outputs) -> tuple[Array, Ar
         grid=(geometry.merging_programs, _item_programs(geometry)),
         grid_names=("program", "item"),
     )
-    results = written.out, written.lse
-    if read.query_indices is not ABSENT:
-        kernel(out_type=())(*inputs, *results)
-        return results
     if not geometry.tuning.queues:
         return kernel(out_type=out_type)(*inputs)
     # The decode kernel has stored whole items already; this one adds the others to them.
-    return apart(pl.run_state(lambda refs: kernel(out_type=())(*inputs, *refs))(results))
+    return apart(pl.run_state(lambda refs: kernel(out_type=())(*inputs, *refs))((written.out, written.lse)))
 
 
 def _kernel(*refs, tree: Any, geometry: Geometry) -> None:

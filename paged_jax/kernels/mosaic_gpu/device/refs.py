@@ -110,11 +110,11 @@ class MergedScratch(NamedTuple):
     lse: Ref
 
 
-def outputs(geometry: Geometry, *, makes_results: bool = True) -> Outputs:
-    """What the decode kernel writes, without out and lse if it does not make them."""
+def outputs(geometry: Geometry) -> Outputs:
+    """What the decode kernel writes."""
     problem, tuning, f32 = geometry.problem, geometry.tuning, jnp.float32
     rows, whole, partials, item_partials = problem.num_tokens * problem.num_heads, (ABSENT, ABSENT), ABSENT, ABSENT
-    if makes_results and (tuning.merges_in_cluster or geometry.stores_whole_items):
+    if tuning.merges_in_cluster or geometry.stores_whole_items:
         out = jax.ShapeDtypeStruct((rows, problem.head_size), problem.query_dtype)
         whole = out, jax.ShapeDtypeStruct((rows,), f32)
     if tuning.merges:
