@@ -80,7 +80,7 @@ TUNINGS = [
 @pytest.mark.parametrize(("num_kv_heads", "gpu", "chosen"), TUNINGS, ids=["folded", "queues", "cluster"])
 def test_single_queries_of_each_tuning(num_kv_heads, gpu, chosen):
     """Whoever stores results, a program or a merge, stores them in the rows of the queries, and nothing elsewhere."""
-    case = small("tuning", 4, num_kv_heads, 64, 16, "bfloat16", **SINGLE, sinks=True)
+    case = small("tuning", 4, num_kv_heads, 64, 16, "bfloat16", **SINGLE | {"padding": 1}, sinks=True)
     made = inputs.make(case)
     operands = operands_of(case, made, max_query_len=1)
     arrays = operands.query, operands.key_cache, operands.value_cache, operands.block_tables
@@ -91,10 +91,11 @@ def test_single_queries_of_each_tuning(num_kv_heads, gpu, chosen):
     assert not interpret_pallas_call.get_races().races_found
 
 
-def test_single_queries_and_much_padding():
-    """The ragged kernel takes rows that are more than the sequences."""
-    case = small("padding", 4, 2, 64, 16, "bfloat16", **SINGLE | {"padding": 3})
-    operands = operands_of(case, inputs.make(case), max_query_len=1)
+@pytest.mark.parametrize(("most", "padding"), [(1, 3), (2, 2)])
+def test_not_decode(most, padding):
+    """The ragged kernel runs if there are more rows than sequences, or if a sequence may have two queries."""
+    case = small("ragged", 4, 2, 64, 16, "bfloat16", **SINGLE | {"padding": padding})
+    operands = operands_of(case, inputs.make(case), max_query_len=most)
     results = operands.query, np.zeros(operands.query.shape[:2], np.float32)
     with mock.patch.object(ragged, "ragged_paged_attention", return_value=results) as kernel:
         run_op("ragged_paged_attention", SMALL_GPU, *operands)

@@ -16,6 +16,8 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from paged_jax import _validate
 from paged_jax.kernels.mosaic_gpu import ragged, ragged_tuning
 from paged_jax.kernels.mosaic_gpu.device import ragged_items, ragged_wide
+from paged_jax.kernels.mosaic_gpu.device.ragged_count import count_before_kernel, total
+from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Counted
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import Geometry
 from paged_jax.kernels.problem import Device, Problem, Unsupported
 from tests import inputs, oracle, plain
@@ -29,7 +31,7 @@ def small(name, *shape, seq_lens=(37, 0, 130, 70), query_lens=(1, 0, 40, 20), **
     return Case(name, *shape, seq_lens=seq_lens, query_lens=query_lens, **options)
 
 
-# Wide and thin items, whole and split, and every option occur, in as few small cases as possible.
+# Wide and thin items and every option occur, in as few small cases as possible.
 INTERPRETED = [
     small("plain", 4, 2, 64, 16, "bfloat16"),
     small("group-of-5", 5, 1, 128, 32, "float16", layout="nhd", scale=-0.3),
@@ -38,7 +40,6 @@ INTERPRETED = [
     small("capped", 8, 2, 64, 16, "float16", logits_soft_cap=2.0, k_scale="head", v_scale="head", sinks=True),
     small("huge", 2, 1, 64, 16, "bfloat16", logits="huge", scale=1.0, sinks=True),
     small("all-empty", 4, 2, 64, 16, "float16", seq_lens=(0, 0), query_lens=(0, 0), sinks=True),
-    small("split", 2, 1, 64, 16, "bfloat16", seq_lens=(600, 3), query_lens=(2, 1), sinks=True, padding=0),
     small("e4m3", 4, 2, 64, 16, "bfloat16", "float8_e4m3fn", k_scale="scalar", v_scale="head"),
     small("int8", 4, 2, 96, 32, "float16", "int8", layout="nhd", k_scale="head", v_scale="scalar"),
     small("slots", 4, 2, 64, 16, "bfloat16", "int8", k_scale="slot", v_scale="slot"),
@@ -46,11 +47,10 @@ INTERPRETED = [
     small("large", 2, 1, 256, 16, "bfloat16", sinks=True),
     small("short-window", 2, 1, 64, 16, "bfloat16", seq_lens=(150, 20), query_lens=(3, 20), sliding_window=37),
     small("short-and-wide", 2, 1, 64, 16, "float16", seq_lens=(128,), query_lens=(40,), padding=0, max_seq_len=128),
-    small("split-wide", 8, 1, 64, 64, "float16", seq_lens=(500,), query_lens=(100,), logits_soft_cap=3.0),
 ]
 # These cases are slow, and test little that the others do not.
 MORE = (
-    *("window", "group-of-5", "capped", "huge", "int8", "tiny", "large", "split-wide"),
+    *("window", "group-of-5", "capped", "huge", "int8", "tiny", "large"),
     *("all-empty", "short-and-wide"),
 )
 TINY_TILES = {"tile": 64, "thin_tile": 64, "stages": 2, "least_split": 2}
@@ -84,6 +84,27 @@ def some(cases, slow):
 def test_in_the_interpreter(case):
     made = inputs.make(case)
     check(case, made, call("ragged_paged_attention", operands_of(case, made), **TINY_TILES))
+    assert not interpret_pallas_call.get_races().races_found
+
+
+SPLIT = [
+    (small("thin", 2, 1, 64, 16, "bfloat16", seq_lens=(600, 3), query_lens=(2, 1), sinks=True, padding=0), None),
+    (small("thin-only", 2, 1, 64, 16, "bfloat16", seq_lens=(600, 3), query_lens=(2, 1), padding=3), 2),
+    (small("wide", 8, 1, 64, 64, "float16", seq_lens=(500,), query_lens=(14,), logits_soft_cap=3.0), None),
+]
+
+
+@pytest.mark.parametrize(("case", "most"), SPLIT, ids=str)
+def test_split_items_in_the_interpreter(case, most):
+    made, tuning = inputs.make(case), TINY_TILES | {"num_programs": 3}
+    operands = operands_of(case, made, max_query_len=most)
+    arrays = operands.query, operands.key_cache, operands.value_cache, operands.block_tables
+    problem = Problem.of_call(*arrays, operands.options)
+    chosen = replace(ragged_tuning.tune(problem, Device(), prefix=False), counts_in_kernel=False, **tuning)
+    geometry = Geometry(problem, chosen, prefix=False)
+    counts = count_before_kernel(operands.query_start_loc, operands.seq_lens, geometry)
+    assert any(total(Counted.PARTIALS, kind, counts) > 1 for kind in geometry.kinds)
+    check(case, made, call("ragged_paged_attention", operands, **tuning))
     assert not interpret_pallas_call.get_races().races_found
 
 

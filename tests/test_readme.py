@@ -42,6 +42,7 @@ RAGGED_CONTENDERS = {  # where they are others
     "`attention_mgpu`": "attention_mgpu",
     "cuDNN, contiguous": "cudnn-contiguous",
     "ours": "auto",
+    "with `max_query_len`": "auto/bounded",
     "by Mosaic GPU": "mosaic_gpu",
     "by Triton": "triton",
 }

@@ -6,6 +6,8 @@ right guess. The blocks past it are free again, and the next tokens overwrite th
     python -m examples.howto.speculative_tokens
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,11 +17,14 @@ from paged_jax import PagedKVCache, allocator
 HEADS, HEAD_SIZE, BLOCK_SIZE = 2, 16, 4
 
 
-@jax.jit
-def attend(new, cache, slots, tables, seq_lens, query_start_loc):
-    """Writes new tokens and attends; queries, keys and values are all `new` here."""
+@partial(jax.jit, static_argnames="max_query_len")
+def attend(new, cache, slots, tables, seq_lens, query_start_loc, max_query_len):
+    """Writes new tokens and attends; queries, keys and values are all `new` here.
+
+    A kernel that knows how few tokens a sequence has at most (`max_query_len`) is faster.
+    """
     cache = cache.write(new, new, slots)
-    return cache.attend_ragged(new, tables, seq_lens, query_start_loc), cache
+    return cache.attend_ragged(new, tables, seq_lens, query_start_loc, max_query_len=max_query_len), cache
 
 
 def main():
@@ -38,7 +43,7 @@ def main():
         slots = allocator.slots(blocks, rows, positions)
         start = np.array([0, *np.cumsum(lens)], np.int32)
         new = np.concatenate(pieces)
-        out, cache = attend(new, cache, slots, blocks.block_tables, blocks.seq_lens, start)
+        out, cache = attend(new, cache, slots, blocks.block_tables, blocks.seq_lens, start, int(lens.max()))
         return blocks, cache, np.split(np.asarray(out), start[1:-1])
 
     def draw(*lens):
