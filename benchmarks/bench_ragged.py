@@ -21,7 +21,7 @@ IMPLEMENTATIONS: tuple[paged_jax.Implementation, ...] = get_args(paged_jax.Imple
 # An H200 has reached 816 TFLOP/s in a matrix product and 4653 GB/s in a read. `bench_ceilings` measures both anew.
 _OPERATIONS_PER_BYTE = 175
 
-# Up to so many rows, queries times a group's heads, `mosaic_gpu` has a kernel of its own for a bound of queries.
+# Up to so many rows, queries times a group's heads, `mosaic_gpu` has a kernel of its own, or decode's for one query.
 _BOUNDED_ROWS = 64
 
 
@@ -38,19 +38,19 @@ def ceiling(_: Iterable[int]) -> timing.Ceiling:
 def implementation(name: str) -> peers.Build:
     """Makes a contender of ours from its name on the command line, "auto" or an implementation.
 
-    Behind the name "/bounded" tells the op how many queries a sequence has at most (`max_query_len`).
+    A name that ends in "/bounded" tells the op how many queries a sequence has at most (`max_query_len`).
 
     Raises:
-      ValueError: the name is neither.
+      ValueError: the name is neither, or ends in something else.
     """
-    base, slash, bounded = name.partition("/")
+    base, slash, ending = name.partition("/")
     chosen = base.removeprefix("auto:")
-    if slash and bounded != "bounded":
-        raise ValueError(f"nothing is named {bounded}; there is {base}/bounded")
+    if slash and ending != "bounded":
+        raise ValueError(f"nothing is named {ending}; there is {base}/bounded")
     if chosen not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(f"no implementation is named {name}; there are auto, {', '.join(IMPLEMENTATIONS)}")
     op = functools.partial(paged_jax.ragged_paged_attention, implementation=None if chosen == "auto" else chosen)
-    return functools.partial(candidates, op, bounded=bool(bounded))
+    return functools.partial(candidates, op, bounded=bool(ending))
 
 
 def candidates(op: Callable, case: cases.Case, inputs: Inputs, *, bounded: bool = False) -> list[peers.Candidate]:
@@ -59,8 +59,9 @@ def candidates(op: Callable, case: cases.Case, inputs: Inputs, *, bounded: bool 
     Raises:
       peers.Absent: a bound is asked for where it changes nothing.
     """
-    if bounded and max(case.num_queries) * case.num_heads > _BOUNDED_ROWS * case.num_kv_heads:
-        raise peers.Absent("so many queries get the same kernel with a bound and without one")
+    group = case.num_heads // case.num_kv_heads
+    if bounded and not max(case.num_queries) * group <= _BOUNDED_ROWS < len(inputs.query) * group:
+        raise peers.Absent("the kernel is the same with a bound and without one")
     bounds = {"max_query_len": max(case.num_queries)} if bounded else {}
 
     @jax.jit

@@ -85,7 +85,7 @@ def ragged_operands(
     pool = _caches(key_cache, value_cache, None, query.shape[2], options.get("layout", "hnd"))
     block_tables, seq_lens = _context(block_tables, seq_lens)
     query_start_loc = _query_start_loc(query_start_loc, seq_lens)
-    checked = _attention_options(query, pool, block_tables, options, causal=causal)
+    checked = _attention_options(query, pool, block_tables, options, causal=causal, most_queries=query.shape[0])
     return Ragged(query, pool.key_cache, pool.value_cache, block_tables, seq_lens, query_start_loc, checked)
 
 
@@ -106,7 +106,8 @@ def prefix_operands(
     pool = _caches(key_cache, value_cache, key.shape[1], query.shape[2], options.get("layout", "hnd"))
     block_tables, seq_lens = _context(block_tables, seq_lens)
     query_start_loc = _query_start_loc(query_start_loc, seq_lens)
-    checked = _attention_options(query, pool, block_tables, options, causal=causal, new_tokens=key.shape[0])
+    most = {"most_queries": query.shape[0], "new_tokens": key.shape[0]}
+    checked = _attention_options(query, pool, block_tables, options, causal=causal, **most)
     return Prefix(query, key, value, pool.key_cache, pool.value_cache, block_tables, seq_lens, query_start_loc, checked)
 
 
@@ -285,11 +286,19 @@ def _pairs(block_mapping: Any) -> Array:
 
 
 def _attention_options(
-    query: Array, pool: _Caches, block_tables: Array, given: Options, *, causal: bool = True, new_tokens: int = 0
+    query: Array,
+    pool: _Caches,
+    block_tables: Array,
+    given: Options,
+    *,
+    causal: bool = True,
+    most_queries: int = 1,
+    new_tokens: int = 0,
 ) -> AttentionOptions:
     """Checks the options that attention ops share.
 
-    A sequence may be longer than its row of the block tables by `new_tokens`, which are not read from the cache.
+    A sequence has no more than `most_queries`. It may be longer than its row of the block tables by `new_tokens`, which
+    are not read from the cache.
     """
     if unknown := given.keys() - Options.__annotations__.keys():
         raise TypeError(
@@ -309,7 +318,6 @@ def _attention_options(
         max_seq_len = _checks.static_int("max_seq_len", max_seq_len, least=0)
     if (max_query_len := options["max_query_len"]) is not None:
         max_query_len = _checks.static_int("max_query_len", max_query_len, least=0)
-    num_tokens = query.shape[0]
     scale = head_size**-0.5 if options["scale"] is None else options["scale"]
     capacity = block_tables.shape[1] * pool.block_size + new_tokens  # the most tokens that a sequence can have
     return AttentionOptions(
@@ -319,7 +327,7 @@ def _attention_options(
         v_scale=_cache_scale("v_scale", options["v_scale"], pool),
         layout=given.get("layout", "hnd"),
         max_seq_len=capacity if max_seq_len is None else min(max_seq_len, capacity),
-        max_query_len=num_tokens if max_query_len is None else min(max_query_len, num_tokens),
+        max_query_len=most_queries if max_query_len is None else min(max_query_len, most_queries),
         sliding_window=window,
         logits_soft_cap=_soft_cap(options["logits_soft_cap"]),
         block_sparse=_block_sparse(options["block_sparse"], pool.block_size),

@@ -55,8 +55,8 @@ class BlockSparse:
 class QueryOptions(TypedDict, total=False):
     """The keywords of every attention op that do not describe the cache.
 
-    Every keyword is None by default. With None `scale` and `max_seq_len` have the values named below, and every other
-    option is off. Where nothing else is said, arrays may be traced, and numbers are static.
+    Every keyword is None by default. With None `scale`, `max_seq_len` and `max_query_len` have the values named below,
+    and every other option is off. Where nothing else is said, arrays may be traced, and numbers are static.
 
     Attributes:
       scale: f32 scalar, factor of the logits; None for ``head_size ** -0.5``. May be traced.
@@ -128,7 +128,7 @@ class AttentionOptions:
       k_scale, v_scale: f32 [], [num_kv_heads] or [num_blocks, num_kv_heads, block_size], or None.
       layout: the layout of both caches.
       max_seq_len: upper bound of `seq_lens`, in tokens.
-      max_query_len: upper bound of the query lengths, at most num_tokens.
+      max_query_len: upper bound of the query lengths: at most num_tokens in ragged ops, and 1 in the others.
       sliding_window: in tokens, or None.
       logits_soft_cap: cap of ``cap * tanh(logit / cap)``, or None.
       block_sparse: the pattern, whose `vert_stride` is above 1, or None.

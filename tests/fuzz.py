@@ -29,6 +29,7 @@ _OPS = {
     "auto": "paged_attention",
     "write_and_attend": "write_and_attend",
     "ragged": "ragged_paged_attention",
+    "single": "ragged_paged_attention",
     "prefix": "prefix_attention",
     "write": "write_to_paged_cache",
     "copy": "copy_blocks",
@@ -303,7 +304,7 @@ def _runner(program, implementation, interpreted):
 def _names(program):
     """The names of an attention operation's arrays that may be batched."""
     names = ["query", "key_cache", "value_cache", "block_tables", "seq_lens"]
-    return [*names, "query_start_loc"] if program.op == "ragged" else names
+    return [*names, "query_start_loc"] if program.op in ("ragged", "single") else names
 
 
 def _call(program, implementation):

@@ -12,10 +12,10 @@ from tests import inputs
 from tests.cases import CACHE_DTYPES, LAYOUTS, Case, Sparse
 
 DECODE_OPS = ("v1", "v2", "auto", "write_and_attend")
-RAGGED_OPS = ("ragged", "prefix")
+RAGGED_OPS = ("ragged", "single", "prefix")
 CACHE_OPS = ("write", "copy", "swap", "story")
 OPS = (*DECODE_OPS, *RAGGED_OPS, *CACHE_OPS)
-_WEIGHTS = np.array([3, 4, 4, 3, 5, 3, 2, 1, 1, 1], float)  # of OPS, in order
+_WEIGHTS = np.array([3, 4, 4, 3, 5, 2, 3, 2, 1, 1, 1], float)  # of OPS, in order
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LONGEST = 70_000
@@ -30,7 +30,7 @@ class Program:
 
     Attributes:
       number: which program of its seed this is.
-      op: one of `OPS`.
+      op: one of `OPS`. "single" is ragged attention with no more rows than sequences, which have one query or none.
       case: dimensions and options; its lengths are only bounds, and every `Batch` has its own.
       num_seqs, width: rows and columns of the block tables.
       num_blocks: blocks of the pools.
@@ -84,13 +84,13 @@ def program(seed, number, *, ops=OPS, small=False):
     transform = _transform(rng, op, num_seqs, case)
     bounds = [None, None, 1, 3, int(rng.integers(1, 20)), num_tokens + 1]
     bound = bounds[rng.integers(len(bounds))] if op in RAGGED_OPS else None
-    if bound == 1 and rng.random() < 0.7:  # no more rows than sequences, as decode takes them
-        num_tokens = int(rng.integers(num_seqs // 2, num_seqs) + 1)
+    if op == "single":
+        bound, num_tokens = 1, int(rng.integers(1, num_seqs + 1))
     return Program(number, op, case, num_seqs, width, num_blocks, num_tokens, longest, causal, transform, bound)
 
 
 def _transform(rng, op, num_seqs, case):
-    if op in ("v1", "v2", "auto", "ragged") and num_seqs <= 8:
+    if op in ("v1", "v2", "auto", "ragged", "single") and num_seqs <= 8:
         chosen = str(rng.choice(["none", "none", "none", "vmap", "vmap-pools"]))
         # If each slot has its own scale, two pools would need two arrays of scales.
         return "vmap" if chosen == "vmap-pools" and "slot" in (case.k_scale, case.v_scale) else chosen

@@ -83,7 +83,7 @@ MUTANTS_OF_KERNELS = [
     Mutant(
         "mosaic_gpu: thin items only, of the last tile of queries only",
         "kernels/mosaic_gpu/ragged_geometry.py",
-        "return len(self.geometry.kinds_there) == 1",
+        "return self.geometry.kinds_there == (self,)",
         "return False",
         "tests/test_mosaic_gpu_ragged.py -k more_queries_than_said",
     ),

@@ -85,7 +85,7 @@ def test_new_tokens_have_no_quotient_that_may_be_rounded_apart():
     np.testing.assert_array_equal(kept.astype(np.float64), [[[0.0, 0.25, 0.0]]])
 
 
-@pytest.mark.parametrize("op", ["auto", "ragged", "prefix"])
+@pytest.mark.parametrize("op", ["auto", "ragged", "single", "prefix"])
 def test_the_reference_is_the_oracles(op):
     compared = 0
     for number in range(40):
@@ -95,7 +95,7 @@ def test_the_reference_is_the_oracles(op):
         batch = fuzz_data.draw(fuzz_draw.rng_of(11, number), program)
         flags = {name: getattr(program.case, name) for name in ("sliding_window", "logits_soft_cap", "block_sparse")}
         flags |= {"scale": program.case.scale} if program.case.scale not in (None, "traced") else {}
-        run = {"auto": oracle.decode, "ragged": oracle.ragged, "prefix": oracle.prefix}[op]
+        run = {"auto": oracle.decode, "ragged": oracle.ragged, "single": oracle.ragged, "prefix": oracle.prefix}[op]
         expected = run(**batch.arrays, **batch.options, **flags, layout=program.case.layout)
         for got, exact in zip(fuzz_check.references(program, batch)[0], expected, strict=True):
             np.testing.assert_allclose(got, exact, rtol=1e-9, atol=1e-12, err_msg=fuzz.describe(program))

@@ -1,4 +1,4 @@
-"""Tests which Mosaic GPU kernel runs ragged attention, as one query of one sequence is decode, and where it leads."""
+"""Tests which Mosaic GPU kernel runs ragged attention, as single queries are decode, and where it leads."""
 
 from dataclasses import replace
 from unittest import mock
@@ -12,11 +12,12 @@ from paged_jax import _dispatch
 from paged_jax.kernels import mosaic_gpu
 from paged_jax.kernels.mosaic_gpu import decode, ragged, tuning
 from paged_jax.kernels.problem import Device, Problem
-from tests import inputs
+from tests import inputs, oracle, plain
 from tests.cases import Sparse
 from tests.mosaic_interpreter import MIDDLE_GPU, SMALL_GPU, TINY_GPU, run_op
+from tests.ragged_interpreter import call
 from tests.test_cache_ops import assert_same_bytes
-from tests.test_mosaic_gpu_ragged import check, operands_of, prefix_operands_of, small
+from tests.test_mosaic_gpu_ragged import TINY_TILES, check, operands_of, prefix_operands_of, small
 
 # NumPy gives this warning when arithmetic meets the poison, which is NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -55,6 +56,7 @@ SINGLE_QUERIES = [
     small("queries", 4, 2, 64, 16, "bfloat16", **SINGLE),
     small("more-sequences", 8, 2, 64, 16, "bfloat16", **SINGLE | {"padding": 0}, sinks=True),
     small("some-padding", 6, 2, 64, 16, "bfloat16", **SINGLE | {"padding": 1}),
+    small("one-row", 4, 2, 64, 16, "bfloat16", seq_lens=(9, 130, 70), query_lens=(0, 1, 0), padding=0),
     small("options", 4, 1, 64, 32, "bfloat16", "int8", **SINGLE, alibi=True, k_scale="head", v_scale="scalar",
           sliding_window=40, logits_soft_cap=2.0),
 ]  # fmt: skip
@@ -88,6 +90,27 @@ def test_single_queries_of_each_tuning(num_kv_heads, gpu, chosen):
     tuned = tuning.balanced(problem, gpu)
     assert {name: getattr(tuned, name) for name in chosen} == chosen
     check(case, made, run_op("ragged_paged_attention", gpu, *operands))
+    assert not interpret_pallas_call.get_races().races_found
+
+
+def test_more_single_queries_than_said():
+    """Where a sequence has more queries than said, the results of the others are right."""
+    case = small("more", 4, 2, 64, 16, "bfloat16", **SINGLE | {"query_lens": (1, 2, 0, 1, 0), "padding": 1})
+    made = inputs.make(case)
+    results = run_op("ragged_paged_attention", SMALL_GPU, *operands_of(case, made, max_query_len=1))
+    exact, rough = (module.ragged(**made.ragged, **made.arrays, **made.static) for module in (oracle, plain))
+    rows = np.array([0, 3])  # of the first and of the fourth sequence
+    for found, wanted, yardstick, what in zip(results, exact, rough, ("out", "lse"), strict=True):
+        plain.assert_close(found[rows], wanted[rows], yardstick[rows], what)
+    assert not interpret_pallas_call.get_races().races_found
+
+
+def test_no_queries():
+    """All rows are padding, whether the bound says so or not."""
+    case = small("none", 4, 2, 64, 16, "bfloat16", **SINGLE | {"query_lens": (0, 0, 0, 0, 0), "padding": 4})
+    made = inputs.make(case)
+    check(case, made, call("ragged_paged_attention", operands_of(case, made, max_query_len=0), **TINY_TILES))
+    check(case, made, run_op("ragged_paged_attention", SMALL_GPU, *operands_of(case, made, max_query_len=1)))
     assert not interpret_pallas_call.get_races().races_found
 
 

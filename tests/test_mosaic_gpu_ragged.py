@@ -87,23 +87,29 @@ def test_in_the_interpreter(case):
     assert not interpret_pallas_call.get_races().races_found
 
 
+# Each with the kinds of items that there may be, and with those of which some are split, wide and thin.
 SPLIT = [
-    (small("thin", 2, 1, 64, 16, "bfloat16", seq_lens=(600, 3), query_lens=(2, 1), sinks=True, padding=0), None),
-    (small("thin-only", 2, 1, 64, 16, "bfloat16", seq_lens=(600, 3), query_lens=(2, 1), padding=3), 2),
-    (small("wide", 8, 1, 64, 64, "float16", seq_lens=(500,), query_lens=(14,), logits_soft_cap=3.0), None),
+    (
+        small("thin", 2, 1, 64, 16, "bfloat16", seq_lens=(600, 40), query_lens=(2, 40), sinks=True, padding=0),
+        2,
+        [False, True],
+    ),
+    (small("thin-only", 2, 1, 64, 16, "bfloat16", seq_lens=(600, 3), query_lens=(2, 1), padding=0), 1, [False, True]),
+    (small("wide", 8, 1, 64, 64, "float16", seq_lens=(500,), query_lens=(14,), logits_soft_cap=3.0), 2, [True, False]),
 ]
 
 
-@pytest.mark.parametrize(("case", "most"), SPLIT, ids=str)
-def test_split_items_in_the_interpreter(case, most):
+@pytest.mark.parametrize(("case", "num_kinds", "split"), SPLIT, ids=lambda x: str(x) if isinstance(x, Case) else "")
+def test_split_items_in_the_interpreter(case, num_kinds, split):
     made, tuning = inputs.make(case), TINY_TILES | {"num_programs": 3}
-    operands = operands_of(case, made, max_query_len=most)
+    operands = operands_of(case, made)
     arrays = operands.query, operands.key_cache, operands.value_cache, operands.block_tables
     problem = Problem.of_call(*arrays, operands.options)
     chosen = replace(ragged_tuning.tune(problem, Device(), prefix=False), counts_in_kernel=False, **tuning)
     geometry = Geometry(problem, chosen, prefix=False)
     counts = count_before_kernel(operands.query_start_loc, operands.seq_lens, geometry)
-    assert any(total(Counted.PARTIALS, kind, counts) > 1 for kind in geometry.kinds)
+    assert len(geometry.kinds_there) == num_kinds
+    assert [bool(total(Counted.PARTIALS, kind, counts) > 1) for kind in geometry.kinds] == split
     check(case, made, call("ragged_paged_attention", operands, **tuning))
     assert not interpret_pallas_call.get_races().races_found
 
@@ -128,7 +134,7 @@ def test_few_queries_in_the_interpreter(case):
 
 @pytest.mark.parametrize("query_lens", [(1, 0, 70, 4, 40, 2)])
 def test_more_queries_than_said(query_lens):
-    """Thin items take whatever queries there are, so that a wrong bound costs time only."""
+    """Of queries of more rows than a thin item has, each sequence has several thin items."""
     case = small(
         "more", 4, 2, 64, 16, "bfloat16", **FEW | {"query_lens": query_lens, "seq_lens": (9, 0, 70, 4, 500, 2)}
     )
@@ -185,8 +191,9 @@ def test_padding_after_a_thin_item():
     assert not interpret_pallas_call.get_races().races_found
 
 
-def prefix_operands_of(case, made):
-    options = made.arrays | op_options(made.static) | {"max_seq_len": case.max_seq_len}
+def prefix_operands_of(case, made, *, max_query_len=None):
+    bounds = {"max_seq_len": case.max_seq_len, "max_query_len": max_query_len}
+    options = made.arrays | op_options(made.static) | bounds
     return _validate.prefix_operands(*made.prefix.values(), True, options)
 
 
@@ -202,6 +209,15 @@ def check_prefix(made, results):
 def test_new_tokens_in_the_interpreter(case):
     made = inputs.make(case)
     check_prefix(made, call("prefix_attention", prefix_operands_of(case, made), **TINY_TILES))
+    assert not interpret_pallas_call.get_races().races_found
+
+
+def test_few_new_tokens_in_the_interpreter():
+    case = small("few", 4, 2, 64, 16, "bfloat16", **FEW, sinks=True)
+    made = inputs.make(case)
+    operands = prefix_operands_of(case, made, max_query_len=4)
+    with mock.patch.object(ragged_wide, "attend_to_item", side_effect=AssertionError("a wide item")):
+        check_prefix(made, call("prefix_attention", operands, **TINY_TILES))
     assert not interpret_pallas_call.get_races().races_found
 
 

@@ -134,11 +134,11 @@ class Problem(Attention):
 
     Attributes:
       num_seqs: rows of the block tables.
-      num_tokens: rows of the query; in decode equal to num_seqs.
+      num_tokens: rows of the query; in decode at most num_seqs.
       num_blocks: blocks in each cache.
       max_blocks_per_seq: columns of the block tables.
       max_seq_len: upper bound of the lengths, in tokens.
-      max_query_len: upper bound of the query lengths of ragged ops.
+      max_query_len: upper bound of the query lengths.
     """
 
     num_seqs: int

@@ -1,4 +1,4 @@
-"""The decode ops, which have one query for each sequence.
+"""The decode ops, which have one query for each sequence, and the ragged batches that are known to be decode.
 
 v1 has one split an item and v2 one a partition; for `paged_attention` and `write_and_attend` `tuning.py` chooses.
 """
@@ -164,7 +164,8 @@ def ragged_paged_attention(
     geometry = Geometry(problem, tuning.balanced(problem, target.device))
     if _nothing_to_attend(problem):
         return _unseen(query)
-    # `begin` counts the sequences before that have a query, so that the difference counts those that have none.
+    # `arange - begin` counts the sequences before that have no query. Where one has more queries than said, it is too
+    # small, and what is then another sequence's row is taken by nobody.
     padding = total + jnp.arange(num_seqs, dtype=jnp.int32) - begin
     indices = jnp.where(has_query, begin, jnp.where(padding < total, -1, padding))
     indices = jnp.where(indices < num_tokens, indices, -1)

@@ -18,7 +18,8 @@ def leads(op: str, operands: Any) -> bool:
         prefix = op == "prefix_attention"
         caches = operands.key_cache, operands.value_cache, operands.block_tables
         if not prefix and is_decode(operands.query, *caches, operands.seq_lens, operands.options):
-            return decode.leads(operands)
+            # Decode's choice was measured against Triton's decode kernel, which runs no ragged batch of several.
+            return decode.leads(operands) or (operands.seq_lens.shape[0] > 1 and ragged.leads(operands))
         return ragged.leads(operands, prefix=prefix)
     if op not in ("paged_attention_v1", "paged_attention_v2", "paged_attention", "write_and_attend"):
         return False
@@ -37,10 +38,10 @@ def is_decode(
 ) -> bool:
     """Whether the sequences of a ragged batch are known to have one query each, or none, so that decode takes them.
 
-    Decode begins to read without counting the batch, which makes it faster (benchmarks/LOG.md, "One query by the decode
-    kernel"). It takes no more rows than sequences, as a row of padding goes to a sequence without a query.
+    Decode is faster than thin items (benchmarks/LOG.md, "One query by the decode kernel" and "A bound of query
+    lengths"). It takes no more rows than sequences, as a row of padding goes to a sequence without a query.
     """
-    if options.max_query_len != 1 or seq_lens.shape[0] < max(1, query.shape[0]):
+    if options.max_query_len != 1 or seq_lens.shape[0] < query.shape[0]:
         return False
     problem = Problem.of_call(query, key_cache, value_cache, block_tables, options)
     return not tuning.refusals(problem, Device())  # other GPUs than Hopper's are refused by both kernels
@@ -61,7 +62,7 @@ def paged_attention(
     if options.block_sparse is None:
         return decode.paged_attention(*arrays, options, target=target)
     starts = jnp.arange(query.shape[0] + 1, dtype=jnp.int32)  # to the ragged kernel each sequence has one query
-    return ragged.ragged_paged_attention(*arrays, starts, replace(options, max_query_len=1))
+    return ragged.ragged_paged_attention(*arrays, starts, options)
 
 
 def ragged_paged_attention(

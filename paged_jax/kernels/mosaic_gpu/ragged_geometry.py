@@ -51,7 +51,7 @@ class Geometry:
 
     @property
     def kinds_there(self) -> tuple["ItemKind", ...]:
-        """The kinds of which a batch may have items."""
+        """The kinds of which a batch may have items: both, or the thin ones."""
         return tuple(kind for kind in self.kinds if kind.may_exist)
 
     @property
@@ -185,7 +185,7 @@ class ItemKind:
     @property
     def takes_all(self) -> bool:
         """Whether items of this kind have all of a sequence's queries, and not only those of its last tile."""
-        return len(self.geometry.kinds_there) == 1
+        return self.geometry.kinds_there == (self,)
 
     @property
     def halves(self) -> int:
