@@ -202,11 +202,15 @@ def lengths(rng, program):
 
 
 def query_lengths(rng, program, seq_lens):
-    """Draws how many of each sequence's tokens are queries: none, one, some or all, until the rows are used up."""
+    """Draws how many of each sequence's tokens are queries: none, one, some or all, until the rows are used up.
+
+    Where there is a bound, one sequence of some batches takes no notice of it.
+    """
     left, found, most = program.num_tokens, [], program.max_query_len
-    for length in seq_lens:
+    careless = int(rng.integers(len(seq_lens))) if most is not None and rng.random() < 0.15 else None
+    for row, length in enumerate(seq_lens):
         wanted = int(rng.choice([0, 1, 1, 5, 16, 17, 64, 10**6]))
-        wanted = min(wanted, length, left, left if most is None else most)
+        wanted = min(wanted, length, left, left if most is None or row == careless else most)
         left -= wanted
         found.append(wanted)
     return found
