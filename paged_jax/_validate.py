@@ -106,8 +106,9 @@ def prefix_operands(
     pool = _caches(key_cache, value_cache, key.shape[1], query.shape[2], options.get("layout", "hnd"))
     block_tables, seq_lens = _context(block_tables, seq_lens)
     query_start_loc = _query_start_loc(query_start_loc, seq_lens)
-    most = {"most_queries": query.shape[0], "new_tokens": key.shape[0]}
-    checked = _attention_options(query, pool, block_tables, options, causal=causal, **most)
+    checked = _attention_options(
+        query, pool, block_tables, options, causal=causal, most_queries=query.shape[0], new_tokens=key.shape[0]
+    )
     return Prefix(query, key, value, pool.key_cache, pool.value_cache, block_tables, seq_lens, query_start_loc, checked)
 
 

@@ -113,12 +113,8 @@ def paged_attention_v1(
     target: Target = HERE,
 ) -> tuple[Query, Lse]:
     """Attends with one split a work item."""
-    problem = Problem.of_call(query, key_cache, value_cache, block_tables, options)
-    geometry = Geometry(problem, tuning.unsplit(problem, target.device))
-    if _nothing_to_attend(problem):
-        return _unseen(query)
-    outputs = _attend(query, key_cache, value_cache, block_tables, seq_lens, options, (), geometry, target)
-    return _of_shape(query, outputs)
+    caches = key_cache, value_cache, block_tables
+    return _out_and_lse(query, caches, seq_lens, options, tuning.unsplit, target)
 
 
 def paged_attention(
@@ -132,12 +128,8 @@ def paged_attention(
     target: Target = HERE,
 ) -> tuple[Query, Lse]:
     """Attends with as many splits as keep the GPU busy."""
-    problem = Problem.of_call(query, key_cache, value_cache, block_tables, options)
-    geometry = Geometry(problem, tuning.balanced(problem, target.device))
-    if _nothing_to_attend(problem):
-        return _unseen(query)
-    outputs = _attend(query, key_cache, value_cache, block_tables, seq_lens, options, (), geometry, target)
-    return _of_shape(query, outputs)
+    caches = key_cache, value_cache, block_tables
+    return _out_and_lse(query, caches, seq_lens, options, tuning.balanced, target)
 
 
 def ragged_paged_attention(
@@ -157,20 +149,14 @@ def ragged_paged_attention(
     """
     num_tokens, num_seqs, caches = query.shape[0], seq_lens.shape[0], (key_cache, value_cache, block_tables)
     begin, total, has_query = query_start_loc[:-1], query_start_loc[-1], query_start_loc[1:] > query_start_loc[:-1]
-    lens = jnp.where(has_query, seq_lens, 0)
-    if num_tokens == num_seqs == 1:
-        return paged_attention(query, *caches, lens, options, target=target)
-    problem = Problem.of_call(query, *caches, options)
-    geometry = Geometry(problem, tuning.balanced(problem, target.device))
-    if _nothing_to_attend(problem):
-        return _unseen(query)
-    # `arange - begin` counts the sequences before that have no query. Where one has more queries than said, it is too
-    # small, and what is then another sequence's row is taken by nobody.
-    padding = total + jnp.arange(num_seqs, dtype=jnp.int32) - begin
-    indices = jnp.where(has_query, begin, jnp.where(padding < total, -1, padding))
-    indices = jnp.where(indices < num_tokens, indices, -1)
-    outputs = _attend(query, *caches, lens, options, (), geometry, target, query_indices=indices)
-    return _of_shape(query, outputs)
+    lens, indices = jnp.where(has_query, seq_lens, 0), None
+    if num_seqs > 1:
+        # `arange - begin` counts the sequences before that have no query. Where one has more queries than said, it is
+        # too small, and what is then another sequence's row is taken by nobody.
+        padding = total + jnp.arange(num_seqs, dtype=jnp.int32) - begin
+        indices = jnp.where(has_query, begin, jnp.where(padding < total, -1, padding))
+        indices = jnp.where(indices < num_tokens, indices, -1)
+    return _out_and_lse(query, caches, lens, options, tuning.balanced, target, indices)
 
 
 def write_and_attend(
@@ -229,6 +215,24 @@ def paged_attention_v2(
     tmp_out = jnp.concatenate([tmp_out[..., :whole], tmp_out[..., new:]], -1)
     sums, maxima = (_by_head(x, geometry) for x in (outputs.partials.sums, outputs.partials.maxima))
     return *_of_shape(query, outputs), sums, maxima, tmp_out
+
+
+def _out_and_lse(
+    query: Array,
+    caches: tuple[Array, Array, Array],
+    seq_lens: SeqLens,
+    options: AttentionOptions,
+    tuned: Callable[[Problem, Device], tuning.Tuning],
+    target: Target,
+    query_indices: Array | None = None,
+) -> tuple[Array, Array]:
+    """Attends as `tuned` chooses, to caches (keys, values, block tables) that stay as they are."""
+    problem = Problem.of_call(query, *caches, options)
+    geometry = Geometry(problem, tuned(problem, target.device))
+    if _nothing_to_attend(problem):
+        return _unseen(query)
+    outputs = _attend(query, *caches, seq_lens, options, (), geometry, target, query_indices=query_indices)
+    return _of_shape(query, outputs)
 
 
 def _attend(

@@ -188,6 +188,11 @@ class ItemKind:
         return self.geometry.kinds_there == (self,)
 
     @property
+    def has_several(self) -> bool:
+        """Whether a sequence may have several tiles of these, from its first query on, and not only one at its end."""
+        return self.is_wide or self.takes_all
+
+    @property
     def halves(self) -> int:
         """Halves of an item, of up to `WGMMA_ROWS` rows each."""
         return 2 if self.is_wide else 1

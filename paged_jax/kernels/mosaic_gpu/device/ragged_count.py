@@ -128,8 +128,7 @@ def num_splits(place: Scalar, sequence: Sequence, kind: ItemKind, counts: Counts
         return jnp.int32(1)
     items = before(Counted.ITEMS, place + 1, kind, counts) - before(Counted.ITEMS, place, kind, counts)
     num_kv_heads = kind.geometry.problem.num_kv_heads
-    has_several = kind.is_wide or kind.takes_all
-    unsplit = at_least(query_tiles(sequence, kind), 1) * num_kv_heads if has_several else jnp.int32(num_kv_heads)
+    unsplit = at_least(query_tiles(sequence, kind), 1) * num_kv_heads if kind.has_several else jnp.int32(num_kv_heads)
     return at_least(lax.div(items, unsplit), 1)
 
 
@@ -156,7 +155,7 @@ def _costs(sequences: Sequence, kind: ItemKind) -> Array:
 
 def _wide_programs(totals: _Totals, geometry: Geometry) -> Any:
     """`wide_programs` of a batch."""
-    if len(geometry.kinds_there) == 1:
+    if not geometry.kinds[0].may_exist:
         return jnp.int32(0)
     (wide, thin), programs = totals, geometry.tuning.num_programs
     wide_programs = (wide / lax.max(wide + thin, jnp.float32(1)) * programs + 0.5).astype(jnp.int32)

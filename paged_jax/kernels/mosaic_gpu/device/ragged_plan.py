@@ -87,7 +87,7 @@ def find(number: Scalar, counts: Counts, lengths_gmem: Lengths, kind: ItemKind) 
     splits = count.num_splits(place, sequence, kind, counts)
     of_sequence = number - count.before(Counted.ITEMS, place, kind, counts)
     split, unsplit = lax.rem(of_sequence, splits), lax.div(of_sequence, splits)
-    if kind.is_wide or kind.takes_all:
+    if kind.has_several:
         query_tiles = at_least(sequences.query_tiles(sequence, kind), 1)
         query_tile, kv_head = query_tiles - 1 - lax.rem(unsplit, query_tiles), lax.div(unsplit, query_tiles)
     else:

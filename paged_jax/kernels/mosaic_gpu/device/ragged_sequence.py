@@ -54,7 +54,7 @@ def query_tiles(sequence: Sequence, kind: ItemKind) -> Any:
 
 def first_query(sequence: Sequence, kind: ItemKind) -> Any:
     """The first of a sequence's query tokens that is in an item of this kind."""
-    if kind.is_wide or kind.takes_all:
+    if kind.has_several:
         return jnp.int32(0)
     return _whole_tiles(sequence, kind.geometry) * (2 * kind.geometry.half_tokens)
 
