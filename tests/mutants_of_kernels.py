@@ -74,6 +74,13 @@ MUTANTS_OF_KERNELS = [
         "tests/test_mosaic_gpu_ops.py -k single_queries",
     ),
     Mutant(
+        "mosaic_gpu: a sequence without a query takes another one's row",
+        "kernels/mosaic_gpu/decode.py",
+        "jnp.where(padding < total, -1, padding)",
+        "padding",
+        "tests/test_mosaic_gpu_ops.py -k more_single_queries",
+    ),
+    Mutant(
         "mosaic_gpu: a batch of up to two queries a sequence is decode",
         "kernels/mosaic_gpu/ops.py",
         "options.max_query_len != 1",
