@@ -160,8 +160,8 @@ MUTANTS_OF_KERNELS = [
     Mutant(
         "mosaic_gpu: a row of padding that decode runs sees its sequence",
         "kernels/mosaic_gpu/decode.py",
-        "lens = jnp.where(has_query, seq_lens, 0)",
-        "lens = seq_lens",
+        "jnp.where(has_query, seq_lens, 0)",
+        "seq_lens",
         "tests/test_mosaic_gpu_ops.py -k interpreter",
     ),
     Mutant(
