@@ -187,6 +187,13 @@ def hold_writes(caches, arrays, layout, scales):
         hold_bits(np.asarray(got), exact, f"{which} cache")
 
 
+def hold_second_run(program, batch, second, first):
+    """Raises `Wrong` unless a second run gave the same bytes wherever the op promises any."""
+    rows = _rows_kept(program, batch)
+    for one, two in zip(first, second, strict=True):
+        hold_bits(np.asarray(two)[rows], np.asarray(one)[rows], "the second run")
+
+
 def check(program, batch, results):
     """Checks all results of an operation."""
     arrays, options, layout = batch.arrays, batch.options, program.case.layout
@@ -211,16 +218,18 @@ def check(program, batch, results):
 
 
 def _check_ragged(program, batch, results, exact, rough):
-    """Checks the rows of all sequences but those that have more queries than `max_query_len` says, if there are any."""
-    bound, query_lens = program.max_query_len, np.array(batch.query_lens, int)
-    kept = query_lens <= (query_lens.max(initial=0) if bound is None else bound)
-    if kept.all():
-        hold_results(results, exact, rough)
-        if np.asarray(results[0])[query_lens.sum() :].astype(np.float32).any():
-            raise Wrong("padding rows are not 0")
-        return
-    rows = np.flatnonzero(np.repeat(kept, query_lens))
+    rows = _rows_kept(program, batch)
     hold_results(*([np.asarray(x)[rows] for x in arrays] for arrays in (results, exact, rough)))
+    if rows == slice(None) and np.asarray(results[0])[sum(batch.query_lens) :].astype(np.float32).any():
+        raise Wrong("padding rows are not 0")
+
+
+def _rows_kept(program, batch):
+    """The rows of all results but, where a sequence has more queries than `max_query_len` says, its own and padding."""
+    query_lens = np.array(batch.query_lens, int)
+    if program.op not in RAGGED_OPS or program.max_query_len is None or (query_lens <= program.max_query_len).all():
+        return slice(None)
+    return np.flatnonzero(np.repeat(query_lens <= program.max_query_len, query_lens))
 
 
 def _check_residuals(program, results, exact):

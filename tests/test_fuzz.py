@@ -4,6 +4,7 @@ The line of a failure names the command that repeats it.
 """
 
 import contextlib
+import dataclasses
 import datetime
 import json
 
@@ -69,6 +70,20 @@ def test_a_wrong_result_is_found(monkeypatch, capsys):
     assert fuzz._again(args, answer).endswith(f"--seed 5 --ops v1 --small --only {program}.0")
     with pytest.raises(fuzz_check.Wrong, match="1 bytes differ"):
         fuzz_check.hold_bits(np.array([1, 2], np.int8), np.array([1, 3], np.int8), "cache")
+
+
+def test_a_second_run_may_differ_only_where_nothing_is_promised():
+    """Rows 1 to 3 are those of a sequence with more queries than said, and row 5 is padding."""
+    program = dataclasses.replace(fuzz_draw.program(5, 0, ops=("single",)), max_query_len=1)
+    batch = fuzz_draw.Batch([4, 5, 6], [1, 3, 1], {}, {})
+    first, other = np.arange(6), np.array([0, 7, 7, 7, 4, 7])
+    fuzz_check.hold_second_run(program, batch, [other], [first])
+    for kept in (0, 4):
+        wrong = np.where(np.arange(6) == kept, 7, first)
+        with pytest.raises(fuzz_check.Wrong, match="the second run"):
+            fuzz_check.hold_second_run(program, batch, [wrong], [first])
+    with pytest.raises(fuzz_check.Wrong, match="the second run"):
+        fuzz_check.hold_second_run(program, dataclasses.replace(batch, query_lens=[1, 1, 1]), [other], [first])
 
 
 def _is_sparse(program):
