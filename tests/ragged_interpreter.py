@@ -62,6 +62,14 @@ def gather(values_gmem, indices, last):
     return values_gmem[...][jnp.minimum(indices, last)]
 
 
+def row_numbers():
+    return jnp.arange(WGMMA_ROWS)
+
+
+def in_each_lane(x):
+    return jnp.full(WGMMA_ROWS, x)
+
+
 def sums(x):
     return x.sum(axis=1)
 
@@ -219,6 +227,8 @@ def call(op, operands, device=SMALL_GPU, **tuning):
         mock.patch.object(ragged_items, "store_fields", store_fields),
         mock.patch.multiple(
             ragged_lanes,
+            row_numbers=row_numbers,
+            in_each_lane=in_each_lane,
             sums=sums,
             sum_of_lanes=sum_of_lanes,
             raised=raised,

@@ -38,8 +38,7 @@ from jax import lax
 
 from paged_jax.kernels.mosaic_gpu.device import ragged_items as items
 from paged_jax.kernels.mosaic_gpu.device import ragged_load, ragged_thin, ragged_wide
-from paged_jax.kernels.mosaic_gpu.device.plan import Scalar
-from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Inputs, Outputs, Refs, outputs, scratch
+from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Inputs, Outputs, Refs, Signal, outputs, scratch
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import NO_ITEM, WIDE, Geometry
 
 _LOADS = 2  # warpgroup; the others compute
@@ -78,7 +77,7 @@ def _kernel(*refs, refs_of, geometry: Geometry) -> None:
     @pl.when(warpgroup < _LOADS)
     def compute():
         plgpu.set_max_registers(_COMPUTING_REGISTERS, action="increase")
-        _attend_to_items(warpgroup, all_refs, geometry)
+        _attend_to_items(all_refs, geometry)
 
     @pl.when(warpgroup == _LOADS)
     def load():
@@ -86,34 +85,36 @@ def _kernel(*refs, refs_of, geometry: Geometry) -> None:
         ragged_load.load_items(all_refs, geometry)
 
 
-def _attend_to_items(warpgroup: Scalar, refs: Refs, geometry: Geometry) -> None:
+def _attend_to_items(refs: Refs, geometry: Geometry) -> None:
     """Attends to all items that are described to it."""
     wide_kind, thin_kind = geometry.kinds
 
     def attend_to_wide_or_thin(state):
-        items_before, (wide_tiles, thin_tiles), item = state
-        is_wide = item.kind == WIDE
-        # Wide items and thin ones count the tiles of their rings each from 0.
-        attend = functools.partial(ragged_wide.attend_to_item, item, items_before, wide_tiles, warpgroup)
-        pl.when(is_wide)(lambda: attend(refs, wide_kind))
-        attend = functools.partial(ragged_thin.attend_to_item, item, items_before, thin_tiles, warpgroup)
-        pl.when(~is_wide)(lambda: attend(refs, thin_kind))
-        tiles = wide_tiles + jnp.where(is_wide, item.num_tiles, 0), thin_tiles + jnp.where(is_wide, 0, item.num_tiles)
-        return items_before + 1, tiles, items.read(items_before + 1, refs.smem)
+        stage, item_kind = state
+        # Here, too, where the code of thin items comes first, they are faster (benchmarks/LOG.md, "What is spilled").
+        pl.when(item_kind != WIDE)(lambda: ragged_thin.attend_to_item(stage, refs, thin_kind))
+        pl.when(item_kind == WIDE)(lambda: ragged_wide.attend_to_item(stage, refs, wide_kind))
+        return item_after(stage)
 
     def attend_to_thin(state):
-        items_before, tiles, item = state
-        ragged_thin.attend_to_item(item, items_before, tiles, warpgroup, refs, thin_kind)
-        return items_before + 1, tiles + item.num_tiles, items.read(items_before + 1, refs.smem)
+        stage, _ = state
+        ragged_thin.attend_to_item(stage, refs, thin_kind)
+        return item_after(stage)
 
-    def attend_to_all(attend_to_item, tiles):
-        state = zero, tiles, items.read(zero, refs.smem)
-        lax.while_loop(lambda state: state[2].kind > NO_ITEM, attend_to_item, state)
+    def item_after(stage):
+        following = items.stage_of(stage + 1)
+        return following, items.kind_of(following, refs.smem)
 
-    zero, turns = jnp.int32(0), refs.smem.turns
+    def attend_to_all(attend_to_item):
+        state = jnp.int32(0), items.kind_of(jnp.int32(0), refs.smem)
+        stage, _ = lax.while_loop(lambda state: state[1] > NO_ITEM, attend_to_item, state)
+        items.finish(stage, refs.smem)
+
     if not wide_kind.may_exist:
-        attend_to_all(attend_to_thin, zero)
+        attend_to_all(attend_to_thin)
         return
-    pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(turns.at[0]))  # warpgroup 0 has the first turn
-    attend_to_all(attend_to_wide_or_thin, (zero, zero))
-    pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(turns.at[0]))  # barriers end as they began
+    # Warpgroup 0 has the first turn. At the end it takes the one that is left to it, as barriers end as they began.
+    first_turn, warpgroup = refs.smem.signal(Signal.TURN), functools.partial(lax.axis_index, "warpgroup")
+    pl.when(warpgroup() == 1)(lambda: plgpu.barrier_arrive(first_turn))
+    attend_to_all(attend_to_wide_or_thin)
+    pl.when(warpgroup() == 0)(lambda: plgpu.barrier_wait(first_turn))

@@ -26,7 +26,7 @@ from paged_jax.kernels.mosaic_gpu.device.inline import (
 )
 from paged_jax.kernels.mosaic_gpu.device.plan import Scalar
 from paged_jax.kernels.mosaic_gpu.device.ragged_plan import Item
-from paged_jax.kernels.mosaic_gpu.device.ragged_refs import ITEM_STAGES, Ref, Refs, Scratch
+from paged_jax.kernels.mosaic_gpu.device.ragged_refs import ITEM_STAGES, Ref, Refs, Scratch, Signal
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import NO_ITEM, Geometry, ItemKind
 
 
@@ -35,31 +35,43 @@ def nothing() -> Item:
     return Item(*[jnp.int32(NO_ITEM)] * len(Item._fields))
 
 
-def describe(item: Item, items_before: Scalar, smem: Scratch) -> None:
-    """Tells the computing warpgroups of an item."""
-    stage = _stage(items_before)
+def describe(item: Item, tiles_before: Scalar, items_before: Scalar, smem: Scratch) -> None:
+    """Tells the computing warpgroups of an item, and how many tiles of its kind the program has had before it."""
+    stage = stage_of(items_before)
     pl.when(items_before >= ITEM_STAGES)(lambda: plgpu.barrier_wait(smem.items.consumed.at[stage]))
-    store_fields(smem.items.fields, stage, item)
-    plgpu.barrier_arrive(smem.items.ready.at[stage])
+    store_fields(smem.items.fields, stage, (*item, tiles_before))
+    plgpu.barrier_arrive(smem.signal(Signal.ITEM, stage))
 
 
-def read(items_before: Scalar, smem: Scratch) -> Item:
-    """The item as a computing warpgroup finds it, once it is described."""
-    stage = _stage(items_before)
-    plgpu.barrier_wait(smem.items.ready.at[stage])
-    item = _item_at(stage, smem)
+def kind_of(stage: Scalar, smem: Scratch) -> Scalar:
+    """The kind of the item of a stage, once it is described; NO_ITEM if there is no further one."""
+    plgpu.barrier_wait(smem.signal(Signal.ITEM, stage))
+    return smem.items.fields[stage, 0]
+
+
+def read(stage: Scalar, smem: Scratch) -> Item:
+    """The item of a stage. To read it again is faster than to keep it in registers over loops that need all."""
+    return Item(*[smem.items.fields[stage, i] for i in range(len(Item._fields))])
+
+
+def tiles_before(stage: Scalar, smem: Scratch) -> Scalar:
+    """How many tiles of its kind the program has had before the item of a stage."""
+    return smem.items.fields[stage, len(Item._fields)]
+
+
+def finish(stage: Scalar, smem: Scratch) -> None:
+    """Says that a computing warpgroup needs the description no longer."""
     plgpu.barrier_arrive(smem.items.consumed.at[stage])
-    return item
 
 
-def read_own(items_before: Scalar, smem: Scratch) -> Item:
-    """The item as the loading warpgroup has described it itself."""
-    return _item_at(_stage(items_before), smem)
+def stage_of(items_before: Scalar) -> Scalar:
+    """The stage of an item's description."""
+    return lax.rem(items_before, jnp.int32(ITEM_STAGES))
 
 
-def query_stage(items_before: Scalar, geometry: Geometry) -> Scalar:
-    """The stage of an item's query."""
-    return lax.rem(items_before, jnp.int32(geometry.tuning.queries))
+def query_stage(stage: Scalar, geometry: Geometry) -> Scalar:
+    """The stage of an item's query. There are as many as of descriptions, or one."""
+    return stage if geometry.tuning.queries == ITEM_STAGES else jnp.int32(0)
 
 
 def claim(kind: ItemKind, refs: Refs) -> Scalar:
@@ -95,11 +107,3 @@ def store_fields(fields_smem: Ref, row: Scalar, values: Any) -> None:
         mgpu.warpgroup_barrier()
 
     store(fields_smem, row, *values)
-
-
-def _stage(items_before: Scalar) -> Scalar:
-    return lax.rem(items_before, jnp.int32(ITEM_STAGES))
-
-
-def _item_at(stage: Scalar, smem: Scratch) -> Item:
-    return Item(*[smem.items.fields[stage, i] for i in range(len(Item._fields))])

@@ -16,11 +16,48 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm, scf, vector
 from jaxlib.mlir.dialects import math as mlir_math
 
-from paged_jax.kernels.mosaic_gpu.device.inline import SCALAR, address, array, assembly, element, i32, inline
+from paged_jax.kernels.mosaic_gpu.device.inline import (
+    SCALAR,
+    WARP,
+    add,
+    address,
+    array,
+    assembly,
+    div,
+    element,
+    i32,
+    inline,
+    mul,
+    rem,
+    thread_index_read_again,
+)
 from paged_jax.kernels.mosaic_gpu.geometry import WGMMA_ROWS
 
 _BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 _ALL = 0xFFFFFFFF  # lanes
+
+
+def row_numbers() -> Array:
+    """0 to 63, [64]. They come from the thread's index read again, which keeps no register alive over loops."""
+
+    @inline(returns=(WGMMA_ROWS,), dtype="int32", layout=_BY_ROW)
+    def compute(_):
+        index = thread_index_read_again()
+        first = add(mul(div(index, WARP), WGMMA_ROWS // 4), div(rem(index, WARP), 4))
+        return _rows([first, add(first, i32(8))], is_signed=True)
+
+    return compute()
+
+
+def in_each_lane(x: Any) -> Array:
+    """A scalar for all rows, [64], in a register of each lane, as one of the warp has the softmax begin later."""
+
+    @inline(SCALAR, returns=(WGMMA_ROWS,), dtype="float32", layout=_BY_ROW)
+    def compute(_, x):
+        code = "{ .reg .f32 index; cvt.rn.f32.u32 index, $1; fma.rn.f32 $0, index, 0f00000000, $2; }"
+        return _rows(assembly(code, "=f,r,f", thread_index_read_again(), x.registers.item(), results=1) * 2)
+
+    return compute(x)
 
 
 def sums(x: Array) -> Array:
@@ -162,13 +199,13 @@ def _of_both_rows(factor) -> list:
     return [element(register, 0) for register in factor.registers.flat]
 
 
-def _rows(values) -> mgpu.FragmentedArray:
+def _rows(values, *, is_signed: bool | None = None) -> mgpu.FragmentedArray:
     """An array [64] of a lane's two values, one for each of its rows."""
-    one = ir.VectorType.get((1,), ir.F32Type.get())
+    one = ir.VectorType.get((1,), values[0].type)
     registers = np.empty(2, object)
     for i, value in enumerate(values):
         registers[i] = vector.broadcast(one, value)
-    return array(registers, mgpu.WGMMA_ROW_LAYOUT, (WGMMA_ROWS,))
+    return array(registers, mgpu.WGMMA_ROW_LAYOUT, (WGMMA_ROWS,), is_signed)
 
 
 def _sum(values):

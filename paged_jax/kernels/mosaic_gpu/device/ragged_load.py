@@ -20,7 +20,7 @@ from paged_jax.kernels.mosaic_gpu.device import ragged_rows as rows
 from paged_jax.kernels.mosaic_gpu.device.plan import Scalar
 from paged_jax.kernels.mosaic_gpu.device.ragged_load_tiles import TileLoader
 from paged_jax.kernels.mosaic_gpu.device.ragged_plan import Item
-from paged_jax.kernels.mosaic_gpu.device.ragged_refs import ITEM_STAGES, Counts, Refs
+from paged_jax.kernels.mosaic_gpu.device.ragged_refs import ITEM_STAGES, Counts, Refs, Signal
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import NO_ITEM, Geometry, ItemKind
 
 _LAST_TILES = 2  # of a thin item, which are loaded after the next item is begun
@@ -47,7 +47,7 @@ def load_items(refs: Refs, geometry: Geometry) -> None:
         return lax.cond(begins_wide ^ (turn == 1), take_wide, take_thin)
 
     items_before = lax.fori_loop(0, 2, take_either, zero) if wide.may_exist else take(thin, zero, zero)
-    items.describe(items.nothing(), items_before, refs.smem)
+    items.describe(items.nothing(), zero, items_before, refs.smem)
     # Barriers end as they began, which the interpreter insists on.
     _drain(items_before + 1, refs.smem.items.consumed, stages=ITEM_STAGES)
     _drain(items_before, refs.smem.query.consumed, stages=geometry.tuning.queries)
@@ -86,7 +86,8 @@ class _ItemLoader:
         def take(state):
             taken, items_before, tiles_before = state
             # A warp that read a description before there is one could read it while another warp writes it.
-            item = lax.cond(taken.is_item, lambda: items.read_own(items_before, self.refs.smem), items.nothing)
+            stage = items.stage_of(items_before)
+            item = lax.cond(taken.is_item, lambda: items.read(stage, self.refs.smem), items.nothing)
             next_item = self._load_item(item, items_before, tiles_before, taken)
             return next_item, items_before + taken.is_item.astype(jnp.int32), tiles_before + item.num_tiles
 
@@ -109,20 +110,23 @@ class _ItemLoader:
             pl.when(taken.is_item)(lambda: self._load_query(item, items_before))
         first, begun = lax.min(item.num_tiles, jnp.int32(self._first_tiles)), self._tiles_before_next(item.num_tiles)
 
+        def begin_next():
+            return self._begin_next(taken, items_before, tiles_before + item.num_tiles)
+
         def load_part(part, state):
             begin, next_item = state
             end = jnp.where(part == 0, first, jnp.where(part == 1, begun, item.num_tiles))
             pl.when(begin < end)(lambda: tiles.load_range(begin, end))
             pl.when((part == 0) & taken.is_item)(lambda: self._finish_query(items_before))
-            next_item = lax.cond(part == 1, lambda: self._begin_next(taken, items_before), lambda: next_item)
+            next_item = lax.cond(part == 1, begin_next, lambda: next_item)
             return end, next_item
 
         return lax.fori_loop(0, 3, load_part, (jnp.int32(0), taken))[1]
 
-    def _begin_next(self, taken: _Taken, items_before: Scalar) -> _Taken:
-        """Begins the item that the program takes next, if there is such an item."""
+    def _begin_next(self, taken: _Taken, items_before: Scalar, tiles_before: Scalar) -> _Taken:
+        """Begins the item that the program takes next, whose tiles come after so many, if there is such an item."""
         number = lax.cond(taken.is_item, lambda: self.number_after(taken.number), lambda: taken.number)
-        exists = self._begin_item(number, items_before + taken.is_item.astype(jnp.int32))
+        exists = self._begin_item(number, items_before + taken.is_item.astype(jnp.int32), tiles_before)
         return _Taken(number, exists, exists)
 
     def _tiles_before_next(self, num_tiles: Scalar) -> Scalar:
@@ -143,7 +147,7 @@ class _ItemLoader:
             return number + self.kind.geometry.tuning.num_programs
         return self.unclaimed + items.claim(self.kind, self.refs)
 
-    def _begin_item(self, number: Scalar, items_before: Scalar) -> Scalar:
+    def _begin_item(self, number: Scalar, items_before: Scalar, tiles_before: Scalar) -> Scalar:
         """Describes the item of a number, if there is such an item; returns whether.
 
         Where there is a place for it, the item's query is on its way, too.
@@ -156,15 +160,15 @@ class _ItemLoader:
         def begin():
             if geometry.tuning.queries > 1:
                 self._load_query(item, items_before)
-            items.describe(item, items_before, smem)
+            items.describe(item, tiles_before, items_before, smem)
 
         return exists
 
     def _load_query(self, item: Item, items_before: Scalar) -> None:
         """Starts to copy an item's query, 64 rows for each half, once the item that had its place is done."""
         geometry, query = self.kind.geometry, self.refs.smem.query
-        stage, is_reused = items.query_stage(items_before, geometry), items_before >= geometry.tuning.queries
-        pl.when(is_reused)(lambda: plgpu.barrier_wait(query.consumed.at[stage]))
+        stage = items.query_stage(items.stage_of(items_before), geometry)
+        pl.when(items_before >= geometry.tuning.queries)(lambda: plgpu.barrier_wait(query.consumed.at[stage]))
         half = jnp.int32(geometry.half_tokens)
         query_gmem, query_smem = self.refs.inputs_gmem.query, query.rows
         first = rows.QueryRows(item.first_token, lax.min(item.num_tokens, half), item.kv_head)
@@ -186,7 +190,8 @@ class _ItemLoader:
     def _finish_query(self, items_before: Scalar) -> None:
         """Waits for an item's query, which was on its way before, and says that it is there."""
         rows.finish_copies()
-        plgpu.barrier_arrive(self.refs.smem.query.ready.at[items.query_stage(items_before, self.kind.geometry)])
+        stage = items.query_stage(items.stage_of(items_before), self.kind.geometry)
+        plgpu.barrier_arrive(self.refs.smem.signal(Signal.QUERY, stage))
 
 
 def _first_number(loader: _ItemLoader, program: Scalar, wide_programs: Scalar, turn: Scalar) -> Scalar:

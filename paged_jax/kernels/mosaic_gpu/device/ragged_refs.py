@@ -17,7 +17,7 @@ from paged_jax.kernels.mosaic_gpu.geometry import WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import THIN_SHARES, THREADS, Geometry, ItemKind
 
 ITEM_STAGES = 2  # work items that are described: the one that is computed and the next one
-_ITEM_FIELDS = 16  # int32 that describe a work item, of which `ragged_plan.Item` fills nearly all
+_ITEM_FIELDS = 16  # int32 that describe a work item: those of `ragged_plan.Item`, and how many tiles came before
 _OTHER_MEMORY = 12 * 1024  # bytes of barriers, of padding, and of what reductions take
 
 
@@ -27,6 +27,16 @@ class Counted(enum.IntEnum):
     ITEMS = 0  # items, with each split of an item as one
     PARTIALS = 1  # partial results of split items
     MERGES = 2  # groups of `Geometry.merged_rows` rows of split items
+
+
+class Signal(enum.IntEnum):
+    """What a computing warpgroup waits for but for tiles: each member is the first of its barriers in `signals`."""
+
+    TURN = 0  # the matrix units are a warpgroup's own; one for each computing warpgroup
+    ITEM = TURN + 2  # an item is described; one a stage of items
+    QUERY = ITEM + ITEM_STAGES  # an item's query is there; one a stage of queries, of which there are as many at most
+    QUERY_DONE = QUERY + ITEM_STAGES  # keys of all tiles have met a thin item's query; one a stage of items
+    HANDED_OVER = QUERY_DONE + ITEM_STAGES  # a warpgroup has handed its softmax of a thin item to the other
 
 
 class Counts(NamedTuple):
@@ -113,7 +123,6 @@ class ItemRing(NamedTuple):
     """A ring of work items, which the loading warpgroup describes to the computing ones."""
 
     consumed: Ref
-    ready: Ref
     fields: Ref  # [stages, fields of an item]
 
 
@@ -121,7 +130,6 @@ class QueryRing(NamedTuple):
     """A ring of items' queries, which is also where results leave from."""
 
     consumed: Ref
-    ready: Ref
     rows: Ref  # [stages, 2, WGMMA_ROWS, head_size]; queries that are to be divided come as the bits of bfloat16
 
 
@@ -137,7 +145,6 @@ class Scratch(NamedTuple):
 
     claimed: Ref  # [1], the number of the item that was claimed last
     counted: Ref  # of all sequences before each, where the kernel counts: what items cost, and then how many there are
-    handed_over: Ref  # barrier: a warpgroup has handed its softmax of a thin item to the other
     items: ItemRing
     keys: TileRing
     ordered_by: Ref  # [THREADS], where the kernel counts and orders sequences
@@ -147,14 +154,17 @@ class Scratch(NamedTuple):
     order: Ref  # as in `Counts`, where the kernel counts
     wide_programs: Ref  # as in `Counts`, where the kernel counts
     query: QueryRing
-    query_done: Ref  # barriers, one a stage of items: a thin item's query is multiplied by the keys of all its tiles
     raw_keys: RawTiles
     raw_values: RawTiles
+    signals: Ref  # barriers, as `Signal` says: in one array, so that all their phases take one register
     sums: Ref  # [WGMMA_ROWS], of a softmax that is handed over
     table: Ref  # as in `Counts`, where the kernel counts
     thin: TileBarriers
-    turns: Ref  # barriers, one for each computing warpgroup: the matrix units are its own
     values: TileRing
+
+    def signal(self, signal: Signal, index: Any = 0) -> Ref:
+        """A barrier of a signal."""
+        return self.signals.at[signal + index]
 
     def barriers(self, kind: ItemKind) -> TileBarriers:
         """The barriers of the tiles of a kind of items."""
@@ -212,10 +222,8 @@ def scratch(geometry: Geometry) -> Scratch:
     return Scratch(
         claimed=plgpu.SMEM((1,), jnp.int32),
         counted=counted,
-        handed_over=plgpu.Barrier(),
         items=ItemRing(
             consumed=plgpu.Barrier(num_arrivals=2, num_barriers=ITEM_STAGES),
-            ready=plgpu.Barrier(num_barriers=ITEM_STAGES),
             fields=plgpu.SMEM((ITEM_STAGES, _ITEM_FIELDS), jnp.int32),
         ),
         keys=keys._replace(consumed=wide.keys_consumed, ready=wide.keys_ready),
@@ -227,16 +235,14 @@ def scratch(geometry: Geometry) -> Scratch:
         wide_programs=counts.wide_programs,
         query=QueryRing(
             consumed=plgpu.Barrier(num_arrivals=2, num_barriers=queries),
-            ready=plgpu.Barrier(num_barriers=queries),
             rows=_swizzled((queries, 2, WGMMA_ROWS, geometry.problem.head_size), geometry),
         ),
-        query_done=plgpu.Barrier(num_barriers=ITEM_STAGES),
         raw_keys=RawTiles(wide.raw_keys_ready, raw),
         raw_values=RawTiles(wide.raw_values_ready, raw),
+        signals=plgpu.Barrier(num_barriers=Signal.HANDED_OVER + 1),
         sums=rows,
         table=counts.table,
         thin=thin,
-        turns=plgpu.Barrier(num_barriers=2),
         values=values._replace(consumed=wide.values_consumed, ready=wide.values_ready),
     )
 

@@ -13,7 +13,7 @@ from jax import lax
 from paged_jax.kernels.mosaic_gpu.device import ragged_rows
 from paged_jax.kernels.mosaic_gpu.device.plan import Scalar
 from paged_jax.kernels.mosaic_gpu.device.ragged_plan import Item
-from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Ref, Refs, Scratch
+from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Ref, Refs, Scratch, Signal
 from paged_jax.kernels.mosaic_gpu.device.ragged_rows import Results
 from paged_jax.kernels.mosaic_gpu.device.ragged_softmax import Rows, State, over_columns
 from paged_jax.kernels.mosaic_gpu.device.registers import LOG2E, exp, layout, log
@@ -31,7 +31,7 @@ def hand_over(state: State, halves_smem: Ref, smem: Scratch, geometry: Geometry)
     halves_smem.at[0][...] = layout((out - rounded.astype(jnp.float32)).astype(dtype))
     smem.maxima[...] = maxima
     smem.sums[...] = sums
-    plgpu.barrier_arrive(smem.handed_over)
+    plgpu.barrier_arrive(smem.signal(Signal.HANDED_OVER))
 
 
 def take_over(state: State, halves_smem: Ref, smem: Scratch) -> State:

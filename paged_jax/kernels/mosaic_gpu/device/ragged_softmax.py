@@ -106,7 +106,7 @@ def empty(geometry: Geometry) -> State:
 def rows_of(item: Item, half: Scalar, inputs_gmem: Inputs, kind: ItemKind) -> Rows:
     """The rows of a half of an item."""
     problem, half_tokens, options = kind.geometry.problem, kind.geometry.half_tokens, inputs_gmem.options
-    row = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS, kind.tile), 0, layout=plgpu.Layout.WGMMA).max(axis=1)
+    row = ragged_lanes.row_numbers()
     token, head = lax.div(row, jnp.int32(problem.group)), lax.rem(row, jnp.int32(problem.group))
     num_tokens = lax.clamp(jnp.int32(0), item.num_tokens - half * half_tokens, jnp.int32(half_tokens))
     first_position = item.position + half * half_tokens
@@ -161,7 +161,7 @@ def _scaling(factor: Any, problem: Problem) -> Scaling:
         return Scaling(factor, False, LOG2E, 1.0)
     is_late = factor * LOG2E > _LEAST_FACTOR
     early, exponents = jnp.where(is_late, 1.0, factor), jnp.where(is_late, factor * LOG2E, LOG2E)
-    return Scaling(early, is_late, exponents, jnp.where(is_late, factor, 1.0))
+    return Scaling(early, is_late, ragged_lanes.in_each_lane(exponents), jnp.where(is_late, factor, 1.0))
 
 
 def is_plain(span: Span, rows: Rows, kind: ItemKind) -> Any:

@@ -19,26 +19,26 @@ from paged_jax.kernels.mosaic_gpu.device import ragged_softmax as softmax
 from paged_jax.kernels.mosaic_gpu.device.plan import Scalar
 from paged_jax.kernels.mosaic_gpu.device.ragged_load_tiles import scales_of, tile_of
 from paged_jax.kernels.mosaic_gpu.device.ragged_plan import Item
-from paged_jax.kernels.mosaic_gpu.device.ragged_refs import ITEM_STAGES, Ref, Refs
+from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Ref, Refs, Signal
 from paged_jax.kernels.mosaic_gpu.device.ragged_rows import Results
 from paged_jax.kernels.mosaic_gpu.device.ragged_softmax import Rows, State, TileScales, TileWeights, Totals
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import ItemKind
 
 
-def attend_to_item(
-    item: Item, items_before: Scalar, tiles_before: Scalar, warpgroup: Scalar, refs: Refs, kind: ItemKind
-) -> None:
-    """Attends to a thin item, whose tiles are in the rings after those before, and stores its results."""
-    smem, stage, half = refs.smem, items.query_stage(items_before, kind.geometry), jnp.int32(0)
+def attend_to_item(stage: Scalar, refs: Refs, kind: ItemKind) -> None:
+    """Attends to the thin item of a stage, and stores its results."""
+    smem, query_stage, half = refs.smem, items.query_stage(stage, kind.geometry), jnp.int32(0)
+    item, tiles_before = items.read(stage, smem), items.tiles_before(stage, smem)
+    warpgroup = lax.axis_index("warpgroup")
     rows = softmax.rows_of(item, half, refs.inputs_gmem, kind)
-    plgpu.barrier_wait(smem.query.ready.at[stage])
-    halves_smem = smem.query.rows.at[stage]
-    query_smem = smem.query.rows.at[stage, warpgroup if kind.geometry.divides_queries else 0]
+    plgpu.barrier_wait(smem.signal(Signal.QUERY, query_stage))
+    halves_smem = smem.query.rows.at[query_stage]
+    query_smem = smem.query.rows.at[query_stage, warpgroup if kind.geometry.divides_queries else 0]
     rows = softmax.divide_query(query_smem, rows, kind.geometry)
     first_tile = lax.rem(tiles_before + warpgroup, jnp.int32(2))
     # Whoever has the last tile takes over, as the other one is done before and can go on with the next item.
     takes_over = lax.rem(item.num_tiles + first_tile, jnp.int32(2)) == 1
-    query_done = smem.query_done.at[lax.rem(items_before, jnp.int32(ITEM_STAGES))]
+    query_done = smem.signal(Signal.QUERY_DONE, stage)
     pl.when(takes_over & (item.num_tiles == 0))(lambda: _say_that_query_is_done(query_done))
     tiles = _ThinTiles(item, tiles_before, first_tile, rows, query_smem, query_done, refs, kind)
     state = softmax.finished(tiles.attend(), rows, kind.geometry)
@@ -48,15 +48,20 @@ def attend_to_item(
         plgpu.barrier_wait(query_done)  # the results take its place
         results.hand_over(state, halves_smem, smem, kind.geometry)
 
-    plgpu.barrier_wait(smem.handed_over)  # both wait, as either may be the one who takes over the next item
+    plgpu.barrier_wait(
+        smem.signal(Signal.HANDED_OVER)
+    )  # both wait, as either may be the one who takes over the next item
 
     @pl.when(takes_over)
     def finish():
         whole = results.take_over(state, halves_smem, smem)
-        results_smem = Results(halves_smem.at[0], smem.lse.at[warpgroup])
+        item = items.read(stage, smem)  # again, as `ragged_wide` says
+        rows = softmax.rows_of(item, half, refs.inputs_gmem, kind)
+        results_smem = Results(halves_smem.at[0], smem.lse.at[lax.axis_index("warpgroup")])
         results.store(item, half, rows, whole, results_smem, refs, kind)
 
-    plgpu.barrier_arrive(smem.query.consumed.at[stage])
+    plgpu.barrier_arrive(smem.query.consumed.at[query_stage])
+    items.finish(stage, smem)
 
 
 def _say_that_query_is_done(query_done: Ref) -> None:

@@ -26,7 +26,7 @@ from paged_jax.kernels.mosaic_gpu.device import ragged_softmax as softmax
 from paged_jax.kernels.mosaic_gpu.device.plan import Scalar
 from paged_jax.kernels.mosaic_gpu.device.ragged_load_tiles import scales_of
 from paged_jax.kernels.mosaic_gpu.device.ragged_plan import Item
-from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Ref, Refs
+from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Ref, Refs, Signal
 from paged_jax.kernels.mosaic_gpu.device.ragged_rows import Results
 from paged_jax.kernels.mosaic_gpu.device.ragged_softmax import Rows, State, TileScales, TileWeights, Totals
 from paged_jax.kernels.mosaic_gpu.ragged_geometry import ItemKind
@@ -34,20 +34,26 @@ from paged_jax.kernels.mosaic_gpu.ragged_geometry import ItemKind
 _Carry = tuple[State, Array]  # O without the last tile, maxima and sums with it, and the last tile's weights P
 
 
-def attend_to_item(
-    item: Item, items_before: Scalar, tiles_before: Scalar, warpgroup: Scalar, refs: Refs, kind: ItemKind
-) -> None:
-    """Attends to a wide item, whose tiles are in the rings after those before, and stores its results."""
-    smem, stage = refs.smem, items.query_stage(items_before, kind.geometry)
+def attend_to_item(stage: Scalar, refs: Refs, kind: ItemKind) -> None:
+    """Attends to the wide item of a stage, and stores its results."""
+    smem, query_stage = refs.smem, items.query_stage(stage, kind.geometry)
+    item, tiles_before = items.read(stage, smem), items.tiles_before(stage, smem)
+    warpgroup = lax.axis_index("warpgroup")
     rows = softmax.rows_of(item, warpgroup, refs.inputs_gmem, kind)
-    plgpu.barrier_wait(smem.query.ready.at[stage])
-    query_smem = smem.query.rows.at[stage, warpgroup]
+    plgpu.barrier_wait(smem.signal(Signal.QUERY, query_stage))
+    query_smem = smem.query.rows.at[query_stage, warpgroup]
     rows = softmax.divide_query(query_smem, rows, kind.geometry)
     tiles = _WideTiles(item, tiles_before, rows, query_smem, warpgroup, refs, kind)
     state = lax.cond(item.num_tiles > 0, tiles.attend, lambda: softmax.empty(kind.geometry))
-    results_smem = Results(query_smem, smem.lse.at[warpgroup])
-    results.store(item, warpgroup, rows, softmax.finished(state, rows, kind.geometry), results_smem, refs, kind)
-    plgpu.barrier_arrive(smem.query.consumed.at[stage])
+    state = softmax.finished(state, rows, kind.geometry)
+    # From here on all is read and computed again: over the tiles there is no register for it, and to get back what was
+    # spilled takes as long as memory does (benchmarks/LOG.md, "What is spilled").
+    item, warpgroup = items.read(stage, smem), lax.axis_index("warpgroup")
+    rows = softmax.rows_of(item, warpgroup, refs.inputs_gmem, kind)
+    results_smem = Results(smem.query.rows.at[query_stage, warpgroup], smem.lse.at[warpgroup])
+    results.store(item, warpgroup, rows, state, results_smem, refs, kind)
+    plgpu.barrier_arrive(smem.query.consumed.at[query_stage])
+    items.finish(stage, smem)
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,7 @@ class _WideTiles:
         scales = TileScales(*(scales_of(ring, stage, self.kind) for ring in (smem.keys, smem.values)))
         span = ragged_plan.span_of(self.item, i, self.kind)
         weighed = softmax.attend(scores, totals, span, scales, self.rows, self.kind, at_maxima, plain=plain)
-        ragged_lanes.settle(weighed.totals.sums, smem.lse.at[self.warpgroup])
+        ragged_lanes.settle(weighed.totals.sums, smem.lse)
         return weighed
 
     def _rounded(self, weighed: TileWeights) -> Array:
@@ -150,7 +156,7 @@ class _WideTiles:
         return lax.rem(self.tiles_before + i, jnp.int32(self.kind.stages))
 
     def _wait_for_turn(self) -> None:
-        plgpu.barrier_wait(self.refs.smem.turns.at[self.warpgroup])
+        plgpu.barrier_wait(self.refs.smem.signal(Signal.TURN, self.warpgroup))
 
     def _end_turn(self) -> None:
-        plgpu.barrier_arrive(self.refs.smem.turns.at[1 - self.warpgroup])
+        plgpu.barrier_arrive(self.refs.smem.signal(Signal.TURN, 1 - self.warpgroup))
