@@ -48,9 +48,8 @@ def attend_to_item(stage: Scalar, refs: Refs, kind: ItemKind) -> None:
         plgpu.barrier_wait(query_done)  # the results take its place
         results.hand_over(state, halves_smem, smem, kind.geometry)
 
-    plgpu.barrier_wait(
-        smem.signal(Signal.HANDED_OVER)
-    )  # both wait, as either may be the one who takes over the next item
+    # Both wait, as either may be the one who takes over the next item.
+    plgpu.barrier_wait(smem.signal(Signal.HANDED_OVER))
 
     @pl.when(takes_over)
     def finish():
