@@ -165,22 +165,20 @@ def test_loads_what_was_described(monkeypatch):
     """An item's description is read once it is there; a warp that reads earlier reads while another warp writes."""
     events = []  # in each program's order
 
-    def noted(function, stage):
+    def noted(function, items_before):
         program = lax.axis_index("program")
-        jax.debug.callback(lambda *item: events.append((function.__name__, *map(int, item))), program, stage)
+        jax.debug.callback(lambda *item: events.append((function.__name__, *map(int, item))), program, items_before)
         return function
 
-    describe, read, stage_of = ragged_items.describe, ragged_items.read, ragged_items.stage_of
+    describe, read_own = ragged_items.describe, ragged_items.read_own
     monkeypatch.setattr(
-        ragged_items,
-        "describe",
-        lambda item, tiles, before, smem: noted(describe, stage_of(before))(item, tiles, before, smem),
+        ragged_items, "describe", lambda item, tiles, before, smem: noted(describe, before)(item, tiles, before, smem)
     )
-    monkeypatch.setattr(ragged_items, "read", lambda stage, smem: noted(read, stage)(stage, smem))
+    monkeypatch.setattr(ragged_items, "read_own", lambda before, smem: noted(read_own, before)(before, smem))
     case = small("described", 4, 2, 64, 16, "bfloat16", seq_lens=(37, 130, 70, 20), query_lens=(1, 40, 20, 1))
     call("ragged_paged_attention", operands_of(case, inputs.make(case)), **TINY_TILES | {"num_programs": 2})
     jax.effects_barrier()
-    read = [(i, item) for i, (name, *item) in enumerate(events) if name == "read"]
+    read = [(i, item) for i, (name, *item) in enumerate(events) if name == "read_own"]
     assert len(read) > 4
     assert all(("describe", *item) in events[:i] for i, item in read)
 

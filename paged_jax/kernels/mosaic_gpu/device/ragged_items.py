@@ -46,12 +46,17 @@ def describe(item: Item, tiles_before: Scalar, items_before: Scalar, smem: Scrat
 def kind_of(stage: Scalar, smem: Scratch) -> Scalar:
     """The kind of the item of a stage, once it is described; NO_ITEM if there is no further one."""
     plgpu.barrier_wait(smem.signal(Signal.ITEM, stage))
-    return smem.items.fields[stage, 0]
+    return smem.items.fields[stage, Item._fields.index("kind")]
 
 
 def read(stage: Scalar, smem: Scratch) -> Item:
-    """The item of a stage. To read it again is faster than to keep it in registers over loops that need all."""
+    """The item of a stage. To read it again is faster than to keep it over a loop that needs all registers."""
     return Item(*[smem.items.fields[stage, i] for i in range(len(Item._fields))])
+
+
+def read_own(items_before: Scalar, smem: Scratch) -> Item:
+    """The item as the loading warpgroup has described it itself."""
+    return read(stage_of(items_before), smem)
 
 
 def tiles_before(stage: Scalar, smem: Scratch) -> Scalar:

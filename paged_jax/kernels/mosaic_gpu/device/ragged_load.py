@@ -86,8 +86,7 @@ class _ItemLoader:
         def take(state):
             taken, items_before, tiles_before = state
             # A warp that read a description before there is one could read it while another warp writes it.
-            stage = items.stage_of(items_before)
-            item = lax.cond(taken.is_item, lambda: items.read(stage, self.refs.smem), items.nothing)
+            item = lax.cond(taken.is_item, lambda: items.read_own(items_before, self.refs.smem), items.nothing)
             next_item = self._load_item(item, items_before, tiles_before, taken)
             return next_item, items_before + taken.is_item.astype(jnp.int32), tiles_before + item.num_tiles
 
