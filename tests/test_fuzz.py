@@ -73,13 +73,14 @@ def test_a_wrong_result_is_found(monkeypatch, capsys):
 
 
 def test_only_what_is_promised_is_compared():
-    """Rows 1 to 3 are those of a sequence with more queries than said, and row 5 is padding."""
-    program = dataclasses.replace(fuzz_draw.program(5, 0, ops=("single",)), max_query_len=1)
-    batch = fuzz_draw.Batch([4, 5, 6], [1, 3, 1], {}, {})
-    kept_to = dataclasses.replace(batch, query_lens=[1, 1, 1])
+    """Rows 1 to 3 are those of a sequence with three queries, where one is said or three, and row 5 is padding."""
+    drawn, batch = fuzz_draw.program(5, 0, ops=("single",)), fuzz_draw.Batch([4, 5, 6], [1, 3, 1], {}, {})
     right = np.ones((6, 1, 8), np.float32), np.ones((6, 1), np.float32)
+    for x in right:
+        x[5] = 0
 
-    def compare(batch, *changed):
+    def is_right(said, *changed):
+        program = dataclasses.replace(drawn, max_query_len=said)
         results = tuple(x.copy() for x in right)
         for x in results:
             x[list(changed)] = 7
@@ -89,10 +90,10 @@ def test_only_what_is_promised_is_compared():
             return True
         return False
 
-    assert compare(batch, 1, 2, 3, 5)
-    assert not compare(batch, 0)
-    assert not compare(batch, 4)
-    assert not compare(kept_to, 1)
+    assert is_right(1, 1, 2, 3, 5)
+    assert is_right(3)
+    for said, row in ((1, 0), (1, 4), (3, 1), (3, 5)):
+        assert not is_right(said, row), (said, row)
 
 
 def _is_sparse(program):
