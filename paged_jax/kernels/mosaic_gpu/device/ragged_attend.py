@@ -43,8 +43,8 @@ from paged_jax.kernels.mosaic_gpu.ragged_geometry import NO_ITEM, WIDE, Geometry
 
 _LOADS = 2  # warpgroup; the others compute
 # Registers of each thread. Together they must not exceed those that the three warpgroups start with, 3 * 168: a
-# warpgroup would wait forever for what it cannot get. With 224 nothing is spilled at all for heads of 128, but then the
-# compiler has a wide tile's exponentials begin later (benchmarks/LOG.md, "What is spilled").
+# warpgroup would wait forever for what it cannot get. With 224 for those that compute, heads of 128 spill two registers
+# less, but the assembler has a wide tile's exponentials begin later (benchmarks/LOG.md, "What is spilled").
 _COMPUTING_REGISTERS, _LOADING_REGISTERS = 216, 72
 
 
@@ -92,7 +92,7 @@ def _attend_to_items(refs: Refs, geometry: Geometry) -> None:
 
     def attend_to_wide_or_thin(state):
         stage, item_kind = state
-        # Here, too, where the code of thin items comes first, they are faster (benchmarks/LOG.md, "What is spilled").
+        # With their code in front, thin items are 1 to 2% faster (benchmarks/LOG.md, "What is spilled").
         pl.when(item_kind != WIDE)(lambda: ragged_thin.attend_to_item(stage, refs, thin_kind))
         pl.when(item_kind == WIDE)(lambda: ragged_wide.attend_to_item(stage, refs, wide_kind))
         return item_after(stage)

@@ -50,7 +50,11 @@ def row_numbers() -> Array:
 
 
 def in_each_lane(x: Any) -> Array:
-    """A scalar for all rows, [64], in a register of each lane, as one of the warp has the softmax begin later."""
+    """A scalar for all rows, [64], in a register of each lane.
+
+    Out of a register that a whole warp shares, the assembler would have the exponentials begin later. It cannot see
+    that 0 times the thread's index adds nothing.
+    """
 
     @inline(SCALAR, returns=(WGMMA_ROWS,), dtype="float32", layout=_BY_ROW)
     def compute(_, x):
