@@ -255,7 +255,9 @@ def _logits(products: Array, span: Span, rows: Rows, kind: ItemKind, plain: bool
     if not plain and kind.geometry.prefix and problem.k_scale is not ScaleKind.NONE:
         products = products * jnp.where(span.is_new, 1 / rows.k_scale, 1.0)
     if problem.scaled_products:
-        logits = products if plain else products * _spread(scaling.factor, kind)
+        logits = products
+        if not plain:
+            logits = lax.cond(scaling.is_late, lambda: products, lambda: products * _spread(scaling.factor, kind))
     else:
         logits = scaled_logits(products, _spread(scaling.factor, kind), problem)
         if rows.slopes is not None:
