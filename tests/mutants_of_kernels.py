@@ -284,6 +284,20 @@ MUTANTS_OF_KERNELS = [
         "tests/test_mosaic_gpu_ragged.py -k short-window",
     ),
     Mutant(
+        "mosaic_gpu: the first tile of a wide item is never masked",
+        "kernels/mosaic_gpu/device/ragged_wide.py",
+        "weighed = lax.cond(self._is_plain(first), ",
+        "weighed = lax.cond(first == 0, ",
+        "tests/test_mosaic_gpu_ragged.py -k interpreter",
+    ),
+    Mutant(
+        "mosaic_gpu: masked tiles are not multiplied by their factor",
+        "kernels/mosaic_gpu/device/ragged_softmax.py",
+        "lambda: products * _spread(scaling.factor, kind))",
+        "lambda: products)",
+        "tests/test_mosaic_gpu_ragged.py -k interpreter",
+    ),
+    Mutant(
         "mosaic_gpu: a split's sums have no logarithm of e",
         "kernels/mosaic_gpu/device/ragged_results.py",
         "maxima * LOG2E + jnp.log2(divisor)",
