@@ -197,8 +197,8 @@ def attend(
     """Takes a tile's products Q K^T into the softmax; what is left is to multiply O, and to add P V to it.
 
     Products of tiles may be on their way meanwhile, so that no branch may depend on the kind of tile: `plain` is what
-    `is_plain` returned, and is static here. The one branch is in `ragged_lanes.raised`. `at_maxima` runs before the
-    exponentials.
+    `is_plain` returned, and is static here. One branch is in `ragged_lanes.raised`. Another one, of tiles that are not
+    plain, is the same for all tiles of a call. `at_maxima` runs before the exponentials.
     """
     geometry = kind.geometry
     if scales.keys is not None:

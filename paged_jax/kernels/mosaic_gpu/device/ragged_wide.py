@@ -5,7 +5,7 @@ it, the second product of the tile before. Under the second product, and under t
 does its softmax. Where that takes longer than the products, the second half of the second product begins when the
 softmax has its maxima, and the turn ends only then.
 
-The compiler has to keep a turn in one piece. So no branch is in it but the one that raises maxima, nothing in it
+The compiler has to keep a turn in one piece. So no branch is in it but those of `ragged_softmax.attend`, nothing in it
 computes what the next product takes from registers, and `ragged_lanes.settle` keeps the softmax from being put off
 until the products are done.
 """
