@@ -115,7 +115,7 @@ def _attend_to_items(refs: Refs, geometry: Geometry) -> None:
         attend_to_all(attend_to_thin)
         return
     # Warpgroup 0 has the first turn. At the end it takes the one that is left to it, as barriers end as they began.
-    first_turn, warpgroup = refs.smem.signal(Signal.TURN), functools.partial(lax.axis_index, "warpgroup")
-    pl.when(warpgroup() == 1)(lambda: plgpu.barrier_arrive(first_turn))
+    first_turn = refs.smem.signal(Signal.TURN)
+    pl.when(lax.axis_index("warpgroup") == 1)(lambda: plgpu.barrier_arrive(first_turn))
     attend_to_all(attend_to_wide_or_thin)
-    pl.when(warpgroup() == 0)(lambda: plgpu.barrier_wait(first_turn))
+    pl.when(lax.axis_index("warpgroup") == 0)(lambda: plgpu.barrier_wait(first_turn))

@@ -256,7 +256,7 @@ def _logits(products: Array, span: Span, rows: Rows, kind: ItemKind, plain: bool
         products = products * jnp.where(span.is_new, 1 / rows.k_scale, 1.0)
     if problem.scaled_products:
         logits = products
-        if not plain:
+        if not plain:  # where the factor is 1 the branch saves as many multiplications as a thread has logits
             logits = lax.cond(scaling.is_late, lambda: products, lambda: products * _spread(scaling.factor, kind))
     else:
         logits = scaled_logits(products, _spread(scaling.factor, kind), problem)

@@ -90,6 +90,7 @@ class _WideTiles:
         plgpu.barrier_wait(keys.ready.at[stage])
         self._wait_for_turn()
         scores = products.scores(self.query_smem, keys.tiles.at[stage], self._end_turn)
+        # The product is done, so that a branch splits no turn.
         weigh = functools.partial(self._weigh, first, Totals(state.maxima, state.sums), scores)
         weighed = lax.cond(self._is_plain(first), lambda: weigh(plain=True), lambda: weigh(plain=False))
         return State(state.out, *weighed.totals), self._rounded(weighed)
