@@ -122,6 +122,12 @@ WAVES = [
     small("waves-e4m3", 8, 2, 64, 32, "float16", "float8_e4m3fn", layout="nhd", seq_lens=(20, 600, 40), alibi=True),
     small("waves-vllm", 6, 3, 128, 8, "bfloat16", layout="vllm", seq_lens=(9, 900), sliding_window=800),
 ]
+# Items that fill no wave, so that queues cut even lengths that are alike.
+LINES = [
+    small("line", 4, 1, 64, 16, "bfloat16", seq_lens=(300,) * 5, sinks=True),
+    small("line-window", 4, 1, 128, 16, "float16", seq_lens=(900, 0, 30), sliding_window=700),
+    small("line-e4m3", 8, 1, 128, 32, "bfloat16", "float8_e4m3fn", layout="nhd", seq_lens=(260, 259, 261), alibi=True),
+]
 FOLDED = [  # by 4 heads, and by 2
     small("fold", 4, 4, 64, 16, "bfloat16", seq_lens=(37, 0, 130, 64), sinks=True, k_scale="scalar"),
     small("fold-int8", 8, 4, 64, 16, "float16", "int8", seq_lens=(37, 64), sliding_window=50),
@@ -147,6 +153,7 @@ MORE = ("uneven-window", "waves-vllm", "fold-vllm", "fold-queues-vllm")
         for device, chosen, cases in (
             (MIDDLE_GPU, "parts", UNEVEN),
             (TINY_GPU, "items", WAVES),
+            (SMALL_GPU, "line of items", LINES),
             (TINY_GPU, "fold", FOLDED),
             (SMALL_GPU, "folded items", FOLDED_QUEUES),
         )
@@ -194,6 +201,7 @@ def check_chosen(chosen, made):
         "": True,
         "parts": made.queues and made.splits > 1,
         "items": made.queues and made.splits == 1,
+        "line of items": made.queues and made.splits == 0,
         "fold": made.fold > 1,
         "folded items": made.fold > 1 and made.queues and made.splits == 1,
     }
@@ -319,6 +327,7 @@ def test_lowers_for_cuda(op, case):
     + [(op, case, SMALL_GPU, "") for op, case in INTERPRETED if op == "auto"]
     + [("auto", case, MIDDLE_GPU, "parts") for case in UNEVEN]
     + [("auto", case, TINY_GPU, "items") for case in WAVES]
+    + [("auto", case, SMALL_GPU, "line of items") for case in LINES]
     + [("auto", case, TINY_GPU, "fold") for case in FOLDED]
     + [("auto", case, SMALL_GPU, "folded items") for case in FOLDED_QUEUES]
     + [(op, case, None, "") for op in OPS for case in (*LONG, *MANY)],

@@ -276,14 +276,14 @@ UNEVEN = {  # lengths, number of programs, how many of them have any work, numbe
     "nothing": ((0, 0, 0), 120, 24, {0: 1, 1: 1, 2: 1}),
     "mostly-nothing": ((1000, *(0,) * 63), 512, 158, {0: 4, 1: 1}),
     "resident": ((16000, *(4000,) * 9), 240, 240, {}),
-    "most-multiprocessors": ((15000, *(1000,) * 11, 2000), 520, 264, {}),
-    "more-than-multiprocessors": ((16384, *(1024,) * 19), 480, 264, {0: 16}),
+    "most-multiprocessors": ((15000, *(1000,) * 11, 2000), 264, 264, {}),
+    "more-than-multiprocessors": ((16384, *(1024,) * 19), 264, 264, {0: 16}),
     "half-a-wave": ((16384, *(1000,) * 14, -3), 128, 128, {-1: 1}),
     "one-wave": ((16384, 0, *(1000,) * 30), 256, 256, {1: 1}),
     "two-waves": ((5000, 6000, 15000, *(4000,) * 60, 2000), 512, 264, {}),
     "two-waves-alike": ((5000,) * 64, 512, 512, {0: 1, 63: 1}),
-    "many-waves": ((3000,) * 100 + (15000,) * 28, 1024, 132, {}),
-    "more-than-two-waves": ((5000,) * 50 + (16384, *(1000,) * 18, 0), 2240, 264, {}),
+    "many-waves": ((3000,) * 100 + (15000,) * 28, 1024, 264, {}),
+    "more-than-two-waves": ((5000,) * 50 + (16384, *(1000,) * 18, 0), 264, 264, {}),
     "longer-than-all": ((16384, 100_000, *(1000,) * 62), 512, 264, {}),
 }
 
@@ -298,7 +298,7 @@ def test_queues(seq_lens, programs, busy, splits, window):
     options = _validate.decode_operands(query, cache, cache, tables, lens, {"sliding_window": window}).options
     problem = Problem.of_call(query, cache, cache, tables, options)
     geometry = Geometry(problem, tuning.balanced(problem, Device()))
-    assert geometry.num_items * geometry.tuning.splits == programs
+    assert geometry.num_programs == programs
 
     @jax.jit
     @jax.vmap

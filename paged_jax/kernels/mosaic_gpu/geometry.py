@@ -54,9 +54,14 @@ class Geometry:
         return not self.tuning.merges or self.tuning.queues > 0
 
     @property
+    def num_programs(self) -> int:
+        """Programs that attend: one for each split, or for each queue if that is more."""
+        return max(self.num_items * self.tuning.splits, self.tuning.queues)
+
+    @property
     def num_partials(self) -> int:
         """Partial results that memory holds: one a split, or two a queue, whose first and last items may be cut."""
-        return self.num_items * self.tuning.splits * (2 if self.tuning.queues else 1)
+        return self.num_programs * (2 if self.tuning.queues else 1)
 
     @property
     def most_visible_tokens(self) -> int:

@@ -31,7 +31,8 @@ _SYSTEM_MEMORY = 1 * _KIB  # of which the system takes so much for each program
 
 # Measured: LOG, "on the way to commit 3bd4214", "Fewer bytes in flight".
 _TILE_BYTES = 32 * _KIB  # of a tile of K and one of V where a multiprocessor has two programs; twice that where one
-_BYTES_IN_FLIGHT = 128 * _KIB  # in the rings of all programs of a multiprocessor
+_BYTES_IN_FLIGHT = 128 * _KIB  # in the rings of all programs of a multiprocessor,
+_BYTES_IN_FLIGHT_TO_REGISTERS = 64 * _KIB  # and less of tiles that go through registers: the first comes sooner
 _MOST_STAGES = 8
 
 # Measured: LOG, "on the way to commit 3bd4214", "Clusters".
@@ -43,16 +44,15 @@ _LEAST_SPLIT_TOKENS = 128  # shortest split worth a program, in a cluster
 _FOLDED_WAVES = 1.8  # waves of programs that folding must leave, so that uneven lengths even out,
 _FOLDED_ONE_WAVE = 0.93, 1  # or as good as one whole wave, where queues deal with uneven lengths
 
-# Measured: LOG, "on the way to commit 874e885", "Further parts in turns".
+# Measured: LOG, "Queues where splits do not fill the GPU".
 _MERGE_LAUNCH_TIME = 1.5  # of a merge that may find nothing to do
 _LENGTHS_TIME = 0.5  # of a look at 64 lengths, in each wave
 _LENGTHS_AT_ONCE = 64
-_WORTH_A_LOOK = 40  # queues are worth it if an item takes so many times what the merge and the look cost
-_LONG_ITEM_TIME = 100  # of an item whose splits may be more than fit on the GPU at once
-
-# Measured: LOG, "on the way to commit 3bd4214", "Splitting", and "de74be7", "Even parts that do not fill ...".
-_WAVE_TIME = 1.6  # of starting a wave of programs
-_MERGED_SPLIT_TIME = 0.25  # of merging one more split
+_WORTH_A_LOOK = 40  # queues are worth it if an item takes so many times what the merge and the look cost,
+_WORTH_A_LOOK_IF_IDLE = 25  # where the last wave of items would leave multiprocessors idle,
+_WORTH_A_LOOK_IN_REGISTERS = 13  # and where tiles go through registers: a multiprocessor with one item is slow
+_NEARLY_FULL = 0.9  # the part of their waves that splits of alike lengths must fill,
+_LONG_ITEM_TIME = 100  # if an item takes longer than that
 _MULTIPROCESSOR_BYTES_PER_US = 17e3  # that each of two programs of a multiprocessor reads, if all have two
 
 
@@ -71,11 +71,10 @@ class Tuning:
     Attributes:
       fold: neighbouring kv heads that make one work item. Their tokens of a block are neighbours in memory, so that
         one larger copy brings the tokens of all of them.
-      splits: programs for each work item; in v2 its partitions.
+      splits: programs for each work item; in v2 its partitions; 0 where only queues say how an item is cut.
       partition_size: tokens of each split in v2; None where all splits of an item are as long as each other.
-      queues: programs that share the tiles of the whole batch evenly if its lengths turn out uneven; 0 where every
-        program always has one split. The grid has `splits` programs for each item all the same, for lengths that turn
-        out alike, and there are never more queues than those.
+      queues: programs that share the tiles of the whole batch evenly; 0 where every program has one split. With queues
+        only lengths that turn out alike have `splits`, for which the grid has enough programs.
       merge: where the partial results of splits become one.
       writes_tokens: whether the kernel also writes the new token of each sequence into the caches.
       programs: thread blocks that a multiprocessor has room for.
@@ -96,7 +95,7 @@ class Tuning:
     def __post_init__(self) -> None:
         if self.fold not in (1, 2, 4) or self.tile not in (64, 128) or self.programs not in (1, 2) or self.stages < 1:
             raise ValueError(f"no kernel has such tiles: {self}")
-        if self.splits < 1 or (self.splits > 1 and not self.merges):
+        if self.splits < (0 if self.queues else 1) or (self.splits != 1 and not self.merges):
             raise ValueError(f"the splits of an item must be merged: {self}")
         if self.merges_in_cluster and not 1 < self.splits <= _LARGEST_CLUSTER:
             raise ValueError(f"a cluster has 2 to {_LARGEST_CLUSTER} programs: {self}")
@@ -216,9 +215,10 @@ def _folded(problem: Problem, tuning: Tuning, gpu: Device) -> Tuning:
     for fold in (2, 4):
         geometry = Geometry(problem, tuning)
         fits = fold * problem.block_size <= 64 and 8 % (2 * geometry.heads_per_item) == 0
-        waves = geometry.num_items / 2 / (2 * gpu.num_multiprocessors)
+        at_once = 2 * gpu.num_multiprocessors
+        waves = geometry.num_items / 2 / at_once
         least, most = _FOLDED_ONE_WAVE
-        one_wave = least <= waves <= most and _worth_a_look(geometry, 2 * waves)
+        one_wave = least <= waves <= most and _worth_a_look(geometry, at_once)
         if fits and geometry.items_per_seq % 2 == 0 and (waves >= _FOLDED_WAVES or one_wave):
             tuning = replace(tuning, fold=2 * tuning.fold)
     return tuning
@@ -239,21 +239,41 @@ def _split(problem: Problem, tuning: Tuning, gpu: Device) -> Tuning:
     num_tiles = max(1, pl.cdiv(problem.max_seq_len, Geometry(problem, merged).tile_tokens))
     splits, at_once = _splits(geometry, num_tiles, merged.programs, gpu)
 
-    waves = num_items / (merged.programs * one_each)
-    many_whole_items = splits == 1 and waves > 2 and not tiles.kind(problem).in_registers
-    wide_rows = problem.head_size * jnp.dtype(problem.query_dtype).itemsize >= 256
-    most_programs = 1 if many_whole_items and wide_rows else 2
     in_32_bits = num_items * (1 + num_tiles) < 2**26 and num_items * splits < 2**15  # `plan.py` multiplies them
-    if problem.num_seqs > 1 and in_32_bits and (splits > 1 or _worth_a_look(geometry, waves)):
-        queues = min(at_once, most_programs * one_each, num_items * splits)
-        return _tiled(problem, replace(tuning, splits=splits, queues=queues, merge=Merge.KERNEL), most_programs)
-    return replace(merged, splits=splits) if splits > 1 else _tiled(problem, tuning, most_programs)
+    if problem.num_seqs > 1 and in_32_bits and (splits > 1 or _worth_a_look(geometry, at_once)):
+        return _queued(problem, tuning, splits, at_once, gpu)
+    if splits > 1:
+        return replace(merged, splits=splits)
+    wide_rows = problem.head_size * jnp.dtype(problem.query_dtype).itemsize >= 256
+    many_whole_items = num_items > 2 * at_once and wide_rows and not tiles.kind(problem).in_registers
+    return _tiled(problem, tuning, 1 if many_whole_items else 2)
+
+
+def _queued(problem: Problem, tuning: Tuning, splits: int, at_once: int, gpu: Device) -> Tuning:
+    """Gives the batch queues, for as many programs as run at once.
+
+    Lengths that turn out alike keep their splits if these fill the GPU, or if they are so short that to cut them
+    elsewhere would take longer.
+    """
+    queued = _tiled(problem, replace(tuning, splits=0, queues=at_once, merge=Merge.KERNEL))
+    at_once = min(at_once, queued.programs * gpu.num_multiprocessors)
+    geometry = Geometry(problem, tuning)
+    programs = splits * geometry.num_items
+    short = programs <= at_once and _item_time(geometry) <= _LONG_ITEM_TIME
+    if short or _fills(programs, at_once):
+        queues = min(programs, at_once)
+        return _tiled(problem, replace(tuning, splits=splits, queues=queues, merge=Merge.KERNEL))
+    return replace(queued, queues=at_once)
+
+
+def _fills(programs: int, at_once: int) -> bool:
+    """Whether so many programs fill their last wave, too, or nearly."""
+    return programs >= _NEARLY_FULL * pl.cdiv(programs, at_once) * at_once
 
 
 def _splits(geometry: Geometry, num_tiles: int, programs: int, gpu: Device) -> tuple[int, int]:
     """Splits of each item, for `programs` on a multiprocessor, and the programs that are to run at once."""
     num_items, one_each = max(1, geometry.num_items), gpu.num_multiprocessors
-    all_at_once = programs * one_each
 
     def splits_for(at_once: int) -> int:  # no split has tiles to spare
         tiles_each = pl.cdiv(num_tiles, max(1, min(at_once // num_items, num_tiles)))
@@ -262,41 +282,19 @@ def _splits(geometry: Geometry, num_tiles: int, programs: int, gpu: Device) -> t
     # One program on each multiprocessor reads as fast as two, and leaves less to merge. It computes more slowly, and
     # what goes through registers waits for that (LOG, "Groups that do not fill query tiles").
     reads_as_fast = not tiles.kind(geometry.problem).in_registers
-    if reads_as_fast and one_each >= splits_for(one_each) * num_items >= 0.9 * one_each:
+    if reads_as_fast and one_each >= splits_for(one_each) * num_items >= _NEARLY_FULL * one_each:
         return splits_for(one_each), one_each
-    if num_items > all_at_once or (2 * num_items > one_each and _item_time(geometry) > _LONG_ITEM_TIME):
-        return min(_splits_in_waves(geometry, all_at_once), num_tiles), all_at_once
-    return splits_for(all_at_once), all_at_once
+    return splits_for(programs * one_each), programs * one_each
 
 
-def _worth_a_look(geometry: Geometry, waves: float) -> bool:
-    """Whether items may be so long that it pays to look at the batch's lengths."""
-    looks = max(1, waves) * pl.cdiv(geometry.problem.num_seqs, _LENGTHS_AT_ONCE)
-    return _item_time(geometry) > _WORTH_A_LOOK * (_MERGE_LAUNCH_TIME + _LENGTHS_TIME * looks)
-
-
-def _splits_in_waves(geometry: Geometry, at_once: int) -> int:
-    """Splits where programs take several waves, or cannot fill one: shorter ones leave less idle in the last."""
-
-    def cost(splits: int) -> float:
-        waves = geometry.num_items * splits / at_once
-        merging = _MERGE_LAUNCH_TIME + _MERGED_SPLIT_TIME * splits if splits > 1 else 0.0
-        return _WAVE_TIME * waves + _idle(waves) * _item_time(geometry) / splits + merging
-
-    return min(range(1, 7 if 2 * geometry.num_items < at_once else 5), key=cost)
-
-
-def _idle(waves: float) -> float:
-    """What a last wave that is not full costs, as a part of the time that a program takes.
-
-    Measured: LOG, "on the way to commit 3bd4214", "Splitting".
-    """
-    last = waves % 1
-    if last == 0 or last >= 0.85:
-        return 0.0
-    if 0.5 < waves < 1:
-        return 0.08
-    return 0.11 if last >= 0.45 else 0.2
+def _worth_a_look(geometry: Geometry, at_once: int) -> bool:
+    """Whether items may be so long that it pays to look at the batch's lengths, if so many programs run at once."""
+    num_items = geometry.num_items
+    worth = _WORTH_A_LOOK if _fills(num_items, at_once) else _WORTH_A_LOOK_IF_IDLE
+    if tiles.kind(geometry.problem).in_registers:
+        worth = _WORTH_A_LOOK_IN_REGISTERS
+    looks = max(1, num_items / at_once) * pl.cdiv(geometry.problem.num_seqs, _LENGTHS_AT_ONCE)
+    return _item_time(geometry) > worth * (_MERGE_LAUNCH_TIME + _LENGTHS_TIME * looks)
 
 
 def _item_time(geometry: Geometry) -> float:
@@ -318,10 +316,11 @@ def _tilings(problem: Problem, tuning: Tuning, most_programs: int) -> Iterator[t
 
     A tile has 128 rows only if one of K and one of V then take at most `_TILE_BYTES`, or twice that if a program has
     its multiprocessor for itself. If one tile holds all that there is to read, `_BYTES_IN_FLIGHT` is the limit.
-    Otherwise a tile has 64 rows. The rings have as many stages as `_BYTES_IN_FLIGHT` on a multiprocessor allow.
+    Otherwise a tile has 64 rows. The rings have as many stages as may be in flight.
     """
     kind, columns = tiles.kind(problem), Geometry(problem, tuning).columns
-    longest_split = tuning.fold * (tuning.partition_size or pl.cdiv(problem.max_seq_len, tuning.splits))
+    in_flight = _BYTES_IN_FLIGHT_TO_REGISTERS if kind.in_registers else _BYTES_IN_FLIGHT
+    longest_split = tuning.fold * (tuning.partition_size or pl.cdiv(problem.max_seq_len, max(1, tuning.splits)))
     for programs, tile in ((2, 128), (2, 64), (1, 128), (1, 64)):
         tile_bytes = 2 * tile * problem.head_size * problem.cache_itemsize
         one_tile = longest_split <= tile
@@ -334,7 +333,7 @@ def _tilings(problem: Problem, tuning: Tuning, most_programs: int) -> Iterator[t
         if kind.in_registers and programs == 2 and crowded:
             continue
         room = _PROGRAM_MEMORY if programs == 1 else _MULTIPROCESSOR_MEMORY // 2 - _SYSTEM_MEMORY
-        most = min(_MOST_STAGES, _BYTES_IN_FLIGHT // programs // tile_bytes, pl.cdiv(longest_split, tile))
+        most = min(_MOST_STAGES, in_flight // programs // tile_bytes, pl.cdiv(longest_split, tile))
         least = 1 if (programs, tile) == (1, 64) or one_tile else 2
         for stages in range(max(most, least), least - 1, -1):
             yield replace(tuning, programs=programs, tile=tile, stages=stages), room

@@ -1,7 +1,7 @@
 """The decode kernel: attention of one query a sequence over its blocks.
 
-Grid: a program, a thread block of two warpgroups, for each split of each work item (sequence, kv head). With queues
-there are as many programs, of which those that have a queue attend to its splits in turn (`plan.py`).
+Grid: a program, a thread block of two warpgroups, for each split of each work item (sequence, kv head); or for each
+queue, to whose splits it attends in turn (`plan.py`). A program may find that it has neither.
 
 Who loads: warpgroup 1 copies runs of tokens (TMA, through the block table) into rings of `stages` tiles of K and of V
 (`load.py`). In a queue the rings go on from one split to the next, and so does the query: while a result is stored, the
@@ -45,6 +45,7 @@ from paged_jax.kernels.mosaic_gpu.geometry import Geometry
 
 _COMPUTES, _LOADS = 0, 1  # warpgroups
 _REGISTERS = 128  # of each thread, where two programs share a multiprocessor
+_MOST_COLUMNS = 24  # that do with these
 
 
 def attend(geometry: Geometry, tiles: Tiles, inputs: Inputs) -> Outputs:
@@ -75,7 +76,7 @@ def _mesh(geometry: Geometry) -> dict[str, Any]:
     if geometry.tuning.merges_in_cluster:
         return {"cluster": (splits,), "cluster_names": ("split",), "grid": (num_items,), "grid_names": ("item",)}
     if geometry.tuning.queues:
-        return {"grid": (num_items * splits,), "grid_names": ("program",)}
+        return {"grid": (geometry.num_programs,), "grid_names": ("program",)}
     # Programs start in this order: the last splits, which few items have in v2, come last.
     return {"grid": (splits, num_items), "grid_names": ("split", "item")}
 
@@ -144,11 +145,12 @@ def _attend_queue(refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
 def _set_registers(geometry: Geometry) -> None:
     """Makes ptxas compile for `_REGISTERS` a thread; left alone, it may take more than two programs have.
 
-    All threads are launched with as many as this names. Heads of 64 do without it, as a multiprocessor then has room
-    for three programs; more than 16 columns would spill (benchmarks/LOG.md, "on the way to commit 874e885", "128
-    registers").
+    All threads are launched with as many as this names. Smaller heads without queues do without it, as a multiprocessor
+    then has room for three programs; more than `_MOST_COLUMNS` would spill (benchmarks/LOG.md, "Queues where splits do
+    not fill the GPU").
     """
-    if geometry.tuning.programs == 2 and geometry.problem.head_size >= 128 and geometry.columns <= 16:
+    crowded = geometry.problem.head_size >= 128 or geometry.tuning.queues
+    if geometry.tuning.programs == 2 and crowded and geometry.columns <= _MOST_COLUMNS:
         plgpu.set_max_registers(_REGISTERS, action="increase")
 
 

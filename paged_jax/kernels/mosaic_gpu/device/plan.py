@@ -3,14 +3,15 @@
 The tokens of a work item (sequence, kv head) are cut into tiles. A split is some neighbouring tiles of one item: all of
 them, those of a partition, or an even share of them. Usually each program has one split.
 
-Where lengths may be uneven, programs have queues. Each program first adds up the lengths of the batch:
-
-    lengths alike     a program's queue has one split: an item, or an even share of one
-    lengths uneven    the tiles of all items, one item after the other, are cut into as many even queues as programs run
-                      at once: a queue has the end of an item, whole items, and the beginning of one
+Where lengths may be uneven, programs have queues. Each program first adds up the lengths of the batch. The tiles of all
+items, one item after the other, are cut into as many even queues as programs run at once: a queue has the end of an
+item, whole items, and the beginning of one.
 
       items   |------ 0 ------|- 1 -|2|-------------- 3 --------------|---- 4 ----|
       queues  |     0     |     1     |     2     |     3     |     4     |   5   |
+
+But where items or even shares of them (`Tuning.splits`) fill the GPU, and lengths turn out alike, a program's queue has
+one of these. For that there may be more programs than queues.
 """
 
 import functools
@@ -127,10 +128,12 @@ def queue_of(seq_lens_gmem, program: Scalar, geometry: Geometry) -> Queue:
         return total + num_tiles, lax.max(longest, num_tiles)
 
     total, longest = _over_lengths(seq_lens_gmem, add, (jnp.int32(0), jnp.int32(0)), geometry)
-    alike = _ALIKE * longest * geometry.problem.num_seqs <= (_ALIKE + 1) * total
     total_of_items = total * geometry.items_per_seq
-    one_split = functools.partial(_queue_of_one_split, seq_lens_gmem, program, geometry)
     even = functools.partial(_even_queue, seq_lens_gmem, program, total_of_items, geometry)
+    if not geometry.tuning.splits:
+        return even()
+    alike = _ALIKE * longest * geometry.problem.num_seqs <= (_ALIKE + 1) * total
+    one_split = functools.partial(_queue_of_one_split, seq_lens_gmem, program, geometry)
     return lax.cond(alike, one_split, even)
 
 
