@@ -49,10 +49,10 @@ _MERGE_LAUNCH_TIME = 1.5  # of a merge that may find nothing to do
 _LENGTHS_TIME = 0.5  # of a look at 64 lengths, in each wave
 _LENGTHS_AT_ONCE = 64
 _WORTH_A_LOOK = 40  # queues are worth it if an item takes so many times what the merge and the look cost,
-_WORTH_A_LOOK_IF_IDLE = 25  # where the last wave of items would leave multiprocessors idle,
+_WORTH_A_LOOK_IF_IDLE = 20  # where the last wave of items would leave multiprocessors idle,
 _WORTH_A_LOOK_IN_REGISTERS = 13  # and where tiles go through registers: a multiprocessor with one item is slow
 _NEARLY_FULL = 0.9  # the part of their waves that splits of alike lengths must fill,
-_LONG_ITEM_TIME = 100  # if an item takes longer than that
+_LONG_ITEM_TIME, _LONG_ITEM_TIME_IN_REGISTERS = 100, 50  # if an item takes longer than that
 _MULTIPROCESSOR_BYTES_PER_US = 17e3  # that each of two programs of a multiprocessor reads, if all have two
 
 
@@ -253,14 +253,16 @@ def _queued(problem: Problem, tuning: Tuning, splits: int, at_once: int, gpu: De
     """Gives the batch queues, for as many programs as run at once.
 
     Lengths that turn out alike keep their splits if these fill the GPU, or if they are so short that to cut them
-    elsewhere would take longer.
+    elsewhere would take longer. What goes through registers keeps none if they take several waves.
     """
+    in_registers = tiles.kind(problem).in_registers
     queued = _tiled(problem, replace(tuning, splits=0, queues=at_once, merge=Merge.KERNEL))
     at_once = min(at_once, queued.programs * gpu.num_multiprocessors)
     geometry = Geometry(problem, tuning)
     programs = splits * geometry.num_items
-    short = programs <= at_once and _item_time(geometry) <= _LONG_ITEM_TIME
-    if short or _fills(programs, at_once):
+    one_wave = programs <= at_once
+    short = one_wave and _item_time(geometry) <= (_LONG_ITEM_TIME_IN_REGISTERS if in_registers else _LONG_ITEM_TIME)
+    if short or (_fills(programs, at_once) and (one_wave or not in_registers)):
         queues = min(programs, at_once)
         return _tiled(problem, replace(tuning, splits=splits, queues=queues, merge=Merge.KERNEL))
     return replace(queued, queues=at_once)
