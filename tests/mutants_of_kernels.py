@@ -186,6 +186,20 @@ MUTANTS_OF_KERNELS = [
         "tests/test_mosaic_gpu_choice.py -k twice",
     ),
     Mutant(
+        "mosaic_gpu: there is room for one partial result of each queue",
+        "kernels/mosaic_gpu/geometry.py",
+        "self.num_programs * (2 if self.tuning.queues else 1)",
+        "self.num_programs",
+        "tests/test_mosaic_gpu_choice.py -k queues",
+    ),
+    Mutant(
+        "mosaic_gpu: alike lengths have splits however few of a wave these fill",
+        "kernels/mosaic_gpu/tuning.py",
+        "_NEARLY_FULL = 0.9",
+        "_NEARLY_FULL = 0.0",
+        "tests/test_mosaic_gpu_choice.py -k queues",
+    ),
+    Mutant(
         "mosaic_gpu: all heads of a query tile are those of its first item",
         "kernels/mosaic_gpu/device/plan.py",
         "lax.rem(index, sharing) * geometry.heads_per_item, index",
