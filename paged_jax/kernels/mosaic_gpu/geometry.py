@@ -60,7 +60,7 @@ class Geometry:
 
     @property
     def num_partials(self) -> int:
-        """Partial results that memory holds: one a split, or two a queue, whose first and last items may be cut."""
+        """Partial results that memory holds: one a program, or two where it has a queue, whose ends may cut items."""
         return self.num_programs * (2 if self.tuning.queues else 1)
 
     @property

@@ -31,9 +31,11 @@ _SYSTEM_MEMORY = 1 * _KIB  # of which the system takes so much for each program
 
 # Measured: LOG, "on the way to commit 3bd4214", "Fewer bytes in flight".
 _TILE_BYTES = 32 * _KIB  # of a tile of K and one of V where a multiprocessor has two programs; twice that where one
-_BYTES_IN_FLIGHT = 128 * _KIB  # in the rings of all programs of a multiprocessor,
-_BYTES_IN_FLIGHT_TO_REGISTERS = 64 * _KIB  # and less of tiles that go through registers: the first comes sooner
+_BYTES_IN_FLIGHT = 128 * _KIB  # in the rings of all programs of a multiprocessor
 _MOST_STAGES = 8
+
+# Measured: LOG, "Queues where splits do not fill the GPU", "Fewer bytes in flight of 8 bits".
+_BYTES_IN_FLIGHT_OF_8_BITS = 64 * _KIB
 
 # Measured: LOG, "on the way to commit 3bd4214", "Clusters".
 _LARGEST_CLUSTER = 8  # programs; CUDA promises no more
@@ -44,16 +46,18 @@ _LEAST_SPLIT_TOKENS = 128  # shortest split worth a program, in a cluster
 _FOLDED_WAVES = 1.8  # waves of programs that folding must leave, so that uneven lengths even out,
 _FOLDED_ONE_WAVE = 0.93, 1  # or as good as one whole wave, where queues deal with uneven lengths
 
-# Measured: LOG, "Queues where splits do not fill the GPU".
+# Measured: LOG, "on the way to commit 874e885", "Further parts in turns", and "3bd4214", "Splitting".
 _MERGE_LAUNCH_TIME = 1.5  # of a merge that may find nothing to do
 _LENGTHS_TIME = 0.5  # of a look at 64 lengths, in each wave
 _LENGTHS_AT_ONCE = 64
+_MULTIPROCESSOR_BYTES_PER_US = 17e3  # that each of two programs of a multiprocessor reads, if all have two
+
+# Measured: LOG, "Queues where splits do not fill the GPU", "Lines".
 _WORTH_A_LOOK = 40  # queues are worth it if an item takes so many times what the merge and the look cost,
 _WORTH_A_LOOK_IF_IDLE = 20  # where the last wave of items would leave multiprocessors idle,
-_WORTH_A_LOOK_IN_REGISTERS = 13  # and where tiles go through registers: a multiprocessor with one item is slow
-_NEARLY_FULL = 0.9  # the part of their waves that splits of alike lengths must fill,
-_LONG_ITEM_TIME, _LONG_ITEM_TIME_IN_REGISTERS = 100, 50  # if an item takes longer than that
-_MULTIPROCESSOR_BYTES_PER_US = 17e3  # that each of two programs of a multiprocessor reads, if all have two
+_WORTH_A_LOOK_OF_8_BITS = 13  # and over 8 bits, where a multiprocessor with a single item computes too slowly
+_NEARLY_FULL = 0.9  # programs that fill so much of their waves count as filling the GPU
+_LONG_ITEM_TIME, _LONG_ITEM_TIME_OF_8_BITS = 100, 50  # shorter items keep splits that fill less, if all run at once
 
 
 class Merge(enum.StrEnum):
@@ -73,8 +77,8 @@ class Tuning:
         one larger copy brings the tokens of all of them.
       splits: programs for each work item; in v2 its partitions; 0 where only queues say how an item is cut.
       partition_size: tokens of each split in v2; None where all splits of an item are as long as each other.
-      queues: programs that share the tiles of the whole batch evenly; 0 where every program has one split. With queues
-        only lengths that turn out alike have `splits`, for which the grid has enough programs.
+      queues: programs that share the tiles of the whole batch evenly; 0 where every program has one split. With queues,
+        `splits` are for lengths that turn out alike, and the grid has a program for each of them.
       merge: where the partial results of splits become one.
       writes_tokens: whether the kernel also writes the new token of each sequence into the caches.
       programs: thread blocks that a multiprocessor has room for.
@@ -239,33 +243,40 @@ def _split(problem: Problem, tuning: Tuning, gpu: Device) -> Tuning:
     num_tiles = max(1, pl.cdiv(problem.max_seq_len, Geometry(problem, merged).tile_tokens))
     splits, at_once = _splits(geometry, num_tiles, merged.programs, gpu)
 
-    in_32_bits = num_items * (1 + num_tiles) < 2**26 and num_items * splits < 2**15  # `plan.py` multiplies them
-    if problem.num_seqs > 1 and in_32_bits and (splits > 1 or _worth_a_look(geometry, at_once)):
+    # `plan.py` multiplies with the first number; the second one bounds the grid and the partial results.
+    few = num_items * (1 + num_tiles) < 2**26 and num_items * splits < 2**15
+    if problem.num_seqs > 1 and few and (splits > 1 or _worth_a_look(geometry, at_once)):
         return _queued(problem, tuning, splits, at_once, gpu)
-    if splits > 1:
-        return replace(merged, splits=splits)
-    wide_rows = problem.head_size * jnp.dtype(problem.query_dtype).itemsize >= 256
-    many_whole_items = num_items > 2 * at_once and wide_rows and not tiles.kind(problem).in_registers
-    return _tiled(problem, tuning, 1 if many_whole_items else 2)
+    return replace(merged, splits=splits) if splits > 1 else _tiled(problem, tuning, _most_programs(geometry, at_once))
 
 
 def _queued(problem: Problem, tuning: Tuning, splits: int, at_once: int, gpu: Device) -> Tuning:
     """Gives the batch queues, for as many programs as run at once.
 
-    Lengths that turn out alike keep their splits if these fill the GPU, or if they are so short that to cut them
-    elsewhere would take longer. What goes through registers keeps none if they take several waves.
+    Lengths that turn out alike keep their splits if these fill their waves. So do short items whose splits all run at
+    once, as to cut them elsewhere would take longer. Over 8 bits no splits are kept that take several waves.
     """
-    in_registers = tiles.kind(problem).in_registers
-    queued = _tiled(problem, replace(tuning, splits=0, queues=at_once, merge=Merge.KERNEL))
-    at_once = min(at_once, queued.programs * gpu.num_multiprocessors)
-    geometry = Geometry(problem, tuning)
-    programs = splits * geometry.num_items
-    one_wave = programs <= at_once
-    short = one_wave and _item_time(geometry) <= (_LONG_ITEM_TIME_IN_REGISTERS if in_registers else _LONG_ITEM_TIME)
-    if short or (_fills(programs, at_once) and (one_wave or not in_registers)):
-        queues = min(programs, at_once)
-        return _tiled(problem, replace(tuning, splits=splits, queues=queues, merge=Merge.KERNEL))
-    return replace(queued, queues=at_once)
+    geometry, eight_bit = Geometry(problem, tuning), problem.cache_itemsize == 1
+
+    def with_queues(splits: int, most_programs: int = 2) -> Tuning:
+        tiled = _tiled(problem, replace(tuning, splits=splits, queues=at_once, merge=Merge.KERNEL), most_programs)
+        return replace(tiled, queues=min(at_once, tiled.programs * gpu.num_multiprocessors))
+
+    kept = with_queues(splits, _most_programs(geometry, at_once))
+    num_splits = splits * geometry.num_items
+    one_wave = num_splits <= kept.queues
+    short = one_wave and _item_time(geometry) <= (_LONG_ITEM_TIME_OF_8_BITS if eight_bit else _LONG_ITEM_TIME)
+    if short or (_fills(num_splits, kept.queues) and (one_wave or not eight_bit)):
+        return replace(kept, queues=min(num_splits, kept.queues))
+    return with_queues(0)
+
+
+def _most_programs(geometry: Geometry, at_once: int) -> int:
+    """How many programs a multiprocessor should have at most: one, with larger tiles, for many items of wide rows."""
+    problem = geometry.problem
+    wide_rows = problem.head_size * jnp.dtype(problem.query_dtype).itemsize >= 256
+    many_items = geometry.num_items > 2 * at_once
+    return 1 if many_items and wide_rows and not tiles.kind(problem).in_registers else 2
 
 
 def _fills(programs: int, at_once: int) -> bool:
@@ -293,8 +304,8 @@ def _worth_a_look(geometry: Geometry, at_once: int) -> bool:
     """Whether items may be so long that it pays to look at the batch's lengths, if so many programs run at once."""
     num_items = geometry.num_items
     worth = _WORTH_A_LOOK if _fills(num_items, at_once) else _WORTH_A_LOOK_IF_IDLE
-    if tiles.kind(geometry.problem).in_registers:
-        worth = _WORTH_A_LOOK_IN_REGISTERS
+    if geometry.problem.cache_itemsize == 1:
+        worth = _WORTH_A_LOOK_OF_8_BITS
     looks = max(1, num_items / at_once) * pl.cdiv(geometry.problem.num_seqs, _LENGTHS_AT_ONCE)
     return _item_time(geometry) > worth * (_MERGE_LAUNCH_TIME + _LENGTHS_TIME * looks)
 
@@ -318,10 +329,11 @@ def _tilings(problem: Problem, tuning: Tuning, most_programs: int) -> Iterator[t
 
     A tile has 128 rows only if one of K and one of V then take at most `_TILE_BYTES`, or twice that if a program has
     its multiprocessor for itself. If one tile holds all that there is to read, `_BYTES_IN_FLIGHT` is the limit.
-    Otherwise a tile has 64 rows. The rings have as many stages as may be in flight.
+    Otherwise a tile has 64 rows. The rings have as many stages as may be in flight, but at least two, unless one tile
+    is enough or two do not fit.
     """
     kind, columns = tiles.kind(problem), Geometry(problem, tuning).columns
-    in_flight = _BYTES_IN_FLIGHT_TO_REGISTERS if kind.in_registers else _BYTES_IN_FLIGHT
+    in_flight = _BYTES_IN_FLIGHT_OF_8_BITS if problem.cache_itemsize == 1 else _BYTES_IN_FLIGHT
     longest_split = tuning.fold * (tuning.partition_size or pl.cdiv(problem.max_seq_len, max(1, tuning.splits)))
     for programs, tile in ((2, 128), (2, 64), (1, 128), (1, 64)):
         tile_bytes = 2 * tile * problem.head_size * problem.cache_itemsize

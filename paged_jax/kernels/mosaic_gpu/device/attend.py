@@ -1,7 +1,7 @@
 """The decode kernel: attention of one query a sequence over its blocks.
 
 Grid: a program, a thread block of two warpgroups, for each split of each work item (sequence, kv head); or for each
-queue, to whose splits it attends in turn (`plan.py`). A program may find that it has neither.
+queue, to whose splits it attends in turn (`plan.py`). A program may have nothing to do.
 
 Who loads: warpgroup 1 copies runs of tokens (TMA, through the block table) into rings of `stages` tiles of K and of V
 (`load.py`). In a queue the rings go on from one split to the next, and so does the query: while a result is stored, the
@@ -145,12 +145,12 @@ def _attend_queue(refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
 def _set_registers(geometry: Geometry) -> None:
     """Makes ptxas compile for `_REGISTERS` a thread; left alone, it may take more than two programs have.
 
-    All threads are launched with as many as this names. Smaller heads without queues do without it, as a multiprocessor
-    then has room for three programs; more than `_MOST_COLUMNS` would spill (benchmarks/LOG.md, "Queues where splits do
-    not fill the GPU").
+    All threads are launched with as many as this names. Heads smaller than 128 that have no queues do without it, as a
+    multiprocessor then has room for three programs; more than `_MOST_COLUMNS` would spill (benchmarks/LOG.md, "Queues
+    where splits do not fill the GPU", "Registers").
     """
-    crowded = geometry.problem.head_size >= 128 or geometry.tuning.queues
-    if geometry.tuning.programs == 2 and crowded and geometry.columns <= _MOST_COLUMNS:
+    limited = geometry.problem.head_size >= 128 or geometry.tuning.queues > 0
+    if geometry.tuning.programs == 2 and limited and geometry.columns <= _MOST_COLUMNS:
         plgpu.set_max_registers(_REGISTERS, action="increase")
 
 

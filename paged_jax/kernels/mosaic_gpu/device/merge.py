@@ -40,7 +40,7 @@ from paged_jax.kernels.mosaic_gpu.device.softmax import sinks_of
 from paged_jax.kernels.mosaic_gpu.geometry import WGMMA_ROWS, Geometry
 
 _PARTIALS_IN_FLIGHT = 16
-_MORE_OF_QUEUES = 4  # partial results that an item may have beyond its share of the queues, all in flight at once
+_MORE_OF_QUEUES = 4  # partial results of an item, beyond its share of the queues, that are still loaded at once
 _ITEM_PROGRAMS = 256  # programs that look at the items of queues
 
 
@@ -173,8 +173,8 @@ def merge_slice(
 def _merged(first_partial: Scalar, count: Scalar, number: int, partials_gmem: Partials, geometry: Geometry):
     """The merged maxima [columns], sums [columns] and slice of O^T [64, columns], where sums are not divided by."""
     columns, tuning = geometry.columns, geometry.tuning
-    usual = pl.cdiv(tuning.queues, geometry.num_items) + _MORE_OF_QUEUES if tuning.queues else tuning.splits
-    in_flight = min(_PARTIALS_IN_FLIGHT, usual)
+    expected = pl.cdiv(tuning.queues, geometry.num_items) + _MORE_OF_QUEUES if tuning.queues else tuning.splits
+    in_flight = min(_PARTIALS_IN_FLIGHT, expected)
 
     def load(at):  # no layout is named: Mosaic finds that of what these are added to, and would be slower with a name
         out = plgpu.load(partials_gmem.out.at[at, pl.ds(WGMMA_ROWS * number, WGMMA_ROWS)], optimized=False)

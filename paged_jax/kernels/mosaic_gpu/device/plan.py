@@ -10,8 +10,8 @@ item, whole items, and the beginning of one.
       items   |------ 0 ------|- 1 -|2|-------------- 3 --------------|---- 4 ----|
       queues  |     0     |     1     |     2     |     3     |     4     |   5   |
 
-But where items or even shares of them (`Tuning.splits`) fill the GPU, and lengths turn out alike, a program's queue has
-one of these. For that there may be more programs than queues.
+But where items or even shares of them (`Tuning.splits`) fill the GPU, or are short, and lengths turn out alike, a
+program's queue has one of these. For that there may be more programs than queues.
 """
 
 import functools
