@@ -267,6 +267,20 @@ def test_tunings_fit(head_size, dtype, group, choose):
             assert (chosen.splits == 1) == (chosen.merge == "none")
 
 
+@pytest.mark.parametrize("layout", ["hnd", "vllm"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("head_size", [64, 128, 192, 256])
+def test_long_contexts_have_two_stages(head_size, dtype, layout):
+    """A tile is on its way while another one is computed with."""
+    caches = [jnp.zeros(shape, dtype) for shape in inputs.cache_shapes(layout, 1, 8, 16, head_size, jnp.dtype(dtype))]
+    query, tables = jnp.zeros((32, 32, head_size), jnp.bfloat16), jnp.zeros((32, 256), jnp.int32)
+    scales = {"k_scale": jnp.ones(()), "v_scale": jnp.ones(())} if dtype == "int8" else {}
+    operands = _validate.decode_operands(query, *caches, tables, jnp.ones(32, jnp.int32), {"layout": layout} | scales)
+    problem = Problem.of_call(*operands[:4], operands.options)
+    for choose in (tuning.unsplit, tuning.balanced):
+        assert choose(problem, Device()).stages >= 2
+
+
 UNEVEN = {  # lengths, number of programs, how many of them have any work, number of splits of some sequences' items
     "alike": ((8192,) * 8, 128, 128, {0: 2, 7: 2}),
     "nearly-alike": ((8192, 8190, 8180, 8192, 8100, 8192, 8192, 8190), 128, 128, {0: 2, 7: 2}),
