@@ -119,12 +119,12 @@ UNEVEN = [
 # Three waves of items, which would be whole if their lengths were alike, and get queues if contexts take long enough.
 WAVES = [
     small("waves", 4, 2, 64, 16, "bfloat16", seq_lens=(700, 30, 0), sinks=True),
-    small("waves-e4m3", 8, 2, 64, 32, "float16", "float8_e4m3fn", layout="nhd", seq_lens=(20, 600, 40), alibi=True),
     small("waves-vllm", 6, 3, 128, 8, "bfloat16", layout="vllm", seq_lens=(9, 900), sliding_window=800),
 ]
-# Items that fill no wave, so that queues cut them although their lengths are alike.
+# Items that fill no wave, or several over 8 bits, so that queues cut them even if their lengths are alike.
 LINES = [
     small("line", 4, 1, 64, 16, "bfloat16", seq_lens=(300,) * 5, sinks=True),
+    small("waves-e4m3", 8, 2, 64, 32, "float16", "float8_e4m3fn", layout="nhd", seq_lens=(20, 600, 40), alibi=True),
     small("line-window", 4, 1, 128, 16, "float16", seq_lens=(900, 0, 30), sliding_window=700),
     small("line-e4m3", 8, 1, 128, 32, "bfloat16", "float8_e4m3fn", layout="nhd", seq_lens=(260, 259, 261), alibi=True),
 ]
