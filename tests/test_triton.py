@@ -26,7 +26,7 @@ import pytest
 import paged_jax
 from benchmarks import bench_step
 from paged_jax.kernels.problem import Device, Problem, Unsupported
-from paged_jax.kernels.triton import launch, tuning
+from paged_jax.kernels.triton import cache_tuning, launch, tuning
 from tests import inputs, test_ragged
 from tests.cases import DECODE_CASES, Case
 
@@ -231,7 +231,7 @@ def test_threads_may_launch_at_the_same_time():
         return [updated]
 
     def launched(number):
-        config = tuning.CopyKernel(key_words=4, value_words=4, within=True)
+        config = cache_tuning.CopyKernel(key_words=4, value_words=4, within=True)
         result = jax.ShapeDtypeStruct((1,), jnp.float32)
         launch.call("copy", "copy_kernel", config, 1, [jnp.zeros(1)], [number], [result], Device(), [jnp.ones(1)])
         first_is_out.set()

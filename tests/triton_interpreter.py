@@ -25,7 +25,7 @@ import numpy as np
 
 from paged_jax import _dispatch
 from paged_jax.kernels.problem import Device
-from paged_jax.kernels.triton import cache_ops, launch, tuning
+from paged_jax.kernels.triton import cache_ops, cache_tuning, launch, tuning
 from tests import test_cache_ops, test_decode, test_ragged, test_write_and_attend
 from tests.cases import DECODE_CASES, Case, Sparse
 
@@ -126,7 +126,7 @@ def interpreted(device=None):
         return [jnp.asarray(outputs[o]) for o in range(len(made.outputs))]
 
     # The interpreter lacks instructions of the GPU, and rounds float8 differently.
-    def by_hand(*args, original=tuning.quantisation, **keywords):
+    def by_hand(*args, original=cache_tuning.quantisation, **keywords):
         return dataclasses.replace(original(*args, **keywords), native=False)
 
     def converted(*args, original=tuning.attention, **keywords):
@@ -135,7 +135,7 @@ def interpreted(device=None):
     with (
         arithmetic_mended(),
         standing_in(run, device),
-        mock.patch.object(tuning, "quantisation", by_hand),
+        mock.patch.object(cache_tuning, "quantisation", by_hand),
         mock.patch.object(tuning, "attention", converted),
     ):
         yield
@@ -366,7 +366,7 @@ def main(names):
                 test_cache_ops.test_copy_blocks_of_many_layers(run)
                 test_cache_ops.test_swap_blocks_round_trip("hnd", name.removeprefix("copy-"), run)
                 test_cache_ops.test_copy_blocks_of_odd_sizes((5, 9, 3, 1000), (5, 1, 1, 16), run)
-                with mock.patch.object(cache_ops, "CopyKernel", partial(tuning.CopyKernel, scan=64)):
+                with mock.patch.object(cache_ops, "CopyKernel", partial(cache_tuning.CopyKernel, scan=64)):
                     test_cache_ops.test_copy_blocks_of_many_pairs(run, count=130)
             else:
                 _, layout, dtype = name.split("-")

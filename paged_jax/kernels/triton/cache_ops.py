@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from paged_jax.kernels.problem import Device, Pool
-from paged_jax.kernels.triton import launch, tuning
-from paged_jax.kernels.triton.tuning import CopyKernel
+from paged_jax.kernels.triton import cache_tuning, launch
+from paged_jax.kernels.triton.cache_tuning import CopyKernel
+from paged_jax.kernels.triton.tuning import cdiv
 from paged_jax.options import Layout
 from paged_jax.shapes import BlockMapping, Cache, CacheScale, NewTokens, SlotMapping, SourceCache
 
@@ -28,8 +29,8 @@ def write_to_paged_cache(
     launch.check(gpu, key_cache.dtype.name)
     num_tokens, num_kv_heads, head_size = key.shape
     pool = Pool.of(key_cache, value_cache, head_size, layout, k_scale, v_scale)
-    kernel = tuning.write(key.dtype.name, num_tokens, pool, gpu)
-    num_programs = tuning.cdiv(num_tokens, kernel.tokens) * num_kv_heads
+    kernel = cache_tuning.write(key.dtype.name, num_tokens, pool, gpu)
+    num_programs = cdiv(num_tokens, kernel.tokens) * num_kv_heads
     if num_programs == 0 or key_cache.size == 0:
         return key_cache, value_cache
     scales = tuple(slot_mapping if scale is None else scale for scale in (k_scale, v_scale))  # absent: not read

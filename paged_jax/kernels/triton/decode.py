@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from paged_jax.kernels.problem import Device, OptionArrays, Problem
-from paged_jax.kernels.triton import launch, tuning
+from paged_jax.kernels.triton import cache_tuning, launch, tuning
 from paged_jax.kernels.triton.tuning import AttentionKernel, Tuning, cdiv
 from paged_jax.options import AttentionOptions
 from paged_jax.shapes import BlockTables, Cache, Lse, NewTokens, Query, Residual, SeqLens, SlotMapping, TmpOut
@@ -80,7 +80,7 @@ def write_and_attend(
     problem, gpu = _problem(query, *caches, block_tables, options)
     tuned, splits = tuning.automatic(problem, gpu)
     scaled = problem.cache_itemsize < key.dtype.itemsize
-    tuned = replace(tuned, write=tuning.quantisation(key.dtype.name, problem, gpu, scaled=scaled))
+    tuned = replace(tuned, write=cache_tuning.quantisation(key.dtype.name, problem, gpu, scaled=scaled))
     kernel = AttentionKernel(problem.attention, tuned)
     arrays = query, key, value, block_tables, seq_lens, slot_mapping, *OptionArrays.of(options).flat
     scalars = problem.num_seqs, problem.max_blocks_per_seq, problem.max_seq_len, splits, problem.num_blocks

@@ -15,8 +15,9 @@ from jax.interpreters import partial_eval
 from paged_jax.kernels.in_place import apart
 from paged_jax.kernels.problem import Device, Unsupported
 from paged_jax.kernels.problem import device as device
+from paged_jax.kernels.triton.cache_tuning import CopyKernel, WriteKernel
 from paged_jax.kernels.triton.ragged_tuning import RaggedReduceKernel
-from paged_jax.kernels.triton.tuning import AttentionKernel, CopyKernel, ReduceKernel, WriteKernel
+from paged_jax.kernels.triton.tuning import AttentionKernel, ReduceKernel
 
 # All threads share the filters of warnings. Programs that compile side by side launch kernels in threads, and what one
 # thread restores must not be what another has just set.

@@ -1,4 +1,6 @@
-"""Chooses how the Triton kernels compute a call, by pure functions of its facts and of the device.
+"""Chooses how the Triton kernels compute attention, by pure functions of a call's facts and of the device.
+
+`ragged_tuning.py` adds what only ragged attention has, and `cache_tuning.py` has the cache ops.
 
 A kernel takes one compile-time argument, which holds the facts (`kernels/problem.py`), the choices, and values that
 follow from both. It does not depend on the sizes of a batch, since Triton would compile again for each of them.
@@ -6,17 +8,20 @@ follow from both. It does not depend on the sizes of a batch, since Triton would
 
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from paged_jax.kernels.problem import Attention, Device, Pool, Problem, ScaleKind
+from paged_jax.kernels.problem import Attention, Device, Problem, ScaleKind
+
+if TYPE_CHECKING:
+    from paged_jax.kernels.triton.cache_tuning import Quantisation
 
 # Shared memory that one program may have, in KiB, by capability; for other capabilities the smallest of these.
 _SHARED_MEMORY = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
 _LEAST_SHARED_MEMORY = 99
 
-_FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
-_EIGHT_BITS = (*_FLOAT8, "int8")
+_EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "int8")
 _MAX_HEADS = 64  # of a group, in one program
 _LARGEST_RANKED = 128  # sequences that a program ranks by length
 
@@ -34,40 +39,6 @@ def cdiv(n: int, d: int) -> int:
 def shared_memory(gpu: Device) -> int:
     """Bytes of shared memory that one program may have."""
     return 1024 * _SHARED_MEMORY.get(gpu.capability, _LEAST_SHARED_MEMORY)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Quantisation:
-    """How a write quantises new keys and values.
-
-    Attributes:
-      k_scale, v_scale: the kinds of factors by which they are divided.
-      cache_dtype: the dtype that they get.
-      narrower: whether that dtype has fewer bytes or a smaller range, so that they are clipped.
-      native: whether it is a float8 for which the GPU has an instruction.
-    """
-
-    k_scale: ScaleKind
-    v_scale: ScaleKind
-    cache_dtype: str
-    narrower: bool
-    native: bool
-
-    @property
-    def smallest(self) -> float:
-        """The least finite value of the cache's dtype."""
-        return _range(self.cache_dtype)[0]
-
-    @property
-    def largest(self) -> float:
-        """The greatest finite value of the cache's dtype."""
-        return _range(self.cache_dtype)[1]
-
-
-def _range(dtype: str) -> tuple[float, float]:
-    """The least and the greatest finite value."""
-    info = (jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype)
-    return float(info.min), float(info.max)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +74,7 @@ class Tuning:
     scan: int = 128
     plan: int = 32
     least_split: int = 4
-    write: Quantisation | None = None
+    write: "Quantisation | None" = None
     num_warps: int = 4
     num_stages: int = 3
 
@@ -205,52 +176,6 @@ class ReduceKernel:
     parts: int = 1
     num_warps: int
     num_stages: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class WriteKernel:
-    """The compile-time argument of the write kernel.
-
-    Attributes:
-      pool: the call's facts.
-      quantisation: how new tokens are quantised.
-      width: elements of a vector in registers, a power of two >= head_size.
-      tokens: tokens of one program.
-      num_warps, num_stages: for Triton.
-    """
-
-    pool: Pool
-    quantisation: Quantisation
-    width: int
-    tokens: int
-    num_warps: int = 4
-    num_stages: int = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class CopyKernel:
-    """The compile-time argument of the kernels that copy blocks.
-
-    Attributes:
-      key_words, value_words: 8-byte words of a block of each cache.
-      within: whether sources and destinations are in the same pools.
-      chunk: words of each that one program copies.
-      scan: how many pairs are read at once.
-      num_warps, num_stages: for Triton.
-    """
-
-    key_words: int
-    value_words: int
-    within: bool
-    chunk: int = 512
-    scan: int = 1024
-    num_warps: int = 4
-    num_stages: int = 1
-
-    @property
-    def chunks(self) -> int:
-        """How many programs copy a pair."""
-        return cdiv(max(self.key_words, self.value_words), self.chunk)
 
 
 def refusals(problem: Attention) -> list[str]:
@@ -375,27 +300,3 @@ def reduce(problem: Problem, tuning: Tuning, num_splits: int, gpu: Device) -> Re
     parts = min(tuning.width // 16, power_of_two(gpu.num_multiprocessors // rows))
     splits = min(64, power_of_two(num_splits))
     return replace(kernel, num_warps=max(1, min(4, splits * tuning.width // parts // 512)), splits=splits, parts=parts)
-
-
-def quantisation(dtype: str, pool: Pool, gpu: Device, *, scaled: bool = True) -> Quantisation:
-    """Says how keys and values of `dtype` are quantised for a pool; they are divided by its scales only if `scaled`."""
-    narrower = pool.cache_itemsize < jnp.dtype(dtype).itemsize or (pool.cache_dtype, dtype) == ("float16", "bfloat16")
-    return Quantisation(
-        k_scale=pool.k_scale if scaled else ScaleKind.NONE,
-        v_scale=pool.v_scale if scaled else ScaleKind.NONE,
-        cache_dtype=pool.cache_dtype,
-        narrower=narrower,
-        native=pool.cache_dtype in _FLOAT8 and gpu.capability >= 89,
-    )
-
-
-def write(dtype: str, num_tokens: int, pool: Pool, gpu: Device) -> WriteKernel:
-    """Chooses the write of `num_tokens` new tokens: one in a program if they are few, to fill the GPU, and up to 16."""
-    tokens = min(16, power_of_two(num_tokens * pool.num_kv_heads // (8 * gpu.num_multiprocessors)))
-    return WriteKernel(
-        pool=pool,
-        quantisation=quantisation(dtype, pool, gpu),
-        width=power_of_two(pool.head_size),
-        tokens=tokens,
-        num_warps=2 if tokens == 16 and pool.cache_itemsize == 1 else 4,  # benchmarks/LOG.md
-    )

@@ -15,7 +15,7 @@ Roofline. The kernels read and write the K block and the V block of each pair on
 of the stash also reads all pairs: num_pairs^2 * 8 bytes, out of the L2 cache.
 
 The pools are updated in place: `key_cache` and `value_cache` of the copying kernels are outputs that alias inputs.
-`cfg` is a `tuning.CopyKernel`.
+`cfg` is a `cache_tuning.CopyKernel`.
 """
 
 # Where triton is not installed pyright takes this folder for it.

@@ -7,8 +7,8 @@ head_size bytes for each (token, kv head); a decode step writes so little that t
 `load_tokens` and `add_new_token` serve decode that writes on the way (`attend.py`).
 
 The caches are updated in place: `key_cache` and `value_cache` are outputs that alias inputs. `cfg` is a
-`tuning.WriteKernel`, in decode a `tuning.AttentionKernel`; `pool` a `problem.Pool`, `quantisation` a
-`tuning.Quantisation`, and `width` the elements that a vector takes in registers.
+`cache_tuning.WriteKernel`, in decode a `tuning.AttentionKernel`; `pool` a `problem.Pool`, `quantisation` a
+`cache_tuning.Quantisation`, and `width` the elements that a vector takes in registers.
 """
 
 # Where triton is not installed pyright takes this folder for it.
