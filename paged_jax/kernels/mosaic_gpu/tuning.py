@@ -244,10 +244,12 @@ def _split(problem: Problem, tuning: Tuning, gpu: Device) -> Tuning:
     splits, at_once = _splits(geometry, num_tiles, merged.programs, gpu)
 
     # `plan.py` multiplies with the first number; the second one bounds the grid and the partial results.
-    few = num_items * (1 + num_tiles) < 2**26 and num_items * splits < 2**15
-    if problem.num_seqs > 1 and few and (splits > 1 or _worth_a_look(geometry, at_once)):
+    in_bounds = num_items * (1 + num_tiles) < 2**26 and num_items * splits < 2**15
+    if problem.num_seqs > 1 and in_bounds and (splits > 1 or _worth_a_look(geometry, at_once)):
         return _queued(problem, tuning, splits, at_once, gpu)
-    return replace(merged, splits=splits) if splits > 1 else _tiled(problem, tuning, _most_programs(geometry, at_once))
+    if splits > 1:
+        return replace(merged, splits=splits)
+    return _tiled(problem, tuning, _most_programs(geometry, at_once))
 
 
 def _queued(problem: Problem, tuning: Tuning, splits: int, at_once: int, gpu: Device) -> Tuning:
@@ -258,17 +260,19 @@ def _queued(problem: Problem, tuning: Tuning, splits: int, at_once: int, gpu: De
     """
     geometry, eight_bit = Geometry(problem, tuning), problem.cache_itemsize == 1
 
-    def with_queues(splits: int, most_programs: int = 2) -> Tuning:
-        tiled = _tiled(problem, replace(tuning, splits=splits, queues=at_once, merge=Merge.KERNEL), most_programs)
+    def with_queues(of_alike_lengths: int, most_programs: int) -> Tuning:
+        untiled = replace(tuning, splits=of_alike_lengths, queues=at_once, merge=Merge.KERNEL)
+        tiled = _tiled(problem, untiled, most_programs)
         return replace(tiled, queues=min(at_once, tiled.programs * gpu.num_multiprocessors))
 
     kept = with_queues(splits, _most_programs(geometry, at_once))
     num_splits = splits * geometry.num_items
     one_wave = num_splits <= kept.queues
-    short = one_wave and _item_time(geometry) <= (_LONG_ITEM_TIME_OF_8_BITS if eight_bit else _LONG_ITEM_TIME)
-    if short or (_fills(num_splits, kept.queues) and (one_wave or not eight_bit)):
+    short = _item_time(geometry) <= (_LONG_ITEM_TIME_OF_8_BITS if eight_bit else _LONG_ITEM_TIME)
+    fills = _fills(num_splits, kept.queues)
+    if (one_wave and (short or fills)) or (fills and not eight_bit):
         return replace(kept, queues=min(num_splits, kept.queues))
-    return with_queues(0)
+    return with_queues(0, 2)
 
 
 def _most_programs(geometry: Geometry, at_once: int) -> int:
@@ -303,9 +307,11 @@ def _splits(geometry: Geometry, num_tiles: int, programs: int, gpu: Device) -> t
 def _worth_a_look(geometry: Geometry, at_once: int) -> bool:
     """Whether items may be so long that it pays to look at the batch's lengths, if so many programs run at once."""
     num_items = geometry.num_items
-    worth = _WORTH_A_LOOK if _fills(num_items, at_once) else _WORTH_A_LOOK_IF_IDLE
     if geometry.problem.cache_itemsize == 1:
         worth = _WORTH_A_LOOK_OF_8_BITS
+    else:
+        worth = _WORTH_A_LOOK if _fills(num_items, at_once) else _WORTH_A_LOOK_IF_IDLE
+    # Queues without splits take one wave, and look less often than this.
     looks = max(1, num_items / at_once) * pl.cdiv(geometry.problem.num_seqs, _LENGTHS_AT_ONCE)
     return _item_time(geometry) > worth * (_MERGE_LAUNCH_TIME + _LENGTHS_TIME * looks)
 
