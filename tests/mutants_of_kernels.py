@@ -193,6 +193,13 @@ MUTANTS_OF_KERNELS = [
         "tests/test_mosaic_gpu_choice.py -k queues",
     ),
     Mutant(
+        "mosaic_gpu: queues leave out the tiles that are left over",
+        "kernels/mosaic_gpu/device/plan.py",
+        "number * size + lax.div(number * left_over, queues)",
+        "number * size",
+        "tests/test_mosaic_gpu.py -k 'depends and line'",
+    ),
+    Mutant(
         "mosaic_gpu: alike lengths have splits however few of a wave these fill",
         "kernels/mosaic_gpu/tuning.py",
         "_NEARLY_FULL = 0.9",

@@ -121,12 +121,13 @@ WAVES = [
     small("waves", 4, 2, 64, 16, "bfloat16", seq_lens=(700, 30, 0), sinks=True),
     small("waves-vllm", 6, 3, 128, 8, "bfloat16", layout="vllm", seq_lens=(9, 900), sliding_window=800),
 ]
-# Items that fill no wave, or several over 8 bits, so that queues cut them even if their lengths are alike.
+# Items that fill no wave, or several over 8 bits, so that queues cut them even if their lengths are alike. The tiles
+# are no multiple of the queues.
 LINES = [
-    small("line", 4, 1, 64, 16, "bfloat16", seq_lens=(300,) * 5, sinks=True),
+    small("line", 4, 1, 64, 16, "bfloat16", seq_lens=(600,) * 5, sinks=True),
     small("waves-e4m3", 8, 2, 64, 32, "float16", "float8_e4m3fn", layout="nhd", seq_lens=(20, 600, 40), alibi=True),
-    small("line-window", 4, 1, 128, 16, "float16", seq_lens=(900, 0, 30), sliding_window=700),
-    small("line-e4m3", 8, 1, 128, 32, "bfloat16", "float8_e4m3fn", layout="nhd", seq_lens=(260, 259, 261), alibi=True),
+    small("line-window", 4, 1, 128, 16, "float16", seq_lens=(900, 0, 330), sliding_window=700),
+    small("line-e4m3", 8, 1, 128, 32, "bfloat16", "float8_e4m3fn", layout="nhd", seq_lens=(360, 359, 361), alibi=True),
 ]
 FOLDED = [  # by 4 heads, and by 2
     small("fold", 4, 4, 64, 16, "bfloat16", seq_lens=(37, 0, 130, 64), sinks=True, k_scale="scalar"),
