@@ -9,6 +9,10 @@ Nobody tuned for these cases. A seeded generator draws heads, groups, head sizes
 real models' shapes of decode that `bench_decode` lacks (`cases.MORE_DECODE`). For ragged attention, Triton is timed
 with other sizes of its tiles of queries, too. A case's regret is the chosen implementation's time over the fastest
 one's, less 1 (`benchmarks.report`).
+
+    python -m benchmarks.bench_choice --op ragged --implementations auto --peers vllm-fa3,vllm-fa3-128
+
+With peers the rows of the same cases stand beside theirs, and the last line tells in how many the first of ours leads.
 """
 
 import argparse
@@ -106,6 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, help=f"how many cases; default {NUM_CASES}")
     parser.add_argument("--seed", type=int, default=0, help="of the generator; default 0")
     parser.add_argument("--implementations", help=f"names with commas between them; default {IMPLEMENTATIONS}")
+    parser.add_argument("--peers", default="none", help="names of bench_decode's or bench_ragged's peers; default none")
     parser.add_argument("--processes", type=int, default=1, help="how many compile side by side; default 1")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args(argv)
@@ -116,6 +121,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             bench_ragged.BENCHMARK, implementation=ragged_implementation, timer=timing.time_calls
         )
     names = args.implementations.split(",") if args.implementations else IMPLEMENTATIONS[args.op]
+    beside = [] if args.peers == "none" else args.peers.split(",")
+    if unknown := set(beside) - {*benchmark.peers, *benchmark.elsewhere}:
+        parser.error(f"no peer is named {', '.join(sorted(unknown))}")
     try:
         for name in names:
             benchmark.implementation(name)
@@ -129,8 +137,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     def notes() -> dict[str, Any]:
         return {"seed": args.seed, "chosen": choices(args.op, some)}
 
-    found = harness.run(benchmark, some, names, [], out=args.out, processes=args.processes, notes=notes)
+    found = harness.run(benchmark, some, names, beside, out=args.out, processes=args.processes, notes=notes)
     print(report.regret_text(found))
+    if beside:
+        print(report.peers_text(found))
     return 0
 
 

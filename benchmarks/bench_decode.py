@@ -67,7 +67,7 @@ BENCHMARK = harness.Benchmark(
     ceiling=timing.read_ceiling,
     implementation=implementation,
     peers=peers.DECODE,
-    elsewhere=peers.FLASHINFER,
+    elsewhere=peers.TORCH,
 )
 
 

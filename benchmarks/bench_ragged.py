@@ -83,7 +83,7 @@ BENCHMARK = harness.Benchmark(
     ceiling=ceiling,
     implementation=implementation,
     peers=peers.RAGGED,
-    elsewhere=peers.FLASHINFER,
+    elsewhere=peers.TORCH,
     timer=functools.partial(timing.time_calls, rested=True),
 )
 

@@ -1,6 +1,6 @@
 """FlashInfer's paged kernels by contender: which cases they refuse, what they compile, and how they are called.
 
-Functions take a case as `benchmarks.peers.FlashInfer` sends it. These are the contenders:
+Functions take a case as `benchmarks.peers.TorchPeers` sends it. These are the contenders:
 
     flashinfer         `BatchDecodeWithPagedKVCacheWrapper`: its CUDA-core and its tensor-core kernel.
     flashinfer-xqa     `trtllm_batch_decode_with_kv_cache` with the backend "xqa": TensorRT-LLM's kernels, which take
@@ -20,6 +20,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+CONTENDERS = (
+    "flashinfer",
+    "flashinfer-xqa",
+    "flashinfer-fa2",
+    "flashinfer-fa3",
+    "flashinfer-batch",
+    "flashinfer-pod",
+)
 _WORKSPACE_BYTES = 512 << 20
 TOLERANCE = 2e-2  # a result's largest error, relative to its norm
 E4M3_TOLERANCE = 1e-1  # the same where products are in e4m3, whose 3 bits of mantissa err by 2.6% on average
@@ -93,6 +101,18 @@ def refusal(contender: str, case: dict) -> str | None:
         if group > 32:
             return "no groups of more than 32 query heads"
     return None
+
+
+def own_case(contender: str, case: dict) -> dict:
+    """The case itself: all contenders take the case's blocks and layout."""
+    return case
+
+
+def version() -> str:
+    """The name and the version of what is timed."""
+    import flashinfer
+
+    return f"FlashInfer {flashinfer.__version__}"
 
 
 def block_counts(case: dict) -> list[int]:

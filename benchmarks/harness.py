@@ -124,7 +124,7 @@ def run(
     # Before any other process starts: what those compile and try keeps memory that a large read needs.
     ceiling = benchmark.ceiling({benchmark.work(case) for case in cases})
     print(f"ceiling: {ceiling.rate and round(ceiling.rate)} {ceiling.unit} ({ceiling.note})", flush=True)
-    flashinfer = peers.FlashInfer(cases, elsewhere) if elsewhere else None
+    torch = peers.TorchPeers(cases, elsewhere) if elsewhere else None
     others = Processes(work, processes) if processes > 1 else None
     try:
         noted = notes()
@@ -133,7 +133,7 @@ def run(
         report = {"op": benchmark.op, **environment(), "ceiling": dataclasses.asdict(ceiling), **noted, "rows": rows}
         save(report, out)
         ours = measure.measure(work, Programs()) if others is None else others.answers()
-        theirs = () if flashinfer is None else flashinfer.answers()
+        theirs = () if torch is None else torch.answers()
         for answer in itertools.chain(ours, theirs):
             amount = benchmark.work(by_name[answer.case])
             row = row_of(answer.case, amount, answer.contender, answer.kind, answer.fields, ceiling)
@@ -144,7 +144,7 @@ def run(
             save(report, out)
         return report
     finally:
-        for process in (flashinfer, others):
+        for process in (torch, others):
             if process is not None:
                 process.close()
 

@@ -31,7 +31,7 @@ class Benchmark:
       ceiling: measures the ceiling, given the work of all cases.
       implementation: makes a contender of ours from a name on the command line; raises ValueError for other names.
       peers: the peers that run in this process, by name.
-      elsewhere: the names of `peers.FLASHINFER` that run in FlashInfer's process.
+      elsewhere: the names of `peers.TORCH` that run in PyTorch's process.
       timer: the function that times calls of a compiled function.
     """
 

@@ -1,7 +1,7 @@
 """The peers: other implementations of the same work. Each of them is optional.
 
 A peer is a function of a case and its inputs. It returns candidates, of which the fastest counts; where it has none, it
-raises `Absent` with the reason. FlashInfer needs PyTorch, so it runs in a process of its own.
+raises `Absent` with the reason. FlashInfer and vLLM need PyTorch, so they run in a process of their own.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from benchmarks import flashinfer_kernels, vllm_kernels
 from benchmarks import inputs as inputs_lib
 from benchmarks.cases import Case
 from benchmarks.inputs import Inputs
@@ -258,14 +259,7 @@ RAGGED: dict[str, Build] = {
     "cudnn-contiguous": functools.partial(_of_whole_prompts, cudnn_prefill),
     "attention_mgpu": functools.partial(_of_whole_prompts, mosaic_prefill),
 }
-FLASHINFER = (  # benchmarks/flashinfer_kernels.py describes them
-    "flashinfer",
-    "flashinfer-xqa",
-    "flashinfer-fa2",
-    "flashinfer-fa3",
-    "flashinfer-batch",
-    "flashinfer-pod",
-)
+TORCH = (*flashinfer_kernels.CONTENDERS, *vllm_kernels.CONTENDERS)  # their modules describe them
 
 
 def environment() -> dict[str, str]:
@@ -277,21 +271,21 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if (name, value) != ("TRITON_CACHE_DIR", "")}
 
 
-class FlashInfer:
-    """FlashInfer's kernels in a process of their own, since PyTorch shares neither CUPTI nor memory with JAX.
+class TorchPeers:
+    """FlashInfer's and vLLM's kernels in a process of their own: PyTorch shares neither CUPTI nor memory with JAX.
 
     The process compiles its kernels from the start. It times nothing before its answers are asked for.
 
     Args:
       cases: the cases to time.
-      contenders: the names from `FLASHINFER` to time.
+      contenders: the names from `TORCH` to time.
     """
 
     def __init__(self, cases: Iterable[Case], contenders: Sequence[str]):
         cases = tuple(cases)
         self._left = [(case.name, name) for case in cases for name in contenders]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.flashinfer_process"],
+            [sys.executable, "-m", "benchmarks.torch_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+_EQUAL = 1.01  # the ratio of two times that count as equal
+
 
 def contenders(report: dict[str, Any], kind: str) -> list[str]:
     """The contenders of a kind ("implementation" or "peer") that have a time in any case, in the report's order."""
@@ -81,6 +83,28 @@ def regret_text(report: dict[str, Any]) -> str:
     return (
         f"Regret of {len(found)} cases: {statistics.mean(found.values()):.1%} on the mean, "
         f"at most {found[worst]:.1%} ({worst})."
+    )
+
+
+def peers_text(report: dict[str, Any]) -> str:
+    """A line with the share of cases in which the first of ours leads all peers, and the worst ratio of times.
+
+    Ours leads where it takes at most 1% longer than the fastest peer; times that differ by less are equal.
+    """
+    ours = next(iter(contenders(report, "implementation")), "")
+    ratios = {}
+    for case in dict.fromkeys(row["case"] for row in report["rows"]):
+        rows = [row for row in report["rows"] if row["case"] == case and "us" in row]
+        own = [row["us"] for row in rows if row["contender"] == ours]
+        theirs = [row["us"] for row in rows if row["kind"] == "peer"]
+        if own and theirs:
+            ratios[case] = own[0] / min(theirs)
+    if not ratios:
+        return "No case has a time of ours and one of a peer."
+    worst = max(ratios, key=lambda case: ratios[case])
+    ahead = sum(ratio <= _EQUAL for ratio in ratios.values())
+    return (
+        f"{ours} leads in {ahead} of {len(ratios)} cases; its worst time is {ratios[worst]:.2f} of a peer's ({worst})."
     )
 
 

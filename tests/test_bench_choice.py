@@ -149,3 +149,18 @@ def test_regret_is_over_the_fastest():
     # Without a note of what was chosen it is the first of ours.
     assert report.regrets(found({"a": TIMES["a"]})) == pytest.approx({"a": 0.5})
     assert "regret of" not in report.markdown(found(TIMES)).lower()
+
+
+def test_peers_beside_random_cases():
+    """Only cases in which both have a time count; up to 1% is level."""
+    report_of = found({"a": {"auto": 2.0}, "b": {"auto": 3.03}, "c": {"auto": 3.2}, "d": {"auto": None}})
+    for case, us in {"a": 3.0, "b": 3.0, "c": 3.0, "d": 1.0}.items():
+        report_of["rows"].append({"case": case, "contender": "vllm-fa3", "kind": "peer", "work": 1, "us": us})
+    assert report.peers_text(report_of) == "auto leads in 2 of 3 cases; its worst time is 1.07 of a peer's (c)."
+    assert report.peers_text(found(TIMES)) == "No case has a time of ours and one of a peer."
+
+
+def test_peers_are_named_or_refused(capsys):
+    with pytest.raises(SystemExit):
+        bench_choice.main(["--peers", "vllm-fa3,nobody"])
+    assert "nobody" in capsys.readouterr().err

@@ -15,12 +15,12 @@ from benchmarks import (
     bench_serving,
     cases,
     flashinfer_kernels,
-    flashinfer_process,
     harness,
     inputs,
     model_steps,
     peers,
     timing,
+    torch_process,
 )
 from benchmarks.models import MODELS
 from tests.test_benchmarks import TINY, fake_timer
@@ -54,7 +54,7 @@ def test_jaxs_op_takes_a_table_of_any_width():
         jax.eval_shape(candidate.fn, *candidate.argsets[0])
 
 
-FLASHINFER_CASE = peers.FlashInfer.message(cases.Case("a", (40, 17, 64), 4, 2, 64))
+FLASHINFER_CASE = peers.TorchPeers.message(cases.Case("a", (40, 17, 64), 4, 2, 64))
 SOME, ALL = {"query_lens": (1, 17, 5)}, {"query_lens": (40, 17, 64)}
 
 
@@ -97,10 +97,10 @@ def test_flashinfers_kernels_are_summed_by_call():
     # XQA's kernel is written small; copies and memsets do not count; the profiler gives them in any order.
     seen = [("kernel_mha", 10.0, 4.0), ("Memset (Device)", 12.0, 9.0), ("MergeStatesKernel", 15.0, 1.0)]
     seen += [("kernel_mha", 30.0, 5.0), ("MergeStatesKernel", 35.0, 2.0)]
-    assert flashinfer_process.sums_by_call(reversed(seen), 2) == [5.0, 7.0]
+    assert torch_process.sums_by_call(reversed(seen), 2) == [5.0, 7.0]
     for wrong in (seen[:-1], [], seen[1:2]):
         with pytest.raises(RuntimeError, match="in 2 calls"):
-            flashinfer_process.sums_by_call(wrong, 2)
+            torch_process.sums_by_call(wrong, 2)
 
 
 def no_ceiling(work):
@@ -112,9 +112,9 @@ def test_flashinfers_process_answers_for_every_case_and_contender(tmp_path, monk
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     benchmark = dataclasses.replace(bench_decode.BENCHMARK, ceiling=no_ceiling, peers={})
     two = [TINY, dataclasses.replace(TINY, name="small", seq_lens=(5,))]
-    found = harness.run(benchmark, two, [], peers.FLASHINFER, pool_bytes=1 << 18, timer=fake_timer)
+    found = harness.run(benchmark, two, [], peers.TORCH, pool_bytes=1 << 18, timer=fake_timer)
     rows = [(row["case"], row["contender"]) for row in found["rows"]]
-    assert rows == [(case.name, name) for case in two for name in peers.FLASHINFER]
+    assert rows == [(case.name, name) for case in two for name in peers.TORCH]
     reasons = {row["absent"] for row in found["rows"]}
     assert "its process ended early" not in reasons
     assert all(reasons)
@@ -133,7 +133,7 @@ class Stub:
 
 def test_a_process_that_ends_early_owes_the_rest(monkeypatch):
     monkeypatch.setattr(peers.subprocess, "Popen", Stub)
-    process = peers.FlashInfer([TINY], ["flashinfer-fa2", "flashinfer-pod"])
+    process = peers.TorchPeers([TINY], ["flashinfer-fa2", "flashinfer-pod"])
     told = json.loads(process._process.stdin.getvalue())
     assert told["contenders"] == ["flashinfer-fa2", "flashinfer-pod"]
     assert told["cases"][0]["query_lens"] == [1, 1, 1]
@@ -184,7 +184,7 @@ def test_peers_find_tritons_cache(monkeypatch, tmp_path, value):
     monkeypatch.setenv("TRITON_CACHE_DIR", value)
     (of_model,) = bench_model.peer_answers({}, model_steps.Work([], [], 32), 60).values()
     of_serving = bench_serving.transformers_answer(MODELS["llama3-8b"], [bench_serving.Request([1], 1, 0.0)], 60.0)
-    flashinfer = peers.FlashInfer([dataclasses.replace(TINY, name="tiny")], ["flashinfer"])
+    flashinfer = peers.TorchPeers([dataclasses.replace(TINY, name="tiny")], ["flashinfer"])
     try:
         (of_flashinfer,) = flashinfer.answers()
     finally:

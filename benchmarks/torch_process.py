@@ -1,8 +1,9 @@
-"""FlashInfer's side of `benchmarks.peers.FlashInfer`: times its paged kernels in a process without JAX.
+"""PyTorch's side of `benchmarks.peers.TorchPeers`: times peers' paged kernels in a process without JAX.
 
 The process reads one line of JSON, ``{"contenders": [...], "cases": [...]}``, and compiles what they need. When it has
 read a second line, it times them, and writes a line of JSON for each contender and case. The contenders are in
-`benchmarks.flashinfer_kernels`; where one has several ways of doing a case, the best one counts.
+`benchmarks.flashinfer_kernels` and `benchmarks.vllm_kernels`; where one has several ways of doing a case, the best one
+counts.
 
 Each way is timed by two clocks: the sum of its kernels' times by CUPTI, and the time of one call within a CUDA graph of
 many. The lower time of the two counts. By the first clock it is also timed after pauses, as `timing.time_calls` does;
@@ -17,8 +18,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks import flashinfer_kernels as kernels
-from benchmarks.flashinfer_kernels import Arrays, Run
+from benchmarks import flashinfer_kernels, vllm_kernels
+from benchmarks.flashinfer_kernels import Arrays, Run, block_counts, dtypes, starts
 from benchmarks.report import first_line
 
 _SECONDS = 0.1  # about how long one measurement lasts
@@ -36,7 +37,9 @@ def main() -> None:
     try:
         import torch
 
-        _compile(kernels.modules(contenders, cases))
+        for library in (flashinfer_kernels, vllm_kernels):
+            if own := [name for name in contenders if name in library.CONTENDERS]:
+                _compile(library.modules(own, cases))
     except Exception as error:
         reason = first_line(error)
     sys.stdin.readline()
@@ -53,8 +56,15 @@ def main() -> None:
             results.flush()
 
 
+def library_of(contender: str) -> Any:
+    """The module that knows a contender."""
+    return vllm_kernels if contender in vllm_kernels.CONTENDERS else flashinfer_kernels
+
+
 def _compile(specs: Sequence[Any]) -> None:
     """Builds all modules side by side. If one of them fails, builds each by itself, so that the others succeed."""
+    if not specs:
+        return
     from flashinfer import jit
 
     try:
@@ -71,7 +81,7 @@ def _compile(specs: Sequence[Any]) -> None:
 def _arrays(case: dict) -> Arrays:
     import torch
 
-    per_call = sum(kernels.block_counts(case))
+    per_call = sum(block_counts(case))
     shape = sum(case["query_lens"]), case["num_heads"], case["head_size"]
     query = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
     keys, values = (_pool(case["copies"] * per_call, case).split(per_call) for _ in range(2))
@@ -86,7 +96,7 @@ def _pool(num_blocks: int, case: dict) -> Any:
         "hnd": (case["num_kv_heads"], case["block_size"], case["head_size"]),
         "nhd": (case["block_size"], case["num_kv_heads"], case["head_size"]),
     }[case["layout"]]
-    pool = torch.empty((num_blocks, *block), dtype=kernels.dtypes(case)[1], device="cuda")
+    pool = torch.empty((num_blocks, *block), dtype=dtypes(case)[1], device="cuda")
     step = max(1, (1 << 26) // (block[0] * block[1] * block[2]))
     for start in range(0, num_blocks, step):
         part = pool[start : start + step]
@@ -95,10 +105,10 @@ def _pool(num_blocks: int, case: dict) -> Any:
 
 
 def _time_case(contender: str, case: dict) -> dict[str, Any]:
-    import flashinfer
-
+    kernels = library_of(contender)
     if reason := kernels.refusal(contender, case):
         return {"absent": reason}
+    case = kernels.own_case(contender, case)
     arrays = _arrays(case)
     clocks = {"sum of kernels": _by_kernels, "CUDA graph": _by_graph}
     found, rested, errors, failed = {}, [], {}, []
@@ -124,7 +134,7 @@ def _time_case(contender: str, case: dict) -> dict[str, Any]:
     return {
         "us": found[how],
         **({"rested_us": min(rested)} if rested else {}),
-        "how": f"FlashInfer {flashinfer.__version__}, {how}",
+        "how": f"{kernels.version()}, {how}",
         "relative_error": errors[how.rpartition(",")[0]],
         "all": found,
         "failed": failed,
@@ -138,7 +148,7 @@ def _relative_error(case: dict, arrays: Arrays, outputs: Iterable[tuple[Any, Any
     out = torch.full_like(arrays.out, float("nan"))
     for rows, part in outputs:
         out[rows] = part
-    blocks, queries = (kernels.starts(counts) for counts in (kernels.block_counts(case), case["query_lens"]))
+    blocks, queries = (starts(counts) for counts in (block_counts(case), case["query_lens"]))
     errors = []
     for seq in sorted({0, len(case["seq_lens"]) // 2, len(case["seq_lens"]) - 1}):
         length, num_queries = case["seq_lens"][seq], case["query_lens"][seq]

@@ -1,6 +1,7 @@
-"""FlashInfer's side of the benchmarks with neither a GPU nor PyTorch: stand-ins attend, in NumPy, as they are told.
+"""PyTorch's side of the benchmarks with neither a GPU nor PyTorch: stand-ins attend, in NumPy, as they are told.
 
-A stand-in knows the arguments of FlashInfer 0.5.3 by name and order. Its result is right only if it is told right.
+A stand-in knows the arguments of FlashInfer 0.5.3, or of vLLM 0.33's FlashAttention 3, by name and order. Its result is
+right only if it is told right.
 """
 
 import sys
@@ -9,7 +10,7 @@ import types
 import numpy as np
 import pytest
 
-from benchmarks import cases, flashinfer_kernels, flashinfer_process, peers
+from benchmarks import cases, flashinfer_kernels, peers, torch_process, vllm_kernels
 
 CASE = cases.Case("a", (40, 17, 64, 33), 4, 2, 8, query_lens=(1, 17, 5, 1))
 CONTENDERS = ("flashinfer-fa2", "flashinfer-fa3", "flashinfer-batch", "flashinfer-pod")
@@ -162,6 +163,40 @@ class Pod:
         )
 
 
+class Fa3:
+    """vLLM's library. It wants the metadata to be made for the arguments that a call gives."""
+
+    def get_scheduler_metadata(
+        self, batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, headdim_v, qkv_dtype,
+        cache_seqlens, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, cache_leftpad, page_size,
+        max_seqlen_k_new, causal, window_left, window_right, has_softcap, num_splits, pack_gqa, sm_margin,
+    ):  # fmt: skip
+        assert (batch_size, num_heads_q, num_heads_kv, headdim, headdim_v) == (4, 4, 2, 8, 8)
+        assert {cu_seqlens_k, cu_seqlens_k_new, seqused_q, cache_leftpad, pack_gqa} == {None}
+        assert (max_seqlen_k_new, has_softcap, sm_margin) == (0, False, 0)
+        return max_seqlen_q, max_seqlen_k, page_size, causal, window_left, window_right, num_splits
+
+    def fwd(
+        self, q, k, v, k_new, v_new, q_v, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k,
+        max_seqlen_q, max_seqlen_k, block_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, seqlens_rotary,
+        q_descale, k_descale, v_descale, softmax_scale, causal, window_left, window_right, softcap, rotary_interleaved,
+        scheduler_metadata, num_splits, pack_gqa, sm_margin, s_aux, cp_world_size, cp_rank, cp_tot_seqused_k,
+    ):  # fmt: skip
+        assert {k_new, v_new, q_v, cu_seqlens_k, cu_seqlens_k_new, seqused_q, kv_batch_idx, leftpad_k} == {None}
+        assert {rotary_cos, rotary_sin, seqlens_rotary, q_descale, k_descale, v_descale, pack_gqa, s_aux} == {None}
+        assert (softmax_scale, softcap, sm_margin) == (8**-0.5, 0, 0)
+        assert (cp_world_size, cp_rank, cp_tot_seqused_k) == (1, 0, None)
+        page, told = k.shape[1], (max_seqlen_q, max_seqlen_k, k.shape[1], causal, window_left, window_right, num_splits)
+        assert scheduler_metadata == told
+        assert (causal, window_right) == (True, 0)
+        assert max_seqlen_q == np.diff(cu_seqlens_q).max()
+        assert max_seqlen_k == seqused_k.max()
+        counts = -(-seqused_k // page)
+        ids = np.concatenate([row[:count] for row, count in zip(block_table, counts, strict=True)])
+        tables = np.concatenate([[0], np.cumsum(counts)]), ids, (seqused_k - 1) % page + 1
+        out[:] = attend("NHD", q, cu_seqlens_q, tables, (k, v), window_left)
+
+
 @pytest.fixture
 def stand_ins(monkeypatch):
     torch, flashinfer = types.ModuleType("torch"), types.ModuleType("flashinfer")
@@ -174,13 +209,15 @@ def stand_ins(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setitem(sys.modules, "flashinfer", flashinfer)
+    monkeypatch.setattr(vllm_kernels, "_library", Fa3)
 
 
 def drawn(case):
     """A case's arrays for two calls, with as many pools."""
     rng = np.random.default_rng(0)
     blocks = sum(flashinfer_kernels.block_counts(case))
-    block = (16, 2, 8) if case["layout"] == "nhd" else (2, 16, 8)
+    size = case["block_size"]
+    block = (size, 2, 8) if case["layout"] == "nhd" else (2, size, 8)
     keys, values = ([of(rng.standard_normal((blocks, *block), np.float32)) for _ in range(2)] for _ in "kv")
     query = of(rng.standard_normal((sum(case["query_lens"]), 4, 8), np.float32))
     return flashinfer_kernels.Arrays((keys, values), of(rng.permutation(blocks)), query, np.full_like(query, np.nan))
@@ -188,38 +225,55 @@ def drawn(case):
 
 @pytest.mark.parametrize("layout", ["hnd", "nhd"])
 @pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("contender", ["flashinfer", *CONTENDERS])
+@pytest.mark.parametrize("contender", ["flashinfer", *CONTENDERS, *vllm_kernels.CONTENDERS])
 def test_kernels_are_told_right(contender, window, layout, stand_ins):
-    case = peers.FlashInfer.message(CASE) | {"sliding_window": window, "layout": layout}
+    case = peers.TorchPeers.message(CASE) | {"sliding_window": window, "layout": layout}
     if contender == "flashinfer":
         case["query_lens"] = (1,) * 4
-    if flashinfer_kernels.refusal(contender, case):
+    kernels = torch_process.library_of(contender)
+    case = kernels.own_case(contender, case)
+    if kernels.refusal(contender, case):
         assert window is not None
         assert contender in ("flashinfer", "flashinfer-batch")
         return
     arrays = drawn(case)
     assert all(pool is pools[1] for pool, pools in zip(arrays.pair(3), arrays.pools, strict=True))
     tried = 0
-    for way in flashinfer_kernels.ways(contender, case, arrays):
+    for way in kernels.ways(contender, case, arrays):
         run = way.prepare()
         # The second call is given the second pools, which hold something else.
-        assert flashinfer_process._relative_error(case, arrays, run(1, False)) > 0.1
+        assert torch_process._relative_error(case, arrays, run(1, False)) > 0.1
         outputs = run(0, False)
-        assert flashinfer_process._relative_error(case, arrays, outputs) < 1e-5
+        assert torch_process._relative_error(case, arrays, outputs) < 1e-5
         rows, part = outputs[-1]
         part[-1] = np.nan  # a row that is not written
-        assert np.isnan(flashinfer_process._relative_error(case, arrays, [*outputs[:-1], (rows, part)]))
+        assert np.isnan(torch_process._relative_error(case, arrays, [*outputs[:-1], (rows, part)]))
         tried += 1
-    assert tried == (2 if contender == "flashinfer" else 1)
+    assert tried == (2 if contender in ("flashinfer", *vllm_kernels.CONTENDERS) else 1)
+
+
+def test_fa3_takes_pages_of_its_own():
+    case = peers.TorchPeers.message(CASE)
+    assert vllm_kernels.own_case("vllm-fa3", case) == case | {"layout": "nhd"}
+    assert vllm_kernels.own_case("vllm-fa3-128", case) == case | {"layout": "nhd", "block_size": 128}
+    assert vllm_kernels.refusal("vllm-fa3", case | {"cache_dtype": "int8"}) == "no int8 cache"
+    assert vllm_kernels.refusal("vllm-fa3", case | {"head_size": 264}) == "no heads of 264"
+
+
+def test_without_vllm_fa3_says_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    vllm_kernels._library.cache_clear()
+    with pytest.raises(ImportError, match="no vllm/vllm_flash_attn"):
+        vllm_kernels._library()
 
 
 def test_one_wrong_query_among_many_is_seen(stand_ins):
-    case = peers.FlashInfer.message(CASE)
+    case = peers.TorchPeers.message(CASE)
     arrays = drawn(case)
     (way,) = flashinfer_kernels.ways("flashinfer-fa2", case, arrays)
     ((rows, out),) = way.prepare()(0, False)
     out[0] = 0  # the first sequence's only query
-    assert flashinfer_process._relative_error(case, arrays, [(rows, out)]) == pytest.approx(1)
+    assert torch_process._relative_error(case, arrays, [(rows, out)]) == pytest.approx(1)
 
 
 def test_each_module_is_built_once(monkeypatch):
@@ -235,7 +289,7 @@ def test_each_module_is_built_once(monkeypatch):
     modules = {"torch": torch, "flashinfer": flashinfer, "flashinfer.jit": jit, "flashinfer.jit.xqa": xqa}
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    flashinfer_kernels.modules(CONTENDERS, [peers.FlashInfer.message(case) for case in cases.RAGGED])
+    flashinfer_kernels.modules(CONTENDERS, [peers.TorchPeers.message(case) for case in cases.RAGGED])
     assert len(set(made)) == len(made)
     fa2, fa3 = ([args for name, args in made if name == "prefill" and args[0] == backend] for backend in ("fa2", "fa3"))
     heads = [(128, False), (128, True), (64, False), (256, False)]  # and whether there is a window
