@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 from tests.mutants_made import MUTANTS, Mutant
+from tests.mutants_of_engine import MUTANTS_OF_ENGINE
 from tests.mutants_of_kernels import MUTANTS_OF_KERNELS
 
 ROOT = Path(__file__).parents[1]
@@ -63,7 +64,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=1, help="mutants tried at once")
     args = parser.parse_args(argv)
     chosen = [
-        m for m in (*MUTANTS, *MUTANTS_OF_KERNELS) if not args.words or any(word in m.name for word in args.words)
+        mutant
+        for mutant in (*MUTANTS, *MUTANTS_OF_ENGINE, *MUTANTS_OF_KERNELS)
+        if not args.words or any(word in mutant.name for word in args.words)
     ]
     started, survivors = time.time(), 0
     with concurrent.futures.ThreadPoolExecutor(args.workers) as pool:

@@ -1,4 +1,4 @@
-"""The bugs that `tests.mutants` makes on purpose, but for those in the GPU kernels (`mutants_of_kernels.py`)."""
+"""The bugs that `tests.mutants` makes on purpose outside of `mutants_of_kernels.py` and `mutants_of_engine.py`."""
 
 from typing import NamedTuple
 

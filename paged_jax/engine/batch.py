@@ -40,7 +40,8 @@ class Batch:
       query_start_loc: i32 [num_seqs + 1], where each row's new tokens start.
       logit_rows: i32 [num_seqs], the tokens whose logits are wanted. Several entries may name one token; entries of
         padding name token 0.
-      is_decode: whether token i is the one new token of row i (static): a model may then write and attend in one op.
+      is_decode: whether token i is the one new token of row i, and no row reads a slot that another row writes
+        (static): a model may then write and attend in one op.
       num_prompts: how many rows, counted from the first, may have more than one token (static); 0 if `is_decode`.
     """
 
@@ -96,8 +97,8 @@ export.register_pytree_node_serialization(
 class Step(Protocol):
     """The function that a model offers to an engine; the engine jits it.
 
-    In every layer a step must write the keys and values of all new tokens before it attends, because a sequence may
-    read blocks that another sequence writes in the same step.
+    Unless `batch.is_decode`, a step must in every layer write the keys and values of all new tokens before it attends,
+    because a sequence may read blocks that another sequence writes in the same step.
     """
 
     def __call__(

@@ -110,7 +110,7 @@ class BlockManager:
         return row[row >= 0].tolist()
 
     def cache_full_blocks(self, sequences: collections.abc.Iterable[Sequence]) -> None:
-        """Enters full blocks in the prefix cache, once the steps that fill them are launched and all tokens known."""
+        """Enters full blocks in the prefix cache, once the steps that fill them are planned and all tokens known."""
         if self.prefix is None:
             return
         inserted = []

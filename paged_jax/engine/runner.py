@@ -145,11 +145,11 @@ class Runner:
         params = [sample.sequence.params for sample in plan.samples]
         kind = Kind.RANDOM if any(p.temperature > 0 for p in params) else Kind.GREEDY
         kind = Kind.LOGPROBS if any(p.logprobs is not None for p in params) else kind
-        num_tokens, num_rows = sum(chunk.num_tokens for chunk in plan.chunks), len(plan.chunks)
-        if num_tokens == num_rows:
-            rows = max(num_rows, len(plan.samples))
+        if plan.is_decode:
+            rows = max(len(plan.chunks), len(plan.samples))
             rows = next(size for size in self.config.decode_rows if size >= rows)
             return self._shape(rows, rows, True), kind
+        num_tokens = sum(chunk.num_tokens for chunk in plan.chunks)
         num_tokens = next(size for size in self.config.mixed_tokens if size >= num_tokens)
         return self._shape(num_tokens, self.config.max_num_seqs, False), kind
 

@@ -6,6 +6,9 @@ For each step the scheduler does the following, in this order:
 2. Running sequences whose prompt is not computed yet get a chunk of it each, while the token budget lasts.
 3. While there are too few blocks for these tokens, it preempts the sequence that arrived last.
 4. If it preempted none, it admits waiting sequences in order of arrival, while seats, budget and blocks last.
+5. It lays out the rows. A block is found in the prefix cache as soon as a planned step fills it, so that prompts which
+   arrive together are computed once. Where a row would read what another row of its step writes, the step must run a
+   program that writes first.
 
 Every sequence finishes at some time: the first in line is never preempted, and the pool is large enough for any single
 sequence. The plans depend on the requests and their order alone, so that several processes that get the same calls make
@@ -52,6 +55,9 @@ class Plan:
       chunks: the rows of the batch, those of more than one token first.
       samples: the tokens to draw.
       tables: i32 [len(chunks), max_blocks_per_seq], the rows' block tables; None in a plan without rows.
+      adopted: the blocks of the prefix cache with which sequences begin in this step.
+      is_decode: whether every row has one token, and none reads a slot that another one writes. All other steps run a
+        program that writes all new tokens before it attends.
     """
 
     swap_out: Pairs = dataclasses.field(default_factory=list)
@@ -60,6 +66,8 @@ class Plan:
     chunks: list[Chunk] = dataclasses.field(default_factory=list)
     samples: list[Sample] = dataclasses.field(default_factory=list)
     tables: np.ndarray | None = None
+    adopted: set[int] = dataclasses.field(default_factory=set)
+    is_decode: bool = False
 
 
 class Counters:
@@ -215,6 +223,7 @@ class Scheduler:
             if self.running and num_blocks + reserve > available:
                 return
             self._admit(self.waiting.pop(0), hits, budget, tokens, plan)
+            plan.adopted.update(hits)
             budget -= tokens[sequence]
             room -= 1
             reserve += self.blocks.blocks_for(sequence.num_to_compute) + 1 + len(sequence.children)
@@ -257,7 +266,9 @@ class Scheduler:
                 child.num_unread += 1
             sequence.num_unread += 1
             sequence.children = []
-        plan.tables = self.blocks.state.block_tables[[chunk.seat for chunk in plan.chunks]]
+        plan.tables = tables = self.blocks.state.block_tables[[chunk.seat for chunk in plan.chunks]]
+        written = (tables[row, chunk.start // self.blocks.block_size] for row, chunk in enumerate(plan.chunks))
+        plan.is_decode = len(rows) == sum(tokens.values()) and plan.adopted.isdisjoint(written)
 
     def _begin_child(self, parent: Sequence, child: Sequence) -> None:
         """Makes a child run, with all blocks of its parent, whose prompt is computed now."""

@@ -1,0 +1,231 @@
+"""An engine whose device is simulated in NumPy: no model, no JAX program, and every read of the pool is checked.
+
+`SimulatedRunner` replaces the programs of the engine's `Runner`; packing, the choice of a program and the calls that
+move blocks stay the runner's own. A slot of the simulated pool holds a token and a chain: a number that depends on all
+tokens of the sequence up to this one, and stands for the key and the value. A row that computes tokens reads the slots
+of its whole context, and fails where one of them was never written, holds another sequence's token, or is written by
+another row of a program that attends before it writes. The token that a sample draws depends on its chain and on all
+of its parameters, so that `expected_tokens` knows the tokens of each request without an engine.
+"""
+
+import dataclasses
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+
+from paged_jax.engine import Engine, SamplingParams
+from paged_jax.engine.batch import FLOATS, Draws, StepShape
+from paged_jax.engine.runner import Runner
+from paged_jax.engine.sampling import Drawn, Kind
+
+VOCAB = 7  # few tokens: prompts and outputs begin alike by chance, and stop tokens come
+_EMPTY = -1  # the token of a slot that was never written
+
+
+def make_engine(num_blocks, block_size, config, **options):
+    """Makes an engine over a simulated pool."""
+    caches = (SimpleNamespace(num_blocks=num_blocks, block_size=block_size),)
+    with mock.patch("paged_jax.engine.engine.Runner", SimulatedRunner):
+        return Engine(None, None, caches, config, **options)
+
+
+def mix(chain, value):
+    """Mixes a value into a chain; both are uint64 arrays or Python's integers."""
+    if isinstance(chain, int) and isinstance(value, int):
+        return int(mix(np.array([chain], np.uint64), np.array([value], np.uint64))[0])
+    chain = (chain ^ (value + np.uint64(0x9E3779B97F4A7C15))) * np.uint64(0xBF58476D1CE4E5B9)
+    return chain ^ (chain >> np.uint64(29))
+
+
+def expected_tokens(prompt, params: SamplingParams, index, room, seed=None):
+    """The tokens of a sample: those that an engine must give in every history.
+
+    Args:
+      prompt, params: the request.
+      index: the sample's index.
+      room: the most tokens that a sequence may have.
+      seed: the request's seed, if the parameters have none.
+    """
+    tokens, chain = list(prompt), 0
+    for token in prompt:
+        chain = mix(chain, token)
+    most = room if params.max_tokens is None else len(prompt) + params.max_tokens
+    seed = params.seed if seed is None else seed
+    while len(tokens) < most:
+        drawn = chain
+        if params.temperature > 0:
+            bits = [int(np.float32(x).view(np.uint32)) for x in (params.temperature, params.top_p)]
+            for value in (*bits, params.top_k, seed or 0, index, len(tokens)):
+                drawn = mix(drawn, value)
+        tokens.append(drawn % VOCAB)
+        chain = mix(chain, tokens[-1])
+        if tokens[-1] in params.stop_token_ids:
+            break
+    return tuple(tokens[len(prompt) :])
+
+
+class Pool:
+    """Tokens and chains of all slots, uint64 and int64 [num_blocks, block_size]."""
+
+    def __init__(self, num_blocks, block_size):
+        self.tokens = np.full((num_blocks, block_size), _EMPTY, np.int64)
+        self.chains = np.zeros((num_blocks, block_size), np.uint64)
+
+    def take(self, other, pairs):
+        """Copies blocks of another pool, or of this one, all at once."""
+        source, destination = pairs[(pairs >= 0).all(axis=1)].T
+        self.tokens[destination], self.chains[destination] = other.tokens[source], other.chains[source]
+
+    def check_block(self, block):
+        """Checks that a block is full and that its tokens follow one another."""
+        tokens, chains = self.tokens[block], self.chains[block]
+        assert (tokens != _EMPTY).all(), f"block {block} is not written"
+        assert (chains[1:] == mix(chains[:-1], tokens[1:].astype(np.uint64))).all(), f"block {block} is a mixture"
+
+
+class Later:
+    """A result that is still on the device: reading it may fail."""
+
+    def __init__(self, array, read):
+        self._array, self._read = array, read
+
+    def copy_to_host_async(self):
+        """Does nothing: the array is read later."""
+
+    def __array__(self, dtype=None, copy=None):
+        self._read()
+        return self._array
+
+
+class SimulatedRunner(Runner):
+    """A `Runner` whose programs are NumPy functions.
+
+    Attributes:
+      pool, host_pool: the two pools.
+      interrupt: called with the name of each program before it runs ("copy", "swap_in", "swap_out", "model", "draw"),
+        and with "read" before its results are read; it may raise.
+    """
+
+    def __init__(self, step, weights, caches, config, **_):
+        self.config, self.block_bytes = config, 1
+        self.block_size, self.num_blocks = caches[0].block_size, caches[0].num_blocks
+        self.max_blocks_per_seq = -(-config.max_model_len // self.block_size)
+        self.interrupt = lambda name: None
+        self._weights = None
+        kinds = list(Kind) if config.max_logprobs is not None else [Kind.GREEDY, Kind.RANDOM]
+        self._programs = {shape: self._model(shape) for shape in self._shapes()}
+        self._programs |= {(shape.num_rows, kind): self._draw(kind) for shape in self._shapes() for kind in kinds}
+        self._programs |= {name: self._mover(name) for name in ("copy", "swap_in", "swap_out")}
+        self.num_compiled = len(self._programs)
+        self.reset()
+
+    def reset(self):
+        """Empties both pools: whoever reads what was written before fails."""
+        self.pool = self._caches = Pool(self.num_blocks, self.block_size)
+        self.host_pool = self._host_caches = Pool(max(self.config.num_host_blocks, 1), self.block_size)
+        self._last_tokens = np.full(self.config.max_num_seqs, _EMPTY, np.int32)
+
+    def _mover(self, name):
+        def move(*caches_and_pairs):
+            self.interrupt(name)
+            *caches, pairs = caches_and_pairs
+            caches[-1].take(caches[0], pairs)
+            return caches[-1]
+
+        return move
+
+    def _model(self, shape: StepShape):
+        def run(_, pool, last_tokens, packed):
+            self.interrupt("model")
+            parts = shape.split(packed)
+            ids = np.where(
+                parts["token_ids"] < 0, last_tokens[np.maximum(-1 - parts["token_ids"], 0)], parts["token_ids"]
+            )
+            starts, lens, chains = parts["query_start_loc"], parts["seq_lens"], np.zeros(shape.num_tokens, np.uint64)
+            rows = [row for row in range(shape.num_rows) if lens[row]]
+            if shape.is_decode:
+                starts = np.arange(shape.num_rows + 1)
+            assert shape.num_prompts or shape.is_decode
+            assert all(
+                starts[row + 1] - starts[row] == 1 for row in rows[0 if shape.is_decode else shape.num_prompts :]
+            )
+            slots = {row: self._slots(parts["block_tables"][row], lens[row]) for row in rows}
+            counts = {row: starts[row + 1] - starts[row] for row in rows}
+            written = [slot for row in rows for slot in slots[row][lens[row] - counts[row] :].tolist()]
+            assert len(set(written)) == len(written), "two tokens are written to one slot"
+            if shape.is_decode:
+                for row in rows:
+                    other = set(written) & set(slots[row][:-1].tolist())
+                    assert not other, f"row {row} reads slots {other}, which other rows of a decode step write"
+            tokens, all_chains = pool.tokens.reshape(-1), pool.chains.reshape(-1)
+            for row in rows:  # all tokens are written before any is attended to, as a step must do
+                tokens[slots[row][lens[row] - counts[row] :]] = ids[starts[row] : starts[row + 1]]
+            for row in _writers_first(rows, slots, lens, counts):
+                first = lens[row] - counts[row]
+                chain = all_chains[slots[row][first - 1]] if first else np.uint64(0)
+                self._check_context(tokens[slots[row][:first]], all_chains[slots[row][:first]])
+                for i, slot in enumerate(slots[row][first:]):
+                    chain = mix(np.array([chain]), tokens[slot : slot + 1].astype(np.uint64))[0]
+                    all_chains[slot] = chains[starts[row] + i] = chain
+            assert (parts["block_tables"][len(rows) :] == -1).all()
+            return pool, chains[parts["logit_rows"]], packed[shape.size - Draws.size(shape.num_rows) :]
+
+        return run
+
+    def _slots(self, table, length):
+        positions = np.arange(length)
+        blocks = table[positions // self.block_size]
+        assert ((blocks >= 0) & (blocks < self.num_blocks)).all()
+        return blocks * self.block_size + positions % self.block_size
+
+    @staticmethod
+    def _check_context(tokens, chains):
+        assert (tokens != _EMPTY).all(), "a row reads a slot that was never written"
+        before = np.concatenate([np.zeros(1, np.uint64), chains[:-1]])
+        assert (chains == mix(before, tokens.astype(np.uint64))).all(), "a row reads tokens of another sequence"
+
+    def _draw(self, kind):
+        def run(chains, packed, last_tokens):
+            self.interrupt("draw")
+            parts = dict(zip((f.name for f in dataclasses.fields(Draws)), packed.reshape(8, -1), strict=True))
+            bits = {name: part.view(np.uint32).astype(np.uint64) for name, part in parts.items()}
+            seed = bits["seed_high"] << np.uint64(32) | bits["seed_low"]
+            drawn = chains
+            for value in (*(bits[name] for name in FLOATS), bits["top_k"], seed, bits["index"], bits["position"]):
+                drawn = mix(drawn, value)
+            is_random = parts["temperature"].view(np.float32) > 0
+            ids = (np.where(is_random, drawn, chains) % np.uint64(VOCAB)).astype(np.int32)
+            assert kind >= Kind.RANDOM or not is_random.any()
+            is_row = parts["seats"] < self.config.max_num_seqs
+            last_tokens = last_tokens.copy()
+            last_tokens[parts["seats"][is_row]] = ids[is_row]
+            results = [ids]
+            if kind == Kind.LOGPROBS:
+                most = self.config.max_logprobs
+                results += [logprob(chains), np.tile(ids[:, None], most), np.tile(logprob(chains)[:, None], most)]
+            return last_tokens, Drawn(*(Later(array, lambda: self.interrupt("read")) for array in results))
+
+        return run
+
+
+def logprob(chain):
+    """The log-probability that the simulation gives to the token drawn after a chain."""
+    return -(np.asarray(chain, np.uint64) % np.uint64(1000)).astype(np.float32)
+
+
+def _writers_first(rows, slots, lens, counts):
+    """Orders rows so that one that reads what another one writes comes after it."""
+    writer = {slot: row for row in rows for slot in slots[row][lens[row] - counts[row] :].tolist()}
+    done, order = set(), []
+
+    def visit(row):
+        if row not in done:
+            done.add(row)
+            for slot in slots[row].tolist():
+                visit(writer.get(slot, row))
+            order.append(row)
+
+    for row in rows:
+        visit(row)
+    return order
