@@ -68,6 +68,31 @@ def test_stop_tokens_and_texts(engine, reference):
     drain(engine)
 
 
+def test_special_tokens_stop_and_what_stops_can_be_shown(engine, reference, monkeypatch):
+    prompt, special = PROMPTS[7], reference.greedy(PROMPTS[7], 12)[5]
+
+    class WithSpecial(Words):
+        """Of its tokens one is special; it is not shown."""
+
+        def decode(self, ids, /, skip_special_tokens=True):
+            return "".join("<end>" if i == special else Words.decode(self, [i]) for i in ids
+                           if not (skip_special_tokens and i == special))  # fmt: skip
+
+        def token_to_id(self, text):
+            return special if text == "<end>" else None
+
+    monkeypatch.setattr(engine, "tokenizer", WithSpecial())
+    tokens = reference.greedy(prompt, 12)
+    tokens = tokens[: tokens.index(special) + 1]
+    for by in ({"stop": ("<end>",)}, {"stop_token_ids": (special,)}):
+        for more, end in (({}, ""), ({"include_stop": True, "skip_special_tokens": False}, "<end>")):
+            ((result,),) = engine.generate([prompt], SamplingParams(max_tokens=12, **by, **more))
+            assert (result.token_ids, result.finish_reason) == (tokens, "stop")
+            assert result.stop_reason == (special if "stop_token_ids" in by else "<end>")
+            assert result.text == Words().decode(tokens[:-1]) + end
+    drain(engine)
+
+
 def test_streamed_text_never_shows_a_part_of_a_stop_text(engine, reference):
     prompt = PROMPTS[0]
     text = Words().decode(reference.greedy(prompt, 12))

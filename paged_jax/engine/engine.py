@@ -116,7 +116,13 @@ class Engine(BaseEngine):
         ]
         if self.tokenizer is not None:
             for sequence in samples:
-                sequence.text = TextStream(self.tokenizer, tokens, params.stop)
+                sequence.text = TextStream(
+                    self.tokenizer,
+                    tokens,
+                    params.stop,
+                    skip_special_tokens=params.skip_special_tokens,
+                    include_stop=params.include_stop,
+                )
         samples[0].children = samples[1:]
         self._requests[request_id] = samples
         self._scheduler.add(samples[0])
@@ -258,9 +264,9 @@ class Engine(BaseEngine):
         self._num_output_tokens += 1
         stop_reason: int | str | None = token_id if token_id in params.stop_token_ids else None
         text = ""
-        if sequence.text is not None and stop_reason is None:
+        if sequence.text is not None and (stop_reason is None or params.include_stop):
             text = sequence.text.push(token_id)
-            stop_reason = sequence.text.stopped_by
+            stop_reason = sequence.text.stopped_by if stop_reason is None else stop_reason
         is_full = len(sequence.tokens) >= sequence.max_total
         if stop_reason is not None or is_full:
             if sequence.text is not None:

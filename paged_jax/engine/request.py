@@ -25,7 +25,10 @@ class SamplingParams:
       seed: the seed of the draws, from 0 to 2**64 - 1; None for the request's id. The tokens of a sample depend on its
         seed, its index and their positions, but not on the other requests of a batch.
       stop_token_ids: tokens that end a sample; they are among its tokens, but not in its text.
-      stop: texts that end a sample; they are not in its text. The engine needs a tokenizer to find them.
+      stop: texts that end a sample; they are not in its text. The engine needs a tokenizer to find them. A text that is
+        a special token of the tokenizer is found, too.
+      include_stop: whether the stop token or text that ends a sample is in its text.
+      skip_special_tokens: whether special tokens are left out of the text.
       logprobs: for how many of the most likely tokens to report log-probabilities, beside the drawn token's own; None
         for no log-probabilities. They are the model's: temperature, top_k and top_p do not change them.
     """
@@ -38,6 +41,8 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
     logprobs: int | None = None
 
     def __post_init__(self):
@@ -62,6 +67,9 @@ class SamplingParams:
         object.__setattr__(self, "stop", tuple(self.stop))
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"stop must hold texts that are not empty, got {self.stop!r}")
+        for name in ("include_stop", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
 
 
 def _check_integer(name: str, value: Any, least: int, most: int, *, optional: bool = False) -> None:
@@ -91,7 +99,11 @@ def read_token_ids(prompt: collections.abc.Iterable[Any]) -> list[int]:
 
 
 class Tokenizer(Protocol):
-    """The one method that an engine needs of a tokenizer; `tokenizers.Tokenizer` has it."""
+    """The one method that an engine needs of a tokenizer; `tokenizers.Tokenizer` has it.
+
+    Where `SamplingParams.skip_special_tokens` is False it is called with the keyword `skip_special_tokens=False`. If it
+    also has a method `token_to_id(text)`, special tokens can be stop texts.
+    """
 
     def decode(self, ids: Any, /) -> str:
         """The text of token ids."""
