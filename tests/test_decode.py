@@ -138,66 +138,6 @@ def test_paged_attention_picks_one_of_them(name, run):
     plain.assert_close(lse, exact[1], rough[1], "lse")
 
 
-PLACES = [
-    Case("bits-float32", 8, 2, 64, 16, seq_lens=(37, 130, 200, 64, 90), query_lens=None),
-    Case(
-        "bits-float8",
-        7,
-        1,
-        112,
-        8,
-        "bfloat16",
-        "float8_e4m3fn",
-        "vllm",
-        seq_lens=(37, 130, 200, 64, 90),
-        query_lens=None,
-        alibi=True,
-        sinks=True,
-        block_sparse=Sparse(2, 3, 16, 1),
-        k_scale="head",
-        v_scale="slot",
-    ),
-]
-
-
-@pytest.mark.parametrize("case", PLACES, ids=str)
-def test_v2_row_is_bit_equal_alone_and_anywhere_in_a_batch(case, run):
-    made = inputs.make(case)
-    static = op_options(made.static) | {
-        "partition_size": 64,
-        "return_lse": True,
-        "return_residuals": True,
-    }
-    pools = {name: made.decode[name] for name in ("key_cache", "value_cache")}
-
-    def function(pools, rows, options, implementation):
-        return paged_jax.paged_attention_v2(**pools, **rows, **options, **static, implementation=implementation)
-
-    def decode(order, width):
-        tables = made.decode["block_tables"][order]
-        tables = np.pad(tables, ((0, 0), (0, max(0, width - tables.shape[1]))), constant_values=-1)[:, :width]
-        rows = {
-            "query": made.decode["query"][order],
-            "block_tables": tables,
-            "seq_lens": made.decode["seq_lens"][order],
-        }
-        return run(function, quick=False, pools=pools, rows=rows, options=made.arrays)
-
-    row, blocks = 1, -(-case.seq_lens[1] // case.block_size)
-    alone = decode([row], blocks)
-    batches = [([row, 0, 2, 3, 4], None), ([4, 0, 3, row, 2, 0, 3], 40), ([row] * 3, blocks)]
-    for order, width in batches:
-        batch = decode(order, width or made.decode["block_tables"].shape[1])
-        for place in (i for i, which in enumerate(order) if which == row):
-            for name, one, many in zip(("out", "lse", "exp_sums", "max_logits", "tmp_out"), alone, batch, strict=True):
-                mine = many[place]
-                if name in ("exp_sums", "max_logits", "tmp_out"):
-                    mine, rest = mine[:, : one.shape[2]], mine[:, one.shape[2] :]
-                    assert np.all(rest.astype(np.float32) == (-np.inf if name == "max_logits" else 0))
-                same = mine.tobytes() == one[0].tobytes()
-                assert same, f"{name} differs at place {place} of {order}"
-
-
 def test_v2_does_not_depend_on_the_partition_size_but_for_rounding(run):
     case = BY_NAME["hnd-float32"]
     made = inputs.make(case)

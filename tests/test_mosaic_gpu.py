@@ -225,8 +225,15 @@ LONG = [
 ]
 
 
-def test_v2_row_is_bit_equal_alone_and_in_a_batch():
-    case = small("bits", 2, 1, 64, 16, "bfloat16", seq_lens=(33, 130))
+@pytest.mark.parametrize(
+    "case",
+    [
+        small("bits", 2, 1, 64, 16, "bfloat16", seq_lens=(33, 130)),
+        small("bits-of-shared-query-tiles", 4, 4, 128, 16, "bfloat16", seq_lens=(30, 54)),
+    ],
+    ids=str,
+)
+def test_v2_row_is_bit_equal_alone_and_in_a_batch(case):
     made = inputs.make(case)
 
     def results(rows, width):
@@ -360,6 +367,17 @@ def test_more_items_than_65535(op):
     seq_lens = jnp.asarray(rng.integers(0, 33, num_seqs), jnp.int32)
     attend = getattr(paged_jax, OPS[op])
     out, expected = (attend(query, *caches, tables, seq_lens, implementation=x) for x in ("mosaic_gpu", "xla"))
+    np.testing.assert_allclose(out.astype(np.float32), expected.astype(np.float32), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.gpu
+def test_more_partitions_than_65535():
+    rng = np.random.default_rng(0)
+    caches = [jnp.asarray(rng.normal(size=(50, 1, 16, 64)), jnp.bfloat16) for _ in "kv"]
+    query = jnp.asarray(rng.normal(size=(2, 1, 64)), jnp.bfloat16)
+    tables, seq_lens = jnp.asarray(rng.integers(0, 50, (2, 70_000)), jnp.int32), jnp.array([40, 1_119_990], jnp.int32)
+    attend = partial(paged_jax.paged_attention_v2, query, *caches, tables, seq_lens, partition_size=16)
+    out, expected = (attend(implementation=x) for x in ("mosaic_gpu", "triton"))
     np.testing.assert_allclose(out.astype(np.float32), expected.astype(np.float32), rtol=0.02, atol=0.02)
 
 

@@ -74,6 +74,7 @@ def test_leads_by_group(group, first, first_to_write):
     with mock.patch.object(jax, "local_devices"):
         for op, operands in (
             ("paged_attention", decode),
+            ("paged_attention_v1", decode),
             ("paged_attention_v2", decode),
             ("ragged_paged_attention", ragged),  # one query, so it is decode
         ):
@@ -171,15 +172,6 @@ def test_writes_that_are_refused():
     new = {"key": made.key, "value": made.value, "slot_mapping": made.slots, "layout": "vllm"}
     with pytest.raises(Unsupported, match="lacks writes into layout 'vllm'"):
         paged_jax.write_and_attend(**made.decode, **new, implementation="mosaic_gpu")
-
-
-def test_more_partitions_than_a_grid_takes_are_refused():
-    shapes = (1, 8, 64), (9, 1, 16, 64), (9, 1, 16, 64)
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-    arrays += [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 65536), (1,))]
-    attend = partial(paged_jax.paged_attention_v2, partition_size=16, implementation="mosaic_gpu")
-    with pytest.raises(Unsupported, match="lacks 65536 partitions, takes up to 65535"):
-        jax.eval_shape(attend, *arrays)
 
 
 def test_other_gpus_are_refused():

@@ -16,8 +16,8 @@ from jax import Array
 
 from paged_jax.options import AttentionOptions, BlockSparse, Layout, PerHead, block_axis, head_axis
 
-# Windows are limited to this. It is longer than any context, and a position minus a larger window might overflow.
-_LARGEST_WINDOW = 2**30
+LONGEST_CONTEXT = 2**30
+"""Tokens; no context is longer. Windows and partitions are limited to it, as positions beside larger ones overflow."""
 
 
 class Unsupported(NotImplementedError):
@@ -161,7 +161,7 @@ class Problem(Attention):
             num_heads=num_heads,
             query_dtype=query.dtype.name,
             per_head=PerHead(*(array is not None for array in options.per_head)),
-            sliding_window=None if window is None else min(window, _LARGEST_WINDOW),
+            sliding_window=None if window is None else min(window, LONGEST_CONTEXT),
             logits_soft_cap=options.logits_soft_cap,
             block_sparse=options.block_sparse,
             causal=options.causal,

@@ -20,7 +20,7 @@ from paged_jax.kernels.mosaic_gpu.device.attend import attend
 from paged_jax.kernels.mosaic_gpu.device.merge import merge
 from paged_jax.kernels.mosaic_gpu.device.refs import Inputs, Outputs
 from paged_jax.kernels.mosaic_gpu.geometry import Geometry
-from paged_jax.kernels.problem import Device, OptionArrays, Problem, device
+from paged_jax.kernels.problem import LONGEST_CONTEXT, Device, OptionArrays, Problem, device
 from paged_jax.options import AttentionOptions, head_axis
 from paged_jax.shapes import (
     BlockTables,
@@ -36,8 +36,6 @@ from paged_jax.shapes import (
     SlotMapping,
     TmpOut,
 )
-
-_LONGEST_BLOCK = 256  # tokens; partitions hold whole blocks
 
 # Where `leads` puts this kernel before Triton's. A group is the query heads of one kv head.
 _GROUPS_WRITING_OR_VLLM = (*range(1, 9), 16)
@@ -75,11 +73,12 @@ class Target:
 HERE = Target()
 
 
-def leads(operands: Any, *, writes_tokens: bool = False) -> bool:
+def leads(operands: Any, *, writes_tokens: bool = False, in_partitions: bool = False) -> bool:
     """Whether this kernel, if it takes the call, comes before Triton's.
 
     Measured on an H200: benchmarks/LOG.md, "The choice by five seeds". For decode that writes, which was not measured
-    there, and in layout "vllm" the group alone decides.
+    there, and in layout "vllm" the group alone decides. The bits of v2, which is decode `in_partitions`, must be the
+    same in every batch, so that its choice ignores the batch and the table: it is the one for many long sequences.
     """
     query, cache, options = operands.query, operands.value_cache, operands.options
     num_kv_heads, head_size = cache.shape[head_axis(options.layout)], query.shape[-1]
@@ -87,13 +86,14 @@ def leads(operands: Any, *, writes_tokens: bool = False) -> bool:
     if writes_tokens or options.layout == "vllm":
         return group in _GROUPS_WRITING_OR_VLLM
     eight_bit, num_items = cache.dtype.itemsize == 1, operands.seq_lens.shape[0] * num_kv_heads
-    if group > _LARGEST_LEADING_GROUP or num_items <= (_FEW_ITEMS_OF_8_BITS if eight_bit else _FEW_ITEMS):
+    few_items = not in_partitions and num_items <= (_FEW_ITEMS_OF_8_BITS if eight_bit else _FEW_ITEMS)
+    if group > _LARGEST_LEADING_GROUP or few_items:
         return False
     if eight_bit:
         return head_size != 64 or group in _FILL_QUERY_TILES
     match head_size:
         case 64:
-            outside = options.max_seq_len < _SHORT or options.max_seq_len >= _LONG
+            outside = in_partitions or not _SHORT <= options.max_seq_len < _LONG
             return group == 1 or (outside and group <= _LARGEST_GROUP_OF_64)
         case 80 | 96:
             return group in _GROUPS_OF_80_AND_96
@@ -199,8 +199,7 @@ def paged_attention_v2(
     target: Target = HERE,
 ) -> tuple[Query, Lse, Residual, Residual, TmpOut]:
     """Attends with a split for each partition, and returns the partial results too."""
-    # A partition longer than every context would overflow 32 bits, and holds no more than the contexts do.
-    partition_size = min(partition_size, max(1, pl.cdiv(options.max_seq_len, _LONGEST_BLOCK)) * _LONGEST_BLOCK)
+    partition_size = min(partition_size, LONGEST_CONTEXT)
     problem = Problem.of_call(query, key_cache, value_cache, block_tables, options)
     geometry = Geometry(problem, tuning.in_partitions(problem, target.device, partition_size))
     if _nothing_to_attend(problem):

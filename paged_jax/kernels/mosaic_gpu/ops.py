@@ -24,8 +24,8 @@ def leads(op: str, operands: Any) -> bool:
     if op not in ("paged_attention_v1", "paged_attention_v2", "paged_attention", "write_and_attend"):
         return False
     if operands.options.block_sparse is not None:
-        return ragged.leads(operands)
-    return decode.leads(operands, writes_tokens=op == "write_and_attend")
+        return op == "paged_attention" and ragged.leads(operands)  # the only one that the ragged kernel runs
+    return decode.leads(operands, writes_tokens=op == "write_and_attend", in_partitions=op == "paged_attention_v2")
 
 
 def is_decode(

@@ -22,7 +22,6 @@ _KIB = 1024
 _HOPPER = 90  # compute capability 9.0, times ten
 _EIGHT_BIT = ("float8_e4m3fn", "float8_e5m2", "int8")
 _LARGEST_GROUP = 64  # query heads of a kv head
-_MOST_PARTITIONS = 65535  # CUDA's limit of the y direction of a grid
 
 # What a multiprocessor of Hopper has, in bytes.
 _PROGRAM_MEMORY = 227 * _KIB  # shared memory that one program may have
@@ -130,16 +129,14 @@ def unsplit(problem: Problem, gpu: Device) -> Tuning:
 
 
 def in_partitions(problem: Problem, gpu: Device, partition_size: int) -> Tuning:
-    """The tuning of v2: a split for each `partition_size` tokens, whatever the batch.
+    """The tuning of v2: a split for each `partition_size` tokens. Only the number of these depends on the batch.
 
     Raises:
       Unsupported: the kernels cannot do what the problem asks for.
     """
-    splits = pl.cdiv(problem.max_seq_len, partition_size)
     _check(refusals(problem, gpu))
-    if splits > _MOST_PARTITIONS:
-        _check([f"lacks {splits} partitions, takes up to {_MOST_PARTITIONS}"])
-    return _tiled(problem, Tuning(splits=max(splits, 1), partition_size=partition_size, merge=Merge.KERNEL))
+    splits = max(1, pl.cdiv(problem.max_seq_len, partition_size))
+    return _tiled(problem, Tuning(splits=splits, partition_size=partition_size, merge=Merge.KERNEL))
 
 
 def balanced(problem: Problem, gpu: Device, *, writes_tokens: bool = False) -> Tuning:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from paged_jax.kernels.problem import Device, OptionArrays, Problem
+from paged_jax.kernels.problem import LONGEST_CONTEXT, Device, OptionArrays, Problem
 from paged_jax.kernels.triton import cache_tuning, launch, tuning
 from paged_jax.kernels.triton.tuning import AttentionKernel, Tuning, cdiv
 from paged_jax.options import AttentionOptions
@@ -53,9 +53,8 @@ def paged_attention_v2(
     partition_size: int,
 ) -> tuple[Query, Lse, Residual, Residual, TmpOut]:
     problem, gpu = _problem(query, key_cache, value_cache, block_tables, options)
+    partition_size = min(partition_size, LONGEST_CONTEXT)
     partitions = cdiv(problem.max_seq_len, partition_size)
-    # A partition that is longer than every context need not be longer than the longest, and might overflow 32 bits.
-    partition_size = min(partition_size, max(1, cdiv(problem.max_seq_len, problem.block_size)) * problem.block_size)
     tuned = replace(tuning.attention(problem, gpu), final=False, partition_size=partition_size)
     parts = _decode(query, key_cache, value_cache, block_tables, seq_lens, options, problem, tuned, partitions, gpu)
     out, lse = _reduce(query, seq_lens, options, problem, tuned, gpu, *parts)

@@ -77,8 +77,20 @@ def _mesh(geometry: Geometry) -> dict[str, Any]:
         return {"cluster": (splits,), "cluster_names": ("split",), "grid": (num_items,), "grid_names": ("item",)}
     if geometry.tuning.queues:
         return {"grid": (geometry.num_programs,), "grid_names": ("program",)}
-    # Programs start in this order: the last splits, which few items have in v2, come last.
+    if geometry.tuning.partition_size:  # one axis, since the number of partitions has no bound that two would have
+        return {"grid": (splits * num_items,), "grid_names": ("program",)}
     return {"grid": (splits, num_items), "grid_names": ("split", "item")}
+
+
+def _item_and_split(geometry: Geometry) -> tuple[Scalar, Scalar]:
+    """The index of this program's item, and the number of its split.
+
+    Programs start in the order of splits: the last ones, which few items have in v2, come last.
+    """
+    if not geometry.tuning.partition_size:
+        return lax.axis_index("item"), lax.axis_index("split")
+    program, num_items = lax.axis_index("program"), jnp.int32(geometry.num_items)
+    return lax.rem(program, num_items), lax.div(program, num_items)
 
 
 def _kernel(*refs, refs_of, geometry: Geometry, tiles: Tiles) -> None:
@@ -88,7 +100,7 @@ def _kernel(*refs, refs_of, geometry: Geometry, tiles: Tiles) -> None:
 
 def _attend_one_split(refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
     """A program that has one split."""
-    index, number = lax.axis_index("item"), lax.axis_index("split")
+    index, number = _item_and_split(geometry)
     split = plan.split_of(refs.inputs_gmem.seq_lens, index, number, geometry)
     warpgroup = lax.axis_index("warpgroup")
 
