@@ -17,7 +17,8 @@ from benchmarks import cases, harness, report
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = ("README.md", "benchmarks/README.md")
-LINKING = (".github/CONTRIBUTING.md", "paged_jax/kernels/README.md")
+LINKING = (".github/CONTRIBUTING.md", "paged_jax/kernels/README.md", "benchmarks/LOG.md")
+CITING = (*DOCUMENTS, "benchmarks/LOG.md")  # the documents that say what a result shows
 # The columns of the decode tables, each with the contender whose times it holds.
 CONTENDERS = {
     "us": "auto",
@@ -122,8 +123,20 @@ def test_links_lead_somewhere(document):
             assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_readme_is_short():
+@pytest.mark.parametrize("folder", ["benchmarks", "tests"])
+def test_results_are_those_that_documents_cite(folder):
+    cited = {
+        (file.parent / link).resolve()
+        for file in map(ROOT.joinpath, CITING)
+        for link in re.findall(r"\]\(([\w./-]*results/[\w.-]+)\)", file.read_text())
+    }
+    there = ROOT / folder / "results"
+    assert set(there.iterdir()) == {file for file in cited if file.parent == there}
+
+
+def test_documents_are_short():
     assert len(README.splitlines()) < 150
+    assert len((ROOT / "benchmarks" / "LOG.md").read_text().splitlines()) <= 800
 
 
 def test_op_table_lists_every_public_name():
