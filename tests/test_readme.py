@@ -17,7 +17,7 @@ from benchmarks import cases, harness, report
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = ("README.md", "benchmarks/README.md")
-LINKING = (".github/CONTRIBUTING.md", "paged_jax/kernels/README.md", "benchmarks/LOG.md")
+LINKING = (".github/CONTRIBUTING.md", "paged_jax/kernels/README.md", "benchmarks/LOG.md", "tests/README.md")
 CITING = (*DOCUMENTS, "benchmarks/LOG.md")  # the documents that say what a result shows
 # The columns of the decode tables, each with the contender whose times it holds.
 CONTENDERS = {
