@@ -23,11 +23,11 @@ VOCAB = 7  # few tokens: prompts and outputs begin alike by chance, and stop tok
 _EMPTY = -1  # the token of a slot that was never written
 
 
-def make_engine(num_blocks, block_size, config, **options):
+def make_engine(num_blocks, block_size, config, kind=Engine, **options):
     """Makes an engine over a simulated pool."""
     caches = (SimpleNamespace(num_blocks=num_blocks, block_size=block_size),)
     with mock.patch("paged_jax.engine.engine.Runner", SimulatedRunner):
-        return Engine(None, None, caches, config, **options)
+        return kind(None, None, caches, config, **options)
 
 
 def mix(chain, value):

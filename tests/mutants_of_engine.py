@@ -3,6 +3,8 @@
 from tests.mutants_made import Mutant
 
 SIMULATED = "tests/test_engine_simulated.py"
+FAILURES = "tests/test_engine_failures.py"
+FOLLOWERS = "tests/test_engine_followers.py"
 
 MUTANTS_OF_ENGINE = [
     Mutant(
@@ -11,5 +13,74 @@ MUTANTS_OF_ENGINE = [
         " and plan.adopted.isdisjoint(written)",
         "",
         SIMULATED,
+    ),
+    Mutant(
+        "engine: calls go on after a failure",
+        "engine/base.py",
+        """        if call != "reset":
+            self._check_alive()
+""",
+        "",
+        FAILURES,
+    ),
+    Mutant(
+        "engine: Ctrl-C is no failure",
+        "engine/base.py",
+        """        self._failure = f"{call} did not end"
+        try:
+            yield
+        except BaseException as error:""",
+        """        try:
+            yield
+        except Exception as error:""",
+        FAILURES,
+    ),
+    Mutant("engine: a generate that raises leaves its requests", "engine/base.py", "self._drop(ids)", "pass", FAILURES),
+    Mutant(
+        "engine: what ends a failed stream hides its error",
+        "engine/base.py",
+        "if not self.has_failed and self.is_unfinished(request_id):",
+        "if self.is_unfinished(request_id):",
+        FAILURES,
+    ),
+    Mutant(
+        "engine: a reset that raises counts as one",
+        "engine/engine.py",
+        """        with self._changing("reset"):
+            self._reset(config)""",
+        """        self._failure = None
+        self._reset(config)""",
+        FAILURES,
+    ),
+    Mutant("engine: followers ignore cancel", "engine/processes.py", "engine.cancel(arguments[0])", "pass", FOLLOWERS),
+    Mutant(
+        "engine: a follower's process dies of a failed step",
+        "engine/processes.py",
+        "    except Exception as error:\n        _LOGGER",
+        "    except ValueError as error:\n        _LOGGER",
+        FOLLOWERS,
+    ),
+    Mutant(
+        "engine: a follower leaves an idle leader",
+        "engine/processes.py",
+        "leader.settimeout(None)",
+        "leader.settimeout(timeout_seconds)",
+        FOLLOWERS,
+    ),
+    Mutant(
+        "engine: a leader goes on without one of its followers' programs",
+        "engine/processes.py",
+        """if report["num_started"] != self._runner.num_started:""",
+        "if False:",
+        FOLLOWERS,
+    ),
+    Mutant(
+        "engine: followers are told of refused requests",
+        "engine/engine.py",
+        """        max_total = self.check(prompt, params)
+        with self._changing("add_request"):""",
+        """        with self._changing("add_request"):
+            max_total = self.check(prompt, params)""",
+        FAILURES,
     ),
 ]

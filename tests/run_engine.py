@@ -3,10 +3,12 @@
 The first process prints, as JSON, the tokens of each request. tests/test_processes.py runs it on CPU devices.
 """
 
+import contextlib
 import json
 import sys
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,7 @@ PROMPTS = [[1, 5, 9, 3, 7], [2, 4, 8], list(range(1, 30)), [6]]
 
 def params() -> list[engine.SamplingParams]:
     """Gives the parameters of greedy and random requests, one of them with two samples."""
-    drawn = engine.SamplingParams(max_tokens=6, temperature=0.9, top_k=20, top_p=0.9, n=2)
+    drawn = engine.SamplingParams(max_tokens=6, temperature=0.9, top_k=20, top_p=0.9, n=2, seed=3)
     return [engine.SamplingParams(max_tokens=9), drawn, engine.SamplingParams(max_tokens=3, logprobs=2), drawn]
 
 
@@ -44,6 +46,23 @@ def texts(the_engine: engine.Engine) -> list[Any]:
     return [[list(c.token_ids) for c in completions] for completions in the_engine.generate(PROMPTS, params())]
 
 
+def check_that_followers_follow(the_engine: engine.Engine, first: list[Any]) -> None:
+    """Cancels a request, has one refused, and lets a step fail in the leader alone: texts stay what they are."""
+    cancelled = the_engine.add_request(PROMPTS[2], engine.SamplingParams(max_tokens=15))
+    the_engine.step(), the_engine.step()
+    the_engine.cancel(cancelled)
+    with contextlib.suppress(ValueError):
+        the_engine.add_request([])
+    assert texts(the_engine) == first
+    the_engine.add_request(PROMPTS[0])
+    the_engine.step()
+    with mock.patch.object(the_engine._runner, "read", side_effect=OSError("lost")), contextlib.suppress(OSError):
+        the_engine.step()
+    assert the_engine.has_failed
+    the_engine.reset()
+    assert texts(the_engine) == first
+
+
 def main(argv: list[str]) -> None:
     """Runs one process."""
     num_processes, index, port, tp = map(int, argv)
@@ -58,6 +77,7 @@ def main(argv: list[str]) -> None:
         first = texts(the_engine)
         the_engine.reset()
         assert texts(the_engine) == first
+        check_that_followers_follow(the_engine, first)
     print(json.dumps(first), flush=True)
 
 

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import json
 import os
 import random
@@ -26,17 +25,6 @@ def free_ports():
             socket.create_server(("localhost", port + 1)).close()
             return port
     raise OSError("no two ports are free")
-
-
-def test_followers_are_not_told_of_a_config_that_is_refused():
-    leader = run_engine.make_engine(engine.LeadingEngine, 1)
-    leader._followers = (object(),)
-    with pytest.raises(ValueError, match="reset cannot change what is compiled"):
-        leader.reset(dataclasses.replace(leader.config, max_model_len=32))
-    assert leader._untold == ()
-    leader.reset(dataclasses.replace(leader.config, prefix_caching=False))
-    assert [told["call"] for told in leader._untold] == ["reset"]
-    leader._followers = ()
 
 
 @pytest.fixture(scope="module")

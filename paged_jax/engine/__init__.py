@@ -26,6 +26,7 @@ Words that these files share:
 """
 
 from paged_jax.engine.base import BaseEngine as BaseEngine
+from paged_jax.engine.base import EngineFailed as EngineFailed
 from paged_jax.engine.batch import Batch as Batch
 from paged_jax.engine.batch import Step as Step
 from paged_jax.engine.batch import StepShape as StepShape

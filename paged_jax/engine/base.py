@@ -2,14 +2,31 @@
 
 import abc
 import collections.abc
+import contextlib
 
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.request import Completion, Delta, SamplingParams
 from paged_jax.engine.stats import Stats
 
 
+class EngineFailed(RuntimeError):
+    """Raised by an engine that a call has left in an unknown state, until `reset`. Its requests are lost."""
+
+
 class BaseEngine(abc.ABC):
-    """The interface of `Engine` and `Replicas`. One thread at a time may call an engine."""
+    """The interface of `Engine` and `Replicas`. One thread at a time may call an engine.
+
+    A call that raises anything but the refusal of its arguments, Ctrl-C included, may leave the engine half changed:
+    tokens lost, or blocks that no step has filled in the prefix cache. The engine has then failed. It refuses all calls
+    that would read or change its requests with `EngineFailed`, until `reset`.
+    """
+
+    _failure: str | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the engine refuses its calls until `reset`."""
+        return self._failure is not None
 
     @property
     @abc.abstractmethod
@@ -25,7 +42,8 @@ class BaseEngine(abc.ABC):
     def reset(self, config: EngineConfig | None = None) -> None:
         """Drops all requests, the prefix cache and the statistics; compiles nothing.
 
-        After a step that failed, for want of memory for example, it also makes the engine usable again.
+        After a step that failed, for want of memory for example, it also makes the engine usable again. A reset that
+        raises leaves the engine failed, and may be tried again.
 
         Args:
           config: new policies, or None to keep the present ones.
@@ -74,6 +92,9 @@ class BaseEngine(abc.ABC):
 
         Returns:
           A `Delta` for each sample that has a new token.
+
+        Raises:
+          EngineFailed: an earlier call has failed. Whatever else a step raises makes the engine fail.
         """
 
     @abc.abstractmethod
@@ -119,7 +140,7 @@ class BaseEngine(abc.ABC):
             while self.is_unfinished(request_id):
                 yield from (delta for delta in self.step() if delta.request_id == request_id)
         finally:
-            self.cancel(request_id)
+            self._drop([request_id])
 
     def generate(
         self,
@@ -139,19 +160,53 @@ class BaseEngine(abc.ABC):
 
         Raises:
           ValueError, TypeError: one of the requests can never be served; then none of them is added.
+          EngineFailed: an earlier call has failed. Whatever else is raised, Ctrl-C included, ends these requests.
         """
         prompts = [list(prompt) for prompt in prompts]
         params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         for prompt, wanted in zip(prompts, params, strict=True):
             self.check(prompt, wanted)
-        ids = [self.add_request(prompt, wanted) for prompt, wanted in zip(prompts, params, strict=True)]
-        news: dict[tuple[int, int], list[Delta]] = {
-            (request_id, index): [] for request_id, wanted in zip(ids, params, strict=True) for index in range(wanted.n)
-        }
-        while any(self.is_unfinished(request_id) for request_id in ids):
-            for delta in self.step():
-                news.setdefault((delta.request_id, delta.index), []).append(delta)
+        ids: list[int] = []
+        news: dict[tuple[int, int], list[Delta]] = {}
+        try:
+            for prompt, wanted in zip(prompts, params, strict=True):
+                ids.append(self.add_request(prompt, wanted))
+            while any(self.is_unfinished(request_id) for request_id in ids):
+                for delta in self.step():
+                    news.setdefault((delta.request_id, delta.index), []).append(delta)
+        finally:
+            self._drop(ids)
         return [
             [Completion.join(news[request_id, index]) for index in range(wanted.n)]
             for request_id, wanted in zip(ids, params, strict=True)
         ]
+
+    def _drop(self, request_ids: list[int]) -> None:
+        """Cancels those of these requests that are unfinished; an engine that failed has lost them already."""
+        for request_id in request_ids:
+            if not self.has_failed and self.is_unfinished(request_id):
+                self.cancel(request_id)
+
+    @contextlib.contextmanager
+    def _changing(self, call: str) -> collections.abc.Iterator[None]:
+        """Refuses a call on an engine that has failed; whatever is raised inside makes the engine fail.
+
+        Args:
+          call: the name of the call; only "reset" is made on an engine that has failed.
+        """
+        if call != "reset":
+            self._check_alive()
+        # It has failed until it has succeeded: Ctrl-C may come between any two lines.
+        self._failure = f"{call} did not end"
+        try:
+            yield
+        except BaseException as error:
+            self._failure = f"{call} raised {type(error).__name__}: {error}"
+            raise
+        self._failure = None
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise EngineFailed(
+                f"the engine has failed and needs a reset() before it can be used again: {self._failure}"
+            )

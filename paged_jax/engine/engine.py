@@ -76,7 +76,11 @@ class Engine(BaseEngine):
 
     @override
     def reset(self, config: EngineConfig | None = None) -> None:
-        config = self._checked(config)
+        config = self.check_config(config)
+        with self._changing("reset"):
+            self._reset(config)
+
+    def _reset(self, config: EngineConfig) -> None:
         self._runner.reset()
         self.config = config
         self._blocks = BlockManager(
@@ -93,8 +97,18 @@ class Engine(BaseEngine):
         self._next_id = self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
         self._seconds = 0.0
 
-    def _checked(self, config: EngineConfig | None) -> EngineConfig:
-        """The config that a reset with this one leads to; raises ValueError if it cannot."""
+    def check_config(self, config: EngineConfig | None) -> EngineConfig:
+        """Gives the config that `reset` would lead to.
+
+        Args:
+          config: new policies, or None for the present ones.
+
+        Returns:
+          The config.
+
+        Raises:
+          ValueError: the config differs in a field that decides what is compiled.
+        """
         config = config or self.config
         if config.compiled != self.config.compiled:
             raise ValueError("reset cannot change what is compiled: make a new Engine")
@@ -108,7 +122,10 @@ class Engine(BaseEngine):
         params: SamplingParams = SamplingParams(),  # noqa: B008 (immutable)
     ) -> int:
         max_total = self.check(prompt, params)
-        tokens = read_token_ids(prompt)
+        with self._changing("add_request"):
+            return self._add(read_token_ids(prompt), params, max_total)
+
+    def _add(self, tokens: list[int], params: SamplingParams, max_total: int) -> int:
         request_id, self._next_id = self._next_id, self._next_id + 1
         seed = request_id if params.seed is None else params.seed
         samples = [
@@ -135,6 +152,10 @@ class Engine(BaseEngine):
         Returns:
           A `Delta` for each sample that has a new token.
         """
+        with self._changing("step"):
+            return self._step()
+
+    def _step(self) -> list[Delta]:
         began = time.perf_counter()
         before, self._launched = self._launched, None
         plan = self._scheduler.schedule()
@@ -165,12 +186,21 @@ class Engine(BaseEngine):
         """Unfinished sequences that hold blocks."""
         return len(self._scheduler.running)
 
+    @property
+    def num_started(self) -> int:
+        """How many runs of programs the engine has started."""
+        return self._runner.num_started
+
     @override
     def is_unfinished(self, request_id: int) -> bool:
         return request_id in self._requests
 
     @override
     def cancel(self, request_id: int) -> bool:
+        with self._changing("cancel"):
+            return self._cancel(request_id)
+
+    def _cancel(self, request_id: int) -> bool:
         samples = self._requests.pop(request_id, [])
         for sequence in samples:
             if sequence.finish_reason is None:
@@ -180,6 +210,7 @@ class Engine(BaseEngine):
 
     @override
     def stats(self) -> Stats:
+        self._check_alive()
         counters, counts = self._scheduler.counters, self._blocks.counts()
         return Stats(
             num_waiting=self._scheduler.num_waiting,
@@ -221,7 +252,8 @@ class Engine(BaseEngine):
                 f"steps can be measured on an idle engine only; {len(self._requests)} requests are unfinished"
             )
         self.reset()
-        return self._runner.measure(context_len, repeats)
+        with self._changing("measure_steps"):
+            return self._runner.measure(context_len, repeats)
 
     @override
     def check(self, prompt: collections.abc.Sequence[int], params: SamplingParams) -> int:

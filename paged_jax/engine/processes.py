@@ -9,32 +9,43 @@ that it got since the last one, and they make the same calls.
                      │ a line of JSON a step
                      └──► follow ──► Engine.step           processes 1, 2, ...
 
+A step that fails in the leader often fails in the followers too. A follower that fails waits for the leader's next
+`reset`, and reports its failure, so that the leader's next step fails as well. Programs on several GPUs meet in the
+order in which they are started. A reset therefore compares how many programs each process has started, and raises if
+the numbers differ: then only a restart of all processes helps.
+
 Every process first calls `jax.distributed.initialize`, and makes its engine with the same arguments.
 """
 
 import dataclasses
 import json
+import logging
+import select
 import socket
 import time
-from typing import Any, Self
+from typing import Any, Self, override
 
+from paged_jax.engine.batch import StepShape
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.engine import Engine
-from paged_jax.engine.request import Delta, SamplingParams, read_token_ids
+from paged_jax.engine.request import Delta, SamplingParams
 
 _RETRY_SECONDS = 0.1
+_LOGGER = logging.getLogger("paged_jax")
 
 
 class LeadingEngine(Engine):
     """The leader's engine. Once `wait_for_followers` has returned, it is used like any other `Engine`.
 
-    Only `measure_steps` cannot be used then: the followers do not run the steps that it measures.
+    Only `measure_steps` is refused then: the followers do not run the steps that it measures. If a follower is gone, or
+    Ctrl-C ends the leader while it sends, the engine has failed for good, and so `reset` raises.
 
     Use it as a context manager, or call `close` at the end: the followers end then, too.
     """
 
-    _followers: tuple[socket.socket, ...] = ()
+    _followers: tuple["_Follower", ...] = ()
     _untold: tuple[dict[str, Any], ...] = ()
+    _num_resets, _is_cut_off = 0, False
 
     def wait_for_followers(self, address: tuple[str, int], count: int, timeout_seconds: float = 600) -> None:
         """Waits until all followers have made their engines and called `follow`.
@@ -43,17 +54,14 @@ class LeadingEngine(Engine):
           address: host and port to listen at. The first `count` connections are taken for followers and are sent all
             prompts, so listen on a private network only.
           count: how many followers there are.
-          timeout_seconds: how long to wait for each.
+          timeout_seconds: how long to wait for each, now and at each reset.
 
         Raises:
           OSError: a follower did not connect in time, or the address is in use.
         """
         with socket.create_server(address) as listener:
             listener.settimeout(timeout_seconds)
-            self._followers = tuple(listener.accept()[0] for _ in range(count))
-        for follower in self._followers:
-            follower.settimeout(timeout_seconds)
-            follower.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._followers = tuple(_Follower(listener.accept()[0], timeout_seconds) for _ in range(count))
 
     def close(self) -> None:
         """Closes the connections, which ends the followers' `follow`."""
@@ -67,38 +75,115 @@ class LeadingEngine(Engine):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def add_request(self, prompt: Any, params: SamplingParams = SamplingParams()) -> int:  # noqa: B008 (immutable)
-        """Does what `Engine.add_request` does; the followers do it before the next step."""
-        self.check(prompt, params)  # a request that is refused is not sent to the followers
-        self._tell("add_request", read_token_ids(prompt), dataclasses.asdict(params))
-        return super().add_request(prompt, params)
+    @override
+    def measure_steps(self, context_len: int, repeats: int = 8) -> dict[StepShape, float]:
+        if self._followers:
+            raise ValueError("steps cannot be measured while followers are connected: they do not run these steps")
+        return super().measure_steps(context_len, repeats)
 
-    def cancel(self, request_id: int) -> bool:
-        """Does what `Engine.cancel` does; the followers do it before the next step."""
+    @override
+    def _add(self, tokens: list[int], params: SamplingParams, max_total: int) -> int:
+        self._tell("add_request", tokens, dataclasses.asdict(params))
+        return super()._add(tokens, params, max_total)
+
+    @override
+    def _cancel(self, request_id: int) -> bool:
         self._tell("cancel", request_id)
-        return super().cancel(request_id)
+        return super()._cancel(request_id)
 
-    def reset(self, config: EngineConfig | None = None) -> None:
-        """Does what `Engine.reset` does; the followers do it before the next step."""
-        self._checked(config)  # a config that is refused is not sent to the followers
-        self._tell("reset", None if config is None else dataclasses.asdict(config))
-        super().reset(config)
+    @override
+    def _reset(self, config: EngineConfig) -> None:
+        if self._is_cut_off:
+            raise ConnectionError("the followers are lost: restart all processes")
+        self._num_resets += 1
+        self._tell("reset", dataclasses.asdict(config), self._num_resets)
+        self._send()
+        super()._reset(config)
+        for index, follower in enumerate(self._followers):
+            report = {}
+            while report.get("reset") != self._num_resets:  # the others are from before this reset
+                report = self._receive(index, follower.timeout_seconds)
+            if report["failure"]:
+                raise RuntimeError(f"follower {index} has failed: {report['failure']}")
+            if report["num_started"] != self._runner.num_started:
+                self._cut_off()
+                raise RuntimeError(
+                    f"follower {index} has started {report['num_started']} programs and its leader "
+                    f"{self._runner.num_started}, so that they wait for each other: restart all processes"
+                )
 
-    def step(self) -> list[Delta]:
-        """Does what `Engine.step` does, at the same time as the followers."""
+    @override
+    def _step(self) -> list[Delta]:
+        for index in range(len(self._followers)):
+            if report := self._receive(index, 0):
+                raise RuntimeError(f"follower {index} has failed: {report['failure']}")
         self._tell("step")
-        line, self._untold = json.dumps(self._untold).encode() + b"\n", ()
-        for follower in self._followers:
-            follower.sendall(line)
-        return super().step()
+        self._send()
+        return super()._step()
+
+    def _send(self) -> None:
+        """Sends the followers all calls that they were not told of yet."""
+        untold, self._untold = self._untold, ()
+        try:
+            for follower in self._followers:
+                follower.send(untold)
+        except BaseException:  # a part of the line may have been sent, after which followers cannot read another one
+            self._cut_off()
+            raise
+
+    def _receive(self, index: int, timeout_seconds: float) -> dict[str, Any]:
+        """A follower's next report; if none comes in time, an empty one where the time is 0, else an error."""
+        try:
+            report = self._followers[index].receive(timeout_seconds)
+        except OSError as error:
+            self._cut_off()
+            raise ConnectionError(f"follower {index} is lost, restart all processes: {error}") from error
+        return report
+
+    def _cut_off(self) -> None:
+        """Ends the followers, without which no step can run."""
+        self._is_cut_off = True
+        self.close()
 
     def _tell(self, name: str, *arguments: Any) -> None:
         if self._followers:
             self._untold = (*self._untold, {"call": name, "arguments": arguments})
 
 
+class _Follower:
+    """The leader's connection to a follower; both sides send lines of JSON."""
+
+    def __init__(self, connection: socket.socket, timeout_seconds: float):
+        self._connection, self._received, self.timeout_seconds = connection, b"", timeout_seconds
+        connection.settimeout(timeout_seconds)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, calls: Any) -> None:
+        """Sends calls, which the follower makes in their order."""
+        self._connection.sendall(json.dumps(calls).encode() + b"\n")
+
+    def receive(self, timeout_seconds: float) -> dict[str, Any]:
+        """Gives the follower's next report; an empty one if there is none yet and the time to wait is 0."""
+        while b"\n" not in self._received:
+            if not select.select([self._connection], [], [], timeout_seconds)[0]:
+                if not timeout_seconds:
+                    return {}
+                raise TimeoutError(f"it has not answered for {timeout_seconds} s")
+            if not (some := self._connection.recv(2**16)):
+                raise ConnectionError("its process has ended")
+            self._received += some
+        line, self._received = self._received.split(b"\n", 1)
+        return json.loads(line)
+
+    def close(self) -> None:
+        """Closes the connection, which ends the follower's `follow`."""
+        self._connection.close()
+
+
 def follow(engine: Engine, address: tuple[str, int], timeout_seconds: float = 600) -> None:
     """Makes every call on this engine that the leader gets on its own, until the leader closes.
+
+    A call that fails is logged and reported to the leader; the engine then waits for the leader's next reset.
 
     Args:
       engine: an engine with the same arguments as the leader's.
@@ -106,7 +191,7 @@ def follow(engine: Engine, address: tuple[str, int], timeout_seconds: float = 60
       timeout_seconds: how long to try to connect.
 
     Raises:
-      OSError: the leader cannot be reached.
+      OSError: the leader cannot be reached, or has ended without `close`.
     """
     deadline = time.monotonic() + timeout_seconds
     while True:
@@ -121,7 +206,24 @@ def follow(engine: Engine, address: tuple[str, int], timeout_seconds: float = 60
     with leader, leader.makefile("rb") as lines:
         for line in lines:
             for told in json.loads(line):
-                _do(engine, told["call"], told["arguments"])
+                call, arguments = told["call"], told["arguments"]
+                report: dict[str, Any] = {"failure": _try(engine, call, arguments)}
+                if call == "reset":
+                    report |= {"reset": arguments[1], "num_started": engine.num_started}
+                if call == "reset" or report["failure"]:
+                    leader.sendall(json.dumps(report).encode() + b"\n")
+
+
+def _try(engine: Engine, call: str, arguments: list[Any]) -> str | None:
+    """Makes a call. If it fails, logs the error and returns it in words; later calls are skipped until a reset."""
+    if engine.has_failed and call != "reset":
+        return None
+    try:
+        _do(engine, call, arguments)
+    except Exception as error:
+        _LOGGER.exception("the follower has failed, and waits for the leader to reset it")
+        return f"{call} raised {type(error).__name__}: {error}"
+    return None
 
 
 def _do(engine: Engine, call: str, arguments: list[Any]) -> None:
@@ -131,6 +233,6 @@ def _do(engine: Engine, call: str, arguments: list[Any]) -> None:
         case "cancel":
             engine.cancel(arguments[0])
         case "reset":
-            engine.reset(None if arguments[0] is None else EngineConfig(**arguments[0]))
+            engine.reset(EngineConfig(**arguments[0]))
         case "step":
             engine.step()

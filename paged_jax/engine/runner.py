@@ -61,7 +61,10 @@ class Runner:
       block_bytes: bytes of one block in all layers together.
       max_blocks_per_seq: blocks of the longest sequence.
       num_compiled: how many programs were compiled; it never changes.
+      num_started: how many runs of programs were started.
     """
+
+    num_started = 0
 
     def __init__(
         self,
@@ -136,9 +139,14 @@ class Runner:
         return jax.tree.map(np.asarray, launched.drawn)
 
     def _run(self, shape: StepShape, kind: Kind, packed: np.ndarray) -> Drawn:
-        self._caches, logits, draws = self._programs[shape](self._weights, self._caches, self._last_tokens, packed)
-        self._last_tokens, drawn = self._programs[shape.num_rows, kind](logits, draws, self._last_tokens)
+        self._caches, logits, draws = self._start(shape, self._weights, self._caches, self._last_tokens, packed)
+        self._last_tokens, drawn = self._start((shape.num_rows, kind), logits, draws, self._last_tokens)
         return drawn
+
+    def _start(self, name: Any, *arguments: Any) -> Any:
+        results = self._programs[name](*arguments)
+        self.num_started += 1
+        return results
 
     def _choose(self, plan: Plan) -> tuple[StepShape, Kind]:
         """The smallest compiled shape in which the plan fits, and the kind of draws that it needs."""
@@ -243,11 +251,11 @@ class Runner:
             some = pairs[start : start + _PAIRS]
             mapping[: len(some)] = some
             if name == "copy":
-                self._caches = self._programs[name](self._caches, mapping)
+                self._caches = self._start(name, self._caches, mapping)
             elif name == "swap_out":
-                self._host_caches = self._programs[name](self._caches, self._host_caches, mapping)
+                self._host_caches = self._start(name, self._caches, self._host_caches, mapping)
             else:
-                self._caches = self._programs[name](self._host_caches, self._caches, mapping)
+                self._caches = self._start(name, self._host_caches, self._caches, mapping)
 
 
 def _copy(caches: Caches, pairs: jax.Array) -> Caches:
@@ -267,7 +275,15 @@ def _usable(array: jax.Array) -> jax.Array:
     try:
         return jax.block_until_ready(array)
     except RuntimeError:
-        return jax.device_put(np.zeros(array.shape, array.dtype), array.sharding)
+        # Unlike `device_put`, this asks no other process whether it does the same.
+        return jax.make_array_from_callback(
+            array.shape, array.sharding, lambda index: np.zeros(_shape_of(index, array.shape), array.dtype)
+        )
+
+
+def _shape_of(index: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a part of an array."""
+    return tuple(len(range(*part.indices(size))) for part, size in zip(index, shape, strict=True))
 
 
 def _check_caches(caches: Caches) -> None:

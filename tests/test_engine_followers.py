@@ -1,0 +1,180 @@
+"""Tests the leader's and the followers' engines in threads of one process, over simulated pools.
+
+Every engine has a pool of its own here, so that each test can compare what the leader and its followers draw.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import select
+import threading
+import time
+
+import pytest
+
+from paged_jax.engine import Engine, EngineConfig, EngineFailed, LeadingEngine, SamplingParams, follow
+from tests.engine_checks import drain
+from tests.engine_simulation import expected_tokens, make_engine
+from tests.test_engine_failures import PROMPTS, fail_at
+from tests.test_processes import free_ports
+
+CONFIG = EngineConfig(max_model_len=32, max_num_seqs=4, max_tokens_per_step=8, num_host_blocks=8)
+PARAMS = SamplingParams(max_tokens=6, temperature=1.0, n=2)
+
+
+class Group:
+    """A leader and two followers, each of which runs `follow` in a thread.
+
+    Attributes:
+      leader: the leader's engine.
+      followers: the followers' engines.
+      drawn: the deltas of each follower.
+    """
+
+    def __init__(self, timeout_seconds=5.0):
+        self.leader = make_engine(9, 4, CONFIG, LeadingEngine)
+        self.followers = [make_engine(9, 4, CONFIG) for _ in range(2)]
+        self.drawn = [[] for _ in self.followers]
+        address = "localhost", free_ports()
+        self.threads = [
+            threading.Thread(target=self.follow, args=(engine, address, timeout_seconds), daemon=True)
+            for engine in self.followers
+        ]
+        for engine, drawn in zip(self.followers, self.drawn, strict=True):
+            engine._step = lambda engine=engine, drawn=drawn: drawn.extend(news := Engine._step(engine)) or news
+        for thread in self.threads:
+            thread.start()
+        self.leader.wait_for_followers(address, len(self.followers), timeout_seconds)
+
+    @staticmethod
+    def follow(*arguments):
+        """What a follower's process does, which may end when its leader does."""
+        with contextlib.suppress(ConnectionError):
+            follow(*arguments)
+
+    def close(self):
+        """Ends the followers and waits for them."""
+        self.leader.close()
+        for thread in self.threads:
+            thread.join(timeout=20)
+        assert not any(thread.is_alive() for thread in self.threads)
+
+
+@pytest.fixture
+def group():
+    group = Group()
+    yield group
+    group.close()
+
+
+def check_alike(group):
+    """Runs requests, and checks that all engines drew the same tokens, which are right."""
+    for drawn in group.drawn:
+        drawn.clear()
+    ids = [group.leader.add_request(prompt, dataclasses.replace(PARAMS, seed=5)) for prompt in PROMPTS]
+    deltas = drain(group.leader)
+    group.close()
+    assert group.drawn == [deltas, deltas]
+    found = {}
+    for delta in deltas:
+        found.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
+    for request_id, prompt in zip(ids, PROMPTS, strict=True):
+        for index in range(2):
+            assert tuple(found[request_id, index]) == expected_tokens(prompt, PARAMS, index, 33, seed=5)
+
+
+def test_all_processes_draw_alike(group):
+    check_alike(group)
+
+
+def test_requests_without_a_seed_draw_alike(group):
+    ids = [group.leader.add_request(prompt, PARAMS) for prompt in PROMPTS]
+    deltas = drain(group.leader)
+    group.close()
+    assert {delta.request_id for delta in deltas} == set(ids)
+    assert group.drawn == [deltas, deltas]
+
+
+def test_followers_cancel_too(group):
+    cancelled = group.leader.add_request(PROMPTS[0], SamplingParams(max_tokens=20))
+    group.leader.step(), group.leader.step()
+    group.leader.cancel(cancelled)
+    drain(group.leader)
+    check_alike(group)
+    assert not any(engine.has_work for engine in group.followers)
+
+
+def test_followers_are_not_told_of_what_is_refused(group):
+    with pytest.raises(ValueError, match="at least one token"):
+        group.leader.add_request([])
+    with pytest.raises(ValueError, match="reset cannot change what is compiled"):
+        group.leader.reset(dataclasses.replace(CONFIG, max_model_len=16))
+    with pytest.raises(ValueError, match="while followers are connected"):
+        group.leader.measure_steps(8)
+    check_alike(group)
+    assert {engine._next_id for engine in group.followers} == {len(PROMPTS)}
+
+
+def test_followers_get_the_new_policies_of_a_reset(group):
+    group.leader.reset(dataclasses.replace(CONFIG, prefix_caching=False, preemption="swap"))
+    check_alike(group)
+    assert {engine.config for engine in group.followers} == {group.leader.config}
+    assert group.leader.config.preemption == "swap"
+
+
+def test_an_idle_leader_loses_no_follower():
+    group = Group(timeout_seconds=0.5)
+    time.sleep(1)
+    check_alike(group)
+
+
+@pytest.mark.parametrize("name", ["model", "read"])
+def test_followers_survive_what_their_leader_survives(group, name, caplog):
+    """All of them fail in one step, as they do where memory runs out."""
+    for engine in (group.leader, *group.followers):
+        fail_at(engine, name, 3, RuntimeError("out of memory"))
+    for prompt in PROMPTS:
+        group.leader.add_request(prompt, PARAMS)
+    caplog.set_level(logging.CRITICAL)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        drain(group.leader)
+    with pytest.raises(EngineFailed, match="out of memory"):
+        group.leader.step()
+    group.leader.reset()
+    check_alike(group)
+
+
+def test_the_leader_is_told_of_a_follower_s_failure(group, caplog):
+    caplog.set_level(logging.CRITICAL)
+    fail_at(group.followers[1], "read", 1, RuntimeError("out of luck"))
+    group.leader.add_request(PROMPTS[0], PARAMS)
+    group.leader.step(), group.leader.step()
+    assert select.select([follower._connection for follower in group.leader._followers], [], [], 20)[0], "no report"
+    with pytest.raises(RuntimeError, match=r"follower . has failed: step raised RuntimeError: out of luck"):
+        drain(group.leader)
+    group.leader.reset()
+    check_alike(group)
+
+
+def test_programs_that_no_longer_meet_are_noticed(group, caplog):
+    """A leader whose program did not start, while the followers' did, would wait for them for ever."""
+    fail_at(group.leader, "model", 2, RuntimeError("out of memory"))
+    group.leader.add_request(PROMPTS[0], PARAMS)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        drain(group.leader)
+    with pytest.raises(RuntimeError, match="follower 0 has started 4 programs and its leader 2"):
+        group.leader.reset()
+    with pytest.raises(ConnectionError, match="restart all processes"):
+        group.leader.reset()
+    with pytest.raises(EngineFailed):
+        group.leader.step()
+
+
+def test_a_follower_that_is_gone_is_noticed(group):
+    group.leader.add_request(PROMPTS[0], PARAMS)
+    group.leader.step()
+    group.leader._followers[1]._connection.shutdown(2)
+    with pytest.raises(ConnectionError, match=r"follower 1 is lost, restart all processes"):
+        drain(group.leader)
+    with pytest.raises(ConnectionError, match="restart all processes"):
+        group.leader.reset()
