@@ -158,7 +158,7 @@ def divide_query(query_smem: Ref, rows: Rows, geometry: Geometry) -> Rows:
 def _scaling(factor: Any, problem: Problem) -> Scaling:
     """How products become logits, if the factor is that of logits of base e."""
     if not problem.scaled_products:
-        return Scaling(factor, False, LOG2E, 1.0)
+        return Scaling(factor, False, jnp.float32(LOG2E), 1.0)  # a number of Python's may have 64 bits in assembly
     is_late = factor * LOG2E > _LEAST_FACTOR
     early, exponents = jnp.where(is_late, 1.0, factor), jnp.where(is_late, factor * LOG2E, LOG2E)
     return Scaling(early, is_late, ragged_lanes.in_each_lane(exponents), jnp.where(is_late, factor, 1.0))
