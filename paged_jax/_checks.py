@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from paged_jax.shapes import QUERY_DTYPES
+from paged_jax.shapes import LARGEST_HEAD_SIZE, QUERY_DTYPES
 
 
 def flag(name: str, value: Any) -> bool:
@@ -50,8 +50,8 @@ def tokens(name: str, x: Any, rows: str) -> Array:
     """Checks queries, keys or values: ``[rows, heads, head_size]``."""
     heads = "num_heads" if name == "query" else "num_kv_heads"
     x = array(name, x, f"{rows}, {heads}, head_size", QUERY_DTYPES)
-    if not (0 < x.shape[2] <= 256 and x.shape[2] % 8 == 0):
-        raise ValueError(f"head_size must be a multiple of 8 up to 256, got {x.shape[2]}")
+    if not (0 < x.shape[2] <= LARGEST_HEAD_SIZE and x.shape[2] % 8 == 0):
+        raise ValueError(f"head_size must be a multiple of 8 up to {LARGEST_HEAD_SIZE}, got {x.shape[2]}")
     return x
 
 

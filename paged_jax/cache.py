@@ -96,7 +96,7 @@ class PagedKVCache:
           num_blocks: blocks in each pool.
           block_size: tokens in a block, a power of two up to 256.
           num_kv_heads: key and value heads.
-          head_size: elements of a head, a multiple of 8 up to 256; for "vllm" also of x = 16 // itemsize.
+          head_size: elements of a head, a multiple of 8 up to 512; for "vllm" also of x = 16 // itemsize.
           dtype: the dtype of both pools: float16, bfloat16, float32, float8_e4m3fn, float8_e5m2 or int8.
           layout: "hnd", "nhd" or "vllm".
           k_scale, v_scale: [], [num_kv_heads] or [num_blocks, num_kv_heads, block_size], copied as float32; None for 1.

@@ -13,7 +13,7 @@ def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head
       num_blocks: blocks in each cache.
       block_size: tokens in a block, a power of two up to 256.
       num_kv_heads: key and value heads.
-      head_size: elements of a head, a multiple of 8 up to 256.
+      head_size: elements of a head, a multiple of 8 up to 512.
 
     Returns:
       (2, num_blocks, block_size * num_kv_heads * head_size).
@@ -37,7 +37,7 @@ def split_kv_cache(kv_cache: Any, num_kv_heads: int, head_size: int, layout: Lay
     Args:
       kv_cache: [2, num_blocks, block_size * num_kv_heads * head_size], a JAX or NumPy array.
       num_kv_heads: key and value heads.
-      head_size: elements of a head, a multiple of 8 up to 256; for "vllm" also of x = 16 // itemsize.
+      head_size: elements of a head, a multiple of 8 up to 512; for "vllm" also of x = 16 // itemsize.
       layout: "hnd", "nhd" or "vllm".
 
     Returns:

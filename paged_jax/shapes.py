@@ -14,6 +14,9 @@ from paged_jax.options import Layout
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """How many tokens a block may have."""
 
+LARGEST_HEAD_SIZE = 512
+"""The most elements of a head, which are a multiple of 8."""
+
 CACHE_DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
 QUERY_DTYPES = ("float16", "bfloat16", "float32")
 
@@ -83,8 +86,8 @@ def check_sizes(num_blocks: Any, block_size: Any, num_kv_heads: Any, head_size: 
         raise ValueError(f"num_blocks and num_kv_heads must be positive, got {num_blocks} and {num_kv_heads}")
     if block_size not in BLOCK_SIZES:
         raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {block_size}")
-    if head_size % 8 or not 8 <= head_size <= 256:
-        raise ValueError(f"head_size must be a multiple of 8 up to 256, got {head_size}")
+    if head_size % 8 or not 8 <= head_size <= LARGEST_HEAD_SIZE:
+        raise ValueError(f"head_size must be a multiple of 8 up to {LARGEST_HEAD_SIZE}, got {head_size}")
     if num_blocks * block_size > 2**31:
         raise ValueError(
             f"num_blocks * block_size must be at most 2**31 (int32 slots), got {num_blocks} * {block_size}"

@@ -92,6 +92,7 @@ def _pairs():
         Case("vllm-e4m3", 5, 1, 96, 32, "float16", "float8_e4m3fn", "vllm", **both),
         Case("vllm-e5m2", 4, 2, 192, 4, "float32", "float8_e5m2", "vllm", sliding_window=33, **scalar),
         Case("vllm-int8", 12, 1, 256, 16, "bfloat16", "int8", "vllm", **slot),
+        Case("heads-of-328-int8", 3, 1, 328, 8, "float16", "int8", "nhd", seq_lens=(37, 9), query_lens=(3, 9), **both),
     ]
 
 
@@ -244,6 +245,7 @@ MODELS = [
     Case("mistral-7b", 32, 8, 128, 16, "bfloat16", seq_lens=(90, 33), sliding_window=64, query_lens=None),
     Case("qwen2-7b", 28, 4, 128, 16, "bfloat16", seq_lens=(150, 33), query_lens=None),
     Case("gemma-2-9b", 16, 8, 256, 16, "bfloat16", seq_lens=(99, 20), logits_soft_cap=50.0, query_lens=None),
+    Case("gemma-4-31b", 8, 1, 512, 16, "bfloat16", seq_lens=(99, 20), query_lens=(1, 20)),
     Case(
         "gpt-oss-20b",
         64,

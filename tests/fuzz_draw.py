@@ -104,8 +104,8 @@ def _dimensions(rng, op, small):
     num_kv_heads = int(rng.choice([1, 1, 2, 2, 3, 4, 8]))
     group = int(rng.choice([1, 1, 2, 3, 4, 4, 5, 7, 8, 12, 16, 33, 64, 71]))
     group = min(group, 8) if small or num_kv_heads > 4 else group
-    sizes = [64, 64, 64, 128, 128, 128, 32, 80, 96, 112, 120, 192, 256]
-    head_size = int(rng.choice(sizes)) if rng.random() < 0.8 else 8 * int(rng.integers(1, 33))
+    sizes = [64, 64, 64, 128, 128, 128, 32, 80, 96, 112, 120, 192, 256, 512]
+    head_size = int(rng.choice(sizes)) if rng.random() < 0.8 else 8 * int(rng.integers(1, 65))
     head_size = min(head_size, 128) if small else head_size
     dtype = str(rng.choice(["float16", "bfloat16", "bfloat16", "float32"]))
     cache_dtype = None if rng.random() < 0.45 else str(rng.choice(CACHE_DTYPES))

@@ -153,9 +153,9 @@ BAD_SIZES = {
     "block_size 24": ((2, 24, 1, 64), r"block_size must be one of \(1, 2, .* 256\), got 24"),
     "block_size 512": ((2, 512, 1, 64), "block_size must be one of .*, got 512"),
     "block_size 0": ((2, 0, 1, 64), "block_size must be one of .*, got 0"),
-    "head_size 60": ((2, 16, 1, 60), "head_size must be a multiple of 8 up to 256, got 60"),
-    "head_size 264": ((2, 16, 1, 264), "head_size must be a multiple of 8 up to 256, got 264"),
-    "head_size 0": ((2, 16, 1, 0), "head_size must be a multiple of 8 up to 256, got 0"),
+    "head_size 60": ((2, 16, 1, 60), "head_size must be a multiple of 8 up to 512, got 60"),
+    "head_size 520": ((2, 16, 1, 520), "head_size must be a multiple of 8 up to 512, got 520"),
+    "head_size 0": ((2, 16, 1, 0), "head_size must be a multiple of 8 up to 512, got 0"),
     "slots": ((2**27 + 1, 16, 1, 8), r"num_blocks \* block_size must be at most 2\*\*31"),
 }
 

@@ -72,6 +72,7 @@ INTERPRETED = [
     "ranked",
     "many-sequences",
     "offsets",
+    "heads-of-328-int8",
 ]
 INTERPRETED_TOO = [
     "nhd-float32",

@@ -105,7 +105,7 @@ def pairs():
     Architectures take turns.
     """
     dtypes = "float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8"
-    head_sizes = 32, 64, 80, 96, 112, 120, 128, 192, 256
+    head_sizes = 32, 64, 80, 96, 112, 120, 128, 192, 256, 512
     for i, cache_dtype in enumerate(dtypes):
         capabilities = (89, 90, 100, 120) if cache_dtype == "float8_e4m3fn" else (80, 86, 89, 90, 100, 120)
         dtype = "bfloat16" if jnp.dtype(cache_dtype).itemsize == 1 else cache_dtype

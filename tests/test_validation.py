@@ -48,8 +48,8 @@ DECODE = [
     ({"query": 3}, TypeError, "query must be an array, got int"),
     ({"query": jnp.zeros((2, 64), jnp.bfloat16)}, ValueError, "query must have shape [num_seqs, num_heads, head_size]"),
     ({"query": jnp.zeros((2, 4, 16), jnp.int32)}, TypeError, "query must have dtype float16 or bfloat16 or float32"),
-    ({"query": jnp.zeros((2, 4, 12), jnp.bfloat16)}, ValueError, "head_size must be a multiple of 8 up to 256, got 12"),
-    ({"query": jnp.zeros((2, 4, 264), jnp.bfloat16)}, ValueError, "up to 256, got 264"),
+    ({"query": jnp.zeros((2, 4, 12), jnp.bfloat16)}, ValueError, "head_size must be a multiple of 8 up to 512, got 12"),
+    ({"query": jnp.zeros((2, 4, 520), jnp.bfloat16)}, ValueError, "up to 512, got 520"),
     ({"query": jnp.zeros((2, 3, 16), jnp.bfloat16)}, ValueError, "multiple of num_kv_heads = 2, got 3"),
     ({"key_cache": jnp.zeros((5, 2, 8, 16), jnp.int32)}, TypeError, "key_cache must have dtype"),
     ({"key_cache": jnp.zeros((5, 2, 8), jnp.bfloat16)}, ValueError, "key_cache must have shape [num_blocks"),
@@ -127,8 +127,8 @@ ACCEPTED = {
     "one kv head": {name: jnp.zeros((5, 1, 8, 16), jnp.bfloat16) for name in ("key_cache", "value_cache")},
     "one head": {name: jnp.zeros((5, 1, 8, 16), jnp.bfloat16) for name in ("key_cache", "value_cache")}
     | {"query": jnp.zeros((2, 1, 16), jnp.bfloat16)},
-    "largest heads": {name: jnp.zeros((5, 2, 8, 256), jnp.bfloat16) for name in ("key_cache", "value_cache")}
-    | {"query": jnp.zeros((2, 4, 256), jnp.bfloat16)},
+    "largest heads": {name: jnp.zeros((5, 2, 8, 512), jnp.bfloat16) for name in ("key_cache", "value_cache")}
+    | {"query": jnp.zeros((2, 4, 512), jnp.bfloat16)},
     "narrowest window": {"sliding_window": 1},
     "widest window": {"sliding_window": 2**31 - 1},
     "lowest bound": {"max_seq_len": 0},

@@ -22,6 +22,7 @@ _KIB = 1024
 _HOPPER = 90  # compute capability 9.0, times ten
 _EIGHT_BIT = ("float8_e4m3fn", "float8_e5m2", "int8")
 _LARGEST_GROUP = 64  # query heads of a kv head
+_LEAST_HEAD_SIZE, _LARGEST_HEAD_SIZE = 64, 256
 
 # What a multiprocessor of Hopper has, in bytes.
 _PROGRAM_MEMORY = 227 * _KIB  # shared memory that one program may have
@@ -164,8 +165,9 @@ def refusals(problem: Problem, gpu: Device) -> list[str]:
         reasons.append(f"lacks queries of {problem.query_dtype}, takes float16 and bfloat16")
     if problem.cache_dtype != problem.query_dtype and not eight_bit:
         reasons.append(f"lacks caches of {problem.cache_dtype} for queries of {problem.query_dtype}")
-    if problem.head_size % 16 or problem.head_size < 64:
-        reasons.append(f"lacks head_size {problem.head_size}, takes multiples of 16 from 64 on")
+    if problem.head_size % 16 or not _LEAST_HEAD_SIZE <= problem.head_size <= _LARGEST_HEAD_SIZE:
+        takes = f"takes multiples of 16 from {_LEAST_HEAD_SIZE} to {_LARGEST_HEAD_SIZE}"
+        reasons.append(f"lacks head_size {problem.head_size}, {takes}")
     elif eight_bit and problem.head_size % 64:
         reasons.append(
             f"lacks head_size {problem.head_size} for caches of {problem.cache_dtype}, takes multiples of 64"

@@ -23,6 +23,7 @@ _LEAST_SHARED_MEMORY = 99
 
 _EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "int8")
 _MAX_HEADS = 64  # of a group, in one program
+_MAX_ROW_ELEMENTS = 16384  # of the rows of one program: 128 registers of each of 128 threads
 _LARGEST_RANKED = 128  # sequences that a program ranks by length
 
 
@@ -188,9 +189,9 @@ def refusals(problem: Attention) -> list[str]:
 
 def attention(problem: Problem, gpu: Device, *, queries_per_seq: int = 1, prefix: bool = False) -> Tuning:
     """Chooses the tuning for up to `queries_per_seq` query tokens of one sequence in a program; 1 is decode."""
-    heads = cdiv(problem.group, cdiv(problem.group, _MAX_HEADS))
-    compute = compute_dtype(problem, prefix)
     width = max(16, power_of_two(problem.head_size))
+    heads = cdiv(problem.group, cdiv(problem.group, min(_MAX_HEADS, _MAX_ROW_ELEMENTS // width)))
+    compute = compute_dtype(problem, prefix)
     if queries_per_seq == 1:
         rows, tile, num_warps, num_stages = _decode_tiling(problem, heads, width, gpu)
     else:
@@ -240,6 +241,8 @@ def _ragged_tiling(problem: Problem, rows: int, width: int, gpu: Device) -> tupl
     # Hopper and data-center Blackwell have matrix units for whole tiles, which two groups of four warps share.
     large = gpu.capability // 10 in (9, 10)
     most = (256 if large and problem.cache_itemsize > 1 else 128) if width <= 128 else 64
+    if width > 256 and small:  # more queries leave no shared memory for tiles
+        most = 32
     rows = min(most, max(16, power_of_two(rows)))
     tile = (64 if width <= 128 else 32) // (2 if small else 1)
     return rows, tile, 8 if rows * width > (16384 if large else 8192) else 4, 3
