@@ -28,7 +28,7 @@ jax.config.update("jax_num_cpu_devices", 8)  # for shard_map, and threads for th
 _HOOKED = (
     "paged_jax.allocator",
     "paged_jax.kernels.xla",
-    "paged_jax.kernels.mosaic_gpu.decode",
+    "paged_jax.kernels.mosaic_gpu.decode.call",
     "paged_jax.kernels.triton.decode",
     "paged_jax.kernels.triton.ragged",
     "paged_jax.kernels.triton.cache_ops",

@@ -16,12 +16,12 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
 
 from paged_jax import _dispatch, _validate
 from paged_jax.kernels import mosaic_gpu
-from paged_jax.kernels.mosaic_gpu.decode import Target
-from paged_jax.kernels.mosaic_gpu.device.tiles import kind
-from paged_jax.kernels.mosaic_gpu.device.tiles.eight_bit import EightBitTiles
-from paged_jax.kernels.mosaic_gpu.device.tiles.eight_bit_vllm import EightBitVllmTiles
-from paged_jax.kernels.mosaic_gpu.device.tiles.plain import PlainTiles
-from paged_jax.kernels.mosaic_gpu.device.tiles.vllm import VllmTiles
+from paged_jax.kernels.mosaic_gpu.decode.call import Target
+from paged_jax.kernels.mosaic_gpu.decode.tiles import kind
+from paged_jax.kernels.mosaic_gpu.decode.tiles.eight_bit import EightBitTiles
+from paged_jax.kernels.mosaic_gpu.decode.tiles.eight_bit_vllm import EightBitVllmTiles
+from paged_jax.kernels.mosaic_gpu.decode.tiles.plain import PlainTiles
+from paged_jax.kernels.mosaic_gpu.decode.tiles.vllm import VllmTiles
 from paged_jax.kernels.problem import Device
 from tests import ragged_interpreter
 

@@ -13,18 +13,12 @@ from jax import lax
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
 
 from paged_jax.kernels import mosaic_gpu
-from paged_jax.kernels.mosaic_gpu import ragged, ragged_tuning
-from paged_jax.kernels.mosaic_gpu.device import (
-    ragged_items,
-    ragged_lanes,
-    ragged_merge,
-    ragged_products,
-    ragged_rows,
-    ragged_scan,
-    ragged_tiles,
-)
-from paged_jax.kernels.mosaic_gpu.geometry import WGMMA_ROWS
-from paged_jax.kernels.mosaic_gpu.ragged_geometry import THREADS
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.ragged import call as ragged
+from paged_jax.kernels.mosaic_gpu.ragged import choose, items, merge, products
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import THREADS
+from paged_jax.kernels.mosaic_gpu.ragged.ptx import lanes, scan, tiles
+from paged_jax.kernels.mosaic_gpu.ragged.ptx import rows as ragged_rows
 from paged_jax.kernels.problem import Device
 
 SMALL_GPU = Device(90, 2)
@@ -159,7 +153,7 @@ def store_fields(fields_smem, row, values):
 
 
 def score_and_accumulate(query_smem, keys_smem, out, weights, values_smem, then, meanwhile, *, in_halves):
-    scores = ragged_products.scores(query_smem, keys_smem, None if in_halves else then)
+    scores = products.scores(query_smem, keys_smem, None if in_halves else then)
     results = meanwhile(scores, then if in_halves else lambda: None)
     return results, accumulate(out, weights, values_smem)
 
@@ -211,12 +205,12 @@ def merge_row(refs, group, row, kind):
 def call(op, operands, device=SMALL_GPU, **tuning):
     """Runs the implementation's function in the interpreter, with some fields of its tuning changed."""
 
-    def tune(*args, tune=ragged_tuning.tune, **kwargs):
+    def tune(*args, tune=choose.tune, **kwargs):
         return replace(tune(*args, **kwargs), claims_items=False, merge_programs=2, **tuning)
 
     patches = (
         mock.patch.object(ragged, "device", return_value=device),
-        mock.patch.object(ragged_tuning, "tune", tune),
+        mock.patch.object(choose, "tune", tune),
         mock.patch.multiple(
             ragged_rows,
             load_queries=load_queries,
@@ -224,9 +218,9 @@ def call(op, operands, device=SMALL_GPU, **tuning):
             store_partial=store_partial,
             finish_copies=finish_copies,
         ),
-        mock.patch.object(ragged_items, "store_fields", store_fields),
+        mock.patch.object(items, "store_fields", store_fields),
         mock.patch.multiple(
-            ragged_lanes,
+            lanes,
             row_numbers=row_numbers,
             in_each_lane=in_each_lane,
             sums=sums,
@@ -238,15 +232,15 @@ def call(op, operands, device=SMALL_GPU, **tuning):
             settle=settle,
         ),
         mock.patch.multiple(
-            ragged_tiles,
+            tiles,
             load_new=load_new,
             zero_rows=zero_rows,
             convert_rows=convert_rows,
             load_scales=load_scales,
         ),
-        mock.patch.multiple(ragged_scan, gather=gather, sums_before=sums_before, largest_first=largest_first),
-        mock.patch.multiple(ragged_products, accumulate=accumulate, score_and_accumulate=score_and_accumulate),
-        mock.patch.object(ragged_merge, "merge_rows", merge_rows),
+        mock.patch.multiple(scan, gather=gather, sums_before=sums_before, largest_first=largest_first),
+        mock.patch.multiple(products, accumulate=accumulate, score_and_accumulate=score_and_accumulate),
+        mock.patch.object(merge, "merge_rows", merge_rows),
         params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=True)),
     )
     try:

@@ -12,6 +12,8 @@ ROOT = Path(__file__).parents[1]
 FILES = sorted(p for folder in ("paged_jax", "examples", "benchmarks") for p in (ROOT / folder).rglob("*.py"))
 
 OPS_KNOW = ("paged_jax._checks", "paged_jax._validate", "paged_jax._dispatch", "paged_jax.options", "paged_jax.shapes")
+KERNELS_KNOW = ("paged_jax.options", "paged_jax.shapes", "paged_jax.kernels.in_place", "paged_jax.kernels.problem")
+HOPPER_KERNELS = "paged_jax.kernels.mosaic_gpu"
 # The modules of the package that each module may import; a folder's name stands for all modules in it.
 ALLOWED = {
     "paged_jax.allocator": ("paged_jax.allocator",),
@@ -47,15 +49,12 @@ ALLOWED = {
     ),
     "paged_jax.kernels": (),
     "paged_jax.kernels.problem": ("paged_jax.options",),
+    **{f"paged_jax.kernels.{name}": (*KERNELS_KNOW, f"paged_jax.kernels.{name}") for name in get_args(Implementation)},
+    f"{HOPPER_KERNELS}.hopper": (*KERNELS_KNOW, f"{HOPPER_KERNELS}.hopper"),
+    # No kernel imports another one: what two of them need is in `hopper`.
     **{
-        f"paged_jax.kernels.{name}": (
-            "paged_jax.options",
-            "paged_jax.shapes",
-            "paged_jax.kernels.in_place",
-            "paged_jax.kernels.problem",
-            f"paged_jax.kernels.{name}",
-        )
-        for name in get_args(Implementation)
+        f"{HOPPER_KERNELS}.{kernel}": (*KERNELS_KNOW, f"{HOPPER_KERNELS}.hopper", f"{HOPPER_KERNELS}.{kernel}")
+        for kernel in ("decode", "ragged", "mla")
     },
 }
 # Packages that only these folders may import.
@@ -113,6 +112,21 @@ def test_imports(path):
             if within(imported, INTERNALS.get(name, ())):
                 continue
             assert not public.startswith("_") and "." not in public, f"{name} imports {imported}, which is not public"  # noqa: PT018
+
+
+def test_no_circles():
+    """No module imports another one that, directly or through others, imports it; not even for types alone."""
+    names = {module_name(path) for path in FILES}
+    graph = {
+        module_name(path): {
+            name if name in names else name.rpartition(".")[0] for name in imports(path) if name.startswith("paged_jax")
+        }
+        for path in FILES
+    }
+    left = {name: {other for other in others if other in names} - {name} for name, others in graph.items()}
+    while ends := {name for name, others in left.items() if not others & left.keys()}:
+        left = {name: others for name, others in left.items() if name not in ends}
+    assert not left, f"in circles, or importing what is: {sorted(left)}"
 
 
 def test_public_names_are_what_init_imports():

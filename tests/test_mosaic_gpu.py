@@ -18,9 +18,8 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 import paged_jax
 from paged_jax import _validate
 from paged_jax.kernels import mosaic_gpu
-from paged_jax.kernels.mosaic_gpu import tuning
-from paged_jax.kernels.mosaic_gpu.decode import Target
-from paged_jax.kernels.mosaic_gpu.device import merge
+from paged_jax.kernels.mosaic_gpu.decode import choose, merge
+from paged_jax.kernels.mosaic_gpu.decode.call import Target
 from tests import inputs, oracle, plain, test_decode
 from tests.cases import DECODE_CASES, Case
 from tests.mosaic_interpreter import MIDDLE_GPU, OPS, SMALL_GPU, TINY_GPU, call
@@ -178,21 +177,21 @@ def long_items_if(condition):
     """If the condition holds, contexts look as if they took long, and each program of the merge gets several items."""
     with contextlib.ExitStack() as stack:
         if condition:
-            stack.enter_context(mock.patch.object(tuning, "_item_time", return_value=1000.0))
+            stack.enter_context(mock.patch.object(choose, "_item_time", return_value=1000.0))
             stack.enter_context(mock.patch.object(merge, "_ITEM_PROGRAMS", 2))
         yield
 
 
 @contextlib.contextmanager
 def tunings():
-    """Gives a list to which every result of `tuning.balanced` is added."""
-    made, balanced = [], tuning.balanced
+    """Gives a list to which every result of `choose.balanced` is added."""
+    made, balanced = [], choose.balanced
 
     def record(*args, **keywords):
         made.append(balanced(*args, **keywords))
         return made[-1]
 
-    with mock.patch.object(tuning, "balanced", record):
+    with mock.patch.object(choose, "balanced", record):
         yield made
 
 

@@ -11,10 +11,10 @@ from jax import lax
 
 import paged_jax
 from paged_jax import _dispatch, _validate
-from paged_jax.kernels.mosaic_gpu import tuning
-from paged_jax.kernels.mosaic_gpu.device import plan
-from paged_jax.kernels.mosaic_gpu.device.refs import shared_memory_bytes
-from paged_jax.kernels.mosaic_gpu.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.decode import choose as tuning
+from paged_jax.kernels.mosaic_gpu.decode import plan
+from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.decode.refs import shared_memory_bytes
 from paged_jax.kernels.problem import Device, Problem, Unsupported
 from tests import inputs, test_decode, test_write_and_attend
 from tests.cases import Sparse

@@ -10,7 +10,7 @@ import pytest
 
 from paged_jax import _validate
 from paged_jax.kernels import mosaic_gpu
-from paged_jax.kernels.mosaic_gpu import ragged
+from paged_jax.kernels.mosaic_gpu.ragged import call as ragged
 from tests import (
     hopper_compiler,
     inputs,

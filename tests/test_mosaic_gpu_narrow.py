@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_jax.kernels.mosaic_gpu.device.tiles import converted, eight_bit, slot_scales
-from paged_jax.kernels.mosaic_gpu.geometry import Geometry
-from paged_jax.kernels.mosaic_gpu.tuning import Tuning
+from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.decode.tiles import converted, eight_bit, slot_scales
+from paged_jax.kernels.mosaic_gpu.decode.tuning import Tuning
 from paged_jax.kernels.problem import Problem, ScaleKind
 from paged_jax.options import PerHead
 from tests.inputs import dtype_of
@@ -160,7 +160,7 @@ def emulated():
     of_all = {name: fakes[name] for name in ("on_words", "inline", "array", "vector", "ir")}
     threads = mock.patch.multiple(mgpu, thread_idx=lambda: np.arange(128, 256), c=lambda x, _: x)
     below = mock.patch.multiple(
-        "paged_jax.kernels.mosaic_gpu.device.inline", arith=fakes.pop("arith"), ir=mock.MagicMock()
+        "paged_jax.kernels.mosaic_gpu.hopper.inline", arith=fakes.pop("arith"), ir=mock.MagicMock()
     )
     scales = mock.patch.multiple(slot_scales, memref=memref, **of_scales)
     both = mock.patch.multiple(converted, **of_all)

@@ -10,7 +10,10 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
 from paged_jax import _dispatch
 from paged_jax.kernels import mosaic_gpu
-from paged_jax.kernels.mosaic_gpu import decode, ragged, tuning
+from paged_jax.kernels.mosaic_gpu.decode import call as decode
+from paged_jax.kernels.mosaic_gpu.decode import choose
+from paged_jax.kernels.mosaic_gpu.decode.tuning import Merge
+from paged_jax.kernels.mosaic_gpu.ragged import call as ragged
 from paged_jax.kernels.problem import Device, Problem
 from tests import inputs, oracle, plain
 from tests.cases import Sparse
@@ -74,8 +77,8 @@ def test_single_queries_in_the_interpreter(case):
 
 TUNINGS = [
     (2, TINY_GPU, {"fold": 2}),
-    (1, MIDDLE_GPU, {"queues": 10, "merge": tuning.Merge.KERNEL}),
-    (1, Device(90, 16), {"merge": tuning.Merge.CLUSTER}),
+    (1, MIDDLE_GPU, {"queues": 10, "merge": Merge.KERNEL}),
+    (1, Device(90, 16), {"merge": Merge.CLUSTER}),
 ]
 
 
@@ -87,7 +90,7 @@ def test_single_queries_of_each_tuning(num_kv_heads, gpu, chosen):
     operands = operands_of(case, made, max_query_len=1)
     arrays = operands.query, operands.key_cache, operands.value_cache, operands.block_tables
     problem = Problem.of_call(*arrays, operands.options)
-    tuned = tuning.balanced(problem, gpu)
+    tuned = choose.balanced(problem, gpu)
     assert {name: getattr(tuned, name) for name in chosen} == chosen
     check(case, made, run_op("ragged_paged_attention", gpu, *operands))
     assert not interpret_pallas_call.get_races().races_found

@@ -14,11 +14,12 @@ from jax import lax
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
 from paged_jax import _validate
-from paged_jax.kernels.mosaic_gpu import ragged, ragged_tuning
-from paged_jax.kernels.mosaic_gpu.device import ragged_items, ragged_wide
-from paged_jax.kernels.mosaic_gpu.device.ragged_count import count_before_kernel, total
-from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Counted
-from paged_jax.kernels.mosaic_gpu.ragged_geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.ragged import call as ragged
+from paged_jax.kernels.mosaic_gpu.ragged import choose, items
+from paged_jax.kernels.mosaic_gpu.ragged import wide as ragged_wide
+from paged_jax.kernels.mosaic_gpu.ragged.count import count_before_kernel, total
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted
 from paged_jax.kernels.problem import Device, Problem, Unsupported
 from tests import inputs, oracle, plain
 from tests.cases import Case
@@ -102,7 +103,7 @@ def test_split_items_in_the_interpreter(case, num_kinds, split):
     operands = operands_of(case, made)
     arrays = operands.query, operands.key_cache, operands.value_cache, operands.block_tables
     problem = Problem.of_call(*arrays, operands.options)
-    chosen = replace(ragged_tuning.tune(problem, Device(), prefix=False), counts_in_kernel=False, **tuning)
+    chosen = replace(choose.tune(problem, Device(), prefix=False), counts_in_kernel=False, **tuning)
     geometry = Geometry(problem, chosen, prefix=False)
     counts = count_before_kernel(operands.query_start_loc, operands.seq_lens, geometry)
     assert len(geometry.kinds_there) == num_kinds
@@ -167,11 +168,11 @@ def test_loads_what_was_described(monkeypatch):
         jax.debug.callback(lambda *item: events.append((function.__name__, *map(int, item))), program, items_before)
         return function
 
-    describe, read_own = ragged_items.describe, ragged_items.read_own
+    describe, read_own = items.describe, items.read_own
     monkeypatch.setattr(
-        ragged_items, "describe", lambda item, tiles, before, smem: noted(describe, before)(item, tiles, before, smem)
+        items, "describe", lambda item, tiles, before, smem: noted(describe, before)(item, tiles, before, smem)
     )
-    monkeypatch.setattr(ragged_items, "read_own", lambda before, smem: noted(read_own, before)(before, smem))
+    monkeypatch.setattr(items, "read_own", lambda before, smem: noted(read_own, before)(before, smem))
     case = small("described", 4, 2, 64, 16, "bfloat16", seq_lens=(37, 130, 70, 20), query_lens=(1, 40, 20, 1))
     call("ragged_paged_attention", operands_of(case, inputs.make(case)), **TINY_TILES | {"num_programs": 2})
     jax.effects_barrier()
@@ -260,7 +261,7 @@ def test_lowers_for_cuda(case):
     operands = operands_of(case, made)
     text = function.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
     problem = Problem.of_call(*operands[:4], operands.options)
-    geometry = Geometry(problem, ragged_tuning.tune(problem, Device(), prefix=False), prefix=False)
+    geometry = Geometry(problem, choose.tune(problem, Device(), prefix=False), prefix=False)
     assert text.count("@mosaic_gpu_v2") == 1 + geometry.merges
 
 
@@ -334,10 +335,10 @@ def test_on_a_gpu(case, tuning, monkeypatch):
 def check_on_a_gpu(case, made, operands, tuning, monkeypatch):
     """Compares results, as tuned for this GPU but for `tuning`, with the oracle's, and with those of a second run."""
 
-    def tune(*args, tune=ragged_tuning.tune, **kwargs):
+    def tune(*args, tune=choose.tune, **kwargs):
         return replace(tune(*args, **kwargs), **tuning)
 
-    monkeypatch.setattr(ragged_tuning, "tune", tune)
+    monkeypatch.setattr(choose, "tune", tune)
     operands = jax.device_put(operands, jax.devices("gpu")[0])
     function = jax.jit(lambda *operands: ragged.ragged_paged_attention(*operands))  # traced with this tuning
     results, again = (jax.tree.map(np.asarray, function(*operands)) for _ in range(2))

@@ -8,7 +8,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
 import paged_jax
 from paged_jax import _validate
-from paged_jax.kernels.mosaic_gpu import ragged
+from paged_jax.kernels.mosaic_gpu.ragged import call as ragged
 from tests import inputs, oracle, plain
 from tests.ragged_interpreter import call
 from tests.test_mosaic_gpu_ragged import TINY_TILES, operands_of, small

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from paged_jax import _validate
-from paged_jax.kernels.mosaic_gpu import ragged_tuning
-from paged_jax.kernels.mosaic_gpu.device import ragged_count, ragged_plan
-from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Counted, Lengths
-from paged_jax.kernels.mosaic_gpu.ragged_geometry import LOADING_WARPS, NO_ITEM, Geometry
+from paged_jax.kernels.mosaic_gpu.ragged import choose, count, plan
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import LOADING_WARPS, NO_ITEM, Geometry
+from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Lengths
 from paged_jax.kernels.problem import Device, Problem
 
 
@@ -36,18 +35,18 @@ def planned(query_lens, seq_lens, *shape, block_size=16, table_width=64, prefix=
     operands = jax.eval_shape(lambda *x: validate(*x, True, {"sliding_window": window, **(options or {})}), *arrays)
     caches = operands.key_cache, operands.value_cache, operands.block_tables
     problem = Problem.of_call(operands.query, *caches, operands.options)
-    chosen = replace(ragged_tuning.tune(problem, Device(), prefix=prefix), counts_in_kernel=False, **tuning)
+    chosen = replace(choose.tune(problem, Device(), prefix=prefix), counts_in_kernel=False, **tuning)
     geometry = Geometry(problem, chosen, prefix)
     starts = jnp.asarray(np.concatenate([[0], np.cumsum(query_lens)]), jnp.int32)
     lengths = Lengths(jnp.asarray(seq_lens, jnp.int32), starts)
-    return geometry, ragged_count.count_before_kernel(starts, lengths.seq_lens, geometry), lengths
+    return geometry, count.count_before_kernel(starts, lengths.seq_lens, geometry), lengths
 
 
 def test_the_cost_of_a_long_prompt_does_not_overflow():
     """Its items would all be split, and partial results written far behind the memory that is there for them."""
     geometry, counts, _ = planned((371_000,), (371_000,), 64, 1, 128, None, table_width=23_188)
     for kind in geometry.kinds:
-        assert int(ragged_count.total(Counted.PARTIALS, kind, counts)) <= kind.num_partials
+        assert int(count.total(Counted.PARTIALS, kind, counts)) <= kind.num_partials
 
 
 @pytest.mark.parametrize("head_size", [64, 128, 256])
@@ -72,7 +71,7 @@ def test_there_is_room_for_all_partial_results(of_kind):
             tuple(queries), tuple(lens), 8, 2, 64, None, num_programs=programs, tile=64, thin_tile=64, least_split=1
         )
         kind = geometry.kinds[of_kind]
-        partials = int(ragged_count.total(Counted.PARTIALS, kind, counts))
+        partials = int(count.total(Counted.PARTIALS, kind, counts))
         assert partials <= kind.num_partials
         fullest = max(fullest, partials / kind.num_partials)
     assert fullest > 0.5
@@ -85,8 +84,8 @@ def test_the_longest_items_come_first(query_lens):
     geometry, counts, lengths = planned(query_lens, lens, 8, 2, 64, None, table_width=1250, num_programs=4)
     most_cost = dict.fromkeys(range(len(lens) + 1), 0)
     for kind in geometry.kinds:
-        for number in range(int(ragged_count.total(Counted.ITEMS, kind, counts))):
-            item = ragged_plan.find(jnp.int32(number), counts, lengths, kind)
+        for number in range(int(count.total(Counted.ITEMS, kind, counts))):
+            item = plan.find(jnp.int32(number), counts, lengths, kind)
             most_cost[int(item.seq)] = max(most_cost[int(item.seq)], int(item.num_tiles) * kind.tile_cost)
     order = np.asarray(counts.order).tolist()
     assert sorted(order) == list(most_cost)
@@ -101,7 +100,7 @@ def test_splits_leave_no_turn_nearly_empty(num_seqs, seq_len, splits):
     """Even shares of 6 x 5000 tokens for 132 programs would be 144 splits, of which 12 are a turn of their own."""
     lens = (seq_len,) * num_seqs
     geometry, counts, _ = planned((1,) * num_seqs, lens, 32, 8, 128, None, table_width=2048, num_programs=132)
-    num_items = int(ragged_count.total(Counted.ITEMS, geometry.kinds[1], counts))
+    num_items = int(count.total(Counted.ITEMS, geometry.kinds[1], counts))
     assert num_items - 8 == 8 * num_seqs * splits  # 8 items are of the padding
 
 
@@ -114,9 +113,9 @@ def test_items_cover_each_row_and_token_once(shape):
     )
     seen, partials = {}, ([], [])
     for kind, found in zip(geometry.kinds, partials, strict=True):
-        num_items = int(ragged_count.total(Counted.ITEMS, kind, counts))
+        num_items = int(count.total(Counted.ITEMS, kind, counts))
         for number in range(num_items):
-            item = jax.tree.map(int, ragged_plan.find(jnp.int32(number), counts, lengths, kind))
+            item = jax.tree.map(int, plan.find(jnp.int32(number), counts, lengths, kind))
             assert item.kind == kind.number
             assert 0 < item.num_tokens <= kind.tokens
             span = item.origin, max(item.origin, min(item.origin + item.num_tiles * kind.tile, item.end))
@@ -124,7 +123,7 @@ def test_items_cover_each_row_and_token_once(shape):
                 seen.setdefault((token, item.kv_head), []).append(span)
             if item.partial >= 0:
                 found.append(item.partial)
-        assert int(ragged_plan.find(jnp.int32(num_items), counts, lengths, kind).kind) == NO_ITEM
+        assert int(plan.find(jnp.int32(num_items), counts, lengths, kind).kind) == NO_ITEM
         assert sorted(found) == list(range(len(found)))
         assert len(found) <= kind.num_partials
     assert any(partials)

@@ -14,10 +14,12 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
 from paged_jax import BlockSparse, _dispatch, _validate
 from paged_jax.kernels import mosaic_gpu
-from paged_jax.kernels.mosaic_gpu import ragged
-from paged_jax.kernels.mosaic_gpu.device import ragged_count, ragged_pattern, ragged_plan
-from paged_jax.kernels.mosaic_gpu.device.ragged_load_tiles import TileLoader
-from paged_jax.kernels.mosaic_gpu.device.ragged_refs import Counted
+from paged_jax.kernels.mosaic_gpu.ragged import call as ragged
+from paged_jax.kernels.mosaic_gpu.ragged import count as ragged_count
+from paged_jax.kernels.mosaic_gpu.ragged import pattern as ragged_pattern
+from paged_jax.kernels.mosaic_gpu.ragged import plan
+from paged_jax.kernels.mosaic_gpu.ragged.load_tiles import TileLoader
+from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted
 from paged_jax.kernels.problem import Unsupported
 from tests import inputs, oracle, plain
 from tests.cases import Sparse
@@ -75,7 +77,7 @@ def test_items_have_the_tokens_that_some_row_attends_to(pattern, num_heads, num_
     for kind in geometry.kinds:
         items = {}
         for number in range(int(ragged_count.total(Counted.ITEMS, kind, counts))):
-            item = jax.tree.map(int, ragged_plan.find(jnp.int32(number), counts, lengths, kind))
+            item = jax.tree.map(int, plan.find(jnp.int32(number), counts, lengths, kind))
             items.setdefault((item.seq, item.kv_head, item.first_token), []).append(item)
         for (seq, kv_head, first), splits in items.items():
             if first >= first_token[-1]:  # padding
@@ -99,10 +101,10 @@ def test_tiles_without_a_mask_need_none(pattern, heads):
     geometry, counts, lengths = planned((40,), (1000,), 4, 1, pattern, None, 1024, prefix=False)
     kind, far = geometry.kinds[0], 0
     for number in range(int(ragged_count.total(Counted.ITEMS, kind, counts))):
-        item = ragged_plan.find(jnp.int32(number), counts, lengths, kind)
+        item = plan.find(jnp.int32(number), counts, lengths, kind)
         first, last = int(item.position), int(item.position) + int(item.num_tokens) - 1
         for tile in range(int(item.num_tiles)):
-            span = ragged_plan.span_of(item, jnp.int32(tile), kind)
+            span = plan.span_of(item, jnp.int32(tile), kind)
             args = span.pattern, span.number, span.starts[0], jnp.int32(last), kind
             tokens = np.repeat([int(x) for x in span.starts], kind.stretch_tokens) + np.arange(kind.tile)
             if ragged_pattern.hides_nothing(*args) and tokens[-1] < 1000:
@@ -118,7 +120,7 @@ def tokens_of(splits, kind):
     for item in splits:
         item = jax.tree.map(jnp.int32, item)
         for tile in range(int(item.num_tiles)):
-            span = ragged_plan.span_of(item, jnp.int32(tile), kind)
+            span = plan.span_of(item, jnp.int32(tile), kind)
             rows = np.arange(kind.tile)
             tokens = np.repeat([int(x) for x in span.starts], kind.stretch_tokens) + rows
             found += list(tokens[(tokens >= int(span.begin)) & (tokens < int(span.end))])

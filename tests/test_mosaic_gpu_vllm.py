@@ -10,7 +10,7 @@ import jax.experimental.mosaic.gpu as mgpu
 import numpy as np
 import pytest
 
-from paged_jax.kernels.mosaic_gpu.device.tiles import converted, eight_bit_vllm, vllm
+from paged_jax.kernels.mosaic_gpu.decode.tiles import converted, eight_bit_vllm, vllm
 from tests.inputs import dtype_of
 from tests.test_mosaic_gpu_narrow import (
     Bound,
@@ -71,7 +71,7 @@ def emulated():
     threads = mock.patch.multiple(mgpu, thread_idx=lambda: thread_idx, c=lambda x, _: x)
     anew = SimpleNamespace(inline_asm=lambda _, __, text, *___, **____: {"mov.u32 $0, %tid.x;": thread_idx}[text])
     below = mock.patch.multiple(
-        "paged_jax.kernels.mosaic_gpu.device.inline", arith=arith, ir=mock.MagicMock(), llvm=anew
+        "paged_jax.kernels.mosaic_gpu.hopper.inline", arith=arith, ir=mock.MagicMock(), llvm=anew
     )
     with mock.patch.multiple(vllm, **fakes), mock.patch.multiple(converted, **of_words), below, threads:
         yield

@@ -11,7 +11,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 import paged_jax
 from paged_jax import _validate
 from paged_jax.kernels import mosaic_gpu
-from paged_jax.kernels.mosaic_gpu.decode import Target
+from paged_jax.kernels.mosaic_gpu.decode.call import Target
 from tests import oracle, plain, test_decode, test_write_and_attend
 from tests.mosaic_interpreter import MIDDLE_GPU, SMALL_GPU, TINY_GPU, run_op
 from tests.test_cache_ops import assert_same_bytes

@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 
 from paged_jax.kernels.problem import Device, Pool, Problem, ScaleKind
-from paged_jax.kernels.triton import ragged_tuning, tuning
+from paged_jax.kernels.triton import ragged_tuning
 from paged_jax.kernels.triton.device.pieces import plan_kernel
 from paged_jax.kernels.triton.device.tiles import vectors
+from paged_jax.kernels.triton.integers import cdiv
 from paged_jax.options import PerHead
 
 
@@ -52,7 +53,7 @@ def hold(run):
             np.full((count, ragged_tuning.PIECE_FIELDS), -9, np.int32) for count in (grid.pieces, grid.split_tiles)
         )
         inputs = seq_lens.astype(np.int32), starts, *sizes
-        num_programs = tuning.cdiv(grid.pieces, kernel.tuning.plan)
+        num_programs = cdiv(grid.pieces, kernel.tuning.plan)
         pieces, tiles = run(plan_kernel, (num_programs,), inputs, (pieces, tiles), kernel)
         num_split += _check(pieces, tiles, query_lens, padding, kernel, grid)
     assert num_split >= 3, num_split

@@ -5,8 +5,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from paged_jax.kernels.mosaic_gpu import decode, ragged, tuning
-from paged_jax.kernels.mosaic_gpu.decode import HERE, Target
+from paged_jax.kernels.mosaic_gpu.decode import call as decode
+from paged_jax.kernels.mosaic_gpu.decode import choose
+from paged_jax.kernels.mosaic_gpu.decode.call import HERE, Target
+from paged_jax.kernels.mosaic_gpu.ragged import call as ragged
 from paged_jax.kernels.problem import Device, Problem
 from paged_jax.options import AttentionOptions
 from paged_jax.shapes import BlockTables, Cache, Lse, Query, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
@@ -44,7 +46,7 @@ def is_decode(
     if options.max_query_len != 1 or seq_lens.shape[0] < query.shape[0]:
         return False
     problem = Problem.of_call(query, key_cache, value_cache, block_tables, options)
-    return not tuning.refusals(problem, Device())  # other GPUs than Hopper's are refused by both kernels
+    return not choose.refusals(problem, Device())  # other GPUs than Hopper's are refused by both kernels
 
 
 def paged_attention(

@@ -9,7 +9,7 @@ from jax import Array
 from paged_jax.kernels.problem import Device, Pool
 from paged_jax.kernels.triton import cache_tuning, launch
 from paged_jax.kernels.triton.cache_tuning import CopyKernel
-from paged_jax.kernels.triton.tuning import cdiv
+from paged_jax.kernels.triton.integers import cdiv
 from paged_jax.options import Layout
 from paged_jax.shapes import BlockMapping, Cache, CacheScale, NewTokens, SlotMapping, SourceCache
 

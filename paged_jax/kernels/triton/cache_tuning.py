@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from paged_jax.kernels.problem import Device, Pool, ScaleKind
-from paged_jax.kernels.triton.tuning import cdiv, power_of_two
+from paged_jax.kernels.triton.integers import cdiv, power_of_two
 
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 

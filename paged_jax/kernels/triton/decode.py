@@ -8,7 +8,8 @@ from jax import Array
 
 from paged_jax.kernels.problem import LONGEST_CONTEXT, Device, OptionArrays, Problem
 from paged_jax.kernels.triton import cache_tuning, launch, tuning
-from paged_jax.kernels.triton.tuning import AttentionKernel, Tuning, cdiv
+from paged_jax.kernels.triton.integers import cdiv
+from paged_jax.kernels.triton.tuning import AttentionKernel, Tuning
 from paged_jax.options import AttentionOptions
 from paged_jax.shapes import BlockTables, Cache, Lse, NewTokens, Query, Residual, SeqLens, SlotMapping, TmpOut
 

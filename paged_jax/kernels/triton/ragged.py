@@ -5,8 +5,9 @@ import jax.numpy as jnp
 
 from paged_jax.kernels.problem import OptionArrays, Problem
 from paged_jax.kernels.triton import launch, ragged_tuning, tuning
+from paged_jax.kernels.triton.integers import cdiv
 from paged_jax.kernels.triton.ragged_tuning import PIECE_FIELDS, Grid
-from paged_jax.kernels.triton.tuning import AttentionKernel, cdiv
+from paged_jax.kernels.triton.tuning import AttentionKernel
 from paged_jax.options import AttentionOptions
 from paged_jax.shapes import BlockTables, Cache, NewTokens, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from paged_jax.kernels.problem import Device, Problem
 from paged_jax.kernels.triton import tuning
-from paged_jax.kernels.triton.tuning import AttentionKernel, Tuning, cdiv, power_of_two
+from paged_jax.kernels.triton.integers import cdiv, power_of_two
+from paged_jax.kernels.triton.tuning import AttentionKernel, Tuning
 
 PIECE_FIELDS = 8  # int32 that describe a piece: `device/pieces.py`, which uses seven
 

@@ -8,14 +8,12 @@ follow from both. It does not depend on the sizes of a batch, since Triton would
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
 from paged_jax.kernels.problem import Attention, Device, Problem, ScaleKind
-
-if TYPE_CHECKING:
-    from paged_jax.kernels.triton.cache_tuning import Quantisation
+from paged_jax.kernels.triton.cache_tuning import Quantisation
+from paged_jax.kernels.triton.integers import cdiv, power_of_two
 
 # Shared memory that one program may have, in KiB, by capability; for other capabilities the smallest of these.
 _SHARED_MEMORY = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
@@ -25,16 +23,6 @@ _EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "int8")
 _MAX_HEADS = 64  # of a group, in one program
 _MAX_ROW_ELEMENTS = 16384  # of the rows of one program: 128 registers of each of 128 threads
 _LARGEST_RANKED = 128  # sequences that a program ranks by length
-
-
-def power_of_two(n: int) -> int:
-    """The least power of two >= n."""
-    return 1 << max(n - 1, 0).bit_length()
-
-
-def cdiv(n: int, d: int) -> int:
-    """n / d, rounded up."""
-    return -(-n // d)
 
 
 def shared_memory(gpu: Device) -> int:
@@ -75,7 +63,7 @@ class Tuning:
     scan: int = 128
     plan: int = 32
     least_split: int = 4
-    write: "Quantisation | None" = None
+    write: Quantisation | None = None
     num_warps: int = 4
     num_stages: int = 3
 

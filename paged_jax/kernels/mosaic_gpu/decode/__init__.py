@@ -1,0 +1,1 @@
+"""The decode kernel: one query for each sequence."""

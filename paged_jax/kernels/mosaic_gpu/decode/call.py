@@ -1,0 +1,297 @@
+"""The decode ops, which have one query for each sequence, and the ragged batches that are known to be decode.
+
+v1 has one split an item and v2 one a partition; for `paged_attention` and `write_and_attend` `tuning.py` chooses.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from paged_jax.kernels.in_place import apart
+from paged_jax.kernels.mosaic_gpu.decode import choose, tiles
+from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.decode.kernel import attend
+from paged_jax.kernels.mosaic_gpu.decode.merge import merge
+from paged_jax.kernels.mosaic_gpu.decode.refs import Inputs, Outputs
+from paged_jax.kernels.mosaic_gpu.decode.tuning import Merge, Tuning
+from paged_jax.kernels.problem import LONGEST_CONTEXT, Device, OptionArrays, Problem, device
+from paged_jax.options import AttentionOptions, head_axis
+from paged_jax.shapes import (
+    BlockTables,
+    Cache,
+    Lse,
+    NewTokens,
+    Query,
+    QueryStartLoc,
+    RaggedLse,
+    RaggedQuery,
+    Residual,
+    SeqLens,
+    SlotMapping,
+    TmpOut,
+)
+
+# Where `leads` puts this kernel before Triton's. A group is the query heads of one kv head.
+_GROUPS_WRITING_OR_VLLM = (*range(1, 9), 16)
+"""For decode that writes, and in layout "vllm": LOG, "on the way to commit 6d180cd", "Groups of 16"."""
+# Measured: benchmarks/LOG.md, "The choice by five seeds".
+_LARGEST_LEADING_GROUP = 24  # larger ones were not measured
+_FEW_ITEMS, _FEW_ITEMS_OF_8_BITS = 5, 2
+"""Triton's kernel comes first for a batch of so few work items, each of which has many splits to merge."""
+_LARGEST_GROUP_OF_64 = 8
+_SHORT, _LONG = 800, 8192
+"""Between these tokens of the longest context Triton's kernel is faster for heads of 64 in groups of two and more."""
+_GROUPS_OF_80_AND_96 = (4, 8)
+_FILL_QUERY_TILES = (1, 2, 4, 8, 16)
+"""Groups whose query heads are not padded. Over 8 bits, padded heads of 64 are faster by Triton's kernel."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a call runs on.
+
+    Attributes:
+      gpu: the device; None asks for the one that is there.
+      tiles: which kind of tiles a problem has; the interpreter brings kinds of its own.
+    """
+
+    gpu: Device | None = None
+    tiles: Callable[[Problem], Any] = tiles.kind
+
+    @property
+    def device(self) -> Device:
+        """The device that the call runs on."""
+        return device() if self.gpu is None else self.gpu
+
+
+HERE = Target()
+
+
+def leads(operands: Any, *, writes_tokens: bool = False, in_partitions: bool = False) -> bool:
+    """Whether this kernel, if it takes the call, comes before Triton's.
+
+    Measured on an H200: benchmarks/LOG.md, "The choice by five seeds". For decode that writes, which was not measured
+    there, and in layout "vllm" the group alone decides. The bits of v2, which is decode `in_partitions`, must be the
+    same in every batch, so that its choice ignores the batch and the table: it is the one for many long sequences.
+    """
+    query, cache, options = operands.query, operands.value_cache, operands.options
+    num_kv_heads, head_size = cache.shape[head_axis(options.layout)], query.shape[-1]
+    group = query.shape[-2] // num_kv_heads
+    if writes_tokens or options.layout == "vllm":
+        return group in _GROUPS_WRITING_OR_VLLM
+    eight_bit, num_items = cache.dtype.itemsize == 1, operands.seq_lens.shape[0] * num_kv_heads
+    few_items = not in_partitions and num_items <= (_FEW_ITEMS_OF_8_BITS if eight_bit else _FEW_ITEMS)
+    if group > _LARGEST_LEADING_GROUP or few_items:
+        return False
+    if eight_bit:
+        return head_size != 64 or group in _FILL_QUERY_TILES
+    match head_size:
+        case 64:
+            outside = in_partitions or not _SHORT <= options.max_seq_len < _LONG
+            return group == 1 or (outside and group <= _LARGEST_GROUP_OF_64)
+        case 80 | 96:
+            return group in _GROUPS_OF_80_AND_96
+        case 112:
+            return False
+    return True
+
+
+def paged_attention_v1(
+    query: Query,
+    key_cache: Cache,
+    value_cache: Cache,
+    block_tables: BlockTables,
+    seq_lens: SeqLens,
+    options: AttentionOptions,
+    *,
+    target: Target = HERE,
+) -> tuple[Query, Lse]:
+    """Attends with one split a work item."""
+    caches = key_cache, value_cache, block_tables
+    return _out_and_lse(query, caches, seq_lens, options, choose.unsplit, target)
+
+
+def paged_attention(
+    query: Query,
+    key_cache: Cache,
+    value_cache: Cache,
+    block_tables: BlockTables,
+    seq_lens: SeqLens,
+    options: AttentionOptions,
+    *,
+    target: Target = HERE,
+) -> tuple[Query, Lse]:
+    """Attends with as many splits as keep the GPU busy."""
+    caches = key_cache, value_cache, block_tables
+    return _out_and_lse(query, caches, seq_lens, options, choose.balanced, target)
+
+
+def ragged_paged_attention(
+    query: RaggedQuery,
+    key_cache: Cache,
+    value_cache: Cache,
+    block_tables: BlockTables,
+    seq_lens: SeqLens,
+    query_start_loc: QueryStartLoc,
+    options: AttentionOptions,
+    *,
+    target: Target = HERE,
+) -> tuple[RaggedQuery, RaggedLse]:
+    """Attends as `paged_attention` does, for sequences that have one query each or none, and no more rows than these.
+
+    To the kernels a sequence without a query has no tokens, and its query is a row of padding, if there is one left.
+    """
+    num_tokens, num_seqs, caches = query.shape[0], seq_lens.shape[0], (key_cache, value_cache, block_tables)
+    begin, total, has_query = query_start_loc[:-1], query_start_loc[-1], query_start_loc[1:] > query_start_loc[:-1]
+    lens, indices = jnp.where(has_query, seq_lens, 0), None
+    if num_seqs > 1:
+        # `arange - begin` counts the sequences before that have no query. Where one has more queries than said, it is
+        # too small, and what is then another sequence's row is taken by nobody.
+        padding = total + jnp.arange(num_seqs, dtype=jnp.int32) - begin
+        indices = jnp.where(has_query, begin, jnp.where(padding < total, -1, padding))
+        indices = jnp.where(indices < num_tokens, indices, -1)
+    return _out_and_lse(query, caches, lens, options, choose.balanced, target, indices)
+
+
+def write_and_attend(
+    query: Query,
+    key: NewTokens,
+    value: NewTokens,
+    key_cache: Cache,
+    value_cache: Cache,
+    block_tables: BlockTables,
+    seq_lens: SeqLens,
+    slot_mapping: SlotMapping,
+    options: AttentionOptions,
+    *,
+    target: Target = HERE,
+) -> tuple[Query, Lse, Cache, Cache]:
+    """Attends as `paged_attention` does, to caches into which it writes the new tokens."""
+    problem = Problem.of_call(query, key_cache, value_cache, block_tables, options)
+    geometry = Geometry(problem, choose.balanced(problem, target.device, writes_tokens=True))
+    new = key, value, slot_mapping
+
+    def run(refs):
+        keys, values, out_ref, lse_ref = refs
+        outputs = _attend(query, keys, values, block_tables, seq_lens, options, new, geometry, target)
+        out_ref[...], lse_ref[...] = _of_shape(query, outputs)
+
+    unwritten = jnp.zeros_like(query), jnp.zeros(query.shape[:2], jnp.float32)  # XLA drops them
+    key_cache, value_cache, out, lse = pl.run_state(run)((*apart((key_cache, value_cache)), *unwritten))
+    return out, lse, *apart((key_cache, value_cache))
+
+
+def paged_attention_v2(
+    query: Query,
+    key_cache: Cache,
+    value_cache: Cache,
+    block_tables: BlockTables,
+    seq_lens: SeqLens,
+    options: AttentionOptions,
+    *,
+    partition_size: int,
+    target: Target = HERE,
+) -> tuple[Query, Lse, Residual, Residual, TmpOut]:
+    """Attends with a split for each partition, and returns the partial results too."""
+    partition_size = min(partition_size, LONGEST_CONTEXT)
+    problem = Problem.of_call(query, key_cache, value_cache, block_tables, options)
+    geometry = Geometry(problem, choose.in_partitions(problem, target.device, partition_size))
+    if _nothing_to_attend(problem):
+        residual = *query.shape[:2], pl.cdiv(problem.max_seq_len, partition_size)
+        zeros = jnp.zeros(residual, jnp.float32)
+        return *_unseen(query), zeros, zeros - jnp.inf, jnp.zeros((*residual, problem.head_size), jnp.float32)
+    outputs = _attend(query, key_cache, value_cache, block_tables, seq_lens, options, (), geometry, target)
+    tmp_out = _by_head(outputs.partials.out, geometry)
+    # The second head slice overlaps with the first, and only its last rows are new.
+    whole = geometry.head_slices[0].size
+    new = tmp_out.shape[-1] - problem.head_size + whole
+    tmp_out = jnp.concatenate([tmp_out[..., :whole], tmp_out[..., new:]], -1)
+    sums, maxima = (_by_head(x, geometry) for x in (outputs.partials.sums, outputs.partials.maxima))
+    return *_of_shape(query, outputs), sums, maxima, tmp_out
+
+
+def _out_and_lse(
+    query: Array,
+    caches: tuple[Array, Array, Array],
+    seq_lens: SeqLens,
+    options: AttentionOptions,
+    tuned: Callable[[Problem, Device], Tuning],
+    target: Target,
+    query_indices: Array | None = None,
+) -> tuple[Array, Array]:
+    """Attends as `tuned` chooses, to caches (keys, values, block tables) that stay as they are."""
+    problem = Problem.of_call(query, *caches, options)
+    geometry = Geometry(problem, tuned(problem, target.device))
+    if _nothing_to_attend(problem):
+        return _unseen(query)
+    outputs = _attend(query, *caches, seq_lens, options, (), geometry, target, query_indices=query_indices)
+    return _of_shape(query, outputs)
+
+
+def _attend(
+    query: Array,
+    key_cache: Any,
+    value_cache: Any,
+    block_tables: BlockTables,
+    seq_lens: SeqLens,
+    options: AttentionOptions,
+    new: tuple[Array, ...],
+    geometry: Geometry,
+    target: Target,
+    *,
+    query_indices: Array | None = None,
+) -> Outputs:
+    """Runs the kernels: out and lse, row by row, and what they were merged from.
+
+    With new tokens (key, value, slot_mapping) both caches are references. `query_indices` [num_seqs] says which query
+    is each sequence's, below 0 of none; if it is None, they come in the order of the sequences.
+    """
+    problem = geometry.problem
+    reader = target.tiles(problem)(geometry)
+    rows = _query_tiles(query, geometry)
+    vectors = jax.tree.map(jnp.atleast_1d, OptionArrays.of(options))
+    inputs = Inputs(rows, reader.view(key_cache), reader.view(value_cache), block_tables, seq_lens, vectors, *new)
+    inputs = inputs._replace(query_indices=query_indices)
+    outputs = attend(geometry, reader, inputs)
+    if geometry.tuning.merge is Merge.KERNEL:
+        out, lse = merge(geometry, inputs, outputs)
+        outputs = outputs._replace(out=out, lse=lse)
+    return outputs
+
+
+def _of_shape(query: Array, outputs: Outputs) -> tuple[Array, Array]:
+    """Out and lse of the queries."""
+    return outputs.out.reshape(query.shape), outputs.lse.reshape(query.shape[:2])
+
+
+def _query_tiles(query: Array, geometry: Geometry) -> Array:
+    """The query rows of all query tiles, [query_rows, head_size]: padded where items' heads do not fill the tiles."""
+    heads, sharing, head_size = geometry.heads_per_item, geometry.items_per_query_tile, geometry.problem.head_size
+    items = query.reshape(-1, heads, head_size)
+    items = jnp.pad(items, ((0, -items.shape[0] % sharing), (0, geometry.columns - sharing * heads), (0, 0)))
+    return items.reshape(geometry.query_rows, head_size)
+
+
+def _by_head(x: Array, geometry: Geometry) -> Array:
+    """[num_items * splits, ..., columns] -> [num_seqs, num_heads, splits, ...]; XLA drops it where it is not used."""
+    problem, heads = geometry.problem, geometry.heads_per_item
+    x = x.reshape(geometry.num_items, geometry.tuning.splits, *x.shape[1:])
+    offset = np.arange(geometry.num_items) % geometry.items_per_query_tile * heads  # as in `plan.query_tile`
+    columns = jnp.asarray(offset[:, None] + np.arange(heads))
+    x = jnp.take_along_axis(x, columns.reshape(geometry.num_items, *[1] * (x.ndim - 2), heads), axis=-1)
+    return jnp.moveaxis(x, -1, 1).reshape(problem.num_seqs, problem.num_heads, *x.shape[1:-1])
+
+
+def _nothing_to_attend(problem: Problem) -> bool:
+    return problem.num_tokens * problem.num_seqs * problem.max_seq_len * problem.num_blocks == 0
+
+
+def _unseen(query: Array) -> tuple[Array, Array]:
+    """The results of queries that see no token."""
+    return jnp.zeros(query.shape, query.dtype), jnp.full(query.shape[:2], -jnp.inf, jnp.float32)

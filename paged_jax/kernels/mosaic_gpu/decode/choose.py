@@ -1,0 +1,299 @@
+"""How a call is computed: its `Tuning`, which pure functions of its `Problem` and the `Device` choose, or refuse.
+
+Costs are in microseconds on an H200. Each names the part of benchmarks/LOG.md that says what was measured.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+
+from paged_jax.kernels.mosaic_gpu.decode import tiles
+from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.decode.refs import shared_memory_bytes
+from paged_jax.kernels.mosaic_gpu.decode.tuning import Merge, Tuning
+from paged_jax.kernels.mosaic_gpu.hopper.limits import LARGEST_CLUSTER
+from paged_jax.kernels.problem import Device, Problem, ScaleKind, Unsupported
+
+_NAME = "mosaic_gpu"
+_KIB = 1024
+
+# What the kernels take.
+_HOPPER = 90  # compute capability 9.0, times ten
+_EIGHT_BIT = ("float8_e4m3fn", "float8_e5m2", "int8")
+_LARGEST_GROUP = 64  # query heads of a kv head
+_LEAST_HEAD_SIZE, _LARGEST_HEAD_SIZE = 64, 256
+
+# What a multiprocessor of Hopper has, in bytes.
+_PROGRAM_MEMORY = 227 * _KIB  # shared memory that one program may have
+_MULTIPROCESSOR_MEMORY = 228 * _KIB  # shared memory of all its programs
+_SYSTEM_MEMORY = 1 * _KIB  # of which the system takes so much for each program
+
+# Measured: LOG, "on the way to commit 3bd4214", "Fewer bytes in flight".
+_TILE_BYTES = 32 * _KIB  # of a tile of K and one of V where a multiprocessor has two programs; twice that where one
+_BYTES_IN_FLIGHT = 128 * _KIB  # in the rings of all programs of a multiprocessor
+_MOST_STAGES = 8
+
+# Measured: LOG, "Queues where splits do not fill the GPU", "Fewer bytes in flight of 8 bits".
+_BYTES_IN_FLIGHT_OF_8_BITS = 64 * _KIB
+
+# Measured: LOG, "on the way to commit 3bd4214", "Clusters".
+_CLUSTER_SPLIT_TOKENS = 256  # longest split that takes less time than the launch of a kernel that merges
+_LEAST_SPLIT_TOKENS = 128  # shortest split worth a program, in a cluster
+
+# Measured: LOG, "on the way to commit 6d180cd", "Folded kv heads", and "de74be7", "Heads folded until ...".
+_FOLDED_WAVES = 1.8  # waves of programs that folding must leave, so that uneven lengths even out,
+_FOLDED_ONE_WAVE = 0.93, 1  # or as good as one whole wave, where queues deal with uneven lengths
+
+# Measured: LOG, "on the way to commit 874e885", "Further parts in turns", and "3bd4214", "Splitting".
+_MERGE_LAUNCH_TIME = 1.5  # of a merge that may find nothing to do
+_LENGTHS_TIME = 0.5  # of a look at 64 lengths, in each wave
+_LENGTHS_AT_ONCE = 64
+_MULTIPROCESSOR_BYTES_PER_US = 17e3  # that each of two programs of a multiprocessor reads, if all have two
+
+# Measured: LOG, "Queues where splits do not fill the GPU", "Lines".
+_WORTH_A_LOOK = 40  # queues are worth it if an item takes so many times what the merge and the look cost,
+_WORTH_A_LOOK_IF_IDLE = 20  # where the last wave of items would leave multiprocessors idle,
+_WORTH_A_LOOK_OF_8_BITS = 13  # and over 8 bits, where a multiprocessor with a single item computes too slowly
+_NEARLY_FULL = 0.9  # programs that fill so much of their waves count as filling the GPU
+_LONG_ITEM_TIME, _LONG_ITEM_TIME_OF_8_BITS = 100, 50  # shorter items keep splits that fill less, if all run at once
+
+
+def unsplit(problem: Problem, gpu: Device) -> Tuning:
+    """The tuning of v1: one split an item.
+
+    Raises:
+      Unsupported: the kernels cannot do what the problem asks for.
+    """
+    _check(refusals(problem, gpu))
+    return _tiled(problem, Tuning())
+
+
+def in_partitions(problem: Problem, gpu: Device, partition_size: int) -> Tuning:
+    """The tuning of v2: a split for each `partition_size` tokens. Only the number of these depends on the batch.
+
+    Raises:
+      Unsupported: the kernels cannot do what the problem asks for.
+    """
+    _check(refusals(problem, gpu))
+    splits = max(1, pl.cdiv(problem.max_seq_len, partition_size))
+    return _tiled(problem, Tuning(splits=splits, partition_size=partition_size, merge=Merge.KERNEL))
+
+
+def balanced(problem: Problem, gpu: Device, *, writes_tokens: bool = False) -> Tuning:
+    """The fastest tuning: as many splits as keep the GPU busy, in queues if lengths may be uneven.
+
+    Raises:
+      Unsupported: the kernels cannot do what the problem asks for.
+    """
+    _check([*refusals(problem, gpu), *(_write_refusals(problem) if writes_tokens else ())])
+    return _split(problem, _folded(problem, Tuning(writes_tokens=writes_tokens), gpu), gpu)
+
+
+def _check(refusals: list[str]) -> None:
+    if refusals:
+        raise Unsupported(_NAME, refusals)
+
+
+def refusals(problem: Problem, gpu: Device) -> list[str]:
+    """Everything that stands in the way of attention."""
+    eight_bit = problem.cache_dtype in _EIGHT_BIT
+    reasons = []
+    if gpu.capability != _HOPPER:
+        reasons.append(f"needs compute capability {_HOPPER / 10}, this GPU has {gpu.capability / 10}")
+    if problem.query_dtype not in ("float16", "bfloat16"):
+        reasons.append(f"lacks queries of {problem.query_dtype}, takes float16 and bfloat16")
+    if problem.cache_dtype != problem.query_dtype and not eight_bit:
+        reasons.append(f"lacks caches of {problem.cache_dtype} for queries of {problem.query_dtype}")
+    if problem.head_size % 16 or not _LEAST_HEAD_SIZE <= problem.head_size <= _LARGEST_HEAD_SIZE:
+        takes = f"takes multiples of 16 from {_LEAST_HEAD_SIZE} to {_LARGEST_HEAD_SIZE}"
+        reasons.append(f"lacks head_size {problem.head_size}, {takes}")
+    elif eight_bit and problem.head_size % 64:
+        reasons.append(
+            f"lacks head_size {problem.head_size} for caches of {problem.cache_dtype}, takes multiples of 64"
+        )
+    if problem.block_size < 8:
+        reasons.append(f"lacks block_size {problem.block_size}, takes 8 and more")
+    if problem.group > _LARGEST_GROUP:
+        reasons.append(f"lacks groups of {problem.group} query heads, takes up to {_LARGEST_GROUP}")
+    if problem.layout == "vllm":
+        if eight_bit and problem.block_size < 16:  # bytes of a row of `ldmatrix`, in which tokens are neighbours
+            words = f"in layout 'vllm' for caches of {problem.cache_dtype}, takes 16 and more"
+            reasons.append(f"lacks block_size {problem.block_size} {words}")
+        if problem.head_size % 64:
+            reasons.append(f"lacks head_size {problem.head_size} in layout 'vllm', takes multiples of 64")
+        if problem.block_size > 64:
+            reasons.append(f"lacks block_size {problem.block_size} in layout 'vllm', takes up to 64")
+    if problem.block_sparse is not None:
+        reasons.append("lacks block_sparse")
+    return reasons
+
+
+def _write_refusals(problem: Problem) -> list[str]:
+    """Everything that stands in the way of the decode kernel's writing new tokens, too."""
+    reasons = []
+    if problem.cache_dtype != problem.query_dtype:
+        reasons.append(f"lacks writes of {problem.query_dtype} into caches of {problem.cache_dtype}")
+    if problem.layout == "vllm":
+        reasons.append("lacks writes into layout 'vllm'")
+    if problem.head_size % 64:
+        reasons.append(f"lacks writes of head_size {problem.head_size}, takes multiples of 64")
+    if ScaleKind.SLOT in (problem.k_scale, problem.v_scale):
+        reasons.append("lacks writes with scales for each slot")
+    if problem.num_seqs * problem.max_seq_len * problem.num_blocks == 0:
+        reasons.append("lacks writes without a context or a pool")
+    return reasons
+
+
+def _folded(problem: Problem, tuning: Tuning, gpu: Device) -> Tuning:
+    """Folds kv heads as far as that takes no more columns and leaves programs enough.
+
+    Larger copies are 1% faster, but items are longer: `_FOLDED_WAVES` must be left so that uneven items even out, or
+    just one wave where queues will cut them evenly.
+    """
+    one_scale = {problem.k_scale, problem.v_scale} <= {ScaleKind.NONE, ScaleKind.CACHE}
+    one_slice = problem.head_size % 64 == 0
+    if problem.layout == "nhd" or not one_slice or not one_scale or tuning.writes_tokens:
+        return tuning
+    for fold in (2, 4):
+        geometry = Geometry(problem, tuning)
+        fits = fold * problem.block_size <= 64 and 8 % (2 * geometry.heads_per_item) == 0
+        at_once = 2 * gpu.num_multiprocessors
+        waves = geometry.num_items / 2 / at_once
+        least, most = _FOLDED_ONE_WAVE
+        one_wave = least <= waves <= most and _worth_a_look(geometry, at_once)
+        if fits and geometry.items_per_seq % 2 == 0 and (waves >= _FOLDED_WAVES or one_wave):
+            tuning = replace(tuning, fold=2 * tuning.fold)
+    return tuning
+
+
+def _split(problem: Problem, tuning: Tuning, gpu: Device) -> Tuning:
+    """Gives items so many splits that every multiprocessor has its fill.
+
+    Splits are a cluster where they are short and few. There are queues, one for each program that runs at once, if
+    lengths may be uneven and dealing with that is worth it.
+    """
+    geometry = Geometry(problem, tuning)
+    num_items, one_each = max(1, geometry.num_items), gpu.num_multiprocessors
+    in_cluster = min(LARGEST_CLUSTER, one_each // num_items, pl.cdiv(problem.max_seq_len, _LEAST_SPLIT_TOKENS))
+    if in_cluster > 1 and problem.max_seq_len <= in_cluster * _CLUSTER_SPLIT_TOKENS:
+        return _tiled(problem, replace(tuning, splits=in_cluster, merge=Merge.CLUSTER))
+    merged = _tiled(problem, replace(tuning, merge=Merge.KERNEL))
+    num_tiles = max(1, pl.cdiv(problem.max_seq_len, Geometry(problem, merged).tile_tokens))
+    splits, at_once = _splits(geometry, num_tiles, merged.programs, gpu)
+
+    # `plan.py` multiplies with the first number; the second one bounds the grid and the partial results.
+    in_bounds = num_items * (1 + num_tiles) < 2**26 and num_items * splits < 2**15
+    if problem.num_seqs > 1 and in_bounds and (splits > 1 or _worth_a_look(geometry, at_once)):
+        return _queued(problem, tuning, splits, at_once, gpu)
+    if splits > 1:
+        return replace(merged, splits=splits)
+    return _tiled(problem, tuning, _most_programs(geometry, at_once))
+
+
+def _queued(problem: Problem, tuning: Tuning, splits: int, at_once: int, gpu: Device) -> Tuning:
+    """Gives the batch queues, for as many programs as run at once.
+
+    Lengths that turn out alike keep their splits if these fill their waves. So do short items whose splits all run at
+    once, as to cut them elsewhere would take longer. Over 8 bits no splits are kept that take several waves.
+    """
+    geometry, eight_bit = Geometry(problem, tuning), problem.cache_itemsize == 1
+
+    def with_queues(of_alike_lengths: int, most_programs: int) -> Tuning:
+        untiled = replace(tuning, splits=of_alike_lengths, queues=at_once, merge=Merge.KERNEL)
+        tiled = _tiled(problem, untiled, most_programs)
+        return replace(tiled, queues=min(at_once, tiled.programs * gpu.num_multiprocessors))
+
+    kept = with_queues(splits, _most_programs(geometry, at_once))
+    num_splits = splits * geometry.num_items
+    one_wave = num_splits <= kept.queues
+    short = _item_time(geometry) <= (_LONG_ITEM_TIME_OF_8_BITS if eight_bit else _LONG_ITEM_TIME)
+    fills = _fills(num_splits, kept.queues)
+    if (one_wave and (short or fills)) or (fills and not eight_bit):
+        return replace(kept, queues=min(num_splits, kept.queues))
+    return with_queues(0, 2)
+
+
+def _most_programs(geometry: Geometry, at_once: int) -> int:
+    """How many programs a multiprocessor should have at most: one, with larger tiles, for many items of wide rows."""
+    problem = geometry.problem
+    wide_rows = problem.head_size * jnp.dtype(problem.query_dtype).itemsize >= 256
+    many_items = geometry.num_items > 2 * at_once
+    return 1 if many_items and wide_rows and not tiles.kind(problem).in_registers else 2
+
+
+def _fills(programs: int, at_once: int) -> bool:
+    """Whether so many programs fill their last wave, too, or nearly."""
+    return programs >= _NEARLY_FULL * pl.cdiv(programs, at_once) * at_once
+
+
+def _splits(geometry: Geometry, num_tiles: int, programs: int, gpu: Device) -> tuple[int, int]:
+    """Splits of each item, for `programs` on a multiprocessor, and the programs that are to run at once."""
+    num_items, one_each = max(1, geometry.num_items), gpu.num_multiprocessors
+
+    def splits_for(at_once: int) -> int:  # no split has tiles to spare
+        tiles_each = pl.cdiv(num_tiles, max(1, min(at_once // num_items, num_tiles)))
+        return pl.cdiv(num_tiles, tiles_each)
+
+    # One program on each multiprocessor reads as fast as two, and leaves less to merge. It computes more slowly, and
+    # what goes through registers waits for that (LOG, "Groups that do not fill query tiles").
+    reads_as_fast = not tiles.kind(geometry.problem).in_registers
+    if reads_as_fast and one_each >= splits_for(one_each) * num_items >= _NEARLY_FULL * one_each:
+        return splits_for(one_each), one_each
+    return splits_for(programs * one_each), programs * one_each
+
+
+def _worth_a_look(geometry: Geometry, at_once: int) -> bool:
+    """Whether items may be so long that it pays to look at the batch's lengths, if so many programs run at once."""
+    num_items = geometry.num_items
+    if geometry.problem.cache_itemsize == 1:
+        worth = _WORTH_A_LOOK_OF_8_BITS
+    else:
+        worth = _WORTH_A_LOOK if _fills(num_items, at_once) else _WORTH_A_LOOK_IF_IDLE
+    # Queues without splits take one wave, and look less often than this.
+    looks = max(1, num_items / at_once) * pl.cdiv(geometry.problem.num_seqs, _LENGTHS_AT_ONCE)
+    return _item_time(geometry) > worth * (_MERGE_LAUNCH_TIME + _LENGTHS_TIME * looks)
+
+
+def _item_time(geometry: Geometry) -> float:
+    """Microseconds of one program for the longest item there can be, if all multiprocessors have two programs."""
+    head_bytes = geometry.problem.head_size * geometry.problem.cache_itemsize
+    return 2 * geometry.most_visible_tokens * geometry.tuning.fold * head_bytes / _MULTIPROCESSOR_BYTES_PER_US
+
+
+def _tiled(problem: Problem, tuning: Tuning, most_programs: int = 2) -> Tuning:
+    """Chooses `tile`, `stages` and `programs`: the first of these candidates that fits in shared memory."""
+    for candidate, room in _tilings(problem, tuning, most_programs):
+        if shared_memory_bytes(Geometry(problem, candidate)) <= room:
+            return candidate
+    raise Unsupported(_NAME, [f"has no tiling that fits in shared memory for {problem} and {tuning}"])
+
+
+def _tilings(problem: Problem, tuning: Tuning, most_programs: int) -> Iterator[tuple[Tuning, int]]:
+    """Tunings with tiles of a good size, best first, each with the bytes of shared memory that it may have.
+
+    A tile has 128 rows only if one of K and one of V then take at most `_TILE_BYTES`, or twice that if a program has
+    its multiprocessor for itself. If one tile holds all that there is to read, `_BYTES_IN_FLIGHT` is the limit.
+    Otherwise a tile has 64 rows. The rings have as many stages as may be in flight, but at least two, unless one tile
+    is enough or two do not fit.
+    """
+    kind, columns = tiles.kind(problem), Geometry(problem, tuning).columns
+    in_flight = _BYTES_IN_FLIGHT_OF_8_BITS if problem.cache_itemsize == 1 else _BYTES_IN_FLIGHT
+    longest_split = tuning.fold * (tuning.partition_size or pl.cdiv(problem.max_seq_len, max(1, tuning.splits)))
+    for programs, tile in ((2, 128), (2, 64), (1, 128), (1, 64)):
+        tile_bytes = 2 * tile * problem.head_size * problem.cache_itemsize
+        one_tile = longest_split <= tile
+        largest = _BYTES_IN_FLIGHT // programs if one_tile else _TILE_BYTES * (3 - programs)
+        if programs > most_programs or (tile == 128 and (longest_split <= 64 or columns > 32 or tile_bytes > largest)):
+            continue
+        # If two programs share a multiprocessor, each thread has 128 registers. A larger tile that goes through
+        # registers, or more columns, would not fit in these.
+        crowded = columns > 8 or problem.head_size > 128 or tile * problem.head_size > 8192
+        if kind.in_registers and programs == 2 and crowded:
+            continue
+        room = _PROGRAM_MEMORY if programs == 1 else _MULTIPROCESSOR_MEMORY // 2 - _SYSTEM_MEMORY
+        most = min(_MOST_STAGES, in_flight // programs // tile_bytes, pl.cdiv(longest_split, tile))
+        least = 1 if (programs, tile) == (1, 64) or one_tile else 2
+        for stages in range(max(most, least), least - 1, -1):
+            yield replace(tuning, programs=programs, tile=tile, stages=stages), room

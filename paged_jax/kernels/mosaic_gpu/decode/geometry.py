@@ -1,0 +1,155 @@
+"""Everything that follows from a `Problem` and its `Tuning`: the shapes and counts that host and device code share."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.experimental.pallas as pl
+
+from paged_jax.kernels.mosaic_gpu.decode.tuning import Tuning
+from paged_jax.kernels.mosaic_gpu.hopper.limits import QUERY_ROWS, WGMMA_ROWS
+from paged_jax.kernels.problem import Problem
+
+
+class HeadSlice(NamedTuple):
+    """Neighbouring elements of a head: `size` of them, from `first` on."""
+
+    first: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What follows from a problem and its tuning. It chooses nothing and it holds no fact of its own."""
+
+    problem: Problem
+    tuning: Tuning
+
+    # Work items.
+
+    @property
+    def items_per_seq(self) -> int:
+        """Work items of a sequence: its kv heads, of which `fold` neighbours make one item."""
+        return self.problem.num_kv_heads // self.tuning.fold
+
+    @property
+    def num_items(self) -> int:
+        """Work items of the batch."""
+        return self.problem.num_seqs * self.items_per_seq
+
+    @property
+    def heads_per_item(self) -> int:
+        """Query heads of a work item."""
+        return self.problem.group * self.tuning.fold
+
+    @property
+    def stores_whole_items(self) -> bool:
+        """Whether an item may have one split only, whose program stores the item's results itself."""
+        return not self.tuning.merges or self.tuning.queues > 0
+
+    @property
+    def num_programs(self) -> int:
+        """Programs that attend: one for each split, or for each queue if that is more."""
+        return max(self.num_items * self.tuning.splits, self.tuning.queues)
+
+    @property
+    def num_partials(self) -> int:
+        """Partial results that memory holds: one a program, or two where it has a queue, whose ends may cut items."""
+        return self.num_programs * (2 if self.tuning.queues else 1)
+
+    @property
+    def most_visible_tokens(self) -> int:
+        """The most tokens of a sequence that its query can see."""
+        window = self.problem.sliding_window
+        return self.problem.max_seq_len if window is None else min(self.problem.max_seq_len, window)
+
+    # The query tile: the right operand of both products.
+
+    @property
+    def columns(self) -> int:
+        """Query rows of a query tile, which become columns of S^T: an item's heads and what comes with them."""
+        return pl.cdiv(self.heads_per_item, QUERY_ROWS) * QUERY_ROWS
+
+    @property
+    def items_per_query_tile(self) -> int:
+        """Work items whose heads fill one query tile together; 1 where an item has a query tile for itself.
+
+        Each of their programs computes all columns, and throws away those of the other items. Where heads do not fill
+        query tiles, each item's are padded.
+        """
+        return QUERY_ROWS // self.heads_per_item if QUERY_ROWS % self.heads_per_item == 0 else 1
+
+    @property
+    def query_rows(self) -> int:
+        """Query rows of all query tiles."""
+        return pl.cdiv(self.problem.num_tokens * self.items_per_seq, self.items_per_query_tile) * self.columns
+
+    # Tiles of K and V: the left operands.
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens that a tile holds of each of its kv heads."""
+        return self.tuning.tile // self.tuning.fold
+
+    @property
+    def run_tokens(self) -> int:
+        """Tokens of a run: neighbours in one block, which one copy brings for all kv heads of the item."""
+        return min(self.problem.block_size, self.tile_tokens)
+
+    @property
+    def runs_per_tile(self) -> int:
+        """Runs that fill a tile."""
+        return self.tile_tokens // self.run_tokens
+
+    @property
+    def sums_once_a_split(self) -> bool:
+        """Whether exponentials are summed across warps once a split, and not once a tile.
+
+        That saves three barriers a tile and takes four registers. With tiles of 128 tokens these keep a third program
+        from a multiprocessor (benchmarks/LOG.md, "on the way to commit 3bd4214", "Sums of exponentials").
+        """
+        return self.columns * self.tuning.tile <= 512
+
+    # O^T: the result of the second product.
+
+    @property
+    def head_slices(self) -> tuple[HeadSlice, ...]:
+        """The slices of a head that V, O^T and out lie in.
+
+        There are two where head_size is no multiple of `WGMMA_ROWS`: the second is the head's last 64 elements and
+        overlaps with the first.
+        """
+        size = self.problem.head_size
+        if size % WGMMA_ROWS == 0:
+            return (HeadSlice(0, size),)
+        return HeadSlice(0, size // WGMMA_ROWS * WGMMA_ROWS), HeadSlice(size - WGMMA_ROWS, WGMMA_ROWS)
+
+    @property
+    def padded_head_size(self) -> int:
+        """Rows of O^T: the elements of all head slices."""
+        return pl.cdiv(self.problem.head_size, WGMMA_ROWS) * WGMMA_ROWS
+
+    @property
+    def copied_heads(self) -> int:
+        """Query heads whose results one copy takes to memory.
+
+        Mosaic would tile shared memory for copies of 8 rows and then refuse a head_size that is no multiple of 64, so
+        that head slices go row by row.
+        """
+        return self.heads_per_item if len(self.head_slices) == 1 else 1
+
+    @property
+    def merged_slices(self) -> tuple[HeadSlice, ...]:
+        """The slices of a head that are merged one at a time: 64 elements each; the last one may overlap."""
+        return tuple(
+            HeadSlice(part.first + i, WGMMA_ROWS) for part in self.head_slices for i in range(0, part.size, WGMMA_ROWS)
+        )
+
+    @property
+    def merging_programs(self) -> int:
+        """Programs that merge an item, each some of its `merged_slices`; one program takes all that overlap."""
+        most = len(self.merged_slices) if len(self.head_slices) == 1 else 1
+        return min(most, self.tuning.splits) if self.tuning.merges_in_cluster else most
+
+    def merging_program(self, merged_slice: int) -> int:
+        """Which of an item's merging programs takes a merged slice."""
+        return merged_slice % self.merging_programs

@@ -1,0 +1,212 @@
+"""The decode kernel: attention of one query a sequence over its blocks.
+
+Grid: a program, a thread block of two warpgroups, for each split of each work item (sequence, kv head); or for each
+queue, to whose splits it attends in turn (`plan.py`). A program may have nothing to do.
+
+Who loads: warpgroup 1 copies runs of tokens (TMA, through the block table) into rings of `stages` tiles of K and of V
+(`load.py`). In a queue the rings go on from one split to the next, and so does the query: while a result is stored, the
+next split's query and tiles are on their way.
+
+Who computes: warpgroup 0, with tokens as rows and query heads as columns of two products a tile (`softmax.py`), whose
+operands come from the rings as the kind of tile has it (`tiles/`). It stores what it computed (`results.py`).
+
+Query rows come in query tiles of 8 or a multiple of it, as copies demand: the heads of one item, padded, or of several
+items, of which a program computes all columns and throws the others' away.
+
+Shared memory, for 4 query heads a kv head, head_size 128, bfloat16, tiles of 64 tokens, 2 stages, two programs a
+multiprocessor:
+
+    | ring of K 32 KiB | ring of V 32 KiB | query 2 KiB | P 1 KiB | out 2 KiB, partial result 4 KiB, or both |
+
+Where splits are short and few, the programs of an item are a cluster: each stores its partial result, and when all
+have, they merge them (`merge.py`). Otherwise a kernel of its own merges them. `write.py` has new tokens that are
+written on the way.
+
+Roofline: a token's K and V of one kv head are read once through HBM. They are 4 * head_size bytes, or 2 * head_size if
+caches have 8 bits. The heads of an item are padded to a multiple of 8 columns.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from paged_jax.kernels.mosaic_gpu.decode import plan, results, softmax, write
+from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.decode.load import drain_rings, load_split
+from paged_jax.kernels.mosaic_gpu.decode.merge import MergeRefs, merge_slice
+from paged_jax.kernels.mosaic_gpu.decode.plan import Item, QueryTile, Queue, QueuedSplit, Split
+from paged_jax.kernels.mosaic_gpu.decode.refs import Inputs, MergedScratch, Outputs, Refs, outputs, scratch
+from paged_jax.kernels.mosaic_gpu.decode.tiles import Tiles
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
+
+_COMPUTES, _LOADS = 0, 1  # warpgroups
+_REGISTERS = 128  # of each thread, where two programs share a multiprocessor
+_MOST_COLUMNS = 24  # that do with these
+
+
+def attend(geometry: Geometry, tiles: Tiles, inputs: Inputs) -> Outputs:
+    """Runs the kernel. If it writes new tokens, both caches are references, to which it writes them."""
+    arrays, tree = jax.tree.flatten(inputs)
+    out_types, out_tree = jax.tree.flatten(outputs(geometry))
+
+    def refs_of(*refs) -> Refs:
+        *gmem, smem = refs
+        inputs_gmem = jax.tree.unflatten(tree, gmem[: len(arrays)])
+        return Refs(inputs_gmem, jax.tree.unflatten(out_tree, gmem[len(arrays) :]), smem)
+
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, refs_of=refs_of, geometry=geometry, tiles=tiles),
+        out_type=tuple(out_types),
+        scratch_types=(scratch(geometry, type(tiles)),),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        num_threads=2,
+        thread_name="warpgroup",
+        **_mesh(geometry),
+    )
+    return jax.tree.unflatten(out_tree, kernel(*arrays))
+
+
+def _mesh(geometry: Geometry) -> dict[str, Any]:
+    """The grid, in the words of `plgpu.kernel`."""
+    splits, num_items = geometry.tuning.splits, geometry.num_items
+    if geometry.tuning.merges_in_cluster:
+        return {"cluster": (splits,), "cluster_names": ("split",), "grid": (num_items,), "grid_names": ("item",)}
+    if geometry.tuning.queues:
+        return {"grid": (geometry.num_programs,), "grid_names": ("program",)}
+    if geometry.tuning.partition_size:  # one axis, since the number of partitions has no bound that two would have
+        return {"grid": (splits * num_items,), "grid_names": ("program",)}
+    return {"grid": (splits, num_items), "grid_names": ("split", "item")}
+
+
+def _item_and_split(geometry: Geometry) -> tuple[Scalar, Scalar]:
+    """The index of this program's item, and the number of its split.
+
+    Programs start in the order of splits: the last ones, which few items have in v2, come last.
+    """
+    if not geometry.tuning.partition_size:
+        return lax.axis_index("item"), lax.axis_index("split")
+    program, num_items = lax.axis_index("program"), jnp.int32(geometry.num_items)
+    return lax.rem(program, num_items), lax.div(program, num_items)
+
+
+def _kernel(*refs, refs_of, geometry: Geometry, tiles: Tiles) -> None:
+    attend_to_its_own = _attend_queue if geometry.tuning.queues else _attend_one_split
+    attend_to_its_own(refs_of(*refs), geometry, tiles)
+
+
+def _attend_one_split(refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
+    """A program that has one split."""
+    index, number = _item_and_split(geometry)
+    split = plan.split_of(refs.inputs_gmem.seq_lens, index, number, geometry)
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup == _COMPUTES)
+    def compute():
+        _set_registers(geometry)
+        _load_query(split.item, refs, geometry)
+        query, state = _attend_split(split, jnp.int32(0), refs, geometry, tiles)
+        results.store_split(split, query, state, refs, geometry, tiles)
+        if geometry.tuning.merges_in_cluster:
+            _merge_in_cluster(split.item, number, refs, geometry)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    @pl.when(warpgroup == _LOADS)
+    def load():
+        load_split(split, jnp.int32(0), refs, geometry, tiles)
+        drain_rings(split.num_tiles, refs, geometry)
+        if geometry.tuning.writes_tokens:
+            plgpu.barrier_wait(refs.smem.query_ready)  # the new token arrives with the query
+            write.write(split, refs, geometry)
+
+
+def _attend_queue(refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
+    """A program that has a queue of splits."""
+    seq_lens_gmem = refs.inputs_gmem.seq_lens
+    queue = plan.queue_of(seq_lens_gmem, lax.axis_index("program"), geometry)
+    warpgroup = lax.axis_index("warpgroup")
+
+    def compute_next(queued: QueuedSplit, tiles_before: Scalar, left: Queue):
+        split = queued.split
+        query, state = _attend_split(split, tiles_before, refs, geometry, tiles)
+        plgpu.commit_smem()  # all threads have read the query, so that the next one may come
+        pl.when(left.has_more)(lambda: _load_query(left, refs, geometry))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for the copies of the result before, whose place this takes
+        results.store_queued_split(queued, query, state, refs, geometry, tiles)
+        if geometry.tuning.writes_tokens:  # this warpgroup does it, as it replaces the new token by the next one
+            write.write(split, refs, geometry)
+
+    def load_next(queued: QueuedSplit, tiles_before: Scalar, left: Queue):
+        load_split(queued.split, tiles_before, refs, geometry, tiles)
+
+    @pl.when(warpgroup == _COMPUTES)
+    def compute():
+        _set_registers(geometry)
+        pl.when(queue.has_more)(lambda: _load_query(queue, refs, geometry))
+        plan.for_each_split(compute_next, queue, seq_lens_gmem, geometry)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    @pl.when(warpgroup == _LOADS)
+    def load():
+        drain_rings(plan.for_each_split(load_next, queue, seq_lens_gmem, geometry), refs, geometry)
+
+
+def _set_registers(geometry: Geometry) -> None:
+    """Makes ptxas compile for `_REGISTERS` a thread; left alone, it may take more than two programs have.
+
+    All threads are launched with as many as this names. Heads smaller than 128 that have no queues do without it, as a
+    multiprocessor then has room for three programs; more than `_MOST_COLUMNS` would spill (benchmarks/LOG.md, "Queues
+    where splits do not fill the GPU", "Registers").
+    """
+    limited = geometry.problem.head_size >= 128 or geometry.tuning.queues > 0
+    if geometry.tuning.programs == 2 and limited and geometry.columns <= _MOST_COLUMNS:
+        plgpu.set_max_registers(_REGISTERS, action="increase")
+
+
+def _load_query(of: Item | Queue, refs: Refs, geometry: Geometry) -> None:
+    """Starts the copy of an item's query tile."""
+    rows = pl.ds(plan.query_tile(of, refs.inputs_gmem.query_indices, geometry).row, geometry.columns)
+    plgpu.copy_gmem_to_smem(refs.inputs_gmem.query.at[rows], refs.smem.query, refs.smem.query_ready)
+
+
+def _attend_split(
+    split: Split, tiles_before: Scalar, refs: Refs, geometry: Geometry, tiles: Tiles
+) -> tuple[QueryTile, softmax.State]:
+    """The softmax of a split, whose query is on its way and whose tiles come after others in the rings."""
+    smem = refs.smem
+    new = write.new_token(split, refs, geometry) if geometry.tuning.writes_tokens else None
+    query = plan.query_tile(split.item, refs.inputs_gmem.query_indices, geometry)
+    if new is not None:
+        write.load(split.item, refs)
+    plgpu.barrier_wait(smem.query_ready)
+    query_smem, divisor = tiles.query_operand(smem.query, smem.query_operand)
+    to_logits = softmax.to_logits(split.item, query, divisor, refs, geometry)
+    end, state = split.end, softmax.empty(geometry)
+    if new is not None:  # this is computed while the first tile is on its way
+        end = jnp.where(new.is_seen, split.end - 1, split.end)
+        state = write.first_state(new, query_smem, to_logits.factor, state, refs, geometry)
+    return query, softmax.attend(split, end, tiles_before, state, query_smem, to_logits, refs, geometry, tiles)
+
+
+def _merge_in_cluster(item: Item, number: Scalar, refs: Refs, geometry: Geometry) -> None:
+    """Merges an item's partial results as soon as all programs of the cluster have stored theirs.
+
+    They are in memory then, and in no first-level cache: each program reads them here for the first time.
+    """
+    smem, outputs_gmem, splits = refs.smem, refs.outputs_gmem, geometry.tuning.splits
+    plgpu.barrier_arrive(smem.cluster_done)
+    plgpu.barrier_wait(smem.cluster_done)
+    merged = MergedScratch(smem.merged_out, smem.merged_lse)
+    sinks_gmem, query_indices_gmem = refs.inputs_gmem.options.per_head.sinks, refs.inputs_gmem.query_indices
+    merge_refs = MergeRefs(
+        sinks_gmem, query_indices_gmem, outputs_gmem.partials, outputs_gmem.out, outputs_gmem.lse, merged
+    )
+    for i in range(len(geometry.merged_slices)):
+
+        @pl.when(number == geometry.merging_program(i))
+        def merge(i=i):
+            merge_slice(item, item.index * splits, splits, i, merge_refs, geometry)

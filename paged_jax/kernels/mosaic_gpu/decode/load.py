@@ -1,0 +1,63 @@
+"""What the loading warpgroup does: it copies runs of tokens, through the block table, into the rings of tiles."""
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry, HeadSlice
+from paged_jax.kernels.mosaic_gpu.decode.plan import Split
+from paged_jax.kernels.mosaic_gpu.decode.refs import Refs
+from paged_jax.kernels.mosaic_gpu.decode.tiles import Tiles
+from paged_jax.kernels.mosaic_gpu.decode.tiles.plain import tokens_of_run
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
+
+
+def load_split(split: Split, tiles_before: Scalar, refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
+    """Copies a split's tiles into the rings, after the tiles that are there before."""
+    size, block_size = geometry.run_tokens, jnp.int32(geometry.problem.block_size)
+    inputs, options, smem = refs.inputs_gmem, refs.inputs_gmem.options, refs.smem
+    last = lax.max(lax.div(split.end - 1, jnp.int32(size)) * size, jnp.int32(0))
+    caches = (
+        (inputs.key_cache, options.k_scale, smem.keys, (HeadSlice(0, geometry.problem.head_size),)),
+        (inputs.value_cache, options.v_scale, smem.values, geometry.head_slices),
+    )
+
+    def runs_of(tile):  # (block, offset in it); past the end it is the last run again, which is masked
+        first = split.origin + tile * geometry.tile_tokens
+        tokens = [lax.min(first + i, last) for i in range(0, geometry.tile_tokens, size)]
+        blocks = [inputs.block_tables[split.item.seq, lax.div(token, block_size)] for token in tokens]
+        blocks = [jnp.where(split.end > 0, block, 0) for block in blocks]
+        return tuple((block, lax.rem(token, block_size)) for block, token in zip(blocks, tokens, strict=True))
+
+    def load_tile(i, runs):
+        next_runs = runs_of(i + 1)  # these loads are in flight while this tile waits for its stage
+        stage = lax.rem(tiles_before + i, jnp.int32(geometry.tuning.stages))
+        for cache_gmem, scale_gmem, ring, slices in caches:
+
+            @pl.when(tiles_before + i >= geometry.tuning.stages)
+            def wait_for_stage(ring=ring):
+                plgpu.barrier_wait(ring.consumed.at[stage])
+
+            for j, (block, offset) in enumerate(runs):
+                for ring_smem, head_slice in zip(ring.tiles, slices, strict=True):
+                    run_gmem = tiles.run_gmem(cache_gmem, block, offset, split.item.kv_head, head_slice)
+                    run_smem = ring_smem.at[stage, tiles.run_rows(j)]
+                    plgpu.copy_gmem_to_smem(run_gmem, run_smem, ring.ready.at[stage])
+                if ring.slot_scales is not None:
+                    scales_gmem = scale_gmem.at[block, split.item.kv_head, tokens_of_run(offset, geometry)]
+                    scales_smem = ring.slot_scales.at[stage, j, pl.ds(0, size)]
+                    plgpu.copy_gmem_to_smem(scales_gmem, scales_smem, ring.ready.at[stage])
+        return next_runs
+
+    lax.fori_loop(0, split.num_tiles, load_tile, runs_of(0))
+
+
+def drain_rings(num_tiles: Scalar, refs: Refs, geometry: Geometry) -> None:
+    """Waits until all tiles have been read: the interpreter insists on it, and new tokens can be written then."""
+    stages = geometry.tuning.stages
+
+    @pl.loop(lax.max(num_tiles - stages, jnp.int32(0)), num_tiles)
+    def wait_for_tile(i):
+        plgpu.barrier_wait(refs.smem.keys.consumed.at[lax.rem(i, jnp.int32(stages))])
+        plgpu.barrier_wait(refs.smem.values.consumed.at[lax.rem(i, jnp.int32(stages))])

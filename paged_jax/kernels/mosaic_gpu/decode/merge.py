@@ -1,0 +1,209 @@
+"""The merge: an item's partial results become its out and lse, in the cluster that left them or in a kernel of its own.
+
+64 elements of the item's heads (a merged slice) are merged at a time: O^T in the layout of wgmma's results, as it was
+stored.
+
+Grid of the kernel: a program of one warpgroup for each merging program of each item; or fewer, where queues may have
+cut some items and left most whole, so that each program looks at several items.
+
+Who loads, who computes: the one warpgroup, from global memory into registers.
+
+Shared memory: the merged slice of out and the item's lse, on their way out.
+
+Roofline: 4 * (head_size + 2 * merged slices) * columns bytes a partial result, mostly from L2: latency is what counts,
+not bandwidth, so that many partial results are in flight.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from paged_jax.kernels.in_place import apart
+from paged_jax.kernels.mosaic_gpu.decode import plan
+from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.decode.plan import Item
+from paged_jax.kernels.mosaic_gpu.decode.refs import (
+    Inputs,
+    ItemPartials,
+    MergedScratch,
+    Outputs,
+    Partials,
+    merged_scratch,
+)
+from paged_jax.kernels.mosaic_gpu.decode.softmax import sinks_of
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.hopper.refs import Ref
+from paged_jax.kernels.mosaic_gpu.hopper.registers import LOWEST, exp, layout, log, store, wide
+
+_PARTIALS_IN_FLIGHT = 16
+_MORE_OF_QUEUES = 4  # partial results of an item, beyond its share of the queues, that are still loaded at once
+_ITEM_PROGRAMS = 256  # programs that look at the items of queues
+
+
+class MergeInputs(NamedTuple):
+    """What the kernel that merges reads."""
+
+    seq_lens: Ref
+    sinks: Ref  # [num_heads]
+    query_indices: Ref  # as in `refs.Inputs`
+    partials: Partials
+    item_partials: ItemPartials
+
+
+class MergeRefs(NamedTuple):
+    """What a merge reads and writes."""
+
+    sinks_gmem: Ref
+    query_indices_gmem: Ref
+    partials_gmem: Partials
+    out_gmem: Ref
+    lse_gmem: Ref
+    smem: MergedScratch
+
+
+def merge(geometry: Geometry, read: Inputs, written: Outputs) -> tuple[Array, Array]:
+    """Runs the kernel on what the decode kernel read and wrote; out [num_tokens * num_heads, head_size] and lse."""
+    problem, sinks = geometry.problem, read.options.per_head.sinks
+    rows = problem.num_tokens * problem.num_heads
+    given = MergeInputs(read.seq_lens, sinks, read.query_indices, written.partials, written.item_partials)
+    inputs, tree = jax.tree.flatten(given)
+    out_type = (
+        jax.ShapeDtypeStruct((rows, problem.head_size), problem.query_dtype),
+        jax.ShapeDtypeStruct((rows,), jnp.float32),
+    )
+    kernel = functools.partial(
+        plgpu.kernel,
+        functools.partial(_kernel, tree=tree, geometry=geometry),
+        scratch_types=(merged_scratch(geometry),),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        grid=(geometry.merging_programs, _item_programs(geometry)),
+        grid_names=("program", "item"),
+    )
+    if not geometry.tuning.queues:
+        return kernel(out_type=out_type)(*inputs)
+    # The decode kernel has stored whole items already; this one adds the others to them.
+    return apart(pl.run_state(lambda refs: kernel(out_type=())(*inputs, *refs))((written.out, written.lse)))
+
+
+def _kernel(*refs, tree: Any, geometry: Geometry) -> None:
+    """Merges the items that are this program's."""
+    *inputs_gmem, out_gmem, lse_gmem, smem = refs
+    inputs_gmem = jax.tree.unflatten(tree, inputs_gmem)
+    sinks_gmem, query_indices_gmem, partials_gmem = inputs_gmem.sinks, inputs_gmem.query_indices, inputs_gmem.partials
+    merge_refs = MergeRefs(sinks_gmem, query_indices_gmem, partials_gmem, out_gmem, lse_gmem, smem)
+    if geometry.tuning.queues:
+        _merge_cut_items(inputs_gmem.item_partials, merge_refs, geometry)
+        return
+    item = plan.item_of(lax.axis_index("item"), geometry)
+    seq_len = inputs_gmem.seq_lens[item.seq]
+    first_partial = item.index * geometry.tuning.splits
+    _merge_item(item, first_partial, plan.num_splits(seq_len, geometry), merge_refs, geometry)
+
+
+def _merge_cut_items(item_partials: ItemPartials, refs: MergeRefs, geometry: Geometry) -> None:
+    """Merges every item that queues have cut; loads of all items' number of splits are in flight at once."""
+    first, step = lax.axis_index("item"), _item_programs(geometry)
+
+    def num_splits(index):
+        return plan.num_queued_splits(item_partials.last_program[index], item_partials.first[index])
+
+    indices = [first + i for i in range(0, geometry.num_items, step)]
+    counts = [num_splits(lax.min(index, jnp.int32(geometry.num_items - 1))) for index in indices]
+
+    @pl.when(functools.reduce(lax.max, counts) > 1)
+    def merge_some():
+        @pl.loop(first, geometry.num_items, step=step)
+        def merge_if_cut(index):
+            @pl.when(num_splits(index) > 1)
+            def merge_one():
+                item = plan.item_of(index, geometry)
+                _merge_item(item, item_partials.first[index], num_splits(index), refs, geometry)
+
+
+def _merge_item(item: Item, first_partial: Scalar, count: Scalar, refs: MergeRefs, geometry: Geometry) -> None:
+    """Merges those of an item's merged slices that are this program's."""
+    for i in range(len(geometry.merged_slices)):
+
+        @pl.when(lax.axis_index("program") == geometry.merging_program(i))
+        def merge_one(i=i):
+            merge_slice(item, first_partial, count, i, refs, geometry)
+
+
+def _item_programs(geometry: Geometry) -> int:
+    """Programs that the grid has for items."""
+    if not geometry.tuning.queues:
+        return geometry.num_items
+    return min(geometry.num_items, max(_ITEM_PROGRAMS, pl.cdiv(geometry.num_items, _PARTIALS_IN_FLIGHT)))
+
+
+def merge_slice(
+    item: Item, first_partial: Scalar, count: Scalar, number: int, refs: MergeRefs, geometry: Geometry
+) -> None:
+    """Merges a slice of an item's `count` partial results, always in the same order; with slice 0 goes its lse."""
+    query = plan.query_tile(item, refs.query_indices_gmem, geometry)
+    maxima, sums, out = _merged(first_partial, count, number, refs.partials_gmem, geometry)
+    seen = sums != 0  # NaN counts as seen: what is not a number must show
+    if geometry.problem.per_head.sinks:
+        sinks = sinks_of(refs.sinks_gmem, query.offset, item.kv_head, geometry)
+        maxima, sums, out = _add((maxima, sums, out), jnp.zeros_like(out), sinks, jnp.ones_like(sums))
+    sums = jnp.where(seen, sums, 1.0)
+    plgpu.wait_smem_to_gmem(0)  # for the copy of the slice before, which was in the same place and may overlap
+    store(refs.smem.out.T, layout((out * wide(1.0 / sums, WGMMA_ROWS)).astype(geometry.problem.query_dtype)))
+    if number == 0:
+        refs.smem.lse[...] = layout(jnp.where(seen, maxima + log(sums), -jnp.inf), 0)
+    plgpu.commit_smem()
+
+    @pl.when(query.is_there)
+    def copy():
+        for i in range(0, geometry.heads_per_item, geometry.copied_heads):
+            rows, elements = pl.ds(query.out_row + i, geometry.copied_heads), pl.ds(*geometry.merged_slices[number])
+            rows_smem = refs.smem.out.at[pl.ds(query.offset + i, geometry.copied_heads)]
+            plgpu.copy_smem_to_gmem(rows_smem, refs.out_gmem.at[rows, elements])
+        if number == 0:
+            for i in range(geometry.heads_per_item):
+                refs.lse_gmem[query.out_row + i] = refs.smem.lse[query.offset + i]
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _merged(first_partial: Scalar, count: Scalar, number: int, partials_gmem: Partials, geometry: Geometry):
+    """The merged maxima [columns], sums [columns] and slice of O^T [64, columns], where sums are not divided by."""
+    columns, tuning = geometry.columns, geometry.tuning
+    expected = pl.cdiv(tuning.queues, geometry.num_items) + _MORE_OF_QUEUES if tuning.queues else tuning.splits
+    in_flight = min(_PARTIALS_IN_FLIGHT, expected)
+
+    def load(at):  # no layout is named: Mosaic finds that of what these are added to, and would be slower with a name
+        out = plgpu.load(partials_gmem.out.at[at, pl.ds(WGMMA_ROWS * number, WGMMA_ROWS)], optimized=False)
+        maxima, sums = (plgpu.load(x.at[at], optimized=False) for x in (partials_gmem.maxima, partials_gmem.sums))
+        return out, maxima, sums
+
+    def step(i, merged):
+        splits = [i * in_flight + j for j in range(in_flight)]  # past the end the last split is loaded, and counts 0
+        last = jnp.int32(count) - 1
+        loaded = [load(plan.partial_of(first_partial, lax.min(split, last), geometry)) for split in splits]
+        for split, (out, maxima, sums) in zip(splits, loaded, strict=True):
+            merged = _add(merged, out, maxima, sums * jnp.where(split < count, 1.0, 0.0))
+        return merged
+
+    nothing = (
+        layout(jnp.full((columns,), LOWEST, jnp.float32), 0),
+        layout(jnp.zeros((columns,), jnp.float32), 0),
+        layout(jnp.zeros((WGMMA_ROWS, columns), jnp.float32)),
+    )
+    steps = lax.div(jnp.int32(count + (in_flight - 1)), jnp.int32(in_flight))
+    return lax.fori_loop(0, steps, step, nothing)
+
+
+def _add(merged, out, maxima, sums):
+    """What is merged so far and one more softmax: out [64, columns], normalised, maxima and sums [columns]."""
+    old_maxima, old_sums, old_out = merged
+    new_maxima = lax.max(old_maxima, maxima)
+    keep, weight = exp(old_maxima - new_maxima), exp(maxima - new_maxima) * sums
+    new_sums = old_sums * keep + weight
+    return new_maxima, new_sums, old_out * wide(keep, WGMMA_ROWS) + out * wide(weight, WGMMA_ROWS)

@@ -1,0 +1,276 @@
+"""Which program attends to which tiles of K and V.
+
+The tokens of a work item (sequence, kv head) are cut into tiles. A split is some neighbouring tiles of one item: all of
+them, those of a partition, or an even share of them. Usually each program has one split.
+
+Where lengths may be uneven, programs have queues. Each program first adds up the lengths of the batch. The tiles of all
+items, one item after the other, are cut into as many even queues as programs run at once: a queue has the end of an
+item, whole items, and the beginning of one.
+
+      items   |------ 0 ------|- 1 -|2|-------------- 3 --------------|---- 4 ----|
+      queues  |     0     |     1     |     2     |     3     |     4     |   5   |
+
+But where items or even shares of them (`Tuning.splits`) fill the GPU, or are short, and lengths turn out alike, a
+program's queue has one of these. For that there may be more programs than queues.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+
+from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, cdiv
+from paged_jax.kernels.mosaic_gpu.hopper.limits import QUERY_ROWS
+
+_LENGTHS_IN_FLIGHT = 64  # each program waits for all of them
+
+# Measured: benchmarks/LOG.md, "on the way to commit c81c6f3", "Even stretches".
+_ALIKE = 16  # lengths are alike if none is longer than the mean by more than 1/16 of it
+
+# Measured: benchmarks/LOG.md, "on the way to commit de74be7", "A batch of mostly nothing".
+_LEAST_TILES = 4  # tiles of a queue: a batch of mostly empty sequences would be cut too fine
+
+
+class Item(NamedTuple):
+    """A work item: a sequence and one of its kv heads, or of its groups of folded ones."""
+
+    index: Scalar  # in the batch: sequence by sequence
+    seq: Scalar
+    kv_head: Scalar
+
+
+class Split(NamedTuple):
+    """Some neighbouring tiles of a work item, for one program."""
+
+    item: Item
+    seq_len: Scalar
+    origin: Scalar  # the first token of the first tile
+    begin: Scalar  # the query sees begin <= token < end; `begin` may be before `origin`
+    end: Scalar
+    num_tiles: Scalar
+    rank: Scalar  # 0 of the item's first split, 1 or more of the others
+    partial: Scalar  # the index of the partial result that it leaves, unless it is the whole item
+
+    @property
+    def is_first(self) -> Scalar:
+        """Whether the split is the first one of its item."""
+        return self.rank == 0
+
+
+class Queue(NamedTuple):
+    """What a program still has to do: `tiles_left` tiles, from tile `tile` of an item on."""
+
+    seq: Scalar
+    kv_head: Scalar
+    tile: Scalar
+    tiles_left: Scalar
+    partial: Scalar  # the index of the next split's partial result
+
+    @property
+    def has_more(self) -> Scalar:
+        """Whether anything is left."""
+        return self.tiles_left > 0
+
+
+class QueuedSplit(NamedTuple):
+    """The next split of a queue, and what it is of its item."""
+
+    split: Split
+    is_last: Scalar
+    is_whole: Scalar  # the first and the last
+
+
+class QueryTile(NamedTuple):
+    """The neighbouring query rows that a program computes with: `columns` of them, of which an item has some."""
+
+    row: Scalar  # the first one
+    offset: Scalar  # of the item's own first row from there
+    out_row: Scalar  # of the item's first result
+    is_there: Scalar  # whether the item has a query, and so results
+
+
+def split_of(seq_lens_gmem, index: Scalar, number: Scalar, geometry: Geometry) -> Split:
+    """The split of this number of the item of this index; it may be empty."""
+    size, splits = geometry.tuning.partition_size, geometry.tuning.splits
+    item = item_of(index, geometry)
+    seq_len = seq_lens_gmem[item.seq]
+    begin, end = _visible(seq_len, geometry)
+    if size:
+        begin = lax.max(begin, number * size)
+        end = lax.min(end, (number + 1) * size)
+    origin = _first_run(begin, geometry)
+    if splits > 1 and not size:
+        tokens = cdiv(cdiv(end - origin, geometry.tile_tokens), splits) * geometry.tile_tokens
+        origin += number * tokens
+        end = lax.min(end, origin + tokens)
+    num_tiles = cdiv(end - origin, geometry.tile_tokens)
+    return Split(item, seq_len, origin, begin, end, num_tiles, number, index * splits + number)
+
+
+def item_of(index: Scalar, geometry: Geometry) -> Item:
+    """The item of this index."""
+    items_per_seq = jnp.int32(geometry.items_per_seq)
+    return Item(index, lax.div(index, items_per_seq), lax.rem(index, items_per_seq))
+
+
+def queue_of(seq_lens_gmem, program: Scalar, geometry: Geometry) -> Queue:
+    """A program's queue."""
+
+    def add(_, seq_len, carry):
+        total, longest = carry
+        num_tiles = _num_tiles(seq_len, geometry)
+        return total + num_tiles, lax.max(longest, num_tiles)
+
+    total, longest = _over_lengths(seq_lens_gmem, add, (jnp.int32(0), jnp.int32(0)), geometry)
+    total_of_items = total * geometry.items_per_seq
+    even = functools.partial(_even_queue, seq_lens_gmem, program, total_of_items, geometry)
+    if not geometry.tuning.splits:
+        return even()
+    alike = _ALIKE * longest * geometry.problem.num_seqs <= (_ALIKE + 1) * total
+    one_split = functools.partial(_queue_of_one_split, seq_lens_gmem, program, geometry)
+    return lax.cond(alike, one_split, even)
+
+
+def _queue_of_one_split(seq_lens_gmem, program: Scalar, geometry: Geometry) -> Queue:
+    """An even share of an item, or all of it."""
+    splits = jnp.int32(geometry.tuning.splits)
+    item, number = item_of(lax.div(program, splits), geometry), lax.rem(program, splits)
+    num_tiles = _num_tiles(seq_lens_gmem[item.seq], geometry)
+    tiles_each = cdiv(num_tiles, splits)
+    first = lax.min(number * tiles_each, num_tiles)
+    return Queue(item.seq, item.kv_head, first, lax.min(tiles_each, num_tiles - first), 2 * program)
+
+
+def _even_queue(seq_lens_gmem, program: Scalar, total: Scalar, geometry: Geometry) -> Queue:
+    """An even share of the `total` tiles of all items; nothing for programs that there are no queues for."""
+    queues, zero = jnp.int32(geometry.tuning.queues), jnp.int32(0)
+    size, left_over = lax.div(total, queues), lax.rem(total, queues)
+
+    def cut(number):  # where the queue of this number begins
+        number = lax.min(number, queues)
+        even = number * size + lax.div(number * left_over, queues)
+        return jnp.where(size < _LEAST_TILES, lax.min(number * _LEAST_TILES, total), even)
+
+    def search(seq, seq_len, carry):  # the sequence that `first` is in, and the tiles of all items before it
+        after, (found, before) = carry[0] + _num_tiles(seq_len, geometry) * geometry.items_per_seq, carry[1]
+        past = first >= after
+        return after, (jnp.where(past, seq + 1, found), jnp.where(past, after, before))
+
+    first, end = cut(program), cut(program + 1)
+    _, (seq, before) = _over_lengths(seq_lens_gmem, search, (zero, (zero, zero)), geometry)
+    num_tiles = _num_tiles(seq_lens_gmem[lax.min(seq, jnp.int32(geometry.problem.num_seqs - 1))], geometry)
+    kv_head, tile = lax.div(first - before, num_tiles), lax.rem(first - before, num_tiles)
+    return Queue(seq, kv_head, tile, end - first, 2 * program)
+
+
+def for_each_split(do: Callable[[QueuedSplit, Scalar, Queue], None], queue: Queue, seq_lens_gmem, geometry: Geometry):
+    """Calls `do` with each split of a queue, the number of tiles before it, and what is left of the queue after it.
+
+    Returns how many tiles all its splits have.
+    """
+
+    def step(state):
+        queue, tiles_before = state
+        queued = next_split(seq_lens_gmem, queue, geometry)
+        left = after_split(seq_lens_gmem, queue, geometry)
+        do(queued, tiles_before, left)
+        return left, tiles_before + queued.split.num_tiles
+
+    return lax.while_loop(lambda state: state[0].has_more, step, (queue, jnp.int32(0)))[1]
+
+
+def next_split(seq_lens_gmem, queue: Queue, geometry: Geometry) -> QueuedSplit:
+    """The first split of a queue that has more."""
+    seq_len = seq_lens_gmem[queue.seq]
+    item_tiles = _num_tiles(seq_len, geometry)
+    tiles = lax.min(item_tiles - queue.tile, queue.tiles_left)
+    begin, end = _visible(seq_len, geometry)
+    origin = _first_run(begin, geometry) + queue.tile * geometry.tile_tokens
+    end = lax.min(end, origin + tiles * geometry.tile_tokens)
+    item = Item(queue.seq * geometry.items_per_seq + queue.kv_head, queue.seq, queue.kv_head)
+    rank = jnp.where(queue.tile == 0, 0, 1)
+    is_last = queue.tile + tiles == item_tiles
+    is_whole = is_last & (queue.tile == 0)
+    num_tiles = cdiv(end - origin, geometry.tile_tokens)  # 0 of an empty sequence, whose item is in a queue too
+    split = Split(item, seq_len, origin, begin, end, num_tiles, rank, queue.partial)
+    return QueuedSplit(split, is_last, is_whole)
+
+
+def after_split(seq_lens_gmem, queue: Queue, geometry: Geometry) -> Queue:
+    """A queue without its first split."""
+    tiles_left = queue.tile + queue.tiles_left - _num_tiles(seq_lens_gmem[queue.seq], geometry)
+    seq_done = queue.kv_head + 1 == geometry.items_per_seq
+    seq, kv_head = queue.seq + seq_done.astype(jnp.int32), jnp.where(seq_done, 0, queue.kv_head + 1)
+    return Queue(seq, kv_head, jnp.int32(0), tiles_left, queue.partial | 1)
+
+
+def partial_of(first: Scalar, number: Scalar, geometry: Geometry) -> Scalar:
+    """The index of the partial result of an item's split of this number, if the first one's is `first`.
+
+    A program with a queue has two: an even index for its first split, the next one for its last. An item goes on as the
+    first split of each of the following programs.
+    """
+    if not geometry.tuning.queues:
+        return first + number
+    return jnp.where(number == 0, first, (lax.div(first, jnp.int32(2)) + number) * 2)
+
+
+def num_queued_splits(last_program: Scalar, first_partial: Scalar) -> Scalar:
+    """How many splits queues have cut an item into, from its first partial result to the last one's program."""
+    return last_program - lax.div(first_partial, jnp.int32(2)) + 1
+
+
+def num_splits(seq_len: Scalar, geometry: Geometry) -> Scalar:
+    """How many splits an item has where each program has one, without the empty ones of v2."""
+    if not geometry.tuning.partition_size:
+        return jnp.int32(geometry.tuning.splits)
+    return cdiv(lax.min(seq_len, jnp.int32(geometry.problem.max_seq_len)), geometry.tuning.partition_size)
+
+
+def query_tile(of: Item | Queue, query_indices_gmem, geometry: Geometry) -> QueryTile:
+    """The query tile of an item, or of the first one of a queue. Of an item without a query it is some other's."""
+    query, is_there = of.seq, True
+    if query_indices_gmem is not None:
+        query = query_indices_gmem[of.seq]
+        is_there = query >= 0
+        query = lax.max(query, jnp.int32(0))
+    index, sharing = query * geometry.items_per_seq + of.kv_head, jnp.int32(geometry.items_per_query_tile)
+    row = pl.multiple_of(lax.div(index, sharing) * geometry.columns, QUERY_ROWS)
+    return QueryTile(row, lax.rem(index, sharing) * geometry.heads_per_item, index * geometry.heads_per_item, is_there)
+
+
+def _visible(seq_len: Scalar, geometry: Geometry) -> tuple[Scalar, Scalar]:
+    """The tokens that the query of a sequence sees: begin <= token < end."""
+    begin, end = jnp.int32(0), lax.min(seq_len, jnp.int32(geometry.problem.max_seq_len))
+    if geometry.problem.sliding_window is not None:
+        begin = lax.max(seq_len - geometry.problem.sliding_window, jnp.int32(0))
+    return begin, end
+
+
+def _first_run(begin: Scalar, geometry: Geometry) -> Scalar:
+    """The first token of the run that `begin` is in."""
+    return lax.div(begin, jnp.int32(geometry.run_tokens)) * geometry.run_tokens
+
+
+def _num_tiles(seq_len: Scalar, geometry: Geometry) -> Scalar:
+    """Tiles of an item in queues: one of an empty sequence, so that some program stores its result."""
+    begin, end = _visible(seq_len, geometry)
+    return lax.max(cdiv(end - _first_run(begin, geometry), geometry.tile_tokens), jnp.int32(1))
+
+
+def _over_lengths(seq_lens_gmem, step, carry, geometry: Geometry):
+    """`step` over the lengths of all sequences in order, with many loads in flight."""
+    whole, left_over = divmod(geometry.problem.num_seqs, _LENGTHS_IN_FLIGHT)
+
+    def some(first, count: int, carry):
+        for i, seq_len in enumerate([seq_lens_gmem[first + i] for i in range(count)]):
+            carry = step(first + i, seq_len, carry)
+        return carry
+
+    if whole:
+        carry = lax.fori_loop(0, whole, lambda i, carry: some(i * _LENGTHS_IN_FLIGHT, _LENGTHS_IN_FLIGHT, carry), carry)
+    return some(whole * _LENGTHS_IN_FLIGHT, left_over, carry)

@@ -1,0 +1,182 @@
+"""The references that the decode kernel gets: inputs and outputs in global memory, scratch in shared memory.
+
+Fields are `ABSENT` for what a call does not have. The order of fields is the order in which shared memory is laid out.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from paged_jax.kernels.mosaic_gpu.decode import tiles
+from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT, Ref
+from paged_jax.kernels.problem import ScaleKind
+
+_LEAST_COPY = 32  # elements of float32: copies go to multiples of 128 bytes
+_BARRIERS = 4096  # bytes for barriers, padding, and what reductions across warps take
+
+
+class Inputs(NamedTuple):
+    """What the decode kernel reads. Caches have the shapes of `Tiles.view`.
+
+    New tokens and their slots are there if the kernel writes them. It then writes to both caches.
+    """
+
+    query: Ref  # [query_rows, head_size]
+    key_cache: Ref
+    value_cache: Ref
+    block_tables: Ref  # [num_seqs, max_blocks_per_seq]
+    seq_lens: Ref  # [num_seqs]
+    options: Any  # `OptionArrays` of references, each to an array of at least one axis
+    new_key: Ref = ABSENT  # [num_seqs, num_kv_heads, head_size]
+    new_value: Ref = ABSENT
+    slot_mapping: Ref = ABSENT  # [num_seqs]
+    query_indices: Ref = ABSENT  # [num_seqs], which query is each sequence's, below 0 of none; absent: its own index
+
+
+class Partials(NamedTuple):
+    """Partial results, each the softmax of one split, normalised."""
+
+    out: Ref  # [num_partials, padded_head_size, columns]
+    maxima: Ref  # [num_partials, columns]
+    sums: Ref  # [num_partials, columns]
+
+
+class ItemPartials(NamedTuple):
+    """Where each item's partial results are, if queues cut the items."""
+
+    first: Ref  # [num_items], the index of its first split's
+    last_program: Ref  # [num_items], the program that has its last split
+
+
+class Outputs(NamedTuple):
+    """What the decode kernel writes; out and lse are not there if all of them come from the kernel that merges."""
+
+    out: Ref  # [num_tokens * num_heads, head_size]
+    lse: Ref  # [num_tokens * num_heads]
+    partials: Partials
+    item_partials: ItemPartials
+
+
+class Ring(NamedTuple):
+    """A ring of tiles of one cache: `stages` tiles that are loaded while others are computed with."""
+
+    consumed: Ref  # barriers, one a stage: its tile has been read
+    ready: Ref  # barriers, one a stage: its tile has arrived
+    slot_scales: Ref  # [stages, runs_per_tile, tokens of a run], if each slot has a scale
+    tiles: tuple[Ref, ...]  # of K one ring, of V one for each head slice
+
+
+class Scratch(NamedTuple):
+    """Shared memory and barriers of a program."""
+
+    merged_out: Ref  # on its way out of a merge in a cluster
+    cluster_done: Ref  # barrier: all splits of the item have left their partial results
+    keys: Ring
+    new_key: Ref
+    merged_lse: Ref
+    maxima: Ref
+    query_operand: Ref  # the query as wgmma takes it, if that is not how it comes
+    out: tuple[Ref, ...]  # for each head slice
+    weights: Ref  # P, the exponentials of a tile
+    partial_out: Ref
+    query_ready: Ref  # barrier
+    query: Ref
+    sums: Ref  # sums of a partial result, or an item's lse
+    values: Ring
+    new_value: Ref
+
+
+class Refs(NamedTuple):
+    """All references of the decode kernel."""
+
+    inputs_gmem: Inputs
+    outputs_gmem: Outputs
+    smem: Scratch
+
+
+class MergedScratch(NamedTuple):
+    """Shared memory through which merged results leave."""
+
+    out: Ref
+    lse: Ref
+
+
+def outputs(geometry: Geometry) -> Outputs:
+    """What the decode kernel writes."""
+    problem, tuning, f32 = geometry.problem, geometry.tuning, jnp.float32
+    rows, whole, partials, item_partials = problem.num_tokens * problem.num_heads, (ABSENT, ABSENT), ABSENT, ABSENT
+    if tuning.merges_in_cluster or geometry.stores_whole_items:
+        out = jax.ShapeDtypeStruct((rows, problem.head_size), problem.query_dtype)
+        whole = out, jax.ShapeDtypeStruct((rows,), f32)
+    if tuning.merges:
+        shape = geometry.num_partials, geometry.padded_head_size, geometry.columns
+        row = jax.ShapeDtypeStruct((geometry.num_partials, geometry.columns), f32)
+        partials = Partials(jax.ShapeDtypeStruct(shape, f32), row, row)
+    if tuning.queues:
+        index = jax.ShapeDtypeStruct((geometry.num_items,), jnp.int32)
+        item_partials = ItemPartials(index, index)
+    return Outputs(*whole, partials, item_partials)
+
+
+def scratch(geometry: Geometry, kind: type[tiles.Tiles] | None = None) -> Scratch:
+    """The shared memory and the barriers of a program, for one kind of tiles; None: those of the problem."""
+    problem, tuning, columns = geometry.problem, geometry.tuning, geometry.columns
+    reader = (kind or tiles.kind(problem))(geometry)
+    vector = plgpu.SMEM((columns,), jnp.float32)
+    new_token = plgpu.SMEM((problem.head_size,), jnp.dtype(problem.query_dtype)) if tuning.writes_tokens else ABSENT
+    merged = merged_scratch(geometry) if tuning.merges_in_cluster else MergedScratch(ABSENT, ABSENT)
+    out = partial_out = ABSENT
+    if geometry.stores_whole_items:
+        dtype = jnp.dtype(problem.query_dtype)
+        out = tuple(plgpu.SMEM((columns, part.size), dtype) for part in geometry.head_slices)
+    if tuning.merges:
+        partial_out = plgpu.SMEM((geometry.padded_head_size, columns), jnp.float32)
+    return Scratch(
+        merged_out=merged.out,
+        cluster_done=plgpu.ClusterBarrier(collective_axes=("split",)) if tuning.merges_in_cluster else ABSENT,
+        keys=_ring(geometry, problem.k_scale, (reader.key_ring(),)),
+        new_key=new_token,
+        merged_lse=merged.lse,
+        maxima=vector,
+        query_operand=reader.query_operand_type(),
+        out=out,
+        weights=reader.swizzled((columns, tuning.tile), reader.operand_dtype),
+        partial_out=partial_out,
+        query_ready=plgpu.Barrier(num_arrivals=3 if tuning.writes_tokens else 1),
+        query=reader.swizzled((columns, problem.head_size), problem.query_dtype),
+        sums=vector,
+        values=_ring(geometry, problem.v_scale, reader.value_rings()),
+        new_value=new_token,
+    )
+
+
+def _ring(geometry: Geometry, scale: ScaleKind, rings: tuple[Ref, ...]) -> Ring:
+    """The ring of a cache. A tile has arrived when each of its runs has, in each of the rings, and all its scales."""
+    stages, runs = geometry.tuning.stages, geometry.runs_per_tile
+    slot_scales = ABSENT
+    if scale is ScaleKind.SLOT:
+        slot_scales = plgpu.SMEM((stages, runs, max(geometry.run_tokens, _LEAST_COPY)), jnp.float32)
+    return Ring(
+        consumed=plgpu.Barrier(num_barriers=stages),
+        ready=plgpu.Barrier(num_barriers=stages, num_arrivals=runs * (len(rings) + (slot_scales is not ABSENT))),
+        slot_scales=slot_scales,
+        tiles=rings,
+    )
+
+
+def merged_scratch(geometry: Geometry) -> MergedScratch:
+    """The shared memory of a merge."""
+    out = plgpu.SMEM((geometry.columns, WGMMA_ROWS), jnp.dtype(geometry.problem.query_dtype))
+    return MergedScratch(out, plgpu.SMEM((geometry.columns,), jnp.float32))
+
+
+def shared_memory_bytes(geometry: Geometry) -> int:
+    """Bytes of shared memory that a program takes."""
+    buffers = jax.tree.leaves(scratch(geometry))
+    arrays = [x for x in buffers if not isinstance(x, plgpu.Barrier | plgpu.ClusterBarrier)]
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays) + _BARRIERS

@@ -1,0 +1,113 @@
+"""What a program of the decode kernel stores of a split: out and lse of a whole item, or a partial result.
+
+A partial result is the softmax of the split's tokens alone, normalised; `merge.py` makes one of an item's.
+"""
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.decode.plan import Item, QueryTile, QueuedSplit, Split
+from paged_jax.kernels.mosaic_gpu.decode.refs import Refs
+from paged_jax.kernels.mosaic_gpu.decode.softmax import State, sinks_of, summed
+from paged_jax.kernels.mosaic_gpu.decode.tiles import Tiles
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
+from paged_jax.kernels.mosaic_gpu.hopper.logits import cache_scale, join_sinks
+from paged_jax.kernels.mosaic_gpu.hopper.registers import layout, log, wide
+
+
+def store_split(split: Split, query: QueryTile, state: State, refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
+    """Stores the results of a program's only split; what merges in a cluster is in memory when this returns."""
+    state = summed(state, geometry)
+    v_scale = cache_scale(refs.inputs_gmem.options.v_scale, geometry.problem.v_scale, split.item.kv_head)
+    if not geometry.tuning.merges:
+        _store_whole_item(split.item, query, v_scale, state, refs, geometry, tiles)
+        return
+    _store_partial(split.partial, v_scale, state, refs, geometry, tiles)
+    if geometry.tuning.merges_in_cluster:
+        plgpu.wait_smem_to_gmem(0)
+
+
+def store_queued_split(
+    queued: QueuedSplit, query: QueryTile, state: State, refs: Refs, geometry: Geometry, tiles: Tiles
+) -> None:
+    """Stores the results of a split of a queue, and where the merge finds the partial results of its item.
+
+    Copies from shared memory may still be on their way when this returns.
+    """
+    split, item_partials = queued.split, refs.outputs_gmem.item_partials
+    state = summed(state, geometry)
+    v_scale = cache_scale(refs.inputs_gmem.options.v_scale, geometry.problem.v_scale, split.item.kv_head)
+    lax.cond(
+        queued.is_whole,
+        lambda: _store_whole_item(split.item, query, v_scale, state, refs, geometry, tiles),
+        lambda: _store_partial(split.partial, v_scale, state, refs, geometry, tiles),
+    )
+
+    @pl.when(split.is_first)
+    def store_first():
+        item_partials.first[split.item.index] = split.partial
+
+    @pl.when(queued.is_last)
+    def store_last():
+        item_partials.last_program[split.item.index] = lax.axis_index("program")
+
+
+def _store_whole_item(
+    item: Item, query: QueryTile, v_scale, state: State, refs: Refs, geometry: Geometry, tiles: Tiles
+) -> None:
+    """Stores out and lse of an item. Heads that saw no token get out 0 and lse -inf."""
+    smem = refs.smem
+    out, maxima, sums = state
+    seen = sums != 0  # NaN counts as seen: what is not a number must show
+    if geometry.problem.per_head.sinks:
+        sinks = sinks_of(refs.inputs_gmem.options.per_head.sinks, query.offset, item.kv_head, geometry)
+        maxima, sums, rescale = join_sinks(sinks, maxima, sums)
+        out = [x * wide(rescale, x.shape[0]) for x in out]
+    sums = jnp.where(seen, sums, 1.0)
+    lse = jnp.where(seen, maxima + log(sums), -jnp.inf)
+    out = [x * wide(v_scale / sums, x.shape[0]) for x in out]
+    for out_smem, x in zip(smem.out, out, strict=True):
+        tiles.store_out(out_smem, layout(x.astype(geometry.problem.query_dtype)))
+    smem.sums[...] = layout(lse, 0)
+    plgpu.commit_smem()
+
+    @pl.when(query.is_there)
+    def copy():
+        _copy_out(query, refs, geometry)
+        for i in range(geometry.heads_per_item):
+            refs.outputs_gmem.lse[query.out_row + i] = smem.sums[query.offset + i]
+
+
+def _copy_out(query: QueryTile, refs: Refs, geometry: Geometry) -> None:
+    """Copies the out of an item, which has this query tile, from shared memory to its rows."""
+    for out_smem, (first, size) in zip(refs.smem.out, geometry.head_slices, strict=True):
+        if first > 0:  # this slice overlaps with the one before, with equal values
+            plgpu.wait_smem_to_gmem(0)
+        for i in range(0, geometry.heads_per_item, geometry.copied_heads):
+            rows = pl.ds(query.out_row + i, geometry.copied_heads)
+            rows_smem = out_smem.at[pl.ds(query.offset + i, geometry.copied_heads)]
+            plgpu.copy_smem_to_gmem(rows_smem, refs.outputs_gmem.out.at[rows, pl.ds(first, size)])
+
+
+def _store_partial(partial: Scalar, v_scale, state: State, refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
+    """Stores a partial result."""
+    smem, partials = refs.smem, refs.outputs_gmem.partials
+    out, maxima, sums = state
+    seen = sums != 0
+    divisor = jnp.where(seen, sums, 1.0)
+    row = 0
+    for x in (x * wide(v_scale / divisor, x.shape[0]) for x in out):
+        tiles.store_partial_out(smem.partial_out, x, row)
+        row += x.shape[0]
+    smem.maxima[...] = layout(jnp.where(seen, maxima, -jnp.inf), 0)
+    smem.sums[...] = layout(sums, 0)
+    plgpu.commit_smem()
+    for x_smem, x_gmem in (
+        (smem.partial_out, partials.out),
+        (smem.maxima, partials.maxima),
+        (smem.sums, partials.sums),
+    ):
+        plgpu.copy_smem_to_gmem(x_smem, x_gmem.at[partial])

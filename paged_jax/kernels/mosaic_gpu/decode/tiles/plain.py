@@ -1,0 +1,147 @@
+"""Tiles of 16 bits in layouts "hnd" and "nhd": wgmma reads them where the copies put them, in shared memory."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array
+
+from paged_jax.kernels.mosaic_gpu.decode import mask
+from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry, HeadSlice
+from paged_jax.kernels.mosaic_gpu.decode.tiles import slot_scales
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.hopper.memory import transforms
+from paged_jax.kernels.mosaic_gpu.hopper.registers import layout, store
+
+
+@dataclass(frozen=True)
+class PlainTiles:
+    """Each method says what the kernel asks of tiles; here rows of a tile are rows of shared memory."""
+
+    in_registers: ClassVar[bool] = False
+
+    geometry: Geometry
+
+    # Shared memory.
+
+    @property
+    def operand_dtype(self) -> str:
+        """The dtype of all operands of the products."""
+        return self.geometry.problem.query_dtype
+
+    def swizzled(self, shape: tuple[int, ...], dtype: str) -> Any:
+        """Shared memory of this shape in which wgmma finds its operands, free of bank conflicts."""
+        return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=transforms(self.geometry.problem.head_size, dtype))
+
+    def key_ring(self) -> Any:
+        """The ring of K: [stages, ...]."""
+        tuning, problem = self.geometry.tuning, self.geometry.problem
+        return self.swizzled((tuning.stages, tuning.tile, problem.head_size), problem.cache_dtype)
+
+    def value_rings(self) -> tuple[Any, ...]:
+        """The ring of V, or one for each slice of a head where wgmma cannot take all of it at once."""
+        tuning, problem = self.geometry.tuning, self.geometry.problem
+        shapes = [(tuning.stages, tuning.tile, part.size) for part in self.geometry.head_slices]
+        return tuple(self.swizzled(shape, problem.cache_dtype) for shape in shapes)
+
+    def query_operand_type(self) -> Any | None:
+        """Shared memory for the query as an operand, if it is not one as it comes."""
+        return None
+
+    # Copies.
+
+    def view(self, cache: Any) -> Any:
+        """A cache in the shape that copies take runs from: folded kv heads are one run of each block."""
+        problem, fold = self.geometry.problem, self.geometry.tuning.fold
+        if fold == 1:
+            return cache
+        rows = fold * problem.block_size
+        return cache.reshape(cache.shape[0], self.geometry.items_per_seq, rows, problem.head_size)
+
+    def run_gmem(self, cache_gmem, block, offset, kv_head, head_slice: HeadSlice) -> Any:
+        """What one copy brings: a slice of the run of tokens at `offset` in a block, of the item's kv heads."""
+        problem = self.geometry.problem
+        if self.geometry.tuning.fold > 1:
+            return cache_gmem.at[block, kv_head]
+        tokens = tokens_of_run(offset, self.geometry)
+        elements = slice(None) if head_slice.size == problem.head_size else pl.ds(*head_slice)
+        if problem.layout == "nhd":
+            return cache_gmem.at[block, tokens, kv_head, elements]
+        return cache_gmem.at[block, kv_head, tokens, elements]
+
+    def run_rows(self, run: int) -> Any:
+        """Where a run goes in its tile."""
+        rows = self.geometry.run_tokens * self.geometry.tuning.fold
+        return pl.ds(run * rows, rows)
+
+    # Products.
+
+    def query_operand(self, query_smem, operand_smem) -> tuple[Any, Any]:
+        """The query as an operand, [columns, head_size], and what each of its rows was divided by."""
+        return query_smem, 1.0
+
+    def keys(self, tile_smem) -> Any:
+        """K [tile, head_size] as an operand, in shared memory or in registers."""
+        return tile_smem
+
+    def values(self, tile_smem) -> Any:
+        """V^T [head_size, tile] as an operand, in shared memory or in registers."""
+        return tile_smem.T
+
+    def store_weights(self, weights_smem, weights: Array) -> None:
+        """Stores P^T [tile, columns] as the right operand of `values`, [columns, tile]."""
+        weights_smem.T[...] = layout(weights)
+
+    def product(self, a, b_smem) -> Array:
+        """The matrix product of two operands, of which the left may be in registers."""
+
+        def multiply(acc):
+            plgpu.wgmma(acc, a, b_smem)
+            return acc[...]
+
+        accumulator = plgpu.ACC((a.shape[0], b_smem.shape[1]), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+        return layout(pl.run_scoped(multiply, accumulator))
+
+    def slot_scales(self, scales_smem) -> Array:
+        """The scale of each row of a tile, [tile], from scales that lie in shared memory as their runs came."""
+        return slot_scales.of_rows(scales_smem, self.geometry)
+
+    def zero_unseen(self, tiles_smem, low, high) -> None:
+        """Zeroes the rows of V whose tokens are not low <= token < high: 0 * NaN would be NaN."""
+        for row in range(0, self.geometry.tuning.tile, WGMMA_ROWS):
+            self._zero_unseen_rows(tiles_smem, row, low, high)
+
+    def _zero_unseen_rows(self, tiles_smem, row: int, low, high) -> None:
+        """Zeroes what is unseen of `WGMMA_ROWS` rows, if anything is."""
+        fold, problem = self.geometry.tuning.fold, self.geometry.problem
+        start = row // fold
+
+        @pl.when(mask.some_unseen(low, high, start, WGMMA_ROWS // fold, problem))
+        def zero():
+            for tile_smem in tiles_smem:
+                self.zero_rows(tile_smem.at[pl.ds(row, WGMMA_ROWS)], start, low, high)
+            plgpu.commit_smem()
+
+    def zero_rows(self, rows_smem, start: int, low, high) -> None:
+        """Zeroes those of `WGMMA_ROWS` rows, from token `start` on, whose tokens are not low <= token < high."""
+        rows = layout(rows_smem[...])
+        seen = mask.seen(low - start, high - start, rows.shape, self.geometry)
+        rows_smem[...] = jnp.where(seen, rows, jnp.zeros_like(rows))
+
+    # Results.
+
+    def store_out(self, out_smem, out: Array) -> None:
+        """Stores O^T [head_size, columns] as [columns, head_size]."""
+        store(out_smem.T, out)
+
+    def store_partial_out(self, partial_smem, out: Array, row: int) -> None:
+        """Stores O^T, or one of its head slices, from `row` on."""
+        partial_smem[pl.ds(row, out.shape[0])] = out
+
+
+def tokens_of_run(offset, geometry: Geometry) -> Any:
+    """The run of tokens at `offset`, as an index into the tokens of its block."""
+    size = geometry.run_tokens
+    return slice(None) if size == geometry.problem.block_size else pl.ds(pl.multiple_of(offset, size), size)

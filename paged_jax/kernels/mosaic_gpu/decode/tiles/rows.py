@@ -1,0 +1,17 @@
+"""Rows of a tile, in MLIR: which ones a thread has, and their tokens."""
+
+from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.hopper.inline import WARP, add, div, mul, rem, thread_index
+
+
+def first_row():
+    """The first row that a thread has of an array in wgmma's layout: lane 4 * g + t of warp w has row 16 * w + g."""
+    return add(mul(div(thread_index(), WARP), 16), div(rem(thread_index(), WARP), 4))
+
+
+def token_of_row(row, geometry: Geometry):
+    """The token of a row of a tile, as `mask.token_of_row` has it."""
+    fold, run = geometry.tuning.fold, geometry.run_tokens
+    if fold == 1:
+        return row
+    return add(mul(div(row, fold * run), run), rem(row, run))

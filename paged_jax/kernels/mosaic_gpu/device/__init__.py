@@ -1,1 +1,0 @@
-"""Code that is traced into kernels, and what describes it: references, shared memory, outputs."""

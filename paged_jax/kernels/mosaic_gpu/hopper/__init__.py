@@ -1,0 +1,1 @@
+"""What all kernels for Hopper share, and nothing that only one of them has."""

@@ -1,0 +1,39 @@
+"""Logits: products of queries and keys, scaled and capped; and what sinks add to their softmax."""
+
+import jax.numpy as jnp
+from jax import lax
+
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
+from paged_jax.kernels.mosaic_gpu.hopper.registers import exp
+from paged_jax.kernels.problem import Problem, ScaleKind
+
+_SERIES_BELOW = 0.04
+"""The square up to which four terms of tanh's series err by less than a unit of float32."""
+
+
+def scaled_logits(products, factor, problem: Problem):
+    """Products of queries and keys, scaled and capped."""
+    logits = products * factor
+    return logits if problem.logits_soft_cap is None else _capped(logits, problem.logits_soft_cap)
+
+
+def _capped(logits, cap: float):
+    """cap * tanh(logits / cap). The formula with an exponential cancels near 0, where the series does not."""
+    x = logits * (1 / cap)
+    square = x * x
+    series = logits * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
+    return jnp.where(square < _SERIES_BELOW, series, cap - (2 * cap) / (exp(2 * x) + 1))
+
+
+def cache_scale(scale_gmem, kind: ScaleKind, kv_head: Scalar):
+    """The scale that all tokens of a kv head have in common; 1 if there is none."""
+    if kind in (ScaleKind.NONE, ScaleKind.SLOT):
+        return 1.0
+    return scale_gmem[kv_head if kind is ScaleKind.HEAD else 0]
+
+
+def join_sinks(sinks, maxima, sums):
+    """The maxima and sums of the softmax with its heads' sinks, and the factor of what it has summed up of values."""
+    with_sinks = lax.max(maxima, sinks)
+    rescale = exp(maxima - with_sinks)
+    return with_sinks, sums * rescale + exp(sinks - with_sinks), rescale

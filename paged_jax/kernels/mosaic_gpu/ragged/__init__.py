@@ -1,0 +1,1 @@
+"""The ragged kernel: any number of queries for each sequence."""

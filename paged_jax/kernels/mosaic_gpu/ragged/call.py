@@ -1,0 +1,118 @@
+"""Ragged attention: prefill, chunks, speculative tokens and decodes in one launch, and a merge of split contexts.
+
+The ops' arrays become `Inputs` here, and what is static in a call its `Problem`, `Tuning` and `Geometry`.
+"""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import Array
+
+from paged_jax.kernels import problem as facts
+from paged_jax.kernels.in_place import apart
+from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT
+from paged_jax.kernels.mosaic_gpu.ragged import choose, count
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.ragged.kernel import attend
+from paged_jax.kernels.mosaic_gpu.ragged.merge import MergeRefs, merge
+from paged_jax.kernels.mosaic_gpu.ragged.refs import Inputs, Lengths
+from paged_jax.kernels.problem import Device, Problem, ScaleKind
+from paged_jax.options import AttentionOptions, head_axis
+from paged_jax.shapes import BlockTables, Cache, NewTokens, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
+
+_FEW_QUERIES = 4  # of a sequence, on average
+
+
+def leads(operands: Any, *, prefix: bool = False) -> bool:
+    """Whether this kernel, if it takes the call, comes before Triton's.
+
+    It does, but for three kinds of batches with few queries a sequence (the headings are those of benchmarks/LOG.md):
+
+    - a single sequence over 16 bits ("Random batches of ragged attention");
+    - caches of 8 bits in `prefix_attention` or with a scale for each slot. Their tiles are still converted by all warps
+      together, which "Ragged attention over 8 bits on Hopper" changed for the others;
+    - a block-sparse pattern that all heads of a group share ("Block-sparse patterns and 8 bits in layout vllm").
+    """
+    num_seqs, options = operands.seq_lens.shape[0], operands.options
+    if operands.query.shape[0] > _FEW_QUERIES * num_seqs:
+        return True
+    if operands.key_cache.dtype.itemsize == 1:
+        scales = (ScaleKind.of(scale) for scale in (options.k_scale, options.v_scale))
+        if prefix or ScaleKind.SLOT in scales:
+            return False
+    elif num_seqs == 1:
+        return False
+    if options.block_sparse is None:
+        return True
+    has_groups = operands.query.shape[1] > operands.key_cache.shape[head_axis(options.layout)]
+    return has_groups and max(options.block_sparse.head_sliding_step, 0) % options.block_sparse.vert_stride > 0
+
+
+def ragged_paged_attention(
+    query: RaggedQuery,
+    key_cache: Cache,
+    value_cache: Cache,
+    block_tables: BlockTables,
+    seq_lens: SeqLens,
+    query_start_loc: QueryStartLoc,
+    options: AttentionOptions,
+) -> tuple[RaggedQuery, RaggedLse]:
+    """Attends to caches that hold the queries' own tokens too."""
+    caches = key_cache, value_cache, block_tables
+    return _attend(query, (), caches, seq_lens, query_start_loc, options)
+
+
+def prefix_attention(
+    query: RaggedQuery,
+    key: NewTokens,
+    value: NewTokens,
+    key_cache: Cache,
+    value_cache: Cache,
+    block_tables: BlockTables,
+    seq_lens: SeqLens,
+    query_start_loc: QueryStartLoc,
+    options: AttentionOptions,
+) -> tuple[RaggedQuery, RaggedLse]:
+    """Attends as `ragged_paged_attention` does, to new keys and values that are in arrays of their own."""
+    caches = key_cache, value_cache, block_tables
+    return _attend(query, (key, value), caches, seq_lens, query_start_loc, options)
+
+
+def device() -> Device:
+    """The GPU that the program is for; the tests put another one in its place."""
+    return facts.device()
+
+
+def _attend(
+    query: Array,
+    new: tuple[Array, ...],
+    caches: tuple[Array, Array, Array],
+    seq_lens: Array,
+    query_start_loc: Array,
+    options: AttentionOptions,
+) -> tuple[Array, Array]:
+    """Runs the kernels; `new` has the new tokens' keys and values if they are in arrays of their own."""
+    problem, prefix = Problem.of_call(query, *caches, options), len(new) > 0
+    geometry = Geometry(problem, choose.tune(problem, device(), prefix=prefix), prefix)
+    if problem.num_tokens * problem.num_seqs * problem.num_blocks * problem.max_seq_len == 0:
+        return jnp.zeros(query.shape, query.dtype), jnp.full(query.shape[:2], -jnp.inf, jnp.float32)
+    vectors = jax.tree.map(jnp.atleast_1d, facts.OptionArrays.of(options))
+    counts = count.count_before_kernel(query_start_loc, seq_lens, geometry)
+
+    def run(refs):
+        claimed_ref, out_ref, lse_ref = refs
+        inputs = Inputs(query, *caches, Lengths(seq_lens, query_start_loc), claimed_ref, counts, vectors, *new)
+        results = attend(geometry, inputs)
+        out_ref[...], lse_ref[...] = results.out, results.lse
+        if geometry.merges:
+            counted = results.counts if geometry.tuning.counts_in_kernel else counts
+            counted = counted._replace(wide_programs=ABSENT)
+            partials = results.wide_partials, results.thin_partials
+            sinks = vectors.per_head.sinks
+            merge(geometry, MergeRefs(query_start_loc, seq_lens, sinks, counted, *partials, out_ref, lse_ref))
+
+    claimed = jnp.zeros((2,), jnp.int32)  # the kernel writes to it, so that it has to be a reference
+    unwritten = jnp.zeros(query.shape, query.dtype), jnp.zeros(query.shape[:2], jnp.float32)  # XLA drops them
+    return apart(pl.run_state(run)((claimed, *unwritten))[1:])

@@ -1,0 +1,94 @@
+"""How ragged attention is computed: its `Tuning`, which a pure function of its `Problem` and the `Device` chooses.
+
+What the kernels cannot do is refused here, with every reason.
+"""
+
+from collections.abc import Iterator
+
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import THREADS, Geometry
+from paged_jax.kernels.mosaic_gpu.ragged.refs import shared_memory_bytes
+from paged_jax.kernels.mosaic_gpu.ragged.tuning import Tuning
+from paged_jax.kernels.problem import Device, Problem, ScaleKind, Unsupported
+
+_NAME = "mosaic_gpu"
+
+# What the kernels take.
+_HOPPER = 90  # compute capability 9.0, times ten
+_LARGEST_GROUP = WGMMA_ROWS  # query heads of a kv head
+_LEAST_HEAD_SIZE, _LARGEST_HEAD_SIZE = 16, 256
+_LEAST_BLOCK_SIZE = 8
+
+_PROGRAM_MEMORY = 227 * 1024  # bytes of shared memory that one program may have
+_MOST_REGISTERS = 200  # of a thread that computes, for O, S and P
+_MOST_COUNTED = 4 * THREADS  # sequences that the kernel counts, in shared memory
+
+
+def tune(problem: Problem, device: Device, *, prefix: bool) -> Tuning:
+    """Chooses the first of some tilings that fits in registers and in shared memory.
+
+    Raises:
+      Unsupported: the kernels cannot do what the problem asks for.
+    """
+    refusals = [*_refusals(problem, device), *(_prefix_refusals(problem) if prefix else ())]
+    if refusals:
+        raise Unsupported(_NAME, refusals)
+    for tuning in _tilings(problem, device):
+        if shared_memory_bytes(Geometry(problem, tuning, prefix)) <= _PROGRAM_MEMORY:
+            return tuning
+    what = f"head_size {problem.head_size} with caches of {problem.cache_dtype}"
+    raise Unsupported(_NAME, [f"lacks {what} in ragged attention: no tile fits in shared memory"])
+
+
+def _tilings(problem: Problem, device: Device) -> Iterator[Tuning]:
+    """Tunings with tiles that fit in registers, best first."""
+    for tile, stages, queries in ((128, 4, 2), (128, 2, 2), (128, 2, 1), (64, 4, 2), (64, 2, 2), (64, 2, 1)):
+        if problem.head_size / 2 + tile <= _MOST_REGISTERS:
+            yield Tuning(
+                num_programs=device.num_multiprocessors,
+                tile=tile,
+                thin_tile=tile,
+                stages=stages,
+                queries=queries,
+                counts_in_kernel=problem.num_seqs + 2 <= _MOST_COUNTED,
+            )
+
+
+def _refusals(problem: Problem, device: Device) -> list[str]:
+    """Everything that stands in the way of ragged attention."""
+    reasons = []
+    if device.capability != _HOPPER:
+        reasons.append(f"needs compute capability {_HOPPER / 10}, this GPU has {device.capability / 10}")
+    if problem.query_dtype not in ("float16", "bfloat16"):
+        reasons.append(f"lacks queries of {problem.query_dtype}, takes float16 and bfloat16")
+    if problem.cache_dtype != problem.query_dtype and problem.cache_itemsize > 1:
+        wanted = f"caches of {problem.cache_dtype} for queries of {problem.query_dtype}"
+        reasons.append(f"lacks ragged attention over {wanted}")
+    if problem.head_size % 16 or not _LEAST_HEAD_SIZE <= problem.head_size <= _LARGEST_HEAD_SIZE:
+        takes = f"takes multiples of 16 from {_LEAST_HEAD_SIZE} to {_LARGEST_HEAD_SIZE}"
+        reasons.append(f"lacks head_size {problem.head_size} in ragged attention, {takes}")
+    if problem.block_size < _LEAST_BLOCK_SIZE:
+        reasons.append(f"lacks block_size {problem.block_size}, takes {_LEAST_BLOCK_SIZE} and more")
+    if problem.group > _LARGEST_GROUP:
+        reasons.append(f"lacks groups of {problem.group} query heads, takes up to {_LARGEST_GROUP}")
+    if problem.layout == "vllm":
+        reasons.append("lacks layout 'vllm' in ragged attention")
+    sparse = problem.block_sparse
+    slides = sparse is not None and sparse.head_sliding_step % sparse.vert_stride > 0
+    if sparse is not None and slides and sparse.vert_stride * problem.num_heads >= 1 << 31:
+        reasons.append(f"lacks a vert_stride of {sparse.vert_stride} for {problem.num_heads} heads, beyond 32 bits")
+    if problem.v_scale is ScaleKind.SLOT and problem.query_dtype == "float16":
+        reasons.append("lacks v_scale for each slot in ragged attention of float16, which may not hold its products")
+    return reasons
+
+
+def _prefix_refusals(problem: Problem) -> list[str]:
+    """Everything that stands in the way of new keys and values in arrays of their own, too."""
+    reasons = []
+    if problem.query_dtype == "float16" and problem.v_scale is not ScaleKind.NONE:
+        reasons.append("lacks prefix_attention of float16 with v_scale, whose inverse float16 may not hold")
+    if ScaleKind.SLOT in (problem.k_scale, problem.v_scale):
+        reasons.append("lacks prefix_attention with scales for each slot")
+    if problem.max_blocks_per_seq * problem.num_blocks == 0:
+        reasons.append("lacks prefix_attention without a cache")
+    return reasons

@@ -1,0 +1,170 @@
+"""Which work items ragged attention has, and which tokens of K and V an item sees.
+
+The query tokens of a sequence are cut into tiles. A work item is such a tile with all heads of one kv head's group:
+
+    wide    up to 2 * half_tokens tokens, 128 rows: each warpgroup has 64 rows, and both read every tile of K and V
+    thin    up to half_tokens tokens, 64 rows: both warpgroups have the same rows, and take tiles of K and V in turn
+
+Only the last tile of a sequence may be thin. But where all sequences are known to have few queries (`max_query_len`),
+all tiles are, so that there is half as much code to fetch. Rows past those of the last sequence are one sequence more,
+of which no token is in the cache: its items write zeros.
+
+The items of each kind are numbered: sequence by sequence in the order of `count.py`, in a sequence head by head,
+and of a head the last tile of query tokens first, as it sees most. An item that costs more than a share of all work is
+cut into splits of the context, and each split is an item of its own. `count.py` says what a share is, and counts
+how many items come before each sequence.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least, cdiv
+from paged_jax.kernels.mosaic_gpu.ragged import count
+from paged_jax.kernels.mosaic_gpu.ragged import sequence as sequences
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import NO_ITEM, ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.pattern import Pattern, number_of, pattern_of, token_of
+from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Counts, Lengths
+from paged_jax.kernels.mosaic_gpu.ragged.sequence import Sequence
+
+WHOLE = -1
+"""The `partial` of an item that is not split."""
+
+
+class Item(NamedTuple):
+    """A work item, or one of its splits."""
+
+    kind: Scalar  # NO_ITEM, WIDE or THIN
+    kv_head: Scalar
+    seq: Scalar  # row of the block tables
+    first_token: Scalar  # row of the query
+    num_tokens: Scalar  # query tokens
+    position: Scalar  # of the first query token, in its sequence
+    origin: Scalar  # number of the first token of the first tile
+    begin: Scalar  # some row sees begin <= token < end; `begin` may be before the first tile
+    end: Scalar
+    values_end: Scalar  # the end of the tokens that have keys and values
+    num_tiles: Scalar
+    cached_tiles: Scalar  # the first tiles, which are in the cache; the others are of new tokens' own arrays
+    context_len: Scalar  # tokens in the cache
+    new_origin: Scalar  # number of the first token of the first tile of new tokens
+    partial: Scalar  # the index of the partial result that it leaves, or WHOLE
+
+
+class Span(NamedTuple):
+    """The tokens of a tile, by their positions."""
+
+    number: Scalar  # of the first one
+    starts: tuple[Scalar, ...]  # a row of the tile is the token starts[stretch] + row
+    begin: Scalar  # no row sees tokens before
+    end: Scalar  # no row sees tokens from there on
+    values_end: Scalar  # the end of the tokens that have keys and values
+    is_new: Any  # whether they are of new tokens' own arrays
+    pattern: Pattern | None  # the item's
+
+
+class _Context(NamedTuple):
+    """All tokens of K and V that an item sees, before it is split."""
+
+    begin: Scalar
+    end: Scalar
+    context_len: Scalar
+    origin: Scalar
+    cached_tiles: Scalar
+    new_origin: Scalar
+    num_tiles: Scalar
+
+
+def find(number: Scalar, counts: Counts, lengths_gmem: Lengths, kind: ItemKind) -> Item:
+    """The item of a number; its kind is NO_ITEM if there is no such item."""
+    problem = kind.geometry.problem
+    exists = number < count.total(Counted.ITEMS, kind, counts)
+    place = lax.min(count.search(number, Counted.ITEMS, kind, counts), jnp.int32(problem.num_seqs))
+    seq = count.sequence_at(place, counts, kind.geometry)
+    sequence = sequences.sequence_of(seq, lengths_gmem, problem)
+    splits = count.num_splits(place, sequence, kind, counts)
+    of_sequence = number - count.before(Counted.ITEMS, place, kind, counts)
+    split, unsplit = lax.rem(of_sequence, splits), lax.div(of_sequence, splits)
+    if kind.has_several:
+        query_tiles = at_least(sequences.query_tiles(sequence, kind), 1)
+        query_tile, kv_head = query_tiles - 1 - lax.rem(unsplit, query_tiles), lax.div(unsplit, query_tiles)
+    else:
+        query_tile, kv_head = jnp.int32(0), unsplit
+    first = sequences.first_query(sequence, kind) + query_tile * kind.tokens
+    num_tokens = lax.min(sequence.query_len - first, jnp.int32(kind.tokens))
+    position = sequence.seq_len - sequence.query_len + first
+    context = _context(sequence, position, num_tokens, kv_head, kind)
+    tiles_each = lax.div(context.num_tiles + splits - 1, splits)
+    first_tile = lax.min(split * tiles_each, context.num_tiles)
+    partial = jnp.int32(WHOLE)
+    return Item(
+        kind=jnp.where(exists, kind.number, NO_ITEM),
+        kv_head=kv_head,
+        seq=lax.min(seq, jnp.int32(problem.num_seqs - 1)),
+        first_token=sequence.first_token + first,
+        num_tokens=num_tokens,
+        position=position,
+        origin=context.origin + first_tile * kind.tile,
+        begin=context.begin,
+        end=context.end,
+        # What follows `end` in the last tile is usually seen by other queries, so that it has values. Where queries see
+        # stripes only, nobody may see it, and it may be NaN.
+        values_end=context.end if kind.geometry.sees_stripes_only else sequences.values_end(sequence, problem),
+        num_tiles=lax.min(tiles_each, context.num_tiles - first_tile),
+        cached_tiles=lax.clamp(
+            jnp.int32(0), context.cached_tiles - first_tile, lax.min(tiles_each, context.num_tiles - first_tile)
+        ),
+        context_len=context.context_len,
+        new_origin=context.new_origin + at_least(first_tile - context.cached_tiles, 0) * kind.tile,
+        partial=jnp.where(splits > 1, count.before(Counted.PARTIALS, place, kind, counts) + of_sequence, partial)
+        if kind.may_split
+        else partial,
+    )
+
+
+def _context(sequence: Sequence, position: Scalar, num_tokens: Scalar, kv_head: Scalar, kind: ItemKind) -> _Context:
+    """What a tile of query tokens sees, which begins at a position: first tiles of the cache, then of new tokens."""
+    geometry, align = kind.geometry, kind.origin_alignment
+    begin, end = sequences.visible(sequence, position, num_tokens, geometry.problem)
+    context_len = sequences.context_len(sequence, geometry)
+    pattern = pattern_of(kv_head, position, begin, end, geometry)
+    first, last = (number_of(token, pattern, geometry) for token in (begin, end))
+    origin = lax.div(first, jnp.int32(align)) * align
+    has_cached, cached_end = begin < context_len, lax.min(end, context_len)
+    cached_tiles = jnp.where(has_cached, cdiv(number_of(cached_end, pattern, geometry) - origin, kind.tile), 0)
+    new_origin = last
+    if geometry.prefix:
+        new_origin = number_of(lax.max(begin, sequence.seq_len - sequence.query_len), pattern, geometry)
+        if pattern is not None:
+            new_origin = lax.div(new_origin, jnp.int32(align)) * align
+    num_tiles = cached_tiles + cdiv(last - new_origin, kind.tile)
+    return _Context(begin, end, context_len, origin, cached_tiles, new_origin, num_tiles)
+
+
+def span_of(item: Item, tile: Scalar, kind: ItemKind) -> Span:
+    """The tokens of an item's tile of this number."""
+    pattern, begin, end, values_end = pattern_of_item(item, kind), item.begin, item.end, item.values_end
+    if not kind.geometry.prefix:
+        is_new, number = False, item.origin + tile * kind.tile
+    else:
+        is_new = tile >= item.cached_tiles
+        new_number = item.new_origin + (tile - item.cached_tiles) * kind.tile
+        number = jnp.where(is_new, new_number, item.origin + tile * kind.tile)
+        end, values_end = (jnp.where(is_new, x, lax.min(x, item.context_len)) for x in (end, values_end))
+        if pattern is not None:  # the first tile of new tokens may begin before them
+            begin = jnp.where(is_new, lax.max(begin, item.context_len), begin)
+    firsts = range(0, kind.tile, kind.stretch_tokens)
+    starts = tuple(token_of(number + first, pattern, kind.geometry) - first for first in firsts)
+    return Span(number, starts, begin, end, values_end, is_new, pattern)
+
+
+def pattern_of_item(item: Item, kind: ItemKind) -> Pattern | None:
+    """The block-sparse pattern of an item, if there is one."""
+    return pattern_of(item.kv_head, item.position, item.begin, item.end, kind.geometry)
+
+
+def num_whole_tiles(item: Item, kind: ItemKind) -> Scalar:
+    """How many of an item's tiles end before the tokens that have values do."""
+    end = number_of(item.values_end, pattern_of_item(item, kind), kind.geometry)
+    return lax.div(end - item.origin, jnp.int32(kind.tile))

@@ -1,0 +1,84 @@
+"""The matrix products of a warpgroup's 64 query rows with a tile, on the matrix units (wgmma).
+
+A warpgroup computes something else while a product is on its way, which `then` and `meanwhile` say.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array
+
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref
+
+Then = Callable[[], None] | None
+
+
+def scores(query_smem: Ref, keys_smem: Ref, then: Then = None) -> Array:
+    """S = Q K^T; `then` runs when the product is on its way."""
+
+    def multiply(acc):
+        plgpu.wgmma(acc, query_smem, keys_smem.T)
+        if then is not None:
+            then()
+        return acc[...]
+
+    return pl.run_scoped(multiply, _accumulator((WGMMA_ROWS, keys_smem.shape[0])))
+
+
+def accumulate(out: Array, weights: Array, values_smem: Ref, then: Then = None) -> Any:
+    """O + P V; `then` runs when the product is on its way."""
+
+    def multiply(acc):
+        plgpu.wgmma(acc, weights, values_smem)
+        if then is not None:
+            then()
+
+    return pl.run_state(multiply)(plgpu.ACC.init(out))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def score_and_accumulate(
+    query_smem: Ref,
+    keys_smem: Ref,
+    out: Array,
+    weights: Array,
+    values_smem: Ref,
+    then: Callable[[], None],
+    meanwhile: Callable[[Array, Callable[[], None]], Any],
+    *,
+    in_halves: bool,
+) -> tuple[Any, Any]:
+    """S = Q K^T, and right behind it O + P V: what `meanwhile` makes of S under the second product, and the new O.
+
+    `then` runs when both are on their way. If `in_halves`, it runs when `meanwhile` calls the function that it gets
+    with S, which also starts the second half of the second product.
+    """
+    tile = weights.shape[1]
+    early = tile // 2 if in_halves else tile
+
+    def multiply(scores_acc, out_acc):
+        def add(begin: int, end: int):
+            plgpu.wgmma(out_acc, weights[:, begin:end], values_smem.at[pl.ds(begin, end - begin)])
+
+        def go_on():
+            if in_halves:
+                then()
+                add(early, tile)
+
+        out_acc[...] = out
+        plgpu.wgmma(scores_acc, query_smem, keys_smem.T)
+        add(0, early)
+        if not in_halves:
+            then()
+        results = meanwhile(plgpu.wgmma_accumulator_load(scores_acc, wait_n=1), go_on)
+        return results, out_acc[...]
+
+    return pl.run_scoped(multiply, _accumulator((WGMMA_ROWS, keys_smem.shape[0])), _accumulator(out.shape))
+
+
+def _accumulator(shape: Any) -> Any:
+    """Registers for the result of a product."""
+    return plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]

@@ -1,0 +1,228 @@
+"""The softmax's operations on the elements that each lane of a warpgroup has, below what Pallas has words for.
+
+A lane has two rows, 8 apart, of an array [64, n] in the layout of wgmma's results, and two neighbours of every 8
+columns: its registers are pairs [n / 8, 2]. Four lanes share a row.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, nvvm, scf, vector
+from jaxlib.mlir.dialects import math as mlir_math
+
+from paged_jax.kernels.mosaic_gpu.hopper.inline import (
+    SCALAR,
+    WARP,
+    add,
+    address,
+    array,
+    assembly,
+    div,
+    element,
+    i32,
+    inline,
+    mul,
+    rem,
+    thread_index_read_again,
+)
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
+
+_BY_ROW = plgpu.Layout.WGMMA.reduce(1)
+_ALL = 0xFFFFFFFF  # lanes
+
+
+def row_numbers() -> Array:
+    """0 to 63, [64]. They come from the thread's index read again, which keeps no register alive over loops."""
+
+    @inline(returns=(WGMMA_ROWS,), dtype="int32", layout=_BY_ROW)
+    def compute(_):
+        index = thread_index_read_again()
+        first = add(mul(div(index, WARP), WGMMA_ROWS // 4), div(rem(index, WARP), 4))
+        return _rows([first, add(first, i32(8))], is_signed=True)
+
+    return compute()
+
+
+def in_each_lane(x: Any) -> Array:
+    """A scalar for all rows, [64], in a register of each lane.
+
+    Out of a register that a whole warp shares, the assembler would have the exponentials begin later. It cannot see
+    that 0 times the thread's index adds nothing.
+    """
+
+    @inline(SCALAR, returns=(WGMMA_ROWS,), dtype="float32", layout=_BY_ROW)
+    def compute(_, x):
+        code = "{ .reg .f32 index; cvt.rn.f32.u32 index, $1; fma.rn.f32 $0, index, 0f00000000, $2; }"
+        return _rows(assembly(code, "=f,r,f", thread_index_read_again(), x.registers.item(), results=1) * 2)
+
+    return compute(x)
+
+
+def sums(x: Array) -> Array:
+    """The sum of each lane's own columns. As an array [64], its rows have different values in each of four lanes."""
+
+    @inline(plgpu.Layout.WGMMA, returns=(WGMMA_ROWS,), dtype="float32", layout=_BY_ROW)
+    def compute(_, x):
+        pairs = x.registers.reshape(-1, 2)
+        return _rows([_sum([element(pair, i) for pair in pairs[:, h] for i in range(2)]) for h in range(2)])
+
+    return compute(x)
+
+
+def sum_of_lanes(x: Array) -> Array:
+    """The sums of rows, from what the four lanes of a row have."""
+
+    @inline(_BY_ROW, returns=(WGMMA_ROWS,), dtype="float32", layout=_BY_ROW)
+    def compute(_, x):
+        totals = [element(register, 0) for register in x.registers.flat]
+        for distance in (1, 2):
+            totals = [arith.addf(total, mgpu.utils.shfl_bfly(total, distance)) for total in totals]
+        return _rows(totals)
+
+    return compute(x)
+
+
+def raised(maxima: Array, x: Array, factor: Any, lag: float) -> Array:
+    """Raises maxima [64] to those of the rows of x [64, n], where these are larger by more than `lag` / `factor`.
+
+    The factor is a scalar or [64]. Lanes exchange maxima only in warps where some lane's maximum has to be raised.
+    """
+
+    @inline(_BY_ROW, plgpu.Layout.WGMMA, _layout_of(factor), returns=(WGMMA_ROWS,), dtype="float32", layout=_BY_ROW)
+    def compute(_, maxima, x, factor):
+        factors, most = _of_both_rows(factor), mgpu.c(lag, ir.F32Type.get())
+        old = [element(register, 0) for register in maxima.registers.flat]
+        pairs = x.registers.reshape(-1, 2)
+        highest = [_highest([element(pair, i) for pair in pairs[:, h] for i in range(2)]) for h in range(2)]
+
+        def lags(h: int, new):
+            return arith.cmpf(arith.CmpFPredicate.OGT, arith.mulf(arith.subf(new, old[h]), factors[h]), most)
+
+        some = nvvm.vote_sync(i32(_ALL), arith.ori(*[lags(h, highest[h]) for h in range(2)]), "any")
+        branch = scf.IfOp(some, [value.type for value in old], has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            new = highest
+            for distance in (1, 2):
+                new = [arith.maximumf(value, mgpu.utils.shfl_bfly(value, distance)) for value in new]
+            scf.yield_([arith.select(lags(h, new[h]), new[h], old[h]) for h in range(2)])
+        with ir.InsertionPoint(branch.else_block):  # pyright: ignore[reportCallIssue, reportArgumentType]
+            scf.yield_(old)
+        return _rows(list(branch.results))
+
+    return compute(maxima, x, factor)
+
+
+def exponentials(x: Array, factor: Any, bases: Array) -> Array:
+    """2 ** (x * factor - bases), of x [64, n], a factor or [64], and bases [64]. The exponent is rounded once."""
+    shape = x.shape
+
+    @inline(plgpu.Layout.WGMMA, _layout_of(factor), _BY_ROW, returns=shape, dtype="float32")
+    def compute(_, x, factor, bases):
+        pairs = x.registers.reshape(-1, 2)
+        kind = pairs[0, 0].type
+        factors = [vector.broadcast(kind, value) for value in _of_both_rows(factor)]
+        negative = [vector.broadcast(kind, arith.negf(element(register, 0))) for register in bases.registers.flat]
+        exponents = [mlir_math.fma(pair, factors[h], negative[h]) for row in pairs for h, pair in enumerate(row)]
+        return array(np.array(exponents, object), x.layout, shape).exp2(approx=True)
+
+    return compute(x, factor, bases)
+
+
+def rescaled(x: Array, factors: Array) -> Array:
+    """x [64, n] times factors [64]. A warp whose factors are all 1 multiplies nothing."""
+    shape = x.shape
+
+    @inline(plgpu.Layout.WGMMA, _BY_ROW, returns=shape, dtype="float32")
+    def compute(_, x, factors):
+        pairs, factors = x.registers.reshape(-1, 2), [element(register, 0) for register in factors.registers.flat]
+        one = mgpu.c(1.0, ir.F32Type.get())
+        changes = [arith.cmpf(arith.CmpFPredicate.UNE, factor, one) for factor in factors]
+        some = nvvm.vote_sync(i32(_ALL), arith.ori(*changes), "any")
+        branch = scf.IfOp(some, [pair.type for pair in pairs.flat], has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            of_pairs = [vector.broadcast(pairs.flat[0].type, factor) for factor in factors]
+            scf.yield_([arith.mulf(pair, of_pairs[h]) for row in pairs for h, pair in enumerate(row)])
+        with ir.InsertionPoint(branch.else_block):  # pyright: ignore[reportCallIssue, reportArgumentType]
+            scf.yield_(list(pairs.flat))
+        return array(np.array(list(branch.results), object), x.layout, shape)
+
+    return compute(x, factors)
+
+
+def side_by_side(values: Sequence[Any], columns: int) -> Array:
+    """Integers [64, columns]: as many neighbouring columns of each value, which is an array [64] or one for all rows.
+
+    Eight columns or more have the same value, so that it takes no instruction to have it in each.
+    """
+
+    @inline(*[_BY_ROW if x.ndim else SCALAR for x in values], returns=(WGMMA_ROWS, columns), dtype="int32")
+    def compute(_, *values):
+        pair = ir.VectorType.get((2,), ir.IntegerType.get_signless(32))
+        registers = np.empty((columns // 8, 2), object)
+        for chunk, h in np.ndindex(registers.shape):
+            value = values[chunk * 8 * len(values) // columns].registers.flat
+            one = element(value[h], 0) if len(value) > 1 else value[0]
+            registers[chunk, h] = vector.broadcast(pair, one)
+        return array(registers, mgpu.WGMMA_LAYOUT, (WGMMA_ROWS, columns), is_signed=True)
+
+    return compute(*values)
+
+
+def settle(sums: Array, unused_smem: Any) -> None:
+    """Keeps the compiler from putting off what the sums depend on until the matrix units are done.
+
+    A store depends on the sums, and the compiler cannot move it behind what follows. It never stores anything, as no
+    sum is negative.
+    """
+
+    @inline(_BY_ROW, plgpu.RefType())
+    def compute(_, sums, unused_smem):
+        word = ir.IntegerType.get_signless(32)
+        words = arith.ori(*[arith.bitcast(word, element(register, 0)) for register in sums.registers.flat])
+        code = "{ .reg .pred negative; setp.lt.s32 negative, $0, 0; @negative st.shared.b32 [$1], $0; }"
+        assembly(code, "r,r", words, address(unused_smem))
+
+    compute(sums, unused_smem)
+
+
+def _layout_of(factor: Any) -> Any:
+    """The layout of a factor that is a scalar or [64]."""
+    return _BY_ROW if jnp.ndim(factor) else SCALAR
+
+
+def _of_both_rows(factor) -> list:
+    """The factors of a lane's two rows."""
+    if factor.registers.size == 1:
+        return [factor.registers.item()] * 2
+    return [element(register, 0) for register in factor.registers.flat]
+
+
+def _rows(values, *, is_signed: bool | None = None) -> mgpu.FragmentedArray:
+    """An array [64] of a lane's two values, one for each of its rows."""
+    one = ir.VectorType.get((1,), values[0].type)
+    registers = np.empty(2, object)
+    for i, value in enumerate(values):
+        registers[i] = vector.broadcast(one, value)
+    return array(registers, mgpu.WGMMA_ROW_LAYOUT, (WGMMA_ROWS,), is_signed)
+
+
+def _sum(values):
+    return _in_two_chains(arith.addf, values)
+
+
+def _highest(values):
+    return _in_two_chains(arith.maximumf, values)
+
+
+def _in_two_chains(join: Callable, values: Sequence):
+    """Joins all values in two chains, so that one step need not wait for the other."""
+    chains = [values[0], values[1]]
+    for i, value in enumerate(values[2:]):
+        chains[i % 2] = join(chains[i % 2], value)
+    return join(*chains)

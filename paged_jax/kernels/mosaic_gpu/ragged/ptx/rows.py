@@ -1,0 +1,248 @@
+"""Rows of queries and of results, 16 bytes at a time, below what Pallas has words for.
+
+A warpgroup's 64 rows are its query tokens, each with all heads of the group: row = token * group + head. In global
+memory the heads of a group are neighbours, and tokens are num_heads * head_size elements apart. In shared memory rows
+lie as wgmma takes them:
+
+    [rows / 8, head_size / w, 8, w]     w elements are 32, 64 or 128 bytes, of which 16 bytes change places row by row
+
+All threads of a warpgroup take part in each of these functions.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax import Array
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, scf
+
+from paged_jax.kernels.mosaic_gpu.hopper.inline import (
+    SCALAR,
+    WARP,
+    WARPGROUP,
+    add,
+    address,
+    as_i32,
+    assembly,
+    bytes_of,
+    div,
+    element,
+    i32,
+    i64,
+    inline,
+    less,
+    mul,
+    rem,
+    thread_index_read_again,
+)
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.hopper.memory import transforms
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref
+from paged_jax.kernels.problem import Problem
+
+CHUNK = 16  # bytes that a thread copies at once
+
+
+class QueryRows(NamedTuple):
+    """Which rows of query, out and lse a warpgroup has: those of some tokens and of one kv head's group."""
+
+    first_token: Scalar
+    num_tokens: Scalar
+    kv_head: Scalar
+
+
+class Results(NamedTuple):
+    """Out and lse, in shared memory those of a warpgroup's rows."""
+
+    out: Ref
+    lse: Ref
+
+
+class Chunk(NamedTuple):
+    """16 bytes of a row. Its fields are values of MLIR."""
+
+    exists: Any  # whether there is such a row in global memory
+    offset: Any  # in global memory, in bytes
+    place: Any  # in shared memory, in bytes
+
+
+def load_queries(query_gmem: Ref, query_smem: Ref, rows: QueryRows, kind: ItemKind) -> None:
+    """Starts to copy rows of the query to 64 rows, those that are none of the query's as 0.
+
+    The products see them after `finish_copies` and a barrier.
+    """
+    layout = operand_transforms(kind.geometry.problem)
+
+    @inline(plgpu.RefType(), plgpu.RefType(layout), *[SCALAR] * len(rows))
+    def load(_, query_gmem, query_smem, *rows):
+        gmem, smem = address(query_gmem), address(query_smem)
+        _for_chunks(_values(rows), kind, lambda chunk: copy_chunk(smem, gmem, chunk), all_rows=True)
+
+    load(query_gmem, query_smem, *rows)
+
+
+def finish_copies() -> None:
+    """Waits until all that this warpgroup began to copy has arrived."""
+
+    @inline()
+    def wait(_):
+        assembly("cp.async.wait_all;", "")
+        assembly("fence.proxy.async.shared::cta;", "")
+
+    wait()
+
+
+def store_rows(smem: Results, gmem: Results, rows: QueryRows, kind: ItemKind) -> None:
+    """Stores the results of a warpgroup's rows, but for those that are none of the query's."""
+    problem = kind.geometry.problem
+    layout = operand_transforms(problem)
+
+    @inline(plgpu.RefType(layout), *[plgpu.RefType()] * 3, *[SCALAR] * len(rows))
+    def store(_, out_smem, lse_smem, out_gmem, lse_gmem, *rows):
+        query_rows = _values(rows)
+        out, out_place = address(out_gmem), address(out_smem)
+
+        def store_chunk(chunk: Chunk):
+            assembly(
+                """{ .reg .pred exists; .reg .b32 a, b, c, d; setp.ne.b32 exists, $0, 0;
+                ld.shared.v4.b32 {a, b, c, d}, [$1]; @exists st.global.v4.b32 [$2], {a, b, c, d}; }""",
+                "r,r,l",
+                as_i32(chunk.exists),
+                add(out_place, chunk.place),
+                add(out, chunk.offset),
+            )
+
+        _for_chunks(query_rows, kind, store_chunk, all_rows=kind.is_wide)
+        _store_lse(lse_smem, lse_gmem, query_rows, kind.geometry)
+
+    store(*smem, *gmem, *rows)
+
+
+def _store_lse(lse_smem, lse_gmem, rows: QueryRows, geometry: Geometry) -> None:
+    """Stores lse, a thread each row."""
+    thread = thread_index_read_again()
+    row = rem(thread, WGMMA_ROWS)
+    exists, index = _row_of_query(row, rows, geometry)
+    exists = arith.andi(exists, arith.cmpi(arith.CmpIPredicate.ult, thread, i32(WGMMA_ROWS)))
+    assembly(
+        """{ .reg .pred exists; .reg .b32 a; setp.ne.b32 exists, $0, 0;
+        ld.shared.b32 a, [$1]; @exists st.global.b32 [$2], a; }""",
+        "r,r,l",
+        as_i32(exists),
+        add(address(lse_smem), mul(row, 4)),
+        add(address(lse_gmem), bytes_of(index, 4)),
+    )
+
+
+def store_partial(partial_gmem: Ref, out: Array, num_tokens: Scalar, geometry: Geometry) -> None:
+    """Stores a warpgroup's O [64, head_size] from registers, but for rows that have none of its `num_tokens` tokens."""
+    d = geometry.problem.head_size
+
+    @inline(plgpu.RefType(), plgpu.Layout.WGMMA, SCALAR)
+    def store(_, partial_gmem, out, num_tokens):
+        index = thread_index_read_again()
+        lane, warp = rem(index, WARP), div(index, WARP)
+        end = mul(num_tokens.registers.item(), geometry.problem.group)
+        pairs = out.registers.reshape(d // 8, 2)  # of columns 8 * c + 2 * (lane % 4) + 0..1, rows + 8 * h
+        gmem = address(partial_gmem)
+        for h in range(2):
+            row = add(mul(warp, 16), add(div(lane, 4), i32(8 * h)))
+            exists = less(row, end)
+            column = mul(rem(lane, 4), 2)
+            start = add(gmem, bytes_of(add(mul(row, d), column), 4))
+            for c in range(d // 8):
+                values = [element(pairs[c, h], i) for i in range(2)]
+                assembly(
+                    "{ .reg .pred exists; setp.ne.b32 exists, $0, 0; @exists st.global.v2.f32 [$1], {$2, $3}; }",
+                    "r,l,f,f",
+                    as_i32(exists),
+                    add(start, i64(32 * c)),
+                    *values,
+                )
+
+    store(partial_gmem, out, num_tokens)
+
+
+def operand_transforms(problem: Problem) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
+    """How rows of head_size elements of the query's dtype lie in shared memory."""
+    return transforms(problem.head_size, problem.query_dtype)
+
+
+def copy_chunk(smem, gmem, chunk: Chunk) -> None:
+    """Starts to copy a chunk to shared memory, or zeros if there is none in global memory."""
+    size = arith.select(chunk.exists, i32(CHUNK), i32(0))
+    offset = arith.select(chunk.exists, chunk.offset, i64(0))
+    code = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
+    assembly(code, "r,l,r", add(smem, chunk.place), add(gmem, offset), size)
+
+
+def chunks_of_thread(num_rows: int, chunks_per_row: int) -> Iterator[tuple[Any, Any, Any]]:
+    """Yields this thread's chunks of an array, and of each its row and its column."""
+    first = thread_index_read_again()
+    for i in range(num_rows * chunks_per_row // WARPGROUP):
+        chunk = add(first, i32(WARPGROUP * i))
+        yield chunk, div(chunk, chunks_per_row), rem(chunk, chunks_per_row)
+
+
+def place_of(row, column, problem: Problem):
+    """Where a chunk of a row is in shared memory, in bytes."""
+    _, swizzle = operand_transforms(problem)
+    lanes = swizzle.swizzle // CHUNK
+    place = add(
+        mul(div(row, 8), 16 * problem.head_size),
+        add(
+            mul(div(column, lanes), 8 * swizzle.swizzle),
+            add(mul(rem(row, 8), swizzle.swizzle), mul(rem(column, lanes), CHUNK)),
+        ),
+    )
+    changed = arith.andi(arith.shrui(place, i32(3)), i32(CHUNK * (lanes - 1)))
+    return arith.xori(place, changed)
+
+
+def _for_chunks(rows: QueryRows, kind: ItemKind, do: Callable[[Chunk], None], *, all_rows: bool) -> None:
+    """Does something with this thread's chunks of a warpgroup's rows, or of those only that are the query's.
+
+    The rows of a thin item may be few, so that they have a loop; those of a wide one are nearly always all there.
+    """
+    geometry, row_bytes = kind.geometry, 2 * kind.geometry.problem.head_size
+    chunks_per_row = row_bytes // CHUNK
+
+    def do_chunk(row, column):
+        exists, index = _row_of_query(row, rows, geometry)
+        offset = arith.addi(bytes_of(index, row_bytes), bytes_of(column, CHUNK))
+        do(Chunk(exists, offset, place_of(row, column, geometry.problem)))
+
+    if kind.is_wide:
+        for _, row, column in chunks_of_thread(WGMMA_ROWS, chunks_per_row):
+            do_chunk(row, column)
+        return
+    num_rows = i32(WGMMA_ROWS) if all_rows else mul(rows.num_tokens, geometry.problem.group)
+    turns = div(add(mul(num_rows, chunks_per_row), i32(WARPGROUP - 1)), WARPGROUP)
+    bounds = [arith.index_cast(ir.IndexType.get(), x) for x in (i32(0), turns, i32(1))]
+    loop = scf.ForOp(*bounds)  # pyright: ignore[reportCallIssue]
+    with ir.InsertionPoint(loop.body):
+        assembly('.pragma "nounroll";', "")
+        turn = arith.index_cast(ir.IntegerType.get_signless(32), loop.induction_variable)
+        chunk = add(thread_index_read_again(), mul(turn, WARPGROUP))
+        do_chunk(div(chunk, chunks_per_row), rem(chunk, chunks_per_row))
+        scf.yield_([])
+
+
+def _row_of_query(row, rows: QueryRows, geometry: Geometry) -> tuple[Any, Any]:
+    """Whether a row of the warpgroup's is one of the query's, and which of its num_tokens * num_heads."""
+    group = geometry.problem.group
+    token = div(row, group)
+    exists = less(token, rows.num_tokens)
+    if geometry.half_tokens * group < WGMMA_ROWS:
+        used = arith.cmpi(arith.CmpIPredicate.ult, row, i32(geometry.half_tokens * group))
+        exists = arith.andi(exists, used)
+    head = add(mul(rows.kv_head, group), rem(row, group))
+    return exists, add(mul(add(rows.first_token, token), geometry.problem.num_heads), head)
+
+
+def _values(rows) -> QueryRows:
+    """The MLIR values of the scalars of `QueryRows`."""
+    return QueryRows(*(x.registers.item() for x in rows))

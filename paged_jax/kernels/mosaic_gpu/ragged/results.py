@@ -1,0 +1,97 @@
+"""What a program of the ragged kernel stores: out and lse of a whole item, or the partial result of a split.
+
+Out and lse leave through the shared memory of the query; a partial result goes from registers to memory. A thin item's
+rows are those of both warpgroups, each of which has seen half of the tiles: one hands its softmax over to the other,
+through the shared memory of the query, too.
+"""
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
+from paged_jax.kernels.mosaic_gpu.hopper.logits import join_sinks
+from paged_jax.kernels.mosaic_gpu.hopper.registers import LOG2E, exp, layout, log
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.plan import Item
+from paged_jax.kernels.mosaic_gpu.ragged.ptx import rows as ragged_rows
+from paged_jax.kernels.mosaic_gpu.ragged.ptx.rows import Results
+from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref, Refs, Scratch, Signal
+from paged_jax.kernels.mosaic_gpu.ragged.softmax import Rows, State, over_columns
+
+
+def hand_over(state: State, halves_smem: Ref, smem: Scratch, geometry: Geometry) -> None:
+    """Gives a warpgroup's softmax to the other one: O normalised, as 16 bits and what these leave out in 16 more."""
+    out, maxima, sums = state
+    dtype = geometry.operand_dtype
+    out = out * over_columns(1.0 / jnp.where(sums != 0, sums, 1.0), out.shape[1])
+    rounded = layout(out.astype(dtype))
+    halves_smem.at[1][...] = rounded
+    halves_smem.at[0][...] = layout((out - rounded.astype(jnp.float32)).astype(dtype))
+    smem.maxima[...] = maxima
+    smem.sums[...] = sums
+    plgpu.barrier_arrive(smem.signal(Signal.HANDED_OVER))
+
+
+def take_over(state: State, halves_smem: Ref, smem: Scratch) -> State:
+    """The softmax with that of the other warpgroup, who has handed it over."""
+    out, maxima, sums = state
+    by_row = plgpu.Layout.WGMMA.reduce(1)
+    rounded, lost = (plgpu.load(halves_smem.at[i], layout=plgpu.Layout.WGMMA).astype(jnp.float32) for i in (1, 0))
+    other_maxima, other_sums = (plgpu.load(ref, layout=by_row) for ref in (smem.maxima, smem.sums))
+    both = lax.max(maxima, other_maxima)
+    rescale, weight = exp(maxima - both), other_sums * exp(other_maxima - both)
+    out = out * over_columns(rescale, out.shape[1]) + (rounded + lost) * over_columns(weight, out.shape[1])
+    return State(layout(out), layout(both, 1), layout(sums * rescale + weight, 1))
+
+
+def store(
+    item: Item, half: Scalar, rows: Rows, state: State, results_smem: Results, refs: Refs, kind: ItemKind
+) -> None:
+    """Stores a half of an item, whose maxima are of logits of base e, through `results_smem`.
+
+    The place of lse is the warpgroup's own: while it stores a thin item, the other one may store what comes next.
+    """
+
+    def store_whole():
+        _store_whole(rows, state, results_smem, refs, kind)
+
+    def store_partial():
+        _store_partial(item.partial, half, rows, state, refs, kind)
+
+    if not kind.may_split:
+        store_whole()
+    else:
+        pl.when(item.partial < 0)(store_whole)
+        pl.when(item.partial >= 0)(store_partial)
+
+
+def _store_whole(rows: Rows, state: State, results_smem: Results, refs: Refs, kind: ItemKind) -> None:
+    """Stores out and lse. Rows that saw no token get out 0 and lse -inf."""
+    out, maxima, sums = state
+    seen = sums != 0  # NaN counts as seen: what is not a number must show
+    if rows.sinks is not None:
+        maxima, sums, rescale = join_sinks(rows.sinks, maxima, sums)
+        out = out * over_columns(rescale, out.shape[1])
+    sums = jnp.where(seen, sums, 1.0)
+    out = out * over_columns(rows.v_scale / sums, out.shape[1])
+    rounded = layout(out.astype(kind.geometry.problem.query_dtype))
+    if kind.geometry.divides_queries:  # the place is one of float16, of which only the bits are copied
+        rounded = lax.bitcast_convert_type(rounded, kind.geometry.operand_dtype)
+    results_smem.out[...] = rounded
+    results_smem.lse[...] = layout(jnp.where(seen, maxima + log(sums), -jnp.inf), 1)
+    results_gmem = Results(refs.outputs_gmem.out, refs.outputs_gmem.lse)
+    ragged_rows.store_rows(results_smem, results_gmem, rows.query, kind)
+
+
+def _store_partial(partial: Scalar, half: Scalar, rows: Rows, state: State, refs: Refs, kind: ItemKind) -> None:
+    """Stores a half of a partial result."""
+    out, maxima, sums = state
+    seen = sums != 0
+    divisor = jnp.where(seen, sums, 1.0)
+    partials_gmem = refs.outputs_gmem.partials(kind)
+    out = layout(out * over_columns(rows.v_scale / divisor, out.shape[1]))
+    ragged_rows.store_partial(partials_gmem.out.at[partial, half], out, rows.query.num_tokens, kind.geometry)
+    log_sums = jnp.where(seen, maxima * LOG2E + jnp.log2(divisor), -jnp.inf)
+    partials_gmem.log_sums.at[partial, half][...] = layout(log_sums, 1)

@@ -1,0 +1,115 @@
+"""A sequence of a ragged batch, and how its query tokens are cut into the tiles of wide and of thin items.
+
+A function takes one sequence of the device, whose fields are scalars, or all of them at once, whose fields are arrays.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least, cdiv, div
+from paged_jax.kernels.mosaic_gpu.ragged import pattern as patterns
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.refs import Lengths
+from paged_jax.kernels.problem import Problem
+
+# What is added before truncation. Wide items are rounded up, but for what is above an integer by less than an eighth;
+# thin ones, of which others fill the end of the call, to the nearest integer.
+_WIDE_ROUNDED, _THIN_ROUNDED = 0.874, 0.5
+
+
+class Sequence(NamedTuple):
+    """A sequence: its first row of the query, how many rows are its own, and its length."""
+
+    first_token: Any
+    query_len: Any
+    seq_len: Any
+
+
+def sequence_of(index: Scalar, lengths_gmem: Lengths, problem: Problem) -> Sequence:
+    """The sequence of this index; num_seqs is that of the padding, and later ones are empty."""
+    num_seqs, starts_gmem = problem.num_seqs, lengths_gmem.query_start_loc
+    start = starts_gmem[lax.min(index, jnp.int32(num_seqs))]
+    end = starts_gmem[lax.min(index + 1, jnp.int32(num_seqs))]
+    end = jnp.where(index == num_seqs, problem.num_tokens, end)
+    seq_len = lengths_gmem.seq_lens[lax.min(index, jnp.int32(num_seqs - 1))]
+    return Sequence(start, at_least(end - start, 0), jnp.where(index < num_seqs, seq_len, 0))
+
+
+def query_tiles(sequence: Sequence, kind: ItemKind) -> Any:
+    """Tiles of query tokens of this kind: a sequence has any number of wide ones, and one thin one or none.
+
+    Where there are no wide ones, a sequence has as many thin ones as it needs. The rows of padding may need several.
+    """
+    if kind.takes_all:
+        return cdiv(sequence.query_len, kind.tokens)
+    half, whole = kind.geometry.half_tokens, _whole_tiles(sequence, kind.geometry)
+    left_over = sequence.query_len - whole * (2 * half)
+    if kind.is_wide:
+        return whole + (left_over > half).astype(jnp.int32)
+    return ((left_over > 0) & (left_over <= half)).astype(jnp.int32)
+
+
+def first_query(sequence: Sequence, kind: ItemKind) -> Any:
+    """The first of a sequence's query tokens that is in an item of this kind."""
+    if kind.has_several:
+        return jnp.int32(0)
+    return _whole_tiles(sequence, kind.geometry) * (2 * kind.geometry.half_tokens)
+
+
+def num_queries(sequence: Sequence, kind: ItemKind) -> Any:
+    """How many of a sequence's query tokens are in items of this kind."""
+    if kind.takes_all:
+        return sequence.query_len
+    half = kind.geometry.half_tokens
+    in_whole_tiles = _whole_tiles(sequence, kind.geometry) * (2 * half)
+    left_over = sequence.query_len - in_whole_tiles
+    if kind.is_wide:
+        return jnp.where(left_over > half, sequence.query_len, in_whole_tiles)
+    return jnp.where(left_over <= half, left_over, 0)
+
+
+def splits_of(sequence: Sequence, share: Any, kind: ItemKind) -> Any:
+    """Splits of each of a sequence's items, where a split should cost about a `share`."""
+    cost = (most_tiles(sequence, kind) * kind.tile_cost).astype(jnp.float32)
+    rounded = _WIDE_ROUNDED if kind.is_wide else _THIN_ROUNDED
+    return at_least((cost * (1 / share) + rounded).astype(jnp.int32), 1)
+
+
+def most_tiles(sequence: Sequence, kind: ItemKind) -> Any:
+    """The most tiles of K and V that an item of the sequence sees; with a block-sparse pattern about so many."""
+    problem, prefix = kind.geometry.problem, kind.geometry.prefix
+    most = problem.max_seq_len
+    if problem.sliding_window is not None:
+        most = min(most, problem.sliding_window + kind.tokens)
+    tokens = patterns.most_numbers(-at_least(-sequence.seq_len, -most), kind)
+    return cdiv(tokens, kind.tile) + (1 if prefix else 0)
+
+
+def values_end(sequence: Sequence, problem: Problem) -> Scalar:
+    """The end of the tokens that have keys and values, in the cache or in arrays of their own."""
+    return at_least(lax.min(sequence.seq_len, jnp.int32(problem.max_seq_len)), 0)
+
+
+def context_len(sequence: Sequence, geometry: Geometry) -> Scalar:
+    """How many tokens are in the cache."""
+    if not geometry.prefix:
+        return values_end(sequence, geometry.problem)
+    return at_least(lax.min(sequence.seq_len - sequence.query_len, jnp.int32(geometry.problem.max_seq_len)), 0)
+
+
+def visible(sequence: Sequence, position: Scalar, num_tokens: Scalar, problem: Problem) -> tuple[Scalar, Scalar]:
+    """The tokens that some of the query tokens from `position` on see: begin <= token < end."""
+    end = values_end(sequence, problem)
+    begin = jnp.int32(0)
+    if problem.causal:
+        end = lax.min(end, position + num_tokens)
+    if problem.sliding_window is not None:
+        begin = at_least(position - (problem.sliding_window - 1), 0)
+    return lax.min(begin, at_least(end, 0)), at_least(end, 0)
+
+
+def _whole_tiles(sequence: Sequence, geometry: Geometry) -> Any:
+    """Tiles of query tokens that fill wide items."""
+    return div(sequence.query_len, 2 * geometry.half_tokens)

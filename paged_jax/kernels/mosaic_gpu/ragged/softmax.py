@@ -1,0 +1,300 @@
+"""The softmax of a warpgroup's query rows, online: logits of a tile, who sees whom, maxima, exponentials and sums.
+
+Query rows are rows and tokens are columns, so that maxima and sums go over columns:
+
+    S [64, tile] = Q [64, head_size] x K^T [head_size, tile]
+    P            = exp(S - maxima), in registers
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.hopper.logits import cache_scale, scaled_logits
+from paged_jax.kernels.mosaic_gpu.hopper.registers import LOG2E, LOWEST, inverse, layout, power_of_two
+from paged_jax.kernels.mosaic_gpu.ragged import pattern as patterns
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.plan import Item, Span
+from paged_jax.kernels.mosaic_gpu.ragged.ptx import lanes
+from paged_jax.kernels.mosaic_gpu.ragged.ptx.rows import QueryRows
+from paged_jax.kernels.mosaic_gpu.ragged.refs import Inputs, Ref
+from paged_jax.kernels.problem import Problem, ScaleKind
+
+_MOST_LAG = 6.0  # of maxima behind logits, in powers of 2
+# Weights in float16 are multiplied by 2 to this power. So float16 keeps those down to 2 ** -33 of the largest one: such
+# weights may be as many as there are tokens, and make most of a result. The largest weight is 2 ** 14, where maxima lag
+# as far as they may, and float16 holds that.
+_EXPONENT_IN_FLOAT16 = 8
+# The exponents of the powers of two by which rows of a query are divided. Each of these powers has an inverse. Its
+# product with the factor is neither 0 nor NaN: logits may be -inf, and 0 * -inf is NaN.
+_DIVISORS = -40, 126
+_LEAST_FACTOR = 1e-20  # of products that are scaled as they are exponentiated, and not before
+
+
+class Scaling(NamedTuple):
+    """How products of queries and keys become logits: scalars, or arrays [64] where each row of a query was divided.
+
+    If logits are products times one factor, they are scaled as they are exponentiated. But a factor that is not above
+    `_LEAST_FACTOR` is applied before: with a negative one, maxima would be minima.
+    """
+
+    factor: Any  # of products, to become logits as they are kept
+    is_late: Any  # whether the factor is 1, as logits are kept unscaled
+    to_exponents: Any  # factor of logits as they are kept, to become exponents of 2
+    to_base_e: Any  # factor of logits as they are kept, to become those of base e
+
+
+class Rows(NamedTuple):
+    """What depends on the rows of a warpgroup: scalars for all of them, and arrays [64]."""
+
+    query: QueryRows
+    first_position: Scalar
+    last_position: Scalar
+    position: Array
+    scaling: Scaling
+    k_scale: Any  # of cached keys
+    v_scale: Any  # of cached values
+    stripes: Any  # `ragged_pattern.stripes_of_rows`, if there is a pattern
+    slopes: Array | None  # of each row's head
+    sinks: Array | None
+
+
+class Totals(NamedTuple):
+    """The maxima and sums of the softmax of the tokens so far."""
+
+    maxima: Array  # what is subtracted from logits as they are kept, nearly the largest one: [64]
+    sums: Array  # of exponentials: [64], of which each lane has those of its own columns until `finished`
+
+
+class State(NamedTuple):
+    """The softmax of the tokens so far."""
+
+    out: Array  # O, not divided by the sums: [64, head_size]
+    maxima: Array  # as in `Totals`
+    sums: Array
+
+
+class TileWeights(NamedTuple):
+    """What a tile adds to the softmax."""
+
+    totals: Totals  # with the tile
+    rescale: Array  # factor of O so far: [64]
+    weights: Array  # P: [64, tile]
+
+
+class TileScales(NamedTuple):
+    """The scales of a tile's slots, [tile] in shared memory, or None."""
+
+    keys: Ref | None
+    values: Ref | None
+
+
+def empty(geometry: Geometry) -> State:
+    """The softmax of no token."""
+    return State(
+        layout(jnp.zeros((WGMMA_ROWS, geometry.problem.head_size), jnp.float32)),
+        layout(jnp.full((WGMMA_ROWS,), LOWEST, jnp.float32), 1),
+        layout(jnp.zeros((WGMMA_ROWS,), jnp.float32), 1),
+    )
+
+
+def rows_of(item: Item, half: Scalar, inputs_gmem: Inputs, kind: ItemKind) -> Rows:
+    """The rows of a half of an item."""
+    problem, half_tokens, options = kind.geometry.problem, kind.geometry.half_tokens, inputs_gmem.options
+    row = lanes.row_numbers()
+    token, head = lax.div(row, jnp.int32(problem.group)), lax.rem(row, jnp.int32(problem.group))
+    num_tokens = lax.clamp(jnp.int32(0), item.num_tokens - half * half_tokens, jnp.int32(half_tokens))
+    first_position = item.position + half * half_tokens
+
+    def of_heads(values_gmem):
+        values = layout(jnp.zeros((WGMMA_ROWS,), jnp.float32), 1)
+        for i in range(problem.group):
+            values = jnp.where(head == i, values_gmem[item.kv_head * problem.group + i], values)
+        return values
+
+    k_scale = cache_scale(options.k_scale, problem.k_scale, item.kv_head)
+    stripes = patterns.stripes_of_rows(head, item.kv_head, kind.geometry) if problem.block_sparse is not None else None
+    return Rows(
+        scaling=_scaling(options.scale[0] * k_scale, problem),
+        query=QueryRows(item.first_token + half * half_tokens, num_tokens, item.kv_head),
+        first_position=first_position,
+        last_position=first_position + lax.max(num_tokens - 1, jnp.int32(0)),
+        position=token + first_position,
+        k_scale=k_scale,
+        v_scale=cache_scale(options.v_scale, problem.v_scale, item.kv_head),
+        stripes=stripes,
+        slopes=of_heads(options.per_head.alibi_slopes) if problem.per_head.alibi_slopes else None,
+        sinks=of_heads(options.per_head.sinks) if problem.per_head.sinks else None,
+    )
+
+
+def divide_query(query_smem: Ref, rows: Rows, geometry: Geometry) -> Rows:
+    """Makes float16 of a warpgroup's own query, which comes as the bits of bfloat16, where the products need that.
+
+    Each row is divided by a power of two, which float16 then holds as well as bfloat16 did: elements that lose bits are
+    smaller by 2 ** 17 or more than the row's largest.
+
+    Returns the rows, whose products are that much smaller.
+    """
+    if not geometry.divides_queries:
+        return rows
+    bits = plgpu.load(query_smem, layout=plgpu.Layout.WGMMA)
+    query = lax.bitcast_convert_type(bits, jnp.dtype(geometry.problem.query_dtype)).astype(jnp.float32)
+    divisors = power_of_two(jnp.abs(query).max(axis=1), *_DIVISORS)
+    query_smem[...] = layout((query * over_columns(inverse(divisors), query.shape[1])).astype(geometry.operand_dtype))
+    plgpu.commit_smem()
+    factor, is_late, to_exponents, to_base_e = rows.scaling
+    late = jnp.where(is_late, 1.0, 0.0)
+    early_divisors, late_divisors = divisors * (1 - late) + late, divisors * late + (1 - late)
+    scaling = Scaling(factor * early_divisors, is_late, to_exponents * late_divisors, to_base_e * late_divisors)
+    return rows._replace(scaling=scaling)
+
+
+def _scaling(factor: Any, problem: Problem) -> Scaling:
+    """How products become logits, if the factor is that of logits of base e."""
+    if not problem.scaled_products:
+        return Scaling(factor, False, jnp.float32(LOG2E), 1.0)  # a number of Python's may have 64 bits in assembly
+    is_late = factor * LOG2E > _LEAST_FACTOR
+    early, exponents = jnp.where(is_late, 1.0, factor), jnp.where(is_late, factor * LOG2E, LOG2E)
+    return Scaling(early, is_late, lanes.in_each_lane(exponents), jnp.where(is_late, factor, 1.0))
+
+
+def is_plain(span: Span, rows: Rows, kind: ItemKind) -> Any:
+    """Whether all rows see all tokens of a tile, whose products need no factor of their own."""
+    problem = kind.geometry.problem
+    tile_end = span.starts[-1] + kind.tile
+    plain = tile_end <= span.end
+    if problem.causal:
+        plain &= tile_end <= rows.first_position + 1
+    if problem.sliding_window is not None:
+        plain &= span.starts[0] > rows.last_position - problem.sliding_window
+    if problem.scaled_products:
+        plain &= rows.scaling.is_late
+    if _scales_cache_only(kind.geometry):
+        plain &= ~span.is_new
+    if span.pattern is not None:
+        plain &= patterns.hides_nothing(span.pattern, span.number, span.starts[0], rows.last_position, kind)
+        plain &= span.starts[0] >= span.begin
+    return plain
+
+
+def attend(
+    products: Array,
+    totals: Totals,
+    span: Span,
+    scales: TileScales,
+    rows: Rows,
+    kind: ItemKind,
+    at_maxima: Callable[[], None] | None = None,
+    *,
+    plain: bool,
+) -> TileWeights:
+    """Takes a tile's products Q K^T into the softmax; what is left is to multiply O, and to add P V to it.
+
+    Products of tiles may be on their way meanwhile, so that no branch may depend on the kind of tile: `plain` is what
+    `is_plain` returned, and is static here. One branch is in `lanes.raised`. Another one, of tiles that are not
+    plain, is the same for all tiles of a call. `at_maxima` runs before the exponentials.
+    """
+    geometry = kind.geometry
+    if scales.keys is not None:
+        products = products * _of_tokens(scales.keys)
+    logits = _logits(products, span, rows, kind, plain)
+    # What is subtracted may lag behind the largest logit: then O need not be multiplied.
+    unit = rows.scaling.to_exponents
+    maxima = lanes.raised(totals.maxima, logits, unit, _MOST_LAG)
+    if at_maxima is not None:
+        at_maxima()
+    # A maximum times the unit rounds, always in the same way, which cancels when O is divided by the sums.
+    base, old_base = (lax.max(x * unit, jnp.full_like(x, LOWEST)) for x in (maxima, totals.maxima))
+    rescale = jnp.exp2(old_base - base)
+    exponentials = lanes.exponentials(logits, unit, base - _exponent_of_weights(geometry))
+    weights = exponentials if scales.values is None else exponentials * _of_tokens(scales.values)
+    if not plain and geometry.prefix and geometry.problem.v_scale is not ScaleKind.NONE:
+        weights = weights * jnp.where(span.is_new, 1 / rows.v_scale, 1.0)
+    sums = totals.sums * rescale + lanes.sums(exponentials)
+    return TileWeights(Totals(maxima, sums), rescale, weights)
+
+
+def finished(state: State, rows: Rows, geometry: Geometry) -> State:
+    """The softmax of all tokens, with maxima of logits of base e, and without the power of 2 in weights and sums."""
+    maxima = lax.max(state.maxima * rows.scaling.to_base_e, jnp.full_like(state.maxima, LOWEST))
+    factor = 2.0 ** -_exponent_of_weights(geometry)
+    return State(state.out * factor, layout(maxima, 1), lanes.sum_of_lanes(state.sums) * factor)
+
+
+def over_columns(x: Array, columns: int) -> Array:
+    """[64] -> [64, columns]."""
+    return lax.broadcast_in_dim(x, (WGMMA_ROWS, columns), (0,))
+
+
+def _exponent_of_weights(geometry: Geometry) -> int:
+    """The power of 2 by which weights and their sums are larger until they are `finished`."""
+    return _EXPONENT_IN_FLOAT16 if geometry.operand_dtype == "float16" else 0
+
+
+def _of_tokens(values_smem: Ref) -> Array:
+    """[tile] -> [64, tile]."""
+    values = plgpu.load(values_smem, layout=plgpu.Layout.WGMMA.reduce(0))
+    return lax.broadcast_in_dim(values, (WGMMA_ROWS, values.shape[0]), (1,))
+
+
+def _scales_cache_only(geometry: Geometry) -> bool:
+    """Whether cached keys and values have scales, and new ones have none."""
+    scales = geometry.problem.k_scale, geometry.problem.v_scale
+    return geometry.prefix and any(scale is not ScaleKind.NONE for scale in scales)
+
+
+def _logits(products: Array, span: Span, rows: Rows, kind: ItemKind, plain: bool) -> Array:
+    """The logits of a tile, which `Scaling.to_base_e` makes those of base e; -inf where a row does not see."""
+    problem, scaling = kind.geometry.problem, rows.scaling
+    if not plain and kind.geometry.prefix and problem.k_scale is not ScaleKind.NONE:
+        products = products * jnp.where(span.is_new, 1 / rows.k_scale, 1.0)
+    if problem.scaled_products:
+        logits = products
+        if not plain:  # where the factor is 1 the branch saves as many multiplications as a thread has logits
+            logits = lax.cond(scaling.is_late, lambda: products, lambda: products * _spread(scaling.factor, kind))
+    else:
+        logits = scaled_logits(products, _spread(scaling.factor, kind), problem)
+        if rows.slopes is not None:
+            token = plgpu.broadcasted_iota(jnp.int32, products.shape, 1, layout=plgpu.Layout.WGMMA)
+            distance = (token + _side_by_side(span.starts, kind)) - over_columns(rows.position, kind.tile)
+            logits += over_columns(rows.slopes, kind.tile) * distance.astype(jnp.float32)
+    return logits if plain else _masked(logits, span, rows, kind)
+
+
+def _masked(logits: Array, span: Span, rows: Rows, kind: ItemKind) -> Array:
+    """-inf where a row does not see a token."""
+    problem, prefix, pattern = kind.geometry.problem, kind.geometry.prefix, span.pattern
+    token = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
+    if problem.causal:
+        lasts = [lax.min(rows.position, span.end - 1) - start for start in span.starts]
+        if pattern is not None:
+            firsts = [start + i * kind.stretch_tokens for i, start in enumerate(span.starts)]
+            shown = [patterns.shows(first, rows.position, rows.stripes, kind.geometry) for first in firsts]
+            lasts = [jnp.where(s, last, jnp.full_like(last, -1)) for s, last in zip(shown, lasts, strict=True)]
+        seen = token <= _side_by_side(lasts, kind)
+    else:
+        seen = token < span.end - span.starts[0]
+    if problem.sliding_window is not None:
+        before = [rows.position - (start + problem.sliding_window) for start in span.starts]
+        seen &= token > _side_by_side(before, kind)
+    if prefix and pattern is not None:  # the first tile of new tokens may begin before them
+        seen &= token >= _side_by_side([span.begin - start for start in span.starts], kind)
+    return layout(jnp.where(seen, logits, -jnp.inf))
+
+
+def _side_by_side(of_stretches: Sequence[Any], kind: ItemKind) -> Any:
+    """[64, tile] of what each stretch has for all rows, or of an array [64] each; a scalar if there is one in all."""
+    if len(of_stretches) > 1:
+        return lanes.side_by_side(of_stretches, kind.tile)
+    return _spread(of_stretches[0], kind)
+
+
+def _spread(x: Any, kind: ItemKind) -> Any:
+    """[64] -> [64, tile]; what is one for all rows stays a scalar."""
+    return over_columns(x, kind.tile) if jnp.ndim(x) else x

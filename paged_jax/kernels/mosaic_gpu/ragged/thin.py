@@ -1,0 +1,114 @@
+"""What a computing warpgroup does with a thin item: attention of all its rows to every other tile of the item.
+
+Both warpgroups have the same rows, and each takes the tiles of its own stages. Then the one that had the last tile but
+one hands its softmax over to the one that had the last, and goes on with the next item meanwhile.
+"""
+
+from dataclasses import dataclass
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
+from paged_jax.kernels.mosaic_gpu.ragged import items, plan, products, results, softmax
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.load_tiles import scales_of, tile_of
+from paged_jax.kernels.mosaic_gpu.ragged.plan import Item
+from paged_jax.kernels.mosaic_gpu.ragged.ptx import lanes
+from paged_jax.kernels.mosaic_gpu.ragged.ptx.rows import Results
+from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref, Refs, Signal
+from paged_jax.kernels.mosaic_gpu.ragged.softmax import Rows, State, TileScales, TileWeights, Totals
+
+
+def attend_to_item(stage: Scalar, refs: Refs, kind: ItemKind) -> None:
+    """Attends to the thin item of a stage, and stores its results."""
+    smem, query_stage, half = refs.smem, items.query_stage(stage, kind.geometry), jnp.int32(0)
+    item, tiles_before = items.read(stage, smem), items.tiles_before(stage, smem)
+    warpgroup = lax.axis_index("warpgroup")
+    rows = softmax.rows_of(item, half, refs.inputs_gmem, kind)
+    plgpu.barrier_wait(smem.signal(Signal.QUERY, query_stage))
+    halves_smem = smem.query.rows.at[query_stage]
+    query_smem = smem.query.rows.at[query_stage, warpgroup if kind.geometry.divides_queries else 0]
+    rows = softmax.divide_query(query_smem, rows, kind.geometry)
+    first_tile = lax.rem(tiles_before + warpgroup, jnp.int32(2))
+    # Whoever has the last tile takes over, as the other one is done before and can go on with the next item.
+    takes_over = lax.rem(item.num_tiles + first_tile, jnp.int32(2)) == 1
+    query_done = smem.signal(Signal.QUERY_DONE, stage)
+    pl.when(takes_over & (item.num_tiles == 0))(lambda: _say_that_query_is_done(query_done))
+    tiles = _ThinTiles(item, tiles_before, first_tile, rows, query_smem, query_done, refs, kind)
+    state = softmax.finished(tiles.attend(), rows, kind.geometry)
+
+    @pl.when(~takes_over)
+    def hand_over():
+        plgpu.barrier_wait(query_done)  # the results take its place
+        results.hand_over(state, halves_smem, smem, kind.geometry)
+
+    # Both wait, as either may be the one who takes over the next item.
+    plgpu.barrier_wait(smem.signal(Signal.HANDED_OVER))
+
+    @pl.when(takes_over)
+    def finish():
+        whole = results.take_over(state, halves_smem, smem)
+        item = items.read(stage, smem)  # again, as `ragged_wide` says
+        rows = softmax.rows_of(item, half, refs.inputs_gmem, kind)
+        results_smem = Results(halves_smem.at[0], smem.lse.at[lax.axis_index("warpgroup")])
+        results.store(item, half, rows, whole, results_smem, refs, kind)
+
+    plgpu.barrier_arrive(smem.query.consumed.at[query_stage])
+    items.finish(stage, smem)
+
+
+def _say_that_query_is_done(query_done: Ref) -> None:
+    """Tells the warpgroup that hands over that no product needs the query any more.
+
+    It waits itself, too. The other one may be an item ahead by then and say the same of that one, which has a barrier
+    of its own: saying it twice at one barrier would look like not having said it.
+    """
+    plgpu.barrier_arrive(query_done)
+    plgpu.barrier_wait(query_done)
+
+
+@dataclass(frozen=True)
+class _ThinTiles:
+    """A warpgroup's attention to every other tile of a thin item, from `first_tile` on."""
+
+    item: Item
+    tiles_before: Scalar
+    first_tile: Scalar
+    rows: Rows
+    query_smem: Ref
+    query_done: Ref
+    refs: Refs
+    kind: ItemKind
+
+    def attend(self) -> State:
+        """The softmax of all these tiles."""
+        steps = lax.div(self.item.num_tiles - self.first_tile + 1, jnp.int32(2))
+        return lax.fori_loop(0, steps, self._attend_to_tile, softmax.empty(self.kind.geometry))
+
+    def _attend_to_tile(self, i: Scalar, state: State) -> State:
+        """Both products of a tile, and the softmax between them."""
+        out, *totals = state
+        smem, barriers = self.refs.smem, self.refs.smem.barriers(self.kind)
+        tile = self.first_tile + 2 * i
+        stage = lax.rem(self.tiles_before + tile, jnp.int32(self.kind.stages))
+        plgpu.barrier_wait(barriers.keys_ready.at[stage])
+        scores = products.scores(self.query_smem, tile_of(smem.keys.tiles, stage, self.kind))
+        plgpu.barrier_arrive(barriers.keys_consumed.at[stage])
+        pl.when(tile == self.item.num_tiles - 1)(lambda: _say_that_query_is_done(self.query_done))
+        scales = TileScales(*(scales_of(ring, stage, self.kind) for ring in (smem.keys, smem.values)))
+        span = plan.span_of(self.item, tile, self.kind)
+
+        def weigh(plain: bool) -> TileWeights:
+            weighed = softmax.attend(scores, Totals(*totals), span, scales, self.rows, self.kind, plain=plain)
+            return weighed._replace(weights=weighed.weights.astype(self.kind.geometry.operand_dtype))
+
+        is_plain = softmax.is_plain(span, self.rows, self.kind)
+        weighed = lax.cond(is_plain, lambda: weigh(True), lambda: weigh(False))
+        out = lanes.rescaled(out, weighed.rescale)
+        plgpu.barrier_wait(barriers.values_ready.at[stage])
+        out = products.accumulate(out, weighed.weights, tile_of(smem.values.tiles, stage, self.kind))
+        plgpu.barrier_arrive(barriers.values_consumed.at[stage])
+        return State(out, *weighed.totals)

@@ -1,0 +1,40 @@
+"""What was chosen for a call of ragged attention."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What was chosen for a `Problem` on a `Device`.
+
+    Attributes:
+      num_programs: thread blocks, one on each multiprocessor, which take work items until none is left.
+      tile: tokens of a tile of K or V of wide items.
+      thin_tile: tokens of a tile of thin items; it divides `tile`.
+      stages: tiles of wide items in the ring of K, and as many in the ring of V.
+      queries: items whose queries have a place in shared memory.
+      least_split: what any item may cost; one that costs an eighth more may be split. A tile of 64 tokens costs 1, of
+        wide items 2.
+      claims_items: whether programs claim work items one by one, as they get to them; otherwise each takes every
+        num_programs-th item, as only the interpreter wants it.
+      counts_in_kernel: whether each program counts the batch's work; otherwise XLA does, before the kernel.
+      merge_programs: thread blocks of the kernel that merges split items.
+    """
+
+    num_programs: int
+    tile: int = 128
+    thin_tile: int = 128
+    stages: int = 2
+    queries: int = 2
+    least_split: int = 16
+    claims_items: bool = True
+    counts_in_kernel: bool = True
+    merge_programs: int = 528
+
+    def __post_init__(self) -> None:
+        if self.tile not in (64, 128) or self.tile % self.thin_tile or self.thin_tile < 64:
+            raise ValueError(f"no kernel has such tiles: {self}")
+        if self.stages < 2 or self.stages % 2:
+            raise ValueError(f"both warpgroups of a thin item must have stages of their own: {self}")
+        if self.queries not in (1, 2):
+            raise ValueError(f"the kernel loads one query ahead, or none: {self}")

@@ -1,0 +1,161 @@
+"""What a computing warpgroup does with a wide item: attention of 64 rows of its own to all tiles of the item.
+
+The warpgroups take turns at the matrix units (ping-pong scheduling): a turn is the first product of a tile and, behind
+it, the second product of the tile before. Under the second product, and under the other warpgroup's turn, a warpgroup
+does its softmax. Where that takes longer than the products, the second half of the second product begins when the
+softmax has its maxima, and the turn ends only then.
+
+The compiler has to keep a turn in one piece. So no branch is in it but those of `ragged_softmax.attend`, nothing in it
+computes what the next product takes from registers, and `lanes.settle` keeps the softmax from being put off
+until the products are done.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
+from paged_jax.kernels.mosaic_gpu.ragged import items, plan, products, results, softmax
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.load_tiles import scales_of
+from paged_jax.kernels.mosaic_gpu.ragged.plan import Item
+from paged_jax.kernels.mosaic_gpu.ragged.ptx import lanes
+from paged_jax.kernels.mosaic_gpu.ragged.ptx.rows import Results
+from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref, Refs, Signal
+from paged_jax.kernels.mosaic_gpu.ragged.softmax import Rows, State, TileScales, TileWeights, Totals
+
+_Carry = tuple[State, Array]  # O without the last tile, maxima and sums with it, and the last tile's weights P
+
+
+def attend_to_item(stage: Scalar, refs: Refs, kind: ItemKind) -> None:
+    """Attends to the wide item of a stage, and stores its results."""
+    smem, query_stage = refs.smem, items.query_stage(stage, kind.geometry)
+    item, tiles_before = items.read(stage, smem), items.tiles_before(stage, smem)
+    warpgroup = lax.axis_index("warpgroup")
+    rows = softmax.rows_of(item, warpgroup, refs.inputs_gmem, kind)
+    plgpu.barrier_wait(smem.signal(Signal.QUERY, query_stage))
+    query_smem = smem.query.rows.at[query_stage, warpgroup]
+    rows = softmax.divide_query(query_smem, rows, kind.geometry)
+    tiles = _WideTiles(item, tiles_before, rows, query_smem, warpgroup, refs, kind)
+    state = lax.cond(item.num_tiles > 0, tiles.attend, lambda: softmax.empty(kind.geometry))
+    state = softmax.finished(state, rows, kind.geometry)
+    # From here on all is read and computed again: over the tiles there is no register for it, and to get back what was
+    # spilled takes as long as memory does (benchmarks/LOG.md, "What is spilled").
+    item, warpgroup = items.read(stage, smem), lax.axis_index("warpgroup")
+    rows = softmax.rows_of(item, warpgroup, refs.inputs_gmem, kind)
+    results_smem = Results(smem.query.rows.at[query_stage, warpgroup], smem.lse.at[warpgroup])
+    results.store(item, warpgroup, rows, state, results_smem, refs, kind)
+    plgpu.barrier_arrive(smem.query.consumed.at[query_stage])
+    items.finish(stage, smem)
+
+
+@dataclass(frozen=True)
+class _WideTiles:
+    """A warpgroup's attention to the tiles of a wide item, which has at least one."""
+
+    item: Item
+    tiles_before: Scalar
+    rows: Rows
+    query_smem: Ref
+    warpgroup: Scalar
+    refs: Refs
+    kind: ItemKind
+
+    def attend(self) -> State:
+        """The softmax of all tiles."""
+
+        def is_left(state):
+            return state[0] < self.item.num_tiles
+
+        state = jnp.int32(1), self._attend_to_first_tile()
+        (out, *totals), weights = lax.while_loop(is_left, lambda state: self._attend_to_similar_tiles(*state), state)[1]
+        values, stage = self.refs.smem.values, self._stage(self.item.num_tiles - 1)
+        plgpu.barrier_wait(values.ready.at[stage])
+        self._wait_for_turn()
+        out = products.accumulate(out, weights, values.tiles.at[stage], self._end_turn)
+        plgpu.barrier_arrive(values.consumed.at[stage])
+        return State(out, *totals)
+
+    def _attend_to_first_tile(self) -> _Carry:
+        """The first product and the softmax of the first tile."""
+        first, keys = jnp.int32(0), self.refs.smem.keys
+        state, stage = softmax.empty(self.kind.geometry), self._stage(first)
+        plgpu.barrier_wait(keys.ready.at[stage])
+        self._wait_for_turn()
+        scores = products.scores(self.query_smem, keys.tiles.at[stage], self._end_turn)
+        # The product is done, so that a branch splits no turn.
+        weigh = functools.partial(self._weigh, first, Totals(state.maxima, state.sums), scores)
+        weighed = lax.cond(self._is_plain(first), lambda: weigh(plain=True), lambda: weigh(plain=False))
+        return State(state.out, *weighed.totals), self._rounded(weighed)
+
+    def _attend_to_similar_tiles(self, i: Scalar, carry: _Carry) -> tuple[Scalar, _Carry]:
+        """Attends to tile i and those behind it that are as plain. A branch for each tile would split its turn."""
+
+        def run(plain: bool):
+            def goes_on(state):
+                is_left, is_plain = state[0] < self.item.num_tiles, self._is_plain(state[0])
+                return is_left & (is_plain if plain else ~is_plain)
+
+            def attend_one(state):
+                return state[0] + 1, self._attend_to_tile(*state, plain=plain)
+
+            return lax.while_loop(goes_on, attend_one, (i, carry))
+
+        return lax.cond(self._is_plain(i), lambda: run(True), lambda: run(False))
+
+    def _attend_to_tile(self, i: Scalar, carry: _Carry, *, plain: bool) -> _Carry:
+        """The first product and the softmax of tile i, and the second product of the tile before."""
+        (out, *totals), weights = carry
+        keys, values = self.refs.smem.keys, self.refs.smem.values
+        stage, earlier = self._stage(i), self._stage(i - 1)
+        plgpu.barrier_wait(keys.ready.at[stage])
+        plgpu.barrier_wait(values.ready.at[earlier])
+        self._wait_for_turn()
+        weigh = functools.partial(self._weigh, i, Totals(*totals), plain=plain)
+        keys_smem, values_smem = keys.tiles.at[stage], values.tiles.at[earlier]
+        weighed, out = products.score_and_accumulate(
+            self.query_smem,
+            keys_smem,
+            out,
+            weights,
+            values_smem,
+            self._end_turn,
+            weigh,
+            in_halves=self.kind.geometry.softmax_outlasts_products,
+        )
+        plgpu.barrier_arrive(values.consumed.at[earlier])
+        # What the next product takes from registers must not be computed while it takes the last one's.
+        weights = self._rounded(weighed)
+        return State(lanes.rescaled(out, weighed.rescale), *weighed.totals), weights
+
+    def _weigh(
+        self, i: Scalar, totals: Totals, scores: Array, at_maxima: Callable[[], None] | None = None, *, plain: bool
+    ) -> TileWeights:
+        """The softmax of a tile, whose first product is done; `at_maxima` runs when it has its maxima."""
+        smem, stage = self.refs.smem, self._stage(i)
+        plgpu.barrier_arrive(smem.keys.consumed.at[stage])
+        scales = TileScales(*(scales_of(ring, stage, self.kind) for ring in (smem.keys, smem.values)))
+        span = plan.span_of(self.item, i, self.kind)
+        weighed = softmax.attend(scores, totals, span, scales, self.rows, self.kind, at_maxima, plain=plain)
+        lanes.settle(weighed.totals.sums, smem.lse)
+        return weighed
+
+    def _rounded(self, weighed: TileWeights) -> Array:
+        """P as the second product takes it."""
+        return weighed.weights.astype(self.kind.geometry.operand_dtype)
+
+    def _is_plain(self, i: Scalar) -> Scalar:
+        return softmax.is_plain(plan.span_of(self.item, i, self.kind), self.rows, self.kind)
+
+    def _stage(self, i: Scalar) -> Scalar:
+        return lax.rem(self.tiles_before + i, jnp.int32(self.kind.stages))
+
+    def _wait_for_turn(self) -> None:
+        plgpu.barrier_wait(self.refs.smem.signal(Signal.TURN, self.warpgroup))
+
+    def _end_turn(self) -> None:
+        plgpu.barrier_arrive(self.refs.smem.signal(Signal.TURN, 1 - self.warpgroup))
