@@ -1,8 +1,8 @@
 """Times cache writes, block copies and decode that writes on the way: `python -m benchmarks.bench_cache --out FILE`.
 
 The ceiling of writes and copies is a plain copy, whose bytes read and bytes written both count; their peers are XLA's
-scatters. Decode that writes is compared with attention alone and with the two ops in turn. All caches are donated: each
-call takes the caches that the call before it returned.
+scatters. Decode that writes is compared with attention alone and with the two ops one after the other. All caches are
+donated: each call takes the caches that the call before it returned.
 """
 
 import argparse
@@ -101,7 +101,7 @@ WORKS: tuple[Work, ...] = (
 
 
 class Contender(NamedTuple):
-    """One way of doing a piece of work.
+    """One way to do a work.
 
     Attributes:
       name, kind: what the report calls it.
@@ -185,7 +185,7 @@ def copy_contenders(work: Copy, inputs: Inputs) -> Iterator[Contender]:
 
 
 def fused_contenders(work: Fused, inputs: Inputs) -> Iterator[Contender]:
-    """Yields the op that writes and attends, attention alone, and the two ops in turn."""
+    """Yields the op that writes and attends, attention alone, and the two ops one after the other."""
     case = work.case
     new = jax.random.normal(jax.random.key(1), (2, case.num_seqs, case.num_kv_heads, case.head_size), jnp.bfloat16)
     last = inputs.seq_lens - 1

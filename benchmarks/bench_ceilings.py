@@ -2,7 +2,7 @@
 
 README.md and LOG.md compare ops with kernels that only move bytes, and with a product. This measures all of them anew:
 
-    read           16-byte loads of one stretch of memory: the ceiling of decode, at each size
+    read           16-byte loads of contiguous memory: the ceiling of decode, at each size
     pages          the same loads in pages of 4 KiB, whose ids come from a table, in order and shuffled: what a kernel
                    that finds its keys and values through a block table pays before it computes anything
     copy           16-byte loads and stores: the ceiling of cache operations
@@ -80,7 +80,7 @@ def fastest(times: Sequence[float], shape: tuple[int, int, int]) -> list[float]:
     """The fastest launch's median time for each size; `times` has the flattened array [sizes, launches, repeats].
 
     Raises:
-      RuntimeError: the number of times is not that of this shape.
+      RuntimeError: there are not as many times as this shape has elements.
     """
     if len(times) != np.prod(shape):
         raise RuntimeError(f"CUPTI saw {len(times)} kernels of {np.prod(shape)}")
@@ -88,13 +88,13 @@ def fastest(times: Sequence[float], shape: tuple[int, int, int]) -> list[float]:
 
 
 def page_tables(num_pages: int, shuffled: bool, seed: int = 0) -> np.ndarray:
-    """The ids of all pages of the buffer, i32 [num_pages]. Each call reads the next stretch of them."""
+    """The ids of all pages of the buffer, i32 [num_pages]. Each call reads the next of them."""
     ids = np.arange(num_pages, dtype=np.int32)
     return np.random.default_rng(seed).permutation(ids) if shuffled else ids
 
 
-def stretches(total: int, lengths: Sequence[int]) -> Iterator[int]:
-    """Yields where each stretch starts: they follow one another up to `total`, then begin at 0 again."""
+def read_starts(total: int, lengths: Sequence[int]) -> Iterator[int]:
+    """Yields where each read starts: reads follow one another up to `total`, then begin at 0 again."""
     start = 0
     for length in lengths:
         start = start if start + length <= total else 0
@@ -125,7 +125,7 @@ def written_vllm(
 
 
 def read_rows() -> list[dict[str, Any]]:
-    """Reads of one stretch of memory, at each size."""
+    """Reads of contiguous memory, at each size."""
     ceiling = timing.read_ceiling(READ_BYTES)
     if ceiling.rate is None:
         raise RuntimeError(ceiling.note)
@@ -157,9 +157,9 @@ def page_rows() -> list[dict[str, Any]]:
             sink.fill(0)
             read((2 * multiprocessors,), (_THREADS,), (data, pages, np.int64(lengths[0]), sink))
             if int(sink[0]) != int(wanted):
-                raise ValueError("wrong result: the pages that were read are not those of the table")
+                raise ValueError("wrong result: the kernel read other pages than the table names")
         order_of_calls = [n for n in lengths for _ in range(len(launches) * repeats)]
-        starts = list(stretches(len(host), order_of_calls))
+        starts = list(read_starts(len(host), order_of_calls))
 
         def run(pages=pages, starts=starts):
             call = iter(starts)
@@ -177,7 +177,7 @@ def page_rows() -> list[dict[str, Any]]:
 
 
 def copy_rows() -> list[dict[str, Any]]:
-    """A copy of a large stretch; bytes read and written both count."""
+    """A copy of contiguous memory; bytes read and written both count."""
     ceiling = timing.copy_ceiling()
     if ceiling.rate is None:
         raise RuntimeError(ceiling.note)

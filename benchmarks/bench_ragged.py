@@ -1,7 +1,7 @@
 """Times ragged batches of decodes, chunks and prompts: `python -m benchmarks.bench_ragged`.
 
-The floor of a batch is the larger of two times: that of its operations at the rate of a large matrix product, and that
-of its keys and values at the rate of a large read. Both are counted in operations, so that one ceiling serves all rows.
+The floor of a batch is the larger of two times: its operations at the rate of a large matrix product, and its bytes of
+keys and values at the rate of a large read. Both are counted in operations, so that one ceiling serves all rows.
 Prompts bring a GPU to its limit of power, so that each row has a time after a pause, too.
 """
 

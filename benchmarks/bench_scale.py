@@ -3,7 +3,7 @@
     python -m benchmarks.bench_scale --part ops --out ops.json
     python -m benchmarks.bench_scale --part models --models llama3-8b,llama3-70b --tp 1,2 --out models.json
 
-Every time is the wall clock of many calls in a row, each of which needs the result of the one before it. The GPUs work
+Every time is the wall clock of many calls in a row, and each call needs the result of the one before it. The GPUs work
 without a pause: an op's calls are turns of a loop in one compiled program, a model's steps are calls of the jitted
 step. Only a step of prompts is timed call by call. An op's row also has the time of its kernels alone (`device_us`, by
 CUPTI): a turn of a loop takes longer than that. A decode step's row has it, too, and names the kernels that take

@@ -114,7 +114,7 @@ def compile_ahead(work: Work) -> Programs:
 
 
 def _abstract(build: peers.Build, case: Case, inputs: inputs_lib.Inputs) -> list[peers.Candidate]:
-    """A contender's candidates with shapes in place of arguments, so that a peer's copies take no memory yet."""
+    """A contender's candidates with shapes instead of arguments, so that a peer's copies take no memory yet."""
     found: list[peers.Candidate] = []
 
     def arguments():

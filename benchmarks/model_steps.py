@@ -38,7 +38,7 @@ def advance(step: Step, weights: Any, state: State, tables: jax.Array) -> State:
 
 
 def prompts(tables: Any, context: int) -> Batch:
-    """A batch of whole prompts, of which the last tokens' logits are wanted."""
+    """A batch of whole prompts; the step computes the logits of their last tokens."""
     num_seqs = tables.shape[0]
     rows, positions = np.divmod(np.arange(num_seqs * context, dtype=np.int32), np.int32(context))
     starts = np.arange(num_seqs + 1, dtype=np.int32) * np.int32(context)

@@ -8,7 +8,7 @@ The time of a step of tensor parallelism over N GPUs is assumed to be
     bytes / N / rate  +  layers * rest  +  (2 * layers + 1) * all_reduce(N)
 
 - bytes / N / rate: a GPU reads its weights, keys and values once, at the rate of a kernel that merely reads.
-- rest: the time of one layer on one GPU beyond that of its bytes, as measured on Llama-3-8B at the same batch. It is
+- rest: the time of one layer on one GPU minus the time of its bytes, as measured on Llama-3-8B at the same batch. It is
   assumed not to shrink with N. The products do shrink, so in this respect the projected times are too long.
 - all_reduce(N): the time to all-reduce the residual stream, as measured on two GPUs by the loop's wall clock. Each
   doubling of N is assumed to add a quarter, with all N GPUs on one switch of full bandwidth. A host has at most eight:

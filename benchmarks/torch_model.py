@@ -142,7 +142,7 @@ class Model:
     def layer(
         self, hidden: Any, added: Any, weights: Any, cache: Any, rotation: Any, positions: Any, is_decode: bool
     ) -> tuple[Any, Any]:
-        """The residual stream after attention, and what the MLP adds to it; `added` is that of the layer before."""
+        """The residual stream after attention, and the MLP's output; `added` is the previous layer's MLP output."""
         import torch.nn.functional as F
 
         sizes = self.sizes

@@ -198,7 +198,7 @@ def test_pages_are_read_once_before_any_is_read_again():
     ordered, shuffled = (bench_ceilings.page_tables(100, shuffle) for shuffle in (False, True))
     assert ordered.tolist() == sorted(shuffled.tolist()) == list(range(100))
     assert ordered.tolist() != shuffled.tolist()
-    assert list(bench_ceilings.stretches(100, [40, 40, 40, 10, 50, 1])) == [0, 40, 0, 40, 50, 0]
+    assert list(bench_ceilings.read_starts(100, [40, 40, 40, 10, 50, 1])) == [0, 40, 0, 40, 50, 0]
 
 
 def test_what_the_plain_writer_is_checked_against():
