@@ -67,7 +67,8 @@ def xla_options(num_tokens: int, *, weights: Any = None, mesh: Mesh | None = Non
     With Triton, XLA splits the sums of a product over programs, and the next kernel adds up what they leave. That pays
     for few rows. From 64 rows on, up to the 512 that were measured, cuBLAS was as fast or faster: it can add to the
     residual stream too. XLA tries cuBLAS's kernels out, and has been misled where other programs compiled meanwhile. So
-    cuBLAS chooses by itself where its choice was as good: for 64 to 127 and for 256 to 511 rows (benchmarks/LOG.md).
+    cuBLAS chooses by itself where its choice was as good: for 64 to 127 and for 256 to 511 rows (benchmarks/LOG.md,
+    "Steps of 64 to 512 rows").
     """
     options = all_reduce_options(weights, mesh) if num_tokens <= _MOST_DECODES else {}
     if num_tokens < 64:

@@ -134,6 +134,21 @@ def test_results_are_those_that_documents_cite(folder):
     assert set(there.iterdir()) == {file for file in cited if file.parent == there}
 
 
+def test_code_cites_headings_of_the_log():
+    """A citation is `LOG, "Heading"`, or the bold name with which a paragraph begins."""
+    names = set(
+        re.findall(r"^(?:#+ |- \*\*)(.*?)\.?(?:\*\*.*)?$", (ROOT / "benchmarks/LOG.md").read_text(), re.MULTILINE)
+    )
+    cited = set()
+    for folder in ("paged_jax", "examples", "benchmarks"):
+        for file in (ROOT / folder).rglob("*.py"):
+            text = re.sub(r"\s+(# )?", " ", file.read_text())
+            for found in re.findall(r'LOG(?:\.md)?, ("[^"]+"(?:,? and "[^"]+")*)', text):
+                cited |= {(str(file.relative_to(ROOT)), name) for name in re.findall(r'"([^"]+)"', found)}
+    assert len(cited) > 20
+    assert {citation for citation in cited if citation[1] not in names} == set()
+
+
 def test_documents_are_short():
     assert len(README.splitlines()) < 150
     assert len((ROOT / "benchmarks" / "LOG.md").read_text().splitlines()) <= 800

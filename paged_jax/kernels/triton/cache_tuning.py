@@ -113,5 +113,5 @@ def write(dtype: str, num_tokens: int, pool: Pool, gpu: Device) -> WriteKernel:
         quantisation=quantisation(dtype, pool, gpu),
         width=power_of_two(pool.head_size),
         tokens=tokens,
-        num_warps=2 if tokens == 16 and pool.cache_itemsize == 1 else 4,  # benchmarks/LOG.md
+        num_warps=2 if tokens == 16 and pool.cache_itemsize == 1 else 4,  # benchmarks/LOG.md, "Cache operations"
     )

@@ -73,7 +73,7 @@ def tune(problem: Problem, gpu: Device, *, prefix: bool) -> tuple[AttentionKerne
     tuned = tuning.attention(problem, gpu, queries_per_seq=queries_per_seq, prefix=prefix)
     head_tiles = problem.num_kv_heads * AttentionKernel(problem.attention, tuned).head_tiles
     at_once = gpu.num_multiprocessors * _programs_at_once(tuned) // head_tiles
-    # If full tiles of queries fill the GPU, splits gain nothing: LOG, "Triton, ragged: contexts split".
+    # If full tiles of queries fill the GPU, splits gain nothing: LOG, "Contexts split".
     filled = problem.num_tokens // tuned.queries >= at_once
     scan = 32 if problem.num_seqs < 32 else 128
     if filled or at_once < 2 or cdiv(problem.max_seq_len, tuned.tile) < 2 * tuned.least_split:
@@ -86,7 +86,7 @@ def tune(problem: Problem, gpu: Device, *, prefix: bool) -> tuple[AttentionKerne
 
 
 def _programs_at_once(tuned: Tuning) -> int:
-    """How many programs a multiprocessor runs at once, by their registers (benchmarks/LOG.md)."""
+    """How many programs a multiprocessor runs at once, by their registers (benchmarks/LOG.md, "Contexts split")."""
     return max(1, (4 if tuned.rows <= 16 else 2) * 4 // tuned.num_warps)
 
 

@@ -211,7 +211,7 @@ def attention(problem: Problem, gpu: Device, *, queries_per_seq: int = 1, prefix
 
 
 def _decode_tiling(problem: Problem, heads: int, width: int, gpu: Device) -> tuple[int, int, int, int]:
-    """Chooses `rows`, `tile`, `num_warps` and `num_stages`, as measured (benchmarks/LOG.md).
+    """Chooses `rows`, `tile`, `num_warps` and `num_stages` (benchmarks/LOG.md, "Tiles and stages of decode").
 
     Many small programs are fastest. Groups of 8 get larger tiles. Where arithmetic takes long, a second tile is in
     flight, which takes two more stages, since block tables are read first.

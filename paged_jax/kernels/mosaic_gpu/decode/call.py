@@ -39,7 +39,7 @@ from paged_jax.shapes import (
 
 # Where `leads` puts this kernel before Triton's. A group is the query heads of one kv head.
 _GROUPS_WRITING_OR_VLLM = (*range(1, 9), 16)
-"""For decode that writes, and in layout "vllm": LOG, "on the way to commit 6d180cd", "Groups of 16"."""
+"""For decode that writes, and in layout "vllm": LOG, "Groups of 16"."""
 # Measured: benchmarks/LOG.md, "The choice by five seeds".
 _LARGEST_LEADING_GROUP = 24  # larger ones were not measured
 _FEW_ITEMS, _FEW_ITEMS_OF_8_BITS = 5, 2

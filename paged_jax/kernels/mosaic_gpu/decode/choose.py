@@ -30,29 +30,29 @@ _PROGRAM_MEMORY = 227 * _KIB  # shared memory that one program may have
 _MULTIPROCESSOR_MEMORY = 228 * _KIB  # shared memory of all its programs
 _SYSTEM_MEMORY = 1 * _KIB  # of which the system takes so much for each program
 
-# Measured: LOG, "on the way to commit 3bd4214", "Fewer bytes in flight".
+# Measured: LOG, "Fewer bytes in flight".
 _TILE_BYTES = 32 * _KIB  # of a tile of K and one of V where a multiprocessor has two programs; twice that where one
 _BYTES_IN_FLIGHT = 128 * _KIB  # in the rings of all programs of a multiprocessor
 _MOST_STAGES = 8
 
-# Measured: LOG, "Queues where splits do not fill the GPU", "Fewer bytes in flight of 8 bits".
+# Measured: LOG, "Fewer bytes in flight of 8 bits".
 _BYTES_IN_FLIGHT_OF_8_BITS = 64 * _KIB
 
-# Measured: LOG, "on the way to commit 3bd4214", "Clusters".
+# Measured: LOG, "Clusters".
 _CLUSTER_SPLIT_TOKENS = 256  # longest split that takes less time than the launch of a kernel that merges
 _LEAST_SPLIT_TOKENS = 128  # shortest split worth a program, in a cluster
 
-# Measured: LOG, "on the way to commit 6d180cd", "Folded kv heads", and "de74be7", "Heads folded until ...".
+# Measured: LOG, "Folded kv heads".
 _FOLDED_WAVES = 1.8  # waves of programs that folding must leave, so that uneven lengths even out,
 _FOLDED_ONE_WAVE = 0.93, 1  # or as good as one whole wave, where queues deal with uneven lengths
 
-# Measured: LOG, "on the way to commit 874e885", "Further parts in turns", and "3bd4214", "Splitting".
+# Measured: LOG, "Queues cost a look and a merge" and "Splitting".
 _MERGE_LAUNCH_TIME = 1.5  # of a merge that may find nothing to do
 _LENGTHS_TIME = 0.5  # of a look at 64 lengths, in each wave
 _LENGTHS_AT_ONCE = 64
 _MULTIPROCESSOR_BYTES_PER_US = 17e3  # that each of two programs of a multiprocessor reads, if all have two
 
-# Measured: LOG, "Queues where splits do not fill the GPU", "Lines".
+# Measured: LOG, "Queues where splits do not fill the GPU".
 _WORTH_A_LOOK = 40  # queues are worth it if an item takes so many times what the merge and the look cost,
 _WORTH_A_LOOK_IF_IDLE = 20  # where the last wave of items would leave multiprocessors idle,
 _WORTH_A_LOOK_OF_8_BITS = 13  # and over 8 bits, where a multiprocessor with a single item computes too slowly

@@ -105,7 +105,7 @@ class Geometry:
         """Whether exponentials are summed across warps once a split, and not once a tile.
 
         That saves three barriers a tile and takes four registers. With tiles of 128 tokens these keep a third program
-        from a multiprocessor (benchmarks/LOG.md, "on the way to commit 3bd4214", "Sums of exponentials").
+        from a multiprocessor (benchmarks/LOG.md, "Sums of exponentials").
         """
         return self.columns * self.tuning.tile <= 512
 

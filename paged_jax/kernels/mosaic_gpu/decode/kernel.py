@@ -159,8 +159,8 @@ def _set_registers(geometry: Geometry) -> None:
     """Makes ptxas compile for `_REGISTERS` a thread; left alone, it may take more than two programs have.
 
     All threads are launched with as many as this names. Heads smaller than 128 that have no queues do without it, as a
-    multiprocessor then has room for three programs; more than `_MOST_COLUMNS` would spill (benchmarks/LOG.md, "Queues
-    where splits do not fill the GPU", "Registers").
+    multiprocessor then has room for three programs; more than `_MOST_COLUMNS` would spill (benchmarks/LOG.md,
+    "Registers of decode").
     """
     limited = geometry.problem.head_size >= 128 or geometry.tuning.queues > 0
     if geometry.tuning.programs == 2 and limited and geometry.columns <= _MOST_COLUMNS:

@@ -28,10 +28,10 @@ from paged_jax.kernels.mosaic_gpu.hopper.limits import QUERY_ROWS
 
 _LENGTHS_IN_FLIGHT = 64  # each program waits for all of them
 
-# Measured: benchmarks/LOG.md, "on the way to commit c81c6f3", "Even stretches".
+# Measured: benchmarks/LOG.md, "Even queues".
 _ALIKE = 16  # lengths are alike if none is longer than the mean by more than 1/16 of it
 
-# Measured: benchmarks/LOG.md, "on the way to commit de74be7", "A batch of mostly nothing".
+# Measured: benchmarks/LOG.md, "A batch of mostly nothing".
 _LEAST_TILES = 4  # tiles of a queue: a batch of mostly empty sequences would be cut too fine
 
 

@@ -28,12 +28,12 @@ _FEW_QUERIES = 4  # of a sequence, on average
 def leads(operands: Any, *, prefix: bool = False) -> bool:
     """Whether this kernel, if it takes the call, comes before Triton's.
 
-    It does, but for three kinds of batches with few queries a sequence (the headings are those of benchmarks/LOG.md):
+    It does, except for three sorts of batches with few queries a sequence:
 
-    - a single sequence over 16 bits ("Random batches of ragged attention");
-    - caches of 8 bits in `prefix_attention` or with a scale for each slot. Their tiles are still converted by all warps
-      together, which "Ragged attention over 8 bits on Hopper" changed for the others;
-    - a block-sparse pattern that all heads of a group share ("Block-sparse patterns and 8 bits in layout vllm").
+    - a single sequence over 16 bits (LOG, "Random batches of ragged attention");
+    - caches of 8 bits in `prefix_attention` or with a scale for each slot, because all warps convert such a tile
+      together (LOG, "Ragged attention over 8 bits on Hopper");
+    - a block-sparse pattern that all heads of a group share (LOG, "Block-sparse patterns and 8 bits in layout vllm").
     """
     num_seqs, options = operands.seq_lens.shape[0], operands.options
     if operands.query.shape[0] > _FEW_QUERIES * num_seqs:

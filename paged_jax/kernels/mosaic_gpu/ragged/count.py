@@ -6,7 +6,7 @@ costly items come first: what is left for the end is short, so that all programs
 
 The lengths are known on the device only. Where sequences are few, each program of the kernel counts all of them, in its
 loading warpgroup, a thread a sequence. That took less than 1 us, where XLA's kernels took 5 us (benchmarks/LOG.md,
-"turns and determinism"). One program leaves what it found in memory, for the kernel that merges. Where sequences are
+"Counting and order"). One program leaves what it found in memory, for the kernel that merges. Where sequences are
 many, XLA counts before the kernel.
 """
 

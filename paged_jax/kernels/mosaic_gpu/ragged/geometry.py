@@ -108,7 +108,7 @@ class Geometry:
         """Whether the softmax of a wide tile takes longer than its products, whose tokens can be halved.
 
         On an H200 that was so for heads of 64, hardly for heads of 80, and not for heads of 96 (benchmarks/LOG.md,
-        "Ragged attention on Hopper, the second product in halves").
+        "The second product in halves").
         """
         return self.problem.head_size <= _MOST_WITH_LONG_SOFTMAX and self.tuning.tile % (2 * _LEAST_PRODUCT) == 0
 

@@ -98,7 +98,7 @@ class _ItemLoader:
         """Loads an item's tiles, says between them that its query is there, and begins the next item, if there is one.
 
         The tiles are loaded in three parts by a loop, whose steps also do what comes between the parts. So the kernel
-        has the code that loads tiles once (benchmarks/LOG.md, "the code between tiles").
+        has the code that loads tiles once (benchmarks/LOG.md, "The code between tiles").
         """
         tiles = TileLoader(item, tiles_before, self.kind, self.refs)
         if self.kind.geometry.converts_tiles:

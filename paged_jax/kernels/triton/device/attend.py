@@ -10,7 +10,7 @@ heads is one kv head's group of query heads, or a part of a large group.
 
 Who loads. Every program gathers its own tiles of `tile` tokens through the block table, with the pointers worked
 out in 64 bits; Triton's software pipeline keeps a tile of K and V, or more with more `num_stages`, in flight in
-shared memory (block tables take stages too: benchmarks/LOG.md):
+shared memory (block tables take stages too: benchmarks/LOG.md, "Tiles and stages of decode"):
 
     rows (query heads, times query tokens)      tile of tokens: start + 0 ... tile - 1
     +------------+     K^T in shared memory     +------------+

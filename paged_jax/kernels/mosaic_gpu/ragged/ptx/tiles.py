@@ -148,7 +148,7 @@ def _conversion(chunks: Sequence[int], period: int, geometry: Geometry) -> str:
     """PTX that converts chunks of a lane, by their numbers.
 
     The bytes of all chunks are loaded before the first result is stored. Otherwise each chunk would wait for the one
-    before: the assembler cannot know that a store does not touch what is loaded after it (benchmarks/LOG.md, "between
+    before: the assembler cannot know that a store does not touch what is loaded after it (benchmarks/LOG.md, "Between
     items").
 
     The operands are addresses in shared memory. For each number modulo `period` that these chunks have, there is the
