@@ -15,6 +15,11 @@ from jax import Array
 
 from paged_jax.shapes import LARGEST_HEAD_SIZE, QUERY_DTYPES
 
+# A soft cap must be a normal number of float32. Besides, logits are divided by it, and XLA and GPUs take a quotient
+# below float32's smallest normal number for 0. Up to the larger of these caps that only happens to logits below 2e-8,
+# and it changes the exponential of a logit by less than float32's precision.
+_SMALLEST_SOFT_CAP, _LARGEST_SOFT_CAP = float(np.finfo(np.float32).tiny), 1e30
+
 
 def flag(name: str, value: Any) -> bool:
     """Checks that `value` is a static bool."""
@@ -58,6 +63,56 @@ def tokens(name: str, x: Any, rows: str) -> Array:
 def indices(name: str, x: Any, dims: str) -> Array:
     """Checks that `x` is an int32 array."""
     return array(name, x, dims, ("int32",))
+
+
+def context(block_tables: Any, seq_lens: Any) -> tuple[Array, Array]:
+    """Checks block tables and lengths, which have a row for each sequence."""
+    block_tables = indices("block_tables", block_tables, "num_seqs, max_blocks_per_seq")
+    seq_lens = indices("seq_lens", seq_lens, "num_seqs")
+    shape("seq_lens", seq_lens, block_tables.shape[:1], "num_seqs")
+    return block_tables, seq_lens
+
+
+def query_start_loc(starts: Any, seq_lens: Array) -> Array:
+    """Checks the prefix sum of the query lengths of as many sequences as `seq_lens` has."""
+    starts = indices("query_start_loc", starts, "num_seqs + 1")
+    shape("query_start_loc", starts, (seq_lens.shape[0] + 1,), "num_seqs + 1")
+    return starts
+
+
+def pool(name: str, x: Any, dims: str, dtypes: Sequence[str]) -> Array:
+    """Does what `array` does, and checks that `x` is in device memory."""
+    x = array(name, x, dims, dtypes)
+    if jax.typeof(x).memory_space == jax.memory.Space.Host:
+        raise ValueError(f"{name} must be in device memory, got one in host memory, see swap_blocks")
+    return x
+
+
+def per_head(name: str, x: Any | None, num_heads: int) -> Array | None:
+    """Checks that `x` has a number for each query head, and gives it as f32."""
+    if x is None:
+        return None
+    x = floating(name, x)
+    shape(name, x, (num_heads,), "num_heads")
+    return x
+
+
+def bound(name: str, value: Any | None, most: int) -> int:
+    """Checks an upper bound, and gives it, but never more than `most`, which None stands for."""
+    return most if value is None else min(static_int(name, value, least=0), most)
+
+
+def soft_cap(cap: Any) -> float | None:
+    """Checks `logits_soft_cap`."""
+    if cap is None:
+        return None
+    if not is_number(cap):
+        raise TypeError(f"logits_soft_cap must be a number or None, got {type(cap).__name__}")
+    cap = cap.item() if isinstance(cap, np.generic) else cap  # floats of 16 bits cannot be compared to these limits
+    if not _SMALLEST_SOFT_CAP <= cap <= _LARGEST_SOFT_CAP:
+        limits = f"from {_SMALLEST_SOFT_CAP:.2g} to {_LARGEST_SOFT_CAP:g}"
+        raise ValueError(f"logits_soft_cap must be {limits} or None, got {cap!r}")
+    return float(cap)
 
 
 def floating(name: str, x: Any, expected: tuple[int, ...] | None = None) -> Array:

@@ -7,7 +7,9 @@ call, it raises `Unsupported` with every reason; any other error is a mistake an
 - paged_attention_v1, paged_attention, ragged_paged_attention, prefix_attention: ``(out, lse)``
 - paged_attention_v2: ``(out, lse, exp_sums, max_logits, tmp_out)``
 - write_and_attend: ``(out, lse, key_cache, value_cache)``
-- write_to_paged_cache, swap_blocks: ``(key_cache, value_cache)``
+- mla_paged_attention, ragged_mla_attention: ``(out, lse)``
+- write_to_paged_cache, swap_blocks: ``(key_cache, value_cache)``; latents have None for the second
+- write_to_latent_cache: ``(latent_cache,)``
 - copy_blocks: ``(key_caches, value_caches)``, two tuples with one cache for each layer
 
 A package for GPUs may also have ``leads(op, operands) -> bool``, which says whether the package is the fastest for a

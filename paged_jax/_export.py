@@ -7,6 +7,7 @@ from jax import export
 
 from paged_jax.allocator import AllocatorState
 from paged_jax.cache import PagedKVCache
+from paged_jax.latent_cache import PagedLatentCache
 from paged_jax.metadata import AttentionMetadata
 from paged_jax.options import AttentionOptions, BlockSparse, PerHead
 
@@ -20,7 +21,7 @@ def _from_bytes(data: bytes | bytearray) -> tuple:
     return tuple(BlockSparse(**x) if isinstance(x, dict) else x for x in json.loads(data))
 
 
-for _class in (AllocatorState, AttentionMetadata, AttentionOptions, PagedKVCache):
+for _class in (AllocatorState, AttentionMetadata, AttentionOptions, PagedKVCache, PagedLatentCache):
     export.register_pytree_node_serialization(
         _class,
         serialized_name=f"paged_jax.{_class.__name__}",

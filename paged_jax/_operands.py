@@ -13,9 +13,13 @@ from paged_jax.shapes import (
     BlockTables,
     Cache,
     CacheScale,
+    LatentCache,
+    LatentQuery,
+    Latents,
     NewTokens,
     Query,
     QueryStartLoc,
+    RaggedLatentQuery,
     RaggedQuery,
     SeqLens,
     SlotMapping,
@@ -74,6 +78,36 @@ class Prefix(NamedTuple):
     options: AttentionOptions
 
 
+class MlaDecode(NamedTuple):
+    """The operands of `mla_paged_attention`."""
+
+    query: LatentQuery
+    latent_cache: LatentCache
+    block_tables: BlockTables
+    seq_lens: SeqLens
+    options: AttentionOptions
+
+
+class MlaRagged(NamedTuple):
+    """The operands of `ragged_mla_attention`."""
+
+    query: RaggedLatentQuery
+    latent_cache: LatentCache
+    block_tables: BlockTables
+    seq_lens: SeqLens
+    query_start_loc: QueryStartLoc
+    options: AttentionOptions
+
+
+class WriteLatent(NamedTuple):
+    """The operands of `write_to_latent_cache`."""
+
+    latent: Latents
+    latent_cache: LatentCache
+    slot_mapping: SlotMapping
+    scale: CacheScale
+
+
 class Write(NamedTuple):
     """The operands of `write_to_paged_cache`."""
 
@@ -87,18 +121,18 @@ class Write(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """The operands of `copy_blocks`: the pools of every layer."""
+    """The operands of `copy_blocks`: the pools of every layer. Layers of latents have no value caches, but None."""
 
     key_caches: tuple[Cache, ...]
-    value_caches: tuple[Cache, ...]
+    value_caches: tuple[Cache | None, ...]
     block_mapping: BlockMapping
 
 
 class Swap(NamedTuple):
-    """The operands of `swap_blocks`."""
+    """The operands of `swap_blocks`. Caches of latents are key caches, whose value caches are None."""
 
     src_key_cache: SourceCache
-    src_value_cache: SourceCache
+    src_value_cache: SourceCache | None
     dst_key_cache: Cache
-    dst_value_cache: Cache
+    dst_value_cache: Cache | None
     block_mapping: BlockMapping

@@ -34,6 +34,8 @@ _OPERANDS = {
     "block_mapping": ". .",
     "scale": "",
     "per_head": "q",
+    "latent": ". .",
+    "latent_cache": ". . .",
 }
 _POOLS = {
     "hnd": {"key_cache": ". h . .", "value_cache": ". h . ."},
@@ -63,6 +65,10 @@ _RULES = {
     "write_and_attend": _Rule("h g", ("n q .", "n q", "key_cache", "value_cache")),
     "ragged_paged_attention": _Rule("h g", ("n q .", "n q")),
     "prefix_attention": _Rule("h g", ("n q .", "n q")),
+    # One latent serves all heads: `h`, which has one element, is no factor, and `g` counts all query heads.
+    "mla_paged_attention": _Rule("n g", ("n q .", "n q")),
+    "ragged_mla_attention": _Rule("g", ("n q .", "n q")),
+    "write_to_latent_cache": _Rule("", ("latent_cache",)),
     "write_to_paged_cache": _Rule("h", ("key_cache", "value_cache")),
     "copy_blocks": _Rule("any", ("key_caches", "value_caches")),
     "swap_blocks": _Rule("any", ("dst_key_cache", "dst_value_cache")),
@@ -136,8 +142,8 @@ class CallAxes:
 
     def _sources_of_pool(self, pool: int, name: str) -> tuple[int, ...]:
         """The operands that a pool depends on when it is written to: itself, and what is written, where, and scaled."""
-        half = "key" if "key" in name else "value"
-        written = {half, f"{half[0]}_scale", f"src_{half}_cache", "slot_mapping", "block_mapping"}
+        half = next(half for half in ("key", "value", "latent") if half in name)
+        written = {half, f"{half[0]}_scale", "scale", f"src_{half}_cache", "slot_mapping", "block_mapping"}
         return tuple(i for i, other in enumerate(self.names) if i == pool or other in written)
 
     def choose(self, specs: Sequence[P], sizes: Mapping[str, int]) -> Splits:
@@ -155,7 +161,7 @@ class CallAxes:
 
     def _wanted(self, factor: str, specs: Sequence[P], chosen: Splits) -> Iterator[tuple[str, ...]]:
         """Over which mesh axes the factor is split now: in the pools that have it, or else in the other operands."""
-        if factor == "g" and self.sizes["h"] != chosen.parts("h"):
+        if factor == "g" and self.sizes.get("h", 1) != chosen.parts("h"):
             return  # a device has several kv heads: parts of their groups are not neighbouring query heads
         having = [
             (name, spec[i] if i < len(spec) else None, factors)

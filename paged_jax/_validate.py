@@ -17,10 +17,6 @@ from paged_jax.options import AttentionOptions, BlockSparse, Layout, Options, Pe
 from paged_jax.shapes import BLOCK_SIZES, CACHE_DTYPES, QUERY_DTYPES, cache_shapes
 
 _LAYOUTS = get_args(Layout)
-# A soft cap must be a normal number of float32. Besides, logits are divided by it, and XLA and GPUs take a quotient
-# below float32's smallest normal number for 0. Up to the larger of these caps that only happens to logits below 2e-8,
-# and it changes the exponential of a logit by less than float32's precision.
-_SMALLEST_SOFT_CAP, _LARGEST_SOFT_CAP = float(np.finfo(np.float32).tiny), 1e30
 
 
 def decode_operands(
@@ -33,7 +29,7 @@ def decode_operands(
 ) -> Decode:
     query = _checks.tokens("query", query, "num_seqs")
     pool = _caches(key_cache, value_cache, None, query.shape[2], options.get("layout", "hnd"))
-    block_tables, seq_lens = _context(block_tables, seq_lens)
+    block_tables, seq_lens = _checks.context(block_tables, seq_lens)
     _checks.shape("seq_lens", seq_lens, query.shape[:1], "num_seqs")
     checked = _attention_options(query, pool, block_tables, options)
     return Decode(query, pool.key_cache, pool.value_cache, block_tables, seq_lens, checked)
@@ -61,7 +57,7 @@ def write_and_attend_operands(
     query = _checks.tokens("query", query, "num_seqs")
     key, value = _new_tokens(key, value, query.shape[0], query.shape[2], query.dtype)
     pool = _caches(key_cache, value_cache, key.shape[1], query.shape[2], options.get("layout", "hnd"))
-    block_tables, seq_lens = _context(block_tables, seq_lens)
+    block_tables, seq_lens = _checks.context(block_tables, seq_lens)
     _checks.shape("seq_lens", seq_lens, query.shape[:1], "num_seqs")
     slot_mapping = _checks.indices("slot_mapping", slot_mapping, "num_seqs")
     _checks.shape("slot_mapping", slot_mapping, query.shape[:1], "num_seqs")
@@ -83,8 +79,8 @@ def ragged_operands(
 ) -> Ragged:
     query = _checks.tokens("query", query, "num_tokens")
     pool = _caches(key_cache, value_cache, None, query.shape[2], options.get("layout", "hnd"))
-    block_tables, seq_lens = _context(block_tables, seq_lens)
-    query_start_loc = _query_start_loc(query_start_loc, seq_lens)
+    block_tables, seq_lens = _checks.context(block_tables, seq_lens)
+    query_start_loc = _checks.query_start_loc(query_start_loc, seq_lens)
     checked = _attention_options(query, pool, block_tables, options, causal=causal, most_queries=query.shape[0])
     return Ragged(query, pool.key_cache, pool.value_cache, block_tables, seq_lens, query_start_loc, checked)
 
@@ -104,8 +100,8 @@ def prefix_operands(
     query = _checks.tokens("query", query, "num_tokens")
     key, value = _new_tokens(key, value, query.shape[0], query.shape[2], query.dtype)
     pool = _caches(key_cache, value_cache, key.shape[1], query.shape[2], options.get("layout", "hnd"))
-    block_tables, seq_lens = _context(block_tables, seq_lens)
-    query_start_loc = _query_start_loc(query_start_loc, seq_lens)
+    block_tables, seq_lens = _checks.context(block_tables, seq_lens)
+    query_start_loc = _checks.query_start_loc(query_start_loc, seq_lens)
     checked = _attention_options(
         query, pool, block_tables, options, causal=causal, most_queries=query.shape[0], new_tokens=key.shape[0]
     )
@@ -138,12 +134,15 @@ def write_operands(
 
 def copy_operands(key_cache: Any, value_cache: Any, block_mapping: Any) -> Copy:
     """Checks the pools of several layers, or of one; all pools must have the same number of blocks."""
-    several = isinstance(key_cache, tuple | list)
-    if isinstance(value_cache, tuple | list) != several:
+    several, latent = isinstance(key_cache, tuple | list), value_cache is None
+    if not latent and isinstance(value_cache, tuple | list) != several:
         raise TypeError("key_cache and value_cache must both be arrays, or both be sequences of arrays")
-    if several and len(value_cache) != len(key_cache):
-        raise ValueError(f"value_cache must have key_cache's {len(key_cache)} layers, got {len(value_cache)}")
-    if several:
+    if latent:
+        caches = key_cache if several else [key_cache]
+        checked = [(_latent_pool(f"key_cache[{i}]" if several else "key_cache", x), None) for i, x in enumerate(caches)]
+    elif several:
+        if len(value_cache) != len(key_cache):
+            raise ValueError(f"value_cache must have key_cache's {len(key_cache)} layers, got {len(value_cache)}")
         checked = [
             _pools((f"key_cache[{i}]", key), (f"value_cache[{i}]", value))
             for i, (key, value) in enumerate(zip(key_cache, value_cache, strict=True))
@@ -160,9 +159,17 @@ def copy_operands(key_cache: Any, value_cache: Any, block_mapping: Any) -> Copy:
 def swap_operands(
     src_key_cache: Any, src_value_cache: Any, dst_key_cache: Any, dst_value_cache: Any, block_mapping: Any
 ) -> Swap:
-    src = _pools(("src_key_cache", src_key_cache), ("src_value_cache", src_value_cache))
-    dst = _pools(("dst_key_cache", dst_key_cache), ("dst_value_cache", dst_value_cache))
+    if src_value_cache is None and dst_value_cache is None:
+        src, dst = (
+            (_latent_pool("src_key_cache", src_key_cache), None),
+            (_latent_pool("dst_key_cache", dst_key_cache), None),
+        )
+    else:
+        src = _pools(("src_key_cache", src_key_cache), ("src_value_cache", src_value_cache))
+        dst = _pools(("dst_key_cache", dst_key_cache), ("dst_value_cache", dst_value_cache))
     for name, s, d in zip(("key", "value"), src, dst, strict=True):
+        if s is None or d is None:
+            continue
         if s.shape[1:] != d.shape[1:]:
             raise ValueError(
                 f"dst_{name}_cache must have the blocks of src_{name}_cache, {s.shape[1:]}, got {d.shape[1:]}"
@@ -209,13 +216,10 @@ def _caches(key_cache: Any, value_cache: Any, num_kv_heads: int | None, head_siz
             "num_blocks, num_kv_heads, head_size, block_size",
         ),
     }[layout]
-    key_cache = _checks.array("key_cache", key_cache, key_dims, CACHE_DTYPES)
-    value_cache = _checks.array("value_cache", value_cache, value_dims, CACHE_DTYPES)
+    key_cache = _checks.pool("key_cache", key_cache, key_dims, CACHE_DTYPES)
+    value_cache = _checks.pool("value_cache", value_cache, value_dims, CACHE_DTYPES)
     if key_cache.dtype != value_cache.dtype:
         raise TypeError(f"value_cache must have key_cache's dtype {key_cache.dtype}, got {value_cache.dtype}")
-    for name, x in (("key_cache", key_cache), ("value_cache", value_cache)):
-        if jax.typeof(x).memory_space == jax.memory.Space.Host:
-            raise ValueError(f"{name} must be in device memory, got one in host memory, see swap_blocks")
     num_blocks, block_size = value_cache.shape[0], value_cache.shape[block_axis(layout)]
     if block_size not in BLOCK_SIZES:
         raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {block_size}")
@@ -239,19 +243,6 @@ def _cache_scale(name: str, x: Any | None, pool: _Caches) -> Array | None:
             f"one of {expected}, got {x.shape}"
         )
     return x
-
-
-def _context(block_tables: Any, seq_lens: Any) -> tuple[Array, Array]:
-    block_tables = _checks.indices("block_tables", block_tables, "num_seqs, max_blocks_per_seq")
-    seq_lens = _checks.indices("seq_lens", seq_lens, "num_seqs")
-    _checks.shape("seq_lens", seq_lens, block_tables.shape[:1], "num_seqs")
-    return block_tables, seq_lens
-
-
-def _query_start_loc(starts: Any, seq_lens: Array) -> Array:
-    starts = _checks.indices("query_start_loc", starts, "num_seqs + 1")
-    _checks.shape("query_start_loc", starts, (seq_lens.shape[0] + 1,), "num_seqs + 1")
-    return starts
 
 
 def _new_tokens(key: Any, value: Any, num_tokens: int, head_size: int, dtype: Any) -> tuple[Array, Array]:
@@ -278,6 +269,16 @@ def _pools(*named: tuple[str, Any]) -> tuple[Array, Array]:
         names = ["host" if memory == jax.memory.Space.Host else "device" for memory in memories]
         raise ValueError(f"{named[1][0]} must be in {named[0][0]}'s {names[0]} memory, got one in {names[1]} memory")
     return key_cache, value_cache
+
+
+def _latent_pool(name: str, x: Any) -> Array:
+    """Checks a latent cache, which is given without a value cache."""
+    if np.ndim(x) != 3:
+        raise ValueError(
+            f"{name} must be a latent cache [num_blocks, block_size, latent_size] where the value cache is None, "
+            f"got shape {np.shape(x)}"
+        )
+    return _checks.typed(name, x, CACHE_DTYPES)
 
 
 def _pairs(block_mapping: Any) -> Array:
@@ -315,37 +316,21 @@ def _attention_options(
                 raise ValueError(f"{name} must be None with causal=False, got {options[name]!r}")
     if (window := options["sliding_window"]) is not None:
         window = _checks.static_int("sliding_window", window)
-    if (max_seq_len := options["max_seq_len"]) is not None:
-        max_seq_len = _checks.static_int("max_seq_len", max_seq_len, least=0)
-    if (max_query_len := options["max_query_len"]) is not None:
-        max_query_len = _checks.static_int("max_query_len", max_query_len, least=0)
     scale = head_size**-0.5 if options["scale"] is None else options["scale"]
     capacity = block_tables.shape[1] * pool.block_size + new_tokens  # the most tokens that a sequence can have
     return AttentionOptions(
         scale=_checks.floating("scale", scale, ()),
-        per_head=PerHead(*(_per_head(name, options[name], num_heads) for name in PerHead._fields)),
+        per_head=PerHead(*(_checks.per_head(name, options[name], num_heads) for name in PerHead._fields)),
         k_scale=_cache_scale("k_scale", options["k_scale"], pool),
         v_scale=_cache_scale("v_scale", options["v_scale"], pool),
         layout=given.get("layout", "hnd"),
-        max_seq_len=capacity if max_seq_len is None else min(max_seq_len, capacity),
-        max_query_len=most_queries if max_query_len is None else min(max_query_len, most_queries),
+        max_seq_len=_checks.bound("max_seq_len", options["max_seq_len"], capacity),
+        max_query_len=_checks.bound("max_query_len", options["max_query_len"], most_queries),
         sliding_window=window,
-        logits_soft_cap=_soft_cap(options["logits_soft_cap"]),
+        logits_soft_cap=_checks.soft_cap(options["logits_soft_cap"]),
         block_sparse=_block_sparse(options["block_sparse"], pool.block_size),
         causal=bool(causal),
     )
-
-
-def _soft_cap(cap: Any) -> float | None:
-    if cap is None:
-        return None
-    if not _checks.is_number(cap):
-        raise TypeError(f"logits_soft_cap must be a number or None, got {type(cap).__name__}")
-    cap = cap.item() if isinstance(cap, np.generic) else cap  # floats of 16 bits cannot be compared to these limits
-    if not _SMALLEST_SOFT_CAP <= cap <= _LARGEST_SOFT_CAP:
-        limits = f"from {_SMALLEST_SOFT_CAP:.2g} to {_LARGEST_SOFT_CAP:g}"
-        raise ValueError(f"logits_soft_cap must be {limits} or None, got {cap!r}")
-    return float(cap)
 
 
 def _block_sparse(sparse: Any | None, block_size: int) -> BlockSparse | None:
@@ -363,11 +348,3 @@ def _block_sparse(sparse: Any | None, block_size: int) -> BlockSparse | None:
             f"got {sparse.block_size}"
         )
     return None if sparse.vert_stride <= 1 else sparse
-
-
-def _per_head(name: str, x: Any | None, num_heads: int) -> Array | None:
-    if x is None:
-        return None
-    x = _checks.floating(name, x)
-    _checks.shape(name, x, (num_heads,), "num_heads")
-    return x

@@ -8,11 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from paged_jax import _partition
-from paged_jax._operands import Copy, Decode, Swap, Write, WriteAndAttend
+from paged_jax._operands import Copy, Decode, MlaDecode, Swap, Write, WriteAndAttend, WriteLatent
 
-# The pools that each op writes, by the type of its operands. The op returns them as its last two results.
+# The pools that decode ops read, by the type of their operands.
+_POOLS_READ = {Decode: ("key_cache", "value_cache"), MlaDecode: ("latent_cache",)}
+# The pools that each op writes, by the type of its operands. The op returns them as its last results.
 _POOLS_WRITTEN = {
     Write: ("key_cache", "value_cache"),
+    WriteLatent: ("latent_cache",),
     WriteAndAttend: ("key_cache", "value_cache"),
     Copy: ("key_caches", "value_caches"),
     Swap: ("dst_key_cache", "dst_value_cache"),
@@ -31,7 +34,7 @@ def batch_of_calls(call: Callable, axis_size: int, in_batched: Any, operands: An
     Returns:
       The results, which all have an axis of the batch.
     """
-    if isinstance(operands, Decode) and _fits_in_one_call(in_batched, operands):
+    if isinstance(operands, Decode | MlaDecode) and _fits_in_one_call(in_batched, operands):
         return _as_one_call(call, axis_size, in_batched, operands)
     # Calls follow one another on all devices, so that each device needs its part of every call.
     operands = jax.tree.map(lambda x, flag: _partition.whole_batch(x) if flag else x, operands, in_batched)
@@ -44,17 +47,18 @@ def batch_of_calls(call: Callable, axis_size: int, in_batched: Any, operands: An
     return one_by_one(call, operands)
 
 
-def _fits_in_one_call(in_batched: Decode, operands: Decode) -> bool:
+def _fits_in_one_call(in_batched: Decode | MlaDecode, operands: Decode | MlaDecode) -> bool:
     """Whether a batch of decode calls can be computed as one call with more sequences."""
-    if any(jax.tree.leaves(in_batched.options)) or in_batched.key_cache != in_batched.value_cache:
+    batched_pools = {getattr(in_batched, name) for name in _POOLS_READ[type(operands)]}
+    if any(jax.tree.leaves(in_batched.options)) or len(batched_pools) > 1:
         return False
     if _partition.types_split_rows(in_batched, operands):
         return False
     scales = operands.options.k_scale, operands.options.v_scale
-    return not (in_batched.key_cache and any(scale is not None and scale.ndim == 3 for scale in scales))
+    return not (True in batched_pools and any(scale is not None and scale.ndim == 3 for scale in scales))
 
 
-def _as_one_call(call: Callable, axis_size: int, in_batched: Decode, operands: Decode) -> Any:
+def _as_one_call(call: Callable, axis_size: int, in_batched: Decode | MlaDecode, operands: Decode | MlaDecode) -> Any:
     """Computes a batch of `axis_size` decode calls as one call of `call`."""
     num_seqs = operands.query.shape[1 if in_batched.query else 0]
     results = call(_merged(axis_size, in_batched, operands))
@@ -62,7 +66,7 @@ def _as_one_call(call: Callable, axis_size: int, in_batched: Decode, operands: D
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _merged(axis_size: int, in_batched: Decode, operands: Decode) -> Decode:
+def _merged[Operands: Decode | MlaDecode](axis_size: int, in_batched: Operands, operands: Operands) -> Operands:
     """Makes one call's operands of a batch. Batched pools become one pool by a reshape, and block ids are shifted."""
 
     def flat(x, is_batched):
@@ -71,14 +75,15 @@ def _merged(axis_size: int, in_batched: Decode, operands: Decode) -> Decode:
 
     query = flat(operands.query, in_batched.query)
     tables = flat(operands.block_tables, in_batched.block_tables)
-    key_cache, value_cache = operands.key_cache, operands.value_cache
-    if in_batched.key_cache:
-        num_blocks, num_seqs = key_cache.shape[1], query.shape[0] // max(axis_size, 1)
+    names = _POOLS_READ[type(operands)]
+    pools = {name: getattr(operands, name) for name in names}
+    if getattr(in_batched, names[0]):
+        num_blocks, num_seqs = pools[names[0]].shape[1], query.shape[0] // max(axis_size, 1)
         rows = jax.lax.broadcasted_iota(tables.dtype, tables.shape, 0)
         tables = tables + rows // max(num_seqs, 1) * num_blocks
-        key_cache, value_cache = flat(key_cache, True), flat(value_cache, True)
+        pools = {name: flat(pool, True) for name, pool in pools.items()}
     seq_lens = flat(operands.seq_lens, in_batched.seq_lens)
-    return Decode(query, key_cache, value_cache, tables, seq_lens, operands.options)
+    return operands._replace(query=query, block_tables=tables, seq_lens=seq_lens, **pools)
 
 
 def _one_by_one(in_batched: Any, call: Callable, operands: Any) -> Any:
@@ -106,7 +111,7 @@ def _keep_types_of_pools(call: Callable, in_batched: Any, operands: Any) -> bool
 
     def first() -> tuple[Any, Any]:
         one = _call_of_batch(0, in_batched, operands)
-        return _pools(one), tuple(call(one)[-2:])
+        return _pools(one), tuple(call(one)[-len(_POOLS_WRITTEN[type(operands)]) :])
 
     before, after = jax.eval_shape(first)
     return before == after
@@ -121,9 +126,10 @@ def _one_by_one_in_place(call: Callable, axis_size: int, in_batched: Any, operan
 
     def step(stacks, i):
         one = _call_of_batch(i, in_batched, operands._replace(**dict(zip(names, stacks, strict=True))))
-        *others, key_pools, value_pools = call(one)
+        results = call(one)
+        others, pools = results[: -len(names)], tuple(results[-len(names) :])
         put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=i, axis=0)
-        return jax.tree.map(functools.partial(_bit_for_bit, put), stacks, (key_pools, value_pools)), others
+        return jax.tree.map(functools.partial(_bit_for_bit, put), stacks, pools), others
 
     stacks, others = jax.lax.scan(step, _pools(operands), jnp.arange(axis_size, dtype=jnp.int32))
     return (*others, *stacks)
@@ -135,8 +141,8 @@ def _over_bytes(loop: Callable, call: Callable, operands: Any) -> Any:
     def call_of_bytes(one):
         return jax.tree.map(_bytes, call(jax.tree.map(_from_bytes, one, operands)))
 
-    *others, key_pools, value_pools = loop(call_of_bytes, jax.tree.map(_bytes, operands))
-    return (*others, *jax.tree.map(_from_bytes, (key_pools, value_pools), _pools(operands)))
+    results, count = loop(call_of_bytes, jax.tree.map(_bytes, operands)), len(_POOLS_WRITTEN[type(operands)])
+    return (*results[:-count], *jax.tree.map(_from_bytes, tuple(results[-count:]), _pools(operands)))
 
 
 def _bit_for_bit(move: Callable, *arrays: jax.Array) -> jax.Array:
@@ -174,7 +180,6 @@ def _call_of_batch(i: Any, in_batched: Any, operands: Any) -> Any:
     return jax.tree.map(lambda x, flag: _bit_for_bit(take, x) if flag else x, operands, in_batched)
 
 
-def _pools(operands: Any) -> tuple[Any, Any]:
+def _pools(operands: Any) -> tuple[Any, ...]:
     """The pools that an op writes, of its operands or of facts about them."""
-    key_pools, value_pools = (getattr(operands, name) for name in _POOLS_WRITTEN[type(operands)])
-    return key_pools, value_pools
+    return tuple(getattr(operands, name) for name in _POOLS_WRITTEN[type(operands)])

@@ -9,10 +9,10 @@ import jax
 from jax import Array
 from jaxtyping import Float
 
-from paged_jax import _dispatch, _validate
+from paged_jax import _dispatch, _validate, _validate_latent
 from paged_jax._dispatch import Implementation
 from paged_jax.options import Layout
-from paged_jax.shapes import BlockMapping, Cache, NewTokens, SlotMapping
+from paged_jax.shapes import BlockMapping, Cache, LatentCache, Latents, NewTokens, SlotMapping
 
 Scale = Float[Array, "..."] | float | None
 
@@ -68,25 +68,73 @@ def write_to_paged_cache(
     return _dispatch.call("write_to_paged_cache", operands, implementation=implementation, layout=layout)
 
 
-def copy_blocks[Pools: Cache | Sequence[Cache]](
-    key_cache: Pools,
-    value_cache: Pools,
+def write_to_latent_cache(
+    latent: Latents,
+    latent_cache: LatentCache,
+    slot_mapping: SlotMapping,
+    *,
+    scale: Float[Array, ""] | float | None = None,
+    implementation: Implementation | None = None,
+) -> LatentCache:
+    """Puts new tokens' latents into their slots of a paged latent cache.
+
+    Args:
+      latent: [num_tokens, latent_size], float16, bfloat16 or float32; latent_size is a multiple of 16 up to 1024.
+      latent_cache: one layer's pool, [num_blocks, block_size, latent_size]. If its dtype has fewer bytes than latent's,
+        the op quantises: it divides by the scale, rounds to nearest even and saturates. A float16 cache of bfloat16
+        latents saturates too. Otherwise the op only casts.
+      slot_mapping: i32 [num_tokens], ``block * block_size + offset``. Tokens with a negative slot, or one past the
+        pool, are skipped. If several tokens have the same slot, each element there comes from an unspecified one.
+      scale: f32 scalar, or None for 1; only for a cache whose dtype has fewer bytes than latent's. An int8 cache needs
+        one.
+      implementation: see `paged_jax.ops`.
+
+    Returns:
+      latent_cache; every other slot is bit-identical.
+
+    Raises:
+      ValueError, TypeError: a shape, dtype or option is wrong, or a scale was given for a cache that does not take one.
+      NotImplementedError: `implementation` cannot do the call.
+
+    Aliasing: donate the cache to update it in place; otherwise it is copied first. vmap: one call after the other.
+    Sharding: none, each device writes all tokens into its own copy. Source: vLLM's concat_and_cache_mla.
+
+    Example:
+      The first of two tokens goes to block 5, offset 3; the second token is padding.
+
+      >>> import jax.numpy as jnp
+      >>> from paged_jax import PagedLatentCache, write_to_latent_cache
+      >>> cache = PagedLatentCache.create(num_blocks=8, block_size=16, latent_size=576)
+      >>> latent, slot_mapping = jnp.ones((2, 576), jnp.bfloat16), jnp.array([5 * 16 + 3, -1], jnp.int32)
+      >>> latent_cache = write_to_latent_cache(latent, cache.latent_cache, slot_mapping)
+      >>> latent_cache[5, 3].sum(), latent_cache.sum()
+      (Array(576, dtype=bfloat16), Array(576, dtype=bfloat16))
+    """
+    operands = _validate_latent.write_operands(latent, latent_cache, slot_mapping, scale)
+    (written,) = _dispatch.call("write_to_latent_cache", operands, implementation=implementation)
+    return written
+
+
+def copy_blocks[Keys: Cache | Sequence[Cache], Values: Cache | Sequence[Cache] | None](
+    key_cache: Keys,
+    value_cache: Values,
     block_mapping: BlockMapping,
     *,
     implementation: Implementation | None = None,
-) -> tuple[Pools, Pools]:
+) -> tuple[Keys, Values]:
     """Copies whole blocks within the paged caches of one layer or of many, for example after a fork.
 
     Args:
       key_cache, value_cache: one layer's pools of blocks in any layout; or two tuples or lists of such pools, with one
-        pool for each layer. All pools must have the same number of blocks.
+        pool for each layer. All pools must have the same number of blocks. key_cache may also be a latent cache
+        [num_blocks, block_size, latent_size], or those of several layers; value_cache is then None.
       block_mapping: i32 [num_pairs, 2], (source, destination) block ids, the same for all layers. Pairs with a
         negative id, or one past the pool, are skipped. All sources are read before any destination is written. If a
         destination has several sources, an unspecified one of them is copied.
       implementation: see `paged_jax.ops`.
 
     Returns:
-      ``(key_cache, value_cache)``: pools, or tuples or lists of pools, as the arguments were.
+      ``(key_cache, value_cache)``: pools, or tuples or lists of pools, or None, as the arguments were.
 
     Raises:
       ValueError, TypeError: a shape or dtype is wrong.
@@ -111,34 +159,33 @@ def copy_blocks[Pools: Cache | Sequence[Cache]](
       Array(True, dtype=bool)
     """
     operands = _validate.copy_operands(key_cache, value_cache, block_mapping)
-    copied = _dispatch.call("copy_blocks", operands, implementation=implementation)
-    key_caches, value_caches = (
-        jax.tree.unflatten(jax.tree.structure(given), new)
-        for given, new in zip((key_cache, value_cache), copied, strict=True)
-    )
-    return key_caches, value_caches
+    keys, values = _dispatch.call("copy_blocks", operands, implementation=implementation)
+    key_caches = jax.tree.unflatten(jax.tree.structure(key_cache), keys)
+    if value_cache is None:
+        return key_caches, value_cache
+    return key_caches, jax.tree.unflatten(jax.tree.structure(value_cache), values)
 
 
-def swap_blocks(
+def swap_blocks[Values: Cache | None](
     src_key_cache: Cache,
-    src_value_cache: Cache,
+    src_value_cache: Values,
     dst_key_cache: Cache,
-    dst_value_cache: Cache,
+    dst_value_cache: Values,
     block_mapping: BlockMapping,
     *,
     implementation: Implementation | None = None,
-) -> tuple[Cache, Cache]:
+) -> tuple[Cache, Values]:
     """Copies whole blocks from one paged cache into another, for example to swap a sequence out or in.
 
     Args:
-      src_key_cache, src_value_cache: the pools to read.
+      src_key_cache, src_value_cache: the pools to read, or a latent cache and None.
       dst_key_cache, dst_value_cache: the pools to write, of the sources' dtype and block shape. They may have another
         number of blocks.
       block_mapping: i32 [num_pairs, 2], (source, destination) block ids, see `copy_blocks`.
       implementation: see `paged_jax.ops`.
 
     Returns:
-      The two destination caches.
+      The two destination caches, or the one and None.
 
     Raises:
       ValueError, TypeError: a shape or dtype is wrong.

@@ -96,6 +96,29 @@ class Options(QueryOptions, total=False):
     layout: Layout
 
 
+class LatentQueryOptions(TypedDict, total=False):
+    """The keywords of the ops of multi-head latent attention that may be left out and do not describe the cache.
+
+    Attributes:
+      sinks, logits_soft_cap, max_seq_len, max_query_len: see `QueryOptions`.
+    """
+
+    sinks: Float[Array, "num_heads"] | None
+    logits_soft_cap: float | None
+    max_seq_len: int | None
+    max_query_len: int | None
+
+
+class LatentOptions(LatentQueryOptions, total=False):
+    """The keywords of the ops of multi-head latent attention that may be left out.
+
+    Attributes:
+      latent_scale: f32 scalar, the cache's dequantisation factor, None for 1; int8 caches need one. May be traced.
+    """
+
+    latent_scale: Float[Array, ""] | float | None
+
+
 class PerHead(NamedTuple):
     """The options that have a value for each query head, in the order in which kernels take them.
 
@@ -121,6 +144,8 @@ class PerHead(NamedTuple):
 @dataclass(frozen=True)
 class AttentionOptions:
     """The validated options of one attention call, a pytree: arrays are its leaves, everything else is static.
+
+    The ops of multi-head latent attention take the same options: both scales are latent_scale, and `layout` is "nhd".
 
     Attributes:
       scale: f32 [], factor of the logits.

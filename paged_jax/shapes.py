@@ -24,6 +24,13 @@ Query = Float[Array, "num_seqs num_heads head_size"]
 RaggedQuery = Float[Array, "num_tokens num_heads head_size"]
 NewTokens = Float[Array, "num_tokens num_kv_heads head_size"]  # keys or values
 
+LatentQuery = Float[Array, "num_seqs num_heads latent_size"]
+RaggedLatentQuery = Float[Array, "num_tokens num_heads latent_size"]
+LatentOut = Float[Array, "num_seqs num_heads value_size"]
+RaggedLatentOut = Float[Array, "num_tokens num_heads value_size"]
+Latents = Float[Array, "num_tokens latent_size"]  # new tokens' vectors
+LatentCache = Num[Array, "num_blocks block_size latent_size"]
+
 Cache = Num[Array, "num_blocks ..."]  # `cache_shapes` gives the layouts
 SourceCache = Num[Array, "num_source_blocks ..."]
 CacheScale = Float[Array, "..."] | None
@@ -63,6 +70,12 @@ def cache_shapes(
         )
     key_shape = (num_blocks, num_kv_heads, head_size // x, block_size, x)
     return key_shape, (num_blocks, num_kv_heads, head_size, block_size)
+
+
+def check_latent_size(latent_size: int) -> None:
+    """Checks that a latent cache can have vectors of this many elements."""
+    if latent_size % 16 or not 16 <= latent_size <= 1024:
+        raise ValueError(f"latent_size must be a multiple of 16 up to 1024, got {latent_size}")
 
 
 def size(name: str, value: Any) -> Any:

@@ -6,15 +6,19 @@ from jax import Array
 
 from paged_jax import (
     PagedKVCache,
+    PagedLatentCache,
     copy_blocks,
     merge_attention_states,
+    mla_paged_attention,
     paged_attention,
     paged_attention_v1,
     paged_attention_v2,
     prefix_attention,
+    ragged_mla_attention,
     ragged_paged_attention,
     swap_blocks,
     write_and_attend,
+    write_to_latent_cache,
     write_to_paged_cache,
 )
 
@@ -46,7 +50,22 @@ def cache_ops(x: Array, layers: list[Array]) -> None:
     assert_type(write_to_paged_cache(x, x, x, x, x), tuple[Array, Array])
     assert_type(copy_blocks(x, x, x), tuple[Array, Array])
     assert_type(copy_blocks(layers, layers, x), tuple[list[Array], list[Array]])
+    assert_type(copy_blocks(layers, None, x), tuple[list[Array], None])
     assert_type(swap_blocks(x, x, x, x, x), tuple[Array, Array])
+    assert_type(swap_blocks(x, None, x, None, x), tuple[Array, None])
+
+
+def latents(cache: PagedLatentCache, x: Array) -> None:
+    assert_type(mla_paged_attention(x, x, x, x, value_size=16, scale=x), Array)
+    assert_type(mla_paged_attention(x, x, x, x, value_size=16, scale=1, return_lse=True), tuple[Array, Array])
+    assert_type(ragged_mla_attention(x, x, x, x, x, value_size=16, scale=1, causal=False), Array)
+    assert_type(ragged_mla_attention(x, x, x, x, x, value_size=16, scale=1, return_lse=True), tuple[Array, Array])
+    assert_type(write_to_latent_cache(x, x, x), Array)
+    assert_type(cache.write(x, x), PagedLatentCache)
+    assert_type(cache.attend(x, x, x, value_size=16, scale=1), Array)
+    assert_type(cache.attend_ragged(x, x, x, x, value_size=16, scale=1, return_lse=True), tuple[Array, Array])
+    assert_type(cache.copy_blocks(x), PagedLatentCache)
+    assert_type(cache.swap_blocks_to(cache, x), PagedLatentCache)
 
 
 def methods(cache: PagedKVCache, x: Array) -> None:

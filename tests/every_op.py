@@ -13,6 +13,8 @@ import paged_jax
 NUM_SEQS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS, WIDTH = 3, 4, 2, 16, 4, 16, 4
 QUERY_START_LOC = np.array([0, 2, 2, 7], np.int32)
 NUM_TOKENS = 8  # one of them padding
+LATENT_SIZE = 32
+POOLS = ("key_cache", "value_cache", "latent_cache")
 
 
 def _arrays():
@@ -40,6 +42,11 @@ def _arrays():
         "block_mapping": np.array([[0, 5], [5, 6], [-1, 3]], np.int32),
         "alibi_slopes": np.array([0.1, 0.2, 0.3, 0.4], np.float32),
         "k_scale": np.array([0.5, 2.0], np.float32),
+        "latent_query": normal(NUM_SEQS, NUM_HEADS, LATENT_SIZE),
+        "latent_tokens": normal(NUM_TOKENS, NUM_HEADS, LATENT_SIZE),
+        "latent": normal(NUM_TOKENS, LATENT_SIZE),
+        "latent_cache": normal(NUM_BLOCKS, BLOCK_SIZE, LATENT_SIZE),
+        "sinks": normal(NUM_HEADS),
     }
 
 
@@ -47,6 +54,8 @@ ARRAYS = _arrays()
 DECODE = ("query", "key_cache", "value_cache", "block_tables", "seq_lens")
 RAGGED = ("tokens", *DECODE[1:], "query_start_loc")
 OPTIONS = ("alibi_slopes", "k_scale")
+LATENT = ("latent_query", "latent_cache", "block_tables", "seq_lens")
+LATENT_STATIC = {"value_size": 16, "scale": 0.2, "return_lse": True}
 # op: the names of its positional arrays, of its array options, and its static keywords
 OPS = {
     "paged_attention_v1": (DECODE, OPTIONS, {}),
@@ -58,10 +67,14 @@ OPS = {
     "write_to_paged_cache": (("key", "value", "key_cache", "value_cache", "slot_mapping"), (), {}),
     "copy_blocks": (("key_cache", "value_cache", "block_mapping"), (), {}),
     "swap_blocks": (("key_cache", "value_cache", "value_cache", "key_cache", "block_mapping"), (), {}),
+    "mla_paged_attention": (LATENT, ("sinks",), LATENT_STATIC),
+    "ragged_mla_attention": (("latent_tokens", *LATENT[1:], "query_start_loc"), ("sinks",), LATENT_STATIC),
+    "write_to_latent_cache": (("latent", "latent_cache", "slot_mapping"), (), {}),
 }
 
-DECODE_OPS = [op for op in OPS if OPS[op][0] == DECODE]
-WRITING_OPS = ["write_to_paged_cache", "write_and_attend", "copy_blocks", "swap_blocks"]
+LATENT_OPS = [op for op in OPS if "latent_cache" in OPS[op][0]]
+DECODE_OPS = [op for op in OPS if OPS[op][0] in (DECODE, LATENT)]
+WRITING_OPS = ["write_to_paged_cache", "write_and_attend", "copy_blocks", "swap_blocks", "write_to_latent_cache"]
 
 
 def bind(op):
@@ -88,14 +101,16 @@ def assert_equal(actual, wanted, atol=1e-6):
 
 
 def bind_sharded(op):
-    """`bind` over two devices that share the kv heads."""
+    """`bind` over two devices that share the kv heads; those of latents share the query heads."""
     fun, arrays = bind(op)
     names = (*OPS[op][0], *OPS[op][1])
     heads_axis = {"block_tables": None, "seq_lens": None, "query_start_loc": None, "slot_mapping": None}
-    heads_axis |= {"block_mapping": None, "last_slots": None, "alibi_slopes": 0, "k_scale": 0}
+    heads_axis |= {"block_mapping": None, "last_slots": None, "alibi_slopes": 0, "k_scale": 0, "sinks": 0}
+    heads_axis |= {"latent": None, "latent_cache": None}
     specs = [P() if (a := heads_axis.get(n, 1)) is None else P(*[None] * a, "x") for n in names]
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices("cpu")[:2])
-    sharded = jax.shard_map(fun, mesh=mesh, in_specs=tuple(specs), out_specs=P(None, "x"))
+    results = P() if op == "write_to_latent_cache" else P(None, "x")
+    sharded = jax.shard_map(fun, mesh=mesh, in_specs=tuple(specs), out_specs=results)
     return sharded, [jax.device_put(x, jax.NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=True)]
 
 
@@ -110,5 +125,11 @@ def pool_copies(compiled, pools):
 
 
 def pools_written(op):
-    """The indices of the two pools that the op updates among its arrays; swap_blocks only reads its first two."""
-    return [i for i, n in enumerate(OPS[op][0]) if n in ("key_cache", "value_cache")][-2:]
+    """The indices of the pools that the op updates among its arrays; swap_blocks only reads its first two."""
+    return [i for i, n in enumerate(OPS[op][0]) if n in POOLS][-2:]
+
+
+def is_pool(op, i):
+    """Whether the op's array `i` is a pool."""
+    names = OPS[op][0]
+    return i < len(names) and names[i] in POOLS

@@ -126,9 +126,10 @@ def attend(query, keys, values, options, seq_len=None):
       out `[num_heads, head_size]` and lse `[num_heads]`.
     """
     num_heads, head_size = query.shape
-    out, lse = np.zeros((num_heads, head_size)), np.full(num_heads, NEGATIVE_INFINITY)
+    lse = np.full(num_heads, NEGATIVE_INFINITY)
     if keys is None:
-        return out, lse
+        return np.zeros((num_heads, head_size)), lse
+    out = np.zeros((num_heads, values.shape[-1]))
     group = num_heads // keys.shape[1]
     sinks = options.get("sinks")
     for head in range(num_heads):
@@ -248,6 +249,40 @@ def prefix(query, key, value, key_cache, value_cache, block_tables, seq_lens, qu
     return ragged(query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, new=(key, value), **options)
 
 
+def latent(
+    query,
+    latent_cache,
+    block_tables,
+    seq_lens,
+    query_start_loc=None,
+    *,
+    value_size,
+    latent_scale=None,
+    causal=True,
+    max_seq_len=None,
+    **options,
+):
+    """`ragged_mla_attention`, and `mla_paged_attention` without `query_start_loc`: out and lse.
+
+    Keys are the latents, values their first `value_size` elements; all query heads share them.
+    """
+    starts = np.arange(len(seq_lens) + 1) if query_start_loc is None else query_start_loc
+    block_size = latent_cache.shape[1]
+    out, lse = np.zeros((*query.shape[:2], value_size)), np.full(query.shape[:2], NEGATIVE_INFINITY)
+    for s, seq_len in enumerate(seq_lens):
+        if seq_len == 0:
+            continue
+        tokens = np.arange(seq_len)
+        slots = np.asarray(block_tables[s])[tokens // block_size], tokens % block_size
+        latents = scale_at(latent_scale, *slots) * latent_cache[slots].astype(np.float64)[:, None]
+        for row in range(int(starts[s]), int(starts[s + 1])):
+            seen = int(seq_len) - int(starts[s + 1]) + row + 1 if causal else int(seq_len)
+            seen = seen if max_seq_len is None else min(seen, max_seq_len)
+            keys = latents[:seen]
+            out[row], lse[row] = attend(query[row], keys, keys[..., :value_size], options)
+    return out, lse
+
+
 def merge(out_a, lse_a, out_b, lse_b):
     """`merge_attention_states`: `(out, lse)` of the union of two disjoint sets of tokens."""
     lse_a, lse_b = np.asarray(lse_a, np.float64), np.asarray(lse_b, np.float64)
@@ -295,6 +330,17 @@ def write(key, value, key_cache, value_cache, slot_mapping, *, layout="hnd", k_s
             code = quantise(new[token], scale_at(scale, block, offset), cache.dtype)
             set_element(cache, block, offset, layout, which, code)
     return key_cache, value_cache
+
+
+def write_latent(latents, latent_cache, slot_mapping, *, scale=None):
+    """`write_to_latent_cache`: the new cache; if several tokens have one slot, the last one stays."""
+    latent_cache = latent_cache.copy()
+    num_blocks, block_size, _ = latent_cache.shape
+    for token, slot in enumerate(slot_mapping):
+        if 0 <= slot < num_blocks * block_size:
+            code = quantise(latents[token], 1.0 if scale is None else np.float64(scale), latent_cache.dtype)
+            latent_cache[divmod(int(slot), block_size)] = code
+    return latent_cache
 
 
 def swap(source, destination, block_mapping):

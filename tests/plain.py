@@ -217,6 +217,34 @@ def prefix(query, key, value, key_cache, value_cache, block_tables, seq_lens, qu
     return ragged(query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, new=(key, value), **options)
 
 
+def latent(
+    query,
+    latent_cache,
+    block_tables,
+    seq_lens,
+    query_start_loc=None,
+    *,
+    value_size,
+    latent_scale=None,
+    max_seq_len=None,
+    **options,
+):
+    """`ragged_mla_attention`, and `mla_paged_attention` without `query_start_loc`, with lse."""
+    starts = np.arange(len(seq_lens) + 1) if query_start_loc is None else query_start_loc
+    out = np.zeros((*query.shape[:2], value_size), query.dtype)
+    lse = np.full(query.shape[:2], -np.inf, np.float32)
+    for s, seq_len in enumerate(seq_lens):
+        rows = slice(int(starts[s]), int(starts[s + 1]))
+        num_queries = rows.stop - rows.start
+        if num_queries == 0 or seq_len == 0:
+            continue
+        length = int(seq_len) if max_seq_len is None else min(int(seq_len), max_seq_len)
+        keys = dense(latent_cache[:, :, None], block_tables[s], length, "nhd", "key", latent_scale)
+        positions = int(seq_len) - num_queries + np.arange(num_queries)
+        out[rows], lse[rows] = attention(query[rows], keys, keys[..., :value_size], positions, options)
+    return out, lse
+
+
 def merge(out_a, lse_a, out_b, lse_b):
     """`merge_attention_states` in float32, out rounded to its dtype."""
     with np.errstate(invalid="ignore"):

@@ -11,7 +11,10 @@ from paged_jax import Implementation
 ROOT = Path(__file__).parents[1]
 FILES = sorted(p for folder in ("paged_jax", "examples", "benchmarks") for p in (ROOT / folder).rglob("*.py"))
 
-OPS_KNOW = ("paged_jax._checks", "paged_jax._validate", "paged_jax._dispatch", "paged_jax.options", "paged_jax.shapes")
+OPS_KNOW = (
+    *("paged_jax._checks", "paged_jax._validate", "paged_jax._validate_latent", "paged_jax._dispatch"),
+    *("paged_jax.options", "paged_jax.shapes"),
+)
 KERNELS_KNOW = ("paged_jax.options", "paged_jax.shapes", "paged_jax.kernels.in_place", "paged_jax.kernels.problem")
 HOPPER_KERNELS = "paged_jax.kernels.mosaic_gpu"
 # The modules of the package that each module may import; a folder's name stands for all modules in it.
@@ -24,6 +27,7 @@ ALLOWED = {
     "paged_jax._operands": ("paged_jax.options", "paged_jax.shapes"),
     "paged_jax._checks": ("paged_jax.shapes",),
     "paged_jax._validate": ("paged_jax._checks", "paged_jax._operands", "paged_jax.options", "paged_jax.shapes"),
+    "paged_jax._validate_latent": ("paged_jax._checks", "paged_jax._operands", "paged_jax.options", "paged_jax.shapes"),
     "paged_jax._selection": (),
     "paged_jax._splits": (),
     "paged_jax._lowered": (),
@@ -38,7 +42,11 @@ ALLOWED = {
     "paged_jax.ops": (*OPS_KNOW, "paged_jax.ops"),
     "paged_jax.cache_ops": OPS_KNOW,
     "paged_jax.cache": ("paged_jax.ops", "paged_jax.cache_ops", *OPS_KNOW),
-    "paged_jax._export": ("paged_jax.allocator", "paged_jax.cache", "paged_jax.metadata", "paged_jax.options"),
+    "paged_jax.latent_cache": ("paged_jax.ops", "paged_jax.cache_ops", *OPS_KNOW),
+    "paged_jax._export": (
+        *("paged_jax.allocator", "paged_jax.cache", "paged_jax.latent_cache", "paged_jax.metadata"),
+        "paged_jax.options",
+    ),
     "paged_jax.engine": (
         "paged_jax.allocator",
         "paged_jax.cache",

@@ -14,7 +14,15 @@ OPS = [
 ]
 DOCUMENTED = [
     *OPS,
-    *("BlockSparse", "PagedKVCache", "build_metadata", "check_metadata", "get_kv_cache_shape", "split_kv_cache"),
+    *(
+        "BlockSparse",
+        "PagedKVCache",
+        "PagedLatentCache",
+        "build_metadata",
+        "check_metadata",
+        "get_kv_cache_shape",
+        "split_kv_cache",
+    ),
     "which_implementation",
 ]
 
@@ -29,4 +37,4 @@ def test_example(name):
 
 
 def test_every_op_is_among_them():
-    assert len(OPS) == 10
+    assert len(OPS) == 13

@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 
 import paged_jax
-from tests.every_op import ARRAYS, DECODE_OPS, WRITING_OPS, bind, bind_sharded, pool_copies, pools_written
+from tests.every_op import (
+    ARRAYS,
+    DECODE_OPS,
+    LATENT_STATIC,
+    WRITING_OPS,
+    bind,
+    bind_sharded,
+    is_pool,
+    pool_copies,
+    pools_written,
+)
 
 
 @pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -18,20 +28,25 @@ def default_device(request):
         yield
 
 
+def large(pool):
+    """A pool with 64 times as many blocks."""
+    return jnp.tile(pool, (64, *[1] * (pool.ndim - 1)))
+
+
 @pytest.mark.parametrize("op", WRITING_OPS)
 @pytest.mark.usefixtures("default_device")
 def test_donated_pools_are_updated_in_place(op):
     fun, arrays = bind(op)
     pools = pools_written(op)
     # The pools are large, so that all other memory of an op is small beside them.
-    arrays = [jnp.tile(x, (64, 1, 1, 1)) if x.ndim == 4 else x + 0 for x in arrays]
+    arrays = [large(x) if is_pool(op, i) else x + 0 for i, x in enumerate(arrays)]
     compiled = jax.jit(fun, donate_argnums=pools).lower(*arrays).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == sum(arrays[i].nbytes for i in pools)
     assert memory.temp_size_in_bytes < arrays[pools[0]].nbytes
     assert not pool_copies(compiled, [arrays[i] for i in pools])
     before = [arrays[i].unsafe_buffer_pointer() for i in pools]
-    after = [x.unsafe_buffer_pointer() for x in compiled(*arrays)[-2:]]
+    after = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(compiled(*arrays))[-len(pools) :]]
     assert before == after
 
 
@@ -90,7 +105,7 @@ def test_donated_pools_are_updated_in_place_under_vmap(op, dtype):
     """Each call takes its pools out of the stacks, so one call's pools may be there twice, but never all of them."""
     fun, arrays = bind(op)
     pools, num_calls = pools_written(op), 8
-    arrays = [jnp.tile(x.astype(dtype), (64, 1, 1, 1)) if x.ndim == 4 else x + 0 for x in arrays]
+    arrays = [large(x.astype(dtype)) if is_pool(op, i) else x + 0 for i, x in enumerate(arrays)]
     arrays = [jnp.stack([x] * num_calls) if i in pools else x for i, x in enumerate(arrays)]
     batched = jax.vmap(fun, in_axes=[0 if i in pools else None for i in range(len(arrays))])
     memory = jax.jit(batched, donate_argnums=pools).lower(*arrays).compile().memory_analysis()
@@ -131,7 +146,10 @@ def test_a_long_prefill_needs_bounded_memory(op):
 def test_a_long_context_is_never_gathered_as_a_whole(op):
     n, block_size = 2**16, 16
     f32, i32 = (functools.partial(jax.ShapeDtypeStruct, dtype=d) for d in (jnp.float32, jnp.int32))
-    pool = f32((n // block_size, 1, block_size, 64))
-    arrays = f32((1, 1, 64)), pool, pool, i32((1, n // block_size)), i32((1,))
-    compiled = jax.jit(getattr(paged_jax, op)).lower(*arrays).compile()
+    if op == "mla_paged_attention":
+        pools, static = [f32((n // block_size, block_size, 64))], LATENT_STATIC
+    else:
+        pools, static = [f32((n // block_size, 1, block_size, 64))] * 2, {}
+    pool, arrays = pools[0], (f32((1, 1, 64)), *pools, i32((1, n // block_size)), i32((1,)))
+    compiled = jax.jit(functools.partial(getattr(paged_jax, op), **static)).lower(*arrays).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < pool.size * 4 / 8

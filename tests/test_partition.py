@@ -17,8 +17,8 @@ from tests.every_op import OPS, WRITING_OPS, pool_copies, pools_written
 
 NUM_SEQS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS, WIDTH = 4, 8, 4, 16, 4, 1024, 4
 NUM_TOKENS = 8
-DECODE_OPS = ("paged_attention", "paged_attention_v1", "paged_attention_v2")
-DECODE_ROWS = ("query", "block_tables", "seq_lens")  # what has a row for each sequence
+DECODE_OPS = ("paged_attention", "paged_attention_v1", "paged_attention_v2", "mla_paged_attention")
+DECODE_ROWS = ("query", "latent_query", "block_tables", "seq_lens")  # what has a row for each sequence
 LAYOUTS = {"hnd": (0, 1, 2, 3), "nhd": (0, 2, 1, 3)}  # the axes of "hnd", in the layout's order
 COLLECTIVES = "all-gather|all-reduce|collective-permute|all-to-all|reduce-scatter|collective-broadcast"
 
@@ -50,12 +50,16 @@ def _arrays():
         "sinks": normal(NUM_HEADS),
         "k_scale": np.array([0.5, 2.0, 1.5, 0.7], np.float32),
         "v_scale": rng.uniform(0.5, 2.0, (NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE)).astype(np.float32),
+        "latent_query": normal(NUM_SEQS, NUM_HEADS, 32),
+        "latent_tokens": normal(NUM_TOKENS, NUM_HEADS, 32),
+        "latent": normal(NUM_TOKENS, 32),
+        "latent_cache": normal(NUM_BLOCKS, BLOCK_SIZE, 32),
     }
 
 
 ARRAYS = _arrays()
 HEADS_AXIS = dict.fromkeys(("query", "tokens", "key", "value", "last_key", "last_value", "key_cache", "value_cache"), 1)
-HEADS_AXIS |= {"alibi_slopes": 0, "sinks": 0, "k_scale": 0, "v_scale": 1}
+HEADS_AXIS |= {"alibi_slopes": 0, "sinks": 0, "k_scale": 0, "v_scale": 1, "latent_query": 1, "latent_tokens": 1}
 
 
 def bind(op, extra=(), **static):
@@ -109,7 +113,7 @@ def assert_same(actual, wanted):
     part has fewer heads or rows.
     """
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
-        if a.ndim == 4 and a.shape[0] == NUM_BLOCKS:
+        if a.shape[0] == NUM_BLOCKS:
             np.testing.assert_array_equal(np.asarray(a).view(np.uint32), np.asarray(b).view(np.uint32))
         else:
             np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6)
@@ -124,6 +128,9 @@ def assert_nothing_is_exchanged(compiled):
 def assert_split(op, results, seqs, heads, mesh):
     """Checks that results are sharded as their heads and sequences are."""
     for i, x in enumerate(jax.tree.leaves(results)):
+        if op == "write_to_latent_cache":
+            assert x.sharding.is_fully_replicated
+            continue
         writes_only = op in ("write_to_paged_cache", "copy_blocks", "swap_blocks")
         is_pool = writes_only or (op == "write_and_attend" and i)
         spec = P(seqs if op in DECODE_OPS and not is_pool else None, heads)
@@ -157,6 +164,8 @@ SPLITS += [(op, None, "tp", AxisType.Explicit) for op in ("paged_attention_v2", 
 SPLITS += [(op, "dp", "tp", AxisType.Auto) for op in ("paged_attention_v1", "paged_attention_v2")]
 SPLITS += [("paged_attention_v1", "dp", None, kind) for kind in (AxisType.Auto, AxisType.Explicit)]
 SPLITS += [("paged_attention", "dp", "tp", AxisType.Explicit)]
+SPLITS += [("mla_paged_attention", "dp", "tp", kind) for kind in (AxisType.Auto, AxisType.Explicit)]
+SPLITS += [(op, None, "tp", AxisType.Explicit) for op in ("ragged_mla_attention", "write_to_latent_cache")]
 
 
 @pytest.mark.parametrize(("op", "seqs", "heads", "kind"), SPLITS)
@@ -189,7 +198,8 @@ def test_donated_pools_are_updated_in_place(op, kind):
     assert not pool_copies(compiled, local)
     before = [s.data.unsafe_buffer_pointer() for i in pools for s in placed[i].addressable_shards]
     results = compiled(*placed)
-    assert before == [s.data.unsafe_buffer_pointer() for x in results[-2:] for s in x.addressable_shards]
+    written = jax.tree.leaves(results)[-len(pools) :]
+    assert before == [s.data.unsafe_buffer_pointer() for x in written for s in x.addressable_shards]
 
 
 @pytest.mark.parametrize(

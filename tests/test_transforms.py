@@ -13,13 +13,17 @@ import paged_jax
 from tests.every_op import (
     BLOCK_SIZE,
     DECODE_OPS,
+    LATENT_OPS,
+    LATENT_STATIC,
     NUM_BLOCKS,
     NUM_KV_HEADS,
     OPS,
+    POOLS,
     assert_equal,
     bind,
     bind_sharded,
     expected,
+    is_pool,
 )
 
 
@@ -33,7 +37,7 @@ def test_eager_is_jit(op):
 def test_vmap_over_any_argument(op):
     fun, arrays = bind(op)
     floats = {i for i, x in enumerate(arrays) if x.dtype != jnp.int32}
-    pools = {i for i, x in enumerate(arrays) if x.ndim == 4}
+    pools = {i for i in range(len(arrays)) if is_pool(op, i)}
     everything = set(range(len(arrays)))
     # A batch of decode calls becomes one call, unless only one of the two pools is batched. The calls of other ops run
     # one after the other.
@@ -70,7 +74,7 @@ def test_nested_vmap():
         assert_equal(nested[i // 2, i % 2], fun(queries[i // 2, i % 2], *arrays[1:]))
 
 
-@pytest.mark.parametrize("op", ["paged_attention_v1", "ragged_paged_attention", "write_to_paged_cache"])
+@pytest.mark.parametrize("op", ["paged_attention_v1", "ragged_paged_attention", "write_to_paged_cache", *LATENT_OPS])
 def test_scan(op):
     fun, arrays = bind(op)
     _, out = jax.lax.scan(lambda carry, x: (carry, fun(x, *arrays[1:])), 0, arrays[0][None])
@@ -104,7 +108,7 @@ def test_export_round_trip(op):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no CUDA plugin for JAX")
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [op for op in OPS if op not in LATENT_OPS])
 def test_lowers_for_cuda_without_a_gpu(op):
     fun, arrays = bind(op)
     text = jax.jit(fun).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
@@ -148,21 +152,19 @@ def test_empty_batches_give_empty_results(op):
     names, options, _ = OPS[op]
     fun, arrays = bind(op)
     empty = {"query", "tokens", "key", "value", "block_tables", "seq_lens", "slot_mapping", "block_mapping"}
-    empty |= {"last_key", "last_value", "last_slots"}
+    empty |= {"last_key", "last_value", "last_slots", "latent", "latent_query", "latent_tokens"}
     arrays = [x[:0] if n in empty else x for n, x in zip((*names, *options), arrays, strict=True)]
     arrays = [x[:1] if n == "query_start_loc" else x for n, x in zip((*names, *options), arrays, strict=True)]
     wanted = jax.eval_shape(fun, *arrays)
     assert [x.shape for x in jax.tree.leaves(fun(*arrays))] == [x.shape for x in jax.tree.leaves(wanted)]
 
 
-@pytest.mark.parametrize(
-    "op", ["paged_attention_v1", "paged_attention_v2", "paged_attention", "ragged_paged_attention"]
-)
+@pytest.mark.parametrize("op", [*DECODE_OPS, "ragged_paged_attention", "ragged_mla_attention"])
 def test_no_room_for_a_context(op):
     """Without table columns or blocks, or with a bound of 0, every row is empty."""
     fun, arrays = bind(op)
     names = OPS[op][0]
-    for changes in ({"block_tables": 1}, {"key_cache": 0, "value_cache": 0}):
+    for changes in ({"block_tables": 1}, dict.fromkeys(POOLS, 0)):
         sliced = [
             jax.lax.slice_in_dim(x, 0, 0, axis=changes[n])
             if n in changes
@@ -173,17 +175,19 @@ def test_no_room_for_a_context(op):
         ]
         assert not np.asarray(jax.tree.leaves(fun(*sliced))[0]).any()
     op = getattr(paged_jax, op)
-    out, lse = op(*arrays[: len(names)], max_seq_len=0, return_lse=True)
+    static = LATENT_STATIC if "mla" in op.__name__ else {}
+    out, lse = op(*arrays[: len(names)], **static | {"max_seq_len": 0, "return_lse": True})
     assert not out.any()
     assert jnp.isneginf(lse).all()
 
 
-@pytest.mark.parametrize("op", ["ragged_paged_attention", "prefix_attention"])
+@pytest.mark.parametrize("op", ["ragged_paged_attention", "prefix_attention", "ragged_mla_attention"])
 def test_tokens_without_sequences_are_padding(op):
     arrays = bind(op)[1][: len(OPS[op][0])]
     *tokens, tables, seq_lens, query_start_loc = arrays
-    out, lse = getattr(paged_jax, op)(*tokens, tables[:0], seq_lens[:0], query_start_loc[:1], return_lse=True)
-    assert out.shape == arrays[0].shape
+    static = LATENT_STATIC if "mla" in op else {"return_lse": True}
+    out, lse = getattr(paged_jax, op)(*tokens, tables[:0], seq_lens[:0], query_start_loc[:1], **static)
+    assert out.shape == (*arrays[0].shape[:2], static.get("value_size", arrays[0].shape[2]))
     assert not out.any()
     assert jnp.isneginf(lse).all()
 

@@ -205,7 +205,7 @@ def test_the_largest_cap_keeps_logits_near_1():
     query, key = (jax.random.normal(jax.random.key(i), (2, 4, 16)) for i in range(2))
     pool, one = jnp.zeros((5, 4, 8, 16)).at[0, :, :2].set(key.swapaxes(0, 1)), jnp.full(2, 2, jnp.int32)
     arrays = query, pool, pool, jnp.zeros((2, 1), jnp.int32), one
-    capped = paged_jax.paged_attention(*arrays, logits_soft_cap=_validate._LARGEST_SOFT_CAP)
+    capped = paged_jax.paged_attention(*arrays, logits_soft_cap=_checks._LARGEST_SOFT_CAP)
     np.testing.assert_allclose(capped, paged_jax.paged_attention(*arrays), atol=1e-6)
 
 

@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from tests.every_op import DECODE_OPS, WRITING_OPS, assert_equal, bind, pools_written
+from tests.every_op import DECODE_OPS, OPS, WRITING_OPS, assert_equal, bind, is_pool, pools_written
 from tests.test_cache_ops import assert_same_bytes
 
-POOLS = (1, 2)
+
+def pools_read(op):
+    """The indices of the pools that a decode op reads among its arrays."""
+    return tuple(i for i in range(len(OPS[op][0])) if is_pool(op, i))
 
 
 def loops(fun, *arrays):
@@ -18,10 +21,11 @@ def loops(fun, *arrays):
     return str(jax.make_jaxpr(fun)(*arrays)).count("scan[")
 
 
-@pytest.mark.parametrize("batched", [(0,), POOLS, (0, *POOLS, 3, 4)], ids=str)
+@pytest.mark.parametrize("which", ["query", "pools", "everything"])
 @pytest.mark.parametrize("op", DECODE_OPS)
-def test_a_batch_of_decode_calls_is_one_call(op, batched):
+def test_a_batch_of_decode_calls_is_one_call(op, which):
     fun, arrays = bind(op)
+    batched = {"query": (0,), "pools": pools_read(op), "everything": range(len(OPS[op][0]))}[which]
     stacked = [jnp.stack([x, x]) if i in batched else x for i, x in enumerate(arrays)]
     axes = [0 if i in batched else None for i in range(len(arrays))]
     assert loops(jax.vmap(fun, in_axes=axes), *stacked) == loops(fun, *arrays)
@@ -38,11 +42,13 @@ def test_calls_that_share_no_options_are_made_one_after_the_other():
 def test_batches_of_one(op, axis_size, num_seqs):
     """One call, or calls of one sequence: the block ids are shifted by the pool that each row is in."""
     fun, arrays = bind(op)
-    few = [x[-num_seqs:] if i in (0, 3, 4) else x for i, x in enumerate(arrays)]
-    pools = [jnp.stack([few[i] + float(n) for n in range(axis_size)]) for i in POOLS]
+    places = pools_read(op)
+    rows = (0, places[-1] + 1, places[-1] + 2)
+    few = [x[-num_seqs:] if i in rows else x for i, x in enumerate(arrays)]
+    pools = [jnp.stack([few[i] + float(n) for n in range(axis_size)]) for i in places]
 
     def with_pools(*pools):
-        return fun(few[0], *pools, *few[3:])
+        return fun(few[0], *pools, *few[places[-1] + 1 :])
 
     out = jax.vmap(with_pools)(*pools)
     for n in range(axis_size):
@@ -62,7 +68,7 @@ def test_a_batch_of_no_calls(op):
 def two_calls(op):
     """The op, the stacked arrays of two calls whose pools differ, and what the calls return."""
     fun, arrays = bind(op)
-    calls = [[x + float(n) if x.ndim == 4 else x for x in arrays] for n in range(2)]
+    calls = [[x + float(n) if is_pool(op, i) else x for i, x in enumerate(arrays)] for n in range(2)]
     wanted = [fun(*call) for call in calls]
     return fun, jax.tree.map(lambda *x: jnp.stack(x), *calls), jax.tree.map(lambda *x: jnp.stack(x), *wanted)
 
@@ -88,21 +94,23 @@ def every_float8(x, step=1):
 def test_slots_of_float8_that_no_call_writes_keep_their_bits(op, written):
     """As float8, XLA's CPU backend would convert what a loop takes and puts back to float16, which changes NaNs."""
     fun, arrays = bind(op)
-    batched = pools_written(op)[written]
-    first, second = ([every_float8(x, step) if x.ndim == 4 else x for x in arrays] for step in (1, -1))
+    batched = pools_written(op)[written] or pools_written(op)
+    calls = ([every_float8(x, s) if is_pool(op, i) else x for i, x in enumerate(arrays)] for s in (1, -1))
+    first, second = calls
     given = [np.stack([x, y]) if i in batched else x for i, (x, y) in enumerate(zip(first, second, strict=True))]
     out = jax.vmap(fun, in_axes=[0 if i in batched else None for i in range(len(given))])(*given)
     for n in range(2):
         wanted = fun(*[x[n] if i in batched else x for i, x in enumerate(given)])
-        for actual, expected in zip(jax.tree.leaves(out)[-2:], jax.tree.leaves(wanted)[-2:], strict=True):
+        count = len(pools_written(op))
+        for actual, expected in zip(jax.tree.leaves(out)[-count:], jax.tree.leaves(wanted)[-count:], strict=True):
             assert_same_bytes(np.asarray(actual)[n], np.asarray(expected), f"pool of call {n}")
 
 
-@pytest.mark.parametrize("op", WRITING_OPS)
+@pytest.mark.parametrize("op", [op for op in WRITING_OPS if op != "write_to_latent_cache"])
 def test_float8_is_never_seen_as_bytes_on_a_gpu(op):
     """There the kernels write to the pools themselves, and a view of their bytes might be a copy."""
     fun, arrays = bind(op)
-    given = [jnp.stack([every_float8(x)] * 2 if x.ndim == 4 else [x] * 2) for x in arrays]
+    given = [jnp.stack([every_float8(x)] * 2 if is_pool(op, i) else [x] * 2) for i, x in enumerate(arrays)]
     assert "bitcast_convert" in jax.jit(jax.vmap(fun)).lower(*given).as_text()
     assert "bitcast_convert" not in jax.jit(jax.vmap(fun)).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -114,7 +122,8 @@ def test_pools_whose_types_say_how_they_are_split(op, axis):
     fun, arrays, wanted = two_calls(op)
     explicit = (jax.sharding.AxisType.Explicit,)
     mesh = jax.make_mesh((2,), ("x",), axis_types=explicit, devices=jax.devices("cpu")[:2])
-    specs = [P(*[None] * axis, "x") if x.ndim == 5 or axis == 0 else P() for x in arrays]
+    axis = min(axis, 3) if op == "write_to_latent_cache" else axis
+    specs = [P(*[None] * axis, "x") if is_pool(op, i) or axis == 0 else P() for i in range(len(arrays))]
     with jax.set_mesh(mesh):
         split = [jax.device_put(x, jax.NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=True)]
         assert_equal(jax.jit(jax.vmap(fun))(*split), wanted)

@@ -51,18 +51,18 @@ def write_to_paged_cache(
 
 
 def copy_blocks(
-    key_caches: tuple[Cache, ...], value_caches: tuple[Cache, ...], block_mapping: BlockMapping
-) -> tuple[tuple[Cache, ...], tuple[Cache, ...]]:
+    key_caches: tuple[Cache, ...], value_caches: tuple[Cache | None, ...], block_mapping: BlockMapping
+) -> tuple[tuple[Cache, ...], tuple[Cache | None, ...]]:
     gpu = launch.device()
     copied = [_copy(*layer, block_mapping, gpu) for layer in zip(key_caches, value_caches, strict=True)]
     return tuple(key for key, _ in copied), tuple(value for _, value in copied)
 
 
-def _copy(key_cache: Array, value_cache: Array, block_mapping: Array, gpu: Device) -> tuple[Array, Array]:
+def _copy(key_cache: Array, value_cache: Array | None, block_mapping: Array, gpu: Device) -> tuple[Array, Array | None]:
     """Copies blocks within one layer's pools."""
     caches = key_cache, value_cache
     kernel = _kernel_for(caches, gpu, within=True)
-    if block_mapping.size == 0 or key_cache.size + value_cache.size == 0:
+    if block_mapping.size == 0 or all(x is None or x.size == 0 for x in caches):
         return caches
     stashed = _stash(block_mapping, caches, key_cache.shape[0], kernel, gpu)
     return _in_place("copy_kernel", kernel, (block_mapping, *stashed), caches, gpu)
@@ -70,48 +70,61 @@ def _copy(key_cache: Array, value_cache: Array, block_mapping: Array, gpu: Devic
 
 def swap_blocks(
     src_key_cache: SourceCache,
-    src_value_cache: SourceCache,
+    src_value_cache: SourceCache | None,
     dst_key_cache: Cache,
-    dst_value_cache: Cache,
+    dst_value_cache: Cache | None,
     block_mapping: BlockMapping,
-) -> tuple[Cache, Cache]:
+) -> tuple[Cache, Cache | None]:
     gpu = launch.device()
     sources, caches = (src_key_cache, src_value_cache), (dst_key_cache, dst_value_cache)
     kernel = _kernel_for(caches, gpu, within=False)
-    if block_mapping.size == 0 or any(x.size == 0 for x in (*sources, *caches)):
+    if block_mapping.size == 0 or any(x is not None and x.size == 0 for x in (*sources, *caches)):
         return caches
     plans, *_ = _stash(block_mapping, sources, dst_key_cache.shape[0], kernel, gpu)
-    return _in_place("swap_kernel", kernel, (block_mapping, plans, *sources), caches, gpu)
+    arrays = block_mapping, plans, *_present(sources)
+    return _in_place("swap_kernel", kernel, arrays, caches, gpu)
 
 
-def _kernel_for(caches: tuple[Array, Array], gpu: Device, *, within: bool) -> CopyKernel:
-    block_bytes = [math.prod(x.shape[1:]) * x.dtype.itemsize for x in caches]
+def _present(caches: tuple[Array, Array | None]) -> tuple[Array, Array]:
+    """Both pools; where there is no value cache, an array that kernels neither read nor write takes its place."""
+    key_cache, value_cache = caches
+    return key_cache, jnp.zeros(1, jnp.int32) if value_cache is None else value_cache
+
+
+def _kernel_for(caches: tuple[Array, Array | None], gpu: Device, *, within: bool) -> CopyKernel:
+    block_bytes = [0 if x is None else math.prod(x.shape[1:]) * x.dtype.itemsize for x in caches]
     odd = [f"copies blocks of a multiple of 8 bytes, these have {n}" for n in block_bytes if n % 8]
     for cache in caches:
-        launch.check(gpu, cache.dtype.name, odd)
+        if cache is not None:
+            launch.check(gpu, cache.dtype.name, odd)
     key_words, value_words = (n // 8 for n in block_bytes)
     return CopyKernel(key_words=key_words, value_words=value_words, within=within)
 
 
 def _stash(
-    block_mapping: Array, sources: tuple[Array, Array], num_blocks: int, kernel: CopyKernel, gpu: Device
+    block_mapping: Array, sources: tuple[Array, Array | None], num_blocks: int, kernel: CopyKernel, gpu: Device
 ) -> list[Array]:
     """Makes each pair's plan, and saves the blocks of keys and values that other pairs will overwrite."""
     num_pairs = block_mapping.shape[0]
     plans = jax.ShapeDtypeStruct((num_pairs,), jnp.int32)
     room = num_pairs if kernel.within else 1
-    tmp = [jax.ShapeDtypeStruct((room, *x.shape[1:]), x.dtype) for x in sources]
-    sizes = num_pairs, sources[0].shape[0], num_blocks
-    return launch.call("copy", "stash_kernel", kernel, num_pairs, (block_mapping, *sources), sizes, (plans, *tmp), gpu)
+    present = _present(sources)
+    tmp = [jax.ShapeDtypeStruct((room, *x.shape[1:]), x.dtype) for x in present]
+    sizes = num_pairs, present[0].shape[0], num_blocks
+    return launch.call("copy", "stash_kernel", kernel, num_pairs, (block_mapping, *present), sizes, (plans, *tmp), gpu)
 
 
 def _in_place(
-    name: str, kernel: CopyKernel, arrays: tuple[Array, ...], caches: tuple[Array, Array], gpu: Device
-) -> tuple[Array, Array]:
-    outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches]
+    name: str, kernel: CopyKernel, arrays: tuple[Array, ...], caches: tuple[Array, Array | None], gpu: Device
+) -> tuple[Array, Array | None]:
+    present = _present(caches)
+    outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in present]
     num_programs = arrays[0].shape[0] * kernel.chunks
-    written = launch.call("copy", name, kernel, num_programs, arrays, (), outputs, gpu, in_place=caches)
-    key_cache, value_cache = (_at_home(x, cache) for x, cache in zip(written, caches, strict=True))
+    written = launch.call("copy", name, kernel, num_programs, arrays, (), outputs, gpu, in_place=present)
+    key_cache, value_cache = (
+        None if cache is None else _at_home(x, cache) for x, cache in zip(written, caches, strict=True)
+    )
+    assert key_cache is not None
     return key_cache, value_cache
 
 

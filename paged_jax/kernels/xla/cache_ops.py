@@ -8,7 +8,16 @@ from jax import Array, lax
 from jaxtyping import Int32, Num
 
 from paged_jax.options import Layout, block_axis
-from paged_jax.shapes import BlockMapping, Cache, CacheScale, NewTokens, SlotMapping, SourceCache
+from paged_jax.shapes import (
+    BlockMapping,
+    Cache,
+    CacheScale,
+    LatentCache,
+    Latents,
+    NewTokens,
+    SlotMapping,
+    SourceCache,
+)
 
 
 def write_to_paged_cache(
@@ -24,11 +33,7 @@ def write_to_paged_cache(
 ) -> tuple[Cache, Cache]:
     if key_cache.size == 0:  # nothing to write
         return key_cache, value_cache
-    num_blocks = key_cache.shape[0]
-    block_size = value_cache.shape[block_axis(layout)]
-    # A negative index would count from the end, so skipped slots become indices past the end, which are dropped.
-    block = jnp.where(slot_mapping < 0, num_blocks, slot_mapping // block_size)
-    offset = slot_mapping % block_size
+    block, offset = _places(slot_mapping, key_cache.shape[0], value_cache.shape[block_axis(layout)])
     key = _quantise(key, key_cache.dtype, _per_token(k_scale, block, offset))
     value = _quantise(value, value_cache.dtype, _per_token(v_scale, block, offset))
     if layout == "vllm":
@@ -37,20 +42,39 @@ def write_to_paged_cache(
     return _put(key_cache, key, block, offset, axis), _put(value_cache, value, block, offset, axis)
 
 
+def write_to_latent_cache(
+    latent: Latents, latent_cache: LatentCache, slot_mapping: SlotMapping, scale: CacheScale
+) -> tuple[LatentCache]:
+    if latent_cache.size == 0:  # nothing to write
+        return (latent_cache,)
+    block, offset = _places(slot_mapping, *latent_cache.shape[:2])
+    # A latent is quantised as the key of one head is.
+    codes = _quantise(latent[:, None], latent_cache.dtype, _per_token(scale, block, offset))[:, 0]
+    return (_put(latent_cache, codes, block, offset),)
+
+
+def _places(slots: SlotMapping, num_blocks: int, block_size: int) -> tuple[Int32[Array, "t"], Int32[Array, "t"]]:
+    """The block and the offset of each slot.
+
+    A negative index would count from the end, so skipped slots become indices past the end, which are dropped.
+    """
+    return jnp.where(slots < 0, num_blocks, slots // block_size), slots % block_size
+
+
 def copy_blocks(
-    key_caches: tuple[Cache, ...], value_caches: tuple[Cache, ...], block_mapping: BlockMapping
-) -> tuple[tuple[Cache, ...], tuple[Cache, ...]]:
+    key_caches: tuple[Cache, ...], value_caches: tuple[Cache | None, ...], block_mapping: BlockMapping
+) -> tuple[tuple[Cache, ...], tuple[Cache | None, ...]]:
     copied = [swap_blocks(*layer, *layer, block_mapping) for layer in zip(key_caches, value_caches, strict=True)]
     return tuple(key for key, _ in copied), tuple(value for _, value in copied)
 
 
 def swap_blocks(
     src_key_cache: SourceCache,
-    src_value_cache: SourceCache,
+    src_value_cache: SourceCache | None,
     dst_key_cache: Cache,
-    dst_value_cache: Cache,
+    dst_value_cache: Cache | None,
     block_mapping: BlockMapping,
-) -> tuple[Cache, Cache]:
+) -> tuple[Cache, Cache | None]:
     if src_key_cache.shape[0] == 0:  # nothing to copy
         return dst_key_cache, dst_value_cache
     src, dst = block_mapping[:, 0], block_mapping[:, 1]
@@ -63,7 +87,8 @@ def swap_blocks(
         source, destination = (_to_memory(x, jax.memory.Space.Device) for x in (source, destination))
         return _to_memory(_put(destination, _take(source, src), dst), home)
 
-    return move(src_key_cache, dst_key_cache), move(src_value_cache, dst_value_cache)
+    values = None if src_value_cache is None else move(src_value_cache, dst_value_cache)
+    return move(src_key_cache, dst_key_cache), values
 
 
 def _take(cache: Cache, block: Int32[Array, "n"]) -> Num[Array, "n ..."]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Float
 
 from paged_jax.kernels.xla import softmax
 from paged_jax.options import AttentionOptions
@@ -30,7 +31,7 @@ def ragged_paged_attention(
             state, queries, positions, key_cache, value_cache, block_tables[seq][None], end[None], options
         )
 
-    return _chunk_by_chunk(query, seq_lens, query_start_loc, options, attend_to)
+    return chunk_by_chunk(query, seq_lens, query_start_loc, options, attend_to)
 
 
 def prefix_attention(
@@ -66,23 +67,26 @@ def prefix_attention(
 
         return lax.fori_loop(0, -(-(end - context) // chunk), step, state)
 
-    return _chunk_by_chunk(query, seq_lens, query_start_loc, options, attend_to)
+    return chunk_by_chunk(query, seq_lens, query_start_loc, options, attend_to)
 
 
-def _chunk_by_chunk(
+def chunk_by_chunk(
     query: RaggedQuery,
     seq_lens: SeqLens,
     query_start_loc: QueryStartLoc,
     options: AttentionOptions,
     attend_to: Callable[..., softmax.Softmax],
-) -> tuple[RaggedQuery, RaggedLse]:
+    value_size: int | None = None,
+) -> tuple[Float[Array, "num_tokens num_heads value_size"], RaggedLse]:
     """Calls ``attend_to(state, queries, positions, seq, end)`` for every chunk.
 
-    `end` is one past the last token that any of the chunk's queries sees.
+    `end` is one past the last token that any of the chunk's queries sees. `value_size` is head_size if it is None.
     """
-    num_tokens, num_heads, _ = query.shape
+    num_tokens, num_heads, head_size = query.shape
+    value_size = head_size if value_size is None else value_size
     if num_tokens == 0 or seq_lens.shape[0] == 0:
-        return jnp.zeros_like(query), jnp.full((num_tokens, num_heads), -jnp.inf, jnp.float32)
+        out = jnp.zeros((num_tokens, num_heads, value_size), query.dtype)
+        return out, jnp.full((num_tokens, num_heads), -jnp.inf, jnp.float32)
     chunk = min(_CHUNK, num_tokens)
     query_lens = jnp.diff(query_start_loc)
     last_chunk = jnp.cumsum(-(-query_lens // chunk), dtype=jnp.int32)  # where each sequence's chunks end
@@ -101,7 +105,7 @@ def _chunk_by_chunk(
         chunk_queries = lax.dynamic_slice_in_dim(queries, start, chunk)[None]
         last = context_len + offset + chunk if options.causal else seq_lens[seq]
         end = jnp.minimum(jnp.minimum(seq_lens[seq], last), options.max_seq_len)
-        state = attend_to(softmax.empty(chunk_queries), chunk_queries, positions[None], seq, end)
+        state = attend_to(softmax.empty(chunk_queries, value_size), chunk_queries, positions[None], seq, end)
         done = softmax.finish(state, options.per_head)
 
         def put(result, new):
@@ -111,7 +115,7 @@ def _chunk_by_chunk(
 
         return put(results[0], done[0]), put(results[1], done[1])
 
-    out = jnp.zeros_like(queries)
+    out = jnp.zeros((queries.shape[0], num_heads, value_size), queries.dtype)
     lse = jnp.full((queries.shape[0], num_heads), -jnp.inf, jnp.float32)
     out, lse = lax.fori_loop(0, last_chunk[-1], step, (out, lse))
     return out[:num_tokens], lse[:num_tokens]

@@ -20,21 +20,23 @@ _NEVER = 2**31 - 1
 class Softmax(NamedTuple):
     """An unfinished softmax for `n` sequences of `q` queries each: the sums so far, relative to `max_logit`."""
 
-    weighted: Float32[Array, "n q h d"]
+    weighted: Float32[Array, "n q h v"]
     exp_sum: Float32[Array, "n q h"]
     max_logit: Float32[Array, "n q h"]
 
 
-def empty(query: Num[Array, "n q h d"]) -> Softmax:
+def empty(query: Num[Array, "n q h d"], value_size: int | None = None) -> Softmax:
+    """The softmax over no token; `value_size` is that of the queries if it is None."""
     zeros = jnp.zeros(query.shape[:3], jnp.float32)
-    return Softmax(jnp.zeros(query.shape, jnp.float32), zeros, jnp.full_like(zeros, -jnp.inf))
+    weighted = jnp.zeros((*query.shape[:3], query.shape[3] if value_size is None else value_size), jnp.float32)
+    return Softmax(weighted, zeros, jnp.full_like(zeros, -jnp.inf))
 
 
 class Tile(NamedTuple):
     """Keys and values at `positions`; the scales broadcast against ``[n, t, kv_heads]``, or are None."""
 
     key: Num[Array, "n t g d"]
-    value: Num[Array, "n t g d"]
+    value: Num[Array, "n t g v"]
     positions: Int32[Array, "t"]
     k_scale: Float[Array, "#n #t #g"] | None = None
     v_scale: Float[Array, "#n #t #g"] | None = None
@@ -80,7 +82,8 @@ def add_tile(
     value = jnp.where(seen[:, :, None, None], value, 0.0)
     weights = weights.reshape(n, q, g, h // g, tile.positions.size)
     weighted = jnp.einsum("nqgrt,ntgd->nqgrd", weights, value, precision=lax.Precision.HIGHEST)
-    return Softmax(state.weighted * keep[..., None] + weighted.reshape(n, q, h, d), exp_sum, max_logit)
+    weighted = weighted.reshape(state.weighted.shape)
+    return Softmax(state.weighted * keep[..., None] + weighted, exp_sum, max_logit)
 
 
 def add_cached(
@@ -88,7 +91,7 @@ def add_cached(
     query: Num[Array, "n q h d"],
     query_positions: Int32[Array, "n q"],
     key_cache: Num[Array, "num_blocks ..."],
-    value_cache: Num[Array, "num_blocks ..."],
+    value_cache: Num[Array, "num_blocks ..."] | None,
     block_tables: Int32[Array, "n w"],
     end: Int32[Array, "n"],
     options: AttentionOptions,
@@ -99,11 +102,12 @@ def add_cached(
     """Adds the cached tokens in ``[origin, end)`` of each sequence that its queries may see.
 
     `origin` is a multiple of the block size. About 256 tokens are gathered at once, but no more than `tile`, a multiple
-    of the block size, or without it no more than a table row has.
+    of the block size, or without it no more than a table row has. Without `value_cache` a value is the first elements
+    of its key.
     """
-    if block_tables.shape[1] == 0 or value_cache.shape[0] == 0:
+    if block_tables.shape[1] == 0 or key_cache.shape[0] == 0:
         return state
-    block_size = value_cache.shape[block_axis(options.layout)]
+    block_size = key_cache.shape[block_axis(options.layout)]
     columns = max(1, min(_TILE // block_size, block_tables.shape[1] if tile is None else tile // block_size))
     width = columns * block_size
 
@@ -113,7 +117,10 @@ def add_cached(
         # Entries past the sequence may hold anything, so they are replaced before they are used.
         blocks = jnp.where(used, jnp.take(block_tables, column, axis=1, mode="clip"), 0)
         positions = origin + i * width + jnp.arange(width, dtype=jnp.int32)
-        gathered = _gather(key_cache, value_cache, blocks, positions, options)
+        if value_cache is None:
+            gathered = _gather_latents(key_cache, state.weighted.shape[3], blocks, positions, options)
+        else:
+            gathered = _gather(key_cache, value_cache, blocks, positions, options)
         return add_tile(state, query, query_positions, gathered, end, options)
 
     begin = jnp.full_like(end, origin)
@@ -127,7 +134,7 @@ def add_cached(
     return lax.fori_loop(first_tile, last_tile, step, state)
 
 
-def finish(state: Softmax, per_head: PerHead | None) -> tuple[Float32[Array, "n q h d"], Float32[Array, "n q h"]]:
+def finish(state: Softmax, per_head: PerHead | None) -> tuple[Float32[Array, "n q h v"], Float32[Array, "n q h"]]:
     """Adds the options of `per_head` that join sums, and normalises. A row without tokens has out 0 and lse -inf."""
     max_logit, exp_sum = state.max_logit, state.exp_sum
     seen = exp_sum != 0  # NaN counts as seen, so that it shows in the result
@@ -153,18 +160,10 @@ def _gather(
     options: AttentionOptions,
 ) -> Tile:
     """Gathers the named blocks of both caches, of any layout, as a tile."""
-    n = blocks.shape[0]
 
     def tokens(cache, order):  # `order` brings a gathered cache to [n, blocks, offset, kv heads, ...]
-        # The gather is of bytes, since XLA's CPU backend would convert a whole float8 pool to float16 before the loop.
-        # The barrier ties the bytes to this tile; without it XLA would convert the whole pool to bytes before the loop.
-        is_float8 = cache.dtype.itemsize == 1 and jnp.issubdtype(cache.dtype, jnp.floating)
-        source = cache
-        if is_float8:
-            source = lax.bitcast_convert_type(lax.optimization_barrier((cache, blocks))[0], jnp.uint8)
-        gathered = jnp.take(source, blocks, axis=0, mode="clip").transpose(order)
-        gathered = lax.bitcast_convert_type(gathered, cache.dtype) if is_float8 else gathered
-        return gathered.reshape(n, positions.size, *gathered.shape[3:])
+        gathered = _take(cache, blocks).transpose(order)
+        return gathered.reshape(blocks.shape[0], positions.size, *gathered.shape[3:])
 
     def scales(scale):
         if scale is None or scale.ndim == 3:
@@ -180,6 +179,33 @@ def _gather(
             key, value = tokens(key_cache, (0, 1, 4, 2, 3, 5)), tokens(value_cache, (0, 1, 4, 2, 3))
             key = key.reshape(value.shape)
     return Tile(key, value, positions, scales(options.k_scale), scales(options.v_scale))
+
+
+def _gather_latents(
+    cache: Num[Array, "num_blocks block_size latent_size"],
+    value_size: int,
+    blocks: Int32[Array, "n c"],
+    positions: Array,
+    options: AttentionOptions,
+) -> Tile:
+    """Gathers the named blocks of a latent cache as a tile, whose values are the first elements of its keys."""
+    latents = _take(cache, blocks).reshape(blocks.shape[0], positions.size, 1, cache.shape[2])
+    k_scale, v_scale = (
+        None if scale is None else scale.reshape(1, 1, 1) for scale in (options.k_scale, options.v_scale)
+    )
+    return Tile(latents, latents[..., :value_size], positions, k_scale, v_scale)
+
+
+def _take(cache: Num[Array, "num_blocks ..."], blocks: Int32[Array, "n c"]) -> Num[Array, "n c ..."]:
+    """Gathers the named blocks.
+
+    The gather is of bytes, since XLA's CPU backend would convert a whole float8 pool to float16 before the loop. The
+    barrier ties the bytes to these blocks; without it XLA would convert the whole pool to bytes before the loop.
+    """
+    if cache.dtype.itemsize > 1 or not jnp.issubdtype(cache.dtype, jnp.floating):
+        return jnp.take(cache, blocks, axis=0, mode="clip")
+    source = lax.bitcast_convert_type(lax.optimization_barrier((cache, blocks))[0], jnp.uint8)
+    return lax.bitcast_convert_type(jnp.take(source, blocks, axis=0, mode="clip"), cache.dtype)
 
 
 def _visible(
