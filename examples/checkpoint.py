@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -34,6 +35,7 @@ HUB_FILES = [
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "special_tokens_map.json",
     "chat_template.jinja",
     "model*.safetensors",
     "model.safetensors.index.json",
@@ -184,13 +186,16 @@ def _load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def _load_eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """Reads the token ids at which transformers stops, from generation_config.json or else config.json."""
+    """Reads the token ids at which transformers stops, from generation_config.json or else config.json.
+
+    Some configs say -1, which is no token, where a model has none.
+    """
     for name in ("generation_config.json", "config.json"):
         if (folder / name).exists() and (ids := read_json(folder / name).get("eos_token_id")) is not None:
             ids = ids if isinstance(ids, list) else [ids]
             if any(type(token_id) is not int or abs(token_id) >= 2**31 for token_id in ids):
                 raise CheckpointError(f"{name} has eos_token_id {ids}; expected token ids")
-            return tuple(ids)
+            return tuple(token_id for token_id in ids if token_id >= 0)
     return ()
 
 
@@ -220,14 +225,26 @@ def _load_weights(folder: Path, stored: DecoderConfig, dtype: DTypeLike, mesh: M
                     raise CheckpointError(f"tensor {name} has shape {found}; expected {expected}")
             rows = _Rows([tensors[name] for name in sizes], list(sizes.values()), config)
 
-            def read(index, rows=rows, is_kernel=is_kernel, shape=shape):
+            def read(index, rows=rows, is_kernel=is_kernel, shape=shape, sizes=sizes):
                 first, *others = index[::-1] if is_kernel else index
                 array = rows.read(*first.indices(shape[0])[:2], *others)
-                return (array.T if is_kernel else array).astype(dtype)
+                return _cast(array.T if is_kernel else array, dtype, sizes)
 
             sharding = sharding_of(path, parameter.shape, mesh)
             parameter.set_value(jax.make_array_from_callback(parameter.shape, sharding, read))
     return nnx.merge(graphdef, state)
+
+
+def _cast(array: np.ndarray, dtype: DTypeLike, names: Iterable[str]) -> np.ndarray:
+    """Casts a part of some tensors, and refuses finite values that would become infinite."""
+    with np.errstate(over="ignore"):
+        cast = array.astype(dtype)
+    if jnp.finfo(cast.dtype).max < jnp.finfo(array.dtype).max:
+        # NumPy does not know whether a bfloat16 is finite.
+        is_lost = np.isinf(cast.astype(np.float32)) & np.isfinite(array.astype(np.float32))
+        if is_lost.any():
+            raise CheckpointError(f"{cast.dtype} cannot hold a value of {_some(names)}: choose another dtype")
+    return cast
 
 
 def _stored_rows(path: Sequence[Any], shape: tuple[int, ...], config: DecoderConfig, stored: DecoderConfig) -> int:
@@ -292,7 +309,10 @@ def _find_tensors(folder: Path) -> dict[str, _Tensor]:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise CheckpointError(f"{index} has no weight_map of tensors to files")
-        paths = sorted({folder / name for name in weight_map.values()})
+        named = sorted(set(weight_map.values()))
+        if outside := [name for name in named if Path(name).name != name or not name.endswith(".safetensors")]:
+            raise CheckpointError(f"{index} names a file that is no *.safetensors of its folder: {_some(outside)}")
+        paths = [folder / name for name in named]
     elif not paths[0].exists():
         hint = f", only *.bin: {ADVICE}" if any(folder.glob("*.bin")) else ""
         raise CheckpointError(f"{folder} has no model.safetensors{hint}")

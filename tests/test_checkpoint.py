@@ -91,6 +91,9 @@ def test_tokenizer_and_eos(copy):
     folder = copy("qwen3")
     edit(folder / "generation_config.json", {"eos_token_id": [3, 5]})
     assert load_model(folder, jnp.float32)[3] == (3, 5)
+    for none in (-1, [-1], []):
+        edit(folder / "generation_config.json", {"eos_token_id": none})
+        assert load_model(folder, jnp.float32)[3] == ()
     (folder / "generation_config.json").unlink()
     assert load_model(folder, jnp.float32)[3] == (0,)
     edit(folder / "config.json", {"eos_token_id": None})
@@ -257,6 +260,37 @@ def test_refused_weight_maps(weight_map, copy):
     folder = copy("llama")
     edit(folder / "model.safetensors.index.json", {"weight_map": weight_map})
     refuse(folder, "index.json has no weight_map of tensors to files")
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../secret.safetensors", "..", "a/b.safetensors", "x.bin", ""])
+def test_an_index_names_files_of_its_folder_only(name, copy):
+    folder = copy("llama")
+    index = folder / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    edit(index, {"weight_map": weight_map | {"model.norm.weight": name}})
+    refuse(folder, r"index.json names a file that is no \*.safetensors of its folder: " + name)
+
+
+def test_shards_may_be_links(copy, tmp_path):
+    """The hub's cache keeps files elsewhere and links to them."""
+    folder = copy("llama")
+    for i, shard in enumerate(sorted(folder.glob("*.safetensors"))):
+        shard.symlink_to(shard.rename(tmp_path / f"blob{i}"))
+    assert same(parameters(load_model(folder, jnp.float32)[0]), parameters(load_model(DATA / "llama", jnp.float32)[0]))
+
+
+@pytest.mark.parametrize(("stored", "value"), [(np.float32, 7e4), (jnp.bfloat16, -1e30)])
+def test_weights_that_float16_cannot_hold(stored, value, copy):
+    folder = copy("qwen3")
+    tensors = {name: array.astype(stored) for name, array in load_tensors(folder).items()}
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 2] = value
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"float16 cannot hold a value of model.layers.1.mlp.gate_proj"):
+        load_model(folder, jnp.float16)
+    load_model(folder, jnp.bfloat16)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 2] = np.inf  # which float16 holds
+    save_file(tensors, folder / "model.safetensors")
+    load_model(folder, jnp.float16)
 
 
 def test_refused_files(copy):
