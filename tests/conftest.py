@@ -126,3 +126,13 @@ def run(implementation, device, skip_lacking):
             return jax.tree.map(np.asarray, jitted(**jax.device_put(arrays, device)))
 
     return run
+
+
+@pytest.fixture(scope="session")
+def running():
+    """A server of the tiny model in this process: `tests.http_server.Running`. Compiling its programs takes a while."""
+    from tests.http_server import Running
+
+    running = Running()
+    yield running
+    running.stop()

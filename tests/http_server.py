@@ -1,5 +1,6 @@
 """What the tests of the HTTP server share: a server in this process, one in a process of its own, and requests."""
 
+import contextlib
 import json
 import os
 import socket
@@ -10,10 +11,14 @@ import time
 from pathlib import Path
 
 from examples import serve
+from examples.server import http
 
 ROOT = Path(__file__).parents[1]
 NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, MAX_QUEUED = 24, 16, 4, 200
 GOOD = {"model": "tiny", "prompt": "x", "max_tokens": 1}
+PROMPT = "The assert statement "
+HELLO = [{"role": "user", "content": "Hi"}]
+JSON = {"content-type": "application/json"}
 
 
 class Running:
@@ -32,7 +37,7 @@ class Running:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = self.listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.http = serve.make_http_server(self.server, 20)
+        self.http = http.make_http_server(self.server, 20)
         self.thread = threading.Thread(target=self.http.run, kwargs={"sockets": [self.listener]})
         self.thread.start()
         wait_for(lambda: self.http.started)
@@ -60,11 +65,15 @@ class Running:
 
 
 class Process:
-    """A server in a process of its own, whose pool holds one long text; what it writes to stderr goes to a file."""
+    """A server in a process of its own, whose pool holds one long text; what it writes to stderr goes to a file.
 
-    def __init__(self, path, *options):
+    `patch` is Python code that runs before the server is made.
+    """
+
+    def __init__(self, path, *options, patch=""):
         self.path = path
-        command = [sys.executable, "-m", "examples.serve", "--port", "0", "--max-num-seqs", "1", "--num-blocks", "32"]
+        code = f"import sys\nfrom examples import serve\n{patch}\nsys.exit(serve.main(sys.argv[1:]))"
+        command = [sys.executable, "-c", code, "--port", "0", "--max-num-seqs", "1", "--num-blocks", "32"]
         with path.open("w") as stderr:
             self.process = subprocess.Popen(
                 [*command, "--max-tokens-per-step", "16", *options],
@@ -72,7 +81,7 @@ class Process:
             )  # fmt: skip
         wait_for(lambda: "\n" in self.errors, 60)
         assert self.errors.startswith("Serving tiny at http://127.0.0.1:"), self.errors
-        self.url = self.errors.split()[-1]
+        self.url = self.errors.splitlines()[0].split()[-1]
         self.port = int(self.url.removesuffix("/v1").rsplit(":", 1)[1])
 
     @property
@@ -87,22 +96,33 @@ class Process:
         connection.sendall(http_request("/v1/completions", content))
         return connection
 
-    def wait(self, seconds):
-        """Waits until the server has ended; it exits with 0, and writes nothing but where it served."""
-        assert self.process.wait(seconds) == 0
-        assert self.errors.count("\n") == 1, self.errors
+    def wait(self, seconds, code=0):
+        """Waits until the server has ended with this exit code; with 0, it has written nothing but where it served."""
+        assert self.process.wait(seconds) == code
+        assert code or self.errors.count("\n") == 1, self.errors
 
 
 def http_request(path, content):
     """The bytes of a POST request, whose body is `content` as JSON."""
     body = json.dumps(content).encode()
-    return f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 
 def received(connection):
     """All that comes until the server closes the connection, without the sizes of HTTP's chunks."""
     with connection, connection.makefile("rb") as stream:
         return stream.read().decode()
+
+
+def received_soon(connection, seconds=2):
+    """What comes until the connection is closed, or no more comes for so many seconds."""
+    connection.settimeout(seconds)
+    content = b""
+    with contextlib.suppress(TimeoutError):
+        while piece := connection.recv(1 << 16):
+            content += piece
+    return content.decode()
 
 
 def wait_for(is_done, seconds=30):

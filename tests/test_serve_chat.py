@@ -1,15 +1,11 @@
-"""Tests chat: templates of folders and the default one, what their sandbox refuses, and tokens in an answer."""
+"""Tests chat templates: those of folders and the default one, and what their sandbox refuses."""
 
 import json
 
 import pytest
 
-from examples.checkpoint import load_model
-from examples.command_line import TINY
 from examples.config import CheckpointError
-from examples.server.answers import Answer
 from examples.server.chat import ChatTemplate, TemplateError, load_template
-from paged_jax.engine import Delta, TokenLogprob
 
 
 def test_chat_templates(tmp_path):
@@ -44,11 +40,69 @@ def test_templates_that_cannot_be_read(tmp_path):
         load_template(tmp_path)
 
 
-@pytest.mark.parametrize(("token", "token_bytes"), [(ord("a"), [ord("a")]), ("é".encode()[0], None)])
-def test_the_bytes_of_a_token(token, token_bytes):
-    """The tiny model's tokens are bytes; a part of a character is no text, so that its bytes are not told."""
-    answer = Answer(True, "tiny", load_model(TINY, "float32")[2], 0)
-    delta = Delta(0, 0, (token,), logprobs=(TokenLogprob(token, -1.0),))
-    (choice,) = answer.whole([[delta]])["choices"]
-    (item,) = choice["logprobs"]["content"]
-    assert item["bytes"] == token_bytes
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+def test_templates_as_transformers_renders_them():
+    """With the tag that marks what an assistant says, and the arguments that transformers' `tojson` has."""
+    source = "{% for m in messages %}{% generation %}{% set x = m.content %}{{ x }}{% endgeneration %};{% endfor %}"
+    assert ChatTemplate(source).render(MESSAGES * 2) == "Hi;Hi;"
+    value = "{'b': 'é<', 'a': [1]}"
+    for arguments, expected in [
+        ("", '{"b": "é<", "a": [1]}'),
+        ("ensure_ascii=false", '{"b": "é<", "a": [1]}'),
+        ("ensure_ascii=true", '{"b": "\\u00e9<", "a": [1]}'),
+        ("sort_keys=true", '{"a": [1], "b": "é<"}'),
+        ("separators=(',', ':')", '{"b":"é<","a":[1]}'),
+        ("indent=1", '{\n "b": "é<",\n "a": [\n  1\n ]\n}'),
+    ]:
+        template = ChatTemplate("{{ " + value + " | tojson(" + arguments + ") }}")
+        assert template.render(MESSAGES) == expected
+
+
+def test_special_tokens_are_found_in_both_files(tmp_path):
+    source = "{{ bos_token }}{{ eos_token }}{{ pad_token }}"
+    (tmp_path / "chat_template.jinja").write_text(source)
+    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "<s>", "eos_token": {"content": "</s>"}}')
+    assert load_template(tmp_path).render(MESSAGES) == "<s></s>"
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<b>", "eos_token": null}')
+    assert load_template(tmp_path).render(MESSAGES) == "<b></s>"
+    assert not load_template(tmp_path).adds_special_tokens
+
+
+def test_only_a_model_without_a_template_needs_the_tokenizers_special_tokens(tmp_path):
+    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "<s>"}')
+    template = load_template(tmp_path)
+    assert template.adds_special_tokens
+    assert template.render(MESSAGES) == "user: Hi\nassistant:"
+    answer = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [{}]}]
+    assert template.render(answer, add_generation_prompt=False) == "user: Hi\nassistant: \n"
+
+
+def test_a_template_of_the_command_line(tmp_path):
+    (tmp_path / "chat_template.jinja").write_text("own")
+    (tmp_path / "other").write_text("other {{ bos_token }}")
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    assert load_template(tmp_path, tmp_path / "other").render(MESSAGES) == "other <s>"
+    with pytest.raises(CheckpointError, match="none cannot be read: No such file"):
+        load_template(tmp_path, tmp_path / "none")
+
+
+@pytest.mark.parametrize("form", ["{{ m.content }}", "{{ m.content | trim }}"])
+def test_the_last_message_can_be_gone_on_with(form):
+    template = ChatTemplate("{% for m in messages %}<{{ m.role }}>" + form + "</>{% endfor %}")
+    messages = [*MESSAGES, {"role": "assistant", "content": " Hi, I "}]
+    text = template.render(messages, add_generation_prompt=False, continue_final_message=True)
+    assert text == ("<user>Hi</><assistant> Hi, I " if "trim" not in form else "<user>Hi</><assistant>Hi, I")
+    with pytest.raises(TemplateError, match="whose text the chat template shows"):
+        template.render([*MESSAGES, {"role": "assistant", "content": " "}], continue_final_message=True)
+    with pytest.raises(TemplateError, match="whose text the chat template shows"):
+        ChatTemplate("x").render(MESSAGES, continue_final_message=True)
+
+
+def test_more_names_for_a_template():
+    template = ChatTemplate("{{ messages[0].content }}{{ enable_thinking }}", {"bos_token": ""})
+    assert template.render(MESSAGES, more={"enable_thinking": False}) == "HiFalse"
+    for name in ("messages", "bos_token", "tools"):
+        with pytest.raises(TemplateError, match=f"cannot have {name}"):
+            template.render(MESSAGES, more={name: "x"})

@@ -54,6 +54,11 @@ def test_caches_as_asked_for(tiny, arguments, dtype, k_scale, v_scale):
         (["--model", "/no/such/folder"], "is no folder"),
         (["--nonsense"], "unrecognized arguments"),
         (["--max-tokens-per-step", "99999999999"], "--max-num-seqs or more, and below 2**24, got 99999999999"),
+        (["--max-model-len", "0"], "--max-model-len must be 1 or more, got 0"),
+        (["--step-seconds", "0"], "--step-seconds must be above 0, got 0.0"),
+        (["--api-key", ""], "--api-key must be texts without spaces around them"),
+        (["--cors-origins", " x"], "--cors-origins must be texts without spaces around them"),
+        (["--chat-template", "/no/such/file"], "/no/such/file cannot be read: No such file"),
         (["--kv-cache-dtype", "int8", "--v-scale", "nan"], "--v-scale must be above 0 and finite, got nan"),
     ],
 )
@@ -86,7 +91,7 @@ def test_help_teaches(capsys):
         serve.main(["--help"])
     assert exit_.value.code == 0
     text = capsys.readouterr().out
-    for word in ("curl", "openai.OpenAI", "--kv-cache-dtype", "--num-blocks", "SIGTERM"):
+    for word in ("curl", "openai.OpenAI", "--kv-cache-dtype", "--num-blocks", "SIGTERM", "--api-key", "/tokenize"):
         assert word in text
 
 
@@ -110,3 +115,17 @@ def test_an_address_that_is_taken():
         listener.listen()
         with pytest.raises(CommandError, match=r"cannot listen at 127\.0\.0\.1"):
             serve.bind("127.0.0.1", listener.getsockname()[1])
+
+
+def test_an_engine_that_cannot_be_used_again_is_told_of(capsys):
+    """And the exit code tells whoever starts servers to start another one."""
+
+    class Broken:
+        is_alive, broken = False, "the engine failed and cannot be reset: no memory"
+
+    class Well:
+        is_alive, broken = False, None
+
+    assert serve.end(Broken()) == 1
+    assert capsys.readouterr().err == "serve: the engine failed and cannot be reset: no memory\n"
+    assert (serve.end(Well()), capsys.readouterr().err) == (0, "")

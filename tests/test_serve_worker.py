@@ -1,11 +1,13 @@
 """Tests the server's worker over a made-up engine, whose steps the tests let through one by one."""
 
 import asyncio
+import contextlib
 import queue
+import threading
 
 import pytest
 
-from examples.server.worker import EngineFailed, Overloaded, Worker
+from examples.server.worker import EngineFailed, Overloaded, Unavailable, Worker
 from paged_jax.engine import Delta, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=1)
@@ -16,11 +18,17 @@ class MadeUpEngine:
 
     def __init__(self):
         self.max_num_seqs = 1
-        self.outcomes, self.refuses = queue.Queue(), False
+        self.outcomes, self.refuses, self.reset_error, self.num_resets = queue.Queue(), False, None, 0
         self.reset()
 
     def reset(self):
+        if self.reset_error is not None:
+            raise self.reset_error
+        self.num_resets += 1
         self.next_id, self.requests = 0, {}
+
+    def stats(self):
+        return f"after {self.num_resets} resets"
 
     def check(self, prompt, params):
         pass
@@ -51,10 +59,10 @@ class MadeUpEngine:
         ]
 
 
-def run(story, max_queued=0):
+def run(story, max_queued=0, **options):
     """Runs the coroutine function `story(engine, worker)` while the worker's thread runs."""
     engine = MadeUpEngine()
-    worker = Worker(engine, max_queued)
+    worker = Worker(engine, max_queued, **{"probe_seconds": 100, **options})
     worker.start()
 
     async def whole_story():
@@ -62,8 +70,16 @@ def run(story, max_queued=0):
         await asyncio.to_thread(worker.stop)
 
     asyncio.run(whole_story())
+    assert not worker.is_alive
     assert worker._unfinished == 0
+    assert not worker._tickets, "a ticket of a finished request stays for ever"
     return engine
+
+
+async def until(is_done):
+    """Waits until `is_done()`; the story has a limit."""
+    while not is_done():
+        await asyncio.sleep(0.005)
 
 
 async def read(ticket):
@@ -117,3 +133,138 @@ def test_a_client_that_reads_slowly_does_not_count_once_its_text_is_finished():
         engine.outcomes.put(None)  # the step that was waited for while the request was cancelled
 
     run(story, max_queued=1)
+
+
+def test_after_a_failure_the_engine_is_tried_until_it_serves(capfd):
+    """A balancer sends no request to a server that is not well, so that the server must find out by itself."""
+
+    async def story(engine, worker):
+        assert worker.trouble is None
+        engine.outcomes.put(RuntimeError("out of luck"))
+        (ticket,) = worker.submit([([1], PARAMS)])
+        with pytest.raises(EngineFailed):
+            await read(ticket)
+        worker.close(ticket)
+        await until(lambda: engine.requests)  # the worker's own
+        assert worker.trouble == "the last step failed"
+        engine.outcomes.put(RuntimeError("again"))
+        await until(lambda: engine.num_resets == 3 and engine.requests)
+        assert worker.trouble == "the last step failed"
+        engine.outcomes.put(None)
+        await until(lambda: worker.trouble is None)
+        await asyncio.sleep(0.1)
+        assert not engine.requests, "an engine that is well is not tried"
+        (ticket,) = worker.submit([([1], PARAMS)])
+        engine.outcomes.put(None)
+        assert len(await read(ticket)) == 1
+        worker.close(ticket)
+
+    run(story, probe_seconds=0.02)
+    assert "out of luck" in capfd.readouterr().err
+
+
+def test_pauses_between_tries_grow_and_begin_anew(capfd):
+    engine = MadeUpEngine()
+    worker = Worker(engine, 0, probe_seconds=1)
+    pauses = []
+    for _ in range(7):
+        worker._recover()
+        pauses.append(worker._pause)
+    assert pauses == [2, 4, 8, 16, 30, 30, 30]
+    engine.requests = {0: PARAMS}
+    engine.outcomes.put(None)
+    worker._step()
+    assert (worker._pause, worker.trouble) == (1, "the engine's thread does not run")
+
+
+def test_tokens_of_a_request_show_that_the_engine_is_well(capfd):
+    async def story(engine, worker):
+        for outcome in (RuntimeError("out of luck"), None):
+            (ticket,) = worker.submit([([1], PARAMS)])
+            engine.outcomes.put(outcome)
+            with contextlib.nullcontext() if outcome is None else pytest.raises(EngineFailed):
+                await read(ticket)
+            assert (worker.trouble is None) == (outcome is None)
+            worker.close(ticket)
+
+    run(story)
+
+
+def test_a_step_without_tokens_shows_nothing(capfd, monkeypatch):
+    """The first step after a reset is only launched; the next one reads its tokens, or fails."""
+
+    async def story(engine, worker):
+        (ticket,) = worker.submit([([1], PARAMS)])
+        engine.outcomes.put(RuntimeError("out of luck"))
+        with pytest.raises(EngineFailed):
+            await read(ticket)
+        worker.close(ticket)
+        steps = []
+        monkeypatch.setattr(engine, "step", lambda: steps.append(1) or engine.outcomes.get(timeout=20) or [])
+        (ticket,) = worker.submit([([1], PARAMS)])
+        engine.outcomes.put(None)
+        await until(lambda: len(steps) > 1)
+        assert worker.trouble == "the last step failed"
+        monkeypatch.undo()
+        engine.outcomes.put(None)
+        engine.outcomes.put(None)
+        await read(ticket)
+        worker.close(ticket)
+
+    run(story)
+
+
+def test_an_engine_that_cannot_be_reset_fails_every_request(capfd):
+    broken = threading.Event()
+
+    async def story(engine, worker):
+        engine.reset_error = MemoryError("no memory at all")
+        (running,) = worker.submit([([1], PARAMS)])
+        await until(lambda: engine.requests)
+        (waiting,) = worker.submit([([2], PARAMS)])  # it lies in the inbox while the step fails
+        engine.outcomes.put(RuntimeError("out of luck"))
+        for ticket in (running, waiting):
+            with pytest.raises(EngineFailed):
+                await read(ticket)
+            worker.close(ticket)
+        assert broken.is_set()
+        assert worker.broken == worker.trouble == "the engine failed and cannot be reset: no memory at all"
+        with pytest.raises(Unavailable, match="no memory at all"):
+            worker.submit([([3], PARAMS)])
+        assert await worker.stats() is None
+        assert worker.is_alive
+
+    run(story, max_queued=1, on_broken=broken.set)
+    error = capfd.readouterr().err
+    assert "out of luck" in error
+    assert "no memory at all" in error
+
+
+def test_a_step_that_does_not_end_is_told_of(capfd):
+    async def story(engine, worker):
+        first = await worker.stats()
+        assert first == "after 1 resets"
+        (ticket,) = worker.submit([([1], PARAMS)])
+        await until(lambda: engine.requests)
+        assert worker.trouble is None
+        await asyncio.sleep(0.3)
+        assert "present step has not ended after" in worker.trouble
+        with pytest.raises(Unavailable, match="has not ended"):
+            worker.submit([([1], PARAMS)])
+        assert await worker.stats(0.05) == first, "what is known is told"
+        await asyncio.to_thread(worker.stop, 0.05)
+        assert worker.is_alive
+        engine.outcomes.put(None)  # it ends after all
+        assert len(await read(ticket)) == 1
+        worker.close(ticket)
+
+    run(story, max_queued=1, step_seconds=0.2)
+
+
+def test_an_idle_engine_is_well():
+    async def story(engine, worker):
+        await asyncio.sleep(0.3)
+        assert worker.trouble is None
+        assert await worker.stats() == "after 1 resets"
+
+    run(story, step_seconds=0.1)

@@ -1,12 +1,15 @@
 """Makes OpenAI's answers: the objects of /v1/completions and /v1/chat/completions, whole or in chunks."""
 
+import math
 import time
 import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from tokenizers import Tokenizer
-
+from examples.server.api import Wanted
+from examples.server.fields import ApiError
+from examples.server.logprobs import Scored, TextOffsets, completion_logprobs
+from examples.server.tokens import TokenTexts
 from paged_jax import engine
 
 _LEAST_LOGPROB = -9999.0  # JSON has no -inf
@@ -18,106 +21,140 @@ class Answer:
     Args:
         is_chat: whether the answer is a message.
         model: the model's name.
-        tokenizer: turns token ids into text, for log-probabilities.
-        num_prompt_tokens: tokens of all prompts together.
+        tokens: the texts of tokens, for log-probabilities.
+        wanted: what was asked for.
+        prompts: the tokens of each prompt. Choice i answers prompt i // n.
+        echoes: a text for each prompt that is put before its choices, or nothing.
     """
 
-    def __init__(self, is_chat: bool, model: str, tokenizer: Tokenizer, num_prompt_tokens: int):
-        self.is_chat, self._tokenizer = is_chat, tokenizer
-        self._num_prompt_tokens, self._num_output_tokens = num_prompt_tokens, 0
+    def __init__(
+        self,
+        is_chat: bool,
+        model: str,
+        tokens: TokenTexts,
+        wanted: Wanted,
+        prompts: Sequence[Sequence[int]],
+        echoes: Sequence[str] = (),
+    ):
+        self.is_chat, self._tokens, self._wanted = is_chat, tokens, wanted
+        self._prompts, self._echoes = prompts, echoes
+        self._num_output_tokens = 0
         self._head = {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": model,
         }
-        self._offsets: dict[int, int] = {}  # the length so far of each choice's text, for the log-probabilities
+        self._offsets: dict[int, TextOffsets] = {}  # of each choice's text so far, for the log-probabilities
 
-    def whole(self, choices: Sequence[Sequence[engine.Delta]], echoes: Sequence[str] = ()) -> dict[str, Any]:
-        """Makes an answer that is not streamed.
+    @property
+    def num_choices(self) -> int:
+        """How many choices the answer has."""
+        return len(self._prompts) * self._wanted.params["n"]
 
-        Args:
-            choices: all deltas of each choice.
-            echoes: a text for each choice that is put before its own, or nothing.
+    def echo(self, index: int) -> str:
+        """The text before the choice's own."""
+        num_samples: int = self._wanted.params["n"]
+        return self._echoes[index // num_samples] if self._echoes else ""
+
+    def count(self, delta: engine.Delta) -> None:
+        """Counts the tokens of a delta for the usage, whether the client gets to see it or not."""
+        self._num_output_tokens += 0 if self._wanted.has_no_output else len(delta.token_ids)
+
+    def whole(self, choices: Sequence[Sequence[engine.Delta]]) -> dict[str, Any]:
+        """Makes an answer that is not streamed of all deltas of each choice, which it counts.
+
+        Raises:
+            ApiError: a log-probability is no number.
         """
         built = []
         for index, deltas in enumerate(choices):
-            self._num_output_tokens += sum(len(delta.token_ids) for delta in deltas)
-            text = "".join(delta.text for delta in deltas)
-            logprobs = self._logprobs(index, [item for delta in deltas for item in delta.logprobs])
-            choice = {"index": index, "logprobs": logprobs, "finish_reason": deltas[-1].finish_reason}
+            for delta in deltas:
+                self.count(delta)
+            choice = self._choice(index, deltas)
+            text = self._text(deltas)
             if self.is_chat:
                 choice["message"] = {"role": "assistant", "content": text, "refusal": None}
             else:
-                choice["text"] = (echoes[index] if echoes else "") + text
+                choice["text"] = self.echo(index) + text
             built.append(choice)
         name = "chat.completion" if self.is_chat else "text_completion"
         return self._head | {"object": name, "choices": built, "usage": self.usage()}
 
-    def chunk(self, index: int, text: str, delta: engine.Delta | None = None, *, is_first: bool = False) -> dict:
+    def opening(self, index: int) -> dict[str, Any]:
+        """Makes the first chunk of a choice of a streamed answer: a message's role, or the echoed prompt."""
+        choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": None}
+        if self.is_chat:
+            choice["delta"] = {"role": "assistant", "content": ""}
+        else:
+            choice["text"] = self.echo(index)
+        return self._chunk([choice])
+
+    def chunk(self, index: int, delta: engine.Delta) -> dict[str, Any]:
         """Makes a chunk of a streamed answer.
 
-        Args:
-            index: the index of the choice.
-            text: the new text.
-            delta: the delta that the text comes from, if it comes from the model.
-            is_first: whether this is the first chunk of its choice.
+        Raises:
+            ApiError: a log-probability is no number.
         """
-        logprobs, finish_reason = None, None
-        if delta is not None:
-            self._num_output_tokens += len(delta.token_ids)
-            logprobs, finish_reason = self._logprobs(index, delta.logprobs), delta.finish_reason
-        choice: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": finish_reason}
-        if self.is_chat:
-            choice["delta"] = ({"role": "assistant"} if is_first else {}) | {"content": text}
-        else:
-            choice["text"] = text
+        choice = self._choice(index, [delta])
+        text = self._text([delta])
+        choice |= {"delta": {"content": text}} if self.is_chat else {"text": text}
         return self._chunk([choice])
 
     def usage_chunk(self) -> dict[str, Any]:
         """Makes the last chunk of a streamed answer, for clients that ask for the usage."""
         return self._chunk([]) | {"usage": self.usage()}
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """Counts the tokens of the prompts and of the answer so far."""
+        num_prompt_tokens = sum(map(len, self._prompts))
         return {
-            "prompt_tokens": self._num_prompt_tokens,
+            "prompt_tokens": num_prompt_tokens,
             "completion_tokens": self._num_output_tokens,
-            "total_tokens": self._num_prompt_tokens + self._num_output_tokens,
+            "total_tokens": num_prompt_tokens + self._num_output_tokens,
         }
 
     def _chunk(self, choices: list[dict]) -> dict[str, Any]:
         name = "chat.completion.chunk" if self.is_chat else "text_completion"
         return self._head | {"object": name, "choices": choices}
 
-    def _logprobs(self, index: int, items: Sequence[engine.TokenLogprob]) -> dict[str, Any] | None:
-        if not items:
+    def _text(self, deltas: Sequence[engine.Delta]) -> str:
+        return "" if self._wanted.has_no_output else "".join(delta.text for delta in deltas)
+
+    def _choice(self, index: int, deltas: Sequence[engine.Delta]) -> dict[str, Any]:
+        """The fields that a choice has in every form of an answer."""
+        scored = [] if self._wanted.has_no_output else [_scored(item) for delta in deltas for item in delta.logprobs]
+        reason = deltas[-1].finish_reason
+        reason = "length" if reason and self._wanted.has_no_output else reason
+        return {"index": index, "logprobs": self._logprobs(index, scored), "finish_reason": reason}
+
+    def _logprobs(self, index: int, scored: Sequence[Scored]) -> dict[str, Any] | None:
+        if not scored:
             return None
         if self.is_chat:
             content = [
                 self._chat_token(item.token_id, item.logprob)
                 | {"top_logprobs": [self._chat_token(*pair) for pair in item.top]}
-                for item in items
+                for item in scored
             ]
             return {"content": content, "refusal": None}
-        tokens, offsets = [self._token(item.token_id) for item in items], []
-        for token in tokens:
-            offsets.append(self._offsets.get(index, 0))
-            self._offsets[index] = offsets[-1] + len(token)
-        return {
-            "tokens": tokens,
-            "token_logprobs": [max(item.logprob, _LEAST_LOGPROB) for item in items],
-            "top_logprobs": [
-                {self._token(token_id): max(logprob, _LEAST_LOGPROB) for token_id, logprob in item.top}
-                for item in items
-            ],
-            "text_offset": offsets,
-        }
+        if index not in self._offsets:
+            hides = self._wanted.params["skip_special_tokens"]
+            self._offsets[index] = TextOffsets(self._tokens, len(self.echo(index)), hides)
+        return completion_logprobs(scored, self._tokens, self._offsets[index])
 
-    def _chat_token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        token = self._token(token_id)
-        # A part of a character decodes to the replacement character, from which its bytes cannot be told.
-        token_bytes = None if "\ufffd" in token else list(token.encode())
-        return {"token": token, "logprob": max(logprob, _LEAST_LOGPROB), "bytes": token_bytes}
+    def _chat_token(self, token_id: int, logprob: float | None) -> dict[str, Any]:
+        token_bytes = list(self._tokens.bytes(token_id))
+        return {"token": self._tokens.text(token_id), "logprob": logprob, "bytes": token_bytes}
 
-    def _token(self, token_id: int) -> str:
-        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+def _scored(item: engine.TokenLogprob) -> Scored:
+    """A token's log-probabilities as JSON can hold them."""
+    top = tuple((token_id, _finite(logprob)) for token_id, logprob in item.top)
+    return Scored(item.token_id, _finite(item.logprob), top)
+
+
+def _finite(logprob: float) -> float:
+    if math.isnan(logprob):
+        message = "the model gave a log-probability that is no number"
+        raise ApiError(message, status=500, kind="server_error")
+    return max(logprob, _LEAST_LOGPROB)

@@ -1,13 +1,24 @@
 """Reads and checks OpenAI's requests, and makes the engine's parameters of them.
 
-Every function here is pure. A request that is wrong raises an `ApiError`, which has a status and OpenAI's error object.
+Beside OpenAI's fields there are some of vLLM's. A request that is wrong raises an `ApiError`, which has a status and
+OpenAI's error object. A field that is ignored is noted in the log, once.
 """
 
 import json
-import math
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from examples.server.fields import (
+    ApiError,
+    read_flag,
+    read_integer,
+    read_number,
+    read_object,
+    read_tokens,
+    shown,
+)
 from paged_jax import engine
 
 MAX_LOGPROBS = 20  # OpenAI's limit for chats
@@ -16,9 +27,6 @@ MAX_STOPS = 16  # stop texts of one request
 
 # Fields that the server does not implement. Each may have only these values, which ask for nothing.
 NEUTRAL: dict[str, tuple] = {
-    "presence_penalty": (0, None),
-    "frequency_penalty": (0, None),
-    "logit_bias": ({}, None),
     "suffix": (None, ""),
     "response_format": ({"type": "text"}, None),
     "tools": ([], None),
@@ -27,31 +35,48 @@ NEUTRAL: dict[str, tuple] = {
     "function_call": ("none", "auto", None),
     "modalities": (["text"], None),
     "audio": (None,),
-    "prediction": (None,),
+    "use_beam_search": (False, None),
+    "spaces_between_special_tokens": (True, None),
+    "truncate_prompt_tokens": (None,),
 }
-IGNORED = {"user", "metadata", "store", "parallel_tool_calls", "service_tier", "safety_identifier", "prompt_cache_key"}
+# Fields that OpenAI's clients send and that change nothing of what is asked for here.
+IGNORED = {
+    "user", "metadata", "store", "parallel_tool_calls", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "prediction", "reasoning_effort", "verbosity",
+}  # fmt: skip
 COMMON = {
-    "model", "n", "temperature", "top_p", "top_k", "seed", "stop", "stream", "stream_options", "max_tokens", "logprobs",
+    "model", "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "stream",
+    "stream_options", "max_tokens", "min_tokens", "logprobs", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "include_stop_str_in_output", "skip_special_tokens", "add_special_tokens",
 }  # fmt: skip
 COMPLETION = COMMON | {"prompt", "echo", "best_of"}
-CHAT = COMMON | {"messages", "max_completion_tokens", "top_logprobs"}
+TEMPLATE = {"messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
+CHAT = COMMON | TEMPLATE | {"max_completion_tokens", "top_logprobs"}
+STREAM_OPTIONS = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
+
+_log = logging.getLogger("paged_jax.server")
+_warned: set[str] = set()  # ignored fields of which the log has told
 
 
-class ApiError(Exception):
-    """The reason why a request is not served, as a status and OpenAI's error object."""
+@dataclass(frozen=True)
+class Wanted:
+    """What both kinds of requests ask for.
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 400,
-        param: str | None = None,
-        code: str | None = None,
-        kind: str = "invalid_request_error",
-    ):
-        super().__init__(message)
-        self.status = status
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    Attributes:
+        params: fields of `engine.SamplingParams`.
+        ignores_eos: whether the model's end-of-text tokens end nothing.
+        has_no_output: whether no new token is wanted, which the engine cannot do: it draws one, to be left out.
+        stream: whether the answer is streamed.
+        usage: how often a stream tells the usage: never, at the "end", or "always".
+        add_special_tokens: whether the tokenizer adds its special tokens; None for what is usual.
+    """
+
+    params: dict[str, Any]
+    ignores_eos: bool
+    has_no_output: bool
+    stream: bool
+    usage: str
+    add_special_tokens: bool | None
 
 
 @dataclass(frozen=True)
@@ -59,20 +84,24 @@ class CompletionRequest:
     """A request for /v1/completions: one text or list of tokens for each prompt."""
 
     prompts: list[str | list[int]]
-    params: dict[str, Any]
     echo: bool
-    stream: bool
-    include_usage: bool
+    wanted: Wanted
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages with "role" and "content", and what a chat template is told beside them."""
+
+    messages: list[dict[str, Any]]
+    options: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A request for /v1/chat/completions: messages with "role" and "content", both texts."""
+    """A request for /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
-    params: dict[str, Any]
-    stream: bool
-    include_usage: bool
+    conversation: Conversation
+    wanted: Wanted
 
 
 def read_body(body: bytes) -> dict[str, Any]:
@@ -90,98 +119,162 @@ def read_body(body: bytes) -> dict[str, Any]:
     return content
 
 
-def read_completion(content: dict[str, Any], model: str) -> CompletionRequest:
+def read_completion(content: dict[str, Any], models: Sequence[str]) -> CompletionRequest:
     """Reads a request for /v1/completions.
 
     Args:
         content: the request.
-        model: the name of the model that is served.
+        models: the names of the model that is served.
 
     Raises:
         ApiError: something is wrong with the request.
     """
-    _check_fields(content, COMPLETION, model)
-    params = _params(content, default_max_tokens=16)
-    best_of = _integer(content, "best_of", 1, 2**31 - 1)
-    if best_of not in (None, params["n"]):
+    _check_fields(content, COMPLETION)
+    _check_model(content, models)
+    wanted = _wanted(content, default_max_tokens=16)
+    best_of = read_integer(content, "best_of", 1, 2**31 - 1)
+    if best_of not in (None, wanted.params["n"]):
         raise ApiError("best_of must be n: the server returns every sample", param="best_of")
-    logprobs = _integer(content, "logprobs", 0, MAX_COMPLETION_LOGPROBS)
-    echo = _flag(content, "echo")
-    if echo and logprobs is not None:
-        raise ApiError("logprobs of an echoed prompt are not supported", param="logprobs")
-    stream, include_usage = _stream(content)
-    return CompletionRequest(_prompts(content), params | {"logprobs": logprobs}, echo, stream, include_usage)
+    logprobs = read_integer(content, "logprobs", 0, MAX_COMPLETION_LOGPROBS)
+    wanted.params["logprobs"] = logprobs
+    return CompletionRequest(_prompts(content), read_flag(content, "echo"), wanted)
 
 
-def read_chat(content: dict[str, Any], model: str) -> ChatRequest:
+def read_chat(content: dict[str, Any], models: Sequence[str]) -> ChatRequest:
     """Reads a request for /v1/chat/completions; it takes and raises what `read_completion` does."""
-    _check_fields(content, CHAT, model)
-    params = _params(content, default_max_tokens=None)
-    if (limit := _integer(content, "max_completion_tokens", 1, 2**31 - 1)) is not None:
-        params["max_tokens"] = limit
-    top = _integer(content, "top_logprobs", 0, MAX_LOGPROBS)
-    if not _flag(content, "logprobs"):
+    _check_fields(content, CHAT)
+    _check_model(content, models)
+    limit = "max_completion_tokens" if content.get("max_completion_tokens") is not None else "max_tokens"
+    wanted = _wanted(content, default_max_tokens=None, limit=limit)
+    top = read_integer(content, "top_logprobs", 0, MAX_LOGPROBS)
+    if not read_flag(content, "logprobs"):
         if top is not None:
             raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
     else:
-        params["logprobs"] = top or 0
+        wanted.params["logprobs"] = top or 0
+    return ChatRequest(read_conversation(content), wanted)
+
+
+def read_conversation(content: dict[str, Any]) -> Conversation:
+    """Reads the messages of a request, and what is asked of the chat template."""
     messages = content.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ApiError("messages must be a list of at least one message", param="messages")
     read = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-    return ChatRequest(read, params, *_stream(content))
+    goes_on = read_flag(content, "continue_final_message")
+    begins = read_flag(content, "add_generation_prompt", default=not goes_on)
+    if goes_on and begins:
+        raise ApiError("continue_final_message needs add_generation_prompt to be false", param="add_generation_prompt")
+    if goes_on and not isinstance(read[-1]["content"], str):
+        raise ApiError("continue_final_message needs a last message with a text", param="continue_final_message")
+    more = read_object(content, "chat_template_kwargs")
+    return Conversation(read, {"add_generation_prompt": begins, "continue_final_message": goes_on, "more": more})
 
 
-def sampling_params(params: dict[str, Any], stop_token_ids: tuple[int, ...]) -> engine.SamplingParams:
+def read_tokenize(content: dict[str, Any], models: Sequence[str]) -> tuple[str | Conversation, bool | None]:
+    """Reads a request for /tokenize: a text or a conversation, and whether special tokens are added; None as usual."""
+    _check_fields(content, {"model", "prompt", "add_special_tokens", "return_token_strs"} | TEMPLATE)
+    if content.get("model") is not None:
+        _check_model(content, models)
+    add = read_flag(content, "add_special_tokens") if content.get("add_special_tokens") is not None else None
+    if content.get("messages") is not None:
+        return read_conversation(content), add
+    if not isinstance(content.get("prompt"), str):
+        raise ApiError("prompt must be a text", param="prompt")
+    return content["prompt"], add
+
+
+def read_detokenize(content: dict[str, Any], models: Sequence[str]) -> list[int]:
+    """Reads a request for /detokenize: token ids."""
+    _check_fields(content, {"model", "tokens"})
+    if content.get("model") is not None:
+        _check_model(content, models)
+    if content.get("tokens") is None:
+        raise ApiError("tokens must be a list of token ids", param="tokens")
+    return list(read_tokens(content, "tokens"))
+
+
+def sampling_params(wanted: Wanted, eos_token_ids: Sequence[int]) -> engine.SamplingParams:
     """Makes the engine's parameters of a request's.
 
     Raises:
         ApiError: the engine refuses a value.
     """
+    stops = wanted.params["stop_token_ids"] + (() if wanted.ignores_eos else tuple(eos_token_ids))
     try:
-        return engine.SamplingParams(**params, stop_token_ids=stop_token_ids)
+        return engine.SamplingParams(**wanted.params | {"stop_token_ids": stops})
     except (ValueError, TypeError) as error:
         raise ApiError(str(error)) from None
 
 
-def check_text(text: str, param: str) -> None:
-    """Raises an `ApiError` if a text cannot be encoded: JSON can name half of a UTF-16 pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ApiError(f"{param} is not valid Unicode", param=param) from None
-
-
-def _check_fields(content: dict[str, Any], known: set[str], model: str) -> None:
+def _check_fields(content: dict[str, Any], known: set[str]) -> None:
     for name, value in content.items():
         if name in NEUTRAL and value not in NEUTRAL[name]:
             raise ApiError(f"{name} is not supported", param=name)
+        if name in IGNORED and name not in _warned:
+            _warned.add(name)
+            _log.warning("the field %s is ignored wherever a request has it", name)
         if name not in known and name not in NEUTRAL and name not in IGNORED:
-            raise ApiError(f"unrecognized field: {_shown(name)}", param=name[:64])
+            raise ApiError(f"unrecognized field: {shown(name)}", param=name[:64])
+
+
+def _check_model(content: dict[str, Any], models: Sequence[str]) -> None:
     wanted = content.get("model")
     if not isinstance(wanted, str):
         raise ApiError("model must be a text", param="model")
-    if wanted != model:
-        message = f"the model {_shown(wanted)} does not exist"
+    if wanted not in models:
+        message = f"the model {shown(wanted)} does not exist"
         raise ApiError(message, status=404, param="model", code="model_not_found")
 
 
-def _params(content: dict[str, Any], default_max_tokens: int | None) -> dict[str, Any]:
+def _wanted(content: dict[str, Any], default_max_tokens: int | None, limit: str = "max_tokens") -> Wanted:
     """Reads what both kinds of requests say of sampling; the bounds of n, temperature and top_p are OpenAI's."""
-    max_tokens = _integer(content, "max_tokens", 1, 2**31 - 1)
-    seed = _integer(content, "seed", -(2**63), 2**63 - 1)
-    temperature, top_p = _number(content, "temperature", 0, 2), _number(content, "top_p", 0, 1)
+    max_tokens = read_integer(content, limit, 0, 2**31 - 1)
+    max_tokens = default_max_tokens if max_tokens is None else max_tokens
+    seed = read_integer(content, "seed", -(2**63), 2**63 - 1)
+    temperature, top_p = read_number(content, "temperature", 0, 2), read_number(content, "top_p", 0, 1)
     if top_p == 0:
         raise ApiError("top_p must be above 0", param="top_p")
-    return {
-        "max_tokens": default_max_tokens if max_tokens is None else max_tokens,
-        "n": _integer(content, "n", 1, 128) or 1,
+    params = {
+        "max_tokens": 1 if max_tokens == 0 else max_tokens,
+        "n": read_integer(content, "n", 1, 128) or 1,
         "temperature": 1.0 if temperature is None else temperature,
         "top_p": 1.0 if top_p is None else top_p,
-        "top_k": _integer(content, "top_k", 0, 2**31 - 1) or 0,
+        "top_k": max(read_integer(content, "top_k", -1, 2**31 - 1) or 0, 0),  # -1 is vLLM's word for all
         "seed": None if seed is None else seed % 2**64,
         "stop": _stops(content.get("stop")),
+        "stop_token_ids": read_tokens(content, "stop_token_ids"),
+        "include_stop": read_flag(content, "include_stop_str_in_output"),
+        "skip_special_tokens": read_flag(content, "skip_special_tokens", default=True),
     }
+    params |= _logit_params(content)
+    add = read_flag(content, "add_special_tokens") if content.get("add_special_tokens") is not None else None
+    return Wanted(params, read_flag(content, "ignore_eos"), max_tokens == 0, *_stream(content), add)
+
+
+def _logit_params(content: dict[str, Any]) -> dict[str, Any]:
+    """Reads what changes logits before a token is drawn, and refuses what the engine cannot do."""
+    params: dict[str, Any] = {
+        "min_tokens": read_integer(content, "min_tokens", 0, 2**31 - 1),
+        "min_p": read_number(content, "min_p", 0, 1),
+        "presence_penalty": read_number(content, "presence_penalty", -2, 2),
+        "frequency_penalty": read_number(content, "frequency_penalty", -2, 2),
+        "repetition_penalty": read_number(content, "repetition_penalty", 1e-6, 1e6),
+        "logit_bias": _logit_bias(content),
+    }
+    neutral = {"repetition_penalty": 1, "logit_bias": {}}
+    params = {name: value for name, value in params.items() if value not in (None, neutral.get(name, 0))}
+    if missing := sorted(params.keys() - engine.SamplingParams.__dataclass_fields__.keys()):
+        raise ApiError(f"{missing[0]} is not supported", param=missing[0])
+    return params
+
+
+def _logit_bias(content: dict[str, Any]) -> dict[int, float]:
+    biases = read_object(content, "logit_bias")
+    if not all(name.isdecimal() and name.isascii() and len(name) < 10 for name in biases):
+        raise ApiError("logit_bias must have token ids as its names", param="logit_bias")
+    values = {int(name): read_number(biases, name, -100, 100) for name in biases}
+    return {token_id: value for token_id, value in values.items() if value is not None}
 
 
 def _stops(value: Any) -> tuple[str, ...]:
@@ -193,15 +286,18 @@ def _stops(value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _stream(content: dict[str, Any]) -> tuple[bool, bool]:
-    stream, options = _flag(content, "stream"), content.get("stream_options")
-    if options is None:
-        return stream, False
-    if not isinstance(options, dict):
-        raise ApiError("stream_options must be an object", param="stream_options")
+def _stream(content: dict[str, Any]) -> tuple[bool, str]:
+    stream = read_flag(content, "stream")
+    if content.get("stream_options") is None:
+        return stream, "never"
+    options = read_object(content, "stream_options")
     if not stream:
         raise ApiError("stream_options needs stream to be true", param="stream_options")
-    return stream, _flag(options, "include_usage")
+    if unknown := sorted(options.keys() - STREAM_OPTIONS):
+        raise ApiError(f"unrecognized field of stream_options: {shown(unknown[0])}", param="stream_options")
+    if not read_flag(options, "include_usage"):
+        return stream, "never"
+    return stream, "always" if read_flag(options, "continuous_usage_stats") else "end"
 
 
 def _prompts(content: dict[str, Any]) -> list[str | list[int]]:
@@ -224,7 +320,7 @@ def _is_tokens(value: Any) -> bool:
 def _message(message: Any, name: str) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ApiError(f"{name} must be an object with a text as its role", param=name)
-    content = message.get("content")
+    content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, list):
         if not all(
             isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
@@ -232,40 +328,22 @@ def _message(message: Any, name: str) -> dict[str, Any]:
         ):
             raise ApiError(f"{name}.content must hold parts of type text only", param=f"{name}.content")
         content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
+    if calls is not None:
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            raise ApiError(f"{name}.tool_calls must be a list of objects", param=f"{name}.tool_calls")
+        message = message | {"tool_calls": [_call(call) for call in calls]}
+    if not isinstance(content, str) and not (content is None and calls):
         raise ApiError(f"{name}.content must be a text", param=f"{name}.content")
     return message | {"content": content}
 
 
-def _integer(content: dict[str, Any], name: str, least: int, most: int) -> int | None:
-    value = content.get(name)
-    if value is None:
-        return None
-    if type(value) is not int:
-        raise ApiError(f"{name} must be an integer, got {_shown(value)}", param=name)
-    if not least <= value <= most:
-        raise ApiError(f"{name} must be in [{least}, {most}], got {_shown(value)}", param=name)
-    return value
-
-
-def _number(content: dict[str, Any], name: str, least: float, most: float) -> float | None:
-    value = content.get(name)
-    if value is None:
-        return None
-    if type(value) not in (int, float) or not (math.isfinite(value) if type(value) is float else True):
-        raise ApiError(f"{name} must be a finite number, got {_shown(value)}", param=name)
-    if not least <= value <= most:
-        raise ApiError(f"{name} must be in [{least}, {most}], got {_shown(value)}", param=name)
-    return float(value)
-
-
-def _flag(content: dict[str, Any], name: str) -> bool:
-    value = content.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise ApiError(f"{name} must be true or false, got {_shown(value)}", param=name)
-    return bool(value)
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:60] + "..."
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call as chat templates expect it: its arguments are an object, which OpenAI's clients send as a text."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        return call
+    return call | {"function": function | {"arguments": arguments}}

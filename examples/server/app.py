@@ -8,26 +8,64 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from tokenizers import Tokenizer
 
+import paged_jax
 from examples.server.answers import Answer
-from examples.server.api import ApiError, check_text, read_body, read_chat, read_completion, sampling_params
+from examples.server.api import (
+    Conversation,
+    Wanted,
+    read_body,
+    read_chat,
+    read_completion,
+    read_detokenize,
+    read_tokenize,
+    sampling_params,
+)
 from examples.server.chat import ChatTemplate, TemplateError
-from examples.server.worker import EngineFailed, Overloaded, Ticket, TooManyAtOnce, Worker
+from examples.server.fields import ApiError, check_text
+from examples.server.metrics import Metrics
+from examples.server.middleware import Access, Gate, ToldOfTheEnd
+from examples.server.responses import Bodies, EventStream, json_response, refusal, server_error, until_gone
+from examples.server.tokens import TokenTexts, longest_token
+from examples.server.worker import EngineFailed, Overloaded, Ticket, TooManyAtOnce, Unavailable, Worker
 from paged_jax import engine
 
 MAX_BODY = 16 << 20  # bytes
+LEAST_MAX_BODY = 1 << 20  # bytes; a model with few positions may still be sent many short prompts
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the routes must know of the model.
+
+    Attributes:
+        names: the names by which clients call it, its own first.
+        tokenizer: its tokenizer.
+        template: its chat template.
+        eos_token_ids: tokens that end a text.
+        vocab_size: the size of its vocabulary; token ids in prompts must be below it.
+        max_model_len: the most tokens of a text, the prompt's included, that are ever in the cache.
+    """
+
+    names: tuple[str, ...]
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int
+    max_model_len: int
 
 
 class Server:
@@ -35,26 +73,29 @@ class Server:
 
     Args:
         worker: runs the engine.
-        tokenizer: the model's tokenizer.
-        template: the model's chat template.
-        model: the name by which clients call the model.
-        stop_token_ids: tokens that end a text.
-        vocab_size: the size of the vocabulary; token ids in prompts must be below it.
+        model: the model.
+        access: who may call the server.
     """
 
-    def __init__(
-        self,
-        worker: Worker,
-        tokenizer: Tokenizer,
-        template: ChatTemplate,
-        model: str,
-        stop_token_ids: Sequence[int],
-        vocab_size: int,
-    ):
-        self._worker, self._tokenizer, self._template, self._model = worker, tokenizer, template, model
-        self._stop_token_ids, self._vocab_size = tuple(stop_token_ids), vocab_size
+    def __init__(self, worker: Worker, model: Model, access: Access = Access()):  # noqa: B008 (immutable)
+        self._worker, self._model, self._access = worker, model, access
         self._created = int(time.time())
         self._metrics = Metrics()
+        self._tokens = TokenTexts(model.tokenizer)
+        # A longer text has too many tokens, whatever they are.
+        self._most_characters = model.max_model_len * longest_token(model.tokenizer)
+        # JSON may write a character in 12 bytes, as two escapes.
+        self._bodies = Bodies(min(MAX_BODY, LEAST_MAX_BODY + 12 * self._most_characters))
+
+    @property
+    def name(self) -> str:
+        """The name by which clients call the model."""
+        return self._model.names[0]
+
+    @property
+    def worker(self) -> Worker:
+        """What runs the engine."""
+        return self._worker
 
     def app(self) -> Starlette:
         """The ASGI application."""
@@ -63,13 +104,26 @@ class Server:
             Route("/v1/chat/completions", self._guarded("chat", self._chat), methods=["POST"]),
             Route("/v1/models", self._models),
             Route("/v1/models/{model:path}", self._models),
+            Route("/tokenize", self._guarded("tokenize", self._tokenize), methods=["POST"]),
+            Route("/detokenize", self._guarded("detokenize", self._detokenize), methods=["POST"]),
             Route("/health", self._health),
             Route("/metrics", self._show_metrics),
+            Route("/version", self._version),
         ]
+        middleware = [Middleware(Gate, self._access), Middleware(ToldOfTheEnd)]
+        if origins := self._access.origins:
+            cors = Middleware(
+                CORSMiddleware,
+                allow_origins=origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id"],
+            )
+            middleware.insert(0, cors)
         return Starlette(
             routes=routes,
             lifespan=self._lifespan,
-            middleware=[Middleware(ToldOfTheEnd)],
+            middleware=middleware,
             exception_handlers={HTTPException: _http_error, ClientDisconnect: _gone, Exception: _unforeseen},
         )
 
@@ -86,50 +140,80 @@ class Server:
             try:
                 response = await route(request)
             except ApiError as error:
-                response = _refusal(error)
+                response = refusal(error)
             except TooManyAtOnce as error:
-                response = _refusal(ApiError(str(error)))
+                response = refusal(ApiError(str(error)))
             except Overloaded:
+                headers = {"retry-after": "1"}
                 error = ApiError(
-                    "too many requests wait; try again later", status=429, kind="requests", code="queue_full"
-                )
-                response = _refusal(error, {"retry-after": "1"})
+                    "too many requests wait; try again later",
+                    status=429, kind="requests", code="queue_full", headers=headers,
+                )  # fmt: skip
+                response = refusal(error)
+            except Unavailable as error:
+                response = refusal(ApiError(str(error), status=503, kind="server_error"))
             except EngineFailed:
-                response = _refusal(_server_error())
+                response = refusal(server_error())
             self._metrics.requests.labels(name, str(response.status_code)).inc()
             return response
 
         return guarded
 
     async def _completions(self, request: Request) -> Response:
-        wanted = read_completion(read_body(await _body(request)), self._model)
-        params = sampling_params(wanted.params, self._stop_token_ids)
-        self._worker.check_room(len(wanted.prompts) * params.n)
-        prompts = [await self._encode(prompt, "prompt", add_special_tokens=True) for prompt in wanted.prompts]
-        echoes = [self._tokenizer.decode(ids) if wanted.echo else "" for ids in prompts]
-        answer = Answer(False, self._model, self._tokenizer, sum(map(len, prompts)))
-        return await self._answer(request, answer, prompts, params, echoes, wanted.stream, wanted.include_usage)
+        asked = read_completion(read_body(await self._bodies.read(request)), self._model.names)
+        wanted, params = asked.wanted, sampling_params(asked.wanted, self._model.eos_token_ids)
+        self._worker.check_room(len(asked.prompts) * params.n)
+        add = wanted.add_special_tokens is not False
+        prompts = [await self._encode(prompt, "prompt", add_special_tokens=add) for prompt in asked.prompts]
+        echoes = [self._echo(*pair) for pair in zip(asked.prompts, prompts, strict=True)] if asked.echo else []
+        answer = Answer(False, self._model.names[0], self._tokens, wanted, prompts, echoes)
+        return await self._answer(request, answer, prompts, params, wanted)
 
     async def _chat(self, request: Request) -> Response:
-        wanted = read_chat(read_body(await _body(request)), self._model)
-        params = sampling_params(wanted.params, self._stop_token_ids)
+        asked = read_chat(read_body(await self._bodies.read(request)), self._model.names)
+        wanted, params = asked.wanted, sampling_params(asked.wanted, self._model.eos_token_ids)
         self._worker.check_room(params.n)
+        prompt = await self._encode_chat(asked.conversation, wanted.add_special_tokens)
+        answer = Answer(True, self._model.names[0], self._tokens, wanted, [prompt])
+        return await self._answer(request, answer, [prompt], params, wanted)
+
+    async def _encode_chat(self, conversation: Conversation, add_special_tokens: bool | None) -> list[int]:
+        """Renders a conversation and makes tokens of it, with special tokens if the template has none itself."""
+        template = self._model.template
+        self._check_length(sum(len(message["content"] or "") for message in conversation.messages), "messages")
         try:
-            text = self._template.render(wanted.messages)
+            text = await asyncio.to_thread(template.render, conversation.messages, **conversation.options)
         except TemplateError as error:
             raise ApiError(str(error), param="messages") from None
-        prompt = await self._encode(text, "messages", add_special_tokens=False)
-        answer = Answer(True, self._model, self._tokenizer, len(prompt))
-        return await self._answer(request, answer, [prompt], params, [""], wanted.stream, wanted.include_usage)
+        add = template.adds_special_tokens if add_special_tokens is None else add_special_tokens
+        return await self._encode(text, "messages", add_special_tokens=add)
 
     async def _encode(self, prompt: str | list[int], param: str, *, add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, str):
             check_text(prompt, param)
-            encoded = await asyncio.to_thread(self._tokenizer.encode, prompt, add_special_tokens=add_special_tokens)
+            self._check_length(len(prompt), param)
+            # Unlike a call for one text, a call for several ones lets other threads run meanwhile.
+            encode = self._model.tokenizer.encode_batch
+            (encoded,) = await asyncio.to_thread(encode, [prompt], add_special_tokens=add_special_tokens)
             prompt = encoded.ids
-        if not all(0 <= token_id < self._vocab_size for token_id in prompt):
-            raise ApiError(f"{param} must hold tokens in [0, {self._vocab_size - 1}]", param=param)
+        if len(prompt) > self._model.max_model_len:
+            limit = self._model.max_model_len
+            message = f"the prompt has {len(prompt)} tokens; at most {limit} fit"
+            raise ApiError(message, param=param, code="context_length_exceeded")
+        if not all(0 <= token_id < self._model.vocab_size for token_id in prompt):
+            raise ApiError(f"{param} must hold tokens in [0, {self._model.vocab_size - 1}]", param=param)
         return prompt
+
+    def _check_length(self, num_characters: int, param: str) -> None:
+        """Refuses a text that has too many tokens whatever they are, before time is spent on it."""
+        if num_characters > self._most_characters:
+            message = f"{param} has {num_characters} characters; at most {self._most_characters} can fit"
+            raise ApiError(message, param=param, code="context_length_exceeded")
+
+    def _echo(self, asked: str | list[int], prompt: list[int]) -> str:
+        """The text of a prompt as it was sent."""
+        is_text = isinstance(asked, str)
+        return asked if is_text else self._model.tokenizer.decode(prompt, skip_special_tokens=False)
 
     async def _answer(
         self,
@@ -137,9 +221,7 @@ class Server:
         answer: Answer,
         prompts: list[list[int]],
         params: engine.SamplingParams,
-        echoes: list[str],
-        stream: bool,
-        include_usage: bool,
+        wanted: Wanted,
     ) -> Response:
         """Submits the prompts, and makes a response of the tokens, whole or streamed."""
         try:
@@ -147,39 +229,40 @@ class Server:
         except ValueError as error:
             code = "context_length_exceeded" if "fit" in str(error) else None
             raise ApiError(str(error), code=code) from None
-        if stream:
-            chunks = self._chunks(answer, tickets, echoes, include_usage)
-            return EventStream(chunks, lambda: self._close(tickets))
+        if wanted.stream:
+            return EventStream(self._chunks(answer, tickets, wanted.usage), lambda: self._close(tickets))
         try:
-            choices: list[list[engine.Delta]] = [[] for _ in range(len(tickets) * params.n)]
+            choices: list[list[engine.Delta]] = [[] for _ in range(answer.num_choices)]
 
             async def collect():
                 async for index, delta in self._merge(tickets):
                     choices[index].append(delta)
 
-            if not await _until_gone(request.receive, collect()):
+            if not await until_gone(request.receive, collect()):
                 raise ClientDisconnect
         finally:
             self._close(tickets)
-        return _json(answer.whole(choices, [echo for echo in echoes for _ in range(params.n)]))
+        return json_response(answer.whole(choices))
 
-    async def _chunks(
-        self, answer: Answer, tickets: list[Ticket], echoes: list[str], include_usage: bool
-    ) -> AsyncIterator[dict]:
+    async def _chunks(self, answer: Answer, tickets: list[Ticket], usage: str) -> AsyncIterator[dict]:
         """Yields the chunks of a streamed answer: what comes before the model's text, the text, and the usage."""
-        n, no_usage = tickets[0].params.n, {"usage": None} if include_usage else {}
-        for index in range(len(tickets) * n):
-            if answer.is_chat or echoes[index // n]:
-                yield answer.chunk(index, echoes[index // n], is_first=True) | no_usage
+
+        def told() -> dict[str, Any]:
+            return {} if usage == "never" else {"usage": answer.usage() if usage == "always" else None}
+
+        for index in range(answer.num_choices):
+            if answer.is_chat or answer.echo(index):
+                yield answer.opening(index) | told()
         async for index, delta in self._merge(tickets):
+            answer.count(delta)
             if delta.text or delta.logprobs or delta.finish_reason or not answer.is_chat:
-                yield answer.chunk(index, delta.text, delta) | no_usage
-        if include_usage:
+                yield answer.chunk(index, delta) | told()
+        if usage != "never":
             yield answer.usage_chunk()
 
     async def _merge(self, tickets: list[Ticket]) -> AsyncIterator[tuple[int, engine.Delta]]:
         """Yields the deltas of several requests as they come, each with the index of its choice."""
-        began, queue = time.perf_counter(), asyncio.Queue()
+        timer, queue = self._metrics.timer(), asyncio.Queue()
 
         async def forward(place: int, ticket: Ticket) -> None:
             try:
@@ -190,7 +273,7 @@ class Server:
             queue.put_nowait(None)
 
         tasks = [asyncio.create_task(forward(place, ticket)) for place, ticket in enumerate(tickets)]
-        is_first, num_open = True, len(tasks)
+        num_open = len(tasks)
         try:
             while num_open:
                 news = await queue.get()
@@ -199,11 +282,9 @@ class Server:
                 if news is None:
                     num_open -= 1
                     continue
-                if is_first:
-                    self._metrics.first_token.observe(time.perf_counter() - began)
-                    is_first = False
+                timer.tokens(news[0], len(news[1].token_ids))
                 yield news
-            self._metrics.latency.observe(time.perf_counter() - began)
+            timer.end()
         finally:
             for task in tasks:
                 task.cancel()
@@ -212,161 +293,57 @@ class Server:
         for ticket in tickets:
             self._worker.close(ticket)
 
+    async def _tokenize(self, request: Request) -> Response:
+        content = read_body(await self._bodies.read(request))
+        asked, add = read_tokenize(content, self._model.names)
+        if isinstance(asked, Conversation):
+            token_ids = await self._encode_chat(asked, add)
+        else:
+            token_ids = await self._encode(asked, "prompt", add_special_tokens=add is not False)
+        answer = {"count": len(token_ids), "max_model_len": self._model.max_model_len, "tokens": token_ids}
+        if content.get("return_token_strs"):
+            answer["token_strs"] = [self._tokens.text(token_id) for token_id in token_ids]
+        return json_response(answer)
+
+    async def _detokenize(self, request: Request) -> Response:
+        token_ids = read_detokenize(read_body(await self._bodies.read(request)), self._model.names)
+        await self._encode(token_ids, "tokens", add_special_tokens=False)  # which checks them
+        return json_response({"prompt": self._model.tokenizer.decode(token_ids, skip_special_tokens=False)})
+
     async def _models(self, request: Request) -> Response:
-        card = {"id": self._model, "object": "model", "created": self._created, "owned_by": "paged_jax"}
+        cards = {
+            name: {
+                "id": name,
+                "object": "model",
+                "created": self._created,
+                "owned_by": "paged_jax",
+                "max_model_len": self._model.max_model_len,
+            }
+            for name in self._model.names
+        }
         name = request.path_params.get("model")
         if name is None:
-            return _json({"object": "list", "data": [card]})
-        if name != self._model:
-            error = ApiError(f"the model {json.dumps(name)} does not exist", status=404, code="model_not_found")
-            return _refusal(error)
-        return _json(card)
+            return json_response({"object": "list", "data": list(cards.values())})
+        if name not in cards:
+            return refusal(ApiError(f"the model {json.dumps(name)} does not exist", status=404, code="model_not_found"))
+        return json_response(cards[name])
 
     async def _health(self, _request: Request) -> Response:
-        is_well = self._worker.is_alive and not self._worker.is_failing
-        return _json({"status": "ok" if is_well else "failing"}, 200 if is_well else 503)
+        trouble = self._worker.trouble
+        if trouble is None:
+            return json_response({"status": "ok"})
+        return json_response({"status": "failing", "reason": trouble}, 503)
+
+    async def _version(self, _request: Request) -> Response:
+        return json_response({"version": paged_jax.__version__})
 
     async def _show_metrics(self, _request: Request) -> Response:
-        self._metrics.update(await self._worker.stats())
-        return Response(generate_latest(self._metrics.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-class Metrics:
-    """The numbers at /metrics: the engine's statistics, and how long requests take."""
-
-    def __init__(self):
-        self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "paged_jax_http_requests", "Requests by route and status", ("route", "status"), registry=self.registry
-        )
-        self.first_token = Histogram(
-            "paged_jax_first_token_seconds", "From arrival to the first token", registry=self.registry
-        )
-        self.latency = Histogram("paged_jax_request_seconds", "From arrival to the last token", registry=self.registry)
-        fields = engine.Stats.__dataclass_fields__
-        self._gauges = {
-            name: Gauge(f"paged_jax_{name.removeprefix('num_')}", f"Engine: {name}", registry=self.registry)
-            for name in fields
-        }
-
-    def update(self, stats: engine.Stats) -> None:
-        """Sets the gauges to the engine's statistics."""
-        for name, gauge in self._gauges.items():
-            gauge.set(getattr(stats, name))
-
-
-class EventStream(Response):
-    """A response of server-sent events: one for each chunk, then [DONE]. It ends if the client hangs up.
-
-    Args:
-        chunks: the objects to send.
-        close: called once at the end, also after an error.
-    """
-
-    def __init__(self, chunks: AsyncIterator[dict], close: Callable[[], None]):
-        super().__init__(headers={"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
-        del self.headers["content-length"]
-        self._chunks, self._close = chunks, close
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Sends the events."""
-        try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await _until_gone(receive, self._send_all(send))
-        except asyncio.CancelledError:  # the server ends before the answer does
-            await self._send_event(send, json.dumps(_shutting_down().body))
-            await self._send_event(send, "[DONE]", more=False)
-        finally:
-            self._close()
-
-    async def _send_all(self, send: Any) -> None:
-        try:
-            async for chunk in self._chunks:
-                await self._send_event(send, json.dumps(chunk))
-        except EngineFailed:
-            await self._send_event(send, json.dumps(_server_error().body))
-        await self._send_event(send, "[DONE]", more=False)
-
-    @staticmethod
-    async def _send_event(send: Any, text: str, *, more: bool = True) -> None:
-        await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": more})
-
-
-class ToldOfTheEnd:
-    """Wraps an application: a request that is cancelled, since the server ends, gets an error object as its answer.
-
-    Args:
-        app: the application. Once a response has begun, it must end it itself.
-    """
-
-    def __init__(self, app: Any):
-        self._app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Runs the application."""
-        has_begun = False
-
-        async def note_and_send(message: Any) -> None:
-            nonlocal has_begun
-            has_begun = True
-            await send(message)
-
-        try:
-            await self._app(scope, receive, note_and_send)
-        except asyncio.CancelledError:
-            if scope["type"] != "http":
-                raise
-            if not has_begun:
-                await _refusal(_shutting_down())(scope, receive, send)
-
-
-async def _until_gone(receive: Any, work: Awaitable[None]) -> bool:
-    """Awaits some work until it is done or the client hangs up; returns whether it was done."""
-
-    async def gone():
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(gone())]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if tasks[0].done():
-            tasks[0].result()
-        return tasks[0].done()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _body(request: Request) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY:
-            raise ApiError(f"the body is longer than {MAX_BODY} bytes", status=413)
-    return bytes(body)
-
-
-def _json(content: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(json.dumps(content), status, headers, "application/json")
-
-
-def _refusal(error: ApiError, headers: dict[str, str] | None = None) -> Response:
-    """The response that tells a client of an error."""
-    return _json(error.body, error.status, headers)
-
-
-def _server_error() -> ApiError:
-    return ApiError("the server failed to answer the request", status=500, kind="server_error")
-
-
-def _shutting_down() -> ApiError:
-    return ApiError("the server shuts down; try again later", status=503, kind="server_error")
+        self._metrics.update(await self._worker.stats(), self._worker.trouble is None)
+        return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def _http_error(_request: Request, error: Any) -> Response:
-    return _refusal(ApiError(error.detail, status=error.status_code), error.headers)
+    return refusal(ApiError(error.detail, status=error.status_code, headers=error.headers))
 
 
 async def _gone(_request: Request, _error: Any) -> Response:
@@ -374,7 +351,7 @@ async def _gone(_request: Request, _error: Any) -> Response:
 
 
 async def _unforeseen(_request: Request, _error: Any) -> Response:
-    return _refusal(_server_error())
+    return refusal(server_error())
 
 
 def model_name(model: str | Path) -> str:

@@ -1,0 +1,164 @@
+"""Tests what the fields of requests do, beside those that OpenAI's client sends."""
+
+import dataclasses
+import json
+
+import httpx
+import pytest
+
+import paged_jax
+from examples.server.chat import ChatTemplate
+from tests.http_server import BLOCK_SIZE, GOOD, HELLO, NUM_BLOCKS, PROMPT
+
+
+@pytest.fixture(scope="module")
+def expected(running):
+    """The text that follows PROMPT."""
+    return complete(running)["choices"][0]["text"]
+
+
+def test_tokenize_and_detokenize(running):
+    def ask(path, **content):
+        answer = httpx.post(f"{running.url}/{path}", json=content)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    text = "naïve 漢"
+    answer = ask("tokenize", model="tiny", prompt=text, return_token_strs=True)
+    assert answer["tokens"] == list(text.encode())
+    assert (answer["count"], answer["max_model_len"]) == (len(text.encode()), NUM_BLOCKS * BLOCK_SIZE)
+    assert answer["token_strs"][:2] == ["n", "a"]
+    assert ask("detokenize", tokens=[*answer["tokens"], 256]) == {"prompt": text + "<|endoftext|>"}
+    chat = ask("tokenize", messages=[{"role": "user", "content": "Hi"}], add_generation_prompt=False)
+    assert bytes(chat["tokens"]).decode() == "user: Hi\n"
+
+
+def test_the_version_and_the_model_s_length(running):
+    assert httpx.get(f"{running.url}/version").json() == {"version": paged_jax.__version__}
+    (card,) = httpx.get(f"{running.url}/v1/models").json()["data"]
+    assert card["max_model_len"] == NUM_BLOCKS * BLOCK_SIZE
+
+
+def complete(running, **fields):
+    """The answer to a request for a greedy completion of PROMPT, some fields changed."""
+    content = {"model": "tiny", "prompt": PROMPT, "max_tokens": 32, "temperature": 0} | fields
+    answer = httpx.post(f"{running.url}/v1/completions", json=content, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def events_of(running, path="completions", **fields):
+    """The objects of a streamed answer."""
+    content = {"model": "tiny", "temperature": 0, "stream": True} | fields
+    text = httpx.post(f"{running.url}/v1/{path}", json=content, timeout=60).text
+    events = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    assert events.pop() == "[DONE]"
+    return [json.loads(event) for event in events]
+
+
+def test_what_ends_a_text(running, expected, monkeypatch):
+    byte = expected[9].encode()[0]
+    end = expected.index(chr(byte))
+    for fields, text in (
+        ({"stop_token_ids": [byte]}, expected[:end]),
+        ({"stop_token_ids": [byte], "include_stop_str_in_output": True}, expected[: end + 1]),
+        ({"stop": [chr(byte)], "include_stop_str_in_output": True}, expected[: end + 1]),
+    ):
+        (choice,) = complete(running, **fields)["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (text, "stop")
+    model = dataclasses.replace(running.server._model, eos_token_ids=(byte,))
+    monkeypatch.setattr(running.server, "_model", model)
+    assert complete(running)["choices"][0]["text"] == expected[:end]
+    assert complete(running, ignore_eos=True)["choices"][0]["text"] == expected
+    (choice,) = complete(running, ignore_eos=True, stop_token_ids=[byte])["choices"]
+    assert choice["text"] == expected[:end]
+
+
+def test_fields_that_change_nothing(running, expected, caplog, monkeypatch):
+    monkeypatch.setattr("examples.server.api._warned", set())
+    for _ in range(2):
+        fields = {"user": "me", "metadata": {}, "min_p": 0, "presence_penalty": 0, "repetition_penalty": 1}
+        assert complete(running, top_k=-1, logit_bias={}, **fields)["choices"][0]["text"] == expected
+    warnings = sorted(record.getMessage().split()[2] for record in caplog.records if record.name.startswith("paged_"))
+    assert warnings == ["metadata", "user"], "each once"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_new_tokens(running, stream):
+    if stream:
+        usage = {"stream_options": {"include_usage": True}}
+        events = events_of(running, prompt="abc", max_tokens=0, echo=True, **usage)
+        text, finish = "".join(e["choices"][0]["text"] for e in events[:-1]), events[-2]["choices"][0]["finish_reason"]
+        usage = events[-1]["usage"]
+    else:
+        answer = complete(running, prompt="abc", max_tokens=0, echo=True)
+        (choice,) = answer["choices"]
+        text, finish, usage = choice["text"], choice["finish_reason"], answer["usage"]
+    assert (text, finish) == ("abc", "length")
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (3, 0)
+
+
+def test_an_echo_is_the_prompt_as_it_was_sent(running):
+    prompt = "e\u0301<|endoftext|>x"
+    assert complete(running, prompt=prompt, max_tokens=0, echo=True)["choices"][0]["text"] == prompt
+    ids = [*b"ab", 256, *b"c"]
+    assert complete(running, prompt=ids, max_tokens=0, echo=True)["choices"][0]["text"] == "ab<|endoftext|>c"
+
+
+def test_a_last_message_is_gone_on_with(running):
+    messages = [{"role": "user", "content": "What is a list?"}, {"role": "assistant", "content": "A list is "}]
+    content = {"model": "tiny", "messages": messages, "max_tokens": 8, "temperature": 0}
+    answer = httpx.post(f"{running.url}/v1/chat/completions", json=content | {"continue_final_message": True}).json()
+    text = complete(running, prompt="user: What is a list?\nassistant: A list is ", max_tokens=8)["choices"][0]["text"]
+    assert answer["choices"][0]["message"]["content"] == text
+
+
+def test_tool_calls_may_stand_in_for_a_message_s_text(running, monkeypatch):
+    source = (
+        "{% for m in messages %}{{ m.tool_calls[0].function.arguments.x if m.tool_calls else m.content }}{% endfor %}"
+    )
+    model = dataclasses.replace(running.server._model, template=ChatTemplate(source))
+    monkeypatch.setattr(running.server, "_model", model)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 77}'}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "88"}]
+    answer = httpx.post(f"{running.url}/tokenize", json={"messages": messages}).json()
+    assert bytes(answer["tokens"]).decode() == "7788"
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_streamed_usage_counts_tokens_that_bring_no_text(running, path):
+    """The beginning of the text is held back, since it may begin a stop text."""
+    fields = {"prompt": PROMPT} if path == "completions" else {"messages": HELLO}
+    fields |= {"max_tokens": 8}
+    plain = events_of(running, path, **fields)
+    text = "".join(e["choices"][0].get("text") or e["choices"][0].get("delta", {}).get("content", "") for e in plain)
+    assert len(text) == 8
+    options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    events = events_of(running, path, stop=[text[:5] + "@"], **fields, **options)
+    assert len(events) < len(plain) + (path == "completions")
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts[-1] == 8
+    assert counts == sorted(counts)
+    for usage in ({"include_usage": False}, {}, {"include_obfuscation": True}):
+        assert all("usage" not in event for event in events_of(running, path, stream_options=usage, **fields))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logits_that_are_no_numbers_are_no_answer(running, monkeypatch, stream):
+    real = running.engine.step
+
+    def step():
+        return [
+            delta._replace(logprobs=tuple(dataclasses.replace(item, logprob=float("nan")) for item in delta.logprobs))
+            for delta in real()
+        ]
+
+    monkeypatch.setattr(running.engine, "step", step)
+    if stream:
+        error = events_of(running, prompt="x", max_tokens=2, logprobs=1)[-1]["error"]
+    else:
+        answer = httpx.post(f"{running.url}/v1/completions", json=GOOD | {"logprobs": 1})
+        assert answer.status_code == 500
+        error = answer.json()["error"]
+    assert (error["type"], "no number" in error["message"]) == ("server_error", True)
+    running.wait_until_idle()

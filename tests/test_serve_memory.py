@@ -1,0 +1,80 @@
+"""Tests that a cache in the machine's own memory is bounded by what there is of it, and by the length of texts."""
+
+import jax.numpy as jnp
+import pytest
+
+from examples import serve
+from examples.checkpoint import load_model
+from examples.command_line import TINY, CommandError
+from examples.server import memory
+
+
+def write(root, **files):
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_available_memory(tmp_path):
+    assert memory.available_memory(tmp_path) is None
+    write(tmp_path, proc__meminfo="MemTotal:  9000 kB\nMemFree:  1 kB\nMemAvailable:    3000 kB\nBuffers: 5 kB\n")
+    assert memory.available_memory(tmp_path) == 3000 * 1024
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.current").write_text("1000\n")
+    (group / "memory.max").write_text("max\n")
+    assert memory.available_memory(tmp_path) == 3000 * 1024
+    (group / "memory.max").write_text("5000\n")
+    assert memory.available_memory(tmp_path) == 4000
+    (group / "memory.current").write_text("6000\n")
+    assert memory.available_memory(tmp_path) == 0
+    (group / "memory").mkdir()
+    for name in ("max", "current"):
+        (group / f"memory.{name}").unlink()
+    (group / "memory/memory.limit_in_bytes").write_text("700")
+    (group / "memory/memory.usage_in_bytes").write_text("100")
+    assert memory.available_memory(tmp_path) == 600
+    write(tmp_path, proc__meminfo="MemAvailable:\n")
+    assert memory.available_memory(tmp_path) == 600
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load_model(TINY, jnp.float32)
+
+
+def caches_of(tiny, *arguments):
+    decoder, config, tokenizer, _ = tiny
+    return serve.make_caches(serve.parse(arguments), decoder, config, tokenizer, "float32")
+
+
+def test_the_cache_is_bounded_by_the_machine_s_memory(tiny, monkeypatch):
+    whole = caches_of(tiny, "--max-num-seqs", "4")
+    assert whole[0].num_blocks == 4 * 512 // 16
+    size = sum(cache.nbytes for cache in whole)
+    for share, num_blocks in ((1, 64), (3, 128)):
+        monkeypatch.setattr(serve, "available_memory", lambda share=share: share * size)
+        assert caches_of(tiny, "--max-num-seqs", "4")[0].num_blocks == num_blocks
+    monkeypatch.setattr(serve, "available_memory", lambda: None)
+    assert caches_of(tiny, "--max-num-seqs", "4")[0].num_blocks == 128
+    monkeypatch.setattr(serve, "available_memory", lambda: 100)
+    with pytest.raises(CommandError, match="leave no memory"):
+        caches_of(tiny)
+    assert caches_of(tiny, "--num-blocks", "7")[0].num_blocks == 7, "who asks for blocks gets them"
+
+
+def test_the_cache_is_bounded_by_the_longest_text(tiny):
+    assert caches_of(tiny, "--max-num-seqs", "4", "--max-model-len", "33")[0].num_blocks == 4 * 3
+    with pytest.raises(CommandError, match="--max-model-len must be at most the model's 512 positions, got 513"):
+        caches_of(tiny, "--max-model-len", "513")
+
+
+def test_the_longest_text_bounds_requests(capsys):
+    options = ["--max-model-len", "40", "--num-blocks", "8", "--max-num-seqs", "1", "--max-tokens-per-step", "4"]
+    server = serve.make_server(serve.parse([*options, "--served-model-name", "a", "b"]))
+    assert server.name == "a"
+    assert (server._model.names, server._model.max_model_len) == (("a", "b"), 40)
+    assert server._bodies.most_bytes == (1 << 20) + 12 * 40 * len("<|endoftext|>")
+    assert serve.main(["--port", "0", "--max-model-len", "513"]) == 2
+    assert "--max-model-len must be at most" in capsys.readouterr().err
