@@ -3,6 +3,8 @@
 conftest.py loads this module as a plugin, which makes its fixtures known to all tests.
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -20,6 +22,9 @@ CONFIG = EngineConfig(
     max_logprobs=3,
     num_host_blocks=NUM_HOST_BLOCKS,
 )
+# The second one has several programs for its steps, few prompts a step, and a host that is full before the pool is.
+SIZES = {"decode_rows": (2, 4), "mixed_tokens": (5, 16), "max_prompts_per_step": 2, "num_host_blocks": 5}
+CONFIGS = {"one size": CONFIG, "several sizes": dataclasses.replace(CONFIG, **SIZES)}
 RNG = np.random.default_rng(5)
 STEM, LONG = (RNG.integers(0, model.VOCAB, length).tolist() for length in (14, 20))
 # Some prompts begin alike, with and without whole blocks in common. One is the beginning of another. The last one has
@@ -40,29 +45,35 @@ class Words:
         return "".join(f"{i:x}." for i in ids)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def weights():
     """The model's weights."""
     return model.make_weights()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def reference(weights):
     """The model without an engine."""
     return model.Reference(weights)
 
 
-@pytest.fixture(scope="module")
-def the_engine(weights):
-    """An engine for all tests of a file, since compiling takes most of their time; it is in any state."""
+@pytest.fixture(scope="session", params=CONFIGS.values(), ids=CONFIGS)
+def config(request):
+    """The configuration of `the_engine`: every test that takes an engine runs with each."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def the_engine(weights, config):
+    """An engine for all tests of a configuration, since compiling takes most of their time; it is in any state."""
     caches = model.make_caches(NUM_BLOCKS, BLOCK_SIZE)
-    return Engine(model.step, weights, caches, CONFIG, tokenizer=Words(), compiler_options=QUICK_COMPILE)
+    return Engine(model.step, weights, caches, config, tokenizer=Words(), compiler_options=QUICK_COMPILE)
 
 
 @pytest.fixture
-def engine(the_engine):
-    """The same engine without any requests, with the policies of `CONFIG`."""
-    the_engine.reset(CONFIG)
+def engine(the_engine, config):
+    """The same engine without any requests, with the policies of `config`."""
+    the_engine.reset(config)
     return the_engine
 
 
@@ -83,12 +94,12 @@ def check_blocks(engine):
     assert sorted(seats + engine._scheduler.free_seats) == list(range(engine.config.max_num_seqs))
 
 
-def drain(engine):
+def drain(engine, check=check_blocks):
     """Runs steps until no work is left, checks the blocks after each, and returns the deltas."""
     deltas = []
     while engine.has_work or engine._launched is not None:
         deltas += engine.step()
-        check_blocks(engine)
+        check(engine)
     assert engine._blocks.counts().held == 0
     assert engine.stats().num_running == engine.stats().num_waiting == 0
     return deltas

@@ -20,6 +20,7 @@ from paged_jax.engine.runner import Runner
 from paged_jax.engine.sampling import Drawn, Kind
 
 VOCAB = 7  # few tokens: prompts and outputs begin alike by chance, and stop tokens come
+_MASK = 2**64 - 1
 _EMPTY = -1  # the token of a slot that was never written
 
 
@@ -32,8 +33,9 @@ def make_engine(num_blocks, block_size, config, kind=Engine, **options):
 
 def mix(chain, value):
     """Mixes a value into a chain; both are uint64 arrays or Python's integers."""
-    if isinstance(chain, int) and isinstance(value, int):
-        return int(mix(np.array([chain], np.uint64), np.array([value], np.uint64))[0])
+    if isinstance(chain, int):
+        chain = ((chain ^ (value + 0x9E3779B97F4A7C15 & _MASK)) * 0xBF58476D1CE4E5B9) & _MASK
+        return chain ^ chain >> 29
     chain = (chain ^ (value + np.uint64(0x9E3779B97F4A7C15))) * np.uint64(0xBF58476D1CE4E5B9)
     return chain ^ (chain >> np.uint64(29))
 
@@ -77,11 +79,13 @@ class Pool:
         source, destination = pairs[(pairs >= 0).all(axis=1)].T
         self.tokens[destination], self.chains[destination] = other.tokens[source], other.chains[source]
 
-    def check_block(self, block):
-        """Checks that a block is full and that its tokens follow one another."""
-        tokens, chains = self.tokens[block], self.chains[block]
-        assert (tokens != _EMPTY).all(), f"block {block} is not written"
-        assert (chains[1:] == mix(chains[:-1], tokens[1:].astype(np.uint64))).all(), f"block {block} is a mixture"
+    def check_blocks(self, blocks):
+        """Checks that blocks are full and that the tokens of each follow one another."""
+        tokens, chains = self.tokens[blocks], self.chains[blocks]
+        assert (tokens != _EMPTY).all(), "a cached block is not written"
+        assert (chains[:, 1:] == mix(chains[:, :-1], tokens[:, 1:].astype(np.uint64))).all(), (
+            "a cached block is a mixture"
+        )
 
 
 class Later:
@@ -163,10 +167,10 @@ class SimulatedRunner(Runner):
                 tokens[slots[row][lens[row] - counts[row] :]] = ids[starts[row] : starts[row + 1]]
             for row in _writers_first(rows, slots, lens, counts):
                 first = lens[row] - counts[row]
-                chain = all_chains[slots[row][first - 1]] if first else np.uint64(0)
+                chain = int(all_chains[slots[row][first - 1]]) if first else 0
                 self._check_context(tokens[slots[row][:first]], all_chains[slots[row][:first]])
-                for i, slot in enumerate(slots[row][first:]):
-                    chain = mix(np.array([chain]), tokens[slot : slot + 1].astype(np.uint64))[0]
+                for i, slot in enumerate(slots[row][first:].tolist()):
+                    chain = mix(chain, int(tokens[slot]))
                     all_chains[slot] = chains[starts[row] + i] = chain
             assert (parts["block_tables"][len(rows) :] == -1).all()
             return pool, chains[parts["logit_rows"]], packed[shape.size - Draws.size(shape.num_rows) :]

@@ -3,6 +3,7 @@
 from tests.mutants_made import Mutant
 
 SIMULATED = "tests/test_engine_simulated.py"
+PARTS = "tests/test_engine_parts.py"
 FAILURES = "tests/test_engine_failures.py"
 FOLLOWERS = "tests/test_engine_followers.py"
 
@@ -82,5 +83,46 @@ MUTANTS_OF_ENGINE = [
         """        with self._changing("add_request"):
             max_total = self.check(prompt, params)""",
         FAILURES,
+    ),
+    Mutant(
+        "engine: top_p is sent as 1", "engine/pack.py", "[p.top_p for p in params]", "[1.0 for p in params]", SIMULATED
+    ),
+    Mutant(
+        "engine: top_k is sent as 0", "engine/pack.py", "[p.top_k for p in params]", "[0 for p in params]", SIMULATED
+    ),
+    Mutant(
+        "engine: a child shares its parent's list of names",
+        "engine/scheduler.py",
+        "child.hashes = list(parent.hashes)",
+        "child.hashes = parent.hashes",
+        SIMULATED,
+    ),
+    Mutant(
+        "engine: the first 32 pairs of a swap are moved again",
+        "engine/runner.py",
+        "some = pairs[start : start + _PAIRS]",
+        "some = pairs[:_PAIRS]",
+        SIMULATED,
+    ),
+    Mutant(
+        "engine: hits count as available at admission",
+        "engine/scheduler.py",
+        "self.blocks.num_available - self.blocks.count_unused(hits)",
+        "self.blocks.num_available",
+        SIMULATED,
+    ),
+    Mutant(
+        "engine: a child's seat is lost",
+        "engine/scheduler.py",
+        "[_seat(child) for child in reversed(sequence.children)]",
+        "[_seat(child) for child in sequence.children[1:]]",
+        SIMULATED,
+    ),
+    Mutant(
+        "engine: the heads of chains are evicted first",
+        "engine/blocks.py",
+        "block for block in reversed(blocks) if",
+        "block for block in blocks if",
+        PARTS,
     ),
 ]

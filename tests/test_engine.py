@@ -43,11 +43,11 @@ ACTIONS = st.lists(st.one_of(REQUESTS, REQUESTS, REQUESTS, STEPS, CANCEL), min_s
     prefix_caching=st.booleans(),
     preemption=st.sampled_from(["cheaper", "recompute", "swap"]),
 )
-def test_any_history(the_engine, reference, actions, num_blocks, prefix_caching, preemption):
+def test_any_history(the_engine, reference, actions, num_blocks, prefix_caching, preemption, config):
     """Requests arrive and are cancelled at random, in pools that hold about one or two of them."""
     engine, stop = the_engine, (3, 53)
     engine.reset(
-        dataclasses.replace(CONFIG, num_blocks=num_blocks, prefix_caching=prefix_caching, preemption=preemption)
+        dataclasses.replace(config, num_blocks=num_blocks, prefix_caching=prefix_caching, preemption=preemption)
     )
     requests, cancelled, deltas = {}, set(), []
     for action in actions:
@@ -79,20 +79,20 @@ def test_any_history(the_engine, reference, actions, num_blocks, prefix_caching,
     found = tokens_of(deltas)
     for request_id, (prompt, params) in requests.items():
         if request_id not in cancelled:
-            expected = expected_tokens(engine, reference, prompt, params)
+            expected = expected_tokens(engine, reference, prompt, params, config)
             assert [found[request_id, index] for index in range(params.n)] == expected
 
 
 ALONE = {}
 
 
-def expected_tokens(engine, reference, prompt, params):
+def expected_tokens(engine, reference, prompt, params, config):
     """The tokens of a request by itself: greedy ones from the reference, random ones from an otherwise idle engine."""
     if params.temperature == 0:
         return [reference.greedy(prompt, params.max_tokens, params.stop_token_ids)] * params.n
     key = tuple(prompt), params
     if key not in ALONE:
-        engine.reset(CONFIG)
+        engine.reset(config)
         ALONE[key] = [
             engine.generate([prompt], dataclasses.replace(params))[0][index].token_ids for index in range(params.n)
         ]
@@ -100,8 +100,8 @@ def expected_tokens(engine, reference, prompt, params):
 
 
 @pytest.mark.parametrize(("preemption", "counter"), [("recompute", "num_recomputed"), ("swap", "num_swapped")])
-def test_preemption_either_way(engine, reference, preemption, counter):
-    engine.reset(dataclasses.replace(CONFIG, num_blocks=9, preemption=preemption, prefix_caching=False))
+def test_preemption_either_way(engine, reference, preemption, counter, config):
+    engine.reset(dataclasses.replace(config, num_blocks=9, preemption=preemption, prefix_caching=False))
     prompts = [PROMPTS[i] for i in (7, 5, 3, 6)]
     results = engine.generate(prompts, SamplingParams(max_tokens=16))
     assert [r[0].token_ids for r in results] == [reference.greedy(p, 16) for p in prompts]
@@ -109,8 +109,8 @@ def test_preemption_either_way(engine, reference, preemption, counter):
     drain(engine)
 
 
-def test_cancelling_what_is_swapped_out_frees_its_place_on_the_host(engine):
-    engine.reset(dataclasses.replace(CONFIG, num_blocks=9, preemption="swap", prefix_caching=False))
+def test_cancelling_what_is_swapped_out_frees_its_place_on_the_host(engine, config):
+    engine.reset(dataclasses.replace(config, num_blocks=9, preemption="swap", prefix_caching=False))
     for i in (7, 5, 3, 6):
         engine.add_request(PROMPTS[i], SamplingParams(max_tokens=16))
     while not (swapped := [s for s in engine._scheduler.waiting if s.host_blocks]):
@@ -121,24 +121,24 @@ def test_cancelling_what_is_swapped_out_frees_its_place_on_the_host(engine):
     drain(engine)
 
 
-def test_swaps_only_while_the_host_has_room_and_it_is_cheaper(engine):
+def test_swaps_only_while_the_host_has_room_and_it_is_cheaper(engine, config):
     """The estimated times decide: with a very slow link nothing is swapped."""
     for rate, is_swapped in ((1e15, True), (1e-3, False)):
-        engine.reset(dataclasses.replace(CONFIG, num_blocks=9, swap_bytes_per_second=rate, prefix_caching=False))
+        engine.reset(dataclasses.replace(config, num_blocks=9, swap_bytes_per_second=rate, prefix_caching=False))
         engine.generate([PROMPTS[i] for i in (7, 5, 3, 6)], SamplingParams(max_tokens=16))
         stats = engine.stats()
         assert (stats.num_swapped > 0) == is_swapped
         assert (stats.num_recomputed == 0) == is_swapped
 
 
-def test_shared_prefix_is_computed_once(engine, reference):
+def test_shared_prefix_is_computed_once(engine, reference, config):
     prompts = [[*STEM[:12], i, i + 1] for i in range(6)]
     results = engine.generate(prompts, SamplingParams(max_tokens=3))
     assert [r[0].token_ids for r in results] == [reference.greedy(p, 3) for p in prompts]
     stats = engine.stats()
     assert stats.num_prompt_tokens == 14 + 5 * 2, "three full blocks are computed once, then found"
     assert stats.hit_rate == pytest.approx(5 * 12 / (6 * 14))
-    engine.reset(dataclasses.replace(CONFIG, prefix_caching=False))
+    engine.reset(dataclasses.replace(config, prefix_caching=False))
     engine.generate(prompts, SamplingParams(max_tokens=3))
     assert engine.stats().num_prompt_tokens == 6 * 14
     assert engine.stats().hit_rate == 0
@@ -169,7 +169,7 @@ def test_decode_rows_are_never_starved(engine):
     drain(engine)
 
 
-def test_no_compilation_after_the_start(engine):
+def test_no_compilation_after_the_start(engine, config):
     """During 1,000 random requests neither the engine's counter of compiled programs nor XLA's own changes."""
     compiled = []
 
@@ -184,7 +184,7 @@ def test_no_compilation_after_the_start(engine):
         jax.jit(lambda x: x + 1)(np.float32(1))
         assert compiled, "the listener hears nothing"
         compiled.clear()
-        engine.reset(dataclasses.replace(CONFIG, num_blocks=12))
+        engine.reset(dataclasses.replace(config, num_blocks=12))
         for _ in range(1000):
             prompt = rng.integers(0, model.VOCAB, rng.integers(1, 12)).tolist()
             params = SamplingParams(
@@ -201,15 +201,16 @@ def test_no_compilation_after_the_start(engine):
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert compiled == []
-    assert engine.stats().num_compiled == before == 3 + 2 + 3, "copies and swaps, shapes of a step, ways to draw"
+    shapes, rows = len(config.decode_rows) + len(config.mixed_tokens), len(config.decode_rows)
+    assert engine.stats().num_compiled == before == 3 + shapes + 3 * rows, "moves, shapes of a step, ways to draw"
     drain(engine)
 
 
-def test_reset_cannot_change_what_is_compiled(engine):
+def test_reset_cannot_change_what_is_compiled(engine, config):
     with pytest.raises(ValueError, match="make a new Engine"):
-        engine.reset(dataclasses.replace(CONFIG, max_model_len=40))
+        engine.reset(dataclasses.replace(config, max_model_len=40))
     with pytest.raises(ValueError, match="num_blocks must be at most the caches' 24, got 25"):
-        engine.reset(dataclasses.replace(CONFIG, num_blocks=25))
+        engine.reset(dataclasses.replace(config, num_blocks=25))
 
 
 @pytest.mark.parametrize("part", ["model", "drawing"])
@@ -234,14 +235,15 @@ def test_reset_after_a_step_that_failed_on_the_device(engine, reference, part):
     assert [result.token_ids for (result,) in results] == [reference.greedy(prompt, 9) for prompt in PROMPTS]
 
 
-def test_measured_steps_are_all_shapes_and_leave_no_trace(engine, reference):
+def test_measured_steps_are_all_shapes_and_leave_no_trace(engine, reference, config):
     prompt = PROMPTS[7]
     request_id = engine.add_request(prompt, SamplingParams(max_tokens=2))
     with pytest.raises(ValueError, match="1 requests are unfinished"):
         engine.measure_steps(20)
     engine.cancel(request_id)
     times = engine.measure_steps(20, repeats=1)
-    assert {(shape.num_tokens, shape.is_decode) for shape in times} == {(4, True), (16, False)}
+    shapes = {(rows, True) for rows in config.decode_rows} | {(tokens, False) for tokens in config.mixed_tokens}
+    assert {(shape.num_tokens, shape.is_decode) for shape in times} == shapes
     assert min(times.values()) > 0
     ((result,),) = engine.generate([prompt], SamplingParams(max_tokens=9))
     assert result.token_ids == reference.greedy(prompt, 9)

@@ -107,6 +107,19 @@ def test_the_least_recently_used_block_is_evicted_first_and_a_chain_from_its_end
     assert len(cache) == 1
 
 
+def test_a_sequence_s_last_blocks_are_evicted_first():
+    """What is evicted of a finished sequence costs a later one no more than the evicted blocks."""
+    blocks = BlockManager(6, 4, 2, 6, 0, True)
+    first, again = (Sequence(i, 0, SamplingParams(), list(range(20)), 20, 30, 0) for i in range(2))
+    blocks.append({0: 20})
+    first.seat, first.num_computed = 0, 20
+    blocks.cache_full_blocks([first])
+    held = blocks.table(0)
+    blocks.release(0)
+    blocks.append({1: 11})  # one block is free, so that two are evicted
+    assert blocks.match(again) == held[:3]
+
+
 class Bytes:
     """A tokenizer whose tokens are bytes."""
 

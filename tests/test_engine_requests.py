@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paged_jax.engine import SamplingParams
-from tests.engine_checks import BLOCK_SIZE, CONFIG, PROMPTS, Words, drain
+from tests.engine_checks import BLOCK_SIZE, PROMPTS, Words, drain
 
 
 def test_samples_share_their_prompt(engine):
@@ -26,15 +26,30 @@ def test_samples_share_their_prompt(engine):
     assert {d.request_id for d in deltas} == {request_id}
 
 
-def test_same_seed_same_tokens_in_any_batch(engine):
+def test_same_seed_same_tokens_in_any_batch(engine, config):
     params = SamplingParams(max_tokens=8, temperature=0.9, top_k=30, top_p=0.9, seed=2**63 + 5)
     ((alone,),) = engine.generate([PROMPTS[5]], params)
-    engine.reset(CONFIG)
+    engine.reset(config)
     together = engine.generate([PROMPTS[1], PROMPTS[5], PROMPTS[7], PROMPTS[2]], params)
     assert together[1][0].token_ids == alone.token_ids
-    engine.reset(CONFIG)
+    engine.reset(config)
     ((other,),) = engine.generate([PROMPTS[5]], dataclasses.replace(params, seed=5))
     assert other.token_ids != alone.token_ids
+
+
+def test_every_parameter_reaches_the_draws(engine, reference):
+    """In one batch, whose rows differ in one parameter each; the extremes of three of them leave one token to draw."""
+    prompt, base = PROMPTS[5], SamplingParams(max_tokens=9, temperature=1.5, seed=4)
+    changes = [{}, {"seed": 5}, {"seed": 2**33 + 4}, {"temperature": 0.4}, {"top_k": 3}, {"top_p": 0.6}, {"n": 2}]
+    greedy = [{"temperature": 1e-6}, {"top_k": 1}, {"top_p": 1e-6}, {"temperature": 0.0}]
+    wanted = [dataclasses.replace(base, **change) for change in changes + greedy]
+    results = engine.generate([prompt] * len(wanted), wanted)
+    drawn = [completion.token_ids for samples in results[: len(changes)] for completion in samples]
+    assert drawn[-2] == drawn[0], "the first sample does not depend on how many there are"
+    assert len(set(drawn)) == len(drawn) - 1, "each change gives other tokens"
+    assert {samples[0].token_ids for samples in results[len(changes) :]} == {reference.greedy(prompt, 9)}
+    alone = [engine.generate([prompt], params)[0] for params in wanted]
+    assert alone == results
 
 
 def test_log_probabilities_are_the_models(engine, reference):
@@ -141,22 +156,22 @@ def test_prompts_may_be_any_integers(engine, reference, prompt):
     assert result.token_ids == reference.greedy([3, 4, 5], 3)
 
 
-def test_samples_that_wait_are_all_counted(engine):
+def test_samples_that_wait_are_all_counted(engine, config):
     for _ in range(2):
         engine.add_request(PROMPTS[0], SamplingParams(max_tokens=2, n=3))
     assert (engine.stats().num_waiting, engine.stats().num_running) == (6, 0)
     engine.step()
     assert (engine.stats().num_waiting, engine.stats().num_running) == (3, 3)
-    engine.reset(CONFIG)
+    engine.reset(config)
     engine.add_request(PROMPTS[7], SamplingParams(max_tokens=2, n=3))  # its prompt takes two steps
     engine.step()
     assert (engine.stats().num_waiting, engine.stats().num_running) == (2, 1)
     drain(engine)
 
 
-def test_as_many_tokens_as_fit(engine, reference):
+def test_as_many_tokens_as_fit(engine, reference, config):
     """Without `max_tokens` a sequence ends at the model's last position; its last token is never fed back."""
     prompt = PROMPTS[6]
     ((result,),) = engine.generate([prompt])
-    assert len(result.token_ids) == CONFIG.max_model_len - len(prompt) + 1
+    assert len(result.token_ids) == config.max_model_len - len(prompt) + 1
     assert result.token_ids == reference.greedy(prompt, len(result.token_ids))

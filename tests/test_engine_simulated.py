@@ -1,10 +1,15 @@
 """Tests the engine over a simulated pool (engine_simulation.py), which notices each read of what is not written."""
 
+import dataclasses
+
 import pytest
 
 from paged_jax.engine import EngineConfig, SamplingParams
+from tests import engine_walk
 from tests.engine_checks import drain, tokens_of
 from tests.engine_simulation import VOCAB, expected_tokens, make_engine
+
+CONFIG = EngineConfig(max_model_len=64, max_num_seqs=4, max_tokens_per_step=8)
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 4, 8])
@@ -20,3 +25,58 @@ def test_a_row_never_reads_what_another_row_of_its_decode_step_writes(block_size
             ids = [engine.add_request(prompt, params) for prompt in prompts]
             found = tokens_of(drain(engine))
             assert [found[i, 0] for i in ids] == [expected_tokens(prompt, params, 0, 33) for prompt in prompts]
+
+
+@pytest.mark.parametrize(("preemption", "counter"), [("recompute", "num_recomputed"), ("swap", "num_swapped")])
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_samples_of_one_prompt_that_are_preempted(preemption, counter, prefix_caching):
+    config = dataclasses.replace(CONFIG, preemption=preemption, prefix_caching=prefix_caching, num_host_blocks=60)
+    engine = make_engine(11, 4, config)
+    prompts = [[(i * i + k) % VOCAB for i in range(9 + k)] for k in range(4)]
+    params = SamplingParams(max_tokens=24, n=3, temperature=1.0, seed=3)
+    ids = [engine.add_request(prompt, params) for prompt in prompts]
+    found = tokens_of(drain(engine, engine_walk.check_cached))
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        for index in range(3):
+            assert found[request_id, index] == expected_tokens(prompt, params, index, 65)
+    assert getattr(engine.stats(), counter) > 4
+
+
+@pytest.mark.parametrize(("num_host_blocks", "is_swapped"), [(100, True), (33, False)])
+def test_swaps_of_many_blocks_go_in_several_calls(num_host_blocks, is_swapped):
+    """With one block too few on the host, the sequence is computed again."""
+    engine = make_engine(72, 1, dataclasses.replace(CONFIG, preemption="swap", num_host_blocks=num_host_blocks))
+    prompts = [[(3 * i + k) % VOCAB for i in range(30)] for k in range(2)]
+    params = SamplingParams(max_tokens=20)
+    ids = [engine.add_request(prompt, params) for prompt in prompts]
+    swapped, swap_out = [], engine._blocks.swap_out
+    engine._blocks.swap_out = lambda seat: swapped.append(engine._blocks.table(seat)) or swap_out(seat)
+    found = tokens_of(drain(engine))
+    assert [found[i, 0] for i in ids] == [expected_tokens(prompt, params, 0, 65) for prompt in prompts]
+    assert max(map(len, swapped)) == 34
+    assert (engine._scheduler.counters.swapped > 0) == is_swapped
+    assert (engine._scheduler.counters.recomputed > 0) != is_swapped
+
+
+@pytest.mark.parametrize("num_steps", range(5))
+def test_a_cancelled_request_gives_all_of_its_seats_back(num_steps):
+    engine = make_engine(64, 4, CONFIG)
+    request_id = engine.add_request(list(range(7)) * 3, SamplingParams(max_tokens=9, n=3, temperature=1.0))
+    for _ in range(num_steps):
+        engine.step()
+    engine.cancel(request_id)
+    assert sorted(engine._scheduler.free_seats) == list(range(CONFIG.max_num_seqs))
+    assert engine._blocks.counts().held == 0
+    drain(engine)
+
+
+def test_random_histories():
+    """The first of those that `python -m tests.engine_walk` runs; all that can happen to a request happens in them."""
+    seen = engine_walk.run(range(120))
+    assert min(seen.values()) > 20, seen
+
+
+@pytest.mark.slow
+def test_many_random_histories():
+    seen = engine_walk.run(range(120, 10_000))
+    assert min(seen.values()) > 1000, seen

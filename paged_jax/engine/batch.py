@@ -8,11 +8,11 @@ draws tokens as one slice.
 
 import dataclasses
 import json
+import math
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import export
 from jaxtyping import Array, Float32, Int32
 
@@ -189,13 +189,13 @@ class StepShape(NamedTuple):
     @property
     def size(self) -> int:
         """How many elements the packed array has."""
-        return sum(int(np.prod(shape)) for shape in self.fields.values())
+        return sum(math.prod(shape) for shape in self.fields.values())
 
     def split(self, packed: Any) -> dict[str, Any]:
         """Splits the packed array, i32 [size], into its fields: views of a NumPy array, slices of a traced one."""
         parts, start = {}, 0
         for name, shape in self.fields.items():
-            size = int(np.prod(shape))
+            size = math.prod(shape)
             parts[name] = packed[start : start + size].reshape(shape)
             start += size
         return parts

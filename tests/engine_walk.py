@@ -1,0 +1,202 @@
+"""Random histories of an engine over a simulated pool: `python -m tests.engine_walk --histories 10000`.
+
+In each history an engine of random sizes, whose pool holds few of its requests, gets requests that begin alike, is
+stepped, loses requests by `cancel`, refuses some, and fails now and then. After every call its blocks and seats must
+add up, every cached block must be written, and each request must get the tokens that it gets alone. A history depends
+on its seed only, which a failure names.
+"""
+
+import argparse
+import dataclasses
+import random
+import sys
+from typing import Any
+
+from paged_jax.engine import EngineConfig, SamplingParams
+from tests.engine_checks import check_blocks, tokens_of
+from tests.engine_simulation import VOCAB, expected_tokens, make_engine
+
+
+class _Broken(Exception):
+    """What the simulated device raises."""
+
+
+def check_cached(engine: Any) -> None:
+    """Checks an engine's blocks, and that those in the prefix cache are written."""
+    check_blocks(engine)
+    if engine._blocks.prefix is not None:
+        engine._runner.pool.check_blocks(list(engine._blocks.prefix._name_of))
+
+
+@dataclasses.dataclass
+class Story:
+    """One history.
+
+    Attributes:
+      engine: the engine.
+      draw: the source of all choices.
+      requests: prompt and parameters of each request since the last reset that was not cancelled.
+      deltas: what the engine gave since the last reset.
+      seen: counts of what happened.
+    """
+
+    engine: Any
+    draw: random.Random
+    requests: dict[int, tuple[list[int], SamplingParams]]
+    deltas: list
+    seen: dict[str, int]
+
+    def add(self):
+        """Adds a request, whose prompt may begin like others."""
+        draw, config, blocks = self.draw, self.engine.config, self.engine._blocks
+        room = min(config.max_model_len, blocks.num_blocks * blocks.block_size) + 1
+        length = min(draw.choice([*range(1, 9), draw.randint(1, room)]), room - 1)
+        stem = draw.choice([0, 1, 3])
+        prompt = [(stem * i) % VOCAB for i in range(length)]
+        if draw.random() < 0.3:
+            prompt[-1] = draw.randrange(VOCAB)
+        is_random = draw.random() < 0.5
+        params = SamplingParams(
+            max_tokens=draw.choice([None, *range(1, 13)]),
+            n=draw.choice([1, 1, 1, 2, 3]),
+            temperature=draw.choice([0.5, 1.0]) if is_random else 0.0,
+            top_k=draw.choice([0, 3]),
+            top_p=draw.choice([1.0, 0.5]),
+            seed=draw.choice([0, 7, 2**63 + 1]),
+            stop_token_ids=draw.choice([(), (), (2,)]),
+            logprobs=draw.choice([None, None, 2]),
+        )
+        if params.max_tokens is not None and length + params.max_tokens > room:
+            params = dataclasses.replace(params, max_tokens=None)
+        try:
+            request_id = self.engine.add_request(prompt, params)
+        except ValueError:
+            assert params.n > config.max_num_seqs
+            self.seen["refused"] += 1
+        else:
+            self.requests[request_id] = prompt, params
+
+    def step(self):
+        """Runs a step, which may fail; then the engine is reset."""
+        if self.draw.random() < 0.02:
+            what, how = self.draw.choice(["model", "draw", "read", "copy", "swap_out", "swap_in"]), None
+            how = self.draw.choice([_Broken("broken"), KeyboardInterrupt()])
+
+            def interrupt(name):
+                if name == what:
+                    raise how
+
+            self.engine._runner.interrupt = interrupt
+        try:
+            self.deltas += self.engine.step()
+        except (_Broken, KeyboardInterrupt):
+            assert self.engine.has_failed
+            self.reset()
+            self.seen["failed"] += 1
+        finally:
+            self.engine._runner.interrupt = lambda name: None
+        self.check()
+
+    def cancel(self):
+        """Cancels a request, finished or not."""
+        if self.requests:
+            request_id = self.draw.choice(list(self.requests))
+            is_unfinished = self.engine.is_unfinished(request_id)
+            assert self.engine.cancel(request_id) == is_unfinished
+            if is_unfinished:
+                del self.requests[request_id]
+                self.deltas = [delta for delta in self.deltas if delta.request_id != request_id]
+                self.seen["cancelled"] += 1
+            self.check()
+
+    def reset(self):
+        """Resets the engine, whose requests are lost."""
+        self.count()
+        self.engine.reset()
+        self.requests, self.deltas = {}, []
+
+    def count(self):
+        """Counts what the scheduler did since the last reset."""
+        counters = self.engine._scheduler.counters
+        self.seen["recomputed"] += counters.recomputed
+        self.seen["swapped"] += counters.swapped
+        self.seen["found"] += counters.hit_tokens
+        self.seen["requests"] += len(self.requests)
+
+    def check(self):
+        """Checks what must hold after every call."""
+        check_cached(self.engine)
+
+    def end(self):
+        """Runs until all requests are finished, and compares their tokens with those that each gets alone."""
+        while self.engine.has_work or self.engine._launched is not None:
+            self.step()
+        counts = self.engine._blocks.counts()
+        assert counts.held == 0
+        assert sorted(self.engine._scheduler.free_seats) == list(range(self.engine.config.max_num_seqs))
+        found, blocks = tokens_of(self.deltas), self.engine._blocks
+        room = min(self.engine.config.max_model_len, blocks.num_blocks * blocks.block_size) + 1
+        for request_id, (prompt, params) in self.requests.items():
+            for index in range(params.n):
+                wanted = expected_tokens(prompt, params, index, room)
+                assert found.pop((request_id, index)) == wanted, f"sample {index} of request {request_id}"
+        assert not found, f"tokens of unknown requests: {found}"
+        self.count()
+
+
+def walk(seed: int, seen: dict[str, int]) -> None:
+    """Runs one history.
+
+    Args:
+      seed: chooses the history.
+      seen: counts what happened in all histories.
+    """
+    draw = random.Random(seed)
+    block_size = draw.choice([1, 2, 4, 8])
+    num_seqs, longest = draw.randint(2, 6), draw.choice([16, 24, 40])
+    budget = draw.choice([num_seqs, num_seqs + 3, 16])
+    config = EngineConfig(
+        max_model_len=longest,
+        max_num_seqs=num_seqs,
+        max_tokens_per_step=budget,
+        max_prompts_per_step=draw.randint(1, num_seqs),
+        decode_rows=tuple(sorted({1, draw.randint(1, num_seqs), num_seqs})),
+        mixed_tokens=tuple(sorted({2, draw.randint(1, budget), budget})),
+        max_logprobs=2,
+        num_host_blocks=draw.choice([0, 3, 100]),
+        num_blocks=draw.randint(3, max(4, 2 * longest // block_size)),
+        prefix_caching=draw.random() < 0.8,
+        preemption=draw.choice(["cheaper", "recompute", "swap"]),
+        swap_bytes_per_second=draw.choice([1.0, 1e6, 1e12]),
+    )
+    story = Story(make_engine(200, block_size, config), draw, {}, [], seen)
+    for _ in range(draw.randint(5, 40)):
+        draw.choices([story.add, story.step, story.cancel, story.reset], [5, 10, 1, 0.1])[0]()
+    story.end()
+
+
+def run(seeds: range) -> dict[str, int]:
+    """Runs histories and returns the counts of what happened in them."""
+    seen = dict.fromkeys(("requests", "refused", "cancelled", "failed", "recomputed", "swapped", "found"), 0)
+    for seed in seeds:
+        try:
+            walk(seed, seen)
+        except Exception as error:
+            raise AssertionError(
+                f"history {seed} went wrong: `tests.engine_walk.run(range({seed}, {seed + 1}))`"
+            ) from error
+    return seen
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.engine_walk")
+    parser.add_argument("--histories", type=int, default=10_000)
+    parser.add_argument("--first", type=int, default=0, help="the seed of the first history")
+    args = parser.parse_args(argv)
+    print(f"{args.histories} histories, none went wrong; {run(range(args.first, args.first + args.histories))}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
