@@ -117,6 +117,15 @@ def test_streamed_text_never_shows_a_part_of_a_stop_text(engine, reference):
     assert len("".join(pieces[:-1])) <= len(text) - 4, "what begins the stop text is held back to the end"
 
 
+def test_deltas_tell_how_much_of_the_prompt_was_cached(engine):
+    prompt, params = PROMPTS[7], SamplingParams(max_tokens=3, n=2)
+    for expected in (0, (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE):
+        engine.add_request(prompt, params)
+        told = {delta.index: delta.num_cached_tokens for delta in drain(engine)}
+        assert told == {0: expected, 1: 0}
+    assert expected > 0
+
+
 def test_leaving_a_stream_cancels_its_request(engine):
     for _ in engine.stream(PROMPTS[7], SamplingParams(max_tokens=20)):
         break

@@ -98,6 +98,15 @@ def test_no_new_tokens(running, stream):
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (3, 0)
 
 
+def test_the_usage_tells_of_cached_tokens(running):
+    prompt = "a prompt that no other test has " * 3
+    for expected in (0, len(prompt) // BLOCK_SIZE * BLOCK_SIZE - BLOCK_SIZE * (len(prompt) % BLOCK_SIZE == 0)):
+        usage = complete(running, prompt=prompt, max_tokens=1)["usage"]
+        assert usage["prompt_tokens_details"] == {"cached_tokens": expected}
+        running.wait_until_idle()
+    assert expected > 0
+
+
 def test_an_echo_is_the_prompt_as_it_was_sent(running):
     prompt = "e\u0301<|endoftext|>x"
     assert complete(running, prompt=prompt, max_tokens=0, echo=True)["choices"][0]["text"] == prompt

@@ -39,6 +39,7 @@ class Answer:
         self.is_chat, self._tokens, self._wanted = is_chat, tokens, wanted
         self._prompts, self._echoes = prompts, echoes
         self._num_output_tokens = 0
+        self._num_cached = [0 for _ in prompts]  # tokens of each prompt that the engine had computed before
         self._head = {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -56,9 +57,11 @@ class Answer:
         num_samples: int = self._wanted.params["n"]
         return self._echoes[index // num_samples] if self._echoes else ""
 
-    def count(self, delta: engine.Delta) -> None:
-        """Counts the tokens of a delta for the usage, whether the client gets to see it or not."""
+    def count(self, index: int, delta: engine.Delta) -> None:
+        """Counts the tokens of a choice's delta for the usage, whether the client gets to see it or not."""
         self._num_output_tokens += 0 if self._wanted.has_no_output else len(delta.token_ids)
+        prompt = index // self._wanted.params["n"]
+        self._num_cached[prompt] = max(self._num_cached[prompt], delta.num_cached_tokens)
 
     def whole(self, choices: Sequence[Sequence[engine.Delta]]) -> dict[str, Any]:
         """Makes an answer that is not streamed of all deltas of each choice, which it counts.
@@ -69,7 +72,7 @@ class Answer:
         built = []
         for index, deltas in enumerate(choices):
             for delta in deltas:
-                self.count(delta)
+                self.count(index, delta)
             choice = self._choice(index, deltas)
             text = self._text(deltas)
             if self.is_chat:
@@ -111,6 +114,7 @@ class Answer:
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": self._num_output_tokens,
             "total_tokens": num_prompt_tokens + self._num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached)},
         }
 
     def _chunk(self, choices: list[dict]) -> dict[str, Any]:

@@ -254,7 +254,7 @@ class Server:
             if answer.is_chat or answer.echo(index):
                 yield answer.opening(index) | told()
         async for index, delta in self._merge(tickets):
-            answer.count(delta)
+            answer.count(index, delta)
             if delta.text or delta.logprobs or delta.finish_reason or not answer.is_chat:
                 yield answer.chunk(index, delta) | told()
         if usage != "never":

@@ -310,7 +310,14 @@ class Engine(BaseEngine):
                 del self._requests[sequence.request_id]
         logprobs = () if params.logprobs is None else (_logprob(drawn, i, params.logprobs),)
         return Delta(
-            sequence.request_id, sequence.index, (token_id,), text, logprobs, sequence.finish_reason, stop_reason
+            sequence.request_id,
+            sequence.index,
+            (token_id,),
+            text,
+            logprobs,
+            sequence.finish_reason,
+            stop_reason,
+            sequence.num_found or 0,
         )
 
 

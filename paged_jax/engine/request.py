@@ -137,6 +137,8 @@ class Delta(NamedTuple):
       finish_reason: None while the sample goes on; "stop" after a stop token or text; "length" after max_tokens, or
         after as many tokens as fit.
       stop_reason: the stop token or text that ended the sample, if one did.
+      num_cached_tokens: tokens of the prompt that were found in the prefix cache when the request began; 0 for all
+        samples but the first, with which the others share the prompt.
     """
 
     request_id: int
@@ -146,6 +148,7 @@ class Delta(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,6 +196,7 @@ class Sequence:
       host_blocks: the host blocks that hold its cache while it is swapped out, else None.
       hashes: the names of its full blocks so far (prefix.py).
       num_cached: how many of its first blocks have been entered in the prefix cache.
+      num_found: how many of its tokens were found in the prefix cache when it was first admitted; None before.
       finish_reason: None while the sequence is unfinished.
       text: the `TextStream` that turns its tokens into text, or None.
     """
@@ -211,6 +215,7 @@ class Sequence:
     host_blocks: list[int] | None = None
     hashes: list[bytes] = dataclasses.field(default_factory=list)
     num_cached: int = 0
+    num_found: int | None = None
     finish_reason: FinishReason | None = None
     text: Any = None
 

@@ -232,11 +232,13 @@ class Scheduler:
         """Gives a waiting sequence a seat, its cached or swapped blocks, and blocks for its first chunk."""
         sequence.seat = self.free_seats.pop()
         for child in sequence.children:
-            child.seat = self.free_seats.pop()
+            child.seat, child.num_found = self.free_seats.pop(), 0
         bisect.insort(self.running, sequence, key=lambda other: other.arrival)
         if sequence.host_blocks is None:
             sequence.num_computed = len(hits) * self.blocks.block_size
             sequence.num_cached = len(hits)
+            if sequence.num_found is None:
+                sequence.num_found = sequence.num_computed
             self.blocks.adopt(sequence.seat, hits)
             self.counters.looked_up_tokens += sequence.num_tokens
             self.counters.hit_tokens += sequence.num_computed
