@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from paged_jax.engine import Engine, SamplingParams
 from paged_jax.engine.batch import StepShape
 from tests import engine_model as model
-from tests.engine_checks import CONFIG, PROMPTS, RNG, STEM, check_blocks, drain, tokens_of
+from tests.conftest import QUICK_COMPILE
+from tests.engine_checks import BLOCK_SIZE, CONFIG, NUM_BLOCKS, PROMPTS, RNG, STEM, check_blocks, drain, tokens_of
 
 
 def test_greedy_tokens_are_those_of_one_by_one_generation(engine, reference):
@@ -213,22 +214,27 @@ def test_reset_cannot_change_what_is_compiled(engine, config):
         engine.reset(dataclasses.replace(config, num_blocks=25))
 
 
-@pytest.mark.parametrize("part", ["model", "drawing"])
-def test_reset_after_a_step_that_failed_on_the_device(engine, reference, part):
-    """A program that fails has taken arrays and gives none back."""
-    programs = engine._runner._programs
+def failing(engine, part):
+    """Makes the programs of one part, "model" or "drawing", fail after they took their arguments."""
 
-    def failing(program):
+    def fail_after(program):
         def run(*arguments):
             program(*arguments)
             raise RuntimeError("out of memory")
 
         return run
 
+    programs = engine._runner._programs
     is_of_part = {name: isinstance(name, StepShape) == (part == "model") for name in programs}
-    broken = {name: failing(program) for name, program in programs.items() if is_of_part[name]}
+    broken = {name: fail_after(program) for name, program in programs.items() if is_of_part[name]}
+    return mock.patch.dict(programs, broken)
+
+
+@pytest.mark.parametrize("part", ["model", "drawing"])
+def test_reset_after_a_step_that_failed_on_the_device(engine, reference, part):
+    """A program that fails has taken arrays and gives none back."""
     engine.add_request(PROMPTS[0], SamplingParams(max_tokens=9))
-    with mock.patch.dict(programs, broken), pytest.raises(RuntimeError, match="out of memory"):
+    with failing(engine, part), pytest.raises(RuntimeError, match="out of memory"):
         drain(engine)
     engine.reset()
     results = engine.generate(PROMPTS, SamplingParams(max_tokens=9))
@@ -255,3 +261,25 @@ def test_scales_per_token_are_refused(weights):
     caches = model.make_caches(4, 4, dtype=jnp.int8, k_scale=jnp.ones((4, 2, 4)), v_scale=1.0)
     with pytest.raises(ValueError, match="a scale for each token's place"):
         Engine(model.step, weights, caches, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "k_scale", "v_scale"),
+    [(jnp.float8_e4m3fn, 0.02, None), (jnp.int8, jnp.full(2, 0.05), jnp.full(2, 0.04))],
+    ids=["float8, one scale", "int8, a scale per head"],
+)
+def test_a_narrow_cache_is_swapped(weights, dtype, k_scale, v_scale):
+    """The host's cache has scales of its own: programs take those of the device with the caches that they update."""
+    config = dataclasses.replace(CONFIG, max_num_seqs=2, decode_rows=(2,), preemption="swap", prefix_caching=False)
+    caches = model.make_caches(NUM_BLOCKS, BLOCK_SIZE, dtype=dtype, k_scale=k_scale, v_scale=v_scale)
+    engine = Engine(model.step, weights, caches, config, compiler_options=QUICK_COMPILE)
+    prompts, params = [PROMPTS[7], PROMPTS[5]], SamplingParams(max_tokens=16)
+    expected = engine.generate(prompts, params)
+    assert engine.stats().num_swapped == 0
+    engine.reset(dataclasses.replace(config, num_blocks=13))
+    assert engine.generate(prompts, params) == expected
+    assert engine.stats().num_swapped > 0
+    with failing(engine, "model"), pytest.raises(RuntimeError, match="out of memory"):
+        engine.generate(prompts, params)
+    engine.reset()
+    assert engine.generate(prompts, params) == expected, "the scales are what they were"

@@ -18,6 +18,7 @@ import time
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -80,19 +81,23 @@ class Runner:
         self.config = config
         self.block_size, self.num_blocks = caches[0].block_size, caches[0].num_blocks
         self.block_bytes = sum(cache.nbytes for cache in caches) // self.num_blocks
-        self._step, self._weights, self._caches = step, weights, caches
+        self._step, self._weights = step, weights
+        self._scales = [(cache.k_scale, cache.v_scale) for cache in caches]
+        self._caches = _with_own_scales(caches, self._scales)
         self.max_blocks_per_seq = -(-config.max_model_len // self.block_size)
         self._replicated = _replicated(caches[0].value_cache.sharding)
         self._last_tokens = jax.device_put(np.zeros(config.max_num_seqs, np.int32), self._replicated)
-        self._host_caches = tuple(_on_host(cache, config.num_host_blocks) for cache in caches)
+        host_caches = tuple(_on_host(cache, config.num_host_blocks) for cache in caches)
+        self._host_caches = _with_own_scales(host_caches, self._scales)
         self._programs = self._compile(show_progress, compiler_options)
         self.num_compiled = len(self._programs)
         self._warm_up()
 
     def reset(self) -> None:
-        """Replaces what a failed step has taken, or left unusable, by zeros: caches and last tokens."""
+        """Replaces what a failed step has taken, or left unusable, by zeros: pools and last tokens."""
         arrays = self._caches, self._host_caches, self._last_tokens
-        self._caches, self._host_caches, self._last_tokens = jax.tree.map(_usable, arrays)
+        caches, host_caches, self._last_tokens = jax.tree.map(_usable, arrays)
+        self._caches, self._host_caches = (_with_own_scales(each, self._scales) for each in (caches, host_caches))
 
     def launch(self, plan: Plan) -> Launched:
         """Starts a step and returns at once.
@@ -318,6 +323,15 @@ def _on_host(cache: PagedKVCache, num_blocks: int) -> PagedKVCache:
         return jax.device_put(zeros, pool.sharding.with_memory_kind("pinned_host"))
 
     return dataclasses.replace(cache, key_cache=place(cache.key_cache), value_cache=place(cache.value_cache))
+
+
+def _with_own_scales(caches: Caches, scales: Any) -> Caches:
+    """The caches with copies of these scales: a program that updates a cache in place takes its scales too."""
+    copies = jax.tree.map(jnp.array, scales)
+    return tuple(
+        dataclasses.replace(cache, k_scale=k_scale, v_scale=v_scale)
+        for cache, (k_scale, v_scale) in zip(caches, copies, strict=True)
+    )
 
 
 def options_of(name: Any, options: CompilerOptions | None) -> dict[str, Any] | None:
