@@ -55,9 +55,14 @@ def tokens(name: str, x: Any, rows: str) -> Array:
     """Checks queries, keys or values: ``[rows, heads, head_size]``."""
     heads = "num_heads" if name == "query" else "num_kv_heads"
     x = array(name, x, f"{rows}, {heads}, head_size", QUERY_DTYPES)
-    if not (0 < x.shape[2] <= LARGEST_HEAD_SIZE and x.shape[2] % 8 == 0):
-        raise ValueError(f"head_size must be a multiple of 8 up to {LARGEST_HEAD_SIZE}, got {x.shape[2]}")
+    head_size("head_size", x.shape[2])
     return x
+
+
+def head_size(name: str, value: int) -> None:
+    """Checks that heads may have so many elements."""
+    if not (0 < value <= LARGEST_HEAD_SIZE and value % 8 == 0):
+        raise ValueError(f"{name} must be a multiple of 8 up to {LARGEST_HEAD_SIZE}, got {value}")
 
 
 def indices(name: str, x: Any, dims: str) -> Array:

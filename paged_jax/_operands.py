@@ -109,12 +109,12 @@ class WriteLatent(NamedTuple):
 
 
 class Write(NamedTuple):
-    """The operands of `write_to_paged_cache`."""
+    """The operands of `write_to_paged_cache`; `value_cache` is None where one pool holds keys and values."""
 
     key: NewTokens
     value: NewTokens
     key_cache: Cache
-    value_cache: Cache
+    value_cache: Cache | None
     slot_mapping: SlotMapping
     k_scale: CacheScale
     v_scale: CacheScale

@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 from paged_jax._lowered import LoweredOnce
 from paged_jax._splits import CallAxes, Splits
-from paged_jax.options import head_axis
+from paged_jax.options import num_kv_heads
 
 # Makes the function that computes a device's part of a call, from how the call is split.
 type RunPart = Callable[[Splits], Callable]
@@ -197,8 +197,8 @@ def _with_rank(run: Callable, operands: Any, splits: Splits) -> Any:
     if splits.parts(heads) == 1:
         return run(operands)
     num_heads = operands.query.shape[1]
-    num_kv_heads = operands.key_cache.shape[head_axis(options.layout)]
-    shift = (num_heads if heads == "hg" else num_kv_heads) * abs(sparse.head_sliding_step)
+    kv_heads = num_kv_heads(operands.key_cache, options.layout)
+    shift = (num_heads if heads == "hg" else kv_heads) * abs(sparse.head_sliding_step)
     num_parts = splits.parts(heads)
     ranks = [sparse.tp_rank * num_parts + part for part in range(num_parts)]
     patterns = [rank * shift % sparse.vert_stride for rank in ranks]  # devices with equal numbers have equal patterns

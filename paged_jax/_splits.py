@@ -4,6 +4,8 @@ An axis is described by its factors, the outermost first. Arrays that share a fa
 it; the word is Shardy's. In the tables here one word stands for the factors of one axis:
 
 - h: kv heads. The pools decide over which mesh axes h is split, because they are too large to move.
+- p: rows of an `Interleaved` pool, which have two factors: the kv head h and t, which tells keys from values and is not
+  split.
 - q: query heads, which have two factors: the kv head h and the place g in its group. h is split as the kv heads are. If
   each device has a single kv head, g can be split too, over a mesh axis over which the pools are replicated.
 - n: sequences. They are split in ops that only read the pools. An op that writes cannot be split like this, since every
@@ -19,10 +21,12 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec as P
 
+from paged_jax.options import Interleaved, Layout
+
 type Factors = tuple[str, ...]  # of one axis
 type Axes = list[Factors]  # of one array
 
-_FACTORS: dict[str, Factors] = {"h": ("h",), "q": ("h", "g"), "n": ("n",), ".": ()}
+_FACTORS: dict[str, Factors] = {"h": ("h",), "p": ("h", "t"), "q": ("h", "g"), "n": ("n",), ".": ()}
 _OPERANDS = {
     "query": "n q .",
     "key": ". h .",
@@ -41,6 +45,7 @@ _POOLS = {
     "hnd": {"key_cache": ". h . .", "value_cache": ". h . ."},
     "nhd": {"key_cache": ". . h .", "value_cache": ". . h ."},
     "vllm": {"key_cache": ". h . . .", "value_cache": ". h . ."},
+    Interleaved(): {"key_cache": ". . p .", "value_cache": ". . p ."},
 }
 _SCALES = {0: "", 1: "h", 3: ". h ."}  # k_scale and v_scale, by their number of axes
 
@@ -63,13 +68,13 @@ _RULES = {
     "paged_attention_v1": _Rule("n h g", ("n q .", "n q")),
     "paged_attention_v2": _Rule("n h g", ("n q .", "n q", "n q .", "n q .", "n q . .")),
     "write_and_attend": _Rule("h g", ("n q .", "n q", "key_cache", "value_cache")),
-    "ragged_paged_attention": _Rule("h g", ("n q .", "n q")),
+    "ragged_paged_attention": _Rule("h g t", ("n q .", "n q")),
     "prefix_attention": _Rule("h g", ("n q .", "n q")),
     # One latent serves all heads: `h`, which has one element, is no factor, and `g` counts all query heads.
     "mla_paged_attention": _Rule("n g", ("n q .", "n q")),
     "ragged_mla_attention": _Rule("g", ("n q .", "n q")),
     "write_to_latent_cache": _Rule("", ("latent_cache",)),
-    "write_to_paged_cache": _Rule("h", ("key_cache", "value_cache")),
+    "write_to_paged_cache": _Rule("h t", ("key_cache", "value_cache")),
     "copy_blocks": _Rule("any", ("key_caches", "value_caches")),
     "swap_blocks": _Rule("any", ("dst_key_cache", "dst_value_cache")),
 }
@@ -114,6 +119,10 @@ class CallAxes:
         rule = _RULES[op]
         options = getattr(operands, "options", None)
         layout = static.get("layout", "hnd") if options is None else options.layout
+        if isinstance(layout, Interleaved):
+            if layout.padding:  # the rows of a part would not lie as those of the whole do
+                rule = rule._replace(factors="")
+            layout = Interleaved()
         leaves = jax.tree_util.tree_leaves_with_path(operands)
         self.names, self.operands = [], []
         for path, x in leaves:
@@ -137,13 +146,20 @@ class CallAxes:
             for factors, size in zip(axes, shape, strict=True)
             if len(factors) == 1
         }
+        for axes, shape in zip(self.operands, shapes, strict=True):
+            if _FACTORS["p"] in axes:
+                self.sizes |= {"h": shape[axes.index(_FACTORS["p"])] // 2, "t": 2}
         if "query" in self.names and "h" in self.sizes:
             self.sizes["g"] = shapes[self.names.index("query")][1] // self.sizes["h"]
 
     def _sources_of_pool(self, pool: int, name: str) -> tuple[int, ...]:
         """The operands that a pool depends on when it is written to: itself, and what is written, where, and scaled."""
-        half = next(half for half in ("key", "value", "latent") if half in name)
-        written = {half, f"{half[0]}_scale", "scale", f"src_{half}_cache", "slot_mapping", "block_mapping"}
+        halves = [half for half in ("key", "value", "latent") if half in name]
+        if name == "key_cache" and "value_cache" not in self.names:  # one pool, which gets both
+            halves.append("value")
+        written = {"scale", "slot_mapping", "block_mapping"}
+        for half in halves:
+            written |= {half, f"{half[0]}_scale", f"src_{half}_cache"}
         return tuple(i for i, other in enumerate(self.names) if i == pool or other in written)
 
     def choose(self, specs: Sequence[P], sizes: Mapping[str, int]) -> Splits:
@@ -151,6 +167,8 @@ class CallAxes:
         chosen = Splits({}, sizes)
         place = {"g": 1, "n": 2}  # g needs to know how h is split; n takes what the heads leave
         for factor in sorted(self.sizes, key=lambda factor: place.get(factor, 0)):
+            if factor == "t":
+                continue
             wanted = next(filter(None, self._wanted(factor, specs, chosen)), ())
             # An array cannot have two axes that are split over one mesh axis.
             together = {f for axes in self.operands if factor in _flat(axes) for f in _flat(axes)}
@@ -185,12 +203,13 @@ class CallAxes:
                 factors = tuple(f for f in factors if self.sizes[f] > 1) or factors[:1]
             return f"({' '.join(factors)})" if len(factors) > 1 else factors[0] if factors else next(unsplit)
 
-        sides = (", ".join(" ".join(map(word, axes)) for axes in side) for side in (self.operands, self.results))
-        rule = " -> ".join(sides)
-        return rule, {"g": self.sizes["g"]} if "(h g)" in rule else {}
+        sides = [", ".join(" ".join(map(word, axes)) for axes in side) for side in (self.operands, self.results)]
+        alone = {word(factors) for axes in (*self.operands, *self.results) for factors in axes if factors}
+        together = {f for words in alone if words.startswith("(") for f in words.strip("()").split()}
+        return " -> ".join(sides), {factor: self.sizes[factor] for factor in sorted(together - alone)}
 
 
-def _operand(path: Sequence[Any], num_axes: int, rule: _Rule, layout: str) -> tuple[str, Axes]:
+def _operand(path: Sequence[Any], num_axes: int, rule: _Rule, layout: Layout | Interleaved) -> tuple[str, Axes]:
     """The name and the axes of the operand at this path in the op's operands."""
     field, *inner = (str(getattr(key, "name", getattr(key, "idx", ""))) for key in path)
     name = inner[0] if field == "options" else field

@@ -13,7 +13,17 @@ from jax import Array
 
 from paged_jax import _checks
 from paged_jax._operands import Copy, Decode, Prefix, Ragged, Swap, Write, WriteAndAttend
-from paged_jax.options import AttentionOptions, BlockSparse, Layout, Options, PerHead, block_axis, head_axis
+from paged_jax.options import (
+    AttentionOptions,
+    BlockSparse,
+    Interleaved,
+    Layout,
+    Options,
+    PerHead,
+    block_axis,
+    head_axis,
+    num_kv_heads,
+)
 from paged_jax.shapes import BLOCK_SIZES, CACHE_DTYPES, QUERY_DTYPES, cache_shapes
 
 _LAYOUTS = get_args(Layout)
@@ -83,6 +93,29 @@ def ragged_operands(
     query_start_loc = _checks.query_start_loc(query_start_loc, seq_lens)
     checked = _attention_options(query, pool, block_tables, options, causal=causal, most_queries=query.shape[0])
     return Ragged(query, pool.key_cache, pool.value_cache, block_tables, seq_lens, query_start_loc, checked)
+
+
+def interleaved_operands(
+    query: Array,
+    pool: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    query_start_loc: Array,
+    causal: bool,
+    options: Options,
+) -> Ragged:
+    """Checks the options of ragged attention over an `Interleaved` pool, whose arrays were checked."""
+    query, caches = jnp.asarray(query), _interleaved(pool, options.get("layout"))
+    checked = _attention_options(query, caches, block_tables, options, causal=causal, most_queries=query.shape[0])
+    return Ragged(query, pool, pool, block_tables, seq_lens, query_start_loc, checked)
+
+
+def interleaved_scales(
+    pool: Array, layout: Interleaved, k_scale: Any | None, v_scale: Any | None
+) -> tuple[Array | None, Array | None]:
+    """Checks the factors of an `Interleaved` pool."""
+    caches = _interleaved(pool, layout)
+    return _cache_scale("k_scale", k_scale, caches), _cache_scale("v_scale", v_scale, caches)
 
 
 def prefix_operands(
@@ -228,6 +261,10 @@ def _caches(key_cache: Any, value_cache: Any, num_kv_heads: int | None, head_siz
     _checks.shape("key_cache", key_cache, key_shape, key_dims)
     _checks.shape("value_cache", value_cache, value_shape, value_dims)
     return _Caches(key_cache, value_cache, num_blocks, kv_heads, block_size)
+
+
+def _interleaved(pool: Array, layout: Any) -> _Caches:
+    return _Caches(pool, pool, pool.shape[0], num_kv_heads(pool, layout), pool.shape[block_axis(layout)])
 
 
 def _cache_scale(name: str, x: Any | None, pool: _Caches) -> Array | None:

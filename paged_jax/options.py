@@ -11,14 +11,36 @@ Layout = Literal["hnd", "nhd", "vllm"]
 """How one layer's pool of blocks lies in memory; `PagedKVCache` gives the shapes."""
 
 
-def head_axis(layout: Layout) -> int:
-    """Which axis of both caches holds the kv heads."""
-    return 2 if layout == "nhd" else 1
+@dataclass(frozen=True)
+class Interleaved:
+    """The layout of one pool [num_blocks, block_size, rows, row_size] that holds a layer's keys and its values.
+
+    Row ``2 * h`` of a slot is the key of kv head h, and row ``2 * h + 1`` is its value. Ops that only read take the
+    pool as key cache and as value cache. The write takes it as key cache, with None for the value cache, because its
+    result can alias one operand only. `paged_jax.compat.rpa` makes such calls.
+
+    Attributes:
+      padding: the last rows of a slot that hold nothing. No op reads or writes them, nor what follows a head's elements
+        in a longer row.
+    """
+
+    padding: int = 0
 
 
-def block_axis(layout: Layout) -> int:
+def head_axis(layout: Layout | Interleaved) -> int:
+    """Which axis of both caches holds the kv heads; in an `Interleaved` pool it holds the rows of a slot."""
+    return 1 if layout in ("hnd", "vllm") else 2
+
+
+def block_axis(layout: Layout | Interleaved) -> int:
     """Which axis of the value cache holds the tokens of a block."""
-    return {"hnd": 2, "nhd": 1, "vllm": 3}[layout]
+    return 1 if isinstance(layout, Interleaved) else {"hnd": 2, "nhd": 1, "vllm": 3}[layout]
+
+
+def num_kv_heads(cache: Any, layout: Layout | Interleaved) -> int:
+    """How many kv heads a key cache or a value cache of this layout has."""
+    size = cache.shape[head_axis(layout)]
+    return (size - layout.padding) // 2 if isinstance(layout, Interleaved) else size
 
 
 @dataclass(frozen=True)
@@ -164,7 +186,7 @@ class AttentionOptions:
     per_head: PerHead
     k_scale: Array | None
     v_scale: Array | None
-    layout: Layout = field(metadata={"static": True})
+    layout: Layout | Interleaved = field(metadata={"static": True})
     max_seq_len: int = field(metadata={"static": True})
     max_query_len: int = field(metadata={"static": True})
     sliding_window: int | None = field(metadata={"static": True})

@@ -29,7 +29,7 @@ ALLOWED = {
     "paged_jax._validate": ("paged_jax._checks", "paged_jax._operands", "paged_jax.options", "paged_jax.shapes"),
     "paged_jax._validate_latent": ("paged_jax._checks", "paged_jax._operands", "paged_jax.options", "paged_jax.shapes"),
     "paged_jax._selection": (),
-    "paged_jax._splits": (),
+    "paged_jax._splits": ("paged_jax.options",),
     "paged_jax._lowered": (),
     "paged_jax._partition": ("paged_jax._lowered", "paged_jax._splits", "paged_jax.options"),
     "paged_jax._vmap": ("paged_jax._operands", "paged_jax._partition"),
@@ -42,6 +42,7 @@ ALLOWED = {
     "paged_jax.ops": (*OPS_KNOW, "paged_jax.ops"),
     "paged_jax.cache_ops": OPS_KNOW,
     "paged_jax.cache": ("paged_jax.ops", "paged_jax.cache_ops", *OPS_KNOW),
+    "paged_jax.compat": ("paged_jax._operands", *OPS_KNOW),
     "paged_jax.latent_cache": ("paged_jax.ops", "paged_jax.cache_ops", *OPS_KNOW),
     "paged_jax._export": (
         *("paged_jax.allocator", "paged_jax.cache", "paged_jax.latent_cache", "paged_jax.metadata"),

@@ -73,6 +73,10 @@ INTERPRETED = [
     "many-sequences",
     "offsets",
     "heads-of-328-int8",
+    "rpa-padded-lanes",
+    "rpa-padded-rows",
+    "rpa-padded-hd64",
+    "rpa-new-tokens-wider",
 ]
 INTERPRETED_TOO = [
     "nhd-float32",
@@ -86,6 +90,11 @@ INTERPRETED_TOO = [
     "scale-negative-bfloat16",
     "fused-everything",
     "split-everything",
+    "rpa-plain-bfloat16",
+    "rpa-plain-packed",
+    "rpa-padded-hd64-e5m2",
+    "rpa-all-of-it",
+    "rpa-q-scale",
 ]
 
 

@@ -10,7 +10,7 @@ import pytest
 import paged_jax
 from paged_jax.kernels.problem import Device
 from paged_jax.kernels.triton import tuning
-from tests import inputs, test_decode, test_ragged
+from tests import inputs, rpa_cases, test_decode, test_ragged
 from tests.cases import Case, Sparse
 from tests.test_triton import BY_NAME, needs_triton, on_a_gpu
 
@@ -56,8 +56,15 @@ COMPILED = [
     (90, "prefix", "split-everything"),
     (100, "ragged", "split-vllm-int8"),
     (120, "ragged", "split"),
+    (80, "rpa", "padded-hd64-e5m2"),
+    (86, "rpa", "plain-bfloat16"),
+    (89, "rpa", "padded-rows"),
+    (90, "rpa", "padded-lanes"),
+    (100, "rpa", "new-tokens-wider"),
+    (120, "rpa", "padded-hd64"),
 ]
 COMPILED_CASES = {
+    **rpa_cases.BY_NAME,
     **BY_NAME,
     **{case.name: case for case in test_ragged.SPLIT},
     "small-blocks": Case("small-blocks", 142, 2, 24, 1, "float16", "bfloat16", seq_lens=(9,), query_lens=None),
@@ -173,6 +180,10 @@ def test_tokens_are_not_mixed_up(case):
 
 def call(op, case):
     """Calls `op` on a case's inputs."""
+    if op == "rpa":
+        made = rpa_cases.make(case)
+        rpa_cases.function(case)(*made.arrays, **made.options)
+        return
     made = inputs.make(case)
     options = made.arrays | test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
     match op:

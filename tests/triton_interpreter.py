@@ -26,7 +26,7 @@ import numpy as np
 from paged_jax import _dispatch
 from paged_jax.kernels.problem import Device
 from paged_jax.kernels.triton import cache_ops, cache_tuning, launch, tuning
-from tests import test_cache_ops, test_decode, test_ragged, test_write_and_attend
+from tests import rpa_cases, test_cache_ops, test_decode, test_ragged, test_write_and_attend
 from tests.cases import DECODE_CASES, Case, Sparse
 
 _TYPES = {
@@ -322,8 +322,13 @@ def run(function, *, quick=True, **arrays):
     return jax.tree.map(np.asarray, function(**arrays, implementation="triton"))
 
 
+def run_rpa(function, *arrays, **options):
+    """Does what `run` does, for `rpa_cases.hold`."""
+    return jax.tree.map(np.asarray, function(*arrays, **options, implementation="triton"))
+
+
 def main(names):
-    """Runs the tests of every implementation on the named attention cases, "write-LAYOUT-DTYPE" or "copy-DTYPE"."""
+    """Runs the tests of every implementation on the named cases; "write-LAYOUT-DTYPE", "copy-DTYPE" and "rpa-CASE"."""
     cases = {case.name: case for case in DECODE_CASES}
     not_causal = {case.name: case for case in test_ragged.NOT_CAUSAL}
     split = {case.name: case for case in SPLIT}
@@ -355,6 +360,8 @@ def main(names):
                 test_ragged.test_without_causality_every_query_sees_all_of_its_sequence(not_causal[name], run)
                 if name == "all-of-it":
                     test_ragged.test_without_causality_there_may_be_more_queries_than_tokens(run)
+            elif name.startswith("rpa-"):
+                rpa_cases.hold(rpa_cases.BY_NAME[name.removeprefix("rpa-")], run_rpa)
             elif name.startswith("fused"):
                 test_write_and_attend.test_write_and_attend(
                     test_write_and_attend.BY_NAME[name.removeprefix("fused-")], run

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from paged_jax.options import AttentionOptions, BlockSparse, Layout, PerHead, block_axis, head_axis
+from paged_jax.options import AttentionOptions, BlockSparse, Interleaved, Layout, PerHead, block_axis, num_kv_heads
 
 LONGEST_CONTEXT = 2**30
 """Tokens; no context is longer. Windows and partitions are limited to it, as positions beside larger ones overflow."""
@@ -56,15 +56,18 @@ class Pool:
       num_kv_heads, head_size, block_size, layout: see `paged_jax.cache`.
       cache_dtype: the name of both caches' dtype.
       k_scale, v_scale: the kinds of dequantisation factors.
+      rows, row_size: the rows of a slot and their elements, padding included, if the layout is `Interleaved`; else 0.
     """
 
     num_kv_heads: int
     head_size: int
     block_size: int
-    layout: Layout
+    layout: Layout | Interleaved
     cache_dtype: str
     k_scale: ScaleKind
     v_scale: ScaleKind
+    rows: int = 0
+    row_size: int = 0
 
     @property
     def cache_itemsize(self) -> int:
@@ -76,25 +79,32 @@ class Pool:
         """How many neighbouring elements of a key lie together in layout "vllm": as many as are 16 bytes."""
         return 16 // self.cache_itemsize
 
+    @property
+    def interleaved(self) -> bool:
+        """Whether one pool holds keys and values."""
+        return isinstance(self.layout, Interleaved)
+
     @classmethod
     def of(
         cls,
-        key_cache: Array,
         value_cache: Array,
         head_size: int,
-        layout: Layout,
+        layout: Layout | Interleaved,
         k_scale: Array | None,
         v_scale: Array | None,
     ) -> "Pool":
-        """The facts of two caches."""
+        """The facts of two caches, one of which is `value_cache`, or of an `Interleaved` pool."""
+        rows, row_size = value_cache.shape[2:] if isinstance(layout, Interleaved) else (0, 0)
         return Pool(
-            num_kv_heads=value_cache.shape[head_axis(layout)],
+            num_kv_heads=num_kv_heads(value_cache, layout),
             head_size=head_size,
             block_size=value_cache.shape[block_axis(layout)],
             layout=layout,
-            cache_dtype=key_cache.dtype.name,
+            cache_dtype=value_cache.dtype.name,
             k_scale=ScaleKind.of(k_scale),
             v_scale=ScaleKind.of(v_scale),
+            rows=rows,
+            row_size=row_size,
         )
 
 
@@ -154,10 +164,10 @@ class Problem(Attention):
     ) -> "Problem":
         """The facts of a call, from its validated arrays and options."""
         num_tokens, num_heads, head_size = query.shape
-        pool = Pool.of(key_cache, value_cache, head_size, options.layout, options.k_scale, options.v_scale)
+        pool = Pool.of(value_cache, head_size, options.layout, options.k_scale, options.v_scale)
         window = options.sliding_window
         return Problem(
-            **dataclasses.asdict(pool),
+            **vars(pool),
             num_heads=num_heads,
             query_dtype=query.dtype.name,
             per_head=PerHead(*(array is not None for array in options.per_head)),

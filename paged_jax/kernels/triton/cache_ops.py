@@ -10,7 +10,7 @@ from paged_jax.kernels.problem import Device, Pool
 from paged_jax.kernels.triton import cache_tuning, launch
 from paged_jax.kernels.triton.cache_tuning import CopyKernel
 from paged_jax.kernels.triton.integers import cdiv
-from paged_jax.options import Layout
+from paged_jax.options import Interleaved, Layout
 from paged_jax.shapes import BlockMapping, Cache, CacheScale, NewTokens, SlotMapping, SourceCache
 
 
@@ -18,36 +18,35 @@ def write_to_paged_cache(
     key: NewTokens,
     value: NewTokens,
     key_cache: Cache,
-    value_cache: Cache,
+    value_cache: Cache | None,
     slot_mapping: SlotMapping,
     k_scale: CacheScale,
     v_scale: CacheScale,
     *,
-    layout: Layout,
-) -> tuple[Cache, Cache]:
+    layout: Layout | Interleaved,
+) -> tuple[Cache, Cache | None]:
     gpu = launch.device()
     launch.check(gpu, key_cache.dtype.name)
     num_tokens, num_kv_heads, head_size = key.shape
-    pool = Pool.of(key_cache, value_cache, head_size, layout, k_scale, v_scale)
+    caches = (key_cache,) if value_cache is None else (key_cache, value_cache)
+    pool = Pool.of(caches[-1], head_size, layout, k_scale, v_scale)
     kernel = cache_tuning.write(key.dtype.name, num_tokens, pool, gpu)
     num_programs = cdiv(num_tokens, kernel.tokens) * num_kv_heads
     if num_programs == 0 or key_cache.size == 0:
         return key_cache, value_cache
     scales = tuple(slot_mapping if scale is None else scale for scale in (k_scale, v_scale))  # absent: not read
-    caches = key_cache, value_cache
-    return tuple(
-        launch.call(
-            "write",
-            "write_kernel",
-            kernel,
-            num_programs,
-            (key, value, slot_mapping, *scales),
-            (num_tokens, key_cache.shape[0]),
-            tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches),
-            gpu,
-            in_place=caches,
-        )
+    written = launch.call(
+        "write",
+        "write_kernel" if len(caches) == 2 else "write_interleaved_kernel",
+        kernel,
+        num_programs,
+        (key, value, slot_mapping, *scales),
+        (num_tokens, key_cache.shape[0]),
+        tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches),
+        gpu,
+        in_place=caches,
     )
+    return written[0], written[1] if len(caches) == 2 else None
 
 
 def copy_blocks(

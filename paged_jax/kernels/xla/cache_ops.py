@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Int32, Num
 
-from paged_jax.options import Layout, block_axis
+from paged_jax.options import Interleaved, Layout, block_axis
 from paged_jax.shapes import (
     BlockMapping,
     Cache,
@@ -24,21 +24,25 @@ def write_to_paged_cache(
     key: NewTokens,
     value: NewTokens,
     key_cache: Cache,
-    value_cache: Cache,
+    value_cache: Cache | None,
     slot_mapping: SlotMapping,
     k_scale: CacheScale,
     v_scale: CacheScale,
     *,
-    layout: Layout,
-) -> tuple[Cache, Cache]:
+    layout: Layout | Interleaved,
+) -> tuple[Cache, Cache | None]:
     if key_cache.size == 0:  # nothing to write
         return key_cache, value_cache
-    block, offset = _places(slot_mapping, key_cache.shape[0], value_cache.shape[block_axis(layout)])
+    block_size = (key_cache if value_cache is None else value_cache).shape[block_axis(layout)]
+    block, offset = _places(slot_mapping, key_cache.shape[0], block_size)
     key = _quantise(key, key_cache.dtype, _per_token(k_scale, block, offset))
-    value = _quantise(value, value_cache.dtype, _per_token(v_scale, block, offset))
+    value = _quantise(value, key_cache.dtype, _per_token(v_scale, block, offset))
     if layout == "vllm":
         key = key.reshape(*key.shape[:2], *key_cache.shape[2::2])
     axis = block_axis(layout)
+    if value_cache is None:
+        pairs = jnp.stack([key, value], axis=2).reshape(key.shape[0], -1, key.shape[2])
+        return _put(key_cache, pairs, block, offset, axis), None
     return _put(key_cache, key, block, offset, axis), _put(value_cache, value, block, offset, axis)
 
 
@@ -112,11 +116,14 @@ def _put(
 ) -> Cache:
     """Writes each update to its block, and to its offset along `axis` if there are offsets; all other bits are kept.
 
-    Updates of blocks past the pool are dropped. No block id is negative.
+    Updates of blocks past the pool are dropped. No block id is negative. After `axis` an update may be smaller than the
+    pool.
     """
 
     def scatter(cache, updates, block, offset):
         at = (block,) if offset is None else (block, *[slice(None)] * (axis - 1), offset)
+        if offset is not None and updates.shape[axis:] != cache.shape[axis + 1 :]:
+            at += tuple(slice(size) for size in updates.shape[axis:])
         return cache.at[at].set(updates, mode="drop")
 
     if cache.dtype.itemsize > 1 or not jnp.issubdtype(cache.dtype, jnp.floating):

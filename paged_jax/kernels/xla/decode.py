@@ -1,5 +1,7 @@
 """Decode attention: v1 computes all sequences at once, v2 one partition after the other."""
 
+from typing import cast
+
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float32
@@ -49,9 +51,10 @@ def write_and_attend(
 ) -> tuple[Query, Lse, Cache, Cache]:
     narrower = key_cache.dtype.itemsize < key.dtype.itemsize
     scales = (options.k_scale, options.v_scale) if narrower else (None, None)
-    key_cache, value_cache = cache_ops.write_to_paged_cache(
+    written = cache_ops.write_to_paged_cache(
         key, value, key_cache, value_cache, slot_mapping, *scales, layout=options.layout
     )
+    key_cache, value_cache = cast(tuple[Cache, Cache], written)
     out, lse = paged_attention(query, key_cache, value_cache, block_tables, seq_lens, options)
     return out, lse, key_cache, value_cache
 

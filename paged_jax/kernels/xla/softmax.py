@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Float32, Int32, Num
 
-from paged_jax.options import AttentionOptions, PerHead, block_axis
+from paged_jax.options import AttentionOptions, Interleaved, PerHead, block_axis, num_kv_heads
 
 _TILE = 256  # tokens: large enough to amortise a gather, small enough to keep [heads, tokens] logits in a cache
 _NEVER = 2**31 - 1
@@ -120,7 +120,7 @@ def add_cached(
         if value_cache is None:
             gathered = _gather_latents(key_cache, state.weighted.shape[3], blocks, positions, options)
         else:
-            gathered = _gather(key_cache, value_cache, blocks, positions, options)
+            gathered = _gather(key_cache, value_cache, blocks, positions, query.shape[3], options)
         return add_tile(state, query, query_positions, gathered, end, options)
 
     begin = jnp.full_like(end, origin)
@@ -157,6 +157,7 @@ def _gather(
     value_cache: Array,
     blocks: Int32[Array, "n c"],
     positions: Array,
+    head_size: int,
     options: AttentionOptions,
 ) -> Tile:
     """Gathers the named blocks of both caches, of any layout, as a tile."""
@@ -178,6 +179,10 @@ def _gather(
         case "vllm":
             key, value = tokens(key_cache, (0, 1, 4, 2, 3, 5)), tokens(value_cache, (0, 1, 4, 2, 3))
             key = key.reshape(value.shape)
+        case Interleaved():
+            rows = 2 * num_kv_heads(key_cache, options.layout)
+            pairs = tokens(key_cache, (0, 1, 2, 3, 4))[:, :, :rows, :head_size]
+            key, value = pairs[:, :, ::2], pairs[:, :, 1::2]
     return Tile(key, value, positions, scales(options.k_scale), scales(options.v_scale))
 
 

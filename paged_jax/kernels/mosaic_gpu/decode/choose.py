@@ -125,6 +125,8 @@ def refusals(problem: Problem, gpu: Device) -> list[str]:
             reasons.append(f"lacks head_size {problem.head_size} in layout 'vllm', takes multiples of 64")
         if problem.block_size > 64:
             reasons.append(f"lacks block_size {problem.block_size} in layout 'vllm', takes up to 64")
+    if problem.interleaved:
+        reasons.append("lacks one pool of keys and values")
     if problem.block_sparse is not None:
         reasons.append("lacks block_sparse")
     return reasons

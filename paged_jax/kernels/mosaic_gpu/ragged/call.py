@@ -19,7 +19,7 @@ from paged_jax.kernels.mosaic_gpu.ragged.kernel import attend
 from paged_jax.kernels.mosaic_gpu.ragged.merge import MergeRefs, merge
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Inputs, Lengths
 from paged_jax.kernels.problem import Device, Problem, ScaleKind
-from paged_jax.options import AttentionOptions, head_axis
+from paged_jax.options import AttentionOptions, num_kv_heads
 from paged_jax.shapes import BlockTables, Cache, NewTokens, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
 
 _FEW_QUERIES = 4  # of a sequence, on average
@@ -46,7 +46,7 @@ def leads(operands: Any, *, prefix: bool = False) -> bool:
         return False
     if options.block_sparse is None:
         return True
-    has_groups = operands.query.shape[1] > operands.key_cache.shape[head_axis(options.layout)]
+    has_groups = operands.query.shape[1] > num_kv_heads(operands.key_cache, options.layout)
     return has_groups and max(options.block_sparse.head_sliding_step, 0) % options.block_sparse.vert_stride > 0
 
 

@@ -71,11 +71,11 @@ def add_tiles(
                 block = tl.max_constancy(block, tl.constexpr(cfg.run))
             block = block.to(tl.int64)
             slot = tokens % cfg.problem.block_size
-            key_at = vectors(source.cache.key, block, slot, kv_head, problem.key_x, problem, width)
+            key_at = vectors(source.cache.key, block, slot, kv_head, False, problem, width)
             if cfg.problem.layout == "vllm" and not masked:
                 value_at = _columns(source.cache.value, block, slot, kv_head, cfg)
             else:
-                value_at = vectors(source.cache.value, block, slot, kv_head, 1, problem, width)
+                value_at = vectors(source.cache.value, block, slot, kv_head, True, problem, width)
             scale_at = (block * cfg.problem.num_kv_heads + kv_head) * cfg.problem.block_size + slot
             if cfg.problem.k_scale == "slot":
                 k_factor = tl.load(source.cache.k_scale + scale_at, mask=wanted, other=0.0)
@@ -154,8 +154,8 @@ def numbers(opaque: tl.constexpr, cfg: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def vectors(cache, blocks, offsets, kv_head, x: tl.constexpr, pool: tl.constexpr, width: tl.constexpr):
-    """Returns pointers to the vectors [tokens, width] of the slots (blocks, offsets); blocks are 64-bit."""
+def vectors(cache, blocks, offsets, kv_head, values: tl.constexpr, pool: tl.constexpr, width: tl.constexpr):
+    """Returns pointers to the keys, or values, [tokens, width] of the slots (blocks, offsets); blocks are 64-bit."""
     d = tl.arange(0, width)
     if pool.layout == "hnd":
         start = ((blocks * pool.num_kv_heads + kv_head) * pool.block_size + offsets) * pool.head_size
@@ -163,7 +163,12 @@ def vectors(cache, blocks, offsets, kv_head, x: tl.constexpr, pool: tl.constexpr
     elif pool.layout == "nhd":
         start = ((blocks * pool.block_size + offsets) * pool.num_kv_heads + kv_head) * pool.head_size
         element = d
+    elif pool.interleaved:
+        row = 2 * kv_head + 1 if values else 2 * kv_head
+        start = ((blocks * pool.block_size + offsets) * pool.rows + row) * pool.row_size
+        element = d
     else:  # x neighbours of a vector lie together, and behind them those of the next token
+        x: tl.constexpr = 1 if values else pool.key_x
         start = (blocks * pool.num_kv_heads + kv_head) * (pool.head_size * pool.block_size) + offsets * x
         element = d // x * (pool.block_size * x) + d % x
     return cache + start[:, None] + element[None, :]

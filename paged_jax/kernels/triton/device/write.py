@@ -6,7 +6,7 @@ head_size bytes for each (token, kv head); a decode step writes so little that t
 
 `load_tokens` and `add_new_token` serve decode that writes on the way (`attend.py`).
 
-The caches are updated in place: `key_cache` and `value_cache` are outputs that alias inputs. `cfg` is a
+The caches are updated in place: the outputs `key_cache` and `value_cache`, or `kv_cache`, alias inputs. `cfg` is a
 `cache_tuning.WriteKernel`, in decode a `tuning.AttentionKernel`; `pool` a `problem.Pool`, `quantisation` a
 `cache_tuning.Quantisation`, and `width` the elements that a vector takes in registers.
 """
@@ -29,6 +29,24 @@ def write_kernel(
     key, value, slot_mapping, k_scale, v_scale, unused_key, unused_value, num_tokens, num_blocks,
     key_cache, value_cache, cfg: tl.constexpr,
 ):  # fmt: skip
+    cache = Cache(key_cache, value_cache, k_scale, v_scale)
+    _write(key, value, slot_mapping, cache, num_tokens, num_blocks, cfg)
+
+
+@triton.jit
+@no_type_check
+def write_interleaved_kernel(
+    key, value, slot_mapping, k_scale, v_scale, unused, num_tokens, num_blocks, kv_cache, cfg: tl.constexpr
+):
+    """Does what `write_kernel` does to one pool that holds keys and values."""
+    cache = Cache(kv_cache, kv_cache, k_scale, v_scale)
+    _write(key, value, slot_mapping, cache, num_tokens, num_blocks, cfg)
+
+
+@triton.jit
+@no_type_check
+def _write(key, value, slot_mapping, cache, num_tokens, num_blocks, cfg: tl.constexpr):
+    """One program quantises the vectors of one kv head of some tokens, and stores them."""
     pool: tl.constexpr = cfg.pool
     quantisation: tl.constexpr = cfg.quantisation
     kv_head = tl.program_id(0) % pool.num_kv_heads
@@ -38,7 +56,6 @@ def write_kernel(
     valid = (slot >= 0) & (slot // pool.block_size < num_blocks)
     # The vectors load while the slots are on their way.
     new_key, new_value = load_tokens(key, value, tokens, kv_head, given, pool, cfg.width)
-    cache = Cache(key_cache, value_cache, k_scale, v_scale)
     _store_tokens(new_key, new_value, cache, slot, kv_head, valid, pool, quantisation, cfg.width)
 
 
@@ -118,8 +135,8 @@ def _store_tokens(
         _store_across(new_key, new_value, cache, block, offset, kv_head, valid, pool, width)
     else:
         mask = valid[:, None] & (tl.arange(0, width) < pool.head_size)[None, :]
-        tl.store(vectors(cache.key, block, offset, kv_head, pool.key_x, pool, width), new_key, mask=mask)
-        tl.store(vectors(cache.value, block, offset, kv_head, 1, pool, width), new_value, mask=mask)
+        tl.store(vectors(cache.key, block, offset, kv_head, False, pool, width), new_key, mask=mask)
+        tl.store(vectors(cache.value, block, offset, kv_head, True, pool, width), new_value, mask=mask)
     return new_key, new_value
 
 
@@ -138,7 +155,7 @@ def _store_across(
     mask = valid[:, None, None] & (chunk * x < pool.head_size)[None, :, None]
     tl.store(cache.key + at + tl.arange(0, x)[None, None, :], chunks, mask=mask)
     mask = valid[:, None] & (tl.arange(0, width) < pool.head_size)[None, :]
-    tl.store(vectors(cache.value, block, offset, kv_head, 1, pool, width), new_value, mask=mask)
+    tl.store(vectors(cache.value, block, offset, kv_head, True, pool, width), new_value, mask=mask)
 
 
 @triton.jit
@@ -181,7 +198,7 @@ def _divide(x, divisor, quantisation: tl.constexpr):
 @no_type_check
 def _code(x, dtype: tl.constexpr, quantisation: tl.constexpr):
     """Rounds x to nearest even, as the cache has it; float8 by hand where the GPU has no instruction for it."""
-    if quantisation.native:
+    if quantisation.native or x.dtype == dtype:
         code = x.to(dtype)
     elif quantisation.cache_dtype == "float8_e4m3fn":
         code = _float8(x, 3, 7).to(dtype, bitcast=True)

@@ -1,0 +1,233 @@
+"""Tests `paged_jax.compat.rpa` against its definition, over the parameters of tpu-inference's own tests.
+
+On a GPU the tests run its kernels; the Triton kernels run in Triton's interpreter too (test_triton.py).
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import paged_jax
+from paged_jax.compat import rpa
+from tests import cuda_programs, rpa_cases
+from tests.rpa_cases import Case
+from tests.test_partition import COLLECTIVES, make_mesh
+
+# The others of the large cases are slow.
+FIRST = ("complex-bfloat16-17-12x2-80", "complex-hd64-bfloat16-17-5x1", "window-5", "window-hd64-128", "soft-cap-50.0")
+
+
+def run(function, *arrays, **options):
+    """Runs a call as users do: jitted, with the pool donated."""
+    jitted = jax.jit(functools.partial(function, **options), donate_argnums=3)
+    with jax.default_device(jax.devices("cpu")[0]):
+        return jax.tree.map(np.asarray, jitted(*arrays))
+
+
+@pytest.mark.parametrize("case", rpa_cases.SMALL, ids=str)
+def test_small(case):
+    rpa_cases.hold(case, run)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] * (case.name not in FIRST)) for case in rpa_cases.GRID],
+    ids=str,
+)
+def test_the_parameters_of_tpu_inference(case):
+    rpa_cases.hold(case, run)
+
+
+def large_pool(case, times=64):
+    """A case's arrays, with a pool beside which all other memory of the call is small."""
+    arrays = [jnp.asarray(x) for x in rpa_cases.make(case).arrays]
+    arrays[3] = jnp.tile(arrays[3], (times, *[1] * (arrays[3].ndim - 1)))
+    return arrays
+
+
+def pool_copies(text, pool):
+    """Finds the copies of a whole pool in a compiled program, whatever its axes are."""
+    found = []
+    for line in text.splitlines():
+        m = re.search(r"= \w+\[([\d,]+)\]\S* (copy|copy-start|transpose|convert|concatenate|pad|slice)\(", line)
+        if m and np.prod([int(n) for n in m.group(1).split(",")]) >= pool.size // 2:
+            found.append(line)
+    return found
+
+
+@pytest.mark.parametrize("name", ["plain-bfloat16", "padded-lanes", "padded-rows", "padded-hd64"])
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_a_donated_pool_is_read_and_written_in_place(name, platform):
+    case = rpa_cases.BY_NAME[name]
+    with jax.default_device(jax.devices(platform)[0]):
+        arrays = large_pool(case)
+        pool = arrays[3]
+        fun = functools.partial(rpa_cases.function(case), **dict(case.options))
+        compiled = jax.jit(fun, donate_argnums=3).lower(*arrays).compile()
+        memory = compiled.memory_analysis()
+        assert memory.alias_size_in_bytes == pool.nbytes
+        assert memory.temp_size_in_bytes < pool.nbytes // 2
+        assert not pool_copies(compiled.as_text(), pool)
+        before = pool.unsafe_buffer_pointer()
+        assert compiled(*arrays)[1].unsafe_buffer_pointer() == before
+
+
+@pytest.mark.skipif(cuda_programs.lacks() is not None, reason=str(cuda_programs.lacks()))
+def test_the_program_for_a_gpu_copies_no_pool(tmp_path):
+    """Nothing but bitcasts stands between the donated pool and the two kernels; there is no GPU here."""
+    names = ["plain-bfloat16", "padded-lanes", "padded-rows", "padded-hd64"]
+    for name, facts in zip(names, cuda_programs.described(names, tmp_path), strict=True):
+        assert facts["aliased"] == facts["pool"], name
+        assert facts["scratch"] < facts["pool"] // 100, name
+        assert set(facts["on_pools"]) - {"bitcast"} == {"parameter", "custom-call"}, name
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_on_sharded_arrays_each_device_computes_its_heads(kind):
+    case = Case("sharded", rpa_cases.SMALL[0].lens, (8, 4), 64, "float32", pool="plain", sink=True)
+    made = rpa_cases.make(case)
+    whole = run(rpa.ragged_paged_attention, *made.arrays)
+    mesh, heads = make_mesh(kind), P(None, "tp")
+    specs = [heads, heads, heads, P(None, None, "tp"), P(), P(), P(), P(), P("tp")]
+    arrays = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(made.arrays, specs, strict=True)]
+    compiled = jax.jit(rpa.ragged_paged_attention, donate_argnums=3).lower(*arrays).compile()
+    assert not re.search(COLLECTIVES, compiled.as_text())
+    out, pool = compiled(*arrays)
+    assert out.sharding.is_equivalent_to(arrays[0].sharding, 3)
+    assert pool.sharding.is_equivalent_to(NamedSharding(mesh, specs[3]), 5)
+    np.testing.assert_allclose(out, whole[0], atol=2e-6)
+    np.testing.assert_array_equal(pool, whole[1])
+
+
+@pytest.mark.parametrize("name", ["padded-rows", "padded-hd64"])
+def test_a_pool_with_padded_rows_stays_whole(name):
+    case, mesh = rpa_cases.BY_NAME[name], make_mesh()
+
+    def on_a_mesh(function, *arrays, **options):
+        arrays = [jax.device_put(x, NamedSharding(mesh, P())) for x in arrays]
+        arrays[3] = jax.device_put(arrays[3], NamedSharding(mesh, P(None, None, None, "dp")))
+        return run(function, *arrays, **options)
+
+    rpa_cases.hold(case, on_a_mesh)
+
+
+def test_under_vmap_and_in_a_shard_map():
+    case = rpa_cases.BY_NAME["plain-packed"]
+    made = rpa_cases.make(case)
+    call = functools.partial(rpa.ragged_paged_attention, **made.options)
+    batch = [np.stack([x, x]) for x in made.arrays]
+    out, pool = jax.jit(jax.vmap(call))(*batch)
+    one = run(rpa.ragged_paged_attention, *made.arrays, **made.options)
+    for i in range(2):
+        np.testing.assert_array_equal(out[i], one[0])
+        np.testing.assert_array_equal(np.asarray(pool[i]).view(np.uint8), one[1].view(np.uint8))
+    mesh, rows = make_mesh(), P("tp")
+    mapped = jax.shard_map(
+        lambda *arrays: jax.tree.map(lambda x: x[None], call(*(x[0] for x in arrays))),
+        mesh=mesh, in_specs=rows, out_specs=rows,
+    )  # fmt: skip
+    out, pool = jax.jit(mapped)(*[np.stack([x] * mesh.shape["tp"]) for x in made.arrays])
+    np.testing.assert_array_equal(out[-1], one[0])
+
+
+def test_keywords_for_tpus_change_nothing():
+    made = rpa_cases.make(rpa_cases.BY_NAME["plain-bfloat16"])
+    tuning = {name: None for name in rpa.TpuTuning.__annotations__ if name != "skip_kv_mask"}
+    tuning |= {"m_block_sizes": (64, 256, 32, 128), "vmem_limit_bytes": 2**20, "skip_kv_mask": False}
+    plain, tuned = (run(rpa.ragged_paged_attention, *made.arrays, **more) for more in ({}, tuning))
+    np.testing.assert_array_equal(plain[0], tuned[0])
+
+
+def test_pages_may_have_a_row_for_each_sequence():
+    made = rpa_cases.make(rpa_cases.BY_NAME["plain-bfloat16"])
+    arrays = list(made.arrays)
+    arrays[5] = arrays[5].reshape(len(arrays[4]), -1)
+    out, _ = run(rpa.ragged_paged_attention, *arrays, **made.options, out_dtype=jnp.float32)
+    assert out.dtype == np.float32
+    np.testing.assert_array_equal(out, run(rpa.ragged_paged_attention, *made.arrays, **made.options)[0])
+
+
+def test_it_computes_what_separate_pools_give():
+    case = rpa_cases.BY_NAME["plain-bfloat16"]
+    made = rpa_cases.make(case)
+    key_cache, value_cache = made.pool[:, :, ::2], made.pool[:, :, 1::2]
+    kv_lens, pages, starts = (x for i, x in enumerate(made.arrays) if i in (4, 5, 6))
+    count = len(case.lens)
+    tables = pages.reshape(len(kv_lens), -1)[:count]
+    separate = run(
+        lambda query, key_cache, value_cache, _, *step: paged_jax.ragged_paged_attention(
+            query, key_cache, value_cache, *step, layout="nhd", scale=0.2
+        ),
+        made.arrays[0], key_cache, value_cache, np.zeros(1), tables, kv_lens[:count], starts[: count + 1],
+    )  # fmt: skip
+    np.testing.assert_array_equal(separate, run(rpa.ragged_paged_attention, *made.arrays, **made.options)[0])
+
+
+F8 = jnp.float8_e4m3fn
+WRONG = [
+    (0, lambda x: x[0], ValueError, r"queries must have shape \[max_num_tokens, num_q_heads, head_dim\], got"),
+    (0, lambda x: x.astype(F8), TypeError, "queries must have dtype float16 or bfloat16 or float32, got float8"),
+    (1, lambda x: x[:3], ValueError, r"keys must have shape \[max_num_tokens, num_kv_heads, head_dim\] = \(22, "),
+    (1, lambda x: x.astype(F8), TypeError, "keys must have dtype .*, got float8_e4m3fn"),
+    (2, lambda x: x[:, :1], ValueError, r"values must have shape .* = \(22, 2, 64\), got \(22, 1, 64\)"),
+    (2, lambda x: x.astype(np.float32), TypeError, "values must have keys' dtype bfloat16, got float32"),
+    (3, lambda x: x[0, 0], ValueError, r"kv_cache must have shape \[num_pages, page_size, 2 \* num_kv_heads, "),
+    (3, lambda x: x[:, :3], ValueError, "page_size must be one of .*, got 3"),
+    (3, lambda x: x[:, :, :2], ValueError, "kv_cache must have 2 \\* num_kv_heads = 4 rows a slot, .* got 2 in"),
+    (3, lambda x: x[..., :48], ValueError, "kv_cache must have head_dim = 64 elements a row, or the next multiple"),
+    (3, lambda x: x.astype(np.float64), TypeError, "kv_cache must have dtype .*, got float64"),
+    (4, lambda x: x.astype(np.int64), TypeError, "kv_lens must have dtype int32, got int64"),
+    (5, lambda x: x[:-1], ValueError, r"page_indices must have shape .*, max_num_seqs is 7, got"),
+    (6, lambda x: x[:-1], ValueError, r"cu_q_lens must have shape \[max_num_seqs \+ 1\] = \(8,\), got \(7,\)"),
+    (7, lambda x: x[:2], ValueError, r"distribution must have shape \[3\] = \(3,\), got \(2,\)"),
+]
+
+
+@pytest.mark.parametrize(("place", "change", "error", "words"), WRONG, ids=[words[:24] for *_, words in WRONG])
+def test_wrong_arrays_are_refused_in_words(place, change, error, words):
+    arrays = list(rpa_cases.make(rpa_cases.BY_NAME["plain-bfloat16"]).arrays)
+    arrays[place] = change(arrays[place])
+    with pytest.raises(error, match=words):
+        rpa.ragged_paged_attention(*arrays)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"sliding_window": 0}, ValueError, "sliding_window must be at least 1, got 0"),
+        ({"soft_cap": 0.0}, ValueError, "cap must be from .* got 0.0"),
+        ({"use_causal_mask": False, "sliding_window": 3}, ValueError, "sliding_window must be None with causal=False"),
+        ({"skip_kv_mask": True}, ValueError, "skip_kv_mask must be False with use_causal_mask=True"),
+        ({"bkv_sz": 3}, TypeError, "unexpected keyword argument 'bkv_sz'; keywords that are taken and ignored: mask_"),
+        ({"update_kv_cache": 1}, TypeError, "update_kv_cache must be a static bool, got int"),
+        ({"implementation": "mosaic_tpu"}, ValueError, "implementation must be one of"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_refused_in_words(options, error, words):
+    arrays = rpa_cases.make(rpa_cases.BY_NAME["plain-bfloat16"]).arrays
+    with pytest.raises(error, match=words):
+        rpa.ragged_paged_attention(*arrays, **options)
+
+
+def test_an_int8_pool_needs_scales_and_takes_no_q_scale():
+    made = rpa_cases.make(rpa_cases.BY_NAME["new-tokens-wider"])
+    with pytest.raises(ValueError, match="k_scale must be given for caches of int8"):
+        rpa.ragged_paged_attention(*made.arrays)
+    with pytest.raises(ValueError, match=r"q_scale must be None for a pool of int8, got 0\.5"):
+        rpa.ragged_paged_attention(*made.arrays, **made.options, q_scale=0.5)
+
+
+def test_heads_of_64_need_their_pool():
+    arrays = rpa_cases.make(rpa_cases.BY_NAME["plain-bfloat16"]).arrays
+    with pytest.raises(ValueError, match=r"kv_cache must have shape .*, 128\] or .*, packing, 128\], got"):
+        rpa.ragged_paged_attention_hd64(*arrays)
+    arrays = rpa_cases.make(rpa_cases.BY_NAME["not-updated"]).arrays
+    with pytest.raises(ValueError, match=r"queries must have shape \[max_num_tokens, num_q_heads, 64\], got"):
+        rpa.ragged_paged_attention_hd64(*arrays)
