@@ -108,7 +108,7 @@ def test_export_round_trip(op):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no CUDA plugin for JAX")
-@pytest.mark.parametrize("op", [op for op in OPS if op not in LATENT_OPS])
+@pytest.mark.parametrize("op", OPS)
 def test_lowers_for_cuda_without_a_gpu(op):
     fun, arrays = bind(op)
     text = jax.jit(fun).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()

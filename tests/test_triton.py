@@ -77,6 +77,12 @@ INTERPRETED = [
     "rpa-padded-rows",
     "rpa-padded-hd64",
     "rpa-new-tokens-wider",
+    "latent-bfloat16",
+    "latent-e4m3",
+    "latent-float32",
+    "split-latents",
+    "moved-latents-bfloat16",
+    "moved-latents-float8_e5m2",
 ]
 INTERPRETED_TOO = [
     "nhd-float32",
@@ -95,6 +101,14 @@ INTERPRETED_TOO = [
     "rpa-padded-hd64-e5m2",
     "rpa-all-of-it",
     "rpa-q-scale",
+    "latent-everything",
+    "latent-all-of-it",
+    "latent-largest",
+    "latent-smallest",
+    "latent-int8",
+    "latent-huge-logits",
+    "moved-latents-int8",
+    "moved-latents-float8_e4m3fn",
 ]
 
 

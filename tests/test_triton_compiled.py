@@ -10,7 +10,11 @@ import pytest
 import paged_jax
 from paged_jax.kernels.problem import Device
 from paged_jax.kernels.triton import tuning
+<<<<<<< HEAD
 from tests import inputs, rpa_cases, test_decode, test_ragged
+=======
+from tests import inputs, latent_cases, test_decode, test_ragged
+>>>>>>> de69512 (Triton: multi-head latent attention, ragged attention over tiles that are keys and values at once; the write of latents)
 from tests.cases import Case, Sparse
 from tests.test_triton import BY_NAME, needs_triton, on_a_gpu
 
@@ -141,14 +145,18 @@ def pairs():
     ids=str,
 )
 def test_compiles(capability, op, case, tmp_path, monkeypatch):
-    """Each launch compiles to a cubin that fits the architecture's shared memory."""
+    hold_launches(lambda: call(op, case), capability, tmp_path, monkeypatch)
+
+
+def hold_launches(calls, capability, tmp_path, monkeypatch):
+    """Checks that each launch compiles to a cubin that fits the architecture's shared memory."""
     from tests import triton_interpreter
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     gpu = Device(capability, 100)
     launches = []
     with triton_interpreter.recorded(launches, gpu):
-        call(op, case)
+        calls()
     assert launches
     for made in launches:
         result = triton_interpreter.compiled(made, capability)
@@ -158,6 +166,37 @@ def test_compiles(capability, op, case, tmp_path, monkeypatch):
         assert max(factors, default=0) < 2**25, made.config
         assert not products_joined_to_other_lanes(result.asm["ptx"]), made.config
         assert result.metadata.shared <= tuning.shared_memory(gpu), made.config
+
+
+LATENTS = [
+    *((capability, "deepseek") for capability in (80, 86, 90, 100, 120)),
+    *((capability, "e4m3") for capability in (89, 90)),
+    *((80, "int8"), (86, "largest"), (90, "float32"), (90, "largest"), (100, "everything"), (120, "many-heads")),
+]
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("capability", "name"),
+    [
+        pytest.param(*each, marks=[pytest.mark.slow] * (each not in ((80, "deepseek"), (89, "e4m3"))))
+        for each in LATENTS
+    ],
+)
+def test_latents_compile(capability, name, tmp_path, monkeypatch):
+    case = next(case for case in latent_cases.CASES if str(case) == name)
+    made = latent_cases.make(case)
+    latents = np.zeros((5, case.case.head_size), np.float32)
+    cache, options = made.decode["latent_cache"], made.arrays | made.static
+
+    def calls():
+        paged_jax.mla_paged_attention(**made.decode, **options)
+        paged_jax.ragged_mla_attention(**made.ragged, **options)
+        scale = made.arrays.get("latent_scale")
+        paged_jax.write_to_latent_cache(latents, cache, np.arange(5, dtype=np.int32), scale=scale)
+        paged_jax.copy_blocks(cache, None, np.zeros((3, 2), np.int32))
+
+    hold_launches(calls, capability, tmp_path, monkeypatch)
 
 
 def products_joined_to_other_lanes(ptx):

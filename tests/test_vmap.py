@@ -106,7 +106,7 @@ def test_slots_of_float8_that_no_call_writes_keep_their_bits(op, written):
             assert_same_bytes(np.asarray(actual)[n], np.asarray(expected), f"pool of call {n}")
 
 
-@pytest.mark.parametrize("op", [op for op in WRITING_OPS if op != "write_to_latent_cache"])
+@pytest.mark.parametrize("op", WRITING_OPS)
 def test_float8_is_never_seen_as_bytes_on_a_gpu(op):
     """There the kernels write to the pools themselves, and a view of their bytes might be a copy."""
     fun, arrays = bind(op)

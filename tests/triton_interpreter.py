@@ -25,8 +25,13 @@ import numpy as np
 
 from paged_jax import _dispatch
 from paged_jax.kernels.problem import Device
+<<<<<<< HEAD
 from paged_jax.kernels.triton import cache_ops, cache_tuning, launch, tuning
 from tests import rpa_cases, test_cache_ops, test_decode, test_ragged, test_write_and_attend
+=======
+from paged_jax.kernels.triton import cache_ops, cache_tuning, launch, mla_tuning, tuning
+from tests import test_cache_ops, test_decode, test_mla, test_ragged, test_write_and_attend
+>>>>>>> de69512 (Triton: multi-head latent attention, ragged attention over tiles that are keys and values at once; the write of latents)
 from tests.cases import DECODE_CASES, Case, Sparse
 
 _TYPES = {
@@ -76,7 +81,9 @@ def standing_in(triton_call, device=None):
         return triton_call(Launch(kernel, inputs, out_type, cfg, grid, input_output_aliases or {}))
 
     package = importlib.import_module("paged_jax.kernels.triton")
-    device_code = [f"{package.__name__}.device.{file}" for file in ("attend", "pieces", "reduce", "write", "copy")]
+    device_code = [
+        f"{package.__name__}.device.{file}" for file in ("attend", "latent", "pieces", "reduce", "write", "copy")
+    ]
     for name in ("triton.compiler", *device_code):
         importlib.import_module(name)  # imported now, since imports under the patched sys.modules are lost
 
@@ -296,17 +303,21 @@ def compiled(made, capability):
 def short_splits(tile=16):
     """Makes ragged attention split contexts of a few tiles; raises an error unless every launch does."""
 
-    def shorter(*args, original=tuning.attention, **keywords):
-        return dataclasses.replace(original(*args, **keywords), least_split=1, tile=tile)
+    def shorter(original):
+        return lambda *args, **keywords: dataclasses.replace(original(*args, **keywords), least_split=1, tile=tile)
 
     def call(module, kernel, *args, original=launch.call, **keywords):
         results = original(module, kernel, *args, **keywords)
-        if kernel == "ragged_kernel":
+        if kernel in ("ragged_kernel", "latent_kernel"):
             exp_sums = np.asarray(results[3])
             assert not np.isnan(exp_sums).all(), "no context was split"
         return results
 
-    with mock.patch.object(tuning, "attention", shorter), mock.patch.object(launch, "call", call):
+    with (
+        mock.patch.object(tuning, "attention", shorter(tuning.attention)),
+        mock.patch.object(mla_tuning, "tuning_of", shorter(mla_tuning.tuning_of)),
+        mock.patch.object(launch, "call", call),
+    ):
         yield
 
 
@@ -322,9 +333,18 @@ def run(function, *, quick=True, **arrays):
     return jax.tree.map(np.asarray, function(**arrays, implementation="triton"))
 
 
+<<<<<<< HEAD
 def run_rpa(function, *arrays, **options):
     """Does what `run` does, for `rpa_cases.hold`."""
     return jax.tree.map(np.asarray, function(*arrays, **options, implementation="triton"))
+=======
+def hold_latents(name):
+    """Runs the tests of multi-head latent attention on a case."""
+    case = next(case for case in test_mla.CASES if str(case) == name)
+    test_mla.test_decode(case, run)
+    if case.case.query_lens is not None:
+        test_mla.hold_ragged(case, run)
+>>>>>>> de69512 (Triton: multi-head latent attention, ragged attention over tiles that are keys and values at once; the write of latents)
 
 
 def main(names):
@@ -356,6 +376,14 @@ def main(names):
                 test_decode.test_paged_attention_picks_one_of_them(name, run)
                 if cases[name].query_lens is not None:
                     test_ragged.test_ragged_and_prefix(cases[name], run)
+            elif name == "split-latents":
+                with interpreted(Device(90, 8)), short_splits():
+                    hold_latents("long")
+            elif name.startswith("latent-"):
+                hold_latents(name.removeprefix("latent-"))
+            elif name.startswith("moved-latents-"):
+                test_mla.test_write(name.removeprefix("moved-latents-"), run)
+                test_mla.test_copy_and_swap_blocks(name.removeprefix("moved-latents-"), run)
             elif name in not_causal:
                 test_ragged.test_without_causality_every_query_sees_all_of_its_sequence(not_causal[name], run)
                 if name == "all-of-it":

@@ -107,6 +107,11 @@ class Pool:
             row_size=row_size,
         )
 
+    @classmethod
+    def of_latents(cls, latent_cache: Array, head_size: int, scale: Array | None) -> "Pool":
+        """The facts of a latent cache, as of one kv head; `head_size` elements of each vector count."""
+        return Pool.of(latent_cache[:, :, None], head_size, "nhd", scale, scale)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Attention(Pool):
@@ -117,6 +122,8 @@ class Attention(Pool):
       query_dtype: the name of the dtype of the queries and of the output.
       per_head: for each option that has a value for each head, whether the call has it.
       sliding_window, logits_soft_cap, block_sparse, causal: as in `paged_jax.options.AttentionOptions`.
+      latent_size: elements of a latent, whose first `head_size` elements are the value; None if the cache is no latent
+        cache. A latent cache has one kv head.
     """
 
     num_heads: int
@@ -126,6 +133,7 @@ class Attention(Pool):
     logits_soft_cap: float | None
     block_sparse: BlockSparse | None
     causal: bool
+    latent_size: int | None = None
 
     @property
     def group(self) -> int:
@@ -163,8 +171,23 @@ class Problem(Attention):
         cls, query: Array, key_cache: Array, value_cache: Array, block_tables: Array, options: AttentionOptions
     ) -> "Problem":
         """The facts of a call, from its validated arrays and options."""
-        num_tokens, num_heads, head_size = query.shape
-        pool = Pool.of(value_cache, head_size, options.layout, options.k_scale, options.v_scale)
+        pool = Pool.of(value_cache, query.shape[2], options.layout, options.k_scale, options.v_scale)
+        return cls._of(pool, query, value_cache.shape[0], block_tables, options)
+
+    @classmethod
+    def of_latents(
+        cls, query: Array, latent_cache: Array, block_tables: Array, options: AttentionOptions, value_size: int
+    ) -> "Problem":
+        """The facts of a call of multi-head latent attention, from its validated arrays and options."""
+        pool = Pool.of_latents(latent_cache, value_size, options.k_scale)
+        made = cls._of(pool, query, latent_cache.shape[0], block_tables, options)
+        return dataclasses.replace(made, latent_size=latent_cache.shape[2])
+
+    @classmethod
+    def _of(
+        cls, pool: Pool, query: Array, num_blocks: int, block_tables: Array, options: AttentionOptions
+    ) -> "Problem":
+        num_tokens, num_heads, _ = query.shape
         window = options.sliding_window
         return Problem(
             **vars(pool),
@@ -177,7 +200,7 @@ class Problem(Attention):
             causal=options.causal,
             num_seqs=block_tables.shape[0],
             num_tokens=num_tokens,
-            num_blocks=key_cache.shape[0],
+            num_blocks=num_blocks,
             max_blocks_per_seq=block_tables.shape[1],
             max_seq_len=options.max_seq_len,
             max_query_len=options.max_query_len,

@@ -7,5 +7,8 @@ from paged_jax.kernels.triton.decode import paged_attention as paged_attention
 from paged_jax.kernels.triton.decode import paged_attention_v1 as paged_attention_v1
 from paged_jax.kernels.triton.decode import paged_attention_v2 as paged_attention_v2
 from paged_jax.kernels.triton.decode import write_and_attend as write_and_attend
+from paged_jax.kernels.triton.mla import mla_paged_attention as mla_paged_attention
+from paged_jax.kernels.triton.mla import ragged_mla_attention as ragged_mla_attention
+from paged_jax.kernels.triton.mla import write_to_latent_cache as write_to_latent_cache
 from paged_jax.kernels.triton.ragged import prefix_attention as prefix_attention
 from paged_jax.kernels.triton.ragged import ragged_paged_attention as ragged_paged_attention

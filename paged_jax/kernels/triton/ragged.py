@@ -1,9 +1,12 @@
 """Ragged attention: the device finds the tiles of queries, of prefill, chunks and decodes, in one launch."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
+from jax import Array
 
-from paged_jax.kernels.problem import OptionArrays, Problem
+from paged_jax.kernels.problem import Device, OptionArrays, Problem
 from paged_jax.kernels.triton import launch, ragged_tuning, tuning
 from paged_jax.kernels.triton.integers import cdiv
 from paged_jax.kernels.triton.ragged_tuning import PIECE_FIELDS, Grid
@@ -55,43 +58,45 @@ def _ragged(
     kernel, grid = ragged_tuning.tune(problem, gpu, prefix=key is not None)
     if problem.num_tokens == 0:
         return jnp.zeros(query.shape, query.dtype), jnp.zeros((0, problem.num_heads), jnp.float32)
-    num_head_tiles = problem.num_kv_heads * kernel.head_tiles
-    lengths, pieces, split_tiles = (seq_lens, query_start_loc), query_start_loc, query_start_loc
-    if not kernel.tuning.final:  # otherwise the kernel does not read these
-        counts = grid.pieces, grid.split_tiles
-        scalars = problem.num_tokens, problem.num_seqs, problem.max_seq_len, grid.at_once, *counts
-        described = [jax.ShapeDtypeStruct((count, PIECE_FIELDS), jnp.int32) for count in counts]
-        num_programs = cdiv(grid.pieces, kernel.tuning.plan)
-        pieces, split_tiles = launch.call(
-            "pieces", "plan_kernel", kernel, num_programs, lengths, scalars, described, gpu
-        )
-
+    lengths = seq_lens, query_start_loc
+    pieces, split_tiles = split(problem, kernel, grid, lengths, gpu)
     new = query if key is None else key, query if value is None else value  # the kernel does not read absent ones
     options_in_order = OptionArrays.of(options)
     arrays = query, *new, key_cache, value_cache, block_tables, *lengths, pieces, *options_in_order.flat
     scalars = problem.num_tokens, problem.num_seqs, problem.max_blocks_per_seq, problem.max_seq_len, grid.pieces
-    shapes = _shapes(query, kernel, grid)
-    num_programs = grid.pieces * num_head_tiles
-    out, lse, *parts = launch.call("attend", "ragged_kernel", kernel, num_programs, arrays, scalars, shapes, gpu)
+    shapes = ragged_tuning.result_shapes(jax.ShapeDtypeStruct(query.shape, query.dtype), kernel, grid)
+    num_programs = grid.pieces * problem.num_kv_heads * kernel.head_tiles
+    parts = launch.call("attend", "ragged_kernel", kernel, num_programs, arrays, scalars, shapes, gpu)
+    return results(kernel, grid, parts, split_tiles, options_in_order.per_head.sinks, gpu)
+
+
+def split(
+    problem: Problem, kernel: AttentionKernel, grid: Grid, lengths: tuple[Array, Array], gpu: Device
+) -> tuple[Array, Array]:
+    """Describes all pieces, and the tiles of queries with several splits; if nothing is split, arrays not to read."""
+    if kernel.tuning.final:
+        return lengths[1], lengths[1]
+    counts = grid.pieces, grid.split_tiles
+    scalars = problem.num_tokens, problem.num_seqs, problem.max_seq_len, grid.at_once, *counts
+    described = [jax.ShapeDtypeStruct((count, PIECE_FIELDS), jnp.int32) for count in counts]
+    num_programs = cdiv(grid.pieces, kernel.tuning.plan)
+    pieces, split_tiles = launch.call("pieces", "plan_kernel", kernel, num_programs, lengths, scalars, described, gpu)
+    return pieces, split_tiles
+
+
+def results(
+    kernel: AttentionKernel, grid: Grid, parts: Sequence[Array], split_tiles: Array, sinks: Array, gpu: Device
+) -> tuple[Array, Array]:
+    """Makes out and lse of what the kernel left: out, lse and the splits' tmp_out, exp_sums and max_logits."""
+    out, lse, *splits = parts
     if kernel.tuning.final:
         return out, lse
-
     reduce = ragged_tuning.reduce(kernel, grid, gpu)
-    arrays, whole = (*parts, split_tiles, options_in_order.per_head.sinks), (out, lse)
+    arrays, whole = (*splits, split_tiles, sinks), (out, lse)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in whole]
+    num_head_tiles = kernel.problem.num_kv_heads * kernel.head_tiles
     num_programs = grid.split_tiles * num_head_tiles * reduce.groups * reduce.parts
     out, lse = launch.call(
-        "reduce", "ragged_reduce_kernel", reduce, num_programs, arrays, (), shapes[:2], gpu, in_place=whole
+        "reduce", "ragged_reduce_kernel", reduce, num_programs, arrays, (), shapes, gpu, in_place=whole
     )
     return out, lse
-
-
-def _shapes(query: RaggedQuery, kernel: AttentionKernel, grid: Grid) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The shapes of the kernel's results: out, lse, and the splits' tmp_out, exp_sums and max_logits, if any."""
-    num_tokens, num_heads, head_size = query.shape
-    lse = jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32)
-    residual = grid.places, kernel.problem.num_kv_heads * kernel.head_tiles, kernel.tuning.rows
-    if kernel.tuning.final:
-        residual = 1, 1, 1
-    tmp_out = jax.ShapeDtypeStruct((*residual, 1 if kernel.tuning.final else head_size), jnp.float32)
-    parts = tmp_out, *[jax.ShapeDtypeStruct(residual, jnp.float32)] * 2
-    return jax.ShapeDtypeStruct(query.shape, query.dtype), lse, *parts

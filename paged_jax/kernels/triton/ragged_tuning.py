@@ -5,6 +5,9 @@
 
 from dataclasses import dataclass, replace
 
+import jax
+import jax.numpy as jnp
+
 from paged_jax.kernels.problem import Device, Problem
 from paged_jax.kernels.triton import tuning
 from paged_jax.kernels.triton.integers import cdiv, power_of_two
@@ -71,6 +74,12 @@ def tune(problem: Problem, gpu: Device, *, prefix: bool) -> tuple[AttentionKerne
     # By this average decode batches get small tiles, and prompts large ones. It is at least 2: 1 is decode's tuning.
     queries_per_seq = max(2, cdiv(problem.num_tokens, max(problem.num_seqs, 1)))
     tuned = tuning.attention(problem, gpu, queries_per_seq=queries_per_seq, prefix=prefix)
+    tuned, grid = shared(problem, tuned, gpu)
+    return AttentionKernel(problem.attention, tuned, prefix), grid
+
+
+def shared(problem: Problem, tuned: Tuning, gpu: Device) -> tuple[Tuning, Grid]:
+    """Chooses whether contexts are split, and gives the grid."""
     head_tiles = problem.num_kv_heads * AttentionKernel(problem.attention, tuned).head_tiles
     at_once = gpu.num_multiprocessors * _programs_at_once(tuned) // head_tiles
     # If full tiles of queries fill the GPU, splits gain nothing: LOG, "Contexts split".
@@ -78,11 +87,20 @@ def tune(problem: Problem, gpu: Device, *, prefix: bool) -> tuple[AttentionKerne
     scan = 32 if problem.num_seqs < 32 else 128
     if filled or at_once < 2 or cdiv(problem.max_seq_len, tuned.tile) < 2 * tuned.least_split:
         tiles = problem.num_tokens // tuned.queries + problem.num_seqs + 1  # the last ones are for the padding rows
-        return AttentionKernel(problem.attention, tuned, prefix), Grid(tiles, 0)
+        return tuned, Grid(tiles, 0)
     # Each sequence, and the padding rows, may have one nearly empty tile.
     tiles = (problem.num_tokens + (problem.num_seqs + 1) * (tuned.queries - 1)) // tuned.queries
-    kernel = AttentionKernel(problem.attention, replace(tuned, final=False, scan=scan), prefix)
-    return kernel, Grid(min(problem.num_tokens, tiles), at_once)
+    return replace(tuned, final=False, scan=scan), Grid(min(problem.num_tokens, tiles), at_once)
+
+
+def result_shapes(out: jax.ShapeDtypeStruct, kernel: AttentionKernel, grid: Grid) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The shapes of the kernel's results: out, lse, and the splits' tmp_out, exp_sums and max_logits, if any."""
+    lse = jax.ShapeDtypeStruct(out.shape[:2], jnp.float32)
+    residual = grid.places, kernel.problem.num_kv_heads * kernel.head_tiles, kernel.tuning.rows
+    if kernel.tuning.final:
+        residual = 1, 1, 1
+    tmp_out = jax.ShapeDtypeStruct((*residual, 1 if kernel.tuning.final else out.shape[2]), jnp.float32)
+    return out, lse, tmp_out, *[jax.ShapeDtypeStruct(residual, jnp.float32)] * 2
 
 
 def _programs_at_once(tuned: Tuning) -> int:

@@ -158,7 +158,7 @@ def _decode(inputs, new, batch, outputs, cfg: tl.constexpr):
         end = tl.where(given, tl.minimum(end, seq_len - 1), end)
     stretch, first, last = share_of(split, begin, end, seq_len - 1, kv_head, head_tile, num_splits, cfg)
 
-    cache_scale = _head_scale(inputs.k_scale, kv_head, tl.constexpr(problem.k_scale))
+    cache_scale = head_scale(inputs.k_scale, kv_head, tl.constexpr(problem.k_scale))
     tokens = tl.zeros_like(head) + seq
     q, factor = load_query(inputs.query, tokens, head, valid, tl.load(inputs.scale) * cache_scale, outputs.out, cfg)
     rows = rows_of(q, factor, position, inputs.per_head, kv_head, head, valid, cfg)
@@ -175,7 +175,7 @@ def _decode(inputs, new, batch, outputs, cfg: tl.constexpr):
     softmax = add_tiles(softmax, rows, paged, kv_head, stretch, first, last, True, True, cfg)
     if new is not None and not cfg.tuning.final:  # after a short loop, which then does not wait for the token
         softmax = add_new_token(softmax, rows, written, cache, kv_head, cfg)
-    softmax = _with_head_scale(softmax, inputs.v_scale, kv_head, tl.constexpr(problem.v_scale))
+    softmax = with_head_scale(softmax, inputs.v_scale, kv_head, tl.constexpr(problem.v_scale))
     softmax = with_largest_logit(softmax, factor, cfg)
 
     row = seq.to(tl.int64) * problem.num_heads + head
@@ -218,22 +218,22 @@ def ragged_kernel(
     table = block_tables + piece.seq.to(tl.int64) * table_width
     paged = Paged(Cache(key_cache, value_cache, k_scale, v_scale), table)
     softmax = _add_cached(nothing_seen(cfg), rows, paged, tile, head_tile, piece, cfg)
-    softmax = _with_head_scale(softmax, v_scale, tile.kv_head, tl.constexpr(cfg.problem.v_scale))
+    softmax = with_head_scale(softmax, v_scale, tile.kv_head, tl.constexpr(cfg.problem.v_scale))
     if cfg.prefix:
         new = NewTokens(key, value, piece.start)
         softmax = _add_new(softmax, with_factor(rows, new_factor), new, tile, head_tile, piece, cfg)
     softmax = with_largest_logit(softmax, factor, cfg)
     if cfg.tuning.final:
-        _store_whole(softmax, sinks, out, lse, piece.start + tile.queries, tile.head, tile.valid, cfg)
+        store_whole(softmax, sinks, out, lse, piece.start + tile.queries, tile.head, tile.valid, cfg)
     else:
-        _store_piece(softmax, sinks, outputs, load_piece(pieces, index, again=True), head_tile, num_head_tiles, cfg)
+        store_piece(softmax, sinks, outputs, load_piece(pieces, index, again=True), head_tile, num_head_tiles, cfg)
 
 
 @triton.jit
 @no_type_check
 def _ragged_rows(inputs, piece, tile, out, cfg: tl.constexpr):
     """Returns a tile's rows, the factor of their products with cached keys, and that of products with new ones."""
-    cache_scale = _head_scale(inputs.k_scale, tile.kv_head, tl.constexpr(cfg.problem.k_scale))
+    cache_scale = head_scale(inputs.k_scale, tile.kv_head, tl.constexpr(cfg.problem.k_scale))
     tokens = piece.start + tile.queries
     scale = tl.load(inputs.scale)
     if cfg.late_factor or not cfg.prefix:
@@ -248,13 +248,13 @@ def _ragged_rows(inputs, piece, tile, out, cfg: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _store_piece(softmax, sinks, outputs, piece, head_tile, num_head_tiles: tl.constexpr, cfg: tl.constexpr):
+def store_piece(softmax, sinks, outputs, piece, head_tile, num_head_tiles: tl.constexpr, cfg: tl.constexpr):
     """Stores out and lse of a piece that is its context's only split, or the unfinished softmax of another one."""
     tokens = piece.first_query + tl.arange(0, cfg.tuning.rows) // cfg.tuning.heads
     _kv_head, head, valid = heads_of_rows(tl.arange(0, cfg.tuning.rows), head_tile, cfg)
     valid = valid & (tokens < piece.query_len)
     if piece.num_splits == 1:
-        _store_whole(softmax, sinks, outputs.out, outputs.lse, piece.start + tokens, head, valid, cfg)
+        store_whole(softmax, sinks, outputs.out, outputs.lse, piece.start + tokens, head, valid, cfg)
     else:
         row = ((piece.place + piece.split) * num_head_tiles + head_tile).to(tl.int64) * cfg.tuning.rows
         row += tl.arange(0, cfg.tuning.rows)
@@ -266,7 +266,7 @@ def _store_piece(softmax, sinks, outputs, piece, head_tile, num_head_tiles: tl.c
 
 @triton.jit
 @no_type_check
-def _store_whole(softmax, sinks, out, lse, tokens, head, valid, cfg: tl.constexpr):
+def store_whole(softmax, sinks, out, lse, tokens, head, valid, cfg: tl.constexpr):
     """Stores out and lse of rows that have seen all their tokens."""
     row = tokens.to(tl.int64) * cfg.problem.num_heads + head
     result, log_sum, _, _ = finish(softmax, sinks, head, valid, tl.constexpr(cfg.problem.per_head.sinks))
@@ -325,7 +325,7 @@ def _add_new(softmax, rows, new, tile, head_tile, piece, cfg: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _head_scale(scale, kv_head, kind: tl.constexpr):
+def head_scale(scale, kv_head, kind: tl.constexpr):
     """Returns the scale that all of a kv head's cache has in common; 1 if there is none."""
     factor = 1.0
     if kind == "cache":
@@ -337,10 +337,10 @@ def _head_scale(scale, kv_head, kind: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _with_head_scale(softmax, v_scale, kv_head, kind: tl.constexpr):
-    """Returns the softmax of values that `_head_scale` has multiplied; the loop took them as the cache has them."""
+def with_head_scale(softmax, v_scale, kv_head, kind: tl.constexpr):
+    """Returns the softmax of values that `head_scale` has multiplied; the loop took them as the cache has them."""
     acc, max_logit, exp_sum = softmax
-    acc *= _head_scale(v_scale, kv_head, kind)
+    acc *= head_scale(v_scale, kv_head, kind)
     return Softmax(acc, max_logit, exp_sum)
 
 

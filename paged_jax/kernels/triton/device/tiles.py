@@ -87,14 +87,14 @@ def add_tiles(
             key_at = source.key + at[:, None] + element[None, :]
             value_at = source.value + at[:, None] + element[None, :]
         k = _load_tile(key_at, wanted, masked, cfg)
-        k = _to_float16(k, True) if cfg.tuning.staged_values and paged else _convert(k, rows.q.dtype)
+        k = _to_float16(k, True) if cfg.tuning.staged_values and paged else convert(k, rows.q.dtype)
         if paged and cfg.problem.layout == "vllm" and not masked:
             in_head = (tl.arange(0, cfg.tuning.width) < cfg.problem.head_size)[:, None]
-            v = tl.trans(_convert(tl.load(value_at, mask=in_head, other=0.0), rows.q.dtype))
+            v = tl.trans(convert(tl.load(value_at, mask=in_head, other=0.0), rows.q.dtype))
         elif cfg.tuning.staged_values and paged:
             v = _to_float16(_load_tile(value_at, wanted, masked, cfg), False)
         else:
-            v = _convert(_load_tile(value_at, wanted, masked, cfg), rows.q.dtype)
+            v = convert(_load_tile(value_at, wanted, masked, cfg), rows.q.dtype)
 
         logits = tl.dot(rows.q, tl.trans(k), input_precision="ieee")
         logits = logits_of(logits, k_factor, rows, tokens, seen, masked, cfg)
@@ -126,8 +126,8 @@ def add_token(softmax, rows, key, value, cache, kv_head, slot, token, begin, end
     k_factor = None
     if cfg.problem.k_scale == "slot":
         k_factor = tl.load(cache.k_scale + scale_at)
-    k = _convert(key, rows.q.dtype).to(tl.float32)
-    v = tl.where(wanted[:, None], _convert(value, rows.q.dtype).to(tl.float32), 0.0)
+    k = convert(key, rows.q.dtype).to(tl.float32)
+    v = tl.where(wanted[:, None], convert(value, rows.q.dtype).to(tl.float32), 0.0)
     if cfg.problem.v_scale == "slot":
         v *= tl.load(cache.v_scale + scale_at)[:, None]
     logits = tl.sum(rows.q.to(tl.float32) * k, 1)[:, None]
@@ -198,7 +198,7 @@ def _load_tile(at, wanted, masked: tl.constexpr, cfg: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _convert(x, dtype: tl.constexpr):
+def convert(x, dtype: tl.constexpr):
     """Returns x as `dtype`; this is exact for the pairs of dtypes that `tuning.compute_dtype` makes."""
     if x.dtype == tl.int8 and dtype == tl.float16:
         # 0x6400 is 1024 in float16, where a unit is the last bit; the integer-to-float instruction is slow.
@@ -209,7 +209,7 @@ def _convert(x, dtype: tl.constexpr):
 @triton.jit
 @no_type_check
 def _to_float16(x, movable: tl.constexpr):
-    """Does what `_convert` does, for four 8-bit values at a time; if not `movable`, in the registers of their load.
+    """Does what `convert` does, for four 8-bit values at a time; if not `movable`, in the registers of their load.
 
     Triton would move the conversion of values behind shared memory, which it would then read transposed, byte by byte.
     """

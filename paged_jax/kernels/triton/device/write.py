@@ -59,6 +59,28 @@ def _write(key, value, slot_mapping, cache, num_tokens, num_blocks, cfg: tl.cons
     _store_tokens(new_key, new_value, cache, slot, kv_head, valid, pool, quantisation, cfg.width)
 
 
+@triton.jit
+@no_type_check
+def write_latents_kernel(
+    latent, slot_mapping, scale, unused_latent, num_tokens, num_blocks, latent_cache, cfg: tl.constexpr
+):  # fmt: skip
+    """The pool of `cfg` has one kv head, whose head_size is latent_size; one program writes some tokens."""
+    pool: tl.constexpr = cfg.pool
+    quantisation: tl.constexpr = cfg.quantisation
+    tokens = tl.program_id(0) * cfg.tokens + tl.arange(0, cfg.tokens)
+    given = tokens < num_tokens
+    slot = tl.load(slot_mapping + tokens, mask=given, other=-1)
+    valid = (slot >= 0) & (slot // pool.block_size < num_blocks)
+    d = tl.arange(0, cfg.width)[None, :]
+    in_latent = d < pool.head_size
+    at = (tokens.to(tl.int64) * pool.head_size)[:, None] + d
+    x = tl.load(latent + at, mask=given[:, None] & in_latent, other=0.0)
+    x = _quantise(x, scale, tl.constexpr(quantisation.k_scale), 0, slot, valid, quantisation)
+    at = (slot.to(tl.int64) * pool.head_size)[:, None] + d
+    code = _code(x, latent_cache.dtype.element_ty, quantisation)
+    tl.store(latent_cache + at, code, mask=valid[:, None] & in_latent)
+
+
 class Written(NamedTuple):
     """The token that decode writes on the way.
 

@@ -1,0 +1,144 @@
+"""Device code of multi-head latent attention: one tile of latents is both the keys and, in part, the values.
+
+The grid is that of ragged attention (`attend.py`): one program for each (tile of queries, split of its context, tile of
+heads); decode has one query a sequence. A latent has two parts, the value and the rest, each of which a program loads
+as a tile of its own, once:
+
+    rows (query heads, times query tokens)        tile of tokens
+    +------------------+-------+   value^T, rest^T            +------------+
+    | q        [value] | [rest]|  x  [value + rest, tile]  =  | logits     |  mask, online softmax in float32
+    +------------------+-------+                              +------------+  x  value [tile, value_size] -> acc
+
+Roofline. A token's latent_size * itemsize bytes are read once for each tile of heads; the products take
+2 * rows * (latent_size + value_size) operations for each token. With 64 rows and more arithmetic bounds it.
+
+`cfg` is a `mla_tuning.LatentKernel`, whose `problem.head_size` is the size of the values.
+"""
+
+# Where triton is not installed pyright takes this folder for it.
+# pyright: reportAttributeAccessIssue=false
+
+from typing import NamedTuple, no_type_check
+
+import triton
+import triton.language as tl
+
+from paged_jax.kernels.triton.device.attend import RaggedOutputs, head_scale, store_piece, store_whole, with_head_scale
+from paged_jax.kernels.triton.device.pieces import load_piece, tile_of
+from paged_jax.kernels.triton.device.rows import Rows, logits_of, query_tile_of, seen_by
+from paged_jax.kernels.triton.device.softmax import Softmax, nothing_seen, weigh
+from paged_jax.kernels.triton.device.tiles import convert
+
+
+class Parts(NamedTuple):
+    """A tile of latents or of queries, [rows, width] of the value and [rows, rest_width] of the rest, or None."""
+
+    value: tl.tensor
+    rest: tl.tensor
+
+
+@triton.jit
+@no_type_check
+def latent_kernel(
+    query, latent_cache, block_tables, seq_lens, query_start_loc, pieces, scale, sinks, latent_scale,
+    num_tokens, num_seqs, table_width, max_seq_len, num_pieces, out, lse, tmp_out, exp_sums, max_logits,
+    cfg: tl.constexpr,
+):  # fmt: skip
+    """One program attends with one tile of queries to one split of their context, as `attend.ragged_kernel` does."""
+    num_head_tiles: tl.constexpr = cfg.head_tiles
+    head_tile = tl.program_id(0) % num_head_tiles
+    index = tl.program_id(0) // num_head_tiles
+    if cfg.tuning.final:
+        piece = tile_of(num_pieces - 1 - index, query_start_loc, num_tokens, num_seqs, cfg)  # long contexts first
+    else:
+        piece = load_piece(pieces, index)
+        if piece.seq < 0:
+            return
+    tile = query_tile_of(piece, head_tile, seq_lens, num_seqs, max_seq_len, cfg)
+    tokens = piece.start + tile.queries
+    q, factor = _load_query(query, tokens, tile.head, tile.valid, cfg)
+    factor *= tl.load(scale) * head_scale(latent_scale, 0, tl.constexpr(cfg.problem.k_scale))
+    rows = Rows(q.value, factor, tile.position, factor, tile.head)
+    table = block_tables + piece.seq.to(tl.int64) * table_width
+    size: tl.constexpr = cfg.tuning.tile
+    first = 0
+    last = (tile.end + size - 1) // size
+    if not cfg.tuning.final:
+        share = tl.cdiv(last, piece.num_splits)
+        first = piece.split * share
+        last = tl.minimum(last, first + share)
+    softmax = _add_tiles(nothing_seen(cfg), rows, q, latent_cache, table, first, last, tile.end, cfg)
+    softmax = with_head_scale(softmax, latent_scale, 0, tl.constexpr(cfg.problem.k_scale))
+    if cfg.tuning.final:
+        store_whole(softmax, sinks, out, lse, tokens, tile.head, tile.valid, cfg)
+    else:
+        outputs = RaggedOutputs(out, lse, tmp_out, exp_sums, max_logits)
+        store_piece(softmax, sinks, outputs, load_piece(pieces, index, again=True), head_tile, num_head_tiles, cfg)
+
+
+@triton.jit
+@no_type_check
+def _add_tiles(softmax, rows, q, latent_cache, table, first, last, end, cfg: tl.constexpr):
+    """Adds the tiles [first, last) of a sequence's tokens before `end` to an unfinished softmax."""
+    acc, max_logit, exp_sum = softmax
+    for i in range(first, last):
+        tokens = i * cfg.tuning.tile + tl.arange(0, cfg.tuning.tile)
+        wanted = tokens < end
+        seen = seen_by(rows, tokens, wanted, False, cfg)
+        block = tl.load(table + tokens // cfg.problem.block_size, mask=wanted, other=0).to(tl.int64)
+        latents = _load(latent_cache, block * cfg.problem.block_size + tokens % cfg.problem.block_size, wanted, cfg)
+        value = convert(latents.value, q.value.dtype)
+        logits = tl.dot(q.value, tl.trans(value), input_precision="ieee")
+        if cfg.rest > 0:
+            logits = tl.dot(q.rest, tl.trans(convert(latents.rest, q.value.dtype)), logits, input_precision="ieee")
+        logits = logits_of(logits, None, rows, tokens, seen, True, cfg)
+        weights, acc, max_logit, exp_sum = weigh(logits, rows.factor, acc, max_logit, exp_sum, cfg)
+        acc = tl.dot(weights.to(q.value.dtype), value, acc, input_precision="ieee")
+    return Softmax(acc, max_logit, exp_sum)
+
+
+@triton.jit
+@no_type_check
+def _load(array, vectors, wanted, cfg: tl.constexpr):
+    """Loads the two parts of vectors of latent_size elements, and 0 for those that are not wanted."""
+    start = (vectors.to(tl.int64) * cfg.problem.latent_size)[:, None]
+    d = tl.arange(0, cfg.tuning.width)[None, :]
+    value = tl.load(array + start + d, mask=wanted[:, None] & (d < cfg.problem.head_size), other=0.0)
+    rest = None
+    if cfg.rest > 0:
+        d = tl.arange(0, cfg.rest_width)[None, :]
+        rest = tl.load(array + start + cfg.problem.head_size + d, mask=wanted[:, None] & (d < cfg.rest), other=0.0)
+    return Parts(value, rest)
+
+
+@triton.jit
+@no_type_check
+def _load_query(query, tokens, head, valid, cfg: tl.constexpr):
+    """Returns the rows' queries in the dtype of the products, and a factor for each row's products."""
+    value, rest = _load(query, tokens.to(tl.int64) * cfg.problem.num_heads + head, valid, cfg)
+    unit = tl.full([cfg.tuning.rows], 1.0, tl.float32)
+    if cfg.normalise_query:  # bfloat16 becomes float16: each row gives up a power of two, so that it fits, exactly
+        peak = tl.max(tl.abs(value.to(tl.float32)), 1)
+        if cfg.rest > 0:
+            peak = tl.maximum(peak, tl.max(tl.abs(rest.to(tl.float32)), 1))
+        peak = tl.maximum(peak, 1e-30)
+        unit = (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    value = _to_compute(value, unit, cfg)
+    if cfg.rest > 0:
+        rest = _to_compute(rest, unit, cfg)
+    return Parts(value, rest), unit
+
+
+@triton.jit
+@no_type_check
+def _to_compute(q, unit, cfg: tl.constexpr):
+    """Returns queries in the dtype of the products, divided by each row's unit if they are normalised."""
+    if cfg.normalise_query:
+        q = q.to(tl.float32) / unit[:, None]
+    if cfg.tuning.compute_dtype == "float32":
+        q = q.to(tl.float32)
+    elif cfg.tuning.compute_dtype == "float16":
+        q = q.to(tl.float16)
+    else:
+        q = q.to(tl.bfloat16)
+    return q
