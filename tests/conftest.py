@@ -32,6 +32,7 @@ _HOOKED = (
     "paged_jax.kernels.triton.decode",
     "paged_jax.kernels.triton.ragged",
     "paged_jax.kernels.triton.cache_ops",
+    "paged_jax.kernels.triton.mla",
 )
 jaxtyping.install_import_hook(_HOOKED, "beartype.beartype")
 
