@@ -10,11 +10,7 @@ import pytest
 import paged_jax
 from paged_jax.kernels.problem import Device
 from paged_jax.kernels.triton import tuning
-<<<<<<< HEAD
-from tests import inputs, rpa_cases, test_decode, test_ragged
-=======
-from tests import inputs, latent_cases, test_decode, test_ragged
->>>>>>> de69512 (Triton: multi-head latent attention, ragged attention over tiles that are keys and values at once; the write of latents)
+from tests import inputs, latent_cases, rpa_cases, test_decode, test_ragged
 from tests.cases import Case, Sparse
 from tests.test_triton import BY_NAME, needs_triton, on_a_gpu
 

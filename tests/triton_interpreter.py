@@ -25,13 +25,8 @@ import numpy as np
 
 from paged_jax import _dispatch
 from paged_jax.kernels.problem import Device
-<<<<<<< HEAD
-from paged_jax.kernels.triton import cache_ops, cache_tuning, launch, tuning
-from tests import rpa_cases, test_cache_ops, test_decode, test_ragged, test_write_and_attend
-=======
 from paged_jax.kernels.triton import cache_ops, cache_tuning, launch, mla_tuning, tuning
-from tests import test_cache_ops, test_decode, test_mla, test_ragged, test_write_and_attend
->>>>>>> de69512 (Triton: multi-head latent attention, ragged attention over tiles that are keys and values at once; the write of latents)
+from tests import rpa_cases, test_cache_ops, test_decode, test_mla, test_ragged, test_write_and_attend
 from tests.cases import DECODE_CASES, Case, Sparse
 
 _TYPES = {
@@ -333,18 +328,17 @@ def run(function, *, quick=True, **arrays):
     return jax.tree.map(np.asarray, function(**arrays, implementation="triton"))
 
 
-<<<<<<< HEAD
 def run_rpa(function, *arrays, **options):
     """Does what `run` does, for `rpa_cases.hold`."""
     return jax.tree.map(np.asarray, function(*arrays, **options, implementation="triton"))
-=======
+
+
 def hold_latents(name):
     """Runs the tests of multi-head latent attention on a case."""
     case = next(case for case in test_mla.CASES if str(case) == name)
     test_mla.test_decode(case, run)
     if case.case.query_lens is not None:
         test_mla.hold_ragged(case, run)
->>>>>>> de69512 (Triton: multi-head latent attention, ragged attention over tiles that are keys and values at once; the write of latents)
 
 
 def main(names):
