@@ -23,6 +23,7 @@ QUERY_DTYPES = ("float16", "bfloat16", "float32")
 Query = Float[Array, "num_seqs num_heads head_size"]
 RaggedQuery = Float[Array, "num_tokens num_heads head_size"]
 NewTokens = Float[Array, "num_tokens num_kv_heads head_size"]  # keys or values
+WrittenTokens = Num[Array, "num_tokens num_kv_heads head_size"]  # the same, or some that have the cache's dtype
 
 LatentQuery = Float[Array, "num_seqs num_heads latent_size"]
 RaggedLatentQuery = Float[Array, "num_tokens num_heads latent_size"]

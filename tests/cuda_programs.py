@@ -1,6 +1,6 @@
 """Compiles whole programs, Triton's kernels included, for a Hopper GPU on a machine without a GPU.
 
-    python -m tests.cuda_programs CASE ...
+    python -m tests.cuda_programs IMPLEMENTATION CASE ...
 
 prints of each case of `rpa_cases`, whose pool is donated, one line of JSON: the bytes of the pool, those that alias an
 argument, those of scratch memory, and the operations on whole pools. XLA takes the assembler that triton ships.
@@ -28,11 +28,11 @@ def lacks() -> str | None:
     return None if _assembler().exists() else "needs a triton that ships ptxas-blackwell"
 
 
-def described(cases: list[str], folder: Path) -> list[dict]:
+def described(cases: list[str], folder: Path, implementation: str = "triton") -> list[dict]:
     """Compiles the cases in a process of its own, with the assembler in `folder`; returns what `main` prints."""
     (folder / "ptxas").symlink_to(_assembler())
     environment = os.environ | _ENVIRONMENT | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
-    command = [sys.executable, "-m", "tests.cuda_programs", *cases]
+    command = [sys.executable, "-m", "tests.cuda_programs", implementation, *cases]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -50,14 +50,16 @@ def _assembler() -> Path:
     return Path(str(spec and spec.origin)).parent / "backends" / "nvidia" / "bin" / "ptxas-blackwell"
 
 
-def main(cases: list[str]) -> None:
-    """Compiles, and prints what the programs do to pools."""
+def main(implementation: str, cases: list[str]) -> None:
+    """Compiles, and prints what the programs do to pools; Triton's kernel writes for every implementation."""
     import jax
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
 
+    from paged_jax import _dispatch
     from tests import rpa_cases
 
+    _dispatch._on_cuda = lambda *_: [implementation, "triton"]  # in this order
     jax.devices("cpu")  # which registers the plugin
     options = {"target_config": hopper_compiler._DEVICE, "topology": "1x1x1"}
     (device,) = topologies.get_topology_desc("hopper", "cuda", **options).devices
@@ -80,4 +82,4 @@ def main(cases: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1], sys.argv[2:])

@@ -101,7 +101,17 @@ SMALL = [
     Case("q-scale", _SHORT, (4, 2), 32, kv_dtype="float8_e4m3fn", options=(("q_scale", 0.5), ("k_scale", 2.0))),
     Case("no-sequence", (), (4, 2), 32),
 ]
-BY_NAME = {case.name: case for case in (*GRID, *SMALL)}
+# What the Mosaic GPU kernels take, ragged and, with one query a sequence, decode.
+_WIDE, _ONE_EACH = ((1, 37), (40, 130), (20, 70)), ((1, 37), (1, 130), (1, 1), (1, 70))
+_BOUND = ("max_query_len", 1)
+HOPPER = [
+    Case("hopper-ragged", _WIDE, (4, 2), 64),
+    Case("hopper-ragged-8-bits", _WIDE, (2, 1), 64, kv_dtype="float8_e4m3fn", options=_HALF),
+    Case("hopper-decode", _ONE_EACH, (8, 2), 64, options=(_BOUND,)),
+    Case("hopper-decode-8-bits", _ONE_EACH, (8, 1), 64, kv_dtype="int8", page_size=32, options=(_BOUND, *_HALF)),
+    Case("hopper-decode-hd64", _ONE_EACH, (6, 3), 64, "float16", pool="hd64", sink=True, options=(_BOUND,)),
+]
+BY_NAME = {case.name: case for case in (*GRID, *SMALL, *HOPPER)}
 
 
 def pool_shape(case, num_pages, dtype):
@@ -142,7 +152,7 @@ def make(case):
     dtype = inputs.dtype_of(case.dtype)
     kv_dtype = inputs.dtype_of(case.kv_dtype or case.dtype)
     options, (num_q_heads, num_kv_heads) = dict(case.options), case.num_heads
-    num_rows, num_tokens = len(case.lens) + 2, sum(q for q, _ in case.lens) + 3
+    num_rows, num_tokens = len(case.lens) + 2, sum(q for q, _ in case.lens) + 2
     kv_lens = np.array([length for _, length in case.lens] + [10**6, -5], np.int32)
     starts = np.concatenate([[0], np.cumsum([q for q, _ in case.lens])]).astype(int)
     cu_q_lens = np.array([*starts, 0, 10**6], np.int32)
@@ -155,7 +165,7 @@ def make(case):
 
     def tokens(heads, dtype):
         drawn = rng.standard_normal((num_tokens, heads, case.head_dim)).astype(dtype)
-        return np.concatenate([drawn[: starts[-1]], inputs.poison(rng, (3, heads, case.head_dim), dtype)])
+        return np.concatenate([drawn[: starts[-1]], inputs.poison(rng, (2, heads, case.head_dim), dtype)])
 
     queries, keys, values = tokens(num_q_heads, dtype), tokens(num_kv_heads, new), tokens(num_kv_heads, new)
     shape, rows, row_size = pool_shape(case, num_pages, kv_dtype)

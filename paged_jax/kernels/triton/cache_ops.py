@@ -11,12 +11,12 @@ from paged_jax.kernels.triton import cache_tuning, launch
 from paged_jax.kernels.triton.cache_tuning import CopyKernel
 from paged_jax.kernels.triton.integers import cdiv
 from paged_jax.options import Interleaved, Layout
-from paged_jax.shapes import BlockMapping, Cache, CacheScale, NewTokens, SlotMapping, SourceCache
+from paged_jax.shapes import BlockMapping, Cache, CacheScale, SlotMapping, SourceCache, WrittenTokens
 
 
 def write_to_paged_cache(
-    key: NewTokens,
-    value: NewTokens,
+    key: WrittenTokens,
+    value: WrittenTokens,
     key_cache: Cache,
     value_cache: Cache | None,
     slot_mapping: SlotMapping,

@@ -14,15 +14,15 @@ from paged_jax.shapes import (
     CacheScale,
     LatentCache,
     Latents,
-    NewTokens,
     SlotMapping,
     SourceCache,
+    WrittenTokens,
 )
 
 
 def write_to_paged_cache(
-    key: NewTokens,
-    value: NewTokens,
+    key: WrittenTokens,
+    value: WrittenTokens,
     key_cache: Cache,
     value_cache: Cache | None,
     slot_mapping: SlotMapping,

@@ -21,7 +21,7 @@ from paged_jax.kernels.mosaic_gpu.decode.merge import merge
 from paged_jax.kernels.mosaic_gpu.decode.refs import Inputs, Outputs
 from paged_jax.kernels.mosaic_gpu.decode.tuning import Merge, Tuning
 from paged_jax.kernels.problem import LONGEST_CONTEXT, Device, OptionArrays, Problem, device
-from paged_jax.options import AttentionOptions, head_axis
+from paged_jax.options import AttentionOptions, num_kv_heads
 from paged_jax.shapes import (
     BlockTables,
     Cache,
@@ -81,11 +81,11 @@ def leads(operands: Any, *, writes_tokens: bool = False, in_partitions: bool = F
     same in every batch, so that its choice ignores the batch and the table: it is the one for many long sequences.
     """
     query, cache, options = operands.query, operands.value_cache, operands.options
-    num_kv_heads, head_size = cache.shape[head_axis(options.layout)], query.shape[-1]
-    group = query.shape[-2] // num_kv_heads
+    kv_heads, head_size = num_kv_heads(cache, options.layout), query.shape[-1]
+    group = query.shape[-2] // kv_heads
     if writes_tokens or options.layout == "vllm":
         return group in _GROUPS_WRITING_OR_VLLM
-    eight_bit, num_items = cache.dtype.itemsize == 1, operands.seq_lens.shape[0] * num_kv_heads
+    eight_bit, num_items = cache.dtype.itemsize == 1, operands.seq_lens.shape[0] * kv_heads
     few_items = not in_partitions and num_items <= (_FEW_ITEMS_OF_8_BITS if eight_bit else _FEW_ITEMS)
     if group > _LARGEST_LEADING_GROUP or few_items:
         return False

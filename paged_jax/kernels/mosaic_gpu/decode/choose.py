@@ -125,8 +125,6 @@ def refusals(problem: Problem, gpu: Device) -> list[str]:
             reasons.append(f"lacks head_size {problem.head_size} in layout 'vllm', takes multiples of 64")
         if problem.block_size > 64:
             reasons.append(f"lacks block_size {problem.block_size} in layout 'vllm', takes up to 64")
-    if problem.interleaved:
-        reasons.append("lacks one pool of keys and values")
     if problem.block_sparse is not None:
         reasons.append("lacks block_sparse")
     return reasons
@@ -156,7 +154,7 @@ def _folded(problem: Problem, tuning: Tuning, gpu: Device) -> Tuning:
     """
     one_scale = {problem.k_scale, problem.v_scale} <= {ScaleKind.NONE, ScaleKind.CACHE}
     one_slice = problem.head_size % 64 == 0
-    if problem.layout == "nhd" or not one_slice or not one_scale or tuning.writes_tokens:
+    if problem.layout == "nhd" or problem.interleaved or not one_slice or not one_scale or tuning.writes_tokens:
         return tuning
     for fold in (2, 4):
         geometry = Geometry(problem, tuning)

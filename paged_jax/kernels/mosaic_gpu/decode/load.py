@@ -17,10 +17,12 @@ def load_split(split: Split, tiles_before: Scalar, refs: Refs, geometry: Geometr
     """Copies a split's tiles into the rings, after the tiles that are there before."""
     size, block_size = geometry.run_tokens, jnp.int32(geometry.problem.block_size)
     inputs, options, smem = refs.inputs_gmem, refs.inputs_gmem.options, refs.smem
+    kv_head = split.item.kv_head
+    key_row, value_row = (2 * kv_head, 2 * kv_head + 1) if geometry.problem.interleaved else (kv_head, kv_head)
     last = lax.max(lax.div(split.end - 1, jnp.int32(size)) * size, jnp.int32(0))
     caches = (
-        (inputs.key_cache, options.k_scale, smem.keys, (HeadSlice(0, geometry.problem.head_size),)),
-        (inputs.value_cache, options.v_scale, smem.values, geometry.head_slices),
+        (inputs.key_cache, key_row, options.k_scale, smem.keys, (HeadSlice(0, geometry.problem.head_size),)),
+        (inputs.value_cache, value_row, options.v_scale, smem.values, geometry.head_slices),
     )
 
     def runs_of(tile):  # (block, offset in it); past the end it is the last run again, which is masked
@@ -33,7 +35,7 @@ def load_split(split: Split, tiles_before: Scalar, refs: Refs, geometry: Geometr
     def load_tile(i, runs):
         next_runs = runs_of(i + 1)  # these loads are in flight while this tile waits for its stage
         stage = lax.rem(tiles_before + i, jnp.int32(geometry.tuning.stages))
-        for cache_gmem, scale_gmem, ring, slices in caches:
+        for cache_gmem, row, scale_gmem, ring, slices in caches:
 
             @pl.when(tiles_before + i >= geometry.tuning.stages)
             def wait_for_stage(ring=ring):
@@ -41,11 +43,11 @@ def load_split(split: Split, tiles_before: Scalar, refs: Refs, geometry: Geometr
 
             for j, (block, offset) in enumerate(runs):
                 for ring_smem, head_slice in zip(ring.tiles, slices, strict=True):
-                    run_gmem = tiles.run_gmem(cache_gmem, block, offset, split.item.kv_head, head_slice)
+                    run_gmem = tiles.run_gmem(cache_gmem, block, offset, row, head_slice)
                     run_smem = ring_smem.at[stage, tiles.run_rows(j)]
                     plgpu.copy_gmem_to_smem(run_gmem, run_smem, ring.ready.at[stage])
                 if ring.slot_scales is not None:
-                    scales_gmem = scale_gmem.at[block, split.item.kv_head, tokens_of_run(offset, geometry)]
+                    scales_gmem = scale_gmem.at[block, kv_head, tokens_of_run(offset, geometry)]
                     scales_smem = ring.slot_scales.at[stage, j, pl.ds(0, size)]
                     plgpu.copy_gmem_to_smem(scales_gmem, scales_smem, ring.ready.at[stage])
         return next_runs

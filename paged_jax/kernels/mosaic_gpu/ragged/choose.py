@@ -73,8 +73,6 @@ def _refusals(problem: Problem, device: Device) -> list[str]:
         reasons.append(f"lacks groups of {problem.group} query heads, takes up to {_LARGEST_GROUP}")
     if problem.layout == "vllm":
         reasons.append("lacks layout 'vllm' in ragged attention")
-    if problem.interleaved:
-        reasons.append("lacks one pool of keys and values")
     sparse = problem.block_sparse
     slides = sparse is not None and sparse.head_sliding_step % sparse.vert_stride > 0
     if sparse is not None and slides and sparse.vert_stride * problem.num_heads >= 1 << 31:

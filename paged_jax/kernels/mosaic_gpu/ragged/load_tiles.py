@@ -199,6 +199,9 @@ class TileLoader:
             run = lax.rem(lax.div(token, jnp.int32(size)), jnp.int32(problem.block_size // size))
             tokens = pl.ds(run * size, size)
         kv_head = self.item.kv_head
+        if problem.interleaved:
+            row = 2 * kv_head + (0 if cache.is_keys else 1)
+            return cache.cache_gmem.at[block, tokens, row, pl.ds(0, problem.head_size)]
         return cache.cache_gmem.at[(block, tokens, kv_head) if problem.layout == "nhd" else (block, kv_head, tokens)]
 
     def _for_tiles_by_warps(self, begin: Scalar, end: Scalar, ahead: int, do: _OfTile) -> None:

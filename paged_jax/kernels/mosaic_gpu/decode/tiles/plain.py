@@ -61,13 +61,16 @@ class PlainTiles:
         return cache.reshape(cache.shape[0], self.geometry.items_per_seq, rows, problem.head_size)
 
     def run_gmem(self, cache_gmem, block, offset, kv_head, head_slice: HeadSlice) -> Any:
-        """What one copy brings: a slice of the run of tokens at `offset` in a block, of the item's kv heads."""
+        """What one copy brings: a slice of the run of tokens at `offset` in a block, of the item's kv heads.
+
+        In an `Interleaved` pool `kv_head` is the row of the kv head's keys, or of its values.
+        """
         problem = self.geometry.problem
         if self.geometry.tuning.fold > 1:
             return cache_gmem.at[block, kv_head]
         tokens = tokens_of_run(offset, self.geometry)
-        elements = slice(None) if head_slice.size == problem.head_size else pl.ds(*head_slice)
-        if problem.layout == "nhd":
+        elements = slice(None) if head_slice.size == cache_gmem.shape[-1] else pl.ds(*head_slice)
+        if problem.layout == "nhd" or problem.interleaved:
             return cache_gmem.at[block, tokens, kv_head, elements]
         return cache_gmem.at[block, kv_head, tokens, elements]
 

@@ -1,0 +1,81 @@
+"""Tests the Mosaic GPU kernels over one pool of keys and values: in Pallas's interpreter, and lowered for CUDA."""
+
+import dataclasses
+import functools
+import re
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+from paged_jax import _dispatch
+from paged_jax.kernels import xla
+from paged_jax.kernels.mosaic_gpu.ops import is_decode, leads
+from tests import cuda_programs, ragged_interpreter, rpa_cases
+from tests.mosaic_interpreter import SMALL_GPU, run_op
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case.name.endswith("hd64"))) for case in rpa_cases.HOPPER],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of NumPy, when it meets poison
+def test_in_the_interpreter(case):
+    kernels = []
+
+    def call(op, operands, *, implementation=None, **static):
+        if op == "write_to_paged_cache":
+            return xla.write_to_paged_cache(*operands, **static)
+        kernels.append("decode" if is_decode(*operands[:5], operands.options) else "ragged")
+        if kernels[-1] == "decode":
+            return run_op(op, SMALL_GPU, *operands)
+        return ragged_interpreter.call(op, operands, tile=64, thin_tile=64, stages=2)
+
+    def run(function, *arrays, **options):
+        return jax.tree.map(np.asarray, function(*arrays, **options))
+
+    with mock.patch.object(_dispatch, "call", call):
+        rpa_cases.hold(case, run)
+    assert kernels == [case.name.split("-")[1]]
+    assert not interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.parametrize("case", rpa_cases.HOPPER, ids=str)
+def test_lowers_for_cuda(case):
+    made = rpa_cases.make(case)
+    call = functools.partial(rpa_cases.function(case), **made.options, implementation="mosaic_gpu")
+    made.options["update_kv_cache"] = False
+    call = functools.partial(call, update_kv_cache=False)
+    text = jax.jit(call).trace(*made.arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert re.search("custom_call @mosaic_gpu", text)
+
+
+@pytest.mark.parametrize("case", [*rpa_cases.HOPPER, *rpa_cases.SMALL[:-1]], ids=str)
+def test_it_leads_where_it_leads_over_separate_pools(case):
+    seen = []
+
+    def call(op, operands, **_):
+        if op == "write_to_paged_cache":
+            return operands.key_cache, None
+        seen.append((op, operands))
+        return operands.query, None
+
+    made = rpa_cases.make(case)
+    with mock.patch.object(_dispatch, "call", call):
+        rpa_cases.function(case)(*made.arrays, **made.options)
+    ((op, operands),) = seen
+    key_cache, value_cache = (operands.key_cache[:, :, i : 2 * case.num_heads[1] : 2, : case.head_dim] for i in (0, 1))
+    options = dataclasses.replace(operands.options, layout="nhd")
+    separate = operands._replace(key_cache=key_cache, value_cache=value_cache, options=options)
+    assert leads(op, operands) == leads(op, separate)
+
+
+@pytest.mark.skipif(cuda_programs.lacks() is not None, reason=str(cuda_programs.lacks()))
+def test_its_program_copies_no_pool(tmp_path):
+    names = [case.name for case in rpa_cases.HOPPER]
+    for name, facts in zip(names, cuda_programs.described(names, tmp_path, "mosaic_gpu"), strict=True):
+        assert facts["aliased"] == facts["pool"], name
+        assert facts["scratch"] < facts["pool"] // 4, name
+        assert set(facts["on_pools"]) - {"bitcast"} == {"parameter", "custom-call"}, name
