@@ -192,7 +192,13 @@ class SimulatedRunner(Runner):
     def _draw(self, kind):
         def run(chains, packed, last_tokens):
             self.interrupt("draw")
-            parts = dict(zip((f.name for f in dataclasses.fields(Draws)), packed.reshape(8, -1), strict=True))
+            parts = dict(
+                zip(
+                    (f.name for f in dataclasses.fields(Draws)),
+                    packed.reshape(len(dataclasses.fields(Draws)), -1),
+                    strict=True,
+                )
+            )
             bits = {name: part.view(np.uint32).astype(np.uint64) for name, part in parts.items()}
             seed = bits["seed_high"] << np.uint64(32) | bits["seed_low"]
             drawn = chains
@@ -207,14 +213,24 @@ class SimulatedRunner(Runner):
             results = [ids]
             if kind == Kind.LOGPROBS:
                 most = self.config.max_logprobs
-                results += [logprob(chains), np.tile(ids[:, None], most), np.tile(logprob(chains)[:, None], most)]
+                scored = np.where(parts["scored"] < 0, ids, parts["scored"])
+                scores = logprob(mix(chains, scored.astype(np.uint64)))
+                results += [scores, np.tile(ids[:, None], most), np.tile(scores[:, None], most)]
             return last_tokens, Drawn(*(Later(array, lambda: self.interrupt("read")) for array in results))
 
         return run
 
 
+def expected_scores(tokens):
+    """The log-probabilities of tokens after their first one."""
+    chains = [0]
+    for token in tokens:
+        chains.append(mix(chains[-1], token))
+    return [float(logprob(chain)) for chain in chains[2:]]
+
+
 def logprob(chain):
-    """The log-probability that the simulation gives to the token drawn after a chain."""
+    """The log-probability that the simulation gives to the last token of a chain."""
     return -(np.asarray(chain, np.uint64) % np.uint64(1000)).astype(np.float32)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from paged_jax.engine import EngineConfig, SamplingParams
 from tests.engine_checks import check_blocks, tokens_of
-from tests.engine_simulation import VOCAB, expected_tokens, make_engine
+from tests.engine_simulation import VOCAB, expected_scores, expected_tokens, make_engine
 
 
 class _Broken(Exception):
@@ -65,6 +65,7 @@ class Story:
             seed=draw.choice([0, 7, 2**63 + 1]),
             stop_token_ids=draw.choice([(), (), (2,)]),
             logprobs=draw.choice([None, None, 2]),
+            prompt_logprobs=draw.choice([None, None, None, 0, 1]),
         )
         if params.max_tokens is not None and length + params.max_tokens > room:
             params = dataclasses.replace(params, max_tokens=None)
@@ -135,11 +136,16 @@ class Story:
         assert counts.held == 0
         assert sorted(self.engine._scheduler.free_seats) == list(range(self.engine.config.max_num_seqs))
         found, blocks = tokens_of(self.deltas), self.engine._blocks
+        scored = {(delta.request_id, delta.index): delta.prompt_logprobs for delta in self.deltas[::-1]}
         room = min(self.engine.config.max_model_len, blocks.num_blocks * blocks.block_size) + 1
         for request_id, (prompt, params) in self.requests.items():
             for index in range(params.n):
                 wanted = expected_tokens(prompt, params, index, room)
                 assert found.pop((request_id, index)) == wanted, f"sample {index} of request {request_id}"
+                is_scored = params.prompt_logprobs is not None and not index
+                scores = expected_scores(prompt) if is_scored else []
+                assert [item.logprob for item in scored[request_id, index]] == scores
+                assert [item.token_id for item in scored[request_id, index]] == (list(prompt)[1:] if is_scored else [])
         assert not found, f"tokens of unknown requests: {found}"
         self.count()
 

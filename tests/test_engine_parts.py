@@ -208,7 +208,8 @@ def draws(num_rows, **changes):
     """Makes the rows' sampling parameters: temperature 1 without top-k or top-p, unless they are given."""
     fields = {name: jnp.zeros(num_rows, jnp.int32) for name in ("seats", "top_k", "seed_high", "seed_low", "index")}
     fields |= {name: jnp.ones(num_rows, jnp.float32) for name in ("temperature", "top_p")}
-    return Draws(**(fields | {"position": jnp.arange(num_rows, dtype=jnp.int32)} | changes))
+    fields |= {"position": jnp.arange(num_rows, dtype=jnp.int32), "scored": jnp.full(num_rows, -1, jnp.int32)}
+    return Draws(**(fields | changes))
 
 
 def test_draws_follow_the_probabilities():

@@ -67,6 +67,43 @@ def test_log_probabilities_are_the_models(engine, reference):
             tokens.append(token_id)
 
 
+def check_prompt_logprobs(prompt, told, reference, num_top):
+    """Compares the log-probabilities of all tokens of a prompt but its first with the model's."""
+    assert [item.token_id for item in told] == prompt[1:]
+    for position, item in enumerate(told, 1):
+        expected = np.asarray(jax.nn.log_softmax(jnp.asarray(reference.logits(prompt[:position]))))
+        np.testing.assert_allclose(item.logprob, expected[item.token_id], atol=1e-4)
+        assert [i for i, _ in item.top] == np.argsort(-expected)[:num_top].tolist()
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_log_probabilities_of_prompts(engine, config, reference, preemption):
+    """Also where the prefix cache knows the prompt, other requests run beside it, and it is preempted."""
+    engine.reset(dataclasses.replace(config, num_blocks=9, preemption=preemption))
+    plain = [SamplingParams(max_tokens=6 + i, n=1 + i % 2) for i in range(len(PROMPTS))]
+    alone = engine.generate(PROMPTS, plain)
+    params = [dataclasses.replace(p, prompt_logprobs=2 if i % 3 else None) for i, p in enumerate(plain)]
+    for prompt, wanted, results, others in zip(PROMPTS, params, engine.generate(PROMPTS, params), alone, strict=True):
+        assert [r.token_ids for r in results] == [r.token_ids for r in others]
+        assert not any(r.prompt_logprobs for r in others)
+        assert not any(r.prompt_logprobs for r in results[1:])
+        if wanted.prompt_logprobs is not None:
+            check_prompt_logprobs(list(prompt), results[0].prompt_logprobs, reference, 2)
+    assert engine.stats().num_swapped if preemption == "swap" else engine.stats().num_recomputed
+    drain(engine)
+
+
+def test_prompts_are_scored_as_fast_as_free_seats_allow(engine):
+    """The logits of a step are those that all seats could need."""
+    prompt = (PROMPTS[7] * 2)[:21]
+    request_id = engine.add_request(prompt, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    num_steps = 0
+    while not engine.step():
+        num_steps += 1
+    assert num_steps == -(-len(prompt) // engine.max_num_seqs)
+    assert not engine.is_unfinished(request_id)
+
+
 def test_stop_tokens_and_texts(engine, reference):
     prompt = PROMPTS[7]
     tokens = reference.greedy(prompt, 12)
@@ -140,6 +177,7 @@ def test_leaving_a_stream_cancels_its_request(engine):
         ([1] * 49, {}, "49 tokens; at most 48 fit"),
         ([1] * 40, {"max_tokens": 10}, "at most 9 new tokens"),
         ([1], {"n": 5}, "n must be at most max_num_seqs = 4, got 5"),
+        ([1], {"prompt_logprobs": 4}, "prompt_logprobs must be at most max_logprobs = 3"),
         ([1], {"logprobs": 4}, "logprobs must be at most max_logprobs = 3, got 4"),
         ([3, -1], {}, r"token ids must be in \[0, 2147483647\], got -1"),
         ([2**31], {}, r"token ids must be in \[0, 2147483647\], got 2147483648"),

@@ -129,6 +129,7 @@ class Draws:
       seed_high, seed_low: i32, the upper and the lower 32 bits of the seed.
       index: i32, the index of the sample in its request.
       position: i32, the position of the token that is drawn.
+      scored: i32, the token whose log-probability is wanted; -1 for the drawn one's.
     """
 
     seats: Any
@@ -139,6 +140,7 @@ class Draws:
     seed_low: Any
     index: Any
     position: Any
+    scored: Any
 
     @staticmethod
     def size(num_rows: int) -> int:

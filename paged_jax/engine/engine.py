@@ -271,10 +271,12 @@ class Engine(BaseEngine):
             )
         if params.n > self.config.max_num_seqs:
             raise ValueError(f"n must be at most max_num_seqs = {self.config.max_num_seqs}, got {params.n}")
-        if params.logprobs is not None and params.logprobs > (limit := self.config.max_logprobs or 0):
-            raise ValueError(f"logprobs must be at most max_logprobs = {limit}, got {params.logprobs}")
-        if params.logprobs is not None and self.config.max_logprobs is None:
-            raise ValueError("logprobs need an engine whose max_logprobs is not None")
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted, limit = getattr(params, name), self.config.max_logprobs
+            if wanted is not None and wanted > (limit or 0):
+                raise ValueError(f"{name} must be at most max_logprobs = {limit or 0}, got {wanted}")
+            if wanted is not None and limit is None:
+                raise ValueError(f"{name} need an engine whose max_logprobs is not None")
         if params.stop and self.tokenizer is None:
             raise ValueError("stop texts need an engine with a tokenizer")
         return room if params.max_tokens is None else len(prompt) + params.max_tokens
@@ -283,6 +285,9 @@ class Engine(BaseEngine):
         """Waits for the tokens that a step draws; tokens of sequences that are finished or cancelled are dropped."""
         drawn = self._runner.read(launched)
         deltas = []
+        for i, score in enumerate(launched.plan.scores, len(launched.plan.samples)):
+            token_id, num_top = score.sequence.tokens[score.position], score.sequence.params.prompt_logprobs
+            score.sequence.scored[score.position] = _logprob(token_id, drawn, i, num_top or 0)
         for i, (sample, token_id) in enumerate(zip(launched.plan.samples, drawn.token_ids.tolist(), strict=False)):
             sample.sequence.num_unread -= 1
             if sample.sequence.finish_reason is None:
@@ -308,7 +313,8 @@ class Engine(BaseEngine):
             self._scheduler.finish(sequence)
             if all(other.finish_reason for other in self._requests[sequence.request_id]):
                 del self._requests[sequence.request_id]
-        logprobs = () if params.logprobs is None else (_logprob(drawn, i, params.logprobs),)
+        logprobs = () if params.logprobs is None else (_logprob(token_id, drawn, i, params.logprobs),)
+        scored, sequence.scored = sequence.scored, {}
         return Delta(
             sequence.request_id,
             sequence.index,
@@ -318,6 +324,7 @@ class Engine(BaseEngine):
             sequence.finish_reason,
             stop_reason,
             sequence.num_found or 0,
+            tuple(scored[position] for position in sorted(scored)),
         )
 
 
@@ -326,7 +333,7 @@ def _check_pool(config: EngineConfig, num_blocks: int) -> None:
         raise ValueError(f"num_blocks must be at most the caches' {num_blocks}, got {config.num_blocks}")
 
 
-def _logprob(drawn: Drawn, i: int, num_top: int) -> TokenLogprob:
+def _logprob(token_id: int, drawn: Drawn, i: int, num_top: int) -> TokenLogprob:
     assert drawn.logprobs is not None and drawn.top_ids is not None and drawn.top_logprobs is not None  # noqa: PT018
     top = zip(drawn.top_ids[i, :num_top].tolist(), drawn.top_logprobs[i, :num_top].tolist(), strict=True)
-    return TokenLogprob(int(drawn.token_ids[i]), float(drawn.logprobs[i]), tuple(top))
+    return TokenLogprob(token_id, float(drawn.logprobs[i]), tuple(top))

@@ -46,6 +46,9 @@ def pack(plan: Plan, shape: StepShape, num_seats: int, kind: Kind) -> np.ndarray
         parts["seats"][: len(rows)] = seats
         if kind > Kind.GREEDY:
             _pack_params(parts, sequences, positions)
+    for i, score in enumerate(plan.scores, len(plan.samples)):
+        parts["logit_rows"][i] = starts[score.row] + score.offset
+        parts["scored"][i] = score.sequence.tokens[score.position]
     return packed
 
 
@@ -89,6 +92,7 @@ def _pack_params(parts: dict[str, np.ndarray], sequences: Any, positions: Any) -
         "seed_low": (seeds & np.uint64(2**32 - 1)).astype(np.uint32).view(np.int32),
         "index": [sequence.index for sequence in sequences],
         "position": positions,
+        "scored": -1,
     }
     for name, value in values.items():
         part = parts[name].view(np.float32) if name in FLOATS else parts[name]

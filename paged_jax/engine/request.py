@@ -31,6 +31,8 @@ class SamplingParams:
       skip_special_tokens: whether special tokens are left out of the text.
       logprobs: for how many of the most likely tokens to report log-probabilities, beside the drawn token's own; None
         for no log-probabilities. They are the model's: temperature, top_k and top_p do not change them.
+      prompt_logprobs: the same for the tokens of the prompt. Such a prompt is not looked up in the prefix cache, and a
+        step computes no more of its tokens than the engine has seats.
     """
 
     max_tokens: int | None = None
@@ -44,13 +46,15 @@ class SamplingParams:
     include_stop: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self):
         _check_integer("max_tokens", self.max_tokens, 1, 2**31 - 1, optional=True)
         _check_integer("n", self.n, 1, 2**31 - 1)
         _check_integer("top_k", self.top_k, 0, 2**31 - 1)
         _check_integer("seed", self.seed, 0, 2**64 - 1, optional=True)
-        _check_integer("logprobs", self.logprobs, 0, 2**31 - 1, optional=True)
+        for name in ("logprobs", "prompt_logprobs"):
+            _check_integer(name, getattr(self, name), 0, 2**31 - 1, optional=True)
         for name in ("temperature", "top_p"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
@@ -112,7 +116,7 @@ class Tokenizer(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogprob:
-    """The log-probability of a drawn token, and the most likely tokens at its place.
+    """The log-probability of a drawn token, or of a prompt's, and the most likely tokens at its place.
 
     Attributes:
       token_id: the token.
@@ -139,6 +143,8 @@ class Delta(NamedTuple):
       stop_reason: the stop token or text that ended the sample, if one did.
       num_cached_tokens: tokens of the prompt that were found in the prefix cache when the request began; 0 for all
         samples but the first, with which the others share the prompt.
+      prompt_logprobs: one for each token of the prompt but its first, if the request asked for them, in the first
+        `Delta` of the first sample.
     """
 
     request_id: int
@@ -149,6 +155,7 @@ class Delta(NamedTuple):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +167,7 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...]
     finish_reason: FinishReason
     stop_reason: int | str | None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
     @staticmethod
     def join(deltas: list[Delta]) -> "Completion":
@@ -172,6 +180,7 @@ class Completion:
             tuple(logprob for delta in deltas for logprob in delta.logprobs),
             last.finish_reason,
             last.stop_reason,
+            deltas[0].prompt_logprobs,
         )
 
 
@@ -196,6 +205,7 @@ class Sequence:
       host_blocks: the host blocks that hold its cache while it is swapped out, else None.
       hashes: the names of its full blocks so far (prefix.py).
       num_cached: how many of its first blocks have been entered in the prefix cache.
+      scored: the log-probabilities of the prompt's tokens so far, by their places.
       num_found: how many of its tokens were found in the prefix cache when it was first admitted; None before.
       finish_reason: None while the sequence is unfinished.
       text: the `TextStream` that turns its tokens into text, or None.
@@ -215,6 +225,7 @@ class Sequence:
     host_blocks: list[int] | None = None
     hashes: list[bytes] = dataclasses.field(default_factory=list)
     num_cached: int = 0
+    scored: dict[int, TokenLogprob] = dataclasses.field(default_factory=dict)
     num_found: int | None = None
     finish_reason: FinishReason | None = None
     text: Any = None
@@ -233,6 +244,11 @@ class Sequence:
     def num_to_compute(self) -> int:
         """How many tokens are not in the cache yet; the last of them gives the next token's logits."""
         return self.num_tokens - self.num_computed
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether steps are to find the log-probabilities of its prompt's tokens; its children share the prompt."""
+        return self.params.prompt_logprobs is not None and self.index == 0 and self.num_tokens == self.num_prompt
 
     @property
     def is_exhausted(self) -> bool:

@@ -157,9 +157,9 @@ class Runner:
         """The smallest compiled shape in which the plan fits, and the kind of draws that it needs."""
         params = [sample.sequence.params for sample in plan.samples]
         kind = Kind.RANDOM if any(p.temperature > 0 for p in params) else Kind.GREEDY
-        kind = Kind.LOGPROBS if any(p.logprobs is not None for p in params) else kind
+        kind = Kind.LOGPROBS if plan.scores or any(p.logprobs is not None for p in params) else kind
         if plan.is_decode:
-            rows = max(len(plan.chunks), len(plan.samples))
+            rows = max(len(plan.chunks), len(plan.samples) + len(plan.scores))
             rows = next(size for size in self.config.decode_rows if size >= rows)
             return self._shape(rows, rows, True), kind
         num_tokens = sum(chunk.num_tokens for chunk in plan.chunks)

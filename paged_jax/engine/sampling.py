@@ -33,7 +33,7 @@ class Drawn(NamedTuple):
 
     Attributes:
       token_ids: i32 [num_rows], the drawn tokens.
-      logprobs: f32 [num_rows], the log-probabilities of the drawn tokens.
+      logprobs: f32 [num_rows], the log-probabilities of the drawn tokens, or of those in `Draws.scored`.
       top_ids: i32 [num_rows, max_logprobs], the most likely tokens, in falling order.
       top_logprobs: f32 [num_rows, max_logprobs], their log-probabilities.
     """
@@ -70,7 +70,8 @@ def draw(logits: Float32[Array, "num_rows vocab_size"], draws: Draws, kind: Kind
     if kind < Kind.LOGPROBS:
         return Drawn(token_ids)
     total = jax.nn.logsumexp(logits, axis=-1)
-    logprobs = jnp.take_along_axis(logits, token_ids[:, None], axis=-1)[:, 0] - total
+    scored = jnp.where(draws.scored < 0, token_ids, draws.scored)
+    logprobs = jnp.take_along_axis(logits, scored[:, None], axis=-1)[:, 0] - total
     top, top_ids = jax.lax.top_k(logits, min(max_logprobs, logits.shape[-1]))
     return Drawn(token_ids, logprobs, top_ids.astype(jnp.int32), top - total[:, None])
 

@@ -17,6 +17,7 @@ the same plans.
 
 import bisect
 import dataclasses
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -44,6 +45,15 @@ class Sample(NamedTuple):
     position: int
 
 
+class Score(NamedTuple):
+    """A prompt's token, at `position`, whose log-probability is found from the logits of a row's token `offset`."""
+
+    sequence: Sequence
+    row: int
+    offset: int
+    position: int
+
+
 @dataclasses.dataclass
 class Plan:
     """The work of one step, done in the order of the fields.
@@ -54,6 +64,7 @@ class Plan:
       copies: (source, destination) pairs of shared blocks that sequences are about to write to.
       chunks: the rows of the batch, those of more than one token first.
       samples: the tokens to draw.
+      scores: the tokens of prompts whose log-probabilities are wanted. There are no more samples and scores than seats.
       tables: i32 [len(chunks), max_blocks_per_seq], the rows' block tables; None in a plan without rows.
       adopted: the blocks of the prefix cache with which sequences begin in this step.
       is_decode: whether every row has one token, and none reads a slot that another one writes. All other steps run a
@@ -65,6 +76,7 @@ class Plan:
     copies: Pairs = dataclasses.field(default_factory=list)
     chunks: list[Chunk] = dataclasses.field(default_factory=list)
     samples: list[Sample] = dataclasses.field(default_factory=list)
+    scores: list[Score] = dataclasses.field(default_factory=list)
     tables: np.ndarray | None = None
     adopted: set[int] = dataclasses.field(default_factory=set)
     is_decode: bool = False
@@ -134,10 +146,18 @@ class Scheduler:
         budget, num_prompts = self.config.max_tokens_per_step - len(tokens), 0
         for sequence, count in left:
             if count > 1 and budget > 0 and num_prompts < self.config.max_prompts_per_step:
-                tokens[sequence] = min(count, budget)
+                tokens[sequence] = int(min(count, budget, self._most_tokens(sequence, tokens)))
                 budget -= tokens[sequence]
                 num_prompts += 1
         return tokens
+
+    def _most_tokens(self, sequence: Sequence, tokens: dict[Sequence, int]) -> float:
+        """The most tokens that a row may have: for each that is scored a step has the logits of one seat's draw."""
+        return 1 + self._num_spare(tokens) if sequence.is_scored else math.inf
+
+    def _num_spare(self, tokens: dict[Sequence, int]) -> int:
+        """How many free seats no scored token takes the logits of. A row's own seat serves one of its tokens."""
+        return len(self.free_seats) - sum(count - 1 for sequence, count in tokens.items() if sequence.is_scored)
 
     def _make_room(self, tokens: dict[Sequence, int], plan: Plan) -> bool:
         """Appends these tokens, preempting sequences until their blocks suffice; says whether it preempted any."""
@@ -215,9 +235,9 @@ class Scheduler:
         ) + len(self.running)
         while self.waiting and budget > 0 and room > 0:
             sequence = self.waiting[0]
-            if 1 + len(sequence.children) > len(self.free_seats):
+            if 1 + len(sequence.children) > self._num_spare(tokens):
                 return
-            hits = self.blocks.match(sequence) if sequence.host_blocks is None else []
+            hits = self.blocks.match(sequence) if sequence.host_blocks is None and not sequence.is_scored else []
             num_blocks = self.blocks.blocks_for(sequence.num_tokens) - len(hits)
             available = self.blocks.num_available - self.blocks.count_unused(hits)
             if self.running and num_blocks + reserve > available:
@@ -242,7 +262,7 @@ class Scheduler:
             self.blocks.adopt(sequence.seat, hits)
             self.counters.looked_up_tokens += sequence.num_tokens
             self.counters.hit_tokens += sequence.num_computed
-        tokens[sequence] = min(sequence.num_to_compute, budget)
+        tokens[sequence] = int(min(sequence.num_to_compute, budget, self._most_tokens(sequence, tokens)))
         restored = sequence.num_computed if sequence.host_blocks is not None else 0
         copies = self.blocks.append({sequence.seat: restored + tokens[sequence]})
         assert copies == [], "a sequence was admitted without blocks, or began with a block that is not full"
@@ -259,6 +279,9 @@ class Scheduler:
         for row, (sequence, count) in enumerate(rows):
             seat, end = _seat(sequence), sequence.num_computed
             plan.chunks.append(Chunk(sequence, seat, end - count, count))
+            if sequence.is_scored:
+                positions = range(end - count + 1, min(end + 1, sequence.num_prompt))
+                plan.scores += [Score(sequence, row, offset, position) for offset, position in enumerate(positions)]
             if end < sequence.num_tokens:
                 continue
             plan.samples.append(Sample(sequence, seat, row, end))
