@@ -21,10 +21,17 @@ from pathlib import Path
 from tests.mutants_made import MUTANTS, Mutant
 from tests.mutants_of_engine import MUTANTS_OF_ENGINE
 from tests.mutants_of_kernels import MUTANTS_OF_KERNELS
+from tests.mutants_of_server import MUTANTS_OF_SERVER
 
 ROOT = Path(__file__).parents[1]
 _LONGEST_S = 600  # of a mutant's tests, which take seconds
+ALL = (*MUTANTS, *MUTANTS_OF_ENGINE, *MUTANTS_OF_SERVER, *MUTANTS_OF_KERNELS)
 COPIED = ("paged_jax", "tests", "examples", "benchmarks", "pyproject.toml", "README.md")
+
+
+def file_of(mutant: Mutant, root: str | Path) -> Path:
+    """The file that a mutant changes, in a copy of the repository."""
+    return Path(root, mutant.file if mutant.file.startswith("examples/") else f"paged_jax/{mutant.file}")
 
 
 def run(mutant: Mutant) -> tuple[bool, str]:
@@ -34,7 +41,7 @@ def run(mutant: Mutant) -> tuple[bool, str]:
             source, copy = ROOT / name, Path(folder, name)
             ignore = shutil.ignore_patterns("__pycache__", "results")
             shutil.copytree(source, copy, ignore=ignore) if source.is_dir() else shutil.copy(source, copy)
-        file = Path(folder, "paged_jax", mutant.file)
+        file = file_of(mutant, folder)
         text = file.read_text(encoding="utf-8")
         if text.count(mutant.old) != 1:
             return False, f"the source to change stands {text.count(mutant.old)} times in {mutant.file}"
@@ -63,11 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("words", nargs="*", help="only mutants whose name contains one of these")
     parser.add_argument("--workers", type=int, default=1, help="mutants tried at once")
     args = parser.parse_args(argv)
-    chosen = [
-        mutant
-        for mutant in (*MUTANTS, *MUTANTS_OF_ENGINE, *MUTANTS_OF_KERNELS)
-        if not args.words or any(word in mutant.name for word in args.words)
-    ]
+    chosen = [mutant for mutant in ALL if not args.words or any(word in mutant.name for word in args.words)]
     started, survivors = time.time(), 0
     with concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
         for mutant, (killed, last) in zip(chosen, pool.map(run, chosen), strict=True):

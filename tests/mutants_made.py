@@ -1,4 +1,4 @@
-"""The bugs that `tests.mutants` makes on purpose outside of `mutants_of_kernels.py` and `mutants_of_engine.py`."""
+"""The bugs that `tests.mutants` makes on purpose, except those in the other files `mutants_of_*.py`."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ class Mutant(NamedTuple):
 
     Attributes:
       name: the bug in a few words.
-      file: the file to change, below `paged_jax/`.
+      file: the file to change, below `paged_jax/`, or one of `examples/`.
       old: source that occurs exactly once in the file.
       new: the source that replaces it.
       tests: arguments for pytest, or "interpret" and the names of some cases of test_triton.py's

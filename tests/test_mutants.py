@@ -2,13 +2,10 @@
 
 import pytest
 
-from tests.mutants import ROOT
-from tests.mutants_made import MUTANTS
-from tests.mutants_of_engine import MUTANTS_OF_ENGINE
-from tests.mutants_of_kernels import MUTANTS_OF_KERNELS
+from tests.mutants import ALL, ROOT, file_of
 
 
-@pytest.mark.parametrize("mutant", [*MUTANTS, *MUTANTS_OF_ENGINE, *MUTANTS_OF_KERNELS], ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
 def test_the_source_stands_there_once(mutant):
     """Otherwise a list that nobody runs for a while goes stale."""
-    assert (ROOT / "paged_jax" / mutant.file).read_text(encoding="utf-8").count(mutant.old) == 1
+    assert file_of(mutant, ROOT).read_text(encoding="utf-8").count(mutant.old) == 1
