@@ -5,12 +5,12 @@ import math
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from examples.server.answers import Answer
 from examples.server.api import read_chat, read_completion
 from examples.server.fields import ApiError
-from examples.server.logprobs import TextOffsets
+from examples.server.logprobs import TextOffsets, prompt_offsets
 from examples.server.responses import json_response
 from examples.server.tokens import TokenTexts, longest_token
 from paged_jax.engine import Delta, TextStream, TokenLogprob
@@ -146,6 +146,37 @@ def test_an_answer_without_output():
     (choice,) = answer["choices"]
     assert (choice["text"], choice["finish_reason"], choice["logprobs"]) == ("the prompt", "length", None)
     assert answer["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize("add_special_tokens", [False, True])
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "metaspace"])
+def test_offsets_in_prompts(kind, add_special_tokens):
+    """Each token begins where its text stands, whatever the tokenizer puts before the prompt."""
+    tokenizer = KINDS[kind]()
+    rng, tokens = np.random.default_rng(1), TokenTexts(tokenizer)
+    for text in [random_text(rng) for _ in range(50)] + ["the cat", " the cat", "e\u0301 cat"]:
+        ids = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        offsets = prompt_offsets(tokens, text, ids)
+        assert offsets == sorted(offsets)
+        for token_id, at in zip(ids, offsets, strict=True):
+            name = tokens.name(token_id)
+            is_found = text.startswith((name, name.removeprefix(" ")), at)
+            assert is_found or name.startswith("bytes:") or tokens.is_hidden(token_id), (text, name, at)
+    ids = tokenizer.encode("the cat sat", add_special_tokens=False).ids
+    words = [at for token_id, at in zip(ids, prompt_offsets(tokens, "the cat sat", ids), strict=True)]
+    assert words[0] == 0
+
+
+def test_offsets_where_the_tokenizer_changes_the_text():
+    tokenizer = KINDS["byte_level"]()
+    tokenizer.normalizer = normalizers.NFC()
+    text = "e\u0301" * 3 + "cat"
+    ids = tokenizer.encode(text).ids
+    offsets = prompt_offsets(TokenTexts(tokenizer), text, ids)
+    cat = tokenizer.encode("cat").ids
+    assert ids[-len(cat) :] == cat
+    assert offsets[-len(cat)] == 6
+    assert offsets == sorted(offsets)
 
 
 def test_the_longest_token(tokenizer):

@@ -4,9 +4,15 @@ import dataclasses
 import json
 
 import httpx
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import paged_jax
+from examples.attend import causal_attend
+from examples.checkpoint import load_model
+from examples.command_line import TINY
 from examples.server.chat import ChatTemplate
 from tests.http_server import BLOCK_SIZE, GOOD, HELLO, NUM_BLOCKS, PROMPT
 
@@ -114,6 +120,72 @@ def test_an_echo_is_the_prompt_as_it_was_sent(running):
     assert complete(running, prompt=ids, max_tokens=0, echo=True)["choices"][0]["text"] == "ab<|endoftext|>c"
 
 
+@pytest.fixture(scope="module")
+def logprobs_of():
+    """The model's log-probabilities for every token after each token of a list, without a cache."""
+    decoder, config, *_ = load_model(TINY, jnp.float32)
+
+    @jax.jit
+    def logits(token_ids):
+        positions = jnp.arange(64, dtype=jnp.int32)
+        hidden, _ = decoder(token_ids, positions, (None,) * config.num_layers, causal_attend())
+        return jax.nn.log_softmax(decoder.logits(hidden))
+
+    def logprobs_of(token_ids):
+        padded = np.zeros(64, np.int32)
+        padded[: len(token_ids)] = token_ids
+        return np.asarray(logits(padded))[: len(token_ids)]
+
+    return logprobs_of
+
+
+def test_loglikelihoods_as_lm_eval_asks_for_them(running, logprobs_of):
+    """It sends contexts with continuations as tokens, and one new token, which it leaves out."""
+    pairs = [
+        ("The assert statement ", "is"),
+        ("In Python, a list ", "of é"),
+        ("x", " = 1"),
+        ("In Python, a list ", "can"),
+    ]
+    prompts = [list((context + continuation).encode()) for context, continuation in pairs]
+    for prompts_at_once in (prompts, prompts[:1]):
+        answer = complete(
+            running, prompt=prompts_at_once, max_tokens=1, logprobs=1, echo=True, seed=1234, add_special_tokens=False
+        )
+        for (context, continuation), ids, choice in zip(pairs, prompts, answer["choices"], strict=False):
+            start, expected = len(context.encode()), logprobs_of(ids)
+            found = choice["logprobs"]["token_logprobs"][start:-1]
+            wanted = expected[np.arange(start - 1, len(ids) - 1), ids[start:]]
+            np.testing.assert_allclose(found, wanted, atol=1e-4)
+            tops = choice["logprobs"]["top_logprobs"][start:-1]
+            is_greedy = [logprob == max(top.values()) for logprob, top in zip(found, tops, strict=True)]
+            assert is_greedy == (expected[start - 1 : -1].argmax(1) == ids[start:]).tolist()
+            assert choice["text"].startswith(context + continuation)
+    running.wait_until_idle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("max_tokens", [0, 2])
+def test_an_echo_with_log_probabilities(running, expected, stream, max_tokens):
+    fields = {"prompt": PROMPT, "echo": True, "logprobs": 0, "max_tokens": max_tokens, "n": 2}
+    choices = [{"text": "", "logprobs": {}} for _ in range(2)]
+    objects = events_of(running, **fields) if stream else [complete(running, **fields)]
+    for choice in [choice for content in objects for choice in content["choices"]]:
+        choices[choice["index"]]["text"] += choice["text"]
+        for name, values in (choice["logprobs"] or {}).items():
+            choices[choice["index"]]["logprobs"].setdefault(name, []).extend(values)
+    for choice in choices:
+        text, logprobs = PROMPT + expected[:max_tokens], choice["logprobs"]
+        assert choice["text"] == text
+        assert logprobs["tokens"] == list(text)
+        assert logprobs["text_offset"] == list(range(len(text)))
+        assert (logprobs["token_logprobs"][0], logprobs["top_logprobs"][0]) == (None, None)
+        assert all(logprob < 0 for logprob in logprobs["token_logprobs"][1:])
+        assert [list(top) for top in logprobs["top_logprobs"][1:]] == [[token] for token in text[1:]]
+    (choice,) = complete(running, **fields | {"prompt": "x", "n": 1})["choices"]
+    assert len(choice["logprobs"]["tokens"]) == 1 + max_tokens
+
+
 def test_a_last_message_is_gone_on_with(running):
     messages = [{"role": "user", "content": "What is a list?"}, {"role": "assistant", "content": "A list is "}]
     content = {"model": "tiny", "messages": messages, "max_tokens": 8, "temperature": 0}
@@ -144,7 +216,7 @@ def test_a_streamed_usage_counts_tokens_that_bring_no_text(running, path):
     assert len(text) == 8
     options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     events = events_of(running, path, stop=[text[:5] + "@"], **fields, **options)
-    assert len(events) < len(plain) + (path == "completions")
+    assert len(events) - 1 == len(plain) if path == "completions" else len(events) - 1 < len(plain)
     counts = [event["usage"]["completion_tokens"] for event in events]
     assert counts[-1] == 8
     assert counts == sorted(counts)

@@ -8,7 +8,7 @@ from typing import Any
 
 from examples.server.api import Wanted
 from examples.server.fields import ApiError
-from examples.server.logprobs import Scored, TextOffsets, completion_logprobs
+from examples.server.logprobs import Scored, TextOffsets, completion_logprobs, prompt_offsets
 from examples.server.tokens import TokenTexts
 from paged_jax import engine
 
@@ -46,22 +46,34 @@ class Answer:
             "model": model,
         }
         self._offsets: dict[int, TextOffsets] = {}  # of each choice's text so far, for the log-probabilities
+        self._prompt_scores: dict[int, Sequence[Scored]] = {}  # of the tokens of each prompt
+        self._begun: set[int] = set()  # choices of which there is a chunk
 
     @property
     def num_choices(self) -> int:
         """How many choices the answer has."""
         return len(self._prompts) * self._wanted.params["n"]
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether the log-probabilities of the prompts' tokens are wanted, which come with the first new token."""
+        return self._wanted.params.get("prompt_logprobs") is not None
+
     def echo(self, index: int) -> str:
         """The text before the choice's own."""
-        num_samples: int = self._wanted.params["n"]
-        return self._echoes[index // num_samples] if self._echoes else ""
+        return self._echoes[self._prompt_of(index)] if self._echoes else ""
+
+    def _prompt_of(self, index: int) -> int:
+        return index // self._wanted.params["n"]
 
     def count(self, index: int, delta: engine.Delta) -> None:
         """Counts the tokens of a choice's delta for the usage, whether the client gets to see it or not."""
         self._num_output_tokens += 0 if self._wanted.has_no_output else len(delta.token_ids)
-        prompt = index // self._wanted.params["n"]
+        prompt = self._prompt_of(index)
         self._num_cached[prompt] = max(self._num_cached[prompt], delta.num_cached_tokens)
+        if self.is_scored and prompt not in self._prompt_scores:  # the first sample's delta comes first
+            scores = [_scored(item) for item in delta.prompt_logprobs]
+            self._prompt_scores[prompt] = [Scored(self._prompts[prompt][0], None), *scores]
 
     def whole(self, choices: Sequence[Sequence[engine.Delta]]) -> dict[str, Any]:
         """Makes an answer that is not streamed of all deltas of each choice, which it counts.
@@ -84,7 +96,7 @@ class Answer:
         return self._head | {"object": name, "choices": built, "usage": self.usage()}
 
     def opening(self, index: int) -> dict[str, Any]:
-        """Makes the first chunk of a choice of a streamed answer: a message's role, or the echoed prompt."""
+        """Makes a chunk before the first delta of a choice: a message's role, or the echoed prompt."""
         choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": None}
         if self.is_chat:
             choice["delta"] = {"role": "assistant", "content": ""}
@@ -99,7 +111,8 @@ class Answer:
             ApiError: a log-probability is no number.
         """
         choice = self._choice(index, [delta])
-        text = self._text([delta])
+        text = (self.echo(index) if self.is_scored and index not in self._begun else "") + self._text([delta])
+        self._begun.add(index)
         choice |= {"delta": {"content": text}} if self.is_chat else {"text": text}
         return self._chunk([choice])
 
@@ -132,19 +145,28 @@ class Answer:
         return {"index": index, "logprobs": self._logprobs(index, scored), "finish_reason": reason}
 
     def _logprobs(self, index: int, scored: Sequence[Scored]) -> dict[str, Any] | None:
-        if not scored:
-            return None
-        if self.is_chat:
+        if not self.is_chat:
+            return self._completion_logprobs(index, scored)
+        if scored:
             content = [
                 self._chat_token(item.token_id, item.logprob)
                 | {"top_logprobs": [self._chat_token(*pair) for pair in item.top]}
                 for item in scored
             ]
             return {"content": content, "refusal": None}
+        return None
+
+    def _completion_logprobs(self, index: int, scored: Sequence[Scored]) -> dict[str, Any] | None:
+        before: Sequence[Scored] = ()
         if index not in self._offsets:
+            before = self._prompt_scores.get(self._prompt_of(index), ())
             hides = self._wanted.params["skip_special_tokens"]
             self._offsets[index] = TextOffsets(self._tokens, len(self.echo(index)), hides)
-        return completion_logprobs(scored, self._tokens, self._offsets[index])
+        if not before and not scored:
+            return None
+        offsets = prompt_offsets(self._tokens, self.echo(index), [item.token_id for item in before])
+        offsets += [self._offsets[index].take(item.token_id) for item in scored]
+        return completion_logprobs([*before, *scored], self._tokens, offsets)
 
     def _chat_token(self, token_id: int, logprob: float | None) -> dict[str, Any]:
         token_bytes = list(self._tokens.bytes(token_id))

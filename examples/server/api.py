@@ -135,9 +135,9 @@ def read_completion(content: dict[str, Any], models: Sequence[str]) -> Completio
     best_of = read_integer(content, "best_of", 1, 2**31 - 1)
     if best_of not in (None, wanted.params["n"]):
         raise ApiError("best_of must be n: the server returns every sample", param="best_of")
-    logprobs = read_integer(content, "logprobs", 0, MAX_COMPLETION_LOGPROBS)
-    wanted.params["logprobs"] = logprobs
-    return CompletionRequest(_prompts(content), read_flag(content, "echo"), wanted)
+    logprobs, echo = read_integer(content, "logprobs", 0, MAX_COMPLETION_LOGPROBS), read_flag(content, "echo")
+    wanted.params.update(logprobs=logprobs, prompt_logprobs=logprobs if echo else None)
+    return CompletionRequest(_prompts(content), echo, wanted)
 
 
 def read_chat(content: dict[str, Any], models: Sequence[str]) -> ChatRequest:

@@ -251,7 +251,7 @@ class Server:
             return {} if usage == "never" else {"usage": answer.usage() if usage == "always" else None}
 
         for index in range(answer.num_choices):
-            if answer.is_chat or answer.echo(index):
+            if answer.is_chat or (answer.echo(index) and not answer.is_scored):
                 yield answer.opening(index) | told()
         async for index, delta in self._merge(tickets):
             answer.count(index, delta)

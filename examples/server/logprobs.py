@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 from examples.server.tokens import TokenTexts
 
+_NEARBY = 4  # characters
+
 
 class Scored(NamedTuple):
     """A token, its log-probability and the most likely tokens at its place; no others are known for a first token."""
@@ -38,13 +40,36 @@ class TextOffsets:
         return offset
 
 
-def completion_logprobs(scored: Sequence[Scored], tokens: TokenTexts, offsets: TextOffsets) -> dict[str, Any]:
+def prompt_offsets(tokens: TokenTexts, text: str, token_ids: Sequence[int]) -> list[int]:
+    """Says where in a prompt's text the texts of its tokens begin, in characters.
+
+    The tokenizer may have added special tokens and changed characters, so that a token's text is looked for nearby.
+
+    Args:
+        tokens: the texts of tokens.
+        text: the prompt as it was sent.
+        token_ids: its tokens.
+    """
+    offsets, after, nearby = [], 0, _NEARBY
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for token_id in token_ids:
+        piece = decoder.decode(tokens.bytes(token_id))
+        if not text.startswith(piece, after) and piece.startswith(" ") and text.startswith(piece[1:], after):
+            piece = piece[1:]  # the space is one that the tokenizer puts before a text
+        found = text.find(piece, after, after + len(piece) + nearby)
+        offsets.append(after if found < 0 else found)
+        after = after if found < 0 else found + len(piece)
+        nearby = nearby + _NEARBY if found < 0 else _NEARBY if piece else nearby
+    return offsets
+
+
+def completion_logprobs(scored: Sequence[Scored], tokens: TokenTexts, offsets: Sequence[int]) -> dict[str, Any]:
     """Makes the object `logprobs` of a choice."""
     return {
         "tokens": [tokens.name(item.token_id) for item in scored],
         "token_logprobs": [item.logprob for item in scored],
         "top_logprobs": [_candidates(item, tokens) for item in scored],
-        "text_offset": [offsets.take(item.token_id) for item in scored],
+        "text_offset": list(offsets),
     }
 
 
