@@ -62,7 +62,7 @@ class Story:
             temperature=draw.choice([0.5, 1.0]) if is_random else 0.0,
             top_k=draw.choice([0, 3]),
             top_p=draw.choice([1.0, 0.5]),
-            seed=draw.choice([0, 7, 2**63 + 1]),
+            seed=draw.choice([0, 7, 2**63 + 1, None]),
             stop_token_ids=draw.choice([(), (), (2,)]),
             logprobs=draw.choice([None, None, 2]),
             prompt_logprobs=draw.choice([None, None, None, 0, 1]),
@@ -140,7 +140,8 @@ class Story:
         room = min(self.engine.config.max_model_len, blocks.num_blocks * blocks.block_size) + 1
         for request_id, (prompt, params) in self.requests.items():
             for index in range(params.n):
-                wanted = expected_tokens(prompt, params, index, room)
+                seed = self.engine._seeds.give(params, request_id).seed
+                wanted = expected_tokens(prompt, params, index, room, seed)
                 assert found.pop((request_id, index)) == wanted, f"sample {index} of request {request_id}"
                 is_scored = params.prompt_logprobs is not None and not index
                 scores = expected_scores(prompt) if is_scored else []

@@ -4,6 +4,7 @@ from tests.mutants_made import Mutant
 
 SIMULATED = "tests/test_engine_simulated.py"
 PARTS = "tests/test_engine_parts.py"
+REPLICAS = "tests/test_replicas.py"
 FAILURES = "tests/test_engine_failures.py"
 FOLLOWERS = "tests/test_engine_followers.py"
 
@@ -85,6 +86,13 @@ MUTANTS_OF_ENGINE = [
         FAILURES,
     ),
     Mutant(
+        "engine: both caches have the same scales",
+        "engine/runner.py",
+        "copies = jax.tree.map(jnp.array, scales)",
+        "copies = scales",
+        "tests/test_engine.py -k narrow",
+    ),
+    Mutant(
         "engine: top_p is sent as 1", "engine/pack.py", "[p.top_p for p in params]", "[1.0 for p in params]", SIMULATED
     ),
     Mutant(
@@ -124,5 +132,48 @@ MUTANTS_OF_ENGINE = [
         "block for block in reversed(blocks) if",
         "block for block in blocks if",
         PARTS,
+    ),
+    Mutant(
+        "engine: unseeded requests repeat after a reset",
+        "engine/engine.py",
+        "        self._seeds.restart()\n",
+        "",
+        SIMULATED,
+    ),
+    Mutant(
+        "engine: the seed of an unseeded request is its number",
+        "engine/request.py",
+        "return dataclasses.replace(params, seed=int.from_bytes(seed))",
+        "return dataclasses.replace(params, seed=request_id)",
+        SIMULATED,
+    ),
+    Mutant(
+        "replicas: what is over is kept",
+        "engine/replicas.py",
+        "del self._placed[request_id], replica.request_ids[delta.request_id]",
+        "del self._placed[request_id]",
+        REPLICAS,
+    ),
+    Mutant("replicas: stats waits", "engine/replicas.py", "if replica.is_idle:", "if True:", REPLICAS),
+    Mutant(
+        "replicas: tokens of the others are lost with a failure",
+        "engine/replicas.py",
+        "            if deltas:\n                return deltas",
+        "            if False:\n                return deltas",
+        REPLICAS,
+    ),
+    Mutant(
+        "replicas: an engine that failed is not reset",
+        "engine/replicas.py",
+        "            fresh.engine.reset()\n",
+        "            pass\n",
+        REPLICAS,
+    ),
+    Mutant(
+        "replicas: requests go to engines that are lost",
+        "engine/replicas.py",
+        "(replica for replica in self._replicas if not replica.is_lost)",
+        "self._replicas",
+        REPLICAS,
     ),
 ]

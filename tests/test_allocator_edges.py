@@ -1,6 +1,7 @@
 """Tests edges of the block allocator: block 0, the largest tables, flags that stay, negative rows and positions."""
 
 import dataclasses
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -103,3 +104,16 @@ def test_a_block_past_a_pool_of_one_block_is_refused_in_words():
 def test_a_state_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         allocator.create(1, 4, 1, 1).num_free = 0
+
+
+def test_adopting_many_blocks_takes_little_memory():
+    """A row of 8,192 blocks: comparing each with each would take 64 MiB."""
+    count = 8192
+    state, *_ = allocator.append_tokens(allocator.create(count, 1, 2, count), [count, 0])
+    blocks = state.block_tables[0].copy()
+    tracemalloc.start()
+    state = allocator.adopt(state, 1, blocks)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert state.seq_lens.tolist() == [count, count]
+    assert peak < 2**20

@@ -58,6 +58,29 @@ def test_swaps_of_many_blocks_go_in_several_calls(num_host_blocks, is_swapped):
     assert (engine._scheduler.counters.recomputed > 0) != is_swapped
 
 
+def test_requests_without_a_seed_get_fresh_randomness():
+    """Another one in every process and after every reset, unless the engine has a seed; and never a user's seed."""
+    prompt, params = list(range(5)), SamplingParams(max_tokens=20, temperature=1.0)
+
+    def draw(engine, **changes):
+        return [
+            samples[0].token_ids for samples in engine.generate([prompt] * 3, dataclasses.replace(params, **changes))
+        ]
+
+    first, second = (make_engine(64, 4, CONFIG) for _ in range(2))
+    drawn = [draw(first), draw(second), draw(first)]
+    first.reset()
+    drawn += [draw(first), *(draw(first, seed=seed) for seed in range(6))]
+    found = [tokens for tokens in drawn[:4] for tokens in tokens] + [tokens[0] for tokens in drawn[4:]]
+    assert len(set(found)) == 4 * 3 + 6
+    same, again = (make_engine(64, 4, CONFIG, seed=7) for _ in range(2))
+    fixed = draw(same)
+    assert draw(again) == fixed
+    same.reset()
+    assert draw(same) == fixed
+    assert draw(make_engine(64, 4, CONFIG, seed=8)) != fixed
+
+
 @pytest.mark.parametrize("num_steps", range(5))
 def test_a_cancelled_request_gives_all_of_its_seats_back(num_steps):
     engine = make_engine(64, 4, CONFIG)

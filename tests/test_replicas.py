@@ -2,11 +2,13 @@
 
 import dataclasses
 import threading
+from unittest import mock
 
 import jax
 import pytest
 
-from paged_jax.engine import Delta, Engine, Replicas, SamplingParams
+from paged_jax.engine import Delta, Engine, EngineFailed, ReplicaFailed, Replicas, SamplingParams, Stats
+from paged_jax.engine.request import Seeds
 from tests import engine_model as model
 from tests.conftest import QUICK_COMPILE
 from tests.engine_checks import BLOCK_SIZE, CONFIG, NUM_BLOCKS, PROMPTS, Words, check_blocks, tokens_of
@@ -38,11 +40,22 @@ class MadeUpEngine:
 
     def __init__(self):
         self.may_step, self.is_stepping, self.max_num_seqs = threading.Semaphore(0), False, 4
+        self.error, self.reset_error = None, None
         self.reset()
 
     def reset(self, config=None):
         assert not self.is_stepping
+        if self.reset_error:
+            raise self.reset_error
         self.requests, self.num_added = {}, 0
+
+    def check_config(self, config):
+        pass
+
+    def stats(self):
+        assert not self.is_stepping
+        zeros = dict.fromkeys((field.name for field in dataclasses.fields(Stats)), 0)
+        return Stats(**zeros | {"num_running": len(self.requests)})
 
     def check(self, prompt, params):
         return 100
@@ -61,6 +74,9 @@ class MadeUpEngine:
     def step(self):
         self.is_stepping = True
         assert self.may_step.acquire(timeout=20), "the test never lets this engine run its step"
+        self.is_stepping = False
+        if self.error:
+            raise self.error
         deltas = []
         for request_id, left in list(self.requests.items()):
             left[:] = [tokens - 1 for tokens in left]
@@ -68,7 +84,6 @@ class MadeUpEngine:
             deltas += [Delta(request_id, i, (7,), finish_reason=ends) for i in range(len(left))]
             if ends:
                 del self.requests[request_id]
-        self.is_stepping = False
         return deltas
 
 
@@ -86,14 +101,14 @@ def finish(replicas):
 
 
 def test_tokens_are_those_of_one_model(replicas, the_engines, reference):
-    """Greedy ones, and drawn ones, whose seed is the request's number unless it has one."""
+    """Greedy ones, and drawn ones: the same seed gives requests the same seeds."""
     greedy = replicas.generate(PROMPTS, PARAMS)
     assert [one.token_ids for (one,) in greedy] == [reference.greedy(prompt, 6) for prompt in PROMPTS]
     assert all(engine.stats().num_output_tokens > 0 for engine in the_engines), "both engines took part"
 
     drawn = dataclasses.replace(PARAMS, temperature=1.0, n=2)
-    replicas.reset()
-    several = replicas.generate(PROMPTS, drawn)
+    several = Replicas(the_engines, seed=7).generate(PROMPTS, drawn)
+    the_engines[0]._seeds = Seeds(7)
     the_engines[0].reset()
     assert the_engines[0].generate(PROMPTS, drawn) == several
 
@@ -125,6 +140,7 @@ def test_cancelling_frees_blocks_and_ends_deltas(replicas, the_engines, referenc
     found = tokens_of(deltas)
     assert [found[i, 0] for i in ids[2:]] == [reference.greedy(prompt, 6) for prompt in PROMPTS[2:4]]
     assert replicas.stats().held_blocks == 0
+    assert not any(replica.request_ids for replica in replicas._replicas), "nothing is kept of what is over"
     for engine in the_engines:
         check_blocks(engine)
 
@@ -183,13 +199,104 @@ def test_after_a_failure_a_reset_makes_it_usable(replicas, the_engines, referenc
     replicas.step()
     with monkeypatch.context() as patch:
         patch.setattr(the_engines[1]._runner, "launch", fail)
-        with pytest.raises(RuntimeError, match="out of luck"):
+        with pytest.raises(ReplicaFailed, match="replica 1 has failed, RuntimeError: out of luck"):
             finish(replicas)
     replicas.reset()
     assert not replicas.has_work
     assert [one.token_ids for (one,) in replicas.generate(PROMPTS, PARAMS)] == [
         reference.greedy(prompt, 6) for prompt in PROMPTS
     ]
+
+
+def test_what_fails_in_one_engine_is_lost_there_alone():
+    replicas, engines = made_up()
+    ids = [replicas.add_request([1], SamplingParams(max_tokens=3)) for _ in range(4)]
+    for engine in engines:
+        engine.may_step.release(9)
+    engines[1].error = RuntimeError("out of luck")
+    deltas: list[Delta] = []
+
+    def run():
+        while True:
+            deltas.extend(replicas.step())
+
+    with pytest.raises(ReplicaFailed, match="replica 1 has failed, RuntimeError: out of luck") as raised:
+        run()
+    assert raised.value.request_ids == (ids[1], ids[3])
+    assert [replicas.is_unfinished(request_id) for request_id in raised.value.request_ids] == [False, False]
+    engines[1].error = None
+    more = replicas.add_request([1], SamplingParams(max_tokens=3))
+    deltas += finish(replicas)
+    assert {key: len(tokens) for key, tokens in tokens_of(deltas).items()} == {
+        (i, 0): 3 for i in (ids[0], ids[2], more)
+    }
+    assert engines[1].num_added == 1, "it was reset and gets requests again"
+
+
+def test_engines_that_cannot_be_reset_get_no_more_requests():
+    replicas, engines = made_up()
+    for engine in engines:
+        engine.may_step.release(9)
+    for broken in engines:
+        broken.error, broken.reset_error = RuntimeError("out of luck"), RuntimeError("no memory")
+        replicas.add_request([1], SamplingParams(max_tokens=2))
+        replicas.add_request([1], SamplingParams(max_tokens=2))
+        with pytest.raises(ReplicaFailed, match="so has its reset: it gets no more requests"):
+            finish(replicas)
+        assert replicas.has_failed == (broken is engines[1])
+        if not replicas.has_failed:
+            finish(replicas)
+    with pytest.raises(EngineFailed, match=r"needs a reset\(\)"):
+        replicas.add_request([1])
+    with pytest.raises(RuntimeError, match="no memory"):
+        replicas.reset()
+    for engine in engines:
+        engine.error = engine.reset_error = None
+    replicas.reset()
+    replicas.add_request([1], SamplingParams(max_tokens=2))
+    assert len(finish(replicas)) == 2
+
+
+def test_statistics_do_not_wait_for_a_step():
+    replicas, (slow, quick) = made_up()
+    for _ in range(3):
+        replicas.add_request([1], SamplingParams(max_tokens=3))
+    quick.may_step.release()
+    replicas.step()
+    assert slow.is_stepping
+    assert replicas.stats().num_running == 1, "the slow engine has not finished a step yet"
+    slow.may_step.release(9)
+    quick.may_step.release(9)
+    finish(replicas)
+    assert replicas.stats().num_running == 0
+
+
+def test_a_step_that_never_ends_keeps_no_reset_waiting():
+    engines = [MadeUpEngine() for _ in range(2)]
+    replicas = Replicas(engines, step_timeout_seconds=0.2)
+    for _ in range(2):
+        replicas.add_request([1], SamplingParams(max_tokens=3))
+    engines[1].may_step.release()
+    replicas.step()
+    with pytest.raises(TimeoutError, match=r"has not ended for 0\.2 s"):
+        replicas.reset()
+    with pytest.raises(EngineFailed, match="TimeoutError"):
+        replicas.step()
+    engines[0].may_step.release()
+    replicas.reset()
+    assert not replicas.has_work
+
+
+def test_ctrl_c_while_steps_run_loses_no_token(monkeypatch):
+    replicas, engines = made_up()
+    ids = [replicas.add_request([1], SamplingParams(max_tokens=2)) for _ in range(2)]
+    with monkeypatch.context() as patch:
+        patch.setattr("concurrent.futures.wait", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            replicas.step()
+    for engine in engines:
+        engine.may_step.release(2)
+    assert {key: len(tokens) for key, tokens in tokens_of(finish(replicas)).items()} == {(i, 0): 2 for i in ids}
 
 
 def test_a_prompt_may_change_after_it_was_added(replicas, reference):

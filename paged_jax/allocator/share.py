@@ -114,8 +114,9 @@ def adopt(state: AllocatorState, child: Values, blocks: Values) -> AllocatorStat
     named = ids >= 0
     in_order = (named[:-1] | ~named[1:]).all()
     held = _are_held(xp, state, ids)
-    repeats = named & ((ids[:, None] == ids[None, :]).sum(axis=1, dtype=xp.int32) > 1)
-    valid = empty & in_order & (held | ~named).all() & ~repeats.any()
+    ordered = xp.sort(ids)
+    repeats = ((ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)).any()
+    valid = empty & in_order & (held | ~named).all() & ~repeats
     if xp is np and not valid:
         raise ValueError(
             f"blocks must be different, held, below {num_blocks}, and end at the first negative one, got {ids.tolist()}"

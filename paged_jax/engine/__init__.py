@@ -34,6 +34,7 @@ from paged_jax.engine.config import EngineConfig as EngineConfig
 from paged_jax.engine.engine import Engine as Engine
 from paged_jax.engine.processes import LeadingEngine as LeadingEngine
 from paged_jax.engine.processes import follow as follow
+from paged_jax.engine.replicas import ReplicaFailed as ReplicaFailed
 from paged_jax.engine.replicas import Replicas as Replicas
 from paged_jax.engine.request import Completion as Completion
 from paged_jax.engine.request import Delta as Delta

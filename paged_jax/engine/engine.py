@@ -20,6 +20,7 @@ from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.request import (
     Delta,
     SamplingParams,
+    Seeds,
     Sequence,
     Tokenizer,
     TokenLogprob,
@@ -36,7 +37,7 @@ class Engine(BaseEngine):
     """Runs many requests at once over any model that offers a `Step`.
 
     One thread at a time may call an engine. The same requests in the same order lead to the same steps in every
-    process.
+    process; where requests have no seed, the engines' own seeds must be the same.
 
     Args:
       step: the model's function, see `Step`.
@@ -45,6 +46,8 @@ class Engine(BaseEngine):
         more.
       config: sizes and policies.
       tokenizer: turns tokens into text; without one there are token ids only, and no stop texts.
+      seed: the number from which requests without a seed get theirs; None for fresh random numbers in every process and
+        after every `reset`.
       show_progress: whether a bar on stderr shows the progress of compiling; it needs the package rich.
       compiler_options: XLA's options for all programs; or a function that takes a step's number of tokens and gives the
         options of the program that runs the model over so many, where all other programs have none.
@@ -64,11 +67,12 @@ class Engine(BaseEngine):
         config: EngineConfig,
         *,
         tokenizer: Tokenizer | None = None,
+        seed: int | None = None,
         show_progress: bool = False,
         compiler_options: CompilerOptions | None = None,
     ):
         _check_pool(config, caches[0].num_blocks if caches else 0)
-        self.config, self.tokenizer = config, tokenizer
+        self.config, self.tokenizer, self._seeds = config, tokenizer, Seeds(seed)
         self._runner = Runner(
             step, weights, caches, config, show_progress=show_progress, compiler_options=compiler_options
         )
@@ -96,6 +100,7 @@ class Engine(BaseEngine):
         self._launched: Launched | None = None
         self._next_id = self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
         self._seconds = 0.0
+        self._seeds.restart()
 
     def check_config(self, config: EngineConfig | None) -> EngineConfig:
         """Gives the config that `reset` would lead to.
@@ -123,13 +128,14 @@ class Engine(BaseEngine):
     ) -> int:
         max_total = self.check(prompt, params)
         with self._changing("add_request"):
-            return self._add(read_token_ids(prompt), params, max_total)
+            return self._add(read_token_ids(prompt), self._seeds.give(params, self._next_id), max_total)
 
     def _add(self, tokens: list[int], params: SamplingParams, max_total: int) -> int:
         request_id, self._next_id = self._next_id, self._next_id + 1
-        seed = request_id if params.seed is None else params.seed
+        assert params.seed is not None
         samples = [
-            Sequence(request_id, index, params, list(tokens), len(tokens), max_total, seed) for index in range(params.n)
+            Sequence(request_id, index, params, list(tokens), len(tokens), max_total, params.seed)
+            for index in range(params.n)
         ]
         if self.tokenizer is not None:
             for sequence in samples:

@@ -2,7 +2,8 @@
 
 Each copy is an engine with its own weights, its own pool, and GPUs of its own. A request goes to the engine that has
 the fewest unfinished samples, and stays there. Steps of different engines run at the same time, each in a thread, so
-that no engine ever waits for another one's step.
+that no engine ever waits for another one's step. If an engine's step fails, that engine's requests are lost, and the
+others go on.
 
     add_request, cancel ──► calls ──► thread: the calls, then Engine.step ──┐
                         ├─► calls ──► thread: the calls, then Engine.step ──┼──► step, as soon as one of them is done
@@ -18,49 +19,76 @@ from typing import override
 from paged_jax.engine.base import BaseEngine
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.engine import Engine
-from paged_jax.engine.request import Delta, SamplingParams
+from paged_jax.engine.request import Delta, SamplingParams, Seeds
 from paged_jax.engine.stats import Stats
 
 
-@dataclasses.dataclass
+class ReplicaFailed(RuntimeError):
+    """Raised by `Replicas.step` if an engine's step has failed. The other engines' requests go on.
+
+    Attributes:
+      request_ids: the requests that are lost.
+    """
+
+    def __init__(self, message: str, request_ids: tuple[int, ...]):
+        super().__init__(message, request_ids)
+        self.message, self.request_ids = message, request_ids
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@dataclasses.dataclass(eq=False)
 class _Replica:
     """An engine, and what the thread that calls `Replicas` knows of it.
 
     Attributes:
       engine: the engine; while a step runs, only that step's thread calls it, but for `check`.
       calls: calls that the engine is to get before its next step.
-      request_ids: for each request that this engine was given, the id that it has in `Replicas`. The engine itself
-        counts its requests from 0.
+      num_added: how many requests this engine was given: the id that it gives the next one.
+      request_ids: for each unfinished request of this engine, by its id there, the id that it has in `Replicas`.
       num_unfinished: samples that are unfinished.
       running: the step that runs, or whose tokens were not taken yet.
+      stats: the engine's statistics after its last step.
+      is_lost: whether the engine failed and could not be reset, so that it gets no more requests.
     """
 
     engine: Engine
     calls: list[Callable[[], object]] = dataclasses.field(default_factory=list)
-    request_ids: list[int] = dataclasses.field(default_factory=list)
+    num_added: int = 0
+    request_ids: dict[int, int] = dataclasses.field(default_factory=dict)
     num_unfinished: int = 0
     running: concurrent.futures.Future[list[Delta]] | None = None
+    stats: Stats | None = None
+    is_lost: bool = False
 
     def advance(self, calls: list[Callable[[], object]]) -> list[Delta]:
         """Makes the calls and runs a step. This runs in the thread."""
         for call in calls:
             call()
-        return self.engine.step()
+        deltas = self.engine.step()
+        self.stats = self.engine.stats()
+        return deltas
 
-    def wait(self) -> None:
-        """Waits until no step runs."""
-        if self.running is not None:
-            concurrent.futures.wait([self.running])
+    @property
+    def error(self) -> BaseException | None:
+        """What the last step raised, if it is done and nobody was told."""
+        return self.running.exception() if self.running is not None and self.running.done() else None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no step runs, and none that failed waits to be told."""
+        return (self.running is None or self.running.done()) and self.error is None and not self.is_lost
 
     def settle(self) -> None:
-        """Waits until no step runs, and makes all calls."""
-        self.wait()
+        """Makes all calls, on an engine that is idle, and counts anew."""
         calls, self.calls = self.calls, []
         for call in calls:
             call()
+        self.stats = self.engine.stats()
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Placed:
     """Where an unfinished request runs, the id that it has there, and how many of its samples are unfinished."""
 
@@ -76,23 +104,33 @@ class Replicas(BaseEngine):
     Which engine a request goes to depends on when others finish. Python plans the steps of all engines one at a time:
     where steps are so short that plans fill their time, run a process for each copy instead.
 
+    If an engine fails, `step` raises `ReplicaFailed`, which names the requests that are lost. That engine is reset and
+    gets requests again; if its reset raises, it gets none until `reset` here succeeds.
+
     Args:
       engines: at least one. The caller must not use them any more.
+      seed: as for `Engine`.
+      step_timeout_seconds: how long `reset` waits for steps that run.
 
     Example:
       >>> engine = Replicas([make_engine(mesh) for mesh in meshes])
       >>> (completions,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
     """
 
-    def __init__(self, engines: collections.abc.Sequence[Engine]):
+    def __init__(
+        self,
+        engines: collections.abc.Sequence[Engine],
+        *,
+        seed: int | None = None,
+        step_timeout_seconds: float = 60.0,
+    ):
         if not engines:
             raise ValueError("Replicas needs at least one engine, got none")
-        for engine in engines:
-            engine.reset()  # so that it counts its requests from 0
+        self._seeds, self._step_timeout_seconds = Seeds(seed), step_timeout_seconds
         self._replicas = [_Replica(engine) for engine in engines]
         self._threads = concurrent.futures.ThreadPoolExecutor(len(engines), thread_name_prefix="replica")
         self._placed: dict[int, _Placed] = {}
-        self._next_id = 0
+        self.reset()  # so that each engine counts its requests from 0
 
     @property
     @override
@@ -107,13 +145,24 @@ class Replicas(BaseEngine):
 
     @override
     def reset(self, config: EngineConfig | None = None) -> None:
-        """Does what `Engine.reset` does, in each engine, as soon as the steps that run are done."""
+        """Does what `Engine.reset` does, in each engine, as soon as the steps that run are done.
+
+        Raises:
+          ValueError: the config differs in a field that decides what is compiled.
+          TimeoutError: a step does not end.
+        """
         for replica in self._replicas:
-            replica.wait()
-            replica.engine.reset(config)
-        self._replicas = [_Replica(replica.engine) for replica in self._replicas]
-        self._placed.clear()
-        self._next_id = 0
+            replica.engine.check_config(config)
+        with self._changing("reset"):
+            running = {replica.running for replica in self._replicas if replica.running is not None}
+            if concurrent.futures.wait(running, self._step_timeout_seconds).not_done:
+                raise TimeoutError(f"the step of an engine has not ended for {self._step_timeout_seconds} s")
+            for replica in self._replicas:
+                replica.engine.reset(config)
+            self._replicas = [_Replica(replica.engine, stats=replica.engine.stats()) for replica in self._replicas]
+            self._placed.clear()
+            self._seeds.restart()
+            self._next_id = 0
 
     @override
     def check(self, prompt: collections.abc.Sequence[int], params: SamplingParams) -> int:
@@ -129,14 +178,19 @@ class Replicas(BaseEngine):
         """Does what `Engine.add_request` does, in the engine with the fewest unfinished samples."""
         self.check(prompt, params)
         prompt = tuple(prompt)  # the caller may change a list before the engine sees it
-        request_id, self._next_id = self._next_id, self._next_id + 1
-        seeded = dataclasses.replace(params, seed=request_id if params.seed is None else params.seed)
-        replica = min(self._replicas, key=lambda replica: replica.num_unfinished)
-        replica.calls.append(lambda: replica.engine.add_request(prompt, seeded))
-        self._placed[request_id] = _Placed(replica, len(replica.request_ids), params.n)
-        replica.request_ids.append(request_id)
-        replica.num_unfinished += params.n
-        return request_id
+        with self._changing("add_request"):
+            request_id, self._next_id = self._next_id, self._next_id + 1
+            seeded = self._seeds.give(params, request_id)
+            replica = min(
+                (replica for replica in self._replicas if not replica.is_lost),
+                key=lambda replica: replica.num_unfinished,
+            )
+            local_id, replica.num_added = replica.num_added, replica.num_added + 1
+            replica.request_ids[local_id] = request_id
+            self._placed[request_id] = _Placed(replica, local_id, params.n)
+            replica.num_unfinished += params.n
+            replica.calls.append(lambda: replica.engine.add_request(prompt, seeded))
+            return request_id
 
     @override
     def step(self) -> list[Delta]:
@@ -144,14 +198,31 @@ class Replicas(BaseEngine):
 
         Returns:
           A `Delta` for each sample that has a new token.
+
+        Raises:
+          ReplicaFailed: an engine's step has failed; no token of the other engines is lost.
+          EngineFailed: an earlier call has failed, or no engine is left.
         """
-        for replica in self._replicas:
-            if replica.running is None and (replica.calls or replica.engine.has_work):
-                calls, replica.calls = replica.calls, []
-                replica.running = self._threads.submit(replica.advance, calls)
-        steps = {replica.running: replica for replica in self._replicas if replica.running is not None}
-        done, _ = concurrent.futures.wait(steps, return_when=concurrent.futures.FIRST_COMPLETED)
-        return [delta for running in done for delta in self._take(steps[running])]
+        with self._changing("step"):
+            for replica in self._replicas:
+                if replica.running is None and not replica.is_lost and (replica.calls or replica.engine.has_work):
+                    calls, replica.calls = replica.calls, []
+                    replica.running = self._threads.submit(replica.advance, calls)
+        if not any(replica.error for replica in self._replicas):
+            # Nothing changes here, so that Ctrl-C does no harm.
+            running = {replica.running for replica in self._replicas if replica.running is not None}
+            concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+        with self._changing("step"):
+            done = [replica for replica in self._replicas if replica.running is not None and replica.running.done()]
+            deltas = [delta for replica in done if not replica.error for delta in self._take(replica)]
+            if deltas:
+                return deltas  # what failed is still there for the next call
+            failure = next((self._lose(replica) for replica in done if replica.error), None)
+        if failure is not None:
+            if all(replica.is_lost for replica in self._replicas):
+                self._failure = str(failure)
+            raise failure
+        return deltas
 
     @override
     def is_unfinished(self, request_id: int) -> bool:
@@ -160,19 +231,24 @@ class Replicas(BaseEngine):
     @override
     def cancel(self, request_id: int) -> bool:
         """Does what `Engine.cancel` does. The engine frees the blocks at its next step, or when `stats` is called."""
-        placed = self._placed.pop(request_id, None)
-        if placed is None:
-            return False
-        placed.replica.num_unfinished -= placed.num_unfinished
-        placed.replica.calls.append(lambda: placed.replica.engine.cancel(placed.local_id))
-        return True
+        with self._changing("cancel"):
+            placed = self._placed.pop(request_id, None)
+            if placed is None:
+                return False
+            replica, local_id = placed.replica, placed.local_id
+            del replica.request_ids[local_id]
+            replica.num_unfinished -= placed.num_unfinished
+            replica.calls.append(lambda: replica.engine.cancel(local_id))
+            return True
 
     @override
     def stats(self) -> Stats:
-        """The statistics of all engines together, as soon as the steps that run are done."""
-        for replica in self._replicas:
-            replica.settle()
-        return Stats.join([replica.engine.stats() for replica in self._replicas])
+        """The statistics of all engines together; those of an engine whose step runs are from before that step."""
+        with self._changing("stats"):
+            for replica in self._replicas:
+                if replica.is_idle:
+                    replica.settle()
+        return Stats.join([replica.stats for replica in self._replicas if replica.stats is not None])
 
     def _take(self, replica: _Replica) -> list[Delta]:
         """Takes the tokens of a step that is done, but for those of requests that were cancelled meanwhile."""
@@ -180,14 +256,30 @@ class Replicas(BaseEngine):
         assert running is not None
         deltas = []
         for delta in running.result():
-            request_id = replica.request_ids[delta.request_id]
-            placed = self._placed.get(request_id)
-            if placed is None:
+            request_id = replica.request_ids.get(delta.request_id)
+            if request_id is None:
                 continue
             if delta.finish_reason is not None:
+                placed = self._placed[request_id]
                 replica.num_unfinished -= 1
                 placed.num_unfinished -= 1
                 if not placed.num_unfinished:
-                    del self._placed[request_id]
+                    del self._placed[request_id], replica.request_ids[delta.request_id]
             deltas.append(delta._replace(request_id=request_id))
         return deltas
+
+    def _lose(self, replica: _Replica) -> ReplicaFailed:
+        """Forgets the requests of an engine that failed, and resets the engine."""
+        error, lost = replica.error, tuple(replica.request_ids.values())
+        for request_id in lost:
+            del self._placed[request_id]
+        fresh, index = _Replica(replica.engine, stats=replica.stats), self._replicas.index(replica)
+        try:
+            fresh.engine.reset()
+        except Exception:
+            fresh.is_lost = True
+        self._replicas[index] = fresh
+        end = ", and so has its reset: it gets no more requests" if fresh.is_lost else ""
+        failure = ReplicaFailed(f"replica {index} has failed, {type(error).__name__}: {error}{end}", lost)
+        failure.__cause__ = error
+        return failure

@@ -2,7 +2,9 @@
 
 import collections.abc
 import dataclasses
+import hashlib
 import operator
+import secrets
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -22,8 +24,8 @@ class SamplingParams:
       temperature: divides the logits; 0 always takes the most likely token.
       top_k: draws from the `top_k` most likely tokens only (and from those as likely as the last of them); 0 for all.
       top_p: draws from the smallest set of most likely tokens whose probabilities add up to `top_p`; 1 for all.
-      seed: the seed of the draws, from 0 to 2**64 - 1; None for the request's id. The tokens of a sample depend on its
-        seed, its index and their positions, but not on the other requests of a batch.
+      seed: the seed of the draws, from 0 to 2**64 - 1; None for one that the engine takes from its own. The tokens of a
+        sample depend on its seed, its index and their positions, but not on the other requests of a batch.
       stop_token_ids: tokens that end a sample; they are among its tokens, but not in its text.
       stop: texts that end a sample; they are not in its text. The engine needs a tokenizer to find them. A text that is
         a special token of the tokenizer is found, too.
@@ -100,6 +102,33 @@ def read_token_ids(prompt: collections.abc.Iterable[Any]) -> list[int]:
         if not 0 <= token_id < 2**31:
             raise ValueError(f"token ids must be in [0, {2**31 - 1}], got {token_id}")
     return token_ids
+
+
+class Seeds:
+    """Gives a seed to each request that has none.
+
+    Args:
+      seed: the same number gives the same seeds; None for others in every process, and after every restart.
+    """
+
+    def __init__(self, seed: int | None):
+        _check_integer("seed", seed, 0, 2**64 - 1, optional=True)
+        self._is_fresh = seed is None
+        self._key = b"" if seed is None else seed.to_bytes(8)
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins with the first request again."""
+        if self._is_fresh:
+            self._key = secrets.token_bytes(16)
+
+    def give(self, params: SamplingParams, request_id: int) -> SamplingParams:
+        """The parameters with a seed: their own, or else one that depends on the request's id."""
+        if params.seed is not None:
+            return params
+        # A hash, so that no request gets a small number, which is what users choose.
+        seed = hashlib.blake2b(request_id.to_bytes(8), key=self._key, digest_size=8).digest()
+        return dataclasses.replace(params, seed=int.from_bytes(seed))
 
 
 class Tokenizer(Protocol):
@@ -191,7 +220,7 @@ class Sequence:
     Attributes:
       request_id: the request's id, which counts requests in order of arrival.
       index: the index of the sample in its request.
-      params: the request's parameters.
+      params: the request's parameters, with a seed.
       tokens: the prompt and every output token that the host has read.
       num_prompt: tokens of the prompt.
       max_total: the largest number of tokens, prompt and output together.
