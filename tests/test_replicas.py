@@ -241,8 +241,9 @@ def test_engines_that_cannot_be_reset_get_no_more_requests():
         broken.error, broken.reset_error = RuntimeError("out of luck"), RuntimeError("no memory")
         replicas.add_request([1], SamplingParams(max_tokens=2))
         replicas.add_request([1], SamplingParams(max_tokens=2))
-        with pytest.raises(ReplicaFailed, match="so has its reset: it gets no more requests"):
+        with pytest.raises(ReplicaFailed, match="so has its reset: it gets no more requests") as raised:
             finish(replicas)
+        assert len(raised.value.request_ids) == (1 if broken is engines[0] else 2)
         assert replicas.has_failed == (broken is engines[1])
         if not replicas.has_failed:
             finish(replicas)
