@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float32, Int32
 
 _COLDEST = 1e-30  # temperature by which finite logits of up to 10 ** 8 can be divided
+_HOTTEST = 1e30  # the inverse of a larger one may become 0, and 0 * -inf is NaN
 _PARTS = 8  # the vocabulary is cut in so many parts
 _CANDIDATES = 128  # the likeliest tokens of each part, from which top-k and top-p choose
 
@@ -57,7 +58,7 @@ def sample(
     top_k = jnp.broadcast_to(jnp.asarray(top_k, jnp.int32), (num_seqs,))
     is_drawn = temperature > 0
     # Colder draws take the likeliest token anyway, and their logits would not be finite.
-    scaled = logits / jnp.where(is_drawn, jnp.maximum(temperature, _COLDEST), 1)[:, None]
+    scaled = logits / jnp.where(is_drawn, jnp.clip(temperature, _COLDEST, _HOTTEST), 1)[:, None]
     is_cut = is_drawn & ((top_k > 0) | (top_p < 1))
     kept = jax.lax.cond(is_cut.any(), lambda: _cut(scaled, top_k, top_p), lambda: scaled)
     # The likeliest token after Gumbel noise is a draw (https://arxiv.org/abs/1411.0030, section 2).

@@ -43,8 +43,12 @@ _ON_CUDA = tuple(name for name in IMPLEMENTATIONS if name != "xla")
 _FOR_EVERY_GPU = ("triton",)
 
 
-def call(op: str, operands: Any, *, implementation: str | None, **static: Any) -> Any:
-    """Runs `op` on its operands (a pytree of arrays, with None for absent ones) with hashable `static` keywords."""
+def call(op: str, operands: Any, *, implementation: str | None, unwanted: tuple[int, ...] = (), **static: Any) -> Any:
+    """Runs `op` on its operands (a pytree of arrays, with None for absent ones) with hashable `static` keywords.
+
+    `unwanted` are the places of results for which nobody asks, and which are None. So an lse of -inf, which an empty
+    row has, raises no error under `jax_debug_infs` where only out was asked for.
+    """
     if implementation is not None and not (isinstance(implementation, str) and implementation in IMPLEMENTATIONS):
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS} or None, got {implementation!r}")
     if (question := _selection.question()) is not None:
@@ -55,17 +59,21 @@ def call(op: str, operands: Any, *, implementation: str | None, **static: Any) -
         # Kernels are traced for the answer in a program of their own, and then the call is traced as it always is. A
         # jitted function that makes this call keeps what is traced of it, and computes that later.
         jax.eval_shape(answer, operands)
-    return _bind(op, implementation, tuple(sorted(static.items())))(operands)
+    return _bind(op, implementation, tuple(sorted(static.items())), unwanted)(operands)
 
 
 @functools.cache
-def _bind(op: str, implementation: str | None, static: tuple[tuple[str, Any], ...]) -> Callable:
+def _bind(
+    op: str, implementation: str | None, static: tuple[tuple[str, Any], ...], unwanted: tuple[int, ...]
+) -> Callable:
     """Makes the op a function of its operands alone, with a vmap rule, and with an error if it is differentiated."""
 
     @jax.jit
     def run(operands):
         keywords = dict(static)
-        return _partition.split(op, lambda part: _on_platform(op, implementation, part, keywords), operands, keywords)
+        on_part = functools.partial(_on_platform, op, implementation, static=keywords)
+        results = _partition.split(op, on_part, operands, keywords)
+        return tuple(None if place in unwanted else x for place, x in enumerate(results))
 
     batched = jax.custom_batching.custom_vmap(run)
 

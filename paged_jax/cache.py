@@ -11,7 +11,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from paged_jax import _checks, cache_ops, ops
+from paged_jax import cache_ops, ops
 from paged_jax._dispatch import Implementation
 from paged_jax.options import Layout, QueryOptions, block_axis, head_axis
 from paged_jax.shapes import (
@@ -211,10 +211,8 @@ class PagedKVCache:
           out, or with return_lse ``(out, lse)``.
         """
         arrays = query, *self._pools, block_tables, seq_lens
-        out, lse = ops.paged_attention(
-            *arrays, return_lse=True, implementation=implementation, **options, **self._contract
-        )
-        return (out, lse) if _checks.flag("return_lse", return_lse) else out
+        flags: Any = {"return_lse": return_lse, "implementation": implementation}
+        return ops.paged_attention(*arrays, **flags, **options, **self._contract)
 
     # fmt: off
     @overload
@@ -249,10 +247,9 @@ class PagedKVCache:
           ``(out, cache)``, or with return_lse ``(out, lse, cache)``.
         """
         arrays = query, key, value, *self._pools, block_tables, seq_lens, slot_mapping
-        out, lse, *pools = ops.write_and_attend(
-            *arrays, return_lse=True, implementation=implementation, **options, **self._contract
-        )
-        return (out, lse, self._with(pools)) if _checks.flag("return_lse", return_lse) else (out, self._with(pools))
+        flags: Any = {"return_lse": return_lse, "implementation": implementation}
+        *results, key_cache, value_cache = ops.write_and_attend(*arrays, **flags, **options, **self._contract)
+        return *results, self._with((key_cache, value_cache))
 
     # fmt: off
     @overload
@@ -286,10 +283,8 @@ class PagedKVCache:
           out, or with return_lse ``(out, lse)``.
         """
         arrays = query, *self._pools, block_tables, seq_lens, query_start_loc
-        out, lse = ops.ragged_paged_attention(
-            *arrays, causal=causal, return_lse=True, implementation=implementation, **options, **self._contract
-        )
-        return (out, lse) if _checks.flag("return_lse", return_lse) else out
+        flags: Any = {"causal": causal, "return_lse": return_lse, "implementation": implementation}
+        return ops.ragged_paged_attention(*arrays, **flags, **options, **self._contract)
 
     # fmt: off
     @overload
@@ -325,10 +320,8 @@ class PagedKVCache:
           out, or with return_lse ``(out, lse)``.
         """
         arrays = query, key, value, *self._pools, block_tables, seq_lens, query_start_loc
-        out, lse = ops.prefix_attention(
-            *arrays, causal=causal, return_lse=True, implementation=implementation, **options, **self._contract
-        )
-        return (out, lse) if _checks.flag("return_lse", return_lse) else out
+        flags: Any = {"causal": causal, "return_lse": return_lse, "implementation": implementation}
+        return ops.prefix_attention(*arrays, **flags, **options, **self._contract)
 
     def copy_blocks(self, block_mapping: BlockMapping, *, implementation: Implementation | None = None) -> Self:
         """Copies whole blocks within this cache, with their scales if each slot has its own: `copy_blocks`.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from paged_jax import _checks, cache_ops, ops
+from paged_jax import cache_ops, ops
 from paged_jax._dispatch import Implementation
 from paged_jax.options import LatentQueryOptions
 from paged_jax.shapes import (
@@ -166,9 +166,10 @@ class PagedLatentCache:
           out, or with return_lse ``(out, lse)``.
         """
         arrays = query, self.latent_cache, block_tables, seq_lens
-        keywords = {"value_size": value_size, "scale": scale, "implementation": implementation, **self._contract}
-        out, lse = ops.mla_paged_attention(*arrays, return_lse=True, **options, **keywords)
-        return (out, lse) if _checks.flag("return_lse", return_lse) else out
+        flags: Any = {"return_lse": return_lse, "implementation": implementation}
+        return ops.mla_paged_attention(
+            *arrays, value_size=value_size, scale=scale, **flags, **options, **self._contract
+        )
 
     # fmt: off
     @overload
@@ -204,9 +205,10 @@ class PagedLatentCache:
           out, or with return_lse ``(out, lse)``.
         """
         arrays = query, self.latent_cache, block_tables, seq_lens, query_start_loc
-        keywords = {"value_size": value_size, "scale": scale, "implementation": implementation, **self._contract}
-        out, lse = ops.ragged_mla_attention(*arrays, causal=causal, return_lse=True, **options, **keywords)
-        return (out, lse) if _checks.flag("return_lse", return_lse) else out
+        flags: Any = {"causal": causal, "return_lse": return_lse, "implementation": implementation}
+        return ops.ragged_mla_attention(
+            *arrays, value_size=value_size, scale=scale, **flags, **options, **self._contract
+        )
 
     def copy_blocks(self, block_mapping: BlockMapping, *, implementation: Implementation | None = None) -> Self:
         """Copies whole blocks within this cache: `copy_blocks`.

@@ -77,9 +77,10 @@ DECODE_OPS = [op for op in OPS if OPS[op][0] in (DECODE, LATENT)]
 WRITING_OPS = ["write_to_paged_cache", "write_and_attend", "copy_blocks", "swap_blocks", "write_to_latent_cache"]
 
 
-def bind(op):
-    """Makes the op a function of all its arrays; gives it and the arrays."""
+def bind(op, **changes):
+    """Makes the op a function of all its arrays, with other static keywords if they are given; gives both."""
     names, options, static = OPS[op]
+    static = static | changes
 
     def fun(*arrays):
         keywords = dict(zip(options, arrays[len(names) :], strict=True))

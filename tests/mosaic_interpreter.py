@@ -155,7 +155,7 @@ def run_op(name, device, *operands, detect_races=True, **keywords):
 def interpreted(device=SMALL_GPU):
     """Runs every op in the interpreter, without jit."""
 
-    def eagerly(op, operands, *, implementation=None, **static):
+    def eagerly(op, operands, *, implementation=None, unwanted=(), **static):
         is_sparse = op == "paged_attention" and operands.options.block_sparse is not None
         if is_sparse or op in ("ragged_paged_attention", "prefix_attention"):
             return ragged_interpreter.call(op, operands, device)

@@ -230,6 +230,15 @@ def test_a_tiny_temperature_takes_the_most_likely_token(temperature):
     assert draw(logits, how, Kind.RANDOM, 0).token_ids.tolist() == [2] * 8
 
 
+@pytest.mark.parametrize("temperature", [1e30, 3e38])
+@pytest.mark.parametrize("limits", [{}, {"top_k": 2}, {"top_p": 0.9}])
+def test_a_huge_temperature_draws_no_forbidden_token(temperature, limits):
+    logits = jnp.asarray([[-jnp.inf, 10.0, 20.0, -1e31]] * 64, jnp.float32)
+    given = {name: jnp.full(64, value, jnp.float32 if name == "top_p" else jnp.int32) for name, value in limits.items()}
+    how = draws(64, temperature=jnp.full(64, temperature, jnp.float32), **given)
+    assert set(draw(logits, how, Kind.RANDOM, 0).token_ids.tolist()) == {1, 2}
+
+
 @pytest.mark.parametrize("name", ["seed_high", "seed_low", "index", "position"])
 def test_draws_depend_on_seed_index_and_position(name):
     logits = jnp.zeros((64, 1000), jnp.float32)

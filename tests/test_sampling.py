@@ -32,6 +32,14 @@ def test_cold_draws_take_the_likeliest_token(temperature):
     assert jitted(logits, jax.random.key(0), temperature=temperature, top_k=2).tolist() == [1]
 
 
+@pytest.mark.parametrize("temperature", [1e30, 1e38, 3e38, float(np.finfo(np.float32).max)])
+@pytest.mark.parametrize("options", [{}, {"top_k": 2}, {"top_p": 0.9}])
+def test_hot_draws_take_no_forbidden_token(temperature, options):
+    logits = jnp.tile(jnp.array([[-jnp.inf, 10.0, 20.0, -1e31]]), (64, 1))
+    drawn = jitted(logits, jax.random.key(0), temperature=temperature, **options)
+    assert set(drawn.tolist()) == {1, 2}
+
+
 def draw(logits, seed=0, **options):
     """Makes NUM_DRAWS independent draws from one row."""
     rows = jnp.broadcast_to(logits[None, :], (NUM_DRAWS, logits.size))

@@ -82,7 +82,7 @@ def standing_in(triton_call, device=None):
     for name in ("triton.compiler", *device_code):
         importlib.import_module(name)  # imported now, since imports under the patched sys.modules are lost
 
-    def eagerly(op, operands, *, implementation=None, **static):
+    def eagerly(op, operands, *, implementation=None, unwanted=(), **static):
         return getattr(package, op)(*operands, **static)
 
     module = types.ModuleType("jax_triton")

@@ -170,7 +170,7 @@ def ragged_paged_attention(
     operands = _validate.interleaved_operands(
         queries, pool, block_tables, seq_lens, query_start_loc, use_causal_mask, options
     )
-    out, _ = _dispatch.call("ragged_paged_attention", operands, implementation=implementation)
+    out, _ = _dispatch.call("ragged_paged_attention", operands, implementation=implementation, unwanted=(1,))
     return out if out_dtype is None else out.astype(out_dtype), _as_given(pool, kv_cache.shape)
 
 

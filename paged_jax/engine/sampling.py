@@ -19,6 +19,9 @@ from jaxtyping import Array, Float32, Int32, UInt32
 
 from paged_jax.engine.batch import Draws
 
+# A quotient by a larger number may be computed as a product with its inverse, which becomes 0, and 0 * -inf is NaN.
+_HOTTEST = 1e30
+
 
 class Kind(enum.IntEnum):
     """What the program that draws tokens can do; each kind can also do all that the kinds before it can."""
@@ -62,7 +65,7 @@ def draw(logits: Float32[Array, "num_rows vocab_size"], draws: Draws, kind: Kind
         is_random = draws.temperature > 0
         # The largest logit becomes 0, so that a small temperature makes no two of them infinite and equal.
         scaled = logits - jnp.max(logits, axis=-1, keepdims=True)
-        scaled = scaled / jnp.where(is_random, draws.temperature, 1)[:, None]
+        scaled = scaled / jnp.where(is_random, jnp.minimum(draws.temperature, _HOTTEST), 1)[:, None]
         kept = keep_top(scaled, draws.top_k, draws.top_p)
         noise = _noise(draws, logits.shape[-1])
         drawn = jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf), axis=-1).astype(jnp.int32)
@@ -119,7 +122,7 @@ def _threshold(
     """
 
     def try_bit(i, threshold):
-        candidate = threshold | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        candidate = threshold | (jnp.uint32(1 << 31) >> jnp.asarray(i, jnp.uint32))
         reached = jnp.where(keys >= candidate[:, None], weights, 0.0).sum(axis=-1) >= limit
         return jnp.where(reached, candidate, threshold)
 

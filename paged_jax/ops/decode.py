@@ -71,7 +71,8 @@ def paged_attention(
     """
     operands = _validate.decode_operands(query, key_cache, value_cache, block_tables, seq_lens, options)
     return_lse = _checks.flag("return_lse", return_lse)
-    out, lse = _dispatch.call("paged_attention", operands, implementation=implementation)
+    unwanted = () if return_lse else (1,)
+    out, lse = _dispatch.call("paged_attention", operands, implementation=implementation, unwanted=unwanted)
     return (out, lse) if return_lse else out
 
 
@@ -133,7 +134,8 @@ def paged_attention_v1(
     """
     operands = _validate.decode_operands(query, key_cache, value_cache, block_tables, seq_lens, options)
     return_lse = _checks.flag("return_lse", return_lse)
-    out, lse = _dispatch.call("paged_attention_v1", operands, implementation=implementation)
+    unwanted = () if return_lse else (1,)
+    out, lse = _dispatch.call("paged_attention_v1", operands, implementation=implementation, unwanted=unwanted)
     return (out, lse) if return_lse else out
 
 
@@ -221,8 +223,13 @@ def paged_attention_v2(
     partition_size = _validate.partition_size(partition_size, operands)
     return_residuals = _checks.flag("return_residuals", return_residuals)
     return_lse = _checks.flag("return_lse", return_lse)
+    unwanted = (() if return_lse else (1,)) + (() if return_residuals else (2, 3, 4))
     out, lse, exp_sums, max_logits, tmp_out = _dispatch.call(
-        "paged_attention_v2", operands, implementation=implementation, partition_size=partition_size
+        "paged_attention_v2",
+        operands,
+        implementation=implementation,
+        unwanted=unwanted,
+        partition_size=partition_size,
     )
     if return_residuals:
         return (out, lse, exp_sums, max_logits, tmp_out) if return_lse else (out, exp_sums, max_logits, tmp_out)

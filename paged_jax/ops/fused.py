@@ -86,5 +86,8 @@ def write_and_attend(
         query, key, value, key_cache, value_cache, block_tables, seq_lens, slot_mapping, options
     )
     return_lse = _checks.flag("return_lse", return_lse)
-    out, lse, key_cache, value_cache = _dispatch.call("write_and_attend", operands, implementation=implementation)
+    unwanted = () if return_lse else (1,)
+    out, lse, key_cache, value_cache = _dispatch.call(
+        "write_and_attend", operands, implementation=implementation, unwanted=unwanted
+    )
     return (out, lse, key_cache, value_cache) if return_lse else (out, key_cache, value_cache)

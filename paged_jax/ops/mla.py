@@ -96,7 +96,10 @@ def mla_paged_attention(
     operands = _validate_latent.decode_operands(query, latent_cache, block_tables, seq_lens, scale, options)
     value_size = _validate_latent.value_size(value_size, operands.query.shape[2])
     return_lse = _checks.flag("return_lse", return_lse)
-    out, lse = _dispatch.call("mla_paged_attention", operands, implementation=implementation, value_size=value_size)
+    unwanted = () if return_lse else (1,)
+    out, lse = _dispatch.call(
+        "mla_paged_attention", operands, implementation=implementation, unwanted=unwanted, value_size=value_size
+    )
     return (out, lse) if return_lse else out
 
 
@@ -177,5 +180,8 @@ def ragged_mla_attention(
     )
     value_size = _validate_latent.value_size(value_size, operands.query.shape[2])
     return_lse = _checks.flag("return_lse", return_lse)
-    out, lse = _dispatch.call("ragged_mla_attention", operands, implementation=implementation, value_size=value_size)
+    unwanted = () if return_lse else (1,)
+    out, lse = _dispatch.call(
+        "ragged_mla_attention", operands, implementation=implementation, unwanted=unwanted, value_size=value_size
+    )
     return (out, lse) if return_lse else out

@@ -81,7 +81,8 @@ def ragged_paged_attention(
         query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, causal, options
     )
     return_lse = _checks.flag("return_lse", return_lse)
-    out, lse = _dispatch.call("ragged_paged_attention", operands, implementation=implementation)
+    unwanted = () if return_lse else (1,)
+    out, lse = _dispatch.call("ragged_paged_attention", operands, implementation=implementation, unwanted=unwanted)
     return (out, lse) if return_lse else out
 
 
@@ -163,5 +164,6 @@ def prefix_attention(
         query, key, value, key_cache, value_cache, block_tables, seq_lens, query_start_loc, causal, options
     )
     return_lse = _checks.flag("return_lse", return_lse)
-    out, lse = _dispatch.call("prefix_attention", operands, implementation=implementation)
+    unwanted = () if return_lse else (1,)
+    out, lse = _dispatch.call("prefix_attention", operands, implementation=implementation, unwanted=unwanted)
     return (out, lse) if return_lse else out

@@ -1,0 +1,120 @@
+"""Tests that everything runs under each of JAX's debugging and numerics flags as it does without it.
+
+`conftest.py` sets strict promotion of dtypes and ranks for all tests.
+"""
+
+import contextlib
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import paged_jax
+from examples.sampling import sample
+from paged_jax import PagedKVCache, _dispatch, allocator
+from paged_jax.engine.sampling import Kind, draw
+from tests.every_op import ARRAYS, DECODE, OPS, bind
+from tests.test_engine_parts import draws
+
+FLAGS = "jax_enable_x64", "jax_debug_nans", "jax_debug_infs", "jax_disable_jit"
+LOGITS = np.array([[-np.inf, 10.0, 20.0, 3.0], [1.0, 2.0, 3.0, 4.0]], np.float32)
+
+
+def without_infinities(op):
+    """Makes the op a function of its arrays that returns no lse and no residuals, which empty rows make infinite."""
+    return bind(op, **{name: False for name in OPS[op][2] if name.startswith("return_")})
+
+
+def merged():
+    out, lse = ARRAYS["query"], np.array([[1.0, 2.0, 3.0, 4.0], [2.0] * 4, [-np.inf] * 4], np.float32)
+    return paged_jax.merge_attention_states, [jnp.asarray(x) for x in (out, lse, out[::-1], lse[::-1])]
+
+
+def narrow(dtype):
+    """Writing, attending and copying over a cache of 8 bits."""
+
+    def steps(query, key, tables, lens, slots, pairs):
+        sizes = {"num_blocks": 16, "block_size": 4, "num_kv_heads": 2, "head_size": 16, "dtype": dtype}
+        cache = PagedKVCache.create(**sizes, k_scale=0.05, v_scale=jnp.array([0.1, 0.2], jnp.float32))
+        cache = cache.write(key, key, slots).copy_blocks(pairs)
+        out, cache = cache.write_and_attend(query, key[: len(query)], key[: len(query)], tables, lens, slots[:3])
+        return out, cache.key_cache
+
+    names = "query", "key", "block_tables", "seq_lens", "slot_mapping", "block_mapping"
+    return steps, [jnp.asarray(ARRAYS[name]) for name in names]
+
+
+def methods():
+    def attend(query, tokens, key, value, key_cache, value_cache, tables, lens, starts, slots):
+        cache = PagedKVCache(key_cache, value_cache)
+        ragged = cache.attend_ragged(tokens, tables, lens, starts)
+        prefix = cache.attend_prefix(tokens, key, value, tables, lens, starts)
+        out, cache = cache.write_and_attend(query, key[:3], value[:3], tables, lens, slots)
+        return ragged, prefix, out, cache.attend(query, tables, lens)
+
+    names = "query", "tokens", "key", "value", *DECODE[1:], "query_start_loc", "last_slots"
+    return attend, [jnp.asarray(ARRAYS[name]) for name in names]
+
+
+def allocated():
+    def steps(lens, mask):
+        state = jax.tree.map(
+            jnp.asarray, allocator.create(num_blocks=8, block_size=4, max_num_seqs=2, max_blocks_per_seq=4)
+        )
+        state, pairs, ok = allocator.append_tokens(state, lens)
+        state = allocator.truncate(allocator.fork(state, 0, 1), jnp.array([4, 4], jnp.int32))
+        return allocator.free(state, mask), pairs, ok
+
+    return steps, [jnp.array([5, 0], jnp.int32), jnp.array([True, False])]
+
+
+def drawn():
+    how = draws(2, top_k=jnp.array([2, 0], jnp.int32), top_p=jnp.array([1.0, 0.7], jnp.float32))
+    return lambda logits, how: draw(logits, how, Kind.RANDOM, 0), [jnp.asarray(LOGITS), how]
+
+
+def sampled():
+    def choose(logits, key):
+        return sample(logits, jax.random.wrap_key_data(key), temperature=0.7, top_k=3, top_p=0.9)
+
+    return choose, [jnp.asarray(LOGITS), jax.random.key_data(jax.random.key(0))]
+
+
+CALLS = {
+    **{op: partial(without_infinities, op) for op in OPS},
+    "merge_attention_states": merged,
+    "PagedKVCache": methods,
+    **{dtype: partial(narrow, dtype) for dtype in ("int8", "float8_e4m3fn", "float8_e5m2")},
+    "allocator": allocated,
+    "draw": drawn,
+    "sample": sampled,
+}
+
+
+@contextlib.contextmanager
+def flagged(flag):
+    _dispatch._bind.cache_clear()
+    before = getattr(jax.config, flag)
+    jax.config.update(flag, True)
+    try:
+        yield
+    finally:
+        jax.config.update(flag, before)
+        _dispatch._bind.cache_clear()
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize("name", CALLS)
+def test_everything_runs_under_every_flag(name, flag):
+    """Under jit, and an op without it too, since JAX looks at what each program returns."""
+    function, arrays = CALLS[name]()
+    wanted = jax.tree.map(np.asarray, jax.jit(function)(*arrays))
+    runs = [jax.jit(lambda *arrays: function(*arrays)), *([function] if hasattr(paged_jax, name) else [])]
+    for run in runs:
+        with flagged(flag):
+            results = jax.tree.map(np.asarray, run(*arrays))
+        for actual, expected in zip(jax.tree.leaves(results), jax.tree.leaves(wanted), strict=True):
+            assert actual.dtype == expected.dtype
+            np.testing.assert_allclose(actual.astype(np.float64), expected.astype(np.float64), rtol=1e-5, atol=1e-6)
