@@ -13,8 +13,9 @@ from benchmarks import harness
 from benchmarks.models import floor_bytes, make_caches, make_tables, slots
 from examples.config import DecoderConfig
 from examples.sampling import greedy
-from examples.step import Batch, Step, make_abstract_step, xla_options
+from examples.step import Step, make_abstract_step, xla_options
 from paged_jax import PagedKVCache
+from paged_jax.engine import Batch
 
 STEPS = 32  # decode steps in a row: half of them before the context asked for, half of them after it
 PROMPTS = 8  # prompts in one step of prefill; the others wait for the next step

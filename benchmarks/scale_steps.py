@@ -23,7 +23,8 @@ from examples.config import DecoderConfig
 from examples.loop import make_caches
 from examples.sampling import greedy
 from examples.sharding import POOL, sharding_of
-from examples.step import Batch, make_abstract_step, xla_options
+from examples.step import make_abstract_step, xla_options
+from paged_jax.engine import Batch
 
 STEPS = 16  # decode steps in a row
 MODELS = {name: models.MODELS[name] for name in ("llama3-8b", "llama3-70b")}

@@ -27,8 +27,9 @@ from examples.config import DecoderConfig
 from examples.decoder import Decoder
 from examples.sampling import greedy, sample
 from examples.sharding import on_mesh
-from examples.step import Batch, Step, Weights, make_step
+from examples.step import Step, Weights, make_step
 from paged_jax import Implementation, PagedKVCache, allocator
+from paged_jax.engine import Batch
 
 RUNNING, STOP, LENGTH, BLOCKS = range(4)
 FINISH_REASONS = ("running", "stop", "length", "blocks")

@@ -5,60 +5,29 @@ was drawn. An engine needs to know no more than this of a model. The weights are
 of a jitted function with an `nnx.State` of hundreds of arrays takes milliseconds of the host's time.
 
     model ──► make_step ──► weights, step            jax.jit(step, donate_argnums=1)(weights, caches, batch)
+
+A batch is `paged_jax.engine.Batch`, or any pytree with its attributes.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float32
 
 from examples.attend import decode_attend, mixed_attend, prefill_attend
 from examples.config import DecoderConfig
 from examples.decoder import Decoder
 from examples.sharding import all_reduce_options
 from paged_jax import Implementation, PagedKVCache
+from paged_jax.engine import Batch
 
 type Weights = dict[Any, Any]
 type Caches = tuple[PagedKVCache, ...]
 
 _MOST_DECODES = 256  # tokens of a step that is taken for one of decode
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Batch:
-    """The new tokens of a step; `step` takes any pytree with these attributes.
-
-    The new tokens of one sequence, any number of them, are a row. The rows follow one another.
-
-    Attributes:
-        token_ids: i32 `[num_tokens]`; tokens at or past `query_start_loc[-1]` are padding.
-        positions: i32 `[num_tokens]`, each token's place in its sequence, from 0; any valid one for padding.
-        slot_mapping: i32 `[num_tokens]`, the slot of each token's key and value; negative for padding.
-        block_tables: i32 `[num_seqs, max_blocks_per_seq]`; they already list the blocks of the new tokens.
-        seq_lens: i32 `[num_seqs]`, tokens of each sequence, the new ones included.
-        query_start_loc: i32 `[num_seqs + 1]`, where each row starts.
-        logit_rows: i32 `[num_rows]`, the tokens whose logits are wanted, or None for all.
-        is_decode: whether every row is exactly one token, so that `num_tokens` is `num_seqs` and `query_start_loc` is
-            not needed (static). A row of padding then has `seq_lens` 0 and a negative slot.
-        num_prompts: how many rows, counted from the first, may have more than one token (static); the decode op can
-            then take the others. None if that is not known.
-    """
-
-    token_ids: Int32[Array, " num_tokens"]
-    positions: Int32[Array, " num_tokens"]
-    slot_mapping: Int32[Array, " num_tokens"]
-    block_tables: Int32[Array, "num_seqs max_blocks_per_seq"]
-    seq_lens: Int32[Array, " num_seqs"]
-    query_start_loc: Int32[Array, " num_seqs+1"] | None = None
-    logit_rows: Int32[Array, " num_rows"] | None = None
-    is_decode: bool = field(default=False, metadata={"static": True})
-    num_prompts: int | None = field(default=None, metadata={"static": True})
 
 
 def xla_options(num_tokens: int, *, weights: Any = None, mesh: Mesh | None = None) -> dict[str, Any]:

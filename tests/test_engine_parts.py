@@ -278,6 +278,16 @@ def test_what_a_model_gets_is_what_build_metadata_says(query_lens):
     assert metadata.num_prefill_tokens + metadata.num_decode_tokens == num_tokens
 
 
+def test_a_decode_batch_needs_no_query_starts():
+    """A loop without an engine leaves them out; rows of padding come last and have no token."""
+    arrays = [np.zeros(3, np.int32)] * 3 + [np.zeros((3, 2), np.int32), np.array([5, 3, 0], np.int32)]
+    given = Batch(*arrays, np.array([0, 1, 2, 2], np.int32), is_decode=True).attention_metadata(4)
+    jax.tree.map(np.testing.assert_array_equal, Batch(*arrays, is_decode=True).attention_metadata(4), given)
+    assert given.context_lens.tolist() == [4, 2, 0]
+    with pytest.raises(ValueError, match="must have query_start_loc unless is_decode"):
+        Batch(*arrays).attention_metadata(4)
+
+
 def test_a_step_can_be_exported():
     weights, caches = model.make_weights(), model.make_caches(4, 4)
     one, row = np.zeros(1, np.int32), np.ones(1, np.int32)

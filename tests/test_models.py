@@ -18,8 +18,9 @@ from examples.attend import causal_attend, prefill_attend
 from examples.checkpoint import load_model
 from examples.config import load_config
 from examples.decoder import RMSNorm
-from examples.step import Batch, make_abstract_step, make_step, xla_options
+from examples.step import make_abstract_step, make_step, xla_options
 from paged_jax import PagedKVCache, allocator
+from paged_jax.engine import Batch
 
 DATA = Path(__file__).parent / "data"
 MODELS = sorted(path.parent.name for path in DATA.glob("*/config.json"))

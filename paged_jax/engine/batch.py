@@ -25,11 +25,11 @@ type Caches = tuple[PagedKVCache, ...]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The new tokens of a step, row after row.
+    """The new tokens of a step, row after row: what every step takes, of an engine or of a loop without one.
 
     A row is the new tokens of one sequence: one token if the sequence decodes, or else a chunk of its prompt (after a
     preemption, of its output too). Rows with more than one token come first. Rows of padding have no tokens and come
-    last.
+    last. An engine gives every field; a caller without one may leave out those that have a default.
 
     Attributes:
       token_ids: i32 [num_tokens]; tokens at or past `query_start_loc[-1]` are padding.
@@ -37,12 +37,13 @@ class Batch:
       slot_mapping: i32 [num_tokens], the slot that each token's key and value are written to; -1 for padding.
       block_tables: i32 [num_seqs, max_blocks_per_seq]; they already list the blocks of the new tokens.
       seq_lens: i32 [num_seqs], tokens of each sequence, the new ones included; 0 for padding.
-      query_start_loc: i32 [num_seqs + 1], where each row's new tokens start.
-      logit_rows: i32 [num_seqs], the tokens whose logits are wanted. Several entries may name one token; entries of
-        padding name token 0.
+      query_start_loc: i32 [num_seqs + 1], where each row's new tokens start; None only if `is_decode`.
+      logit_rows: i32 [num_rows], the tokens whose logits are wanted; an engine's are [num_seqs]. Several entries may
+        name one token; entries of padding name token 0. None for all tokens.
       is_decode: whether token i is the one new token of row i, and no row reads a slot that another row writes
         (static): a model may then write and attend in one op.
-      num_prompts: how many rows, counted from the first, may have more than one token (static); 0 if `is_decode`.
+      num_prompts: how many rows, counted from the first, may have more than one token (static); 0 if `is_decode`, None
+        if that is not known.
     """
 
     # Any: a transformation may put other leaves than arrays here (specs, shapes, axes).
@@ -51,10 +52,10 @@ class Batch:
     slot_mapping: Any
     block_tables: Any
     seq_lens: Any
-    query_start_loc: Any
-    logit_rows: Any
-    is_decode: bool = dataclasses.field(metadata={"static": True})
-    num_prompts: int = dataclasses.field(metadata={"static": True})
+    query_start_loc: Any = None
+    logit_rows: Any = None
+    is_decode: bool = dataclasses.field(default=False, metadata={"static": True})
+    num_prompts: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     def attention_metadata(self, block_size: int) -> AttentionMetadata:
         """Gives the same batch to a model that is written for `AttentionMetadata`.
@@ -64,15 +65,23 @@ class Batch:
 
         Returns:
           The metadata. The rows of a decode batch count as decodes, all rows of any other batch as prefills.
+
+        Raises:
+          ValueError: the batch has no `query_start_loc`, and `is_decode` is False.
         """
         num_seqs, num_tokens = self.seq_lens.shape[0], self.token_ids.shape[0]
         longest = self.block_tables.shape[1] * block_size
-        query_lens = jnp.diff(self.query_start_loc)
         start = jnp.zeros(1, jnp.int32)
+        query_start_loc = self.query_start_loc
+        if query_start_loc is None:
+            if not self.is_decode:
+                raise ValueError("a batch must have query_start_loc unless is_decode is True, got None")
+            query_start_loc = jnp.concatenate([start, jnp.cumsum(self.seq_lens > 0, dtype=jnp.int32)])
+        query_lens = jnp.diff(query_start_loc)
         return AttentionMetadata(
             slot_mapping=self.slot_mapping,
             seq_lens=self.seq_lens,
-            query_start_loc=self.query_start_loc,
+            query_start_loc=query_start_loc,
             seq_start_loc=jnp.concatenate([start, jnp.cumsum(self.seq_lens, dtype=jnp.int32)]),
             context_lens=self.seq_lens - query_lens,
             block_tables=self.block_tables,
