@@ -127,7 +127,7 @@ def test_usage_and_offsets_of_several_choices():
     tokenizer = KINDS["byte_level"]()
     a, b = tokenizer.encode("ab").ids
     choices = [[delta_of(a, text="a"), delta_of(b, text="b", finish_reason="length")], [delta_of(b, text="b")]]
-    choices = [*choices, [choices[0][0]._replace(num_cached_tokens=16), choices[0][1]], choices[1]]
+    choices = [*choices, [delta._replace(num_cached_tokens=16) for delta in choices[0]], choices[1]]
     answer = answer_of(tokenizer, choices, prompts=[[1, 2], [3]], echoes=["xyz", ""], n=2, logprobs=0)
     assert answer["usage"] == {
         "prompt_tokens": 3,

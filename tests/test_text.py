@@ -161,6 +161,17 @@ def test_stop_texts_before_the_least_number_of_tokens_do_not_stop():
     ids = tokenizer.encode("ab" * 4).ids
     assert len(ids) == 8
     stream = TextStream(tokenizer, [], ("b", "<|im_end|>"), min_tokens=4)
-    text = "".join(map(stream.push, [*ids[:2], tokenizer.token_to_id("<|im_end|>"), *ids[2:3]]))
+    text = "".join(map(stream.push, [*ids[:3], tokenizer.token_to_id("<|im_end|>")]))
     assert (stream.stopped_by, text) == (None, "aba")
     assert (stream.push(ids[3]), stream.stopped_by) == ("", "b")
+    stream = TextStream(tokenizer, [], ("<|im_end|>",), min_tokens=1)
+    assert (stream.push(ids[0]), stream.stopped_by) == ("a", None)
+    assert (stream.push(tokenizer.token_to_id("<|im_end|>")), stream.stopped_by) == ("", "<|im_end|>")
+
+
+def test_of_several_stop_texts_in_a_token_the_first_ends_the_text():
+    tokenizer = KINDS["byte_level"]()
+    (cat,) = tokenizer.encode(" cat").ids
+    for stop in (("t", "a"), ("a", "t")):
+        stream = TextStream(tokenizer, [], stop)
+        assert (stream.push(cat), stream.stopped_by, stream.flush()) == (" c", "a", "")
