@@ -197,7 +197,7 @@ MUTANTS_OF_SERVER = [
         "examples/server/api.py",
         'max(read_integer(content, "top_k", -1, 2**31 - 1) or 0, 0)',
         'abs(read_integer(content, "top_k", -1, 2**31 - 1) or 0)',
-        "tests/test_serve_fields.py -k nothing",
+        "tests/test_serve_prompts.py",
     ),
     Mutant(
         "api: the end of a text ends one that ignores it",
@@ -225,7 +225,7 @@ MUTANTS_OF_SERVER = [
         "examples/server/api.py",
         "seed % 2**64",
         "abs(seed)",
-        "tests/test_serve_fields.py -k seed",
+        "tests/test_serve_prompts.py",
     ),
     Mutant(
         "api: the arguments of tool calls stay texts",

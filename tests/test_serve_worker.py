@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from examples.server.worker import EngineFailed, Overloaded, Unavailable, Worker
-from paged_jax.engine import Delta, SamplingParams
+from paged_jax.engine import Delta, ReplicaFailed, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=1)
 
@@ -21,7 +21,10 @@ class MadeUpEngine:
         self.outcomes, self.refuses, self.reset_error, self.num_resets = queue.Queue(), False, None, 0
         self.reset()
 
+    has_failed = False
+
     def reset(self):
+        self.has_failed = False
         if self.reset_error is not None:
             raise self.reset_error
         self.num_resets += 1
@@ -212,6 +215,40 @@ def test_a_step_without_tokens_shows_nothing(capfd, monkeypatch):
         worker.close(ticket)
 
     run(story)
+
+
+def test_of_several_engines_one_may_fail(capfd):
+    """Only its requests are lost; `Replicas` has reset it."""
+
+    async def story(engine, worker):
+        lost, other = worker.submit([([1], PARAMS), ([2], PARAMS)])
+        await until(lambda: len(engine.requests) == 2)
+        engine.outcomes.put(ReplicaFailed("one of them has failed", (lost.request_id, 99)))
+        with pytest.raises(EngineFailed):
+            await read(lost)
+        worker.close(lost)
+        assert worker.trouble is None
+        del engine.requests[lost.request_id]
+        engine.outcomes.put(None)
+        assert len(await read(other)) == 1
+        worker.close(other)
+
+    assert run(story, max_queued=1).num_resets == 1
+    assert "one of them has failed" in capfd.readouterr().err
+
+
+def test_if_no_engine_is_left_all_are_reset(capfd):
+    async def story(engine, worker):
+        (ticket,) = worker.submit([([1], PARAMS)])
+        await until(lambda: engine.requests)
+        engine.has_failed = True
+        engine.outcomes.put(ReplicaFailed("the last one has failed", ()))
+        with pytest.raises(EngineFailed):
+            await read(ticket)
+        worker.close(ticket)
+        assert worker.trouble == "the last step failed"
+
+    assert run(story).num_resets == 2
 
 
 def test_an_engine_that_cannot_be_reset_fails_every_request(capfd):

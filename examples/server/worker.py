@@ -211,6 +211,8 @@ class Worker:
                 try:
                     self._take_inbox()
                     self._step()
+                except engine.ReplicaFailed as error:
+                    self._lose(error)
                 except Exception:
                     self._recover()
         except BaseException as error:
@@ -250,6 +252,14 @@ class Worker:
     def _is_due(self) -> bool:
         """Whether the engine is to be tried after a pause."""
         return self._is_failing and self._broken is None and self._probe is None
+
+    def _lose(self, error: engine.ReplicaFailed) -> None:
+        """Fails the requests of one engine, which is reset already, if it can be; the others go on."""
+        if self._engine.has_failed:  # none is left
+            self._recover()
+            return
+        traceback.print_exc(file=sys.stderr)
+        self._fail([self._tickets.pop(id_) for id_ in error.request_ids if id_ in self._tickets])
 
     def _recover(self) -> None:
         traceback.print_exc(file=sys.stderr)
