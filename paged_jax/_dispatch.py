@@ -68,11 +68,15 @@ def _bind(
 ) -> Callable:
     """Makes the op a function of its operands alone, with a vmap rule, and with an error if it is differentiated."""
 
+    def run_op(name, operands, keywords):
+        """Runs this op, or another one that does a part of its work."""
+        asked = implementation if name == op or implementation == "xla" else None
+        return _on_platform(name, asked, operands, dict(keywords))
+
     @jax.jit
     def run(operands):
         keywords = dict(static)
-        on_part = functools.partial(_on_platform, op, implementation, static=keywords)
-        results = _partition.split(op, on_part, operands, keywords)
+        results = _partition.split(op, run_op, operands, keywords)
         return tuple(None if place in unwanted else x for place, x in enumerate(results))
 
     batched = jax.custom_batching.custom_vmap(run)

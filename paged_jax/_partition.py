@@ -10,8 +10,9 @@ XLA would gather all operands of a kernel on every device, because a kernel is a
 - Inside any other `shard_map` the operands are a device's part already. (If it is over some axes of a mesh only and the
   others are Auto, XLA gathers along these what a kernel reads.)
 
-The devices exchange nothing inside an op. Operands that are split along another axis (blocks, tokens of a block,
-elements of a head) are resharded by JAX before it.
+The devices exchange nothing inside an op, unless the blocks of its pools are split: then they merge their results
+(`_context_parallel.py`). Operands that are split along another axis (tokens of a block, elements of a head) are
+resharded by JAX before it.
 """
 
 import dataclasses
@@ -27,6 +28,8 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, ManualAxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from paged_jax import _context_parallel
+from paged_jax._context_parallel import RunLocal
 from paged_jax._lowered import LoweredOnce
 from paged_jax._splits import CallAxes, Splits
 from paged_jax.options import num_kv_heads
@@ -35,22 +38,27 @@ from paged_jax.options import num_kv_heads
 type RunPart = Callable[[Splits], Callable]
 
 
-def split(op: str, run: Callable, operands: Any, static: Mapping[str, Any]) -> Any:
-    """Computes `run(operands)`, on every device for its own part; `run` is traced for the shapes of a part."""
+def split(op: str, run: RunLocal, operands: Any, static: Mapping[str, Any]) -> Any:
+    """Computes `run(op, operands, static)`, on every device for its own part; `run` is traced for a part's shapes."""
     leaves, tree = jax.tree.flatten(operands)
     is_part = bool(jax.sharding.get_abstract_mesh().manual_axes)
     if not is_part and _stays_whole(leaves):
-        return run(operands)
+        return run(op, operands, static)
     axes, mesh = CallAxes(op, operands, static), _explicit_mesh(leaves)
     if is_part and mesh is None:
-        return _part_of(run, axes)(operands)
-    run = run if mesh is None else _part_of(run, axes)
+        return _part_of(run)(op, operands, static)
+    run = run if mesh is None else _part_of(run)
+    run_on_blocks = _lowered_once(run) if mesh is None else run
     result_tree = None  # known once `run` was traced
 
     def run_part(splits: Splits) -> Callable:
         def run_flat(*leaves):
             nonlocal result_tree
-            results = _with_rank(run, jax.tree.unflatten(tree, leaves), splits)
+            part, blocks = jax.tree.unflatten(tree, leaves), splits.of("b")
+            if blocks:
+                results = _context_parallel.run(op, part, static, blocks, run_on_blocks)
+            else:
+                results = _with_rank(lambda part: run(op, part, static), part, splits)
             flat, result_tree = jax.tree.flatten(results)
             return tuple(flat)
 
@@ -128,7 +136,21 @@ def _split_by_types(axes: CallAxes, run_part: RunPart, mesh: AbstractMesh, leave
     return on_each(run_part(splits), in_specs=operand_specs, out_specs=result_specs)(*leaves)
 
 
-def _part_of(run: Callable, axes: CallAxes) -> Callable:
+def _lowered_once(run: RunLocal) -> RunLocal:
+    """Makes `run` a function that is lowered once for all calls of an op with the same shapes and static keywords."""
+    kept: dict[tuple, LoweredOnce] = {}
+
+    def run_once(op: str, operands: Any, static: Mapping[str, Any]) -> Any:
+        leaves, tree = jax.tree.flatten(operands)
+        key = op, tree, tuple(sorted(static.items())), *((x.shape, x.dtype) for x in leaves)
+        if key not in kept:
+            kept[key] = LoweredOnce(jax.jit(lambda *leaves: run(op, jax.tree.unflatten(tree, leaves), static)))
+        return kept[key](*leaves)
+
+    return run_once
+
+
+def _part_of(run: RunLocal) -> RunLocal:
     """Makes `run` a function that can be called inside a `shard_map`, on a device's part.
 
     There the type of an array says over which mesh axes its values vary from device to device. JAX cannot see into a
@@ -136,11 +158,13 @@ def _part_of(run: Callable, axes: CallAxes) -> Callable:
     operand varies that it depends on.
     """
 
-    def run_part(operands: Any) -> Any:
+    def run_part(op: str, operands: Any, static: Mapping[str, Any]) -> Any:
+        axes = CallAxes(op, operands, static)
         leaves, tree = jax.tree.flatten(operands)
         types = (jax.typeof(x) for x in leaves)
         parts = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in types]
-        traced, results = jax.make_jaxpr(run, return_shape=True)(jax.tree.unflatten(tree, parts))
+        run_traced = jax.make_jaxpr(lambda part: run(op, part, static), return_shape=True)
+        traced, results = run_traced(jax.tree.unflatten(tree, parts))
         flat = _op_p.bind(*leaves, traced=traced, sources=tuple(axes.sources))
         return jax.tree.unflatten(jax.tree.structure(results), flat)
 

@@ -8,6 +8,8 @@ it; the word is Shardy's. In the tables here one word stands for the factors of 
   split.
 - q: query heads, which have two factors: the kv head h and the place g in its group. h is split as the kv heads are. If
   each device has a single kv head, g can be split too, over a mesh axis over which the pools are replicated.
+- b: blocks of the pools. Every device attends to its own blocks, and then they merge (`_context_parallel.py`). They
+  are split in ops without options about distances, for which own blocks would have to be neighbours.
 - n: sequences. They are split in ops that only read the pools. An op that writes cannot be split like this, since every
   copy of a pool has to get every row.
 - .: an axis that is not split. It has no factors.
@@ -26,7 +28,7 @@ from paged_jax.options import Interleaved, Layout
 type Factors = tuple[str, ...]  # of one axis
 type Axes = list[Factors]  # of one array
 
-_FACTORS: dict[str, Factors] = {"h": ("h",), "p": ("h", "t"), "q": ("h", "g"), "n": ("n",), ".": ()}
+_FACTORS: dict[str, Factors] = {"b": ("b",), "h": ("h",), "p": ("h", "t"), "q": ("h", "g"), "n": ("n",), ".": ()}
 _OPERANDS = {
     "query": "n q .",
     "key": ". h .",
@@ -39,15 +41,15 @@ _OPERANDS = {
     "scale": "",
     "per_head": "q",
     "latent": ". .",
-    "latent_cache": ". . .",
+    "latent_cache": "b . .",
 }
 _POOLS = {
-    "hnd": {"key_cache": ". h . .", "value_cache": ". h . ."},
-    "nhd": {"key_cache": ". . h .", "value_cache": ". . h ."},
-    "vllm": {"key_cache": ". h . . .", "value_cache": ". h . ."},
-    Interleaved(): {"key_cache": ". . p .", "value_cache": ". . p ."},
+    "hnd": {"key_cache": "b h . .", "value_cache": "b h . ."},
+    "nhd": {"key_cache": "b . h .", "value_cache": "b . h ."},
+    "vllm": {"key_cache": "b h . . .", "value_cache": "b h . ."},
+    Interleaved(): {"key_cache": "b . p .", "value_cache": "b . p ."},
 }
-_SCALES = {0: "", 1: "h", 3: ". h ."}  # k_scale and v_scale, by their number of axes
+_SCALES = {0: "", 1: "h", 3: "b h ."}  # k_scale and v_scale, by their number of axes
 
 
 class _Rule(NamedTuple):
@@ -55,7 +57,7 @@ class _Rule(NamedTuple):
 
     Attributes:
       factors: the factors that may be split; "any" for ops that move whole blocks, which may be split along every axis
-        of a pool but its blocks.
+        of a block.
       results: for each result the words of its axes, or the name of the operands whose axes it has.
     """
 
@@ -64,18 +66,18 @@ class _Rule(NamedTuple):
 
 
 _RULES = {
-    "paged_attention": _Rule("n h g", ("n q .", "n q")),
-    "paged_attention_v1": _Rule("n h g", ("n q .", "n q")),
+    "paged_attention": _Rule("b n h g", ("n q .", "n q")),
+    "paged_attention_v1": _Rule("b n h g", ("n q .", "n q")),
     "paged_attention_v2": _Rule("n h g", ("n q .", "n q", "n q .", "n q .", "n q . .")),
-    "write_and_attend": _Rule("h g", ("n q .", "n q", "key_cache", "value_cache")),
-    "ragged_paged_attention": _Rule("h g t", ("n q .", "n q")),
-    "prefix_attention": _Rule("h g", ("n q .", "n q")),
+    "write_and_attend": _Rule("b h g", ("n q .", "n q", "key_cache", "value_cache")),
+    "ragged_paged_attention": _Rule("b h g t", ("n q .", "n q")),
+    "prefix_attention": _Rule("b h g", ("n q .", "n q")),
     # One latent serves all heads: `h`, which has one element, is no factor, and `g` counts all query heads.
-    "mla_paged_attention": _Rule("n g", ("n q .", "n q")),
-    "ragged_mla_attention": _Rule("g", ("n q .", "n q")),
-    "write_to_latent_cache": _Rule("", ("latent_cache",)),
-    "write_to_paged_cache": _Rule("h t", ("key_cache", "value_cache")),
-    "copy_blocks": _Rule("any", ("key_caches", "value_caches")),
+    "mla_paged_attention": _Rule("b n g", ("n q .", "n q")),
+    "ragged_mla_attention": _Rule("b g", ("n q .", "n q")),
+    "write_to_latent_cache": _Rule("b", ("latent_cache",)),
+    "write_to_paged_cache": _Rule("b h t", ("key_cache", "value_cache")),
+    "copy_blocks": _Rule("any b", ("key_caches", "value_caches")),
     "swap_blocks": _Rule("any", ("dst_key_cache", "dst_value_cache")),
 }
 
@@ -118,8 +120,11 @@ class CallAxes:
     def __init__(self, op: str, operands: Any, static: Mapping[str, Any]):
         rule = _RULES[op]
         options = getattr(operands, "options", None)
+        if options is not None and _depends_on_distances(options):
+            rule = rule._replace(factors=rule.factors.removeprefix("b "))
         layout = static.get("layout", "hnd") if options is None else options.layout
         if isinstance(layout, Interleaved):
+            rule = rule._replace(factors=rule.factors.removeprefix("b "))
             if layout.padding:  # the rows of a part would not lie as those of the whole do
                 rule = rule._replace(factors="")
             layout = Interleaved()
@@ -170,8 +175,9 @@ class CallAxes:
             if factor == "t":
                 continue
             wanted = next(filter(None, self._wanted(factor, specs, chosen)), ())
-            # An array cannot have two axes that are split over one mesh axis.
-            together = {f for axes in self.operands if factor in _flat(axes) for f in _flat(axes)}
+            # An array cannot have two axes that are split over one mesh axis, and the devices that share the blocks of
+            # a sequence must have the same sequences and heads.
+            together = {f for axes in self.operands if factor in _flat(axes) for f in _flat(axes)} | {"b"}
             free = tuple(axis for axis in wanted if axis not in chosen.of(together))
             divides = self.sizes[factor] % math.prod(sizes[axis] for axis in free) == 0
             chosen.axes[factor] = free if divides else ()
@@ -213,12 +219,17 @@ def _operand(path: Sequence[Any], num_axes: int, rule: _Rule, layout: Layout | I
     """The name and the axes of the operand at this path in the op's operands."""
     field, *inner = (str(getattr(key, "name", getattr(key, "idx", ""))) for key in path)
     name = inner[0] if field == "options" else field
-    if rule.factors == "any" and "cache" in name:
+    if rule.factors.startswith("any") and "cache" in name:
         # Each axis is a factor of its own, which the source and the destination of a swap share.
         pool = "_".join((name.removeprefix("src_").removeprefix("dst_"), *inner))
-        return name, [(), *((f"{pool}_{axis}",) for axis in range(1, num_axes))]
+        return name, [*_axes("b", rule), *((f"{pool}_{axis}",) for axis in range(1, num_axes))]
     words = _SCALES[num_axes] if name in ("k_scale", "v_scale") else (_OPERANDS | _POOLS[layout])[name]
     return name, _axes(words, rule)
+
+
+def _depends_on_distances(options: Any) -> bool:
+    """Whether the options look at how far apart two tokens are."""
+    return any(x is not None for x in (options.per_head.alibi_slopes, options.sliding_window, options.block_sparse))
 
 
 def _axes(words: str, rule: _Rule) -> Axes:

@@ -51,7 +51,7 @@ def write_to_paged_cache(
       NotImplementedError: `implementation` cannot do the call.
 
     Aliasing: donate both caches to update them in place; otherwise both are copied first. vmap: one call after the
-    other. Sharding: kv heads may be split. Source: vLLM's reshape_and_cache.
+    other. Sharding: kv heads and blocks may be split. Source: vLLM's reshape_and_cache.
 
     Example:
       The first of two tokens goes to block 5, offset 3; the second token is padding.
@@ -97,7 +97,8 @@ def write_to_latent_cache(
       NotImplementedError: `implementation` cannot do the call.
 
     Aliasing: donate the cache to update it in place; otherwise it is copied first. vmap: one call after the other.
-    Sharding: none, each device writes all tokens into its own copy. Source: vLLM's concat_and_cache_mla.
+    Sharding: blocks may be split; otherwise each device writes all tokens into its own copy.
+    Source: vLLM's concat_and_cache_mla.
 
     Example:
       The first of two tokens goes to block 5, offset 3; the second token is padding.
@@ -144,8 +145,8 @@ def copy_blocks[Keys: Cache | Sequence[Cache], Values: Cache | Sequence[Cache] |
     host.
 
     Aliasing: donate the caches to update them in place; otherwise they are copied first. The op needs scratch memory
-    for num_pairs blocks of both caches. vmap: one call after the other. Sharding: kv heads may be split.
-    Source: vLLM's copy_blocks.
+    for num_pairs blocks of both caches. vmap: one call after the other. Sharding: kv heads may be split, and
+    blocks: every device gets all copied blocks and stores its own. Source: vLLM's copy_blocks.
 
     Example:
       Block 5 is copied to block 2; the second pair is padding.

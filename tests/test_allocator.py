@@ -398,3 +398,13 @@ def test_the_examples_of_the_docstrings_hold(function):
     assert sum(len(test.examples) for test in examples) > 1
     for test in examples:
         assert doctest.DocTestRunner().run(test).failed == 0
+
+
+@pytest.mark.parametrize("xp", [np, jnp], ids=["host", "device"])
+def test_blocks_come_from_one_shard_after_the_other(xp):
+    state = allocator.create(12, 4, 2, 6, num_shards=3, xp=xp)
+    state, _, _ = allocator.append_tokens(state, xp.array([24, 8], dtype=xp.int32))
+    assert state.block_tables[0].tolist() == [11, 7, 3, 10, 6, 2]
+    assert state.block_tables[1, :2].tolist() == [9, 5]
+    with pytest.raises(ValueError, match="num_shards must divide num_blocks = 12, got 5"):
+        allocator.create(12, 4, 2, 6, num_shards=5)

@@ -41,7 +41,7 @@ class AllocatorState:
 
 
 def create(
-    num_blocks: int, block_size: int, max_num_seqs: int, max_blocks_per_seq: int, *, xp: Any = np
+    num_blocks: int, block_size: int, max_num_seqs: int, max_blocks_per_seq: int, *, num_shards: int = 1, xp: Any = np
 ) -> AllocatorState:
     """Makes a state in which every block is free and every sequence empty.
 
@@ -50,13 +50,15 @@ def create(
       block_size: tokens in a block.
       max_num_seqs: rows of the block tables.
       max_blocks_per_seq: columns of the block tables.
+      num_shards: how many devices the pool's blocks are split over. Blocks are taken from one device after the other,
+        so that each has about as many of a sequence's.
       xp: `numpy` for a state on the host, `jax.numpy` for one on the device.
 
     Returns:
-      The state. The highest block id will be taken first.
+      The state. The highest block id will be taken first, and with several shards then the highest of the others.
 
     Raises:
-      ValueError: a size below 1, or more slots than int32 can count.
+      ValueError: a size below 1, more slots than int32 can count, or shards of unequal sizes.
       TypeError: a size is not an integer.
 
     Example:
@@ -74,8 +76,11 @@ def create(
         raise ValueError(
             f"num_blocks * block_size must be at most 2**31 (int32 slots), got {num_blocks} * {block_size}"
         )
+    num_shards = size("num_shards", num_shards)
+    if num_shards < 1 or num_blocks % num_shards:
+        raise ValueError(f"num_shards must divide num_blocks = {num_blocks}, got {num_shards}")
     return AllocatorState(
-        free_blocks=xp.arange(num_blocks, dtype=xp.int32),
+        free_blocks=xp.arange(num_blocks, dtype=xp.int32).reshape(num_shards, -1).T.reshape(-1),
         num_free=xp.asarray(num_blocks, dtype=xp.int32),
         ref_counts=xp.zeros(num_blocks, dtype=xp.int32),
         block_tables=xp.full((max_num_seqs, max_blocks_per_seq), -1, dtype=xp.int32),

@@ -54,7 +54,8 @@ def paged_attention(
       NotImplementedError: `implementation` cannot do the call.
 
     Aliasing: none, the caches are only read, in place. vmap: a batch of calls becomes one call with more sequences.
-    Sharding: heads and kv heads may be split alike, and sequences.
+    Sharding: heads and kv heads may be split alike, sequences, and blocks: each device attends to
+    its own blocks, and the devices merge their results (without ALiBi, windows and block-sparse patterns).
     Source: PagedAttention (arXiv:2309.06180); vLLM's forward_decode.
 
     Example:
@@ -120,7 +121,7 @@ def paged_attention_v1(
       NotImplementedError: `implementation` cannot do the call.
 
     Aliasing: none, the caches are only read, in place. vmap: a batch of calls becomes one call with more sequences.
-    Sharding: heads and kv heads may be split alike, and sequences. Source: vLLM's paged_attention_v1.
+    Sharding: as that of `paged_attention`. Source: vLLM's paged_attention_v1.
 
     Example:
       >>> import jax.numpy as jnp

@@ -67,7 +67,8 @@ def write_and_attend(
       NotImplementedError: `implementation` cannot do the call.
 
     Aliasing: donate both caches to update them in place; otherwise both are copied first. vmap: one call after the
-    other. Sharding: heads and kv heads may be split alike. Source: vLLM's reshape_and_cache, then its paged attention.
+    other. Sharding: heads and kv heads may be split alike, and blocks, as those of `paged_attention`.
+    Source: vLLM's reshape_and_cache, then its paged attention.
 
     Example:
       A step writes the twentieth token of a sequence whose blocks are 5 and 2, and attends to all twenty.

@@ -78,7 +78,8 @@ def mla_paged_attention(
       NotImplementedError: `implementation` cannot do the call.
 
     Aliasing: none, the cache is only read, in place. vmap: a batch of calls becomes one call with more sequences.
-    Sharding: query heads may be split, and sequences; the cache is whole on each device.
+    Sharding: query heads may be split, sequences, and blocks: each device attends to its own blocks, and the devices
+    merge their results. If blocks are not split, the cache is whole on each device.
     Source: DeepSeek-V2 (arXiv:2405.04434); FlashMLA.
 
     Example:
@@ -161,7 +162,7 @@ def ragged_mla_attention(
       NotImplementedError: `implementation` cannot do the call.
 
     Aliasing: none, the cache is only read, in place. vmap: one call after the other. Sharding: query heads may be
-    split; the cache is whole on each device. Source: DeepSeek-V2 (arXiv:2405.04434); FlashMLA.
+    split, and blocks, as those of `mla_paged_attention`. Source: DeepSeek-V2 (arXiv:2405.04434); FlashMLA.
 
     Example:
       The batch holds a prompt of 3 tokens, and one new token of a sequence of 20.

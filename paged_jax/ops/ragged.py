@@ -63,7 +63,9 @@ def ragged_paged_attention(
       NotImplementedError: `implementation` cannot do the call.
 
     Aliasing: none, the caches are only read, in place. vmap: one call after the other. Sharding: heads and kv heads may
-    be split alike. Source: PagedAttention (arXiv:2309.06180); vLLM's unified attention.
+    be split alike, and blocks: each device attends to
+    its own blocks, and the devices merge their results (without ALiBi, windows and block-sparse patterns).
+    Source: PagedAttention (arXiv:2309.06180); vLLM's unified attention.
 
     Example:
       The batch holds a prompt of 3 tokens, and one new token of a sequence of 20.
@@ -146,7 +148,9 @@ def prefix_attention(
       NotImplementedError: `implementation` cannot do the call.
 
     Aliasing: none, the caches are only read, in place. vmap: one call after the other. Sharding: heads and kv heads may
-    be split alike. Source: vLLM's forward_prefix.
+    be split alike, and blocks: each device attends to
+    its own blocks, and the devices merge their results (without ALiBi, windows and block-sparse patterns).
+    Source: vLLM's forward_prefix.
 
     Example:
       The batch holds a chunk of 4 tokens after a context of 16 tokens, which is in block 5.

@@ -1,0 +1,189 @@
+"""Tests ops on pools whose blocks are split over devices: each attends to its own blocks, and no pool is gathered."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import paged_jax
+from tests import test_partition
+from tests.every_op import OPS, pools_written
+from tests.test_partition import ARRAYS, NUM_BLOCKS, bind, place
+
+KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+POOLS = "key_cache", "value_cache", "latent_cache"
+SPLIT_OPS = [op for op in OPS if op not in ("paged_attention_v2", "swap_blocks")]
+
+
+def make_mesh(kind=AxisType.Auto):
+    return jax.make_mesh((2, 2, 2), ("dp", "dcp", "tp"), axis_types=(kind,) * 3, devices=jax.devices("cpu"))
+
+
+def specs_of(op, names, seqs=None, heads="tp", layout="hnd"):
+    """Blocks over "dcp", heads over `heads`, a decode op's sequences over `seqs`."""
+
+    def spec(name, base):
+        if name in POOLS or (name in ("k_scale", "v_scale") and ARRAYS[name].ndim == 3):
+            return P("dcp", *base[1:])
+        return base
+
+    return [spec(*x) for x in zip(names, test_partition.specs_of(op, names, seqs, heads, layout), strict=True)]
+
+
+def without_distances(op):
+    """The op's arrays without ALiBi, with which blocks are not split."""
+    fun, names, arrays = bind(op)
+    if "alibi_slopes" not in names:
+        return fun, names, arrays
+    place_of = names.index("alibi_slopes")
+
+    def without(*arrays):
+        zeros = None
+        return _call(op, names, (*arrays[:place_of], zeros, *arrays[place_of:]))
+
+    return without, [n for n in names if n != "alibi_slopes"], [x for i, x in enumerate(arrays) if i != place_of]
+
+
+def _call(op, names, arrays, **static):
+    positional, _, keywords = OPS[op]
+    named = dict(zip(names[len(positional) :], arrays[len(positional) :], strict=True))
+    return getattr(paged_jax, op)(*arrays[: len(positional)], **named, **keywords, **static)
+
+
+def assert_no_pool_is_gathered(compiled):
+    """Only results and new tokens are exchanged, and no device makes room for another one's pool."""
+    local_pool = ARRAYS["key_cache"].nbytes // 4
+    assert compiled.memory_analysis().temp_size_in_bytes < local_pool / 2
+    assert not re.findall("all-gather|collective-permute|all-to-all", compiled.as_text())
+
+
+def assert_same(actual, wanted):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
+        if a.ndim == 4 and a.shape[0] == NUM_BLOCKS:
+            np.testing.assert_array_equal(np.asarray(a).view(np.uint32), np.asarray(b).view(np.uint32))
+        else:
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@KINDS
+@pytest.mark.parametrize("op", SPLIT_OPS)
+def test_blocks_may_be_split(op, kind):
+    fun, names, arrays = without_distances(op)
+    wanted = jax.jit(fun)(*arrays)
+    placed = place(arrays, specs_of(op, names), make_mesh(kind))
+    compiled = jax.jit(fun).lower(*placed).compile()
+    assert_no_pool_is_gathered(compiled)
+    results = compiled(*placed)
+    assert_same(results, wanted)
+    for x in jax.tree.leaves(results):
+        for shard in x.addressable_shards:
+            np.testing.assert_array_equal(shard.data, np.asarray(x)[shard.index])  # the same bits on every device
+
+
+@pytest.mark.parametrize("seqs", ["dp", "dcp"])
+def test_sequences_are_split_over_other_devices(seqs):
+    """Devices that share a sequence's blocks must have the same sequences: over "dcp" these are gathered."""
+    fun, names, arrays = without_distances("paged_attention_v1")
+    placed = place(arrays, specs_of("paged_attention_v1", names, seqs), make_mesh())
+    assert_same(jax.jit(fun)(*placed), jax.jit(fun)(*arrays))
+
+
+@pytest.mark.parametrize("layout", ["hnd", "nhd"])
+@pytest.mark.parametrize("op", ["paged_attention", "ragged_paged_attention", "prefix_attention", "write_and_attend"])
+def test_sinks_count_once_and_scales_of_slots_are_split(op, layout):
+    _, names, arrays = bind(op, ("sinks", "k_scale", "v_scale"), layout=layout)
+    keep = [i for i, name in enumerate(names) if name != "alibi_slopes"]
+    names, arrays = [names[i] for i in keep], [arrays[i] for i in keep]
+
+    def fun(*arrays):
+        return _call(op, names, arrays, layout=layout)
+
+    placed = place(arrays, specs_of(op, names, layout=layout), make_mesh())
+    compiled = jax.jit(fun).lower(*placed).compile()
+    assert_no_pool_is_gathered(compiled)
+    assert_same(compiled(*placed), jax.jit(fun)(*arrays))
+
+
+def test_the_vllm_layout():
+    positional, _, keywords = OPS["ragged_paged_attention"]
+    arrays = [jnp.asarray(ARRAYS[name]) for name in positional]
+    hnd = arrays[1]
+    arrays[1] = hnd.reshape(*hnd.shape[:3], -1, 4).swapaxes(2, 3)
+    arrays[2] = arrays[2].swapaxes(2, 3)
+
+    def fun(*arrays):
+        return paged_jax.ragged_paged_attention(*arrays, layout="vllm", **keywords)
+
+    specs = [P("dcp", "tp") if name in POOLS else P(None, "tp") if name == "tokens" else P() for name in positional]
+    placed = place(arrays, specs, make_mesh())
+    assert_same(jax.jit(fun)(*placed), jax.jit(fun)(*arrays))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_contexts_without_new_blocks_on_a_device(causal):
+    """All blocks of one sequence lie on one device, and a sequence has no context at all."""
+    rng = np.random.default_rng(0)
+    tables = np.array([[3, 1, 0, 2], [NUM_BLOCKS - 1, 5, 6, 7], [9, NUM_BLOCKS - 2, 8, 700]], np.int32)
+    lens, starts = np.array([16, 3, 14], np.int32), np.array([0, 1, 4, 10], np.int32)
+    query = rng.standard_normal((12, 8, 16), np.float32)
+    arrays = [query, ARRAYS["key_cache"], ARRAYS["value_cache"], tables, lens, starts]
+
+    def fun(*arrays):
+        return paged_jax.ragged_paged_attention(*arrays, causal=causal, return_lse=True)
+
+    specs = [P(), P("dcp"), P("dcp"), P(), P(), P()]
+    assert_same(jax.jit(fun)(*place(arrays, specs, make_mesh())), jax.jit(fun)(*arrays))
+
+
+def test_lengths_of_zero_on_all_devices():
+    arrays = [ARRAYS[name] for name in ("query", *POOLS[:2], "block_tables")] + [np.zeros(4, np.int32)]
+    placed = place(arrays, [P(), P("dcp"), P("dcp"), P(), P()], make_mesh())
+    out, lse = jax.jit(lambda *x: paged_jax.paged_attention(*x, return_lse=True))(*placed)
+    assert not out.any()
+    assert np.isneginf(lse).all()
+
+
+@pytest.mark.parametrize("op", ["write_to_paged_cache", "write_and_attend", "copy_blocks"])
+def test_donated_pools_are_updated_in_place(op):
+    fun, names, arrays = without_distances(op)
+    placed = place(arrays, specs_of(op, names), make_mesh())
+    pools = pools_written(op)
+    before = [s.data.unsafe_buffer_pointer() for i in pools for s in placed[i].addressable_shards]
+    results = jax.jit(fun, donate_argnums=pools)(*placed)
+    assert before == [s.data.unsafe_buffer_pointer() for x in results[-2:] for s in x.addressable_shards]
+
+
+def test_copies_go_from_device_to_device():
+    """NaN of any payload, in caches of 8 bits too."""
+    bits = np.random.default_rng(0).integers(0, 256, (NUM_BLOCKS, 4, 4, 16), np.uint8)
+    cache = jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.float8_e4m3fn)
+    mapping = np.array([[0, 1000], [1000, 3], [1, 2], [-1, 7], [1023, 600]], np.int32)
+    placed = place([cache, cache, mapping], [P("dcp", "tp"), P("dcp", "tp"), P()], make_mesh())
+    key_cache, _ = jax.jit(paged_jax.copy_blocks)(*placed)
+    wanted = bits.copy()
+    for source, destination in mapping[mapping[:, 0] >= 0]:
+        wanted[destination] = bits[source]
+    np.testing.assert_array_equal(jax.lax.bitcast_convert_type(key_cache, jnp.uint8), wanted)
+
+
+@pytest.mark.parametrize("option", [{"sliding_window": 3}, {"alibi_slopes": ARRAYS["alibi_slopes"]}])
+def test_options_about_distances_still_hold(option):
+    """With these the pool is gathered, as its blocks cannot be split."""
+    arrays = [ARRAYS[name] for name in ("query", *POOLS[:2], "block_tables", "seq_lens")]
+
+    def fun(*arrays):
+        return paged_jax.paged_attention(*arrays, **option)
+
+    placed = place(arrays, [P(), P("dcp"), P("dcp"), P(), P()], make_mesh())
+    assert_same(jax.jit(fun)(*placed), jax.jit(fun)(*arrays))
+
+
+def test_cross_lowers_for_cuda():
+    fun, names, arrays = without_distances("paged_attention")
+    placed = place(arrays, specs_of("paged_attention", names), make_mesh())
+    assert all(isinstance(x.sharding, NamedSharding) for x in placed)
+    jax.jit(fun).trace(*placed).lower(lowering_platforms=("cuda",))
