@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from examples.config import DecoderConfig, Rope
+from examples.config import DecoderConfig, LayerConfig
+from examples.rope import Rope
 from examples.step import Step, make_abstract_step
 from paged_jax import PagedKVCache
 
@@ -24,21 +25,13 @@ def _llama(num_layers: int, sizes: tuple[int, int, int], heads: tuple[int, int],
         embedding_size=hidden_size,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
-        num_layers=num_layers,
         num_heads=heads[0],
         num_kv_heads=heads[1],
         head_size=128,
         max_position_embeddings=8192,
         norm_eps=1e-5,
-        pre_norm=True,
-        final_norm=True,
-        qk_norm=False,
+        layers=(LayerConfig(Rope(5e5)),) * num_layers,
         qkv_bias=qkv_bias,
-        o_bias=False,
-        mlp_bias=False,
-        tie_embeddings=False,
-        rope=Rope(5e5),
-        sliding_windows=(None,) * num_layers,
     )
 
 
@@ -53,7 +46,10 @@ MODELS = {
         o_bias=True,
         mlp_bias=True,
         tie_embeddings=True,
-        rope=None,
+        layers=(LayerConfig(),) * 48,
+        norm="layer",
+        has_learned_positions=True,
+        activation="relu",
     ),
 }
 

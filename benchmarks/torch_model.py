@@ -69,12 +69,14 @@ class Model:
                 "up": self._linear(hidden, up, sizes["mlp_bias"]),
                 "down": self._linear(inner, hidden, sizes["mlp_bias"]),
             }
-            for _ in range(sizes["num_layers"])
+            for _ in sizes["layers"]
         ]
         self.final_norm = self._norm()
         self.embedding = self._random(sizes["vocab_size"], hidden)
         self.head = self.embedding if sizes["tie_embeddings"] else self._random(sizes["vocab_size"], hidden)
-        self.positions = None if sizes["rope"] else self._random(sizes["max_position_embeddings"] + 2, hidden)
+        self.positions = (
+            None if sizes["layers"][0]["rope"] else self._random(sizes["max_position_embeddings"] + 2, hidden)
+        )
 
     def _random(self, *shape: int) -> Any:
         import torch
@@ -132,7 +134,7 @@ class Model:
             hidden = hidden + self.positions[positions + 2]
         else:
             half = torch.arange(0, sizes["head_size"], 2, device=self.device, dtype=torch.float32)
-            angles = positions[:, None].float() * sizes["rope"]["theta"] ** (-half / sizes["head_size"])
+            angles = positions[:, None].float() * sizes["layers"][0]["rope"]["theta"] ** (-half / sizes["head_size"])
             rotation = torch.cos(angles), torch.sin(angles)
         added = torch.zeros_like(hidden)
         for weights, cache in zip(self.layers, self.caches, strict=True):

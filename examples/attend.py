@@ -1,7 +1,8 @@
 """The `attend` callables, which connect a decoder to the cache of its keys and values.
 
-A decoder (decoder.py) calls `attend(query, key, value, cache, *, scale, sliding_window) -> (out, cache)` once in
-each layer, and does nothing else with caches. Each function here returns such a callable for one step:
+A decoder (decoder.py) calls `attend(query, key, value, cache, **options) -> (out, cache)` once in each layer, and
+does nothing else with caches; the options are those of the library's attention ops. Each function here returns such a
+callable for one step:
 
     prefill_attend   writes the new tokens to the paged cache, then attends with ragged rows of any length
     mixed_attend     does the same with two attention ops: one for prompts, one for rows of one new token
@@ -38,10 +39,10 @@ def prefill_attend(
         An `attend` callable over `PagedKVCache`.
     """
 
-    def attend(query, key, value, cache, *, scale, sliding_window):
+    def attend(query, key, value, cache, **options):
         writer = None if implementation == "mosaic_gpu" else implementation  # Mosaic GPU has no op that only writes
         cache = cache.write(key, value, slot_mapping, implementation=writer)
-        options = {"scale": scale, "sliding_window": sliding_window, "implementation": implementation}
+        options["implementation"] = implementation
         return cache.attend_ragged(query, block_tables, seq_lens, query_start_loc, **options), cache
 
     return attend
@@ -80,11 +81,10 @@ def mixed_attend(
         block_tables[:num_prompts], ragged_lens, ragged_start_loc, slot_mapping, implementation=implementation
     )
 
-    def attend(query, key, value, cache, *, scale, sliding_window):
-        out, cache = attend_ragged(query, key, value, cache, scale=scale, sliding_window=sliding_window)
+    def attend(query, key, value, cache, **options):
+        out, cache = attend_ragged(query, key, value, cache, **options)
         decoding = query.at[decode_tokens].get(mode="clip")
-        options = {"scale": scale, "sliding_window": sliding_window, "implementation": implementation}
-        decoded = cache.attend(decoding, block_tables, decode_lens, **options)
+        decoded = cache.attend(decoding, block_tables, decode_lens, **options, implementation=implementation)
         return out.at[decode_tokens].set(decoded, mode="drop"), cache
 
     return attend
@@ -109,8 +109,8 @@ def decode_attend(
         An `attend` callable over `PagedKVCache`.
     """
 
-    def attend(query, key, value, cache, *, scale, sliding_window):
-        options = {"scale": scale, "sliding_window": sliding_window, "implementation": implementation}
+    def attend(query, key, value, cache, **options):
+        options["implementation"] = implementation
         return cache.write_and_attend(query, key, value, block_tables, seq_lens, slot_mapping, **options)
 
     return attend
@@ -123,16 +123,26 @@ def causal_attend() -> Attend:
         An `attend` callable that returns its cache (usually `None`) unchanged.
     """
 
-    def attend(query, key, value, cache, *, scale, sliding_window):
+    def attend(
+        query, key, value, cache, *, scale, sliding_window=None, logits_soft_cap=None, alibi_slopes=None, sinks=None
+    ):
         num_tokens, num_heads, head_size = query.shape
         num_kv_heads = key.shape[1]
         query = query.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_size)
         logits = jnp.einsum("qhgd,khd->hgqk", query, key, preferred_element_type=jnp.float32) * scale
+        if logits_soft_cap is not None:
+            logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
         distance = jnp.arange(num_tokens)[:, None] - jnp.arange(num_tokens)[None, :]
+        if alibi_slopes is not None:
+            logits -= alibi_slopes.reshape(num_kv_heads, -1, 1, 1) * distance
         seen = distance >= 0
         if sliding_window is not None:
             seen &= distance < sliding_window
-        weights = jax.nn.softmax(jnp.where(seen[None, None], logits, -jnp.inf), axis=-1)
+        logits = jnp.where(seen[None, None], logits, -jnp.inf)
+        if sinks is not None:  # each is a logit of the softmax whose value is 0
+            sinks = jnp.broadcast_to(sinks.reshape(num_kv_heads, -1, 1, 1), (*logits.shape[:-1], 1))
+            logits = jnp.concatenate([logits, sinks.astype(logits.dtype)], axis=-1)
+        weights = jax.nn.softmax(logits, axis=-1)[..., :num_tokens]
         out = jnp.einsum("hgqk,khd->qhgd", weights.astype(value.dtype), value)
         return out.reshape(num_tokens, num_heads, head_size), cache
 

@@ -1,8 +1,11 @@
-"""A decoder-only transformer in Flax NNX that covers OPT and the Llama family (Llama, Mistral, Qwen2, Qwen3).
+"""A decoder-only transformer in Flax NNX: OPT, and what has become of Llama since (families.py lists the models).
 
 Tokens are flat, `[num_tokens]`: the sequences follow one another without a batch axis, and only `attend` knows where
 each one ends and where its keys and values are. Therefore prefill, paged decode and plain causal attention (attend.py)
 share this file. Caches are arguments and results, one for each layer, and never part of the module.
+
+What differs between models is data in the config (config.py), or a module beside this one: rope.py, norms.py, moe.py
+(mixtures of experts) and mla.py (latent attention).
 
 The modules compute norms, rotations and logits in float32, and every other product in the dtype of the model.
 Matrices that multiply the same input are joined in one (q, k and v; gate and up), because a step of few tokens takes
@@ -15,6 +18,7 @@ on.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,160 +26,140 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
-from examples.config import DecoderConfig, Rope
+from examples.config import DecoderConfig, LayerConfig
+from examples.moe import MixtureOfExperts
+from examples.norms import make_norm
+from examples.rope import Rope, Rotation, make_rotation, rotate
 
 OPT_POSITION_OFFSET = 2  # the row of OPT's table that holds its first position, as in fairseq
+ACTIVATIONS = {"relu": jax.nn.relu, "silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True)}
 
 type Attend = Callable[..., tuple[Array, Any]]
-type Rotation = tuple[Float32[Array, "num_tokens half_head_size"], Float32[Array, "num_tokens half_head_size"]]
 
 
-def rope_frequencies(rope: Rope, head_size: int) -> np.ndarray:
-    """The angle in radians by which each pair of a head's numbers turns from one position to the next.
+@dataclass(frozen=True)
+class Tokens:
+    """What all layers need to know of a step's tokens.
 
-    Args:
-        rope: base and scaling.
-        head_size: numbers in a head; even.
-
-    Returns:
-        float32 `[head_size // 2]`.
-    """
-    frequencies = rope.theta ** -(np.arange(0, head_size, 2) / head_size)
-    if (scaling := rope.scaling) is not None:
-        # The place of each frequency between the trained context's low (0) and high (1) frequencies.
-        turns = scaling.original_max_position_embeddings * frequencies / (2 * np.pi)
-        high = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-        high = np.clip(high, 0, 1)
-        frequencies = high * frequencies + (1 - high) * frequencies / scaling.factor
-    return frequencies.astype(np.float32)
-
-
-def rotate(
-    heads: Float[Array, "num_tokens num_heads head_size"],
-    rotation: Rotation,
-) -> Float32[Array, "num_tokens num_heads head_size"]:
-    """Turns queries or keys by the angles of their positions; each number is paired with the one half a head away.
-
-    Source: https://arxiv.org/abs/2104.09864, with the pairing of the Llama checkpoints that transformers writes.
-
-    Args:
-        heads: `[num_tokens, num_heads, head_size]`.
-        rotation: cosine and sine of each token's angles, f32 `[num_tokens, head_size // 2]` each.
-
-    Returns:
-        f32 `[num_tokens, num_heads, head_size]`.
-    """
-    cos, sin = (x[:, None, None, :] for x in rotation)
-    sign = jnp.array([-1.0, 1.0], jnp.float32)[None, None, :, None]
-    halves = heads.astype(jnp.float32).reshape(*heads.shape[:-1], 2, -1)
-    # XLA makes one kernel of all this because the halves are flipped; concatenating two results would need another.
-    return (halves * cos + jnp.flip(halves, axis=2) * (sign * sin)).reshape(heads.shape)
-
-
-class RMSNorm(nnx.RMSNorm):
-    """Flax's RMSNorm, computed and returned in float32.
-
-    Flax multiplies the scale by 1 / rms first. XLA makes one kernel of the norm only if x is divided first.
+    Attributes:
+        rotations: cosine and sine of the tokens' angles, for each kind of rotation in the model.
+        attend: see `Decoder`.
+        num_tokens: how many tokens there are; rows after them are padding.
     """
 
-    def __call__(self, x: Array, mask: Array | None = None) -> Array:
-        x = x.astype(jnp.float32)
-        squares = jnp.mean(x * x, axis=-1, keepdims=True, where=mask)
-        assert self.scale is not None
-        scale = jnp.expand_dims(self.scale[...].astype(jnp.float32), range(x.ndim - 1))
-        return x * jax.lax.rsqrt(squares + self.epsilon) * scale
-
-
-def make_norm(config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> nnx.LayerNorm | RMSNorm:
-    """Makes the family's norm of the residual stream, which computes and returns float32."""
-    norm = nnx.LayerNorm if config.family == "opt" else RMSNorm
-    return norm(
-        config.hidden_size,
-        epsilon=config.norm_eps,
-        dtype=jnp.float32,
-        param_dtype=dtype,
-        use_fast_variance=False,
-        rngs=rngs,
-    )
+    rotations: dict[Rope, Rotation]
+    attend: Attend
+    num_tokens: int
 
 
 class Attention(nnx.Module):
     """Grouped-query attention of one layer, which leaves keys, values and caches to `attend`."""
 
-    def __init__(self, config: DecoderConfig, sliding_window: int | None, *, rngs: nnx.Rngs, dtype: DTypeLike):
+    def __init__(self, config: DecoderConfig, layer: LayerConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
         self.num_heads, self.num_kv_heads, self.head_size = config.num_heads, config.num_kv_heads, config.head_size
         self.num_parts = config.num_parts
-        self.sliding_window = sliding_window
+        self.rope = layer.rope
+        options = {
+            "scale": config.attention_scale or self.head_size**-0.5,
+            "sliding_window": layer.sliding_window,
+            "logits_soft_cap": config.attention_soft_cap,
+        }
+        self.options = tuple((name, value) for name, value in options.items() if value is not None)
+        self.sinks = nnx.Param(jnp.zeros(self.num_heads, dtype)) if config.has_sinks else None
         self.dtype = dtype
         heads_size, kv_heads_size = (n * config.head_size for n in (config.num_heads, config.num_kv_heads))
         linear = partial(nnx.Linear, dtype=dtype, param_dtype=dtype, rngs=rngs)
         self.qkv_proj = linear(config.hidden_size, heads_size + 2 * kv_heads_size, use_bias=config.qkv_bias)
         self.o_proj = linear(heads_size, config.hidden_size, use_bias=config.o_bias)
-        norm = partial(RMSNorm, config.head_size, epsilon=config.norm_eps, param_dtype=dtype, rngs=rngs)
-        self.q_norm = norm() if config.qk_norm else None
-        self.k_norm = norm() if config.qk_norm else None
+        sizes = {None: None, "head": (self.head_size, self.head_size), "all": (heads_size, kv_heads_size)}
+        norms = sizes[config.qk_norm]
+        self.norms_all_heads = config.qk_norm == "all"
+        self.q_norm = make_norm(config, norms[0], rngs=rngs, dtype=dtype) if norms else None
+        self.k_norm = make_norm(config, norms[1], rngs=rngs, dtype=dtype) if norms else None
 
-    def __call__(self, hidden, rotation: Rotation | None, cache, attend: Attend, rows=None):
+    def __call__(self, hidden, tokens: Tokens, cache, rows=None):
         parts = self.qkv_proj(hidden).reshape(hidden.shape[0], self.num_parts, -1, self.head_size)
         ends = np.array([self.num_heads, self.num_heads + self.num_kv_heads]) // self.num_parts
         query, key, value = (_join(heads, self.head_size) for heads in jnp.split(parts, ends, axis=2))
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        if rotation is not None:
-            query, key = rotate(query, rotation), rotate(key, rotation)
-        out, cache = attend(
-            query.astype(self.dtype),
-            key.astype(self.dtype),
-            value,
-            cache,
-            scale=self.head_size**-0.5,
-            sliding_window=self.sliding_window,
-        )
+            query, key = self._normed(self.q_norm, query), self._normed(self.k_norm, key)
+        if self.rope is not None:
+            rotation = tokens.rotations[self.rope]
+            query, key = (rotate(heads, rotation, self.rope.is_interleaved) for heads in (query, key))
+        options = dict(self.options) | ({} if self.sinks is None else {"sinks": self.sinks[...].astype(jnp.float32)})
+        out, cache = tokens.attend(query.astype(self.dtype), key.astype(self.dtype), value, cache, **options)
         return self.o_proj(_take(out, rows).reshape(-1, self.num_heads * self.head_size)), cache
+
+    def _normed(self, norm, heads):
+        return norm(heads.reshape(heads.shape[0], -1)).reshape(heads.shape) if self.norms_all_heads else norm(heads)
 
 
 class Mlp(nnx.Module):
-    """OPT's two linear layers with a ReLU between them, or SwiGLU (https://arxiv.org/abs/2002.05202)."""
+    """OPT's two linear layers with a ReLU between them, or a gated unit (https://arxiv.org/abs/2002.05202)."""
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
-        hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
+    def __init__(self, config: DecoderConfig, intermediate_size: int, *, rngs: nnx.Rngs, dtype: DTypeLike):
+        hidden_size = config.hidden_size
         self.num_parts = config.num_parts
+        self.activation = ACTIVATIONS[config.activation]
         linear = partial(nnx.Linear, use_bias=config.mlp_bias, dtype=dtype, param_dtype=dtype, rngs=rngs)
-        is_gated = config.family != "opt"
+        is_gated = config.activation != "relu"
         self.gate_up_proj = linear(hidden_size, 2 * intermediate_size) if is_gated else None
         self.up_proj = None if is_gated else linear(hidden_size, intermediate_size)
         self.down_proj = linear(intermediate_size, hidden_size)
 
     def __call__(self, hidden):
         if self.up_proj is not None:
-            return self.down_proj(jax.nn.relu(self.up_proj(hidden)))
+            return self.down_proj(self.activation(self.up_proj(hidden)))
         assert self.gate_up_proj is not None
         parts = self.gate_up_proj(hidden).reshape(hidden.shape[0], self.num_parts, -1)
         gate, up = jnp.split(parts, 2, axis=2)
-        return self.down_proj((jax.nn.silu(gate) * up).reshape(hidden.shape[0], -1))
+        return self.down_proj((self.activation(gate) * up).reshape(hidden.shape[0], -1))
 
 
 class Layer(nnx.Module):
-    """Attention and MLP, each added to the residual stream."""
+    """Attention and MLP, each added to the residual stream, with norms before, after or around them."""
 
-    def __init__(self, config: DecoderConfig, sliding_window: int | None, *, rngs: nnx.Rngs, dtype: DTypeLike):
-        self.pre_norm = config.pre_norm
-        self.attention_norm = make_norm(config, rngs=rngs, dtype=dtype)
-        self.attention = Attention(config, sliding_window, rngs=rngs, dtype=dtype)
-        self.mlp_norm = make_norm(config, rngs=rngs, dtype=dtype)
-        self.mlp = Mlp(config, rngs=rngs, dtype=dtype)
+    def __init__(
+        self, config: DecoderConfig, layer: LayerConfig, *, rngs: nnx.Rngs, dtype: DTypeLike, mesh: Mesh | None
+    ):
+        self.place, self.scale, self.dtype = config.norm_place, config.residual_scale, dtype
+        has_norm, has_out_norm = self.place != "after", self.place in ("after", "around")
+        norm = partial(make_norm, config, rngs=rngs, dtype=dtype)
+        self.attention_norm = norm() if has_norm else None
+        self.attention = Attention(config, layer, rngs=rngs, dtype=dtype)
+        self.attention_out_norm = norm() if has_out_norm else None
+        self.mlp_norm = norm() if has_norm else None
+        if layer.has_experts and config.experts is not None:
+            size = config.experts.shared_size
+            shared = Mlp(config, size, rngs=rngs, dtype=dtype) if size else None
+            self.mlp = MixtureOfExperts(config, shared, rngs=rngs, dtype=dtype, mesh=mesh)
+        else:
+            self.mlp = Mlp(config, config.intermediate_size, rngs=rngs, dtype=dtype)
+        self.mlp_out_norm = norm() if has_out_norm else None
 
-    def __call__(self, hidden, rotation: Rotation | None, cache, attend: Attend, rows=None):
-        normed = self.attention_norm(hidden) if self.pre_norm else hidden
-        out, cache = self.attention(normed, rotation, cache, attend, rows)
-        hidden = _take(hidden, rows) + out
-        if self.pre_norm:
-            return hidden + self.mlp(self.mlp_norm(hidden)), cache
-        hidden = self.attention_norm(hidden).astype(out.dtype)
-        return self.mlp_norm(hidden + self.mlp(hidden)).astype(out.dtype), cache
+    def __call__(self, hidden, tokens: Tokens, cache, rows=None):
+        out, cache = self.attention(self._before(self.attention_norm, hidden), tokens, cache, rows)
+        hidden = self._add(_take(hidden, rows), out, self.attention_norm, self.attention_out_norm)
+        normed = self._before(self.mlp_norm, hidden)
+        if isinstance(self.mlp, MixtureOfExperts):
+            out = self.mlp(normed, tokens.num_tokens if rows is None else None)
+        else:
+            out = self.mlp(normed)
+        return self._add(hidden, out, self.mlp_norm, self.mlp_out_norm), cache
+
+    def _before(self, norm, hidden):
+        return norm(hidden) if norm is not None and self.place != "after_sum" else hidden
+
+    def _add(self, hidden, out, norm, out_norm):
+        """Adds what attention or MLP computed to the residual stream."""
+        if out_norm is not None:
+            out = out_norm(out).astype(self.dtype)
+        total = hidden + (out if self.scale == 1 else out * self.scale)
+        return norm(total).astype(self.dtype) if self.place == "after_sum" else total
 
 
 class Decoder(nnx.Module):
@@ -185,19 +169,22 @@ class Decoder(nnx.Module):
         config: sizes and variants (config.py).
         rngs: keys for random initial weights.
         dtype: of the weights, the residual stream, and the queries, keys and values given to `attend`.
+        mesh: the devices that share the model, None for one device. Only mixtures of experts need to know them.
     """
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
+    def __init__(
+        self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None
+    ):
         self.config = config
         hidden_size, embedding_size = config.hidden_size, config.embedding_size
         num_positions = config.max_position_embeddings + OPT_POSITION_OFFSET
-        projected, learned = embedding_size != hidden_size, config.rope is None
+        projected = embedding_size != hidden_size
         embed = partial(nnx.Embed, dtype=dtype, param_dtype=dtype, rngs=rngs)
         linear = partial(nnx.Linear, use_bias=False, dtype=dtype, param_dtype=dtype, rngs=rngs)
         self.embed_tokens = embed(config.vocab_size, embedding_size)
-        self.embed_positions = embed(num_positions, hidden_size) if learned else None
+        self.embed_positions = embed(num_positions, hidden_size) if config.has_learned_positions else None
         self.project_in = linear(embedding_size, hidden_size) if projected else None
-        self.layers = nnx.List([Layer(config, window, rngs=rngs, dtype=dtype) for window in config.sliding_windows])
+        self.layers = nnx.List([Layer(config, layer, rngs=rngs, dtype=dtype, mesh=mesh) for layer in config.layers])
         self.final_norm = make_norm(config, rngs=rngs, dtype=dtype) if config.final_norm else None
         self.project_out = linear(hidden_size, embedding_size) if projected else None
         self.lm_head = (
@@ -220,8 +207,9 @@ class Decoder(nnx.Module):
             token_ids: i32 `[num_tokens]`.
             positions: i32 `[num_tokens]`, each token's place in its sequence, from 0.
             caches: one for each layer, of the kind that `attend` takes.
-            attend: `attend(query, key, value, cache, *, scale, sliding_window) -> (out, cache)`, called once in each
-                layer with `[num_tokens, heads, head_size]` arrays (attend.py).
+            attend: `attend(query, key, value, cache, **options) -> (out, cache)`, called once in each layer with
+                `[num_tokens, heads, head_size]` arrays and those options of the attention ops that the model needs:
+                always `scale`, perhaps `sliding_window`, `logits_soft_cap` and `sinks` (attend.py).
             rows: i32 `[num_rows]`, the tokens whose results are wanted; None for all, in their order. After the
                 last layer's attention nothing is computed for other tokens.
 
@@ -233,18 +221,19 @@ class Decoder(nnx.Module):
             token_ids, positions = (jnp.pad(x, (0, 1)) for x in (token_ids, positions))
             attend = _with_padding(attend)
         hidden = self.embed_tokens(token_ids)
+        if self.config.embedding_scale != 1:
+            hidden = hidden * jnp.asarray(self.config.embedding_scale, hidden.dtype)
         if self.project_in is not None:
             hidden = self.project_in(hidden)
-        rotation = None
         if self.embed_positions is not None:
             hidden = hidden + self.embed_positions(positions + OPT_POSITION_OFFSET)
-        if self.config.rope is not None:
-            frequencies = rope_frequencies(self.config.rope, self.config.head_size)
-            angles = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
-            rotation = jnp.cos(angles), jnp.sin(angles)
+        ropes = dict.fromkeys(layer.rope for layer in self.config.layers if layer.rope is not None)
+        longest = self.config.max_position_embeddings
+        rotations = {rope: make_rotation(rope, self.config.head_size, longest, positions) for rope in ropes}
+        tokens = Tokens(rotations, attend, num_tokens)
         new_caches = []
         for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True), start=1):
-            hidden, cache = layer(hidden, rotation, cache, attend, rows if i == len(self.layers) else None)
+            hidden, cache = layer(hidden, tokens, cache, rows if i == len(self.layers) else None)
             new_caches.append(cache)
         return hidden[:num_tokens] if rows is None else hidden, tuple(new_caches)
 
@@ -262,10 +251,14 @@ class Decoder(nnx.Module):
         if self.project_out is not None:
             hidden = self.project_out(hidden)
         if self.lm_head is not None:
-            return self.lm_head(hidden)
-        embedding = self.embed_tokens.embedding[...]
-        hidden = hidden.astype(embedding.dtype)
-        return jnp.einsum("nh,vh->nv", hidden, embedding, preferred_element_type=jnp.float32)
+            logits = self.lm_head(hidden)
+        else:
+            embedding = self.embed_tokens.embedding[...]
+            hidden = hidden.astype(embedding.dtype)
+            logits = jnp.einsum("nh,vh->nv", hidden, embedding, preferred_element_type=jnp.float32)
+        logits = logits if self.config.logits_scale == 1 else logits * self.config.logits_scale
+        cap = self.config.logits_soft_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def _with_padding(attend: Attend) -> Attend:

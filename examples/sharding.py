@@ -23,6 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSh
 from jax.sharding import PartitionSpec as P
 
 from examples.config import DecoderConfig
+from examples.moe import expert_spec
 
 # The axis of each parameter that "tp" splits. Every device has a copy of all other parameters: norms and most biases.
 PARAMETERS = {
@@ -35,6 +36,10 @@ PARAMETERS = {
     "mlp.up_proj.kernel": P(None, "tp"),
     "mlp.up_proj.bias": P("tp"),
     "mlp.down_proj.kernel": P("tp", None),
+    "mlp.shared.gate_up_proj.kernel": P(None, "tp"),
+    "mlp.shared.gate_up_proj.bias": P("tp"),
+    "mlp.shared.down_proj.kernel": P("tp", None),
+    "attention.sinks": P("tp"),
     "lm_head.kernel": P(None, "tp"),
 }
 POOL = P(None, "tp")  # kv heads, of caches in the layout "hnd"
@@ -95,31 +100,46 @@ def split_config(config: DecoderConfig, mesh: Mesh | None) -> DecoderConfig:
     tp = mesh.shape["tp"]
     num_kv_heads = max(config.num_kv_heads, tp)
     sizes = {"num_heads": config.num_heads, "intermediate_size": config.intermediate_size}
+    if (experts := config.experts) is not None:
+        is_split = experts.split == "columns"
+        sizes["experts' width" if is_split else "experts"] = (
+            experts.intermediate_size if is_split else experts.num_experts
+        )
+        sizes["shared experts' width"] = experts.shared_size
     for name, size in sizes.items():
         if size % tp:
             raise MeshError(f"tp={tp} does not divide the model's {name} {size}")
     if num_kv_heads % tp or num_kv_heads % config.num_kv_heads:
         raise MeshError(f"tp={tp} neither divides the model's num_kv_heads {config.num_kv_heads} nor is a multiple")
+    if config.qk_norm == "all" and num_kv_heads != config.num_kv_heads:
+        raise MeshError(
+            f"tp={tp} is more than the model's num_kv_heads {config.num_kv_heads}, which are normed together"
+        )
     return dataclasses.replace(config, num_kv_heads=num_kv_heads, num_parts=tp)
 
 
-def sharding_of(path: Sequence[Any], shape: tuple[int, ...], mesh: Mesh | None) -> Sharding:
+def sharding_of(
+    path: Sequence[Any], shape: tuple[int, ...], mesh: Mesh | None, config: DecoderConfig | None = None
+) -> Sharding:
     """Gives the sharding of a parameter.
 
     Args:
         path: the parameter's path, such as ("layers", 3, "attention", "qkv_proj", "kernel").
         shape: the shape of the whole parameter.
         mesh: the model's mesh, or None for JAX's default device.
+        config: the decoder's config, if it has a mixture of experts.
     """
     if mesh is None:
         return SingleDeviceSharding(jax.config.jax_default_device or jax.local_devices()[0])
-    spec = _spec_of(path)
+    spec = _spec_of(path, config)
     parts = [1 if axis is None else mesh.shape[axis] for axis in spec]
     divides = all(size % n == 0 for size, n in zip(shape, parts, strict=False))
     return NamedSharding(mesh, spec if divides else P())  # a vocabulary may not divide evenly
 
 
-def _spec_of(path: Sequence[Any]) -> P:
+def _spec_of(path: Sequence[Any], config: DecoderConfig | None = None) -> P:
+    if config is not None and config.experts is not None and path[-2] == "experts":
+        return expert_spec(path[-1], config.experts)
     names = ".".join(str(part) for part in path if not isinstance(part, int)).removeprefix("layers.")
     return PARAMETERS.get(names, P())
 

@@ -31,8 +31,8 @@ if not __package__:
 
 from examples.attend import causal_attend
 from examples.checkpoint import save_model
-from examples.config import load_config
 from examples.decoder import Decoder
+from examples.families import load_config
 
 END_OF_TEXT = 256  # the one token that is not a byte; it ends every topic
 CONTEXT = 512  # tokens

@@ -6,7 +6,6 @@ The first process prints, as JSON, the tokens of each request. tests/test_proces
 import contextlib
 import json
 import sys
-from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
@@ -18,8 +17,9 @@ from examples.checkpoint import load_model
 from examples.sharding import make_mesh
 from examples.step import make_step
 from paged_jax import engine
+from tests.model_folders import folder
 
-MODEL = Path(__file__).parent / "data" / "llama"
+MODEL = folder("llama")
 PROMPTS = [[1, 5, 9, 3, 7], [2, 4, 8], list(range(1, 30)), [6]]
 
 

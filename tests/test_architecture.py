@@ -71,7 +71,7 @@ OWNERS = {
     "flax": ("examples",),
     "triton": ("paged_jax.kernels.triton",),
     "jax_triton": ("paged_jax.kernels.triton",),
-    "jax.experimental.pallas": ("paged_jax.kernels.mosaic_gpu", "benchmarks.peers"),
+    "jax.experimental.pallas": ("paged_jax.kernels.mosaic_gpu", "benchmarks.peers", "examples.moe"),
 }
 
 

@@ -303,8 +303,8 @@ def test_the_floor_of_a_step():
 @pytest.fixture
 def tiny_model(monkeypatch):
     monkeypatch.setattr(model_steps, "STEPS", 4)
-    sizes = {"vocab_size": 96, "embedding_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2}
-    sizes |= {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "sliding_windows": (None, None)}
+    sizes = {"vocab_size": 96, "embedding_size": 64, "hidden_size": 64, "intermediate_size": 96}
+    sizes |= {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "layers": models.MODELS["llama3-8b"].layers[:2]}
     return dataclasses.replace(models.MODELS["llama3-8b"], **sizes)
 
 

@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-from pathlib import Path
 
 import huggingface_hub
 import jax
@@ -15,12 +14,22 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.numpy import load_file, save_file
 
 from examples.checkpoint import CheckpointError, load_model, save_model
-from examples.config import load_config
+from examples.families import load_config, parse_config
+from examples.fields import IGNORED
+from tests import model_folders
 
-DATA = Path(__file__).parent / "data"
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 OLD = "original_max_position_embeddings"
-MODELS = sorted(path.parent.name for path in DATA.glob("*/config.json"))
+MODELS = model_folders.NAMES
+# What transformers does not read in these models either, and what another field of their files decides.
+WITHOUT_EFFECT = {
+    ("gemma3_text", "_sliding_window_pattern"),
+    ("gemma2", "hidden_act"),
+    ("gpt_oss", "experts_per_token"),
+    ("gpt_oss", "initial_context_length"),
+    ("phi3", "rope_parameters.original_max_position_embeddings"),
+    ("qwen3_moe", "max_window_layers"),
+}
 
 
 @pytest.fixture
@@ -29,7 +38,7 @@ def copy(tmp_path):
 
     def copy(name, **changes):
         folder = tmp_path / name
-        shutil.copytree(DATA / name, folder)
+        shutil.copytree(model_folders.folder(name), folder)
         edit(folder / "config.json", changes)
         return folder
 
@@ -62,18 +71,18 @@ def refuse(folder, message):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_saved_tensors_are_those_that_transformers_saved(name, tmp_path):
-    model, config, _, _ = load_model(DATA / name, jnp.float32)
+    model, config, _, _ = load_model(model_folders.folder(name), jnp.float32)
     save_model(tmp_path, model, config)
-    assert same(load_tensors(tmp_path), load_tensors(DATA / name))
+    assert same(load_tensors(tmp_path), load_tensors(model_folders.folder(name)))
 
 
 def test_shards_are_tested():
-    assert len(list((DATA / "llama").glob("*.safetensors"))) > 1
+    assert len(list((model_folders.folder("llama")).glob("*.safetensors"))) > 1
 
 
 @pytest.mark.parametrize("stored", [jnp.float16, jnp.bfloat16])
 def test_half_precision(stored, copy, tmp_path):
-    model, config, _, _ = load_model(DATA / "mistral", stored)
+    model, config, _, _ = load_model(model_folders.folder("mistral"), stored)
     folder = copy("mistral")
     save_model(folder, model, config)
     assert {array.dtype for array in load_tensors(folder).values()} == {jnp.dtype(stored)}
@@ -85,7 +94,7 @@ def test_half_precision(stored, copy, tmp_path):
 
 
 def test_tokenizer_and_eos(copy):
-    _, _, tokenizer, eos_token_ids = load_model(DATA / "qwen3", jnp.float32)
+    _, _, tokenizer, eos_token_ids = load_model(model_folders.folder("qwen3"), jnp.float32)
     assert tokenizer.decode(tokenizer.encode("def f(x):").ids) == "def f(x):"
     assert eos_token_ids == (0,)
     folder = copy("qwen3")
@@ -112,10 +121,10 @@ def test_truncation_and_padding_in_tokenizer_json_are_undone(copy):
 
 
 def test_progress_goes_to_stderr(capsys, monkeypatch):
-    load_model(DATA / "llama", jnp.float32)
+    load_model(model_folders.folder("llama"), jnp.float32)
     assert capsys.readouterr() == ("", "")
     monkeypatch.setenv("FORCE_COLOR", "1")
-    load_model(DATA / "llama", jnp.float32)
+    load_model(model_folders.folder("llama"), jnp.float32)
     out, err = capsys.readouterr()
     assert not out
     assert "Loading llama" in err
@@ -124,10 +133,10 @@ def test_progress_goes_to_stderr(capsys, monkeypatch):
 def test_hub_id(monkeypatch):
     def snapshot_download(repo_id, *, allow_patterns):
         assert (repo_id, "tokenizer.json" in allow_patterns) == ("someone/llama", True)
-        return str(DATA / "llama")
+        return str(model_folders.folder("llama"))
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert load_model("someone/llama", jnp.float32)[1] == load_config(DATA / "llama")
+    assert load_model("someone/llama", jnp.float32)[1] == load_config(model_folders.folder("llama"))
 
     def fail(*args, **kwargs):
         raise LocalEntryNotFoundError("Cannot reach the hub.\n\nCheck your connection.")
@@ -135,34 +144,76 @@ def test_hub_id(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     refuse("someone/llama", "someone/llama is no folder, and cannot be downloaded: Cannot reach the hub. Check")
     refuse("./someone/llama", "./someone/llama is no folder, nor a hub id")
-    refuse(DATA / "llama" / "config.json", "is no folder, nor a hub id")
+    refuse(model_folders.folder("llama") / "config.json", "is no folder, nor a hub id")
 
 
 # Configs
 
 
-def test_older_rope_spelling(copy):
-    scaling = json.loads((DATA / "llama" / "config.json").read_text())["rope_parameters"]
-    older = dict(rope_parameters=..., rope_theta=scaling.pop("rope_theta"), rope_scaling=scaling)
-    assert load_config(copy("llama", **older)) == load_config(DATA / "llama")
-    plain = dict(rope_parameters=..., rope_theta=1000.0, rope_scaling=None)
-    assert load_config(copy("qwen2", **plain)) == load_config(DATA / "qwen2")
+@pytest.mark.parametrize("name", MODELS)
+def test_older_files_mean_the_same(name):
+    """tests/data/make_models.py has checked that they mean the same to transformers."""
+    assert parse_config(model_folders.older(name)) == parse_config(model_folders.reference(name).config)
+
+
+def test_a_file_without_a_base(copy):
     oldest = dict(rope_parameters=..., rope_scaling=dict(type="default"))  # without rope_theta it is 10000
-    assert load_config(copy("mistral", **oldest)) == load_config(DATA / "mistral")
+    assert load_config(copy("mistral", **oldest)) == load_config(model_folders.folder("mistral"))
+
+
+def changed(value):
+    """Other values of a field's type, at least one of which should change what a model computes."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int | float):
+        return [value + 1, value / 2 if isinstance(value, float) else 2 * value + 2]
+    if isinstance(value, list):
+        return [[*value[:-1], other] for other in [*changed(value[-1]), 0]]
+    return ["full_attention" if value == "sliding_attention" else "other"] if isinstance(value, str) else [3]
+
+
+def variations(raw):
+    """Files that differ in one field each, with the field's name; fields of rope parameters are fields too."""
+    for field, value in raw.items():
+        if isinstance(value, dict):
+            yield from ((f"{field}.{inner}", raw | {field: other}) for inner, other in variations(value))
+        else:
+            yield from ((field, raw | {field: other}) for other in changed(value))
+
+
+def test_no_field_is_without_effect():
+    """Every field that is not ignored on purpose changes some model's config where it is changed, or is refused.
+
+    A field that is read and then forgotten would have no effect in any file of its family.
+    """
+    effects: dict[tuple[str, str], bool] = {}
+    for name in MODELS:
+        for raw in (model_folders.reference(name).config, model_folders.older(name)):
+            config = parse_config(raw)
+            for field, other in variations(raw):
+                try:
+                    differs = parse_config(other) != config
+                except CheckpointError:
+                    differs = True
+                key = raw["model_type"], field
+                effects[key] = effects.get(key, False) or differs
+    without = {key for key, differs in effects.items() if not differs and key[1] not in IGNORED}
+    assert without == WITHOUT_EFFECT
 
 
 def test_rope_scaling_goes_before_rope_parameters(copy):
-    scaling = json.loads((DATA / "llama" / "config.json").read_text())["rope_parameters"]
+    scaling = json.loads((model_folders.folder("llama") / "config.json").read_text())["rope_parameters"]
     both = dict(rope_parameters=dict(rope_type="default", rope_theta=5.0), rope_scaling=scaling)
-    assert load_config(copy("llama", **both)) == load_config(DATA / "llama")
+    assert load_config(copy("llama", **both)) == load_config(model_folders.folder("llama"))
 
 
 @pytest.mark.parametrize(
-    ("inner", "outer", "expected"), [({OLD: 32}, {OLD: 16}, 32), ({}, {OLD: 16}, 16), ({}, {}, 128)]
+    ("inner", "outer", "expected"),
+    [({OLD: 32}, {OLD: 16}, 16), ({}, {OLD: 16}, 16), ({OLD: 32}, {}, 32), ({}, {}, 128)],
 )
 def test_where_the_trained_context_is_found(inner, outer, expected, copy):
     rope = dict(rope_type="llama3", **LLAMA3, **inner)
-    scaling = load_config(copy("llama", rope_parameters=rope, **outer)).rope.scaling
+    scaling = load_config(copy("llama", rope_parameters=rope, **outer)).layers[0].rope.scaling
     assert scaling.original_max_position_embeddings == expected
 
 
@@ -179,23 +230,27 @@ def test_where_the_trained_context_is_found(inner, outer, expected, copy):
         ("qwen2", {"layer_types": ..., "max_window_layers": ...}, (None, None)),
         ("qwen2", {"layer_types": ["sliding_attention", "full_attention"]}, (9, None)),
         ("qwen2", {"layer_types": ..., "use_sliding_window": False}, (None, None)),
-        ("qwen3", {"sliding_window": 5}, (None, None)),
+        ("qwen3", {"sliding_window": 5}, (None, 5)),
         ("qwen3", {"sliding_window": 5, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}, (5, 5)),
     ],
 )
 def test_sliding_windows(name, changes, expected, copy):
-    assert load_config(copy(name, **changes)).sliding_windows == expected
+    assert tuple(layer.sliding_window for layer in load_config(copy(name, **changes)).layers) == expected
 
 
 def test_other_config_fields(copy):
-    assert load_config(DATA / "opt_pre_norm").final_norm
-    assert load_config(DATA / "opt_pre_norm").norm_eps == 1e-5  # torch's default, which config.json does not name
+    assert load_config(model_folders.folder("opt_pre_norm")).final_norm
+    assert (
+        load_config(model_folders.folder("opt_pre_norm")).norm_eps == 1e-5
+    )  # torch's default, which config.json does not name
     assert load_config(copy("mistral", rms_norm_eps=1e-3)).norm_eps == 1e-3
-    assert not load_config(DATA / "opt_post_norm").final_norm
+    assert not load_config(model_folders.folder("opt_post_norm")).final_norm
     assert not load_config(copy("opt_pre_norm", _remove_final_layer_norm=True)).final_norm
     config = load_config(copy("llama", architectures=..., head_dim=None, num_key_value_heads=None))
     assert (config.head_size, config.num_kv_heads) == (8, 4)
-    assert load_config(copy("qwen2", num_key_value_heads=..., num_attention_heads=32)).num_kv_heads == 32
+    assert (
+        load_config(copy("qwen2", num_key_value_heads=..., num_attention_heads=32, hidden_size=64)).num_kv_heads == 32
+    )
     assert load_config(copy("qwen3", head_dim=...)).head_size == 128
 
 
@@ -212,7 +267,18 @@ def test_other_config_fields(copy):
         ("llama", {"hidden_size": ...}, "config.json has no hidden_size"),
         ("llama", {"vocab_size": "96"}, "vocab_size '96'; expected a positive integer"),
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, r"quantized weights \(gptq\)"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' .*: 'default', 'llama3'"),
+        ("llama", {"rope_parameters": {"rope_type": "axial"}}, "rope type 'axial' .*: 'default', 'linear'"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mrope": [1]}}, "not supported here: mrope"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "short_factor None; expected 8 positive numbers"),
+        ("glm4", {"rope_parameters": {"partial_rotary_factor": 2.0}}, "cannot rotate 32 of a head's 16 numbers"),
+        ("llama", {"alibi": True, "clip_qkv": 8}, "fields that are not supported here: alibi, clip_qkv"),
+        ("mixtral", {"num_experts": 5}, "num_local_experts 4 and num_experts 5, which are one"),
+        ("mixtral", {"num_experts_per_tok": 5}, "a token cannot have 5 of 4 experts"),
+        ("gemma3", {"rope_parameters": {"rope_theta": 5.0}}, "expected one set per layer type"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supported"),
+        ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers \[1\]; expected one for each of 3 layers"),
+        ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers 3; expected a list"),
         ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "config.json has no factor"),
         ("llama", {"rope_parameters": {"full_attention": {}}}, r"per layer type \(full_attention\)"),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
@@ -220,7 +286,7 @@ def test_other_config_fields(copy):
         ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types that mix"),
         ("qwen2", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
         ("qwen2", {"use_sliding_window": False}, "layer type 'sliding_attention' is not supported here"),
-        ("llama", {"rope_scaling": {"type": "yarn"}}, "rope type 'yarn'"),
+        ("llama", {"rope_scaling": {"type": "yarn_2"}}, "rope type 'yarn_2'"),
         ("llama", {"architectures": "LlamaForCausalLM"}, "architectures 'LlamaForCausalLM'; expected a list"),
         ("llama", {"architectures": [["a"]]}, "expected a list of names"),
         ("llama", {"quantization_config": "awq"}, r"quantized weights \(awq\)"),
@@ -276,7 +342,10 @@ def test_shards_may_be_links(copy, tmp_path):
     folder = copy("llama")
     for i, shard in enumerate(sorted(folder.glob("*.safetensors"))):
         shard.symlink_to(shard.rename(tmp_path / f"blob{i}"))
-    assert same(parameters(load_model(folder, jnp.float32)[0]), parameters(load_model(DATA / "llama", jnp.float32)[0]))
+    assert same(
+        parameters(load_model(folder, jnp.float32)[0]),
+        parameters(load_model(model_folders.folder("llama"), jnp.float32)[0]),
+    )
 
 
 @pytest.mark.parametrize(("stored", "value"), [(np.float32, 7e4), (jnp.bfloat16, -1e30)])
@@ -349,5 +418,5 @@ def test_harmless_differences(copy):
     tensors["lm_head.weight"] = tensors["embed_tokens.weight"]
     tensors["layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
     save_file(tensors, folder / "model.safetensors")
-    expected, *_ = load_model(DATA / "qwen2", jnp.float32)
+    expected, *_ = load_model(model_folders.folder("qwen2"), jnp.float32)
     assert same(parameters(load_model(folder, jnp.float32)[0]), parameters(expected))

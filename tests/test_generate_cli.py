@@ -17,8 +17,8 @@ from flax import nnx
 
 from examples import generate, loop, text
 from examples.checkpoint import load_model, save_model
-from examples.config import load_config
 from examples.decoder import Decoder
+from examples.families import load_config
 from paged_jax.engine import TextStream
 from tests.conftest import has_gpu
 

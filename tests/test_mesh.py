@@ -2,18 +2,17 @@
 
 import math
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples import checkpoint, generate, loop
-from examples.config import load_config
+from examples import checkpoint, generate, loop, tensors
+from examples.families import load_config
 from examples.sharding import MeshError, make_mesh, parse_mesh, replicas, split_config
+from tests.model_folders import folder
 
-DATA = Path(__file__).parent / "data"
 PROMPTS = [[1, 5, 9, 3, 7], [2, 4, 8]]
 COLLECTIVE = re.compile(
     r"= \(?\w+\[([\d,]*)\]\S* "
@@ -23,7 +22,7 @@ COLLECTIVE = re.compile(
 
 def load(name, tp):
     mesh = None if tp == 1 else make_mesh({"dp": 1, "tp": tp}, jax.devices("cpu"))
-    model, config, _, _ = checkpoint.load_model(DATA / name, jnp.float32, mesh)
+    model, config, _, _ = checkpoint.load_model(folder(name), jnp.float32, mesh)
     return model, config, mesh
 
 
@@ -60,14 +59,14 @@ def test_a_split_model_writes_the_same_tokens(name, tp, prompts):
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_every_device_reads_its_part_of_the_files_alone(name, monkeypatch):
     sizes = []
-    read = checkpoint._Tensor.read
+    read = tensors.Tensor.read
 
     def recording(tensor, *index):
         array = read(tensor, *index)
         sizes.append((array.size, int(np.prod(tensor.shape))))
         return array
 
-    monkeypatch.setattr(checkpoint._Tensor, "read", recording)
+    monkeypatch.setattr(tensors.Tensor, "read", recording)
     model, _, _ = load(name, 2)
     split = [part for part, whole in sizes if part < whole]
     assert max(part for part, whole in sizes if part == whole) < max(whole for _, whole in sizes)
@@ -89,7 +88,7 @@ def test_parts_of_joined_matrices_lie_with_their_heads():
 
 
 def test_generate_over_a_mesh_of_two_copies(capsys):
-    argv = ["--model", str(DATA / "mistral"), "--no-compilation-cache", "--max-new-tokens=4", "--json"]
+    argv = ["--model", str(folder("mistral")), "--no-compilation-cache", "--max-new-tokens=4", "--json"]
     argv += ["--kv-cache-dtype=int8", "--k-scale=0.01", "--v-scale=0.01", "--prompt=The for", "--prompt=A class is"]
     assert generate.main(argv) == 0
     wanted = capsys.readouterr().out
@@ -115,4 +114,4 @@ def test_what_a_model_cannot_be_split_over():
         make_mesh({"dp": 1, "tp": 1000})
     mesh = make_mesh({"dp": 1, "tp": 8}, jax.devices("cpu"))
     with pytest.raises(MeshError, match="tp=8 does not divide the model's num_heads 4"):
-        split_config(load_config(DATA / "llama"), mesh)
+        split_config(load_config(folder("llama")), mesh)

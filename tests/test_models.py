@@ -1,10 +1,11 @@
 """Tests the example decoder against transformers' results with the same checkpoints (tests/data/make_models.py)."""
 
+import functools
 import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -16,54 +17,74 @@ from flax import nnx
 from examples import loop
 from examples.attend import causal_attend, prefill_attend
 from examples.checkpoint import load_model
-from examples.config import load_config
-from examples.decoder import RMSNorm
+from examples.families import load_config
+from examples.norms import RMSNorm
 from examples.step import make_abstract_step, make_step, xla_options
 from paged_jax import PagedKVCache, allocator
 from paged_jax.engine import Batch
+from tests.model_folders import NAMES, folder, reference
 
-DATA = Path(__file__).parent / "data"
-MODELS = sorted(path.parent.name for path in DATA.glob("*/config.json"))
+# Programs over a paged cache are compiled and run for a model of each kind of attention; what else differs between
+# models is the same with and without a cache.
+WITH_PROGRAMS = ["opt_pre_norm", "llama", "gemma2", "gpt_oss"]
+# Prompts and their greedy tokens are a program of each family; its other variants differ in numbers alone.
+FAMILIES = [name for name in NAMES if not name.startswith(("llama_", "qwen2_", "phi4"))]
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def case(request):
+@functools.cache
+def load(name):
     """A model, its prompts, and the tokens and logits that transformers gave for them."""
-    folder = DATA / request.param
-    model, config, _, _ = load_model(folder, jnp.float32)
-    with np.load(folder / "reference.npz") as stored:
-        reference = dict(stored)
-    prompts = [row[row >= 0] for row in reference["prompts"]]
-    logits = [reference[f"logits_{i}"] for i in range(len(prompts))]
+    model, config, _, _ = load_model(folder(name), jnp.float32)
+    found = reference(name)
+    if found.longest is not None:
+        model.config = config = replace(config, max_position_embeddings=found.longest)
+    prompts = [np.array(prompt, np.int32) for prompt in found.prompts]
+    tokens = np.array(found.tokens, np.int32)
     return SimpleNamespace(
         model=model,
         config=config,
         prompts=prompts,
-        tokens=reference["tokens"],
-        batched=reference["batched"],
-        sequences=[np.concatenate(pair) for pair in zip(prompts, reference["tokens"], strict=True)],
-        logits=logits,
+        tokens=tokens,
+        sequences=[np.concatenate(pair) for pair in zip(prompts, tokens, strict=True)],
+        logits=np.array(found.logits, np.float32),
     )
 
 
-@jax.jit(static_argnums=0)
+@pytest.fixture(scope="module", params=WITH_PROGRAMS)
+def case(request):
+    return load(request.param)
+
+
+def check_logits(case, logits):
+    """Compares logits at every position of all sequences, in their order, with transformers' tokens and logits."""
+    starts = np.cumsum([0] + [len(sequence) for sequence in case.sequences])
+    for prompt, tokens, start, end in zip(case.prompts, case.tokens, starts, starts[1:], strict=False):
+        assert logits[start + len(prompt) - 1 : end - 1].argmax(-1).tolist() == tokens.tolist()
+    theirs = logits[[starts[-2] + len(case.prompts[-1]) - 1, -1]]
+    np.testing.assert_allclose(theirs, case.logits, rtol=0, atol=1e-4)
+
+
+@partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
 def run_causal(graphdef, state, token_ids):
     model = nnx.merge(graphdef, state)
-    positions = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
-    caches = (None,) * model.config.num_layers
-    hidden, _ = model(token_ids, positions, caches, causal_attend())
-    return model.logits(hidden)
+
+    def run(token_ids):
+        positions = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
+        hidden, _ = model(token_ids, positions, (None,) * model.config.num_layers, causal_attend())
+        return model.logits(hidden)
+
+    return jax.lax.map(run, token_ids)
 
 
-def test_logits_without_a_cache(case):
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_without_a_cache(name):
+    case = load(name)
     longest = max(map(len, case.sequences))
-    for prompt, tokens, sequence, theirs in zip(case.prompts, case.tokens, case.sequences, case.logits, strict=True):
-        # No token attends to the padding on its right.
-        ours = run_causal(*nnx.split(case.model), np.pad(sequence, (0, longest - len(sequence))))
-        ours = np.asarray(ours)[: len(sequence)]
-        assert ours.dtype == np.float32
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
-        assert ours[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens.tolist()
+    # No token attends to the padding on its right.
+    padded = [np.pad(sequence, (0, longest - len(sequence))) for sequence in case.sequences]
+    ours = np.asarray(run_causal(*nnx.split(case.model), np.stack(padded)))
+    assert ours.dtype == np.float32
+    check_logits(case, np.concatenate([x[: len(y)] for x, y in zip(ours, case.sequences, strict=True)]))
 
 
 def test_logits_of_a_ragged_prefill(case):
@@ -83,7 +104,7 @@ def test_logits_of_a_ragged_prefill(case):
     caches = (jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), cache),) * case.config.num_layers
     graphdef, state = nnx.split(case.model)
 
-    @jax.jit
+    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def run(state, caches, token_ids, positions, slot_mapping):
         model = nnx.merge(graphdef, state)
         attend = prefill_attend(blocks.block_tables, blocks.seq_lens, query_start_loc, slot_mapping)
@@ -92,7 +113,7 @@ def test_logits_of_a_ragged_prefill(case):
 
     token_ids = pad(np.concatenate(case.sequences), 0)
     logits = np.asarray(run(state, caches, token_ids, pad(positions, 0), pad(slots, -1)))[:num_tokens]
-    np.testing.assert_allclose(logits, np.concatenate(case.logits), rtol=0, atol=1e-4)
+    check_logits(case, logits)
 
 
 def paged_tokens(case, batches, block_size):
@@ -115,9 +136,11 @@ def paged_tokens(case, batches, block_size):
         yield from loop.outputs(generate(programs.weights, cache, request))
 
 
-def test_greedy_tokens_of_a_batch(case):
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_tokens_of_a_batch(name):
     """Prompts of 3, 11, 16 and 21 tokens in blocks of 4 end within a block and at the end of one."""
-    expected = [(tokens.tolist(), "length") for tokens in case.batched]
+    case = load(name)
+    expected = [(tokens.tolist(), "length") for tokens in case.tokens]
     assert list(paged_tokens(case, [case.prompts], block_size=4)) == expected
 
 
@@ -171,7 +194,7 @@ def test_a_decode_step_is_a_ragged_step_of_one_token_a_sequence(case):
 @pytest.mark.parametrize("is_decode", [True, False])
 def test_a_step_on_a_gpu_reads_each_matrix_once_and_as_it_lies(is_decode):
     """There are four products in each layer and one for the logits; no weight is transposed, cast or joined before."""
-    config = replace(load_config(DATA / "llama"), vocab_size=97, tie_embeddings=False)
+    config = replace(load_config(folder("llama")), vocab_size=97, tie_embeddings=False)
     weights, step = make_abstract_step(config, jnp.bfloat16, implementation="xla")
     caches = jax.eval_shape(lambda: loop.make_caches(config, 40, 8, jnp.bfloat16))
     batch = Batch(*(np.zeros(n, np.int32) for n in (3, 3, 3, (3, 5), 3, 4, 3)), is_decode=is_decode)
@@ -188,7 +211,7 @@ def test_a_step_on_a_gpu_reads_each_matrix_once_and_as_it_lies(is_decode):
 
 def test_one_token_is_computed_beside_a_row_of_padding():
     """Every product in the layers has two rows, and attention gets one."""
-    config = replace(load_config(DATA / "llama"), tie_embeddings=False)
+    config = replace(load_config(folder("llama")), tie_embeddings=False)
     weights, step = make_abstract_step(config, jnp.bfloat16, implementation="xla")
     caches = jax.eval_shape(lambda: loop.make_caches(config, 40, 8, jnp.bfloat16))
     batch = Batch(*(np.zeros(n, np.int32) for n in (1, 1, 1, (1, 5), 1)), is_decode=True)

@@ -45,7 +45,7 @@ def test_every_op_is_lowered_in_both_ways(op):
 def test_steps_of_a_model(report):
     config = scale_steps.MODELS["llama3-8b"]
     small = {"vocab_size": 64, "embedding_size": 32, "hidden_size": 32, "intermediate_size": 64, "head_size": 16}
-    heads = {"num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "sliding_windows": (None,)}
+    heads = {"layers": config.layers[:1], "num_heads": 4, "num_kv_heads": 2}
     bench_scale.run_models(report, {"small": dataclasses.replace(config, **small, **heads)}, [2], [2], 64, prompts=1)
     decode, prefill = report.rows
     assert decode["all_reduces"] == prefill["all_reduces"] == 3
