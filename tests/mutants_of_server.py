@@ -211,7 +211,7 @@ MUTANTS_OF_SERVER = [
         "examples/server/api.py",
         "max_tokens == 0, *_stream(content), add)",
         "not max_tokens, *_stream(content), add)",
-        "tests/test_serve_chat.py tests/test_serve_fields.py -k 'chat or last_message or usage'",
+        "tests/test_serve_answers.py",
     ),
     Mutant(
         "api: a message that goes on begins another one",

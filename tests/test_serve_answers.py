@@ -146,6 +146,8 @@ def test_an_answer_without_output():
     (choice,) = answer["choices"]
     assert (choice["text"], choice["finish_reason"], choice["logprobs"]) == ("the prompt", "length", None)
     assert answer["usage"]["completion_tokens"] == 0
+    (choice,) = answer_of(tokenizer, [deltas], is_chat=True)["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("x", "stop"), "no limit is no limit of 0"
 
 
 @pytest.mark.parametrize("add_special_tokens", [False, True])
