@@ -13,10 +13,9 @@ from jax import lax
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
 
 from paged_jax.kernels import mosaic_gpu
-from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WARPGROUP, WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.ragged import call as ragged
 from paged_jax.kernels.mosaic_gpu.ragged import choose, items, merge, products
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import THREADS
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import lanes, scan, tiles
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import rows as ragged_rows
 from paged_jax.kernels.problem import Device
@@ -98,8 +97,8 @@ def settle(sums, unused_smem):
 def sums_before(arrays, sums_smem, first):
     for row, x in arrays.items():
         before = sums_smem[row, first] if first else jnp.zeros((), x.dtype)
-        sums_smem[row, pl.ds(first, THREADS)] = before + jnp.cumsum(x, dtype=x.dtype) - x
-        sums_smem[row, first + THREADS] = before + x.sum(dtype=x.dtype)
+        sums_smem[row, pl.ds(first, WARPGROUP)] = before + jnp.cumsum(x, dtype=x.dtype) - x
+        sums_smem[row, first + WARPGROUP] = before + x.sum(dtype=x.dtype)
 
 
 def largest_first(values, unused_smem, order_smem):

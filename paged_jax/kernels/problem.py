@@ -157,6 +157,9 @@ class Problem(Attention):
       max_blocks_per_seq: columns of the block tables.
       max_seq_len: upper bound of the lengths, in tokens.
       max_query_len: upper bound of the query lengths.
+      prefix: whether the call has new tokens' keys and values in arrays beside the caches.
+      writes_tokens: whether the call writes its new tokens into the caches.
+      partition_size: tokens of each partition in v2; None in the other ops.
     """
 
     num_seqs: int
@@ -165,10 +168,22 @@ class Problem(Attention):
     max_blocks_per_seq: int
     max_seq_len: int
     max_query_len: int
+    prefix: bool = False
+    writes_tokens: bool = False
+    partition_size: int | None = None
 
     @classmethod
     def of_call(
-        cls, query: Array, key_cache: Array, value_cache: Array, block_tables: Array, options: AttentionOptions
+        cls,
+        query: Array,
+        key_cache: Array,
+        value_cache: Array,
+        block_tables: Array,
+        options: AttentionOptions,
+        *,
+        prefix: bool = False,
+        writes_tokens: bool = False,
+        partition_size: int | None = None,
     ) -> "Problem":
         """The facts of a call, from its validated arrays and options."""
         pool = Pool.of(value_cache, query.shape[2], options.layout, options.k_scale, options.v_scale)
@@ -204,6 +219,9 @@ class Problem(Attention):
             max_blocks_per_seq=block_tables.shape[1],
             max_seq_len=options.max_seq_len,
             max_query_len=options.max_query_len,
+            prefix=prefix,
+            writes_tokens=writes_tokens,
+            partition_size=partition_size,
         )
 
     @property

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from paged_jax.kernels.mosaic_gpu.decode import call as decode
 from paged_jax.kernels.mosaic_gpu.decode import choose
-from paged_jax.kernels.mosaic_gpu.decode.call import HERE, Target
 from paged_jax.kernels.mosaic_gpu.ragged import call as ragged
 from paged_jax.kernels.problem import Device, Problem
 from paged_jax.options import AttentionOptions
@@ -56,13 +55,11 @@ def paged_attention(
     block_tables: BlockTables,
     seq_lens: SeqLens,
     options: AttentionOptions,
-    *,
-    target: Target = HERE,
 ) -> tuple[Query, Lse]:
     """Attends with the decode kernel, or, if there is a block-sparse pattern, with the ragged one: decode has none."""
     arrays = query, key_cache, value_cache, block_tables, seq_lens
     if options.block_sparse is None:
-        return decode.paged_attention(*arrays, options, target=target)
+        return decode.paged_attention(*arrays, options)
     starts = jnp.arange(query.shape[0] + 1, dtype=jnp.int32)  # to the ragged kernel each sequence has one query
     return ragged.ragged_paged_attention(*arrays, starts, options)
 
@@ -75,12 +72,10 @@ def ragged_paged_attention(
     seq_lens: SeqLens,
     query_start_loc: QueryStartLoc,
     options: AttentionOptions,
-    *,
-    target: Target = HERE,
 ) -> tuple[RaggedQuery, RaggedLse]:
     """Attends with the ragged kernel or, if the batch is known to be decode, with the decode kernel."""
     caches = key_cache, value_cache, block_tables
     if not is_decode(query, *caches, seq_lens, options):
         return ragged.ragged_paged_attention(query, *caches, seq_lens, query_start_loc, options)
     options = replace(options, causal=True)  # a sequence's only query is its last token, which sees all others
-    return decode.ragged_paged_attention(query, *caches, seq_lens, query_start_loc, options, target=target)
+    return decode.ragged_paged_attention(query, *caches, seq_lens, query_start_loc, options)

@@ -53,9 +53,9 @@ def _ragged(
     options: AttentionOptions,
 ) -> tuple[RaggedQuery, RaggedLse]:
     gpu = launch.device()
-    problem = Problem.of_call(query, key_cache, value_cache, block_tables, options)
+    problem = Problem.of_call(query, key_cache, value_cache, block_tables, options, prefix=key is not None)
     launch.check(gpu, problem.cache_dtype, tuning.refusals(problem))
-    kernel, grid = ragged_tuning.tune(problem, gpu, prefix=key is not None)
+    kernel, grid = ragged_tuning.tune(problem, gpu)
     if problem.num_tokens == 0:
         return jnp.zeros(query.shape, query.dtype), jnp.zeros((0, problem.num_heads), jnp.float32)
     lengths = seq_lens, query_start_loc

@@ -69,13 +69,13 @@ class Grid:
         return 2 * self.at_once
 
 
-def tune(problem: Problem, gpu: Device, *, prefix: bool) -> tuple[AttentionKernel, Grid]:
+def tune(problem: Problem, gpu: Device) -> tuple[AttentionKernel, Grid]:
     """Chooses the kernel of a ragged attention call and its grid."""
     # By this average decode batches get small tiles, and prompts large ones. It is at least 2: 1 is decode's tuning.
     queries_per_seq = max(2, cdiv(problem.num_tokens, max(problem.num_seqs, 1)))
-    tuned = tuning.attention(problem, gpu, queries_per_seq=queries_per_seq, prefix=prefix)
+    tuned = tuning.attention(problem, gpu, queries_per_seq=queries_per_seq, prefix=problem.prefix)
     tuned, grid = shared(problem, tuned, gpu)
-    return AttentionKernel(problem.attention, tuned, prefix), grid
+    return AttentionKernel(problem.attention, tuned, problem.prefix), grid
 
 
 def shared(problem: Problem, tuned: Tuning, gpu: Device) -> tuple[Tuning, Grid]:

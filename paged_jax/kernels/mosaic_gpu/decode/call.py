@@ -4,7 +4,6 @@ v1 has one split an item and v2 one a partition; for `paged_attention` and `writ
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from paged_jax.kernels import problem as facts
 from paged_jax.kernels.in_place import apart
 from paged_jax.kernels.mosaic_gpu.decode import choose, tiles
 from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
@@ -20,7 +20,7 @@ from paged_jax.kernels.mosaic_gpu.decode.kernel import attend
 from paged_jax.kernels.mosaic_gpu.decode.merge import merge
 from paged_jax.kernels.mosaic_gpu.decode.refs import Inputs, Outputs
 from paged_jax.kernels.mosaic_gpu.decode.tuning import Merge, Tuning
-from paged_jax.kernels.problem import LONGEST_CONTEXT, Device, OptionArrays, Problem, device
+from paged_jax.kernels.problem import LONGEST_CONTEXT, Device, OptionArrays, Problem
 from paged_jax.options import AttentionOptions, num_kv_heads
 from paged_jax.shapes import (
     BlockTables,
@@ -50,27 +50,6 @@ _SHORT, _LONG = 800, 8192
 _GROUPS_OF_80_AND_96 = (4, 8)
 _FILL_QUERY_TILES = (1, 2, 4, 8, 16)
 """Groups whose query heads are not padded. Over 8 bits, padded heads of 64 are faster by Triton's kernel."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """What a call runs on.
-
-    Attributes:
-      gpu: the device; None asks for the one that is there.
-      tiles: which kind of tiles a problem has; the interpreter brings kinds of its own.
-    """
-
-    gpu: Device | None = None
-    tiles: Callable[[Problem], Any] = tiles.kind
-
-    @property
-    def device(self) -> Device:
-        """The device that the call runs on."""
-        return device() if self.gpu is None else self.gpu
-
-
-HERE = Target()
 
 
 def leads(operands: Any, *, writes_tokens: bool = False, in_partitions: bool = False) -> bool:
@@ -109,12 +88,10 @@ def paged_attention_v1(
     block_tables: BlockTables,
     seq_lens: SeqLens,
     options: AttentionOptions,
-    *,
-    target: Target = HERE,
 ) -> tuple[Query, Lse]:
     """Attends with one split a work item."""
     caches = key_cache, value_cache, block_tables
-    return _out_and_lse(query, caches, seq_lens, options, choose.unsplit, target)
+    return _out_and_lse(query, caches, seq_lens, options, choose.unsplit)
 
 
 def paged_attention(
@@ -124,12 +101,10 @@ def paged_attention(
     block_tables: BlockTables,
     seq_lens: SeqLens,
     options: AttentionOptions,
-    *,
-    target: Target = HERE,
 ) -> tuple[Query, Lse]:
     """Attends with as many splits as keep the GPU busy."""
     caches = key_cache, value_cache, block_tables
-    return _out_and_lse(query, caches, seq_lens, options, choose.balanced, target)
+    return _out_and_lse(query, caches, seq_lens, options, choose.balanced)
 
 
 def ragged_paged_attention(
@@ -140,8 +115,6 @@ def ragged_paged_attention(
     seq_lens: SeqLens,
     query_start_loc: QueryStartLoc,
     options: AttentionOptions,
-    *,
-    target: Target = HERE,
 ) -> tuple[RaggedQuery, RaggedLse]:
     """Attends as `paged_attention` does, for sequences that have one query each or none, and no more rows than these.
 
@@ -156,7 +129,7 @@ def ragged_paged_attention(
         padding = total + jnp.arange(num_seqs, dtype=jnp.int32) - begin
         indices = jnp.where(has_query, begin, jnp.where(padding < total, -1, padding))
         indices = jnp.where(indices < num_tokens, indices, -1)
-    return _out_and_lse(query, caches, lens, options, choose.balanced, target, indices)
+    return _out_and_lse(query, caches, lens, options, choose.balanced, indices)
 
 
 def write_and_attend(
@@ -169,17 +142,15 @@ def write_and_attend(
     seq_lens: SeqLens,
     slot_mapping: SlotMapping,
     options: AttentionOptions,
-    *,
-    target: Target = HERE,
 ) -> tuple[Query, Lse, Cache, Cache]:
     """Attends as `paged_attention` does, to caches into which it writes the new tokens."""
-    problem = Problem.of_call(query, key_cache, value_cache, block_tables, options)
-    geometry = Geometry(problem, choose.balanced(problem, target.device, writes_tokens=True))
+    problem = Problem.of_call(query, key_cache, value_cache, block_tables, options, writes_tokens=True)
+    geometry = Geometry(problem, choose.balanced(problem, facts.device()))
     new = key, value, slot_mapping
 
     def run(refs):
         keys, values, out_ref, lse_ref = refs
-        outputs = _attend(query, keys, values, block_tables, seq_lens, options, new, geometry, target)
+        outputs = _attend(query, keys, values, block_tables, seq_lens, options, new, geometry)
         out_ref[...], lse_ref[...] = _of_shape(query, outputs)
 
     unwritten = jnp.zeros_like(query), jnp.zeros(query.shape[:2], jnp.float32)  # XLA drops them
@@ -196,17 +167,17 @@ def paged_attention_v2(
     options: AttentionOptions,
     *,
     partition_size: int,
-    target: Target = HERE,
 ) -> tuple[Query, Lse, Residual, Residual, TmpOut]:
     """Attends with a split for each partition, and returns the partial results too."""
     partition_size = min(partition_size, LONGEST_CONTEXT)
-    problem = Problem.of_call(query, key_cache, value_cache, block_tables, options)
-    geometry = Geometry(problem, choose.in_partitions(problem, target.device, partition_size))
+    caches = key_cache, value_cache, block_tables
+    problem = Problem.of_call(query, *caches, options, partition_size=partition_size)
+    geometry = Geometry(problem, choose.in_partitions(problem, facts.device()))
     if _nothing_to_attend(problem):
         residual = *query.shape[:2], pl.cdiv(problem.max_seq_len, partition_size)
         zeros = jnp.zeros(residual, jnp.float32)
         return *_unseen(query), zeros, zeros - jnp.inf, jnp.zeros((*residual, problem.head_size), jnp.float32)
-    outputs = _attend(query, key_cache, value_cache, block_tables, seq_lens, options, (), geometry, target)
+    outputs = _attend(query, *caches, seq_lens, options, (), geometry)
     tmp_out = _by_head(outputs.partials.out, geometry)
     # The second head slice overlaps with the first, and only its last rows are new.
     whole = geometry.head_slices[0].size
@@ -222,15 +193,14 @@ def _out_and_lse(
     seq_lens: SeqLens,
     options: AttentionOptions,
     tuned: Callable[[Problem, Device], Tuning],
-    target: Target,
     query_indices: Array | None = None,
 ) -> tuple[Array, Array]:
     """Attends as `tuned` chooses, to caches (keys, values, block tables) that stay as they are."""
     problem = Problem.of_call(query, *caches, options)
-    geometry = Geometry(problem, tuned(problem, target.device))
+    geometry = Geometry(problem, tuned(problem, facts.device()))
     if _nothing_to_attend(problem):
         return _unseen(query)
-    outputs = _attend(query, *caches, seq_lens, options, (), geometry, target, query_indices=query_indices)
+    outputs = _attend(query, *caches, seq_lens, options, (), geometry, query_indices=query_indices)
     return _of_shape(query, outputs)
 
 
@@ -243,7 +213,6 @@ def _attend(
     options: AttentionOptions,
     new: tuple[Array, ...],
     geometry: Geometry,
-    target: Target,
     *,
     query_indices: Array | None = None,
 ) -> Outputs:
@@ -253,7 +222,7 @@ def _attend(
     is each sequence's, below 0 of none; if it is None, they come in the order of the sequences.
     """
     problem = geometry.problem
-    reader = target.tiles(problem)(geometry)
+    reader = tiles.kind(problem)(geometry)
     rows = _query_tiles(query, geometry)
     vectors = jax.tree.map(jnp.atleast_1d, OptionArrays.of(options))
     inputs = Inputs(rows, reader.view(key_cache), reader.view(value_cache), block_tables, seq_lens, vectors, *new)

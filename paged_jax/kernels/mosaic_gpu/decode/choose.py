@@ -13,22 +13,20 @@ from paged_jax.kernels.mosaic_gpu.decode import tiles
 from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.decode.refs import shared_memory_bytes
 from paged_jax.kernels.mosaic_gpu.decode.tuning import Merge, Tuning
-from paged_jax.kernels.mosaic_gpu.hopper.limits import LARGEST_CLUSTER
+from paged_jax.kernels.mosaic_gpu.hopper import refuse
+from paged_jax.kernels.mosaic_gpu.hopper.limits import (
+    LARGEST_CLUSTER,
+    MULTIPROCESSOR_MEMORY,
+    PROGRAM_MEMORY,
+    SYSTEM_MEMORY,
+)
+from paged_jax.kernels.mosaic_gpu.hopper.refuse import NAME, check
 from paged_jax.kernels.problem import Device, Problem, ScaleKind, Unsupported
 
-_NAME = "mosaic_gpu"
 _KIB = 1024
 
 # What the kernels take.
-_HOPPER = 90  # compute capability 9.0, times ten
-_EIGHT_BIT = ("float8_e4m3fn", "float8_e5m2", "int8")
-_LARGEST_GROUP = 64  # query heads of a kv head
 _LEAST_HEAD_SIZE, _LARGEST_HEAD_SIZE = 64, 256
-
-# What a multiprocessor of Hopper has, in bytes.
-_PROGRAM_MEMORY = 227 * _KIB  # shared memory that one program may have
-_MULTIPROCESSOR_MEMORY = 228 * _KIB  # shared memory of all its programs
-_SYSTEM_MEMORY = 1 * _KIB  # of which the system takes so much for each program
 
 # Measured: LOG, "Fewer bytes in flight".
 _TILE_BYTES = 32 * _KIB  # of a tile of K and one of V where a multiprocessor has two programs; twice that where one
@@ -66,46 +64,36 @@ def unsplit(problem: Problem, gpu: Device) -> Tuning:
     Raises:
       Unsupported: the kernels cannot do what the problem asks for.
     """
-    _check(refusals(problem, gpu))
+    check(refusals(problem, gpu))
     return _tiled(problem, Tuning())
 
 
-def in_partitions(problem: Problem, gpu: Device, partition_size: int) -> Tuning:
-    """The tuning of v2: a split for each `partition_size` tokens. Only the number of these depends on the batch.
+def in_partitions(problem: Problem, gpu: Device) -> Tuning:
+    """The tuning of v2: a split for each partition. Only the number of these depends on the batch.
 
     Raises:
       Unsupported: the kernels cannot do what the problem asks for.
     """
-    _check(refusals(problem, gpu))
-    splits = max(1, pl.cdiv(problem.max_seq_len, partition_size))
-    return _tiled(problem, Tuning(splits=splits, partition_size=partition_size, merge=Merge.KERNEL))
+    check(refusals(problem, gpu))
+    assert problem.partition_size is not None
+    splits = max(1, pl.cdiv(problem.max_seq_len, problem.partition_size))
+    return _tiled(problem, Tuning(splits=splits, merge=Merge.KERNEL))
 
 
-def balanced(problem: Problem, gpu: Device, *, writes_tokens: bool = False) -> Tuning:
+def balanced(problem: Problem, gpu: Device) -> Tuning:
     """The fastest tuning: as many splits as keep the GPU busy, in queues if lengths may be uneven.
 
     Raises:
       Unsupported: the kernels cannot do what the problem asks for.
     """
-    _check([*refusals(problem, gpu), *(_write_refusals(problem) if writes_tokens else ())])
-    return _split(problem, _folded(problem, Tuning(writes_tokens=writes_tokens), gpu), gpu)
-
-
-def _check(refusals: list[str]) -> None:
-    if refusals:
-        raise Unsupported(_NAME, refusals)
+    check([*refusals(problem, gpu), *(_write_refusals(problem) if problem.writes_tokens else ())])
+    return _split(problem, _folded(problem, Tuning(), gpu), gpu)
 
 
 def refusals(problem: Problem, gpu: Device) -> list[str]:
     """Everything that stands in the way of attention."""
-    eight_bit = problem.cache_dtype in _EIGHT_BIT
-    reasons = []
-    if gpu.capability != _HOPPER:
-        reasons.append(f"needs compute capability {_HOPPER / 10}, this GPU has {gpu.capability / 10}")
-    if problem.query_dtype not in ("float16", "bfloat16"):
-        reasons.append(f"lacks queries of {problem.query_dtype}, takes float16 and bfloat16")
-    if problem.cache_dtype != problem.query_dtype and not eight_bit:
-        reasons.append(f"lacks caches of {problem.cache_dtype} for queries of {problem.query_dtype}")
+    eight_bit = problem.cache_itemsize == 1
+    reasons = refuse.refusals(problem, gpu)
     if problem.head_size % 16 or not _LEAST_HEAD_SIZE <= problem.head_size <= _LARGEST_HEAD_SIZE:
         takes = f"takes multiples of 16 from {_LEAST_HEAD_SIZE} to {_LARGEST_HEAD_SIZE}"
         reasons.append(f"lacks head_size {problem.head_size}, {takes}")
@@ -113,10 +101,6 @@ def refusals(problem: Problem, gpu: Device) -> list[str]:
         reasons.append(
             f"lacks head_size {problem.head_size} for caches of {problem.cache_dtype}, takes multiples of 64"
         )
-    if problem.block_size < 8:
-        reasons.append(f"lacks block_size {problem.block_size}, takes 8 and more")
-    if problem.group > _LARGEST_GROUP:
-        reasons.append(f"lacks groups of {problem.group} query heads, takes up to {_LARGEST_GROUP}")
     if problem.layout == "vllm":
         if eight_bit and problem.block_size < 16:  # bytes of a row of `ldmatrix`, in which tokens are neighbours
             words = f"in layout 'vllm' for caches of {problem.cache_dtype}, takes 16 and more"
@@ -154,7 +138,7 @@ def _folded(problem: Problem, tuning: Tuning, gpu: Device) -> Tuning:
     """
     one_scale = {problem.k_scale, problem.v_scale} <= {ScaleKind.NONE, ScaleKind.CACHE}
     one_slice = problem.head_size % 64 == 0
-    if problem.layout == "nhd" or problem.interleaved or not one_slice or not one_scale or tuning.writes_tokens:
+    if problem.layout == "nhd" or problem.interleaved or not one_slice or not one_scale or problem.writes_tokens:
         return tuning
     for fold in (2, 4):
         geometry = Geometry(problem, tuning)
@@ -267,7 +251,7 @@ def _tiled(problem: Problem, tuning: Tuning, most_programs: int = 2) -> Tuning:
     for candidate, room in _tilings(problem, tuning, most_programs):
         if shared_memory_bytes(Geometry(problem, candidate)) <= room:
             return candidate
-    raise Unsupported(_NAME, [f"has no tiling that fits in shared memory for {problem} and {tuning}"])
+    raise Unsupported(NAME, [f"has no tiling that fits in shared memory for {problem} and {tuning}"])
 
 
 def _tilings(problem: Problem, tuning: Tuning, most_programs: int) -> Iterator[tuple[Tuning, int]]:
@@ -280,7 +264,7 @@ def _tilings(problem: Problem, tuning: Tuning, most_programs: int) -> Iterator[t
     """
     kind, columns = tiles.kind(problem), Geometry(problem, tuning).columns
     in_flight = _BYTES_IN_FLIGHT_OF_8_BITS if problem.cache_itemsize == 1 else _BYTES_IN_FLIGHT
-    longest_split = tuning.fold * (tuning.partition_size or pl.cdiv(problem.max_seq_len, max(1, tuning.splits)))
+    longest_split = tuning.fold * (problem.partition_size or pl.cdiv(problem.max_seq_len, max(1, tuning.splits)))
     for programs, tile in ((2, 128), (2, 64), (1, 128), (1, 64)):
         tile_bytes = 2 * tile * problem.head_size * problem.cache_itemsize
         one_tile = longest_split <= tile
@@ -292,7 +276,7 @@ def _tilings(problem: Problem, tuning: Tuning, most_programs: int) -> Iterator[t
         crowded = columns > 8 or problem.head_size > 128 or tile * problem.head_size > 8192
         if kind.in_registers and programs == 2 and crowded:
             continue
-        room = _PROGRAM_MEMORY if programs == 1 else _MULTIPROCESSOR_MEMORY // 2 - _SYSTEM_MEMORY
+        room = PROGRAM_MEMORY if programs == 1 else MULTIPROCESSOR_MEMORY // 2 - SYSTEM_MEMORY
         most = min(_MOST_STAGES, in_flight // programs // tile_bytes, pl.cdiv(longest_split, tile))
         least = 1 if (programs, tile) == (1, 64) or one_tile else 2
         for stages in range(max(most, least), least - 1, -1):

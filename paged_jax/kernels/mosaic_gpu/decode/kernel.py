@@ -62,7 +62,7 @@ def attend(geometry: Geometry, tiles: Tiles, inputs: Inputs) -> Outputs:
     kernel = plgpu.kernel(
         functools.partial(_kernel, refs_of=refs_of, geometry=geometry, tiles=tiles),
         out_type=tuple(out_types),
-        scratch_types=(scratch(geometry, type(tiles)),),
+        scratch_types=(scratch(geometry),),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         num_threads=2,
         thread_name="warpgroup",
@@ -78,7 +78,7 @@ def _mesh(geometry: Geometry) -> dict[str, Any]:
         return {"cluster": (splits,), "cluster_names": ("split",), "grid": (num_items,), "grid_names": ("item",)}
     if geometry.tuning.queues:
         return {"grid": (geometry.num_programs,), "grid_names": ("program",)}
-    if geometry.tuning.partition_size:  # one axis, since the number of partitions has no bound that two would have
+    if geometry.problem.partition_size:  # one axis, since the number of partitions has no bound that two would have
         return {"grid": (splits * num_items,), "grid_names": ("program",)}
     return {"grid": (splits, num_items), "grid_names": ("split", "item")}
 
@@ -88,7 +88,7 @@ def _item_and_split(geometry: Geometry) -> tuple[Scalar, Scalar]:
 
     Programs start in the order of splits: the last ones, which few items have in v2, come last.
     """
-    if not geometry.tuning.partition_size:
+    if not geometry.problem.partition_size:
         return lax.axis_index("item"), lax.axis_index("split")
     program, num_items = lax.axis_index("program"), jnp.int32(geometry.num_items)
     return lax.rem(program, num_items), lax.div(program, num_items)
@@ -119,7 +119,7 @@ def _attend_one_split(refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
     def load():
         load_split(split, jnp.int32(0), refs, geometry, tiles)
         drain_rings(split.num_tiles, refs, geometry)
-        if geometry.tuning.writes_tokens:
+        if geometry.problem.writes_tokens:
             plgpu.barrier_wait(refs.smem.query_ready)  # the new token arrives with the query
             write.write(split, refs, geometry)
 
@@ -137,7 +137,7 @@ def _attend_queue(refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
         pl.when(left.has_more)(lambda: _load_query(left, refs, geometry))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for the copies of the result before, whose place this takes
         results.store_queued_split(queued, query, state, refs, geometry, tiles)
-        if geometry.tuning.writes_tokens:  # this warpgroup does it, as it replaces the new token by the next one
+        if geometry.problem.writes_tokens:  # this warpgroup does it, as it replaces the new token by the next one
             write.write(split, refs, geometry)
 
     def load_next(queued: QueuedSplit, tiles_before: Scalar, left: Queue):
@@ -178,7 +178,7 @@ def _attend_split(
 ) -> tuple[QueryTile, softmax.State]:
     """The softmax of a split, whose query is on its way and whose tiles come after others in the rings."""
     smem = refs.smem
-    new = write.new_token(split, refs, geometry) if geometry.tuning.writes_tokens else None
+    new = write.new_token(split, refs, geometry) if geometry.problem.writes_tokens else None
     query = plan.query_tile(split.item, refs.inputs_gmem.query_indices, geometry)
     if new is not None:
         write.load(split.item, refs)

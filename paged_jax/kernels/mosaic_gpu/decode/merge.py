@@ -36,10 +36,11 @@ from paged_jax.kernels.mosaic_gpu.decode.refs import (
     merged_scratch,
 )
 from paged_jax.kernels.mosaic_gpu.decode.softmax import sinks_of
+from paged_jax.kernels.mosaic_gpu.hopper.epilogue import Epilogue, saw_tokens
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.refs import Ref
-from paged_jax.kernels.mosaic_gpu.hopper.registers import LOWEST, exp, layout, log, store, wide
+from paged_jax.kernels.mosaic_gpu.hopper.registers import LOWEST, exp, layout, store, wide
 
 _PARTIALS_IN_FLIGHT = 16
 _MORE_OF_QUEUES = 4  # partial results of an item, beyond its share of the queues, that are still loaded at once
@@ -148,15 +149,15 @@ def merge_slice(
     """Merges a slice of an item's `count` partial results, always in the same order; with slice 0 goes its lse."""
     query = plan.query_tile(item, refs.query_indices_gmem, geometry)
     maxima, sums, out = _merged(first_partial, count, number, refs.partials_gmem, geometry)
-    seen = sums != 0  # NaN counts as seen: what is not a number must show
+    seen = saw_tokens(sums)
     if geometry.problem.per_head.sinks:
         sinks = sinks_of(refs.sinks_gmem, query.offset, item.kv_head, geometry)
         maxima, sums, out = _add((maxima, sums, out), jnp.zeros_like(out), sinks, jnp.ones_like(sums))
-    sums = jnp.where(seen, sums, 1.0)
+    end = Epilogue.of(seen, maxima, sums)
     plgpu.wait_smem_to_gmem(0)  # for the copy of the slice before, which was in the same place and may overlap
-    store(refs.smem.out.T, layout((out * wide(1.0 / sums, WGMMA_ROWS)).astype(geometry.problem.query_dtype)))
+    store(refs.smem.out.T, layout((out * wide(1.0 / end.divisors, WGMMA_ROWS)).astype(geometry.problem.query_dtype)))
     if number == 0:
-        refs.smem.lse[...] = layout(jnp.where(seen, maxima + log(sums), -jnp.inf), 0)
+        refs.smem.lse[...] = layout(end.lse, 0)
     plgpu.commit_smem()
 
     @pl.when(query.is_there)

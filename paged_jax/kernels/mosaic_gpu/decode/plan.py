@@ -95,7 +95,7 @@ class QueryTile(NamedTuple):
 
 def split_of(seq_lens_gmem, index: Scalar, number: Scalar, geometry: Geometry) -> Split:
     """The split of this number of the item of this index; it may be empty."""
-    size, splits = geometry.tuning.partition_size, geometry.tuning.splits
+    size, splits = geometry.problem.partition_size, geometry.tuning.splits
     item = item_of(index, geometry)
     seq_len = seq_lens_gmem[item.seq]
     begin, end = _visible(seq_len, geometry)
@@ -226,9 +226,9 @@ def num_queued_splits(last_program: Scalar, first_partial: Scalar) -> Scalar:
 
 def num_splits(seq_len: Scalar, geometry: Geometry) -> Scalar:
     """How many splits an item has where each program has one, without the empty ones of v2."""
-    if not geometry.tuning.partition_size:
+    if not geometry.problem.partition_size:
         return jnp.int32(geometry.tuning.splits)
-    return cdiv(lax.min(seq_len, jnp.int32(geometry.problem.max_seq_len)), geometry.tuning.partition_size)
+    return cdiv(lax.min(seq_len, jnp.int32(geometry.problem.max_seq_len)), geometry.problem.partition_size)
 
 
 def query_tile(of: Item | Queue, query_indices_gmem, geometry: Geometry) -> QueryTile:

@@ -3,7 +3,6 @@
 Fields are `ABSENT` for what a call does not have. The order of fields is the order in which shared memory is laid out.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 from paged_jax.kernels.mosaic_gpu.decode import tiles
 from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.hopper.memory import array_bytes
 from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT, Ref
 from paged_jax.kernels.problem import ScaleKind
 
@@ -123,12 +123,12 @@ def outputs(geometry: Geometry) -> Outputs:
     return Outputs(*whole, partials, item_partials)
 
 
-def scratch(geometry: Geometry, kind: type[tiles.Tiles] | None = None) -> Scratch:
-    """The shared memory and the barriers of a program, for one kind of tiles; None: those of the problem."""
+def scratch(geometry: Geometry) -> Scratch:
+    """The shared memory and the barriers of a program."""
     problem, tuning, columns = geometry.problem, geometry.tuning, geometry.columns
-    reader = (kind or tiles.kind(problem))(geometry)
+    reader = tiles.kind(problem)(geometry)
     vector = plgpu.SMEM((columns,), jnp.float32)
-    new_token = plgpu.SMEM((problem.head_size,), jnp.dtype(problem.query_dtype)) if tuning.writes_tokens else ABSENT
+    new_token = plgpu.SMEM((problem.head_size,), jnp.dtype(problem.query_dtype)) if problem.writes_tokens else ABSENT
     merged = merged_scratch(geometry) if tuning.merges_in_cluster else MergedScratch(ABSENT, ABSENT)
     out = partial_out = ABSENT
     if geometry.stores_whole_items:
@@ -147,7 +147,7 @@ def scratch(geometry: Geometry, kind: type[tiles.Tiles] | None = None) -> Scratc
         out=out,
         weights=reader.swizzled((columns, tuning.tile), reader.operand_dtype),
         partial_out=partial_out,
-        query_ready=plgpu.Barrier(num_arrivals=3 if tuning.writes_tokens else 1),
+        query_ready=plgpu.Barrier(num_arrivals=3 if problem.writes_tokens else 1),
         query=reader.swizzled((columns, problem.head_size), problem.query_dtype),
         sums=vector,
         values=_ring(geometry, problem.v_scale, reader.value_rings()),
@@ -177,6 +177,4 @@ def merged_scratch(geometry: Geometry) -> MergedScratch:
 
 def shared_memory_bytes(geometry: Geometry) -> int:
     """Bytes of shared memory that a program takes."""
-    buffers = jax.tree.leaves(scratch(geometry))
-    arrays = [x for x in buffers if not isinstance(x, plgpu.Barrier | plgpu.ClusterBarrier)]
-    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays) + _BARRIERS
+    return array_bytes(scratch(geometry)) + _BARRIERS

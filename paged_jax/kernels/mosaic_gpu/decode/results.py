@@ -13,9 +13,10 @@ from paged_jax.kernels.mosaic_gpu.decode.plan import Item, QueryTile, QueuedSpli
 from paged_jax.kernels.mosaic_gpu.decode.refs import Refs
 from paged_jax.kernels.mosaic_gpu.decode.softmax import State, sinks_of, summed
 from paged_jax.kernels.mosaic_gpu.decode.tiles import Tiles
+from paged_jax.kernels.mosaic_gpu.hopper.epilogue import Epilogue, join_sinks, saw_tokens
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
-from paged_jax.kernels.mosaic_gpu.hopper.logits import cache_scale, join_sinks
-from paged_jax.kernels.mosaic_gpu.hopper.registers import layout, log, wide
+from paged_jax.kernels.mosaic_gpu.hopper.logits import cache_scale
+from paged_jax.kernels.mosaic_gpu.hopper.registers import layout, wide
 
 
 def store_split(split: Split, query: QueryTile, state: State, refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
@@ -61,14 +62,14 @@ def _store_whole_item(
     """Stores out and lse of an item. Heads that saw no token get out 0 and lse -inf."""
     smem = refs.smem
     out, maxima, sums = state
-    seen = sums != 0  # NaN counts as seen: what is not a number must show
+    seen = saw_tokens(sums)
     if geometry.problem.per_head.sinks:
         sinks = sinks_of(refs.inputs_gmem.options.per_head.sinks, query.offset, item.kv_head, geometry)
         maxima, sums, rescale = join_sinks(sinks, maxima, sums)
         out = [x * wide(rescale, x.shape[0]) for x in out]
-    sums = jnp.where(seen, sums, 1.0)
-    lse = jnp.where(seen, maxima + log(sums), -jnp.inf)
-    out = [x * wide(v_scale / sums, x.shape[0]) for x in out]
+    end = Epilogue.of(seen, maxima, sums)
+    lse = end.lse
+    out = [x * wide(v_scale / end.divisors, x.shape[0]) for x in out]
     for out_smem, x in zip(smem.out, out, strict=True):
         tiles.store_out(out_smem, layout(x.astype(geometry.problem.query_dtype)))
     smem.sums[...] = layout(lse, 0)
@@ -96,13 +97,12 @@ def _store_partial(partial: Scalar, v_scale, state: State, refs: Refs, geometry:
     """Stores a partial result."""
     smem, partials = refs.smem, refs.outputs_gmem.partials
     out, maxima, sums = state
-    seen = sums != 0
-    divisor = jnp.where(seen, sums, 1.0)
+    end = Epilogue.of(saw_tokens(sums), maxima, sums)
     row = 0
-    for x in (x * wide(v_scale / divisor, x.shape[0]) for x in out):
+    for x in (x * wide(v_scale / end.divisors, x.shape[0]) for x in out):
         tiles.store_partial_out(smem.partial_out, x, row)
         row += x.shape[0]
-    smem.maxima[...] = layout(jnp.where(seen, maxima, -jnp.inf), 0)
+    smem.maxima[...] = layout(jnp.where(end.seen, maxima, -jnp.inf), 0)
     smem.sums[...] = layout(sums, 0)
     plgpu.commit_smem()
     for x_smem, x_gmem in (

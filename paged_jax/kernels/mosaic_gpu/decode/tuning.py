@@ -22,11 +22,9 @@ class Tuning:
       fold: neighbouring kv heads that make one work item. Their tokens of a block are neighbours in memory, so that
         one larger copy brings the tokens of all of them.
       splits: programs for each work item; in v2 its partitions; 0 where only queues say how an item is cut.
-      partition_size: tokens of each split in v2; None where all splits of an item are as long as each other.
       queues: programs that share the tiles of the whole batch evenly; 0 where every program has one split. With queues,
         `splits` are for lengths that turn out alike, and the grid has a program for each of them.
       merge: where the partial results of splits become one.
-      writes_tokens: whether the kernel also writes the new token of each sequence into the caches.
       programs: thread blocks that a multiprocessor has room for.
       tile: rows of a tile of K or V: tokens of each of the item's kv heads.
       stages: tiles in the ring of K, and as many in the ring of V.
@@ -34,10 +32,8 @@ class Tuning:
 
     fold: int = 1
     splits: int = 1
-    partition_size: int | None = None
     queues: int = 0
     merge: Merge = Merge.NONE
-    writes_tokens: bool = False
     programs: int = 2
     tile: int = 64
     stages: int = 2
@@ -49,10 +45,8 @@ class Tuning:
             raise ValueError(f"the splits of an item must be merged: {self}")
         if self.merges_in_cluster and not 1 < self.splits <= LARGEST_CLUSTER:
             raise ValueError(f"a cluster has 2 to {LARGEST_CLUSTER} programs: {self}")
-        if (self.queues or self.partition_size) and self.merge is not Merge.KERNEL:
-            raise ValueError(f"only a kernel of its own merges queues' and partitions' results: {self}")
-        if self.queues and self.partition_size:
-            raise ValueError(f"partitions are no queue's: {self}")
+        if self.queues and self.merge is not Merge.KERNEL:
+            raise ValueError(f"only a kernel of its own merges queues' results: {self}")
 
     @property
     def merges(self) -> bool:

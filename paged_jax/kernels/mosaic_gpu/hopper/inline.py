@@ -9,8 +9,8 @@ import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-WARPGROUP = 128  # threads
-WARP = 32  # threads
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WARPGROUP
+
 SCALAR = plgpu.Layout.WG_SPLAT(())
 """The layout of a scalar, as an argument of `inline`."""
 

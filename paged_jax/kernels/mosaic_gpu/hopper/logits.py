@@ -1,7 +1,6 @@
-"""Logits: products of queries and keys, scaled and capped; and what sinks add to their softmax."""
+"""Logits: products of queries and keys, scaled and capped."""
 
 import jax.numpy as jnp
-from jax import lax
 
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.registers import exp
@@ -30,10 +29,3 @@ def cache_scale(scale_gmem, kind: ScaleKind, kv_head: Scalar):
     if kind in (ScaleKind.NONE, ScaleKind.SLOT):
         return 1.0
     return scale_gmem[kv_head if kind is ScaleKind.HEAD else 0]
-
-
-def join_sinks(sinks, maxima, sums):
-    """The maxima and sums of the softmax with its heads' sinks, and the factor of what it has summed up of values."""
-    with_sinks = lax.max(maxima, sinks)
-    rescale = exp(maxima - with_sinks)
-    return with_sinks, sums * rescale + exp(sinks - with_sinks), rescale

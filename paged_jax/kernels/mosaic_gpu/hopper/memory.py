@@ -1,7 +1,9 @@
-"""How arrays lie in shared memory."""
+"""Shared memory: how arrays lie in it, and how many bytes they take."""
 
 import math
+from typing import Any
 
+import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
@@ -12,3 +14,10 @@ def transforms(head_size: int, dtype: str) -> tuple[plgpu.TilingTransform, plgpu
     swizzle = math.gcd(head_size * itemsize, 128)  # bytes
     tiling = plgpu.TilingTransform((8, swizzle // itemsize))  # pyright: ignore[reportAbstractUsage]
     return tiling, plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
+
+
+def array_bytes(scratch: Any) -> int:
+    """Bytes of all arrays in a tree of scratch buffers, without those of its barriers."""
+    buffers = jax.tree.leaves(scratch)
+    arrays = [x for x in buffers if not isinstance(x, plgpu.Barrier | plgpu.ClusterBarrier)]
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays)

@@ -24,10 +24,14 @@ def log(x):
     return jnp.log2(x) / LOG2E
 
 
-def power_of_two(x, least: int, most: int):
-    """The largest power of two that is no larger than |x|, but between 2 ** least and 2 ** most, also for NaN."""
-    exponents = lax.bitcast_convert_type(x, jnp.int32) & _EXPONENT
-    bits = lax.clamp(jnp.int32((127 + least) << 23), exponents, jnp.int32((127 + most) << 23))
+def power_of_two(x, least: int | None = None, most: int | None = None):
+    """The largest power of two that is no larger than |x|, float32.
+
+    With bounds it is between 2 ** least and 2 ** most, also for NaN.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.int32) & _EXPONENT
+    if least is not None and most is not None:
+        bits = lax.clamp(jnp.int32((127 + least) << 23), bits, jnp.int32((127 + most) << 23))
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 

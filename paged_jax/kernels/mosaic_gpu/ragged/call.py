@@ -18,7 +18,7 @@ from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.kernel import attend
 from paged_jax.kernels.mosaic_gpu.ragged.merge import MergeRefs, merge
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Inputs, Lengths
-from paged_jax.kernels.problem import Device, Problem, ScaleKind
+from paged_jax.kernels.problem import Problem, ScaleKind
 from paged_jax.options import AttentionOptions, num_kv_heads
 from paged_jax.shapes import BlockTables, Cache, NewTokens, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
 
@@ -80,11 +80,6 @@ def prefix_attention(
     return _attend(query, (key, value), caches, seq_lens, query_start_loc, options)
 
 
-def device() -> Device:
-    """The GPU that the program is for; the tests put another one in its place."""
-    return facts.device()
-
-
 def _attend(
     query: Array,
     new: tuple[Array, ...],
@@ -94,8 +89,8 @@ def _attend(
     options: AttentionOptions,
 ) -> tuple[Array, Array]:
     """Runs the kernels; `new` has the new tokens' keys and values if they are in arrays of their own."""
-    problem, prefix = Problem.of_call(query, *caches, options), len(new) > 0
-    geometry = Geometry(problem, choose.tune(problem, device(), prefix=prefix), prefix)
+    problem = Problem.of_call(query, *caches, options, prefix=len(new) > 0)
+    geometry = Geometry(problem, choose.tune(problem, facts.device()))
     if problem.num_tokens * problem.num_seqs * problem.num_blocks * problem.max_seq_len == 0:
         return jnp.zeros(query.shape, query.dtype), jnp.full(query.shape[:2], -jnp.inf, jnp.float32)
     vectors = jax.tree.map(jnp.atleast_1d, facts.OptionArrays.of(options))

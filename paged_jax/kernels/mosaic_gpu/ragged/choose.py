@@ -5,39 +5,33 @@ What the kernels cannot do is refused here, with every reason.
 
 from collections.abc import Iterator
 
-from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import THREADS, Geometry
+from paged_jax.kernels.mosaic_gpu.hopper import refuse
+from paged_jax.kernels.mosaic_gpu.hopper.limits import PROGRAM_MEMORY, WARPGROUP
+from paged_jax.kernels.mosaic_gpu.hopper.refuse import NAME, check
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.refs import shared_memory_bytes
 from paged_jax.kernels.mosaic_gpu.ragged.tuning import Tuning
 from paged_jax.kernels.problem import Device, Problem, ScaleKind, Unsupported
 
-_NAME = "mosaic_gpu"
-
 # What the kernels take.
-_HOPPER = 90  # compute capability 9.0, times ten
-_LARGEST_GROUP = WGMMA_ROWS  # query heads of a kv head
 _LEAST_HEAD_SIZE, _LARGEST_HEAD_SIZE = 16, 256
-_LEAST_BLOCK_SIZE = 8
 
-_PROGRAM_MEMORY = 227 * 1024  # bytes of shared memory that one program may have
 _MOST_REGISTERS = 200  # of a thread that computes, for O, S and P
-_MOST_COUNTED = 4 * THREADS  # sequences that the kernel counts, in shared memory
+_MOST_COUNTED = 4 * WARPGROUP  # sequences that the kernel counts, in shared memory
 
 
-def tune(problem: Problem, device: Device, *, prefix: bool) -> Tuning:
+def tune(problem: Problem, device: Device) -> Tuning:
     """Chooses the first of some tilings that fits in registers and in shared memory.
 
     Raises:
       Unsupported: the kernels cannot do what the problem asks for.
     """
-    refusals = [*_refusals(problem, device), *(_prefix_refusals(problem) if prefix else ())]
-    if refusals:
-        raise Unsupported(_NAME, refusals)
+    check([*_refusals(problem, device), *(_prefix_refusals(problem) if problem.prefix else ())])
     for tuning in _tilings(problem, device):
-        if shared_memory_bytes(Geometry(problem, tuning, prefix)) <= _PROGRAM_MEMORY:
+        if shared_memory_bytes(Geometry(problem, tuning)) <= PROGRAM_MEMORY:
             return tuning
     what = f"head_size {problem.head_size} with caches of {problem.cache_dtype}"
-    raise Unsupported(_NAME, [f"lacks {what} in ragged attention: no tile fits in shared memory"])
+    raise Unsupported(NAME, [f"lacks {what} in ragged attention: no tile fits in shared memory"])
 
 
 def _tilings(problem: Problem, device: Device) -> Iterator[Tuning]:
@@ -56,21 +50,10 @@ def _tilings(problem: Problem, device: Device) -> Iterator[Tuning]:
 
 def _refusals(problem: Problem, device: Device) -> list[str]:
     """Everything that stands in the way of ragged attention."""
-    reasons = []
-    if device.capability != _HOPPER:
-        reasons.append(f"needs compute capability {_HOPPER / 10}, this GPU has {device.capability / 10}")
-    if problem.query_dtype not in ("float16", "bfloat16"):
-        reasons.append(f"lacks queries of {problem.query_dtype}, takes float16 and bfloat16")
-    if problem.cache_dtype != problem.query_dtype and problem.cache_itemsize > 1:
-        wanted = f"caches of {problem.cache_dtype} for queries of {problem.query_dtype}"
-        reasons.append(f"lacks ragged attention over {wanted}")
+    reasons = refuse.refusals(problem, device)
     if problem.head_size % 16 or not _LEAST_HEAD_SIZE <= problem.head_size <= _LARGEST_HEAD_SIZE:
         takes = f"takes multiples of 16 from {_LEAST_HEAD_SIZE} to {_LARGEST_HEAD_SIZE}"
         reasons.append(f"lacks head_size {problem.head_size} in ragged attention, {takes}")
-    if problem.block_size < _LEAST_BLOCK_SIZE:
-        reasons.append(f"lacks block_size {problem.block_size}, takes {_LEAST_BLOCK_SIZE} and more")
-    if problem.group > _LARGEST_GROUP:
-        reasons.append(f"lacks groups of {problem.group} query heads, takes up to {_LARGEST_GROUP}")
     if problem.layout == "vllm":
         reasons.append("lacks layout 'vllm' in ragged attention")
     sparse = problem.block_sparse

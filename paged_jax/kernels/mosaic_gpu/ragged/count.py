@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least, cdiv, div
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import THIN_SHARES, THREADS, Geometry, ItemKind
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WARPGROUP
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import THIN_SHARES, Geometry, ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import scan
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Counts, Lengths, Refs
 from paged_jax.kernels.mosaic_gpu.ragged.sequence import Sequence, most_tiles, num_queries, query_tiles, splits_of
@@ -82,13 +83,13 @@ def count_in_kernel(refs: Refs, geometry: Geometry) -> Counts:
         scan.sums_before(dict(enumerate(arrays)), smem.counted, first)
         return [smem.counted[row, end] for row in range(len(arrays))]
 
-    for first in range(0, end, THREADS):
+    for first in range(0, end, WARPGROUP):
         sequences = _sequences(scan.iota() + first, lengths_gmem, geometry)
         totals = _Totals.of(sum_up([_costs(sequences, kind) for kind in geometry.kinds_there], first))
     shares = _shares(sequences, totals, sum_up, geometry)
     if geometry.orders_sequences:
         scan.largest_first(_most_cost(sequences, shares, geometry), smem.ordered_by, smem.order)
-    for first in range(0, end, THREADS):
+    for first in range(0, end, WARPGROUP):
         seq = scan.iota() + first
         if geometry.orders_sequences:
             seq = plgpu.load(smem.order, layout=scan.LAYOUT)
@@ -248,7 +249,7 @@ def _leave_counts(refs: Refs, geometry: Geometry) -> None:
     counts_gmem = refs.outputs_gmem.counts
     if geometry.orders_sequences:
         counts_gmem.order[...] = plgpu.load(refs.smem.order, layout=scan.LAYOUT)
-    for first in range(0, geometry.count_columns, THREADS):
-        columns = pl.ds(first, THREADS)
+    for first in range(0, geometry.count_columns, WARPGROUP):
+        columns = pl.ds(first, WARPGROUP)
         for row in range(2 * len(Counted)):
             counts_gmem.table[row, columns] = plgpu.load(refs.smem.table.at[row, columns], layout=scan.LAYOUT)

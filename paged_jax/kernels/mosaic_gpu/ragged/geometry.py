@@ -5,12 +5,9 @@ from dataclasses import dataclass
 
 import jax.experimental.pallas as pl
 
-from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WARPGROUP, WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.ragged.tuning import Tuning
 from paged_jax.kernels.problem import Problem, ScaleKind
-
-THREADS = 128
-"""Threads of a warpgroup."""
 
 LOADING_WARPS = 4
 """Warps of the warpgroup that loads."""
@@ -29,17 +26,10 @@ _ELEMENTS_OF_A_THREAD = 4  # of a row, in the kernel that merges
 
 @dataclass(frozen=True)
 class Geometry:
-    """What follows from a problem and its tuning. It chooses nothing.
-
-    Attributes:
-      problem: the facts of the call.
-      tuning: the choices.
-      prefix: whether the op is `prefix_attention`, whose new keys and values come in arrays of their own.
-    """
+    """What follows from a problem and its tuning. It chooses nothing and it holds no fact of its own."""
 
     problem: Problem
     tuning: Tuning
-    prefix: bool
 
     @property
     def kinds(self) -> tuple["ItemKind", "ItemKind"]:
@@ -70,7 +60,7 @@ class Geometry:
         float16 holds whatever 8 bits can say, and Hopper converts float8 to nothing else. But it may not hold new
         tokens, nor weights that each slot's scale has multiplied: these stay in the query's dtype.
         """
-        fits = self.converts_tiles and not (self.prefix or self.scales_value_slots)
+        fits = self.converts_tiles and not (self.problem.prefix or self.scales_value_slots)
         return "float16" if fits else self.problem.query_dtype
 
     @property
@@ -96,12 +86,12 @@ class Geometry:
     @property
     def has_whole_tiles(self) -> bool:
         """Whether a tile whose tokens all have values is ready as soon as it is copied."""
-        return not (self.converts_tiles or self.scales_slots or self.prefix)
+        return not (self.converts_tiles or self.scales_slots or self.problem.prefix)
 
     @property
     def converts_by_warps(self) -> bool:
         """Whether each loading warp converts its own runs of a tile, and waits for no other warp."""
-        return self.converts_tiles and not (self.scales_slots or self.prefix)
+        return self.converts_tiles and not (self.scales_slots or self.problem.prefix)
 
     @property
     def softmax_outlasts_products(self) -> bool:
@@ -132,12 +122,12 @@ class Geometry:
     @property
     def count_columns(self) -> int:
         """Columns of the counts: the sequences, the padding and the batch's end, rounded up to whole warpgroups."""
-        return pl.cdiv(self.problem.num_seqs + 2, THREADS) * THREADS
+        return pl.cdiv(self.problem.num_seqs + 2, WARPGROUP) * WARPGROUP
 
     @property
     def orders_sequences(self) -> bool:
         """Whether the sequences with the most costly items come first: where a warpgroup has a thread for each."""
-        return self.problem.num_seqs > 1 and self.count_columns == THREADS
+        return self.problem.num_seqs > 1 and self.count_columns == WARPGROUP
 
     # The merge of split items.
 
@@ -154,7 +144,7 @@ class Geometry:
     @property
     def merged_rows(self) -> int:
         """Rows that a warpgroup merges at once."""
-        return THREADS // self.threads_of_row
+        return WARPGROUP // self.threads_of_row
 
 
 @dataclass(frozen=True)
@@ -301,5 +291,5 @@ class ItemKind:
     @property
     def _most_splits(self) -> int:
         """The most splits that an item may have."""
-        tiles = pl.cdiv(self.geometry.problem.max_seq_len, self.tile) + (1 if self.geometry.prefix else 0)
+        tiles = pl.cdiv(self.geometry.problem.max_seq_len, self.tile) + (1 if self.geometry.problem.prefix else 0)
         return pl.cdiv(tiles * self.tile_cost, self.geometry.tuning.least_split)

@@ -78,7 +78,7 @@ class TileLoader:
         if geometry.scales_slots:
             self._load_scales(tile)
         load_cached = functools.partial(self._convert if geometry.converts_tiles else self._copy, tile)
-        if geometry.prefix:
+        if geometry.problem.prefix:
             pl.when(span.is_new)(lambda: self._load_new(tile))
             pl.when(~span.is_new)(load_cached)
         else:

@@ -134,7 +134,7 @@ def _context(sequence: Sequence, position: Scalar, num_tokens: Scalar, kv_head: 
     has_cached, cached_end = begin < context_len, lax.min(end, context_len)
     cached_tiles = jnp.where(has_cached, cdiv(number_of(cached_end, pattern, geometry) - origin, kind.tile), 0)
     new_origin = last
-    if geometry.prefix:
+    if geometry.problem.prefix:
         new_origin = number_of(lax.max(begin, sequence.seq_len - sequence.query_len), pattern, geometry)
         if pattern is not None:
             new_origin = lax.div(new_origin, jnp.int32(align)) * align
@@ -145,7 +145,7 @@ def _context(sequence: Sequence, position: Scalar, num_tokens: Scalar, kv_head: 
 def span_of(item: Item, tile: Scalar, kind: ItemKind) -> Span:
     """The tokens of an item's tile of this number."""
     pattern, begin, end, values_end = pattern_of_item(item, kind), item.begin, item.end, item.values_end
-    if not kind.geometry.prefix:
+    if not kind.geometry.problem.prefix:
         is_new, number = False, item.origin + tile * kind.tile
     else:
         is_new = tile >= item.cached_tiles

@@ -8,25 +8,16 @@ from typing import Any
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
 from jax import Array
 
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.hopper.products import Then, accumulator, product
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref
-
-Then = Callable[[], None] | None
 
 
 def scores(query_smem: Ref, keys_smem: Ref, then: Then = None) -> Array:
     """S = Q K^T; `then` runs when the product is on its way."""
-
-    def multiply(acc):
-        plgpu.wgmma(acc, query_smem, keys_smem.T)
-        if then is not None:
-            then()
-        return acc[...]
-
-    return pl.run_scoped(multiply, _accumulator((WGMMA_ROWS, keys_smem.shape[0])))
+    return product(query_smem, keys_smem.T, then)
 
 
 def accumulate(out: Array, weights: Array, values_smem: Ref, then: Then = None) -> Any:
@@ -76,9 +67,4 @@ def score_and_accumulate(
         results = meanwhile(plgpu.wgmma_accumulator_load(scores_acc, wait_n=1), go_on)
         return results, out_acc[...]
 
-    return pl.run_scoped(multiply, _accumulator((WGMMA_ROWS, keys_smem.shape[0])), _accumulator(out.shape))
-
-
-def _accumulator(shape: Any) -> Any:
-    """Registers for the result of a product."""
-    return plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+    return pl.run_scoped(multiply, accumulator((WGMMA_ROWS, keys_smem.shape[0])), accumulator(out.shape))

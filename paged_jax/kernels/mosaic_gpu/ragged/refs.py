@@ -4,17 +4,16 @@ Fields are `ABSENT` for what a call does not have. The order of fields is the or
 """
 
 import enum
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
-from paged_jax.kernels.mosaic_gpu.hopper.memory import transforms
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WARPGROUP, WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.hopper.memory import array_bytes, transforms
 from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT, Ref
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import THIN_SHARES, THREADS, Geometry, ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import THIN_SHARES, Geometry, ItemKind
 
 ITEM_STAGES = 2  # work items that are described: the one that is computed and the next one
 _ITEM_FIELDS = 16  # int32 that describe a work item: those of `ragged_plan.Item`, and how many tiles came before
@@ -147,7 +146,7 @@ class Scratch(NamedTuple):
     counted: Ref  # of all sequences before each, where the kernel counts: what items cost, and then how many there are
     items: ItemRing
     keys: TileRing
-    ordered_by: Ref  # [THREADS], where the kernel counts and orders sequences
+    ordered_by: Ref  # [WARPGROUP], where the kernel counts and orders sequences
     values_copied: Ref  # barrier of wide items
     lse: Ref  # [2, WGMMA_ROWS]
     maxima: Ref  # [WGMMA_ROWS], of a softmax that is handed over
@@ -195,7 +194,7 @@ def outputs(geometry: Geometry) -> Outputs:
     counts = Counts(ABSENT, ABSENT, ABSENT)
     if geometry.tuning.counts_in_kernel:
         table = jax.ShapeDtypeStruct((2 * len(Counted), geometry.count_columns), jnp.int32)
-        order = jax.ShapeDtypeStruct((THREADS,), jnp.int32) if geometry.orders_sequences else ABSENT
+        order = jax.ShapeDtypeStruct((WARPGROUP,), jnp.int32) if geometry.orders_sequences else ABSENT
         counts = Counts(table, order, ABSENT)
 
     def partials(kind: ItemKind) -> Partials:
@@ -284,7 +283,7 @@ def _counts(geometry: Geometry) -> tuple[Counts, Ref, Ref]:
     columns = geometry.count_columns
     table = plgpu.SMEM((2 * len(Counted), columns + 1), jnp.int32)
     counted = plgpu.SMEM((max(len(geometry.kinds), len(THIN_SHARES)), columns + 1), jnp.float32)
-    order = plgpu.SMEM((THREADS,), jnp.int32) if geometry.orders_sequences else ABSENT
+    order = plgpu.SMEM((WARPGROUP,), jnp.int32) if geometry.orders_sequences else ABSENT
     return Counts(table, order, plgpu.SMEM((1,), jnp.int32)), counted, order
 
 
@@ -296,6 +295,4 @@ def _swizzled(shape: tuple[int, ...], geometry: Geometry) -> Ref:
 
 def shared_memory_bytes(geometry: Geometry) -> int:
     """Bytes of shared memory that a program takes."""
-    buffers = jax.tree.leaves(scratch(geometry))
-    arrays = [x for x in buffers if not isinstance(x, plgpu.Barrier)]
-    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays) + _OTHER_MEMORY
+    return array_bytes(scratch(geometry)) + _OTHER_MEMORY

@@ -10,9 +10,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from paged_jax.kernels.mosaic_gpu.hopper.epilogue import Epilogue, join_sinks, saw_tokens
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
-from paged_jax.kernels.mosaic_gpu.hopper.logits import join_sinks
-from paged_jax.kernels.mosaic_gpu.hopper.registers import LOG2E, exp, layout, log
+from paged_jax.kernels.mosaic_gpu.hopper.registers import exp, layout
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.plan import Item
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import rows as ragged_rows
@@ -70,17 +70,17 @@ def store(
 def _store_whole(rows: Rows, state: State, results_smem: Results, refs: Refs, kind: ItemKind) -> None:
     """Stores out and lse. Rows that saw no token get out 0 and lse -inf."""
     out, maxima, sums = state
-    seen = sums != 0  # NaN counts as seen: what is not a number must show
+    seen = saw_tokens(sums)
     if rows.sinks is not None:
         maxima, sums, rescale = join_sinks(rows.sinks, maxima, sums)
         out = out * over_columns(rescale, out.shape[1])
-    sums = jnp.where(seen, sums, 1.0)
-    out = out * over_columns(rows.v_scale / sums, out.shape[1])
+    end = Epilogue.of(seen, maxima, sums)
+    out = out * over_columns(rows.v_scale / end.divisors, out.shape[1])
     rounded = layout(out.astype(kind.geometry.problem.query_dtype))
     if kind.geometry.divides_queries:  # the place is one of float16, of which only the bits are copied
         rounded = lax.bitcast_convert_type(rounded, kind.geometry.operand_dtype)
     results_smem.out[...] = rounded
-    results_smem.lse[...] = layout(jnp.where(seen, maxima + log(sums), -jnp.inf), 1)
+    results_smem.lse[...] = layout(end.lse, 1)
     results_gmem = Results(refs.outputs_gmem.out, refs.outputs_gmem.lse)
     ragged_rows.store_rows(results_smem, results_gmem, rows.query, kind)
 
@@ -88,10 +88,8 @@ def _store_whole(rows: Rows, state: State, results_smem: Results, refs: Refs, ki
 def _store_partial(partial: Scalar, half: Scalar, rows: Rows, state: State, refs: Refs, kind: ItemKind) -> None:
     """Stores a half of a partial result."""
     out, maxima, sums = state
-    seen = sums != 0
-    divisor = jnp.where(seen, sums, 1.0)
+    end = Epilogue.of(saw_tokens(sums), maxima, sums)
     partials_gmem = refs.outputs_gmem.partials(kind)
-    out = layout(out * over_columns(rows.v_scale / divisor, out.shape[1]))
+    out = layout(out * over_columns(rows.v_scale / end.divisors, out.shape[1]))
     ragged_rows.store_partial(partials_gmem.out.at[partial, half], out, rows.query.num_tokens, kind.geometry)
-    log_sums = jnp.where(seen, maxima * LOG2E + jnp.log2(divisor), -jnp.inf)
-    partials_gmem.log_sums.at[partial, half][...] = layout(log_sums, 1)
+    partials_gmem.log_sums.at[partial, half][...] = layout(end.lse_of_base_2, 1)

@@ -79,7 +79,7 @@ def splits_of(sequence: Sequence, share: Any, kind: ItemKind) -> Any:
 
 def most_tiles(sequence: Sequence, kind: ItemKind) -> Any:
     """The most tiles of K and V that an item of the sequence sees; with a block-sparse pattern about so many."""
-    problem, prefix = kind.geometry.problem, kind.geometry.prefix
+    problem, prefix = kind.geometry.problem, kind.geometry.problem.prefix
     most = problem.max_seq_len
     if problem.sliding_window is not None:
         most = min(most, problem.sliding_window + kind.tokens)
@@ -94,7 +94,7 @@ def values_end(sequence: Sequence, problem: Problem) -> Scalar:
 
 def context_len(sequence: Sequence, geometry: Geometry) -> Scalar:
     """How many tokens are in the cache."""
-    if not geometry.prefix:
+    if not geometry.problem.prefix:
         return values_end(sequence, geometry.problem)
     return at_least(lax.min(sequence.seq_len - sequence.query_len, jnp.int32(geometry.problem.max_seq_len)), 0)
 

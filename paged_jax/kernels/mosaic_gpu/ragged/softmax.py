@@ -214,7 +214,7 @@ def attend(
     rescale = jnp.exp2(old_base - base)
     exponentials = lanes.exponentials(logits, unit, base - _exponent_of_weights(geometry))
     weights = exponentials if scales.values is None else exponentials * _of_tokens(scales.values)
-    if not plain and geometry.prefix and geometry.problem.v_scale is not ScaleKind.NONE:
+    if not plain and geometry.problem.prefix and geometry.problem.v_scale is not ScaleKind.NONE:
         weights = weights * jnp.where(span.is_new, 1 / rows.v_scale, 1.0)
     sums = totals.sums * rescale + lanes.sums(exponentials)
     return TileWeights(Totals(maxima, sums), rescale, weights)
@@ -246,13 +246,13 @@ def _of_tokens(values_smem: Ref) -> Array:
 def _scales_cache_only(geometry: Geometry) -> bool:
     """Whether cached keys and values have scales, and new ones have none."""
     scales = geometry.problem.k_scale, geometry.problem.v_scale
-    return geometry.prefix and any(scale is not ScaleKind.NONE for scale in scales)
+    return geometry.problem.prefix and any(scale is not ScaleKind.NONE for scale in scales)
 
 
 def _logits(products: Array, span: Span, rows: Rows, kind: ItemKind, plain: bool) -> Array:
     """The logits of a tile, which `Scaling.to_base_e` makes those of base e; -inf where a row does not see."""
     problem, scaling = kind.geometry.problem, rows.scaling
-    if not plain and kind.geometry.prefix and problem.k_scale is not ScaleKind.NONE:
+    if not plain and kind.geometry.problem.prefix and problem.k_scale is not ScaleKind.NONE:
         products = products * jnp.where(span.is_new, 1 / rows.k_scale, 1.0)
     if problem.scaled_products:
         logits = products
@@ -269,7 +269,7 @@ def _logits(products: Array, span: Span, rows: Rows, kind: ItemKind, plain: bool
 
 def _masked(logits: Array, span: Span, rows: Rows, kind: ItemKind) -> Array:
     """-inf where a row does not see a token."""
-    problem, prefix, pattern = kind.geometry.problem, kind.geometry.prefix, span.pattern
+    problem, prefix, pattern = kind.geometry.problem, kind.geometry.problem.prefix, span.pattern
     token = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
     if problem.causal:
         lasts = [lax.min(rows.position, span.end - 1) - start for start in span.starts]

@@ -22,9 +22,8 @@ from paged_jax.kernels.mosaic_gpu.decode.tiles.plain import PlainTiles
 from paged_jax.kernels.mosaic_gpu.hopper.convert import CONVERT
 from paged_jax.kernels.mosaic_gpu.hopper.inline import array, inline
 from paged_jax.kernels.mosaic_gpu.hopper.memory import transforms
-from paged_jax.kernels.mosaic_gpu.hopper.registers import layout, wide
+from paged_jax.kernels.mosaic_gpu.hopper.registers import layout, power_of_two, wide
 
-_EXPONENT = 0x7F800000  # bits of a float32
 _SMALLEST = 1e-30  # stands in for the peak of a query of zeros
 
 
@@ -52,8 +51,7 @@ class ConvertedTiles(PlainTiles):
         if self.geometry.problem.query_dtype != self.operand_dtype:
             query = query.astype(jnp.float32)
             peak = lax.max(jnp.abs(query).max(axis=0), jnp.float32(_SMALLEST))
-            bits = lax.bitcast_convert_type(peak, jnp.int32) & _EXPONENT
-            divisor = lax.bitcast_convert_type(bits, jnp.float32)
+            divisor = power_of_two(peak)
             query = (query / wide(divisor, self.geometry.problem.head_size)).astype(self.operand_dtype)
         self.store_query(operand_smem, query)
         plgpu.commit_smem()

@@ -13,6 +13,7 @@ from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry, HeadSlice
 from paged_jax.kernels.mosaic_gpu.decode.tiles import slot_scales
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.memory import transforms
+from paged_jax.kernels.mosaic_gpu.hopper.products import product
 from paged_jax.kernels.mosaic_gpu.hopper.registers import layout, store
 
 
@@ -99,13 +100,7 @@ class PlainTiles:
 
     def product(self, a, b_smem) -> Array:
         """The matrix product of two operands, of which the left may be in registers."""
-
-        def multiply(acc):
-            plgpu.wgmma(acc, a, b_smem)
-            return acc[...]
-
-        accumulator = plgpu.ACC((a.shape[0], b_smem.shape[1]), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
-        return layout(pl.run_scoped(multiply, accumulator))
+        return layout(product(a, b_smem))
 
     def slot_scales(self, scales_smem) -> Array:
         """The scale of each row of a tile, [tile], from scales that lie in shared memory as their runs came."""

@@ -1,7 +1,8 @@
 """Rows of a tile, in MLIR: which ones a thread has, and their tokens."""
 
 from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
-from paged_jax.kernels.mosaic_gpu.hopper.inline import WARP, add, div, mul, rem, thread_index
+from paged_jax.kernels.mosaic_gpu.hopper.inline import add, div, mul, rem, thread_index
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP
 
 
 def first_row():

@@ -27,8 +27,6 @@ from paged_jax.kernels.mosaic_gpu.decode.geometry import HeadSlice
 from paged_jax.kernels.mosaic_gpu.decode.tiles.plain import PlainTiles
 from paged_jax.kernels.mosaic_gpu.decode.tiles.rows import token_of_row
 from paged_jax.kernels.mosaic_gpu.hopper.inline import (
-    WARP,
-    WARPGROUP,
     add,
     div,
     i32,
@@ -40,6 +38,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     thread_index,
     thread_index_read_again,
 )
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP, WARPGROUP
 
 _PAGE_ROW = 128  # elements: the last dimension of what copies take, since TMA takes at most 256
 _MATRIX_ROW_BYTES = 16

@@ -18,7 +18,6 @@ from jaxlib.mlir.dialects import math as mlir_math
 
 from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     SCALAR,
-    WARP,
     add,
     address,
     array,
@@ -31,7 +30,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     rem,
     thread_index_read_again,
 )
-from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP, WGMMA_ROWS
 
 _BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 _ALL = 0xFFFFFFFF  # lanes

@@ -19,8 +19,6 @@ from jaxlib.mlir.dialects import arith, scf
 
 from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     SCALAR,
-    WARP,
-    WARPGROUP,
     add,
     address,
     as_i32,
@@ -37,7 +35,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     thread_index_read_again,
 )
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
-from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP, WARPGROUP, WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.memory import transforms
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref

@@ -11,7 +11,6 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 from paged_jax.kernels.mosaic_gpu.hopper.inline import (
-    WARP,
     add,
     address,
     array,
@@ -27,31 +26,31 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     rem,
     thread_index_read_again,
 )
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import THREADS
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP, WARPGROUP
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref
 
-LAYOUT = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
-_WARPS = THREADS // WARP
+LAYOUT = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
+_WARPS = WARPGROUP // WARP
 _LARGEST = (1 << 22) - 1  # value that is ordered, so that bits are left for its index
 _AT_ONCE = 16  # values that a turn of a loop loads
 
 
 def iota() -> Array:
     """0, 1, 2, ..."""
-    return plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=LAYOUT)
+    return plgpu.broadcasted_iota(jnp.int32, (WARPGROUP,), 0, layout=LAYOUT)
 
 
 def gather(values_gmem: Ref, indices: Array, last: int) -> Array:
     """The integers of these indices, and that of the index `last` for indices past it."""
 
-    @inline(plgpu.RefType(), LAYOUT, returns=(THREADS,), dtype="int32", layout=LAYOUT)
+    @inline(plgpu.RefType(), LAYOUT, returns=(WARPGROUP,), dtype="int32", layout=LAYOUT)
     def load(_, values_gmem, indices):
         index = arith.minsi(element(indices.registers.item(), 0), i32(last))
         at = add(address(values_gmem), bytes_of(index, 4))
         word = ir.IntegerType.get_signless(32)
         value = llvm.inline_asm(word, [at], "ld.global.b32 $0, [$1];", "=r,l,~{memory}", has_side_effects=True)
         registers = np.full((1,), vector.broadcast(ir.VectorType.get((1,), word), value), object)
-        return array(registers, mgpu.WGStridedFragLayout((THREADS,), vec_size=1), (THREADS,), is_signed=True)
+        return array(registers, mgpu.WGStridedFragLayout((WARPGROUP,), vec_size=1), (WARPGROUP,), is_signed=True)
 
     return load(values_gmem, indices)
 
@@ -87,7 +86,7 @@ def sums_before(arrays: dict[int, Array], sums_smem: Ref, first: int) -> None:
             start, total = _before_warp(before[row], of_warps[row], warp)
             exclusive = _subtract(inclusive, value)
             _store(place(row, add(index, i32(first))), _add(start, exclusive))
-            _store(place(row, i32(first + THREADS)), total, arith.cmpi(arith.CmpIPredicate.eq, index, i32(0)))
+            _store(place(row, i32(first + WARPGROUP)), total, arith.cmpi(arith.CmpIPredicate.eq, index, i32(0)))
         mgpu.warpgroup_barrier()
 
     store(sums_smem, *arrays.values())
@@ -104,7 +103,8 @@ def largest_first(values: Array, values_smem: Ref, order_smem: Ref) -> None:
     def store(_, values_smem, order_smem, values):
         index, base = thread_index_read_again(), address(values_smem)
         value = arith.minsi(element(values.registers.item(), 0), i32(_LARGEST))
-        unique = arith.subi(mul(value, THREADS), index)  # of equal values the one with the smaller index is the larger
+        # Of equal values the one with the smaller index is the larger one.
+        unique = arith.subi(mul(value, WARPGROUP), index)
         _store(add(base, mul(index, 4)), unique)
         mgpu.warpgroup_barrier()
         place = _number_larger(unique, base)
@@ -120,7 +120,7 @@ def _number_larger(value, base):
     What is added up is the sign of a difference, which cannot overflow. Comparisons would have to share a predicate,
     each waiting for the one before: 20 cycles (benchmarks/LOG.md, "The longest first").
     """
-    begin, end, step = (as_index(i32(n)) for n in (0, THREADS, _AT_ONCE))
+    begin, end, step = (as_index(i32(n)) for n in (0, WARPGROUP, _AT_ONCE))
     loop = scf.ForOp(begin, end, step, [i32(0)])
     with ir.InsertionPoint(loop.body):
         first = add(base, mul(arith.index_cast(ir.IntegerType.get_signless(32), loop.induction_variable), 4))

@@ -16,7 +16,6 @@ from jaxlib.mlir.dialects import arith
 from paged_jax.kernels.mosaic_gpu.hopper.convert import CONVERT
 from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     SCALAR,
-    WARP,
     add,
     address,
     as_i32,
@@ -34,6 +33,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     within,
 )
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.plan import Item
 from paged_jax.kernels.mosaic_gpu.ragged.ptx.rows import (
