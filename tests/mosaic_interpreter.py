@@ -15,9 +15,9 @@ import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
 
 from paged_jax import _dispatch, _validate
-from paged_jax.kernels import mosaic_gpu
-from paged_jax.kernels.mosaic_gpu.decode.call import Target
-from paged_jax.kernels.mosaic_gpu.decode.tiles import kind
+from paged_jax.kernels import mosaic_gpu, problem
+from paged_jax.kernels.mosaic_gpu.decode import tiles
+from paged_jax.kernels.mosaic_gpu.decode.tiles import class_of
 from paged_jax.kernels.mosaic_gpu.decode.tiles.eight_bit import EightBitTiles
 from paged_jax.kernels.mosaic_gpu.decode.tiles.eight_bit_vllm import EightBitVllmTiles
 from paged_jax.kernels.mosaic_gpu.decode.tiles.plain import PlainTiles
@@ -125,7 +125,7 @@ class InterpretedEightBitVllmTiles(InterpretedVllmTiles, EightBitVllmTiles):
         PlainTiles.store_weights(self, weights_smem, weights)
 
 
-INTERPRETED_KINDS = {
+INTERPRETED_TILES = {
     PlainTiles: InterpretedPlainTiles,
     EightBitTiles: InterpretedEightBitTiles,
     VllmTiles: InterpretedVllmTiles,
@@ -140,11 +140,19 @@ def call(op, decode, arrays, static, partition_size, device=SMALL_GPU):
     return run_op(OPS[op], device, *operands, **keywords)
 
 
+def as_for(device):
+    """Lets calls choose as for this GPU; None: for the one that is there."""
+    return mock.patch.object(problem, "device", return_value=device) if device else contextlib.nullcontext()
+
+
 def run_op(name, device, *operands, detect_races=True, **keywords):
-    target = Target(device, lambda problem: INTERPRETED_KINDS[kind(problem)])
-    function = jax.jit(partial(getattr(mosaic_gpu, name), target=target, **keywords))
+    function = jax.jit(partial(getattr(mosaic_gpu, name), **keywords))
     try:
-        with params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=detect_races)):
+        with (
+            as_for(device),
+            mock.patch.object(tiles, "class_of", lambda problem: INTERPRETED_TILES[class_of(problem)]),
+            params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=detect_races)),
+        ):
             return jax.tree.map(np.asarray, function(*operands))
     except Exception:
         interpret_pallas_call.reset_gpu_interpret_mode_state()

@@ -181,7 +181,7 @@ MUTANTS_OF_KERNELS = [
     Mutant(
         "mosaic_gpu: over 8 bits, too, one program on each multiprocessor is enough",
         "kernels/mosaic_gpu/decode/choose.py",
-        "reads_as_fast = not tiles.kind(geometry.problem).in_registers",
+        "reads_as_fast = not tiles.class_of(geometry.problem).in_registers",
         "reads_as_fast = True",
         "tests/test_mosaic_gpu_choice.py -k twice",
     ),
@@ -320,9 +320,9 @@ MUTANTS_OF_KERNELS = [
     ),
     Mutant(
         "mosaic_gpu: a split's sums have no logarithm of e",
-        "kernels/mosaic_gpu/ragged/results.py",
-        "maxima * LOG2E + jnp.log2(divisor)",
-        "maxima + jnp.log2(divisor)",
+        "kernels/mosaic_gpu/hopper/epilogue.py",
+        "self.maxima * LOG2E + jnp.log2(self.divisors)",
+        "self.maxima + jnp.log2(self.divisors)",
         "tests/test_mosaic_gpu_ragged.py -k interpreter",
     ),
     Mutant(

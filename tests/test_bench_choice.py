@@ -72,7 +72,7 @@ def test_tiles_are_forced(rows):
 
 def tuned(query, key_cache, value_cache, tables, *rest):
     facts = problem.Problem.of_call(query, key_cache, value_cache, tables, rest[-1])
-    ragged_tuning.tune(facts, problem.Device(), prefix=False)
+    ragged_tuning.tune(facts, problem.Device())
     return query
 
 

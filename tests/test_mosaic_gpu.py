@@ -19,10 +19,9 @@ import paged_jax
 from paged_jax import _validate
 from paged_jax.kernels import mosaic_gpu
 from paged_jax.kernels.mosaic_gpu.decode import choose, merge
-from paged_jax.kernels.mosaic_gpu.decode.call import Target
 from tests import inputs, oracle, plain, test_decode
 from tests.cases import DECODE_CASES, Case
-from tests.mosaic_interpreter import MIDDLE_GPU, OPS, SMALL_GPU, TINY_GPU, call
+from tests.mosaic_interpreter import MIDDLE_GPU, OPS, SMALL_GPU, TINY_GPU, as_for, call
 from tests.test_cache_ops import assert_same_bytes
 
 BY_NAME = {case.name: case for case in DECODE_CASES}
@@ -347,8 +346,8 @@ def test_on_a_gpu(op, case, device, chosen):
     options = made.arrays | test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
     operands = jax.device_put(_validate.decode_operands(*made.decode.values(), options), jax.devices("gpu")[0])
     keywords = {"partition_size": case.partition_size} if op == "v2" else {}
-    function = jax.jit(partial(getattr(mosaic_gpu, OPS[op]), target=Target(device), **keywords))
-    with long_items_if("items" in chosen):
+    function = jax.jit(partial(getattr(mosaic_gpu, OPS[op]), **keywords))
+    with as_for(device), long_items_if("items" in chosen):
         results, again = (jax.tree.map(np.asarray, function(*operands)) for _ in range(2))
     check_decode(op, case, made, results)
     for actual, wanted in zip(again, results, strict=True):

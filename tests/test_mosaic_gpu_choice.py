@@ -1,6 +1,6 @@
 """Tests which tuning the Mosaic GPU kernels get, which calls they refuse, and where they are the first choice."""
 
-from functools import partial
+from dataclasses import replace
 from unittest import mock
 
 import jax
@@ -11,8 +11,7 @@ from jax import lax
 
 import paged_jax
 from paged_jax import _dispatch, _validate
-from paged_jax.kernels.mosaic_gpu.decode import choose as tuning
-from paged_jax.kernels.mosaic_gpu.decode import plan
+from paged_jax.kernels.mosaic_gpu.decode import choose, plan
 from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.decode.refs import shared_memory_bytes
 from paged_jax.kernels.problem import Device, Problem, Unsupported
@@ -206,11 +205,11 @@ def test_heads_are_folded(fold, num_seqs, num_heads, cache, options):
     tables, seq_lens = jnp.zeros((num_seqs, 128), jnp.int32), jnp.zeros(num_seqs, jnp.int32)
     options = _validate.decode_operands(query, *caches, tables, seq_lens, options).options
     problem = Problem.of_call(query, *caches, tables, options)
-    chosen = tuning.balanced(problem, Device())
+    chosen = choose.balanced(problem, Device())
     kv_heads = caches[0].shape[2 if options.layout == "nhd" else 1]
     assert (chosen.fold, Geometry(problem, chosen).items_per_seq) == (fold, kv_heads // fold)
     # v2 folds no heads, so that its results are the same in any batch.
-    assert tuning.in_partitions(problem, Device(), 512).fold == 1
+    assert choose.in_partitions(replace(problem, partition_size=512), Device()).fold == 1
 
 
 def sized_problem(num_seqs, num_kv_heads, group, cache_dtype):
@@ -221,7 +220,7 @@ def sized_problem(num_seqs, num_kv_heads, group, cache_dtype):
 @pytest.mark.parametrize(("cache_dtype", "splits"), [("bfloat16", 16), ("float8_e4m3fn", 32)])
 def test_8_bits_fill_each_multiprocessor_twice(cache_dtype, splits):
     """One program on each would read as fast, but tiles of 8 bits wait for it to convert them."""
-    assert tuning.balanced(sized_problem(1, 8, 4, cache_dtype), Device()).splits == splits
+    assert choose.balanced(sized_problem(1, 8, 4, cache_dtype), Device()).splits == splits
 
 
 @pytest.mark.parametrize(
@@ -230,16 +229,16 @@ def test_8_bits_fill_each_multiprocessor_twice(cache_dtype, splits):
 def test_query_tiles(group, columns, sharing):
     """Items share a query tile if their heads fill it; otherwise each item's heads are padded."""
     problem = sized_problem(3, 3, group, "bfloat16")
-    geometry = Geometry(problem, tuning.unsplit(problem, Device()))
+    geometry = Geometry(problem, choose.unsplit(problem, Device()))
     assert (geometry.columns, geometry.items_per_query_tile) == (columns, sharing)
     assert geometry.query_rows == -(-9 // sharing) * columns
 
 
-@pytest.mark.parametrize("choose", [tuning.unsplit, partial(tuning.in_partitions, partition_size=512), tuning.balanced])
+@pytest.mark.parametrize("tune", [choose.unsplit, choose.in_partitions, choose.balanced])
 @pytest.mark.parametrize("group", [1, 4, 5, 8, 64])
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("head_size", [64, 80, 128, 192, 256])
-def test_tunings_fit(head_size, dtype, group, choose):
+def test_tunings_fit(head_size, dtype, group, tune):
     """Tunings fit in shared memory for every block size, and have no more programs than there can be work for."""
     if dtype == "int8" and head_size % 64:
         return
@@ -249,12 +248,13 @@ def test_tunings_fit(head_size, dtype, group, choose):
         tables, seq_lens = jnp.zeros((4, 2), jnp.int32), jnp.zeros(4, jnp.int32)
         scales = {"k_scale": jnp.ones(()), "v_scale": jnp.ones(())} if dtype == "int8" else {}
         options = _validate.decode_operands(query, cache, cache, tables, seq_lens, scales).options
-        problem = Problem.of_call(query, cache, cache, tables, options)
-        chosen = choose(problem, Device())
+        size = 512 if tune is choose.in_partitions else None
+        problem = Problem.of_call(query, cache, cache, tables, options, partition_size=size)
+        chosen = tune(problem, Device())
         geometry = Geometry(problem, chosen)
         assert shared_memory_bytes(geometry) <= 227 * 1024
         assert chosen.tile % 64 == chosen.tile % geometry.run_tokens == 0
-        if choose is tuning.balanced:
+        if tune is choose.balanced:
             assert 1 <= chosen.splits <= max(1, -(-2 * block_size // 64))
             assert (chosen.splits == 1) == (chosen.merge == "none")
 
@@ -269,8 +269,8 @@ def test_long_contexts_have_two_stages(head_size, dtype, layout):
     scales = {"k_scale": jnp.ones(()), "v_scale": jnp.ones(())} if dtype == "int8" else {}
     operands = _validate.decode_operands(query, *caches, tables, jnp.ones(32, jnp.int32), {"layout": layout} | scales)
     problem = Problem.of_call(*operands[:4], operands.options)
-    for choose in (tuning.unsplit, tuning.balanced):
-        assert choose(problem, Device()).stages >= 2
+    for tune in (choose.unsplit, choose.balanced):
+        assert tune(problem, Device()).stages >= 2
 
 
 UNEVEN = {  # lengths, number of programs, how many of them have any work, number of splits of some sequences' items
@@ -303,7 +303,7 @@ def test_queues(seq_lens, programs, busy, splits, window):
     tables, lens = jnp.zeros((num_seqs, 1024), jnp.int32), jnp.asarray(seq_lens, jnp.int32)
     options = _validate.decode_operands(query, cache, cache, tables, lens, {"sliding_window": window}).options
     problem = Problem.of_call(query, cache, cache, tables, options)
-    geometry = Geometry(problem, tuning.balanced(problem, Device()))
+    geometry = Geometry(problem, choose.balanced(problem, Device()))
     assert geometry.num_programs == programs
 
     @jax.jit

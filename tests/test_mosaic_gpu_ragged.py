@@ -3,6 +3,9 @@
 On a GPU the tests of the operations run these kernels too.
 """
 
+import importlib
+import inspect
+import pkgutil
 from dataclasses import replace
 from unittest import mock
 
@@ -15,13 +18,13 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
 from paged_jax import _validate
 from paged_jax.kernels.mosaic_gpu.ragged import call as ragged
-from paged_jax.kernels.mosaic_gpu.ragged import choose, items
+from paged_jax.kernels.mosaic_gpu.ragged import choose, items, ptx
 from paged_jax.kernels.mosaic_gpu.ragged import wide as ragged_wide
 from paged_jax.kernels.mosaic_gpu.ragged.count import count_before_kernel, total
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted
 from paged_jax.kernels.problem import Device, Problem, Unsupported
-from tests import inputs, oracle, plain
+from tests import inputs, interpreted_ptx, oracle, plain
 from tests.cases import Case
 from tests.ragged_interpreter import call
 from tests.test_cache_ops import assert_same_bytes
@@ -78,6 +81,16 @@ def some(cases, slow):
     return [pytest.param(case, id=str(case), marks=[pytest.mark.slow] * (case.name in slow)) for case in cases]
 
 
+def test_interpreter_replaces_what_is_in_ptx():
+    """Every function that kernels call in `ptx/`, and that has PTX or MLIR, has a substitute of the same signature."""
+    for file in pkgutil.iter_modules(ptx.__path__):
+        real, substitute = (importlib.import_module(f"{x.__name__}.{file.name}") for x in (ptx, interpreted_ptx))
+        for name, function in inspect.getmembers(real, inspect.isfunction):
+            if function.__module__ == real.__name__ and "@inline(" in inspect.getsource(function):
+                signatures = [inspect.signature(function), inspect.signature(getattr(substitute, name))]
+                assert len({tuple(s.parameters) for s in signatures}) == 1, name
+
+
 @pytest.mark.parametrize("case", some(INTERPRETED, MORE))
 def test_in_the_interpreter(case):
     made = inputs.make(case)
@@ -103,8 +116,8 @@ def test_split_items_in_the_interpreter(case, num_kinds, split):
     operands = operands_of(case, made)
     arrays = operands.query, operands.key_cache, operands.value_cache, operands.block_tables
     problem = Problem.of_call(*arrays, operands.options)
-    chosen = replace(choose.tune(problem, Device(), prefix=False), counts_in_kernel=False, **tuning)
-    geometry = Geometry(problem, chosen, prefix=False)
+    chosen = replace(choose.tune(problem, Device()), counts_in_kernel=False, **tuning)
+    geometry = Geometry(problem, chosen)
     counts = count_before_kernel(operands.query_start_loc, operands.seq_lens, geometry)
     assert len(geometry.kinds_there) == num_kinds
     assert [bool(total(Counted.PARTIALS, kind, counts) > 1) for kind in geometry.kinds] == split
@@ -261,7 +274,7 @@ def test_lowers_for_cuda(case):
     operands = operands_of(case, made)
     text = function.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
     problem = Problem.of_call(*operands[:4], operands.options)
-    geometry = Geometry(problem, choose.tune(problem, Device(), prefix=False), prefix=False)
+    geometry = Geometry(problem, choose.tune(problem, Device()))
     assert text.count("@mosaic_gpu_v2") == 1 + geometry.merges
 
 

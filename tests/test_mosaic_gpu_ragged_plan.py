@@ -34,9 +34,9 @@ def planned(query_lens, seq_lens, *shape, block_size=16, table_width=64, prefix=
     validate = _validate.prefix_operands if prefix else _validate.ragged_operands
     operands = jax.eval_shape(lambda *x: validate(*x, True, {"sliding_window": window, **(options or {})}), *arrays)
     caches = operands.key_cache, operands.value_cache, operands.block_tables
-    problem = Problem.of_call(operands.query, *caches, operands.options)
-    chosen = replace(choose.tune(problem, Device(), prefix=prefix), counts_in_kernel=False, **tuning)
-    geometry = Geometry(problem, chosen, prefix)
+    problem = Problem.of_call(operands.query, *caches, operands.options, prefix=prefix)
+    chosen = replace(choose.tune(problem, Device()), counts_in_kernel=False, **tuning)
+    geometry = Geometry(problem, chosen)
     starts = jnp.asarray(np.concatenate([[0], np.cumsum(query_lens)]), jnp.int32)
     lengths = Lengths(jnp.asarray(seq_lens, jnp.int32), starts)
     return geometry, count.count_before_kernel(starts, lengths.seq_lens, geometry), lengths

@@ -11,9 +11,8 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 import paged_jax
 from paged_jax import _validate
 from paged_jax.kernels import mosaic_gpu
-from paged_jax.kernels.mosaic_gpu.decode.call import Target
 from tests import oracle, plain, test_decode, test_write_and_attend
-from tests.mosaic_interpreter import MIDDLE_GPU, SMALL_GPU, TINY_GPU, run_op
+from tests.mosaic_interpreter import MIDDLE_GPU, SMALL_GPU, TINY_GPU, as_for, run_op
 from tests.test_cache_ops import assert_same_bytes
 from tests.test_mosaic_gpu import check_chosen, long_items_if, small, tunings
 
@@ -57,8 +56,8 @@ def test_writes_on_a_gpu(case, device, chosen):
         return jax.tree.map(np.asarray, jax.jit(function)(*jax.device_put(operands, gpu)))
 
     gpu = jax.devices("gpu")[0]
-    function = partial(mosaic_gpu.write_and_attend, target=Target(device))
-    with long_items_if("items" in chosen):
+    function = mosaic_gpu.write_and_attend
+    with as_for(device), long_items_if("items" in chosen):
         check_writes(case, run, chosen)
 
 

@@ -44,7 +44,7 @@ def hold(run):
             sliding_window=None, logits_soft_cap=None, block_sparse=None, causal=True, num_seqs=len(seq_lens),
             num_tokens=num_tokens, num_blocks=8, max_blocks_per_seq=300, max_seq_len=4800, max_query_len=num_tokens,
         )  # fmt: skip
-        kernel, grid = ragged_tuning.tune(problem, Device(90, 40), prefix=False)
+        kernel, grid = ragged_tuning.tune(problem, Device(90, 40))
         assert not kernel.tuning.final
         kernel = replace(kernel, tuning=replace(kernel.tuning, scan=16, plan=32))
         starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)

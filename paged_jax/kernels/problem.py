@@ -187,7 +187,8 @@ class Problem(Attention):
     ) -> "Problem":
         """The facts of a call, from its validated arrays and options."""
         pool = Pool.of(value_cache, query.shape[2], options.layout, options.k_scale, options.v_scale)
-        return cls._of(pool, query, value_cache.shape[0], block_tables, options)
+        made = cls._of(pool, query, value_cache.shape[0], block_tables, options)
+        return dataclasses.replace(made, prefix=prefix, writes_tokens=writes_tokens, partition_size=partition_size)
 
     @classmethod
     def of_latents(
@@ -219,9 +220,6 @@ class Problem(Attention):
             max_blocks_per_seq=block_tables.shape[1],
             max_seq_len=options.max_seq_len,
             max_query_len=options.max_query_len,
-            prefix=prefix,
-            writes_tokens=writes_tokens,
-            partition_size=partition_size,
         )
 
     @property

@@ -222,7 +222,7 @@ def _attend(
     is each sequence's, below 0 of none; if it is None, they come in the order of the sequences.
     """
     problem = geometry.problem
-    reader = tiles.kind(problem)(geometry)
+    reader = tiles.class_of(problem)(geometry)
     rows = _query_tiles(query, geometry)
     vectors = jax.tree.map(jnp.atleast_1d, OptionArrays.of(options))
     inputs = Inputs(rows, reader.view(key_cache), reader.view(value_cache), block_tables, seq_lens, vectors, *new)

@@ -204,7 +204,7 @@ def _most_programs(geometry: Geometry, at_once: int) -> int:
     problem = geometry.problem
     wide_rows = problem.head_size * jnp.dtype(problem.query_dtype).itemsize >= 256
     many_items = geometry.num_items > 2 * at_once
-    return 1 if many_items and wide_rows and not tiles.kind(problem).in_registers else 2
+    return 1 if many_items and wide_rows and not tiles.class_of(problem).in_registers else 2
 
 
 def _fills(programs: int, at_once: int) -> bool:
@@ -222,7 +222,7 @@ def _splits(geometry: Geometry, num_tiles: int, programs: int, gpu: Device) -> t
 
     # One program on each multiprocessor reads as fast as two, and leaves less to merge. It computes more slowly, and
     # what goes through registers waits for that (LOG, "Groups that do not fill query tiles").
-    reads_as_fast = not tiles.kind(geometry.problem).in_registers
+    reads_as_fast = not tiles.class_of(geometry.problem).in_registers
     if reads_as_fast and one_each >= splits_for(one_each) * num_items >= _NEARLY_FULL * one_each:
         return splits_for(one_each), one_each
     return splits_for(programs * one_each), programs * one_each
@@ -262,7 +262,7 @@ def _tilings(problem: Problem, tuning: Tuning, most_programs: int) -> Iterator[t
     Otherwise a tile has 64 rows. The rings have as many stages as may be in flight, but at least two, unless one tile
     is enough or two do not fit.
     """
-    kind, columns = tiles.kind(problem), Geometry(problem, tuning).columns
+    kind, columns = tiles.class_of(problem), Geometry(problem, tuning).columns
     in_flight = _BYTES_IN_FLIGHT_OF_8_BITS if problem.cache_itemsize == 1 else _BYTES_IN_FLIGHT
     longest_split = tuning.fold * (problem.partition_size or pl.cdiv(problem.max_seq_len, max(1, tuning.splits)))
     for programs, tile in ((2, 128), (2, 64), (1, 128), (1, 64)):

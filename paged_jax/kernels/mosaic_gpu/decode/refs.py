@@ -126,7 +126,7 @@ def outputs(geometry: Geometry) -> Outputs:
 def scratch(geometry: Geometry) -> Scratch:
     """The shared memory and the barriers of a program."""
     problem, tuning, columns = geometry.problem, geometry.tuning, geometry.columns
-    reader = tiles.kind(problem)(geometry)
+    reader = tiles.class_of(problem)(geometry)
     vector = plgpu.SMEM((columns,), jnp.float32)
     new_token = plgpu.SMEM((problem.head_size,), jnp.dtype(problem.query_dtype)) if problem.writes_tokens else ABSENT
     merged = merged_scratch(geometry) if tuning.merges_in_cluster else MergedScratch(ABSENT, ABSENT)

@@ -5,29 +5,16 @@ items of its kind, which a program claims, and the number of the program's own i
 says in which stage of a ring its description and its query are.
 """
 
-from typing import Any
-
-import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from paged_jax.kernels.mosaic_gpu.hopper.inline import (
-    SCALAR,
-    add,
-    address,
-    assembly,
-    i32,
-    i64,
-    inline,
-    mul,
-    thread_index_read_again,
-)
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import NO_ITEM, Geometry, ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import NO_ITEM, Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.plan import Item
-from paged_jax.kernels.mosaic_gpu.ragged.refs import ITEM_STAGES, Ref, Refs, Scratch, Signal
+from paged_jax.kernels.mosaic_gpu.ragged.ptx import items as ptx
+from paged_jax.kernels.mosaic_gpu.ragged.refs import ITEM_STAGES, Scratch, Signal
 
 
 def nothing() -> Item:
@@ -39,7 +26,7 @@ def describe(item: Item, tiles_before: Scalar, items_before: Scalar, smem: Scrat
     """Tells the computing warpgroups of an item, and how many tiles of its kind the program has had before it."""
     stage = stage_of(items_before)
     pl.when(items_before >= ITEM_STAGES)(lambda: plgpu.barrier_wait(smem.items.consumed.at[stage]))
-    store_fields(smem.items.fields, stage, (*item, tiles_before))
+    ptx.store_fields(smem.items.fields, stage, (*item, tiles_before))
     plgpu.barrier_arrive(smem.signal(Signal.ITEM, stage))
 
 
@@ -77,38 +64,3 @@ def stage_of(items_before: Scalar) -> Scalar:
 def query_stage(stage: Scalar, geometry: Geometry) -> Scalar:
     """The stage of an item's query. There are as many as of descriptions, or one."""
     return stage if geometry.tuning.queries == ITEM_STAGES else jnp.int32(0)
-
-
-def claim(kind: ItemKind, refs: Refs) -> Scalar:
-    """The next item of a kind that no program has claimed, counted from 0: each goes to one program only."""
-
-    @inline(plgpu.RefType(), plgpu.RefType())
-    def increase(_, counts_gmem, claimed_smem):
-        mgpu.warpgroup_barrier()  # all threads have read the number before
-        assembly(
-            """{ .reg .pred first; .reg .b32 number; setp.eq.u32 first, $0, 0;
-            mov.b32 number, 0; @first atom.global.add.u32 number, [$1], 1; @first st.shared.b32 [$2], number; }""",
-            "r,l,r",
-            thread_index_read_again(),
-            add(address(counts_gmem), i64(4 * (0 if kind.is_wide else 1))),
-            address(claimed_smem),
-        )
-        mgpu.warpgroup_barrier()
-
-    increase(refs.inputs_gmem.claimed, refs.smem.claimed)
-    return refs.smem.claimed[0]
-
-
-def store_fields(fields_smem: Ref, row: Scalar, values: Any) -> None:
-    """Stores 32-bit integers to a row of shared memory, which this warpgroup sees at once, others after a barrier."""
-    columns = fields_smem.shape[1]
-
-    @inline(plgpu.RefType(), *[SCALAR] * (len(values) + 1))
-    def store(_, fields_smem, row, *values):
-        first = add(address(fields_smem), mul(row.registers.item(), 4 * columns))
-        code = "{ .reg .pred first; setp.eq.u32 first, $0, 0; @first st.shared.b32 [$1], $2; }"
-        for i, value in enumerate(values):
-            assembly(code, "r,r,r", thread_index_read_again(), add(first, i32(4 * i)), value.registers.item())
-        mgpu.warpgroup_barrier()
-
-    store(fields_smem, row, *values)

@@ -18,6 +18,7 @@ from paged_jax.kernels.mosaic_gpu.ragged import count, items, plan
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import NO_ITEM, Geometry, ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.load_tiles import TileLoader
 from paged_jax.kernels.mosaic_gpu.ragged.plan import Item
+from paged_jax.kernels.mosaic_gpu.ragged.ptx import items as claims
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import rows
 from paged_jax.kernels.mosaic_gpu.ragged.refs import ITEM_STAGES, Counts, Refs, Signal
 
@@ -140,9 +141,7 @@ class _ItemLoader:
 
     def number_after(self, number: Scalar) -> Scalar:
         """The number of the item that a program takes after another one."""
-        if not self.kind.geometry.tuning.claims_items:
-            return number + self.kind.geometry.tuning.num_programs
-        return self.unclaimed + items.claim(self.kind, self.refs)
+        return claims.number_after(number, self.unclaimed, self.kind, self.refs)
 
     def _begin_item(self, number: Scalar, items_before: Scalar, tiles_before: Scalar) -> Scalar:
         """Describes the item of a number, if there is such an item; returns whether.
@@ -193,10 +192,8 @@ class _ItemLoader:
 
 def _first_number(loader: _ItemLoader, program: Scalar, wide_programs: Scalar, turn: Scalar) -> Scalar:
     """The number of the first item of a kind that a program takes, in its first turn without a claim."""
-    if not loader.kind.geometry.tuning.claims_items:
-        return program
     own = program if loader.kind.is_wide else program - wide_programs
-    return lax.cond(turn == 0, lambda: own, lambda: loader.number_after(own))
+    return lax.cond(turn == 0, lambda: own, lambda: loader.number_after(jnp.int32(-1)))
 
 
 def _drain(number: Scalar, *consumed, stages: int) -> None:

@@ -12,41 +12,15 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
-import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, scf
 
-from paged_jax.kernels.mosaic_gpu.hopper.inline import (
-    SCALAR,
-    add,
-    address,
-    as_i32,
-    as_i64,
-    as_index,
-    assembly,
-    bytes_of,
-    div,
-    i32,
-    i64,
-    inline,
-    less,
-    mul,
-    rem,
-    thread_index_read_again,
-)
-from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
-from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
-from paged_jax.kernels.mosaic_gpu.hopper.registers import LOG2E, LOWEST
 from paged_jax.kernels.mosaic_gpu.ragged import count
 from paged_jax.kernels.mosaic_gpu.ragged import sequence as sequences
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.ptx import merge as ptx
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Counts, Lengths, Partials, Ref
-from paged_jax.kernels.problem import Problem
-
-_WIDE_IN_FLIGHT, _THIN_IN_FLIGHT = 4, 8  # partial results: wide items have few splits, thin ones may have many
 
 
 class MergeRefs(NamedTuple):
@@ -60,45 +34,6 @@ class MergeRefs(NamedTuple):
     thin_partials: Partials
     out: Ref
     lse: Ref
-
-
-class RowGroup(NamedTuple):
-    """Some neighbours of the rows (query token, query head) of a sequence that are in split items of one kind."""
-
-    number: Scalar  # the group's, in the sequence
-    num_rows: Scalar  # of the sequence
-    first_token: Scalar  # of the sequence's rows
-    query_tiles: Scalar  # tiles of query tokens that these rows are in
-    splits: Scalar  # of each item
-    first_partial: Scalar  # of the sequence's items
-
-
-class RowRefs(NamedTuple):
-    """What a merge of rows reads and writes; or the addresses, as values of MLIR."""
-
-    partials: Partials
-    sinks: Ref
-    out: Ref
-    lse: Ref
-
-
-class _Row(NamedTuple):
-    """The row of which a thread merges 4 elements. Its fields are values of MLIR."""
-
-    exists: Any
-    column: Any  # of the 4 elements, in units of them
-    token: Any  # of the sequence's
-    head: Any
-    partial: Any  # the first one of its item
-    of_partial: Any  # which row it is of its partial results
-
-
-class _Merged(NamedTuple):
-    """A thread's part of the softmax of a row. Its fields are values of MLIR."""
-
-    maximum: Any  # of base 2
-    sum: Any
-    out: list  # 4 elements of O, not divided by the sum
 
 
 def merge(geometry: Geometry, refs: MergeRefs) -> None:
@@ -124,7 +59,7 @@ def _merge_kind(partials: Partials, refs: MergeRefs, kind: ItemKind) -> None:
     """Merges the split items of a kind."""
     problem, counts = kind.geometry.problem, refs.counts
     lengths_gmem = Lengths(refs.seq_lens, refs.query_start_loc)
-    row_refs = RowRefs(partials, refs.sinks, refs.out, refs.lse)
+    row_refs = ptx.RowRefs(partials, refs.sinks, refs.out, refs.lse)
     program, step = lax.axis_index("program"), kind.geometry.tuning.merge_programs
 
     @pl.loop(program, count.total(Counted.MERGES, kind, counts), step=step)
@@ -132,7 +67,7 @@ def _merge_kind(partials: Partials, refs: MergeRefs, kind: ItemKind) -> None:
         place = count.search(number, Counted.MERGES, kind, counts)
         seq = count.sequence_at(place, counts, kind.geometry)
         sequence = sequences.sequence_of(seq, lengths_gmem, problem)
-        group = RowGroup(
+        group = ptx.RowGroup(
             number=number - count.before(Counted.MERGES, place, kind, counts),
             num_rows=sequences.num_queries(sequence, kind) * problem.num_heads,
             first_token=sequence.first_token + sequences.first_query(sequence, kind),
@@ -140,121 +75,4 @@ def _merge_kind(partials: Partials, refs: MergeRefs, kind: ItemKind) -> None:
             splits=count.num_splits(place, sequence, kind, counts),
             first_partial=count.before(Counted.PARTIALS, place, kind, counts),
         )
-        merge_rows(row_refs, group, kind)
-
-
-def merge_rows(refs: RowRefs, group: RowGroup, kind: ItemKind) -> None:
-    """Merges a group of rows."""
-    leaves, tree = jax.tree.flatten(refs)
-
-    @inline(*[plgpu.RefType()] * len(leaves), *[SCALAR] * len(group))
-    def merge_own_elements(_, *arguments):
-        at = jax.tree.unflatten(tree, [address(x) for x in arguments[: len(leaves)]])
-        values = RowGroup(*(x.registers.item() for x in arguments[len(leaves) :]))
-        row = _row_of_thread(values, kind)
-        merged = _over_partials(at.partials, row, values.splits, kind)
-        _store(at, row, values.first_token, merged, kind.geometry)
-
-    merge_own_elements(*leaves, *group)
-
-
-def _row_of_thread(group: RowGroup, kind: ItemKind) -> _Row:
-    """The row of which this thread merges 4 elements."""
-    geometry, problem = kind.geometry, kind.geometry.problem
-    index = thread_index_read_again()
-    lane, column = div(index, geometry.threads_of_row), rem(index, geometry.threads_of_row)
-    row = add(mul(group.number, geometry.merged_rows), lane)
-    exists = arith.andi(less(lane, i32(geometry.merged_rows)), less(row, group.num_rows))
-    row = arith.select(exists, row, i32(0))
-    token, head = div(row, problem.num_heads), rem(row, problem.num_heads)
-    tile, of_tile = div(token, kind.tokens), rem(token, kind.tokens)
-    half, of_half = div(of_tile, geometry.half_tokens), rem(of_tile, geometry.half_tokens)
-    kv_head, of_group = div(head, problem.group), rem(head, problem.group)
-    of_partial = add(mul(half, WGMMA_ROWS), add(mul(of_half, problem.group), of_group))
-    of_kv_head = arith.muli(kv_head, group.query_tiles)
-    item = add(of_kv_head, arith.subi(arith.subi(group.query_tiles, i32(1)), tile))  # the last tile comes first
-    partial = add(group.first_partial, arith.muli(item, group.splits))
-    return _Row(exists, column, token, head, partial, of_partial)
-
-
-def _over_partials(at: Partials, row: _Row, splits, kind: ItemKind) -> _Merged:
-    """The softmax of all of a row's partial results, in their order."""
-    carry, step = [_f32(LOWEST), *[_f32(0.0)] * 5], _WIDE_IN_FLIGHT if kind.is_wide else _THIN_IN_FLIGHT
-    loop = scf.ForOp(as_index(i32(0)), as_index(splits), as_index(i32(step)), carry)
-    with ir.InsertionPoint(loop.body):
-        first = arith.index_cast(ir.IntegerType.get_signless(32), loop.induction_variable)
-        partials = [_load_partial(at, row, add(first, i32(i)), splits, kind) for i in range(step)]
-        maximum, total, *out = loop.inner_iter_args
-        for log_sum, elements in partials:
-            new_maximum = arith.maximumf(maximum, log_sum)
-            rescale, weight = _exp2(arith.subf(maximum, new_maximum)), _exp2(arith.subf(log_sum, new_maximum))
-            total = arith.addf(arith.mulf(total, rescale), weight)
-            pairs = zip(out, elements, strict=True)
-            out = [arith.addf(arith.mulf(x, rescale), arith.mulf(y, weight)) for x, y in pairs]
-            maximum = new_maximum
-        scf.yield_([maximum, total, *out])
-    maximum, total, *out = loop.results
-    return _Merged(maximum, total, out)
-
-
-def _load_partial(at: Partials, row: _Row, number, splits, kind: ItemKind) -> tuple[Any, list]:
-    """The logarithm of a partial result's sum, and its 4 elements; nothing if there is none of this number."""
-    exists = less(number, splits)
-    number = arith.select(exists, number, i32(0))
-    rows = kind.halves * WGMMA_ROWS
-    index = arith.addi(arith.muli(as_i64(add(row.partial, number)), i64(rows)), as_i64(row.of_partial))
-    [log_sum] = assembly("ld.global.f32 $0, [$1];", "=f,l", add(at.log_sums, arith.muli(index, i64(4))), results=1)
-    log_sum = arith.select(exists, log_sum, _f32(float("-inf")))
-    start = arith.muli(index, i64(4 * kind.geometry.problem.head_size))
-    place = add(at.out, arith.addi(start, bytes_of(row.column, 16)))
-    return log_sum, assembly("ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,l", place, results=4)
-
-
-def _store(at: RowRefs, row: _Row, first_token, merged: _Merged, geometry: Geometry) -> None:
-    """Stores a row's 4 elements of out, and its lse. A row that saw no token gets out 0 and lse -inf."""
-    maximum, total, out = merged
-    # NaN counts as seen: what is not a number must show.
-    seen = arith.cmpf(arith.CmpFPredicate.UNE, total, _f32(0.0))
-    if geometry.problem.per_head.sinks:
-        maximum, total, out = _with_sink(merged, at.sinks, row.head)
-    total = arith.select(seen, total, _f32(1.0))
-    out = [arith.divf(x, total) for x in out]
-    lse = arith.divf(arith.addf(maximum, _log2(total)), _f32(LOG2E))
-    lse = arith.select(seen, lse, _f32(float("-inf")))
-    index = add(mul(add(first_token, row.token), geometry.problem.num_heads), row.head)
-    _store_out(at.out, row, index, out, geometry.problem)
-    is_first = arith.andi(row.exists, arith.cmpi(arith.CmpIPredicate.eq, row.column, i32(0)))
-    code = "{ .reg .pred exists; setp.ne.b32 exists, $0, 0; @exists st.global.f32 [$1], $2; }"
-    assembly(code, "r,l,f", as_i32(is_first), add(at.lse, bytes_of(index, 4)), lse)
-
-
-def _with_sink(merged: _Merged, sinks, head) -> _Merged:
-    """The softmax with the logit that joins the sum of a head."""
-    maximum, total, out = merged
-    [sink] = assembly("ld.global.f32 $0, [$1];", "=f,l", add(sinks, bytes_of(head, 4)), results=1)
-    sink = arith.mulf(sink, _f32(LOG2E))
-    with_sink = arith.maximumf(maximum, sink)
-    rescale = _exp2(arith.subf(maximum, with_sink))
-    total = arith.addf(arith.mulf(total, rescale), _exp2(arith.subf(sink, with_sink)))
-    return _Merged(with_sink, total, [arith.mulf(x, rescale) for x in out])
-
-
-def _store_out(out, row: _Row, index, elements: list, problem: Problem) -> None:
-    """Stores 4 elements of the row of this index, in the query's dtype."""
-    pair = {"float16": "f16x2", "bfloat16": "bf16x2"}[problem.query_dtype]
-    code = f"""{{ .reg .pred exists; .reg .b32 a, b; setp.ne.b32 exists, $0, 0;
-        cvt.rn.{pair}.f32 a, $3, $2; cvt.rn.{pair}.f32 b, $5, $4; @exists st.global.v2.b32 [$1], {{a, b}}; }}"""
-    offset = arith.addi(bytes_of(index, 2 * problem.head_size), bytes_of(row.column, 8))
-    assembly(code, "r,l,f,f,f,f", as_i32(row.exists), add(out, offset), *elements)
-
-
-def _exp2(x):
-    return assembly("ex2.approx.ftz.f32 $0, $1;", "=f,f", x, results=1)[0]
-
-
-def _log2(x):
-    return assembly("lg2.approx.ftz.f32 $0, $1;", "=f,f", x, results=1)[0]
-
-
-def _f32(x: float):
-    return mgpu.c(x, ir.F32Type.get())
+        ptx.merge_rows(row_refs, group, kind)

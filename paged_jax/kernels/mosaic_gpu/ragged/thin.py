@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
-from paged_jax.kernels.mosaic_gpu.ragged import items, plan, products, results, softmax
+from paged_jax.kernels.mosaic_gpu.hopper.products import product
+from paged_jax.kernels.mosaic_gpu.ragged import items, plan, results, softmax
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.load_tiles import scales_of, tile_of
 from paged_jax.kernels.mosaic_gpu.ragged.plan import Item
-from paged_jax.kernels.mosaic_gpu.ragged.ptx import lanes
+from paged_jax.kernels.mosaic_gpu.ragged.ptx import lanes, products
 from paged_jax.kernels.mosaic_gpu.ragged.ptx.rows import Results
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref, Refs, Signal
 from paged_jax.kernels.mosaic_gpu.ragged.softmax import Rows, State, TileScales, TileWeights, Totals
@@ -95,7 +96,7 @@ class _ThinTiles:
         tile = self.first_tile + 2 * i
         stage = lax.rem(self.tiles_before + tile, jnp.int32(self.kind.stages))
         plgpu.barrier_wait(barriers.keys_ready.at[stage])
-        scores = products.scores(self.query_smem, tile_of(smem.keys.tiles, stage, self.kind))
+        scores = product(self.query_smem, tile_of(smem.keys.tiles, stage, self.kind).T)
         plgpu.barrier_arrive(barriers.keys_consumed.at[stage])
         pl.when(tile == self.item.num_tiles - 1)(lambda: _say_that_query_is_done(self.query_done))
         scales = TileScales(*(scales_of(ring, stage, self.kind) for ring in (smem.keys, smem.values)))

@@ -15,8 +15,6 @@ class Tuning:
       queries: items whose queries have a place in shared memory.
       least_split: what any item may cost; one that costs an eighth more may be split. A tile of 64 tokens costs 1, of
         wide items 2.
-      claims_items: whether programs claim work items one by one, as they get to them; otherwise each takes every
-        num_programs-th item, as only the interpreter wants it.
       counts_in_kernel: whether each program counts the batch's work; otherwise XLA does, before the kernel.
       merge_programs: thread blocks of the kernel that merges split items.
     """
@@ -27,7 +25,6 @@ class Tuning:
     stages: int = 2
     queries: int = 2
     least_split: int = 16
-    claims_items: bool = True
     counts_in_kernel: bool = True
     merge_programs: int = 528
 

@@ -19,11 +19,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
-from paged_jax.kernels.mosaic_gpu.ragged import items, plan, products, results, softmax
+from paged_jax.kernels.mosaic_gpu.hopper.products import product
+from paged_jax.kernels.mosaic_gpu.ragged import items, plan, results, softmax
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.load_tiles import scales_of
 from paged_jax.kernels.mosaic_gpu.ragged.plan import Item
-from paged_jax.kernels.mosaic_gpu.ragged.ptx import lanes
+from paged_jax.kernels.mosaic_gpu.ragged.ptx import lanes, products
 from paged_jax.kernels.mosaic_gpu.ragged.ptx.rows import Results
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref, Refs, Signal
 from paged_jax.kernels.mosaic_gpu.ragged.softmax import Rows, State, TileScales, TileWeights, Totals
@@ -86,7 +87,7 @@ class _WideTiles:
         state, stage = softmax.empty(self.kind.geometry), self._stage(first)
         plgpu.barrier_wait(keys.ready.at[stage])
         self._wait_for_turn()
-        scores = products.scores(self.query_smem, keys.tiles.at[stage], self._end_turn)
+        scores = product(self.query_smem, keys.tiles.at[stage].T, self._end_turn)
         # The product is done, so that a branch splits no turn.
         weigh = functools.partial(self._weigh, first, Totals(state.maxima, state.sums), scores)
         weighed = lax.cond(self._is_plain(first), lambda: weigh(plain=True), lambda: weigh(plain=False))

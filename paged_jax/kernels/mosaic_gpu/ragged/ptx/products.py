@@ -1,4 +1,4 @@
-"""The matrix products of a warpgroup's 64 query rows with a tile, on the matrix units (wgmma).
+"""Products of a warpgroup whose results stay in registers over several instructions of the matrix units (wgmma).
 
 A warpgroup computes something else while a product is on its way, which `then` and `meanwhile` say.
 """
@@ -11,13 +11,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import Array
 
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
-from paged_jax.kernels.mosaic_gpu.hopper.products import Then, accumulator, product
+from paged_jax.kernels.mosaic_gpu.hopper.products import Then, accumulator
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref
-
-
-def scores(query_smem: Ref, keys_smem: Ref, then: Then = None) -> Array:
-    """S = Q K^T; `then` runs when the product is on its way."""
-    return product(query_smem, keys_smem.T, then)
 
 
 def accumulate(out: Array, weights: Array, values_smem: Ref, then: Then = None) -> Any:

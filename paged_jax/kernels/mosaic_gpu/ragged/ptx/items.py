@@ -1,0 +1,61 @@
+"""Claims of work items, and their descriptions in shared memory."""
+
+from typing import Any
+
+import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas.mosaic_gpu as plgpu
+
+from paged_jax.kernels.mosaic_gpu.hopper.inline import (
+    SCALAR,
+    add,
+    address,
+    assembly,
+    i32,
+    i64,
+    inline,
+    mul,
+    thread_index_read_again,
+)
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
+from paged_jax.kernels.mosaic_gpu.hopper.refs import Ref
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import ItemKind
+from paged_jax.kernels.mosaic_gpu.ragged.refs import Refs
+
+
+def number_after(number: Scalar, unclaimed: Scalar, kind: ItemKind, refs: Refs) -> Scalar:
+    """The number of the item that this program takes after the one of `number`.
+
+    Programs take the first `unclaimed` items without a claim. Each further number goes to whoever claims it first, so
+    that it does not depend on `number`.
+    """
+
+    @inline(plgpu.RefType(), plgpu.RefType())
+    def increase(_, counts_gmem, claimed_smem):
+        mgpu.warpgroup_barrier()  # all threads have read the number before
+        assembly(
+            """{ .reg .pred first; .reg .b32 number; setp.eq.u32 first, $0, 0;
+            mov.b32 number, 0; @first atom.global.add.u32 number, [$1], 1; @first st.shared.b32 [$2], number; }""",
+            "r,l,r",
+            thread_index_read_again(),
+            add(address(counts_gmem), i64(4 * (0 if kind.is_wide else 1))),
+            address(claimed_smem),
+        )
+        mgpu.warpgroup_barrier()
+
+    increase(refs.inputs_gmem.claimed, refs.smem.claimed)
+    return unclaimed + refs.smem.claimed[0]
+
+
+def store_fields(fields_smem: Ref, row: Scalar, values: Any) -> None:
+    """Stores 32-bit integers to a row of shared memory, which this warpgroup sees at once, others after a barrier."""
+    columns = fields_smem.shape[1]
+
+    @inline(plgpu.RefType(), *[SCALAR] * (len(values) + 1))
+    def store(_, fields_smem, row, *values):
+        first = add(address(fields_smem), mul(row.registers.item(), 4 * columns))
+        code = "{ .reg .pred first; setp.eq.u32 first, $0, 0; @first st.shared.b32 [$1], $2; }"
+        for i, value in enumerate(values):
+            assembly(code, "r,r,r", thread_index_read_again(), add(first, i32(4 * i)), value.registers.item())
+        mgpu.warpgroup_barrier()
+
+    store(fields_smem, row, *values)

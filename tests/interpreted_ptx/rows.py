@@ -1,0 +1,45 @@
+"""Rows of queries and of results."""
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
+
+
+def _row_of_query(row, rows, geometry):
+    """For each row of a warpgroup: whether it has a token, and its token and query head."""
+    group = geometry.problem.group
+    token, of_group = row // group, row % group
+    exists = (token < rows.num_tokens) & (row < geometry.half_tokens * group)
+    return exists, rows.first_token + token, rows.kv_head * group + of_group
+
+
+def load_queries(query_gmem, query_smem, rows, kind):
+    exists, token, query_head = _row_of_query(jnp.arange(WGMMA_ROWS), rows, kind.geometry)
+    values = query_gmem[...][jnp.where(exists, token, 0), query_head]
+    values = jnp.where(exists[:, None], values, jnp.zeros_like(values))
+    query_smem[...] = lax.bitcast_convert_type(values, query_smem.dtype)
+    plgpu.commit_smem()
+
+
+def finish_copies():
+    plgpu.commit_smem()
+
+
+def store_rows(smem, gmem, rows, kind):
+    out, lse, group = smem.out[...], smem.lse[...], kind.geometry.problem.group
+    out = lax.bitcast_convert_type(out, gmem.out.dtype)
+
+    @pl.loop(0, rows.num_tokens)
+    def _(token):
+        heads = pl.ds(rows.kv_head * group, group)
+        gmem.out[rows.first_token + token, heads] = lax.dynamic_slice_in_dim(out, token * group, group)
+        gmem.lse[rows.first_token + token, heads] = lax.dynamic_slice_in_dim(lse, token * group, group)
+
+
+def store_partial(partial_gmem, out, num_tokens, geometry):
+    old = partial_gmem[...]
+    exists = jnp.arange(WGMMA_ROWS)[:, None] < num_tokens * geometry.problem.group
+    partial_gmem[...] = jnp.where(exists, out, old)
