@@ -1,6 +1,7 @@
 """Keeps what JAX lowers a function to, for programs that call it many times."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -8,6 +9,21 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import func
 from jax.interpreters import mlir
+from jax.sharding import AbstractMesh
+
+
+def without_mesh() -> AbstractContextManager[Any]:
+    """Within this, arrays have types without a mesh, whatever `jax.set_mesh` says around it.
+
+    XLA calls back for a device's part of an op, which has no shardings to name. Where types name Explicit axes, JAX
+    would lower each of its operations with one.
+    """
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+
+
+def shapes_of(arrays: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:
+    """The arrays' types without a mesh."""
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
 
 
 class LoweredOnce:
@@ -28,7 +44,8 @@ class LoweredOnce:
 
     def __call__(self, *arrays: jax.Array) -> Any:
         """Calls the function."""
-        traced, results = jax.make_jaxpr(self._run, return_shape=True)(*arrays)
+        with without_mesh():
+            traced, results = jax.make_jaxpr(self._run, return_shape=True)(*shapes_of(arrays))
         if traced.effects:  # the number of a device on a mesh axis
             return self._run(*arrays)
         return jax.tree.unflatten(jax.tree.structure(results), _lowered_p.bind(*arrays, traced=traced, kept=self))
@@ -36,7 +53,8 @@ class LoweredOnce:
     def module(self, traced: Any, platforms: tuple[str, ...]) -> bytes:
         """The bytecode of a module whose `main` is the traced function, lowered for these platforms."""
         if platforms not in self._modules:
-            lowered = jax.jit(jaxpr_as_fun(traced)).trace(*traced.in_avals).lower(lowering_platforms=platforms)
+            with without_mesh():
+                lowered = jax.jit(jaxpr_as_fun(traced)).trace(*traced.in_avals).lower(lowering_platforms=platforms)
             module: Any = lowered.compiler_ir("stablehlo")
             self._modules[platforms] = mlir.module_to_bytecode(module)
         return self._modules[platforms]

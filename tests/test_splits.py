@@ -32,11 +32,11 @@ def test_a_factor_is_split_only_into_even_parts(size, chosen):
 @pytest.mark.parametrize(("kv_parts", "group"), [(2, ()), (4, ("b",))])
 def test_a_group_is_split_only_where_a_device_has_one_kv_head(kv_parts, group):
     specs = dict.fromkeys(("key_cache", "value_cache"), P(None, "a")) | {"query": P(None, ("a", "b"))}
-    assert choose(specs, {"a": kv_parts, "b": 2}) == {"h": ("a",), "g": group, "n": ()}
+    assert choose(specs, {"a": kv_parts, "b": 2}) == {"h": ("a",), "g": group, "n": (), "b": ()}
 
 
 def test_operands_without_a_sharding_are_not_split():
-    assert choose({}, {"tp": 2}) == {"h": (), "g": (), "n": ()}
+    assert choose({}, {"tp": 2}) == {"h": (), "g": (), "n": (), "b": ()}
 
 
 def test_a_group_of_one_query_head_is_no_factor():
@@ -56,3 +56,11 @@ def test_one_kv_head_is_no_factor_beside_its_group(num_heads, word):
     assert rule.startswith(f"n {word} ")
     assert "(" not in rule
     assert sizes == {}
+
+
+def test_heads_and_sequences_over_one_mesh_axis():
+    """Heads take it, and the sequences of the other operands are gathered: no array is split twice over one axis."""
+    pools = dict.fromkeys(("key_cache", "value_cache"), P(None, "a"))
+    rows = {"query": P("a"), "block_tables": P("a"), "seq_lens": P("a")}
+    assert choose(pools | rows, {"a": 2}) == {"h": ("a",), "g": (), "n": (), "b": ()}
+    assert choose(pools | {"block_tables": P(("a", "b"))}, {"a": 2, "b": 3})["n"] == ("b",)

@@ -1,0 +1,33 @@
+"""Tests that within `jax.set_mesh` of any mesh an op does what it does without, on operands that no mesh holds."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import paged_jax
+from tests.test_flags import CALLS
+
+EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
+
+
+@pytest.mark.parametrize(
+    ("kinds", "name"),
+    [
+        *(((EXPLICIT, EXPLICIT), name) for name in CALLS),
+        *(((AUTO, AUTO), name) for name in ("paged_attention", "copy_blocks", "merge_attention_states")),
+        ((AUTO, EXPLICIT), "ragged_paged_attention"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "-".join(kind.name for kind in x),
+)
+def test_within_set_mesh(kinds, name):
+    """Under jit, and an op without it too, on arrays of one device and on NumPy's."""
+    function, arrays = CALLS[name]()
+    wanted = jax.tree.map(np.asarray, jax.jit(function)(*arrays))
+    calls = [(jax.jit(lambda *arrays: function(*arrays)), arrays)]
+    if hasattr(paged_jax, name):
+        calls += [(function, arrays), (function, jax.tree.map(np.asarray, arrays))]
+    with jax.set_mesh(jax.make_mesh((2, 4), ("dp", "tp"), axis_types=kinds, devices=jax.devices("cpu"))):
+        results = [jax.tree.map(np.asarray, run(*given)) for run, given in calls]
+    for actual, expected in zip(jax.tree.leaves(results), jax.tree.leaves([wanted] * len(calls)), strict=True):
+        np.testing.assert_allclose(actual.astype(np.float64), expected.astype(np.float64), rtol=1e-5, atol=1e-6)
