@@ -335,8 +335,8 @@ MUTANTS_OF_SERVER = [
     Mutant(
         "http: a long answer is cut off",
         "examples/server/http.py",
-        "        if not self._is_answering():\n            self.transport.close()",
-        "        self.transport.close()",
+        "        if self._is_answering():\n            self._stop_waiting()\n        elif",
+        "        if",
         "tests/test_serve_limits.py -k heads",
     ),
     Mutant(
@@ -369,14 +369,14 @@ MUTANTS_OF_SERVER = [
     ),
     Mutant(
         "checkpoint: files outside the folder are read",
-        "examples/checkpoint.py",
+        "examples/tensors.py",
         "if Path(name).name != name or not",
         "if not",
         "tests/test_checkpoint.py -k index",
     ),
     Mutant(
         "checkpoint: infinite weights are refused",
-        "examples/checkpoint.py",
+        "examples/tensors.py",
         " & np.isfinite(array.astype(np.float32))",
         "",
         "tests/test_checkpoint.py -k float16_cannot",

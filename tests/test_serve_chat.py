@@ -94,6 +94,8 @@ def test_the_last_message_can_be_gone_on_with(form):
     messages = [*MESSAGES, {"role": "assistant", "content": " Hi, I "}]
     text = template.render(messages, add_generation_prompt=False, continue_final_message=True)
     assert text == ("<user>Hi</><assistant> Hi, I " if "trim" not in form else "<user>Hi</><assistant>Hi, I")
+    text = template.render([*MESSAGES, {"role": "assistant", "content": "Hi"}], continue_final_message=True)
+    assert text == "<user>Hi</><assistant>Hi", "the last of two equal texts"
     with pytest.raises(TemplateError, match="whose text the chat template shows"):
         template.render([*MESSAGES, {"role": "assistant", "content": " "}], continue_final_message=True)
     with pytest.raises(TemplateError, match="whose text the chat template shows"):

@@ -134,6 +134,7 @@ def test_bodies_that_do_not_come(running, monkeypatch):
     half = running.connect(http_request("/v1/completions", GOOD)[:-1])
     assert "408" in (text := received(half))
     assert "did not come within 0.2 seconds" in text
+    assert "connection: close" in text
     monkeypatch.setattr(running.server._bodies, "seconds", 60)
     monkeypatch.setattr(running.server._bodies, "most_bytes_together", 1000)
     body = GOOD | {"prompt": "x" * 800}

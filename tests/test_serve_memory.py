@@ -53,9 +53,11 @@ def test_the_cache_is_bounded_by_the_machine_s_memory(tiny, monkeypatch):
     whole = caches_of(tiny, "--max-num-seqs", "4")
     assert whole[0].num_blocks == 4 * 512 // 16
     size = sum(cache.nbytes for cache in whole)
-    for share, num_blocks in ((1, 64), (3, 128)):
+    for share, num_blocks in ((1, 64), (4, 128), (3, 128)):
         monkeypatch.setattr(serve, "available_memory", lambda share=share: share * size)
         assert caches_of(tiny, "--max-num-seqs", "4")[0].num_blocks == num_blocks
+    copies = caches_of(tiny, "--max-num-seqs", "4", "--mesh", "dp=2")
+    assert copies[0].num_blocks == 96, "each copy of the model gets half of it"
     monkeypatch.setattr(serve, "available_memory", lambda: None)
     assert caches_of(tiny, "--max-num-seqs", "4")[0].num_blocks == 128
     monkeypatch.setattr(serve, "available_memory", lambda: 100)

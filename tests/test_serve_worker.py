@@ -255,6 +255,7 @@ def test_an_engine_that_cannot_be_reset_fails_every_request(capfd):
     broken = threading.Event()
 
     async def story(engine, worker):
+        stats = await worker.stats()
         engine.reset_error = MemoryError("no memory at all")
         (running,) = worker.submit([([1], PARAMS)])
         await until(lambda: engine.requests)
@@ -268,7 +269,7 @@ def test_an_engine_that_cannot_be_reset_fails_every_request(capfd):
         assert worker.broken == worker.trouble == "the engine failed and cannot be reset: no memory at all"
         with pytest.raises(Unavailable, match="no memory at all"):
             worker.submit([([3], PARAMS)])
-        assert await worker.stats() is None
+        assert await worker.stats() == stats == "after 1 resets"
         assert worker.is_alive
 
     run(story, max_queued=1, on_broken=broken.set)

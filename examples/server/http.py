@@ -55,8 +55,7 @@ class Protocol(H11Protocol):
 
     def _give_up(self) -> None:
         self._deadline = None
-        if not self._is_answering():
-            self.transport.close()
+        self.transport.close()
 
 
 class HttpServer(uvicorn.Server):
