@@ -40,6 +40,12 @@ class AttentionMetadata:
       max_query_len: upper bound of the query lengths of the prefill rows; 1 if there are none.
       max_prefill_seq_len: upper bound of `seq_lens` over the prefill rows; 0 if there are none.
       max_decode_seq_len: upper bound of `seq_lens` over the decode rows; 0 if there are none.
+
+    Example:
+      >>> from paged_jax import AttentionMetadata, build_metadata
+      >>> step = build_metadata([[0, 1], [2, 3]], seq_lens=[7, 6], query_lens=[7, 1], block_size=4)
+      >>> isinstance(step, AttentionMetadata), step.num_prefills, step.num_decode_tokens
+      (True, 1, 1)
     """
 
     # Any: a transformation may put other leaves than arrays here (specs, shapes, axes).

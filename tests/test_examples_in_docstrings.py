@@ -1,40 +1,45 @@
-"""Tests that the examples in the docstrings of public names run, and that every op has one."""
+"""Tests that every public function and class has an example in its docstring, which does what it shows."""
 
 import doctest
+import inspect
+import types
 
 import jax
 import pytest
 
 import paged_jax
+from paged_jax import allocator, engine
+from paged_jax.compat import rpa
 
-OPS = [
-    name
-    for name in paged_jax.__all__
-    if getattr(getattr(paged_jax, name), "__module__", "").startswith(("paged_jax.ops.", "paged_jax.cache_ops"))
-]
-DOCUMENTED = [
-    *OPS,
-    *(
-        "BlockSparse",
-        "PagedKVCache",
-        "PagedLatentCache",
-        "build_metadata",
-        "check_metadata",
-        "get_kv_cache_shape",
-        "split_kv_cache",
-    ),
-    "which_implementation",
-]
+# `tests/test_processes.py` runs these, which need several processes.
+WITHOUT = ("LeadingEngine", "follow")
 
 
-@pytest.mark.parametrize("name", DOCUMENTED)
-def test_example(name):
-    (test, *others) = doctest.DocTestFinder(recurse=False).find(getattr(paged_jax, name), name, globs={})
+def public():
+    """The public names that can have an example: not constants and names of types, whose values say it all."""
+    for module in (paged_jax, allocator, engine, rpa):
+        for name in module.__all__:
+            value = getattr(module, name)
+            if (inspect.isclass(value) or inspect.isfunction(value)) and name not in WITHOUT:
+                yield pytest.param(value, id=f"{module.__name__}.{name}")
+
+
+@pytest.mark.parametrize("value", list(public()))
+def test_example(value):
+    (test, *others) = doctest.DocTestFinder(recurse=False).find(value, value.__name__, globs={})
     assert test.examples
     assert not others
     with jax.default_device(jax.devices("cpu")[0]):
         assert doctest.DocTestRunner().run(test).failed == 0
 
 
-def test_every_op_is_among_them():
-    assert len(OPS) == 13
+def test_methods_have_docstrings():
+    for parameter in public():
+        (value,) = parameter.values
+        for name, member in vars(value).items():
+            if not name.startswith("_") and isinstance(member, types.FunctionType | property | classmethod):
+                assert inspect.getdoc(getattr(value, name)), f"{parameter.id}.{name}"
+
+
+def test_there_are_as_many_as_there_should_be():
+    assert len(list(public())) > 50

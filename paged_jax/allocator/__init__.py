@@ -22,15 +22,22 @@ Concrete integers that do not fit in int32 raise ValueError; traced ones become 
 they stay out of range.
 """
 
-from paged_jax.allocator.grow import OutOfBlocks as OutOfBlocks
-from paged_jax.allocator.grow import append_tokens as append_tokens
-from paged_jax.allocator.release import free as free
-from paged_jax.allocator.release import free_blocks as free_blocks
-from paged_jax.allocator.release import truncate as truncate
-from paged_jax.allocator.share import adopt as adopt
-from paged_jax.allocator.share import fork as fork
-from paged_jax.allocator.share import retain as retain
-from paged_jax.allocator.share import share as share
-from paged_jax.allocator.state import AllocatorState as AllocatorState
-from paged_jax.allocator.state import create as create
-from paged_jax.allocator.state import slots as slots
+from paged_jax.allocator.grow import OutOfBlocks, append_tokens
+from paged_jax.allocator.release import free, free_blocks, truncate
+from paged_jax.allocator.share import adopt, fork, retain, share
+from paged_jax.allocator.state import AllocatorState, create, slots
+
+__all__ = [
+    "AllocatorState",
+    "OutOfBlocks",
+    "adopt",
+    "append_tokens",
+    "create",
+    "fork",
+    "free",
+    "free_blocks",
+    "retain",
+    "share",
+    "slots",
+    "truncate",
+]

@@ -17,6 +17,15 @@ class OutOfBlocks(RuntimeError):
     Attributes:
       requested: new blocks that the call asked for.
       free: blocks that were free.
+
+    Example:
+      >>> from paged_jax import allocator
+      >>> state = allocator.create(num_blocks=2, block_size=4, max_num_seqs=1, max_blocks_per_seq=4)
+      >>> try:
+      ...     allocator.append_tokens(state, [9])
+      ... except allocator.OutOfBlocks as error:
+      ...     error.requested, error.free
+      (3, 2)
     """
 
     def __init__(self, requested: int, free: int, detail: str = ""):
@@ -59,6 +68,7 @@ def append_tokens(
       TypeError: the counts are not integers, or `row_by_row` is no static bool.
 
     Example:
+      >>> from paged_jax import allocator
       >>> state = allocator.create(num_blocks=3, block_size=4, max_num_seqs=3, max_blocks_per_seq=2)
       >>> state, _, ok = allocator.append_tokens(state, [6, 0, 3])
       >>> bool(ok), state.block_tables.tolist()

@@ -28,6 +28,7 @@ def truncate(state: AllocatorState, seq_lens: Values) -> AllocatorState:
       TypeError: the lengths are not integers.
 
     Example:
+      >>> from paged_jax import allocator
       >>> state, *_ = allocator.append_tokens(allocator.create(8, 4, 2, 4), [6, 3])
       >>> state = allocator.truncate(state, [4, 3])
       >>> state.seq_lens.tolist(), state.block_tables[0].tolist(), int(state.num_free)
@@ -61,6 +62,7 @@ def free(state: AllocatorState, seq_ids_mask: Values) -> AllocatorState:
       TypeError: the mask does not hold bools.
 
     Example:
+      >>> from paged_jax import allocator
       >>> state, *_ = allocator.append_tokens(allocator.create(8, 4, 2, 4), [6, 3])
       >>> int(allocator.free(state, [True, False]).num_free)
       7
@@ -91,6 +93,7 @@ def free_blocks(state: AllocatorState, blocks: Values) -> AllocatorState:
       TypeError: the ids are not integers.
 
     Example:
+      >>> from paged_jax import allocator
       >>> state, *_ = allocator.append_tokens(allocator.create(8, 4, 2, 4), [8, 0])  # blocks 7 and 6
       >>> state = allocator.retain(state, [7])
       >>> state.ref_counts[7].item(), allocator.free_blocks(state, [7]).ref_counts[7].item()

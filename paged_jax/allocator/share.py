@@ -26,6 +26,7 @@ def fork(state: AllocatorState, parent: Values, child: Values) -> AllocatorState
       TypeError: the rows are not integers.
 
     Example:
+      >>> from paged_jax import allocator
       >>> state, *_ = allocator.append_tokens(allocator.create(8, 4, 2, 4), [6, 0])
       >>> state = allocator.fork(state, parent=0, child=1)
       >>> state.seq_lens.tolist(), state.block_tables[1].tolist()
@@ -57,6 +58,7 @@ def share(state: AllocatorState, parent: Values, child: Values, num_blocks: Valu
       TypeError: the rows or the number of blocks are not integers.
 
     Example:
+      >>> from paged_jax import allocator
       >>> state, *_ = allocator.append_tokens(allocator.create(8, 4, 2, 4), [11, 0])
       >>> state = allocator.share(state, parent=0, child=1, num_blocks=2)
       >>> state.seq_lens.tolist(), state.block_tables[1].tolist()
@@ -97,6 +99,7 @@ def adopt(state: AllocatorState, child: Values, blocks: Values) -> AllocatorStat
       TypeError: the child or the ids are not integers.
 
     Example:
+      >>> from paged_jax import allocator
       >>> state, *_ = allocator.append_tokens(allocator.create(8, 4, 2, 4), [8, 0])  # blocks 7 and 6
       >>> state = allocator.free(allocator.retain(state, [7]), [True, True])
       >>> state = allocator.adopt(state, child=1, blocks=[7])
@@ -144,6 +147,7 @@ def retain(state: AllocatorState, blocks: Values) -> AllocatorState:
       TypeError: the ids are not integers.
 
     Example:
+      >>> from paged_jax import allocator
       >>> state, *_ = allocator.append_tokens(allocator.create(8, 4, 2, 4), [8, 0])  # blocks 7 and 6
       >>> state = allocator.free(allocator.retain(state, [7, 6]), [True, False])
       >>> int(state.num_free), int(allocator.free_blocks(state, [7, 6]).num_free)

@@ -27,6 +27,12 @@ class AllocatorState:
         only sets this; on the host it raises instead.
       bad_share: bool [], the same for `fork`, `share`, `adopt` and `retain`.
       block_size: tokens in a block (static).
+
+    Example:
+      >>> from paged_jax import allocator
+      >>> state = allocator.create(num_blocks=8, block_size=4, max_num_seqs=2, max_blocks_per_seq=4)
+      >>> isinstance(state, allocator.AllocatorState), state.seq_lens.tolist()
+      (True, [0, 0])
     """
 
     # Any: a transformation may put other leaves than arrays here (specs, shapes, axes).
@@ -62,6 +68,7 @@ def create(
       TypeError: a size is not an integer.
 
     Example:
+      >>> from paged_jax import allocator
       >>> state = allocator.create(num_blocks=8, block_size=4, max_num_seqs=2, max_blocks_per_seq=4)
       >>> int(state.num_free)
       8
@@ -107,6 +114,7 @@ def slots(state: AllocatorState, seq_ids: Values, positions: Values) -> Int32[Ar
       TypeError: the ids or positions are not integers.
 
     Example:
+      >>> from paged_jax import allocator
       >>> state, *_ = allocator.append_tokens(allocator.create(8, 4, 2, 4), [6, 0])  # sequence 0 gets blocks 7 and 6
       >>> allocator.slots(state, [0, 0, 0, -1], [0, 5, 6, 0]).tolist()
       [28, 25, -1, -1]

@@ -33,6 +33,8 @@ from paged_jax._operands import Write
 from paged_jax.options import Interleaved
 from paged_jax.shapes import BLOCK_SIZES, CACHE_DTYPES, QUERY_DTYPES
 
+__all__ = ["TpuTuning", "get_kv_cache_shape", "ragged_paged_attention", "ragged_paged_attention_hd64"]
+
 Queries = Float[Array, "max_num_tokens num_q_heads head_dim"]
 NewTokens = Num[Array, "max_num_tokens num_kv_heads head_dim"]
 KVCache = Num[Array, "num_pages page_size ..."]
@@ -50,6 +52,12 @@ class TpuTuning(TypedDict, total=False):
       num_kv_pages_per_block, num_queries_per_block: tiles of older kernels.
       vmem_limit_bytes: memory of a TPU's core.
       debug_mode, disable_bounds_checks, disable_semaphore_checks: what a TPU kernel checks and prints.
+
+    Example:
+      >>> from paged_jax.compat.rpa import TpuTuning
+      >>> tuning: TpuTuning = {"m_block_sizes": (64, 256, 32, 128), "vmem_limit_bytes": 2**26}
+      >>> sorted(tuning)
+      ['m_block_sizes', 'vmem_limit_bytes']
     """
 
     mask_value: float | None

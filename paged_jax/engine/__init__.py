@@ -25,22 +25,35 @@ Words that these files share:
 - host block: a block in pinned host memory, to which a preempted sequence's block is swapped out.
 """
 
-from paged_jax.engine.base import BaseEngine as BaseEngine
-from paged_jax.engine.base import EngineFailed as EngineFailed
-from paged_jax.engine.batch import Batch as Batch
-from paged_jax.engine.batch import Step as Step
-from paged_jax.engine.batch import StepShape as StepShape
-from paged_jax.engine.config import EngineConfig as EngineConfig
-from paged_jax.engine.engine import Engine as Engine
-from paged_jax.engine.processes import LeadingEngine as LeadingEngine
-from paged_jax.engine.processes import follow as follow
-from paged_jax.engine.replicas import ReplicaFailed as ReplicaFailed
-from paged_jax.engine.replicas import Replicas as Replicas
-from paged_jax.engine.request import Completion as Completion
-from paged_jax.engine.request import Delta as Delta
-from paged_jax.engine.request import SamplingParams as SamplingParams
-from paged_jax.engine.request import Tokenizer as Tokenizer
-from paged_jax.engine.request import TokenLogprob as TokenLogprob
-from paged_jax.engine.runner import CompilerOptions as CompilerOptions
-from paged_jax.engine.stats import Stats as Stats
-from paged_jax.engine.text import TextStream as TextStream
+from paged_jax.engine.base import BaseEngine, EngineFailed
+from paged_jax.engine.batch import Batch, Step, StepShape
+from paged_jax.engine.config import EngineConfig
+from paged_jax.engine.engine import Engine
+from paged_jax.engine.processes import LeadingEngine, follow
+from paged_jax.engine.replicas import ReplicaFailed, Replicas
+from paged_jax.engine.request import Completion, Delta, SamplingParams, Tokenizer, TokenLogprob
+from paged_jax.engine.runner import CompilerOptions
+from paged_jax.engine.stats import Stats
+from paged_jax.engine.text import TextStream
+
+__all__ = [
+    "BaseEngine",
+    "Batch",
+    "CompilerOptions",
+    "Completion",
+    "Delta",
+    "Engine",
+    "EngineConfig",
+    "EngineFailed",
+    "LeadingEngine",
+    "ReplicaFailed",
+    "Replicas",
+    "SamplingParams",
+    "Stats",
+    "Step",
+    "StepShape",
+    "TextStream",
+    "TokenLogprob",
+    "Tokenizer",
+    "follow",
+]

@@ -10,7 +10,13 @@ from paged_jax.engine.stats import Stats
 
 
 class EngineFailed(RuntimeError):
-    """Raised by an engine that a call has left in an unknown state, until `reset`. Its requests are lost."""
+    """Raised by an engine that a call has left in an unknown state, until `reset`. Its requests are lost.
+
+    Example:
+      >>> from paged_jax.engine import EngineFailed
+      >>> issubclass(EngineFailed, RuntimeError)
+      True
+    """
 
 
 class BaseEngine(abc.ABC):
@@ -19,6 +25,11 @@ class BaseEngine(abc.ABC):
     A call that raises anything but the refusal of its arguments, Ctrl-C included, may leave the engine half changed:
     tokens lost, or blocks that no step has filled in the prefix cache. The engine has then failed. It refuses all calls
     that would read or change its requests with `EngineFailed`, until `reset`.
+
+    Example:
+      >>> from paged_jax.engine import BaseEngine, Engine, Replicas
+      >>> issubclass(Engine, BaseEngine), issubclass(Replicas, BaseEngine)
+      (True, True)
     """
 
     _failure: str | None = None

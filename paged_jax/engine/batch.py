@@ -44,6 +44,19 @@ class Batch:
         (static): a model may then write and attend in one op.
       num_prompts: how many rows, counted from the first, may have more than one token (static); 0 if `is_decode`, None
         if that is not known.
+
+    Example:
+      Two sequences decode: tokens 7 and 9 are at positions 4 and 0.
+
+      >>> import jax.numpy as jnp
+      >>> from paged_jax.engine import Batch
+      >>> i32 = lambda *numbers: jnp.array(numbers, jnp.int32)
+      >>> batch = Batch(
+      ...     token_ids=i32(7, 9), positions=i32(4, 0), slot_mapping=i32(20, 8), block_tables=i32([2, 5], [2, -1]),
+      ...     seq_lens=i32(5, 1), query_start_loc=i32(0, 1, 2), logit_rows=i32(0, 1), is_decode=True, num_prompts=0,
+      ... )
+      >>> batch.attention_metadata(block_size=4).context_lens
+      Array([4, 0], dtype=int32)
     """
 
     # Any: a transformation may put other leaves than arrays here (specs, shapes, axes).
@@ -108,6 +121,17 @@ class Step(Protocol):
 
     Unless `batch.is_decode`, a step must in every layer write the keys and values of all new tokens before it attends,
     because a sequence may read blocks that another sequence writes in the same step.
+
+    Example:
+      A model of one layer without weights, whose queries, keys and values are its tokens' ids.
+
+      >>> import jax.numpy as jnp
+      >>> def step(weights, caches, batch):
+      ...     (cache,) = caches
+      ...     x = jnp.broadcast_to(batch.token_ids[:, None, None], (batch.token_ids.size, 1, 8)).astype(cache.dtype)
+      ...     cache = cache.write(x, x, batch.slot_mapping)
+      ...     out = cache.attend_ragged(x, batch.block_tables, batch.seq_lens, batch.query_start_loc)
+      ...     return out[batch.logit_rows, 0].astype(jnp.float32), (cache,)
     """
 
     def __call__(
@@ -176,6 +200,11 @@ class StepShape(NamedTuple):
       num_tokens, num_rows: tokens and rows of the batch, padding included.
       max_blocks_per_seq: columns of the block tables.
       is_decode, num_prompts: as in `Batch`.
+
+    Example:
+      >>> from paged_jax.engine import StepShape
+      >>> StepShape(num_tokens=8, num_rows=8, max_blocks_per_seq=4, is_decode=True, num_prompts=0).is_decode
+      True
     """
 
     num_tokens: int

@@ -36,6 +36,11 @@ class EngineConfig:
       recompute_tokens_per_second: the rate at which the model computes prompts. The default is a round number for a
         model of 8 billion parameters on one H200; give your own model's.
       swap_bytes_per_second: the rate at which blocks move between device and host. The default is a round number too.
+
+    Example:
+      >>> from paged_jax.engine import EngineConfig
+      >>> EngineConfig(max_model_len=512, max_num_seqs=8).max_prompts_per_step
+      8
     """
 
     max_model_len: int

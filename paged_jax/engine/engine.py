@@ -53,10 +53,18 @@ class Engine(BaseEngine):
         options of the program that runs the model over so many, where all other programs have none.
 
     Example:
-      >>> engine = Engine(step, weights, caches, EngineConfig(max_model_len=512))
-      >>> (completions,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
-      >>> completions[0].token_ids
-      (7, 7, 2, 5)
+      The model here continues a token by the next number. It needs no cache.
+
+      >>> import jax
+      >>> from paged_jax import PagedKVCache
+      >>> from paged_jax.engine import Engine, EngineConfig, SamplingParams
+      >>> def step(weights, caches, batch):
+      ...     return jax.nn.one_hot(batch.token_ids[batch.logit_rows] + 1, 16), caches
+      >>> caches = (PagedKVCache.create(num_blocks=8, block_size=4, num_kv_heads=1, head_size=8),)
+      >>> engine = Engine(step, {}, caches, EngineConfig(max_model_len=16, max_num_seqs=2, max_tokens_per_step=8))
+      >>> ((completion,),) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
+      >>> completion.token_ids, completion.finish_reason
+      ((4, 5, 6, 7), 'length')
     """
 
     def __init__(

@@ -28,6 +28,11 @@ class ReplicaFailed(RuntimeError):
 
     Attributes:
       request_ids: the requests that are lost.
+
+    Example:
+      >>> from paged_jax.engine import ReplicaFailed
+      >>> ReplicaFailed("engine 1 has failed", (3, 4)).request_ids
+      (3, 4)
     """
 
     def __init__(self, message: str, request_ids: tuple[int, ...]):
@@ -113,8 +118,20 @@ class Replicas(BaseEngine):
       step_timeout_seconds: how long `reset` waits for steps that run.
 
     Example:
-      >>> engine = Replicas([make_engine(mesh) for mesh in meshes])
-      >>> (completions,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
+      Two copies of a model that continues a token by the next number.
+
+      >>> import jax
+      >>> from paged_jax import PagedKVCache
+      >>> from paged_jax.engine import Engine, EngineConfig, Replicas, SamplingParams
+      >>> def step(weights, caches, batch):
+      ...     return jax.nn.one_hot(batch.token_ids[batch.logit_rows] + 1, 16), caches
+      >>> def make():
+      ...     caches = (PagedKVCache.create(num_blocks=8, block_size=4, num_kv_heads=1, head_size=8),)
+      ...     return Engine(step, {}, caches, EngineConfig(max_model_len=16, max_num_seqs=2, max_tokens_per_step=8))
+      >>> engine = Replicas([make(), make()])
+      >>> results = engine.generate([[1], [5]], SamplingParams(max_tokens=2))
+      >>> [completion.token_ids for (completion,) in results]
+      [(2, 3), (6, 7)]
     """
 
     def __init__(

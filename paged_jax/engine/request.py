@@ -35,6 +35,11 @@ class SamplingParams:
         for no log-probabilities. They are the model's: temperature, top_k and top_p do not change them.
       prompt_logprobs: the same for the tokens of the prompt. Such a prompt is not looked up in the prefix cache, and a
         step computes no more of its tokens than the engine has seats.
+
+    Example:
+      >>> from paged_jax.engine import SamplingParams
+      >>> SamplingParams(max_tokens=64, temperature=0.7, top_p=0.95, seed=1).n
+      1
     """
 
     max_tokens: int | None = None
@@ -136,6 +141,13 @@ class Tokenizer(Protocol):
 
     Where `SamplingParams.skip_special_tokens` is False it is called with the keyword `skip_special_tokens=False`. If it
     also has a method `token_to_id(text)`, special tokens can be stop texts.
+
+    Example:
+      >>> class Letters:
+      ...     def decode(self, ids, skip_special_tokens=True):
+      ...         return "".join(map(chr, ids))
+      >>> Letters().decode([72, 105])
+      'Hi'
     """
 
     def decode(self, ids: Any, /) -> str:
@@ -151,6 +163,11 @@ class TokenLogprob:
       token_id: the token.
       logprob: the natural logarithm of its probability.
       top: the most likely tokens in falling order, as (token id, log-probability).
+
+    Example:
+      >>> from paged_jax.engine import TokenLogprob
+      >>> TokenLogprob(token_id=5, logprob=-0.25, top=((5, -0.25), (7, -1.5))).top[0][0]
+      5
     """
 
     token_id: int
@@ -174,6 +191,11 @@ class Delta(NamedTuple):
         samples but the first, with which the others share the prompt.
       prompt_logprobs: one for each token of the prompt but its first, if the request asked for them, in the first
         `Delta` of the first sample.
+
+    Example:
+      >>> from paged_jax.engine import Delta
+      >>> Delta(request_id=0, index=0, token_ids=(7,), finish_reason="length").finish_reason
+      'length'
     """
 
     request_id: int
@@ -189,7 +211,19 @@ class Delta(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """One finished sample: all its `Delta`s put together."""
+    """One finished sample: all its `Delta`s put together.
+
+    Attributes:
+      token_ids: all tokens of the output.
+      text: its text; "" without a tokenizer.
+      logprobs: one for each of `token_ids`, if the request asked for them.
+      finish_reason, stop_reason, prompt_logprobs: as in `Delta`.
+
+    Example:
+      >>> from paged_jax.engine import Completion, Delta
+      >>> Completion.join([Delta(0, 0, (7,)), Delta(0, 0, (2,), finish_reason="stop")]).token_ids
+      (7, 2)
+    """
 
     token_ids: tuple[int, ...]
     text: str

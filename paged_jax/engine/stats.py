@@ -22,6 +22,14 @@ class Stats:
       num_output_tokens: tokens given out.
       tokens_per_second: output tokens divided by the seconds spent in `Engine.step`.
       num_compiled: compiled programs; it never changes.
+
+    Example:
+      `Engine.stats` makes one. Here are those of two engines and of both together.
+
+      >>> from paged_jax.engine import Stats
+      >>> parts = [Stats(0, 2, 6, 0, 2, 0.25, 8, 0.0, 0, 0, 3, 8, 4, 100.0, 5)] * 2
+      >>> Stats.join(parts).num_running, Stats.join(parts).waste
+      (4, 0.25)
     """
 
     num_waiting: int

@@ -29,8 +29,15 @@ class TextStream:
       min_tokens: in the text of so many first tokens no stop text is looked for.
 
     Example:
-      >>> stream = TextStream(tokenizer, prompt)
-      >>> text = "".join(stream.push(token_id) for token_id in token_ids) + stream.flush()
+      Token ids are letters here, and "!" ends the sample.
+
+      >>> from paged_jax.engine import TextStream
+      >>> class Letters:
+      ...     def decode(self, ids, skip_special_tokens=True):
+      ...         return "".join(map(chr, ids))
+      >>> stream = TextStream(Letters(), prompt=[72], stop=["!"])
+      >>> [stream.push(ord(letter)) for letter in "i!"], stream.flush()
+      (['i', ''], '')
     """
 
     def __init__(
