@@ -48,7 +48,7 @@ ALLOWED = {
     "paged_jax.ops": (*OPS_KNOW, "paged_jax.ops"),
     "paged_jax.cache_ops": OPS_KNOW,
     "paged_jax.cache": ("paged_jax.ops", "paged_jax.cache_ops", *OPS_KNOW),
-    "paged_jax.compat": ("paged_jax._operands", *OPS_KNOW),
+    "paged_jax.compat": ("paged_jax._operands", "paged_jax.compat", *OPS_KNOW),
     "paged_jax.latent_cache": ("paged_jax.ops", "paged_jax.cache_ops", *OPS_KNOW),
     "paged_jax._export": (
         *("paged_jax.allocator", "paged_jax.cache", "paged_jax.latent_cache", "paged_jax.metadata"),
