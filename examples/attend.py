@@ -36,12 +36,12 @@ def prefill_attend(
         implementation: the implementation of the ops, `None` for the library's choice.
 
     Returns:
-        An `attend` callable over `PagedKVCache`.
+        An `attend` callable over `PagedKVCache`, or over `PagedLatentCache` where the model has latents.
     """
 
     def attend(query, key, value, cache, **options):
         writer = None if implementation == "mosaic_gpu" else implementation  # Mosaic GPU has no op that only writes
-        cache = cache.write(key, value, slot_mapping, implementation=writer)
+        cache = cache.write(*_written(key, value), slot_mapping, implementation=writer)
         options["implementation"] = implementation
         return cache.attend_ragged(query, block_tables, seq_lens, query_start_loc, **options), cache
 
@@ -67,7 +67,7 @@ def mixed_attend(
         num_prompts: how many rows, counted from the first, may have more than one new token (static).
 
     Returns:
-        An `attend` callable over `PagedKVCache`.
+        An `attend` callable over `PagedKVCache`, or over `PagedLatentCache` where the model has latents.
     """
     rows = jnp.arange(seq_lens.shape[0], dtype=jnp.int32)
     query_lens = jnp.diff(query_start_loc)
@@ -106,11 +106,14 @@ def decode_attend(
         implementation: the implementation of the ops, `None` for the library's choice.
 
     Returns:
-        An `attend` callable over `PagedKVCache`.
+        An `attend` callable over `PagedKVCache`, or over `PagedLatentCache` where the model has latents.
     """
 
     def attend(query, key, value, cache, **options):
         options["implementation"] = implementation
+        if value is None:
+            cache = cache.write(key, slot_mapping, implementation=implementation)
+            return cache.attend(query, block_tables, seq_lens, **options), cache
         return cache.write_and_attend(query, key, value, block_tables, seq_lens, slot_mapping, **options)
 
     return attend
@@ -124,8 +127,20 @@ def causal_attend() -> Attend:
     """
 
     def attend(
-        query, key, value, cache, *, scale, sliding_window=None, logits_soft_cap=None, alibi_slopes=None, sinks=None
+        query,
+        key,
+        value,
+        cache,
+        *,
+        scale,
+        sliding_window=None,
+        logits_soft_cap=None,
+        alibi_slopes=None,
+        sinks=None,
+        value_size=None,
     ):
+        if value is None:
+            key, value = key[:, None, :], key[:, None, :value_size]
         num_tokens, num_heads, head_size = query.shape
         num_kv_heads = key.shape[1]
         query = query.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_size)
@@ -144,6 +159,11 @@ def causal_attend() -> Attend:
             logits = jnp.concatenate([logits, sinks.astype(logits.dtype)], axis=-1)
         weights = jax.nn.softmax(logits, axis=-1)[..., :num_tokens]
         out = jnp.einsum("hgqk,khd->qhgd", weights.astype(value.dtype), value)
-        return out.reshape(num_tokens, num_heads, head_size), cache
+        return out.reshape(num_tokens, num_heads, -1), cache
 
     return attend
+
+
+def _written(key, value) -> tuple:
+    """What a cache's `write` takes: keys and values, or latents alone."""
+    return (key,) if value is None else (key, value)

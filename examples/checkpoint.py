@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 from examples.config import CheckpointError, DecoderConfig, read_json
 from examples.decoder import Decoder
 from examples.families import load_config
-from examples.names import STACKS, Source, shapes_of, sources_of
+from examples.names import Source, is_stack, shapes_of, sources_of
 from examples.sharding import MeshError, sharding_of, split_config
 from examples.tensors import ADVICE, Rows, Tensor, cast, check_names, drop_tied_head, find_tensors
 
@@ -63,7 +63,7 @@ def load_model(
     folder = find_folder(model)
     config = load_config(folder)
     tokenizer = _load_tokenizer(folder)
-    decoder = _load_weights(folder, config, dtype, mesh)
+    decoder = load_weights(folder, config, dtype, mesh)
     return decoder, split_config(config, mesh), tokenizer, _load_eos_token_ids(folder)
 
 
@@ -99,9 +99,9 @@ def _as_stored(path: Sequence[Any], array: Any) -> Any:
     """Gives a parameter, or its shape, as in a folder: `[matrices, rows, ...]`, where rows are a kernel's columns."""
     if isinstance(array, tuple):
         array = array[::-1] if path[-1] == "kernel" else array
-        return array if path[-2] in STACKS else (1, *array)
+        return array if is_stack(path) else (1, *array)
     array = array.T if path[-1] == "kernel" else array
-    return array if path[-2] in STACKS else array[None]
+    return array if is_stack(path) else array[None]
 
 
 def find_folder(model: str | Path) -> Path:
@@ -155,7 +155,15 @@ def _load_eos_token_ids(folder: Path) -> tuple[int, ...]:
     return ()
 
 
-def _load_weights(folder: Path, stored: DecoderConfig, dtype: DTypeLike, mesh: Mesh | None) -> Decoder:
+def load_weights(folder: Path, stored: DecoderConfig, dtype: DTypeLike, mesh: Mesh | None) -> Decoder:
+    """Loads the weights of a folder into a decoder; see `load_model`.
+
+    Args:
+        folder: the folder.
+        stored: the config of the whole model.
+        dtype: the dtype to which the weights are cast.
+        mesh: the devices that share the model, None for one.
+    """
     config = split_config(stored, mesh)
     # eval_shape gives the parameters' shapes without making random weights.
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype, mesh=mesh)))
@@ -169,6 +177,9 @@ def _load_weights(folder: Path, stored: DecoderConfig, dtype: DTypeLike, mesh: M
     tensors = find_tensors(folder)
     if config.tie_embeddings:
         drop_tied_head(tensors, sources_of(("embed_tokens", "embedding"), 0, config)[0][0].name)
+    if config.family == "deepseek":  # V3's folders have a layer more, which guesses the token after the next
+        later = re.compile(r"model\.layers\.(\d+)\.")
+        tensors = {n: t for n, t in tensors.items() if not (m := later.match(n)) or int(m[1]) < config.num_layers}
     check_names(folder, [name for *_, shapes in parameters for name in shapes], tensors)
 
     console = Console(stderr=True)
@@ -178,7 +189,7 @@ def _load_weights(folder: Path, stored: DecoderConfig, dtype: DTypeLike, mesh: M
                 if (found := tensors[name].shape) != expected:
                     raise CheckpointError(f"tensor {name} has shape {found}; expected {expected}")
             sharding = sharding_of(path, parameter.shape, mesh, config)
-            read = _reader(path, parameter.shape, sources, tensors, config, dtype)
+            read = _reader(path, parameter.shape, sources, tensors, config, parameter.dtype)
             parameter.set_value(jax.make_array_from_callback(parameter.shape, sharding, read))
     return nnx.merge(graphdef, state)
 
@@ -192,16 +203,16 @@ def _reader(
     dtype: DTypeLike,
 ) -> Callable[[Any], np.ndarray]:
     """Makes the function that reads the part of a parameter that one device holds."""
-    is_kernel, is_stack = path[-1] == "kernel", path[-2] in STACKS
+    is_kernel, has_matrices = path[-1] == "kernel", is_stack(path)
     whole_experts = path[-2] == "experts" and config.experts is not None and config.experts.split == "experts"
     matrices = [Rows(tensors, pieces, config, 1 if whole_experts else config.num_parts) for pieces in sources]
     _, num_rows, *_ = _as_stored(path, shape)
 
     def read(index):
         index = index[::-1] if is_kernel else index
-        which, (rows, *others) = (index[0], index[1:]) if is_stack else (slice(None), index)
+        which, (rows, *others) = (index[0], index[1:]) if has_matrices else (slice(None), index)
         arrays = [matrix.read(*rows.indices(num_rows)[:2], *others) for matrix in matrices[which]]
-        array = np.stack(arrays) if is_stack else arrays[0]
+        array = np.stack(arrays) if has_matrices else arrays[0]
         return cast(array.T if is_kernel else array, dtype, {piece.name for pieces in sources for piece in pieces})
 
     return read

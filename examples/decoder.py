@@ -31,6 +31,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from examples.config import DecoderConfig, LayerConfig
+from examples.mla import LatentAttention
 from examples.moe import MixtureOfExperts
 from examples.norms import make_norm
 from examples.rope import Rope, Rotation, make_rotation, rotate
@@ -130,7 +131,8 @@ class Layer(nnx.Module):
         has_norm, has_out_norm = self.place != "after", self.place in ("after", "around")
         norm = partial(make_norm, config, rngs=rngs, dtype=dtype)
         self.attention_norm = norm() if has_norm else None
-        self.attention = Attention(config, layer, rngs=rngs, dtype=dtype)
+        attention = Attention if config.latent is None else LatentAttention
+        self.attention = attention(config, layer, rngs=rngs, dtype=dtype)
         self.attention_out_norm = norm() if has_out_norm else None
         self.mlp_norm = norm() if has_norm else None
         if layer.has_experts and config.experts is not None:
@@ -209,7 +211,8 @@ class Decoder(nnx.Module):
             caches: one for each layer, of the kind that `attend` takes.
             attend: `attend(query, key, value, cache, **options) -> (out, cache)`, called once in each layer with
                 `[num_tokens, heads, head_size]` arrays and those options of the attention ops that the model needs:
-                always `scale`, perhaps `sliding_window`, `logits_soft_cap` and `sinks` (attend.py).
+                always `scale`, perhaps `sliding_window`, `logits_soft_cap` and `sinks` (attend.py). Latent attention
+                gives `[num_tokens, latent_size]` as the key, None as the value, and `value_size` (mla.py).
             rows: i32 `[num_rows]`, the tokens whose results are wanted; None for all, in their order. After the
                 last layer's attention nothing is computed for other tokens.
 
@@ -269,7 +272,7 @@ def _with_padding(attend: Attend) -> Attend:
     """
 
     def attend_to_one(query, key, value, cache, **options):
-        out, cache = attend(query[:1], key[:1], value[:1], cache, **options)
+        out, cache = attend(query[:1], key[:1], None if value is None else value[:1], cache, **options)
         return jnp.pad(out, ((0, 1), (0, 0), (0, 0))), cache
 
     return attend_to_one

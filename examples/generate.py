@@ -48,7 +48,6 @@ from examples.command_line import (
 from examples.config import DecoderConfig
 from examples.sharding import MeshError, make_mesh, parse_mesh, replicas
 from examples.text import Writer
-from paged_jax import PagedKVCache
 
 DEFAULT_PROMPT = 'The "for" statement'
 TINY_TEMPERATURE = 0.6  # the tiny model's likeliest text soon repeats itself
@@ -183,7 +182,7 @@ def make_caches(
     request: loop.Request,
     dtype: str,
     mesh: Mesh | None,
-) -> tuple[PagedKVCache, ...]:
+) -> tuple[loop.Cache, ...]:
     """Makes empty caches. Scales for int8 that are not given are measured on the prompts."""
     num_blocks = choose_num_blocks(options, request)
     cache_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype

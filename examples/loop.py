@@ -3,7 +3,7 @@
 `generate` is one program: it writes all prompts to the paged cache, then decodes in a `lax.while_loop` until
 every sequence has finished; the host sees nothing in between. `prefill` and `decode` are its two halves, for callers
 who want each token as soon as it is drawn. All state is in one immutable `Generation`. The caches in it are one
-`PagedKVCache` for each layer, never stacked; they are donated to every program, which updates them in place.
+cache for each layer, never stacked; they are donated to every program, which updates them in place.
 
        Request ──► prefill ──► Generation ──► decode ──► Generation ──► decode ──► ...
 
@@ -28,7 +28,7 @@ from examples.decoder import Decoder
 from examples.sampling import greedy, sample
 from examples.sharding import on_mesh
 from examples.step import Step, Weights, make_step
-from paged_jax import Implementation, PagedKVCache, allocator
+from paged_jax import Implementation, PagedKVCache, PagedLatentCache, allocator
 from paged_jax.engine import Batch
 
 RUNNING, STOP, LENGTH, BLOCKS = range(4)
@@ -37,6 +37,7 @@ FINISH_REASONS = ("running", "stop", "length", "blocks")
 PROMPT_MULTIPLE = 64  # prompts are padded to a multiple of this, so that most lengths share a compiled program
 HEADROOM = 1.25  # int8 scales fit keys and values this much larger than the prompts' largest
 
+type Cache = PagedKVCache | PagedLatentCache
 type Scales = Sequence[tuple[ArrayLike | None, ArrayLike | None]]
 
 
@@ -83,7 +84,7 @@ class Generation:
 
     Attributes:
         allocator: which blocks hold which sequence.
-        caches: one `PagedKVCache` for each layer.
+        caches: one for each layer.
         token_ids: i32 `[num_seqs]`, the last token of each sequence, which is not in the cache yet.
         output_ids: i32 `[num_seqs, max_new_tokens]`, the new tokens, a stop token included.
         output_lens: i32 `[num_seqs]`, the number of new tokens.
@@ -92,7 +93,7 @@ class Generation:
     """
 
     allocator: allocator.AllocatorState
-    caches: tuple[PagedKVCache, ...]
+    caches: tuple[Cache, ...]
     token_ids: Int32[Array, " num_seqs"]
     output_ids: Int32[Array, "num_seqs max_new_tokens"]
     output_lens: Int32[Array, " num_seqs"]
@@ -165,7 +166,7 @@ def make_caches(
     *,
     scales: Scales | None = None,
     mesh: Mesh | None = None,
-) -> tuple[PagedKVCache, ...]:
+) -> tuple[Cache, ...]:
     """Makes an empty cache for each layer.
 
     Args:
@@ -176,15 +177,28 @@ def make_caches(
         scales: k_scale and v_scale of each layer, for a quantised cache; None for no scales.
         mesh: the devices that share the model, None for JAX's default device.
     """
-    sizes = (num_blocks, block_size, config.num_kv_heads, config.head_size)
 
     def make():
-        return tuple(
-            PagedKVCache.create(*sizes, dtype=dtype, k_scale=k_scale, v_scale=v_scale)
-            for k_scale, v_scale in scales or [(None, None)] * config.num_layers
-        )
+        pairs = scales or [(None, None)] * config.num_layers
+        return tuple(make_cache(config, num_blocks, block_size, dtype, *pair) for pair in pairs)
 
     return on_mesh(make, mesh)
+
+
+def make_cache(
+    config: DecoderConfig,
+    num_blocks: int,
+    block_size: int,
+    dtype: DTypeLike,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+) -> Cache:
+    """Makes an empty cache for one layer; latents have one scale, `k_scale`. See `make_caches`."""
+    if (latent := config.latent) is not None:
+        size = latent.kv_rank + latent.rope_size
+        return PagedLatentCache.create(num_blocks, block_size, size, dtype=dtype, latent_scale=k_scale)
+    sizes = num_blocks, block_size, config.num_kv_heads, config.head_size
+    return PagedKVCache.create(*sizes, dtype=dtype, k_scale=k_scale, v_scale=v_scale)
 
 
 def measure_scales(
@@ -206,7 +220,7 @@ def measure_scales(
         mesh: the devices that share the model, None for JAX's default device.
 
     Returns:
-        k_scale and v_scale of each layer, f32 `[num_kv_heads]` each.
+        k_scale and v_scale of each layer, f32 `[num_kv_heads]` each, or `[]` for latents.
     """
     num_blocks = int((-(-np.asarray(request.prompt_lens) // block_size)).sum())
     caches = make_caches(config, num_blocks, block_size, dtype, mesh=mesh)  # zeros do not change the largest values
@@ -214,10 +228,15 @@ def measure_scales(
 
     @jax.jit
     def scale(pool):
-        largest = HEADROOM * jnp.abs(pool.astype(jnp.float32)).max(axis=(0, 2, 3))
+        axes = (0, 2, 3) if pool.ndim == 4 else None  # latents have no heads
+        largest = HEADROOM * jnp.abs(pool.astype(jnp.float32)).max(axis=axes)
         return jnp.where(largest > 0, largest / jnp.iinfo(jnp.int8).max, 1)
 
-    return [(scale(cache.key_cache), scale(cache.value_cache)) for cache in caches]
+    pools = [
+        (cache.latent_cache,) * 2 if isinstance(cache, PagedLatentCache) else (cache.key_cache, cache.value_cache)
+        for cache in caches
+    ]
+    return [(scale(keys), scale(values)) for keys, values in pools]
 
 
 def make_programs(model: Decoder, *, implementation: Implementation | None = None) -> Programs:

@@ -3,8 +3,8 @@
 Source: https://arxiv.org/abs/2101.03961. A token and one of its experts are a pair; a step of T tokens has T * k pairs.
 The products of all pairs are computed in one of two ways, which the numbers of pairs and experts choose:
 
-    few pairs    each pair gathers its expert's matrices, and XLA's kernel sums as it gathers: the bytes of the experts
-                 that are used are read and nothing else
+    few pairs    each pair gathers its expert's matrices and sums: of all experts' bytes only those of the experts
+                 that are used are read
     many pairs   pairs are sorted by expert, and one grouped product multiplies each expert's rows by its matrix; on
                  Hopper by `ragged_dot_mgpu` of JAX, which skips experts without rows, elsewhere by XLA
 
@@ -52,7 +52,7 @@ class Router(nnx.Linear):
             values, experts = jax.lax.top_k(logits, config.num_chosen)
             return experts, jax.nn.softmax(values, axis=-1)
         scores = jax.nn.sigmoid(logits) if config.scores == "sigmoid" else jax.nn.softmax(logits, axis=-1)
-        ranked = scores if self.correction is None else scores + self.correction[...]
+        ranked = scores if self.correction is None else scores + self.correction[...][None]
         _, experts = jax.lax.top_k(_in_best_groups(ranked, config), config.num_chosen)
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if config.are_normalized:
@@ -67,7 +67,7 @@ def _in_best_groups(scores: Array, config: ExpertsConfig) -> Array:
     groups = scores.reshape(scores.shape[0], config.num_groups, -1)
     best, _ = jax.lax.top_k(groups, 1 if config.group_score == "best" else 2)
     _, chosen = jax.lax.top_k(best.sum(axis=-1), config.num_chosen_groups)
-    is_chosen = (chosen[:, :, None] == jnp.arange(config.num_groups)).any(axis=1)
+    is_chosen = jax.nn.one_hot(chosen, config.num_groups, dtype=bool).any(axis=1)
     return jnp.where(is_chosen[:, :, None], groups, -jnp.inf).reshape(scores.shape)
 
 
@@ -187,7 +187,7 @@ def _few_pairs(pairs: Int32[Array, " num_pairs"], num_experts: int) -> Product:
 
     def product(rows: Array, matrices: Array) -> Array:
         chosen = matrices[jnp.minimum(pairs, num_experts - 1)]
-        # As a sum and no matrix product: XLA gathers inside the kernel that sums, and never stores what it gathered.
+        # As a sum and no matrix product, so that XLA can gather inside the kernel that sums.
         return jnp.sum(chosen.astype(jnp.float32) * rows[:, None, :].astype(jnp.float32), axis=-1)
 
     return product

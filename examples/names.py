@@ -16,6 +16,7 @@ class Source(NamedTuple):
         step: from one row to the next in the tensor.
         expert: the index of one matrix in a tensor that holds all experts' matrices, `[num_experts, in, out]`, whose
             rows are its columns; None for a tensor `[rows, ...]`.
+        rows: rows of the whole tensor; None if the sources of one parameter are all of it.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Source(NamedTuple):
     start: int = 0
     step: int = 1
     expert: int | None = None
+    rows: int | None = None
 
 
 # For each module of the decoder, the module in the folder that holds its weights, or several that lie side by side; *
@@ -88,15 +90,30 @@ MODULES: dict[str, dict[str, str | tuple[str, ...]]] = {
     "qwen3_moe": LLAMA,
     "mixtral": LLAMA | {"layers.*.mlp.router": "model.layers.*.block_sparse_moe.gate"},
     "gpt_oss": LLAMA | {"layers.*.mlp.router": "model.layers.*.mlp.router"},
+    "deepseek": LLAMA
+    | {
+        "layers.*.attention.q_proj": "model.layers.*.self_attn.q_proj",
+        "layers.*.attention.q_a_proj": "model.layers.*.self_attn.q_a_proj",
+        "layers.*.attention.q_a_norm": "model.layers.*.self_attn.q_a_layernorm",
+        "layers.*.attention.q_b_proj": "model.layers.*.self_attn.q_b_proj",
+        "layers.*.attention.kv_a_proj": "model.layers.*.self_attn.kv_a_proj_with_mqa",
+        "layers.*.attention.kv_a_norm": "model.layers.*.self_attn.kv_a_layernorm",
+        "layers.*.mlp.shared.gate_up_proj": (
+            "model.layers.*.mlp.shared_experts.gate_proj",
+            "model.layers.*.mlp.shared_experts.up_proj",
+        ),
+        "layers.*.mlp.shared.down_proj": "model.layers.*.mlp.shared_experts.down_proj",
+    },
 }
 # The tensors of experts: one for each expert (* is the layer, # the expert) of gates, the other half, and the way down;
 # or one for all experts, whose columns are gates and the other half by turns, and one for the way down.
 EXPERTS: dict[str, tuple[str, ...]] = {
     "qwen3_moe": tuple(f"model.layers.*.mlp.experts.#.{name}_proj.weight" for name in ("gate", "up", "down")),
+    "deepseek": tuple(f"model.layers.*.mlp.experts.#.{name}_proj.weight" for name in ("gate", "up", "down")),
     "mixtral": tuple(f"model.layers.*.block_sparse_moe.experts.#.{name}.weight" for name in ("w1", "w3", "w2")),
     "gpt_oss": ("model.layers.*.mlp.experts.gate_up_proj", "model.layers.*.mlp.experts.down_proj"),
 }
-STACKS = ("experts",)  # modules whose parameters are stacks of matrices
+
 # The folder's name for each Flax parameter. A kernel is [in, out] in Flax and [out, in] in the folder.
 PARAMETERS = {
     "embedding": "weight",
@@ -104,7 +121,13 @@ PARAMETERS = {
     "scale": "weight",
     "bias": "bias",
     "sinks": "sinks",
+    "correction": "e_score_correction_bias",
 }
+
+
+def is_stack(path: Sequence[Any]) -> bool:
+    """Says whether a parameter is a stack of matrices: one for each expert, or for each head of latent attention."""
+    return path[-2] == "experts" or path[-1] in ("k_up", "v_up")
 
 
 def sources_of(path: Sequence[Any], size: int, config: DecoderConfig) -> list[list[Source]]:
@@ -125,6 +148,8 @@ def sources_of(path: Sequence[Any], size: int, config: DecoderConfig) -> list[li
         names = [name.replace("*", layer) for name in EXPERTS[config.family]]
         assert config.experts is not None
         return [_expert_sources(names, str(path[-1]), size, expert) for expert in range(config.experts.num_experts)]
+    if path[-1] in ("k_up", "v_up"):
+        return _latent_sources(str(path[-1]), layer, config)
     modules = MODULES[config.family][module]
     names = [modules] if isinstance(modules, str) else modules
     names = [f"{name.replace('*', layer)}.{PARAMETERS[str(path[-1])]}" for name in names]
@@ -137,6 +162,15 @@ def sources_of(path: Sequence[Any], size: int, config: DecoderConfig) -> list[li
         return [[Source(name, size) for name, size in zip(names, sizes, strict=True)]]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]  # in one tensor that holds all of them
     return [[Source(names[0], size, start) for size, start in zip(sizes, starts, strict=True)]]
+
+
+def _latent_sources(parameter: str, layer: str, config: DecoderConfig) -> list[list[Source]]:
+    """Each head's rows of one matrix: those that make keys of latents, then those that make values."""
+    assert config.latent is not None
+    key, value = config.latent.nope_size, config.latent.value_size
+    name, rows = f"model.layers.{layer}.self_attn.kv_b_proj.weight", config.num_heads * (key + value)
+    size, first = (key, 0) if parameter == "k_up" else (value, key)
+    return [[Source(name, size, head * (key + value) + first, rows=rows)] for head in range(config.num_heads)]
 
 
 def _expert_sources(names: list[str], parameter: str, size: int, expert: int) -> list[Source]:
@@ -159,7 +193,7 @@ def shapes_of(sources: list[list[Source]], others: tuple[int, ...]) -> dict[str,
     """
     sizes: dict[str, int] = {}
     for source in sources[0] if sources[0][0].expert is not None else [s for matrix in sources for s in matrix]:
-        sizes[source.name] = sizes.get(source.name, 0) + source.size
+        sizes[source.name] = source.rows or sizes.get(source.name, 0) + source.size
     if sources[0][0].expert is not None:
         return {name: (len(sources), *others, size) for name, size in sizes.items()}
     return {name: (size, *others) for name, size in sizes.items()}

@@ -72,7 +72,7 @@ from examples.server.memory import available_memory
 from examples.server.worker import Worker
 from examples.sharding import MeshError, make_mesh, replicas
 from examples.step import make_step, xla_options
-from paged_jax import PagedKVCache, engine
+from paged_jax import engine
 
 SAMPLE = """The quick brown fox jumps over the lazy dog. In 1969 people first walked on the Moon; a list in Python is
 written [1, 2, 3], and `for x in values: print(x)` prints what is in one."""  # int8 scales fit this text
@@ -107,7 +107,7 @@ def make_caches(
     tokenizer: Tokenizer,
     dtype: str,
     mesh: Mesh | None = None,
-) -> tuple[PagedKVCache, ...]:
+) -> tuple[loop.Cache, ...]:
     """Makes a cache for each layer, with --num-blocks blocks or else as many as can be used and fit in memory.
 
     Raises:
@@ -120,12 +120,14 @@ def make_caches(
     num_blocks = options.num_blocks
     if num_blocks is None:
         num_blocks = options.max_num_seqs * -(-longest_text(options, config) // options.block_size)
-        sizes = options.block_size, config.num_kv_heads, config.head_size
-        block_bytes = PagedKVCache.create(1, *sizes, dtype=cache_dtype).nbytes * config.num_layers
+        scale = None if cache_dtype == dtype else 1.0
+        one = loop.make_cache(config, 1, options.block_size, cache_dtype, scale, scale)
+        block_bytes = one.nbytes * config.num_layers
+        parts = config.num_parts if config.latent is None else 1  # every device has all latents
         device = (jax.local_devices() if mesh is None else mesh.local_devices)[0]
         if (memory := device.memory_stats()) and "bytes_limit" in memory:
             room = MEMORY_SHARE * memory["bytes_limit"] - memory["bytes_in_use"]
-            num_blocks = min(num_blocks, int(room // (block_bytes // config.num_parts)))
+            num_blocks = min(num_blocks, int(room // (block_bytes // parts)))
         elif device.platform == "cpu" and (available := available_memory()) is not None:
             copies = 1 if options.mesh is None else options.mesh["dp"]  # of the model, all in one memory
             num_blocks = min(num_blocks, int(HOST_SHARE * available // (copies * block_bytes)))

@@ -40,6 +40,10 @@ PARAMETERS = {
     "mlp.shared.gate_up_proj.bias": P("tp"),
     "mlp.shared.down_proj.kernel": P("tp", None),
     "attention.sinks": P("tp"),
+    "attention.q_proj.kernel": P(None, "tp"),
+    "attention.q_b_proj.kernel": P(None, "tp"),
+    "attention.k_up": P("tp"),
+    "attention.v_up": P("tp"),
     "lm_head.kernel": P(None, "tp"),
 }
 POOL = P(None, "tp")  # kv heads, of caches in the layout "hnd"

@@ -21,11 +21,11 @@ from examples.attend import decode_attend, mixed_attend, prefill_attend
 from examples.config import DecoderConfig
 from examples.decoder import Decoder
 from examples.sharding import all_reduce_options
-from paged_jax import Implementation, PagedKVCache
+from paged_jax import Implementation, PagedKVCache, PagedLatentCache
 from paged_jax.engine import Batch
 
 type Weights = dict[Any, Any]
-type Caches = tuple[PagedKVCache, ...]
+type Caches = tuple[PagedKVCache | PagedLatentCache, ...]
 
 _MOST_DECODES = 256  # tokens of a step that is taken for one of decode
 

@@ -59,6 +59,7 @@ ALLOWED = {
         "paged_jax.cache",
         "paged_jax.cache_ops",
         "paged_jax.engine",
+        "paged_jax.latent_cache",
         "paged_jax.metadata",
         "paged_jax.ops",
     ),

@@ -23,6 +23,13 @@ OLD = "original_max_position_embeddings"
 MODELS = model_folders.NAMES
 # What transformers does not read in these models either, and what another field of their files decides.
 WITHOUT_EFFECT = {
+    ("deepseek_v2", "head_dim"),
+    ("deepseek_v2", "num_key_value_heads"),
+    ("deepseek_v2", "qk_head_dim"),
+    ("deepseek_v3", "head_dim"),
+    ("deepseek_v3", "num_key_value_heads"),
+    ("deepseek_v3", "num_nextn_predict_layers"),
+    ("deepseek_v3", "qk_head_dim"),
     ("gemma3_text", "_sliding_window_pattern"),
     ("gemma2", "hidden_act"),
     ("gpt_oss", "experts_per_token"),

@@ -1,5 +1,6 @@
 """Models over a mesh of CPU devices: the same tokens as on one, and nothing exchanged that need not be."""
 
+import dataclasses
 import math
 import re
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from examples import checkpoint, generate, loop, tensors
 from examples.families import load_config
@@ -40,8 +42,17 @@ def run(name, tp, prompts, **options):
     return loop.outputs(generation), decode, config
 
 
-# OPT ties its embeddings; llama has biases, and fewer kv heads than there are devices.
-@pytest.mark.parametrize(("name", "tp", "prompts"), [("llama", 4, PROMPTS), ("opt_post_norm", 2, PROMPTS[:1])])
+# OPT ties its embeddings; llama has biases, and fewer kv heads than there are devices. gpt-oss shares out the columns
+# of its experts, which have biases, and DeepSeek the heads of its latents, and experts beside those of every token.
+@pytest.mark.parametrize(
+    ("name", "tp", "prompts"),
+    [
+        ("llama", 4, PROMPTS),
+        ("opt_post_norm", 2, PROMPTS[:1]),
+        ("gpt_oss", 4, PROMPTS),
+        ("deepseek_v2_lite", 4, PROMPTS),
+    ],
+)
 def test_a_split_model_writes_the_same_tokens(name, tp, prompts):
     wanted, _, _ = run(name, 1, prompts)
     texts, decode, config = run(name, tp, prompts)
@@ -49,11 +60,37 @@ def test_a_split_model_writes_the_same_tokens(name, tp, prompts):
     exchanged = [(kind, shape) for shape, kind in COLLECTIVE.findall(decode.as_text())]
     # One all-reduce for the embedding, one after each attention and one after each MLP; then the likeliest token of
     # each part of the vocabulary and its logit.
-    assert [kind for kind, _ in exchanged].count("all-reduce") == 1 + 2 * config.num_layers
+    # XLA may join those of experts and of the MLP beside them.
+    num_all_reduces = [kind for kind, _ in exchanged].count("all-reduce")
+    has_shared = config.experts is not None and config.experts.shared_size > 0
+    assert num_all_reduces == 1 + 2 * config.num_layers or (has_shared and num_all_reduces <= 2 + 2 * config.num_layers)
     others = [(kind, math.prod(map(int, shape.split(",")))) for kind, shape in exchanged if kind != "all-reduce"]
     assert others == [("all-gather", len(prompts) * tp)] * 2
+    if config.latent is not None:  # every device has all latents
+        return
     pool = 512 * config.num_kv_heads * 4 * config.head_size * 4 // tp
     assert decode.memory_analysis().temp_size_in_bytes < pool / 2
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("split", ["columns", "experts"])
+@pytest.mark.parametrize("num_tokens", [1, 9])
+def test_devices_share_out_experts(name, split, num_tokens):
+    """A layer's mixture on two devices is the mixture on one, for few pairs and for many."""
+    config = load_config(folder(name))
+    config = dataclasses.replace(config, experts=dataclasses.replace(config.experts, split=split))
+    mesh = make_mesh({"dp": 1, "tp": 2}, jax.devices("cpu"))
+    hidden = jax.random.normal(jax.random.key(0), (num_tokens, config.hidden_size))
+    results = []
+    for devices in (None, mesh):
+        model = checkpoint.load_weights(folder(name), config, jnp.float32, devices)
+        graphdef, state = nnx.split(model.layers[-1].mlp)
+        run = jax.jit(lambda state, hidden, graphdef=graphdef: nnx.merge(graphdef, state)(hidden))
+        results.append((run(state, hidden), state))
+    np.testing.assert_allclose(results[1][0], results[0][0], rtol=1e-4, atol=1e-5)
+    parameter = results[1][1]["experts"]["down"][...]
+    axis = 0 if split == "experts" else 2
+    assert {shard.data.shape[axis] for shard in parameter.addressable_shards} == {parameter.shape[axis] // 2}
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])

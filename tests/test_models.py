@@ -20,13 +20,13 @@ from examples.checkpoint import load_model
 from examples.families import load_config
 from examples.norms import RMSNorm
 from examples.step import make_abstract_step, make_step, xla_options
-from paged_jax import PagedKVCache, allocator
+from paged_jax import allocator
 from paged_jax.engine import Batch
 from tests.model_folders import NAMES, folder, reference
 
 # Programs over a paged cache are compiled and run for a model of each kind of attention; what else differs between
 # models is the same with and without a cache.
-WITH_PROGRAMS = ["opt_pre_norm", "llama", "gemma2", "gpt_oss"]
+WITH_PROGRAMS = ["opt_pre_norm", "llama", "gemma2", "gpt_oss", "deepseek_v2_lite"]
 # Prompts and their greedy tokens are a program of each family; its other variants differ in numbers alone.
 FAMILIES = [name for name in NAMES if not name.startswith(("llama_", "qwen2_", "phi4"))]
 
@@ -100,7 +100,7 @@ def test_logits_of_a_ragged_prefill(case):
     def pad(values, value):
         return np.pad(values, (0, num_padding), constant_values=value)
 
-    cache = PagedKVCache.create(40, block_size, case.config.num_kv_heads, case.config.head_size, dtype=jnp.float32)
+    cache = loop.make_cache(case.config, 40, block_size, jnp.float32)
     caches = (jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), cache),) * case.config.num_layers
     graphdef, state = nnx.split(case.model)
 
@@ -155,7 +155,7 @@ def test_a_decode_step_is_a_ragged_step_of_one_token_a_sequence(case):
     lens = np.array([len(prompt) for prompt in case.prompts] + [0], np.int32)
     blocks = allocator.create(40, 8, len(lens), 8)
     blocks, _, _ = allocator.append_tokens(blocks, lens)
-    cache = PagedKVCache.create(40, 8, case.config.num_kv_heads, case.config.head_size, dtype=jnp.float32)
+    cache = loop.make_cache(case.config, 40, 8, jnp.float32)
     positions = np.concatenate([np.arange(n, dtype=np.int32) for n in lens])
     rows = np.repeat(np.arange(len(lens), dtype=np.int32), lens)
     prompts = Batch(

@@ -17,9 +17,11 @@ from jax import export
 from jaxtyping import Array, Float32, Int32
 
 from paged_jax.cache import PagedKVCache
+from paged_jax.latent_cache import PagedLatentCache
 from paged_jax.metadata import AttentionMetadata
 
-type Caches = tuple[PagedKVCache, ...]
+type Cache = PagedKVCache | PagedLatentCache
+type Caches = tuple[Cache, ...]
 
 
 @jax.tree_util.register_dataclass

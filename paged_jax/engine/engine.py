@@ -42,8 +42,8 @@ class Engine(BaseEngine):
     Args:
       step: the model's function, see `Step`.
       weights: the model's arrays.
-      caches: a `PagedKVCache` for each layer. The engine donates them to its programs: the caller must not use them any
-        more.
+      caches: a `PagedKVCache` or a `PagedLatentCache` for each layer. The engine donates them to its programs: the
+        caller must not use them any more.
       config: sizes and policies.
       tokenizer: turns tokens into text; without one there are token ids only, and no stop texts.
       seed: the number from which requests without a seed get theirs; None for fresh random numbers in every process and

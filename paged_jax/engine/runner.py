@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from paged_jax.cache import PagedKVCache
 from paged_jax.cache_ops import copy_blocks
-from paged_jax.engine.batch import Caches, Draws, Step, StepShape
+from paged_jax.engine.batch import Cache, Caches, Draws, Step, StepShape
 from paged_jax.engine.blocks import Pairs
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.pack import pack, pack_made_up
@@ -32,6 +32,8 @@ from paged_jax.engine.sampling import Drawn, Kind, draw
 from paged_jax.engine.scheduler import Plan
 
 _PAIRS = 32  # how many pairs of blocks one call of a copy or a swap moves
+_POOLS = "key_cache", "value_cache", "latent_cache"  # members of caches
+_SCALES = "k_scale", "v_scale", "latent_scale"
 _COMPILERS = 8  # how many threads compile at the same time
 
 type Programs = dict[Any, Any]
@@ -82,10 +84,10 @@ class Runner:
         self.block_size, self.num_blocks = caches[0].block_size, caches[0].num_blocks
         self.block_bytes = sum(cache.nbytes for cache in caches) // self.num_blocks
         self._step, self._weights = step, weights
-        self._scales = [(cache.k_scale, cache.v_scale) for cache in caches]
+        self._scales = [_members(cache, _SCALES) for cache in caches]
         self._caches = _with_own_scales(caches, self._scales)
         self.max_blocks_per_seq = -(-config.max_model_len // self.block_size)
-        self._replicated = _replicated(caches[0].value_cache.sharding)
+        self._replicated = _replicated(_pool(caches[0]).sharding)
         self._last_tokens = jax.device_put(np.zeros(config.max_num_seqs, np.int32), self._replicated)
         host_caches = tuple(_on_host(cache, config.num_host_blocks) for cache in caches)
         self._host_caches = _with_own_scales(host_caches, self._scales)
@@ -214,7 +216,7 @@ class Runner:
 
     def _logits_at(self, logits: Any) -> Any:
         """The sharding of the logits: their vocabulary is split over the same mesh axis as the caches, if it can be."""
-        at = self._caches[0].value_cache.sharding
+        at = _pool(self._caches[0]).sharding
         if not isinstance(at, NamedSharding):
             return at
         axes = next((axes for axes in at.spec if axes is not None), None)
@@ -264,15 +266,18 @@ class Runner:
 
 
 def _copy(caches: Caches, pairs: jax.Array) -> Caches:
-    keys, values = copy_blocks([c.key_cache for c in caches], [c.value_cache for c in caches], pairs)
+    with_values = [cache for cache in caches if isinstance(cache, PagedKVCache)]
+    if len(with_values) < len(caches):
+        return tuple(cache.copy_blocks(pairs) for cache in caches)
+    keys, values = copy_blocks([c.key_cache for c in with_values], [c.value_cache for c in with_values], pairs)
     return tuple(
         dataclasses.replace(cache, key_cache=key, value_cache=value)
-        for cache, key, value in zip(caches, keys, values, strict=True)
+        for cache, key, value in zip(with_values, keys, values, strict=True)
     )
 
 
 def _swap(source: Caches, destination: Caches, pairs: jax.Array) -> Caches:
-    return tuple(src.swap_blocks_to(dst, pairs) for src, dst in zip(source, destination, strict=True))
+    return tuple(src.swap_blocks_to(cast(Any, dst), pairs) for src, dst in zip(source, destination, strict=True))
 
 
 def _usable(array: jax.Array) -> jax.Array:
@@ -301,7 +306,7 @@ def _check_caches(caches: Caches) -> None:
                 f"all caches must have as many blocks of one size: layer {layer} has {cache.num_blocks} of "
                 f"{cache.block_size}, layer 0 has {first.num_blocks} of {first.block_size}"
             )
-        if any(scale is not None and np.ndim(scale) == 3 for scale in (cache.k_scale, cache.v_scale)):
+        if any(scale is not None and np.ndim(scale) == 3 for scale in _members(cache, _SCALES).values()):
             raise ValueError(
                 f"layer {layer} has a scale for each token's place in the pool; blocks move between requests, so that "
                 "an engine takes scales for the whole cache or per kv head"
@@ -315,23 +320,30 @@ def _replicated(sharding: Any) -> Any:
     return sharding
 
 
-def _on_host(cache: PagedKVCache, num_blocks: int) -> PagedKVCache:
+def _on_host(cache: Cache, num_blocks: int) -> Cache:
     """Makes a cache like `cache` with `num_blocks` blocks, but at least one, in pinned host memory."""
 
     def place(pool):
         zeros = np.zeros((max(num_blocks, 1), *pool.shape[1:]), pool.dtype)
         return jax.device_put(zeros, pool.sharding.with_memory_kind("pinned_host"))
 
-    return dataclasses.replace(cache, key_cache=place(cache.key_cache), value_cache=place(cache.value_cache))
+    return dataclasses.replace(cache, **{name: place(pool) for name, pool in _members(cache, _POOLS).items()})
+
+
+def _members(cache: Cache, names: tuple[str, ...]) -> dict[str, Any]:
+    """The members of a cache that have one of these names."""
+    return {field.name: getattr(cache, field.name) for field in dataclasses.fields(cache) if field.name in names}
+
+
+def _pool(cache: Cache) -> jax.Array:
+    """One of the cache's pools; where there are two, both lie on the same devices."""
+    return next(iter(_members(cache, _POOLS).values()))
 
 
 def _with_own_scales(caches: Caches, scales: Any) -> Caches:
     """The caches with copies of these scales: a program that updates a cache in place takes its scales too."""
     copies = jax.tree.map(jnp.array, scales)
-    return tuple(
-        dataclasses.replace(cache, k_scale=k_scale, v_scale=v_scale)
-        for cache, (k_scale, v_scale) in zip(caches, copies, strict=True)
-    )
+    return tuple(dataclasses.replace(cache, **members) for cache, members in zip(caches, copies, strict=True))
 
 
 def options_of(name: Any, options: CompilerOptions | None) -> dict[str, Any] | None:

@@ -1,0 +1,100 @@
+"""Mixtures of experts: both ways of computing them, the bytes of one token, and the kernel that runs on Hopper."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples import moe
+from examples.config import ExpertsConfig
+
+CONFIG = ExpertsConfig(num_experts=8, num_chosen=2, intermediate_size=16)
+
+
+def draw(num_tokens, config=CONFIG, hidden_size=32, dtype=jnp.float32):
+    """Hidden vectors, each token's experts and their weights, and the experts' matrices."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    size, num_experts = config.intermediate_size, config.num_experts
+    return (
+        jax.random.normal(keys[0], (num_tokens, hidden_size), dtype),
+        jax.lax.top_k(jax.random.normal(keys[1], (num_tokens, num_experts)), config.num_chosen)[1],
+        jax.random.uniform(keys[2], (num_tokens, config.num_chosen)),
+        {
+            "gate_up": jax.random.normal(keys[3], (num_experts, 2 * size, hidden_size), dtype),
+            "down": jax.random.normal(keys[4], (num_experts, hidden_size, size), dtype),
+        },
+    )
+
+
+def expected(hidden, experts, weights, parameters):
+    """The weighted sum of each token's experts, one product at a time in float64."""
+    out = np.zeros(hidden.shape)
+    gate_up, down = (np.float64(parameters[name]) for name in ("gate_up", "down"))
+    for token, row in enumerate(np.float64(hidden)):
+        for expert, weight in zip(np.asarray(experts[token]), np.asarray(weights[token]), strict=True):
+            gate, up = np.split(gate_up[expert] @ row, 2)
+            out[token] += weight * (down[expert] @ (gate / (1 + np.exp(-gate)) * up))
+    return out
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 5, 40])  # of which 4 have as many pairs as there are experts
+def test_experts(num_tokens):
+    arrays = draw(num_tokens)
+    out = jax.jit(lambda *arrays: moe.compute_experts(*arrays, config=CONFIG))(*arrays)
+    np.testing.assert_allclose(out, expected(*arrays), rtol=1e-4, atol=1e-3)
+
+
+def test_one_token_reads_its_experts_alone():
+    """Of the other experts nothing is read: no array that is computed is larger than the matrices of two experts."""
+    config = dataclasses.replace(CONFIG, num_experts=64, intermediate_size=64)
+    hidden, experts, weights, parameters = draw(1, config, 128)
+    run = jax.jit(lambda *arrays: moe.compute_experts(*arrays, config=config))
+    used = jnp.zeros(64, bool).at[experts[0]].set(True)
+    poisoned = jax.tree.map(lambda x: jnp.where(used[:, None, None], x, jnp.nan), parameters)
+    np.testing.assert_array_equal(run(hidden, experts, weights, poisoned), run(hidden, experts, weights, parameters))
+    jaxpr = jax.make_jaxpr(lambda *arrays: moe.compute_experts(*arrays, config=config))(*draw(1, config, 128))
+    largest = max(out.aval.size for eqn in jaxpr.eqns for out in eqn.outvars)
+    assert largest <= config.num_chosen * parameters["gate_up"][0].size
+
+
+def test_experts_that_are_on_no_device_of_a_pair_add_nothing():
+    """With half of the experts a device computes half of the pairs; both halves together are the whole."""
+    config = dataclasses.replace(CONFIG, split="experts")
+    for num_tokens in (2, 40):
+        hidden, experts, weights, parameters = draw(num_tokens)
+        halves = [jax.tree.map(lambda x, i=i: x[4 * i : 4 * i + 4], parameters) for i in range(2)]
+        parts = [
+            moe.compute_experts(hidden, experts, weights, half, config=config, part=jnp.int32(i))
+            for i, half in enumerate(halves)
+        ]
+        np.testing.assert_allclose(sum(parts), expected(hidden, experts, weights, parameters), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(64, 256, 128), (200, 128, 192)])
+def test_the_grouped_kernel_lowers_for_hopper(shape):
+    num_rows, num_out, num_in = shape
+    rows = jax.ShapeDtypeStruct((num_rows, num_in), jnp.bfloat16)
+    matrices = jax.ShapeDtypeStruct((8, num_out, num_in), jnp.bfloat16)
+    sizes = jax.ShapeDtypeStruct((8,), jnp.int32)
+    assert moe.fits_kernel(rows, matrices)
+    lowered = jax.jit(moe.grouped_kernel).trace(rows, matrices, sizes).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "shape", "dtype"),
+    [(32, (8, 128, 128), jnp.bfloat16), (64, (8, 96, 128), jnp.bfloat16), (64, (8, 128, 128), jnp.float32)],
+)
+def test_what_the_grouped_kernel_does_not_take(num_rows, shape, dtype):
+    rows = jax.ShapeDtypeStruct((num_rows, shape[2]), dtype)
+    assert not moe.fits_kernel(rows, jax.ShapeDtypeStruct(shape, dtype))
+
+
+@pytest.mark.gpu
+def test_the_grouped_kernel_computes_what_xla_computes():
+    config = dataclasses.replace(CONFIG, intermediate_size=128)
+    arrays = draw(100, config, 256, jnp.bfloat16)
+    out = jax.jit(lambda *arrays: moe.compute_experts(*arrays, config=config))(*arrays)
+    np.testing.assert_allclose(out, expected(*arrays), rtol=0.1, atol=np.abs(expected(*arrays)).max() / 30)
