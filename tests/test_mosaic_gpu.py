@@ -323,7 +323,9 @@ def every_other_slow(cases):
 
 @pytest.mark.parametrize(("op", "case"), every_other_slow(pairs()), ids=str)
 def test_lowers_for_cuda(op, case):
-    assert lowered(op, case).count("@mosaic_gpu_v2") == (2 if op == "v2" else 1)
+    text = lowered(op, case)
+    assert text.count("@mosaic_gpu_v2") == (2 if op == "v2" else 1)
+    assert f"decode_hd{case.head_size}_g{case.num_heads // case.num_kv_heads}_mosaic_gpu" in text  # as profiles say
 
 
 @pytest.mark.gpu

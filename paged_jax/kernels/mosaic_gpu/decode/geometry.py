@@ -24,6 +24,12 @@ class Geometry:
     problem: Problem
     tuning: Tuning
 
+    @property
+    def kernel_name(self) -> str:
+        """The name that profiles show, such as "decode_hd128_g4"."""
+        op = "decode_write" if self.problem.writes_tokens else "decode"
+        return f"{op}_hd{self.problem.head_size}_g{self.problem.group}"
+
     # Work items.
 
     @property

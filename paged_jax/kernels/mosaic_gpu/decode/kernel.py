@@ -66,6 +66,7 @@ def attend(geometry: Geometry, tiles: Tiles, inputs: Inputs) -> Outputs:
         compiler_params=plgpu.CompilerParams(approx_math=True),
         num_threads=2,
         thread_name="warpgroup",
+        kernel_name=geometry.kernel_name,
         **_mesh(geometry),
     )
     return jax.tree.unflatten(out_tree, kernel(*arrays))

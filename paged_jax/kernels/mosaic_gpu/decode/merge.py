@@ -85,6 +85,7 @@ def merge(geometry: Geometry, read: Inputs, written: Outputs) -> tuple[Array, Ar
         compiler_params=plgpu.CompilerParams(approx_math=True),
         grid=(geometry.merging_programs, _item_programs(geometry)),
         grid_names=("program", "item"),
+        kernel_name="decode_merge",
     )
     if not geometry.tuning.queues:
         return kernel(out_type=out_type)(*inputs)

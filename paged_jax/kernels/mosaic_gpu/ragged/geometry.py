@@ -32,6 +32,13 @@ class Geometry:
     tuning: Tuning
 
     @property
+    def kernel_name(self) -> str:
+        """The name that profiles show, such as "ragged_wide_thin_hd128_g4"."""
+        op = "prefix" if self.problem.prefix else "ragged"
+        kinds = "_".join("wide" if kind.is_wide else "thin" for kind in self.kinds_there)
+        return f"{op}_{kinds}_hd{self.problem.head_size}_g{self.problem.group}"
+
+    @property
     def kinds(self) -> tuple["ItemKind", "ItemKind"]:
         """The wide and the thin work items."""
         return ItemKind(self, WIDE), ItemKind(self, THIN)

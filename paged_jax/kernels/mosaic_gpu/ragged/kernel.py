@@ -67,6 +67,7 @@ def attend(geometry: Geometry, inputs: Inputs) -> Outputs:
         thread_name="warpgroup",
         grid=(geometry.tuning.num_programs,),
         grid_names=("program",),
+        kernel_name=geometry.kernel_name,
     )
     return jax.tree.unflatten(out_tree, kernel(*arrays))
 

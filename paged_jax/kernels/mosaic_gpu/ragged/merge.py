@@ -44,6 +44,7 @@ def merge(geometry: Geometry, refs: MergeRefs) -> None:
         out_type=(),
         grid=(geometry.tuning.merge_programs,),
         grid_names=("program",),
+        kernel_name="ragged_merge",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(*arrays)
 
