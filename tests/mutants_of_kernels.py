@@ -215,9 +215,9 @@ MUTANTS_OF_KERNELS = [
     ),
     Mutant(
         "mosaic_gpu: heads of 64 lead in groups, too",
-        "kernels/mosaic_gpu/decode/call.py",
-        "return group == 1 or (outside and group <= _LARGEST_GROUP_OF_64)",
-        "return True",
+        "kernels/mosaic_gpu/leads.py",
+        "lambda call: call.head_size == 64 and call.group > 1 and",
+        "lambda call: False and",
         "tests/test_mosaic_gpu_choice.py -k sizes",
     ),
     Mutant(
@@ -327,9 +327,9 @@ MUTANTS_OF_KERNELS = [
     ),
     Mutant(
         "mosaic_gpu: Triton's kernel is not first for one pattern of a group",
-        "kernels/mosaic_gpu/ragged/call.py",
-        "return has_groups and max(options.block_sparse.head_sliding_step, 0) % options.block_sparse.vert_stride > 0",
-        "return True",
+        "kernels/mosaic_gpu/leads.py",
+        "lambda call: call.shares_pattern",
+        "lambda call: False",
         "tests/test_mosaic_gpu_sparse.py -k leads",
     ),
 ]

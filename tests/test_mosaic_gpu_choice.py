@@ -123,8 +123,9 @@ def test_leads_by_sizes(num_seqs, num_kv_heads, group, head_size, cache_dtype, f
         (8, 50, "triton"),
         (8, 511, "triton"),
         (8, 512, "mosaic_gpu"),
-        (9, 49, "triton"),
-        (9, 512, "triton"),
+        (9, 49, "mosaic_gpu"),
+        (9, 50, "triton"),
+        (9, 512, "mosaic_gpu"),
     ],
 )
 def test_leads_for_heads_of_64_by_the_longest_context(group, num_blocks, first):

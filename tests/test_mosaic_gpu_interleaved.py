@@ -12,7 +12,8 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
 from paged_jax import _dispatch
 from paged_jax.kernels import xla
-from paged_jax.kernels.mosaic_gpu.ops import is_decode, leads
+from paged_jax.kernels.mosaic_gpu import leads
+from paged_jax.kernels.mosaic_gpu.ops import is_decode
 from tests import cuda_programs, ragged_interpreter, rpa_cases
 from tests.mosaic_interpreter import SMALL_GPU, run_op
 

@@ -1,7 +1,6 @@
-"""Which kernel runs an op that both kernels could run: the decode kernel or the ragged one; and where they lead."""
+"""Which kernel runs an op that both kernels could run: the decode kernel or the ragged one."""
 
 from dataclasses import replace
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -11,22 +10,6 @@ from paged_jax.kernels.mosaic_gpu.ragged import call as ragged
 from paged_jax.kernels.problem import Device, Problem
 from paged_jax.options import AttentionOptions
 from paged_jax.shapes import BlockTables, Cache, Lse, Query, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
-
-
-def leads(op: str, operands: Any) -> bool:
-    """Whether a kernel of this folder, if it takes the call, comes before the other implementations."""
-    if op in ("ragged_paged_attention", "prefix_attention"):
-        prefix = op == "prefix_attention"
-        caches = operands.key_cache, operands.value_cache, operands.block_tables
-        if not prefix and is_decode(operands.query, *caches, operands.seq_lens, operands.options):
-            # Decode's choice was measured against Triton's decode kernel, which runs no ragged batch of several.
-            return decode.leads(operands) or (operands.seq_lens.shape[0] > 1 and ragged.leads(operands))
-        return ragged.leads(operands, prefix=prefix)
-    if op not in ("paged_attention_v1", "paged_attention_v2", "paged_attention", "write_and_attend"):
-        return False
-    if operands.options.block_sparse is not None:
-        return op == "paged_attention" and ragged.leads(operands)  # the only one that the ragged kernel runs
-    return decode.leads(operands, writes_tokens=op == "write_and_attend", in_partitions=op == "paged_attention_v2")
 
 
 def is_decode(

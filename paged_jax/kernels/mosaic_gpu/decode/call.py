@@ -21,7 +21,7 @@ from paged_jax.kernels.mosaic_gpu.decode.merge import merge
 from paged_jax.kernels.mosaic_gpu.decode.refs import Inputs, Outputs
 from paged_jax.kernels.mosaic_gpu.decode.tuning import Merge, Tuning
 from paged_jax.kernels.problem import LONGEST_CONTEXT, Device, OptionArrays, Problem
-from paged_jax.options import AttentionOptions, num_kv_heads
+from paged_jax.options import AttentionOptions
 from paged_jax.shapes import (
     BlockTables,
     Cache,
@@ -36,49 +36,6 @@ from paged_jax.shapes import (
     SlotMapping,
     TmpOut,
 )
-
-# Where `leads` puts this kernel before Triton's. A group is the query heads of one kv head.
-_GROUPS_WRITING_OR_VLLM = (*range(1, 9), 16)
-"""For decode that writes, and in layout "vllm": LOG, "Groups of 16"."""
-# Measured: benchmarks/LOG.md, "The choice by five seeds".
-_LARGEST_LEADING_GROUP = 24  # larger ones were not measured
-_FEW_ITEMS, _FEW_ITEMS_OF_8_BITS = 5, 2
-"""Triton's kernel comes first for a batch of so few work items, each of which has many splits to merge."""
-_LARGEST_GROUP_OF_64 = 8
-_SHORT, _LONG = 800, 8192
-"""Between these tokens of the longest context Triton's kernel is faster for heads of 64 in groups of two and more."""
-_GROUPS_OF_80_AND_96 = (4, 8)
-_FILL_QUERY_TILES = (1, 2, 4, 8, 16)
-"""Groups whose query heads are not padded. Over 8 bits, padded heads of 64 are faster by Triton's kernel."""
-
-
-def leads(operands: Any, *, writes_tokens: bool = False, in_partitions: bool = False) -> bool:
-    """Whether this kernel, if it takes the call, comes before Triton's.
-
-    Measured on an H200: benchmarks/LOG.md, "The choice by five seeds". For decode that writes, which was not measured
-    there, and in layout "vllm" the group alone decides. The bits of v2, which is decode `in_partitions`, must be the
-    same in every batch, so that its choice ignores the batch and the table: it is the one for many long sequences.
-    """
-    query, cache, options = operands.query, operands.value_cache, operands.options
-    kv_heads, head_size = num_kv_heads(cache, options.layout), query.shape[-1]
-    group = query.shape[-2] // kv_heads
-    if writes_tokens or options.layout == "vllm":
-        return group in _GROUPS_WRITING_OR_VLLM
-    eight_bit, num_items = cache.dtype.itemsize == 1, operands.seq_lens.shape[0] * kv_heads
-    few_items = not in_partitions and num_items <= (_FEW_ITEMS_OF_8_BITS if eight_bit else _FEW_ITEMS)
-    if group > _LARGEST_LEADING_GROUP or few_items:
-        return False
-    if eight_bit:
-        return head_size != 64 or group in _FILL_QUERY_TILES
-    match head_size:
-        case 64:
-            outside = in_partitions or not _SHORT <= options.max_seq_len < _LONG
-            return group == 1 or (outside and group <= _LARGEST_GROUP_OF_64)
-        case 80 | 96:
-            return group in _GROUPS_OF_80_AND_96
-        case 112:
-            return False
-    return True
 
 
 def paged_attention_v1(

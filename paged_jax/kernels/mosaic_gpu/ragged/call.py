@@ -3,8 +3,6 @@
 The ops' arrays become `Inputs` here, and what is static in a call its `Problem`, `Tuning` and `Geometry`.
 """
 
-from typing import Any
-
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
@@ -18,36 +16,9 @@ from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.kernel import attend
 from paged_jax.kernels.mosaic_gpu.ragged.merge import MergeRefs, merge
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Inputs, Lengths
-from paged_jax.kernels.problem import Problem, ScaleKind
-from paged_jax.options import AttentionOptions, num_kv_heads
+from paged_jax.kernels.problem import Problem
+from paged_jax.options import AttentionOptions
 from paged_jax.shapes import BlockTables, Cache, NewTokens, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
-
-_FEW_QUERIES = 4  # of a sequence, on average
-
-
-def leads(operands: Any, *, prefix: bool = False) -> bool:
-    """Whether this kernel, if it takes the call, comes before Triton's.
-
-    It does, except for three sorts of batches with few queries a sequence:
-
-    - a single sequence over 16 bits (LOG, "Random batches of ragged attention");
-    - caches of 8 bits in `prefix_attention` or with a scale for each slot, because all warps convert such a tile
-      together (LOG, "Ragged attention over 8 bits on Hopper");
-    - a block-sparse pattern that all heads of a group share (LOG, "Block-sparse patterns and 8 bits in layout vllm").
-    """
-    num_seqs, options = operands.seq_lens.shape[0], operands.options
-    if operands.query.shape[0] > _FEW_QUERIES * num_seqs:
-        return True
-    if operands.key_cache.dtype.itemsize == 1:
-        scales = (ScaleKind.of(scale) for scale in (options.k_scale, options.v_scale))
-        if prefix or ScaleKind.SLOT in scales:
-            return False
-    elif num_seqs == 1:
-        return False
-    if options.block_sparse is None:
-        return True
-    has_groups = operands.query.shape[1] > num_kv_heads(operands.key_cache, options.layout)
-    return has_groups and max(options.block_sparse.head_sliding_step, 0) % options.block_sparse.vert_stride > 0
 
 
 def ragged_paged_attention(

@@ -1,0 +1,67 @@
+"""Replays the tables that say where Hopper's kernels come before Triton's, over stored times."""
+
+import json
+import statistics
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import paged_jax.kernels.mosaic_gpu
+from benchmarks import cases
+
+leads = import_module("paged_jax.kernels.mosaic_gpu.leads")  # the package has a function of this name
+
+RESULTS = sorted((Path(cases.__file__).parent / "results").glob("*-choice-decode*.json"))
+README = Path(paged_jax.kernels.mosaic_gpu.__file__).with_name("README.md")
+OTHER = {"mosaic_gpu": "triton", "triton": "mosaic_gpu"}
+
+
+def timed():
+    """Yields (seed, the deciding row, times by implementation) for each stored case that both implementations take."""
+    for path in RESULTS:
+        report = json.loads(path.read_text())
+        seed, times = report.get("seed", 0), {}
+        for row in report["rows"]:
+            if row["kind"] == "implementation" and "us" in row:
+                times.setdefault(row["case"], {})[row["contender"]] = row["us"]
+        for case in cases.random_decode(len(report["chosen"]), seed):
+            if OTHER.keys() <= times.get(case.name, {}).keys():
+                call = leads.DecodeCall(
+                    by_group=case.layout == "vllm",
+                    group=case.num_heads // case.num_kv_heads,
+                    head_size=case.head_size,
+                    eight_bit=case.cache_dtype != "bfloat16",
+                    num_items=case.num_seqs * case.num_kv_heads,
+                    max_seq_len=max(case.blocks_per_seq) * case.block_size,
+                )
+                yield seed, leads.row_of(leads.DECODE, call), times[case.name]
+
+
+def mean_gain(row, seeds):
+    gains = [
+        us[OTHER[row.first]] / us[row.first] - 1 for seed, decider, us in timed() if decider is row and seed in seeds
+    ]
+    return f"{statistics.mean(gains):.0%}" if gains else "-"
+
+
+@pytest.mark.parametrize("row", [row for row in leads.DECODE if row.gain[0].isdigit()], ids=lambda row: row.condition)
+def test_rows_gain_what_they_say(row):
+    """No row loses on cases that it was not made from."""
+    held_out = mean_gain(row, range(5, 7))
+    assert row.gain == f"{mean_gain(row, range(5))}, {held_out}"
+    assert held_out == "-" or not held_out.startswith("-")
+
+
+@pytest.mark.parametrize(("seeds", "least", "most"), [(range(5), 160, 0.016), (range(5, 7), 90, 0.02)])
+def test_regret(seeds, least, most):
+    """What the choice loses against the faster one, on the mean of the cases that both take."""
+    regrets = [us[row.first] / min(us.values()) - 1 for seed, row, us in timed() if seed in seeds]
+    assert len(regrets) > least
+    assert statistics.mean(regrets) < most
+
+
+@pytest.mark.parametrize("rows", [leads.DECODE, leads.RAGGED], ids=["decode", "ragged"])
+def test_documents_show_the_tables(rows):
+    assert leads.table(rows) in README.read_text()
+    assert rows[-1].holds(None), "the last row decides what is left"
