@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
