@@ -16,6 +16,7 @@ import jax
 import jaxtyping
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -85,10 +86,34 @@ def pytest_terminal_summary(terminalreporter):
     terminalreporter.write_line("; ".join(line for line in kept if not line.startswith(" ")))
 
 
-@pytest.fixture(params=["xla", *(pytest.param(i, marks=pytest.mark.gpu) for i in (None, "triton", "mosaic_gpu"))])
+_ON_A_GPU = [pytest.param(i, marks=pytest.mark.gpu) for i in (None, "triton", "mosaic_gpu")]
+slow_on_cpu = pytest.mark.parametrize(
+    "implementation", [pytest.param("xla", marks=pytest.mark.slow), *_ON_A_GPU], indirect=True
+)
+"""Marks a test that runs for every implementation as slow for "xla" alone."""
+
+
+@pytest.fixture(params=["xla", *_ON_A_GPU])
 def implementation(request):
     """Every implementation there is: "xla" on the CPU, the others (None: whatever is chosen) on a GPU."""
     return request.param
+
+
+@pytest.fixture(scope="module")
+def kept_programs(tmp_path_factory):
+    """XLA's programs are kept in a folder, as for users, so that equal ones are compiled once in a module."""
+    options = {
+        "jax_enable_compilation_cache": True,
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
+        "jax_persistent_cache_min_compile_time_secs": 0.1,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    for changed in (options, before):
+        for name, value in changed.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()  # which otherwise looks at these options once
+        if changed is options:
+            yield
 
 
 @pytest.fixture

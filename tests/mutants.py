@@ -51,7 +51,7 @@ def run(mutant: Mutant) -> tuple[bool, str]:
             command = f"{sys.executable} -m tests.triton_interpreter {mutant.tests.removeprefix('interpret ')}"
             environment |= {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
         else:
-            command = f"{sys.executable} -m pytest -x -q -p no:cacheprovider {mutant.tests}"
+            command = f"{sys.executable} -m pytest -x -q -m 'slow or not slow' -p no:cacheprovider {mutant.tests}"
         try:
             done = subprocess.run(
                 command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=_LONGEST_S

@@ -47,7 +47,9 @@ def test_xla(ops, capsys):
     assert passed(capsys) == 24
 
 
-@pytest.mark.parametrize(("implementation", "count"), [("triton", 4), ("mosaic_gpu", 1)])
+@pytest.mark.parametrize(
+    ("implementation", "count"), [("triton", 4), pytest.param("mosaic_gpu", 1, marks=pytest.mark.slow)]
+)
 def test_in_the_interpreter(implementation, count, capsys):
     flags = ["--implementation", implementation, "--interpret", "--small", "--count", str(count), "--batches", "1"]
     flags += ["--seed", str(TODAY), "--ops", "v1,v2,auto,write_and_attend,ragged,prefix"]

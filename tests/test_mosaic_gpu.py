@@ -73,7 +73,21 @@ INTERPRETED = [
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
 
-@pytest.mark.parametrize(("op", "case"), INTERPRETED, ids=str)
+# What these test, others test, too, in another combination.
+MORE_INTERPRETED = {
+    *("v2-plain", "auto-plain", "v1-capped-far-away", "v1-pieces", "auto-huge", "auto-e4m3", "v2-e5m2", "v1-int8"),
+    *("v1-int8-ring", "auto-cluster-in-pieces", "auto-cluster-int8", "auto-vllm", "auto-vllm-cluster", "v2-vllm-e5m2"),
+}
+
+
+def some_slow(cases, names):
+    """Parameters (op, case), those with one of the names marked slow."""
+    found = {f"{op}-{case}" for op, case in cases}
+    assert names <= found, names - found
+    return [pytest.param(*each, marks=[pytest.mark.slow] * ("-".join(map(str, each)) in names)) for each in cases]
+
+
+@pytest.mark.parametrize(("op", "case"), some_slow(INTERPRETED, MORE_INTERPRETED), ids=str)
 def test_in_the_interpreter(op, case):
     made = inputs.make(case)
     static = test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
@@ -141,8 +155,11 @@ FOLDED_QUEUES = [  # by 4 heads, and by 2, so that one wave is left
 ]
 
 
-# Of layout "vllm" the remaining cases of 8 bits test as much.
-MORE = ("uneven-window", "waves-vllm", "fold-vllm", "fold-queues-vllm")
+# The remaining cases have each kind of tiles and each option at least once.
+MORE = (
+    *("uneven-window", "uneven-vllm-e4m3", "uneven-int8", "waves-vllm", "waves-e4m3", "line-window", "fold-int8"),
+    *("fold-two", "fold-vllm", "fold-queues-vllm", "fold-queues-int8"),
+)
 
 
 @pytest.mark.parametrize(

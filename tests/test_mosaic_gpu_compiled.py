@@ -60,10 +60,13 @@ def _traced(function, operands, on_device):
     return jax.jit(function).trace(*jax.tree.map(on_device, operands))
 
 
-@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [8, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cases", [decode_cases, writing_cases, ragged_cases, prefix_cases])
 def test_compiles(cases, every):
-    """Nothing serializes products that are to overlap, and not much is spilled."""
+    """Nothing serializes products that are to overlap, and not much is spilled.
+
+    `python -m tests.hopper_compiler tests.test_mosaic_gpu_compiled:ragged_cases:1` prints the same of every case.
+    """
     reports = hopper_compiler.reports(f"{__name__}:{cases.__name__}:{every}")
     assert len(reports) == len(list(cases(every)))
     for case, said in reports:

@@ -117,7 +117,7 @@ INTERPRETED_TOO = [
     "names",
     [
         pytest.param(INTERPRETED[::2], id="these"),
-        pytest.param(INTERPRETED[1::2], id="those"),
+        pytest.param(INTERPRETED[1::2], id="those", marks=pytest.mark.slow),
         pytest.param(INTERPRETED_TOO, id="more", marks=pytest.mark.slow),
     ],
 )
