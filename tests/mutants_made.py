@@ -47,8 +47,8 @@ MUTANTS = [
     Mutant(
         "xla: a negative slot counts from the end",
         "kernels/xla/cache_ops.py",
-        "block = jnp.where(slot_mapping < 0, num_blocks, slot_mapping // block_size)",
-        "block = slot_mapping // block_size",
+        "jnp.where(slots < 0, num_blocks, slots // block_size)",
+        "slots // block_size",
         "tests/test_cache_ops.py -k write",
     ),
     Mutant(
@@ -110,14 +110,14 @@ MUTANTS = [
     Mutant(
         "vmap: pools that are batched alone are folded",
         "_vmap.py",
-        "or in_batched.key_cache != in_batched.value_cache",
-        "",
+        "any(jax.tree.leaves(in_batched.options)) or len(batched_pools) > 1",
+        "any(jax.tree.leaves(in_batched.options))",
         "tests/test_transforms.py -k vmap",
     ),
     Mutant(
         "vmap: batched pools share their scales of slots",
         "_vmap.py",
-        "return not (in_batched.key_cache and any(scale is not None and scale.ndim == 3 for scale in scales))",
+        "return not (True in batched_pools and any(scale is not None and scale.ndim == 3 for scale in scales))",
         "return True",
         "tests/test_transforms.py -k vmap",
     ),

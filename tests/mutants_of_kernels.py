@@ -97,15 +97,16 @@ MUTANTS_OF_KERNELS = [
     Mutant(
         "triton: the write drops the last token of a tile",
         "kernels/triton/device/write.py",
-        "given = tokens < num_tokens",
-        "given = (tokens < num_tokens) & (tokens % cfg.tokens != cfg.tokens - 1)",
+        "// pool.num_kv_heads * cfg.tokens + tl.arange(0, cfg.tokens)\n    given = tokens < num_tokens",
+        "// pool.num_kv_heads * cfg.tokens + tl.arange(0, cfg.tokens)\n"
+        "    given = (tokens < num_tokens) & (tokens % cfg.tokens != cfg.tokens - 1)",
         "interpret write-hnd-int8",
     ),
     Mutant(
         "triton: the write takes negative slots",
         "kernels/triton/device/write.py",
-        "valid = (slot >= 0) & (slot // pool.block_size < num_blocks)",
-        "valid = slot // pool.block_size < num_blocks",
+        "valid = (slot >= 0) & (slot // pool.block_size < num_blocks)\n    # The vectors load",
+        "valid = slot // pool.block_size < num_blocks\n    # The vectors load",
         "interpret write-hnd-int8",
     ),
     Mutant(
