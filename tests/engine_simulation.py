@@ -121,6 +121,7 @@ class SimulatedRunner(Runner):
         self._programs = {shape: self._model(shape) for shape in self._shapes()}
         self._programs |= {(shape.num_rows, kind): self._draw(kind) for shape in self._shapes() for kind in kinds}
         self._programs |= {name: self._mover(name) for name in ("copy", "swap_in", "swap_out")}
+        self._programs["tables"] = self._change
         self.num_compiled = len(self._programs)
         self.reset()
 
@@ -129,6 +130,13 @@ class SimulatedRunner(Runner):
         self.pool = self._caches = Pool(self.num_blocks, self.block_size)
         self.host_pool = self._host_caches = Pool(max(self.config.num_host_blocks, 1), self.block_size)
         self._last_tokens = np.full(self.config.max_num_seqs, _EMPTY, np.int32)
+        self._tables = np.full((self.config.max_num_seqs, self.max_blocks_per_seq), _EMPTY, np.int32)
+
+    def _change(self, tables, entries):
+        self.interrupt("tables")
+        seats, columns, blocks = entries[entries[:, 0] < self.config.max_num_seqs].T
+        tables[seats, columns] = blocks
+        return tables
 
     def _mover(self, name):
         def move(*caches_and_pairs):
@@ -140,7 +148,7 @@ class SimulatedRunner(Runner):
         return move
 
     def _model(self, shape: StepShape):
-        def run(_, pool, last_tokens, packed):
+        def run(_, pool, last_tokens, tables, packed):
             self.interrupt("model")
             parts = shape.split(packed)
             ids = np.where(
@@ -154,7 +162,8 @@ class SimulatedRunner(Runner):
             assert all(
                 starts[row + 1] - starts[row] == 1 for row in rows[0 if shape.is_decode else shape.num_prompts :]
             )
-            slots = {row: self._slots(parts["block_tables"][row], lens[row]) for row in rows}
+            tables[parts["row_seats"][rows], (lens[rows] - 1) // self.block_size] = parts["row_blocks"][rows]
+            slots = {row: self._slots(tables[parts["row_seats"][row]], lens[row]) for row in rows}
             counts = {row: starts[row + 1] - starts[row] for row in rows}
             written = [slot for row in rows for slot in slots[row][lens[row] - counts[row] :].tolist()]
             assert len(set(written)) == len(written), "two tokens are written to one slot"
@@ -172,8 +181,8 @@ class SimulatedRunner(Runner):
                 for i, slot in enumerate(slots[row][first:].tolist()):
                     chain = mix(chain, int(tokens[slot]))
                     all_chains[slot] = chains[starts[row] + i] = chain
-            assert (parts["block_tables"][len(rows) :] == -1).all()
-            return pool, chains[parts["logit_rows"]], packed[shape.size - Draws.size(shape.num_rows) :]
+            assert (parts["row_seats"][len(rows) :] == self.config.max_num_seqs).all()
+            return pool, tables, chains[parts["logit_rows"]], packed[shape.size - Draws.size(shape.num_rows) :]
 
         return run
 

@@ -117,3 +117,37 @@ def test_adopting_many_blocks_takes_little_memory():
     tracemalloc.stop()
     assert state.seq_lens.tolist() == [count, count]
     assert peak < 2**20
+
+
+def test_a_donated_state_gives_the_same_states():
+    """The same calls with and without `donate`: without it the old state stays as it was."""
+    kept = allocator.create(20, 4, 4, 6)
+    donated = allocator.create(20, 4, 4, 6)
+    calls = [
+        (allocator.append_tokens, ([9, 0, 5, 0],)),
+        (allocator.fork, (0, 1)),
+        (allocator.append_tokens, ([2, 3, 0, 0],)),
+        (allocator.retain, ([19, 18],)),
+        (allocator.truncate, ([9, 12, 1, 0],)),
+        (allocator.free, ([True, False, False, False],)),
+        (allocator.share, (1, 3, 2)),
+        (allocator.adopt, (0, [19, 18])),
+        (allocator.free, ([False, True, True, True],)),
+        (allocator.free_blocks, ([19, 18],)),
+    ]
+    for call, arguments in calls:
+        before = jax.tree.map(np.copy, kept)
+        after = call(kept, *arguments)
+        donated = call(donated, *arguments, donate=True)
+        after, donated = (found[0] if isinstance(found, tuple) else found for found in (after, donated))
+        jax.tree.map(np.testing.assert_array_equal, kept, before)
+        jax.tree.map(np.testing.assert_array_equal, after, donated)
+        kept = after
+    assert donated.num_free == 18
+    table, counts = donated.block_tables, donated.ref_counts
+    again, *_ = allocator.append_tokens(donated, [0, 4, 0, 0], donate=True)
+    assert again.block_tables is table
+    assert again.ref_counts is counts
+    with pytest.raises(allocator.OutOfBlocks):
+        allocator.append_tokens(again, [0, 4, 90, 0], donate=True)
+    assert int(again.num_free) == 17, "a call that raises changes nothing"

@@ -96,8 +96,11 @@ def imports(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-# What times choices that the library does not offer, and the internals that it needs for that.
-INTERNALS = {"benchmarks.bench_choice": ("paged_jax._validate", "paged_jax.kernels.triton", "paged_jax.options")}
+# What times choices that the library does not offer, or a part of the engine, and the internals that it needs for that.
+INTERNALS = {
+    "benchmarks.bench_choice": ("paged_jax._validate", "paged_jax.kernels.triton", "paged_jax.options"),
+    "benchmarks.bench_scheduler": ("paged_jax.engine",),
+}
 
 
 def within(name, folders):

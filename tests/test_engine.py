@@ -203,7 +203,7 @@ def test_no_compilation_after_the_start(engine, config):
         jax.monitoring.unregister_event_duration_listener(listen)
     assert compiled == []
     shapes, rows = len(config.decode_rows) + len(config.mixed_tokens), len(config.decode_rows)
-    assert engine.stats().num_compiled == before == 3 + shapes + 3 * rows, "moves, shapes of a step, ways to draw"
+    assert engine.stats().num_compiled == before == 4 + shapes + 3 * rows, "moves and tables, shapes, ways to draw"
     drain(engine)
 
 

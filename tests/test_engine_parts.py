@@ -41,7 +41,9 @@ def plans_digest():
             rows = [(c.sequence.arrival, c.start, c.num_tokens) for c in plan.chunks]
             most.append(sum(count > 1 for *_, count in rows))
             assert all(count > 1 for *_, count in rows[: most[-1]]), "pieces of prompts come first"
-            digest.update(repr((rows, plan.swap_out, plan.swap_in, plan.copies, plan.tables.tolist())).encode())
+            digest.update(
+                repr((rows, plan.swap_out, plan.swap_in, plan.copies, plan.entries, plan.row_blocks)).encode()
+            )
         for sample in unread.samples if unread is not None else ():
             sample.sequence.num_unread -= 1
             sample.sequence.tokens.append(len(sample.sequence.tokens) % 5)
@@ -263,16 +265,27 @@ def test_what_a_model_gets_is_what_build_metadata_says(query_lens):
     total = sum(query_lens)
     parts["token_ids"][:total] = np.arange(total) + 20
     parts["token_ids"][total - 1] = -1 - 2  # the last token of seat 2
-    parts["block_tables"][:4], parts["seq_lens"][:4] = tables, seq_lens
+    # Rows sit at other seats than their own numbers, and the blocks of their last tokens come with the step.
+    seats, last = np.array([5, 0, 3, 2]), (seq_lens - 1) // 4
+    parts["row_seats"][:4], parts["row_seats"][4:], parts["seq_lens"][:4] = seats, num_rows, seq_lens
+    parts["row_blocks"][:4] = tables[np.arange(4), last]
+    known = np.full((num_rows, 4), -7, np.int32)
+    known[seats] = np.where(np.arange(4) < last[:, None], tables, -9)
     parts["query_start_loc"][:] = [*expected.query_start_loc, total, total]
-    batch, _ = jax.jit(lambda packed, last: shape.unpack(packed, last, 4))(packed, np.array([7, 8, 99], np.int32))
+    unpack = jax.jit(lambda packed, last, known: shape.unpack(packed, last, known, 4))
+    batch, _, after = unpack(packed, np.array([7, 8, 99], np.int32), known)
+    after = np.asarray(after)
+    np.testing.assert_array_equal(after[seats, last], tables[np.arange(4), last])
+    assert after[[1, 4]].tolist() == known[[1, 4]].tolist(), "seats without a row keep their tables"
     assert batch.token_ids[:total].tolist() == [*range(20, 20 + total - 1), 99]
     assert batch.slot_mapping.tolist() == [*expected.slot_mapping, *[-1] * (num_tokens - total)]
     positions = np.concatenate([np.arange(n - q, n) for n, q in zip(seq_lens, query_lens, strict=True)])
     assert batch.positions.tolist() == [*positions, *[0] * (num_tokens - total)]
     metadata = batch.attention_metadata(4)
-    for name in ("seq_lens", "context_lens", "block_tables"):
+    for name in ("seq_lens", "context_lens"):
         np.testing.assert_array_equal(getattr(metadata, name)[:4], getattr(expected, name))
+    for row in range(4):
+        assert metadata.block_tables[row, : last[row] + 1].tolist() == tables[row, : last[row] + 1].tolist()
     np.testing.assert_array_equal(metadata.seq_start_loc[:5], expected.seq_start_loc)
     assert (metadata.num_prefills == 0) == is_decode == (expected.num_prefills == 0)
     assert metadata.num_prefill_tokens + metadata.num_decode_tokens == num_tokens

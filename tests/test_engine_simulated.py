@@ -81,6 +81,18 @@ def test_requests_without_a_seed_get_fresh_randomness():
     assert draw(make_engine(64, 4, CONFIG, seed=8)) != fixed
 
 
+def test_a_sequence_that_was_swapped_is_found_again():
+    """Its old blocks were evicted from the prefix cache while it was on the host; its new ones take their names."""
+    engine = make_engine(12, 4, dataclasses.replace(CONFIG, preemption="swap", num_host_blocks=20))
+    first, second = ([(3 * i + k) % VOCAB for i in range(16)] for k in range(2))
+    engine.add_request(first, SamplingParams(max_tokens=26))
+    swapped = engine.add_request(second, SamplingParams(max_tokens=12))
+    tokens = tokens_of(drain(engine, engine_walk.check_cached))[swapped, 0]
+    assert engine.stats().num_swapped == 1
+    engine.generate([[*second, *tokens]], SamplingParams(max_tokens=1))
+    assert engine._scheduler.counters.hit_tokens == 24
+
+
 @pytest.mark.parametrize("num_steps", range(5))
 def test_a_cancelled_request_gives_all_of_its_seats_back(num_steps):
     engine = make_engine(64, 4, CONFIG)

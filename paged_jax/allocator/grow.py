@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from paged_jax.allocator.arguments import Values, flag, integers
-from paged_jax.allocator.state import AllocatorState, prepare
+from paged_jax.allocator.state import AllocatorState, prepare, writable
 
 
 class OutOfBlocks(RuntimeError):
@@ -37,7 +37,7 @@ class OutOfBlocks(RuntimeError):
 
 
 def append_tokens(
-    state: AllocatorState, num_tokens: Values, *, row_by_row: bool = False
+    state: AllocatorState, num_tokens: Values, *, row_by_row: bool = False, donate: bool = False
 ) -> tuple[AllocatorState, Int32[Array | np.ndarray, "max_num_seqs 2"], Bool[Array | np.ndarray, "..."]]:
     """Grows each sequence by some tokens and gives it the blocks that they need; either all sequences grow or none.
 
@@ -55,6 +55,8 @@ def append_tokens(
       state: the allocator's state.
       num_tokens: i32 [max_num_seqs], tokens to add to each sequence; 0 leaves it unchanged.
       row_by_row: whether to grow each sequence that can grow, instead of all or none.
+      donate: whether the call may change the arrays of a state on the host in place. The caller must then not use the
+        old state any more, unless the call raises. Traced calls ignore it: `jax.jit` donates their arrays.
 
     Returns:
       The new state; `block_mapping` i32 [max_num_seqs, 2], whose row s is the (source, destination) of the copy for
@@ -97,8 +99,10 @@ def append_tokens(
         if xp is np and not ok:
             raise _out_of_blocks(state, counts, fits, growth)
         served = xp.broadcast_to(ok, fits.shape)
-    grow = _grow_host if xp is np else _grow_traced
-    state, block_mapping = grow(state, counts, served, growth)
+    if xp is np:
+        state, block_mapping = _grow_host(state, counts, served, growth, donate)
+    else:
+        state, block_mapping = _grow_traced(state, counts, served, growth)
     return state, block_mapping, xp.asarray(ok)
 
 
@@ -150,7 +154,7 @@ def _out_of_blocks(state: AllocatorState, num_tokens: np.ndarray, fits: np.ndarr
 
 
 def _grow_host(
-    state: AllocatorState, num_tokens: np.ndarray, served: np.ndarray, growth: _Growth
+    state: AllocatorState, num_tokens: np.ndarray, served: np.ndarray, growth: _Growth, donate: bool
 ) -> tuple[AllocatorState, np.ndarray]:
     """Gives the served sequences their blocks and tokens; returns the new state and the block mapping."""
     copies, need = growth.copies & served, growth.need * served
@@ -161,7 +165,7 @@ def _grow_host(
         taken = state.free_blocks[num_free - taken_blocks : num_free][::-1]
         rows = np.arange(need.size).repeat(need)
         cols = np.arange(taken_blocks) - (growth.starts - growth.first_col).repeat(need)
-        block_tables, ref_counts = block_tables.copy(), ref_counts.copy()
+        block_tables, ref_counts = writable(block_tables, donate), writable(ref_counts, donate)
         block_tables[rows, cols] = taken
         ref_counts[taken] = 1
         if copies.any():

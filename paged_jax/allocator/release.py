@@ -7,10 +7,10 @@ import numpy as np
 from jaxtyping import Array
 
 from paged_jax.allocator.arguments import Values, bools, integers
-from paged_jax.allocator.state import AllocatorState, prepare
+from paged_jax.allocator.state import AllocatorState, prepare, writable
 
 
-def truncate(state: AllocatorState, seq_lens: Values) -> AllocatorState:
+def truncate(state: AllocatorState, seq_lens: Values, *, donate: bool = False) -> AllocatorState:
     """Shortens sequences and releases the blocks past their new lengths, for example after rejected speculative tokens.
 
     A sequence may end inside a block that it shares; it copies that block when it grows again.
@@ -18,6 +18,7 @@ def truncate(state: AllocatorState, seq_lens: Values) -> AllocatorState:
     Args:
       state: the allocator's state.
       seq_lens: i32 [max_num_seqs], new lengths in tokens, each from 0 to the sequence's length so far.
+      donate: see `append_tokens`.
 
     Returns:
       The new state. Blocks that nobody holds any more go on the stack by rising id, as in `free`. If a length is
@@ -43,15 +44,16 @@ def truncate(state: AllocatorState, seq_lens: Values) -> AllocatorState:
         row = fits.argmin()
         raise ValueError(f"seq_lens must be in [0, {state.seq_lens[row]}] for sequence {row}, got {lens[row]}")
     rows = (lens < state.seq_lens).nonzero()[0]
-    return _shorten_host(state, rows, lens[rows])
+    return _shorten_host(state, rows, lens[rows], donate)
 
 
-def free(state: AllocatorState, seq_ids_mask: Values) -> AllocatorState:
+def free(state: AllocatorState, seq_ids_mask: Values, *, donate: bool = False) -> AllocatorState:
     """Empties sequences; blocks that nobody holds any more become free.
 
     Args:
       state: the allocator's state.
       seq_ids_mask: bool [max_num_seqs], True for the sequences to empty. Sequences that are empty may be among them.
+      donate: see `append_tokens`.
 
     Returns:
       The new state. Blocks go on the stack by rising id, so that the highest id is taken first again. If a table names
@@ -72,10 +74,10 @@ def free(state: AllocatorState, seq_ids_mask: Values) -> AllocatorState:
     if xp is not np:
         return _shorten_traced(state, jnp.where(mask, 0, state.seq_lens), jnp.asarray(True))
     rows = mask.nonzero()[0]
-    return _shorten_host(state, rows, np.zeros(rows.size, np.int32))
+    return _shorten_host(state, rows, np.zeros(rows.size, np.int32), donate)
 
 
-def free_blocks(state: AllocatorState, blocks: Values) -> AllocatorState:
+def free_blocks(state: AllocatorState, blocks: Values, *, donate: bool = False) -> AllocatorState:
     """Takes from each named block one of the references that `retain` added.
 
     The caller must not drop the references that stand for block table entries; `free` and `truncate` drop those.
@@ -83,6 +85,7 @@ def free_blocks(state: AllocatorState, blocks: Values) -> AllocatorState:
     Args:
       state: the allocator's state.
       blocks: i32 [n], block ids. Negative ids are skipped, and a block named k times loses k references.
+      donate: see `append_tokens`.
 
     Returns:
       The new state. If any block is out of range or has fewer references than it would lose, a traced call only sets
@@ -101,16 +104,16 @@ def free_blocks(state: AllocatorState, blocks: Values) -> AllocatorState:
     """
     xp, state = prepare(state, blocks)
     ids = integers(xp, "blocks", blocks, None)
-    return _release_host(state, ids[ids >= 0]) if xp is np else _release_traced(state, ids)[0]
+    return _release_host(state, ids[ids >= 0], donate) if xp is np else _release_traced(state, ids)[0]
 
 
-def _shorten_host(state: AllocatorState, rows: np.ndarray, seq_lens: np.ndarray) -> AllocatorState:
+def _shorten_host(state: AllocatorState, rows: np.ndarray, seq_lens: np.ndarray, donate: bool) -> AllocatorState:
     """Shortens the rows `rows`, i32 [n], to the lengths `seq_lens`, i32 [n], none longer than before."""
     tables = state.block_tables[rows]
     past = _columns_past(state, seq_lens)
     dropped = tables[past]
-    state = _release_host(state, dropped[dropped >= 0])
-    block_tables, all_lens = state.block_tables.copy(), state.seq_lens.copy()
+    state = _release_host(state, dropped[dropped >= 0], donate)
+    block_tables, all_lens = writable(state.block_tables, donate), state.seq_lens.copy()
     block_tables[rows] = np.where(past, -1, tables)
     all_lens[rows] = seq_lens
     return dataclasses.replace(state, block_tables=block_tables, seq_lens=all_lens)
@@ -136,7 +139,7 @@ def _columns_past(state: AllocatorState, seq_lens: Array | np.ndarray) -> Array 
     return columns[None, :] >= num_kept[:, None]
 
 
-def _release_host(state: AllocatorState, blocks: np.ndarray) -> AllocatorState:
+def _release_host(state: AllocatorState, blocks: np.ndarray, donate: bool) -> AllocatorState:
     """Drops one reference for each entry of `blocks`, i32 [n], none negative."""
     num_blocks = state.ref_counts.size
     blocks = np.sort(blocks)
@@ -150,10 +153,10 @@ def _release_host(state: AllocatorState, blocks: np.ndarray) -> AllocatorState:
     if (left < 0).any():
         bad = (left < 0).argmax()
         raise ValueError(f"block {blocks[bad]} has {left[bad] + drops[bad]} references, cannot drop {drops[bad]}")
-    ref_counts = state.ref_counts.copy()
+    ref_counts = writable(state.ref_counts, donate)
     ref_counts[blocks] = left
     freed = blocks[left == 0]
-    stack, num_free = state.free_blocks.copy(), int(state.num_free) + freed.size
+    stack, num_free = writable(state.free_blocks, donate), int(state.num_free) + freed.size
     stack[num_free - freed.size : num_free] = freed
     num_free = np.asarray(num_free, np.int32)
     return dataclasses.replace(state, free_blocks=stack, num_free=num_free, ref_counts=ref_counts)

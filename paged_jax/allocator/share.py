@@ -7,16 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from paged_jax.allocator.arguments import Values, integers
-from paged_jax.allocator.state import AllocatorState, prepare
+from paged_jax.allocator.state import AllocatorState, prepare, writable
 
 
-def fork(state: AllocatorState, parent: Values, child: Values) -> AllocatorState:
+def fork(state: AllocatorState, parent: Values, child: Values, *, donate: bool = False) -> AllocatorState:
     """Makes an empty sequence share all of another one's tokens and blocks.
 
     Args:
       state: the allocator's state.
       parent: i32 [], row of the sequence to share.
       child: i32 [], row of an empty sequence.
+      donate: see `append_tokens`.
 
     Returns:
       The new state. If a row is out of range or the child is not empty, a traced call only sets `bad_share`.
@@ -37,10 +38,12 @@ def fork(state: AllocatorState, parent: Values, child: Values) -> AllocatorState
     valid = _is_row(state, source) & _is_empty(xp, state, target)
     if xp is np and not valid:
         raise ValueError(f"fork needs two rows of {_rows(state)} and an empty child, got {source} and {target}")
-    return _begin(xp, state, target, state.block_tables[source], state.seq_lens[source], valid)
+    return _begin(xp, state, target, state.block_tables[source], state.seq_lens[source], valid, donate)
 
 
-def share(state: AllocatorState, parent: Values, child: Values, num_blocks: Values) -> AllocatorState:
+def share(
+    state: AllocatorState, parent: Values, child: Values, num_blocks: Values, *, donate: bool = False
+) -> AllocatorState:
     """Makes an empty sequence start with the first full blocks of another one.
 
     Args:
@@ -48,6 +51,7 @@ def share(state: AllocatorState, parent: Values, child: Values, num_blocks: Valu
       parent: i32 [], row of the sequence to share.
       child: i32 [], row of an empty sequence; it gets num_blocks * block_size tokens.
       num_blocks: i32 [], how many blocks, at most as many as the parent has filled.
+      donate: see `append_tokens`.
 
     Returns:
       The new state. If a row is out of range, the child is not empty or the parent has fewer full blocks, a traced call
@@ -77,10 +81,10 @@ def share(state: AllocatorState, parent: Values, child: Values, num_blocks: Valu
     count = xp.where(valid, count, 0)
     columns = xp.arange(state.block_tables.shape[1], dtype=xp.int32)
     blocks = xp.where(columns < count, state.block_tables[xp.where(valid, source, 0)], -1)
-    return _begin(xp, state, target, blocks, count * state.block_size, valid)
+    return _begin(xp, state, target, blocks, count * state.block_size, valid, donate)
 
 
-def adopt(state: AllocatorState, child: Values, blocks: Values) -> AllocatorState:
+def adopt(state: AllocatorState, child: Values, blocks: Values, *, donate: bool = False) -> AllocatorState:
     """Makes an empty sequence start with full blocks given by their ids, which somebody else holds.
 
     A sequence can begin in this way with the blocks of one that is gone, if `retain` kept them.
@@ -90,6 +94,7 @@ def adopt(state: AllocatorState, child: Values, blocks: Values) -> AllocatorStat
       child: i32 [], row of an empty sequence; it gets block_size tokens for each block.
       blocks: i32 [n], ids of the child's first blocks in order, all different, each with a reference; n is at most
         max_blocks_per_seq. Negative ids are padding, which may only stand at the end.
+      donate: see `append_tokens`.
 
     Returns:
       The new state. If the child or the blocks are not as described, a traced call only sets `bad_share`.
@@ -126,10 +131,10 @@ def adopt(state: AllocatorState, child: Values, blocks: Values) -> AllocatorStat
         )
     row = xp.concatenate([ids, xp.full(max_blocks_per_seq - ids.shape[0], -1, xp.int32)])
     row = xp.where(row >= 0, row, -1)
-    return _begin(xp, state, target, row, named.sum(dtype=xp.int32) * state.block_size, valid)
+    return _begin(xp, state, target, row, named.sum(dtype=xp.int32) * state.block_size, valid, donate)
 
 
-def retain(state: AllocatorState, blocks: Values) -> AllocatorState:
+def retain(state: AllocatorState, blocks: Values, *, donate: bool = False) -> AllocatorState:
     """Gives each named block a reference that belongs to no table, so that the block outlives its sequences.
 
     `free_blocks` drops such references. A sequence never writes to a block that has other references than its own.
@@ -138,6 +143,7 @@ def retain(state: AllocatorState, blocks: Values) -> AllocatorState:
       state: the allocator's state.
       blocks: i32 [n], ids of blocks that somebody holds. Negative ids are skipped, and a block named k times gains k
         references.
+      donate: see `append_tokens`.
 
     Returns:
       The new state. If any block is free or out of range, a traced call only sets `bad_share`.
@@ -160,7 +166,7 @@ def retain(state: AllocatorState, blocks: Values) -> AllocatorState:
     if xp is np:
         if bad.any():
             raise ValueError(f"block {ids[bad.argmax()]} is free or not one of the pool's {state.ref_counts.size}")
-        ref_counts = state.ref_counts.copy()
+        ref_counts = writable(state.ref_counts, donate)
         np.add.at(ref_counts, ids[named], 1)
         return dataclasses.replace(state, ref_counts=ref_counts)
     valid = ~bad.any()
@@ -168,11 +174,13 @@ def retain(state: AllocatorState, blocks: Values) -> AllocatorState:
     return dataclasses.replace(state, ref_counts=ref_counts, bad_share=state.bad_share | ~valid)
 
 
-def _begin(xp: Any, state: AllocatorState, child: Any, blocks: Any, seq_len: Any, valid: Any) -> AllocatorState:
+def _begin(
+    xp: Any, state: AllocatorState, child: Any, blocks: Any, seq_len: Any, valid: Any, donate: bool
+) -> AllocatorState:
     """Gives an empty row its first blocks, i32 [max_blocks_per_seq] padded with -1, and its length."""
     if xp is np:
         arrays = (state.block_tables, state.seq_lens, state.ref_counts)
-        block_tables, seq_lens, ref_counts = (array.copy() for array in arrays)
+        block_tables, seq_lens, ref_counts = (writable(array, donate) for array in arrays)
         block_tables[child], seq_lens[child] = blocks, seq_len
         ref_counts[blocks[blocks >= 0]] += 1  # no block is named twice
         return dataclasses.replace(state, block_tables=block_tables, seq_lens=seq_lens, ref_counts=ref_counts)

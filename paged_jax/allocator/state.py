@@ -129,6 +129,11 @@ def slots(state: AllocatorState, seq_ids: Values, positions: Values) -> Int32[Ar
     return xp.where(valid, state.block_tables[rows, logical] * state.block_size + offsets, -1)
 
 
+def writable(array: np.ndarray, donate: bool) -> np.ndarray:
+    """The array itself if its state was donated, or else a copy that can be written."""
+    return array if donate and array.flags.writeable else array.copy()
+
+
 def prepare(state: AllocatorState, *arguments: Values) -> tuple[Any, AllocatorState]:
     """Picks the form of a call, `numpy` or `jax.numpy`, and converts the whole state to that form.
 

@@ -1,9 +1,10 @@
 """The batch that a model is given in each step, and the one int32 array in which it travels to the device.
 
 The host packs all numbers of a step into one array, because every transfer has a cost that does not depend on its
-size. Positions and slots are not sent: the device computes them from the lengths and the block tables. The sampling
-parameters (`Draws`) come last in the array, so that the program that runs the model can hand them to the program that
-draws tokens as one slice.
+size. Block tables are large and hardly change: the device keeps one for each seat, and a step brings the block of each
+row's last token only. The runner sends all other changes before the step. Positions and slots are not sent either: the
+device computes them from the lengths and the block tables. The sampling parameters (`Draws`) come last in the array, so
+that the program that runs the model can hand them to the program that draws tokens as one slice.
 """
 
 import dataclasses
@@ -37,7 +38,8 @@ class Batch:
       token_ids: i32 [num_tokens]; tokens at or past `query_start_loc[-1]` are padding.
       positions: i32 [num_tokens], each token's place in its sequence, from 0; 0 for padding.
       slot_mapping: i32 [num_tokens], the slot that each token's key and value are written to; -1 for padding.
-      block_tables: i32 [num_seqs, max_blocks_per_seq]; they already list the blocks of the new tokens.
+      block_tables: i32 [num_seqs, max_blocks_per_seq]; they already list the blocks of the new tokens. Entries behind a
+        row's last block may hold anything.
       seq_lens: i32 [num_seqs], tokens of each sequence, the new ones included; 0 for padding.
       query_start_loc: i32 [num_seqs + 1], where each row's new tokens start; None only if `is_decode`.
       logit_rows: i32 [num_rows], the tokens whose logits are wanted; an engine's are [num_seqs]. Several entries may
@@ -221,7 +223,8 @@ class StepShape(NamedTuple):
         rows = (self.num_rows,)
         return {
             "token_ids": (self.num_tokens,),
-            "block_tables": (self.num_rows, self.max_blocks_per_seq),
+            "row_seats": rows,
+            "row_blocks": rows,
             "seq_lens": rows,
             "query_start_loc": (self.num_rows + 1,),
             "logit_rows": rows,
@@ -243,20 +246,26 @@ class StepShape(NamedTuple):
         return parts
 
     def unpack(
-        self, packed: Int32[Array, " size"], last_tokens: Int32[Array, " num_seats"], block_size: int
-    ) -> tuple[Batch, Int32[Array, " num_draws"]]:
+        self,
+        packed: Int32[Array, " size"],
+        last_tokens: Int32[Array, " num_seats"],
+        tables: Int32[Array, "num_seats max_blocks_per_seq"],
+        block_size: int,
+    ) -> tuple[Batch, Int32[Array, " num_draws"], Int32[Array, "num_seats max_blocks_per_seq"]]:
         """Makes a batch of the packed array, on the device.
 
         Args:
           packed: i32 [size]; a negative token id ``-1 - seat`` stands for that seat's last token.
           last_tokens: i32 [num_seats], the last token that was drawn for each seat.
+          tables: i32 [num_seats, max_blocks_per_seq], each seat's block table, but for the blocks of the rows' last
+            tokens.
           block_size: tokens in a block.
 
         Returns:
-          The batch, and the packed `Draws` that say how to draw from its logits.
+          The batch, the packed `Draws` that say how to draw from its logits, and the tables with those blocks.
         """
         parts = self.split(packed)
-        ids, tables, lens = parts["token_ids"], parts["block_tables"], parts["seq_lens"]
+        ids, seats, lens = parts["token_ids"], parts["row_seats"], parts["seq_lens"]
         start, logit_rows = parts["query_start_loc"], parts["logit_rows"]
         ids = jnp.where(ids < 0, last_tokens[jnp.maximum(-1 - ids, 0)], ids)
         token = jnp.arange(self.num_tokens, dtype=jnp.int32)
@@ -268,6 +277,8 @@ class StepShape(NamedTuple):
             row = jnp.where(is_token, row, 0)
             positions = lens[row] - start[row + 1] + token
         positions = jnp.where(is_token, positions, 0)
+        all_tables = tables.at[seats, (lens - 1) // block_size].set(parts["row_blocks"], mode="drop")
+        tables = all_tables.at[seats].get(mode="clip")
         slots = tables[row, positions // block_size] * block_size + positions % block_size
         slots = jnp.where(is_token, slots, -1)
         batch = Batch(
@@ -281,4 +292,4 @@ class StepShape(NamedTuple):
             is_decode=self.is_decode,
             num_prompts=self.num_prompts,
         )
-        return batch, packed[self.size - Draws.size(self.num_rows) :]
+        return batch, packed[self.size - Draws.size(self.num_rows) :], all_tables

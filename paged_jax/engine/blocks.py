@@ -73,13 +73,13 @@ class BlockManager:
         counts = np.zeros(self.num_seats, np.int32)
         counts[list(tokens.keys())] = list(tokens.values())
         try:
-            self.state, block_mapping, _ = allocator.append_tokens(self.state, counts)
+            self.state, block_mapping, _ = allocator.append_tokens(self.state, counts, donate=True)
         except OutOfBlocks as error:
             missing = error.requested - error.free
             if self.prefix is None or self.prefix.num_unused < missing:
                 return None
-            self.state = allocator.free_blocks(self.state, self.prefix.evict(missing))
-            self.state, block_mapping, _ = allocator.append_tokens(self.state, counts)
+            self.state = allocator.free_blocks(self.state, self.prefix.evict(missing), donate=True)
+            self.state, block_mapping, _ = allocator.append_tokens(self.state, counts, donate=True)
         copied = block_mapping[:, 0] >= 0
         return [(source, destination) for source, destination in block_mapping[copied].tolist()] if copied.any() else []
 
@@ -97,17 +97,27 @@ class BlockManager:
     def adopt(self, seat: int, blocks: list[int]) -> None:
         """Makes the sequence at an empty seat begin with cached blocks."""
         if blocks and self.prefix is not None:
-            self.state = allocator.adopt(self.state, seat, blocks)
+            self.state = allocator.adopt(self.state, seat, blocks, donate=True)
             self.prefix.use(blocks)
 
     def fork(self, parent: int, child: int) -> None:
         """Makes the sequence at an empty seat share all blocks of another one."""
-        self.state = allocator.fork(self.state, parent, child)
+        self.state = allocator.fork(self.state, parent, child, donate=True)
 
     def table(self, seat: int) -> list[int]:
         """The blocks of the sequence at a seat, in order."""
         row = self.state.block_tables[seat]
         return row[row >= 0].tolist()
+
+    def part(self, seat: int, start: int, end: int) -> tuple[int, list[int]]:
+        """The blocks of a seat's tokens from `start` to `end`, and the table's column of the first of them."""
+        column = start // self.block_size
+        return column, self.state.block_tables[seat, column : self.blocks_for(end)].tolist()
+
+    def last_blocks(self, seats: list[int]) -> list[int]:
+        """The block of the last token of each of these seats."""
+        columns = (self.state.seq_lens[seats] - 1) // self.block_size
+        return self.state.block_tables[seats, columns].tolist()
 
     def cache_full_blocks(self, sequences: collections.abc.Iterable[Sequence]) -> None:
         """Enters full blocks in the prefix cache, once the steps that fill them are planned and all tokens known."""
@@ -115,24 +125,24 @@ class BlockManager:
             return
         inserted = []
         for sequence in sequences:
+            if sequence.num_computed // self.block_size <= sequence.num_cached:
+                continue  # as in most decode steps
             num_full = min(sequence.num_computed, len(sequence.tokens)) // self.block_size
-            if num_full <= sequence.num_cached:
-                continue
             extend_hashes(sequence.hashes, sequence.tokens, self.block_size)
             row = self.state.block_tables[sequence.seat]
             for column in range(sequence.num_cached, num_full):
                 if self.prefix.insert(sequence.hashes[column], int(row[column])):
                     inserted.append(int(row[column]))
-            sequence.num_cached = num_full
+            sequence.num_cached = max(num_full, sequence.num_cached)
         if inserted:
-            self.state = allocator.retain(self.state, inserted)
+            self.state = allocator.retain(self.state, inserted, donate=True)
 
     def release(self, seat: int) -> None:
         """Empties a seat; blocks that are in the prefix cache stay there."""
         blocks = self.table(seat)
         mask = np.zeros(self.num_seats, np.bool_)
         mask[seat] = True
-        self.state = allocator.free(self.state, mask)
+        self.state = allocator.free(self.state, mask, donate=True)
         if self.prefix is not None:
             # Where a cached block has one reference left, that is the prefix cache's own: no sequence holds the block.
             self.prefix.disuse(block for block in reversed(blocks) if self.state.ref_counts[block] == 1)

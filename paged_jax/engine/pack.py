@@ -24,8 +24,8 @@ def pack(plan: Plan, shape: StepShape, num_seats: int, kind: Kind) -> np.ndarray
     packed = np.zeros(shape.size, np.int32)
     parts = shape.split(packed)
     parts["seats"][:] = num_seats
-    parts["block_tables"][:] = -1
-    if plan.tables is None:
+    parts["row_seats"][:] = num_seats
+    if not plan.chunks:
         return packed
     num_rows, ids = len(plan.chunks), []
     for sequence, seat, first, count in plan.chunks:
@@ -33,17 +33,18 @@ def pack(plan: Plan, shape: StepShape, num_seats: int, kind: Kind) -> np.ndarray
         ids += known
         if len(known) < count:  # the host has not read the last token yet: the device takes its own copy
             ids.append(-1 - seat)
-    firsts, counts = (np.array([chunk[i] for chunk in plan.chunks]) for i in (2, 3))
+    seats, firsts, counts = (np.array([chunk[i] for chunk in plan.chunks]) for i in (1, 2, 3))
     parts["token_ids"][: len(ids)] = ids
     parts["seq_lens"][:num_rows] = firsts + counts
     starts = parts["query_start_loc"]
     starts[1 : num_rows + 1] = np.cumsum(counts)
     starts[num_rows + 1 :] = len(ids)
-    parts["block_tables"][:num_rows] = plan.tables
+    parts["row_seats"][:num_rows] = seats
+    parts["row_blocks"][:num_rows] = plan.row_blocks
     if plan.samples:
-        sequences, seats, rows, positions = zip(*plan.samples, strict=True)
+        sequences, draw_seats, rows, positions = zip(*plan.samples, strict=True)
         parts["logit_rows"][: len(rows)] = starts[np.array(rows) + 1] - 1
-        parts["seats"][: len(rows)] = seats
+        parts["seats"][: len(rows)] = draw_seats
         if kind > Kind.GREEDY:
             _pack_params(parts, sequences, positions)
     for i, score in enumerate(plan.scores, len(plan.samples)):
@@ -53,7 +54,7 @@ def pack(plan: Plan, shape: StepShape, num_seats: int, kind: Kind) -> np.ndarray
 
 
 def pack_made_up(shape: StepShape, context_len: int, num_blocks: int, num_seats: int) -> np.ndarray:
-    """Packs a made-up step that fills a shape, for measuring: its sequences' blocks lie at random in the pool.
+    """Packs a made-up step that fills a shape, for measuring.
 
     Args:
       shape: the shape to fill.
@@ -67,7 +68,8 @@ def pack_made_up(shape: StepShape, context_len: int, num_blocks: int, num_seats:
     packed = np.zeros(shape.size, np.int32)
     parts = shape.split(packed)
     rng = np.random.default_rng(0)
-    parts["block_tables"][:] = rng.integers(0, num_blocks, parts["block_tables"].shape)
+    parts["row_seats"][:] = np.arange(shape.num_rows)
+    parts["row_blocks"][:] = rng.integers(0, num_blocks, shape.num_rows)
     parts["seats"][:] = num_seats
     rows = np.arange(shape.num_rows + 1)
     starts = (

@@ -306,7 +306,7 @@ class Sequence:
     @property
     def num_to_compute(self) -> int:
         """How many tokens are not in the cache yet; the last of them gives the next token's logits."""
-        return self.num_tokens - self.num_computed
+        return len(self.tokens) + self.num_unread - self.num_computed
 
     @property
     def is_scored(self) -> bool:
@@ -316,4 +316,4 @@ class Sequence:
     @property
     def is_exhausted(self) -> bool:
         """Whether launched steps draw the last token that the sequence may have, so that it needs no more steps."""
-        return self.num_tokens >= self.max_total
+        return len(self.tokens) + self.num_unread >= self.max_total

@@ -1,9 +1,9 @@
-"""The compiled programs of an engine and the arrays they work on: weights, caches, the last token of each seat.
+"""The compiled programs of an engine and the arrays they work on: weights, caches, each seat's last token and table.
 
 The runner compiles all programs when it is made, before the first request, and nothing is compiled later. A step runs
 two programs. The first runs the model. The second draws the tokens and keeps them on the device, where the next step
-finds them. As they are separate, the model is compiled once for each shape, and not again for each way to draw. Three
-small programs copy blocks and swap them out and in.
+finds them. As they are separate, the model is compiled once for each shape, and not again for each way to draw. Four
+small programs copy blocks, swap them out and in, and change block tables.
 
     host     plan i+1 ──► packed ──┐          plan i+2 ──► packed ──┐        reads what step i drew
     device   step i ──► last tokens ──► step i+1 ──► last tokens ──► step i+2
@@ -29,8 +29,9 @@ from paged_jax.engine.blocks import Pairs
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.pack import pack, pack_made_up
 from paged_jax.engine.sampling import Drawn, Kind, draw
-from paged_jax.engine.scheduler import Plan
+from paged_jax.engine.scheduler import Entries, Plan
 
+_ENTRIES = 512  # how many entries of block tables one call of the program that changes them takes
 _PAIRS = 32  # how many pairs of blocks one call of a copy or a swap moves
 _POOLS = "key_cache", "value_cache", "latent_cache"  # members of caches
 _SCALES = "k_scale", "v_scale", "latent_scale"
@@ -89,6 +90,8 @@ class Runner:
         self.max_blocks_per_seq = -(-config.max_model_len // self.block_size)
         self._replicated = _replicated(_pool(caches[0]).sharding)
         self._last_tokens = jax.device_put(np.zeros(config.max_num_seqs, np.int32), self._replicated)
+        tables = np.zeros((config.max_num_seqs, self.max_blocks_per_seq), np.int32)
+        self._tables = jax.device_put(tables, self._replicated)
         host_caches = tuple(_on_host(cache, config.num_host_blocks) for cache in caches)
         self._host_caches = _with_own_scales(host_caches, self._scales)
         self._programs = self._compile(show_progress, compiler_options)
@@ -96,9 +99,9 @@ class Runner:
         self._warm_up()
 
     def reset(self) -> None:
-        """Replaces what a failed step has taken, or left unusable, by zeros: pools and last tokens."""
-        arrays = self._caches, self._host_caches, self._last_tokens
-        caches, host_caches, self._last_tokens = jax.tree.map(_usable, arrays)
+        """Replaces what a failed step has taken, or left unusable, by zeros: pools, last tokens and tables."""
+        arrays = self._caches, self._host_caches, self._last_tokens, self._tables
+        caches, host_caches, self._last_tokens, self._tables = jax.tree.map(_usable, arrays)
         self._caches, self._host_caches = (_with_own_scales(each, self._scales) for each in (caches, host_caches))
 
     def launch(self, plan: Plan) -> Launched:
@@ -113,6 +116,7 @@ class Runner:
         self._move("swap_out", plan.swap_out)
         self._move("swap_in", plan.swap_in)
         self._move("copy", plan.copies)
+        self._change_tables(plan.entries)
         shape, kind = self._choose(plan)
         drawn = self._run(shape, kind, pack(plan, shape, self.config.max_num_seqs, kind))
         for array in jax.tree.leaves(drawn):
@@ -129,7 +133,8 @@ class Runner:
         Returns:
           The seconds of a step of each shape; the time in which the host plans a step is not included.
         """
-        times = {}
+        times, made_up = {}, np.random.default_rng(0).integers(0, self.num_blocks, self._tables.shape, np.int32)
+        self._tables = jax.device_put(made_up, self._replicated)
         for shape in self._shapes():
             packed = pack_made_up(shape, context_len, self.num_blocks, self.config.max_num_seqs)
             jax.block_until_ready(self._run(shape, Kind.GREEDY, packed))
@@ -146,7 +151,8 @@ class Runner:
         return jax.tree.map(np.asarray, launched.drawn)
 
     def _run(self, shape: StepShape, kind: Kind, packed: np.ndarray) -> Drawn:
-        self._caches, logits, draws = self._start(shape, self._weights, self._caches, self._last_tokens, packed)
+        inputs = self._weights, self._caches, self._last_tokens, self._tables, packed
+        self._caches, self._tables, logits, draws = self._start(shape, *inputs)
         self._last_tokens, drawn = self._start((shape.num_rows, kind), logits, draws, self._last_tokens)
         return drawn
 
@@ -180,6 +186,9 @@ class Runner:
         kinds = list(Kind) if self.config.max_logprobs is not None else [Kind.GREEDY, Kind.RANDOM]
         pairs = jax.ShapeDtypeStruct((_PAIRS, 2), np.dtype(np.int32))
         lowered: Programs = {"copy": jax.jit(_copy, donate_argnums=0).lower(self._caches, pairs)}
+        entries = jax.ShapeDtypeStruct((_ENTRIES, 3), np.dtype(np.int32), sharding=self._replicated)
+        change = jax.jit(_change, donate_argnums=0, out_shardings=self._replicated)
+        lowered["tables"] = change.lower(self._tables, entries)
         if self.config.num_host_blocks:
             lowered["swap_out"] = jax.jit(_swap, donate_argnums=1).lower(self._caches, self._host_caches, pairs)
             lowered["swap_in"] = jax.jit(_swap, donate_argnums=1).lower(self._host_caches, self._caches, pairs)
@@ -202,17 +211,17 @@ class Runner:
         return {name: future.result() for name, future in futures.items()}
 
     def _lower_model(self, shape: StepShape) -> Any:
-        def run_model(weights, caches, last_tokens, packed):
-            batch, draws = shape.unpack(packed, last_tokens, self.block_size)
+        def run_model(weights, caches, last_tokens, tables, packed):
+            batch, draws, tables = shape.unpack(packed, last_tokens, tables, self.block_size)
             logits, caches = self._step(weights, caches, batch)
-            return caches, logits, draws
+            return caches, tables, logits, draws
 
         caches_at = jax.tree.map(lambda array: array.sharding, self._caches)
         packed = jax.ShapeDtypeStruct((shape.size,), np.dtype(np.int32), sharding=self._replicated)
-        inputs = self._weights, self._caches, self._last_tokens, packed
-        _, logits, _ = jax.eval_shape(run_model, *inputs)
-        at = caches_at, self._logits_at(logits), self._replicated
-        return jax.jit(run_model, donate_argnums=1, out_shardings=at).lower(*inputs)
+        inputs = self._weights, self._caches, self._last_tokens, self._tables, packed
+        _, _, logits, _ = jax.eval_shape(run_model, *inputs)
+        at = caches_at, self._replicated, self._logits_at(logits), self._replicated
+        return jax.jit(run_model, donate_argnums=(1, 3), out_shardings=at).lower(*inputs)
 
     def _logits_at(self, logits: Any) -> Any:
         """The sharding of the logits: their vocabulary is split over the same mesh axis as the caches, if it can be."""
@@ -241,11 +250,24 @@ class Runner:
         for name in ("swap_out", "swap_in", "copy"):
             if name in self._programs:
                 self._move(name, [(-1, -1)])
+        self._change_tables([(self.config.max_num_seqs, 0, [0])])
         for shape in self._shapes():
             for kind in Kind:
                 if (shape.num_rows, kind) in self._programs:
                     self._run(shape, kind, pack(Plan(), shape, self.config.max_num_seqs, kind))
         jax.block_until_ready(self._last_tokens)
+
+    def _change_tables(self, entries: Entries) -> None:
+        """Changes entries of the tables on the device, in calls of `_ENTRIES` entries."""
+        if not entries:
+            return
+        changes = np.array(
+            [(seat, column + i, block) for seat, column, blocks in entries for i, block in enumerate(blocks)], np.int32
+        )
+        for start in range(0, len(changes), _ENTRIES):
+            some = np.full((_ENTRIES, 3), self.config.max_num_seqs, np.int32)  # no table has an entry of padding
+            some[: len(changes) - start] = changes[start : start + _ENTRIES]
+            self._tables = self._start("tables", self._tables, some)
 
     def _move(self, name: str, pairs: Pairs) -> None:
         """Copies blocks by (source, destination) pairs, in calls of `_PAIRS` pairs.
@@ -263,6 +285,10 @@ class Runner:
                 self._host_caches = self._start(name, self._caches, self._host_caches, mapping)
             else:
                 self._caches = self._start(name, self._host_caches, self._caches, mapping)
+
+
+def _change(tables: jax.Array, entries: jax.Array) -> jax.Array:
+    return tables.at[entries[:, 0], entries[:, 1]].set(entries[:, 2], mode="drop")
 
 
 def _copy(caches: Caches, pairs: jax.Array) -> Caches:

@@ -20,11 +20,11 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-import numpy as np
-
 from paged_jax.engine.blocks import BlockManager, Pairs
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.request import Sequence
+
+type Entries = list[tuple[int, int, list[int]]]
 
 
 class Chunk(NamedTuple):
@@ -65,7 +65,8 @@ class Plan:
       chunks: the rows of the batch, those of more than one token first.
       samples: the tokens to draw.
       scores: the tokens of prompts whose log-probabilities are wanted. There are no more samples and scores than seats.
-      tables: i32 [len(chunks), max_blocks_per_seq], the rows' block tables; None in a plan without rows.
+      entries: (seat, column, blocks) parts of block tables that have changed. They hold all changes but `row_blocks`.
+      row_blocks: the block of each row's last token.
       adopted: the blocks of the prefix cache with which sequences begin in this step.
       is_decode: whether every row has one token, and none reads a slot that another one writes. All other steps run a
         program that writes all new tokens before it attends.
@@ -77,7 +78,8 @@ class Plan:
     chunks: list[Chunk] = dataclasses.field(default_factory=list)
     samples: list[Sample] = dataclasses.field(default_factory=list)
     scores: list[Score] = dataclasses.field(default_factory=list)
-    tables: np.ndarray | None = None
+    entries: Entries = dataclasses.field(default_factory=list)
+    row_blocks: list[int] = dataclasses.field(default_factory=list)
     adopted: set[int] = dataclasses.field(default_factory=set)
     is_decode: bool = False
 
@@ -264,12 +266,15 @@ class Scheduler:
             self.counters.hit_tokens += sequence.num_computed
         tokens[sequence] = int(min(sequence.num_to_compute, budget, self._most_tokens(sequence, tokens)))
         restored = sequence.num_computed if sequence.host_blocks is not None else 0
+        num_computed = sequence.num_computed
         copies = self.blocks.append({sequence.seat: restored + tokens[sequence]})
         assert copies == [], "a sequence was admitted without blocks, or began with a block that is not full"
         if sequence.host_blocks is not None:
             plan.swap_in += list(zip(sequence.host_blocks, self.blocks.table(sequence.seat), strict=False))
             self.blocks.free_on_host(sequence.host_blocks)
             sequence.host_blocks = None
+        if num_computed:
+            plan.entries.append((sequence.seat, *self.blocks.part(sequence.seat, 0, num_computed)))
         self._computed({sequence: tokens[sequence]})
 
     def _lay_out(self, tokens: dict[Sequence, int], plan: Plan) -> None:
@@ -279,28 +284,31 @@ class Scheduler:
         for row, (sequence, count) in enumerate(rows):
             seat, end = _seat(sequence), sequence.num_computed
             plan.chunks.append(Chunk(sequence, seat, end - count, count))
+            if count > 1:
+                plan.entries.append((seat, *self.blocks.part(seat, end - count, end)))
             if sequence.is_scored:
                 positions = range(end - count + 1, min(end + 1, sequence.num_prompt))
                 plan.scores += [Score(sequence, row, offset, position) for offset, position in enumerate(positions)]
             if end < sequence.num_tokens:
                 continue
             plan.samples.append(Sample(sequence, seat, row, end))
-            for child in sequence.children:
-                self._begin_child(sequence, child)
-                plan.samples.append(Sample(child, _seat(child), row, end))
-                child.num_unread += 1
             sequence.num_unread += 1
-            sequence.children = []
-        plan.tables = tables = self.blocks.state.block_tables[[chunk.seat for chunk in plan.chunks]]
-        written = (tables[row, chunk.start // self.blocks.block_size] for row, chunk in enumerate(plan.chunks))
-        plan.is_decode = len(rows) == sum(tokens.values()) and plan.adopted.isdisjoint(written)
+            if sequence.children:
+                self._begin_children(sequence, row, plan)
+        plan.row_blocks = self.blocks.last_blocks([chunk.seat for chunk in plan.chunks])
+        plan.is_decode = len(rows) == sum(tokens.values()) and plan.adopted.isdisjoint(plan.row_blocks)
 
-    def _begin_child(self, parent: Sequence, child: Sequence) -> None:
-        """Makes a child run, with all blocks of its parent, whose prompt is computed now."""
-        child.num_computed, child.num_cached = parent.num_computed, parent.num_cached
-        child.hashes = list(parent.hashes)
-        self.blocks.fork(_seat(parent), _seat(child))
-        bisect.insort(self.running, child, key=lambda other: other.arrival)
+    def _begin_children(self, parent: Sequence, row: int, plan: Plan) -> None:
+        """Makes a sequence's children run, with all blocks of their parent, whose prompt is computed now."""
+        for child in parent.children:
+            child.num_computed, child.num_cached = parent.num_computed, parent.num_cached
+            child.hashes = list(parent.hashes)
+            self.blocks.fork(_seat(parent), _seat(child))
+            bisect.insort(self.running, child, key=lambda other: other.arrival)
+            plan.entries.append((_seat(child), *self.blocks.part(_seat(parent), 0, parent.num_computed)))
+            plan.samples.append(Sample(child, _seat(child), row, parent.num_computed))
+            child.num_unread += 1
+        parent.children = []
 
 
 def _seat(sequence: Sequence) -> int:
