@@ -162,7 +162,7 @@ def test_programs_that_no_longer_meet_are_noticed(group, caplog):
     group.leader.add_request(PROMPTS[0], PARAMS)
     with pytest.raises(RuntimeError, match="out of memory"):
         drain(group.leader)
-    with pytest.raises(RuntimeError, match="follower 0 has started 4 programs and its leader 2"):
+    with pytest.raises(RuntimeError, match=r"follower 0 has started \d+ programs and its leader \d+"):
         group.leader.reset()
     with pytest.raises(ConnectionError, match="restart all processes"):
         group.leader.reset()
