@@ -114,6 +114,17 @@ def test_donated_pools_are_updated_in_place_under_vmap(op, dtype):
     assert memory.temp_size_in_bytes < nbytes / 2
 
 
+@pytest.mark.parametrize("num_pairs", [1, 2])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+@pytest.mark.usefixtures("default_device")
+def test_donated_pools_are_copied_in_place_where_the_pairs_are_known(dtype, num_pairs):
+    pools = [large(jnp.asarray(ARRAYS["key_cache"])).astype(dtype) for _ in "kv"]
+    pairs = np.array([[1, 5], [2, 6]], np.int32)[:num_pairs]
+    copy = jax.jit(lambda *pools: paged_jax.copy_blocks(*pools, pairs), donate_argnums=(0, 1))
+    memory = copy.lower(*pools).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < pools[0].nbytes / 2
+
+
 @pytest.mark.parametrize("op", WRITING_OPS)
 def test_donated_pools_are_updated_in_place_under_shard_map(op):
     sharded, arrays = bind_sharded(op)

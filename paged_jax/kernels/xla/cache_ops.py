@@ -130,6 +130,8 @@ def _put(
         return scatter(cache, updates, block, offset)
 
     def one_by_one(cache, updates, block, offset):
+        # Where XLA knows the ids it unrolls a loop of one step, and converts both pools to float16 around the update.
+        block = lax.optimization_barrier(block)
         first_inside = jnp.argsort(block >= cache.shape[0], stable=True).astype(jnp.int32)
         num_inside = (block < cache.shape[0]).sum(dtype=jnp.int32)
         # The update is of bytes, since XLA would convert float8 to float16, which changes NaNs. It is still in place.
