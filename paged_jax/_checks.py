@@ -66,7 +66,20 @@ def head_size(name: str, value: int) -> None:
 
 
 def indices(name: str, x: Any, dims: str) -> Array:
-    """Checks that `x` is an int32 array."""
+    """Checks that `x` is an array of integers that fit in int32, and gives it as int32.
+
+    NumPy's arrays may have any integer dtype, as their values can be looked at. Those of JAX may be traced.
+    """
+    if isinstance(x, np.ndarray | np.generic) and np.issubdtype(x.dtype, np.integer):
+        values: np.ndarray = np.asarray(x)
+        unfit = values[(values < -(2**31)) | (values >= 2**31)]
+        if unfit.size:
+            raise ValueError(f"{name} must fit in int32, got {unfit.flat[0]}")
+        x = values.astype(np.int32)
+    elif isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.integer) and x.dtype != jnp.int32:
+        if not np.can_cast(x.dtype, np.int32):
+            raise TypeError(f"{name} must have dtype int32, got {x.dtype.name}: convert it by {name}.astype('int32')")
+        x = x.astype(jnp.int32)
     return array(name, x, dims, ("int32",))
 
 

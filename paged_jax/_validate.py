@@ -156,12 +156,9 @@ def write_operands(
     slot_mapping = _checks.indices("slot_mapping", slot_mapping, "num_tokens")
     _checks.shape("slot_mapping", slot_mapping, key.shape[:1], "num_tokens")
     pool = _caches(key_cache, value_cache, key.shape[1], key.shape[2], layout)
-    cache_dtype = pool.key_cache.dtype
-    if cache_dtype.itemsize >= key.dtype.itemsize and not (k_scale is None and v_scale is None):
-        raise ValueError(
-            f"k_scale and v_scale need a cache narrower than key: key is {key.dtype}, key_cache {cache_dtype}"
-        )
     scales = _cache_scale("k_scale", k_scale, pool), _cache_scale("v_scale", v_scale, pool)
+    if pool.key_cache.dtype.itemsize >= key.dtype.itemsize:  # such a cache holds keys and values as they are
+        scales = None, None
     return Write(key, value, pool.key_cache, pool.value_cache, slot_mapping, *scales)
 
 

@@ -48,11 +48,9 @@ def write_operands(latent: Any, latent_cache: Any, slot_mapping: Any, scale: Any
     latent_cache = _latent_cache(latent_cache, latent.shape[1])
     slot_mapping = _checks.indices("slot_mapping", slot_mapping, "num_tokens")
     _checks.shape("slot_mapping", slot_mapping, latent.shape[:1], "num_tokens")
-    if latent_cache.dtype.itemsize >= latent.dtype.itemsize and scale is not None:
-        raise ValueError(
-            f"scale needs a cache narrower than latent: latent is {latent.dtype}, latent_cache {latent_cache.dtype}"
-        )
-    return WriteLatent(latent, latent_cache, slot_mapping, _scale("scale", scale, latent_cache))
+    scale = _scale("scale", scale, latent_cache)
+    narrower = latent_cache.dtype.itemsize < latent.dtype.itemsize
+    return WriteLatent(latent, latent_cache, slot_mapping, scale if narrower else None)
 
 
 def value_size(value: Any, latent_size: int) -> int:

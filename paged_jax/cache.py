@@ -49,8 +49,8 @@ class PagedKVCache:
         "nhd": both [num_blocks, block_size, num_kv_heads, head_size];
         "vllm": key [num_blocks, num_kv_heads, head_size // x, block_size, x] with x = 16 // itemsize, value
           [num_blocks, num_kv_heads, head_size, block_size].
-      k_scale, v_scale: f32 [], [num_kv_heads] or [num_blocks, num_kv_heads, block_size], the dequantisation factors,
-        or None for 1.
+      k_scale, v_scale: f32 [], [num_kv_heads] or [num_blocks, num_kv_heads, block_size], or None for 1: factors of
+        what the pools hold, by which a write divides if the pools' dtype has fewer bytes than what it writes.
       layout: one of the three above (static).
 
     Each method names the op that it calls with these pools, layout and scales, and takes the other arguments of that

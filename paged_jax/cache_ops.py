@@ -39,15 +39,16 @@ def write_to_paged_cache(
       slot_mapping: i32 [num_tokens], ``block * block_size + offset``. Tokens with a negative slot, or one past the
         pool, are skipped. If several tokens have the same slot, each element there comes from an unspecified one.
       layout: the layout of both caches.
-      k_scale, v_scale: f32 scalar, [num_kv_heads] or [num_blocks, num_kv_heads, block_size], or None for 1; only
-        for a cache whose dtype has fewer bytes than key's. An int8 cache needs both.
+      k_scale, v_scale: f32 scalar, [num_kv_heads] or [num_blocks, num_kv_heads, block_size], or None for 1. An int8
+        cache needs both. To a cache whose dtype has as many bytes as key's, they do nothing here: it holds keys and
+        values as they are, and attention multiplies what it holds by its scales.
       implementation: see `paged_jax.ops`.
 
     Returns:
       ``(key_cache, value_cache)``; every other slot is bit-identical.
 
     Raises:
-      ValueError, TypeError: a shape, dtype or option is wrong, or a scale was given for a cache that does not take one.
+      ValueError, TypeError: a shape, dtype or option is wrong.
       NotImplementedError: `implementation` cannot do the call.
 
     Aliasing: donate both caches to update them in place; otherwise both are copied first. vmap: one call after the
@@ -85,15 +86,15 @@ def write_to_latent_cache(
         latents saturates too. Otherwise the op only casts.
       slot_mapping: i32 [num_tokens], ``block * block_size + offset``. Tokens with a negative slot, or one past the
         pool, are skipped. If several tokens have the same slot, each element there comes from an unspecified one.
-      scale: f32 scalar, or None for 1; only for a cache whose dtype has fewer bytes than latent's. An int8 cache needs
-        one.
+      scale: f32 scalar, or None for 1. An int8 cache needs one. To a cache whose dtype has as many bytes as latent's it
+        does nothing here: such a cache holds latents as they are, and attention multiplies what it holds by its scale.
       implementation: see `paged_jax.ops`.
 
     Returns:
       latent_cache; every other slot is bit-identical.
 
     Raises:
-      ValueError, TypeError: a shape, dtype or option is wrong, or a scale was given for a cache that does not take one.
+      ValueError, TypeError: a shape, dtype or option is wrong.
       NotImplementedError: `implementation` cannot do the call.
 
     Aliasing: donate the cache to update it in place; otherwise it is copied first. vmap: one call after the other.

@@ -108,8 +108,8 @@ class Options(QueryOptions, total=False):
     """The keywords that every attention op takes: those of `QueryOptions`, and these about the cache.
 
     Attributes:
-      k_scale, v_scale: f32 scalar, [num_kv_heads] or [num_blocks, num_kv_heads, block_size]; the caches'
-        dequantisation factors, None for 1; int8 caches need both. May be traced.
+      k_scale, v_scale: f32 scalar, [num_kv_heads] or [num_blocks, num_kv_heads, block_size]; factors of what the caches
+        hold, whatever their dtype, None for 1; int8 caches need both. May be traced.
       layout: the layout of both caches, default "hnd"; `PagedKVCache` gives the shapes.
     """
 

@@ -59,6 +59,18 @@ def test_magnitudes_far_apart():
         plain.assert_close(lse, exact[1], rough[1], "lse")
 
 
+def test_an_infinite_lse_says_that_there_are_no_tokens():
+    (out, lse), empty = states(3, shape=(2, 3)), jnp.zeros((2, 3, 8))
+    infinite = jnp.full((2, 3), jnp.inf)
+    for one, other in (((out, lse), (empty, infinite)), ((empty, infinite), (out, lse))):
+        merged, total = merge(*one, *other)
+        np.testing.assert_array_equal(merged, out)
+        np.testing.assert_allclose(total, lse, rtol=1e-6)
+    merged, total = merge(empty, infinite, empty, -infinite)
+    assert (merged == 0).all()
+    assert (total == -jnp.inf).all()
+
+
 @pytest.mark.parametrize("lse", [0.0, 1e2, 1e5, -1e5, 2e7, 1e38])
 def test_weights_add_up_to_one(lse):
     """However large logits are, two states of which one alone says 1 say 1 together."""

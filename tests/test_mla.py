@@ -280,10 +280,6 @@ def test_wrong_writes_and_copies():
         (lambda: write(latent[0], cache, slots), "latent must have shape [num_tokens, latent_size], got (48,)"),
         (lambda: write(latent, cache[..., :32], slots), "latent_size] = (5, 8, 48), got (5, 8, 32)"),
         (lambda: write(latent, cache, slots[:2]), "slot_mapping must have shape [num_tokens] = (3,), got (2,)"),
-        (
-            lambda: write(latent, cache, slots, scale=0.5),
-            "scale needs a cache narrower than latent: latent is bfloat16",
-        ),
         (lambda: write(latent, cache.astype("int8"), slots), "scale must be given for caches of int8, got None"),
         (lambda: copy(pool, None, pairs), "key_cache must be a latent cache [num_blocks, block_size, latent_size]"),
         (lambda: copy([cache, pool], None, pairs), "key_cache[1] must be a latent cache"),

@@ -252,7 +252,7 @@ def test_prefix(changes, error, message):
         ({"slot_mapping": jnp.zeros((3,), jnp.float32)}, TypeError, "slot_mapping must have dtype int32"),
         ({"layout": "vllm"}, ValueError, "key_cache must have shape"),
         (int8_caches() | {"v_scale": 0.1}, ValueError, "k_scale must be given for caches of int8, got None"),
-        ({"k_scale": 2.0}, ValueError, "need a cache narrower than key: key is bfloat16, key_cache bfloat16"),
+        ({"slot_mapping": np.array([1, 2**31, 3])}, ValueError, "slot_mapping must fit in int32, got 2147483648"),
         (vllm_caches() | {"layout": "vllm", "key": jnp.zeros((3, 4, 16), jnp.bfloat16)}, ValueError, "value must have"),
     ],
 )

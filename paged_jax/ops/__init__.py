@@ -9,6 +9,11 @@ Attention ops share the keywords of `paged_jax.options.Options`, or in multi-hea
   call is chosen when the call is lowered. `which_implementation` says which one that is, and the logger `paged_jax`
   warns if it is XLA on a GPU.
 
+Lengths, tables, slots and pairs are int32. NumPy arrays of them may have any integer dtype if their values fit.
+
+A scale is a factor of what a cache holds, whatever the cache's dtype: attention multiplies by it. A write divides by it
+if the cache's dtype has fewer bytes than the new tokens', and otherwise stores these as they are.
+
 Every op, those of `paged_jax.cache_ops` too, raises ValueError or TypeError at trace time for a wrong shape, dtype or
 option, NotImplementedError with every reason if `implementation` cannot do the call, and TypeError when it is
 differentiated, since the ops are for inference only (`merge_attention_states`, which is plain arithmetic, has a

@@ -19,7 +19,8 @@ def merge_attention_states(out_a: Out, lse_a: AnyLse, out_b: Out, lse_b: AnyLse)
 
     Args:
       out_a, out_b: [..., num_heads, head_size], one dtype: float16, bfloat16 or float32.
-      lse_a, lse_b: f32 [..., num_heads], natural log-sum-exp of the logits. Sinks may be part of one of them only.
+      lse_a, lse_b: f32 [..., num_heads], natural log-sum-exp of the logits. Sinks may be part of one of them only. A
+        row without tokens has -inf here; inf, which some libraries give to such a row, means the same.
 
     Returns:
       ``(out, lse)`` over both sets, of out_a's dtype and f32.
@@ -51,6 +52,7 @@ def merge_attention_states(out_a: Out, lse_a: AnyLse, out_b: Out, lse_b: AnyLse)
 @jax.jit
 def _merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
     # Where neither side saw a token, -inf minus -inf would be NaN, in gradients too: such rows compute with 0 instead.
+    lse_a, lse_b = (jnp.where(jnp.isposinf(x), -jnp.inf, x) for x in (lse_a, lse_b))
     empty = jnp.isneginf(lse_a) & jnp.isneginf(lse_b)
     base = jnp.logaddexp(jnp.where(empty, 0.0, lse_a), jnp.where(empty, 0.0, lse_b))
     lse = jnp.where(empty, -jnp.inf, base)

@@ -1,0 +1,62 @@
+"""Tests that one rule of scales holds for every op, dtype and layout.
+
+A scale is a factor of what a cache holds. A write divides by it where the cache's dtype has fewer bytes than the new
+tokens', and otherwise stores these as they are.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paged_jax import PagedKVCache, PagedLatentCache, write_to_latent_cache, write_to_paged_cache
+from tests import inputs, oracle
+from tests.cases import CACHE_DTYPES, LAYOUTS
+from tests.test_cache_ops import assert_same_bytes
+
+SLOTS = np.array([9, 3, -1], np.int32)
+
+
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def default_device(request):
+    with jax.default_device(jax.devices(request.param)[0]):
+        yield
+
+
+def scales_of(kind):
+    rng = np.random.default_rng(1)
+    shape = {"cache": (), "head": (2,), "slot": (4, 2, 8)}[kind]
+    return {name: rng.uniform(0.5, 2.0, shape).astype(np.float32) for name in ("k_scale", "v_scale")}
+
+
+@pytest.mark.parametrize(("layout", "kind"), zip(LAYOUTS, ("cache", "head", "slot"), strict=True))
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("default_device")
+def test_every_write_follows_the_rule(dtype, cache_dtype, kind, layout):
+    rng, scales = np.random.default_rng(0), scales_of(kind)
+    key, value = (rng.standard_normal((3, 2, 16), np.float32).astype(inputs.dtype_of(dtype)) for _ in "kv")
+    cache = PagedKVCache.create(4, 8, 2, 16, dtype=cache_dtype, layout=layout, **scales)
+    is_narrower = inputs.dtype_of(cache_dtype).itemsize < key.dtype.itemsize
+    pools = [np.asarray(x) for x in (cache.key_cache, cache.value_cache)]
+    wanted = oracle.write(key, value, *pools, SLOTS, layout=layout, **(scales if is_narrower else {}))
+    arrays = [jnp.asarray(x) for x in (key, value)]
+    written = cache.write(*arrays, SLOTS)
+    one_op = cache.write_and_attend(
+        jnp.zeros((3, 4, 16), dtype), *arrays, np.array([[1], [0], [2]], np.int32), np.array([2, 4, 0], np.int32), SLOTS
+    )[1]
+    plain = write_to_paged_cache(*arrays, cache.key_cache, cache.value_cache, SLOTS, layout=layout, **scales)
+    for pools in ((written.key_cache, written.value_cache), (one_op.key_cache, one_op.value_cache), plain):
+        for actual, expected in zip(pools, wanted, strict=True):
+            assert_same_bytes(np.asarray(actual), expected, layout)
+
+
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+@pytest.mark.usefixtures("default_device")
+def test_latents_follow_it_too(cache_dtype):
+    latent = jnp.asarray(np.random.default_rng(0).standard_normal((3, 32), np.float32), jnp.bfloat16)
+    cache = PagedLatentCache.create(4, 8, 32, dtype=cache_dtype, latent_scale=0.5)
+    divided = latent / 0.5 if cache.latent_cache.dtype.itemsize < 2 else latent
+    wanted = write_to_latent_cache(divided, cache.latent_cache, SLOTS, scale=1.0)
+    written = cache.write(latent, SLOTS).latent_cache
+    np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (written, wanted)))
