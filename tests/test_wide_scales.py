@@ -29,7 +29,7 @@ def scales_of(kind):
     return {name: rng.uniform(0.5, 2.0, shape).astype(np.float32) for name in ("k_scale", "v_scale")}
 
 
-@pytest.mark.parametrize(("layout", "kind"), zip(LAYOUTS, ("cache", "head", "slot"), strict=True))
+@pytest.mark.parametrize(("layout", "kind"), [*zip(LAYOUTS, ("cache", "head", "slot"), strict=True)])
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("default_device")
