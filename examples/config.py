@@ -123,6 +123,7 @@ class DecoderConfig:
         latent: multi-head latent attention in place of keys and values of each head, or None.
         num_parts: how many devices share each layer (sharding.py). Joined matrices hold one device's columns after the
             other's.
+        num_shards: how many devices share the blocks of each cache.
     """
 
     family: str
@@ -157,6 +158,7 @@ class DecoderConfig:
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
     num_parts: int = 1
+    num_shards: int = 1
 
     @property
     def num_layers(self) -> int:

@@ -75,7 +75,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_model_options(add)
     add("--num-blocks", metavar="N", type=int,
         help="blocks in the cache (what the prompts may need at most); without a free one all texts end")  # fmt: skip
-    add("--mesh", metavar="SIZES", type=str, help="tp=2 splits the model over two GPUs; dp=2,tp=4 runs two such copies")
+    add("--mesh", metavar="SIZES", type=str,
+        help="tp=2 splits the model over two GPUs, dcp=2 the contexts; dp=2,tp=4 runs two such copies")  # fmt: skip
     return parser
 
 

@@ -171,12 +171,13 @@ def make_caches(
 
     Args:
         config: the decoder's config.
-        num_blocks: blocks in each layer's pool.
+        num_blocks: blocks in each layer's pool, rounded up to a multiple of `config.num_shards`.
         block_size: tokens in a block.
         dtype: the dtype of the caches.
         scales: k_scale and v_scale of each layer, for a quantised cache; None for no scales.
         mesh: the devices that share the model, None for JAX's default device.
     """
+    num_blocks = -(-num_blocks // config.num_shards) * config.num_shards
 
     def make():
         pairs = scales or [(None, None)] * config.num_layers
@@ -249,7 +250,7 @@ def make_programs(model: Decoder, *, implementation: Implementation | None = Non
     weights, step = make_step(model, implementation=implementation)
 
     def prefill(weights, caches, request):
-        return _prefill(step, weights, caches, request)
+        return _prefill(step, weights, caches, request, model.config.num_shards)
 
     def decode(weights, generation, request):
         return _decode(step, weights, generation, request)
@@ -277,12 +278,12 @@ def outputs(generation: Generation) -> list[tuple[list[int], str]]:
     return [(ids[i, : lens[i]].tolist(), FINISH_REASONS[finish[i]]) for i in range(len(lens))]
 
 
-def _prefill(step: Step, weights: Weights, caches, request: Request) -> Generation:
+def _prefill(step: Step, weights: Weights, caches, request: Request, num_shards: int) -> Generation:
     """Gives every prompt its blocks, writes all prompts in one step, and draws each first token."""
     num_seqs, num_tokens = request.prompt_lens.shape[0], request.token_ids.shape[0]
     num_blocks, block_size = caches[0].num_blocks, caches[0].block_size
     max_blocks_per_seq = -(-request.max_seq_len // block_size)
-    blocks = allocator.create(num_blocks, block_size, num_seqs, max_blocks_per_seq, xp=jnp)
+    blocks = allocator.create(num_blocks, block_size, num_seqs, max_blocks_per_seq, num_shards=num_shards, xp=jnp)
     blocks, _, ok = allocator.append_tokens(blocks, request.prompt_lens)
 
     query_start_loc = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(blocks.seq_lens, dtype=jnp.int32)])

@@ -27,8 +27,9 @@ bounds the tokens of all running texts together. --max-num-seqs bounds the texts
 --max-tokens-per-step bounds the tokens that one step computes, one for each running text and the others of prompts: if
 it is larger, first tokens come sooner, but texts that already run wait longer for their next token.
 
-Several GPUs: --mesh tp=2 splits the model over two of them. --mesh dp=2 runs two copies of it, which share the
-requests; each copy has --num-blocks blocks and runs --max-num-seqs texts. --mesh dp=2,tp=4 is both, on eight GPUs.
+Several GPUs: --mesh tp=2 splits the model over two of them, and --mesh dcp=2 the blocks of the cache, for long texts.
+--mesh dp=2 runs two copies of the model, which share the requests; each copy has --num-blocks blocks and runs
+--max-num-seqs texts. --mesh dp=2,tp=4 is both, on eight GPUs.
 
 After a step that failed, requests get errors, /health answers 503, and the server tries the engine until it serves
 again. If a step does not end within --step-seconds, /health answers 503. If the engine can never be used again, the
@@ -127,7 +128,7 @@ def make_caches(
         device = (jax.local_devices() if mesh is None else mesh.local_devices)[0]
         if (memory := device.memory_stats()) and "bytes_limit" in memory:
             room = MEMORY_SHARE * memory["bytes_limit"] - memory["bytes_in_use"]
-            num_blocks = min(num_blocks, int(room // (block_bytes // parts)))
+            num_blocks = min(num_blocks, int(room // (block_bytes // (parts * config.num_shards))))
         elif device.platform == "cpu" and (available := available_memory()) is not None:
             copies = 1 if options.mesh is None else options.mesh["dp"]  # of the model, all in one memory
             num_blocks = min(num_blocks, int(HOST_SHARE * available // (copies * block_bytes)))

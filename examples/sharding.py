@@ -8,6 +8,9 @@ only the likeliest token of each part of the vocabulary.
     hidden ─ qkv ─ attend ─ o ─ all-reduce ─ gate_up ─ down ─ all-reduce ─ ... ─ lm_head ─ argmax ─ all-gather
              └── a device's heads ─┘         └ a device's columns ┘        └ its tokens' logits ┘
 
+The mesh axis "dcp" splits the blocks of the caches (context parallelism), for contexts that the memory of the others
+cannot hold: each device attends to its own blocks, and they merge the results. Its devices have the same weights.
+
 The mesh axis "dp" is for whole copies of the model: `replicas` makes a mesh for each, and each has its own requests.
 """
 
@@ -46,7 +49,9 @@ PARAMETERS = {
     "attention.v_up": P("tp"),
     "lm_head.kernel": P(None, "tp"),
 }
-POOL = P(None, "tp")  # kv heads, of caches in the layout "hnd"
+AXES = "dp", "dcp", "tp"  # of a mesh
+POOL = P("dcp", "tp")  # blocks and kv heads, of caches in the layout "hnd"
+LATENT_POOL = P("dcp")  # blocks of latents, which all heads share
 KV_SCALE = P("tp")
 
 # What XLA records into command buffers by default, and collectives.
@@ -59,12 +64,12 @@ class MeshError(ValueError):
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Reads how many devices each mesh axis has from a text such as "tp=2" or "dp=2,tp=4".
+    """Reads how many devices each mesh axis has from a text such as "tp=2" or "dp=2,dcp=2,tp=2".
 
     Raises:
         MeshError: it says something else.
     """
-    sizes = {"dp": 1, "tp": 1}
+    sizes: dict[str, int] = dict.fromkeys(AXES, 1)
     for part in text.split(","):
         name, _, size = part.partition("=")
         if name not in sizes or not re.fullmatch(r"[1-9]\d{0,5}", size):
@@ -74,16 +79,16 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def make_mesh(sizes: dict[str, int], devices: Sequence[Any] | None = None) -> Mesh:
-    """Makes a mesh with the axes "dp" and "tp" over the first devices of all processes together.
+    """Makes a mesh with the axes "dp", "dcp" and "tp" over the first devices of all processes together.
 
     Raises:
         MeshError: there are fewer devices.
     """
-    devices, wanted = jax.devices() if devices is None else devices, sizes["dp"] * sizes["tp"]
+    shape = tuple(sizes.get(axis, 1) for axis in AXES)
+    devices, wanted = jax.devices() if devices is None else devices, math.prod(shape)
     if len(devices) < wanted:
         raise MeshError(f"a mesh of {wanted} devices needs as many, there are {len(devices)}")
-    shape = sizes["dp"], sizes["tp"]
-    return Mesh(np.array(devices[:wanted]).reshape(shape), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    return Mesh(np.array(devices[:wanted]).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def replicas(mesh: Mesh) -> list[Mesh]:
@@ -92,7 +97,8 @@ def replicas(mesh: Mesh) -> list[Mesh]:
 
 
 def split_config(config: DecoderConfig, mesh: Mesh | None) -> DecoderConfig:
-    """Gives the config of a decoder that is split over a mesh, which differs in `num_parts` and `num_kv_heads`.
+    """Gives the config of a decoder that is split over a mesh, which differs in `num_parts`, `num_shards` and
+    `num_kv_heads`.
 
     If there are more devices than kv heads, several devices have a copy of the same kv head.
 
@@ -119,7 +125,7 @@ def split_config(config: DecoderConfig, mesh: Mesh | None) -> DecoderConfig:
         raise MeshError(
             f"tp={tp} is more than the model's num_kv_heads {config.num_kv_heads}, which are normed together"
         )
-    return dataclasses.replace(config, num_kv_heads=num_kv_heads, num_parts=tp)
+    return dataclasses.replace(config, num_kv_heads=num_kv_heads, num_parts=tp, num_shards=mesh.shape["dcp"])
 
 
 def sharding_of(
@@ -177,6 +183,6 @@ def on_mesh[T](make: Callable[[], tuple[T, ...]], mesh: Mesh | None) -> tuple[T,
         return make()
 
     def sharding(x: jax.ShapeDtypeStruct) -> NamedSharding:
-        return NamedSharding(mesh, POOL if x.ndim == 4 else KV_SCALE if x.ndim == 1 else P())
+        return NamedSharding(mesh, {4: POOL, 3: LATENT_POOL, 1: KV_SCALE}.get(x.ndim, P()))
 
     return jax.jit(make, out_shardings=jax.tree.map(sharding, jax.eval_shape(make)))()

@@ -1,5 +1,7 @@
 """Tests ops on pools whose blocks are split over devices: each attends to its own blocks, and no pool is gathered."""
 
+import dataclasses
+import functools
 import re
 
 import jax
@@ -10,7 +12,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import paged_jax
-from tests import test_partition
+from paged_jax.engine import Engine, SamplingParams
+from tests import engine_model, test_partition
+from tests.conftest import QUICK_COMPILE
+from tests.engine_checks import BLOCK_SIZE, CONFIG, PROMPTS
+from tests.engine_checks import NUM_BLOCKS as ENGINE_BLOCKS
 from tests.every_op import OPS, pools_written
 from tests.test_partition import ARRAYS, NUM_BLOCKS, bind, place
 
@@ -187,3 +193,23 @@ def test_cross_lowers_for_cuda():
     placed = place(arrays, specs_of("paged_attention", names), make_mesh())
     assert all(isinstance(x.sharding, NamedSharding) for x in placed)
     jax.jit(fun).trace(*placed).lower(lowering_platforms=("cuda",))
+
+
+def test_the_engine_takes_blocks_of_each_device_in_turn(weights, reference):
+    """Its tokens are the model's own; it swaps nothing, as the host has whole blocks."""
+    mesh = jax.make_mesh((2,), ("dcp",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
+    put = functools.partial(jax.device_put, device=NamedSharding(mesh, P("dcp")))
+    caches = jax.tree.map(put, engine_model.make_caches(ENGINE_BLOCKS, BLOCK_SIZE))
+    weights = jax.device_put(weights, NamedSharding(mesh, P()))
+    with pytest.raises(ValueError, match="num_host_blocks needs pools whose blocks are not split"):
+        Engine(engine_model.step, weights, caches, CONFIG)
+    config = dataclasses.replace(CONFIG, num_host_blocks=0)
+    engine = Engine(engine_model.step, weights, caches, config, compiler_options=QUICK_COMPILE)
+    found = engine.generate(PROMPTS, SamplingParams(max_tokens=6))
+    for prompt, (completion,) in zip(PROMPTS, found, strict=True):
+        assert completion.token_ids == reference.greedy(prompt, 6)
+    engine.add_request(PROMPTS[-2], SamplingParams(max_tokens=2))
+    engine.step()
+    table = engine._blocks.state.block_tables
+    owners = table[table >= 0] // (ENGINE_BLOCKS // 2)
+    assert abs((owners == 0).sum() - (owners == 1).sum()) <= 1

@@ -133,6 +133,17 @@ def test_generate_over_a_mesh_of_two_copies(capsys):
     assert capsys.readouterr().out == wanted
 
 
+@pytest.mark.parametrize(("name", "sizes"), [("llama", "dcp=2,tp=2"), ("deepseek_v2", "dcp=2")])
+def test_contexts_are_split_over_devices(name, sizes, capsys):
+    """Prompts that fill several blocks, which lie on devices in turn."""
+    argv = ["--model", str(folder(name)), "--no-compilation-cache", "--max-new-tokens=12", "--json"]
+    argv += ["--block-size=4", "--prompt=The for statement is a loop over", "--prompt=A class"]
+    assert generate.main(argv) == 0
+    wanted = capsys.readouterr().out
+    assert generate.main([*argv, f"--mesh={sizes}"]) == 0
+    assert capsys.readouterr().out == wanted
+
+
 def test_replicas_share_no_device():
     meshes = replicas(make_mesh(parse_mesh("dp=2,tp=4"), jax.devices("cpu")))
     devices = [device for mesh in meshes for device in mesh.devices.flat]

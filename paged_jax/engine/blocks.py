@@ -35,6 +35,7 @@ class BlockManager:
       max_blocks_per_seq: blocks of the longest sequence.
       num_host_blocks: blocks in host memory, for swapping.
       prefix_caching: whether full blocks are kept for later requests that begin alike.
+      num_shards: how many devices the pool's blocks are split over.
     """
 
     def __init__(
@@ -45,9 +46,12 @@ class BlockManager:
         max_blocks_per_seq: int,
         num_host_blocks: int,
         prefix_caching: bool,
+        num_shards: int = 1,
     ):
         self.num_blocks, self.block_size, self.num_seats = num_blocks, block_size, num_seats
-        self.state = allocator.create(num_blocks, block_size, num_seats, max_blocks_per_seq)
+        # Without all blocks of the pool, the first ones may be on few devices, however they are taken.
+        num_shards = num_shards if num_blocks % num_shards == 0 else 1
+        self.state = allocator.create(num_blocks, block_size, num_seats, max_blocks_per_seq, num_shards=num_shards)
         self.prefix = PrefixCache() if prefix_caching else None
         self.free_host_blocks = list(range(num_host_blocks))[::-1]
 

@@ -102,6 +102,7 @@ class Engine(BaseEngine):
             self._runner.max_blocks_per_seq,
             config.num_host_blocks,
             config.prefix_caching,
+            self._runner.num_shards,
         )
         self._scheduler = Scheduler(config, self._blocks, self._runner.block_bytes)
         self._requests: dict[int, list[Sequence]] = {}

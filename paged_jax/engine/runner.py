@@ -88,11 +88,14 @@ class Runner:
         self._scales = [_members(cache, _SCALES) for cache in caches]
         self._caches = _with_own_scales(caches, self._scales)
         self.max_blocks_per_seq = -(-config.max_model_len // self.block_size)
+        self.num_shards = _num_parts(_pool(caches[0]).sharding, 0)
+        if self.num_shards > 1 and config.num_host_blocks:
+            raise ValueError("num_host_blocks needs pools whose blocks are not split over devices")
         self._replicated = _replicated(_pool(caches[0]).sharding)
         self._last_tokens = jax.device_put(np.zeros(config.max_num_seqs, np.int32), self._replicated)
         tables = np.zeros((config.max_num_seqs, self.max_blocks_per_seq), np.int32)
         self._tables = jax.device_put(tables, self._replicated)
-        host_caches = tuple(_on_host(cache, config.num_host_blocks) for cache in caches)
+        host_caches = tuple(_on_host(cache, config.num_host_blocks or self.num_shards) for cache in caches)
         self._host_caches = _with_own_scales(host_caches, self._scales)
         self._programs = self._compile(show_progress, compiler_options)
         self.num_compiled = len(self._programs)
@@ -224,14 +227,14 @@ class Runner:
         return jax.jit(run_model, donate_argnums=(1, 3), out_shardings=at).lower(*inputs)
 
     def _logits_at(self, logits: Any) -> Any:
-        """The sharding of the logits: their vocabulary is split over the same mesh axis as the caches, if it can be."""
+        """The sharding of the logits: their vocabulary is split over the same mesh axis as the heads, if it can be."""
         at = _pool(self._caches[0]).sharding
         if not isinstance(at, NamedSharding):
             return at
-        axes = next((axes for axes in at.spec if axes is not None), None)
-        split = NamedSharding(at.mesh, PartitionSpec(None, axes))
-        num_parts = math.prod(at.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
-        return split if logits.shape[1] % num_parts == 0 else self._replicated
+        axis = next((axis for axis in range(1, len(at.spec)) if at.spec[axis] is not None), None)
+        if axis is None or logits.shape[1] % _num_parts(at, axis):
+            return self._replicated
+        return NamedSharding(at.mesh, PartitionSpec(None, at.spec[axis]))
 
     def _lower_draw(self, kind: Kind, logits: Any, draws: Any) -> Any:
         def draw_tokens(logits, draws, last_tokens):
@@ -339,6 +342,14 @@ def _check_caches(caches: Caches) -> None:
             )
 
 
+def _num_parts(sharding: Any, axis: int) -> int:
+    """Into how many parts an axis of the pools is split."""
+    if not isinstance(sharding, NamedSharding) or axis >= len(sharding.spec):
+        return 1
+    names = sharding.spec[axis] or ()
+    return math.prod(sharding.mesh.shape[name] for name in ((names,) if isinstance(names, str) else names))
+
+
 def _replicated(sharding: Any) -> Any:
     """The sharding of small arrays: every device that holds a part of the caches has a copy."""
     if isinstance(sharding, NamedSharding):
@@ -347,10 +358,10 @@ def _replicated(sharding: Any) -> Any:
 
 
 def _on_host(cache: Cache, num_blocks: int) -> Cache:
-    """Makes a cache like `cache` with `num_blocks` blocks, but at least one, in pinned host memory."""
+    """Makes a cache like `cache` with `num_blocks` blocks in pinned host memory."""
 
     def place(pool):
-        zeros = np.zeros((max(num_blocks, 1), *pool.shape[1:]), pool.dtype)
+        zeros = np.zeros((num_blocks, *pool.shape[1:]), pool.dtype)
         return jax.device_put(zeros, pool.sharding.with_memory_kind("pinned_host"))
 
     return dataclasses.replace(cache, **{name: place(pool) for name, pool in _members(cache, _POOLS).items()})
