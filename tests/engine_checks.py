@@ -78,7 +78,7 @@ def engine(the_engine, config):
 
 
 def check_blocks(engine):
-    """Checks that every block is free, cached or held, and that references are those of tables and prefix cache."""
+    """Checks that every block is free, cached or held, and that tables and prefix cache explain all references."""
     blocks = engine._blocks
     counts = blocks.counts()
     assert sum(counts) == blocks.num_blocks

@@ -102,7 +102,7 @@ def assert_equal(actual, wanted, atol=1e-6):
 
 
 def bind_sharded(op):
-    """`bind` over two devices that share the kv heads; those of latents share the query heads."""
+    """`bind` over two devices that share the kv heads; ops on latents share the query heads."""
     fun, arrays = bind(op)
     names = (*OPS[op][0], *OPS[op][1])
     heads_axis = {"block_tables": None, "seq_lens": None, "query_start_loc": None, "slot_mapping": None}

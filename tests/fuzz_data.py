@@ -102,7 +102,7 @@ def _normal(rng, shape):
 
 
 def poison(rng, shape, dtype):
-    """An array like that of `inputs.poison`, but made by repeating a piece: drawing all of it would take too long."""
+    """Does what `inputs.poison` does, by repeating a small array: to draw all of it would take too long."""
     return np.resize(inputs.poison(rng, (4099,), dtype), shape)
 
 

@@ -129,7 +129,7 @@ class Story:
 
 
 def _operations(program, implementation, jitted):
-    """Makes the operations, each of which updates its pools in place if it is jitted."""
+    """Makes the operations. A jitted one updates its pools in place."""
     common = {"implementation": implementation}
     layout = {"layout": program.case.layout}
 

@@ -51,7 +51,7 @@ class Running:
         assert not self.worker.is_alive
 
     def connect(self, request, timeout=30):
-        """Sends a request, of which some part may be missing, and returns the connection."""
+        """Sends a request, whole or in part, and returns the connection."""
         connection = socket.create_connection(("127.0.0.1", self.port), timeout)
         connection.sendall(request)
         return connection
@@ -126,7 +126,7 @@ def received_soon(connection, seconds=2):
 
 
 def wait_for(is_done, seconds=30):
-    """Waits until `is_done()`, but no longer than so many seconds."""
+    """Waits until `is_done()`, for so many seconds at most."""
     deadline = time.monotonic() + seconds
     while not is_done():
         assert time.monotonic() < deadline, "it takes too long"

@@ -91,7 +91,7 @@ def token_vectors(rng, case, length, which):
 
 
 def fill(case, cache, table, vectors, which, scale, poisoned_scale):
-    """Quantises a sequence's tokens into its slots, and puts these slots' scales in place of the poisoned ones."""
+    """Quantises a sequence's tokens into its slots, and replaces these slots' poisoned scales."""
     tokens = np.arange(len(vectors))
     blocks, offsets = table[tokens // case.block_size], tokens % case.block_size
     factor = 1.0 if scale is None else oracle.scale_at(scale, blocks, offsets) / case.scale_size

@@ -12,7 +12,7 @@ from tests.cases import Case
 
 @dataclass(frozen=True)
 class LatentCase:
-    """A `Case` of which `inputs.make` makes the latents as keys, and the size of the values."""
+    """A `Case`, whose keys `inputs.make` draws as latents, and the size of the values."""
 
     case: Case
     value_size: int

@@ -12,7 +12,7 @@ NEGATIVE_INFINITY = float("-inf")
 
 
 def element(cache, block, offset, layout, which):
-    """Reads the vectors of a slot from a cache, `[num_kv_heads, head_size]`, or those of each of several slots."""
+    """Reads the vectors of a slot, or of several slots, from a cache: `[..., num_kv_heads, head_size]`."""
     if layout == "hnd":
         return cache[block, :, offset, :]
     if layout == "nhd":
@@ -24,7 +24,7 @@ def element(cache, block, offset, layout, which):
 
 
 def set_element(cache, block, offset, layout, which, vectors):
-    """Stores a slot's vectors `[num_kv_heads, head_size]`, or those of each of several slots, in a cache, in place."""
+    """Stores the vectors `[..., num_kv_heads, head_size]` of a slot, or of several slots, in a cache, in place."""
     if layout == "hnd":
         cache[block, :, offset, :] = vectors
     elif layout == "nhd":
@@ -168,7 +168,7 @@ def residuals(
     layout="hnd",
     **options,
 ):
-    """`paged_attention_v2`'s residuals `(exp_sums, max_logits, tmp_out)`, of which sinks are no part."""
+    """`paged_attention_v2`'s residuals `(exp_sums, max_logits, tmp_out)`; they leave sinks out."""
     block_size = cache_dims(key_cache, layout)[2]
     num_seqs, num_heads, head_size = query.shape
     exp_sums = np.zeros((num_seqs, num_heads, num_partitions))

@@ -12,7 +12,7 @@ CORPUS = [" ".join(WORDS[i:] + WORDS[:i]) for i in range(len(WORDS))]
 
 
 def byte_level():
-    """As GPT-2, Llama 3 and Qwen have it: any text is bytes, of which some neighbours are one token."""
+    """The sort that GPT-2, Llama 3 and Qwen have: any text is bytes, and some neighbouring bytes are one token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

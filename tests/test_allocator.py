@@ -103,7 +103,7 @@ def test_a_shared_partly_filled_block_is_copied_before_it_grows(xp):
     np.testing.assert_array_equal(block_mapping, [[-1, -1], [-1, -1], [8, 7]])
     np.testing.assert_array_equal(state.block_tables, [[9, 8, -1, -1], [-1] * 4, [9, 7, 6, 5]])
     np.testing.assert_array_equal(state.ref_counts, [0, 0, 0, 0, 0, 1, 1, 1, 1, 2])
-    # The parent is the last holder now and grows in place.
+    # The parent is the last holder and grows in place.
     state, block_mapping, _ = append(state, i32(1, 0, 0))
     np.testing.assert_array_equal(block_mapping, -1)
     np.testing.assert_array_equal(state.block_tables[0], [9, 8, -1, -1])

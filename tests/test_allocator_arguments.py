@@ -157,7 +157,7 @@ def test_create_refuses(sizes):
 
 @both
 def test_sizes_become_ints_of_python(xp):
-    """NumPy's would make the slots of the host int64, and those of few bits would wrap around."""
+    """NumPy's integers would make the host's slots int64, and integers of few bits would wrap around."""
     state = create_unchecked(*np.array([8, 64, 2, 4], np.int8), xp=xp)
     assert type(state.block_size) is int
     assert_same(state, allocator.create(8, 64, 2, 4))

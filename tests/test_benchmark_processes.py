@@ -120,7 +120,7 @@ def test_those_that_still_compile_come_last(ends):
 
 
 def test_cases_that_are_short_of_memory_are_measured_again(ends):
-    """By a process alone, after all others have ended."""
+    """One process measures it alone, after all others have ended."""
     both = processes.Processes(measure.Work(BENCHMARK, [FIRST, OTHER], ["auto"], []), 2)
     failed = {"failed": "JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1.03GiB"}
     for end, case, fields in zip(ends[:2], (FIRST, OTHER), (failed, {"us": 3}), strict=True):

@@ -343,7 +343,7 @@ def test_swap_blocks_round_trip(layout, dtype, run):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2", "int8"])
 def test_pools_without_blocks_have_nothing_to_copy_or_write(dtype, run):
-    """Every pair and every slot is past such a pool."""
+    """The pool has no room for any pair or slot."""
     rng = np.random.default_rng(13)
     some = random_caches(rng, dtype)
     none = tuple(x[:0] for x in some)

@@ -110,7 +110,7 @@ def test_the_least_recently_used_block_is_evicted_first_and_a_chain_from_its_end
 
 
 def test_a_sequence_s_last_blocks_are_evicted_first():
-    """What is evicted of a finished sequence costs a later one no more than the evicted blocks."""
+    """A sequence that finds a finished one's blocks evicted computes these blocks again, and no others."""
     blocks = BlockManager(6, 4, 2, 6, 0, True)
     first, again = (Sequence(i, 0, SamplingParams(), list(range(20)), 20, 30, 0) for i in range(2))
     blocks.append({0: 20})

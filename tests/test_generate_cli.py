@@ -277,7 +277,7 @@ ERRORS = {
 
 
 def error_of(arguments, capsys):
-    """The one line that such a run writes."""
+    """Runs the command line, which fails, and returns the one line that it writes."""
     assert generate.main(arguments) == 2
     out, err = capsys.readouterr()
     assert (out, err[:7], err.count("\n")) == ("", "error: ", 1)

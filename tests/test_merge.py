@@ -73,7 +73,7 @@ def test_an_infinite_lse_says_that_there_are_no_tokens():
 
 @pytest.mark.parametrize("lse", [0.0, 1e2, 1e5, -1e5, 2e7, 1e38])
 def test_weights_add_up_to_one(lse):
-    """However large logits are, two states of which one alone says 1 say 1 together."""
+    """However large logits are: if each of two states is 1 alone, their merge is 1."""
     one, lses = jnp.ones((1, 3, 8)), jnp.float32(lse) + jnp.array([[0.0, 0.5, 3.0]])
     out, _ = merge(one, lses, one, jnp.full_like(lses, lse))
     np.testing.assert_allclose(out, 1, rtol=1e-6)

@@ -213,7 +213,7 @@ def test_sizes_are_integers(name):
 
 
 def test_sizes_become_ints_of_python():
-    """`jax.export` cannot store NumPy's, and those of few bits would wrap around."""
+    """`jax.export` cannot store NumPy's integers, and integers of few bits would wrap around."""
     bounds = dict.fromkeys(STATICS[3:], np.int64(9))
     metadata = build_metadata(**GOOD | {"block_size": np.int8(4)}, num_prefills=np.int64(1), **bounds)
     assert {type(getattr(metadata, name)) for name in STATICS} == {int}

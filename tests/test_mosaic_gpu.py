@@ -233,7 +233,7 @@ LONG = [
     small("long", 4, 1, 128, 16, "bfloat16", seq_lens=(100_000, 0, 1, 65_537, 33)),
     small("long-vllm", 8, 1, 64, 16, "float16", layout="vllm", seq_lens=(0, 100_000, 70_001, 16)),
     small("long-e4m3", 8, 2, 128, 32, "bfloat16", "float8_e4m3fn", seq_lens=(99_999, 1, 0)),
-    # Few work items, each of which has many splits.
+    # Few work items with many splits each.
     small("long-alone", 7, 1, 128, 16, "bfloat16", seq_lens=(40_000,), sinks=True),
     small("long-in-pieces", 12, 1, 80, 16, "float16", seq_lens=(30_000, 20), v_scale="scalar"),
     small("long-group-of-16", 16, 1, 256, 16, "bfloat16", seq_lens=(9_000, 8_000)),
@@ -334,7 +334,7 @@ def pairs():
 
 
 def every_other_slow(cases):
-    """Parameters of which every other one is left to those who ask for slow tests."""
+    """Parameters; every other one is marked slow."""
     return [pytest.param(*case, marks=[pytest.mark.slow] * (i % 2)) for i, case in enumerate(cases)]
 
 

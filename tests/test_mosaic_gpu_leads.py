@@ -55,7 +55,7 @@ def test_rows_gain_what_they_say(row):
 
 @pytest.mark.parametrize(("seeds", "least", "most"), [(range(5), 160, 0.016), (range(5, 7), 90, 0.02)])
 def test_regret(seeds, least, most):
-    """What the choice loses against the faster one, on the mean of the cases that both take."""
+    """The mean loss of the choice against the faster implementation, over the cases that both take."""
     regrets = [us[row.first] / min(us.values()) - 1 for seed, row, us in timed() if seed in seeds]
     assert len(regrets) > least
     assert statistics.mean(regrets) < most

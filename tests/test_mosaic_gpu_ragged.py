@@ -98,7 +98,7 @@ def test_in_the_interpreter(case):
     assert not interpret_pallas_call.get_races().races_found
 
 
-# Each with the kinds of items that there may be, and with those of which some are split, wide and thin.
+# Each with the number of item kinds that the kernel may meet, and whether (wide, thin) items are split.
 SPLIT = [
     (
         small("thin", 2, 1, 64, 16, "bfloat16", seq_lens=(600, 40), query_lens=(2, 40), sinks=True, padding=0),
@@ -348,7 +348,7 @@ def test_on_a_gpu(case, tuning, monkeypatch):
 
 
 def check_on_a_gpu(case, made, operands, tuning, monkeypatch):
-    """Compares results, as tuned for this GPU but for `tuning`, with the oracle's, and with those of a second run."""
+    """Compares two runs with each other and with the oracle; `tuning` overrides this GPU's choices."""
 
     def tune(*args, tune=choose.tune, **kwargs):
         return replace(tune(*args, **kwargs), **tuning)

@@ -79,7 +79,7 @@ def test_there_is_room_for_all_partial_results(of_kind):
 
 @pytest.mark.parametrize("query_lens", [(1,) * 7, (1, 60, 0, 5, 100, 33, 1)], ids=["thin", "both"])
 def test_the_longest_items_come_first(query_lens):
-    """What is left for the end of a call is short. Sequences as long as each other keep their order."""
+    """The last items of a call are short. Sequences of equal length keep their order."""
     lens = (300, 900, 0, 4000, 900, 140, 20_000)
     geometry, counts, lengths = planned(query_lens, lens, 8, 2, 64, None, table_width=1250, num_programs=4)
     most_cost = dict.fromkeys(range(len(lens) + 1), 0)
@@ -97,7 +97,7 @@ def test_the_longest_items_come_first(query_lens):
     ("num_seqs", "seq_len", "splits"), [(64, 4096, 1), (8, 8192, 2), (6, 5000, 4), (10, 5000, 3), (1, 32768, 16)]
 )
 def test_splits_leave_no_turn_nearly_empty(num_seqs, seq_len, splits):
-    """Even shares of 6 x 5000 tokens for 132 programs would be 144 splits, of which 12 are a turn of their own."""
+    """Even shares of 6 x 5000 tokens for 132 programs would be 144 splits: 12 of them would start when others end."""
     lens = (seq_len,) * num_seqs
     geometry, counts, _ = planned((1,) * num_seqs, lens, 32, 8, 128, None, table_width=2048, num_programs=132)
     num_items = int(count.total(Counted.ITEMS, geometry.kinds[1], counts))

@@ -115,7 +115,7 @@ def test_tiles_without_a_mask_need_none(pattern, heads):
 
 
 def tokens_of(splits, kind):
-    """The tokens that some row of an item may see, by its splits' tiles, and those of the cached runs that are read."""
+    """The tokens that some row of an item may see, by its tiles, and the tokens of the cached runs that it reads."""
     found, read = [], []
     for item in splits:
         item = jax.tree.map(jnp.int32, item)
@@ -159,7 +159,7 @@ def poison_unattended(case, made, arrays):
     return arrays | poisoned
 
 
-# Stripes of one head and of several, in one stretch and in many, in the tiles of whole and of split items.
+# Stripes of one head and of several, in one segment of a tile and in many, in whole items and in split ones.
 INTERPRETED = [
     small("plain", 4, 2, 64, 16, "bfloat16", block_sparse=Sparse(1, 3, 16)),
     small("heads", 4, 1, 64, 16, "bfloat16", seq_lens=(330, 3, 200), query_lens=(1, 3, 40),

@@ -107,7 +107,7 @@ def place(arrays, specs, mesh):
 
 
 def assert_same(actual, wanted):
-    """Checks that pools have the same bits, and attention the same values but for rounding.
+    """Checks that pools have the same bits, and attention the same values up to rounding.
 
     Sums may round differently because XLA's CPU backend chooses a matrix product's code by its shape, and a device's
     part has fewer heads or rows.

@@ -1,4 +1,4 @@
-"""One engine over two processes, each of which has one CPU device of a mesh of two."""
+"""One engine over two processes. Each has one CPU device of a mesh of two."""
 
 import concurrent.futures
 import contextlib

@@ -118,7 +118,7 @@ def test_an_address_that_is_taken():
 
 
 def test_an_engine_that_cannot_be_used_again_is_told_of(capsys):
-    """And the exit code tells whoever starts servers to start another one."""
+    """The exit code tells the process that starts servers to start another one."""
 
     class Broken:
         is_alive, broken = False, "the engine failed and cannot be reset: no memory"

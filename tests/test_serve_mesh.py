@@ -8,7 +8,7 @@ from examples import serve
 from tests.http_server import GOOD, NUM_BLOCKS, Running, wait_for
 
 PROMPTS = ["The assert statement ", "A list is ", "In Python ", "x"]
-FEW_PROGRAMS = "--max-num-seqs", "2", "--max-tokens-per-step", "8"  # each of which takes seconds to compile
+FEW_PROGRAMS = "--max-num-seqs", "2", "--max-tokens-per-step", "8"  # a program takes seconds to compile
 
 
 def test_copies_of_a_split_model_answer_as_one_does():

@@ -74,7 +74,7 @@ COMPILED_CASES = {
 }
 
 
-# LLVM mixed up the tokens of these cases as long as it saw the number that tokens are counted from (`tiles.numbers`).
+# LLVM mixed up the tokens of these cases when it could see the number from which tokens are counted (`tiles.numbers`).
 # On a GPU the first case read outside of its memory, and the second attended to the wrong tokens.
 WILD = [
     Case(
@@ -87,11 +87,11 @@ WILD = [
     ),
 ]  # fmt: skip
 # These take ten seconds and more to compile. Other cases have the same options, so these are marked slow.
-SLOW_TO_COMPILE = ("opt-125m", "farthest-corner", "gemma-2-9b", "split-everything", "split-vllm-int8")
+SLOW_TO_COMPILE = ("opt-125m", "farthest-corner", "gemma-2-9b", "split-everything", "split-vllm-int8", "nhd-float16")
 COMPILED += [(90, "v2", "wild-read"), (90, "auto", "wild-mask")]
 COMPILED_CASES |= {case.name: case for case in WILD}
 
-# The ops of which not every architecture has one so far, on those that have none.
+# Each op on the architectures that no case above compiles it for.
 COMPILED += [
     (capability, op, name)
     for op, name, capabilities in (
@@ -107,7 +107,7 @@ COMPILED += [
 
 
 def pairs():
-    """Cases in which any two of cache dtype, layout and head size meet; every other one is slow.
+    """Cases in which any two of cache dtype, layout and head size meet; two of three are slow.
 
     Architectures take turns.
     """
@@ -125,7 +125,7 @@ def pairs():
             name = f"{layout}-{cache_dtype}-{head_size}"
             shape = 8, 2, head_size, 16, dtype, cache_dtype, layout
             case = Case(name, *shape, seq_lens=(70,), query_lens=(70,))
-            yield pytest.param(capability, op, case, marks=[pytest.mark.slow] * ((i + j) % 2))
+            yield pytest.param(capability, op, case, marks=[pytest.mark.slow] * ((2 * i + j) % 3 > 0))
 
 
 @needs_triton
@@ -133,7 +133,12 @@ def pairs():
     ("capability", "op", "case"),
     [
         *(
-            pytest.param(capability, op, COMPILED_CASES[name], marks=[pytest.mark.slow] * (name in SLOW_TO_COMPILE))
+            pytest.param(
+                capability,
+                op,
+                COMPILED_CASES[name],
+                marks=[pytest.mark.slow] * (op != "v1" and name in SLOW_TO_COMPILE),
+            )
             for capability, op, name in COMPILED
         ),
         *pairs(),

@@ -48,7 +48,7 @@ PLACES = [
 
 
 def drawn(count):
-    """Random cases, most of which both GPU implementations take."""
+    """Random cases; both GPU implementations take most of them."""
     rng = np.random.default_rng(0)
     return [draw(rng, number) for number in range(count)]
 
@@ -140,7 +140,7 @@ def found(case, num_seqs, num_blocks):
         return [jnp.zeros(x.shape, x.dtype) for x in outputs]
 
     def attend(query, key_cache, value_cache, block_tables, seq_lens, options, new, geometry, target):
-        raise Found("mosaic_gpu", replace(geometry.tuning, splits=1))  # the number of partitions is the table's
+        raise Found("mosaic_gpu", replace(geometry.tuning, splits=1))  # the width sets their number
 
     def call(arrays, options):
         operands = _validate.decode_operands(*arrays, options | op_options(made.static))

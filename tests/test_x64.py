@@ -47,7 +47,7 @@ def lowered(trace):
 
 
 def some(cases):
-    """Parameters of which those that test little more than others are left to those who ask for slow tests."""
+    """Parameters; those that test little more than others are marked slow."""
     few = ("vllm-wide", "narrow", "cap", "new-pattern")
     return [pytest.param(*case, id=str(case[-1]), marks=[pytest.mark.slow] * (str(case[-1]) in few)) for case in cases]
 

@@ -80,7 +80,7 @@ def standing_in(triton_call, device=None):
         f"{package.__name__}.device.{file}" for file in ("attend", "latent", "pieces", "reduce", "write", "copy")
     ]
     for name in ("triton.compiler", *device_code):
-        importlib.import_module(name)  # imported now, since imports under the patched sys.modules are lost
+        importlib.import_module(name)  # imported here, since imports under the patched sys.modules are lost
 
     def eagerly(op, operands, *, implementation=None, unwanted=(), **static):
         return getattr(package, op)(*operands, **static)
@@ -97,7 +97,7 @@ def standing_in(triton_call, device=None):
 
 
 def recorded(launches, device=None):
-    """Records the launches, each of which returns zeros."""
+    """Records the launches; each returns zeros."""
 
     def record(made):
         launches.append(made)

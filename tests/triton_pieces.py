@@ -18,7 +18,7 @@ from paged_jax.options import PerHead
 
 
 def batches(rng):
-    """Draws lengths and query lengths of batches like those of engines, with padding rows."""
+    """Draws lengths and query lengths of batches as engines compose them, with padding rows."""
     mixes = (1, "decode", 4000), (5, "speculative", 4000), (36, "mixed", 900), (4, "prefill", 60)
     for num_seqs, mix, longest in mixes:
         contexts = rng.integers(0, longest, num_seqs)
