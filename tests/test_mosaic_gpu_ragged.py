@@ -53,7 +53,7 @@ INTERPRETED = [
     small("short-and-wide", 2, 1, 64, 16, "float16", seq_lens=(128,), query_lens=(40,), padding=0, max_seq_len=128),
 ]
 # These cases are slow, and test little that the others do not.
-MORE = "window", "capped", "huge", "int8", "tiny", "large", "all-empty", "short-and-wide"
+MORE = "group-of-5", "window", "capped", "huge", "int8", "tiny", "large", "all-empty", "short-and-wide"
 TINY_TILES = {"tile": 64, "thin_tile": 64, "stages": 2, "least_split": 2}
 
 # NumPy gives this warning when arithmetic meets the poison, which is NaN.
@@ -110,7 +110,10 @@ SPLIT = [
 ]
 
 
-@pytest.mark.parametrize(("case", "num_kinds", "split"), SPLIT, ids=lambda x: str(x) if isinstance(x, Case) else "")
+@pytest.mark.parametrize(
+    ("case", "num_kinds", "split"),
+    [pytest.param(*each, id=str(each[0]), marks=[pytest.mark.slow] * (each[0].name == "thin-only")) for each in SPLIT],
+)
 def test_split_items_in_the_interpreter(case, num_kinds, split):
     made, tuning = inputs.make(case), TINY_TILES | {"num_programs": 3}
     operands = operands_of(case, made)
@@ -133,7 +136,7 @@ FEW_QUERIES = [
 ]
 
 
-@pytest.mark.parametrize("case", FEW_QUERIES, ids=str)
+@pytest.mark.parametrize("case", some(FEW_QUERIES, ("window", "e4m3")))
 def test_few_queries_in_the_interpreter(case):
     """Where all sequences are known to have few queries, there are no wide items, not even for many rows of padding."""
     made = inputs.make(case)
@@ -161,7 +164,8 @@ PREFIXES = [
 ]
 
 
-@pytest.mark.parametrize("cache_dtype", [pytest.param("bfloat16", marks=pytest.mark.slow), "float8_e4m3fn"])
+@pytest.mark.slow
+@pytest.mark.parametrize("cache_dtype", ["bfloat16", "float8_e4m3fn"])
 def test_one_place_for_queries(cache_dtype):
     """An item's query follows the results of the item before, of 8 bits behind raw tiles that are on their way."""
     lens = {"seq_lens": (37, 0, 130, 70, 200, 150), "query_lens": (1, 0, 40, 20, 3, 2)}
@@ -223,6 +227,7 @@ def test_new_tokens_in_the_interpreter(case):
     assert not interpret_pallas_call.get_races().races_found
 
 
+@pytest.mark.slow
 def test_few_new_tokens_in_the_interpreter():
     case = small("few", 4, 2, 64, 16, "bfloat16", **FEW, sinks=True)
     made = inputs.make(case)
@@ -244,6 +249,7 @@ def test_every_query_sees_all_tokens():
     plain.assert_close(out, exact[0], rough[0], "out")
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_who_takes_an_item():
     """Which tiles of an item a warpgroup takes depends on the items before it; the results must not."""
     case = small("whole", 2, 1, 64, 16, "bfloat16", seq_lens=(70, 200, 300, 260), query_lens=(1, 2, 1, 1))

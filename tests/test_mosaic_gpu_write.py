@@ -67,7 +67,7 @@ BESIDE = [
 ]
 
 
-@pytest.mark.parametrize("case", BESIDE, ids=str)
+@pytest.mark.parametrize("case", [BESIDE[0], pytest.param(BESIDE[1], marks=pytest.mark.slow)], ids=str)
 def test_it_does_not_matter_when_a_token_is_written(case):
     """A tile's copy may find another program's new token in a slot, or what was there before; both are masked.
 
