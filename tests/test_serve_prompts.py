@@ -68,6 +68,11 @@ def test_chats_begin_with_one_bos(template, fields, text, bos):
     assert ids_of("<s>[cat]")[0] == BOS
 
 
+def test_a_message_may_come_in_parts():
+    parts = [{"type": "text", "text": "the c"}, {"type": "text", "text": "at"}]
+    assert asked("/tokenize", OWN, messages=[{"role": "user", "content": parts}]) == ids_of("<s>[the cat]")
+
+
 def test_parameters():
     params = asked(
         "/v1/completions", prompt="x", seed=-1, stop_token_ids=[7], top_k=-1, max_tokens=9, n=1, temperature=0.5
