@@ -185,6 +185,7 @@ def test_health_and_metrics(running):
         ("completions", GOOD | {"response_format": {"type": "json_object"}}, 400, "response_format is not supported"),
         ("completions", GOOD | {"messages": []}, 400, "unrecognized field"),
         ("completions", GOOD | {"seed": 2**63}, 400, "seed must be in"),
+        ("completions", GOOD | {"seed": True}, 400, "seed must be an integer"),
         ("completions", GOOD | {"logprobs": 6}, 400, "logprobs must be in"),
         ("completions", GOOD | {"best_of": 3}, 400, "best_of must be n"),
         ("completions", GOOD | {"presence_penalty": 3}, 400, "presence_penalty must be in"),

@@ -139,6 +139,15 @@ def test_usage_and_offsets_of_several_choices():
     assert [c["logprobs"]["text_offset"] for c in answer["choices"]] == [[3, 4], [3], [0, 1], [0]]
 
 
+@pytest.mark.parametrize("is_shown", [False, True])
+def test_special_tokens_move_offsets_where_they_are_shown(is_shown):
+    tokenizer = KINDS["byte_level"]()
+    ids = [tokenizer.token_to_id("<|im_end|>"), *tokenizer.encode("a").ids]
+    deltas = [delta_of(token_id, finish_reason="length") for token_id in ids]
+    (choice,) = answer_of(tokenizer, [deltas], logprobs=0, skip_special_tokens=not is_shown)["choices"]
+    assert choice["logprobs"]["text_offset"] == [0, len("<|im_end|>") if is_shown else 0]
+
+
 def test_an_answer_without_output():
     tokenizer = KINDS["byte_level"]()
     deltas = [delta_of(7, text="x", finish_reason="stop")]

@@ -219,6 +219,9 @@ def test_a_streamed_usage_counts_tokens_that_bring_no_text(running, path):
     assert len(events) - 1 == len(plain) if path == "completions" else len(events) - 1 < len(plain)
     counts = [event["usage"]["completion_tokens"] for event in events]
     assert counts[-1] == 8
+    assert events[-2]["choices"][0]["finish_reason"] == "length"
+    events = events_of(running, path, stop=[text[3:]], **fields)
+    assert events[-1]["choices"][0]["finish_reason"] == "stop", "also where the last token brings no text"
     assert counts == sorted(counts)
     for usage in ({"include_usage": False}, {}, {"include_obfuscation": True}):
         assert all("usage" not in event for event in events_of(running, path, stream_options=usage, **fields))

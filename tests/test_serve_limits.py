@@ -125,7 +125,7 @@ def test_a_long_text_does_not_stop_the_others(running, monkeypatch):
         assert httpx.get(f"{running.url}/health", timeout=60).status_code == 200
         longest = max(longest, time.monotonic() - began)
     thread.join()
-    assert answers[0].status_code == 400
+    assert answers[0].json()["count"] == 12 * 150_000
     assert longest < 0.4 * (time.monotonic() - started)
 
 

@@ -26,18 +26,19 @@ class Noting(MadeUpEngine):
 
 def asked(path, template=None, eos_token_ids=(2,), **content):
     """The prompt and the parameters that the engine gets of a request."""
-    model = Model(("m",), KINDS["byte_fallback"](), template or ChatTemplate(), eos_token_ids, 400, 100)
+    model = Model(("m", "another"), KINDS["byte_fallback"](), template or ChatTemplate(), eos_token_ids, 400, 100)
     worker = Worker(the_engine := Noting(), 0)
     server = Server(worker, model)
     worker.start()
 
     async def go():
         async with httpx.AsyncClient(transport=httpx.ASGITransport(server.app()), base_url="http://x") as client:
-            return await client.post(path, json={"model": "m"} | content)
+            return await client.post(path, json={"model": "another"} | content)
 
     answer = asyncio.run(go())
     worker.stop()
     assert answer.status_code == 200, answer.text
+    assert answer.json().get("model", "m") == "m"
     return the_engine.asked if path.startswith("/v1") else answer.json()["tokens"]
 
 

@@ -192,17 +192,19 @@ class Server:
         if isinstance(prompt, str):
             check_text(prompt, param)
             self._check_length(len(prompt), param)
-            # Unlike a call for one text, a call for several ones lets other threads run meanwhile.
-            encode = self._model.tokenizer.encode_batch
-            (encoded,) = await asyncio.to_thread(encode, [prompt], add_special_tokens=add_special_tokens)
-            prompt = encoded.ids
-        if len(prompt) > self._model.max_model_len:
-            limit = self._model.max_model_len
-            message = f"the prompt has {len(prompt)} tokens; at most {limit} fit"
-            raise ApiError(message, param=param, code="context_length_exceeded")
-        if not all(0 <= token_id < self._model.vocab_size for token_id in prompt):
-            raise ApiError(f"{param} must hold tokens in [0, {self._model.vocab_size - 1}]", param=param)
-        return prompt
+
+        def encode() -> list[int]:
+            token_ids = prompt
+            if isinstance(token_ids, str):
+                # Unlike a call for one text, a call for several ones lets other threads run meanwhile.
+                encode = self._model.tokenizer.encode_batch_fast
+                (encoded,) = encode([token_ids], add_special_tokens=add_special_tokens)
+                token_ids = encoded.ids
+            if not all(0 <= token_id < self._model.vocab_size for token_id in token_ids):
+                raise ApiError(f"{param} must hold tokens in [0, {self._model.vocab_size - 1}]", param=param)
+            return token_ids
+
+        return await asyncio.to_thread(encode)
 
     def _check_length(self, num_characters: int, param: str) -> None:
         """Refuses a text that has too many tokens whatever they are, before time is spent on it."""
