@@ -3,7 +3,8 @@
     python -m tests.cuda_programs IMPLEMENTATION CASE ...
 
 prints of each case of `rpa_cases`, whose pool is donated, one line of JSON: the bytes of the pool, those that alias an
-argument, those of scratch memory, and the operations on whole pools. XLA takes the assembler that triton ships.
+argument, those of scratch memory, the operations on whole pools, and whether the program rounds anything to 8 bits. XLA
+takes the assembler that triton ships.
 """
 
 import functools
@@ -78,6 +79,7 @@ def main(implementation: str, cases: list[str]) -> None:
         on_pools = set(re.findall(rf"= \w+\[{shapes[3][0]},\S* ([\w-]+)\(", program.as_text()))
         facts = {"pool": 64 * made.pool.nbytes, "aliased": memory.alias_size_in_bytes}
         facts |= {"scratch": memory.temp_size_in_bytes, "on_pools": sorted(on_pools)}
+        facts["rounds"] = bool(re.search(r"= f8\w+\[\S* convert\(", program.as_text()))
         print(json.dumps(facts), flush=True)
 
 

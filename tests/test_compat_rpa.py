@@ -81,11 +81,23 @@ def test_a_donated_pool_is_read_and_written_in_place(name, platform):
 @pytest.mark.skipif(cuda_programs.lacks() is not None, reason=str(cuda_programs.lacks()))
 def test_the_program_for_a_gpu_copies_no_pool(tmp_path):
     """Nothing but bitcasts stands between the donated pool and the two kernels; there is no GPU here."""
-    names = ["plain-bfloat16", "padded-lanes", "padded-rows", "padded-hd64"]
+    names = ["plain-bfloat16", "padded-lanes", "padded-rows", "padded-hd64", "q-scale"]
     for name, facts in zip(names, cuda_programs.described(names, tmp_path), strict=True):
         assert facts["aliased"] == facts["pool"], name
         assert facts["scratch"] < facts["pool"] // 100, name
         assert set(facts["on_pools"]) - {"bitcast"} == {"parameter", "custom-call"}, name
+        assert facts["rounds"] == (name == "q-scale"), name  # XLA may drop a cast to a narrower dtype and back
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", [None, "triton"])
+@pytest.mark.parametrize("case", [*rpa_cases.SMALL, *rpa_cases.HOPPER, *rpa_cases.GRID[::5]], ids=str)
+def test_on_a_gpu(case, implementation):
+    def run_there(function, *arrays, **options):
+        jitted = jax.jit(functools.partial(function, implementation=implementation, **options), donate_argnums=3)
+        return jax.tree.map(np.asarray, jitted(*arrays))
+
+    rpa_cases.hold(case, run_there)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])

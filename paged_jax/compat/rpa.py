@@ -389,4 +389,5 @@ def _quantised(queries: Any, q_scale: float, dtype: Any) -> Array:
         raise ValueError(f"q_scale must be None for a pool of {dtype}, got {q_scale!r}")
     queries, limits = jnp.asarray(queries), jnp.finfo(dtype)
     divided = jnp.clip(queries / q_scale, float(limits.min), float(limits.max))
-    return divided.astype(dtype).astype(queries.dtype)
+    # The barrier keeps XLA from dropping both casts, which it may where it is allowed excess precision.
+    return jax.lax.optimization_barrier(divided.astype(dtype)).astype(queries.dtype)
