@@ -128,8 +128,8 @@ def test_imports(path):
             # `from paged_jax import x` names the submodule x.
             assert name == "paged_jax" or within(imported, allowed_for(name)), f"{name} imports {imported}"
         else:
-            # The engine's names are public too, without being names of the package.
-            public = imported.removeprefix("paged_jax").strip(".").removeprefix("engine.")
+            # The names of these two are public too, without being names of the package.
+            public = imported.removeprefix("paged_jax").strip(".").removeprefix("engine.").removeprefix("compat.")
             if within(imported, INTERNALS.get(name, ())):
                 continue
             assert not public.startswith("_") and "." not in public, f"{name} imports {imported}, which is not public"  # noqa: PT018
