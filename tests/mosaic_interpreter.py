@@ -141,7 +141,7 @@ def call(op, decode, arrays, static, partition_size, device=SMALL_GPU):
 
 
 def as_for(device):
-    """Lets calls choose as for this GPU; None: for the one that is there."""
+    """Makes calls choose tunings for this GPU, or for the GPU of this machine if it is None."""
     return mock.patch.object(problem, "device", return_value=device) if device else contextlib.nullcontext()
 
 

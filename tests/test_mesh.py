@@ -60,7 +60,7 @@ def test_a_split_model_writes_the_same_tokens(name, tp, prompts):
     exchanged = [(kind, shape) for shape, kind in COLLECTIVE.findall(decode.as_text())]
     # One all-reduce for the embedding, one after each attention and one after each MLP; then the likeliest token of
     # each part of the vocabulary and its logit.
-    # XLA may join those of experts and of the MLP beside them.
+    # XLA may join the experts' all-reduce and the MLP's beside them.
     num_all_reduces = [kind for kind, _ in exchanged].count("all-reduce")
     has_shared = config.experts is not None and config.experts.shared_size > 0
     assert num_all_reduces == 1 + 2 * config.num_layers or (has_shared and num_all_reduces <= 2 + 2 * config.num_layers)

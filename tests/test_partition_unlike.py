@@ -28,7 +28,7 @@ def of_one_kv_head(names, arrays):
 @pytest.mark.parametrize("heads", [None, "tp"])
 @pytest.mark.parametrize("op", ["paged_attention", "ragged_paged_attention", "write_and_attend"])
 def test_heads_of_one_kv_head_are_split(op, heads, kind):
-    """Every device has the pools; of the query heads it may have some. New tokens are written by all devices."""
+    """Every device has the whole pools and some query heads. Every device writes the new tokens."""
     fun, names, arrays = bind(op)
     arrays = of_one_kv_head(names, arrays)
     of_heads = {"query": P(None, heads), "tokens": P(None, heads), "alibi_slopes": P(heads)}

@@ -1,5 +1,6 @@
 """Tests the documents: code runs, commands name things that exist, and figures are those of the files they name."""
 
+import fnmatch
 import importlib
 import json
 import re
@@ -147,6 +148,14 @@ def test_code_cites_headings_of_the_log():
                 cited |= {(str(file.relative_to(ROOT)), name) for name in re.findall(r'"([^"]+)"', found)}
     assert len(cited) > 20
     assert {citation for citation in cited if citation[1] not in names} == set()
+
+
+def test_the_map_of_the_tests_names_every_file():
+    names = re.findall(r"`([\w*./]+)`", (ROOT / "tests" / "README.md").read_text())
+    for file in (ROOT / "tests").rglob("*.py"):
+        name = file.relative_to(ROOT / "tests").as_posix()
+        named = any(name.startswith(n) if n.endswith("/") else fnmatch.fnmatch(name, n) for n in names)
+        assert named or file.name == "__init__.py", f"tests/README.md does not name {name}"
 
 
 def test_documents_are_short():

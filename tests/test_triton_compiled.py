@@ -201,7 +201,7 @@ def test_latents_compile(capability, name, tmp_path, monkeypatch):
 
 
 def products_joined_to_other_lanes(ptx):
-    """The instructions that sum a lane's own product, not rounded, and a term of another lane, which is rounded.
+    """The instructions that add a term of another lane, which is rounded, to a lane's own product, which is not.
 
     Two lanes' sums of the same terms then differ (`softmax.rounded`). Racecheck showed it.
     """
