@@ -60,6 +60,17 @@ def test_templates_as_transformers_renders_them():
         assert template.render(MESSAGES) == expected
 
 
+def test_lines_of_a_template_that_hold_only_blocks_leave_nothing():
+    source = "{% for m in messages %}\n  {% if m.role %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}\n."
+    assert ChatTemplate(source).render(MESSAGES) == "Hi\n."
+
+
+def test_of_several_named_templates_the_default_one_counts(tmp_path):
+    named = [{"name": "tool_use", "template": "tools"}, 3, {"name": "default", "template": "plain"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert load_template(tmp_path).render(MESSAGES) == "plain"
+
+
 def test_special_tokens_are_found_in_both_files(tmp_path):
     source = "{{ bos_token }}{{ eos_token }}{{ pad_token }}"
     (tmp_path / "chat_template.jinja").write_text(source)

@@ -82,18 +82,21 @@ def test_spaces_after_special_tokens(kind):
     assert "".join(streamed(tokenizer, cat, [*cat, end, *cat])) == " cat cat"
 
 
-def test_the_context_of_a_prompt_is_short():
-    """Also of a long prompt that ends with special tokens; otherwise the first tokens would decode it all again."""
-    tokenizer, lengths = KINDS["byte_level"](), []
+@pytest.mark.parametrize(
+    "end", [["</s>"] * 9, ["<0xE6>", "<0xBC>", "<0xA2>"] * 5, ["<0xE6>", "<0xBC>", "<0xA2>", "<0xE6>"]]
+)
+def test_the_context_of_a_prompt_is_short(end):
+    """Also of a long prompt that ends with special tokens, or inside a character; decoding all of it takes long."""
+    tokenizer, lengths = KINDS["byte_fallback"](), []
 
     class Counting:
         def decode(self, ids, /):
             lengths.append(len(ids))
             return tokenizer.decode(ids)
 
-    cat = tokenizer.encode("cat ").ids
-    stream = TextStream(Counting(), cat * 1000 + [tokenizer.token_to_id("</s>")] * 9)
-    assert stream.push(cat[0]) == tokenizer.decode(cat[:1])
+    cat = tokenizer.encode("cat", add_special_tokens=False).ids
+    stream = TextStream(Counting(), cat * 1000 + [tokenizer.token_to_id(token) for token in end])
+    assert "".join(map(stream.push, cat)) == " cat"
     assert max(lengths) <= 21
 
 

@@ -140,8 +140,7 @@ class Answer:
     def _choice(self, index: int, deltas: Sequence[engine.Delta]) -> dict[str, Any]:
         """The fields that a choice has in every form of an answer."""
         scored = [] if self._wanted.has_no_output else [_scored(item) for delta in deltas for item in delta.logprobs]
-        reason = deltas[-1].finish_reason
-        reason = "length" if reason and self._wanted.has_no_output else reason
+        reason = "length" if self._wanted.has_no_output else deltas[-1].finish_reason  # the one token is left out
         return {"index": index, "logprobs": self._logprobs(index, scored), "finish_reason": reason}
 
     def _logprobs(self, index: int, scored: Sequence[Scored]) -> dict[str, Any] | None:

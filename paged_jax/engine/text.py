@@ -147,13 +147,12 @@ def _context(
     while size < len(prompt) and not decode(prompt[-size:]):  # special tokens; the text before them matters
         size *= 2
     first = max(len(prompt) - size, 0)
-    starts = [*range(first, max(first - _CHARACTER, 0), -1), 0]
-    for end in range(len(prompt), max(len(prompt) - _CHARACTER, -1), -1):
-        for start in starts:
-            text = decode(prompt[start:end])
-            if (text or start == 0) and not text.startswith(_BROKEN) and not text.endswith(_BROKEN):
-                shown = decode(prompt[start:])
-                return prompt[start:], end - start, (shown, text)
+    starts = range(first, max(first - _CHARACTER, 0), -1)
+    ends = range(len(prompt), max(len(prompt) - _CHARACTER, -1), -1)
+    for start, end in [*((start, end) for end in ends for start in starts), *((0, end) for end in ends)]:
+        text = decode(prompt[start:end])
+        if (text or start == 0) and not text.startswith(_BROKEN) and not text.endswith(_BROKEN):
+            return prompt[start:], end - start, (decode(prompt[start:]), text)
     return prompt[first:], len(prompt) - first, (decode(prompt[first:]),)
 
 
