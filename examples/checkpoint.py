@@ -95,6 +95,12 @@ def save_model(folder: str | Path, model: Decoder, config: DecoderConfig) -> Non
     save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
 
 
+def named_shapes(path: Sequence[Any], shape: tuple[int, ...], config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Gives the names and shapes of the tensors in a folder that make up one parameter of a decoder on one device."""
+    _, size, *others = _as_stored(path, shape)
+    return shapes_of(sources_of(path, size, config), tuple(others))
+
+
 def _as_stored(path: Sequence[Any], array: Any) -> Any:
     """Gives a parameter, or its shape, as in a folder: `[matrices, rows, ...]`, where rows are a kernel's columns."""
     if isinstance(array, tuple):

@@ -36,6 +36,10 @@ from examples.fields import Fields
 from examples.rope import Rope, YarnScaling
 
 
+# Flags that some files turn off although their families do not have them.
+OFF = "attention_bias", "mlp_bias", "qkv_bias", "use_bidirectional_attention", "use_mrope", "use_sliding_window"
+
+
 def load_config(folder: str | Path) -> DecoderConfig:
     """Reads `config.json` of a model folder, with the meaning that transformers gives it.
 
@@ -68,6 +72,9 @@ def parse_config(raw: dict[str, Any]) -> DecoderConfig:
         raise CheckpointError(f"quantized weights ({method}) are not supported; float32, float16, bfloat16 are")
     fields = Fields({key: value for key, value in raw.items() if key != "quantization_config"})
     config = READERS[name][1](fields)
+    for key in OFF:
+        if raw.get(key) is False:
+            fields.ignore(key)
     fields.refuse_unread()
     if config.num_heads % config.num_kv_heads:
         raise CheckpointError(
@@ -121,7 +128,6 @@ def _mistral(fields: Fields) -> DecoderConfig:
 
 
 def _qwen2(fields: Fields) -> DecoderConfig:
-    fields.only("use_mrope", False)
     return read_base(fields, "llama", windows=qwen_windows(fields), num_kv_heads=32, qkv_bias=True)
 
 
