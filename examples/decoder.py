@@ -18,7 +18,7 @@ on.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -194,6 +194,10 @@ class Decoder(nnx.Module):
             if config.tie_embeddings
             else linear(embedding_size, config.vocab_size, preferred_element_type=jnp.float32)
         )
+
+    def limit(self, longest: int) -> None:
+        """Promises that no sequence gets longer than so many tokens, by which LongRoPE chooses its frequencies."""
+        self.config = replace(self.config, max_position_embeddings=min(longest, self.config.max_position_embeddings))
 
     def __call__(
         self,

@@ -35,7 +35,6 @@ from examples.config import (
 from examples.fields import Fields
 from examples.rope import Rope, YarnScaling
 
-
 # Flags that some files turn off although their families do not have them.
 OFF = "attention_bias", "mlp_bias", "qkv_bias", "use_bidirectional_attention", "use_mrope", "use_sliding_window"
 

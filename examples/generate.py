@@ -255,6 +255,8 @@ def run(options: argparse.Namespace) -> None:
     loaded = [load_model(options.model, dtype, mesh) for mesh in meshes]
     _, config, tokenizer, eos_token_ids = loaded[0]
     prompt_ids = encode(tokenizer, options.prompt, config)
+    for model, *_ in loaded:
+        model.limit(max(map(len, prompt_ids)) + options.max_new_tokens)
     requests = [
         loop.make_request(
             prompt_ids[i :: len(meshes)],

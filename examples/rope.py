@@ -82,10 +82,10 @@ class YarnScaling:
 class LongRopeScaling:
     """LongRoPE (https://arxiv.org/abs/2402.13753): a divisor for each pair, from one of two lists.
 
-    A model that is to read no more than `original_max_position_embeddings` tokens takes the short list, any other the
-    long one. Keys stay in the cache as they were rotated, so that one list serves a sequence from start to end. As in
-    vLLM and llama.cpp, the decoder's `max_position_embeddings` decides; transformers takes the short list until a
-    sequence outgrows it, then computes the whole sequence anew.
+    A model whose texts are no longer than `original_max_position_embeddings` takes the short list, any other the long
+    one. Keys stay in the cache as they were rotated, so that one list serves a text from start to end. As in vLLM and
+    llama.cpp, the longest text that the model is set up for decides (`Decoder.limit`); transformers takes the short
+    list until a text outgrows it, then computes the whole text anew.
     """
 
     short_factor: tuple[float, ...]

@@ -152,6 +152,7 @@ def make_engine(
     Raises:
         CommandError: something cannot be done.
     """
+    model.limit(longest_text(options, config))
     weights, step = make_step(model, implementation=options.implementation)
     kind = engine.LeadingEngine if options.processes > 1 and options.process == 0 else engine.Engine
     try:

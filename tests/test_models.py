@@ -1,6 +1,7 @@
 """Tests the example decoder against transformers' results with the same checkpoints (tests/data/make_models.py)."""
 
 import functools
+import json
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from examples import loop
+from examples import generate, loop
 from examples.attend import causal_attend, prefill_attend
 from examples.checkpoint import load_model
 from examples.families import load_config
@@ -37,7 +38,7 @@ def load(name):
     model, config, _, _ = load_model(folder(name), jnp.float32)
     found = reference(name)
     if found.longest is not None:
-        model.config = config = replace(config, max_position_embeddings=found.longest)
+        model.limit(found.longest)
     prompts = [np.array(prompt, np.int32) for prompt in found.prompts]
     tokens = np.array(found.tokens, np.int32)
     return SimpleNamespace(
@@ -147,6 +148,22 @@ def test_greedy_tokens_of_a_batch(name):
 def test_greedy_tokens_of_single_prompts(case):
     expected = [(tokens.tolist(), "length") for tokens in case.tokens]
     assert list(paged_tokens(case, [[prompt] for prompt in case.prompts], block_size=8)) == expected
+
+
+@pytest.mark.parametrize("name", ["llama_longrope", "deepseek_v3"])
+def test_the_command_line_runs_a_folder(name, capsys):
+    """The prompts and answers of llama_longrope are short enough for its short list of factors."""
+    found = reference(name)
+    texts = ["".join(chr(31 + token) for token in prompt) for prompt in (found.prompts[3], found.tokens[3])]
+    argv = [
+        "--model",
+        str(folder(name)),
+        "--no-compilation-cache",
+        f"--max-new-tokens={len(found.tokens[3])}",
+        "--json",
+    ]
+    assert generate.main([*argv, f"--prompt={texts[0]}"]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == texts[1]
 
 
 def test_a_decode_step_is_a_ragged_step_of_one_token_a_sequence(case):

@@ -1,4 +1,6 @@
-"""Checks with transformers how many parameters the models of real/configs.json have: `python -m tests.data.count_parameters`.
+"""Checks with transformers how many parameters the models of real/configs.json have.
+
+    python -m tests.data.count_parameters
 
 real/configs.json holds what changes numbers in the config.json of real folders, and how many parameters the models
 have, tied ones counted once. Those are public facts; no weights are needed.
