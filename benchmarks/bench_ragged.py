@@ -78,7 +78,7 @@ def candidates(op: Callable, case: cases.Case, inputs: Inputs, *, bounded: bool 
 
 BENCHMARK = harness.Benchmark(
     op="ragged",
-    cases=cases.RAGGED,
+    cases=(*cases.RAGGED, *cases.MORE_RAGGED),
     work=work,
     ceiling=ceiling,
     implementation=implementation,

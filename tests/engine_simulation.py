@@ -112,7 +112,7 @@ class SimulatedRunner(Runner):
     """
 
     def __init__(self, step, weights, caches, config, **_):
-        self.config, self.block_bytes = config, 1
+        self.config, self.block_bytes, self.num_shards = config, 1, 1
         self.block_size, self.num_blocks = caches[0].block_size, caches[0].num_blocks
         self.max_blocks_per_seq = -(-config.max_model_len // self.block_size)
         self.interrupt = lambda name: None

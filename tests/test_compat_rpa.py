@@ -194,7 +194,7 @@ WRONG = [
     (3, lambda x: x[:, :, :2], ValueError, "kv_cache must have 2 \\* num_kv_heads = 4 rows a slot, .* got 2 in"),
     (3, lambda x: x[..., :48], ValueError, "kv_cache must have head_dim = 64 elements a row, or the next multiple"),
     (3, lambda x: x.astype(np.float64), TypeError, "kv_cache must have dtype .*, got float64"),
-    (4, lambda x: x.astype(np.int64), TypeError, "kv_lens must have dtype int32, got int64"),
+    (4, lambda x: x.astype(np.float32), TypeError, "kv_lens must have dtype .*, got float32"),
     (5, lambda x: x[:-1], ValueError, r"page_indices must have shape .*, max_num_seqs is 7, got"),
     (6, lambda x: x[:-1], ValueError, r"cu_q_lens must have shape \[max_num_seqs \+ 1\] = \(8,\), got \(7,\)"),
     (7, lambda x: x[:2], ValueError, r"distribution must have shape \[3\] = \(3,\), got \(2,\)"),

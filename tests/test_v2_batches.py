@@ -13,7 +13,7 @@ import pytest
 
 import paged_jax
 from paged_jax import _dispatch, _validate
-from paged_jax.kernels.mosaic_gpu import decode
+from paged_jax.kernels.mosaic_gpu.decode import call as decode
 from paged_jax.kernels.triton import launch
 from tests import inputs
 from tests.cases import Case, Sparse
@@ -139,7 +139,7 @@ def found(case, num_seqs, num_blocks):
         told.append(config)
         return [jnp.zeros(x.shape, x.dtype) for x in outputs]
 
-    def attend(query, key_cache, value_cache, block_tables, seq_lens, options, new, geometry, target):
+    def attend(query, key_cache, value_cache, block_tables, seq_lens, options, new, geometry):
         raise Found("mosaic_gpu", replace(geometry.tuning, splits=1))  # the width sets their number
 
     def call(arrays, options):

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from paged_jax.kernels.mosaic_gpu import ragged
+from paged_jax.kernels.mosaic_gpu.ragged import call as ragged
 from paged_jax.kernels.problem import Device
 from tests import inputs, test_mosaic_gpu, test_mosaic_gpu_compiled, test_mosaic_gpu_ragged, test_mosaic_gpu_sparse
 from tests.cases import Case, Sparse
