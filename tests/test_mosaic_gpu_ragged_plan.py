@@ -116,7 +116,7 @@ def test_items_cover_each_row_and_token_once(shape):
         num_items = int(count.total(Counted.ITEMS, kind, counts))
         for number in range(num_items):
             item = jax.tree.map(int, plan.find(jnp.int32(number), counts, lengths, kind))
-            assert item.kind == kind.number
+            assert item.kind == kind.code
             assert 0 < item.num_tokens <= kind.tokens
             span = item.origin, max(item.origin, min(item.origin + item.num_tiles * kind.tile, item.end))
             for token in range(item.first_token, item.first_token + item.num_tokens):

@@ -105,8 +105,8 @@ def test_tiles_without_a_mask_need_none(pattern, heads):
         first, last = int(item.position), int(item.position) + int(item.num_tokens) - 1
         for tile in range(int(item.num_tiles)):
             span = plan.span_of(item, jnp.int32(tile), kind)
-            args = span.pattern, span.number, span.starts[0], jnp.int32(last), kind
-            tokens = np.repeat([int(x) for x in span.starts], kind.stretch_tokens) + np.arange(kind.tile)
+            args = span.pattern, span.rank, span.starts[0], jnp.int32(last), kind
+            tokens = np.repeat([int(x) for x in span.starts], kind.segment_tokens) + np.arange(kind.tile)
             if ragged_pattern.hides_nothing(*args) and tokens[-1] < 1000:
                 far += tokens[-1] < (first // pattern.block_size - pattern.local_blocks) * pattern.block_size
                 for at, head in itertools.product((first, last), range(4)):
@@ -122,7 +122,7 @@ def tokens_of(splits, kind):
         for tile in range(int(item.num_tiles)):
             span = plan.span_of(item, jnp.int32(tile), kind)
             rows = np.arange(kind.tile)
-            tokens = np.repeat([int(x) for x in span.starts], kind.stretch_tokens) + rows
+            tokens = np.repeat([int(x) for x in span.starts], kind.segment_tokens) + rows
             found += list(tokens[(tokens >= int(span.begin)) & (tokens < int(span.end))])
             if not span.is_new:
                 loader = TileLoader(item, jnp.int32(0), kind, refs=None)

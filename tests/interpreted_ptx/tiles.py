@@ -8,7 +8,7 @@ import jax.numpy as jnp
 def load_new(new_gmem, tile_smem, item, first_rows, kept, kind):
     row = jnp.arange(kind.tile)
     is_kept = (row >= kept.begin) & (row < kept.end)
-    new_row = jnp.repeat(jnp.stack(first_rows), kind.stretch_tokens) + row
+    new_row = jnp.repeat(jnp.stack(first_rows), kind.segment_tokens) + row
     values = new_gmem[...][jnp.where(is_kept, new_row, 0), item.kv_head]
     tile_smem[...] = jnp.where(is_kept[:, None], values, jnp.zeros_like(values))
 
@@ -31,7 +31,7 @@ def load_scales(scale_gmem, tables_gmem, scales_smem, item, starts, kept, kind):
     block_size = kind.geometry.problem.block_size
     row = jnp.arange(kind.tile)
     is_kept = (row >= kept.begin) & (row < kept.end)
-    token = jnp.where(is_kept, jnp.repeat(jnp.stack(starts), kind.stretch_tokens) + row, 0)
+    token = jnp.where(is_kept, jnp.repeat(jnp.stack(starts), kind.segment_tokens) + row, 0)
     block = jnp.where(is_kept, tables_gmem[...][item.seq, token // block_size], 0)
     scale = scale_gmem[...][block, item.kv_head, token % block_size]
     scales_smem[...] = jnp.where(is_kept, scale, 0)

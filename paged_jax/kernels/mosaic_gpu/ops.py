@@ -1,4 +1,4 @@
-"""Which kernel runs an op that both kernels could run: the decode kernel or the ragged one."""
+"""Chooses between the decode kernel and the ragged kernel, for ops that both can run."""
 
 from dataclasses import replace
 
@@ -20,10 +20,11 @@ def is_decode(
     seq_lens: SeqLens,
     options: AttentionOptions,
 ) -> bool:
-    """Whether the sequences of a ragged batch are known to have one query each, or none, so that decode takes them.
+    """Whether the decode kernel takes a ragged batch: each sequence is known to have one query or none.
 
     Decode is faster than thin items (benchmarks/LOG.md, "One query by the decode kernel" and "A bound of query
-    lengths"). It takes no more rows than sequences, as a row of padding goes to a sequence without a query.
+    lengths"). There must be no more rows than sequences, because each row of padding goes to a sequence without a
+    query.
     """
     if options.max_query_len != 1 or seq_lens.shape[0] < query.shape[0]:
         return False
@@ -39,7 +40,7 @@ def paged_attention(
     seq_lens: SeqLens,
     options: AttentionOptions,
 ) -> tuple[Query, Lse]:
-    """Attends with the decode kernel, or, if there is a block-sparse pattern, with the ragged one: decode has none."""
+    """Attends with the decode kernel, or with the ragged kernel if there is a block-sparse pattern."""
     arrays = query, key_cache, value_cache, block_tables, seq_lens
     if options.block_sparse is None:
         return decode.paged_attention(*arrays, options)
@@ -56,7 +57,7 @@ def ragged_paged_attention(
     query_start_loc: QueryStartLoc,
     options: AttentionOptions,
 ) -> tuple[RaggedQuery, RaggedLse]:
-    """Attends with the ragged kernel or, if the batch is known to be decode, with the decode kernel."""
+    """Attends with the ragged kernel, or with the decode kernel if the batch is known to be decode."""
     caches = key_cache, value_cache, block_tables
     if not is_decode(query, *caches, seq_lens, options):
         return ragged.ragged_paged_attention(query, *caches, seq_lens, query_start_loc, options)

@@ -1,6 +1,6 @@
 """The decode ops, which have one query for each sequence, and the ragged batches that are known to be decode.
 
-v1 has one split an item and v2 one a partition; for `paged_attention` and `write_and_attend` `tuning.py` chooses.
+v1 has one split for each item, v2 one for each partition; for the other ops `choose.py` chooses.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def paged_attention_v1(
     seq_lens: SeqLens,
     options: AttentionOptions,
 ) -> tuple[Query, Lse]:
-    """Attends with one split a work item."""
+    """Attends with one split for each work item."""
     caches = key_cache, value_cache, block_tables
     return _out_and_lse(query, caches, seq_lens, options, choose.unsplit)
 
@@ -73,16 +73,16 @@ def ragged_paged_attention(
     query_start_loc: QueryStartLoc,
     options: AttentionOptions,
 ) -> tuple[RaggedQuery, RaggedLse]:
-    """Attends as `paged_attention` does, for sequences that have one query each or none, and no more rows than these.
+    """Attends to sequences that have one query each or none, with no more rows than sequences.
 
-    To the kernels a sequence without a query has no tokens, and its query is a row of padding, if there is one left.
+    A sequence without a query takes a row of padding as its query, if one is left, and has no tokens.
     """
     num_tokens, num_seqs, caches = query.shape[0], seq_lens.shape[0], (key_cache, value_cache, block_tables)
     begin, total, has_query = query_start_loc[:-1], query_start_loc[-1], query_start_loc[1:] > query_start_loc[:-1]
     lens, indices = jnp.where(has_query, seq_lens, 0), None
     if num_seqs > 1:
-        # `arange - begin` counts the sequences before that have no query. Where one has more queries than said, it is
-        # too small, and what is then another sequence's row is taken by nobody.
+        # `arange - begin` counts the earlier sequences without a query. If a sequence has more queries than
+        # `max_query_len` promises, the count is too small; its further rows then belong to no sequence.
         padding = total + jnp.arange(num_seqs, dtype=jnp.int32) - begin
         indices = jnp.where(has_query, begin, jnp.where(padding < total, -1, padding))
         indices = jnp.where(indices < num_tokens, indices, -1)
@@ -100,7 +100,7 @@ def write_and_attend(
     slot_mapping: SlotMapping,
     options: AttentionOptions,
 ) -> tuple[Query, Lse, Cache, Cache]:
-    """Attends as `paged_attention` does, to caches into which it writes the new tokens."""
+    """Attends as `paged_attention` does, and writes the new tokens into the caches."""
     problem = Problem.of_call(query, key_cache, value_cache, block_tables, options, writes_tokens=True)
     geometry = Geometry(problem, choose.balanced(problem, facts.device()))
     new = key, value, slot_mapping
@@ -136,7 +136,7 @@ def paged_attention_v2(
         return *_unseen(query), zeros, zeros - jnp.inf, jnp.zeros((*residual, problem.head_size), jnp.float32)
     outputs = _attend(query, *caches, seq_lens, options, (), geometry)
     tmp_out = _by_head(outputs.partials.out, geometry)
-    # The second head slice overlaps with the first, and only its last rows are new.
+    # The second head slice overlaps with the first; only its last rows are new.
     whole = geometry.head_slices[0].size
     new = tmp_out.shape[-1] - problem.head_size + whole
     tmp_out = jnp.concatenate([tmp_out[..., :whole], tmp_out[..., new:]], -1)
@@ -152,7 +152,7 @@ def _out_and_lse(
     tuned: Callable[[Problem, Device], Tuning],
     query_indices: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Attends as `tuned` chooses, to caches (keys, values, block tables) that stay as they are."""
+    """Attends with the tuning that `tuned` chooses. `caches` are keys, values and block tables, and do not change."""
     problem = Problem.of_call(query, *caches, options)
     geometry = Geometry(problem, tuned(problem, facts.device()))
     if _nothing_to_attend(problem):
@@ -173,10 +173,10 @@ def _attend(
     *,
     query_indices: Array | None = None,
 ) -> Outputs:
-    """Runs the kernels: out and lse, row by row, and what they were merged from.
+    """Runs the kernels. Returns out and lse by row, and the partial results.
 
-    With new tokens (key, value, slot_mapping) both caches are references. `query_indices` [num_seqs] says which query
-    is each sequence's, below 0 of none; if it is None, they come in the order of the sequences.
+    With new tokens (key, value, slot_mapping) both caches are references. `query_indices` [num_seqs] holds the index of
+    each sequence's query, or a negative number; None if queries come in the order of the sequences.
     """
     problem = geometry.problem
     reader = tiles.class_of(problem)(geometry)
@@ -192,12 +192,12 @@ def _attend(
 
 
 def _of_shape(query: Array, outputs: Outputs) -> tuple[Array, Array]:
-    """Out and lse of the queries."""
+    """Out and lse in the shapes of the query."""
     return outputs.out.reshape(query.shape), outputs.lse.reshape(query.shape[:2])
 
 
 def _query_tiles(query: Array, geometry: Geometry) -> Array:
-    """The query rows of all query tiles, [query_rows, head_size]: padded where items' heads do not fill the tiles."""
+    """The query rows of all query tiles, [query_rows, head_size], padded if items' heads do not fill the tiles."""
     heads, sharing, head_size = geometry.heads_per_item, geometry.items_per_query_tile, geometry.problem.head_size
     items = query.reshape(-1, heads, head_size)
     items = jnp.pad(items, ((0, -items.shape[0] % sharing), (0, geometry.columns - sharing * heads), (0, 0)))
@@ -205,7 +205,7 @@ def _query_tiles(query: Array, geometry: Geometry) -> Array:
 
 
 def _by_head(x: Array, geometry: Geometry) -> Array:
-    """[num_items * splits, ..., columns] -> [num_seqs, num_heads, splits, ...]; XLA drops it where it is not used."""
+    """[num_items * splits, ..., columns] -> [num_seqs, num_heads, splits, ...]."""
     problem, heads = geometry.problem, geometry.heads_per_item
     x = x.reshape(geometry.num_items, geometry.tuning.splits, *x.shape[1:])
     offset = np.arange(geometry.num_items) % geometry.items_per_query_tile * heads  # as in `plan.query_tile`
@@ -219,5 +219,5 @@ def _nothing_to_attend(problem: Problem) -> bool:
 
 
 def _unseen(query: Array) -> tuple[Array, Array]:
-    """The results of queries that see no token."""
+    """Out and lse of queries that see no token."""
     return jnp.zeros(query.shape, query.dtype), jnp.full(query.shape[:2], -jnp.inf, jnp.float32)

@@ -1,6 +1,6 @@
-"""How a call is computed: its `Tuning`, which pure functions of its `Problem` and the `Device` choose, or refuse.
+"""Chooses the `Tuning` of decode, by pure functions of `Problem` and `Device`; or refuses, with every reason.
 
-Costs are in microseconds on an H200. Each names the part of benchmarks/LOG.md that says what was measured.
+Times are in microseconds on an H200. Each constant names the heading of benchmarks/LOG.md with its measurement.
 """
 
 from collections.abc import Iterator
@@ -25,41 +25,40 @@ from paged_jax.kernels.problem import Device, Problem, ScaleKind, Unsupported
 
 _KIB = 1024
 
-# What the kernels take.
 _LEAST_HEAD_SIZE, _LARGEST_HEAD_SIZE = 64, 256
 
 # Measured: LOG, "Fewer bytes in flight".
-_TILE_BYTES = 32 * _KIB  # of a tile of K and one of V where a multiprocessor has two programs; twice that where one
-_BYTES_IN_FLIGHT = 128 * _KIB  # in the rings of all programs of a multiprocessor
+_TILE_BYTES = 32 * _KIB  # of a tile of K plus one of V, if a multiprocessor has two programs; twice that if it has one
+_BYTES_IN_FLIGHT = 128 * _KIB  # of the rings of all programs of a multiprocessor
 _MOST_STAGES = 8
 
 # Measured: LOG, "Fewer bytes in flight of 8 bits".
 _BYTES_IN_FLIGHT_OF_8_BITS = 64 * _KIB
 
 # Measured: LOG, "Clusters".
-_CLUSTER_SPLIT_TOKENS = 256  # longest split that takes less time than the launch of a kernel that merges
-_LEAST_SPLIT_TOKENS = 128  # shortest split worth a program, in a cluster
+_CLUSTER_SPLIT_TOKENS = 256  # longest split that takes less time than the launch of a merge kernel
+_LEAST_SPLIT_TOKENS = 128  # shortest split of a cluster
 
 # Measured: LOG, "Folded kv heads".
-_FOLDED_WAVES = 1.8  # waves of programs that folding must leave, so that uneven lengths even out,
-_FOLDED_ONE_WAVE = 0.93, 1  # or as good as one whole wave, where queues deal with uneven lengths
+_FOLDED_WAVES = 1.8  # fold if items then fill 1.8 waves or more, so that uneven lengths average out
+_FOLDED_ONE_WAVE = 0.93, 1  # fold with queues if the items then fill 93 to 100% of one wave
 
 # Measured: LOG, "Queues cost a look and a merge" and "Splitting".
-_MERGE_LAUNCH_TIME = 1.5  # of a merge that may find nothing to do
-_LENGTHS_TIME = 0.5  # of a look at 64 lengths, in each wave
+_MERGE_LAUNCH_TIME = 1.5  # launch of a merge kernel, even if it has nothing to merge
+_LENGTHS_TIME = 0.5  # to read 64 lengths, in each wave
 _LENGTHS_AT_ONCE = 64
-_MULTIPROCESSOR_BYTES_PER_US = 17e3  # that each of two programs of a multiprocessor reads, if all have two
+_MULTIPROCESSOR_BYTES_PER_US = 17e3  # read by the two programs of a multiprocessor, if all have two
 
 # Measured: LOG, "Queues where splits do not fill the GPU".
-_WORTH_A_LOOK = 40  # queues are worth it if an item takes so many times what the merge and the look cost,
-_WORTH_A_LOOK_IF_IDLE = 20  # where the last wave of items would leave multiprocessors idle,
-_WORTH_A_LOOK_OF_8_BITS = 13  # and over 8 bits, where a multiprocessor with a single item computes too slowly
-_NEARLY_FULL = 0.9  # programs that fill so much of their waves count as filling the GPU
-_LONG_ITEM_TIME, _LONG_ITEM_TIME_OF_8_BITS = 100, 50  # shorter items keep splits that fill less, if all run at once
+_WORTH_A_LOOK = 40  # queues pay if an item takes this many times the cost of a merge and of reading lengths;
+_WORTH_A_LOOK_IF_IDLE = 20  # this many, if the last wave of items would leave multiprocessors idle;
+_WORTH_A_LOOK_OF_8_BITS = 13  # this many over 8 bits, because one program alone computes too slowly there
+_NEARLY_FULL = 0.9  # programs that fill 90% of their waves count as filling the GPU
+_LONG_ITEM_TIME, _LONG_ITEM_TIME_OF_8_BITS = 100, 50  # shorter items keep their splits if all of these run at once
 
 
 def unsplit(problem: Problem, gpu: Device) -> Tuning:
-    """The tuning of v1: one split an item.
+    """The tuning of v1: one split for each item.
 
     Raises:
       Unsupported: the kernels cannot do what the problem asks for.
@@ -69,7 +68,7 @@ def unsplit(problem: Problem, gpu: Device) -> Tuning:
 
 
 def in_partitions(problem: Problem, gpu: Device) -> Tuning:
-    """The tuning of v2: a split for each partition. Only the number of these depends on the batch.
+    """The tuning of v2: a split for each partition. Only the number of partitions depends on the batch.
 
     Raises:
       Unsupported: the kernels cannot do what the problem asks for.
@@ -81,7 +80,7 @@ def in_partitions(problem: Problem, gpu: Device) -> Tuning:
 
 
 def balanced(problem: Problem, gpu: Device) -> Tuning:
-    """The fastest tuning: as many splits as keep the GPU busy, in queues if lengths may be uneven.
+    """The fastest tuning: enough splits to keep the GPU busy, in queues if lengths may be uneven.
 
     Raises:
       Unsupported: the kernels cannot do what the problem asks for.
@@ -91,7 +90,7 @@ def balanced(problem: Problem, gpu: Device) -> Tuning:
 
 
 def refusals(problem: Problem, gpu: Device) -> list[str]:
-    """Everything that stands in the way of attention."""
+    """Reasons to refuse attention."""
     eight_bit = problem.cache_itemsize == 1
     reasons = refuse.refusals(problem, gpu)
     if problem.head_size % 16 or not _LEAST_HEAD_SIZE <= problem.head_size <= _LARGEST_HEAD_SIZE:
@@ -102,7 +101,7 @@ def refusals(problem: Problem, gpu: Device) -> list[str]:
             f"lacks head_size {problem.head_size} for caches of {problem.cache_dtype}, takes multiples of 64"
         )
     if problem.layout == "vllm":
-        if eight_bit and problem.block_size < 16:  # bytes of a row of `ldmatrix`, in which tokens are neighbours
+        if eight_bit and problem.block_size < 16:  # a row of `ldmatrix` is 16 bytes of neighbouring tokens
             words = f"in layout 'vllm' for caches of {problem.cache_dtype}, takes 16 and more"
             reasons.append(f"lacks block_size {problem.block_size} {words}")
         if problem.head_size % 64:
@@ -115,7 +114,7 @@ def refusals(problem: Problem, gpu: Device) -> list[str]:
 
 
 def _write_refusals(problem: Problem) -> list[str]:
-    """Everything that stands in the way of the decode kernel's writing new tokens, too."""
+    """Further reasons to refuse writes of new tokens."""
     reasons = []
     if problem.cache_dtype != problem.query_dtype:
         reasons.append(f"lacks writes of {problem.query_dtype} into caches of {problem.cache_dtype}")
@@ -131,10 +130,10 @@ def _write_refusals(problem: Problem) -> list[str]:
 
 
 def _folded(problem: Problem, tuning: Tuning, gpu: Device) -> Tuning:
-    """Folds kv heads as far as that takes no more columns and leaves programs enough.
+    """Folds kv heads if that adds no columns and leaves enough programs.
 
-    Larger copies are 1% faster, but items are longer: `_FOLDED_WAVES` must be left so that uneven items even out, or
-    just one wave where queues will cut them evenly.
+    Larger copies are 1% faster, but items are longer. So the items must fill `_FOLDED_WAVES`, in which uneven lengths
+    average out, or nearly one wave, which queues cut evenly.
     """
     one_scale = {problem.k_scale, problem.v_scale} <= {ScaleKind.NONE, ScaleKind.CACHE}
     one_slice = problem.head_size % 64 == 0
@@ -153,10 +152,10 @@ def _folded(problem: Problem, tuning: Tuning, gpu: Device) -> Tuning:
 
 
 def _split(problem: Problem, tuning: Tuning, gpu: Device) -> Tuning:
-    """Gives items so many splits that every multiprocessor has its fill.
+    """Splits items so that they fill every multiprocessor.
 
-    Splits are a cluster where they are short and few. There are queues, one for each program that runs at once, if
-    lengths may be uneven and dealing with that is worth it.
+    Short and few splits form clusters. If lengths may be uneven and items are long, there is a queue for each program
+    that runs at once.
     """
     geometry = Geometry(problem, tuning)
     num_items, one_each = max(1, geometry.num_items), gpu.num_multiprocessors
@@ -167,7 +166,7 @@ def _split(problem: Problem, tuning: Tuning, gpu: Device) -> Tuning:
     num_tiles = max(1, pl.cdiv(problem.max_seq_len, Geometry(problem, merged).tile_tokens))
     splits, at_once = _splits(geometry, num_tiles, merged.programs, gpu)
 
-    # `plan.py` multiplies with the first number; the second one bounds the grid and the partial results.
+    # The first bound keeps products in `plan.py` in 32 bits; the second one limits the grid and the partial results.
     in_bounds = num_items * (1 + num_tiles) < 2**26 and num_items * splits < 2**15
     if problem.num_seqs > 1 and in_bounds and (splits > 1 or _worth_a_look(geometry, at_once)):
         return _queued(problem, tuning, splits, at_once, gpu)
@@ -177,10 +176,10 @@ def _split(problem: Problem, tuning: Tuning, gpu: Device) -> Tuning:
 
 
 def _queued(problem: Problem, tuning: Tuning, splits: int, at_once: int, gpu: Device) -> Tuning:
-    """Gives the batch queues, for as many programs as run at once.
+    """Gives the batch a queue for each program that runs at once.
 
-    Lengths that turn out alike keep their splits if these fill their waves. So do short items whose splits all run at
-    once, as to cut them elsewhere would take longer. Over 8 bits no splits are kept that take several waves.
+    If lengths turn out to be alike, splits stay if they fill their waves, or if items are short and all splits run at
+    once: queues would take longer. Over 8 bits, splits that take several waves never stay.
     """
     geometry, eight_bit = Geometry(problem, tuning), problem.cache_itemsize == 1
 
@@ -200,7 +199,7 @@ def _queued(problem: Problem, tuning: Tuning, splits: int, at_once: int, gpu: De
 
 
 def _most_programs(geometry: Geometry, at_once: int) -> int:
-    """How many programs a multiprocessor should have at most: one, with larger tiles, for many items of wide rows."""
+    """The most programs of a multiprocessor: one, with larger tiles, for many items with wide rows; otherwise two."""
     problem = geometry.problem
     wide_rows = problem.head_size * jnp.dtype(problem.query_dtype).itemsize >= 256
     many_items = geometry.num_items > 2 * at_once
@@ -208,20 +207,20 @@ def _most_programs(geometry: Geometry, at_once: int) -> int:
 
 
 def _fills(programs: int, at_once: int) -> bool:
-    """Whether so many programs fill their last wave, too, or nearly."""
+    """Whether programs nearly fill all of their waves, including the last one."""
     return programs >= _NEARLY_FULL * pl.cdiv(programs, at_once) * at_once
 
 
 def _splits(geometry: Geometry, num_tiles: int, programs: int, gpu: Device) -> tuple[int, int]:
-    """Splits of each item, for `programs` on a multiprocessor, and the programs that are to run at once."""
+    """Splits of each item, if a multiprocessor has `programs` programs, and the programs that run at once."""
     num_items, one_each = max(1, geometry.num_items), gpu.num_multiprocessors
 
-    def splits_for(at_once: int) -> int:  # no split has tiles to spare
+    def splits_for(at_once: int) -> int:  # the fewest splits with this number of tiles each
         tiles_each = pl.cdiv(num_tiles, max(1, min(at_once // num_items, num_tiles)))
         return pl.cdiv(num_tiles, tiles_each)
 
-    # One program on each multiprocessor reads as fast as two, and leaves less to merge. It computes more slowly, and
-    # what goes through registers waits for that (LOG, "Groups that do not fill query tiles").
+    # One program on each multiprocessor reads as fast as two, and leaves less to merge. It computes more slowly, which
+    # delays tiles that pass through registers (LOG, "Groups that do not fill query tiles").
     reads_as_fast = not tiles.class_of(geometry.problem).in_registers
     if reads_as_fast and one_each >= splits_for(one_each) * num_items >= _NEARLY_FULL * one_each:
         return splits_for(one_each), one_each
@@ -229,25 +228,25 @@ def _splits(geometry: Geometry, num_tiles: int, programs: int, gpu: Device) -> t
 
 
 def _worth_a_look(geometry: Geometry, at_once: int) -> bool:
-    """Whether items may be so long that it pays to look at the batch's lengths, if so many programs run at once."""
+    """Whether items may be so long that reading the batch's lengths pays, if `at_once` programs run at once."""
     num_items = geometry.num_items
     if geometry.problem.cache_itemsize == 1:
         worth = _WORTH_A_LOOK_OF_8_BITS
     else:
         worth = _WORTH_A_LOOK if _fills(num_items, at_once) else _WORTH_A_LOOK_IF_IDLE
-    # Queues without splits take one wave, and look less often than this.
+    # An upper bound: queues without splits take one wave, and read the lengths once.
     looks = max(1, num_items / at_once) * pl.cdiv(geometry.problem.num_seqs, _LENGTHS_AT_ONCE)
     return _item_time(geometry) > worth * (_MERGE_LAUNCH_TIME + _LENGTHS_TIME * looks)
 
 
 def _item_time(geometry: Geometry) -> float:
-    """Microseconds of one program for the longest item there can be, if all multiprocessors have two programs."""
+    """Microseconds of one program for the longest possible item, if all multiprocessors have two programs."""
     head_bytes = geometry.problem.head_size * geometry.problem.cache_itemsize
     return 2 * geometry.most_visible_tokens * geometry.tuning.fold * head_bytes / _MULTIPROCESSOR_BYTES_PER_US
 
 
 def _tiled(problem: Problem, tuning: Tuning, most_programs: int = 2) -> Tuning:
-    """Chooses `tile`, `stages` and `programs`: the first of these candidates that fits in shared memory."""
+    """Chooses `tile`, `stages` and `programs`: the first candidate that fits into shared memory."""
     for candidate, room in _tilings(problem, tuning, most_programs):
         if shared_memory_bytes(Geometry(problem, candidate)) <= room:
             return candidate
@@ -255,12 +254,11 @@ def _tiled(problem: Problem, tuning: Tuning, most_programs: int = 2) -> Tuning:
 
 
 def _tilings(problem: Problem, tuning: Tuning, most_programs: int) -> Iterator[tuple[Tuning, int]]:
-    """Tunings with tiles of a good size, best first, each with the bytes of shared memory that it may have.
+    """Candidate tunings, best first, each with the bytes of shared memory that it may use.
 
-    A tile has 128 rows only if one of K and one of V then take at most `_TILE_BYTES`, or twice that if a program has
-    its multiprocessor for itself. If one tile holds all that there is to read, `_BYTES_IN_FLIGHT` is the limit.
-    Otherwise a tile has 64 rows. The rings have as many stages as may be in flight, but at least two, unless one tile
-    is enough or two do not fit.
+    A tile has 128 rows if a tile of K plus one of V take at most `_TILE_BYTES`, or twice that if a multiprocessor has
+    one program; if one tile holds the whole split, at most `_BYTES_IN_FLIGHT`. Otherwise a tile has 64 rows. Rings have
+    as many stages as may be in flight, but at least two, unless one tile is enough or two do not fit.
     """
     kind, columns = tiles.class_of(problem), Geometry(problem, tuning).columns
     in_flight = _BYTES_IN_FLIGHT_OF_8_BITS if problem.cache_itemsize == 1 else _BYTES_IN_FLIGHT
@@ -271,8 +269,8 @@ def _tilings(problem: Problem, tuning: Tuning, most_programs: int) -> Iterator[t
         largest = _BYTES_IN_FLIGHT // programs if one_tile else _TILE_BYTES * (3 - programs)
         if programs > most_programs or (tile == 128 and (longest_split <= 64 or columns > 32 or tile_bytes > largest)):
             continue
-        # If two programs share a multiprocessor, each thread has 128 registers. A larger tile that goes through
-        # registers, or more columns, would not fit in these.
+        # If two programs share a multiprocessor, each thread has 128 registers. A larger tile in registers, or more
+        # columns, would not fit into these.
         crowded = columns > 8 or problem.head_size > 128 or tile * problem.head_size > 8192
         if kind.in_registers and programs == 2 and crowded:
             continue

@@ -1,4 +1,4 @@
-"""Everything that follows from a `Problem` and its `Tuning`: the shapes and counts that host and device code share."""
+"""Shapes and counts of decode that follow from a `Problem` and its `Tuning`; host and device share them."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from paged_jax.kernels.problem import Problem
 
 
 class HeadSlice(NamedTuple):
-    """Neighbouring elements of a head: `size` of them, from `first` on."""
+    """`size` neighbouring elements of a head, from `first` on."""
 
     first: int
     size: int
@@ -19,7 +19,7 @@ class HeadSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class Geometry:
-    """What follows from a problem and its tuning. It chooses nothing and it holds no fact of its own."""
+    """Shapes and counts that follow from a problem and its tuning. It holds no fact and no choice of its own."""
 
     problem: Problem
     tuning: Tuning
@@ -34,7 +34,7 @@ class Geometry:
 
     @property
     def items_per_seq(self) -> int:
-        """Work items of a sequence: its kv heads, of which `fold` neighbours make one item."""
+        """Work items of a sequence; each has `fold` neighbouring kv heads."""
         return self.problem.num_kv_heads // self.tuning.fold
 
     @property
@@ -49,38 +49,37 @@ class Geometry:
 
     @property
     def stores_whole_items(self) -> bool:
-        """Whether an item may have one split only, whose program stores the item's results itself."""
+        """Whether a program may have a whole item, and store its results itself."""
         return not self.tuning.merges or self.tuning.queues > 0
 
     @property
     def num_programs(self) -> int:
-        """Programs that attend: one for each split, or for each queue if that is more."""
+        """Programs of the kernel: one for each split or for each queue, whichever are more."""
         return max(self.num_items * self.tuning.splits, self.tuning.queues)
 
     @property
     def num_partials(self) -> int:
-        """Partial results that memory holds: one a program, or two where it has a queue, whose ends may cut items."""
+        """Partial results in memory: one for each program, or two if it has a queue, whose two ends may cut items."""
         return self.num_programs * (2 if self.tuning.queues else 1)
 
     @property
     def most_visible_tokens(self) -> int:
-        """The most tokens of a sequence that its query can see."""
+        """An upper bound of the tokens that a query sees."""
         window = self.problem.sliding_window
         return self.problem.max_seq_len if window is None else min(self.problem.max_seq_len, window)
 
-    # The query tile: the right operand of both products.
+    # The query tile, the right operand of both products.
 
     @property
     def columns(self) -> int:
-        """Query rows of a query tile, which become columns of S^T: an item's heads and what comes with them."""
+        """Query rows of a query tile, the columns of S^T: an item's heads, and padding or other items' heads."""
         return pl.cdiv(self.heads_per_item, QUERY_ROWS) * QUERY_ROWS
 
     @property
     def items_per_query_tile(self) -> int:
-        """Work items whose heads fill one query tile together; 1 where an item has a query tile for itself.
+        """Work items that share a query tile: several if their heads fill it exactly, otherwise 1, with padding.
 
-        Each of their programs computes all columns, and throws away those of the other items. Where heads do not fill
-        query tiles, each item's are padded.
+        Each of their programs computes all columns and discards the other items' columns.
         """
         return QUERY_ROWS // self.heads_per_item if QUERY_ROWS % self.heads_per_item == 0 else 1
 
@@ -89,11 +88,11 @@ class Geometry:
         """Query rows of all query tiles."""
         return pl.cdiv(self.problem.num_tokens * self.items_per_seq, self.items_per_query_tile) * self.columns
 
-    # Tiles of K and V: the left operands.
+    # Tiles of K and V, the left operands.
 
     @property
     def tile_tokens(self) -> int:
-        """Tokens that a tile holds of each of its kv heads."""
+        """Tokens of a tile, of each of its kv heads."""
         return self.tuning.tile // self.tuning.fold
 
     @property
@@ -103,26 +102,26 @@ class Geometry:
 
     @property
     def runs_per_tile(self) -> int:
-        """Runs that fill a tile."""
+        """Runs of a tile."""
         return self.tile_tokens // self.run_tokens
 
     @property
     def sums_once_a_split(self) -> bool:
-        """Whether exponentials are summed across warps once a split, and not once a tile.
+        """Whether sums across warps are computed once for each split, instead of once for each tile.
 
-        That saves three barriers a tile and takes four registers. With tiles of 128 tokens these keep a third program
-        from a multiprocessor (benchmarks/LOG.md, "Sums of exponentials").
+        That saves three barriers for each tile and takes four registers. With tiles of 128 tokens, the registers would
+        leave no room for a third program on a multiprocessor (benchmarks/LOG.md, "Sums of exponentials").
         """
         return self.columns * self.tuning.tile <= 512
 
-    # O^T: the result of the second product.
+    # O^T, the result of the second product.
 
     @property
     def head_slices(self) -> tuple[HeadSlice, ...]:
-        """The slices of a head that V, O^T and out lie in.
+        """The slices of a head in V, O^T and out.
 
-        There are two where head_size is no multiple of `WGMMA_ROWS`: the second is the head's last 64 elements and
-        overlaps with the first.
+        There is one if head_size is a multiple of `WGMMA_ROWS`. Otherwise the second one is the head's last 64
+        elements, and overlaps with the first.
         """
         size = self.problem.head_size
         if size % WGMMA_ROWS == 0:
@@ -136,26 +135,26 @@ class Geometry:
 
     @property
     def copied_heads(self) -> int:
-        """Query heads whose results one copy takes to memory.
+        """Query heads whose results one copy stores.
 
-        Mosaic would tile shared memory for copies of 8 rows and then refuse a head_size that is no multiple of 64, so
-        that head slices go row by row.
+        Two head slices are copied row by row: for copies of 8 rows, Mosaic would tile shared memory, and refuse a
+        head_size that is no multiple of 64.
         """
         return self.heads_per_item if len(self.head_slices) == 1 else 1
 
     @property
     def merged_slices(self) -> tuple[HeadSlice, ...]:
-        """The slices of a head that are merged one at a time: 64 elements each; the last one may overlap."""
+        """The slices of a head that merges take one at a time: 64 elements each; the last one may overlap."""
         return tuple(
             HeadSlice(part.first + i, WGMMA_ROWS) for part in self.head_slices for i in range(0, part.size, WGMMA_ROWS)
         )
 
     @property
     def merging_programs(self) -> int:
-        """Programs that merge an item, each some of its `merged_slices`; one program takes all that overlap."""
+        """Programs that merge an item. Each takes some of its `merged_slices`; overlapping ones go to one program."""
         most = len(self.merged_slices) if len(self.head_slices) == 1 else 1
         return min(most, self.tuning.splits) if self.tuning.merges_in_cluster else most
 
     def merging_program(self, merged_slice: int) -> int:
-        """Which of an item's merging programs takes a merged slice."""
+        """The index of the merging program that takes a merged slice."""
         return merged_slice % self.merging_programs

@@ -1,29 +1,28 @@
 """The decode kernel: attention of one query a sequence over its blocks.
 
 Grid: a program, a thread block of two warpgroups, for each split of each work item (sequence, kv head); or for each
-queue, to whose splits it attends in turn (`plan.py`). A program may have nothing to do.
+queue, whose splits it attends to one after the other (`plan.py`). A program may have nothing to do.
 
 Who loads: warpgroup 1 copies runs of tokens (TMA, through the block table) into rings of `stages` tiles of K and of V
-(`load.py`). In a queue the rings go on from one split to the next, and so does the query: while a result is stored, the
-next split's query and tiles are on their way.
+(`load.py`). In a queue the rings continue from one split to the next: while a result is stored, the next split's query
+and tiles arrive.
 
-Who computes: warpgroup 0, with tokens as rows and query heads as columns of two products a tile (`softmax.py`), whose
-operands come from the rings as the kind of tile has it (`tiles/`). It stores what it computed (`results.py`).
+Who computes: warpgroup 0, two products for each tile, with tokens as rows and query heads as columns (`softmax.py`).
+The class of tiles makes operands from the rings (`tiles/`). Then it stores the results (`results.py`).
 
-Query rows come in query tiles of 8 or a multiple of it, as copies demand: the heads of one item, padded, or of several
-items, of which a program computes all columns and throws the others' away.
+A query tile has a multiple of 8 query rows, because copies need that: the heads of one item, padded, or of several
+items. A program computes all columns of its query tile, and discards other items' columns.
 
 Shared memory, for 4 query heads a kv head, head_size 128, bfloat16, tiles of 64 tokens, 2 stages, two programs a
 multiprocessor:
 
     | ring of K 32 KiB | ring of V 32 KiB | query 2 KiB | P 1 KiB | out 2 KiB, partial result 4 KiB, or both |
 
-Where splits are short and few, the programs of an item are a cluster: each stores its partial result, and when all
-have, they merge them (`merge.py`). Otherwise a kernel of its own merges them. `write.py` has new tokens that are
-written on the way.
+If splits are short and few, the programs of an item are a cluster: they store their partial results, and merge them
+after a barrier (`merge.py`). Otherwise a second kernel merges them. `write.py` writes new tokens.
 
-Roofline: a token's K and V of one kv head are read once through HBM. They are 4 * head_size bytes, or 2 * head_size if
-caches have 8 bits. The heads of an item are padded to a multiple of 8 columns.
+Roofline: K and V of a token and kv head are read once from HBM: 4 * head_size bytes, or 2 * head_size bytes if caches
+have 8 bits.
 """
 
 import functools
@@ -44,13 +43,13 @@ from paged_jax.kernels.mosaic_gpu.decode.refs import Inputs, MergedScratch, Outp
 from paged_jax.kernels.mosaic_gpu.decode.tiles import Tiles
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 
-_COMPUTES, _LOADS = 0, 1  # warpgroups
-_REGISTERS = 128  # of each thread, where two programs share a multiprocessor
-_MOST_COLUMNS = 24  # that do with these
+_COMPUTES, _LOADS = 0, 1  # indices of warpgroups
+_REGISTERS = 128  # of each thread, if two programs share a multiprocessor
+_MOST_COLUMNS = 24  # more columns need more registers
 
 
 def attend(geometry: Geometry, tiles: Tiles, inputs: Inputs) -> Outputs:
-    """Runs the kernel. If it writes new tokens, both caches are references, to which it writes them."""
+    """Runs the kernel. If it writes new tokens, both caches are references."""
     arrays, tree = jax.tree.flatten(inputs)
     out_types, out_tree = jax.tree.flatten(outputs(geometry))
 
@@ -73,7 +72,7 @@ def attend(geometry: Geometry, tiles: Tiles, inputs: Inputs) -> Outputs:
 
 
 def _mesh(geometry: Geometry) -> dict[str, Any]:
-    """The grid, in the words of `plgpu.kernel`."""
+    """The grid, as arguments of `plgpu.kernel`."""
     splits, num_items = geometry.tuning.splits, geometry.num_items
     if geometry.tuning.merges_in_cluster:
         return {"cluster": (splits,), "cluster_names": ("split",), "grid": (num_items,), "grid_names": ("item",)}
@@ -101,7 +100,7 @@ def _kernel(*refs, refs_of, geometry: Geometry, tiles: Tiles) -> None:
 
 
 def _attend_one_split(refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
-    """A program that has one split."""
+    """A program with one split."""
     index, number = _item_and_split(geometry)
     split = plan.split_of(refs.inputs_gmem.seq_lens, index, number, geometry)
     warpgroup = lax.axis_index("warpgroup")
@@ -121,12 +120,12 @@ def _attend_one_split(refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
         load_split(split, jnp.int32(0), refs, geometry, tiles)
         drain_rings(split.num_tiles, refs, geometry)
         if geometry.problem.writes_tokens:
-            plgpu.barrier_wait(refs.smem.query_ready)  # the new token arrives with the query
+            plgpu.barrier_wait(refs.smem.query_ready)  # the new token arrives together with the query
             write.write(split, refs, geometry)
 
 
 def _attend_queue(refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
-    """A program that has a queue of splits."""
+    """A program with a queue of splits."""
     seq_lens_gmem = refs.inputs_gmem.seq_lens
     queue = plan.queue_of(seq_lens_gmem, lax.axis_index("program"), geometry)
     warpgroup = lax.axis_index("warpgroup")
@@ -134,11 +133,11 @@ def _attend_queue(refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
     def compute_next(queued: QueuedSplit, tiles_before: Scalar, left: Queue):
         split = queued.split
         query, state = _attend_split(split, tiles_before, refs, geometry, tiles)
-        plgpu.commit_smem()  # all threads have read the query, so that the next one may come
+        plgpu.commit_smem()  # all threads have read the query; the next one may overwrite it
         pl.when(left.has_more)(lambda: _load_query(left, refs, geometry))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for the copies of the result before, whose place this takes
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # until the copies of the last result have read shared memory
         results.store_queued_split(queued, query, state, refs, geometry, tiles)
-        if geometry.problem.writes_tokens:  # this warpgroup does it, as it replaces the new token by the next one
+        if geometry.problem.writes_tokens:  # by this warpgroup, which then overwrites the new token by the next one
             write.write(split, refs, geometry)
 
     def load_next(queued: QueuedSplit, tiles_before: Scalar, left: Queue):
@@ -157,11 +156,11 @@ def _attend_queue(refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
 
 
 def _set_registers(geometry: Geometry) -> None:
-    """Makes ptxas compile for `_REGISTERS` a thread; left alone, it may take more than two programs have.
+    """Limits ptxas to `_REGISTERS` registers a thread; otherwise it may use more than two programs can have.
 
-    All threads are launched with as many as this names. Heads smaller than 128 that have no queues do without it, as a
-    multiprocessor then has room for three programs; more than `_MOST_COLUMNS` would spill (benchmarks/LOG.md,
-    "Registers of decode").
+    The kernel is launched with this many registers a thread. Heads smaller than 128 without queues have no limit,
+    because three programs may fit on a multiprocessor; more than `_MOST_COLUMNS` columns would spill
+    (benchmarks/LOG.md, "Registers of decode").
     """
     limited = geometry.problem.head_size >= 128 or geometry.tuning.queues > 0
     if geometry.tuning.programs == 2 and limited and geometry.columns <= _MOST_COLUMNS:
@@ -177,7 +176,7 @@ def _load_query(of: Item | Queue, refs: Refs, geometry: Geometry) -> None:
 def _attend_split(
     split: Split, tiles_before: Scalar, refs: Refs, geometry: Geometry, tiles: Tiles
 ) -> tuple[QueryTile, softmax.State]:
-    """The softmax of a split, whose query is on its way and whose tiles come after others in the rings."""
+    """The softmax of a split; the query's copy has started, and `tiles_before` tiles came earlier in the rings."""
     smem = refs.smem
     new = write.new_token(split, refs, geometry) if geometry.problem.writes_tokens else None
     query = plan.query_tile(split.item, refs.inputs_gmem.query_indices, geometry)
@@ -187,16 +186,16 @@ def _attend_split(
     query_smem, divisor = tiles.query_operand(smem.query, smem.query_operand)
     to_logits = softmax.to_logits(split.item, query, divisor, refs, geometry)
     end, state = split.end, softmax.empty(geometry)
-    if new is not None:  # this is computed while the first tile is on its way
+    if new is not None:  # computed while the first tile arrives
         end = jnp.where(new.is_seen, split.end - 1, split.end)
         state = write.first_state(new, query_smem, to_logits.factor, state, refs, geometry)
     return query, softmax.attend(split, end, tiles_before, state, query_smem, to_logits, refs, geometry, tiles)
 
 
 def _merge_in_cluster(item: Item, number: Scalar, refs: Refs, geometry: Geometry) -> None:
-    """Merges an item's partial results as soon as all programs of the cluster have stored theirs.
+    """Merges an item's partial results once all programs of the cluster have stored theirs.
 
-    They are in memory then, and in no first-level cache: each program reads them here for the first time.
+    L1 caches hold no stale copies of them, because each program reads them here for the first time.
     """
     smem, outputs_gmem, splits = refs.smem, refs.outputs_gmem, geometry.tuning.splits
     plgpu.barrier_arrive(smem.cluster_done)

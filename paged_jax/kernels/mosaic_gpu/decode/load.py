@@ -1,4 +1,4 @@
-"""What the loading warpgroup does: it copies runs of tokens, through the block table, into the rings of tiles."""
+"""The loading warpgroup: it copies runs of tokens, through the block table, into the rings of tiles."""
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -14,7 +14,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 
 
 def load_split(split: Split, tiles_before: Scalar, refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
-    """Copies a split's tiles into the rings, after the tiles that are there before."""
+    """Copies a split's tiles into the rings, after `tiles_before` earlier tiles."""
     size, block_size = geometry.run_tokens, jnp.int32(geometry.problem.block_size)
     inputs, options, smem = refs.inputs_gmem, refs.inputs_gmem.options, refs.smem
     kv_head = split.item.kv_head
@@ -25,7 +25,7 @@ def load_split(split: Split, tiles_before: Scalar, refs: Refs, geometry: Geometr
         (inputs.value_cache, value_row, options.v_scale, smem.values, geometry.head_slices),
     )
 
-    def runs_of(tile):  # (block, offset in it); past the end it is the last run again, which is masked
+    def runs_of(tile):  # (block, offset in it) of each run; past the end, the last run again, which is masked
         first = split.origin + tile * geometry.tile_tokens
         tokens = [lax.min(first + i, last) for i in range(0, geometry.tile_tokens, size)]
         blocks = [inputs.block_tables[split.item.seq, lax.div(token, block_size)] for token in tokens]
@@ -33,7 +33,7 @@ def load_split(split: Split, tiles_before: Scalar, refs: Refs, geometry: Geometr
         return tuple((block, lax.rem(token, block_size)) for block, token in zip(blocks, tokens, strict=True))
 
     def load_tile(i, runs):
-        next_runs = runs_of(i + 1)  # these loads are in flight while this tile waits for its stage
+        next_runs = runs_of(i + 1)  # these loads overlap with the wait for a stage
         stage = lax.rem(tiles_before + i, jnp.int32(geometry.tuning.stages))
         for cache_gmem, row, scale_gmem, ring, slices in caches:
 
@@ -56,7 +56,7 @@ def load_split(split: Split, tiles_before: Scalar, refs: Refs, geometry: Geometr
 
 
 def drain_rings(num_tiles: Scalar, refs: Refs, geometry: Geometry) -> None:
-    """Waits until all tiles have been read: the interpreter insists on it, and new tokens can be written then."""
+    """Waits until all tiles have been read. Barriers must end like that, and new tokens may be written only then."""
     stages = geometry.tuning.stages
 
     @pl.loop(lax.max(num_tiles - stages, jnp.int32(0)), num_tiles)

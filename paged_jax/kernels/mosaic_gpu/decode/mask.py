@@ -1,4 +1,4 @@
-"""Which rows of a tile a query attends to."""
+"""Masks: the rows of a tile to which a query attends."""
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -9,22 +9,22 @@ from paged_jax.kernels.problem import Problem
 
 
 def seen(low, high, shape: tuple[int, ...], geometry: Geometry):
-    """Where rows have tokens of low <= token < high. Only a sliding window sets a `low` above 0."""
+    """Whether low <= token < high, for each row. Only a sliding window sets `low` above 0."""
     token = token_of_row(shape, geometry)
     before_end = token < high
     return before_end & (token >= low) if geometry.problem.sliding_window is not None else before_end
 
 
 def some_unseen(low, high, first: int, count: int, problem: Problem):
-    """Whether `count` tokens, from `first` on, are not all low <= token < high."""
+    """Whether any of `count` tokens from `first` on is outside low <= token < high."""
     some = high < first + count
     return some | (low > first) if problem.sliding_window is not None else some
 
 
 def token_of_row(shape: tuple[int, ...], geometry: Geometry):
-    """The token of each row, counted from the tile's first one.
+    """The token of each row, counted from the tile's first token.
 
-    The runs of folded kv heads take turns: a run of tokens of the first head, the same tokens of the next one.
+    Folded kv heads alternate by run: a run of tokens of the first head, then the same tokens of the next head.
     """
     row = _iota(shape, 0)
     if geometry.tuning.fold == 1:
@@ -34,7 +34,7 @@ def token_of_row(shape: tuple[int, ...], geometry: Geometry):
 
 
 def same_kv_head(shape: tuple[int, ...], geometry: Geometry):
-    """Where row and column are of the same one of an item's folded kv heads; columns of other items may be of any."""
+    """Whether row and column belong to the same folded kv head; columns of other items give any result."""
     row, column = _iota(shape, 0), _iota(shape, 1)
     of_row, of_column = lax.div(row, jnp.int32(geometry.run_tokens)), lax.div(column, jnp.int32(geometry.problem.group))
     fold = jnp.int32(geometry.tuning.fold)

@@ -1,17 +1,16 @@
-"""The merge: an item's partial results become its out and lse, in the cluster that left them or in a kernel of its own.
+"""The merge of an item's partial results into out and lse, in the cluster that computed them or in a kernel of its own.
 
-64 elements of the item's heads (a merged slice) are merged at a time: O^T in the layout of wgmma's results, as it was
-stored.
+It merges 64 elements of the item's heads (a merged slice) at a time, as O^T in the layout of wgmma's results.
 
-Grid of the kernel: a program of one warpgroup for each merging program of each item; or fewer, where queues may have
-cut some items and left most whole, so that each program looks at several items.
+Grid of the kernel: `merging_programs` programs of one warpgroup for each item. With queues, most items are whole: then
+there are fewer programs, and each looks at several items.
 
 Who loads, who computes: the one warpgroup, from global memory into registers.
 
-Shared memory: the merged slice of out and the item's lse, on their way out.
+Shared memory: the merged slice of out, and the item's lse.
 
-Roofline: 4 * (head_size + 2 * merged slices) * columns bytes a partial result, mostly from L2: latency is what counts,
-not bandwidth, so that many partial results are in flight.
+Roofline: 4 * (head_size + 2 * merged slices) * columns bytes for each partial result, mostly from L2. Latency bounds
+the kernel, not bandwidth, so it loads many partial results at a time.
 """
 
 import functools
@@ -43,12 +42,12 @@ from paged_jax.kernels.mosaic_gpu.hopper.refs import Ref
 from paged_jax.kernels.mosaic_gpu.hopper.registers import LOWEST, exp, layout, store, wide
 
 _PARTIALS_IN_FLIGHT = 16
-_MORE_OF_QUEUES = 4  # partial results of an item, beyond its share of the queues, that are still loaded at once
-_ITEM_PROGRAMS = 256  # programs that look at the items of queues
+_MORE_OF_QUEUES = 4  # partial results that are loaded at a time beyond an item's mean number of queues
+_ITEM_PROGRAMS = 256  # programs that look at items, if there are queues
 
 
 class MergeInputs(NamedTuple):
-    """What the kernel that merges reads."""
+    """The arrays that the merge kernel reads."""
 
     seq_lens: Ref
     sinks: Ref  # [num_heads]
@@ -58,7 +57,7 @@ class MergeInputs(NamedTuple):
 
 
 class MergeRefs(NamedTuple):
-    """What a merge reads and writes."""
+    """The references of a merge."""
 
     sinks_gmem: Ref
     query_indices_gmem: Ref
@@ -69,7 +68,7 @@ class MergeRefs(NamedTuple):
 
 
 def merge(geometry: Geometry, read: Inputs, written: Outputs) -> tuple[Array, Array]:
-    """Runs the kernel on what the decode kernel read and wrote; out [num_tokens * num_heads, head_size] and lse."""
+    """Runs the merge kernel after the decode kernel. Returns out [num_tokens * num_heads, head_size] and lse."""
     problem, sinks = geometry.problem, read.options.per_head.sinks
     rows = problem.num_tokens * problem.num_heads
     given = MergeInputs(read.seq_lens, sinks, read.query_indices, written.partials, written.item_partials)
@@ -89,12 +88,12 @@ def merge(geometry: Geometry, read: Inputs, written: Outputs) -> tuple[Array, Ar
     )
     if not geometry.tuning.queues:
         return kernel(out_type=out_type)(*inputs)
-    # The decode kernel has stored whole items already; this one adds the others to them.
+    # The decode kernel has stored whole items; this kernel stores the others.
     return apart(pl.run_state(lambda refs: kernel(out_type=())(*inputs, *refs))((written.out, written.lse)))
 
 
 def _kernel(*refs, tree: Any, geometry: Geometry) -> None:
-    """Merges the items that are this program's."""
+    """Merges this program's items."""
     *inputs_gmem, out_gmem, lse_gmem, smem = refs
     inputs_gmem = jax.tree.unflatten(tree, inputs_gmem)
     sinks_gmem, query_indices_gmem, partials_gmem = inputs_gmem.sinks, inputs_gmem.query_indices, inputs_gmem.partials
@@ -109,7 +108,7 @@ def _kernel(*refs, tree: Any, geometry: Geometry) -> None:
 
 
 def _merge_cut_items(item_partials: ItemPartials, refs: MergeRefs, geometry: Geometry) -> None:
-    """Merges every item that queues have cut; loads of all items' number of splits are in flight at once."""
+    """Merges every item that queues have cut. It loads the numbers of splits of all its items at a time."""
     first, step = lax.axis_index("item"), _item_programs(geometry)
 
     def num_splits(index):
@@ -129,7 +128,7 @@ def _merge_cut_items(item_partials: ItemPartials, refs: MergeRefs, geometry: Geo
 
 
 def _merge_item(item: Item, first_partial: Scalar, count: Scalar, refs: MergeRefs, geometry: Geometry) -> None:
-    """Merges those of an item's merged slices that are this program's."""
+    """Merges this program's slices of an item."""
     for i in range(len(geometry.merged_slices)):
 
         @pl.when(lax.axis_index("program") == geometry.merging_program(i))
@@ -138,7 +137,7 @@ def _merge_item(item: Item, first_partial: Scalar, count: Scalar, refs: MergeRef
 
 
 def _item_programs(geometry: Geometry) -> int:
-    """Programs that the grid has for items."""
+    """Programs of the grid's item axis."""
     if not geometry.tuning.queues:
         return geometry.num_items
     return min(geometry.num_items, max(_ITEM_PROGRAMS, pl.cdiv(geometry.num_items, _PARTIALS_IN_FLIGHT)))
@@ -147,7 +146,7 @@ def _item_programs(geometry: Geometry) -> int:
 def merge_slice(
     item: Item, first_partial: Scalar, count: Scalar, number: int, refs: MergeRefs, geometry: Geometry
 ) -> None:
-    """Merges a slice of an item's `count` partial results, always in the same order; with slice 0 goes its lse."""
+    """Merges slice `number` of an item's `count` partial results, in a fixed order; slice 0 also stores lse."""
     query = plan.query_tile(item, refs.query_indices_gmem, geometry)
     maxima, sums, out = _merged(first_partial, count, number, refs.partials_gmem, geometry)
     seen = saw_tokens(sums)
@@ -155,7 +154,7 @@ def merge_slice(
         sinks = sinks_of(refs.sinks_gmem, query.offset, item.kv_head, geometry)
         maxima, sums, out = _add((maxima, sums, out), jnp.zeros_like(out), sinks, jnp.ones_like(sums))
     end = Epilogue.of(seen, maxima, sums)
-    plgpu.wait_smem_to_gmem(0)  # for the copy of the slice before, which was in the same place and may overlap
+    plgpu.wait_smem_to_gmem(0)  # for the copy of the previous slice, which uses the same memory and may overlap
     store(refs.smem.out.T, layout((out * wide(1.0 / end.divisors, WGMMA_ROWS)).astype(geometry.problem.query_dtype)))
     if number == 0:
         refs.smem.lse[...] = layout(end.lse, 0)
@@ -175,18 +174,18 @@ def merge_slice(
 
 
 def _merged(first_partial: Scalar, count: Scalar, number: int, partials_gmem: Partials, geometry: Geometry):
-    """The merged maxima [columns], sums [columns] and slice of O^T [64, columns], where sums are not divided by."""
+    """Merged maxima [columns], sums [columns], and slice of O^T [64, columns] before the division by the sums."""
     columns, tuning = geometry.columns, geometry.tuning
     expected = pl.cdiv(tuning.queues, geometry.num_items) + _MORE_OF_QUEUES if tuning.queues else tuning.splits
     in_flight = min(_PARTIALS_IN_FLIGHT, expected)
 
-    def load(at):  # no layout is named: Mosaic finds that of what these are added to, and would be slower with a name
+    def load(at):  # without a layout: Mosaic infers it from the additions, faster than from a cast
         out = plgpu.load(partials_gmem.out.at[at, pl.ds(WGMMA_ROWS * number, WGMMA_ROWS)], optimized=False)
         maxima, sums = (plgpu.load(x.at[at], optimized=False) for x in (partials_gmem.maxima, partials_gmem.sums))
         return out, maxima, sums
 
     def step(i, merged):
-        splits = [i * in_flight + j for j in range(in_flight)]  # past the end the last split is loaded, and counts 0
+        splits = [i * in_flight + j for j in range(in_flight)]  # past the end the last split is loaded with weight 0
         last = jnp.int32(count) - 1
         loaded = [load(plan.partial_of(first_partial, lax.min(split, last), geometry)) for split in splits]
         for split, (out, maxima, sums) in zip(splits, loaded, strict=True):
@@ -203,7 +202,7 @@ def _merged(first_partial: Scalar, count: Scalar, number: int, partials_gmem: Pa
 
 
 def _add(merged, out, maxima, sums):
-    """What is merged so far and one more softmax: out [64, columns], normalised, maxima and sums [columns]."""
+    """Adds a normalised softmax: out [64, columns], maxima and sums [columns]."""
     old_maxima, old_sums, old_out = merged
     new_maxima = lax.max(old_maxima, maxima)
     keep, weight = exp(old_maxima - new_maxima), exp(maxima - new_maxima) * sums

@@ -1,17 +1,17 @@
-"""Which program attends to which tiles of K and V.
+"""Assigns tiles of K and V to programs.
 
-The tokens of a work item (sequence, kv head) are cut into tiles. A split is some neighbouring tiles of one item: all of
-them, those of a partition, or an even share of them. Usually each program has one split.
+The tokens of a work item (sequence, kv head) are cut into tiles. A split is a range of neighbouring tiles of one item:
+all of them, a partition, or an even share. Usually each program has one split.
 
-Where lengths may be uneven, programs have queues. Each program first adds up the lengths of the batch. The tiles of all
-items, one item after the other, are cut into as many even queues as programs run at once: a queue has the end of an
-item, whole items, and the beginning of one.
+If lengths may be uneven, programs have queues. Each program first sums the lengths of the batch. The tiles of all
+items, in order, are cut into as many even queues as programs run at once: a queue has the end of an item, whole items,
+and the beginning of an item.
 
       items   |------ 0 ------|- 1 -|2|-------------- 3 --------------|---- 4 ----|
       queues  |     0     |     1     |     2     |     3     |     4     |   5   |
 
-But where items or even shares of them (`Tuning.splits`) fill the GPU, or are short, and lengths turn out alike, a
-program's queue has one of these. For that there may be more programs than queues.
+But if lengths turn out to be alike, and even splits of items (`Tuning.splits`) fill the GPU or are short, a program's
+queue has one such split. Then there may be more programs than queues.
 """
 
 import functools
@@ -26,25 +26,25 @@ from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, cdiv
 from paged_jax.kernels.mosaic_gpu.hopper.limits import QUERY_ROWS
 
-_LENGTHS_IN_FLIGHT = 64  # each program waits for all of them
+_LENGTHS_IN_FLIGHT = 64  # lengths that a program loads at a time
 
 # Measured: benchmarks/LOG.md, "Even queues".
-_ALIKE = 16  # lengths are alike if none is longer than the mean by more than 1/16 of it
+_ALIKE = 16  # lengths are alike if the longest is at most 1/16 longer than the mean
 
 # Measured: benchmarks/LOG.md, "A batch of mostly nothing".
-_LEAST_TILES = 4  # tiles of a queue: a batch of mostly empty sequences would be cut too fine
+_LEAST_TILES = 4  # tiles of a queue; a batch of mostly empty sequences would be cut too fine
 
 
 class Item(NamedTuple):
-    """A work item: a sequence and one of its kv heads, or of its groups of folded ones."""
+    """A work item: a sequence and one of its kv heads, or one group of folded kv heads."""
 
-    index: Scalar  # in the batch: sequence by sequence
+    index: Scalar  # in the batch, in the order of the sequences
     seq: Scalar
     kv_head: Scalar
 
 
 class Split(NamedTuple):
-    """Some neighbouring tiles of a work item, for one program."""
+    """Neighbouring tiles of a work item, for one program."""
 
     item: Item
     seq_len: Scalar
@@ -52,23 +52,23 @@ class Split(NamedTuple):
     begin: Scalar  # the query sees begin <= token < end; `begin` may be before `origin`
     end: Scalar
     num_tiles: Scalar
-    rank: Scalar  # 0 of the item's first split, 1 or more of the others
-    partial: Scalar  # the index of the partial result that it leaves, unless it is the whole item
+    number: Scalar  # 0 for the item's first split, above 0 for the others
+    partial: Scalar  # index of its partial result, unless it is a whole item
 
     @property
     def is_first(self) -> Scalar:
         """Whether the split is the first one of its item."""
-        return self.rank == 0
+        return self.number == 0
 
 
 class Queue(NamedTuple):
-    """What a program still has to do: `tiles_left` tiles, from tile `tile` of an item on."""
+    """The rest of a program's queue: `tiles_left` tiles, from tile `tile` of an item on."""
 
     seq: Scalar
     kv_head: Scalar
     tile: Scalar
     tiles_left: Scalar
-    partial: Scalar  # the index of the next split's partial result
+    partial: Scalar  # index of the next split's partial result
 
     @property
     def has_more(self) -> Scalar:
@@ -77,24 +77,24 @@ class Queue(NamedTuple):
 
 
 class QueuedSplit(NamedTuple):
-    """The next split of a queue, and what it is of its item."""
+    """The next split of a queue, and its role in its item."""
 
     split: Split
     is_last: Scalar
-    is_whole: Scalar  # the first and the last
+    is_whole: Scalar  # whether it is the item's only split
 
 
 class QueryTile(NamedTuple):
-    """The neighbouring query rows that a program computes with: `columns` of them, of which an item has some."""
+    """The `columns` neighbouring query rows of a program; an item owns some of them."""
 
     row: Scalar  # the first one
-    offset: Scalar  # of the item's own first row from there
-    out_row: Scalar  # of the item's first result
-    is_there: Scalar  # whether the item has a query, and so results
+    offset: Scalar  # from `row` to the item's own first row
+    out_row: Scalar  # row of the item's first result
+    is_there: Scalar  # whether the item has a query, and results
 
 
 def split_of(seq_lens_gmem, index: Scalar, number: Scalar, geometry: Geometry) -> Split:
-    """The split of this number of the item of this index; it may be empty."""
+    """Split `number` of item `index`; it may be empty."""
     size, splits = geometry.problem.partition_size, geometry.tuning.splits
     item = item_of(index, geometry)
     seq_len = seq_lens_gmem[item.seq]
@@ -136,7 +136,7 @@ def queue_of(seq_lens_gmem, program: Scalar, geometry: Geometry) -> Queue:
 
 
 def _queue_of_one_split(seq_lens_gmem, program: Scalar, geometry: Geometry) -> Queue:
-    """An even share of an item, or all of it."""
+    """A queue of one even split of an item."""
     splits = jnp.int32(geometry.tuning.splits)
     item, number = item_of(lax.div(program, splits), geometry), lax.rem(program, splits)
     num_tiles = _num_tiles(seq_lens_gmem[item.seq], geometry)
@@ -146,16 +146,16 @@ def _queue_of_one_split(seq_lens_gmem, program: Scalar, geometry: Geometry) -> Q
 
 
 def _even_queue(seq_lens_gmem, program: Scalar, total: Scalar, geometry: Geometry) -> Queue:
-    """An even share of the `total` tiles of all items; nothing for programs that there are no queues for."""
+    """An even share of the `total` tiles of all items; empty for programs beyond the queues."""
     queues, zero = jnp.int32(geometry.tuning.queues), jnp.int32(0)
     size, left_over = lax.div(total, queues), lax.rem(total, queues)
 
-    def cut(number):  # where the queue of this number begins
+    def cut(number):  # the first tile of queue `number`
         number = lax.min(number, queues)
         even = number * size + lax.div(number * left_over, queues)
         return jnp.where(size < _LEAST_TILES, lax.min(number * _LEAST_TILES, total), even)
 
-    def search(seq, seq_len, carry):  # the sequence that `first` is in, and the tiles of all items before it
+    def search(seq, seq_len, carry):  # the sequence that holds tile `first`, and the tiles before the sequence
         after, (found, before) = carry[0] + _num_tiles(seq_len, geometry) * geometry.items_per_seq, carry[1]
         past = first >= after
         return after, (jnp.where(past, seq + 1, found), jnp.where(past, after, before))
@@ -168,9 +168,9 @@ def _even_queue(seq_lens_gmem, program: Scalar, total: Scalar, geometry: Geometr
 
 
 def for_each_split(do: Callable[[QueuedSplit, Scalar, Queue], None], queue: Queue, seq_lens_gmem, geometry: Geometry):
-    """Calls `do` with each split of a queue, the number of tiles before it, and what is left of the queue after it.
+    """Calls `do` with each split of a queue, the tiles before it, and the rest of the queue after it.
 
-    Returns how many tiles all its splits have.
+    Returns the number of tiles of all splits.
     """
 
     def step(state):
@@ -192,16 +192,16 @@ def next_split(seq_lens_gmem, queue: Queue, geometry: Geometry) -> QueuedSplit:
     origin = _first_run(begin, geometry) + queue.tile * geometry.tile_tokens
     end = lax.min(end, origin + tiles * geometry.tile_tokens)
     item = Item(queue.seq * geometry.items_per_seq + queue.kv_head, queue.seq, queue.kv_head)
-    rank = jnp.where(queue.tile == 0, 0, 1)
+    number = jnp.where(queue.tile == 0, 0, 1)
     is_last = queue.tile + tiles == item_tiles
     is_whole = is_last & (queue.tile == 0)
-    num_tiles = cdiv(end - origin, geometry.tile_tokens)  # 0 of an empty sequence, whose item is in a queue too
-    split = Split(item, seq_len, origin, begin, end, num_tiles, rank, queue.partial)
+    num_tiles = cdiv(end - origin, geometry.tile_tokens)  # 0 for an empty sequence, whose item is in a queue, too
+    split = Split(item, seq_len, origin, begin, end, num_tiles, number, queue.partial)
     return QueuedSplit(split, is_last, is_whole)
 
 
 def after_split(seq_lens_gmem, queue: Queue, geometry: Geometry) -> Queue:
-    """A queue without its first split."""
+    """The rest of a queue after its first split."""
     tiles_left = queue.tile + queue.tiles_left - _num_tiles(seq_lens_gmem[queue.seq], geometry)
     seq_done = queue.kv_head + 1 == geometry.items_per_seq
     seq, kv_head = queue.seq + seq_done.astype(jnp.int32), jnp.where(seq_done, 0, queue.kv_head + 1)
@@ -209,10 +209,10 @@ def after_split(seq_lens_gmem, queue: Queue, geometry: Geometry) -> Queue:
 
 
 def partial_of(first: Scalar, number: Scalar, geometry: Geometry) -> Scalar:
-    """The index of the partial result of an item's split of this number, if the first one's is `first`.
+    """Index of the partial result of an item's split `number`; `first` is the index for split 0.
 
-    A program with a queue has two: an even index for its first split, the next one for its last. An item goes on as the
-    first split of each of the following programs.
+    A program with a queue has two partial results: an even index for its first split, and the next index for its last.
+    An item continues as the first split of each following program.
     """
     if not geometry.tuning.queues:
         return first + number
@@ -220,19 +220,19 @@ def partial_of(first: Scalar, number: Scalar, geometry: Geometry) -> Scalar:
 
 
 def num_queued_splits(last_program: Scalar, first_partial: Scalar) -> Scalar:
-    """How many splits queues have cut an item into, from its first partial result to the last one's program."""
+    """The number of an item's splits in queues, from its first partial result and the program of its last split."""
     return last_program - lax.div(first_partial, jnp.int32(2)) + 1
 
 
 def num_splits(seq_len: Scalar, geometry: Geometry) -> Scalar:
-    """How many splits an item has where each program has one, without the empty ones of v2."""
+    """The number of an item's splits without queues; v2's empty splits do not count."""
     if not geometry.problem.partition_size:
         return jnp.int32(geometry.tuning.splits)
     return cdiv(lax.min(seq_len, jnp.int32(geometry.problem.max_seq_len)), geometry.problem.partition_size)
 
 
 def query_tile(of: Item | Queue, query_indices_gmem, geometry: Geometry) -> QueryTile:
-    """The query tile of an item, or of the first one of a queue. Of an item without a query it is some other's."""
+    """The query tile of an item, or of a queue's first item. An item without a query gets any query tile."""
     query, is_there = of.seq, True
     if query_indices_gmem is not None:
         query = query_indices_gmem[of.seq]
@@ -244,7 +244,7 @@ def query_tile(of: Item | Queue, query_indices_gmem, geometry: Geometry) -> Quer
 
 
 def _visible(seq_len: Scalar, geometry: Geometry) -> tuple[Scalar, Scalar]:
-    """The tokens that the query of a sequence sees: begin <= token < end."""
+    """The tokens that a sequence's query sees: begin <= token < end."""
     begin, end = jnp.int32(0), lax.min(seq_len, jnp.int32(geometry.problem.max_seq_len))
     if geometry.problem.sliding_window is not None:
         begin = lax.max(seq_len - geometry.problem.sliding_window, jnp.int32(0))
@@ -252,18 +252,18 @@ def _visible(seq_len: Scalar, geometry: Geometry) -> tuple[Scalar, Scalar]:
 
 
 def _first_run(begin: Scalar, geometry: Geometry) -> Scalar:
-    """The first token of the run that `begin` is in."""
+    """The first token of the run that contains `begin`."""
     return lax.div(begin, jnp.int32(geometry.run_tokens)) * geometry.run_tokens
 
 
 def _num_tiles(seq_len: Scalar, geometry: Geometry) -> Scalar:
-    """Tiles of an item in queues: one of an empty sequence, so that some program stores its result."""
+    """Tiles of an item in queues. An empty sequence counts as one tile, so that a program stores its results."""
     begin, end = _visible(seq_len, geometry)
     return lax.max(cdiv(end - _first_run(begin, geometry), geometry.tile_tokens), jnp.int32(1))
 
 
 def _over_lengths(seq_lens_gmem, step, carry, geometry: Geometry):
-    """`step` over the lengths of all sequences in order, with many loads in flight."""
+    """Folds `step` over the lengths of all sequences in order, with many loads in flight."""
     whole, left_over = divmod(geometry.problem.num_seqs, _LENGTHS_IN_FLIGHT)
 
     def some(first, count: int, carry):

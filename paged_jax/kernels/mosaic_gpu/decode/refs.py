@@ -1,6 +1,6 @@
 """The references that the decode kernel gets: inputs and outputs in global memory, scratch in shared memory.
 
-Fields are `ABSENT` for what a call does not have. The order of fields is the order in which shared memory is laid out.
+A field is `ABSENT` if the call does not have it. Shared memory is laid out in the order of the fields.
 """
 
 from typing import Any, NamedTuple
@@ -16,14 +16,14 @@ from paged_jax.kernels.mosaic_gpu.hopper.memory import array_bytes
 from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT, Ref
 from paged_jax.kernels.problem import ScaleKind
 
-_LEAST_COPY = 32  # elements of float32: copies go to multiples of 128 bytes
-_BARRIERS = 4096  # bytes for barriers, padding, and what reductions across warps take
+_LEAST_COPY = 32  # float32: copies go to multiples of 128 bytes
+_BARRIERS = 4096  # bytes for barriers, padding, and reductions across warps
 
 
 class Inputs(NamedTuple):
-    """What the decode kernel reads. Caches have the shapes of `Tiles.view`.
+    """The arrays that the decode kernel reads. Caches have the shapes of `Tiles.view`.
 
-    New tokens and their slots are there if the kernel writes them. It then writes to both caches.
+    With new tokens and their slots, the kernel also writes to both caches.
     """
 
     query: Ref  # [query_rows, head_size]
@@ -35,11 +35,11 @@ class Inputs(NamedTuple):
     new_key: Ref = ABSENT  # [num_seqs, num_kv_heads, head_size]
     new_value: Ref = ABSENT
     slot_mapping: Ref = ABSENT  # [num_seqs]
-    query_indices: Ref = ABSENT  # [num_seqs], which query is each sequence's, below 0 of none; absent: its own index
+    query_indices: Ref = ABSENT  # [num_seqs], each sequence's query, or below 0; absent: its own index
 
 
 class Partials(NamedTuple):
-    """Partial results, each the softmax of one split, normalised."""
+    """Partial results. Each is the normalised softmax of one split."""
 
     out: Ref  # [num_partials, padded_head_size, columns]
     maxima: Ref  # [num_partials, columns]
@@ -47,14 +47,14 @@ class Partials(NamedTuple):
 
 
 class ItemPartials(NamedTuple):
-    """Where each item's partial results are, if queues cut the items."""
+    """The location of each item's partial results, if queues cut the items."""
 
-    first: Ref  # [num_items], the index of its first split's
-    last_program: Ref  # [num_items], the program that has its last split
+    first: Ref  # [num_items], index of the partial result of its first split
+    last_program: Ref  # [num_items], the program with its last split
 
 
 class Outputs(NamedTuple):
-    """What the decode kernel writes; out and lse are not there if all of them come from the kernel that merges."""
+    """The arrays that the decode kernel writes. Out and lse are absent if the merge kernel writes all of them."""
 
     out: Ref  # [num_tokens * num_heads, head_size]
     lse: Ref  # [num_tokens * num_heads]
@@ -63,30 +63,30 @@ class Outputs(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """A ring of tiles of one cache: `stages` tiles that are loaded while others are computed with."""
+    """A ring of `stages` tiles of one cache, from the loading to the computing warpgroup."""
 
-    consumed: Ref  # barriers, one a stage: its tile has been read
-    ready: Ref  # barriers, one a stage: its tile has arrived
-    slot_scales: Ref  # [stages, runs_per_tile, tokens of a run], if each slot has a scale
-    tiles: tuple[Ref, ...]  # of K one ring, of V one for each head slice
+    consumed: Ref  # barriers, one for each stage: its tile has been read
+    ready: Ref  # barriers, one for each stage: its tile has arrived
+    slot_scales: Ref  # [stages, runs_per_tile, tokens of a run], if the cache has scales of slots
+    tiles: tuple[Ref, ...]  # one ring of K; one ring of V for each head slice
 
 
 class Scratch(NamedTuple):
     """Shared memory and barriers of a program."""
 
-    merged_out: Ref  # on its way out of a merge in a cluster
-    cluster_done: Ref  # barrier: all splits of the item have left their partial results
+    merged_out: Ref  # results of a merge in a cluster
+    cluster_done: Ref  # barrier: all programs of the cluster have stored their partial results
     keys: Ring
     new_key: Ref
     merged_lse: Ref
     maxima: Ref
-    query_operand: Ref  # the query as wgmma takes it, if that is not how it comes
+    query_operand: Ref  # the query as a wgmma operand, if that differs from `query`
     out: tuple[Ref, ...]  # for each head slice
     weights: Ref  # P, the exponentials of a tile
     partial_out: Ref
     query_ready: Ref  # barrier
     query: Ref
-    sums: Ref  # sums of a partial result, or an item's lse
+    sums: Ref  # sums of a partial result, or lse of an item
     values: Ring
     new_value: Ref
 
@@ -100,14 +100,14 @@ class Refs(NamedTuple):
 
 
 class MergedScratch(NamedTuple):
-    """Shared memory through which merged results leave."""
+    """Shared memory for merged results."""
 
     out: Ref
     lse: Ref
 
 
 def outputs(geometry: Geometry) -> Outputs:
-    """What the decode kernel writes."""
+    """The types of the arrays that the decode kernel writes."""
     problem, tuning, f32 = geometry.problem, geometry.tuning, jnp.float32
     rows, whole, partials, item_partials = problem.num_tokens * problem.num_heads, (ABSENT, ABSENT), ABSENT, ABSENT
     if tuning.merges_in_cluster or geometry.stores_whole_items:
@@ -156,7 +156,7 @@ def scratch(geometry: Geometry) -> Scratch:
 
 
 def _ring(geometry: Geometry, scale: ScaleKind, rings: tuple[Ref, ...]) -> Ring:
-    """The ring of a cache. A tile has arrived when each of its runs has, in each of the rings, and all its scales."""
+    """The ring of a cache. A tile is ready when all its runs have arrived, in all rings, and all its scales."""
     stages, runs = geometry.tuning.stages, geometry.runs_per_tile
     slot_scales = ABSENT
     if scale is ScaleKind.SLOT:

@@ -1,6 +1,6 @@
-"""What a program of the decode kernel stores of a split: out and lse of a whole item, or a partial result.
+"""Stores of the decode kernel: out and lse of a whole item, or the partial result of a split.
 
-A partial result is the softmax of the split's tokens alone, normalised; `merge.py` makes one of an item's.
+A partial result is the normalised softmax over the split's tokens alone; `merge.py` merges an item's partial results.
 """
 
 import jax.experimental.pallas as pl
@@ -20,7 +20,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.registers import layout, wide
 
 
 def store_split(split: Split, query: QueryTile, state: State, refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
-    """Stores the results of a program's only split; what merges in a cluster is in memory when this returns."""
+    """Stores the results of a program's only split. In a cluster, they are in global memory when this returns."""
     state = summed(state, geometry)
     v_scale = cache_scale(refs.inputs_gmem.options.v_scale, geometry.problem.v_scale, split.item.kv_head)
     if not geometry.tuning.merges:
@@ -34,9 +34,9 @@ def store_split(split: Split, query: QueryTile, state: State, refs: Refs, geomet
 def store_queued_split(
     queued: QueuedSplit, query: QueryTile, state: State, refs: Refs, geometry: Geometry, tiles: Tiles
 ) -> None:
-    """Stores the results of a split of a queue, and where the merge finds the partial results of its item.
+    """Stores the results of a split of a queue, and the location of its item's partial results.
 
-    Copies from shared memory may still be on their way when this returns.
+    Copies from shared memory may still run when this returns.
     """
     split, item_partials = queued.split, refs.outputs_gmem.item_partials
     state = summed(state, geometry)
@@ -83,9 +83,9 @@ def _store_whole_item(
 
 
 def _copy_out(query: QueryTile, refs: Refs, geometry: Geometry) -> None:
-    """Copies the out of an item, which has this query tile, from shared memory to its rows."""
+    """Copies an item's out from shared memory to its rows in global memory."""
     for out_smem, (first, size) in zip(refs.smem.out, geometry.head_slices, strict=True):
-        if first > 0:  # this slice overlaps with the one before, with equal values
+        if first > 0:  # this slice overlaps with the previous one, with equal values
             plgpu.wait_smem_to_gmem(0)
         for i in range(0, geometry.heads_per_item, geometry.copied_heads):
             rows = pl.ds(query.out_row + i, geometry.copied_heads)

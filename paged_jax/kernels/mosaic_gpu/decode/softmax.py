@@ -1,6 +1,6 @@
-"""Attention of one query tile to a split's tiles: two products a tile, and the softmax between them, online.
+"""Attention of one query tile to a split's tiles: for each tile two products, and the online softmax between them.
 
-Tokens are rows and query heads are columns, so that maxima and sums go over rows:
+Tokens are rows and query heads are columns, so maxima and sums go over rows:
 
     S^T [tile, columns]       = K [tile, head_size]   x Q^T [head_size, columns]
     O^T [head_size, columns] += V^T [head_size, tile] x P^T [tile, columns]          P goes through shared memory
@@ -26,22 +26,22 @@ from paged_jax.kernels.problem import ScaleKind
 
 
 class State(NamedTuple):
-    """The softmax of the tokens so far."""
+    """The softmax over the tokens so far."""
 
-    out: list[Array]  # O^T, not divided by the sums: [rows, columns] of each head slice
+    out: list[Array]  # O^T before the division by the sums: [rows, columns] of each head slice
     maxima: Array  # of the logits, [columns]
     sums: Array  # of exponentials: [columns], or [tile, columns] if `Geometry.sums_once_a_split`
 
 
 class Logits(NamedTuple):
-    """What makes logits of products of queries and keys."""
+    """Factors from products of queries and keys to logits."""
 
-    factor: Any  # scalar or [columns]: scale, times the cache's scale, times what the query was divided by
+    factor: Any  # scalar or [columns]: scale times the cache's scale times the query's divisor
     slopes: Array | None  # of ALiBi, [tile, columns]
 
 
 def to_logits(item: Item, query: QueryTile, divisor, refs: Refs, geometry: Geometry) -> Logits:
-    """What makes logits of an item's products; `divisor` is what its query was divided by."""
+    """Factors for an item, whose query was divided by `divisor`."""
     problem, options = geometry.problem, refs.inputs_gmem.options
     factor = options.scale[0] * cache_scale(options.k_scale, problem.k_scale, item.kv_head) * divisor
 
@@ -53,7 +53,7 @@ def to_logits(item: Item, query: QueryTile, divisor, refs: Refs, geometry: Geome
 
 
 def of_heads(values_gmem, rows: int, first_column, kv_head, geometry: Geometry):
-    """The values of an item's query heads over `rows`: [rows, columns], in the columns from `first_column` on."""
+    """Broadcasts values of an item's query heads to [rows, columns], from `first_column` on; other columns are 0."""
     shape = rows, geometry.columns
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
     zeros = values = layout(jnp.zeros(shape, jnp.float32))
@@ -64,12 +64,12 @@ def of_heads(values_gmem, rows: int, first_column, kv_head, geometry: Geometry):
 
 
 def sinks_of(sinks_gmem: Ref, offset: Scalar, kv_head: Scalar, geometry: Geometry):
-    """The sinks of an item's heads: [columns], of which the item has those from `offset` on."""
+    """The sinks of an item's heads, [columns], from column `offset` on."""
     return layout(of_heads(sinks_gmem, WGMMA_ROWS, offset, kv_head, geometry).max(axis=0), 0)
 
 
 def empty(geometry: Geometry) -> State:
-    """The softmax of no token."""
+    """The softmax over no tokens."""
     columns, tile = geometry.columns, geometry.tuning.tile
     lowest = jnp.full((columns,), LOWEST, jnp.float32)
     return State(
@@ -92,7 +92,7 @@ def attend(
     geometry: Geometry,
     tiles: Tiles,
 ) -> State:
-    """Attends to a split's tokens before `end`, which are in the rings after `tiles_before` tiles."""
+    """Attends to a split's tokens before `end`; its tiles follow `tiles_before` earlier ones in the rings."""
     problem, tile, smem = geometry.problem, geometry.tuning.tile, refs.smem
     scaled_values = problem.v_scale is ScaleKind.SLOT
 
@@ -134,12 +134,12 @@ def attend(
 
 
 def summed(state: State, geometry: Geometry) -> State:
-    """The state with its sums as [columns]."""
+    """Sums over rows: the state with sums [columns]."""
     return state._replace(sums=state.sums.sum(axis=0)) if geometry.sums_once_a_split else state
 
 
 def _logits(products, to_logits: Logits, distance, low, high, geometry: Geometry):
-    """The logits of a tile, -inf where a query does not attend; `distance` is from the query to the first key."""
+    """The logits of a tile; -inf where a query does not attend. `distance` goes from the query to the first key."""
     factor = wide(to_logits.factor, geometry.tuning.tile) if jnp.ndim(to_logits.factor) else to_logits.factor
     logits = scaled_logits(products, factor, geometry.problem)
     if to_logits.slopes is not None:
@@ -152,13 +152,13 @@ def _logits(products, to_logits: Logits, distance, low, high, geometry: Geometry
 
 
 def _slot_scales(scales_smem, geometry: Geometry, tiles: Tiles):
-    """A factor for each row, over the columns: [tile, columns]."""
+    """The scale of each row, broadcast to [tile, columns]."""
     shape = geometry.tuning.tile, geometry.columns
     return layout(lax.broadcast_in_dim(tiles.slot_scales(scales_smem), shape, (0,)))
 
 
 def _scaled_weights(exponentials, scales, low, high, geometry: Geometry):
-    """Exponentials times the scales of values, and the peaks [columns] by which these are divided to fit in float16."""
+    """Exponentials times scales of values, divided by their peaks [columns] to fit into float16; and the peaks."""
     seen = mask.seen(low, high, exponentials.shape, geometry)
     weights = exponentials * jnp.where(seen, scales, jnp.zeros_like(scales))
     peaks = jnp.abs(weights).max(axis=0)

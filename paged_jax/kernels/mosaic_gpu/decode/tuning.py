@@ -1,4 +1,4 @@
-"""What was chosen for a call of decode."""
+"""The choices of a decode call."""
 
 import enum
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.limits import LARGEST_CLUSTER
 
 
 class Merge(enum.StrEnum):
-    """Where the partial results of an item's splits become one."""
+    """Where an item's partial results are merged."""
 
     NONE = "none"  # each item has one split
     CLUSTER = "cluster"  # in the cluster of thread blocks that computed them
@@ -16,16 +16,16 @@ class Merge(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """What was chosen for a `Problem` on a `Device`.
+    """The choices for a `Problem` on a `Device`.
 
     Attributes:
-      fold: neighbouring kv heads that make one work item. Their tokens of a block are neighbours in memory, so that
-        one larger copy brings the tokens of all of them.
-      splits: programs for each work item; in v2 its partitions; 0 where only queues say how an item is cut.
-      queues: programs that share the tiles of the whole batch evenly; 0 where every program has one split. With queues,
-        `splits` are for lengths that turn out alike, and the grid has a program for each of them.
-      merge: where the partial results of splits become one.
-      programs: thread blocks that a multiprocessor has room for.
+      fold: neighbouring kv heads of one work item. Their tokens of a block are neighbours in memory, so one larger copy
+        brings the tokens of all of them.
+      splits: splits of each work item; in v2 its partitions; 0 if only queues cut items.
+      queues: programs that share the tiles of the batch evenly; 0 if every program has one split. With queues, `splits`
+        apply if the lengths turn out to be alike, and the grid has a program for each split.
+      merge: where partial results are merged.
+      programs: thread blocks that fit on a multiprocessor.
       tile: rows of a tile of K or V: tokens of each of the item's kv heads.
       stages: tiles in the ring of K, and as many in the ring of V.
     """

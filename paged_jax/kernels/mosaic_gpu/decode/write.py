@@ -1,9 +1,8 @@
-"""The new token of a sequence, which the decode kernel writes into the caches as it reads them.
+"""Writes each sequence's new token into the caches while the decode kernel reads them.
 
-Tiles come with whatever the token's slot holds, before or while it is written: its logit is replaced by -inf, and its
-row of V by zeros. So copies need not wait for the slot's number, and it does not matter to other programs, which may
-copy the same block, when the token is written. The token itself is the softmax's first state (`first_state`), and goes
-into its slot when its neighbours have been read (`write`).
+A tile may hold the slot's old or new content, or a mix: the mask sets its logit to -inf and its row of V to zeros. So
+copies need not wait for the slot mapping, and other programs may copy the same block at any time. The token itself
+starts the softmax (`first_state`), and goes into its slot once its neighbours have been read (`write`).
 """
 
 from typing import NamedTuple
@@ -31,7 +30,7 @@ class NewToken(NamedTuple):
 
 
 def new_token(split: Split, refs: Refs, geometry: Geometry) -> NewToken:
-    """The new token of a split's sequence. The item's first program writes one that no program attends to."""
+    """The new token of a split's sequence. If no program attends to it, the item's first program writes it."""
     problem = geometry.problem
     slot, position = refs.inputs_gmem.slot_mapping[split.item.seq], split.seq_len - 1
     has_slot = (slot >= 0) & (slot < problem.num_blocks * problem.block_size)
@@ -41,14 +40,14 @@ def new_token(split: Split, refs: Refs, geometry: Geometry) -> NewToken:
 
 
 def load(item: Item, refs: Refs) -> None:
-    """Copies an item's new key and value, for which programs wait together with the query."""
+    """Starts the copies of an item's new key and value; they arrive at the query's barrier."""
     inputs, smem = refs.inputs_gmem, refs.smem
     for new_gmem, new_smem in ((inputs.new_key, smem.new_key), (inputs.new_value, smem.new_value)):
         plgpu.copy_gmem_to_smem(new_gmem.at[item.seq, item.kv_head], new_smem, smem.query_ready)
 
 
 def first_state(new: NewToken, query_smem, factor, empty: State, refs: Refs, geometry: Geometry) -> State:
-    """The softmax of the new token alone, or `empty` if this program does not attend to it."""
+    """The softmax over the new token alone, or `empty` if this program does not attend to it."""
     problem = geometry.problem
     shape = problem.head_size, geometry.columns
     row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
@@ -64,7 +63,7 @@ def first_state(new: NewToken, query_smem, factor, empty: State, refs: Refs, geo
     products = if_seen(layout(query_smem.T[...]).astype(jnp.float32) * tall(refs.smem.new_key))
     logit = scaled_logits(products.sum(axis=0), factor, problem)
     one, sums = jnp.where(new.is_seen, 1.0, 0.0), empty.sums
-    if sums.ndim > 1:  # sums of each row: the token is in the first one
+    if sums.ndim > 1:  # sums by row: the token counts in the first row
         first = plgpu.broadcasted_iota(jnp.int32, sums.shape, 0, layout=plgpu.Layout.WGMMA) == 0
         sums = jnp.where(first, sums + one, sums)
     else:
@@ -73,7 +72,7 @@ def first_state(new: NewToken, query_smem, factor, empty: State, refs: Refs, geo
 
 
 def write(split: Split, refs: Refs, geometry: Geometry) -> None:
-    """Writes the new token into the caches, after its neighbours have been read; one warpgroup does it."""
+    """Writes the new token into the caches, by one warpgroup, after its neighbours have been read."""
     new, inputs, problem = new_token(split, refs, geometry), refs.inputs_gmem, geometry.problem
 
     @pl.when(new.is_written)

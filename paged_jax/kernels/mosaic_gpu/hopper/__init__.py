@@ -1,1 +1,1 @@
-"""What all kernels for Hopper share, and nothing that only one of them has."""
+"""Code that all Hopper kernels share. It imports none of them."""

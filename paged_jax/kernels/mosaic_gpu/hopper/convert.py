@@ -1,6 +1,6 @@
-"""Conversions below Pallas."""
+"""PTX that converts 8 bits to float16."""
 
-# Assembly that makes two registers of two float16 from one of four bytes, exactly.
+# Converts four bytes ($2) to four float16 ($0, $1), exactly.
 CONVERT = {
     "float8_e4m3fn": """{ .reg .b16 low, high; mov.b32 {low, high}, $2;
         cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }""",

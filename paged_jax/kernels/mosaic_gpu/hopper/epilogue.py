@@ -1,4 +1,4 @@
-"""The end of a softmax: sinks, the division by the sums, and the logarithm of the sum of exponentials (lse)."""
+"""The end of a softmax: sinks, divisors, and the logarithm of the sum of exponentials (lse)."""
 
 from typing import NamedTuple
 

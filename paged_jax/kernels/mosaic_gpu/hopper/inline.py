@@ -1,4 +1,4 @@
-"""What Pallas has no words for, in MLIR: arrays as the registers of each thread, a thread's own integers, and PTX."""
+"""Helpers for code that Pallas cannot express: registers and integers of a thread as MLIR values, and PTX."""
 
 from typing import Any
 
@@ -12,25 +12,25 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WARPGROUP
 
 SCALAR = plgpu.Layout.WG_SPLAT(())
-"""The layout of a scalar, as an argument of `inline`."""
+"""The layout of a scalar argument of `inline`."""
 
 _SHARED_MEMORY = 3  # the address space of shared memory
 
 
 def inline(*arg_types: Any, returns: Any = None, dtype: str = "float16", layout: Any = plgpu.Layout.WGMMA) -> Any:
-    """Turns a function of MLIR values into one that kernels call; what it returns, if anything, has shape `returns`."""
+    """Decorator: makes a function of MLIR values callable from a kernel. Its result, if any, has shape `returns`."""
     result = plgpu.ShapeDtypeStruct(returns, jnp.dtype(dtype), layout=layout) if returns else None
     return plgpu.inline_mgpu(arg_types=arg_types, return_type=result)
 
 
 def array(registers: np.ndarray, layout: Any, shape, is_signed: bool | None = None):
-    """An array of this shape and layout from the registers of a thread, in the layout's order."""
+    """An array of this shape and layout from a thread's registers, in the order of the layout."""
     registers = registers.reshape(layout.registers_shape(shape))
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=is_signed)
 
 
 def operand(halves: np.ndarray, shape, dtype: str) -> mgpu.FragmentedArray:
-    """An array in wgmma's layout from the registers of a thread, each of which holds two elements of 16 bits."""
+    """An array in wgmma's layout from a thread's registers; each register holds two elements of 16 bits."""
     registers = np.empty(halves.shape, object)
     pair = ir.VectorType.get((2,), ir.F16Type.get() if dtype == "float16" else ir.BF16Type.get())
     for i, x in np.ndenumerate(halves):
@@ -44,7 +44,7 @@ def thread_index():
 
 
 def thread_index_read_again():
-    """Each thread's index in its warpgroup. Reading it again keeps no register alive over loops."""
+    """`thread_index`, read again: that keeps no register alive over loops."""
     word = ir.IntegerType.get_signless(32)
     return rem(llvm.inline_asm(word, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True), WARPGROUP)
 
@@ -97,27 +97,27 @@ def i64(n: int):
 
 
 def as_i32(condition):
-    """1 where a condition holds, else 0: PTX in `assembly` takes no predicates."""
+    """1 if a condition holds, else 0: `assembly` takes no predicates."""
     return arith.extui(ir.IntegerType.get_signless(32), condition)
 
 
 def as_i64(x):
-    """An integer of 32 bits in 64 bits."""
+    """Sign-extends an integer from 32 to 64 bits."""
     return arith.extsi(ir.IntegerType.get_signless(64), x)
 
 
 def as_index(x):
-    """An integer of 32 bits as a bound of a loop."""
+    """Converts an integer to MLIR's index type, for bounds of loops."""
     return arith.index_cast(ir.IndexType.get(), x)
 
 
 def bytes_of(count, size: int):
-    """The bytes of some elements of `size` bytes, as an offset in global memory."""
+    """count * size in 64 bits, an offset in global memory."""
     return arith.muli(as_i64(count), i64(size))
 
 
 def element(register, i: int):
-    """An element of a register that holds several."""
+    """Extracts an element of a register that holds several."""
     return vector.extract(register, [], [i])
 
 
@@ -129,7 +129,7 @@ def address(ref):
 
 
 def assembly(code: str, constraints: str, *operands: Any, results: int = 0) -> list:
-    """PTX that returns so many float32, and that the compiler leaves where it is among all that has effects."""
+    """Inserts PTX with side effects; the compiler keeps its order. Returns `results` float32."""
     clobbers = ",".join(x for x in (constraints, "~{memory}") if x)
     f32 = ir.F32Type.get()
     if results == 0:

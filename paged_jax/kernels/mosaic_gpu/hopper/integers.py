@@ -1,4 +1,4 @@
-"""Divisions of the device's integers: of a scalar, or of an array that has an element for each sequence."""
+"""Integer arithmetic on the device, for scalars and arrays."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 
 Scalar = Any
-"""An int32 or a bool of the device."""
+"""An int32 or a bool on the device."""
 
 
 def div(x: Any, y: Any) -> Any:

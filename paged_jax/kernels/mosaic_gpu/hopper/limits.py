@@ -1,4 +1,4 @@
-"""What Hopper prescribes: facts of the GPU, which no kernel chooses."""
+"""Limits that Hopper sets."""
 
 CAPABILITY = 90
 """Compute capability 9.0, times ten."""
@@ -7,13 +7,13 @@ WARP, WARPGROUP = 32, 128
 """Threads."""
 
 WGMMA_ROWS = 64
-"""Rows of the left operand that one wgmma instruction multiplies; Hopper has no other number."""
+"""Rows of the left operand of a wgmma instruction (M)."""
 
 QUERY_ROWS = 8
-"""A copy into swizzled shared memory starts at a multiple of 8 rows and takes a multiple of 8."""
+"""A copy into swizzled shared memory takes a multiple of 8 rows, from a multiple of 8 on."""
 
 LARGEST_CLUSTER = 8
-"""Programs of a cluster; CUDA promises no more."""
+"""The most programs of a cluster that CUDA guarantees."""
 
 PROGRAM_MEMORY = 227 * 1024
 """Bytes of shared memory that one program may have."""

@@ -7,17 +7,17 @@ from paged_jax.kernels.mosaic_gpu.hopper.registers import exp
 from paged_jax.kernels.problem import Problem, ScaleKind
 
 _SERIES_BELOW = 0.04
-"""The square up to which four terms of tanh's series err by less than a unit of float32."""
+"""Up to this square of x, four terms of the series of tanh(x) err by less than one unit of float32."""
 
 
 def scaled_logits(products, factor, problem: Problem):
-    """Products of queries and keys, scaled and capped."""
+    """Scales and caps products of queries and keys."""
     logits = products * factor
     return logits if problem.logits_soft_cap is None else _capped(logits, problem.logits_soft_cap)
 
 
 def _capped(logits, cap: float):
-    """cap * tanh(logits / cap). The formula with an exponential cancels near 0, where the series does not."""
+    """cap * tanh(logits / cap). Near 0 the formula with an exponential cancels, so a series replaces it."""
     x = logits * (1 / cap)
     square = x * x
     series = logits * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
@@ -25,7 +25,7 @@ def _capped(logits, cap: float):
 
 
 def cache_scale(scale_gmem, kind: ScaleKind, kv_head: Scalar):
-    """The scale that all tokens of a kv head have in common; 1 if there is none."""
+    """The scale of a kv head; 1 if the cache has no scale, or one for each slot."""
     if kind in (ScaleKind.NONE, ScaleKind.SLOT):
         return 1.0
     return scale_gmem[kv_head if kind is ScaleKind.HEAD else 0]

@@ -1,4 +1,4 @@
-"""Shared memory: how arrays lie in it, and how many bytes they take."""
+"""Layouts and sizes of arrays in shared memory."""
 
 import math
 from typing import Any
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 def transforms(head_size: int, dtype: str) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
-    """How rows of head_size lie in shared memory: as wgmma wants it, and free of bank conflicts."""
+    """The layout of rows of head_size elements as a wgmma operand, free of bank conflicts."""
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = math.gcd(head_size * itemsize, 128)  # bytes
     tiling = plgpu.TilingTransform((8, swizzle // itemsize))  # pyright: ignore[reportAbstractUsage]
@@ -17,7 +17,7 @@ def transforms(head_size: int, dtype: str) -> tuple[plgpu.TilingTransform, plgpu
 
 
 def array_bytes(scratch: Any) -> int:
-    """Bytes of all arrays in a tree of scratch buffers, without those of its barriers."""
+    """Bytes of all arrays in a tree of scratch buffers, without barriers."""
     buffers = jax.tree.leaves(scratch)
     arrays = [x for x in buffers if not isinstance(x, plgpu.Barrier | plgpu.ClusterBarrier)]
     return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays)

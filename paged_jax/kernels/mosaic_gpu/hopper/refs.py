@@ -3,7 +3,7 @@
 from typing import Any
 
 Ref = Any
-"""A reference on the device; or the array or the type that it is made from, on the host."""
+"""A reference on the device; on the host, the array or type that it comes from."""
 
 ABSENT: Any = None
-"""Stands for what a call does not have, as its Problem and its Tuning say."""
+"""The value of a field that a call does not have."""

@@ -1,4 +1,4 @@
-"""Arrays in registers, all in the layout of wgmma's results: rows over the warps, a query head a column."""
+"""Arithmetic on arrays in registers, in the layout of wgmma's results."""
 
 import math
 
@@ -7,15 +7,15 @@ import jax.numpy as jnp
 from jax import lax
 
 _EXPONENT = 0x7F800000  # bits of a float32
-_SUM_OF_INVERSES = 254 << 23  # of the bits of a power of two and of its inverse
+_SUM_OF_INVERSES = 254 << 23  # bits of a power of two plus bits of its inverse
 
 LOG2E = math.log2(math.e)
 LOWEST = -1e30
-"""Where a maximum starts: finite, so that the exponential of -inf minus it is 0."""
+"""The initial maximum. It is finite, so that exp(-inf - LOWEST) is 0 and not NaN."""
 
 
 def exp(x):
-    """e ** x, for differences of logits: logits themselves would lose bits to the factor."""
+    """e ** x, for differences of logits. For logits themselves, x * log2(e) would lose bits."""
     return jnp.exp2(x * LOG2E)
 
 
@@ -41,17 +41,17 @@ def inverse(x):
 
 
 def layout(x, axis: int | None = None):
-    """`x` in the layout of a result of wgmma, or of a reduction of one over `axis`."""
+    """Casts x to the layout of wgmma's results, or to the layout of their reduction over `axis`."""
     return plgpu.layout_cast(x, plgpu.Layout.WGMMA if axis is None else plgpu.Layout.WGMMA.reduce(axis))
 
 
 def wide(x, rows: int):
-    """[columns] -> [rows, columns], without casts: each would make Mosaic's search for layouts slower."""
+    """[columns] -> [rows, columns]. It casts no layout, because casts slow down Mosaic's layout inference."""
     return lax.broadcast_in_dim(x, (rows, x.shape[0]), (1,))
 
 
 def store(ref, x):
-    """Stores with bank conflicts and all: jax 0.12 refuses them in a plain store, 0.11 has no other."""
+    """Stores despite bank conflicts: jax 0.12 refuses them in a plain store, and 0.11 has only plain stores."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, x, optimized=False)
     else:

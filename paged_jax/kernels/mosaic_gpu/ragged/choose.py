@@ -1,7 +1,4 @@
-"""How ragged attention is computed: its `Tuning`, which a pure function of its `Problem` and the `Device` chooses.
-
-What the kernels cannot do is refused here, with every reason.
-"""
+"""Chooses the `Tuning` of ragged attention by a pure function of `Problem` and `Device`; or refuses, with reasons."""
 
 from collections.abc import Iterator
 
@@ -13,15 +10,14 @@ from paged_jax.kernels.mosaic_gpu.ragged.refs import shared_memory_bytes
 from paged_jax.kernels.mosaic_gpu.ragged.tuning import Tuning
 from paged_jax.kernels.problem import Device, Problem, ScaleKind, Unsupported
 
-# What the kernels take.
 _LEAST_HEAD_SIZE, _LARGEST_HEAD_SIZE = 16, 256
 
-_MOST_REGISTERS = 200  # of a thread that computes, for O, S and P
-_MOST_COUNTED = 4 * WARPGROUP  # sequences that the kernel counts, in shared memory
+_MOST_REGISTERS = 200  # of a computing thread, for O, S and P
+_MOST_COUNTED = 4 * WARPGROUP  # sequences whose counts fit into shared memory
 
 
 def tune(problem: Problem, device: Device) -> Tuning:
-    """Chooses the first of some tilings that fits in registers and in shared memory.
+    """Chooses the first tiling that fits into registers and shared memory.
 
     Raises:
       Unsupported: the kernels cannot do what the problem asks for.
@@ -35,7 +31,7 @@ def tune(problem: Problem, device: Device) -> Tuning:
 
 
 def _tilings(problem: Problem, device: Device) -> Iterator[Tuning]:
-    """Tunings with tiles that fit in registers, best first."""
+    """Tunings whose tiles fit into registers, best first."""
     for tile, stages, queries in ((128, 4, 2), (128, 2, 2), (128, 2, 1), (64, 4, 2), (64, 2, 2), (64, 2, 1)):
         if problem.head_size / 2 + tile <= _MOST_REGISTERS:
             yield Tuning(
@@ -49,7 +45,7 @@ def _tilings(problem: Problem, device: Device) -> Iterator[Tuning]:
 
 
 def _refusals(problem: Problem, device: Device) -> list[str]:
-    """Everything that stands in the way of ragged attention."""
+    """Reasons to refuse ragged attention."""
     reasons = refuse.refusals(problem, device)
     if problem.head_size % 16 or not _LEAST_HEAD_SIZE <= problem.head_size <= _LARGEST_HEAD_SIZE:
         takes = f"takes multiples of 16 from {_LEAST_HEAD_SIZE} to {_LARGEST_HEAD_SIZE}"
@@ -66,7 +62,7 @@ def _refusals(problem: Problem, device: Device) -> list[str]:
 
 
 def _prefix_refusals(problem: Problem) -> list[str]:
-    """Everything that stands in the way of new keys and values in arrays of their own, too."""
+    """Further reasons to refuse new keys and values beside the cache."""
     reasons = []
     if problem.query_dtype == "float16" and problem.v_scale is not ScaleKind.NONE:
         reasons.append("lacks prefix_attention of float16 with v_scale, whose inverse float16 may not hold")

@@ -1,13 +1,13 @@
-"""How much work a batch of ragged attention has: counts of items, partial results and merges, sequence by sequence.
+"""Counts a batch's work: items, partial results and merges of each sequence.
 
-The sequences have an order here, in which programs claim their items. Where sequences are few, those with the most
-costly items come first: what is left for the end is short, so that all programs are done at about the same time
-(benchmarks/LOG.md, "The longest first"). Of many sequences, even the longest are short beside what a program does.
+Programs claim items in an order of the sequences. Few sequences are sorted: those with the costliest items come first,
+so that the last items are short and all programs end at about the same time (LOG, "The longest first"). Many sequences
+keep their order, because even the longest is short compared with the work of a program.
 
-The lengths are known on the device only. Where sequences are few, each program of the kernel counts all of them, in its
-loading warpgroup, a thread a sequence. That took less than 1 us, where XLA's kernels took 5 us (benchmarks/LOG.md,
-"Counting and order"). One program leaves what it found in memory, for the kernel that merges. Where sequences are
-many, XLA counts before the kernel.
+Only the device knows the lengths. If sequences are few, the loading warpgroup of each program counts all of them, a
+thread for each sequence. That took less than 1 us, where XLA's kernels took 5 us (benchmarks/LOG.md,
+"Counting and order"). One program stores the counts for the merge kernel. If sequences are many, XLA counts
+before the kernel.
 """
 
 from collections.abc import Callable
@@ -25,35 +25,35 @@ from paged_jax.kernels.mosaic_gpu.ragged.ptx import scan
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Counts, Lengths, Refs
 from paged_jax.kernels.mosaic_gpu.ragged.sequence import Sequence, most_tiles, num_queries, query_tiles, splits_of
 
-_ITEM_COST = 2  # what an item costs beside its tiles
+_ITEM_COST = 2  # cost of an item in addition to its tiles
 
 
 class _Totals(NamedTuple):
-    """What all items of a batch cost."""
+    """Total cost of all wide items, and of all thin items."""
 
     wide: Any
     thin: Any
 
     @classmethod
     def of(cls, costs: list) -> "_Totals":
-        """The totals from those of the kinds that are there."""
+        """Makes totals from the costs of `Geometry.kinds_there`."""
         *wide, thin = costs
         return cls(wide[0] if wide else jnp.float32(0), thin)
 
 
 class _Shares(NamedTuple):
-    """What a split of each kind of items should cost."""
+    """Target cost of a wide split, and of a thin split."""
 
     wide: Any
     thin: Any
 
     def of(self, kind: ItemKind) -> Any:
-        """What a split of a kind should cost."""
+        """Target cost of a split of this kind."""
         return self.wide if kind.is_wide else self.thin
 
 
 def count_before_kernel(query_start_loc: Array, seq_lens: Array, geometry: Geometry) -> Counts:
-    """Counts the work in XLA; or does nothing, where the kernel counts."""
+    """Counts the work in XLA, unless the kernel does."""
     if geometry.tuning.counts_in_kernel:
         return Counts(*[jnp.zeros((1,), jnp.int32)] * len(Counts._fields))
     ends = jnp.append(query_start_loc[1:], geometry.problem.num_tokens)
@@ -74,7 +74,7 @@ def count_before_kernel(query_start_loc: Array, seq_lens: Array, geometry: Geome
 
 
 def count_in_kernel(refs: Refs, geometry: Geometry) -> Counts:
-    """Counts the work in shared memory; or does nothing, where XLA has counted it."""
+    """Counts the work in shared memory, unless XLA did."""
     if not geometry.tuning.counts_in_kernel:
         return refs.inputs_gmem.counts
     smem, lengths_gmem, end = refs.smem, refs.inputs_gmem.lengths, geometry.count_columns
@@ -96,59 +96,59 @@ def count_in_kernel(refs: Refs, geometry: Geometry) -> Counts:
         scan.sums_before(_counts(_sequences(seq, lengths_gmem, geometry), shares, geometry), smem.table, first)
     smem.wide_programs[0] = _wide_programs(totals, geometry)
     if geometry.merges:
-        last = geometry.tuning.num_programs - 1  # its first item is the shortest, so that it has most time
+        last = geometry.tuning.num_programs - 1  # the program whose first item is the shortest has the most time
         pl.when(lax.axis_index("program") == last)(lambda: _leave_counts(refs, geometry))
     return Counts(smem.table, smem.order, smem.wide_programs)
 
 
 def total(what: Counted, kind: ItemKind, counts: Counts) -> Scalar:
-    """How many of `Counted` a kind of items has."""
+    """Total count of this kind."""
     return before(what, jnp.int32(kind.geometry.problem.num_seqs + 1), kind, counts)
 
 
-def sequence_at(place: Scalar, counts: Counts, geometry: Geometry) -> Scalar:
-    """The index of the sequence that has this place in the order."""
-    return counts.order[place] if geometry.orders_sequences else place
+def sequence_at(ordinal: Scalar, counts: Counts, geometry: Geometry) -> Scalar:
+    """The index of the sequence at this position of the order."""
+    return counts.order[ordinal] if geometry.orders_sequences else ordinal
 
 
-def before(what: Counted, place: Scalar, kind: ItemKind, counts: Counts) -> Scalar:
-    """How many of `Counted` come before the sequence that has this place in the order."""
-    return counts.table[_row(what, kind), place]
+def before(what: Counted, ordinal: Scalar, kind: ItemKind, counts: Counts) -> Scalar:
+    """Count of this kind in all sequences before this position of the order."""
+    return counts.table[_row(what, kind), ordinal]
 
 
-def num_splits(place: Scalar, sequence: Sequence, kind: ItemKind, counts: Counts) -> Scalar:
-    """Splits of each item of the sequence that has this place in the order."""
+def num_splits(ordinal: Scalar, sequence: Sequence, kind: ItemKind, counts: Counts) -> Scalar:
+    """Splits of each item of the sequence at this position of the order."""
     if not kind.may_split:
         return jnp.int32(1)
-    items = before(Counted.ITEMS, place + 1, kind, counts) - before(Counted.ITEMS, place, kind, counts)
+    items = before(Counted.ITEMS, ordinal + 1, kind, counts) - before(Counted.ITEMS, ordinal, kind, counts)
     num_kv_heads = kind.geometry.problem.num_kv_heads
     unsplit = at_least(query_tiles(sequence, kind), 1) * num_kv_heads if kind.has_several else jnp.int32(num_kv_heads)
     return at_least(lax.div(items, unsplit), 1)
 
 
 def search(number: Scalar, what: Counted, kind: ItemKind, counts: Counts) -> Scalar:
-    """The place of the sequence that has the item, partial result or merge (`what`) of this number.
+    """Finds the sequence that holds item, partial result or merge (`what`) number `number`: its position in the order.
 
-    If there is no such number, it is the place behind the last one.
+    If the number is too large, that is num_seqs + 1.
     """
     num_seqs = kind.geometry.problem.num_seqs
-    place = jnp.int32(0)  # the last one known to begin at or before the number
+    ordinal = jnp.int32(0)  # the last position known to begin at or before the number
     step = 1 << (num_seqs + 1).bit_length()
     while step := step // 2:
-        further = lax.min(place + step, jnp.int32(num_seqs + 1))
-        place = jnp.where(before(what, further, kind, counts) <= number, further, place)
-    return place
+        further = lax.min(ordinal + step, jnp.int32(num_seqs + 1))
+        ordinal = jnp.where(before(what, further, kind, counts) <= number, further, ordinal)
+    return ordinal
 
 
 def _costs(sequences: Sequence, kind: ItemKind) -> Array:
-    """What all items of each sequence cost."""
+    """Cost of all items of each sequence."""
     of_item = kind.tile_cost * most_tiles(sequences, kind) + _ITEM_COST
     items = query_tiles(sequences, kind).astype(jnp.float32) * float(kind.geometry.problem.num_kv_heads)
     return items * of_item.astype(jnp.float32)  # integers would overflow
 
 
 def _wide_programs(totals: _Totals, geometry: Geometry) -> Any:
-    """`wide_programs` of a batch."""
+    """Computes `Counts.wide_programs`."""
     if not geometry.kinds[0].may_exist:
         return jnp.int32(0)
     (wide, thin), programs = totals, geometry.tuning.num_programs
@@ -158,18 +158,17 @@ def _wide_programs(totals: _Totals, geometry: Geometry) -> Any:
 
 
 def _thin_items(sequences: Sequence, share: Any, geometry: Geometry) -> Array:
-    """How many thin items each sequence has that take time, split by a share."""
+    """Thin items of each sequence that see a tile, if a split costs about `share`."""
     _, thin = geometry.kinds
     items = query_tiles(sequences, thin) * splits_of(sequences, share, thin) * geometry.problem.num_kv_heads
     return jnp.where(most_tiles(sequences, thin) > 0, items, 0).astype(jnp.float32)  # sums of integers might overflow
 
 
 def _shares(sequences: Sequence, totals: _Totals, sum_up: Callable, geometry: Geometry) -> _Shares:
-    """What splits should cost: an even share of all work for each program, or of few sequences' thin items less.
+    """Target costs of splits: total work / programs; thin splits of few sequences may cost less.
 
-    Of `THIN_SHARES` it is the one that leaves least to do when most programs are done. If all items took as long,
-    programs would take as many turns as an even share of items, rounded up. That is to be as little as can be above
-    the share itself.
+    Of the candidates in `THIN_SHARES` it picks the one whose last wave is fullest. If all items took equally long,
+    programs would take ceil(items / programs) waves; the candidate with the least waves / (items / programs) wins.
     """
     share = (totals.wide + totals.thin) * (1 / geometry.tuning.num_programs) + 1
     even, *candidates = [lax.max(share * part, jnp.float32(geometry.tuning.least_split)) for part in THIN_SHARES]
@@ -177,23 +176,23 @@ def _shares(sequences: Sequence, totals: _Totals, sum_up: Callable, geometry: Ge
         return _Shares(even, even)
     even_items, *items = sum_up([_thin_items(sequences, share, geometry) for share in (even, *candidates)])
     programs = at_least(geometry.tuning.num_programs - _wide_programs(totals, geometry), 1)
-    thin, least = even, _turns_of_a_share(even_items, programs)
+    thin, least = even, _waves_per_share(even_items, programs)
     for candidate, number in zip(candidates, items, strict=True):
-        turns = _turns_of_a_share(number, programs)
-        thin, least = jnp.where(turns < least, candidate, thin), lax.min(turns, least)
+        waves = _waves_per_share(number, programs)
+        thin, least = jnp.where(waves < least, candidate, thin), lax.min(waves, least)
     return _Shares(even, thin)
 
 
-def _turns_of_a_share(items: Any, programs: Any) -> Any:
-    """How many turns programs take, in units of an even share of items."""
+def _waves_per_share(items: Any, programs: Any) -> Any:
+    """ceil(items / programs) / (items / programs): 1 if the last wave is full."""
     share = lax.max(items, jnp.float32(1)) / programs.astype(jnp.float32)
-    turns = share.astype(jnp.int32)
-    turns = turns + (turns.astype(jnp.float32) < share).astype(jnp.int32)
-    return turns.astype(jnp.float32) / share
+    waves = share.astype(jnp.int32)
+    waves = waves + (waves.astype(jnp.float32) < share).astype(jnp.int32)
+    return waves.astype(jnp.float32) / share
 
 
 def _most_cost(sequences: Sequence, shares: _Shares, geometry: Geometry) -> Array:
-    """What the most costly item, or split of one, of each sequence costs; 0 if it has no items."""
+    """Cost of the costliest item or split of each sequence; 0 if it has none."""
     most = jnp.zeros_like(sequences.seq_len)
     for kind in geometry.kinds_there:
         tiles = most_tiles(sequences, kind)
@@ -204,7 +203,7 @@ def _most_cost(sequences: Sequence, shares: _Shares, geometry: Geometry) -> Arra
 
 
 def _counts(sequences: Sequence, shares: _Shares, geometry: Geometry) -> dict[int, Array]:
-    """What each sequence has, by its row of the table; rows that nobody reads are left out."""
+    """The counts of each sequence, by row of the table; unread rows are left out."""
     counts = {}
     for kind in geometry.kinds_there:
         items = query_tiles(sequences, kind) * geometry.problem.num_kv_heads
@@ -221,12 +220,12 @@ def _counts(sequences: Sequence, shares: _Shares, geometry: Geometry) -> dict[in
 
 
 def _row(what: Counted, kind: ItemKind) -> int:
-    """The row of the table that counts this of a kind of items."""
+    """The row of the table."""
     return what + (0 if kind.is_wide else len(Counted))
 
 
 def _sums_before(x: Array) -> Array:
-    """[..., n] -> [..., n + 1], the sums of all elements before each, and of all."""
+    """Exclusive prefix sums, and the total: [..., n] -> [..., n + 1]."""
     count = x.shape[-1]
     earlier = jnp.arange(count)[None, :] < jnp.arange(count + 1)[:, None]
     earlier = earlier.reshape(*[1] * (x.ndim - 1), count + 1, count)
@@ -234,7 +233,7 @@ def _sums_before(x: Array) -> Array:
 
 
 def _sequences(seq: Array, lengths_gmem: Lengths, geometry: Geometry) -> Sequence:
-    """The sequences of these indices, a thread each; past the last one they are that of the padding, and empty ones."""
+    """The sequences of these indices, one for each thread. Index num_seqs is the padding; later ones are empty."""
     num_seqs = geometry.problem.num_seqs
     start = scan.gather(lengths_gmem.query_start_loc, seq, num_seqs)
     end = scan.gather(lengths_gmem.query_start_loc, seq + 1, num_seqs)
@@ -245,7 +244,7 @@ def _sequences(seq: Array, lengths_gmem: Lengths, geometry: Geometry) -> Sequenc
 
 
 def _leave_counts(refs: Refs, geometry: Geometry) -> None:
-    """Leaves in memory what was counted."""
+    """Stores the counts in global memory, for the merge kernel."""
     counts_gmem = refs.outputs_gmem.counts
     if geometry.orders_sequences:
         counts_gmem.order[...] = plgpu.load(refs.smem.order, layout=scan.LAYOUT)

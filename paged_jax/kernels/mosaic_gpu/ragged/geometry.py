@@ -1,4 +1,4 @@
-"""Everything that follows from a `Problem` of ragged attention and its `Tuning`, for host and device code alike."""
+"""Shapes and counts of ragged attention that follow from a `Problem` and its `Tuning`; host and device share them."""
 
 import math
 from dataclasses import dataclass
@@ -10,23 +10,23 @@ from paged_jax.kernels.mosaic_gpu.ragged.tuning import Tuning
 from paged_jax.kernels.problem import Problem, ScaleKind
 
 LOADING_WARPS = 4
-"""Warps of the warpgroup that loads."""
+"""Warps of the loading warpgroup."""
 
 NO_ITEM, WIDE, THIN = range(3)
-"""The values of a work item's `kind`; a wide item has more than `WGMMA_ROWS` rows."""
+"""Values of `Item.kind`. A wide item has up to 2 * `WGMMA_ROWS` query rows, a thin one up to `WGMMA_ROWS`."""
 
 THIN_SHARES = (1.0, 0.6)
-"""What a split of a thin item may be meant to cost, as parts of an even share of all work for each program."""
+"""Candidate costs of a thin split, as fractions of total work / programs."""
 
-_COST_TOKENS = 64  # one warpgroup's products with so many tokens of K and V cost 1
-_MOST_WITH_LONG_SOFTMAX = 64  # head_size
-_LEAST_PRODUCT = 64  # tokens that a product must have a multiple of, as tiles lie in shared memory
-_ELEMENTS_OF_A_THREAD = 4  # of a row, in the kernel that merges
+_COST_TOKENS = 64  # the unit of cost: one warpgroup's products with this many tokens of K and V
+_MOST_WITH_LONG_SOFTMAX = 64  # the largest head_size whose softmax takes longer than its products
+_LEAST_PRODUCT = 64  # tokens: the tiling of shared memory lets wgmma take multiples of 64
+_ELEMENTS_OF_A_THREAD = 4  # of a row, in the merge kernel
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """What follows from a problem and its tuning. It chooses nothing and it holds no fact of its own."""
+    """Shapes and counts that follow from a problem and its tuning. It holds no fact and no choice of its own."""
 
     problem: Problem
     tuning: Tuning
@@ -45,34 +45,35 @@ class Geometry:
 
     @property
     def kinds_there(self) -> tuple["ItemKind", ...]:
-        """The kinds of which a batch may have items: both, or the thin ones."""
+        """The kinds of items that a batch may have: wide and thin, or thin only."""
         return tuple(kind for kind in self.kinds if kind.may_exist)
 
     @property
     def half_tokens(self) -> int:
-        """Query tokens of half an item: with all heads of a group as rows, they fit into `WGMMA_ROWS` rows."""
+        """Query tokens that fit into `WGMMA_ROWS` rows, where each token takes a row for each head of a group."""
         return WGMMA_ROWS // self.problem.group
 
     # Tiles of K and V.
 
     @property
     def converts_tiles(self) -> bool:
-        """Whether the kernel converts tiles in shared memory: those of caches of 8 bits."""
+        """Whether the kernel converts tiles in shared memory; it does so for caches of 8 bits."""
         return self.problem.cache_itemsize == 1
 
     @property
     def operand_dtype(self) -> str:
-        """The dtype of what the products take.
+        """The dtype of both operands of the products.
 
-        float16 holds whatever 8 bits can say, and Hopper converts float8 to nothing else. But it may not hold new
-        tokens, nor weights that each slot's scale has multiplied: these stay in the query's dtype.
+        For caches of 8 bits it is float16, which holds every value of 8 bits and is the only target of Hopper's
+        conversion from float8. New tokens, and weights times scales of slots, may exceed float16's range: calls with
+        these use the query's dtype.
         """
         fits = self.converts_tiles and not (self.problem.prefix or self.scales_value_slots)
         return "float16" if fits else self.problem.query_dtype
 
     @property
     def divides_queries(self) -> bool:
-        """Whether each row of a query is divided by a power of two, so that float16 can hold it."""
+        """Whether each query row is divided by a power of two to fit into float16."""
         return self.operand_dtype != self.problem.query_dtype
 
     @property
@@ -87,33 +88,33 @@ class Geometry:
 
     @property
     def scales_slots(self) -> bool:
-        """Whether each slot of some cache has a scale."""
+        """Whether either cache has a scale for each slot."""
         return self.scales_key_slots or self.scales_value_slots
 
     @property
     def has_whole_tiles(self) -> bool:
-        """Whether a tile whose tokens all have values is ready as soon as it is copied."""
+        """Whether the copies of a tile alone make it ready, if all of its tokens have values."""
         return not (self.converts_tiles or self.scales_slots or self.problem.prefix)
 
     @property
     def converts_by_warps(self) -> bool:
-        """Whether each loading warp converts its own runs of a tile, and waits for no other warp."""
+        """Whether each loading warp converts its own runs of a tile, without waiting for the other warps."""
         return self.converts_tiles and not (self.scales_slots or self.problem.prefix)
 
     @property
     def softmax_outlasts_products(self) -> bool:
-        """Whether the softmax of a wide tile takes longer than its products, whose tokens can be halved.
+        """Whether the softmax of a wide tile takes longer than its products, and the tile can be halved.
 
-        On an H200 that was so for heads of 64, hardly for heads of 80, and not for heads of 96 (benchmarks/LOG.md,
-        "The second product in halves").
+        On an H200 it takes longer for heads of 64, about as long for 80, and less long for 96 (benchmarks/LOG.md, "The
+        second product in halves").
         """
         return self.problem.head_size <= _MOST_WITH_LONG_SOFTMAX and self.tuning.tile % (2 * _LEAST_PRODUCT) == 0
 
-    # Block-sparse patterns, where there is one.
+    # Block-sparse patterns.
 
     @property
     def stripes(self) -> tuple[int, ...]:
-        """How far behind a stripe of a group's last head the stripes of all its heads are, in sparse blocks."""
+        """Distances, in sparse blocks, from a stripe of a group's last head to the next stripe of each of its heads."""
         sparse, group = self.problem.block_sparse, self.problem.group
         if sparse is None or sparse.head_sliding_step <= 0:
             return (0,)
@@ -121,26 +122,26 @@ class Geometry:
 
     @property
     def sees_stripes_only(self) -> bool:
-        """Whether a query may not even see its own token."""
+        """Whether queries see stripes only, so that a query may not even see its own token."""
         return self.problem.block_sparse is not None and self.problem.block_sparse.local_blocks == 0
 
-    # Counts of the batch's work.
+    # The batch's work, counted for each sequence.
 
     @property
     def count_columns(self) -> int:
-        """Columns of the counts: the sequences, the padding and the batch's end, rounded up to whole warpgroups."""
+        """Columns of `Counts.table`: sequences, padding and the end, rounded up to a multiple of 128 threads."""
         return pl.cdiv(self.problem.num_seqs + 2, WARPGROUP) * WARPGROUP
 
     @property
     def orders_sequences(self) -> bool:
-        """Whether the sequences with the most costly items come first: where a warpgroup has a thread for each."""
+        """Whether a warpgroup sorts the sequences, one for each thread: those with the costliest items come first."""
         return self.problem.num_seqs > 1 and self.count_columns == WARPGROUP
 
     # The merge of split items.
 
     @property
     def merges(self) -> bool:
-        """Whether any items may be split."""
+        """Whether any item may be split."""
         return any(kind.may_split for kind in self.kinds)
 
     @property
@@ -150,45 +151,45 @@ class Geometry:
 
     @property
     def merged_rows(self) -> int:
-        """Rows that a warpgroup merges at once."""
+        """Rows that a warpgroup merges at a time."""
         return WARPGROUP // self.threads_of_row
 
 
 @dataclass(frozen=True)
 class ItemKind:
-    """The wide or the thin work items of a geometry.
+    """All wide work items of a batch, or all thin ones.
 
     Attributes:
-      geometry: the geometry.
-      number: `WIDE` or `THIN`.
+      geometry: of the call.
+      code: `WIDE` or `THIN`.
     """
 
     geometry: Geometry
-    number: int
+    code: int
 
     @property
     def is_wide(self) -> bool:
         """Whether these are the wide items."""
-        return self.number == WIDE
+        return self.code == WIDE
 
     @property
     def may_exist(self) -> bool:
-        """Whether a batch may have such items. Sequences that are known to have few queries have thin ones only."""
+        """Whether a batch may have such items. With a small `max_query_len` all items are thin."""
         return not self.is_wide or self.geometry.problem.max_query_len > self.geometry.half_tokens
 
     @property
     def takes_all(self) -> bool:
-        """Whether items of this kind have all of a sequence's queries, and not only those of its last tile."""
+        """Whether all items of the batch are of this kind."""
         return self.geometry.kinds_there == (self,)
 
     @property
     def has_several(self) -> bool:
-        """Whether a sequence may have several tiles of these, from its first query on, and not only one at its end."""
+        """Whether a sequence may have several query tiles of this kind. If not, only its last one may be."""
         return self.is_wide or self.takes_all
 
     @property
     def halves(self) -> int:
-        """Halves of an item, of up to `WGMMA_ROWS` rows each."""
+        """Halves of an item; each has up to `WGMMA_ROWS` rows."""
         return 2 if self.is_wide else 1
 
     @property
@@ -205,26 +206,26 @@ class ItemKind:
         return tuning.tile if self.is_wide else tuning.thin_tile
 
     @property
-    def pieces(self) -> int:
-        """Tiles of these items that one tile of wide items has room for."""
+    def tiles_per_wide_tile(self) -> int:
+        """Tiles of this kind that fit into the shared memory of one wide tile."""
         return self.geometry.tuning.tile // self.tile
 
     @property
     def stages(self) -> int:
-        """Tiles in the rings of K and of V."""
-        return self.geometry.tuning.stages * self.pieces
+        """Tiles in the ring of K, and in the ring of V."""
+        return self.geometry.tuning.stages * self.tiles_per_wide_tile
 
     @property
     def raw_stages(self) -> int:
-        """Tiles of K, and of V, that wait in shared memory to be converted."""
-        return self.pieces
+        """Raw tiles of K, and of V, that shared memory holds before their conversion."""
+        return self.tiles_per_wide_tile
 
     @property
     def run_tokens(self) -> int:
-        """Tokens of a run: neighbours of a tile that are in one block, which one copy brings.
+        """Tokens of a run: neighbouring tokens of a tile in one block, which one copy brings.
 
-        Each warp that loads has runs of every tile. A warp without runs would still wait for stages, and nobody would
-        keep a stage for it: if it lagged behind the others by a whole ring, it could wait forever.
+        A quarter of a tile is the most, so that each loading warp has runs of every tile. A warp without runs would
+        still wait for each stage, but nobody would wait for that warp: a ring later it could miss a phase and hang.
         """
         return min(self.geometry.problem.block_size, self.tile // LOADING_WARPS)
 
@@ -235,30 +236,31 @@ class ItemKind:
 
     @property
     def runs_of_warp(self) -> int:
-        """Runs of a tile that each loading warp has, where it has neighbours."""
+        """Runs of each loading warp, which are neighbours in the tile."""
         return self.runs_per_tile // LOADING_WARPS
 
     @property
     def rows_of_warp(self) -> int:
-        """Rows of these runs."""
+        """Rows of the runs of a loading warp."""
         return self.tile // LOADING_WARPS
 
     @property
-    def stretch_tokens(self) -> int:
-        """Tokens of a stretch: neighbours of a tile that are always neighbours in the sequence, too."""
+    def segment_tokens(self) -> int:
+        """Tokens of a segment: neighbours in the tile that are neighbours in the sequence, too."""
         sparse = self.geometry.problem.block_sparse
         return self.tile if sparse is None else math.gcd(sparse.block_size, self.tile)
 
     @property
     def origin_alignment(self) -> int:
-        """What the number of the first token of an item's first tile is a multiple of, so that runs are not cut."""
-        return self.run_tokens if self.geometry.problem.block_sparse is None else self.stretch_tokens
+        """The rank of an item's first token is a multiple of this, so that no run is cut."""
+        return self.run_tokens if self.geometry.problem.block_sparse is None else self.segment_tokens
 
     @property
     def arrivals_per_tile(self) -> int:
-        """Arrivals that say that a tile is there: one for each copy, or one of each warp that has converted its runs.
+        """Arrivals at a tile's barrier before the tile is ready.
 
-        Where the warpgroup converts together, one arrival is all: each of its threads takes part in it.
+        Each copy arrives once, or each loading warp after converting its runs. If the warpgroup converts together, it
+        arrives once.
         """
         if self.geometry.converts_by_warps:
             return LOADING_WARPS
@@ -266,7 +268,7 @@ class ItemKind:
 
     @property
     def tile_cost(self) -> int:
-        """What an item's products with one tile cost."""
+        """Cost of an item's products with one tile."""
         return self.tile // _COST_TOKENS * self.halves
 
     # Splits.
@@ -278,13 +280,13 @@ class ItemKind:
 
     @property
     def num_partials(self) -> int:
-        """Partial results of split items that memory has room for.
+        """An upper bound of the partial results of all split items.
 
-        Twice as many as programs are enough for wide items. One is split only if it costs more than an even share of
-        all work, and the work has as many shares as there are programs: so fewer items than programs are split. Such an
-        item has less than one split more than it costs shares: so all of them have fewer splits than twice the
-        programs. A thin item is split only if it costs one and a half shares, into at most half a split more than that,
-        which is up to 4/3 of its shares.
+        Let a share be total work / programs. Only a wide item that costs more than a share is split, so fewer items
+        than programs are split. An item of cost x shares has fewer than x + 1 splits. All split items together cost at
+        most as many shares as there are programs, so they have fewer than 2 * programs splits.
+
+        A thin item is split only if it costs at least 1.5 shares, into at most x + 0.5 splits, which is up to 4/3 of x.
         """
         problem, programs, most_splits = self.geometry.problem, self.geometry.tuning.num_programs, self._most_splits
         if most_splits <= 1:
@@ -297,6 +299,6 @@ class ItemKind:
 
     @property
     def _most_splits(self) -> int:
-        """The most splits that an item may have."""
+        """An upper bound of the splits of one item."""
         tiles = pl.cdiv(self.geometry.problem.max_seq_len, self.tile) + (1 if self.geometry.problem.prefix else 0)
         return pl.cdiv(tiles * self.tile_cost, self.geometry.tuning.least_split)

@@ -1,8 +1,7 @@
-"""How a program's warpgroups agree on work items: the loading one claims them, and describes them to the others.
+"""Descriptions of work items: the loading warpgroup writes them, the computing warpgroups read them.
 
-Descriptions lie in a ring in shared memory, `Scratch.items`. Items have numbers of two sorts: the number among all
-items of its kind, which a program claims, and the number of the program's own items before it, `items_before`, which
-says in which stage of a ring its description and its query are.
+They lie in a ring in shared memory, `Scratch.items`. `items_before` counts the items that this program had before; the
+stage of a description, and of a query, follows from it.
 """
 
 import jax.experimental.pallas as pl
@@ -18,12 +17,12 @@ from paged_jax.kernels.mosaic_gpu.ragged.refs import ITEM_STAGES, Scratch, Signa
 
 
 def nothing() -> Item:
-    """An item without tiles, which comes before a program's first item and behind its last."""
+    """An item without tiles: the one before a program's first, and after its last."""
     return Item(*[jnp.int32(NO_ITEM)] * len(Item._fields))
 
 
 def describe(item: Item, tiles_before: Scalar, items_before: Scalar, smem: Scratch) -> None:
-    """Tells the computing warpgroups of an item, and how many tiles of its kind the program has had before it."""
+    """Describes an item to the computing warpgroups. `tiles_before` counts the program's earlier tiles of its kind."""
     stage = stage_of(items_before)
     pl.when(items_before >= ITEM_STAGES)(lambda: plgpu.barrier_wait(smem.items.consumed.at[stage]))
     ptx.store_fields(smem.items.fields, stage, (*item, tiles_before))
@@ -31,28 +30,28 @@ def describe(item: Item, tiles_before: Scalar, items_before: Scalar, smem: Scrat
 
 
 def kind_of(stage: Scalar, smem: Scratch) -> Scalar:
-    """The kind of the item of a stage, once it is described; NO_ITEM if there is no further one."""
+    """Waits for the description in a stage; returns the item's kind, or NO_ITEM after the last item."""
     plgpu.barrier_wait(smem.signal(Signal.ITEM, stage))
     return smem.items.fields[stage, Item._fields.index("kind")]
 
 
 def read(stage: Scalar, smem: Scratch) -> Item:
-    """The item of a stage. To read it again is faster than to keep it over a loop that needs all registers."""
+    """Reads the item of a stage. After a loop that needs all registers, reading again is faster than a spill."""
     return Item(*[smem.items.fields[stage, i] for i in range(len(Item._fields))])
 
 
 def read_own(items_before: Scalar, smem: Scratch) -> Item:
-    """The item as the loading warpgroup has described it itself."""
+    """Reads the item that this loading warpgroup described."""
     return read(stage_of(items_before), smem)
 
 
 def tiles_before(stage: Scalar, smem: Scratch) -> Scalar:
-    """How many tiles of its kind the program has had before the item of a stage."""
+    """Tiles of its kind that the program had before the item of a stage."""
     return smem.items.fields[stage, len(Item._fields)]
 
 
 def finish(stage: Scalar, smem: Scratch) -> None:
-    """Says that a computing warpgroup needs the description no longer."""
+    """Releases a stage: this computing warpgroup is done with the description."""
     plgpu.barrier_arrive(smem.items.consumed.at[stage])
 
 
@@ -62,5 +61,5 @@ def stage_of(items_before: Scalar) -> Scalar:
 
 
 def query_stage(stage: Scalar, geometry: Geometry) -> Scalar:
-    """The stage of an item's query. There are as many as of descriptions, or one."""
+    """The stage of an item's query, of one or two stages."""
     return stage if geometry.tuning.queries == ITEM_STAGES else jnp.int32(0)

@@ -1,31 +1,31 @@
 """The ragged kernel: attention of any number of queries a sequence over its blocks, in one launch.
 
-Grid: a program on each multiprocessor, a thread block of three warpgroups, which takes work items (`plan.py`)
-until none is left. Items of many query rows take the matrix units and items of few rows the memory, so that some
-programs begin with the ones and some with the others.
+Grid: one program on each multiprocessor, a thread block of three warpgroups. It takes work items (`plan.py`) until none
+is left. Wide items are bound by the matrix units and thin items by memory, so some programs begin with wide items and
+the others with thin ones.
 
 Who loads: warpgroup 2 claims an item, describes it to the others (`items.py`), and copies its query and, run by
-run through the block table (TMA), its tiles of K and V into rings of `stages` tiles (`load.py`). It is ahead of
-the others: under an item's tiles the next one's query is on its way.
+run through the block table (TMA), its tiles of K and V into rings of `stages` tiles (`load.py`). It runs ahead: while
+it loads an item's tiles, it also loads the next item's query.
 
 Who computes: warpgroups 0 and 1, each with 64 query rows as M of wgmma, and tokens as N:
 
     S [64, tile] = Q [64, d] x K^T [d, tile]        A, B in shared memory
     O [64, d]   += P [64, tile] x V [tile, d]       A in registers
 
-Of a wide item each has its own 64 rows and reads every tile. They take turns: one has the matrix units, for O of a tile
-and S of the next, while the other does its softmax (`wide.py`). Of a thin item both have the same rows, and take
-the tiles in turn; then one hands its softmax over to the other (`thin.py`).
+In a wide item each warpgroup has its own 64 rows and reads every tile. They take turns at the matrix units: one
+computes S of a tile and O of the tile before, while the other computes its softmax (`wide.py`). In a thin item both
+have the same rows and take alternate tiles; then one hands its softmax over to the other (`thin.py`).
 
 Shared memory, for head_size 128, bfloat16, tiles of 128 tokens, 2 stages:
 
     | ring of K 64 KiB | ring of V 64 KiB | queries of two items 64 KiB | counts of up to 126 sequences 4 KiB |
 
-Out and lse of a whole item leave through the place of its query; partial results go from registers to memory. What is
-handed over goes through the query's place too: each element of O as two numbers of 16 bits.
+Out and lse of a whole item overwrite its query in shared memory and are copied from there; partial results go from
+registers to global memory. A handed-over O overwrites the query, too: as its value rounded to 16 bits, and the rest.
 
-Roofline: 4 * num_heads * head_size operations for each pair of a query and a token that it sees; or, where queries are
-few, 4 * head_size bytes for each token and kv head, or 2 * head_size with caches of 8 bits.
+Roofline: 4 * num_heads * head_size operations for each pair of a query and a token that it sees. With few queries:
+4 * head_size bytes for each token and kv head, or 2 * head_size bytes with caches of 8 bits.
 """
 
 import functools
@@ -41,15 +41,15 @@ from paged_jax.kernels.mosaic_gpu.ragged import load as ragged_load
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import NO_ITEM, WIDE, Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Inputs, Outputs, Refs, Signal, outputs, scratch
 
-_LOADS = 2  # warpgroup; the others compute
-# Registers of each thread. Together they must not exceed those that the three warpgroups start with, 3 * 168: a
-# warpgroup would wait forever for what it cannot get. With 224 for those that compute, heads of 128 spill two registers
-# less, but the assembler has a wide tile's exponentials begin later (benchmarks/LOG.md, "What is spilled").
+_LOADS = 2  # the warpgroup that loads; the others compute
+# Registers of each thread. 2 * 216 + 72 is what the three warpgroups start with, 3 * 168: a warpgroup that asks for
+# more waits forever. With 224 for computing threads heads of 128 spill two registers less, but ptxas delays the
+# exponentials of wide tiles (benchmarks/LOG.md, "What is spilled").
 _COMPUTING_REGISTERS, _LOADING_REGISTERS = 216, 72
 
 
 def attend(geometry: Geometry, inputs: Inputs) -> Outputs:
-    """Runs the kernel, in which programs claim items by writing to the reference `inputs.claimed`."""
+    """Runs the kernel. Programs claim items through the counters in the reference `inputs.claimed`."""
     arrays, tree = jax.tree.flatten(inputs)
     out_types, out_tree = jax.tree.flatten(outputs(geometry))
 
@@ -88,12 +88,12 @@ def _kernel(*refs, refs_of, geometry: Geometry) -> None:
 
 
 def _attend_to_items(refs: Refs, geometry: Geometry) -> None:
-    """Attends to all items that are described to it."""
+    """Attends to all items that the loading warpgroup describes."""
     wide_kind, thin_kind = geometry.kinds
 
     def attend_to_wide_or_thin(state):
         stage, item_kind = state
-        # With their code in front, thin items are 1 to 2% faster (benchmarks/LOG.md, "What is spilled").
+        # If the code of thin items comes first, they are 1 to 2% faster (benchmarks/LOG.md, "What is spilled").
         pl.when(item_kind != WIDE)(lambda: thin.attend_to_item(stage, refs, thin_kind))
         pl.when(item_kind == WIDE)(lambda: wide.attend_to_item(stage, refs, wide_kind))
         return item_after(stage)
@@ -115,7 +115,8 @@ def _attend_to_items(refs: Refs, geometry: Geometry) -> None:
     if not wide_kind.may_exist:
         attend_to_all(attend_to_thin)
         return
-    # Warpgroup 0 has the first turn. At the end it takes the one that is left to it, as barriers end as they began.
+    # Warpgroup 1 gives the first turn to warpgroup 0. After the last item warpgroup 0 takes the turn that is left over:
+    # the barrier must end as it began.
     first_turn = refs.smem.signal(Signal.TURN)
     pl.when(lax.axis_index("warpgroup") == 1)(lambda: plgpu.barrier_arrive(first_turn))
     attend_to_all(attend_to_wide_or_thin)

@@ -1,7 +1,7 @@
-"""What the loading warpgroup does with work items: it claims them, describes them, and loads their queries and tiles.
+"""The loading warpgroup: it claims work items, describes them, and loads their queries and tiles.
 
-It is ahead of the computing warpgroups. While the tiles of an item are on their way, it claims the next item and, if
-queries have two stages, copies its query. Rings of tiles go on from one item to the next (`load_tiles.py`).
+It runs ahead of the computing warpgroups: during the copies of an item's tiles it claims the next item and, if queries
+have two stages, copies its query. Rings of tiles continue from one item to the next (`load_tiles.py`).
 """
 
 import functools
@@ -22,42 +22,41 @@ from paged_jax.kernels.mosaic_gpu.ragged.ptx import items as claims
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import rows
 from paged_jax.kernels.mosaic_gpu.ragged.refs import ITEM_STAGES, Counts, Refs, Signal
 
-_LAST_TILES = 2  # of a thin item, which are loaded after the next item is begun
+_LAST_TILES = 2  # tiles of a thin item that are loaded after the next item is begun
 
 
 def load_items(refs: Refs, geometry: Geometry) -> None:
-    """Takes items one after the other, tells the computing warpgroups of each, and copies what it needs.
+    """Takes one item after the other, describes it to the computing warpgroups, and copies its query and tiles.
 
-    Some programs begin with the wide items and the others with the thin ones, so that both are worked on all the time:
-    the ones take the matrix units and the others the memory. A program goes over to the other kind when its own items
-    are all taken.
+    Some programs begin with wide items and the others with thin ones, so that matrix units and memory are busy all the
+    time. In phase 0 a program takes items of the kind it begins with until none is left; in phase 1 the other kind.
     """
     counts = count.count_in_kernel(refs, geometry)
     program, wide_programs = lax.axis_index("program"), counts.wide_programs[0]
     begins_wide, (wide, thin), zero = program < wide_programs, geometry.kinds, jnp.int32(0)
 
-    def take(kind: ItemKind, turn: Scalar, items_before: Scalar) -> Scalar:
+    def take(kind: ItemKind, phase: Scalar, items_before: Scalar) -> Scalar:
         own = wide_programs if kind.is_wide else jnp.int32(geometry.tuning.num_programs) - wide_programs
         loader = _ItemLoader(kind, counts, own, refs)
-        return loader.take_items(_first_number(loader, program, wide_programs, turn), items_before)
+        return loader.take_items(_first_number(loader, program, wide_programs, phase), items_before)
 
-    def take_either(turn: Scalar, items_before: Scalar) -> Scalar:
-        take_wide, take_thin = (functools.partial(take, kind, turn, items_before) for kind in (wide, thin))
-        return lax.cond(begins_wide ^ (turn == 1), take_wide, take_thin)
+    def take_either(phase: Scalar, items_before: Scalar) -> Scalar:
+        take_wide, take_thin = (functools.partial(take, kind, phase, items_before) for kind in (wide, thin))
+        return lax.cond(begins_wide ^ (phase == 1), take_wide, take_thin)
 
     items_before = lax.fori_loop(0, 2, take_either, zero) if wide.may_exist else take(thin, zero, zero)
     items.describe(items.nothing(), zero, items_before, refs.smem)
-    # Barriers end as they began, which the interpreter insists on.
+    # Each barrier must end as it began; the interpreter checks that.
     _drain(items_before + 1, refs.smem.items.consumed, stages=ITEM_STAGES)
     _drain(items_before, refs.smem.query.consumed, stages=geometry.tuning.queries)
 
 
 class _Taken(NamedTuple):
-    """What a turn of the loop over items takes: an item that is begun, or nothing in the turn that begins the first."""
+    """The item that a step of the loop loads. The first step loads none; it only begins the first item."""
 
-    number: Scalar  # of the item, or of the first one
-    is_item: Scalar  # whether it is begun
-    goes_on: Scalar  # whether there is such a turn: there is one without an item
+    number: Scalar  # of the item, or of the first item
+    is_item: Scalar  # whether the step has an item
+    goes_on: Scalar  # whether there is such a step
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,8 @@ class _ItemLoader:
 
     Attributes:
       kind: the kind.
-      counts: what was counted of the batch.
-      unclaimed: how many items programs take without a claim: one each of those programs that begin with this kind.
+      counts: the counts of the batch.
+      unclaimed: items that programs take without a claim: the first item of each program that begins with this kind.
       refs: all references.
     """
 
@@ -77,14 +76,14 @@ class _ItemLoader:
     refs: Refs
 
     def take_items(self, first: Scalar, items_before: Scalar) -> Scalar:
-        """Takes items from the number `first` on, until there are no more; returns how many the program has had.
+        """Takes item `first`, and then further items until none is left; returns the updated `items_before`.
 
-        The first one is begun behind an item of no tiles, so that the code that begins items is there once.
+        An item without tiles precedes the first one, so that the loop has the code that begins items only once.
         """
 
         def take(state):
             taken, items_before, tiles_before = state
-            # A warp that read a description before there is one could read it while another warp writes it.
+            # Without an item there is no description yet, and another warp may be writing the first one.
             item = lax.cond(taken.is_item, lambda: items.read_own(items_before, self.refs.smem), items.nothing)
             next_item = self._load_item(item, items_before, tiles_before, taken)
             return next_item, items_before + taken.is_item.astype(jnp.int32), tiles_before + item.num_tiles
@@ -96,15 +95,15 @@ class _ItemLoader:
         return items_before
 
     def _load_item(self, item: Item, items_before: Scalar, tiles_before: Scalar, taken: _Taken) -> _Taken:
-        """Loads an item's tiles, says between them that its query is there, and begins the next item, if there is one.
+        """Loads an item's tiles. Between them it signals the item's query, and begins the next item if there is one.
 
-        The tiles are loaded in three parts by a loop, whose steps also do what comes between the parts. So the kernel
-        has the code that loads tiles once (benchmarks/LOG.md, "The code between tiles").
+        A loop loads the tiles in three parts, and its steps also do the work between the parts: the kernel then has the
+        code that loads tiles only once (benchmarks/LOG.md, "The code between tiles").
         """
         tiles = TileLoader(item, tiles_before, self.kind, self.refs)
         if self.kind.geometry.converts_tiles:
             pl.when(taken.is_item)(tiles.begin_raw)
-        if self.kind.geometry.tuning.queries == 1:  # the query can only follow the results of the item before
+        if self.kind.geometry.tuning.queries == 1:  # the query overwrites the results of the item before
             pl.when(taken.is_item)(lambda: self._load_query(item, items_before))
         first, begun = lax.min(item.num_tiles, jnp.int32(self._first_tiles)), self._tiles_before_next(item.num_tiles)
 
@@ -122,31 +121,30 @@ class _ItemLoader:
         return lax.fori_loop(0, 3, load_part, (jnp.int32(0), taken))[1]
 
     def _begin_next(self, taken: _Taken, items_before: Scalar, tiles_before: Scalar) -> _Taken:
-        """Begins the item that the program takes next, whose tiles come after so many, if there is such an item."""
+        """Begins the program's next item, if there is one, after `tiles_before` tiles."""
         number = lax.cond(taken.is_item, lambda: self.number_after(taken.number), lambda: taken.number)
         exists = self._begin_item(number, items_before + taken.is_item.astype(jnp.int32), tiles_before)
         return _Taken(number, exists, exists)
 
     def _tiles_before_next(self, num_tiles: Scalar) -> Scalar:
-        """How many of an item's tiles are loaded before the next item is begun.
+        """The number of an item's tiles that are loaded before the next item is begun.
 
-        Of a thin item all but the last two are. In the time of these two the next query comes, and a later claim leaves
-        the next item for longer to a program that is done sooner. But at least as many are as fill the ring and two
-        stages again: then both warpgroups are at this item, so that the results of the item before have left the
-        place of the next query.
+        For a thin item all but the last two: the next query arrives during these two, and a late claim leaves the next
+        item to a program that may be done sooner. But at least stages + 2 tiles: then both warpgroups have begun this
+        item, so the results of the item before have left the memory of the next query.
         """
         if self.kind.is_wide:
             return lax.min(num_tiles, jnp.int32(self._first_tiles))
         return lax.max(num_tiles - _LAST_TILES, lax.min(num_tiles, jnp.int32(self.kind.stages + 2)))
 
     def number_after(self, number: Scalar) -> Scalar:
-        """The number of the item that a program takes after another one."""
+        """The number of the item that the program takes after `number`."""
         return claims.number_after(number, self.unclaimed, self.kind, self.refs)
 
     def _begin_item(self, number: Scalar, items_before: Scalar, tiles_before: Scalar) -> Scalar:
-        """Describes the item of a number, if there is such an item; returns whether.
+        """Describes item `number`, if there is such an item, and returns whether there is.
 
-        Where there is a place for it, the item's query is on its way, too.
+        If queries have two stages, it also starts the copy of the item's query.
         """
         geometry, smem = self.kind.geometry, self.refs.smem
         item = plan.find(number, self.counts, self.refs.inputs_gmem.lengths, self.kind)
@@ -161,7 +159,7 @@ class _ItemLoader:
         return exists
 
     def _load_query(self, item: Item, items_before: Scalar) -> None:
-        """Starts to copy an item's query, 64 rows for each half, once the item that had its place is done."""
+        """Starts the copy of an item's query, 64 rows for each half, once its stage is free."""
         geometry, query = self.kind.geometry, self.refs.smem.query
         stage = items.query_stage(items.stage_of(items_before), geometry)
         pl.when(items_before >= geometry.tuning.queries)(lambda: plgpu.barrier_wait(query.consumed.at[stage]))
@@ -172,32 +170,32 @@ class _ItemLoader:
         if self.kind.is_wide:
             second = rows.QueryRows(item.first_token + half, item.num_tokens - half, item.kv_head)
             rows.load_queries(query_gmem, query_smem.at[stage, 1], second, self.kind)
-        elif geometry.divides_queries:  # each warpgroup has a copy, which it divides in place
+        elif geometry.divides_queries:  # each warpgroup divides a copy of its own in place
             rows.load_queries(query_gmem, query_smem.at[stage, 1], first, self.kind)
 
     @property
     def _first_tiles(self) -> int:
-        """Tiles of an item that are on their way before the next item is claimed.
+        """Tiles of an item that are loaded before its query is signalled, and of a wide item before the next claim.
 
-        Where the warpgroup has work with a tile, a conversion for example, the query does not wait for a second one.
+        If a tile takes work of this warpgroup, such as a conversion, the query does not wait for a second tile.
         """
         return 2 if self.kind.geometry.has_whole_tiles else 1
 
     def _finish_query(self, items_before: Scalar) -> None:
-        """Waits for an item's query, which was on its way before, and says that it is there."""
+        """Waits for the copy of an item's query, and signals it."""
         rows.finish_copies()
         stage = items.query_stage(items.stage_of(items_before), self.kind.geometry)
         plgpu.barrier_arrive(self.refs.smem.signal(Signal.QUERY, stage))
 
 
-def _first_number(loader: _ItemLoader, program: Scalar, wide_programs: Scalar, turn: Scalar) -> Scalar:
-    """The number of the first item of a kind that a program takes, in its first turn without a claim."""
+def _first_number(loader: _ItemLoader, program: Scalar, wide_programs: Scalar, phase: Scalar) -> Scalar:
+    """The number of a program's first item of a kind. In phase 0 it takes one without a claim."""
     own = program if loader.kind.is_wide else program - wide_programs
-    return lax.cond(turn == 0, lambda: own, lambda: loader.number_after(jnp.int32(-1)))
+    return lax.cond(phase == 0, lambda: own, lambda: loader.number_after(jnp.int32(-1)))
 
 
 def _drain(number: Scalar, *consumed, stages: int) -> None:
-    """Waits until all that came into a ring is consumed: what follows may be for other readers."""
+    """Waits until all stages of a ring are consumed; their next readers may be others."""
 
     @pl.loop(lax.max(number - stages, jnp.int32(0)), number)
     def wait_for_stage(i):

@@ -1,11 +1,10 @@
-"""How the loading warpgroup fills the rings of tiles with those of a work item.
+"""The loading warpgroup fills the rings with a work item's tiles.
 
-A tile comes from the cache, run by run through the block table (TMA). A tile of 8 bits is converted to 16 on its way
-from one place in shared memory to the other. In `prefix_attention` an item's last tiles are of new tokens, and come
-from arrays of their own.
+It copies a tile of the cache run by run through the block table (TMA). A tile of 8 bits is copied to raw shared memory,
+and converted from there into the ring. In `prefix_attention` an item's last tiles come from the arrays of new tokens.
 
-Most tiles are loaded by each warp for itself: its own runs, of one tile after the other. The warps come together only
-for tiles with which there is more to do.
+Each warp loads its own runs of most tiles, one tile after the other, without waiting for the other warps. The warps
+work together only on tiles that need more than copies.
 """
 
 import functools
@@ -27,17 +26,17 @@ from paged_jax.kernels.mosaic_gpu.ragged.ptx.tiles import Range
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref, Refs, TileRing
 
 _OfTile = Callable[[Scalar, Scalar, tuple[Scalar, ...]], None]
-"""What a warp does for a tile: it gets the tile's number, the number of its own first run, and a block for each run."""
+"""The work of a warp for one tile. Arguments: the tile, the warp's first run, and the block of each of its runs."""
 
 
 class _Cache(NamedTuple):
-    """Where tiles of K, or of V, come from and go to."""
+    """Sources and destination of tiles of K, or of V."""
 
     is_keys: bool
     cache_gmem: Ref
     new_gmem: Ref
     scale_gmem: Ref
-    ring: TileRing  # with the barriers of the item's kind
+    ring: TileRing  # with the barriers for the item's kind
     raw: Ref
     raw_ready: Ref
 
@@ -47,9 +46,9 @@ class _Tile(NamedTuple):
 
     number: Scalar
     stage: Scalar
-    is_reused: Scalar  # whether the stage has had another tile before
+    is_reused: Scalar  # whether the stage held another tile before
     span: Span
-    kept: Range  # rows of V that are not to be zeroed: from the first token that is seen to the last that has a value
+    kept: Range  # rows of V that stay: from the first visible token to the last one with a value; others become 0
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class TileLoader:
 
     Attributes:
       item: the item.
-      tiles_before: tiles of items of its kind that the program has loaded before.
+      tiles_before: tiles of this kind that the program has loaded before.
       kind: the item's kind.
       refs: all references.
     """
@@ -85,12 +84,12 @@ class TileLoader:
             load_cached()
 
     def _kept(self, span: Span) -> Range:
-        """The rows of a tile of V that are not to be zeroed. Weights of others are 0, but 0 * NaN would be NaN."""
-        begin, end = (plan.number_of(x, span.pattern, self.kind.geometry) for x in (span.begin, span.values_end))
-        return Range(begin - span.number, end - span.number)
+        """The rows of a tile of V that stay. Others become 0: their weights are 0, but 0 * NaN is NaN."""
+        begin, end = (plan.rank_of(x, span.pattern, self.kind.geometry) for x in (span.begin, span.values_end))
+        return Range(begin - span.rank, end - span.rank)
 
     def load_range(self, begin: Scalar, end: Scalar) -> None:
-        """Copies the tiles begin <= number < end into the rings, as many as possible without waits between warps."""
+        """Loads the tiles begin <= number < end, as many as possible without waits between warps."""
         if self.kind.geometry.has_whole_tiles:
             whole = lax.clamp(begin, plan.num_whole_tiles(self.item, self.kind), lax.max(end, begin))
             self._for_tiles_by_warps(begin, whole, 0, self._copy_whole_tile)
@@ -101,7 +100,7 @@ class TileLoader:
         pl.loop(begin, end)(self.load)
 
     def begin_raw(self) -> None:
-        """Starts to copy the item's first tiles to where they are converted from."""
+        """Starts the copies of the item's first raw tiles."""
         if self.kind.geometry.converts_by_warps:
             end = lax.min(self.item.cached_tiles, jnp.int32(self.kind.raw_stages))
             self._for_tiles_by_warps(jnp.int32(0), end, 0, self._copy_raw_runs)
@@ -135,23 +134,23 @@ class TileLoader:
         return keys, values
 
     def _wait_for_stage(self, cache: _Cache, tile: _Tile) -> None:
-        """Waits until the tile that had the stage before is consumed."""
-        if cache.is_keys or not self.kind.geometry.scales_slots:  # `_load_scales` has waited for V
+        """Waits until the previous tile of the stage is consumed."""
+        if cache.is_keys or not self.kind.geometry.scales_slots:  # else `_load_scales` has waited for V
             pl.when(tile.is_reused)(lambda: plgpu.barrier_wait(cache.ring.consumed.at[tile.stage]))
 
     def _arrive(self, cache: _Cache, tile: _Tile) -> None:
-        """Says that a tile that this warpgroup has written is there."""
+        """Signals a tile that this warpgroup has written."""
         for _ in range(self.kind.arrivals_per_tile):
             plgpu.barrier_arrive(cache.ring.ready.at[tile.stage])
 
     def _first_own_row(self) -> Scalar:
-        """The first of the rows of a tile that a warp converts or zeroes."""
+        """The first row of a tile that this warp converts or zeroes."""
         return lax.axis_index("warp") * self.kind.rows_of_warp
 
     # Tiles of the cache, of 16 bits.
 
     def _copy(self, tile: _Tile) -> None:
-        """Copies a tile of the cache. V has zeros where no token has a value."""
+        """Copies a tile of the cache, and zeroes rows of V without values."""
         keys, values = self._caches
         keys_smem, values_smem = (tile_of(cache.ring.tiles, tile.stage, self.kind) for cache in self._caches)
         self._wait_for_stage(keys, tile)
@@ -169,12 +168,12 @@ class TileLoader:
             self._arrive(values, tile)
 
     def _copy_runs(self, cache: _Cache, tile_smem, ready, span: Span) -> None:
-        """Copies the runs of a tile, the warps in turn; past the end the last run again."""
+        """Copies the runs of a tile, one warp after the other. Past the end it copies the last run again."""
         size, block_size = self.kind.run_tokens, self.kind.geometry.problem.block_size
         last = self.last_run(span.end)
 
         def copy_run(run: int):
-            token = lax.min(span.starts[run * size // self.kind.stretch_tokens] + run * size, last)
+            token = lax.min(span.starts[run * size // self.kind.segment_tokens] + run * size, last)
             token = self.not_before_window(token)
             block = self.refs.inputs_gmem.block_tables[self.item.seq, lax.div(token, jnp.int32(block_size))]
             run_gmem = self._run_gmem(cache, block, token)
@@ -191,11 +190,11 @@ class TileLoader:
         _as_warps(copy_in_turn)
 
     def _run_gmem(self, cache: _Cache, block: Scalar, token: Scalar) -> Ref:
-        """The run of a cache that begins with a token, in a block."""
+        """The run of a cache that begins with `token`, which is in `block`."""
         problem, size = self.kind.geometry.problem, self.kind.run_tokens
         if size == problem.block_size:
             tokens = slice(None)
-        else:  # Mosaic sees that a product is a multiple.
+        else:  # a product shows Mosaic that the offset is a multiple of `size`
             run = lax.rem(lax.div(token, jnp.int32(size)), jnp.int32(problem.block_size // size))
             tokens = pl.ds(run * size, size)
         kv_head = self.item.kv_head
@@ -205,11 +204,11 @@ class TileLoader:
         return cache.cache_gmem.at[(block, tokens, kv_head) if problem.layout == "nhd" else (block, kv_head, tokens)]
 
     def _for_tiles_by_warps(self, begin: Scalar, end: Scalar, ahead: int, do: _OfTile) -> None:
-        """Calls `do` in each warp, with the tiles begin <= number < end, and no warp waits for another.
+        """Calls `do` in each warp for the tiles begin <= number < end; no warp waits for another.
 
-        Each warp has its own runs of every tile. With tile i it gets the blocks that have its runs of tile i + `ahead`.
-        It reads these blocks from the table before it calls `do` with tile i - 1, so that the reads are in flight
-        meanwhile.
+        Each warp has its own runs of every tile. For tile i, `do` gets the blocks of the warp's runs of tile i +
+        `ahead`. The warp reads them from the block table before it calls `do` for tile i - 1, so that the reads overlap
+        with that.
         """
         item, block_size = self.item, jnp.int32(self.kind.geometry.problem.block_size)
         tables_gmem, runs_of_warp = self.refs.inputs_gmem.block_tables, self.kind.runs_of_warp
@@ -232,7 +231,7 @@ class TileLoader:
         _as_warps(do_as_warp)
 
     def _copy_whole_tile(self, number: Scalar, first_run: Scalar, blocks: tuple[Scalar, ...]) -> None:
-        """Copies a warp's runs of a tile, which are in these blocks."""
+        """Copies a warp's runs of a tile, which lie in these blocks."""
         stage = lax.rem(self.tiles_before + number, jnp.int32(self.kind.stages))
         for cache in self._caches:
             is_reused = self.tiles_before + number >= self.kind.stages
@@ -241,29 +240,29 @@ class TileLoader:
             self._copy_own_runs(cache, number, tile_smem, cache.ring.ready.at[stage], first_run, blocks)
 
     def _copy_own_runs(self, cache: _Cache, number: Scalar, tile_smem: Ref, ready: Ref, first_run, blocks) -> None:
-        """Copies a warp's runs of a tile, which are in these blocks, to their places in the tile."""
+        """Copies a warp's runs, which lie in these blocks, to their rows of the tile."""
         size = self.kind.run_tokens
         for j, block in enumerate(blocks):
             run_gmem = self._run_gmem(cache, block, self._first_read(number, first_run + j))
             plgpu.copy_gmem_to_smem(run_gmem, tile_smem.at[pl.ds((first_run + j) * size, size)], ready)
 
     def _first_read(self, tile: Scalar, run: Scalar) -> Scalar:
-        """The first token of what is read as a run of a tile, both by their numbers."""
+        """The first token that is read for a run of a tile."""
         first = self.item.origin + tile * self.kind.tile + run * self.kind.run_tokens
         pattern = plan.pattern_of_item(self.item, self.kind)
         return self.not_before_window(plan.token_of(first, pattern, self.kind.geometry))
 
     def last_run(self, end: Scalar) -> Scalar:
-        """The first token of the last run that may be read, where no row sees tokens from `end` on."""
+        """The first token of the last run that holds a token before `end`."""
         geometry, pattern, size = self.kind.geometry, plan.pattern_of_item(self.item, self.kind), self.kind.run_tokens
-        last_token = plan.token_of(plan.number_of(end, pattern, geometry) - 1, pattern, geometry)
+        last_token = plan.token_of(plan.rank_of(end, pattern, geometry) - 1, pattern, geometry)
         return lax.max(lax.div(last_token, jnp.int32(size)) * size, jnp.int32(0))
 
     def not_before_window(self, token: Scalar) -> Scalar:
-        """The first token of the run that is read for the one that begins with `token`.
+        """The first token of the run that replaces the run at `token`, if that lies before the window.
 
-        An item's tiles may begin with a sparse block of which only the end is in the window. Of its other runs none is
-        read, but the window's first one instead.
+        An item's tiles may begin with a sparse block that lies partly before the sliding window. Blocks of those runs
+        may be freed, so the window's first run is read instead, and masked.
         """
         problem, size = self.kind.geometry.problem, jnp.int32(self.kind.run_tokens)
         if problem.block_sparse is None or problem.sliding_window is None:
@@ -273,7 +272,7 @@ class TileLoader:
     # Tiles of the cache, of 8 bits.
 
     def _convert_runs(self, number: Scalar, first_run: Scalar, blocks: tuple[Scalar, ...]) -> None:
-        """Converts a warp's runs of a tile, and starts to copy those in these blocks, which take their place."""
+        """Converts a warp's runs of a tile, and starts the copies from `blocks` that overwrite the raw runs."""
         stage = lax.rem(self.tiles_before + number, jnp.int32(self.kind.stages))
         is_reused = self.tiles_before + number >= self.kind.stages
         first_row, following = self._first_own_row(), number + self.kind.raw_stages
@@ -293,17 +292,17 @@ class TileLoader:
                 self._copy_own_runs(cache, following, raw_smem, arrived, first_run, blocks)
 
     def _zero_own_rows(self, number: Scalar, tile_smem: Ref, first_row: Scalar) -> None:
-        """Zeroes the rows of a warp's runs of a tile of V that are not to be kept."""
+        """Zeroes the rows of a warp's runs of V that are not kept."""
         span = plan.span_of(self.item, number, self.kind)
         tiles.zero_rows(tile_smem, self._kept(span), first_row, self.kind)
 
     def _copy_raw_runs(self, number: Scalar, first_run: Scalar, blocks: tuple[Scalar, ...]) -> None:
-        """Starts to copy a warp's runs of a tile, which are in these blocks, to where they are converted from."""
+        """Starts the copies of a warp's raw runs of a tile, which lie in these blocks."""
         for cache in self._caches:
             self._copy_own_runs(cache, number, *self._raw(cache, number), first_run, blocks)
 
     def _convert(self, tile: _Tile) -> None:
-        """Converts a tile that has been copied, and starts to copy the one that takes its place."""
+        """Converts a raw tile, and starts the copy of the tile that overwrites it."""
         following = tile.number + self.kind.raw_stages
         is_next = following < self.item.cached_tiles
         for cache in self._caches:
@@ -323,12 +322,12 @@ class TileLoader:
             pl.when(is_next)(functools.partial(self._load_raw, cache, following))
 
     def _load_raw(self, cache: _Cache, number: Scalar) -> None:
-        """Starts to copy a tile to where it is converted from."""
+        """Starts the copy of a raw tile."""
         raw_smem, arrived = self._raw(cache, number)
         self._copy_runs(cache, raw_smem, arrived, plan.span_of(self.item, number, self.kind))
 
     def _raw(self, cache: _Cache, number: Scalar) -> tuple[Ref, Ref]:
-        """Where a tile is converted from, and the barrier that says that it is there."""
+        """The shared memory of a raw tile, and the barrier that signals its arrival."""
         tile, stages = self.kind.tile, self.kind.raw_stages
         stage = lax.rem(self.tiles_before + number, jnp.int32(stages))
         raw_smem = cache.raw
@@ -336,10 +335,10 @@ class TileLoader:
             raw_smem = raw_smem.at[pl.ds(pl.multiple_of(stage * tile, tile), tile)]
         return raw_smem, cache.raw_ready.at[stage]
 
-    # What does not come by TMA.
+    # Copies without TMA.
 
     def _load_new(self, tile: _Tile) -> None:
-        """Copies a tile of new tokens, which begins at any row of their arrays: TMA does not take that."""
+        """Copies a tile of new tokens. It may begin at any row of their arrays, which TMA does not support."""
         first_rows = [self.item.first_token + (start - self.item.position) for start in tile.span.starts]
         for cache in self._caches:
             self._wait_for_stage(cache, tile)
@@ -349,7 +348,7 @@ class TileLoader:
             self._arrive(cache, tile)
 
     def _load_scales(self, tile: _Tile) -> None:
-        """Copies the scales of a tile's slots, which the softmax reads: they stay until the tile of V is consumed."""
+        """Copies the scales of a tile's slots. The softmax reads them; they stay until the tile of V is consumed."""
         tables_gmem, starts = self.refs.inputs_gmem.block_tables, tile.span.starts
         values = self._caches[1]
         pl.when(tile.is_reused)(lambda: plgpu.barrier_wait(values.ring.consumed.at[tile.stage]))
@@ -361,16 +360,16 @@ class TileLoader:
 
 
 def tile_of(ring_smem: Ref, stage: Scalar, kind: ItemKind) -> Ref:
-    """The tile of a ring in a stage. The place of one tile of wide items may hold several tiles of thin ones."""
-    tile, pieces = kind.tile, kind.pieces
-    if pieces == 1:
+    """The tile in a stage of a ring. The memory of one wide tile may hold several thin tiles."""
+    tile, per_wide_tile = kind.tile, kind.tiles_per_wide_tile
+    if per_wide_tile == 1:
         return ring_smem.at[stage]
-    first = lax.rem(stage, jnp.int32(pieces)) * tile  # Mosaic sees that a product is a multiple
-    return ring_smem.at[lax.div(stage, jnp.int32(pieces)), pl.ds(first, tile)]
+    first = lax.rem(stage, jnp.int32(per_wide_tile)) * tile  # a product shows Mosaic that it is a multiple of `tile`
+    return ring_smem.at[lax.div(stage, jnp.int32(per_wide_tile)), pl.ds(first, tile)]
 
 
 def scales_of(ring: TileRing, stage: Scalar, kind: ItemKind) -> Ref | None:
-    """The scales of the slots of a tile, [tile], if each slot has one."""
+    """The scales of a tile's slots, [tile], or None."""
     if ring.slot_scales is None:
         return None
     return ring.slot_scales.at[pl.ds(stage * kind.tile, kind.tile)]

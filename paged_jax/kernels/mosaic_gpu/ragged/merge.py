@@ -1,11 +1,12 @@
-"""The merge of split items: their partial results become rows of out and lse, in a kernel of its own.
+"""The merge kernel of ragged attention: it merges the partial results of split items into rows of out and lse.
 
-Grid: programs of one warpgroup, which take groups of `Geometry.merged_rows` rows of split items in turn.
+Grid: `Tuning.merge_programs` programs of one warpgroup. Each takes every merge_programs-th group of
+`Geometry.merged_rows` rows of split items.
 
 Who loads, who computes: all threads, from global memory into registers, 4 elements of a row a thread.
 
-Roofline: 4 * head_size bytes a row and partial result, mostly from L2: latency is what counts, not bandwidth, so that
-several partial results are in flight.
+Roofline: 4 * head_size bytes for each row of a partial result, mostly from L2. Latency bounds the kernel, not
+bandwidth, so it loads several partial results at a time.
 """
 
 import functools
@@ -24,7 +25,7 @@ from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Counts, Lengths, P
 
 
 class MergeRefs(NamedTuple):
-    """What the kernel that merges reads, and what it writes: rows of out and lse."""
+    """The arrays that the merge kernel reads; and out and lse, which it writes."""
 
     query_start_loc: Ref
     seq_lens: Ref
@@ -37,7 +38,7 @@ class MergeRefs(NamedTuple):
 
 
 def merge(geometry: Geometry, refs: MergeRefs) -> None:
-    """Runs the kernel, which writes to the references of out and lse."""
+    """Runs the kernel. It writes to the references of out and lse."""
     arrays, tree = jax.tree.flatten(refs)
     plgpu.kernel(
         functools.partial(_kernel, tree=tree, geometry=geometry),
@@ -57,7 +58,7 @@ def _kernel(*arrays, tree: Any, geometry: Geometry) -> None:
 
 
 def _merge_kind(partials: Partials, refs: MergeRefs, kind: ItemKind) -> None:
-    """Merges the split items of a kind."""
+    """Merges all split items of one kind."""
     problem, counts = kind.geometry.problem, refs.counts
     lengths_gmem = Lengths(refs.seq_lens, refs.query_start_loc)
     row_refs = ptx.RowRefs(partials, refs.sinks, refs.out, refs.lse)
@@ -65,15 +66,15 @@ def _merge_kind(partials: Partials, refs: MergeRefs, kind: ItemKind) -> None:
 
     @pl.loop(program, count.total(Counted.MERGES, kind, counts), step=step)
     def merge_group(number):
-        place = count.search(number, Counted.MERGES, kind, counts)
-        seq = count.sequence_at(place, counts, kind.geometry)
+        ordinal = count.search(number, Counted.MERGES, kind, counts)
+        seq = count.sequence_at(ordinal, counts, kind.geometry)
         sequence = sequences.sequence_of(seq, lengths_gmem, problem)
         group = ptx.RowGroup(
-            number=number - count.before(Counted.MERGES, place, kind, counts),
+            number=number - count.before(Counted.MERGES, ordinal, kind, counts),
             num_rows=sequences.num_queries(sequence, kind) * problem.num_heads,
             first_token=sequence.first_token + sequences.first_query(sequence, kind),
             query_tiles=sequences.query_tiles(sequence, kind),
-            splits=count.num_splits(place, sequence, kind, counts),
-            first_partial=count.before(Counted.PARTIALS, place, kind, counts),
+            splits=count.num_splits(ordinal, sequence, kind, counts),
+            first_partial=count.before(Counted.PARTIALS, ordinal, kind, counts),
         )
         ptx.merge_rows(row_refs, group, kind)

@@ -1,15 +1,15 @@
-"""Which tokens a block-sparse pattern leaves to a work item of ragged attention, and the numbers that they have.
+"""The tokens that a block-sparse pattern leaves to a work item of ragged attention, and their ranks.
 
-A query sees the last `local_blocks` sparse blocks and, before them, the stripes of its head: one sparse block in
-`vert_stride`. An item's tokens are the stripes of all its heads and, from its first query's local blocks on, all
-tokens. Two heads' stripes, one in six, before four near blocks:
+A query sees the last `local_blocks` sparse blocks. Before them it sees the stripes of its head, one sparse block in
+each `vert_stride`. An item's tokens are the stripes of all its heads, and all tokens from its first query's local
+blocks on. An example with two heads, a stride of six, and four near blocks (N):
 
     sparse blocks    . . S S . . . . S S . . . . S S N N N N
-    numbers              0 1         2 3         4 5 6 7 8 9        (times the tokens of a sparse block)
+    ranks                0 1         2 3         4 5 6 7 8 9        (times the tokens of a sparse block)
 
-The numbers of an item's tokens have no gaps and go up with the tokens, so that a tile of neighbours by number has no
-other tokens. Stripes are counted from before the first token on, so that the first number is not always 0. Without a
-pattern a token's number is its position.
+The rank of a token counts the item's tokens before it. Ranks have no gaps, so a tile of consecutive ranks holds no
+other tokens. The count begins before the first token, so the first rank may be above 0. Without a pattern the rank of a
+token is its position.
 """
 
 from typing import Any, NamedTuple
@@ -23,15 +23,15 @@ from paged_jax.options import BlockSparse
 
 
 class Pattern(NamedTuple):
-    """What the numbers of an item's tokens follow from."""
+    """The facts from which the ranks of an item's tokens follow."""
 
-    offset: Scalar  # of the group's last head, modulo `vert_stride`: (block + offset) % vert_stride is 0 in its stripes
-    far_end: Scalar  # lower numbers are of stripes
-    near: Scalar  # the token that has the number `far_end`: from there on, all tokens have numbers
+    offset: Scalar  # (block + offset) % vert_stride is 0 in the stripes of the group's last head
+    far_end: Scalar  # tokens of lower rank are in stripes
+    near: Scalar  # the token of rank `far_end`; all tokens from here on have ranks
 
 
 def pattern_of(kv_head: Scalar, position: Scalar, begin: Scalar, end: Scalar, geometry: Geometry) -> Pattern | None:
-    """The pattern of an item, if there is one: its first query is at `position`, and it sees begin <= token < end."""
+    """The pattern of an item whose first query is at `position` and that sees begin <= token < end, or None."""
     if geometry.problem.block_sparse is None:
         return None
     sparse = _sparse(geometry)
@@ -43,8 +43,8 @@ def pattern_of(kv_head: Scalar, position: Scalar, begin: Scalar, end: Scalar, ge
     return Pattern(offset, _stripes_before(near, offset, geometry) * size, near * size)
 
 
-def number_of(token: Scalar, pattern: Pattern | None, geometry: Geometry) -> Scalar:
-    """The number of a token, or of the first one behind it that has a number."""
+def rank_of(token: Scalar, pattern: Pattern | None, geometry: Geometry) -> Scalar:
+    """The rank of a token, or of the next token that has one."""
     if pattern is None:
         return token
     size = jnp.int32(_sparse(geometry).block_size)
@@ -54,20 +54,20 @@ def number_of(token: Scalar, pattern: Pattern | None, geometry: Geometry) -> Sca
     return jnp.where(token < pattern.near, far, pattern.far_end + (token - pattern.near))
 
 
-def token_of(number: Scalar, pattern: Pattern | None, geometry: Geometry) -> Scalar:
-    """The token of a number, by its position."""
+def token_of(rank: Scalar, pattern: Pattern | None, geometry: Geometry) -> Scalar:
+    """The position of the token of this rank."""
     if pattern is None:
-        return number
+        return rank
     sparse, stripes = _sparse(geometry), geometry.stripes
     size, count = jnp.int32(sparse.block_size), jnp.int32(len(stripes))
-    stripe = lax.div(number, size)
+    stripe = lax.div(rank, size)
     block = lax.div(stripe, count) * sparse.vert_stride + _element(stripes, lax.rem(stripe, count)) - pattern.offset
-    far = block * size + lax.rem(number, size)
-    return jnp.where(number < pattern.far_end, far, pattern.near + (number - pattern.far_end))
+    far = block * size + lax.rem(rank, size)
+    return jnp.where(rank < pattern.far_end, far, pattern.near + (rank - pattern.far_end))
 
 
 def stripes_of_rows(head: Array, kv_head: Scalar, geometry: Geometry) -> Any:
-    """For rows of these heads of a group, the number modulo `vert_stride` of the sparse blocks in their stripes."""
+    """The residue, modulo `vert_stride`, of the sparse blocks in the stripes of each row's head."""
     sparse, group = _sparse(geometry), geometry.problem.group
     first = sparse.vert_stride - _offset(kv_head, geometry)
     behind = (group - 1 - head) * (max(sparse.head_sliding_step, 0) % sparse.vert_stride)
@@ -75,7 +75,7 @@ def stripes_of_rows(head: Array, kv_head: Scalar, geometry: Geometry) -> Any:
 
 
 def shows(token: Scalar, position: Array, stripes: Array, geometry: Geometry) -> Array:
-    """To which rows, at these positions and with these `stripes_of_rows`, the pattern shows a token's sparse block."""
+    """Whether the pattern shows a token's sparse block to each row; `stripes` comes from `stripes_of_rows`."""
     sparse = _sparse(geometry)
     block = lax.div(token, jnp.int32(sparse.block_size))
     is_stripe = lax.rem(block, jnp.int32(sparse.vert_stride)) == stripes
@@ -83,19 +83,19 @@ def shows(token: Scalar, position: Array, stripes: Array, geometry: Geometry) ->
 
 
 def hides_nothing(
-    pattern: Pattern, first_number: Scalar, first_token: Scalar, last_position: Scalar, kind: ItemKind
+    pattern: Pattern, first_rank: Scalar, first_token: Scalar, last_position: Scalar, kind: ItemKind
 ) -> Scalar:
-    """Whether the pattern shows all tokens of a tile to all rows; `last_position` is that of the last row."""
+    """Whether the pattern shows all tokens of a tile to all rows; the last row is at `last_position`."""
     sparse = _sparse(kind.geometry)
     block, last_block = (lax.div(x, jnp.int32(sparse.block_size)) for x in (first_token, last_position))
     whole = block > last_block - sparse.local_blocks
     if len(kind.geometry.stripes) == 1:  # then all heads see the same stripes
-        whole |= first_number + kind.tile <= pattern.far_end
+        whole |= first_rank + kind.tile <= pattern.far_end
     return whole
 
 
-def most_numbers(tokens: Any, kind: ItemKind) -> Any:
-    """About how many of so many tokens have numbers, of an item whose queries are the last ones; not more than all."""
+def most_ranked(tokens: Any, kind: ItemKind) -> Any:
+    """Estimates how many of the first `tokens` tokens have ranks, in an item of the last queries; `tokens` at most."""
     problem = kind.geometry.problem
     if problem.block_sparse is None:
         return tokens
@@ -107,7 +107,7 @@ def most_numbers(tokens: Any, kind: ItemKind) -> Any:
 
 
 def _offset(kv_head: Scalar, geometry: Geometry) -> Scalar:
-    """`Pattern.offset`."""
+    """Computes `Pattern.offset`."""
     problem, sparse = geometry.problem, _sparse(geometry)
     step, stride = sparse.head_sliding_step, sparse.vert_stride
     if step >= 0:
@@ -118,7 +118,7 @@ def _offset(kv_head: Scalar, geometry: Geometry) -> Scalar:
 
 
 def _stripes_before(block: Scalar, offset: Scalar, geometry: Geometry) -> Scalar:
-    """How many stripes of all heads there are before a sparse block."""
+    """The number of stripes, of all heads of the group, before a sparse block."""
     stripes, stride = geometry.stripes, jnp.int32(_sparse(geometry).vert_stride)
     left_over = lax.rem(block + offset, stride)
     count = lax.div(block + offset, stride) * len(stripes)
@@ -128,13 +128,13 @@ def _stripes_before(block: Scalar, offset: Scalar, geometry: Geometry) -> Scalar
 
 
 def _sparse(geometry: Geometry) -> BlockSparse:
-    """The pattern as the caller gave it, where there is one."""
+    """The pattern as the caller gave it; there must be one."""
     assert geometry.problem.block_sparse is not None
     return geometry.problem.block_sparse
 
 
 def _element(values: tuple[int, ...], index: Scalar) -> Scalar:
-    """The constant at this index."""
+    """values[index], for an index on the device."""
     step = values[min(1, len(values) - 1)]
     if values == tuple(i * step for i in range(len(values))):
         return index * step

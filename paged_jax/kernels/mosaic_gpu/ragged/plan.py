@@ -1,18 +1,18 @@
-"""Which work items ragged attention has, and which tokens of K and V an item sees.
+"""Work items of ragged attention, and the tokens of K and V that an item sees.
 
 The query tokens of a sequence are cut into tiles. A work item is such a tile with all heads of one kv head's group:
 
     wide    up to 2 * half_tokens tokens, 128 rows: each warpgroup has 64 rows, and both read every tile of K and V
-    thin    up to half_tokens tokens, 64 rows: both warpgroups have the same rows, and take tiles of K and V in turn
+    thin    up to half_tokens tokens, 64 rows: both warpgroups have the same rows and take alternate tiles of K and V
 
-Only the last tile of a sequence may be thin. But where all sequences are known to have few queries (`max_query_len`),
-all tiles are, so that there is half as much code to fetch. Rows past those of the last sequence are one sequence more,
-of which no token is in the cache: its items write zeros.
+Only the last query tile of a sequence may be thin. But if `max_query_len` is small, all query tiles are thin, which
+halves the code to fetch. The padding, rows past the last sequence, counts as one more sequence without tokens in the
+cache; its items write zeros.
 
-The items of each kind are numbered: sequence by sequence in the order of `count.py`, in a sequence head by head,
-and of a head the last tile of query tokens first, as it sees most. An item that costs more than a share of all work is
-cut into splits of the context, and each split is an item of its own. `count.py` says what a share is, and counts
-how many items come before each sequence.
+The items of each kind are numbered: by sequence in the order of `count.py`, then by kv head, then by query tile. The
+last query tile of a head comes first, because it sees most tokens. An item that costs more than a share of all work is
+cut into splits of the context, and each split is an item of its own. `count.py` chooses the share and counts the items
+before each sequence.
 """
 
 from typing import Any, NamedTuple
@@ -24,12 +24,12 @@ from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least, cdiv
 from paged_jax.kernels.mosaic_gpu.ragged import count
 from paged_jax.kernels.mosaic_gpu.ragged import sequence as sequences
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import NO_ITEM, ItemKind
-from paged_jax.kernels.mosaic_gpu.ragged.pattern import Pattern, number_of, pattern_of, token_of
+from paged_jax.kernels.mosaic_gpu.ragged.pattern import Pattern, pattern_of, rank_of, token_of
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Counts, Lengths
 from paged_jax.kernels.mosaic_gpu.ragged.sequence import Sequence
 
 WHOLE = -1
-"""The `partial` of an item that is not split."""
+"""`Item.partial` of an item that is not split."""
 
 
 class Item(NamedTuple):
@@ -41,27 +41,27 @@ class Item(NamedTuple):
     first_token: Scalar  # row of the query
     num_tokens: Scalar  # query tokens
     position: Scalar  # of the first query token, in its sequence
-    origin: Scalar  # number of the first token of the first tile
+    origin: Scalar  # rank of the first token of the first tile
     begin: Scalar  # some row sees begin <= token < end; `begin` may be before the first tile
     end: Scalar
     values_end: Scalar  # the end of the tokens that have keys and values
     num_tiles: Scalar
-    cached_tiles: Scalar  # the first tiles, which are in the cache; the others are of new tokens' own arrays
+    cached_tiles: Scalar  # tiles from the cache, which come first; the others are of new tokens
     context_len: Scalar  # tokens in the cache
-    new_origin: Scalar  # number of the first token of the first tile of new tokens
-    partial: Scalar  # the index of the partial result that it leaves, or WHOLE
+    new_origin: Scalar  # rank of the first token of the first tile of new tokens
+    partial: Scalar  # index of its partial result, or WHOLE
 
 
 class Span(NamedTuple):
-    """The tokens of a tile, by their positions."""
+    """The tokens of a tile, as positions in the sequence."""
 
-    number: Scalar  # of the first one
-    starts: tuple[Scalar, ...]  # a row of the tile is the token starts[stretch] + row
-    begin: Scalar  # no row sees tokens before
-    end: Scalar  # no row sees tokens from there on
+    rank: Scalar  # of the first token
+    starts: tuple[Scalar, ...]  # row r of the tile is token starts[s] + r, if r is in segment s
+    begin: Scalar  # no row sees tokens before this one
+    end: Scalar  # no row sees tokens from this one on
     values_end: Scalar  # the end of the tokens that have keys and values
-    is_new: Any  # whether they are of new tokens' own arrays
-    pattern: Pattern | None  # the item's
+    is_new: Any  # whether the tile comes from the arrays of new tokens
+    pattern: Pattern | None  # of the item
 
 
 class _Context(NamedTuple):
@@ -77,14 +77,14 @@ class _Context(NamedTuple):
 
 
 def find(number: Scalar, counts: Counts, lengths_gmem: Lengths, kind: ItemKind) -> Item:
-    """The item of a number; its kind is NO_ITEM if there is no such item."""
+    """Describes item number `number`; its kind is NO_ITEM if there is no such item."""
     problem = kind.geometry.problem
     exists = number < count.total(Counted.ITEMS, kind, counts)
-    place = lax.min(count.search(number, Counted.ITEMS, kind, counts), jnp.int32(problem.num_seqs))
-    seq = count.sequence_at(place, counts, kind.geometry)
+    ordinal = lax.min(count.search(number, Counted.ITEMS, kind, counts), jnp.int32(problem.num_seqs))
+    seq = count.sequence_at(ordinal, counts, kind.geometry)
     sequence = sequences.sequence_of(seq, lengths_gmem, problem)
-    splits = count.num_splits(place, sequence, kind, counts)
-    of_sequence = number - count.before(Counted.ITEMS, place, kind, counts)
+    splits = count.num_splits(ordinal, sequence, kind, counts)
+    of_sequence = number - count.before(Counted.ITEMS, ordinal, kind, counts)
     split, unsplit = lax.rem(of_sequence, splits), lax.div(of_sequence, splits)
     if kind.has_several:
         query_tiles = at_least(sequences.query_tiles(sequence, kind), 1)
@@ -99,7 +99,7 @@ def find(number: Scalar, counts: Counts, lengths_gmem: Lengths, kind: ItemKind) 
     first_tile = lax.min(split * tiles_each, context.num_tiles)
     partial = jnp.int32(WHOLE)
     return Item(
-        kind=jnp.where(exists, kind.number, NO_ITEM),
+        kind=jnp.where(exists, kind.code, NO_ITEM),
         kv_head=kv_head,
         seq=lax.min(seq, jnp.int32(problem.num_seqs - 1)),
         first_token=sequence.first_token + first,
@@ -108,8 +108,8 @@ def find(number: Scalar, counts: Counts, lengths_gmem: Lengths, kind: ItemKind) 
         origin=context.origin + first_tile * kind.tile,
         begin=context.begin,
         end=context.end,
-        # What follows `end` in the last tile is usually seen by other queries, so that it has values. Where queries see
-        # stripes only, nobody may see it, and it may be NaN.
+        # Tokens of the last tile from `end` on usually have values, because later queries see them. If queries see
+        # stripes only, nobody may see these tokens, and their values may be NaN.
         values_end=context.end if kind.geometry.sees_stripes_only else sequences.values_end(sequence, problem),
         num_tiles=lax.min(tiles_each, context.num_tiles - first_tile),
         cached_tiles=lax.clamp(
@@ -117,25 +117,25 @@ def find(number: Scalar, counts: Counts, lengths_gmem: Lengths, kind: ItemKind) 
         ),
         context_len=context.context_len,
         new_origin=context.new_origin + at_least(first_tile - context.cached_tiles, 0) * kind.tile,
-        partial=jnp.where(splits > 1, count.before(Counted.PARTIALS, place, kind, counts) + of_sequence, partial)
+        partial=jnp.where(splits > 1, count.before(Counted.PARTIALS, ordinal, kind, counts) + of_sequence, partial)
         if kind.may_split
         else partial,
     )
 
 
 def _context(sequence: Sequence, position: Scalar, num_tokens: Scalar, kv_head: Scalar, kind: ItemKind) -> _Context:
-    """What a tile of query tokens sees, which begins at a position: first tiles of the cache, then of new tokens."""
+    """The context of a query tile that begins at `position`: tiles of the cache, then tiles of new tokens."""
     geometry, align = kind.geometry, kind.origin_alignment
     begin, end = sequences.visible(sequence, position, num_tokens, geometry.problem)
     context_len = sequences.context_len(sequence, geometry)
     pattern = pattern_of(kv_head, position, begin, end, geometry)
-    first, last = (number_of(token, pattern, geometry) for token in (begin, end))
+    first, last = (rank_of(token, pattern, geometry) for token in (begin, end))
     origin = lax.div(first, jnp.int32(align)) * align
     has_cached, cached_end = begin < context_len, lax.min(end, context_len)
-    cached_tiles = jnp.where(has_cached, cdiv(number_of(cached_end, pattern, geometry) - origin, kind.tile), 0)
+    cached_tiles = jnp.where(has_cached, cdiv(rank_of(cached_end, pattern, geometry) - origin, kind.tile), 0)
     new_origin = last
     if geometry.problem.prefix:
-        new_origin = number_of(lax.max(begin, sequence.seq_len - sequence.query_len), pattern, geometry)
+        new_origin = rank_of(lax.max(begin, sequence.seq_len - sequence.query_len), pattern, geometry)
         if pattern is not None:
             new_origin = lax.div(new_origin, jnp.int32(align)) * align
     num_tiles = cached_tiles + cdiv(last - new_origin, kind.tile)
@@ -143,20 +143,20 @@ def _context(sequence: Sequence, position: Scalar, num_tokens: Scalar, kv_head: 
 
 
 def span_of(item: Item, tile: Scalar, kind: ItemKind) -> Span:
-    """The tokens of an item's tile of this number."""
+    """The tokens of an item's tile."""
     pattern, begin, end, values_end = pattern_of_item(item, kind), item.begin, item.end, item.values_end
     if not kind.geometry.problem.prefix:
-        is_new, number = False, item.origin + tile * kind.tile
+        is_new, rank = False, item.origin + tile * kind.tile
     else:
         is_new = tile >= item.cached_tiles
-        new_number = item.new_origin + (tile - item.cached_tiles) * kind.tile
-        number = jnp.where(is_new, new_number, item.origin + tile * kind.tile)
+        new_rank = item.new_origin + (tile - item.cached_tiles) * kind.tile
+        rank = jnp.where(is_new, new_rank, item.origin + tile * kind.tile)
         end, values_end = (jnp.where(is_new, x, lax.min(x, item.context_len)) for x in (end, values_end))
-        if pattern is not None:  # the first tile of new tokens may begin before them
+        if pattern is not None:  # the first tile of new tokens may begin with cached ones
             begin = jnp.where(is_new, lax.max(begin, item.context_len), begin)
-    firsts = range(0, kind.tile, kind.stretch_tokens)
-    starts = tuple(token_of(number + first, pattern, kind.geometry) - first for first in firsts)
-    return Span(number, starts, begin, end, values_end, is_new, pattern)
+    firsts = range(0, kind.tile, kind.segment_tokens)
+    starts = tuple(token_of(rank + first, pattern, kind.geometry) - first for first in firsts)
+    return Span(rank, starts, begin, end, values_end, is_new, pattern)
 
 
 def pattern_of_item(item: Item, kind: ItemKind) -> Pattern | None:
@@ -165,6 +165,6 @@ def pattern_of_item(item: Item, kind: ItemKind) -> Pattern | None:
 
 
 def num_whole_tiles(item: Item, kind: ItemKind) -> Scalar:
-    """How many of an item's tiles end before the tokens that have values do."""
-    end = number_of(item.values_end, pattern_of_item(item, kind), kind.geometry)
+    """The number of an item's tiles whose tokens all have values."""
+    end = rank_of(item.values_end, pattern_of_item(item, kind), kind.geometry)
     return lax.div(end - item.origin, jnp.int32(kind.tile))

@@ -1,6 +1,6 @@
 """The references that the ragged kernel gets: inputs and outputs in global memory, scratch in shared memory.
 
-Fields are `ABSENT` for what a call does not have. The order of fields is the order in which shared memory is laid out.
+A field is `ABSENT` if the call does not have it. Shared memory is laid out in the order of the fields.
 """
 
 import enum
@@ -15,38 +15,38 @@ from paged_jax.kernels.mosaic_gpu.hopper.memory import array_bytes, transforms
 from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT, Ref
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import THIN_SHARES, Geometry, ItemKind
 
-ITEM_STAGES = 2  # work items that are described: the one that is computed and the next one
-_ITEM_FIELDS = 16  # int32 that describe a work item: those of `ragged_plan.Item`, and how many tiles came before
-_OTHER_MEMORY = 12 * 1024  # bytes of barriers, of padding, and of what reductions take
+ITEM_STAGES = 2  # descriptions in shared memory: of the item that is computed, and of the next one
+_ITEM_FIELDS = 16  # int32 of a description: the fields of `plan.Item`, and the number of tiles before
+_OTHER_MEMORY = 12 * 1024  # bytes for barriers, padding and reductions
 
 
 class Counted(enum.IntEnum):
-    """What is counted of each sequence, for each kind of work items."""
+    """The counts of each sequence, for each kind of work items."""
 
-    ITEMS = 0  # items, with each split of an item as one
+    ITEMS = 0  # items; each split counts as one
     PARTIALS = 1  # partial results of split items
     MERGES = 2  # groups of `Geometry.merged_rows` rows of split items
 
 
 class Signal(enum.IntEnum):
-    """What a computing warpgroup waits for but for tiles: each member is the first of its barriers in `signals`."""
+    """Index of each signal's first barrier in `Scratch.signals`. Computing warpgroups wait for these and for tiles."""
 
-    TURN = 0  # the matrix units are a warpgroup's own; one for each computing warpgroup
-    ITEM = TURN + 2  # an item is described; one a stage of items
-    QUERY = ITEM + ITEM_STAGES  # an item's query is there; one a stage of queries, of which there are as many at most
-    QUERY_DONE = QUERY + ITEM_STAGES  # keys of all tiles have met a thin item's query; one a stage of items
+    TURN = 0  # the warpgroup may use the matrix units; one barrier for each computing warpgroup
+    ITEM = TURN + 2  # an item is described; one barrier for each stage of items
+    QUERY = ITEM + ITEM_STAGES  # an item's query has arrived; one barrier for each of up to ITEM_STAGES queries
+    QUERY_DONE = QUERY + ITEM_STAGES  # no product needs a thin item's query any more; one for each stage of items
     HANDED_OVER = QUERY_DONE + ITEM_STAGES  # a warpgroup has handed its softmax of a thin item to the other
 
 
 class Counts(NamedTuple):
-    """What was counted of the batch: arrays on the host, references on the device.
+    """The counts of the batch: arrays on the host, references on the device.
 
     Attributes:
-      table: i32 [2 * len(Counted), num_seqs + 2 or more]: a row for each of `Counted`, for wide items and then for thin
-        ones. Column i counts what the first i sequences of the order have, of num_seqs and the padding.
-      order: i32 [num_seqs + 1 or more]: where `Geometry.orders_sequences`, the sequences, those with the most costly
-        items first. Sequence num_seqs is the padding.
-      wide_programs: i32 [1]: programs that begin with wide items.
+      table: i32 [2 * len(Counted), >= num_seqs + 2]: exclusive prefix sums over the sequences in their order. Rows are
+        the members of `Counted` for wide items, and then for thin ones.
+      order: i32 [>= num_seqs + 1]: the sequences, those with the costliest items first; index num_seqs is the padding.
+        Absent unless `Geometry.orders_sequences`.
+      wide_programs: i32 [1]: the number of programs that begin with wide items.
     """
 
     table: Ref
@@ -62,33 +62,33 @@ class Lengths(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What the ragged kernel reads, and the claims that it writes; what is absent is any array of one element."""
+    """The arrays that the ragged kernel reads, and the claims, which it also writes. Absent options have any value."""
 
     query: Ref  # [num_tokens, num_heads, head_size]
     key_cache: Ref
     value_cache: Ref
     block_tables: Ref  # [num_seqs, max_blocks_per_seq]
     lengths: Lengths
-    claimed: Ref  # [2], the wide and the thin items that programs have claimed
-    counts: Counts  # where XLA counts
+    claimed: Ref  # [2], counters of claimed wide items and claimed thin items
+    counts: Counts  # if XLA counts
     options: Any  # `OptionArrays` of references, each to an array of at least one axis
     new_key: Ref = ABSENT  # [num_tokens, num_kv_heads, head_size], in `prefix_attention`
     new_value: Ref = ABSENT
 
 
 class Partials(NamedTuple):
-    """Partial results of split items of one kind, each the softmax of one split, normalised."""
+    """Partial results of split items of one kind. Each is the normalised softmax of one split."""
 
     out: Ref  # [num_partials, halves, WGMMA_ROWS, head_size]
     log_sums: Ref  # [num_partials, halves, WGMMA_ROWS], of base 2
 
 
 class Outputs(NamedTuple):
-    """What the ragged kernel writes."""
+    """The arrays that the ragged kernel writes."""
 
     out: Ref  # [num_tokens, num_heads, head_size]
     lse: Ref  # [num_tokens, num_heads]
-    counts: Counts  # if the kernel counts: what the kernel that merges needs of it
+    counts: Counts  # for the merge kernel, if this kernel counts
     wide_partials: Partials
     thin_partials: Partials
 
@@ -98,42 +98,42 @@ class Outputs(NamedTuple):
 
 
 class TileBarriers(NamedTuple):
-    """The barriers of the tiles of one kind of items, which counts the tiles in its rings from 0."""
+    """The barriers for tiles of one kind of items. Each kind counts its tiles from 0."""
 
-    keys_consumed: Ref  # one a stage
+    keys_consumed: Ref  # one for each stage
     keys_ready: Ref
-    values_copied: Ref  # a tile of V has arrived, some of whose rows are to be zeroed
-    raw_keys_ready: Ref  # one a raw stage: a tile has arrived that is to be converted
+    values_copied: Ref  # a tile of V has arrived, and some of its rows must be zeroed
+    raw_keys_ready: Ref  # one for each raw stage: a tile has arrived and waits for its conversion
     raw_values_ready: Ref
     values_consumed: Ref
     values_ready: Ref
 
 
 class TileRing(NamedTuple):
-    """A ring of tiles of one cache: wide and thin items share its memory, and each kind has barriers of its own."""
+    """A ring of tiles of one cache. Wide and thin items share its memory and have separate barriers."""
 
     consumed: Ref  # barriers of wide items
     ready: Ref
-    slot_scales: Ref  # [stages * tile], if each slot has a scale
+    slot_scales: Ref  # [stages * tile], if the cache has scales of slots
     tiles: Ref  # [stages, tile, head_size]
 
 
 class ItemRing(NamedTuple):
-    """A ring of work items, which the loading warpgroup describes to the computing ones."""
+    """A ring of descriptions of work items, from the loading warpgroup to the computing ones."""
 
     consumed: Ref
     fields: Ref  # [stages, fields of an item]
 
 
 class QueryRing(NamedTuple):
-    """A ring of items' queries, which is also where results leave from."""
+    """A ring of items' queries. Results overwrite them on their way to global memory."""
 
     consumed: Ref
-    rows: Ref  # [stages, 2, WGMMA_ROWS, head_size]; queries that are to be divided come as the bits of bfloat16
+    rows: Ref  # [stages, 2, WGMMA_ROWS, head_size]; before their division, queries are bits of bfloat16
 
 
 class RawTiles(NamedTuple):
-    """Tiles of a cache of 8 bits, before they are converted; both kinds of items share their memory."""
+    """Tiles of a cache of 8 bits before their conversion. Both kinds of items share their memory."""
 
     ready: Ref  # barrier of wide items
     rows: Ref  # [tokens, head_size]
@@ -142,22 +142,22 @@ class RawTiles(NamedTuple):
 class Scratch(NamedTuple):
     """Shared memory and barriers of a program."""
 
-    claimed: Ref  # [1], the number of the item that was claimed last
-    counted: Ref  # of all sequences before each, where the kernel counts: what items cost, and then how many there are
+    claimed: Ref  # [1], the item that was claimed last
+    counted: Ref  # prefix sums of costs, and then of candidates' thin items, if the kernel counts
     items: ItemRing
     keys: TileRing
-    ordered_by: Ref  # [WARPGROUP], where the kernel counts and orders sequences
+    ordered_by: Ref  # [WARPGROUP], keys by which the kernel sorts sequences
     values_copied: Ref  # barrier of wide items
     lse: Ref  # [2, WGMMA_ROWS]
-    maxima: Ref  # [WGMMA_ROWS], of a softmax that is handed over
-    order: Ref  # as in `Counts`, where the kernel counts
-    wide_programs: Ref  # as in `Counts`, where the kernel counts
+    maxima: Ref  # [WGMMA_ROWS], of a handed-over softmax
+    order: Ref  # as in `Counts`, if the kernel counts
+    wide_programs: Ref  # as in `Counts`, if the kernel counts
     query: QueryRing
     raw_keys: RawTiles
     raw_values: RawTiles
-    signals: Ref  # barriers, as `Signal` says: in one array, so that all their phases take one register
-    sums: Ref  # [WGMMA_ROWS], of a softmax that is handed over
-    table: Ref  # as in `Counts`, where the kernel counts
+    signals: Ref  # barriers, indexed by `Signal`; the phases of one array take one register
+    sums: Ref  # [WGMMA_ROWS], of a handed-over softmax
+    table: Ref  # as in `Counts`, if the kernel counts
     thin: TileBarriers
     values: TileRing
 
@@ -189,7 +189,7 @@ class Refs(NamedTuple):
 
 
 def outputs(geometry: Geometry) -> Outputs:
-    """What the kernel writes."""
+    """The types of the arrays that the kernel writes."""
     problem, f32 = geometry.problem, jnp.float32
     counts = Counts(ABSENT, ABSENT, ABSENT)
     if geometry.tuning.counts_in_kernel:
@@ -247,7 +247,7 @@ def scratch(geometry: Geometry) -> Scratch:
 
 
 def _barriers(kind: ItemKind) -> TileBarriers:
-    """A tile is ready when it has arrived, and its scales have; each warpgroup that reads it consumes it."""
+    """Barriers of one kind. A tile is ready when it and its scales have arrived; each reading warpgroup consumes it."""
     if not kind.may_exist:
         return TileBarriers(*[ABSENT] * len(TileBarriers._fields))
     geometry, runs, arrivals = kind.geometry, kind.runs_per_tile, kind.arrivals_per_tile
@@ -269,7 +269,7 @@ def _barriers(kind: ItemKind) -> TileBarriers:
 
 
 def _ring(scales_slots: bool, geometry: Geometry) -> TileRing:
-    """The shared memory of the ring of a cache, without barriers."""
+    """The ring of a cache, without its barriers."""
     tuning = geometry.tuning
     scales = plgpu.SMEM((tuning.stages * tuning.tile,), jnp.float32) if scales_slots else ABSENT
     tiles = _swizzled((tuning.stages, tuning.tile, geometry.problem.head_size), geometry)
@@ -277,7 +277,7 @@ def _ring(scales_slots: bool, geometry: Geometry) -> TileRing:
 
 
 def _counts(geometry: Geometry) -> tuple[Counts, Ref, Ref]:
-    """Shared memory for what the kernel counts, what it adds up before that, and what it orders sequences by."""
+    """Shared memory for counts, for prefix sums of costs, and for keys of the sort."""
     if not geometry.tuning.counts_in_kernel:
         return Counts(ABSENT, ABSENT, ABSENT), ABSENT, ABSENT
     columns = geometry.count_columns
@@ -288,7 +288,7 @@ def _counts(geometry: Geometry) -> tuple[Counts, Ref, Ref]:
 
 
 def _swizzled(shape: tuple[int, ...], geometry: Geometry) -> Ref:
-    """Shared memory in which wgmma finds its operands, free of bank conflicts."""
+    """Shared memory in the layout of wgmma's operands, free of bank conflicts."""
     dtype = geometry.operand_dtype
     return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=transforms(geometry.problem.head_size, dtype))
 

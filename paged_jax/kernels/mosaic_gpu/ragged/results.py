@@ -1,8 +1,8 @@
-"""What a program of the ragged kernel stores: out and lse of a whole item, or the partial result of a split.
+"""Stores of the ragged kernel: out and lse of a whole item, or the partial result of a split.
 
-Out and lse leave through the shared memory of the query; a partial result goes from registers to memory. A thin item's
-rows are those of both warpgroups, each of which has seen half of the tiles: one hands its softmax over to the other,
-through the shared memory of the query, too.
+Out and lse pass through the shared memory of the query; a partial result goes from registers to global memory. In a
+thin item each warpgroup has seen half of the tiles: one hands its softmax over to the other, through the shared memory
+of the query, too.
 """
 
 import jax.experimental.pallas as pl
@@ -22,7 +22,7 @@ from paged_jax.kernels.mosaic_gpu.ragged.softmax import Rows, State, over_column
 
 
 def hand_over(state: State, halves_smem: Ref, smem: Scratch, geometry: Geometry) -> None:
-    """Gives a warpgroup's softmax to the other one: O normalised, as 16 bits and what these leave out in 16 more."""
+    """Hands a softmax over to the other warpgroup: normalised O as 16 bits, and its rounding error as 16 more."""
     out, maxima, sums = state
     dtype = geometry.operand_dtype
     out = out * over_columns(1.0 / jnp.where(sums != 0, sums, 1.0), out.shape[1])
@@ -35,7 +35,7 @@ def hand_over(state: State, halves_smem: Ref, smem: Scratch, geometry: Geometry)
 
 
 def take_over(state: State, halves_smem: Ref, smem: Scratch) -> State:
-    """The softmax with that of the other warpgroup, who has handed it over."""
+    """Merges a softmax with the one that the other warpgroup has handed over."""
     out, maxima, sums = state
     by_row = plgpu.Layout.WGMMA.reduce(1)
     rounded, lost = (plgpu.load(halves_smem.at[i], layout=plgpu.Layout.WGMMA).astype(jnp.float32) for i in (1, 0))
@@ -49,9 +49,9 @@ def take_over(state: State, halves_smem: Ref, smem: Scratch) -> State:
 def store(
     item: Item, half: Scalar, rows: Rows, state: State, results_smem: Results, refs: Refs, kind: ItemKind
 ) -> None:
-    """Stores a half of an item, whose maxima are of logits of base e, through `results_smem`.
+    """Stores one half of an item through `results_smem`.
 
-    The place of lse is the warpgroup's own: while it stores a thin item, the other one may store what comes next.
+    Each warpgroup has its own memory for lse: while one stores a thin item, the other may store the next item.
     """
 
     def store_whole():
@@ -77,7 +77,7 @@ def _store_whole(rows: Rows, state: State, results_smem: Results, refs: Refs, ki
     end = Epilogue.of(seen, maxima, sums)
     out = out * over_columns(rows.v_scale / end.divisors, out.shape[1])
     rounded = layout(out.astype(kind.geometry.problem.query_dtype))
-    if kind.geometry.divides_queries:  # the place is one of float16, of which only the bits are copied
+    if kind.geometry.divides_queries:  # shared memory is typed as float16; only the bits matter
         rounded = lax.bitcast_convert_type(rounded, kind.geometry.operand_dtype)
     results_smem.out[...] = rounded
     results_smem.lse[...] = layout(end.lse, 1)
@@ -86,7 +86,7 @@ def _store_whole(rows: Rows, state: State, results_smem: Results, refs: Refs, ki
 
 
 def _store_partial(partial: Scalar, half: Scalar, rows: Rows, state: State, refs: Refs, kind: ItemKind) -> None:
-    """Stores a half of a partial result."""
+    """Stores one half of a partial result."""
     out, maxima, sums = state
     end = Epilogue.of(saw_tokens(sums), maxima, sums)
     partials_gmem = refs.outputs_gmem.partials(kind)

@@ -1,6 +1,6 @@
-"""A sequence of a ragged batch, and how its query tokens are cut into the tiles of wide and of thin items.
+"""A sequence of a ragged batch, and how its query tokens are cut into wide and thin query tiles.
 
-A function takes one sequence of the device, whose fields are scalars, or all of them at once, whose fields are arrays.
+Functions take one sequence, with scalars as fields, or all sequences, with arrays as fields.
 """
 
 from typing import Any, NamedTuple
@@ -14,13 +14,13 @@ from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Lengths
 from paged_jax.kernels.problem import Problem
 
-# What is added before truncation. Wide items are rounded up, but for what is above an integer by less than an eighth;
-# thin ones, of which others fill the end of the call, to the nearest integer.
+# Added before truncation. Wide: round up once the fraction reaches 1/8. Thin: round to the nearest integer; other thin
+# items fill the tail.
 _WIDE_ROUNDED, _THIN_ROUNDED = 0.874, 0.5
 
 
 class Sequence(NamedTuple):
-    """A sequence: its first row of the query, how many rows are its own, and its length."""
+    """A sequence: its first row of the query, the number of its rows, and its length in tokens."""
 
     first_token: Any
     query_len: Any
@@ -28,7 +28,7 @@ class Sequence(NamedTuple):
 
 
 def sequence_of(index: Scalar, lengths_gmem: Lengths, problem: Problem) -> Sequence:
-    """The sequence of this index; num_seqs is that of the padding, and later ones are empty."""
+    """The sequence of this index. Index num_seqs is the padding; later ones are empty."""
     num_seqs, starts_gmem = problem.num_seqs, lengths_gmem.query_start_loc
     start = starts_gmem[lax.min(index, jnp.int32(num_seqs))]
     end = starts_gmem[lax.min(index + 1, jnp.int32(num_seqs))]
@@ -38,9 +38,9 @@ def sequence_of(index: Scalar, lengths_gmem: Lengths, problem: Problem) -> Seque
 
 
 def query_tiles(sequence: Sequence, kind: ItemKind) -> Any:
-    """Tiles of query tokens of this kind: a sequence has any number of wide ones, and one thin one or none.
+    """The number of a sequence's query tiles of this kind: any number of wide ones, and up to one thin one.
 
-    Where there are no wide ones, a sequence has as many thin ones as it needs. The rows of padding may need several.
+    If the batch has thin items only, it is any number of thin ones; the padding may need several.
     """
     if kind.takes_all:
         return cdiv(sequence.query_len, kind.tokens)
@@ -52,14 +52,14 @@ def query_tiles(sequence: Sequence, kind: ItemKind) -> Any:
 
 
 def first_query(sequence: Sequence, kind: ItemKind) -> Any:
-    """The first of a sequence's query tokens that is in an item of this kind."""
+    """Index of a sequence's first query token in an item of this kind."""
     if kind.has_several:
         return jnp.int32(0)
     return _whole_tiles(sequence, kind.geometry) * (2 * kind.geometry.half_tokens)
 
 
 def num_queries(sequence: Sequence, kind: ItemKind) -> Any:
-    """How many of a sequence's query tokens are in items of this kind."""
+    """The number of a sequence's query tokens in items of this kind."""
     if kind.takes_all:
         return sequence.query_len
     half = kind.geometry.half_tokens
@@ -71,36 +71,36 @@ def num_queries(sequence: Sequence, kind: ItemKind) -> Any:
 
 
 def splits_of(sequence: Sequence, share: Any, kind: ItemKind) -> Any:
-    """Splits of each of a sequence's items, where a split should cost about a `share`."""
+    """Splits of each of a sequence's items, so that a split costs about `share`."""
     cost = (most_tiles(sequence, kind) * kind.tile_cost).astype(jnp.float32)
     rounded = _WIDE_ROUNDED if kind.is_wide else _THIN_ROUNDED
     return at_least((cost * (1 / share) + rounded).astype(jnp.int32), 1)
 
 
 def most_tiles(sequence: Sequence, kind: ItemKind) -> Any:
-    """The most tiles of K and V that an item of the sequence sees; with a block-sparse pattern about so many."""
+    """Tiles of K and V that the sequence's last item sees; an estimate if there is a block-sparse pattern."""
     problem, prefix = kind.geometry.problem, kind.geometry.problem.prefix
     most = problem.max_seq_len
     if problem.sliding_window is not None:
         most = min(most, problem.sliding_window + kind.tokens)
-    tokens = patterns.most_numbers(-at_least(-sequence.seq_len, -most), kind)
+    tokens = patterns.most_ranked(-at_least(-sequence.seq_len, -most), kind)
     return cdiv(tokens, kind.tile) + (1 if prefix else 0)
 
 
 def values_end(sequence: Sequence, problem: Problem) -> Scalar:
-    """The end of the tokens that have keys and values, in the cache or in arrays of their own."""
+    """The end of the tokens that have keys and values, in the cache or beside it."""
     return at_least(lax.min(sequence.seq_len, jnp.int32(problem.max_seq_len)), 0)
 
 
 def context_len(sequence: Sequence, geometry: Geometry) -> Scalar:
-    """How many tokens are in the cache."""
+    """The number of tokens in the cache."""
     if not geometry.problem.prefix:
         return values_end(sequence, geometry.problem)
     return at_least(lax.min(sequence.seq_len - sequence.query_len, jnp.int32(geometry.problem.max_seq_len)), 0)
 
 
 def visible(sequence: Sequence, position: Scalar, num_tokens: Scalar, problem: Problem) -> tuple[Scalar, Scalar]:
-    """The tokens that some of the query tokens from `position` on see: begin <= token < end."""
+    """The tokens that any of `num_tokens` queries from `position` on sees: begin <= token < end."""
     end = values_end(sequence, problem)
     begin = jnp.int32(0)
     if problem.causal:
@@ -111,5 +111,5 @@ def visible(sequence: Sequence, position: Scalar, num_tokens: Scalar, problem: P
 
 
 def _whole_tiles(sequence: Sequence, geometry: Geometry) -> Any:
-    """Tiles of query tokens that fill wide items."""
+    """The number of query tiles that fill a wide item."""
     return div(sequence.query_len, 2 * geometry.half_tokens)

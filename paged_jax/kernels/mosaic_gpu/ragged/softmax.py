@@ -1,6 +1,6 @@
-"""The softmax of a warpgroup's query rows, online: logits of a tile, who sees whom, maxima, exponentials and sums.
+"""The online softmax of a warpgroup's query rows: logits of a tile, masks, maxima, exponentials and sums.
 
-Query rows are rows and tokens are columns, so that maxima and sums go over columns:
+Queries are rows and tokens are columns, so maxima and sums go over columns:
 
     S [64, tile] = Q [64, head_size] x K^T [head_size, tile]
     P            = exp(S - maxima), in registers
@@ -25,32 +25,31 @@ from paged_jax.kernels.mosaic_gpu.ragged.ptx.rows import QueryRows
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Inputs, Ref
 from paged_jax.kernels.problem import Problem, ScaleKind
 
-_MOST_LAG = 6.0  # of maxima behind logits, in powers of 2
-# Weights in float16 are multiplied by 2 to this power. So float16 keeps those down to 2 ** -33 of the largest one: such
-# weights may be as many as there are tokens, and make most of a result. The largest weight is 2 ** 14, where maxima lag
-# as far as they may, and float16 holds that.
+_MOST_LAG = 6.0  # powers of 2 by which a maximum may be below the largest logit
+# Weights in float16 are multiplied by 2 to this power. Then float16 keeps weights down to 2 ** -33 of the largest one;
+# there may be so many of these that they dominate a result. The largest weight is 2 ** (8 + 6), which float16 holds.
 _EXPONENT_IN_FLOAT16 = 8
-# The exponents of the powers of two by which rows of a query are divided. Each of these powers has an inverse. Its
-# product with the factor is neither 0 nor NaN: logits may be -inf, and 0 * -inf is NaN.
+# Least and largest exponent of the power of two that divides a query row. Each such power has an inverse in float32,
+# and its product with the factor is neither 0 nor NaN: logits may be -inf, and 0 * -inf is NaN.
 _DIVISORS = -40, 126
-_LEAST_FACTOR = 1e-20  # of products that are scaled as they are exponentiated, and not before
+_LEAST_FACTOR = 1e-20  # smaller factors, and negative ones, are applied before the exponentials
 
 
 class Scaling(NamedTuple):
-    """How products of queries and keys become logits: scalars, or arrays [64] where each row of a query was divided.
+    """Factors from products Q K^T to logits: scalars, or arrays [64] if query rows were divided.
 
-    If logits are products times one factor, they are scaled as they are exponentiated. But a factor that is not above
-    `_LEAST_FACTOR` is applied before: with a negative one, maxima would be minima.
+    If logits are products times one factor, the exponential applies it (a late factor). A factor up to `_LEAST_FACTOR`
+    is applied before the softmax: a negative one would turn maxima into minima.
     """
 
-    factor: Any  # of products, to become logits as they are kept
-    is_late: Any  # whether the factor is 1, as logits are kept unscaled
-    to_exponents: Any  # factor of logits as they are kept, to become exponents of 2
-    to_base_e: Any  # factor of logits as they are kept, to become those of base e
+    factor: Any  # from products to kept logits
+    is_late: Any  # whether the exponential applies the factor, and kept logits are plain products
+    to_exponents: Any  # factor from kept logits to exponents of 2
+    to_base_e: Any  # factor from kept logits to logits
 
 
 class Rows(NamedTuple):
-    """What depends on the rows of a warpgroup: scalars for all of them, and arrays [64]."""
+    """Values for the rows of a warpgroup: scalars for all rows, or arrays [64]."""
 
     query: QueryRows
     first_position: Scalar
@@ -59,31 +58,31 @@ class Rows(NamedTuple):
     scaling: Scaling
     k_scale: Any  # of cached keys
     v_scale: Any  # of cached values
-    stripes: Any  # `ragged_pattern.stripes_of_rows`, if there is a pattern
+    stripes: Any  # `pattern.stripes_of_rows`, if there is a pattern
     slopes: Array | None  # of each row's head
     sinks: Array | None
 
 
 class Totals(NamedTuple):
-    """The maxima and sums of the softmax of the tokens so far."""
+    """Maxima and sums of the softmax over the tokens so far."""
 
-    maxima: Array  # what is subtracted from logits as they are kept, nearly the largest one: [64]
-    sums: Array  # of exponentials: [64], of which each lane has those of its own columns until `finished`
+    maxima: Array  # [64], subtracted from kept logits; up to `_MOST_LAG` below the largest one
+    sums: Array  # [64], of exponentials; until `finished` each lane sums its own columns only
 
 
 class State(NamedTuple):
-    """The softmax of the tokens so far."""
+    """The softmax over the tokens so far."""
 
-    out: Array  # O, not divided by the sums: [64, head_size]
+    out: Array  # O before the division by the sums: [64, head_size]
     maxima: Array  # as in `Totals`
     sums: Array
 
 
 class TileWeights(NamedTuple):
-    """What a tile adds to the softmax."""
+    """The contribution of a tile to the softmax."""
 
-    totals: Totals  # with the tile
-    rescale: Array  # factor of O so far: [64]
+    totals: Totals  # including the tile
+    rescale: Array  # [64], the factor of the previous O
     weights: Array  # P: [64, tile]
 
 
@@ -95,7 +94,7 @@ class TileScales(NamedTuple):
 
 
 def empty(geometry: Geometry) -> State:
-    """The softmax of no token."""
+    """The softmax over no tokens."""
     return State(
         layout(jnp.zeros((WGMMA_ROWS, geometry.problem.head_size), jnp.float32)),
         layout(jnp.full((WGMMA_ROWS,), LOWEST, jnp.float32), 1),
@@ -104,7 +103,7 @@ def empty(geometry: Geometry) -> State:
 
 
 def rows_of(item: Item, half: Scalar, inputs_gmem: Inputs, kind: ItemKind) -> Rows:
-    """The rows of a half of an item."""
+    """The rows of one half of an item."""
     problem, half_tokens, options = kind.geometry.problem, kind.geometry.half_tokens, inputs_gmem.options
     row = lanes.row_numbers()
     token, head = lax.div(row, jnp.int32(problem.group)), lax.rem(row, jnp.int32(problem.group))
@@ -134,12 +133,12 @@ def rows_of(item: Item, half: Scalar, inputs_gmem: Inputs, kind: ItemKind) -> Ro
 
 
 def divide_query(query_smem: Ref, rows: Rows, geometry: Geometry) -> Rows:
-    """Makes float16 of a warpgroup's own query, which comes as the bits of bfloat16, where the products need that.
+    """Converts a warpgroup's query from bits of bfloat16 to float16, in place, if the products are in float16.
 
-    Each row is divided by a power of two, which float16 then holds as well as bfloat16 did: elements that lose bits are
-    smaller by 2 ** 17 or more than the row's largest.
+    A power of two divides each row, exactly. Only elements that are 2 ** 17 times smaller than the row's largest lose
+    bits in float16.
 
-    Returns the rows, whose products are that much smaller.
+    Returns the rows with factors that make up for the division.
     """
     if not geometry.divides_queries:
         return rows
@@ -156,16 +155,16 @@ def divide_query(query_smem: Ref, rows: Rows, geometry: Geometry) -> Rows:
 
 
 def _scaling(factor: Any, problem: Problem) -> Scaling:
-    """How products become logits, if the factor is that of logits of base e."""
+    """The factors of a call in which logits are products times `factor`, before caps and biases."""
     if not problem.scaled_products:
-        return Scaling(factor, False, jnp.float32(LOG2E), 1.0)  # a number of Python's may have 64 bits in assembly
+        return Scaling(factor, False, jnp.float32(LOG2E), 1.0)  # a Python float may have 64 bits in PTX
     is_late = factor * LOG2E > _LEAST_FACTOR
     early, exponents = jnp.where(is_late, 1.0, factor), jnp.where(is_late, factor * LOG2E, LOG2E)
     return Scaling(early, is_late, lanes.in_each_lane(exponents), jnp.where(is_late, factor, 1.0))
 
 
 def is_plain(span: Span, rows: Rows, kind: ItemKind) -> Any:
-    """Whether all rows see all tokens of a tile, whose products need no factor of their own."""
+    """Whether a tile needs no mask and no factor of its own: all rows see all of its tokens."""
     problem = kind.geometry.problem
     tile_end = span.starts[-1] + kind.tile
     plain = tile_end <= span.end
@@ -178,7 +177,7 @@ def is_plain(span: Span, rows: Rows, kind: ItemKind) -> Any:
     if _scales_cache_only(kind.geometry):
         plain &= ~span.is_new
     if span.pattern is not None:
-        plain &= patterns.hides_nothing(span.pattern, span.number, span.starts[0], rows.last_position, kind)
+        plain &= patterns.hides_nothing(span.pattern, span.rank, span.starts[0], rows.last_position, kind)
         plain &= span.starts[0] >= span.begin
     return plain
 
@@ -194,22 +193,22 @@ def attend(
     *,
     plain: bool,
 ) -> TileWeights:
-    """Takes a tile's products Q K^T into the softmax; what is left is to multiply O, and to add P V to it.
+    """Adds a tile's products Q K^T to maxima and sums. The caller then rescales O and adds P V.
 
-    Products of tiles may be on their way meanwhile, so that no branch may depend on the kind of tile: `plain` is what
-    `is_plain` returned, and is static here. One branch is in `lanes.raised`. Another one, of tiles that are not
-    plain, is the same for all tiles of a call. `at_maxima` runs before the exponentials.
+    Other products may run meanwhile, so no branch here may depend on the tile: `plain` is the static result of
+    `is_plain`. Two branches remain: the one in `lanes.raised`, and one on `is_late`, which is the same for all tiles of
+    a call. `at_maxima` runs between the maxima and the exponentials.
     """
     geometry = kind.geometry
     if scales.keys is not None:
         products = products * _of_tokens(scales.keys)
     logits = _logits(products, span, rows, kind, plain)
-    # What is subtracted may lag behind the largest logit: then O need not be multiplied.
+    # A maximum may lag behind the largest logit, which saves most multiplications of O.
     unit = rows.scaling.to_exponents
     maxima = lanes.raised(totals.maxima, logits, unit, _MOST_LAG)
     if at_maxima is not None:
         at_maxima()
-    # A maximum times the unit rounds, always in the same way, which cancels when O is divided by the sums.
+    # The rounding of maximum * unit is the same everywhere, so it cancels when the sums divide O.
     base, old_base = (lax.max(x * unit, jnp.full_like(x, LOWEST)) for x in (maxima, totals.maxima))
     rescale = jnp.exp2(old_base - base)
     exponentials = lanes.exponentials(logits, unit, base - _exponent_of_weights(geometry))
@@ -221,7 +220,7 @@ def attend(
 
 
 def finished(state: State, rows: Rows, geometry: Geometry) -> State:
-    """The softmax of all tokens, with maxima of logits of base e, and without the power of 2 in weights and sums."""
+    """Ends the softmax: sums over all lanes, maxima in units of logits, and no power of two in O and sums."""
     maxima = lax.max(state.maxima * rows.scaling.to_base_e, jnp.full_like(state.maxima, LOWEST))
     factor = 2.0 ** -_exponent_of_weights(geometry)
     return State(state.out * factor, layout(maxima, 1), lanes.sum_of_lanes(state.sums) * factor)
@@ -233,7 +232,7 @@ def over_columns(x: Array, columns: int) -> Array:
 
 
 def _exponent_of_weights(geometry: Geometry) -> int:
-    """The power of 2 by which weights and their sums are larger until they are `finished`."""
+    """The exponent of the power of two in weights and sums, until `finished` takes it out."""
     return _EXPONENT_IN_FLOAT16 if geometry.operand_dtype == "float16" else 0
 
 
@@ -244,19 +243,19 @@ def _of_tokens(values_smem: Ref) -> Array:
 
 
 def _scales_cache_only(geometry: Geometry) -> bool:
-    """Whether cached keys and values have scales, and new ones have none."""
+    """Whether cached keys or values have scales that new ones do not have."""
     scales = geometry.problem.k_scale, geometry.problem.v_scale
     return geometry.problem.prefix and any(scale is not ScaleKind.NONE for scale in scales)
 
 
 def _logits(products: Array, span: Span, rows: Rows, kind: ItemKind, plain: bool) -> Array:
-    """The logits of a tile, which `Scaling.to_base_e` makes those of base e; -inf where a row does not see."""
+    """The kept logits of a tile; -inf where a row does not see a token."""
     problem, scaling = kind.geometry.problem, rows.scaling
     if not plain and kind.geometry.problem.prefix and problem.k_scale is not ScaleKind.NONE:
         products = products * jnp.where(span.is_new, 1 / rows.k_scale, 1.0)
     if problem.scaled_products:
         logits = products
-        if not plain:  # where the factor is 1 the branch saves as many multiplications as a thread has logits
+        if not plain:  # if the factor is late, the branch saves one multiplication for each logit
             logits = lax.cond(scaling.is_late, lambda: products, lambda: products * _spread(scaling.factor, kind))
     else:
         logits = scaled_logits(products, _spread(scaling.factor, kind), problem)
@@ -268,13 +267,13 @@ def _logits(products: Array, span: Span, rows: Rows, kind: ItemKind, plain: bool
 
 
 def _masked(logits: Array, span: Span, rows: Rows, kind: ItemKind) -> Array:
-    """-inf where a row does not see a token."""
+    """Sets the logits of unseen tokens to -inf."""
     problem, prefix, pattern = kind.geometry.problem, kind.geometry.problem.prefix, span.pattern
     token = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
     if problem.causal:
         lasts = [lax.min(rows.position, span.end - 1) - start for start in span.starts]
         if pattern is not None:
-            firsts = [start + i * kind.stretch_tokens for i, start in enumerate(span.starts)]
+            firsts = [start + i * kind.segment_tokens for i, start in enumerate(span.starts)]
             shown = [patterns.shows(first, rows.position, rows.stripes, kind.geometry) for first in firsts]
             lasts = [jnp.where(s, last, jnp.full_like(last, -1)) for s, last in zip(shown, lasts, strict=True)]
         seen = token <= _side_by_side(lasts, kind)
@@ -288,13 +287,13 @@ def _masked(logits: Array, span: Span, rows: Rows, kind: ItemKind) -> Array:
     return layout(jnp.where(seen, logits, -jnp.inf))
 
 
-def _side_by_side(of_stretches: Sequence[Any], kind: ItemKind) -> Any:
-    """[64, tile] of what each stretch has for all rows, or of an array [64] each; a scalar if there is one in all."""
-    if len(of_stretches) > 1:
-        return lanes.side_by_side(of_stretches, kind.tile)
-    return _spread(of_stretches[0], kind)
+def _side_by_side(of_segments: Sequence[Any], kind: ItemKind) -> Any:
+    """[64, tile], from a scalar or an array [64] for each segment; a scalar if one segment has one."""
+    if len(of_segments) > 1:
+        return lanes.side_by_side(of_segments, kind.tile)
+    return _spread(of_segments[0], kind)
 
 
 def _spread(x: Any, kind: ItemKind) -> Any:
-    """[64] -> [64, tile]; what is one for all rows stays a scalar."""
+    """[64] -> [64, tile]; a scalar stays a scalar."""
     return over_columns(x, kind.tile) if jnp.ndim(x) else x

@@ -1,7 +1,7 @@
-"""What a computing warpgroup does with a thin item: attention of all its rows to every other tile of the item.
+"""A computing warpgroup's work for a thin item: attention of all rows to every other tile of the item.
 
-Both warpgroups have the same rows, and each takes the tiles of its own stages. Then the one that had the last tile but
-one hands its softmax over to the one that had the last, and goes on with the next item meanwhile.
+Both warpgroups have the same rows, and each takes the tiles of its own stages. The warpgroup without the last tile is
+done first: it hands its softmax over to the other one, and goes on with the next item.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from paged_jax.kernels.mosaic_gpu.ragged.softmax import Rows, State, TileScales,
 
 
 def attend_to_item(stage: Scalar, refs: Refs, kind: ItemKind) -> None:
-    """Attends to the thin item of a stage, and stores its results."""
+    """Attends to the thin item in a stage, and stores its results."""
     smem, query_stage, half = refs.smem, items.query_stage(stage, kind.geometry), jnp.int32(0)
     item, tiles_before = items.read(stage, smem), items.tiles_before(stage, smem)
     warpgroup = lax.axis_index("warpgroup")
@@ -34,25 +34,25 @@ def attend_to_item(stage: Scalar, refs: Refs, kind: ItemKind) -> None:
     query_smem = smem.query.rows.at[query_stage, warpgroup if kind.geometry.divides_queries else 0]
     rows = softmax.divide_query(query_smem, rows, kind.geometry)
     first_tile = lax.rem(tiles_before + warpgroup, jnp.int32(2))
-    # Whoever has the last tile takes over, as the other one is done before and can go on with the next item.
+    # The warpgroup with the last tile takes over, because the other one is done earlier and can go on.
     takes_over = lax.rem(item.num_tiles + first_tile, jnp.int32(2)) == 1
     query_done = smem.signal(Signal.QUERY_DONE, stage)
-    pl.when(takes_over & (item.num_tiles == 0))(lambda: _say_that_query_is_done(query_done))
+    pl.when(takes_over & (item.num_tiles == 0))(lambda: _signal_query_done(query_done))
     tiles = _ThinTiles(item, tiles_before, first_tile, rows, query_smem, query_done, refs, kind)
     state = softmax.finished(tiles.attend(), rows, kind.geometry)
 
     @pl.when(~takes_over)
     def hand_over():
-        plgpu.barrier_wait(query_done)  # the results take its place
+        plgpu.barrier_wait(query_done)  # the handed-over O overwrites the query
         results.hand_over(state, halves_smem, smem, kind.geometry)
 
-    # Both wait, as either may be the one who takes over the next item.
+    # Both wait, because either may take over the next item.
     plgpu.barrier_wait(smem.signal(Signal.HANDED_OVER))
 
     @pl.when(takes_over)
     def finish():
         whole = results.take_over(state, halves_smem, smem)
-        item = items.read(stage, smem)  # again, as `ragged_wide` says
+        item = items.read(stage, smem)  # read again, as in `wide.py`
         rows = softmax.rows_of(item, half, refs.inputs_gmem, kind)
         results_smem = Results(halves_smem.at[0], smem.lse.at[lax.axis_index("warpgroup")])
         results.store(item, half, rows, whole, results_smem, refs, kind)
@@ -61,11 +61,11 @@ def attend_to_item(stage: Scalar, refs: Refs, kind: ItemKind) -> None:
     items.finish(stage, smem)
 
 
-def _say_that_query_is_done(query_done: Ref) -> None:
-    """Tells the warpgroup that hands over that no product needs the query any more.
+def _signal_query_done(query_done: Ref) -> None:
+    """Signals, to the warpgroup that hands over, that no product needs the query any more.
 
-    It waits itself, too. The other one may be an item ahead by then and say the same of that one, which has a barrier
-    of its own: saying it twice at one barrier would look like not having said it.
+    This warpgroup waits for the signal, too, so that it keeps up with the barrier's phase. The other one may be an item
+    ahead; that item has a barrier of its own, because two arrivals at one barrier would cancel in its phase.
     """
     plgpu.barrier_arrive(query_done)
     plgpu.barrier_wait(query_done)
@@ -85,7 +85,7 @@ class _ThinTiles:
     kind: ItemKind
 
     def attend(self) -> State:
-        """The softmax of all these tiles."""
+        """Attends to all of these tiles."""
         steps = lax.div(self.item.num_tiles - self.first_tile + 1, jnp.int32(2))
         return lax.fori_loop(0, steps, self._attend_to_tile, softmax.empty(self.kind.geometry))
 
@@ -98,7 +98,7 @@ class _ThinTiles:
         plgpu.barrier_wait(barriers.keys_ready.at[stage])
         scores = product(self.query_smem, tile_of(smem.keys.tiles, stage, self.kind).T)
         plgpu.barrier_arrive(barriers.keys_consumed.at[stage])
-        pl.when(tile == self.item.num_tiles - 1)(lambda: _say_that_query_is_done(self.query_done))
+        pl.when(tile == self.item.num_tiles - 1)(lambda: _signal_query_done(self.query_done))
         scales = TileScales(*(scales_of(ring, stage, self.kind) for ring in (smem.keys, smem.values)))
         span = plan.span_of(self.item, tile, self.kind)
 

@@ -1,21 +1,21 @@
-"""What was chosen for a call of ragged attention."""
+"""The choices of a ragged attention call."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """What was chosen for a `Problem` on a `Device`.
+    """The choices for a `Problem` on a `Device`.
 
     Attributes:
-      num_programs: thread blocks, one on each multiprocessor, which take work items until none is left.
+      num_programs: thread blocks, one on each multiprocessor. Each takes work items until none is left.
       tile: tokens of a tile of K or V of wide items.
       thin_tile: tokens of a tile of thin items; it divides `tile`.
       stages: tiles of wide items in the ring of K, and as many in the ring of V.
-      queries: items whose queries have a place in shared memory.
-      least_split: what any item may cost; one that costs an eighth more may be split. A tile of 64 tokens costs 1, of
-        wide items 2.
-      counts_in_kernel: whether each program counts the batch's work; otherwise XLA does, before the kernel.
+      queries: items whose queries fit into shared memory at a time.
+      least_split: cost up to which an item is never split; one that costs an eighth more may be. A tile of 64 tokens
+        costs 1 for thin items and 2 for wide ones.
+      counts_in_kernel: whether each program counts the batch's work in the kernel; otherwise XLA counts it before.
       merge_programs: thread blocks of the kernel that merges split items.
     """
 

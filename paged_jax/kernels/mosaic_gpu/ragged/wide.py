@@ -1,13 +1,11 @@
-"""What a computing warpgroup does with a wide item: attention of 64 rows of its own to all tiles of the item.
+"""A computing warpgroup's work for a wide item: attention of its own 64 rows to all tiles of the item.
 
-The warpgroups take turns at the matrix units (ping-pong scheduling): a turn is the first product of a tile and, behind
-it, the second product of the tile before. Under the second product, and under the other warpgroup's turn, a warpgroup
-does its softmax. Where that takes longer than the products, the second half of the second product begins when the
-softmax has its maxima, and the turn ends only then.
+The warpgroups take turns at the matrix units (ping-pong scheduling). A turn is S of a tile followed by O of the tile
+before. A warpgroup computes its softmax under O and under the other warpgroup's turn. If the softmax takes longer than
+the products, the second half of O starts only when the softmax has its maxima, and ends the turn.
 
-The compiler has to keep a turn in one piece. So no branch is in it but those of `ragged_softmax.attend`, nothing in it
-computes what the next product takes from registers, and `lanes.settle` keeps the softmax from being put off
-until the products are done.
+The compiler must not split a turn. So a turn has no branches except those of `softmax.attend`, it computes no operand
+of the next product, and `lanes.settle` keeps the compiler from delaying the softmax until the products are done.
 """
 
 import functools
@@ -29,11 +27,11 @@ from paged_jax.kernels.mosaic_gpu.ragged.ptx.rows import Results
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref, Refs, Signal
 from paged_jax.kernels.mosaic_gpu.ragged.softmax import Rows, State, TileScales, TileWeights, Totals
 
-_Carry = tuple[State, Array]  # O without the last tile, maxima and sums with it, and the last tile's weights P
+_Carry = tuple[State, Array]  # O before the last tile, maxima and sums including it, and P of the last tile
 
 
 def attend_to_item(stage: Scalar, refs: Refs, kind: ItemKind) -> None:
-    """Attends to the wide item of a stage, and stores its results."""
+    """Attends to the wide item in a stage, and stores its results."""
     smem, query_stage = refs.smem, items.query_stage(stage, kind.geometry)
     item, tiles_before = items.read(stage, smem), items.tiles_before(stage, smem)
     warpgroup = lax.axis_index("warpgroup")
@@ -44,8 +42,8 @@ def attend_to_item(stage: Scalar, refs: Refs, kind: ItemKind) -> None:
     tiles = _WideTiles(item, tiles_before, rows, query_smem, warpgroup, refs, kind)
     state = lax.cond(item.num_tiles > 0, tiles.attend, lambda: softmax.empty(kind.geometry))
     state = softmax.finished(state, rows, kind.geometry)
-    # From here on all is read and computed again: over the tiles there is no register for it, and to get back what was
-    # spilled takes as long as memory does (benchmarks/LOG.md, "What is spilled").
+    # The loop over tiles leaves no register for the item. Reading and computing it again is faster than a spill, which
+    # comes back as slowly as from memory (benchmarks/LOG.md, "What is spilled").
     item, warpgroup = items.read(stage, smem), lax.axis_index("warpgroup")
     rows = softmax.rows_of(item, warpgroup, refs.inputs_gmem, kind)
     results_smem = Results(smem.query.rows.at[query_stage, warpgroup], smem.lse.at[warpgroup])
@@ -56,7 +54,7 @@ def attend_to_item(stage: Scalar, refs: Refs, kind: ItemKind) -> None:
 
 @dataclass(frozen=True)
 class _WideTiles:
-    """A warpgroup's attention to the tiles of a wide item, which has at least one."""
+    """A warpgroup's attention to the tiles of a wide item, of which there is at least one."""
 
     item: Item
     tiles_before: Scalar
@@ -67,7 +65,7 @@ class _WideTiles:
     kind: ItemKind
 
     def attend(self) -> State:
-        """The softmax of all tiles."""
+        """Attends to all tiles."""
 
         def is_left(state):
             return state[0] < self.item.num_tiles
@@ -82,19 +80,19 @@ class _WideTiles:
         return State(out, *totals)
 
     def _attend_to_first_tile(self) -> _Carry:
-        """The first product and the softmax of the first tile."""
+        """S and the softmax of the first tile."""
         first, keys = jnp.int32(0), self.refs.smem.keys
         state, stage = softmax.empty(self.kind.geometry), self._stage(first)
         plgpu.barrier_wait(keys.ready.at[stage])
         self._wait_for_turn()
         scores = product(self.query_smem, keys.tiles.at[stage].T, self._end_turn)
-        # The product is done, so that a branch splits no turn.
+        # The product is done, so a branch splits no turn.
         weigh = functools.partial(self._weigh, first, Totals(state.maxima, state.sums), scores)
         weighed = lax.cond(self._is_plain(first), lambda: weigh(plain=True), lambda: weigh(plain=False))
         return State(state.out, *weighed.totals), self._rounded(weighed)
 
     def _attend_to_similar_tiles(self, i: Scalar, carry: _Carry) -> tuple[Scalar, _Carry]:
-        """Attends to tile i and those behind it that are as plain. A branch for each tile would split its turn."""
+        """Attends to tile i and the next ones that are as plain as tile i. A branch in each tile would split turns."""
 
         def run(plain: bool):
             def goes_on(state):
@@ -109,7 +107,7 @@ class _WideTiles:
         return lax.cond(self._is_plain(i), lambda: run(True), lambda: run(False))
 
     def _attend_to_tile(self, i: Scalar, carry: _Carry, *, plain: bool) -> _Carry:
-        """The first product and the softmax of tile i, and the second product of the tile before."""
+        """S and the softmax of tile i, and O of the tile before."""
         (out, *totals), weights = carry
         keys, values = self.refs.smem.keys, self.refs.smem.values
         stage, earlier = self._stage(i), self._stage(i - 1)
@@ -129,14 +127,14 @@ class _WideTiles:
             in_halves=self.kind.geometry.softmax_outlasts_products,
         )
         plgpu.barrier_arrive(values.consumed.at[earlier])
-        # What the next product takes from registers must not be computed while it takes the last one's.
+        # The next product's operand must not be computed while the last product reads its own from registers.
         weights = self._rounded(weighed)
         return State(lanes.rescaled(out, weighed.rescale), *weighed.totals), weights
 
     def _weigh(
         self, i: Scalar, totals: Totals, scores: Array, at_maxima: Callable[[], None] | None = None, *, plain: bool
     ) -> TileWeights:
-        """The softmax of a tile, whose first product is done; `at_maxima` runs when it has its maxima."""
+        """The softmax of a tile, from its S; `at_maxima` runs between maxima and exponentials."""
         smem, stage = self.refs.smem, self._stage(i)
         plgpu.barrier_arrive(smem.keys.consumed.at[stage])
         scales = TileScales(*(scales_of(ring, stage, self.kind) for ring in (smem.keys, smem.values)))
@@ -146,7 +144,7 @@ class _WideTiles:
         return weighed
 
     def _rounded(self, weighed: TileWeights) -> Array:
-        """P as the second product takes it."""
+        """P in the dtype of the second product."""
         return weighed.weights.astype(self.kind.geometry.operand_dtype)
 
     def _is_plain(self, i: Scalar) -> Scalar:

@@ -1,4 +1,4 @@
-"""How tiles of K and V lie in shared memory and how they become operands of wgmma: one interface, four classes."""
+"""Tiles of K and V: their layout in shared memory, and their conversion to operands of wgmma. Four classes."""
 
 from paged_jax.kernels.mosaic_gpu.decode.tiles.eight_bit import EightBitTiles
 from paged_jax.kernels.mosaic_gpu.decode.tiles.eight_bit_vllm import EightBitVllmTiles
@@ -7,11 +7,11 @@ from paged_jax.kernels.mosaic_gpu.decode.tiles.vllm import VllmTiles
 from paged_jax.kernels.problem import Problem
 
 Tiles = PlainTiles
-"""What the kernel asks of tiles; the other classes replace what they do otherwise."""
+"""The interface of tiles. The other classes override methods of `PlainTiles`."""
 
 
 def class_of(problem: Problem) -> type[Tiles]:
-    """The class of a problem's tiles."""
+    """The class of a problem's tiles. The tests replace this function, so that the interpreter gets its own classes."""
     eight_bit = problem.cache_itemsize == 1
     if problem.layout == "vllm":
         return EightBitVllmTiles if eight_bit else VllmTiles

@@ -1,10 +1,9 @@
-"""What tiles of 8 bits have in common: their elements become float16 in registers, in an order of their own.
+"""Base class for tiles of 8 bits: their elements become float16 in registers, permuted along the summed dimension (k).
 
-wgmma takes its left operand A from registers, in pairs of neighbours along what is summed: of every [64, 16] of A, lane
-4 * g + t of warp w has rows 16 * w + 8 * h + g and columns 8 * a + 2 * t + b, for h, a, b of 0 and 1. A lane reads
-shared memory in words of 4 elements. If these are neighbours along what is summed, they are elements 4 * t + 2 * a + b
-of 16, and stand for the 4 columns that wgmma wants from the lane. `store_in_word_order` stores the right operand in
-that same order, and the sums do not change.
+wgmma takes its left operand A from registers. Of every [64, 16] of A, lane 4 * g + t of warp w holds rows
+16 * w + 8 * h + g and columns 8 * a + 2 * t + b, for h, a, b in {0, 1}. A lane reads shared memory in words of 4
+elements. If these are neighbours along k, they are elements 4 * t + 2 * a + b of 16, and take the 4 columns of the lane
+(word order). `store_in_word_order` permutes the right operand in the same way, so the sums do not change.
 """
 
 from typing import Any, ClassVar
@@ -24,28 +23,27 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import array, inline
 from paged_jax.kernels.mosaic_gpu.hopper.memory import transforms
 from paged_jax.kernels.mosaic_gpu.hopper.registers import layout, power_of_two, wide
 
-_SMALLEST = 1e-30  # stands in for the peak of a query of zeros
+_SMALLEST = 1e-30  # replaces the peak of a query of zeros
 
 
 class ConvertedTiles(PlainTiles):
-    """Operands are float16, and the query is stored in the order of words."""
+    """Operands are float16, and the query is stored in word order."""
 
     in_registers: ClassVar[bool] = True
 
     @property
     def operand_dtype(self) -> str:
-        """float16 holds whatever 8 bits can say, and Hopper converts float8 to nothing else."""
+        """float16 holds every value of 8 bits, and is the only target of Hopper's conversion from float8."""
         return "float16"
 
     def query_operand_type(self) -> Any:
-        """The query in float16, with its elements in the order of words."""
+        """Shared memory for the query in float16 and word order."""
         return self.swizzled((self.geometry.columns, self.geometry.problem.head_size), self.operand_dtype)
 
     def query_operand(self, query_smem, operand_smem) -> tuple[Any, Any]:
-        """A query in bfloat16 is divided by a power of two, row by row, so that float16 can hold it.
+        """Divides each row of a query in bfloat16 by a power of two, exactly, and converts it to float16.
 
-        The division is exact. float16 loses bits only of elements that are smaller than the row's largest by 2 ** 17 or
-        more.
+        Only elements that are 2 ** 17 times smaller than the row's largest lose bits.
         """
         query, divisor = layout(query_smem.T[...]), 1.0
         if self.geometry.problem.query_dtype != self.operand_dtype:
@@ -58,14 +56,14 @@ class ConvertedTiles(PlainTiles):
         return operand_smem, divisor
 
     def store_query(self, operand_smem, query: Array) -> None:
-        """Stores Q^T [head_size, columns] as [columns, head_size], with its elements in the order of words."""
+        """Stores Q^T [head_size, columns] as [columns, head_size], in word order."""
         store_in_word_order(operand_smem, query, self.geometry)
 
 
 def store_in_word_order(operand_smem, operand: Array, geometry: Geometry) -> None:
-    """Stores a right operand in float16, [n, columns], as [columns, n], with what is summed in the order of words.
+    """Stores a right operand in float16, [n, columns], as [columns, n], with n in word order.
 
-    There is no barrier: all threads must have read what this replaces.
+    It has no barrier: all threads must have read the previous content.
     """
     summed, columns = operand.shape
     transforms_ = transforms(geometry.problem.head_size, "float16")
@@ -85,27 +83,27 @@ def store_in_word_order(operand_smem, operand: Array, geometry: Geometry) -> Non
 
 
 def word_order_layout() -> mgpu.TiledLayout:
-    """The layout of [columns, n] in which a lane stores its columns of a right operand in the order of words.
+    """The layout of [columns, n] in which a lane stores its columns of a right operand in word order.
 
-    Element 4 * t + 2 * a + b of 16 goes to place 8 * a + 2 * t + b. A lane has elements 16 * w + 8 * h + g of its
-    columns: bits h, g2, g1, g0 of an element's number, highest first, become bits 2, 1, 3, 0 of its place.
+    Element 4 * t + 2 * a + b of 16 goes to index 8 * a + 2 * t + b. A lane has elements 16 * w + 8 * h + g of its
+    columns: bits h, g2, g1, g0 of the element's index, highest first, become bits 2, 1, 3, 0 of the new index.
     """
     tiles = ((8, 64), (8, 16), (8, 8), (8, 4), (8, 2), (2, 1), (1, 1))
     return tiled_layout(tiles, warp=-13, lanes=(-7, -11, -5, -6))
 
 
 def tiled_layout(tiles, warp: int, lanes: tuple[int, ...]) -> mgpu.TiledLayout:
-    """The layout that has warps and lanes in these dimensions of an array's tiles."""
+    """The layout with warps and lanes in these dimensions of an array's tiles."""
     return mgpu.TiledLayout(plgpu.Tiling(tiles), (warp,), lanes, -1, _check_canonical=False).canonicalize()
 
 
 def to_float16(word, cache_dtype: str) -> list:
-    """Two registers of two float16 each, from a register of four elements of 8 bits."""
+    """Converts a register of four elements of 8 bits to two registers of two float16 each."""
     return on_words(CONVERT[cache_dtype], 2, word)
 
 
 def on_words(code: str, results: int, *operands):
-    """Runs PTX on registers of 32 bits; $0 and on are its results, what follows the operands."""
+    """Runs PTX on registers of 32 bits: its results are $0, $1, ..., and the operands follow."""
     word = ir.IntegerType.get_signless(32)
     constraints = ",".join(["=&r"] * results + ["r"] * len(operands))
     if results == 1:

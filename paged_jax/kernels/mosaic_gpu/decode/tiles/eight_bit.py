@@ -1,17 +1,18 @@
-"""Tiles of 8 bits in layouts "hnd" and "nhd": they become float16 in registers on their way to the products.
+"""Tiles of 8 bits in layouts "hnd" and "nhd": registers convert them to float16 for the products.
 
-`converted.py` says which elements wgmma wants from a lane. A lane reads words of 4 neighbouring elements of a token.
+`converted.py` describes the operand A of wgmma. A lane reads words of 4 neighbouring elements of a token.
 
-Keys, A = K [tile, head_size]: these are neighbours along what is summed, and go with a query in the order of words.
+Keys, A = K [tile, head_size]: the elements are neighbours along k, and match a query in word order.
 
-Values, A = V^T [head_size, tile]: a lane's words have the same elements of two neighbouring tokens, and exchange bytes,
+Values, A = V^T [head_size, tile]: a lane has words of the same elements of two neighbouring tokens. They exchange
+bytes,
 
     token 2 * t     | e0 e1 e2 e3 |       | e0 e0' | e1 e1' |
     token 2 * t + 1 | e0'e1'e2'e3'|  ->   | e2 e2' | e3 e3' |
 
-so that a pair of tokens is a register. These elements stand for the rows that wgmma wants from the lane;
-`store_partial_out` and `store_out` put the rows of the product where they belong. Where head_size is no multiple of
-128, a lane has 2 of these rows at a time, and its words are halves.
+so that each register has a pair of tokens. The rows of V^T, and of the product, are permuted; `store_partial_out` and
+`store_out` store them in order. If head_size is no multiple of 128, a lane has 2 of these rows at a time, in half
+words.
 """
 
 import jax.experimental.mosaic.gpu as mgpu
@@ -27,15 +28,15 @@ from paged_jax.kernels.mosaic_gpu.decode.tiles.rows import first_row, token_of_r
 from paged_jax.kernels.mosaic_gpu.hopper.inline import add, array, i32, inline, operand, select_within
 from paged_jax.kernels.mosaic_gpu.hopper.memory import transforms
 
-# Assembly that makes of the same four bytes of two tokens the first, and the last, two pairs of tokens.
+# PTX: interleaves the bytes of two tokens ($1, $2); returns the first two pairs or the last two.
 _PAIR_TOKENS = "prmt.b32 $0, $1, $2, 0x5140;", "prmt.b32 $0, $1, $2, 0x7362;"
 
 
 class EightBitTiles(ConvertedTiles):
-    """Tiles lie as `PlainTiles` has them, and become operands in registers."""
+    """Tiles with the layout of `PlainTiles`, and operands in registers."""
 
     def keys(self, tile_smem) -> Array:
-        """K [tile, head_size] in float16, with its elements in an order of its own."""
+        """K [tile, head_size] in float16, with its elements in word order."""
         geometry, cache_dtype = self.geometry, self.geometry.problem.cache_dtype
         shape = geometry.tuning.tile, geometry.problem.head_size
 
@@ -50,7 +51,7 @@ class EightBitTiles(ConvertedTiles):
         return load(tile_smem)
 
     def values(self, tile_smem) -> Array:
-        """V^T [head_size, tile] in float16, with its rows in an order of its own."""
+        """V^T [head_size, tile] in float16, with permuted rows."""
         geometry, cache_dtype = self.geometry, self.geometry.problem.cache_dtype
         tile, head_size, each = geometry.tuning.tile, geometry.problem.head_size, _elements(geometry)
 
@@ -68,7 +69,7 @@ class EightBitTiles(ConvertedTiles):
         return load(tile_smem)
 
     def zero_rows(self, rows_smem, start: int, low, high) -> None:
-        """Zeroes rows of 8 bits as `PlainTiles` zeroes its own, four elements of a row at a time."""
+        """As in `PlainTiles`, four elements of a row at a time."""
         geometry, scalar = self.geometry, plgpu.Layout.WG_SPLAT(())
 
         @inline(plgpu.RefType(_transforms(geometry)), scalar, scalar)
@@ -88,7 +89,7 @@ class EightBitTiles(ConvertedTiles):
         zero(rows_smem, low - start, high - start)
 
     def store_partial_out(self, partial_smem, out: Array, row: int) -> None:
-        """Stores O^T [head_size, columns] with its rows where they belong; there is one head slice, from row 0 on."""
+        """Stores O^T [head_size, columns] with its rows in order. There is one head slice, so `row` is 0."""
         geometry = self.geometry
 
         @inline(plgpu.RefType(), plgpu.Layout.WGMMA)
@@ -100,7 +101,7 @@ class EightBitTiles(ConvertedTiles):
         store(partial_smem, out)
 
     def store_out(self, out_smem, out: Array) -> None:
-        """Stores O^T [head_size, columns] as [columns, head_size], with its rows where they belong."""
+        """Stores O^T [head_size, columns] as [columns, head_size], with its rows in order."""
         geometry, each = self.geometry, _elements(self.geometry)
 
         @inline(plgpu.RefType(), plgpu.Layout.WGMMA)
@@ -118,22 +119,22 @@ class EightBitTiles(ConvertedTiles):
 def tokens_layout(group: int, geometry: Geometry) -> mgpu.TiledLayout:
     """The layout of [tokens, head_size] in which a lane reads V.
 
-    It has tokens 8 * a + 2 * t + b of each `group` of tokens. Of 32 * _elements elements, warp w has the w-th quarter,
-    and g the g-th eighth of that.
+    Lane 4 * g + t has tokens 8 * a + 2 * t + b of each `group` of tokens. Of 32 * _elements elements, warp w has the
+    w-th quarter, and the lane the g-th eighth of that.
     """
     each = _elements(geometry)
     return tiled_layout(((group, 32 * each), (8, 8 * each), (2, each), (1, each)), warp=-7, lanes=(-5, -6))
 
 
 def rows_layout(geometry: Geometry) -> mgpu.TiledLayout:
-    """The layout of [head_size, columns] with the rows that `values` gives a lane and the columns of a product."""
+    """The layout of O^T [head_size, columns] after a product with `values`: permuted rows, columns of wgmma."""
     each = _elements(geometry)
     tiles = ((32 * each, 8), (8 * each, 8), (each, 8), *([(2, 8)] if each == 4 else []), (1, 2))
     return tiled_layout(tiles, warp=-2 * len(tiles), lanes=(2 - 2 * len(tiles), -3))
 
 
 def _elements(geometry: Geometry) -> int:
-    """Neighbouring elements of V that a lane reads at once."""
+    """Neighbouring elements of V in one word of a lane."""
     return 4 if geometry.problem.head_size % 128 == 0 else 2
 
 
@@ -142,7 +143,7 @@ def _transforms(geometry: Geometry):
 
 
 def _load(tile_smem, layout, geometry: Geometry) -> np.ndarray:
-    """A thread's registers of a tile of bytes in this layout, each as an integer."""
+    """Loads a thread's registers of a tile of bytes in this layout, each as an integer."""
     swizzle, signed = _transforms(geometry)[1].swizzle, _is_signed(geometry)
     registers = mgpu.FragmentedArray.load_tiled(tile_smem, swizzle, is_signed=signed, layout=layout).registers
     words = np.empty(registers.shape, object)
@@ -152,19 +153,19 @@ def _load(tile_smem, layout, geometry: Geometry) -> np.ndarray:
 
 
 def _by_rows(out: mgpu.FragmentedArray, geometry: Geometry) -> np.ndarray:
-    """A thread's registers of O^T: [.., half of `_elements`, columns, h], first by what `tokens_layout` has apart."""
+    """A thread's registers of O^T as [head_size / (32 * _elements), _elements / 2, columns / 8, h]."""
     each = _elements(geometry)
     shape = geometry.problem.head_size // (32 * each), each // 2, geometry.columns // 8, 2
     return out.registers.reshape(shape)
 
 
 def _is_signed(geometry: Geometry) -> bool | None:
-    """What Mosaic wants to know of arrays of integers, and only of these."""
+    """The argument `is_signed` of Mosaic's arrays: True for integers, None for others."""
     return True if geometry.problem.cache_dtype == "int8" else None
 
 
 def _bitcast(x, bits: int):
-    """A vector of bytes as an integer of at least 32 bits, which assembly wants."""
+    """Bitcasts a vector of bytes to an integer, extended to 32 bits for PTX."""
     word = ir.IntegerType.get_signless(32)
     x = vector.bitcast(ir.VectorType.get((1,), ir.IntegerType.get_signless(bits)), x)
     x = vector.extract(x, [], [0])

@@ -1,8 +1,7 @@
-"""Tiles of 8 bits in layout "vllm": `ldmatrix` makes words of their pages, which become float16 in registers.
+"""Tiles of 8 bits in layout "vllm": `ldmatrix` loads words of their pages, and registers convert them to float16.
 
-A word has 4 neighbours along what is summed, in both products: of K, elements of a token; of V, an element of 4 tokens.
-So the query goes with the keys, and P^T with the values, in the order of words (`converted.py`), and results have their
-rows where they belong.
+In both products a word has 4 neighbours along k: elements of a token of K, or an element of 4 tokens of V. So the query
+and P^T are stored in word order (`converted.py`), and results have their rows in order.
 """
 
 import numpy as np
@@ -13,18 +12,18 @@ from paged_jax.kernels.mosaic_gpu.decode.tiles.vllm import VllmTiles
 
 
 class EightBitVllmTiles(VllmTiles, ConvertedTiles):
-    """Tiles lie as `VllmTiles` has them, and become operands as those of `ConvertedTiles` do.
+    """Tiles with the layout of `VllmTiles`, and operands of `ConvertedTiles`.
 
-    A row of V in a page is a row of `ldmatrix`, or several: blocks have 16 tokens or more.
+    A row of V in a page is one row of `ldmatrix` or several, because blocks have 16 tokens or more.
     """
 
     def of_wgmma(self, words: np.ndarray) -> np.ndarray:
-        """Each word becomes two registers, whose columns are 16 of A."""
+        """Converts each word to two registers of 16 columns of A."""
         registers = np.empty((*words.shape[:3], 2, 2), object)  # [m, s, i, a, h]
         for *at, h in np.ndindex(words.shape):
             registers[*at, :, h] = to_float16(words[*at, h], self.geometry.problem.cache_dtype)
         return registers
 
     def store_weights(self, weights_smem, weights: Array) -> None:
-        """Stores P^T with its tokens in the order of words. Since the last product with P, warps have shared maxima."""
+        """Stores P^T in word order. The exchange of maxima since the last product means that all have read its P."""
         store_in_word_order(weights_smem, weights, self.geometry)

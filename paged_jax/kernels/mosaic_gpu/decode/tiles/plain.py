@@ -1,4 +1,4 @@
-"""Tiles of 16 bits in layouts "hnd" and "nhd": wgmma reads them where the copies put them, in shared memory."""
+"""Tiles of 16 bits in layouts "hnd" and "nhd": wgmma reads them directly from shared memory."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.registers import layout, store
 
 @dataclass(frozen=True)
 class PlainTiles:
-    """Each method says what the kernel asks of tiles; here rows of a tile are rows of shared memory."""
+    """The interface of tiles, for the simplest case: rows of a tile are rows of shared memory."""
 
     in_registers: ClassVar[bool] = False
 
@@ -29,11 +29,11 @@ class PlainTiles:
 
     @property
     def operand_dtype(self) -> str:
-        """The dtype of all operands of the products."""
+        """The dtype of the products' operands."""
         return self.geometry.problem.query_dtype
 
     def swizzled(self, shape: tuple[int, ...], dtype: str) -> Any:
-        """Shared memory of this shape in which wgmma finds its operands, free of bank conflicts."""
+        """Shared memory of this shape in the layout of wgmma's operands, free of bank conflicts."""
         return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=transforms(self.geometry.problem.head_size, dtype))
 
     def key_ring(self) -> Any:
@@ -42,19 +42,19 @@ class PlainTiles:
         return self.swizzled((tuning.stages, tuning.tile, problem.head_size), problem.cache_dtype)
 
     def value_rings(self) -> tuple[Any, ...]:
-        """The ring of V, or one for each slice of a head where wgmma cannot take all of it at once."""
+        """The rings of V, one for each head slice."""
         tuning, problem = self.geometry.tuning, self.geometry.problem
         shapes = [(tuning.stages, tuning.tile, part.size) for part in self.geometry.head_slices]
         return tuple(self.swizzled(shape, problem.cache_dtype) for shape in shapes)
 
     def query_operand_type(self) -> Any | None:
-        """Shared memory for the query as an operand, if it is not one as it comes."""
+        """Shared memory for the converted query, or None if it needs no conversion."""
         return None
 
     # Copies.
 
     def view(self, cache: Any) -> Any:
-        """A cache in the shape that copies take runs from: folded kv heads are one run of each block."""
+        """Reshapes a cache for copies of runs: folded kv heads share the runs of a block."""
         problem, fold = self.geometry.problem, self.geometry.tuning.fold
         if fold == 1:
             return cache
@@ -62,7 +62,7 @@ class PlainTiles:
         return cache.reshape(cache.shape[0], self.geometry.items_per_seq, rows, problem.head_size)
 
     def run_gmem(self, cache_gmem, block, offset, kv_head, head_slice: HeadSlice) -> Any:
-        """What one copy brings: a slice of the run of tokens at `offset` in a block, of the item's kv heads.
+        """The source of one copy: a head slice of the run at `offset` in a block, of the item's kv heads.
 
         In an `Interleaved` pool `kv_head` is the row of the kv head's keys, or of its values.
         """
@@ -76,14 +76,14 @@ class PlainTiles:
         return cache_gmem.at[block, kv_head, tokens, elements]
 
     def run_rows(self, run: int) -> Any:
-        """Where a run goes in its tile."""
+        """The rows of a run in its tile."""
         rows = self.geometry.run_tokens * self.geometry.tuning.fold
         return pl.ds(run * rows, rows)
 
     # Products.
 
     def query_operand(self, query_smem, operand_smem) -> tuple[Any, Any]:
-        """The query as an operand, [columns, head_size], and what each of its rows was divided by."""
+        """The query as an operand, [columns, head_size], and the divisor of each row."""
         return query_smem, 1.0
 
     def keys(self, tile_smem) -> Any:
@@ -99,20 +99,20 @@ class PlainTiles:
         weights_smem.T[...] = layout(weights)
 
     def product(self, a, b_smem) -> Array:
-        """The matrix product of two operands, of which the left may be in registers."""
+        """The product of two operands; the left one may be in registers."""
         return layout(product(a, b_smem))
 
     def slot_scales(self, scales_smem) -> Array:
-        """The scale of each row of a tile, [tile], from scales that lie in shared memory as their runs came."""
+        """The scale of each row of a tile, [tile], from scales in shared memory, ordered by run."""
         return slot_scales.of_rows(scales_smem, self.geometry)
 
     def zero_unseen(self, tiles_smem, low, high) -> None:
-        """Zeroes the rows of V whose tokens are not low <= token < high: 0 * NaN would be NaN."""
+        """Zeroes the rows of V whose tokens are outside low <= token < high: 0 * NaN would be NaN."""
         for row in range(0, self.geometry.tuning.tile, WGMMA_ROWS):
             self._zero_unseen_rows(tiles_smem, row, low, high)
 
     def _zero_unseen_rows(self, tiles_smem, row: int, low, high) -> None:
-        """Zeroes what is unseen of `WGMMA_ROWS` rows, if anything is."""
+        """Zeroes the unseen ones of `WGMMA_ROWS` rows, if there are any."""
         fold, problem = self.geometry.tuning.fold, self.geometry.problem
         start = row // fold
 
@@ -123,7 +123,7 @@ class PlainTiles:
             plgpu.commit_smem()
 
     def zero_rows(self, rows_smem, start: int, low, high) -> None:
-        """Zeroes those of `WGMMA_ROWS` rows, from token `start` on, whose tokens are not low <= token < high."""
+        """Zeroes the rows, of `WGMMA_ROWS` from token `start` on, whose tokens are outside low <= token < high."""
         rows = layout(rows_smem[...])
         seen = mask.seen(low - start, high - start, rows.shape, self.geometry)
         rows_smem[...] = jnp.where(seen, rows, jnp.zeros_like(rows))
@@ -135,11 +135,11 @@ class PlainTiles:
         store(out_smem.T, out)
 
     def store_partial_out(self, partial_smem, out: Array, row: int) -> None:
-        """Stores O^T, or one of its head slices, from `row` on."""
+        """Stores O^T, or a head slice of it, from row `row` on."""
         partial_smem[pl.ds(row, out.shape[0])] = out
 
 
 def tokens_of_run(offset, geometry: Geometry) -> Any:
-    """The run of tokens at `offset`, as an index into the tokens of its block."""
+    """The run at `offset`, as an index into the tokens of its block."""
     size = geometry.run_tokens
     return slice(None) if size == geometry.problem.block_size else pl.ds(pl.multiple_of(offset, size), size)

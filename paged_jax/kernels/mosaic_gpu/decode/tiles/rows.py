@@ -1,4 +1,4 @@
-"""Rows of a tile, in MLIR: which ones a thread has, and their tokens."""
+"""The rows of a tile that a thread has, and their tokens, in MLIR."""
 
 from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.hopper.inline import add, div, mul, rem, thread_index
@@ -6,12 +6,12 @@ from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP
 
 
 def first_row():
-    """The first row that a thread has of an array in wgmma's layout: lane 4 * g + t of warp w has row 16 * w + g."""
+    """A thread's first row of an array in wgmma's layout: 16 * w + g for lane 4 * g + t of warp w."""
     return add(mul(div(thread_index(), WARP), 16), div(rem(thread_index(), WARP), 4))
 
 
 def token_of_row(row, geometry: Geometry):
-    """The token of a row of a tile, as `mask.token_of_row` has it."""
+    """The token of a row of a tile, as in `mask.token_of_row`."""
     fold, run = geometry.tuning.fold, geometry.run_tokens
     if fold == 1:
         return row

@@ -1,4 +1,4 @@
-"""Scales of slots, as a tile's rows need them. They lie in shared memory a run a row, [runs_per_tile, tokens]."""
+"""Loads scales of slots for a tile's rows, from [runs_per_tile, tokens] in shared memory."""
 
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -13,7 +13,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import add, array, div, i32, inl
 
 
 def of_rows(scales_smem, geometry: Geometry) -> Array:
-    """The scale of each row, [tile]; kv heads with such scales are never folded, so that a row is a token."""
+    """The scale of each row, [tile]. A row is a token, because kv heads with such scales are never folded."""
     tile, run_tokens = geometry.tuning.tile, geometry.run_tokens
 
     @inline(plgpu.RefType(), returns=(tile,), dtype="float32", layout=plgpu.Layout.WGMMA.reduce(1))

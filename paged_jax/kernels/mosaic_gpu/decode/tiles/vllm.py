@@ -1,14 +1,14 @@
-"""Tiles in layout "vllm": their pages lie in shared memory as they came, and `ldmatrix` makes operands of them.
+"""Tiles in layout "vllm": their pages lie unchanged in shared memory, and `ldmatrix` loads operands from them.
 
-A block of a kv head is one run of memory, a page: of K, [head_size / x, block_size, x], where x elements are 16 bytes;
-of V, [head_size, block_size]. wgmma takes its left operand A from registers that `ldmatrix` fills, four matrices of
-8 rows at once, for which each lane names one row of 16 bytes:
+A kv head's block is one run of memory, a page: K as [head_size / x, block_size, x], where x elements are 16 bytes; V as
+[head_size, block_size]. wgmma takes its left operand A from registers. `ldmatrix` fills them, four matrices of 8 rows
+at a time, and each lane addresses one row of 16 bytes:
 
     matrix 2 * i + h of [64, 2 * x] of A, warp w: rows 16 * w + 8 * h + 0..7, columns x * i + 0..x-1
 
-Of K, A = K [tile, head_size], a row of a matrix is x elements of a token; of V, A = V^T [head_size, tile], it is an
-element of x tokens. Lane 4 * g + t gets a word of row g: bytes 4 * t to 4 * t + 3. Of elements of 16 bits, these are
-what wgmma wants from it.
+For A = K [tile, head_size] a row of a matrix is x elements of a token; for A = V^T [head_size, tile] it is an element
+of x tokens. Lane 4 * g + t gets a word of row g: bytes 4 * t to 4 * t + 3. With 16 bits these are the lane's elements
+of A.
 """
 
 from typing import Any, ClassVar
@@ -40,29 +40,29 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
 )
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP, WARPGROUP
 
-_PAGE_ROW = 128  # elements: the last dimension of what copies take, since TMA takes at most 256
+_PAGE_ROW = 128  # elements: the last dimension of a copy; TMA takes at most 256
 _MATRIX_ROW_BYTES = 16
 
 
 class VllmTiles(PlainTiles):
-    """A tile is the pages of its blocks, one a run."""
+    """A tile is a sequence of pages, one for each run."""
 
     in_registers: ClassVar[bool] = True
 
     @property
     def page_shape(self) -> tuple[int, int]:
-        """The shape in which a copy takes the pages of a block, of all kv heads of an item."""
+        """The shape of one copy: the pages of a block, for all kv heads of an item."""
         problem = self.geometry.problem
         return self.geometry.tuning.fold * problem.block_size * problem.head_size // _PAGE_ROW, _PAGE_ROW
 
     @property
     def page_size(self) -> int:
-        """Elements of one kv head's page."""
+        """Elements of a page."""
         return self.geometry.problem.head_size * self.geometry.problem.block_size
 
     @property
     def matrix_row(self) -> int:
-        """Elements of a matrix's row, x."""
+        """Elements of a row of `ldmatrix`, x."""
         return _MATRIX_ROW_BYTES // self.geometry.problem.cache_itemsize
 
     def key_ring(self) -> Any:
@@ -123,18 +123,18 @@ class VllmTiles(PlainTiles):
         return load(tile_smem)
 
     def of_wgmma(self, words: np.ndarray) -> np.ndarray:
-        """A lane's registers as wgmma takes them, [.., a, h] for each 16 columns of A, from its words [.., i, h]."""
+        """Makes a lane's registers of A, [.., a, h] for each 16 columns, from its words [.., i, h]."""
         return words
 
     def named_row(self):
-        """The row of [64, 2 * x] that a lane names, and the first of its x columns."""
+        """The row of [64, 2 * x] that this lane addresses, and the first of its x columns."""
         lane = rem(thread_index(), WARP)
         matrix = div(lane, 8)
         row = add(mul(div(thread_index(), WARP), 16), mul(rem(matrix, 2), 8))
         return add(row, rem(lane, 8)), mul(div(matrix, 2), self.matrix_row)
 
     def zero_unseen(self, tiles_smem, low, high) -> None:
-        """Zeroes the elements of a tile of V whose tokens are not low <= token < high."""
+        """Zeroes the elements of a tile of V whose tokens are outside low <= token < high."""
 
         @pl.when(mask.some_unseen(low, high, 0, self.geometry.tile_tokens, self.geometry.problem))
         def zero():
@@ -143,10 +143,10 @@ class VllmTiles(PlainTiles):
             plgpu.commit_smem()
 
     def zero_pages(self, tile_smem, low, high) -> None:
-        """Zeroes, in all pages of a tile, the elements whose tokens are not low <= token < high.
+        """Zeroes, in all pages of a tile, the elements whose tokens are outside low <= token < high.
 
-        Each thread takes x neighbours at a time: one element of x tokens. It takes these one after the other, as this
-        is rare and should not decide how many registers the kernel has.
+        Each thread takes x neighbours at a time, one element of x tokens. The accesses are volatile, one after the
+        other: this code is rare, and must not decide how many registers the kernel uses.
         """
         geometry, scalar, page, x = self.geometry, plgpu.Layout.WG_SPLAT(()), self.page_size, self.matrix_row
         block_size = geometry.problem.block_size
@@ -172,7 +172,7 @@ class VllmTiles(PlainTiles):
 
 
 def _matrices(tile_smem, start, offset: int) -> np.ndarray:
-    """A lane's words of four matrices, [i, h], from the elements start + offset on that each lane names."""
+    """Loads four matrices with `ldmatrix`: a lane's words [i, h]. Each lane addresses element start + offset."""
     word = ir.IntegerType.get_signless(32)
     loaded = nvvm.ldmatrix(
         _pointer(tile_smem, start, offset),
@@ -194,5 +194,5 @@ def _pointer(tile_smem, start, offset: int):
 
 
 def _bits_of_element(tile_smem):
-    """The integer type of an element's size: LLVM has no numbers in float8."""
+    """The integer type with the size of an element; LLVM has no float8."""
     return ir.IntegerType.get_signless(mgpu.utils.bitwidth(ir.MemRefType(tile_smem.type).element_type))

@@ -1,1 +1,4 @@
-"""What the ragged kernel has in MLIR and PTX; the interpreter replaces it."""
+"""The ragged kernel's code that Pallas's interpreter cannot run: MLIR, PTX, and accumulators in registers.
+
+The tests replace the functions of this folder, and nothing else of the kernel, by tests/interpreted_ptx.
+"""

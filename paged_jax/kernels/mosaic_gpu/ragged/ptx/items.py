@@ -23,15 +23,15 @@ from paged_jax.kernels.mosaic_gpu.ragged.refs import Refs
 
 
 def number_after(number: Scalar, unclaimed: Scalar, kind: ItemKind, refs: Refs) -> Scalar:
-    """The number of the item that this program takes after the one of `number`.
+    """Claims the next item of a kind; returns its number.
 
-    Programs take the first `unclaimed` items without a claim. Each further number goes to whoever claims it first, so
-    that it does not depend on `number`.
+    Programs take the first `unclaimed` items without a claim. An atomic counter hands out the others in order, so that
+    the result does not depend on `number`, the program's item before; the interpreter's substitute needs it.
     """
 
     @inline(plgpu.RefType(), plgpu.RefType())
     def increase(_, counts_gmem, claimed_smem):
-        mgpu.warpgroup_barrier()  # all threads have read the number before
+        mgpu.warpgroup_barrier()  # all threads have read the previous number
         assembly(
             """{ .reg .pred first; .reg .b32 number; setp.eq.u32 first, $0, 0;
             mov.b32 number, 0; @first atom.global.add.u32 number, [$1], 1; @first st.shared.b32 [$2], number; }""",
@@ -47,7 +47,7 @@ def number_after(number: Scalar, unclaimed: Scalar, kind: ItemKind, refs: Refs) 
 
 
 def store_fields(fields_smem: Ref, row: Scalar, values: Any) -> None:
-    """Stores 32-bit integers to a row of shared memory, which this warpgroup sees at once, others after a barrier."""
+    """Stores 32-bit integers in a row of shared memory. This warpgroup sees them at once, others after a barrier."""
     columns = fields_smem.shape[1]
 
     @inline(plgpu.RefType(), *[SCALAR] * (len(values) + 1))

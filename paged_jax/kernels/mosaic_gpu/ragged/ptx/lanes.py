@@ -1,7 +1,7 @@
-"""The softmax's operations on the elements that each lane of a warpgroup has, below what Pallas has words for.
+"""Operations of the softmax on each lane's own elements, in MLIR and PTX.
 
-A lane has two rows, 8 apart, of an array [64, n] in the layout of wgmma's results, and two neighbours of every 8
-columns: its registers are pairs [n / 8, 2]. Four lanes share a row.
+In the layout of wgmma's results, a lane has two rows of an array [64, n], 8 apart, and two neighbouring columns of
+every 8. Its registers are pairs [n / 8, 2]. Four lanes share a row.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ _ALL = 0xFFFFFFFF  # lanes
 
 
 def row_numbers() -> Array:
-    """0 to 63, [64]. They come from the thread's index read again, which keeps no register alive over loops."""
+    """0 to 63, [64], from the thread's index. Reading it again keeps no register alive over loops."""
 
     @inline(returns=(WGMMA_ROWS,), dtype="int32", layout=_BY_ROW)
     def compute(_):
@@ -49,10 +49,10 @@ def row_numbers() -> Array:
 
 
 def in_each_lane(x: Any) -> Array:
-    """A scalar for all rows, [64], in a register of each lane.
+    """Broadcasts a scalar to all rows, [64], in a register of each lane.
 
-    Out of a register that a whole warp shares, the assembler would have the exponentials begin later. It cannot see
-    that 0 times the thread's index adds nothing.
+    If a warp shared one uniform register, ptxas would delay the exponentials. Adding 0 times the thread's index hides
+    from it that all lanes have the same value.
     """
 
     @inline(SCALAR, returns=(WGMMA_ROWS,), dtype="float32", layout=_BY_ROW)
@@ -64,7 +64,7 @@ def in_each_lane(x: Any) -> Array:
 
 
 def sums(x: Array) -> Array:
-    """The sum of each lane's own columns. As an array [64], its rows have different values in each of four lanes."""
+    """Sums each lane's own columns, [64, n] -> [64]; the four lanes of a row have different partial sums."""
 
     @inline(plgpu.Layout.WGMMA, returns=(WGMMA_ROWS,), dtype="float32", layout=_BY_ROW)
     def compute(_, x):
@@ -75,7 +75,7 @@ def sums(x: Array) -> Array:
 
 
 def sum_of_lanes(x: Array) -> Array:
-    """The sums of rows, from what the four lanes of a row have."""
+    """Sums the partial sums of the four lanes of each row."""
 
     @inline(_BY_ROW, returns=(WGMMA_ROWS,), dtype="float32", layout=_BY_ROW)
     def compute(_, x):
@@ -88,9 +88,9 @@ def sum_of_lanes(x: Array) -> Array:
 
 
 def raised(maxima: Array, x: Array, factor: Any, lag: float) -> Array:
-    """Raises maxima [64] to those of the rows of x [64, n], where these are larger by more than `lag` / `factor`.
+    """Raises maxima [64] to the maxima of the rows of x [64, n] that exceed them by more than `lag` / `factor`.
 
-    The factor is a scalar or [64]. Lanes exchange maxima only in warps where some lane's maximum has to be raised.
+    The factor is a scalar or [64]. Only in warps where some maximum rises do lanes exchange their maxima.
     """
 
     @inline(_BY_ROW, plgpu.Layout.WGMMA, _layout_of(factor), returns=(WGMMA_ROWS,), dtype="float32", layout=_BY_ROW)
@@ -118,15 +118,15 @@ def raised(maxima: Array, x: Array, factor: Any, lag: float) -> Array:
 
 
 def exponentials(x: Array, factor: Any, bases: Array) -> Array:
-    """2 ** (x * factor - bases), of x [64, n], a factor or [64], and bases [64]. The exponent is rounded once."""
+    """2 ** (x * factor - bases), for x [64, n], a factor that is a scalar or [64], and bases [64]; one rounding."""
     shape = x.shape
 
     @inline(plgpu.Layout.WGMMA, _layout_of(factor), _BY_ROW, returns=shape, dtype="float32")
     def compute(_, x, factor, bases):
         pairs = x.registers.reshape(-1, 2)
-        kind = pairs[0, 0].type
-        factors = [vector.broadcast(kind, value) for value in _of_both_rows(factor)]
-        negative = [vector.broadcast(kind, arith.negf(element(register, 0))) for register in bases.registers.flat]
+        pair_type = pairs[0, 0].type
+        factors = [vector.broadcast(pair_type, value) for value in _of_both_rows(factor)]
+        negative = [vector.broadcast(pair_type, arith.negf(element(register, 0))) for register in bases.registers.flat]
         exponents = [mlir_math.fma(pair, factors[h], negative[h]) for row in pairs for h, pair in enumerate(row)]
         return array(np.array(exponents, object), x.layout, shape).exp2(approx=True)
 
@@ -134,7 +134,7 @@ def exponentials(x: Array, factor: Any, bases: Array) -> Array:
 
 
 def rescaled(x: Array, factors: Array) -> Array:
-    """x [64, n] times factors [64]. A warp whose factors are all 1 multiplies nothing."""
+    """x [64, n] times factors [64]. A warp whose factors are all 1 skips the multiplications."""
     shape = x.shape
 
     @inline(plgpu.Layout.WGMMA, _BY_ROW, returns=shape, dtype="float32")
@@ -155,9 +155,9 @@ def rescaled(x: Array, factors: Array) -> Array:
 
 
 def side_by_side(values: Sequence[Any], columns: int) -> Array:
-    """Integers [64, columns]: as many neighbouring columns of each value, which is an array [64] or one for all rows.
+    """Integers [64, columns]: each value, an array [64] or a scalar, fills an equal share of the columns.
 
-    Eight columns or more have the same value, so that it takes no instruction to have it in each.
+    A share has 8 columns or more, so the result reuses the registers of the values, without instructions.
     """
 
     @inline(*[_BY_ROW if x.ndim else SCALAR for x in values], returns=(WGMMA_ROWS, columns), dtype="int32")
@@ -174,10 +174,10 @@ def side_by_side(values: Sequence[Any], columns: int) -> Array:
 
 
 def settle(sums: Array, unused_smem: Any) -> None:
-    """Keeps the compiler from putting off what the sums depend on until the matrix units are done.
+    """Keeps the compiler from delaying the computation of the sums until the matrix units are done.
 
-    A store depends on the sums, and the compiler cannot move it behind what follows. It never stores anything, as no
-    sum is negative.
+    A conditional store depends on the sums, and the compiler cannot move it. It never stores, because no sum is
+    negative.
     """
 
     @inline(_BY_ROW, plgpu.RefType())
@@ -191,7 +191,7 @@ def settle(sums: Array, unused_smem: Any) -> None:
 
 
 def _layout_of(factor: Any) -> Any:
-    """The layout of a factor that is a scalar or [64]."""
+    """The layout of a factor: a scalar or [64]."""
     return _BY_ROW if jnp.ndim(factor) else SCALAR
 
 
@@ -203,7 +203,7 @@ def _of_both_rows(factor) -> list:
 
 
 def _rows(values, *, is_signed: bool | None = None) -> mgpu.FragmentedArray:
-    """An array [64] of a lane's two values, one for each of its rows."""
+    """An array [64] from a lane's two values, one for each of its rows."""
     one = ir.VectorType.get((1,), values[0].type)
     registers = np.empty(2, object)
     for i, value in enumerate(values):
@@ -220,7 +220,7 @@ def _highest(values):
 
 
 def _in_two_chains(join: Callable, values: Sequence):
-    """Joins all values in two chains, so that one step need not wait for the other."""
+    """Reduces the values in two independent chains, for instruction-level parallelism."""
     chains = [values[0], values[1]]
     for i, value in enumerate(values[2:]):
         chains[i % 2] = join(chains[i % 2], value)

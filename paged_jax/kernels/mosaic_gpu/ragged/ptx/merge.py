@@ -34,22 +34,22 @@ from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Partials
 from paged_jax.kernels.problem import Problem
 
-_WIDE_IN_FLIGHT, _THIN_IN_FLIGHT = 4, 8  # partial results: wide items have few splits, thin ones may have many
+_WIDE_IN_FLIGHT, _THIN_IN_FLIGHT = 4, 8  # partial results that are loaded at a time; wide items have few splits
 
 
 class RowGroup(NamedTuple):
-    """Some neighbours of the rows (query token, query head) of a sequence that are in split items of one kind."""
+    """Neighbouring rows (query token, query head) of one sequence, all in split items of one kind."""
 
-    number: Scalar  # the group's, in the sequence
-    num_rows: Scalar  # of the sequence
-    first_token: Scalar  # of the sequence's rows
-    query_tiles: Scalar  # tiles of query tokens that these rows are in
+    number: Scalar  # of the group, in the sequence
+    num_rows: Scalar  # of the sequence, in split items of this kind
+    first_token: Scalar  # row of the query that holds the first of these tokens
+    query_tiles: Scalar  # of the sequence, of this kind
     splits: Scalar  # of each item
-    first_partial: Scalar  # of the sequence's items
+    first_partial: Scalar  # of the sequence's first item
 
 
 class RowRefs(NamedTuple):
-    """What a merge of rows reads and writes; or the addresses, as values of MLIR."""
+    """The arrays of a merge of rows: references, or their addresses as MLIR values."""
 
     partials: Partials
     sinks: Ref
@@ -58,22 +58,22 @@ class RowRefs(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """The row of which a thread merges 4 elements. Its fields are values of MLIR."""
+    """The row of a thread. Fields are MLIR values."""
 
     exists: Any
-    column: Any  # of the 4 elements, in units of them
-    token: Any  # of the sequence's
+    column: Any  # index of the thread's 4 elements in the row
+    token: Any  # query token, in the sequence
     head: Any
-    partial: Any  # the first one of its item
-    of_partial: Any  # which row it is of its partial results
+    partial: Any  # the first partial result of its item
+    of_partial: Any  # its row in these partial results
 
 
 class _Merged(NamedTuple):
-    """A thread's part of the softmax of a row. Its fields are values of MLIR."""
+    """A thread's part of the softmax of a row. Fields are MLIR values."""
 
-    maximum: Any  # of base 2
+    maximum: Any  # of logits, times log2(e)
     sum: Any
-    out: list  # 4 elements of O, not divided by the sum
+    out: list  # 4 elements of O before the division by the sum
 
 
 def merge_rows(refs: RowRefs, group: RowGroup, kind: ItemKind) -> None:
@@ -92,7 +92,7 @@ def merge_rows(refs: RowRefs, group: RowGroup, kind: ItemKind) -> None:
 
 
 def _row_of_thread(group: RowGroup, kind: ItemKind) -> _Row:
-    """The row of which this thread merges 4 elements."""
+    """Finds this thread's row."""
     geometry, problem = kind.geometry, kind.geometry.problem
     index = thread_index_read_again()
     lane, column = div(index, geometry.threads_of_row), rem(index, geometry.threads_of_row)
@@ -105,13 +105,14 @@ def _row_of_thread(group: RowGroup, kind: ItemKind) -> _Row:
     kv_head, of_group = div(head, problem.group), rem(head, problem.group)
     of_partial = add(mul(half, WGMMA_ROWS), add(mul(of_half, problem.group), of_group))
     of_kv_head = arith.muli(kv_head, group.query_tiles)
-    item = add(of_kv_head, arith.subi(arith.subi(group.query_tiles, i32(1)), tile))  # the last tile comes first
+    # A head's last query tile comes first.
+    item = add(of_kv_head, arith.subi(arith.subi(group.query_tiles, i32(1)), tile))
     partial = add(group.first_partial, arith.muli(item, group.splits))
     return _Row(exists, column, token, head, partial, of_partial)
 
 
 def _over_partials(at: Partials, row: _Row, splits, kind: ItemKind) -> _Merged:
-    """The softmax of all of a row's partial results, in their order."""
+    """Merges all partial results of a row, in their order."""
     carry, step = [_f32(LOWEST), *[_f32(0.0)] * 5], _WIDE_IN_FLIGHT if kind.is_wide else _THIN_IN_FLIGHT
     loop = scf.ForOp(as_index(i32(0)), as_index(splits), as_index(i32(step)), carry)
     with ir.InsertionPoint(loop.body):
@@ -131,7 +132,7 @@ def _over_partials(at: Partials, row: _Row, splits, kind: ItemKind) -> _Merged:
 
 
 def _load_partial(at: Partials, row: _Row, number, splits, kind: ItemKind) -> tuple[Any, list]:
-    """The logarithm of a partial result's sum, and its 4 elements; nothing if there is none of this number."""
+    """Loads lse and 4 elements of partial result `number`; lse is -inf if there is no such partial result."""
     exists = less(number, splits)
     number = arith.select(exists, number, i32(0))
     rows = kind.halves * WGMMA_ROWS
@@ -144,9 +145,9 @@ def _load_partial(at: Partials, row: _Row, number, splits, kind: ItemKind) -> tu
 
 
 def _store(at: RowRefs, row: _Row, first_token, merged: _Merged, geometry: Geometry) -> None:
-    """Stores a row's 4 elements of out, and its lse. A row that saw no token gets out 0 and lse -inf."""
+    """Stores 4 elements of out, and lse. A row that saw no token gets out 0 and lse -inf."""
     maximum, total, out = merged
-    # NaN counts as seen: what is not a number must show.
+    # NaN counts as seen: it must reach the result.
     seen = arith.cmpf(arith.CmpFPredicate.UNE, total, _f32(0.0))
     if geometry.problem.per_head.sinks:
         maximum, total, out = _with_sink(merged, at.sinks, row.head)
@@ -162,7 +163,7 @@ def _store(at: RowRefs, row: _Row, first_token, merged: _Merged, geometry: Geome
 
 
 def _with_sink(merged: _Merged, sinks, head) -> _Merged:
-    """The softmax with the logit that joins the sum of a head."""
+    """Adds a head's sink to the softmax."""
     maximum, total, out = merged
     [sink] = assembly("ld.global.f32 $0, [$1];", "=f,l", add(sinks, bytes_of(head, 4)), results=1)
     sink = arith.mulf(sink, _f32(LOG2E))
@@ -173,7 +174,7 @@ def _with_sink(merged: _Merged, sinks, head) -> _Merged:
 
 
 def _store_out(out, row: _Row, index, elements: list, problem: Problem) -> None:
-    """Stores 4 elements of the row of this index, in the query's dtype."""
+    """Stores 4 elements of row `index`, in the query's dtype."""
     pair = {"float16": "f16x2", "bfloat16": "bf16x2"}[problem.query_dtype]
     code = f"""{{ .reg .pred exists; .reg .b32 a, b; setp.ne.b32 exists, $0, 0;
         cvt.rn.{pair}.f32 a, $3, $2; cvt.rn.{pair}.f32 b, $5, $4; @exists st.global.v2.b32 [$1], {{a, b}}; }}"""

@@ -1,6 +1,6 @@
-"""Products of a warpgroup whose results stay in registers over several instructions of the matrix units (wgmma).
+"""Products that accumulate in registers, and other work of the warpgroup under them.
 
-A warpgroup computes something else while a product is on its way, which `then` and `meanwhile` say.
+`then` and `meanwhile` are that other work.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref
 
 
 def accumulate(out: Array, weights: Array, values_smem: Ref, then: Then = None) -> Any:
-    """O + P V; `then` runs when the product is on its way."""
+    """O + P V; `then` runs under the product."""
 
     def multiply(acc):
         plgpu.wgmma(acc, weights, values_smem)
@@ -37,10 +37,10 @@ def score_and_accumulate(
     *,
     in_halves: bool,
 ) -> tuple[Any, Any]:
-    """S = Q K^T, and right behind it O + P V: what `meanwhile` makes of S under the second product, and the new O.
+    """S = Q K^T, followed by O + P V. Returns the result of `meanwhile`, which gets S under the second product, and O.
 
-    `then` runs when both are on their way. If `in_halves`, it runs when `meanwhile` calls the function that it gets
-    with S, which also starts the second half of the second product.
+    `then` runs once both products have started. If `in_halves`, the first half of the second product starts at once;
+    `meanwhile` calls the function that it gets beside S to run `then` and to start the second half.
     """
     tile = weights.shape[1]
     early = tile // 2 if in_halves else tile

@@ -1,12 +1,12 @@
-"""Rows of queries and of results, 16 bytes at a time, below what Pallas has words for.
+"""Copies of query rows and of result rows, 16 bytes at a time, in PTX.
 
 A warpgroup's 64 rows are its query tokens, each with all heads of the group: row = token * group + head. In global
 memory the heads of a group are neighbours, and tokens are num_heads * head_size elements apart. In shared memory rows
-lie as wgmma takes them:
+have the swizzled layout of wgmma's operands:
 
-    [rows / 8, head_size / w, 8, w]     w elements are 32, 64 or 128 bytes, of which 16 bytes change places row by row
+    [rows / 8, head_size / w, 8, w]     w elements are 32, 64 or 128 bytes; chunks of 16 bytes are permuted in each row
 
-All threads of a warpgroup take part in each of these functions.
+All threads of a warpgroup take part in each function.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,11 +41,11 @@ from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref
 from paged_jax.kernels.problem import Problem
 
-CHUNK = 16  # bytes that a thread copies at once
+CHUNK = 16  # bytes of one copy of a thread
 
 
 class QueryRows(NamedTuple):
-    """Which rows of query, out and lse a warpgroup has: those of some tokens and of one kv head's group."""
+    """The rows of query, out and lse of a warpgroup: neighbouring tokens, and all heads of one group."""
 
     first_token: Scalar
     num_tokens: Scalar
@@ -53,22 +53,22 @@ class QueryRows(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Out and lse, in shared memory those of a warpgroup's rows."""
+    """Out and lse: all of them in global memory, or a warpgroup's rows in shared memory."""
 
     out: Ref
     lse: Ref
 
 
 class Chunk(NamedTuple):
-    """16 bytes of a row. Its fields are values of MLIR."""
+    """16 bytes of a row. Fields are MLIR values."""
 
-    exists: Any  # whether there is such a row in global memory
-    offset: Any  # in global memory, in bytes
-    place: Any  # in shared memory, in bytes
+    exists: Any  # whether global memory has the row
+    gmem_offset: Any  # bytes
+    smem_offset: Any  # bytes
 
 
 def load_queries(query_gmem: Ref, query_smem: Ref, rows: QueryRows, kind: ItemKind) -> None:
-    """Starts to copy rows of the query to 64 rows, those that are none of the query's as 0.
+    """Starts the copies of query rows to 64 rows of shared memory; rows without a query become 0.
 
     The products see them after `finish_copies` and a barrier.
     """
@@ -83,7 +83,7 @@ def load_queries(query_gmem: Ref, query_smem: Ref, rows: QueryRows, kind: ItemKi
 
 
 def finish_copies() -> None:
-    """Waits until all that this warpgroup began to copy has arrived."""
+    """Waits for all copies that this warpgroup has started."""
 
     @inline()
     def wait(_):
@@ -94,7 +94,7 @@ def finish_copies() -> None:
 
 
 def store_rows(smem: Results, gmem: Results, rows: QueryRows, kind: ItemKind) -> None:
-    """Stores the results of a warpgroup's rows, but for those that are none of the query's."""
+    """Stores the results of a warpgroup's rows, except rows without a query."""
     problem = kind.geometry.problem
     layout = operand_transforms(problem)
 
@@ -109,8 +109,8 @@ def store_rows(smem: Results, gmem: Results, rows: QueryRows, kind: ItemKind) ->
                 ld.shared.v4.b32 {a, b, c, d}, [$1]; @exists st.global.v4.b32 [$2], {a, b, c, d}; }""",
                 "r,r,l",
                 as_i32(chunk.exists),
-                add(out_place, chunk.place),
-                add(out, chunk.offset),
+                add(out_place, chunk.smem_offset),
+                add(out, chunk.gmem_offset),
             )
 
         _for_chunks(query_rows, kind, store_chunk, all_rows=kind.is_wide)
@@ -120,7 +120,7 @@ def store_rows(smem: Results, gmem: Results, rows: QueryRows, kind: ItemKind) ->
 
 
 def _store_lse(lse_smem, lse_gmem, rows: QueryRows, geometry: Geometry) -> None:
-    """Stores lse, a thread each row."""
+    """Stores lse, one thread for each row."""
     thread = thread_index_read_again()
     row = rem(thread, WGMMA_ROWS)
     exists, index = _row_of_query(row, rows, geometry)
@@ -136,7 +136,7 @@ def _store_lse(lse_smem, lse_gmem, rows: QueryRows, geometry: Geometry) -> None:
 
 
 def store_partial(partial_gmem: Ref, out: Array, num_tokens: Scalar, geometry: Geometry) -> None:
-    """Stores a warpgroup's O [64, head_size] from registers, but for rows that have none of its `num_tokens` tokens."""
+    """Stores a warpgroup's O [64, head_size] from registers: the rows of its `num_tokens` tokens."""
     d = geometry.problem.head_size
 
     @inline(plgpu.RefType(), plgpu.Layout.WGMMA, SCALAR)
@@ -165,28 +165,28 @@ def store_partial(partial_gmem: Ref, out: Array, num_tokens: Scalar, geometry: G
 
 
 def operand_transforms(problem: Problem) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
-    """How rows of head_size elements of the query's dtype lie in shared memory."""
+    """The layout in shared memory of rows of head_size elements in the query's dtype."""
     return transforms(problem.head_size, problem.query_dtype)
 
 
 def copy_chunk(smem, gmem, chunk: Chunk) -> None:
-    """Starts to copy a chunk to shared memory, or zeros if there is none in global memory."""
+    """Starts the copy of a chunk to shared memory; zeros if it does not exist."""
     size = arith.select(chunk.exists, i32(CHUNK), i32(0))
-    offset = arith.select(chunk.exists, chunk.offset, i64(0))
+    offset = arith.select(chunk.exists, chunk.gmem_offset, i64(0))
     code = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
-    assembly(code, "r,l,r", add(smem, chunk.place), add(gmem, offset), size)
+    assembly(code, "r,l,r", add(smem, chunk.smem_offset), add(gmem, offset), size)
 
 
 def chunks_of_thread(num_rows: int, chunks_per_row: int) -> Iterator[tuple[Any, Any, Any]]:
-    """Yields this thread's chunks of an array, and of each its row and its column."""
+    """Yields (chunk, row, column) for each chunk of this thread."""
     first = thread_index_read_again()
     for i in range(num_rows * chunks_per_row // WARPGROUP):
         chunk = add(first, i32(WARPGROUP * i))
         yield chunk, div(chunk, chunks_per_row), rem(chunk, chunks_per_row)
 
 
-def place_of(row, column, problem: Problem):
-    """Where a chunk of a row is in shared memory, in bytes."""
+def swizzled_offset(row, column, problem: Problem):
+    """The swizzled offset of a chunk in shared memory, in bytes."""
     _, swizzle = operand_transforms(problem)
     lanes = swizzle.swizzle // CHUNK
     place = add(
@@ -201,9 +201,10 @@ def place_of(row, column, problem: Problem):
 
 
 def _for_chunks(rows: QueryRows, kind: ItemKind, do: Callable[[Chunk], None], *, all_rows: bool) -> None:
-    """Does something with this thread's chunks of a warpgroup's rows, or of those only that are the query's.
+    """Calls `do` with each of this thread's chunks: of all 64 rows, or only of rows with a query.
 
-    The rows of a thin item may be few, so that they have a loop; those of a wide one are nearly always all there.
+    A thin item may have few rows, so its code is a loop; a wide item nearly always has all rows, so its code is
+    unrolled.
     """
     geometry, row_bytes = kind.geometry, 2 * kind.geometry.problem.head_size
     chunks_per_row = row_bytes // CHUNK
@@ -211,26 +212,26 @@ def _for_chunks(rows: QueryRows, kind: ItemKind, do: Callable[[Chunk], None], *,
     def do_chunk(row, column):
         exists, index = _row_of_query(row, rows, geometry)
         offset = arith.addi(bytes_of(index, row_bytes), bytes_of(column, CHUNK))
-        do(Chunk(exists, offset, place_of(row, column, geometry.problem)))
+        do(Chunk(exists, offset, swizzled_offset(row, column, geometry.problem)))
 
     if kind.is_wide:
         for _, row, column in chunks_of_thread(WGMMA_ROWS, chunks_per_row):
             do_chunk(row, column)
         return
     num_rows = i32(WGMMA_ROWS) if all_rows else mul(rows.num_tokens, geometry.problem.group)
-    turns = div(add(mul(num_rows, chunks_per_row), i32(WARPGROUP - 1)), WARPGROUP)
-    bounds = [arith.index_cast(ir.IndexType.get(), x) for x in (i32(0), turns, i32(1))]
+    steps = div(add(mul(num_rows, chunks_per_row), i32(WARPGROUP - 1)), WARPGROUP)
+    bounds = [arith.index_cast(ir.IndexType.get(), x) for x in (i32(0), steps, i32(1))]
     loop = scf.ForOp(*bounds)  # pyright: ignore[reportCallIssue]
     with ir.InsertionPoint(loop.body):
         assembly('.pragma "nounroll";', "")
-        turn = arith.index_cast(ir.IntegerType.get_signless(32), loop.induction_variable)
-        chunk = add(thread_index_read_again(), mul(turn, WARPGROUP))
+        step = arith.index_cast(ir.IntegerType.get_signless(32), loop.induction_variable)
+        chunk = add(thread_index_read_again(), mul(step, WARPGROUP))
         do_chunk(div(chunk, chunks_per_row), rem(chunk, chunks_per_row))
         scf.yield_([])
 
 
 def _row_of_query(row, rows: QueryRows, geometry: Geometry) -> tuple[Any, Any]:
-    """Whether a row of the warpgroup's is one of the query's, and which of its num_tokens * num_heads."""
+    """Whether a row has a query, and its index among the num_tokens * num_heads rows of the query."""
     group = geometry.problem.group
     token = div(row, group)
     exists = less(token, rows.num_tokens)
@@ -242,5 +243,5 @@ def _row_of_query(row, rows: QueryRows, geometry: Geometry) -> tuple[Any, Any]:
 
 
 def _values(rows) -> QueryRows:
-    """The MLIR values of the scalars of `QueryRows`."""
+    """`QueryRows` of MLIR values."""
     return QueryRows(*(x.registers.item() for x in rows))

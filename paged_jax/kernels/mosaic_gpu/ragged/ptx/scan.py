@@ -1,4 +1,4 @@
-"""Arrays of which each thread of a warpgroup has one element, and sums over them, below what Pallas has words for."""
+"""Gathers, prefix sums and sorts of arrays with one element for each thread of a warpgroup, in PTX."""
 
 from typing import Any
 
@@ -31,8 +31,8 @@ from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref
 
 LAYOUT = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
 _WARPS = WARPGROUP // WARP
-_LARGEST = (1 << 22) - 1  # value that is ordered, so that bits are left for its index
-_AT_ONCE = 16  # values that a turn of a loop loads
+_LARGEST = (1 << 22) - 1  # larger values are sorted as this one; the other bits hold the index
+_AT_ONCE = 16  # values that a step of the loop loads
 
 
 def iota() -> Array:
@@ -41,7 +41,7 @@ def iota() -> Array:
 
 
 def gather(values_gmem: Ref, indices: Array, last: int) -> Array:
-    """The integers of these indices, and that of the index `last` for indices past it."""
+    """values[min(index, last)] for each index."""
 
     @inline(plgpu.RefType(), LAYOUT, returns=(WARPGROUP,), dtype="int32", layout=LAYOUT)
     def load(_, values_gmem, indices):
@@ -56,10 +56,10 @@ def gather(values_gmem: Ref, indices: Array, last: int) -> Array:
 
 
 def sums_before(arrays: dict[int, Array], sums_smem: Ref, first: int) -> None:
-    """Stores, for each element, the sum of all before it, to columns `first`.. of the array's row of `sums_smem`.
+    """Stores exclusive prefix sums of each array in row `key` of `sums_smem`, from column `first` on.
 
-    If `first` is not 0, column `first` already holds the sum of all elements before these, which is added to each. The
-    sum of all goes to the column behind those of the elements. The warpgroup sees all of it when this returns.
+    If `first` is not 0, column `first` already holds the sum of all earlier elements, which is added. The total goes to
+    the column after the elements. The warpgroup sees the sums when this returns.
     """
     columns, rows = sums_smem.shape[1], list(arrays)
 
@@ -74,8 +74,8 @@ def sums_before(arrays: dict[int, Array], sums_smem: Ref, first: int) -> None:
 
         sums = [_sum_in_warp(x, lane) for x in values]
         before = [_load(place(row, i32(first)), x.type) if first else _zero(x.type) for row, x in enumerate(values)]
-        mgpu.warpgroup_barrier()  # all have read what comes before
-        # The last lanes' sums are their warps': they wait where the results of the first lanes will be.
+        mgpu.warpgroup_barrier()  # all threads have read column `first`
+        # The last lane of each warp has its warp's sum. The sums wait in columns that results overwrite later.
         is_last = arith.cmpi(arith.CmpIPredicate.eq, lane, i32(WARP - 1))
         for row, x in enumerate(sums):
             _store(place(row, add(warp, i32(first))), x, is_last)
@@ -93,17 +93,16 @@ def sums_before(arrays: dict[int, Array], sums_smem: Ref, first: int) -> None:
 
 
 def largest_first(values: Array, values_smem: Ref, order_smem: Ref) -> None:
-    """Stores the indices of all values, which are at least 0, to `order_smem`: the largest first, equal ones in order.
+    """Sorts values >= 0: stores their indices in `order_smem`, the largest value first, equal ones in order.
 
-    Of values of 2**22 and more it does not matter which is the larger one. The warpgroup sees all of it when this
-    returns.
+    Values of 2 ** 22 and more count as equal. The warpgroup sees the order when this returns.
     """
 
     @inline(plgpu.RefType(), plgpu.RefType(), LAYOUT)
     def store(_, values_smem, order_smem, values):
         index, base = thread_index_read_again(), address(values_smem)
         value = arith.minsi(element(values.registers.item(), 0), i32(_LARGEST))
-        # Of equal values the one with the smaller index is the larger one.
+        # The index makes values unique: of two equal ones, the smaller index comes first.
         unique = arith.subi(mul(value, WARPGROUP), index)
         _store(add(base, mul(index, 4)), unique)
         mgpu.warpgroup_barrier()
@@ -115,10 +114,10 @@ def largest_first(values: Array, values_smem: Ref, order_smem: Ref) -> None:
 
 
 def _number_larger(value, base):
-    """How many of the integers of all threads, which are at an address, are larger than a thread's own.
+    """Counts the integers of all threads, at address `base`, that are larger than `value`.
 
-    What is added up is the sign of a difference, which cannot overflow. Comparisons would have to share a predicate,
-    each waiting for the one before: 20 cycles (benchmarks/LOG.md, "The longest first").
+    It adds the sign bits of differences, which cannot overflow. Comparisons would share a predicate register, and each
+    would wait for the one before: 20 cycles (benchmarks/LOG.md, "The longest first").
     """
     begin, end, step = (as_index(i32(n)) for n in (0, WARPGROUP, _AT_ONCE))
     loop = scf.ForOp(begin, end, step, [i32(0)])
@@ -133,7 +132,7 @@ def _number_larger(value, base):
 
 
 def _before_warp(before, of_warps: list, warp) -> tuple[Any, Any]:
-    """The sum of what comes before a warp's elements, and the sum of all, from each warp's own sum."""
+    """The sum before a warp's first element, and the total, from the sums of all warps."""
     start = total = before
     for i, of_warp in enumerate(of_warps):
         earlier = arith.cmpi(arith.CmpIPredicate.ult, i32(i), warp)
@@ -143,7 +142,7 @@ def _before_warp(before, of_warps: list, warp) -> tuple[Any, Any]:
 
 
 def _sum_in_warp(x, lane):
-    """The sum of all lanes up to each."""
+    """Inclusive prefix sums over the lanes of a warp."""
     for distance in (1, 2, 4, 8, 16):
         word = ir.IntegerType.get_signless(32)
         bits = arith.bitcast(word, x) if _is_float(x.type) else x

@@ -1,7 +1,7 @@
-"""What the loading warpgroup does with tiles beside copies by TMA, below what Pallas has words for.
+"""The loading warpgroup's work on tiles, except copies by TMA, in PTX.
 
-Rows of a tile lie as `rows.py` says. All threads of the warpgroup take part in each of these functions, but in
-`zero_rows` and `convert_rows`, which are for one warp each.
+Rows of a tile have the layout of `rows.py`. All threads of the warpgroup take part in each function, except in
+`zero_rows` and `convert_rows`, which one warp calls.
 """
 
 import itertools
@@ -42,11 +42,11 @@ from paged_jax.kernels.mosaic_gpu.ragged.ptx.rows import (
     chunks_of_thread,
     copy_chunk,
     operand_transforms,
-    place_of,
+    swizzled_offset,
 )
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref
 
-_CHUNKS_AT_ONCE = 8  # that a thread converts, so that none of them waits for the others
+_CHUNKS_AT_ONCE = 8  # chunks that a thread converts together, so that their loads overlap
 
 
 class Range(NamedTuple):
@@ -59,10 +59,10 @@ class Range(NamedTuple):
 def load_new(
     new_gmem: Ref, tile_smem: Ref, item: Item, first_rows: Sequence[Scalar], kept: Range, kind: ItemKind
 ) -> None:
-    """Starts to copy rows of new tokens' keys or values to a tile, those that are not `kept` as 0.
+    """Starts the copies of new tokens' keys or values to a tile; rows that are not `kept` become 0.
 
-    Row r of the tile is row `first_rows[stretch]` + r of the array, for the stretch that r is in. The products see the
-    tile after `finish_copies` and a barrier.
+    Row r of the tile, in segment s, is row `first_rows[s]` + r of the array. The products see the tile after
+    `finish_copies` and a barrier.
     """
     problem = kind.geometry.problem
     row_bytes = 2 * problem.head_size
@@ -73,24 +73,24 @@ def load_new(
         gmem, smem = address(new_gmem), address(tile_smem)
         for _, row, column in chunks_of_thread(kind.tile, row_bytes // CHUNK):
             exists = within(row, begin, end)
-            first_row = _of_stretch(first_rows, row, kind)
+            first_row = _of_segment(first_rows, row, kind)
             index = add(mul(add(first_row, row), problem.num_kv_heads), kv_head)
             offset = arith.addi(bytes_of(index, row_bytes), bytes_of(column, CHUNK))
-            copy_chunk(smem, gmem, Chunk(exists, offset, place_of(row, column, problem)))
+            copy_chunk(smem, gmem, Chunk(exists, offset, swizzled_offset(row, column, problem)))
 
     load(new_gmem, tile_smem, *first_rows, *kept, item.kv_head)
 
 
-def _of_stretch(values: Sequence[Any], row, kind: ItemKind):
-    """Of a value for each stretch that of the stretch which a row of the tile is in."""
+def _of_segment(values: Sequence[Any], row, kind: ItemKind):
+    """Selects the value of the segment that contains the row."""
     value = values[0]
     for i, following in enumerate(values[1:], 1):
-        value = arith.select(less(row, i32(i * kind.stretch_tokens)), value, following)
+        value = arith.select(less(row, i32(i * kind.segment_tokens)), value, following)
     return value
 
 
 def zero_rows(tile_smem: Ref, kept: Range, first_row: Scalar, kind: ItemKind) -> None:
-    """Zeroes a warp's rows of a tile that are not `kept`, a lane each row; the products see that after a barrier."""
+    """Zeroes a warp's rows that are not `kept`, one lane for each row. The products see that after a barrier."""
     problem = kind.geometry.problem
 
     @inline(plgpu.RefType(operand_transforms(problem)), SCALAR, SCALAR, SCALAR)
@@ -105,7 +105,7 @@ def zero_rows(tile_smem: Ref, kept: Range, first_row: Scalar, kind: ItemKind) ->
                 "{ .reg .pred stays; setp.ne.b32 stays, $0, 0; @!stays st.shared.v4.b32 [$1], {$2, $2, $2, $2}; }",
                 "r,r,r",
                 stays,
-                add(smem, place_of(row, i32(column), problem)),
+                add(smem, swizzled_offset(row, i32(column), problem)),
                 i32(0),
             )
         assembly("fence.proxy.async.shared::cta;", "")
@@ -114,14 +114,14 @@ def zero_rows(tile_smem: Ref, kept: Range, first_row: Scalar, kind: ItemKind) ->
 
 
 def convert_rows(raw_smem: Ref, tile_smem: Ref, first_row: Scalar, kind: ItemKind) -> None:
-    """Converts a warp's rows of a tile of 8 bits to 16, exactly; the products see that after a barrier.
+    """Converts a warp's rows of a tile from 8 to 16 bits, exactly. The products see them after a barrier.
 
-    A lane makes 16 bytes of 8 at a time, which are chunks of rows.
+    A lane converts 8 bytes of a row to a chunk of 16 bytes at a time.
     """
     problem = kind.geometry.problem
     row_bytes = 2 * problem.head_size
     chunks_per_row, step = row_bytes // CHUNK, WARP * CHUNK
-    # After so many of a lane's chunks it has all 8 rows of a group behind it, which lie alike in each group.
+    # The swizzle repeats every 8 rows: after so many of a lane's chunks, offsets repeat up to a constant.
     period = math.lcm(8 * row_bytes, step) // step
     batches = list(itertools.batched(range(kind.rows_of_warp * chunks_per_row // WARP), _CHUNKS_AT_ONCE))
 
@@ -133,26 +133,26 @@ def convert_rows(raw_smem: Ref, tile_smem: Ref, first_row: Scalar, kind: ItemKin
         def place_in_tile(i: int):
             chunk = add(lane, i32(WARP * i))
             row = add(first_row, div(chunk, chunks_per_row))
-            return add(address(tile_smem), place_of(row, rem(chunk, chunks_per_row), problem))
+            return add(address(tile_smem), swizzled_offset(row, rem(chunk, chunks_per_row), problem))
 
         for batch in batches:
             places = [place_in_tile(i) for i in sorted({i % period for i in batch})]
             assembly(_conversion(batch, period, kind.geometry), ",".join("r" * (len(places) + 1)), *places, first_raw)
         assembly("fence.proxy.async.shared::cta;", "")
-        mgpu.utils.warp_barrier()  # what follows may take the place of what other lanes have read
+        mgpu.utils.warp_barrier()  # later copies may overwrite what other lanes have read
 
     convert(raw_smem, tile_smem, first_row)
 
 
 def _conversion(chunks: Sequence[int], period: int, geometry: Geometry) -> str:
-    """PTX that converts chunks of a lane, by their numbers.
+    """PTX that converts these chunks of a lane.
 
-    The bytes of all chunks are loaded before the first result is stored. Otherwise each chunk would wait for the one
-    before: the assembler cannot know that a store does not touch what is loaded after it (benchmarks/LOG.md, "Between
+    It loads the bytes of all chunks before it stores the first result. Otherwise each chunk would wait for the one
+    before, because ptxas cannot know that the stores do not alias later loads (benchmarks/LOG.md, "Between
     items").
 
-    The operands are addresses in shared memory. For each number modulo `period` that these chunks have, there is the
-    place of the chunk of that number; the last operand is the place of the lane's first raw chunk.
+    The operands are addresses in shared memory: one destination for each residue of these chunks modulo `period`, and
+    last the source of the lane's first raw chunk.
     """
     firsts = sorted({chunk % period for chunk in chunks})
     code = f"{{ .reg .b32 in<{2 * len(chunks)}>, out<4>;"
@@ -183,9 +183,9 @@ def load_scales(
     kept: Range,
     kind: ItemKind,
 ) -> None:
-    """Copies the scales of a tile's slots, [tile], whose tokens begin at `starts`; those of rows not `kept` become 0.
+    """Copies the scales of a tile's slots, [tile], one for each thread; scales of rows that are not `kept` become 0.
 
-    A thread copies one. Others see them after a barrier.
+    Segment s of the tile begins at token `starts[s]`. Other threads see the scales after a barrier.
     """
     problem = kind.geometry.problem
     size = 4 * problem.num_kv_heads * problem.block_size  # bytes of a block's scales
@@ -195,7 +195,7 @@ def load_scales(
         seq, kv_head, *starts, begin, end = (x.registers.item() for x in scalars)
         row = thread_index_read_again()
         is_kept = within(row, begin, end)
-        token = arith.select(is_kept, add(_of_stretch(starts, row, kind), row), i32(0))
+        token = arith.select(is_kept, add(_of_segment(starts, row, kind), row), i32(0))
         row_of_table = arith.muli(as_i64(seq), i64(problem.max_blocks_per_seq))
         entry = arith.addi(row_of_table, as_i64(div(token, problem.block_size)))
         slot = add(mul(kv_head, problem.block_size), rem(token, problem.block_size))
