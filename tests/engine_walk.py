@@ -7,6 +7,7 @@ on its seed only, which a failure names.
 """
 
 import argparse
+import collections
 import dataclasses
 import random
 import sys
@@ -201,7 +202,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--histories", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0, help="the seed of the first history")
     args = parser.parse_args(argv)
-    print(f"{args.histories} histories, none went wrong; {run(range(args.first, args.first + args.histories))}")
+    total: collections.Counter[str] = collections.Counter()
+    last = args.first + args.histories
+    for first in range(args.first, last, 500):
+        total.update(run(range(first, min(first + 500, last))))
+        print(f"histories {args.first} to {min(first + 500, last) - 1}, none went wrong: {dict(total)}", flush=True)
     return 0
 
 

@@ -191,13 +191,6 @@ MUTANTS_OF_ENGINE = [
         SIMULATED,
     ),
     Mutant(
-        "engine: the device is not told of a chunk's first block, which may be a copy",
-        "engine/scheduler.py",
-        "*self.blocks.part(seat, end - count, end)",
-        "*self.blocks.part(seat, end - count + self.blocks.block_size - 1, end)",
-        SIMULATED,
-    ),
-    Mutant(
         "engine: a sequence that was swapped is found no more",
         "engine/scheduler.py",
         "        sequence.num_cached = 0\n        self.add",
@@ -217,5 +210,43 @@ MUTANTS_OF_ENGINE = [
         "return array if donate and array.flags.writeable else array.copy()",
         "return array",
         "tests/test_allocator_edges.py",
+    ),
+    Mutant(
+        "engine: a swap is estimated one way",
+        "engine/scheduler.py",
+        "2 * num_blocks * self.block_bytes",
+        "num_blocks * self.block_bytes",
+        PARTS,
+    ),
+    Mutant(
+        "engine: blocks that the prefix cache holds too count as shared",
+        "engine/blocks.py",
+        "- (block in cached) > 1",
+        "> 1",
+        PARTS,
+    ),
+    Mutant(
+        "engine: the last step's blocks are not found again",
+        "engine/scheduler.py",
+        "        self.blocks.cache_full_blocks([sequence])\n",
+        "",
+        SIMULATED,
+    ),
+    Mutant(
+        "engine: nothing is kept back for what runs", "engine/scheduler.py", ") + len(self.running)\n", ")\n", PARTS
+    ),
+    Mutant(
+        "engine: nothing is kept back for what was just admitted",
+        "engine/scheduler.py",
+        "            reserve += self.blocks.blocks_for(sequence.num_to_compute) + 1 + len(sequence.children)\n",
+        "",
+        PARTS,
+    ),
+    Mutant(
+        "engine: nothing is kept back for children",
+        "engine/scheduler.py",
+        " + 1 + len(sequence.children)\n",
+        " + 1\n",
+        PARTS,
     ),
 ]

@@ -67,6 +67,53 @@ def test_every_process_plans_alike():
     assert process.stdout.split()[-1] == plans_digest()
 
 
+def make_scheduler(num_blocks, prefix_caching=False, **changes):
+    """A scheduler over blocks of 4 tokens."""
+    config = EngineConfig(max_model_len=48, max_num_seqs=8, max_tokens_per_step=32, **changes)
+    return Scheduler(config, BlockManager(num_blocks, 4, 8, 12, config.num_host_blocks, prefix_caching), 1000)
+
+
+def add(scheduler, request_id, num_tokens, n=1):
+    """Adds a request of so many tokens, all different from those of others, and returns its first sample."""
+    tokens = [100 * request_id + i for i in range(num_tokens)]
+    samples = [Sequence(request_id, i, SamplingParams(n=n), list(tokens), num_tokens, 48, 0) for i in range(n)]
+    samples[0].children = samples[1:]
+    scheduler.add(samples[0])
+    return samples[0]
+
+
+@pytest.mark.parametrize(("num_blocks", "is_admitted"), [(5, False), (6, True)])
+def test_blocks_are_kept_back_for_what_runs(num_blocks, is_admitted):
+    """The first sequence has two full blocks; it needs a third one now, and one more is kept for what comes."""
+    scheduler = make_scheduler(num_blocks)
+    add(scheduler, 0, 8)
+    scheduler.schedule()
+    second = add(scheduler, 1, 8)
+    scheduler.schedule()
+    assert (second in scheduler.running) == is_admitted
+
+
+@pytest.mark.parametrize(("n", "num_blocks", "is_admitted"), [(1, 4, False), (1, 5, True), (3, 6, False), (3, 7, True)])
+def test_blocks_are_kept_back_for_what_is_admitted_in_the_same_step(n, num_blocks, is_admitted):
+    """One for each sample."""
+    scheduler = make_scheduler(num_blocks)
+    add(scheduler, 0, 8, n)
+    second = add(scheduler, 1, 8)
+    scheduler.schedule()
+    assert (second in scheduler.running) == is_admitted
+
+
+@pytest.mark.parametrize(("rate", "is_swapped"), [(1.9e3, False), (2.1e3, True)])
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_a_swap_is_estimated_both_ways(rate, is_swapped, prefix_caching):
+    """Four blocks of 1,000 bytes move out and in, 8,000 bytes, or 16 tokens are computed again in 4 seconds."""
+    rates = {"recompute_tokens_per_second": 4.0, "swap_bytes_per_second": rate}
+    scheduler = make_scheduler(12, prefix_caching, num_host_blocks=12, preemption="cheaper", **rates)
+    sequence = add(scheduler, 0, 16)
+    scheduler.schedule()
+    assert scheduler._should_swap(sequence) == is_swapped
+
+
 def test_options_may_depend_on_a_step_s_tokens():
     step = StepShape(16, 4, 3, False, 2)
 
