@@ -177,7 +177,10 @@ def walk(seed: int, seen: dict[str, int]) -> None:
         preemption=draw.choice(["cheaper", "recompute", "swap"]),
         swap_bytes_per_second=draw.choice([1.0, 1e6, 1e12]),
     )
-    story = Story(make_engine(200, block_size, config), draw, {}, [], seen)
+    engine = make_engine(200, block_size, config)
+    engine._runner.num_shards = draw.choice([1, 1, 2])  # devices that the pool's blocks are split over
+    engine.reset()
+    story = Story(engine, draw, {}, [], seen)
     for _ in range(draw.randint(5, 40)):
         draw.choices([story.add, story.step, story.cancel, story.reset], [5, 10, 1, 0.1])[0]()
     story.end()

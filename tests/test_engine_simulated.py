@@ -42,7 +42,7 @@ def test_samples_of_one_prompt_that_are_preempted(preemption, counter, prefix_ca
     assert getattr(engine.stats(), counter) > 4
 
 
-@pytest.mark.parametrize(("num_host_blocks", "is_swapped"), [(100, True), (33, False)])
+@pytest.mark.parametrize(("num_host_blocks", "is_swapped"), [(100, True), (34, True), (33, False)])
 def test_swaps_of_many_blocks_go_in_several_calls(num_host_blocks, is_swapped):
     """With one block too few on the host, the sequence is computed again."""
     engine = make_engine(72, 1, dataclasses.replace(CONFIG, preemption="swap", num_host_blocks=num_host_blocks))
