@@ -93,7 +93,7 @@ def offsets_kernel(cache, block_ids, offsets, cfg):
     """Stores the offsets, in elements, of the vectors of two slots of the second kv head, [2, 16]."""
     slots = tl.arange(0, 2)
     blocks = tl.load(block_ids + slots).to(tl.int64)
-    at = vectors(cache, blocks, slots, 1, 8, cfg, 16)
+    at = vectors(cache, blocks, slots, 1, False, cfg, 16)
     tl.store(offsets + slots[:, None] * 16 + tl.arange(0, 16)[None, :], at.to(tl.int64) - cache.to(tl.int64))
 
 
