@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import paged_jax
+from paged_jax.shapes import QUERY_DTYPES
 from tests import inputs, oracle, plain
 from tests.cases import DECODE_CASES, Case, Sparse
 
@@ -236,6 +237,33 @@ def test_what_is_not_a_number_shows():
         assert np.isnan(out[0, 0].astype(np.float32)).all()
         assert np.isnan(lse[0, 0])
         assert np.isfinite(out[1].astype(np.float32)).all()
+
+
+NOT_NUMBERS = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+
+
+@pytest.mark.parametrize("cache_dtype", NOT_NUMBERS)
+def test_what_a_cache_has_that_is_not_a_number_shows(cache_dtype, run):
+    hold_what_is_not_a_number(run, cache_dtype)
+
+
+def hold_what_is_not_a_number(run, cache_dtype, head_size=64):
+    """NaN in a slot that a query sees must show in the heads, or in the elements, that it is part of."""
+    dtype = cache_dtype if cache_dtype in QUERY_DTYPES else "bfloat16"
+    case = Case("nan", 4, 2, head_size, 16, dtype, cache_dtype, seq_lens=(37, 20, 9), query_lens=None)
+    made = inputs.make(case)
+    tables = made.decode["block_tables"]
+    made.decode["key_cache"][tables[0, 1], 1, 3, 5] = np.nan
+    made.decode["value_cache"][tables[1, 0], 0, 7, 9] = np.nan
+
+    def function(arrays, implementation):
+        return paged_jax.paged_attention(**arrays, return_lse=True, implementation=implementation)
+
+    out, lse = (x.astype(np.float32) for x in run(function, arrays=made.decode))
+    wrong = np.zeros(out.shape, bool)
+    wrong[0, 2:] = wrong[1, :2, 9] = True
+    np.testing.assert_array_equal(np.isnan(out), wrong)
+    np.testing.assert_array_equal(np.isnan(lse), [[False, False, True, True], [False] * 4, [False] * 4])
 
 
 def test_v2_has_partitions_of_512_tokens_unless_it_is_told_otherwise():

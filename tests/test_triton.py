@@ -69,6 +69,7 @@ INTERPRETED = [
     "pieces",
     "split-hnd-bfloat16",
     "scales-of-any-sign",
+    "not-a-number",
     "ranked",
     "many-sequences",
     "offsets",

@@ -354,6 +354,9 @@ def main(names):
                 importlib.import_module("tests.triton_pieces").hold_offsets(run_pieces)
             elif name == "scales-of-any-sign":
                 test_decode.hold_scales_of_any_sign(run)
+            elif name == "not-a-number":
+                for cache_dtype in test_decode.NOT_NUMBERS:
+                    test_decode.hold_what_is_not_a_number(run, cache_dtype, 16)
             elif name == RANKED.name:
                 with interpreted(Device(90, 2)):
                     test_decode.test_decode(RANKED, run)
