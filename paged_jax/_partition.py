@@ -6,8 +6,7 @@ XLA would gather all operands of a kernel on every device, because a kernel is a
 - Under plain `jit` on a mesh with Auto axes, the op is a `custom_partitioning`. Once XLA has propagated shardings
   through the whole program, it calls `partition` for each call of the op. Layers that are split alike are lowered once.
 - On a mesh with Explicit axes, the types of the operands say how they are sharded, and a `shard_map` around the op
-  follows them, also inside a `shard_map` over the mesh's other axes. But if by their types no operand is split, they
-  may be on one device: within `jax.set_mesh` the types of all arrays name the mesh. XLA knows, so the op is left to it.
+  follows them, also inside a `shard_map` over the mesh's other axes.
 - Inside any other `shard_map` the operands are a device's part already. (If it is over some axes of a mesh only and the
   others are Auto, XLA gathers along these what a kernel reads.)
 
@@ -90,11 +89,11 @@ def _stays_whole(leaves: Sequence[jax.Array]) -> bool:
 
 
 def _explicit_mesh(leaves: Sequence[jax.Array]) -> AbstractMesh | None:
-    """The mesh that has Explicit axes and is in the operands' types, or None; None too if these split no operand."""
-    shardings = [jax.typeof(x).sharding for x in leaves]
-    mesh = next((s.mesh for s in shardings if AxisType.Explicit in s.mesh.axis_types), None)
-    if mesh is None or AxisType.Manual in mesh.axis_types or any(any(s.spec) for s in shardings):
-        return mesh
+    """The mesh that has Explicit axes and is in the operands' types, or None."""
+    for x in leaves:
+        mesh = jax.typeof(x).sharding.mesh
+        if AxisType.Explicit in mesh.axis_types:
+            return mesh
     return None
 
 
