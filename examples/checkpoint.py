@@ -7,6 +7,7 @@ some matrices side by side in one (q, k and v; gate and up), which are separate 
 them and `save_model` separates them again.
 """
 
+import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,12 +23,12 @@ from rich.progress import Progress
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-from examples.config import CheckpointError, DecoderConfig, read_json
+from examples.config import CheckpointError, DecoderConfig, Split, read_json
 from examples.decoder import Decoder
 from examples.families import load_config
 from examples.names import Source, is_stack, shapes_of, sources_of
 from examples.sharding import MeshError, sharding_of, split_config
-from examples.tensors import ADVICE, Rows, Tensor, cast, check_names, drop_tied_head, find_tensors
+from examples.tensors import ADVICE, AnyTensor, Rows, cast, check_names, drop_tied_head, find_tensors
 
 __all__ = ["CheckpointError", "MeshError", "load_model", "save_model"]
 
@@ -44,7 +45,7 @@ HUB_FILES = [
 
 
 def load_model(
-    model: str | Path, dtype: DTypeLike, mesh: Mesh | None = None
+    model: str | Path, dtype: DTypeLike, mesh: Mesh | None = None, *, split_experts: Split = "columns"
 ) -> tuple[Decoder, DecoderConfig, Tokenizer, tuple[int, ...]]:
     """Loads a decoder, its tokenizer and the tokens that end a text, showing progress on stderr.
 
@@ -52,6 +53,7 @@ def load_model(
         model: a folder, or the id of a model on the Hugging Face Hub, which is downloaded to its cache.
         dtype: the dtype to which the weights are cast.
         mesh: the devices that share the model (sharding.py); only the parts of a process's own devices are read.
+        split_experts: what they share out of a mixture of experts: the columns of every expert, or the experts.
 
     Returns:
         The decoder, its config, the tokenizer, and the end-of-text token ids, of which there may be none.
@@ -62,6 +64,8 @@ def load_model(
     """
     folder = find_folder(model)
     config = load_config(folder)
+    if config.experts is not None:
+        config = dataclasses.replace(config, experts=dataclasses.replace(config.experts, split=split_experts))
     tokenizer = _load_tokenizer(folder)
     decoder = load_weights(folder, config, dtype, mesh)
     return decoder, split_config(config, mesh), tokenizer, _load_eos_token_ids(folder)
@@ -204,7 +208,7 @@ def _reader(
     path: Sequence[Any],
     shape: tuple[int, ...],
     sources: list[list[Source]],
-    tensors: dict[str, Tensor],
+    tensors: dict[str, AnyTensor],
     config: DecoderConfig,
     dtype: DTypeLike,
 ) -> Callable[[Any], np.ndarray]:

@@ -60,6 +60,8 @@ def add_model_options(add: Any) -> None:
     add("--v-scale", metavar="S", type=float, help="the same for values")
     add("--block-size", metavar="N", type=int, default=16, help="tokens in a block of the cache (%(default)s)")
     add("--implementation", choices=get_args(Implementation), help="of the paged ops (the fastest there is)")
+    add("--split-experts", choices=("columns", "experts"), default="columns",
+        help="what the GPUs of a mesh share out of a mixture of experts (%(default)s)")  # fmt: skip
     add("--no-compilation-cache", action="store_true",
         help="compile anew, instead of keeping compiled programs in the user's cache folder")  # fmt: skip
 

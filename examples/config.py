@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from examples.rope import Rope
 
+type Split = Literal["columns", "experts"]
+
 
 class CheckpointError(ValueError):
     """Says why a model folder cannot be used, in one line that can be shown to users."""
@@ -66,7 +68,7 @@ class ExpertsConfig:
     shared_size: int = 0
     swiglu_limit: float | None = None
     swiglu_alpha: float = 1.0
-    split: Literal["columns", "experts"] = "columns"
+    split: Split = "columns"
 
 
 @dataclass(frozen=True)

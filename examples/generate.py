@@ -252,7 +252,7 @@ def run(options: argparse.Namespace) -> None:
         use_compilation_cache()
     # There is a copy of the model for each place of the mesh along "dp". Each copy has its own prompts and blocks.
     meshes = [None] if options.mesh is None else replicas(make_mesh(options.mesh))[: len(options.prompt)]
-    loaded = [load_model(options.model, dtype, mesh) for mesh in meshes]
+    loaded = [load_model(options.model, dtype, mesh, split_experts=options.split_experts) for mesh in meshes]
     _, config, tokenizer, eos_token_ids = loaded[0]
     prompt_ids = encode(tokenizer, options.prompt, config)
     for model, *_ in loaded:

@@ -197,7 +197,7 @@ def make_server(options: argparse.Namespace, until_end: contextlib.ExitStack | N
     folder = find_folder(options.model)
     template = load_template(folder, options.chat_template)
     meshes = [None] if options.mesh is None else replicas(make_mesh(options.mesh))
-    copies = [load_model(folder, dtype, mesh) for mesh in meshes]
+    copies = [load_model(folder, dtype, mesh, split_experts=options.split_experts) for mesh in meshes]
     _, config, tokenizer, eos_token_ids = copies[0]
     longest_text(options, config)  # which may be refused, before anything is compiled
     engines = [

@@ -171,7 +171,8 @@ def all_reduce_options(weights: Any, mesh: Mesh | None) -> dict[str, Any]:
     leaves = jax.tree_util.tree_leaves_with_path(weights)
     num_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for _, x in leaves)
     # A product with a matrix of which each device has some rows leaves sums to be reduced; so does the embedding.
-    num_all_reduces = sum(_spec_of([key.key for key in path]) == P("tp", None) for path, _ in leaves)
+    paths = [[key.key for key in path] for path, _ in leaves]
+    num_all_reduces = sum(_spec_of(path) == P("tp", None) or path[-2:] == ["experts", "down"] for path in paths)
     if num_bytes < num_all_reduces * _BYTES_OF_RECORDED * mesh.size:
         return {}
     return {"xla_gpu_experimental_use_collective_kernels": "", "xla_gpu_enable_command_buffer": _COMMANDS}

@@ -13,6 +13,8 @@ from examples.config import CheckpointError, DecoderConfig, read_json
 from examples.names import Source
 
 DTYPES = "F32", "F16", "BF16"  # safetensors' names
+_POSITIVE = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0
+FP4 = np.array([*_POSITIVE, *(-number for number in _POSITIVE)], np.float32)  # what 4 bits stand for
 ADVICE = "save the model anew with transformers' save_pretrained"
 
 
@@ -35,6 +37,38 @@ class Tensor(NamedTuple):
         return self.file.get_slice(self.name)[index] if index else self.file.get_tensor(self.name)
 
 
+class Mxfp4Tensor(NamedTuple):
+    """A stack of matrices in the format MXFP4, in which gpt-oss keeps its experts; they are widened as they are read.
+
+    Each 32 numbers that follow one another along the input are 16 bytes, two numbers of 4 bits each, the lower one
+    first, and share a power of two. Source: https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0.
+
+    Attributes:
+        blocks: uint8 `[num_experts, out, in / 32, 16]`.
+        scales: uint8 `[num_experts, out, in / 32]`, exponents of two plus 127.
+    """
+
+    blocks: Tensor
+    scales: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the matrices, `[num_experts, in, out]`."""
+        num_experts, num_out, num_groups = self.scales.shape
+        return num_experts, num_groups * 32, num_out
+
+    def read(self, *index: slice) -> np.ndarray:
+        """Reads the experts, inputs and outputs of these slices, as float32."""
+        experts, inputs, outputs = index
+        blocks, scales = (tensor.file.get_slice(tensor.name)[experts, outputs] for tensor in self)
+        numbers = FP4[np.stack([blocks & 15, blocks >> 4], axis=-1)].reshape(*scales.shape, 32)
+        matrices = np.ldexp(numbers, scales.astype(np.int32)[..., None] - 127).reshape(*scales.shape[:2], -1)
+        return matrices.swapaxes(1, 2)[:, inputs]
+
+
+type AnyTensor = Tensor | Mxfp4Tensor
+
+
 class Rows:
     """The rows of several sources as one array: first those of each source for the first device, then for the second.
 
@@ -45,9 +79,9 @@ class Rows:
         num_parts: how many devices share the rows.
     """
 
-    def __init__(self, tensors: dict[str, Tensor], sources: list[Source], config: DecoderConfig, num_parts: int):
+    def __init__(self, tensors: dict[str, AnyTensor], sources: list[Source], config: DecoderConfig, num_parts: int):
         num_parts = num_parts if len(sources) > 1 else 1
-        self._pieces: list[tuple[Tensor, Source]] = []
+        self._pieces: list[tuple[AnyTensor, Source]] = []
         for part in range(num_parts):
             for source in sources:
                 size = source.size
@@ -72,7 +106,7 @@ class Rows:
         return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def find_tensors(folder: Path) -> dict[str, Tensor]:
+def find_tensors(folder: Path) -> dict[str, AnyTensor]:
     """Finds the tensors of the folder's file or of its shards, by their names in the whole model.
 
     Raises:
@@ -106,7 +140,11 @@ def find_tensors(folder: Path) -> dict[str, Tensor]:
             if full_name in tensors:
                 raise CheckpointError(f"{folder} has tensor {name} more than once")
             tensors[full_name] = Tensor(file, name)
-    return tensors
+    stacks: dict[str, AnyTensor] = {}
+    for name in [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]:
+        if f"{name}_scales" in tensors:
+            stacks[name] = Mxfp4Tensor(tensors.pop(f"{name}_blocks"), tensors.pop(f"{name}_scales"))
+    return tensors | stacks
 
 
 def cast(array: np.ndarray, dtype: DTypeLike, names: Iterable[str]) -> np.ndarray:
@@ -121,7 +159,7 @@ def cast(array: np.ndarray, dtype: DTypeLike, names: Iterable[str]) -> np.ndarra
     return cast
 
 
-def drop_tied_head(tensors: dict[str, Tensor], embedding: str) -> None:
+def drop_tied_head(tensors: dict[str, AnyTensor], embedding: str) -> None:
     """Drops the output head, which must be a copy of the embedding."""
     head = tensors.pop("lm_head.weight", None)
     if head is not None and embedding in tensors and not np.array_equal(head.read(), tensors[embedding].read()):
