@@ -31,7 +31,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from examples import loop
 from examples.checkpoint import load_model
 from examples.step import make_step
-from paged_jax import PagedKVCache, allocator
+from paged_jax import allocator
 from paged_jax.engine import Batch
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -188,7 +188,7 @@ def perplexities(folder: Path) -> Iterator[tuple[str, str, float]]:
             yield jnp.dtype(dtype).name, name, measure(narrow)
 
 
-def narrowed(caches, num_blocks: int, config, dtype, over) -> tuple[PagedKVCache, ...]:
+def narrowed(caches, num_blocks: int, config, dtype, over) -> tuple[loop.Cache, ...]:
     """Makes empty caches whose scales fit what these caches hold; `over` are the axes that share a scale."""
     largest = float(jnp.iinfo(dtype).max if dtype == jnp.int8 else jnp.finfo(dtype).max)
 
