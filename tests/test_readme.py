@@ -226,6 +226,20 @@ def test_rates_after_a_pause_are_what_the_file_says():
     assert len(lines) == 8
 
 
+def test_times_beside_fa3_are_what_the_file_says():
+    text = (ROOT / "benchmarks" / "README.md").read_text()
+    (file,) = set(re.findall(r"results/([\w-]+-ragged-fa3\.json)", text))
+    found = json.loads((ROOT / "benchmarks" / "results" / file).read_text())
+    times = {(row["case"], row["contender"]): report.number(row["us"]) for row in found["rows"] if "us" in row}
+    _, table = text.split("| ragged batch |")
+    lines = ("|" + table).split("\n\n")[0].splitlines()[2:]
+    contenders = "auto", "auto/bounded", "vllm-fa3", "vllm-fa3-128"
+    for line in lines:
+        name, *cells = (cell.strip(" `") for cell in line.strip("|").split("|"))
+        assert cells == [times.get((name, contender), "-") for contender in contenders], name
+    assert {line.split("`")[1] for line in lines} == {case.name for case in (*cases.RAGGED, *cases.MORE_RAGGED)}
+
+
 def test_commands_of_the_benchmarks_exist():
     commands = re.findall(r"`python -m (benchmarks\.\w+)([^`]*)`", (ROOT / "benchmarks" / "README.md").read_text())
     modules = {name.removeprefix("benchmarks.") for name, _ in commands}
