@@ -130,6 +130,7 @@ def test_models(client):
 
 def test_health_and_metrics(running):
     assert httpx.get(f"{running.url}/health").json() == {"status": "ok"}
+    assert httpx.post(f"{running.url}/v1/completions", json=GOOD | {"max_tokens": 2}).status_code == 200
     metrics = httpx.get(f"{running.url}/metrics").text
     values = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#"))
     blocks = sum(float(values[f"paged_jax_{kind}_blocks"]) for kind in ("free", "cached", "held"))

@@ -47,7 +47,7 @@ class Answer:
         }
         self._offsets: dict[int, TextOffsets] = {}  # of each choice's text so far, for the log-probabilities
         self._prompt_scores: dict[int, Sequence[Scored]] = {}  # of the tokens of each prompt
-        self._begun: set[int] = set()  # choices of which there is a chunk
+        self._begun: set[int] = set()  # choices that have a chunk
 
     @property
     def num_choices(self) -> int:

@@ -55,7 +55,7 @@ CHAT = COMMON | TEMPLATE | {"max_completion_tokens", "top_logprobs"}
 STREAM_OPTIONS = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
 
 _log = logging.getLogger("paged_jax.server")
-_warned: set[str] = set()  # ignored fields of which the log has told
+_warned: set[str] = set()  # ignored fields that the log has named
 
 
 @dataclass(frozen=True)
