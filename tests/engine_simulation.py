@@ -159,6 +159,7 @@ class SimulatedRunner(Runner):
             if shape.is_decode:
                 starts = np.arange(shape.num_rows + 1)
             assert shape.num_prompts or shape.is_decode
+            assert (np.diff(starts) >= 0).all(), "padding rows begin where the last row ends"
             assert all(
                 starts[row + 1] - starts[row] == 1 for row in rows[0 if shape.is_decode else shape.num_prompts :]
             )

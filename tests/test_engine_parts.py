@@ -1,5 +1,6 @@
 """Tests the engine's parts one by one: plans, prefix cache, text, sampling, a model's batches, refusals."""
 
+import dataclasses
 import hashlib
 import os
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 from jax import export
 
 from paged_jax import build_metadata
-from paged_jax.engine import EngineConfig, SamplingParams
+from paged_jax.engine import EngineConfig, SamplingParams, Stats
 from paged_jax.engine.batch import Batch, Draws, StepShape
 from paged_jax.engine.blocks import BlockManager
 from paged_jax.engine.prefix import PrefixCache, extend_hashes
@@ -112,6 +113,32 @@ def test_a_swap_is_estimated_both_ways(rate, is_swapped, prefix_caching):
     sequence = add(scheduler, 0, 16)
     scheduler.schedule()
     assert scheduler._should_swap(sequence) == is_swapped
+
+
+def test_waste_counts_each_block_once():
+    """Two samples share a block that is half full; a third sequence has three of four slots empty."""
+    blocks = BlockManager(8, 4, 4, 4, 0, False)
+    blocks.append({0: 6})
+    blocks.fork(0, 1)
+    blocks.append({2: 1})
+    assert blocks.counts().held == 3
+    assert blocks.waste() == pytest.approx((2 + 3) / 12)
+
+
+def test_joined_statistics_weigh_what_each_engine_has():
+    """The fractions are means over held blocks and over tokens that were looked up."""
+    zeros = Stats(**dict.fromkeys((field.name for field in dataclasses.fields(Stats)), 0))
+    first = dataclasses.replace(zeros, held_blocks=3, waste=0.5, num_looked_up_tokens=10, hit_rate=0.2, num_steps=4)
+    second = dataclasses.replace(zeros, held_blocks=1, waste=0.1, num_looked_up_tokens=30, hit_rate=0.6, num_steps=5)
+    joined = Stats.join([first, second])
+    assert (joined.held_blocks, joined.num_steps) == (4, 9)
+    assert joined.waste == pytest.approx((3 * 0.5 + 0.1) / 4)
+    assert joined.hit_rate == pytest.approx((10 * 0.2 + 30 * 0.6) / 40)
+
+
+def test_a_step_has_no_more_prompts_than_sequences():
+    config = EngineConfig(max_model_len=48, max_num_seqs=4)
+    assert (config.max_prompts_per_step, config.decode_rows) == (4, (4,))
 
 
 def test_options_may_depend_on_a_step_s_tokens():

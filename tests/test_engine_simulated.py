@@ -93,6 +93,19 @@ def test_a_sequence_that_was_swapped_is_found_again():
     assert engine._scheduler.counters.hit_tokens == 28, "also the block that its last step filled"
 
 
+def test_only_tokens_of_prompts_count_as_such():
+    """Also where a preempted sequence's output is computed again in one row with its prompt."""
+    engine = make_engine(9, 4, dataclasses.replace(CONFIG, preemption="recompute", prefix_caching=False))
+    for k in range(2):
+        engine.add_request([(3 * i + k) % VOCAB for i in range(10)], SamplingParams(max_tokens=14))
+    launch, computed = engine._runner.launch, []
+    engine._runner.launch = lambda plan: computed.extend(plan.chunks) or launch(plan)
+    drain(engine)
+    ends = [(chunk.start, chunk.start + chunk.num_tokens) for chunk in computed]
+    assert any(start < 10 < end - 1 for start, end in ends), "a row has both"
+    assert engine.stats().num_prompt_tokens == sum(max(0, min(end, 10) - start) for start, end in ends)
+
+
 @pytest.mark.parametrize("num_steps", range(5))
 def test_a_cancelled_request_gives_all_of_its_seats_back(num_steps):
     engine = make_engine(64, 4, CONFIG)

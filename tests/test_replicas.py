@@ -162,7 +162,7 @@ def test_a_request_goes_where_the_fewest_samples_are():
     replicas, engines = made_up(3)
     replicas.add_request([1], SamplingParams(max_tokens=1, n=3))
     replicas.add_request([1], SamplingParams(max_tokens=2, n=2))
-    cancelled = replicas.add_request([1], SamplingParams(max_tokens=2))
+    cancelled = replicas.add_request([1], SamplingParams(max_tokens=2, n=2))
     replicas.cancel(cancelled)
     for _ in range(2):
         replicas.add_request([1], SamplingParams(max_tokens=2))
