@@ -62,6 +62,32 @@ CASES = [
     ),
 ]  # fmt: skip
 
+# Those that Hopper's kernel takes, too: row blocks that are full or not, one or several of them, queries in one row
+# block or in two; lengths that end within tiles and blocks; empty sequences and rows of padding.
+HOPPER_CASES = [
+    latent_case(
+        "one-block", 8, 192, 128, 16, "bfloat16", seq_lens=(150, 0, 33, 64), query_lens=(2, 0, 33, 1), padding=9
+    ),
+    latent_case(
+        "width", 72, 128, 128, 32, "float16", seq_lens=(150, 9), query_lens=(2, 1), sinks=True, padding=2,
+        cache_dtype="float16",
+    ),
+    latent_case(
+        "odd-heads", 5, 128, 128, 8, "bfloat16", seq_lens=(70, 200), query_lens=(3, 1), logits_soft_cap=3.0, padding=9
+    ),
+    latent_case(
+        "deepseek-split", 128, 576, 512, 64, "bfloat16", seq_lens=(1500, 70, 3000), query_lens=(1, 3, 2), padding=1
+    ),
+    latent_case(
+        "deepseek-16-heads", 16, 576, 512, 16, "bfloat16", seq_lens=(900, 0, 33, 2049), query_lens=(1, 0, 5, 4),
+        sinks=True,
+    ),
+    latent_case(
+        "deepseek-8-heads", 8, 576, 512, 128, "float16", cache_dtype="float16", seq_lens=(1000, 200), query_lens=(16, 9)
+    ),
+]  # fmt: skip
+CASES += HOPPER_CASES
+
 
 def make(case):
     """Makes a case's inputs: `decode` and `ragged`, arrays by name; `arrays`, array options; `static`, the others."""

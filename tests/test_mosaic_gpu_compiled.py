@@ -3,17 +3,19 @@
 The interpreter replaces what is written in PTX, and lowering for CUDA does not read it: here it is assembled.
 """
 
+import functools
 import re
 
 import jax
 import pytest
 
-from paged_jax import _validate
+from paged_jax import _validate, _validate_latent
 from paged_jax.kernels import mosaic_gpu
 from paged_jax.kernels.mosaic_gpu.ragged import call as ragged
 from tests import (
     hopper_compiler,
     inputs,
+    latent_cases,
     test_decode,
     test_mosaic_gpu,
     test_mosaic_gpu_ragged,
@@ -56,12 +58,24 @@ def writing_cases(every=2):
         yield case, lambda on_device, operands=operands: _traced(mosaic_gpu.write_and_attend, operands, on_device)
 
 
+def mla_cases(every=2):
+    for case in latent_cases.HOPPER_CASES[:: int(every)]:
+        made = latent_cases.make(case)
+        flags = {name: x for name, x in (made.arrays | made.static).items() if name != "value_size"}
+        arrays = [
+            made.ragged[name] for name in ("query", "latent_cache", "block_tables", "seq_lens", "query_start_loc")
+        ]
+        operands = _validate_latent.ragged_operands(*arrays, flags.pop("scale"), True, flags)
+        attend = functools.partial(mosaic_gpu.ragged_mla_attention, value_size=case.value_size)
+        yield case, lambda on_device, attend=attend, operands=operands: _traced(attend, operands, on_device)
+
+
 def _traced(function, operands, on_device):
     return jax.jit(function).trace(*jax.tree.map(on_device, operands))
 
 
 @pytest.mark.parametrize("every", [8, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("cases", [decode_cases, writing_cases, ragged_cases, prefix_cases])
+@pytest.mark.parametrize("cases", [decode_cases, writing_cases, ragged_cases, prefix_cases, mla_cases])
 def test_compiles(cases, every):
     """Nothing serializes products that are to overlap, and not much is spilled.
 

@@ -80,6 +80,8 @@ def mla_paged_attention(
     Aliasing: none, the cache is only read, in place. vmap: a batch of calls becomes one call with more sequences.
     Sharding: query heads may be split, sequences, and blocks: each device attends to its own blocks, and the devices
     merge their results. If blocks are not split, the cache is whole on each device.
+    Bits: two calls on the same arrays give the same. GPU kernels share the tokens of a batch evenly, so that a row's
+    bits depend on the batch; calls for one sequence at a time (`jax.lax.map`) give bits that do not.
     Source: DeepSeek-V2 (arXiv:2405.04434); FlashMLA.
 
     Example:

@@ -177,6 +177,8 @@ def leads(op: str, operands: Any) -> bool:
         # Decode's table was measured against Triton's decode kernel, which runs no ragged batch of several sequences.
         several = operands.seq_lens.shape[0] > 1
         return _leads(DECODE, DecodeCall.of(op, operands)) or (several and _leads(RAGGED, RaggedCall.of(op, operands)))
+    if op in ("mla_paged_attention", "ragged_mla_attention"):
+        return True
     if op not in ("paged_attention_v1", "paged_attention_v2", "paged_attention", "write_and_attend"):
         return False
     if operands.options.block_sparse is not None:  # only `paged_attention` has a kernel for patterns, the ragged one

@@ -31,7 +31,7 @@ from paged_jax.kernels.triton.device.tiles import convert
 
 
 class Parts(NamedTuple):
-    """A tile of latents or of queries, [rows, width] of the value and [rows, rest_width] of the rest, or None."""
+    """A tile of latents or of queries: [rows, width] of the value, and [rows, rest_width] of any rest."""
 
     value: tl.tensor
     rest: tl.tensor
@@ -104,7 +104,7 @@ def _load(array, vectors, wanted, cfg: tl.constexpr):
     start = (vectors.to(tl.int64) * cfg.problem.latent_size)[:, None]
     d = tl.arange(0, cfg.tuning.width)[None, :]
     value = tl.load(array + start + d, mask=wanted[:, None] & (d < cfg.problem.head_size), other=0.0)
-    rest = None
+    rest = value  # takes the place of what is not there: Triton returns no None
     if cfg.rest > 0:
         d = tl.arange(0, cfg.rest_width)[None, :]
         rest = tl.load(array + start + cfg.problem.head_size + d, mask=wanted[:, None] & (d < cfg.rest), other=0.0)

@@ -1,0 +1,1 @@
+"""The MLA kernel: multi-head latent attention of any number of queries a sequence."""

@@ -1,0 +1,87 @@
+"""Everything that follows from a `Problem` and its `Tuning`: the shapes and counts that host and device code share."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.experimental.pallas as pl
+
+from paged_jax.kernels.mosaic_gpu.hopper.limits import QUERY_ROWS, WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.mla.tuning import Tuning
+from paged_jax.kernels.problem import Problem
+
+_SWIZZLED = 64  # columns of shared memory that lie together
+_MOST_COLUMNS = 256
+
+TILE = 64
+"""Tokens of a tile."""
+STAGES = 2
+"""Tiles in the ring."""
+
+
+class Part(NamedTuple):
+    """Neighbouring elements of a value: `size` of them, from `first` on."""
+
+    first: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What follows from a problem and its tuning.
+
+    Attributes:
+      problem, tuning: where it follows from.
+      one_query: whether each sequence has one query, the one of its own number.
+    """
+
+    problem: Problem
+    tuning: Tuning
+    one_query: bool
+
+    @property
+    def latent_size(self) -> int:
+        """Elements of a latent."""
+        assert self.problem.latent_size is not None
+        return self.problem.latent_size
+
+    @property
+    def value_parts(self) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+        """The parts of a value that each of the two computing warpgroups sums up.
+
+        The warpgroup that has the softmax takes about a quarter, so that its next product begins while the other one
+        still sums up. A product has 256 columns at most.
+        """
+        size = self.problem.head_size
+        left = max(_SWIZZLED, size // 4 // _SWIZZLED * _SWIZZLED)
+        right = [Part(first, min(_MOST_COLUMNS, size - first)) for first in range(left, size, _MOST_COLUMNS)]
+        return (Part(0, left),), tuple(right)
+
+    @property
+    def heads(self) -> int:
+        """Rows of a query token: its heads, padded, as copies of rows start at a multiple of 8."""
+        return pl.cdiv(self.problem.num_heads, QUERY_ROWS) * QUERY_ROWS
+
+    @property
+    def rows(self) -> int:
+        """Rows of all query tokens."""
+        return self.problem.num_tokens * self.heads
+
+    @property
+    def block_rows(self) -> int:
+        """The most rows of a row block that are a sequence's own."""
+        return min(WGMMA_ROWS, self.heads * self.problem.max_query_len, self.rows)
+
+    @property
+    def run_tokens(self) -> int:
+        """Tokens of a run: neighbours in one block, which one copy brings."""
+        return min(self.problem.block_size, TILE)
+
+    @property
+    def runs_per_tile(self) -> int:
+        """Runs that fill a tile."""
+        return TILE // self.run_tokens
+
+    @property
+    def num_partials(self) -> int:
+        """Partial results that memory holds for each of the `width` programs of a queue: its ends may cut two items."""
+        return 2 * self.tuning.queues

@@ -1,0 +1,223 @@
+"""The MLA kernel: attention over latents, which are keys and, in their first elements, values.
+
+Grid: `width` programs, thread blocks of three warpgroups, for each queue (`plan.py`); one on each multiprocessor. The
+programs of a queue attend to the same tiles, each with its own row block: 64 rows (query token, head) of a sequence.
+
+Who loads: warpgroup 2 copies the query of a row block and runs of latents (TMA, through the block table) into a ring of
+two tiles (`load.py`).
+
+Who computes: both others. Warpgroup 0 has the softmax; it hands its weights P, and the factors of O, to warpgroup 1
+through shared memory. Each sums up a part of the value, as all of O takes more registers than one warpgroup has, and
+warpgroup 1 the larger part:
+
+    warpgroup 0   | S0 | softmax | O0 left | S1 | softmax | O1 left | S2 ...
+    warpgroup 1                  | O0 right  |            | O1 right  | ...
+    warpgroup 2   tiles 0, 1, then each as soon as both warpgroups have multiplied with the tile two before it
+
+Shared memory, for latents of 576 elements of 16 bits and tiles of 64 tokens:
+
+    | query 72 KiB, out on its way | 2 tiles 144 KiB | P 8 KiB | factors 1 KiB | lse 1 KiB |
+
+Queues cut items, so that a second kernel merges partial results (`merge.py`).
+
+Roofline: latent_size * itemsize bytes a token, read once for `width` row blocks; or 2 * num_heads * (latent_size +
+value_size) operations for each pair of a query and a token, with heads padded to 64 rows: arithmetic bounds it from 64
+heads on, or from fewer heads with several queries.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
+from paged_jax.kernels.mosaic_gpu.mla import load, plan, results, softmax
+from paged_jax.kernels.mosaic_gpu.mla.geometry import STAGES, TILE, Geometry
+from paged_jax.kernels.mosaic_gpu.mla.plan import Split
+from paged_jax.kernels.mosaic_gpu.mla.refs import Inputs, Outputs, Refs, outputs, scratch
+
+_WEIGHS, _SUMS, _LOADS = 0, 1, 2  # warpgroups
+# Registers of each thread. Together they must not exceed those that the three warpgroups start with, 3 * 168.
+_WEIGHING_REGISTERS, _SUMMING_REGISTERS, _LOADING_REGISTERS = 216, 240, 48
+
+
+def attend(geometry: Geometry, inputs: Inputs) -> Outputs:
+    """Runs the kernel."""
+    arrays, tree = jax.tree.flatten(inputs)
+    out_types, out_tree = jax.tree.flatten(outputs(geometry))
+
+    def refs_of(*refs) -> Refs:
+        *gmem, smem = refs
+        inputs_gmem = jax.tree.unflatten(tree, gmem[: len(arrays)])
+        return Refs(inputs_gmem, jax.tree.unflatten(out_tree, gmem[len(arrays) :]), smem)
+
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, refs_of=refs_of, geometry=geometry),
+        out_type=tuple(out_types),
+        scratch_types=(scratch(geometry),),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        num_threads=3,
+        thread_name="warpgroup",
+        grid=(geometry.tuning.programs,),
+        grid_names=("program",),
+        kernel_name="mla_attend",
+    )
+    return jax.tree.unflatten(out_tree, kernel(*arrays))
+
+
+def _kernel(*refs, refs_of, geometry: Geometry) -> None:
+    all_refs = refs_of(*refs)
+    warpgroup, program = lax.axis_index("warpgroup"), lax.axis_index("program")
+    width = jnp.int32(geometry.tuning.width)
+    number, block = lax.div(program, width), lax.rem(program, width)
+    lengths_gmem = all_refs.inputs_gmem.lengths
+    # Many lengths are in flight here, for which the loading warpgroup has no registers later.
+    total = plan.total_tiles(lengths_gmem, geometry)
+    queue = plan.queue_of(lengths_gmem, number, total, geometry)
+
+    def for_each_split(do, carry):
+        of_program = functools.partial(do, _Program(number, block, total, all_refs, geometry))
+        return plan.for_each_split(of_program, carry, lengths_gmem, queue, block, geometry)
+
+    @pl.when(warpgroup == _WEIGHS)
+    def weigh():
+        plgpu.set_max_registers(_WEIGHING_REGISTERS, action="increase")
+        closings_gmem = all_refs.outputs_gmem.closings
+        closings_gmem[number, block, 1] = jnp.int32(0)
+        for_each_split(_weigh, jnp.int32(0))
+        plgpu.barrier_wait(all_refs.smem.weights_consumed)  # barriers end as they began
+
+    @pl.when(warpgroup == _SUMS)
+    def sum_up():
+        plgpu.set_max_registers(_SUMMING_REGISTERS, action="increase")
+        plgpu.barrier_arrive(all_refs.smem.weights_consumed)  # the place of weights is free
+        for_each_split(_sum_up, jnp.int32(0))
+
+    @pl.when(warpgroup == _LOADS)
+    def load_all():
+        plgpu.set_max_registers(_LOADING_REGISTERS, action="decrease")
+        load.drain(for_each_split(_load, (jnp.int32(0), jnp.int32(0))), all_refs)
+
+
+class _Program(NamedTuple):
+    """What each warpgroup of a program knows."""
+
+    number: Scalar  # of its queue
+    block: Scalar  # which of the queue's programs it is
+    total: Scalar  # tiles of all items
+    refs: Refs
+    geometry: Geometry
+
+
+def _weigh(program: _Program, split: Split, tiles_before: Scalar) -> Scalar:
+    """Computes the softmax of a split, and the left part of O."""
+    pl.when(split.num_rows > 0)(lambda: _weigh_rows(program, split, tiles_before))
+    return tiles_before + split.num_tiles
+
+
+def _weigh_rows(program: _Program, split: Split, tiles_before: Scalar) -> None:
+    _, block, _, refs, geometry = program
+    smem, parts = refs.smem, geometry.value_parts[_WEIGHS]
+    plgpu.barrier_wait(smem.query_ready)
+    factor = softmax.factor_of(refs.inputs_gmem, geometry)
+    seen = softmax.seen_by_rows(split, refs.inputs_gmem, geometry)
+
+    def stage_of(i):
+        return lax.rem(tiles_before + i, jnp.int32(STAGES))
+
+    def wait_for_tile(i):
+        plgpu.barrier_wait(smem.tile_ready.at[stage_of(i)])
+
+    def attend_tile(i, carry):
+        products, state = carry
+        tile_smem, start = smem.tiles.at[stage_of(i)], (split.tile + i) * TILE
+        weights, keep, maxima, sums = softmax.weigh(products, state, start, seen, factor, geometry)
+        weights = weights.astype(geometry.problem.query_dtype)
+        plgpu.barrier_wait(smem.weights_consumed)
+        smem.weights[...] = weights
+        smem.factors[...] = keep
+        softmax.zero_unseen(tile_smem, split.end - start, geometry)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(smem.weights_ready)
+        out = softmax.rescaled(state.out, keep)
+
+        def consumed():
+            plgpu.barrier_arrive(smem.tile_consumed.at[stage_of(i)])
+
+        def last():
+            sums_of_values = softmax.accumulate(out, weights, tile_smem, parts)
+            consumed()
+            return sums_of_values, products
+
+        def go_on():
+            next_smem, wait = smem.tiles.at[stage_of(i + 1)], functools.partial(wait_for_tile, i + 1)
+            return softmax.accumulate_and_score(out, weights, tile_smem, parts, smem.query, next_smem, wait, consumed)
+
+        out, products = lax.cond(i + 1 == split.num_tiles, last, go_on)
+        return products, softmax.State(out, maxima, sums)
+
+    def attend():
+        wait_for_tile(jnp.int32(0))
+        first = softmax.scores(smem.query, smem.tiles.at[stage_of(jnp.int32(0))]), softmax.empty(parts)
+        return lax.fori_loop(0, split.num_tiles, attend_tile, first)[1]
+
+    state = lax.cond(split.num_tiles > 0, attend, lambda: softmax.empty(parts))
+    done, lse = softmax.finished(state, split.is_whole, split, refs, geometry)
+    plgpu.barrier_wait(smem.weights_consumed)
+    smem.factors[...] = done.factor
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(smem.weights_ready)
+    results.store_sums(lse, done.log_sums, split, block, refs)
+    results.store_out(softmax.rescaled(state.out, done.factor), parts, split, block, refs, geometry)
+    plgpu.barrier_arrive(smem.query_consumed)
+    pl.when(split.closes)(lambda: _store_closing(program, split))
+
+
+def _store_closing(program: _Program, split: Split) -> None:
+    """Says to the merge where the partial results of the row block are, of which this one is the last."""
+    number, block, total, refs, geometry = program
+    closing = plan.closing_of(number, split.tile, total, geometry)
+    for i, x in enumerate((*closing, split.row, split.num_rows)):
+        refs.outputs_gmem.closings[number, block, i] = x
+
+
+def _sum_up(program: _Program, split: Split, tiles_before: Scalar) -> Scalar:
+    """Computes the right part of O."""
+    pl.when(split.num_rows > 0)(lambda: _sum_up_rows(program, split, tiles_before))
+    return tiles_before + split.num_tiles
+
+
+def _sum_up_rows(program: _Program, split: Split, tiles_before: Scalar) -> None:
+    _, block, _, refs, geometry = program
+    smem, parts = refs.smem, geometry.value_parts[_SUMS]
+
+    def factors():
+        plgpu.barrier_wait(smem.weights_ready)
+        return plgpu.load(smem.factors, layout=softmax.BY_ROW)
+
+    def attend_tile(i, out):
+        stage = lax.rem(tiles_before + i, jnp.int32(STAGES))
+        plgpu.barrier_wait(smem.tile_ready.at[stage])
+        out = softmax.rescaled(out, factors())
+        out = softmax.accumulate(out, smem.weights, smem.tiles.at[stage], parts)
+        plgpu.barrier_arrive(smem.weights_consumed)
+        plgpu.barrier_arrive(smem.tile_consumed.at[stage])
+        return out
+
+    out = lax.fori_loop(0, split.num_tiles, attend_tile, softmax.empty_out(parts))
+    out = softmax.rescaled(out, factors())
+    plgpu.barrier_arrive(smem.weights_consumed)
+    results.store_out(out, parts, split, block, refs, geometry)
+    plgpu.barrier_arrive(smem.query_consumed)
+
+
+def _load(program: _Program, split: Split, counts: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
+    """Copies the query and the tiles of a split."""
+    is_there = split.num_rows > 0
+    pl.when(is_there)(lambda: load.load_split(split, counts, program.refs, program.geometry))
+    num_tiles, num_queries = counts
+    return num_tiles + split.num_tiles, num_queries + is_there.astype(jnp.int32)

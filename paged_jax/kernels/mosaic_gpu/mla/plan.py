@@ -1,0 +1,232 @@
+"""Which program attends with which rows to which tiles.
+
+A query token has a row for each of its heads. The rows of a sequence lie one after the other and are cut into row
+blocks of 64, and `width` neighbouring row blocks are an item, which reads each tile of the sequence once. The tiles of
+all items, one item after the other, are cut into even queues, one for every `width` programs:
+
+      items   |------ 0 ------|- 1 -|2|-------------- 3 --------------|---- 4 ----|
+      queues  |     0     |     1     |     2     |     3     |     4     |   5   |
+
+The programs of a queue are neighbours and attend to the same tiles at about the same time, each with its own row block.
+A queue cuts at most two items, so that it has two places for partial results.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least, cdiv, div
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.hopper.refs import Ref
+from paged_jax.kernels.mosaic_gpu.mla.geometry import TILE, Geometry
+
+_LENGTHS_IN_FLIGHT = 64  # each program waits for all of them
+_LEAST_TILES = 4  # tiles of a queue: a small batch would be cut too fine
+
+
+class Lengths(NamedTuple):
+    """References to the lengths of the batch; without `query_start_loc` each sequence has one query."""
+
+    seq_lens: Ref
+    query_start_loc: Ref
+
+
+class Sequence(NamedTuple):
+    """What the plan needs to know of a sequence."""
+
+    first_row: Scalar
+    num_rows: Scalar
+    context_len: Scalar  # tokens before the first query
+    limit: Scalar  # no query sees tokens from here on
+    items: Scalar
+    tiles: Scalar  # of each item: one at least, so that some program stores its results
+
+
+class Queue(NamedTuple):
+    """What a program still has to do: `left` tiles, from tile `tile` of an item on."""
+
+    number: Scalar
+    seq: Scalar
+    item: Scalar  # of the sequence's
+    tile: Scalar
+    left: Scalar
+    partial: Scalar  # where the next partial result goes
+
+
+class Split(NamedTuple):
+    """Some neighbouring tiles of an item, for one row block."""
+
+    seq: Scalar
+    row: Scalar  # the first of the row block
+    num_rows: Scalar  # of the row block; none if it is not there
+    first_row: Scalar  # of the row block, counted from the sequence's first
+    context_len: Scalar
+    limit: Scalar
+    end: Scalar  # one past the last token that a row of the row block sees
+    tile: Scalar  # the first tile
+    num_tiles: Scalar  # that the row block sees
+    is_whole: Scalar
+    closes: Scalar  # whether the split is the last one of an item that queues have cut
+    partial: Scalar
+
+
+class Closing(NamedTuple):
+    """The item that a queue's first split closes."""
+
+    first_partial: Scalar
+    num_splits: Scalar
+
+
+def total_tiles(lengths_gmem: Lengths, geometry: Geometry) -> Scalar:
+    """The tiles of all items."""
+    return _over_sequences(lengths_gmem, lambda _, s, total: total + s.items * s.tiles, jnp.int32(0), geometry)
+
+
+def queue_of(lengths_gmem: Lengths, number: Scalar, total: Scalar, geometry: Geometry) -> Queue:
+    """The queue of this number, of queues that share `total` tiles."""
+    zero = jnp.int32(0)
+    first, end = (_cut(total, number + i, geometry) for i in range(2))
+
+    def search(seq, s, carry):  # the sequence that `first` is in, and the tiles of all items before it
+        after, found, before = carry
+        after += s.items * s.tiles
+        past = first >= after
+        return after, jnp.where(past, seq + 1, found), jnp.where(past, after, before)
+
+    _, seq, before = _over_sequences(lengths_gmem, search, (zero, zero, zero), geometry)
+    tiles = sequence_of(lengths_gmem, lax.min(seq, jnp.int32(_num_sequences(geometry) - 1)), geometry).tiles
+    within = first - before
+    return Queue(number, seq, lax.div(within, tiles), lax.rem(within, tiles), end - first, 2 * number)
+
+
+def for_each_split(
+    do: Callable[[Split, Any], Any], carry: Any, lengths_gmem: Lengths, queue: Queue, block: Scalar, geometry: Geometry
+) -> Any:
+    """Calls `do(split, carry)`, which returns the next carry, with each split of a queue, for its program `block`."""
+
+    def step(state):
+        queue, carry = state
+        seq = lax.while_loop(
+            lambda seq: sequence_of(lengths_gmem, seq, geometry).items == 0, lambda seq: seq + 1, queue.seq
+        )
+        queue = queue._replace(seq=seq)
+        s = sequence_of(lengths_gmem, seq, geometry)
+        tiles = lax.min(s.tiles - queue.tile, queue.left)
+        carry = do(_split_of(queue, s, tiles, block, geometry), carry)
+        done = queue.item + 1 == s.items
+        after = Queue(
+            number=queue.number,
+            seq=seq + done.astype(jnp.int32),
+            item=jnp.where(done, 0, queue.item + 1),
+            tile=jnp.int32(0),
+            left=queue.left - tiles,
+            partial=queue.partial | 1,
+        )
+        return after, carry
+
+    return lax.while_loop(lambda state: state[0].left > 0, step, (queue, carry))[1]
+
+
+def sequence_of(lengths_gmem: Lengths, seq: Scalar, geometry: Geometry) -> Sequence:
+    """What the plan needs to know of a sequence."""
+    return _sequence(*_lengths_of(lengths_gmem, seq, geometry), geometry)
+
+
+def _num_sequences(geometry: Geometry) -> int:
+    """The sequences, and behind them one without tokens that has the rows of padding, if there may be any."""
+    return geometry.problem.num_seqs + (0 if geometry.one_query else 1)
+
+
+def _lengths_of(lengths_gmem: Lengths, seq: Scalar, geometry: Geometry) -> tuple[Scalar, Scalar, Scalar]:
+    """A sequence's length, and where its queries begin and end."""
+    if geometry.one_query:
+        return lengths_gmem.seq_lens[seq], seq, seq + 1
+    num_seqs, starts_gmem = jnp.int32(geometry.problem.num_seqs), lengths_gmem.query_start_loc
+    is_padding = seq == num_seqs
+    seq_len = lengths_gmem.seq_lens[lax.min(seq, num_seqs - 1)]
+    stop = starts_gmem[lax.min(seq + 1, num_seqs)]
+    stop = jnp.where(is_padding, geometry.problem.num_tokens, stop)
+    return jnp.where(is_padding, 0, seq_len), starts_gmem[seq], stop
+
+
+def _sequence(seq_len: Scalar, start: Scalar, stop: Scalar, geometry: Geometry) -> Sequence:
+    num_rows = (stop - start) * geometry.heads
+    limit = lax.min(seq_len, jnp.int32(geometry.problem.max_seq_len))
+    items = cdiv(num_rows, WGMMA_ROWS * geometry.tuning.width)
+    tiles = at_least(cdiv(limit, TILE), 1)
+    return Sequence(start * geometry.heads, num_rows, seq_len - (stop - start), limit, items, tiles)
+
+
+def _split_of(queue: Queue, s: Sequence, tiles: Scalar, block: Scalar, geometry: Geometry) -> Split:
+    """The next split of a queue, which has `tiles` tiles of its item, for the program of one of its row blocks."""
+    first_row = (queue.item * geometry.tuning.width + block) * WGMMA_ROWS
+    num_rows = lax.clamp(jnp.int32(0), s.num_rows - first_row, jnp.int32(WGMMA_ROWS))
+    end = s.limit
+    if geometry.problem.causal and not geometry.one_query:
+        last_query = div(first_row + at_least(num_rows, 1) - 1, geometry.heads)
+        end = lax.min(end, s.context_len + last_query + 1)
+    end = jnp.where(num_rows > 0, at_least(end, 0), 0)
+    num_tiles = lax.clamp(jnp.int32(0), cdiv(end, TILE) - queue.tile, tiles)
+    is_last = queue.tile + tiles == s.tiles
+    return Split(
+        seq=queue.seq,
+        row=s.first_row + first_row,
+        num_rows=num_rows,
+        first_row=first_row,
+        context_len=s.context_len,
+        limit=s.limit,
+        end=end,
+        tile=queue.tile,
+        num_tiles=num_tiles,
+        is_whole=is_last & (queue.tile == 0),
+        closes=is_last & (queue.tile > 0),
+        partial=queue.partial,
+    )
+
+
+def closing_of(number: Scalar, tile: Scalar, total: Scalar, geometry: Geometry) -> Closing:
+    """Where the splits of an item are, if the queue of this number begins with the item's tile `tile` and closes it."""
+    begin = _cut(total, number, geometry) - tile
+    opener = _queue_at(total, begin, number, geometry)
+    has_others = _cut(total, opener, geometry) != begin  # before the item's first tile
+    return Closing(2 * opener + has_others.astype(jnp.int32), number - opener + 1)
+
+
+def _cut(total: Scalar, number: Scalar, geometry: Geometry) -> Scalar:
+    """The tile, of those of all items, with which the queue of this number begins."""
+    queues = jnp.int32(geometry.tuning.queues)
+    number = lax.min(number, queues)
+    size, left_over = lax.div(total, queues), lax.rem(total, queues)
+    even = number * size + lax.div(number * left_over, queues)
+    return jnp.where(size < _LEAST_TILES, lax.min(number * _LEAST_TILES, total), even)
+
+
+def _queue_at(total: Scalar, tile: Scalar, most: Scalar, geometry: Geometry) -> Scalar:
+    """The last queue that begins at this tile or before it; `most` begins behind it or there."""
+    size = at_least(lax.div(total, jnp.int32(geometry.tuning.queues)), _LEAST_TILES)
+    guess = lax.min(most, lax.div(tile, size))
+    return lax.while_loop(lambda number: _cut(total, number, geometry) > tile, lambda number: number - 1, guess)
+
+
+def partial_of(first: Scalar, number: Scalar) -> Scalar:
+    """The index of the partial result of an item's split of this number, if the first one's is `first`."""
+    return jnp.where(number == 0, first, (lax.div(first, jnp.int32(2)) + number) * 2)
+
+
+def _over_sequences(lengths_gmem: Lengths, step: Callable, carry: Any, geometry: Geometry) -> Any:
+    """`step(seq, sequence, carry)` over all sequences in order, with many loads in flight."""
+    in_flight = _LENGTHS_IN_FLIGHT // (1 if geometry.one_query else 3)
+    whole, left_over = divmod(_num_sequences(geometry), in_flight)
+
+    def some(first, count: int, carry):
+        seqs = [jnp.asarray(first + i, jnp.int32) for i in range(count)]
+        lengths = [_lengths_of(lengths_gmem, seq, geometry) for seq in seqs]
+        for seq, of_seq in zip(seqs, lengths, strict=True):
+            carry = step(seq, _sequence(*of_seq, geometry), carry)
+        return carry
+
+    if whole:
+        carry = lax.fori_loop(0, whole, lambda i, carry: some(i * in_flight, in_flight, carry), carry)
+    return some(whole * in_flight, left_over, carry)

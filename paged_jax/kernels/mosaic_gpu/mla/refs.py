@@ -1,0 +1,105 @@
+"""The references that the MLA kernel gets: inputs and outputs in global memory, scratch in shared memory.
+
+Fields are `ABSENT` for what a call does not have. The order of fields is the order in which shared memory is laid out.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.hopper.memory import transforms
+from paged_jax.kernels.mosaic_gpu.hopper.refs import Ref
+from paged_jax.kernels.mosaic_gpu.mla.geometry import STAGES, TILE, Geometry
+from paged_jax.kernels.mosaic_gpu.mla.plan import Lengths
+
+CLOSING = 4
+"""Integers that describe an item to merge."""
+
+
+class Inputs(NamedTuple):
+    """What the MLA kernel reads."""
+
+    query: Ref  # [rows, latent_size]
+    latent_cache: Ref
+    block_tables: Ref
+    lengths: Lengths
+    scale: Ref  # [1]
+    latent_scale: Ref  # [1]
+    sinks: Ref  # [heads + 64], of the heads again and again
+
+
+class Partials(NamedTuple):
+    """Partial results, each the softmax of one split with one row block, normalised."""
+
+    out: Ref  # [num_partials, width, 64, value_size]
+    log_sums: Ref  # [num_partials, width, 64], of base 2
+
+
+class Outputs(NamedTuple):
+    """What the MLA kernel writes."""
+
+    out: Ref  # [rows, value_size]
+    lse: Ref  # [rows]
+    partials: Partials
+    closings: Ref  # [queues, width, CLOSING]: first_partial, num_splits, row, num_rows; num_splits is 0 without an item
+
+
+class Scratch(NamedTuple):
+    """Shared memory and barriers of a program."""
+
+    query: Ref  # and, once all products with it are done, out
+    tiles: Ref
+    weights: Ref  # P of a tile
+    factors: Ref  # [64]: of O so far, from the warpgroup that has the softmax to the other one
+    lse: Ref  # [64]
+    query_ready: Ref
+    query_consumed: Ref
+    tile_ready: Ref
+    tile_consumed: Ref
+    weights_ready: Ref  # weights and factors
+    weights_consumed: Ref
+
+
+class Refs(NamedTuple):
+    """All references of the MLA kernel."""
+
+    inputs_gmem: Inputs
+    outputs_gmem: Outputs
+    smem: Scratch
+
+
+def outputs(geometry: Geometry) -> Outputs:
+    """What the MLA kernel writes."""
+    problem, tuning, f32 = geometry.problem, geometry.tuning, jnp.float32
+    of_partials = geometry.num_partials, tuning.width, WGMMA_ROWS
+    return Outputs(
+        jax.ShapeDtypeStruct((geometry.rows, problem.head_size), problem.query_dtype),
+        jax.ShapeDtypeStruct((geometry.rows,), f32),
+        Partials(jax.ShapeDtypeStruct((*of_partials, problem.head_size), f32), jax.ShapeDtypeStruct(of_partials, f32)),
+        jax.ShapeDtypeStruct((tuning.queues, tuning.width, CLOSING), jnp.int32),
+    )
+
+
+def scratch(geometry: Geometry) -> Scratch:
+    """The shared memory and the barriers of a program."""
+    dtype, latent_size = geometry.problem.query_dtype, geometry.latent_size
+
+    def swizzled(*shape: int) -> Ref:
+        return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=transforms(TILE, dtype))
+
+    return Scratch(
+        query=swizzled(WGMMA_ROWS, latent_size),
+        tiles=swizzled(STAGES, TILE, latent_size),
+        weights=swizzled(WGMMA_ROWS, TILE),
+        factors=plgpu.SMEM((WGMMA_ROWS,), jnp.float32),
+        lse=plgpu.SMEM((WGMMA_ROWS,), jnp.float32),
+        query_ready=plgpu.Barrier(),
+        query_consumed=plgpu.Barrier(num_arrivals=2),
+        tile_ready=plgpu.Barrier(num_barriers=STAGES, num_arrivals=geometry.runs_per_tile),
+        tile_consumed=plgpu.Barrier(num_barriers=STAGES, num_arrivals=2),
+        weights_ready=plgpu.Barrier(),
+        weights_consumed=plgpu.Barrier(),
+    )

@@ -1,0 +1,26 @@
+"""What was chosen for a call of multi-head latent attention."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What was chosen for a `Problem` on a `Device`.
+
+    Attributes:
+      queues: queues that share the tiles of the whole batch evenly.
+      width: row blocks of a sequence that neighbouring programs attend with side by side, so that only the first of
+        them reads a tile from memory and the others find it in the L2 cache. Each queue has so many programs.
+    """
+
+    queues: int
+    width: int
+
+    def __post_init__(self) -> None:
+        if self.queues < 1 or self.width < 1:
+            raise ValueError(f"no kernel has such a grid: {self}")
+
+    @property
+    def programs(self) -> int:
+        """Programs of the grid."""
+        return self.queues * self.width

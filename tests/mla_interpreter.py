@@ -1,0 +1,122 @@
+"""Runs the MLA kernel of Mosaic GPU without a GPU, in Pallas's interpreter, and replaces what it cannot run."""
+
+from functools import partial
+from unittest import mock
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
+
+from paged_jax.kernels import problem
+from paged_jax.kernels.mosaic_gpu.hopper import lanes
+from paged_jax.kernels.mosaic_gpu.hopper.registers import LOG2E
+from paged_jax.kernels.mosaic_gpu.mla import call, merge, plan, rows, softmax
+from paged_jax.kernels.problem import Device
+from tests.interpreted_ptx import lanes as interpreted_lanes
+
+
+def loaded(values_gmem, first):
+    return values_gmem[pl.ds(first, 64)]
+
+
+_LANES = "row_numbers", "sums", "sum_of_lanes", "raised", "exponentials", "rescaled"
+SMALL_GPU = Device(90, 4)
+
+
+def store_lse(lse_smem, lse_gmem, row, num_rows):
+    plgpu.commit_smem()
+    lse = lse_smem[...]
+
+    @pl.loop(0, num_rows)
+    def _(i):
+        lse_gmem[row + i] = jax.lax.dynamic_index_in_dim(lse, i, keepdims=False)
+
+
+def store_partial(partial_gmem, out, first, num_rows, geometry):
+    columns = pl.ds(first, out.shape[1])
+
+    @pl.loop(0, num_rows)
+    def _(i):
+        partial_gmem[i, columns] = jax.lax.dynamic_index_in_dim(out, i, keepdims=False)
+
+
+def scores(query_smem, tile_smem):
+    """S. NumPy, with which the interpreter multiplies, would warn of the NaNs in rows that nobody looks at."""
+    query, latents = query_smem[...].astype(jnp.float32), tile_smem[...].astype(jnp.float32)
+    plgpu.commit_smem()
+    return query @ latents.T
+
+
+def accumulate(out, weights, tile_smem, parts):
+    values = [tile_smem[:, pl.ds(*part)].astype(jnp.float32) for part in parts]
+    weights = weights if isinstance(weights, jax.Array) else weights[...]
+    plgpu.commit_smem()  # without this fence the interpreter sees a race between these reads and later writes
+    return [x + jnp.dot(weights.astype(jnp.float32), of_part) for x, of_part in zip(out, values, strict=True)]
+
+
+def accumulate_and_score(out, weights, tile_smem, parts, query_smem, next_smem, begin_next, end):
+    sums = accumulate(out, weights, tile_smem, parts)
+    end()
+    begin_next()
+    return sums, scores(query_smem, next_smem)
+
+
+def merge_rows(refs, block, geometry):
+    """Merges some rows of a row block, in the order of the splits."""
+    sinks = None if refs.sinks is None else refs.sinks[...]
+
+    @pl.loop(0, jnp.minimum(merge.rows_of_program(geometry), block.num_rows - block.row_of_block))
+    def _(i):
+        row = block.row_of_block + i
+
+        def add(number, carry):
+            maximum, total, out = carry
+            partial_number = plan.partial_of(block.first_partial, number)
+            log_sum = refs.partials.log_sums[partial_number, block.block, row]
+            new = jnp.maximum(maximum, log_sum)
+            keep, weight = jnp.exp2(maximum - new), jnp.exp2(log_sum - new)
+            return new, total * keep + weight, out * keep + refs.partials.out[partial_number, block.block, row] * weight
+
+        empty = jnp.float32(-1e30), jnp.float32(0), jnp.zeros(geometry.problem.head_size, jnp.float32)
+        maximum, total, out = jax.lax.fori_loop(0, block.num_splits, add, empty)
+        seen = total != 0
+        if sinks is not None:
+            sink = sinks[(block.row + row) % geometry.heads] * LOG2E
+            new = jnp.maximum(maximum, sink)
+            keep = jnp.exp2(maximum - new)
+            maximum, total, out = new, total * keep + jnp.exp2(sink - new), out * keep
+        total = jnp.where(seen, total, 1.0)
+        refs.out[block.row + row] = (out / total).astype(refs.out.dtype)
+        refs.lse[block.row + row] = jnp.where(seen, (maximum + jnp.log2(total)) / LOG2E, -jnp.inf)
+
+
+def run(function, *, device=SMALL_GPU, **arrays):
+    """Does what the fixture `run` does in the tests of every implementation."""
+    patches = [
+        mock.patch.object(rows, "store_lse", store_lse),
+        mock.patch.object(rows, "store_partial", store_partial),
+        mock.patch.multiple(softmax, scores=scores, accumulate=accumulate, accumulate_and_score=accumulate_and_score),
+        mock.patch.multiple(lanes, loaded=loaded, **{name: getattr(interpreted_lanes, name) for name in _LANES}),
+        mock.patch.object(merge, "merge_rows", merge_rows),
+        mock.patch.object(problem, "device", return_value=device),
+    ]
+
+    def eagerly(op, operands, *, implementation=None, unwanted=(), **static):
+        kernel = jax.jit(partial(getattr(call, op), **static))
+        with params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=True)):
+            return kernel(*operands)
+
+    with mock.patch("paged_jax._dispatch.call", eagerly):
+        for patch in patches:
+            patch.start()
+        try:
+            return jax.tree.map(np.asarray, function(**arrays, implementation="mosaic_gpu"))
+        except Exception:
+            interpret_pallas_call.reset_gpu_interpret_mode_state()
+            raise
+        finally:
+            for patch in patches:
+                patch.stop()

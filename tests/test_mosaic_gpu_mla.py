@@ -1,0 +1,133 @@
+"""Tests the MLA kernel of Mosaic GPU without a GPU: in Pallas's interpreter, its choices, and what it refuses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import paged_jax
+from paged_jax import _validate_latent
+from paged_jax.kernels.mosaic_gpu.mla import choose, plan
+from paged_jax.kernels.mosaic_gpu.mla.geometry import Geometry
+from paged_jax.kernels.problem import Device, Problem, Unsupported
+from tests import mla_interpreter, test_mla
+from tests.latent_cases import HOPPER_CASES
+
+
+@pytest.mark.parametrize("sms", [1, 4])
+@pytest.mark.parametrize("case", HOPPER_CASES[:3], ids=str)
+def test_in_the_interpreter(case, sms):
+    def run(function, *, quick=True, **arrays):
+        return mla_interpreter.run(function, device=Device(90, sms), **arrays)
+
+    test_mla.test_decode(case, run)
+    test_mla.hold_ragged(case, run)
+
+
+def problem_of(num_seqs=8, num_heads=16, latent_size=576, value_size=512, dtype="bfloat16", cache_dtype=None, **sizes):
+    """The facts of a decode call, or of a ragged one with `num_queries` queries a sequence."""
+    num_queries, block_size = sizes.get("num_queries", 1), sizes.get("block_size", 64)
+    query = jnp.zeros((num_seqs * num_queries, num_heads, latent_size), dtype)
+    cache = jnp.zeros((4, block_size, latent_size), cache_dtype or dtype)
+    tables, lens = jnp.zeros((num_seqs, 8), jnp.int32), jnp.zeros(num_seqs, jnp.int32)
+    options = {"latent_scale": 1.0, "max_query_len": num_queries}
+    starts = jnp.arange(num_seqs + 1, dtype=jnp.int32)
+    operands = _validate_latent.ragged_operands(query, cache, tables, lens, starts, 0.1, True, options)
+    return Problem.of_latents(query, cache, tables, operands.options, value_size)
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "num_heads", "num_queries", "queues", "width"),
+    [
+        (128, 16, 1, 128, 1),  # a queue for each sequence
+        (128, 128, 1, 64, 2),  # two sequences a queue, whose two row blocks are side by side
+        (64, 16, 1, 128, 1),  # two queues a sequence
+        (100, 16, 1, 132, 1),  # no number that is large enough fits
+        (128, 128, 2, 32, 4),
+        (8, 128, 16, 32, 4),
+        (1, 16, 1, 132, 1),
+    ],
+)
+def test_queues_fit_items_of_like_lengths(num_seqs, num_heads, num_queries, queues, width):
+    problem = problem_of(num_seqs, num_heads, num_queries=num_queries)
+    tuning = choose.tune(problem, Device(90, 132))
+    assert (tuning.queues, tuning.width) == (queues, width)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": "float32"}, "takes queries and latents of one dtype of 16 bits, got float32 and float32"),
+        ({"cache_dtype": "float8_e4m3fn"}, "one dtype of 16 bits, got bfloat16 and float8_e4m3fn"),
+        ({"latent_size": 640}, "takes latents of a multiple of 64 elements up to 576, got 640"),
+        ({"latent_size": 560}, "takes latents of a multiple of 64 elements up to 576, got 560"),
+        ({"value_size": 192}, "takes values of a multiple of 128 elements up to 512, got 192"),
+        ({"block_size": 4}, "takes blocks of 8 tokens or more, got 4"),
+    ],
+)
+def test_refusals(changes, reason):
+    with pytest.raises(Unsupported, match=reason):
+        choose.tune(problem_of(**changes), Device(90, 132))
+    with pytest.raises(Unsupported, match=r"needs compute capability 9\.0, this GPU has 10\.0"):
+        choose.tune(problem_of(), Device(100, 132))
+
+
+@pytest.mark.parametrize("queues", [1, 3, 7, 50])
+def test_queues_share_all_tiles_of_all_items(queues):
+    """Each tile of each item is in one queue, and where an item is cut, its last split finds the others."""
+    rng = np.random.default_rng(queues)
+    seq_lens = rng.integers(0, 2000, 9)
+    query_lens = np.minimum(rng.choice([0, 1, 1, 2, 40], 9), seq_lens)
+    starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+    problem = problem_of(9, 16, num_queries=40)
+    problem = Problem(**vars(problem) | {"num_tokens": int(starts[-1]) + 3, "max_seq_len": 4000})
+    tuning = choose.Tuning(queues=queues, width=2)
+    geometry = Geometry(problem, tuning, one_query=False)
+    lengths = plan.Lengths(jnp.asarray(seq_lens, jnp.int32), jnp.asarray(starts))
+    found = {}
+
+    @jax.jit
+    def splits_of(number):
+        total = plan.total_tiles(lengths, geometry)
+        rows = jnp.full((200, 8), -1)
+
+        def keep(split, carry):
+            rows, count = carry
+            closing = plan.closing_of(number, split.tile, total, geometry)
+            fields = split.row, split.num_rows, split.tile, split.num_tiles, split.is_whole, split.closes, split.partial
+            fields = jnp.stack([*map(jnp.int32, fields), jnp.where(split.closes, closing.num_splits, 0)])
+            return rows.at[count].set(fields), count + 1
+
+        queue = plan.queue_of(lengths, number, total, geometry)
+        return plan.for_each_split(keep, (rows, 0), lengths, queue, jnp.int32(0), geometry)
+
+    partials = set()
+    for number in range(queues):
+        rows, count = splits_of(jnp.int32(number))
+        for row, num_rows, tile, num_tiles, is_whole, closes, partial, num_splits in np.asarray(rows)[: int(count)]:
+            item = found.setdefault(int(row), [])
+            item.append((int(tile), int(num_tiles)))
+            assert 0 < num_rows <= 64
+            assert not closes or num_splits == len(item) > 1
+            if not is_whole:
+                assert partial not in partials
+                partials.add(int(partial))
+    expected = {}
+    for seq, length in enumerate([*seq_lens, 0]):
+        start = int(starts[seq])
+        stop = int(starts[seq + 1]) if seq < 9 else problem.num_tokens
+        for first in range(start * 16, stop * 16, 128):
+            last_query = (min(first + 64, stop * 16) - 1) // 16 - start
+            seen = min(length, length - (stop - start) + last_query + 1)
+            expected[first] = -(-max(int(seen), 0) // 64)
+    assert {row: sum(n for _, n in item) for row, item in found.items()} == expected
+    for item in found.values():
+        assert [tile for tile, _ in item] == sorted(tile for tile, _ in item)
+
+
+def test_mla_leads_on_hopper():
+    query, cache = jnp.zeros((2, 16, 576), jnp.bfloat16), jnp.zeros((4, 64, 576), jnp.bfloat16)
+    arrays = query, cache, jnp.zeros((2, 4), jnp.int32), jnp.ones(2, jnp.int32)
+    flags = {"value_size": 512, "scale": 0.1}
+    asked = paged_jax.which_implementation(paged_jax.mla_paged_attention, *arrays, platform="cuda", **flags)
+    assert asked.name == "triton"  # without a GPU the program is for every GPU
