@@ -134,7 +134,7 @@ def attend(
 
 
 def summed(state: State, geometry: Geometry) -> State:
-    """Sums over rows: the state with sums [columns]."""
+    """Reduces the state's sums over rows, if they are [tile, columns], to [columns]."""
     return state._replace(sums=state.sums.sum(axis=0)) if geometry.sums_once_a_split else state
 
 

@@ -1,4 +1,4 @@
-"""What every Hopper kernel refuses, in words for the caller."""
+"""Reasons to refuse a call that all Hopper kernels share."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ _LARGEST_GROUP = WGMMA_ROWS  # query heads of a kv head
 
 
 def refusals(problem: Problem, gpu: Device) -> list[str]:
-    """Everything that stands in the way of any kernel here."""
+    """Reasons to refuse a call, whichever kernel it is for."""
     reasons = []
     if gpu.capability != CAPABILITY:
         reasons.append(f"needs compute capability {CAPABILITY / 10}, this GPU has {gpu.capability / 10}")

@@ -1,6 +1,6 @@
 """Ragged attention: prefill, chunks, speculative tokens and decodes in one launch, and a merge of split contexts.
 
-The ops' arrays become `Inputs` here, and what is static in a call its `Problem`, `Tuning` and `Geometry`.
+It makes `Inputs` of the ops' arrays, and `Problem`, `Tuning` and `Geometry` of the static facts.
 """
 
 import jax

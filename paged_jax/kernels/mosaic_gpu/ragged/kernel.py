@@ -1,4 +1,4 @@
-"""The ragged kernel: attention of any number of queries a sequence over its blocks, in one launch.
+"""The ragged kernel: attention with any number of queries for each sequence, in one launch.
 
 Grid: one program on each multiprocessor, a thread block of three warpgroups. It takes work items (`plan.py`) until none
 is left. Wide items are bound by the matrix units and thin items by memory, so some programs begin with wide items and
@@ -42,8 +42,8 @@ from paged_jax.kernels.mosaic_gpu.ragged.geometry import NO_ITEM, WIDE, Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Inputs, Outputs, Refs, Signal, outputs, scratch
 
 _LOADS = 2  # the warpgroup that loads; the others compute
-# Registers of each thread. 2 * 216 + 72 is what the three warpgroups start with, 3 * 168: a warpgroup that asks for
-# more waits forever. With 224 for computing threads heads of 128 spill two registers less, but ptxas delays the
+# Registers of each thread. 2 * 216 + 72 = 3 * 168 is all that the three warpgroups start with; a warpgroup that asks
+# for more waits forever. With 224 for computing threads heads of 128 spill two registers less, but ptxas delays the
 # exponentials of wide tiles (benchmarks/LOG.md, "What is spilled").
 _COMPUTING_REGISTERS, _LOADING_REGISTERS = 216, 72
 

@@ -64,7 +64,7 @@ class _ItemLoader:
     """Loads items of one kind.
 
     Attributes:
-      kind: the kind.
+      kind: wide or thin items.
       counts: the counts of the batch.
       unclaimed: items that programs take without a claim: the first item of each program that begins with this kind.
       refs: all references.

@@ -54,7 +54,7 @@ def attend_to_item(stage: Scalar, refs: Refs, kind: ItemKind) -> None:
 
 @dataclass(frozen=True)
 class _WideTiles:
-    """A warpgroup's attention to the tiles of a wide item, of which there is at least one."""
+    """A warpgroup's attention to the tiles of a wide item with at least one tile."""
 
     item: Item
     tiles_before: Scalar
@@ -92,7 +92,7 @@ class _WideTiles:
         return State(state.out, *weighed.totals), self._rounded(weighed)
 
     def _attend_to_similar_tiles(self, i: Scalar, carry: _Carry) -> tuple[Scalar, _Carry]:
-        """Attends to tile i and the next ones that are as plain as tile i. A branch in each tile would split turns."""
+        """Attends to tile i and the next ones while `is_plain` is the same. A branch in a tile would split turns."""
 
         def run(plain: bool):
             def goes_on(state):

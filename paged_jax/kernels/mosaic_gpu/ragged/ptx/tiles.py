@@ -121,7 +121,7 @@ def convert_rows(raw_smem: Ref, tile_smem: Ref, first_row: Scalar, kind: ItemKin
     problem = kind.geometry.problem
     row_bytes = 2 * problem.head_size
     chunks_per_row, step = row_bytes // CHUNK, WARP * CHUNK
-    # The swizzle repeats every 8 rows: after so many of a lane's chunks, offsets repeat up to a constant.
+    # The swizzle repeats every 8 rows: chunks `period` apart in a lane have offsets that differ by a constant.
     period = math.lcm(8 * row_bytes, step) // step
     batches = list(itertools.batched(range(kind.rows_of_warp * chunks_per_row // WARP), _CHUNKS_AT_ONCE))
 
