@@ -105,8 +105,8 @@ MUTANTS_OF_KERNELS = [
     Mutant(
         "triton: the write takes negative slots",
         "kernels/triton/device/write.py",
-        "valid = (slot >= 0) & (slot // pool.block_size < num_blocks)\n    # The vectors load",
-        "valid = slot // pool.block_size < num_blocks\n    # The vectors load",
+        "valid = (slot >= 0) & (slot // pool.block_size < num_blocks)\n    # The loads of vectors",
+        "valid = slot // pool.block_size < num_blocks\n    # The loads of vectors",
         "interpret write-hnd-int8",
     ),
     Mutant(

@@ -1,7 +1,7 @@
-"""The facts of a call, from which both GPU implementations start before they choose how to compute it.
+"""The facts of a call, from which both GPU implementations make their choices.
 
 `Pool`, `Attention` and `Problem` hold everything that is static in a call; each adds fields to the one before. They
-never hold a choice: what an implementation chose for a `Problem` on a `Device` is its `Tuning`.
+never hold a choice: an implementation's choices for a `Problem` on a `Device` are its `Tuning`.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ class Unsupported(NotImplementedError):
 
 
 class ScaleKind(enum.StrEnum):
-    """Whether a cache has dequantisation factors, and how many."""
+    """The granularity of a cache's dequantisation factors."""
 
     NONE = "none"
     CACHE = "cache"  # one factor for the whole cache
@@ -44,7 +44,7 @@ class ScaleKind(enum.StrEnum):
 
     @classmethod
     def of(cls, scale: Array | None) -> Self:
-        """The kind of a scale that is [], [num_kv_heads], [num_blocks, num_kv_heads, block_size], or absent."""
+        """The granularity of a scale: [], [num_kv_heads], [num_blocks, num_kv_heads, block_size], or None."""
         return cls("none" if scale is None else {0: "cache", 1: "head", 3: "slot"}[scale.ndim])
 
 
@@ -55,7 +55,7 @@ class Pool:
     Attributes:
       num_kv_heads, head_size, block_size, layout: see `paged_jax.cache`.
       cache_dtype: the name of both caches' dtype.
-      k_scale, v_scale: the kinds of dequantisation factors.
+      k_scale, v_scale: the granularities of the dequantisation factors.
       rows, row_size: the rows of a slot and their elements, padding included, if the layout is `Interleaved`; else 0.
     """
 
@@ -76,7 +76,7 @@ class Pool:
 
     @property
     def key_x(self) -> int:
-        """How many neighbouring elements of a key lie together in layout "vllm": as many as are 16 bytes."""
+        """Neighbouring elements of a key in layout "vllm": 16 bytes of them."""
         return 16 // self.cache_itemsize
 
     @property
@@ -242,7 +242,7 @@ class Device:
 
 
 def device() -> Device:
-    """Gives the GPU for which the program is compiled: the first local one."""
+    """Returns the GPU for which the program is compiled: the first local one. Tests replace this function."""
     try:
         gpu = jax.local_devices(backend="gpu")[0]
     except RuntimeError:

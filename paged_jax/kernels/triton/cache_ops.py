@@ -85,7 +85,7 @@ def swap_blocks(
 
 
 def _present(caches: tuple[Array, Array | None]) -> tuple[Array, Array]:
-    """Both pools; where there is no value cache, an array that kernels neither read nor write takes its place."""
+    """Both pools. Without a value cache, the second one is an array that kernels neither read nor write."""
     key_cache, value_cache = caches
     return key_cache, jnp.zeros(1, jnp.int32) if value_cache is None else value_cache
 
@@ -128,9 +128,9 @@ def _in_place(
 
 
 def _at_home(written: Array, cache: Array) -> Array:
-    """Tells JAX's types that a pool, which the kernel wrote in place, is in the memory in which `cache` is.
+    """Gives a pool that a kernel wrote in place the memory space of `cache`, in JAX's types.
 
-    To JAX all results of a kernel are in device memory. XLA sees that nothing has to move.
+    JAX assumes that all results of a kernel are in device memory. XLA sees that no copy is needed.
     """
     home = jax.typeof(cache).memory_space
     return written if jax.typeof(written).memory_space == home else jax.device_put(written, home)

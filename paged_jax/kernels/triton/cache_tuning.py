@@ -1,4 +1,4 @@
-"""Chooses how the cache ops are computed: how new tokens are quantised and written, and how blocks are copied.
+"""Chooses the kernels of the cache ops: the quantisation and write of new tokens, and copies of blocks.
 
 Decode that writes quantises its tokens in the same way.
 """
@@ -18,10 +18,10 @@ class Quantisation:
     """How a write quantises new keys and values.
 
     Attributes:
-      k_scale, v_scale: the kinds of factors by which they are divided.
-      cache_dtype: the dtype that they get.
+      k_scale, v_scale: the granularities of the scales that divide them.
+      cache_dtype: the dtype of the result.
       narrower: whether that dtype has fewer bytes or a smaller range, so that they are clipped.
-      native: whether it is a float8 for which the GPU has an instruction.
+      native: whether the GPU has an instruction that converts to this float8.
     """
 
     k_scale: ScaleKind
@@ -94,7 +94,7 @@ class CopyKernel:
 
 
 def quantisation(dtype: str, pool: Pool, gpu: Device, *, scaled: bool = True) -> Quantisation:
-    """Says how keys and values of `dtype` are quantised for a pool; they are divided by its scales only if `scaled`."""
+    """The quantisation of keys and values of `dtype` for a pool; its scales divide them only if `scaled`."""
     narrower = pool.cache_itemsize < jnp.dtype(dtype).itemsize or (pool.cache_dtype, dtype) == ("float16", "bfloat16")
     return Quantisation(
         k_scale=pool.k_scale if scaled else ScaleKind.NONE,

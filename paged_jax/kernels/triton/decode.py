@@ -1,4 +1,4 @@
-"""Decode attention: v1 does not split contexts, v2 splits them in partitions, the automatic choice in even splits."""
+"""Decode attention: v1 splits no contexts, v2 splits them into partitions, the automatic choice into even splits."""
 
 from dataclasses import replace
 
@@ -95,7 +95,7 @@ def write_and_attend(
 def _problem(
     query: Query, key_cache: Cache, value_cache: Cache, block_tables: BlockTables, options: AttentionOptions
 ) -> tuple[Problem, Device]:
-    """Gives the facts of a call and of its GPU; raises `Unsupported` if the GPU cannot do it."""
+    """Returns the facts of a call and of its GPU; raises `Unsupported` if the GPU cannot do the call."""
     gpu = launch.device()
     problem = Problem.of_call(query, key_cache, value_cache, block_tables, options)
     launch.check(gpu, problem.cache_dtype, tuning.refusals(problem))
@@ -144,7 +144,7 @@ def _whole(
     gpu: Device,
     *parts: Array,
 ) -> tuple[Query, Lse]:
-    """Makes out and lse of the results of `_decode`."""
+    """Makes out and lse from the results of `_decode`."""
     if tuned.final:
         return parts[0], parts[1]
     return _reduce(query, seq_lens, options, problem, tuned, gpu, *parts)

@@ -73,7 +73,7 @@ def _ragged(
 def split(
     problem: Problem, kernel: AttentionKernel, grid: Grid, lengths: tuple[Array, Array], gpu: Device
 ) -> tuple[Array, Array]:
-    """Describes all pieces, and the tiles of queries with several splits; if nothing is split, arrays not to read."""
+    """Describes all pieces, and the tiles of queries with several splits. Without splits, nobody reads the arrays."""
     if kernel.tuning.final:
         return lengths[1], lengths[1]
     counts = grid.pieces, grid.split_tiles
@@ -87,7 +87,7 @@ def split(
 def results(
     kernel: AttentionKernel, grid: Grid, parts: Sequence[Array], split_tiles: Array, sinks: Array, gpu: Device
 ) -> tuple[Array, Array]:
-    """Makes out and lse of what the kernel left: out, lse and the splits' tmp_out, exp_sums and max_logits."""
+    """Makes out and lse from the kernel's results: out, lse and the splits' tmp_out, exp_sums and max_logits."""
     out, lse, *splits = parts
     if kernel.tuning.final:
         return out, lse

@@ -43,7 +43,7 @@ class RaggedReduceKernel:
 
 @dataclass(frozen=True)
 class Grid:
-    """How many programs a ragged batch may need, whatever its lengths; `device/pieces.py` computes how many it needs.
+    """An upper bound of the programs of a ragged batch; `device/pieces.py` computes how many it needs.
 
     Attributes:
       tiles: tiles of queries, those of padding rows included.
@@ -71,7 +71,7 @@ class Grid:
 
 def tune(problem: Problem, gpu: Device) -> tuple[AttentionKernel, Grid]:
     """Chooses the kernel of a ragged attention call and its grid."""
-    # By this average decode batches get small tiles, and prompts large ones. It is at least 2: 1 is decode's tuning.
+    # This mean gives small tiles to decode batches, and large ones to prompts. It is at least 2: 1 is decode's tuning.
     queries_per_seq = max(2, cdiv(problem.num_tokens, max(problem.num_seqs, 1)))
     tuned = tuning.attention(problem, gpu, queries_per_seq=queries_per_seq, prefix=problem.prefix)
     tuned, grid = shared(problem, tuned, gpu)
@@ -109,7 +109,7 @@ def _programs_at_once(tuned: Tuning) -> int:
 
 
 def reduce(kernel: AttentionKernel, grid: Grid, gpu: Device) -> RaggedReduceKernel:
-    """Chooses the reduce: a warp takes a row, several of many rows, or a part of one of few rows.
+    """Chooses the reduce: a warp takes one row, several rows if there are many, or a part of a row if there are few.
 
     A warp has up to 32 elements of each thread in flight, for all splits that a tile has on average.
     """

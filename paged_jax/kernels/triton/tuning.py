@@ -1,6 +1,6 @@
-"""Chooses how the Triton kernels compute attention, by pure functions of a call's facts and of the device.
+"""Chooses the Triton kernels of attention, by pure functions of a call's facts and of the device.
 
-`ragged_tuning.py` adds what only ragged attention has, and `cache_tuning.py` has the cache ops.
+`ragged_tuning.py` adds the choices of ragged attention, and `cache_tuning.py` has the cache ops.
 
 A kernel takes one compile-time argument, which holds the facts (`kernels/problem.py`), the choices, and values that
 follow from both. It does not depend on the sizes of a batch, since Triton would compile again for each of them.
@@ -114,7 +114,7 @@ class AttentionKernel:
 
     @property
     def whole_tiles(self) -> bool:
-        """Whether tiles of which every row sees all tokens have their own loop, without masks."""
+        """Whether tiles whose tokens are visible to all rows have a loop of their own, without masks."""
         masked = self.problem.sliding_window is not None or self.problem.block_sparse is not None
         # With few rows the loop waits for memory, and a second loop would only take registers.
         return not masked and (self.tuning.rows > 16 or self.problem.layout == "vllm")
@@ -140,7 +140,7 @@ class AttentionKernel:
 
     @property
     def opaque_range(self) -> bool:
-        """Whether the first token's number is hidden from LLVM: `device.tiles.numbers`."""
+        """Whether `device.tiles.numbers` hides the first token's number from LLVM."""
         by_slot = ScaleKind.SLOT in (self.problem.k_scale, self.problem.v_scale)
         return self.problem.block_sparse is not None or by_slot
 
@@ -168,7 +168,7 @@ class ReduceKernel:
 
 
 def refusals(problem: Attention) -> list[str]:
-    """Everything in the call itself that stands in the way of attention."""
+    """Reasons to refuse a call, whatever the device."""
     sparse, heads = problem.block_sparse, problem.num_heads
     if sparse is None or sparse.vert_stride * (heads + 2) < 1 << 31:  # the most that the kernels count with
         return []
@@ -188,7 +188,7 @@ def attention(problem: Problem, gpu: Device, *, queries_per_seq: int = 1, prefix
         rows, num_warps = max(min(rows, 32), power_of_two(heads)), 4
         tile = min(tile, 32 if width <= 128 else 16)
 
-    def fits(tile, num_stages):  # at most the queries, the tiles in flight, and a tile converted for the products
+    def fits(tile, num_stages):  # an upper bound: the queries, the tiles in flight, and one converted tile
         itemsize, compute_itemsize = problem.cache_itemsize, jnp.dtype(compute).itemsize
         in_flight = (num_stages - 1) // (2 if queries_per_seq == 1 else 1)
         in_flight = max(in_flight, 1) * itemsize + prefix * compute_itemsize
@@ -237,7 +237,7 @@ def _ragged_tiling(problem: Problem, rows: int, width: int, gpu: Device) -> tupl
 
 
 def compute_dtype(problem: Attention, prefix: bool) -> str:
-    """The narrowest dtype that holds what is multiplied: 8-bit caches fit in float16, exactly, and convert fastest."""
+    """The narrowest dtype that holds both operands. 8-bit caches fit into float16 exactly, and convert fastest."""
     if problem.query_dtype == "float32":
         return "float32"
     if problem.cache_dtype in _EIGHT_BITS:

@@ -1,8 +1,8 @@
 """Device code of attention: the kernels of v1, v2, the automatic choice and ragged, around one loop over tiles.
 
-A kernel calls on six files: `schedule.py` says which sequence and which tokens a program takes, `pieces.py` does so for
-ragged attention; `rows.py` says what its rows are; `tiles.py` has the loop, `softmax.py` what the loop builds up;
-`write.py` puts new tokens into the cache. `reduce.py` joins the splits of a context.
+A kernel uses six files. `schedule.py` assigns sequences and tokens to programs, and `pieces.py` does so in ragged
+attention. `rows.py` defines a program's rows, `tiles.py` the loop over tiles, and `softmax.py` the state of that loop.
+`write.py` writes new tokens into the cache. `reduce.py` merges the splits of a context.
 
 Grid. Decode has one program for each (sequence, split of its context, tile of heads), ragged attention one for each
 (tile of queries, split of its context, tile of heads), where the device decides how many splits there are. A tile of
@@ -47,7 +47,7 @@ from paged_jax.options import PerHead
 
 
 class Inputs(NamedTuple):
-    """Pointers to what every attention kernel reads, but for the block tables."""
+    """Pointers to the arrays that every attention kernel reads, except block tables."""
 
     query: tl.tensor
     key_cache: tl.tensor
@@ -60,7 +60,7 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Pointers to what decode writes: out and lse in `out` and `sums`, or each split's unfinished softmax."""
+    """Pointers to the results of decode: out and lse in `out` and `sums`, or each split's unfinished softmax."""
 
     out: tl.tensor
     sums: tl.tensor
@@ -68,7 +68,7 @@ class Outputs(NamedTuple):
 
 
 class NewToken(NamedTuple):
-    """Pointers to the new tokens' keys, values and slots, and how many blocks there are to hold them."""
+    """Pointers to the new tokens' keys, values and slots, and the number of blocks in the cache."""
 
     key: tl.tensor
     value: tl.tensor
@@ -77,7 +77,7 @@ class NewToken(NamedTuple):
 
 
 class RaggedOutputs(NamedTuple):
-    """Pointers to what ragged attention writes: out and lse, or each split's unfinished softmax."""
+    """Pointers to the results of ragged attention: out and lse, or each split's unfinished softmax."""
 
     out: tl.tensor
     lse: tl.tensor
@@ -166,14 +166,14 @@ def _decode(inputs, new, batch, outputs, cfg: tl.constexpr):
     table = batch.block_tables + seq.to(tl.int64) * batch.table_width
     cache = Cache(inputs.key_cache, inputs.value_cache, inputs.k_scale, inputs.v_scale)
     paged = Paged(cache, table)
-    if new is not None and cfg.tuning.final:  # before a long loop, so that the token holds no registers through it
+    if new is not None and cfg.tuning.final:  # before a long loop, so that the token holds no registers during the loop
         softmax = add_new_token(softmax, rows, written, cache, kv_head, cfg)
     if cfg.whole_tiles:
         middle = tl.maximum(tl.minimum(last, (stretch.end - stretch.origin) // cfg.tuning.tile), first)
         softmax = add_tiles(softmax, rows, paged, kv_head, stretch, first, middle, True, False, cfg)
         first = middle
     softmax = add_tiles(softmax, rows, paged, kv_head, stretch, first, last, True, True, cfg)
-    if new is not None and not cfg.tuning.final:  # after a short loop, which then does not wait for the token
+    if new is not None and not cfg.tuning.final:  # after a short loop, so that the loop does not wait for the token
         softmax = add_new_token(softmax, rows, written, cache, kv_head, cfg)
     softmax = with_head_scale(softmax, inputs.v_scale, kv_head, tl.constexpr(problem.v_scale))
     softmax = with_largest_logit(softmax, factor, cfg)
@@ -232,7 +232,7 @@ def ragged_kernel(
 @triton.jit
 @no_type_check
 def _ragged_rows(inputs, piece, tile, out, cfg: tl.constexpr):
-    """Returns a tile's rows, the factor of their products with cached keys, and that of products with new ones."""
+    """Returns a tile's rows, the factor of products with cached keys, and the factor of products with new keys."""
     cache_scale = head_scale(inputs.k_scale, tile.kv_head, tl.constexpr(cfg.problem.k_scale))
     tokens = piece.start + tile.queries
     scale = tl.load(inputs.scale)
@@ -249,7 +249,7 @@ def _ragged_rows(inputs, piece, tile, out, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def store_piece(softmax, sinks, outputs, piece, head_tile, num_head_tiles: tl.constexpr, cfg: tl.constexpr):
-    """Stores out and lse of a piece that is its context's only split, or the unfinished softmax of another one."""
+    """Stores out and lse if the piece is its context's only split, otherwise its unfinished softmax."""
     tokens = piece.first_query + tl.arange(0, cfg.tuning.rows) // cfg.tuning.heads
     _kv_head, head, valid = heads_of_rows(tl.arange(0, cfg.tuning.rows), head_tile, cfg)
     valid = valid & (tokens < piece.query_len)
@@ -305,7 +305,7 @@ def _add_cached(softmax, rows, paged, tile, head_tile, piece, cfg: tl.constexpr)
 @triton.jit
 @no_type_check
 def _add_new(softmax, rows, new, tile, head_tile, piece, cfg: tl.constexpr):
-    """Adds the tokens beside the cache that a tile of queries sees: the last split does, whose share is smallest."""
+    """Adds the tokens beside the cache that a tile of queries sees; only the last split, the smallest, does."""
     size: tl.constexpr = cfg.tuning.tile
     end = tile.end
     if not cfg.tuning.final:
@@ -326,7 +326,7 @@ def _add_new(softmax, rows, new, tile, head_tile, piece, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def head_scale(scale, kv_head, kind: tl.constexpr):
-    """Returns the scale that all of a kv head's cache has in common; 1 if there is none."""
+    """Returns the scale of a kv head; 1 if the cache has no scale, or one for each slot."""
     factor = 1.0
     if kind == "cache":
         factor = tl.load(scale)
@@ -338,7 +338,7 @@ def head_scale(scale, kv_head, kind: tl.constexpr):
 @triton.jit
 @no_type_check
 def with_head_scale(softmax, v_scale, kv_head, kind: tl.constexpr):
-    """Returns the softmax of values that `head_scale` has multiplied; the loop took them as the cache has them."""
+    """Multiplies the softmax's values by `head_scale`; the loop took unscaled values from the cache."""
     acc, max_logit, exp_sum = softmax
     acc *= head_scale(v_scale, kv_head, kind)
     return Softmax(acc, max_logit, exp_sum)

@@ -51,7 +51,7 @@ class Piece(NamedTuple):
       first_query: the tile's first query, counted from the sequence's first.
       split: which split of the context.
       num_splits: how many splits the context has.
-      place: where the tile's partial results are, if it has several splits: split 0 here, the others behind it.
+      place: index of the partial result of split 0, if the tile has several splits; the others follow.
     """
 
     seq: tl.tensor
@@ -83,7 +83,7 @@ def plan_kernel(
 @triton.jit
 @no_type_check
 def tile_of(index, query_start_loc, num_tokens, num_seqs, cfg: tl.constexpr):
-    """Returns the tile of queries of that index, where no context is split and no plan is made.
+    """Returns the tile of queries of this index, if no context is split and there is no plan.
 
     Sequence s has the tiles from query_start_loc[s] // queries + s on: each has enough room, and no two overlap.
     """
@@ -103,9 +103,9 @@ def tile_of(index, query_start_loc, num_tokens, num_seqs, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def load_piece(pieces, index, again: tl.constexpr = False):
-    """Returns the piece of that index, of those that `plan_kernel` has described.
+    """Returns the piece of this index, as `plan_kernel` has described it.
 
-    With `again` it comes from memory once more, so that it holds no registers in between.
+    With `again` it is loaded again, so that it holds no registers in between.
     """
     at = pieces + index * _FIELDS
     seq = tl.load(at, volatile=again)
@@ -174,7 +174,7 @@ def _store_pieces(out, num, split_tiles: tl.constexpr, long, num_long, most, bat
 @triton.jit
 @no_type_check
 def _sizes(batch, cfg: tl.constexpr):
-    """Returns how many tiles a split may have, and from how many on a context is long: as many as the average."""
+    """Returns the most tiles of a split, and the number of tiles from which a context is long: the mean."""
     work = tl.full([], 0, tl.int64)
     count = tl.full([], 0, tl.int32)
     for first in range(0, batch.num_seqs + 1, cfg.tuning.scan):
@@ -188,7 +188,7 @@ def _sizes(batch, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def _splits(steps, most):
-    """Returns into how many splits contexts of so many tiles are cut; splits may have an eighth more than `most`."""
+    """Returns the number of splits of contexts, by their tiles; a split may have an eighth more tiles than `most`."""
     return tl.maximum(tl.cdiv(steps - most // 8, most), 1)
 
 
@@ -215,7 +215,7 @@ def _lengths(ids, batch, cfg: tl.constexpr):
     tokens = tl.maximum(tl.minimum(tokens, batch.max_seq_len), 0)
     if problem.sliding_window is not None:
         tokens = tl.minimum(tokens, problem.sliding_window + queries)
-    if problem.block_sparse is not None:  # about: a pattern may begin anywhere
+    if problem.block_sparse is not None:  # an estimate: a pattern may begin anywhere
         near = tl.minimum(tokens, problem.block_sparse.local_blocks * problem.block_sparse.block_size + queries)
         tokens = near + (tokens - near) // problem.block_sparse.vert_stride * cfg.patterns
     steps = tl.cdiv(tokens, tile)

@@ -1,8 +1,8 @@
-"""Device code: a reduce makes one softmax of all splits of a sequence, or of a tile of queries.
+"""Device code: a reduce merges all splits of a sequence, or of a tile of queries, into one softmax.
 
 The grid has one program for each (sequence, head, part of head_size), in a ragged batch for each (tile of queries, tile
-of heads, some of their rows, part of head_size). A program reads what the splits left, 4 bytes for each element of its
-part and each split, out of the L2 cache. `cfg` is a `tuning.ReduceKernel` or a `ragged_tuning.RaggedReduceKernel`.
+of heads, some of their rows, part of head_size). A program reads the splits' partial results, 4 bytes for each element
+of its part and each split, from the L2 cache. `cfg` is a `tuning.ReduceKernel` or a `ragged_tuning.RaggedReduceKernel`.
 """
 
 # Where triton is not installed pyright takes this folder for it.
@@ -21,7 +21,7 @@ from paged_jax.kernels.triton.device.softmax import Softmax, finish, rounded
 @triton.jit
 @no_type_check
 def reduce_kernel(tmp_out, exp_sums, max_logits, seq_lens, sinks, num_splits, out, lse, cfg: tl.constexpr):
-    """One program joins all splits of one (sequence, head), for a part of head_size."""
+    """One program merges all splits of one (sequence, head), for a part of head_size."""
     problem: tl.constexpr = cfg.problem
     row = (tl.program_id(0) // cfg.parts).to(tl.int64)
     part = tl.program_id(0) % cfg.parts
@@ -66,7 +66,7 @@ def reduce_kernel(tmp_out, exp_sums, max_logits, seq_lens, sinks, num_splits, ou
 def ragged_reduce_kernel(
     tmp_out, exp_sums, max_logits, split_tiles, sinks, unused_out, unused_lse, out, lse, cfg: tl.constexpr
 ):  # fmt: skip
-    """One program joins all splits of some rows of one tile of queries that has several.
+    """One program merges all splits of some rows of one tile of queries.
 
     out and lse are updated in place: they are outputs that alias inputs.
     """

@@ -1,6 +1,6 @@
 """Device code: a program's matrix products have one row for each of its query heads and query tokens.
 
-Everything that an option gives to each head is here: how it is loaded for the rows, and what it does to their logits.
+All options with a value for each head are here: their loads for the rows, and their effect on logits.
 
 `cfg` is a `tuning.AttentionKernel`.
 """
@@ -18,11 +18,11 @@ from paged_jax.kernels.triton.device.softmax import tanh
 
 
 class Rows(NamedTuple):
-    """What is known of each row.
+    """The values of each row.
 
     Attributes:
       q: [rows, width], the queries in the dtype of the products.
-      factor: [rows], what makes a logit of a product of q and k.
+      factor: [rows], from a product of q and k to a logit.
       position: [rows], of the query token, which is the last token that the row sees; -1 for padding, which sees
         nothing. Without causality the position of the sequence's last token.
       slope: [rows], the head's ALiBi slope.
@@ -85,7 +85,7 @@ def query_tile_of(piece, head_tile, seq_lens, num_seqs, max_seq_len, cfg: tl.con
         first_position = context_len + piece.first_query
         position = context_len + queries
         end = context_len + tl.minimum(piece.query_len, piece.first_query + cfg.tuning.queries)
-    else:  # every query sees what one at the sequence's last token would see
+    else:  # every query sees as much as the sequence's last one
         first_position = seq_len - 1
         position = queries * 0 + first_position
         end = seq_len
@@ -100,15 +100,15 @@ def query_tile_of(piece, head_tile, seq_lens, num_seqs, max_seq_len, cfg: tl.con
 @triton.jit
 @no_type_check
 def load_query(query, tokens, head, valid, scale, out, cfg: tl.constexpr):
-    """Returns the rows' queries in the dtype of the products, and each row's factor that makes logits of products.
+    """Returns the rows' queries in the dtype of the products, and each row's factor from products to logits.
 
-    A factor that waits for the exponential is positive: the sign of `scale` goes to the queries.
+    A late factor is positive: the queries take the sign of `scale`.
     """
     d = tl.arange(0, cfg.tuning.width)
     at = ((tokens.to(tl.int64) * cfg.problem.num_heads + head) * cfg.problem.head_size)[:, None] + d[None, :]
     mask = valid[:, None] & (d < cfg.problem.head_size)[None, :]
     if cfg.late_factor and cfg.tuning.queries > 1:  # noqa: SIM102 (the inner condition is the device's)
-        # Negated queries go through the rows of `out`: matrix units take q from shared memory only if nothing happens
+        # Negated queries pass through the rows of `out`: matrix units take q from shared memory only if nothing happens
         # to it on the way.
         if scale < 0:
             tl.store(out + at, -tl.load(query + at, mask=mask, other=0.0), mask=mask)
@@ -118,7 +118,7 @@ def load_query(query, tokens, head, valid, scale, out, cfg: tl.constexpr):
     if cfg.late_factor and cfg.tuning.queries == 1:
         q = tl.where(scale < 0, -q, q)
     unit = tl.full([cfg.tuning.rows], 1.0, tl.float32)
-    if cfg.normalise_query:  # bfloat16 becomes float16: each row gives up a power of two, so that it fits, exactly
+    if cfg.normalise_query:  # bfloat16 becomes float16: a power of two divides each row, exactly
         q = q.to(tl.float32)
         peak = tl.maximum(tl.max(tl.abs(q), 1), 1e-30)
         unit = (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -139,7 +139,7 @@ def load_query(query, tokens, head, valid, scale, out, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def rows_of(q, factor, position, per_head, kv_head, head, valid, cfg: tl.constexpr):
-    """Returns the rows, with what the options `per_head` give to each row's head."""
+    """Returns the rows with the values of the options `per_head` for each row's head."""
     slope = tl.full([cfg.tuning.rows], 0, tl.float32)
     if cfg.problem.per_head.alibi_slopes:
         slope = tl.load(per_head.alibi_slopes + head, mask=valid, other=0.0)
@@ -178,7 +178,7 @@ def seen_by(rows, tokens, inside, sparse: tl.constexpr, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def logits_of(products, k_factor, rows, tokens, seen, masked: tl.constexpr, cfg: tl.constexpr):
-    """Returns the logits of the products [rows, tokens] of q and k; a late factor is still missing in them."""
+    """Returns the logits of the products [rows, tokens] of q and k, without a late factor."""
     logits = products
     if k_factor is not None:
         logits *= k_factor[None, :]

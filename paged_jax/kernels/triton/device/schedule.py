@@ -1,4 +1,4 @@
-"""Device code: these functions say which sequence a program works on, and which of its tokens.
+"""Device code: assigns a sequence, and some of its tokens, to each program.
 
 `cfg` is a `tuning.AttentionKernel`.
 """
@@ -13,7 +13,7 @@ import triton.language as tl
 
 
 class Pattern(NamedTuple):
-    """What `token_at` needs to know of the tokens that a block-sparse pattern has.
+    """The facts of a block-sparse pattern from which `token_at` finds tokens.
 
     Attributes:
       far: the first far block, in sparse blocks.
@@ -31,7 +31,7 @@ class Pattern(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """The tokens begin <= t < end of a sequence, in tiles of neighbours that are counted from `origin`."""
+    """The tokens begin <= t < end of a sequence, in tiles that are counted from `origin`."""
 
     origin: tl.tensor
     begin: tl.tensor
@@ -39,7 +39,7 @@ class Stretch(NamedTuple):
 
 
 class SparseStretch(NamedTuple):
-    """Those of the tokens begin <= t < end that a pattern has, in tiles of the numbers that it gives them.
+    """The tokens of a pattern with begin <= t < end, in tiles of consecutive numbers.
 
     `origin` is the position from which new tokens' rows are counted.
     """
@@ -53,7 +53,7 @@ class SparseStretch(NamedTuple):
 @triton.jit
 @no_type_check
 def of_rank(rank, seq_lens, num_seqs, cfg: tl.constexpr):
-    """Returns the sequence of that rank by length: the longest start first, so that none of them ends alone."""
+    """Returns the sequence of this rank by length. The longest start first, so that none of them ends alone."""
     ids = tl.arange(0, cfg.tuning.ranked)
     lens = tl.load(seq_lens + ids, mask=ids < num_seqs, other=-1)
     ahead = (lens[None, :] > lens[:, None]) | ((lens[None, :] == lens[:, None]) & (ids[None, :] < ids[:, None]))
@@ -70,7 +70,7 @@ def share_of(split, begin, end, position, kv_head, head_tile, num_splits, cfg: t
     """
     tile: tl.constexpr = cfg.tuning.tile
     size: tl.constexpr = cfg.tuning.partition_size
-    if size is not None:  # a fixed piece of the context, whatever the batch
+    if size is not None:  # a partition, independent of the batch
         origin = split * size
         begin = tl.maximum(begin, origin)
         end = tl.minimum(end, origin + size)
@@ -85,7 +85,7 @@ def share_of(split, begin, end, position, kv_head, head_tile, num_splits, cfg: t
         stretch = Stretch(origin, begin, end)
         first = (begin - origin) // tile
         last = (end - origin + tile - 1) // tile
-    if size is None:  # an even share of the tiles that are there
+    if size is None:  # an even share of the tiles
         share = tl.cdiv(tl.maximum(last - first, 0), num_splits)
         first += split * share
         last = tl.minimum(last, first + share)
@@ -95,7 +95,7 @@ def share_of(split, begin, end, position, kv_head, head_tile, num_splits, cfg: t
 @triton.jit
 @no_type_check
 def pattern_of(begin, end, position, last_position, kv_head, head_tile, cfg: tl.constexpr):
-    """Numbers those of the tokens begin <= t < end that the block-sparse pattern lets some row of this program see.
+    """Numbers the tokens begin <= t < end that the block-sparse pattern shows to any row of this program.
 
     The rows' positions are `position` to `last_position`. Far blocks come first, one in `vert_stride` for each of the
     rows' `cfg.patterns`; behind them comes every token from where the first row's local blocks begin. In this order the
@@ -146,7 +146,7 @@ def token_at(number, pattern, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def pattern_shift(kv_head, head, cfg: tl.constexpr):
-    """Returns how far the heads' block-sparse patterns are shifted, in sparse blocks.
+    """Returns the shifts of the heads' block-sparse patterns, in sparse blocks.
 
     Only the shift modulo `vert_stride` matters. The compiler reduces its parts, since they may be beyond int32.
     """

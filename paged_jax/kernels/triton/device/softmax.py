@@ -1,4 +1,4 @@
-"""Device code: a program builds up its rows' softmax tile by tile, in float32.
+"""Device code: the online softmax of a program's rows, tile by tile, in float32.
 
 `cfg` is a `tuning.AttentionKernel`.
 """
@@ -18,7 +18,7 @@ class Softmax(NamedTuple):
     """An unfinished softmax of each row.
 
     Attributes:
-      acc: [rows, width], the values' sum, each with its weight.
+      acc: [rows, width], the weighted sum of the values.
       max_logit: [rows], the largest logit so far, -inf before the first; with `cfg.late_factor` the largest product.
       exp_sum: [rows], the sum of the weights.
     """
@@ -40,7 +40,7 @@ def nothing_seen(cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def weigh(logits, factor, acc, max_logit, exp_sum, cfg: tl.constexpr):
-    """Returns what the tokens' values weigh, and the softmax at the new maximum, with these weights in its sum."""
+    """Returns the weights of the tokens' values, and the softmax at the new maximum, including these weights."""
     top = tl.maximum(max_logit, tl.max(logits, 1))
     # A row that has seen nothing has no maximum: any finite one makes its exponentials 0 instead of NaN.
     level = tl.where(top == float("-inf"), 0.0, top)
@@ -62,7 +62,7 @@ def weigh(logits, factor, acc, max_logit, exp_sum, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def with_largest_logit(softmax, factor, cfg: tl.constexpr):
-    """Returns what `tiles.add_tiles` left with a logit as `max_logit`, whose exponential is exactly 1."""
+    """Returns the softmax of `tiles.add_tiles` with a logit as `max_logit`, whose exponential is exactly 1."""
     acc, max_logit, exp_sum = softmax
     if cfg.late_factor:
         base = factor * _LOG2_E
@@ -80,7 +80,7 @@ def with_largest_logit(softmax, factor, cfg: tl.constexpr):
 def finish(softmax, sinks, head, valid, with_sinks: tl.constexpr):
     """Returns out and lse, and the softmax's largest logit and sum, with the sink. Rows without tokens: 0 and -inf."""
     acc, max_logit, exp_sum = softmax
-    seen = exp_sum != 0  # NaN counts as seen: what is not a number must show
+    seen = exp_sum != 0  # NaN counts as seen: it must reach the result
     if with_sinks:
         sink = tl.load(sinks + head, mask=valid, other=0.0)
         top = tl.maximum(max_logit, sink)
@@ -97,7 +97,7 @@ def finish(softmax, sinks, head, valid, with_sinks: tl.constexpr):
 @triton.jit
 @no_type_check
 def rounded(products, nonzero):
-    """Returns products as they are, rounded before they are summed up; those that are not `nonzero` must be 0.
+    """Rounds products before they are summed. Products that are not `nonzero` must be 0.
 
     LLVM fuses a product with a sum, but not through a select. Where the sum's other term is the product of another
     lane, only that one is rounded, so that two lanes' sums of the same products differ. Both lanes write the sum, or
@@ -109,9 +109,9 @@ def rounded(products, nonzero):
 @triton.jit
 @no_type_check
 def _exp(x, cfg: tl.constexpr):
-    """Returns e**x by way of exp2, which is one instruction; exp takes three more for results that are denormal."""
+    """Returns e**x through exp2, which is one instruction; exp takes three more for denormal results."""
     if cfg.tuning.compute_dtype == "float32":
-        # At this precision the rounding error of a large product shows: it goes into a factor of its own.
+        # The rounding error of a large product matters here: it becomes a factor of its own.
         x = tl.maximum(x, -1e4)
         y = x * 1.4426950216293335
         error = tl.fma(x, tl.full(x.shape, 1.4426950216293335, tl.float32), -y) + x * 1.9259629911266175e-8

@@ -1,7 +1,7 @@
 """Device code of attention: the loop over tiles of K and V reads each tile, masks it and adds it to a softmax.
 
-A tile is `cfg.tuning.tile` tokens of one sequence, which follow each other but for the far blocks of a block-sparse
-pattern. `attend.py` tells where these loops stand in the kernels; `cfg` is a `tuning.AttentionKernel`.
+A tile is `cfg.tuning.tile` tokens of one sequence. They are neighbours, except in far blocks of a block-sparse pattern.
+`attend.py` calls these loops; `cfg` is a `tuning.AttentionKernel`.
 """
 
 # Where triton is not installed pyright takes this folder for it.
@@ -27,7 +27,7 @@ class Cache(NamedTuple):
 
 
 class Paged(NamedTuple):
-    """Where a sequence's cached tokens are: the pools, and a pointer to its row of the block tables."""
+    """The source of a sequence's cached tokens: the pools, and a pointer to its row of the block tables."""
 
     cache: Cache
     table: tl.tensor
@@ -101,7 +101,7 @@ def add_tiles(
         weights, acc, max_logit, exp_sum = weigh(logits, rows.factor, acc, max_logit, exp_sum, cfg)
         if v_factor is None:
             acc = tl.dot(weights.to(rows.q.dtype), v, acc, input_precision="ieee")
-        else:  # the largest scale stays out of the narrow product, so that it cannot overflow there
+        else:  # without the largest scale, the product cannot overflow its narrow dtype
             peak = tl.max(tl.abs(v_factor), 0)
             peak = tl.where(peak > 0, peak, 1.0)
             weights *= (v_factor / peak)[None, :]
@@ -114,7 +114,7 @@ def add_tiles(
 def add_token(softmax, rows, key, value, cache, kv_head, slot, token, begin, end, cfg: tl.constexpr):
     """Adds one token, if it is in [begin, end), to an unfinished softmax, as `add_tiles` would from its slot.
 
-    `key` and `value` are what that slot holds, [1, width]; `slot` and `token` are [1] too.
+    `key` and `value` are the content of the slot, [1, width]; `slot` and `token` are [1], too.
     """
     acc, max_logit, exp_sum = softmax
     wanted = (token >= begin) & (token < end)
@@ -167,7 +167,7 @@ def vectors(cache, blocks, offsets, kv_head, values: tl.constexpr, pool: tl.cons
         row = 2 * kv_head + 1 if values else 2 * kv_head
         start = ((blocks * pool.block_size + offsets) * pool.rows + row) * pool.row_size
         element = d
-    else:  # x neighbours of a vector lie together, and behind them those of the next token
+    else:  # x elements of a vector are neighbours, and the next token's follow
         x: tl.constexpr = 1 if values else pool.key_x
         start = (blocks * pool.num_kv_heads + kv_head) * (pool.head_size * pool.block_size) + offsets * x
         element = d // x * (pool.block_size * x) + d % x
@@ -185,7 +185,7 @@ def _columns(cache, blocks, offsets, kv_head, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def _load_tile(at, wanted, masked: tl.constexpr, cfg: tl.constexpr):
-    """Loads the vectors of a tile, and 0 for tokens that are not wanted: 0 * NaN is NaN, so nothing may read them."""
+    """Loads the vectors of a tile, and 0 for unwanted tokens, whose vectors may be NaN: 0 * NaN is NaN."""
     in_head = (tl.arange(0, cfg.tuning.width) < cfg.problem.head_size)[None, :]
     if masked:
         tile = tl.load(at, mask=wanted[:, None] & in_head, other=0.0)
@@ -209,7 +209,7 @@ def convert(x, dtype: tl.constexpr):
 @triton.jit
 @no_type_check
 def _to_float16(x, movable: tl.constexpr):
-    """Does what `convert` does, for four 8-bit values at a time; if not `movable`, in the registers of their load.
+    """Converts as `convert` does, four 8-bit values at a time; if not `movable`, in the registers of their load.
 
     Triton would move the conversion of values behind shared memory, which it would then read transposed, byte by byte.
     """

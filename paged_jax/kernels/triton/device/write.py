@@ -54,7 +54,7 @@ def _write(key, value, slot_mapping, cache, num_tokens, num_blocks, cfg: tl.cons
     given = tokens < num_tokens
     slot = tl.load(slot_mapping + tokens, mask=given, other=-1)
     valid = (slot >= 0) & (slot // pool.block_size < num_blocks)
-    # The vectors load while the slots are on their way.
+    # The loads of vectors and slots overlap.
     new_key, new_value = load_tokens(key, value, tokens, kv_head, given, pool, cfg.width)
     _store_tokens(new_key, new_value, cache, slot, kv_head, valid, pool, quantisation, cfg.width)
 
@@ -82,11 +82,11 @@ def write_latents_kernel(
 
 
 class Written(NamedTuple):
-    """The token that decode writes on the way.
+    """The token that decode writes.
 
     Attributes:
       key, value: [1, width], the token's vectors.
-      slot: where they go.
+      slot: the slot that they are written to.
       token: the token's position.
       mine: whether this program writes it.
       begin, end: the tokens begin <= t < end are those that its query attends to.
@@ -114,7 +114,7 @@ def load_tokens(key, value, tokens, kv_head, valid, pool: tl.constexpr, width: t
 @triton.jit
 @no_type_check
 def add_new_token(softmax, rows, written, cache, kv_head, cfg: tl.constexpr):
-    """Puts the token into its slot if this program is to, and adds what the slot then holds to the softmax.
+    """Writes the token into its slot if it is this program's, and adds the slot's content to the softmax.
 
     The programs of several tiles of heads store the same bytes.
     """
@@ -140,7 +140,7 @@ def _store_tokens(
     new_key, new_value, cache, slot, kv_head, valid, pool: tl.constexpr, quantisation: tl.constexpr,
     width: tl.constexpr,
 ):  # fmt: skip
-    """Puts vectors into the slots that are valid; returns them as the caches have them."""
+    """Writes vectors into the valid slots; returns them as they are in the caches."""
     slot = tl.where(valid, slot, 0)
     block = (slot // pool.block_size).to(tl.int64)
     offset = slot % pool.block_size
@@ -199,7 +199,7 @@ def _quantise(x, scale, kind: tl.constexpr, kv_head, scale_at, valid, quantisati
 @triton.jit
 @no_type_check
 def _divide(x, divisor, quantisation: tl.constexpr):
-    """Returns x / divisor [rows, 1], rounded to nearest wherever that is in range of the cache's dtype."""
+    """Returns x / divisor [rows, 1], rounded to nearest if the result is in the range of the cache's dtype."""
     size = tl.abs(divisor)
     tame = tl.min(tl.where((size > 1e-18) & (size < 1e18), 1, 0)) > 0
     if tame & (quantisation.largest < 1e6):
@@ -219,7 +219,7 @@ def _divide(x, divisor, quantisation: tl.constexpr):
 @triton.jit
 @no_type_check
 def _code(x, dtype: tl.constexpr, quantisation: tl.constexpr):
-    """Rounds x to nearest even, as the cache has it; float8 by hand where the GPU has no instruction for it."""
+    """Rounds x to nearest even in the cache's dtype; float8 in software if the GPU has no instruction for it."""
     if quantisation.native or x.dtype == dtype:
         code = x.to(dtype)
     elif quantisation.cache_dtype == "float8_e4m3fn":
