@@ -371,7 +371,7 @@ MUTANTS_OF_KERNELS = [
     Mutant(
         "triton: NaN counts as unseen",
         "kernels/triton/device/softmax.py",
-        "seen = exp_sum != 0  # NaN counts as seen: what is not a number must show",
+        "seen = exp_sum != 0  # NaN counts as seen: it must reach the result",
         "seen = exp_sum > 0",
         "interpret not-a-number",
     ),
