@@ -63,8 +63,12 @@ if not has_gpu():
     jax.config.update("jax_disable_most_optimizations", True)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at `-m`
 def pytest_collection_modifyitems(config, items):
     """Deselects what needs a GPU on machines without one, and what is slow unless it is asked for."""
+    for item in items:
+        if item.get_closest_marker("slow_on_cpu") and not item.get_closest_marker("gpu"):
+            item.add_marker("slow")
     unwanted = [] if has_gpu() else ["gpu"]
     unwanted += [] if "slow" in config.option.markexpr else ["slow"]
     unrunnable = [item for item in items if any(map(item.get_closest_marker, unwanted))]
@@ -86,14 +90,7 @@ def pytest_terminal_summary(terminalreporter):
     terminalreporter.write_line("; ".join(line for line in kept if not line.startswith(" ")))
 
 
-_ON_A_GPU = [pytest.param(i, marks=pytest.mark.gpu) for i in (None, "triton", "mosaic_gpu")]
-slow_on_cpu = pytest.mark.parametrize(
-    "implementation", [pytest.param("xla", marks=pytest.mark.slow), *_ON_A_GPU], indirect=True
-)
-"""Marks a test that runs for every implementation as slow for "xla" alone."""
-
-
-@pytest.fixture(params=["xla", *_ON_A_GPU])
+@pytest.fixture(params=["xla", *(pytest.param(i, marks=pytest.mark.gpu) for i in (None, "triton", "mosaic_gpu"))])
 def implementation(request):
     """Every implementation there is: "xla" on the CPU, the others (None: whatever is chosen) on a GPU."""
     return request.param

@@ -12,7 +12,7 @@ import pytest
 import paged_jax
 from paged_jax.shapes import QUERY_DTYPES
 from tests import inputs, oracle, plain
-from tests.cases import DECODE_CASES, Case, Sparse
+from tests.cases import DECODE_CASES, MODELS, Case, Sparse
 
 BY_NAME = {case.name: case for case in DECODE_CASES}
 
@@ -29,7 +29,12 @@ def partition_count(case, tables):
     return -(-max_seq_len // case.partition_size)
 
 
-@pytest.mark.parametrize("case", DECODE_CASES, ids=str)
+def slow_on_cpu(cases, slow):
+    """Parameters; a case is slow on a CPU if `slow` is true of it."""
+    return [pytest.param(case, id=str(case), marks=[pytest.mark.slow_on_cpu] * slow(case)) for case in cases]
+
+
+@pytest.mark.parametrize("case", slow_on_cpu(DECODE_CASES, lambda case: case in MODELS))
 def test_decode(case, run):
     made = inputs.make(case)
     static = op_options(made.static) | {"max_seq_len": case.max_seq_len, "return_lse": True}

@@ -10,7 +10,6 @@ import pytest
 
 import paged_jax
 from tests import oracle, plain
-from tests.conftest import slow_on_cpu
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE = 2**16 + 8, 128, 1, 256
 NUM_HEADS, SEQ_LEN = 2, 200
@@ -18,7 +17,7 @@ NUM_HEADS, SEQ_LEN = 2, 200
 BLOCK_TABLES = np.array([[NUM_BLOCKS - 1, NUM_BLOCKS - 3]], np.int32)
 
 
-@slow_on_cpu  # it fills 8.6 GB
+@pytest.mark.slow_on_cpu  # it fills 8.6 GB
 def test_high_block_ids(implementation, device, skip_lacking):
     shape = (NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_SIZE)
     assert np.prod(shape, dtype=np.int64) > 2**31

@@ -11,7 +11,6 @@ import paged_jax
 from paged_jax import PagedLatentCache
 from tests import inputs, oracle, plain
 from tests.cases import CACHE_DTYPES
-from tests.conftest import slow_on_cpu
 from tests.latent_cases import CASES, make
 from tests.test_cache_ops import assert_same_bytes, random_bytes, writable
 
@@ -309,7 +308,7 @@ def test_a_batch_of_decode_calls_is_one_call():
     assert loops(jax.vmap(fun), *stacked) == loops(fun, *arrays)
 
 
-@slow_on_cpu  # it fills 5 GB
+@pytest.mark.slow_on_cpu  # it fills 5 GB
 def test_high_block_ids(implementation, device, skip_lacking):
     """The context is in the last blocks; their offsets would wrap around, at 32 bits, into the first ones."""
     num_blocks, block_size, latent_size, seq_len = 2**16 + 8, 128, 288, 200
