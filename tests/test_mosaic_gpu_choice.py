@@ -334,7 +334,7 @@ def test_queues(seq_lens, programs, busy, splits, window):
         last = np.minimum(end, found["origin"][its] + found["num_tiles"][its] * geometry.tile_tokens)
         seen = [t for first, past in zip(begin, last, strict=True) for t in range(first, past)]
         assert seen == list(range(low, length))
-        assert (found["rank"][its] == 0).tolist() == [True] + [False] * (len(its) - 1)
+        assert (found["number"][its] == 0).tolist() == [True] + [False] * (len(its) - 1)
         assert found["last"][its].tolist() == [False] * (len(its) - 1) + [True]
         assert found["whole"][its].tolist() == [len(its) == 1] * len(its)
         # The merge computes where the partial results are, and must find them there.
