@@ -41,5 +41,14 @@ def test_methods_have_docstrings():
                 assert inspect.getdoc(getattr(value, name)), f"{parameter.id}.{name}"
 
 
+def test_every_argument_of_a_function_has_a_type_and_a_word():
+    for parameter in public():
+        (value,) = parameter.values
+        if inspect.isfunction(value):
+            for name, argument in inspect.signature(value).parameters.items():
+                assert argument.annotation is not argument.empty, f"{parameter.id}: {name}"
+                assert name in (value.__doc__ or ""), f"{parameter.id}: {name}"
+
+
 def test_there_are_as_many_as_there_should_be():
     assert len(list(public())) > 50
