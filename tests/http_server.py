@@ -79,7 +79,7 @@ class Process:
                 [*command, "--max-tokens-per-step", "16", *options],
                 cwd=ROOT, stderr=stderr, env=os.environ | {"JAX_PLATFORMS": "cpu"},
             )  # fmt: skip
-        wait_for(lambda: "\n" in self.errors, 60)
+        wait_for(lambda: "\n" in self.errors, 240)
         assert self.errors.startswith("Serving tiny at http://127.0.0.1:"), self.errors
         self.url = self.errors.splitlines()[0].split()[-1]
         self.port = int(self.url.removesuffix("/v1").rsplit(":", 1)[1])
