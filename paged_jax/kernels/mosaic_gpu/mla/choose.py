@@ -7,7 +7,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.limits import CAPABILITY, QUERY_ROWS, W
 from paged_jax.kernels.mosaic_gpu.mla.tuning import Tuning
 from paged_jax.kernels.problem import Device, Problem
 
-_LARGEST_LATENT = 576  # of which queries and two tiles fill the shared memory
+_LARGEST_LATENT = 576  # queries and two tiles of this size fill shared memory
 _LARGEST_VALUE = 512  # of whose sums a warpgroup holds a half in registers
 _LEAST_QUEUES = 0.93  # of those that fill the GPU
 _MOST_WIDTH = 4

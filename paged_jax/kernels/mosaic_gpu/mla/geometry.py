@@ -27,11 +27,11 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Geometry:
-    """What follows from a problem and its tuning.
+    """Shapes and counts that follow from a problem and its tuning.
 
     Attributes:
-      problem, tuning: where it follows from.
-      one_query: whether each sequence has one query, the one of its own number.
+      problem, tuning: the facts and the choices.
+      one_query: whether sequence i has one query, row i.
     """
 
     problem: Problem

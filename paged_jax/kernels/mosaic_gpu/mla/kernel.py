@@ -94,7 +94,7 @@ def _kernel(*refs, refs_of, geometry: Geometry) -> None:
     @pl.when(warpgroup == _SUMS)
     def sum_up():
         plgpu.set_max_registers(_SUMMING_REGISTERS, action="increase")
-        plgpu.barrier_arrive(all_refs.smem.weights_consumed)  # the place of weights is free
+        plgpu.barrier_arrive(all_refs.smem.weights_consumed)  # the memory of weights is free
         for_each_split(_sum_up, jnp.int32(0))
 
     @pl.when(warpgroup == _LOADS)
@@ -104,7 +104,7 @@ def _kernel(*refs, refs_of, geometry: Geometry) -> None:
 
 
 class _Program(NamedTuple):
-    """What each warpgroup of a program knows."""
+    """The values that each warpgroup of a program has."""
 
     number: Scalar  # of its queue
     block: Scalar  # which of the queue's programs it is
@@ -178,7 +178,7 @@ def _weigh_rows(program: _Program, split: Split, tiles_before: Scalar) -> None:
 
 
 def _store_closing(program: _Program, split: Split) -> None:
-    """Says to the merge where the partial results of the row block are, of which this one is the last."""
+    """Stores, for the merge, the location of the row block's partial results; this one is the last."""
     number, block, total, refs, geometry = program
     closing = plan.closing_of(number, split.tile, total, geometry)
     for i, x in enumerate((*closing, split.row, split.num_rows)):

@@ -1,4 +1,4 @@
-"""What the loading warpgroup does: it copies queries and, through the block table, the latents of tiles."""
+"""The loading warpgroup: it copies queries and, through the block table, the latents of tiles."""
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -15,7 +15,7 @@ from paged_jax.kernels.mosaic_gpu.mla.refs import Refs
 def load_split(split: Split, counts: tuple[Scalar, Scalar], refs: Refs, geometry: Geometry) -> None:
     """Copies a split's query and tiles; `counts` are the tiles and the queries that were copied before.
 
-    The first tiles come before the query, as the query's place is free only when the last item's results have left it.
+    The first tiles come before the query, because the last item's results must leave the query's memory first.
     """
     tiles_before, queries_before = counts
     early = lax.min(split.num_tiles, jnp.int32(STAGES))

@@ -48,7 +48,7 @@ _IN_FLIGHT, _MANY_IN_FLIGHT = 4, 16
 
 
 class MergeRefs(NamedTuple):
-    """What the kernel reads and writes; or the addresses, as values of MLIR."""
+    """The arrays of the merge kernel: references, or their addresses as MLIR values."""
 
     closings: Ref
     partials: Partials
@@ -129,7 +129,7 @@ def merge_rows(refs: MergeRefs, rows: RowBlock, geometry: Geometry) -> None:
         threads_of_row = geometry.problem.head_size // _ELEMENTS
         thread = thread_index_read_again()
         row_of_block = add(values.row_of_block, div(thread, threads_of_row))
-        # Where 128 is no multiple of the threads of a row, some are left over.
+        # Threads are left over if 128 is no multiple of the threads of a row.
         exists = arith.andi(
             less(row_of_block, values.num_rows), less(thread, i32(rows_of_program(geometry) * threads_of_row))
         )

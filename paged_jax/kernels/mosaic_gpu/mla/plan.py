@@ -1,4 +1,4 @@
-"""Which program attends with which rows to which tiles.
+"""Assigns rows and tiles to programs.
 
 A query token has a row for each of its heads. The rows of a sequence lie one after the other and are cut into row
 blocks of 64, and `width` neighbouring row blocks are an item, which reads each tile of the sequence once. The tiles of
@@ -34,7 +34,7 @@ class Lengths(NamedTuple):
 
 
 class Sequence(NamedTuple):
-    """What the plan needs to know of a sequence."""
+    """The facts of a sequence that the plan needs."""
 
     first_row: Scalar
     num_rows: Scalar
@@ -45,7 +45,7 @@ class Sequence(NamedTuple):
 
 
 class Queue(NamedTuple):
-    """What a program still has to do: `left` tiles, from tile `tile` of an item on."""
+    """The rest of a program's queue: `left` tiles, from tile `tile` of an item on."""
 
     number: Scalar
     seq: Scalar
@@ -130,7 +130,7 @@ def for_each_split(
 
 
 def sequence_of(lengths_gmem: Lengths, seq: Scalar, geometry: Geometry) -> Sequence:
-    """What the plan needs to know of a sequence."""
+    """The facts of a sequence that the plan needs."""
     return _sequence(*_lengths_of(lengths_gmem, seq, geometry), geometry)
 
 
@@ -195,7 +195,7 @@ def closing_of(number: Scalar, tile: Scalar, total: Scalar, geometry: Geometry) 
 
 
 def _cut(total: Scalar, number: Scalar, geometry: Geometry) -> Scalar:
-    """The tile, of those of all items, with which the queue of this number begins."""
+    """The first tile of queue `number`, counted over all items."""
     queues = jnp.int32(geometry.tuning.queues)
     number = lax.min(number, queues)
     size, left_over = lax.div(total, queues), lax.rem(total, queues)

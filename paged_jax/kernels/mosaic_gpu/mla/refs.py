@@ -20,7 +20,7 @@ CLOSING = 4
 
 
 class Inputs(NamedTuple):
-    """What the MLA kernel reads."""
+    """The arrays that the MLA kernel reads."""
 
     query: Ref  # [rows, latent_size]
     latent_cache: Ref
@@ -39,7 +39,7 @@ class Partials(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What the MLA kernel writes."""
+    """The arrays that the MLA kernel writes."""
 
     out: Ref  # [rows, value_size]
     lse: Ref  # [rows]
@@ -72,7 +72,7 @@ class Refs(NamedTuple):
 
 
 def outputs(geometry: Geometry) -> Outputs:
-    """What the MLA kernel writes."""
+    """The arrays that the MLA kernel writes."""
     problem, tuning, f32 = geometry.problem, geometry.tuning, jnp.float32
     of_partials = geometry.num_partials, tuning.width, WGMMA_ROWS
     return Outputs(

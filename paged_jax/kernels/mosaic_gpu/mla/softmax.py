@@ -36,11 +36,11 @@ class State(NamedTuple):
 
     out: list[Array]  # parts of O, not divided by the sums: [64, size of the part] each
     maxima: Array  # of logits of base 2, nearly: [64]
-    sums: Array  # of exponentials: [64], of which each lane has those of its own columns until `finished`
+    sums: Array  # of exponentials: [64], until `finished` each lane sums its own columns only
 
 
 class Finished(NamedTuple):
-    """What makes results of a softmax: arrays [64]."""
+    """Factors from a softmax to its results: arrays [64]."""
 
     factor: Array  # of O
     log_sums: Array  # of base 2, of the split alone; -inf where nothing was seen
@@ -124,7 +124,7 @@ def weigh(products: Array, state: State, start: Scalar, seen: Any, factor: Any, 
     token = plgpu.broadcasted_iota(jnp.int32, products.shape, 1, layout=plgpu.Layout.WGMMA)
     end = seen - start
     logits = jnp.where(token < (over_columns(end, TILE) if jnp.ndim(end) else end), logits, -jnp.inf)
-    # What is subtracted may lag behind the largest logit: then O need not be multiplied.
+    # A maximum may lag behind the largest logit, which saves most multiplications of O.
     maxima = lanes.raised(state.maxima, logits, jnp.float32(1), _MOST_LAG)
     keep = jnp.exp2(state.maxima - maxima)
     weights = lanes.exponentials(logits, jnp.float32(1), maxima - _exponent_of_weights(geometry))
@@ -132,7 +132,7 @@ def weigh(products: Array, state: State, start: Scalar, seen: Any, factor: Any, 
 
 
 def factor_of(inputs_gmem: Inputs, geometry: Geometry) -> Any:
-    """What makes logits of products: of base 2 if nothing else happens to them, else of base e."""
+    """The factor from products to logits: of base 2 if they are only scaled, otherwise of base e."""
     factor = inputs_gmem.scale[0] * cache_scale(inputs_gmem.latent_scale, geometry.problem.k_scale, jnp.int32(0))
     return factor * LOG2E if geometry.problem.scaled_products else factor
 
@@ -150,7 +150,7 @@ def zero_unseen(tile_smem: Ref, end: Scalar, geometry: Geometry) -> None:
 
 
 def finished(state: State, is_whole: Scalar, split: Split, refs: Refs, geometry: Geometry) -> tuple[Finished, Array]:
-    """What makes results of a softmax, and its lse with sinks. Rows that saw no token have lse -inf."""
+    """Factors from a softmax to its results, and its lse with sinks. Rows that saw no token have lse -inf."""
     inputs_gmem, problem = refs.inputs_gmem, geometry.problem
     _, maxima, sums = state
     sums = lanes.sum_of_lanes(sums)

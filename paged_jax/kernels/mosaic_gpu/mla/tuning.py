@@ -1,11 +1,11 @@
-"""What was chosen for a call of multi-head latent attention."""
+"""The choices of a call of multi-head latent attention."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """What was chosen for a `Problem` on a `Device`.
+    """The choices for a `Problem` on a `Device`.
 
     Attributes:
       queues: queues that share the tiles of the whole batch evenly.

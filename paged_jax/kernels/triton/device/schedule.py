@@ -64,7 +64,7 @@ def of_rank(rank, seq_lens, num_seqs, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def share_of(split, begin, end, position, kv_head, head_tile, num_splits, cfg: tl.constexpr):
-    """Returns a split's stretch of the tokens begin <= t < end, its first tile, and the tile after its last.
+    """Returns a split's range of the tokens begin <= t < end, its first tile, and the tile after its last.
 
     A query at `position` attends to these tokens.
     """
