@@ -54,7 +54,8 @@ class LoweredOnce:
         """The bytecode of a module whose `main` is the traced function, lowered for these platforms."""
         if platforms not in self._modules:
             with without_mesh():
-                lowered = jax.jit(jaxpr_as_fun(traced)).trace(*traced.in_avals).lower(lowering_platforms=platforms)
+                run = jax.jit(jaxpr_as_fun(traced), keep_unused=True)  # the call passes all arguments
+                lowered = run.trace(*traced.in_avals).lower(lowering_platforms=platforms)
             module: Any = lowered.compiler_ir("stablehlo")
             self._modules[platforms] = mlir.module_to_bytecode(module)
         return self._modules[platforms]
