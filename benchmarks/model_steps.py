@@ -13,8 +13,7 @@ from benchmarks import harness
 from benchmarks.models import floor_bytes, make_caches, make_tables, slots
 from examples.config import DecoderConfig
 from examples.sampling import greedy
-from examples.step import Step, make_abstract_step, xla_options
-from paged_jax import PagedKVCache
+from examples.step import Caches, Step, make_abstract_step, xla_options
 from paged_jax.engine import Batch
 
 STEPS = 32  # decode steps in a row: half of them before the context asked for, half of them after it
@@ -26,7 +25,7 @@ class State(NamedTuple):
 
     token_ids: Any
     positions: Any
-    caches: tuple[PagedKVCache, ...]
+    caches: Caches
 
 
 def advance(step: Step, weights: Any, state: State, tables: jax.Array) -> State:
