@@ -89,7 +89,7 @@ def read_rope(
 
     Args:
         fields: the config.json.
-        head_size: numbers of a head, of which a part may be rotated.
+        head_size: elements of a head; RoPE may rotate a part of them.
         theta: the family's base, if the file gives none.
         partial: the part of each head that is rotated if the file gives none; None if the family rotates all.
         is_interleaved: whether neighbours are a pair.

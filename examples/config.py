@@ -107,7 +107,7 @@ class DecoderConfig:
         qkv_bias, o_bias, mlp_bias: whether these linear layers have a bias.
         tie_embeddings: whether the logits use the token embedding's matrix.
         norm: LayerNorm or RMSNorm.
-        norm_offset: what is added to the norms' scales.
+        norm_offset: a constant that every norm adds to its scale.
         norm_place: whether a layer's norms stand "before" attention and MLP, "after" them (OLMo 2), "around" them
             (Gemma, GLM-4), or after each sum with the residual stream ("after_sum", OPT-350m).
         final_norm: whether there is one more norm before the logits.

@@ -93,7 +93,7 @@ class Fields:
         return tuple(map(float, value))
 
     def only(self, key: str, *supported: Any) -> Any:
-        """One of these values, of which the first is the default."""
+        """Reads one of these values; the first is the default."""
         if not any(type(found := self.get(key, supported[0])) is type(value) and found == value for value in supported):
             raise CheckpointError(f"{key} {found!r} is not supported; supported: {', '.join(map(repr, supported))}")
         return found

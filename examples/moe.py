@@ -243,7 +243,7 @@ def grouped_kernel(rows: Array, matrices: Array, group_sizes: Int32[Array, " num
 
 
 def _swiglu(gate_up: Float32[Array, "num_pairs twice"], config: ExpertsConfig) -> Float32[Array, "num_pairs size"]:
-    """SwiGLU, of which gpt-oss has a variant; both halves of the columns are joined device by device."""
+    """Computes SwiGLU, or the variant of gpt-oss; both halves of the columns are joined device by device."""
     gate, up = jnp.split(gate_up, 2, axis=-1)
     if (limit := config.swiglu_limit) is None:
         return jax.nn.silu(gate) * up

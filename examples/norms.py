@@ -15,7 +15,7 @@ class RMSNorm(nnx.RMSNorm):
     Flax multiplies the scale by 1 / rms first. XLA makes one kernel of the norm only if x is divided first.
 
     Args:
-        offset: what is added to the scale; Gemma stores the scale minus 1.
+        offset: a constant to add to the scale; Gemma stores the scale minus 1.
         others: see `flax.nnx.RMSNorm`.
     """
 
@@ -39,7 +39,7 @@ def make_norm(
     Args:
         config: the decoder's config.
         size: numbers in a vector; None for the residual stream's.
-        eps: what is added to the variance; None for the config's.
+        eps: a constant to add to the variance; None for the config's.
         rngs: keys for the initial weights.
         dtype: of the weights.
     """

@@ -39,7 +39,7 @@ NEUTRAL: dict[str, tuple] = {
     "spaces_between_special_tokens": (True, None),
     "truncate_prompt_tokens": (None,),
 }
-# Fields that OpenAI's clients send and that change nothing of what is asked for here.
+# OpenAI's clients send these fields, which change no answer of this server.
 IGNORED = {
     "user", "metadata", "store", "parallel_tool_calls", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "prediction", "reasoning_effort", "verbosity",
@@ -156,7 +156,7 @@ def read_chat(content: dict[str, Any], models: Sequence[str]) -> ChatRequest:
 
 
 def read_conversation(content: dict[str, Any]) -> Conversation:
-    """Reads the messages of a request, and what is asked of the chat template."""
+    """Reads the messages of a request and the options of its chat template."""
     messages = content.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ApiError("messages must be a list of at least one message", param="messages")

@@ -26,7 +26,7 @@ class Access:
     """Who may call the server.
 
     Attributes:
-        api_keys: keys of which a client must send one; with none, no client needs a key.
+        api_keys: a client must send one of these keys; with none, no client needs a key.
         hosts: names and addresses by which the server may be called, LOOPBACK among them for this machine's own; None
             for any. A page on the web can give its own name this machine's address, and then call the server by it.
         origins: web pages that may call the server, such as "https://example.org"; "*" is all of them.

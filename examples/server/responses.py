@@ -132,5 +132,5 @@ def shutting_down() -> ApiError:
 
 
 def _refused_body(message: str, status: int) -> ApiError:
-    # What is left of the body may still come, so that the client cannot send another request.
+    # The rest of the body may still come, so that the client cannot send another request.
     return ApiError(message, status=status, headers={"connection": "close"})
