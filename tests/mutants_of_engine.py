@@ -87,7 +87,7 @@ MUTANTS_OF_ENGINE = [
     ),
     Mutant(
         "engine: both caches have the same scales",
-        "engine/runner.py",
+        "engine/arrays.py",
         "copies = jax.tree.map(jnp.array, scales)",
         "copies = scales",
         "tests/test_engine.py -k narrow",

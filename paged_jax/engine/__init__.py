@@ -10,7 +10,7 @@
 - blocks.py     keeps track of who holds which block; prefix.py: of which full block holds which tokens
 - batch.py      the batch that a model is given, and the array in which it travels to the device
 - pack.py       fills that array from a plan
-- runner.py     the compiled programs and the arrays they work on
+- runner.py     the compiled programs; arrays.py: the pools they work on
 - sampling.py   draws tokens on the device
 - text.py       turns tokens into text and finds stop texts
 - processes.py  one engine over several processes

@@ -12,19 +12,28 @@ small programs copy blocks, swap them out and in, and change block tables.
 import collections.abc
 import concurrent.futures
 import contextlib
-import dataclasses
-import math
 import time
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from paged_jax.cache import PagedKVCache
-from paged_jax.cache_ops import copy_blocks
-from paged_jax.engine.batch import Cache, Caches, Draws, Step, StepShape
+from paged_jax.engine.arrays import (
+    SCALES,
+    change_tables,
+    check_caches,
+    copy_all,
+    members,
+    num_parts,
+    on_host,
+    pool,
+    replicated,
+    swap_all,
+    usable,
+    with_own_scales,
+)
+from paged_jax.engine.batch import Caches, Draws, Step, StepShape
 from paged_jax.engine.blocks import Pairs
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.pack import pack, pack_made_up
@@ -33,8 +42,6 @@ from paged_jax.engine.scheduler import Entries, Plan
 
 _ENTRIES = 512  # how many entries of block tables one call of the program that changes them takes
 _PAIRS = 32  # how many pairs of blocks one call of a copy or a swap moves
-_POOLS = "key_cache", "value_cache", "latent_cache"  # members of caches
-_SCALES = "k_scale", "v_scale", "latent_scale"
 _COMPILERS = 8  # how many threads compile at the same time
 
 type Programs = dict[Any, Any]
@@ -80,23 +87,23 @@ class Runner:
         show_progress: bool = False,
         compiler_options: CompilerOptions | None = None,
     ):
-        _check_caches(caches)
+        check_caches(caches)
         self.config = config
         self.block_size, self.num_blocks = caches[0].block_size, caches[0].num_blocks
         self.block_bytes = sum(cache.nbytes for cache in caches) // self.num_blocks
         self._step, self._weights = step, weights
-        self._scales = [_members(cache, _SCALES) for cache in caches]
-        self._caches = _with_own_scales(caches, self._scales)
+        self._scales = [members(cache, SCALES) for cache in caches]
+        self._caches = with_own_scales(caches, self._scales)
         self.max_blocks_per_seq = -(-config.max_model_len // self.block_size)
-        self.num_shards = _num_parts(_pool(caches[0]).sharding, 0)
+        self.num_shards = num_parts(pool(caches[0]).sharding, 0)
         if self.num_shards > 1 and config.num_host_blocks:
             raise ValueError("num_host_blocks needs pools whose blocks are not split over devices")
-        self._replicated = _replicated(_pool(caches[0]).sharding)
+        self._replicated = replicated(pool(caches[0]).sharding)
         self._last_tokens = jax.device_put(np.zeros(config.max_num_seqs, np.int32), self._replicated)
         tables = np.zeros((config.max_num_seqs, self.max_blocks_per_seq), np.int32)
         self._tables = jax.device_put(tables, self._replicated)
-        host_caches = tuple(_on_host(cache, config.num_host_blocks or self.num_shards) for cache in caches)
-        self._host_caches = _with_own_scales(host_caches, self._scales)
+        host_caches = tuple(on_host(cache, config.num_host_blocks or self.num_shards) for cache in caches)
+        self._host_caches = with_own_scales(host_caches, self._scales)
         self._programs = self._compile(show_progress, compiler_options)
         self.num_compiled = len(self._programs)
         self._warm_up()
@@ -104,8 +111,8 @@ class Runner:
     def reset(self) -> None:
         """Replaces what a failed step has taken, or left unusable, by zeros: pools, last tokens and tables."""
         arrays = self._caches, self._host_caches, self._last_tokens, self._tables
-        caches, host_caches, self._last_tokens, self._tables = jax.tree.map(_usable, arrays)
-        self._caches, self._host_caches = (_with_own_scales(each, self._scales) for each in (caches, host_caches))
+        caches, host_caches, self._last_tokens, self._tables = jax.tree.map(usable, arrays)
+        self._caches, self._host_caches = (with_own_scales(each, self._scales) for each in (caches, host_caches))
 
     def launch(self, plan: Plan) -> Launched:
         """Starts a step and returns at once.
@@ -188,13 +195,13 @@ class Runner:
     def _compile(self, show_progress: bool, options: CompilerOptions | None) -> Programs:
         kinds = list(Kind) if self.config.max_logprobs is not None else [Kind.GREEDY, Kind.RANDOM]
         pairs = jax.ShapeDtypeStruct((_PAIRS, 2), np.dtype(np.int32))
-        lowered: Programs = {"copy": jax.jit(_copy, donate_argnums=0).lower(self._caches, pairs)}
+        lowered: Programs = {"copy": jax.jit(copy_all, donate_argnums=0).lower(self._caches, pairs)}
         entries = jax.ShapeDtypeStruct((_ENTRIES, 3), np.dtype(np.int32), sharding=self._replicated)
-        change = jax.jit(_change, donate_argnums=0, out_shardings=self._replicated)
+        change = jax.jit(change_tables, donate_argnums=0, out_shardings=self._replicated)
         lowered["tables"] = change.lower(self._tables, entries)
         if self.config.num_host_blocks:
-            lowered["swap_out"] = jax.jit(_swap, donate_argnums=1).lower(self._caches, self._host_caches, pairs)
-            lowered["swap_in"] = jax.jit(_swap, donate_argnums=1).lower(self._host_caches, self._caches, pairs)
+            lowered["swap_out"] = jax.jit(swap_all, donate_argnums=1).lower(self._caches, self._host_caches, pairs)
+            lowered["swap_in"] = jax.jit(swap_all, donate_argnums=1).lower(self._host_caches, self._caches, pairs)
         for shape in self._shapes():
             lowered[shape] = self._lower_model(shape)
             *_, logits, draws = lowered[shape].out_info
@@ -202,11 +209,11 @@ class Runner:
                 if (shape.num_rows, kind) not in lowered:
                     lowered[shape.num_rows, kind] = self._lower_draw(kind, logits, draws)
         with (
-            concurrent.futures.ThreadPoolExecutor(_COMPILERS) as pool,
+            concurrent.futures.ThreadPoolExecutor(_COMPILERS) as compilers,
             _progress(show_progress, len(lowered)) as advance,
         ):
             futures = {
-                name: pool.submit(program.compile, options_of(name, options)) for name, program in lowered.items()
+                name: compilers.submit(program.compile, options_of(name, options)) for name, program in lowered.items()
             }
             for future in concurrent.futures.as_completed(futures.values()):
                 future.result()
@@ -228,11 +235,11 @@ class Runner:
 
     def _logits_at(self, logits: Any) -> Any:
         """The sharding of the logits: their vocabulary is split over the same mesh axis as the heads, if it can be."""
-        at = _pool(self._caches[0]).sharding
+        at = pool(self._caches[0]).sharding
         if not isinstance(at, NamedSharding):
             return at
         axis = next((axis for axis in range(1, len(at.spec)) if at.spec[axis] is not None), None)
-        if axis is None or logits.shape[1] % _num_parts(at, axis):
+        if axis is None or logits.shape[1] % num_parts(at, axis):
             return self._replicated
         return NamedSharding(at.mesh, PartitionSpec(None, at.spec[axis]))
 
@@ -288,99 +295,6 @@ class Runner:
                 self._host_caches = self._start(name, self._caches, self._host_caches, mapping)
             else:
                 self._caches = self._start(name, self._host_caches, self._caches, mapping)
-
-
-def _change(tables: jax.Array, entries: jax.Array) -> jax.Array:
-    return tables.at[entries[:, 0], entries[:, 1]].set(entries[:, 2], mode="drop")
-
-
-def _copy(caches: Caches, pairs: jax.Array) -> Caches:
-    with_values = [cache for cache in caches if isinstance(cache, PagedKVCache)]
-    if len(with_values) < len(caches):
-        return tuple(cache.copy_blocks(pairs) for cache in caches)
-    keys, values = copy_blocks([c.key_cache for c in with_values], [c.value_cache for c in with_values], pairs)
-    return tuple(
-        dataclasses.replace(cache, key_cache=key, value_cache=value)
-        for cache, key, value in zip(with_values, keys, values, strict=True)
-    )
-
-
-def _swap(source: Caches, destination: Caches, pairs: jax.Array) -> Caches:
-    return tuple(src.swap_blocks_to(cast(Any, dst), pairs) for src, dst in zip(source, destination, strict=True))
-
-
-def _usable(array: jax.Array) -> jax.Array:
-    """The array, or zeros like it if it was donated to a program that failed, or comes from one."""
-    try:
-        return jax.block_until_ready(array)
-    except RuntimeError:
-        # Unlike `device_put`, this asks no other process whether it does the same.
-        return jax.make_array_from_callback(
-            array.shape, array.sharding, lambda index: np.zeros(_shape_of(index, array.shape), array.dtype)
-        )
-
-
-def _shape_of(index: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a part of an array."""
-    return tuple(len(range(*part.indices(size))) for part, size in zip(index, shape, strict=True))
-
-
-def _check_caches(caches: Caches) -> None:
-    if not caches:
-        raise ValueError("caches must hold a PagedKVCache a layer, got none")
-    first = caches[0]
-    for layer, cache in enumerate(caches):
-        if (cache.num_blocks, cache.block_size) != (first.num_blocks, first.block_size):
-            raise ValueError(
-                f"all caches must have as many blocks of one size: layer {layer} has {cache.num_blocks} of "
-                f"{cache.block_size}, layer 0 has {first.num_blocks} of {first.block_size}"
-            )
-        if any(scale is not None and np.ndim(scale) == 3 for scale in _members(cache, _SCALES).values()):
-            raise ValueError(
-                f"layer {layer} has a scale for each token's place in the pool; blocks move between requests, so that "
-                "an engine takes scales for the whole cache or per kv head"
-            )
-
-
-def _num_parts(sharding: Any, axis: int) -> int:
-    """Into how many parts an axis of the pools is split."""
-    if not isinstance(sharding, NamedSharding) or axis >= len(sharding.spec):
-        return 1
-    names = sharding.spec[axis] or ()
-    return math.prod(sharding.mesh.shape[name] for name in ((names,) if isinstance(names, str) else names))
-
-
-def _replicated(sharding: Any) -> Any:
-    """The sharding of small arrays: every device that holds a part of the caches has a copy."""
-    if isinstance(sharding, NamedSharding):
-        return NamedSharding(sharding.mesh, PartitionSpec())
-    return sharding
-
-
-def _on_host(cache: Cache, num_blocks: int) -> Cache:
-    """Makes a cache like `cache` with `num_blocks` blocks in pinned host memory."""
-
-    def place(pool):
-        zeros = np.zeros((num_blocks, *pool.shape[1:]), pool.dtype)
-        return jax.device_put(zeros, pool.sharding.with_memory_kind("pinned_host"))
-
-    return dataclasses.replace(cache, **{name: place(pool) for name, pool in _members(cache, _POOLS).items()})
-
-
-def _members(cache: Cache, names: tuple[str, ...]) -> dict[str, Any]:
-    """The members of a cache that have one of these names."""
-    return {field.name: getattr(cache, field.name) for field in dataclasses.fields(cache) if field.name in names}
-
-
-def _pool(cache: Cache) -> jax.Array:
-    """One of the cache's pools; where there are two, both lie on the same devices."""
-    return next(iter(_members(cache, _POOLS).values()))
-
-
-def _with_own_scales(caches: Caches, scales: Any) -> Caches:
-    """The caches with copies of these scales: a program that updates a cache in place takes its scales too."""
-    copies = jax.tree.map(jnp.array, scales)
-    return tuple(dataclasses.replace(cache, **members) for cache, members in zip(caches, copies, strict=True))
 
 
 def options_of(name: Any, options: CompilerOptions | None) -> dict[str, Any] | None:
