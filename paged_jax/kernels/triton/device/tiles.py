@@ -203,6 +203,10 @@ def convert(x, dtype: tl.constexpr):
     if x.dtype == tl.int8 and dtype == tl.float16:
         # 0x6400 is 1024 in float16, where a unit is the last bit; the integer-to-float instruction is slow.
         x = ((x.to(tl.int16) + 128) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
+    elif x.dtype == tl.float8e5 and dtype != tl.bfloat16:
+        # A float8_e5m2 is the upper byte of the same number in float16. Triton 3.6 takes an instruction of 8.9 for GPUs
+        # of 8.0 too, if the process has compiled a conversion for 8.9 or later before.
+        x = (x.to(tl.uint8, bitcast=True).to(tl.uint16) << 8).to(tl.float16, bitcast=True)
     return x.to(dtype)
 
 
