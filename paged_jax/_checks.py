@@ -4,7 +4,6 @@ Every message names the argument, says what was expected and shows what came:
 ``query must have shape [num_seqs, num_heads, head_size], got (3, 4)``.
 """
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from paged_jax._integers import integer
 from paged_jax.shapes import LARGEST_HEAD_SIZE, QUERY_DTYPES
 
 # A soft cap must be a normal number of float32. Besides, logits are divided by it, and XLA and GPUs take a quotient
@@ -155,19 +155,13 @@ def floating(name: str, x: Any, expected: tuple[int, ...] | None = None) -> Arra
 
 
 def static_int(name: str, value: Any, least: int = 1) -> int:
-    """Checks that `value` is a Python or NumPy integer, at least `least` and below 2**31; gives it as Python's."""
-    if not _is_int(value):
-        raise TypeError(f"{name} must be a static int, got {type(value).__name__}")
-    value = operator.index(value)  # integers of NumPy wrap around in arithmetic, or cannot meet larger ones
+    """Checks that `value` is an integer, at least `least` and below 2**31; gives it as Python's."""
+    value = integer(name, value)
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
     if value >= 2**31:
         raise ValueError(f"{name} must be below 2**31, got {value}")
     return value
-
-
-def _is_int(x: object) -> bool:
-    return isinstance(x, int | np.integer) and not isinstance(x, bool)
 
 
 def is_number(x: object) -> bool:

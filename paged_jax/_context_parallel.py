@@ -7,8 +7,10 @@ their own, and the devices merge their results by lse. Nothing else is exchanged
                                                                                              ├─► sums over all devices
     the same on every other device ─────────────────────────────────────────────────────────┘
 
-Prompts attend in two parts. To the tokens before this step all queries see all of a device's blocks. The new tokens are
-few: every device gets all of their keys and values, and computes the causal part by itself.
+Prompts attend in two parts. All queries see every token before this step, so that each device attends to its own blocks
+without a mask. The new tokens are few: every device gets all of their keys and values, and computes the causal part by
+itself. `prefix_attention` takes them as arrays. No op takes latents beside a cache, so that every device stores the new
+ones in a small pool of their own.
 
 Only the last block of a sequence may be filled in part, and a device that has it has it last, so that own blocks are a
 sequence like any other. But they are not neighbours, so that options about distances (ALiBi, windows, block-sparse
@@ -23,6 +25,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from paged_jax._operands import Copy, Decode, MlaRagged, Prefix, Ragged, Swap, Write, WriteAndAttend, WriteLatent
+from paged_jax._states import merge_states
 from paged_jax.options import AttentionOptions, block_axis
 
 _BLOCK_SIZE = 16  # tokens of a block of a pool that is not read; every kernel takes it
@@ -77,7 +80,7 @@ def _prefix(op: str, operands: Prefix, static: Mapping[str, Any], axes: tuple[st
     cached = Ragged(**{name: getattr(operands, name) for name in Ragged._fields})
     seen_before = _attend_to_context("ragged_paged_attention", cached, static, axes, run_local)
     query_lens = jnp.diff(operands.query_start_loc)
-    return _merge_two(seen_before, run_local(op, _without_context(operands, query_lens), static))
+    return merge_states(*seen_before, *run_local(op, _without_context(operands, query_lens), static))
 
 
 def _ragged_mla(
@@ -86,7 +89,7 @@ def _ragged_mla(
     if not operands.options.causal:
         return _attend(op, operands, static, axes, run_local)
     seen_before = _attend_to_context(op, operands, static, axes, run_local)
-    return _merge_two(seen_before, run_local(op, _packed(operands, axes), static))
+    return merge_states(*seen_before, *run_local(op, _packed(operands, axes), static))
 
 
 def _attend_to_context(
@@ -206,17 +209,6 @@ def _merged(partial: tuple[Array, Array], axes: tuple[str, ...]) -> tuple[Array,
     summed, total = lax.psum((out.astype(jnp.float32) * weight[..., None], weight), axes)
     out = (summed / jnp.where(total == 0, 1.0, total)[..., None]).astype(out.dtype)
     return out, top + jnp.log(total)
-
-
-def _merge_two(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Joins attention to two sets of tokens, as `merge_attention_states` does."""
-    (out_a, lse_a), (out_b, lse_b) = a, b
-    top = jnp.maximum(lse_a, lse_b)
-    top = jnp.where(jnp.isneginf(top), 0.0, top)
-    weight_a, weight_b = jnp.exp(lse_a - top), jnp.exp(lse_b - top)
-    total = weight_a + weight_b
-    summed = out_a.astype(jnp.float32) * weight_a[..., None] + out_b.astype(jnp.float32) * weight_b[..., None]
-    return (summed / jnp.where(total == 0, 1.0, total)[..., None]).astype(out_a.dtype), top + jnp.log(total)
 
 
 def _new_tokens(operands: Ragged, which: str, axes: tuple[str, ...]) -> Array:

@@ -27,6 +27,7 @@ from paged_jax.shapes import (
     SlotMapping,
     cache_shapes,
     check_sizes,
+    copied_scale,
 )
 
 
@@ -110,14 +111,9 @@ class PagedKVCache:
         num_blocks, block_size, num_kv_heads, head_size = check_sizes(num_blocks, block_size, num_kv_heads, head_size)
         key_shape, value_shape = cache_shapes(num_blocks, block_size, num_kv_heads, head_size, dtype, layout)
         scale_shapes = ((), (num_kv_heads,), (num_blocks, num_kv_heads, block_size))
-        scales = {"k_scale": k_scale, "v_scale": v_scale}
-        for name, scale in scales.items():
-            if scale is not None:
-                # A copy: to donate the cache must neither delete the caller's array nor one that is both scales.
-                scales[name] = scale = jnp.array(scale, jnp.float32)
-                if scale.shape not in scale_shapes:
-                    raise ValueError(f"{name} must have one of the shapes {scale_shapes}, got {scale.shape}")
-        return cls(jnp.zeros(key_shape, dtype), jnp.zeros(value_shape, dtype), layout=layout, **scales)
+        k_scale = copied_scale("k_scale", k_scale, scale_shapes)
+        v_scale = copied_scale("v_scale", v_scale, scale_shapes)
+        return cls(jnp.zeros(key_shape, dtype), jnp.zeros(value_shape, dtype), k_scale, v_scale, layout)
 
     @property
     def num_blocks(self) -> int:

@@ -12,7 +12,6 @@ from paged_jax import cache_ops, ops
 from paged_jax._dispatch import Implementation
 from paged_jax.options import LatentQueryOptions
 from paged_jax.shapes import (
-    CACHE_DTYPES,
     BlockMapping,
     BlockTables,
     LatentOut,
@@ -25,8 +24,10 @@ from paged_jax.shapes import (
     RaggedLse,
     SeqLens,
     SlotMapping,
+    check_blocks,
+    check_cache_dtype,
     check_latent_size,
-    check_sizes,
+    copied_scale,
     size,
 )
 
@@ -86,16 +87,11 @@ class PagedLatentCache:
         Raises:
           ValueError, TypeError: a size, dtype or scale is not among those above, or int32 cannot count slots.
         """
-        num_blocks, block_size, *_ = check_sizes(num_blocks, block_size, 1, 8)
+        num_blocks, block_size = check_blocks(num_blocks, block_size)
         latent_size = size("latent_size", latent_size)
         check_latent_size(latent_size)
-        if jnp.dtype(dtype).name not in CACHE_DTYPES:
-            raise ValueError(f"the cache's dtype must be one of {', '.join(CACHE_DTYPES)}, got {jnp.dtype(dtype)}")
-        if latent_scale is not None:
-            latent_scale = jnp.array(latent_scale, jnp.float32)  # a copy, so that the cache may be donated
-            if latent_scale.shape != ():
-                raise ValueError(f"latent_scale must have shape (), got {latent_scale.shape}")
-        return cls(jnp.zeros((num_blocks, block_size, latent_size), dtype), latent_scale)
+        shape = num_blocks, block_size, latent_size
+        return cls(jnp.zeros(shape, check_cache_dtype(dtype)), copied_scale("latent_scale", latent_scale, ((),)))
 
     @property
     def num_blocks(self) -> int:

@@ -9,7 +9,6 @@
 """
 
 import dataclasses
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +16,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
+
+from paged_jax._integers import integer
 
 
 @jax.tree_util.register_dataclass
@@ -113,7 +114,7 @@ def build_metadata(
       >>> step.num_prefills, step.slot_mapping.tolist(), step.query_start_loc.tolist()
       (1, [58, 59, 60, 16], [0, 3, 4])
     """
-    block_size = _size("block_size", block_size)
+    block_size = integer("block_size", block_size)
     seq_lens, query_lens = _int32("seq_lens", seq_lens).copy(), _int32("query_lens", query_lens)
     tables = _pad_tables(block_tables, max_blocks_per_seq)
     num_prefills = _check_rows(tables, seq_lens, query_lens, block_size, num_prefills)
@@ -169,7 +170,7 @@ def check_metadata(
       Traceback (most recent call last):
       ValueError: row 0: block id 8 in column 1 must be in [0, 8)
     """
-    num_blocks, block_size = _size("num_blocks", num_blocks), _size("block_size", block_size)
+    num_blocks, block_size = integer("num_blocks", num_blocks), integer("block_size", block_size)
     block_tables, seq_lens = _integers("block_tables", block_tables), _int32("seq_lens", seq_lens)
     slot_mapping = None if slot_mapping is None else _integers("slot_mapping", slot_mapping)
     query_start_loc = None if query_start_loc is None else _integers("query_start_loc", query_start_loc)
@@ -212,7 +213,7 @@ def _check_rows(
     )
     if num_prefills is None:
         num_prefills = int(np.append(query_lens > 1, False).argmin())
-    num_prefills = _size("num_prefills", num_prefills)
+    num_prefills = integer("num_prefills", num_prefills)
     if not 0 <= num_prefills <= len(query_lens):
         raise ValueError(f"num_prefills must be in [0, {len(query_lens)}], got {num_prefills}")
     _raise_first(
@@ -310,14 +311,6 @@ def _int32(name: str, x: Any, axis: str = "row") -> np.ndarray:
     return x.astype(np.int32)
 
 
-def _size(name: str, value: Any) -> int:
-    """Checks that `value` is an integer, and gives it as Python's, which does not wrap around as NumPy's do."""
-    try:
-        return int(operator.index(value))
-    except TypeError:
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}") from None
-
-
 def _raise_first(bad: np.ndarray, message: Any) -> None:
     if bad.any():
         raise ValueError(message(int(bad.argmax())))
@@ -343,7 +336,7 @@ def _bounds(seq_lens: np.ndarray, query_lens: np.ndarray, num_prefills: int, giv
 
 
 def _bound(name: str, given: int | None, exact: int) -> int:
-    bound = _size(name, exact if given is None else given)
+    bound = integer(name, exact if given is None else given)
     if bound < exact:
         raise ValueError(f"{name} must be at least the batch's own {exact}, got {bound}")
     return bound

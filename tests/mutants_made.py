@@ -88,14 +88,14 @@ MUTANTS = [
     ),
     Mutant(
         "merge in the dtype of out",
-        "ops/merge.py",
+        "_states.py",
         "weight_a * out_a.astype(jnp.float32) + weight_b * out_b.astype(jnp.float32)",
         "weight_a.astype(out_a.dtype) * out_a + weight_b.astype(out_a.dtype) * out_b",
         "tests/test_merge.py",
     ),
     Mutant(
         "merge: an empty side weighs something",
-        "ops/merge.py",
+        "_states.py",
         "lse = jnp.where(empty, -jnp.inf, base)",
         "lse = base",
         "tests/test_merge.py",
@@ -193,7 +193,7 @@ MUTANTS = [
     ),
     Mutant(
         "merge: an infinite lse is a number",
-        "ops/merge.py",
+        "_states.py",
         "jnp.where(jnp.isposinf(x), -jnp.inf, x)",
         "jnp.where(jnp.isnan(x), -jnp.inf, x)",
         "tests/test_merge.py -k infinite",

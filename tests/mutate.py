@@ -51,7 +51,7 @@ TESTS = {
         "tests/test_allocator_walk.py tests/test_allocator_jit.py"
     ),
     "metadata.py": "tests/test_metadata.py",
-    "ops/merge.py": "tests/test_merge.py tests/test_transforms.py -k 'merge or merging'",
+    "_states.py": "tests/test_merge.py tests/test_transforms.py -k 'merge or merging'",
     "ops/ragged.py": "tests/test_cache_methods.py tests/test_ragged.py -k 'methods or flags or causal'",
     "ops/fused.py": _WRITE_AND_ATTEND,
     "ops/decode.py": "tests/test_decode.py -k 'flags or stop or everything or test_paged or partition'",

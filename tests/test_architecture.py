@@ -19,19 +19,21 @@ KERNELS_KNOW = ("paged_jax.options", "paged_jax.shapes", "paged_jax.kernels.in_p
 HOPPER_KERNELS = "paged_jax.kernels.mosaic_gpu"
 # The modules of the package that each module may import; a folder's name stands for all modules in it.
 ALLOWED = {
-    "paged_jax.allocator": ("paged_jax.allocator",),
-    "paged_jax.metadata": (),
+    "paged_jax._integers": (),
+    "paged_jax.allocator": ("paged_jax._integers", "paged_jax.allocator"),
+    "paged_jax.metadata": ("paged_jax._integers",),
     "paged_jax.options": (),
-    "paged_jax.shapes": ("paged_jax.options",),
+    "paged_jax.shapes": ("paged_jax._integers", "paged_jax.options"),
     "paged_jax.flat_pool": ("paged_jax.options", "paged_jax.shapes"),
     "paged_jax._operands": ("paged_jax.options", "paged_jax.shapes"),
-    "paged_jax._checks": ("paged_jax.shapes",),
+    "paged_jax._checks": ("paged_jax._integers", "paged_jax.shapes"),
     "paged_jax._validate": ("paged_jax._checks", "paged_jax._operands", "paged_jax.options", "paged_jax.shapes"),
     "paged_jax._validate_latent": ("paged_jax._checks", "paged_jax._operands", "paged_jax.options", "paged_jax.shapes"),
     "paged_jax._selection": (),
+    "paged_jax._states": (),
     "paged_jax._splits": ("paged_jax.options",),
     "paged_jax._lowered": (),
-    "paged_jax._context_parallel": ("paged_jax._operands", "paged_jax.options"),
+    "paged_jax._context_parallel": ("paged_jax._operands", "paged_jax._states", "paged_jax.options"),
     "paged_jax._partition": (
         "paged_jax._context_parallel",
         "paged_jax._lowered",
@@ -45,7 +47,7 @@ ALLOWED = {
         "paged_jax._vmap",
         "paged_jax.kernels",
     ),
-    "paged_jax.ops": (*OPS_KNOW, "paged_jax.ops"),
+    "paged_jax.ops": (*OPS_KNOW, "paged_jax._states", "paged_jax.ops"),
     "paged_jax.cache_ops": OPS_KNOW,
     "paged_jax.cache": ("paged_jax.ops", "paged_jax.cache_ops", *OPS_KNOW),
     "paged_jax.compat": ("paged_jax._operands", "paged_jax.compat", *OPS_KNOW),
@@ -55,6 +57,7 @@ ALLOWED = {
         "paged_jax.options",
     ),
     "paged_jax.engine": (
+        "paged_jax._integers",
         "paged_jax.allocator",
         "paged_jax.cache",
         "paged_jax.cache_ops",

@@ -148,8 +148,8 @@ def test_split_kv_cache_infers_the_block_size(block_size):
 # Refusals.
 
 BAD_SIZES = {
-    "num_blocks": ((0, 16, 1, 64), "num_blocks and num_kv_heads must be positive, got 0 and 1"),
-    "num_kv_heads": ((2, 16, 0, 64), "num_blocks and num_kv_heads must be positive, got 2 and 0"),
+    "num_blocks": ((0, 16, 1, 64), "num_blocks must be positive, got 0"),
+    "num_kv_heads": ((2, 16, 0, 64), "num_kv_heads must be positive, got 0"),
     "block_size 24": ((2, 24, 1, 64), r"block_size must be one of \(1, 2, .* 256\), got 24"),
     "block_size 512": ((2, 512, 1, 64), "block_size must be one of .*, got 512"),
     "block_size 0": ((2, 0, 1, 64), "block_size must be one of .*, got 0"),
@@ -183,11 +183,11 @@ def test_sizes_of_few_bits_do_not_wrap_around():
 def test_sizes_are_integers(name):
     sizes = {"num_blocks": 8, "block_size": 16, "num_kv_heads": 2, "head_size": 64}
     for make in (get_kv_cache_shape, PagedKVCache.create):
-        with pytest.raises(TypeError, match=f"{name} must be a static int, got float"):
+        with pytest.raises(TypeError, match=rf"{name} must be an int, got [\d.]+$"):
             make(**sizes | {name: float(sizes[name])})
     if name in ("num_kv_heads", "head_size"):
         heads = {"num_kv_heads": 2, "head_size": 64, name: float(sizes[name])}
-        with pytest.raises(TypeError, match=f"{name} must be a static int, got float"):
+        with pytest.raises(TypeError, match=rf"{name} must be an int, got [\d.]+$"):
             split_kv_cache(np.zeros((2, 8, 2048), np.float16), **heads)
 
 

@@ -416,14 +416,14 @@ def test_configs_that_are_refused(fields, message):
 
 @pytest.mark.parametrize("name", ["max_model_len", "max_logprobs", "num_host_blocks", "num_blocks"])
 def test_sizes_of_a_config_are_whole_numbers(name):
-    with pytest.raises(TypeError, match=f"{name} must be an int, got float"):
+    with pytest.raises(TypeError, match=f"{name} must be an int, got 8.5"):
         EngineConfig(**{"max_model_len": 48, name: 8.5})
 
 
 @pytest.mark.parametrize("sizes", [(2, 4.0), np.array([2.0, 4.0])], ids=str)
 @pytest.mark.parametrize("name", ["decode_rows", "mixed_tokens"])
 def test_numbers_of_rows_and_tokens_are_whole_numbers(name, sizes):
-    with pytest.raises(TypeError, match=rf"{name} must hold ints, got \(.*4\.0"):
+    with pytest.raises(TypeError, match=rf"{name} must be an int, got .*[24]\.0"):
         EngineConfig(max_model_len=48, max_num_seqs=4, max_tokens_per_step=4, **{name: sizes})
 
 
@@ -431,7 +431,7 @@ def test_numbers_of_rows_and_tokens_are_whole_numbers(name, sizes):
     ("fields", "error", "message"),
     [
         ({"max_tokens": 0}, ValueError, r"max_tokens must be in \[1"),
-        ({"n": True}, TypeError, "n must be an integer, got True"),
+        ({"n": True}, TypeError, "n must be an int, got True"),
         ({"temperature": float("nan")}, ValueError, "temperature must be 0 or more and finite"),
         ({"temperature": "1"}, TypeError, "temperature must be a number"),
         ({"temperature": 1e39}, ValueError, "temperature must be 0 or more and finite in float32, got 1e"),
@@ -439,7 +439,7 @@ def test_numbers_of_rows_and_tokens_are_whole_numbers(name, sizes):
         ({"seed": -1}, ValueError, "seed must be in"),
         ({"stop": "text"}, TypeError, "stop must be a tuple of texts"),
         ({"stop": ("",)}, ValueError, "stop must hold texts that are not empty"),
-        ({"stop_token_ids": (1.5,)}, TypeError, "stop_token_ids must be an integer"),
+        ({"stop_token_ids": (1.5,)}, TypeError, "stop_token_ids must be an int, got 1.5"),
     ],
 )
 def test_params_that_are_refused(fields, error, message):

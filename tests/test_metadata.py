@@ -204,11 +204,11 @@ def test_build_metadata_refuses(case):
 
 @pytest.mark.parametrize("name", [*STATICS, "block_size", "max_blocks_per_seq"])
 def test_sizes_are_integers(name):
-    with pytest.raises(TypeError, match=f"{name} must be an int, got float"):
+    with pytest.raises(TypeError, match=f"{name} must be an int, got 8.0"):
         build_metadata(**GOOD | {name: 8.0})
     if name == "block_size":
         for size in ("num_blocks", "block_size"):
-            with pytest.raises(TypeError, match=f"{size} must be an int, got float"):
+            with pytest.raises(TypeError, match=f"{size} must be an int, got 4.0"):
                 check_metadata([[0]], [1], **{"num_blocks": 4, "block_size": 4, size: 4.0})
 
 

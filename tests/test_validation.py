@@ -9,6 +9,7 @@ import pytest
 
 import paged_jax
 from paged_jax import BlockSparse, _checks, _validate
+from paged_jax._integers import integer
 
 
 def decode_arrays(**changes):
@@ -69,7 +70,7 @@ DECODE = [
     ({"sinks": jnp.zeros((4,), jnp.int32)}, TypeError, "sinks must be a number or an array of floats, got int32"),
     ({"sliding_window": 0}, ValueError, "sliding_window must be at least 1, got 0"),
     ({"sliding_window": -1}, ValueError, "sliding_window must be at least 1, got -1"),
-    ({"sliding_window": 2.5}, TypeError, "sliding_window must be a static int, got float"),
+    ({"sliding_window": 2.5}, TypeError, "sliding_window must be an int, got 2.5"),
     ({"sliding_window": 2**31}, ValueError, "sliding_window must be below 2**31, got 2147483648"),
     ({"scale": 10**400}, ValueError, "scale must be a number that a float can hold, got an int of 1329 bits"),
     ({"scale": 10**39}, ValueError, "scale must fit in float32, got a number beyond 3.4e38"),
@@ -82,7 +83,7 @@ DECODE = [
     ({"logits_soft_cap": True}, TypeError, "logits_soft_cap must be a number or None, got bool"),
     ({"max_seq_len": -1}, ValueError, "max_seq_len must be at least 0, got -1"),
     ({"max_query_len": -1}, ValueError, "max_query_len must be at least 0, got -1"),
-    ({"max_query_len": 1.0}, TypeError, "max_query_len must be a static int, got float"),
+    ({"max_query_len": 1.0}, TypeError, "max_query_len must be an int, got 1.0"),
     ({"query": jnp.zeros((2, 0, 16), jnp.bfloat16)}, ValueError, "multiple of num_kv_heads = 2, got 0"),
     ({"k_scale": jnp.zeros((4,))}, ValueError, "k_scale must be a scalar or have shape [num_kv_heads]"),
     ({"v_scale": jnp.zeros((5, 2, 4))}, ValueError, "got (5, 2, 4)"),
@@ -105,7 +106,7 @@ DECODE = [
     ({"layout": ["hnd"]}, ValueError, "layout must be one of ('hnd', 'nhd', 'vllm'), got ['hnd']"),
     ({"implementation": ["xla"]}, ValueError, "implementation must be one of ('mosaic_gpu', 'triton', 'xla') or None"),
     ({"return_lse": [1]}, TypeError, "return_lse must be a static bool, got list"),
-    ({"block_sparse": BlockSparse([1], 2)}, TypeError, "block_sparse.local_blocks must be a static int, got list"),
+    ({"block_sparse": BlockSparse([1], 2)}, TypeError, "block_sparse.local_blocks must be an int, got [1]"),
     (
         {"query": jnp.zeros((3, 4, 16), jnp.bfloat16)},
         ValueError,
@@ -177,12 +178,29 @@ def test_write_and_attend_takes_more_sequences_than_kv_heads():
     assert (out.shape, key_cache.shape) == ((3, 4, 16), (5, 2, 8, 16))
 
 
+@pytest.mark.parametrize("value", [7, np.int8(7), np.array(7), jnp.uint8(7)], ids=lambda x: type(x).__name__)
+def test_integers_of_any_library_become_pythons(value):
+    made = integer("size", value)
+    assert (made, type(made)) == (7, int)
+
+
+@pytest.mark.parametrize("value", [True, np.True_, 7.0, np.array([7, 8]), "7", None], ids=repr)
+def test_no_integers(value):
+    with pytest.raises(TypeError, match=f"size must be an int, got {re.escape(repr(value))}"):
+        integer("size", value)
+
+
+def test_traced_integers_are_not_static():
+    with pytest.raises(TypeError, match=r"size must be a static int, got \w*Tracer"):
+        jax.jit(lambda value: integer("size", value))(7)
+
+
 @pytest.mark.parametrize(
     ("size", "error", "message"),
     [
         (12, ValueError, "partition_size must be a multiple of block_size = 8, got 12"),
         (0, ValueError, "partition_size must be at least 1, got 0"),
-        (8.0, TypeError, "partition_size must be a static int, got float"),
+        (8.0, TypeError, "partition_size must be an int, got 8.0"),
     ],
 )
 def test_partition_size(size, error, message):

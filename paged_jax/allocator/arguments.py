@@ -1,6 +1,5 @@
 """Turns counts, ids and masks of any kind into int32 or bool arrays: NumPy's on the host, JAX's in traced programs."""
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,14 +20,6 @@ def namespace(state: Any, *arguments: Values) -> Any:
     # Arithmetic on NumPy arrays of no axes gives NumPy's scalars.
     on_host = all(isinstance(leaf, np.ndarray | np.generic) for leaf in jax.tree.leaves(state))
     return np if on_host and not any(map(_is_traced, arguments)) else jnp
-
-
-def size(name: str, value: Any) -> int:
-    """Checks that `value` is an integer, and gives it as Python's, which does not wrap around as NumPy's do."""
-    try:
-        return int(operator.index(value))
-    except TypeError:
-        raise TypeError(f"{name} must be a static int, got {type(value).__name__}") from None
 
 
 def flag(name: str, value: Any) -> bool:

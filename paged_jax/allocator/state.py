@@ -7,7 +7,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int32
 
-from paged_jax.allocator.arguments import Values, integers, namespace, size
+from paged_jax._integers import integer
+from paged_jax.allocator.arguments import Values, integers, namespace
 
 
 @jax.tree_util.register_dataclass
@@ -73,9 +74,9 @@ def create(
       >>> int(state.num_free)
       8
     """
-    num_blocks, block_size = size("num_blocks", num_blocks), size("block_size", block_size)
-    max_num_seqs = size("max_num_seqs", max_num_seqs)
-    max_blocks_per_seq = size("max_blocks_per_seq", max_blocks_per_seq)
+    num_blocks, block_size = integer("num_blocks", num_blocks), integer("block_size", block_size)
+    max_num_seqs = integer("max_num_seqs", max_num_seqs)
+    max_blocks_per_seq = integer("max_blocks_per_seq", max_blocks_per_seq)
     sizes = (num_blocks, block_size, max_num_seqs, max_blocks_per_seq)
     if min(sizes) < 1:
         raise ValueError(f"num_blocks, block_size, max_num_seqs, max_blocks_per_seq must be positive, got {sizes}")
@@ -83,7 +84,7 @@ def create(
         raise ValueError(
             f"num_blocks * block_size must be at most 2**31 (int32 slots), got {num_blocks} * {block_size}"
         )
-    num_shards = size("num_shards", num_shards)
+    num_shards = integer("num_shards", num_shards)
     if num_shards < 1 or num_blocks % num_shards:
         raise ValueError(f"num_shards must divide num_blocks = {num_blocks}, got {num_shards}")
     return AllocatorState(

@@ -4,6 +4,8 @@ import dataclasses
 import itertools
 from typing import Literal
 
+from paged_jax._integers import integer
+
 type Preemption = Literal["cheaper", "recompute", "swap"]
 
 
@@ -62,8 +64,8 @@ class EngineConfig:
         positive = "max_model_len", "max_num_seqs", "max_tokens_per_step", "max_prompts_per_step"
         for name in (*positive, "max_logprobs", "num_host_blocks", "num_blocks"):
             value = getattr(self, name)
-            if not isinstance(value, int) and not (value is None and name in ("max_logprobs", "num_blocks")):
-                raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+            if value is not None or name not in ("max_logprobs", "num_blocks"):
+                object.__setattr__(self, name, integer(name, value))
         for name in positive:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
@@ -84,9 +86,7 @@ class EngineConfig:
         if self.preemption not in ("cheaper", "recompute", "swap"):
             raise ValueError(f'preemption must be "cheaper", "recompute" or "swap", got {self.preemption!r}')
         for name, largest in (("decode_rows", self.max_num_seqs), ("mixed_tokens", self.max_tokens_per_step)):
-            sizes = tuple(getattr(self, name)) or _ladder(largest)
-            if not all(isinstance(size, int) for size in sizes):
-                raise TypeError(f"{name} must hold ints, got {sizes}")
+            sizes = tuple(integer(name, size) for size in getattr(self, name)) or _ladder(largest)
             if sizes[-1] != largest or sizes[0] < 1 or any(a >= b for a, b in itertools.pairwise(sizes)):
                 raise ValueError(f"{name} must rise from 1 or more to {largest}, got {sizes}")
             object.__setattr__(self, name, sizes)

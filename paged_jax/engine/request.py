@@ -9,6 +9,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from paged_jax._integers import integer
+
 type FinishReason = Literal["stop", "length", "cancelled"]
 
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)  # on the device parameters are float32
@@ -56,12 +58,10 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self):
-        _check_integer("max_tokens", self.max_tokens, 1, 2**31 - 1, optional=True)
-        _check_integer("n", self.n, 1, 2**31 - 1)
-        _check_integer("top_k", self.top_k, 0, 2**31 - 1)
-        _check_integer("seed", self.seed, 0, 2**64 - 1, optional=True)
-        for name in ("logprobs", "prompt_logprobs"):
-            _check_integer(name, getattr(self, name), 0, 2**31 - 1, optional=True)
+        for name, least in (("max_tokens", 1), ("n", 1), ("top_k", 0), ("logprobs", 0), ("prompt_logprobs", 0)):
+            if getattr(self, name) is not None or name in ("n", "top_k"):
+                object.__setattr__(self, name, _integer_in(name, getattr(self, name), least, 2**31 - 1))
+        object.__setattr__(self, "seed", _read_seed(self.seed))
         for name in ("temperature", "top_p"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
@@ -70,9 +70,8 @@ class SamplingParams:
             raise ValueError(f"temperature must be 0 or more and finite in float32, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        for token_id in self.stop_token_ids:
-            _check_integer("stop_token_ids", token_id, 0, 2**31 - 1)
+        stop_token_ids = tuple(_integer_in("stop_token_ids", x, 0, 2**31 - 1) for x in self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", stop_token_ids)
         if isinstance(self.stop, str):
             raise TypeError(f"stop must be a tuple of texts, got the text {self.stop!r}")
         object.__setattr__(self, "stop", tuple(self.stop))
@@ -83,13 +82,15 @@ class SamplingParams:
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
 
 
-def _check_integer(name: str, value: Any, least: int, most: int, *, optional: bool = False) -> None:
-    if value is None and optional:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
+def _integer_in(name: str, value: Any, least: int, most: int) -> int:
+    value = integer(name, value)
     if not least <= value <= most:
         raise ValueError(f"{name} must be in [{least}, {most}], got {value}")
+    return value
+
+
+def _read_seed(seed: Any) -> int | None:
+    return None if seed is None else _integer_in("seed", seed, 0, 2**64 - 1)
 
 
 def read_token_ids(prompt: collections.abc.Iterable[Any]) -> list[int]:
@@ -117,7 +118,7 @@ class Seeds:
     """
 
     def __init__(self, seed: int | None):
-        _check_integer("seed", seed, 0, 2**64 - 1, optional=True)
+        seed = _read_seed(seed)
         self._is_fresh = seed is None
         self._key = b"" if seed is None else seed.to_bytes(8)
         self.restart()

@@ -1,11 +1,11 @@
 """Merges attention over two sets of tokens into attention over both; this op is plain arithmetic and has no kernels."""
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32
 
 from paged_jax import _validate
+from paged_jax._states import merge_states
 
 Out = Float[Array, "... num_heads head_size"]
 AnyLse = Float32[Array, "... num_heads"]
@@ -34,8 +34,7 @@ def merge_attention_states(out_a: Out, lse_a: AnyLse, out_b: Out, lse_b: AnyLse)
     Example:
       Two sequences share a prefix of 16 tokens in block 7, which is read once for both; each also has its own tokens.
 
-      >>> import jax.numpy as jnp
-      >>> from paged_jax import PagedKVCache, merge_attention_states
+      >>>       >>> from paged_jax import PagedKVCache, merge_attention_states
       >>> cache = PagedKVCache.create(num_blocks=8, block_size=16, num_kv_heads=2, head_size=64)
       >>> query, both = jnp.ones((2, 8, 64), jnp.bfloat16), jnp.array([0, 2], jnp.int32)
       >>> prefix_table, prefix_len = jnp.array([[7]], jnp.int32), jnp.array([16], jnp.int32)
@@ -46,20 +45,7 @@ def merge_attention_states(out_a: Out, lse_a: AnyLse, out_b: Out, lse_b: AnyLse)
       >>> out.shape, round(float(jnp.exp(lse[1, 0])))
       ((2, 8, 64), 21)
     """
-    return _merge(*_validate.states(out_a, lse_a, out_b, lse_b))
+    return _merge_states(*_validate.states(out_a, lse_a, out_b, lse_b))
 
 
-@jax.jit
-def _merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
-    # Where neither side saw a token, -inf minus -inf would be NaN, in gradients too: such rows compute with 0 instead.
-    lse_a, lse_b = (jnp.where(jnp.isposinf(x), -jnp.inf, x) for x in (lse_a, lse_b))
-    empty = jnp.isneginf(lse_a) & jnp.isneginf(lse_b)
-    base = jnp.logaddexp(jnp.where(empty, 0.0, lse_a), jnp.where(empty, 0.0, lse_b))
-    lse = jnp.where(empty, -jnp.inf, base)
-    # The weights are divided by their sum. Weights exp(lse - base) would add up to 1 only as far as `base` is exact,
-    # which for large logits it is not. The largest lse cancels out of the result, and out of its gradient.
-    top = jax.lax.stop_gradient(jnp.where(empty, 0.0, jnp.maximum(lse_a, lse_b)))
-    weight_a, weight_b = jnp.exp(lse_a - top)[..., None], jnp.exp(lse_b - top)[..., None]
-    total = jnp.where(empty[..., None], 1.0, weight_a + weight_b)
-    out = (weight_a * out_a.astype(jnp.float32) + weight_b * out_b.astype(jnp.float32)) / total
-    return out.astype(out_a.dtype), lse
+_merge_states = jax.jit(merge_states)
