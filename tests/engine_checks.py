@@ -105,9 +105,15 @@ def drain(engine, check=check_blocks):
     return deltas
 
 
+def without_void(deltas):
+    """Leaves out what samples had given before they were restarted."""
+    first = {(delta.request_id, delta.index): i for i, delta in enumerate(deltas) if delta.is_restarted}
+    return [delta for i, delta in enumerate(deltas) if i >= first.get((delta.request_id, delta.index), 0)]
+
+
 def tokens_of(deltas):
     """All tokens of each sample, by (request id, index)."""
     found = {}
-    for delta in deltas:
+    for delta in without_void(deltas):
         found.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
     return {key: tuple(tokens) for key, tokens in found.items()}

@@ -28,7 +28,7 @@ def make_engine(num_blocks, block_size, config, kind=Engine, **options):
     """Makes an engine over a simulated pool."""
     caches = (SimpleNamespace(num_blocks=num_blocks, block_size=block_size),)
     with mock.patch("paged_jax.engine.engine.Runner", SimulatedRunner):
-        return kind(None, None, caches, config, **options)
+        return kind(None, {"salt": 0}, caches, config, **options)
 
 
 def mix(chain, value):
@@ -40,7 +40,21 @@ def mix(chain, value):
     return chain ^ (chain >> np.uint64(29))
 
 
-def expected_tokens(prompt, params: SamplingParams, index, room, seed=None):
+def link(chain, token, salt):
+    """Continues a chain by a token, under weights of this salt."""
+    value = token + VOCAB * salt
+    return mix(chain, int(value) if isinstance(chain, int) else np.asarray(value).astype(np.uint64))
+
+
+def chain_of(tokens, salt):
+    """The chain of all these tokens."""
+    chain = 0
+    for token in tokens:
+        chain = link(chain, token, salt)
+    return chain
+
+
+def expected_tokens(prompt, params: SamplingParams, index, room, seed=None, salts=((0, 0),)):
     """The tokens of a sample: those that an engine must give in every history.
 
     Args:
@@ -48,20 +62,22 @@ def expected_tokens(prompt, params: SamplingParams, index, room, seed=None):
       index: the sample's index.
       room: the most tokens that a sequence may have.
       seed: the request's seed, if the parameters have none.
+      salts: which weights draw the tokens: (number of the first output token, salt) pairs, in rising order.
     """
-    tokens, chain = list(prompt), 0
-    for token in prompt:
-        chain = mix(chain, token)
+    tokens, salts = list(prompt), dict(salts)
     most = room if params.max_tokens is None else len(prompt) + params.max_tokens
     seed = params.seed if seed is None else seed
     while len(tokens) < most:
+        if len(tokens) - len(prompt) in salts:
+            salt = salts[len(tokens) - len(prompt)]
+            chain = chain_of(tokens, salt)
         drawn = chain
         if params.temperature > 0:
             bits = [int(np.float32(x).view(np.uint32)) for x in (params.temperature, params.top_p)]
             for value in (*bits, params.top_k, seed or 0, index, len(tokens)):
                 drawn = mix(drawn, value)
         tokens.append(drawn % VOCAB)
-        chain = mix(chain, tokens[-1])
+        chain = link(chain, tokens[-1], salt)
         if tokens[-1] in params.stop_token_ids:
             break
     return tuple(tokens[len(prompt) :])
@@ -79,13 +95,11 @@ class Pool:
         source, destination = pairs[(pairs >= 0).all(axis=1)].T
         self.tokens[destination], self.chains[destination] = other.tokens[source], other.chains[source]
 
-    def check_blocks(self, blocks):
+    def check_blocks(self, blocks, salt):
         """Checks that blocks are full and that the tokens of each follow one another."""
         tokens, chains = self.tokens[blocks], self.chains[blocks]
         assert (tokens != _EMPTY).all(), "a cached block is not written"
-        assert (chains[:, 1:] == mix(chains[:, :-1], tokens[:, 1:].astype(np.uint64))).all(), (
-            "a cached block is a mixture"
-        )
+        assert (chains[:, 1:] == link(chains[:, :-1], tokens[:, 1:], salt)).all(), "a cached block is a mixture"
 
 
 class Later:
@@ -116,7 +130,7 @@ class SimulatedRunner(Runner):
         self.block_size, self.num_blocks = caches[0].block_size, caches[0].num_blocks
         self.max_blocks_per_seq = -(-config.max_model_len // self.block_size)
         self.interrupt = lambda name: None
-        self._weights = None
+        self._weights = weights
         kinds = list(Kind) if config.max_logprobs is not None else [Kind.GREEDY, Kind.RANDOM]
         self._programs = {shape: self._model(shape) for shape in self._shapes()}
         self._programs |= {(shape.num_rows, kind): self._draw(kind) for shape in self._shapes() for kind in kinds}
@@ -148,7 +162,7 @@ class SimulatedRunner(Runner):
         return move
 
     def _model(self, shape: StepShape):
-        def run(_, pool, last_tokens, tables, packed):
+        def run(weights, pool, last_tokens, tables, packed):
             self.interrupt("model")
             parts = shape.split(packed)
             ids = np.where(
@@ -178,9 +192,9 @@ class SimulatedRunner(Runner):
             for row in _writers_first(rows, slots, lens, counts):
                 first = lens[row] - counts[row]
                 chain = int(all_chains[slots[row][first - 1]]) if first else 0
-                self._check_context(tokens[slots[row][:first]], all_chains[slots[row][:first]])
+                self._check_context(tokens[slots[row][:first]], all_chains[slots[row][:first]], weights["salt"])
                 for i, slot in enumerate(slots[row][first:].tolist()):
-                    chain = mix(chain, int(tokens[slot]))
+                    chain = link(chain, int(tokens[slot]), weights["salt"])
                     all_chains[slot] = chains[starts[row] + i] = chain
             assert (parts["row_seats"][len(rows) :] == self.config.max_num_seqs).all()
             return pool, tables, chains[parts["logit_rows"]], packed[shape.size - Draws.size(shape.num_rows) :]
@@ -194,10 +208,10 @@ class SimulatedRunner(Runner):
         return blocks * self.block_size + positions % self.block_size
 
     @staticmethod
-    def _check_context(tokens, chains):
+    def _check_context(tokens, chains, salt):
         assert (tokens != _EMPTY).all(), "a row reads a slot that was never written"
         before = np.concatenate([np.zeros(1, np.uint64), chains[:-1]])
-        assert (chains == mix(before, tokens.astype(np.uint64))).all(), "a row reads tokens of another sequence"
+        assert (chains == link(before, tokens, salt)).all(), "a row reads another sequence's tokens or old weights'"
 
     def _draw(self, kind):
         def run(chains, packed, last_tokens):
@@ -231,12 +245,9 @@ class SimulatedRunner(Runner):
         return run
 
 
-def expected_scores(tokens):
+def expected_scores(tokens, salt=0):
     """The log-probabilities of tokens after their first one."""
-    chains = [0]
-    for token in tokens:
-        chains.append(mix(chains[-1], token))
-    return [float(logprob(chain)) for chain in chains[2:]]
+    return [float(logprob(mix(chain_of(tokens[:count], salt), tokens[count]))) for count in range(1, len(tokens))]
 
 
 def logprob(chain):

@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from paged_jax.engine import EngineConfig, SamplingParams
-from tests.engine_checks import check_blocks, tokens_of
+from tests.engine_checks import check_blocks, tokens_of, without_void
 from tests.engine_simulation import VOCAB, expected_scores, expected_tokens, make_engine
 
 
@@ -26,7 +26,7 @@ def check_cached(engine: Any) -> None:
     """Checks an engine's blocks, and that those in the prefix cache are written."""
     check_blocks(engine)
     if engine._blocks.prefix is not None:
-        engine._runner.pool.check_blocks(list(engine._blocks.prefix._name_of))
+        engine._runner.pool.check_blocks(list(engine._blocks.prefix._name_of), engine._runner._weights["salt"])
 
 
 @dataclasses.dataclass
@@ -38,6 +38,9 @@ class Story:
       draw: the source of all choices.
       requests: prompt and parameters of each request since the last reset that was not cancelled.
       deltas: what the engine gave since the last reset.
+      salts: which weights draw the tokens of each sample, as `expected_tokens` takes them.
+      salt: the salt of the present weights.
+      restarting: samples that restart in the next step, unless the token of the last one ends them.
       seen: counts of what happened.
     """
 
@@ -46,6 +49,9 @@ class Story:
     requests: dict[int, tuple[list[int], SamplingParams]]
     deltas: list
     seen: dict[str, int]
+    salts: dict[tuple[int, int], dict[int, int]] = dataclasses.field(default_factory=dict)
+    salt: int = 0
+    restarting: set[tuple[int, int]] = dataclasses.field(default_factory=set)
 
     def add(self):
         """Adds a request, whose prompt may begin like others."""
@@ -77,6 +83,7 @@ class Story:
             self.seen["refused"] += 1
         else:
             self.requests[request_id] = prompt, params
+            self.salts |= {(request_id, index): {0: self.salt} for index in range(params.n)}
 
     def step(self):
         """Runs a step, which may fail; then the engine is reset."""
@@ -90,13 +97,33 @@ class Story:
 
             self.engine._runner.interrupt = interrupt
         try:
-            self.deltas += self.engine.step()
+            deltas = self.engine.step()
+            self.deltas += deltas
+            ended = {(delta.request_id, delta.index) for delta in deltas if delta.finish_reason is not None}
+            self.seen["restarted"] += sum(delta.is_restarted for delta in deltas)
+            self.salts |= {key: {0: self.salt} for key in self.restarting - ended}
+            self.restarting.clear()
         except (_Broken, KeyboardInterrupt):
             assert self.engine.has_failed
             self.reset()
             self.seen["failed"] += 1
         finally:
             self.engine._runner.interrupt = lambda name: None
+        self.check()
+
+    def update(self):
+        """Gives the engine other weights."""
+        self.salt, running = self.salt + 1, self.draw.choice(["continue", "restart"])
+        for request_id, samples in self.engine._requests.items():
+            for sequence in samples:
+                num_drawn, key = sequence.num_tokens - sequence.num_prompt, (request_id, sequence.index)
+                if sequence.finish_reason is None and (running == "continue" or not num_drawn):
+                    self.salts[key][num_drawn] = self.salt
+                elif sequence.finish_reason is None:
+                    self.restarting.add(key)
+        self.engine.update_weights({"salt": self.salt}, running=running)
+        assert self.engine._blocks.counts() == (self.engine._blocks.num_blocks, 0, 0)
+        self.seen["updated"] += 1
         self.check()
 
     def cancel(self):
@@ -116,6 +143,7 @@ class Story:
         self.count()
         self.engine.reset()
         self.requests, self.deltas = {}, []
+        self.restarting.clear()
 
     def count(self):
         """Counts what the scheduler did since the last reset."""
@@ -136,16 +164,18 @@ class Story:
         counts = self.engine._blocks.counts()
         assert counts.held == 0
         assert sorted(self.engine._scheduler.free_seats) == list(range(self.engine.config.max_num_seqs))
-        found, blocks = tokens_of(self.deltas), self.engine._blocks
-        scored = {(delta.request_id, delta.index): delta.prompt_logprobs for delta in self.deltas[::-1]}
+        deltas, blocks = without_void(self.deltas), self.engine._blocks
+        found = tokens_of(deltas)
+        scored = {(delta.request_id, delta.index): delta.prompt_logprobs for delta in deltas[::-1]}
         room = min(self.engine.config.max_model_len, blocks.num_blocks * blocks.block_size) + 1
         for request_id, (prompt, params) in self.requests.items():
             for index in range(params.n):
                 seed = self.engine._seeds.give(params, request_id).seed
-                wanted = expected_tokens(prompt, params, index, room, seed)
+                salts = self.salts[request_id, index]
+                wanted = expected_tokens(prompt, params, index, room, seed, salts.items())
                 assert found.pop((request_id, index)) == wanted, f"sample {index} of request {request_id}"
                 is_scored = params.prompt_logprobs is not None and not index
-                scores = expected_scores(prompt) if is_scored else []
+                scores = expected_scores(prompt, salts[0]) if is_scored else []
                 assert [item.logprob for item in scored[request_id, index]] == scores
                 assert [item.token_id for item in scored[request_id, index]] == (list(prompt)[1:] if is_scored else [])
         assert not found, f"tokens of unknown requests: {found}"
@@ -182,13 +212,15 @@ def walk(seed: int, seen: dict[str, int]) -> None:
     engine.reset()
     story = Story(engine, draw, {}, [], seen)
     for _ in range(draw.randint(5, 40)):
-        draw.choices([story.add, story.step, story.cancel, story.reset], [5, 10, 1, 0.1])[0]()
+        draw.choices([story.add, story.step, story.cancel, story.update, story.reset], [5, 10, 1, 0.8, 0.1])[0]()
     story.end()
 
 
 def run(seeds: range) -> dict[str, int]:
     """Runs histories and returns the counts of what happened in them."""
-    seen = dict.fromkeys(("requests", "refused", "cancelled", "failed", "recomputed", "swapped", "found"), 0)
+    seen = dict.fromkeys(
+        ("requests", "refused", "cancelled", "failed", "recomputed", "swapped", "found", "updated", "restarted"), 0
+    )
     for seed in seeds:
         try:
             walk(seed, seen)

@@ -3,6 +3,7 @@
 from tests.mutants_made import Mutant
 
 SIMULATED = "tests/test_engine_simulated.py"
+WEIGHTS = "tests/test_engine_weights.py"
 PARTS = "tests/test_engine_parts.py"
 REPLICAS = "tests/test_replicas.py"
 FAILURES = "tests/test_engine_failures.py"
@@ -53,6 +54,27 @@ MUTANTS_OF_ENGINE = [
         """        self._failure = None
         self._reset(config)""",
         FAILURES,
+    ),
+    Mutant(
+        "engine: an update of the weights leaves the prefix cache",
+        "engine/blocks.py",
+        "self.prefix.evict(self.num_blocks)",
+        "self.prefix.evict(0)",
+        WEIGHTS,
+    ),
+    Mutant(
+        "engine: an update of the weights leaves what is swapped out",
+        "engine/scheduler.py",
+        "for sequence in self.waiting:\n            self.blocks.free_on_host",
+        "for sequence in []:\n            self.blocks.free_on_host",
+        WEIGHTS,
+    ),
+    Mutant(
+        "engine: after an update of the weights a seat's last token is another sequence's",
+        "engine/engine.py",
+        "self._restarted = self._restarted or []\n",
+        "self._restarted = self._restarted or None\n",
+        SIMULATED,
     ),
     Mutant("engine: followers ignore cancel", "engine/processes.py", "engine.cancel(arguments[0])", "pass", FOLLOWERS),
     Mutant(

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from paged_jax.engine import Engine, EngineConfig, EngineFailed, LeadingEngine, SamplingParams, follow
-from tests.engine_checks import drain
+from tests.engine_checks import drain, tokens_of
 from tests.engine_simulation import expected_tokens, make_engine
 from tests.test_engine_failures import PROMPTS, fail_at
 from tests.test_processes import free_ports
@@ -29,16 +29,19 @@ class Group:
       leader: the leader's engine.
       followers: the followers' engines.
       drawn: the deltas of each follower.
+      salt: the weights that the followers are given at the leader's next update.
     """
 
-    def __init__(self, timeout_seconds=5.0):
+    def __init__(self, timeout_seconds=5.0, can_update=True):
+        getters = [lambda: {"salt": self.salt}] * 2 if can_update else [lambda: {"salt": self.salt}, None]
         self.leader = make_engine(9, 4, CONFIG, LeadingEngine)
         self.followers = [make_engine(9, 4, CONFIG) for _ in range(2)]
         self.drawn = [[] for _ in self.followers]
         address = "localhost", free_ports()
+        self.salt = 0
         self.threads = [
-            threading.Thread(target=self.follow, args=(engine, address, timeout_seconds), daemon=True)
-            for engine in self.followers
+            threading.Thread(target=self.follow, args=(engine, address, timeout_seconds, get_weights), daemon=True)
+            for engine, get_weights in zip(self.followers, getters, strict=True)
         ]
         for engine, drawn in zip(self.followers, self.drawn, strict=True):
             engine._step = lambda engine=engine, drawn=drawn: drawn.extend(news := Engine._step(engine)) or news
@@ -47,10 +50,10 @@ class Group:
         self.leader.wait_for_followers(address, len(self.followers), timeout_seconds)
 
     @staticmethod
-    def follow(*arguments):
+    def follow(engine, address, timeout_seconds, get_weights):
         """What a follower's process does, which may end when its leader does."""
         with contextlib.suppress(ConnectionError):
-            follow(*arguments)
+            follow(engine, address, timeout_seconds, get_weights=get_weights)
 
     def close(self):
         """Ends the followers and waits for them."""
@@ -120,6 +123,33 @@ def test_followers_get_the_new_policies_of_a_reset(group):
     check_alike(group)
     assert {engine.config for engine in group.followers} == {group.leader.config}
     assert group.leader.config.preemption == "swap"
+
+
+@pytest.mark.parametrize("running", ["continue", "restart"])
+def test_followers_take_other_weights_when_their_leader_does(group, running):
+    request_id = group.leader.add_request(PROMPTS[0], SamplingParams(max_tokens=9))
+    deltas = [delta for _ in range(4) for delta in group.leader.step()]
+    group.salt = 3
+    group.leader.update_weights({"salt": 3}, running=running)
+    deltas += drain(group.leader)
+    group.close()
+    assert group.drawn == [deltas, deltas]
+    num_old = 3 if running == "continue" else 0
+    wanted = expected_tokens(PROMPTS[0], SamplingParams(max_tokens=9), 0, 33, salts={0: 0, num_old: 3}.items())
+    assert tokens_of(deltas) == {(request_id, 0): wanted}
+
+
+def test_a_follower_that_takes_no_other_weights_is_noticed(caplog):
+    """The processes have different weights then, so that none may go on."""
+    group = Group(can_update=False)
+    caplog.set_level(logging.CRITICAL)
+    with pytest.raises(RuntimeError, match=r"follower 1 has not taken .*: .* follow\(\) was given no get_weights"):
+        group.leader.update_weights({"salt": 3})
+    with pytest.raises(EngineFailed):
+        group.leader.step()
+    with pytest.raises(ConnectionError, match="restart all processes"):
+        group.leader.reset()
+    group.close()
 
 
 def test_an_idle_leader_loses_no_follower():

@@ -12,6 +12,7 @@
 - pack.py       fills that array from a plan
 - runner.py     the compiled programs; arrays.py: the pools they work on
 - sampling.py   draws tokens on the device
+- weights.py    checks weights that are to replace the engine's
 - text.py       turns tokens into text and finds stop texts
 - processes.py  one engine over several processes
 
@@ -25,7 +26,7 @@ Words that these files share:
 - host block: a block in pinned host memory, to which a preempted sequence's block is swapped out.
 """
 
-from paged_jax.engine.base import BaseEngine, EngineFailed
+from paged_jax.engine.base import BaseEngine, EngineFailed, RunningRequests
 from paged_jax.engine.batch import Batch, Step, StepShape
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.engine import Engine
@@ -48,6 +49,7 @@ __all__ = [
     "LeadingEngine",
     "ReplicaFailed",
     "Replicas",
+    "RunningRequests",
     "SamplingParams",
     "Stats",
     "Step",

@@ -3,10 +3,13 @@
 import abc
 import collections.abc
 import contextlib
+from typing import Any, Literal
 
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.request import Completion, Delta, SamplingParams
 from paged_jax.engine.stats import Stats
+
+type RunningRequests = Literal["continue", "restart"]
 
 
 class EngineFailed(RuntimeError):
@@ -61,6 +64,38 @@ class BaseEngine(abc.ABC):
 
         Raises:
           ValueError: the config differs in a field that decides what is compiled.
+        """
+
+    @abc.abstractmethod
+    def update_weights(self, weights: Any, *, running: RunningRequests = "continue") -> None:
+        """Makes all further steps use other weights, which it does not copy; it compiles nothing.
+
+        Nothing that the old weights computed is used again: the prefix cache is emptied, and the keys and values of
+        running requests are computed anew. A step that was launched before still gives the tokens that it drew, with
+        the log-probabilities of the weights that drew them. The caller must not donate the new weights to a program
+        while the engine uses them, until the next update; the old ones are the caller's again.
+
+        Args:
+          weights: arrays in the same tree, with the same shapes, dtypes and shardings; `Replicas` take a list, one for
+            each of their engines.
+          running: "continue" keeps the tokens of unfinished requests, and the new weights draw the next ones; "restart"
+            drops these tokens, and the new weights draw all tokens of these requests. See `Delta.is_restarted`.
+
+        Raises:
+          ValueError: a leaf differs in more than its values, and its path; nothing has changed then.
+
+        Example:
+          >>> import jax, jax.numpy as jnp
+          >>> from paged_jax import PagedKVCache
+          >>> from paged_jax.engine import Engine, EngineConfig, SamplingParams
+          >>> def step(weights, caches, batch):
+          ...     return jax.nn.one_hot(batch.token_ids[batch.logit_rows] + weights["by"], 16), caches
+          >>> caches = (PagedKVCache.create(num_blocks=8, block_size=4, num_kv_heads=1, head_size=8),)
+          >>> config = EngineConfig(max_model_len=16, max_num_seqs=2, max_tokens_per_step=8)
+          >>> engine = Engine(step, {"by": jnp.int32(1)}, caches, config)
+          >>> engine.update_weights({"by": jnp.int32(3)})
+          >>> engine.generate([[1]], SamplingParams(max_tokens=4))[0][0].token_ids
+          (4, 7, 10, 13)
         """
 
     @abc.abstractmethod

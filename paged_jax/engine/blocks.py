@@ -141,6 +141,12 @@ class BlockManager:
         if inserted:
             self.state = allocator.retain(self.state, inserted, donate=True)
 
+    def empty_cache(self) -> None:
+        """Removes all blocks from the prefix cache while no sequence holds any."""
+        if self.prefix is not None:
+            self.state = allocator.free_blocks(self.state, self.prefix.evict(self.num_blocks), donate=True)
+            assert not len(self.prefix), "a sequence holds a block of the prefix cache"
+
     def release(self, seat: int) -> None:
         """Empties a seat; blocks that are in the prefix cache stay there."""
         blocks = self.table(seat)

@@ -13,7 +13,7 @@ import collections.abc
 import time
 from typing import Any, override
 
-from paged_jax.engine.base import BaseEngine
+from paged_jax.engine.base import BaseEngine, RunningRequests
 from paged_jax.engine.batch import Caches, Step, StepShape
 from paged_jax.engine.blocks import BlockManager
 from paged_jax.engine.config import EngineConfig
@@ -107,6 +107,7 @@ class Engine(BaseEngine):
         self._scheduler = Scheduler(config, self._blocks, self._runner.block_bytes)
         self._requests: dict[int, list[Sequence]] = {}
         self._launched: Launched | None = None
+        self._restarted: list[Sequence] | None = None  # after an update of the weights, until the next step
         self._next_id = self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
         self._seconds = 0.0
         self._seeds.restart()
@@ -146,19 +147,50 @@ class Engine(BaseEngine):
             Sequence(request_id, index, params, list(tokens), len(tokens), max_total, params.seed)
             for index in range(params.n)
         ]
-        if self.tokenizer is not None:
-            for sequence in samples:
-                sequence.text = TextStream(
-                    self.tokenizer,
-                    tokens,
-                    params.stop,
-                    skip_special_tokens=params.skip_special_tokens,
-                    include_stop=params.include_stop,
-                )
+        for sequence in samples:
+            sequence.text = self._text_stream(tokens, params)
         samples[0].children = samples[1:]
         self._requests[request_id] = samples
         self._scheduler.add(samples[0])
         return request_id
+
+    def _text_stream(self, prompt: list[int], params: SamplingParams) -> TextStream | None:
+        if self.tokenizer is None:
+            return None
+        return TextStream(
+            self.tokenizer,
+            prompt,
+            params.stop,
+            skip_special_tokens=params.skip_special_tokens,
+            include_stop=params.include_stop,
+        )
+
+    @override
+    def update_weights(self, weights: Any, *, running: RunningRequests = "continue") -> None:
+        self.check_update(weights, running)
+        with self._changing("update_weights"):
+            self._update_weights(weights, running)
+
+    def replace_weights(self, weights: Any, running: RunningRequests) -> None:
+        """Does what `update_weights` does, without its checks; an engine that has failed uses them after its reset."""
+        if self.has_failed:
+            self._runner.update_weights(weights)
+        else:
+            self.update_weights(weights, running=running)
+
+    def check_update(self, weights: Any, running: RunningRequests) -> None:
+        """Raises the ValueError of `update_weights`, if there is one."""
+        if running not in ("continue", "restart"):
+            raise ValueError(f'running must be "continue" or "restart", got {running!r}')
+        self._runner.check_weights(weights)
+
+    def _update_weights(self, weights: Any, running: RunningRequests) -> None:
+        self._runner.update_weights(weights)
+        self._scheduler.forget_computed()
+        self._restarted = self._restarted or []
+        if running == "restart":
+            sequences = [sequence for samples in self._requests.values() for sequence in samples]
+            self._restarted += [s for s in sequences if s.has_drawn and s.finish_reason is None]
 
     @override
     def step(self) -> list[Delta]:
@@ -173,6 +205,9 @@ class Engine(BaseEngine):
     def _step(self) -> list[Delta]:
         began = time.perf_counter()
         before, self._launched = self._launched, None
+        deltas = []
+        if self._restarted is not None:
+            deltas, before = self._begin_again(before), None
         plan = self._scheduler.schedule()
         if plan is not None:
             self._launched = self._runner.launch(plan)
@@ -182,7 +217,7 @@ class Engine(BaseEngine):
                 for chunk in plan.chunks
                 if chunk.start < chunk.sequence.num_prompt
             )
-        deltas = self._read(before) if before is not None else []
+        deltas += self._read(before) if before is not None else []
         self._seconds += time.perf_counter() - began
         return deltas
 
@@ -296,6 +331,18 @@ class Engine(BaseEngine):
             raise ValueError("stop texts need an engine with a tokenizer")
         return room if params.max_tokens is None else len(prompt) + params.max_tokens
 
+    def _begin_again(self, launched: Launched | None) -> list[Delta]:
+        """Reads the step before an update of the weights, since its seats are others' now; then restarts sequences."""
+        deltas = self._read(launched) if launched is not None else []
+        restarted = {(s.request_id, s.index): s for s in self._restarted or [] if s.finish_reason is None}
+        self._restarted = None
+        for sequence in restarted.values():
+            sequence.restart()
+            sequence.text = self._text_stream(sequence.tokens, sequence.params)
+        given = [delta for delta in deltas if (delta.request_id, delta.index) not in restarted]
+        self._num_output_tokens -= len(deltas) - len(given)
+        return given
+
     def _read(self, launched: Launched) -> list[Delta]:
         """Waits for the tokens that a step draws; tokens of sequences that are finished or cancelled are dropped."""
         drawn = self._runner.read(launched)
@@ -330,6 +377,7 @@ class Engine(BaseEngine):
                 del self._requests[sequence.request_id]
         logprobs = () if params.logprobs is None else (_logprob(token_id, drawn, i, params.logprobs),)
         scored, sequence.scored = sequence.scored, {}
+        is_restarted, sequence.is_restarted = sequence.is_restarted, False
         return Delta(
             sequence.request_id,
             sequence.index,
@@ -340,6 +388,7 @@ class Engine(BaseEngine):
             stop_reason,
             sequence.num_found or 0,
             tuple(scored[position] for position in sorted(scored)),
+            is_restarted,
         )
 
 

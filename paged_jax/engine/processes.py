@@ -23,8 +23,10 @@ import logging
 import select
 import socket
 import time
+from collections.abc import Callable
 from typing import Any, Self, override
 
+from paged_jax.engine.base import RunningRequests
 from paged_jax.engine.batch import StepShape
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.engine import Engine
@@ -113,6 +115,17 @@ class LeadingEngine(Engine):
                 )
 
     @override
+    def _update_weights(self, weights: Any, running: RunningRequests) -> None:
+        self._tell("update_weights", running)
+        self._send()
+        for index, follower in enumerate(self._followers):
+            failure = self._receive(index, follower.timeout_seconds)["failure"]
+            if failure:
+                self._cut_off()
+                raise RuntimeError(f"follower {index} has not taken other weights, restart all processes: {failure}")
+        super()._update_weights(weights, running)
+
+    @override
     def _step(self) -> list[Delta]:
         for index in range(len(self._followers)):
             if report := self._receive(index, 0):
@@ -180,7 +193,13 @@ class _Follower:
         self._connection.close()
 
 
-def follow(engine: Engine, address: tuple[str, int], timeout_seconds: float = 600) -> None:
+def follow(
+    engine: Engine,
+    address: tuple[str, int],
+    timeout_seconds: float = 600,
+    *,
+    get_weights: Callable[[], Any] | None = None,
+) -> None:
     """Makes every call on this engine that the leader gets on its own, until the leader closes.
 
     A call that fails is logged and reported to the leader; the engine then waits for the leader's next reset.
@@ -189,6 +208,8 @@ def follow(engine: Engine, address: tuple[str, int], timeout_seconds: float = 60
       engine: an engine with the same arguments as the leader's.
       address: host and port at which the leader waits for followers.
       timeout_seconds: how long to try to connect.
+      get_weights: gives this process's part of the leader's new weights, each time the leader's `update_weights` is
+        called; without it such an update fails, in the leader too.
 
     Raises:
       OSError: the leader cannot be reached, or has ended without `close`.
@@ -207,31 +228,35 @@ def follow(engine: Engine, address: tuple[str, int], timeout_seconds: float = 60
         for line in lines:
             for told in json.loads(line):
                 call, arguments = told["call"], told["arguments"]
-                report: dict[str, Any] = {"failure": _try(engine, call, arguments)}
+                report: dict[str, Any] = {"failure": _try(engine, call, arguments, get_weights)}
                 if call == "reset":
                     report |= {"reset": arguments[1], "num_started": engine.num_started}
-                if call == "reset" or report["failure"]:
+                if call in ("reset", "update_weights") or report["failure"]:
                     leader.sendall(json.dumps(report).encode() + b"\n")
 
 
-def _try(engine: Engine, call: str, arguments: list[Any]) -> str | None:
+def _try(engine: Engine, call: str, arguments: list[Any], get_weights: Callable[[], Any] | None) -> str | None:
     """Makes a call. If it fails, logs the error and returns it in words; later calls are skipped until a reset."""
     if engine.has_failed and call != "reset":
         return None
     try:
-        _do(engine, call, arguments)
+        _do(engine, call, arguments, get_weights)
     except Exception as error:
         _LOGGER.exception("the follower has failed, and waits for the leader to reset it")
         return f"{call} raised {type(error).__name__}: {error}"
     return None
 
 
-def _do(engine: Engine, call: str, arguments: list[Any]) -> None:
+def _do(engine: Engine, call: str, arguments: list[Any], get_weights: Callable[[], Any] | None) -> None:
     match call:
         case "add_request":
             engine.add_request(arguments[0], SamplingParams(**arguments[1]))
         case "cancel":
             engine.cancel(arguments[0])
+        case "update_weights":
+            if get_weights is None:
+                raise ValueError("the leader has new weights, and follow() was given no get_weights")
+            engine.update_weights(get_weights(), running=arguments[0])
         case "reset":
             engine.reset(EngineConfig(**arguments[0]))
         case "step":

@@ -14,9 +14,9 @@ import collections.abc
 import concurrent.futures
 import dataclasses
 from collections.abc import Callable
-from typing import override
+from typing import Any, override
 
-from paged_jax.engine.base import BaseEngine
+from paged_jax.engine.base import BaseEngine, RunningRequests
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.request import Delta, SamplingParams, Seeds
@@ -171,15 +171,41 @@ class Replicas(BaseEngine):
         for replica in self._replicas:
             replica.engine.check_config(config)
         with self._changing("reset"):
-            running = {replica.running for replica in self._replicas if replica.running is not None}
-            if concurrent.futures.wait(running, self._step_timeout_seconds).not_done:
-                raise TimeoutError(f"the step of an engine has not ended for {self._step_timeout_seconds} s")
+            self._wait_for_steps()
             for replica in self._replicas:
                 replica.engine.reset(config)
             self._replicas = [_Replica(replica.engine, stats=replica.engine.stats()) for replica in self._replicas]
             self._placed.clear()
             self._seeds.restart()
             self._next_id = 0
+
+    def _wait_for_steps(self) -> None:
+        running = {replica.running for replica in self._replicas if replica.running is not None}
+        if concurrent.futures.wait(running, self._step_timeout_seconds).not_done:
+            raise TimeoutError(f"the step of an engine has not ended for {self._step_timeout_seconds} s")
+
+    @override
+    def update_weights(self, weights: Any, *, running: RunningRequests = "continue") -> None:
+        """Does what `Engine.update_weights` does, in each engine, as soon as the steps that run are done.
+
+        Raises:
+          ValueError: as in `Engine.update_weights`, or there are more or fewer weights than engines.
+          TimeoutError: a step does not end; nothing has changed then.
+        """
+        if not isinstance(weights, list | tuple) or len(weights) != len(self._replicas):
+            raise ValueError(f"Replicas take a list of weights, one for each of its {len(self._replicas)} engines")
+        for index, (replica, some) in enumerate(zip(self._replicas, weights, strict=True)):
+            try:
+                replica.engine.check_update(some, running)
+            except ValueError as error:
+                raise ValueError(f"replica {index}: {error}") from None
+        self._check_alive()
+        self._wait_for_steps()
+        with self._changing("update_weights"):
+            for replica, some in zip(self._replicas, weights, strict=True):
+                if replica.is_idle:
+                    replica.settle()
+                replica.engine.replace_weights(some, running)
 
     @override
     def check(self, prompt: collections.abc.Sequence[int], params: SamplingParams) -> int:

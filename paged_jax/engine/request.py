@@ -192,6 +192,7 @@ class Delta(NamedTuple):
         samples but the first, with which the others share the prompt.
       prompt_logprobs: one for each token of the prompt but its first, if the request asked for them, in the first
         `Delta` of the first sample.
+      is_restarted: whether the sample began again (`update_weights`), so that all tokens given before are void.
 
     Example:
       >>> from paged_jax.engine import Delta
@@ -208,6 +209,7 @@ class Delta(NamedTuple):
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    is_restarted: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +237,8 @@ class Completion:
 
     @staticmethod
     def join(deltas: list[Delta]) -> "Completion":
-        """Puts all `Delta`s of a finished sample together."""
+        """Puts all `Delta`s of a finished sample together; those before a restart are void."""
+        deltas = deltas[max((i for i, delta in enumerate(deltas) if delta.is_restarted), default=0) :]
         last = deltas[-1]
         assert last.finish_reason is not None
         return Completion(
@@ -271,6 +274,7 @@ class Sequence:
       num_cached: how many of its first blocks have been entered in the prefix cache.
       scored: the log-probabilities of the prompt's tokens so far, by their places.
       num_found: how many of its tokens were found in the prefix cache when it was first admitted; None before.
+      is_restarted: whether its next `Delta` is the first one after a restart.
       finish_reason: None while the sequence is unfinished.
       text: the `TextStream` that turns its tokens into text, or None.
     """
@@ -291,6 +295,7 @@ class Sequence:
     num_cached: int = 0
     scored: dict[int, TokenLogprob] = dataclasses.field(default_factory=dict)
     num_found: int | None = None
+    is_restarted: bool = False
     finish_reason: FinishReason | None = None
     text: Any = None
 
@@ -298,6 +303,18 @@ class Sequence:
     def arrival(self) -> tuple[int, int]:
         """The sequence's place in line: the earlier it came, the sooner it is served and the later preempted."""
         return self.request_id, self.index
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether it has tokens beside its prompt, whether the host has read them or not."""
+        return self.num_tokens > self.num_prompt
+
+    def restart(self) -> None:
+        """Drops all tokens but the prompt, of a sequence without blocks whose tokens the host has read."""
+        assert self.seat is None and not self.num_unread and not self.num_computed  # noqa: PT018
+        del self.tokens[self.num_prompt :], self.hashes[:]
+        self.scored, self.is_restarted = {}, True
+        self.num_found = None if self.index == 0 else 0
 
     @property
     def num_tokens(self) -> int:

@@ -39,6 +39,7 @@ from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.pack import pack, pack_made_up
 from paged_jax.engine.sampling import Drawn, Kind, draw
 from paged_jax.engine.scheduler import Entries, Plan
+from paged_jax.engine.weights import check_weights
 
 _ENTRIES = 512  # how many entries of block tables one call of the program that changes them takes
 _PAIRS = 32  # how many pairs of blocks one call of a copy or a swap moves
@@ -113,6 +114,14 @@ class Runner:
         arrays = self._caches, self._host_caches, self._last_tokens, self._tables
         caches, host_caches, self._last_tokens, self._tables = jax.tree.map(usable, arrays)
         self._caches, self._host_caches = (with_own_scales(each, self._scales) for each in (caches, host_caches))
+
+    def update_weights(self, weights: Any) -> None:
+        """Makes all further steps use these weights, which the caller has checked."""
+        self._weights = weights
+
+    def check_weights(self, weights: Any) -> None:
+        """Raises a ValueError if the compiled programs cannot take these weights."""
+        check_weights(weights, self._weights)
 
     def launch(self, plan: Plan) -> Launched:
         """Starts a step and returns at once.

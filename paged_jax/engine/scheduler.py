@@ -141,6 +141,17 @@ class Scheduler:
                 self.blocks.free_on_host(sequence.host_blocks)
                 sequence.host_blocks = None
 
+    def forget_computed(self) -> None:
+        """Makes all sequences wait for their tokens to be computed anew, and empties the prefix cache."""
+        for sequence in list(self.running):
+            self._leave(sequence)
+            self.add(sequence)
+        for sequence in self.waiting:
+            self.blocks.free_on_host(sequence.host_blocks or [])
+            sequence.host_blocks = None
+            sequence.num_computed = sequence.num_cached = 0
+        self.blocks.empty_cache()
+
     def _continue(self) -> dict[Sequence, int]:
         """How many tokens each running sequence computes, provided that there are blocks for them."""
         left = [(sequence, sequence.num_to_compute) for sequence in self.running]
