@@ -143,10 +143,12 @@ def check_metadata(
     *,
     query_start_loc: ArrayLike | None = None,
     slot_mapping: ArrayLike | None = None,
+    sliding_window: int | None = None,
 ) -> None:
     """Checks on the host the values that attention and cache writes rely on without checking them.
 
-    Table entries past a row's last block are not checked, because no op reads them. The tables of `prefix_attention`
+    Table entries past a row's last block are not checked, because no op reads them; nor are those of blocks that lie
+    wholly before the sliding window of the row's first query, for ops with this window. The tables of `prefix_attention`
     may hold the blocks of the contexts alone: check these with `context_lens` in place of `seq_lens`, and without
     `query_start_loc`.
 
@@ -157,6 +159,7 @@ def check_metadata(
       block_size: tokens in a block.
       query_start_loc: i32 [num_seqs + 1], or None not to check it.
       slot_mapping: i32 [num_tokens], or None not to check it. Negative slots are padding.
+      sliding_window: the window of the ops that get these tables, or None.
 
     Raises:
       ValueError: a length is negative or does not fit in the table; a block id is out of range; query starts do not
@@ -180,7 +183,12 @@ def check_metadata(
             f"{block_tables.shape} and {seq_lens.shape}"
         )
     _check_lens(seq_lens, block_tables.shape[1], block_size)
-    used = np.arange(block_tables.shape[1])[None, :] * block_size < seq_lens[:, None]
+    starts = np.arange(block_tables.shape[1])[None, :] * block_size
+    used = starts < seq_lens[:, None]
+    if sliding_window is not None:
+        has_starts = query_start_loc is not None and query_start_loc.shape == (len(seq_lens) + 1,)
+        query_lens = np.diff(query_start_loc) if has_starts else 1
+        used &= starts + block_size > (seq_lens - query_lens - _size("sliding_window", sliding_window) + 1)[:, None]
     bad = used & ((block_tables < 0) | (block_tables >= num_blocks))
     _raise_first(
         bad.any(axis=1),

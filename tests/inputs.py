@@ -1,7 +1,8 @@
 """Makes the poisoned inputs of a case: everything that the operations must not read is NaN, infinite or out of range.
 
 Blocks are shuffled through the pool. Unmapped blocks, slots past seq_len, their scales and padding rows hold
-NaN or infinity (the largest code for int8); table entries past the last used one hold absurd ids.
+NaN or infinity (the largest code for int8); table entries past the last used one hold absurd ids. So do the entries of
+blocks that lie behind a sliding window: they may name a poisoned block.
 """
 
 import zlib
@@ -49,8 +50,19 @@ def cache_shapes(layout, num_blocks, num_kv_heads, block_size, head_size, dtype)
     return shape, shape
 
 
+def first_columns(case):
+    """The table column of the first block of each sequence that some query's sliding window reaches."""
+    query_lens = case.query_lens or [1] * len(case.seq_lens)
+    if case.sliding_window is None:
+        return [0] * len(case.seq_lens)
+    return [
+        max(0, length - max(count, 1) + 1 - case.sliding_window) // case.block_size
+        for length, count in zip(case.seq_lens, query_lens, strict=True)
+    ]
+
+
 def make_tables(rng, case):
-    """Makes block tables, with absurd ids past each sequence's blocks, and gives the pool's number of blocks."""
+    """Makes block tables, with absurd ids around each sequence's blocks, and gives the pool's number of blocks."""
     num_seqs = len(case.seq_lens)
     needed = [-(-length // case.block_size) for length in case.seq_lens]
     num_blocks = sum(needed) + 3
@@ -61,6 +73,9 @@ def make_tables(rng, case):
         for column in range(count):
             shared = row > 0 and column < case.shared_blocks
             tables[row, column] = tables[0, column] if shared else free.pop()
+    behind = np.array([-1, 2**31 - 1, free.pop(), -(2**31)], np.int32)  # no sequence has the third one
+    for row, first in enumerate(first_columns(case)):
+        tables[row, :first] = np.resize(behind, first)
     return tables, num_blocks
 
 
@@ -90,9 +105,9 @@ def token_vectors(rng, case, length, which):
     return rng.standard_normal(shape)
 
 
-def fill(case, cache, table, vectors, which, scale, poisoned_scale):
-    """Quantises a sequence's tokens into its slots, and replaces these slots' poisoned scales."""
-    tokens = np.arange(len(vectors))
+def fill(case, cache, table, first, vectors, which, scale, poisoned_scale):
+    """Quantises a sequence's tokens from `first` on into its slots, and replaces these slots' poisoned scales."""
+    tokens, vectors = np.arange(first, len(vectors)), vectors[first:]
     blocks, offsets = table[tokens // case.block_size], tokens % case.block_size
     factor = 1.0 if scale is None else oracle.scale_at(scale, blocks, offsets) / case.scale_size
     oracle.set_element(cache, blocks, offsets, case.layout, which, oracle.quantise(vectors, factor, cache.dtype))
@@ -111,7 +126,8 @@ def make_cache(rng, case, tables, num_blocks):
         scale = make_scale(rng, case, kind, num_blocks)
         poisoned = np.full_like(scale, np.nan) if kind == "slot" else scale
         for row, length in enumerate(case.seq_lens):
-            fill(case, cache, tables[row], token_vectors(rng, case, length, which), which, scale, poisoned)
+            first = first_columns(case)[row] * case.block_size
+            fill(case, cache, tables[row], first, token_vectors(rng, case, length, which), which, scale, poisoned)
         result[f"{which}_cache"], result[f"{which[0]}_scale"] = cache, poisoned
     return result
 

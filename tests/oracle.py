@@ -57,11 +57,14 @@ def scale_at(scale, block, offset):
 
 
 def gather(cache, table, length, layout, which, block_size, scale=None):
-    """Reads a sequence's first `length` tokens, dequantised: float64 `[length, num_kv_heads, head_size]`."""
+    """Reads a sequence's first `length` tokens, dequantised: float64 `[length, num_kv_heads, head_size]`.
+
+    Entries of the table behind a sliding window may hold anything: their tokens are read from any block.
+    """
     if length == 0:
         return None
     tokens = np.arange(length)
-    blocks, offsets = np.asarray(table)[tokens // block_size], tokens % block_size
+    blocks, offsets = np.clip(np.asarray(table)[tokens // block_size], 0, len(cache) - 1), tokens % block_size
     vectors = element(cache, blocks, offsets, layout, which).astype(np.float64)
     return scale_at(scale, blocks, offsets) * vectors
 
@@ -87,13 +90,6 @@ def head_logits(query, keys, head, num_heads, options, seq_len=None):
     tokens, seq_len = np.arange(num_tokens), num_tokens if seq_len is None else seq_len
     scale = options.get("scale")
     scale = head_size**-0.5 if scale is None else float(np.asarray(scale, np.float64))
-    logits = scale * (keys[:, head // (num_heads // num_kv_heads)] @ query)
-    cap = options.get("logits_soft_cap")
-    if cap is not None:
-        logits = cap * np.tanh(logits / cap)
-    slopes = options.get("alibi_slopes")
-    if slopes is not None:
-        logits = logits + float(slopes[head]) * (tokens - seq_len + 1)
     seen = np.ones(num_tokens, bool)
     window = options.get("sliding_window")
     if window is not None:
@@ -101,7 +97,15 @@ def head_logits(query, keys, head, num_heads, options, seq_len=None):
     pattern = options.get("block_sparse")
     if pattern is not None and pattern.vert_stride > 1:
         seen &= sparse_mask(tokens, seq_len, head, num_heads, num_kv_heads, pattern)
-    return np.where(seen, logits, NEGATIVE_INFINITY)
+    logits = np.full(num_tokens, NEGATIVE_INFINITY)
+    logits[seen] = scale * (keys[seen, head // (num_heads // num_kv_heads)] @ query)
+    cap = options.get("logits_soft_cap")
+    if cap is not None:
+        logits[seen] = cap * np.tanh(logits[seen] / cap)
+    slopes = options.get("alibi_slopes")
+    if slopes is not None:
+        logits[seen] += float(slopes[head]) * (tokens[seen] - seq_len + 1)
+    return logits
 
 
 def weighted(logits, values):
@@ -109,8 +113,9 @@ def weighted(logits, values):
     maximum = logits.max(initial=NEGATIVE_INFINITY)
     if maximum == NEGATIVE_INFINITY:
         return 0.0, NEGATIVE_INFINITY, np.zeros(values.shape[-1])
-    weights = np.exp(logits - maximum)
-    return weights.sum(), maximum, weights @ values / weights.sum()
+    seen = logits > NEGATIVE_INFINITY
+    weights = np.exp(logits[seen] - maximum)
+    return weights.sum(), maximum, weights @ values[seen] / weights.sum()
 
 
 def attend(query, keys, values, options, seq_len=None):

@@ -49,7 +49,10 @@ def assert_close(actual, exact, yardstick, what, size_of_terms=0.0):
 
 
 def dense(cache, table, length, layout, which, scale):
-    """Gathers a sequence's tokens, dequantised in float32: `[num_kv_heads, length, head_size]`."""
+    """Gathers a sequence's tokens, dequantised in float32: `[num_kv_heads, length, head_size]`.
+
+    Where a table's entries behind a sliding window lead to poison, or to no block, the tokens become 0.
+    """
     if layout == "nhd":
         cache = cache.swapaxes(1, 2)
     elif layout == "vllm" and which == "value":
@@ -57,11 +60,13 @@ def dense(cache, table, length, layout, which, scale):
     elif layout == "vllm":
         blocks, heads, groups, block_size, x = cache.shape
         cache = cache.swapaxes(2, 3).reshape(blocks, heads, block_size, groups * x)
-    used = table[: -(-length // cache.shape[2])]
+    used = np.clip(table[: -(-length // cache.shape[2])], 0, len(cache) - 1)
     tokens = cache[used].astype(np.float32)
+    tokens = np.where(np.isfinite(tokens), tokens, np.float32(0))
     if scale is not None:
         scale = np.asarray(scale, np.float32)
-        tokens = tokens * (scale[used][..., None] if scale.ndim == 3 else scale.reshape(1, -1, 1, 1))
+        factor = scale[used][..., None] if scale.ndim == 3 else scale.reshape(1, -1, 1, 1)
+        tokens = tokens * np.where(np.isfinite(factor), factor, np.float32(0))
     tokens = tokens.swapaxes(0, 1).reshape(tokens.shape[1], -1, tokens.shape[3])
     return tokens[:, :length]
 

@@ -28,6 +28,8 @@ share_jit = jax.jit(allocator.share)
 adopt_jit = jax.jit(allocator.adopt)
 retain_jit = jax.jit(allocator.retain)
 slots_jit = jax.jit(allocator.slots)
+release_before_jit = jax.jit(allocator.release_before)
+count_new_blocks_jit = jax.jit(allocator.count_new_blocks)
 
 
 def frozen(state):

@@ -20,11 +20,13 @@ from tests.test_allocator import (
     append_jit,
     append_rows_jit,
     assert_same,
+    count_new_blocks_jit,
     fork_jit,
     free_blocks_jit,
     free_jit,
     i32,
     on_device,
+    release_before_jit,
     retain_jit,
     share_jit,
     slots_jit,
@@ -92,7 +94,7 @@ class Model:
 
     def start(self, child, blocks, length):
         self.tables[child], self.lens[child] = list(blocks), length
-        self.refs.update(blocks)
+        self.refs.update(block for block in blocks if block >= 0)
 
     def release(self, blocks):
         self.refs.subtract(blocks)
@@ -104,11 +106,20 @@ class Model:
             kept = -(-length // BLOCK_SIZE)
             released += self.tables[s][kept:]
             self.tables[s], self.lens[s] = self.tables[s][:kept], length
+        self.release([block for block in released if block >= 0])
+
+    def release_before(self, positions):
+        released = []
+        for table, position in zip(self.tables, positions, strict=True):
+            for column in range(position // BLOCK_SIZE):
+                released += [table[column]] if table[column] >= 0 else []
+                table[column] = -1
         self.release(released)
 
 
 def slots_of(table, positions):
-    return [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in positions]
+    blocks = [table[p // BLOCK_SIZE] for p in positions]
+    return [-1 if b < 0 else b * BLOCK_SIZE + p % BLOCK_SIZE for b, p in zip(blocks, positions, strict=True)]
 
 
 num_tokens_each = st.lists(st.sampled_from([0, 1, 0, 1, 2, 5]), min_size=NUM_SEQS, max_size=NUM_SEQS)
@@ -154,7 +165,11 @@ class Walk(RuleBasedStateMachine):
     @rule(num_tokens=num_tokens_each)
     def append(self, num_tokens):
         num_tokens, before = i32(*num_tokens), list(self.model.lens)
+        count, num_free = allocator.count_new_blocks(self.host, num_tokens), len(self.model.free)
+        assert_same(count_new_blocks_jit(self.device, num_tokens), count)
         copies = self.model.append(num_tokens)
+        assert (count <= num_free) if copies is not None else (count > num_free)
+        assert copies is None or count == num_free - len(self.model.free)
         expected = np.full((NUM_SEQS, 2), -1, np.int32)
         self.device, block_mapping, ok = append_jit(self.device, num_tokens)
         assert ok == (copies is not None)
@@ -219,8 +234,8 @@ class Walk(RuleBasedStateMachine):
             self.tokens[child] = self.tokens[parent][: num_blocks * BLOCK_SIZE]
             self.host, self.device = calls[0](), calls[1]()
 
-    @rule(child=rows, data=st.data())
-    def adopt(self, child, data):
+    @rule(child=rows, data=st.data(), skipped=st.sampled_from([0, 0, 1, 2, 4, -1]))
+    def adopt(self, child, data, skipped):
         held = sorted(block for block, count in self.model.refs.items() if count)
         candidates = held * 3 + list(range(-2, NUM_BLOCKS + 1))  # most of them are valid
         blocks = data.draw(st.lists(st.sampled_from(candidates), max_size=3))
@@ -231,14 +246,18 @@ class Walk(RuleBasedStateMachine):
         valid = all(b < 0 for b in blocks[len(ids) :]) and set(ids) <= set(held) and len(set(ids)) == len(ids)
         padded = i32(*blocks, *[-1] * (NUM_COLUMNS - len(blocks)))
         calls = (
-            lambda: allocator.adopt(self.host, child, blocks),
-            lambda: adopt_jit(self.device, np.int32(child), padded),
+            lambda: allocator.adopt(self.host, child, blocks, num_skipped=skipped),
+            lambda: adopt_jit(self.device, np.int32(child), padded, num_skipped=np.int32(skipped)),
         )
         if not valid:
             self.refused("blocks must be different, held", *calls, "bad_share")
+        elif not 0 <= skipped <= NUM_COLUMNS - len(ids):
+            self.refused("num_skipped must be in", *calls, "bad_share")
         else:
+            ids = [-1] * skipped + ids
             self.model.start(child, ids, len(ids) * BLOCK_SIZE)
-            self.tokens[child] = [token for block in ids for token in self.pool[self.block_slots(block)].tolist()]
+            self.tokens[child] = [-1] * skipped * BLOCK_SIZE
+            self.tokens[child] += [token for b in ids[skipped:] for token in self.pool[self.block_slots(b)].tolist()]
             self.host, self.device = calls[0](), calls[1]()
 
     @rule(blocks=st.lists(st.integers(-2, NUM_BLOCKS), min_size=3, max_size=3), only_held=st.booleans())
@@ -272,10 +291,33 @@ class Walk(RuleBasedStateMachine):
     @rule(cuts=st.lists(st.sampled_from([0, 0, 1, 2, 3, 6]), min_size=NUM_SEQS, max_size=NUM_SEQS))
     def truncate(self, cuts):
         lens = i32(*[max(0, length - cut) for length, cut in zip(self.model.lens, cuts, strict=True)])
+        tables = self.model.tables
+        ends = [length % BLOCK_SIZE and tables[s][length // BLOCK_SIZE] < 0 for s, length in enumerate(lens)]
+        if any(ends):
+            calls = lambda: allocator.truncate(self.host, lens), lambda: truncate_jit(self.device, lens)
+            self.refused(f"sequence {ends.index(True)} cannot end at", *calls, "bad_free")
+            return
         self.model.truncate(lens.tolist())
         self.tokens = [tokens[:length] for tokens, length in zip(self.tokens, lens, strict=True)]
         self.host = allocator.truncate(self.host, lens)
         self.device = truncate_jit(self.device, lens)
+
+    @rule(backs=st.lists(st.sampled_from([-1, 0, 2, 5, 99, 99]), min_size=NUM_SEQS, max_size=NUM_SEQS))
+    def release_before(self, backs):
+        positions = i32(*[length - back for length, back in zip(self.model.lens, backs, strict=True)])
+        calls = (
+            lambda: allocator.release_before(self.host, positions),
+            lambda: release_before_jit(self.device, positions),
+        )
+        if -1 in backs:
+            row = backs.index(-1)
+            self.refused(f"at most {self.model.lens[row]} for sequence {row}", *calls, "bad_free")
+            return
+        self.model.release_before([max(0, position) for position in positions.tolist()])
+        for s, tokens in enumerate(self.tokens):
+            num_gone = sum(block < 0 for block in self.model.tables[s]) * BLOCK_SIZE
+            self.tokens[s] = [-1] * num_gone + tokens[num_gone:]
+        self.host, self.device = calls[0](), calls[1]()
 
     @rule(row=rows, longer=st.booleans())
     def truncate_to_what_is_not_shorter(self, row, longer):
@@ -334,7 +376,8 @@ class Walk(RuleBasedStateMachine):
         for table, length, row, tokens in zip(self.model.tables, self.model.lens, slots, self.tokens, strict=True):
             assert row[:length].tolist() == slots_of(table, range(length))
             assert (row[length:] == -1).all()
-            assert self.pool[row[:length]].tolist() == tokens
+            found = np.where(row[:length] < 0, -1, self.pool[row[:length]])
+            assert found.tolist() == tokens
 
     @invariant()
     def nobody_writes_to_a_retained_block(self):

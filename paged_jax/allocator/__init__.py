@@ -12,9 +12,9 @@ references that `retain` added; a block that has several references is copied be
 (copy-on-write).
 
 - state.py      the state, how it is made, and the slots of tokens
-- grow.py       append_tokens: blocks go from the stack to sequences, shared blocks are copied
+- grow.py       append_tokens, count_new_blocks: blocks go from the stack to sequences, shared blocks are copied
 - share.py      fork, share, adopt, retain: blocks gain references
-- release.py    truncate, free, free_blocks: blocks lose references and return to the stack
+- release.py    truncate, release_before, free, free_blocks: blocks lose references and return to the stack
 - arguments.py  turns arguments of any kind into int32 or bool arrays of the state's form
 
 Counts, ids and masks may be lists, NumPy or JAX arrays; a host state stays on the host unless an argument is a tracer.
@@ -22,8 +22,8 @@ Concrete integers that do not fit in int32 raise ValueError; traced ones become 
 they stay out of range.
 """
 
-from paged_jax.allocator.grow import OutOfBlocks, append_tokens
-from paged_jax.allocator.release import free, free_blocks, truncate
+from paged_jax.allocator.grow import OutOfBlocks, append_tokens, count_new_blocks
+from paged_jax.allocator.release import free, free_blocks, release_before, truncate
 from paged_jax.allocator.share import adopt, fork, retain, share
 from paged_jax.allocator.state import AllocatorState, create, slots
 
@@ -32,10 +32,12 @@ __all__ = [
     "OutOfBlocks",
     "adopt",
     "append_tokens",
+    "count_new_blocks",
     "create",
     "fork",
     "free",
     "free_blocks",
+    "release_before",
     "retain",
     "share",
     "slots",

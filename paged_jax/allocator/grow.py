@@ -106,6 +106,35 @@ def append_tokens(
     return state, block_mapping, xp.asarray(ok)
 
 
+def count_new_blocks(state: AllocatorState, num_tokens: Values) -> Int32[Array | np.ndarray, ""]:
+    """Counts the blocks that `append_tokens` would take from the stack, those that become copies included.
+
+    Args:
+      state: the allocator's state.
+      num_tokens: i32 [max_num_seqs], as for `append_tokens`.
+
+    Returns:
+      i32 []. If a count is negative or a table row has too few columns, it is one more than the pool has blocks: with
+      more blocks than are free, `append_tokens` fails.
+
+    Raises:
+      ValueError: a wrong shape, or a concrete count that does not fit in int32.
+      TypeError: the counts are not integers.
+
+    Example:
+      >>> from paged_jax import allocator
+      >>> state = allocator.create(num_blocks=8, block_size=4, max_num_seqs=2, max_blocks_per_seq=4)
+      >>> int(allocator.count_new_blocks(state, [6, 3]))
+      3
+    """
+    xp, state = prepare(state, num_tokens)
+    counts = integers(xp, "num_tokens", num_tokens, state.seq_lens.shape)
+    fits = (counts >= 0) & (counts <= _room(state))
+    growth = _plan_growth(xp, state, xp.where(fits, counts, 0))
+    count = xp.where(fits.all(), growth.need.sum(dtype=xp.int32), state.ref_counts.shape[0] + 1)
+    return xp.asarray(count, xp.int32)
+
+
 class _Growth(NamedTuple):
     """What each sequence needs in order to grow, however many blocks are free; all arrays are [max_num_seqs]."""
 

@@ -1,6 +1,7 @@
 """Releasing: sequences and prefix caches give up references, and blocks without references go back to the stack."""
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,10 +23,11 @@ def truncate(state: AllocatorState, seq_lens: Values, *, donate: bool = False) -
 
     Returns:
       The new state. Blocks that nobody holds any more go on the stack by rising id, as in `free`. If a length is
-      negative or longer than the sequence, a traced call only sets `bad_free`.
+      negative or longer than the sequence, or ends in a block that `release_before` has released, a traced call only
+      sets `bad_free`.
 
     Raises:
-      ValueError: a wrong shape; on the host also a length that is negative or longer than the sequence.
+      ValueError: a wrong shape; on the host also a length that a traced call would refuse.
       TypeError: the lengths are not integers.
 
     Example:
@@ -38,13 +40,61 @@ def truncate(state: AllocatorState, seq_lens: Values, *, donate: bool = False) -
     xp, state = prepare(state, seq_lens)
     lens = integers(xp, "seq_lens", seq_lens, state.seq_lens.shape)
     fits = (lens >= 0) & (lens <= state.seq_lens)
+    last = state.block_tables[xp.arange(lens.shape[0]), xp.where(fits, lens - 1, 0) // state.block_size]
+    is_held = (lens % state.block_size == 0) | (last >= 0)
     if xp is not np:
-        return _shorten_traced(state, lens, fits.all())
+        return _shorten_traced(state, lens, (fits & is_held).all())
     if not fits.all():
         row = fits.argmin()
         raise ValueError(f"seq_lens must be in [0, {state.seq_lens[row]}] for sequence {row}, got {lens[row]}")
+    if not is_held.all():
+        row = is_held.argmin()
+        raise ValueError(f"sequence {row} cannot end at {lens[row]} tokens: it has released the block of the last one")
     rows = (lens < state.seq_lens).nonzero()[0]
     return _shorten_host(state, rows, lens[rows], donate)
+
+
+def release_before(state: AllocatorState, positions: Values, *, donate: bool = False) -> AllocatorState:
+    """Releases those blocks of each sequence that hold only tokens before a position, which nobody will read again.
+
+    This is for layers with a sliding window: before a query at position p they need no token before
+    ``p + 1 - sliding_window``, whatever the operations find in those entries of the block tables.
+
+    Args:
+      state: the allocator's state.
+      positions: i32 [max_num_seqs], each at most the sequence's length; 0 or less releases nothing.
+      donate: see `append_tokens`.
+
+    Returns:
+      The new state, in which the sequences have the lengths that they had, and the released entries of their tables are
+      -1. Blocks that nobody holds any more go on the stack by rising id, as in `free`. If a position is past its
+      sequence's end, a traced call only sets `bad_free`.
+
+    Raises:
+      ValueError: a wrong shape; on the host also a position past its sequence's end.
+      TypeError: the positions are not integers.
+
+    Example:
+      >>> from paged_jax import allocator
+      >>> state, *_ = allocator.append_tokens(allocator.create(8, 4, 2, 4), [10, 3])
+      >>> state = allocator.release_before(state, [7, 0])
+      >>> state.seq_lens.tolist(), state.block_tables.tolist(), int(state.num_free)
+      ([10, 3], [[-1, 6, 5, -1], [4, -1, -1, -1]], 5)
+    """
+    xp, state = prepare(state, positions)
+    at = integers(xp, "positions", positions, state.seq_lens.shape)
+    fits = at <= state.seq_lens
+    num_columns = xp.maximum(at, 0) // state.block_size
+    columns = np.arange(state.block_tables.shape[1], dtype=np.int32)
+    if xp is not np:
+        return _drop_traced(state, columns[None, :] < num_columns[:, None], fits.all())[0]
+    if not fits.all():
+        row = fits.argmin()
+        raise ValueError(f"positions must be at most {state.seq_lens[row]} for sequence {row}, got {at[row]}")
+    # What is released lies at a row's beginning: where the entry before the position's is -1, all before it are.
+    rows = num_columns.nonzero()[0]
+    rows = rows[state.block_tables[rows, num_columns[rows] - 1] >= 0]
+    return _drop_host(state, rows, columns[None, :] < num_columns[rows, None], donate) if rows.size else state
 
 
 def free(state: AllocatorState, seq_ids_mask: Values, *, donate: bool = False) -> AllocatorState:
@@ -109,27 +159,37 @@ def free_blocks(state: AllocatorState, blocks: Values, *, donate: bool = False) 
 
 def _shorten_host(state: AllocatorState, rows: np.ndarray, seq_lens: np.ndarray, donate: bool) -> AllocatorState:
     """Shortens the rows `rows`, i32 [n], to the lengths `seq_lens`, i32 [n], none longer than before."""
-    tables = state.block_tables[rows]
-    past = _columns_past(state, seq_lens)
-    dropped = tables[past]
-    state = _release_host(state, dropped[dropped >= 0], donate)
-    block_tables, all_lens = writable(state.block_tables, donate), state.seq_lens.copy()
-    block_tables[rows] = np.where(past, -1, tables)
+    state = _drop_host(state, rows, _columns_past(state, seq_lens), donate)
+    all_lens = state.seq_lens.copy()
     all_lens[rows] = seq_lens
-    return dataclasses.replace(state, block_tables=block_tables, seq_lens=all_lens)
+    return dataclasses.replace(state, seq_lens=all_lens)
 
 
 def _shorten_traced(state: AllocatorState, seq_lens: Array, valid: Array) -> AllocatorState:
     """Shortens every row to `seq_lens`, i32 [max_num_seqs], none longer than before; sets `bad_free` if not `valid`."""
-    past = _columns_past(state, seq_lens) & valid
-    released, held = _release_traced(state, jnp.where(past, state.block_tables, -1))
+    state, valid = _drop_traced(state, _columns_past(state, seq_lens), valid)
+    return dataclasses.replace(state, seq_lens=jnp.where(valid, seq_lens, state.seq_lens))
+
+
+def _drop_host(state: AllocatorState, rows: np.ndarray, dropped: Any, donate: bool) -> AllocatorState:
+    """Drops the references of some entries of the rows `rows`, i32 [n]: `dropped` is bool [n, max_blocks_per_seq]."""
+    tables = state.block_tables[rows]
+    blocks = tables[dropped]
+    state = _release_host(state, blocks[blocks >= 0], donate)
+    block_tables = writable(state.block_tables, donate)
+    block_tables[rows] = np.where(dropped, -1, tables)
+    return dataclasses.replace(state, block_tables=block_tables)
+
+
+def _drop_traced(state: AllocatorState, dropped: Any, valid: Array) -> tuple[AllocatorState, Array]:
+    """Drops the references of entries, bool [max_num_seqs, max_blocks_per_seq]; sets `bad_free` if not `valid`.
+
+    Returns the new state, and whether the call was valid.
+    """
+    released, held = _release_traced(state, jnp.where(dropped & valid, state.block_tables, -1))
     valid &= held
-    return dataclasses.replace(
-        released,
-        block_tables=jnp.where(past & valid, -1, state.block_tables),
-        seq_lens=jnp.where(valid, seq_lens, state.seq_lens),
-        bad_free=state.bad_free | ~valid,
-    )
+    block_tables = jnp.where(dropped & valid, -1, state.block_tables)
+    return dataclasses.replace(released, block_tables=block_tables, bad_free=state.bad_free | ~valid), valid
 
 
 def _columns_past(state: AllocatorState, seq_lens: Array | np.ndarray) -> Array | np.ndarray:

@@ -84,16 +84,20 @@ def share(
     return _begin(xp, state, target, blocks, count * state.block_size, valid, donate)
 
 
-def adopt(state: AllocatorState, child: Values, blocks: Values, *, donate: bool = False) -> AllocatorState:
+def adopt(
+    state: AllocatorState, child: Values, blocks: Values, *, num_skipped: Values = 0, donate: bool = False
+) -> AllocatorState:
     """Makes an empty sequence start with full blocks given by their ids, which somebody else holds.
 
-    A sequence can begin in this way with the blocks of one that is gone, if `retain` kept them.
+    A sequence can begin in this way with the blocks of one that is gone, if `retain` kept them. If it needs the last of
+    its tokens only, as behind a sliding window, it can begin as if `release_before` had released the blocks before.
 
     Args:
       state: the allocator's state.
-      child: i32 [], row of an empty sequence; it gets block_size tokens for each block.
+      child: i32 [], row of an empty sequence; it gets block_size tokens for each block, skipped ones included.
       blocks: i32 [n], ids of the child's first blocks in order, all different, each with a reference; n is at most
         max_blocks_per_seq. Negative ids are padding, which may only stand at the end.
+      num_skipped: i32 [], how many columns of the child's table stay without a block before the first of `blocks`.
       donate: see `append_tokens`.
 
     Returns:
@@ -111,8 +115,9 @@ def adopt(state: AllocatorState, child: Values, blocks: Values, *, donate: bool 
       >>> state.seq_lens.tolist(), state.block_tables[1].tolist()
       ([0, 4], [7, -1, -1, -1])
     """
-    xp, state = prepare(state, child, blocks)
+    xp, state = prepare(state, child, blocks, num_skipped)
     target, ids = integers(xp, "child", child, ()), integers(xp, "blocks", blocks, None)
+    skipped = integers(xp, "num_skipped", num_skipped, ())
     num_blocks, max_blocks_per_seq = state.ref_counts.shape[0], state.block_tables.shape[1]
     if ids.shape[0] > max_blocks_per_seq:
         raise ValueError(f"blocks must have at most the {max_blocks_per_seq} of a table row, got {ids.shape[0]}")
@@ -129,9 +134,16 @@ def adopt(state: AllocatorState, child: Values, blocks: Values, *, donate: bool 
         raise ValueError(
             f"blocks must be different, held, below {num_blocks}, and end at the first negative one, got {ids.tolist()}"
         )
-    row = xp.concatenate([ids, xp.full(max_blocks_per_seq - ids.shape[0], -1, xp.int32)])
-    row = xp.where(row >= 0, row, -1)
-    return _begin(xp, state, target, row, named.sum(dtype=xp.int32) * state.block_size, valid, donate)
+    count = named.sum(dtype=xp.int32)
+    fits = (skipped >= 0) & (skipped <= max_blocks_per_seq - count)
+    if xp is np and not fits:
+        raise ValueError(f"num_skipped must be in [0, {max_blocks_per_seq - count}], got {skipped}")
+    valid &= fits
+    skipped = xp.where(valid, skipped, 0)
+    source = xp.arange(max_blocks_per_seq, dtype=xp.int32) - skipped
+    padded = xp.concatenate([ids, xp.full(max_blocks_per_seq - ids.shape[0], -1, xp.int32)])
+    row = xp.where((source >= 0) & (padded[source] >= 0), padded[source], -1)
+    return _begin(xp, state, target, row, (skipped + count) * state.block_size, valid, donate)
 
 
 def retain(state: AllocatorState, blocks: Values, *, donate: bool = False) -> AllocatorState:

@@ -22,10 +22,11 @@ class AllocatorState:
       num_free: i32 [], how many blocks are free.
       ref_counts: i32 [num_blocks], references of each block: the block table entries that name it, and those that
         `retain` added.
-      block_tables: i32 [max_num_seqs, max_blocks_per_seq], the block of each logical block of a sequence, -1 for none.
+      block_tables: i32 [max_num_seqs, max_blocks_per_seq], the block of each logical block of a sequence, -1 for none
+        and for one that `release_before` released.
       seq_lens: i32 [max_num_seqs], tokens of each sequence.
-      bad_free: bool [], whether any traced call of `free`, `free_blocks` or `truncate` so far was invalid. Such a call
-        only sets this; on the host it raises instead.
+      bad_free: bool [], whether any traced call of `free`, `free_blocks`, `release_before` or `truncate` so far was
+        invalid. Such a call only sets this; on the host it raises instead.
       bad_share: bool [], the same for `fork`, `share`, `adopt` and `retain`.
       block_size: tokens in a block (static).
 
@@ -108,7 +109,8 @@ def slots(state: AllocatorState, seq_ids: Values, positions: Values) -> Int32[Ar
       positions: i32 [num_tokens], position of each token in its sequence.
 
     Returns:
-      i32 [num_tokens], block * block_size + offset; -1 if there is no such sequence or position.
+      i32 [num_tokens], block * block_size + offset; -1 if there is no such sequence or position, or its block is
+      released (`release_before`).
 
     Raises:
       ValueError: the two shapes differ or have not one axis, or a concrete integer does not fit in int32.
@@ -127,7 +129,8 @@ def slots(state: AllocatorState, seq_ids: Values, positions: Values) -> Int32[Ar
     rows = xp.where(valid, rows, 0)
     valid &= at < state.seq_lens[rows]
     logical, offsets = xp.divmod(xp.where(valid, at, 0), state.block_size)
-    return xp.where(valid, state.block_tables[rows, logical] * state.block_size + offsets, -1)
+    blocks = state.block_tables[rows, logical]
+    return xp.where(valid & (blocks >= 0), blocks * state.block_size + offsets, -1)
 
 
 def writable(array: np.ndarray, donate: bool) -> np.ndarray:
