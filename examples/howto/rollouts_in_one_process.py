@@ -23,7 +23,7 @@ VOCAB, HEADS, KV_HEADS, HEAD_SIZE = len(ALPHABET), 4, 2, 16
 HIDDEN = HEADS * HEAD_SIZE
 PROMPTS = [[i, i + 1] for i in range(0, VOCAB, 4)]  # "ab", "ef", "ij", "mn"
 SAMPLES, LENGTH, UPDATES = 8, 8, 40
-OPTIMIZER = optax.adam(2e-2)
+OPTIMIZER = optax.rmsprop(2e-2)
 
 
 def make_weights():
@@ -40,7 +40,7 @@ def make_weights():
 
 
 def model(weights, token_ids, attend):
-    """A transformer of one layer, without its head; `attend` takes queries, keys and values, each `[t, heads, size]`."""
+    """A transformer of one layer, without its head; `attend` takes queries, keys and values."""
     hidden = weights["embedding"][token_ids]
     query, key, value = (jnp.einsum("th,hnd->tnd", hidden, weights[name]) for name in ("query", "key", "value"))
     return hidden + attend(query, key, value).reshape(hidden.shape)
