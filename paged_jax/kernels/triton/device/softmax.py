@@ -112,10 +112,11 @@ def _exp(x, cfg: tl.constexpr):
     """Returns e**x through exp2, which is one instruction; exp takes three more for denormal results."""
     if cfg.tuning.compute_dtype == "float32":
         # The rounding error of a large product matters here: it becomes a factor of its own.
-        x = tl.maximum(x, -1e4)
+        # NaN stays NaN, so that it reaches the result.
+        x = tl.maximum(x, -1e4, propagate_nan=tl.PropagateNan.ALL)
         y = x * 1.4426950216293335
         error = tl.fma(x, tl.full(x.shape, 1.4426950216293335, tl.float32), -y) + x * 1.9259629911266175e-8
-        power = rounded(tl.exp2(y) * (1.0 + error * 0.6931471805599453), x > -1e4)
+        power = rounded(tl.exp2(y) * (1.0 + error * 0.6931471805599453), x != -1e4)
     else:
         power = tl.exp2(x * _LOG2_E)
     return power
