@@ -6,7 +6,8 @@ Each program (shapes, dtypes, static options) is compiled once and run on severa
 number of batches in all, and `--batches` that of each program. Each worker is a process. If a worker dies, for example
 by a read outside of memory, or hangs, it is reported with its program and replaced. Every failure is printed as one
 line with the command that reproduces it, and the exit code is then 1. Programs that an implementation refuses are
-counted by reason, and others are tried in their place. With `--interpret` the kernels run on a CPU, in an interpreter.
+counted by reason, and others are tried in their place. A worker that takes longer than `--patience`, or that the system
+kills, is reported as KILLED: that is no wrong number. With `--interpret` the kernels run on a CPU, in an interpreter.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import dataclasses
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -34,6 +36,9 @@ _OPS = {
     "write": "write_to_paged_cache",
     "copy": "copy_blocks",
     "swap": "swap_blocks",
+    "mla": "mla_paged_attention",
+    "mla_ragged": "ragged_mla_attention",
+    "mla_write": "write_to_latent_cache",
 }
 
 
@@ -48,14 +53,16 @@ def main(argv=None):
         answers[answer["kind"]] += answer.get("batches", 1)
         if answer["kind"] == "refused":
             refusals[answer["why"]] += 1
-        if answer["kind"] in ("wrong", "died"):
+        if answer["kind"] in ("wrong", "died", "killed"):
             wrong.append(answer)
-            print(f"WRONG {_again(args, answer)}  # {answer['why']}", flush=True)
+            word = "KILLED" if answer["kind"] == "killed" else "WRONG"
+            print(f"{word} {_again(args, answer)}  # {answer['why']}", flush=True)
     for why, count in refusals.most_common(args.refusals):
         print(f"refused {count:5} x {why}")
-    programs, took = answers["done"] + answers["died"], time.time() - started
+    programs, took = sum(answers[kind] for kind in ("done", "died", "killed")), time.time() - started
     print(f"seed {args.seed}: {programs} programs, {sum(refusals.values())} refused, {took:.0f} s")
-    print(f"{answers['passed']} passed, {len(wrong)} failed")
+    killed = f", {answers['killed']} killed" if answers["killed"] else ""
+    print(f"{answers['passed']} passed, {len(wrong) - answers['killed']} failed{killed}")
     return 1 if wrong else 0
 
 
@@ -129,7 +136,7 @@ def _answers(args):
                 programs.refused()
             if "wrong" in kinds:  # perhaps it read outside of memory, and then it can no longer use the GPU
                 _ended(process)
-            if kinds & {"wrong", "died"}:
+            if kinds & {"wrong", "died", "killed"}:
                 process = None
         if process is not None:
             _ended(process)
@@ -144,7 +151,7 @@ def _answers(args):
 
 def _asked(process, number, patience):
     """Yields a worker's answers for a program; the last one says that the worker is done or that it died."""
-    timer = threading.Timer(patience, process.kill)
+    timer, started = threading.Timer(patience, process.kill), time.monotonic()
     timer.start()
     with contextlib.suppress(BrokenPipeError):
         os.write(process.stdin.fileno(), f"{number}\n".encode())
@@ -159,8 +166,12 @@ def _asked(process, number, patience):
             timer.cancel()
             return
     timer.cancel()
-    why = f"the process died with exit code {_ended(process)}: {last[:300]}"
-    yield {"kind": "died", "where": str(number), "why": why}
+    code, took = _ended(process), time.monotonic() - started
+    if code == -signal.SIGKILL:  # no error of the program kills its process like this
+        who = f"it took more than {patience:g} s" if took >= patience else "the system did, perhaps for want of memory"
+        yield {"kind": "killed", "where": str(number), "why": f"the process was killed: {who}"}
+        return
+    yield {"kind": "died", "where": str(number), "why": f"the process died with exit code {code}: {last[:300]}"}
 
 
 def _ended(process):
@@ -302,8 +313,9 @@ def _runner(program, implementation, interpreted):
 
 def _names(program):
     """The names of an attention operation's arrays that may be batched."""
-    names = ["query", "key_cache", "value_cache", "block_tables", "seq_lens"]
-    return [*names, "query_start_loc"] if program.op in ("ragged", "single") else names
+    pools = ["key_cache", "value_cache"] if program.value_size is None else ["latent_cache"]
+    names = ["query", *pools, "block_tables", "seq_lens"]
+    return [*names, "query_start_loc"] if program.op in ("ragged", "single", "mla_ragged") else names
 
 
 def _call(program, implementation):
@@ -313,18 +325,18 @@ def _call(program, implementation):
 
     case, static = program.case, {"implementation": implementation}
     op = getattr(paged_jax, _OPS[program.op])
+    if program.op == "mla_write":
+        return lambda given, kept, options: (op(**given, **kept, **options, **static),)
     if program.op in ("copy", "swap", "write"):
         static |= {"layout": case.layout} if program.op == "write" else {}
     else:
         pattern = case.block_sparse
-        static |= {
-            "layout": case.layout,
-            "sliding_window": case.sliding_window,
-            "logits_soft_cap": case.logits_soft_cap,
-            "block_sparse": None if pattern is None else paged_jax.BlockSparse(**pattern._asdict()),
-            "max_seq_len": case.max_seq_len,
-            "return_lse": True,
-        }
+        static |= {"logits_soft_cap": case.logits_soft_cap, "max_seq_len": case.max_seq_len, "return_lse": True}
+        if program.value_size is not None:
+            static["value_size"] = program.value_size
+        else:
+            sparse = None if pattern is None else paged_jax.BlockSparse(**pattern._asdict())
+            static |= {"layout": case.layout, "sliding_window": case.sliding_window, "block_sparse": sparse}
         if case.scale not in (None, "traced"):
             static["scale"] = case.scale
         if program.op == "v2":

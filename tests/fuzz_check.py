@@ -13,6 +13,7 @@ from tests import inputs, oracle, plain
 from tests.fuzz_draw import RAGGED_OPS
 
 NOTHING = -np.inf
+_WRITTEN_LATENTS = "latent", "latent_cache", "slot_mapping"
 
 
 class Wrong(AssertionError):
@@ -28,7 +29,7 @@ def _reference(program, batch, exact):
     case, arrays = program.case, batch.arrays
     options = batch.options | {"scale": batch.options.get("scale", case.scale)}
     query = arrays["query"]
-    out = np.zeros(query.shape)
+    out = np.zeros((*query.shape[:2], program.value_size or query.shape[2]))
     lse = np.full(query.shape[:2], NOTHING)
     bound = program.width * case.block_size + (len(query) if program.op == "prefix" else 0)
     if case.max_seq_len is not None:
@@ -55,6 +56,10 @@ def _tokens(program, batch, row, rows, which):
     case, arrays, length = program.case, batch.arrays, batch.seq_lens[row]
     if length == 0:
         return None
+    if program.value_size is not None:
+        pool, scale = arrays["latent_cache"][:, :, None], batch.options.get("latent_scale")
+        latents = oracle.gather(pool, arrays["block_tables"][row], length, "nhd", "key", case.block_size, scale)
+        return latents if which == "key" else latents[..., : program.value_size]
     cached = length
     if program.op == "prefix":
         cached = length - batch.query_lens[row]
@@ -88,7 +93,7 @@ def attend(query, keys, values, positions, case, options, causal, exact):
     real = np.float64 if exact else np.float32
     num_queries, num_heads, _ = query.shape
     group = num_heads // case.num_kv_heads
-    out, lse = np.zeros(query.shape), np.full((num_queries, num_heads), NOTHING)
+    out, lse = np.zeros((num_queries, num_heads, values.shape[2])), np.full((num_queries, num_heads), NOTHING)
     for kv_head in range(case.num_kv_heads):
         heads = slice(kv_head * group, (kv_head + 1) * group)
         k, v = keys[:, kv_head].astype(real), values[:, kv_head].astype(real)
@@ -205,6 +210,9 @@ def check(program, batch, results):
         return
     if program.op == "write":
         hold_writes(results, arrays, layout, options)
+        return
+    if program.op == "mla_write":
+        hold_bits(results[0], oracle.write_latent(*(arrays[name] for name in _WRITTEN_LATENTS), **options), "the cache")
         return
     exact, rough = references(program, batch)
     if program.op in RAGGED_OPS:

@@ -1,20 +1,34 @@
 """Draws data for a program of `tests.fuzz_draw`, with poison wherever the operations must not read."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from tests import inputs, oracle
-from tests.fuzz_draw import RAGGED_OPS, Batch, lengths, query_lengths
+from tests.fuzz_draw import LATENT_OPS, RAGGED_OPS, Batch, lengths, query_lengths
 
 ABSURD = inputs.ABSURD_IDS
 
 
 def draw(rng, program):
     """Draws one set of data for a program."""
+    if program.op in LATENT_OPS:
+        return _of_latents(draw(rng, replace(program, op=LATENT_OPS[program.op])), program.op)
     if program.op == "write":
         return _for_writes(rng, program)
     if program.op in ("copy", "swap"):
         return _for_copies(rng, program)
     return _for_attention(rng, program)
+
+
+def _of_latents(batch, op):
+    """The same batch with keys as latents: they have no axis of heads, and there are no values beside them."""
+    arrays = {name: x for name, x in batch.arrays.items() if not name.startswith(("key", "value"))}
+    arrays["latent_cache"] = batch.arrays["key_cache"][:, :, 0]
+    if op == "mla_write":
+        arrays["latent"] = batch.arrays["key"][:, 0]
+    renamed = {"k_scale": "scale" if op == "mla_write" else "latent_scale"}
+    return replace(batch, arrays=arrays, options={renamed.get(name, name): x for name, x in batch.options.items()})
 
 
 def _for_attention(rng, program):
@@ -228,7 +242,7 @@ def another(rng, program, batch, *, pools):
         for row, length in enumerate(seq_lens):
             used = slice(0, -(-length // program.case.block_size))
             tables[row, used] = places[tables[row, used]]
-        for name in ("key_cache", "value_cache"):
+        for name in [name for name in arrays if name.endswith("_cache")]:
             moved = np.empty_like(arrays[name])
             moved[places] = arrays[name]
             arrays[name] = moved

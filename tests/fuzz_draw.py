@@ -12,10 +12,12 @@ from tests import inputs
 from tests.cases import CACHE_DTYPES, LAYOUTS, Case, Sparse
 
 DECODE_OPS = ("v1", "v2", "auto", "write_and_attend")
-RAGGED_OPS = ("ragged", "single", "prefix")
+RAGGED_OPS = ("ragged", "single", "prefix", "mla_ragged")
 CACHE_OPS = ("write", "copy", "swap", "story")
-OPS = (*DECODE_OPS, *RAGGED_OPS, *CACHE_OPS)
-_WEIGHTS = np.array([3, 4, 4, 3, 5, 2, 3, 2, 1, 1, 1], float)  # of OPS, in order
+OPS = (*DECODE_OPS, *RAGGED_OPS, *CACHE_OPS, "mla", "mla_write")
+_WEIGHTS = np.array([3, 4, 4, 3, 5, 2, 3, 2, 2, 1, 1, 1, 2, 1], float)  # of OPS, in order
+LATENT_OPS = {"mla": "auto", "mla_ragged": "ragged", "mla_write": "write"}
+"""The ops on latents, and the ops whose programs and data they share, with keys as latents."""
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LONGEST = 70_000
@@ -38,6 +40,7 @@ class Program:
       longest: the largest number of tokens of a sequence.
       causal, max_query_len: the options of ragged attention.
       transform: "none", "vmap" over queries and tables, "vmap-pools" over everything, or "donate".
+      value_size: elements of a latent that are its value; None in the ops on keys and values.
     """
 
     number: int
@@ -51,6 +54,7 @@ class Program:
     causal: bool = True
     transform: str = "none"
     max_query_len: int | None = None
+    value_size: int | None = None
 
 
 def rng_of(seed, *numbers):
@@ -64,7 +68,9 @@ def program(seed, number, *, ops=OPS, small=False):
     weights = np.array([_WEIGHTS[OPS.index(op)] for op in ops])
     op = str(rng.choice(ops, p=weights / weights.sum()))
     case = _dimensions(rng, op, small)
-    case = _options(rng, case, op)
+    case, value_size = _options(rng, case, op), None
+    if op in LATENT_OPS:
+        case, value_size = _latents(rng, case, small)
     budget = _ELEMENTS // (16 if small else 1)
     limit = max(8, budget // (case.num_kv_heads * case.head_size))
     num_seqs = int(rng.choice([1, 2, 3, 5] if small else [1, 1, 2, 3, 3, 5, 8, 17, 40, 140]))
@@ -86,15 +92,38 @@ def program(seed, number, *, ops=OPS, small=False):
     bound = bounds[rng.integers(len(bounds))] if op in RAGGED_OPS else None
     if op == "single":
         bound, num_tokens = 1, int(rng.integers(1, num_seqs + 1))
-    return Program(number, op, case, num_seqs, width, num_blocks, num_tokens, longest, causal, transform, bound)
+    return Program(
+        number, op, case, num_seqs, width, num_blocks, num_tokens, longest, causal, transform, bound, value_size
+    )
+
+
+def _latents(rng, case, small):
+    """Makes a case one of latents, and draws the size of their values."""
+    sizes = [16 * int(rng.integers(1, 9))] if small else [576, 576, 576, 64, 320, 1024, 16 * int(rng.integers(1, 65))]
+    latent_size, num_heads = int(rng.choice(sizes)), int(rng.choice([1, 2, 5, 8, 16, 33, 64, 128, 130]))
+    value_size = 512 if latent_size == 576 and rng.random() < 0.7 else 16 * int(rng.integers(1, latent_size // 16 + 1))
+    latents = replace(
+        case,
+        num_heads=min(num_heads, 16) if small else num_heads,
+        num_kv_heads=1,
+        head_size=latent_size,
+        layout="nhd",
+        scale=0.1 if case.scale is None else case.scale,
+        alibi=False,
+        sliding_window=None,
+        block_sparse=None,
+        k_scale=None if case.k_scale is None else "scalar",
+        v_scale=None,
+    )
+    return latents, value_size
 
 
 def _transform(rng, op, num_seqs, case):
-    if op in ("v1", "v2", "auto", "ragged", "single") and num_seqs <= 8:
+    if op in ("v1", "v2", "auto", "ragged", "single", "mla", "mla_ragged") and num_seqs <= 8:
         chosen = str(rng.choice(["none", "none", "none", "vmap", "vmap-pools"]))
         # If each slot has its own scale, two pools would need two arrays of scales.
         return "vmap" if chosen == "vmap-pools" and "slot" in (case.k_scale, case.v_scale) else chosen
-    if op in ("write_and_attend", "write", "copy", "swap"):
+    if op in ("write_and_attend", "write", "copy", "swap", "mla_write"):
         return str(rng.choice(["none", "donate"]))
     return "none"
 
@@ -134,7 +163,7 @@ def _options(rng, case, op):
     kinds = ["scalar", "head", "slot"]
     eight_bit = inputs.dtype_of(case.cache_dtype or case.dtype).itemsize == 1
     scaled = case.cache_dtype == "int8" or rng.random() < (0.6 if eight_bit else 0.15)
-    if op in ("write", "story") and not _narrower(case):
+    if op in ("write", "story", "mla_write") and not _narrower(case):
         scaled = False
     both = scaled and (case.cache_dtype == "int8" or rng.random() < 0.7)
     window = maybe(1, 2, 17, 64, 129, 1000, 2**31 - 1)

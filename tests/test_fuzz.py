@@ -25,7 +25,9 @@ def passed(capsys):
     return int(capsys.readouterr().out.splitlines()[-1].split()[0])
 
 
-@pytest.mark.parametrize("ops", ["v1,v2,auto,write_and_attend", "ragged,prefix", "write,copy,swap,story"])
+@pytest.mark.parametrize(
+    "ops", ["v1,v2,auto,write_and_attend", "ragged,prefix", "write,copy,swap,story", "mla,mla_ragged,mla_write"]
+)
 def test_xla(ops, capsys):
     flags = [
         "--implementation",
@@ -53,6 +55,7 @@ def test_xla(ops, capsys):
 def test_in_the_interpreter(implementation, count, capsys):
     flags = ["--implementation", implementation, "--interpret", "--small", "--count", str(count), "--batches", "1"]
     flags += ["--seed", str(TODAY), "--ops", "v1,v2,auto,write_and_attend,ragged,prefix"]
+    flags[-1] += ",mla,mla_ragged" if implementation == "triton" else ""
     code = fuzz.main(flags)
     with capsys.disabled():
         print(f"\n{' '.join(flags)}")
@@ -112,7 +115,7 @@ def test_new_tokens_have_no_quotient_that_may_be_rounded_apart():
     np.testing.assert_array_equal(kept.astype(np.float64), [[[0.0, 0.25, 0.0]]])
 
 
-@pytest.mark.parametrize("op", ["auto", "ragged", "single", "prefix"])
+@pytest.mark.parametrize("op", ["auto", "ragged", "single", "prefix", "mla", "mla_ragged"])
 def test_the_reference_is_the_oracles(op):
     compared = 0
     for number in range(40):
@@ -122,8 +125,12 @@ def test_the_reference_is_the_oracles(op):
         batch = fuzz_data.draw(fuzz_draw.rng_of(11, number), program)
         flags = {name: getattr(program.case, name) for name in ("sliding_window", "logits_soft_cap", "block_sparse")}
         flags |= {"scale": program.case.scale} if program.case.scale not in (None, "traced") else {}
-        run = {"auto": oracle.decode, "ragged": oracle.ragged, "single": oracle.ragged, "prefix": oracle.prefix}[op]
-        expected = run(**batch.arrays, **batch.options, **flags, layout=program.case.layout)
+        run = {"auto": oracle.decode, "ragged": oracle.ragged, "single": oracle.ragged, "prefix": oracle.prefix}
+        flags |= {"layout": program.case.layout}
+        if program.value_size is not None:
+            flags = {name: flags[name] for name in ("logits_soft_cap", "scale") if name in flags}
+            flags["value_size"] = program.value_size
+        expected = run.get(op, oracle.latent)(**batch.arrays, **batch.options, **flags)
         for got, exact in zip(fuzz_check.references(program, batch)[0], expected, strict=True):
             np.testing.assert_allclose(got, exact, rtol=1e-9, atol=1e-12, err_msg=fuzz.describe(program))
         compared += 1
@@ -184,7 +191,19 @@ def test_a_worker_with_a_wrong_result_is_replaced(monkeypatch, capsys):
 def test_a_worker_that_hangs_is_killed(monkeypatch, capsys):
     started(monkeypatch, first="import time; time.sleep(100)")
     assert fuzz.main(["--small", "--count", "8", "--batches", "8", "--ops", "copy", "--patience", "0.1"]) == 1
-    assert "--only 0  # the process died with exit code -9" in capsys.readouterr().out
+    *_, killed, _, totals = capsys.readouterr().out.splitlines()
+    assert killed.startswith("KILLED ")
+    assert killed.endswith("--only 0  # the process was killed: it took more than 0.1 s")
+    assert totals == "0 passed, 0 failed, 1 killed"
+
+
+def test_a_worker_that_the_system_kills_has_no_wrong_number(monkeypatch, capsys):
+    started(monkeypatch, first="import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    assert fuzz.main(["--small", "--count", "8", "--batches", "8", "--ops", "copy"]) == 1
+    *_, killed, _, totals = capsys.readouterr().out.splitlines()
+    assert killed.endswith("--only 0  # the process was killed: the system did, perhaps for want of memory")
+    assert "WRONG" not in killed
+    assert totals == "0 passed, 0 failed, 1 killed"
 
 
 def started(monkeypatch, first):
