@@ -56,8 +56,8 @@ class LatentAttention(nnx.Module):
         latent = jnp.concatenate([self.kv_a_norm(compressed), shared], axis=1).astype(self.dtype)
         query = self._query(hidden).reshape(hidden.shape[0], self.num_heads, -1)
         nope, turned = jnp.split(query, [self.sizes.nope_size], axis=2)
-        absorbed = jnp.einsum("thn,hnr->thr", nope, self.k_up[...], preferred_element_type=jnp.float32)
-        query = jnp.concatenate([absorbed, rotated(turned)], axis=2).astype(self.dtype)
+        absorbed = jnp.einsum("thn,hnr->thr", nope, self.k_up[...])
+        query = jnp.concatenate([absorbed, rotated(turned).astype(self.dtype)], axis=2)
         out, cache = tokens.attend(query, latent, None, cache, scale=self.scale, value_size=self.sizes.kv_rank)
         out = out if rows is None else out[rows]
         values = jnp.einsum("thr,hvr->thv", out, self.v_up[...])
