@@ -9,10 +9,12 @@ next token (`examples.step` and `examples.sampling.greedy`). Three clocks show w
 
 The device's row also lists the kernels that take longest, as (name, launches, microseconds) of a step.
 
-The floor is the time in which a kernel that only reads gets through the weights and the cached keys and values, once.
-The peer (torch_model.py) is plain PyTorch, compiled and captured in a CUDA graph, with one contiguous piece of cache
-for each sequence. It runs first, in a process of its own, because JAX would not give back the memory of a large model.
-Then all programs compile at the same time, and nothing is timed before the last one is compiled.
+The floor is the time in which a kernel that only reads gets through the weights and the cached keys and values, once:
+of a mixture only the experts that are used, of a layer with a window only the tokens inside it. The peer
+(torch_model.py) is plain PyTorch, compiled and captured in a CUDA graph, with one contiguous piece of cache for each
+sequence; for models with experts, windows or latents it is transformers (torch_hub_model.py). It runs first, in a
+process of its own, because JAX would not give back the memory of a large model. Then all programs compile at the same
+time, and nothing is timed before the last one is compiled.
 """
 
 import argparse
@@ -33,7 +35,7 @@ import jax.numpy as jnp
 
 from benchmarks import harness, model_clocks, model_steps, timing
 from benchmarks.model_steps import PROMPTS, Case, Work
-from benchmarks.models import BLOCK_SIZE, MODELS, floor_bytes, make_caches, make_model, make_tables
+from benchmarks.models import BLOCK_SIZE, HUB_CONFIGS, MODELS, floor_bytes, make_caches, make_model, make_tables
 from benchmarks.peers import environment
 from examples.config import DecoderConfig
 from examples.step import make_abstract_step
@@ -43,7 +45,7 @@ def peer_answers(
     models: dict[str, DecoderConfig], work: Work, seconds: float
 ) -> dict[tuple[str, str, int], dict[str, Any]]:
     """PyTorch's times by model, kind of step and number of sequences; cases that it did not get to are missing."""
-    sizes = {name: dataclasses.asdict(config) for name, config in models.items()}
+    sizes = {name: HUB_CONFIGS.get(name) or dataclasses.asdict(config) for name, config in models.items()}
     command = [sys.executable, "-m", "benchmarks.torch_model"]
     pipe, env = subprocess.PIPE, environment()
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env) as process:

@@ -12,6 +12,7 @@ import numpy as np
 from benchmarks import harness, model_steps, timing
 from benchmarks.model_steps import PROMPTS, State, prompts
 from benchmarks.models import BLOCK_SIZE, slots
+from paged_jax import PagedLatentCache
 
 PROFILED_STEPS = 4  # steps in a row under CUPTI
 KERNELS = 24  # a row names so many kernels of a step at the most
@@ -56,10 +57,13 @@ class DecodeRun(NamedTuple):
         return state
 
     def written(self, caches: Any) -> np.ndarray:
-        """The keys of the first step's tokens in the last layer, f32 [num_seqs, num_kv_heads, head_size]."""
+        """What the first step writes for its tokens in the last layer: keys or latents, f32 [num_seqs, ...]."""
         num_seqs = self.tables.shape[0]
         first = slots(self.tables, np.arange(num_seqs), np.full(num_seqs, self.start))
-        return np.asarray(caches[-1].key_cache[first // BLOCK_SIZE, :, first % BLOCK_SIZE], np.float32)
+        cache, block, offset = caches[-1], first // BLOCK_SIZE, first % BLOCK_SIZE
+        if isinstance(cache, PagedLatentCache):
+            return np.asarray(cache.latent_cache[block, offset], np.float32)
+        return np.asarray(cache.key_cache[block, :, offset], np.float32)
 
 
 def time_decode(

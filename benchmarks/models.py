@@ -1,20 +1,33 @@
 """Whole models for the benchmarks: the shapes of real ones, random weights, full caches, and the bytes of a step."""
 
 import dataclasses
+import json
 import zlib
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from examples import loop
 from examples.config import DecoderConfig, LayerConfig
+from examples.families import parse_config
 from examples.rope import Rope
-from examples.step import Step, make_abstract_step
-from paged_jax import PagedKVCache
+from examples.step import Caches, Step, make_abstract_step
 
 BLOCK_SIZE = 16
+
+_REAL = json.loads((Path(__file__).parents[1] / "tests" / "data" / "real" / "configs.json").read_text("utf-8"))
+
+# The configs of folders on the hub, by the models' names here. transformers makes PyTorch's side from the same ones.
+HUB_CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt-oss-20b": _REAL["openai/gpt-oss-20b (in bfloat16)"]["config"],
+    "qwen3-30b-a3b": _REAL["Qwen/Qwen3-30B-A3B"]["config"],
+    "gemma-3-12b": _REAL["google/gemma-3-12b-it (text)"]["config"],
+    "deepseek-v2-lite": _REAL["deepseek-ai/DeepSeek-V2-Lite"]["config"],
+}
 
 
 def _llama(num_layers: int, sizes: tuple[int, int, int], heads: tuple[int, int], qkv_bias: bool) -> DecoderConfig:
@@ -51,6 +64,7 @@ MODELS = {
         has_learned_positions=True,
         activation="relu",
     ),
+    **{name: parse_config(fields) for name, fields in HUB_CONFIGS.items()},
 }
 
 
@@ -84,24 +98,41 @@ def make_tables(num_seqs: int, longest: int) -> np.ndarray:
     return np.random.default_rng(0).permutation(num_blocks).astype(np.int32).reshape(num_seqs, blocks_per_seq)
 
 
-def make_caches(config: DecoderConfig, num_blocks: int) -> tuple[PagedKVCache, ...]:
+def make_caches(config: DecoderConfig, num_blocks: int) -> Caches:
     """Makes caches full of random numbers."""
-
-    @jax.jit
-    def fill(key):
-        shape = num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_size
-        return jax.random.normal(key, shape, jnp.bfloat16)
-
-    keys = jax.random.split(jax.random.key(1), (config.num_layers, 2))
-    return tuple(PagedKVCache(fill(key), fill(value)) for key, value in keys)
+    empty = jax.eval_shape(lambda: loop.make_caches(config, num_blocks, BLOCK_SIZE, jnp.bfloat16))
+    leaves, structure = jax.tree.flatten(empty)
+    fill = jax.jit(jax.random.normal, static_argnums=(1, 2))
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    return structure.unflatten(fill(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True))
 
 
 def floor_bytes(config: DecoderConfig, weights: Any, num_seqs: int, context: int) -> int:
-    """Bytes that a step must read: the weights except tables that it only looks up, and all keys and values."""
+    """Bytes that a step must read.
+
+    They are the weights, except tables that the step only looks up, and the keys and values that the layers see. Of the
+    experts those count that are used if each token draws its experts evenly: `num_experts` times the chance that at
+    least one of the step's tokens draws an expert.
+    """
     tables = ["embed_positions"] if config.tie_embeddings else ["embed_positions", "embed_tokens"]
-    read = {name: part for name, part in weights.items() if name not in tables}
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(read))
-    return size + 2 * config.num_layers * config.num_kv_heads * config.head_size * 2 * num_seqs * context
+    used = 1.0
+    if config.experts is not None:
+        used -= (1 - config.experts.num_chosen / config.experts.num_experts) ** num_seqs
+    size = 0.0
+    for path, leaf in jax.tree_util.tree_leaves_with_path({n: part for n, part in weights.items() if n not in tables}):
+        is_of_experts = any(getattr(key, "key", None) == "experts" for key in path)
+        size += leaf.size * leaf.dtype.itemsize * (used if is_of_experts else 1.0)
+    for layer in config.layers:
+        seen = context if layer.sliding_window is None else min(context, layer.sliding_window)
+        size += 2 * _cached_numbers(config) * num_seqs * seen
+    return round(size)
+
+
+def _cached_numbers(config: DecoderConfig) -> int:
+    """Numbers of a token that a layer's cache holds."""
+    if config.latent is not None:
+        return config.latent.kv_rank + config.latent.rope_size
+    return 2 * config.num_kv_heads * config.head_size
 
 
 def slots(tables: Any, rows: Any, positions: Any) -> Any:

@@ -13,11 +13,12 @@ The process reads one JSON object with the models' sizes and what to time, and w
 import json
 import os
 import sys
-import time
 import traceback
 from typing import Any
 
 from benchmarks.report import first_line
+from benchmarks.torch_clocks import best_seconds, captured
+from benchmarks.torch_hub_model import HubModel
 
 
 def main() -> None:
@@ -29,15 +30,18 @@ def main() -> None:
     for name, sizes in work["models"].items():
         model, reason = None, None
         try:
-            model = Model(sizes)
+            model = HubModel(sizes) if "architectures" in sizes else Model(sizes)
         except Exception as error:  # PyTorch is not installed, or memory ran out
             reason = first_line(error)
         for kind, num_seqs in cases:
             answer: dict[str, Any] = {"absent": reason}
             if model is not None:
                 try:
-                    timer = time_decode if kind == "decode" else time_prefill
-                    answer = {"us": 1e6 * timer(model, num_seqs, work["context"], work["steps"])}
+                    if kind == "decode":
+                        seconds = model.time_decode(num_seqs, work["context"], work["steps"])
+                    else:
+                        seconds = model.time_prefill(num_seqs, work["context"])
+                    answer = {"us": 1e6 * seconds}
                 except Exception as error:
                     traceback.print_exc()
                     answer = {"absent": first_line(error)}
@@ -168,6 +172,36 @@ class Model:
             up = F.silu(gate) * up
         return hidden, F.linear(up, *weights["down"])
 
+    def time_decode(self, num_seqs: int, context: int, num_steps: int) -> float:
+        """Measures the seconds of a decode step that is called once a token."""
+        import torch
+
+        self.allocate(num_seqs, context + num_steps)
+        token_ids = torch.zeros(num_seqs, 1, dtype=torch.int64, device=self.device)
+        positions = torch.zeros(1, dtype=torch.int64, device=self.device)
+        # gpt-fast's setting, but graphs are captured here: the compiler's own graphs take more time on the host.
+        options = {"coordinate_descent_tuning": True} if self.device == "cuda" else {}
+        layer = torch.compile(self.layer, fullgraph=True, dynamic=False, options=options)
+
+        def step():
+            token_ids.copy_(self.forward(layer, token_ids, positions, True)[:, None])
+            positions.add_(1)
+
+        positions.fill_(context - num_steps // 2)
+        replay = captured(self.device, step)
+        return best_seconds(self.device, lambda: positions.fill_(context - num_steps // 2), replay, num_steps)
+
+    def time_prefill(self, num_seqs: int, context: int) -> float:
+        """Measures the seconds in which prompts of `context` tokens are written."""
+        import torch
+
+        self.allocate(num_seqs, context)
+        token_ids = (torch.arange(context, device=self.device) % 1000).expand(num_seqs, context).contiguous()
+        positions = torch.arange(context, device=self.device)
+        layer = torch.compile(self.layer, fullgraph=True, dynamic=False)
+        self.forward(layer, token_ids, positions, False)
+        return best_seconds(self.device, lambda: None, lambda: self.forward(layer, token_ids, positions, False), 1)
+
 
 def rotate(heads: Any, rotation: tuple[Any, Any]) -> Any:
     import torch
@@ -194,70 +228,6 @@ def attend_new(query: Any, key: Any, value: Any) -> Any:
     import torch.nn.functional as F
 
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1])
-
-
-def time_decode(model: Model, num_seqs: int, context: int, num_steps: int) -> float:
-    """Measures the seconds of a decode step that is called once a token."""
-    import torch
-
-    model.allocate(num_seqs, context + num_steps)
-    token_ids = torch.zeros(num_seqs, 1, dtype=torch.int64, device=model.device)
-    positions = torch.zeros(1, dtype=torch.int64, device=model.device)
-    # This is gpt-fast's setting, but graphs are captured here: the compiler's own graphs take more time on the host.
-    layer = torch.compile(model.layer, fullgraph=True, dynamic=False, options=_compiler_options(model))
-
-    def step():
-        token_ids.copy_(model.forward(layer, token_ids, positions, True)[:, None])
-        positions.add_(1)
-
-    positions.fill_(context - num_steps // 2)
-    if model.device == "cuda":
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        replay = graph.replay
-    else:
-        step()
-        replay = step
-    return _best(model, lambda: positions.fill_(context - num_steps // 2), replay, num_steps)
-
-
-def time_prefill(model: Model, num_seqs: int, context: int, num_steps: int) -> float:
-    """Measures the seconds in which prompts of `context` tokens are written."""
-    import torch
-
-    model.allocate(num_seqs, context)
-    token_ids = (torch.arange(context, device=model.device) % 1000).expand(num_seqs, context).contiguous()
-    positions = torch.arange(context, device=model.device)
-    layer = torch.compile(model.layer, fullgraph=True, dynamic=False)
-    model.forward(layer, token_ids, positions, False)
-    return _best(model, lambda: None, lambda: model.forward(layer, token_ids, positions, False), 1)
-
-
-def _compiler_options(model: Model) -> dict[str, Any]:
-    return {"coordinate_descent_tuning": True} if model.device == "cuda" else {}
-
-
-def _best(model: Model, reset: Any, run: Any, repeats: int) -> float:
-    import torch
-
-    synchronize = torch.cuda.synchronize if model.device == "cuda" else lambda: None
-    times = []
-    for _ in range(3):
-        reset()
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(repeats):
-            run()
-        synchronize()
-        times.append((time.perf_counter() - start) / repeats)
-    return min(times)
 
 
 if __name__ == "__main__":

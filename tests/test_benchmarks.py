@@ -5,6 +5,7 @@ import json
 import os
 import runpy
 import sys
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -32,6 +33,7 @@ from benchmarks import (
     report,
     timing,
 )
+from examples.families import parse_config
 from examples.step import make_abstract_step
 from tests.conftest import QUICK_COMPILE
 
@@ -300,6 +302,25 @@ def test_the_floor_of_a_step():
     assert one - none == 64 * 2**17
 
 
+def test_the_floor_of_experts_windows_and_latents():
+    """Of experts those count that are used, of a window's layer the tokens in it, of latents their one vector."""
+    config = models.MODELS["qwen3-30b-a3b"]  # 48 layers of 128 experts with three matrices of 2048 x 768; 8 are drawn
+    weights, _ = make_abstract_step(config, jnp.bfloat16)
+    none, one, two = (models.floor_bytes(config, weights, num_seqs, 0) for num_seqs in (0, 1, 2))
+    matrices = 2 * 48 * 3 * 2048 * 768
+    assert one - none == 8 * matrices
+    assert two - none == pytest.approx((8 + 8 * 120 / 128) * matrices, abs=1)
+    for name, growth in {"gpt-oss-20b": 12, "gemma-3-12b": 8}.items():  # so many layers see all tokens
+        config = models.MODELS[name]
+        weights, _ = make_abstract_step(config, jnp.bfloat16)
+        first, second = (models.floor_bytes(config, weights, 4, context) for context in (1024, 1025))
+        assert second - first == 4 * growth * 2 * config.num_kv_heads * config.head_size * 2
+    config = models.MODELS["deepseek-v2-lite"]
+    weights, _ = make_abstract_step(config, jnp.bfloat16)
+    first, second = (models.floor_bytes(config, weights, 4, context) for context in (1024, 1025))
+    assert second - first == 4 * 27 * (512 + 64) * 2
+
+
 @pytest.fixture
 def tiny_model(monkeypatch):
     monkeypatch.setattr(model_steps, "STEPS", 4)
@@ -330,6 +351,16 @@ def test_model_benchmark(tiny_model, tmp_path):
     assert len(rows) == 2 * 4 + 3
     assert [row["contender"] for row in found["rows"]][-4:] == ["called", "torch", "torch", "torch"]
     assert "| tiny-decode-3x32 | " in report.markdown(found)
+
+
+@pytest.mark.slow
+def test_model_benchmark_of_experts_and_latents(monkeypatch):
+    monkeypatch.setattr(model_steps, "STEPS", 4)
+    fields = json.loads((Path(__file__).parent / "data" / "deepseek_v2_lite.json").read_text())["config"]
+    ceiling = lambda: timing.Ceiling("GB/s", None, {}, "made up")  # noqa: E731
+    work = model_steps.Work([3], [2], 32)
+    rows = bench_model.run({"tiny": parse_config(fields)}, work, options=QUICK_COMPILE, ceiling=ceiling)["rows"]
+    assert [row.get("failed") for row in rows] == [None] * 5
 
 
 def test_models_that_do_not_fit(tiny_model, monkeypatch):

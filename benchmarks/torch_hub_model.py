@@ -1,0 +1,108 @@
+"""PyTorch's side of bench_model.py for models whose layers torch_model.py does not have: transformers' own code.
+
+A decode step is transformers' forward over a `StaticCache`, captured in a CUDA graph that runs once a token. It is not
+compiled: all kernels are PyTorch's. A mixture of experts is tried with each of transformers' grouped products that a
+graph can capture, and the fastest counts.
+"""
+
+from typing import Any
+
+from benchmarks.torch_clocks import best_seconds, captured
+
+_PRODUCTS = "batched_mm", "grouped_mm"  # one product a pair; one grouped product over all pairs, sorted by expert
+_CHUNK = 4096  # tokens that a step of prompts takes at once
+
+
+class HubModel:
+    """A transformers model of random weights, on the GPU where there is one.
+
+    Args:
+        fields: what its config.json holds.
+    """
+
+    def __init__(self, fields: dict[str, Any]):
+        import torch
+        import transformers
+
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        torch.set_grad_enabled(False)
+        cls = getattr(transformers, fields["architectures"][0])
+        self.config = cls.config_class.from_dict(fields)
+        self.is_mixture = "experts" in " ".join(fields)
+        with torch.device(self.device):
+            try:
+                self.model = self._make(cls, "sdpa")
+            except ValueError:  # gpt-oss: its sinks are not in PyTorch's attention
+                self.model = self._make(cls, "eager")
+
+    def _make(self, cls: Any, attention: str) -> Any:
+        import torch
+
+        return cls._from_config(self.config, dtype=torch.bfloat16, attn_implementation=attention).eval()
+
+    def forget(self) -> None:
+        """Frees what the last case left on the GPU."""
+        import gc
+
+        import torch
+
+        gc.collect()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+
+    def time_decode(self, num_seqs: int, context: int, num_steps: int) -> float:
+        """Measures the seconds of a decode step that is called once a token."""
+        return self._best_product(lambda: self._time_decode(num_seqs, context, num_steps))
+
+    def time_prefill(self, num_seqs: int, context: int) -> float:
+        """Measures the seconds in which prompts of `context` tokens are written."""
+        return self._best_product(lambda: self._time_prefill(num_seqs, context))
+
+    def _best_product(self, measure: Any) -> float:
+        if not self.is_mixture:
+            return measure()
+        times, errors = [], []
+        for product in _PRODUCTS:
+            self.model.set_experts_implementation(product)
+            try:
+                times.append(measure())
+            except Exception as error:  # mostly because memory ran out
+                errors.append(error)
+            self.forget()
+        if not times:
+            raise errors[0]
+        return min(times)
+
+    def _forward(self, token_ids: Any, cache: Any) -> Any:
+        """The likeliest next token of each row."""
+        out = self.model(input_ids=token_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return out.logits[:, -1].argmax(dim=-1)
+
+    def _filled(self, num_seqs: int, length: int, longest: int) -> Any:
+        """A cache of `longest` tokens a row, the first `length` of them written chunk by chunk."""
+        import torch
+        import transformers
+
+        cache = transformers.StaticCache(config=self.config, max_cache_len=longest)
+        width = max(1, _CHUNK // num_seqs)
+        for start in range(0, length, width):
+            tokens = torch.arange(start, min(start + width, length), device=self.device) % 1000
+            self._forward(tokens.expand(num_seqs, -1).contiguous(), cache)
+        return cache
+
+    def _time_decode(self, num_seqs: int, context: int, num_steps: int) -> float:
+        import torch
+
+        # Steps before the capture, and the runs of the graph below, which continue where the last one ended.
+        longest = context + 8 * num_steps
+        cache = self._filled(num_seqs, context - num_steps // 2, longest)
+        token_ids = torch.zeros(num_seqs, 1, dtype=torch.int64, device=self.device)
+
+        def step():
+            token_ids.copy_(self._forward(token_ids, cache)[:, None])
+
+        replay = captured(self.device, step)
+        return best_seconds(self.device, lambda: None, replay, num_steps)
+
+    def _time_prefill(self, num_seqs: int, context: int) -> float:
+        return best_seconds(self.device, lambda: None, lambda: self._filled(num_seqs, context, context), 1)
