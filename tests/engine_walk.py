@@ -166,7 +166,9 @@ class Story:
         assert sorted(self.engine._scheduler.free_seats) == list(range(self.engine.config.max_num_seqs))
         deltas, blocks = without_void(self.deltas), self.engine._blocks
         found = tokens_of(deltas)
-        scored = {(delta.request_id, delta.index): delta.prompt_logprobs for delta in deltas[::-1]}
+        scored = collections.defaultdict(list)
+        for delta in deltas:
+            scored[delta.request_id, delta.index] += delta.prompt_logprobs
         room = min(self.engine.config.max_model_len, blocks.num_blocks * blocks.block_size) + 1
         for request_id, (prompt, params) in self.requests.items():
             for index in range(params.n):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from paged_jax.engine import Engine, SamplingParams
+from paged_jax.engine import Engine, EngineConfig, SamplingParams, TokenLogprob
 from paged_jax.engine.batch import StepShape
 from tests import engine_model as model
 from tests.conftest import QUICK_COMPILE
@@ -207,6 +207,32 @@ def test_no_compilation_after_the_start(engine, config):
     drain(engine)
 
 
+@pytest.mark.parametrize("field", dataclasses.fields(EngineConfig), ids=lambda field: field.name)
+def test_what_a_reset_cannot_change(field):
+    """The fields above `num_blocks` decide what is compiled, and no other ones."""
+    names = [each.name for each in dataclasses.fields(EngineConfig)]
+    others = {
+        "max_model_len": 40,
+        "max_num_seqs": 8,
+        "max_tokens_per_step": 32,
+        "max_prompts_per_step": 1,
+        "decode_rows": (1, 4),
+        "mixed_tokens": (1, 16),
+        "max_logprobs": 1,
+        "num_host_blocks": 1,
+        "num_blocks": 5,
+        "prefix_caching": False,
+        "preemption": "swap",
+        "recompute_tokens_per_second": 1.0,
+        "swap_bytes_per_second": 1.0,
+    }
+    config = EngineConfig(max_model_len=48, max_num_seqs=4, max_tokens_per_step=16)
+    ladders = {"decode_rows": (), "mixed_tokens": ()}  # which follow from the sizes
+    changed = dataclasses.replace(config, **ladders | {field.name: others[field.name]})
+    is_compiled = names.index(field.name) < names.index("num_blocks")
+    assert (changed.compiled != config.compiled) == is_compiled
+
+
 def test_reset_cannot_change_what_is_compiled(engine, config):
     with pytest.raises(ValueError, match="make a new Engine"):
         engine.reset(dataclasses.replace(config, max_model_len=40))
@@ -247,7 +273,7 @@ def test_measured_steps_are_all_shapes_and_leave_no_trace(engine, reference, con
     with pytest.raises(ValueError, match="1 requests are unfinished"):
         engine.measure_steps(20)
     engine.cancel(request_id)
-    times = engine.measure_steps(20, repeats=1)
+    times = engine.measure_steps(48, repeats=1)
     shapes = {(rows, True) for rows in config.decode_rows} | {(tokens, False) for tokens in config.mixed_tokens}
     assert {(shape.num_tokens, shape.is_decode) for shape in times} == shapes
     assert min(times.values()) > 0
@@ -255,6 +281,26 @@ def test_measured_steps_are_all_shapes_and_leave_no_trace(engine, reference, con
     assert result.token_ids == reference.greedy(prompt, 9)
     with pytest.raises(ValueError, match=r"context_len must be in \[1, 48\], got 49"):
         engine.measure_steps(49)
+
+
+def test_a_block_has_the_bytes_of_all_layers(engine):
+    """By these, swaps are told from cheaper ways."""
+    keys_and_values = 2 * BLOCK_SIZE * model.KV_HEADS * model.HEAD_SIZE
+    assert engine._runner.block_bytes == model.LAYERS * keys_and_values * 4
+
+
+def test_log_probabilities_of_the_drawn_tokens_alone():
+    """The model here continues a token by the next number, with certainty."""
+
+    def step(weights, caches, batch):
+        return jnp.where(jax.nn.one_hot(batch.token_ids[batch.logit_rows] + 1, 16) > 0, 0.0, -jnp.inf), caches
+
+    caches = model.make_caches(8, 4)[:1]
+    config = EngineConfig(max_model_len=16, max_num_seqs=2, max_tokens_per_step=2, max_logprobs=0)
+    engine = Engine(step, {}, caches, config, compiler_options=QUICK_COMPILE)
+    ((result,),) = engine.generate([[1, 2]], SamplingParams(max_tokens=2, logprobs=0, prompt_logprobs=0))
+    assert result.prompt_logprobs == (TokenLogprob(2, 0.0),)
+    assert result.logprobs == (TokenLogprob(3, 0.0), TokenLogprob(4, 0.0))
 
 
 def test_scales_per_token_are_refused(weights):

@@ -110,6 +110,7 @@ def test_a_generate_that_is_refused_leaves_no_request_behind(engine):
         engine.generate([PROMPTS[0], [1] * 60], PARAMS)
     assert not engine.has_work
     assert not engine.has_failed
+    assert engine.add_request(PROMPTS[0], PARAMS) == 0, "none of them was added"
 
 
 @pytest.mark.parametrize("refused", [{"prompt": []}, {"prompt": [1], "params": SamplingParams(n=5)}])

@@ -9,6 +9,7 @@ import logging
 import select
 import threading
 import time
+from unittest import mock
 
 import pytest
 
@@ -198,6 +199,31 @@ def test_programs_that_no_longer_meet_are_noticed(group, caplog):
         group.leader.reset()
     with pytest.raises(EngineFailed):
         group.leader.step()
+
+
+def test_ctrl_c_while_the_leader_sends_ends_the_group(group):
+    """A follower that got a part of a line cannot read another one."""
+    group.leader.add_request(PROMPTS[0], PARAMS)
+    with (
+        mock.patch.object(group.leader._followers[1], "send", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        group.leader.step()
+    with pytest.raises(ConnectionError, match="restart all processes"):
+        group.leader.reset()
+
+
+def test_a_reset_waits_for_its_own_reports(group, caplog):
+    """The reports of a reset that failed come first."""
+    caplog.set_level(logging.CRITICAL)
+    with contextlib.ExitStack() as failing:
+        for engine in (group.leader, group.followers[0]):
+            failing.enter_context(mock.patch.object(engine._runner, "reset", side_effect=RuntimeError("no memory")))
+        with pytest.raises(RuntimeError, match="no memory"):
+            group.leader.reset()
+        assert select.select([group.leader._followers[0]._connection], [], [], 20)[0], "no report"
+    group.leader.reset()
+    check_alike(group)
 
 
 def test_a_follower_that_is_gone_is_noticed(group):

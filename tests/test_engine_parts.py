@@ -1,7 +1,8 @@
-"""Tests the engine's parts one by one: plans, prefix cache, text, sampling, a model's batches, refusals."""
+"""Tests the engine's parts one by one: plans, prefix cache, sampling, a model's batches, refusals."""
 
 import dataclasses
 import hashlib
+import itertools
 import os
 import subprocess
 import sys
@@ -17,12 +18,12 @@ from paged_jax import build_metadata
 from paged_jax.engine import EngineConfig, SamplingParams, Stats
 from paged_jax.engine.batch import Batch, Draws, StepShape
 from paged_jax.engine.blocks import BlockManager
+from paged_jax.engine.pack import pack_made_up
 from paged_jax.engine.prefix import PrefixCache, extend_hashes
 from paged_jax.engine.request import Sequence
 from paged_jax.engine.runner import options_of
 from paged_jax.engine.sampling import Kind, draw, keep_top
 from paged_jax.engine.scheduler import Scheduler
-from paged_jax.engine.text import TextStream
 from tests import engine_model as model
 
 
@@ -159,11 +160,13 @@ def test_hashes_name_whole_beginnings():
     extend_hashes(names, list(range(10)), 4)
     assert len(names) == 2
     extend_hashes(names, list(range(13)), 4)
-    again, other = [], []
+    again = []
     extend_hashes(again, list(range(13)), 4)
-    extend_hashes(other, [9, *range(1, 13)], 4)
     assert names == again
-    assert not set(names) & set(other)
+    for first in (9, 2**8, 2**16, 2**30):  # all bits of a token count
+        other = []
+        extend_hashes(other, [first, *range(1, 13)], 4)
+        assert not set(names) & set(other)
 
 
 def test_the_least_recently_used_block_is_evicted_first_and_a_chain_from_its_end():
@@ -194,66 +197,6 @@ def test_a_sequence_s_last_blocks_are_evicted_first():
     blocks.release(0)
     blocks.append({1: 11})  # one block is free, so that two are evicted
     assert blocks.match(again) == held[:3]
-
-
-class Bytes:
-    """A tokenizer whose tokens are bytes."""
-
-    def decode(self, ids, /):
-        return bytes(ids).decode(errors="replace")
-
-
-@pytest.mark.parametrize("text", ["plain", "naïve — ünï", "漢字 🙂 end", ""])
-def test_text_comes_in_whole_characters(text):
-    stream = TextStream(Bytes(), list("prompt é".encode()), ())
-    pieces = [stream.push(byte) for byte in text.encode()]
-    assert "".join(pieces) + stream.flush() == text
-    assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
-    assert [piece for piece in pieces if piece] == list(text)
-
-
-def test_an_unfinished_character_is_flushed_as_what_it_is():
-    stream = TextStream(Bytes(), [], ())
-    assert [stream.push(byte) for byte in "aé".encode()[:-1]] == ["a", ""]
-    assert stream.flush() == "\N{REPLACEMENT CHARACTER}"
-
-
-@pytest.mark.parametrize(("byte", "shown"), [(0x80, "\N{REPLACEMENT CHARACTER}"), (0, "")])
-def test_the_work_for_a_token_is_bounded(byte, shown):
-    """Also where thousands of tokens in a row end inside a character, or show nothing, as special tokens do."""
-    lengths = []
-
-    class Counting(Bytes):
-        def decode(self, ids, /):
-            lengths.append(len(ids))
-            return super().decode(ids).replace("\0", "")
-
-    stream = TextStream(Counting(), list(b"prompt"))
-    pieces = [stream.push(byte) for _ in range(1000)] + [stream.push(ord("a")), stream.flush()]
-    assert "".join(pieces) == shown * 1000 + "a"
-    assert max(lengths) < 200
-
-
-@pytest.mark.parametrize(
-    ("text", "stop", "expected"),
-    [
-        ("one two three", ("two",), "one "),
-        ("aaab", ("aab",), "a"),
-        ("abcabd", ("abd", "zz"), "abc"),
-        ("abc", ("bcd",), None),
-        ("x\nUser: y", ("\nUser:", "User"), "x\n"),  # the first stop text that is complete
-    ],
-)
-def test_stop_texts(text, stop, expected):
-    stream, so_far = TextStream(Bytes(), [], stop), ""
-    for byte in text.encode():
-        so_far += stream.push(byte)
-        if stream.stopped_by:
-            break
-        assert (text if expected is None else expected).startswith(so_far)
-    so_far += stream.flush()
-    assert so_far == (text if expected is None else expected)
-    assert (stream.stopped_by in stop) == (expected is not None)
 
 
 def test_top_k_and_top_p_keep_what_sorting_would():
@@ -326,6 +269,15 @@ def test_draws_depend_on_seed_index_and_position(name):
     assert len(set(ids.tolist())) > 50
 
 
+@pytest.mark.parametrize("names", list(itertools.combinations(["seed_high", "seed_low", "index", "position"], 2)))
+def test_draws_depend_on_more_than_a_sum(names):
+    """A sample's draws are not those of the next sample one token later, nor those of a neighbouring seed."""
+    rising = jnp.arange(64, dtype=jnp.int32)
+    how = draws(64, **({"position": jnp.zeros(64, jnp.int32)} | dict(zip(names, (rising, 63 - rising), strict=True))))
+    ids = np.asarray(draw(jnp.zeros((64, 1000), jnp.float32), how, Kind.RANDOM, 0).token_ids)
+    assert len(set(ids.tolist())) > 50
+
+
 @pytest.mark.parametrize("query_lens", [(5, 3, 1, 1), (1, 1, 1, 1)])
 def test_what_a_model_gets_is_what_build_metadata_says(query_lens):
     """The device computes positions, slots and lengths; padding is written nowhere."""
@@ -363,6 +315,21 @@ def test_what_a_model_gets_is_what_build_metadata_says(query_lens):
     np.testing.assert_array_equal(metadata.seq_start_loc[:5], expected.seq_start_loc)
     assert (metadata.num_prefills == 0) == is_decode == (expected.num_prefills == 0)
     assert metadata.num_prefill_tokens + metadata.num_decode_tokens == num_tokens
+    assert (metadata.max_prefill_seq_len, metadata.max_decode_seq_len) == ((0, 16) if is_decode else (16, 0))
+    assert metadata.max_query_len >= max(query_lens)
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "context_len", "starts"),
+    [(2, 3, [0, 3, 6, 6, 6]), (3, 5, [0, 5, 10, 12, 12]), (1, 20, [0] + [12] * 4)],
+)
+def test_a_measured_step_has_no_more_prompts_than_a_real_one(num_prompts, context_len, starts):
+    shape = StepShape(12, 4, 5, False, num_prompts)
+    parts = shape.split(pack_made_up(shape, context_len, 16, 4))
+    assert parts["query_start_loc"].tolist() == starts
+    assert parts["seq_lens"].tolist() == np.diff(starts).tolist()
+    assert parts["row_seats"].tolist() == [0, 1, 2, 3]
+    assert (parts["seats"] == 4).all(), "no seat gets a token"
 
 
 def test_a_decode_batch_needs_no_query_starts():
@@ -401,6 +368,8 @@ def test_a_step_can_be_exported():
         ({"max_model_len": 0}, "max_model_len must be positive, got 0"),
         ({"max_tokens_per_step": 3}, "max_tokens_per_step must be at least max_num_seqs = 4, got 3"),
         ({"decode_rows": (2, 8)}, "decode_rows must rise"),
+        ({"decode_rows": (4, 4)}, "decode_rows must rise"),
+        ({"decode_rows": (0, 4)}, "decode_rows must rise from 1 or more"),
         ({"mixed_tokens": (8, 4, 16)}, "mixed_tokens must rise"),
         ({"preemption": "never"}, "preemption must be"),
         ({"num_blocks": 0}, "num_blocks must be positive"),

@@ -1,10 +1,13 @@
 """Tests the engine over a simulated pool (engine_simulation.py), which notices each read of what is not written."""
 
 import dataclasses
+import itertools
 
+import numpy as np
 import pytest
 
 from paged_jax.engine import EngineConfig, SamplingParams
+from paged_jax.engine.scheduler import Plan
 from tests import engine_walk
 from tests.engine_checks import drain, tokens_of
 from tests.engine_simulation import VOCAB, expected_tokens, make_engine
@@ -56,6 +59,35 @@ def test_swaps_of_many_blocks_go_in_several_calls(num_host_blocks, is_swapped):
     assert max(map(len, swapped)) == 34
     assert (engine._scheduler.counters.swapped > 0) == is_swapped
     assert (engine._scheduler.counters.recomputed > 0) != is_swapped
+
+
+def test_moves_of_blocks_follow_the_plan():
+    """A block that is swapped out may be one that a sequence is swapped in to, or that another block is copied to."""
+    engine = make_engine(4, 2, dataclasses.replace(CONFIG, num_host_blocks=4))
+    pool, host = engine._runner.pool, engine._runner.host_pool
+    pool.tokens[:], host.tokens[:] = np.arange(4)[:, None], 10 + np.arange(4)[:, None]
+    engine._runner.launch(Plan(swap_out=[(0, 0), (1, 1)], swap_in=[(2, 0)], copies=[(0, 1)]))
+    assert host.tokens[:, 0].tolist() == [0, 1, 12, 13]
+    assert pool.tokens[:, 0].tolist() == [12, 12, 2, 3]
+
+
+def test_a_step_may_change_more_of_the_tables_than_one_call_does():
+    engine = make_engine(1200, 1, EngineConfig(max_model_len=1100, max_num_seqs=1, max_tokens_per_step=1100))
+    prompt, params = [i * i % VOCAB for i in range(1090)], SamplingParams(max_tokens=4)
+    request_id = engine.add_request(prompt, params)
+    assert tokens_of(drain(engine))[request_id, 0] == expected_tokens(prompt, params, 0, 1101)
+
+
+def test_the_rate_is_that_of_tokens(monkeypatch):
+    """A step takes a second here."""
+    monkeypatch.setattr("paged_jax.engine.engine.time.perf_counter", itertools.count().__next__)
+    engine = make_engine(64, 4, CONFIG)
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=4, n=3))
+    num_steps = 0
+    while engine.has_work:
+        engine.step()
+        num_steps += 1
+    assert engine.stats().tokens_per_second == pytest.approx(12 / num_steps)
 
 
 def test_requests_without_a_seed_get_fresh_randomness():

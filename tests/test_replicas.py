@@ -54,6 +54,7 @@ class MadeUpEngine:
 
     def stats(self):
         assert not self.is_stepping
+        assert not self.reset_error, "an engine that has failed has no statistics"
         zeros = dict.fromkeys((field.name for field in dataclasses.fields(Stats)), 0)
         return Stats(**zeros | {"num_running": len(self.requests)})
 
@@ -178,6 +179,23 @@ def test_a_request_goes_where_the_fewest_samples_are():
     assert engines[0].num_added == 2, "finished samples count no more"
 
 
+def test_each_sample_of_a_request_counts():
+    replicas, engines = made_up()
+    for n in (3, 1, 1, 1):
+        replicas.add_request([1], SamplingParams(max_tokens=1, n=n))
+    for engine in engines:
+        engine.may_step.release()
+    finish(replicas)
+    assert [engine.num_added for engine in engines] == [1, 3]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_request_must_fit_into_every_engine(place):
+    replicas, engines = made_up()
+    engines[place].check = lambda prompt, params: 7
+    assert replicas.check([1], PARAMS) == 7
+
+
 def test_a_reset_waits_for_the_step_that_runs():
     replicas, (slow, quick) = made_up()
     for _ in range(2):
@@ -246,6 +264,7 @@ def test_engines_that_cannot_be_reset_get_no_more_requests():
         assert len(raised.value.request_ids) == (1 if broken is engines[0] else 2)
         assert replicas.has_failed == (broken is engines[1])
         if not replicas.has_failed:
+            replicas.stats()
             finish(replicas)
     with pytest.raises(EngineFailed, match=r"needs a reset\(\)"):
         replicas.add_request([1])

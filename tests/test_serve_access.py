@@ -78,10 +78,20 @@ def test_keys_are_compared_in_constant_time(monkeypatch):
     assert compared == [(b"good", b"good"), (b"good", b"other")]
 
 
-@pytest.mark.parametrize("path", ["/health", "/metrics", "/version"])
-def test_balancers_need_no_key(path):
-    assert ask(Access(api_keys=("good",)), "GET", path).status_code == 200
-    assert ask(Access(api_keys=("good",)), "GET", "/v1" + path).status_code == 401
+def make_server(**access):
+    """A server over a made-up engine, which is not started."""
+    model = Model(("one", "two"), KINDS["byte_level"](), ChatTemplate(), (), 300, 10)
+    return Server(Worker(MadeUpEngine(), 0), model, Access(**access))
+
+
+def test_balancers_alone_need_no_key():
+    is_open = {"/health", "/metrics", "/version"}
+    methods = {route.path: max(route.methods) for route in make_server().app().routes}
+    assert methods.keys() > is_open
+    for path, method in methods.items():
+        answer = ask(Access(api_keys=("good",)), method, path.replace("{model:path}", "one"))
+        assert answer.status_code == (200 if path in is_open else 401), path
+    assert ask(Access(api_keys=("good",)), "GET", "/v1/health").status_code == 401
 
 
 @pytest.mark.parametrize(
@@ -190,8 +200,7 @@ def test_the_access_log(caplog):
 
 
 def test_web_pages_may_call_if_they_are_allowed():
-    model = Model(("one", "two"), KINDS["byte_level"](), ChatTemplate(), (), 300, 10)
-    server = Server(Worker(MadeUpEngine(), 0), model, Access(api_keys=("key",), origins=("https://good.example",)))
+    server = make_server(api_keys=("key",), origins=("https://good.example",))
 
     async def go():
         async with httpx.AsyncClient(transport=httpx.ASGITransport(server.app()), base_url="http://x") as client:

@@ -13,6 +13,7 @@ import paged_jax
 from examples.attend import causal_attend
 from examples.checkpoint import load_model
 from examples.command_line import TINY
+from examples.server.api import CHAT, COMPLETION, IGNORED, NEUTRAL, read_chat, read_completion
 from examples.server.chat import ChatTemplate
 from tests.http_server import BLOCK_SIZE, GOOD, HELLO, NUM_BLOCKS, PROMPT
 
@@ -43,6 +44,23 @@ def test_the_version_and_the_model_s_length(running):
     assert httpx.get(f"{running.url}/version").json() == {"version": paged_jax.__version__}
     (card,) = httpx.get(f"{running.url}/v1/models").json()["data"]
     assert card["max_model_len"] == NUM_BLOCKS * BLOCK_SIZE
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_null_is_as_good_as_no_field(is_chat):
+    read, known, given = (
+        (read_chat, CHAT, {"messages": [{"role": "user", "content": "Hi"}]})
+        if is_chat
+        else (read_completion, COMPLETION, {"prompt": "Hi"})
+    )
+    given |= {"model": "tiny", "max_tokens": 5}
+    expected = read(given, ["tiny"])
+    for name in sorted((known | NEUTRAL.keys() | IGNORED) - given.keys()):
+        assert read(given | {name: None}, ["tiny"]) == expected, name
+    assert expected.wanted.params["max_tokens"] == 5
+    if is_chat:
+        both = read(given | {"max_completion_tokens": 7}, ["tiny"])
+        assert both.wanted.params["max_tokens"] == 7
 
 
 def complete(running, **fields):

@@ -9,6 +9,66 @@ from tests.real_tokenizers import KINDS, random_text
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
+class Bytes:
+    """A tokenizer whose tokens are bytes."""
+
+    def decode(self, ids, /):
+        return bytes(ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize("text", ["plain", "naïve — ünï", "漢字 🙂 end", ""])
+def test_text_comes_in_whole_characters(text):
+    stream = TextStream(Bytes(), list("prompt é".encode()), ())
+    pieces = [stream.push(byte) for byte in text.encode()]
+    assert "".join(pieces) + stream.flush() == text
+    assert all(BROKEN not in piece for piece in pieces)
+    assert [piece for piece in pieces if piece] == list(text)
+
+
+def test_an_unfinished_character_is_flushed_as_what_it_is():
+    stream = TextStream(Bytes(), [], ())
+    assert [stream.push(byte) for byte in "aé".encode()[:-1]] == ["a", ""]
+    assert stream.flush() == BROKEN
+
+
+@pytest.mark.parametrize(("byte", "shown"), [(0x80, BROKEN), (0, "")])
+def test_the_work_for_a_token_is_bounded(byte, shown):
+    """Also where thousands of tokens in a row end inside a character, or show nothing, as special tokens do."""
+    lengths = []
+
+    class Counting(Bytes):
+        def decode(self, ids, /):
+            lengths.append(len(ids))
+            return super().decode(ids).replace("\0", "")
+
+    stream = TextStream(Counting(), list(b"prompt"))
+    pieces = [stream.push(byte) for _ in range(1000)] + [stream.push(ord("a")), stream.flush()]
+    assert "".join(pieces) == shown * 1000 + "a"
+    assert max(lengths) < 200
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("one two three", ("two",), "one "),
+        ("aaab", ("aab",), "a"),
+        ("abcabd", ("abd", "zz"), "abc"),
+        ("abc", ("bcd",), None),
+        ("x\nUser: y", ("\nUser:", "User"), "x\n"),  # the first stop text that is complete
+    ],
+)
+def test_stop_texts(text, stop, expected):
+    stream, so_far = TextStream(Bytes(), [], stop), ""
+    for byte in text.encode():
+        so_far += stream.push(byte)
+        if stream.stopped_by:
+            break
+        assert (text if expected is None else expected).startswith(so_far)
+    so_far += stream.flush()
+    assert so_far == (text if expected is None else expected)
+    assert (stream.stopped_by in stop) == (expected is not None)
+
+
 @pytest.fixture(scope="module", params=KINDS)
 def tokenizer(request):
     return KINDS[request.param]()
