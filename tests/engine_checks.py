@@ -21,6 +21,7 @@ CONFIG = EngineConfig(
     mixed_tokens=(16,),
     max_logprobs=3,
     num_host_blocks=NUM_HOST_BLOCKS,
+    adjustments=False,
 )
 # The second one has several programs for its steps, few prompts a step, and a host that is full before the pool is.
 SIZES = {"decode_rows": (2, 4), "mixed_tokens": (5, 16), "max_prompts_per_step": 2, "num_host_blocks": 5}

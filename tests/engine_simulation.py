@@ -68,19 +68,80 @@ def expected_tokens(prompt, params: SamplingParams, index, room, seed=None, salt
     most = room if params.max_tokens is None else len(prompt) + params.max_tokens
     seed = params.seed if seed is None else seed
     while len(tokens) < most:
-        if len(tokens) - len(prompt) in salts:
-            salt = salts[len(tokens) - len(prompt)]
+        output = tokens[len(prompt) :]
+        if len(output) in salts:
+            salt = salts[len(output)]
             chain = chain_of(tokens, salt)
+        allowed = range(VOCAB) if params.mask is None else params.mask.allowed_after(output)
+        if not allowed:
+            break
         drawn = chain
         if params.temperature > 0:
             bits = [int(np.float32(x).view(np.uint32)) for x in (params.temperature, params.top_p)]
             for value in (*bits, params.top_k, seed or 0, index, len(tokens)):
                 drawn = mix(drawn, value)
-        tokens.append(drawn % VOCAB)
+        if params.is_adjusted:
+            numbers = params.repetition_penalty, params.presence_penalty, params.frequency_penalty, params.min_p
+            counts = [output.count(token) | (token in prompt) << 15 for token in range(VOCAB)]
+            biases = dict(params.logit_bias)
+            if len(output) < params.min_tokens:
+                biases |= dict.fromkeys(params.stop_token_ids, -np.inf)
+            tokens.append(_pick(drawn, numbers, counts, biases, allowed))
+        else:
+            tokens.append(drawn % VOCAB)
         chain = link(chain, tokens[-1], salt)
         if tokens[-1] in params.stop_token_ids:
             break
     return tuple(tokens[len(prompt) :])
+
+
+def _pick(drawn, numbers, counts, biases, allowed):
+    """The token of an adjusted row: it depends on all adjustments of the row, and counts matter to penalties only."""
+    bits = [int(np.float32(x).view(np.uint32)) for x in numbers]
+    for value in (*bits, *(counts if tuple(numbers[:3]) != (1, 0, 0) else ())):
+        drawn = mix(drawn, int(value))
+    for token, bias in sorted(biases.items()):
+        if bias > -np.inf:
+            drawn = mix(mix(drawn, token), int(np.float32(bias).view(np.uint32)))
+    left = [token for token in allowed if biases.get(token) != -np.inf] or list(allowed)
+    return left[drawn % len(left)]
+
+
+class Rules:
+    """A mask of the simulation: which tokens may come depends on the last one and on the sum of all.
+
+    Attributes:
+      end: a sample ends once it has so many tokens, and one more for some sums; None for no end.
+      fails_at: the number of tokens after which the mask raises, or None.
+    """
+
+    def __init__(self, end=None, fails_at=None):
+        self.end, self.fails_at = end, fails_at
+
+    def allowed_after(self, output):
+        """The tokens that may follow an output."""
+        if len(output) == self.fails_at or (self.end is not None and len(output) >= self.end + (sum(output) % 3 == 1)):
+            return []
+        return [t for t in range(VOCAB) if t not in (output[-1:] or [3]) and (t + sum(output)) % 4]
+
+    def start(self):
+        """The state of a new sample."""
+        return _RulesState(self)
+
+
+class _RulesState:
+    def __init__(self, rules):
+        self._rules, self._output = rules, []
+
+    def fill(self, allowed):
+        if len(self._output) == self._rules.fails_at:
+            raise RuntimeError("the mask fails")
+        for token in self._rules.allowed_after(self._output):
+            allowed[0] |= np.uint32(1 << token)
+
+    def advance(self, token_id):
+        assert token_id in self._rules.allowed_after(self._output), "a token came that the mask forbids"
+        self._output.append(token_id)
 
 
 class Pool:
@@ -131,11 +192,12 @@ class SimulatedRunner(Runner):
         self.max_blocks_per_seq = -(-config.max_model_len // self.block_size)
         self.interrupt = lambda name: None
         self._weights = weights
-        kinds = list(Kind) if config.max_logprobs is not None else [Kind.GREEDY, Kind.RANDOM]
+        kinds = Kind.all_of(config.max_logprobs, config.adjustments)
+        self.vocab_size = VOCAB
         self._programs = {shape: self._model(shape) for shape in self._shapes()}
         self._programs |= {(shape.num_rows, kind): self._draw(kind) for shape in self._shapes() for kind in kinds}
         self._programs |= {name: self._mover(name) for name in ("copy", "swap_in", "swap_out")}
-        self._programs["tables"] = self._change
+        self._programs |= {"tables": self._change, "adjust": self._adjust}
         self.num_compiled = len(self._programs)
         self.reset()
 
@@ -145,6 +207,12 @@ class SimulatedRunner(Runner):
         self.host_pool = self._host_caches = Pool(max(self.config.num_host_blocks, 1), self.block_size)
         self._last_tokens = np.full(self.config.max_num_seqs, _EMPTY, np.int32)
         self._tables = np.full((self.config.max_num_seqs, self.max_blocks_per_seq), _EMPTY, np.int32)
+        self._adjustments = [None] * self.config.max_num_seqs
+        self._no_masks = {n: np.full((n, 1), 2**32 - 1, np.uint32) for n in range(self.config.max_num_seqs + 1)}
+
+    def _adjust(self, rows, seat, row):
+        self.interrupt("adjust")
+        return [*rows[:seat], row, *rows[seat + 1 :]]
 
     def _change(self, tables, entries):
         self.interrupt("tables")
@@ -214,7 +282,7 @@ class SimulatedRunner(Runner):
         assert (chains == link(before, tokens, salt)).all(), "a row reads another sequence's tokens or old weights'"
 
     def _draw(self, kind):
-        def run(chains, packed, last_tokens):
+        def run(chains, packed, last_tokens, rows=None, seats=(), masks=None):
             self.interrupt("draw")
             parts = dict(
                 zip(
@@ -231,18 +299,36 @@ class SimulatedRunner(Runner):
             is_random = parts["temperature"].view(np.float32) > 0
             ids = (np.where(is_random, drawn, chains) % np.uint64(VOCAB)).astype(np.int32)
             assert kind >= Kind.RANDOM or not is_random.any()
+            assert kind.is_adjusted == (rows is not None)
+            for i, seat in enumerate(seats):
+                if seat < self.config.max_num_seqs:
+                    chain = int(drawn[i] if is_random[i] else chains[i])
+                    ids[i] = self._draw_adjusted(chain, rows[seat], parts["position"][i], masks[i])
             is_row = parts["seats"] < self.config.max_num_seqs
             last_tokens = last_tokens.copy()
             last_tokens[parts["seats"][is_row]] = ids[is_row]
             results = [ids]
-            if kind == Kind.LOGPROBS:
+            if kind.has_logprobs:
                 most = self.config.max_logprobs
                 scored = np.where(parts["scored"] < 0, ids, parts["scored"])
                 scores = logprob(mix(chains, scored.astype(np.uint64)))
                 results += [scores, np.tile(ids[:, None], most), np.tile(scores[:, None], most)]
-            return last_tokens, Drawn(*(Later(array, lambda: self.interrupt("read")) for array in results))
+            results = Drawn(*(Later(array, lambda: self.interrupt("read")) for array in results))
+            return (last_tokens, results) if rows is None else (last_tokens, rows, results)
 
         return run
+
+    @staticmethod
+    def _draw_adjusted(chain, row, position, mask):
+        numbers = row.repetition, row.presence, row.frequency, row.min_p
+        holding = [(t, b) for t, b, until in zip(row.bias_ids, row.biases, row.until, strict=True) if position < until]
+        biases = {}
+        for token, bias in holding:
+            if token < VOCAB:
+                biases[int(token)] = biases.get(int(token), 0) + bias
+        token = _pick(chain, numbers, row.counts, biases, [t for t in range(VOCAB) if mask[0] >> np.uint32(t) & 1])
+        row.counts[token] += 1
+        return token
 
 
 def expected_scores(tokens, salt=0):

@@ -15,7 +15,7 @@ from typing import Any
 
 from paged_jax.engine import EngineConfig, SamplingParams
 from tests.engine_checks import check_blocks, tokens_of, without_void
-from tests.engine_simulation import VOCAB, expected_scores, expected_tokens, make_engine
+from tests.engine_simulation import VOCAB, Rules, expected_scores, expected_tokens, make_engine
 
 
 class _Broken(Exception):
@@ -74,6 +74,8 @@ class Story:
             logprobs=draw.choice([None, None, 2]),
             prompt_logprobs=draw.choice([None, None, None, 0, 1]),
         )
+        if draw.random() < 0.5:
+            params = self.adjusted(params)
         if params.max_tokens is not None and length + params.max_tokens > room:
             params = dataclasses.replace(params, max_tokens=None)
         try:
@@ -85,10 +87,24 @@ class Story:
             self.requests[request_id] = prompt, params
             self.salts |= {(request_id, index): {0: self.salt} for index in range(params.n)}
 
+    def adjusted(self, params):
+        """Parameters that also change the logits in some ways."""
+        draw = self.draw
+        return dataclasses.replace(
+            params,
+            min_p=draw.choice([0.0, 0.25]),
+            repetition_penalty=draw.choice([1.0, 1.0, 1.5]),
+            presence_penalty=draw.choice([0.0, -1.0]),
+            frequency_penalty=draw.choice([0.0, 0.0, 0.5]),
+            logit_bias=draw.choice([(), {1: 2.0}, {4: -100.0, 2: 1.0}]),
+            min_tokens=draw.choice([0, 0, min(4, params.max_tokens or 4)]),
+            mask=draw.choice([None, None, Rules(), Rules(end=4), Rules(end=0), Rules(fails_at=2)]),
+        )
+
     def step(self):
         """Runs a step, which may fail; then the engine is reset."""
         if self.draw.random() < 0.02:
-            what, how = self.draw.choice(["model", "draw", "read", "copy", "swap_out", "swap_in"]), None
+            what, how = self.draw.choice(["model", "draw", "read", "copy", "swap_out", "swap_in", "adjust"]), None
             how = self.draw.choice([_Broken("broken"), KeyboardInterrupt()])
 
             def interrupt(name):
@@ -166,6 +182,7 @@ class Story:
         assert sorted(self.engine._scheduler.free_seats) == list(range(self.engine.config.max_num_seqs))
         deltas, blocks = without_void(self.deltas), self.engine._blocks
         found = tokens_of(deltas)
+        ends = {(delta.request_id, delta.index): delta for delta in deltas}
         scored = collections.defaultdict(list)
         for delta in deltas:
             scored[delta.request_id, delta.index] += delta.prompt_logprobs
@@ -176,12 +193,28 @@ class Story:
                 salts = self.salts[request_id, index]
                 wanted = expected_tokens(prompt, params, index, room, seed, salts.items())
                 assert found.pop((request_id, index)) == wanted, f"sample {index} of request {request_id}"
+                self.check_end(ends[request_id, index], params, len(wanted))
                 is_scored = params.prompt_logprobs is not None and not index
                 scores = expected_scores(prompt, salts[0]) if is_scored else []
                 assert [item.logprob for item in scored[request_id, index]] == scores
                 assert [item.token_id for item in scored[request_id, index]] == (list(prompt)[1:] if is_scored else [])
         assert not found, f"tokens of unknown requests: {found}"
         self.count()
+
+    def check_end(self, last, params, num_tokens):
+        """Checks why a sample has ended."""
+        assert last.finish_reason in ("stop", "length", "error")
+        has_failed = params.mask is not None and num_tokens == params.mask.fails_at
+        is_last = last.token_ids[-1:] and last.token_ids[-1] in params.stop_token_ids
+        if has_failed and not is_last and last.finish_reason != "length":
+            assert (last.finish_reason, last.stop_reason) == ("error", "RuntimeError: the mask fails")
+            self.seen["masks failed"] += 1
+        elif params.mask is not None and last.finish_reason == "stop" and not is_last:
+            assert last.stop_reason is None
+            self.seen["masks ended"] += 1
+        if is_last:
+            assert last.finish_reason == "stop"
+            assert params.mask is not None or num_tokens > params.min_tokens
 
 
 def walk(seed: int, seen: dict[str, int]) -> None:
@@ -223,6 +256,7 @@ def run(seeds: range) -> dict[str, int]:
     seen = dict.fromkeys(
         ("requests", "refused", "cancelled", "failed", "recomputed", "swapped", "found", "updated", "restarted"), 0
     )
+    seen |= {"masks failed": 0, "masks ended": 0}
     for seed in seeds:
         try:
             walk(seed, seen)

@@ -18,10 +18,10 @@ from paged_jax import build_metadata
 from paged_jax.engine import EngineConfig, SamplingParams, Stats
 from paged_jax.engine.batch import Batch, Draws, StepShape
 from paged_jax.engine.blocks import BlockManager
+from paged_jax.engine.compiling import options_of
 from paged_jax.engine.pack import pack_made_up
 from paged_jax.engine.prefix import PrefixCache, extend_hashes
 from paged_jax.engine.request import Sequence
-from paged_jax.engine.runner import options_of
 from paged_jax.engine.sampling import Kind, draw, keep_top
 from paged_jax.engine.scheduler import Scheduler
 from tests import engine_model as model

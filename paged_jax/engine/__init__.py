@@ -10,9 +10,10 @@
 - blocks.py     keeps track of who holds which block; prefix.py: of which full block holds which tokens
 - batch.py      the batch that a model is given, and the array in which it travels to the device
 - pack.py       fills that array from a plan
-- runner.py     the compiled programs; arrays.py: the pools they work on
+- runner.py     the compiled programs; arrays.py: the pools they work on; compiling.py: compiles them
 - sampling.py   draws tokens on the device
 - weights.py    checks weights that are to replace the engine's
+- adjust.py     changes logits before: penalties, biases, minimum lengths; mask.py: which tokens may come
 - text.py       turns tokens into text and finds stop texts
 - processes.py  one engine over several processes
 
@@ -28,12 +29,13 @@ Words that these files share:
 
 from paged_jax.engine.base import BaseEngine, EngineFailed, RunningRequests
 from paged_jax.engine.batch import Batch, Step, StepShape
+from paged_jax.engine.compiling import CompilerOptions
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.engine import Engine
+from paged_jax.engine.mask import MaskState, TokenMask
 from paged_jax.engine.processes import LeadingEngine, follow
 from paged_jax.engine.replicas import ReplicaFailed, Replicas
 from paged_jax.engine.request import Completion, Delta, SamplingParams, Tokenizer, TokenLogprob
-from paged_jax.engine.runner import CompilerOptions
 from paged_jax.engine.stats import Stats
 from paged_jax.engine.text import TextStream
 
@@ -47,6 +49,7 @@ __all__ = [
     "EngineConfig",
     "EngineFailed",
     "LeadingEngine",
+    "MaskState",
     "ReplicaFailed",
     "Replicas",
     "RunningRequests",
@@ -56,6 +59,7 @@ __all__ = [
     "StepShape",
     "TextStream",
     "TokenLogprob",
+    "TokenMask",
     "Tokenizer",
     "follow",
 ]

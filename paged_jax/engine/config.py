@@ -29,6 +29,9 @@ class EngineConfig:
         max_tokens_per_step. If it is empty, the engine chooses.
       max_logprobs: the largest `SamplingParams.logprobs` that a request may ask for. With None no request can ask for
         log-probabilities, and fewer programs are compiled.
+      adjustments: whether requests may have penalties, biases, `min_tokens`, `min_p` and masks. With False fewer
+        programs are compiled, and the engine keeps no counts of tokens, which are 2 * max_num_seqs * vocab_size bytes
+        on the device.
       num_host_blocks: blocks in pinned host memory, to which preempted sequences can be swapped; 0 for no swapping.
 
       num_blocks: how many blocks of the caches the engine uses; None for all.
@@ -52,6 +55,7 @@ class EngineConfig:
     decode_rows: tuple[int, ...] = ()
     mixed_tokens: tuple[int, ...] = ()
     max_logprobs: int | None = None
+    adjustments: bool = True
     num_host_blocks: int = 0
 
     num_blocks: int | None = None
@@ -66,6 +70,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None or name not in ("max_logprobs", "num_blocks"):
                 object.__setattr__(self, name, integer(name, value))
+        if not isinstance(self.adjustments, bool):
+            raise TypeError(f"adjustments must be a bool, got {type(self.adjustments).__name__}")
         for name in positive:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
@@ -102,6 +108,7 @@ class EngineConfig:
             self.decode_rows,
             self.mixed_tokens,
             self.max_logprobs,
+            self.adjustments,
             self.num_host_blocks,
         )
 

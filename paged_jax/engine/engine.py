@@ -6,7 +6,8 @@
 
 `Engine.step` plans and launches a step, and only then reads the tokens that the step before it drew, so that the device
 never waits for the host. The price is that a sequence is computed for one step more after its last token, since the
-host learns of the end too late to leave it out.
+host learns of the end too late to leave it out. Where a sequence has a mask, the step's model is launched first, then
+the tokens are read, and then the program that draws is launched with the masks (mask.py).
 """
 
 import collections.abc
@@ -16,9 +17,12 @@ from typing import Any, override
 from paged_jax.engine.base import BaseEngine, RunningRequests
 from paged_jax.engine.batch import Caches, Step, StepShape
 from paged_jax.engine.blocks import BlockManager
+from paged_jax.engine.compiling import CompilerOptions
 from paged_jax.engine.config import EngineConfig
+from paged_jax.engine.mask import MaskedSample, gather_masks
 from paged_jax.engine.request import (
     Delta,
+    FinishReason,
     SamplingParams,
     Seeds,
     Sequence,
@@ -26,7 +30,7 @@ from paged_jax.engine.request import (
     TokenLogprob,
     read_token_ids,
 )
-from paged_jax.engine.runner import CompilerOptions, Launched, Runner
+from paged_jax.engine.runner import Launched, Runner
 from paged_jax.engine.sampling import Drawn
 from paged_jax.engine.scheduler import Scheduler
 from paged_jax.engine.stats import Stats
@@ -148,22 +152,26 @@ class Engine(BaseEngine):
             for index in range(params.n)
         ]
         for sequence in samples:
-            sequence.text = self._text_stream(tokens, params)
+            self._equip(sequence)
         samples[0].children = samples[1:]
         self._requests[request_id] = samples
         self._scheduler.add(samples[0])
         return request_id
 
-    def _text_stream(self, prompt: list[int], params: SamplingParams) -> TextStream | None:
-        if self.tokenizer is None:
-            return None
-        return TextStream(
-            self.tokenizer,
-            prompt,
-            params.stop,
-            skip_special_tokens=params.skip_special_tokens,
-            include_stop=params.include_stop,
-        )
+    def _equip(self, sequence: Sequence) -> None:
+        """Gives a sequence without output its text stream and its mask."""
+        params = sequence.params
+        if self.tokenizer is not None:
+            sequence.text = TextStream(
+                self.tokenizer,
+                sequence.tokens,
+                params.stop,
+                skip_special_tokens=params.skip_special_tokens,
+                include_stop=params.include_stop,
+                min_tokens=params.min_tokens,
+            )
+        if params.mask is not None:
+            sequence.mask = MaskedSample(params.mask, self._runner.vocab_size)
 
     @override
     def update_weights(self, weights: Any, *, running: RunningRequests = "continue") -> None:
@@ -217,7 +225,13 @@ class Engine(BaseEngine):
                 for chunk in plan.chunks
                 if chunk.start < chunk.sequence.num_prompt
             )
+        launched = self._launched
+        if launched is not None and not launched.plan.is_masked:
+            self._runner.draw(launched)
         deltas += self._read(before) if before is not None else []
+        if launched is not None and launched.plan.is_masked:
+            masks = gather_masks(launched.plan.samples, launched.num_rows, self._runner.vocab_size)
+            self._runner.draw(launched, masks)
         self._seconds += time.perf_counter() - began
         return deltas
 
@@ -327,6 +341,11 @@ class Engine(BaseEngine):
                 raise ValueError(f"{name} must be at most max_logprobs = {limit or 0}, got {wanted}")
             if wanted is not None and limit is None:
                 raise ValueError(f"{name} need an engine whose max_logprobs is not None")
+        if params.is_adjusted and not self.config.adjustments:
+            raise ValueError("penalties, logit_bias, min_tokens, min_p and masks need an engine with adjustments=True")
+        for token_id in dict(params.logit_bias):
+            if token_id >= self._runner.vocab_size:
+                raise ValueError(f"logit_bias names token {token_id}; the model has {self._runner.vocab_size}")
         if params.stop and self.tokenizer is None:
             raise ValueError("stop texts need an engine with a tokenizer")
         return room if params.max_tokens is None else len(prompt) + params.max_tokens
@@ -338,7 +357,7 @@ class Engine(BaseEngine):
         self._restarted = None
         for sequence in restarted.values():
             sequence.restart()
-            sequence.text = self._text_stream(sequence.tokens, sequence.params)
+            self._equip(sequence)
         given = [delta for delta in deltas if (delta.request_id, delta.index) not in restarted]
         self._num_output_tokens -= len(deltas) - len(given)
         return given
@@ -356,11 +375,20 @@ class Engine(BaseEngine):
                 deltas.append(self._take(sample.sequence, token_id, drawn, i))
         return deltas
 
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        sequence.finish_reason = reason
+        self._scheduler.finish(sequence)
+        if all(other.finish_reason for other in self._requests[sequence.request_id]):
+            del self._requests[sequence.request_id]
+
     def _take(self, sequence: Sequence, token_id: int, drawn: Drawn, i: int) -> Delta:
         """Appends a drawn token to its sequence, and finishes the sequence if this was its last token."""
+        if sequence.mask is not None and sequence.mask.has_ended:  # no token may come, not even this first one
+            return self._end_masked(sequence, (), "", ())
         params = sequence.params
         sequence.tokens.append(token_id)
         self._num_output_tokens += 1
+        logprobs = () if params.logprobs is None else (_logprob(token_id, drawn, i, params.logprobs),)
         stop_reason: int | str | None = token_id if token_id in params.stop_token_ids else None
         text = ""
         if sequence.text is not None and (stop_reason is None or params.include_stop):
@@ -371,25 +399,48 @@ class Engine(BaseEngine):
             if sequence.text is not None:
                 text += sequence.text.flush()
                 stop_reason = sequence.text.stopped_by if stop_reason is None else stop_reason
-            sequence.finish_reason = "stop" if stop_reason is not None else "length"
-            self._scheduler.finish(sequence)
-            if all(other.finish_reason for other in self._requests[sequence.request_id]):
-                del self._requests[sequence.request_id]
-        logprobs = () if params.logprobs is None else (_logprob(token_id, drawn, i, params.logprobs),)
-        scored, sequence.scored = sequence.scored, {}
-        is_restarted, sequence.is_restarted = sequence.is_restarted, False
-        return Delta(
-            sequence.request_id,
-            sequence.index,
-            (token_id,),
-            text,
-            logprobs,
-            sequence.finish_reason,
-            stop_reason,
-            sequence.num_found or 0,
-            tuple(scored[position] for position in sorted(scored)),
-            is_restarted,
-        )
+            self._finish(sequence, "stop" if stop_reason is not None else "length")
+        elif sequence.mask is not None:
+            sequence.mask.advance(token_id)
+            if sequence.mask.has_ended:
+                return self._end_masked(sequence, (token_id,), text, logprobs)
+        return _delta(sequence, (token_id,), text, logprobs, stop_reason)
+
+    def _end_masked(
+        self, sequence: Sequence, token_ids: tuple[int, ...], text: str, logprobs: tuple[TokenLogprob, ...]
+    ) -> Delta:
+        """Finishes a sequence whose mask allows no token after these new ones, or has raised."""
+        stop_reason = None
+        if sequence.text is not None:
+            text += sequence.text.flush()
+            stop_reason = sequence.text.stopped_by
+        error = sequence.mask.error
+        self._finish(sequence, "stop" if error is None else "error")
+        return _delta(sequence, token_ids, text, logprobs, stop_reason if error is None else error)
+
+
+def _delta(
+    sequence: Sequence,
+    token_ids: tuple[int, ...],
+    text: str,
+    logprobs: tuple[TokenLogprob, ...],
+    stop_reason: int | str | None,
+) -> Delta:
+    """Tells of new tokens, and of the log-probabilities of the prompt's that are known since the last time."""
+    scored, sequence.scored = sequence.scored, {}
+    is_restarted, sequence.is_restarted = sequence.is_restarted, False
+    return Delta(
+        sequence.request_id,
+        sequence.index,
+        token_ids,
+        text,
+        logprobs,
+        sequence.finish_reason,
+        stop_reason,
+        sequence.num_found or 0,
+        tuple(scored[position] for position in sorted(scored)),
+        is_restarted,
+    )
 
 
 def _check_pool(config: EngineConfig, num_blocks: int) -> None:

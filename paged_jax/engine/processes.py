@@ -17,6 +17,7 @@ the numbers differ: then only a restart of all processes helps.
 Every process first calls `jax.distributed.initialize`, and makes its engine with the same arguments.
 """
 
+import collections.abc
 import dataclasses
 import json
 import logging
@@ -84,8 +85,15 @@ class LeadingEngine(Engine):
         return super().measure_steps(context_len, repeats)
 
     @override
+    def check(self, prompt: collections.abc.Sequence[int], params: SamplingParams) -> int:
+        if self._followers and params.mask is not None:
+            raise ValueError("a mask needs an engine in one process: it cannot be sent to the followers")
+        return super().check(prompt, params)
+
+    @override
     def _add(self, tokens: list[int], params: SamplingParams, max_total: int) -> int:
-        self._tell("add_request", tokens, dataclasses.asdict(params))
+        if params.mask is None:
+            self._tell("add_request", tokens, dataclasses.asdict(params))
         return super()._add(tokens, params, max_total)
 
     @override

@@ -2,6 +2,7 @@
 
 import collections.abc
 import dataclasses
+import functools
 import hashlib
 import operator
 import secrets
@@ -11,8 +12,11 @@ import numpy as np
 
 from paged_jax._integers import integer
 
-type FinishReason = Literal["stop", "length", "cancelled"]
+type FinishReason = Literal["stop", "length", "cancelled", "error"]
+type LogitBias = collections.abc.Mapping[int, float] | collections.abc.Iterable[tuple[int, float]]
 
+MAX_BIASES = 512  # tokens whose logits a request may change, the stop tokens that min_tokens forbids included
+_LARGEST_PENALTY = 1e6
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)  # on the device parameters are float32
 
 
@@ -26,6 +30,15 @@ class SamplingParams:
       temperature: divides the logits; 0 always takes the most likely token.
       top_k: draws from the `top_k` most likely tokens only (and from those as likely as the last of them); 0 for all.
       top_p: draws from the smallest set of most likely tokens whose probabilities add up to `top_p`; 1 for all.
+      min_p: draws only from tokens that are at least `min_p` times as likely as the most likely one; 0 for all.
+      repetition_penalty: divides the positive logits of all tokens that the prompt or the output has, and multiplies
+        the negative ones; 1 for none.
+      presence_penalty, frequency_penalty: are subtracted from the logits of all tokens that the output has: the first
+        once, the second once for each time; from -2 to 2.
+      logit_bias: what is added to the logits of some tokens, from -100 to 100, by token id.
+      min_tokens: how many tokens a sample has before a stop token or a stop text may end it.
+      mask: says before each token which tokens may come, as a grammar does: a `TokenMask`. It decides alone where
+        `min_tokens` would forbid every token that it allows.
       seed: the seed of the draws, from 0 to 2**64 - 1; None for one that the engine takes from its own. The tokens of a
         sample depend on its seed, its index and their positions, but not on the other requests of a batch.
       stop_token_ids: tokens that end a sample; they are among its tokens, but not in its text.
@@ -34,7 +47,7 @@ class SamplingParams:
       include_stop: whether the stop token or text that ends a sample is in its text.
       skip_special_tokens: whether special tokens are left out of the text.
       logprobs: for how many of the most likely tokens to report log-probabilities, beside the drawn token's own; None
-        for no log-probabilities. They are the model's: temperature, top_k and top_p do not change them.
+        for no log-probabilities. They are the model's: none of these parameters changes them.
       prompt_logprobs: the same for the tokens of the prompt. Such a prompt is not looked up in the prefix cache, and a
         step computes no more of its tokens than the engine has seats.
 
@@ -49,6 +62,13 @@ class SamplingParams:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: LogitBias = ()
+    min_tokens: int = 0
+    mask: Any = None
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
@@ -58,20 +78,28 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self):
-        for name, least in (("max_tokens", 1), ("n", 1), ("top_k", 0), ("logprobs", 0), ("prompt_logprobs", 0)):
-            if getattr(self, name) is not None or name in ("n", "top_k"):
+        integers = (
+            ("max_tokens", 1),
+            ("n", 1),
+            ("top_k", 0),
+            ("min_tokens", 0),
+            ("logprobs", 0),
+            ("prompt_logprobs", 0),
+        )
+        for name, least in integers:
+            if getattr(self, name) is not None or name in ("n", "top_k", "min_tokens"):
                 object.__setattr__(self, name, _integer_in(name, getattr(self, name), least, 2**31 - 1))
         object.__setattr__(self, "seed", _read_seed(self.seed))
-        for name in ("temperature", "top_p"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"{name} must be a number, got {value!r}")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            _check_number(name, getattr(self, name))
         if not 0 <= self.temperature <= _LARGEST_FLOAT:
             raise ValueError(f"temperature must be 0 or more and finite in float32, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         stop_token_ids = tuple(_integer_in("stop_token_ids", x, 0, 2**31 - 1) for x in self.stop_token_ids)
         object.__setattr__(self, "stop_token_ids", stop_token_ids)
+        object.__setattr__(self, "logit_bias", _read_biases(self.logit_bias))
+        self._check_adjustments()
         if isinstance(self.stop, str):
             raise TypeError(f"stop must be a tuple of texts, got the text {self.stop!r}")
         object.__setattr__(self, "stop", tuple(self.stop))
@@ -80,6 +108,58 @@ class SamplingParams:
         for name in ("include_stop", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+
+    def _check_adjustments(self) -> None:
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
+        least, most = 1 / _LARGEST_PENALTY, _LARGEST_PENALTY
+        if not least <= self.repetition_penalty <= most:
+            raise ValueError(f"repetition_penalty must be in [{least}, {most}], got {self.repetition_penalty}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                raise ValueError(f"{name} must be in [-2, 2], got {getattr(self, name)}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens must be at most max_tokens = {self.max_tokens}, got {self.min_tokens}")
+        num_biases = len(dict(self.logit_bias)) + (len(self.stop_token_ids) if self.min_tokens else 0)
+        if num_biases > MAX_BIASES:
+            raise ValueError(
+                "logit_bias, and stop_token_ids where there are min_tokens, may name at most "
+                f"{MAX_BIASES} tokens together, got {num_biases}"
+            )
+        if self.mask is not None and not callable(getattr(self.mask, "start", None)):
+            raise TypeError(f"mask must have a method start, as a TokenMask has, got {self.mask!r}")
+
+    @functools.cached_property
+    def has_penalties(self) -> bool:
+        """Whether tokens must be counted."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @functools.cached_property
+    def is_adjusted(self) -> bool:
+        """Whether logits are changed before a token is drawn, beyond temperature, top_k and top_p."""
+        return bool(self.has_penalties or self.min_p or self.logit_bias or self.min_tokens or self.mask is not None)
+
+
+def _check_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+
+
+def _read_biases(biases: Any) -> tuple[tuple[int, float], ...]:
+    """Checks biases and gives them in order of their tokens, so that equal ones are equal."""
+    pairs = biases.items() if isinstance(biases, collections.abc.Mapping) else biases
+    try:
+        pairs = [(token_id, bias) for token_id, bias in pairs]
+    except (TypeError, ValueError):
+        raise TypeError(f"logit_bias must give numbers by token ids, got {biases!r:.60}") from None
+    pairs = [(_integer_in("a token of logit_bias", token_id, 0, 2**31 - 1), bias) for token_id, bias in pairs]
+    for token_id, bias in pairs:
+        _check_number(f"logit_bias of token {token_id}", bias)
+        if not -100 <= bias <= 100:
+            raise ValueError(f"logit_bias must be in [-100, 100], got {bias} for token {token_id}")
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("logit_bias must name each token once")
+    return tuple(sorted(pairs))
 
 
 def _integer_in(name: str, value: Any, least: int, most: int) -> int:
@@ -182,12 +262,12 @@ class Delta(NamedTuple):
     Attributes:
       request_id: the id that `add_request` returned.
       index: the sample's index, from 0 to n - 1.
-      token_ids: the new tokens.
+      token_ids: the new tokens; none if the sample's mask allows no first one.
       text: the new text; "" without a tokenizer. Text that may turn out to begin a stop text is held back.
       logprobs: one for each of `token_ids`, if the request asked for them.
-      finish_reason: None while the sample goes on; "stop" after a stop token or text; "length" after max_tokens, or
-        after as many tokens as fit.
-      stop_reason: the stop token or text that ended the sample, if one did.
+      finish_reason: None while the sample goes on; "stop" after a stop token or text, or where its mask allows no
+        token; "length" after max_tokens, or after as many tokens as fit; "error" where its mask has raised.
+      stop_reason: the stop token or text that ended the sample, if one did; or what its mask raised, in words.
       num_cached_tokens: tokens of the prompt that were found in the prefix cache when the request began; 0 for all
         samples but the first, with which the others share the prompt.
       prompt_logprobs: one for each token of the prompt but its first, if the request asked for them, in the first
@@ -277,6 +357,7 @@ class Sequence:
       is_restarted: whether its next `Delta` is the first one after a restart.
       finish_reason: None while the sequence is unfinished.
       text: the `TextStream` that turns its tokens into text, or None.
+      mask: the `MaskedSample` that says which tokens may come next, or None.
     """
 
     request_id: int
@@ -298,6 +379,7 @@ class Sequence:
     is_restarted: bool = False
     finish_reason: FinishReason | None = None
     text: Any = None
+    mask: Any = None
 
     @property
     def arrival(self) -> tuple[int, int]:

@@ -2,23 +2,24 @@
 
 The runner compiles all programs when it is made, before the first request, and nothing is compiled later. A step runs
 two programs. The first runs the model. The second draws the tokens and keeps them on the device, where the next step
-finds them. As they are separate, the model is compiled once for each shape, and not again for each way to draw. Four
-small programs copy blocks, swap them out and in, and change block tables.
+finds them. As they are separate, the model is compiled once for each shape, and not again for each way to draw; and the
+host may work on masks while the first one runs (mask.py). Small programs copy blocks, swap them out and in, change
+block tables, and set how a seat's logits are changed (adjust.py).
 
     host     plan i+1 ──► packed ──┐          plan i+2 ──► packed ──┐        reads what step i drew
     device   step i ──► last tokens ──► step i+1 ──► last tokens ──► step i+2
 """
 
 import collections.abc
-import concurrent.futures
-import contextlib
+import dataclasses
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from paged_jax.engine.adjust import Adjustments, num_words
 from paged_jax.engine.arrays import (
     SCALES,
     change_tables,
@@ -33,27 +34,39 @@ from paged_jax.engine.arrays import (
     usable,
     with_own_scales,
 )
-from paged_jax.engine.batch import Caches, Draws, Step, StepShape
+from paged_jax.engine.batch import Caches, Step, StepShape
 from paged_jax.engine.blocks import Pairs
+from paged_jax.engine.compiling import CompilerOptions, compile_all
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.pack import pack, pack_made_up
-from paged_jax.engine.sampling import Drawn, Kind, draw
+from paged_jax.engine.request import Sequence
+from paged_jax.engine.sampling import Drawn, Kind, draw_program
 from paged_jax.engine.scheduler import Entries, Plan
 from paged_jax.engine.weights import check_weights
 
 _ENTRIES = 512  # how many entries of block tables one call of the program that changes them takes
 _PAIRS = 32  # how many pairs of blocks one call of a copy or a swap moves
-_COMPILERS = 8  # how many threads compile at the same time
 
 type Programs = dict[Any, Any]
-type CompilerOptions = dict[str, Any] | collections.abc.Callable[[int], dict[str, Any]]
 
 
-class Launched(NamedTuple):
-    """A launched step: its plan, and the tokens that it draws, which are still on the device."""
+@dataclasses.dataclass
+class Launched:
+    """A launched step.
+
+    Attributes:
+      plan: its plan.
+      num_rows, kind: name the program that draws its tokens.
+      logits, draws: what this program works on.
+      drawn: the tokens that it draws, which are still on the device; None until `Runner.draw`.
+    """
 
     plan: Plan
-    drawn: Drawn
+    num_rows: int
+    kind: Kind
+    logits: jax.Array
+    draws: jax.Array
+    drawn: Drawn | None = None
 
 
 class Runner:
@@ -72,6 +85,7 @@ class Runner:
       num_blocks: blocks of the caches.
       block_bytes: bytes of one block in all layers together.
       max_blocks_per_seq: blocks of the longest sequence.
+      vocab_size: how many logits the model gives for a token.
       num_compiled: how many programs were compiled; it never changes.
       num_started: how many runs of programs were started.
     """
@@ -105,6 +119,7 @@ class Runner:
         self._tables = jax.device_put(tables, self._replicated)
         host_caches = tuple(on_host(cache, config.num_host_blocks or self.num_shards) for cache in caches)
         self._host_caches = with_own_scales(host_caches, self._scales)
+        self.vocab_size = 0  # compiling finds it
         self._programs = self._compile(show_progress, compiler_options)
         self.num_compiled = len(self._programs)
         self._warm_up()
@@ -114,6 +129,7 @@ class Runner:
         arrays = self._caches, self._host_caches, self._last_tokens, self._tables
         caches, host_caches, self._last_tokens, self._tables = jax.tree.map(usable, arrays)
         self._caches, self._host_caches = (with_own_scales(each, self._scales) for each in (caches, host_caches))
+        self._adjustments = jax.tree.map(usable, self._adjustments)
 
     def update_weights(self, weights: Any) -> None:
         """Makes all further steps use these weights, which the caller has checked."""
@@ -124,23 +140,39 @@ class Runner:
         check_weights(weights, self._weights)
 
     def launch(self, plan: Plan) -> Launched:
-        """Starts a step and returns at once.
+        """Starts a step's model and returns at once.
 
         Args:
           plan: the step's plan.
 
         Returns:
-          The launched step, for `read`.
+          The launched step, for `draw`.
         """
         self._move("swap_out", plan.swap_out)
         self._move("swap_in", plan.swap_in)
         self._move("copy", plan.copies)
         self._change_tables(plan.entries)
+        for sequence in plan.seated:
+            if sequence.seat is not None and sequence.params.is_adjusted:
+                self._set_adjustments(sequence.seat, sequence)
         shape, kind = self._choose(plan)
-        drawn = self._run(shape, kind, pack(plan, shape, self.config.max_num_seqs, kind))
-        for array in jax.tree.leaves(drawn):
+        logits, draws = self._run_model(shape, pack(plan, shape, self.config.max_num_seqs, kind))
+        return Launched(plan, shape.num_rows, kind, logits, draws)
+
+    def draw(self, launched: Launched, masks: np.ndarray | None = None) -> None:
+        """Starts drawing a step's tokens and returns at once.
+
+        Args:
+          launched: the step.
+          masks: u32 [num_rows, ceil(vocab_size / 32)], which tokens each row may draw (adjust.py); None for all.
+        """
+        samples = launched.plan.samples
+        adjusted = [(row, s.seat) for row, s in enumerate(samples) if s.sequence.params.is_adjusted]
+        launched.drawn = self._run_draw(
+            launched.num_rows, launched.kind, launched.logits, launched.draws, adjusted, masks
+        )
+        for array in jax.tree.leaves(launched.drawn):
             array.copy_to_host_async()
-        return Launched(plan, drawn)
 
     def measure(self, context_len: int, repeats: int) -> dict[StepShape, float]:
         """Times the steps of each shape on made-up sequences, whose new tokens overwrite blocks of the caches.
@@ -167,12 +199,36 @@ class Runner:
     @staticmethod
     def read(launched: Launched) -> Drawn:
         """Waits for the tokens that a step draws, and returns them in NumPy arrays."""
+        assert launched.drawn is not None, "the step draws no tokens yet"
         return jax.tree.map(np.asarray, launched.drawn)
 
     def _run(self, shape: StepShape, kind: Kind, packed: np.ndarray) -> Drawn:
+        return self._run_draw(shape.num_rows, kind, *self._run_model(shape, packed))
+
+    def _run_model(self, shape: StepShape, packed: np.ndarray) -> tuple[Any, Any]:
         inputs = self._weights, self._caches, self._last_tokens, self._tables, packed
         self._caches, self._tables, logits, draws = self._start(shape, *inputs)
-        self._last_tokens, drawn = self._start((shape.num_rows, kind), logits, draws, self._last_tokens)
+        return logits, draws
+
+    def _run_draw(
+        self,
+        num_rows: int,
+        kind: Kind,
+        logits: Any,
+        draws: Any,
+        adjusted: collections.abc.Iterable[tuple[int, int]] = (),
+        masks: np.ndarray | None = None,
+    ) -> Drawn:
+        """Runs the program that draws; `adjusted` are the rows whose logits change, each with its seat."""
+        inputs = logits, draws, self._last_tokens
+        if not kind.is_adjusted:
+            self._last_tokens, drawn = self._start((num_rows, kind), *inputs)
+            return drawn
+        seats = np.full(num_rows, self.config.max_num_seqs, np.int32)
+        for row, seat in adjusted:
+            seats[row] = seat
+        inputs = *inputs, self._adjustments, seats, self._no_masks[num_rows] if masks is None else masks
+        self._last_tokens, self._adjustments, drawn = self._start((num_rows, kind), *inputs)
         return drawn
 
     def _start(self, name: Any, *arguments: Any) -> Any:
@@ -185,6 +241,8 @@ class Runner:
         params = [sample.sequence.params for sample in plan.samples]
         kind = Kind.RANDOM if any(p.temperature > 0 for p in params) else Kind.GREEDY
         kind = Kind.LOGPROBS if plan.scores or any(p.logprobs is not None for p in params) else kind
+        if any(p.is_adjusted for p in params):
+            kind = Kind.ADJUSTED_LOGPROBS if kind.has_logprobs else Kind.ADJUSTED
         if plan.is_decode:
             rows = max(len(plan.chunks), len(plan.samples) + len(plan.scores))
             rows = next(size for size in self.config.decode_rows if size >= rows)
@@ -202,7 +260,7 @@ class Runner:
         return mixed + [self._shape(size, size, True) for size in self.config.decode_rows]
 
     def _compile(self, show_progress: bool, options: CompilerOptions | None) -> Programs:
-        kinds = list(Kind) if self.config.max_logprobs is not None else [Kind.GREEDY, Kind.RANDOM]
+        kinds = Kind.all_of(self.config.max_logprobs, self.config.adjustments)
         pairs = jax.ShapeDtypeStruct((_PAIRS, 2), np.dtype(np.int32))
         lowered: Programs = {"copy": jax.jit(copy_all, donate_argnums=0).lower(self._caches, pairs)}
         entries = jax.ShapeDtypeStruct((_ENTRIES, 3), np.dtype(np.int32), sharding=self._replicated)
@@ -214,20 +272,15 @@ class Runner:
         for shape in self._shapes():
             lowered[shape] = self._lower_model(shape)
             *_, logits, draws = lowered[shape].out_info
+            if not self.vocab_size:
+                self.vocab_size = logits.shape[1]
+                self._make_adjustments(logits)
             for kind in kinds:
                 if (shape.num_rows, kind) not in lowered:
                     lowered[shape.num_rows, kind] = self._lower_draw(kind, logits, draws)
-        with (
-            concurrent.futures.ThreadPoolExecutor(_COMPILERS) as compilers,
-            _progress(show_progress, len(lowered)) as advance,
-        ):
-            futures = {
-                name: compilers.submit(program.compile, options_of(name, options)) for name, program in lowered.items()
-            }
-            for future in concurrent.futures.as_completed(futures.values()):
-                future.result()
-                advance()
-        return {name: future.result() for name, future in futures.items()}
+        if self.config.adjustments:
+            lowered["adjust"] = self._lower_adjust()
+        return compile_all(lowered, options, show_progress)
 
     def _lower_model(self, shape: StepShape) -> Any:
         def run_model(weights, caches, last_tokens, tables, packed):
@@ -253,16 +306,43 @@ class Runner:
         return NamedSharding(at.mesh, PartitionSpec(None, at.spec[axis]))
 
     def _lower_draw(self, kind: Kind, logits: Any, draws: Any) -> Any:
-        def draw_tokens(logits, draws, last_tokens):
-            unpacked = Draws.unpack(draws)
-            drawn = draw(logits, unpacked, kind, self.config.max_logprobs or 0)
-            return last_tokens.at[unpacked.seats].set(drawn.token_ids, mode="drop"), drawn
-
+        program = draw_program(kind, self.config.max_logprobs or 0, self.config.max_num_seqs)
+        num_rows = logits.shape[0]
         logits = jax.ShapeDtypeStruct(logits.shape, logits.dtype, sharding=self._logits_at(logits))
         draws = jax.ShapeDtypeStruct(draws.shape, draws.dtype, sharding=self._replicated)
-        return jax.jit(draw_tokens, donate_argnums=2, out_shardings=self._replicated).lower(
-            logits, draws, self._last_tokens
+        inputs = logits, draws, self._last_tokens
+        if not kind.is_adjusted:
+            return jax.jit(program, donate_argnums=2, out_shardings=self._replicated).lower(*inputs)
+        at = self._replicated, jax.tree.map(lambda array: array.sharding, self._adjustments), self._replicated
+        seats = jax.ShapeDtypeStruct((num_rows,), np.dtype(np.int32), sharding=self._replicated)
+        if num_rows not in self._no_masks:
+            all_tokens = np.full((num_rows, num_words(self.vocab_size)), 2**32 - 1, np.uint32)
+            self._no_masks[num_rows] = jax.device_put(all_tokens, self._replicated)
+        inputs = *inputs, self._adjustments, seats, self._no_masks[num_rows]
+        return jax.jit(program, donate_argnums=(2, 3), out_shardings=at).lower(*inputs)
+
+    def _make_adjustments(self, logits: Any) -> None:
+        """Makes the adjustments of all seats; counts of tokens are split over the devices as logits are."""
+        self._no_masks: dict[int, jax.Array] = {}  # by numbers of rows
+        rows = Adjustments.zeros(self.config.max_num_seqs if self.config.adjustments else 0, self.vocab_size)
+        places = jax.tree.map(lambda _: self._replicated, rows)
+        places = dataclasses.replace(places, counts=self._logits_at(logits))
+        self._adjustments = jax.tree.map(jax.device_put, rows, places)
+
+    def _lower_adjust(self) -> Any:
+        at = jax.tree.map(lambda array: array.sharding, self._adjustments)
+        row = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(np.shape(x), np.dtype(x.dtype), sharding=self._replicated),
+            Adjustments.of(None, self.vocab_size),
         )
+        seat = jax.ShapeDtypeStruct((), np.dtype(np.int32), sharding=self._replicated)
+        set_row = jax.jit(Adjustments.set_row, donate_argnums=0, out_shardings=at)
+        return set_row.lower(self._adjustments, seat, row)
+
+    def _set_adjustments(self, seat: int, sequence: Sequence | None) -> None:
+        """Sets the adjustments of a seat, from all tokens that its sequence has."""
+        row = Adjustments.of(sequence, self.vocab_size)
+        self._adjustments = self._start("adjust", self._adjustments, np.int32(seat), row)
 
     def _warm_up(self) -> None:
         """Runs every program once on nothing but padding, because the first run of a program loads its code."""
@@ -270,6 +350,8 @@ class Runner:
             if name in self._programs:
                 self._move(name, [(-1, -1)])
         self._change_tables([(self.config.max_num_seqs, 0, [0])])
+        if self.config.adjustments:
+            self._set_adjustments(self.config.max_num_seqs, None)
         for shape in self._shapes():
             for kind in Kind:
                 if (shape.num_rows, kind) in self._programs:
@@ -304,26 +386,3 @@ class Runner:
                 self._host_caches = self._start(name, self._caches, self._host_caches, mapping)
             else:
                 self._caches = self._start(name, self._host_caches, self._caches, mapping)
-
-
-def options_of(name: Any, options: CompilerOptions | None) -> dict[str, Any] | None:
-    """XLA's options for the program of this name."""
-    if callable(options):
-        return options(name.num_tokens) if isinstance(name, StepShape) else None
-    return options
-
-
-@contextlib.contextmanager
-def _progress(is_shown: bool, total: int) -> collections.abc.Iterator[collections.abc.Callable[[], None]]:
-    """Shows a progress bar; the caller calls what this yields after each of the `total` programs."""
-    if not is_shown:
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("Compiling", total=total)
-        yield lambda: progress.advance(task)

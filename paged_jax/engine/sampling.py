@@ -10,13 +10,15 @@ Top-k and top-p keep all tokens above a threshold. `_threshold` finds it bit by 
 vocabulary, which is less work than sorting it.
 """
 
+import collections.abc
 import enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32, UInt32
 
+from paged_jax.engine.adjust import adjust
 from paged_jax.engine.batch import Draws
 
 # A quotient by a larger number may be computed as a product with its inverse, which becomes 0, and 0 * -inf is NaN.
@@ -24,15 +26,36 @@ _HOTTEST = 1e30
 
 
 class Kind(enum.IntEnum):
-    """What the program that draws tokens can do; each kind can also do all that the kinds before it can."""
+    """What the program that draws tokens can do: take the most likely one, draw one, report log-probabilities, adjust.
+
+    A kind also does all that the kinds before it do, except that ADJUSTED reports no log-probabilities.
+    """
 
     GREEDY = 0
     RANDOM = 1
     LOGPROBS = 2
+    ADJUSTED = 3
+    ADJUSTED_LOGPROBS = 4
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the program gives log-probabilities."""
+        return self in (Kind.LOGPROBS, Kind.ADJUSTED_LOGPROBS)
+
+    @property
+    def is_adjusted(self) -> bool:
+        """Whether the program changes logits first (adjust.py)."""
+        return self >= Kind.ADJUSTED
+
+    @staticmethod
+    def all_of(max_logprobs: int | None, adjustments: bool) -> list["Kind"]:
+        """The kinds that an engine needs whose config has these fields."""
+        kinds = [kind for kind in Kind if adjustments or not kind.is_adjusted]
+        return [kind for kind in kinds if max_logprobs is not None or not kind.has_logprobs]
 
 
 class Drawn(NamedTuple):
-    """The drawn tokens, and log-probabilities if the kind is LOGPROBS (the last three are None if it is not).
+    """The drawn tokens, and log-probabilities if the kind has them (the last three are None if it has not).
 
     Attributes:
       token_ids: i32 [num_rows], the drawn tokens.
@@ -47,7 +70,14 @@ class Drawn(NamedTuple):
     top_logprobs: Array | None = None
 
 
-def draw(logits: Float32[Array, "num_rows vocab_size"], draws: Draws, kind: Kind, max_logprobs: int) -> Drawn:
+def draw(
+    logits: Float32[Array, "num_rows vocab_size"],
+    draws: Draws,
+    kind: Kind,
+    max_logprobs: int,
+    adjusted: Float32[Array, "num_rows vocab_size"] | None = None,
+    min_p: Float32[Array, " num_rows"] | None = None,
+) -> Drawn:
     """Draws one token for each row of logits.
 
     Args:
@@ -55,28 +85,69 @@ def draw(logits: Float32[Array, "num_rows vocab_size"], draws: Draws, kind: Kind
       draws: the sampling parameters of each row.
       kind: what the program can do (static).
       max_logprobs: how many of the most likely tokens to return (static).
+      adjusted: f32 [num_rows, vocab_size], the logits from which tokens are drawn; None for `logits`, which
+        log-probabilities are always of.
+      min_p: f32 [num_rows]; None for zeros.
 
     Returns:
       The drawn tokens. A greedy row takes the lowest id of equally likely tokens.
     """
     logits = logits.astype(jnp.float32)
-    token_ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    to_draw = logits if adjusted is None else adjusted
+    token_ids = jnp.argmax(to_draw, axis=-1).astype(jnp.int32)
     if kind >= Kind.RANDOM:
         is_random = draws.temperature > 0
         # The largest logit becomes 0, so that a small temperature makes no two of them infinite and equal.
-        scaled = logits - jnp.max(logits, axis=-1, keepdims=True)
+        scaled = to_draw - jnp.max(to_draw, axis=-1, keepdims=True)
         scaled = scaled / jnp.where(is_random, jnp.minimum(draws.temperature, _HOTTEST), 1)[:, None]
+        if min_p is not None:
+            scaled = jnp.where(scaled >= jnp.log(min_p)[:, None], scaled, -jnp.inf)
         kept = keep_top(scaled, draws.top_k, draws.top_p)
         noise = _noise(draws, logits.shape[-1])
         drawn = jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf), axis=-1).astype(jnp.int32)
         token_ids = jnp.where(is_random, drawn, token_ids)
-    if kind < Kind.LOGPROBS:
+    if not kind.has_logprobs:
         return Drawn(token_ids)
     total = jax.nn.logsumexp(logits, axis=-1)
     scored = jnp.where(draws.scored < 0, token_ids, draws.scored)
     logprobs = jnp.take_along_axis(logits, scored[:, None], axis=-1)[:, 0] - total
     top, top_ids = jax.lax.top_k(logits, min(max_logprobs, logits.shape[-1]))
     return Drawn(token_ids, logprobs, top_ids.astype(jnp.int32), top - total[:, None])
+
+
+def draw_program(kind: Kind, max_logprobs: int, num_seats: int) -> collections.abc.Callable[..., Any]:
+    """Makes the function that draws the tokens of a step and keeps them for the next one.
+
+    Args:
+      kind: what it can do.
+      max_logprobs: how many of the most likely tokens it returns.
+      num_seats: how many seats there are.
+
+    Returns:
+      A function of the logits, the packed `Draws` and the last tokens of all seats, which returns the last tokens and a
+      `Drawn`. If the kind is adjusted, it also takes the `Adjustments` of all seats, i32 [num_rows] seats of the rows
+      that are adjusted (`num_seats` for the others) and u32 [num_rows, num_words] masks, and returns the adjustments
+      behind the last tokens.
+    """
+
+    def keep(last_tokens, unpacked, drawn):
+        return last_tokens.at[unpacked.seats].set(drawn.token_ids, mode="drop")
+
+    def draw_plain(logits, draws, last_tokens):
+        unpacked = Draws.unpack(draws)
+        drawn = draw(logits, unpacked, kind, max_logprobs)
+        return keep(last_tokens, unpacked, drawn), drawn
+
+    def draw_adjusted(logits, draws, last_tokens, adjustments, seats, masks):
+        unpacked, rows, is_adjusted = Draws.unpack(draws), adjustments.rows(seats), seats < num_seats
+        plain = logits.astype(jnp.float32)
+        # A select, so that rows which want no change get the very logits that they get in other programs.
+        changed = jnp.where(is_adjusted[:, None], adjust(plain, rows, unpacked.position, masks), plain)
+        min_p = jnp.where(is_adjusted, rows.min_p, 0.0)
+        drawn = draw(plain, unpacked, kind, max_logprobs, changed, min_p)
+        return keep(last_tokens, unpacked, drawn), adjustments.count(seats, drawn.token_ids), drawn
+
+    return draw_adjusted if kind.is_adjusted else draw_plain
 
 
 def keep_top(

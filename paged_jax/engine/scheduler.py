@@ -68,6 +68,7 @@ class Plan:
       entries: (seat, column, blocks) parts of block tables that have changed. They hold all changes but `row_blocks`.
       row_blocks: the block of each row's last token.
       adopted: the blocks of the prefix cache with which sequences begin in this step.
+      seated: the sequences that have got a seat in this step. The host knows all tokens that they had before it.
       is_decode: whether every row has one token, and none reads a slot that another one writes. All other steps run a
         program that writes all new tokens before it attends.
     """
@@ -81,7 +82,13 @@ class Plan:
     entries: Entries = dataclasses.field(default_factory=list)
     row_blocks: list[int] = dataclasses.field(default_factory=list)
     adopted: set[int] = dataclasses.field(default_factory=set)
+    seated: list[Sequence] = dataclasses.field(default_factory=list)
     is_decode: bool = False
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether the tokens that a sample may draw depend on those before, which the host must read first."""
+        return any(sample.sequence.mask is not None for sample in self.samples)
 
 
 class Counters:
@@ -257,6 +264,7 @@ class Scheduler:
                 return
             self._admit(self.waiting.pop(0), hits, budget, tokens, plan)
             plan.adopted.update(hits)
+            plan.seated.append(sequence)
             budget -= tokens[sequence]
             room -= 1
             reserve += self.blocks.blocks_for(sequence.num_to_compute) + 1 + len(sequence.children)
@@ -319,6 +327,7 @@ class Scheduler:
             plan.entries.append((_seat(child), *self.blocks.part(_seat(parent), 0, parent.num_computed)))
             plan.samples.append(Sample(child, _seat(child), row, parent.num_computed))
             child.num_unread += 1
+        plan.seated += parent.children
         parent.children = []
 
 
