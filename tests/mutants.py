@@ -20,12 +20,25 @@ from pathlib import Path
 
 from tests.mutants_made import MUTANTS, Mutant
 from tests.mutants_of_engine import MUTANTS_OF_ENGINE
+from tests.mutants_of_groups import MUTANTS_OF_GROUPS
 from tests.mutants_of_kernels import MUTANTS_OF_KERNELS
+from tests.mutants_of_models import MUTANTS_OF_MODELS
+from tests.mutants_of_scheduler import MUTANTS_OF_SCHEDULER
 from tests.mutants_of_server import MUTANTS_OF_SERVER
+from tests.mutants_of_text import MUTANTS_OF_TEXT
 
 ROOT = Path(__file__).parents[1]
 _LONGEST_S = 600  # of a mutant's tests, which take seconds
-ALL = (*MUTANTS, *MUTANTS_OF_ENGINE, *MUTANTS_OF_SERVER, *MUTANTS_OF_KERNELS)
+ALL = (
+    *MUTANTS,
+    *MUTANTS_OF_SCHEDULER,
+    *MUTANTS_OF_ENGINE,
+    *MUTANTS_OF_GROUPS,
+    *MUTANTS_OF_TEXT,
+    *MUTANTS_OF_SERVER,
+    *MUTANTS_OF_MODELS,
+    *MUTANTS_OF_KERNELS,
+)
 COPIED = ("paged_jax", "tests", "examples", "benchmarks", "pyproject.toml", "README.md")
 
 
