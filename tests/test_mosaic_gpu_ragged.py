@@ -49,7 +49,9 @@ INTERPRETED = [
     small("slots", 4, 2, 64, 16, "bfloat16", "int8", k_scale="slot", v_scale="slot"),
     small("tiny", 4, 2, 16, 16, "bfloat16"),
     small("large", 2, 1, 256, 16, "bfloat16", sinks=True),
-    small("short-window", 2, 1, 64, 16, "bfloat16", seq_lens=(150, 20), query_lens=(3, 20), sliding_window=37),
+    small(
+        "short-window", 2, 1, 64, 16, "bfloat16", seq_lens=(150, 20), query_lens=(3, 20), sliding_window=37, scale=-0.3
+    ),
     small("short-and-wide", 2, 1, 64, 16, "float16", seq_lens=(128,), query_lens=(40,), padding=0, max_seq_len=128),
 ]
 # These cases are slow, and test little that the others do not.
