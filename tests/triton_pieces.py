@@ -1,6 +1,7 @@
-"""Checks functions of the Triton kernels by themselves: `triton_interpreter` runs `hold` and `hold_offsets`.
+"""Checks functions of the Triton kernels by themselves: `triton_interpreter` runs `hold`, `hold_offsets` and others.
 
-They check how ragged attention cuts batches into pieces, and the offsets of slots in pools of over 2**31 elements.
+They check how ragged attention cuts batches into pieces, the offsets of slots in pools of over 2**31 elements, and the
+conversion of 8 bits.
 """
 
 from dataclasses import replace
@@ -12,9 +13,10 @@ import triton.language as tl
 from paged_jax.kernels.problem import Device, Pool, Problem, ScaleKind
 from paged_jax.kernels.triton import ragged_tuning
 from paged_jax.kernels.triton.device.pieces import plan_kernel
-from paged_jax.kernels.triton.device.tiles import vectors
+from paged_jax.kernels.triton.device.tiles import convert, vectors
 from paged_jax.kernels.triton.integers import cdiv
 from paged_jax.options import PerHead
+from tests.inputs import dtype_of
 
 
 def batches(rng):
@@ -113,3 +115,18 @@ def hold_offsets(run):
             "vllm": 1 * 16 * 16 + d // 8 * 16 * 8 + slots * 8 + d % 8,
         }[layout]
         np.testing.assert_array_equal(offsets, start + within)
+
+
+@triton.jit
+def conversion_kernel(codes, out, cfg: tl.constexpr):
+    at = tl.arange(0, 256)
+    tl.store(out + at, convert(tl.load(codes + at), cfg))
+
+
+def hold_conversions(run):
+    """Checks that every number of 8 bits becomes the same number of float16, with subnormal ones, infinity and NaN."""
+    for name in ("float8_e5m2", "float8_e4m3fn", "int8"):
+        codes = np.arange(256, dtype=np.uint8).view(dtype_of(name))
+        (out,) = run(conversion_kernel, (1,), (codes,), (np.zeros(256, np.float16),), tl.float16)
+        np.testing.assert_array_equal(out, codes.astype(np.float16), err_msg=name)
+        np.testing.assert_array_equal(np.signbit(out), np.signbit(codes.astype(np.float16)), err_msg=name)
