@@ -1,6 +1,7 @@
 """Tests paged_attention_v1, _v2 and paged_attention against the float64 oracle, on poisoned inputs."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -85,10 +86,16 @@ def hold_scales_of_any_sign(run):
     case = Case(
         "signs", 4, 2, 32, 16, "float32", "int8", k_scale="head", v_scale="slot", seq_lens=(37, 20, 9), query_lens=None
     )
+    hold_scaled(run, case, -1)
+    # A weight times a negative scale, divided by the largest one of other tokens, would overflow float16.
+    hold_scaled(run, replace(case, dtype="bfloat16"), -1e6)
+
+
+def hold_scaled(run, case, factor):
     made = inputs.make(case)
     k_scale, v_scale = made.arrays["k_scale"].copy(), made.arrays["v_scale"].copy()
     k_scale[1] *= -1
-    v_scale[..., ::2] *= -1
+    v_scale[..., ::2] *= factor
     v_scale[..., ::5] *= 0
     v_scale[made.decode["block_tables"][1, :2]] *= 0
     options = {"k_scale": k_scale, "v_scale": v_scale}
@@ -269,6 +276,25 @@ def hold_what_is_not_a_number(run, cache_dtype, head_size=64):
     wrong[0, 2:] = wrong[1, :2, 9] = True
     np.testing.assert_array_equal(np.isnan(out), wrong)
     np.testing.assert_array_equal(np.isnan(lse), [[False, False, True, True], [False] * 4, [False] * 4])
+
+
+def test_huge_logits_of_partitions(run):
+    hold_huge_logits_of_partitions(run)
+
+
+def hold_huge_logits_of_partitions(run):
+    """Logits near 131072 grow by 1/2 from partition to partition. What rounds them there must not become a weight."""
+    case = Case("huge", 1, 1, 64, 16, "float16", seq_lens=(64,), query_lens=None)
+    made = inputs.make(case)
+    arrays = made.decode | {name: np.zeros_like(made.decode[name]) for name in ("query", "key_cache")}
+    arrays["query"][..., :2] = 2048
+    arrays["key_cache"][..., 0] = 32
+    for i, block in enumerate(arrays["block_tables"][0, :4]):
+        arrays["key_cache"][block, ..., 1] = i * 2.0**-13
+    op = partial(paged_jax.paged_attention_v2, partition_size=16, scale=2.0)
+    out = run(op, **arrays)
+    exact, rough = (module.decode(**arrays, scale=2.0)[0] for module in (oracle, plain))
+    plain.assert_close(out, exact, rough, "out")
 
 
 def test_v2_has_partitions_of_512_tokens_unless_it_is_told_otherwise():

@@ -68,6 +68,27 @@ def hold_ragged(case, run, **bounds):
     plain.assert_close(lse, exact[1], rough[1], "lse")
 
 
+def test_queries_whose_last_elements_are_large(run):
+    hold_queries_whose_last_elements_are_large(run)
+
+
+def hold_queries_whose_last_elements_are_large(run):
+    """Products over 8 bits are in float16, which cannot hold the elements behind the value as they are."""
+    made = make(next(case for case in CASES if str(case) == "e4m3"))
+    value_size, scale = made.static["value_size"], np.float32(made.arrays["scale"] * 2.0**-17)
+    query = made.decode["query"].copy()
+    query[..., value_size:] *= 2.0**17
+
+    def decode(arrays, options, implementation):
+        flags = {"value_size": value_size, "implementation": implementation}
+        return paged_jax.mla_paged_attention(**arrays, **options, **flags)
+
+    arrays, options = made.decode | {"query": query}, made.arrays | {"scale": scale}
+    out = run(decode, arrays=arrays, options=options)
+    exact, rough = (module.latent(**arrays, **options, value_size=value_size)[0] for module in (oracle, plain))
+    plain.assert_close(out, exact, rough, "out")
+
+
 def test_queries_of_one_sequence_each_are_decode(run):
     """The two ops agree where each sequence has one query."""
     made = make(next(case for case in CASES if str(case) == "bfloat16"))

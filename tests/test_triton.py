@@ -25,7 +25,7 @@ import pytest
 
 import paged_jax
 from benchmarks import bench_step
-from paged_jax.kernels.problem import Device, Problem, Unsupported
+from paged_jax.kernels.problem import Device, Pool, Problem, Unsupported
 from paged_jax.kernels.triton import cache_tuning, launch, tuning
 from tests import inputs, test_ragged
 from tests.cases import DECODE_CASES, Case
@@ -238,6 +238,26 @@ def test_empty_batches_launch_nothing(width):
         new = jnp.zeros((0, 8, 128), jnp.bfloat16)
         assert paged_jax.write_and_attend(query, new, new, cache, cache, *rest, rest[1])[0].shape == query.shape
     assert not launches
+
+
+@needs_triton
+def test_without_partitions_there_is_no_context():
+    from tests import triton_interpreter
+
+    arrays, launches = inputs.make(BY_NAME["hnd-bfloat16"]).decode, []
+    flags = {"max_seq_len": 0, "return_lse": True, "return_residuals": True}
+    with triton_interpreter.recorded(launches):
+        out, lse, exp_sums, *_ = paged_jax.paged_attention_v2(**arrays, **flags)
+    assert not launches
+    assert not out.any()
+    assert (lse == -jnp.inf).all()
+    assert exp_sums.size == 0
+
+
+def test_float8_is_rounded_by_instructions_that_the_gpu_has():
+    pool = Pool.of(jnp.zeros((1, 2, 16, 64), "float8_e5m2"), 64, "hnd", None, None)
+    native = {c: cache_tuning.quantisation("bfloat16", pool, Device(c)).native for c in (80, 86, 87, 89, 90, 120)}
+    assert native == {80: False, 86: False, 87: False, 89: True, 90: True, 120: True}
 
 
 @needs_triton

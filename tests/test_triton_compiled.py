@@ -172,6 +172,12 @@ def hold_launches(calls, capability, tmp_path, monkeypatch):
         assert result.metadata.shared <= tuning.shared_memory(gpu), made.config
 
 
+def test_shared_memory_is_what_cuda_gives_a_program():
+    """The CUDA programming guide's maximum for a thread block, in KiB, by compute capability."""
+    kib = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
+    assert {capability: tuning.shared_memory(Device(capability)) // 1024 for capability in kib} == kib
+
+
 LATENTS = [
     *((capability, "deepseek") for capability in (80, 86, 90, 100, 120)),
     *((capability, "e4m3") for capability in (89, 90)),

@@ -138,14 +138,16 @@ def test_what_it_returns():
     assert with_lse[1].shape == made.decode["query"].shape[:2]
 
 
-def test_a_new_token_that_no_row_sees_may_hold_anything(run):
+@pytest.mark.parametrize("num_seqs", [1, 4])
+def test_a_new_token_that_no_row_sees_may_hold_anything(num_seqs, run):
     """The op still writes the token. As 0 * NaN is NaN, the op must leave the token's value out of the sum."""
     rng = np.random.default_rng(0)
-    caches = tuple(rng.standard_normal((4, 1, 16, 16)).astype(np.float32) for _ in "kv")
-    query, key, value = (rng.standard_normal((1, 1, 16)).astype(np.float32) for _ in "qkv")
+    caches = tuple(rng.standard_normal((4 * num_seqs, 1, 16, 16)).astype(np.float32) for _ in "kv")
+    query, key, value = (rng.standard_normal((num_seqs, 1, 16)).astype(np.float32) for _ in "qkv")
     # Of four blocks the last one is neither local nor on the stride, but the third is.
     sparse = paged_jax.BlockSparse(local_blocks=0, vert_stride=3, block_size=16)
-    tables, lens, slots = np.arange(4, dtype=np.int32)[None], np.array([49], np.int32), np.array([48], np.int32)
+    tables, lens = np.arange(4 * num_seqs, dtype=np.int32).reshape(num_seqs, 4), np.full(num_seqs, 49, np.int32)
+    slots = 16 * tables[:, 3]
 
     def function(arrays, value, implementation):
         query, key, *rest = arrays

@@ -358,6 +358,7 @@ def main(names):
                 importlib.import_module("tests.triton_pieces").hold_offsets(run_pieces)
             elif name == "scales-of-any-sign":
                 test_decode.hold_scales_of_any_sign(run)
+                test_decode.hold_huge_logits_of_partitions(run)
             elif name == "not-a-number":
                 for cache_dtype in test_decode.NOT_NUMBERS:
                     test_decode.hold_what_is_not_a_number(run, cache_dtype, 16)
@@ -383,6 +384,8 @@ def main(names):
                     hold_latents("long")
             elif name.startswith("latent-"):
                 hold_latents(name.removeprefix("latent-"))
+                if name == "latent-e4m3":
+                    test_mla.hold_queries_whose_last_elements_are_large(run)
             elif name.startswith("moved-latents-"):
                 test_mla.test_write(name.removeprefix("moved-latents-"), run)
                 test_mla.test_copy_and_swap_blocks(name.removeprefix("moved-latents-"), run)
@@ -397,7 +400,9 @@ def main(names):
                     test_write_and_attend.BY_NAME[name.removeprefix("fused-")], run
                 )
                 if name == "fused-hnd-bfloat16":
-                    test_write_and_attend.test_a_new_token_that_no_row_sees_may_hold_anything(run)
+                    test_write_and_attend.test_a_new_token_that_no_row_sees_may_hold_anything(1, run)
+                    with interpreted(Device(90, 1)):  # splits no context
+                        test_write_and_attend.test_a_new_token_that_no_row_sees_may_hold_anything(4, run)
             elif name.startswith("copy"):
                 test_cache_ops.test_copy_blocks(name.removeprefix("copy-"), run)
                 test_cache_ops.test_copy_blocks_of_many_layers(run)
