@@ -64,3 +64,14 @@ def test_heads_and_sequences_over_one_mesh_axis():
     rows = {"query": P("a"), "block_tables": P("a"), "seq_lens": P("a")}
     assert choose(pools | rows, {"a": 2}) == {"h": ("a",), "g": (), "n": (), "b": ()}
     assert choose(pools | {"block_tables": P(("a", "b"))}, {"a": 2, "b": 3})["n"] == ("b",)
+
+
+def test_sequences_of_a_call_that_writes_are_not_split():
+    """A kernel finds a row's new token by the row's number, and every copy of a pool needs all rows."""
+    pool, new = jnp.zeros((3, NUM_KV_HEADS, 8, 16)), jnp.zeros((NUM_SEQS, NUM_KV_HEADS, 16))
+    tables, lens = jnp.zeros((NUM_SEQS, 2), jnp.int32), jnp.zeros(NUM_SEQS, jnp.int32)
+    query = jnp.zeros((NUM_SEQS, 8, 16))
+    operands = _validate.write_and_attend_operands(query, new, new, pool, pool, tables, lens, lens, {})
+    axes = _splits.CallAxes("write_and_attend", operands, {})
+    rows = {"query": P("a"), "block_tables": P("a"), "seq_lens": P("a")}
+    assert axes.choose([rows.get(name, P()) for name in axes.names], {"a": 2}).of("nhgb") == ()
