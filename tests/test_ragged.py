@@ -46,6 +46,15 @@ def test_ragged_and_prefix(case, run):
         plain.assert_close(lse, exact[1], rough[1], f"{name} lse")
 
 
+def test_the_tables_of_prefix_attention_may_hold_the_contexts_alone(run):
+    """Sequences are then longer than their rows of the table, and all of their new tokens are attended to."""
+    made = inputs.make(Case("context-tables", 2, 1, 64, 16, "bfloat16", seq_lens=(70, 33), query_lens=(40, 5)))
+    arrays = made.prefix | {"block_tables": made.prefix["block_tables"][:, :2]}  # of contexts of 30 and 28 tokens
+    out = run(paged_jax.prefix_attention, **arrays)
+    exact, rough = (module.prefix(**made.prefix)[0] for module in (oracle, plain))
+    plain.assert_close(out, exact, rough, "out")
+
+
 NOT_CAUSAL = [
     Case("all-of-it", 4, 2, 32, 16),
     Case("all-of-it-long", 4, 1, 16, 8, "bfloat16", seq_lens=(300, 7, 129), query_lens=(200, 7, 2)),
