@@ -26,6 +26,7 @@ from tests.mutants_of_models import MUTANTS_OF_MODELS
 from tests.mutants_of_scheduler import MUTANTS_OF_SCHEDULER
 from tests.mutants_of_server import MUTANTS_OF_SERVER
 from tests.mutants_of_text import MUTANTS_OF_TEXT
+from tests.mutants_of_triton import MUTANTS_OF_TRITON
 
 ROOT = Path(__file__).parents[1]
 _LONGEST_S = 600  # of a mutant's tests, which take seconds
@@ -38,6 +39,7 @@ ALL = (
     *MUTANTS_OF_SERVER,
     *MUTANTS_OF_MODELS,
     *MUTANTS_OF_KERNELS,
+    *MUTANTS_OF_TRITON,
 )
 COPIED = ("paged_jax", "tests", "examples", "benchmarks", "pyproject.toml", "README.md")
 

@@ -212,4 +212,18 @@ MUTANTS = [
         "jnp.minimum(draws.temperature, 1e39)",
         "tests/test_engine_parts.py -k huge",
     ),
+    Mutant(
+        "prefix_attention stops at the end of the table",
+        "_validate.py",
+        "block_tables.shape[1] * pool.block_size + new_tokens",
+        "block_tables.shape[1] * pool.block_size",
+        "tests/test_ragged.py -k contexts_alone",
+    ),
+    Mutant(
+        "splits: the rows of a call that writes are split",
+        "_splits.py",
+        '"write_and_attend": _Rule("b h g"',
+        '"write_and_attend": _Rule("b n h g"',
+        "tests/test_splits.py -k writes",
+    ),
 ]

@@ -1,36 +1,8 @@
-"""The bugs that `tests.mutants` makes on purpose in the kernels of Triton and of Mosaic GPU."""
+"""The bugs that `tests.mutants` makes on purpose in the kernels of Mosaic GPU and XLA."""
 
 from tests.mutants_made import Mutant
 
 MUTANTS_OF_KERNELS = [
-    Mutant(
-        "triton: tp_rank times kv heads",
-        "kernels/triton/device/schedule.py",
-        "(sparse.tp_rank * cfg.problem.num_heads * step + 1)",
-        "(sparse.tp_rank * cfg.problem.num_kv_heads * step + 1)",
-        "interpret sparse-step",
-    ),
-    Mutant(
-        "triton: tp_rank times heads where kv heads step",
-        "kernels/triton/device/schedule.py",
-        "(sparse.tp_rank * cfg.problem.num_kv_heads * step + 1)",
-        "(sparse.tp_rank * cfg.problem.num_heads * step + 1)",
-        "interpret sparse-negative-step",
-    ),
-    Mutant(
-        "triton: decode writes tokens of negative slots",
-        "kernels/triton/device/attend.py",
-        "given = (slot >= 0) & (slot // problem.block_size < new.num_blocks)",
-        "given = slot // problem.block_size < new.num_blocks",
-        "interpret fused-hnd-bfloat16 fused-nhd-e5m2 fused-vllm-int8 fused-unsplit fused-large-group",
-    ),
-    Mutant(
-        "triton: decode writes tokens of slots past the pool",
-        "kernels/triton/device/attend.py",
-        "given = (slot >= 0) & (slot // problem.block_size < new.num_blocks)",
-        "given = slot >= 0",
-        "interpret fused-hnd-bfloat16 fused-nhd-e5m2 fused-vllm-int8 fused-unsplit fused-large-group",
-    ),
     Mutant(
         "mosaic_gpu: writes tokens of negative slots",
         "kernels/mosaic_gpu/decode/write.py",
@@ -93,70 +65,6 @@ MUTANTS_OF_KERNELS = [
         "return self.geometry.kinds_there == (self,)",
         "return False",
         "tests/test_mosaic_gpu_ragged.py -k more_queries_than_said",
-    ),
-    Mutant(
-        "triton: the write drops the last token of a tile",
-        "kernels/triton/device/write.py",
-        "// pool.num_kv_heads * cfg.tokens + tl.arange(0, cfg.tokens)\n    given = tokens < num_tokens",
-        "// pool.num_kv_heads * cfg.tokens + tl.arange(0, cfg.tokens)\n"
-        "    given = (tokens < num_tokens) & (tokens % cfg.tokens != cfg.tokens - 1)",
-        "interpret write-hnd-int8",
-    ),
-    Mutant(
-        "triton: the write takes negative slots",
-        "kernels/triton/device/write.py",
-        "valid = (slot >= 0) & (slot // pool.block_size < num_blocks)\n    # The loads of vectors",
-        "valid = slot // pool.block_size < num_blocks\n    # The loads of vectors",
-        "interpret write-hnd-int8",
-    ),
-    Mutant(
-        "triton: sequences of one length have one rank",
-        "kernels/triton/device/schedule.py",
-        "| ((lens[None, :] == lens[:, None]) & (ids[None, :] < ids[:, None]))",
-        "",
-        "interpret ranked",
-    ),
-    Mutant(
-        "triton: ragged looks at 128 sequences",
-        "kernels/triton/device/pieces.py",
-        "for first in range(0, num_seqs + 1, 128):",
-        "for first in range(0, 128, 128):",
-        "interpret many-sequences",
-    ),
-    Mutant(
-        "triton: sparse blocks that nobody attends to are read",
-        "kernels/triton/device/tiles.py",
-        "            wanted = wanted & (tokens >= stretch.begin) & (tokens < stretch.end)\n            inner",
-        "            wanted = (tokens >= stretch.begin) & (tokens < stretch.end)\n            inner",
-        "interpret sparse-step sparse-negative-step everything",
-    ),
-    Mutant(
-        "triton: a negative scale of values counts as its size",
-        "kernels/triton/device/tiles.py",
-        "weights *= (v_factor / peak)[None, :]",
-        "weights *= (tl.abs(v_factor) / peak)[None, :]",
-        "interpret scales-of-any-sign",
-    ),
-    Mutant(
-        "triton: scales that are all 0 divide by 0",
-        "kernels/triton/device/tiles.py",
-        "            peak = tl.where(peak > 0, peak, 1.0)\n",
-        "",
-        "interpret scales-of-any-sign",
-    ),
-    Mutant(
-        "triton: products are fused with sums over lanes",
-        "kernels/triton/device/softmax.py",
-        "return tl.where(nonzero, products, 0.0)",
-        "return products",
-        "tests/test_triton_compiled.py -k v2-hnd-float16",
-    ),
-    Mutant(
-        "triton: offsets in nhd are in 32 bits",
-        "kernels/triton/device/tiles.py",
-        "start = ((blocks * pool.block_size + offsets) * pool.num_kv_heads + kv_head) * pool.head_size",
-        "start = ((blocks.to(tl.int32) * pool.block_size + offsets) * pool.num_kv_heads + kv_head) * pool.head_size",
-        "interpret offsets",
     ),
     Mutant(
         "mosaic_gpu: a row of padding that decode runs sees its sequence",
@@ -369,10 +277,10 @@ MUTANTS_OF_KERNELS = [
         "tests/test_decode.py -k not_a_number",
     ),
     Mutant(
-        "triton: NaN counts as unseen",
-        "kernels/triton/device/softmax.py",
-        "seen = exp_sum != 0  # NaN counts as seen: it must reach the result",
-        "seen = exp_sum > 0",
-        "interpret not-a-number",
+        "mosaic_gpu: the system's memory is not set aside",
+        "kernels/mosaic_gpu/decode/choose.py",
+        "MULTIPROCESSOR_MEMORY // 2 - SYSTEM_MEMORY",
+        "MULTIPROCESSOR_MEMORY // 2",
+        "tests/test_mosaic_gpu_choice.py -k 'tunings_fit and 128'",
     ),
 ]
