@@ -183,7 +183,7 @@ def test_health_and_metrics(running):
         ("completions", GOOD | {"stop_token_ids": 3}, 400, "stop_token_ids must be a list of token ids"),
         ("completions", GOOD | {"ignore_eos": 1}, 400, "ignore_eos must be true or false"),
         ("completions", GOOD | {"logit_bias": {"x": 1}}, 400, "logit_bias must have token ids"),
-        ("completions", GOOD | {"response_format": {"type": "json_object"}}, 400, "response_format is not supported"),
+        ("completions", GOOD | {"response_format": {"type": "xml"}}, 400, "response_format.type must be text"),
         ("completions", GOOD | {"messages": []}, 400, "unrecognized field"),
         ("completions", GOOD | {"seed": 2**63}, 400, "seed must be in"),
         ("completions", GOOD | {"seed": True}, 400, "seed must be an integer"),

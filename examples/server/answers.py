@@ -79,7 +79,7 @@ class Answer:
         """Makes an answer that is not streamed of all deltas of each choice, which it counts.
 
         Raises:
-            ApiError: a log-probability is no number.
+            ApiError: a log-probability is no number, or the choice's grammar has failed.
         """
         built = []
         for index, deltas in enumerate(choices):
@@ -108,7 +108,7 @@ class Answer:
         """Makes a chunk of a streamed answer.
 
         Raises:
-            ApiError: a log-probability is no number.
+            ApiError: a log-probability is no number, or the choice's grammar has failed.
         """
         choice = self._choice(index, [delta])
         text = (self.echo(index) if self.is_scored and index not in self._begun else "") + self._text([delta])
@@ -139,6 +139,9 @@ class Answer:
 
     def _choice(self, index: int, deltas: Sequence[engine.Delta]) -> dict[str, Any]:
         """The fields that a choice has in every form of an answer."""
+        if deltas[-1].finish_reason == "error":
+            message = f"the answer cannot go on: {deltas[-1].stop_reason}"
+            raise ApiError(message, status=500, kind="server_error")
         scored = [] if self._wanted.has_no_output else [_scored(item) for delta in deltas for item in delta.logprobs]
         reason = "length" if self._wanted.has_no_output else deltas[-1].finish_reason  # the one token is left out
         return {"index": index, "logprobs": self._logprobs(index, scored), "finish_reason": reason}

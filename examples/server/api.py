@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from examples.server import grammar
 from examples.server.fields import (
     ApiError,
     read_flag,
@@ -28,7 +29,6 @@ MAX_STOPS = 16  # stop texts of one request
 # Fields that the server does not implement. Each may have only these values, which ask for nothing.
 NEUTRAL: dict[str, tuple] = {
     "suffix": (None, ""),
-    "response_format": ({"type": "text"}, None),
     "tools": ([], None),
     "tool_choice": ("none", "auto", None),
     "functions": ([], None),
@@ -48,6 +48,7 @@ COMMON = {
     "model", "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "stream",
     "stream_options", "max_tokens", "min_tokens", "logprobs", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "logit_bias", "include_stop_str_in_output", "skip_special_tokens", "add_special_tokens",
+    *grammar.FIELDS,
 }  # fmt: skip
 COMPLETION = COMMON | {"prompt", "echo", "best_of"}
 TEMPLATE = {"messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
@@ -69,6 +70,7 @@ class Wanted:
         stream: whether the answer is streamed.
         usage: how often a stream tells the usage: never, at the "end", or "always".
         add_special_tokens: whether the tokenizer adds its special tokens; None for what is usual.
+        grammar: what texts the answer may be; None for all.
     """
 
     params: dict[str, Any]
@@ -77,6 +79,7 @@ class Wanted:
     stream: bool
     usage: str
     add_special_tokens: bool | None
+    grammar: grammar.Grammar | None
 
 
 @dataclass(frozen=True)
@@ -249,24 +252,21 @@ def _wanted(content: dict[str, Any], default_max_tokens: int | None, limit: str 
     }
     params |= _logit_params(content)
     add = read_flag(content, "add_special_tokens") if content.get("add_special_tokens") is not None else None
-    return Wanted(params, read_flag(content, "ignore_eos"), max_tokens == 0, *_stream(content), add)
+    allowed = grammar.read_grammar(content)
+    return Wanted(params, read_flag(content, "ignore_eos"), max_tokens == 0, *_stream(content), add, allowed)
 
 
 def _logit_params(content: dict[str, Any]) -> dict[str, Any]:
-    """Reads what changes logits before a token is drawn, and refuses what the engine cannot do."""
+    """Reads what changes logits before a token is drawn; the bounds of the first two penalties are OpenAI's."""
     params: dict[str, Any] = {
-        "min_tokens": read_integer(content, "min_tokens", 0, 2**31 - 1),
-        "min_p": read_number(content, "min_p", 0, 1),
         "presence_penalty": read_number(content, "presence_penalty", -2, 2),
         "frequency_penalty": read_number(content, "frequency_penalty", -2, 2),
+        "min_tokens": read_integer(content, "min_tokens", 0, 2**31 - 1),
+        "min_p": read_number(content, "min_p", 0, 1),
         "repetition_penalty": read_number(content, "repetition_penalty", 1e-6, 1e6),
         "logit_bias": _logit_bias(content),
     }
-    neutral = {"repetition_penalty": 1, "logit_bias": {}}
-    params = {name: value for name, value in params.items() if value not in (None, neutral.get(name, 0))}
-    if missing := sorted(params.keys() - engine.SamplingParams.__dataclass_fields__.keys()):
-        raise ApiError(f"{missing[0]} is not supported", param=missing[0])
-    return params
+    return {name: value for name, value in params.items() if value is not None}
 
 
 def _logit_bias(content: dict[str, Any]) -> dict[int, float]:

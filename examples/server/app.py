@@ -6,6 +6,7 @@ blocks are freed.
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -36,6 +37,7 @@ from examples.server.api import (
 )
 from examples.server.chat import ChatTemplate, TemplateError
 from examples.server.fields import ApiError, check_text
+from examples.server.grammar import Grammar, Grammars
 from examples.server.metrics import Metrics
 from examples.server.middleware import Access, Gate, ToldOfTheEnd
 from examples.server.responses import Bodies, EventStream, json_response, refusal, server_error, until_gone
@@ -82,6 +84,7 @@ class Server:
         self._created = int(time.time())
         self._metrics = Metrics()
         self._tokens = TokenTexts(model.tokenizer)
+        self._grammars = Grammars(model.tokenizer, model.eos_token_ids)
         # A longer text has too many tokens, whatever they are.
         self._most_characters = model.max_model_len * longest_token(model.tokenizer)
         # JSON may write a character in 12 bytes, as two escapes.
@@ -167,7 +170,7 @@ class Server:
         prompts = [await self._encode(prompt, "prompt", add_special_tokens=add) for prompt in asked.prompts]
         echoes = [self._echo(*pair) for pair in zip(asked.prompts, prompts, strict=True)] if asked.echo else []
         answer = Answer(False, self._model.names[0], self._tokens, wanted, prompts, echoes)
-        return await self._answer(request, answer, prompts, params, wanted)
+        return await self._answer(request, answer, prompts, params, wanted, wanted.grammar)
 
     async def _chat(self, request: Request) -> Response:
         asked = read_chat(read_body(await self._bodies.read(request)), self._model.names)
@@ -175,7 +178,7 @@ class Server:
         self._worker.check_room(params.n)
         prompt = await self._encode_chat(asked.conversation, wanted.add_special_tokens)
         answer = Answer(True, self._model.names[0], self._tokens, wanted, [prompt])
-        return await self._answer(request, answer, [prompt], params, wanted)
+        return await self._answer(request, answer, [prompt], params, wanted, wanted.grammar)
 
     async def _encode_chat(self, conversation: Conversation, add_special_tokens: bool | None) -> list[int]:
         """Renders a conversation and makes tokens of it, with special tokens if the template has none itself."""
@@ -224,8 +227,12 @@ class Server:
         prompts: list[list[int]],
         params: engine.SamplingParams,
         wanted: Wanted,
+        grammar: Grammar | None,
     ) -> Response:
         """Submits the prompts, and makes a response of the tokens, whole or streamed."""
+        if grammar is not None:
+            mask = await asyncio.to_thread(self._grammars.mask, grammar)
+            params = dataclasses.replace(params, mask=mask)
         try:
             tickets = self._worker.submit([(prompt, params) for prompt in prompts])
         except ValueError as error:
