@@ -316,8 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args(argv)
     chosen = list(names) if args.cases is None else args.cases
-    if unknown := set(chosen) - set(names):
-        parser.error(f"no case is named {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    harness.check_names(parser, "case", chosen, names)
     if not harness.has_gpu("cache"):
         return 2
     run([names[name] for name in chosen], out=args.out)

@@ -272,8 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args(argv)
     chosen = list(WORKS) if args.works is None else args.works
-    if unknown := set(chosen) - set(WORKS):
-        parser.error(f"no work is named {', '.join(sorted(unknown))}; there are {', '.join(WORKS)}")
+    harness.check_names(parser, "work", chosen, WORKS)
     if not harness.has_gpu("ceilings"):
         return 2
     run({name: WORKS[name] for name in chosen}, args.out)

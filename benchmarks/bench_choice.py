@@ -122,8 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     names = args.implementations.split(",") if args.implementations else IMPLEMENTATIONS[args.op]
     beside = [] if args.peers == "none" else args.peers.split(",")
-    if unknown := set(beside) - {*benchmark.peers, *benchmark.elsewhere}:
-        parser.error(f"no peer is named {', '.join(sorted(unknown))}")
+    harness.check_names(parser, "peer", beside, [*benchmark.peers, *benchmark.elsewhere])
     try:
         for name in names:
             benchmark.implementation(name)

@@ -174,8 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="an option for XLA, such as xla_gpu_graph_min_graph_size=1073741824 (no command buffers)")  # fmt: skip
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args(argv)
-    if unknown := set(args.models.split(",")) - set(MODELS):
-        parser.error(f"no model is named {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}")
+    harness.check_names(parser, "model", args.models.split(","), MODELS)
     if any(count > PROMPTS and count % PROMPTS for count in args.prefill):
         parser.error(f"--prefill must be multiples of {PROMPTS}, or fewer, got {args.prefill}")
     if args.context < model_steps.STEPS or args.context % BLOCK_SIZE:

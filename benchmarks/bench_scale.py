@@ -326,8 +326,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=1024, help="tokens of each sequence of a model; default 1024")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args(argv)
-    if unknown := set(args.models.split(",")) - set(MODELS):
-        parser.error(f"no model is named {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}")
+    harness.check_names(parser, "model", args.models.split(","), MODELS)
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast may need rights that a machine's guests lack
     if not harness.has_gpu("scale"):
         return 2

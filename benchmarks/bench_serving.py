@@ -342,8 +342,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--peer-seconds", type=float, default=200, help="when to stop transformers, 0 = without it; default 200")
     add("--out", type=Path, help="JSON file to write")
     args = parser.parse_args(argv)
-    if unknown := set(args.runs) - set(RUNS):
-        parser.error(f"no run is named {', '.join(sorted(unknown))}; there are {', '.join(RUNS)}")
+    harness.check_names(parser, "run", args.runs, RUNS)
     return args
 
 

@@ -16,7 +16,7 @@ import itertools
 import json
 import os
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,12 @@ def has_gpu(op: str, processes: int = 1) -> bool:
     return False
 
 
+def check_names(parser: argparse.ArgumentParser, what: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Ends the program with a message if a given name is not known."""
+    if unknown := set(given) - set(known):
+        parser.error(f"no {what} is named {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+
+
 def numbers(text: str) -> tuple[int, ...]:
     """Reads the value of an option: numbers with commas between them, or "none"."""
     return () if text == "none" else tuple(int(number) for number in text.split(","))
@@ -86,8 +92,7 @@ def _arguments(benchmark: Benchmark, argv: Sequence[str] | None) -> argparse.Nam
             benchmark.implementation(name)
     except ValueError as error:
         parser.error(str(error))
-    if unknown := set(args.peers) - set(known):
-        parser.error(f"no peer is named {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    check_names(parser, "peer", args.peers, known)
     return args
 
 

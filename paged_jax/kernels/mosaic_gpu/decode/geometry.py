@@ -1,20 +1,13 @@
 """Shapes and counts of decode that follow from a `Problem` and its `Tuning`; host and device share them."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax.experimental.pallas as pl
 
 from paged_jax.kernels.mosaic_gpu.decode.tuning import Tuning
 from paged_jax.kernels.mosaic_gpu.hopper.limits import QUERY_ROWS, WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.hopper.memory import Slice
 from paged_jax.kernels.problem import Problem
-
-
-class HeadSlice(NamedTuple):
-    """`size` neighbouring elements of a head, from `first` on."""
-
-    first: int
-    size: int
 
 
 @dataclass(frozen=True)
@@ -117,7 +110,7 @@ class Geometry:
     # O^T, the result of the second product.
 
     @property
-    def head_slices(self) -> tuple[HeadSlice, ...]:
+    def head_slices(self) -> tuple[Slice, ...]:
         """The slices of a head in V, O^T and out.
 
         There is one if head_size is a multiple of `WGMMA_ROWS`. Otherwise the second one is the head's last 64
@@ -125,8 +118,8 @@ class Geometry:
         """
         size = self.problem.head_size
         if size % WGMMA_ROWS == 0:
-            return (HeadSlice(0, size),)
-        return HeadSlice(0, size // WGMMA_ROWS * WGMMA_ROWS), HeadSlice(size - WGMMA_ROWS, WGMMA_ROWS)
+            return (Slice(0, size),)
+        return Slice(0, size // WGMMA_ROWS * WGMMA_ROWS), Slice(size - WGMMA_ROWS, WGMMA_ROWS)
 
     @property
     def padded_head_size(self) -> int:
@@ -143,10 +136,10 @@ class Geometry:
         return self.heads_per_item if len(self.head_slices) == 1 else 1
 
     @property
-    def merged_slices(self) -> tuple[HeadSlice, ...]:
+    def merged_slices(self) -> tuple[Slice, ...]:
         """The slices of a head that merges take one at a time: 64 elements each; the last one may overlap."""
         return tuple(
-            HeadSlice(part.first + i, WGMMA_ROWS) for part in self.head_slices for i in range(0, part.size, WGMMA_ROWS)
+            Slice(part.first + i, WGMMA_ROWS) for part in self.head_slices for i in range(0, part.size, WGMMA_ROWS)
         )
 
     @property

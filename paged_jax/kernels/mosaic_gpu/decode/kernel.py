@@ -25,10 +25,8 @@ Roofline: K and V of a token and kv head are read once from HBM: 4 * head_size b
 have 8 bits.
 """
 
-import functools
 from typing import Any
 
-import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -42,6 +40,7 @@ from paged_jax.kernels.mosaic_gpu.decode.plan import Item, QueryTile, Queue, Que
 from paged_jax.kernels.mosaic_gpu.decode.refs import Inputs, MergedScratch, Outputs, Refs, outputs, scratch
 from paged_jax.kernels.mosaic_gpu.decode.tiles import Tiles
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
+from paged_jax.kernels.mosaic_gpu.hopper.launch import launch
 
 _COMPUTES, _LOADS = 0, 1  # indices of warpgroups
 _REGISTERS = 128  # of each thread, if two programs share a multiprocessor
@@ -50,25 +49,16 @@ _MOST_COLUMNS = 24  # more columns need more registers
 
 def attend(geometry: Geometry, tiles: Tiles, inputs: Inputs) -> Outputs:
     """Runs the kernel. If it writes new tokens, both caches are references."""
-    arrays, tree = jax.tree.flatten(inputs)
-    out_types, out_tree = jax.tree.flatten(outputs(geometry))
-
-    def refs_of(*refs) -> Refs:
-        *gmem, smem = refs
-        inputs_gmem = jax.tree.unflatten(tree, gmem[: len(arrays)])
-        return Refs(inputs_gmem, jax.tree.unflatten(out_tree, gmem[len(arrays) :]), smem)
-
-    kernel = plgpu.kernel(
-        functools.partial(_kernel, refs_of=refs_of, geometry=geometry, tiles=tiles),
-        out_type=tuple(out_types),
-        scratch_types=(scratch(geometry),),
+    return launch(
+        lambda *refs: _kernel(Refs(*refs), geometry, tiles),
+        inputs,
+        outputs(geometry),
+        scratch(geometry),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         num_threads=2,
-        thread_name="warpgroup",
         kernel_name=geometry.kernel_name,
         **_mesh(geometry),
     )
-    return jax.tree.unflatten(out_tree, kernel(*arrays))
 
 
 def _mesh(geometry: Geometry) -> dict[str, Any]:
@@ -94,9 +84,9 @@ def _item_and_split(geometry: Geometry) -> tuple[Scalar, Scalar]:
     return lax.rem(program, num_items), lax.div(program, num_items)
 
 
-def _kernel(*refs, refs_of, geometry: Geometry, tiles: Tiles) -> None:
+def _kernel(refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
     attend_to_its_own = _attend_queue if geometry.tuning.queues else _attend_one_split
-    attend_to_its_own(refs_of(*refs), geometry, tiles)
+    attend_to_its_own(refs, geometry, tiles)
 
 
 def _attend_one_split(refs: Refs, geometry: Geometry, tiles: Tiles) -> None:

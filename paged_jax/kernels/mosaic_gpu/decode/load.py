@@ -5,12 +5,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry, HeadSlice
+from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.decode.plan import Split
 from paged_jax.kernels.mosaic_gpu.decode.refs import Refs
 from paged_jax.kernels.mosaic_gpu.decode.tiles import Tiles
 from paged_jax.kernels.mosaic_gpu.decode.tiles.plain import tokens_of_run
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
+from paged_jax.kernels.mosaic_gpu.hopper.memory import Slice
 
 
 def load_split(split: Split, tiles_before: Scalar, refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
@@ -21,7 +22,7 @@ def load_split(split: Split, tiles_before: Scalar, refs: Refs, geometry: Geometr
     key_row, value_row = (2 * kv_head, 2 * kv_head + 1) if geometry.problem.interleaved else (kv_head, kv_head)
     last = lax.max(lax.div(split.end - 1, jnp.int32(size)) * size, jnp.int32(0))
     caches = (
-        (inputs.key_cache, key_row, options.k_scale, smem.keys, (HeadSlice(0, geometry.problem.head_size),)),
+        (inputs.key_cache, key_row, options.k_scale, smem.keys, (Slice(0, geometry.problem.head_size),)),
         (inputs.value_cache, value_row, options.v_scale, smem.values, geometry.head_slices),
     )
 

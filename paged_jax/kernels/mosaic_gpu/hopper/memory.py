@@ -1,11 +1,18 @@
 """Layouts and sizes of arrays in shared memory."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+
+
+class Slice(NamedTuple):
+    """`size` neighbouring elements of a vector, from `first` on."""
+
+    first: int
+    size: int
 
 
 def transforms(head_size: int, dtype: str) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:

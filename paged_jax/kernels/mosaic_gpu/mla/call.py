@@ -7,12 +7,11 @@ from jax import Array
 from paged_jax.kernels import problem as facts
 from paged_jax.kernels.in_place import apart
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
-from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT
+from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT, Lengths
 from paged_jax.kernels.mosaic_gpu.mla import choose
 from paged_jax.kernels.mosaic_gpu.mla.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.mla.kernel import attend
 from paged_jax.kernels.mosaic_gpu.mla.merge import MergeRefs, merge
-from paged_jax.kernels.mosaic_gpu.mla.plan import Lengths
 from paged_jax.kernels.mosaic_gpu.mla.refs import Inputs
 from paged_jax.kernels.problem import Problem
 from paged_jax.options import AttentionOptions

@@ -1,11 +1,11 @@
 """Everything that follows from a `Problem` and its `Tuning`: the shapes and counts that host and device code share."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax.experimental.pallas as pl
 
 from paged_jax.kernels.mosaic_gpu.hopper.limits import QUERY_ROWS, WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.hopper.memory import Slice
 from paged_jax.kernels.mosaic_gpu.mla.tuning import Tuning
 from paged_jax.kernels.problem import Problem
 
@@ -16,13 +16,6 @@ TILE = 64
 """Tokens of a tile."""
 STAGES = 2
 """Tiles in the ring."""
-
-
-class Part(NamedTuple):
-    """Neighbouring elements of a value: `size` of them, from `first` on."""
-
-    first: int
-    size: int
 
 
 @dataclass(frozen=True)
@@ -45,7 +38,7 @@ class Geometry:
         return self.problem.latent_size
 
     @property
-    def value_parts(self) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+    def value_parts(self) -> tuple[tuple[Slice, ...], tuple[Slice, ...]]:
         """The parts of a value that each of the two computing warpgroups sums up.
 
         The warpgroup that has the softmax takes about a quarter, so that its next product begins while the other one
@@ -53,8 +46,8 @@ class Geometry:
         """
         size = self.problem.head_size
         left = max(_SWIZZLED, size // 4 // _SWIZZLED * _SWIZZLED)
-        right = [Part(first, min(_MOST_COLUMNS, size - first)) for first in range(left, size, _MOST_COLUMNS)]
-        return (Part(0, left),), tuple(right)
+        right = [Slice(first, min(_MOST_COLUMNS, size - first)) for first in range(left, size, _MOST_COLUMNS)]
+        return (Slice(0, left),), tuple(right)
 
     @property
     def heads(self) -> int:

@@ -28,13 +28,13 @@ heads on, or from fewer heads with several queries.
 import functools
 from typing import NamedTuple
 
-import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
+from paged_jax.kernels.mosaic_gpu.hopper.launch import launch
 from paged_jax.kernels.mosaic_gpu.mla import load, plan, results, softmax
 from paged_jax.kernels.mosaic_gpu.mla.geometry import STAGES, TILE, Geometry
 from paged_jax.kernels.mosaic_gpu.mla.plan import Split
@@ -47,60 +47,50 @@ _WEIGHING_REGISTERS, _SUMMING_REGISTERS, _LOADING_REGISTERS = 216, 240, 48
 
 def attend(geometry: Geometry, inputs: Inputs) -> Outputs:
     """Runs the kernel."""
-    arrays, tree = jax.tree.flatten(inputs)
-    out_types, out_tree = jax.tree.flatten(outputs(geometry))
-
-    def refs_of(*refs) -> Refs:
-        *gmem, smem = refs
-        inputs_gmem = jax.tree.unflatten(tree, gmem[: len(arrays)])
-        return Refs(inputs_gmem, jax.tree.unflatten(out_tree, gmem[len(arrays) :]), smem)
-
-    kernel = plgpu.kernel(
-        functools.partial(_kernel, refs_of=refs_of, geometry=geometry),
-        out_type=tuple(out_types),
-        scratch_types=(scratch(geometry),),
+    return launch(
+        lambda *refs: _kernel(Refs(*refs), geometry),
+        inputs,
+        outputs(geometry),
+        scratch(geometry),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         num_threads=3,
-        thread_name="warpgroup",
         grid=(geometry.tuning.programs,),
         grid_names=("program",),
         kernel_name="mla_attend",
     )
-    return jax.tree.unflatten(out_tree, kernel(*arrays))
 
 
-def _kernel(*refs, refs_of, geometry: Geometry) -> None:
-    all_refs = refs_of(*refs)
+def _kernel(refs: Refs, geometry: Geometry) -> None:
     warpgroup, program = lax.axis_index("warpgroup"), lax.axis_index("program")
     width = jnp.int32(geometry.tuning.width)
     number, block = lax.div(program, width), lax.rem(program, width)
-    lengths_gmem = all_refs.inputs_gmem.lengths
+    lengths_gmem = refs.inputs_gmem.lengths
     # Many lengths are in flight here, for which the loading warpgroup has no registers later.
     total = plan.total_tiles(lengths_gmem, geometry)
     queue = plan.queue_of(lengths_gmem, number, total, geometry)
 
     def for_each_split(do, carry):
-        of_program = functools.partial(do, _Program(number, block, total, all_refs, geometry))
+        of_program = functools.partial(do, _Program(number, block, total, refs, geometry))
         return plan.for_each_split(of_program, carry, lengths_gmem, queue, block, geometry)
 
     @pl.when(warpgroup == _WEIGHS)
     def weigh():
         plgpu.set_max_registers(_WEIGHING_REGISTERS, action="increase")
-        closings_gmem = all_refs.outputs_gmem.closings
+        closings_gmem = refs.outputs_gmem.closings
         closings_gmem[number, block, 1] = jnp.int32(0)
         for_each_split(_weigh, jnp.int32(0))
-        plgpu.barrier_wait(all_refs.smem.weights_consumed)  # barriers end as they began
+        plgpu.barrier_wait(refs.smem.weights_consumed)  # barriers end as they began
 
     @pl.when(warpgroup == _SUMS)
     def sum_up():
         plgpu.set_max_registers(_SUMMING_REGISTERS, action="increase")
-        plgpu.barrier_arrive(all_refs.smem.weights_consumed)  # the memory of weights is free
+        plgpu.barrier_arrive(refs.smem.weights_consumed)  # the memory of weights is free
         for_each_split(_sum_up, jnp.int32(0))
 
     @pl.when(warpgroup == _LOADS)
     def load_all():
         plgpu.set_max_registers(_LOADING_REGISTERS, action="decrease")
-        load.drain(for_each_split(_load, (jnp.int32(0), jnp.int32(0))), all_refs)
+        load.drain(for_each_split(_load, (jnp.int32(0), jnp.int32(0))), refs)
 
 
 class _Program(NamedTuple):

@@ -19,18 +19,11 @@ from jax import lax
 
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least, cdiv, div
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
-from paged_jax.kernels.mosaic_gpu.hopper.refs import Ref
+from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths
 from paged_jax.kernels.mosaic_gpu.mla.geometry import TILE, Geometry
 
 _LENGTHS_IN_FLIGHT = 64  # each program waits for all of them
 _LEAST_TILES = 4  # tiles of a queue: a small batch would be cut too fine
-
-
-class Lengths(NamedTuple):
-    """References to the lengths of the batch; without `query_start_loc` each sequence has one query."""
-
-    seq_lens: Ref
-    query_start_loc: Ref
 
 
 class Sequence(NamedTuple):

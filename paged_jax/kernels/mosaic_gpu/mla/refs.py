@@ -11,9 +11,8 @@ import jax.numpy as jnp
 
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.memory import transforms
-from paged_jax.kernels.mosaic_gpu.hopper.refs import Ref
+from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths, Partials, Ref
 from paged_jax.kernels.mosaic_gpu.mla.geometry import STAGES, TILE, Geometry
-from paged_jax.kernels.mosaic_gpu.mla.plan import Lengths
 
 CLOSING = 4
 """Integers that describe an item to merge."""
@@ -29,13 +28,6 @@ class Inputs(NamedTuple):
     scale: Ref  # [1]
     latent_scale: Ref  # [1]
     sinks: Ref  # [heads + 64], of the heads again and again
-
-
-class Partials(NamedTuple):
-    """Partial results, each the softmax of one split with one row block, normalised."""
-
-    out: Ref  # [num_partials, width, 64, value_size]
-    log_sums: Ref  # [num_partials, width, 64], of base 2
 
 
 class Outputs(NamedTuple):

@@ -7,15 +7,16 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import Array
 
 from paged_jax.kernels.mosaic_gpu.hopper.limits import QUERY_ROWS, WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.hopper.memory import Slice
 from paged_jax.kernels.mosaic_gpu.hopper.registers import layout
 from paged_jax.kernels.mosaic_gpu.mla import rows
-from paged_jax.kernels.mosaic_gpu.mla.geometry import Geometry, Part
+from paged_jax.kernels.mosaic_gpu.mla.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.mla.plan import Split
 from paged_jax.kernels.mosaic_gpu.mla.refs import Ref, Refs
 
 
 def store_out(
-    out: list[Array], parts: Sequence[Part], split: Split, block: Ref, refs: Refs, geometry: Geometry
+    out: list[Array], parts: Sequence[Slice], split: Split, block: Ref, refs: Refs, geometry: Geometry
 ) -> None:
     """Stores a warpgroup's parts of O, which are normalised: of a whole item as out, or else as a partial result."""
     first = parts[0].first

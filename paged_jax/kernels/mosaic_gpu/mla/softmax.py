@@ -18,10 +18,11 @@ from paged_jax.kernels.mosaic_gpu.hopper.epilogue import join_sinks, saw_tokens
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, div
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.logits import cache_scale, scaled_logits
+from paged_jax.kernels.mosaic_gpu.hopper.memory import Slice
 from paged_jax.kernels.mosaic_gpu.hopper.products import accumulator, product
 from paged_jax.kernels.mosaic_gpu.hopper.refs import Ref
 from paged_jax.kernels.mosaic_gpu.hopper.registers import LOG2E, LOWEST, layout
-from paged_jax.kernels.mosaic_gpu.mla.geometry import TILE, Geometry, Part
+from paged_jax.kernels.mosaic_gpu.mla.geometry import TILE, Geometry
 from paged_jax.kernels.mosaic_gpu.mla.plan import Split
 from paged_jax.kernels.mosaic_gpu.mla.refs import Inputs, Refs
 
@@ -46,12 +47,12 @@ class Finished(NamedTuple):
     log_sums: Array  # of base 2, of the split alone; -inf where nothing was seen
 
 
-def empty_out(parts: Sequence[Part]) -> list[Array]:
+def empty_out(parts: Sequence[Slice]) -> list[Array]:
     """Parts of O that have seen no token."""
     return [layout(jnp.zeros((WGMMA_ROWS, part.size), jnp.float32)) for part in parts]
 
 
-def empty(parts: Sequence[Part]) -> State:
+def empty(parts: Sequence[Slice]) -> State:
     """The softmax of no token."""
     lowest = jnp.full((WGMMA_ROWS,), LOWEST, jnp.float32)
     return State(empty_out(parts), layout(lowest, 1), layout(jnp.zeros_like(lowest), 1))
@@ -70,7 +71,7 @@ def scores(query_smem: Ref, tile_smem: Ref) -> Array:
     return product(query_smem, tile_smem.T)
 
 
-def accumulate(out: list[Array], weights: Any, tile_smem: Ref, parts: Sequence[Part]) -> list[Array]:
+def accumulate(out: list[Array], weights: Any, tile_smem: Ref, parts: Sequence[Slice]) -> list[Array]:
     """O + P V for some parts of O, where P is in registers or in shared memory."""
 
     def multiply(accs):
@@ -85,7 +86,7 @@ def accumulate_and_score(
     out: list[Array],
     weights: Array,
     tile_smem: Ref,
-    parts: Sequence[Part],
+    parts: Sequence[Slice],
     query_smem: Ref,
     next_smem: Ref,
     begin_next: Callable[[], None],

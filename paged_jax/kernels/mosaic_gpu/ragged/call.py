@@ -10,12 +10,12 @@ from jax import Array
 
 from paged_jax.kernels import problem as facts
 from paged_jax.kernels.in_place import apart
-from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT
+from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT, Lengths
 from paged_jax.kernels.mosaic_gpu.ragged import choose, count
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.kernel import attend
 from paged_jax.kernels.mosaic_gpu.ragged.merge import MergeRefs, merge
-from paged_jax.kernels.mosaic_gpu.ragged.refs import Inputs, Lengths
+from paged_jax.kernels.mosaic_gpu.ragged.refs import Inputs
 from paged_jax.kernels.problem import Problem
 from paged_jax.options import AttentionOptions
 from paged_jax.shapes import BlockTables, Cache, NewTokens, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens

@@ -20,9 +20,10 @@ from jax import Array, lax
 
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least, cdiv, div
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WARPGROUP
+from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import THIN_SHARES, Geometry, ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import scan
-from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Counts, Lengths, Refs
+from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Counts, Refs
 from paged_jax.kernels.mosaic_gpu.ragged.sequence import Sequence, most_tiles, num_queries, query_tiles, splits_of
 
 _ITEM_COST = 2  # cost of an item in addition to its tiles

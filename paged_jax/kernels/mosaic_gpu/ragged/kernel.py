@@ -28,14 +28,12 @@ Roofline: 4 * num_heads * head_size operations for each pair of a query and a to
 4 * head_size bytes for each token and kv head, or 2 * head_size bytes with caches of 8 bits.
 """
 
-import functools
-
-import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from paged_jax.kernels.mosaic_gpu.hopper.launch import launch
 from paged_jax.kernels.mosaic_gpu.ragged import items, thin, wide
 from paged_jax.kernels.mosaic_gpu.ragged import load as ragged_load
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import NO_ITEM, WIDE, Geometry
@@ -50,41 +48,31 @@ _COMPUTING_REGISTERS, _LOADING_REGISTERS = 216, 72
 
 def attend(geometry: Geometry, inputs: Inputs) -> Outputs:
     """Runs the kernel. Programs claim items through the counters in the reference `inputs.claimed`."""
-    arrays, tree = jax.tree.flatten(inputs)
-    out_types, out_tree = jax.tree.flatten(outputs(geometry))
-
-    def refs_of(*refs) -> Refs:
-        *gmem, smem = refs
-        inputs_gmem = jax.tree.unflatten(tree, gmem[: len(arrays)])
-        return Refs(inputs_gmem, jax.tree.unflatten(out_tree, gmem[len(arrays) :]), smem)
-
-    kernel = plgpu.kernel(
-        functools.partial(_kernel, refs_of=refs_of, geometry=geometry),
-        out_type=tuple(out_types),
-        scratch_types=(scratch(geometry),),
+    return launch(
+        lambda *refs: _kernel(Refs(*refs), geometry),
+        inputs,
+        outputs(geometry),
+        scratch(geometry),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         num_threads=3,
-        thread_name="warpgroup",
         grid=(geometry.tuning.num_programs,),
         grid_names=("program",),
         kernel_name=geometry.kernel_name,
     )
-    return jax.tree.unflatten(out_tree, kernel(*arrays))
 
 
-def _kernel(*refs, refs_of, geometry: Geometry) -> None:
-    all_refs = refs_of(*refs)
+def _kernel(refs: Refs, geometry: Geometry) -> None:
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup < _LOADS)
     def compute():
         plgpu.set_max_registers(_COMPUTING_REGISTERS, action="increase")
-        _attend_to_items(all_refs, geometry)
+        _attend_to_items(refs, geometry)
 
     @pl.when(warpgroup == _LOADS)
     def load():
         plgpu.set_max_registers(_LOADING_REGISTERS, action="decrease")
-        ragged_load.load_items(all_refs, geometry)
+        ragged_load.load_items(refs, geometry)
 
 
 def _attend_to_items(refs: Refs, geometry: Geometry) -> None:

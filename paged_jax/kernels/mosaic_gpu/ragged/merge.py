@@ -17,11 +17,12 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 
+from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths, Partials
 from paged_jax.kernels.mosaic_gpu.ragged import count
 from paged_jax.kernels.mosaic_gpu.ragged import sequence as sequences
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import merge as ptx
-from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Counts, Lengths, Partials, Ref
+from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Counts, Ref
 
 
 class MergeRefs(NamedTuple):

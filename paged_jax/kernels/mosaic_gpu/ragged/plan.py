@@ -21,11 +21,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least, cdiv
+from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths
 from paged_jax.kernels.mosaic_gpu.ragged import count
 from paged_jax.kernels.mosaic_gpu.ragged import sequence as sequences
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import NO_ITEM, ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.pattern import Pattern, pattern_of, rank_of, token_of
-from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Counts, Lengths
+from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Counts
 from paged_jax.kernels.mosaic_gpu.ragged.sequence import Sequence
 
 WHOLE = -1

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WARPGROUP, WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.memory import array_bytes, transforms
-from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT, Ref
+from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT, Lengths, Partials, Ref
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import THIN_SHARES, Geometry, ItemKind
 
 ITEM_STAGES = 2  # descriptions in shared memory: of the item that is computed, and of the next one
@@ -54,13 +54,6 @@ class Counts(NamedTuple):
     wide_programs: Ref
 
 
-class Lengths(NamedTuple):
-    """The lengths of the batch's sequences."""
-
-    seq_lens: Ref  # [num_seqs]
-    query_start_loc: Ref  # [num_seqs + 1]
-
-
 class Inputs(NamedTuple):
     """The arrays that the ragged kernel reads, and the claims, which it also writes. Absent options have any value."""
 
@@ -74,13 +67,6 @@ class Inputs(NamedTuple):
     options: Any  # `OptionArrays` of references, each to an array of at least one axis
     new_key: Ref = ABSENT  # [num_tokens, num_kv_heads, head_size], in `prefix_attention`
     new_value: Ref = ABSENT
-
-
-class Partials(NamedTuple):
-    """Partial results of split items of one kind. Each is the normalised softmax of one split."""
-
-    out: Ref  # [num_partials, halves, WGMMA_ROWS, head_size]
-    log_sums: Ref  # [num_partials, halves, WGMMA_ROWS], of base 2
 
 
 class Outputs(NamedTuple):

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar, at_least, cdiv, div
+from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths
 from paged_jax.kernels.mosaic_gpu.ragged import pattern as patterns
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
-from paged_jax.kernels.mosaic_gpu.ragged.refs import Lengths
 from paged_jax.kernels.problem import Problem
 
 # Added before truncation. Wide: round up once the fraction reaches 1/8. Thin: round to the nearest integer; other thin

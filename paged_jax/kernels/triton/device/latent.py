@@ -25,7 +25,7 @@ import triton.language as tl
 
 from paged_jax.kernels.triton.device.attend import RaggedOutputs, head_scale, store_piece, store_whole, with_head_scale
 from paged_jax.kernels.triton.device.pieces import load_piece, tile_of
-from paged_jax.kernels.triton.device.rows import Rows, logits_of, query_tile_of, seen_by
+from paged_jax.kernels.triton.device.rows import Rows, logits_of, power_of_two, query_tile_of, seen_by, to_compute
 from paged_jax.kernels.triton.device.softmax import Softmax, nothing_seen, weigh
 from paged_jax.kernels.triton.device.tiles import convert
 
@@ -121,24 +121,8 @@ def _load_query(query, tokens, head, valid, cfg: tl.constexpr):
         peak = tl.max(tl.abs(value.to(tl.float32)), 1)
         if cfg.rest > 0:
             peak = tl.maximum(peak, tl.max(tl.abs(rest.to(tl.float32)), 1))
-        peak = tl.maximum(peak, 1e-30)
-        unit = (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    value = _to_compute(value, unit, cfg)
+        unit = power_of_two(peak)
+    value = to_compute(value, unit, cfg)
     if cfg.rest > 0:
-        rest = _to_compute(rest, unit, cfg)
+        rest = to_compute(rest, unit, cfg)
     return Parts(value, rest), unit
-
-
-@triton.jit
-@no_type_check
-def _to_compute(q, unit, cfg: tl.constexpr):
-    """Returns queries in the dtype of the products, divided by each row's unit if they are normalised."""
-    if cfg.normalise_query:
-        q = q.to(tl.float32) / unit[:, None]
-    if cfg.tuning.compute_dtype == "float32":
-        q = q.to(tl.float32)
-    elif cfg.tuning.compute_dtype == "float16":
-        q = q.to(tl.float16)
-    else:
-        q = q.to(tl.bfloat16)
-    return q

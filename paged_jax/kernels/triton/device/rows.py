@@ -119,21 +119,36 @@ def load_query(query, tokens, head, valid, scale, out, cfg: tl.constexpr):
         q = tl.where(scale < 0, -q, q)
     unit = tl.full([cfg.tuning.rows], 1.0, tl.float32)
     if cfg.normalise_query:  # bfloat16 becomes float16: a power of two divides each row, exactly
-        q = q.to(tl.float32)
-        peak = tl.maximum(tl.max(tl.abs(q), 1), 1e-30)
-        unit = (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        q = q / unit[:, None]
+        unit = power_of_two(tl.max(tl.abs(q.to(tl.float32)), 1))
+    q = to_compute(q, unit, cfg)
+    factor = unit * scale
+    if cfg.late_factor:
+        factor = tl.abs(factor)
+        factor = tl.where(factor == 0, 1e-30, factor)  # 0 * -inf would be NaN where tokens are masked
+    return q, factor
+
+
+@triton.jit
+@no_type_check
+def power_of_two(x):
+    """Returns the largest power of two that is no larger than x, float32; at least that of 1e-30."""
+    x = tl.maximum(x, 1e-30)
+    return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+@no_type_check
+def to_compute(q, unit, cfg: tl.constexpr):
+    """Returns queries in the dtype of the products, divided by each row's unit if they are normalised."""
+    if cfg.normalise_query:
+        q = q.to(tl.float32) / unit[:, None]
     if cfg.tuning.compute_dtype == "float32":
         q = q.to(tl.float32)
     elif cfg.tuning.compute_dtype == "float16":
         q = q.to(tl.float16)
     else:
         q = q.to(tl.bfloat16)
-    factor = unit * scale
-    if cfg.late_factor:
-        factor = tl.abs(factor)
-        factor = tl.where(factor == 0, 1e-30, factor)  # 0 * -inf would be NaN where tokens are masked
-    return q, factor
+    return q
 
 
 @triton.jit

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from paged_jax.kernels.mosaic_gpu.decode import mask
-from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry, HeadSlice
+from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.decode.tiles import slot_scales
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
-from paged_jax.kernels.mosaic_gpu.hopper.memory import transforms
+from paged_jax.kernels.mosaic_gpu.hopper.memory import Slice, transforms
 from paged_jax.kernels.mosaic_gpu.hopper.products import product
 from paged_jax.kernels.mosaic_gpu.hopper.registers import layout, store
 
@@ -61,7 +61,7 @@ class PlainTiles:
         rows = fold * problem.block_size
         return cache.reshape(cache.shape[0], self.geometry.items_per_seq, rows, problem.head_size)
 
-    def run_gmem(self, cache_gmem, block, offset, kv_head, head_slice: HeadSlice) -> Any:
+    def run_gmem(self, cache_gmem, block, offset, kv_head, head_slice: Slice) -> Any:
         """The source of one copy: a head slice of the run at `offset` in a block, of the item's kv heads.
 
         In an `Interleaved` pool `kv_head` is the row of the kv head's keys, or of its values.

@@ -23,7 +23,6 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, nvvm, vector
 
 from paged_jax.kernels.mosaic_gpu.decode import mask
-from paged_jax.kernels.mosaic_gpu.decode.geometry import HeadSlice
 from paged_jax.kernels.mosaic_gpu.decode.tiles.plain import PlainTiles
 from paged_jax.kernels.mosaic_gpu.decode.tiles.rows import token_of_row
 from paged_jax.kernels.mosaic_gpu.hopper.inline import (
@@ -39,6 +38,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     thread_index_read_again,
 )
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP, WARPGROUP
+from paged_jax.kernels.mosaic_gpu.hopper.memory import Slice
 
 _PAGE_ROW = 128  # elements: the last dimension of a copy; TMA takes at most 256
 _MATRIX_ROW_BYTES = 16
@@ -78,7 +78,7 @@ class VllmTiles(PlainTiles):
         """A cache as the pages of its blocks."""
         return cache.reshape(cache.shape[0], self.geometry.items_per_seq, *self.page_shape)
 
-    def run_gmem(self, cache_gmem, block, offset, kv_head, head_slice: HeadSlice) -> Any:
+    def run_gmem(self, cache_gmem, block, offset, kv_head, head_slice: Slice) -> Any:
         """A run is a whole block."""
         return cache_gmem.at[block, kv_head]
 

@@ -3,20 +3,15 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, scf
+from jaxlib.mlir.dialects import arith
 
+from paged_jax.kernels.mosaic_gpu.hopper import merge
 from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     SCALAR,
     add,
     address,
-    as_i32,
     as_i64,
-    as_index,
-    assembly,
-    bytes_of,
     div,
     i32,
     i64,
@@ -28,11 +23,8 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
 )
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
-from paged_jax.kernels.mosaic_gpu.hopper.refs import Ref
-from paged_jax.kernels.mosaic_gpu.hopper.registers import LOG2E, LOWEST
-from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
-from paged_jax.kernels.mosaic_gpu.ragged.refs import Partials
-from paged_jax.kernels.problem import Problem
+from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT, Partials, Ref
+from paged_jax.kernels.mosaic_gpu.ragged.geometry import ItemKind
 
 _WIDE_IN_FLIGHT, _THIN_IN_FLIGHT = 4, 8  # partial results that are loaded at a time; wide items have few splits
 
@@ -68,25 +60,25 @@ class _Row(NamedTuple):
     of_partial: Any  # its row in these partial results
 
 
-class _Merged(NamedTuple):
-    """A thread's part of the softmax of a row. Fields are MLIR values."""
-
-    maximum: Any  # of logits, times log2(e)
-    sum: Any
-    out: list  # 4 elements of O before the division by the sum
-
-
 def merge_rows(refs: RowRefs, group: RowGroup, kind: ItemKind) -> None:
     """Merges a group of rows."""
-    leaves, tree = jax.tree.flatten(refs)
+    problem, (leaves, tree) = kind.geometry.problem, jax.tree.flatten(refs)
 
     @inline(*[plgpu.RefType()] * len(leaves), *[SCALAR] * len(group))
     def merge_own_elements(_, *arguments):
         at = jax.tree.unflatten(tree, [address(x) for x in arguments[: len(leaves)]])
         values = RowGroup(*(x.registers.item() for x in arguments[len(leaves) :]))
         row = _row_of_thread(values, kind)
-        merged = _over_partials(at.partials, row, values.splits, kind)
-        _store(at, row, values.first_token, merged, kind.geometry)
+        merged = merge.merged(
+            lambda number: _load_partial(at.partials, row, number, values.splits, kind),
+            values.splits,
+            _WIDE_IN_FLIGHT if kind.is_wide else _THIN_IN_FLIGHT,
+        )
+        sinks = at.sinks if problem.per_head.sinks else ABSENT
+        out, lse = merge.finished(merged, merge.saw_tokens(merged), sinks, row.head)
+        index = add(mul(add(values.first_token, row.token), problem.num_heads), row.head)
+        own = merge.OwnElements(row.exists, index, row.column)
+        merge.store(at.out, at.lse, own, out, lse, problem.head_size, problem.query_dtype)
 
     merge_own_elements(*leaves, *group)
 
@@ -111,84 +103,10 @@ def _row_of_thread(group: RowGroup, kind: ItemKind) -> _Row:
     return _Row(exists, column, token, head, partial, of_partial)
 
 
-def _over_partials(at: Partials, row: _Row, splits, kind: ItemKind) -> _Merged:
-    """Merges all partial results of a row, in their order."""
-    carry, step = [_f32(LOWEST), *[_f32(0.0)] * 5], _WIDE_IN_FLIGHT if kind.is_wide else _THIN_IN_FLIGHT
-    loop = scf.ForOp(as_index(i32(0)), as_index(splits), as_index(i32(step)), carry)
-    with ir.InsertionPoint(loop.body):
-        first = arith.index_cast(ir.IntegerType.get_signless(32), loop.induction_variable)
-        partials = [_load_partial(at, row, add(first, i32(i)), splits, kind) for i in range(step)]
-        maximum, total, *out = loop.inner_iter_args
-        for log_sum, elements in partials:
-            new_maximum = arith.maximumf(maximum, log_sum)
-            rescale, weight = _exp2(arith.subf(maximum, new_maximum)), _exp2(arith.subf(log_sum, new_maximum))
-            total = arith.addf(arith.mulf(total, rescale), weight)
-            pairs = zip(out, elements, strict=True)
-            out = [arith.addf(arith.mulf(x, rescale), arith.mulf(y, weight)) for x, y in pairs]
-            maximum = new_maximum
-        scf.yield_([maximum, total, *out])
-    maximum, total, *out = loop.results
-    return _Merged(maximum, total, out)
-
-
 def _load_partial(at: Partials, row: _Row, number, splits, kind: ItemKind) -> tuple[Any, list]:
-    """Loads lse and 4 elements of partial result `number`; lse is -inf if there is no such partial result."""
+    """Loads partial result `number` of a row; the logarithm of its sum is -inf if there is no such partial result."""
     exists = less(number, splits)
     number = arith.select(exists, number, i32(0))
     rows = kind.halves * WGMMA_ROWS
     index = arith.addi(arith.muli(as_i64(add(row.partial, number)), i64(rows)), as_i64(row.of_partial))
-    [log_sum] = assembly("ld.global.f32 $0, [$1];", "=f,l", add(at.log_sums, arith.muli(index, i64(4))), results=1)
-    log_sum = arith.select(exists, log_sum, _f32(float("-inf")))
-    start = arith.muli(index, i64(4 * kind.geometry.problem.head_size))
-    place = add(at.out, arith.addi(start, bytes_of(row.column, 16)))
-    return log_sum, assembly("ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,l", place, results=4)
-
-
-def _store(at: RowRefs, row: _Row, first_token, merged: _Merged, geometry: Geometry) -> None:
-    """Stores 4 elements of out, and lse. A row that saw no token gets out 0 and lse -inf."""
-    maximum, total, out = merged
-    # NaN counts as seen: it must reach the result.
-    seen = arith.cmpf(arith.CmpFPredicate.UNE, total, _f32(0.0))
-    if geometry.problem.per_head.sinks:
-        maximum, total, out = _with_sink(merged, at.sinks, row.head)
-    total = arith.select(seen, total, _f32(1.0))
-    out = [arith.divf(x, total) for x in out]
-    lse = arith.divf(arith.addf(maximum, _log2(total)), _f32(LOG2E))
-    lse = arith.select(seen, lse, _f32(float("-inf")))
-    index = add(mul(add(first_token, row.token), geometry.problem.num_heads), row.head)
-    _store_out(at.out, row, index, out, geometry.problem)
-    is_first = arith.andi(row.exists, arith.cmpi(arith.CmpIPredicate.eq, row.column, i32(0)))
-    code = "{ .reg .pred exists; setp.ne.b32 exists, $0, 0; @exists st.global.f32 [$1], $2; }"
-    assembly(code, "r,l,f", as_i32(is_first), add(at.lse, bytes_of(index, 4)), lse)
-
-
-def _with_sink(merged: _Merged, sinks, head) -> _Merged:
-    """Adds a head's sink to the softmax."""
-    maximum, total, out = merged
-    [sink] = assembly("ld.global.f32 $0, [$1];", "=f,l", add(sinks, bytes_of(head, 4)), results=1)
-    sink = arith.mulf(sink, _f32(LOG2E))
-    with_sink = arith.maximumf(maximum, sink)
-    rescale = _exp2(arith.subf(maximum, with_sink))
-    total = arith.addf(arith.mulf(total, rescale), _exp2(arith.subf(sink, with_sink)))
-    return _Merged(with_sink, total, [arith.mulf(x, rescale) for x in out])
-
-
-def _store_out(out, row: _Row, index, elements: list, problem: Problem) -> None:
-    """Stores 4 elements of row `index`, in the query's dtype."""
-    pair = {"float16": "f16x2", "bfloat16": "bf16x2"}[problem.query_dtype]
-    code = f"""{{ .reg .pred exists; .reg .b32 a, b; setp.ne.b32 exists, $0, 0;
-        cvt.rn.{pair}.f32 a, $3, $2; cvt.rn.{pair}.f32 b, $5, $4; @exists st.global.v2.b32 [$1], {{a, b}}; }}"""
-    offset = arith.addi(bytes_of(index, 2 * problem.head_size), bytes_of(row.column, 8))
-    assembly(code, "r,l,f,f,f,f", as_i32(row.exists), add(out, offset), *elements)
-
-
-def _exp2(x):
-    return assembly("ex2.approx.ftz.f32 $0, $1;", "=f,f", x, results=1)[0]
-
-
-def _log2(x):
-    return assembly("lg2.approx.ftz.f32 $0, $1;", "=f,f", x, results=1)[0]
-
-
-def _f32(x: float):
-    return mgpu.c(x, ir.F32Type.get())
+    return merge.load_partial(at, exists, index, row.column, kind.geometry.problem.head_size)

@@ -17,6 +17,7 @@ from jax import Array
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf
 
+from paged_jax.kernels.mosaic_gpu.hopper import rows as hopper_rows
 from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     SCALAR,
     add,
@@ -25,7 +26,6 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     assembly,
     bytes_of,
     div,
-    element,
     i32,
     i64,
     inline,
@@ -35,7 +35,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     thread_index_read_again,
 )
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
-from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP, WARPGROUP, WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WARPGROUP, WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.memory import transforms
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref
@@ -125,41 +125,19 @@ def _store_lse(lse_smem, lse_gmem, rows: QueryRows, geometry: Geometry) -> None:
     row = rem(thread, WGMMA_ROWS)
     exists, index = _row_of_query(row, rows, geometry)
     exists = arith.andi(exists, arith.cmpi(arith.CmpIPredicate.ult, thread, i32(WGMMA_ROWS)))
-    assembly(
-        """{ .reg .pred exists; .reg .b32 a; setp.ne.b32 exists, $0, 0;
-        ld.shared.b32 a, [$1]; @exists st.global.b32 [$2], a; }""",
-        "r,r,l",
-        as_i32(exists),
-        add(address(lse_smem), mul(row, 4)),
-        add(address(lse_gmem), bytes_of(index, 4)),
+    hopper_rows.store_word(
+        as_i32(exists), add(address(lse_smem), mul(row, 4)), add(address(lse_gmem), bytes_of(index, 4))
     )
 
 
 def store_partial(partial_gmem: Ref, out: Array, num_tokens: Scalar, geometry: Geometry) -> None:
     """Stores a warpgroup's O [64, head_size] from registers: the rows of its `num_tokens` tokens."""
-    d = geometry.problem.head_size
+    problem = geometry.problem
 
     @inline(plgpu.RefType(), plgpu.Layout.WGMMA, SCALAR)
     def store(_, partial_gmem, out, num_tokens):
-        index = thread_index_read_again()
-        lane, warp = rem(index, WARP), div(index, WARP)
-        end = mul(num_tokens.registers.item(), geometry.problem.group)
-        pairs = out.registers.reshape(d // 8, 2)  # of columns 8 * c + 2 * (lane % 4) + 0..1, rows + 8 * h
-        gmem = address(partial_gmem)
-        for h in range(2):
-            row = add(mul(warp, 16), add(div(lane, 4), i32(8 * h)))
-            exists = less(row, end)
-            column = mul(rem(lane, 4), 2)
-            start = add(gmem, bytes_of(add(mul(row, d), column), 4))
-            for c in range(d // 8):
-                values = [element(pairs[c, h], i) for i in range(2)]
-                assembly(
-                    "{ .reg .pred exists; setp.ne.b32 exists, $0, 0; @exists st.global.v2.f32 [$1], {$2, $3}; }",
-                    "r,l,f,f",
-                    as_i32(exists),
-                    add(start, i64(32 * c)),
-                    *values,
-                )
+        count, size = num_tokens.registers.item(), problem.head_size
+        hopper_rows.store_first_rows(partial_gmem, out.registers, count, size, rows_of_token=problem.group)
 
     store(partial_gmem, out, num_tokens)
 

@@ -1,0 +1,138 @@
+"""The merge of partial results, in MLIR and PTX: a thread merges four neighbouring elements of one row of O.
+
+Arguments without a type are MLIR values; references are addresses.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.experimental.mosaic.gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, scf
+
+from paged_jax.kernels.mosaic_gpu.hopper.inline import (
+    add,
+    as_i32,
+    as_index,
+    assembly,
+    bytes_of,
+    i32,
+    i64,
+)
+from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT, Partials, Ref
+from paged_jax.kernels.mosaic_gpu.hopper.registers import LOG2E, LOWEST
+
+ELEMENTS = 4
+"""Neighbouring elements of a row that a thread merges."""
+
+
+class Merged(NamedTuple):
+    """A thread's part of the softmax of a row. Fields are MLIR values."""
+
+    maximum: Any  # of logits, times log2(e)
+    sum: Any
+    out: list  # elements of O before the division by the sum
+
+
+class OwnElements(NamedTuple):
+    """The elements of a result that a thread stores. Fields are MLIR values."""
+
+    exists: Any  # whether the thread has any
+    row: Any  # index of the row, in all of out and lse
+    column: Any  # index of the four elements, in the row
+
+
+def merged(load: Callable[[Any], tuple[Any, list]], num_partials, in_flight: int) -> Merged:
+    """Merges the partial results of a row, in their order.
+
+    `load` takes the number of a partial result and returns the logarithm of its sum, and the thread's elements. So many
+    loads as `in_flight` are issued before the first one is needed; beyond the last partial result they give -inf.
+    """
+    carry = [_f32(LOWEST), *[_f32(0.0)] * (1 + ELEMENTS)]
+    loop = scf.ForOp(as_index(i32(0)), as_index(num_partials), as_index(i32(in_flight)), carry)
+    with ir.InsertionPoint(loop.body):
+        first = arith.index_cast(ir.IntegerType.get_signless(32), loop.induction_variable)
+        partials = [load(add(first, i32(i))) for i in range(in_flight)]
+        maximum, total, *out = loop.inner_iter_args
+        for log_sum, elements in partials:
+            new_maximum = arith.maximumf(maximum, log_sum)
+            rescale, weight = _exp2(arith.subf(maximum, new_maximum)), _exp2(arith.subf(log_sum, new_maximum))
+            total = arith.addf(arith.mulf(total, rescale), weight)
+            pairs = zip(out, elements, strict=True)
+            out = [arith.addf(arith.mulf(x, rescale), arith.mulf(y, weight)) for x, y in pairs]
+            maximum = new_maximum
+        scf.yield_([maximum, total, *out])
+    maximum, total, *out = loop.results
+    return Merged(maximum, total, out)
+
+
+def load_partial(partials: Partials, exists, index, column, row_size: int) -> tuple[Any, list]:
+    """Loads the logarithm of a sum, and four elements, of row `index` (64 bits) among the rows of all partial results.
+
+    The logarithm is -inf where the row does not exist; `index` must name some row even so.
+    """
+    [log_sum] = assembly(
+        "ld.global.f32 $0, [$1];", "=f,l", add(partials.log_sums, arith.muli(index, i64(4))), results=1
+    )
+    log_sum = arith.select(exists, log_sum, _f32(float("-inf")))
+    start = arith.muli(index, i64(4 * row_size))
+    source = add(partials.out, arith.addi(start, bytes_of(column, 16)))
+    return log_sum, assembly("ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,l", source, results=4)
+
+
+def saw_tokens(merged: Merged):
+    """Whether the row saw a token. NaN counts as seen: it must reach the result."""
+    return arith.cmpf(arith.CmpFPredicate.UNE, merged.sum, _f32(0.0))
+
+
+def finished(merged: Merged, seen, sinks_gmem: Ref, head) -> tuple[list, Any]:
+    """Returns the thread's elements of out, and lse. A row that saw no token gets out 0 and lse -inf.
+
+    If there are sinks, `head` is the index of the row's sink.
+    """
+    maximum, total, out = merged
+    if sinks_gmem is not ABSENT:
+        maximum, total, out = _with_sink(merged, sinks_gmem, head)
+    total = arith.select(seen, total, _f32(1.0))
+    out = [arith.divf(x, total) for x in out]
+    lse = arith.divf(arith.addf(maximum, _log2(total)), _f32(LOG2E))
+    return out, arith.select(seen, lse, _f32(float("-inf")))
+
+
+def _with_sink(merged: Merged, sinks_gmem: Ref, head) -> Merged:
+    """Adds a head's sink to the softmax."""
+    maximum, total, out = merged
+    [logit] = assembly("ld.global.f32 $0, [$1];", "=f,l", add(sinks_gmem, bytes_of(head, 4)), results=1)
+    logit = arith.mulf(logit, _f32(LOG2E))
+    with_sink = arith.maximumf(maximum, logit)
+    rescale = _exp2(arith.subf(maximum, with_sink))
+    total = arith.addf(arith.mulf(total, rescale), _exp2(arith.subf(logit, with_sink)))
+    return Merged(with_sink, total, [arith.mulf(x, rescale) for x in out])
+
+
+def store(out_gmem: Ref, lse_gmem: Ref, own: OwnElements, out: list, lse, row_size: int, dtype: str) -> None:
+    """Stores the thread's elements of out in the query's dtype; the thread of the first elements stores lse."""
+    _store_out(out_gmem, own, out, row_size, dtype)
+    is_first = arith.andi(own.exists, arith.cmpi(arith.CmpIPredicate.eq, own.column, i32(0)))
+    code = "{ .reg .pred exists; setp.ne.b32 exists, $0, 0; @exists st.global.f32 [$1], $2; }"
+    assembly(code, "r,l,f", as_i32(is_first), add(lse_gmem, bytes_of(own.row, 4)), lse)
+
+
+def _store_out(out_gmem: Ref, own: OwnElements, out: list, row_size: int, dtype: str) -> None:
+    pair = {"float16": "f16x2", "bfloat16": "bf16x2"}[dtype]
+    code = f"""{{ .reg .pred exists; .reg .b32 a, b; setp.ne.b32 exists, $0, 0;
+        cvt.rn.{pair}.f32 a, $3, $2; cvt.rn.{pair}.f32 b, $5, $4; @exists st.global.v2.b32 [$1], {{a, b}}; }}"""
+    offset = arith.addi(bytes_of(own.row, 2 * row_size), bytes_of(own.column, 8))
+    assembly(code, "r,l,f,f,f,f", as_i32(own.exists), add(out_gmem, offset), *out)
+
+
+def _exp2(x):
+    return assembly("ex2.approx.ftz.f32 $0, $1;", "=f,f", x, results=1)[0]
+
+
+def _log2(x):
+    return assembly("lg2.approx.ftz.f32 $0, $1;", "=f,f", x, results=1)[0]
+
+
+def _f32(x: float):
+    return mgpu.c(x, ir.F32Type.get())
