@@ -9,7 +9,10 @@ from typing import Any
 
 from benchmarks.torch_clocks import best_seconds, captured
 
-_PRODUCTS = "batched_mm", "grouped_mm"  # one product a pair; one grouped product over all pairs, sorted by expert
+# One grouped product over all pairs of a token and an expert, sorted by expert; or one product a pair, which gathers
+# an expert's matrices for each pair, so that prompts do not fit.
+_PRODUCTS = "grouped_mm", "batched_mm"
+_OF_PROMPTS = _PRODUCTS[0]
 _CHUNK = 4096  # tokens that a step of prompts takes at once
 
 
@@ -52,26 +55,22 @@ class HubModel:
 
     def time_decode(self, num_seqs: int, context: int, num_steps: int) -> float:
         """Measures the seconds of a decode step that is called once a token."""
-        return self._best_product(lambda: self._time_decode(num_seqs, context, num_steps))
-
-    def time_prefill(self, num_seqs: int, context: int) -> float:
-        """Measures the seconds in which prompts of `context` tokens are written."""
-        return self._best_product(lambda: self._time_prefill(num_seqs, context))
-
-    def _best_product(self, measure: Any) -> float:
         if not self.is_mixture:
-            return measure()
+            return self._time_decode(num_seqs, context, num_steps, None)
         times, errors = [], []
         for product in _PRODUCTS:
-            self.model.set_experts_implementation(product)
             try:
-                times.append(measure())
+                times.append(self._time_decode(num_seqs, context, num_steps, product))
             except Exception as error:  # mostly because memory ran out
                 errors.append(error)
             self.forget()
         if not times:
             raise errors[0]
         return min(times)
+
+    def time_prefill(self, num_seqs: int, context: int) -> float:
+        """Measures the seconds in which prompts of `context` tokens are written."""
+        return best_seconds(self.device, lambda: None, lambda: self._filled(num_seqs, context, context), 1)
 
     def _forward(self, token_ids: Any, cache: Any) -> Any:
         """The likeliest next token of each row."""
@@ -83,6 +82,8 @@ class HubModel:
         import torch
         import transformers
 
+        if self.is_mixture:
+            self.model.set_experts_implementation(_OF_PROMPTS)
         cache = transformers.StaticCache(config=self.config, max_cache_len=longest)
         width = max(1, _CHUNK // num_seqs)
         for start in range(0, length, width):
@@ -90,12 +91,14 @@ class HubModel:
             self._forward(tokens.expand(num_seqs, -1).contiguous(), cache)
         return cache
 
-    def _time_decode(self, num_seqs: int, context: int, num_steps: int) -> float:
+    def _time_decode(self, num_seqs: int, context: int, num_steps: int, product: str | None) -> float:
         import torch
 
         # Steps before the capture, and the runs of the graph below, which continue where the last one ended.
         longest = context + 8 * num_steps
         cache = self._filled(num_seqs, context - num_steps // 2, longest)
+        if product is not None:
+            self.model.set_experts_implementation(product)
         token_ids = torch.zeros(num_seqs, 1, dtype=torch.int64, device=self.device)
 
         def step():
@@ -103,6 +106,3 @@ class HubModel:
 
         replay = captured(self.device, step)
         return best_seconds(self.device, lambda: None, replay, num_steps)
-
-    def _time_prefill(self, num_seqs: int, context: int) -> float:
-        return best_seconds(self.device, lambda: None, lambda: self._filled(num_seqs, context, context), 1)
