@@ -94,9 +94,10 @@ class HubModel:
     def _time_decode(self, num_seqs: int, context: int, num_steps: int, product: str | None) -> float:
         import torch
 
-        # Steps before the capture, and the runs of the graph below, which continue where the last one ended.
-        longest = context + 8 * num_steps
-        cache = self._filled(num_seqs, context - num_steps // 2, longest)
+        # The runs of the graph go on where the last one ended. No step may be the first that does not fit a window,
+        # which moves the cache's tokens otherwise than the steps before it: a graph holds one of the two.
+        length = max(context, getattr(self.config, "sliding_window", None) or 0)
+        cache = self._filled(num_seqs, length, length + 8 * num_steps)
         if product is not None:
             self.model.set_experts_implementation(product)
         token_ids = torch.zeros(num_seqs, 1, dtype=torch.int64, device=self.device)
