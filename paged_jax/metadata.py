@@ -148,9 +148,9 @@ def check_metadata(
     """Checks on the host the values that attention and cache writes rely on without checking them.
 
     Table entries past a row's last block are not checked, because no op reads them; nor are those of blocks that lie
-    wholly before the sliding window of the row's first query, for ops with this window. The tables of `prefix_attention`
-    may hold the blocks of the contexts alone: check these with `context_lens` in place of `seq_lens`, and without
-    `query_start_loc`.
+    wholly before the sliding window of the row's first query, for ops with this window. The tables of
+    `prefix_attention` may hold the blocks of the contexts alone: check these with `context_lens` in place of
+    `seq_lens`, and without `query_start_loc`.
 
     Args:
       block_tables: i32 [num_seqs, max_blocks_per_seq].
@@ -186,8 +186,9 @@ def check_metadata(
     starts = np.arange(block_tables.shape[1])[None, :] * block_size
     used = starts < seq_lens[:, None]
     if sliding_window is not None:
-        has_starts = query_start_loc is not None and query_start_loc.shape == (len(seq_lens) + 1,)
-        query_lens = np.diff(query_start_loc) if has_starts else 1
+        query_lens = np.int32(1)
+        if query_start_loc is not None and query_start_loc.shape == (len(seq_lens) + 1,):
+            query_lens = np.diff(query_start_loc)
         used &= starts + block_size > (seq_lens - query_lens - _size("sliding_window", sliding_window) + 1)[:, None]
     bad = used & ((block_tables < 0) | (block_tables >= num_blocks))
     _raise_first(

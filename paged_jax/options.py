@@ -83,8 +83,8 @@ class QueryOptions(TypedDict, total=False):
     Attributes:
       scale: f32 scalar, factor of the logits; None for ``head_size ** -0.5``. May be traced.
       alibi_slopes: f32 [num_heads]; adds ``slope * (key position - query position)`` to the logits.
-      sliding_window: in tokens; a query at position i sees the positions t > i - sliding_window. Table entries of blocks
-        that no query's window reaches are not read: such blocks may be released (`allocator.release_before`).
+      sliding_window: in tokens; a query at position i sees the positions t > i - sliding_window. Table entries of
+        blocks that no query's window reaches are not read, so that they may be released (`allocator.release_before`).
       logits_soft_cap: up to 1e30; logits become ``cap * tanh(logit / cap)``, before ALiBi is added.
       sinks: f32 [num_heads]; a learned logit per head that joins the softmax's denominator and has no value.
       block_sparse: see `BlockSparse`; GPU kernels do not read the blocks that are not attended to.
