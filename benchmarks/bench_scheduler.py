@@ -21,6 +21,7 @@ from paged_jax.engine import EngineConfig, SamplingParams
 from paged_jax.engine.batch import StepShape
 from paged_jax.engine.blocks import BlockManager
 from paged_jax.engine.pack import pack
+from paged_jax.engine.pools import Pools
 from paged_jax.engine.request import Sequence
 from paged_jax.engine.sampling import Kind
 from paged_jax.engine.scheduler import Scheduler
@@ -44,8 +45,8 @@ class Row:
 def make_scheduler(num_seqs: int, context_len: int, num_blocks: int) -> Scheduler:
     """Makes a scheduler whose sequences have run for so long that their last token alone is to be computed."""
     config = EngineConfig(max_model_len=POSITIONS, max_num_seqs=num_seqs, max_tokens_per_step=max(num_seqs, 512))
-    blocks = BlockManager(num_blocks, BLOCK_SIZE, num_seqs, POSITIONS // BLOCK_SIZE, 0, True)
-    scheduler = Scheduler(config, blocks, 1)
+    blocks = Pools([BlockManager(num_blocks, BLOCK_SIZE, num_seqs, POSITIONS // BLOCK_SIZE, 0, True)], [1])
+    scheduler = Scheduler(config, blocks)
     for seat in range(num_seqs):
         tokens = [seat] * (context_len - seat % BLOCK_SIZE)  # so that not all take a block in the same step
         sequence = Sequence(seat, 0, SamplingParams(), tokens, len(tokens), POSITIONS + 1, seat)

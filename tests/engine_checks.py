@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from paged_jax.engine import Engine, EngineConfig
+from paged_jax.engine.groups import host_blocks
 from tests import engine_model as model
 from tests.conftest import QUICK_COMPILE
 
@@ -23,9 +24,11 @@ CONFIG = EngineConfig(
     num_host_blocks=NUM_HOST_BLOCKS,
     adjustments=False,
 )
-# The second one has several programs for its steps, few prompts a step, and a host that is full before the pool is.
+# The second one has several programs for its steps, few prompts a step, and a host that is full before the pool is; and
+# its layers with a window hold blocks for the window only.
 SIZES = {"decode_rows": (2, 4), "mixed_tokens": (5, 16), "max_prompts_per_step": 2, "num_host_blocks": 5}
 CONFIGS = {"one size": CONFIG, "several sizes": dataclasses.replace(CONFIG, **SIZES)}
+WINDOWS_OF = {CONFIGS["several sizes"]: model.WINDOWS}
 RNG = np.random.default_rng(5)
 STEM, LONG = (RNG.integers(0, model.VOCAB, length).tolist() for length in (14, 20))
 # Some prompts begin alike, with and without whole blocks in common. One is the beginning of another. The last one has
@@ -68,7 +71,8 @@ def config(request):
 def the_engine(weights, config):
     """An engine for all tests of a configuration, since compiling takes most of their time; it is in any state."""
     caches = model.make_caches(NUM_BLOCKS, BLOCK_SIZE)
-    return Engine(model.step, weights, caches, config, tokenizer=Words(), compiler_options=QUICK_COMPILE)
+    options = {"tokenizer": Words(), "compiler_options": QUICK_COMPILE, "sliding_windows": WINDOWS_OF.get(config)}
+    return Engine(model.step, weights, caches, config, **options)
 
 
 @pytest.fixture
@@ -80,19 +84,27 @@ def engine(the_engine, config):
 
 def check_blocks(engine):
     """Checks that every block is free, cached or held, and that tables and prefix cache explain all references."""
-    blocks = engine._blocks
+    for group, blocks in enumerate(engine._blocks.managers):
+        check_manager(blocks)
+        swapped = [s.host_blocks[group] for s in engine._scheduler.waiting if s.host_blocks is not None]
+        host = host_blocks(engine._groups[group], blocks.block_size, engine.config)
+        assert sorted(sum(swapped, blocks.free_host_blocks)) == list(range(host))
+    seats = [s.seat for s in engine._scheduler.running]
+    seats += [child.seat for s in engine._scheduler.running for child in s.children]
+    assert sorted(seats + engine._scheduler.free_seats) == list(range(engine.config.max_num_seqs))
+
+
+def check_manager(blocks):
+    """Checks the blocks of one group of layers, and that a sequence holds no more of them than it may."""
     counts = blocks.counts()
     assert sum(counts) == blocks.num_blocks
+    if blocks.most_held is not None:
+        assert (blocks.state.block_tables >= 0).sum(axis=1).max() <= blocks.most_held
     tables = blocks.state.block_tables
     references = np.bincount(tables[tables >= 0], minlength=blocks.num_blocks)
     for block in range(blocks.num_blocks):
         references[block] += blocks.prefix is not None and block in blocks.prefix
     assert references.tolist() == blocks.state.ref_counts.tolist()
-    swapped = [s.host_blocks for s in engine._scheduler.waiting if s.host_blocks is not None]
-    assert sorted(sum(swapped, blocks.free_host_blocks)) == list(range(engine.config.num_host_blocks))
-    seats = [s.seat for s in engine._scheduler.running]
-    seats += [child.seat for s in engine._scheduler.running for child in s.children]
-    assert sorted(seats + engine._scheduler.free_seats) == list(range(engine.config.max_num_seqs))
 
 
 def drain(engine, check=check_blocks):

@@ -14,6 +14,7 @@ import paged_jax
 
 VOCAB, LAYERS, HEADS, KV_HEADS, HEAD_SIZE, MAX_LEN = 61, 2, 4, 2, 8, 64
 HIDDEN = HEADS * HEAD_SIZE
+WINDOWS = 6, None  # the layers' sliding windows
 
 
 def make_weights(seed=0):
@@ -47,42 +48,45 @@ def make_caches(num_blocks, block_size, **options):
     )
 
 
-def step(weights, caches, batch):
+def step(weights, caches, batch, windows=WINDOWS):
     """The model over a paged cache: `paged_jax.engine.Step`."""
 
-    def attend(query, key, value, cache):
-        where = batch.block_tables, batch.seq_lens
+    def attend(query, key, value, cache, window):
+        seen, option = batch.for_window(window), {"sliding_window": window}
+        where = seen.block_tables, batch.seq_lens
         if batch.is_decode:
-            return cache.write_and_attend(query, key, value, *where, batch.slot_mapping)
-        cache = cache.write(key, value, batch.slot_mapping)
-        return cache.attend_ragged(query, *where, batch.query_start_loc), cache
+            return cache.write_and_attend(query, key, value, *where, seen.slot_mapping, **option)
+        cache = cache.write(key, value, seen.slot_mapping)
+        return cache.attend_ragged(query, *where, batch.query_start_loc, **option), cache
 
-    hidden, caches = _layers(weights, batch.token_ids, batch.positions, caches, attend)
+    hidden, caches = _layers(weights, batch.token_ids, batch.positions, caches, attend, windows)
     return hidden[batch.logit_rows] @ weights["head"], caches
 
 
-@jax.jit
-def _logits(weights, token_ids):
+@functools.partial(jax.jit, static_argnums=2)
+def _logits(weights, token_ids, windows):
     """Computes all logits of one sequence, with plain causal attention."""
 
-    def attend(query, key, value, cache):
+    def attend(query, key, value, cache, window):
         key, value = (jnp.repeat(x, HEADS // KV_HEADS, axis=1) for x in (key, value))
         logits = jnp.einsum("qhd,khd->hqk", query, key) * HEAD_SIZE**-0.5
         seen = jnp.tril(jnp.ones(logits.shape[1:], bool))
+        if window is not None:
+            seen &= ~jnp.tril(seen, -window)
         return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(jnp.where(seen[None], logits, -jnp.inf)), value), cache
 
     positions = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
-    hidden, _ = _layers(weights, token_ids, positions, (None,) * LAYERS, attend)
+    hidden, _ = _layers(weights, token_ids, positions, (None,) * LAYERS, attend, windows)
     return hidden @ weights["head"]
 
 
-def _layers(weights, token_ids, positions, caches, attend):
+def _layers(weights, token_ids, positions, caches, attend, windows):
     hidden = weights["embedding"][token_ids] + weights["positions"][positions]
     new_caches = []
-    for layer, cache in zip(weights["layers"], caches, strict=True):
+    for layer, cache, window in zip(weights["layers"], caches, windows, strict=True):
         normed = _norm(hidden)
         query, key, value = ((normed @ layer[name]).reshape(hidden.shape[0], -1, HEAD_SIZE) for name in "qkv")
-        out, cache = attend(query, key, value, cache)
+        out, cache = attend(query, key, value, cache, window)
         hidden = hidden + out.reshape(hidden.shape) @ layer["o"]
         hidden = hidden + jax.nn.relu(_norm(hidden) @ layer["up"]) @ layer["down"]
         new_caches.append(cache)
@@ -96,15 +100,15 @@ def _norm(x):
 class Reference:
     """Generates tokens without cache or batch, by computing the whole sequence again for every token."""
 
-    def __init__(self, weights):
-        self.weights = weights
+    def __init__(self, weights, windows=WINDOWS):
+        self.weights, self.windows = weights, windows
         self._next = functools.cache(self._next)
 
     def logits(self, tokens):
         """The logits after these tokens, f32 [vocab]."""
         padded = np.zeros(MAX_LEN, np.int32)
         padded[: len(tokens)] = tokens
-        return np.asarray(_logits(self.weights, padded))[len(tokens) - 1]
+        return np.asarray(_logits(self.weights, padded, self.windows))[len(tokens) - 1]
 
     def greedy(self, prompt, max_tokens, stop=()):
         """The most likely tokens after a prompt, up to and with the first stop token."""

@@ -3,9 +3,10 @@
 `SimulatedRunner` replaces the programs of the engine's `Runner`; packing, the choice of a program and the calls that
 move blocks stay the runner's own. A slot of the simulated pool holds a token and a chain: a number that depends on all
 tokens of the sequence up to this one, and stands for the key and the value. A row that computes tokens reads the slots
-of its whole context, and fails where one of them was never written, holds another sequence's token, or is written by
-another row of a program that attends before it writes. The token that a sample draws depends on its chain and on all
-of its parameters, so that `expected_tokens` knows the tokens of each request without an engine.
+of its whole context, in each group of layers as far as the group's window reaches, and fails where one of them was
+never written, holds another sequence's token, or is written by another row of a program that attends before it writes.
+The token that a sample draws depends on its chain and on all of its parameters, so that `expected_tokens` knows the
+tokens of each request without an engine.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ import numpy as np
 
 from paged_jax.engine import Engine, SamplingParams
 from paged_jax.engine.batch import FLOATS, Draws, StepShape
+from paged_jax.engine.groups import host_blocks
 from paged_jax.engine.runner import Runner
 from paged_jax.engine.sampling import Drawn, Kind
 
@@ -25,8 +27,9 @@ _EMPTY = -1  # the token of a slot that was never written
 
 
 def make_engine(num_blocks, block_size, config, kind=Engine, **options):
-    """Makes an engine over a simulated pool."""
-    caches = (SimpleNamespace(num_blocks=num_blocks, block_size=block_size),)
+    """Makes an engine over simulated pools: of one layer, or of one for each of the option `sliding_windows`."""
+    num_layers = len(options.get("sliding_windows") or [None])
+    caches = (SimpleNamespace(num_blocks=num_blocks, block_size=block_size, nbytes=num_blocks),) * num_layers
     with mock.patch("paged_jax.engine.engine.Runner", SimulatedRunner):
         return kind(None, {"salt": 0}, caches, config, **options)
 
@@ -153,7 +156,7 @@ class Pool:
 
     def take(self, other, pairs):
         """Copies blocks of another pool, or of this one, all at once."""
-        source, destination = pairs[(pairs >= 0).all(axis=1)].T
+        source, destination = pairs.T
         self.tokens[destination], self.chains[destination] = other.tokens[source], other.chains[source]
 
     def check_blocks(self, blocks, salt):
@@ -181,14 +184,17 @@ class SimulatedRunner(Runner):
     """A `Runner` whose programs are NumPy functions.
 
     Attributes:
-      pool, host_pool: the two pools.
+      pool, host_pool: the two pools, in which the blocks of the groups of layers lie one after the other.
+      bases, host_bases: where each group's blocks begin.
       interrupt: called with the name of each program before it runs ("copy", "swap_in", "swap_out", "model", "draw"),
         and with "read" before its results are read; it may raise.
     """
 
-    def __init__(self, step, weights, caches, config, **_):
-        self.config, self.block_bytes, self.num_shards = config, 1, 1
-        self.block_size, self.num_blocks = caches[0].block_size, caches[0].num_blocks
+    def __init__(self, step, weights, caches, config, groups, **_):
+        self.config, self.groups, self.num_shards = config, groups, 1
+        self.block_size = caches[0].block_size
+        self.bases = np.cumsum([0, *(group.num_blocks for group in groups)])
+        self.host_bases = np.cumsum([0, *(host_blocks(group, self.block_size, config) for group in groups)])
         self.max_blocks_per_seq = -(-config.max_model_len // self.block_size)
         self.interrupt = lambda name: None
         self._weights = weights
@@ -203,10 +209,11 @@ class SimulatedRunner(Runner):
 
     def reset(self):
         """Empties both pools: whoever reads what was written before fails."""
-        self.pool = self._caches = Pool(self.num_blocks, self.block_size)
-        self.host_pool = self._host_caches = Pool(max(self.config.num_host_blocks, 1), self.block_size)
+        self.pool = self._caches = Pool(self.bases[-1], self.block_size)
+        self.host_pool = self._host_caches = Pool(self.host_bases[-1], self.block_size)
         self._last_tokens = np.full(self.config.max_num_seqs, _EMPTY, np.int32)
-        self._tables = np.full((self.config.max_num_seqs, self.max_blocks_per_seq), _EMPTY, np.int32)
+        shape = self.config.max_num_seqs, self.max_blocks_per_seq
+        self._tables = tuple(np.full(shape, _EMPTY, np.int32) for _ in self.groups)
         self._adjustments = [None] * self.config.max_num_seqs
         self._no_masks = {n: np.full((n, 1), 2**32 - 1, np.uint32) for n in range(self.config.max_num_seqs + 1)}
 
@@ -216,15 +223,25 @@ class SimulatedRunner(Runner):
 
     def _change(self, tables, entries):
         self.interrupt("tables")
-        seats, columns, blocks = entries[entries[:, 0] < self.config.max_num_seqs].T
-        tables[seats, columns] = blocks
+        for table, some in zip(tables, entries, strict=True):
+            seats, columns, blocks = some[some[:, 0] < self.config.max_num_seqs].T
+            table[seats, columns] = blocks
         return tables
 
     def _mover(self, name):
+        bases = {
+            "copy": (self.bases, self.bases),
+            "swap_out": (self.bases, self.host_bases),
+            "swap_in": (self.host_bases, self.bases),
+        }[name]
+
         def move(*caches_and_pairs):
             self.interrupt(name)
             *caches, pairs = caches_and_pairs
-            caches[-1].take(caches[0], pairs)
+            for group, some in enumerate(pairs):
+                named = some[(some >= 0).all(axis=1)]
+                assert (named < np.diff(bases)[:, group]).all(), "a block of another group is moved"
+                caches[-1].take(caches[0], named + [base[group] for base in bases])
             return caches[-1]
 
         return move
@@ -245,41 +262,57 @@ class SimulatedRunner(Runner):
             assert all(
                 starts[row + 1] - starts[row] == 1 for row in rows[0 if shape.is_decode else shape.num_prompts :]
             )
-            tables[parts["row_seats"][rows], (lens[rows] - 1) // self.block_size] = parts["row_blocks"][rows]
-            slots = {row: self._slots(tables[parts["row_seats"][row]], lens[row]) for row in rows}
+            seats, columns = parts["row_seats"][rows], (lens[rows] - 1) // self.block_size
+            for table, blocks in zip(tables, parts["row_blocks"], strict=True):
+                table[seats, columns] = blocks[rows]
             counts = {row: starts[row + 1] - starts[row] for row in rows}
-            written = [slot for row in rows for slot in slots[row][lens[row] - counts[row] :].tolist()]
+            # The slots that a row reads and writes in each group, those of its new tokens last.
+            slots = {row: self._slots(tables, parts["row_seats"][row], lens[row], counts[row]) for row in rows}
+            written = [slot for row in rows for some in slots[row] for slot in some[-counts[row] :].tolist()]
             assert len(set(written)) == len(written), "two tokens are written to one slot"
             if shape.is_decode:
                 for row in rows:
-                    other = set(written) & set(slots[row][:-1].tolist())
+                    other = set(written) & {slot for some in slots[row] for slot in some[:-1].tolist()}
                     assert not other, f"row {row} reads slots {other}, which other rows of a decode step write"
-            tokens, all_chains = pool.tokens.reshape(-1), pool.chains.reshape(-1)
+            tokens, all_chains, salt = pool.tokens.reshape(-1), pool.chains.reshape(-1), weights["salt"]
             for row in rows:  # all tokens are written before any is attended to, as a step must do
-                tokens[slots[row][lens[row] - counts[row] :]] = ids[starts[row] : starts[row + 1]]
-            for row in _writers_first(rows, slots, lens, counts):
-                first = lens[row] - counts[row]
-                chain = int(all_chains[slots[row][first - 1]]) if first else 0
-                self._check_context(tokens[slots[row][:first]], all_chains[slots[row][:first]], weights["salt"])
-                for i, slot in enumerate(slots[row][first:].tolist()):
-                    chain = link(chain, int(tokens[slot]), weights["salt"])
-                    all_chains[slot] = chains[starts[row] + i] = chain
+                for some in slots[row]:
+                    tokens[some[-counts[row] :]] = ids[starts[row] : starts[row + 1]]
+            for row in _writers_first(rows, slots, counts):
+                contexts = [some[: -counts[row]] for some in slots[row]]
+                for context in contexts:
+                    self._check_context(tokens[context], all_chains[context], lens[row] - counts[row], salt)
+                    same = all_chains[context] == all_chains[contexts[0]][len(contexts[0]) - len(context) :]
+                    assert same.all(), "groups hold tokens of different sequences"
+                chain = int(all_chains[contexts[0][-1]]) if len(contexts[0]) else 0
+                for i in range(counts[row]):
+                    chain = link(chain, int(ids[starts[row] + i]), salt)
+                    chains[starts[row] + i] = chain
+                    for some in slots[row]:
+                        all_chains[some[i - counts[row]]] = chain
             assert (parts["row_seats"][len(rows) :] == self.config.max_num_seqs).all()
             return pool, tables, chains[parts["logit_rows"]], packed[shape.size - Draws.size(shape.num_rows) :]
 
         return run
 
-    def _slots(self, table, length):
-        positions = np.arange(length)
-        blocks = table[positions // self.block_size]
-        assert ((blocks >= 0) & (blocks < self.num_blocks)).all()
-        return blocks * self.block_size + positions % self.block_size
+    def _slots(self, tables, seat, length, num_new):
+        """For each group the slots of a row's new tokens and of those before them that its window reaches."""
+        found = []
+        for group, table, base in zip(self.groups, tables, self.bases, strict=False):
+            window = length if group.sliding_window is None else group.sliding_window
+            positions = np.arange(max(length - num_new - window + 1, 0), length)
+            blocks = table[seat, positions // self.block_size]
+            assert ((blocks >= 0) & (blocks < group.num_blocks)).all()
+            found.append((base + blocks) * self.block_size + positions % self.block_size)
+        return found
 
     @staticmethod
-    def _check_context(tokens, chains, salt):
+    def _check_context(tokens, chains, length, salt):
+        """Checks the last ones of a sequence's first `length` tokens."""
         assert (tokens != _EMPTY).all(), "a row reads a slot that was never written"
         before = np.concatenate([np.zeros(1, np.uint64), chains[:-1]])
-        assert (chains == link(before, tokens, salt)).all(), "a row reads another sequence's tokens or old weights'"
+        is_linked = chains == link(before, tokens, salt)
+        assert is_linked[int(len(tokens) < length) :].all(), "a row reads tokens of another sequence"
 
     def _draw(self, kind):
         def run(chains, packed, last_tokens, rows=None, seats=(), masks=None):
@@ -341,16 +374,17 @@ def logprob(chain):
     return -(np.asarray(chain, np.uint64) % np.uint64(1000)).astype(np.float32)
 
 
-def _writers_first(rows, slots, lens, counts):
+def _writers_first(rows, slots, counts):
     """Orders rows so that one that reads what another one writes comes after it."""
-    writer = {slot: row for row in rows for slot in slots[row][lens[row] - counts[row] :].tolist()}
+    writer = {slot: row for row in rows for some in slots[row] for slot in some[-counts[row] :].tolist()}
     done, order = set(), []
 
     def visit(row):
         if row not in done:
             done.add(row)
-            for slot in slots[row].tolist():
-                visit(writer.get(slot, row))
+            for some in slots[row]:
+                for slot in some.tolist():
+                    visit(writer.get(slot, row))
             order.append(row)
 
     for row in rows:

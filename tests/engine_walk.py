@@ -13,6 +13,8 @@ import random
 import sys
 from typing import Any
 
+import numpy as np
+
 from paged_jax.engine import EngineConfig, SamplingParams
 from tests.engine_checks import check_blocks, tokens_of, without_void
 from tests.engine_simulation import VOCAB, Rules, expected_scores, expected_tokens, make_engine
@@ -25,8 +27,11 @@ class _Broken(Exception):
 def check_cached(engine: Any) -> None:
     """Checks an engine's blocks, and that those in the prefix cache are written."""
     check_blocks(engine)
-    if engine._blocks.prefix is not None:
-        engine._runner.pool.check_blocks(list(engine._blocks.prefix._name_of), engine._runner._weights["salt"])
+    runner = engine._runner
+    for manager, base in zip(engine._blocks.managers, runner.bases, strict=False):
+        if manager.prefix is not None:
+            blocks = base + np.array(list(manager.prefix.block_of.values()), np.int64)
+            runner.pool.check_blocks(blocks, runner._weights["salt"])
 
 
 @dataclasses.dataclass
@@ -55,8 +60,8 @@ class Story:
 
     def add(self):
         """Adds a request, whose prompt may begin like others."""
-        draw, config, blocks = self.draw, self.engine.config, self.engine._blocks
-        room = min(config.max_model_len, blocks.num_blocks * blocks.block_size) + 1
+        draw, config = self.draw, self.engine.config
+        room = self.engine.check([0], SamplingParams())
         length = min(draw.choice([*range(1, 9), draw.randint(1, room)]), room - 1)
         stem = draw.choice([0, 1, 3])
         prompt = [(stem * i) % VOCAB for i in range(length)]
@@ -172,6 +177,8 @@ class Story:
     def check(self):
         """Checks what must hold after every call."""
         check_cached(self.engine)
+        states = [manager.state for manager in self.engine._blocks.managers]
+        self.seen["behind"] += sum(int(((s.seq_lens > 0) & (s.block_tables[:, 0] < 0)).sum()) for s in states)
 
     def end(self):
         """Runs until all requests are finished, and compares their tokens with those that each gets alone."""
@@ -180,13 +187,13 @@ class Story:
         counts = self.engine._blocks.counts()
         assert counts.held == 0
         assert sorted(self.engine._scheduler.free_seats) == list(range(self.engine.config.max_num_seqs))
-        deltas, blocks = without_void(self.deltas), self.engine._blocks
+        deltas = without_void(self.deltas)
         found = tokens_of(deltas)
         ends = {(delta.request_id, delta.index): delta for delta in deltas}
         scored = collections.defaultdict(list)
         for delta in deltas:
             scored[delta.request_id, delta.index] += delta.prompt_logprobs
-        room = min(self.engine.config.max_model_len, blocks.num_blocks * blocks.block_size) + 1
+        room = self.engine.check([0], SamplingParams())
         for request_id, (prompt, params) in self.requests.items():
             for index in range(params.n):
                 seed = self.engine._seeds.give(params, request_id).seed
@@ -237,14 +244,19 @@ def walk(seed: int, seen: dict[str, int]) -> None:
         mixed_tokens=tuple(sorted({2, draw.randint(1, budget), budget})),
         max_logprobs=2,
         num_host_blocks=draw.choice([0, 3, 100]),
-        num_blocks=draw.randint(3, max(4, 2 * longest // block_size)),
         prefix_caching=draw.random() < 0.8,
         preemption=draw.choice(["cheaper", "recompute", "swap"]),
         swap_bytes_per_second=draw.choice([1.0, 1e6, 1e12]),
     )
-    engine = make_engine(200, block_size, config)
+    # Without a layer that sees everything, the simulation needs the token before a row's first one in some window.
+    few, more = draw.randint(1, 12), draw.randint(2, 24)
+    windows = draw.choice(
+        [None, None, [None, few], [few, few, None], [more], [more, min(few, more)], [more, few, None]]
+    )
+    engine = make_engine(200, block_size, config, sliding_windows=windows)
     engine._runner.num_shards = draw.choice([1, 1, 2])  # devices that the pool's blocks are split over
-    engine.reset()
+    sizes = [draw.randint(3, max(4, 2 * longest // block_size)) for _ in engine._groups]
+    engine.reset(dataclasses.replace(config, num_blocks=draw.choice([tuple(sizes), sizes[0]])))
     story = Story(engine, draw, {}, [], seen)
     for _ in range(draw.randint(5, 40)):
         draw.choices([story.add, story.step, story.cancel, story.update, story.reset], [5, 10, 1, 0.8, 0.1])[0]()
@@ -253,10 +265,8 @@ def walk(seed: int, seen: dict[str, int]) -> None:
 
 def run(seeds: range) -> dict[str, int]:
     """Runs histories and returns the counts of what happened in them."""
-    seen = dict.fromkeys(
-        ("requests", "refused", "cancelled", "failed", "recomputed", "swapped", "found", "updated", "restarted"), 0
-    )
-    seen |= {"masks failed": 0, "masks ended": 0}
+    names = "requests", "refused", "cancelled", "failed", "recomputed", "swapped", "found", "updated", "restarted"
+    seen = dict.fromkeys((*names, "behind", "masks failed", "masks ended"), 0)
     for seed in seeds:
         try:
             walk(seed, seen)

@@ -69,10 +69,10 @@ MUTANTS_OF_ENGINE = [
         "engine: top_k is sent as 0", "engine/pack.py", "[p.top_k for p in params]", "[0 for p in params]", SIMULATED
     ),
     Mutant(
-        "engine: the first 32 pairs of a swap are moved again",
+        "engine: the first 32 pairs of a swap and 512 changes of tables are made again",
         "engine/runner.py",
-        "some = pairs[start : start + _PAIRS]",
-        "some = pairs[:_PAIRS]",
+        "some := items[start : start + shape[0]]",
+        "some := items[: shape[0]]",
         SIMULATED,
     ),
     Mutant(
@@ -148,13 +148,6 @@ MUTANTS_OF_ENGINE = [
         ENGINE + " -k drawn_tokens_alone",
     ),
     Mutant(
-        "engine: the first 512 changes of tables are made again",
-        "engine/runner.py",
-        "] = changes[start : start + _ENTRIES]",
-        "] = changes[: len(changes) - start][:_ENTRIES]",
-        SIMULATED,
-    ),
-    Mutant(
         "engine: blocks are copied before others are swapped out",
         "engine/runner.py",
         """        self._move("swap_out", plan.swap_out)
@@ -226,9 +219,9 @@ MUTANTS_OF_ENGINE = [
     ),
     Mutant(
         "engine: a swap moves the blocks of one layer",
-        "engine/runner.py",
-        "self.block_bytes = sum(cache.nbytes for cache in caches) // self.num_blocks",
-        "self.block_bytes = caches[0].nbytes // self.num_blocks",
+        "engine/groups.py",
+        "sum(caches[layer].nbytes for layer in layers)",
+        "first.nbytes",
         ENGINE + " -k bytes_of_all",
     ),
 ]

@@ -8,9 +8,44 @@ PARTS = "tests/test_engine_parts.py"
 
 MUTANTS_OF_SCHEDULER = [
     Mutant(
+        "engine: a window's first token is released",
+        "engine/blocks.py",
+        "self.state.seq_lens - self.sliding_window + 1, 0)",
+        "self.state.seq_lens - self.sliding_window + 2, 0)",
+        SIMULATED + " -k histories",
+    ),
+    Mutant(
+        "engine: nothing behind a window is released",
+        "engine/scheduler.py",
+        "        self.blocks.release_behind(self.running)\n",
+        "",
+        SIMULATED + " -k histories",
+    ),
+    Mutant(
+        "engine: a sequence begins where a window's first block is not cached",
+        "engine/blocks.py",
+        "max(num_tokens - self.sliding_window + 1, 0)",
+        "max(num_tokens - self.sliding_window + 2, 0)",
+        SIMULATED + " -k histories",
+    ),
+    Mutant(
+        "engine: sequences grow in some groups of layers alone",
+        "engine/pools.py",
+        "len(self.managers) > 1 and not all(",
+        "not any(",
+        SIMULATED + " -k histories",
+    ),
+    Mutant(
+        "engine: blocks behind a window that are cached are never evicted",
+        "engine/blocks.py",
+        "        self._disuse(released)\n",
+        "",
+        SIMULATED + " -k histories",
+    ),
+    Mutant(
         "engine: a decode step reads what it writes",
         "engine/scheduler.py",
-        " and plan.adopted.isdisjoint(plan.row_blocks)",
+        " and not reads_written",
         "",
         SIMULATED,
     ),
@@ -24,8 +59,8 @@ MUTANTS_OF_SCHEDULER = [
     Mutant(
         "engine: an update of the weights leaves what is swapped out",
         "engine/scheduler.py",
-        "for sequence in self.waiting:\n            self.blocks.free_on_host",
-        "for sequence in []:\n            self.blocks.free_on_host",
+        "for sequence in self.waiting:\n            if sequence.host_blocks",
+        "for sequence in []:\n            if sequence.host_blocks",
         WEIGHTS,
     ),
     Mutant(
@@ -44,9 +79,9 @@ MUTANTS_OF_SCHEDULER = [
     ),
     Mutant(
         "engine: hits count as available at admission",
-        "engine/scheduler.py",
-        "self.blocks.num_available - self.blocks.count_unused(hits)",
-        "self.blocks.num_available",
+        "engine/pools.py",
+        "manager.num_available - manager.count_unused(blocks)",
+        "manager.num_available",
         SIMULATED,
     ),
     Mutant(
@@ -73,8 +108,8 @@ MUTANTS_OF_SCHEDULER = [
     Mutant(
         "engine: the device is not told of a child's blocks",
         "engine/scheduler.py",
-        "*self.blocks.part(_seat(parent), 0, parent.num_computed)",
-        "*self.blocks.part(_seat(parent), 0, 0)",
+        "0, parent.num_computed, of=_seat(parent)",
+        "0, 0, of=_seat(parent)",
         SIMULATED,
     ),
     Mutant(
@@ -101,8 +136,8 @@ MUTANTS_OF_SCHEDULER = [
     Mutant(
         "engine: a swap is estimated one way",
         "engine/scheduler.py",
-        "2 * num_blocks * self.block_bytes",
-        "num_blocks * self.block_bytes",
+        "2 * self.blocks.swapped_bytes(seat)",
+        "self.blocks.swapped_bytes(seat)",
         PARTS,
     ),
     Mutant(
@@ -119,28 +154,26 @@ MUTANTS_OF_SCHEDULER = [
         "",
         SIMULATED,
     ),
-    Mutant(
-        "engine: nothing is kept back for what runs", "engine/scheduler.py", ") + len(self.running)\n", ")\n", PARTS
-    ),
+    Mutant("engine: nothing is kept back for what runs", "engine/pools.py", " + len(sequences)\n", "\n", PARTS),
     Mutant(
         "engine: nothing is kept back for what was just admitted",
         "engine/scheduler.py",
-        "            reserve += self.blocks.blocks_for(sequence.num_to_compute) + 1 + len(sequence.children)\n",
-        "",
+        "reserve = [before + more for",
+        "reserve = [before for",
         PARTS,
     ),
     Mutant(
         "engine: nothing is kept back for children",
-        "engine/scheduler.py",
+        "engine/pools.py",
         " + 1 + len(sequence.children)\n",
         " + 1\n",
         PARTS,
     ),
     Mutant(
         "engine: a host that is exactly full is too small",
-        "engine/blocks.py",
-        "if len(blocks) > len(self.free_host_blocks)",
-        "if len(blocks) >= len(self.free_host_blocks)",
+        "engine/pools.py",
+        "len(manager.table(seat)) > len(manager.free_host_blocks)",
+        "len(manager.table(seat)) >= len(manager.free_host_blocks)",
         SIMULATED + " -k many_blocks",
     ),
     Mutant(
@@ -153,8 +186,8 @@ MUTANTS_OF_SCHEDULER = [
     Mutant(
         "logprobs: a prompt that is scored begins with cached blocks",
         "engine/scheduler.py",
-        " and not sequence.is_scored else []",
-        " else []",
+        " and not sequence.is_scored\n",
+        "\n",
         "tests/test_engine_simulated.py",
     ),
     Mutant(

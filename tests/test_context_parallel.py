@@ -195,21 +195,26 @@ def test_cross_lowers_for_cuda():
     jax.jit(fun).trace(*placed).lower(lowering_platforms=("cuda",))
 
 
-def test_the_engine_takes_blocks_of_each_device_in_turn(weights, reference):
+def test_the_engine_takes_blocks_of_each_device_in_turn(weights):
     """Its tokens are the model's own; it swaps nothing, as the host has whole blocks."""
+    windows = (None,) * engine_model.LAYERS
+    step = functools.partial(engine_model.step, windows=windows)
     mesh = jax.make_mesh((2,), ("dcp",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
     put = functools.partial(jax.device_put, device=NamedSharding(mesh, P("dcp")))
     caches = jax.tree.map(put, engine_model.make_caches(ENGINE_BLOCKS, BLOCK_SIZE))
     weights = jax.device_put(weights, NamedSharding(mesh, P()))
     with pytest.raises(ValueError, match="num_host_blocks needs pools whose blocks are not split"):
-        Engine(engine_model.step, weights, caches, CONFIG)
+        Engine(step, weights, caches, CONFIG)
     config = dataclasses.replace(CONFIG, num_host_blocks=0)
-    engine = Engine(engine_model.step, weights, caches, config, compiler_options=QUICK_COMPILE)
+    engine, reference = (
+        Engine(step, weights, caches, config, compiler_options=QUICK_COMPILE),
+        engine_model.Reference(weights, windows),
+    )
     found = engine.generate(PROMPTS, SamplingParams(max_tokens=6))
     for prompt, (completion,) in zip(PROMPTS, found, strict=True):
         assert completion.token_ids == reference.greedy(prompt, 6)
     engine.add_request(PROMPTS[-2], SamplingParams(max_tokens=2))
     engine.step()
-    table = engine._blocks.state.block_tables
+    table = engine._blocks.managers[0].state.block_tables
     owners = table[table >= 0] // (ENGINE_BLOCKS // 2)
     assert abs((owners == 0).sum() - (owners == 1).sum()) <= 1

@@ -15,11 +15,13 @@ import pytest
 from jax import export
 
 from paged_jax import build_metadata
-from paged_jax.engine import EngineConfig, SamplingParams, Stats
+from paged_jax.engine import EngineConfig, PoolStats, SamplingParams, Stats
 from paged_jax.engine.batch import Batch, Draws, StepShape
 from paged_jax.engine.blocks import BlockManager
 from paged_jax.engine.compiling import options_of
+from paged_jax.engine.groups import most_blocks
 from paged_jax.engine.pack import pack_made_up
+from paged_jax.engine.pools import Pools
 from paged_jax.engine.prefix import PrefixCache, extend_hashes
 from paged_jax.engine.request import Sequence
 from paged_jax.engine.sampling import Kind, draw, keep_top
@@ -32,8 +34,10 @@ def plans_digest():
     sizes = {"max_num_seqs": 4, "max_tokens_per_step": 16, "max_prompts_per_step": 2}
     config = EngineConfig(max_model_len=48, **sizes, num_host_blocks=16)
     digest, rng = hashlib.sha256(), np.random.default_rng(3)
-    blocks = BlockManager(20, 4, 4, 12, 16, True)
-    scheduler = Scheduler(config, blocks, 1)
+    # The second group's layers have a window of 9 tokens.
+    groups = [BlockManager(20, 4, 4, 12, 16, True)]
+    groups.append(BlockManager(20, 4, 4, 12, 16, True, sliding_window=9, most_held=most_blocks(9, 4, 16)))
+    scheduler = Scheduler(config, Pools(groups, [1, 5]))
     for i in range(60):
         prompt = [i % 3] * int(rng.integers(1, 20))
         scheduler.add(Sequence(i, 0, SamplingParams(), prompt, len(prompt), len(prompt) + 20, i))
@@ -72,7 +76,8 @@ def test_every_process_plans_alike():
 def make_scheduler(num_blocks, prefix_caching=False, **changes):
     """A scheduler over blocks of 4 tokens."""
     config = EngineConfig(max_model_len=48, max_num_seqs=8, max_tokens_per_step=32, **changes)
-    return Scheduler(config, BlockManager(num_blocks, 4, 8, 12, config.num_host_blocks, prefix_caching), 1000)
+    blocks = BlockManager(num_blocks, 4, 8, 12, config.num_host_blocks, prefix_caching)
+    return Scheduler(config, Pools([blocks], [1000]))
 
 
 def add(scheduler, request_id, num_tokens, n=1):
@@ -128,11 +133,13 @@ def test_waste_counts_each_block_once():
 
 def test_joined_statistics_weigh_what_each_engine_has():
     """The fractions are means over held blocks and over tokens that were looked up."""
-    zeros = Stats(**dict.fromkeys((field.name for field in dataclasses.fields(Stats)), 0))
+    pools = PoolStats(None, 1, 4, 5, 6, 7), PoolStats(9, 5, 20, 8, 9, 1)
+    zeros = Stats(**dict.fromkeys((field.name for field in dataclasses.fields(Stats)), 0) | {"pools": pools})
     first = dataclasses.replace(zeros, held_blocks=3, waste=0.5, num_looked_up_tokens=10, hit_rate=0.2, num_steps=4)
     second = dataclasses.replace(zeros, held_blocks=1, waste=0.1, num_looked_up_tokens=30, hit_rate=0.6, num_steps=5)
     joined = Stats.join([first, second])
     assert (joined.held_blocks, joined.num_steps) == (4, 9)
+    assert joined.pools == (PoolStats(None, 1, 4, 10, 12, 14), PoolStats(9, 5, 20, 16, 18, 2))
     assert joined.waste == pytest.approx((3 * 0.5 + 0.1) / 4)
     assert joined.hit_rate == pytest.approx((10 * 0.2 + 30 * 0.6) / 40)
 
@@ -178,25 +185,25 @@ def test_the_least_recently_used_block_is_evicted_first_and_a_chain_from_its_end
     cache.disuse([2, 1, 0])
     cache.disuse([7])  # was never in the cache
     assert cache.num_unused == cache.count_unused([0, 1, 2, 3]) == 3
-    cache.use(cache.match([names[0]]))
+    cache.use([cache.block_of[names[0]]])
     cache.disuse([0])
     assert cache.evict(2) == [2, 1]
-    assert cache.match(names) == [0]
+    assert cache.count_cached(names) == 1
     assert cache.evict(9) == [0]
     assert len(cache) == 1
 
 
 def test_a_sequence_s_last_blocks_are_evicted_first():
     """A sequence that finds a finished one's blocks evicted computes these blocks again, and no others."""
-    blocks = BlockManager(6, 4, 2, 6, 0, True)
+    blocks = Pools([BlockManager(6, 4, 2, 6, 0, True)], [1])
     first, again = (Sequence(i, 0, SamplingParams(), list(range(20)), 20, 30, 0) for i in range(2))
     blocks.append({0: 20})
     first.seat, first.num_computed = 0, 20
     blocks.cache_full_blocks([first])
-    held = blocks.table(0)
+    held = blocks.managers[0].table(0)
     blocks.release(0)
     blocks.append({1: 11})  # one block is free, so that two are evicted
-    assert blocks.match(again) == held[:3]
+    assert blocks.match(again) == (3, [held[:3]])
 
 
 def test_top_k_and_top_p_keep_what_sorting_would():
@@ -294,12 +301,12 @@ def test_what_a_model_gets_is_what_build_metadata_says(query_lens):
     # Rows sit at other seats than their own numbers, and the blocks of their last tokens come with the step.
     seats, last = np.array([5, 0, 3, 2]), (seq_lens - 1) // 4
     parts["row_seats"][:4], parts["row_seats"][4:], parts["seq_lens"][:4] = seats, num_rows, seq_lens
-    parts["row_blocks"][:4] = tables[np.arange(4), last]
+    parts["row_blocks"][0, :4] = tables[np.arange(4), last]
     known = np.full((num_rows, 4), -7, np.int32)
     known[seats] = np.where(np.arange(4) < last[:, None], tables, -9)
     parts["query_start_loc"][:] = [*expected.query_start_loc, total, total]
-    unpack = jax.jit(lambda packed, last, known: shape.unpack(packed, last, known, 4))
-    batch, _, after = unpack(packed, np.array([7, 8, 99], np.int32), known)
+    unpack = jax.jit(lambda packed, last, known: shape.unpack(packed, last, (known,), 4, (None,)))
+    batch, _, (after,) = unpack(packed, np.array([7, 8, 99], np.int32), known)
     after = np.asarray(after)
     np.testing.assert_array_equal(after[seats, last], tables[np.arange(4), last])
     assert after[[1, 4]].tolist() == known[[1, 4]].tolist(), "seats without a row keep their tables"
@@ -325,7 +332,7 @@ def test_what_a_model_gets_is_what_build_metadata_says(query_lens):
 )
 def test_a_measured_step_has_no_more_prompts_than_a_real_one(num_prompts, context_len, starts):
     shape = StepShape(12, 4, 5, False, num_prompts)
-    parts = shape.split(pack_made_up(shape, context_len, 16, 4))
+    parts = shape.split(pack_made_up(shape, context_len, [16], 4))
     assert parts["query_start_loc"].tolist() == starts
     assert parts["seq_lens"].tolist() == np.diff(starts).tolist()
     assert parts["row_seats"].tolist() == [0, 1, 2, 3]

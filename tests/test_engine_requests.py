@@ -19,7 +19,7 @@ def test_samples_share_their_prompt(engine):
         engine.step()
     assert engine.stats().num_prompt_tokens == len(prompt)
     shared, own = len(prompt) // BLOCK_SIZE, 1
-    assert engine.stats().held_blocks == shared + 4 * own
+    assert engine.stats().pools[0].held_blocks == shared + 4 * own
     deltas = drain(engine)
     samples = [tuple(t for d in deltas if d.index == i for t in d.token_ids) for i in range(4)]
     assert len(set(samples)) == 4

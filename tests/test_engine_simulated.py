@@ -53,7 +53,7 @@ def test_swaps_of_many_blocks_go_in_several_calls(num_host_blocks, is_swapped):
     params = SamplingParams(max_tokens=20)
     ids = [engine.add_request(prompt, params) for prompt in prompts]
     swapped, swap_out = [], engine._blocks.swap_out
-    engine._blocks.swap_out = lambda seat: swapped.append(engine._blocks.table(seat)) or swap_out(seat)
+    engine._blocks.swap_out = lambda seat: swapped.append(engine._blocks.managers[0].table(seat)) or swap_out(seat)
     found = tokens_of(drain(engine))
     assert [found[i, 0] for i in ids] == [expected_tokens(prompt, params, 0, 65) for prompt in prompts]
     assert max(map(len, swapped)) == 34
@@ -66,7 +66,7 @@ def test_moves_of_blocks_follow_the_plan():
     engine = make_engine(4, 2, dataclasses.replace(CONFIG, num_host_blocks=4))
     pool, host = engine._runner.pool, engine._runner.host_pool
     pool.tokens[:], host.tokens[:] = np.arange(4)[:, None], 10 + np.arange(4)[:, None]
-    engine._runner.launch(Plan(swap_out=[(0, 0), (1, 1)], swap_in=[(2, 0)], copies=[(0, 1)]))
+    engine._runner.launch(Plan(swap_out=[[(0, 0), (1, 1)]], swap_in=[[(2, 0)]], copies=[[(0, 1)]]))
     assert host.tokens[:, 0].tolist() == [0, 1, 12, 13]
     assert pool.tokens[:, 0].tolist() == [12, 12, 2, 3]
 

@@ -117,7 +117,7 @@ def test_what_is_swapped_out_is_computed_again(engine, config, others, other_ref
     tokens = {s.request_id: tuple(s.tokens) for s in engine._scheduler.waiting if s.host_blocks}
     engine.update_weights(others)
     check_blocks(engine)
-    assert len(engine._blocks.free_host_blocks) == config.num_host_blocks
+    assert len(engine._blocks.managers[0].free_host_blocks) == config.num_host_blocks
     found = tokens_of(deltas + drain(engine))
     for request_id, i in zip(ids, (7, 5, 3, 6), strict=True):
         if request_id in tokens:

@@ -56,7 +56,7 @@ class MadeUpEngine:
         assert not self.is_stepping
         assert not self.reset_error, "an engine that has failed has no statistics"
         zeros = dict.fromkeys((field.name for field in dataclasses.fields(Stats)), 0)
-        return Stats(**zeros | {"num_running": len(self.requests)})
+        return Stats(**zeros | {"num_running": len(self.requests), "pools": ()})
 
     def check(self, prompt, params):
         return 100

@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 
 from examples.server import metrics
-from paged_jax.engine import Stats
+from paged_jax.engine import PoolStats, Stats
 
-STATS = Stats(**{field.name: 0 for field in dataclasses.fields(Stats)})
+POOLS = PoolStats(None, 1, 4, 5, 6, 7), PoolStats(9, 5, 20, 8, 9, 1)
+STATS = Stats(**{field.name: 0 for field in dataclasses.fields(Stats)} | {"pools": POOLS})
 
 
 def values_of(the_metrics):
@@ -27,6 +28,15 @@ def test_counters_never_fall():
     the_metrics.update(None, False)
     assert values_of(the_metrics)["paged_jax_steps_total"] == total
     assert values_of(the_metrics)["paged_jax_is_well"] == 0
+
+
+def test_pools_are_counted_apart():
+    the_metrics = metrics.Metrics()
+    the_metrics.update(STATS, True)
+    values = values_of(the_metrics)
+    assert values['paged_jax_pool_blocks{state="cached",window="all"}'] == 6
+    assert values['paged_jax_pool_blocks{state="free",window="9"}'] == 8
+    assert values['paged_jax_pool_usage{window="all"}'] == 7 / 18
 
 
 def test_what_only_grows_is_a_counter():

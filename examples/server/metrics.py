@@ -34,7 +34,7 @@ class Metrics:
             "paged_jax_request_seconds", "From arrival to the last token", buckets=_REQUEST, registry=registry
         )
         self._is_well = Gauge("paged_jax_is_well", "Whether the engine can be relied on, 0 or 1", registry=registry)
-        names = [name.removeprefix("num_") for name in engine.Stats.__dataclass_fields__]
+        names = [name.removeprefix("num_") for name in engine.Stats.__dataclass_fields__ if name != "pools"]
         self._gauges = {
             name: Gauge(f"paged_jax_{name}", f"Engine: {name}", registry=registry)
             for name in names
@@ -45,13 +45,23 @@ class Metrics:
             for name in (*_COUNTED, "hit_tokens")
         }
         self._counted = dict.fromkeys(self._counters, 0)
+        self._pools = Gauge(
+            "paged_jax_pool_blocks",
+            "Blocks of the layers of each sliding window (all: those that see everything) by state",
+            ("window", "state"),
+            registry=registry,
+        )
+        self._usage = Gauge(
+            "paged_jax_pool_usage", "Fraction of each window's blocks in use", ("window",), registry=registry
+        )
 
     def update(self, stats: engine.Stats | None, is_well: bool) -> None:
         """Takes over the engine's statistics, if there are any."""
         self._is_well.set(is_well)
         if stats is None:
             return
-        values = {name.removeprefix("num_"): getattr(stats, name) for name in engine.Stats.__dataclass_fields__}
+        names = [name for name in engine.Stats.__dataclass_fields__ if name != "pools"]
+        values = {name.removeprefix("num_"): getattr(stats, name) for name in names}
         values["hit_tokens"] = round(stats.hit_rate * stats.num_looked_up_tokens)
         for name, gauge in self._gauges.items():
             gauge.set(values[name])
@@ -59,6 +69,13 @@ class Metrics:
             before, self._counted[name] = self._counted[name], values[name]
             # After a reset the engine counts from 0 again.
             counter.inc(values[name] - before if values[name] >= before else values[name])
+
+        for pool in stats.pools:
+            window = "all" if pool.sliding_window is None else str(pool.sliding_window)
+            counts = {"free": pool.free_blocks, "cached": pool.cached_blocks, "held": pool.held_blocks}
+            for state, count in counts.items():
+                self._pools.labels(window, state).set(count)
+            self._usage.labels(window).set(pool.held_blocks / max(sum(counts.values()), 1))
 
     def render(self) -> bytes:
         """All numbers as text."""

@@ -7,7 +7,9 @@
 - request.py    a request's parameters, the sequences it becomes, and the results
 - config.py     sizes and policies
 - scheduler.py  decides what each step computes: token budget, admission, preemption; plain Python
+- groups.py     groups of layers, by their sliding windows; each has pools and block tables of its own
 - blocks.py     keeps track of who holds which block; prefix.py: of which full block holds which tokens
+- pools.py      the blocks of all groups together
 - batch.py      the batch that a model is given, and the array in which it travels to the device
 - pack.py       fills that array from a plan
 - runner.py     the compiled programs; arrays.py: the pools they work on; compiling.py: compiles them
@@ -32,11 +34,12 @@ from paged_jax.engine.batch import Batch, Step, StepShape
 from paged_jax.engine.compiling import CompilerOptions
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.engine import Engine
+from paged_jax.engine.groups import pool_sizes
 from paged_jax.engine.mask import MaskState, TokenMask
 from paged_jax.engine.processes import LeadingEngine, follow
 from paged_jax.engine.replicas import ReplicaFailed, Replicas
 from paged_jax.engine.request import Completion, Delta, SamplingParams, Tokenizer, TokenLogprob
-from paged_jax.engine.stats import Stats
+from paged_jax.engine.stats import PoolStats, Stats
 from paged_jax.engine.text import TextStream
 
 __all__ = [
@@ -50,6 +53,7 @@ __all__ = [
     "EngineFailed",
     "LeadingEngine",
     "MaskState",
+    "PoolStats",
     "ReplicaFailed",
     "Replicas",
     "RunningRequests",
@@ -62,4 +66,5 @@ __all__ = [
     "TokenMask",
     "Tokenizer",
     "follow",
+    "pool_sizes",
 ]

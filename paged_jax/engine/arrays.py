@@ -12,16 +12,30 @@ from jax.sharding import NamedSharding, PartitionSpec
 from paged_jax.cache import PagedKVCache
 from paged_jax.cache_ops import copy_blocks
 from paged_jax.engine.batch import Cache, Caches
+from paged_jax.engine.groups import Group
 
 POOLS = "key_cache", "value_cache", "latent_cache"  # members of caches
 SCALES = "k_scale", "v_scale", "latent_scale"
 
 
-def change_tables(tables: jax.Array, entries: jax.Array) -> jax.Array:
-    return tables.at[entries[:, 0], entries[:, 1]].set(entries[:, 2], mode="drop")
+def change_tables(tables: tuple[jax.Array, ...], entries: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Changes entries of each group's tables: i32 [n, 3] of seats, columns and blocks."""
+    return tuple(
+        table.at[some[:, 0], some[:, 1]].set(some[:, 2], mode="drop")
+        for table, some in zip(tables, entries, strict=True)
+    )
 
 
-def copy_all(caches: Caches, pairs: jax.Array) -> Caches:
+def copy_all(caches: Caches, pairs: tuple[jax.Array, ...], groups: tuple[Group, ...]) -> Caches:
+    """Copies blocks in the caches of each group of layers, by the group's pairs."""
+    copied = list(caches)
+    for group, some in zip(groups, pairs, strict=True):
+        for layer, cache in zip(group.layers, _copy(tuple(caches[i] for i in group.layers), some), strict=True):
+            copied[layer] = cache
+    return tuple(copied)
+
+
+def _copy(caches: Caches, pairs: jax.Array) -> Caches:
     with_values = [cache for cache in caches if isinstance(cache, PagedKVCache)]
     if len(with_values) < len(caches):
         return tuple(cache.copy_blocks(pairs) for cache in caches)
@@ -32,8 +46,13 @@ def copy_all(caches: Caches, pairs: jax.Array) -> Caches:
     )
 
 
-def swap_all(source: Caches, destination: Caches, pairs: jax.Array) -> Caches:
-    return tuple(src.swap_blocks_to(cast(Any, dst), pairs) for src, dst in zip(source, destination, strict=True))
+def swap_all(source: Caches, destination: Caches, pairs: tuple[jax.Array, ...], groups: tuple[Group, ...]) -> Caches:
+    """Copies blocks from one memory's caches to the other's, by the pairs of each group of layers."""
+    pairs_of = {layer: some for group, some in zip(groups, pairs, strict=True) for layer in group.layers}
+    return tuple(
+        src.swap_blocks_to(cast(Any, dst), pairs_of[layer])
+        for layer, (src, dst) in enumerate(zip(source, destination, strict=True))
+    )
 
 
 def usable(array: jax.Array) -> jax.Array:
@@ -53,15 +72,7 @@ def _shape_of(index: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def check_caches(caches: Caches) -> None:
-    if not caches:
-        raise ValueError("caches must hold a PagedKVCache a layer, got none")
-    first = caches[0]
     for layer, cache in enumerate(caches):
-        if (cache.num_blocks, cache.block_size) != (first.num_blocks, first.block_size):
-            raise ValueError(
-                f"all caches must have as many blocks of one size: layer {layer} has {cache.num_blocks} of "
-                f"{cache.block_size}, layer 0 has {first.num_blocks} of {first.block_size}"
-            )
         if any(scale is not None and np.ndim(scale) == 3 for scale in members(cache, SCALES).values()):
             raise ValueError(
                 f"layer {layer} has a scale for each token's place in the pool; blocks move between requests, so that "

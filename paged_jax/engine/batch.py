@@ -34,12 +34,17 @@ class Batch:
     preemption, of its output too). Rows with more than one token come first. Rows of padding have no tokens and come
     last. An engine gives every field; a caller without one may leave out those that have a default.
 
+    In an engine whose layers have different sliding windows (`Engine`'s `sliding_windows`), layers of one window share
+    tables and slots, and each group of layers has its own: `for_window` gives the batch that a group sees.
+
     Attributes:
       token_ids: i32 [num_tokens]; tokens at or past `query_start_loc[-1]` are padding.
       positions: i32 [num_tokens], each token's place in its sequence, from 0; 0 for padding.
-      slot_mapping: i32 [num_tokens], the slot that each token's key and value are written to; -1 for padding.
+      slot_mapping: i32 [num_tokens], the slot that each token's key and value are written to; -1 for padding. With
+        `windows` one such array for each group.
       block_tables: i32 [num_seqs, max_blocks_per_seq]; they already list the blocks of the new tokens. Entries behind a
-        row's last block may hold anything.
+        row's last block may hold anything, and so may those of blocks that no new token's window reaches. With
+        `windows` one such array for each group.
       seq_lens: i32 [num_seqs], tokens of each sequence, the new ones included; 0 for padding.
       query_start_loc: i32 [num_seqs + 1], where each row's new tokens start; None only if `is_decode`.
       logit_rows: i32 [num_rows], the tokens whose logits are wanted; an engine's are [num_seqs]. Several entries may
@@ -48,6 +53,8 @@ class Batch:
         (static): a model may then write and attend in one op.
       num_prompts: how many rows, counted from the first, may have more than one token (static); 0 if `is_decode`, None
         if that is not known.
+      windows: the sliding window of each group of layers, None for the layers that see everything (static); empty if
+        all layers share tables and slots.
 
     Example:
       Two sequences decode: tokens 7 and 9 are at positions 4 and 0.
@@ -73,6 +80,29 @@ class Batch:
     logit_rows: Any = None
     is_decode: bool = dataclasses.field(default=False, metadata={"static": True})
     num_prompts: int | None = dataclasses.field(default=None, metadata={"static": True})
+    windows: tuple[int | None, ...] = dataclasses.field(default=(), metadata={"static": True})
+
+    def for_window(self, sliding_window: int | None) -> "Batch":
+        """Gives the batch as the layers of one window see it: with their group's tables and slots alone.
+
+        Args:
+          sliding_window: the layers' window, None for layers that see everything. One that no sequence outgrows is as
+            good as none.
+
+        Returns:
+          A batch without `windows`; the batch itself, if it has none.
+
+        Raises:
+          ValueError: no group has this window.
+        """
+        if not self.windows:
+            return self
+        window = sliding_window if sliding_window in self.windows else None
+        if window not in self.windows:
+            raise ValueError(f"sliding_window must be one of the engine's {self.windows}, got {sliding_window}")
+        group = self.windows.index(window)
+        slots, tables = self.slot_mapping[group], self.block_tables[group]
+        return dataclasses.replace(self, slot_mapping=slots, block_tables=tables, windows=())
 
     def attention_metadata(self, block_size: int) -> AttentionMetadata:
         """Gives the same batch to a model that is written for `AttentionMetadata`.
@@ -84,8 +114,10 @@ class Batch:
           The metadata. The rows of a decode batch count as decodes, all rows of any other batch as prefills.
 
         Raises:
-          ValueError: the batch has no `query_start_loc`, and `is_decode` is False.
+          ValueError: the batch has `windows`, or it has no `query_start_loc`, and `is_decode` is False.
         """
+        if self.windows:
+            raise ValueError("each group of layers has tables of its own: take the batch that for_window gives")
         num_seqs, num_tokens = self.seq_lens.shape[0], self.token_ids.shape[0]
         longest = self.block_tables.shape[1] * block_size
         start = jnp.zeros(1, jnp.int32)
@@ -116,7 +148,7 @@ export.register_pytree_node_serialization(
     Batch,
     serialized_name="paged_jax.engine.Batch",
     serialize_auxdata=lambda static: json.dumps(static).encode(),
-    deserialize_auxdata=lambda data: tuple(json.loads(data)),
+    deserialize_auxdata=lambda data: tuple(tuple(x) if isinstance(x, list) else x for x in json.loads(data)),
 )
 
 
@@ -204,6 +236,7 @@ class StepShape(NamedTuple):
       num_tokens, num_rows: tokens and rows of the batch, padding included.
       max_blocks_per_seq: columns of the block tables.
       is_decode, num_prompts: as in `Batch`.
+      num_groups: groups of layers, each of which has block tables of its own.
 
     Example:
       >>> from paged_jax.engine import StepShape
@@ -216,6 +249,7 @@ class StepShape(NamedTuple):
     max_blocks_per_seq: int
     is_decode: bool
     num_prompts: int
+    num_groups: int = 1
 
     @property
     def fields(self) -> dict[str, tuple[int, ...]]:
@@ -224,7 +258,7 @@ class StepShape(NamedTuple):
         return {
             "token_ids": (self.num_tokens,),
             "row_seats": rows,
-            "row_blocks": rows,
+            "row_blocks": (self.num_groups, self.num_rows),
             "seq_lens": rows,
             "query_start_loc": (self.num_rows + 1,),
             "logit_rows": rows,
@@ -249,17 +283,19 @@ class StepShape(NamedTuple):
         self,
         packed: Int32[Array, " size"],
         last_tokens: Int32[Array, " num_seats"],
-        tables: Int32[Array, "num_seats max_blocks_per_seq"],
+        tables: tuple[Int32[Array, "num_seats max_blocks_per_seq"], ...],
         block_size: int,
-    ) -> tuple[Batch, Int32[Array, " num_draws"], Int32[Array, "num_seats max_blocks_per_seq"]]:
+        windows: tuple[int | None, ...],
+    ) -> tuple[Batch, Int32[Array, " num_draws"], tuple[Int32[Array, "num_seats max_blocks_per_seq"], ...]]:
         """Makes a batch of the packed array, on the device.
 
         Args:
           packed: i32 [size]; a negative token id ``-1 - seat`` stands for that seat's last token.
           last_tokens: i32 [num_seats], the last token that was drawn for each seat.
-          tables: i32 [num_seats, max_blocks_per_seq], each seat's block table, but for the blocks of the rows' last
-            tokens.
+          tables: for each group i32 [num_seats, max_blocks_per_seq], each seat's block table, but for the blocks of the
+            rows' last tokens.
           block_size: tokens in a block.
+          windows: the groups' sliding windows.
 
         Returns:
           The batch, the packed `Draws` that say how to draw from its logits, and the tables with those blocks.
@@ -277,19 +313,25 @@ class StepShape(NamedTuple):
             row = jnp.where(is_token, row, 0)
             positions = lens[row] - start[row + 1] + token
         positions = jnp.where(is_token, positions, 0)
-        all_tables = tables.at[seats, (lens - 1) // block_size].set(parts["row_blocks"], mode="drop")
-        tables = all_tables.at[seats].get(mode="clip")
-        slots = tables[row, positions // block_size] * block_size + positions % block_size
-        slots = jnp.where(is_token, slots, -1)
+        columns = (lens - 1) // block_size
+        all_tables = tuple(
+            table.at[seats, columns].set(blocks, mode="drop")
+            for table, blocks in zip(tables, parts["row_blocks"], strict=True)
+        )
+        rows = tuple(table.at[seats].get(mode="clip") for table in all_tables)
+        found = (table[row, positions // block_size] * block_size + positions % block_size for table in rows)
+        slots = tuple(jnp.where(is_token, slot, -1) for slot in found)
+        is_one = len(windows) == 1
         batch = Batch(
             ids,
             positions,
-            slots,
-            tables,
+            slots[0] if is_one else slots,
+            rows[0] if is_one else rows,
             lens,
             start,
             logit_rows,
             is_decode=self.is_decode,
             num_prompts=self.num_prompts,
+            windows=() if is_one else windows,
         )
         return batch, packed[self.size - Draws.size(self.num_rows) :], all_tables

@@ -1,5 +1,7 @@
 """Keeps track of who holds which block, with the allocator's host functions, the prefix cache and the host blocks.
 
+There is a `BlockManager` for each group of layers (groups.py). `Pools` (pools.py) makes one of all of them.
+
 A block is free, or held by sequences, or kept by the prefix cache alone. `counts` says how many blocks are in each of
 these three states; the three numbers always add up to the pool.
 """
@@ -11,8 +13,7 @@ import numpy as np
 
 from paged_jax import allocator
 from paged_jax.allocator import OutOfBlocks
-from paged_jax.engine.prefix import PrefixCache, extend_hashes
-from paged_jax.engine.request import Sequence
+from paged_jax.engine.prefix import PrefixCache
 
 type Pairs = list[tuple[int, int]]
 
@@ -26,7 +27,7 @@ class Counts(NamedTuple):
 
 
 class BlockManager:
-    """Gives blocks to the sequences at their seats and takes them back.
+    """Gives blocks of one group of layers to the sequences at their seats and takes them back.
 
     Args:
       num_blocks: blocks of the pool.
@@ -36,6 +37,8 @@ class BlockManager:
       num_host_blocks: blocks in host memory, for swapping.
       prefix_caching: whether full blocks are kept for later requests that begin alike.
       num_shards: how many devices the pool's blocks are split over.
+      sliding_window: the group's window, behind which blocks are released; None for none.
+      most_held: the most blocks that a sequence holds at the same time; None for all.
     """
 
     def __init__(
@@ -47,22 +50,61 @@ class BlockManager:
         num_host_blocks: int,
         prefix_caching: bool,
         num_shards: int = 1,
+        *,
+        sliding_window: int | None = None,
+        most_held: int | None = None,
     ):
         self.num_blocks, self.block_size, self.num_seats = num_blocks, block_size, num_seats
+        self.sliding_window, self.most_held = sliding_window, most_held
         # Without all blocks of the pool, the first ones may be on few devices, however they are taken.
         num_shards = num_shards if num_blocks % num_shards == 0 else 1
         self.state = allocator.create(num_blocks, block_size, num_seats, max_blocks_per_seq, num_shards=num_shards)
         self.prefix = PrefixCache() if prefix_caching else None
         self.free_host_blocks = list(range(num_host_blocks))[::-1]
 
+    @property
+    def room(self) -> int | None:
+        """The most tokens that a single sequence can have; None if their number does not matter."""
+        if self.most_held is not None and self.num_blocks >= self.most_held:
+            return None
+        return self.num_blocks * self.block_size
+
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks `num_tokens` tokens need; the last one may be filled in part."""
         return -(-num_tokens // self.block_size)
+
+    def first_column(self, num_tokens: int) -> int:
+        """The column of the first block that the next token of a sequence of `num_tokens` tokens needs."""
+        return 0 if self.sliding_window is None else max(num_tokens - self.sliding_window + 1, 0) // self.block_size
+
+    def held_for(self, num_tokens: int) -> int:
+        """How many blocks a sequence holds whose `num_tokens` tokens are computed."""
+        return self.blocks_for(num_tokens) - self.first_column(num_tokens)
+
+    def needed(self, num_computed: int, num_tokens: int) -> int:
+        """How many blocks, beside those that it holds, a sequence may need until `num_tokens` tokens are computed."""
+        return self._within(num_computed, self.blocks_for(num_tokens) - self.blocks_for(num_computed))
+
+    def needed_for(self, num_computed: int, num_new: int) -> int:
+        """How many blocks more a sequence may need for new tokens, wherever in its last block they begin."""
+        return self._within(num_computed, self.blocks_for(num_new))
+
+    def _within(self, num_computed: int, num_blocks: int) -> int:
+        return num_blocks if self.most_held is None else min(num_blocks, self.most_held - self.held_for(num_computed))
 
     @property
     def num_available(self) -> int:
         """How many blocks are free or can be freed by evicting them from the prefix cache."""
         return int(self.state.num_free) + (self.prefix.num_unused if self.prefix is not None else 0)
+
+    def can_append(self, tokens: collections.abc.Mapping[int, int]) -> bool:
+        """Whether `append` would give the sequences at some seats their blocks."""
+        return int(allocator.count_new_blocks(self.state, self._counts(tokens))) <= self.num_available
+
+    def _counts(self, tokens: collections.abc.Mapping[int, int]) -> np.ndarray:
+        counts = np.zeros(self.num_seats, np.int32)
+        counts[list(tokens.keys())] = list(tokens.values())
+        return counts
 
     def append(self, tokens: collections.abc.Mapping[int, int]) -> Pairs | None:
         """Grows the sequences at some seats, all of them or none; if need be, evicts blocks from the prefix cache.
@@ -74,8 +116,7 @@ class BlockManager:
           The (source, destination) pairs of shared blocks, which must be copied before anything is written; None if
           there are too few blocks.
         """
-        counts = np.zeros(self.num_seats, np.int32)
-        counts[list(tokens.keys())] = list(tokens.values())
+        counts = self._counts(tokens)
         try:
             self.state, block_mapping, _ = allocator.append_tokens(self.state, counts, donate=True)
         except OutOfBlocks as error:
@@ -87,21 +128,49 @@ class BlockManager:
         copied = block_mapping[:, 0] >= 0
         return [(source, destination) for source, destination in block_mapping[copied].tolist()] if copied.any() else []
 
-    def match(self, sequence: Sequence) -> list[int]:
-        """The cached blocks with which a waiting sequence can begin; at least its last token stays to be computed."""
+    def count_found(self, names: collections.abc.Sequence[bytes]) -> int:
+        """With how many of the blocks of these names a sequence could begin, for all that this group needs.
+
+        Args:
+          names: the names of a sequence's first blocks.
+
+        Returns:
+          The largest number of first blocks for which those are cached that the next token needs.
+        """
         if self.prefix is None:
-            return []
-        extend_hashes(sequence.hashes, sequence.tokens, self.block_size)
-        return self.prefix.match(sequence.hashes[: (sequence.num_tokens - 1) // self.block_size])
+            return 0
+        if self.sliding_window is None:
+            return self.prefix.count_cached(names)
+        count, column = len(names), len(names) - 1
+        while column >= self.first_column(count * self.block_size):
+            if names[column] not in self.prefix.block_of:
+                count = column
+            column -= 1
+        return count
+
+    def find(self, names: collections.abc.Sequence[bytes]) -> list[int]:
+        """The cached blocks that a sequence needs which begins with the blocks of these names; all are cached."""
+        assert self.prefix is not None
+        first = self.first_column(len(names) * self.block_size)
+        return [self.prefix.block_of[name] for name in names[first:]]
 
     def count_unused(self, blocks: list[int]) -> int:
         """How many of these cached blocks no sequence holds."""
         return self.prefix.count_unused(blocks) if self.prefix is not None else 0
 
-    def adopt(self, seat: int, blocks: list[int]) -> None:
-        """Makes the sequence at an empty seat begin with cached blocks."""
-        if blocks and self.prefix is not None:
-            self.state = allocator.adopt(self.state, seat, blocks, donate=True)
+    def begin(self, seat: int, num_tokens: int, blocks: list[int]) -> None:
+        """Makes the sequence at an empty seat begin after full blocks, of which it holds those that it still needs.
+
+        Args:
+          seat: the seat.
+          num_tokens: tokens in the sequence's full blocks.
+          blocks: the blocks that it needs of them, from the prefix cache; none for blocks that `append` is to give.
+        """
+        skipped = self.first_column(num_tokens)
+        if not blocks and not skipped:
+            return
+        self.state = allocator.adopt(self.state, seat, blocks, num_skipped=skipped, donate=True)
+        if self.prefix is not None:
             self.prefix.use(blocks)
 
     def fork(self, parent: int, child: int) -> None:
@@ -114,32 +183,51 @@ class BlockManager:
         return row[row >= 0].tolist()
 
     def part(self, seat: int, start: int, end: int) -> tuple[int, list[int]]:
-        """The blocks of a seat's tokens from `start` to `end`, and the table's column of the first of them."""
+        """The blocks that a seat holds of its tokens from `start` to `end`, and the column of the first of them."""
         column = start // self.block_size
-        return column, self.state.block_tables[seat, column : self.blocks_for(end)].tolist()
+        blocks = self.state.block_tables[seat, column : self.blocks_for(end)]
+        num_released = int((blocks < 0).sum())  # they are the first ones
+        return column + num_released, blocks[num_released:].tolist()
 
     def last_blocks(self, seats: list[int]) -> list[int]:
         """The block of the last token of each of these seats."""
         columns = (self.state.seq_lens[seats] - 1) // self.block_size
         return self.state.block_tables[seats, columns].tolist()
 
-    def cache_full_blocks(self, sequences: collections.abc.Iterable[Sequence]) -> None:
-        """Enters full blocks in the prefix cache, once the steps that fill them are planned and all tokens known."""
+    def cache(self, columns: collections.abc.Iterable[tuple[int, int, bytes]]) -> None:
+        """Enters full blocks in the prefix cache.
+
+        Args:
+          columns: the seat, the column and the name of each block; released ones may be among them.
+        """
         if self.prefix is None:
             return
         inserted = []
-        for sequence in sequences:
-            if sequence.num_computed // self.block_size <= sequence.num_cached:
-                continue  # as in most decode steps
-            num_full = min(sequence.num_computed, len(sequence.tokens)) // self.block_size
-            extend_hashes(sequence.hashes, sequence.tokens, self.block_size)
-            row = self.state.block_tables[sequence.seat]
-            for column in range(sequence.num_cached, num_full):
-                if self.prefix.insert(sequence.hashes[column], int(row[column])):
-                    inserted.append(int(row[column]))
-            sequence.num_cached = max(num_full, sequence.num_cached)
+        for seat, column, name in columns:
+            block = int(self.state.block_tables[seat, column])
+            if block >= 0 and self.prefix.insert(name, block):
+                inserted.append(block)
         if inserted:
             self.state = allocator.retain(self.state, inserted, donate=True)
+
+    def find_behind(self) -> list[tuple[int, int]]:
+        """The seats that hold blocks which no later token needs, and the first column that a later token needs."""
+        if self.sliding_window is None:
+            return []
+        firsts = np.maximum(self.state.seq_lens - self.sliding_window + 1, 0) // self.block_size
+        seats = firsts.nonzero()[0]
+        seats = seats[self.state.block_tables[seats, firsts[seats] - 1] >= 0]
+        return list(zip(seats.tolist(), firsts[seats].tolist(), strict=True))
+
+    def release_behind(self) -> None:
+        """Releases the blocks that no later token needs; those that are in the prefix cache stay there."""
+        positions, released = np.zeros(self.num_seats, np.int32), []
+        for seat, column in self.find_behind():
+            positions[seat] = column * self.block_size
+            row = self.state.block_tables[seat, :column]
+            released += row[row >= 0].tolist()
+        self.state = allocator.release_before(self.state, positions, donate=True)
+        self._disuse(released)
 
     def empty_cache(self) -> None:
         """Removes all blocks from the prefix cache while no sequence holds any."""
@@ -153,20 +241,21 @@ class BlockManager:
         mask = np.zeros(self.num_seats, np.bool_)
         mask[seat] = True
         self.state = allocator.free(self.state, mask, donate=True)
+        self._disuse(blocks)
+
+    def _disuse(self, blocks: list[int]) -> None:
+        """Tells the prefix cache of blocks that a sequence has given up."""
         if self.prefix is not None:
             # Where a cached block has one reference left, that is the prefix cache's own: no sequence holds the block.
             self.prefix.disuse(block for block in reversed(blocks) if self.state.ref_counts[block] == 1)
 
-    def swap_out(self, seat: int) -> Pairs | None:
-        """Takes a host block for each block of a seat; the caller then releases the seat.
+    def swap_out(self, seat: int) -> Pairs:
+        """Takes a host block for each block of a seat, of which there are enough; the caller then releases the seat.
 
         Returns:
-          The (device block, host block) pairs in order, or None if there are too few host blocks.
+          The (device block, host block) pairs in order.
         """
-        blocks = self.table(seat)
-        if len(blocks) > len(self.free_host_blocks):
-            return None
-        return [(block, self.free_host_blocks.pop()) for block in blocks]
+        return [(block, self.free_host_blocks.pop()) for block in self.table(seat)]
 
     def free_on_host(self, blocks: list[int]) -> None:
         """Makes host blocks free again."""

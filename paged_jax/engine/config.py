@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from typing import Literal
+from typing import Any, Literal
 
 from paged_jax._integers import integer
 
@@ -33,8 +33,10 @@ class EngineConfig:
         programs are compiled, and the engine keeps no counts of tokens, which are 2 * max_num_seqs * vocab_size bytes
         on the device.
       num_host_blocks: blocks in pinned host memory, to which preempted sequences can be swapped; 0 for no swapping.
+        Layers with a sliding window have fewer, if `max_num_seqs` sequences never hold as many.
 
-      num_blocks: how many blocks of the caches the engine uses; None for all.
+      num_blocks: how many blocks of the caches the engine uses; None for all. Where layers have different sliding
+        windows, one number for each group of layers (the widest window first), or one for all.
       prefix_caching: whether full blocks are kept for later requests that begin alike.
       preemption: what happens to a sequence that has to give up its blocks: "swap" moves them to the host while there
         is room, "recompute" computes them again later, and "cheaper" takes whichever the two rates below make cheaper.
@@ -58,7 +60,7 @@ class EngineConfig:
     adjustments: bool = True
     num_host_blocks: int = 0
 
-    num_blocks: int | None = None
+    num_blocks: int | tuple[int, ...] | None = None
     prefix_caching: bool = True
     preemption: Preemption = "cheaper"
     recompute_tokens_per_second: float = 40_000.0
@@ -66,12 +68,13 @@ class EngineConfig:
 
     def __post_init__(self):
         positive = "max_model_len", "max_num_seqs", "max_tokens_per_step", "max_prompts_per_step"
-        for name in (*positive, "max_logprobs", "num_host_blocks", "num_blocks"):
+        for name in (*positive, "max_logprobs", "num_host_blocks"):
             value = getattr(self, name)
-            if value is not None or name not in ("max_logprobs", "num_blocks"):
+            if value is not None or name != "max_logprobs":
                 object.__setattr__(self, name, integer(name, value))
         if not isinstance(self.adjustments, bool):
             raise TypeError(f"adjustments must be a bool, got {type(self.adjustments).__name__}")
+        object.__setattr__(self, "num_blocks", _read_num_blocks(self.num_blocks))
         for name in positive:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
@@ -84,8 +87,6 @@ class EngineConfig:
         for name in ("max_logprobs", "num_host_blocks"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        if self.num_blocks is not None and self.num_blocks < 1:
-            raise ValueError(f"num_blocks must be positive, got {self.num_blocks}")
         for name in ("recompute_tokens_per_second", "swap_bytes_per_second"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
@@ -111,6 +112,16 @@ class EngineConfig:
             self.adjustments,
             self.num_host_blocks,
         )
+
+
+def _read_num_blocks(num_blocks: Any) -> int | tuple[int, ...] | None:
+    if num_blocks is None:
+        return None
+    is_one = not isinstance(num_blocks, list | tuple)
+    counts = tuple(integer("num_blocks", count) for count in ((num_blocks,) if is_one else num_blocks))
+    if not counts or min(counts) < 1:
+        raise ValueError(f"num_blocks must be positive, got {num_blocks}")
+    return counts[0] if is_one else counts
 
 
 def _ladder(largest: int) -> tuple[int, ...]:

@@ -19,7 +19,9 @@ from paged_jax.engine.batch import Caches, Step, StepShape
 from paged_jax.engine.blocks import BlockManager
 from paged_jax.engine.compiling import CompilerOptions
 from paged_jax.engine.config import EngineConfig
+from paged_jax.engine.groups import blocks_used, host_blocks, make_groups, most_blocks
 from paged_jax.engine.mask import MaskedSample, gather_masks
+from paged_jax.engine.pools import Pools
 from paged_jax.engine.request import (
     Delta,
     FinishReason,
@@ -33,7 +35,7 @@ from paged_jax.engine.request import (
 from paged_jax.engine.runner import Launched, Runner
 from paged_jax.engine.sampling import Drawn
 from paged_jax.engine.scheduler import Scheduler
-from paged_jax.engine.stats import Stats
+from paged_jax.engine.stats import PoolStats, Stats
 from paged_jax.engine.text import TextStream
 
 
@@ -47,8 +49,12 @@ class Engine(BaseEngine):
       step: the model's function, see `Step`.
       weights: the model's arrays.
       caches: a `PagedKVCache` or a `PagedLatentCache` for each layer. The engine donates them to its programs: the
-        caller must not use them any more.
+        caller must not use them any more. All have blocks of one size, and the caches of layers with one sliding window
+        have as many blocks; `pool_sizes` says how many such layers need.
       config: sizes and policies.
+      sliding_windows: each layer's window, in tokens, None for a layer that sees everything. Layers with a window hold
+        blocks for their window only, and have block tables of their own (`Batch.for_window`). Without `sliding_windows`
+        all layers hold all tokens, whatever their windows.
       tokenizer: turns tokens into text; without one there are token ids only, and no stop texts.
       seed: the number from which requests without a seed get theirs; None for fresh random numbers in every process and
         after every `reset`.
@@ -78,15 +84,17 @@ class Engine(BaseEngine):
         caches: Caches,
         config: EngineConfig,
         *,
+        sliding_windows: collections.abc.Iterable[int | None] | None = None,
         tokenizer: Tokenizer | None = None,
         seed: int | None = None,
         show_progress: bool = False,
         compiler_options: CompilerOptions | None = None,
     ):
-        _check_pool(config, caches[0].num_blocks if caches else 0)
+        self._groups = make_groups(caches, sliding_windows, config.max_model_len)
+        blocks_used(config, self._groups)
         self.config, self.tokenizer, self._seeds = config, tokenizer, Seeds(seed)
         self._runner = Runner(
-            step, weights, caches, config, show_progress=show_progress, compiler_options=compiler_options
+            step, weights, caches, config, self._groups, show_progress=show_progress, compiler_options=compiler_options
         )
         self.reset()
 
@@ -99,16 +107,23 @@ class Engine(BaseEngine):
     def _reset(self, config: EngineConfig) -> None:
         self._runner.reset()
         self.config = config
-        self._blocks = BlockManager(
-            config.num_blocks or self._runner.num_blocks,
-            self._runner.block_size,
-            config.max_num_seqs,
-            self._runner.max_blocks_per_seq,
-            config.num_host_blocks,
-            config.prefix_caching,
-            self._runner.num_shards,
-        )
-        self._scheduler = Scheduler(config, self._blocks, self._runner.block_bytes)
+        block_size = self._runner.block_size
+        managers = [
+            BlockManager(
+                num_blocks,
+                block_size,
+                config.max_num_seqs,
+                self._runner.max_blocks_per_seq,
+                host_blocks(group, block_size, config),
+                config.prefix_caching,
+                self._runner.num_shards,
+                sliding_window=group.sliding_window,
+                most_held=most_blocks(group.sliding_window, block_size, config.max_tokens_per_step),
+            )
+            for group, num_blocks in zip(self._groups, blocks_used(config, self._groups), strict=True)
+        ]
+        self._blocks = Pools(managers, [group.block_bytes for group in self._groups])
+        self._scheduler = Scheduler(config, self._blocks)
         self._requests: dict[int, list[Sequence]] = {}
         self._launched: Launched | None = None
         self._restarted: list[Sequence] | None = None  # after an update of the weights, until the next step
@@ -131,7 +146,7 @@ class Engine(BaseEngine):
         config = config or self.config
         if config.compiled != self.config.compiled:
             raise ValueError("reset cannot change what is compiled: make a new Engine")
-        _check_pool(config, self._runner.num_blocks)
+        blocks_used(config, self._groups)
         return config
 
     @override
@@ -292,6 +307,10 @@ class Engine(BaseEngine):
             num_output_tokens=self._num_output_tokens,
             tokens_per_second=self._num_output_tokens / self._seconds if self._seconds else 0.0,
             num_compiled=self._runner.num_compiled,
+            pools=tuple(
+                PoolStats(group.sliding_window, len(group.layers), group.block_bytes, *manager.counts())
+                for group, manager in zip(self._groups, self._blocks.managers, strict=True)
+            ),
         )
 
     def measure_steps(self, context_len: int, repeats: int = 8) -> dict[StepShape, float]:
@@ -324,7 +343,8 @@ class Engine(BaseEngine):
         if not len(prompt):
             raise ValueError("the prompt must have at least one token")
         # A sequence's last token is never fed back to the model, so that it needs no place in the cache.
-        room = min(self.config.max_model_len, self._blocks.num_blocks * self._blocks.block_size) + 1
+        longest, room = self.config.max_model_len, self._blocks.room
+        room = (longest if room is None else min(longest, room)) + 1
         if len(prompt) >= room:
             raise ValueError(f"the prompt has {len(prompt)} tokens; at most {room - 1} fit")
         read_token_ids(prompt)
@@ -441,11 +461,6 @@ def _delta(
         tuple(scored[position] for position in sorted(scored)),
         is_restarted,
     )
-
-
-def _check_pool(config: EngineConfig, num_blocks: int) -> None:
-    if config.num_blocks is not None and config.num_blocks > num_blocks:
-        raise ValueError(f"num_blocks must be at most the caches' {num_blocks}, got {config.num_blocks}")
 
 
 def _logprob(token_id: int, drawn: Drawn, i: int, num_top: int) -> TokenLogprob:

@@ -40,7 +40,7 @@ def pack(plan: Plan, shape: StepShape, num_seats: int, kind: Kind) -> np.ndarray
     starts[1 : num_rows + 1] = np.cumsum(counts)
     starts[num_rows + 1 :] = len(ids)
     parts["row_seats"][:num_rows] = seats
-    parts["row_blocks"][:num_rows] = plan.row_blocks
+    parts["row_blocks"][:, :num_rows] = plan.row_blocks
     if plan.samples:
         sequences, draw_seats, rows, positions = zip(*plan.samples, strict=True)
         parts["logit_rows"][: len(rows)] = starts[np.array(rows) + 1] - 1
@@ -53,13 +53,13 @@ def pack(plan: Plan, shape: StepShape, num_seats: int, kind: Kind) -> np.ndarray
     return packed
 
 
-def pack_made_up(shape: StepShape, context_len: int, num_blocks: int, num_seats: int) -> np.ndarray:
+def pack_made_up(shape: StepShape, context_len: int, num_blocks: list[int], num_seats: int) -> np.ndarray:
     """Packs a made-up step that fills a shape, for measuring.
 
     Args:
       shape: the shape to fill.
       context_len: tokens of each sequence, the new ones included.
-      num_blocks: blocks of the pool.
+      num_blocks: blocks of each group's pools.
       num_seats: how many seats there are; the drawn tokens belong to none of them.
 
     Returns:
@@ -69,7 +69,7 @@ def pack_made_up(shape: StepShape, context_len: int, num_blocks: int, num_seats:
     parts = shape.split(packed)
     rng = np.random.default_rng(0)
     parts["row_seats"][:] = np.arange(shape.num_rows)
-    parts["row_blocks"][:] = rng.integers(0, num_blocks, shape.num_rows)
+    parts["row_blocks"][:] = [rng.integers(0, count, shape.num_rows) for count in num_blocks]
     parts["seats"][:] = num_seats
     rows = np.arange(shape.num_rows + 1)
     starts = (

@@ -31,15 +31,19 @@ def extend_hashes(hashes: list[bytes], tokens: list[int], block_size: int) -> No
 
 
 class PrefixCache:
-    """The cached blocks by their names; the module's docstring says what a name is and who holds references."""
+    """The cached blocks by their names; the module's docstring says what a name is and who holds references.
+
+    Attributes:
+      block_of: the cached block of each name.
+    """
 
     def __init__(self):
-        self._block_of: dict[bytes, int] = {}
+        self.block_of: dict[bytes, int] = {}
         self._name_of: dict[int, bytes] = {}
         self._unused: collections.OrderedDict[int, None] = collections.OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._block_of)
+        return len(self.block_of)
 
     @property
     def num_unused(self) -> int:
@@ -49,14 +53,9 @@ class PrefixCache:
     def __contains__(self, block: int) -> bool:
         return block in self._name_of
 
-    def match(self, names: collections.abc.Sequence[bytes]) -> list[int]:
-        """The blocks of the first names, up to the first one that is not cached."""
-        blocks = []
-        for name in names:
-            if (block := self._block_of.get(name)) is None:
-                break
-            blocks.append(block)
-        return blocks
+    def count_cached(self, names: collections.abc.Sequence[bytes]) -> int:
+        """How many of the first names are cached, up to the first one that is not."""
+        return next((i for i, name in enumerate(names) if name not in self.block_of), len(names))
 
     def count_unused(self, blocks: collections.abc.Iterable[int]) -> int:
         """How many of these blocks no sequence holds."""
@@ -64,9 +63,9 @@ class PrefixCache:
 
     def insert(self, name: bytes, block: int) -> bool:
         """Enters a block that a sequence holds, and returns True; returns False if another block has this name."""
-        if name in self._block_of:
+        if name in self.block_of:
             return False
-        self._block_of[name], self._name_of[block] = block, name
+        self.block_of[name], self._name_of[block] = block, name
         return True
 
     def use(self, blocks: collections.abc.Iterable[int]) -> None:
@@ -85,6 +84,6 @@ class PrefixCache:
         evicted = []
         while self._unused and len(evicted) < num_blocks:
             block, _ = self._unused.popitem(last=False)
-            del self._block_of[self._name_of.pop(block)]
+            del self.block_of[self._name_of.pop(block)]
             evicted.append(block)
         return evicted

@@ -349,7 +349,7 @@ class Sequence:
       seat: the sequence's row of the block tables and of the last tokens on the device; None if it has none. A child
         gets its seat together with its parent, before it runs.
       children: samples of the same request that begin when the prompt of this one is computed.
-      host_blocks: the host blocks that hold its cache while it is swapped out, else None.
+      host_blocks: for each group of layers, the host blocks that hold its cache while it is swapped out, else None.
       hashes: the names of its full blocks so far (prefix.py).
       num_cached: how many of its first blocks have been entered in the prefix cache.
       scored: the log-probabilities of the prompt's tokens so far, by their places.
@@ -371,7 +371,7 @@ class Sequence:
     num_computed: int = 0
     seat: int | None = None
     children: list["Sequence"] = dataclasses.field(default_factory=list)
-    host_blocks: list[int] | None = None
+    host_blocks: list[list[int]] | None = None
     hashes: list[bytes] = dataclasses.field(default_factory=list)
     num_cached: int = 0
     scored: dict[int, TokenLogprob] = dataclasses.field(default_factory=dict)

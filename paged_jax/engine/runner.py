@@ -13,6 +13,7 @@ block tables, and set how a seat's logits are changed (adjust.py).
 import collections.abc
 import dataclasses
 import time
+from functools import partial
 from typing import Any
 
 import jax
@@ -38,10 +39,12 @@ from paged_jax.engine.batch import Caches, Step, StepShape
 from paged_jax.engine.blocks import Pairs
 from paged_jax.engine.compiling import CompilerOptions, compile_all
 from paged_jax.engine.config import EngineConfig
+from paged_jax.engine.groups import Group, host_blocks
 from paged_jax.engine.pack import pack, pack_made_up
+from paged_jax.engine.pools import Entry
 from paged_jax.engine.request import Sequence
 from paged_jax.engine.sampling import Drawn, Kind, draw_program
-from paged_jax.engine.scheduler import Entries, Plan
+from paged_jax.engine.scheduler import Plan
 from paged_jax.engine.weights import check_weights
 
 _ENTRIES = 512  # how many entries of block tables one call of the program that changes them takes
@@ -77,13 +80,12 @@ class Runner:
       weights: the model's arrays.
       caches: one for each layer. The runner donates them to its programs: the caller must not use them any more.
       config: the engine's config.
+      groups: the groups of layers.
       show_progress: whether a bar on stderr shows how many programs are compiled; it needs the package rich.
       compiler_options: XLA's options for the programs, or a function as `Engine` takes it.
 
     Attributes:
       block_size: tokens in a block.
-      num_blocks: blocks of the caches.
-      block_bytes: bytes of one block in all layers together.
       max_blocks_per_seq: blocks of the longest sequence.
       vocab_size: how many logits the model gives for a token.
       num_compiled: how many programs were compiled; it never changes.
@@ -98,14 +100,13 @@ class Runner:
         weights: Any,
         caches: Caches,
         config: EngineConfig,
+        groups: tuple[Group, ...],
         *,
         show_progress: bool = False,
         compiler_options: CompilerOptions | None = None,
     ):
         check_caches(caches)
-        self.config = config
-        self.block_size, self.num_blocks = caches[0].block_size, caches[0].num_blocks
-        self.block_bytes = sum(cache.nbytes for cache in caches) // self.num_blocks
+        self.config, self.groups, self.block_size = config, groups, caches[0].block_size
         self._step, self._weights = step, weights
         self._scales = [members(cache, SCALES) for cache in caches]
         self._caches = with_own_scales(caches, self._scales)
@@ -116,8 +117,9 @@ class Runner:
         self._replicated = replicated(pool(caches[0]).sharding)
         self._last_tokens = jax.device_put(np.zeros(config.max_num_seqs, np.int32), self._replicated)
         tables = np.zeros((config.max_num_seqs, self.max_blocks_per_seq), np.int32)
-        self._tables = jax.device_put(tables, self._replicated)
-        host_caches = tuple(on_host(cache, config.num_host_blocks or self.num_shards) for cache in caches)
+        self._tables = tuple(jax.device_put(tables, self._replicated) for _ in groups)
+        host_sizes = {i: host_blocks(group, self.block_size, config) for group in groups for i in group.layers}
+        host_caches = tuple(on_host(cache, host_sizes[i] or self.num_shards) for i, cache in enumerate(caches))
         self._host_caches = with_own_scales(host_caches, self._scales)
         self.vocab_size = 0  # compiling finds it
         self._programs = self._compile(show_progress, compiler_options)
@@ -184,10 +186,13 @@ class Runner:
         Returns:
           The seconds of a step of each shape; the time in which the host plans a step is not included.
         """
-        times, made_up = {}, np.random.default_rng(0).integers(0, self.num_blocks, self._tables.shape, np.int32)
+        times, rng, num_blocks = {}, np.random.default_rng(0), [group.num_blocks for group in self.groups]
+        made_up = tuple(
+            rng.integers(0, count, table.shape, np.int32) for count, table in zip(num_blocks, self._tables, strict=True)
+        )
         self._tables = jax.device_put(made_up, self._replicated)
         for shape in self._shapes():
-            packed = pack_made_up(shape, context_len, self.num_blocks, self.config.max_num_seqs)
+            packed = pack_made_up(shape, context_len, num_blocks, self.config.max_num_seqs)
             jax.block_until_ready(self._run(shape, Kind.GREEDY, packed))
             began = time.perf_counter()
             for _ in range(repeats):
@@ -253,7 +258,7 @@ class Runner:
 
     def _shape(self, num_tokens: int, num_rows: int, is_decode: bool) -> StepShape:
         num_prompts = 0 if is_decode else self.config.max_prompts_per_step
-        return StepShape(num_tokens, num_rows, self.max_blocks_per_seq, is_decode, num_prompts)
+        return StepShape(num_tokens, num_rows, self.max_blocks_per_seq, is_decode, num_prompts, len(self.groups))
 
     def _shapes(self) -> list[StepShape]:
         mixed = [self._shape(size, self.config.max_num_seqs, False) for size in self.config.mixed_tokens]
@@ -261,14 +266,16 @@ class Runner:
 
     def _compile(self, show_progress: bool, options: CompilerOptions | None) -> Programs:
         kinds = Kind.all_of(self.config.max_logprobs, self.config.adjustments)
-        pairs = jax.ShapeDtypeStruct((_PAIRS, 2), np.dtype(np.int32))
-        lowered: Programs = {"copy": jax.jit(copy_all, donate_argnums=0).lower(self._caches, pairs)}
-        entries = jax.ShapeDtypeStruct((_ENTRIES, 3), np.dtype(np.int32), sharding=self._replicated)
+        pairs = (jax.ShapeDtypeStruct((_PAIRS, 2), np.dtype(np.int32)),) * len(self.groups)
+        copy, swap = partial(copy_all, groups=self.groups), partial(swap_all, groups=self.groups)
+        lowered: Programs = {"copy": jax.jit(copy, donate_argnums=0).lower(self._caches, pairs)}
+        entry = jax.ShapeDtypeStruct((_ENTRIES, 3), np.dtype(np.int32), sharding=self._replicated)
+        entries = (entry,) * len(self.groups)
         change = jax.jit(change_tables, donate_argnums=0, out_shardings=self._replicated)
         lowered["tables"] = change.lower(self._tables, entries)
         if self.config.num_host_blocks:
-            lowered["swap_out"] = jax.jit(swap_all, donate_argnums=1).lower(self._caches, self._host_caches, pairs)
-            lowered["swap_in"] = jax.jit(swap_all, donate_argnums=1).lower(self._host_caches, self._caches, pairs)
+            lowered["swap_out"] = jax.jit(swap, donate_argnums=1).lower(self._caches, self._host_caches, pairs)
+            lowered["swap_in"] = jax.jit(swap, donate_argnums=1).lower(self._host_caches, self._caches, pairs)
         for shape in self._shapes():
             lowered[shape] = self._lower_model(shape)
             *_, logits, draws = lowered[shape].out_info
@@ -283,8 +290,10 @@ class Runner:
         return compile_all(lowered, options, show_progress)
 
     def _lower_model(self, shape: StepShape) -> Any:
+        windows = tuple(group.sliding_window for group in self.groups)
+
         def run_model(weights, caches, last_tokens, tables, packed):
-            batch, draws, tables = shape.unpack(packed, last_tokens, tables, self.block_size)
+            batch, draws, tables = shape.unpack(packed, last_tokens, tables, self.block_size, windows)
             logits, caches = self._step(weights, caches, batch)
             return caches, tables, logits, draws
 
@@ -348,41 +357,47 @@ class Runner:
         """Runs every program once on nothing but padding, because the first run of a program loads its code."""
         for name in ("swap_out", "swap_in", "copy"):
             if name in self._programs:
-                self._move(name, [(-1, -1)])
-        self._change_tables([(self.config.max_num_seqs, 0, [0])])
+                self._move(name, [[(-1, -1)] for _ in self.groups])
+        self._change_tables([Entry(0, self.config.max_num_seqs, 0, [0])])
         if self.config.adjustments:
             self._set_adjustments(self.config.max_num_seqs, None)
         for shape in self._shapes():
             for kind in Kind:
                 if (shape.num_rows, kind) in self._programs:
-                    self._run(shape, kind, pack(Plan(), shape, self.config.max_num_seqs, kind))
+                    self._run(shape, kind, pack(Plan.empty(len(self.groups)), shape, self.config.max_num_seqs, kind))
         jax.block_until_ready(self._last_tokens)
 
-    def _change_tables(self, entries: Entries) -> None:
-        """Changes entries of the tables on the device, in calls of `_ENTRIES` entries."""
-        if not entries:
-            return
-        changes = np.array(
-            [(seat, column + i, block) for seat, column, blocks in entries for i, block in enumerate(blocks)], np.int32
-        )
-        for start in range(0, len(changes), _ENTRIES):
-            some = np.full((_ENTRIES, 3), self.config.max_num_seqs, np.int32)  # no table has an entry of padding
-            some[: len(changes) - start] = changes[start : start + _ENTRIES]
+    def _change_tables(self, entries: list[Entry]) -> None:
+        """Changes entries of the tables on the device, in calls of `_ENTRIES` entries of each group's."""
+        changes: list[list[tuple[int, ...]]] = [[] for _ in self.groups]
+        for group, seat, column, blocks in entries:
+            changes[group] += [(seat, column + i, block) for i, block in enumerate(blocks)]
+        # No table has an entry of padding.
+        for some in _in_calls(changes, (_ENTRIES, 3), self.config.max_num_seqs):
             self._tables = self._start("tables", self._tables, some)
 
-    def _move(self, name: str, pairs: Pairs) -> None:
-        """Copies blocks by (source, destination) pairs, in calls of `_PAIRS` pairs.
+    def _move(self, name: str, pairs: list[Pairs]) -> None:
+        """Copies blocks by each group's (source, destination) pairs, in calls of `_PAIRS` pairs of each group.
 
-        The pairs must not name a destination that is the source of a later pair: if the two were in different calls,
-        the later call would copy what the earlier one wrote.
+        The pairs must not name a destination that is the source of a later pair of their group: if the two were in
+        different calls, the later call would copy what the earlier one wrote.
         """
-        for start in range(0, len(pairs), _PAIRS):
-            mapping = np.full((_PAIRS, 2), -1, np.int32)
-            some = pairs[start : start + _PAIRS]
-            mapping[: len(some)] = some
+        for some in _in_calls(pairs, (_PAIRS, 2), -1):
             if name == "copy":
-                self._caches = self._start(name, self._caches, mapping)
+                self._caches = self._start(name, self._caches, some)
             elif name == "swap_out":
-                self._host_caches = self._start(name, self._caches, self._host_caches, mapping)
+                self._host_caches = self._start(name, self._caches, self._host_caches, some)
             else:
-                self._caches = self._start(name, self._host_caches, self._caches, mapping)
+                self._caches = self._start(name, self._host_caches, self._caches, some)
+
+
+def _in_calls(
+    lists: collections.abc.Sequence[collections.abc.Sequence[tuple[int, ...]]], shape: tuple[int, int], padding: int
+) -> collections.abc.Iterator[tuple[np.ndarray, ...]]:
+    """Splits each group's list into arrays of one shape, padded at the end; there are as many as the longest needs."""
+    for start in range(0, max(map(len, lists)), shape[0]):
+        arrays = tuple(np.full(shape, padding, np.int32) for _ in lists)
+        for array, items in zip(arrays, lists, strict=True):
+            if some := items[start : start + shape[0]]:
+                array[: len(some)] = some
+        yield arrays

@@ -2,11 +2,12 @@
 
 For each step the scheduler does the following, in this order:
 
-1. Every running sequence whose prompt is computed gets one token, so that long prompts never hold up decoding.
-2. Running sequences whose prompt is not computed yet get a chunk of it each, while the token budget lasts.
-3. While there are too few blocks for these tokens, it preempts the sequence that arrived last.
-4. If it preempted none, it admits waiting sequences in order of arrival, while seats, budget and blocks last.
-5. It lays out the rows. A block is found in the prefix cache as soon as a planned step fills it, so that prompts which
+1. Layers with a sliding window release the blocks that no later token needs. No planned step reads them.
+2. Every running sequence whose prompt is computed gets one token, so that long prompts never hold up decoding.
+3. Running sequences whose prompt is not computed yet get a chunk of it each, while the token budget lasts.
+4. While there are too few blocks for these tokens, it preempts the sequence that arrived last.
+5. If it preempted none, it admits waiting sequences in order of arrival, while seats, budget and blocks last.
+6. It lays out the rows. A block is found in the prefix cache as soon as a planned step fills it, so that prompts which
    arrive together are computed once. Where a row would read what another row of its step writes, the step must run a
    program that writes first.
 
@@ -20,11 +21,10 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from paged_jax.engine.blocks import BlockManager, Pairs
+from paged_jax.engine.blocks import Pairs
 from paged_jax.engine.config import EngineConfig
+from paged_jax.engine.pools import Entry, Hits, Pools
 from paged_jax.engine.request import Sequence
-
-type Entries = list[tuple[int, int, list[int]]]
 
 
 class Chunk(NamedTuple):
@@ -59,31 +59,38 @@ class Plan:
     """The work of one step, done in the order of the fields.
 
     Attributes:
-      swap_out: (device block, host block) pairs of preempted sequences.
-      swap_in: (host block, device block) pairs of sequences that are admitted again.
-      copies: (source, destination) pairs of shared blocks that sequences are about to write to.
+      swap_out: for each group of layers, (device block, host block) pairs of preempted sequences.
+      swap_in: for each group, (host block, device block) pairs of sequences that are admitted again.
+      copies: for each group, (source, destination) pairs of shared blocks that sequences are about to write to.
       chunks: the rows of the batch, those of more than one token first.
       samples: the tokens to draw.
       scores: the tokens of prompts whose log-probabilities are wanted. There are no more samples and scores than seats.
-      entries: (seat, column, blocks) parts of block tables that have changed. They hold all changes but `row_blocks`.
-      row_blocks: the block of each row's last token.
-      adopted: the blocks of the prefix cache with which sequences begin in this step.
+      entries: parts of block tables that have changed. They hold all changes but `row_blocks`; entries of released
+        blocks stay as they were, since no op reads them.
+      row_blocks: for each group, the block of each row's last token.
+      adopted: for each group, the blocks of the prefix cache with which sequences begin in this step.
       seated: the sequences that have got a seat in this step. The host knows all tokens that they had before it.
       is_decode: whether every row has one token, and none reads a slot that another one writes. All other steps run a
         program that writes all new tokens before it attends.
     """
 
-    swap_out: Pairs = dataclasses.field(default_factory=list)
-    swap_in: Pairs = dataclasses.field(default_factory=list)
-    copies: Pairs = dataclasses.field(default_factory=list)
+    swap_out: list[Pairs]
+    swap_in: list[Pairs]
+    copies: list[Pairs]
     chunks: list[Chunk] = dataclasses.field(default_factory=list)
     samples: list[Sample] = dataclasses.field(default_factory=list)
     scores: list[Score] = dataclasses.field(default_factory=list)
-    entries: Entries = dataclasses.field(default_factory=list)
-    row_blocks: list[int] = dataclasses.field(default_factory=list)
-    adopted: set[int] = dataclasses.field(default_factory=set)
+    entries: list[Entry] = dataclasses.field(default_factory=list)
+    row_blocks: list[list[int]] = dataclasses.field(default_factory=list)
+    adopted: list[set[int]] = dataclasses.field(default_factory=list)
     seated: list[Sequence] = dataclasses.field(default_factory=list)
     is_decode: bool = False
+
+    @staticmethod
+    def empty(num_groups: int) -> "Plan":
+        """A plan of no work for so many groups of layers."""
+        swap_out, swap_in, copies = ([[] for _ in range(num_groups)] for _ in range(3))
+        return Plan(swap_out, swap_in, copies, adopted=[set() for _ in range(num_groups)])
 
     @property
     def is_masked(self) -> bool:
@@ -105,11 +112,10 @@ class Scheduler:
     Args:
       config: the engine's config.
       blocks: keeps track of the blocks.
-      block_bytes: the bytes of one block in all layers together, which a swap moves.
     """
 
-    def __init__(self, config: EngineConfig, blocks: BlockManager, block_bytes: int):
-        self.config, self.blocks, self.block_bytes = config, blocks, block_bytes
+    def __init__(self, config: EngineConfig, blocks: Pools):
+        self.config, self.blocks = config, blocks
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.free_seats = list(range(config.max_num_seqs))[::-1]
@@ -128,7 +134,8 @@ class Scheduler:
         """Plans the next step; returns None if no sequence needs one."""
         for sequence in [s for s in self.running if s.is_exhausted]:
             self._leave(sequence)
-        plan = Plan()
+        self.blocks.release_behind(self.running)
+        plan = Plan.empty(len(self.blocks.managers))
         tokens = self._continue()
         preempted = self._make_room(tokens, plan)
         if not preempted:
@@ -154,8 +161,9 @@ class Scheduler:
             self._leave(sequence)
             self.add(sequence)
         for sequence in self.waiting:
-            self.blocks.free_on_host(sequence.host_blocks or [])
-            sequence.host_blocks = None
+            if sequence.host_blocks is not None:
+                self.blocks.free_on_host(sequence.host_blocks)
+                sequence.host_blocks = None
             sequence.num_computed = sequence.num_cached = 0
         self.blocks.empty_cache()
 
@@ -185,7 +193,7 @@ class Scheduler:
         while tokens:
             copies = self.blocks.append({_seat(sequence): count for sequence, count in tokens.items()})
             if copies is not None:
-                plan.copies += copies
+                _extend(plan.copies, copies)
                 self._computed(tokens)
                 return preempted
             victim = self.running[-1]
@@ -204,8 +212,8 @@ class Scheduler:
         """Takes a sequence's blocks and seat away; it waits again at its old place in line."""
         pairs = self.blocks.swap_out(_seat(sequence)) if self._should_swap(sequence) else None
         if pairs is not None:
-            plan.swap_out += pairs
-            sequence.host_blocks = [host for _, host in pairs]
+            _extend(plan.swap_out, pairs)
+            sequence.host_blocks = [[host for _, host in some] for some in pairs]
             self.counters.swapped += 1
         else:
             self.counters.recomputed += 1
@@ -227,8 +235,7 @@ class Scheduler:
             return True
         seat = _seat(sequence)
         num_lost = sequence.num_computed - self.blocks.count_shared(seat) * self.blocks.block_size
-        num_blocks = self.blocks.blocks_for(sequence.num_computed)
-        swap_seconds = 2 * num_blocks * self.block_bytes / self.config.swap_bytes_per_second
+        swap_seconds = 2 * self.blocks.swapped_bytes(seat) / self.config.swap_bytes_per_second
         return swap_seconds < num_lost / self.config.recompute_tokens_per_second
 
     def _leave(self, sequence: Sequence) -> None:
@@ -250,50 +257,47 @@ class Scheduler:
         budget = self.config.max_tokens_per_step - sum(tokens.values())
         room = self.config.max_prompts_per_step - sum(count > 1 for count in tokens.values())
         # Blocks are kept back for the running sequences: for the rest of their prompts, and one more for each.
-        reserve = sum(
-            self.blocks.blocks_for(s.num_tokens + 1) - self.blocks.blocks_for(s.num_computed) for s in self.running
-        ) + len(self.running)
+        reserve = self.blocks.to_finish(self.running)
         while self.waiting and budget > 0 and room > 0:
             sequence = self.waiting[0]
             if 1 + len(sequence.children) > self._num_spare(tokens):
                 return
-            hits = self.blocks.match(sequence) if sequence.host_blocks is None and not sequence.is_scored else []
-            num_blocks = self.blocks.blocks_for(sequence.num_tokens) - len(hits)
-            available = self.blocks.num_available - self.blocks.count_unused(hits)
-            if self.running and num_blocks + reserve > available:
+            is_found = sequence.host_blocks is None and not sequence.is_scored
+            hits = self.blocks.match(sequence) if is_found else self.blocks.no_hits
+            if self.running and not self.blocks.has_room(sequence, hits, reserve):
                 return
             self._admit(self.waiting.pop(0), hits, budget, tokens, plan)
-            plan.adopted.update(hits)
+            for adopted, blocks in zip(plan.adopted, hits.blocks, strict=True):
+                adopted.update(blocks)
             plan.seated.append(sequence)
             budget -= tokens[sequence]
             room -= 1
-            reserve += self.blocks.blocks_for(sequence.num_to_compute) + 1 + len(sequence.children)
+            kept = self.blocks.to_go_on(sequence)
+            reserve = [before + more for before, more in zip(reserve, kept, strict=True)]
 
-    def _admit(self, sequence: Sequence, hits: list[int], budget: int, tokens: dict[Sequence, int], plan: Plan) -> None:
+    def _admit(self, sequence: Sequence, hits: Hits, budget: int, tokens: dict[Sequence, int], plan: Plan) -> None:
         """Gives a waiting sequence a seat, its cached or swapped blocks, and blocks for its first chunk."""
         sequence.seat = self.free_seats.pop()
         for child in sequence.children:
             child.seat, child.num_found = self.free_seats.pop(), 0
         bisect.insort(self.running, sequence, key=lambda other: other.arrival)
         if sequence.host_blocks is None:
-            sequence.num_computed = len(hits) * self.blocks.block_size
-            sequence.num_cached = len(hits)
+            sequence.num_computed = hits.num_blocks * self.blocks.block_size
+            sequence.num_cached = hits.num_blocks
             if sequence.num_found is None:
                 sequence.num_found = sequence.num_computed
             self.blocks.adopt(sequence.seat, hits)
             self.counters.looked_up_tokens += sequence.num_tokens
             self.counters.hit_tokens += sequence.num_computed
         tokens[sequence] = int(min(sequence.num_to_compute, budget, self._most_tokens(sequence, tokens)))
-        restored = sequence.num_computed if sequence.host_blocks is not None else 0
         num_computed = sequence.num_computed
-        copies = self.blocks.append({sequence.seat: restored + tokens[sequence]})
-        assert copies == [], "a sequence was admitted without blocks, or began with a block that is not full"
         if sequence.host_blocks is not None:
-            plan.swap_in += list(zip(sequence.host_blocks, self.blocks.table(sequence.seat), strict=False))
-            self.blocks.free_on_host(sequence.host_blocks)
+            _extend(plan.swap_in, self.blocks.restore(sequence.seat, num_computed, sequence.host_blocks))
             sequence.host_blocks = None
+        copies = self.blocks.append({sequence.seat: tokens[sequence]})
+        assert copies is not None and not any(copies), "a sequence was admitted without blocks, or must copy one"  # noqa: PT018
         if num_computed:
-            plan.entries.append((sequence.seat, *self.blocks.part(sequence.seat, 0, num_computed)))
+            plan.entries += self.blocks.entries(sequence.seat, 0, num_computed)
         self._computed({sequence: tokens[sequence]})
 
     def _lay_out(self, tokens: dict[Sequence, int], plan: Plan) -> None:
@@ -304,7 +308,7 @@ class Scheduler:
             seat, end = _seat(sequence), sequence.num_computed
             plan.chunks.append(Chunk(sequence, seat, end - count, count))
             if count > 1:
-                plan.entries.append((seat, *self.blocks.part(seat, end - count, end)))
+                plan.entries += self.blocks.entries(seat, end - count, end)
             if sequence.is_scored:
                 positions = range(end - count + 1, min(end + 1, sequence.num_prompt))
                 plan.scores += [Score(sequence, row, offset, position) for offset, position in enumerate(positions)]
@@ -315,7 +319,8 @@ class Scheduler:
             if sequence.children:
                 self._begin_children(sequence, row, plan)
         plan.row_blocks = self.blocks.last_blocks([chunk.seat for chunk in plan.chunks])
-        plan.is_decode = len(rows) == sum(tokens.values()) and plan.adopted.isdisjoint(plan.row_blocks)
+        reads_written = any(not a.isdisjoint(b) for a, b in zip(plan.adopted, plan.row_blocks, strict=True))
+        plan.is_decode = len(rows) == sum(tokens.values()) and not reads_written
 
     def _begin_children(self, parent: Sequence, row: int, plan: Plan) -> None:
         """Makes a sequence's children run, with all blocks of their parent, whose prompt is computed now."""
@@ -324,7 +329,7 @@ class Scheduler:
             child.hashes = list(parent.hashes)
             self.blocks.fork(_seat(parent), _seat(child))
             bisect.insort(self.running, child, key=lambda other: other.arrival)
-            plan.entries.append((_seat(child), *self.blocks.part(_seat(parent), 0, parent.num_computed)))
+            plan.entries += self.blocks.entries(_seat(child), 0, parent.num_computed, of=_seat(parent))
             plan.samples.append(Sample(child, _seat(child), row, parent.num_computed))
             child.num_unread += 1
         plan.seated += parent.children
@@ -334,3 +339,9 @@ class Scheduler:
 def _seat(sequence: Sequence) -> int:
     assert sequence.seat is not None, "the sequence does not run"
     return sequence.seat
+
+
+def _extend(lists: list[Pairs], others: list[Pairs]) -> None:
+    """Appends to the pairs of each group those of another list."""
+    for pairs, more in zip(lists, others, strict=True):
+        pairs += more
