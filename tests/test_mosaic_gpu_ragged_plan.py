@@ -104,6 +104,16 @@ def test_splits_leave_no_turn_nearly_empty(num_seqs, seq_len, splits):
     assert num_items - 8 == 8 * num_seqs * splits  # 8 items are of the padding
 
 
+def test_the_last_split_may_have_no_tile():
+    """Of 89 tiles, ten splits have 9 and leave nothing to the eleventh."""
+    geometry, counts, lengths = planned((1,), (89 * 128,), 32, 8, 128, None, table_width=2048, num_programs=132)
+    kind = geometry.kinds[1]
+    items = [jax.tree.map(int, plan.find(jnp.int32(i), counts, lengths, kind)) for i in range(11)]
+    assert {item.kv_head for item in items} == {0}
+    assert [item.num_tiles for item in items] == [9] * 9 + [8, 0]
+    assert [item.cached_tiles for item in items] == [9] * 9 + [8, 0]
+
+
 @pytest.mark.parametrize("shape", [(8, 2, 64, None), (5, 1, 128, 100), (16, 1, 64, None)], ids=str)
 def test_items_cover_each_row_and_token_once(shape):
     """Each query token of each kv head is in one item or in its splits, which see each token of the context once."""
