@@ -109,7 +109,7 @@ def _options():
         Case("scale", scale=0.3, query_lens=None),
         Case("scale-traced", scale="traced"),
         Case("sparse", block_sparse=Sparse(1, 3, 16)),
-        Case("sparse-step", 6, 2, block_size=8, block_sparse=Sparse(2, 5, 16, 1, 1)),
+        Case("sparse-step", 6, 1, block_size=8, block_sparse=Sparse(2, 4, 16, 2, 1)),  # two patterns of six heads
         Case("sparse-negative-step", 8, 4, block_size=8, block_sparse=Sparse(1, 3, 8, -1, 1)),
         Case("sparse-off", block_sparse=Sparse(1, 1, 16, 1), query_lens=None),
         Case("sparse-large-blocks", block_size=8, block_sparse=Sparse(1, 2)),

@@ -49,7 +49,7 @@ INTERPRETED = [
     "nhd-int8",
     "vllm-e4m3",
     "soft-cap",
-    "sparse-negative-step",
+    "sparse-step",
     "max-seq-len",
     "all-empty",
     "everything",
@@ -88,7 +88,7 @@ INTERPRETED = [
 INTERPRETED_TOO = [
     "nhd-float32",
     "large-scales",
-    "sparse-step",
+    "sparse-negative-step",
     "long-large-logits",
     "all-of-it-long",
     "vllm-float16",
