@@ -55,6 +55,23 @@ def test_the_tables_of_prefix_attention_may_hold_the_contexts_alone(run):
     plain.assert_close(out, exact, rough, "out")
 
 
+def test_new_tokens_that_float16_cannot_hold(run):
+    hold_new_tokens_that_float16_cannot_hold(run)
+
+
+def hold_new_tokens_that_float16_cannot_hold(run):
+    """Products with a cache of 8 bits may be in float16, but not those with new tokens beside it."""
+    made = inputs.make(
+        Case("beyond", 2, 1, 64, 16, "bfloat16", "float8_e4m3fn", seq_lens=(40,), query_lens=(9,), padding=0)
+    )
+    arrays = made.prefix | {
+        "value": (made.prefix["value"].astype(np.float32) * 2.0**17).astype(inputs.dtype_of("bfloat16"))
+    }
+    out = run(paged_jax.prefix_attention, **arrays)
+    exact, rough = (module.prefix(**arrays)[0] for module in (oracle, plain))
+    plain.assert_close(out, exact, rough, "out")
+
+
 NOT_CAUSAL = [
     Case("all-of-it", 4, 2, 32, 16),
     Case("all-of-it-long", 4, 1, 16, 8, "bfloat16", seq_lens=(300, 7, 129), query_lens=(200, 7, 2)),

@@ -362,6 +362,7 @@ def main(names):
             elif name == "not-a-number":
                 for cache_dtype in test_decode.NOT_NUMBERS:
                     test_decode.hold_what_is_not_a_number(run, cache_dtype, 16)
+                test_ragged.hold_new_tokens_that_float16_cannot_hold(run)
                 importlib.import_module("tests.triton_pieces").hold_conversions(run_pieces)
             elif name == RANKED.name:
                 with interpreted(Device(90, 2)):
