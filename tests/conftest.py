@@ -9,6 +9,7 @@ import tempfile
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import hypothesis
 import hypothesis.configuration
@@ -21,7 +22,7 @@ from jax.experimental.compilation_cache import compilation_cache
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_traceback_filtering", "off")  # whose search of each error's frames takes longer than most tests
-jax.config.update("jax_enable_compilation_cache", False)  # which examples.generate keeps in the user's cache folder
+jax.config.update("jax_enable_compilation_cache", False)  # `kept_programs` has it in a folder of its own
 jax.config.update("jax_num_cpu_devices", 8)  # for shard_map, and threads for the Pallas interpreter: two a thread block
 
 # jaxtyping annotations are enforced where arrays arrive checked. `ops` says in its own words what is wrong with a
@@ -96,21 +97,24 @@ def implementation(request):
     return request.param
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session", autouse=True)
 def kept_programs(tmp_path_factory):
-    """XLA's programs are kept in a folder, as for users, so that equal ones are compiled once in a module."""
+    """A folder in which XLA's programs are kept: equal ones are compiled once in a run, whatever process needs them."""
+    if has_gpu():
+        yield
+        return
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "programs"
     options = {
         "jax_enable_compilation_cache": True,
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
-        "jax_persistent_cache_min_compile_time_secs": 0.1,
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0.05,
     }
-    before = {name: getattr(jax.config, name) for name in options}
-    for changed in (options, before):
-        for name, value in changed.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()  # which otherwise looks at these options once
-        if changed is options:
-            yield
+    for name, value in options.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # which otherwise looks at these options once
+    with mock.patch.dict(os.environ, {name.upper(): str(value) for name, value in options.items()}):
+        yield
 
 
 @pytest.fixture

@@ -35,7 +35,17 @@ def slow_on_cpu(cases, slow):
     return [pytest.param(case, id=str(case), marks=[pytest.mark.slow_on_cpu] * slow(case)) for case in cases]
 
 
-@pytest.mark.parametrize("case", slow_on_cpu(DECODE_CASES, lambda case: case in MODELS))
+# What these have, others have in another combination.
+LIKE_OTHERS = {
+    *("hnd-float32", "hnd-bfloat16", "hnd-e5m2", "nhd-float16", "nhd-e4m3", "nhd-int8", "vllm-float32", "vllm-e5m2"),
+    *("vllm-bfloat16", "heads-of-328-int8", "window-of-everything", "scale", "sparse-off", "sparse-large-blocks"),
+    *("sparse-vllm-e4m3", "sparse-vllm-bfloat16", "scales-of-two-shapes-2", "query-bfloat16-cache-float32"),
+    *("query-float16-cache-bfloat16", "farthest-corner-e5m2", "one-sequence", "one-query", "context-without-query"),
+    *("long-window", "huge-logits-capped", "scale-negative-bfloat16"),
+}
+
+
+@pytest.mark.parametrize("case", slow_on_cpu(DECODE_CASES, lambda case: case in MODELS or case.name in LIKE_OTHERS))
 def test_decode(case, run):
     made = inputs.make(case)
     static = op_options(made.static) | {"max_seq_len": case.max_seq_len, "return_lse": True}

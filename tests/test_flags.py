@@ -4,7 +4,7 @@
 """
 
 import contextlib
-from functools import partial
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,9 @@ from paged_jax.engine.sampling import Kind, draw
 from tests.every_op import ARRAYS, DECODE, OPS, bind
 from tests.test_engine_parts import draws
 
-FLAGS = "jax_enable_x64", "jax_debug_nans", "jax_debug_infs", "jax_disable_jit"
+# Together those that look at results; without jit a call of each kind is enough.
+FLAGS = {"x64": ["jax_enable_x64"], "debug": ["jax_debug_nans", "jax_debug_infs"], "disable_jit": ["jax_disable_jit"]}
+WITHOUT_JIT = "paged_attention_v2", "write_and_attend", "allocator"
 LOGITS = np.array([[-np.inf, 10.0, 20.0, 3.0], [1.0, 2.0, 3.0, 4.0]], np.float32)
 
 
@@ -83,10 +85,10 @@ def sampled():
 
 
 CALLS = {
-    **{op: partial(without_infinities, op) for op in OPS},
+    **{op: functools.partial(without_infinities, op) for op in OPS},
     "merge_attention_states": merged,
     "PagedKVCache": methods,
-    **{dtype: partial(narrow, dtype) for dtype in ("int8", "float8_e4m3fn", "float8_e5m2")},
+    **{dtype: functools.partial(narrow, dtype) for dtype in ("int8", "float8_e4m3fn", "float8_e5m2")},
     "allocator": allocated,
     "draw": drawn,
     "sample": sampled,
@@ -94,26 +96,36 @@ CALLS = {
 
 
 @contextlib.contextmanager
-def flagged(flag):
+def flagged(flags):
     _dispatch._bind.cache_clear()
-    before = getattr(jax.config, flag)
-    jax.config.update(flag, True)
+    before = {flag: getattr(jax.config, flag) for flag in flags}
+    for flag in flags:
+        jax.config.update(flag, True)
     try:
         yield
     finally:
-        jax.config.update(flag, before)
+        for flag, value in before.items():
+            jax.config.update(flag, value)
         _dispatch._bind.cache_clear()
 
 
-@pytest.mark.parametrize("flag", FLAGS)
-@pytest.mark.parametrize("name", CALLS)
+@functools.cache
+def call_of(name):
+    """A call's function and arrays, and what it returns without a flag."""
+    function, arrays = CALLS[name]()
+    return function, arrays, jax.tree.map(np.asarray, jax.jit(function)(*arrays))
+
+
+@pytest.mark.parametrize(
+    ("name", "flag"),
+    [(name, flag) for name in CALLS for flag in FLAGS if flag != "disable_jit" or name in WITHOUT_JIT],
+)
 def test_everything_runs_under_every_flag(name, flag):
     """Under jit, and an op without it too, since JAX looks at what each program returns."""
-    function, arrays = CALLS[name]()
-    wanted = jax.tree.map(np.asarray, jax.jit(function)(*arrays))
+    function, arrays, wanted = call_of(name)
     runs = [jax.jit(lambda *arrays: function(*arrays)), *([function] if hasattr(paged_jax, name) else [])]
     for run in runs:
-        with flagged(flag):
+        with flagged(FLAGS[flag]):
             results = jax.tree.map(np.asarray, run(*arrays))
         for actual, expected in zip(jax.tree.leaves(results), jax.tree.leaves(wanted), strict=True):
             assert actual.dtype == expected.dtype

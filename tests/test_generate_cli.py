@@ -22,8 +22,6 @@ from examples.families import load_config
 from paged_jax.engine import TextStream
 from tests.conftest import has_gpu
 
-pytestmark = pytest.mark.usefixtures("kept_programs")  # each run makes its programs anew
-
 
 @pytest.fixture(scope="module")
 def tokenizer():
@@ -112,10 +110,13 @@ def test_json_has_one_object_a_prompt_and_streaming_changes_nothing(json_run, sm
     assert re.fullmatch(summary, err)
 
 
+UNSET = "TERM", "PYTHONPATH", "JAX_COMPILATION_CACHE_DIR"
+
+
 def test_a_bare_run_of_the_script(tmp_path):
     """The README's first command, from elsewhere, with no terminal, no stdin, and warnings as errors."""
     script = Path(generate.__file__)
-    environment = {name: value for name, value in os.environ.items() if name not in ("TERM", "PYTHONPATH")}
+    environment = {name: value for name, value in os.environ.items() if name not in UNSET}
     environment |= {"CI": "true", "PYTHONPATH": str(script.parents[1]), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     if not has_gpu():  # JAX's CUDA plugin, which the tests lower with, says at length that it finds no CUDA
         environment["JAX_PLATFORMS"] = "cpu"

@@ -31,7 +31,22 @@ WITH_PROGRAMS = ["opt_pre_norm", "llama", "gemma2", "gpt_oss", "deepseek_v2_lite
 # Prompts and their greedy tokens are a program of each family; other variants differ in numbers alone. Families whose
 # attention and caches are another one's are slow tests.
 FAMILIES = [name for name in NAMES if not name.startswith(("llama_", "qwen2_", "phi4"))]
-LIKE_OTHERS = {"granite", "olmo2", "glm4", "mixtral", "phi3", "qwen3", "deepseek_v2", "deepseek_v3"}
+LIKE_OTHERS = {
+    "opt_post_norm",
+    "mistral",
+    "qwen2",
+    "gemma3",
+    "smollm3",
+    "qwen3_moe",
+    "granite",
+    "olmo2",
+    "glm4",
+    "mixtral",
+    "phi3",
+    "qwen3",
+    "deepseek_v2",
+    "deepseek_v3",
+}
 GENERATED = [pytest.param(name, marks=[pytest.mark.slow] * (name in LIKE_OTHERS)) for name in FAMILIES]
 
 
@@ -54,7 +69,14 @@ def load(name):
     )
 
 
-@pytest.fixture(scope="module", params=WITH_PROGRAMS)
+# Two whose attention differs in most.
+FEW = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name not in ("gemma2", "deepseek_v2_lite")))
+    for name in WITH_PROGRAMS
+]
+
+
+@pytest.fixture(scope="module", params=FEW)
 def case(request):
     return load(request.param)
 

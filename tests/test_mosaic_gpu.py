@@ -73,21 +73,26 @@ INTERPRETED = [
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
 
-# What these test, others test, too, in another combination.
+# What these test, others test, too, in another combination; most of that only GPUs run.
 MORE_INTERPRETED = {
-    *("v2-plain", "auto-plain", "v1-capped-far-away", "v1-pieces", "auto-huge", "auto-e4m3", "v2-e5m2", "v1-int8"),
-    *("v1-int8-ring", "auto-cluster-in-pieces", "auto-cluster-int8", "auto-vllm", "auto-vllm-cluster", "v2-vllm-e5m2"),
+    *("auto-capped", "v2-sinks", "auto-large-blocks", "auto-e5m2", "v1-slot", "v2-vllm", "auto-vllm-int8"),
+    *("v1-pieces", "auto-cluster-int8", "auto-vllm"),
+}
+NOT_INTERPRETED = {
+    *("v2-plain", "auto-plain", "v1-capped-far-away", "auto-huge", "auto-e4m3", "v2-e5m2", "v1-int8", "v1-int8-ring"),
+    *("auto-cluster-in-pieces", "auto-vllm-cluster", "v2-vllm-e5m2"),
 }
 
 
-def some_slow(cases, names):
-    """Parameters (op, case), those with one of the names marked slow."""
-    found = {f"{op}-{case}" for op, case in cases}
-    assert names <= found, names - found
-    return [pytest.param(*each, marks=[pytest.mark.slow] * ("-".join(map(str, each)) in names)) for each in cases]
+def interpreted(cases, slow, without):
+    """Parameters (op, case) without those of some names, and with those of others marked slow."""
+    by_name = {f"{op}-{case}": (op, case) for op, case in cases}
+    assert slow | without <= set(by_name), slow | without - set(by_name)
+    kept = {name: each for name, each in by_name.items() if name not in without}
+    return [pytest.param(*each, id=name, marks=[pytest.mark.slow] * (name in slow)) for name, each in kept.items()]
 
 
-@pytest.mark.parametrize(("op", "case"), some_slow(INTERPRETED, MORE_INTERPRETED), ids=str)
+@pytest.mark.parametrize(("op", "case"), interpreted(INTERPRETED, MORE_INTERPRETED, NOT_INTERPRETED))
 def test_in_the_interpreter(op, case):
     made = inputs.make(case)
     static = test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}
@@ -155,11 +160,9 @@ FOLDED_QUEUES = [  # by 4 heads, and by 2, so that one wave is left
 ]
 
 
-# The remaining cases have each kind of tiles and each option at least once.
-MORE = (
-    *("uneven-window", "uneven-vllm-e4m3", "uneven-int8", "waves-vllm", "waves-e4m3", "line-window", "fold-int8"),
-    *("fold-two", "fold-vllm", "fold-queues-vllm", "fold-queues-int8"),
-)
+# The remaining cases have each kind of tiles and each option at least once; others run on GPUs alone.
+MORE = "uneven-int8", "waves-vllm", "line", "line-window", "fold-two", "fold-vllm-int8", "fold-queues-int8"
+ON_GPUS = "uneven-window", "uneven-vllm-e4m3", "waves-e4m3", "fold-int8", "fold-vllm", "fold-queues-vllm"
 
 
 @pytest.mark.parametrize(
@@ -174,6 +177,7 @@ MORE = (
             (SMALL_GPU, "folded items", FOLDED_QUEUES),
         )
         for case in cases
+        if case.name not in ON_GPUS
     ],
     ids=str,
 )
@@ -333,12 +337,12 @@ def pairs():
             yield ops[(i + j) % 3], small(f"vllm-{name}", *shape, block_size, dtype, cache_dtype, "vllm", **options)
 
 
-def every_other_slow(cases):
-    """Parameters; every other one is marked slow."""
-    return [pytest.param(*case, marks=[pytest.mark.slow] * (i % 2)) for i, case in enumerate(cases)]
+def every_other(cases):
+    """Every other one of the cases as parameters; of these, every other one is slow."""
+    return [pytest.param(*each, marks=[pytest.mark.slow] * (i % 2)) for i, each in enumerate(list(cases)[::2])]
 
 
-@pytest.mark.parametrize(("op", "case"), every_other_slow(pairs()), ids=str)
+@pytest.mark.parametrize(("op", "case"), every_other(pairs()), ids=str)
 def test_lowers_for_cuda(op, case):
     text = lowered(op, case)
     assert text.count("@mosaic_gpu_v2") == (2 if op == "v2" else 1)

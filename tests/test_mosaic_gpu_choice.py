@@ -298,8 +298,15 @@ UNEVEN = {  # lengths, number of programs, how many of them have any work, numbe
 }
 
 
-@pytest.mark.parametrize(("seq_lens", "programs", "busy", "splits"), UNEVEN.values(), ids=UNEVEN)
-@pytest.mark.parametrize("window", [None, pytest.param(8000, marks=pytest.mark.slow)])
+def uneven():
+    """The batches without a window, half of them slow, and some with one."""
+    for i, (name, batch) in enumerate(UNEVEN.items()):
+        yield pytest.param(*batch, None, id=name, marks=[pytest.mark.slow] * (i % 2))
+        if i % 4 == 0:
+            yield pytest.param(*batch, 8000, id=f"{name}-window", marks=[pytest.mark.slow] * (i > 0))
+
+
+@pytest.mark.parametrize(("seq_lens", "programs", "busy", "splits", "window"), [*uneven()])
 def test_queues(seq_lens, programs, busy, splits, window):
     """Every tile of every item is in exactly one split, and all programs have about the same number of tiles."""
     num_seqs, kv_heads = len(seq_lens), 8

@@ -74,15 +74,20 @@ def _traced(function, operands, on_device):
     return jax.jit(function).trace(*jax.tree.map(on_device, operands))
 
 
-@pytest.mark.parametrize("every", [8, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("cases", [decode_cases, writing_cases, ragged_cases, prefix_cases, mla_cases])
-def test_compiles(cases, every):
+def all_cases(every=2):
+    """The cases of every kernel, which a process compiles one after the other."""
+    for cases in (decode_cases, writing_cases, ragged_cases, prefix_cases, mla_cases):
+        yield from cases(every)
+
+
+@pytest.mark.parametrize("every", [16, pytest.param(4, marks=pytest.mark.slow)])
+def test_compiles(every):
     """Nothing serializes products that are to overlap, and not much is spilled.
 
     `python -m tests.hopper_compiler tests.test_mosaic_gpu_compiled:ragged_cases:1` prints the same of every case.
     """
-    reports = hopper_compiler.reports(f"{__name__}:{cases.__name__}:{every}")
-    assert len(reports) == len(list(cases(every)))
+    reports = hopper_compiler.reports(f"{__name__}:all_cases:{every}")
+    assert len(reports) == len(list(all_cases(every)))
     for case, said in reports:
         assert re.search(r"Used \d+ registers", said), case
         assert "serialized" not in said, case

@@ -14,8 +14,7 @@ from tests import mla_interpreter, test_mla
 from tests.latent_cases import HOPPER_CASES
 
 
-@pytest.mark.parametrize("sms", [1, 4])
-@pytest.mark.parametrize("case", HOPPER_CASES[:3], ids=str)
+@pytest.mark.parametrize(("case", "sms"), [*zip(HOPPER_CASES[:3], (4, 1, 4), strict=True)], ids=str)
 def test_in_the_interpreter(case, sms):
     def run(function, *, quick=True, **arrays):
         return mla_interpreter.run(function, device=Device(90, sms), **arrays)

@@ -54,8 +54,9 @@ INTERPRETED = [
     ),
     small("short-and-wide", 2, 1, 64, 16, "float16", seq_lens=(128,), query_lens=(40,), padding=0, max_seq_len=128),
 ]
-# These cases are slow, and test little that the others do not.
-MORE = "group-of-5", "window", "capped", "huge", "int8", "tiny", "large", "all-empty", "short-and-wide"
+# These cases are slow, and test little that the others do not; GPUs alone run some.
+MORE = "window", "capped", "int8", "large"
+ON_GPUS = "group-of-5", "huge", "tiny", "all-empty", "short-and-wide"
 TINY_TILES = {"tile": 64, "thin_tile": 64, "stages": 2, "least_split": 2}
 
 # NumPy gives this warning when arithmetic meets the poison, which is NaN.
@@ -79,8 +80,15 @@ def check(case, made, results):
     plain.assert_close(lse, exact[1], rough[1], "lse")
 
 
-def some(cases, slow):
-    return [pytest.param(case, id=str(case), marks=[pytest.mark.slow] * (case.name in slow)) for case in cases]
+def some(cases, slow, without=()):
+    """The cases as parameters, without those of some names and with those of others marked slow."""
+    kept = [case for case in cases if case.name not in without]
+    return [pytest.param(case, id=str(case), marks=[pytest.mark.slow] * (case.name in slow)) for case in kept]
+
+
+def some_lowered(cases):
+    """Every third case is lowered by default, and every third when slow tests run."""
+    return some([case for i, case in enumerate(cases) if i % 3 < 2], [case.name for case in cases[1::3]])
 
 
 def test_interpreter_replaces_what_is_in_ptx():
@@ -93,7 +101,7 @@ def test_interpreter_replaces_what_is_in_ptx():
                 assert len({tuple(s.parameters) for s in signatures}) == 1, name
 
 
-@pytest.mark.parametrize("case", some(INTERPRETED, MORE))
+@pytest.mark.parametrize("case", some(INTERPRETED, MORE, ON_GPUS))
 def test_in_the_interpreter(case):
     made = inputs.make(case)
     check(case, made, call("ragged_paged_attention", operands_of(case, made), **TINY_TILES))
@@ -105,12 +113,6 @@ SPLIT = [
     (
         small("thin", 2, 1, 64, 16, "bfloat16", seq_lens=(600, 40), query_lens=(2, 40), sinks=True, padding=0),
         2,
-        [False, True],
-        3,
-    ),
-    (
-        small("thin-only", 2, 1, 64, 16, "bfloat16", seq_lens=(600, 3), query_lens=(2, 1), padding=0),
-        1,
         [False, True],
         3,
     ),
@@ -127,7 +129,7 @@ SPLIT = [
 
 @pytest.mark.parametrize(
     ("case", "num_kinds", "split", "num_programs"),
-    [pytest.param(*each, id=str(each[0]), marks=[pytest.mark.slow] * (each[0].name == "thin-only")) for each in SPLIT],
+    [pytest.param(*each, id=str(each[0]), marks=[pytest.mark.slow] * (each[0].name == "wide")) for each in SPLIT],
 )
 def test_split_items_in_the_interpreter(case, num_kinds, split, num_programs):
     made, tuning = inputs.make(case), TINY_TILES | {"num_programs": num_programs}
@@ -151,7 +153,7 @@ FEW_QUERIES = [
 ]
 
 
-@pytest.mark.parametrize("case", some(FEW_QUERIES, ("window", "e4m3")))
+@pytest.mark.parametrize("case", some(FEW_QUERIES, ("e4m3",), ("window",)))
 def test_few_queries_in_the_interpreter(case):
     """Where all sequences are known to have few queries, there are no wide items, not even for many rows of padding."""
     made = inputs.make(case)
@@ -303,7 +305,7 @@ def test_tilings_fit_in_shared_memory(head_size, dtype, scale, group):
     assert shared_memory_bytes(Geometry(problem, choose.tune(problem, Device()))) <= 227 * 1024
 
 
-@pytest.mark.parametrize("case", LOWERED, ids=str)
+@pytest.mark.parametrize("case", some_lowered(LOWERED))
 def test_lowers_for_cuda(case):
     made = inputs.make(case)
     function = jax.jit(ragged.ragged_paged_attention)
@@ -316,7 +318,7 @@ def test_lowers_for_cuda(case):
     assert ("ragged_merge_mosaic_gpu" in text) == geometry.merges
 
 
-@pytest.mark.parametrize("case", PREFIXES, ids=str)
+@pytest.mark.parametrize("case", some_lowered(PREFIXES))
 def test_new_tokens_lower_for_cuda(case):
     function = jax.jit(ragged.prefix_attention)
     text = function.trace(*prefix_operands_of(case, inputs.make(case))).lower(lowering_platforms=("cuda",)).as_text()

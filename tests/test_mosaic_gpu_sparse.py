@@ -34,6 +34,7 @@ from tests.test_mosaic_gpu_ragged import (
     prefix_operands_of,
     small,
     some,
+    some_lowered,
 )
 from tests.test_mosaic_gpu_ragged_plan import planned as planned_batch
 
@@ -65,9 +66,12 @@ PATTERNS = [
 ]
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "window", "most"), [(8, 2, None, 1024), (5, 1, 150, 700)])
-@pytest.mark.parametrize("prefix", [False, True])
+# With other heads, windows, bounds and ops in turn.
+SHAPES = (8, 2, None, 1024), (5, 1, 150, 700)
+BATCHES = [(pattern, *SHAPES[i % 2], i // 2 % 2 == 1) for i, pattern in enumerate(PATTERNS)]
+
+
+@pytest.mark.parametrize(("pattern", "num_heads", "num_kv_heads", "window", "most", "prefix"), BATCHES)
 def test_items_have_the_tokens_that_some_row_attends_to(pattern, num_heads, num_kv_heads, window, most, prefix):
     """The tiles of an item and of its splits have each such token once, and read blocks that have some of them only."""
     query_lens, seq_lens = (1, 0, 70, 5, 33), (900, 0, 70, 400, 1000)
@@ -175,10 +179,11 @@ INTERPRETED = [
     small("slots", 4, 2, 64, 16, "bfloat16", "int8", k_scale="slot", v_scale="slot", block_sparse=Sparse(1, 4, 32, 1)),
     small("e4m3", 4, 2, 64, 8, "float16", "float8_e4m3fn", "nhd", logits_soft_cap=3.0, block_sparse=Sparse(2, 7, 8, 3)),
 ]  # fmt: skip
-MORE = ("plain", "whole-tiles", "kv-heads", "large", "slots", "e4m3", "window")
+MORE = "heads", "kv-heads", "whole-tiles", "slots"
+ON_GPUS = "plain", "window", "large", "e4m3"
 
 
-@pytest.mark.parametrize("case", some(INTERPRETED, MORE))
+@pytest.mark.parametrize("case", some(INTERPRETED, MORE, ON_GPUS))
 def test_in_the_interpreter(case):
     made = inputs.make(case)
     poisoned = inputs.make(case)
@@ -196,7 +201,7 @@ PREFIXES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", some(PREFIXES, ("window", "stripes-only")))
+@pytest.mark.parametrize("case", some(PREFIXES, ("window",), ("stripes-only",)))
 def test_new_tokens_in_the_interpreter(case):
     made = inputs.make(case)
     poisoned = inputs.make(case)
@@ -237,14 +242,14 @@ LOWERED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", LOWERED, ids=str)
+@pytest.mark.parametrize("case", some_lowered(LOWERED))
 def test_lowers_for_cuda(case):
     function = jax.jit(ragged.ragged_paged_attention)
     text = function.trace(*operands_of(case, inputs.make(case))).lower(lowering_platforms=("cuda",)).as_text()
     assert "@mosaic_gpu_v2" in text
 
 
-@pytest.mark.parametrize("case", PREFIXES, ids=str)
+@pytest.mark.parametrize("case", some_lowered(PREFIXES))
 def test_new_tokens_lower_for_cuda(case):
     function = jax.jit(ragged.prefix_attention)
     text = function.trace(*prefix_operands_of(case, inputs.make(case))).lower(lowering_platforms=("cuda",)).as_text()

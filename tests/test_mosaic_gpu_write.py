@@ -42,7 +42,14 @@ ALL_WRITING = [
 ]
 
 
-@pytest.mark.parametrize(("case", "device", "chosen"), ALL_WRITING, ids=str)
+SLOW = "write-group", "write-nhd", "write-unevenly-past-max"
+
+
+@pytest.mark.parametrize(
+    ("case", "device", "chosen"),
+    [pytest.param(*each, marks=[pytest.mark.slow] * (each[0].name in SLOW)) for each in ALL_WRITING],
+    ids=str,
+)
 def test_writes_in_the_interpreter(case, device, chosen):
     with long_items_if("items" in chosen):
         check_writes(case, partial(run_op, "write_and_attend", device), chosen)
@@ -114,8 +121,11 @@ def check_writes(case, function, chosen):
     plain.assert_close(lse, exact[1], rough[1], "lse")
 
 
-@pytest.mark.parametrize("layout", ["hnd", "nhd"])
-@pytest.mark.parametrize(("num_seqs", "width"), [(1, 8), (1, 500), (64, 20)], ids=["cluster", "kernel", "unsplit"])
+@pytest.mark.parametrize(
+    ("num_seqs", "width", "layout"),
+    [(1, 8, "hnd"), (1, 500, "nhd"), (64, 20, "hnd")],
+    ids=["cluster", "kernel", "unsplit"],
+)
 def test_write_and_attend_lowers_in_place(num_seqs, width, layout):
     cache = jax.ShapeDtypeStruct((9, 2, 16, 128) if layout == "hnd" else (9, 16, 2, 128), jnp.bfloat16)
     new = jax.ShapeDtypeStruct((num_seqs, 2, 128), jnp.bfloat16)
