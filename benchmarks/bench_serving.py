@@ -1,6 +1,6 @@
 """Serves many requests by `paged_jax.engine`, with a whole model's shapes: `python -m benchmarks.bench_serving`.
 
-A request has a prompt of 128 to 1024 tokens and wants 32 to 256 more; no token ends it early. These are the runs:
+No token ends a request early. How long requests are is one of the workloads of serving_requests.py. These are the runs:
 
     at-once            all requests wait at the beginning
     at-once-shared     the same, but the first half of each prompt is the beginning of one text
@@ -39,47 +39,14 @@ import numpy as np
 from benchmarks import harness, model_clocks, timing
 from benchmarks.models import BLOCK_SIZE, MODELS, make_model
 from benchmarks.peers import environment
+from benchmarks.serving_requests import WORKLOADS, Request, Workload, make_requests, workload
 from examples.config import DecoderConfig
 from examples.step import xla_options
 from paged_jax import PagedKVCache, engine
 
-PROMPT_LENS, OUTPUT_LENS = (128, 1024), (32, 256)  # fewest and most tokens
-LONGEST = PROMPT_LENS[1] + OUTPUT_LENS[1]
-CONTEXT = 672  # about the mean of a sequence's tokens over its steps
 SAMPLED = 16  # steps from one sample of the engine's statistics to the next
 START_S = 45  # seconds that transformers may take to start, and to end
 RUNS = ("at-once", "at-once-shared", "prompts", "prompts-shared", "poisson", "subset")
-
-
-class Request(NamedTuple):
-    """A prompt's token ids, how many tokens to generate, and when it comes, in seconds from the beginning."""
-
-    prompt: list[int]
-    max_tokens: int
-    arrival: float
-
-
-def make_requests(count: int, vocab_size: int, *, is_shared: bool = False, rate: float | None = None) -> list[Request]:
-    """Random requests, always the same ones.
-
-    Args:
-        count: how many requests.
-        vocab_size: token ids are below this.
-        is_shared: whether the first half of each prompt is the beginning of one text.
-        rate: requests a second, in a Poisson process; None for all at once.
-    """
-    rng = np.random.default_rng(0)
-    prompt_lens = rng.integers(PROMPT_LENS[0], PROMPT_LENS[1], count, endpoint=True)
-    output_lens = rng.integers(OUTPUT_LENS[0], OUTPUT_LENS[1], count, endpoint=True)
-    arrivals = np.zeros(count) if rate is None else np.cumsum(rng.exponential(1 / rate, count))
-    text = rng.integers(0, vocab_size, PROMPT_LENS[1])
-    requests = []
-    for prompt_len, output_len, arrival in zip(prompt_lens, output_lens, arrivals, strict=True):
-        prompt = rng.integers(0, vocab_size, prompt_len)
-        if is_shared:
-            prompt[: prompt_len // 2] = text[: prompt_len // 2]
-        requests.append(Request(prompt.tolist(), int(output_len), float(arrival)))
-    return requests
 
 
 class Step(NamedTuple):
@@ -162,18 +129,21 @@ class Rates(NamedTuple):
         return num_prompt_tokens / self.prompt_tokens_per_s + 1e-6 * float(times.sum())
 
 
-def measure_rates(the_engine: engine.Engine) -> Rates:
-    """Times the engine's bare steps, of decode rows and of prompts of `CONTEXT` tokens."""
-    times = the_engine.measure_steps(CONTEXT)
+def measure_rates(the_engine: engine.Engine, context: int) -> Rates:
+    """Times the engine's bare steps, of decode rows and of prompts of `context` tokens."""
+    times = the_engine.measure_steps(context)
     prompts = [shape.num_tokens / seconds for shape, seconds in times.items() if not shape.is_decode]
     return Rates(max(prompts), {shape.num_rows: 1e6 * times[shape] for shape in times if shape.is_decode})
 
 
-def describe(trace: Trace, requests: Sequence[Request], rates: Rates | None, num_blocks: int) -> dict[str, Any]:
+def describe(
+    trace: Trace, requests: Sequence[Request], rates: Rates | None, num_blocks: int, longest: int
+) -> dict[str, Any]:
     """Makes a run's row, which is all that the report says of it."""
     first = [stamps[0] - request.arrival for stamps, request in zip(trace.stamps, requests, strict=True)]
     row = {"us": 1e6 * trace.seconds, "requests": len(requests), **latencies(trace.stamps, first)}
     num_tokens = sum(map(len, trace.stamps))
+    row["requests_per_s"] = len(requests) / trace.seconds
     row |= {"output_tokens": num_tokens, "tokens_per_s": num_tokens / trace.seconds}
     row["prompt_tokens"] = sum(len(request.prompt) for request in requests)
     row["prompt_tokens_computed"] = trace.stats.num_prompt_tokens
@@ -184,7 +154,7 @@ def describe(trace: Trace, requests: Sequence[Request], rates: Rates | None, num
         waste = [stats.waste for stats in trace.samples]
         row["waste"] = {"mean": float(np.mean(waste)), "most": max(waste)}
     running = [step.num_running for step in trace.steps]
-    sequences: dict[str, float] = {"most": max(running), "contiguous": num_blocks * BLOCK_SIZE // LONGEST}
+    sequences: dict[str, float] = {"most": max(running), "contiguous": num_blocks * BLOCK_SIZE // longest}
     if crowded := [stats.num_running for stats in trace.samples if stats.num_waiting]:
         sequences["mean while others wait"] = float(np.mean(crowded))
     row["sequences"] = sequences
@@ -235,6 +205,7 @@ class Setup(NamedTuple):
         options: the step's, as for `examples.step.make_step`.
         num_blocks: the number of blocks of the pool.
         engine_config: the engine's sizes.
+        workload: how long requests are.
         requests: how many there are; runs of some requests take `few` of them, the Poisson run `streamed`.
         rate: requests a second in the Poisson run; None for 0.8 times the rate that the run of all at once reached.
         compiler_options: the engine's.
@@ -245,6 +216,7 @@ class Setup(NamedTuple):
     options: dict[str, Any]
     num_blocks: int
     engine_config: engine.EngineConfig
+    workload: Workload = workload("mixed")
     requests: int = 1000
     few: int = 256
     streamed: int = 1000
@@ -267,7 +239,8 @@ def run(
     """Does the runs, and returns what it writes to `out`. transformers runs for `peer_seconds` (None: never)."""
     rows: list[dict[str, Any]] = []
     report = {"op": "serving", "model": setup.name, **harness.environment(), "rows": rows}
-    report |= {"step": setup.options, "num_blocks": setup.num_blocks, "block_size": BLOCK_SIZE}
+    lengths = {name: getattr(setup.workload, name) for name in ("prompt_lens", "output_lens")}
+    report |= {"workload": lengths, "step": setup.options, "num_blocks": setup.num_blocks, "block_size": BLOCK_SIZE}
     report |= {"engine": {key: value for key, value in vars(setup.engine_config).items() if value is not None}}
     weights, step = make_model(setup.config, **setup.options)
     began = time.perf_counter()
@@ -275,7 +248,7 @@ def run(
     report["start_s"] = time.perf_counter() - began
     gc.freeze()  # as examples/serve.py does
     print(f"the engine has started in {report['start_s']:.1f} s", flush=True)
-    rates = measure_rates(the_engine)
+    rates = measure_rates(the_engine, setup.workload.context)
     report |= {"rates": rates._asdict()}
     print(rates, flush=True)
     vocab_size = setup.config.vocab_size
@@ -286,18 +259,19 @@ def run(
             rate = setup.rate or 0.8 * next((r["requests"] / r["us"] * 1e6 for r in rows if r["case"] == "at-once"), 20)
         if name in ("prompts", "prompts-shared", "subset"):
             count = setup.few
-        requests = make_requests(count, vocab_size, is_shared=name.endswith("-shared"), rate=rate)
+        requests = make_requests(setup.workload, count, vocab_size, is_shared=name.endswith("-shared"), rate=rate)
         if name.startswith("prompts"):
             requests = [request._replace(max_tokens=1) for request in requests]
         the_engine.reset()
         trace, profile = serve_and_profile(the_engine, requests)
         row = {"case": name, "contender": "engine", "kind": "implementation"}
-        row |= describe(trace, requests, rates, setup.num_blocks) | profile
+        row |= describe(trace, requests, rates, setup.num_blocks, setup.workload.longest) | profile
         rows.append(row | ({"rate_per_s": rate} if rate else {}))
         _say(report, out)
     if peer_seconds is not None:  # the engine keeps its memory meanwhile, since there is enough for both
         rows.append({"case": "subset", "contender": "transformers", "kind": "peer"})
-        rows[-1] |= transformers_answer(setup.config, make_requests(setup.few, vocab_size), peer_seconds)
+        requests = make_requests(setup.workload, setup.few, vocab_size)
+        rows[-1] |= transformers_answer(setup.config, requests, peer_seconds)
         _say(report, out)
     return report
 
@@ -309,6 +283,7 @@ def _say(report: dict[str, Any], out: Path | None) -> None:
     if "us" in row:
         words += [f"{row['us'] / 1e6:7.2f} s {row['tokens_per_s']:7.0f} tokens/s"]
         words += [f"{name} {row[name]:.1%}" for name in ("busy", "share_of_bound") if name in row]
+        words += [f"{row['requests_per_s']:.1f} requests/s"] if "requests_per_s" in row else []
         words += [f"first token {row['first_token_ms']['median']:.0f} ms"]
         words += [f"between tokens {row['between_tokens_ms']['median']:.1f} ms, {row['between_tokens_ms']['p99']:.1f}"]
     print(*words, row.get("absent", ""), flush=True)
@@ -328,6 +303,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
     add = parser.add_argument
     add("--model", choices=tuple(MODELS), default="llama3-8b", help="whose shapes; default llama3-8b")
+    add("--workload", choices=WORKLOADS, default="mixed", help="how long requests are; default mixed")
     add("--requests", type=int, default=1000, help="default 1000")
     add("--few", type=int, default=256, help="of the runs of some requests; default 256")
     add("--streamed", type=int, default=1000, help="of the Poisson run; default 1000")
@@ -353,8 +329,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if not harness.has_gpu("serving"):
         return 2
+    lengths = workload(args.workload)
     engine_config = engine.EngineConfig(
-        max_model_len=LONGEST,
+        max_model_len=lengths.longest,
         max_num_seqs=args.max_num_seqs,
         max_tokens_per_step=args.max_tokens_per_step,
         decode_rows=args.decode_rows,
@@ -362,7 +339,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = {"implementation": args.implementation}
     sizes = MODELS[args.model], options, args.num_blocks, engine_config
-    setup = Setup(args.model, *sizes, args.requests, args.few, args.streamed, args.rate)
+    setup = Setup(args.model, *sizes, lengths, args.requests, args.few, args.streamed, args.rate)
     run(setup, args.runs, peer_seconds=args.peer_seconds or None, out=args.out)
     return 0
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from benchmarks import bench_serving, serving_report
-from benchmarks.bench_serving import Rates, Request, Step, Trace
+from benchmarks.bench_serving import Rates, Step, Trace
 from benchmarks.models import MODELS
+from benchmarks.serving_requests import WORKLOADS, Request, Workload, make_requests, workload
 from paged_jax import engine
 from tests.conftest import QUICK_COMPILE
 
@@ -44,24 +45,40 @@ def test_the_documents_tables_are_what_the_files_say():
 
 
 def test_requests_are_as_asked_for():
-    requests = bench_serving.make_requests(1000, 5000)
+    requests = make_requests(workload("mixed"), 1000, 5000)
     lens, counts = [len(r.prompt) for r in requests], [r.max_tokens for r in requests]
     assert 128 <= min(lens) < 140
     assert 1012 < max(lens) <= 1024
     assert (min(counts), max(counts)) == (32, 256)
     assert 560 < np.mean(lens) < 592
     assert {r.arrival for r in requests} == {0}
-    assert bench_serving.make_requests(3, 5000) == bench_serving.make_requests(3, 5000)
-    shared = bench_serving.make_requests(1000, 5000, is_shared=True)
+    assert make_requests(workload("mixed"), 3, 5000) == make_requests(workload("mixed"), 3, 5000)
+    shared = make_requests(workload("mixed"), 1000, 5000, is_shared=True)
     longest = max(shared, key=lambda r: len(r.prompt)).prompt
     for alone, together in zip(requests, shared, strict=True):
         half = len(together.prompt) // 2
         assert (len(together.prompt), together.max_tokens) == (len(alone.prompt), alone.max_tokens)
         assert together.prompt[:half] == longest[:half]
     assert len({tuple(r.prompt[-(len(r.prompt) // 2) :]) for r in shared}) == 1000
-    arrivals = [r.arrival for r in bench_serving.make_requests(1000, 5000, rate=50.0)]
+    arrivals = [r.arrival for r in make_requests(workload("mixed"), 1000, 5000, rate=50.0)]
     assert arrivals == sorted(arrivals)
     assert arrivals[-1] == pytest.approx(20, rel=0.1)
+
+
+@pytest.mark.parametrize("name", WORKLOADS[1:])
+def test_published_workloads(name):
+    """Fixed lengths are exact; ShareGPT's are those that vLLM's benchmark takes too, a few hundred on the mean."""
+    of = workload(name)
+    requests = make_requests(of, 1200, 100)
+    lens = [(len(request.prompt), request.max_tokens) for request in requests]
+    assert max(map(sum, lens)) == of.longest
+    if name == "sharegpt":
+        assert lens[1000:] == lens[:200]
+        assert of.longest <= 2048
+        assert 300 < np.mean(lens, axis=0)[0] < 500 > np.mean(lens, axis=0)[1] > 300
+        assert of.context == round(float(np.mean(lens[:1000], axis=0) @ (1, 0.5)))
+    else:
+        assert {f"{prompt}x{output}" for prompt, output in lens} == {name}
 
 
 def test_the_bound_adds_up_what_the_bare_model_takes():
@@ -79,7 +96,7 @@ def test_a_run_is_described_by_its_stamps():
     ]
     trace = Trace(stamps, steps, samples, 4.0, stats)
     requests = [Request([1, 2, 3], 3, 0.0), Request([1, 2, 3, 4], 2, 0.5)]
-    row = bench_serving.describe(trace, requests, Rates(7.0, {1: 1e6, 2: 1e6}), 160)
+    row = bench_serving.describe(trace, requests, Rates(7.0, {1: 1e6, 2: 1e6}), 160, 1280)
     assert (row["output_tokens"], row["tokens_per_s"], row["prompt_tokens"]) == (5, 1.25, 7)
     assert row["share_of_bound"] == pytest.approx((1 + 3) / 4)
     assert row["first_token_ms"]["median"] == pytest.approx(750)
@@ -90,15 +107,14 @@ def test_a_run_is_described_by_its_stamps():
 
 
 @pytest.fixture
-def setup(monkeypatch):
-    for name, value in {"PROMPT_LENS": (8, 64), "OUTPUT_LENS": (2, 16), "LONGEST": 80, "CONTEXT": 32}.items():
-        monkeypatch.setattr(bench_serving, name, value)
+def setup():
     sizes = {"vocab_size": 96, "embedding_size": 64, "hidden_size": 64, "intermediate_size": 96}
     sizes |= {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "layers": MODELS["llama3-8b"].layers[:2]}
     config = dataclasses.replace(MODELS["llama3-8b"], **sizes)
     engine_config = engine.EngineConfig(80, 8, 64, decode_rows=(8,), mixed_tokens=(64,))
     sizes = {"requests": 24, "few": 6, "streamed": 24, "rate": 500.0}
-    return bench_serving.Setup("tiny", config, {}, 30, engine_config, **sizes, compiler_options=QUICK_COMPILE)
+    lengths = Workload((8, 64), (2, 16))
+    return bench_serving.Setup("tiny", config, {}, 30, engine_config, lengths, **sizes, compiler_options=QUICK_COMPILE)
 
 
 def test_all_runs_over_a_tiny_model(setup, tmp_path):
@@ -107,7 +123,7 @@ def test_all_runs_over_a_tiny_model(setup, tmp_path):
     report = json.loads(file.read_text())
     rows = {row["case"]: row for row in report["rows"] if row["contender"] == "engine"}
     assert tuple(rows) == bench_serving.RUNS
-    requests = bench_serving.make_requests(24, 96)
+    requests = make_requests(setup.workload, 24, 96)
     for name in ("at-once", "at-once-shared", "poisson"):
         assert rows[name]["output_tokens"] == sum(r.max_tokens for r in requests)
     assert rows["prompts"]["output_tokens"] == rows["subset"]["requests"] == 6

@@ -23,6 +23,7 @@ from benchmarks import (
     torch_process,
 )
 from benchmarks.models import MODELS
+from benchmarks.serving_requests import Request
 from tests.test_benchmarks import TINY, fake_timer
 
 
@@ -183,7 +184,7 @@ def test_peers_find_tritons_cache(monkeypatch, tmp_path, value):
     monkeypatch.setattr("sys.executable", str(program))
     monkeypatch.setenv("TRITON_CACHE_DIR", value)
     (of_model,) = bench_model.peer_answers({}, model_steps.Work([], [], 32), 60).values()
-    of_serving = bench_serving.transformers_answer(MODELS["llama3-8b"], [bench_serving.Request([1], 1, 0.0)], 60.0)
+    of_serving = bench_serving.transformers_answer(MODELS["llama3-8b"], [Request([1], 1, 0.0)], 60.0)
     flashinfer = peers.TorchPeers([dataclasses.replace(TINY, name="tiny")], ["flashinfer"])
     try:
         (of_flashinfer,) = flashinfer.answers()
