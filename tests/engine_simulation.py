@@ -201,7 +201,7 @@ class SimulatedRunner(Runner):
         kinds = Kind.all_of(config.max_logprobs, config.adjustments)
         self.vocab_size = VOCAB
         self._programs = {shape: self._model(shape) for shape in self._shapes()}
-        self._programs |= {(shape.num_rows, kind): self._draw(kind) for shape in self._shapes() for kind in kinds}
+        self._programs |= {(shape.num_logits, kind): self._draw(kind) for shape in self._shapes() for kind in kinds}
         self._programs |= {name: self._mover(name) for name in ("copy", "swap_in", "swap_out")}
         self._programs |= {"tables": self._change, "adjust": self._adjust}
         self.num_compiled = len(self._programs)
@@ -291,7 +291,7 @@ class SimulatedRunner(Runner):
                     for some in slots[row]:
                         all_chains[some[i - counts[row]]] = chain
             assert (parts["row_seats"][len(rows) :] == self.config.max_num_seqs).all()
-            return pool, tables, chains[parts["logit_rows"]], packed[shape.size - Draws.size(shape.num_rows) :]
+            return pool, tables, chains[parts["logit_rows"]], packed[shape.size - Draws.size(shape.num_logits) :]
 
         return run
 
@@ -362,6 +362,38 @@ class SimulatedRunner(Runner):
         token = _pick(chain, numbers, row.counts, biases, [t for t in range(VOCAB) if mask[0] >> np.uint32(t) & 1])
         row.counts[token] += 1
         return token
+
+
+class Clairvoyant:
+    """A `Proposer` that knows the simulation, and guesses each token rightly with a certain probability.
+
+    Args:
+      engine: an engine over a simulated pool.
+      draw: the source of all choices.
+      share: the probability.
+    """
+
+    def __init__(self, draw, share):
+        self.engine, self.draw, self.share, self.known = None, draw, share, set()
+
+    def propose(self, rows, /):
+        """Guesses up to `most` tokens of each row, or fewer."""
+        return [self._guess(*row) for row in rows]
+
+    def forget(self, key, /):
+        """Forgets a sample, of which it was told before."""
+        self.known.remove(key)
+
+    def _guess(self, key, tokens, most):
+        self.known.add(key)
+        (sequence,) = (s for s in self.engine._requests[key[0]] if s.arrival == key)
+        assert sequence.tokens is tokens
+        assert most >= 0
+        assert not sequence.params.is_adjusted, "such a sequence gets no drafts"
+        salt = self.engine._runner._weights["salt"]
+        params = dataclasses.replace(sequence.params, max_tokens=self.draw.randint(0, most) + 1, stop_token_ids=())
+        right = expected_tokens(tokens, params, key[1], len(tokens) + most, sequence.seed, ((0, salt),))
+        return [token if self.draw.random() < self.share else self.draw.randrange(VOCAB) for token in right[:most]]
 
 
 def expected_scores(tokens, salt=0):

@@ -17,7 +17,7 @@ import numpy as np
 
 from paged_jax.engine import EngineConfig, SamplingParams
 from tests.engine_checks import check_blocks, tokens_of, without_void
-from tests.engine_simulation import VOCAB, Rules, expected_scores, expected_tokens, make_engine
+from tests.engine_simulation import VOCAB, Clairvoyant, Rules, expected_scores, expected_tokens, make_engine
 
 
 class _Broken(Exception):
@@ -45,7 +45,7 @@ class Story:
       deltas: what the engine gave since the last reset.
       salts: which weights draw the tokens of each sample, as `expected_tokens` takes them.
       salt: the salt of the present weights.
-      restarting: samples that restart in the next step, unless the token of the last one ends them.
+      continuing, restarting: samples that get other weights in the next step, unless the last one's tokens end them.
       seen: counts of what happened.
     """
 
@@ -56,6 +56,7 @@ class Story:
     seen: dict[str, int]
     salts: dict[tuple[int, int], dict[int, int]] = dataclasses.field(default_factory=dict)
     salt: int = 0
+    continuing: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     restarting: set[tuple[int, int]] = dataclasses.field(default_factory=set)
 
     def add(self):
@@ -123,7 +124,11 @@ class Story:
             ended = {(delta.request_id, delta.index) for delta in deltas if delta.finish_reason is not None}
             self.seen["restarted"] += sum(delta.is_restarted for delta in deltas)
             self.salts |= {key: {0: self.salt} for key in self.restarting - ended}
-            self.restarting.clear()
+            if self.continuing:  # what the last step drew is given out now
+                found = tokens_of(self.deltas)
+                for key in self.continuing - self.restarting - ended:
+                    self.salts[key][len(found.get(key, ()))] = self.salt
+            self.restarting.clear(), self.continuing.clear()
         except (_Broken, KeyboardInterrupt):
             assert self.engine.has_failed
             self.reset()
@@ -137,11 +142,9 @@ class Story:
         self.salt, running = self.salt + 1, self.draw.choice(["continue", "restart"])
         for request_id, samples in self.engine._requests.items():
             for sequence in samples:
-                num_drawn, key = sequence.num_tokens - sequence.num_prompt, (request_id, sequence.index)
-                if sequence.finish_reason is None and (running == "continue" or not num_drawn):
-                    self.salts[key][num_drawn] = self.salt
-                elif sequence.finish_reason is None:
-                    self.restarting.add(key)
+                if sequence.finish_reason is None:
+                    updated = self.continuing if running == "continue" else self.restarting
+                    updated.add((request_id, sequence.index))
         self.engine.update_weights({"salt": self.salt}, running=running)
         assert self.engine._blocks.counts() == (self.engine._blocks.num_blocks, 0, 0)
         self.seen["updated"] += 1
@@ -164,11 +167,13 @@ class Story:
         self.count()
         self.engine.reset()
         self.requests, self.deltas = {}, []
-        self.restarting.clear()
+        self.restarting.clear(), self.continuing.clear()
 
     def count(self):
         """Counts what the scheduler did since the last reset."""
-        counters = self.engine._scheduler.counters
+        counters, stats = self.engine._scheduler.counters, self.engine
+        self.seen["drafted"] += stats._num_draft_tokens
+        self.seen["accepted"] += stats._num_accepted_tokens
         self.seen["recomputed"] += counters.recomputed
         self.seen["swapped"] += counters.swapped
         self.seen["found"] += counters.hit_tokens
@@ -243,8 +248,11 @@ def walk(seed: int, seen: dict[str, int]) -> None:
         decode_rows=tuple(sorted({1, draw.randint(1, num_seqs), num_seqs})),
         mixed_tokens=tuple(sorted({2, draw.randint(1, budget), budget})),
         max_logprobs=2,
-        num_host_blocks=draw.choice([0, 3, 100]),
+        num_host_blocks=draw.choice([0, 3, 100, 100]),
         prefix_caching=draw.random() < 0.8,
+        max_draft_tokens=(most := draw.choice([0, 1, 3, 6])),
+        verify_tokens=tuple(sorted({min(2, budget), budget})) if most and draw.random() < 0.5 else (),
+        free_tokens_per_step=draw.choice([1, 4, 128]),
         preemption=draw.choice(["cheaper", "recompute", "swap"]),
         swap_bytes_per_second=draw.choice([1.0, 1e6, 1e12]),
     )
@@ -253,7 +261,10 @@ def walk(seed: int, seen: dict[str, int]) -> None:
     windows = draw.choice(
         [None, None, [None, few], [few, few, None], [more], [more, min(few, more)], [more, few, None]]
     )
-    engine = make_engine(200, block_size, config, sliding_windows=windows)
+    proposer = Clairvoyant(draw, draw.choice([0.3, 0.9, 1.0])) if config.max_draft_tokens else None
+    engine = make_engine(200, block_size, config, sliding_windows=windows, proposer=proposer)
+    if proposer is not None:
+        proposer.engine = engine
     engine._runner.num_shards = draw.choice([1, 1, 2])  # devices that the pool's blocks are split over
     sizes = [draw.randint(3, max(4, 2 * longest // block_size)) for _ in engine._groups]
     engine.reset(dataclasses.replace(config, num_blocks=draw.choice([tuple(sizes), sizes[0]])))
@@ -266,7 +277,8 @@ def walk(seed: int, seen: dict[str, int]) -> None:
 def run(seeds: range) -> dict[str, int]:
     """Runs histories and returns the counts of what happened in them."""
     names = "requests", "refused", "cancelled", "failed", "recomputed", "swapped", "found", "updated", "restarted"
-    seen = dict.fromkeys((*names, "behind", "masks failed", "masks ended"), 0)
+    names += "drafted", "accepted", "behind", "masks failed", "masks ended"
+    seen = dict.fromkeys(names, 0)
     for seed in seeds:
         try:
             walk(seed, seen)

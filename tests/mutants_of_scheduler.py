@@ -3,6 +3,7 @@
 from tests.mutants_made import Mutant
 
 SIMULATED = "tests/test_engine_simulated.py"
+SPECULATION = "tests/test_engine_speculation.py"
 WEIGHTS = "tests/test_engine_weights.py"
 PARTS = "tests/test_engine_parts.py"
 
@@ -48,6 +49,34 @@ MUTANTS_OF_SCHEDULER = [
         " and not reads_written",
         "",
         SIMULATED,
+    ),
+    Mutant(
+        "engine: wrong drafts stay in the cache",
+        "engine/scheduler.py",
+        "self.blocks.truncate(lengths)",
+        "pass",
+        SPECULATION,
+    ),
+    Mutant(
+        "engine: a draft counts to its end though a token before was wrong",
+        "engine/scheduler.py",
+        "(is_right and token_ids[i - 1] == sample.follows)",
+        "token_ids[i - 1] == sample.follows",
+        SPECULATION,
+    ),
+    Mutant(
+        "engine: a step after drafts does not wait for their tokens",
+        "engine/engine.py",
+        "            return plan.has_drafts\n",
+        "            return False\n",
+        SPECULATION,
+    ),
+    Mutant(
+        "engine: drafts go on where guesses are wrong",
+        "engine/speculation.py",
+        "self.expected += _WEIGHT * (self.num_right - self.expected)",
+        "self.expected += _WEIGHT * max(self.num_right - self.expected, 0)",
+        SPECULATION,
     ),
     Mutant(
         "engine: an update of the weights leaves the prefix cache",

@@ -14,6 +14,7 @@
 - pack.py       fills that array from a plan
 - runner.py     the compiled programs; arrays.py: the pools they work on; compiling.py: compiles them
 - sampling.py   draws tokens on the device
+- speculation.py guesses tokens that a step then verifies
 - weights.py    checks weights that are to replace the engine's
 - adjust.py     changes logits before: penalties, biases, minimum lengths; mask.py: which tokens may come
 - text.py       turns tokens into text and finds stop texts
@@ -26,6 +27,7 @@ Words that these files share:
 - chunk: a row's tokens as the scheduler plans them. A long prompt is computed in several chunks.
 - seat: a number that a sequence holds while it runs. It names the sequence's row of the allocator's block tables and
   its entry among the last tokens, which stay on the device.
+- draft: guessed tokens of a sequence, which a step verifies together.
 - host block: a block in pinned host memory, to which a preempted sequence's block is swapped out.
 """
 
@@ -39,6 +41,7 @@ from paged_jax.engine.mask import MaskState, TokenMask
 from paged_jax.engine.processes import LeadingEngine, follow
 from paged_jax.engine.replicas import ReplicaFailed, Replicas
 from paged_jax.engine.request import Completion, Delta, SamplingParams, Tokenizer, TokenLogprob
+from paged_jax.engine.speculation import DraftRow, PromptLookup, Proposer
 from paged_jax.engine.stats import PoolStats, Stats
 from paged_jax.engine.text import TextStream
 
@@ -48,12 +51,15 @@ __all__ = [
     "CompilerOptions",
     "Completion",
     "Delta",
+    "DraftRow",
     "Engine",
     "EngineConfig",
     "EngineFailed",
     "LeadingEngine",
     "MaskState",
     "PoolStats",
+    "PromptLookup",
+    "Proposer",
     "ReplicaFailed",
     "Replicas",
     "RunningRequests",

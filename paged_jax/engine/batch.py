@@ -47,8 +47,9 @@ class Batch:
         `windows` one such array for each group.
       seq_lens: i32 [num_seqs], tokens of each sequence, the new ones included; 0 for padding.
       query_start_loc: i32 [num_seqs + 1], where each row's new tokens start; None only if `is_decode`.
-      logit_rows: i32 [num_rows], the tokens whose logits are wanted; an engine's are [num_seqs]. Several entries may
-        name one token; entries of padding name token 0. None for all tokens.
+      logit_rows: i32 [num_rows], the tokens whose logits are wanted; an engine's are [num_seqs], or [num_tokens] in a
+        step that verifies drafts. Several entries may name one token; entries of padding name token 0. None for all
+        tokens.
       is_decode: whether token i is the one new token of row i, and no row reads a slot that another row writes
         (static): a model may then write and attend in one op.
       num_prompts: how many rows, counted from the first, may have more than one token (static); 0 if `is_decode`, None
@@ -172,7 +173,7 @@ class Step(Protocol):
 
     def __call__(
         self, weights: Any, caches: Caches, batch: Batch, /
-    ) -> tuple[Float32[Array, "num_seqs vocab_size"], Caches]:
+    ) -> tuple[Float32[Array, "num_logits vocab_size"], Caches]:
         """Runs the model over the new tokens.
 
         Args:
@@ -181,7 +182,7 @@ class Step(Protocol):
           batch: the new tokens.
 
         Returns:
-          The logits that follow the tokens `batch.logit_rows`, f32 [num_seqs, vocab_size], and the caches.
+          The logits that follow the tokens `batch.logit_rows`, f32 [num_logits, vocab_size], and the caches.
         """
         ...
 
@@ -189,7 +190,7 @@ class Step(Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draws:
-    """How the next tokens are drawn. Every array is [num_seqs] and has one entry for each of the batch's `logit_rows`.
+    """How the next tokens are drawn. Every array has one entry for each of the batch's `logit_rows`.
 
     Attributes:
       seats: i32, the seat whose last token is replaced by the drawn one; out of range for padding.
@@ -237,6 +238,7 @@ class StepShape(NamedTuple):
       max_blocks_per_seq: columns of the block tables.
       is_decode, num_prompts: as in `Batch`.
       num_groups: groups of layers, each of which has block tables of its own.
+      is_verify: whether the logits of as many places as there are tokens are wanted, to verify drafts.
 
     Example:
       >>> from paged_jax.engine import StepShape
@@ -250,6 +252,12 @@ class StepShape(NamedTuple):
     is_decode: bool
     num_prompts: int
     num_groups: int = 1
+    is_verify: bool = False
+
+    @property
+    def num_logits(self) -> int:
+        """How many tokens' logits are wanted, padding included."""
+        return self.num_tokens if self.is_verify else self.num_rows
 
     @property
     def fields(self) -> dict[str, tuple[int, ...]]:
@@ -261,8 +269,8 @@ class StepShape(NamedTuple):
             "row_blocks": (self.num_groups, self.num_rows),
             "seq_lens": rows,
             "query_start_loc": (self.num_rows + 1,),
-            "logit_rows": rows,
-            **dict.fromkeys(_DRAWS, rows),
+            "logit_rows": (self.num_logits,),
+            **dict.fromkeys(_DRAWS, (self.num_logits,)),
         }
 
     @property
@@ -334,4 +342,4 @@ class StepShape(NamedTuple):
             num_prompts=self.num_prompts,
             windows=() if is_one else windows,
         )
-        return batch, packed[self.size - Draws.size(self.num_rows) :], all_tables
+        return batch, packed[self.size - Draws.size(self.num_logits) :], all_tables

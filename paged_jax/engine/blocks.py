@@ -229,6 +229,12 @@ class BlockManager:
         self.state = allocator.release_before(self.state, positions, donate=True)
         self._disuse(released)
 
+    def truncate(self, lengths: collections.abc.Mapping[int, int]) -> None:
+        """Shortens the sequences at some seats to these numbers of tokens, and frees the blocks behind."""
+        lens = self.state.seq_lens.copy()
+        lens[list(lengths.keys())] = list(lengths.values())
+        self.state = allocator.truncate(self.state, lens, donate=True)
+
     def empty_cache(self) -> None:
         """Removes all blocks from the prefix cache while no sequence holds any."""
         if self.prefix is not None:

@@ -34,6 +34,10 @@ class EngineConfig:
         on the device.
       num_host_blocks: blocks in pinned host memory, to which preempted sequences can be swapped; 0 for no swapping.
         Layers with a sliding window have fewer, if `max_num_seqs` sequences never hold as many.
+      max_draft_tokens: how many tokens of a sequence a step may verify, beside the one that it draws anyway; 0 for no
+        speculation. See `Proposer`.
+      verify_tokens: the numbers of tokens for which steps that verify drafts are compiled. They rise, to
+        max_tokens_per_step at most. If it is empty, the engine chooses.
 
       num_blocks: how many blocks of the caches the engine uses; None for all. Where layers have different sliding
         windows, one number for each group of layers (the widest window first), or one for all.
@@ -43,6 +47,8 @@ class EngineConfig:
       recompute_tokens_per_second: the rate at which the model computes prompts. The default is a round number for a
         model of 8 billion parameters on one H200; give your own model's.
       swap_bytes_per_second: the rate at which blocks move between device and host. The default is a round number too.
+      free_tokens_per_step: up to how many tokens a step takes hardly longer than for one, because it reads the weights
+        for most of its time. Drafts are weighed with it. The default is a round number for 16-bit weights on one H200.
 
     Example:
       >>> from paged_jax.engine import EngineConfig
@@ -59,16 +65,20 @@ class EngineConfig:
     max_logprobs: int | None = None
     adjustments: bool = True
     num_host_blocks: int = 0
+    max_draft_tokens: int = 0
+    verify_tokens: tuple[int, ...] = ()
 
     num_blocks: int | tuple[int, ...] | None = None
     prefix_caching: bool = True
     preemption: Preemption = "cheaper"
     recompute_tokens_per_second: float = 40_000.0
     swap_bytes_per_second: float = 20e9
+    free_tokens_per_step: int = 128
 
     def __post_init__(self):
         positive = "max_model_len", "max_num_seqs", "max_tokens_per_step", "max_prompts_per_step"
-        for name in (*positive, "max_logprobs", "num_host_blocks"):
+        positive = *positive, "free_tokens_per_step"
+        for name in (*positive, "max_logprobs", "num_host_blocks", "max_draft_tokens"):
             value = getattr(self, name)
             if value is not None or name != "max_logprobs":
                 object.__setattr__(self, name, integer(name, value))
@@ -84,7 +94,7 @@ class EngineConfig:
                 f"got {self.max_tokens_per_step}"
             )
         object.__setattr__(self, "max_prompts_per_step", min(self.max_prompts_per_step, self.max_num_seqs))
-        for name in ("max_logprobs", "num_host_blocks"):
+        for name in ("max_logprobs", "num_host_blocks", "max_draft_tokens"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         for name in ("recompute_tokens_per_second", "swap_bytes_per_second"):
@@ -97,6 +107,24 @@ class EngineConfig:
             if sizes[-1] != largest or sizes[0] < 1 or any(a >= b for a, b in itertools.pairwise(sizes)):
                 raise ValueError(f"{name} must rise from 1 or more to {largest}, got {sizes}")
             object.__setattr__(self, name, sizes)
+
+        self._check_verify_tokens()
+
+    def _check_verify_tokens(self) -> None:
+        """Chooses `verify_tokens` if there are none."""
+        sizes = tuple(self.verify_tokens)
+        if not self.max_draft_tokens:
+            if sizes:
+                raise ValueError(f"verify_tokens need max_draft_tokens, got {sizes}")
+        elif not sizes:
+            most = self.max_num_seqs * (1 + self.max_draft_tokens)
+            sizes = _ladder(min(most, 2 * self.free_tokens_per_step, self.max_tokens_per_step))
+        if not all(isinstance(size, int) for size in sizes):
+            raise TypeError(f"verify_tokens must hold ints, got {sizes}")
+        rising = (0, *sizes, self.max_tokens_per_step + 1)
+        if any(a >= b for a, b in itertools.pairwise(rising)):
+            raise ValueError(f"verify_tokens must rise to {self.max_tokens_per_step} at most, got {sizes}")
+        object.__setattr__(self, "verify_tokens", sizes)
 
     @property
     def compiled(self) -> tuple:
@@ -111,6 +139,8 @@ class EngineConfig:
             self.max_logprobs,
             self.adjustments,
             self.num_host_blocks,
+            self.max_draft_tokens,
+            self.verify_tokens,
         )
 
 

@@ -7,9 +7,11 @@
 `Engine.step` plans and launches a step, and only then reads the tokens that the step before it drew, so that the device
 never waits for the host. The price is that a sequence is computed for one step more after its last token, since the
 host learns of the end too late to leave it out. Where a sequence has a mask, the step's model is launched first, then
-the tokens are read, and then the program that draws is launched with the masks (mask.py).
+the tokens are read, and then the program that draws is launched with the masks (mask.py). Where a step verifies guesses
+of what comes after those tokens, they are read before it is planned (speculation.py).
 """
 
+import collections
 import collections.abc
 import time
 from typing import Any, override
@@ -34,7 +36,8 @@ from paged_jax.engine.request import (
 )
 from paged_jax.engine.runner import Launched, Runner
 from paged_jax.engine.sampling import Drawn
-from paged_jax.engine.scheduler import Scheduler
+from paged_jax.engine.scheduler import Plan, Scheduler
+from paged_jax.engine.speculation import PromptLookup, Proposer, Speculator
 from paged_jax.engine.stats import PoolStats, Stats
 from paged_jax.engine.text import TextStream
 
@@ -58,6 +61,7 @@ class Engine(BaseEngine):
       tokenizer: turns tokens into text; without one there are token ids only, and no stop texts.
       seed: the number from which requests without a seed get theirs; None for fresh random numbers in every process and
         after every `reset`.
+      proposer: guesses tokens, if `config.max_draft_tokens` is not 0; None for `PromptLookup()`.
       show_progress: whether a bar on stderr shows the progress of compiling; it needs the package rich.
       compiler_options: XLA's options for all programs; or a function that takes a step's number of tokens and gives the
         options of the program that runs the model over so many, where all other programs have none.
@@ -87,15 +91,19 @@ class Engine(BaseEngine):
         sliding_windows: collections.abc.Iterable[int | None] | None = None,
         tokenizer: Tokenizer | None = None,
         seed: int | None = None,
+        proposer: Proposer | None = None,
         show_progress: bool = False,
         compiler_options: CompilerOptions | None = None,
     ):
+        if proposer is not None and not config.max_draft_tokens:
+            raise ValueError("a proposer needs max_draft_tokens, got 0")
         self._groups = make_groups(caches, sliding_windows, config.max_model_len)
         blocks_used(config, self._groups)
         self.config, self.tokenizer, self._seeds = config, tokenizer, Seeds(seed)
         self._runner = Runner(
             step, weights, caches, config, self._groups, show_progress=show_progress, compiler_options=compiler_options
         )
+        self._speculator = Speculator(config, proposer or PromptLookup()) if config.max_draft_tokens else None
         self.reset()
 
     @override
@@ -123,11 +131,14 @@ class Engine(BaseEngine):
             for group, num_blocks in zip(self._groups, blocks_used(config, self._groups), strict=True)
         ]
         self._blocks = Pools(managers, [group.block_bytes for group in self._groups])
-        self._scheduler = Scheduler(config, self._blocks)
+        if self._speculator is not None:
+            self._speculator.forget_all()
+        self._scheduler = Scheduler(config, self._blocks, self._speculator)
         self._requests: dict[int, list[Sequence]] = {}
         self._launched: Launched | None = None
         self._restarted: list[Sequence] | None = None  # after an update of the weights, until the next step
         self._next_id = self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
+        self._num_draft_tokens = self._num_accepted_tokens = 0
         self._seconds = 0.0
         self._seeds.restart()
 
@@ -220,7 +231,7 @@ class Engine(BaseEngine):
         """Launches a step, then waits for the tokens that the step before it drew.
 
         Returns:
-          A `Delta` for each sample that has a new token.
+          A `Delta` for each new token; a sample has several of them where a draft was right.
         """
         with self._changing("step"):
             return self._step()
@@ -231,6 +242,8 @@ class Engine(BaseEngine):
         deltas = []
         if self._restarted is not None:
             deltas, before = self._begin_again(before), None
+        elif before is not None and self._must_read(before.plan):
+            deltas, before = self._read(before), None
         plan = self._scheduler.schedule()
         if plan is not None:
             self._launched = self._runner.launch(plan)
@@ -245,8 +258,11 @@ class Engine(BaseEngine):
             self._runner.draw(launched)
         deltas += self._read(before) if before is not None else []
         if launched is not None and launched.plan.is_masked:
-            masks = gather_masks(launched.plan.samples, launched.num_rows, self._runner.vocab_size)
+            masks = gather_masks(launched.plan.samples, launched.num_logits, self._runner.vocab_size)
             self._runner.draw(launched, masks)
+        if self._speculator is not None:
+            self._speculator.forget_finished()
+            self._speculator.guess(self._scheduler.running)
         self._seconds += time.perf_counter() - began
         return deltas
 
@@ -305,6 +321,8 @@ class Engine(BaseEngine):
             num_steps=self._num_steps,
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
+            num_draft_tokens=self._num_draft_tokens,
+            num_accepted_tokens=self._num_accepted_tokens,
             tokens_per_second=self._num_output_tokens / self._seconds if self._seconds else 0.0,
             num_compiled=self._runner.num_compiled,
             pools=tuple(
@@ -370,6 +388,12 @@ class Engine(BaseEngine):
             raise ValueError("stop texts need an engine with a tokenizer")
         return room if params.max_tokens is None else len(prompt) + params.max_tokens
 
+    def _must_read(self, plan: Plan) -> bool:
+        """Whether the next plan needs the tokens of this one: after drafts, or if drafts promise to be right."""
+        if self._speculator is None or plan.has_drafts:
+            return plan.has_drafts
+        return self._scheduler.may_draft and self._speculator.is_promising(self._scheduler.running)
+
     def _begin_again(self, launched: Launched | None) -> list[Delta]:
         """Reads the step before an update of the weights, since its seats are others' now; then restarts sequences."""
         deltas = self._read(launched) if launched is not None else []
@@ -378,6 +402,8 @@ class Engine(BaseEngine):
         for sequence in restarted.values():
             sequence.restart()
             self._equip(sequence)
+            if self._speculator is not None:
+                self._speculator.forget([sequence])
         given = [delta for delta in deltas if (delta.request_id, delta.index) not in restarted]
         self._num_output_tokens -= len(deltas) - len(given)
         return given
@@ -385,14 +411,20 @@ class Engine(BaseEngine):
     def _read(self, launched: Launched) -> list[Delta]:
         """Waits for the tokens that a step draws; tokens of sequences that are finished or cancelled are dropped."""
         drawn = self._runner.read(launched)
-        deltas = []
+        token_ids, deltas = drawn.token_ids.tolist(), []
+        accepted = launched.plan.accepted(token_ids)
+        self._scheduler.correct(launched.plan, collections.Counter(sample.sequence for _, sample in accepted))
+        self._num_draft_tokens += sum(len(chunk.draft) for chunk in launched.plan.chunks)
         for i, score in enumerate(launched.plan.scores, len(launched.plan.samples)):
             token_id, num_top = score.sequence.tokens[score.position], score.sequence.params.prompt_logprobs
             score.sequence.scored[score.position] = _logprob(token_id, drawn, i, num_top or 0)
-        for i, (sample, token_id) in enumerate(zip(launched.plan.samples, drawn.token_ids.tolist(), strict=False)):
-            sample.sequence.num_unread -= 1
+        for i, sample in accepted:
+            sample.sequence.num_unread -= sample.follows is None
             if sample.sequence.finish_reason is None:
-                deltas.append(self._take(sample.sequence, token_id, drawn, i))
+                self._num_accepted_tokens += sample.follows is not None
+                if self._speculator is not None:
+                    self._speculator.see(sample.sequence, token_ids[i])
+                deltas.append(self._take(sample.sequence, token_ids[i], drawn, i))
         return deltas
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:

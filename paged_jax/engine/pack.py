@@ -28,10 +28,10 @@ def pack(plan: Plan, shape: StepShape, num_seats: int, kind: Kind) -> np.ndarray
     if not plan.chunks:
         return packed
     num_rows, ids = len(plan.chunks), []
-    for sequence, seat, first, count in plan.chunks:
-        known = sequence.tokens[first : first + count]
-        ids += known
-        if len(known) < count:  # the host has not read the last token yet: the device takes its own copy
+    for sequence, seat, first, count, draft in plan.chunks:
+        known = sequence.tokens[first : first + count - len(draft)]
+        ids += [*known, *draft]
+        if len(known) + len(draft) < count:  # the host has not read the last token yet: the device takes its own copy
             ids.append(-1 - seat)
     seats, firsts, counts = (np.array([chunk[i] for chunk in plan.chunks]) for i in (1, 2, 3))
     parts["token_ids"][: len(ids)] = ids
@@ -42,8 +42,9 @@ def pack(plan: Plan, shape: StepShape, num_seats: int, kind: Kind) -> np.ndarray
     parts["row_seats"][:num_rows] = seats
     parts["row_blocks"][:, :num_rows] = plan.row_blocks
     if plan.samples:
-        sequences, draw_seats, rows, positions = zip(*plan.samples, strict=True)
-        parts["logit_rows"][: len(rows)] = starts[np.array(rows) + 1] - 1
+        sequences, draw_seats, rows, positions, _ = zip(*plan.samples, strict=True)
+        rows = np.array(rows)
+        parts["logit_rows"][: len(rows)] = starts[rows] + np.array(positions) - 1 - firsts[rows]
         parts["seats"][: len(rows)] = draw_seats
         if kind > Kind.GREEDY:
             _pack_params(parts, sequences, positions)
@@ -72,13 +73,12 @@ def pack_made_up(shape: StepShape, context_len: int, num_blocks: list[int], num_
     parts["row_blocks"][:] = [rng.integers(0, count, shape.num_rows) for count in num_blocks]
     parts["seats"][:] = num_seats
     rows = np.arange(shape.num_rows + 1)
-    starts = (
-        rows if shape.is_decode else np.minimum(np.minimum(rows, shape.num_prompts) * context_len, shape.num_tokens)
-    )
+    row_len = min(context_len, -(-shape.num_tokens // shape.num_rows) if shape.is_verify else context_len)
+    starts = rows if shape.is_decode else np.minimum(np.minimum(rows, shape.num_prompts) * row_len, shape.num_tokens)
     counts = np.diff(starts)
     parts["query_start_loc"][:] = starts
-    parts["seq_lens"][:] = context_len if shape.is_decode else counts
-    parts["logit_rows"][:] = np.where(counts > 0, starts[1:] - 1, 0)
+    parts["seq_lens"][:] = np.where(counts > 0, context_len, 0) if shape.is_decode or shape.is_verify else counts
+    parts["logit_rows"][:] = rows[:-1] * 0 if shape.is_verify else np.where(counts > 0, starts[1:] - 1, 0)
     return packed
 
 

@@ -74,6 +74,11 @@ class Pools:
         pairs = [copied for manager in self.managers if (copied := manager.append(tokens)) is not None]
         return pairs if len(pairs) == len(self.managers) else None
 
+    def truncate(self, lengths: Seats) -> None:
+        """Shortens the sequences at some seats to these numbers of tokens, and frees the blocks behind."""
+        for manager in self.managers:
+            manager.truncate(lengths)
+
     def match(self, sequence: Sequence) -> Hits:
         """The cached blocks with which a waiting sequence can begin; at least its last token stays to be computed."""
         if self._widest.prefix is None:

@@ -59,13 +59,13 @@ class Launched:
 
     Attributes:
       plan: its plan.
-      num_rows, kind: name the program that draws its tokens.
+      num_logits, kind: name the program that draws its tokens.
       logits, draws: what this program works on.
       drawn: the tokens that it draws, which are still on the device; None until `Runner.draw`.
     """
 
     plan: Plan
-    num_rows: int
+    num_logits: int
     kind: Kind
     logits: jax.Array
     draws: jax.Array
@@ -159,19 +159,19 @@ class Runner:
                 self._set_adjustments(sequence.seat, sequence)
         shape, kind = self._choose(plan)
         logits, draws = self._run_model(shape, pack(plan, shape, self.config.max_num_seqs, kind))
-        return Launched(plan, shape.num_rows, kind, logits, draws)
+        return Launched(plan, shape.num_logits, kind, logits, draws)
 
     def draw(self, launched: Launched, masks: np.ndarray | None = None) -> None:
         """Starts drawing a step's tokens and returns at once.
 
         Args:
           launched: the step.
-          masks: u32 [num_rows, ceil(vocab_size / 32)], which tokens each row may draw (adjust.py); None for all.
+          masks: u32 [num_logits, ceil(vocab_size / 32)], which tokens each row may draw (adjust.py); None for all.
         """
         samples = launched.plan.samples
         adjusted = [(row, s.seat) for row, s in enumerate(samples) if s.sequence.params.is_adjusted]
         launched.drawn = self._run_draw(
-            launched.num_rows, launched.kind, launched.logits, launched.draws, adjusted, masks
+            launched.num_logits, launched.kind, launched.logits, launched.draws, adjusted, masks
         )
         for array in jax.tree.leaves(launched.drawn):
             array.copy_to_host_async()
@@ -208,7 +208,7 @@ class Runner:
         return jax.tree.map(np.asarray, launched.drawn)
 
     def _run(self, shape: StepShape, kind: Kind, packed: np.ndarray) -> Drawn:
-        return self._run_draw(shape.num_rows, kind, *self._run_model(shape, packed))
+        return self._run_draw(shape.num_logits, kind, *self._run_model(shape, packed))
 
     def _run_model(self, shape: StepShape, packed: np.ndarray) -> tuple[Any, Any]:
         inputs = self._weights, self._caches, self._last_tokens, self._tables, packed
@@ -253,6 +253,8 @@ class Runner:
             rows = next(size for size in self.config.decode_rows if size >= rows)
             return self._shape(rows, rows, True), kind
         num_tokens = sum(chunk.num_tokens for chunk in plan.chunks)
+        if plan.has_drafts:
+            return self._verify_shape(next(size for size in self.config.verify_tokens if size >= num_tokens)), kind
         num_tokens = next(size for size in self.config.mixed_tokens if size >= num_tokens)
         return self._shape(num_tokens, self.config.max_num_seqs, False), kind
 
@@ -260,9 +262,15 @@ class Runner:
         num_prompts = 0 if is_decode else self.config.max_prompts_per_step
         return StepShape(num_tokens, num_rows, self.max_blocks_per_seq, is_decode, num_prompts, len(self.groups))
 
+    def _verify_shape(self, num_tokens: int) -> StepShape:
+        num_rows = self.config.max_num_seqs
+        num_prompts, num_groups = min(num_rows, num_tokens // 2), len(self.groups)
+        return StepShape(num_tokens, num_rows, self.max_blocks_per_seq, False, num_prompts, num_groups, True)
+
     def _shapes(self) -> list[StepShape]:
         mixed = [self._shape(size, self.config.max_num_seqs, False) for size in self.config.mixed_tokens]
-        return mixed + [self._shape(size, size, True) for size in self.config.decode_rows]
+        verify = [self._verify_shape(size) for size in self.config.verify_tokens]
+        return mixed + verify + [self._shape(size, size, True) for size in self.config.decode_rows]
 
     def _compile(self, show_progress: bool, options: CompilerOptions | None) -> Programs:
         kinds = Kind.all_of(self.config.max_logprobs, self.config.adjustments)
@@ -283,8 +291,8 @@ class Runner:
                 self.vocab_size = logits.shape[1]
                 self._make_adjustments(logits)
             for kind in kinds:
-                if (shape.num_rows, kind) not in lowered:
-                    lowered[shape.num_rows, kind] = self._lower_draw(kind, logits, draws)
+                if (shape.num_logits, kind) not in lowered and not (shape.is_verify and kind.is_adjusted):
+                    lowered[shape.num_logits, kind] = self._lower_draw(kind, logits, draws)
         if self.config.adjustments:
             lowered["adjust"] = self._lower_adjust()
         return compile_all(lowered, options, show_progress)
@@ -363,7 +371,7 @@ class Runner:
             self._set_adjustments(self.config.max_num_seqs, None)
         for shape in self._shapes():
             for kind in Kind:
-                if (shape.num_rows, kind) in self._programs:
+                if (shape.num_logits, kind) in self._programs:
                     self._run(shape, kind, pack(Plan.empty(len(self.groups)), shape, self.config.max_num_seqs, kind))
         jax.block_until_ready(self._last_tokens)
 

@@ -7,7 +7,8 @@ For each step the scheduler does the following, in this order:
 3. Running sequences whose prompt is not computed yet get a chunk of it each, while the token budget lasts.
 4. While there are too few blocks for these tokens, it preempts the sequence that arrived last.
 5. If it preempted none, it admits waiting sequences in order of arrival, while seats, budget and blocks last.
-6. It lays out the rows. A block is found in the prefix cache as soon as a planned step fills it, so that prompts which
+6. If every row then has one token, all of which are known, it adds drafts for the step to verify (speculation.py).
+7. It lays out the rows. A block is found in the prefix cache as soon as a planned step fills it, so that prompts which
    arrive together are computed once. Where a row would read what another row of its step writes, the step must run a
    program that writes first.
 
@@ -17,6 +18,7 @@ the same plans.
 """
 
 import bisect
+import collections.abc
 import dataclasses
 import math
 from typing import NamedTuple
@@ -25,24 +27,33 @@ from paged_jax.engine.blocks import Pairs
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.pools import Entry, Hits, Pools
 from paged_jax.engine.request import Sequence
+from paged_jax.engine.speculation import Speculator
 
 
 class Chunk(NamedTuple):
-    """The tokens `start` to `start + num_tokens` of a sequence, which a step computes as one row of its batch."""
+    """The tokens `start` to `start + num_tokens` of a sequence, which a step computes as one row of its batch.
+
+    The last ones are those of `draft`, if it has any: guessed tokens, which may be wrong.
+    """
 
     sequence: Sequence
     seat: int
     start: int
     num_tokens: int
+    draft: collections.abc.Sequence[int] = ()
 
 
 class Sample(NamedTuple):
-    """A token that a step draws for `sequence`, at `position`, from the last logits of a row of the batch."""
+    """A token that a step draws for `sequence`, at `position`, from the logits of the row's token before it.
+
+    If that token is a draft's it is `follows`, and the drawn token counts only if the draft was right up to there.
+    """
 
     sequence: Sequence
     seat: int
     row: int
     position: int
+    follows: int | None = None
 
 
 class Score(NamedTuple):
@@ -63,8 +74,9 @@ class Plan:
       swap_in: for each group, (host block, device block) pairs of sequences that are admitted again.
       copies: for each group, (source, destination) pairs of shared blocks that sequences are about to write to.
       chunks: the rows of the batch, those of more than one token first.
-      samples: the tokens to draw.
-      scores: the tokens of prompts whose log-probabilities are wanted. There are no more samples and scores than seats.
+      samples: the tokens to draw; those of one row come one after the other, in their order.
+      scores: the tokens of prompts whose log-probabilities are wanted. There are no more samples and scores than seats,
+        or than tokens if there are drafts.
       entries: parts of block tables that have changed. They hold all changes but `row_blocks`; entries of released
         blocks stay as they were, since no op reads them.
       row_blocks: for each group, the block of each row's last token.
@@ -97,6 +109,20 @@ class Plan:
         """Whether the tokens that a sample may draw depend on those before, which the host must read first."""
         return any(sample.sequence.mask is not None for sample in self.samples)
 
+    @property
+    def has_drafts(self) -> bool:
+        """Whether the step verifies drafts, so that the next one can be planned only when its tokens are read."""
+        return any(chunk.draft for chunk in self.chunks)
+
+    def accepted(self, token_ids: list[int]) -> list[tuple[int, Sample]]:
+        """The samples that count, with their places among all, when these are the drawn tokens."""
+        counting, is_right = [], True
+        for i, sample in enumerate(self.samples):
+            is_right = sample.follows is None or (is_right and token_ids[i - 1] == sample.follows)
+            if is_right:
+                counting.append((i, sample))
+        return counting
+
 
 class Counters:
     """Counts preempted sequences of both kinds, and the tokens that were looked up and found in the prefix cache."""
@@ -112,10 +138,11 @@ class Scheduler:
     Args:
       config: the engine's config.
       blocks: keeps track of the blocks.
+      speculator: gives drafts; None for no speculation.
     """
 
-    def __init__(self, config: EngineConfig, blocks: Pools):
-        self.config, self.blocks = config, blocks
+    def __init__(self, config: EngineConfig, blocks: Pools, speculator: Speculator | None = None):
+        self.config, self.blocks, self.speculator = config, blocks, speculator
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.free_seats = list(range(config.max_num_seqs))[::-1]
@@ -142,8 +169,14 @@ class Scheduler:
             self._admit_waiting(tokens, plan)
         if not tokens:
             return None
-        self._lay_out(tokens, plan)
+        self._lay_out(tokens, self._add_drafts(tokens, plan), plan)
         return plan
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether the next step will probably have no more than the next token of each sequence to compute."""
+        is_decoding = all(s.has_drawn and not s.params.is_adjusted for s in self.running)
+        return is_decoding and not (self.waiting and self.free_seats)
 
     def finish(self, sequence: Sequence) -> None:
         """Removes a sequence, whether it runs or waits."""
@@ -300,13 +333,50 @@ class Scheduler:
             plan.entries += self.blocks.entries(sequence.seat, 0, num_computed)
         self._computed({sequence: tokens[sequence]})
 
-    def _lay_out(self, tokens: dict[Sequence, int], plan: Plan) -> None:
+    def _add_drafts(self, tokens: dict[Sequence, int], plan: Plan) -> dict[Sequence, list[int]]:
+        """Gives rows drafts, and blocks for them, if all rows decode and no block has to be taken from anyone.
+
+        A step has none where a row's logits are changed (adjust.py, mask.py): how depends on the tokens before.
+        """
+        has_begun = any(plan.adopted) or any(plan.swap_in)
+        if self.speculator is None or has_begun or any(s.params.is_adjusted for s in tokens):
+            return {}
+        if not all(count == 1 and s.has_drawn and not s.num_unread for s, count in tokens.items()):
+            return {}
+        drafts = self.speculator.draft(list(tokens))
+        copies = self.blocks.append({_seat(sequence): len(draft) for sequence, draft in drafts.items()})
+        if copies is None:
+            self.speculator.pause()
+            return {}
+        assert not any(copies), "the block of the last token is shared"
+        for sequence, draft in drafts.items():
+            sequence.num_computed += len(draft)
+            tokens[sequence] += len(draft)
+        return drafts
+
+    def correct(self, plan: Plan, num_right: dict[Sequence, int]) -> None:
+        """Shortens the sequences whose drafts a step has verified to those tokens that are right.
+
+        Args:
+          plan: the step's plan.
+          num_right: how many of its drawn tokens count, for each sequence.
+        """
+        lengths = {}
+        for chunk in plan.chunks:
+            if chunk.draft and chunk.sequence.seat is not None:
+                chunk.sequence.num_computed = chunk.start + num_right[chunk.sequence]
+                lengths[chunk.sequence.seat] = chunk.sequence.num_computed
+        if lengths:
+            self.blocks.truncate(lengths)
+
+    def _lay_out(self, tokens: dict[Sequence, int], drafts: dict[Sequence, list[int]], plan: Plan) -> None:
         """Orders the rows. Where a sequence's last token is computed, plans a draw and starts the children."""
         rows = [item for item in tokens.items() if item[1] > 1]
         rows += [item for item in tokens.items() if item[1] == 1]
         for row, (sequence, count) in enumerate(rows):
             seat, end = _seat(sequence), sequence.num_computed
-            plan.chunks.append(Chunk(sequence, seat, end - count, count))
+            draft = drafts.get(sequence, ())
+            plan.chunks.append(Chunk(sequence, seat, end - count, count, draft))
             if count > 1:
                 plan.entries += self.blocks.entries(seat, end - count, end)
             if sequence.is_scored:
@@ -314,7 +384,10 @@ class Scheduler:
                 plan.scores += [Score(sequence, row, offset, position) for offset, position in enumerate(positions)]
             if end < sequence.num_tokens:
                 continue
-            plan.samples.append(Sample(sequence, seat, row, end))
+            # The host reads these tokens before it plans the next step, which needs no last token of this seat.
+            seat = self.config.max_num_seqs if draft else seat
+            for position, follows in enumerate((None, *draft), end - len(draft)):
+                plan.samples.append(Sample(sequence, seat, row, position, follows))
             sequence.num_unread += 1
             if sequence.children:
                 self._begin_children(sequence, row, plan)

@@ -56,6 +56,8 @@ class Stats:
       num_steps: steps launched.
       num_prompt_tokens: prompt tokens computed, those that were computed again included; prefix cache hits are not.
       num_output_tokens: tokens given out.
+      num_draft_tokens, num_accepted_tokens: guessed tokens that steps verified, and tokens that they gave in addition
+        because guesses were right.
       tokens_per_second: output tokens divided by the seconds spent in `Engine.step`.
       num_compiled: compiled programs; it never changes.
       pools: the blocks of each group of layers apart, the widest sliding window first.
@@ -64,7 +66,7 @@ class Stats:
       `Engine.stats` makes one. Here are those of two engines and of both together.
 
       >>> from paged_jax.engine import Stats
-      >>> parts = [Stats(0, 2, 6, 0, 2, 0.25, 8, 0.0, 0, 0, 3, 8, 4, 100.0, 5)] * 2
+      >>> parts = [Stats(0, 2, 6, 0, 2, 0.25, 8, 0.0, 0, 0, 3, 8, 4, 0, 0, 100.0, 5)] * 2
       >>> Stats.join(parts).num_running, Stats.join(parts).waste
       (4, 0.25)
     """
@@ -82,6 +84,8 @@ class Stats:
     num_steps: int
     num_prompt_tokens: int
     num_output_tokens: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
     tokens_per_second: float
     num_compiled: int
     pools: tuple[PoolStats, ...] = ()

@@ -34,7 +34,8 @@ def merge_attention_states(out_a: Out, lse_a: AnyLse, out_b: Out, lse_b: AnyLse)
     Example:
       Two sequences share a prefix of 16 tokens in block 7, which is read once for both; each also has its own tokens.
 
-      >>>       >>> from paged_jax import PagedKVCache, merge_attention_states
+      >>> import jax.numpy as jnp
+      >>> from paged_jax import PagedKVCache, merge_attention_states
       >>> cache = PagedKVCache.create(num_blocks=8, block_size=16, num_kv_heads=2, head_size=64)
       >>> query, both = jnp.ones((2, 8, 64), jnp.bfloat16), jnp.array([0, 2], jnp.int32)
       >>> prefix_table, prefix_len = jnp.array([[7]], jnp.int32), jnp.array([16], jnp.int32)

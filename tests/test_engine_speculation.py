@@ -1,0 +1,336 @@
+"""Tests speculative decoding: the same tokens in fewer steps, and no drafts where they would lose."""
+
+import collections
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paged_jax import PagedKVCache
+from paged_jax.engine import DraftRow, Engine, EngineConfig, PromptLookup, SamplingParams
+from tests import engine_model as model
+from tests.conftest import QUICK_COMPILE
+from tests.engine_checks import BLOCK_SIZE, CONFIG, NUM_BLOCKS, PROMPTS, Words, drain, tokens_of
+from tests.engine_simulation import VOCAB, expected_tokens, make_engine
+
+SPECULATING = dataclasses.replace(CONFIG, max_draft_tokens=3, verify_tokens=(16,))
+
+
+class Scripted:
+    """A proposer that is told what to guess: `guess(tokens, most)`."""
+
+    guess = staticmethod(lambda tokens, most: [])
+
+    def propose(self, rows, /):
+        """Guesses for each row."""
+        return [list(self.guess(row.tokens, row.most)) for row in rows]
+
+    def forget(self, key, /):
+        """Keeps nothing."""
+
+
+@pytest.fixture(scope="module")
+def the_engine(weights):
+    """An engine over the tests' model that speculates, and its proposer."""
+    proposer, caches = Scripted(), model.make_caches(NUM_BLOCKS, BLOCK_SIZE)
+    engine = Engine(
+        model.step, weights, caches, SPECULATING, tokenizer=Words(), proposer=proposer, compiler_options=QUICK_COMPILE
+    )
+    return engine, proposer
+
+
+@pytest.fixture
+def engine(the_engine):
+    """The same engine without requests; `proposer.guess` may be set."""
+    engine, proposer = the_engine
+    engine.reset(SPECULATING)
+    proposer.guess = Scripted.guess
+    engine.proposer = proposer
+    return engine
+
+
+def right(reference, wrong=lambda position: False):
+    """Guesses the greedy tokens, but for those at some positions."""
+
+    def guess(tokens, most):
+        found = reference.greedy(tokens, most)
+        return [(t + 1) % model.VOCAB if wrong(len(tokens) + i) else t for i, t in enumerate(found)]
+
+    return guess
+
+
+@pytest.mark.parametrize(
+    ("wrong", "is_faster"),
+    [(lambda p: False, True), (lambda p: p % 4 == 0, True), (lambda p: True, False)],
+    ids=["never wrong", "sometimes wrong", "always wrong"],
+)
+def test_greedy_tokens_are_those_of_one_by_one_generation(engine, reference, wrong, is_faster):
+    """Whatever is guessed; with right guesses in fewer steps."""
+    engine.proposer.guess = right(reference, wrong)
+    ids = [engine.add_request(prompt, SamplingParams(max_tokens=20)) for prompt in PROMPTS[:4]]
+    found = tokens_of(drain(engine))
+    assert [found[i, 0] for i in ids] == [reference.greedy(prompt, 20) for prompt in PROMPTS[:4]]
+    stats = engine.stats()
+    assert stats.num_accepted_tokens <= stats.num_draft_tokens
+    assert stats.num_output_tokens == 80
+    if is_faster:
+        assert stats.num_accepted_tokens > 20
+        assert stats.num_steps < 17
+    else:
+        assert stats.num_draft_tokens == 0
+        assert stats.num_steps == 21
+
+
+def test_drawn_tokens_and_log_probabilities_do_not_depend_on_drafts(engine):
+    """Also for several samples of a prompt, and with top-k and top-p."""
+    params = SamplingParams(max_tokens=14, n=2, temperature=0.8, top_k=20, top_p=0.9, seed=3, logprobs=2)
+    plain = engine.generate(PROMPTS[2:4], params)
+    assert engine.stats().num_draft_tokens == 0
+    texts = {(*prompt, *one.token_ids) for prompt, some in zip(PROMPTS[2:4], plain, strict=True) for one in some}
+
+    def guess(tokens, most):
+        text = next((text for text in texts if text[: len(tokens)] == tuple(tokens)), ())
+        return text[len(tokens) : len(tokens) + most]
+
+    engine.reset()
+    engine.proposer.guess = guess
+    results = engine.generate(PROMPTS[2:4], params)
+    assert engine.stats().num_accepted_tokens > 10
+    for samples, others in zip(plain, results, strict=True):
+        for one, other in zip(samples, others, strict=True):
+            assert other.token_ids == one.token_ids
+            assert other.text == one.text
+            assert [item.logprob for item in other.logprobs] == pytest.approx(
+                [item.logprob for item in one.logprobs], abs=1e-4
+            )
+            assert [[t for t, _ in item.top] for item in other.logprobs] == [
+                [t for t, _ in item.top] for item in one.logprobs
+            ]
+
+
+@pytest.mark.parametrize("how", ["stop token", "stop text", "length"])
+@pytest.mark.parametrize("length", range(5, 10))
+def test_what_ends_inside_a_draft_ends_there(engine, reference, how, length):
+    """No token behind the end is given out, and no block stays held."""
+    tokens = reference.greedy(PROMPTS[6], 20)
+    length = tokens.index(tokens[length - 1]) + 1
+    params = {
+        "stop token": SamplingParams(max_tokens=20, stop_token_ids=(tokens[length - 1],)),
+        "stop text": SamplingParams(max_tokens=20, stop=(f"{tokens[length - 1]:x}.",)),
+        "length": SamplingParams(max_tokens=length),
+    }[how]
+    engine.proposer.guess = right(reference)
+    ((result,),) = engine.generate([PROMPTS[6]], params)
+    count = next(i for i in range(1, 21) if how != "stop text" or Words().decode(tokens[:i]).find(params.stop[0]) >= 0)
+    assert result.token_ids == tokens[: count if how == "stop text" else length]
+    drain(engine)
+
+
+def test_a_verified_text_is_found_in_the_prefix_cache(engine, reference):
+    """And nothing of a draft that was wrong."""
+    engine.proposer.guess = right(reference, lambda position: position % 3 == 0)
+    ((first,),) = engine.generate([PROMPTS[6]], SamplingParams(max_tokens=18))
+    assert engine.stats().num_accepted_tokens > 0
+    more = [*PROMPTS[6], *first.token_ids, 5]
+    engine.proposer.guess = Scripted.guess
+    ((second,),) = engine.generate([more], SamplingParams(max_tokens=4))
+    assert second.token_ids == reference.greedy(more, 4)
+    assert engine._scheduler.counters.hit_tokens == 20
+
+
+def test_nothing_is_compiled_for_it_unless_it_is_wanted(engine, the_engine):
+    assert engine.stats().num_compiled == 4 + 3 + 2 * 3, "moves and tables; decode, mixed and verify; ways to draw"
+    with pytest.raises(ValueError, match="a proposer needs max_draft_tokens, got 0"):
+        Engine(model.step, {}, (), CONFIG, proposer=PromptLookup())
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"max_draft_tokens": -1}, ValueError, "max_draft_tokens must not be negative, got -1"),
+        ({"max_draft_tokens": 2.0}, TypeError, "max_draft_tokens must be an int"),
+        ({"verify_tokens": (4,)}, ValueError, r"verify_tokens need max_draft_tokens, got \(4,\)"),
+        ({"max_draft_tokens": 2, "verify_tokens": (4, 4)}, ValueError, r"must rise to 512 at most, got \(4, 4\)"),
+        ({"max_draft_tokens": 2, "verify_tokens": (513,)}, ValueError, r"must rise to 512 at most, got \(513,\)"),
+        ({"max_draft_tokens": 2, "verify_tokens": (4.0,)}, TypeError, "verify_tokens must hold ints"),
+        ({"free_tokens_per_step": 0}, ValueError, "free_tokens_per_step must be positive, got 0"),
+    ],
+)
+def test_configs_that_are_refused(fields, error, message):
+    with pytest.raises(error, match=message):
+        EngineConfig(max_model_len=32, **fields)
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "sizes"), [(1, (5,)), (4, (5, 20)), (16, (5, 20, 80)), (64, (16, 64, 256)), (512, (16, 64, 256))]
+)
+def test_the_sizes_that_are_chosen(num_seqs, sizes):
+    config = EngineConfig(max_model_len=32, max_num_seqs=num_seqs, max_draft_tokens=4)
+    assert config.verify_tokens == sizes
+
+
+SIMULATED = EngineConfig(max_model_len=64, max_num_seqs=4, max_tokens_per_step=16, max_draft_tokens=3)
+
+
+def test_drafts_cease_where_guesses_are_wrong():
+    """After a few tokens of a text that repeats itself come others: then the engine reads one step late again."""
+    engine = make_engine(64, 4, SIMULATED, proposer=Scripted())
+    expected = expected_tokens([1, 2], SamplingParams(max_tokens=60), 0, 65)
+
+    def guess(tokens, most):
+        done = len(tokens) - 2
+        return expected[done : done + most] if done < 20 else [(t + 1) % VOCAB for t in expected[done : done + most]]
+
+    engine._speculator._proposer.guess = guess
+    engine.add_request([1, 2], SamplingParams(max_tokens=60))
+    steps: list[list[str]] = []
+    engine._runner.interrupt = lambda name: steps[-1].append(name)
+    while engine.has_work:
+        steps.append([engine.stats().num_draft_tokens])
+        engine.step()
+    stats = engine.stats()
+    assert stats.num_accepted_tokens >= 10
+    assert stats.num_draft_tokens - stats.num_accepted_tokens < 25
+    assert [step[1:] for step in steps[-25:-2]] == [["model", "draw", "read"]] * 23
+    assert steps[-25][0] == stats.num_draft_tokens, "no draft in the last 25 steps"
+    assert ["read", "model", "draw"] in [step[1:] for step in steps[:20]], "a step that verifies needs the last tokens"
+
+
+def test_a_step_verifies_no_more_than_pays():
+    """With 4 rows that fill a step, drafts of one row would make it twice as long."""
+    config = dataclasses.replace(SIMULATED, verify_tokens=(8, 16), free_tokens_per_step=4)
+    engine = make_engine(64, 4, config, proposer=Scripted())
+    prompts = [[i, 1, 2] for i in range(4)]
+    params = SamplingParams(max_tokens=40)
+    texts = [(*prompt, *expected_tokens(prompt, params, 0, 65)) for prompt in prompts]
+    engine._speculator._proposer.guess = lambda tokens, most: (
+        texts[0][len(tokens) : len(tokens) + most] * (tuple(tokens) == texts[0][: len(tokens)])
+    )
+    for prompt in prompts:
+        engine.add_request(prompt, params)
+    found = tokens_of(drain(engine))
+    assert [found[i, 0] for i in range(4)] == [text[3:] for text in texts]
+    assert engine.stats().num_draft_tokens == 0
+    engine.add_request(prompts[0], params)
+    drain(engine)
+    assert engine.stats().num_accepted_tokens > 20, "alone it pays"
+
+
+def test_prompts_are_never_held_up_by_drafts():
+    """A step with a chunk of a prompt has none."""
+    engine = make_engine(64, 4, SIMULATED, proposer=Scripted())
+    expected = expected_tokens([1, 2], SamplingParams(max_tokens=60), 0, 65)
+    engine._speculator._proposer.guess = lambda tokens, most: expected[len(tokens) - 2 :][:most]
+    launch, plans = engine._runner.launch, []
+    engine._runner.launch = lambda plan: plans.append(plan) or launch(plan)
+    engine.add_request([1, 2], SamplingParams(max_tokens=60))
+    for _ in range(8):
+        engine.step()
+    assert plans[-1].has_drafts
+    engine.add_request([3] * 40, SamplingParams(max_tokens=1))
+    drain(engine)
+    mixed = [plan for plan in plans if any(chunk.num_tokens > 1 + len(chunk.draft) for chunk in plan.chunks)]
+    assert len(mixed) == 4
+    assert not any(plan.has_drafts for plan in mixed)
+
+
+class Next:
+    """A model whose next token depends on the last one alone: `logits = weights[token]`. It needs no cache."""
+
+    def __init__(self, size, proposer, seed=0):
+        caches = (PagedKVCache.create(num_blocks=64, block_size=16, num_kv_heads=1, head_size=8),)
+        self.logits = np.random.default_rng(seed).normal(size=(size, size)).astype(np.float32)
+        config = EngineConfig(64, 8, 32, decode_rows=(8,), mixed_tokens=(32,), max_draft_tokens=3, verify_tokens=(32,))
+        self.engine = Engine(self.step, jnp.asarray(self.logits), caches, config, seed=1, proposer=proposer)
+
+    @staticmethod
+    def step(weights, caches, batch):
+        """The engine's step."""
+        return weights[batch.token_ids[batch.logit_rows]], caches
+
+
+def test_drawn_tokens_have_the_models_distribution():
+    """Also where every guess is the most likely token, which rejection could favour."""
+    proposer = Scripted()
+    size = 6
+    toy = Next(size, proposer)
+    proposer.guess = lambda tokens, most: [int(toy.logits[tokens[-1]].argmax())] + [0] * (most - 1)
+    engine = toy.engine
+    results = engine.generate([[i % size] for i in range(96)], SamplingParams(max_tokens=48, temperature=1.0))
+    stats = engine.stats()
+    assert stats.num_draft_tokens > 1000
+    assert stats.num_accepted_tokens > 300
+    counts = np.zeros((size, size))
+    for i, (result,) in enumerate(results):
+        tokens = [i % size, *result.token_ids]
+        for pair in itertools.pairwise(tokens):
+            counts[pair] += 1
+    shares = np.asarray(jax.nn.softmax(toy.logits, axis=-1))
+    wanted = counts.sum(axis=1, keepdims=True) * shares
+    chi_squared = ((counts - wanted) ** 2 / wanted).sum()
+    assert chi_squared < 60, "30 degrees of freedom: 1 in 1,000 is above 59.7"
+
+
+def test_a_text_that_repeats_itself_takes_fewer_steps():
+    """With the proposer that an engine has by itself."""
+    toy = Next(11, None)
+    params = SamplingParams(max_tokens=60)
+    ((result,),) = toy.engine.generate([[3]], params)
+    wanted = [3]
+    for _ in range(60):
+        wanted.append(int(toy.logits[wanted[-1]].argmax()))
+    assert list(result.token_ids) == wanted[1:]
+    assert toy.engine.stats().num_steps < 30
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most", "guess"),
+    [
+        ([7, 8, 9, 4, 5, 7, 8], 3, [9, 4, 5]),
+        ([7, 8, 9, 4, 5, 7, 8], 2, [9, 4]),
+        ([1, 2, 3, 5, 9, 2, 3, 6, 1, 2, 3], 2, [5, 9]),
+        ([9, 2, 3, 5, 1, 2, 3, 6, 4, 2, 3], 1, [6]),
+        ([5, 5, 5], 4, [5, 5, 5, 5]),
+        ([1, 2, 1, 2, 1], 5, [2, 1, 2, 1, 2]),
+        ([1, 2, 3, 4], 4, []),
+        ([8, 9, 8], 4, []),
+        ([8], 4, []),
+        ([1, 2, 3, 1, 2], 0, []),
+    ],
+)
+def test_what_is_looked_up(tokens, most, guess):
+    """The longest n-gram is looked for first, and the last place counts; a repetition goes on."""
+    assert PromptLookup().propose([DraftRow((0, 0), tokens, most)]) == [guess]
+
+
+def test_a_growing_text_is_looked_up_as_one_that_is_new():
+    """And forgotten when its sample ends."""
+    rng, lookup = np.random.default_rng(0), PromptLookup(4, 1)
+    texts = {(i, 0): [] for i in range(3)}
+    for _ in range(40):
+        for text in texts.values():
+            text += rng.integers(0, 4, rng.integers(1, 4)).tolist()
+        rows = [DraftRow(key, text, 5) for key, text in texts.items()]
+        assert lookup.propose(rows) == [PromptLookup(4, 1).propose([row])[0] for row in rows]
+    lookup.forget((0, 0))
+    assert set(lookup._indices) == {(1, 0), (2, 0)}
+
+
+def test_samples_that_have_ended_are_forgotten():
+    engine = make_engine(64, 4, SIMULATED)
+    for i in range(9):
+        engine.add_request([i % VOCAB] * 5, SamplingParams(max_tokens=9))
+    assert len(tokens_of(drain(engine))) == 9
+    assert not engine._speculator._guesses
+    assert not engine._speculator._proposer._indices
+    cancelled = engine.add_request([1, 2, 3], SamplingParams(max_tokens=9))
+    for _ in range(5):
+        engine.step()
+    engine.cancel(cancelled)
+    assert collections.Counter(tokens_of(drain(engine))) == {}
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=9))
+    engine.step(), engine.step(), engine.reset()
+    assert not engine._speculator._guesses
