@@ -177,9 +177,8 @@ MUTANTS_OF_ENGINE = [
     Mutant(
         "engine: a reset takes another num_host_blocks",
         "engine/config.py",
-        """            self.num_host_blocks,
-        )""",
-        "        )",
+        "            self.num_host_blocks,\n",
+        "",
         ENGINE + " -k what_a_reset_cannot",
     ),
     Mutant(

@@ -219,15 +219,19 @@ def test_what_a_reset_cannot_change(field):
         "decode_rows": (1, 4),
         "mixed_tokens": (1, 16),
         "max_logprobs": 1,
+        "adjustments": False,
         "num_host_blocks": 1,
+        "max_draft_tokens": 1,
+        "verify_tokens": (2,),
         "num_blocks": 5,
         "prefix_caching": False,
         "preemption": "swap",
         "recompute_tokens_per_second": 1.0,
         "swap_bytes_per_second": 1.0,
+        "free_tokens_per_step": 1,
     }
-    config = EngineConfig(max_model_len=48, max_num_seqs=4, max_tokens_per_step=16)
-    ladders = {"decode_rows": (), "mixed_tokens": ()}  # which follow from the sizes
+    config = EngineConfig(max_model_len=48, max_num_seqs=4, max_tokens_per_step=16, max_draft_tokens=2)
+    ladders = {"decode_rows": (), "mixed_tokens": (), "verify_tokens": ()}  # which follow from the sizes
     changed = dataclasses.replace(config, **ladders | {field.name: others[field.name]})
     is_compiled = names.index(field.name) < names.index("num_blocks")
     assert (changed.compiled != config.compiled) == is_compiled

@@ -8,6 +8,8 @@ from paged_jax._integers import integer
 
 type Preemption = Literal["cheaper", "recompute", "swap"]
 
+_MOST_VERIFIED = 256  # tokens of a step that verifies drafts, if the engine chooses: more of them never pay
+
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
@@ -118,7 +120,7 @@ class EngineConfig:
                 raise ValueError(f"verify_tokens need max_draft_tokens, got {sizes}")
         elif not sizes:
             most = self.max_num_seqs * (1 + self.max_draft_tokens)
-            sizes = _ladder(min(most, 2 * self.free_tokens_per_step, self.max_tokens_per_step))
+            sizes = _ladder(min(most, _MOST_VERIFIED, self.max_tokens_per_step))
         if not all(isinstance(size, int) for size in sizes):
             raise TypeError(f"verify_tokens must hold ints, got {sizes}")
         rising = (0, *sizes, self.max_tokens_per_step + 1)
