@@ -124,7 +124,7 @@ class EngineConfig:
         if not all(isinstance(size, int) for size in sizes):
             raise TypeError(f"verify_tokens must hold ints, got {sizes}")
         rising = (0, *sizes, self.max_tokens_per_step + 1)
-        if any(a >= b for a, b in itertools.pairwise(rising)):
+        if not all(a < b for a, b in itertools.pairwise(rising)):
             raise ValueError(f"verify_tokens must rise to {self.max_tokens_per_step} at most, got {sizes}")
         object.__setattr__(self, "verify_tokens", sizes)
 
