@@ -212,8 +212,8 @@ MUTANTS_OF_ENGINE = [
     Mutant(
         "engine: a measured step has any number of prompts",
         "engine/pack.py",
-        "np.minimum(rows, shape.num_prompts) * context_len",
-        "rows * context_len",
+        "np.minimum(rows, shape.num_prompts) * row_len",
+        "rows * row_len",
         PARTS,
     ),
     Mutant(
