@@ -216,7 +216,7 @@ def make_server(options: argparse.Namespace, until_end: contextlib.ExitStack | N
     the_engine = engine.Replicas(engines) if len(engines) > 1 else first
     most_tokens = the_engine.check([0], engine.SamplingParams()) - 1  # all but the last one, which is not in the cache
     names = tuple(options.served_model_name or [model_name(options.model)])
-    model = Model(names, tokenizer, template, eos_token_ids, config.vocab_size, most_tokens)
+    model = Model(names, tokenizer, template, eos_token_ids, config.vocab_size, most_tokens, options.tool_call_parser)
     worker = Worker(the_engine, options.max_queued, step_seconds=options.step_seconds)
     return Server(worker, model, command.access_of(options))
 

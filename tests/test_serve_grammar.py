@@ -201,7 +201,5 @@ def test_fields_that_change_logits(client):
     assert plain.text[0] not in banned.text
     q = {str(ord("q")): 100, str(ord("z")): 99}
     for penalty in ({"presence_penalty": 2}, {"frequency_penalty": 1}, {"repetition_penalty": 2}):
-        text = ask(logit_bias=q, **penalty).text
-        assert text.startswith("qz"), penalty
-        assert set(text) == {"q", "z"}
+        assert set(ask(logit_bias=q, **penalty).text) == {"q", "z"}, penalty
     assert ask(temperature=2, min_p=1).text == plain.text

@@ -3,13 +3,14 @@
 import math
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from examples.server.api import Wanted
 from examples.server.fields import ApiError
 from examples.server.logprobs import Scored, TextOffsets, completion_logprobs, prompt_offsets
 from examples.server.tokens import TokenTexts
+from examples.server.tools import ToolCall, ToolCallParser, call_object
 from paged_jax import engine
 
 _LEAST_LOGPROB = -9999.0  # JSON has no -inf
@@ -25,6 +26,7 @@ class Answer:
         wanted: what was asked for.
         prompts: the tokens of each prompt. Choice i answers prompt i // n.
         echoes: a text for each prompt that is put before its choices, or nothing.
+        make_parser: makes what finds the calls of tools in a choice's text; None where there are no tools.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Answer:
         wanted: Wanted,
         prompts: Sequence[Sequence[int]],
         echoes: Sequence[str] = (),
+        make_parser: Callable[[], ToolCallParser] | None = None,
     ):
         self.is_chat, self._tokens, self._wanted = is_chat, tokens, wanted
         self._prompts, self._echoes = prompts, echoes
@@ -48,6 +51,7 @@ class Answer:
         self._offsets: dict[int, TextOffsets] = {}  # of each choice's text so far, for the log-probabilities
         self._prompt_scores: dict[int, Sequence[Scored]] = {}  # of the tokens of each prompt
         self._begun: set[int] = set()  # choices that have a chunk
+        self._parsers = {i: make_parser() for i in range(self.num_choices)} if make_parser is not None else {}
 
     @property
     def num_choices(self) -> int:
@@ -88,7 +92,13 @@ class Answer:
             choice = self._choice(index, deltas)
             text = self._text(deltas)
             if self.is_chat:
-                choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+                content, calls = self._take_calls(index, text, choice)
+                choice["message"] = {
+                    "role": "assistant",
+                    "content": content or (None if calls else ""),
+                    "refusal": None,
+                }
+                choice["message"] |= {"tool_calls": [call_object(call) for call in calls]} if calls else {}
             else:
                 choice["text"] = self.echo(index) + text
             built.append(choice)
@@ -113,8 +123,24 @@ class Answer:
         choice = self._choice(index, [delta])
         text = (self.echo(index) if self.is_scored and index not in self._begun else "") + self._text([delta])
         self._begun.add(index)
-        choice |= {"delta": {"content": text}} if self.is_chat else {"text": text}
-        return self._chunk([choice])
+        if not self.is_chat:
+            return self._chunk([choice | {"text": text}])
+        content, calls = self._take_calls(index, text, choice)
+        delta_object: dict[str, Any] = {"content": content} if content or not calls else {}
+        if calls:
+            first = self._parsers[index].num_calls - len(calls)
+            delta_object["tool_calls"] = [{"index": i} | call_object(call) for i, call in enumerate(calls, first)]
+        return self._chunk([choice | {"delta": delta_object}])
+
+    def _take_calls(self, index: int, text: str, choice: dict[str, Any]) -> tuple[str, list[ToolCall]]:
+        """Splits a choice's next text into what is no call of a tool and the calls, which change its finish reason."""
+        parser = self._parsers.get(index)
+        if parser is None:
+            return text, []
+        content, calls = parser.push(text, is_last=choice["finish_reason"] is not None)
+        if choice["finish_reason"] == "stop" and parser.num_calls:
+            choice["finish_reason"] = "tool_calls"
+        return content, calls
 
     def usage_chunk(self) -> dict[str, Any]:
         """Makes the last chunk of a streamed answer, for clients that ask for the usage."""

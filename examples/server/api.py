@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from examples.server import grammar
+from examples.server import grammar, tools
 from examples.server.fields import (
     ApiError,
     read_flag,
@@ -26,11 +26,12 @@ MAX_LOGPROBS = 20  # OpenAI's limit for chats
 MAX_COMPLETION_LOGPROBS = 5  # OpenAI's limit for completions
 MAX_STOPS = 16  # stop texts of one request
 
-# Fields that the server does not implement. Each may have only these values, which ask for nothing.
+# Fields that a route does not implement. Each may have only these values, which ask for nothing.
 NEUTRAL: dict[str, tuple] = {
     "suffix": (None, ""),
     "tools": ([], None),
     "tool_choice": ("none", "auto", None),
+    "parallel_tool_calls": (True, False, None),
     "functions": ([], None),
     "function_call": ("none", "auto", None),
     "modalities": (["text"], None),
@@ -41,7 +42,7 @@ NEUTRAL: dict[str, tuple] = {
 }
 # OpenAI's clients send these fields, which change no answer of this server.
 IGNORED = {
-    "user", "metadata", "store", "parallel_tool_calls", "service_tier", "safety_identifier", "prompt_cache_key",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "prediction", "reasoning_effort", "verbosity",
 }  # fmt: skip
 COMMON = {
@@ -52,7 +53,7 @@ COMMON = {
 }  # fmt: skip
 COMPLETION = COMMON | {"prompt", "echo", "best_of"}
 TEMPLATE = {"messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
-CHAT = COMMON | TEMPLATE | {"max_completion_tokens", "top_logprobs"}
+CHAT = COMMON | TEMPLATE | tools.FIELDS | {"max_completion_tokens", "top_logprobs"}
 STREAM_OPTIONS = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
 
 _log = logging.getLogger("paged_jax.server")
@@ -101,10 +102,11 @@ class Conversation:
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A request for /v1/chat/completions."""
+    """A request for /v1/chat/completions; `tools` is None where the model is to call none."""
 
     conversation: Conversation
     wanted: Wanted
+    tools: tools.Tools | None
 
 
 def read_body(body: bytes) -> dict[str, Any]:
@@ -143,8 +145,13 @@ def read_completion(content: dict[str, Any], models: Sequence[str]) -> Completio
     return CompletionRequest(_prompts(content), echo, wanted)
 
 
-def read_chat(content: dict[str, Any], models: Sequence[str]) -> ChatRequest:
-    """Reads a request for /v1/chat/completions; it takes and raises what `read_completion` does."""
+def read_chat(content: dict[str, Any], models: Sequence[str], form: tools.Format | None = None) -> ChatRequest:
+    """Reads a request for /v1/chat/completions; it takes and raises what `read_completion` does.
+
+    Args:
+        content, models: as for `read_completion`.
+        form: how the model writes its calls of tools; None refuses tools.
+    """
     _check_fields(content, CHAT)
     _check_model(content, models)
     limit = "max_completion_tokens" if content.get("max_completion_tokens") is not None else "max_tokens"
@@ -155,11 +162,14 @@ def read_chat(content: dict[str, Any], models: Sequence[str]) -> ChatRequest:
             raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
     else:
         wanted.params["logprobs"] = top or 0
-    return ChatRequest(read_conversation(content), wanted)
+    wanted_tools = tools.read_tools(content, form)
+    if wanted_tools is not None and wanted_tools.required and wanted.grammar is not None:
+        raise ApiError(f"{wanted.grammar.param} cannot stand beside this tool_choice", param=wanted.grammar.param)
+    return ChatRequest(read_conversation(content, wanted_tools), wanted, wanted_tools)
 
 
-def read_conversation(content: dict[str, Any]) -> Conversation:
-    """Reads the messages of a request and the options of its chat template."""
+def read_conversation(content: dict[str, Any], wanted_tools: tools.Tools | None = None) -> Conversation:
+    """Reads the messages of a request and the options of its chat template, which is shown some tools."""
     messages = content.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ApiError("messages must be a list of at least one message", param="messages")
@@ -171,7 +181,8 @@ def read_conversation(content: dict[str, Any]) -> Conversation:
     if goes_on and not isinstance(read[-1]["content"], str):
         raise ApiError("continue_final_message needs a last message with a text", param="continue_final_message")
     more = read_object(content, "chat_template_kwargs")
-    return Conversation(read, {"add_generation_prompt": begins, "continue_final_message": goes_on, "more": more})
+    options = {"add_generation_prompt": begins, "continue_final_message": goes_on, "more": more}
+    return Conversation(read, options | {"tools": None if wanted_tools is None else wanted_tools.shown})
 
 
 def read_tokenize(content: dict[str, Any], models: Sequence[str]) -> tuple[str | Conversation, bool | None]:
@@ -212,7 +223,7 @@ def sampling_params(wanted: Wanted, eos_token_ids: Sequence[int]) -> engine.Samp
 
 def _check_fields(content: dict[str, Any], known: set[str]) -> None:
     for name, value in content.items():
-        if name in NEUTRAL and value not in NEUTRAL[name]:
+        if name in NEUTRAL and name not in known and value not in NEUTRAL[name]:
             raise ApiError(f"{name} is not supported", param=name)
         if name in IGNORED and name not in _warned:
             _warned.add(name)

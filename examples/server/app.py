@@ -7,6 +7,7 @@ blocks are freed.
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -42,6 +43,7 @@ from examples.server.metrics import Metrics
 from examples.server.middleware import Access, Gate, ToldOfTheEnd
 from examples.server.responses import Bodies, EventStream, json_response, refusal, server_error, until_gone
 from examples.server.tokens import TokenTexts, longest_token
+from examples.server.tools import Format, ToolCallParser, grammar_of, special_tokens
 from examples.server.worker import EngineFailed, Overloaded, Ticket, TooManyAtOnce, Unavailable, Worker
 from paged_jax import engine
 
@@ -60,6 +62,7 @@ class Model:
         eos_token_ids: tokens that end a text.
         vocab_size: the size of its vocabulary; token ids in prompts must be below it.
         max_model_len: the most tokens of a text, the prompt's included, that are ever in the cache.
+        tool_format: how it writes its calls of tools; None if that is not known.
     """
 
     names: tuple[str, ...]
@@ -68,6 +71,7 @@ class Model:
     eos_token_ids: tuple[int, ...]
     vocab_size: int
     max_model_len: int
+    tool_format: Format | None = None
 
 
 class Server:
@@ -173,12 +177,21 @@ class Server:
         return await self._answer(request, answer, prompts, params, wanted, wanted.grammar)
 
     async def _chat(self, request: Request) -> Response:
-        asked = read_chat(read_body(await self._bodies.read(request)), self._model.names)
-        wanted, params = asked.wanted, sampling_params(asked.wanted, self._model.eos_token_ids)
+        form = self._model.tool_format
+        asked = read_chat(read_body(await self._bodies.read(request)), self._model.names, form)
+        wanted, tools = asked.wanted, asked.tools
+        params = sampling_params(wanted, self._model.eos_token_ids)
         self._worker.check_room(params.n)
+        grammar, parser = wanted.grammar, None
+        if tools is not None and form is not None:
+            special = special_tokens(self._model.tokenizer)
+            grammar = grammar_of(tools, form, special) or grammar
+            parser = functools.partial(ToolCallParser, form, tools.are_parallel)
+            # The texts around calls must be seen.
+            params = dataclasses.replace(params, skip_special_tokens=params.skip_special_tokens and not special)
         prompt = await self._encode_chat(asked.conversation, wanted.add_special_tokens)
-        answer = Answer(True, self._model.names[0], self._tokens, wanted, [prompt])
-        return await self._answer(request, answer, [prompt], params, wanted, wanted.grammar)
+        answer = Answer(True, self._model.names[0], self._tokens, wanted, [prompt], make_parser=parser)
+        return await self._answer(request, answer, [prompt], params, wanted, grammar)
 
     async def _encode_chat(self, conversation: Conversation, add_special_tokens: bool | None) -> list[int]:
         """Renders a conversation and makes tokens of it, with special tokens if the template has none itself."""

@@ -69,6 +69,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
         more: dict[str, Any] | None = None,
     ) -> str:
         """Makes the prompt after which the model goes on.
@@ -77,12 +78,13 @@ class ChatTemplate:
             messages: objects with "role" and "content", a text or, beside tool calls, None.
             add_generation_prompt: whether the assistant's next message begins at the end.
             continue_final_message: whether the text ends where the last message's content does, to be gone on with.
+            tools: the tools that the model may call, in OpenAI's form.
             more: further names that the template may use.
 
         Raises:
             TemplateError: the template cannot render the messages; the error says why.
         """
-        names = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None}
+        names = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": tools}
         if taken := sorted((more or {}).keys() & (names.keys() | self._special_tokens.keys())):
             raise TemplateError(f"chat_template_kwargs cannot have {taken[0]}")
         try:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from examples.command_line import TINY, Parser, add_model_options, check, check_model_options
 from examples.server.middleware import LOOPBACK, Access, is_allowed_host
+from examples.server.tools import FORMATS
 from examples.sharding import parse_mesh
 
 
@@ -94,6 +95,8 @@ def _add_clients_options(add) -> None:
     add("--served-model-name", metavar="NAME", nargs="+",
         help="names by which clients call the model (its folder's name, or its hub id)")  # fmt: skip
     add("--chat-template", metavar="FILE", type=Path, help="a template in Jinja's language (the model's own)")
+    add("--tool-call-parser", choices=FORMATS,
+        help="form of the model's tool calls: hermes (also Qwen's) or llama3 (tools are refused)")  # fmt: skip
     add("--api-key", metavar="KEY", nargs="+", default=[],
         help="clients must send one of these, except to /health, /metrics and /version (no key is needed)")  # fmt: skip
     add("--cors-origins", metavar="ORIGIN", nargs="+", default=[],
