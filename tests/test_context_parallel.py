@@ -75,8 +75,14 @@ def assert_same(actual, wanted):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@KINDS
-@pytest.mark.parametrize("op", SPLIT_OPS)
+@pytest.mark.parametrize(
+    ("op", "kind"),
+    [(op, (AxisType.Auto, AxisType.Explicit)[i % 2]) for i, op in enumerate(SPLIT_OPS)]
+    + [
+        pytest.param(op, (AxisType.Explicit, AxisType.Auto)[i % 2], marks=pytest.mark.slow)
+        for i, op in enumerate(SPLIT_OPS)
+    ],
+)
 def test_blocks_may_be_split(op, kind):
     fun, names, arrays = without_distances(op)
     wanted = jax.jit(fun)(*arrays)
@@ -98,8 +104,13 @@ def test_sequences_are_split_over_other_devices(seqs):
     assert_same(jax.jit(fun)(*placed), jax.jit(fun)(*arrays))
 
 
-@pytest.mark.parametrize("layout", ["hnd", "nhd"])
-@pytest.mark.parametrize("op", ["paged_attention", "ragged_paged_attention", "prefix_attention", "write_and_attend"])
+@pytest.mark.parametrize(
+    ("op", "layout"),
+    [
+        *(("paged_attention", "hnd"), ("ragged_paged_attention", "nhd"), ("prefix_attention", "hnd")),
+        ("write_and_attend", "nhd"),
+    ],
+)
 def test_sinks_count_once_and_scales_of_slots_are_split(op, layout):
     _, names, arrays = bind(op, ("sinks", "k_scale", "v_scale"), layout=layout)
     keep = [i for i, name in enumerate(names) if name != "alibi_slopes"]

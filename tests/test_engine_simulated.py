@@ -158,5 +158,5 @@ def test_random_histories():
 
 @pytest.mark.slow
 def test_many_random_histories():
-    seen = engine_walk.run(range(120, 10_000))
-    assert min(seen.values()) > 1000, seen
+    seen = engine_walk.run(range(120, 1500))
+    assert min(seen.values()) > 150, seen

@@ -48,8 +48,8 @@ def run(name, tp, prompts, **options):
     ("name", "tp", "prompts"),
     [
         ("llama", 4, PROMPTS),
-        ("opt_post_norm", 2, PROMPTS[:1]),
-        ("gpt_oss", 4, PROMPTS),
+        pytest.param("opt_post_norm", 2, PROMPTS[:1], marks=pytest.mark.slow),
+        pytest.param("gpt_oss", 4, PROMPTS, marks=pytest.mark.slow),
         ("deepseek_v2_lite", 4, PROMPTS),
     ],
 )
@@ -73,8 +73,7 @@ def test_a_split_model_writes_the_same_tokens(name, tp, prompts):
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
-@pytest.mark.parametrize("split", ["columns", "experts"])
-@pytest.mark.parametrize("num_tokens", [1, 9])
+@pytest.mark.parametrize(("split", "num_tokens"), [("columns", 1), ("experts", 9)])
 def test_devices_share_out_experts(name, split, num_tokens):
     """A layer's mixture on two devices is the mixture on one, for few pairs and for many."""
     config = load_config(folder(name))
@@ -133,7 +132,9 @@ def test_generate_over_a_mesh_of_two_copies(capsys):
     assert capsys.readouterr().out == wanted
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("llama", "dcp=2,tp=2"), ("deepseek_v2", "dcp=2")])
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("llama", "dcp=2,tp=2"), pytest.param("deepseek_v2", "dcp=2", marks=pytest.mark.slow)]
+)
 def test_contexts_are_split_over_devices(name, sizes, capsys):
     """Prompts that fill several blocks, which lie on devices in turn."""
     argv = ["--model", str(folder(name)), "--no-compilation-cache", "--max-new-tokens=12", "--json"]

@@ -166,6 +166,9 @@ SPLITS += [("paged_attention_v1", "dp", None, kind) for kind in (AxisType.Auto, 
 SPLITS += [("paged_attention", "dp", "tp", AxisType.Explicit)]
 SPLITS += [("mla_paged_attention", "dp", "tp", kind) for kind in (AxisType.Auto, AxisType.Explicit)]
 SPLITS += [(op, None, "tp", AxisType.Explicit) for op in ("ragged_mla_attention", "write_to_latent_cache")]
+SPLITS = [
+    pytest.param(*each, marks=[pytest.mark.slow] * (i >= len(OPS) and i % 3 > 0)) for i, each in enumerate(SPLITS)
+]
 
 
 @pytest.mark.parametrize(("op", "seqs", "heads", "kind"), SPLITS)
