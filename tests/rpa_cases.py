@@ -203,6 +203,16 @@ def _narrowed(vector, scale, dtype):
     return np.clip(divided, float(limits.min), float(limits.max)).astype(dtype)
 
 
+def _logits(query, keys):
+    return np.einsum("qgrd,kgd->grqk", query, keys, optimize=True)
+
+
+def _logits_in_order(query, keys):
+    """The products one after the other, as XLA's unoptimised code adds them: with large logits BLAS errs far less."""
+    by_element = zip(np.moveaxis(query, -1, 0), np.moveaxis(keys, -1, 0), strict=True)
+    return sum(q.transpose(1, 2, 0)[..., None] * k.T[:, None, None] for q, k in by_element)
+
+
 def _attention(case, queries, pool, pages, starts, sink, kind):
     """Attention by the definition, in float64, or roughly: in float32, with weights rounded to the queries' dtype."""
     options, (num_q_heads, num_kv_heads) = dict(case.options), case.num_heads
@@ -216,7 +226,8 @@ def _attention(case, queries, pool, pages, starts, sink, kind):
         held = held.reshape(-1, *held.shape[2:])[:length, : 2 * num_kv_heads, : case.head_dim].astype(kind)
         rows = slice(starts[row], starts[row + 1])
         query = queries[rows].astype(kind).reshape(q_len, num_kv_heads, group, case.head_dim)
-        logits = np.einsum("qgrd,kgd->grqk", query, held[:, 0::2], optimize=True) * kind(scale)
+        in_order = kind is np.float32 and case.dtype == "float32"
+        logits = (_logits_in_order if in_order else _logits)(query, held[:, 0::2]) * kind(scale)
         if options.get("soft_cap") is not None:
             logits = kind(options["soft_cap"]) * np.tanh(logits / kind(options["soft_cap"]))
         at, token = (length - q_len) + np.arange(q_len)[:, None], np.arange(length)[None, :]

@@ -100,7 +100,16 @@ def results_of(case, implementation, device):
     return results
 
 
-@pytest.mark.parametrize("case", [*PLACES, *(pytest.param(case, marks=pytest.mark.gpu) for case in drawn(10))], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        PLACES[0],
+        pytest.param(PLACES[1], marks=pytest.mark.slow_on_cpu),
+        MHA,
+        *(pytest.param(case, marks=pytest.mark.gpu) for case in drawn(10)),
+    ],
+    ids=str,
+)
 def test_a_row_is_bit_equal_alone_and_anywhere_in_a_batch(case, implementation, device, skip_lacking):
     """Each row alone, in halves of the batch and in all of it, and one in wider tables and in the narrowest."""
     results, rows = results_of(case, implementation, device), range(len(case.seq_lens))
