@@ -64,23 +64,24 @@ def accumulate_and_score(out, weights, tile_smem, parts, query_smem, next_smem, 
     return sums, scores(query_smem, next_smem)
 
 
-def merge_rows(refs, block, geometry):
-    """Merges some rows of a row block, in the order of the splits."""
+def merge_parts(refs, block, part, sums_smem, geometry):
+    """Merges a program's parts of rows, in the order of the splits."""
     sinks = None if refs.sinks is None else refs.sinks[...]
+    parts_of_row = geometry.problem.head_size // merge.PART
 
-    @pl.loop(0, jnp.minimum(merge.rows_of_program(geometry), block.num_rows - block.row_of_block))
-    def _(i):
-        row = block.row_of_block + i
+    @pl.loop(part, jnp.minimum(part + merge.parts_of_program(geometry), block.num_rows * parts_of_row))
+    def _(part):
+        row, columns = part // parts_of_row, pl.ds(part % parts_of_row * merge.PART, merge.PART)
 
         def add(number, carry):
             maximum, total, out = carry
-            partial_number = plan.partial_of(block.first_partial, number)
-            log_sum = refs.partials.log_sums[partial_number, block.block, row]
+            place = plan.partial_of(block.first_partial, number), block.block, row
+            log_sum = refs.partials.log_sums[place]
             new = jnp.maximum(maximum, log_sum)
             keep, weight = jnp.exp2(maximum - new), jnp.exp2(log_sum - new)
-            return new, total * keep + weight, out * keep + refs.partials.out[partial_number, block.block, row] * weight
+            return new, total * keep + weight, out * keep + refs.partials.out[*place, columns] * weight
 
-        empty = jnp.float32(-1e30), jnp.float32(0), jnp.zeros(geometry.problem.head_size, jnp.float32)
+        empty = jnp.float32(-1e30), jnp.float32(0), jnp.zeros(merge.PART, jnp.float32)
         maximum, total, out = jax.lax.fori_loop(0, block.num_splits, add, empty)
         seen = total != 0
         if sinks is not None:
@@ -89,8 +90,11 @@ def merge_rows(refs, block, geometry):
             keep = jnp.exp2(maximum - new)
             maximum, total, out = new, total * keep + jnp.exp2(sink - new), out * keep
         total = jnp.where(seen, total, 1.0)
-        refs.out[block.row + row] = (out / total).astype(refs.out.dtype)
-        refs.lse[block.row + row] = jnp.where(seen, (maximum + jnp.log2(total)) / LOG2E, -jnp.inf)
+        refs.out[block.row + row, columns] = (out / total).astype(refs.out.dtype)
+
+        @pl.when(part % parts_of_row == 0)
+        def _():
+            refs.lse[block.row + row] = jnp.where(seen, (maximum + jnp.log2(total)) / LOG2E, -jnp.inf)
 
 
 def run(function, *, device=SMALL_GPU, **arrays):
@@ -100,7 +104,7 @@ def run(function, *, device=SMALL_GPU, **arrays):
         mock.patch.object(rows, "store_partial", store_partial),
         mock.patch.multiple(softmax, scores=scores, accumulate=accumulate, accumulate_and_score=accumulate_and_score),
         mock.patch.multiple(lanes, loaded=loaded, **{name: getattr(interpreted_lanes, name) for name in _LANES}),
-        mock.patch.object(merge, "merge_rows", merge_rows),
+        mock.patch.object(merge, "merge_parts", merge_parts),
         mock.patch.object(problem, "device", return_value=device),
     ]
 

@@ -66,6 +66,18 @@ def merged(load: Callable[[Any], tuple[Any, list]], num_partials, in_flight: int
     return Merged(maximum, total, out)
 
 
+def joined(first: Merged, second: Merged) -> Merged:
+    """Merges two parts of a softmax."""
+    maximum = arith.maximumf(first.maximum, second.maximum)
+    keep, weight = _exp2(arith.subf(first.maximum, maximum)), _exp2(arith.subf(second.maximum, maximum))
+
+    def join(x, y):
+        return arith.addf(arith.mulf(x, keep), arith.mulf(y, weight))
+
+    out = [join(x, y) for x, y in zip(first.out, second.out, strict=True)]
+    return Merged(maximum, join(first.sum, second.sum), out)
+
+
 def load_partial(partials: Partials, exists, index, column, row_size: int) -> tuple[Any, list]:
     """Loads the logarithm of a sum, and four elements, of row `index` (64 bits) among the rows of all partial results.
 

@@ -80,7 +80,7 @@ def _attend(
     written = attend(geometry, inputs)
 
     def run(refs):
-        merge(geometry, MergeRefs(written.closings, written.partials, inputs.sinks, *refs))
+        merge(geometry, inputs.lengths, MergeRefs(written.closings, written.partials, inputs.sinks, *refs))
 
     # The kernel has stored whole row blocks already; the merge adds the others to them.
     out, lse = apart(pl.run_state(run)((written.out, written.lse)))

@@ -75,6 +75,25 @@ class Geometry:
         return TILE // self.run_tokens
 
     @property
+    def items_per_seq(self) -> int:
+        """The most items of a sequence."""
+        rows = min(self.problem.max_query_len * self.heads, self.rows)
+        return pl.cdiv(rows, WGMMA_ROWS * self.tuning.width)
+
+    @property
+    def closes_items(self) -> bool:
+        """Whether the merge looks at each item, because there are fewer than queues.
+
+        Otherwise it looks at the item that each queue's first split may close.
+        """
+        return self.problem.num_seqs * self.items_per_seq <= self.tuning.queues
+
+    @property
+    def closings(self) -> int:
+        """Items that the merge looks at."""
+        return self.problem.num_seqs * self.items_per_seq if self.closes_items else self.tuning.queues
+
+    @property
     def num_partials(self) -> int:
         """Partial results that memory holds for each of the `width` programs of a queue: its ends may cut two items."""
         return 2 * self.tuning.queues

@@ -76,8 +76,8 @@ def _kernel(refs: Refs, geometry: Geometry) -> None:
     @pl.when(warpgroup == _WEIGHS)
     def weigh():
         plgpu.set_max_registers(_WEIGHING_REGISTERS, action="increase")
-        closings_gmem = refs.outputs_gmem.closings
-        closings_gmem[number, block, 1] = jnp.int32(0)
+        if not geometry.closes_items:
+            refs.outputs_gmem.closings[number, block, 1] = jnp.int32(0)
         for_each_split(_weigh, jnp.int32(0))
         plgpu.barrier_wait(refs.smem.weights_consumed)  # barriers end as they began
 
@@ -106,6 +106,9 @@ class _Program(NamedTuple):
 def _weigh(program: _Program, split: Split, tiles_before: Scalar) -> Scalar:
     """Computes the softmax of a split, and the left part of O."""
     pl.when(split.num_rows > 0)(lambda: _weigh_rows(program, split, tiles_before))
+    pl.when(split.closes)(lambda: _store_closing(program, split))
+    if program.geometry.closes_items:
+        pl.when(split.is_whole & (split.seq < program.geometry.problem.num_seqs))(lambda: _store_whole(program, split))
     return tiles_before + split.num_tiles
 
 
@@ -164,15 +167,25 @@ def _weigh_rows(program: _Program, split: Split, tiles_before: Scalar) -> None:
     results.store_sums(lse, done.log_sums, split, block, refs)
     results.store_out(softmax.rescaled(state.out, done.factor), parts, split, block, refs, geometry)
     plgpu.barrier_arrive(smem.query_consumed)
-    pl.when(split.closes)(lambda: _store_closing(program, split))
 
 
 def _store_closing(program: _Program, split: Split) -> None:
     """Stores, for the merge, the location of the row block's partial results; this one is the last."""
     number, block, total, refs, geometry = program
     closing = plan.closing_of(number, split.tile, total, geometry)
+    index = _index_of(split, geometry) if geometry.closes_items else number
     for i, x in enumerate((*closing, split.row, split.num_rows)):
-        refs.outputs_gmem.closings[number, block, i] = x
+        refs.outputs_gmem.closings[index, block, i] = x
+
+
+def _store_whole(program: _Program, split: Split) -> None:
+    """Stores, for the merge, that no queue has cut the item."""
+    program.refs.outputs_gmem.closings[_index_of(split, program.geometry), program.block, 1] = jnp.int32(0)
+
+
+def _index_of(split: Split, geometry: Geometry) -> Scalar:
+    """The index of a split's item among those of the batch."""
+    return split.seq * geometry.items_per_seq + split.item
 
 
 def _sum_up(program: _Program, split: Split, tiles_before: Scalar) -> Scalar:

@@ -15,20 +15,29 @@ from paged_jax.kernels.mosaic_gpu.mla.refs import Refs
 def load_split(split: Split, counts: tuple[Scalar, Scalar], refs: Refs, geometry: Geometry) -> None:
     """Copies a split's query and tiles; `counts` are the tiles and the queries that were copied before.
 
-    The first tiles come before the query, because the last item's results must leave the query's memory first.
+    The first query comes before its tiles, because they arrive in this order. Later ones come after their first tiles,
+    because the last item's results must leave the query's memory first.
     """
     tiles_before, queries_before = counts
-    early = lax.min(split.num_tiles, jnp.int32(STAGES))
+    early, is_first = lax.min(split.num_tiles, jnp.int32(STAGES)), queries_before == 0
+
+    def load_query():
+        rows = pl.ds(pl.multiple_of(split.row, QUERY_ROWS), geometry.block_rows)
+        query_smem = refs.smem.query.at[pl.ds(0, geometry.block_rows)]
+        plgpu.copy_gmem_to_smem(refs.inputs_gmem.query.at[rows], query_smem, refs.smem.query_ready)
 
     def load(begin, end):
         lax.fori_loop(begin, end, lambda i, runs: _load_tile(i, runs, split, tiles_before, refs, geometry),
                       _runs_of(begin, split, refs, geometry))  # fmt: skip
 
+    pl.when(is_first)(load_query)
     load(jnp.int32(0), early)
-    pl.when(queries_before > 0)(lambda: plgpu.barrier_wait(refs.smem.query_consumed))
-    rows = pl.ds(pl.multiple_of(split.row, QUERY_ROWS), geometry.block_rows)
-    query_smem = refs.smem.query.at[pl.ds(0, geometry.block_rows)]
-    plgpu.copy_gmem_to_smem(refs.inputs_gmem.query.at[rows], query_smem, refs.smem.query_ready)
+
+    @pl.when(~is_first)
+    def load_later_query():
+        plgpu.barrier_wait(refs.smem.query_consumed)
+        load_query()
+
     load(early, split.num_tiles)
 
 

@@ -1,7 +1,9 @@
 """The merge of partial results: the splits of an item that queues have cut become its out and lse.
 
-Grid: programs of one warpgroup, for each row of each row block that a queue's first split may close; most have nothing
-to do. A thread merges four neighbouring elements of its row over all splits, in their order, with many loads in flight.
+Grid: programs of four warps, for each row block that may have been cut (`Geometry.closings`). A warp merges `PART`
+columns of a row; a lane has four neighbouring elements of them, and loads those of many splits at a time. Where items
+have many splits, the four warps of a program share those of one such part of a row, and the first warp adds up their
+sums from shared memory. The order of all sums depends on the number of splits only.
 
 Roofline: 4 * value_size bytes a row and split, mostly from the L2 cache: latency is what counts.
 """
@@ -10,6 +12,7 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -22,6 +25,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     add,
     address,
     as_i64,
+    assembly,
     div,
     i32,
     i64,
@@ -32,14 +36,22 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
     thread_index_read_again,
 )
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
-from paged_jax.kernels.mosaic_gpu.hopper.limits import WARPGROUP, WGMMA_ROWS
-from paged_jax.kernels.mosaic_gpu.hopper.merge import ELEMENTS
+from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP, WARPGROUP, WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.hopper.merge import ELEMENTS, Merged
 from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT, Partials
+from paged_jax.kernels.mosaic_gpu.mla import plan
 from paged_jax.kernels.mosaic_gpu.mla.geometry import Geometry
+from paged_jax.kernels.mosaic_gpu.mla.plan import Lengths
 from paged_jax.kernels.mosaic_gpu.mla.refs import Ref
 
-_MANY_SPLITS = 8  # of an item on average, from which on as many loads as registers hold are in flight
-_IN_FLIGHT, _MANY_IN_FLIGHT = 4, 16
+PART = ELEMENTS * WARP
+"""Columns of a row that a warp merges."""
+
+_WARPS = WARPGROUP // WARP  # of a program
+_SUMS = 2 + ELEMENTS  # numbers of a lane that warps exchange
+_MANY_SPLITS = 24  # of an item on average, from which on warps share them
+_LEAST_IN_FLIGHT, _MOST_IN_FLIGHT = 4, 16  # splits that a lane loads at a time; more would take too many registers
+_PROGRAMS = 1056  # that run at once: 8 on each multiprocessor
 
 
 class MergeRefs(NamedTuple):
@@ -60,90 +72,140 @@ class RowBlock(NamedTuple):
     row: Scalar
     num_rows: Scalar
     block: Scalar
-    row_of_block: Scalar  # the first row that this program merges
 
 
-def merge(geometry: Geometry, refs: MergeRefs) -> None:
+class _Task(NamedTuple):
+    """What a lane merges. Its fields are values of MLIR."""
+
+    row: Any  # of the row block
+    column: Any  # index of its elements, in the row
+    share: Any  # which of the splits: the warp's number among those that share them
+    exists: Any
+
+
+def merge(geometry: Geometry, lengths: Lengths, refs: MergeRefs) -> None:
     """Runs the kernel, which writes to the references of out and lse."""
-    arrays, tree = jax.tree.flatten(refs)
+    arrays, tree = jax.tree.flatten((lengths, refs))
     plgpu.kernel(
         functools.partial(_kernel, tree=tree, geometry=geometry),
         out_type=(),
-        grid=(geometry.tuning.programs, pl.cdiv(geometry.block_rows, rows_of_program(geometry) * _turns(geometry))),
-        grid_names=("program", "rows"),
+        scratch_types=(plgpu.SMEM((WARPGROUP * _SUMS,), jnp.float32),),
+        grid=(geometry.closings * geometry.tuning.width, _programs_of_block(geometry)),
+        grid_names=("closing", "part"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="mla_merge",
     )(*arrays)
 
 
-def rows_of_program(geometry: Geometry) -> int:
-    """Rows that a program's threads have elements of."""
-    return ELEMENTS * WARPGROUP // geometry.problem.head_size
+def shares(geometry: Geometry) -> int:
+    """Warps that share the splits of a part of a row."""
+    return _WARPS if geometry.tuning.queues >= _MANY_SPLITS * geometry.problem.num_seqs else 1
 
 
-def _has_many_splits(geometry: Geometry) -> bool:
-    """Whether queues cut items into many splits."""
-    return geometry.tuning.queues >= _MANY_SPLITS * geometry.problem.num_seqs
+def parts_of_program(geometry: Geometry) -> int:
+    """Parts of rows that a program merges at a time."""
+    return _WARPS // shares(geometry)
 
 
-def _turns(geometry: Geometry) -> int:
-    """How often a program merges rows: more often where there are so many sequences that few are cut."""
-    return 4 if geometry.problem.num_seqs >= geometry.tuning.queues else 1
+def _parts_of_row(geometry: Geometry) -> int:
+    return geometry.problem.head_size // PART
+
+
+def _programs_of_block(geometry: Geometry) -> int:
+    """Programs for each row block: all together are not more than run at once, as most blocks may be whole."""
+    most = pl.cdiv(geometry.block_rows * _parts_of_row(geometry), parts_of_program(geometry))
+    return min(most, max(1, _PROGRAMS // (geometry.closings * geometry.tuning.width)))
+
+
+def _in_flight(geometry: Geometry) -> int:
+    """Splits that a lane loads at a time: its share of those that items have on average."""
+    splits = pl.cdiv(geometry.tuning.queues, geometry.problem.num_seqs)
+    return min(_MOST_IN_FLIGHT, max(_LEAST_IN_FLIGHT, pl.cdiv(splits, shares(geometry))))
 
 
 def _kernel(*arrays, tree: Any, geometry: Geometry) -> None:
-    refs = jax.tree.unflatten(tree, arrays)
+    *arrays, sums_smem = arrays
+    lengths_gmem, refs = jax.tree.unflatten(tree, arrays)
     width = jnp.int32(geometry.tuning.width)
-    number, block = lax.div(lax.axis_index("program"), width), lax.rem(lax.axis_index("program"), width)
-    first_partial, num_splits, row, num_rows = (refs.closings[number, block, i] for i in range(4))
-    step = rows_of_program(geometry)
-    first = lax.axis_index("rows") * (step * _turns(geometry))
-    end = jnp.where(num_splits > 0, lax.min(num_rows, first + step * _turns(geometry)), 0)
+    closing, block = lax.div(lax.axis_index("closing"), width), lax.rem(lax.axis_index("closing"), width)
+    first_partial, num_splits, row, num_rows = (refs.closings[closing, block, i] for i in range(4))
+    step = parts_of_program(geometry)
+    first, all_steps = lax.axis_index("part") * step, _programs_of_block(geometry) * step
+    end = jnp.where(num_splits > 0, num_rows * _parts_of_row(geometry), 0)
+    if geometry.closes_items and not geometry.one_query:
+        of_seq = jnp.int32(geometry.items_per_seq)
+        items = plan.sequence_of(lengths_gmem, lax.div(closing, of_seq), geometry).items
+        end = jnp.where(lax.rem(closing, of_seq) < items, end, 0)  # nobody has stored anything of other items
 
-    @pl.loop(first, end, step=step)
-    def merge_some(row_of_block):
-        merge_rows(refs, RowBlock(first_partial, num_splits, row, num_rows, block, row_of_block), geometry)
+    @pl.loop(first, end, step=all_steps)
+    def merge_some(part):
+        merge_parts(refs, RowBlock(first_partial, num_splits, row, num_rows, block), part, sums_smem, geometry)
 
 
-def merge_rows(refs: MergeRefs, rows: RowBlock, geometry: Geometry) -> None:
-    """Merges some rows of a row block."""
-    problem, (leaves, tree) = geometry.problem, jax.tree.flatten(refs)
+def merge_parts(refs: MergeRefs, block: RowBlock, part: Scalar, sums_smem: Ref, geometry: Geometry) -> None:
+    """Merges a program's parts of the rows of a row block: those from `part` on."""
+    problem, num_shares, (leaves, tree) = geometry.problem, shares(geometry), jax.tree.flatten(refs)
 
-    @inline(*[plgpu.RefType()] * len(leaves), *[SCALAR] * len(rows))
+    @inline(*[plgpu.RefType()] * (len(leaves) + 1), *[SCALAR] * (len(block) + 1))
     def merge_own_elements(_, *arguments):
-        at = jax.tree.unflatten(tree, [address(x) for x in arguments[: len(leaves)]])
-        values = RowBlock(*(x.registers.item() for x in arguments[len(leaves) :]))
-        threads_of_row = problem.head_size // ELEMENTS
-        thread = thread_index_read_again()
-        row_of_block = add(values.row_of_block, div(thread, threads_of_row))
-        # Threads are left over if 128 is no multiple of the threads of a row.
-        exists = arith.andi(
-            less(row_of_block, values.num_rows), less(thread, i32(rows_of_program(geometry) * threads_of_row))
-        )
-        values = values._replace(row_of_block=arith.select(exists, row_of_block, i32(0)))
-        column = rem(thread, threads_of_row)
+        *at, smem = [address(x) for x in arguments[: len(leaves) + 1]]
+        *values, first = (x.registers.item() for x in arguments[len(leaves) + 1 :])
+        at, block = jax.tree.unflatten(tree, at), RowBlock(*values)
+        task = _task(block, first, geometry)
         merged = hopper_merge.merged(
-            lambda number: _load_partial(at.partials, values, number, column, geometry),
-            values.num_splits,
-            _MANY_IN_FLIGHT if _has_many_splits(geometry) else _IN_FLIGHT,
+            lambda number: _load_partial(at.partials, block, task, number, geometry),
+            div(add(block.num_splits, i32(num_shares - 1)), num_shares),
+            _in_flight(geometry),
         )
+        if num_shares > 1:
+            merged = _over_shares(merged, smem)
         seen = hopper_merge.saw_tokens(merged)
-        row = add(values.row, values.row_of_block)
+        row = add(block.row, task.row)
         head = rem(row, geometry.heads) if problem.per_head.sinks else ABSENT
         out, lse = hopper_merge.finished(merged, seen, at.sinks, head)
-        own = hopper_merge.OwnElements(exists, row, column)
+        stores = arith.andi(task.exists, less(task.share, i32(1)))
+        own = hopper_merge.OwnElements(stores, row, task.column)
         hopper_merge.store(at.out, at.lse, own, out, lse, problem.head_size, problem.query_dtype)
 
-    merge_own_elements(*leaves, *rows)
+    merge_own_elements(*leaves, sums_smem, *block, part)
 
 
-def _load_partial(at: Partials, rows: RowBlock, number, column, geometry: Geometry) -> tuple[Any, list]:
-    """Loads partial result `number` of a row; the logarithm of its sum is -inf if there is no such split."""
-    exists = less(number, rows.num_splits)
+def _task(block: RowBlock, first, geometry: Geometry) -> _Task:
+    """Finds what this lane merges."""
+    thread, parts_of_row = thread_index_read_again(), _parts_of_row(geometry)
+    warp, lane = div(thread, WARP), rem(thread, WARP)
+    part = add(first, div(warp, shares(geometry)))
+    row = div(part, parts_of_row)
+    exists = less(row, block.num_rows)
+    column = add(mul(rem(part, parts_of_row), WARP), lane)
+    return _Task(arith.select(exists, row, i32(0)), column, rem(warp, shares(geometry)), exists)
+
+
+def _over_shares(merged: Merged, smem) -> Merged:
+    """The softmax of all warps' shares, in the order of the warps, through shared memory."""
+    thread, size = thread_index_read_again(), 4 * _SUMS
+    code = "".join(f"st.shared.f32 [$0 + {4 * i}], ${1 + i};" for i in range(_SUMS))
+    mgpu.utils.warpgroup_barrier()  # all have read the sums of the part before
+    assembly(
+        code, ",".join(["r"] + ["f"] * _SUMS), add(smem, mul(thread, size)), merged.maximum, merged.sum, *merged.out
+    )
+    mgpu.utils.warpgroup_barrier()
+    place, found = add(smem, mul(rem(thread, WARP), size)), []
+    for warp in range(_WARPS):
+        code = "".join(f"ld.shared.f32 ${i}, [${_SUMS} + {4 * i + size * WARP * warp}];" for i in range(_SUMS))
+        maximum, total, *out = assembly(code, ",".join(["=f"] * _SUMS + ["r"]), place, results=_SUMS)
+        found.append(Merged(maximum, total, out))
+    return functools.reduce(hopper_merge.joined, found)
+
+
+def _load_partial(at: Partials, block: RowBlock, task: _Task, number, geometry: Geometry) -> tuple[Any, list]:
+    """Loads a split of a lane's share; the logarithm of its sum is -inf if there is no split of this number."""
+    number = add(mul(number, shares(geometry)), task.share)
+    exists = less(number, block.num_splits)
     number = arith.select(exists, number, i32(0))
     # As in `plan.partial_of`: the first split's, and behind it the first one of each of the next queues.
     is_first = arith.cmpi(arith.CmpIPredicate.eq, number, i32(0))
-    partial = arith.select(is_first, rows.first_partial, mul(add(div(rows.first_partial, 2), number), 2))
-    of_block = add(mul(partial, geometry.tuning.width), rows.block)
-    index = arith.addi(arith.muli(as_i64(of_block), i64(WGMMA_ROWS)), as_i64(rows.row_of_block))
-    return hopper_merge.load_partial(at, exists, index, column, geometry.problem.head_size)
+    partial = arith.select(is_first, block.first_partial, mul(add(div(block.first_partial, 2), number), 2))
+    of_block = add(mul(partial, geometry.tuning.width), block.block)
+    index = arith.addi(arith.muli(as_i64(of_block), i64(WGMMA_ROWS)), as_i64(task.row))
+    return hopper_merge.load_partial(at, exists, index, task.column, geometry.problem.head_size)

@@ -52,6 +52,7 @@ class Split(NamedTuple):
     """Some neighbouring tiles of an item, for one row block."""
 
     seq: Scalar
+    item: Scalar  # of the sequence's
     row: Scalar  # the first of the row block
     num_rows: Scalar  # of the row block; none if it is not there
     first_row: Scalar  # of the row block, counted from the sequence's first
@@ -165,6 +166,7 @@ def _split_of(queue: Queue, s: Sequence, tiles: Scalar, block: Scalar, geometry:
     is_last = queue.tile + tiles == s.tiles
     return Split(
         seq=queue.seq,
+        item=queue.item,
         row=s.first_row + first_row,
         num_rows=num_rows,
         first_row=first_row,

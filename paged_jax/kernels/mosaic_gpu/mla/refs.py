@@ -36,7 +36,7 @@ class Outputs(NamedTuple):
     out: Ref  # [rows, value_size]
     lse: Ref  # [rows]
     partials: Partials
-    closings: Ref  # [queues, width, CLOSING]: first_partial, num_splits, row, num_rows; num_splits is 0 without an item
+    closings: Ref  # [closings, width, CLOSING]: first_partial, num_splits, row, num_rows; num_splits is 0 without a cut
 
 
 class Scratch(NamedTuple):
@@ -71,7 +71,7 @@ def outputs(geometry: Geometry) -> Outputs:
         jax.ShapeDtypeStruct((geometry.rows, problem.head_size), problem.query_dtype),
         jax.ShapeDtypeStruct((geometry.rows,), f32),
         Partials(jax.ShapeDtypeStruct((*of_partials, problem.head_size), f32), jax.ShapeDtypeStruct(of_partials, f32)),
-        jax.ShapeDtypeStruct((tuning.queues, tuning.width, CLOSING), jnp.int32),
+        jax.ShapeDtypeStruct((geometry.closings, tuning.width, CLOSING), jnp.int32),
     )
 
 
