@@ -221,6 +221,15 @@ class ItemKind:
         return self.tiles_per_wide_tile
 
     @property
+    def prefetches(self) -> bool:
+        """Whether warps ask L2 for the next raw tile: one is in flight to shared memory, which is too little.
+
+        The contexts of wide items are in L2 more often, and asking costs them 3% (benchmarks/LOG.md, "Ragged attention
+        over 8 bits on Hopper").
+        """
+        return self.geometry.converts_by_warps and not self.is_wide
+
+    @property
     def run_tokens(self) -> int:
         """Tokens of a run: neighbouring tokens of a tile in one block, which one copy brings.
 

@@ -224,6 +224,8 @@ class TileLoader:
             def do_tile(number, blocks):
                 next_blocks = blocks_of(number + ahead + 1)
                 do(number, first_run, blocks)
+                if self.kind.prefetches:
+                    self._prefetch_own_runs(number + ahead + 1, first_run, next_blocks)
                 return next_blocks
 
             lax.fori_loop(begin, end, do_tile, blocks_of(begin + ahead))
@@ -290,6 +292,16 @@ class TileLoader:
             @pl.when(following < self.item.cached_tiles)
             def copy_next(cache=cache, raw_smem=raw_smem, arrived=arrived):
                 self._copy_own_runs(cache, following, raw_smem, arrived, first_run, blocks)
+
+    def _prefetch_own_runs(self, number: Scalar, first_run: Scalar, blocks: tuple[Scalar, ...]) -> None:
+        """Asks L2 for a warp's runs of a tile, if the item has it."""
+
+        @pl.when(number < self.item.cached_tiles)
+        def prefetch():
+            for cache in self._caches:
+                for j, block in enumerate(blocks):
+                    token = self._first_read(number, first_run + j)
+                    plgpu.async_prefetch(self._run_gmem(cache, block, token))
 
     def _zero_own_rows(self, number: Scalar, tile_smem: Ref, first_row: Scalar) -> None:
         """Zeroes the rows of a warp's runs of V that are not kept."""
