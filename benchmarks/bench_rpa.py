@@ -2,9 +2,11 @@
 
 Both write the step's new tokens and then attend, over donated pools. The separate pools get their slots ready-made; the
 one pool's are computed from the lengths, as its callers expect, which a model of many layers does once for all of them.
-Times are those of all kernels, in microseconds.
+Times are microseconds of all kernels, and of each. A case of few queries is timed with their bound (`max_query_len`),
+too.
 """
 
+import argparse
 import concurrent.futures
 import dataclasses
 import functools
@@ -12,6 +14,7 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +26,7 @@ from benchmarks import cases, harness, inputs, timing
 from paged_jax.compat import rpa
 
 _CASES = ("64x4096-1", "64x4096-1-e4m3", "64x4096-4", "63-decodes-and-512", "63-decodes-and-2048", "chunk-512-of-32768")
+_FEW_QUERIES = 16
 _CALLS = 24
 _LAYOUTS: tuple[paged_jax.Layout, ...] = ("hnd", "nhd")
 
@@ -41,7 +45,7 @@ class Step(NamedTuple):
     v_scale: jax.Array | None
 
 
-def separate(pools: Any, step: Step, *, layout: paged_jax.Layout) -> Any:
+def separate(pools: Any, step: Step, *, layout: paged_jax.Layout, max_query_len: int | None) -> Any:
     """A step over separate pools."""
     key_cache, value_cache = pools
     k_scale, v_scale = step.k_scale, step.v_scale
@@ -49,18 +53,18 @@ def separate(pools: Any, step: Step, *, layout: paged_jax.Layout) -> Any:
         step.key, step.value, key_cache, value_cache, step.slot_mapping, layout=layout, k_scale=k_scale, v_scale=v_scale
     )
     batch = step.block_tables, step.seq_lens, step.query_start_loc
-    out = paged_jax.ragged_paged_attention(
-        step.query, key_cache, value_cache, *batch, layout=layout, k_scale=k_scale, v_scale=v_scale
-    )
+    options: Any = {"layout": layout, "k_scale": k_scale, "v_scale": v_scale, "max_query_len": max_query_len}
+    out = paged_jax.ragged_paged_attention(step.query, key_cache, value_cache, *batch, **options)
     return out, (key_cache, value_cache)
 
 
-def one_pool(pool: Any, step: Step) -> Any:
+def one_pool(pool: Any, step: Step, *, max_query_len: int | None) -> Any:
     """The same step over one pool."""
     num_seqs, head_size = step.seq_lens.shape[0], step.query.shape[2]
     distribution = jnp.array([0, 0, num_seqs], jnp.int32)
     batch = step.seq_lens, step.block_tables.reshape(-1), step.query_start_loc, distribution
-    options = {"sm_scale": head_size**-0.5, "k_scale": step.k_scale, "v_scale": step.v_scale}
+    options: Any = {"k_scale": step.k_scale, "v_scale": step.v_scale, "max_query_len": max_query_len}
+    options["sm_scale"] = head_size**-0.5
     return rpa.ragged_paged_attention(step.query, step.key, step.value, pool, *batch, **options)
 
 
@@ -91,7 +95,7 @@ def steps_of(case: cases.Case, made: inputs.Inputs) -> list[Step]:
     ]
 
 
-def measure(case: cases.Case) -> dict[str, float]:
+def measure(case: cases.Case, bound: int | None) -> dict[str, dict[str, Any]]:
     """Times a case, after a check that both kinds of pools give the same results."""
     made = {layout: inputs.make(dataclasses.replace(case, layout=layout)) for layout in _LAYOUTS}
     pools: dict[str, Any] = {layout: (x.key_cache, x.value_cache) for layout, x in made.items()}
@@ -99,14 +103,16 @@ def measure(case: cases.Case) -> dict[str, float]:
     steps = {layout: steps_of(case, x) for layout, x in made.items()}
     steps["one pool"] = steps["nhd"]
     del made
-    functions = {layout: functools.partial(separate, layout=layout) for layout in _LAYOUTS} | {"one pool": one_pool}
+    functions: dict[str, Any] = {layout: functools.partial(separate, layout=layout) for layout in _LAYOUTS}
+    functions["one pool"] = one_pool
 
     def compiled(name: str) -> Any:
-        return jax.jit(functions[name], donate_argnums=0).lower(pools[name], steps[name][0]).compile()
+        function = functools.partial(functions[name], max_query_len=bound)
+        return jax.jit(function, donate_argnums=0).lower(pools[name], steps[name][0]).compile()
 
     with concurrent.futures.ThreadPoolExecutor() as threads:
         programs = dict(zip(functions, threads.map(compiled, functions), strict=True))
-    outs, times = {}, {}
+    outs, found = {}, {}
     for name, program in programs.items():
         state = [pools.pop(name)]
 
@@ -116,23 +122,43 @@ def measure(case: cases.Case) -> dict[str, float]:
             return outs[name]
 
         jax.block_until_ready(run())
-        rounds = [sum(us for _, us in timing.kernel_times(run)) / _CALLS for _ in range(5)]
-        times[name] = statistics.median(rounds)
+        found[name] = _timed(run)
     np.testing.assert_allclose(np.asarray(outs["one pool"], np.float32), np.asarray(outs["nhd"], np.float32), atol=2e-2)
-    return times
+    return found
+
+
+def _timed(run: Any) -> dict[str, Any]:
+    """The time of one of `run`'s calls, the median of rounds, and that of each of its kernels."""
+    rounds = [timing.kernel_times(run) for _ in range(5)]
+    num_kernels = len(rounds[0]) // _CALLS
+    kernels = [
+        (rounds[0][i][0], round(statistics.median(us for times in rounds for _, us in times[i::num_kernels]), 2))
+        for i in range(num_kernels)
+    ]
+    us = statistics.median(sum(us for _, us in times) / _CALLS for times in rounds)
+    return {"us": round(us, 1), "kernels": kernels}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns the exit code."""
-    names = list(sys.argv[1:] if argv is None else argv) or list(_CASES)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_rpa", description=__doc__)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"some of {', '.join(_CASES)}; default all")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    args = parser.parse_args(argv)
     if not harness.has_gpu("rpa"):
         return 1
-    for case in cases.RAGGED:
-        if case.name in names:
-            times = measure(case)
-            best = min(times[layout] for layout in _LAYOUTS)
-            row = {"case": case.name, **{name: round(us, 1) for name, us in times.items()}}
-            print(json.dumps(row | {"one pool / best": round(times["one pool"] / best, 3)}), flush=True)
+    rows: list[dict[str, Any]] = []
+    for case in (*cases.RAGGED, *cases.MORE_RAGGED):
+        if case.name not in (args.cases or _CASES):
+            continue
+        longest = max(case.num_queries)
+        for bound in (None, longest) if longest <= _FEW_QUERIES else (None,):
+            found = measure(case, bound)
+            best = min(found[layout]["us"] for layout in _LAYOUTS)
+            row = {"case": case.name, "max_query_len": bound, "ratio": round(found["one pool"]["us"] / best, 3)}
+            print(json.dumps(row | {name: x["us"] for name, x in found.items()}), flush=True)
+            rows.append(row | found)
+            harness.write({"op": "rpa", **harness.environment(), "rows": rows}, args.out)
     return 0
 
 

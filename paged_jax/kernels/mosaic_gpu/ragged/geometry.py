@@ -224,8 +224,8 @@ class ItemKind:
     def prefetches(self) -> bool:
         """Whether warps ask L2 for the next raw tile: one is in flight to shared memory, which is too little.
 
-        The contexts of wide items are in L2 more often, and asking costs them 3% (benchmarks/LOG.md, "Ragged attention
-        over 8 bits on Hopper").
+        The contexts of wide items are in L2 more often, and asking costs them 3% (benchmarks/LOG.md, "One pool of keys
+        and values").
         """
         return self.geometry.converts_by_warps and not self.is_wide
 
