@@ -132,7 +132,9 @@ class Rates(NamedTuple):
 def measure_rates(the_engine: engine.Engine, context: int) -> Rates:
     """Times the engine's bare steps, of decode rows and of prompts of `context` tokens."""
     times = the_engine.measure_steps(context)
-    prompts = [shape.num_tokens / seconds for shape, seconds in times.items() if not shape.is_decode]
+    prompts = [
+        shape.num_tokens / seconds for shape, seconds in times.items() if shape.num_prompts and not shape.is_verify
+    ]
     return Rates(max(prompts), {shape.num_rows: 1e6 * times[shape] for shape in times if shape.is_decode})
 
 
@@ -314,6 +316,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-tokens-per-step", type=int, default=2048, help="default 2048")
     add("--decode-rows", type=harness.numbers, default=(64, 128, 256, 512), help="as the engine's")
     add("--mixed-tokens", type=harness.numbers, default=(1024, 2048), help="as the engine's")
+    add("--speculate", type=int, default=0, help="guessed tokens of a text that a step verifies; default 0")
     add("--implementation", help="of the paged ops; default the library's choice")
     add("--peer-seconds", type=float, default=200, help="when to stop transformers, 0 = without it; default 200")
     add("--out", type=Path, help="JSON file to write")
@@ -336,6 +339,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         max_tokens_per_step=args.max_tokens_per_step,
         decode_rows=args.decode_rows,
         mixed_tokens=args.mixed_tokens,
+        max_draft_tokens=args.speculate,
     )
     options = {"implementation": args.implementation}
     sizes = MODELS[args.model], options, args.num_blocks, engine_config

@@ -1,0 +1,202 @@
+"""Measures what speculative decoding gains, and what it costs where it gains nothing.
+
+Two engines over one set of weights generate the same texts in turns; one of them speculates. A row has the wall time
+of both, their steps, and how many guessed tokens were right; it says where their tokens differ. The texts are:
+
+- greedy: the engine's own look-up guesses. Greedy texts of small models repeat themselves.
+- drawn: the same at temperature 1, where texts repeat little.
+- told: greedy, and a proposer is told the text and errs in every seventh token: what right guesses would be worth.
+
+    python -m benchmarks.bench_speculation --model tiny
+    python -m benchmarks.bench_speculation --model llama3-8b --out FILE     # on a GPU, random weights
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.models import BLOCK_SIZE, MODELS, make_model
+from benchmarks.peers import environment
+from examples import loop
+from examples.checkpoint import load_model
+from examples.command_line import TINY
+from examples.step import make_step, xla_options
+from paged_jax import engine
+
+TEXTS = "greedy", "drawn", "told"
+PROMPT = "The for statement is used to iterate over the elements of a sequence. "
+
+
+class Told:
+    """A proposer that knows texts, and guesses every seventh token wrongly; with no texts it looks up.
+
+    Attributes:
+        texts: the texts, prompts included; empty for a look-up.
+    """
+
+    def __init__(self):
+        self.texts: list[list[int]] = []
+        self._lookup = engine.PromptLookup()
+
+    def propose(self, rows: list[engine.DraftRow], /) -> list[list[int]]:
+        """Guesses for each row."""
+        if not self.texts:
+            return self._lookup.propose(rows)
+        return [self._guess(row) for row in rows]
+
+    def forget(self, key: tuple[int, int], /) -> None:
+        """Forgets a row's look-ups."""
+        self._lookup.forget(key)
+
+    def _guess(self, row: engine.DraftRow) -> list[int]:
+        size = len(row.tokens)
+        text = next((text for text in self.texts if text[:size] == row.tokens), row.tokens)
+        return [token ^ (not (size + i) % 7) for i, token in enumerate(text[size : size + row.most])]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One case: wall seconds and steps without and with speculation, and guessed tokens."""
+
+    text: str
+    num_seqs: int
+    num_tokens: int
+    plain_s: float
+    speculating_s: float
+    plain_steps: int
+    speculating_steps: int
+    drafted: int
+    accepted: int
+
+    @property
+    def gain(self) -> float:
+        """Tokens per second with speculation, over those without."""
+        return self.plain_s / self.speculating_s
+
+
+def measure(
+    plain: engine.Engine,
+    speculating: engine.Engine,
+    proposer: Told,
+    text: str,
+    prompts: list[list[int]],
+    max_tokens: int,
+    repeats: int,
+) -> Row:
+    """Runs one case, and keeps each engine's best time.
+
+    Raises:
+        RuntimeError: the engines' tokens differ.
+    """
+    params = engine.SamplingParams(max_tokens=max_tokens, temperature=float(text == "drawn"), seed=5)
+    times: dict[engine.Engine, list[float]] = {plain: [], speculating: []}
+    tokens, proposer.texts = {}, []
+    for _ in range(repeats):
+        for each in (plain, speculating):
+            each.reset()
+            began = time.perf_counter()
+            results = each.generate(prompts, params)
+            times[each].append(time.perf_counter() - began)
+            tokens[each] = [list(samples[0].token_ids) for samples in results]
+            if text == "told" and each is plain:
+                proposer.texts = [[*prompt, *new] for prompt, new in zip(prompts, tokens[each], strict=True)]
+    if (share := _alike(tokens[plain], tokens[speculating])) < 1:
+        print(f"{text}: {share:.1%} of the tokens are alike before the first one that differs", flush=True)
+    before, after = plain.stats(), speculating.stats()
+    return Row(
+        text,
+        len(prompts),
+        after.num_output_tokens,
+        min(times[plain]),
+        min(times[speculating]),
+        before.num_steps,
+        after.num_steps,
+        after.num_draft_tokens,
+        after.num_accepted_tokens,
+    )
+
+
+def _alike(texts: list[list[int]], others: list[list[int]]) -> float:
+    """The share of tokens before the first one that differs; two programs may round logits that tie differently."""
+    pairs = [list(zip(one, other, strict=True)) for one, other in zip(texts, others, strict=True)]
+    firsts = [next((i for i, (a, b) in enumerate(pair) if a != b), len(pair)) for pair in pairs]
+    return sum(firsts) / sum(map(len, pairs))
+
+
+def make_engines(args: argparse.Namespace, proposer: Told) -> tuple[engine.Engine, engine.Engine, list[list[int]]]:
+    """Makes an engine without and one with speculation, and a prompt for each sequence."""
+    most = max(args.num_seqs)
+    if args.model == "tiny":
+        dtype = jnp.float32
+        decoder, config, tokenizer, _ = load_model(TINY, dtype)
+        weights, step = make_step(decoder)
+        prompt = tokenizer.encode(PROMPT).ids
+        prompts = [prompt[i:] + prompt[:i] for i in range(most)]
+    else:
+        dtype, config = jnp.bfloat16, MODELS[args.model]
+        weights, step = make_model(config)
+        prompts = np.random.default_rng(0).integers(0, config.vocab_size, (most, 64)).tolist()
+    longest = max(map(len, prompts)) + args.max_tokens
+    sizes = engine.EngineConfig(
+        max_model_len=longest,
+        max_num_seqs=most,
+        max_tokens_per_step=max(256, most),
+        decode_rows=tuple(sorted(set(args.num_seqs))),
+        mixed_tokens=(max(256, most),),
+        adjustments=False,
+    )
+
+    def make(sizes: engine.EngineConfig, **options: Any) -> engine.Engine:
+        caches = loop.make_caches(config, most * -(-longest // BLOCK_SIZE) + 8, BLOCK_SIZE, dtype)
+        options |= {"compiler_options": xla_options}
+        return engine.Engine(cast(engine.Step, step), weights, caches, sizes, **options)
+
+    plain = make(sizes)
+    return plain, make(dataclasses.replace(sizes, max_draft_tokens=args.speculate), proposer=proposer), prompts
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bench_speculation",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", choices=("tiny", *MODELS), default="tiny", help="examples/tiny, or random weights of these shapes")
+    add("--num-seqs", type=int, nargs="+", default=[1, 4, 16], help="default 1 4 16")
+    add("--max-tokens", type=int, default=256, help="tokens of each text; default 256")
+    add("--speculate", type=int, default=4, help="guessed tokens of a text that a step verifies; default 4")
+    add("--repeats", type=int, default=3, help="default 3")
+    add("--out", type=Path, help="JSON file to write")
+    args = parser.parse_args(argv)
+    proposer, rows = Told(), []
+    plain, speculating, prompts = make_engines(args, proposer)
+    for text in TEXTS:
+        for num_seqs in args.num_seqs:
+            row = measure(plain, speculating, proposer, text, prompts[:num_seqs], args.max_tokens, args.repeats)
+            rows.append(row)
+            print(
+                f"{text:6} {num_seqs:3} texts: {row.num_tokens / row.plain_s:8.0f} -> "
+                f"{row.num_tokens / row.speculating_s:8.0f} tokens/s ({row.gain:.2f}), {row.plain_steps:5} -> "
+                f"{row.speculating_steps:5} steps, {row.accepted} of {row.drafted} guesses right",
+                flush=True,
+            )
+    if args.out:
+        report = {"op": "speculation", "model": args.model, "device": jax.devices()[0].device_kind}
+        report |= {"environment": environment(), "rows": [dataclasses.asdict(row) for row in rows]}
+        args.out.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""Tests the benchmark of speculation on simulated engines: its rows, and that it notices tokens that differ."""
+
+import dataclasses
+
+import pytest
+
+from benchmarks import bench_speculation as bench
+from paged_jax.engine import DraftRow, EngineConfig
+from tests.engine_simulation import VOCAB, make_engine
+
+PLAIN = EngineConfig(max_model_len=64, max_num_seqs=4, max_tokens_per_step=16)
+PROMPTS = [[(3 * i + k) % VOCAB for i in range(5)] for k in range(2)]
+
+
+@pytest.mark.parametrize("text", bench.TEXTS)
+def test_rows(text):
+    """Told guesses save steps; drawn texts are those of one seed in both engines."""
+    proposer = bench.Told()
+    speculating = make_engine(64, 4, dataclasses.replace(PLAIN, max_draft_tokens=4), proposer=proposer)
+    row = bench.measure(make_engine(64, 4, PLAIN), speculating, proposer, text, PROMPTS, 40, 2)
+    assert (row.text, row.num_seqs, row.num_tokens, row.plain_steps) == (text, 2, 80, 40)
+    assert row.accepted <= row.drafted
+    assert row.gain > 0
+    if text == "told":
+        assert row.drafted > row.accepted > 30
+        assert row.speculating_steps < 25
+
+
+def test_wrong_tokens_are_told(capsys):
+    """The two engines get different weights here."""
+    proposer = bench.Told()
+    speculating = make_engine(64, 4, dataclasses.replace(PLAIN, max_draft_tokens=4), proposer=proposer)
+    speculating.update_weights({"salt": 1})
+    bench.measure(make_engine(64, 4, PLAIN), speculating, proposer, "greedy", PROMPTS, 40, 1)
+    assert "of the tokens are alike" in capsys.readouterr().out
+
+
+def test_every_seventh_guess_is_wrong():
+    proposer = bench.Told()
+    proposer.texts = [list(range(20))]
+    assert proposer.propose([DraftRow((0, 0), list(range(5)), 4), DraftRow((1, 0), [9], 4)]) == [[5, 6, 6, 8], []]
