@@ -44,7 +44,7 @@ from examples.step import make_abstract_step
 def peer_answers(
     models: dict[str, DecoderConfig], work: Work, seconds: float
 ) -> dict[tuple[str, str, int], dict[str, Any]]:
-    """PyTorch's times by model, kind of step and number of sequences; cases that it did not get to are missing."""
+    """PyTorch's times by model, phase and number of sequences; cases that it did not get to are missing."""
     sizes = {name: HUB_CONFIGS.get(name) or dataclasses.asdict(config) for name, config in models.items()}
     command = [sys.executable, "-m", "benchmarks.torch_model"]
     pipe, env = subprocess.PIPE, environment()
@@ -60,7 +60,7 @@ def peer_answers(
         finally:
             timer.cancel()
             process.kill()
-    return {(answer.pop("model"), answer.pop("kind"), answer.pop("num_seqs")): answer for answer in answers}
+    return {(answer.pop("model"), answer.pop("phase"), answer.pop("num_seqs")): answer for answer in answers}
 
 
 def run(
@@ -82,7 +82,7 @@ def run(
         for name, config in models.items():
             weights, _ = make_abstract_step(config, jnp.bfloat16)
             for case in work.cases:
-                answer = answers.get((name, case.kind, case.num_seqs), {"absent": "its process ended early"})
+                answer = answers.get((name, case.phase, case.num_seqs), {"absent": "its process ended early"})
                 row = _new_row(name, config, weights, case, work.context, "torch", "peer", answer, measured)
                 peer_rows.append(row)
         rows += peer_rows
@@ -112,7 +112,7 @@ def _clocks(
         compiled = {program: future.result() for program, future in programs.items()}
         tables = make_tables(case.num_seqs, context + model_steps.STEPS)
         caches = make_caches(config, tables.size)
-        timer = model_clocks.time_prefill if case.kind == "prefill" else model_clocks.time_decode
+        timer = model_clocks.time_prefill if case.phase == "prefill" else model_clocks.time_decode
         return timer(compiled, weights, caches, tables, context)
     except Exception as error:  # mostly because memory ran out: the next case may fit
         return {"called": {"failed": harness.first_line(error)}}
@@ -130,11 +130,11 @@ def _new_row(
     ceiling: timing.Ceiling,
 ) -> dict[str, Any]:
     """Makes a contender's row, and prints it."""
-    is_prefill = case.kind == "prefill"
-    label = f"{name}-{case.kind}-{case.num_seqs}x{context}"
+    is_prefill = case.phase == "prefill"
+    label = f"{name}-{case.phase}-{case.num_seqs}x{context}"
     needed = floor_bytes(config, weights, case.num_seqs, context)
     row = harness.row_of(label, needed, contender, kind, answer, None if is_prefill else ceiling)
-    row |= {"model": name, "kind_of_step": case.kind, "num_seqs": case.num_seqs}
+    row |= {"model": name, "phase": case.phase, "num_seqs": case.num_seqs}
     text = f"{row['case']:28} {row['contender']:8}"
     if "us" not in row:
         print(f"{text} {row.get('absent') or row.get('failed')}", flush=True)

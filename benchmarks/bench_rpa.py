@@ -96,7 +96,7 @@ def steps_of(case: cases.Case, made: inputs.Inputs) -> list[Step]:
 
 
 def measure(case: cases.Case, bound: int | None) -> dict[str, dict[str, Any]]:
-    """Times a case, after a check that both kinds of pools give the same results."""
+    """Times a case, after a check that both pools give the same results."""
     made = {layout: inputs.make(dataclasses.replace(case, layout=layout)) for layout in _LAYOUTS}
     pools: dict[str, Any] = {layout: (x.key_cache, x.value_cache) for layout, x in made.items()}
     pools["one pool"] = interleaved(*pools["nhd"])

@@ -282,12 +282,12 @@ def _too_large(least: int) -> dict[str, Any]:
 
 
 def _measure_step(
-    program: concurrent.futures.Future, model: Model, weights: Any, kind: str, num_seqs: int
+    program: concurrent.futures.Future, model: Model, weights: Any, phase: str, num_seqs: int
 ) -> dict[str, Any]:
     call, on_all = program.result(), NamedSharding(model.mesh, P())
     text = call.as_text()
     answer = {"all_reduces": text.count(" all-reduce(") + text.count(" all-reduce-start(")}
-    if kind == "prefill":
+    if phase == "prefill":
         batch = jax.device_put(model.prompts(num_seqs), on_all)
         us, _ = best_us(lambda caches: call(weights, caches, batch)[1], model.caches(num_seqs), 1)
         return answer | {"us": us, "tokens_per_s": num_seqs * model.context / us * 1e6}

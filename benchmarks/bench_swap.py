@@ -21,16 +21,16 @@ from benchmarks import harness
 
 _BLOCK = (8, 16, 128)  # a block of 16 tokens with 8 kv heads of 128
 _PAIRS = (16, 256, 4096)  # blocks that a swap moves
-_KINDS = {"out": ("device", "pinned_host"), "in": ("pinned_host", "device")}  # a direction's memories: from, to
+_MEMORIES = {"out": ("device", "pinned_host"), "in": ("pinned_host", "device")}  # a direction's memories: from, to
 
 
-def _place(x: Any, kind: str) -> jax.Array:
-    return jax.device_put(x, jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=kind))
+def _place(x: Any, memory: str) -> jax.Array:
+    return jax.device_put(x, jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=memory))
 
 
-def _pools(num_blocks: int, kind: str, seed: int) -> list[jax.Array]:
+def _pools(num_blocks: int, memory: str, seed: int) -> list[jax.Array]:
     keys = jax.random.split(jax.random.key(seed))
-    return [_place(jax.random.normal(key, (num_blocks, *_BLOCK), jnp.bfloat16), kind) for key in keys]
+    return [_place(jax.random.normal(key, (num_blocks, *_BLOCK), jnp.bfloat16), memory) for key in keys]
 
 
 def _median(call: Callable[[], Any], samples: int = 9) -> float:
@@ -49,8 +49,8 @@ def swap_seconds(pairs: int, direction: str, implementation: Any, num_blocks: in
     Raises:
       ValueError: the result is wrong.
     """
-    source_kind, kind = _KINDS[direction]
-    sources, caches = _pools(num_blocks, source_kind, 0), _pools(num_blocks, kind, 1)
+    source_memory, memory = _MEMORIES[direction]
+    sources, caches = _pools(num_blocks, source_memory, 0), _pools(num_blocks, memory, 1)
     rng = np.random.default_rng(0)
     mapping = jnp.asarray(np.stack([rng.permutation(num_blocks)[:pairs] for _ in range(2)], 1), jnp.int32)
     expected = [
@@ -60,7 +60,7 @@ def swap_seconds(pairs: int, direction: str, implementation: Any, num_blocks: in
     swap = jax.jit(partial(paged_jax.swap_blocks, implementation=implementation), donate_argnums=(2, 3))
     caches = swap(*sources, *caches, mapping)
     for cache, exact in zip(caches, expected, strict=True):
-        if cache.sharding.memory_kind != kind or not bool((_place(cache, "device") == exact).all()):
+        if cache.sharding.memory_kind != memory or not bool((_place(cache, "device") == exact).all()):
             raise ValueError("wrong result")
 
     def call():
@@ -73,9 +73,9 @@ def swap_seconds(pairs: int, direction: str, implementation: Any, num_blocks: in
 
 def plain_seconds(pairs: int, direction: str) -> float:
     """Measures the seconds of a transfer of one array with as many bytes as a swap moves. It allocates its result."""
-    source_kind, kind = _KINDS[direction]
-    x = _place(jnp.ones((2 * pairs, *_BLOCK), jnp.bfloat16), source_kind)
-    return _median(lambda: _place(x, kind))
+    source_memory, memory = _MEMORIES[direction]
+    x = _place(jnp.ones((2 * pairs, *_BLOCK), jnp.bfloat16), source_memory)
+    return _median(lambda: _place(x, memory))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     rows: list[dict[str, Any]] = []
     report = {"op": "swap", **harness.environment(), "rows": rows}
-    for direction in _KINDS:
+    for direction in _MEMORIES:
         for pairs in _PAIRS:
             bytes_moved = 2 * pairs * int(np.prod(_BLOCK)) * 2
             contenders: dict[str, Callable[[], float]] = {

@@ -56,7 +56,7 @@ def prompts(tables: Any, context: int) -> Batch:
 class Case(NamedTuple):
     """What is timed: a step of "decode" or "prefill", with so many sequences."""
 
-    kind: str
+    phase: str
     num_seqs: int
 
 
@@ -77,7 +77,7 @@ def lower_call(config: DecoderConfig, step: Step, weights: Any, case: Case, cont
     """Lowers the step that is called once for each token, or once for `PROMPTS` prompts."""
     tables = make_tables(case.num_seqs, context + STEPS)
     state = _abstract_state(config, tables)
-    if case.kind == "decode":
+    if case.phase == "decode":
         options = xla_options(case.num_seqs)
         call = jax.jit(partial(advance, step), donate_argnums=1, compiler_options=options)
         return call.lower(weights, state, tables)
@@ -114,7 +114,7 @@ def compile_all(
             if excess(config, weights, case, work.context) is None:
                 made = config, step, weights, case, work.context
                 lowers[name, case, "call"] = partial(lower_call, *made)
-                if case.kind == "decode":
+                if case.phase == "decode":
                     lowers[name, case, "loop"] = partial(lower_loop, *made)
     found: dict[tuple[str, Case], dict[str, concurrent.futures.Future]] = {}
     for (name, case, program), future in harness.compile_all(lowers, options).items():

@@ -91,13 +91,13 @@ class Model:
         """A batch of whole prompts."""
         return prompts(self.tables(num_seqs), self.context)
 
-    def lower(self, kind: str, num_seqs: int) -> jax.stages.Lowered:
+    def lower(self, phase: str, num_seqs: int) -> jax.stages.Lowered:
         """Lowers the program of a step, which updates its caches in place."""
         shapes, step = self.parts
         weights, tables = abstract_weights(shapes, self.mesh), self.tables(num_seqs)
         state = self._abstract_state(num_seqs)
         at = jax.tree.map(lambda x: x.sharding, state)
-        if kind == "decode":
+        if phase == "decode":
             call, options = functools.partial(advance, step), xla_options(num_seqs, weights=shapes, mesh=self.mesh)
             call = jax.jit(call, donate_argnums=1, out_shardings=at, compiler_options=options)
             return call.lower(weights, state, tables)

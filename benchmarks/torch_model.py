@@ -33,11 +33,11 @@ def main() -> None:
             model = HubModel(sizes) if "architectures" in sizes else Model(sizes)
         except Exception as error:  # PyTorch is not installed, or memory ran out
             reason = first_line(error)
-        for kind, num_seqs in cases:
+        for phase, num_seqs in cases:
             answer: dict[str, Any] = {"absent": reason}
             if model is not None:
                 try:
-                    if kind == "decode":
+                    if phase == "decode":
                         seconds = model.time_decode(num_seqs, work["context"], work["steps"])
                     else:
                         seconds = model.time_prefill(num_seqs, work["context"])
@@ -46,7 +46,7 @@ def main() -> None:
                     traceback.print_exc()
                     answer = {"absent": first_line(error)}
                 model.forget()
-            results.write(json.dumps({"model": name, "kind": kind, "num_seqs": num_seqs, **answer}) + "\n")
+            results.write(json.dumps({"model": name, "phase": phase, "num_seqs": num_seqs, **answer}) + "\n")
             results.flush()
 
 

@@ -335,8 +335,8 @@ class PagedKVCache:
         """Copies whole blocks to another cache, with their scales if each slot has its own: `swap_blocks`.
 
         Args:
-          other: the cache to write, of this one's layout, dtype, block shape and kinds of scales; its number of blocks
-            may differ. Scales for the cache or a head are not copied; they must be equal, which is not checked.
+          other: the cache to write, of this one's layout, dtype, block shape and granularities of scales; its number of
+            blocks may differ. Scales for the cache or a head are not copied; they must be equal, which is not checked.
           block_mapping: i32 [num_pairs, 2], (block of this cache, block of `other`); negative pairs are skipped.
           implementation: see `paged_jax.ops`.
 
@@ -346,9 +346,9 @@ class PagedKVCache:
         Raises:
           ValueError, TypeError: the caches do not match, or a shape or dtype is wrong.
         """
-        mine, others = self._kind, other._kind
+        mine, others = self._form, other._form
         if mine != others:
-            raise ValueError(f"other must have this cache's layout and kinds of scales {mine}, got {others}")
+            raise ValueError(f"other must have this cache's layout and granularities of scales {mine}, got {others}")
         layers = zip((self._pools, *self._slot_scales), (other._pools, *other._slot_scales), strict=True)
         swapped = [
             cache_ops.swap_blocks(*src, *dst, block_mapping, implementation=implementation) for src, dst in layers
@@ -365,7 +365,7 @@ class PagedKVCache:
         return {"k_scale": self.k_scale, "v_scale": self.v_scale, "layout": self.layout}
 
     @property
-    def _kind(self) -> tuple:
+    def _form(self) -> tuple:
         """The layout and the ranks of the scales, which two caches must share if blocks are to move between them."""
         return self.layout, *(None if scale is None else np.ndim(scale) for scale in (self.k_scale, self.v_scale))
 

@@ -50,16 +50,16 @@ def main(argv=None):
     started, answers = time.time(), collections.Counter()
     refusals, wrong = collections.Counter(), []
     for answer in _answers(args):
-        answers[answer["kind"]] += answer.get("batches", 1)
-        if answer["kind"] == "refused":
+        answers[answer["outcome"]] += answer.get("batches", 1)
+        if answer["outcome"] == "refused":
             refusals[answer["why"]] += 1
-        if answer["kind"] in ("wrong", "died", "killed"):
+        if answer["outcome"] in ("wrong", "died", "killed"):
             wrong.append(answer)
-            word = "KILLED" if answer["kind"] == "killed" else "WRONG"
+            word = "KILLED" if answer["outcome"] == "killed" else "WRONG"
             print(f"{word} {_again(args, answer)}  # {answer['why']}", flush=True)
     for why, count in refusals.most_common(args.refusals):
         print(f"refused {count:5} x {why}")
-    programs, took = sum(answers[kind] for kind in ("done", "died", "killed")), time.time() - started
+    programs, took = sum(answers[outcome] for outcome in ("done", "died", "killed")), time.time() - started
     print(f"seed {args.seed}: {programs} programs, {sum(refusals.values())} refused, {took:.0f} s")
     killed = f", {answers['killed']} killed" if answers["killed"] else ""
     print(f"{answers['passed']} passed, {len(wrong) - answers['killed']} failed{killed}")
@@ -128,15 +128,15 @@ def _answers(args):
         process = None
         while (number := programs.next()) is not None:
             process = process or _start_worker(args)
-            kinds = set()
+            outcomes = set()
             for answer in _asked(process, number, args.patience):
-                kinds.add(answer["kind"])
+                outcomes.add(answer["outcome"])
                 answers.put(answer)
-            if "refused" in kinds:
+            if "refused" in outcomes:
                 programs.refused()
-            if "wrong" in kinds:  # perhaps it read outside of memory, and then it can no longer use the GPU
+            if "wrong" in outcomes:  # perhaps it read outside of memory, and then it can no longer use the GPU
                 _ended(process)
-            if kinds & {"wrong", "died", "killed"}:
+            if outcomes & {"wrong", "died", "killed"}:
                 process = None
         if process is not None:
             _ended(process)
@@ -162,16 +162,16 @@ def _asked(process, number, patience):
             continue
         answer = json.loads(line)
         yield answer
-        if answer["kind"] == "done":
+        if answer["outcome"] == "done":
             timer.cancel()
             return
     timer.cancel()
     code, took = _ended(process), time.monotonic() - started
     if code == -signal.SIGKILL:  # no error of the program kills its process like this
         who = f"it took more than {patience:g} s" if took >= patience else "the system did, perhaps for want of memory"
-        yield {"kind": "killed", "where": str(number), "why": f"the process was killed: {who}"}
+        yield {"outcome": "killed", "where": str(number), "why": f"the process was killed: {who}"}
         return
-    yield {"kind": "died", "where": str(number), "why": f"the process died with exit code {code}: {last[:300]}"}
+    yield {"outcome": "died", "where": str(number), "why": f"the process died with exit code {code}: {last[:300]}"}
 
 
 def _ended(process):
@@ -207,7 +207,7 @@ def _work(args):
     for line in sys.stdin:
         _try_program(args, int(line))
         jax.clear_caches()  # some hundred programs for a CPU have more pieces of memory than a process may have
-        _say(kind="done")
+        _say(outcome="done")
     return 0
 
 
@@ -233,11 +233,11 @@ def _try_program(args, number):
         words = str(error).split("\n")[0][:300]
         # A refusal is an error whose message begins with the name of the implementation.
         if isinstance(error, Unsupported) or (isinstance(error, NotImplementedError) and "implementation '" in words):
-            _say(kind="refused", why=words, batches=0)
+            _say(outcome="refused", why=words, batches=0)
         else:
-            _say(kind="wrong", where=where, why=f"{type(error).__name__}: {words} [{describe(program)}]", batches=0)
+            _say(outcome="wrong", where=where, why=f"{type(error).__name__}: {words} [{describe(program)}]", batches=0)
     if passed:
-        _say(kind="passed", batches=passed)
+        _say(outcome="passed", batches=passed)
 
 
 def describe(program):

@@ -160,7 +160,7 @@ def _options(rng, case, op):
     def maybe(*values):
         return values[int(rng.integers(len(values)))] if rng.random() < 0.25 else None
 
-    kinds = ["scalar", "head", "slot"]
+    granularities = ["scalar", "head", "slot"]
     eight_bit = inputs.dtype_of(case.cache_dtype or case.dtype).itemsize == 1
     scaled = case.cache_dtype == "int8" or rng.random() < (0.6 if eight_bit else 0.15)
     if op in ("write", "story", "mla_write") and not _narrower(case):
@@ -185,8 +185,8 @@ def _options(rng, case, op):
         logits_soft_cap=maybe(0.5, 5.0, 30.0, 1e6),
         sinks=rng.random() < 0.25,
         block_sparse=sparse,
-        k_scale=str(rng.choice(kinds)) if scaled else None,
-        v_scale=str(rng.choice(kinds)) if both or (not scaled and case.cache_dtype == "int8") else None,
+        k_scale=str(rng.choice(granularities)) if scaled else None,
+        v_scale=str(rng.choice(granularities)) if both or (not scaled and case.cache_dtype == "int8") else None,
         scale_size=float(rng.choice([1.0, 1.0, 1.0, -1.0, 1e-3])),
         max_seq_len=maybe(0),  # the function `program` draws the bound
         logits="equal" if rng.random() < 0.05 else "random",

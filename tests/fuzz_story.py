@@ -41,9 +41,9 @@ class Story:
         # The cache has one scale, because scales for each slot would have to move with the blocks.
         self.scales = {}
         for name in SCALES:
-            kind = getattr(case, name)
-            if kind is not None:
-                scale = inputs.make_scale(rng, case, "head" if kind == "slot" else kind, self.num_blocks)
+            granularity = getattr(case, name)
+            if granularity is not None:
+                scale = inputs.make_scale(rng, case, "head" if granularity == "slot" else granularity, self.num_blocks)
                 self.scales[name] = scale
 
     def poison(self, rng, num_blocks):

@@ -79,9 +79,9 @@ def make_tables(rng, case):
     return tables, num_blocks
 
 
-def make_scale(rng, case, kind, num_blocks):
+def make_scale(rng, case, granularity, num_blocks):
     """Makes a dequantisation factor of the named shape, typical for the cache's dtype; gives None for None."""
-    if kind is None:
+    if granularity is None:
         return None
     shapes = {
         "scalar": (),
@@ -89,7 +89,7 @@ def make_scale(rng, case, kind, num_blocks):
         "slot": (num_blocks, case.num_kv_heads, case.block_size),
     }
     typical = 0.03 if case.cache_dtype == "int8" else 0.7
-    return np.asarray(case.scale_size * typical * rng.uniform(0.5, 2.0, shapes[kind]), np.float32)
+    return np.asarray(case.scale_size * typical * rng.uniform(0.5, 2.0, shapes[granularity]), np.float32)
 
 
 def token_vectors(rng, case, length, which):
@@ -121,10 +121,10 @@ def make_cache(rng, case, tables, num_blocks):
     dims = (num_blocks, case.num_kv_heads, case.block_size, case.head_size)
     result = {}
     shapes = cache_shapes(case.layout, *dims, dtype)
-    for which, shape, kind in zip(("key", "value"), shapes, (case.k_scale, case.v_scale), strict=True):
+    for which, shape, granularity in zip(("key", "value"), shapes, (case.k_scale, case.v_scale), strict=True):
         cache = poison(rng, shape, dtype)
-        scale = make_scale(rng, case, kind, num_blocks)
-        poisoned = np.full_like(scale, np.nan) if kind == "slot" else scale
+        scale = make_scale(rng, case, granularity, num_blocks)
+        poisoned = np.full_like(scale, np.nan) if granularity == "slot" else scale
         for row, length in enumerate(case.seq_lens):
             first = first_columns(case)[row] * case.block_size
             fill(case, cache, tables[row], first, token_vectors(rng, case, length, which), which, scale, poisoned)

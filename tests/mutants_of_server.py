@@ -118,8 +118,8 @@ MUTANTS_OF_SERVER = [
     Mutant(
         "api: no limit means no new tokens",
         "examples/server/api.py",
-        "max_tokens == 0, *_stream(content), add)",
-        "not max_tokens, *_stream(content), add)",
+        "max_tokens == 0, *_stream(content), add, allowed)",
+        "not max_tokens, *_stream(content), add, allowed)",
         "tests/test_serve_answers.py",
     ),
     Mutant(

@@ -55,7 +55,7 @@ MUTANTS_OF_TRITON = [
     ),
     Mutant(
         "triton: ragged looks at 128 sequences",
-        "kernels/triton/device/pieces.py",
+        "kernels/triton/device/items.py",
         "for first in range(0, num_seqs + 1, 128):",
         "for first in range(0, 128, 128):",
         "interpret many-sequences",

@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 from tests.mutants import COPIED, ROOT
 
-# These cases of the attention ops have every option, layout and kind of scale, the edge cases, and random lengths.
+# These cases of the attention ops have every option, layout, and granularity of scales, the edge cases, random lengths.
 _ATTENTION = (
     "tests/test_transforms.py tests/test_memory.py tests/test_decode.py tests/test_ragged.py tests/test_xla.py "
 )
@@ -127,10 +127,10 @@ def changes(source: str) -> Iterator[Change]:
             yield from walk(child)
 
     signs = {
-        f"Replace{kind}Operator_{old}_{new}"
+        f"Replace{operators}Operator_{old}_{new}"
         for old, news in _REPLACED_BY.items()
         for new in news
-        for kind in ("Binary", "Comparison")
+        for operators in ("Binary", "Comparison")
     }
     for name in sorted(signs) + list(_OTHERS):
         try:

@@ -63,7 +63,7 @@ def word_piece():
     return tokenizer
 
 
-KINDS = {kind.__name__: kind for kind in (byte_level, byte_fallback, metaspace, word_piece)}
+TOKENIZERS = {make.__name__: make for make in (byte_level, byte_fallback, metaspace, word_piece)}
 
 
 def random_text(rng, longest=12):

@@ -191,7 +191,7 @@ def make(case):
     distribution = np.array([0, 0, len(case.lens)], np.int32)
     step = kv_lens, pages.reshape(-1), cu_q_lens, distribution
     arrays = (queries, keys, values, before.reshape(shape), *step, *([] if sink is None else [sink]))
-    exact, rough = (_attention(case, queries, pool, pages, starts, sink, kind) for kind in (np.float64, np.float32))
+    exact, rough = (_attention(case, queries, pool, pages, starts, sink, dtype) for dtype in (np.float64, np.float32))
     return Made(arrays, options, exact, rough.astype(dtype), pool.reshape(shape))
 
 
@@ -213,23 +213,23 @@ def _logits_in_order(query, keys):
     return sum(q.transpose(1, 2, 0)[..., None] * k.T[:, None, None] for q, k in by_element)
 
 
-def _attention(case, queries, pool, pages, starts, sink, kind):
+def _attention(case, queries, pool, pages, starts, sink, dtype):
     """Attention by the definition, in float64, or roughly: in float32, with weights rounded to the queries' dtype."""
     options, (num_q_heads, num_kv_heads) = dict(case.options), case.num_heads
-    group, out = num_q_heads // num_kv_heads, np.zeros(queries.shape, kind)
+    group, out = num_q_heads // num_kv_heads, np.zeros(queries.shape, dtype)
     q_scale, scale = options.get("q_scale"), options.get("sm_scale", 1.0) * options.get("k_scale", 1.0)
     if q_scale is not None:
         divided = (queries.astype(np.float32) / q_scale).astype(queries.dtype)
         queries, scale = _narrowed(divided, 1.0, pool.dtype), scale * q_scale
     for row, (q_len, length) in enumerate(case.lens):
         held = pool[pages[row, : -(-length // case.page_size)]]
-        held = held.reshape(-1, *held.shape[2:])[:length, : 2 * num_kv_heads, : case.head_dim].astype(kind)
+        held = held.reshape(-1, *held.shape[2:])[:length, : 2 * num_kv_heads, : case.head_dim].astype(dtype)
         rows = slice(starts[row], starts[row + 1])
-        query = queries[rows].astype(kind).reshape(q_len, num_kv_heads, group, case.head_dim)
-        in_order = kind is np.float32 and case.dtype == "float32"
-        logits = (_logits_in_order if in_order else _logits)(query, held[:, 0::2]) * kind(scale)
+        query = queries[rows].astype(dtype).reshape(q_len, num_kv_heads, group, case.head_dim)
+        in_order = dtype is np.float32 and case.dtype == "float32"
+        logits = (_logits_in_order if in_order else _logits)(query, held[:, 0::2]) * dtype(scale)
         if options.get("soft_cap") is not None:
-            logits = kind(options["soft_cap"]) * np.tanh(logits / kind(options["soft_cap"]))
+            logits = dtype(options["soft_cap"]) * np.tanh(logits / dtype(options["soft_cap"]))
         at, token = (length - q_len) + np.arange(q_len)[:, None], np.arange(length)[None, :]
         if options.get("use_causal_mask", True):
             window = options.get("sliding_window") or length
@@ -238,12 +238,12 @@ def _attention(case, queries, pool, pages, starts, sink, kind):
         weights = np.exp(logits - top)
         total = weights.sum(axis=-1, keepdims=True)
         if sink is not None:
-            total = total + np.exp(sink.astype(kind).reshape(num_kv_heads, group, 1, 1) - top)
-        if kind == np.float32:
-            weights = weights.astype(inputs.dtype_of(case.dtype)).astype(kind)
+            total = total + np.exp(sink.astype(dtype).reshape(num_kv_heads, group, 1, 1) - top)
+        if dtype == np.float32:
+            weights = weights.astype(inputs.dtype_of(case.dtype)).astype(dtype)
         weighted = np.einsum("grqk,kgd->qgrd", weights, held[:, 1::2], optimize=True)
         weighted = weighted / total[..., 0].transpose(2, 0, 1)[..., None]
-        out[rows] = weighted.reshape(q_len, num_q_heads, case.head_dim) * kind(options.get("v_scale", 1.0))
+        out[rows] = weighted.reshape(q_len, num_q_heads, case.head_dim) * dtype(options.get("v_scale", 1.0))
     return out
 
 

@@ -29,7 +29,7 @@ def params() -> list[engine.SamplingParams]:
     return [engine.SamplingParams(max_tokens=9), drawn, engine.SamplingParams(max_tokens=3, logprobs=2), drawn]
 
 
-def make_engine(kind: type[engine.Engine], tp: int) -> Any:
+def make_engine(engine_class: type[engine.Engine], tp: int) -> Any:
     """Makes an engine whose pool is so small that requests wait for each other's blocks."""
     mesh = make_mesh({"dp": 1, "tp": tp})
     model, config, _, _ = load_model(MODEL, jnp.float32, mesh)
@@ -38,7 +38,7 @@ def make_engine(kind: type[engine.Engine], tp: int) -> Any:
     sizes = engine.EngineConfig(
         max_model_len=48, max_num_seqs=4, max_tokens_per_step=16, decode_rows=(4,), mixed_tokens=(16,), max_logprobs=2
     )
-    return kind(cast(engine.Step, step), weights, caches, sizes)
+    return engine_class(cast(engine.Step, step), weights, caches, sizes)
 
 
 def texts(the_engine: engine.Engine) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Tests the arguments of the allocator's functions: counts and ids of any kind and width, for both kinds of state."""
+"""Tests the arguments of the allocator's functions: counts and ids of any form and width, for both forms of state."""
 
 import inspect
 
@@ -17,22 +17,22 @@ def is_host(state):
     return all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(state))
 
 
-def walk(state, kind):
-    """Calls every function once, with arguments that `kind` makes of lists."""
-    grow, ids = kind([6, 9, 0, 0]), kind([6])
+def walk(state, make):
+    """Calls every function once, with arguments that `make` makes of lists."""
+    grow, ids = make([6, 9, 0, 0]), make([6])
     state, block_mapping, ok = allocator.append_tokens(state, grow)
-    state = allocator.fork(state, kind(0), kind(2))
-    state = allocator.share(state, kind(1), kind(3), kind(2))
-    state, *_ = allocator.append_tokens(state, kind([0, 0, 1, 4]), row_by_row=True)
+    state = allocator.fork(state, make(0), make(2))
+    state = allocator.share(state, make(1), make(3), make(2))
+    state, *_ = allocator.append_tokens(state, make([0, 0, 1, 4]), row_by_row=True)
     state = allocator.retain(state, ids)
-    state = allocator.truncate(state, kind([6, 5, 3, 8]))
+    state = allocator.truncate(state, make([6, 5, 3, 8]))
     state = allocator.free_blocks(state, ids)
-    state = allocator.free(state, kind([False, False, True, False]))
-    state = allocator.adopt(state, kind(2), kind([7, 6]))
-    return state, block_mapping, ok, allocator.slots(state, kind([0, 3, -1]), kind([5, 7, 0]))
+    state = allocator.free(state, make([False, False, True, False]))
+    state = allocator.adopt(state, make(2), make([7, 6]))
+    return state, block_mapping, ok, allocator.slots(state, make([0, 3, -1]), make([5, 7, 0]))
 
 
-KINDS = {
+FORMS = {
     "list": lambda x: x,
     "tuple": lambda x: tuple(x) if isinstance(x, list) else x,
     "int64": np.asarray,
@@ -43,10 +43,10 @@ KINDS = {
 
 
 @both
-@pytest.mark.parametrize("kind", KINDS)
-def test_counts_and_ids_of_any_kind_do_the_same_and_keep_the_states_kind(xp, kind):
+@pytest.mark.parametrize("form", FORMS)
+def test_counts_and_ids_of_any_form_do_the_same_and_keep_the_states_form(xp, form):
     expected = walk(allocator.create(8, 4, 4, 4), np.asarray)
-    results = walk(allocator.create(8, 4, 4, 4, xp=xp), KINDS[kind])
+    results = walk(allocator.create(8, 4, 4, 4, xp=xp), FORMS[form])
     assert_same(results, expected)
     assert is_host(results) == (xp is np)
 

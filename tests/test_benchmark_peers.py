@@ -178,7 +178,7 @@ def test_cudnn_gets_padded_queries(query_lens, monkeypatch):
 def test_peers_find_tritons_cache(monkeypatch, tmp_path, value):
     """Their processes know no empty `TRITON_CACHE_DIR`, which jax-triton 0.3 sets in ours; Triton fails with it."""
     program = tmp_path / "python"  # hears what it is asked, and says in each peer's words what its environment has
-    answer = '{"model": "m", "kind": "k", "num_seqs": 1, "contender": "flashinfer", "name": "tiny", "absent": "%s"}'
+    answer = '{"model": "m", "phase": "k", "num_seqs": 1, "contender": "flashinfer", "name": "tiny", "absent": "%s"}'
     program.write_text(f"#!/bin/sh\nread work\nread go\nprintf '{answer}' \"${{TRITON_CACHE_DIR-unset}}\"\n")
     program.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(program))

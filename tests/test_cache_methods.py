@@ -16,18 +16,18 @@ TABLES, LENS = np.array([[4, 1], [0, 2]], np.int32), np.array([7, 3], np.int32)
 STARTS = np.array([0, 2, 3], np.int32)
 
 
-def scale_of(kind, rng):
+def scale_of(granularity, rng):
     shape = {"scalar": (), "head": (KV_HEADS,), "slot": (NUM_BLOCKS, KV_HEADS, BLOCK_SIZE)}
-    return None if kind is None else jnp.asarray(rng.uniform(0.01, 0.02, shape[kind]), jnp.float32)
+    return None if granularity is None else jnp.asarray(rng.uniform(0.01, 0.02, shape[granularity]), jnp.float32)
 
 
-def filled(k_kind, v_kind, seed=0):
+def filled(k_granularity, v_granularity, seed=0):
     """A cache of random codes; with no scales the pools are of floats."""
     rng = np.random.default_rng(seed)
-    dtype = jnp.float32 if k_kind is v_kind is None else jnp.int8
+    dtype = jnp.float32 if k_granularity is v_granularity is None else jnp.int8
     shape = NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_SIZE
     key_cache, value_cache = (jnp.asarray(rng.integers(-99, 99, shape), dtype) for _ in "kv")
-    return PagedKVCache(key_cache, value_cache, scale_of(k_kind, rng), scale_of(v_kind, rng), "nhd")
+    return PagedKVCache(key_cache, value_cache, scale_of(k_granularity, rng), scale_of(v_granularity, rng), "nhd")
 
 
 def tokens(count, heads, dtype=jnp.bfloat16):
@@ -103,12 +103,12 @@ def test_methods_are_their_ops(return_lse):
         assert np.any(np.asarray(full != default))
 
 
-KINDS = [(None, None), ("scalar", "head"), ("slot", "scalar"), ("head", "slot"), ("slot", "slot")]
+GRANULARITIES = [(None, None), ("scalar", "head"), ("slot", "scalar"), ("head", "slot"), ("slot", "slot")]
 
 
-@pytest.mark.parametrize("kinds", KINDS, ids=str)
-def test_blocks_move_with_the_scales_of_their_slots(kinds):
-    cache, other = filled(*kinds), filled(*kinds, seed=1)
+@pytest.mark.parametrize("granularities", GRANULARITIES, ids=str)
+def test_blocks_move_with_the_scales_of_their_slots(granularities):
+    cache, other = filled(*granularities), filled(*granularities, seed=1)
     mapping = np.array([[4, 1], [-1, -1], [0, 5]], np.int32)
     copied = cache.copy_blocks(mapping, implementation="xla")
     swapped = cache.swap_blocks_to(other, mapping, implementation="xla")
@@ -122,9 +122,9 @@ def test_blocks_move_with_the_scales_of_their_slots(kinds):
             assert_equal(getattr(after, name), wanted)
 
 
-@pytest.mark.parametrize("kinds", [(None, None), ("slot", "scalar")], ids=str)
-def test_a_cache_in_host_memory_copies_blocks(kinds):
-    cache, mapping = filled(*kinds), np.array([[4, 1], [-1, -1]], np.int32)
+@pytest.mark.parametrize("granularities", [(None, None), ("slot", "scalar")], ids=str)
+def test_a_cache_in_host_memory_copies_blocks(granularities):
+    cache, mapping = filled(*granularities), np.array([[4, 1], [-1, -1]], np.int32)
     on_host = cache.key_cache.sharding.with_memory_kind("pinned_host")
     pools = {name: jax.device_put(getattr(cache, name), on_host) for name in ("key_cache", "value_cache")}
     copied = dataclasses.replace(cache, **pools).copy_blocks(mapping)
@@ -132,8 +132,8 @@ def test_a_cache_in_host_memory_copies_blocks(kinds):
     assert_equal(copied, cache.copy_blocks(mapping))
 
 
-def test_caches_of_different_kinds_swap_nothing():
+def test_unlike_caches_swap_nothing():
     mapping = np.array([[4, 1]], np.int32)
     for one, two in (("slot", "head"), ("head", "slot")), (("slot", "scalar"), ("slot", "head")):
-        with pytest.raises(ValueError, match="other must have this cache's layout and kinds of scales"):
+        with pytest.raises(ValueError, match="other must have this cache's layout and granularities of scales"):
             filled(*one).swap_blocks_to(filled(*two), mapping)

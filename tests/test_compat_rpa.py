@@ -104,12 +104,12 @@ def test_on_a_gpu(case, implementation):
     rpa_cases.hold(case, run_there)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_on_sharded_arrays_each_device_computes_its_heads(kind):
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_on_sharded_arrays_each_device_computes_its_heads(axis_type):
     case = Case("sharded", rpa_cases.SMALL[0].lens, (8, 4), 64, "float32", pool="plain", sink=True)
     made = rpa_cases.make(case)
     whole = run(rpa.ragged_paged_attention, *made.arrays)
-    mesh, heads = make_mesh(kind), P(None, "tp")
+    mesh, heads = make_mesh(axis_type), P(None, "tp")
     specs = [heads, heads, heads, P(None, None, "tp"), P(), P(), P(), P(), P("tp")]
     arrays = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(made.arrays, specs, strict=True)]
     compiled = jax.jit(rpa.ragged_paged_attention, donate_argnums=3).lower(*arrays).compile()

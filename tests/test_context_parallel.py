@@ -20,13 +20,13 @@ from tests.engine_checks import NUM_BLOCKS as ENGINE_BLOCKS
 from tests.every_op import OPS, pools_written
 from tests.test_partition import ARRAYS, NUM_BLOCKS, bind, place
 
-KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+KINDS = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 POOLS = "key_cache", "value_cache", "latent_cache"
 SPLIT_OPS = [op for op in OPS if op not in ("paged_attention_v2", "swap_blocks")]
 
 
-def make_mesh(kind=AxisType.Auto):
-    return jax.make_mesh((2, 2, 2), ("dp", "dcp", "tp"), axis_types=(kind,) * 3, devices=jax.devices("cpu"))
+def make_mesh(axis_type=AxisType.Auto):
+    return jax.make_mesh((2, 2, 2), ("dp", "dcp", "tp"), axis_types=(axis_type,) * 3, devices=jax.devices("cpu"))
 
 
 def specs_of(op, names, seqs=None, heads="tp", layout="hnd"):
@@ -76,17 +76,17 @@ def assert_same(actual, wanted):
 
 
 @pytest.mark.parametrize(
-    ("op", "kind"),
+    ("op", "axis_type"),
     [(op, (AxisType.Auto, AxisType.Explicit)[i % 2]) for i, op in enumerate(SPLIT_OPS)]
     + [
         pytest.param(op, (AxisType.Explicit, AxisType.Auto)[i % 2], marks=pytest.mark.slow)
         for i, op in enumerate(SPLIT_OPS)
     ],
 )
-def test_blocks_may_be_split(op, kind):
+def test_blocks_may_be_split(op, axis_type):
     fun, names, arrays = without_distances(op)
     wanted = jax.jit(fun)(*arrays)
-    placed = place(arrays, specs_of(op, names), make_mesh(kind))
+    placed = place(arrays, specs_of(op, names), make_mesh(axis_type))
     compiled = jax.jit(fun).lower(*placed).compile()
     assert_no_pool_is_gathered(compiled)
     results = compiled(*placed)

@@ -71,7 +71,7 @@ def test_a_wrong_result_is_found(monkeypatch, capsys):
     args = fuzz._arguments(["--small", "--seed", "5", "--only", str(program), "--ops", "v1"])
     fuzz._try_program(args, program)
     answer = json.loads(capsys.readouterr().out.splitlines()[0])
-    assert answer["kind"] == "wrong", answer
+    assert answer["outcome"] == "wrong", answer
     assert fuzz._again(args, answer).endswith(f"--seed 5 --ops v1 --small --only {program}.0")
     with pytest.raises(fuzz_check.Wrong, match="1 bytes differ"):
         fuzz_check.hold_bits(np.array([1, 2], np.int8), np.array([1, 3], np.int8), "cache")
@@ -180,7 +180,7 @@ def test_a_worker_that_dies_is_reported_and_replaced(monkeypatch, capsys):
 
 def test_a_worker_with_a_wrong_result_is_replaced(monkeypatch, capsys):
     """It may be by a read outside of memory, after which all that a process does on a GPU fails."""
-    answers = """print('{"kind": "wrong", "where": "0.3", "why": "x"}\\n{"kind": "done"}')"""
+    answers = """print('{"outcome": "wrong", "where": "0.3", "why": "x"}\\n{"outcome": "done"}')"""
     workers = started(monkeypatch, first=f"import sys; {answers}; sys.stdout.flush(); sys.stdin.read()")
     assert fuzz.main(["--small", "--count", "16", "--batches", "8", "--ops", "copy", "--patience", "30"]) == 1
     *_, totals = capsys.readouterr().out.splitlines()

@@ -18,7 +18,7 @@ from tests.model_folders import folder
 PROMPTS = [[1, 5, 9, 3, 7], [2, 4, 8]]
 COLLECTIVE = re.compile(
     r"= \(?\w+\[([\d,]*)\]\S* "
-    r"(all-gather|all-reduce|collective-permute|all-to-all|reduce-scatter|collective-broadcast)(?:-start)?\("
+    r"(all-gather|all-reduce|name-permute|all-to-all|reduce-scatter|name-broadcast)(?:-start)?\("
 )
 
 
@@ -57,14 +57,14 @@ def test_a_split_model_writes_the_same_tokens(name, tp, prompts):
     wanted, _, _ = run(name, 1, prompts)
     texts, decode, config = run(name, tp, prompts)
     assert texts == wanted
-    exchanged = [(kind, shape) for shape, kind in COLLECTIVE.findall(decode.as_text())]
+    exchanged = [(name, shape) for shape, name in COLLECTIVE.findall(decode.as_text())]
     # One all-reduce for the embedding, one after each attention and one after each MLP; then the likeliest token of
     # each part of the vocabulary and its logit.
     # XLA may join the experts' all-reduce and the MLP's beside them.
-    num_all_reduces = [kind for kind, _ in exchanged].count("all-reduce")
+    num_all_reduces = [name for name, _ in exchanged].count("all-reduce")
     has_shared = config.experts is not None and config.experts.shared_size > 0
     assert num_all_reduces == 1 + 2 * config.num_layers or (has_shared and num_all_reduces <= 2 + 2 * config.num_layers)
-    others = [(kind, math.prod(map(int, shape.split(",")))) for kind, shape in exchanged if kind != "all-reduce"]
+    others = [(name, math.prod(map(int, shape.split(",")))) for name, shape in exchanged if name != "all-reduce"]
     assert others == [("all-gather", len(prompts) * tp)] * 2
     if config.latent is not None:  # every device has all latents
         return

@@ -25,7 +25,7 @@ from paged_jax import allocator
 from paged_jax.engine import Batch
 from tests.model_folders import NAMES, folder, reference
 
-# Programs over a paged cache are compiled and run for a model of each kind of attention; what else differs between
+# Programs over a paged cache are compiled and run for a model of each family of attention; what else differs between
 # models is the same with and without a cache.
 WITH_PROGRAMS = ["opt_pre_norm", "llama", "gemma2", "gpt_oss", "deepseek_v2_lite"]
 # Prompts and their greedy tokens are a program of each family; other variants differ in numbers alone. Families whose
@@ -244,9 +244,9 @@ def test_a_step_on_a_gpu_reads_each_matrix_once_and_as_it_lies(is_decode):
     matrices = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(weights) if path[-1].key == "kernel"]
     assert len(matrices) == 4 * config.num_layers + 1
     for shape in {leaf.shape for leaf in matrices}:
-        kind = f"tensor<{'x'.join(map(str, shape))}xbf16>"
-        uses = [line for line in lowered.splitlines() if f"{kind}," in line and " = stablehlo." in line]
-        uses += [line for line in lowered.splitlines() if f"{kind})" in line and " = stablehlo." in line]
+        tensor_type = f"tensor<{'x'.join(map(str, shape))}xbf16>"
+        uses = [line for line in lowered.splitlines() if f"{tensor_type}," in line and " = stablehlo." in line]
+        uses += [line for line in lowered.splitlines() if f"{tensor_type})" in line and " = stablehlo." in line]
         assert len(uses) == sum(leaf.shape == shape for leaf in matrices), uses
         assert all("stablehlo.dot_general" in line for line in uses)
 
@@ -266,8 +266,8 @@ def test_one_token_is_computed_beside_a_row_of_padding():
 def test_the_norm_is_flax_s():
     x = 3 * jax.random.normal(jax.random.key(0), (5, 48), jnp.bfloat16)
     norm, flax = (
-        kind(48, epsilon=1e-5, dtype=jnp.float32, param_dtype=jnp.bfloat16, use_fast_variance=False, rngs=nnx.Rngs(0))
-        for kind in (RMSNorm, nnx.RMSNorm)
+        norm(48, epsilon=1e-5, dtype=jnp.float32, param_dtype=jnp.bfloat16, use_fast_variance=False, rngs=nnx.Rngs(0))
+        for norm in (RMSNorm, nnx.RMSNorm)
     )
     norm.scale = flax.scale = nnx.Param(jax.random.normal(jax.random.key(1), (48,), jnp.bfloat16))
     assert norm(x).dtype == jnp.float32

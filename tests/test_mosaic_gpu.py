@@ -31,7 +31,7 @@ def small(name, *shape, seq_lens=(37, 0, 130), **options):
     return Case(name, *shape, seq_lens=seq_lens, query_lens=None, **options)
 
 
-# Every option, layout, kind of scale and dtype occurs, in as few small cases as possible.
+# Every option, layout, granularity of scales and dtype occurs, in as few small cases as possible.
 INTERPRETED = [
     ("v1", small("plain", 4, 2, 64, 16, "bfloat16")),
     ("v2", small("plain", 4, 2, 64, 16, "bfloat16")),
@@ -40,8 +40,8 @@ INTERPRETED = [
     ("auto", small("options", 7, 1, 64, 32, "bfloat16", alibi=True, sinks=True, v_scale="scalar", scale="traced")),
     ("auto", small("capped", 8, 2, 64, 16, "float16", layout="nhd", logits_soft_cap=2.0, sliding_window=90)),
     ("v1", small("capped-far-away", 4, 2, 64, 16, "bfloat16", logits_soft_cap=1e6)),
-    ("v1", small("pieces", 6, 2, 80, 16, "float16", sinks=True, k_scale="head", v_scale="head", max_seq_len=100)),
-    ("v2", small("pieces", 8, 1, 96, 32, "bfloat16", layout="nhd", v_scale="head", seq_lens=(130, 3))),
+    ("v1", small("slices", 6, 2, 80, 16, "float16", sinks=True, k_scale="head", v_scale="head", max_seq_len=100)),
+    ("v2", small("slices", 8, 1, 96, 32, "bfloat16", layout="nhd", v_scale="head", seq_lens=(130, 3))),
     ("v2", small("sinks", 8, 2, 64, 16, "bfloat16", sinks=True, logits_soft_cap=5.0, alibi=True, max_seq_len=130)),
     ("auto", small("large-blocks", 2, 1, 64, 256, "bfloat16", seq_lens=(300, 5), sliding_window=100)),
     ("auto", small("huge", 2, 1, 64, 16, "bfloat16", logits="huge", scale=1.0)),
@@ -56,7 +56,7 @@ INTERPRETED = [
     ("v1", small("int8-ring", 2, 1, 64, 64, "float16", "int8", seq_lens=(1300,))),
     ("v1", small("slot", 2, 1, 64, 16, "float16", k_scale="slot", v_scale="slot", sliding_window=50)),
     ("auto", small("cluster", 8, 1, 128, 16, "bfloat16", seq_lens=(300,), sinks=True, sliding_window=290)),
-    ("auto", small("cluster-in-pieces", 3, 1, 80, 32, "float16", seq_lens=(260,), logits_soft_cap=3.0)),
+    ("auto", small("cluster-in-slices", 3, 1, 80, 32, "float16", seq_lens=(260,), logits_soft_cap=3.0)),
     ("auto", small("cluster-int8", 2, 1, 64, 16, "bfloat16", "int8", seq_lens=(511,), k_scale="slot", v_scale="slot")),
     ("v1", small("vllm", 4, 2, 64, 16, "bfloat16", layout="vllm", k_scale="head", sliding_window=70)),
     ("v2", small("vllm", 2, 1, 128, 8, "float16", layout="vllm", sinks=True, alibi=True, logits_soft_cap=3.0)),
@@ -76,11 +76,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:Runtim
 # What these test, others test, too, in another combination; most of that only GPUs run.
 MORE_INTERPRETED = {
     *("auto-capped", "v2-sinks", "auto-large-blocks", "auto-e5m2", "v1-slot", "v2-vllm", "auto-vllm-int8"),
-    *("v1-pieces", "auto-cluster-int8", "auto-vllm"),
+    *("v1-slices", "auto-cluster-int8", "auto-vllm"),
 }
 NOT_INTERPRETED = {
     *("v2-plain", "auto-plain", "v1-capped-far-away", "auto-huge", "auto-e4m3", "v2-e5m2", "v1-int8", "v1-int8-ring"),
-    *("auto-cluster-in-pieces", "auto-vllm-cluster", "v2-vllm-e5m2"),
+    *("auto-cluster-in-slices", "auto-vllm-cluster", "v2-vllm-e5m2"),
 }
 
 
@@ -160,7 +160,7 @@ FOLDED_QUEUES = [  # by 4 heads, and by 2, so that one wave is left
 ]
 
 
-# The remaining cases have each kind of tiles and each option at least once; others run on GPUs alone.
+# The remaining cases have each class of tiles and each option at least once; others run on GPUs alone.
 MORE = "uneven-int8", "waves-vllm", "line", "line-window", "fold-two", "fold-vllm-int8", "fold-queues-int8"
 ON_GPUS = "uneven-window", "uneven-vllm-e4m3", "waves-e4m3", "fold-int8", "fold-vllm", "fold-queues-vllm"
 
@@ -216,7 +216,7 @@ def tunings():
 
 
 def check_chosen(chosen, made):
-    """Checks that the tuning is of the kind that the case is meant to test."""
+    """Checks that the tuning is one that the case is meant to test."""
     chosen_for = {
         "": True,
         "parts": made.queues and made.splits > 1,
@@ -239,7 +239,7 @@ LONG = [
     small("long-e4m3", 8, 2, 128, 32, "bfloat16", "float8_e4m3fn", seq_lens=(99_999, 1, 0)),
     # Few work items with many splits each.
     small("long-alone", 7, 1, 128, 16, "bfloat16", seq_lens=(40_000,), sinks=True),
-    small("long-in-pieces", 12, 1, 80, 16, "float16", seq_lens=(30_000, 20), v_scale="scalar"),
+    small("long-in-slices", 12, 1, 80, 16, "float16", seq_lens=(30_000, 20), v_scale="scalar"),
     small("long-group-of-16", 16, 1, 256, 16, "bfloat16", seq_lens=(9_000, 8_000)),
 ]
 
@@ -321,13 +321,13 @@ def pairs():
             shape = 2 * group, 2, head_size, block_sizes[n % len(block_sizes)], dtype, dtype, layout
             op = ops[n // 2 % 3]
             yield op, small(f"{layout}-{dtype}-{head_size}-{group}", *shape, seq_lens=(700, 3), **options)
-    kinds = (None, None), ("head", "scalar"), ("slot", "slot")
+    granularities = (None, None), ("head", "scalar"), ("slot", "slot")
     for j, head_size in enumerate((64, 128, 192, 256)):
         for i, cache_dtype in enumerate(("float8_e4m3fn", "float8_e5m2", "int8")):
             n = 3 * j + i
             group, block_size = (1, 12, 4, 5, 32, 8, 64)[n % 7], (32, 16, 8, 64)[j]
             dtype = ("float16", "bfloat16")[n % 2]
-            k_scale, v_scale = kinds[(i + j) % 3]
+            k_scale, v_scale = granularities[(i + j) % 3]
             options = {"alibi": n % 5 == 0, "sliding_window": 100 if n % 3 == 0 else None}
             options |= {"seq_lens": (700, 3), "k_scale": k_scale, "v_scale": v_scale}
             name, shape = f"{cache_dtype}-{dtype}-{head_size}-{group}", (2 * group, 2, head_size)

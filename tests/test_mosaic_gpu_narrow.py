@@ -16,7 +16,7 @@ import pytest
 from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.decode.tiles import converted, eight_bit, slot_scales
 from paged_jax.kernels.mosaic_gpu.decode.tuning import Tuning
-from paged_jax.kernels.problem import Problem, ScaleKind
+from paged_jax.kernels.problem import Granularity, Problem
 from paged_jax.options import PerHead
 from tests.inputs import dtype_of
 
@@ -172,7 +172,7 @@ def geometry_of(*, cache_dtype, head_size, block_size=16, layout="hnd", num_head
     """The geometry of a small problem with queries in float16."""
     problem = Problem(
         num_kv_heads=num_kv_heads, head_size=head_size, block_size=block_size, layout=layout, cache_dtype=cache_dtype,
-        k_scale=ScaleKind.NONE, v_scale=ScaleKind.NONE, num_heads=num_heads, query_dtype="float16",
+        k_scale=Granularity.NONE, v_scale=Granularity.NONE, num_heads=num_heads, query_dtype="float16",
         per_head=PerHead(), sliding_window=None, logits_soft_cap=None, block_sparse=None, causal=True,
         num_seqs=1, num_tokens=1, num_blocks=9, max_blocks_per_seq=8, max_seq_len=128, max_query_len=1,
     )  # fmt: skip

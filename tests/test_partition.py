@@ -83,8 +83,8 @@ def expected(op):
     return jax.tree.map(np.asarray, jax.jit(fun)(*arrays))
 
 
-def make_mesh(kind=AxisType.Auto):
-    return jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(kind, kind), devices=jax.devices("cpu"))
+def make_mesh(axis_type=AxisType.Auto):
+    return jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(axis_type, axis_type), devices=jax.devices("cpu"))
 
 
 def specs_of(op, names, seqs, heads, layout="hnd"):
@@ -162,19 +162,19 @@ def seen(monkeypatch):
 SPLITS = [(op, None, "tp", AxisType.Auto) for op in OPS]
 SPLITS += [(op, None, "tp", AxisType.Explicit) for op in ("paged_attention_v2", "write_and_attend", "swap_blocks")]
 SPLITS += [(op, "dp", "tp", AxisType.Auto) for op in ("paged_attention_v1", "paged_attention_v2")]
-SPLITS += [("paged_attention_v1", "dp", None, kind) for kind in (AxisType.Auto, AxisType.Explicit)]
+SPLITS += [("paged_attention_v1", "dp", None, axis_type) for axis_type in (AxisType.Auto, AxisType.Explicit)]
 SPLITS += [("paged_attention", "dp", "tp", AxisType.Explicit)]
-SPLITS += [("mla_paged_attention", "dp", "tp", kind) for kind in (AxisType.Auto, AxisType.Explicit)]
+SPLITS += [("mla_paged_attention", "dp", "tp", axis_type) for axis_type in (AxisType.Auto, AxisType.Explicit)]
 SPLITS += [(op, None, "tp", AxisType.Explicit) for op in ("ragged_mla_attention", "write_to_latent_cache")]
 SPLITS = [
     pytest.param(*each, marks=[pytest.mark.slow] * (i >= len(OPS) and i % 3 > 0)) for i, each in enumerate(SPLITS)
 ]
 
 
-@pytest.mark.parametrize(("op", "seqs", "heads", "kind"), SPLITS)
-def test_an_op_runs_where_its_operands_lie(op, seqs, heads, kind, seen):
+@pytest.mark.parametrize(("op", "seqs", "heads", "axis_type"), SPLITS)
+def test_an_op_runs_where_its_operands_lie(op, seqs, heads, axis_type, seen):
     fun, names, arrays = bind(op)
-    mesh = make_mesh(kind)
+    mesh = make_mesh(axis_type)
     specs = specs_of(op, names, seqs, heads)
     placed = place(arrays, specs, mesh)
     compiled = jax.jit(fun).lower(*placed).compile()
@@ -187,11 +187,11 @@ def test_an_op_runs_where_its_operands_lie(op, seqs, heads, kind, seen):
     assert_split(op, results, seqs, heads, mesh)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("op", WRITING_OPS)
-def test_donated_pools_are_updated_in_place(op, kind):
+def test_donated_pools_are_updated_in_place(op, axis_type):
     fun, names, arrays = bind(op)
-    placed = place(arrays, specs_of(op, names, None, "tp"), make_mesh(kind))
+    placed = place(arrays, specs_of(op, names, None, "tp"), make_mesh(axis_type))
     pools = pools_written(op)
     compiled = jax.jit(fun, donate_argnums=pools).lower(*placed).compile()
     local = [placed[i].addressable_shards[0].data for i in pools]
@@ -278,7 +278,7 @@ def test_a_group_of_heads_is_split_where_a_device_has_one_kv_head(extra, seen):
 
 
 @pytest.mark.parametrize(
-    ("spec", "kind"),
+    ("spec", "axis_type"),
     [
         (P("tp"), AxisType.Auto),
         (P(None, None, None, "tp"), AxisType.Auto),
@@ -287,21 +287,21 @@ def test_a_group_of_heads_is_split_where_a_device_has_one_kv_head(extra, seen):
         (P(), AxisType.Explicit),
     ],
 )
-def test_what_cannot_be_split_is_resharded(spec, kind):
+def test_what_cannot_be_split_is_resharded(spec, axis_type):
     fun, _, arrays = bind("paged_attention")
-    placed = place(arrays, [P(None, ("tp", "dp")), spec, spec, P("dp"), P()], make_mesh(kind))
+    placed = place(arrays, [P(None, ("tp", "dp")), spec, spec, P("dp"), P()], make_mesh(axis_type))
     assert_same(jax.jit(fun)(*placed), expected("paged_attention"))
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_transformations_of_sharded_calls(kind):
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_transformations_of_sharded_calls(axis_type):
     """Ops run eagerly, under vmap and in a scan."""
     fun, names, arrays = bind("paged_attention_v1")
     wanted = expected("paged_attention_v1")
     specs = specs_of("paged_attention_v1", names, "dp", "tp")
-    query, *rest = place(arrays, specs, make_mesh(kind))
+    query, *rest = place(arrays, specs, make_mesh(axis_type))
     assert_same(fun(query, *rest), wanted)
-    queries = jax.device_put(np.stack([arrays[0]] * 2), NamedSharding(make_mesh(kind), P(None, *specs[0])))
+    queries = jax.device_put(np.stack([arrays[0]] * 2), NamedSharding(make_mesh(axis_type), P(None, *specs[0])))
     for step in (
         lambda queries, *rest: jax.vmap(lambda q: fun(q, *rest))(queries),
         lambda queries, *rest: jax.lax.scan(lambda carry, q: (carry, fun(q, *rest)), 0, queries)[1],
@@ -312,10 +312,10 @@ def test_transformations_of_sharded_calls(kind):
         assert_same(results[1], wanted)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_export_round_trip_of_a_sharded_call(kind):
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_export_round_trip_of_a_sharded_call(axis_type):
     fun, names, arrays = bind("paged_attention_v1")
-    placed = place(arrays, specs_of("paged_attention_v1", names, "dp", "tp"), make_mesh(kind))
+    placed = place(arrays, specs_of("paged_attention_v1", names, "dp", "tp"), make_mesh(axis_type))
     exported = jax.export.export(jax.jit(fun), platforms=["cpu"])(*placed)
     out = jax.jit(jax.export.deserialize(exported.serialize()).call)(*placed)
     assert_same(out, expected("paged_attention_v1"))
@@ -368,11 +368,11 @@ def test_the_layers_of_a_model_are_lowered_once(monkeypatch):
     assert len(lowered) == 2
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_a_shard_map_over_some_axes_leaves_the_others_to_jax(kind, seen):
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_a_shard_map_over_some_axes_leaves_the_others_to_jax(axis_type, seen):
     """If they are Explicit, the op is split along them, too."""
     fun, names, arrays = bind("paged_attention_v1")
-    mesh = make_mesh(kind)
+    mesh = make_mesh(axis_type)
     inner = [P("dp") if name in ("query", "block_tables", "seq_lens") else P() for name in names]
     sharded = jax.shard_map(fun, mesh=mesh, in_specs=tuple(inner), out_specs=P("dp"), axis_names={"dp"})
     placed = place(arrays, specs_of("paged_attention_v1", names, "dp", "tp"), mesh)
@@ -380,7 +380,7 @@ def test_a_shard_map_over_some_axes_leaves_the_others_to_jax(kind, seen):
         compiled = jax.jit(sharded).lower(*placed).compile()
         results, shape = compiled(*placed), seen[-1][0]
     assert_same(results, expected("paged_attention_v1"))
-    if kind is AxisType.Explicit:
+    if axis_type is AxisType.Explicit:
         assert shape == placed[0].addressable_shards[0].data.shape
         assert_nothing_is_exchanged(compiled)
 

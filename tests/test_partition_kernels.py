@@ -57,15 +57,15 @@ def test_where_xla_knows_no_mesh_each_device_computes_the_whole_op():
     assert jax.eval_shape(run, *operands)[0].shape == operands[0].shape
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_a_kernel_that_writes_runs_inside_a_shard_map(kind):
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_a_kernel_that_writes_runs_inside_a_shard_map(axis_type):
     """Its types say over which mesh axes an array varies, and Pallas takes no reference to an array that varies."""
     query, pool, _, tables, seq_lens = _cuda_operands()
     new = jax.ShapeDtypeStruct((4, 8, 64), jnp.bfloat16)
     fun, heads = functools.partial(paged_jax.write_and_attend, implementation="mosaic_gpu"), P(None, "tp")
     specs = (*[heads] * 5, P(), P(), P())
-    mesh = make_mesh(kind)
-    if kind == AxisType.Auto:
+    mesh = make_mesh(axis_type)
+    if axis_type == AxisType.Auto:
         fun = jax.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=heads)
     operands = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))

@@ -24,15 +24,15 @@ def of_one_kv_head(names, arrays):
     return [x if axis is None else x.take([0], axis) for x, axis in zip(arrays, head_axes, strict=True)]
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("heads", [None, "tp"])
 @pytest.mark.parametrize("op", ["paged_attention", "ragged_paged_attention", "write_and_attend"])
-def test_heads_of_one_kv_head_are_split(op, heads, kind):
+def test_heads_of_one_kv_head_are_split(op, heads, axis_type):
     """Every device has the whole pools and some query heads. Every device writes the new tokens."""
     fun, names, arrays = bind(op)
     arrays = of_one_kv_head(names, arrays)
     of_heads = {"query": P(None, heads), "tokens": P(None, heads), "alibi_slopes": P(heads)}
-    placed = place(arrays, [of_heads.get(name, P()) for name in names], make_mesh(kind))
+    placed = place(arrays, [of_heads.get(name, P()) for name in names], make_mesh(axis_type))
     compiled = jax.jit(fun).lower(*placed).compile()
     assert_nothing_is_exchanged(compiled)
     results = compiled(*placed)
@@ -59,11 +59,11 @@ def test_pools_that_the_user_s_shard_map_replicates_stay_so():
 def test_pools_of_one_call_may_be_split_differently(op):
     fun, _, arrays = bind(op)
     pools = [P(None, "tp"), P()] * (2 if op == "swap_blocks" else 1)  # keys and values
-    for kind in (AxisType.Auto, AxisType.Explicit):
-        placed = place(arrays, [*pools, P()], make_mesh(kind))
+    for axis_type in (AxisType.Auto, AxisType.Explicit):
+        placed = place(arrays, [*pools, P()], make_mesh(axis_type))
         results = jax.jit(fun)(*placed)
         assert_same(results, expected(op))
-        if kind is AxisType.Explicit:  # XLA may share out what every device has
+        if axis_type is AxisType.Explicit:  # XLA may share out what every device has
             keys, values = (x.sharding for x in jax.tree.leaves(results))
             assert keys.spec[1] == "tp"
             assert values.is_fully_replicated

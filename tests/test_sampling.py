@@ -141,13 +141,13 @@ def test_top_p_one_cuts_nothing():
 
 def test_rows_have_their_own_options(logits):
     rows = jnp.broadcast_to(logits[None, :], (4000, VOCAB_SIZE))
-    kind = jnp.arange(4000) % 4
+    how = jnp.arange(4000) % 4
     drawn = jitted(
         rows,
         jax.random.key(0),
-        temperature=jnp.array([0.0, 1.0, 1.0, 4.0])[kind],
-        top_k=jnp.array([0, 2, 0, 0])[kind],
-        top_p=jnp.array([1.0, 1.0, 0.4, 1.0])[kind],
+        temperature=jnp.array([0.0, 1.0, 1.0, 4.0])[how],
+        top_k=jnp.array([0, 2, 0, 0])[how],
+        top_p=jnp.array([1.0, 1.0, 0.4, 1.0])[how],
     )
     drawn = np.asarray(drawn).reshape(-1, 4)
     assert set(drawn[:, 0]) == {int(jnp.argmax(logits))}

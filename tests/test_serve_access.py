@@ -17,7 +17,7 @@ from examples.server.chat import ChatTemplate
 from examples.server.middleware import LOOPBACK, Access, Gate, is_allowed_host
 from examples.server.options import access_of
 from examples.server.worker import Worker
-from tests.real_tokenizers import KINDS
+from tests.real_tokenizers import TOKENIZERS
 from tests.test_serve_worker import MadeUpEngine
 
 
@@ -80,7 +80,7 @@ def test_keys_are_compared_in_constant_time(monkeypatch):
 
 def make_server(**access):
     """A server over a made-up engine, which is not started."""
-    model = Model(("one", "two"), KINDS["byte_level"](), ChatTemplate(), (), 300, 10)
+    model = Model(("one", "two"), TOKENIZERS["byte_level"](), ChatTemplate(), (), 300, 10)
     return Server(Worker(MadeUpEngine(), 0), model, Access(**access))
 
 

@@ -14,7 +14,7 @@ from examples.server.logprobs import TextOffsets, prompt_offsets
 from examples.server.responses import json_response
 from examples.server.tokens import TokenTexts, longest_token
 from paged_jax.engine import Delta, TextStream, TokenLogprob
-from tests.real_tokenizers import KINDS, SPECIAL, random_text
+from tests.real_tokenizers import SPECIAL, TOKENIZERS, random_text
 
 
 def answer_of(tokenizer, deltas, is_chat=False, prompts=((1, 2),), echoes=(), **fields):
@@ -29,9 +29,9 @@ def delta_of(token_id, logprob=-1.0, top=(), **fields):
     return Delta(0, 0, (token_id,), logprobs=(TokenLogprob(token_id, logprob, top),), **fields)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=TOKENIZERS)
 def tokenizer(request):
-    return KINDS[request.param]()
+    return TOKENIZERS[request.param]()
 
 
 def test_names_offsets_and_bytes_are_those_of_the_text(tokenizer):
@@ -53,9 +53,9 @@ def test_names_offsets_and_bytes_are_those_of_the_text(tokenizer):
         assert joined.decode() == text
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
-def test_parts_of_characters_are_named_by_their_bytes(kind):
-    tokenizer = KINDS[kind]()
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+def test_parts_of_characters_are_named_by_their_bytes(name):
+    tokenizer = TOKENIZERS[name]()
     ids = tokenizer.encode("漢", add_special_tokens=False).ids[-3:]
     deltas = [delta_of(token_id, text=text) for token_id, text in zip(ids, ["", "", "漢"], strict=True)]
     (choice,) = answer_of(tokenizer, [deltas], logprobs=0)["choices"]
@@ -66,7 +66,7 @@ def test_parts_of_characters_are_named_by_their_bytes(kind):
 
 
 def test_bytes_of_whole_tokens():
-    tokenizer = KINDS["byte_level"]()
+    tokenizer = TOKENIZERS["byte_level"]()
     tokens = TokenTexts(tokenizer)
     for name in ("<|im_end|>", "Ġcat"):
         token_id = tokenizer.token_to_id(name)
@@ -81,7 +81,7 @@ def test_a_token_that_is_a_replacement_character_is_one():
 
 
 def test_the_drawn_token_is_among_the_candidates():
-    tokenizer = KINDS["byte_fallback"]()
+    tokenizer = TOKENIZERS["byte_fallback"]()
     cat, the = (tokenizer.encode(word, add_special_tokens=False).ids[-1] for word in ("cat ", "the "))
     drawn = delta_of(cat, -3.0, ((the, -0.5),))
     names = TokenTexts(tokenizer).name(cat), TokenTexts(tokenizer).name(the)
@@ -96,7 +96,7 @@ def test_the_drawn_token_is_among_the_candidates():
 
 def test_candidates_with_one_text_are_all_told():
     """A byte and the character that it is are two tokens in SentencePiece's vocabularies."""
-    tokenizer = KINDS["byte_fallback"]()
+    tokenizer = TOKENIZERS["byte_fallback"]()
     letter, byte = tokenizer.token_to_id("a"), tokenizer.token_to_id("<0x61>")
     top = ((letter, -0.5), (byte, -2.0))
     (choice,) = answer_of(tokenizer, [[delta_of(byte, -2.0, top)]], logprobs=2)["choices"]
@@ -106,7 +106,7 @@ def test_candidates_with_one_text_are_all_told():
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_log_probabilities_that_json_cannot_hold(is_chat):
     """A forbidden token has the logarithm of 0; NaN is a failure of the model, and no answer."""
-    tokenizer = KINDS["byte_level"]()
+    tokenizer = TOKENIZERS["byte_level"]()
     fields = {"logprobs": True, "top_logprobs": 1} if is_chat else {"logprobs": 1}
     answer = answer_of(tokenizer, [[delta_of(7, -math.inf, ((8, -math.inf),))]], is_chat, **fields)
     text = json.dumps(answer, allow_nan=False)
@@ -124,7 +124,7 @@ def test_nothing_sends_nan_as_json():
 
 
 def test_usage_and_offsets_of_several_choices():
-    tokenizer = KINDS["byte_level"]()
+    tokenizer = TOKENIZERS["byte_level"]()
     a, b = tokenizer.encode("ab").ids
     choices = [[delta_of(a, text="a"), delta_of(b, text="b", finish_reason="length")], [delta_of(b, text="b")]]
     choices = [*choices, [delta._replace(num_cached_tokens=16) for delta in choices[0]], choices[1]]
@@ -141,7 +141,7 @@ def test_usage_and_offsets_of_several_choices():
 
 @pytest.mark.parametrize("is_shown", [False, True])
 def test_special_tokens_move_offsets_where_they_are_shown(is_shown):
-    tokenizer = KINDS["byte_level"]()
+    tokenizer = TOKENIZERS["byte_level"]()
     ids = [tokenizer.token_to_id("<|im_end|>"), *tokenizer.encode("a").ids]
     deltas = [delta_of(token_id, finish_reason="length") for token_id in ids]
     (choice,) = answer_of(tokenizer, [deltas], logprobs=0, skip_special_tokens=not is_shown)["choices"]
@@ -149,7 +149,7 @@ def test_special_tokens_move_offsets_where_they_are_shown(is_shown):
 
 
 def test_an_answer_without_output():
-    tokenizer = KINDS["byte_level"]()
+    tokenizer = TOKENIZERS["byte_level"]()
     deltas = [delta_of(7, text="x", finish_reason="stop")]
     answer = answer_of(tokenizer, [deltas], echoes=["the prompt"], max_tokens=0, logprobs=1)
     (choice,) = answer["choices"]
@@ -160,10 +160,10 @@ def test_an_answer_without_output():
 
 
 @pytest.mark.parametrize("add_special_tokens", [False, True])
-@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "metaspace"])
-def test_offsets_in_prompts(kind, add_special_tokens):
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback", "metaspace"])
+def test_offsets_in_prompts(name, add_special_tokens):
     """Each token begins where its text stands, whatever the tokenizer puts before the prompt."""
-    tokenizer = KINDS[kind]()
+    tokenizer = TOKENIZERS[name]()
     rng, tokens = np.random.default_rng(1), TokenTexts(tokenizer)
     for text in [random_text(rng) for _ in range(50)] + ["the cat", " the cat", "e\u0301 cat"]:
         ids = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -179,7 +179,7 @@ def test_offsets_in_prompts(kind, add_special_tokens):
 
 
 def test_offsets_where_the_tokenizer_changes_the_text():
-    tokenizer = KINDS["byte_level"]()
+    tokenizer = TOKENIZERS["byte_level"]()
     tokenizer.normalizer = normalizers.NFC()
     text = "e\u0301" * 3 + "cat"
     ids = tokenizer.encode(text).ids

@@ -8,7 +8,7 @@ import pytest
 from examples.server.app import Model, Server
 from examples.server.chat import ChatTemplate
 from examples.server.worker import Worker
-from tests.real_tokenizers import KINDS
+from tests.real_tokenizers import TOKENIZERS
 from tests.test_serve_worker import MadeUpEngine
 
 BOS = 1
@@ -26,7 +26,7 @@ class Noting(MadeUpEngine):
 
 def asked(path, template=None, eos_token_ids=(2,), **content):
     """The prompt and the parameters that the engine gets of a request."""
-    model = Model(("m", "another"), KINDS["byte_fallback"](), template or ChatTemplate(), eos_token_ids, 400, 100)
+    model = Model(("m", "another"), TOKENIZERS["byte_fallback"](), template or ChatTemplate(), eos_token_ids, 400, 100)
     worker = Worker(the_engine := Noting(), 0)
     server = Server(worker, model)
     worker.start()
@@ -43,7 +43,7 @@ def asked(path, template=None, eos_token_ids=(2,), **content):
 
 
 def ids_of(text):
-    return KINDS["byte_fallback"]().encode(text, add_special_tokens=False).ids
+    return TOKENIZERS["byte_fallback"]().encode(text, add_special_tokens=False).ids
 
 
 @pytest.mark.parametrize(("fields", "bos"), [({}, [BOS]), ({"add_special_tokens": False}, [])])

@@ -12,22 +12,22 @@ EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
 
 
 @pytest.mark.parametrize(
-    ("kinds", "name"),
+    ("axis_types", "name"),
     [
         *(((EXPLICIT, EXPLICIT), name) for name in CALLS),
         *(((AUTO, AUTO), name) for name in ("paged_attention", "copy_blocks", "merge_attention_states")),
         ((AUTO, EXPLICIT), "ragged_paged_attention"),
     ],
-    ids=lambda x: x if isinstance(x, str) else "-".join(kind.name for kind in x),
+    ids=lambda x: x if isinstance(x, str) else "-".join(axis_type.name for axis_type in x),
 )
-def test_within_set_mesh(kinds, name):
+def test_within_set_mesh(axis_types, name):
     """Under jit, and an op without it too, on arrays of one device and on NumPy's."""
     function, arrays = CALLS[name]()
     wanted = jax.tree.map(np.asarray, jax.jit(function)(*arrays))
     calls = [(jax.jit(lambda *arrays: function(*arrays)), arrays)]
     if hasattr(paged_jax, name):
         calls += [(function, arrays), (function, jax.tree.map(np.asarray, arrays))]
-    with jax.set_mesh(jax.make_mesh((2, 4), ("dp", "tp"), axis_types=kinds, devices=jax.devices("cpu"))):
+    with jax.set_mesh(jax.make_mesh((2, 4), ("dp", "tp"), axis_types=axis_types, devices=jax.devices("cpu"))):
         results = [jax.tree.map(np.asarray, run(*given)) for run, given in calls]
     for actual, expected in zip(jax.tree.leaves(results), jax.tree.leaves([wanted] * len(calls)), strict=True):
         np.testing.assert_allclose(actual.astype(np.float64), expected.astype(np.float64), rtol=1e-5, atol=1e-6)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from paged_jax.engine import TextStream
-from tests.real_tokenizers import KINDS, random_text
+from tests.real_tokenizers import TOKENIZERS, random_text
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 
@@ -69,9 +69,9 @@ def test_stop_texts(text, stop, expected):
     assert (stream.stopped_by in stop) == (expected is not None)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=TOKENIZERS)
 def tokenizer(request):
-    return KINDS[request.param]()
+    return TOKENIZERS[request.param]()
 
 
 def streamed(tokenizer, prompt, token_ids, **options):
@@ -114,7 +114,7 @@ def test_many_random_texts(tokenizer, seed):
 
 def test_prompts_that_end_in_characters_made_of_bytes():
     """A context that began inside one of them would make every byte after it a replacement character."""
-    tokenizer = KINDS["byte_fallback"]()
+    tokenizer = TOKENIZERS["byte_fallback"]()
     prompt = tokenizer.encode("say 漢字🙂").ids
     ids = tokenizer.encode("한국", add_special_tokens=False).ids[1:]
     assert streamed(tokenizer, prompt, ids) == ["", "", "한", "", "", "국", ""]
@@ -124,7 +124,7 @@ def test_prompts_that_end_in_characters_made_of_bytes():
 
 def test_bytes_that_are_no_text_harm_only_themselves():
     """Decoding everything would show the characters before them, which are given out already, as broken ones too."""
-    tokenizer = KINDS["byte_fallback"]()
+    tokenizer = TOKENIZERS["byte_fallback"]()
     prompt, ids = tokenizer.encode("漢").ids, tokenizer.encode("字cat", add_special_tokens=False).ids[1:]
     broken = tokenizer.token_to_id("<0xFF>")
     assert "".join(streamed(tokenizer, prompt, [*ids[:3], broken, *ids[3:]])) == "字" + BROKEN + "cat"
@@ -132,10 +132,10 @@ def test_bytes_that_are_no_text_harm_only_themselves():
     assert "".join(streamed(tokenizer, prompt, ids[:5][:3] + ids[:2])) == "字" + BROKEN * 2
 
 
-@pytest.mark.parametrize("kind", ["byte_fallback", "metaspace"])
-def test_spaces_after_special_tokens(kind):
+@pytest.mark.parametrize("name", ["byte_fallback", "metaspace"])
+def test_spaces_after_special_tokens(name):
     """A tokenizer does not show the space of a text's first token; after special tokens alone, that is the output's."""
-    tokenizer = KINDS[kind]()
+    tokenizer = TOKENIZERS[name]()
     end, cat = tokenizer.token_to_id("<|im_end|>"), tokenizer.encode("cat", add_special_tokens=False).ids
     assert "".join(streamed(tokenizer, [end] * 9, cat)) == "cat"
     assert "".join(streamed(tokenizer, cat + [end] * 9, cat)) == " cat"
@@ -147,7 +147,7 @@ def test_spaces_after_special_tokens(kind):
 )
 def test_the_context_of_a_prompt_is_short(end):
     """Also of a long prompt that ends with special tokens, or inside a character; decoding all of it takes long."""
-    tokenizer, lengths = KINDS["byte_fallback"](), []
+    tokenizer, lengths = TOKENIZERS["byte_fallback"](), []
 
     class Counting:
         def decode(self, ids, /):
@@ -162,13 +162,13 @@ def test_the_context_of_a_prompt_is_short(end):
 
 def test_replacement_characters_can_be_in_a_text():
     """They look like half a character until the next token comes."""
-    for kind in ("byte_level", "byte_fallback"):
-        tokenizer = KINDS[kind]()
+    for name in ("byte_level", "byte_fallback"):
+        tokenizer = TOKENIZERS[name]()
         prompt = tokenizer.encode("a" + BROKEN).ids
         for text in ("b" + BROKEN + "c", BROKEN, "漢" + BROKEN):
             ids = [i for i in tokenizer.encode(text, add_special_tokens=False).ids if tokenizer.id_to_token(i) != "▁"]
             assert "".join(streamed(tokenizer, tokenizer.encode("a").ids, ids)) == text
-            if kind == "byte_level":
+            if name == "byte_level":
                 assert "".join(streamed(tokenizer, prompt, ids)) == text
 
 
@@ -184,7 +184,7 @@ def test_a_stop_text_that_is_a_special_token(tokenizer):
 
 
 def test_text_that_is_held_back_comes_before_a_special_stop():
-    tokenizer = KINDS["byte_level"]()
+    tokenizer = TOKENIZERS["byte_level"]()
     stream = TextStream(tokenizer, [], ("<|im_end|>", "catalogue"))
     assert "".join(map(stream.push, tokenizer.encode("cat").ids)) == ""
     assert stream.push(tokenizer.token_to_id("<|im_end|>")) == "cat"
@@ -193,7 +193,7 @@ def test_text_that_is_held_back_comes_before_a_special_stop():
 
 def test_a_token_that_looks_like_the_stop_text_in_the_vocabulary_is_another():
     """In a byte-level vocabulary the token of a space is called Ġ."""
-    tokenizer = KINDS["byte_level"]()
+    tokenizer = TOKENIZERS["byte_level"]()
     assert "".join(streamed(tokenizer, [], tokenizer.encode("a b").ids, stop=("Ġ",))) == "a b"
 
 
@@ -210,7 +210,7 @@ def test_special_tokens_can_be_shown(tokenizer):
 
 
 def test_stop_texts_can_be_part_of_the_text():
-    tokenizer = KINDS["byte_level"]()
+    tokenizer = TOKENIZERS["byte_level"]()
     ids = tokenizer.encode("the cat sat").ids
     for stop, expected in (("at s", "the cat s"), ("zzz", "the cat sat")):
         assert "".join(streamed(tokenizer, [], ids, stop=(stop,), include_stop=True)) == expected
@@ -220,7 +220,7 @@ def test_stop_texts_can_be_part_of_the_text():
 
 
 def test_stop_texts_before_the_least_number_of_tokens_do_not_stop():
-    tokenizer = KINDS["byte_level"]()
+    tokenizer = TOKENIZERS["byte_level"]()
     ids = tokenizer.encode("ab" * 4).ids
     assert len(ids) == 8
     stream = TextStream(tokenizer, [], ("b", "<|im_end|>"), min_tokens=4)
@@ -233,7 +233,7 @@ def test_stop_texts_before_the_least_number_of_tokens_do_not_stop():
 
 
 def test_of_several_stop_texts_in_a_token_the_first_ends_the_text():
-    tokenizer = KINDS["byte_level"]()
+    tokenizer = TOKENIZERS["byte_level"]()
     (cat,) = tokenizer.encode(" cat").ids
     for stop in (("t", "a"), ("a", "t")):
         stream = TextStream(tokenizer, [], stop)

@@ -43,7 +43,7 @@ def installed():
 
 needs_triton = pytest.mark.skipif(not installed(), reason="triton is not installed: pip install triton")
 
-# Every option, layout, kind of scale and pair of compute and cache dtype, in as few cases as that takes.
+# Every option, layout, granularity of scales and pair of compute and cache dtype, in as few cases as that takes.
 INTERPRETED = [
     "hnd-bfloat16",
     "nhd-int8",
@@ -66,7 +66,7 @@ INTERPRETED = [
     "fused-scale-on-a-wide-cache",
     "fused-unsplit",
     "fused-large-group",
-    "pieces",
+    "items",
     "split-hnd-bfloat16",
     "scales-of-any-sign",
     "not-a-number",

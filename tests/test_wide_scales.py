@@ -23,18 +23,18 @@ def default_device(request):
         yield
 
 
-def scales_of(kind):
+def scales_of(granularity):
     rng = np.random.default_rng(1)
-    shape = {"cache": (), "head": (2,), "slot": (4, 2, 8)}[kind]
+    shape = {"cache": (), "head": (2,), "slot": (4, 2, 8)}[granularity]
     return {name: rng.uniform(0.5, 2.0, shape).astype(np.float32) for name in ("k_scale", "v_scale")}
 
 
-@pytest.mark.parametrize(("layout", "kind"), [*zip(LAYOUTS, ("cache", "head", "slot"), strict=True)])
+@pytest.mark.parametrize(("layout", "granularity"), [*zip(LAYOUTS, ("cache", "head", "slot"), strict=True)])
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("default_device")
-def test_every_write_follows_the_rule(dtype, cache_dtype, kind, layout):
-    rng, scales = np.random.default_rng(0), scales_of(kind)
+def test_every_write_follows_the_rule(dtype, cache_dtype, granularity, layout):
+    rng, scales = np.random.default_rng(0), scales_of(granularity)
     key, value = (rng.standard_normal((3, 2, 16), np.float32).astype(inputs.dtype_of(dtype)) for _ in "kv")
     cache = PagedKVCache.create(4, 8, 2, 16, dtype=cache_dtype, layout=layout, **scales)
     is_narrower = inputs.dtype_of(cache_dtype).itemsize < key.dtype.itemsize

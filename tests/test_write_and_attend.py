@@ -14,7 +14,7 @@ from tests.cases import DECODE_CASES, Case
 from tests.test_cache_ops import assert_same_bytes
 from tests.test_decode import op_options
 
-# These few cases have every option, layout, kind of scale, and pair of query and cache dtype.
+# These few cases have every option, layout, granularity of scales, and pair of query and cache dtype.
 NAMES = [
     "hnd-float16",
     "hnd-bfloat16",

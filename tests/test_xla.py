@@ -108,17 +108,17 @@ def test_prefix_attention_sees_no_token_past_max_seq_len(bound):
 
 
 @pytest.mark.parametrize("axes", [0, 1, 3], ids=["scalar", "head", "slot"])
-@pytest.mark.parametrize(("op", "kind"), [("paged_attention_v1", "decode"), ("ragged_paged_attention", "ragged")])
-def test_logits_are_finite_where_k_scale_alone_would_make_them_infinite(op, kind, axes):
+@pytest.mark.parametrize(("op", "batch"), [("paged_attention_v1", "decode"), ("ragged_paged_attention", "ragged")])
+def test_logits_are_finite_where_k_scale_alone_would_make_them_infinite(op, batch, axes):
     case = Case("k-scale", 4, 2, 64, 16, "float32", "float8_e4m3fn", seq_lens=(37, 18), query_lens=(5, 1))
-    call, _ = ragged_call(case, kind)
+    call, _ = ragged_call(case, batch)
     num_blocks, num_kv_heads, block_size, _ = call["key_cache"].shape
     shape = {0: (), 1: (num_kv_heads,), 3: (num_blocks, num_kv_heads, block_size)}[axes]
     options = {"k_scale": np.full(shape, 2.0**126, np.float32), "scale": 2.0**-126}
     out = getattr(paged_jax, op)(**call, **options, **CALL)
-    exact = getattr(oracle, kind)(**call, **options)
-    rough = getattr(plain, kind)(**call, scale=1.0)  # the same logits, as the product of the factors is 1
-    rows = 2 if kind == "decode" else 6
+    exact = getattr(oracle, batch)(**call, **options)
+    rough = getattr(plain, batch)(**call, scale=1.0)  # the same logits, as the product of the factors is 1
+    rows = 2 if batch == "decode" else 6
     plain.assert_close(out[:rows], exact[0][:rows], rough[0][:rows], "out")
 
 
@@ -193,7 +193,7 @@ def compare(function, out_specs, arrays):
 
 @pytest.mark.parametrize("case", SHARDED_CASES, ids=str)
 @pytest.mark.parametrize(
-    ("op", "kind", "options", "num_results"),
+    ("op", "batch", "options", "num_results"),
     [
         ("paged_attention", "decode", {"return_lse": True}, 2),
         ("paged_attention_v1", "decode", {"sliding_window": 20}, 1),
@@ -202,8 +202,8 @@ def compare(function, out_specs, arrays):
         ("prefix_attention", "prefix", {"return_lse": True}, 2),
     ],
 )
-def test_attention_under_shard_map_with_its_types_checked(op, kind, options, num_results, case):
-    arrays = ragged_call(case, kind)[0]
+def test_attention_under_shard_map_with_its_types_checked(op, batch, options, num_results, case):
+    arrays = ragged_call(case, batch)[0]
 
     def function(*values):
         return getattr(paged_jax, op)(**dict(zip(arrays, values, strict=True)), **options, **CALL)

@@ -77,7 +77,7 @@ def standing_in(triton_call, device=None):
 
     package = importlib.import_module("paged_jax.kernels.triton")
     device_code = [
-        f"{package.__name__}.device.{file}" for file in ("attend", "latent", "pieces", "reduce", "write", "copy")
+        f"{package.__name__}.device.{file}" for file in ("attend", "latent", "items", "reduce", "write", "copy")
     ]
     for name in ("triton.compiler", *device_code):
         importlib.import_module(name)  # imported here, since imports under the patched sys.modules are lost
@@ -271,9 +271,9 @@ def signature(made):
     """Gives the argument types by position, as jax_triton does; scalars of 1 are compile-time constants."""
     aliased = set(made.aliases.values())
     pointers = [x for o, x in enumerate(made.outputs) if o not in aliased]
-    kinds = ["i32" if isinstance(x, int) else "*" + _TYPES[x.dtype.name] for x in (*made.inputs, *pointers)]
+    types = ["i32" if isinstance(x, int) else "*" + _TYPES[x.dtype.name] for x in (*made.inputs, *pointers)]
     ones = {i for i, x in enumerate(made.inputs) if isinstance(x, int) and x == 1}
-    return tuple("constexpr" if i in ones else kind for i, kind in enumerate(kinds))
+    return tuple("constexpr" if i in ones else type_ for i, type_ in enumerate(types))
 
 
 def compiled(made, capability):
@@ -282,12 +282,12 @@ def compiled(made, capability):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    names, kinds = made.kernel.arg_names, signature(made)
-    constants = {names[i]: 1 for i, kind in enumerate(kinds) if kind == "constexpr"}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(kinds) if kind.startswith("*")}
+    names, types = made.kernel.arg_names, signature(made)
+    constants = {names[i]: 1 for i, type_ in enumerate(types) if type_ == "constexpr"}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, type_ in enumerate(types) if type_.startswith("*")}
     source = ASTSource(
         made.kernel,
-        dict(zip(names, (*kinds, "constexpr"), strict=True)),
+        dict(zip(names, (*types, "constexpr"), strict=True)),
         constexprs={**constants, "cfg": made.config},
         attrs=aligned,
     )
@@ -320,8 +320,8 @@ def short_splits(tile=16):
         yield
 
 
-def run_pieces(kernel, grid, inputs, outputs, cfg):
-    """Runs a kernel of `triton_pieces` in the interpreter."""
+def run_items(kernel, grid, inputs, outputs, cfg):
+    """Runs a kernel of `triton_items` in the interpreter."""
     memory = [x if isinstance(x, int) else Memory(x) for x in (*inputs, *outputs)]
     kernel[grid](*memory, cfg=cfg)
     return outputs
@@ -352,10 +352,10 @@ def main(names):
     split = {case.name: case for case in SPLIT}
     with interpreted():
         for name in names:
-            if name == "pieces":
-                importlib.import_module("tests.triton_pieces").hold(run_pieces)
+            if name == "items":
+                importlib.import_module("tests.triton_items").hold(run_items)
             elif name == "offsets":
-                importlib.import_module("tests.triton_pieces").hold_offsets(run_pieces)
+                importlib.import_module("tests.triton_items").hold_offsets(run_items)
             elif name == "scales-of-any-sign":
                 test_decode.hold_scales_of_any_sign(run)
                 test_decode.hold_huge_logits_of_partitions(run)
@@ -363,7 +363,7 @@ def main(names):
                 for cache_dtype in test_decode.NOT_NUMBERS:
                     test_decode.hold_what_is_not_a_number(run, cache_dtype, 16)
                 test_ragged.hold_new_tokens_that_float16_cannot_hold(run)
-                importlib.import_module("tests.triton_pieces").hold_conversions(run_pieces)
+                importlib.import_module("tests.triton_items").hold_conversions(run_items)
             elif name == RANKED.name:
                 with interpreted(Device(90, 2)):
                     test_decode.test_decode(RANKED, run)

@@ -34,7 +34,7 @@ class Unsupported(NotImplementedError):
         self.reasons = tuple(reasons)
 
 
-class ScaleKind(enum.StrEnum):
+class Granularity(enum.StrEnum):
     """The granularity of a cache's dequantisation factors."""
 
     NONE = "none"
@@ -64,8 +64,8 @@ class Pool:
     block_size: int
     layout: Layout | Interleaved
     cache_dtype: str
-    k_scale: ScaleKind
-    v_scale: ScaleKind
+    k_scale: Granularity
+    v_scale: Granularity
     rows: int = 0
     row_size: int = 0
 
@@ -101,8 +101,8 @@ class Pool:
             block_size=value_cache.shape[block_axis(layout)],
             layout=layout,
             cache_dtype=value_cache.dtype.name,
-            k_scale=ScaleKind.of(k_scale),
-            v_scale=ScaleKind.of(v_scale),
+            k_scale=Granularity.of(k_scale),
+            v_scale=Granularity.of(v_scale),
             rows=rows,
             row_size=row_size,
         )

@@ -15,9 +15,9 @@ import transformers
 
 def main() -> None:
     for name, found in json.loads((Path(__file__).parent / "real" / "configs.json").read_text()).items():
-        kind = getattr(transformers, found["config"]["architectures"][0])
+        model_class = getattr(transformers, found["config"]["architectures"][0])
         with torch.device("meta"):
-            model = kind(kind.config_class.from_dict(found["config"]))
+            model = model_class(model_class.config_class.from_dict(found["config"]))
         buffers = [b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]  # trained too
         count = sum(tensor.numel() for tensor in [*model.parameters(), *buffers])
         assert count == found["num_parameters"], (name, count)

@@ -137,14 +137,14 @@ MODELS = {
         None,
     ),
     **{
-        f"{name}_{kind}": (
-            make(**LLAMA, rope_parameters=dict(rope_type=kind, rope_theta=1000.0, **scaling)),
-            older_rope(dict(type=kind, **scaling), 1000.0),
-            64 if kind == "longrope" else None,
+        f"{name}_{rope_type}": (
+            make(**LLAMA, rope_parameters=dict(rope_type=rope_type, rope_theta=1000.0, **scaling)),
+            older_rope(dict(type=rope_type, **scaling), 1000.0),
+            64 if rope_type == "longrope" else None,
         )
         for name, make in {"llama": tf.LlamaConfig, "qwen2": tf.Qwen2Config}.items()
-        for kind, scaling in SCALINGS.items()
-        if (name, kind) != ("llama", "llama3")
+        for rope_type, scaling in SCALINGS.items()
+        if (name, rope_type) != ("llama", "llama3")
     },
     "gemma2": (
         tf.Gemma2Config(

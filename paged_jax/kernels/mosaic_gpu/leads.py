@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from paged_jax.kernels.mosaic_gpu.ops import is_decode
-from paged_jax.kernels.problem import ScaleKind
+from paged_jax.kernels.problem import Granularity
 from paged_jax.options import num_kv_heads
 
 
@@ -126,7 +126,7 @@ class RaggedCall(NamedTuple):
         """The facts of a call of `op`."""
         num_seqs, options, cache = operands.seq_lens.shape[0], operands.options, operands.key_cache
         num_rows, num_heads, _ = operands.query.shape
-        scales = (ScaleKind.of(scale) for scale in (options.k_scale, options.v_scale))
+        scales = (Granularity.of(scale) for scale in (options.k_scale, options.v_scale))
         sparse, shares_pattern = options.block_sparse, False
         if sparse is not None:
             has_groups = num_heads > num_kv_heads(cache, options.layout)
@@ -135,7 +135,7 @@ class RaggedCall(NamedTuple):
             few_queries=num_rows <= 4 * num_seqs,
             single=num_seqs == 1,
             eight_bit=cache.dtype.itemsize == 1,
-            converts_together=op == "prefix_attention" or ScaleKind.SLOT in scales,
+            converts_together=op == "prefix_attention" or Granularity.SLOT in scales,
             shares_pattern=shares_pattern,
         )
 

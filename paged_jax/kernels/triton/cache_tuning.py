@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from paged_jax.kernels.problem import Device, Pool, ScaleKind
+from paged_jax.kernels.problem import Device, Granularity, Pool
 from paged_jax.kernels.triton.integers import cdiv, power_of_two
 
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
@@ -24,8 +24,8 @@ class Quantisation:
       native: whether the GPU has an instruction that converts to this float8.
     """
 
-    k_scale: ScaleKind
-    v_scale: ScaleKind
+    k_scale: Granularity
+    v_scale: Granularity
     cache_dtype: str
     narrower: bool
     native: bool
@@ -97,8 +97,8 @@ def quantisation(dtype: str, pool: Pool, gpu: Device, *, scaled: bool = True) ->
     """The quantisation of keys and values of `dtype` for a pool; its scales divide them only if `scaled`."""
     narrower = pool.cache_itemsize < jnp.dtype(dtype).itemsize or (pool.cache_dtype, dtype) == ("float16", "bfloat16")
     return Quantisation(
-        k_scale=pool.k_scale if scaled else ScaleKind.NONE,
-        v_scale=pool.v_scale if scaled else ScaleKind.NONE,
+        k_scale=pool.k_scale if scaled else Granularity.NONE,
+        v_scale=pool.v_scale if scaled else Granularity.NONE,
         cache_dtype=pool.cache_dtype,
         narrower=narrower,
         native=pool.cache_dtype in _FLOAT8 and gpu.capability >= 89,

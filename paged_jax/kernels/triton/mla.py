@@ -69,13 +69,13 @@ def _attend(
     if num_tokens == 0:
         return jnp.zeros((0, num_heads, value_size), query.dtype), jnp.zeros((0, num_heads), jnp.float32)
     lengths = seq_lens, query_start_loc
-    pieces, split_tiles = split(problem, kernel, grid, lengths, gpu)
+    items, split_tiles = split(problem, kernel, grid, lengths, gpu)
     sinks, latent_scale = (options.scale if x is None else x for x in (options.per_head.sinks, options.k_scale))
-    arrays = query, latent_cache, block_tables, *lengths, pieces, options.scale, sinks, latent_scale
-    scalars = num_tokens, problem.num_seqs, problem.max_blocks_per_seq, problem.max_seq_len, grid.pieces
+    arrays = query, latent_cache, block_tables, *lengths, items, options.scale, sinks, latent_scale
+    scalars = num_tokens, problem.num_seqs, problem.max_blocks_per_seq, problem.max_seq_len, grid.items
     out = jax.ShapeDtypeStruct((num_tokens, num_heads, value_size), query.dtype)
     shapes = ragged_tuning.result_shapes(out, kernel, grid)
-    num_programs = grid.pieces * kernel.head_tiles
+    num_programs = grid.items * kernel.head_tiles
     parts = launch.call("latent", "latent_kernel", kernel, num_programs, arrays, scalars, shapes, gpu)
     return results(kernel, grid, parts, split_tiles, sinks, gpu)
 

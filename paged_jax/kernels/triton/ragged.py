@@ -9,7 +9,7 @@ from jax import Array
 from paged_jax.kernels.problem import Device, OptionArrays, Problem
 from paged_jax.kernels.triton import launch, ragged_tuning, tuning
 from paged_jax.kernels.triton.integers import cdiv
-from paged_jax.kernels.triton.ragged_tuning import PIECE_FIELDS, Grid
+from paged_jax.kernels.triton.ragged_tuning import ITEM_FIELDS, Grid
 from paged_jax.kernels.triton.tuning import AttentionKernel
 from paged_jax.options import AttentionOptions
 from paged_jax.shapes import BlockTables, Cache, NewTokens, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
@@ -59,13 +59,13 @@ def _ragged(
     if problem.num_tokens == 0:
         return jnp.zeros(query.shape, query.dtype), jnp.zeros((0, problem.num_heads), jnp.float32)
     lengths = seq_lens, query_start_loc
-    pieces, split_tiles = split(problem, kernel, grid, lengths, gpu)
+    items, split_tiles = split(problem, kernel, grid, lengths, gpu)
     new = query if key is None else key, query if value is None else value  # the kernel does not read absent ones
     options_in_order = OptionArrays.of(options)
-    arrays = query, *new, key_cache, value_cache, block_tables, *lengths, pieces, *options_in_order.flat
-    scalars = problem.num_tokens, problem.num_seqs, problem.max_blocks_per_seq, problem.max_seq_len, grid.pieces
+    arrays = query, *new, key_cache, value_cache, block_tables, *lengths, items, *options_in_order.flat
+    scalars = problem.num_tokens, problem.num_seqs, problem.max_blocks_per_seq, problem.max_seq_len, grid.items
     shapes = ragged_tuning.result_shapes(jax.ShapeDtypeStruct(query.shape, query.dtype), kernel, grid)
-    num_programs = grid.pieces * problem.num_kv_heads * kernel.head_tiles
+    num_programs = grid.items * problem.num_kv_heads * kernel.head_tiles
     parts = launch.call("attend", "ragged_kernel", kernel, num_programs, arrays, scalars, shapes, gpu)
     return results(kernel, grid, parts, split_tiles, options_in_order.per_head.sinks, gpu)
 
@@ -73,15 +73,15 @@ def _ragged(
 def split(
     problem: Problem, kernel: AttentionKernel, grid: Grid, lengths: tuple[Array, Array], gpu: Device
 ) -> tuple[Array, Array]:
-    """Describes all pieces, and the tiles of queries with several splits. Without splits, nobody reads the arrays."""
+    """Describes all items, and the tiles of queries with several splits. Without splits, nobody reads the arrays."""
     if kernel.tuning.final:
         return lengths[1], lengths[1]
-    counts = grid.pieces, grid.split_tiles
+    counts = grid.items, grid.split_tiles
     scalars = problem.num_tokens, problem.num_seqs, problem.max_seq_len, grid.at_once, *counts
-    described = [jax.ShapeDtypeStruct((count, PIECE_FIELDS), jnp.int32) for count in counts]
-    num_programs = cdiv(grid.pieces, kernel.tuning.plan)
-    pieces, split_tiles = launch.call("pieces", "plan_kernel", kernel, num_programs, lengths, scalars, described, gpu)
-    return pieces, split_tiles
+    described = [jax.ShapeDtypeStruct((count, ITEM_FIELDS), jnp.int32) for count in counts]
+    num_programs = cdiv(grid.items, kernel.tuning.plan)
+    items, split_tiles = launch.call("items", "plan_kernel", kernel, num_programs, lengths, scalars, described, gpu)
+    return items, split_tiles
 
 
 def results(

@@ -13,7 +13,7 @@ from paged_jax.kernels.triton import tuning
 from paged_jax.kernels.triton.integers import cdiv, power_of_two
 from paged_jax.kernels.triton.tuning import AttentionKernel, Tuning
 
-PIECE_FIELDS = 8  # int32 that describe a piece: `device/pieces.py`, which uses seven
+ITEM_FIELDS = 8  # int32 that describe an item: `device/items.py`, which uses seven
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,19 +43,19 @@ class RaggedReduceKernel:
 
 @dataclass(frozen=True)
 class Grid:
-    """An upper bound of the programs of a ragged batch; `device/pieces.py` computes how many it needs.
+    """An upper bound of the programs of a ragged batch; `device/items.py` computes how many it needs.
 
     Attributes:
       tiles: tiles of queries, those of padding rows included.
-      at_once: pieces that run at once, for each tile of heads; 0 if no context is split.
+      at_once: items that run at once, for each tile of heads; 0 if no context is split.
     """
 
     tiles: int
     at_once: int
 
     @property
-    def pieces(self) -> int:
-        """The largest number of pieces: tiles of queries, and further splits, which are fewer than `at_once`."""
+    def items(self) -> int:
+        """The largest number of items: tiles of queries, and further splits, which are fewer than `at_once`."""
         return self.tiles + self.at_once
 
     @property
@@ -64,7 +64,7 @@ class Grid:
         return min(self.tiles, self.at_once)
 
     @property
-    def places(self) -> int:
+    def partials(self) -> int:
         """The largest number of splits of such tiles: at most half of them are first splits."""
         return 2 * self.at_once
 
@@ -96,7 +96,7 @@ def shared(problem: Problem, tuned: Tuning, gpu: Device) -> tuple[Tuning, Grid]:
 def result_shapes(out: jax.ShapeDtypeStruct, kernel: AttentionKernel, grid: Grid) -> tuple[jax.ShapeDtypeStruct, ...]:
     """The shapes of the kernel's results: out, lse, and the splits' tmp_out, exp_sums and max_logits, if any."""
     lse = jax.ShapeDtypeStruct(out.shape[:2], jnp.float32)
-    residual = grid.places, kernel.problem.num_kv_heads * kernel.head_tiles, kernel.tuning.rows
+    residual = grid.partials, kernel.problem.num_kv_heads * kernel.head_tiles, kernel.tuning.rows
     if kernel.tuning.final:
         residual = 1, 1, 1
     tmp_out = jax.ShapeDtypeStruct((*residual, 1 if kernel.tuning.final else out.shape[2]), jnp.float32)

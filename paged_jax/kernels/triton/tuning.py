@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
-from paged_jax.kernels.problem import Attention, Device, Problem, ScaleKind
+from paged_jax.kernels.problem import Attention, Device, Granularity, Problem
 from paged_jax.kernels.triton.cache_tuning import Quantisation
 from paged_jax.kernels.triton.integers import cdiv, power_of_two
 
@@ -44,8 +44,8 @@ class Tuning:
       partition_size: tokens of a partition; None if splits have even shares of each context.
       final: whether there is one split, so that no reduce follows.
       ranked: a power of two >= num_seqs if the longest sequences start first, otherwise 0.
-      scan: how many sequences of a ragged batch are read at once, to cut it into pieces.
-      plan: how many pieces one program finds.
+      scan: how many sequences of a ragged batch are read at once, to cut it into items.
+      plan: how many items one program finds.
       least_split: tiles of the shortest split that ragged attention makes.
       write: how decode writes the last tokens, or None.
       num_warps, num_stages: for Triton.
@@ -122,7 +122,7 @@ class AttentionKernel:
     @property
     def late_factor(self) -> bool:
         """Whether the factor of the logits is applied in the exponential, where it costs nothing."""
-        one_factor = not self.prefix or self.problem.k_scale in (ScaleKind.NONE, ScaleKind.SLOT)
+        one_factor = not self.prefix or self.problem.k_scale in (Granularity.NONE, Granularity.SLOT)
         return one_factor and self.problem.scaled_products and self.tuning.compute_dtype != "float32"
 
     @property
@@ -141,7 +141,7 @@ class AttentionKernel:
     @property
     def opaque_range(self) -> bool:
         """Whether `device.tiles.numbers` hides the first token's number from LLVM."""
-        by_slot = ScaleKind.SLOT in (self.problem.k_scale, self.problem.v_scale)
+        by_slot = Granularity.SLOT in (self.problem.k_scale, self.problem.v_scale)
         return self.problem.block_sparse is not None or by_slot
 
 

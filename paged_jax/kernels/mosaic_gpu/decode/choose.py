@@ -21,7 +21,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.limits import (
     SYSTEM_MEMORY,
 )
 from paged_jax.kernels.mosaic_gpu.hopper.refuse import NAME, check
-from paged_jax.kernels.problem import Device, Problem, ScaleKind, Unsupported
+from paged_jax.kernels.problem import Device, Granularity, Problem, Unsupported
 
 _KIB = 1024
 
@@ -122,7 +122,7 @@ def _write_refusals(problem: Problem) -> list[str]:
         reasons.append("lacks writes into layout 'vllm'")
     if problem.head_size % 64:
         reasons.append(f"lacks writes of head_size {problem.head_size}, takes multiples of 64")
-    if ScaleKind.SLOT in (problem.k_scale, problem.v_scale):
+    if Granularity.SLOT in (problem.k_scale, problem.v_scale):
         reasons.append("lacks writes with scales for each slot")
     if problem.num_seqs * problem.max_seq_len * problem.num_blocks == 0:
         reasons.append("lacks writes without a context or a pool")
@@ -135,7 +135,7 @@ def _folded(problem: Problem, tuning: Tuning, gpu: Device) -> Tuning:
     Larger copies are 1% faster, but items are longer. So the items must fill `_FOLDED_WAVES`, in which uneven lengths
     average out, or nearly one wave, which queues cut evenly.
     """
-    one_scale = {problem.k_scale, problem.v_scale} <= {ScaleKind.NONE, ScaleKind.CACHE}
+    one_scale = {problem.k_scale, problem.v_scale} <= {Granularity.NONE, Granularity.CACHE}
     one_slice = problem.head_size % 64 == 0
     if problem.layout == "nhd" or problem.interleaved or not one_slice or not one_scale or problem.writes_tokens:
         return tuning
@@ -260,7 +260,7 @@ def _tilings(problem: Problem, tuning: Tuning, most_programs: int) -> Iterator[t
     one program; if one tile holds the whole split, at most `_BYTES_IN_FLIGHT`. Otherwise a tile has 64 rows. Rings have
     as many stages as may be in flight, but at least two, unless one tile is enough or two do not fit.
     """
-    kind, columns = tiles.class_of(problem), Geometry(problem, tuning).columns
+    tile_class, columns = tiles.class_of(problem), Geometry(problem, tuning).columns
     in_flight = _BYTES_IN_FLIGHT_OF_8_BITS if problem.cache_itemsize == 1 else _BYTES_IN_FLIGHT
     longest_split = tuning.fold * (problem.partition_size or pl.cdiv(problem.max_seq_len, max(1, tuning.splits)))
     for programs, tile in ((2, 128), (2, 64), (1, 128), (1, 64)):
@@ -272,7 +272,7 @@ def _tilings(problem: Problem, tuning: Tuning, most_programs: int) -> Iterator[t
         # If two programs share a multiprocessor, each thread has 128 registers. A larger tile in registers, or more
         # columns, would not fit into these.
         crowded = columns > 8 or problem.head_size > 128 or tile * problem.head_size > 8192
-        if kind.in_registers and programs == 2 and crowded:
+        if tile_class.in_registers and programs == 2 and crowded:
             continue
         room = PROGRAM_MEMORY if programs == 1 else MULTIPROCESSOR_MEMORY // 2 - SYSTEM_MEMORY
         most = min(_MOST_STAGES, in_flight // programs // tile_bytes, pl.cdiv(longest_split, tile))

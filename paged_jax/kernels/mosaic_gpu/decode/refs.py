@@ -14,7 +14,7 @@ from paged_jax.kernels.mosaic_gpu.decode.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.memory import array_bytes
 from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT, Ref
-from paged_jax.kernels.problem import ScaleKind
+from paged_jax.kernels.problem import Granularity
 
 _LEAST_COPY = 32  # float32: copies go to multiples of 128 bytes
 _BARRIERS = 4096  # bytes for barriers, padding, and reductions across warps
@@ -155,11 +155,11 @@ def scratch(geometry: Geometry) -> Scratch:
     )
 
 
-def _ring(geometry: Geometry, scale: ScaleKind, rings: tuple[Ref, ...]) -> Ring:
+def _ring(geometry: Geometry, scale: Granularity, rings: tuple[Ref, ...]) -> Ring:
     """The ring of a cache. A tile is ready when all its runs have arrived, in all rings, and all its scales."""
     stages, runs = geometry.tuning.stages, geometry.runs_per_tile
     slot_scales = ABSENT
-    if scale is ScaleKind.SLOT:
+    if scale is Granularity.SLOT:
         slot_scales = plgpu.SMEM((stages, runs, max(geometry.run_tokens, _LEAST_COPY)), jnp.float32)
     return Ring(
         consumed=plgpu.Barrier(num_barriers=stages),

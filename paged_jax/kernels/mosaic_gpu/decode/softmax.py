@@ -22,7 +22,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.logits import cache_scale, scaled_logits
 from paged_jax.kernels.mosaic_gpu.hopper.refs import Ref
 from paged_jax.kernels.mosaic_gpu.hopper.registers import LOWEST, exp, layout, wide
-from paged_jax.kernels.problem import ScaleKind
+from paged_jax.kernels.problem import Granularity
 
 
 class State(NamedTuple):
@@ -94,7 +94,7 @@ def attend(
 ) -> State:
     """Attends to a split's tokens before `end`; its tiles follow `tiles_before` earlier ones in the rings."""
     problem, tile, smem = geometry.problem, geometry.tuning.tile, refs.smem
-    scaled_values = problem.v_scale is ScaleKind.SLOT
+    scaled_values = problem.v_scale is Granularity.SLOT
 
     def attend_tile(i, state: State) -> State:
         stage = lax.rem(tiles_before + i, jnp.int32(geometry.tuning.stages))
@@ -102,7 +102,7 @@ def attend(
         low, high = split.begin - start, end - start
         plgpu.barrier_wait(smem.keys.ready.at[stage])
         products = tiles.product(tiles.keys(smem.keys.tiles[0].at[stage]), query_smem.T)
-        if problem.k_scale is ScaleKind.SLOT:
+        if problem.k_scale is Granularity.SLOT:
             products *= _slot_scales(smem.keys.slot_scales.at[stage], geometry, tiles)
         plgpu.barrier_arrive(smem.keys.consumed.at[stage])
         logits = _logits(products, to_logits, start - split.seq_len + 1, low, high, geometry)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.registers import exp
-from paged_jax.kernels.problem import Problem, ScaleKind
+from paged_jax.kernels.problem import Granularity, Problem
 
 _SERIES_BELOW = 0.04
 """Up to this square of x, four terms of the series of tanh(x) err by less than one unit of float32."""
@@ -24,8 +24,8 @@ def _capped(logits, cap: float):
     return jnp.where(square < _SERIES_BELOW, series, cap - (2 * cap) / (exp(2 * x) + 1))
 
 
-def cache_scale(scale_gmem, kind: ScaleKind, kv_head: Scalar):
+def cache_scale(scale_gmem, granularity: Granularity, kv_head: Scalar):
     """The scale of a kv head; 1 if the cache has no scale, or one for each slot."""
-    if kind in (ScaleKind.NONE, ScaleKind.SLOT):
+    if granularity in (Granularity.NONE, Granularity.SLOT):
         return 1.0
-    return scale_gmem[kv_head if kind is ScaleKind.HEAD else 0]
+    return scale_gmem[kv_head if granularity is Granularity.HEAD else 0]

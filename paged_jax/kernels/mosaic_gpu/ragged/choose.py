@@ -8,7 +8,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.refuse import NAME, check
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.refs import shared_memory_bytes
 from paged_jax.kernels.mosaic_gpu.ragged.tuning import Tuning
-from paged_jax.kernels.problem import Device, Problem, ScaleKind, Unsupported
+from paged_jax.kernels.problem import Device, Granularity, Problem, Unsupported
 
 _LEAST_HEAD_SIZE, _LARGEST_HEAD_SIZE = 16, 256
 
@@ -56,7 +56,7 @@ def _refusals(problem: Problem, device: Device) -> list[str]:
     slides = sparse is not None and sparse.head_sliding_step % sparse.vert_stride > 0
     if sparse is not None and slides and sparse.vert_stride * problem.num_heads >= 1 << 31:
         reasons.append(f"lacks a vert_stride of {sparse.vert_stride} for {problem.num_heads} heads, beyond 32 bits")
-    if problem.v_scale is ScaleKind.SLOT and problem.query_dtype == "float16":
+    if problem.v_scale is Granularity.SLOT and problem.query_dtype == "float16":
         reasons.append("lacks v_scale for each slot in ragged attention of float16, which may not hold its products")
     return reasons
 
@@ -64,9 +64,9 @@ def _refusals(problem: Problem, device: Device) -> list[str]:
 def _prefix_refusals(problem: Problem) -> list[str]:
     """Further reasons to refuse new keys and values beside the cache."""
     reasons = []
-    if problem.query_dtype == "float16" and problem.v_scale is not ScaleKind.NONE:
+    if problem.query_dtype == "float16" and problem.v_scale is not Granularity.NONE:
         reasons.append("lacks prefix_attention of float16 with v_scale, whose inverse float16 may not hold")
-    if ScaleKind.SLOT in (problem.k_scale, problem.v_scale):
+    if Granularity.SLOT in (problem.k_scale, problem.v_scale):
         reasons.append("lacks prefix_attention with scales for each slot")
     if problem.max_blocks_per_seq * problem.num_blocks == 0:
         reasons.append("lacks prefix_attention without a cache")

@@ -7,7 +7,7 @@ import jax.experimental.pallas as pl
 
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WARPGROUP, WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.ragged.tuning import Tuning
-from paged_jax.kernels.problem import Problem, ScaleKind
+from paged_jax.kernels.problem import Granularity, Problem
 
 LOADING_WARPS = 4
 """Warps of the loading warpgroup."""
@@ -79,12 +79,12 @@ class Geometry:
     @property
     def scales_key_slots(self) -> bool:
         """Whether each slot of the key cache has a scale."""
-        return self.problem.k_scale is ScaleKind.SLOT
+        return self.problem.k_scale is Granularity.SLOT
 
     @property
     def scales_value_slots(self) -> bool:
         """Whether each slot of the value cache has a scale."""
-        return self.problem.v_scale is ScaleKind.SLOT
+        return self.problem.v_scale is Granularity.SLOT
 
     @property
     def scales_slots(self) -> bool:

@@ -23,7 +23,7 @@ from paged_jax.kernels.mosaic_gpu.ragged.plan import Item, Span
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import lanes
 from paged_jax.kernels.mosaic_gpu.ragged.ptx.rows import QueryRows
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Inputs, Ref
-from paged_jax.kernels.problem import Problem, ScaleKind
+from paged_jax.kernels.problem import Granularity, Problem
 
 _MOST_LAG = 6.0  # powers of 2 by which a maximum may be below the largest logit
 # Weights in float16 are multiplied by 2 to this power. Then float16 keeps weights down to 2 ** -33 of the largest one;
@@ -213,7 +213,7 @@ def attend(
     rescale = jnp.exp2(old_base - base)
     exponentials = lanes.exponentials(logits, unit, base - _exponent_of_weights(geometry))
     weights = exponentials if scales.values is None else exponentials * _of_tokens(scales.values)
-    if not plain and geometry.problem.prefix and geometry.problem.v_scale is not ScaleKind.NONE:
+    if not plain and geometry.problem.prefix and geometry.problem.v_scale is not Granularity.NONE:
         weights = weights * jnp.where(span.is_new, 1 / rows.v_scale, 1.0)
     sums = totals.sums * rescale + lanes.sums(exponentials)
     return TileWeights(Totals(maxima, sums), rescale, weights)
@@ -245,13 +245,13 @@ def _of_tokens(values_smem: Ref) -> Array:
 def _scales_cache_only(geometry: Geometry) -> bool:
     """Whether cached keys or values have scales that new ones do not have."""
     scales = geometry.problem.k_scale, geometry.problem.v_scale
-    return geometry.problem.prefix and any(scale is not ScaleKind.NONE for scale in scales)
+    return geometry.problem.prefix and any(scale is not Granularity.NONE for scale in scales)
 
 
 def _logits(products: Array, span: Span, rows: Rows, kind: ItemKind, plain: bool) -> Array:
     """The kept logits of a tile; -inf where a row does not see a token."""
     problem, scaling = kind.geometry.problem, rows.scaling
-    if not plain and kind.geometry.problem.prefix and problem.k_scale is not ScaleKind.NONE:
+    if not plain and kind.geometry.problem.prefix and problem.k_scale is not Granularity.NONE:
         products = products * jnp.where(span.is_new, 1 / rows.k_scale, 1.0)
     if problem.scaled_products:
         logits = products

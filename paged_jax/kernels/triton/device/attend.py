@@ -1,6 +1,6 @@
 """Device code of attention: the kernels of v1, v2, the automatic choice and ragged, around one loop over tiles.
 
-A kernel uses six files. `schedule.py` assigns sequences and tokens to programs, and `pieces.py` does so in ragged
+A kernel uses six files. `schedule.py` assigns sequences and tokens to programs, and `items.py` does so in ragged
 attention. `rows.py` defines a program's rows, `tiles.py` the loop over tiles, and `softmax.py` the state of that loop.
 `write.py` writes new tokens into the cache. `reduce.py` merges the splits of a context.
 
@@ -37,7 +37,7 @@ from typing import NamedTuple, no_type_check
 import triton
 import triton.language as tl
 
-from paged_jax.kernels.triton.device.pieces import load_piece, tile_of
+from paged_jax.kernels.triton.device.items import load_item, tile_of
 from paged_jax.kernels.triton.device.rows import heads_of_rows, load_query, query_tile_of, rows_of, with_factor
 from paged_jax.kernels.triton.device.schedule import SparseStretch, Stretch, of_rank, pattern_of, share_of
 from paged_jax.kernels.triton.device.softmax import Softmax, finish, nothing_seen, with_largest_logit
@@ -193,8 +193,8 @@ def _decode(inputs, new, batch, outputs, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def ragged_kernel(
-    query, key, value, key_cache, value_cache, block_tables, seq_lens, query_start_loc, pieces, scale, alibi_slopes,
-    sinks, k_scale, v_scale, num_tokens, num_seqs, table_width, max_seq_len, num_pieces,
+    query, key, value, key_cache, value_cache, block_tables, seq_lens, query_start_loc, items, scale, alibi_slopes,
+    sinks, k_scale, v_scale, num_tokens, num_seqs, table_width, max_seq_len, num_items,
     out, lse, tmp_out, exp_sums, max_logits, cfg: tl.constexpr,
 ):  # fmt: skip
     """One program attends with one tile of queries to one split of their context.
@@ -208,33 +208,33 @@ def ragged_kernel(
     head_tile = tl.program_id(0) % num_head_tiles
     index = tl.program_id(0) // num_head_tiles
     if cfg.tuning.final:
-        piece = tile_of(num_pieces - 1 - index, query_start_loc, num_tokens, num_seqs, cfg)  # long contexts first
+        item = tile_of(num_items - 1 - index, query_start_loc, num_tokens, num_seqs, cfg)  # long contexts first
     else:
-        piece = load_piece(pieces, index)
-        if piece.seq < 0:
+        item = load_item(items, index)
+        if item.seq < 0:
             return
-    tile = query_tile_of(piece, head_tile, seq_lens, num_seqs, max_seq_len, cfg)
-    rows, factor, new_factor = _ragged_rows(inputs, piece, tile, out, cfg)
-    table = block_tables + piece.seq.to(tl.int64) * table_width
+    tile = query_tile_of(item, head_tile, seq_lens, num_seqs, max_seq_len, cfg)
+    rows, factor, new_factor = _ragged_rows(inputs, item, tile, out, cfg)
+    table = block_tables + item.seq.to(tl.int64) * table_width
     paged = Paged(Cache(key_cache, value_cache, k_scale, v_scale), table)
-    softmax = _add_cached(nothing_seen(cfg), rows, paged, tile, head_tile, piece, cfg)
+    softmax = _add_cached(nothing_seen(cfg), rows, paged, tile, head_tile, item, cfg)
     softmax = with_head_scale(softmax, v_scale, tile.kv_head, tl.constexpr(cfg.problem.v_scale))
     if cfg.prefix:
-        new = NewTokens(key, value, piece.start)
-        softmax = _add_new(softmax, with_factor(rows, new_factor), new, tile, head_tile, piece, cfg)
+        new = NewTokens(key, value, item.start)
+        softmax = _add_new(softmax, with_factor(rows, new_factor), new, tile, head_tile, item, cfg)
     softmax = with_largest_logit(softmax, factor, cfg)
     if cfg.tuning.final:
-        store_whole(softmax, sinks, out, lse, piece.start + tile.queries, tile.head, tile.valid, cfg)
+        store_whole(softmax, sinks, out, lse, item.start + tile.queries, tile.head, tile.valid, cfg)
     else:
-        store_piece(softmax, sinks, outputs, load_piece(pieces, index, again=True), head_tile, num_head_tiles, cfg)
+        store_item(softmax, sinks, outputs, load_item(items, index, again=True), head_tile, num_head_tiles, cfg)
 
 
 @triton.jit
 @no_type_check
-def _ragged_rows(inputs, piece, tile, out, cfg: tl.constexpr):
+def _ragged_rows(inputs, item, tile, out, cfg: tl.constexpr):
     """Returns a tile's rows, the factor of products with cached keys, and the factor of products with new keys."""
     cache_scale = head_scale(inputs.k_scale, tile.kv_head, tl.constexpr(cfg.problem.k_scale))
-    tokens = piece.start + tile.queries
+    tokens = item.start + tile.queries
     scale = tl.load(inputs.scale)
     if cfg.late_factor or not cfg.prefix:
         q, factor = load_query(inputs.query, tokens, tile.head, tile.valid, scale * cache_scale, out, cfg)
@@ -248,15 +248,15 @@ def _ragged_rows(inputs, piece, tile, out, cfg: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def store_piece(softmax, sinks, outputs, piece, head_tile, num_head_tiles: tl.constexpr, cfg: tl.constexpr):
-    """Stores out and lse if the piece is its context's only split, otherwise its unfinished softmax."""
-    tokens = piece.first_query + tl.arange(0, cfg.tuning.rows) // cfg.tuning.heads
+def store_item(softmax, sinks, outputs, item, head_tile, num_head_tiles: tl.constexpr, cfg: tl.constexpr):
+    """Stores out and lse if the item is its context's only split, otherwise its unfinished softmax."""
+    tokens = item.first_query + tl.arange(0, cfg.tuning.rows) // cfg.tuning.heads
     _kv_head, head, valid = heads_of_rows(tl.arange(0, cfg.tuning.rows), head_tile, cfg)
-    valid = valid & (tokens < piece.query_len)
-    if piece.num_splits == 1:
-        store_whole(softmax, sinks, outputs.out, outputs.lse, piece.start + tokens, head, valid, cfg)
+    valid = valid & (tokens < item.query_len)
+    if item.num_splits == 1:
+        store_whole(softmax, sinks, outputs.out, outputs.lse, item.start + tokens, head, valid, cfg)
     else:
-        row = ((piece.place + piece.split) * num_head_tiles + head_tile).to(tl.int64) * cfg.tuning.rows
+        row = ((item.partial + item.split) * num_head_tiles + head_tile).to(tl.int64) * cfg.tuning.rows
         row += tl.arange(0, cfg.tuning.rows)
         result, _, max_logit, exp_sum = finish(softmax, sinks, head, valid, False)
         tl.store(outputs.exp_sums + row, exp_sum, mask=valid)
@@ -276,8 +276,8 @@ def store_whole(softmax, sinks, out, lse, tokens, head, valid, cfg: tl.constexpr
 
 @triton.jit
 @no_type_check
-def _add_cached(softmax, rows, paged, tile, head_tile, piece, cfg: tl.constexpr):
-    """Adds the piece's share of the tokens that its tile of queries sees in the cache."""
+def _add_cached(softmax, rows, paged, tile, head_tile, item, cfg: tl.constexpr):
+    """Adds the item's share of the tokens that its tile of queries sees in the cache."""
     size: tl.constexpr = cfg.tuning.tile
     end = tile.end
     if cfg.prefix:
@@ -292,8 +292,8 @@ def _add_cached(softmax, rows, paged, tile, head_tile, piece, cfg: tl.constexpr)
         first = tile.begin // size
         last = (end + size - 1) // size
     if not cfg.tuning.final:
-        share = tl.cdiv(tl.maximum(last - first, 0), piece.num_splits)
-        first += piece.split * share
+        share = tl.cdiv(tl.maximum(last - first, 0), item.num_splits)
+        first += item.split * share
         last = tl.minimum(last, first + share)
     if cfg.whole_tiles:
         middle = tl.maximum(tl.minimum(tl.minimum(tile.first_position + 1, end) // size, last), first)
@@ -304,12 +304,12 @@ def _add_cached(softmax, rows, paged, tile, head_tile, piece, cfg: tl.constexpr)
 
 @triton.jit
 @no_type_check
-def _add_new(softmax, rows, new, tile, head_tile, piece, cfg: tl.constexpr):
+def _add_new(softmax, rows, new, tile, head_tile, item, cfg: tl.constexpr):
     """Adds the tokens beside the cache that a tile of queries sees; only the last split, the smallest, does."""
     size: tl.constexpr = cfg.tuning.tile
     end = tile.end
     if not cfg.tuning.final:
-        end = tl.where(piece.split == piece.num_splits - 1, end, tile.context_len)
+        end = tl.where(item.split == item.num_splits - 1, end, tile.context_len)
     if cfg.problem.block_sparse is not None:
         begin = tl.maximum(tile.begin, tile.context_len)
         pattern, count = pattern_of(begin, end, tile.first_position, end - 1, tile.kv_head, head_tile, cfg)
@@ -325,22 +325,22 @@ def _add_new(softmax, rows, new, tile, head_tile, piece, cfg: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def head_scale(scale, kv_head, kind: tl.constexpr):
+def head_scale(scale, kv_head, granularity: tl.constexpr):
     """Returns the scale of a kv head; 1 if the cache has no scale, or one for each slot."""
     factor = 1.0
-    if kind == "cache":
+    if granularity == "cache":
         factor = tl.load(scale)
-    elif kind == "head":
+    elif granularity == "head":
         factor = tl.load(scale + kv_head)
     return factor
 
 
 @triton.jit
 @no_type_check
-def with_head_scale(softmax, v_scale, kv_head, kind: tl.constexpr):
+def with_head_scale(softmax, v_scale, kv_head, granularity: tl.constexpr):
     """Multiplies the softmax's values by `head_scale`; the loop took unscaled values from the cache."""
     acc, max_logit, exp_sum = softmax
-    acc *= head_scale(v_scale, kv_head, kind)
+    acc *= head_scale(v_scale, kv_head, granularity)
     return Softmax(acc, max_logit, exp_sum)
 
 

@@ -23,8 +23,8 @@ from typing import NamedTuple, no_type_check
 import triton
 import triton.language as tl
 
-from paged_jax.kernels.triton.device.attend import RaggedOutputs, head_scale, store_piece, store_whole, with_head_scale
-from paged_jax.kernels.triton.device.pieces import load_piece, tile_of
+from paged_jax.kernels.triton.device.attend import RaggedOutputs, head_scale, store_item, store_whole, with_head_scale
+from paged_jax.kernels.triton.device.items import load_item, tile_of
 from paged_jax.kernels.triton.device.rows import Rows, logits_of, power_of_two, query_tile_of, seen_by, to_compute
 from paged_jax.kernels.triton.device.softmax import Softmax, nothing_seen, weigh
 from paged_jax.kernels.triton.device.tiles import convert
@@ -40,8 +40,8 @@ class Parts(NamedTuple):
 @triton.jit
 @no_type_check
 def latent_kernel(
-    query, latent_cache, block_tables, seq_lens, query_start_loc, pieces, scale, sinks, latent_scale,
-    num_tokens, num_seqs, table_width, max_seq_len, num_pieces, out, lse, tmp_out, exp_sums, max_logits,
+    query, latent_cache, block_tables, seq_lens, query_start_loc, items, scale, sinks, latent_scale,
+    num_tokens, num_seqs, table_width, max_seq_len, num_items, out, lse, tmp_out, exp_sums, max_logits,
     cfg: tl.constexpr,
 ):  # fmt: skip
     """One program attends with one tile of queries to one split of their context, as `attend.ragged_kernel` does."""
@@ -49,23 +49,23 @@ def latent_kernel(
     head_tile = tl.program_id(0) % num_head_tiles
     index = tl.program_id(0) // num_head_tiles
     if cfg.tuning.final:
-        piece = tile_of(num_pieces - 1 - index, query_start_loc, num_tokens, num_seqs, cfg)  # long contexts first
+        item = tile_of(num_items - 1 - index, query_start_loc, num_tokens, num_seqs, cfg)  # long contexts first
     else:
-        piece = load_piece(pieces, index)
-        if piece.seq < 0:
+        item = load_item(items, index)
+        if item.seq < 0:
             return
-    tile = query_tile_of(piece, head_tile, seq_lens, num_seqs, max_seq_len, cfg)
-    tokens = piece.start + tile.queries
+    tile = query_tile_of(item, head_tile, seq_lens, num_seqs, max_seq_len, cfg)
+    tokens = item.start + tile.queries
     q, factor = _load_query(query, tokens, tile.head, tile.valid, cfg)
     factor *= tl.load(scale) * head_scale(latent_scale, 0, tl.constexpr(cfg.problem.k_scale))
     rows = Rows(q.value, factor, tile.position, factor, tile.head)
-    table = block_tables + piece.seq.to(tl.int64) * table_width
+    table = block_tables + item.seq.to(tl.int64) * table_width
     size: tl.constexpr = cfg.tuning.tile
     first = 0
     last = (tile.end + size - 1) // size
     if not cfg.tuning.final:
-        share = tl.cdiv(last, piece.num_splits)
-        first = piece.split * share
+        share = tl.cdiv(last, item.num_splits)
+        first = item.split * share
         last = tl.minimum(last, first + share)
     softmax = _add_tiles(nothing_seen(cfg), rows, q, latent_cache, table, first, last, tile.end, cfg)
     softmax = with_head_scale(softmax, latent_scale, 0, tl.constexpr(cfg.problem.k_scale))
@@ -73,7 +73,7 @@ def latent_kernel(
         store_whole(softmax, sinks, out, lse, tokens, tile.head, tile.valid, cfg)
     else:
         outputs = RaggedOutputs(out, lse, tmp_out, exp_sums, max_logits)
-        store_piece(softmax, sinks, outputs, load_piece(pieces, index, again=True), head_tile, num_head_tiles, cfg)
+        store_item(softmax, sinks, outputs, load_item(items, index, again=True), head_tile, num_head_tiles, cfg)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from paged_jax.kernels.triton.device.pieces import load_piece
+from paged_jax.kernels.triton.device.items import load_item
 from paged_jax.kernels.triton.device.rows import heads_of_rows
 from paged_jax.kernels.triton.device.softmax import Softmax, finish, rounded
 
@@ -79,12 +79,12 @@ def ragged_reduce_kernel(
     rows = pid % cfg.groups * cfg.rows + tl.arange(0, cfg.rows)
     pid = pid // cfg.groups
     head_tile = pid % num_head_tiles
-    piece = load_piece(split_tiles, pid // num_head_tiles)
-    if piece.seq < 0:
+    item = load_item(split_tiles, pid // num_head_tiles)
+    if item.seq < 0:
         return
     _, head, valid = heads_of_rows(rows, head_tile, attention)
-    queries = piece.first_query + rows // attention.tuning.heads
-    valid = valid & (queries < piece.query_len)
+    queries = item.first_query + rows // attention.tuning.heads
+    valid = valid & (queries < item.query_len)
     if tl.max(valid.to(tl.int32), 0) == 0:
         return
 
@@ -94,11 +94,11 @@ def ragged_reduce_kernel(
     acc = tl.full([cfg.rows, width], 0, tl.float32)
     max_logit = tl.full([cfg.rows], float("-inf"), tl.float32)
     exp_sum = tl.full([cfg.rows], 0, tl.float32)
-    for start in range(0, piece.num_splits, cfg.splits):
+    for start in range(0, item.num_splits, cfg.splits):
         splits = start + tl.arange(0, cfg.splits)
-        inside = (splits < piece.num_splits)[:, None] & valid[None, :]
-        place = ((piece.place + splits) * num_head_tiles + head_tile).to(tl.int64)
-        at = place[:, None] * attention.tuning.rows + rows[None, :]
+        inside = (splits < item.num_splits)[:, None] & valid[None, :]
+        at = ((item.partial + splits) * num_head_tiles + head_tile).to(tl.int64)
+        at = at[:, None] * attention.tuning.rows + rows[None, :]
         maxima = tl.load(max_logits + at, mask=inside, other=float("-inf"))
         sums = tl.load(exp_sums + at, mask=inside, other=0.0)
         at = at[:, :, None] * problem.head_size + d[None, None, :]
@@ -113,7 +113,7 @@ def ragged_reduce_kernel(
         max_logit = top
     softmax = Softmax(acc, max_logit, exp_sum)
     result, log_sum, _, _ = finish(softmax, sinks, head, valid, tl.constexpr(problem.per_head.sinks))
-    row = (piece.start + queries).to(tl.int64) * problem.num_heads + head
+    row = (item.start + queries).to(tl.int64) * problem.num_heads + head
     tl.store(lse + row, log_sum, mask=valid & (part + rows * 0 == 0))
     at = row[:, None] * problem.head_size + d[None, :]
     tl.store(out + at, result.to(out.dtype.element_ty), mask=valid[:, None] & in_head)

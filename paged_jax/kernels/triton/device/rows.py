@@ -74,23 +74,23 @@ def heads_of_rows(rows, head_tile, cfg: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def query_tile_of(piece, head_tile, seq_lens, num_seqs, max_seq_len, cfg: tl.constexpr):
-    """Returns the rows of a piece's tile of queries, and which tokens they see."""
-    seq_len = tl.load(seq_lens + piece.seq, mask=piece.seq < num_seqs, other=0)
-    context_len = seq_len - piece.query_len
+def query_tile_of(item, head_tile, seq_lens, num_seqs, max_seq_len, cfg: tl.constexpr):
+    """Returns the rows of an item's tile of queries, and which tokens they see."""
+    seq_len = tl.load(seq_lens + item.seq, mask=item.seq < num_seqs, other=0)
+    context_len = seq_len - item.query_len
     kv_head, head, valid = heads_of_rows(tl.arange(0, cfg.tuning.rows), head_tile, cfg)
-    queries = piece.first_query + tl.arange(0, cfg.tuning.rows) // cfg.tuning.heads
-    valid = valid & (queries < piece.query_len)
+    queries = item.first_query + tl.arange(0, cfg.tuning.rows) // cfg.tuning.heads
+    valid = valid & (queries < item.query_len)
     if cfg.problem.causal:
-        first_position = context_len + piece.first_query
+        first_position = context_len + item.first_query
         position = context_len + queries
-        end = context_len + tl.minimum(piece.query_len, piece.first_query + cfg.tuning.queries)
+        end = context_len + tl.minimum(item.query_len, item.first_query + cfg.tuning.queries)
     else:  # every query sees as much as the sequence's last one
         first_position = seq_len - 1
         position = queries * 0 + first_position
         end = seq_len
-    position = tl.where(valid & (piece.seq < num_seqs), position, -1)
-    end = tl.where((piece.seq < num_seqs) & (piece.first_query < piece.query_len), tl.minimum(end, max_seq_len), 0)
+    position = tl.where(valid & (item.seq < num_seqs), position, -1)
+    end = tl.where((item.seq < num_seqs) & (item.first_query < item.query_len), tl.minimum(end, max_seq_len), 0)
     begin = first_position * 0
     if cfg.problem.sliding_window is not None:
         begin = tl.maximum(first_position - cfg.problem.sliding_window + 1, 0)

@@ -182,15 +182,15 @@ def _store_across(
 
 @triton.jit
 @no_type_check
-def _quantise(x, scale, kind: tl.constexpr, kv_head, scale_at, valid, quantisation: tl.constexpr):
+def _quantise(x, scale, granularity: tl.constexpr, kv_head, scale_at, valid, quantisation: tl.constexpr):
     """Divides x by the scale and clips it to the range of the cache's dtype, if that is narrower than x's."""
     if quantisation.narrower:
         x = x.to(tl.float32)
-        if kind == "cache":
+        if granularity == "cache":
             x = _divide(x, tl.zeros_like(scale_at).to(tl.float32)[:, None] + tl.load(scale), quantisation)
-        elif kind == "head":
+        elif granularity == "head":
             x = _divide(x, tl.zeros_like(scale_at).to(tl.float32)[:, None] + tl.load(scale + kv_head), quantisation)
-        elif kind == "slot":
+        elif granularity == "slot":
             x = _divide(x, tl.load(scale + scale_at, mask=valid, other=1.0)[:, None], quantisation)
         x = tl.clamp(x, quantisation.smallest, quantisation.largest, propagate_nan=tl.PropagateNan.ALL)
     return x

@@ -1,9 +1,9 @@
-"""Device code: a small kernel cuts a ragged batch into pieces, one for each program, by lengths that only it knows.
+"""Device code: a small kernel cuts a ragged batch into items, one for each program, by lengths that only it knows.
 
-A piece is one tile of queries and one split of the tokens that they see. The host knows how many pieces there can be,
+An item is one tile of queries and one split of the tokens that they see. The host knows how many items there can be,
 and launches as many programs of the kernel that attends; this one writes down what each of them gets:
 
-    sequence   tiles of queries x splits              pieces
+    sequence   tiles of queries x splits              items
     long       [0 1 2 3] x 3                          0 ... 11     those with long contexts start first
     short      [0] x 1                                12
     padding    [0 1] x 1                              13, 14       query rows past the last sequence: they see nothing
@@ -13,8 +13,8 @@ A context is split if it has more tiles than a split may have: `_sizes`. The sum
 among as many programs as run at once, so splits are short where a batch is small. It makes no difference in which order
 the sequences come. Where queries alone fill the GPU nothing is split and no plan is made: `tile_of`.
 
-Grid: one program for each `cfg.tuning.plan` pieces. Each looks at all lengths, `cfg.tuning.scan` at a time, adds up the
-work, and finds its pieces. `cfg` is a `tuning.AttentionKernel`.
+Grid: one program for each `cfg.tuning.plan` items. Each looks at all lengths, `cfg.tuning.scan` at a time, adds up the
+work, and finds its items. `cfg` is a `tuning.AttentionKernel`.
 """
 
 # Where triton is not installed pyright takes this folder for it.
@@ -25,13 +25,13 @@ from typing import NamedTuple, no_type_check
 import triton
 import triton.language as tl
 
-from paged_jax.kernels.triton.ragged_tuning import PIECE_FIELDS
+from paged_jax.kernels.triton.ragged_tuning import ITEM_FIELDS
 
-_FIELDS = tl.constexpr(PIECE_FIELDS)
+_FIELDS = tl.constexpr(ITEM_FIELDS)
 
 
 class RaggedBatch(NamedTuple):
-    """Pointers to a ragged batch's lengths, its sizes, and how many pieces run at once for each tile of heads."""
+    """Pointers to a ragged batch's lengths, its sizes, and how many items run at once for each tile of heads."""
 
     seq_lens: tl.tensor
     query_start_loc: tl.tensor
@@ -41,17 +41,17 @@ class RaggedBatch(NamedTuple):
     at_once: tl.tensor
 
 
-class Piece(NamedTuple):
+class Item(NamedTuple):
     """A tile of queries of one sequence, and a split of the tokens that they see.
 
     Attributes:
-      seq: the sequence; num_seqs for padding rows, -1 if there is no such piece.
+      seq: the sequence; num_seqs for padding rows, -1 if there is no such item.
       start: the row of the sequence's first query.
       query_len: how many queries it has.
       first_query: the tile's first query, counted from the sequence's first.
       split: which split of the context.
       num_splits: how many splits the context has.
-      place: index of the partial result of split 0, if the tile has several splits; the others follow.
+      partial: index of the partial result of split 0, if the tile has several splits; the others follow.
     """
 
     seq: tl.tensor
@@ -60,24 +60,24 @@ class Piece(NamedTuple):
     first_query: tl.tensor
     split: tl.tensor
     num_splits: tl.tensor
-    place: tl.tensor
+    partial: tl.tensor
 
 
 @triton.jit
 @no_type_check
 def plan_kernel(
-    seq_lens, query_start_loc, num_tokens, num_seqs, max_seq_len, at_once, num_pieces, num_split_tiles,
-    pieces, split_tiles, cfg: tl.constexpr,
+    seq_lens, query_start_loc, num_tokens, num_seqs, max_seq_len, at_once, num_items, num_split_tiles,
+    items, split_tiles, cfg: tl.constexpr,
 ):  # fmt: skip
-    """Describes all pieces, and split 0 of each tile of queries that has several splits: i32 [count, 8] each."""
+    """Describes all items, and split 0 of each tile of queries that has several splits: i32 [count, 8] each."""
     batch = RaggedBatch(seq_lens, query_start_loc, num_tokens, num_seqs, max_seq_len, at_once)
     most, long = _sizes(batch, cfg)
-    num_long = tl.full([], 0, tl.int32)  # pieces of long sequences
+    num_long = tl.full([], 0, tl.int32)  # items of long sequences
     for first in range(0, num_seqs + 1, cfg.tuning.scan):
         tiles, steps, _all_steps = _lengths(first + tl.arange(0, cfg.tuning.scan), batch, cfg)
         num_long += tl.sum(tl.where(steps >= long, tiles * _splits(steps, most), 0), 0)
-    _store_pieces(split_tiles, num_split_tiles, True, 0, num_long, most, batch, cfg)
-    _store_pieces(pieces, num_pieces, False, long, num_long, most, batch, cfg)
+    _store_items(split_tiles, num_split_tiles, True, 0, num_long, most, batch, cfg)
+    _store_items(items, num_items, False, long, num_long, most, batch, cfg)
 
 
 @triton.jit
@@ -97,36 +97,36 @@ def tile_of(index, query_start_loc, num_tokens, num_seqs, cfg: tl.constexpr):
     start = tl.load(query_start_loc + seq)
     stop = tl.load(query_start_loc + seq + 1, mask=seq < num_seqs, other=num_tokens)
     first_query = (index - start // cfg.tuning.queries - seq) * cfg.tuning.queries
-    return Piece(seq, start, stop - start, first_query, 0, 1, 0)
+    return Item(seq, start, stop - start, first_query, 0, 1, 0)
 
 
 @triton.jit
 @no_type_check
-def load_piece(pieces, index, again: tl.constexpr = False):
-    """Returns the piece of this index, as `plan_kernel` has described it.
+def load_item(items, index, again: tl.constexpr = False):
+    """Returns the item of this index, as `plan_kernel` has described it.
 
     With `again` it is loaded again, so that it holds no registers in between.
     """
-    at = pieces + index * _FIELDS
+    at = items + index * _FIELDS
     seq = tl.load(at, volatile=again)
     start = tl.load(at + 1, volatile=again)
     query_len = tl.load(at + 2, volatile=again)
     first_query = tl.load(at + 3, volatile=again)
     split = tl.load(at + 4, volatile=again)
     num_splits = tl.load(at + 5, volatile=again)
-    return Piece(seq, start, query_len, first_query, split, num_splits, tl.load(at + 6, volatile=again))
+    return Item(seq, start, query_len, first_query, split, num_splits, tl.load(at + 6, volatile=again))
 
 
 @triton.jit
 @no_type_check
-def _store_pieces(out, num, split_tiles: tl.constexpr, long, num_long, most, batch, cfg: tl.constexpr):
-    """Stores what pieces are, or, with `split_tiles`, the tiles of queries with several splits; `num` have room.
+def _store_items(out, num, split_tiles: tl.constexpr, long, num_long, most, batch, cfg: tl.constexpr):
+    """Stores what items are, or, with `split_tiles`, the tiles of queries with several splits; `num` have room.
 
     The sequences of `long` steps and more come first, and a sequence's last queries before its first: they see most.
     """
     index = tl.program_id(0) * cfg.tuning.plan + tl.arange(0, cfg.tuning.plan)
-    seq, begin, place = index * 0 - 1, index * 0, index * 0
-    of_long, of_others, places = tl.full([], 0, tl.int32), num_long, tl.full([], 0, tl.int32)
+    seq, begin, partial = index * 0 - 1, index * 0, index * 0
+    of_long, of_others, partials = tl.full([], 0, tl.int32), num_long, tl.full([], 0, tl.int32)
     for first in range(0, batch.num_seqs + 1, cfg.tuning.scan):
         ids = first + tl.arange(0, cfg.tuning.scan)
         tiles, steps, _all_steps = _lengths(ids, batch, cfg)
@@ -145,11 +145,11 @@ def _store_pieces(out, num, split_tiles: tl.constexpr, long, num_long, most, bat
             of_long += tl.sum(if_long, 0)
             of_others += tl.sum(others, 0)
         mine = (index[:, None] >= begins[None, :]) & (index[:, None] < (begins + counts)[None, :])
-        firsts = places + tl.cumsum(taken, 0) - taken
-        places += tl.sum(taken, 0)
+        firsts = partials + tl.cumsum(taken, 0) - taken
+        partials += tl.sum(taken, 0)
         seq = tl.maximum(seq, tl.max(tl.where(mine, ids[None, :], -1), 1))
         begin = tl.maximum(begin, tl.max(tl.where(mine, begins[None, :], 0), 1))
-        place = tl.maximum(place, tl.max(tl.where(mine, firsts[None, :], 0), 1))
+        partial = tl.maximum(partial, tl.max(tl.where(mine, firsts[None, :], 0), 1))
 
     tiles, steps, _all_steps = _lengths(seq, batch, cfg)
     num_splits = _splits(steps, most)
@@ -168,7 +168,7 @@ def _store_pieces(out, num, split_tiles: tl.constexpr, long, num_long, most, bat
     tl.store(at + 3, (tiles - 1 - tile) * cfg.tuning.queries, mask=found)
     tl.store(at + 4, number - tile * num_splits if not split_tiles else number * 0, mask=found)
     tl.store(at + 5, num_splits, mask=found)
-    tl.store(at + 6, place + tile * num_splits, mask=found)
+    tl.store(at + 6, partial + tile * num_splits, mask=found)
 
 
 @triton.jit

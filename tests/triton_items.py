@@ -1,6 +1,6 @@
 """Checks functions of the Triton kernels by themselves: `triton_interpreter` runs `hold`, `hold_offsets` and others.
 
-They check how ragged attention cuts batches into pieces, the offsets of slots in pools of over 2**31 elements, and the
+They check how ragged attention cuts batches into items, the offsets of slots in pools of over 2**31 elements, and the
 conversion of 8 bits.
 """
 
@@ -10,9 +10,9 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from paged_jax.kernels.problem import Device, Pool, Problem, ScaleKind
+from paged_jax.kernels.problem import Device, Granularity, Pool, Problem
 from paged_jax.kernels.triton import ragged_tuning
-from paged_jax.kernels.triton.device.pieces import plan_kernel
+from paged_jax.kernels.triton.device.items import plan_kernel
 from paged_jax.kernels.triton.device.tiles import convert, vectors
 from paged_jax.kernels.triton.integers import cdiv
 from paged_jax.options import PerHead
@@ -34,15 +34,15 @@ def batches(rng):
 
 
 def hold(run):
-    """Checks the pieces of random batches; `run(kernel, grid, inputs, outputs, cfg)` runs a kernel."""
+    """Checks the items of random batches; `run(kernel, grid, inputs, outputs, cfg)` runs a kernel."""
     rng = np.random.default_rng(0)
     num_split = 0
     for seq_lens, query_lens, padding in batches(rng):
         num_tokens = max(1, int(query_lens.sum()) + padding)
         padding = num_tokens - int(query_lens.sum())
         problem = Problem(
-            num_kv_heads=2, head_size=64, block_size=16, layout="hnd", cache_dtype="bfloat16", k_scale=ScaleKind.NONE,
-            v_scale=ScaleKind.NONE, num_heads=8, query_dtype="bfloat16", per_head=PerHead(False, False),
+            num_kv_heads=2, head_size=64, block_size=16, layout="hnd", cache_dtype="bfloat16", k_scale=Granularity.NONE,
+            v_scale=Granularity.NONE, num_heads=8, query_dtype="bfloat16", per_head=PerHead(False, False),
             sliding_window=None, logits_soft_cap=None, block_sparse=None, causal=True, num_seqs=len(seq_lens),
             num_tokens=num_tokens, num_blocks=8, max_blocks_per_seq=300, max_seq_len=4800, max_query_len=num_tokens,
         )  # fmt: skip
@@ -50,38 +50,38 @@ def hold(run):
         assert not kernel.tuning.final
         kernel = replace(kernel, tuning=replace(kernel.tuning, scan=16, plan=32))
         starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
-        sizes = num_tokens, len(seq_lens), 4800, grid.at_once, grid.pieces, grid.split_tiles
-        pieces, tiles = (
-            np.full((count, ragged_tuning.PIECE_FIELDS), -9, np.int32) for count in (grid.pieces, grid.split_tiles)
+        sizes = num_tokens, len(seq_lens), 4800, grid.at_once, grid.items, grid.split_tiles
+        items, tiles = (
+            np.full((count, ragged_tuning.ITEM_FIELDS), -9, np.int32) for count in (grid.items, grid.split_tiles)
         )
         inputs = seq_lens.astype(np.int32), starts, *sizes
-        num_programs = cdiv(grid.pieces, kernel.tuning.plan)
-        pieces, tiles = run(plan_kernel, (num_programs,), inputs, (pieces, tiles), kernel)
-        num_split += _check(pieces, tiles, query_lens, padding, kernel, grid)
+        num_programs = cdiv(grid.items, kernel.tuning.plan)
+        items, tiles = run(plan_kernel, (num_programs,), inputs, (items, tiles), kernel)
+        num_split += _check(items, tiles, query_lens, padding, kernel, grid)
     assert num_split >= 3, num_split
 
 
-def _check(pieces, tiles, query_lens, padding, kernel, grid):
-    """Checks that every tile of queries in a batch has each of its splits once, and each partial result has a place."""
-    found = pieces[pieces[:, 0] >= 0]
-    assert len(found) < len(pieces), "the last program has something to do, so there may be too few"
-    assert np.all(pieces[len(found) :, 0] == -1), "pieces come first"
+def _check(items, tiles, query_lens, padding, kernel, grid):
+    """Checks that every tile of queries of a batch has each split once, and each partial result a place of its own."""
+    found = items[items[:, 0] >= 0]
+    assert len(found) < len(items), "the last program has something to do, so there may be too few"
+    assert np.all(items[len(found) :, 0] == -1), "items come first"
     starts = np.concatenate([[0], np.cumsum(query_lens)])
     rows = kernel.tuning.queries
-    splits_of, places = {}, []
-    for seq, start, query_len, first_query, split, num_splits, place in found[:, :7].tolist():
+    splits_of, partials = {}, []
+    for seq, start, query_len, first_query, split, num_splits, partial in found[:, :7].tolist():
         assert start == starts[seq]
         assert query_len == (padding if seq == len(query_lens) else query_lens[seq])
         assert 0 <= split < num_splits
         splits_of.setdefault((seq, first_query), []).append((split, num_splits))
         if num_splits > 1:
-            places.append(place + split)
+            partials.append(partial + split)
     every = [*enumerate(query_lens.tolist()), (len(query_lens), padding)]
     assert sorted(splits_of) == [(seq, first) for seq, count in every for first in range(0, count, rows)]
     for splits in splits_of.values():
         assert sorted(splits) == [(i, splits[0][1]) for i in range(splits[0][1])]
-    assert len(set(places)) == len(places)
-    assert all(0 <= place < grid.places for place in places)
+    assert len(set(partials)) == len(partials)
+    assert all(0 <= partial < grid.partials for partial in partials)
     split_tiles = {tuple(p) for p in found.tolist() if p[4] == 0 and p[5] > 1}
     assert len(split_tiles) <= grid.split_tiles
     noted = tiles[tiles[:, 0] >= 0].tolist()
@@ -104,8 +104,8 @@ def hold_offsets(run):
     blocks, slots, d = np.array([2**31 - 1, 2**30], np.int32), np.arange(2)[:, None], np.arange(16)[None, :]
     for layout in ("hnd", "nhd", "vllm"):
         pool = Pool(
-            num_kv_heads=4, head_size=16, block_size=16, layout=layout, cache_dtype="bfloat16", k_scale=ScaleKind.NONE,
-            v_scale=ScaleKind.NONE,
+            num_kv_heads=4, head_size=16, block_size=16, layout=layout, cache_dtype="bfloat16",
+            k_scale=Granularity.NONE, v_scale=Granularity.NONE,
         )  # fmt: skip
         (offsets,) = run(offsets_kernel, (1,), (np.zeros(1, np.int8), blocks), (np.zeros((2, 16), np.int64),), pool)
         start = blocks[:, None].astype(np.int64) * 4 * 16 * 16
