@@ -68,6 +68,11 @@ MODELS = {
 }
 
 
+def hub_config(name: str) -> DecoderConfig:
+    """The config of a folder on the hub, by its name in tests/data/real/configs.json."""
+    return parse_config(_REAL[name]["config"])
+
+
 def make_model(config: DecoderConfig, **options: Any) -> tuple[Any, Step]:
     """Makes random weights, normal with deviation 1/50 (norms: 1, biases: 0), and the step that takes them.
 
@@ -124,15 +129,15 @@ def floor_bytes(config: DecoderConfig, weights: Any, num_seqs: int, context: int
         size += leaf.size * leaf.dtype.itemsize * (used if is_of_experts else 1.0)
     for layer in config.layers:
         seen = context if layer.sliding_window is None else min(context, layer.sliding_window)
-        size += 2 * _cached_numbers(config) * num_seqs * seen
+        size += cached_bytes(config) * num_seqs * seen
     return round(size)
 
 
-def _cached_numbers(config: DecoderConfig) -> int:
-    """Numbers of a token that a layer's cache holds."""
+def cached_bytes(config: DecoderConfig) -> int:
+    """Bytes of a token that a layer's cache holds, in bfloat16."""
     if config.latent is not None:
-        return config.latent.kv_rank + config.latent.rope_size
-    return 2 * config.num_kv_heads * config.head_size
+        return 2 * (config.latent.kv_rank + config.latent.rope_size)
+    return 2 * 2 * config.num_kv_heads * config.head_size
 
 
 def slots(tables: Any, rows: Any, positions: Any) -> Any:

@@ -7,8 +7,11 @@ callable for one step:
     prefill_attend   writes the new tokens to the paged cache, then attends with ragged rows of any length
     mixed_attend     does the same with two attention ops: one for prompts, one for rows of one new token
     decode_attend    writes one token for each sequence and attends, in one op
+    by_window        lets each layer use the tables and slots of its sliding window
     causal_attend    attends within one sequence, in plain jnp without a cache: for training and for comparison
 """
+
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -115,6 +118,22 @@ def decode_attend(
             cache = cache.write(key, slot_mapping, implementation=implementation)
             return cache.attend(query, block_tables, seq_lens, **options), cache
         return cache.write_and_attend(query, key, value, block_tables, seq_lens, slot_mapping, **options)
+
+    return attend
+
+
+def by_window(attends: Mapping[int | None, Attend]) -> Attend:
+    """Builds an `attend` that leaves each layer to the one for its sliding window.
+
+    Args:
+        attends: by the layers' windows, None for layers that see everything.
+
+    Returns:
+        An `attend` callable over the caches that these take.
+    """
+
+    def attend(query, key, value, cache, **options):
+        return attends[options.get("sliding_window")](query, key, value, cache, **options)
 
     return attend
 

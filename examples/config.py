@@ -167,6 +167,11 @@ class DecoderConfig:
         """How many layers there are."""
         return len(self.layers)
 
+    @property
+    def sliding_windows(self) -> tuple[int | None, ...]:
+        """Each layer's window, None for a layer that sees everything."""
+        return tuple(layer.sliding_window for layer in self.layers)
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """Reads the object in a JSON file.

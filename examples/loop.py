@@ -160,7 +160,7 @@ def make_request(
 
 def make_caches(
     config: DecoderConfig,
-    num_blocks: int,
+    num_blocks: int | Sequence[int],
     block_size: int,
     dtype: DTypeLike,
     *,
@@ -171,17 +171,22 @@ def make_caches(
 
     Args:
         config: the decoder's config.
-        num_blocks: blocks in each layer's pool, rounded up to a multiple of `config.num_shards`.
+        num_blocks: blocks in each layer's pool, or a number for each layer, which is what an engine can use whose
+            layers have sliding windows (`paged_jax.engine.pool_sizes`). They are rounded up to multiples of
+            `config.num_shards`.
         block_size: tokens in a block.
         dtype: the dtype of the caches.
         scales: k_scale and v_scale of each layer, for a quantised cache; None for no scales.
         mesh: the devices that share the model, None for JAX's default device.
     """
-    num_blocks = -(-num_blocks // config.num_shards) * config.num_shards
+    counts = [num_blocks] * config.num_layers if isinstance(num_blocks, int) else num_blocks
+    counts = [-(-count // config.num_shards) * config.num_shards for count in counts]
 
     def make():
         pairs = scales or [(None, None)] * config.num_layers
-        return tuple(make_cache(config, num_blocks, block_size, dtype, *pair) for pair in pairs)
+        return tuple(
+            make_cache(config, count, block_size, dtype, *pair) for count, pair in zip(counts, pairs, strict=True)
+        )
 
     return on_mesh(make, mesh)
 

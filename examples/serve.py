@@ -23,9 +23,10 @@ it. A server that listens at this machine's own address answers to this machine'
 names others, as a proxy may use.
 
 Sizes: a running text holds one block for each --block-size tokens of its prompt and its answer, so that --num-blocks
-bounds the tokens of all running texts together. --max-num-seqs bounds the texts that run at the same time.
---max-tokens-per-step bounds the tokens that one step computes, one for each running text and the others of prompts: if
-it is larger, first tokens come sooner, but texts that already run wait longer for their next token.
+bounds the tokens of all running texts together. Layers with a sliding window hold blocks for the window only. --max-
+num-seqs bounds the texts that run at the same time. --max-tokens-per-step bounds the tokens that one step computes, one
+for each running text and the others of prompts: if it is larger, first tokens come sooner, but texts that already run
+wait longer for their next token.
 
 Texts that repeat their prompt or themselves, such as edits and code, come faster with --speculate 4: while few run,
 each step also verifies tokens that the text suggests. Answers stay the same; where guesses are wrong, none is made. The
@@ -44,10 +45,12 @@ within seconds.
 """
 
 import argparse
+import bisect
 import contextlib
 import functools
 import gc
 import logging
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -115,6 +118,8 @@ def make_caches(
 ) -> tuple[loop.Cache, ...]:
     """Makes a cache for each layer, with --num-blocks blocks or else as many as can be used and fit in memory.
 
+    Layers with a sliding window get no more blocks than --max-num-seqs texts hold at the same time.
+
     Raises:
         CommandError: not a single block fits in memory.
     """
@@ -123,24 +128,51 @@ def make_caches(
     sample = loop.make_request([ids], max_new_tokens=1, max_position_embeddings=config.max_position_embeddings)
     scales = choose_scales(options, config, cache_dtype, loop.make_programs(model), sample, dtype, mesh)
     num_blocks = options.num_blocks
+    sizes = functools.partial(
+        engine.pool_sizes,
+        config.sliding_windows,
+        block_size=options.block_size,
+        config=engine_config(options, config),
+    )
     if num_blocks is None:
         num_blocks = options.max_num_seqs * -(-longest_text(options, config) // options.block_size)
         scale = None if cache_dtype == dtype else 1.0
         one = loop.make_cache(config, 1, options.block_size, cache_dtype, scale, scale)
-        block_bytes = one.nbytes * config.num_layers
         parts = config.num_parts if config.latent is None else 1  # every device has all latents
         device = (jax.local_devices() if mesh is None else mesh.local_devices)[0]
         if (memory := device.memory_stats()) and "bytes_limit" in memory:
             room = MEMORY_SHARE * memory["bytes_limit"] - memory["bytes_in_use"]
-            num_blocks = min(num_blocks, int(room // (block_bytes // (parts * config.num_shards))))
+            room *= parts * config.num_shards
         elif device.platform == "cpu" and (available := available_memory()) is not None:
             copies = 1 if options.mesh is None else options.mesh["dp"]  # of the model, all in one memory
-            num_blocks = min(num_blocks, int(HOST_SHARE * available // (copies * block_bytes)))
+            room = HOST_SHARE * available / copies
+        else:
+            room = math.inf
+        # The largest number with which the pools of all layers fit.
+        numbers = range(1, num_blocks + 1)
+        num_blocks = bisect.bisect_right(numbers, room, key=lambda number: sum(sizes(num_blocks=number)) * one.nbytes)
         if options.processes > 1:  # all processes must have the same number of blocks
             num_blocks = int(np.min(multihost_utils.process_allgather(np.int32(num_blocks))))
         if num_blocks < 1:
             raise CommandError("the weights leave no memory for the cache")
-    return loop.make_caches(config, num_blocks, options.block_size, cache_dtype, scales=scales, mesh=mesh)
+    counts = sizes(num_blocks=num_blocks)
+    return loop.make_caches(config, counts, options.block_size, cache_dtype, scales=scales, mesh=mesh)
+
+
+def engine_config(options: argparse.Namespace, config: DecoderConfig) -> engine.EngineConfig:
+    """The sizes and policies of an engine.
+
+    Raises:
+        CommandError: the model has fewer positions than --max-model-len.
+    """
+    return engine.EngineConfig(
+        max_model_len=longest_text(options, config),
+        max_num_seqs=options.max_num_seqs,
+        max_tokens_per_step=options.max_tokens_per_step,
+        max_logprobs=min(MAX_LOGPROBS, config.vocab_size),
+        num_host_blocks=options.host_blocks,
+        max_draft_tokens=options.speculate,
+    )
 
 
 def make_engine(
@@ -164,14 +196,8 @@ def make_engine(
             cast(engine.Step, step),  # the step takes the engine's batches too, which have the attributes that it reads
             weights,
             make_caches(options, model, config, tokenizer, dtype, mesh),
-            engine.EngineConfig(
-                max_model_len=longest_text(options, config),
-                max_num_seqs=options.max_num_seqs,
-                max_tokens_per_step=options.max_tokens_per_step,
-                max_logprobs=min(MAX_LOGPROBS, config.vocab_size),
-                num_host_blocks=options.host_blocks,
-                max_draft_tokens=options.speculate,
-            ),
+            engine_config(options, config),
+            sliding_windows=config.sliding_windows,
             tokenizer=tokenizer,
             show_progress=options.process == 0,
             compiler_options=functools.partial(xla_options, weights=weights, mesh=mesh),

@@ -17,9 +17,9 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float32
 
-from examples.attend import decode_attend, mixed_attend, prefill_attend
+from examples.attend import by_window, decode_attend, mixed_attend, prefill_attend
 from examples.config import DecoderConfig
-from examples.decoder import Decoder
+from examples.decoder import Attend, Decoder
 from examples.sharding import all_reduce_options
 from paged_jax import Implementation, PagedKVCache, PagedLatentCache
 from paged_jax.engine import Batch
@@ -65,21 +65,28 @@ def make_step(model: Decoder, *, implementation: Implementation | None = None) -
 
     def step(weights: Weights, caches: Caches, batch: Batch):
         model = nnx.merge(graphdef, weights)  # only while JAX traces: the compiled step has no trace of it
-        tables, lens, slots = batch.block_tables, batch.seq_lens, batch.slot_mapping
-        if batch.is_decode:
-            attend = decode_attend(tables, lens, slots, implementation=implementation)
-        elif batch.query_start_loc is None:
-            raise ValueError("a batch must have query_start_loc unless is_decode is True, got None")
+        if getattr(batch, "windows", ()):  # layers with different windows have different tables and slots
+            windows = set(model.config.sliding_windows)
+            attend = by_window({window: _attend_to(batch.for_window(window), implementation) for window in windows})
         else:
-            where = tables, lens, batch.query_start_loc, slots
-            if batch.num_prompts is None:
-                attend = prefill_attend(*where, implementation=implementation)
-            else:
-                attend = mixed_attend(*where, batch.num_prompts, implementation=implementation)
+            attend = _attend_to(batch, implementation)
         hidden, caches = model(batch.token_ids, batch.positions, caches, attend, batch.logit_rows)
         return model.logits(hidden), caches
 
     return nnx.to_pure_dict(state), step
+
+
+def _attend_to(batch: Batch, implementation: Implementation | None) -> Attend:
+    """The attention of a batch's new tokens, for layers that share its tables and slots."""
+    tables, lens, slots = batch.block_tables, batch.seq_lens, batch.slot_mapping
+    if batch.is_decode:
+        return decode_attend(tables, lens, slots, implementation=implementation)
+    if batch.query_start_loc is None:
+        raise ValueError("a batch must have query_start_loc unless is_decode is True, got None")
+    where = tables, lens, batch.query_start_loc, slots
+    if batch.num_prompts is None:
+        return prefill_attend(*where, implementation=implementation)
+    return mixed_attend(*where, batch.num_prompts, implementation=implementation)
 
 
 def make_abstract_step(

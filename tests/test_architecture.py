@@ -102,6 +102,7 @@ def imports(path):
 # What times choices that the library does not offer, or a part of the engine, and the internals that it needs for that.
 INTERNALS = {
     "benchmarks.bench_choice": ("paged_jax._validate", "paged_jax.kernels.triton", "paged_jax.options"),
+    "benchmarks.bench_pools": ("paged_jax.engine",),
     "benchmarks.bench_scheduler": ("paged_jax.engine",),
 }
 

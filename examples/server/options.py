@@ -35,7 +35,8 @@ def parse(argv: Sequence[str] | None, description: str | None = None) -> argpars
         help="texts that may wait; more are answered with status 429 (%(default)s)")  # fmt: skip
     add_model_options(add)
     add("--num-blocks", metavar="N", type=int,
-        help="blocks in the cache (what --max-num-seqs of the longest texts need, if memory allows)")  # fmt: skip
+        help="blocks in the cache; fewer in layers with a sliding window, which need no more "
+        "(what --max-num-seqs of the longest texts need, if memory allows)")  # fmt: skip
     add("--host-blocks", metavar="N", type=int, default=0,
         help="blocks in host memory, where texts that must wait keep what is computed (%(default)s)")  # fmt: skip
     add("--speculate", metavar="N", type=int, default=0,

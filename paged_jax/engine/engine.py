@@ -18,12 +18,11 @@ from typing import Any, override
 
 from paged_jax.engine.base import BaseEngine, RunningRequests
 from paged_jax.engine.batch import Caches, Step, StepShape
-from paged_jax.engine.blocks import BlockManager
 from paged_jax.engine.compiling import CompilerOptions
 from paged_jax.engine.config import EngineConfig
-from paged_jax.engine.groups import blocks_used, host_blocks, make_groups, most_blocks
+from paged_jax.engine.groups import blocks_used, make_groups
 from paged_jax.engine.mask import MaskedSample, gather_masks
-from paged_jax.engine.pools import Pools
+from paged_jax.engine.pools import make_pools
 from paged_jax.engine.request import (
     Delta,
     FinishReason,
@@ -115,22 +114,9 @@ class Engine(BaseEngine):
     def _reset(self, config: EngineConfig) -> None:
         self._runner.reset()
         self.config = config
-        block_size = self._runner.block_size
-        managers = [
-            BlockManager(
-                num_blocks,
-                block_size,
-                config.max_num_seqs,
-                self._runner.max_blocks_per_seq,
-                host_blocks(group, block_size, config),
-                config.prefix_caching,
-                self._runner.num_shards,
-                sliding_window=group.sliding_window,
-                most_held=most_blocks(group.sliding_window, block_size, config.max_tokens_per_step),
-            )
-            for group, num_blocks in zip(self._groups, blocks_used(config, self._groups), strict=True)
-        ]
-        self._blocks = Pools(managers, [group.block_bytes for group in self._groups])
+        runner = self._runner
+        sizes = runner.block_size, runner.max_blocks_per_seq, runner.num_shards
+        self._blocks = make_pools(self._groups, config, *sizes)
         if self._speculator is not None:
             self._speculator.forget_all()
         self._scheduler = Scheduler(config, self._blocks, self._speculator)

@@ -10,6 +10,8 @@ import itertools
 from typing import NamedTuple
 
 from paged_jax.engine.blocks import BlockManager, Counts, Pairs
+from paged_jax.engine.config import EngineConfig
+from paged_jax.engine.groups import Group, blocks_used, host_blocks, most_blocks
 from paged_jax.engine.prefix import extend_hashes
 from paged_jax.engine.request import Sequence
 
@@ -35,6 +37,39 @@ class Entry(NamedTuple):
     seat: int
     column: int
     blocks: list[int]
+
+
+def make_pools(
+    groups: collections.abc.Sequence[Group],
+    config: EngineConfig,
+    block_size: int,
+    max_blocks_per_seq: int,
+    num_shards: int = 1,
+) -> "Pools":
+    """Makes the pools of an engine, in which every block is free.
+
+    Args:
+      groups: the groups of layers.
+      config: the engine's config.
+      block_size: tokens in a block.
+      max_blocks_per_seq: blocks of the longest sequence.
+      num_shards: how many devices the blocks of each pool are split over.
+    """
+    managers = [
+        BlockManager(
+            num_blocks,
+            block_size,
+            config.max_num_seqs,
+            max_blocks_per_seq,
+            host_blocks(group, block_size, config),
+            config.prefix_caching,
+            num_shards,
+            sliding_window=group.sliding_window,
+            most_held=most_blocks(group.sliding_window, block_size, config.max_tokens_per_step),
+        )
+        for group, num_blocks in zip(groups, blocks_used(config, groups), strict=True)
+    ]
+    return Pools(managers, [group.block_bytes for group in groups])
 
 
 class Pools:
