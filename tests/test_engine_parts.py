@@ -36,7 +36,7 @@ def plans_digest():
     digest, rng = hashlib.sha256(), np.random.default_rng(3)
     # The second group's layers have a window of 9 tokens.
     groups = [BlockManager(20, 4, 4, 12, 16, True)]
-    groups.append(BlockManager(20, 4, 4, 12, 16, True, sliding_window=9, most_held=most_blocks(9, 4, 16)))
+    groups.append(BlockManager(20, 4, 4, 12, 16, True, sliding_window=9, most_held=most_blocks(9, 4, config)))
     scheduler = Scheduler(config, Pools(groups, [1, 5]))
     for i in range(60):
         prompt = [i % 3] * int(rng.integers(1, 20))

@@ -77,13 +77,13 @@ def make_groups(caches: Sequence[Any], sliding_windows: Iterable[int | None] | N
     return tuple(groups)
 
 
-def most_blocks(sliding_window: int | None, block_size: int, num_new: int) -> int | None:
+def most_blocks(sliding_window: int | None, block_size: int, config: EngineConfig) -> int | None:
     """The most blocks that one sequence ever holds.
 
     Args:
       sliding_window: the group's window.
       block_size: tokens in a block.
-      num_new: the most new tokens of a step.
+      config: the engine's config.
 
     Returns:
       The number of blocks that a step's new tokens and the window before the first of them may touch; None without a
@@ -91,7 +91,8 @@ def most_blocks(sliding_window: int | None, block_size: int, num_new: int) -> in
     """
     if sliding_window is None:
         return None
-    return _most_touched(sliding_window - 1 + num_new, block_size)
+    most_new = max(config.max_tokens_per_step, 1 + config.max_draft_tokens)
+    return _most_touched(sliding_window - 1 + most_new, block_size)
 
 
 def blocks_used(config: EngineConfig, groups: Sequence[Group]) -> list[int]:
@@ -114,7 +115,7 @@ def blocks_used(config: EngineConfig, groups: Sequence[Group]) -> list[int]:
 
 def host_blocks(group: Group, block_size: int, config: EngineConfig) -> int:
     """How many blocks in host memory a group has: no more than all sequences that run ever hold."""
-    most = most_blocks(group.sliding_window, block_size, config.max_tokens_per_step)
+    most = most_blocks(group.sliding_window, block_size, config)
     return config.num_host_blocks if most is None else min(config.num_host_blocks, config.max_num_seqs * most)
 
 

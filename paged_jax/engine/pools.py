@@ -65,7 +65,7 @@ def make_pools(
             config.prefix_caching,
             num_shards,
             sliding_window=group.sliding_window,
-            most_held=most_blocks(group.sliding_window, block_size, config.max_tokens_per_step),
+            most_held=most_blocks(group.sliding_window, block_size, config),
         )
         for group, num_blocks in zip(groups, blocks_used(config, groups), strict=True)
     ]
