@@ -72,10 +72,10 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("slow")
     unwanted = [] if has_gpu() else ["gpu"]
     unwanted += [] if "slow" in config.option.markexpr else ["slow"]
-    unrunnable = [item for item in items if any(map(item.get_closest_marker, unwanted))]
+    unrunnable = {item for item in items if any(map(item.get_closest_marker, unwanted))}
     if unrunnable:
-        config.hook.pytest_deselected(items=unrunnable)
-        items[:] = [item for item in items if item not in set(unrunnable)]
+        config.hook.pytest_deselected(items=list(unrunnable))
+        items[:] = [item for item in items if item not in unrunnable]
 
 
 def pytest_collection_finish():

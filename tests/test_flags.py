@@ -121,9 +121,12 @@ def call_of(name):
     [(name, flag) for name in CALLS for flag in FLAGS if flag != "disable_jit" or name in WITHOUT_JIT],
 )
 def test_everything_runs_under_every_flag(name, flag):
-    """Under jit, and an op without it too, since JAX looks at what each program returns."""
+    """Under jit, and an op without it too where JAX looks at what each program returns."""
     function, arrays, wanted = call_of(name)
-    runs = [jax.jit(lambda *arrays: function(*arrays)), *([function] if hasattr(paged_jax, name) else [])]
+    runs = [
+        jax.jit(lambda *arrays: function(*arrays)),
+        *([function] if hasattr(paged_jax, name) and flag != "x64" else []),
+    ]
     for run in runs:
         with flagged(FLAGS[flag]):
             results = jax.tree.map(np.asarray, run(*arrays))

@@ -193,9 +193,9 @@ def test_files_without_prompts_are_one_line_and_exit_code_2(name, content, messa
     "options",
     [
         "int8",
-        "int8 --k-scale 0.05 --v-scale 0.05",
+        pytest.param("int8 --k-scale 0.05 --v-scale 0.05", marks=pytest.mark.slow),
         pytest.param("int8 --v-scale 0.02", marks=pytest.mark.slow),
-        "float8_e4m3fn --k-scale 0.5",
+        pytest.param("float8_e4m3fn --k-scale 0.5", marks=pytest.mark.slow),
         pytest.param("bfloat16", marks=pytest.mark.slow),
     ],
 )

@@ -175,7 +175,7 @@ def test_greedy_tokens_of_single_prompts(case):
     assert list(paged_tokens(case, [[prompt] for prompt in case.prompts], block_size=8)) == expected
 
 
-@pytest.mark.parametrize("name", ["llama_longrope", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama_longrope", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_the_command_line_runs_a_folder(name, capsys):
     """The prompts and answers of llama_longrope are short enough for its short list of factors."""
     found = reference(name)

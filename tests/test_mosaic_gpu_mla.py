@@ -14,7 +14,15 @@ from tests import mla_interpreter, test_mla
 from tests.latent_cases import HOPPER_CASES
 
 
-@pytest.mark.parametrize(("case", "sms"), [*zip(HOPPER_CASES[:3], (4, 1, 4), strict=True)], ids=str)
+@pytest.mark.parametrize(
+    ("case", "sms"),
+    [
+        (HOPPER_CASES[0], 4),
+        (HOPPER_CASES[1], 1),
+        pytest.param(HOPPER_CASES[2], 4, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_in_the_interpreter(case, sms):
     def run(function, *, quick=True, **arrays):
         return mla_interpreter.run(function, device=Device(90, sms), **arrays)

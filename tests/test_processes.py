@@ -33,6 +33,7 @@ def wanted():
     return run_engine.texts(run_engine.make_engine(engine.Engine, 1))
 
 
+@pytest.mark.slow
 def test_an_engine_over_a_mesh_writes_the_same(wanted):
     assert run_engine.texts(run_engine.make_engine(engine.Engine, 2)) == wanted
 

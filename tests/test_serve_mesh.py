@@ -3,6 +3,7 @@
 import concurrent.futures
 
 import httpx
+import pytest
 
 from examples import serve
 from tests.http_server import GOOD, NUM_BLOCKS, Running, wait_for
@@ -11,6 +12,7 @@ PROMPTS = ["The assert statement ", "A list is ", "In Python ", "x"]
 FEW_PROGRAMS = "--max-num-seqs", "2", "--max-tokens-per-step", "8"  # a program takes seconds to compile
 
 
+@pytest.mark.slow
 def test_copies_of_a_split_model_answer_as_one_does():
     one, copies = Running(*FEW_PROGRAMS), Running(*FEW_PROGRAMS, "--mesh", "dp=2,tp=2")
     try:

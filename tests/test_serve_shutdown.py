@@ -38,7 +38,7 @@ def test_sigterm_drains(start):
     server.wait(60)
 
 
-@pytest.mark.parametrize("how", ["time is up", signal.SIGTERM])
+@pytest.mark.parametrize("how", [pytest.param("time is up", marks=pytest.mark.slow), signal.SIGTERM])
 def test_requests_that_do_not_end_in_time_are_told(start, how):
     """When time is up or a second signal comes, clients get errors in OpenAI's words, and the server exits with 0."""
     server = start("--drain-seconds", "1" if how == "time is up" else "600")
