@@ -4,6 +4,7 @@ The first process prints, as JSON, the tokens of each request. tests/test_proces
 """
 
 import contextlib
+import dataclasses
 import json
 import sys
 from typing import Any, cast
@@ -24,9 +25,9 @@ PROMPTS = [[1, 5, 9, 3, 7], [2, 4, 8], list(range(1, 30)), [6]]
 
 
 def params() -> list[engine.SamplingParams]:
-    """Gives the parameters of greedy and random requests, one of them with two samples."""
-    drawn = engine.SamplingParams(max_tokens=6, temperature=0.9, top_k=20, top_p=0.9, n=2, seed=3)
-    return [engine.SamplingParams(max_tokens=9), drawn, engine.SamplingParams(max_tokens=3, logprobs=2), drawn]
+    """Gives the parameters of the requests, two of which have two samples; a step of them all is one program."""
+    drawn = engine.SamplingParams(temperature=0.9, top_k=20, top_p=0.9, seed=3, logprobs=2)
+    return [dataclasses.replace(drawn, max_tokens=count, n=n) for count, n in ((9, 1), (6, 2), (3, 1), (6, 2))]
 
 
 def make_engine(engine_class: type[engine.Engine], tp: int) -> Any:
@@ -48,13 +49,13 @@ def texts(the_engine: engine.Engine) -> list[Any]:
 
 def check_that_followers_follow(the_engine: engine.Engine, first: list[Any]) -> None:
     """Cancels a request, has one refused, and lets a step fail in the leader alone: texts stay what they are."""
-    cancelled = the_engine.add_request(PROMPTS[2], engine.SamplingParams(max_tokens=15))
+    cancelled = the_engine.add_request(PROMPTS[2], dataclasses.replace(params()[0], max_tokens=15))
     the_engine.step(), the_engine.step()
     the_engine.cancel(cancelled)
     with contextlib.suppress(ValueError):
         the_engine.add_request([])
     assert texts(the_engine) == first
-    the_engine.add_request(PROMPTS[0])
+    the_engine.add_request(PROMPTS[0], params()[0])
     the_engine.step()
     with mock.patch.object(the_engine._runner, "read", side_effect=OSError("lost")), contextlib.suppress(OSError):
         the_engine.step()

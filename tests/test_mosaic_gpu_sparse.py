@@ -179,8 +179,8 @@ INTERPRETED = [
     small("slots", 4, 2, 64, 16, "bfloat16", "int8", k_scale="slot", v_scale="slot", block_sparse=Sparse(1, 4, 32, 1)),
     small("e4m3", 4, 2, 64, 8, "float16", "float8_e4m3fn", "nhd", logits_soft_cap=3.0, block_sparse=Sparse(2, 7, 8, 3)),
 ]  # fmt: skip
-MORE = "heads", "kv-heads", "whole-tiles", "slots"
-ON_GPUS = "plain", "window", "large", "e4m3"
+MORE = "heads", "kv-heads"
+ON_GPUS = "plain", "whole-tiles", "window", "large", "slots", "e4m3"
 
 
 @pytest.mark.parametrize("case", some(INTERPRETED, MORE, ON_GPUS))
@@ -226,6 +226,7 @@ def check_decode(made, results):
         plain.assert_close(actual, wanted, yardstick, "decode")
 
 
+@pytest.mark.slow
 def test_decode_in_the_interpreter():
     """A decode is a ragged batch of one query a sequence."""
     made, poisoned = inputs.make(DECODE), inputs.make(DECODE)
