@@ -105,6 +105,7 @@ def run(function, *, device=SMALL_GPU, **arrays):
         mock.patch.multiple(softmax, scores=scores, accumulate=accumulate, accumulate_and_score=accumulate_and_score),
         mock.patch.multiple(lanes, loaded=loaded, **{name: getattr(interpreted_lanes, name) for name in _LANES}),
         mock.patch.object(merge, "merge_parts", merge_parts),
+        mock.patch.object(merge, "_PROGRAMS", 6),  # so that a program of the merge has several turns
         mock.patch.object(problem, "device", return_value=device),
     ]
 
