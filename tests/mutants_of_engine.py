@@ -119,18 +119,18 @@ MUTANTS_OF_ENGINE = [
     ),
     Mutant(
         "engine: logprobs=0 asks for nothing",
-        "engine/engine.py",
+        "engine/results.py",
         "logprobs = () if params.logprobs is None else",
         "logprobs = () if not params.logprobs else",
         REQUESTS + " -k are_the_models",
     ),
     Mutant(
         "engine: what is held back is lost at a stop token",
-        "engine/engine.py",
-        """            if sequence.text is not None:
-                text += sequence.text.flush()""",
-        """            if sequence.text is not None and is_full:
-                text += sequence.text.flush()""",
+        "engine/results.py",
+        """        if sequence.text is not None:
+            text += sequence.text.flush()""",
+        """        if sequence.text is not None and is_full:
+            text += sequence.text.flush()""",
         REQUESTS + " -k stop_tokens",
     ),
     Mutant(
@@ -197,7 +197,7 @@ MUTANTS_OF_ENGINE = [
     ),
     Mutant(
         "engine: each delta tells the prompt's log-probabilities",
-        "engine/engine.py",
+        "engine/results.py",
         "    scored, sequence.scored = sequence.scored, {}\n",
         "    scored = sequence.scored\n",
         SIMULATED,

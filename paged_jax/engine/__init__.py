@@ -14,6 +14,7 @@
 - pack.py       fills that array from a plan
 - runner.py     the compiled programs; arrays.py: the pools they work on; compiling.py: compiles them
 - sampling.py   draws tokens on the device
+- results.py    what becomes of the drawn tokens
 - speculation.py guesses tokens that a step then verifies
 - weights.py    checks weights that are to replace the engine's
 - adjust.py     changes logits before: penalties, biases, minimum lengths; mask.py: which tokens may come

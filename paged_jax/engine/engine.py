@@ -21,24 +21,15 @@ from paged_jax.engine.batch import Caches, Step, StepShape
 from paged_jax.engine.compiling import CompilerOptions
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.groups import blocks_used, make_groups
-from paged_jax.engine.mask import MaskedSample, gather_masks
+from paged_jax.engine.mask import gather_masks
 from paged_jax.engine.pools import make_pools
-from paged_jax.engine.request import (
-    Delta,
-    FinishReason,
-    SamplingParams,
-    Seeds,
-    Sequence,
-    Tokenizer,
-    TokenLogprob,
-    read_token_ids,
-)
+from paged_jax.engine.request import Delta, SamplingParams, Seeds, Sequence, Tokenizer, read_token_ids
+from paged_jax.engine.results import equip, logprob_of, take
 from paged_jax.engine.runner import Launched, Runner
 from paged_jax.engine.sampling import Drawn
 from paged_jax.engine.scheduler import Plan, Scheduler
 from paged_jax.engine.speculation import PromptLookup, Proposer, Speculator
 from paged_jax.engine.stats import PoolStats, Stats
-from paged_jax.engine.text import TextStream
 
 
 class Engine(BaseEngine):
@@ -164,26 +155,11 @@ class Engine(BaseEngine):
             for index in range(params.n)
         ]
         for sequence in samples:
-            self._equip(sequence)
+            equip(sequence, self.tokenizer, self._runner.vocab_size)
         samples[0].children = samples[1:]
         self._requests[request_id] = samples
         self._scheduler.add(samples[0])
         return request_id
-
-    def _equip(self, sequence: Sequence) -> None:
-        """Gives a sequence without output its text stream and its mask."""
-        params = sequence.params
-        if self.tokenizer is not None:
-            sequence.text = TextStream(
-                self.tokenizer,
-                sequence.tokens,
-                params.stop,
-                skip_special_tokens=params.skip_special_tokens,
-                include_stop=params.include_stop,
-                min_tokens=params.min_tokens,
-            )
-        if params.mask is not None:
-            sequence.mask = MaskedSample(params.mask, self._runner.vocab_size)
 
     @override
     def update_weights(self, weights: Any, *, running: RunningRequests = "continue") -> None:
@@ -387,7 +363,7 @@ class Engine(BaseEngine):
         self._restarted = None
         for sequence in restarted.values():
             sequence.restart()
-            self._equip(sequence)
+            equip(sequence, self.tokenizer, self._runner.vocab_size)
             if self._speculator is not None:
                 self._speculator.forget([sequence])
         given = [delta for delta in deltas if (delta.request_id, delta.index) not in restarted]
@@ -403,7 +379,7 @@ class Engine(BaseEngine):
         self._num_draft_tokens += sum(len(chunk.draft) for chunk in launched.plan.chunks)
         for i, score in enumerate(launched.plan.scores, len(launched.plan.samples)):
             token_id, num_top = score.sequence.tokens[score.position], score.sequence.params.prompt_logprobs
-            score.sequence.scored[score.position] = _logprob(token_id, drawn, i, num_top or 0)
+            score.sequence.scored[score.position] = logprob_of(token_id, drawn, i, num_top or 0)
         for i, sample in accepted:
             sample.sequence.num_unread -= sample.follows is None
             if sample.sequence.finish_reason is None:
@@ -413,75 +389,12 @@ class Engine(BaseEngine):
                 deltas.append(self._take(sample.sequence, token_ids[i], drawn, i))
         return deltas
 
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        sequence.finish_reason = reason
-        self._scheduler.finish(sequence)
-        if all(other.finish_reason for other in self._requests[sequence.request_id]):
-            del self._requests[sequence.request_id]
-
     def _take(self, sequence: Sequence, token_id: int, drawn: Drawn, i: int) -> Delta:
-        """Appends a drawn token to its sequence, and finishes the sequence if this was its last token."""
-        if sequence.mask is not None and sequence.mask.has_ended:  # no token may come, not even this first one
-            return self._end_masked(sequence, (), "", ())
-        params = sequence.params
-        sequence.tokens.append(token_id)
-        self._num_output_tokens += 1
-        logprobs = () if params.logprobs is None else (_logprob(token_id, drawn, i, params.logprobs),)
-        stop_reason: int | str | None = token_id if token_id in params.stop_token_ids else None
-        text = ""
-        if sequence.text is not None and (stop_reason is None or params.include_stop):
-            text = sequence.text.push(token_id)
-            stop_reason = sequence.text.stopped_by if stop_reason is None else stop_reason
-        is_full = len(sequence.tokens) >= sequence.max_total
-        if stop_reason is not None or is_full:
-            if sequence.text is not None:
-                text += sequence.text.flush()
-                stop_reason = sequence.text.stopped_by if stop_reason is None else stop_reason
-            self._finish(sequence, "stop" if stop_reason is not None else "length")
-        elif sequence.mask is not None:
-            sequence.mask.advance(token_id)
-            if sequence.mask.has_ended:
-                return self._end_masked(sequence, (token_id,), text, logprobs)
-        return _delta(sequence, (token_id,), text, logprobs, stop_reason)
-
-    def _end_masked(
-        self, sequence: Sequence, token_ids: tuple[int, ...], text: str, logprobs: tuple[TokenLogprob, ...]
-    ) -> Delta:
-        """Finishes a sequence whose mask allows no token after these new ones, or has raised."""
-        stop_reason = None
-        if sequence.text is not None:
-            text += sequence.text.flush()
-            stop_reason = sequence.text.stopped_by
-        error = sequence.mask.error
-        self._finish(sequence, "stop" if error is None else "error")
-        return _delta(sequence, token_ids, text, logprobs, stop_reason if error is None else error)
-
-
-def _delta(
-    sequence: Sequence,
-    token_ids: tuple[int, ...],
-    text: str,
-    logprobs: tuple[TokenLogprob, ...],
-    stop_reason: int | str | None,
-) -> Delta:
-    """Tells of new tokens, and of the log-probabilities of the prompt's that are known since the last time."""
-    scored, sequence.scored = sequence.scored, {}
-    is_restarted, sequence.is_restarted = sequence.is_restarted, False
-    return Delta(
-        sequence.request_id,
-        sequence.index,
-        token_ids,
-        text,
-        logprobs,
-        sequence.finish_reason,
-        stop_reason,
-        sequence.num_found or 0,
-        tuple(scored[position] for position in sorted(scored)),
-        is_restarted,
-    )
-
-
-def _logprob(token_id: int, drawn: Drawn, i: int, num_top: int) -> TokenLogprob:
-    assert drawn.logprobs is not None and drawn.top_ids is not None and drawn.top_logprobs is not None  # noqa: PT018
-    top = zip(drawn.top_ids[i, :num_top].tolist(), drawn.top_logprobs[i, :num_top].tolist(), strict=True)
-    return TokenLogprob(token_id, float(drawn.logprobs[i]), tuple(top))
+        """Gives a sequence the i-th drawn token, and finishes the sequence if this was its last token."""
+        delta = take(sequence, token_id, drawn, i)
+        self._num_output_tokens += len(delta.token_ids)
+        if sequence.finish_reason is not None:
+            self._scheduler.finish(sequence)
+            if all(other.finish_reason for other in self._requests[sequence.request_id]):
+                del self._requests[sequence.request_id]
+        return delta
