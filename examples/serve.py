@@ -23,10 +23,17 @@ it. A server that listens at this machine's own address answers to this machine'
 names others, as a proxy may use.
 
 Sizes: a running text holds one block for each --block-size tokens of its prompt and its answer, so that --num-blocks
+<<<<<<< HEAD
 bounds the tokens of all running texts together. Layers with a sliding window hold blocks for the window only. --max-
 num-seqs bounds the texts that run at the same time. --max-tokens-per-step bounds the tokens that one step computes, one
 for each running text and the others of prompts: if it is larger, first tokens come sooner, but texts that already run
 wait longer for their next token.
+=======
+bounds the tokens of all running texts together. --max-num-seqs bounds the texts that run at the same time.
+--max-tokens-per-step bounds the tokens that one step computes, one for each running text and the others of prompts: if
+it is larger, first tokens come sooner, but texts that already run wait longer for their next token. --between-tokens-ms
+bounds how long: the server measures its steps at the start.
+>>>>>>> 4917b76 (Engine: priorities, and a bound on the tokens of prompts beside decodes, which the server chooses from measured steps)
 
 Texts that repeat their prompt or themselves, such as edits and code, come faster with --speculate 4: while few run,
 each step also verifies tokens that the text suggests. Answers stay the same; where guesses are wrong, none is made. The
@@ -47,6 +54,7 @@ within seconds.
 import argparse
 import bisect
 import contextlib
+import dataclasses
 import functools
 import gc
 import logging
@@ -85,6 +93,7 @@ from paged_jax import engine
 SAMPLE = """The quick brown fox jumps over the lazy dog. In 1969 people first walked on the Moon; a list in Python is
 written [1, 2, 3], and `for x in values: print(x)` prints what is in one."""  # int8 scales fit this text
 MEMORY_SHARE = 0.85  # fraction of the device's memory for weights and cache; a step's intermediates need the rest
+MEASURED_LEN = 1024  # tokens of the prompts with which steps are measured
 HOST_SHARE = 0.5  # fraction of what a CPU's machine has left, for the cache; other programs want some as well
 
 
@@ -206,6 +215,21 @@ def make_engine(
         raise CommandError(str(error)) from error
 
 
+def keep_up(options: argparse.Namespace, the_engine: engine.Engine) -> None:
+    """Bounds the tokens of steps that compute prompts beside running texts by --between-tokens-ms.
+
+    The measured times are of prompts of `MEASURED_LEN` tokens. If no size of a step is fast enough, the smallest is
+    taken; how long it takes is said on stderr.
+    """
+    if options.between_tokens_ms is None:
+        return
+    times = the_engine.measure_steps(min(MEASURED_LEN, the_engine.config.max_model_len))
+    sizes = {s.num_tokens: 1e3 * seconds for s, seconds in times.items() if not s.is_decode and not s.is_verify}
+    most = max((size for size, ms in sizes.items() if ms <= options.between_tokens_ms), default=min(sizes))
+    print(f"Steps with prompts beside running texts: {most} tokens, {sizes[most]:.1f} ms", file=sys.stderr, flush=True)
+    the_engine.reset(dataclasses.replace(the_engine.config, max_tokens_beside_decodes=most))
+
+
 def make_server(options: argparse.Namespace, until_end: contextlib.ExitStack | None = None) -> Server | None:
     """Loads the model, once for each of its copies, and compiles its programs.
 
@@ -235,6 +259,8 @@ def make_server(options: argparse.Namespace, until_end: contextlib.ExitStack | N
         make_engine(options, model, config, tokenizer, dtype, mesh)
         for (model, *_), mesh in zip(copies, meshes, strict=True)
     ]
+    for each in engines:
+        keep_up(options, each)
     first, others = engines[0], (host, int(port) + 1)
     if options.process:
         engine.follow(first, others)

@@ -47,6 +47,7 @@ class Story:
       salt: the salt of the present weights.
       continuing, restarting: samples that get other weights in the next step, unless the last one's tokens end them.
       seen: counts of what happened.
+      share_adjusted: the share of requests whose logits are changed. Steps with such requests have no drafts.
     """
 
     engine: Any
@@ -54,10 +55,12 @@ class Story:
     requests: dict[int, tuple[list[int], SamplingParams]]
     deltas: list
     seen: dict[str, int]
+    share_adjusted: float = 0.0
     salts: dict[tuple[int, int], dict[int, int]] = dataclasses.field(default_factory=dict)
     salt: int = 0
     continuing: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     restarting: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    void: set[tuple[int, int]] = dataclasses.field(default_factory=set)  # restarted, without a new token yet
 
     def add(self):
         """Adds a request, whose prompt may begin like others."""
@@ -71,6 +74,7 @@ class Story:
         is_random = draw.random() < 0.5
         params = SamplingParams(
             max_tokens=draw.choice([None, *range(1, 13)]),
+            priority=draw.choice([0, 0, 0, -1, 3]),
             n=draw.choice([1, 1, 1, 2, 3]),
             temperature=draw.choice([0.5, 1.0]) if is_random else 0.0,
             top_k=draw.choice([0, 3]),
@@ -80,7 +84,7 @@ class Story:
             logprobs=draw.choice([None, None, 2]),
             prompt_logprobs=draw.choice([None, None, None, 0, 1]),
         )
-        if draw.random() < 0.5:
+        if draw.random() < self.share_adjusted:
             params = self.adjusted(params)
         if params.max_tokens is not None and length + params.max_tokens > room:
             params = dataclasses.replace(params, max_tokens=None)
@@ -124,10 +128,12 @@ class Story:
             ended = {(delta.request_id, delta.index) for delta in deltas if delta.finish_reason is not None}
             self.seen["restarted"] += sum(delta.is_restarted for delta in deltas)
             self.salts |= {key: {0: self.salt} for key in self.restarting - ended}
+            given = {(delta.request_id, delta.index) for delta in deltas}
+            self.void = (self.void | (self.restarting - ended)) - given
             if self.continuing:  # what the last step drew is given out now
-                found = tokens_of(self.deltas)
+                found = tokens_of(without_void(self.deltas))
                 for key in self.continuing - self.restarting - ended:
-                    self.salts[key][len(found.get(key, ()))] = self.salt
+                    self.salts[key][0 if key in self.void else len(found.get(key, ()))] = self.salt
             self.restarting.clear(), self.continuing.clear()
         except (_Broken, KeyboardInterrupt):
             assert self.engine.has_failed
@@ -166,7 +172,7 @@ class Story:
         """Resets the engine, whose requests are lost."""
         self.count()
         self.engine.reset()
-        self.requests, self.deltas = {}, []
+        self.requests, self.deltas, self.void = {}, [], set()
         self.restarting.clear(), self.continuing.clear()
 
     def count(self):
@@ -249,6 +255,7 @@ def walk(seed: int, seen: dict[str, int]) -> None:
         mixed_tokens=tuple(sorted({2, draw.randint(1, budget), budget})),
         max_logprobs=2,
         num_host_blocks=draw.choice([0, 3, 100, 100]),
+        max_tokens_beside_decodes=draw.choice([None, None, 1, 3, num_seqs + 1]),
         prefix_caching=draw.random() < 0.8,
         max_draft_tokens=(most := draw.choice([0, 1, 3, 6])),
         verify_tokens=tuple(sorted({min(2, budget), budget})) if most and draw.random() < 0.5 else (),
@@ -268,7 +275,7 @@ def walk(seed: int, seen: dict[str, int]) -> None:
     engine._runner.num_shards = draw.choice([1, 1, 2])  # devices that the pool's blocks are split over
     sizes = [draw.randint(3, max(4, 2 * longest // block_size)) for _ in engine._groups]
     engine.reset(dataclasses.replace(config, num_blocks=draw.choice([tuple(sizes), sizes[0]])))
-    story = Story(engine, draw, {}, [], seen)
+    story = Story(engine, draw, {}, [], seen, draw.choice([0.0, 0.8]))
     for _ in range(draw.randint(5, 40)):
         draw.choices([story.add, story.step, story.cancel, story.update, story.reset], [5, 10, 1, 0.8, 0.1])[0]()
     story.end()

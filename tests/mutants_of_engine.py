@@ -35,6 +35,20 @@ MUTANTS_OF_ENGINE = [
         FAILURES,
     ),
     Mutant(
+        "engine: priorities are ignored",
+        "engine/request.py",
+        "return self.params.priority, self.request_id, self.index",
+        "return 0, self.request_id, self.index",
+        "tests/test_engine_fairness.py -k urgent",
+    ),
+    Mutant(
+        "engine: prompts hold up decodes",
+        "engine/scheduler.py",
+        "min(budget, max(most - num_decodes, 1) - num_prompt_tokens)",
+        "budget",
+        "tests/test_engine_fairness.py -k bounded",
+    ),
+    Mutant(
         "engine: a drawn token is not counted",
         "engine/sampling.py",
         "adjustments.count(seats, drawn.token_ids), drawn",

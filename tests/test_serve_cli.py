@@ -9,6 +9,7 @@ import pytest
 from examples import serve
 from examples.checkpoint import load_model
 from examples.command_line import TINY, CommandError
+from paged_jax.engine import EngineConfig, StepShape
 from tests.conftest import has_gpu
 
 
@@ -56,6 +57,9 @@ def test_caches_as_asked_for(tiny, arguments, dtype, k_scale, v_scale):
         (["--max-tokens-per-step", "99999999999"], "--max-num-seqs or more, and below 2**24, got 99999999999"),
         (["--max-model-len", "0"], "--max-model-len must be 1 or more, got 0"),
         (["--step-seconds", "0"], "--step-seconds must be above 0, got 0.0"),
+        (["--between-tokens-ms", "0"], "--between-tokens-ms must be above 0, got 0.0"),
+        (["--between-tokens-ms", "9", "--processes", "2"], "--between-tokens-ms must be left out where several"),
+        (["--tool-call-parser", "xml"], "invalid choice: 'xml'"),
         (["--api-key", ""], "--api-key must be texts without spaces around them"),
         (["--cors-origins", " x"], "--cors-origins must be texts without spaces around them"),
         (["--chat-template", "/no/such/file"], "/no/such/file cannot be read: No such file"),
@@ -129,3 +133,29 @@ def test_an_engine_that_cannot_be_used_again_is_told_of(capsys):
     assert serve.end(Broken()) == 1
     assert capsys.readouterr().err == "serve: the engine failed and cannot be reset: no memory\n"
     assert (serve.end(Well()), capsys.readouterr().err) == (0, "")
+
+
+@pytest.mark.parametrize(("milliseconds", "most"), [("20", 64), ("19.9", 16), ("500", 256), ("1", 16)])
+def test_prompts_hold_up_running_texts_for_as_long_as_asked(capsys, milliseconds, most):
+    """The server takes the largest size of steps that is fast enough; steps that only decode do not matter."""
+
+    def shape(num_tokens, **more):
+        return StepShape(num_tokens, 4, 2, **{"is_decode": False, "num_prompts": 2} | more)
+
+    class Measured:
+        config = EngineConfig(max_model_len=512, max_num_seqs=16, max_tokens_per_step=256)
+
+        def measure_steps(self, context_len):
+            assert context_len == 512
+            times = {shape(16): 5e-3, shape(64): 20e-3, shape(256): 80e-3}
+            return times | {shape(128, is_decode=True): 1e-3, shape(200, is_verify=True): 1e-3}
+
+        def reset(self, config):
+            self.config = config
+
+    the_engine = Measured()
+    serve.keep_up(serve.parse([]), the_engine)
+    assert the_engine.config.max_tokens_beside_decodes is None
+    serve.keep_up(serve.parse(["--between-tokens-ms", milliseconds]), the_engine)
+    assert the_engine.config.max_tokens_beside_decodes == most
+    assert f"{most} tokens" in capsys.readouterr().err

@@ -49,7 +49,7 @@ COMMON = {
     "model", "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "stream",
     "stream_options", "max_tokens", "min_tokens", "logprobs", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "logit_bias", "include_stop_str_in_output", "skip_special_tokens", "add_special_tokens",
-    *grammar.FIELDS,
+    "priority", *grammar.FIELDS,
 }  # fmt: skip
 COMPLETION = COMMON | {"prompt", "echo", "best_of"}
 TEMPLATE = {"messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
@@ -255,6 +255,7 @@ def _wanted(content: dict[str, Any], default_max_tokens: int | None, limit: str 
         "temperature": 1.0 if temperature is None else temperature,
         "top_p": 1.0 if top_p is None else top_p,
         "top_k": max(read_integer(content, "top_k", -1, 2**31 - 1) or 0, 0),  # -1 is vLLM's word for all
+        "priority": read_integer(content, "priority", -(2**31), 2**31 - 1) or 0,
         "seed": None if seed is None else seed % 2**64,
         "stop": _stops(content.get("stop")),
         "stop_token_ids": read_tokens(content, "stop_token_ids"),

@@ -31,6 +31,9 @@ def parse(argv: Sequence[str] | None, description: str | None = None) -> argpars
     add("--max-num-seqs", metavar="N", type=int, default=16, help="texts that run at the same time (%(default)s)")
     add("--max-tokens-per-step", metavar="N", type=int, default=256,
         help="new tokens of one step: one for each running text, the others for prompts (%(default)s)")  # fmt: skip
+    add("--between-tokens-ms", metavar="MS", type=float,
+        help="how long prompts may hold up running texts: steps that compute both take at most so long, as measured at "
+        "the start (as long as --max-tokens-per-step takes)")  # fmt: skip
     add("--max-queued", metavar="N", type=int, default=256,
         help="texts that may wait; more are answered with status 429 (%(default)s)")  # fmt: skip
     add_model_options(add)
@@ -58,6 +61,10 @@ def parse(argv: Sequence[str] | None, description: str | None = None) -> argpars
     check(options, "--max-num-seqs", options.max_num_seqs >= 1, "1 or more")
     is_enough = options.max_num_seqs <= options.max_tokens_per_step < 2**24
     check(options, "--max-tokens-per-step", is_enough, "--max-num-seqs or more, and below 2**24")
+    limit = options.between_tokens_ms
+    check(options, "--between-tokens-ms", limit is None or 0 < limit < float("inf"), "above 0")
+    is_measurable = limit is None or options.processes == 1
+    check(options, "--between-tokens-ms", is_measurable, "left out where several processes share the model")
     check(options, "--max-queued", options.max_queued >= 0, "0 or more")
     check(options, "--host-blocks", options.host_blocks >= 0, "0 or more")
     check(options, "--speculate", options.speculate >= 0, "0 or more")

@@ -43,6 +43,10 @@ class EngineConfig:
 
       num_blocks: how many blocks of the caches the engine uses; None for all. Where layers have different sliding
         windows, one number for each group of layers (the widest window first), or one for all.
+      max_tokens_beside_decodes: the token budget of a step that draws tokens of running sequences and also computes
+        prompts, which hold those sequences up. With fewer tokens the time between two tokens of a sequence is shorter,
+        and first tokens come later; `Engine.measure_steps` says how long steps take. One token of a prompt is always
+        computed. None for max_tokens_per_step.
       prefix_caching: whether full blocks are kept for later requests that begin alike.
       preemption: what happens to a sequence that has to give up its blocks: "swap" moves them to the host while there
         is room, "recompute" computes them again later, and "cheaper" takes whichever the two rates below make cheaper.
@@ -71,6 +75,7 @@ class EngineConfig:
     verify_tokens: tuple[int, ...] = ()
 
     num_blocks: int | tuple[int, ...] | None = None
+    max_tokens_beside_decodes: int | None = None
     prefix_caching: bool = True
     preemption: Preemption = "cheaper"
     recompute_tokens_per_second: float = 40_000.0
@@ -80,15 +85,16 @@ class EngineConfig:
     def __post_init__(self):
         positive = "max_model_len", "max_num_seqs", "max_tokens_per_step", "max_prompts_per_step"
         positive = *positive, "free_tokens_per_step"
-        for name in (*positive, "max_logprobs", "num_host_blocks", "max_draft_tokens"):
+        optional = "max_logprobs", "max_tokens_beside_decodes"
+        for name in (*positive, *optional, "num_host_blocks", "max_draft_tokens"):
             value = getattr(self, name)
-            if value is not None or name != "max_logprobs":
+            if value is not None or name not in optional:
                 object.__setattr__(self, name, integer(name, value))
         if not isinstance(self.adjustments, bool):
             raise TypeError(f"adjustments must be a bool, got {type(self.adjustments).__name__}")
         object.__setattr__(self, "num_blocks", _read_num_blocks(self.num_blocks))
-        for name in positive:
-            if getattr(self, name) < 1:
+        for name in (*positive, "max_tokens_beside_decodes"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.max_tokens_per_step < self.max_num_seqs:
             raise ValueError(

@@ -39,6 +39,8 @@ class SamplingParams:
       min_tokens: how many tokens a sample has before a stop token or a stop text may end it.
       mask: says before each token which tokens may come, as a grammar does: a `TokenMask`. It decides alone where
         `min_tokens` would forbid every token that it allows.
+      priority: requests with a lower one are served first, and preempted last; of equal ones the earlier request. A
+        request may wait as long as more urgent ones come.
       seed: the seed of the draws, from 0 to 2**64 - 1; None for one that the engine takes from its own. The tokens of a
         sample depend on its seed, its index and their positions, but not on the other requests of a batch.
       stop_token_ids: tokens that end a sample; they are among its tokens, but not in its text.
@@ -69,6 +71,7 @@ class SamplingParams:
     logit_bias: LogitBias = ()
     min_tokens: int = 0
     mask: Any = None
+    priority: int = 0
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
@@ -89,6 +92,7 @@ class SamplingParams:
         for name, least in integers:
             if getattr(self, name) is not None or name in ("n", "top_k", "min_tokens"):
                 object.__setattr__(self, name, _integer_in(name, getattr(self, name), least, 2**31 - 1))
+        object.__setattr__(self, "priority", _integer_in("priority", self.priority, -(2**31), 2**31 - 1))
         object.__setattr__(self, "seed", _read_seed(self.seed))
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             _check_number(name, getattr(self, name))
@@ -382,8 +386,13 @@ class Sequence:
     mask: Any = None
 
     @property
+    def place(self) -> tuple[int, int, int]:
+        """The sequence's place in line: the smaller, the sooner it is served and the later preempted."""
+        return self.params.priority, self.request_id, self.index
+
+    @property
     def arrival(self) -> tuple[int, int]:
-        """The sequence's place in line: the earlier it came, the sooner it is served and the later preempted."""
+        """The sequence's name, in order of arrival."""
         return self.request_id, self.index
 
     @property

@@ -4,17 +4,19 @@ For each step the scheduler does the following, in this order:
 
 1. Layers with a sliding window release the blocks that no later token needs. No planned step reads them.
 2. Every running sequence whose prompt is computed gets one token, so that long prompts never hold up decoding.
-3. Running sequences whose prompt is not computed yet get a chunk of it each, while the token budget lasts.
-4. While there are too few blocks for these tokens, it preempts the sequence that arrived last.
-5. If it preempted none, it admits waiting sequences in order of arrival, while seats, budget and blocks last.
+3. Running sequences whose prompt is not computed yet get a chunk of it each, while the token budget lasts. The budget
+   is smaller in a step that also draws tokens of other sequences, if the config says so.
+4. While there are too few blocks for these tokens, it preempts the last sequence in line: the least urgent one, and of
+   equally urgent ones the one that arrived last.
+5. If it preempted none, it admits waiting sequences in line, while seats, budget and blocks last.
 6. If every row then has one token, all of which are known, it adds drafts for the step to verify (speculation.py).
 7. It lays out the rows. A block is found in the prefix cache as soon as a planned step fills it, so that prompts which
    arrive together are computed once. Where a row would read what another row of its step writes, the step must run a
    program that writes first.
 
-Every sequence finishes at some time: the first in line is never preempted, and the pool is large enough for any single
-sequence. The plans depend on the requests and their order alone, so that several processes that get the same calls make
-the same plans.
+Every sequence finishes at some time, unless more urgent ones come without end: the first in line is never preempted,
+and the pool is large enough for any single sequence. The plans depend on the requests and their order alone, so that
+several processes that get the same calls make the same plans.
 """
 
 import bisect
@@ -155,7 +157,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Puts a sequence, and with it its children, in line."""
-        bisect.insort(self.waiting, sequence, key=lambda other: other.arrival)
+        bisect.insort(self.waiting, sequence, key=lambda other: other.place)
 
     def schedule(self) -> Plan | None:
         """Plans the next step; returns None if no sequence needs one."""
@@ -204,13 +206,22 @@ class Scheduler:
         """How many tokens each running sequence computes, provided that there are blocks for them."""
         left = [(sequence, sequence.num_to_compute) for sequence in self.running]
         tokens = {sequence: 1 for sequence, count in left if count == 1}
-        budget, num_prompts = self.config.max_tokens_per_step - len(tokens), 0
+        budget, num_prompts = self._budget(len(tokens), 0), 0
         for sequence, count in left:
             if count > 1 and budget > 0 and num_prompts < self.config.max_prompts_per_step:
                 tokens[sequence] = int(min(count, budget, self._most_tokens(sequence, tokens)))
                 budget -= tokens[sequence]
                 num_prompts += 1
         return tokens
+
+    def _budget(self, num_decodes: int, num_prompt_tokens: int) -> int:
+        """How many more tokens of prompts a step may compute, which has so many tokens already."""
+        budget = self.config.max_tokens_per_step - num_decodes - num_prompt_tokens
+        most = self.config.max_tokens_beside_decodes
+        if most is None or not num_decodes:
+            return budget
+        # At least one token in each step, so that no prompt waits for ever.
+        return min(budget, max(most - num_decodes, 1) - num_prompt_tokens)
 
     def _most_tokens(self, sequence: Sequence, tokens: dict[Sequence, int]) -> float:
         """The most tokens that a row may have: for each that is scored a step has the logits of one seat's draw."""
@@ -284,10 +295,11 @@ class Scheduler:
             child.seat = None
 
     def _admit_waiting(self, tokens: dict[Sequence, int], plan: Plan) -> None:
-        """Admits waiting sequences in order of arrival, up to the first for which there is no room."""
+        """Admits waiting sequences in line, up to the first for which there is no room."""
         if not self.waiting:
             return
-        budget = self.config.max_tokens_per_step - sum(tokens.values())
+        num_decodes = sum(count == 1 and not sequence.num_to_compute for sequence, count in tokens.items())
+        budget = self._budget(num_decodes, sum(tokens.values()) - num_decodes)
         room = self.config.max_prompts_per_step - sum(count > 1 for count in tokens.values())
         # Blocks are kept back for the running sequences: for the rest of their prompts, and one more for each.
         reserve = self.blocks.to_finish(self.running)
@@ -313,7 +325,7 @@ class Scheduler:
         sequence.seat = self.free_seats.pop()
         for child in sequence.children:
             child.seat, child.num_found = self.free_seats.pop(), 0
-        bisect.insort(self.running, sequence, key=lambda other: other.arrival)
+        bisect.insort(self.running, sequence, key=lambda other: other.place)
         if sequence.host_blocks is None:
             sequence.num_computed = hits.num_blocks * self.blocks.block_size
             sequence.num_cached = hits.num_blocks
@@ -401,7 +413,7 @@ class Scheduler:
             child.num_computed, child.num_cached = parent.num_computed, parent.num_cached
             child.hashes = list(parent.hashes)
             self.blocks.fork(_seat(parent), _seat(child))
-            bisect.insort(self.running, child, key=lambda other: other.arrival)
+            bisect.insort(self.running, child, key=lambda other: other.place)
             plan.entries += self.blocks.entries(_seat(child), 0, parent.num_computed, of=_seat(parent))
             plan.samples.append(Sample(child, _seat(child), row, parent.num_computed))
             child.num_unread += 1
