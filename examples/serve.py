@@ -23,17 +23,10 @@ it. A server that listens at this machine's own address answers to this machine'
 names others, as a proxy may use.
 
 Sizes: a running text holds one block for each --block-size tokens of its prompt and its answer, so that --num-blocks
-<<<<<<< HEAD
 bounds the tokens of all running texts together. Layers with a sliding window hold blocks for the window only. --max-
 num-seqs bounds the texts that run at the same time. --max-tokens-per-step bounds the tokens that one step computes, one
 for each running text and the others of prompts: if it is larger, first tokens come sooner, but texts that already run
-wait longer for their next token.
-=======
-bounds the tokens of all running texts together. --max-num-seqs bounds the texts that run at the same time.
---max-tokens-per-step bounds the tokens that one step computes, one for each running text and the others of prompts: if
-it is larger, first tokens come sooner, but texts that already run wait longer for their next token. --between-tokens-ms
-bounds how long: the server measures its steps at the start.
->>>>>>> 4917b76 (Engine: priorities, and a bound on the tokens of prompts beside decodes, which the server chooses from measured steps)
+wait longer for their next token. --between-tokens-ms bounds how long: the server measures its steps at the start.
 
 Texts that repeat their prompt or themselves, such as edits and code, come faster with --speculate 4: while few run,
 each step also verifies tokens that the text suggests. Answers stay the same; where guesses are wrong, none is made. The
