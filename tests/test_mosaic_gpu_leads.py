@@ -13,18 +13,24 @@ from benchmarks import cases
 leads = import_module("paged_jax.kernels.mosaic_gpu.leads")  # the package has a function of this name
 
 RESULTS = sorted((Path(cases.__file__).parent / "results").glob("*-choice-decode*.json"))
+RAGGED_RESULT = RESULTS[0].with_name("2026-11-26-h200-choice-ragged.json")
 README = Path(paged_jax.kernels.mosaic_gpu.__file__).with_name("README.md")
 OTHER = {"mosaic_gpu": "triton", "triton": "mosaic_gpu"}
+
+
+def times_of(report):
+    times = {}
+    for row in report["rows"]:
+        if row["kind"] == "implementation" and "us" in row:
+            times.setdefault(row["case"], {})[row["contender"]] = row["us"]
+    return times
 
 
 def timed():
     """Yields (seed, the deciding row, times by implementation) for each stored case that both implementations take."""
     for path in RESULTS:
         report = json.loads(path.read_text())
-        seed, times = report.get("seed", 0), {}
-        for row in report["rows"]:
-            if row["kind"] == "implementation" and "us" in row:
-                times.setdefault(row["case"], {})[row["contender"]] = row["us"]
+        seed, times = report.get("seed", 0), times_of(report)
         for case in cases.random_decode(len(report["chosen"]), seed):
             if OTHER.keys() <= times.get(case.name, {}).keys():
                 call = leads.DecodeCall(
@@ -38,10 +44,27 @@ def timed():
                 yield seed, leads.row_of(leads.DECODE, call), times[case.name]
 
 
+def timed_ragged():
+    """Yields (the deciding row, times by implementation) for each stored batch of ragged attention."""
+    report = json.loads(RAGGED_RESULT.read_text())
+    times = times_of(report)
+    for case in cases.random_ragged(len(report["chosen"]), report["seed"]):
+        call = leads.RaggedCall(
+            few_queries=case.shapes.num_tokens <= 4 * case.shapes.num_seqs,
+            single=case.shapes.num_seqs == 1,
+            eight_bit=case.cache_dtype != "bfloat16",
+            converts_together=False,
+            shares_pattern=False,
+        )
+        yield leads.row_of(leads.RAGGED, call), times[case.name]
+
+
+def gain_of(row, us):
+    return us[OTHER[row.first]] / us[row.first] - 1
+
+
 def mean_gain(row, seeds):
-    gains = [
-        us[OTHER[row.first]] / us[row.first] - 1 for seed, decider, us in timed() if decider is row and seed in seeds
-    ]
+    gains = [gain_of(row, us) for seed, decider, us in timed() if decider is row and seed in seeds]
     return f"{statistics.mean(gains):.0%}" if gains else "-"
 
 
@@ -51,6 +74,15 @@ def test_rows_gain_what_they_say(row):
     held_out = mean_gain(row, range(5, 7))
     assert row.gain == f"{mean_gain(row, range(5))}, {held_out}"
     assert held_out == "-" or not held_out.startswith("-")
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in leads.RAGGED if row.gain.endswith("batches")], ids=lambda row: row.condition
+)
+def test_rows_of_ragged_attention_gain_what_they_say(row):
+    gains = [gain_of(row, us) for decider, us in timed_ragged() if decider is row]
+    assert row.gain == f"{min(gains):.0%} to {max(gains):.0%} in {len(gains)} batches"
+    assert min(gains) > 0
 
 
 @pytest.mark.parametrize(("seeds", "least", "most"), [(range(5), 160, 0.016), (range(5, 7), 90, 0.02)])
