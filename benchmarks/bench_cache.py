@@ -25,8 +25,8 @@ from benchmarks import inputs as inputs_lib
 from benchmarks.cases import Case
 from benchmarks.inputs import Inputs
 
-_POOL_BYTES = 4 << 30  # bytes of both caches: so many that L2 does not hold what a call touches
-_NEW_BYTES = 256 << 20  # bytes of all calls' new tokens: so many that a call finds few of its own in L2
+_POOL_BYTES = 4 << 30  # bytes of both caches, so that a call finds none of its blocks in L2
+_NEW_BYTES = 256 << 20  # bytes of all calls' new tokens, so that a call finds few of its own in L2
 _PROMPTS = 4096  # a write of this many new tokens or more writes whole prompts
 _BLOCK = Case("", (16,), 8, 8)  # the block of all writes and copies: 16 tokens with 8 kv heads of 128
 _DECODE = (
@@ -133,8 +133,10 @@ def write_contenders(work: Write, inputs: Inputs) -> Iterator[Contender]:
     rng = np.random.default_rng(0)
     num_slots = inputs.key_cache.shape[0] * _BLOCK.block_size
     shape = (work.tokens, _BLOCK.num_kv_heads, _BLOCK.head_size)
-    turns = min(16, max(2, math.ceil(_NEW_BYTES / (4 * math.prod(shape)))))
-    draws = [jax.random.normal(key, (2, *shape), jnp.bfloat16) for key in jax.random.split(jax.random.key(1), turns)]
+    keys = jax.random.split(jax.random.key(1), min(16, max(2, math.ceil(_NEW_BYTES / (4 * math.prod(shape))))))
+    draws = [
+        jax.random.normal(key, (2, *shape), jnp.bfloat16) for key in jax.random.split(jax.random.key(1), num_draws)
+    ]
     slots = [jnp.asarray(_slots(work.tokens, num_slots, rng), jnp.int32) for _ in draws]
     scales = inputs.k_scale, inputs.v_scale
     argsets = [(draw[0], draw[1], slot, *scales) for draw, slot in zip(draws, slots, strict=True)]

@@ -11,7 +11,7 @@ The device's row also lists the kernels that take longest, as (name, launches, m
 
 The floor is the time in which a kernel that only reads gets through the weights and the cached keys and values, once:
 of a mixture only the experts that are used, of a layer with a window only the tokens inside it. The peer
-(torch_model.py) is plain PyTorch, compiled and captured in a CUDA graph, with one contiguous piece of cache for each
+(torch_model.py) is plain PyTorch, compiled and captured in a CUDA graph, with one contiguous cache for each
 sequence; for models with experts, windows or latents it is transformers (torch_hub_model.py). It runs first, in a
 process of its own, because JAX would not give back the memory of a large model. Then all programs compile at the same
 time, and nothing is timed before the last one is compiled.
@@ -105,7 +105,7 @@ def run(
 def _clocks(
     config: DecoderConfig, weights: Any, programs: dict[str, concurrent.futures.Future] | None, case: Case, context: int
 ) -> dict[str, dict[str, Any]]:
-    """What each clock says of a case; if the case fails, or does not fit, a reason takes the place of a time."""
+    """Each clock's answer for a case: a time or, if the case fails or does not fit, a reason."""
     if programs is None:
         return {"called": {"absent": model_steps.excess(config, weights, case, context)}}
     try:

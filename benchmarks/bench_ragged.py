@@ -26,7 +26,7 @@ _BOUNDED_ROWS = 64
 
 
 def work(case: cases.Case) -> int:
-    """A batch's operations, or as many as fit into the time of reading its keys and values, if these are more."""
+    """A batch's operations or, if more, the operations that fit into the time of reading its keys and values."""
     return max(case.seen_flops, case.kv_bytes * _OPERATIONS_PER_BYTE)
 
 

@@ -32,7 +32,7 @@ _LAYOUTS: tuple[paged_jax.Layout, ...] = ("hnd", "nhd")
 
 
 class Step(NamedTuple):
-    """What a step attends with, beside its pools."""
+    """The arguments of a step besides its pools."""
 
     query: jax.Array
     key: jax.Array

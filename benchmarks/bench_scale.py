@@ -4,9 +4,9 @@
     python -m benchmarks.bench_scale --part models --models llama3-8b,llama3-70b --tp 1,2 --out models.json
 
 Every time is the wall clock of many calls in a row, and each call needs the result of the one before it. The GPUs work
-without a pause: an op's calls are turns of a loop in one compiled program, a model's steps are calls of the jitted
+without a pause: an op's calls are iterations of a loop in one compiled program, a model's steps are calls of the jitted
 step. Only a step of prompts is timed call by call. An op's row also has the time of its kernels alone (`device_us`, by
-CUPTI): a turn of a loop takes longer than that. A decode step's row has it, too, and names the kernels that take
+CUPTI): an iteration of a loop takes longer than that. A decode step's row has it, too, and names the kernels that take
 longest, as `bench_model` does. `jit` is plain jit on sharded arrays; `shard_map` is the same op on each device's shard,
 written by hand.
 
@@ -40,7 +40,7 @@ from examples.config import DecoderConfig
 from examples.sharding import make_mesh, split_config
 from examples.step import xla_options
 
-TURNS = 40  # turns of an op's loop
+ITERATIONS = 40  # iterations of an op's loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +129,7 @@ def lower_op(op: str, shape: Shape, mesh: Mesh, how: str) -> jax.stages.Lowered:
         call = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=specs[0])
 
     def run(state, rest):
-        return jax.lax.fori_loop(0, TURNS, lambda _, state: call(state, rest), state)
+        return jax.lax.fori_loop(0, ITERATIONS, lambda _, state: call(state, rest), state)
 
     return jax.jit(run, donate_argnums=0).lower(*shapes)
 
@@ -139,15 +139,15 @@ def _sharded(x: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P(None, "tp") if is_split else P()))
 
 
-def best_us(run: Callable[[Any], Any], state: Any, turns: int, repeats: int = 5) -> tuple[float, Any]:
-    """The fewest microseconds that a turn of `run(state) -> state` takes, and the last state."""
+def best_us(run: Callable[[Any], Any], state: Any, iterations: int, repeats: int = 5) -> tuple[float, Any]:
+    """The fewest microseconds that an iteration of `run(state) -> state` takes, and the last state."""
     state = jax.block_until_ready(run(state))
     times = []
     for _ in range(repeats):
         began = time.perf_counter()
         state = jax.block_until_ready(run(state))
         times.append(time.perf_counter() - began)
-    return 1e6 * min(times) / turns, state
+    return 1e6 * min(times) / iterations, state
 
 
 COLLECTIVES = ("all-gather", "all-reduce", "collective-permute", "all-to-all", "reduce-scatter")
@@ -195,7 +195,7 @@ def _measure_op(
 ) -> dict[str, Any]:
     compiled = program.result()
     state, rest = (tuple(made[name]() for name in names) for names in OPS[op])
-    us, state = best_us(lambda state: compiled(state, rest), state, TURNS)
+    us, state = best_us(lambda state: compiled(state, rest), state, ITERATIONS)
     by_kernels, state = _device_time(lambda state: compiled(state, rest), state)
     text = compiled.as_text()
     return {
@@ -208,7 +208,7 @@ def _measure_op(
 
 
 def _device_time(run: Callable[[Any], Any], state: Any) -> tuple[dict[str, Any], Any]:
-    """Microseconds of a turn's kernels on one of the GPUs, on average, for the row, and the last state."""
+    """Microseconds of an iteration's kernels on one of the GPUs, on average, for the row, and the last state."""
     if jax.default_backend() != "gpu":
         return {}, state
 
@@ -221,7 +221,7 @@ def _device_time(run: Callable[[Any], Any], state: Any) -> tuple[dict[str, Any],
         launches = timing.kernel_times(again)
     except Exception as error:  # the clock's time is still worth having
         return {"device_failed": harness.first_line(error)}, state
-    return {"device_us": sum(us for _, us in launches) / TURNS / len(state[0].devices())}, state
+    return {"device_us": sum(us for _, us in launches) / ITERATIONS / len(state[0].devices())}, state
 
 
 def run_all_reduces(report: Report, size: int, shapes: Sequence[tuple[int, int]]) -> None:
@@ -233,13 +233,13 @@ def run_all_reduces(report: Report, size: int, shapes: Sequence[tuple[int, int]]
             return jax.lax.pcast(jax.lax.psum(x, "tp") * 0.5, "tp", to="varying")
 
         def loop(x):
-            return jax.lax.fori_loop(0, TURNS, lambda _, x: reduce(x), x)
+            return jax.lax.fori_loop(0, ITERATIONS, lambda _, x: reduce(x), x)
 
         def measure(shape=shape):
             part = (size * shape[0], shape[1])
             run = jax.jit(jax.shard_map(loop, mesh=mesh, in_specs=P("tp"), out_specs=P("tp")))
             ones = jax.jit(lambda: jnp.ones(part, jnp.bfloat16), out_shardings=NamedSharding(mesh, P("tp")))()
-            return {"us": best_us(run, ones, TURNS)[0], "bytes": 2 * shape[0] * shape[1]}
+            return {"us": best_us(run, ones, ITERATIONS)[0], "bytes": 2 * shape[0] * shape[1]}
 
         report.add(f"all_reduce/tp={size}/{shape[0]}x{shape[1]}", "jit", measure)
 

@@ -59,7 +59,7 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass
 class Trace:
-    """What happened in a run.
+    """The record of a run.
 
     Attributes:
         stamps: for each request the seconds at which its tokens arrived.
@@ -200,7 +200,7 @@ def transformers_answer(config: DecoderConfig, requests: Sequence[Request], limi
 
 
 class Setup(NamedTuple):
-    """What is served, and how.
+    """A model, its engine and its requests.
 
     Attributes:
         name, config: the model's name and sizes.

@@ -154,7 +154,7 @@ MORE_RAGGED = (
     _ragged("prefill-1x32768-e4m3", (1, 32768, 32768), cache_dtype="float8_e4m3fn"),
     _ragged("prefill-4x4096-mha", (4, 4096, 4096), num_kv_heads=32),
 )
-"""Batches for which only vLLM's FlashAttention 3 was a peer so far."""
+"""Batches whose only peer is vLLM's FlashAttention 3."""
 
 MORE_DECODE = (
     Case("falcon-7b-64x2048", (2048,) * 64, 71, 1, 64),
@@ -209,8 +209,8 @@ def random_ragged(count: int, seed: int = 0) -> tuple[Case, ...]:
     """Draws batches that nobody tuned for, composed as engines compose theirs, five of each engine.
 
     An engine has a model's heads (two of three engines have 32/8 of 128) and caches (one of four has float8_e4m3fn), a
-    token budget of 512 to 8192, and places for 16 to 256 sequences of up to 65536 tokens. It pads each batch to all of
-    its places, and to the token budget or a quarter or a sixteenth of it, so that few programs serve all batches. Up to
+    token budget of 512 to 8192, and room for 16 to 256 sequences of up to 65536 tokens. It pads each batch to all of
+    these, and to the token budget or a quarter or a sixteenth of it, so that few programs serve all batches. Up to
     four rows are chunks of prompts, which mostly fill the budget. The others decode one token each; in some batches
     they also check up to seven drafted tokens.
 

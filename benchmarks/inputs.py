@@ -138,7 +138,7 @@ def _draw(key: Array, chunks: int, shape: tuple[int, ...], dtype: str) -> Array:
     def some(key):
         return jax.random.normal(key, (math.prod(shape),), jnp.float32).astype(dtype)
 
-    # The random bits of a whole pool would need several times its memory, so they are drawn piece by piece.
+    # The random bits of a whole pool would need several times its memory, so they are drawn chunk by chunk.
     return jax.lax.map(some, jax.random.split(key, chunks)).reshape(chunks * shape[0], *shape[1:])
 
 

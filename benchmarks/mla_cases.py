@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 LATENT_SIZE, VALUE_SIZE, SCALE = 576, 512, 192**-0.5  # DeepSeek V3's
-BLOCK_SIZE = 64  # the only one that FlashMLA takes
+BLOCK_SIZE = 64  # the only block size that FlashMLA takes
 POOL_BYTES = 12 * 10**8  # so that calls in a row, each with blocks of its own, find nothing in L2
 
 

@@ -66,7 +66,7 @@ class _Arrays:
         self.lengths = torch.tensor(case.lengths, dtype=torch.int32, device="cuda")
 
     def expected(self) -> Any:
-        """What the first four sequences get, in float32: [4, num_queries, num_heads, VALUE_SIZE]."""
+        """Attention of the first four sequences, in float32: [4, num_queries, num_heads, VALUE_SIZE]."""
         import torch
 
         results = []

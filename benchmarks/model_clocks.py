@@ -15,7 +15,7 @@ from benchmarks.models import BLOCK_SIZE, slots
 from paged_jax import PagedLatentCache
 
 PROFILED_STEPS = 4  # steps in a row under CUPTI
-KERNELS = 24  # a row names so many kernels of a step at the most
+KERNELS = 24  # the most kernels of a step that a row names
 TOLERANCE = 2e-2  # largest difference between what two programs write to the cache, relative to its norm
 
 
@@ -57,7 +57,7 @@ class DecodeRun(NamedTuple):
         return state
 
     def written(self, caches: Any) -> np.ndarray:
-        """What the first step writes for its tokens in the last layer: keys or latents, f32 [num_seqs, ...]."""
+        """The keys or latents that the first step writes in the last layer, f32 [num_seqs, ...]."""
         num_seqs = self.tables.shape[0]
         first = slots(self.tables, np.arange(num_seqs), np.full(num_seqs, self.start))
         cache, block, offset = caches[-1], first // BLOCK_SIZE, first % BLOCK_SIZE
@@ -69,7 +69,7 @@ class DecodeRun(NamedTuple):
 def time_decode(
     programs: dict[str, Any], weights: Any, caches: Any, tables: np.ndarray, context: int
 ) -> dict[str, dict[str, Any]]:
-    """Times decode steps around a context by all three clocks, and gives what the row of each clock says.
+    """Times decode steps around a context by all three clocks, and returns the fields of each clock's row.
 
     Raises:
         ValueError: the loop and the single calls do not write the same to the cache.

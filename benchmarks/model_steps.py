@@ -21,7 +21,7 @@ PROMPTS = 8  # prompts in one step of prefill; the others wait for the next step
 
 
 class State(NamedTuple):
-    """What changes from step to step: token ids and positions, i32 [num_seqs] each, and the caches."""
+    """The state between steps: token ids and positions, i32 [num_seqs] each, and the caches."""
 
     token_ids: Any
     positions: Any
@@ -54,14 +54,14 @@ def prompts(tables: Any, context: int) -> Batch:
 
 
 class Case(NamedTuple):
-    """What is timed: a step of "decode" or "prefill", with so many sequences."""
+    """A case: a step of "decode" or "prefill" with this many sequences."""
 
     phase: str
     num_seqs: int
 
 
 class Work(NamedTuple):
-    """What to time of each model: decode steps of these batches, and prompts of these many sequences."""
+    """The cases of a model: decode steps of these batches, and prompts of these numbers of sequences."""
 
     batches: Sequence[int]
     prefill: Sequence[int]

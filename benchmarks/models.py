@@ -134,7 +134,7 @@ def floor_bytes(config: DecoderConfig, weights: Any, num_seqs: int, context: int
 
 
 def cached_bytes(config: DecoderConfig) -> int:
-    """Bytes of a token that a layer's cache holds, in bfloat16."""
+    """Bytes that a layer's cache holds for each token, in bfloat16."""
     if config.latent is not None:
         return 2 * (config.latent.kv_rank + config.latent.rope_size)
     return 2 * 2 * config.num_kv_heads * config.head_size

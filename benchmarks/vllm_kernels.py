@@ -44,7 +44,7 @@ def own_case(contender: str, case: dict) -> dict:
 
 
 def modules(contenders: Sequence[str], cases: Iterable[dict]) -> list[Any]:
-    """Nothing: the kernels are compiled already."""
+    """Returns nothing to compile: the wheel has compiled kernels."""
     return []
 
 

@@ -63,8 +63,8 @@ MUTANTS_OF_TRITON = [
     Mutant(
         "triton: sparse blocks that nobody attends to are read",
         "kernels/triton/device/tiles.py",
-        "            wanted = wanted & (tokens >= stretch.begin) & (tokens < stretch.end)\n            inner",
-        "            wanted = (tokens >= stretch.begin) & (tokens < stretch.end)\n            inner",
+        "            wanted = wanted & (tokens >= span.begin) & (tokens < span.end)\n            inner",
+        "            wanted = (tokens >= span.begin) & (tokens < span.end)\n            inner",
         "interpret sparse-step sparse-negative-step everything",
     ),
     Mutant(

@@ -106,18 +106,18 @@ def test_a_loop_over_layers_has_the_bits_of_each_layer_alone(op, implementation,
 
 @pytest.mark.parametrize(("op", "implementation"), [x for x in ON_A_GPU if "write" in x[0] or "blocks" in x[0]])
 def test_a_loop_carries_stacked_pools(op, implementation):
-    """Each turn takes its layer's pools out of the stack and puts the written ones back."""
+    """Each iteration takes its layer's pools out of the stack and puts the written ones back."""
     fun, stacked = of_layers(op, implementation)
     wanted = [jax.tree.map(np.asarray, jax.jit(fun)([x[i] for x in stacked])) for i in range(LAYERS)]
 
     @jax.jit
     def run(stacked):
-        def turn(i, stacked):
+        def iteration(i, stacked):
             results = jax.tree.leaves(fun([x[i] for x in stacked]))[-2:]
             *rest, keys, values = stacked
             return [*rest, keys.at[i].set(results[0]), values.at[i].set(results[1])]
 
-        return jax.lax.fori_loop(0, LAYERS, turn, stacked)[-2:]
+        return jax.lax.fori_loop(0, LAYERS, iteration, stacked)[-2:]
 
     for actual, *expected in zip(run(stacked), *[jax.tree.leaves(x)[-2:] for x in wanted], strict=True):
         np.testing.assert_array_equal(np.asarray(actual), np.stack(expected))

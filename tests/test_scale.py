@@ -20,7 +20,7 @@ def report(tmp_path):
 
 
 def test_ops_give_the_same_in_both_ways(report, monkeypatch, tmp_path):
-    monkeypatch.setattr(bench_scale, "TURNS", 2)
+    monkeypatch.setattr(bench_scale, "ITERATIONS", 2)
     monkeypatch.setattr(bench_scale, "OPS", {op: bench_scale.OPS[op] for op in ("paged_attention", "write_and_attend")})
     shape = bench_scale.Shape(num_seqs=2, context=64, num_heads=8, num_kv_heads=4, num_new=32)
     bench_scale.run_ops(report, shape, [1, 4])

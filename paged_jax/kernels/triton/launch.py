@@ -61,8 +61,8 @@ def call(
 ) -> Any:
     """Launches a kernel of `device/` on `arrays`, then `scalars`, then pointers to `outputs`; returns the outputs.
 
-    The arrays `in_place` become the first outputs. Their kernel takes as many pointers that it does not use after
-    `arrays`: jax-triton 0.3 passes an aliased input and its output, each in its place, 0.4 passes the two as one.
+    The arrays `in_place` become the first outputs. After `arrays` their kernel takes an unused pointer for each of
+    these, because jax-triton 0.3 passes an aliased input and its output as two arguments. 0.4 passes the two as one.
     """
     import jax_triton
 

@@ -89,7 +89,7 @@ def _attend(
 
 
 def _sinks_of_rows(sinks: Array | None, geometry: Geometry) -> Array | None:
-    """The sinks of the heads of 64 rows from any head on: padded heads have 0, and then the heads come again."""
+    """Returns [heads + 64] sinks, padded with 0 and then repeated, so that 64 rows may begin at any head."""
     if sinks is None:
         return ABSENT
     padded = jnp.pad(sinks, (0, geometry.heads - geometry.problem.num_heads))

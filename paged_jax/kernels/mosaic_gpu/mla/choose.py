@@ -8,8 +8,8 @@ from paged_jax.kernels.mosaic_gpu.mla.tuning import Tuning
 from paged_jax.kernels.problem import Device, Problem
 
 _LARGEST_LATENT = 576  # queries and two tiles of this size fill shared memory
-_LARGEST_VALUE = 512  # of whose sums a warpgroup holds a half in registers
-_LEAST_QUEUES = 0.93  # of those that fill the GPU
+_LARGEST_VALUE = 512  # a warpgroup holds half of its sums in registers
+_LEAST_QUEUES = 0.93  # fraction of the queues that fill the GPU
 _MOST_WIDTH = 4
 """Four programs that share a context are the fastest: benchmarks/LOG.md, "Latents read once"."""
 
@@ -22,7 +22,7 @@ def tune(problem: Problem, gpu: Device) -> Tuning:
     row_blocks = pl.cdiv(min(problem.max_query_len, average) * heads, WGMMA_ROWS)
     width = max(1, min(row_blocks, _MOST_WIDTH, gpu.num_multiprocessors))
     most, items = max(1, gpu.num_multiprocessors // width), max(1, problem.num_seqs * pl.cdiv(row_blocks, width))
-    # Where lengths are alike, such a number of queues cuts no item, or all of them alike.
+    # If lengths are alike, these numbers of queues cut no item, or cut all items alike.
     fitting = [n for n in range(most, int(_LEAST_QUEUES * most), -1) if items % n == 0 or n % items == 0]
     return Tuning(queues=fitting[0] if fitting else most, width=width)
 

@@ -9,7 +9,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.memory import Slice
 from paged_jax.kernels.mosaic_gpu.mla.tuning import Tuning
 from paged_jax.kernels.problem import Problem
 
-_SWIZZLED = 64  # columns of shared memory that lie together
+_SWIZZLED = 64  # neighbouring columns in a tile of the swizzled layout
 _MOST_COLUMNS = 256
 
 TILE = 64
@@ -61,7 +61,7 @@ class Geometry:
 
     @property
     def block_rows(self) -> int:
-        """The most rows of a row block that are a sequence's own."""
+        """The most rows of a row block that belong to a sequence."""
         return min(WGMMA_ROWS, self.heads * self.problem.max_query_len, self.rows)
 
     @property
@@ -95,5 +95,5 @@ class Geometry:
 
     @property
     def num_partials(self) -> int:
-        """Partial results that memory holds for each of the `width` programs of a queue: its ends may cut two items."""
+        """Partial results in memory for each of a queue's programs: two, because its ends may cut two items."""
         return 2 * self.tuning.queues

@@ -42,7 +42,7 @@ def load_split(split: Split, counts: tuple[Scalar, Scalar], refs: Refs, geometry
 
 
 def drain(counts: tuple[Scalar, Scalar], refs: Refs) -> None:
-    """Waits until all has been read: barriers end as they began."""
+    """Waits until all tiles and queries have been read: each barrier must end as it began."""
     num_tiles, num_queries = counts
 
     @pl.loop(lax.max(num_tiles - STAGES, jnp.int32(0)), num_tiles)
@@ -58,14 +58,14 @@ def _runs_of(tile: Scalar, split: Split, refs: Refs, geometry: Geometry) -> tupl
     last = lax.max(lax.div(split.end - 1, jnp.int32(size)) * size, jnp.int32(0))
     first = (split.tile + tile) * TILE
     tokens = [lax.min(first + i, last) for i in range(0, TILE, size)]
-    seq = jnp.where(split.end > 0, split.seq, 0)  # rows of padding are of no sequence
+    seq = jnp.where(split.end > 0, split.seq, 0)  # padding rows belong to no sequence
     blocks = [refs.inputs_gmem.block_tables[seq, lax.div(token, block_size)] for token in tokens]
     blocks = [jnp.where(split.end > 0, block, 0) for block in blocks]
     return tuple((block, lax.rem(token, block_size)) for block, token in zip(blocks, tokens, strict=True))
 
 
 def _load_tile(i: Scalar, runs: tuple, split: Split, tiles_before: Scalar, refs: Refs, geometry: Geometry) -> tuple:
-    """Copies a tile, of which the runs are known, and gives the runs of the next one."""
+    """Copies the runs of a tile, and returns the runs of the next tile."""
     next_runs = _runs_of(i + 1, split, refs, geometry)  # these loads are in flight while this tile waits for its stage
     stage, size, smem = lax.rem(tiles_before + i, jnp.int32(STAGES)), geometry.run_tokens, refs.smem
     pl.when(tiles_before + i >= STAGES)(lambda: plgpu.barrier_wait(smem.tile_consumed.at[stage]))

@@ -1,9 +1,9 @@
 """The merge of partial results: the splits of an item that queues have cut become its out and lse.
 
-Grid: programs of four warps, for each row block that may have been cut (`Geometry.closings`). A warp merges `PART`
-columns of a row; a lane has four neighbouring elements of them, and loads those of many splits at a time. Where items
-have many splits, the four warps of a program share those of one such part of a row, and the first warp adds up their
-sums from shared memory. The order of all sums depends on the number of splits only.
+Grid: programs of four warps for each row block that queues may have cut (`Geometry.closings`). A warp merges `PART`
+columns of a row, and each lane four neighbouring elements, with loads of many splits in flight. If items have many
+splits, the four warps of a program share the splits of one part of a row, and the first warp adds up the four sums from
+shared memory. The number of splits alone decides the order of the sums.
 
 Roofline: 4 * value_size bytes a row and split, mostly from the L2 cache: latency is what counts.
 """
@@ -48,7 +48,7 @@ PART = ELEMENTS * WARP
 """Columns of a row that a warp merges."""
 
 _WARPS = WARPGROUP // WARP  # of a program
-_SUMS = 2 + ELEMENTS  # numbers of a lane that warps exchange
+_SUMS = 2 + ELEMENTS  # float32 that each lane gives to the first warp
 _MANY_SPLITS = 24  # of an item on average, from which on warps share them
 _LEAST_IN_FLIGHT, _MOST_IN_FLIGHT = 4, 16  # splits that a lane loads at a time; more would take too many registers
 _PROGRAMS = 1056  # that run at once: 8 on each multiprocessor
@@ -75,7 +75,7 @@ class RowBlock(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """What a lane merges. Its fields are values of MLIR."""
+    """The elements that a lane merges. Fields are MLIR values."""
 
     row: Any  # of the row block
     column: Any  # index of its elements, in the row
@@ -112,13 +112,13 @@ def _parts_of_row(geometry: Geometry) -> int:
 
 
 def _programs_of_block(geometry: Geometry) -> int:
-    """Programs for each row block: all together are not more than run at once, as most blocks may be whole."""
+    """Programs for each row block. All of them run at once, because most blocks may be whole and need none."""
     most = pl.cdiv(geometry.block_rows * _parts_of_row(geometry), parts_of_program(geometry))
     return min(most, max(1, _PROGRAMS // (geometry.closings * geometry.tuning.width)))
 
 
 def _in_flight(geometry: Geometry) -> int:
-    """Splits that a lane loads at a time: its share of those that items have on average."""
+    """Splits that a lane loads at a time: its share of an item's mean number of splits."""
     splits = pl.cdiv(geometry.tuning.queues, geometry.problem.num_seqs)
     return min(_MOST_IN_FLIGHT, max(_LEAST_IN_FLIGHT, pl.cdiv(splits, shares(geometry))))
 
@@ -143,7 +143,7 @@ def _kernel(*arrays, tree: Any, geometry: Geometry) -> None:
 
 
 def merge_parts(refs: MergeRefs, block: RowBlock, part: Scalar, sums_smem: Ref, geometry: Geometry) -> None:
-    """Merges a program's parts of the rows of a row block: those from `part` on."""
+    """Merges a program's parts of the rows of a row block, from `part` on."""
     problem, num_shares, (leaves, tree) = geometry.problem, shares(geometry), jax.tree.flatten(refs)
 
     @inline(*[plgpu.RefType()] * (len(leaves) + 1), *[SCALAR] * (len(block) + 1))

@@ -8,7 +8,7 @@ all items, one item after the other, are cut into even queues, one for every `wi
       queues  |     0     |     1     |     2     |     3     |     4     |   5   |
 
 The programs of a queue are neighbours and attend to the same tiles at about the same time, each with its own row block.
-A queue cuts at most two items, so that it has two places for partial results.
+A queue cuts at most two items, so it has at most two partial results.
 """
 
 from collections.abc import Callable
@@ -79,7 +79,7 @@ def total_tiles(lengths_gmem: Lengths, geometry: Geometry) -> Scalar:
 
 
 def queue_of(lengths_gmem: Lengths, number: Scalar, total: Scalar, geometry: Geometry) -> Queue:
-    """The queue of this number, of queues that share `total` tiles."""
+    """Queue `number` of the queues that share `total` tiles."""
     zero = jnp.int32(0)
     first, end = (_cut(total, number + i, geometry) for i in range(2))
 
@@ -129,7 +129,7 @@ def sequence_of(lengths_gmem: Lengths, seq: Scalar, geometry: Geometry) -> Seque
 
 
 def _num_sequences(geometry: Geometry) -> int:
-    """The sequences, and behind them one without tokens that has the rows of padding, if there may be any."""
+    """The number of sequences; if there may be padding rows, one more sequence without tokens has them."""
     return geometry.problem.num_seqs + (0 if geometry.one_query else 1)
 
 
@@ -154,7 +154,7 @@ def _sequence(seq_len: Scalar, start: Scalar, stop: Scalar, geometry: Geometry) 
 
 
 def _split_of(queue: Queue, s: Sequence, tiles: Scalar, block: Scalar, geometry: Geometry) -> Split:
-    """The next split of a queue, which has `tiles` tiles of its item, for the program of one of its row blocks."""
+    """The next split of a queue, `tiles` tiles of its item, for the program of row block `block`."""
     first_row = (queue.item * geometry.tuning.width + block) * WGMMA_ROWS
     num_rows = lax.clamp(jnp.int32(0), s.num_rows - first_row, jnp.int32(WGMMA_ROWS))
     end = s.limit
@@ -182,7 +182,7 @@ def _split_of(queue: Queue, s: Sequence, tiles: Scalar, block: Scalar, geometry:
 
 
 def closing_of(number: Scalar, tile: Scalar, total: Scalar, geometry: Geometry) -> Closing:
-    """Where the splits of an item are, if the queue of this number begins with the item's tile `tile` and closes it."""
+    """Locates the partial results of the item that queue `number` closes; the queue begins with the item's `tile`."""
     begin = _cut(total, number, geometry) - tile
     opener = _queue_at(total, begin, number, geometry)
     has_others = _cut(total, opener, geometry) != begin  # before the item's first tile
@@ -199,19 +199,19 @@ def _cut(total: Scalar, number: Scalar, geometry: Geometry) -> Scalar:
 
 
 def _queue_at(total: Scalar, tile: Scalar, most: Scalar, geometry: Geometry) -> Scalar:
-    """The last queue that begins at this tile or before it; `most` begins behind it or there."""
+    """The last queue that begins at this tile or before it; queue `most` begins at this tile or after it."""
     size = at_least(lax.div(total, jnp.int32(geometry.tuning.queues)), _LEAST_TILES)
     guess = lax.min(most, lax.div(tile, size))
     return lax.while_loop(lambda number: _cut(total, number, geometry) > tile, lambda number: number - 1, guess)
 
 
 def partial_of(first: Scalar, number: Scalar) -> Scalar:
-    """The index of the partial result of an item's split of this number, if the first one's is `first`."""
+    """Index of the partial result of an item's split `number`; `first` is the index for split 0."""
     return jnp.where(number == 0, first, (lax.div(first, jnp.int32(2)) + number) * 2)
 
 
 def _over_sequences(lengths_gmem: Lengths, step: Callable, carry: Any, geometry: Geometry) -> Any:
-    """`step(seq, sequence, carry)` over all sequences in order, with many loads in flight."""
+    """Folds `step(seq, sequence, carry)` over all sequences in order, with many loads in flight."""
     in_flight = _LENGTHS_IN_FLIGHT // (1 if geometry.one_query else 3)
     whole, left_over = divmod(_num_sequences(geometry), in_flight)
 

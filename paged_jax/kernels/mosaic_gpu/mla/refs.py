@@ -1,6 +1,6 @@
 """The references that the MLA kernel gets: inputs and outputs in global memory, scratch in shared memory.
 
-Fields are `ABSENT` for what a call does not have. The order of fields is the order in which shared memory is laid out.
+A field is `ABSENT` if the call does not have it. Shared memory is laid out in the order of the fields.
 """
 
 from typing import NamedTuple
@@ -27,7 +27,7 @@ class Inputs(NamedTuple):
     lengths: Lengths
     scale: Ref  # [1]
     latent_scale: Ref  # [1]
-    sinks: Ref  # [heads + 64], of the heads again and again
+    sinks: Ref  # [heads + 64], repeated after the last head
 
 
 class Outputs(NamedTuple):
@@ -42,10 +42,10 @@ class Outputs(NamedTuple):
 class Scratch(NamedTuple):
     """Shared memory and barriers of a program."""
 
-    query: Ref  # and, once all products with it are done, out
+    query: Ref  # out overwrites it after the last product
     tiles: Ref
     weights: Ref  # P of a tile
-    factors: Ref  # [64]: of O so far, from the warpgroup that has the softmax to the other one
+    factors: Ref  # [64]: by which O is rescaled; warpgroup 0 tells warpgroup 1
     lse: Ref  # [64]
     query_ready: Ref
     query_consumed: Ref

@@ -18,7 +18,7 @@ from paged_jax.kernels.mosaic_gpu.mla.refs import Ref, Refs
 def store_out(
     out: list[Array], parts: Sequence[Slice], split: Split, block: Ref, refs: Refs, geometry: Geometry
 ) -> None:
-    """Stores a warpgroup's parts of O, which are normalised: of a whole item as out, or else as a partial result."""
+    """Stores a warpgroup's parts of normalised O: as out if the item is whole, otherwise as a partial result."""
     first = parts[0].first
     columns = pl.ds(first, parts[-1].first + parts[-1].size - first)
 

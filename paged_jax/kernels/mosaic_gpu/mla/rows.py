@@ -1,4 +1,4 @@
-"""Stores of some of 64 rows, below what Pallas has words for. All threads of a warpgroup take part."""
+"""Stores of some of 64 rows, which Pallas cannot express. All threads of a warpgroup take part."""
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import Array
@@ -23,7 +23,7 @@ from paged_jax.kernels.mosaic_gpu.mla.geometry import Geometry
 
 
 def store_lse(lse_smem: Ref, lse_gmem: Ref, row: Scalar, num_rows: Scalar) -> None:
-    """Stores the first `num_rows` of 64 numbers from shared memory to those from `row` on."""
+    """Copies the first `num_rows` of 64 float32 from shared to global memory, to index `row` and up."""
     plgpu.commit_smem()  # all threads have written theirs
 
     @inline(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR)
@@ -41,7 +41,7 @@ def store_lse(lse_smem: Ref, lse_gmem: Ref, row: Scalar, num_rows: Scalar) -> No
 
 
 def store_partial(partial_gmem: Ref, out: Array, first: int, num_rows: Scalar, geometry: Geometry) -> None:
-    """Stores the first `num_rows` rows of a part of O, from column `first` on, from registers to [64, value_size]."""
+    """Stores the first `num_rows` rows of a part of O to columns `first` and up of [64, value_size]."""
 
     @inline(plgpu.RefType(), plgpu.Layout.WGMMA, SCALAR)
     def store(_, partial_gmem, out, num_rows):

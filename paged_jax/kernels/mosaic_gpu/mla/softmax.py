@@ -26,7 +26,7 @@ from paged_jax.kernels.mosaic_gpu.mla.geometry import TILE, Geometry
 from paged_jax.kernels.mosaic_gpu.mla.plan import Split
 from paged_jax.kernels.mosaic_gpu.mla.refs import Inputs, Refs
 
-_MOST_LAG = 6.0  # of maxima behind logits, in powers of 2; float16 holds the largest weight, 2 ** 14
+_MOST_LAG = 6.0  # powers of 2 by which a maximum may be below the largest logit; float16 holds 2 ** (8 + 6)
 BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 _EXPONENT_IN_FLOAT16 = 8.0
 _ZEROED = 64  # columns of a tile that are zeroed at once: they take registers
@@ -36,7 +36,7 @@ class State(NamedTuple):
     """The softmax of the tokens so far."""
 
     out: list[Array]  # parts of O, not divided by the sums: [64, size of the part] each
-    maxima: Array  # of logits of base 2, nearly: [64]
+    maxima: Array  # [64], of logits times log2(e); up to `_MOST_LAG` below the largest one
     sums: Array  # of exponentials: [64], until `finished` each lane sums its own columns only
 
 
@@ -44,7 +44,7 @@ class Finished(NamedTuple):
     """Factors from a softmax to its results: arrays [64]."""
 
     factor: Array  # of O
-    log_sums: Array  # of base 2, of the split alone; -inf where nothing was seen
+    log_sums: Array  # of base 2, without sinks; -inf for rows that saw no token
 
 
 def empty_out(parts: Sequence[Slice]) -> list[Array]:
@@ -92,7 +92,7 @@ def accumulate_and_score(
     begin_next: Callable[[], None],
     end: Callable[[], None],
 ) -> tuple[list[Array], Array]:
-    """O + P V, and right behind it S of the next tile.
+    """O + P V, followed by S of the next tile.
 
     `begin_next` runs before the second product starts, and `end` when the first one is done.
     """
@@ -117,7 +117,7 @@ def rescaled(out: list[Array], factors: Array) -> list[Array]:
 
 
 def weigh(products: Array, state: State, start: Scalar, seen: Any, factor: Any, geometry: Geometry):
-    """The weights of a tile from token `start` on, the factor of O so far, and the new maxima and sums."""
+    """Returns the weights of the tile that begins at token `start`, the factor that rescales O, new maxima and sums."""
     problem = geometry.problem
     logits = scaled_logits(products, factor, problem)
     if not problem.scaled_products:
@@ -133,7 +133,7 @@ def weigh(products: Array, state: State, start: Scalar, seen: Any, factor: Any, 
 
 
 def factor_of(inputs_gmem: Inputs, geometry: Geometry) -> Any:
-    """The factor from products to logits: of base 2 if they are only scaled, otherwise of base e."""
+    """The factor from products to logits; it includes log2(e) if logits are scaled products and nothing else."""
     factor = inputs_gmem.scale[0] * cache_scale(inputs_gmem.latent_scale, geometry.problem.k_scale, jnp.int32(0))
     return factor * LOG2E if geometry.problem.scaled_products else factor
 
@@ -172,7 +172,7 @@ def finished(state: State, is_whole: Scalar, split: Split, refs: Refs, geometry:
 
 
 def _exponent_of_weights(geometry: Geometry) -> float:
-    """The power of 2 by which weights and their sums are larger: float16 keeps more of the small ones so."""
+    """Exponent of the power of two in weights and sums, with which float16 keeps smaller weights."""
     return _EXPONENT_IN_FLOAT16 if geometry.problem.query_dtype == "float16" else 0.0
 
 

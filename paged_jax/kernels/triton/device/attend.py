@@ -29,7 +29,7 @@ operations for each (query, token) pair, and the tensor cores bound it.
 `cfg` is a `tuning.AttentionKernel`. `no_type_check` keeps run-time type checkers away from code that Triton compiles.
 """
 
-# Where triton is not installed pyright takes this folder for it.
+# Without triton installed, pyright takes this folder for that package.
 # pyright: reportAttributeAccessIssue=false
 
 from typing import NamedTuple, no_type_check
@@ -39,7 +39,7 @@ import triton.language as tl
 
 from paged_jax.kernels.triton.device.items import load_item, tile_of
 from paged_jax.kernels.triton.device.rows import heads_of_rows, load_query, query_tile_of, rows_of, with_factor
-from paged_jax.kernels.triton.device.schedule import SparseStretch, Stretch, of_rank, pattern_of, share_of
+from paged_jax.kernels.triton.device.schedule import Span, SparseSpan, of_rank, pattern_of, share_of
 from paged_jax.kernels.triton.device.softmax import Softmax, finish, nothing_seen, with_largest_logit
 from paged_jax.kernels.triton.device.tiles import Cache, NewTokens, Paged, add_tiles
 from paged_jax.kernels.triton.device.write import Written, add_new_token, load_tokens
@@ -156,7 +156,7 @@ def _decode(inputs, new, batch, outputs, cfg: tl.constexpr):
         new_key, new_value = load_tokens(new.key, new.value, row, kv_head, row >= 0, problem, cfg.tuning.width)
         written = Written(new_key, new_value, slot, seq_len - 1, mine, begin, end)
         end = tl.where(given, tl.minimum(end, seq_len - 1), end)
-    stretch, first, last = share_of(split, begin, end, seq_len - 1, kv_head, head_tile, num_splits, cfg)
+    span, first, last = share_of(split, begin, end, seq_len - 1, kv_head, head_tile, num_splits, cfg)
 
     cache_scale = head_scale(inputs.k_scale, kv_head, tl.constexpr(problem.k_scale))
     tokens = tl.zeros_like(head) + seq
@@ -169,10 +169,10 @@ def _decode(inputs, new, batch, outputs, cfg: tl.constexpr):
     if new is not None and cfg.tuning.final:  # before a long loop, so that the token holds no registers during the loop
         softmax = add_new_token(softmax, rows, written, cache, kv_head, cfg)
     if cfg.whole_tiles:
-        middle = tl.maximum(tl.minimum(last, (stretch.end - stretch.origin) // cfg.tuning.tile), first)
-        softmax = add_tiles(softmax, rows, paged, kv_head, stretch, first, middle, True, False, cfg)
+        middle = tl.maximum(tl.minimum(last, (span.end - span.origin) // cfg.tuning.tile), first)
+        softmax = add_tiles(softmax, rows, paged, kv_head, span, first, middle, True, False, cfg)
         first = middle
-    softmax = add_tiles(softmax, rows, paged, kv_head, stretch, first, last, True, True, cfg)
+    softmax = add_tiles(softmax, rows, paged, kv_head, span, first, last, True, True, cfg)
     if new is not None and not cfg.tuning.final:  # after a short loop, so that the loop does not wait for the token
         softmax = add_new_token(softmax, rows, written, cache, kv_head, cfg)
     softmax = with_head_scale(softmax, inputs.v_scale, kv_head, tl.constexpr(problem.v_scale))
@@ -284,11 +284,11 @@ def _add_cached(softmax, rows, paged, tile, head_tile, item, cfg: tl.constexpr):
         end = tl.minimum(end, tile.context_len)
     if cfg.problem.block_sparse is not None:
         pattern, count = pattern_of(tile.begin, end, tile.first_position, tile.end - 1, tile.kv_head, head_tile, cfg)
-        stretch = SparseStretch(0, tile.begin, end, pattern)
+        span = SparseSpan(0, tile.begin, end, pattern)
         first = 0
         last = tl.cdiv(count, size)
     else:
-        stretch = Stretch(0, tile.begin, end)
+        span = Span(0, tile.begin, end)
         first = tile.begin // size
         last = (end + size - 1) // size
     if not cfg.tuning.final:
@@ -297,9 +297,9 @@ def _add_cached(softmax, rows, paged, tile, head_tile, item, cfg: tl.constexpr):
         last = tl.minimum(last, first + share)
     if cfg.whole_tiles:
         middle = tl.maximum(tl.minimum(tl.minimum(tile.first_position + 1, end) // size, last), first)
-        softmax = add_tiles(softmax, rows, paged, tile.kv_head, stretch, first, middle, True, False, cfg)
+        softmax = add_tiles(softmax, rows, paged, tile.kv_head, span, first, middle, True, False, cfg)
         first = middle
-    return add_tiles(softmax, rows, paged, tile.kv_head, stretch, first, last, True, True, cfg)
+    return add_tiles(softmax, rows, paged, tile.kv_head, span, first, last, True, True, cfg)
 
 
 @triton.jit
@@ -313,14 +313,14 @@ def _add_new(softmax, rows, new, tile, head_tile, item, cfg: tl.constexpr):
     if cfg.problem.block_sparse is not None:
         begin = tl.maximum(tile.begin, tile.context_len)
         pattern, count = pattern_of(begin, end, tile.first_position, end - 1, tile.kv_head, head_tile, cfg)
-        stretch = SparseStretch(tile.context_len, begin, end, pattern)
+        span = SparseSpan(tile.context_len, begin, end, pattern)
         first = 0
         last = tl.cdiv(count, size)
     else:
-        stretch = Stretch(tile.context_len, tile.begin, end)
+        span = Span(tile.context_len, tile.begin, end)
         first = tl.maximum(tile.begin - tile.context_len, 0) // size
         last = (end - tile.context_len + size - 1) // size
-    return add_tiles(softmax, rows, new, tile.kv_head, stretch, first, last, False, True, cfg)
+    return add_tiles(softmax, rows, new, tile.kv_head, span, first, last, False, True, cfg)
 
 
 @triton.jit

@@ -1,12 +1,12 @@
 """Device code of block copies: these kernels copy blocks within one layer's pools or into another layer's.
 
-Within a pool every source is read before any destination is written: a pair whose source another pair writes to must
-be read before that happens, and programs run in no order. So a copy takes two launches, a swap the first and the third:
+Within a pool every source must be read before another pair overwrites it, and programs run in no order. So a copy takes
+two launches, the first two kernels; a swap takes the first and the third:
 
-    stash   one program for each pair: makes the pair's plan, and sets a source that is in danger aside in `tmp`
+    stash   one program for each pair: makes the pair's plan, and saves a source that another pair overwrites in `tmp`
     copy    one program for each (pair, chunk of a block): pool or tmp -> pool, as planned
-    swap    the same from another pool, where nothing is in danger; either pool may be in pinned host memory, which
-            the GPU reads and writes where it is, over the bus
+    swap    the same from another pool, whose blocks no pair overwrites; either pool may be in pinned host memory, which
+            the GPU reads and writes over the bus
 
 Who loads. Every thread moves 16 bytes at a time where a block's size allows it, else 8, whatever the dtype is: no bit
 changes, NaN payloads included. Offsets are in 64 bits.
@@ -18,7 +18,7 @@ The pools are updated in place: `key_cache` and `value_cache` of the copying ker
 `cfg` is a `cache_tuning.CopyKernel`.
 """
 
-# Where triton is not installed pyright takes this folder for it.
+# Without triton installed, pyright takes this folder for that package.
 # pyright: reportAttributeAccessIssue=false
 
 from typing import no_type_check

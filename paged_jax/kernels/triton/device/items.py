@@ -1,4 +1,4 @@
-"""Device code: a small kernel cuts a ragged batch into items, one for each program, by lengths that only it knows.
+"""Device code: a small kernel cuts a ragged batch into items, one a program, by lengths that only the device knows.
 
 An item is one tile of queries and one split of the tokens that they see. The host knows how many items there can be,
 and launches as many programs of the kernel that attends; this one writes down what each of them gets:
@@ -17,7 +17,7 @@ Grid: one program for each `cfg.tuning.plan` items. Each looks at all lengths, `
 work, and finds its items. `cfg` is a `tuning.AttentionKernel`.
 """
 
-# Where triton is not installed pyright takes this folder for it.
+# Without triton installed, pyright takes this folder for that package.
 # pyright: reportAttributeAccessIssue=false
 
 from typing import NamedTuple, no_type_check
@@ -120,7 +120,7 @@ def load_item(items, index, again: tl.constexpr = False):
 @triton.jit
 @no_type_check
 def _store_items(out, num, split_tiles: tl.constexpr, long, num_long, most, batch, cfg: tl.constexpr):
-    """Stores what items are, or, with `split_tiles`, the tiles of queries with several splits; `num` have room.
+    """Stores the descriptions of up to `num` items or, with `split_tiles`, of tiles of queries with several splits.
 
     The sequences of `long` steps and more come first, and a sequence's last queries before its first: they see most.
     """
@@ -195,10 +195,10 @@ def _splits(steps, most):
 @triton.jit
 @no_type_check
 def _lengths(ids, batch, cfg: tl.constexpr):
-    """Returns of each sequence its tiles of queries, and the tiles of tokens that the last of them sees.
+    """Returns the tiles of queries of each sequence, and the tiles of tokens that its last tile of queries sees.
 
-    These are the cached ones, which are split, and all of them, the new ones included that `prefix_attention` is given.
-    The sequence num_seqs has the padding rows; those behind it, and -1, have nothing.
+    The latter are two numbers: the tiles of cached tokens, which are split, and all tiles, including the new tokens of
+    `prefix_attention`. Sequence num_seqs has the padding rows; -1 and later ones are empty.
     """
     problem: tl.constexpr = cfg.problem
     queries: tl.constexpr = cfg.tuning.queries

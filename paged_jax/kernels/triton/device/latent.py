@@ -15,7 +15,7 @@ Roofline. A token's latent_size * itemsize bytes are read once for each tile of 
 `cfg` is a `mla_tuning.LatentKernel`, whose `problem.head_size` is the size of the values.
 """
 
-# Where triton is not installed pyright takes this folder for it.
+# Without triton installed, pyright takes this folder for that package.
 # pyright: reportAttributeAccessIssue=false
 
 from typing import NamedTuple, no_type_check
@@ -100,11 +100,11 @@ def _add_tiles(softmax, rows, q, latent_cache, table, first, last, end, cfg: tl.
 @triton.jit
 @no_type_check
 def _load(array, vectors, wanted, cfg: tl.constexpr):
-    """Loads the two parts of vectors of latent_size elements, and 0 for those that are not wanted."""
+    """Loads the two parts of vectors of latent_size elements, and 0 for unwanted vectors."""
     start = (vectors.to(tl.int64) * cfg.problem.latent_size)[:, None]
     d = tl.arange(0, cfg.tuning.width)[None, :]
     value = tl.load(array + start + d, mask=wanted[:, None] & (d < cfg.problem.head_size), other=0.0)
-    rest = value  # takes the place of what is not there: Triton returns no None
+    rest = value  # stands in for an absent rest, because Triton cannot return None
     if cfg.rest > 0:
         d = tl.arange(0, cfg.rest_width)[None, :]
         rest = tl.load(array + start + cfg.problem.head_size + d, mask=wanted[:, None] & (d < cfg.rest), other=0.0)
@@ -117,7 +117,7 @@ def _load_query(query, tokens, head, valid, cfg: tl.constexpr):
     """Returns the rows' queries in the dtype of the products, and a factor for each row's products."""
     value, rest = _load(query, tokens.to(tl.int64) * cfg.problem.num_heads + head, valid, cfg)
     unit = tl.full([cfg.tuning.rows], 1.0, tl.float32)
-    if cfg.normalise_query:  # bfloat16 becomes float16: each row gives up a power of two, so that it fits, exactly
+    if cfg.normalise_query:  # bfloat16 becomes float16: a power of two divides each row, exactly
         peak = tl.max(tl.abs(value.to(tl.float32)), 1)
         if cfg.rest > 0:
             peak = tl.maximum(peak, tl.max(tl.abs(rest.to(tl.float32)), 1))

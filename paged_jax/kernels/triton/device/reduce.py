@@ -5,7 +5,7 @@ of heads, some of their rows, part of head_size). A program reads the splits' pa
 of its part and each split, from the L2 cache. `cfg` is a `tuning.ReduceKernel` or a `ragged_tuning.RaggedReduceKernel`.
 """
 
-# Where triton is not installed pyright takes this folder for it.
+# Without triton installed, pyright takes this folder for that package.
 # pyright: reportAttributeAccessIssue=false
 
 from typing import no_type_check

@@ -5,7 +5,7 @@ All options with a value for each head are here: their loads for the rows, and t
 `cfg` is a `tuning.AttentionKernel`.
 """
 
-# Where triton is not installed pyright takes this folder for it.
+# Without triton installed, pyright takes this folder for that package.
 # pyright: reportAttributeAccessIssue=false
 
 from typing import NamedTuple, no_type_check
@@ -47,7 +47,7 @@ class QueryTile(NamedTuple):
       position: each row's position in its sequence, -1 if it sees nothing.
       first_position: the position of the first query.
       begin: the first token that some row sees.
-      end: the token behind the last one that some row sees.
+      end: one past the last token that some row sees.
       context_len: how many tokens come before the sequence's queries.
     """
 
@@ -65,7 +65,7 @@ class QueryTile(NamedTuple):
 @triton.jit
 @no_type_check
 def heads_of_rows(rows, head_tile, cfg: tl.constexpr):
-    """Returns the kv head of a tile of heads, the query head of these of its rows, and which rows are no padding."""
+    """Returns the kv head of a tile of heads, the query head of each of these rows, and which rows are not padding."""
     kv_head = head_tile // cfg.head_tiles
     in_group = head_tile % cfg.head_tiles * cfg.tuning.heads + rows % cfg.tuning.heads
     valid = (rows < cfg.tuning.heads * cfg.tuning.queries) & (in_group < cfg.problem.group)

@@ -3,7 +3,7 @@
 `cfg` is a `tuning.AttentionKernel`.
 """
 
-# Where triton is not installed pyright takes this folder for it.
+# Without triton installed, pyright takes this folder for that package.
 # pyright: reportAttributeAccessIssue=false
 
 from typing import NamedTuple, no_type_check
@@ -30,7 +30,7 @@ class Pattern(NamedTuple):
     heads: tl.tensor
 
 
-class Stretch(NamedTuple):
+class Span(NamedTuple):
     """The tokens begin <= t < end of a sequence, in tiles that are counted from `origin`."""
 
     origin: tl.tensor
@@ -38,7 +38,7 @@ class Stretch(NamedTuple):
     end: tl.tensor
 
 
-class SparseStretch(NamedTuple):
+class SparseSpan(NamedTuple):
     """The tokens of a pattern with begin <= t < end, in tiles of consecutive numbers.
 
     `origin` is the position from which new tokens' rows are counted.
@@ -78,18 +78,18 @@ def share_of(split, begin, end, position, kv_head, head_tile, num_splits, cfg: t
         origin = 0
     if cfg.problem.block_sparse is not None:
         pattern, count = pattern_of(begin, end, position, position, kv_head, head_tile, cfg)
-        stretch = SparseStretch(origin, begin, end, pattern)
+        span = SparseSpan(origin, begin, end, pattern)
         first = 0
         last = tl.cdiv(count, tile)
     else:
-        stretch = Stretch(origin, begin, end)
+        span = Span(origin, begin, end)
         first = (begin - origin) // tile
         last = (end - origin + tile - 1) // tile
     if size is None:  # an even share of the tiles
         share = tl.cdiv(tl.maximum(last - first, 0), num_splits)
         first += split * share
         last = tl.minimum(last, first + share)
-    return stretch, first, last
+    return span, first, last
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 `cfg` is a `tuning.AttentionKernel`.
 """
 
-# Where triton is not installed pyright takes this folder for it.
+# Without triton installed, pyright takes this folder for that package.
 # pyright: reportAttributeAccessIssue=false
 
 from typing import NamedTuple, no_type_check
@@ -101,7 +101,7 @@ def rounded(products, nonzero):
 
     LLVM fuses a product with a sum, but not through a select. Where the sum's other term is the product of another
     lane, only that one is rounded, so that two lanes' sums of the same products differ. Both lanes write the sum, or
-    what comes of it, to the same place in shared memory, and the result would depend on which one is the last.
+    what comes of it, to the same address in shared memory, and the result would depend on which one is the last.
     """
     return tl.where(nonzero, products, 0.0)
 

@@ -4,7 +4,7 @@ A tile is `cfg.tuning.tile` tokens of one sequence. They are neighbours, except 
 `attend.py` calls these loops; `cfg` is a `tuning.AttentionKernel`.
 """
 
-# Where triton is not installed pyright takes this folder for it.
+# Without triton installed, pyright takes this folder for that package.
 # pyright: reportAttributeAccessIssue=false
 
 from typing import NamedTuple, no_type_check
@@ -34,7 +34,7 @@ class Paged(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """Pointers to the new tokens' keys and values, and the row in them of the token at the stretch's origin."""
+    """Pointers to the new tokens' keys and values, and the row in them of the token at the span's origin."""
 
     key: tl.tensor
     value: tl.tensor
@@ -44,9 +44,9 @@ class NewTokens(NamedTuple):
 @triton.jit
 @no_type_check
 def add_tiles(
-    softmax, rows, source, kv_head, stretch, first, last, paged: tl.constexpr, masked: tl.constexpr, cfg: tl.constexpr
+    softmax, rows, source, kv_head, span, first, last, paged: tl.constexpr, masked: tl.constexpr, cfg: tl.constexpr
 ):
-    """Adds the tiles [first, last) of a stretch of tokens to an unfinished softmax.
+    """Adds the tiles [first, last) of a span of tokens to an unfinished softmax.
 
     `source` is `Paged` if `paged`, else `NewTokens`. Without `masked` every row sees every token of these tiles.
     """
@@ -56,12 +56,12 @@ def add_tiles(
     for i in range(first, last):
         inner = i * cfg.tuning.tile + numbers(masked and cfg.opaque_range, cfg)
         if cfg.problem.block_sparse is None:
-            tokens = stretch.origin + inner
-            wanted = (tokens >= stretch.begin) & (tokens < stretch.end)
+            tokens = span.origin + inner
+            wanted = (tokens >= span.begin) & (tokens < span.end)
         else:
-            tokens, wanted = token_at(inner, stretch.pattern, cfg)
-            wanted = wanted & (tokens >= stretch.begin) & (tokens < stretch.end)
-            inner = tokens - stretch.origin
+            tokens, wanted = token_at(inner, span.pattern, cfg)
+            wanted = wanted & (tokens >= span.begin) & (tokens < span.end)
+            inner = tokens - span.origin
         seen = seen_by(rows, tokens, wanted, not cfg.one_pattern, cfg)
         k_factor = None
         v_factor = None

@@ -11,7 +11,7 @@ The caches are updated in place: the outputs `key_cache` and `value_cache`, or `
 `cache_tuning.Quantisation`, and `width` the elements that a vector takes in registers.
 """
 
-# Where triton is not installed pyright takes this folder for it.
+# Without triton installed, pyright takes this folder for that package.
 # pyright: reportAttributeAccessIssue=false
 
 from typing import NamedTuple, no_type_check
