@@ -134,9 +134,7 @@ def write_contenders(work: Write, inputs: Inputs) -> Iterator[Contender]:
     num_slots = inputs.key_cache.shape[0] * _BLOCK.block_size
     shape = (work.tokens, _BLOCK.num_kv_heads, _BLOCK.head_size)
     keys = jax.random.split(jax.random.key(1), min(16, max(2, math.ceil(_NEW_BYTES / (4 * math.prod(shape))))))
-    draws = [
-        jax.random.normal(key, (2, *shape), jnp.bfloat16) for key in jax.random.split(jax.random.key(1), num_draws)
-    ]
+    draws = [jax.random.normal(key, (2, *shape), jnp.bfloat16) for key in keys]
     slots = [jnp.asarray(_slots(work.tokens, num_slots, rng), jnp.int32) for _ in draws]
     scales = inputs.k_scale, inputs.v_scale
     argsets = [(draw[0], draw[1], slot, *scales) for draw, slot in zip(draws, slots, strict=True)]

@@ -22,7 +22,7 @@ TOLERANCE = 2e-2  # a result's largest error, relative to its norm; bfloat16 ker
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """A benchmark: its cases, work and contenders. Each of several processes gets a copy, so pickle must take all of it.
+    """A benchmark: cases, work and contenders. Each of several processes gets a copy, so pickle must take all of it.
 
     Attributes:
       op: the benchmark's name, as in ``bench_<op>``.

@@ -21,8 +21,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_traceback_filtering", "off")  # whose search of each error's frames takes longer than most tests
-jax.config.update("jax_enable_compilation_cache", False)  # `kept_programs` has it in a folder of its own
+jax.config.update("jax_traceback_filtering", "off")  # the search through an error's frames takes longer than most tests
+jax.config.update("jax_enable_compilation_cache", False)  # `kept_programs` turns it on, in a folder of its own
 jax.config.update("jax_num_cpu_devices", 8)  # for shard_map, and threads for the Pallas interpreter: two a thread block
 
 # jaxtyping annotations are enforced where arrays arrive checked. `ops` says in its own words what is wrong with a

@@ -2,9 +2,9 @@
 
     python -m tests.cuda_programs IMPLEMENTATION CASE ...
 
-prints of each case of `rpa_cases`, whose pool is donated, one line of JSON: the bytes of the pool, those that alias an
-argument, those of scratch memory, the operations on whole pools, and whether the program rounds anything to 8 bits. XLA
-takes the assembler that triton ships.
+prints a line of JSON for each case of `rpa_cases`: the bytes of the donated pool, the bytes of results that alias an
+argument, the bytes of scratch memory, the operations on whole pools, and whether the program rounds anything to 8 bits.
+XLA takes the assembler that triton ships.
 """
 
 import functools

@@ -3,9 +3,9 @@
     python -m tests.fuzz --implementation triton --count 10000 --seed 7 --workers 15
 
 Each program (shapes, dtypes, static options) is compiled once and run on several batches of data. `--count` is the
-number of batches in all, and `--batches` that of each program. Each worker is a process. If a worker dies, for example
-by a read outside of memory, or hangs, it is reported with its program and replaced. Every failure is printed as one
-line with the command that reproduces it, and the exit code is then 1. Programs that an implementation refuses are
+number of batches of all programs, and `--batches` the number of each. Each worker is a process. If a worker dies, for
+example by a read outside of memory, or hangs, it is reported with its program and replaced. Every failure is printed as
+one line with the command that reproduces it, and the exit code is then 1. Programs that an implementation refuses are
 counted by reason, and others are tried in their place. A worker that takes longer than `--patience`, or that the system
 kills, is reported as KILLED: that is no wrong number. With `--interpret` the kernels run on a CPU, in an interpreter.
 """
@@ -24,7 +24,7 @@ import threading
 import time
 
 BATCHES = 16
-_REFUSED = 19  # so many of 20 programs may be refused
+_REFUSED = 19  # of 20 programs, the most that may be refused
 _OPS = {
     "v1": "paged_attention_v1",
     "v2": "paged_attention_v2",
@@ -206,7 +206,7 @@ def _work(args):
 
     for line in sys.stdin:
         _try_program(args, int(line))
-        jax.clear_caches()  # some hundred programs for a CPU have more pieces of memory than a process may have
+        jax.clear_caches()  # some hundred programs for a CPU have more memory mappings than a process may have
         _say(outcome="done")
     return 0
 

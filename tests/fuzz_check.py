@@ -147,7 +147,7 @@ def _pattern(token, at, kv_head, group, case):
 
 
 def _softmax(logits, values, heads, dtype, options, exact, doubts):
-    """Out and lse of logits [n, group, t]; with `doubts`, as far off as those make them."""
+    """Out and lse of logits [n, group, t]; with `doubts`, as far off as these errors of the logits make them."""
     top = logits.max(-1, initial=NOTHING)
     weights = np.exp(logits - np.where(np.isfinite(top), top, 0)[..., None])
     total = weights.sum(-1)
@@ -233,7 +233,7 @@ def _check_ragged(program, batch, results, exact, rough):
 
 
 def _rows_kept(program, batch):
-    """The rows of all results but, where a sequence has more queries than `max_query_len` says, its own and padding."""
+    """The rows to compare: without padding and a sequence's rows if it has more queries than `max_query_len` says."""
     query_lens = np.array(batch.query_lens, int)
     if program.op not in RAGGED_OPS or program.max_query_len is None or (query_lens <= program.max_query_len).all():
         return slice(None)

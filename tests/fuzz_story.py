@@ -17,7 +17,7 @@ from tests import fuzz_check, fuzz_data, inputs, oracle
 STEPS = 24
 SCALES = ("k_scale", "v_scale")  # in the order of the pools
 _MOST_NEW = 7  # the most new tokens of a sequence in one step
-_SPARE = 3  # so many more blocks has the pool to which blocks are swapped
+_SPARE = 3  # more blocks of the pool to which blocks are swapped
 
 
 class Story:

@@ -1,7 +1,7 @@
 """Runs the Mosaic GPU kernels without a GPU, in Pallas's interpreter, with substitutes for what the interpreter lacks.
 
 `call` and `run_op` run a decode op. Within `interpreted()` all calls of ops run in the interpreter, as if for one of
-the GPUs below. These GPUs are so small that short contexts get every kind of tuning.
+the GPUs below. These GPUs are so small that short contexts get all sorts of tunings.
 """
 
 import contextlib

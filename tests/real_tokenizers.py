@@ -1,4 +1,4 @@
-"""Tokenizers of the kinds that models have, made by the tokenizers library from a few words, and random texts."""
+"""Tokenizers as real models have them, made by the tokenizers library from a few words, and random texts."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Tests that two ops (examples/attend.py) give a mixed batch the same attention as one op, for all kinds of rows."""
+"""Tests that two ops (examples/attend.py) give a mixed batch the same attention as one op, for all sorts of rows."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -52,7 +52,7 @@ def test_batches_are_what_engines_compose():
 
 @pytest.mark.parametrize("rows", bench_choice.TILES)
 def test_tiles_are_forced(rows):
-    """Triton's tuning has them, whatever it would have chosen, for as many queries as make up so many rows."""
+    """Triton's tuning has as many queries as fill the named rows, whatever it would have chosen."""
     (case,) = cases.random_ragged(1)
     (candidate,) = bench_choice.ragged_implementation(f"triton/{rows}")(case, bench_choice.abstract_inputs(case))
     seen = []

@@ -17,7 +17,7 @@ CONTENDERS = ("flashinfer-fa2", "flashinfer-fa3", "flashinfer-batch", "flashinfe
 
 
 class Tensor(np.ndarray):
-    """As much of PyTorch's tensors as is needed."""
+    """The part of PyTorch's tensors that the benchmarks use."""
 
     device = "cpu"
 

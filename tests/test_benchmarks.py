@@ -143,7 +143,7 @@ def test_harness_report_and_plot(bench, tmp_path, capsys):
 
 
 def test_shares_of_older_files_are_of_the_same_kind():
-    """They have a share of a large read too, which no table and no picture shows any more."""
+    """Older files also have a share of a large read, which no table and no picture shows."""
     assert report.share({"share": 0.10, "share_at_size": 0.40}) == 0.40
     assert report.share({"us": 3.0}) is None
 
@@ -396,7 +396,7 @@ def test_model_benchmark_refuses_steps_that_differ(tiny_model, monkeypatch):
 
 
 def test_the_models_peer(tiny_model):
-    """PyTorch's process answers for each case, be it that PyTorch is not here."""
+    """PyTorch's process answers for each case, even if only that PyTorch is missing."""
     work = model_steps.Work([2], [1], 32)
     answers = bench_model.peer_answers({"tiny": tiny_model}, work, 120)
     assert set(answers) == {("tiny", "decode", 2), ("tiny", "prefill", 1)}

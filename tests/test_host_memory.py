@@ -16,7 +16,7 @@ PAIRS = np.array([(0, 6), (6, 1), (-1, 2), (5, 5)], np.int32)
 
 
 def place(caches, kind, device):
-    """Puts a layer's caches into a kind of the device's memory."""
+    """Puts a layer's caches into the device's memory or the host's."""
     return jax.device_put(caches, jax.sharding.SingleDeviceSharding(device, memory_kind=kind))
 
 

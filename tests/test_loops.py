@@ -1,7 +1,7 @@
 """Every op in a loop over stacked arrays, as in a scan over the layers of a model.
 
 XLA fuses a kernel with the slices that it reads and writes of a loop's arrays. A kernel that works in place then has
-two places for what should be one (`paged_jax.kernels.in_place`).
+two buffers for what should be one array (`paged_jax.kernels.in_place`).
 """
 
 import functools
@@ -75,7 +75,7 @@ def arrays():
 
 
 def of_layers(op, implementation, options=()):
-    """The op as a function of one layer's stacked arguments, `options` of its keywords among them, and these."""
+    """The op as a function of one layer's stacked arguments, and these arguments; `options` are keywords among them."""
     names, given = OPS[op], arrays()
     is_stacked = [given[name].dtype != jnp.int32 for name in names]
     stacked = [given[name] for name, flag in zip(names, is_stacked, strict=True) if flag]

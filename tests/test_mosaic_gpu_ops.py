@@ -67,7 +67,7 @@ SINGLE_QUERIES = [
 
 @pytest.mark.parametrize("case", SINGLE_QUERIES, ids=str)
 def test_single_queries_in_the_interpreter(case):
-    """Sequences that are known to have one query or none are decode's, wherever their rows of the query are."""
+    """Decode runs sequences that are known to have one query or none, wherever their rows of the query are."""
     made = inputs.make(case)
     operands = operands_of(case, made, max_query_len=1)
     with mock.patch.object(ragged, "ragged_paged_attention", side_effect=AssertionError("the ragged kernel runs")):

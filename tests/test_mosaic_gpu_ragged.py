@@ -159,7 +159,7 @@ def test_few_queries_in_the_interpreter(case):
 
 @pytest.mark.parametrize("query_lens", [(1, 0, 70, 4, 40, 2)])
 def test_more_queries_than_said(query_lens):
-    """Of queries of more rows than a thin item has, each sequence has several thin items."""
+    """A sequence whose queries have more rows than a thin item gets several thin items."""
     case = small(
         "more", 4, 2, 64, 16, "bfloat16", **FEW | {"query_lens": query_lens, "seq_lens": (9, 0, 70, 4, 500, 2)}
     )
@@ -177,7 +177,7 @@ PREFIXES = [
 
 @pytest.mark.slow
 def test_one_place_for_queries():
-    """An item's query follows the results of the item before, of 8 bits behind raw tiles that are on their way."""
+    """An item's query overwrites the results of the item before, while raw tiles of 8 bits are copied."""
     lens = {"seq_lens": (37, 0, 130, 70, 200, 150), "query_lens": (1, 0, 40, 20, 3, 2)}
     case = small("one-place", 4, 2, 64, 16, "bfloat16", "float8_e4m3fn", **lens)
     made = inputs.make(case)
@@ -211,7 +211,7 @@ def test_loads_what_was_described(monkeypatch):
 
 @pytest.mark.slow
 def test_padding_after_a_thin_item():
-    """One warpgroup stores rows of padding while the other stores the thin item; each has its own place for lse."""
+    """One warpgroup stores rows of padding while the other stores the thin item; each has its own memory for lse."""
     case = small("padded", 16, 4, 64, 16, "bfloat16", seq_lens=(87,), query_lens=(1,), padding=23)
     made = inputs.make(case)
     check(case, made, call("ragged_paged_attention", operands_of(case, made), **TINY_TILES | {"least_split": 1000}))

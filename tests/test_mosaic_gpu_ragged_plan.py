@@ -61,7 +61,7 @@ def test_every_loading_warp_has_runs_of_every_tile(block_size, head_size):
 
 @pytest.mark.parametrize("of_kind", [0, 1], ids=["wide", "thin"])
 def test_there_is_room_for_all_partial_results(of_kind):
-    """And not twice as much as is ever needed, which shows that these batches try the bound."""
+    """The room is less than twice what is needed, which shows that these batches try the bound."""
     rng, fullest = np.random.default_rng(3 * of_kind), 0.0
     for _ in range(20):
         num_seqs, programs = int(rng.choice((1, 8) if of_kind == 0 else (3, 17))), int(rng.choice((13, 40)))

@@ -1,6 +1,6 @@
 """Tests block-sparse patterns in the ragged Mosaic GPU kernels without a GPU, as `test_mosaic_gpu_ragged.py` does.
 
-Cached blocks that no query attends to are NaN here, each for each kv head.
+Here cached blocks that no query attends to are NaN, separately for each kv head.
 """
 
 import itertools
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:Runtim
 
 
 def attended(position, num_heads, num_kv_heads, kv_head, options):
-    """Which tokens up to `position` some head of a kv head's group attends to from there."""
+    """Which tokens some head of a group attends to, for a query at `position`."""
     tokens, group = np.arange(position + 1), num_heads // num_kv_heads
     heads = range(kv_head * group, (kv_head + 1) * group)
     pattern = options["block_sparse"]
@@ -73,7 +73,7 @@ BATCHES = [(pattern, *SHAPES[i % 2], i // 2 % 2 == 1) for i, pattern in enumerat
 
 @pytest.mark.parametrize(("pattern", "num_heads", "num_kv_heads", "window", "most", "prefix"), BATCHES)
 def test_items_have_the_tokens_that_some_row_attends_to(pattern, num_heads, num_kv_heads, window, most, prefix):
-    """The tiles of an item and of its splits have each such token once, and read blocks that have some of them only."""
+    """The tiles of an item, or of its splits, hold each visible token once, and read only blocks with such tokens."""
     query_lens, seq_lens = (1, 0, 70, 5, 33), (900, 0, 70, 400, 1000)
     geometry, counts, lengths = planned(query_lens, seq_lens, num_heads, num_kv_heads, pattern, window, most, prefix)
     options = {"block_sparse": pattern, "sliding_window": window}
@@ -101,7 +101,7 @@ def test_items_have_the_tokens_that_some_row_attends_to(pattern, num_heads, num_
 
 @pytest.mark.parametrize(("pattern", "heads"), [(Sparse(2, 5, 32), 1), (Sparse(2, 5, 32, 1), 4), (Sparse(0, 3, 16), 1)])
 def test_tiles_without_a_mask_need_none(pattern, heads):
-    """The pattern hides nothing of these tiles from any row. Far ones are among them if all heads see the same ones."""
+    """The pattern hides no token of these tiles from any row. If all heads share a pattern, some tiles are far."""
     geometry, counts, lengths = planned((40,), (1000,), 4, 1, pattern, None, 1024, prefix=False)
     kind, far = geometry.kinds[0], 0
     for number in range(int(ragged_count.total(Counted.ITEMS, kind, counts))):

@@ -19,7 +19,7 @@ from tests.test_partition import (
 
 
 def of_one_kv_head(names, arrays):
-    """The same arrays with a single kv head, whose group all query heads are."""
+    """The same arrays with a single kv head, so that all query heads are one group."""
     head_axes = [None if n in ("query", "tokens", "alibi_slopes") else HEADS_AXIS.get(n) for n in names]
     return [x if axis is None else x.take([0], axis) for x, axis in zip(arrays, head_axes, strict=True)]
 
