@@ -118,7 +118,7 @@ def test_far_apart_scales_of_values():
     """Products are in float16, in which a weight times one of these scales would overflow."""
     case = small("far-apart", 2, 1, 64, 16, "bfloat16", "int8", v_scale="slot", seq_lens=(150, 20))
     made = inputs.make(case)
-    far = np.where(np.arange(made.arrays["v_scale"].size) % 3, 1e-3, 1e9).reshape(made.arrays["v_scale"].shape)
+    far = np.where(np.arange(made.arrays["v_scale"].size) % 3, 1e-3, -1e9).reshape(made.arrays["v_scale"].shape)
     arrays = made.arrays | {"v_scale": (made.arrays["v_scale"] * far).astype(np.float32)}
     out, lse = call("v1", made.decode, arrays, test_decode.op_options(made.static), 0)
     exact, rough = (module.decode(**made.decode, **arrays, **made.static) for module in (oracle, plain))

@@ -335,6 +335,7 @@ def test_queues(seq_lens, programs, busy, splits, window):
     partial = ~found["whole"]
     assert len(set(found["partial"][partial].tolist())) == partial.sum()
     assert found["partial"].max() < geometry.num_partials
+    assert (found["num_tiles"] >= 0).all()
     for item in range(geometry.num_items):
         of_item = found["item"] == item
         (its,) = np.nonzero(of_item)

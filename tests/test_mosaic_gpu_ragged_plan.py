@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from paged_jax import _validate
+from paged_jax.kernels.mosaic_gpu.hopper.integers import cdiv
 from paged_jax.kernels.mosaic_gpu.ragged import choose, count, plan
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import LOADING_WARPS, NO_ITEM, Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Lengths
@@ -148,3 +149,10 @@ def test_items_cover_each_row_and_token_once(shape):
             assert spans[0][0] <= max(0, positions[token] + 1 - (shape[3] or 1000))
             assert spans[-1][1] > positions[token]
     assert not seen
+
+
+def test_nothing_has_no_negative_number_of_tiles():
+    """Where a span ends before it begins, as far from its window or behind the last split."""
+    spans = jnp.asarray([-1000, -64, -63, -1, 0, 1, 64, 65])
+    assert cdiv(spans, 64).tolist() == [0, 0, 0, 0, 0, 1, 1, 2]
+    assert [int(cdiv(span, 64)) for span in spans] == [0, 0, 0, 0, 0, 1, 1, 2]
