@@ -125,6 +125,21 @@ def test_sinks_count_once_and_scales_of_slots_are_split(op, layout):
     assert_same(compiled(*placed), jax.jit(fun)(*arrays))
 
 
+@pytest.mark.parametrize("op", ["paged_attention", "ragged_paged_attention"])
+def test_blocks_over_two_axes_with_sinks_and_bounded_lengths(op):
+    """The axes' order is not the mesh's."""
+    _, names, arrays = bind(op, ("sinks",))
+    keep = [i for i, name in enumerate(names) if name != "alibi_slopes"]
+    names, arrays = [names[i] for i in keep], [arrays[i] for i in keep]
+    max_seq_len = 13 if op == "paged_attention" else 16  # less than the longest sequence, and no less
+
+    def fun(*arrays):
+        return _call(op, names, arrays, max_seq_len=max_seq_len)
+
+    placed = place(arrays, [P(("tp", "dp")) if name in POOLS else P() for name in names], make_mesh())
+    assert_same(jax.jit(fun)(*placed), jax.jit(fun)(*arrays))
+
+
 def test_the_vllm_layout():
     positional, _, keywords = OPS["ragged_paged_attention"]
     arrays = [jnp.asarray(ARRAYS[name]) for name in positional]
