@@ -226,4 +226,18 @@ MUTANTS = [
         '"write_and_attend": _Rule("b n h g"',
         "tests/test_splits.py -k writes",
     ),
+    Mutant(
+        "context parallel: sinks count once for each part of the second axis",
+        "_context_parallel.py",
+        "lax.axis_index(axes) == 0, sinks",
+        "lax.axis_index(axes[0]) == 0, sinks",
+        "tests/test_context_parallel.py -k two_axes",
+    ),
+    Mutant(
+        "context parallel: max_seq_len does not hold",
+        "_context_parallel.py",
+        "    seq_lens = jnp.minimum(seq_lens, operands.options.max_seq_len)\n",
+        "",
+        "tests/test_context_parallel.py -k two_axes",
+    ),
 ]

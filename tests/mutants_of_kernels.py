@@ -283,4 +283,25 @@ MUTANTS_OF_KERNELS = [
         "MULTIPROCESSOR_MEMORY // 2",
         "tests/test_mosaic_gpu_choice.py -k 'tunings_fit and 128'",
     ),
+    Mutant(
+        "mosaic_gpu: the last split of an item begins behind it",
+        "kernels/mosaic_gpu/ragged/plan.py",
+        "first_tile = lax.min(split * tiles_each, context.num_tiles)",
+        "first_tile = split * tiles_each",
+        "tests/test_mosaic_gpu_ragged_plan.py -k no_tile",
+    ),
+    Mutant(
+        "mosaic_gpu: spans that end before they begin have tiles",
+        "kernels/mosaic_gpu/hopper/integers.py",
+        "return at_least(div(x + (y - 1), y), 0)",
+        "return div(x + (y - 1), y)",
+        "tests/test_mosaic_gpu_ragged_plan.py -k negative",
+    ),
+    Mutant(
+        "mosaic_gpu: large negative scales of values overflow",
+        "kernels/mosaic_gpu/decode/softmax.py",
+        "peaks = jnp.abs(weights).max(axis=0)",
+        "peaks = weights.max(axis=0)",
+        "tests/test_mosaic_gpu.py -k far_apart",
+    ),
 ]

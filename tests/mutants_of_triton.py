@@ -186,4 +186,18 @@ MUTANTS_OF_TRITON = [
         "far += stride - (shift + far) % stride",
         "interpret sparse-negative-step",
     ),
+    Mutant(
+        "triton: new tokens beside 8 bits are multiplied as float16",
+        "kernels/triton/tuning.py",
+        'return problem.query_dtype if prefix else "float16"',
+        'return "float16"',
+        "interpret not-a-number",
+    ),
+    Mutant(
+        "triton: heads of one group count tokens of equal patterns twice",
+        "kernels/triton/tuning.py",
+        "sparse.vert_stride // math.gcd(sparse.head_sliding_step, sparse.vert_stride))",
+        "sparse.vert_stride)",
+        "interpret sparse-step",
+    ),
 ]
