@@ -171,6 +171,19 @@ def test_contexts_without_new_blocks_on_a_device(causal):
     assert_same(jax.jit(fun)(*place(arrays, specs, make_mesh())), jax.jit(fun)(*arrays))
 
 
+def test_latents_of_many_short_prompts():
+    """Each prompt has a block of its own in the pool of new latents."""
+    arrays = dict(ARRAYS, seq_lens=np.array([5, 1, 16, 9], np.int32), query_start_loc=np.arange(5, dtype=np.int32))
+    _, names, _ = bind("ragged_mla_attention")
+    given = [arrays[name][:4] if name == "latent_tokens" else arrays[name] for name in names]
+
+    def fun(*arrays):
+        return _call("ragged_mla_attention", names, arrays)
+
+    placed = place(given, [P("dcp") if name in POOLS else P() for name in names], make_mesh())
+    assert_same(jax.jit(fun)(*placed), jax.jit(fun)(*given))
+
+
 def test_lengths_of_zero_on_all_devices():
     arrays = [ARRAYS[name] for name in ("query", *POOLS[:2], "block_tables")] + [np.zeros(4, np.int32)]
     placed = place(arrays, [P(), P("dcp"), P("dcp"), P(), P()], make_mesh())
@@ -218,6 +231,21 @@ def test_cross_lowers_for_cuda():
     fun, names, arrays = without_distances("paged_attention")
     placed = place(arrays, specs_of("paged_attention", names), make_mesh())
     assert all(isinstance(x.sharding, NamedSharding) for x in placed)
+    jax.jit(fun).trace(*placed).lower(lowering_platforms=("cuda",))
+
+
+def test_an_implementation_by_name_computes_the_op_alone():
+    """Mosaic GPU writes no tokens by themselves, and is not asked to where blocks are split."""
+    _, names, arrays = bind("write_and_attend")
+    keep = [i for i, name in enumerate(names) if name != "alibi_slopes"]
+    names, arrays = [names[i] for i in keep], [arrays[i] for i in keep]
+    arrays = [jnp.tile(x, 8).astype(jnp.bfloat16) if x.shape[-1] == 16 else x for x in arrays]
+    arrays = [x.repeat(2, axis=2) if x.ndim == 4 else x for x in arrays]
+
+    def fun(*arrays):
+        return _call("write_and_attend", names, arrays, implementation="mosaic_gpu")
+
+    placed = place(arrays, specs_of("write_and_attend", names), make_mesh())
     jax.jit(fun).trace(*placed).lower(lowering_platforms=("cuda",))
 
 
