@@ -73,7 +73,8 @@ HOPPER_CASES = [
         cache_dtype="float16",
     ),
     latent_case(
-        "odd-heads", 5, 128, 128, 8, "bfloat16", seq_lens=(70, 200), query_lens=(3, 1), logits_soft_cap=3.0, padding=9
+        "odd-heads", 5, 128, 128, 8, "bfloat16", seq_lens=(70, 200), query_lens=(3, 1), sinks=True, logits_soft_cap=3.0,
+        padding=9,
     ),
     latent_case(
         "deepseek-split", 128, 576, 512, 64, "bfloat16", seq_lens=(1500, 70, 3000), query_lens=(1, 3, 2), padding=1

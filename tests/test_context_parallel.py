@@ -245,7 +245,7 @@ def test_an_implementation_by_name_computes_the_op_alone():
     def fun(*arrays):
         return _call("write_and_attend", names, arrays, implementation="mosaic_gpu")
 
-    placed = place(arrays, specs_of("write_and_attend", names), make_mesh())
+    placed = place(arrays, specs_of("write_and_attend", names), make_mesh(AxisType.Explicit))
     jax.jit(fun).trace(*placed).lower(lowering_platforms=("cuda",))
 
 
