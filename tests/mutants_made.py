@@ -240,4 +240,18 @@ MUTANTS = [
         "",
         "tests/test_context_parallel.py -k two_axes",
     ),
+    Mutant(
+        "context parallel: latents of short prompts find no block",
+        "_context_parallel.py",
+        "most = num_tokens // block_size + query_lens.shape[0]",
+        "most = num_tokens // block_size + 1",
+        "tests/test_context_parallel.py -k short_prompts",
+    ),
+    Mutant(
+        "dispatch: parts of a call are asked of the implementation that it names",
+        "_dispatch.py",
+        'asked = implementation if name == op or implementation == "xla" else None',
+        "asked = implementation",
+        "tests/test_context_parallel.py -k by_name",
+    ),
 ]

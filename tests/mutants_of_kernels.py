@@ -304,4 +304,11 @@ MUTANTS_OF_KERNELS = [
         "peaks = weights.max(axis=0)",
         "tests/test_mosaic_gpu.py -k far_apart",
     ),
+    Mutant(
+        "mosaic_gpu: sinks count in each split of an item of MLA",
+        "kernels/mosaic_gpu/mla/softmax.py",
+        "with_sinks = seen & jnp.broadcast_to(is_whole, seen.shape)",
+        "with_sinks = seen",
+        "tests/test_mosaic_gpu_mla.py -k 'interpreter and odd and 4'",
+    ),
 ]
