@@ -50,18 +50,19 @@ def test_a_table_that_could_hold_more_tokens_than_int32_counts(xp):
 @pytest.mark.parametrize(
     ("flag", "wrong", "right"),
     [
-        ("bad_free", lambda s: truncate_jit(s, i32(9, 0)), lambda s: free_jit(s, np.zeros(2, np.bool_))),
-        ("bad_free", jax.jit(lambda s: allocator.free_blocks(s, [99])), lambda s: truncate_jit(s, i32(0, 0))),
-        ("bad_share", lambda s: retain_jit(s, i32(99)), lambda s: retain_jit(s, i32(-1))),
-        ("bad_share", lambda s: adopt_jit(s, i32(9)[0], i32(7)), lambda s: adopt_jit(s, i32(1)[0], i32(7))),
+        ("bad_free", lambda s: truncate_jit(s, i32(1, 9)), lambda s: free_jit(s, np.zeros(2, np.bool_))),
+        ("bad_free", jax.jit(lambda s: allocator.free_blocks(s, [7, 99])), lambda s: truncate_jit(s, i32(0, 0))),
+        ("bad_share", lambda s: retain_jit(s, i32(7, 99)), lambda s: retain_jit(s, i32(-1))),
+        ("bad_share", lambda s: adopt_jit(s, i32(1)[0], i32(7, 99)), lambda s: adopt_jit(s, i32(1)[0], i32(7))),
     ],
     ids=["truncate", "free_blocks", "retain", "adopt"],
 )
-def test_a_flag_of_a_mistake_stays_whatever_comes_next(flag, wrong, right):
+def test_a_mistake_only_sets_a_flag_that_stays_whatever_comes_next(flag, wrong, right):
     state = append_jit(allocator.create(8, 4, 2, 2, xp=jnp), i32(4, 0))[0]
     assert not getattr(right(state), flag)
     once = wrong(state)
     assert getattr(once, flag)
+    jax.tree.map(np.testing.assert_array_equal, dataclasses.replace(once, **{flag: getattr(state, flag)}), state)
     assert getattr(wrong(once), flag)
     assert getattr(right(once), flag)
 
