@@ -254,4 +254,11 @@ MUTANTS = [
         "asked = implementation",
         "tests/test_context_parallel.py -k by_name",
     ),
+    Mutant(
+        "allocator: a refused retain gives references",
+        "allocator/share.py",
+        "ref_counts = _add_references(state, jnp.where(valid, ids, -1))",
+        "ref_counts = _add_references(state, ids)",
+        "tests/test_allocator_edges.py -k flag",
+    ),
 ]
