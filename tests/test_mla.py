@@ -214,6 +214,7 @@ def test_methods_are_their_ops():
     other = PagedLatentCache(codes[:3], jnp.float32(0.02))
     swapped = other.swap_blocks_to(cache, PAIRS, implementation="xla")
     np.testing.assert_array_equal(swapped.latent_cache, oracle.swap(np.asarray(codes[:3]), np.asarray(codes), PAIRS))
+    assert swapped.latent_scale is cache.latent_scale
     with pytest.raises(ValueError, match="other must have a scale, as this cache has, got one with no scale"):
         cache.swap_blocks_to(PagedLatentCache(codes), PAIRS)
     with pytest.raises(TypeError, match="return_lse must be a static bool, got str"):
