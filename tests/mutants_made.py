@@ -261,4 +261,25 @@ MUTANTS = [
         "ref_counts = _add_references(state, ids)",
         "tests/test_allocator_edges.py -k flag",
     ),
+    Mutant(
+        "compat: tokens past the table overwrite its last page",
+        "compat/rpa.py",
+        " & (column < width) & (block >= 0)",
+        " & (block >= 0)",
+        "tests/test_compat_rpa.py -k past_the_table",
+    ),
+    Mutant(
+        "a pool of 2**31 slots is refused",
+        "shapes.py",
+        "if num_blocks * block_size > 2**31:",
+        "if num_blocks * block_size >= 2**31:",
+        "tests/test_validation.py -k slots_fit",
+    ),
+    Mutant(
+        "a cache of latents that is swapped to gets the other one's scale",
+        "latent_cache.py",
+        "return dataclasses.replace(other, latent_cache=swapped)",
+        "return dataclasses.replace(self, latent_cache=swapped)",
+        "tests/test_mla.py -k methods_are_their_ops",
+    ),
 ]

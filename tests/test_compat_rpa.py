@@ -169,6 +169,15 @@ def test_pages_may_have_a_row_for_each_sequence():
     np.testing.assert_array_equal(out, run(rpa.ragged_paged_attention, *made.arrays, **made.options)[0])
 
 
+def test_tokens_past_the_table_and_beside_the_batch_are_not_written():
+    """Of a sequence's new tokens 31 and 32 the table has room for the first one; the last token is padding."""
+    tokens = jnp.ones((3, 1, 128), jnp.bfloat16)
+    pool = jnp.zeros(rpa.get_kv_cache_shape(4, 16, 1, 128, jnp.bfloat16), jnp.bfloat16)
+    step = [np.array(x, np.int32) for x in ([33, 9], [3, 1, 0, 2], [0, 2, 3], [1, 1, 1])]
+    _, written = rpa.ragged_paged_attention(tokens, tokens, tokens, pool, *step, sm_scale=1.0)
+    assert np.argwhere(np.asarray(written).any(axis=(2, 3, 4))).tolist() == [[1, 15]]
+
+
 def test_it_computes_what_separate_pools_give():
     case = rpa_cases.BY_NAME["plain-bfloat16"]
     made = rpa_cases.make(case)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import paged_jax
-from paged_jax import BlockSparse, _checks, _validate
+from paged_jax import BlockSparse, _checks, _validate, shapes
 from paged_jax._integers import integer
 
 
@@ -216,6 +216,12 @@ def test_sizes_of_few_bits_beside_larger_blocks():
         paged_jax.paged_attention_v2(**arrays, partition_size=np.int8(64))
     with pytest.raises(ValueError, match="multiple of the cache's block_size = 256, got 64"):
         paged_jax.paged_attention(**arrays, block_sparse=BlockSparse(1, 2, np.int8(64)))
+
+
+def test_slots_fit_in_int32():
+    assert shapes.check_blocks(2**23, 256) == (2**23, 256)
+    with pytest.raises(ValueError, match=re.escape("num_blocks * block_size must be at most 2**31")):
+        shapes.check_blocks(2**23 + 1, 256)
 
 
 def test_the_largest_cap_keeps_logits_near_1():
