@@ -7,6 +7,7 @@ from examples import serve
 from examples.checkpoint import load_model
 from examples.command_line import TINY, CommandError
 from examples.server import memory
+from tests.model_folders import folder
 
 
 def write(root, **files):
@@ -70,6 +71,21 @@ def test_the_cache_is_bounded_by_the_longest_text(tiny):
     assert caches_of(tiny, "--max-num-seqs", "4", "--max-model-len", "33")[0].num_blocks == 4 * 3
     with pytest.raises(CommandError, match="--max-model-len must be at most the model's 512 positions, got 513"):
         caches_of(tiny, "--max-model-len", "513")
+
+
+def test_layers_with_a_window_have_blocks_for_it(monkeypatch):
+    """The text of 64 tokens needs 16 blocks. Where memory is short, the other layers get as many as then fit."""
+    model = load_model(folder("gemma3"), jnp.float32)
+    windows = model[1].sliding_windows
+    arguments = ["--max-num-seqs", "1", "--max-tokens-per-step", "4", "--block-size", "4", "--max-model-len", "64"]
+    whole = caches_of(model, *arguments)
+    of_window = {window: cache.num_blocks for window, cache in zip(windows, whole, strict=True)}
+    assert of_window == {None: 16, 6: 4}
+    block = whole[0].nbytes // whole[0].num_blocks
+    size = sum(cache.nbytes for cache in whole)
+    monkeypatch.setattr(serve, "available_memory", lambda: 2 * (size - windows.count(None) * block) + 1)
+    fewer = caches_of(model, *arguments)
+    assert [cache.num_blocks for cache in fewer] == [15 if w is None else of_window[w] for w in windows]
 
 
 def test_the_longest_text_bounds_requests(capsys):
