@@ -43,7 +43,7 @@ NUM_CASES = {"decode": 40, "ragged": 30, "models": len(cases.MORE_DECODE)}
 
 
 def ragged_implementation(name: str) -> peers.Build:
-    """Makes a contender from its name: an implementation's, or "triton/<rows>" for tiles of so many rows.
+    """Makes a contender from its name: an implementation's, or "triton/<rows>" for tiles of this many rows.
 
     Raises:
       ValueError: the name is neither.
@@ -57,7 +57,7 @@ def ragged_implementation(name: str) -> peers.Build:
 
 
 def _with_tiles(rows: int, *arrays: Any, **options: Any) -> jax.Array:
-    """Calls `ragged_paged_attention` by Triton, with tiles of so many rows."""
+    """Calls `ragged_paged_attention` by Triton, with tiles of this many rows."""
     operands = _validate.ragged_operands(*arrays, causal=True, options=cast(Options, options))
     with mock.patch.object(tuning, "attention", functools.partial(_tuned, rows, tuning.attention)):
         return ragged.ragged_paged_attention(*operands)[0]

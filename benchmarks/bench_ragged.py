@@ -21,7 +21,7 @@ IMPLEMENTATIONS: tuple[paged_jax.Implementation, ...] = get_args(paged_jax.Imple
 # An H200 has reached 816 TFLOP/s in a matrix product and 4653 GB/s in a read. `bench_ceilings` measures both anew.
 _OPERATIONS_PER_BYTE = 175
 
-# Up to so many rows, queries times a group's heads, `mosaic_gpu` has a kernel of its own, or decode's for one query.
+# Up to this many rows, queries times a group's heads, `mosaic_gpu` has a kernel of its own, or decode's for one query.
 _BOUNDED_ROWS = 64
 
 

@@ -128,7 +128,7 @@ def measure(case: cases.Case, bound: int | None) -> dict[str, dict[str, Any]]:
 
 
 def _timed(run: Any) -> dict[str, Any]:
-    """The time of one of `run`'s calls, the median of rounds, and that of each of its kernels."""
+    """The time of one call of `run`, and the time of each of its kernels: medians over rounds."""
     rounds = [timing.kernel_times(run) for _ in range(5)]
     num_kernels = len(rounds[0]) // _CALLS
     kernels = [

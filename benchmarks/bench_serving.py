@@ -123,7 +123,7 @@ class Rates(NamedTuple):
     decode_us: dict[int, float]
 
     def bound(self, num_prompt_tokens: int, decoded: Sequence[int]) -> float:
-        """The fewest seconds for so many tokens of prompts, and for decode steps of so many rows each."""
+        """The least time, in seconds, for this many tokens of prompts and for decode steps of these numbers of rows."""
         rows = sorted(self.decode_us)
         times = np.interp([n for n in decoded if n], rows, [self.decode_us[n] for n in rows])
         return num_prompt_tokens / self.prompt_tokens_per_s + 1e-6 * float(times.sum())
@@ -141,7 +141,7 @@ def measure_rates(the_engine: engine.Engine, context: int) -> Rates:
 def describe(
     trace: Trace, requests: Sequence[Request], rates: Rates | None, num_blocks: int, longest: int
 ) -> dict[str, Any]:
-    """Makes a run's row, which is all that the report says of it."""
+    """Makes a run's row of the report."""
     first = [stamps[0] - request.arrival for stamps, request in zip(trace.stamps, requests, strict=True)]
     row = {"us": 1e6 * trace.seconds, "requests": len(requests), **latencies(trace.stamps, first)}
     num_tokens = sum(map(len, trace.stamps))

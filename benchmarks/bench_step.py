@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import paged_jax
 from benchmarks import harness
 
-_NEVER = 1 << 30  # no program has so many launches in a row, so XLA makes no command buffer
+_NEVER = 1 << 30  # no program has this many launches in a row, so XLA makes no command buffer
 _STEPS = 100  # steps in a row that are timed together
 
 

@@ -133,7 +133,7 @@ def _pools(case: Case, needed: int, pool_bytes: int, key: Array) -> tuple[Array,
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _draw(key: Array, chunks: int, shape: tuple[int, ...], dtype: str) -> Array:
-    """Draws a pool of so many chunks, each of this shape."""
+    """Draws a pool of this many chunks, each of this shape."""
 
     def some(key):
         return jax.random.normal(key, (math.prod(shape),), jnp.float32).astype(dtype)

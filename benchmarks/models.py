@@ -97,7 +97,7 @@ def make_model(config: DecoderConfig, **options: Any) -> tuple[Any, Step]:
 
 
 def make_tables(num_seqs: int, longest: int) -> np.ndarray:
-    """Makes block tables of shuffled blocks for so many tokens a sequence, i32 [num_seqs, blocks]."""
+    """Makes block tables of shuffled blocks for this many tokens a sequence, i32 [num_seqs, blocks]."""
     blocks_per_seq = -(-longest // BLOCK_SIZE)
     num_blocks = num_seqs * blocks_per_seq
     return np.random.default_rng(0).permutation(num_blocks).astype(np.int32).reshape(num_seqs, blocks_per_seq)

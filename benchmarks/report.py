@@ -56,7 +56,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def regrets(report: dict[str, Any]) -> dict[str, float]:
-    """What the choice between implementations loses in each case: the chosen one's time over the best one's, less 1.
+    """The loss of the choice between implementations in each case: the chosen one's time over the best one's, less 1.
 
     The chosen one is the first of ours, or the one noted in a file of `benchmarks.bench_choice`. A case in which the
     chosen one has no time has no regret.

@@ -24,7 +24,7 @@ from benchmarks.flashinfer_kernels import E4M3_TOLERANCE, TOLERANCE, Arrays, Run
 
 CONTENDERS = "vllm-fa3", "vllm-fa3-128"
 _LIBRARY = "vllm_flash_attn/_vllm_fa3_C.abi3.so"
-_FEW_QUERIES = 64  # up to so many queries a sequence, contexts may be split
+_FEW_QUERIES = 64  # up to this many queries a sequence, contexts may be split
 _PAGE_OF_TMA = 128
 
 

@@ -184,5 +184,5 @@ def causal_attend() -> Attend:
 
 
 def _written(key, value) -> tuple:
-    """What a cache's `write` takes: keys and values, or latents alone."""
+    """The arrays that a cache's `write` takes: keys and values, or latents alone."""
     return (key,) if value is None else (key, value)

@@ -1,4 +1,4 @@
-"""What the command lines of generate.py and serve.py share: options of the model and its cache, checks, and errors."""
+"""Shared by the command lines of generate.py and serve.py: options of the model and its cache, checks, and errors."""
 
 import argparse
 import contextlib

@@ -44,7 +44,7 @@ type Attend = Callable[..., tuple[Array, Any]]
 
 @dataclass(frozen=True)
 class Tokens:
-    """What all layers need to know of a step's tokens.
+    """The facts of a step's tokens that all layers need.
 
     Attributes:
         rotations: cosine and sine of the tokens' angles, for each kind of rotation in the model.
@@ -196,7 +196,7 @@ class Decoder(nnx.Module):
         )
 
     def limit(self, longest: int) -> None:
-        """Promises that no sequence gets longer than so many tokens, by which LongRoPE chooses its frequencies."""
+        """Promises that no sequence gets longer than this many tokens, by which LongRoPE chooses its frequencies."""
         self.config = replace(self.config, max_position_embeddings=min(longest, self.config.max_position_embeddings))
 
     def __call__(
@@ -269,10 +269,10 @@ class Decoder(nnx.Module):
 
 
 def _with_padding(attend: Attend) -> Attend:
-    """Makes an `attend` for one token of one that is followed by a row of padding, which gets zeros.
+    """Makes an `attend` for one token and a second row, which is padding and gets zeros.
 
-    XLA is at its worst with a single row. It makes a slice of a lookup, and gathers a table that is split over devices
-    for it; it multiplies a row by a small matrix without the matrix units; and it makes three kernels of a norm.
+    XLA compiles programs of a single row badly. A lookup becomes a slice, for which XLA gathers a table that is split
+    over devices; products with small matrices do without the matrix units; and a norm becomes three kernels.
     """
 
     def attend_to_one(query, key, value, cache, **options):

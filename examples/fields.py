@@ -86,7 +86,7 @@ class Fields:
         return None if self.get(key, default) is None else self.number(key, default or NO_DEFAULT)
 
     def numbers(self, key: str, length: int) -> tuple[float, ...]:
-        """A list of so many positive numbers."""
+        """A list of this many positive numbers."""
         value = self.get(key)
         if not isinstance(value, list) or len(value) != length or not all(_is_positive(x) for x in value):
             raise CheckpointError(f"{self.where} has {key} {value!r}; expected {length} positive numbers")

@@ -1,4 +1,4 @@
-"""What the tensors of a model folder are called: for each parameter of the decoder, the tensors that make it up."""
+"""The names of the tensors in a model folder: for each parameter of the decoder, the tensors that make it up."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

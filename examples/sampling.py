@@ -12,7 +12,7 @@ from jaxtyping import Array, Float32, Int32
 
 _COLDEST = 1e-30  # temperature by which finite logits of up to 10 ** 8 can be divided
 _HOTTEST = 1e30  # the inverse of a larger one may become 0, and 0 * -inf is NaN
-_PARTS = 8  # the vocabulary is cut in so many parts
+_PARTS = 8  # the vocabulary is cut in this many parts
 _CANDIDATES = 128  # the likeliest tokens of each part, from which top-k and top-p choose
 
 

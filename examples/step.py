@@ -31,7 +31,7 @@ _MOST_DECODES = 256  # tokens of a step that is taken for one of decode
 
 
 def xla_options(num_tokens: int, *, weights: Any = None, mesh: Mesh | None = None) -> dict[str, Any]:
-    """XLA's options for a step of so many tokens, for `jax.jit(step, compiler_options=...)`.
+    """XLA's options for a step of this many tokens, for `jax.jit(step, compiler_options=...)`.
 
     With Triton, XLA splits the sums of a product over programs, and the next kernel adds up what they leave. That pays
     for few rows. From 64 rows on, up to the 512 that were measured, cuBLAS was as fast or faster: it can add to the

@@ -67,7 +67,7 @@ CONFIG = {
 
 
 class TrainState(NamedTuple):
-    """What changes from step to step."""
+    """The state of the training."""
 
     params: Any
     average: Any  # exponential moving average of params: what is evaluated and saved

@@ -60,7 +60,7 @@ def tokens(name: str, x: Any, rows: str) -> Array:
 
 
 def head_size(name: str, value: int) -> None:
-    """Checks that heads may have so many elements."""
+    """Checks that heads may have this many elements."""
     if not (0 < value <= LARGEST_HEAD_SIZE and value % 8 == 0):
         raise ValueError(f"{name} must be a multiple of 8 up to {LARGEST_HEAD_SIZE}, got {value}")
 

@@ -70,7 +70,7 @@ def split(op: str, run: RunLocal, operands: Any, static: Mapping[str, Any]) -> A
 
 
 def whole_batch(x: jax.Array) -> jax.Array:
-    """The same array, with its first axis, that of a batch of calls, on every device, if its type says otherwise."""
+    """Gathers the first axis of an array, the batch of calls, on every device, if its type says that it is split."""
     sharding = jax.typeof(x).sharding
     if sharding.spec[:1] in ((), (None,)):
         return x

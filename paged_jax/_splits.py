@@ -125,7 +125,7 @@ class CallAxes:
         layout = static.get("layout", "hnd") if options is None else options.layout
         if isinstance(layout, Interleaved):
             rule = rule._replace(factors=rule.factors.removeprefix("b "))
-            if layout.padding:  # the rows of a part would not lie as those of the whole do
+            if layout.padding:  # a part's rows would not lie as the whole's do
                 rule = rule._replace(factors="")
             layout = Interleaved()
         leaves = jax.tree_util.tree_leaves_with_path(operands)

@@ -1,4 +1,4 @@
-"""Attention states: out and lse of some tokens, which merge into those of more tokens."""
+"""Attention states: out and lse over some tokens. The states of disjoint sets of tokens merge into one."""
 
 import jax
 import jax.numpy as jnp

@@ -102,7 +102,7 @@ def check_sizes(num_blocks: Any, block_size: Any, num_kv_heads: Any, head_size: 
 
 
 def check_blocks(num_blocks: Any, block_size: Any) -> tuple[int, int]:
-    """Checks that a pool can have so many blocks of this size, and gives both as `size` does."""
+    """Checks that a pool can have this many blocks of this size, and gives both as `size` does."""
     num_blocks, block_size = size("num_blocks", num_blocks), size("block_size", block_size)
     if num_blocks < 1:
         raise ValueError(f"num_blocks must be positive, got {num_blocks}")

@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Spares the garbage collector what lives to the end: JAX's modules and the tests, as found at collection."""
+    """Hides objects that live to the end from the garbage collector: JAX's modules and the collected tests."""
     gc.collect()
     gc.freeze()
 

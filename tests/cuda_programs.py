@@ -23,7 +23,7 @@ _ENVIRONMENT = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "JAX_PLATFORMS": "cpu"}
 
 
 def lacks() -> str | None:
-    """What is missing here for compilations, in words."""
+    """Says what is missing here for compilations; None if nothing is."""
     if missing := [name for name in ("jax_plugins.xla_cuda13", "jax_triton", "triton") if not _found(name)]:
         return f"needs {' and '.join(missing)}"
     return None if _assembler().exists() else "needs a triton that ships ptxas-blackwell"

@@ -114,7 +114,7 @@ class Rules:
     """A mask of the simulation: which tokens may come depends on the last one and on the sum of all.
 
     Attributes:
-      end: a sample ends once it has so many tokens, and one more for some sums; None for no end.
+      end: a sample ends once it has this many tokens, and one more for some sums; None for no end.
       fails_at: the number of tokens after which the mask raises, or None.
     """
 
@@ -381,7 +381,7 @@ class Clairvoyant:
         return [self._guess(*row) for row in rows]
 
     def forget(self, key, /):
-        """Forgets a sample, of which it was told before."""
+        """Forgets a sample that it knows."""
         self.known.remove(key)
 
     def _guess(self, key, tokens, most):

@@ -21,7 +21,7 @@ from tests.engine_simulation import VOCAB, Clairvoyant, Rules, expected_scores, 
 
 
 class _Broken(Exception):
-    """What the simulated device raises."""
+    """The error of the simulated device."""
 
 
 def check_cached(engine: Any) -> None:

@@ -91,7 +91,7 @@ def bind(op, **changes):
 
 @functools.cache
 def expected(op):
-    """What the jitted op returns."""
+    """Returns the jitted op's results."""
     fun, arrays = bind(op)
     return jax.tree.map(np.asarray, jax.jit(fun)(*arrays))
 

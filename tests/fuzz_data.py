@@ -193,7 +193,7 @@ def without_ties(values, scale, dtype):
 
     Args:
         values: [n, num_kv_heads, head_size].
-        scale: factors that multiply codes, in a shape that broadcasts to that of the values.
+        scale: factors that multiply codes, in a shape that broadcasts to the values' shape.
         dtype: of the codes.
     """
     codes = [oracle.quantise(values.astype(np.float64) * (1 + error), scale, dtype) for error in (-1e-6, 1e-6)]

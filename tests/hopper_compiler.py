@@ -35,7 +35,7 @@ _CASE = "compiled case: "
 
 
 def lacks() -> str | None:
-    """What is missing here for compilations, in words."""
+    """Says what is missing here for compilations; None if nothing is."""
     try:
         importlib.import_module(_PLUGIN)
     except ImportError:

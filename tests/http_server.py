@@ -86,7 +86,7 @@ class Process:
 
     @property
     def errors(self):
-        """What the server has written to stderr so far."""
+        """The text that the server has written to stderr."""
         return self.path.read_text()
 
     def ask(self, **fields):
@@ -116,7 +116,7 @@ def received(connection):
 
 
 def received_soon(connection, seconds=2):
-    """What comes until the connection is closed, or no more comes for so many seconds."""
+    """Receives until the connection is closed, or nothing has come for this many seconds."""
     connection.settimeout(seconds)
     content = b""
     with contextlib.suppress(TimeoutError):
@@ -126,7 +126,7 @@ def received_soon(connection, seconds=2):
 
 
 def wait_for(is_done, seconds=30):
-    """Waits until `is_done()`, for so many seconds at most."""
+    """Waits until `is_done()`, for this many seconds at most."""
     deadline = time.monotonic() + seconds
     while not is_done():
         assert time.monotonic() < deadline, "it takes too long"

@@ -21,7 +21,7 @@ _kept: list[tempfile.TemporaryDirectory] = []  # removed when the process ends
 
 @functools.cache
 def reference(name: str) -> SimpleNamespace:
-    """What tests/data/make_models.py wrote about a model."""
+    """Reads the file that tests/data/make_models.py wrote for a model."""
     return SimpleNamespace(**json.loads((DATA / f"{name}.json").read_text()))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 
 def assert_close(actual, exact, yardstick, what, size_of_terms=0.0):
-    """Checks the error criterion in each row: the error of `actual` is at most twice that of `yardstick`, plus 1e-5.
+    """Checks the error criterion in each row: `actual` errs by at most twice the error of `yardstick`, plus 1e-5.
 
     A row is a sequence or a token, with all of its heads. One bound for all rows would allow a long sequence, whose
     results are small, the error of a short one. In some rows the yardstick has hardly any error by luck, for example if

@@ -67,7 +67,7 @@ TOKENIZERS = {make.__name__: make for make in (byte_level, byte_fallback, metasp
 
 
 def random_text(rng, longest=12):
-    """Makes a text of up to so many parts: words, or some characters of one script."""
+    """Makes a text of up to this many parts: words, or some characters of one script."""
     parts = []
     for _ in range(rng.integers(0, longest + 1)):
         if rng.random() < 0.4:

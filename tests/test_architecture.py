@@ -99,7 +99,7 @@ def imports(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-# What times choices that the library does not offer, or a part of the engine, and the internals that it needs for that.
+# Benchmarks of choices that the library does not offer, or of a part of the engine, and the internals that they need.
 INTERNALS = {
     "benchmarks.bench_choice": ("paged_jax._validate", "paged_jax.kernels.triton", "paged_jax.options"),
     "benchmarks.bench_pools": ("paged_jax.engine",),

@@ -310,7 +310,7 @@ def test_the_floor_of_experts_windows_and_latents():
     matrices = 2 * 48 * 3 * 2048 * 768
     assert one - none == 8 * matrices
     assert two - none == pytest.approx((8 + 8 * 120 / 128) * matrices, abs=1)
-    for name, growth in {"gpt-oss-20b": 12, "gemma-3-12b": 8}.items():  # so many layers see all tokens
+    for name, growth in {"gpt-oss-20b": 12, "gemma-3-12b": 8}.items():  # this many layers see all tokens
         config = models.MODELS[name]
         weights, _ = make_abstract_step(config, jnp.bfloat16)
         first, second = (models.floor_bytes(config, weights, 4, context) for context in (1024, 1025))

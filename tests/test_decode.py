@@ -35,7 +35,7 @@ def slow_on_cpu(cases, slow):
     return [pytest.param(case, id=str(case), marks=[pytest.mark.slow_on_cpu] * slow(case)) for case in cases]
 
 
-# What these have, others have in another combination.
+# Other cases have the options of these in other combinations.
 LIKE_OTHERS = {
     *("hnd-float32", "hnd-bfloat16", "hnd-e5m2", "nhd-float16", "nhd-e4m3", "nhd-int8", "vllm-float32", "vllm-e5m2"),
     *("vllm-bfloat16", "heads-of-328-int8", "window-of-everything", "scale", "sparse-off", "sparse-large-blocks"),
@@ -293,7 +293,7 @@ def test_huge_logits_of_partitions(run):
 
 
 def hold_huge_logits_of_partitions(run):
-    """Logits near 131072 grow by 1/2 from partition to partition. What rounds them there must not become a weight."""
+    """Logits near 131072 grow by 1/2 from partition to partition. Their rounding errors must not become weights."""
     case = Case("huge", 1, 1, 64, 16, "float16", seq_lens=(64,), query_lens=None)
     made = inputs.make(case)
     arrays = made.decode | {name: np.zeros_like(made.decode[name]) for name in ("query", "key_cache")}

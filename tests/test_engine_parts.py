@@ -81,7 +81,7 @@ def make_scheduler(num_blocks, prefix_caching=False, **changes):
 
 
 def add(scheduler, request_id, num_tokens, n=1):
-    """Adds a request of so many tokens, all different from those of others, and returns its first sample."""
+    """Adds a request of this many tokens, all different from those of others, and returns its first sample."""
     tokens = [100 * request_id + i for i in range(num_tokens)]
     samples = [Sequence(request_id, i, SamplingParams(n=n), list(tokens), num_tokens, 48, 0) for i in range(n)]
     samples[0].children = samples[1:]

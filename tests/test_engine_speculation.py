@@ -53,7 +53,7 @@ def engine(the_engine):
 
 
 def right(reference, wrong=lambda position: False):
-    """Guesses the greedy tokens, but for those at some positions."""
+    """Guesses the greedy tokens, except at some positions."""
 
     def guess(tokens, most):
         found = reference.greedy(tokens, most)

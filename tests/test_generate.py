@@ -58,7 +58,7 @@ def no_cache(tiny):
 
 @pytest.fixture(scope="module")
 def expected(no_cache):
-    """What follows PROMPTS without a cache."""
+    """The tokens that follow PROMPTS without a cache."""
     return [no_cache(text.encode(), MAX_NEW_TOKENS) for text in PROMPTS]
 
 

@@ -39,7 +39,7 @@ def expected(hidden, experts, weights, parameters):
     return out
 
 
-@pytest.mark.parametrize("num_tokens", [1, 4, 5, 40])  # of which 4 have as many pairs as there are experts
+@pytest.mark.parametrize("num_tokens", [1, 4, 5, 40])  # 4 of them have as many pairs as there are experts
 def test_experts(num_tokens):
     arrays = draw(num_tokens)
     out = jax.jit(lambda *arrays: moe.compute_experts(*arrays, config=CONFIG))(*arrays)

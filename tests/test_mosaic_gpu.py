@@ -73,7 +73,7 @@ INTERPRETED = [
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
 
-# What these test, others test, too, in another combination; most of that only GPUs run.
+# Other cases test the same in other combinations; only GPUs run most of these.
 MORE_INTERPRETED = {
     *("auto-capped", "v2-sinks", "auto-large-blocks", "auto-e5m2", "v1-slot", "v2-vllm", "auto-vllm-int8"),
     *("v1-slices", "auto-cluster-int8", "auto-vllm"),
@@ -85,7 +85,7 @@ NOT_INTERPRETED = {
 
 
 def interpreted(cases, slow, without):
-    """Parameters (op, case) without those of some names, and with those of others marked slow."""
+    """Parameters (op, case) without some names; other names are slow."""
     by_name = {f"{op}-{case}": (op, case) for op, case in cases}
     assert slow | without <= set(by_name), slow | without - set(by_name)
     kept = {name: each for name, each in by_name.items() if name not in without}
@@ -138,8 +138,8 @@ WAVES = [
     small("waves", 4, 2, 64, 16, "bfloat16", seq_lens=(700, 30, 0), sinks=True),
     small("waves-vllm", 6, 3, 128, 8, "bfloat16", layout="vllm", seq_lens=(9, 900), sliding_window=800),
 ]
-# Items that fill no wave, or several over 8 bits, so that queues cut them even if their lengths are alike. The tiles
-# are no multiple of the queues.
+# Items that fill less than a wave, or over 8 bits several waves, so that queues cut them even if their lengths are
+# alike. The number of tiles is no multiple of the queues.
 LINES = [
     small("line", 4, 1, 64, 16, "bfloat16", seq_lens=(600,) * 5, sinks=True),
     small("waves-e4m3", 8, 2, 64, 32, "float16", "float8_e4m3fn", layout="nhd", seq_lens=(20, 600, 40), alibi=True),

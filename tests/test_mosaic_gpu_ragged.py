@@ -81,7 +81,7 @@ def check(case, made, results):
 
 
 def some(cases, slow, without=()):
-    """The cases as parameters, without those of some names and with those of others marked slow."""
+    """The cases as parameters, without some names; other names are slow."""
     kept = [case for case in cases if case.name not in without]
     return [pytest.param(case, id=str(case), marks=[pytest.mark.slow] * (case.name in slow)) for case in kept]
 

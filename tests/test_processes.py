@@ -29,7 +29,7 @@ def free_ports():
 
 @pytest.fixture(scope="module")
 def wanted():
-    """What one process writes on one device."""
+    """The tokens of one process on one device."""
     return run_engine.texts(run_engine.make_engine(engine.Engine, 1))
 
 

@@ -137,7 +137,7 @@ class Found(Exception):
 
 
 def found(case, num_seqs, num_blocks):
-    """The implementation and the tuning that a case gets with so many sequences, and tables of so many blocks."""
+    """The implementation and the tuning that a case gets with this many sequences, and tables of this many blocks."""
     made = inputs.make(replace(case, seq_lens=(1,)))
     arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in made.decode.values()]
     arrays[0] = jax.ShapeDtypeStruct((num_seqs, *arrays[0].shape[1:]), arrays[0].dtype)

@@ -146,7 +146,7 @@ class Worker:
         return None
 
     def check_room(self, num_samples: int) -> None:
-        """Raises if the server cannot take so many more samples now.
+        """Raises if the server cannot take this many more samples now.
 
         Raises:
             Unavailable: the engine is stuck or broken.

@@ -9,7 +9,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-# What callers may pass: an array of either kind, a number, or a sequence of numbers (or of JAX scalars).
+# Callers may pass an array of NumPy or JAX, a number, or a sequence of numbers (or of JAX scalars).
 Values = ArrayLike | Sequence[Any]
 
 _INT32 = np.iinfo(np.int32)

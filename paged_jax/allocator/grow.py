@@ -136,7 +136,7 @@ def count_new_blocks(state: AllocatorState, num_tokens: Values) -> Int32[Array |
 
 
 class _Growth(NamedTuple):
-    """What each sequence needs in order to grow, however many blocks are free; all arrays are [max_num_seqs]."""
+    """The needs of each sequence that grows, however many blocks are free; all arrays are [max_num_seqs]."""
 
     copies: Any  # bool, the last block is shared and must be copied
     relies_on_copies: Any  # bool, the last block is shared, but all its other holders copy it in this call

@@ -39,7 +39,7 @@ Queries = Float[Array, "max_num_tokens num_q_heads head_dim"]
 NewTokens = Num[Array, "max_num_tokens num_kv_heads head_dim"]
 KVCache = Num[Array, "num_pages page_size ..."]
 
-_LANES = 128  # the pools of TPUs pad their rows to a multiple of so many elements
+_LANES = 128  # the pools of TPUs pad their rows to a multiple of this many elements
 
 
 class TpuTuning(TypedDict, total=False):

@@ -48,7 +48,7 @@ class _Replica:
     """An engine, and what the thread that calls `Replicas` knows of it.
 
     Attributes:
-      engine: the engine; while a step runs, only that step's thread calls it, but for `check`.
+      engine: the engine; while a step runs, only that step's thread calls it, except for `check`.
       calls: calls that the engine is to get before its next step.
       num_added: how many requests this engine was given: the id that it gives the next one.
       request_ids: for each unfinished request of this engine, by its id there, the id that it has in `Replicas`.
@@ -294,7 +294,7 @@ class Replicas(BaseEngine):
         return Stats.join([replica.stats for replica in self._replicas if replica.stats is not None])
 
     def _take(self, replica: _Replica) -> list[Delta]:
-        """Takes the tokens of a step that is done, but for those of requests that were cancelled meanwhile."""
+        """Takes the tokens of a step that is done, except of requests that were cancelled meanwhile."""
         running, replica.running = replica.running, None
         assert running is not None
         deltas = []

@@ -102,7 +102,7 @@ class Plan:
 
     @staticmethod
     def empty(num_groups: int) -> "Plan":
-        """A plan of no work for so many groups of layers."""
+        """A plan of no work for this many groups of layers."""
         swap_out, swap_in, copies = ([[] for _ in range(num_groups)] for _ in range(3))
         return Plan(swap_out, swap_in, copies, adopted=[set() for _ in range(num_groups)])
 
@@ -215,7 +215,7 @@ class Scheduler:
         return tokens
 
     def _budget(self, num_decodes: int, num_prompt_tokens: int) -> int:
-        """How many more tokens of prompts a step may compute, which has so many tokens already."""
+        """How many more tokens of prompts a step may compute, which has this many tokens already."""
         budget = self.config.max_tokens_per_step - num_decodes - num_prompt_tokens
         most = self.config.max_tokens_beside_decodes
         if most is None or not num_decodes:

@@ -26,7 +26,7 @@ class TextStream:
       stop: texts that end the sample. Special tokens, which are not shown, are found too.
       skip_special_tokens: whether special tokens are left out of the text.
       include_stop: whether the stop text belongs to the text.
-      min_tokens: in the text of so many first tokens no stop text is looked for.
+      min_tokens: in the text of this many first tokens no stop text is looked for.
 
     Example:
       Token ids are letters here, and "!" ends the sample.

@@ -40,7 +40,7 @@ def paged_attention(
         float8_e5m2 or int8. Slots and blocks that no sequence uses may hold anything, NaN included.
       block_tables: i32 [num_seqs, max_blocks_per_seq]; entries at or past ceil(seq_len / block_size) are not read.
       seq_lens: i32 [num_seqs], tokens of each sequence, the new one included. Where it is 0, out is 0 and lse -inf.
-      return_lse: whether to return the log-sum-exp of the logits too, of which sinks are part.
+      return_lse: whether to return the log-sum-exp of the logits too; sinks are part of it.
       implementation: the name of an implementation (`paged_jax.Implementation`); None takes the first that can.
       **options: `scale`, `alibi_slopes`, `sliding_window`, `logits_soft_cap`, `sinks`, `block_sparse`, `k_scale`,
         `v_scale` (both are needed for int8), `layout` and `max_seq_len`: see `paged_jax.options.Options`.
@@ -121,7 +121,7 @@ def paged_attention_v1(
       NotImplementedError: `implementation` cannot do the call.
 
     Aliasing: none, the caches are only read, in place. vmap: a batch of calls becomes one call with more sequences.
-    Sharding: as that of `paged_attention`. Source: vLLM's paged_attention_v1.
+    Sharding: as for `paged_attention`. Source: vLLM's paged_attention_v1.
 
     Example:
       >>> import jax.numpy as jnp

@@ -38,7 +38,7 @@ def write_and_attend(
 ) -> tuple[Query, Cache, Cache] | tuple[Query, Lse, Cache, Cache]:
     """Writes each sequence's new key and value to the cache, and computes decode attention, in one op.
 
-    The result is that of `write_to_paged_cache` and then `paged_attention`: attention sees the keys and values as they
+    The op does what `write_to_paged_cache` and then `paged_attention` do: attention sees the keys and values as they
     are stored, quantised if the cache's dtype is narrower. k_scale and v_scale serve both: the write divides by them if
     the cache is narrower than key, and otherwise stores key and value unchanged.
 
@@ -67,7 +67,7 @@ def write_and_attend(
       NotImplementedError: `implementation` cannot do the call.
 
     Aliasing: donate both caches to update them in place; otherwise both are copied first. vmap: one call after the
-    other. Sharding: heads and kv heads may be split alike, and blocks, as those of `paged_attention`.
+    other. Sharding: heads and kv heads may be split alike, and blocks, as for `paged_attention`.
     Source: vLLM's reshape_and_cache, then its paged attention.
 
     Example:

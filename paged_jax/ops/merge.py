@@ -14,7 +14,7 @@ AnyLse = Float32[Array, "... num_heads"]
 def merge_attention_states(out_a: Out, lse_a: AnyLse, out_b: Out, lse_b: AnyLse) -> tuple[Out, AnyLse]:
     """Attention over two disjoint sets of tokens, from the attention over each: cascade or shared-prefix attention.
 
-    The op is associative and commutative but for rounding, and (0, -inf) is its identity. Unlike the other ops it is
+    The op is associative and commutative up to rounding, and (0, -inf) is its identity. Unlike the other ops it is
     differentiable.
 
     Args:

@@ -164,7 +164,7 @@ def ragged_mla_attention(
       NotImplementedError: `implementation` cannot do the call.
 
     Aliasing: none, the cache is only read, in place. vmap: one call after the other. Sharding: query heads may be
-    split, and blocks, as those of `mla_paged_attention`. Source: DeepSeek-V2 (arXiv:2405.04434); FlashMLA.
+    split, and blocks, as for `mla_paged_attention`. Source: DeepSeek-V2 (arXiv:2405.04434); FlashMLA.
 
     Example:
       The batch holds a prompt of 3 tokens, and one new token of a sequence of 20.

@@ -26,7 +26,7 @@ class Softmax(NamedTuple):
 
 
 def empty(query: Num[Array, "n q h d"], value_size: int | None = None) -> Softmax:
-    """The softmax over no token; `value_size` is that of the queries if it is None."""
+    """The softmax over no token; `value_size` is the queries' head_size if it is None."""
     zeros = jnp.zeros(query.shape[:3], jnp.float32)
     weighted = jnp.zeros((*query.shape[:3], query.shape[3] if value_size is None else value_size), jnp.float32)
     return Softmax(weighted, zeros, jnp.full_like(zeros, -jnp.inf))

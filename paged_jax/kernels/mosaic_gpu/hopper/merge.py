@@ -45,8 +45,8 @@ class OwnElements(NamedTuple):
 def merged(load: Callable[[Any], tuple[Any, list]], num_partials, in_flight: int) -> Merged:
     """Merges the partial results of a row, in their order.
 
-    `load` takes the number of a partial result and returns the logarithm of its sum, and the thread's elements. So many
-    loads as `in_flight` are issued before the first one is needed; beyond the last partial result they give -inf.
+    `load` takes the number of a partial result and returns the logarithm of its sum, and the thread's elements. The
+    first `in_flight` loads are issued before one is needed; beyond the last partial result they give -inf.
     """
     carry = [_f32(LOWEST), *[_f32(0.0)] * (1 + ELEMENTS)]
     loop = scf.ForOp(as_index(i32(0)), as_index(num_partials), as_index(i32(in_flight)), carry)

@@ -65,7 +65,7 @@ def _kernel(refs: Refs, geometry: Geometry) -> None:
     width = jnp.int32(geometry.tuning.width)
     number, block = lax.div(program, width), lax.rem(program, width)
     lengths_gmem = refs.inputs_gmem.lengths
-    # The lengths are read here, because the loading warpgroup has no registers for so many loads in flight.
+    # The lengths are read here, because the loading warpgroup has no registers for many loads in flight.
     total = plan.total_tiles(lengths_gmem, geometry)
     queue = plan.queue_of(lengths_gmem, number, total, geometry)
 

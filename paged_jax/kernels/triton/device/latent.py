@@ -1,6 +1,6 @@
 """Device code of multi-head latent attention: one tile of latents is both the keys and, in part, the values.
 
-The grid is that of ragged attention (`attend.py`): one program for each (tile of queries, split of its context, tile of
+The grid is ragged attention's (`attend.py`): one program for each (tile of queries, split of its context, tile of
 heads); decode has one query a sequence. A latent has two parts, the value and the rest, each of which a program loads
 as a tile of its own, once:
 

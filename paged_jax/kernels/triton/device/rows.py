@@ -131,7 +131,7 @@ def load_query(query, tokens, head, valid, scale, out, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def power_of_two(x):
-    """Returns the largest power of two that is no larger than x, float32; at least that of 1e-30."""
+    """Returns the largest power of two that is no larger than x, float32; smaller x count as 1e-30."""
     x = tl.maximum(x, 1e-30)
     return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
 
