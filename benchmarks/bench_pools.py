@@ -23,8 +23,8 @@ from examples.config import DecoderConfig
 from paged_jax.engine import EngineConfig, SamplingParams, pool_sizes
 from paged_jax.engine.groups import make_groups
 from paged_jax.engine.pools import make_pools
-from paged_jax.engine.request import Sequence
 from paged_jax.engine.scheduler import Scheduler
+from paged_jax.engine.sequence import Sequence
 
 MODELS = "google/gemma-3-1b-it", "google/gemma-3-12b-it (text)", "openai/gpt-oss-20b (in bfloat16)"
 OUTPUT = 64  # tokens of each text behind its prompt

@@ -22,9 +22,9 @@ from paged_jax.engine.batch import StepShape
 from paged_jax.engine.blocks import BlockManager
 from paged_jax.engine.pack import pack
 from paged_jax.engine.pools import Pools
-from paged_jax.engine.request import Sequence
 from paged_jax.engine.sampling import Kind
 from paged_jax.engine.scheduler import Scheduler
+from paged_jax.engine.sequence import Sequence
 
 BLOCK_SIZE, POSITIONS, STEPS = 16, 131_072, 64
 

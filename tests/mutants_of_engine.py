@@ -36,7 +36,7 @@ MUTANTS_OF_ENGINE = [
     ),
     Mutant(
         "engine: priorities are ignored",
-        "engine/request.py",
+        "engine/sequence.py",
         "return self.params.priority, self.request_id, self.index",
         "return 0, self.request_id, self.index",
         "tests/test_engine_fairness.py -k urgent",
@@ -149,7 +149,7 @@ MUTANTS_OF_ENGINE = [
     ),
     Mutant(
         "engine: a preempted prompt is scored again",
-        "engine/request.py",
+        "engine/sequence.py",
         "return self.params.prompt_logprobs is not None and self.index == 0 and self.num_tokens == self.num_prompt",
         "return self.params.prompt_logprobs is not None and self.index == 0",
         SIMULATED,

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from paged_jax.engine import Engine, SamplingParams
 from paged_jax.engine.adjust import Adjustments, adjust, num_words, unpack_bits
-from paged_jax.engine.request import MAX_BIASES, Sequence
+from paged_jax.engine.request import MAX_BIASES
 from paged_jax.engine.sampling import Kind, draw_program
+from paged_jax.engine.sequence import Sequence
 from tests import engine_model as model
 from tests.conftest import QUICK_COMPILE
 from tests.engine_checks import BLOCK_SIZE, CONFIGS, NUM_BLOCKS, PROMPTS, Words, check_blocks, drain, tokens_of

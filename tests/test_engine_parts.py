@@ -23,9 +23,9 @@ from paged_jax.engine.groups import most_blocks
 from paged_jax.engine.pack import pack_made_up
 from paged_jax.engine.pools import Pools
 from paged_jax.engine.prefix import PrefixCache, extend_hashes
-from paged_jax.engine.request import Sequence
 from paged_jax.engine.sampling import Kind, draw, keep_top
 from paged_jax.engine.scheduler import Scheduler
+from paged_jax.engine.sequence import Sequence
 from tests import engine_model as model
 
 

@@ -13,8 +13,8 @@ from examples.step import make_step
 from paged_jax.engine import Batch, Engine, EngineConfig, SamplingParams, pool_sizes
 from paged_jax.engine.groups import make_groups
 from paged_jax.engine.pools import make_pools
-from paged_jax.engine.request import Sequence
 from paged_jax.engine.scheduler import Scheduler
+from paged_jax.engine.sequence import Sequence
 from tests.engine_checks import drain
 from tests.model_folders import folder, reference
 

@@ -4,7 +4,7 @@
 - replicas.py   `Replicas`: several engines, each with a copy of the model, share the requests
 - base.py       `BaseEngine`: the interface of both
 - stats.py      their statistics
-- request.py    a request's parameters, the sequences it becomes, and the results
+- request.py    a request's parameters, and the results; sequence.py: the sequences it becomes
 - config.py     sizes and policies
 - scheduler.py  decides what each step computes: token budget, admission, preemption; plain Python
 - groups.py     groups of layers, by their sliding windows; each has pools and block tables of its own

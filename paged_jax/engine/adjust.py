@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
-from paged_jax.engine.request import MAX_BIASES, Sequence
+from paged_jax.engine.request import MAX_BIASES
+from paged_jax.engine.sequence import Sequence
 
 _IN_PROMPT = 1 << 15  # the bit of a token's count that says that the prompt has the token
 _MOST = _IN_PROMPT - 1  # counts stop here

@@ -13,7 +13,7 @@ from paged_jax.engine.blocks import BlockManager, Counts, Pairs
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.groups import Group, blocks_used, host_blocks, most_blocks
 from paged_jax.engine.prefix import extend_hashes
-from paged_jax.engine.request import Sequence
+from paged_jax.engine.sequence import Sequence
 
 type Seats = collections.abc.Mapping[int, int]
 

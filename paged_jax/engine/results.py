@@ -1,8 +1,9 @@
 """What becomes of the drawn tokens: a sequence's text, its end, and the `Delta`s that an engine gives out."""
 
 from paged_jax.engine.mask import MaskedSample
-from paged_jax.engine.request import Delta, Sequence, Tokenizer, TokenLogprob
+from paged_jax.engine.request import Delta, Tokenizer, TokenLogprob
 from paged_jax.engine.sampling import Drawn
+from paged_jax.engine.sequence import Sequence
 from paged_jax.engine.text import TextStream
 
 

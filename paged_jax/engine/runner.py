@@ -42,9 +42,9 @@ from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.groups import Group, host_blocks
 from paged_jax.engine.pack import pack, pack_made_up
 from paged_jax.engine.pools import Entry
-from paged_jax.engine.request import Sequence
 from paged_jax.engine.sampling import Drawn, Kind, draw_program
 from paged_jax.engine.scheduler import Plan
+from paged_jax.engine.sequence import Sequence
 from paged_jax.engine.weights import check_weights
 
 _ENTRIES = 512  # how many entries of block tables one call of the program that changes them takes
@@ -60,15 +60,15 @@ class Launched:
     Attributes:
       plan: its plan.
       num_logits, kind: name the program that draws its tokens.
-      logits, draws: what this program works on.
+      inputs: the logits and the packed `Draws` that this program works on; None once it is started, so that the device
+        can free the logits.
       drawn: the tokens that it draws, which are still on the device; None until `Runner.draw`.
     """
 
     plan: Plan
     num_logits: int
     kind: Kind
-    logits: jax.Array
-    draws: jax.Array
+    inputs: tuple[jax.Array, jax.Array] | None
     drawn: Drawn | None = None
 
 
@@ -159,7 +159,7 @@ class Runner:
                 self._set_adjustments(sequence.seat, sequence)
         shape, kind = self._choose(plan)
         logits, draws = self._run_model(shape, pack(plan, shape, self.config.max_num_seqs, kind))
-        return Launched(plan, shape.num_logits, kind, logits, draws)
+        return Launched(plan, shape.num_logits, kind, (logits, draws))
 
     def draw(self, launched: Launched, masks: np.ndarray | None = None) -> None:
         """Starts drawing a step's tokens and returns at once.
@@ -168,11 +168,11 @@ class Runner:
           launched: the step.
           masks: u32 [num_logits, ceil(vocab_size / 32)], which tokens each row may draw (adjust.py); None for all.
         """
-        samples = launched.plan.samples
+        assert launched.inputs is not None, "the step has drawn its tokens"
+        inputs, launched.inputs = launched.inputs, None
+        samples = launched.plan.samples if launched.kind.is_adjusted else []
         adjusted = [(row, s.seat) for row, s in enumerate(samples) if s.sequence.params.is_adjusted]
-        launched.drawn = self._run_draw(
-            launched.num_logits, launched.kind, launched.logits, launched.draws, adjusted, masks
-        )
+        launched.drawn = self._run_draw(launched.num_logits, launched.kind, *inputs, adjusted, masks)
         for array in jax.tree.leaves(launched.drawn):
             array.copy_to_host_async()
 

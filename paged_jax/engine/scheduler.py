@@ -28,7 +28,7 @@ from typing import NamedTuple
 from paged_jax.engine.blocks import Pairs
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.pools import Entry, Hits, Pools
-from paged_jax.engine.request import Sequence
+from paged_jax.engine.sequence import Sequence
 from paged_jax.engine.speculation import Speculator
 
 

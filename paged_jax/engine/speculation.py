@@ -16,7 +16,7 @@ import dataclasses
 from typing import NamedTuple, Protocol
 
 from paged_jax.engine.config import EngineConfig
-from paged_jax.engine.request import Sequence
+from paged_jax.engine.sequence import Sequence
 
 _WEIGHT = 0.3  # of the last guess in the average
 _LEAST_GAIN = 0.4  # tokens more for each row: what a step must gain before the device waits for the host

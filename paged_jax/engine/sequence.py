@@ -1,0 +1,99 @@
+"""The sequences that requests become: what the engine knows of each sample while it is unfinished."""
+
+import dataclasses
+from typing import Any
+
+from paged_jax.engine.request import FinishReason, SamplingParams, TokenLogprob
+
+
+@dataclasses.dataclass(eq=False)
+class Sequence:
+    """One sample of a request, unfinished; the scheduler keeps it in its list of waiting or of running sequences.
+
+    Attributes:
+      request_id: the request's id, which counts requests in order of arrival.
+      index: the index of the sample in its request.
+      params: the request's parameters, with a seed.
+      tokens: the prompt and every output token that the host has read.
+      num_prompt: tokens of the prompt.
+      max_total: the largest number of tokens, prompt and output together.
+      seed: the seed of the draws.
+      num_unread: output tokens that planned steps draw and the host has not read yet: 0 or 1 between two calls of
+        `Engine.step`, and 2 while a step is launched before the tokens of the last one are read.
+      num_computed: tokens whose keys and values are in the cache once all launched steps are done.
+      seat: the sequence's row of the block tables and of the last tokens on the device; None if it has none. A child
+        gets its seat together with its parent, before it runs.
+      children: samples of the same request that begin when the prompt of this one is computed.
+      host_blocks: for each group of layers, the host blocks that hold its cache while it is swapped out, else None.
+      hashes: the names of its full blocks so far (prefix.py).
+      num_cached: how many of its first blocks have been entered in the prefix cache.
+      scored: the log-probabilities of the prompt's tokens so far, by their places.
+      num_found: how many of its tokens were found in the prefix cache when it was first admitted; None before.
+      is_restarted: whether its next `Delta` is the first one after a restart.
+      finish_reason: None while the sequence is unfinished.
+      text: the `TextStream` that turns its tokens into text, or None.
+      mask: the `MaskedSample` that says which tokens may come next, or None.
+    """
+
+    request_id: int
+    index: int
+    params: SamplingParams
+    tokens: list[int]
+    num_prompt: int
+    max_total: int
+    seed: int
+    num_unread: int = 0
+    num_computed: int = 0
+    seat: int | None = None
+    children: list["Sequence"] = dataclasses.field(default_factory=list)
+    host_blocks: list[list[int]] | None = None
+    hashes: list[bytes] = dataclasses.field(default_factory=list)
+    num_cached: int = 0
+    scored: dict[int, TokenLogprob] = dataclasses.field(default_factory=dict)
+    num_found: int | None = None
+    is_restarted: bool = False
+    finish_reason: FinishReason | None = None
+    text: Any = None
+    mask: Any = None
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """The sequence's place in line: the smaller, the sooner it is served and the later preempted."""
+        return self.params.priority, self.request_id, self.index
+
+    @property
+    def arrival(self) -> tuple[int, int]:
+        """The sequence's name, in order of arrival."""
+        return self.request_id, self.index
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether it has tokens beside its prompt, whether the host has read them or not."""
+        return self.num_tokens > self.num_prompt
+
+    def restart(self) -> None:
+        """Drops all tokens but the prompt, of a sequence without blocks whose tokens the host has read."""
+        assert self.seat is None and not self.num_unread and not self.num_computed  # noqa: PT018
+        del self.tokens[self.num_prompt :], self.hashes[:]
+        self.scored, self.is_restarted = {}, True
+        self.num_found = None if self.index == 0 else 0
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the sequence has, whether the host has read them or not."""
+        return len(self.tokens) + self.num_unread
+
+    @property
+    def num_to_compute(self) -> int:
+        """How many tokens are not in the cache yet; the last of them gives the next token's logits."""
+        return len(self.tokens) + self.num_unread - self.num_computed
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether steps are to find the log-probabilities of its prompt's tokens; its children share the prompt."""
+        return self.params.prompt_logprobs is not None and self.index == 0 and self.num_tokens == self.num_prompt
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether launched steps draw the last token that the sequence may have, so that it needs no more steps."""
+        return len(self.tokens) + self.num_unread >= self.max_total
