@@ -427,3 +427,12 @@ def test_harmless_differences(copy):
     save_file(tensors, folder / "model.safetensors")
     expected, *_ = load_model(model_folders.folder("qwen2"), jnp.float32)
     assert same(parameters(load_model(folder, jnp.float32)[0]), parameters(expected))
+
+
+def test_the_layer_that_guesses_a_token_more_is_left_out(copy):
+    """DeepSeek V3's folders have it behind the last of the config's layers."""
+    folder = copy("deepseek_v3")
+    tensors, num_layers = load_tensors(folder), load_config(folder).num_layers
+    tensors |= {f"model.layers.{num_layers}.{name}": np.ones(3) for name in ("enorm.weight", "mlp.up_proj.weight")}
+    save_file(tensors, folder / "model.safetensors")
+    load_model(folder, jnp.float32)

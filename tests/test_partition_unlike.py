@@ -69,6 +69,16 @@ def test_pools_of_one_call_may_be_split_differently(op):
             assert values.is_fully_replicated
 
 
+@pytest.mark.parametrize("is_split", [False, True])
+def test_blocks_go_to_where_the_destination_of_a_swap_lies(is_split):
+    fun, _, arrays = bind("swap_blocks")
+    source, destination = (P(), P(None, "tp")) if is_split else (P(None, "tp"), P())
+    placed = place(arrays, [source] * 2 + [destination] * 2 + [P()], make_mesh(AxisType.Explicit))
+    results = jax.jit(fun)(*placed)
+    assert_same(results, expected("swap_blocks"))
+    assert [x.sharding.is_fully_replicated for x in jax.tree.leaves(results)] == [not is_split] * 2
+
+
 @pytest.mark.parametrize("op", ["ragged_paged_attention", "paged_attention"])
 def test_a_batch_of_calls_that_is_split_by_its_type(op):
     fun, names, arrays = bind(op)

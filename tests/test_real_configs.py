@@ -28,5 +28,22 @@ def test_shapes(name):
     assert sum(map(math.prod, shapes.values())) == REAL[name]["num_parameters"]
 
 
+def test_which_layers_have_experts():
+    """Qwen's field counts layers from 1, as transformers does."""
+    ((_, found), *_) = ((name, x) for name, x in REAL.items() if "Qwen3Moe" in x["config"]["architectures"][0])
+    config = parse_config(found["config"] | {"decoder_sparse_step": 3, "mlp_only_layers": [5], "num_hidden_layers": 9})
+    assert [i for i, layer in enumerate(config.layers) if layer.has_experts] == [2, 8]
+
+
+def test_a_limit_adds_no_positions():
+    found = next(x for x in REAL.values() if "Phi3" in x["config"]["architectures"][0])
+    config = parse_config(found["config"] | {"num_hidden_layers": 1})
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
+    model.limit(10**9)
+    assert model.config.max_position_embeddings == config.max_position_embeddings
+    model.limit(100)
+    assert model.config.max_position_embeddings == 100
+
+
 def test_every_family_has_a_real_config():
     assert {found["config"]["architectures"][0] for found in REAL.values()} == set(READERS)

@@ -15,6 +15,7 @@ from examples.checkpoint import load_model
 from examples.command_line import TINY
 from examples.server.api import CHAT, COMPLETION, IGNORED, NEUTRAL, read_chat, read_completion
 from examples.server.chat import ChatTemplate
+from examples.server.fields import ApiError
 from tests.http_server import BLOCK_SIZE, GOOD, HELLO, NUM_BLOCKS, PROMPT
 
 
@@ -61,6 +62,44 @@ def test_null_is_as_good_as_no_field(is_chat):
     if is_chat:
         both = read(given | {"max_completion_tokens": 7}, ["tiny"])
         assert both.wanted.params["max_tokens"] == 7
+
+
+BOUNDS = {
+    "n": (1, 128, 1),
+    "temperature": (0, 2, 0.01),
+    "top_p": (0.01, 1, 0.01),
+    "top_k": (-1, 2**31 - 1, 1),
+    "min_p": (0, 1, 0.01),
+    "presence_penalty": (-2, 2, 0.01),
+    "frequency_penalty": (-2, 2, 0.01),
+    "repetition_penalty": (1e-6, 1e6, 1e-6),
+    "seed": (-(2**63), 2**63 - 1, 1),
+    "max_tokens": (0, 2**31 - 1, 1),
+    "min_tokens": (0, 2**31 - 1, 1),
+    "logprobs": (0, 5, 1),
+    "top_logprobs": (0, 20, 1),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_field_may_have_its_bounds_and_nothing_beyond(name):
+    is_chat = name == "top_logprobs"
+    read = read_chat if is_chat else read_completion
+    given = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True} if is_chat else {"prompt": "Hi"}
+    least, most, more = BOUNDS[name]
+    for value in (least, most):
+        read(given | {"model": "tiny", name: value}, ["tiny"])
+    for value in (least - more, most + more):
+        with pytest.raises(ApiError, match=name):
+            read(given | {"model": "tiny", name: value}, ["tiny"])
+
+
+def test_a_request_may_have_sixteen_stops():
+    stops = [f"stop {i}" for i in range(17)]
+    given = {"model": "tiny", "prompt": "Hi", "stop": stops[:16]}
+    assert read_completion(given, ["tiny"]).wanted.params["stop"] == tuple(stops[:16])
+    with pytest.raises(ApiError, match="stop must hold at most 16 texts, got 17"):
+        read_completion(given | {"stop": stops}, ["tiny"])
 
 
 def complete(running, **fields):

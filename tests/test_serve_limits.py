@@ -10,6 +10,8 @@ import pytest
 
 from examples.server import http
 from examples.server.app import Server
+from examples.server.responses import EventStream
+from examples.server.worker import EngineFailed
 from tests.http_server import (
     BLOCK_SIZE,
     GOOD,
@@ -45,14 +47,57 @@ def test_a_body_that_is_too_long(running, monkeypatch):
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_hangs_up_frees_its_blocks(running, stream):
     content = GOOD | {"max_tokens": 300, "n": 3, "stream": stream}
+    before = running.engine._num_output_tokens
     connection = running.connect(http_request("/v1/completions", content))
     if stream:
         assert b"200 OK" in connection.recv(1000)
     wait_for(lambda: running.engine.has_work)
-    before = running.engine._num_output_tokens
     connection.close()
     running.wait_until_idle()
     assert running.engine._num_output_tokens - before < 3 * 300, "the request ran to its end"
+
+
+@pytest.mark.parametrize("how", ["ends", "client goes", "engine fails", "server ends", "sending fails"])
+def test_a_stream_is_closed_once_however_it_ends(how):
+    closed, sent = [], []
+
+    async def chunks():
+        yield {"chunk": 1}
+        if how == "engine fails":
+            raise EngineFailed
+        if how != "ends":
+            await asyncio.sleep(20)
+
+    async def receive():
+        if how != "client goes":
+            await asyncio.sleep(20)
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+        if how == "sending fails" and message["type"] == "http.response.body":
+            raise OSError
+
+    async def go():
+        stream = EventStream(chunks(), lambda: closed.append(True))
+        task = asyncio.create_task(stream({}, receive, send))
+        if how == "server ends":
+            while len(sent) < 2:
+                await asyncio.sleep(0)
+            task.cancel()
+        await asyncio.wait([task], timeout=10)
+        if how == "sending fails":
+            with pytest.raises(OSError):  # noqa: PT011
+                task.result()
+        else:
+            task.result()
+
+    asyncio.run(go())
+    assert closed == [True]
+    bodies = b"".join(message.get("body", b"") for message in sent)
+    has_end = how not in ("client goes", "sending fails")
+    assert bodies.endswith(b"data: [DONE]\n\n") == has_end
+    assert (b'"error"' in bodies) == (how in ("engine fails", "server ends"))
 
 
 def test_half_requests_harm_nobody(running):
