@@ -110,6 +110,19 @@ def test_blocks_are_kept_back_for_what_is_admitted_in_the_same_step(n, num_block
     assert (second in scheduler.running) == is_admitted
 
 
+def test_a_preempted_sequence_waits_at_its_old_place():
+    scheduler = make_scheduler(6)
+    first, second, third = (add(scheduler, i, 7) for i in range(3))
+    while first.num_tokens < 17:
+        plan = scheduler.schedule()
+        for sample in plan.samples:
+            sample.sequence.num_unread -= 1
+            sample.sequence.tokens.append(7)
+    assert scheduler.counters.recomputed == 1, "the second one"
+    assert scheduler.running == [first]
+    assert scheduler.waiting == [second, third]
+
+
 @pytest.mark.parametrize(("rate", "is_swapped"), [(1.9e3, False), (2.1e3, True)])
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_a_swap_is_estimated_both_ways(rate, is_swapped, prefix_caching):

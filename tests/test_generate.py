@@ -163,6 +163,14 @@ def test_a_greedy_program_draws_no_random_numbers(tiny, programs):
     assert "threefry" not in lowered(0.0)
 
 
+def test_a_stop_token_at_the_last_place_is_a_stop():
+    request = loop.make_request([[1], [1]], max_new_tokens=1, max_position_embeddings=64, stop_token_ids=(5,))
+    zeros = jnp.zeros(2, jnp.int32)
+    before = loop.Generation(None, (), zeros, zeros[:, None], zeros, jnp.full(2, loop.RUNNING), jnp.int32(0))
+    after = loop._add_tokens(before, jax.nn.one_hot(jnp.array([5, 6]), 8), request)
+    assert loop.outputs(after) == [([5], "stop"), ([6], "length")]
+
+
 def test_every_step_and_every_seed_draws_anew(tiny, programs):
     def tokens(seed):
         sampling = loop.Sampling(temperature=1e6)  # all tokens alike, so that only the random numbers decide

@@ -1,5 +1,8 @@
 """Tests that a cache in the machine's own memory is bounded by what there is of it, and by the length of texts."""
 
+import dataclasses
+from types import SimpleNamespace
+
 import jax.numpy as jnp
 import pytest
 
@@ -65,6 +68,19 @@ def test_the_cache_is_bounded_by_the_machine_s_memory(tiny, monkeypatch):
     with pytest.raises(CommandError, match="leave no memory"):
         caches_of(tiny)
     assert caches_of(tiny, "--num-blocks", "7")[0].num_blocks == 7, "who asks for blocks gets them"
+
+
+def test_the_cache_is_bounded_by_the_devices_memory(tiny, monkeypatch):
+    """Devices that share out heads or blocks hold more of these together."""
+    decoder, config, tokenizer, eos = tiny
+    block = sum(cache.nbytes for cache in caches_of(tiny, "--num-blocks", "1"))
+    in_use = 1000
+    limit = (in_use + 10.5 * block) / serve.MEMORY_SHARE  # for ten blocks and a half
+    device = SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": limit, "bytes_in_use": in_use})
+    monkeypatch.setattr(serve.jax, "local_devices", lambda: [device])
+    for parts, shards, num_blocks in ((1, 1, 10), (2, 1, 21), (1, 2, 22), (2, 2, 42), (16, 1, 128)):
+        shared = dataclasses.replace(config, num_parts=parts, num_shards=shards)
+        assert caches_of((decoder, shared, tokenizer, eos), "--max-num-seqs", "4")[0].num_blocks == num_blocks
 
 
 def test_the_cache_is_bounded_by_the_longest_text(tiny):

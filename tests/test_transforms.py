@@ -52,13 +52,14 @@ def test_vmap_over_any_argument(op):
         assert_equal(jax.tree.map(lambda x: x[1], out), fun(*second))
 
 
-def test_vmap_over_pools_that_share_scales_of_slots():
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_vmap_over_pools_that_share_scales_of_slots(name):
     """One call with both pools would take the scales of the first pool's slots only."""
     query, key_cache, value_cache, *rest = bind("paged_attention")[1]
-    k_scale = np.random.default_rng(2).uniform(0.5, 2.0, (NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE)).astype(np.float32)
+    scale = np.random.default_rng(2).uniform(0.5, 2.0, (NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE)).astype(np.float32)
 
     def fun(key_cache, value_cache):
-        return paged_jax.paged_attention(query, key_cache, value_cache, *rest, k_scale=k_scale)
+        return paged_jax.paged_attention(query, key_cache, value_cache, *rest, **{name: scale})
 
     pools = jnp.stack([key_cache, key_cache + 1.0]), jnp.stack([value_cache, value_cache + 1.0])
     out = jax.jit(jax.vmap(fun))(*pools)
