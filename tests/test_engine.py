@@ -1,6 +1,8 @@
 """Tests the engine against generation without batches: other requests must not change a request's greedy tokens."""
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import jax
@@ -9,9 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from paged_jax.engine import Engine, EngineConfig, SamplingParams, TokenLogprob
 from paged_jax.engine.batch import StepShape
+from paged_jax.engine.runner import Runner
 from tests import engine_model as model
 from tests.conftest import QUICK_COMPILE
 from tests.engine_checks import BLOCK_SIZE, CONFIG, NUM_BLOCKS, PROMPTS, RNG, STEM, check_blocks, drain, tokens_of
@@ -294,6 +298,15 @@ def test_a_block_has_the_bytes_of_all_layers(engine):
         pool.num_layers * keys_and_values for pool in engine.stats().pools
     ]
     assert sum(pool.num_layers for pool in engine.stats().pools) == model.LAYERS
+
+
+@pytest.mark.parametrize(("vocab_size", "is_split"), [(60, True), (61, False)])
+def test_a_vocabulary_is_split_as_heads_are_if_it_can_be(vocab_size, is_split):
+    mesh = jax.make_mesh((2,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
+    caches = jax.device_put(model.make_caches(4, 4), NamedSharding(mesh, PartitionSpec(None, "tp")))
+    runner: Any = SimpleNamespace(_caches=caches, _replicated=NamedSharding(mesh, PartitionSpec()))
+    at = Runner._logits_at(runner, jax.ShapeDtypeStruct((4, vocab_size), jnp.float32))
+    assert at == (NamedSharding(mesh, PartitionSpec(None, "tp")) if is_split else runner._replicated)
 
 
 def test_log_probabilities_of_the_drawn_tokens_alone():
