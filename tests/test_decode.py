@@ -31,8 +31,12 @@ def partition_count(case, tables):
 
 
 def slow_on_cpu(cases, slow):
-    """Parameters; a case is slow on a CPU if `slow` is true of it."""
-    return [pytest.param(case, id=str(case), marks=[pytest.mark.slow_on_cpu] * slow(case)) for case in cases]
+    """Parameters; on a CPU a case is slow if `slow` is true of it. GPUs alone run the shapes of real models."""
+    marks = [pytest.mark.gpu if case in MODELS else pytest.mark.slow_on_cpu for case in cases]
+    return [
+        pytest.param(case, id=str(case), marks=[mark] * (case in MODELS or slow(case)))
+        for case, mark in zip(cases, marks, strict=True)
+    ]
 
 
 # Other cases have the options of these in other combinations.
@@ -45,7 +49,7 @@ LIKE_OTHERS = {
 }
 
 
-@pytest.mark.parametrize("case", slow_on_cpu(DECODE_CASES, lambda case: case in MODELS or case.name in LIKE_OTHERS))
+@pytest.mark.parametrize("case", slow_on_cpu(DECODE_CASES, lambda case: case.name in LIKE_OTHERS))
 def test_decode(case, run):
     made = inputs.make(case)
     static = op_options(made.static) | {"max_seq_len": case.max_seq_len, "return_lse": True}

@@ -17,13 +17,17 @@ from tests.test_cache_ops import assert_same_bytes, random_bytes, writable
 RAGGED_CASES = [case for case in CASES if case.case.query_lens is not None]
 LIKE_OTHERS = {
     *("one-head", "many-heads", "e4m3-without-scale", "largest", "smallest", "large-blocks", "shared-blocks"),
-    *("query-bfloat16-cache-float32", "context-without-query", "scale-negative", *map(str, HOPPER_CASES)),
+    *("query-bfloat16-cache-float32", "context-without-query", "scale-negative"),
 }
 
 
 def some_slow(cases):
-    """The cases as parameters; on a CPU those that are like others are slow."""
-    return [pytest.param(x, id=str(x), marks=[pytest.mark.slow_on_cpu] * (str(x) in LIKE_OTHERS)) for x in cases]
+    """Parameters; on a CPU those that are like others are slow. What Hopper's kernel takes, too, GPUs alone run."""
+    marks = [pytest.mark.gpu if case in HOPPER_CASES else pytest.mark.slow_on_cpu for case in cases]
+    return [
+        pytest.param(case, id=str(case), marks=[mark] * (case in HOPPER_CASES or str(case) in LIKE_OTHERS))
+        for case, mark in zip(cases, marks, strict=True)
+    ]
 
 
 def without_causal(static):

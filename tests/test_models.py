@@ -28,26 +28,7 @@ from tests.model_folders import NAMES, folder, reference
 # Programs over a paged cache are compiled and run for a model of each family of attention; what else differs between
 # models is the same with and without a cache.
 WITH_PROGRAMS = ["opt_pre_norm", "llama", "gemma2", "gpt_oss", "deepseek_v2_lite"]
-# Prompts and their greedy tokens are a program of each family; other variants differ in numbers alone. Families whose
-# attention and caches are another one's are slow tests.
-FAMILIES = [name for name in NAMES if not name.startswith(("llama_", "qwen2_", "phi4"))]
-LIKE_OTHERS = {
-    "opt_post_norm",
-    "mistral",
-    "qwen2",
-    "gemma3",
-    "smollm3",
-    "qwen3_moe",
-    "granite",
-    "olmo2",
-    "glm4",
-    "mixtral",
-    "phi3",
-    "qwen3",
-    "deepseek_v2",
-    "deepseek_v3",
-}
-GENERATED = [pytest.param(name, marks=[pytest.mark.slow] * (name in LIKE_OTHERS)) for name in FAMILIES]
+MORE_PROGRAMS = ["mistral", "gemma3", "qwen3_moe", "deepseek_v3"]
 
 
 @functools.cache
@@ -69,14 +50,7 @@ def load(name):
     )
 
 
-# Two whose attention differs in most.
-FEW = [
-    pytest.param(name, marks=[pytest.mark.slow] * (name not in ("gemma2", "deepseek_v2_lite")))
-    for name in WITH_PROGRAMS
-]
-
-
-@pytest.fixture(scope="module", params=FEW)
+@pytest.fixture(scope="module", params=["gemma2", "deepseek_v2_lite"])
 def case(request):
     return load(request.param)
 
@@ -162,7 +136,7 @@ def paged_tokens(case, batches, block_size):
         yield from loop.outputs(generate(programs.weights, cache, request))
 
 
-@pytest.mark.parametrize("name", GENERATED)
+@pytest.mark.parametrize("name", [*WITH_PROGRAMS, *(pytest.param(x, marks=pytest.mark.slow) for x in MORE_PROGRAMS)])
 def test_greedy_tokens_of_a_batch(name):
     """Prompts of 3, 11, 16 and 21 tokens in blocks of 4 end within a block and at the end of one."""
     case = load(name)

@@ -161,8 +161,11 @@ FOLDED_QUEUES = [  # by 4 heads, and by 2, so that one wave is left
 
 
 # The remaining cases have each class of tiles and each option at least once; others run on GPUs alone.
-MORE = "uneven-int8", "waves-vllm", "line", "line-window", "fold-two", "fold-vllm-int8", "fold-queues-int8"
-ON_GPUS = "uneven-window", "uneven-vllm-e4m3", "waves-e4m3", "fold-int8", "fold-vllm", "fold-queues-vllm"
+MORE = "uneven-int8", "waves", "line", "fold", "fold-vllm-int8"
+ON_GPUS = (
+    *("uneven-window", "uneven-vllm-e4m3", "waves-vllm", "waves-e4m3", "line-window", "fold-int8", "fold-two"),
+    *("fold-vllm", "fold-queues-vllm", "fold-queues-int8"),
+)
 
 
 @pytest.mark.parametrize(
@@ -244,10 +247,11 @@ LONG = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(small("bits", 2, 1, 64, 16, "bfloat16", seq_lens=(33, 130)), marks=pytest.mark.slow),
+        small("bits", 2, 1, 64, 16, "bfloat16", seq_lens=(33, 130)),
         small("bits-of-shared-query-tiles", 4, 4, 128, 16, "bfloat16", seq_lens=(30, 54)),
     ],
     ids=str,
@@ -338,8 +342,8 @@ def pairs():
 
 
 def some(cases):
-    """Every other one of the cases as parameters; of these, two of three are slow."""
-    return [pytest.param(*each, marks=[pytest.mark.slow] * (i % 3 > 0)) for i, each in enumerate(list(cases)[::2])]
+    """Every fourth case as parameters; of these, every other one is slow."""
+    return [pytest.param(*each, marks=[pytest.mark.slow] * (i % 2)) for i, each in enumerate(list(cases)[::4])]
 
 
 @pytest.mark.parametrize(("op", "case"), some(pairs()), ids=str)

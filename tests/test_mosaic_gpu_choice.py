@@ -299,11 +299,10 @@ UNEVEN = {  # lengths, number of programs, how many of them have any work, numbe
 
 
 def uneven():
-    """The batches without a window, half of them slow, and some with one."""
+    """The batches without a window, half of them slow, and one with one."""
     for i, (name, batch) in enumerate(UNEVEN.items()):
         yield pytest.param(*batch, None, id=name, marks=[pytest.mark.slow] * (i % 2))
-        if i % 4 == 0:
-            yield pytest.param(*batch, 8000, id=f"{name}-window", marks=[pytest.mark.slow] * (i > 0))
+    yield pytest.param(*UNEVEN["one-long"], 8000, id="one-long-window")
 
 
 @pytest.mark.parametrize(("seq_lens", "programs", "busy", "splits", "window"), [*uneven()])

@@ -42,7 +42,7 @@ ALL_WRITING = [
 ]
 
 
-SLOW = "write-group", "write-nhd", "write-unevenly-past-max"
+SLOW = "write-group", "write-nhd", "write-cluster", "write-unevenly-past-max"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 import paged_jax
 from tests import inputs, oracle, plain
-from tests.cases import MODELS, RAGGED_CASES, Case, Sparse
+from tests.cases import RAGGED_CASES, Case, Sparse
 from tests.test_decode import fixed_shapes, op_options, slow_on_cpu
 
 
@@ -18,7 +18,7 @@ def is_like_others(case):
     """Whether other cases of ragged attention have the same options; test_decode.py has all pairs of them."""
     pairs = re.fullmatch(r"(hnd|nhd|vllm)-\w+|query-.*|scale-.*|scales-.*|.*-scales|farthest-corner-.*", case.name)
     kept = "hnd-float16", "nhd-e5m2", "vllm-int8", "scale-traced", "tiny-scales"
-    return case in MODELS or (pairs is not None and case.name not in kept)
+    return pairs is not None and case.name not in kept
 
 
 @pytest.mark.parametrize("case", slow_on_cpu(RAGGED_CASES, is_like_others))

@@ -88,6 +88,7 @@ def test_a_step_that_never_ends(start, num_signals):
     assert server.errors.splitlines()[-1] == "serve: a step of the engine does not end; the process ends without it"
 
 
+@pytest.mark.slow
 def test_a_third_signal_ends_the_process_whatever_it_does(start):
     server = start("--drain-seconds", "600", patch=STUCK + "serve.Worker.stop = lambda self: time.sleep(10**6)")
     with server.ask():

@@ -23,29 +23,21 @@ COMPILED = [
     (80, "write", "nhd-e5m2"),
     (80, "copy", "nhd-e5m2"),
     (80, "fused", "nhd-e5m2"),
-    (86, "prefix", "vllm-float16"),
     (86, "v1", "small-blocks"),
-    (86, "fused", "nhd-float32"),
     (89, "v1", "hnd-e4m3"),
     (89, "ragged", "nhd-e4m3"),
     (89, "auto", "phi-3-small"),
     (89, "write", "vllm-e4m3"),
-    (90, "auto", "llama-3-8b"),
     (90, "ragged", "everything"),
     (90, "prefix", "llama-3-8b"),
     (90, "not-causal", "hnd-e5m2"),
     (90, "v2", "everything"),
     (90, "v1", "hnd-int8"),
     (90, "write", "vllm-int8"),
-    (90, "fused", "llama-3-8b"),
-    (89, "copy", "vllm-e4m3"),
     (89, "fused", "everything"),
-    (120, "v1", "nhd-float16"),
-    (120, "write", "hnd-float32"),
     (100, "swap", "hnd-bfloat16"),
     (120, "copy", "vllm-int8"),
     (120, "fused", "vllm-float16"),
-    (80, "ragged", "long"),
     (90, "prefix", "split-everything"),
     (120, "ragged", "split"),
     (90, "rpa", "padded-lanes"),
@@ -98,7 +90,7 @@ def pairs():
     for i, cache_dtype in enumerate(dtypes):
         capabilities = (89, 90, 100, 120) if cache_dtype == "float8_e4m3fn" else (80, 86, 89, 90, 100, 120)
         dtype = "bfloat16" if jnp.dtype(cache_dtype).itemsize == 1 else cache_dtype
-        for j, head_size in list(enumerate(head_sizes))[i % 3 :: 3]:
+        for j, head_size in list(enumerate(head_sizes))[i % 3 :: 6]:
             capability = capabilities[(i + 2 * j) % len(capabilities)]
             op = "ragged" if (i + j) % 6 == 0 else "v1"  # each head size has one of ragged, which take several seconds
             layout = ("hnd", "nhd", "vllm")[(i + j) % 3]
@@ -107,7 +99,7 @@ def pairs():
             name = f"{layout}-{cache_dtype}-{head_size}"
             shape = 8, 2, head_size, 16, dtype, cache_dtype, layout
             case = Case(name, *shape, seq_lens=(70,), query_lens=(70,))
-            yield pytest.param(capability, op, case, marks=[pytest.mark.slow] * (op == "ragged" or j % 4 > 0))
+            yield pytest.param(capability, op, case, marks=[pytest.mark.slow] * (i % 3 > 0))
 
 
 @needs_triton

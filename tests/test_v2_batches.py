@@ -103,8 +103,7 @@ def results_of(case, implementation, device):
 @pytest.mark.parametrize(
     "case",
     [
-        PLACES[0],
-        pytest.param(PLACES[1], marks=pytest.mark.slow_on_cpu),
+        *(pytest.param(case, marks=pytest.mark.slow_on_cpu) for case in PLACES[:2]),
         MHA,
         *(pytest.param(case, marks=pytest.mark.gpu) for case in drawn(10)),
     ],
