@@ -338,6 +338,29 @@ def test_v1_and_v2_stop_at_max_seq_len(max_seq_len):
         np.testing.assert_allclose(one.astype(np.float32), two.astype(np.float32), rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize("sliding_window", [None, 40])
+def test_max_seq_len_cuts_a_sequence_whose_query_stays_at_its_end(sliding_window, run):
+    hold_cut_sequences(sliding_window, run)
+
+
+def hold_cut_sequences(sliding_window, run):
+    """Windows and ALiBi count from the query, which may be behind all that it sees, or see nothing."""
+    lens = (50, 20, 90, 100)
+    case = Case("cut", 4, 2, 64, 16, "bfloat16", seq_lens=lens, query_lens=None, alibi=True)
+    made = inputs.make(replace(case, sliding_window=sliding_window))
+
+    def function(arrays, options, implementation):
+        flags = arrays | options | op_options(made.static) | {"max_seq_len": 60, "implementation": implementation}
+        v2 = partial(paged_jax.paged_attention_v2, partition_size=16)
+        return [op(**flags, return_lse=True) for op in (paged_jax.paged_attention_v1, v2)]
+
+    options = made.arrays | made.static
+    out, lse = oracle.ragged(**made.decode, query_start_loc=np.arange(len(lens) + 1), max_seq_len=60, **options)
+    for results in run(function, arrays=made.decode, options=made.arrays):
+        np.testing.assert_allclose(results[0].astype(np.float32), out, rtol=2e-2, atol=1e-2)
+        np.testing.assert_allclose(results[1], lse, rtol=1e-2, atol=1e-2)
+
+
 def test_a_head_whose_sink_is_off(run):
     """A sink of -inf adds nothing to its head's sum, and changes no other head."""
     made = inputs.make(Case("sink-off", 4, 2, 64, 16, "bfloat16", seq_lens=(40, 7), query_lens=None, sinks=True))

@@ -68,6 +68,7 @@ INTERPRETED = [
     "fused-large-group",
     "items",
     "split-hnd-bfloat16",
+    "cut",
     "scales-of-any-sign",
     "not-a-number",
     "ranked",

@@ -356,6 +356,8 @@ def main(names):
                 importlib.import_module("tests.triton_items").hold(run_items)
             elif name == "offsets":
                 importlib.import_module("tests.triton_items").hold_offsets(run_items)
+            elif name == "cut":
+                test_decode.hold_cut_sequences(40, run)
             elif name == "scales-of-any-sign":
                 test_decode.hold_scales_of_any_sign(run)
                 test_decode.hold_huge_logits_of_partitions(run)
