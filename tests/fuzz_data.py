@@ -28,7 +28,8 @@ def _of_latents(batch, op):
     if op == "mla_write":
         arrays["latent"] = batch.arrays["key"][:, 0]
     renamed = {"k_scale": "scale" if op == "mla_write" else "latent_scale"}
-    return replace(batch, arrays=arrays, options={renamed.get(name, name): x for name, x in batch.options.items()})
+    options = {renamed.get(name, name): x for name, x in batch.options.items() if name != "v_scale"}
+    return replace(batch, arrays=arrays, options=options)
 
 
 def _for_attention(rng, program):

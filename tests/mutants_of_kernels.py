@@ -311,4 +311,11 @@ MUTANTS_OF_KERNELS = [
         "with_sinks = seen",
         "tests/test_mosaic_gpu_mla.py -k 'interpreter and odd and 4'",
     ),
+    Mutant(
+        "xla: ALiBi and windows count from the end of what max_seq_len leaves",
+        "kernels/xla/decode.py",
+        "        seq_lens[:, None] - 1,",
+        "        end[:, None] - 1,",
+        "tests/test_decode.py -k whose_query_stays",
+    ),
 ]

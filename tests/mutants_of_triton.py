@@ -200,4 +200,18 @@ MUTANTS_OF_TRITON = [
         "sparse.vert_stride)",
         "interpret sparse-step",
     ),
+    Mutant(
+        "triton: a tile of queries too few where each is nearly empty",
+        "kernels/triton/ragged_tuning.py",
+        "(problem.num_seqs + 1) * (tuned.queries - 1)",
+        "problem.num_seqs * (tuned.queries - 1)",
+        "interpret items",
+    ),
+    Mutant(
+        "triton: windows count from the end of what max_seq_len leaves",
+        "kernels/triton/device/attend.py",
+        "begin = tl.maximum(seq_len - problem.sliding_window, 0)",
+        "begin = tl.maximum(tl.minimum(seq_len, batch.max_seq_len) - problem.sliding_window, 0)",
+        "interpret cut",
+    ),
 ]

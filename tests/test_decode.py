@@ -345,7 +345,7 @@ def test_max_seq_len_cuts_a_sequence_whose_query_stays_at_its_end(sliding_window
 
 def hold_cut_sequences(sliding_window, run):
     """Windows and ALiBi count from the query, which may be behind all that it sees, or see nothing."""
-    lens = (50, 20, 90, 100)
+    lens = (50, 20, 90, 100, 130)
     case = Case("cut", 4, 2, 64, 16, "bfloat16", seq_lens=lens, query_lens=None, alibi=True)
     made = inputs.make(replace(case, sliding_window=sliding_window))
 

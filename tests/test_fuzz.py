@@ -115,6 +115,17 @@ def test_new_tokens_have_no_quotient_that_may_be_rounded_apart():
     np.testing.assert_array_equal(kept.astype(np.float64), [[[0.0, 0.25, 0.0]]])
 
 
+@pytest.mark.parametrize(
+    ("op", "scale"), [("mla", "latent_scale"), ("mla_ragged", "latent_scale"), ("mla_write", "scale")]
+)
+def test_latents_have_one_scale(op, scale):
+    """Also those of int8, of which keys and values always have one each."""
+    drawn = (fuzz_draw.program(11, number, ops=(op,), small=True) for number in range(60))
+    program = next(program for program in drawn if program.case.cache_dtype == "int8")
+    options = fuzz_data.draw(fuzz_draw.rng_of(11), program).options
+    assert {name for name in options if "scale" in name} - {"scale"} | {scale} == {scale}
+
+
 @pytest.mark.parametrize("op", ["auto", "ragged", "single", "prefix", "mla", "mla_ragged"])
 def test_the_reference_is_the_oracles(op):
     compared = 0

@@ -46,6 +46,7 @@ needs_triton = pytest.mark.skipif(not installed(), reason="triton is not install
 # Every option, layout, granularity of scales and pair of compute and cache dtype, in as few cases as that takes.
 INTERPRETED = [
     "hnd-bfloat16",
+    "hnd-e4m3",
     "nhd-int8",
     "vllm-e4m3",
     "soft-cap",
