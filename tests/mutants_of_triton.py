@@ -214,4 +214,11 @@ MUTANTS_OF_TRITON = [
         "begin = tl.maximum(tl.minimum(seq_len, batch.max_seq_len) - problem.sliding_window, 0)",
         "interpret cut",
     ),
+    Mutant(
+        "triton: new keys have the whole cache's scale",
+        "kernels/triton/tuning.py",
+        "self.problem.k_scale in (Granularity.NONE, Granularity.SLOT)",
+        "self.problem.k_scale is not Granularity.HEAD",
+        "interpret hnd-e4m3",
+    ),
 ]
