@@ -126,7 +126,7 @@ def run(
     contenders = [*implementations, *here, *elsewhere]
     places = {pair: i for i, pair in enumerate(itertools.product(by_name, contenders))}
     rows: list[dict[str, Any]] = []
-    # Before any other process starts: what those compile and try keeps memory that a large read needs.
+    # Measured before other processes start, because they keep memory that a large read needs.
     ceiling = benchmark.ceiling({benchmark.work(case) for case in cases})
     print(f"ceiling: {ceiling.rate and round(ceiling.rate)} {ceiling.unit} ({ceiling.note})", flush=True)
     torch = peers.TorchPeers(cases, elsewhere) if elsewhere else None

@@ -190,7 +190,7 @@ def head_size_of(fields: Fields) -> int:
 
 
 def alternating(fields: Fields, period: int) -> list[str]:
-    """Every layer has a window but each `period`-th."""
+    """Every layer has a window, except each `period`-th."""
     num_layers = fields.size("num_hidden_layers")
     return ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(num_layers)]
 

@@ -19,7 +19,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """In what one layer may differ from another.
+    """The options in which layers may differ.
 
     Args:
         rope: rotary positions, or None for none.

@@ -48,7 +48,7 @@ class LatentAttention(nnx.Module):
         self.o_proj = linear(self.num_heads * latent.value_size, config.hidden_size, use_bias=config.o_bias)
 
     def __call__(self, hidden, tokens, cache, rows=None):
-        """Attends; `tokens` is what decoder.py calls `Tokens`."""
+        """Attends; `tokens` are decoder.py's `Tokens`."""
         assert self.rope is not None
         rotated = partial(rotate, rotation=tokens.rotations[self.rope], is_interleaved=self.rope.is_interleaved)
         compressed, shared = jnp.split(self.kv_a_proj(hidden), [self.sizes.kv_rank], axis=1)

@@ -252,7 +252,7 @@ def _swiglu(gate_up: Float32[Array, "num_pairs twice"], config: ExpertsConfig) -
 
 
 class MixtureOfExperts(nnx.Module):
-    """The router, the experts, and what computes every token beside them.
+    """The router, the experts, and the MLP that computes every token beside them.
 
     Args:
         config: the decoder's config.

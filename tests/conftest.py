@@ -66,7 +66,7 @@ if not has_gpu():
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at `-m`
 def pytest_collection_modifyitems(config, items):
-    """Deselects what needs a GPU on machines without one, and what is slow unless it is asked for."""
+    """Deselects tests that need a GPU on machines without one, and slow tests unless they are asked for."""
     for item in items:
         if item.get_closest_marker("slow_on_cpu") and not item.get_closest_marker("gpu"):
             item.add_marker("slow")
@@ -85,7 +85,7 @@ def pytest_collection_finish():
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Ends the run with how many cases each GPU implementation takes: `test_refusals.py` holds that this is so."""
+    """Prints at the end how many cases each GPU implementation takes; `test_refusals.py` checks these numbers."""
     kept = (Path(__file__).with_name("refusals.txt")).read_text(encoding="utf-8").splitlines()
     terminalreporter.section("what GPU implementations take (why not the rest: tests/refusals.txt)")
     terminalreporter.write_line("; ".join(line for line in kept if not line.startswith(" ")))
@@ -93,7 +93,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(params=["xla", *(pytest.param(i, marks=pytest.mark.gpu) for i in (None, "triton", "mosaic_gpu"))])
 def implementation(request):
-    """Every implementation there is: "xla" on the CPU, the others (None: whatever is chosen) on a GPU."""
+    """All implementations: "xla" on the CPU, the others, and None for the automatic choice, on a GPU."""
     return request.param
 
 

@@ -1,7 +1,7 @@
 """Calls of `paged_jax.compat.rpa`, what they must return, and a check of an implementation against it.
 
-The parameters are those of tpu-inference's own tests (of its v3 kernel and its hd64 kernel), and a few more. What is
-right follows from the definition alone: NumPy in float64 writes the new tokens one by one and attends sequence by
+The parameters are those of tpu-inference's own tests (of its v3 kernel and its hd64 kernel), and a few more. The
+results follow from the definition alone: NumPy in float64 writes the new tokens one by one and attends sequence by
 sequence. Everything that the call must not read is poison, and absurd ids stand where no page is.
 """
 

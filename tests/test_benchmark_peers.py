@@ -38,7 +38,7 @@ from tests.test_benchmarks import TINY, fake_timer
     ],
 )
 def test_configurations_of_jaxs_op(width, expected):
-    """Every table gets some, and none that the op refuses: it asserts that both divide."""
+    """Every width of tables gets some, and none that the op refuses, which asserts that both numbers divide."""
     found = peers.pallas_configurations(width)
     assert set(found) == expected
     assert len(found) == len(expected)

@@ -40,7 +40,7 @@ def assert_equal(actual, expected):
 
 
 def test_methods_take_no_other_flag_than_a_bool():
-    """As their ops do."""
+    """The ops refuse other flags, too."""
     cache, query = filled("slot", "head"), tokens(2, HEADS)
     new, slots, starts = tokens(2, KV_HEADS), np.array([6, 2], np.int32), np.array([0, 1, 2], np.int32)
     calls = [

@@ -21,7 +21,7 @@ from tests import model_folders
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 OLD = "original_max_position_embeddings"
 MODELS = model_folders.NAMES
-# What transformers does not read in these models either, and what another field of their files decides.
+# Fields that transformers does not read in these models either, and fields that another field decides.
 WITHOUT_EFFECT = {
     ("deepseek_v2", "head_dim"),
     ("deepseek_v2", "num_key_value_heads"),

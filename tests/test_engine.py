@@ -292,7 +292,7 @@ def test_measured_steps_are_all_shapes_and_leave_no_trace(engine, reference, con
 
 
 def test_a_block_has_the_bytes_of_all_layers(engine):
-    """By these, swaps are told from cheaper ways."""
+    """The engine compares the cost of a swap, by these bytes, with the cost of computing again."""
     keys_and_values = 2 * BLOCK_SIZE * model.KV_HEADS * model.HEAD_SIZE * 4
     assert [pool.block_bytes for pool in engine.stats().pools] == [
         pool.num_layers * keys_and_values for pool in engine.stats().pools

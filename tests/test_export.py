@@ -69,7 +69,7 @@ def test_a_number_of_blocks_that_is_not_known_yet():
 
 
 def test_sizes_that_are_not_known_yet_go_to_xla():
-    """Kernels for GPUs have grids and tilings, which are chosen for numbers."""
+    """Kernels for GPUs have grids and tilings, which need numbers and not symbolic sizes."""
     n = jax.export.symbolic_shape("num_seqs")[0]
     caches = [jax.ShapeDtypeStruct((9, 2, 16, 64), jnp.bfloat16)] * 2
     query, new = (jax.ShapeDtypeStruct((n, heads, 64), jnp.bfloat16) for heads in (4, 2))

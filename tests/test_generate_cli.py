@@ -30,7 +30,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A folder with a one-layer model of random weights: quick to compile, and free with bytes that are no text."""
+    """A folder with a one-layer model of random weights: it compiles fast, and may write bytes that are no text."""
     folder = tmp_path_factory.mktemp("small")
     config = json.loads((generate.TINY / "config.json").read_text()) | {"num_hidden_layers": 1}
     (folder / "config.json").write_text(json.dumps(config))
@@ -136,7 +136,7 @@ def test_a_bare_run_of_the_script(tmp_path):
 
 
 def test_no_cache_folder_is_no_error(monkeypatch, tmp_path):
-    """Nor is one that cannot be made, and one that is chosen already stays."""
+    """A folder that cannot be made is not used either, and a folder that is chosen already stays."""
     (tmp_path / "file").touch()
     before = jax.config.jax_compilation_cache_dir
     try:
@@ -200,7 +200,7 @@ def test_files_without_prompts_are_one_line_and_exit_code_2(name, content, messa
     ],
 )
 def test_cache_dtypes(options, quiet_run, capsys):
-    """What each holds is the library's to test; here they run, and other scales show in what is written."""
+    """The library's tests compare what each dtype holds; here each runs, and other scales change the tokens."""
     argv = [*quiet_run, "--temperature=0", "--prompt=Hello", *f"--kv-cache-dtype {options}".split()]
     assert generate.main(argv) == 0
     out = json.loads(capsys.readouterr().out)

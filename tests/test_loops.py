@@ -62,7 +62,7 @@ def arrays():
         "last_value": normal(num_seqs, NUM_KV_HEADS, HEAD_SIZE),
         "key_cache": normal(*pool),
         "value_cache": normal(*pool),
-        # In float32, in which the kernels take them: a conversion would stand between them and the slices.
+        # float32, because a conversion would stand between the kernels and the slices.
         "sinks": normal(NUM_HEADS).astype(jnp.float32),
         "alibi_slopes": normal(NUM_HEADS).astype(jnp.float32),
         "block_tables": jnp.asarray(tables),

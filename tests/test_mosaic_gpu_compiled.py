@@ -27,8 +27,8 @@ from tests import (
 LACKS = hopper_compiler.lacks()
 pytestmark = pytest.mark.skipif(LACKS is not None, reason=str(LACKS))
 
-# Bytes that a thread of a kernel reads back from memory because its registers do not do. With CUDA 13.0 the most are
-# 1536, of ragged attention with ALiBi and heads of 256. A change that makes them more has to say why.
+# The most bytes of spilled registers that a thread may read back. With CUDA 13.0 the largest number is 1536, for ragged
+# attention with ALiBi and heads of 256. A change that raises it has to say why.
 _MOST_SPILLED = 1700
 
 

@@ -140,7 +140,7 @@ def test_single_queries_on_a_gpu(case, most):
 
 
 def test_one_query_that_sees_all_tokens():
-    """It sees them anyway; decode, to which the keyword means nothing, is not told."""
+    """A single query sees all tokens in any case, so that decode has no such keyword."""
     made = inputs.make(ONE_QUERY[0])
     seen, all_seen = (
         run_op("ragged_paged_attention", SMALL_GPU, *operands_of(ONE_QUERY[0], made, causal=causal))

@@ -108,7 +108,8 @@ def test_in_the_interpreter(case):
     assert not interpret_pallas_call.get_races().races_found
 
 
-# Each with the number of item kinds that the kernel may meet, whether (wide, thin) items are split, and programs.
+# Each case has the number of kinds of items that the kernel may meet, whether (wide, thin) items are split, and the
+# number of programs.
 SPLIT = [
     (
         small("thin", 2, 1, 64, 16, "bfloat16", seq_lens=(600, 40), query_lens=(2, 40), sinks=True, padding=0),

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:Runtim
 
 
 def of_any_size(case):
-    """Makes inputs with queries of the size 2 ** -90 or 2 ** 60, to which the scale of keys is fit, and one not finite.
+    """Makes inputs with queries of 2 ** -90 or 2 ** 60, with a fitting scale of keys, and one that is not finite.
 
     Returns them, and which rows are finite.
     """

@@ -18,7 +18,7 @@ from tests.every_op import OPS, WRITING_OPS, pool_copies, pools_written
 NUM_SEQS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS, WIDTH = 4, 8, 4, 16, 4, 1024, 4
 NUM_TOKENS = 8
 DECODE_OPS = ("paged_attention", "paged_attention_v1", "paged_attention_v2", "mla_paged_attention")
-DECODE_ROWS = ("query", "latent_query", "block_tables", "seq_lens")  # what has a row for each sequence
+DECODE_ROWS = ("query", "latent_query", "block_tables", "seq_lens")  # operands with a row for each sequence
 LAYOUTS = {"hnd": (0, 1, 2, 3), "nhd": (0, 2, 1, 3)}  # the axes of "hnd", in the layout's order
 COLLECTIVES = "all-gather|all-reduce|collective-permute|all-to-all|reduce-scatter|collective-broadcast"
 

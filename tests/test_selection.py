@@ -135,7 +135,7 @@ def attend_with_a_cache(query, key_cache, value_cache, *where):
 
 @pytest.mark.parametrize("step", [attend, attend_with_a_cache])
 def test_a_question_leaves_a_jitted_function_as_it_was(step):
-    """JAX keeps what it traces of a jitted function, also of one that is called by the function that is asked about."""
+    """JAX caches the traces of jitted functions, also of those inside the function that is asked about."""
     wanted = paged_jax.paged_attention(*DECODE)
     chosen = which_implementation(paged_jax.paged_attention, *DECODE, platform="cuda").name
     for around in (lambda jitted: jitted, lambda jitted: lambda *arrays: jitted(*arrays)):

@@ -80,7 +80,7 @@ def streamed(tokenizer, prompt, token_ids, **options):
 
 
 def text_after(tokenizer, prompt, whole):
-    """What decoding everything shows after the longest part of the prompt that it shows as the prompt alone does."""
+    """The text of all tokens, without the beginning that it shares with the text of the prompt alone."""
     for size in range(len(prompt), -1, -1):
         if whole.startswith(shown := tokenizer.decode(prompt[:size])):
             return whole[len(shown) :]

@@ -132,7 +132,7 @@ def test_a_row_is_bit_equal_alone_and_anywhere_in_a_batch(case, implementation, 
 
 
 class Found(Exception):
-    """Tells which implementation a call gets, and what this one was told to compile."""
+    """Carries the implementation that a call gets, and the tuning that it was told to compile."""
 
 
 def found(case, num_seqs, num_blocks):

@@ -26,7 +26,7 @@ class Answer:
         wanted: what was asked for.
         prompts: the tokens of each prompt. Choice i answers prompt i // n.
         echoes: a text for each prompt that is put before its choices, or nothing.
-        make_parser: makes what finds the calls of tools in a choice's text; None where there are no tools.
+        make_parser: makes the parser that finds calls of tools in a choice's text; None where there are no tools.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Reads and checks OpenAI's requests, and makes the engine's parameters of them.
+"""Reads and checks OpenAI's requests, and turns them into the engine's parameters.
 
 Beside OpenAI's fields there are some of vLLM's. A request that is wrong raises an `ApiError`, which has a status and
 OpenAI's error object. A field that is ignored is noted in the log, once.
@@ -62,7 +62,7 @@ _warned: set[str] = set()  # ignored fields that the log has named
 
 @dataclass(frozen=True)
 class Wanted:
-    """What both kinds of requests ask for.
+    """The part that requests for completions and for chats share.
 
     Attributes:
         params: fields of `engine.SamplingParams`.
@@ -209,7 +209,7 @@ def read_detokenize(content: dict[str, Any], models: Sequence[str]) -> list[int]
 
 
 def sampling_params(wanted: Wanted, eos_token_ids: Sequence[int]) -> engine.SamplingParams:
-    """Makes the engine's parameters of a request's.
+    """Turns a request's fields into the engine's parameters.
 
     Raises:
         ApiError: the engine refuses a value.
@@ -242,7 +242,7 @@ def _check_model(content: dict[str, Any], models: Sequence[str]) -> None:
 
 
 def _wanted(content: dict[str, Any], default_max_tokens: int | None, limit: str = "max_tokens") -> Wanted:
-    """Reads what both kinds of requests say of sampling; the bounds of n, temperature and top_p are OpenAI's."""
+    """Reads a request's fields about sampling; the bounds of n, temperature and top_p are OpenAI's."""
     max_tokens = read_integer(content, limit, 0, 2**31 - 1)
     max_tokens = default_max_tokens if max_tokens is None else max_tokens
     seed = read_integer(content, "seed", -(2**63), 2**63 - 1)
@@ -269,7 +269,7 @@ def _wanted(content: dict[str, Any], default_max_tokens: int | None, limit: str 
 
 
 def _logit_params(content: dict[str, Any]) -> dict[str, Any]:
-    """Reads what changes logits before a token is drawn; the bounds of the first two penalties are OpenAI's."""
+    """Reads the fields that change logits before a draw; the bounds of the first two penalties are OpenAI's."""
     params: dict[str, Any] = {
         "presence_penalty": read_number(content, "presence_penalty", -2, 2),
         "frequency_penalty": read_number(content, "frequency_penalty", -2, 2),

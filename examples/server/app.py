@@ -53,7 +53,7 @@ LEAST_MAX_BODY = 1 << 20  # bytes; a model with few positions may still be sent 
 
 @dataclass(frozen=True)
 class Model:
-    """What the routes must know of the model.
+    """The facts of the model that routes need.
 
     Attributes:
         names: the names by which clients call it, its own first.
@@ -101,7 +101,7 @@ class Server:
 
     @property
     def worker(self) -> Worker:
-        """What runs the engine."""
+        """The worker, which runs the engine."""
         return self._worker
 
     def app(self) -> Starlette:
@@ -194,7 +194,7 @@ class Server:
         return await self._answer(request, answer, [prompt], params, wanted, grammar)
 
     async def _encode_chat(self, conversation: Conversation, add_special_tokens: bool | None) -> list[int]:
-        """Renders a conversation and makes tokens of it, with special tokens if the template has none itself."""
+        """Renders a conversation and encodes it, with special tokens if the template has none itself."""
         template = self._model.template
         self._check_length(sum(len(message["content"] or "") for message in conversation.messages), "messages")
         try:

@@ -1,4 +1,4 @@
-"""Chat templates, which make one text of a conversation's messages, in the form that the model was trained on.
+"""Chat templates, which join a conversation's messages into one text, in the form that the model was trained on.
 
 A model's folder has its template in chat_template.jinja or in tokenizer_config.json. The template is a program that
 somebody else wrote, so it runs in Jinja's sandbox.

@@ -1,4 +1,4 @@
-"""Reads single fields of a request's JSON object. What is wrong raises an `ApiError`, in OpenAI's form."""
+"""Reads single fields of a request's JSON object. A wrong field raises an `ApiError`, in OpenAI's form."""
 
 import json
 import math

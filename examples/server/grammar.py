@@ -21,7 +21,7 @@ _ANY_OBJECT = {"type": "object"}
 
 
 class Grammar(NamedTuple):
-    """What texts an answer may be.
+    """The texts that an answer may be.
 
     Attributes:
         kind: "json_schema", "regex", "choice", "grammar" or "lark".

@@ -1,4 +1,4 @@
-"""What every HTTP request passes before its route: who may call, the request's id, the access log, the server's end."""
+"""Every HTTP request passes these before its route: who may call, the request's id, the access log, the server's end."""
 
 import asyncio
 import hmac

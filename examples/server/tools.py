@@ -32,7 +32,7 @@ _DECODER = json.JSONDecoder()
 
 
 class Tools(NamedTuple):
-    """What a request says of tools.
+    """A request's tools.
 
     Attributes:
         shown: the objects that the chat template gets.
@@ -104,7 +104,7 @@ def _read_function(tool: Any, where: str) -> tuple[str, dict[str, Any]]:
 
 
 def special_tokens(tokenizer: Tokenizer) -> set[str]:
-    """Those of the texts around calls that are special tokens, which a text does not show unless it is asked to."""
+    """The texts around calls that are special tokens: decoding shows these only if it is asked to."""
     added = tokenizer.get_added_tokens_decoder().values()
     return {token.content for token in added if token.special and token.content in (_OPEN, _CLOSE)}
 
@@ -195,7 +195,7 @@ class ToolCallParser:
         if is_last:
             text, self._held = self._held, ""
             return content + (text if text.strip() or not (calls or self.num_calls) else ""), calls
-        # What may begin a call is held back, and the space before it, which is no part of the text.
+        # Text that may begin a call is held back, and the space before it, which is no part of the text.
         begins = self._held.find(_OPEN)
         if begins < 0:
             size = next((n for n in range(len(_OPEN), 0, -1) if self._held.endswith(_OPEN[:n])), 0)

@@ -115,7 +115,7 @@ class Worker:
         self._thread.start()
 
     def stop(self, seconds: float = 5.0) -> None:
-        """Ends the thread after its present step; unfinished requests are lost. It waits no longer than so long."""
+        """Ends the thread after its present step; unfinished requests are lost. It waits for `seconds` at most."""
         self._inbox.put(self._stop)
         self._thread.join(seconds)
 
@@ -254,7 +254,7 @@ class Worker:
         return self._is_failing and self._broken is None and self._probe is None
 
     def _lose(self, error: engine.ReplicaFailed) -> None:
-        """Fails the requests of one engine, which is reset already, if it can be; the others go on."""
+        """Fails the requests of one engine, which has been reset if it can be; the others go on."""
         if self._engine.has_failed:  # none is left
             self._recover()
             return
