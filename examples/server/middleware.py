@@ -1,4 +1,4 @@
-"""Every HTTP request passes these before its route: who may call, the request's id, the access log, the server's end."""
+"""What requests pass before their routes: who may call, the request's id, the access log, the server's end."""
 
 import asyncio
 import hmac
