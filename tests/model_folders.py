@@ -2,15 +2,19 @@
 
 import functools
 import json
+import shutil
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from examples.checkpoint import CheckpointError, load_model
 from tests.model_weights import draw_tensors
 
 DATA = Path(__file__).parent / "data"
@@ -62,3 +66,28 @@ def folder(name: str) -> Path:
     if num_shards > 1:
         (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return path
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """`copy(name, **changes)` copies a model's folder, with keys of its config set or removed (`...`)."""
+
+    def copy(name, **changes):
+        copied = tmp_path / name
+        shutil.copytree(folder(name), copied)
+        edit(copied / "config.json", changes)
+        return copied
+
+    return copy
+
+
+def edit(path, changes):
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
+
+
+def refuse(folder, message):
+    """Checks that loading raises a one-line error with these words."""
+    with pytest.raises(CheckpointError, match=message) as raised:
+        load_model(folder, jnp.float32)
+    assert "\n" not in str(raised.value)

@@ -5,7 +5,7 @@ from tests.mutants_made import Mutant
 SIMULATED = "tests/test_engine_simulated.py"
 SPECULATION = "tests/test_engine_speculation.py"
 WEIGHTS = "tests/test_engine_weights.py"
-PARTS = "tests/test_engine_parts.py"
+PARTS = "tests/test_engine_parts.py tests/test_engine_refusals.py"
 
 MUTANTS_OF_SCHEDULER = [
     Mutant(

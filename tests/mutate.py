@@ -47,8 +47,8 @@ _WRITE_AND_ATTEND = "tests/test_write_and_attend.py -k 'nhd-e5m2 or vllm-int8 or
 # The tests of each module; those that fail soonest come first. A folder stands for all of its modules.
 TESTS = {
     "allocator": (
-        "tests/test_allocator_edges.py tests/test_allocator.py tests/test_allocator_arguments.py "
-        "tests/test_allocator_walk.py tests/test_allocator_jit.py"
+        "tests/test_allocator_edges.py tests/test_allocator.py tests/test_allocator_rows.py "
+        "tests/test_allocator_arguments.py tests/test_allocator_walk.py tests/test_allocator_jit.py"
     ),
     "metadata.py": "tests/test_metadata.py",
     "_states.py": "tests/test_merge.py tests/test_transforms.py -k 'merge or merging'",

@@ -1,0 +1,85 @@
+"""Corrections of the arithmetic of Triton's interpreter, for `triton_interpreter.py`."""
+
+import contextlib
+import importlib
+import types
+from unittest import mock
+
+import ml_dtypes
+import numpy as np
+
+
+@contextlib.contextmanager
+def arithmetic_mended():
+    """Corrects Triton's interpreter, which truncates bfloat16 instead of rounding, and treats its bits as integers.
+
+    The interpreter takes float8_e4m3fn's NaN for 480.
+
+    The interpreter also rounds a fused multiply-add twice, and lacks inline assembly, with which one kernel moves a
+    register. In Triton 3.6 it makes an index of a scalar by `int(array of one element)`, which NumPy 2.5 refuses.
+    """
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    tl, handle, builder = interpreter.tl, interpreter.TensorHandle, interpreter.InterpreterBuilder
+    bfloat16 = ml_dtypes.bfloat16
+
+    def widened(x):
+        return handle(x.data.view(bfloat16).astype(np.float32), tl.float32) if x.dtype.scalar == tl.bfloat16 else x
+
+    def cast(original):
+        def mended(self, x, dtype, *rounding):
+            if dtype.scalar == tl.bfloat16 and x.dtype.scalar != tl.bfloat16:
+                x = x if x.dtype.scalar == tl.float32 else original(self, x, tl.float32, *rounding)
+                return handle(x.data.astype(bfloat16).view(np.uint16), tl.bfloat16)
+            x = widened(x)
+            if x.dtype.scalar == tl.float8e4nv:
+                x = handle(x.data.view(ml_dtypes.float8_e4m3fn).astype(np.float32), tl.float32)
+            return x if x.dtype.scalar == dtype.scalar else original(self, x, dtype, *rounding)
+
+        return mended
+
+    def elementwise(original):
+        def mended(self, *operands_and_function):
+            *operands, function = operands_and_function
+            if operands[0].dtype.scalar != tl.bfloat16:
+                return original(self, *operands_and_function)
+            result = original(self, *map(widened, operands), function)
+            is_number = result.data.dtype == np.float32
+            return handle(result.data.astype(bfloat16).view(np.uint16), tl.bfloat16) if is_number else result
+
+        return mended
+
+    def dot(self, a, b, *rest, original=builder.create_dot):
+        return original(self, widened(a), widened(b), *rest)
+
+    def fma(self, x, y, z):
+        exact = x.data.astype(np.float64) * y.data + z.data
+        return handle(exact.astype(z.data.dtype), z.dtype)
+
+    def scalars(tensor, scope, original=interpreter._patch_lang_tensor):
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    patched = set()
+
+    def patch_once(function, original=interpreter._patch_lang):
+        if id(function.__globals__) not in patched:
+            patched.add(id(function.__globals__))
+            original(function)
+        return interpreter._LangPatchScope()  # this scope is empty and restores nothing
+
+    def move(self, code, constraints, values, *rest):
+        assert code == "mov.b32 $0, $1;", code
+        return types.SimpleNamespace(get_result=lambda _: values[0])
+
+    with (
+        mock.patch.object(interpreter, "_patch_lang_tensor", scalars),
+        mock.patch.object(interpreter, "_patch_lang", patch_once),
+        mock.patch.object(builder, "create_inline_asm", move),
+        mock.patch.object(builder, "create_fma", fma),
+        mock.patch.object(builder, "unary_op", elementwise(builder.unary_op)),
+        mock.patch.object(builder, "binary_op", elementwise(builder.binary_op)),
+        mock.patch.object(builder, "cast_impl", cast(builder.cast_impl)),
+        mock.patch.object(builder, "create_fp_to_fp", cast(builder.create_fp_to_fp)),
+        mock.patch.object(builder, "create_dot", dot),
+    ):
+        yield
