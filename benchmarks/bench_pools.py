@@ -41,12 +41,12 @@ class Row:
 
 
 def measure(config: DecoderConfig, num_seqs: int, longest: int, windows: tuple[int | None, ...]) -> Row:
-    """Runs as many texts as fit, each of `longest` tokens.
+    """Runs `num_seqs` texts side by side from their first token to their last one.
 
     Args:
       config: the model's sizes.
       num_seqs: texts that run at the same time.
-      longest: tokens of each, of which the last `OUTPUT` are drawn.
+      longest: tokens of each; the last `OUTPUT` ones are drawn.
       windows: each layer's sliding window, as the engine is told.
     """
     sizes = EngineConfig(longest, max_num_seqs=num_seqs, max_tokens_per_step=max(512, num_seqs))

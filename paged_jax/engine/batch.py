@@ -87,8 +87,8 @@ class Batch:
         """Gives the batch as the layers of one window see it: with their group's tables and slots alone.
 
         Args:
-          sliding_window: the layers' window, None for layers that see everything. One that no sequence outgrows is as
-            good as none.
+          sliding_window: the layers' window, None for layers that see everything. A window that no sequence outgrows
+            counts as none.
 
         Returns:
           A batch without `windows`; the batch itself, if it has none.

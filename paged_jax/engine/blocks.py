@@ -159,7 +159,7 @@ class BlockManager:
         return self.prefix.count_unused(blocks) if self.prefix is not None else 0
 
     def begin(self, seat: int, num_tokens: int, blocks: list[int]) -> None:
-        """Makes the sequence at an empty seat begin after full blocks, of which it holds those that it still needs.
+        """Makes the sequence at an empty seat begin after full blocks; it holds those that it still needs.
 
         Args:
           seat: the seat.
@@ -256,7 +256,7 @@ class BlockManager:
             self.prefix.disuse(block for block in reversed(blocks) if self.state.ref_counts[block] == 1)
 
     def swap_out(self, seat: int) -> Pairs:
-        """Takes a host block for each block of a seat, of which there are enough; the caller then releases the seat.
+        """Takes a host block for each block of a seat; there are enough, and the caller then releases the seat.
 
         Returns:
           The (device block, host block) pairs in order.

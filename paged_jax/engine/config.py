@@ -35,7 +35,7 @@ class EngineConfig:
         programs are compiled, and the engine keeps no counts of tokens, which are 2 * max_num_seqs * vocab_size bytes
         on the device.
       num_host_blocks: blocks in pinned host memory, to which preempted sequences can be swapped; 0 for no swapping.
-        Layers with a sliding window have fewer, if `max_num_seqs` sequences never hold as many.
+        Layers with a sliding window have no more than `max_num_seqs` sequences can hold.
       max_draft_tokens: how many tokens of a sequence a step may verify, beside the one that it draws anyway; 0 for no
         speculation. See `Proposer`.
       verify_tokens: the numbers of tokens for which steps that verify drafts are compiled. They rise, to

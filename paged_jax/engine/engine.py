@@ -43,8 +43,8 @@ class Engine(BaseEngine):
       step: the model's function, see `Step`.
       weights: the model's arrays.
       caches: a `PagedKVCache` or a `PagedLatentCache` for each layer. The engine donates them to its programs: the
-        caller must not use them any more. All have blocks of one size, and the caches of layers with one sliding window
-        have as many blocks; `pool_sizes` says how many such layers need.
+        caller must not use them any more. All have blocks of one size. The caches of layers with the same sliding
+        window have the same number of blocks; `pool_sizes` says how many they need.
       config: sizes and policies.
       sliding_windows: each layer's window, in tokens, None for a layer that sees everything. Layers with a window hold
         blocks for their window only, and have block tables of their own (`Batch.for_window`). Without `sliding_windows`

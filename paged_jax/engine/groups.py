@@ -34,7 +34,7 @@ def make_groups(caches: Sequence[Any], sliding_windows: Iterable[int | None] | N
     Args:
       caches: each layer's cache.
       sliding_windows: each layer's window; None if no layer has one.
-      longest: tokens of the longest sequence; a window of as many tokens is none.
+      longest: tokens of the longest sequence; a window of this size or more counts as none.
 
     Returns:
       The groups, the widest window first.
@@ -131,9 +131,9 @@ def pool_sizes(
       config: the engine's config.
 
     Returns:
-      For each layer the number of blocks of its cache: `num_blocks` without a window; with one, as many as
-      `max_num_seqs` sequences ever hold at the same time, but no more than `num_blocks`. What the sequences that run
-      leave of them belongs to the prefix cache.
+      For each layer the number of blocks of its cache. Without a window this is `num_blocks`. With one it is the number
+      that `max_num_seqs` sequences can hold at the same time, or `num_blocks` if that is less. The prefix cache has
+      those that running sequences leave.
 
     Example:
       >>> from paged_jax.engine import EngineConfig, pool_sizes
