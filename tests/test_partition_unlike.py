@@ -69,14 +69,6 @@ def test_pools_of_one_call_may_be_split_differently(op):
             assert values.is_fully_replicated
 
 
-def test_an_op_that_writes_gets_the_rows_of_all_devices():
-    """Every copy of a pool must get every row."""
-    fun, names, arrays = bind("write_and_attend")
-    rows = {"query", "last_key", "last_value", "block_tables", "seq_lens", "last_slots"}
-    placed = place(arrays, [P("dp") if name in rows else P() for name in names], make_mesh(AxisType.Explicit))
-    assert_same(jax.jit(fun)(*placed), expected("write_and_attend"))
-
-
 @pytest.mark.parametrize("is_split", [False, True])
 def test_blocks_go_to_where_the_destination_of_a_swap_lies(is_split):
     fun, _, arrays = bind("swap_blocks")
