@@ -282,4 +282,18 @@ MUTANTS = [
         "return dataclasses.replace(self, latent_cache=swapped)",
         "tests/test_mla.py -k methods_are_their_ops",
     ),
+    Mutant(
+        "partition: a swap follows its source",
+        "_splits.py",
+        'pools = [x for x in having if "cache" in x[0] and not x[0].startswith("src")]',
+        'pools = [x for x in having if "cache" in x[0]]',
+        "tests/test_partition_unlike.py -k destination",
+    ),
+    Mutant(
+        "vmap: values' scales of slots are those of the first pool",
+        "_vmap.py",
+        "any(scale is not None and scale.ndim == 3 for scale in scales)",
+        "any(scale is not None and scale.ndim == 3 for scale in scales[:1])",
+        "tests/test_transforms.py -k share_scales",
+    ),
 ]

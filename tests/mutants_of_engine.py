@@ -200,7 +200,7 @@ MUTANTS_OF_ENGINE = [
         "engine/config.py",
         "any(a >= b for a, b",
         "any(a > b for a, b",
-        PARTS,
+        "tests/test_engine_refusals.py",
     ),
     Mutant(
         "engine: the longest text is too long to be measured",
@@ -236,5 +236,12 @@ MUTANTS_OF_ENGINE = [
         "sum(caches[layer].nbytes for layer in layers)",
         "first.nbytes",
         ENGINE + " -k bytes_of_all",
+    ),
+    Mutant(
+        "engine: a vocabulary is split unevenly",
+        "engine/runner.py",
+        "        if axis is None or logits.shape[1] % num_parts(at, axis):",
+        "        if axis is None:",
+        "tests/test_engine.py -k vocabulary",
     ),
 ]

@@ -233,4 +233,11 @@ MUTANTS_OF_SCHEDULER = [
         "np.int32).astype(np.uint16).tobytes()",
         PARTS,
     ),
+    Mutant(
+        "engine: what is preempted waits behind all others",
+        "engine/scheduler.py",
+        "bisect.insort(self.waiting, sequence, key=lambda other: other.place)",
+        "self.waiting.append(sequence)",
+        "tests/test_engine_parts.py -k old_place",
+    ),
 ]

@@ -367,4 +367,18 @@ MUTANTS_OF_SERVER = [
         'access.api_keys and scope["path"].startswith("/v1") and',
         "tests/test_serve_access.py",
     ),
+    Mutant(
+        "api: the sixteenth stop is one too many",
+        "examples/server/api.py",
+        "if len(value) > MAX_STOPS:",
+        "if len(value) >= MAX_STOPS:",
+        "tests/test_serve_fields.py -k sixteen",
+    ),
+    Mutant(
+        "server: a stream that ends goes on in the engine",
+        "examples/server/responses.py",
+        "            self._close()\n",
+        "            pass\n",
+        "tests/test_serve_limits.py -k however",
+    ),
 ]

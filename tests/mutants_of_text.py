@@ -108,4 +108,11 @@ MUTANTS_OF_TEXT = [
         "starts = range(first, first - 1, -1)",
         "tests/test_text.py",
     ),
+    Mutant(
+        "text: a second flush repeats the text",
+        "engine/text.py",
+        "        self._num_read, self._reads = len(self._ids), (self._decode(self._ids),)\n        held",
+        "        held",
+        "tests/test_text.py -k flushed",
+    ),
 ]

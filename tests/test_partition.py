@@ -293,16 +293,6 @@ def test_what_cannot_be_split_is_resharded(spec, axis_type):
     assert_same(jax.jit(fun)(*placed), expected("paged_attention"))
 
 
-def test_an_op_that_writes_gets_the_rows_of_all_devices(seen):
-    """Every copy of a pool must get every row, and a kernel that also attends takes all of them together."""
-    fun, names, arrays = bind("write_and_attend")
-    rows = [i for i, name in enumerate(names) if name in (*DECODE_ROWS, "last_key", "last_value", "last_slots")]
-    specs = [P("dp") if i in rows else P() for i in range(len(names))]
-    results = jax.jit(fun)(*place(arrays, specs, make_mesh(AxisType.Explicit)))
-    assert [seen[-1][i][0] for i in rows] == [NUM_SEQS] * len(rows)
-    assert_same(results, expected("write_and_attend"))
-
-
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_transformations_of_sharded_calls(axis_type):
     """Ops run eagerly, under vmap and in a scan."""
