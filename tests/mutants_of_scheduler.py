@@ -59,7 +59,7 @@ MUTANTS_OF_SCHEDULER = [
     ),
     Mutant(
         "engine: a draft counts to its end though a token before was wrong",
-        "engine/scheduler.py",
+        "engine/plan.py",
         "(is_right and token_ids[i - 1] == sample.follows)",
         "token_ids[i - 1] == sample.follows",
         SPECULATION,

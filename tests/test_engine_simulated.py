@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from paged_jax.engine import EngineConfig, SamplingParams
-from paged_jax.engine.scheduler import Plan
+from paged_jax.engine.plan import Plan
 from tests import engine_walk
 from tests.engine_checks import drain, tokens_of
 from tests.engine_simulation import VOCAB, expected_tokens, make_engine

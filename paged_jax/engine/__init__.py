@@ -6,7 +6,7 @@
 - stats.py      their statistics
 - request.py    a request's parameters, and the results; sequence.py: the sequences it becomes
 - config.py     sizes and policies
-- scheduler.py  decides what each step computes: token budget, admission, preemption; plain Python
+- scheduler.py  decides what each step computes: token budget, admission, preemption; plain Python. plan.py: its plans
 - groups.py     groups of layers, by their sliding windows; each has pools and block tables of its own
 - blocks.py     keeps track of who holds which block; prefix.py: of which full block holds which tokens
 - pools.py      the blocks of all groups together

@@ -22,12 +22,13 @@ from paged_jax.engine.compiling import CompilerOptions
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.groups import blocks_used, make_groups
 from paged_jax.engine.mask import gather_masks
+from paged_jax.engine.plan import Plan
 from paged_jax.engine.pools import make_pools
 from paged_jax.engine.request import Delta, SamplingParams, Seeds, Tokenizer, read_token_ids
 from paged_jax.engine.results import equip, logprob_of, take
 from paged_jax.engine.runner import Launched, Runner
 from paged_jax.engine.sampling import Drawn
-from paged_jax.engine.scheduler import Plan, Scheduler
+from paged_jax.engine.scheduler import Scheduler
 from paged_jax.engine.sequence import Sequence
 from paged_jax.engine.speculation import PromptLookup, Proposer, Speculator
 from paged_jax.engine.stats import PoolStats, Stats

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from paged_jax.engine.adjust import num_words
-from paged_jax.engine.scheduler import Sample
+from paged_jax.engine.plan import Sample
 
 
 class MaskState(Protocol):

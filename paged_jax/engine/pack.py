@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 
 from paged_jax.engine.batch import FLOATS, StepShape
+from paged_jax.engine.plan import Plan
 from paged_jax.engine.sampling import Kind
-from paged_jax.engine.scheduler import Plan
 
 
 def pack(plan: Plan, shape: StepShape, num_seats: int, kind: Kind) -> np.ndarray:

@@ -41,9 +41,9 @@ from paged_jax.engine.compiling import CompilerOptions, compile_all
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.groups import Group, host_blocks
 from paged_jax.engine.pack import pack, pack_made_up
+from paged_jax.engine.plan import Plan
 from paged_jax.engine.pools import Entry
 from paged_jax.engine.sampling import Drawn, Kind, draw_program
-from paged_jax.engine.scheduler import Plan
 from paged_jax.engine.sequence import Sequence
 from paged_jax.engine.weights import check_weights
 
