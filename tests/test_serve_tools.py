@@ -60,7 +60,7 @@ LLAMA3 = [
     [("hermes", *case) for case in HERMES] + [("llama3", *case) for case in LLAMA3],
 )
 def test_what_parsers_find(form, text, content, calls):
-    """Whole, and in two pieces or in single characters, wherever the pieces end."""
+    """Texts come whole, cut in two anywhere, or character by character."""
     cuts = [[text], list(text), *([text[:i], text[i:]] for i in range(1, len(text)))]
     for pieces in cuts:
         parser = ToolCallParser(form)

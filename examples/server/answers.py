@@ -48,7 +48,7 @@ class Answer:
             "created": int(time.time()),
             "model": model,
         }
-        self._offsets: dict[int, TextOffsets] = {}  # of each choice's text so far, for the log-probabilities
+        self._offsets: dict[int, TextOffsets] = {}  # of the tokens of each choice, for log-probabilities
         self._prompt_scores: dict[int, Sequence[Scored]] = {}  # of the tokens of each prompt
         self._begun: set[int] = set()  # choices that have a chunk
         self._parsers = {i: make_parser() for i in range(self.num_choices)} if make_parser is not None else {}

@@ -30,7 +30,7 @@ def equip(sequence: Sequence, tokenizer: Tokenizer | None, vocab_size: int) -> N
 
 
 def take(sequence: Sequence, token_id: int, drawn: Drawn, i: int) -> Delta:
-    """Appends a drawn token to its sequence, whose `finish_reason` tells then if this was its last token.
+    """Appends a drawn token to its sequence and, if it is the last one, sets the sequence's `finish_reason`.
 
     Args:
       sequence: the sequence, which is unfinished.
