@@ -19,6 +19,7 @@ from jaxtyping import Array, Int32
 
 from examples.decoder import Attend
 from paged_jax import Implementation
+from paged_jax.engine import SharedPrefixes
 
 
 def prefill_attend(
@@ -98,6 +99,7 @@ def decode_attend(
     seq_lens: Int32[Array, " num_seqs"],
     slot_mapping: Int32[Array, " num_seqs"],
     *,
+    prefixes: SharedPrefixes | None = None,
     implementation: Implementation | None = None,
 ) -> Attend:
     """Builds the attention of one new token for each sequence, which also writes the tokens to the cache.
@@ -106,6 +108,7 @@ def decode_attend(
         block_tables: i32 `[num_seqs, max_blocks_per_seq]`; they already list the blocks of the new tokens.
         seq_lens: i32 `[num_seqs]`, tokens of each sequence, the new one included; 0 for a row of padding.
         slot_mapping: i32 `[num_seqs]`, the slot of each new token; negative for a row of padding.
+        prefixes: prefixes that rows share, which layers of full attention read once.
         implementation: the implementation of the ops, `None` for the library's choice.
 
     Returns:
@@ -113,7 +116,12 @@ def decode_attend(
     """
 
     def attend(query, key, value, cache, **options):
+        is_full = not any(options.get(name) is not None for name in ("sliding_window", "alibi_slopes", "sinks"))
         options["implementation"] = implementation
+        if prefixes is not None and value is not None and is_full:
+            writer = None if implementation == "mosaic_gpu" else implementation
+            cache = cache.write(key, value, slot_mapping, implementation=writer)
+            return prefixes.attend(query, cache, **options), cache
         if value is None:
             cache = cache.write(key, slot_mapping, implementation=implementation)
             return cache.attend(query, block_tables, seq_lens, **options), cache

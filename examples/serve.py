@@ -32,6 +32,9 @@ Texts that repeat their prompt or themselves, such as edits and code, come faste
 each step also verifies tokens that the text suggests. Answers stay the same; where guesses are wrong, none is made. The
 tokens that were guessed, and those that were right, are counted in /metrics.
 
+Where many texts begin with one long prompt, --shared-prefixes 4 lets each step read up to four such beginnings once for
+all of their texts, if that spares enough.
+
 Several GPUs: --mesh tp=2 splits the model over two of them, and --mesh dcp=2 the blocks of the cache, for long texts.
 --mesh dp=2 runs two copies of the model, which share the requests; each copy has --num-blocks blocks and runs
 --max-num-seqs texts. --mesh dp=2,tp=4 is both, on eight GPUs.
@@ -174,6 +177,7 @@ def engine_config(options: argparse.Namespace, config: DecoderConfig) -> engine.
         max_logprobs=min(MAX_LOGPROBS, config.vocab_size),
         num_host_blocks=options.host_blocks,
         max_draft_tokens=options.speculate,
+        max_shared_prefixes=options.shared_prefixes,
     )
 
 

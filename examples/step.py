@@ -80,7 +80,8 @@ def _attend_to(batch: Batch, implementation: Implementation | None) -> Attend:
     """The attention of a batch's new tokens, for layers that share its tables and slots."""
     tables, lens, slots = batch.block_tables, batch.seq_lens, batch.slot_mapping
     if batch.is_decode:
-        return decode_attend(tables, lens, slots, implementation=implementation)
+        prefixes = getattr(batch, "prefixes", None)
+        return decode_attend(tables, lens, slots, prefixes=prefixes, implementation=implementation)
     if batch.query_start_loc is None:
         raise ValueError("a batch must have query_start_loc unless is_decode is True, got None")
     where = tables, lens, batch.query_start_loc, slots

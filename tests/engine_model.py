@@ -54,6 +54,9 @@ def step(weights, caches, batch, windows=WINDOWS):
     def attend(query, key, value, cache, window):
         seen, option = batch.for_window(window), {"sliding_window": window}
         where = seen.block_tables, batch.seq_lens
+        if batch.prefixes is not None and window is None:
+            cache = cache.write(key, value, seen.slot_mapping)
+            return batch.prefixes.attend(query, cache), cache
         if batch.is_decode:
             return cache.write_and_attend(query, key, value, *where, seen.slot_mapping, **option)
         cache = cache.write(key, value, seen.slot_mapping)

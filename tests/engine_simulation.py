@@ -265,6 +265,8 @@ class SimulatedRunner(Runner):
             seats, columns = parts["row_seats"][rows], (lens[rows] - 1) // self.block_size
             for table, blocks in zip(tables, parts["row_blocks"], strict=True):
                 table[seats, columns] = blocks[rows]
+            if shape.num_prefixes:
+                self._check_prefixes(parts, tables)
             counts = {row: starts[row + 1] - starts[row] for row in rows}
             # The slots that a row reads and writes in each group, those of its new tokens last.
             slots = {row: self._slots(tables, parts["row_seats"][row], lens[row], counts[row]) for row in rows}
@@ -305,6 +307,18 @@ class SimulatedRunner(Runner):
             assert ((blocks >= 0) & (blocks < group.num_blocks)).all()
             found.append((base + blocks) * self.block_size + positions % self.block_size)
         return found
+
+    def _check_prefixes(self, parts, tables):
+        """Checks that the rows of each shared prefix have its full blocks, and none of them is written to."""
+        (table,), starts, lens = tables, parts["prefix_starts"], parts["prefix_lens"]
+        assert starts[0] == 0
+        for prefix, length in enumerate(lens):
+            rows = range(starts[prefix], starts[prefix + 1])
+            assert (len(rows) > 1) == (length > 0)
+            assert length % self.block_size == 0
+            assert (length < parts["seq_lens"][list(rows)]).all()
+            shared = [table[parts["row_seats"][row], : length // self.block_size].tolist() for row in rows]
+            assert all(blocks == shared[0] for blocks in shared)
 
     @staticmethod
     def _check_context(tokens, chains, length, salt):

@@ -180,6 +180,7 @@ class Story:
         counters, stats = self.engine._scheduler.counters, self.engine
         self.seen["drafted"] += stats._num_draft_tokens
         self.seen["accepted"] += stats._num_accepted_tokens
+        self.seen["shared"] += counters.shared_tokens
         self.seen["recomputed"] += counters.recomputed
         self.seen["swapped"] += counters.swapped
         self.seen["found"] += counters.hit_tokens
@@ -260,6 +261,8 @@ def walk(seed: int, seen: dict[str, int]) -> None:
         max_draft_tokens=(most := draw.choice([0, 1, 3, 6])),
         verify_tokens=tuple(sorted({min(2, budget), budget})) if most and draw.random() < 0.5 else (),
         free_tokens_per_step=draw.choice([1, 4, 128]),
+        max_shared_prefixes=draw.choice([0, 1, 3]),
+        least_shared_tokens=draw.choice([1, 8]),
         preemption=draw.choice(["cheaper", "recompute", "swap"]),
         swap_bytes_per_second=draw.choice([1.0, 1e6, 1e12]),
     )
@@ -284,7 +287,7 @@ def walk(seed: int, seen: dict[str, int]) -> None:
 def run(seeds: range) -> dict[str, int]:
     """Runs histories and returns the counts of what happened in them."""
     names = "requests", "refused", "cancelled", "failed", "recomputed", "swapped", "found", "updated", "restarted"
-    names += "drafted", "accepted", "behind", "masks failed", "masks ended"
+    names += "shared", "drafted", "accepted", "behind", "masks failed", "masks ended"
     seen = dict.fromkeys(names, 0)
     for seed in seeds:
         try:

@@ -87,7 +87,7 @@ def test_the_bound_adds_up_what_the_bare_model_takes():
 
 
 def test_a_run_is_described_by_its_stamps():
-    stats = engine.Stats(0, 0, 9, 0, 0, 0.0, 8, 0.25, 1, 2, 3, 7, 5, 0, 0, 0.0, 4)
+    stats = engine.Stats(0, 0, 9, 0, 0, 0.0, 8, 0.25, 0, 1, 2, 3, 7, 5, 0, 0, 0.0, 4)
     stamps = [[1.0, 1.5, 2.0], [1.0, 3.0]]
     steps = [Step(1.0, 0, 2), Step(1.5, 1, 2), Step(2.0, 1, 2), Step(3.0, 1, 1)]
     samples = [

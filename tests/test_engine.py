@@ -227,12 +227,15 @@ def test_what_a_reset_cannot_change(field):
         "num_host_blocks": 1,
         "max_draft_tokens": 1,
         "verify_tokens": (2,),
+        "max_shared_prefixes": 1,
         "num_blocks": 5,
         "prefix_caching": False,
         "preemption": "swap",
         "recompute_tokens_per_second": 1.0,
         "swap_bytes_per_second": 1.0,
         "free_tokens_per_step": 1,
+        "least_shared_tokens": 1,
+        "max_tokens_beside_decodes": 5,
     }
     config = EngineConfig(max_model_len=48, max_num_seqs=4, max_tokens_per_step=16, max_draft_tokens=2)
     ladders = {"decode_rows": (), "mixed_tokens": (), "verify_tokens": ()}  # which follow from the sizes

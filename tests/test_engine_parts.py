@@ -345,7 +345,7 @@ def test_what_a_model_gets_is_what_build_metadata_says(query_lens):
 )
 def test_a_measured_step_has_no_more_prompts_than_a_real_one(num_prompts, context_len, starts):
     shape = StepShape(12, 4, 5, False, num_prompts)
-    parts = shape.split(pack_made_up(shape, context_len, [16], 4))
+    parts = shape.split(pack_made_up(shape, context_len, [16], 4, 4))
     assert parts["query_start_loc"].tolist() == starts
     assert parts["seq_lens"].tolist() == np.diff(starts).tolist()
     assert parts["row_seats"].tolist() == [0, 1, 2, 3]

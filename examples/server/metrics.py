@@ -11,7 +11,7 @@ _BETWEEN_TOKENS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1
 _REQUEST = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 # The engine's statistics that only grow, until it is reset.
 _COUNTED = {"looked_up_tokens", "recomputed", "swapped", "steps", "prompt_tokens", "output_tokens", "draft_tokens"}
-_COUNTED |= {"accepted_tokens"}
+_COUNTED |= {"accepted_tokens", "shared_tokens"}
 
 
 class Metrics:

@@ -44,6 +44,8 @@ def parse(argv: Sequence[str] | None, description: str | None = None) -> argpars
         help="blocks in host memory, where texts that must wait keep what is computed (%(default)s)")  # fmt: skip
     add("--speculate", metavar="N", type=int, default=0,
         help="tokens of a text that a step may verify, guessed from the text; 0 = none (%(default)s)")  # fmt: skip
+    add("--shared-prefixes", metavar="N", type=int, default=0,
+        help="beginnings that a step may read once for all texts that share them; 0 = none (%(default)s)")  # fmt: skip
     add("--mesh", metavar="SIZES", help="tp=2 splits the model over two GPUs, dp=2 runs two copies of it (one GPU)")
     add("--processes", metavar="N", type=int, default=1,
         help="processes that share the model, each started with the same options (%(default)s)")  # fmt: skip
@@ -68,6 +70,7 @@ def parse(argv: Sequence[str] | None, description: str | None = None) -> argpars
     check(options, "--max-queued", options.max_queued >= 0, "0 or more")
     check(options, "--host-blocks", options.host_blocks >= 0, "0 or more")
     check(options, "--speculate", options.speculate >= 0, "0 or more")
+    check(options, "--shared-prefixes", options.shared_prefixes >= 0, "0 or more")
     check(options, "--drain-seconds", options.drain_seconds >= 1, "1 or more")
     check(options, "--step-seconds", options.step_seconds > 0, "above 0")
     check(options, "--processes", options.processes >= 1, "1 or more")

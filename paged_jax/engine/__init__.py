@@ -10,6 +10,7 @@
 - groups.py     groups of layers, by their sliding windows; each has pools and block tables of its own
 - blocks.py     keeps track of who holds which block; prefix.py: of which full block holds which tokens
 - pools.py      the blocks of all groups together
+- sharing.py    finds prefixes that a decode step can read once for all sequences that share them
 - batch.py      the batch that a model is given, and the array in which it travels to the device
 - pack.py       fills that array from a plan
 - runner.py     the compiled programs; arrays.py: the pools they work on; compiling.py: compiles them
@@ -33,7 +34,7 @@ Words that these files share:
 """
 
 from paged_jax.engine.base import BaseEngine, EngineFailed, RunningRequests
-from paged_jax.engine.batch import Batch, Step, StepShape
+from paged_jax.engine.batch import Batch, SharedPrefixes, Step, StepShape
 from paged_jax.engine.compiling import CompilerOptions
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.engine import Engine
@@ -65,6 +66,7 @@ __all__ = [
     "Replicas",
     "RunningRequests",
     "SamplingParams",
+    "SharedPrefixes",
     "Stats",
     "Step",
     "StepShape",

@@ -20,9 +20,61 @@ from jaxtyping import Array, Float32, Int32
 from paged_jax.cache import PagedKVCache
 from paged_jax.latent_cache import PagedLatentCache
 from paged_jax.metadata import AttentionMetadata
+from paged_jax.ops import merge_attention_states
 
 type Cache = PagedKVCache | PagedLatentCache
 type Caches = tuple[Cache, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SharedPrefixes:
+    """Prefixes that rows of a decode batch share, so that each is read once for all of its rows.
+
+    Attributes:
+      tables: i32 [num_prefixes, max_blocks_per_seq], the blocks of each prefix.
+      lens: i32 [num_prefixes], tokens of each prefix; 0 for padding.
+      start_loc: i32 [num_prefixes + 1], where the rows of each prefix start; later rows share none.
+      own_tables: i32 [num_seqs, max_blocks_per_seq], each row's blocks behind its prefix.
+      own_lens: i32 [num_seqs], each row's tokens behind its prefix, the new one included.
+
+    Example:
+      Two sequences of 6 and 7 tokens share block 2.
+
+      >>> import jax.numpy as jnp
+      >>> from paged_jax import PagedKVCache
+      >>> from paged_jax.engine import SharedPrefixes
+      >>> i32 = lambda *numbers: jnp.array(numbers, jnp.int32)
+      >>> shared = SharedPrefixes(
+      ...     tables=i32([2, 0]), lens=i32(4), start_loc=i32(0, 2), own_tables=i32([5, 0], [6, 0]), own_lens=i32(2, 3)
+      ... )
+      >>> cache = PagedKVCache.create(num_blocks=8, block_size=4, num_kv_heads=1, head_size=8)
+      >>> shared.attend(jnp.ones((2, 1, 8), jnp.bfloat16), cache).shape
+      (2, 1, 8)
+    """
+
+    tables: Any
+    lens: Any
+    start_loc: Any
+    own_tables: Any
+    own_lens: Any
+
+    def attend(self, query: Any, cache: PagedKVCache, **options: Any) -> Array:
+        """Attends to the prefixes with all their rows, and to each row's own tokens, and merges both.
+
+        Args:
+          query: [num_seqs, num_heads, head_size].
+          cache: a layer's cache, which holds the new tokens already.
+          options: those of the attention ops, without those that look at positions or change the softmax: sliding
+            windows, ALiBi, sinks and block-sparse patterns.
+
+        Returns:
+          What `cache.attend` gives with the whole tables, but for rounding.
+        """
+        options |= {"return_lse": True}
+        prefix = cache.attend_ragged(query, self.tables, self.lens, self.start_loc, causal=False, **options)
+        own = cache.attend(query, self.own_tables, self.own_lens, **options)
+        return merge_attention_states(*prefix, *own)[0]
 
 
 @jax.tree_util.register_dataclass
@@ -56,6 +108,8 @@ class Batch:
         if that is not known.
       windows: the sliding window of each group of layers, None for the layers that see everything (static); empty if
         all layers share tables and slots.
+      prefixes: `SharedPrefixes` of a decode batch whose rows share any, which an engine with `max_shared_prefixes`
+        gives. A model may use it in layers of full attention, or ignore it.
 
     Example:
       Two sequences decode: tokens 7 and 9 are at positions 4 and 0.
@@ -82,6 +136,7 @@ class Batch:
     is_decode: bool = dataclasses.field(default=False, metadata={"static": True})
     num_prompts: int | None = dataclasses.field(default=None, metadata={"static": True})
     windows: tuple[int | None, ...] = dataclasses.field(default=(), metadata={"static": True})
+    prefixes: SharedPrefixes | None = None
 
     def for_window(self, sliding_window: int | None) -> "Batch":
         """Gives the batch as the layers of one window see it: with their group's tables and slots alone.
@@ -144,7 +199,13 @@ class Batch:
         )
 
 
-# This lets `jax.export` serialise a step that takes a batch.
+# These let `jax.export` serialise a step that takes a batch.
+export.register_pytree_node_serialization(
+    SharedPrefixes,
+    serialized_name="paged_jax.engine.SharedPrefixes",
+    serialize_auxdata=lambda _: b"",
+    deserialize_auxdata=lambda _: (),
+)
 export.register_pytree_node_serialization(
     Batch,
     serialized_name="paged_jax.engine.Batch",
@@ -239,6 +300,7 @@ class StepShape(NamedTuple):
       is_decode, num_prompts: as in `Batch`.
       num_groups: groups of layers, each of which has block tables of its own.
       is_verify: whether the logits of as many places as there are tokens are wanted, to verify drafts.
+      num_prefixes: how many shared prefixes there may be.
 
     Example:
       >>> from paged_jax.engine import StepShape
@@ -253,6 +315,7 @@ class StepShape(NamedTuple):
     num_prompts: int
     num_groups: int = 1
     is_verify: bool = False
+    num_prefixes: int = 0
 
     @property
     def num_logits(self) -> int:
@@ -270,6 +333,8 @@ class StepShape(NamedTuple):
             "seq_lens": rows,
             "query_start_loc": (self.num_rows + 1,),
             "logit_rows": (self.num_logits,),
+            "prefix_starts": (self.num_prefixes + 1,),
+            "prefix_lens": (self.num_prefixes,),
             **dict.fromkeys(_DRAWS, (self.num_logits,)),
         }
 
@@ -341,5 +406,17 @@ class StepShape(NamedTuple):
             is_decode=self.is_decode,
             num_prompts=self.num_prompts,
             windows=() if is_one else windows,
+            prefixes=self._prefixes(parts, rows[0], block_size) if self.num_prefixes else None,
         )
         return batch, packed[self.size - Draws.size(self.num_logits) :], all_tables
+
+    def _prefixes(self, parts: dict[str, Any], tables: Any, block_size: int) -> SharedPrefixes:
+        """The shared prefixes, whose blocks are the first ones of their first rows' tables."""
+        starts, prefix_lens, lens = parts["prefix_starts"], parts["prefix_lens"], parts["seq_lens"]
+        row = jnp.arange(self.num_rows, dtype=jnp.int32)
+        prefix = jnp.searchsorted(starts[1:], row, side="right")
+        skipped = jnp.where(row < starts[-1], prefix_lens.at[prefix].get(mode="clip"), 0)
+        columns = jnp.arange(tables.shape[1], dtype=jnp.int32)[None] + skipped[:, None] // block_size
+        own_tables = jnp.take_along_axis(tables, jnp.minimum(columns, tables.shape[1] - 1), axis=1)
+        first = jnp.minimum(starts[:-1], self.num_rows - 1)
+        return SharedPrefixes(tables[first], prefix_lens, starts, own_tables, lens - skipped)

@@ -280,6 +280,7 @@ class Engine(BaseEngine):
             waste=self._blocks.waste(),
             num_looked_up_tokens=counters.looked_up_tokens,
             hit_rate=counters.hit_tokens / max(counters.looked_up_tokens, 1),
+            num_shared_tokens=counters.shared_tokens,
             num_recomputed=counters.recomputed,
             num_swapped=counters.swapped,
             num_steps=self._num_steps,

@@ -41,6 +41,11 @@ def pack(plan: Plan, shape: StepShape, num_seats: int, kind: Kind) -> np.ndarray
     starts[num_rows + 1 :] = len(ids)
     parts["row_seats"][:num_rows] = seats
     parts["row_blocks"][:, :num_rows] = plan.row_blocks
+    if shape.num_prefixes:
+        ends = np.cumsum([num_rows for num_rows, _ in plan.prefixes])
+        parts["prefix_starts"][1:] = ends[-1]
+        parts["prefix_starts"][1 : len(ends) + 1] = ends
+        parts["prefix_lens"][: len(ends)] = [num_tokens for _, num_tokens in plan.prefixes]
     if plan.samples:
         sequences, draw_seats, rows, positions, _ = zip(*plan.samples, strict=True)
         rows = np.array(rows)
@@ -54,7 +59,9 @@ def pack(plan: Plan, shape: StepShape, num_seats: int, kind: Kind) -> np.ndarray
     return packed
 
 
-def pack_made_up(shape: StepShape, context_len: int, num_blocks: list[int], num_seats: int) -> np.ndarray:
+def pack_made_up(
+    shape: StepShape, context_len: int, num_blocks: list[int], num_seats: int, block_size: int
+) -> np.ndarray:
     """Packs a made-up step that fills a shape, for measuring.
 
     Args:
@@ -62,6 +69,7 @@ def pack_made_up(shape: StepShape, context_len: int, num_blocks: list[int], num_
       context_len: tokens of each sequence, the new ones included.
       num_blocks: blocks of each group's pools.
       num_seats: how many seats there are; the drawn tokens belong to none of them.
+      block_size: tokens in a block.
 
     Returns:
       i32 [shape.size].
@@ -76,6 +84,11 @@ def pack_made_up(shape: StepShape, context_len: int, num_blocks: list[int], num_
     row_len = min(context_len, -(-shape.num_tokens // shape.num_rows) if shape.is_verify else context_len)
     starts = rows if shape.is_decode else np.minimum(np.minimum(rows, shape.num_prompts) * row_len, shape.num_tokens)
     counts = np.diff(starts)
+    if shape.num_prefixes:  # all rows share one prefix, which is as long as it can be
+        parts["prefix_starts"][1:], parts["prefix_lens"][0] = (
+            shape.num_rows,
+            (context_len - 1) // block_size * block_size,
+        )
     parts["query_start_loc"][:] = starts
     parts["seq_lens"][:] = np.where(counts > 0, context_len, 0) if shape.is_decode or shape.is_verify else counts
     parts["logit_rows"][:] = rows[:-1] * 0 if shape.is_verify else np.where(counts > 0, starts[1:] - 1, 0)

@@ -61,6 +61,7 @@ class Plan:
       row_blocks: for each group, the block of each row's last token.
       adopted: for each group, the blocks of the prefix cache with which sequences begin in this step.
       seated: the sequences that have got a seat in this step. The host knows all tokens that they had before it.
+      prefixes: (rows, tokens) of each prefix that the first rows share, if a decode step reads such prefixes once.
       is_decode: whether every row has one token, and none reads a slot that another one writes. All other steps run a
         program that writes all new tokens before it attends.
     """
@@ -75,6 +76,7 @@ class Plan:
     row_blocks: list[list[int]] = dataclasses.field(default_factory=list)
     adopted: list[set[int]] = dataclasses.field(default_factory=list)
     seated: list[Sequence] = dataclasses.field(default_factory=list)
+    prefixes: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     is_decode: bool = False
 
     @staticmethod

@@ -192,7 +192,7 @@ class Runner:
         )
         self._tables = jax.device_put(made_up, self._replicated)
         for shape in self._shapes():
-            packed = pack_made_up(shape, context_len, num_blocks, self.config.max_num_seqs)
+            packed = pack_made_up(shape, context_len, num_blocks, self.config.max_num_seqs, self.block_size)
             jax.block_until_ready(self._run(shape, Kind.GREEDY, packed))
             began = time.perf_counter()
             for _ in range(repeats):
@@ -251,7 +251,8 @@ class Runner:
         if plan.is_decode:
             rows = max(len(plan.chunks), len(plan.samples) + len(plan.scores))
             rows = next(size for size in self.config.decode_rows if size >= rows)
-            return self._shape(rows, rows, True), kind
+            shape = self._shape(rows, rows, True)
+            return self._sharing(shape) if plan.prefixes else shape, kind
         num_tokens = sum(chunk.num_tokens for chunk in plan.chunks)
         if plan.has_drafts:
             return self._verify_shape(next(size for size in self.config.verify_tokens if size >= num_tokens)), kind
@@ -270,7 +271,14 @@ class Runner:
     def _shapes(self) -> list[StepShape]:
         mixed = [self._shape(size, self.config.max_num_seqs, False) for size in self.config.mixed_tokens]
         verify = [self._verify_shape(size) for size in self.config.verify_tokens]
-        return mixed + verify + [self._shape(size, size, True) for size in self.config.decode_rows]
+        decode = [self._shape(size, size, True) for size in self.config.decode_rows]
+        may_share = self.config.max_shared_prefixes and not any(group.sliding_window for group in self.groups)
+        sharing = [self._sharing(shape) for shape in decode if may_share and shape.num_rows > 1]
+        return mixed + verify + decode + sharing
+
+    def _sharing(self, shape: StepShape) -> StepShape:
+        """The shape of decode steps of so many rows that share prefixes."""
+        return shape._replace(num_prefixes=self.config.max_shared_prefixes)
 
     def _compile(self, show_progress: bool, options: CompilerOptions | None) -> Programs:
         kinds = Kind.all_of(self.config.max_logprobs, self.config.adjustments)

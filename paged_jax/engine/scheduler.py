@@ -27,14 +27,15 @@ from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.plan import Chunk, Plan, Sample, Score
 from paged_jax.engine.pools import Hits, Pools
 from paged_jax.engine.sequence import Sequence
+from paged_jax.engine.sharing import Sharing
 from paged_jax.engine.speculation import Speculator
 
 
 class Counters:
-    """Counts preempted sequences of both kinds, and the tokens that were looked up and found in the prefix cache."""
+    """Counts preempted sequences of both kinds, tokens looked up and found in the prefix cache, and spared reads."""
 
     def __init__(self):
-        self.recomputed = self.swapped = 0
+        self.recomputed = self.swapped = self.shared_tokens = 0
         self.looked_up_tokens = self.hit_tokens = 0
 
 
@@ -49,6 +50,8 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, blocks: Pools, speculator: Speculator | None = None):
         self.config, self.blocks, self.speculator = config, blocks, speculator
+        may_share = config.max_shared_prefixes and not any(each.sliding_window for each in blocks.managers)
+        self.sharing = Sharing(config, blocks.managers[0]) if may_share else None
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.free_seats = list(range(config.max_num_seqs))[::-1]
@@ -289,6 +292,8 @@ class Scheduler:
         """Orders the rows. Where a sequence's last token is computed, plans a draw and starts the children."""
         rows = [item for item in tokens.items() if item[1] > 1]
         rows += [item for item in tokens.items() if item[1] == 1]
+        if self.sharing is not None and not rows[0][1] > 1:
+            rows = self._share(rows, self.sharing, plan)
         for row, (sequence, count) in enumerate(rows):
             seat, end = _seat(sequence), sequence.num_computed
             draft = drafts.get(sequence, ())
@@ -310,6 +315,17 @@ class Scheduler:
         plan.row_blocks = self.blocks.last_blocks([chunk.seat for chunk in plan.chunks])
         reads_written = any(not a.isdisjoint(b) for a, b in zip(plan.adopted, plan.row_blocks, strict=True))
         plan.is_decode = len(rows) == sum(tokens.values()) and not reads_written
+        plan.prefixes = plan.prefixes if plan.is_decode else []
+        self.counters.shared_tokens += sum((num_rows - 1) * size for num_rows, size in plan.prefixes)
+
+    def _share(self, rows: list[tuple[Sequence, int]], sharing: Sharing, plan: Plan) -> list[tuple[Sequence, int]]:
+        """Puts rows that share a prefix together, before all others."""
+        if plan.seated:
+            sharing.forget()
+        groups = sharing.find([_seat(sequence) for sequence, _ in rows])
+        plan.prefixes = [(len(group.rows), group.num_blocks * self.blocks.block_size) for group in groups]
+        first = [row for group in groups for row in group.rows]
+        return [rows[row] for row in first] + [item for row, item in enumerate(rows) if row not in set(first)]
 
     def _begin_children(self, parent: Sequence, row: int, plan: Plan) -> None:
         """Makes a sequence's children run, with all blocks of their parent, whose prompt is computed now."""

@@ -52,6 +52,7 @@ class Stats:
       waste: fraction of the slots in the held blocks that hold no token.
       num_looked_up_tokens: tokens of admitted sequences, which were looked up in the prefix cache.
       hit_rate: fraction of those tokens that were found there.
+      num_shared_tokens: tokens of shared prefixes that decode steps did not read once more.
       num_recomputed, num_swapped: how many times a preempted sequence's blocks were dropped, and were swapped out.
       num_steps: steps launched.
       num_prompt_tokens: prompt tokens computed, those that were computed again included; prefix cache hits are not.
@@ -66,7 +67,7 @@ class Stats:
       `Engine.stats` makes one. Here are those of two engines and of both together.
 
       >>> from paged_jax.engine import Stats
-      >>> parts = [Stats(0, 2, 6, 0, 2, 0.25, 8, 0.0, 0, 0, 3, 8, 4, 0, 0, 100.0, 5)] * 2
+      >>> parts = [Stats(0, 2, 6, 0, 2, 0.25, 8, 0.0, 0, 0, 0, 3, 8, 4, 0, 0, 100.0, 5)] * 2
       >>> Stats.join(parts).num_running, Stats.join(parts).waste
       (4, 0.25)
     """
@@ -79,6 +80,7 @@ class Stats:
     waste: float
     num_looked_up_tokens: int
     hit_rate: float
+    num_shared_tokens: int
     num_recomputed: int
     num_swapped: int
     num_steps: int

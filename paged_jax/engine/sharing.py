@@ -1,0 +1,106 @@
+"""Finds running sequences that begin with the same blocks, so that a decode step reads these blocks once for all.
+
+Equal beginnings lie in the same blocks, by the prefix cache and by forks, so that block tables alone tell who shares
+what. The rows of a step form a tree: rows are together as long as their tables agree. Of this tree those groups are
+chosen that spare the most reads; a row is in one group at most.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+
+from paged_jax.engine.blocks import BlockManager
+from paged_jax.engine.config import EngineConfig
+
+
+class Group(NamedTuple):
+    """Rows that share a prefix: their places among the rows, and the prefix in blocks."""
+
+    rows: list[int]
+    num_blocks: int
+
+    @property
+    def num_spared(self) -> int:
+        """How many blocks are not read again."""
+        return (len(self.rows) - 1) * self.num_blocks
+
+
+@dataclasses.dataclass
+class Sharing:
+    """Chooses the prefixes that decode steps read once.
+
+    Args:
+      config: the engine's config.
+      blocks: holds the block tables, of layers that see everything.
+    """
+
+    config: EngineConfig
+    blocks: BlockManager
+    _seats: list[int] = dataclasses.field(default_factory=list)
+    _groups: list[Group] = dataclasses.field(default_factory=list)
+
+    def forget(self) -> None:
+        """Notes that a sequence has got a seat, so that other blocks may be shared than before."""
+        self._seats = []
+
+    def find(self, seats: list[int]) -> list[Group]:
+        """The groups of the step's rows that share a prefix worth reading once.
+
+        The blocks that sequences share are full. They stay as they are while the sequences run, and so do the groups.
+
+        Args:
+          seats: the seat of each row.
+
+        Returns:
+          At most `max_shared_prefixes` groups; none if a step would spare too few reads by them.
+        """
+        if seats != self._seats:
+            state = self.blocks.state
+            num_full = (state.seq_lens[seats] - 1) // self.blocks.block_size  # without the block that is written to
+            groups = find_groups(state.block_tables[seats], num_full)
+            groups = sorted(groups, key=lambda group: -group.num_spared)[: self.config.max_shared_prefixes]
+            num_spared = sum(group.num_spared for group in groups) * self.blocks.block_size
+            self._groups = groups if num_spared >= self.config.least_shared_tokens else []
+            self._seats = seats
+        return self._groups
+
+
+def find_groups(tables: np.ndarray, num_full: np.ndarray) -> list[Group]:
+    """The groups of rows that spare the most reads, in any number.
+
+    Args:
+      tables: i32 [num_rows, num_columns], block tables.
+      num_full: i32 [num_rows], how many leading blocks of each row may be shared.
+
+    Returns:
+      Groups of two rows or more, whose rows agree in at least one block.
+    """
+    groups = _best(tables, num_full, list(range(len(tables))), 0)
+    return [group for group in groups if group.num_spared]
+
+
+def _best(tables: np.ndarray, num_full: np.ndarray, rows: list[int], column: int) -> list[Group]:
+    """The best groups of rows that agree in the columns before `column`; each row is in one, if by itself."""
+    limit = int(num_full[rows].min())
+    if column < limit:
+        part = tables[rows, column:limit]
+        differs = (part != part[0]).any(axis=0)
+        column += int(differs.argmax()) if differs.any() else limit - column
+    if len(rows) == 1:
+        return [Group(rows, column)]
+    followers: dict[int, list[int]] = {}
+    groups = []
+    for row in rows:
+        if column < num_full[row]:
+            followers.setdefault(int(tables[row, column]), []).append(row)
+        else:
+            groups.append(Group([row], column))
+    for some in followers.values():
+        groups += _best(tables, num_full, some, column)
+    # A group that spares less by itself than each of its rows would in a group of all joins that one.
+    joining = [group for group in groups if len(group.rows) * column > group.num_spared]
+    if sum(len(group.rows) * column - group.num_spared for group in joining) <= column:
+        return groups
+    whole = Group(sorted(row for group in joining for row in group.rows), column)
+    return [whole] + [group for group in groups if group not in joining]
