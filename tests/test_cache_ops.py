@@ -68,10 +68,10 @@ def test_write(layout, dtype, run):
     sources, scales = {}, {}
     for source in ("float32", "float16", "bfloat16"):
         sources[source] = tuple(new_tokens(rng, len(slots), source) for _ in "kv")
-        scales = list(SCALES) if source == "float32" else ["none", "slot"]
+        shapes = list(SCALES) if source == "float32" else ["none", "slot"]
         if dtype == "int8":  # an int8 cache needs scales
-            scales.remove("none")
-        for name in scales if writable(source, dtype) else ("none",):
+            shapes.remove("none")
+        for name in shapes if writable(source, dtype) else ("none",):
             scales[f"{source}/{name}"] = {
                 scale: None if name == "none" else rng.uniform(0.01, 0.9, SCALES[name]).astype(np.float32)
                 for scale in ("k_scale", "v_scale")

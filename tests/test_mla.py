@@ -145,8 +145,8 @@ def test_write(dtype, run):
     for source in ("float32", "float16", "bfloat16"):
         # Some elements are beyond the range of narrow dtypes.
         latents[source] = (8 * rng.standard_normal((len(SLOTS), LATENT_SIZE)) ** 3).astype(inputs.dtype_of(source))
-        scales = [np.float32(0.03), None] if writable(source, dtype) else [None]
-        for scale in scales if dtype != "int8" else scales[:1]:
+        choices = [np.float32(0.03), None] if writable(source, dtype) else [None]
+        for scale in choices if dtype != "int8" else choices[:1]:
             scales[f"{source}/{scale}"] = scale
 
     def function(latents, cache, slots, scales, implementation):
