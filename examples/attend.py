@@ -181,7 +181,7 @@ def causal_attend() -> Attend:
         if sliding_window is not None:
             seen &= distance < sliding_window
         logits = jnp.where(seen[None, None], logits, -jnp.inf)
-        if sinks is not None:  # each is a logit of the softmax whose value is 0
+        if sinks is not None:  # each is one more logit of the softmax, and its value is 0
             sinks = jnp.broadcast_to(sinks.reshape(num_kv_heads, -1, 1, 1), (*logits.shape[:-1], 1))
             logits = jnp.concatenate([logits, sinks.astype(logits.dtype)], axis=-1)
         weights = jax.nn.softmax(logits, axis=-1)[..., :num_tokens]

@@ -25,8 +25,8 @@ jax.config.update("jax_traceback_filtering", "off")  # the search through an err
 jax.config.update("jax_enable_compilation_cache", False)  # `kept_programs` turns it on, in a folder of its own
 jax.config.update("jax_num_cpu_devices", 8)  # for shard_map, and threads for the Pallas interpreter: two a thread block
 
-# jaxtyping annotations are enforced where arrays arrive checked. `ops` says in its own words what is wrong with a
-# call, pytree classes hold other things than arrays inside transformations, and Triton reads its kernels' source.
+# jaxtyping annotations are enforced in these modules, whose arrays were checked before. Others are left out: `ops` has
+# messages of its own, pytree classes may hold more than arrays, and Triton reads its kernels' source.
 _HOOKED = (
     "paged_jax.allocator",
     "paged_jax.kernels.xla",

@@ -95,7 +95,7 @@ def test_flashinfers_block_table():
 
 
 def test_flashinfers_kernels_are_summed_by_call():
-    # XQA's kernel is written small; copies and memsets do not count; the profiler gives them in any order.
+    # The name of XQA's kernel is in small letters. Copies and memsets do not count. The profiler's order is random.
     seen = [("kernel_mha", 10.0, 4.0), ("Memset (Device)", 12.0, 9.0), ("MergeStatesKernel", 15.0, 1.0)]
     seen += [("kernel_mha", 30.0, 5.0), ("MergeStatesKernel", 35.0, 2.0)]
     assert torch_process.sums_by_call(reversed(seen), 2) == [5.0, 7.0]

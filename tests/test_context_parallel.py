@@ -235,7 +235,7 @@ def test_cross_lowers_for_cuda():
 
 
 def test_an_implementation_by_name_computes_the_op_alone():
-    """Mosaic GPU writes no tokens by themselves, and is not asked to where blocks are split."""
+    """Mosaic GPU has no op that only writes, and where blocks are split nobody asks it to write."""
     _, names, arrays = bind("write_and_attend")
     keep = [i for i, name in enumerate(names) if name != "alibi_slopes"]
     names, arrays = [names[i] for i in keep], [arrays[i] for i in keep]

@@ -274,7 +274,7 @@ def test_what_a_cache_has_that_is_not_a_number_shows(cache_dtype, run):
 
 
 def hold_what_is_not_a_number(run, cache_dtype, head_size=64):
-    """NaN in a slot that a query sees must show in the heads, or in the elements, that it is part of."""
+    """NaN in a slot that a query sees must reach each head, or each element, that is computed from it."""
     dtype = cache_dtype if cache_dtype in QUERY_DTYPES else "bfloat16"
     case = Case("nan", 4, 2, head_size, 16, dtype, cache_dtype, seq_lens=(37, 20, 9), query_lens=None)
     made = inputs.make(case)

@@ -242,7 +242,7 @@ class BaseEngine(abc.ABC):
         """
         if call != "reset":
             self._check_alive()
-        # It has failed until it has succeeded: Ctrl-C may come between any two lines.
+        # Until the call succeeds, the engine counts as failed: Ctrl-C may come between any two lines.
         self._failure = f"{call} did not end"
         try:
             yield

@@ -93,7 +93,7 @@ class PromptLookup:
         self._indices: dict[Key, _Index] = {}
 
     def propose(self, rows: list[DraftRow], /) -> list[list[int]]:
-        """Gives for each row the tokens that followed its last ones before."""
+        """Gives for each row the tokens that followed the last earlier place of its last tokens."""
         return [self._indices.setdefault(key, _Index(self._sizes)).find(tokens, most) for key, tokens, most in rows]
 
     def forget(self, key: Key, /) -> None:

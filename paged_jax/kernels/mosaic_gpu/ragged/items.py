@@ -61,5 +61,5 @@ def stage_of(items_before: Scalar) -> Scalar:
 
 
 def query_stage(stage: Scalar, geometry: Geometry) -> Scalar:
-    """The stage of an item's query, of one or two stages."""
+    """The stage of an item's query; there are one or two of them."""
     return stage if geometry.tuning.queries == ITEM_STAGES else jnp.int32(0)
