@@ -207,7 +207,7 @@ def test_the_least_recently_used_block_is_evicted_first_and_a_chain_from_its_end
 
 
 def test_a_sequence_s_last_blocks_are_evicted_first():
-    """A sequence that finds a finished one's blocks evicted computes these blocks again, and no others."""
+    """After blocks of a finished sequence were evicted, an equal sequence computes only these blocks again."""
     blocks = Pools([BlockManager(6, 4, 2, 6, 0, True)], [1])
     first, again = (Sequence(i, 0, SamplingParams(), list(range(20)), 20, 30, 0) for i in range(2))
     blocks.append({0: 20})

@@ -96,7 +96,7 @@ def test_log_probabilities_of_prompts(engine, config, reference, preemption):
 
 
 def test_prompts_are_scored_as_fast_as_free_seats_allow(engine):
-    """The logits of a step are those that all seats could need."""
+    """A step computes no more logits than all seats could need."""
     prompt = (PROMPTS[7] * 2)[:21]
     request_id = engine.add_request(prompt, SamplingParams(max_tokens=1, prompt_logprobs=0))
     num_steps = 0

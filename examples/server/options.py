@@ -105,7 +105,7 @@ def _in_a_header(host: str) -> str:
 
 
 def _add_clients_options(add) -> None:
-    """Adds the options of what clients see and of who may call."""
+    """Adds the options about access, and about what clients see."""
     add("--served-model-name", metavar="NAME", nargs="+",
         help="names by which clients call the model (its folder's name, or its hub id)")  # fmt: skip
     add("--chat-template", metavar="FILE", type=Path, help="a template in Jinja's language (the model's own)")

@@ -96,7 +96,7 @@ class Plan:
         return any(chunk.draft for chunk in self.chunks)
 
     def accepted(self, token_ids: list[int]) -> list[tuple[int, Sample]]:
-        """The samples that count, with their places among all, when these are the drawn tokens."""
+        """The samples that count if these are the drawn tokens, with their indices among all samples."""
         counting, is_right = [], True
         for i, sample in enumerate(self.samples):
             is_right = sample.follows is None or (is_right and token_ids[i - 1] == sample.follows)

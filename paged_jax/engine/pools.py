@@ -23,7 +23,7 @@ class Hits(NamedTuple):
 
     Attributes:
       num_blocks: how many blocks of the sequence they stand for.
-      blocks: those that each group needs of them.
+      blocks: for each group, the cached blocks that it needs.
     """
 
     num_blocks: int

@@ -126,7 +126,7 @@ def _decoder(tokenizer: Tokenizer, skip_special_tokens: bool) -> collections.abc
 def _hidden_tokens(
     tokenizer: Tokenizer, decode: collections.abc.Callable[[list[int]], str], texts: collections.abc.Iterable[str]
 ) -> dict[int, str]:
-    """Gives those of some texts that are tokens which decoding does not show, by their token ids."""
+    """Finds, by token id, the texts that are tokens which decoding hides."""
     token_to_id = getattr(tokenizer, "token_to_id", None)
     if token_to_id is None:
         return {}

@@ -156,7 +156,7 @@ def _put(
 
 
 def _per_token(scale: CacheScale, block: Int32[Array, "t"], offset: Int32[Array, "t"]) -> CacheScale:
-    """Makes a scale of any shape one that broadcasts against ``[num_tokens, num_kv_heads, head_size]``."""
+    """Reshapes a scale of any shape so that it broadcasts against ``[num_tokens, num_kv_heads, head_size]``."""
     if scale is None:
         return None
     if scale.ndim == 3:
