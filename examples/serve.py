@@ -35,6 +35,9 @@ tokens that were guessed, and those that were right, are counted in /metrics.
 Where many texts begin with one long prompt, --shared-prefixes 4 lets each step read up to four such beginnings once for
 all of their texts, if that spares enough.
 
+Answers can be kept to a JSON schema (response_format), a regular expression, some choices or a grammar (guided_regex,
+guided_choice, guided_grammar). With --tool-call-parser, models call tools. A request with a lower priority goes first.
+
 Several GPUs: --mesh tp=2 splits the model over two of them, and --mesh dcp=2 the blocks of the cache, for long texts.
 --mesh dp=2 runs two copies of the model, which share the requests; each copy has --num-blocks blocks and runs
 --max-num-seqs texts. --mesh dp=2,tp=4 is both, on eight GPUs.

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 
 from paged_jax.engine import Engine, SamplingParams
 from paged_jax.engine.adjust import Adjustments, adjust, num_words, unpack_bits
@@ -188,6 +189,32 @@ def test_draws_with_min_p_follow_the_probabilities(min_p, temperature):
     p /= p.sum()
     assert np.abs(counts / n - p).max() < 4 * np.sqrt(0.25 / n)
     assert not counts[p == 0].any()
+
+
+def test_a_vocabulary_that_is_split_over_devices_changes_nothing():
+    """Logits and counts lie where the parts of the vocabulary do; the engine places them so on a mesh."""
+    vocab, n = 64, 4
+    mesh = jax.make_mesh((2,), ("tp",), devices=jax.devices("cpu")[:2])
+    params = SamplingParams(repetition_penalty=1.5, frequency_penalty=0.5, logit_bias={40: 3.0}, min_p=0.1)
+    state = Adjustments.zeros(n, vocab)
+    for seat in range(n):
+        row = Adjustments.of(Sequence(0, 0, params, RNG.integers(0, vocab, 20).tolist(), 5, 99, 0), vocab)
+        for array, one in zip(jax.tree.leaves(state), jax.tree.leaves(row), strict=True):
+            array[seat] = one
+    how = draws(n, seats=jnp.arange(n, dtype=jnp.int32))
+    packed = jnp.concatenate([jax.lax.bitcast_convert_type(x, jnp.int32) for x in jax.tree.leaves(how)])
+    masks = packed_bits(RNG.random((n, vocab)) < 0.8)
+    logits = RNG.normal(size=(n, vocab)).astype(np.float32) * 3
+    program = draw_program(Kind.ADJUSTED, 0, n)
+    inputs = logits, packed, np.zeros(n, np.int32), state, np.arange(n, dtype=np.int32), masks
+    wanted = jax.jit(program)(*inputs)
+    whole, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(None, "tp"))
+    places = dataclasses.replace(jax.tree.map(lambda _: whole, state), counts=split)
+    at = split, whole, whole, places, whole, whole
+    found = jax.jit(program, in_shardings=at, out_shardings=(whole, places, whole))(*inputs)
+    for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
+        assert np.asarray(a).tolist() == np.asarray(b).tolist()
+    assert int(np.asarray(found[1].counts, np.int64).sum()) == int(state.counts.astype(np.int64).sum()) + n
 
 
 @pytest.fixture(scope="module")

@@ -95,7 +95,16 @@ def test_help_teaches(capsys):
         serve.main(["--help"])
     assert exit_.value.code == 0
     text = capsys.readouterr().out
-    for word in ("curl", "openai.OpenAI", "--kv-cache-dtype", "--num-blocks", "SIGTERM", "--api-key", "/tokenize"):
+    for word in (
+        "curl",
+        "openai.OpenAI",
+        "--kv-cache-dtype",
+        "--num-blocks",
+        "SIGTERM",
+        "--api-key",
+        "/tokenize",
+        "guided_regex",
+    ):
         assert word in text
 
 

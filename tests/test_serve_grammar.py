@@ -123,6 +123,7 @@ def test_vllms_fields(client, fields, form):
         ({"structured_outputs": {"xml": "a"}}, "unrecognized field of structured_outputs"),
         ({"presence_penalty": 2.5}, "presence_penalty must be in"),
         ({"min_p": 2}, "min_p must be in"),
+        ({"priority": 2**31}, "priority must be in"),
         ({"min_tokens": 2}, "min_tokens must be at most max_tokens"),
         ({"logit_bias": {"257": 1}}, "logit_bias names token 257"),
         ({"logit_bias": {"1": 101}}, "must be in"),
