@@ -68,7 +68,7 @@ def right(reference, wrong=lambda position: False):
     ids=["never wrong", "sometimes wrong", "always wrong"],
 )
 def test_greedy_tokens_are_those_of_one_by_one_generation(engine, reference, wrong, is_faster):
-    """Whatever is guessed; with right guesses in fewer steps."""
+    """The tokens are the same whatever is guessed; right guesses take fewer steps."""
     engine.proposer.guess = right(reference, wrong)
     ids = [engine.add_request(prompt, SamplingParams(max_tokens=20)) for prompt in PROMPTS[:4]]
     found = tokens_of(drain(engine))

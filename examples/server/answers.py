@@ -133,7 +133,7 @@ class Answer:
         return self._chunk([choice | {"delta": delta_object}])
 
     def _take_calls(self, index: int, text: str, choice: dict[str, Any]) -> tuple[str, list[ToolCall]]:
-        """Splits a choice's next text into what is no call of a tool and the calls, which change its finish reason."""
+        """Splits a choice's next text into plain text and calls of tools; a call changes its finish reason."""
         parser = self._parsers.get(index)
         if parser is None:
             return text, []

@@ -126,7 +126,7 @@ class EngineConfig:
         self._check_verify_tokens()
 
     def _check_verify_tokens(self) -> None:
-        """Chooses `verify_tokens` if there are none."""
+        """Checks `verify_tokens`, and chooses them if there are none."""
         sizes = tuple(self.verify_tokens)
         if not self.max_draft_tokens:
             if sizes:
