@@ -15,7 +15,7 @@ import pytest
 
 from paged_jax.engine import Engine, EngineConfig, EngineFailed, LeadingEngine, SamplingParams, follow
 from tests.engine_checks import drain, tokens_of
-from tests.engine_simulation import expected_tokens, make_engine
+from tests.engine_simulation import Rules, expected_tokens, make_engine
 from tests.test_engine_failures import PROMPTS, fail_at
 from tests.test_processes import free_ports
 
@@ -97,6 +97,33 @@ def test_requests_without_a_seed_draw_alike(group):
     group.close()
     assert {delta.request_id for delta in deltas} == set(ids)
     assert group.drawn == [deltas, deltas]
+
+
+def test_masks_of_the_leader_hold_in_all_processes(group):
+    """Also masks that end and that fail, beside requests without one; the followers never see the masks."""
+    masks = [Rules(), Rules(end=3), Rules(end=0), Rules(fails_at=2), Rules(fails_at=0), None]
+    params = [dataclasses.replace(PARAMS, seed=5, mask=mask, frequency_penalty=0.5) for mask in masks]
+    ids = [group.leader.add_request(PROMPTS[i % len(PROMPTS)], each) for i, each in enumerate(params)]
+    deltas = drain(group.leader)
+    group.close()
+    assert group.drawn == [deltas, deltas]
+    found = tokens_of(deltas)
+    for i, (request_id, each) in enumerate(zip(ids, params, strict=True)):
+        for index in range(2):
+            wanted = expected_tokens(PROMPTS[i % len(PROMPTS)], each, index, 33)
+            assert found.get((request_id, index), ()) == wanted
+    assert {delta.finish_reason for delta in deltas} == {None, "stop", "length", "error"}
+
+
+def test_a_leader_that_fails_before_it_tells_a_mask_can_be_reset(group):
+    """The followers wait for what the mask allows, and get the reset."""
+    group.leader.add_request(PROMPTS[0], dataclasses.replace(PARAMS, seed=5, mask=Rules()))
+    group.leader.step()
+    fail_at(group.leader, "read", 1, RuntimeError("broken"))
+    with pytest.raises(RuntimeError, match="broken"):
+        group.leader.step()
+    group.leader.reset()
+    check_alike(group)
 
 
 def test_followers_cancel_too(group):

@@ -5,6 +5,7 @@ fills in which tokens may follow, before the engine starts the program that draw
 the device runs the model, and no row of the step waits unless the masks take longer than the model.
 """
 
+import abc
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -79,6 +80,21 @@ class TokenMask(Protocol):
         ...
 
 
+class SharedMask(abc.ABC):
+    """The mask of a request that several processes compute: one of them has the mask, and tells the others."""
+
+    @abc.abstractmethod
+    def start(self) -> MaskState:
+        """The state of a sample that has no token yet."""
+
+    @abc.abstractmethod
+    def exchange(self, allowed: np.ndarray, error: str | None) -> tuple[np.ndarray, str | None]:
+        """Tells the others which tokens may come and what the mask has raised, or is told both.
+
+        The processes call this in the same order, as they make the same calls in the same order.
+        """
+
+
 class MaskedSample:
     """The mask of one sample, whose errors it keeps for the engine.
 
@@ -110,6 +126,8 @@ class MaskedSample:
                 self._allowed[:] = 0
             elif self._vocab_size % 32:
                 self._allowed[-1] &= np.uint32((1 << self._vocab_size % 32) - 1)
+            if isinstance(self._mask, SharedMask):
+                self._allowed, self.error = self._mask.exchange(self._allowed, self.error)
         return self._allowed
 
     def advance(self, token_id: int) -> None:

@@ -6,7 +6,7 @@ the leader, takes the requests and gives out the tokens. Before each step it sen
 that it got since the last one, and they make the same calls.
 
     requests ──► LeadingEngine ──► step ──► tokens         process 0
-                     │ a line of JSON a step
+                     │ a line of JSON a step, and one for each mask
                      └──► follow ──► Engine.step           processes 1, 2, ...
 
 A step that fails in the leader often fails in the followers too. A follower that fails waits for the leader's next
@@ -27,10 +27,13 @@ import time
 from collections.abc import Callable
 from typing import Any, Self, override
 
+import numpy as np
+
 from paged_jax.engine.base import RunningRequests
 from paged_jax.engine.batch import StepShape
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.engine import Engine
+from paged_jax.engine.mask import MaskState, SharedMask, TokenMask
 from paged_jax.engine.request import Delta, SamplingParams
 
 _RETRY_SECONDS = 0.1
@@ -85,15 +88,11 @@ class LeadingEngine(Engine):
         return super().measure_steps(context_len, repeats)
 
     @override
-    def check(self, prompt: collections.abc.Sequence[int], params: SamplingParams) -> int:
-        if self._followers and params.mask is not None:
-            raise ValueError("a mask needs an engine in one process: it cannot be sent to the followers")
-        return super().check(prompt, params)
-
-    @override
     def _add(self, tokens: list[int], params: SamplingParams, max_total: int) -> int:
-        if params.mask is None:
-            self._tell("add_request", tokens, dataclasses.asdict(params))
+        fields = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+        self._tell("add_request", tokens, fields | {"mask": params.mask is not None})
+        if params.mask is not None and self._followers:
+            params = dataclasses.replace(params, mask=_TellingMask(params.mask, self._send_line))
         return super()._add(tokens, params, max_total)
 
     @override
@@ -145,9 +144,12 @@ class LeadingEngine(Engine):
     def _send(self) -> None:
         """Sends the followers all calls that they were not told of yet."""
         untold, self._untold = self._untold, ()
+        self._send_line(untold)
+
+    def _send_line(self, content: Any) -> None:
         try:
             for follower in self._followers:
-                follower.send(untold)
+                follower.send(content)
         except BaseException:  # a part of the line may have been sent, after which followers cannot read another one
             self._cut_off()
             raise
@@ -179,9 +181,9 @@ class _Follower:
         connection.settimeout(timeout_seconds)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def send(self, calls: Any) -> None:
-        """Sends calls, which the follower makes in their order."""
-        self._connection.sendall(json.dumps(calls).encode() + b"\n")
+    def send(self, content: Any) -> None:
+        """Sends a line: calls, which the follower makes in their order, or what a mask allows."""
+        self._connection.sendall(json.dumps(content).encode() + b"\n")
 
     def receive(self, timeout_seconds: float) -> dict[str, Any]:
         """Gives the follower's next report; an empty one if there is none yet and the time to wait is 0."""
@@ -199,6 +201,65 @@ class _Follower:
     def close(self) -> None:
         """Closes the connection, which ends the follower's `follow`."""
         self._connection.close()
+
+
+class _TellingMask(SharedMask):
+    """The leader's mask, which tells the followers what it allows."""
+
+    def __init__(self, mask: TokenMask, send: Callable[[Any], None]):
+        self._mask, self._send = mask, send
+
+    @override
+    def start(self) -> MaskState:
+        return self._mask.start()
+
+    @override
+    def exchange(self, allowed: np.ndarray, error: str | None) -> tuple[np.ndarray, str | None]:
+        self._send({"allowed": allowed.tobytes().hex(), "error": error})
+        return allowed, error
+
+
+class _ToldMask(SharedMask):
+    """A follower's mask, which allows what its leader says. It stands for the masks of all requests."""
+
+    def __init__(self, lines: "_Lines"):
+        self._lines = lines
+
+    @override
+    def start(self) -> MaskState:
+        return self
+
+    def fill(self, allowed: np.ndarray, /) -> None:
+        """Does nothing: `exchange` gives the tokens."""
+
+    def advance(self, token_id: int, /) -> None:
+        """Does nothing, as the leader's mask is told."""
+
+    @override
+    def exchange(self, allowed: np.ndarray, error: str | None) -> tuple[np.ndarray, str | None]:
+        told = self._lines.take_mask()
+        return np.frombuffer(bytes.fromhex(told["allowed"]), np.uint32), told["error"]
+
+
+class _Lines:
+    """The lines that a leader sends: lists of calls and, while a step runs, what masks allow."""
+
+    def __init__(self, lines: collections.abc.Iterable[bytes]):
+        self._lines, self._kept = iter(lines), None
+
+    def __iter__(self) -> collections.abc.Iterator[list[dict[str, Any]]]:
+        while (calls := self._kept or json.loads(next(self._lines, b"null"))) is not None:
+            self._kept = None
+            if isinstance(calls, list):  # what a mask allows is not needed where the step has failed
+                yield calls
+
+    def take_mask(self) -> dict[str, Any]:
+        """What the next mask allows; raises if the leader goes on without its step."""
+        content = json.loads(next(self._lines, b"null"))
+        if not isinstance(content, dict):
+            self._kept = content
+            raise ConnectionError("the leader's step has failed")
+        return content
 
 
 def follow(
@@ -232,10 +293,13 @@ def follow(
                 raise
             time.sleep(_RETRY_SECONDS)
     leader.settimeout(None)  # a leader without requests may send nothing for days
-    with leader, leader.makefile("rb") as lines:
-        for line in lines:
-            for told in json.loads(line):
+    with leader, leader.makefile("rb") as received:
+        lines = _Lines(received)
+        for calls in lines:
+            for told in calls:
                 call, arguments = told["call"], told["arguments"]
+                if call == "add_request":
+                    arguments[1]["mask"] = _ToldMask(lines) if arguments[1]["mask"] else None
                 report: dict[str, Any] = {"failure": _try(engine, call, arguments, get_weights)}
                 if call == "reset":
                     report |= {"reset": arguments[1], "num_started": engine.num_started}
