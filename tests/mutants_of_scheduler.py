@@ -3,6 +3,7 @@
 from tests.mutants_made import Mutant
 
 SIMULATED = "tests/test_engine_simulated.py"
+SHARING = "tests/test_engine_sharing.py"
 SPECULATION = "tests/test_engine_speculation.py"
 WEIGHTS = "tests/test_engine_weights.py"
 PARTS = "tests/test_engine_parts.py tests/test_engine_refusals.py"
@@ -49,6 +50,27 @@ MUTANTS_OF_SCHEDULER = [
         " and not reads_written",
         "",
         SIMULATED,
+    ),
+    Mutant(
+        "engine: a seat's next sequence shares the prefix of the last one",
+        "engine/scheduler.py",
+        "            self.sharing.forget()\n",
+        "            pass\n",
+        SHARING,
+    ),
+    Mutant(
+        "engine: rows that share a prefix stay apart",
+        "engine/scheduler.py",
+        "return [rows[row] for row in first] + [item for row, item in enumerate(rows) if row not in set(first)]",
+        "return rows",
+        SHARING,
+    ),
+    Mutant(
+        "engine: a prefix may hold the block that a row writes to",
+        "engine/sharing.py",
+        "(state.seq_lens[seats] - 1) // self.blocks.block_size",
+        "-(-state.seq_lens[seats] // self.blocks.block_size)",
+        SHARING,
     ),
     Mutant(
         "engine: wrong drafts stay in the cache",

@@ -122,6 +122,21 @@ def test_groups_follow_the_sequences():
     assert engine.stats().num_shared_tokens > 100
 
 
+@pytest.mark.parametrize("length", [1, 2, 17])
+def test_a_sequence_that_gets_another_one_s_seat_shares_nothing_with_its_rows(length):
+    """Also one whose prompt is computed in a step that reads no shared prefix."""
+    config = EngineConfig(64, 2, 32, max_shared_prefixes=2, least_shared_tokens=1)
+    engine = make_engine(40, 4, config)
+    prompts = [[*range(5), *[1] * 12], [*range(5), *[1] * 12], [3] * length]
+    counts = 30, 5, 20
+    for prompt, count in zip(prompts, counts, strict=True):
+        engine.add_request(prompt, SamplingParams(max_tokens=count))
+    found = tokens_of(drain(engine))
+    for i, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
+        assert found[i, 0] == expected_tokens(prompt, SamplingParams(max_tokens=count), 0, 65)
+    assert engine.stats().num_shared_tokens > 0
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"logits_soft_cap": 5.0}, {"sliding_window": 9}, {"alibi_slopes": jnp.ones(4)}, {"sinks": jnp.ones(4)}],

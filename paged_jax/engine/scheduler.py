@@ -292,7 +292,9 @@ class Scheduler:
         """Orders the rows. Where a sequence's last token is computed, plans a draw and starts the children."""
         rows = [item for item in tokens.items() if item[1] > 1]
         rows += [item for item in tokens.items() if item[1] == 1]
-        if self.sharing is not None and not rows[0][1] > 1:
+        if self.sharing is not None and plan.seated:
+            self.sharing.forget()
+        if self.sharing is not None and rows[0][1] == 1:
             rows = self._share(rows, self.sharing, plan)
         for row, (sequence, count) in enumerate(rows):
             seat, end = _seat(sequence), sequence.num_computed
@@ -320,8 +322,6 @@ class Scheduler:
 
     def _share(self, rows: list[tuple[Sequence, int]], sharing: Sharing, plan: Plan) -> list[tuple[Sequence, int]]:
         """Puts rows that share a prefix together, before all others."""
-        if plan.seated:
-            sharing.forget()
         groups = sharing.find([_seat(sequence) for sequence, _ in rows])
         plan.prefixes = [(len(group.rows), group.num_blocks * self.blocks.block_size) for group in groups]
         first = [row for group in groups for row in group.rows]
