@@ -17,8 +17,8 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 
+from benchmarks.harness import environment
 from benchmarks.models import BLOCK_SIZE, cached_bytes, hub_config
-from benchmarks.peers import environment
 from examples.config import DecoderConfig
 from paged_jax.engine import EngineConfig, SamplingParams, pool_sizes
 from paged_jax.engine.groups import make_groups

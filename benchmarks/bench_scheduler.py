@@ -16,7 +16,7 @@ import time
 
 import jax
 
-from benchmarks.peers import environment
+from benchmarks.harness import environment
 from paged_jax.engine import EngineConfig, SamplingParams
 from paged_jax.engine.batch import StepShape
 from paged_jax.engine.blocks import BlockManager

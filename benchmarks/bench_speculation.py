@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.harness import environment
 from benchmarks.models import BLOCK_SIZE, MODELS, make_model
-from benchmarks.peers import environment
 from examples import loop
 from examples.checkpoint import load_model
 from examples.command_line import TINY

@@ -66,13 +66,6 @@ MUTANTS_OF_SCHEDULER = [
         SHARING,
     ),
     Mutant(
-        "engine: a prefix may hold the block that a row writes to",
-        "engine/sharing.py",
-        "(state.seq_lens[seats] - 1) // self.blocks.block_size",
-        "-(-state.seq_lens[seats] // self.blocks.block_size)",
-        SHARING,
-    ),
-    Mutant(
         "engine: wrong drafts stay in the cache",
         "engine/scheduler.py",
         "self.blocks.truncate(lengths)",

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import bench_shared_prefix
 from examples.attend import decode_attend
 from paged_jax import PagedKVCache
 from paged_jax.engine import Engine, EngineConfig, SamplingParams, SharedPrefixes
@@ -162,3 +163,13 @@ def test_the_examples_attention(options):
     wanted, other = decode_attend(tables, lens, slots)(*new, cache, **options)
     assert (written.key_cache == other.key_cache).all()
     np.testing.assert_allclose(out, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_prefixes", [1, 2])
+def test_the_benchmark_checks_its_results(num_prefixes):
+    query, cache, sets = bench_shared_prefix.make(4, num_prefixes, 32, 20, (4, 2, 16), copies=2)
+    for tables, prefixes in sets:
+        bench_shared_prefix.check(query, cache, tables, prefixes)
+        wrong = dataclasses.replace(prefixes, lens=prefixes.lens - 16)
+        with pytest.raises(AssertionError):
+            bench_shared_prefix.check(query, cache, tables, wrong)
