@@ -14,7 +14,7 @@ PROMPTS = [[(3 * i + k) % VOCAB for i in range(5)] for k in range(2)]
 
 @pytest.mark.parametrize("text", bench.TEXTS)
 def test_rows(text):
-    """Told guesses save steps; drawn texts are those of one seed in both engines."""
+    """Told guesses save steps. Both engines draw with one seed, so their texts are equal."""
     proposer = bench.Told()
     speculating = make_engine(64, 4, dataclasses.replace(PLAIN, max_draft_tokens=4), proposer=proposer)
     row = bench.measure(make_engine(64, 4, PLAIN), speculating, proposer, text, PROMPTS, 40, 2)

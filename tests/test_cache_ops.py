@@ -109,10 +109,10 @@ def test_write_saturates_and_rounds_to_nearest_even(dtype, run):
     values = np.resize(np.concatenate([row, -row]), (3, NUM_KV_HEADS, HEAD_SIZE))
     key_cache, value_cache = random_caches(np.random.default_rng(0), dtype)
     slots = np.array([4, 9, 2], np.int32)
-    # A division by a tiny scale overflows most dtypes, by a still smaller one float32, which cannot hold the inverse of
-    # a subnormal one. A vector of zeros has scale 0.
+    # A division by the tiny scale overflows most dtypes, and one by the tinier scale overflows float32. The inverse of
+    # the subnormal scale does not fit into float32. A vector of zeros has scale 0.
     extreme = {"61/1024": 61 / 1024, "tiny": 2.0**-10, "tinier": 1e-37, "subnormal": 1e-40, "zero": 0.0}
-    if dtype == "bfloat16":  # which holds quotients by it; on a CPU XLA divides by 0
+    if dtype == "bfloat16":  # it holds the quotients, but XLA divides by 0 on a CPU
         del extreme["subnormal"]
     extreme = extreme if writable("float32", dtype) else {}
     plain = {"one": np.float32(1)} if dtype == "int8" else {"none": None}  # an int8 cache needs scales

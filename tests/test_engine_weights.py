@@ -71,7 +71,7 @@ def test_running_requests_go_on_with_the_new_weights(engine, reference, others, 
 
 
 def test_running_requests_begin_again(engine, reference, others, other_reference):
-    """Text, log-probabilities of the prompt, and all samples of a request; what has ended stays."""
+    """All samples of a request begin again, with their text and log-probabilities; a request that has ended is kept."""
     params = SamplingParams(max_tokens=8, n=2, logprobs=0, prompt_logprobs=0)
     short = engine.add_request(PROMPTS[6], SamplingParams(max_tokens=2))
     ids = [engine.add_request(prompt, params) for prompt in PROMPTS[1:3]]

@@ -84,7 +84,7 @@ TUNINGS = [
 
 @pytest.mark.parametrize(("num_kv_heads", "gpu", "chosen"), TUNINGS, ids=["folded", "queues", "cluster"])
 def test_single_queries_of_each_tuning(num_kv_heads, gpu, chosen):
-    """Whoever stores results, a program or a merge, stores them in the rows of the queries, and nothing elsewhere."""
+    """A program or a merge stores results in the rows of the queries, and nothing elsewhere."""
     case = small("tuning", 4, num_kv_heads, 64, 16, "bfloat16", **SINGLE | {"padding": 1}, sinks=True)
     made = inputs.make(case)
     operands = operands_of(case, made, max_query_len=1)

@@ -87,7 +87,7 @@ class Adjustments:
         return jax.tree.map(lambda array: array.at[seats].get(mode="clip"), self)
 
     def count(self, seats: Int32[Array, " num_rows"], token_ids: Int32[Array, " num_rows"]) -> "Adjustments":
-        """Counts a drawn token for each of these seats; for a seat out of range none."""
+        """Counts a drawn token for each of these seats; seats out of range are skipped."""
         before = self.counts.at[seats, token_ids].get(mode="clip")
         after = before + ((before & _MOST) < _MOST).astype(jnp.uint16)
         return dataclasses.replace(self, counts=self.counts.at[seats, token_ids].set(after, mode="drop"))

@@ -56,7 +56,7 @@ class BlockManager:
     ):
         self.num_blocks, self.block_size, self.num_seats = num_blocks, block_size, num_seats
         self.sliding_window, self.most_held = sliding_window, most_held
-        # Without all blocks of the pool, the first ones may be on few devices, however they are taken.
+        # A number that the devices do not divide is not the whole pool, whose first blocks may lie on few devices.
         num_shards = num_shards if num_blocks % num_shards == 0 else 1
         self.state = allocator.create(num_blocks, block_size, num_seats, max_blocks_per_seq, num_shards=num_shards)
         self.prefix = PrefixCache() if prefix_caching else None

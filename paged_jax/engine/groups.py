@@ -40,8 +40,8 @@ def make_groups(caches: Sequence[Any], sliding_windows: Iterable[int | None] | N
       The groups, the widest window first.
 
     Raises:
-      ValueError: there is no cache; there is not a window for each, or one is not positive; the caches of a group
-        differ in their numbers of blocks, or any caches in their block sizes.
+      ValueError: there is no cache; there are more or fewer windows than caches; a window is not positive; caches of
+        a group differ in their numbers of blocks, or any caches in their block sizes.
       TypeError: a window is not an integer.
     """
     if not caches:

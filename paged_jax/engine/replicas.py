@@ -294,7 +294,7 @@ class Replicas(BaseEngine):
         return Stats.join([replica.stats for replica in self._replicas if replica.stats is not None])
 
     def _take(self, replica: _Replica) -> list[Delta]:
-        """Takes the tokens of a step that is done, except of requests that were cancelled meanwhile."""
+        """Takes the tokens of a step that is done, without those of requests that were cancelled meanwhile."""
         running, replica.running = replica.running, None
         assert running is not None
         deltas = []

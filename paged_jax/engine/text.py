@@ -96,7 +96,7 @@ class TextStream:
         return text + held
 
     def _unread(self) -> str:
-        """The text that the tokens have beyond what was read."""
+        """The text of the tokens that was not read yet."""
         whole = self._decode(self._ids)
         for read in self._reads:
             if whole.startswith(read):

@@ -203,7 +203,7 @@ def _load_partial(at: Partials, block: RowBlock, task: _Task, number, geometry: 
     number = add(mul(number, shares(geometry)), task.share)
     exists = less(number, block.num_splits)
     number = arith.select(exists, number, i32(0))
-    # As in `plan.partial_of`: the first split's, and behind it the first one of each of the next queues.
+    # `plan.partial_of` says where they are: the first split's own, then the first one of each next queue.
     is_first = arith.cmpi(arith.CmpIPredicate.eq, number, i32(0))
     partial = arith.select(is_first, block.first_partial, mul(add(div(block.first_partial, 2), number), 2))
     of_block = add(mul(partial, geometry.tuning.width), block.block)
