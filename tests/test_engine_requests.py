@@ -80,7 +80,7 @@ def check_prompt_logprobs(prompt, told, reference, num_top):
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_log_probabilities_of_prompts(engine, config, reference, preemption):
-    """Also where the prefix cache knows the prompt, other requests run beside it, and it is preempted."""
+    """They are right even if the prefix cache knows the prompt, other requests run, or the request is preempted."""
     engine.reset(dataclasses.replace(config, num_blocks=9, preemption=preemption))
     plain = [SamplingParams(max_tokens=6 + i, n=1 + i % 2) for i in range(len(PROMPTS))]
     alone = engine.generate(PROMPTS, plain)

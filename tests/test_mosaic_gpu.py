@@ -134,7 +134,7 @@ UNEVEN = [
     small("uneven-vllm-e4m3", 8, 1, 128, 16, "bfloat16", "float8_e4m3fn", layout="vllm", seq_lens=(600, 5, 70, 9)),
     small("uneven-int8", 2, 2, 64, 32, "bfloat16", "int8", seq_lens=(900, 64), k_scale="slot", max_seq_len=800),
 ]
-# Three waves of items, which would be whole if their lengths were alike, and get queues if contexts take long enough.
+# Three waves of items. Items of equal lengths would stay whole; these get queues if contexts take long enough.
 WAVES = [
     small("waves", 4, 2, 64, 16, "bfloat16", seq_lens=(700, 30, 0), sinks=True),
     small("waves-vllm", 6, 3, 128, 8, "bfloat16", layout="vllm", seq_lens=(9, 900), sliding_window=800),

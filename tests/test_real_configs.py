@@ -17,7 +17,7 @@ REAL = json.loads((Path(__file__).parent / "data" / "real" / "configs.json").rea
 
 @pytest.mark.parametrize("name", REAL)
 def test_shapes(name):
-    """The parameters' shapes give the published number of them, and so do the tensors that a folder must have."""
+    """The parameters are as many as published, and so are the elements of the tensors that a folder must have."""
     config = parse_config(REAL[name]["config"])
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
     parameters = nnx.to_flat_state(nnx.state(model, nnx.Param))

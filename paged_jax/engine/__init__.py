@@ -8,7 +8,7 @@
 - config.py     sizes and policies
 - scheduler.py  decides what each step computes: token budget, admission, preemption; plain Python. plan.py: its plans
 - groups.py     groups of layers, by their sliding windows; each has pools and block tables of its own
-- blocks.py     keeps track of who holds which block; prefix.py: of which full block holds which tokens
+- blocks.py     keeps track of who holds which block; prefix.py: which full block holds which tokens
 - pools.py      the blocks of all groups together
 - sharing.py    finds prefixes that a decode step can read once for all sequences that share them
 - batch.py      the batch that a model is given, and the array in which it travels to the device

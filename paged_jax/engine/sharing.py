@@ -1,8 +1,8 @@
 """Finds running sequences that begin with the same blocks, so that a decode step reads these blocks once for all.
 
 Equal beginnings lie in the same blocks, by the prefix cache and by forks, so that block tables alone tell who shares
-what. The rows of a step form a tree: rows are together as long as their tables agree. Of this tree those groups are
-chosen that spare the most reads; a row is in one group at most.
+what. The rows of a step form a tree: rows are together as long as their tables agree. The groups that spare the most
+reads are chosen; a row is in one group at most.
 """
 
 import dataclasses

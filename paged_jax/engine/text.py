@@ -140,8 +140,9 @@ def _context(
     """Chooses the last tokens of a prompt, so that their text begins and ends with a whole character.
 
     Returns:
-      The tokens; how many of them were read, as the others are the beginning of a character; and the texts which they
-      may show, of which the first one counts that the text still begins with once this character is whole.
+      The tokens; how many of them were read (the others begin a character that is not whole yet); and the texts that
+      may count as read: the text of all tokens, and that of the tokens read. Once the character is whole, the first of
+      these texts that the whole text begins with counts.
     """
     size = _CONTEXT
     while size < len(prompt) and not decode(prompt[-size:]):  # special tokens; the text before them matters

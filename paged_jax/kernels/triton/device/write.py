@@ -167,7 +167,7 @@ def _store_tokens(
 def _store_across(
     new_key, new_value, cache, block, offset, kv_head, valid, pool: tl.constexpr, width: tl.constexpr
 ):  # fmt: skip
-    """Stores vectors in layout "vllm", where the next token's elements follow: neighbouring threads take them."""
+    """Stores vectors in layout "vllm": neighbouring threads store neighbouring tokens, which are adjacent in memory."""
     x: tl.constexpr = pool.key_x
     start = (block * pool.num_kv_heads + kv_head) * (pool.head_size * pool.block_size)
     # Triton lays threads along the last axis with known contiguity, then along the first: the tokens.
