@@ -53,7 +53,7 @@ MUTANTS_OF_ENGINE = [
         "engine/sampling.py",
         "adjustments.count(seats, drawn.token_ids), drawn",
         "adjustments, drawn",
-        "tests/test_engine_adjust.py -k formulas",
+        "tests/test_engine_adjust.py -k tokens_are_those_of_the_formulas",
     ),
     Mutant(
         "engine: masks are gathered before the tokens are read",
@@ -67,7 +67,7 @@ MUTANTS_OF_ENGINE = [
         "engine/sampling.py",
         "adjust(plain, rows, unpacked.position, masks), plain)",
         "adjust(plain, rows, unpacked.position, masks), -plain)",
-        "tests/test_engine_adjust.py -k alone",
+        "tests/test_engine_adjust.py -k tokens_are_those_of_the_formulas",
     ),
     Mutant(
         "engine: both caches have the same scales",
