@@ -10,7 +10,8 @@
 - groups.py     groups of layers, by their sliding windows; each has pools and block tables of its own
 - blocks.py     keeps track of who holds which block; prefix.py: which full block holds which tokens
 - pools.py      the blocks of all groups together
-- sharing.py    finds prefixes that a decode step can read once for all sequences that share them
+- sharing.py    finds prefixes that a decode step can read once for all sequences that share them;
+                shared_prefixes.py: what a model is told of them
 - batch.py      the batch that a model is given, and the array in which it travels to the device
 - pack.py       fills that array from a plan
 - runner.py     the compiled programs; arrays.py: the pools they work on; compiling.py: compiles them
@@ -34,7 +35,7 @@ Words that these files share:
 """
 
 from paged_jax.engine.base import BaseEngine, EngineFailed, RunningRequests
-from paged_jax.engine.batch import Batch, SharedPrefixes, Step, StepShape
+from paged_jax.engine.batch import Batch, Step, StepShape
 from paged_jax.engine.compiling import CompilerOptions
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.engine import Engine
@@ -43,6 +44,7 @@ from paged_jax.engine.mask import MaskState, TokenMask
 from paged_jax.engine.processes import LeadingEngine, follow
 from paged_jax.engine.replicas import ReplicaFailed, Replicas
 from paged_jax.engine.request import Completion, Delta, SamplingParams, Tokenizer, TokenLogprob
+from paged_jax.engine.shared_prefixes import SharedPrefixes
 from paged_jax.engine.speculation import DraftRow, PromptLookup, Proposer
 from paged_jax.engine.stats import PoolStats, Stats
 from paged_jax.engine.text import TextStream

@@ -1,0 +1,71 @@
+"""The prefixes that rows of a decode step share, as a model is given them, and attention that reads each once."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax import export
+from jaxtyping import Array
+
+from paged_jax.cache import PagedKVCache
+from paged_jax.ops import merge_attention_states
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SharedPrefixes:
+    """Prefixes that rows of a decode batch share, so that each is read once for all of its rows.
+
+    Attributes:
+      tables: i32 [num_prefixes, max_blocks_per_seq], the blocks of each prefix.
+      lens: i32 [num_prefixes], tokens of each prefix; 0 for padding.
+      start_loc: i32 [num_prefixes + 1], where the rows of each prefix start; later rows share none.
+      own_tables: i32 [num_seqs, max_blocks_per_seq], each row's blocks behind its prefix.
+      own_lens: i32 [num_seqs], each row's tokens behind its prefix, the new one included.
+
+    Example:
+      Two sequences of 6 and 7 tokens share block 2.
+
+      >>> import jax.numpy as jnp
+      >>> from paged_jax import PagedKVCache
+      >>> from paged_jax.engine import SharedPrefixes
+      >>> i32 = lambda *numbers: jnp.array(numbers, jnp.int32)
+      >>> shared = SharedPrefixes(
+      ...     tables=i32([2, 0]), lens=i32(4), start_loc=i32(0, 2), own_tables=i32([5, 0], [6, 0]), own_lens=i32(2, 3)
+      ... )
+      >>> cache = PagedKVCache.create(num_blocks=8, block_size=4, num_kv_heads=1, head_size=8)
+      >>> shared.attend(jnp.ones((2, 1, 8), jnp.bfloat16), cache).shape
+      (2, 1, 8)
+    """
+
+    tables: Any
+    lens: Any
+    start_loc: Any
+    own_tables: Any
+    own_lens: Any
+
+    def attend(self, query: Any, cache: PagedKVCache, **options: Any) -> Array:
+        """Attends to the prefixes with all their rows, and to each row's own tokens, and merges both.
+
+        Args:
+          query: [num_seqs, num_heads, head_size].
+          cache: a layer's cache, which holds the new tokens already.
+          options: those of the attention ops, without those that look at positions or change the softmax: sliding
+            windows, ALiBi, sinks and block-sparse patterns.
+
+        Returns:
+          What `cache.attend` gives with the whole tables, but for rounding.
+        """
+        options |= {"return_lse": True}
+        prefix = cache.attend_ragged(query, self.tables, self.lens, self.start_loc, causal=False, **options)
+        own = cache.attend(query, self.own_tables, self.own_lens, **options)
+        return merge_attention_states(*prefix, *own)[0]
+
+
+# This lets `jax.export` serialise a step that takes a batch with prefixes.
+export.register_pytree_node_serialization(
+    SharedPrefixes,
+    serialized_name="paged_jax.engine.SharedPrefixes",
+    serialize_auxdata=lambda _: b"",
+    deserialize_auxdata=lambda _: (),
+)
