@@ -63,6 +63,7 @@ PATTERNS = [
     Sparse(4, 5, 32, -2, 3),
     Sparse(100, 2, 64),
     Sparse(2, 2**30, 64),
+    Sparse(2**31 - 1, 3, 64),
 ]
 
 
