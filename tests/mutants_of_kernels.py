@@ -318,4 +318,25 @@ MUTANTS_OF_KERNELS = [
         "        end[:, None] - 1,",
         "tests/test_decode.py -k whose_query_stays",
     ),
+    Mutant(
+        "mosaic_gpu: v2 merges partitions behind max_seq_len",
+        "kernels/mosaic_gpu/decode/plan.py",
+        "cdiv(lax.min(seq_len, jnp.int32(geometry.problem.max_seq_len)), geometry.problem.partition_size)",
+        "cdiv(seq_len, geometry.problem.partition_size)",
+        "tests/test_mosaic_gpu.py -k 'interpreter and v2 and slices'",
+    ),
+    Mutant(
+        "mosaic_gpu: a pattern's local blocks begin before its window",
+        "kernels/mosaic_gpu/ragged/pattern.py",
+        "near = lax.max(near, lax.div(begin, size))",
+        "near += 0",
+        "tests/test_mosaic_gpu_sparse.py -k 'attends_to and pattern10'",
+    ),
+    Mutant(
+        "mosaic_gpu: the next query overwrites results of a thin item",
+        "kernels/mosaic_gpu/ragged/load.py",
+        "jnp.int32(self.kind.stages + 2)",
+        "jnp.int32(self.kind.stages)",
+        "tests/test_mosaic_gpu_ragged_plan.py -k both_warpgroups",
+    ),
 ]

@@ -5,6 +5,7 @@ On a GPU the kernel plans by itself. Here the same functions run on arrays.
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from paged_jax import _validate
 from paged_jax.kernels.mosaic_gpu.hopper.integers import cdiv
 from paged_jax.kernels.mosaic_gpu.ragged import choose, count, plan
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import LOADING_WARPS, NO_ITEM, Geometry
+from paged_jax.kernels.mosaic_gpu.ragged.load import _ItemLoader
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Lengths
 from paged_jax.kernels.problem import Device, Problem
 
@@ -156,3 +158,12 @@ def test_nothing_has_no_negative_number_of_tiles():
     spans = jnp.asarray([-1000, -64, -63, -1, 0, 1, 64, 65])
     assert cdiv(spans, 64).tolist() == [0, 0, 0, 0, 0, 1, 1, 2]
     assert [int(cdiv(span, 64)) for span in spans] == [0, 0, 0, 0, 0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("stages", [2, 3, 6])
+def test_a_thin_item_has_begun_in_both_warpgroups_before_the_next_query_is_loaded(stages):
+    """Its memory holds results until then. If the query came sooner, no interpreter would see that race."""
+    loader = SimpleNamespace(kind=SimpleNamespace(is_wide=False, stages=stages))
+    for num_tiles in range(20):
+        before = int(_ItemLoader._tiles_before_next(loader, jnp.int32(num_tiles)))
+        assert min(num_tiles, stages + 2) <= before <= num_tiles
