@@ -40,8 +40,8 @@ MUTANTS_OF_SCHEDULER = [
     Mutant(
         "engine: blocks behind a window that are cached are never evicted",
         "engine/blocks.py",
-        "        self._disuse(released)\n",
-        "",
+        "positions, donate=True)\n        self._disuse(released)\n",
+        "positions, donate=True)\n",
         SIMULATED + " -k histories",
     ),
     Mutant(
@@ -254,5 +254,12 @@ MUTANTS_OF_SCHEDULER = [
         "bisect.insort(self.waiting, sequence, key=lambda other: other.place)",
         "self.waiting.append(sequence)",
         "tests/test_engine_parts.py -k old_place",
+    ),
+    Mutant(
+        "engine: cached blocks behind a wrong draft are lost",
+        "engine/blocks.py",
+        "        self._disuse(released)\n\n    def empty_cache",
+        "\n    def empty_cache",
+        "tests/test_engine_parts.py -k shortened",
     ),
 ]

@@ -134,6 +134,15 @@ def test_a_swap_is_estimated_both_ways(rate, is_swapped, prefix_caching):
     assert scheduler._should_swap(sequence) == is_swapped
 
 
+def test_cached_blocks_of_a_sequence_that_is_shortened_can_be_evicted():
+    blocks = BlockManager(4, 4, 2, 4, 0, True)
+    blocks.append({0: 13})
+    blocks.cache([(0, column, bytes([column])) for column in range(3)])
+    blocks.truncate({0: 5})
+    assert blocks.counts() == (1, 1, 2)
+    assert blocks.append({1: 8}) == []
+
+
 def test_waste_counts_each_block_once():
     """Two samples share a block that is half full; a third sequence has three of four slots empty."""
     blocks = BlockManager(8, 4, 4, 4, 0, False)

@@ -230,10 +230,14 @@ class BlockManager:
         self._disuse(released)
 
     def truncate(self, lengths: collections.abc.Mapping[int, int]) -> None:
-        """Shortens the sequences at some seats to these numbers of tokens, and frees the blocks behind."""
-        lens = self.state.seq_lens.copy()
-        lens[list(lengths.keys())] = list(lengths.values())
+        """Shortens the sequences at some seats to these numbers of tokens; they give up the blocks behind."""
+        lens, released = self.state.seq_lens.copy(), []
+        for seat, length in lengths.items():
+            lens[seat] = length
+            row = self.state.block_tables[seat, self.blocks_for(length) :]
+            released += row[row >= 0].tolist()
         self.state = allocator.truncate(self.state, lens, donate=True)
+        self._disuse(released)
 
     def empty_cache(self) -> None:
         """Removes all blocks from the prefix cache while no sequence holds any."""
