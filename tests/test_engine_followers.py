@@ -202,9 +202,10 @@ def test_followers_survive_what_their_leader_survives(group, name, caplog):
     check_alike(group)
 
 
-def test_the_leader_is_told_of_a_follower_s_failure(group, caplog):
+@pytest.mark.parametrize("which", [0, 1])
+def test_the_leader_is_told_of_a_follower_s_failure(group, which, caplog):
     caplog.set_level(logging.CRITICAL)
-    fail_at(group.followers[1], "read", 1, RuntimeError("out of luck"))
+    fail_at(group.followers[which], "read", 1, RuntimeError("out of luck"))
     group.leader.add_request(PROMPTS[0], PARAMS)
     group.leader.step(), group.leader.step()
     assert select.select([follower._connection for follower in group.leader._followers], [], [], 20)[0], "no report"

@@ -128,12 +128,13 @@ def test_usage_and_offsets_of_several_choices():
     a, b = tokenizer.encode("ab").ids
     choices = [[delta_of(a, text="a"), delta_of(b, text="b", finish_reason="length")], [delta_of(b, text="b")]]
     choices = [*choices, [delta._replace(num_cached_tokens=16) for delta in choices[0]], choices[1]]
+    choices[0] = [delta._replace(num_cached_tokens=1) for delta in choices[0]]
     answer = answer_of(tokenizer, choices, prompts=[[1, 2], [3]], echoes=["xyz", ""], n=2, logprobs=0)
     assert answer["usage"] == {
         "prompt_tokens": 3,
         "completion_tokens": 6,
         "total_tokens": 9,
-        "prompt_tokens_details": {"cached_tokens": 16},
+        "prompt_tokens_details": {"cached_tokens": 1 + 16},
     }
     assert [choice["text"] for choice in answer["choices"]] == ["xyzab", "xyzb", "ab", "b"]
     assert [c["logprobs"]["text_offset"] for c in answer["choices"]] == [[3, 4], [3], [0, 1], [0]]
