@@ -5,12 +5,14 @@ import math
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
 from examples.checkpoint import named_shapes
 from examples.decoder import Decoder
 from examples.families import READERS, parse_config
+from examples.rope import YarnScaling
 
 REAL = json.loads((Path(__file__).parent / "data" / "real" / "configs.json").read_text())
 
@@ -43,6 +45,14 @@ def test_a_limit_adds_no_positions():
     assert model.config.max_position_embeddings == config.max_position_embeddings
     model.limit(100)
     assert model.config.max_position_embeddings == 100
+
+
+def test_a_ramp_of_yarn_may_end_behind_the_last_pair():
+    """In a context that is long beside the base, the slowest of four pairs is a quarter of the way from 2 to 6."""
+    scaling = YarnScaling(10.0, original_max_position_embeddings=4096, attention_factor=1.0)
+    frequencies, _ = scaling.frequencies(100.0, 8, 40960)
+    plain = 100.0 ** -np.array([0, 0.25, 0.5, 0.75])
+    np.testing.assert_allclose(frequencies, plain * [1, 1, 1, 0.75 + 0.25 / 10])
 
 
 def test_every_family_has_a_real_config():
