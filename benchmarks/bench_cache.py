@@ -41,7 +41,7 @@ _OURS = (("auto", "implementation", None), ("xla", "peer", "xla"))
 
 @dataclasses.dataclass(frozen=True)
 class Write:
-    """A write of `tokens` new bfloat16 tokens: decode's go to random slots, those of prompts to random blocks."""
+    """A write of `tokens` new bfloat16 tokens: decode tokens go to random slots, prompt tokens to random blocks."""
 
     tokens: int
     layout: Any = "hnd"

@@ -64,7 +64,7 @@ def _with_tiles(rows: int, *arrays: Any, **options: Any) -> jax.Array:
 
 
 def _tuned(rows: int, tune: Any, problem: Any, gpu: Any, *, queries_per_seq: int, **options: Any) -> tuning.Tuning:
-    """The tuning that `tuning.attention` chooses if it is told that each sequence's queries fill a tile of `rows`."""
+    """Returns the choice of `tuning.attention` for sequences whose queries fill a tile of `rows` rows."""
     tuned = tune(problem, gpu, queries_per_seq=max(2, rows // problem.group), **options)
     if tuned.rows != rows:
         raise peers.Absent(f"tiles have {tuned.rows} rows")
@@ -75,7 +75,7 @@ def choices(op: str, some: Sequence[cases.Case]) -> dict[str, str]:
     """The implementation that each case gets."""
     found: dict[cases.Case, str] = {}
     for case in some:
-        key = measure.program_key(case)  # the choice depends only on what a program's shapes and dtypes tell of a case
+        key = measure.program_key(case)  # cases of one key get one choice
         if key not in found:
             found[key] = chosen(op, case)
     return {case.name: found[measure.program_key(case)] for case in some}

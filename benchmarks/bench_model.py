@@ -9,12 +9,12 @@ next token (`examples.step` and `examples.sampling.greedy`). Three clocks show w
 
 The device's row also lists the kernels that take longest, as (name, launches, microseconds) of a step.
 
-The floor is the time in which a kernel that only reads gets through the weights and the cached keys and values, once:
-of a mixture only the experts that are used, of a layer with a window only the tokens inside it. The peer
-(torch_model.py) is plain PyTorch, compiled and captured in a CUDA graph, with one contiguous cache for each
-sequence; for models with experts, windows or latents it is transformers (torch_hub_model.py). It runs first, in a
-process of its own, because JAX would not give back the memory of a large model. Then all programs compile at the same
-time, and nothing is timed before the last one is compiled.
+The floor is the time in which a read-only kernel reads the weights and the cached keys and values once. It counts only
+the experts that are used and, in layers with a window, only the tokens inside the window. The peer (torch_model.py) is
+plain PyTorch, compiled and captured in a CUDA graph, with one contiguous cache for each sequence; for models with
+experts, windows or latents it is transformers (torch_hub_model.py). It runs first, in a process of its own, because
+JAX would not give back the memory of a large model. Then all programs compile at the same time, and nothing is timed
+before the last one is compiled.
 """
 
 import argparse

@@ -1,9 +1,10 @@
-"""What layers with sliding windows save in memory: `python -m benchmarks.bench_pools`.
+"""Measures the memory that sliding windows save: `python -m benchmarks.bench_pools`.
 
-Texts run through a scheduler from the first token of their prompts to their last one, without a model or a device. Each
-row compares one group of layers, whose blocks all live as long as their text, with groups by windows, whose blocks are
-released behind the window: the bytes of the pools with which no text waits for blocks, the most bytes that texts hold
-at the same time, and the time in which the host plans a step, the mean of all steps. Keys and values are bfloat16.
+Texts run through a scheduler from the first token of their prompts to their last one, without a model or a device.
+Each row compares two ways to group the layers. A single group keeps all blocks of a text until the text ends; groups
+by window release the blocks behind the window. For both the row has the bytes of pools in which no text waits for
+blocks, the peak of the bytes that texts hold, and the mean time in which the host plans a step. Keys and values are
+bfloat16.
 """
 
 import argparse

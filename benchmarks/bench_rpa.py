@@ -1,7 +1,7 @@
 """Times `paged_jax.compat.rpa` beside separate pools: `python -m benchmarks.bench_rpa [CASE ...]`.
 
-Both write the step's new tokens and then attend, over donated pools. The separate pools get their slots ready-made; the
-one pool's are computed from the lengths, as its callers expect, which a model of many layers does once for all of them.
+Both write the step's new tokens and then attend, over donated pools. Calls with separate pools take computed slots as
+an argument. Calls with one pool compute the slots from the lengths; a model does that once for all of its layers.
 Times are microseconds of all kernels, and of each. A case of few queries is timed with their bound (`max_query_len`),
 too.
 """

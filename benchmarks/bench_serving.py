@@ -102,7 +102,7 @@ def serve(the_engine: engine.Engine, requests: Sequence[Request]) -> Trace:
 
 
 def serve_and_profile(the_engine: engine.Engine, requests: Sequence[Request]) -> tuple[Trace, dict[str, Any]]:
-    """Runs the requests. On a GPU it also adds up the times of all kernels, and of each of those that take longest."""
+    """Runs the requests. On a GPU it also sums the times of all kernels, and of each of the slowest kernels."""
     if jax.default_backend() != "gpu":
         return serve(the_engine, requests), {}
     traces: list[Trace | None] = []

@@ -5,7 +5,7 @@ of both, their steps, and how many guessed tokens were right; it says where thei
 
 - greedy: the engine's own look-up guesses. Greedy texts of small models repeat themselves.
 - drawn: the same at temperature 1, where texts repeat little.
-- told: greedy, and a proposer is told the text and errs in every seventh token: what right guesses would be worth.
+- told: greedy; the proposer knows the text and errs in every seventh token, which shows the gain of good guesses.
 
     python -m benchmarks.bench_speculation --model tiny
     python -m benchmarks.bench_speculation --model llama3-8b --out FILE     # on a GPU, random weights
@@ -126,7 +126,7 @@ def measure(
 
 
 def _alike(texts: list[list[int]], others: list[list[int]]) -> float:
-    """The share of tokens before the first one that differs; two programs may round logits that tie differently."""
+    """The share of tokens before the first one that differs; two programs may break a tie of logits differently."""
     pairs = [list(zip(one, other, strict=True)) for one, other in zip(texts, others, strict=True)]
     firsts = [next((i for i, (a, b) in enumerate(pair) if a != b), len(pair)) for pair in pairs]
     return sum(firsts) / sum(map(len, pairs))

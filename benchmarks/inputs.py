@@ -61,7 +61,7 @@ def make(case: Case, *, pool_bytes: int = POOL_BYTES, memory: int | None = None,
         if num_tables == 0:
             raise ValueError(f"needs {per_table} blocks, the engine has {case.shapes.num_blocks}")
     if memory is not None:
-        # A peer needs two more copies of the keys and values: a pool of its own, and what it computes on the way.
+        # A peer needs two more copies of the keys and values: its own pool, and its intermediate results.
         if (num_tables + 2) * case.kv_bytes > memory:
             num_tables = 1
         if 1.2 * case.kv_bytes > memory:

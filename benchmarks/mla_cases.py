@@ -44,7 +44,7 @@ class Case:
 
     @property
     def num_tables(self) -> int:
-        """Block tables, each of blocks of its own, that calls take in turn."""
+        """Block tables that calls take in turn; no two tables share a block."""
         return max(1, min(16, -(-POOL_BYTES // self.bytes)))
 
     def tables(self) -> tuple[np.ndarray, int]:

@@ -20,7 +20,7 @@ TOLERANCE = 2e-2  # largest difference between what two programs write to the ca
 
 
 def best_seconds(run: Callable[[Any], Any], begin: Callable[[Any], Any], caches: Any) -> tuple[float, Any]:
-    """The fewest seconds that `run(begin(caches))` takes, after one run to warm up, and the caches that it leaves."""
+    """Returns the fewest seconds of a run of `run(begin(caches))`, after one warm-up run, and the final caches."""
     times = []
     for _ in range(4):
         state = jax.block_until_ready(begin(caches))
@@ -140,7 +140,7 @@ def by_kernel(launches: Sequence[tuple[str, float]], num_steps: int) -> dict[str
     """A row made of launches, (name, microseconds): the time of all together, and the kernels that take most of it."""
     total: dict[str, tuple[int, float]] = {}
     for name, us in launches:
-        name = re.sub(r"^all_reduce_[\d_]*", "all_reduce_", name)[:120]  # XLA numbers the kernels that it makes of them
+        name = re.sub(r"^all_reduce_[\d_]*", "all_reduce_", name)[:120]  # XLA numbers these kernels
         count, before = total.get(name, (0, 0.0))
         total[name] = count + 1, before + us
     longest = sorted(total.items(), key=lambda item: -item[1][1])[:KERNELS]

@@ -115,9 +115,9 @@ def make_caches(config: DecoderConfig, num_blocks: int) -> Caches:
 def floor_bytes(config: DecoderConfig, weights: Any, num_seqs: int, context: int) -> int:
     """Bytes that a step must read.
 
-    They are the weights, except tables that the step only looks up, and the keys and values that the layers see. Of the
-    experts those count that are used if each token draws its experts evenly: `num_experts` times the chance that at
-    least one of the step's tokens draws an expert.
+    They are the weights, except tables that the step only looks up, and the keys and values that the layers see.
+    Experts count by the expected number of used ones if each token draws its experts evenly: `num_experts` times the
+    chance that at least one of the step's tokens draws an expert.
     """
     tables = ["embed_positions"] if config.tie_embeddings else ["embed_positions", "embed_tokens"]
     used = 1.0

@@ -54,7 +54,7 @@ class Processes:
             self._connections.append(here)
 
     def wait(self, patience_s: float = _PATIENCE_S) -> list[int]:
-        """Waits for all to compile or end, but only for some time; returns the numbers of those that have."""
+        """Waits, up to a time limit, until all have compiled or ended; returns the numbers of those that have."""
         waiting = dict(zip(self._connections, range(len(self._connections)), strict=True))
         deadline = time.monotonic() + patience_s
         while waiting:

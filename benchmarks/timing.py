@@ -284,7 +284,7 @@ def _read_times(sizes: Iterable[int]) -> dict[int, float]:
 def matmul_ceiling(size: int = 8192) -> Ceiling:
     """Times XLA's product of two random bfloat16 matrices with `size` rows and columns, after pauses.
 
-    In a row such products take all the power that a GPU may have, and the rate would not be one that no kernel beats.
+    Without pauses such products reach the GPU's power limit, and a kernel below that limit could beat their rate.
     """
     a, b = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in jax.random.split(jax.random.key(0)))
     operations, multiply = 2 * math.pow(size, 3) / 1e6, jax.jit(jnp.matmul)

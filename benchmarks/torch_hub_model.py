@@ -94,8 +94,8 @@ class HubModel:
     def _time_decode(self, num_seqs: int, context: int, num_steps: int, product: str | None) -> float:
         import torch
 
-        # The runs of the graph go on where the last one ended. The first step that outgrows a window moves the cache's
-        # tokens in another way than the steps before it, and a graph holds one way: so all steps come after that one.
+        # Each run of the graph continues where the last one ended. transformers moves the cache's tokens differently
+        # once a window is full, and a graph records one way only: so all steps come after the window is full.
         length = max(context, getattr(self.config, "sliding_window", None) or 0)
         cache = self._filled(num_seqs, length, length + 8 * num_steps)
         if product is not None:

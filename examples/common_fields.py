@@ -155,7 +155,7 @@ def rope_of(
 
 
 def yarn_factor(factor: float, mscale: float = 1.0) -> float:
-    """By how much YaRN multiplies queries and keys that are stretched by `factor`."""
+    """The factor by which YaRN multiplies queries and keys if positions are stretched by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

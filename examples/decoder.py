@@ -1,4 +1,4 @@
-"""A decoder-only transformer in Flax NNX: OPT, and what has become of Llama since (families.py lists the models).
+"""A decoder-only transformer in Flax NNX: OPT, Llama and the descendants of Llama (families.py lists the models).
 
 Tokens are flat, `[num_tokens]`: the sequences follow one another without a batch axis, and only `attend` knows where
 each one ends and where its keys and values are. Therefore prefill, paged decode and plain causal attention (attend.py)
@@ -196,7 +196,7 @@ class Decoder(nnx.Module):
         )
 
     def limit(self, longest: int) -> None:
-        """Promises that no sequence gets longer than this many tokens, by which LongRoPE chooses its frequencies."""
+        """Promises that no sequence gets longer than this many tokens; LongRoPE chooses its frequencies by that."""
         self.config = replace(self.config, max_position_embeddings=min(longest, self.config.max_position_embeddings))
 
     def __call__(

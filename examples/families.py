@@ -1,9 +1,9 @@
 """Reads a Hugging Face config.json into the `DecoderConfig` that decoder.py takes, or says why it cannot.
 
 Each family of models is one short function, listed in `READERS`, which gives a config the meaning that transformers
-gives it. Most families are Llama with something else in places, so that most readers call `read_base` and name what is
-different. A reader must read every field that changes a number: what it leaves unread is refused by name. To add a
-family, write its reader, name its tensors in names.py, and give tests/data/make_models.py a tiny config of it.
+gives it. Most families differ from Llama in few fields, so most readers call `read_base` and name the differences. A
+reader must read every field that changes a number: what it leaves unread is refused by name. To add a family, write
+its reader, name its tensors in names.py, and give tests/data/make_models.py a tiny config of it.
 """
 
 import dataclasses

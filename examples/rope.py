@@ -159,8 +159,8 @@ def rotate(
 
     Args:
         heads: `[num_tokens, num_heads, head_size]`.
-        rotation: cosine and sine of each token's angles, f32 `[num_tokens, pairs]` each. Of each head the first
-            `2 * pairs` numbers are rotated.
+        rotation: cosine and sine of each token's angles, f32 `[num_tokens, pairs]` each. The first `2 * pairs` numbers
+            of each head are rotated.
         is_interleaved: whether neighbours are a pair.
 
     Returns:

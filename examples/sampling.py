@@ -38,9 +38,9 @@ def sample(
 ) -> Int32[Array, " num_seqs"]:
     """Draws one token for each row of logits.
 
-    `sample` first divides the logits by the temperature. Then it keeps only the `top_k` most likely tokens. Of these,
-    with their probabilities renormalised, it keeps the smallest set of most likely tokens whose probabilities add up
-    to `top_p`, at least one token. Of two equal logits, the one with the lower token id counts as the more likely.
+    `sample` first divides the logits by the temperature. Then it keeps only the `top_k` most likely tokens. It then
+    renormalises their probabilities, and keeps the smallest set of most likely tokens whose probabilities add up to
+    `top_p`, at least one token. Of two equal logits, the one with the lower token id counts as the more likely.
 
     Args:
         logits: f32 `[num_seqs, vocab_size]`; -inf forbids a token.

@@ -93,7 +93,7 @@ SAMPLE = """The quick brown fox jumps over the lazy dog. In 1969 people first wa
 written [1, 2, 3], and `for x in values: print(x)` prints what is in one."""  # int8 scales fit this text
 MEMORY_SHARE = 0.85  # fraction of the device's memory for weights and cache; a step's intermediates need the rest
 MEASURED_LEN = 1024  # tokens of the prompts with which steps are measured
-HOST_SHARE = 0.5  # fraction of what a CPU's machine has left, for the cache; other programs want some as well
+HOST_SHARE = 0.5  # fraction of a CPU machine's free memory for the cache; other programs need the rest
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

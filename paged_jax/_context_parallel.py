@@ -12,9 +12,9 @@ without a mask. The new tokens are few: every device gets all of their keys and 
 itself. `prefix_attention` takes them as arrays. No op takes latents beside a cache, so that every device stores the new
 ones in a small pool of their own.
 
-Only the last block of a sequence may be filled in part, and a device that has it has it last, so that own blocks are a
-sequence like any other. But they are not neighbours, so that options about distances (ALiBi, windows, block-sparse
-patterns) have no meaning there: `_splits.py` does not split blocks with these.
+Only a sequence's last block may be partly filled, and it comes last on the device that has it. So a device's own
+blocks form an ordinary sequence. But its tokens are not neighbours, so options about distances (ALiBi, windows,
+block-sparse patterns) have no meaning there: `_splits.py` does not split blocks with these.
 """
 
 import dataclasses
@@ -135,7 +135,7 @@ def _own_slots(slots: Array, cache: Array, block_size: int, axes: tuple[str, ...
 
 
 def _copy(op: str, operands: Copy, static: Mapping[str, Any], axes: tuple[str, ...], run_local: RunLocal) -> Any:
-    """Copies blocks between devices too: each gets all the blocks that are copied, and stores those that are its."""
+    """Copies blocks between devices too: each gets all copied blocks, and stores its own."""
     num_pairs = operands.block_mapping.shape[0]
 
     def layer(key_cache: Array, value_cache: Array | None) -> tuple[Array, Array | None]:

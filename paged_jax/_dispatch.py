@@ -46,8 +46,8 @@ _FOR_EVERY_GPU = ("triton",)
 def call(op: str, operands: Any, *, implementation: str | None, unwanted: tuple[int, ...] = (), **static: Any) -> Any:
     """Runs `op` on its operands (a pytree of arrays, with None for absent ones) with hashable `static` keywords.
 
-    `unwanted` are the places of results for which nobody asks, and which are None. So an lse of -inf, which an empty
-    row has, raises no error under `jax_debug_infs` where only out was asked for.
+    `unwanted` has the indices of results that the caller does not want; they are None. So if the caller wants out
+    only, the lse of an empty row, -inf, raises no error under `jax_debug_infs`.
     """
     if implementation is not None and not (isinstance(implementation, str) and implementation in IMPLEMENTATIONS):
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS} or None, got {implementation!r}")
@@ -56,8 +56,8 @@ def call(op: str, operands: Any, *, implementation: str | None, unwanted: tuple[
         def answer(operands: Any) -> None:
             question.answer = _answer(op, operands, static, implementation, question.platform)
 
-        # Kernels are traced for the answer in a program of their own, and then the call is traced as it always is. A
-        # jitted function that makes this call keeps what is traced of it, and computes that later.
+        # Kernels are traced for the answer in a separate program. Then the call is traced as always, because a jitted
+        # function that makes this call keeps its trace and runs it later.
         jax.eval_shape(answer, operands)
     return _bind(op, implementation, tuple(sorted(static.items())), unwanted)(operands)
 

@@ -174,7 +174,7 @@ def _part_of(run: RunLocal) -> RunLocal:
 
 
 # This primitive runs an op that JAX has traced. Its results have the shapes and dtypes of `traced`. Each varies over
-# every mesh axis over which one of its `sources` varies, which are places of operands.
+# every mesh axis over which an operand varies that `sources` names by its index.
 
 _op_p = Primitive("paged_jax_op")
 _op_p.multiple_results = True

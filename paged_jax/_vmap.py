@@ -148,8 +148,8 @@ def _over_bytes(loop: Callable, call: Callable, operands: Any) -> Any:
 def _bit_for_bit(move: Callable, *arrays: jax.Array) -> jax.Array:
     """Returns `move(*arrays)`, which moves parts of arrays of one dtype and keeps their bits.
 
-    XLA's CPU backend would convert float8 to float16 and back, which changes NaNs, so there bytes are moved. Not so on
-    a GPU, where kernels write to the pools themselves, of which a view might be a copy.
+    XLA's CPU backend would convert float8 to float16 and back, which changes NaNs, so there bytes are moved. On a GPU
+    arrays keep their dtype: kernels write to the pools in place, and a view as bytes might be a copy.
     """
     if not _is_float8(arrays[0]):
         return move(*arrays)

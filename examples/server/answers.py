@@ -80,7 +80,7 @@ class Answer:
             self._prompt_scores[prompt] = [Scored(self._prompts[prompt][0], None), *scores]
 
     def whole(self, choices: Sequence[Sequence[engine.Delta]]) -> dict[str, Any]:
-        """Makes an answer that is not streamed of all deltas of each choice, which it counts.
+        """Makes an answer that is not streamed from all deltas of each choice, and counts their tokens.
 
         Raises:
             ApiError: a log-probability is no number, or the choice's grammar has failed.

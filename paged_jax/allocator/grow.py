@@ -48,8 +48,8 @@ def append_tokens(
     the block: by then it is the only holder.
 
     With `row_by_row`, each sequence by itself gets all of its tokens or none. A sequence whose table row has too few
-    columns takes no blocks from the others. From the first sequence on for which too few blocks are left, sequences
-    grow only if they need no block, so that none overtakes another one that waits for blocks.
+    columns takes no blocks from the others. If too few blocks are left for a sequence, it does not grow, and later
+    sequences grow only if they need no block, so that none overtakes a sequence that waits for blocks.
 
     Args:
       state: the allocator's state.

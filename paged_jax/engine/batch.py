@@ -308,8 +308,8 @@ class StepShape(NamedTuple):
         Args:
           packed: i32 [size]; a negative token id ``-1 - seat`` stands for that seat's last token.
           last_tokens: i32 [num_seats], the last token that was drawn for each seat.
-          tables: for each group i32 [num_seats, max_blocks_per_seq], each seat's block table, but for the blocks of the
-            rows' last tokens.
+          tables: for each group i32 [num_seats, max_blocks_per_seq], each seat's block table, without the blocks of
+            the rows' last tokens.
           block_size: tokens in a block.
           windows: the groups' sliding windows.
 

@@ -129,13 +129,13 @@ class BlockManager:
         return [(source, destination) for source, destination in block_mapping[copied].tolist()] if copied.any() else []
 
     def count_found(self, names: collections.abc.Sequence[bytes]) -> int:
-        """With how many of the blocks of these names a sequence could begin, for all that this group needs.
+        """Counts how many of the named blocks a sequence could begin with, as far as this group is concerned.
 
         Args:
           names: the names of a sequence's first blocks.
 
         Returns:
-          The largest number of first blocks for which those are cached that the next token needs.
+          The largest n for which the cache has every block that the token after the first n blocks needs.
         """
         if self.prefix is None:
             return 0
@@ -149,7 +149,7 @@ class BlockManager:
         return count
 
     def find(self, names: collections.abc.Sequence[bytes]) -> list[int]:
-        """The cached blocks that a sequence needs which begins with the blocks of these names; all are cached."""
+        """Returns the cached blocks that a sequence needs to continue after the blocks of these names."""
         assert self.prefix is not None
         first = self.first_column(len(names) * self.block_size)
         return [self.prefix.block_of[name] for name in names[first:]]

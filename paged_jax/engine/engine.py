@@ -55,8 +55,8 @@ class Engine(BaseEngine):
         after every `reset`.
       proposer: guesses tokens, if `config.max_draft_tokens` is not 0; None for `PromptLookup()`.
       show_progress: whether a bar on stderr shows the progress of compiling; it needs the package rich.
-      compiler_options: XLA's options for all programs; or a function that takes a step's number of tokens and gives the
-        options of the program that runs the model over this many, where all other programs have none.
+      compiler_options: XLA's options for all programs; or a function from a step's number of tokens to the options of
+        the program that runs the model; all other programs then have no options.
 
     Example:
       The model here continues a token by the next number. It needs no cache.

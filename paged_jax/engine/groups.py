@@ -1,8 +1,8 @@
 """Groups of layers: those with the same sliding window share block tables, and the pools of a group are of one size.
 
 A layer with a window reads the last tokens of a sequence only, so that its blocks for earlier tokens can go to others
-while the sequence runs. The layers that see everything must keep theirs. As a block table says of all layers of its
-group which block holds which tokens, layers that keep different blocks need different tables.
+while the sequence runs. The layers that see everything must keep theirs. One block table serves all layers of a group,
+so layers that keep different blocks need different tables.
 """
 
 from collections.abc import Iterable, Sequence
@@ -126,14 +126,14 @@ def pool_sizes(
 
     Args:
       sliding_windows: each layer's window, None for layers that see everything.
-      num_blocks: blocks of the caches of the latter.
+      num_blocks: blocks of each cache of a layer that sees everything.
       block_size: tokens in a block.
       config: the engine's config.
 
     Returns:
       For each layer the number of blocks of its cache. Without a window this is `num_blocks`. With one it is the number
-      that `max_num_seqs` sequences can hold at the same time, or `num_blocks` if that is less. The prefix cache has
-      those that running sequences leave.
+      that `max_num_seqs` sequences can hold at the same time, or `num_blocks` if that is less. The prefix cache keeps
+      the blocks that running sequences do not need.
 
     Example:
       >>> from paged_jax.engine import EngineConfig, pool_sizes

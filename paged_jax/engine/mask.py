@@ -89,7 +89,7 @@ class SharedMask(abc.ABC):
 
     @abc.abstractmethod
     def exchange(self, allowed: np.ndarray, error: str | None) -> tuple[np.ndarray, str | None]:
-        """Tells the others which tokens may come and what the mask has raised, or is told both.
+        """Sends to the other processes the allowed tokens and the mask's error, or receives both.
 
         The processes call this in the same order, as they make the same calls in the same order.
         """

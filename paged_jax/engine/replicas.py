@@ -77,12 +77,12 @@ class _Replica:
 
     @property
     def error(self) -> BaseException | None:
-        """What the last step raised, if it is done and nobody was told."""
+        """The error of the last step, if the step has ended and its error is not reported yet."""
         return self.running.exception() if self.running is not None and self.running.done() else None
 
     @property
     def is_idle(self) -> bool:
-        """Whether no step runs, and none that failed waits to be told."""
+        """Whether no step runs and no error waits to be reported."""
         return (self.running is None or self.running.done()) and self.error is None and not self.is_lost
 
     def settle(self) -> None:

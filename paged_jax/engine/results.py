@@ -1,4 +1,4 @@
-"""What becomes of the drawn tokens: a sequence's text, its end, and the `Delta`s that an engine gives out."""
+"""Turns drawn tokens into results: extends a sequence's text, finishes it, and makes the engine's `Delta`s."""
 
 from paged_jax.engine.mask import MaskedSample
 from paged_jax.engine.request import Delta, Tokenizer, TokenLogprob

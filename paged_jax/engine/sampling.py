@@ -49,7 +49,7 @@ class Kind(enum.IntEnum):
 
     @staticmethod
     def all_of(max_logprobs: int | None, adjustments: bool) -> list["Kind"]:
-        """The kinds that an engine needs whose config has these fields."""
+        """The kinds that an engine with these fields of its config needs."""
         kinds = [kind for kind in Kind if adjustments or not kind.is_adjusted]
         return [kind for kind in kinds if max_logprobs is not None or not kind.has_logprobs]
 
@@ -157,9 +157,9 @@ def keep_top(
 ) -> Array:
     """Says which tokens can be drawn.
 
-    First the `top_k` most likely tokens are kept. Of these, with their probabilities renormalised, the smallest set of
-    most likely tokens is kept whose probabilities add up to `top_p`. Tokens that are as likely as the last one kept are
-    kept as well.
+    First the `top_k` most likely tokens are kept. Their probabilities are then renormalised, and the smallest set of
+    most likely tokens is kept whose probabilities add up to `top_p`. Tokens that are as likely as the last one kept
+    are kept as well.
 
     Args:
       logits: f32 [num_rows, vocab_size]; -inf forbids a token.

@@ -131,11 +131,11 @@ class Scheduler:
         return min(budget, max(most - num_decodes, 1) - num_prompt_tokens)
 
     def _most_tokens(self, sequence: Sequence, tokens: dict[Sequence, int]) -> float:
-        """The most tokens that a row may have: for each that is scored a step has the logits of one seat's draw."""
+        """The most tokens that a row may have: each scored token takes the logits of one seat."""
         return 1 + self._num_spare(tokens) if sequence.is_scored else math.inf
 
     def _num_spare(self, tokens: dict[Sequence, int]) -> int:
-        """How many free seats no scored token takes the logits of. A row's own seat serves one of its tokens."""
+        """Counts the free seats whose logits no scored token takes. A row's own seat serves one of its tokens."""
         return len(self.free_seats) - sum(count - 1 for sequence, count in tokens.items() if sequence.is_scored)
 
     def _make_room(self, tokens: dict[Sequence, int], plan: Plan) -> bool:
@@ -274,7 +274,7 @@ class Scheduler:
         return drafts
 
     def correct(self, plan: Plan, num_right: dict[Sequence, int]) -> None:
-        """Shortens the sequences whose drafts a step has verified to those tokens that are right.
+        """Shortens sequences with verified drafts to their right tokens.
 
         Args:
           plan: the step's plan.
@@ -347,6 +347,6 @@ def _seat(sequence: Sequence) -> int:
 
 
 def _extend(lists: list[Pairs], others: list[Pairs]) -> None:
-    """Appends to the pairs of each group those of another list."""
+    """Appends another list's pairs to the pairs of each group."""
     for pairs, more in zip(lists, others, strict=True):
         pairs += more

@@ -54,7 +54,7 @@ class SharedPrefixes:
             windows, ALiBi, sinks and block-sparse patterns.
 
         Returns:
-          What `cache.attend` gives with the whole tables, but for rounding.
+          The result of `cache.attend` with the whole tables, up to rounding.
         """
         options |= {"return_lse": True}
         prefix = cache.attend_ragged(query, self.tables, self.lens, self.start_loc, causal=False, **options)

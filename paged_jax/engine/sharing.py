@@ -1,7 +1,7 @@
 """Finds running sequences that begin with the same blocks, so that a decode step reads these blocks once for all.
 
-Equal beginnings lie in the same blocks, by the prefix cache and by forks, so that block tables alone tell who shares
-what. The rows of a step form a tree: rows are together as long as their tables agree. The groups that spare the most
+The prefix cache and forks put equal beginnings into the same blocks, so block tables alone show which rows share what.
+The rows of a step form a tree that branches where their block tables begin to differ. The groups that save the most
 reads are chosen; a row is in one group at most.
 """
 
@@ -98,7 +98,7 @@ def _best(tables: np.ndarray, num_full: np.ndarray, rows: list[int], column: int
             groups.append(Group([row], column))
     for some in followers.values():
         groups += _best(tables, num_full, some, column)
-    # A group that spares less by itself than each of its rows would in a group of all joins that one.
+    # A group joins the group of all rows if its rows save more reads there than by themselves.
     joining = [group for group in groups if len(group.rows) * column > group.num_spared]
     if sum(len(group.rows) * column - group.num_spared for group in joining) <= column:
         return groups

@@ -1,14 +1,14 @@
 """Speculative decoding: guesses the next tokens of sequences, so that one step can give several tokens of each.
 
 A step gives a sequence's last token and its draft, the guessed tokens, to the model as one row, and draws a token after
-each of them. The first drawn token counts in any case, each other one only if all drafted tokens before it are what was
-drawn. As every token is drawn with the seed of its own position, the tokens of a request are those that it gets without
-drafts. `Engine._read` then shortens the sequence to what was right.
+each of them. The first drawn token always counts; a later one counts only if all drafted tokens before it equal the
+drawn ones. Each draw depends on the seed and the position alone, so a request gets the same tokens with and without
+drafts. `Engine._read` then shortens the sequence to the tokens that count.
 
-A plan with drafts needs the tokens that the step before it draws, so that the device waits for the host meanwhile, and
-it computes more tokens. The speculator therefore guesses for every sequence, compares each guess with the tokens that
-come, whether a step verified it or not, and keeps an average of how many were right. Where guesses are wrong, no step
-has drafts, and the engine reads one step late as it does without speculation.
+Drafts have two costs: the plan needs the tokens of the step before it, so the device waits for the host; and the step
+computes more tokens. The speculator therefore guesses for every sequence, compares each guess with the tokens that
+come, even if no step verified it, and averages how many were right. Where guesses are wrong, no step has drafts, and
+the engine reads one step late as it does without speculation.
 """
 
 import collections.abc
@@ -19,9 +19,9 @@ from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.sequence import Sequence
 
 _WEIGHT = 0.3  # of the last guess in the average
-_LEAST_GAIN = 0.4  # tokens more for each row: what a step must gain before the device waits for the host
+_LEAST_GAIN = 0.4  # expected gain in tokens per row from which on the device waits for the host
 _PAUSE = 4  # steps
-_VERIFYING = 1.1  # a step that verifies takes so many times as long as one that decodes as many tokens
+_VERIFYING = 1.1  # time of a verifying step / time of a decode step with the same number of tokens
 
 type Key = tuple[int, int]
 
@@ -68,12 +68,12 @@ class Proposer(Protocol):
         ...
 
     def forget(self, key: Key, /) -> None:
-        """Drops what is kept of a sample, which has ended, or begins again with other tokens."""
+        """Forgets a sample that has ended, or that begins again with other tokens."""
         ...
 
 
 class PromptLookup:
-    """Guesses that a text goes on as it did the last time that its last tokens stood in it.
+    """Finds the previous occurrence of a text's last tokens, and guesses that the same tokens follow again.
 
     That is right where texts repeat their prompt or themselves: in edits, summaries, answers with quotations, code.
 
@@ -93,7 +93,7 @@ class PromptLookup:
         self._indices: dict[Key, _Index] = {}
 
     def propose(self, rows: list[DraftRow], /) -> list[list[int]]:
-        """Gives for each row the tokens that followed the last earlier place of its last tokens."""
+        """Gives for each row the tokens that followed the previous occurrence of its last tokens."""
         return [self._indices.setdefault(key, _Index(self._sizes)).find(tokens, most) for key, tokens, most in rows]
 
     def forget(self, key: Key, /) -> None:
@@ -102,14 +102,14 @@ class PromptLookup:
 
 
 class _Index:
-    """Says for the last tokens of a growing text where they were followed by something before."""
+    """Finds the previous occurrence of the last tokens of a growing text."""
 
     def __init__(self, sizes: range):
         self._ends: dict[int, dict[tuple[int, ...], int]] = {size: {} for size in sizes}
         self._num_read = 0  # how many tokens, counted from the first, have been the end of an n-gram
 
     def find(self, tokens: list[int], most: int) -> list[int]:
-        """Up to `most` tokens that followed the last ones; where the text ends, the guess goes on with itself."""
+        """Returns `most` tokens from the previous occurrence on, repeated where the text ends; or an empty list."""
         # The n-gram at the end of the text has no token after it yet, and is not entered.
         for size, ends in self._ends.items():
             for end in range(max(self._num_read, size - 1) + 1, len(tokens)):
@@ -127,11 +127,11 @@ class _Index:
 
 @dataclasses.dataclass
 class _Guess:
-    """What is known of a sequence's guesses.
+    """A sequence's present guess, and how good its guesses were.
 
     Attributes:
       tokens: those guessed tokens that have not come yet.
-      num_right: how many came as they were guessed, since one did not.
+      num_right: right guesses in a row, since the last wrong one.
       expected: how many tokens of a guess are right, on average.
     """
 
@@ -159,7 +159,7 @@ class Speculator:
         self._num_paused = 0
 
     def is_promising(self, running: list[Sequence]) -> bool:
-        """Whether drafts will probably gain more than it costs that the device waits for the host."""
+        """Whether drafts will probably gain more than the device loses while it waits for the host."""
         if self._num_paused:
             self._num_paused -= 1
             return False
@@ -174,7 +174,7 @@ class Speculator:
         self._num_paused = _PAUSE
 
     def guess(self, running: list[Sequence]) -> None:
-        """Guesses for those sequences whose last guess has come or was wrong, only to see whether guesses are right."""
+        """Guesses for sequences without a pending guess, only to learn whether guesses are right."""
         decoding = [s for s in running if s.has_drawn and not s.is_exhausted and not s.params.is_adjusted]
         self._propose([s for s in decoding if not self._guesses.setdefault(s, _Guess()).tokens])
 
@@ -225,17 +225,17 @@ class Speculator:
             guess.close()
 
     def forget(self, sequences: collections.abc.Iterable[Sequence]) -> None:
-        """Drops what is kept of sequences that have ended or begin again."""
+        """Forgets sequences that have ended or begin again."""
         for sequence in sequences:
             if self._guesses.pop(sequence, None) is not None:
                 self._proposer.forget(sequence.arrival)
 
     def forget_finished(self) -> None:
-        """Drops what is kept of all sequences that have ended."""
+        """Forgets all sequences that have ended."""
         self.forget([sequence for sequence in self._guesses if sequence.finish_reason is not None])
 
     def forget_all(self) -> None:
-        """Drops what is kept of all sequences."""
+        """Forgets all sequences."""
         self.forget(list(self._guesses))
 
     def _propose(self, sequences: list[Sequence]) -> None:
@@ -251,5 +251,5 @@ class Speculator:
                 guess.close()
 
     def _seconds(self, num_tokens: int) -> float:
-        """How long a step of so many tokens takes, beside one that takes as long as it takes to read the weights."""
+        """The time of a step of this many tokens, in units of the time that reading the weights takes."""
         return max(num_tokens / self._config.free_tokens_per_step, 1.0)

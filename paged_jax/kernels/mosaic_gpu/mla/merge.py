@@ -49,7 +49,7 @@ PART = ELEMENTS * WARP
 
 _WARPS = WARPGROUP // WARP  # of a program
 _SUMS = 2 + ELEMENTS  # float32 that each lane gives to the first warp
-_MANY_SPLITS = 24  # of an item on average, from which on warps share them
+_MANY_SPLITS = 24  # if items have this many splits on average, warps share them
 _LEAST_IN_FLIGHT, _MOST_IN_FLIGHT = 4, 16  # splits that a lane loads at a time; more would take too many registers
 _PROGRAMS = 1056  # that run at once: 8 on each multiprocessor
 

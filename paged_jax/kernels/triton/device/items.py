@@ -195,10 +195,9 @@ def _splits(steps, most):
 @triton.jit
 @no_type_check
 def _lengths(ids, batch, cfg: tl.constexpr):
-    """Returns the tiles of queries of each sequence, and the tiles of tokens that its last tile of queries sees.
-
-    The latter are two numbers: the tiles of cached tokens, which are split, and all tiles, including the new tokens of
-    `prefix_attention`. Sequence num_seqs has the padding rows; -1 and later ones are empty.
+    """Returns each sequence's number of query tiles, and two numbers of token tiles that its last query tile sees: the
+    tiles of cached tokens, which are split, and all tiles, including the new tokens of `prefix_attention`. Sequence
+    num_seqs has the padding rows; -1 and later ones are empty.
     """
     problem: tl.constexpr = cfg.problem
     queries: tl.constexpr = cfg.tuning.queries
