@@ -73,6 +73,13 @@ MUTANTS_OF_SCHEDULER = [
         SPECULATION,
     ),
     Mutant(
+        "engine: a text that is computed anew token by token gets drafts",
+        "engine/scheduler.py",
+        "s.has_drawn and not s.num_to_compute and not s.num_unread",
+        "s.has_drawn and not s.num_unread",
+        SPECULATION,
+    ),
+    Mutant(
         "engine: a draft counts to its end though a token before was wrong",
         "engine/plan.py",
         "(is_right and token_ids[i - 1] == sample.follows)",

@@ -237,6 +237,34 @@ def test_prompts_are_never_held_up_by_drafts():
     assert not any(plan.has_drafts for plan in mixed)
 
 
+def test_a_row_that_is_computed_anew_token_by_token_gets_no_draft():
+    """Such a row has one token in a step, as one that decodes has, but its next tokens are known."""
+    config = dataclasses.replace(SIMULATED, max_tokens_beside_decodes=2, max_prompts_per_step=1)
+    engine = make_engine(64, 1, config, proposer=Scripted())
+    prompts, params = [[1, 2], [2, 1]], SamplingParams(max_tokens=30)
+    texts = [(*prompt, *expected_tokens(prompt, params, 0, 65)) for prompt in prompts]
+    engine._speculator._proposer.guess = lambda tokens, most: next(
+        text[len(tokens) : len(tokens) + most] for text in texts if text[: len(tokens)] == tuple(tokens)
+    )
+    for prompt in prompts:
+        engine.add_request(prompt, params)
+    deltas = [delta for _ in range(8) for delta in engine.step()]
+    launch, parts = engine._runner.launch, []
+
+    def look(plan):
+        """Every draft follows its sequence's last known token; counts rows of one token that others follow."""
+        last = [(chunk.start, len(chunk.sequence.tokens) - 1) for chunk in plan.chunks if chunk.num_tokens == 1]
+        parts.extend(start for start, end in last if start < end)
+        assert all(chunk.start == len(chunk.sequence.tokens) - 1 for chunk in plan.chunks if chunk.draft)
+        return launch(plan)
+
+    engine._runner.launch = look
+    engine.update_weights({"salt": 0}, running="continue")  # the same weights: nothing but keys and values is lost
+    found = tokens_of([*deltas, *drain(engine)])
+    assert [found[i, 0] for i in range(2)] == [text[2:] for text in texts]
+    assert len(parts) > 2
+
+
 class Next:
     """A model whose next token depends on the last one alone: `logits = weights[token]`. It needs no cache."""
 

@@ -260,7 +260,9 @@ class Scheduler:
         has_begun = any(plan.adopted) or any(plan.swap_in)
         if self.speculator is None or has_begun or any(s.params.is_adjusted for s in tokens):
             return {}
-        if not all(count == 1 and s.has_drawn and not s.num_unread for s, count in tokens.items()):
+        # A row of one token may also be a part of a text that is computed anew.
+        is_decoding = (s.has_drawn and not s.num_to_compute and not s.num_unread for s in tokens)
+        if not all(is_decoding) or max(tokens.values()) > 1:
             return {}
         drafts = self.speculator.draft(list(tokens))
         copies = self.blocks.append({_seat(sequence): len(draft) for sequence, draft in drafts.items()})
