@@ -77,11 +77,7 @@ def assert_same(actual, wanted):
 
 @pytest.mark.parametrize(
     ("op", "axis_type"),
-    [(op, (AxisType.Auto, AxisType.Explicit)[i % 2]) for i, op in enumerate(SPLIT_OPS)]
-    + [
-        pytest.param(op, (AxisType.Explicit, AxisType.Auto)[i % 2], marks=pytest.mark.slow)
-        for i, op in enumerate(SPLIT_OPS)
-    ],
+    [(op, (AxisType.Auto, AxisType.Explicit)[i % 2]) for i, op in enumerate(SPLIT_OPS)],
 )
 def test_blocks_may_be_split(op, axis_type):
     fun, names, arrays = without_distances(op)
@@ -106,10 +102,7 @@ def test_sequences_are_split_over_other_devices(seqs):
 
 @pytest.mark.parametrize(
     ("op", "layout"),
-    [
-        *(("paged_attention", "hnd"), ("ragged_paged_attention", "nhd"), ("prefix_attention", "hnd")),
-        ("write_and_attend", "nhd"),
-    ],
+    [("paged_attention", "hnd"), ("ragged_paged_attention", "nhd"), ("write_and_attend", "nhd")],
 )
 def test_sinks_count_once_and_scales_of_slots_are_split(op, layout):
     _, names, arrays = bind(op, ("sinks", "k_scale", "v_scale"), layout=layout)

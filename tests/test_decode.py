@@ -30,14 +30,22 @@ def partition_count(case, tables):
     return -(-max_seq_len // case.partition_size)
 
 
-def slow_on_cpu(cases, slow):
-    """Parameters; on a CPU a case is slow if `slow` is true of it. GPUs alone run the shapes of real models."""
-    marks = [pytest.mark.gpu if case in MODELS else pytest.mark.slow_on_cpu for case in cases]
+def marked(cases, is_like_others, mark):
+    """Parameters, with a mark where the case is like others. GPUs alone run `ON_GPUS` and the shapes of real models."""
+    marks = [pytest.mark.gpu if case in MODELS or case.name in ON_GPUS else mark for case in cases]
     return [
-        pytest.param(case, id=str(case), marks=[mark] * (case in MODELS or slow(case)))
+        pytest.param(case, id=str(case), marks=[mark] * (case in MODELS or is_like_others(case)))
         for case, mark in zip(cases, marks, strict=True)
     ]
 
+
+# GPUs alone run these of `LIKE_OTHERS`; the rest of them have layouts and dtypes that no other case has together.
+ON_GPUS = {
+    *("window-of-everything", "scale", "sparse-off", "one-sequence", "one-query", "context-without-query"),
+    *("huge-logits-capped", "scale-negative-bfloat16", "farthest-corner-e5m2", "sparse-vllm-e4m3", "tiny-scales"),
+    *("sparse-vllm-bfloat16", "scales-of-two-shapes-2", "scale-on-a-wide-cache", "query-float32-cache-bfloat16"),
+    "query-float16-cache-bfloat16",
+}
 
 # Other cases have the options of these in other combinations.
 LIKE_OTHERS = {
@@ -46,10 +54,12 @@ LIKE_OTHERS = {
     *("sparse-vllm-e4m3", "sparse-vllm-bfloat16", "scales-of-two-shapes-2", "query-bfloat16-cache-float32"),
     *("query-float16-cache-bfloat16", "farthest-corner-e5m2", "one-sequence", "one-query", "context-without-query"),
     *("long-window", "huge-logits-capped", "scale-negative-bfloat16"),
+    *("scales-of-two-shapes", "tiny-scales", "vllm-float16", "nhd-bfloat16", "scale-on-a-wide-cache"),
+    "query-float32-cache-bfloat16",
 }
 
 
-@pytest.mark.parametrize("case", slow_on_cpu(DECODE_CASES, lambda case: case.name in LIKE_OTHERS))
+@pytest.mark.parametrize("case", marked(DECODE_CASES, lambda case: case.name in LIKE_OTHERS, pytest.mark.slow_on_cpu))
 def test_decode(case, run):
     made = inputs.make(case)
     static = op_options(made.static) | {"max_seq_len": case.max_seq_len, "return_lse": True}

@@ -88,7 +88,7 @@ CALLS = {
     **{op: functools.partial(without_infinities, op) for op in OPS},
     "merge_attention_states": merged,
     "PagedKVCache": methods,
-    **{dtype: functools.partial(narrow, dtype) for dtype in ("int8", "float8_e4m3fn", "float8_e5m2")},
+    **{dtype: functools.partial(narrow, dtype) for dtype in ("int8", "float8_e4m3fn")},
     "allocator": allocated,
     "draw": drawn,
     "sample": sampled,

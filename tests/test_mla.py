@@ -17,17 +17,15 @@ from tests.test_cache_ops import assert_same_bytes, random_bytes, writable
 RAGGED_CASES = [case for case in CASES if case.case.query_lens is not None]
 LIKE_OTHERS = {
     *("one-head", "many-heads", "e4m3-without-scale", "largest", "smallest", "large-blocks", "shared-blocks"),
-    *("query-bfloat16-cache-float32", "context-without-query", "scale-negative"),
+    *("query-bfloat16-cache-float32", "query-float32-cache-bfloat16", "context-without-query", "scale-negative"),
+    *("float16", "e5m2"),
 }
 
 
-def some_slow(cases):
-    """Parameters; on a CPU those that are like others are slow. What Hopper's kernel takes, too, GPUs alone run."""
-    marks = [pytest.mark.gpu if case in HOPPER_CASES else pytest.mark.slow_on_cpu for case in cases]
-    return [
-        pytest.param(case, id=str(case), marks=[mark] * (case in HOPPER_CASES or str(case) in LIKE_OTHERS))
-        for case, mark in zip(cases, marks, strict=True)
-    ]
+def some_on_gpus(cases):
+    """Parameters; GPUs alone run those that are like others, and what Hopper's kernel takes, too."""
+    marks = [[pytest.mark.gpu] * (case in HOPPER_CASES or str(case) in LIKE_OTHERS) for case in cases]
+    return [pytest.param(case, id=str(case), marks=mark) for case, mark in zip(cases, marks, strict=True)]
 
 
 def without_causal(static):
@@ -35,7 +33,7 @@ def without_causal(static):
     return {name: x for name, x in static.items() if name != "causal"}
 
 
-@pytest.mark.parametrize("case", some_slow(CASES))
+@pytest.mark.parametrize("case", some_on_gpus(CASES))
 def test_decode(case, run):
     made = make(case)
     static = without_causal(made.static)
@@ -53,7 +51,7 @@ def test_decode(case, run):
     plain.assert_close(lse, exact[1], rough[1], "lse")
 
 
-@pytest.mark.parametrize("case", some_slow(RAGGED_CASES))
+@pytest.mark.parametrize("case", some_on_gpus(RAGGED_CASES))
 def test_ragged(case, run):
     hold_ragged(case, run)
 

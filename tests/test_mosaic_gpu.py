@@ -75,13 +75,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:Runtim
 
 
 # Other cases test the same in other combinations; only GPUs run most of these.
-MORE_INTERPRETED = {
-    *("auto-capped", "v2-sinks", "auto-large-blocks", "auto-e5m2", "v1-slot", "v2-vllm", "auto-vllm-int8"),
-    *("v1-slices", "auto-cluster-int8", "auto-vllm"),
-}
+MORE_INTERPRETED = {"auto-capped", "auto-e5m2", "v1-slot", "v2-vllm", "auto-vllm-int8", "auto-cluster-int8"}
 NOT_INTERPRETED = {
     *("v2-plain", "auto-plain", "v1-capped-far-away", "auto-huge", "auto-e4m3", "v2-e5m2", "v1-int8", "v1-int8-ring"),
-    *("auto-cluster-in-slices", "auto-vllm-cluster", "v2-vllm-e5m2"),
+    *("auto-cluster-in-slices", "auto-vllm-cluster", "v2-vllm-e5m2", "v2-sinks", "auto-large-blocks", "v1-slices"),
+    "auto-vllm",
 }
 
 

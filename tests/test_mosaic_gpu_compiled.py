@@ -80,7 +80,7 @@ def all_cases(every=2):
         yield from cases(every)
 
 
-@pytest.mark.parametrize("every", [16, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [32, pytest.param(11, marks=pytest.mark.slow)])
 def test_compiles(every):
     """Nothing serializes products that are to overlap, and not much is spilled.
 

@@ -18,7 +18,7 @@ from tests.latent_cases import HOPPER_CASES
     ("case", "sms"),
     [
         (HOPPER_CASES[0], 4),
-        (HOPPER_CASES[1], 1),
+        pytest.param(HOPPER_CASES[1], 1, marks=pytest.mark.slow),
         pytest.param(HOPPER_CASES[2], 4, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -34,11 +34,6 @@ def wanted():
 
 
 @pytest.mark.slow
-def test_an_engine_over_a_mesh_writes_the_same(wanted):
-    assert run_engine.texts(run_engine.make_engine(engine.Engine, 2)) == wanted
-
-
-@pytest.mark.slow
 def test_two_processes_write_the_same(wanted):
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONWARNINGS": "ignore"}
     port = str(free_ports())

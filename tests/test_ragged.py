@@ -11,17 +11,22 @@ import pytest
 import paged_jax
 from tests import inputs, oracle, plain
 from tests.cases import RAGGED_CASES, Case, Sparse
-from tests.test_decode import fixed_shapes, op_options, slow_on_cpu
+from tests.test_decode import fixed_shapes, marked, op_options
+
+LIKE_OTHERS = {
+    *("heads-of-328-int8", "soft-cap-far-away", "sparse-step", "sparse-large-blocks", "sparse-vllm-e4m3"),
+    *("sparse-vllm-bfloat16", "one-query", "shared-blocks", "all-of-it-vllm", "split-float32", "split-vllm-int8"),
+}
 
 
 def is_like_others(case):
     """Whether other cases of ragged attention have the same options; test_decode.py has all pairs of them."""
     pairs = re.fullmatch(r"(hnd|nhd|vllm)-\w+|query-.*|scale-.*|scales-.*|.*-scales|farthest-corner-.*", case.name)
-    kept = "hnd-float16", "nhd-e5m2", "vllm-int8", "scale-traced", "tiny-scales"
-    return pairs is not None and case.name not in kept
+    kept = "hnd-float16", "nhd-e5m2", "vllm-int8", "scale-traced"
+    return case.name not in kept and (pairs is not None or case.name in LIKE_OTHERS)
 
 
-@pytest.mark.parametrize("case", slow_on_cpu(RAGGED_CASES, is_like_others))
+@pytest.mark.parametrize("case", marked(RAGGED_CASES, is_like_others, pytest.mark.gpu))
 def test_ragged_and_prefix(case, run):
     made = inputs.make(case)
     static = op_options(made.static) | {"max_seq_len": case.max_seq_len, "return_lse": True}
@@ -81,7 +86,7 @@ NOT_CAUSAL = [
 ]
 
 
-@pytest.mark.parametrize("case", NOT_CAUSAL, ids=str)
+@pytest.mark.parametrize("case", marked(NOT_CAUSAL, is_like_others, pytest.mark.gpu))
 def test_without_causality_every_query_sees_all_of_its_sequence(case, run):
     made = inputs.make(case)
     hold_without_causality(made, {"ragged": made.ragged, "prefix": made.prefix}, case, run)
@@ -133,7 +138,7 @@ SPLIT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", SPLIT, ids=str)
+@pytest.mark.parametrize("case", marked(SPLIT, is_like_others, pytest.mark.gpu))
 def test_long_contexts(case, run):
     test_ragged_and_prefix(case, run)
 

@@ -59,11 +59,9 @@ def test_steps_of_a_model(report):
 @pytest.mark.parametrize(
     ("name", "tp", "num_tokens", "has_options"),
     [
-        ("llama3-70b", 2, 1, True),
         ("llama3-70b", 2, 256, True),
         ("llama3-70b", 2, 512, False),
         ("llama3-70b", 4, 1, False),
-        ("llama3-70b", 1, 1, False),
         ("llama3-8b", 2, 1, False),
     ],
 )

@@ -31,7 +31,7 @@ def scales_of(granularity):
 
 @pytest.mark.parametrize(("layout", "granularity"), [*zip(LAYOUTS, ("cache", "head", "slot"), strict=True)])
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.gpu)])
 @pytest.mark.usefixtures("default_device")
 def test_every_write_follows_the_rule(dtype, cache_dtype, granularity, layout):
     rng, scales = np.random.default_rng(0), scales_of(granularity)

@@ -12,7 +12,7 @@ import paged_jax
 from tests import inputs, oracle, plain
 from tests.cases import DECODE_CASES, Case
 from tests.test_cache_ops import assert_same_bytes
-from tests.test_decode import op_options
+from tests.test_decode import marked, op_options
 
 # These few cases have every option, layout, granularity of scales, and pair of query and cache dtype.
 NAMES = [
@@ -45,6 +45,11 @@ NAMES = [
 UNSPLIT = Case("unsplit", 8, 2, 64, 16, "bfloat16", seq_lens=(9, 0, 16, 1, 3), query_lens=None, spare_columns=0)
 LARGE_GROUP = Case("large-group", 142, 2, 24, 1, "float16", "bfloat16", "nhd", (9, 2), None)
 SLOT_SCALES = Case("slot-scales-on-a-wide-cache", 2, 1, 64, 16, "bfloat16", k_scale="slot", v_scale="slot")
+# GPUs alone run these, whose options are those of others in other combinations.
+ON_GPUS = {
+    *("hnd-bfloat16", "hnd-e4m3", "nhd-float32", "nhd-int8", "vllm-float16", "vllm-bfloat16", "llama-3-8b", "long"),
+    *("huge-logits", "query-bfloat16-cache-float32", "query-float16-cache-bfloat16", "soft-cap"),
+}
 CASES = [*(case for case in DECODE_CASES if case.name in NAMES), UNSPLIT, LARGE_GROUP, SLOT_SCALES]
 BY_NAME = {case.name: case for case in CASES}
 
@@ -93,7 +98,7 @@ def expected_caches(case, made):
     return {"key_cache": key, "value_cache": value}
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", marked(CASES, lambda case: case.name in ON_GPUS, pytest.mark.gpu))
 def test_write_and_attend(case, run):
     made = with_new_tokens(case)
     static = op_options(made.static) | {"max_seq_len": case.max_seq_len, "return_lse": True}

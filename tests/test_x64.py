@@ -20,7 +20,6 @@ DECODE = [
     ("v2", test_mosaic_gpu.small("vllm-wide", 5, 1, 64, 16, "float16", layout="vllm", seq_lens=(700, 3), **ALL)),
 ]
 RAGGED = [
-    test_mosaic_gpu_ragged.small("all", 4, 2, 64, 16, "bfloat16", **ALL, **BY_HEAD),
     test_mosaic_gpu_ragged.small("cap", 4, 2, 112, 16, "float16", layout="nhd", logits_soft_cap=3.0),
     test_mosaic_gpu_ragged.small("slots", 4, 2, 64, 16, "bfloat16", "int8", alibi=True, **BY_SLOT),
     test_mosaic_gpu_ragged.small("narrow", 4, 2, 128, 16, "bfloat16", "float8_e4m3fn", sliding_window=50, **BY_HEAD),
@@ -48,7 +47,7 @@ def lowered(trace):
 
 def some(cases):
     """Parameters; those that test little more than others are marked slow."""
-    few = ("cluster", "slots", "vllm-wide", "narrow", "cap", "new-pattern")
+    few = ("cluster", "slots", "vllm-wide", "narrow", "cap", "new-pattern", "many")
     return [pytest.param(*case, id=str(case[-1]), marks=[pytest.mark.slow] * (str(case[-1]) in few)) for case in cases]
 
 
