@@ -33,7 +33,7 @@ OUTPUT = 64  # tokens of each text behind its prompt
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The pools of one case: all bytes, the most that were held, and milliseconds of the host for each step."""
+    """One case's pools: their bytes, the peak of held bytes, and the host's milliseconds for each step."""
 
     pool_bytes: int
     held_bytes: int

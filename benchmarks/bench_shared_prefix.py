@@ -1,8 +1,9 @@
 """Times decode attention over prefixes that rows share: `python -m benchmarks.bench_shared_prefix --out FILE`.
 
-64 sequences have 512 tokens of their own behind a prefix of 8192, which all of them share, or 16 each. Three calls are
-timed on a GPU: attention of all tokens row by row, of shared prefixes read once (`SharedPrefixes.attend`), and of the
-own tokens alone, which bounds what sharing can reach. All three write nothing. Shared and row by row must agree.
+64 sequences have 512 own tokens behind a prefix of 8192 tokens; all of them share one prefix, or 16 each share one.
+Three calls are timed on a GPU: attention to all tokens row by row, attention that reads shared prefixes once
+(`SharedPrefixes.attend`), and attention to own tokens only, which is a lower bound for sharing. All three write
+nothing. Shared and row by row must agree.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """The requests of bench_serving.py: workloads of random lengths, of fixed ones, and of ShareGPT's conversations.
 
-Token ids are random, so that no two prompts share a block unless that is asked for. Engines are published with these
+Token ids are random, so that no two prompts share a block except on request. Engines are published with these
 workloads:
 
     mixed       prompts of 128 to 1024 tokens, answers of 32 to 256
@@ -31,7 +31,7 @@ class Workload:
     """How long prompts and answers are.
 
     Attributes:
-        prompt_lens, output_lens: the fewest and the most tokens; all lengths between them are as likely.
+        prompt_lens, output_lens: the fewest and the most tokens; all lengths between them are equally likely.
         table: pairs of both in place of random ones, which requests take in turn; None for none.
     """
 

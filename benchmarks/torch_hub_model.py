@@ -1,4 +1,4 @@
-"""PyTorch's side of bench_model.py for models whose layers torch_model.py does not have: transformers' own code.
+"""PyTorch's side of bench_model.py for models that torch_model.py does not cover: it runs transformers' code.
 
 A decode step is transformers' forward over a `StaticCache`, captured in a CUDA graph that runs once a token. It is not
 compiled: all kernels are PyTorch's. A mixture of experts is tried with each of transformers' grouped products that a

@@ -24,8 +24,8 @@ CONFIG = EngineConfig(
     num_host_blocks=NUM_HOST_BLOCKS,
     adjustments=False,
 )
-# The second one has several programs for its steps, few prompts a step, and a host that is full before the pool is; and
-# its layers with a window hold blocks for the window only.
+# The second configuration compiles several sizes of steps, allows few prompts a step, and has fewer blocks on the host
+# than in the pool. Its layers with a window hold blocks for the window only.
 SIZES = {"decode_rows": (2, 4), "mixed_tokens": (5, 16), "max_prompts_per_step": 2, "num_host_blocks": 5}
 CONFIGS = {"one size": CONFIG, "several sizes": dataclasses.replace(CONFIG, **SIZES)}
 WINDOWS_OF = {CONFIGS["several sizes"]: model.WINDOWS}
@@ -119,7 +119,7 @@ def drain(engine, check=check_blocks):
 
 
 def without_void(deltas):
-    """Leaves out what samples had given before they were restarted."""
+    """Drops the deltas of samples before their restart."""
     first = {(delta.request_id, delta.index): i for i, delta in enumerate(deltas) if delta.is_restarted}
     return [delta for i, delta in enumerate(deltas) if i >= first.get((delta.request_id, delta.index), 0)]
 

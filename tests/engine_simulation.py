@@ -58,7 +58,7 @@ def chain_of(tokens, salt):
 
 
 def expected_tokens(prompt, params: SamplingParams, index, room, seed=None, salts=((0, 0),)):
-    """The tokens of a sample: those that an engine must give in every history.
+    """The tokens that an engine must give for a sample in every history.
 
     Args:
       prompt, params: the request.
@@ -160,7 +160,7 @@ class Pool:
         self.tokens[destination], self.chains[destination] = other.tokens[source], other.chains[source]
 
     def check_blocks(self, blocks, salt):
-        """Checks that blocks are full and that the tokens of each follow one another."""
+        """Checks that blocks are full and that each block's tokens are consecutive."""
         tokens, chains = self.tokens[blocks], self.chains[blocks]
         assert (tokens != _EMPTY).all(), "a cached block is not written"
         assert (chains[:, 1:] == link(chains[:, :-1], tokens[:, 1:], salt)).all(), "a cached block is a mixture"
@@ -187,7 +187,7 @@ class SimulatedRunner(Runner):
       pool, host_pool: the two pools, in which the blocks of the groups of layers lie one after the other.
       bases, host_bases: where each group's blocks begin.
       interrupt: called with the name of each program before it runs ("copy", "swap_in", "swap_out", "model", "draw"),
-        and with "read" before its results are read; it may raise.
+        and with "read" before the step's results are read; it may raise.
     """
 
     def __init__(self, step, weights, caches, config, groups, **_):
@@ -208,7 +208,7 @@ class SimulatedRunner(Runner):
         self.reset()
 
     def reset(self):
-        """Empties both pools: whoever reads what was written before fails."""
+        """Empties both pools: any read of an earlier token then fails."""
         self.pool = self._caches = Pool(self.bases[-1], self.block_size)
         self.host_pool = self._host_caches = Pool(self.host_bases[-1], self.block_size)
         self._last_tokens = np.full(self.config.max_num_seqs, _EMPTY, np.int32)
@@ -298,7 +298,7 @@ class SimulatedRunner(Runner):
         return run
 
     def _slots(self, tables, seat, length, num_new):
-        """For each group the slots of a row's new tokens and of those before them that its window reaches."""
+        """Returns for each group the slots of a row's new tokens and of the earlier tokens in the group's window."""
         found = []
         for group, table, base in zip(self.groups, tables, self.bases, strict=False):
             window = length if group.sliding_window is None else group.sliding_window
@@ -322,7 +322,7 @@ class SimulatedRunner(Runner):
 
     @staticmethod
     def _check_context(tokens, chains, length, salt):
-        """Checks the last ones of a sequence's first `length` tokens."""
+        """Checks that a row reads the last ones of its sequence's first `length` tokens, in order."""
         assert (tokens != _EMPTY).all(), "a row reads a slot that was never written"
         before = np.concatenate([np.zeros(1, np.uint64), chains[:-1]])
         is_linked = chains == link(before, tokens, salt)
@@ -421,7 +421,7 @@ def logprob(chain):
 
 
 def _writers_first(rows, slots, counts):
-    """Orders rows so that one that reads what another one writes comes after it."""
+    """Orders rows so that a row comes after all rows whose new tokens it reads."""
     writer = {slot: row for row in rows for some in slots[row] for slot in some[-counts[row] :].tolist()}
     done, order = set(), []
 

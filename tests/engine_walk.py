@@ -1,9 +1,9 @@
 """Random histories of an engine over a simulated pool: `python -m tests.engine_walk --histories 10000`.
 
-In each history an engine of random sizes, whose pool holds few of its requests, gets requests that begin alike, is
-stepped, loses requests by `cancel`, refuses some, and fails now and then. After every call its blocks and seats must
-add up, every cached block must be written, and each request must get the tokens that it gets alone. A history depends
-on its seed only, which a failure names.
+In each history an engine of random sizes, whose pool holds few requests at once, gets requests that begin alike, runs
+steps, cancels some requests, refuses others, and fails now and then. After every call its blocks and seats must add
+up, every cached block must be written, and each request must get the tokens that it gets alone. A history depends on
+its seed only, which a failure names.
 """
 
 import argparse
@@ -193,7 +193,7 @@ class Story:
         self.seen["behind"] += sum(int(((s.seq_lens > 0) & (s.block_tables[:, 0] < 0)).sum()) for s in states)
 
     def end(self):
-        """Runs until all requests are finished, and compares their tokens with those that each gets alone."""
+        """Runs until all requests are finished; each must get the tokens that it gets alone."""
         while self.engine.has_work or self.engine._launched is not None:
             self.step()
         counts = self.engine._blocks.counts()
@@ -266,7 +266,7 @@ def walk(seed: int, seen: dict[str, int]) -> None:
         preemption=draw.choice(["cheaper", "recompute", "swap"]),
         swap_bytes_per_second=draw.choice([1.0, 1e6, 1e12]),
     )
-    # Without a layer that sees everything, the simulation needs the token before a row's first one in some window.
+    # If no layer sees everything, the simulation needs a window that contains the token before a row's first one.
     few, more = draw.randint(1, 12), draw.randint(2, 24)
     windows = draw.choice(
         [None, None, [None, few], [few, few, None], [more], [more, min(few, more)], [more, few, None]]

@@ -69,7 +69,7 @@ def test_cases_that_share_programs_stay_together():
 
 
 def test_a_process_that_dies_costs_its_own_cases_only(tmp_path, monkeypatch):
-    """And the report is in the cases' order."""
+    """The report keeps the order of the cases."""
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     last = dataclasses.replace(SECOND, name="last")
     some = [FIRST, OTHER, SECOND, last]

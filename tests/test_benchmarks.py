@@ -303,7 +303,7 @@ def test_the_floor_of_a_step():
 
 
 def test_the_floor_of_experts_windows_and_latents():
-    """Of experts those count that are used, of a window's layer the tokens in it, of latents their one vector."""
+    """The bytes include used experts only, tokens inside a layer's window only, and one vector for each latent."""
     config = models.MODELS["qwen3-30b-a3b"]  # 48 layers of 128 experts with three matrices of 2048 x 768; 8 are drawn
     weights, _ = make_abstract_step(config, jnp.bfloat16)
     none, one, two = (models.floor_bytes(config, weights, num_seqs, 0) for num_seqs in (0, 1, 2))

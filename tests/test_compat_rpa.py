@@ -174,7 +174,7 @@ def test_pages_may_have_a_row_for_each_sequence():
 
 
 def test_tokens_past_the_table_and_beside_the_batch_are_not_written():
-    """Of a sequence's new tokens 31 and 32 the table has room for the first one; the last token is padding."""
+    """The table has room for token 31 of a sequence's new tokens, but not for token 32; the last token is padding."""
     tokens = jnp.ones((3, 1, 128), jnp.bfloat16)
     pool = jnp.zeros(rpa.get_kv_cache_shape(4, 16, 1, 128, jnp.bfloat16), jnp.bfloat16)
     step = [np.array(x, np.int32) for x in ([33, 9], [3, 1, 0, 2], [0, 2, 3], [1, 1, 1])]

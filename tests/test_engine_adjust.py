@@ -33,7 +33,7 @@ FIELDS = {
 
 
 def adjusted_logits(logits, prompt, output, params, allowed=None):
-    """The definition: what vLLM and OpenAI say of these fields, one token at a time."""
+    """The reference: adjusts one row's logits by vLLM's and OpenAI's definitions of these fields."""
     logits = np.asarray(logits, np.float64).copy()
     for token, bias in dict(params.logit_bias).items():
         logits[token] += bias
@@ -123,7 +123,7 @@ def test_logits_are_changed_as_the_formulas_say(vocab):
                 stop_token_ids=RNG.choice(vocab, 3, replace=False).tolist(),
             )
         )
-        # The tokens before the last few are known when the sequence gets its seat; the others are counted as they come.
+        # The host knows all tokens except the last few when the sequence gets its seat; the device counts those few.
         known = [*prompt, *output[: len(output) // 2]]
         rows.append(Adjustments.of(Sequence(0, 0, params[-1], known, len(prompt), 99, 0), vocab))
     state = jax.tree.map(jnp.asarray, Adjustments.zeros(n + 1, vocab))
@@ -233,7 +233,7 @@ def one(the_engine):
 
 
 def test_greedy_tokens_are_those_of_the_formulas(one, reference):
-    """For each field, and all together; each changes what some request gets."""
+    """Tests each field alone, and all together; each changes the tokens of some request."""
     wanted, requests = [], []
     base = {"max_tokens": 9, "stop_token_ids": tuple(range(0, model.VOCAB, 5))}
     for changes in [{}, *FIELDS.values(), {"mask": Multiples()}, {"mask": Multiples(4)}]:
@@ -268,7 +268,7 @@ def everything(seed, n=1, **changes):
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(st.data())
 def test_tokens_depend_on_the_request_alone(the_engine, data):
-    """Alone, in a batch, in chunks, preempted, and after prefix hits."""
+    """Requests run alone, in a batch, in chunks, with preemption, and after prefix hits."""
     requests = []
     for seed in range(data.draw(st.integers(2, 6))):
         prompt = data.draw(st.sampled_from(PROMPTS))
@@ -292,7 +292,7 @@ def test_tokens_depend_on_the_request_alone(the_engine, data):
 
 
 def test_preempted_requests_get_the_tokens_that_they_get_alone(the_engine):
-    """Both by computing again and with children; the counts begin anew from all tokens."""
+    """Preempted sequences, some with children, are computed again; their counts then start from all known tokens."""
     the_engine.reset(dataclasses.replace(the_engine.config, num_blocks=None))
     requests = [(prompt, everything(seed, 1 + seed % 2, max_tokens=20)) for seed, prompt in enumerate(PROMPTS[3:7])]
     alone = [the_engine.generate([prompt], params)[0] for prompt, params in requests]

@@ -1,4 +1,4 @@
-"""Tests who waits for whom, over a simulated pool: nobody for ever, urgent requests least, decodes for no prompt."""
+"""Tests fairness over a simulated pool: no request starves, urgent ones wait least, no prompt delays a decode."""
 
 import dataclasses
 import random
@@ -55,7 +55,7 @@ def test_no_request_starves(limit, num_blocks):
         engine, plans = watched(config, num_blocks)
         requests = arrivals(seed, 24)
         first, last, _ = run(engine, requests)
-        work = 0  # steps that the requests so far take one after the other, with one token of a prompt in each
+        work = 0  # steps of all earlier requests, run one by one with one prompt token a step
         for request_id, (step, prompt, params) in enumerate(requests):
             assert first[request_id] <= step + work + len(prompt) + 2, f"request {request_id} of seed {seed}"
             work += len(prompt) + params.max_tokens + 2
@@ -83,7 +83,7 @@ def test_prompts_beside_decodes_are_bounded(limit):
         num_tokens = sum(chunk.num_tokens for chunk in plan.chunks)
         rows = [chunk for chunk in plan.chunks if chunk.start >= chunk.sequence.num_prompt]
         last = [c for c in plan.chunks if c.num_tokens == 1 and c.start == c.sequence.num_prompt - 1]
-        # The last token of a prompt, alone in its row, is as good as a decode.
+        # The last token of a prompt, alone in its row, counts as a decode.
         (beside if rows else alone).append((num_tokens, len(rows) + len(last)))
     assert all(num_tokens <= max(limit, num_decodes + 1) for num_tokens, num_decodes in beside)
     assert max(num_tokens for num_tokens, _ in beside) == max(limit, CONFIG.max_num_seqs)
@@ -105,7 +105,7 @@ def test_urgent_requests_are_served_first():
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_the_least_urgent_is_preempted(preemption):
-    """And of equally urgent ones the newest; the tokens stay those that each gets alone."""
+    """Of equally urgent requests the newest is preempted; each request gets the tokens that it gets alone."""
     config = dataclasses.replace(CONFIG, preemption=preemption, num_host_blocks=40)
     engine, _ = watched(config, 12)
     priorities, preempted = [1, 0, 1, 0], []

@@ -52,7 +52,7 @@ class Group:
 
     @staticmethod
     def follow(engine, address, timeout_seconds, get_weights):
-        """What a follower's process does, which may end when its leader does."""
+        """Runs a follower, which may end when its leader ends."""
         with contextlib.suppress(ConnectionError):
             follow(engine, address, timeout_seconds, get_weights=get_weights)
 
@@ -100,7 +100,7 @@ def test_requests_without_a_seed_draw_alike(group):
 
 
 def test_masks_of_the_leader_hold_in_all_processes(group):
-    """Also masks that end and that fail, beside requests without one; the followers never see the masks."""
+    """Some masks end or fail, and some requests have none; the followers never see the masks."""
     masks = [Rules(), Rules(end=3), Rules(end=0), Rules(fails_at=2), Rules(fails_at=0), None]
     params = [dataclasses.replace(PARAMS, seed=5, mask=mask, frequency_penalty=0.5) for mask in masks]
     ids = [group.leader.add_request(PROMPTS[i % len(PROMPTS)], each) for i, each in enumerate(params)]
@@ -116,7 +116,7 @@ def test_masks_of_the_leader_hold_in_all_processes(group):
 
 
 def test_a_leader_that_fails_before_it_tells_a_mask_can_be_reset(group):
-    """The followers wait for what the mask allows, and get the reset."""
+    """The followers wait for the mask's result, and get the reset instead."""
     group.leader.add_request(PROMPTS[0], dataclasses.replace(PARAMS, seed=5, mask=Rules()))
     group.leader.step()
     fail_at(group.leader, "read", 1, RuntimeError("broken"))
@@ -168,7 +168,7 @@ def test_followers_take_other_weights_when_their_leader_does(group, running):
 
 
 def test_a_follower_that_takes_no_other_weights_is_noticed(caplog):
-    """The processes have different weights then, so that none may go on."""
+    """All processes must stop then, because their weights differ."""
     group = Group(can_update=False)
     caplog.set_level(logging.CRITICAL)
     with pytest.raises(RuntimeError, match=r"follower . has not taken .*: .* follow\(\) was given no get_weights"):

@@ -102,7 +102,7 @@ def test_blocks_are_kept_back_for_what_runs(num_blocks, is_admitted):
 
 @pytest.mark.parametrize(("n", "num_blocks", "is_admitted"), [(1, 4, False), (1, 5, True), (3, 6, False), (3, 7, True)])
 def test_blocks_are_kept_back_for_what_is_admitted_in_the_same_step(n, num_blocks, is_admitted):
-    """One for each sample."""
+    """One block is kept back for each sample."""
     scheduler = make_scheduler(num_blocks)
     add(scheduler, 0, 8, n)
     second = add(scheduler, 1, 8)
@@ -246,7 +246,7 @@ def test_top_k_and_top_p_keep_what_sorting_would():
 
 
 def test_a_tiny_top_p_keeps_the_most_likely_token():
-    """Also one that is 0 in float32."""
+    """The smallest top_p here is 0 in float32."""
     logits = np.array([[1.0, 3.0, 2.0]] * 3, np.float32)
     top_p = np.array([1e-6, 1e-40, 1e-50], np.float32)
     assert np.asarray(keep_top(logits, np.zeros(3, np.int32), top_p)).tolist() == [[0, 1, 0]] * 3
@@ -272,7 +272,7 @@ def test_draws_follow_the_probabilities():
 
 @pytest.mark.parametrize("temperature", [1e-6, 2e-38, 1e-40, 1e-50])
 def test_a_tiny_temperature_takes_the_most_likely_token(temperature):
-    """Logits that overflow when they are divided by it do not all look alike; -inf still forbids a token."""
+    """Logits that overflow in the division stay distinct; -inf still forbids a token."""
     logits = jnp.asarray([[5.0, 20.0, 30.0, -jnp.inf]] * 8, jnp.float32)
     how = draws(8, temperature=jnp.full(8, temperature, jnp.float32))
     assert draw(logits, how, Kind.RANDOM, 0).token_ids.tolist() == [2] * 8
@@ -362,7 +362,7 @@ def test_a_measured_step_has_no_more_prompts_than_a_real_one(num_prompts, contex
 
 
 def test_a_decode_batch_needs_no_query_starts():
-    """A loop without an engine leaves them out; rows of padding come last and have no token."""
+    """A loop without an engine leaves out the query starts; rows of padding come last and have no token."""
     arrays = [np.zeros(3, np.int32)] * 3 + [np.zeros((3, 2), np.int32), np.array([5, 3, 0], np.int32)]
     given = Batch(*arrays, np.array([0, 1, 2, 2], np.int32), is_decode=True).attention_metadata(4)
     jax.tree.map(np.testing.assert_array_equal, Batch(*arrays, is_decode=True).attention_metadata(4), given)

@@ -38,7 +38,7 @@ def test_same_seed_same_tokens_in_any_batch(engine, config):
 
 
 def test_every_parameter_reaches_the_draws(engine, reference):
-    """In one batch, whose rows differ in one parameter each; the extremes of three of them leave one token to draw."""
+    """The rows of a batch differ in one parameter each; three extreme values leave one token to draw."""
     prompt, base = PROMPTS[5], SamplingParams(max_tokens=9, temperature=1.5, seed=4)
     changes = [{}, {"seed": 5}, {"seed": 2**33 + 4}, {"temperature": 0.4}, {"top_k": 3}, {"top_p": 0.6}, {"n": 2}]
     greedy = [{"temperature": 1e-6}, {"top_k": 1}, {"top_p": 1e-6}, {"temperature": 0.0}]
@@ -128,7 +128,7 @@ def test_special_tokens_stop_and_what_stops_can_be_shown(engine, reference, monk
     prompt, special = PROMPTS[7], reference.greedy(PROMPTS[7], 12)[5]
 
     class WithSpecial(Words):
-        """Of its tokens one is special; it is not shown."""
+        """A tokenizer with one special token, which is not shown."""
 
         def decode(self, ids, /, skip_special_tokens=True):
             return "".join("<end>" if i == special else Words.decode(self, [i]) for i in ids

@@ -41,7 +41,7 @@ def partitions(rows):
 
 @pytest.mark.parametrize("seed", range(60))
 def test_the_groups_spare_the_most_reads(seed):
-    """Of all ways to group five rows, whose tables are paths of a random tree."""
+    """Compares the groups with all ways to group five rows, whose tables are paths of a random tree."""
     rng = np.random.default_rng(seed)
     tables = np.full((5, 6), -1)
     names = {}
@@ -89,7 +89,7 @@ def test_greedy_tokens_are_those_of_one_by_one_generation(the_engine, reference,
 
 
 def test_few_reads_are_not_worth_it(the_engine):
-    """The policy decides; reads of 3 rows that follow another one's 12 tokens are spared here."""
+    """Sharing saves reads of 36 tokens here: it pays if the policy asks for 36, and not if it asks for 37."""
     for least, is_shared in (36, True), (37, False):
         the_engine.reset(dataclasses.replace(SHARING, least_shared_tokens=least))
         prompts = [[*STEM[:12], i] for i in range(4)]
@@ -125,7 +125,7 @@ def test_groups_follow_the_sequences():
 
 @pytest.mark.parametrize("length", [1, 2, 17])
 def test_a_sequence_that_gets_another_one_s_seat_shares_nothing_with_its_rows(length):
-    """Also one whose prompt is computed in a step that reads no shared prefix."""
+    """One such sequence's prompt is computed in a step that reads no shared prefix."""
     config = EngineConfig(64, 2, 32, max_shared_prefixes=2, least_shared_tokens=1)
     engine = make_engine(40, 4, config)
     prompts = [[*range(5), *[1] * 12], [*range(5), *[1] * 12], [3] * length]

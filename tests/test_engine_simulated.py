@@ -1,4 +1,4 @@
-"""Tests the engine over a simulated pool (engine_simulation.py), which notices each read of what is not written."""
+"""Tests the engine over a simulated pool (engine_simulation.py), which notices each read of an unwritten slot."""
 
 import dataclasses
 import itertools
@@ -91,7 +91,7 @@ def test_the_rate_is_that_of_tokens(monkeypatch):
 
 
 def test_requests_without_a_seed_get_fresh_randomness():
-    """Another one in every process and after every reset, unless the engine has a seed; and never a user's seed."""
+    """The seeds differ in every process and after every reset, unless the engine has a seed; none is a user's seed."""
     prompt, params = list(range(5)), SamplingParams(max_tokens=20, temperature=1.0)
 
     def draw(engine, **changes):
@@ -114,7 +114,7 @@ def test_requests_without_a_seed_get_fresh_randomness():
 
 
 def test_a_sequence_that_was_swapped_is_found_again():
-    """Its old blocks were evicted from the prefix cache while it was on the host; its new ones take their names."""
+    """The prefix cache evicted its old blocks while it was on the host; its new blocks take their names."""
     engine = make_engine(12, 4, dataclasses.replace(CONFIG, preemption="swap", num_host_blocks=20))
     first, second = ([(3 * i + k) % VOCAB for i in range(16)] for k in range(2))
     engine.add_request(first, SamplingParams(max_tokens=26))
@@ -126,7 +126,7 @@ def test_a_sequence_that_was_swapped_is_found_again():
 
 
 def test_only_tokens_of_prompts_count_as_such():
-    """Also where a preempted sequence's output is computed again in one row with its prompt."""
+    """A preempted sequence's output, computed again in one row with its prompt, does not count."""
     engine = make_engine(9, 4, dataclasses.replace(CONFIG, preemption="recompute", prefix_caching=False))
     for k in range(2):
         engine.add_request([(3 * i + k) % VOCAB for i in range(10)], SamplingParams(max_tokens=14))
@@ -151,7 +151,7 @@ def test_a_cancelled_request_gives_all_of_its_seats_back(num_steps):
 
 
 def test_random_histories():
-    """The first of those that `python -m tests.engine_walk` runs; all that can happen to a request happens in them."""
+    """Runs the first histories of `python -m tests.engine_walk`; every event of a request happens in them."""
     seen = engine_walk.run(range(120))
     assert min(seen.values()) > 10, seen
 

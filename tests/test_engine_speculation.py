@@ -20,7 +20,7 @@ SPECULATING = dataclasses.replace(CONFIG, max_draft_tokens=3, verify_tokens=(16,
 
 
 class Scripted:
-    """A proposer that is told what to guess: `guess(tokens, most)`."""
+    """A proposer whose guesses the test chooses: `guess(tokens, most)`."""
 
     guess = staticmethod(lambda tokens, most: [])
 
@@ -85,7 +85,7 @@ def test_greedy_tokens_are_those_of_one_by_one_generation(engine, reference, wro
 
 
 def test_drawn_tokens_and_log_probabilities_do_not_depend_on_drafts(engine):
-    """Also for several samples of a prompt, and with top-k and top-p."""
+    """The prompts have several samples each, and top-k and top-p are on."""
     params = SamplingParams(max_tokens=14, n=2, temperature=0.8, top_k=20, top_p=0.9, seed=3, logprobs=2)
     plain = engine.generate(PROMPTS[2:4], params)
     assert engine.stats().num_draft_tokens == 0
@@ -130,7 +130,7 @@ def test_what_ends_inside_a_draft_ends_there(engine, reference, how, length):
 
 
 def test_a_verified_text_is_found_in_the_prefix_cache(engine, reference):
-    """And nothing of a draft that was wrong."""
+    """The cache holds no token of a draft that was wrong."""
     engine.proposer.guess = right(reference, lambda position: position % 3 == 0)
     ((first,),) = engine.generate([PROMPTS[6]], SamplingParams(max_tokens=18))
     assert engine.stats().num_accepted_tokens > 0
@@ -176,7 +176,7 @@ SIMULATED = EngineConfig(max_model_len=64, max_num_seqs=4, max_tokens_per_step=1
 
 
 def test_drafts_cease_where_guesses_are_wrong():
-    """After a few tokens of a text that repeats itself come others: then the engine reads one step late again."""
+    """A text repeats itself and then changes: from there on the engine again reads one step late."""
     engine = make_engine(64, 4, SIMULATED, proposer=Scripted())
     expected = expected_tokens([1, 2], SamplingParams(max_tokens=60), 0, 65)
 
@@ -200,7 +200,7 @@ def test_drafts_cease_where_guesses_are_wrong():
 
 
 def test_a_step_verifies_no_more_than_pays():
-    """With 4 rows that fill a step, drafts of one row would make it twice as long."""
+    """If 4 rows fill a step, drafts of one row would double its time."""
     config = dataclasses.replace(SIMULATED, verify_tokens=(8, 16), free_tokens_per_step=4)
     engine = make_engine(64, 4, config, proposer=Scripted())
     prompts = [[i, 1, 2] for i in range(4)]
@@ -220,7 +220,7 @@ def test_a_step_verifies_no_more_than_pays():
 
 
 def test_prompts_are_never_held_up_by_drafts():
-    """A step with a chunk of a prompt has none."""
+    """A step with a chunk of a prompt has no drafts."""
     engine = make_engine(64, 4, SIMULATED, proposer=Scripted())
     expected = expected_tokens([1, 2], SamplingParams(max_tokens=60), 0, 65)
     engine._speculator._proposer.guess = lambda tokens, most: expected[len(tokens) - 2 :][:most]
@@ -281,7 +281,7 @@ class Next:
 
 
 def test_drawn_tokens_have_the_models_distribution():
-    """Also where every guess is the most likely token, which rejection could favour."""
+    """Every guess is the most likely token, which a wrong rejection rule would favour."""
     proposer = Scripted()
     size = 6
     toy = Next(size, proposer)
@@ -303,7 +303,7 @@ def test_drawn_tokens_have_the_models_distribution():
 
 
 def test_a_text_that_repeats_itself_takes_fewer_steps():
-    """With the proposer that an engine has by itself."""
+    """The engine has its default proposer."""
     toy = Next(11, None)
     params = SamplingParams(max_tokens=60)
     ((result,),) = toy.engine.generate([[3]], params)
@@ -330,12 +330,12 @@ def test_a_text_that_repeats_itself_takes_fewer_steps():
     ],
 )
 def test_what_is_looked_up(tokens, most, guess):
-    """The longest n-gram is looked for first, and the last place counts; a repetition goes on."""
+    """The look-up tries the longest n-gram first, takes its last occurrence, and continues a repetition."""
     assert PromptLookup().propose([DraftRow((0, 0), tokens, most)]) == [guess]
 
 
 def test_a_growing_text_is_looked_up_as_one_that_is_new():
-    """And forgotten when its sample ends."""
+    """The look-up forgets a text when its sample ends."""
     rng, lookup = np.random.default_rng(0), PromptLookup(4, 1)
     texts = {(i, 0): [] for i in range(3)}
     for _ in range(40):

@@ -45,7 +45,7 @@ def logprob(reference, tokens):
 
 
 def test_running_requests_go_on_with_the_new_weights(engine, reference, others, other_reference):
-    """Each token and its log-probability are those of the weights that drew it, after the same tokens."""
+    """The weights that drew a token give the same token and log-probability after the same tokens."""
     ids = [engine.add_request(prompt, SamplingParams(max_tokens=9, logprobs=0)) for prompt in PROMPTS[:4]]
     deltas = [delta for _ in range(4) for delta in engine.step()]
     num_compiled = engine.stats().num_compiled
@@ -96,7 +96,7 @@ def test_running_requests_begin_again(engine, reference, others, other_reference
 
 
 def test_no_block_of_the_old_weights_is_found(engine, others, other_reference):
-    """Neither one that the prefix cache held, nor one that a running request filled."""
+    """This holds for blocks of the prefix cache and for blocks that a running request filled."""
     engine.generate(PROMPTS, SamplingParams(max_tokens=3))
     engine.add_request(PROMPTS[7], SamplingParams(max_tokens=3))
     engine.step()
@@ -177,7 +177,7 @@ def test_an_engine_that_has_failed_takes_no_weights():
 
 @pytest.mark.parametrize("running", ["continue", "restart"])
 def test_replicas_take_weights_for_each_engine(running):
-    """Also an engine whose step failed; steps that run end under the old weights."""
+    """An engine whose step failed takes them too; running steps end under the old weights."""
     replicas = Replicas([make_engine(16, 4, SIMULATED) for _ in range(3)])
     engines = [replica.engine for replica in replicas._replicas]
     prompts = [[i % VOCAB, 3, 1] for i in range(3)]

@@ -1,4 +1,4 @@
-"""Tests layers with sliding windows in an engine: their groups, their pools, and what these save; and a model."""
+"""Tests layers with sliding windows in an engine: their groups, the memory that their pools save, and a model."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ GEMMA = ([1024] * 5 + [None]) * 4 + [1024] * 2  # the layers of Gemma 3's smalle
 
 
 def caches_of(num_blocks, block_size=16):
-    """Caches that are as large as they say: a block has a byte for each token."""
+    """Caches of one byte for each token."""
     return [SimpleNamespace(num_blocks=n, block_size=block_size, nbytes=n * block_size) for n in num_blocks]
 
 
@@ -76,7 +76,7 @@ def test_a_long_text_takes_a_quarter_of_the_memory():
 
 
 def test_a_sequence_begins_where_all_groups_have_what_its_next_token_needs():
-    """Tokens in blocks of 4; the second group's window is 6 tokens, so that behind 12 it needs those from 7 on."""
+    """Blocks have 4 tokens; the second window is 6 tokens, so after 12 tokens its group needs tokens 7 and up."""
     config = EngineConfig(32, max_num_seqs=2, max_tokens_per_step=32)
     windows = [None, 6]
     pools = make_pools(make_groups(caches_of([8, 8], 4), windows, 32), config, 4, 8)
@@ -117,7 +117,7 @@ def test_a_batch_names_its_groups():
 
 @pytest.mark.parametrize("name", ["gemma3"])
 def test_tokens_are_those_of_transformers(name):
-    """With room for all requests, and with pools of either kind of layer that are too small."""
+    """The pools have room for all requests, or one kind of layer has pools that are too small."""
     model, config, _, _ = load_model(folder(name), jnp.float32)
     weights, step = make_step(model)
     found = reference(name)

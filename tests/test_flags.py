@@ -121,7 +121,7 @@ def call_of(name):
     [(name, flag) for name in CALLS for flag in FLAGS if flag != "disable_jit" or name in WITHOUT_JIT],
 )
 def test_everything_runs_under_every_flag(name, flag):
-    """Under jit, and an op without it too where JAX looks at what each program returns."""
+    """The op runs under jit, and also without jit where JAX checks the results of each program."""
     function, arrays, wanted = call_of(name)
     # A function of its own, since `jit` knows the other one, and of its name, with which programs are kept.
     again = functools.wraps(function)(lambda *arrays: function(*arrays))

@@ -119,7 +119,7 @@ def test_new_tokens_have_no_quotient_that_may_be_rounded_apart():
     ("op", "scale"), [("mla", "latent_scale"), ("mla_ragged", "latent_scale"), ("mla_write", "scale")]
 )
 def test_latents_have_one_scale(op, scale):
-    """Also those of int8, of which keys and values always have one each."""
+    """Latents in int8 have one scale, too, although int8 keys and values always have one each."""
     drawn = (fuzz_draw.program(11, number, ops=(op,), small=True) for number in range(60))
     program = next(program for program in drawn if program.case.cache_dtype == "int8")
     options = fuzz_data.draw(fuzz_draw.rng_of(11), program).options
@@ -190,7 +190,7 @@ def test_a_worker_that_dies_is_reported_and_replaced(monkeypatch, capsys):
 
 
 def test_a_worker_with_a_wrong_result_is_replaced(monkeypatch, capsys):
-    """It may be by a read outside of memory, after which all that a process does on a GPU fails."""
+    """The error may be a read outside of memory; all later GPU work of such a process fails."""
     answers = """print('{"outcome": "wrong", "where": "0.3", "why": "x"}\\n{"outcome": "done"}')"""
     workers = started(monkeypatch, first=f"import sys; {answers}; sys.stdout.flush(); sys.stdin.read()")
     assert fuzz.main(["--small", "--count", "16", "--batches", "8", "--ops", "copy", "--patience", "30"]) == 1

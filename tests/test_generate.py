@@ -219,7 +219,7 @@ def test_every_pool_is_aliased_and_none_copied(tiny, name):
 
 
 def test_scales_hold_the_prompts_keys_and_values(tiny, programs):
-    """With some room above the largest of each head, whatever the blocks are."""
+    """The scales leave some room above each head's largest value, whatever the blocks are."""
     _, config, _ = tiny
     request = make_request(PROMPTS)
     caches = programs.prefill(programs.weights, make_caches(config), request).caches

@@ -197,7 +197,7 @@ def test_cache_dtypes(options, quiet_run, capsys):
 
 
 def test_given_scales_reach_the_caches(small):
-    """Those of int8 that are not given are measured; float8 takes 1 for them, and other caches have none."""
+    """int8 measures the scales that are not given; float8 takes 1 for them, and other caches have none."""
     config = load_config(small)
     model = load_model(small, jnp.float32)[0]
     programs = loop.make_programs(model)

@@ -326,7 +326,7 @@ def test_padding_tokens_are_called_padding():
 
 
 def test_entries_behind_a_window_are_not_checked():
-    """Of the two queries at positions 6 and 7 the first one sees tokens from 4 on: block 1 of the row, but not 0."""
+    """The first of two queries is at position 6 and sees tokens from 4 on: block 1 of the row, but not block 0."""
     call = {"seq_lens": [8], "num_blocks": 4, "block_size": 4, "query_start_loc": [0, 2]}
     check_metadata([[-1, 3]], sliding_window=3, **call)
     with pytest.raises(ValueError, match=r"row 0: block id -1 in column 0 must be in \[0, 4\)"):

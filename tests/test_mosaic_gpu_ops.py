@@ -133,7 +133,7 @@ def test_not_decode(most, padding):
 @pytest.mark.parametrize("case", SINGLE_QUERIES, ids=str)
 @pytest.mark.parametrize("most", [1, 4])
 def test_single_queries_on_a_gpu(case, most):
-    """By decode, and by thin items."""
+    """If sequences have one query at most, the decode kernel runs; if up to four, thin items do."""
     made = inputs.make(case)
     operands = jax.device_put(operands_of(case, made, max_query_len=most), jax.devices("gpu")[0])
     check(case, made, jax.tree.map(np.asarray, jax.jit(mosaic_gpu.ragged_paged_attention)(*operands)))

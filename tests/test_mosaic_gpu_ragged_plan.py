@@ -108,7 +108,7 @@ def test_splits_leave_no_turn_nearly_empty(num_seqs, seq_len, splits):
 
 
 def test_the_last_split_may_have_no_tile():
-    """Of 89 tiles, ten splits have 9 and leave nothing to the eleventh."""
+    """Ten splits of 9 tiles cover all 89 tiles, so an eleventh would be empty."""
     geometry, counts, lengths = planned((1,), (89 * 128,), 32, 8, 128, None, table_width=2048, num_programs=132)
     kind = geometry.kinds[1]
     items = [jax.tree.map(int, plan.find(jnp.int32(i), counts, lengths, kind)) for i in range(11)]

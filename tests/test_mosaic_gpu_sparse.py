@@ -67,7 +67,7 @@ PATTERNS = [
 ]
 
 
-# With other heads, windows, bounds and ops in turn.
+# The cases take different heads, windows, bounds and ops in turn.
 SHAPES = (8, 2, None, 1024), (5, 1, 150, 700)
 BATCHES = [(pattern, *SHAPES[i % 2], i // 2 % 2 == 1) for i, pattern in enumerate(PATTERNS)]
 

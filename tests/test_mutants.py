@@ -1,4 +1,4 @@
-"""Tests that the bugs that `tests.mutants` makes can be made: what they change stands in the source, once."""
+"""Tests that each bug of `tests.mutants` can be made: the source that it changes occurs exactly once."""
 
 import pytest
 

@@ -44,7 +44,7 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
 def test_templates_as_transformers_renders_them():
-    """With the tag that marks what an assistant says, and the arguments that transformers' `tojson` has."""
+    """The template has the tag around an assistant's text, and the arguments of transformers' `tojson`."""
     source = "{% for m in messages %}{% generation %}{% set x = m.content %}{{ x }}{% endgeneration %};{% endfor %}"
     assert ChatTemplate(source).render(MESSAGES * 2) == "Hi;Hi;"
     value = "{'b': 'é<', 'a': [1]}"

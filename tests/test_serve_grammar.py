@@ -183,7 +183,7 @@ def test_no_grammar():
 
 
 def test_fields_that_change_logits(client):
-    """Each does what it says, through OpenAI's client."""
+    """Each field has its effect through OpenAI's client."""
 
     def ask(**fields):
         names = {"logit_bias", "presence_penalty", "frequency_penalty"}

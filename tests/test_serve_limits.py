@@ -192,7 +192,7 @@ def test_bodies_that_do_not_come(running, monkeypatch):
 
 
 def test_heads_that_do_not_come(running, monkeypatch):
-    """Neither at first nor after an answer; but a long answer may take its time."""
+    """A silent client is cut off at first and after an answer, but never during a long answer."""
     monkeypatch.setattr(http, "HEAD_SECONDS", 0.3)
     whole = http_request("/v1/completions", GOOD)
     assert received(running.connect(b"")) == received(running.connect(whole[:20])) == ""

@@ -17,7 +17,7 @@ def values_of(the_metrics):
 
 
 def test_counters_never_fall():
-    """Also where the engine counts from 0 again, since a step failed."""
+    """They do not fall even if the engine counts from 0 again after a failed step."""
     the_metrics = metrics.Metrics()
     total = 0
     for num_steps, added in ((5, 5), (7, 2), (7, 0), (3, 3), (4, 1)):

@@ -78,7 +78,7 @@ def test_a_parser_gives_out_the_first_call_alone():
 
 
 def test_text_is_not_held_back():
-    """Only what may begin a call is."""
+    """Only text that may begin a call is held back."""
     parser = ToolCallParser("hermes")
     assert [parser.push(piece)[0] for piece in ("a", " b", " <", "c", "<tool", "d")] == [
         "a",
@@ -151,7 +151,7 @@ def ask(client, **fields):
     "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=["required", "named"]
 )
 def test_required_calls_are_valid(client, choice):
-    """Also at temperature 2, and the chunks of a stream say the same."""
+    """This holds at temperature 2, and the chunks of a stream say the same."""
     stop = STOP | {"function": STOP["function"] | {"parameters": {"type": "object", "additionalProperties": False}}}
     how = {"tools": [WEATHER, stop], "tool_choice": choice, "n": 2, "parallel_tool_calls": False}
     answer = ask(client, **how)
@@ -215,7 +215,7 @@ def test_a_call_beside_a_schema_is_refused(client):
 
 
 def test_a_conversation_with_results_of_tools(client):
-    """What a client sends back: the calls of the assistant, and their results."""
+    """The messages that a client sends back: the assistant's calls, and their results."""
     call = {"id": "call_1", "type": "function", "function": {"name": "stop", "arguments": "{}"}}
     messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
     messages.append({"role": "tool", "tool_call_id": "call_1", "content": "done"})

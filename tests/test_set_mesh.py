@@ -21,7 +21,7 @@ EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
     ids=lambda x: x if isinstance(x, str) else "-".join(axis_type.name for axis_type in x),
 )
 def test_within_set_mesh(axis_types, name):
-    """Under jit and, for an op, without it; on arrays of one device and of NumPy."""
+    """Calls run under jit and, for an op, without it; on arrays of one device and of NumPy."""
     function, arrays = CALLS[name]()
     wanted = jax.tree.map(np.asarray, jax.jit(function)(*arrays))
     calls = [(jax.jit(lambda *arrays: function(*arrays)), arrays)]

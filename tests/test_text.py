@@ -33,7 +33,7 @@ def test_an_unfinished_character_is_flushed_as_what_it_is():
 
 @pytest.mark.parametrize(("byte", "shown"), [(0x80, BROKEN), (0, "")])
 def test_the_work_for_a_token_is_bounded(byte, shown):
-    """Also where thousands of tokens in a row end inside a character, or show nothing, as special tokens do."""
+    """This holds even if thousands of tokens in a row end inside a character, or are special and show nothing."""
     lengths = []
 
     class Counting(Bytes):
@@ -146,7 +146,7 @@ def test_spaces_after_special_tokens(name):
     "end", [["</s>"] * 9, ["<0xE6>", "<0xBC>", "<0xA2>"] * 5, ["<0xE6>", "<0xBC>", "<0xA2>", "<0xE6>"]]
 )
 def test_the_context_of_a_prompt_is_short(end):
-    """Also of a long prompt that ends with special tokens, or inside a character; decoding all of it takes long."""
+    """This holds for a long prompt that ends with special tokens or inside a character; decoding all of it is slow."""
     tokenizer, lengths = TOKENIZERS["byte_fallback"](), []
 
     class Counting:

@@ -149,7 +149,7 @@ def test_a_new_token_that_no_row_sees_may_hold_anything(num_seqs, run):
     rng = np.random.default_rng(0)
     caches = tuple(rng.standard_normal((4 * num_seqs, 1, 16, 16)).astype(np.float32) for _ in "kv")
     query, key, value = (rng.standard_normal((num_seqs, 1, 16)).astype(np.float32) for _ in "qkv")
-    # Of four blocks the last one is neither local nor on the stride, but the third is.
+    # The pattern shows the third of four blocks, which is on the stride, and hides the last one.
     sparse = paged_jax.BlockSparse(local_blocks=0, vert_stride=3, block_size=16)
     tables, lens = np.arange(4 * num_seqs, dtype=np.int32).reshape(num_seqs, 4), np.full(num_seqs, 49, np.int32)
     slots = 16 * tables[:, 3]

@@ -1,6 +1,6 @@
-"""Grammars: which texts an answer may be, as JSON schemas, regular expressions, choices or grammars in Lark's language.
+"""Grammars that restrict an answer's text: JSON schemas, regular expressions, choices, or grammars in Lark's language.
 
-llguidance turns a grammar into a mask over the tokens, which the engine asks before it draws each of them.
+llguidance turns a grammar into a mask over the tokens; the engine asks the mask before it draws a token.
 """
 
 import functools
@@ -35,7 +35,7 @@ class Grammar(NamedTuple):
 
 
 def read_grammar(content: dict[str, Any]) -> Grammar | None:
-    """Reads the field of a request that says what its answer may be; None if there is no such field.
+    """Reads the field of a request that restricts its answer; None if there is no such field.
 
     Raises:
         ApiError: a field is wrong, or there are two.
@@ -93,7 +93,7 @@ def _read_field(kind: str, value: Any, name: str) -> Grammar:
 
 
 class Grammars:
-    """Compiles grammars for a tokenizer, and keeps those that were used last.
+    """Compiles grammars for a tokenizer, and caches the most recently used ones.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -130,7 +130,7 @@ class GrammarMask:
     """A compiled grammar: a `paged_jax.engine.TokenMask`.
 
     Args:
-        matcher: llguidance's matcher at the beginning of a text, of which each sample gets a copy.
+        matcher: llguidance's matcher at the beginning of a text; each sample gets a copy.
     """
 
     def __init__(self, matcher: llguidance.LLMatcher):
@@ -142,7 +142,7 @@ class GrammarMask:
 
 
 class GrammarState:
-    """How far a sample has come in its grammar.
+    """A sample's state in its grammar.
 
     Args:
         matcher: llguidance's matcher, which this state moves on.
@@ -152,7 +152,7 @@ class GrammarState:
         self._matcher = matcher
 
     def fill(self, allowed: np.ndarray) -> None:
-        """Sets the bits of the tokens that may come next; none, which ends the sample, where the text is complete."""
+        """Sets the bits of the tokens that may come next; after a complete text none, which ends the sample."""
         self._check()
         if not self._matcher.is_stopped():
             words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: len(allowed)]

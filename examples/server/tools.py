@@ -1,4 +1,4 @@
-"""Tools: functions that a model may ask its client to call, as OpenAI's interface has them.
+"""Tools: functions that a model may ask its client to call, with OpenAI's interface.
 
 The chat template shows the tools to the model, and the model writes its calls in the form that it was trained on. A
 `ToolCallParser` finds them in the text. Where a call is required, a grammar allows nothing else.
@@ -36,8 +36,8 @@ class Tools(NamedTuple):
 
     Attributes:
         shown: the objects that the chat template gets.
-        required: the functions of which one must be called, by name, each with the schema of its arguments; empty where
-            the model may also answer with a text.
+        required: if an answer must call one of some functions: these functions' names and the schemas of their
+            arguments; empty if the model may also answer with a text.
         are_parallel: whether an answer may have several calls.
     """
 
@@ -104,7 +104,7 @@ def _read_function(tool: Any, where: str) -> tuple[str, dict[str, Any]]:
 
 
 def special_tokens(tokenizer: Tokenizer) -> set[str]:
-    """The texts around calls that are special tokens: decoding shows these only if it is asked to."""
+    """The special tokens around calls; decoding shows them only on request."""
     added = tokenizer.get_added_tokens_decoder().values()
     return {token.content for token in added if token.special and token.content in (_OPEN, _CLOSE)}
 
@@ -120,7 +120,7 @@ def grammar_of(tools: Tools, form: Format, special: Collection[str] = ()) -> Gra
     if not tools.required:
         return None
     calls = [_schema_of_call(name, schema, form) for name, schema in tools.required.items()]
-    # A schema each, because references begin at the root of a schema.
+    # Each function gets its own schema, because references begin at a schema's root.
     rules = [f"call_{i}: %json {json.dumps(schema)}" for i, schema in enumerate(calls)]
     rules.append("body: " + " | ".join(f"call_{i}" for i in range(len(calls))))
     if form == "llama3":
@@ -146,7 +146,7 @@ def _schema_of_call(name: str, schema: dict[str, Any], form: Format) -> dict[str
 
 
 class ToolCallParser:
-    """Splits the text of one choice, which comes piece by piece, into what the client reads and the calls.
+    """Splits the text of one choice, which comes piece by piece, into shown text and calls.
 
     A call is given out once it is whole, since until then its text may turn out to be no call. Text that is no call is
     given out as it is.
@@ -162,7 +162,7 @@ class ToolCallParser:
     def __init__(self, form: Format, are_parallel: bool = True):
         self._form, self._most = form, None if are_parallel else 1
         self._held = ""
-        self._is_text = False  # of llama3: the answer has begun as no call does
+        self._is_text = False  # for llama3: the answer's beginning shows that it is no call
         self.num_calls = 0
 
     def push(self, text: str, *, is_last: bool = False) -> tuple[str, list[ToolCall]]:
@@ -195,7 +195,7 @@ class ToolCallParser:
         if is_last:
             text, self._held = self._held, ""
             return content + (text if text.strip() or not (calls or self.num_calls) else ""), calls
-        # Text that may begin a call is held back, and the space before it, which is no part of the text.
+        # It holds back text that may begin a call, with the space before it, which is no part of the text.
         begins = self._held.find(_OPEN)
         if begins < 0:
             size = next((n for n in range(len(_OPEN), 0, -1) if self._held.endswith(_OPEN[:n])), 0)
@@ -205,7 +205,7 @@ class ToolCallParser:
         return content + text, calls
 
     def _llama3(self, is_last: bool) -> tuple[str, list[ToolCall]]:
-        """All is held back while it may be calls; only the end shows that nothing else follows."""
+        """Holds back the whole answer while it may consist of calls: only the end shows that no text follows."""
         text = self._held.lstrip()
         if not self._is_text and not is_last:
             text = text.removeprefix(_PYTHON_TAG).lstrip()

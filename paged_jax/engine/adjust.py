@@ -1,11 +1,11 @@
 """Changes logits before a token is drawn: biases, minimum lengths, penalties, min_p and masks.
 
 Each seat has a row in `Adjustments`, a few arrays on the device. The host fills the row when a sequence that needs it
-gets the seat, from all tokens that the sequence then has. From there on, the program that draws a token also counts it,
-because the host launches the next step before it has read that token.
+gets the seat, from all tokens that the sequence then has. Afterwards the program that draws a token also counts it,
+because the host launches the next step before it reads that token.
 
-Only steps that draw a token for such a sequence run a program with `Adjustments`: the kinds of sampling.py that are
-adjusted. In these programs every other row takes the model's logits as they are.
+Only steps that draw a token for such a sequence run a program with `Adjustments` (the adjusted kinds of sampling.py).
+In these programs all other rows use the model's logits unchanged.
 
 The order is vLLM's: biases and minimum lengths, repetition penalty, frequency and presence penalties, mask; then the
 temperature and `min_p`.
@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt32
 from paged_jax.engine.request import MAX_BIASES
 from paged_jax.engine.sequence import Sequence
 
-_IN_PROMPT = 1 << 15  # the bit of a token's count that says that the prompt has the token
+_IN_PROMPT = 1 << 15  # bit of a token's count: the prompt has the token
 _MOST = _IN_PROMPT - 1  # counts stop here
 _ALWAYS = 2**31 - 1  # a bias that holds at every position
 
@@ -30,13 +30,13 @@ _ALWAYS = 2**31 - 1  # a bias that holds at every position
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adjustments:
-    """How the logits of each seat are changed. Without the first axis of every array: of one seat, or of each row.
+    """The changes of each seat's logits. Without the first axis of every array: of one seat, or of each row.
 
     Attributes:
       counts: u16 [num_seats, vocab_size], how often the output has each token, and the bit `_IN_PROMPT`.
       bias_ids: i32 [num_seats, MAX_BIASES], tokens with a bias; vocab_size for none.
       biases: f32 [num_seats, MAX_BIASES], what is added to their logits; -inf forbids a token.
-      until: i32 [num_seats, MAX_BIASES], the position from which on a bias holds no longer.
+      until: i32 [num_seats, MAX_BIASES], the first position at which a bias has no effect.
       repetition, presence, frequency: f32 [num_seats], the penalties.
       min_p: f32 [num_seats], as in `SamplingParams`.
     """
@@ -99,7 +99,7 @@ def adjust(
     position: Int32[Array, " num_rows"],
     allowed: UInt32[Array, "num_rows num_words"],
 ) -> Float32[Array, "num_rows vocab_size"]:
-    """Changes logits by all of `Adjustments` but `min_p`, which depends on the temperature.
+    """Applies all of `Adjustments` to logits except `min_p`, which depends on the temperature.
 
     Args:
       logits: f32 [num_rows, vocab_size].
@@ -126,17 +126,17 @@ def adjust(
 
 
 def unpack_bits(words: UInt32[Array, "n num_words"], count: int) -> Bool[Array, "n count"]:
-    """The first bits of each row of words, from the lowest bit of the first word on."""
+    """Unpacks the bits of each row of words, the lowest bit of the first word first."""
     bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None, :]) & 1
     return bits.reshape(words.shape[0], -1)[:, :count].astype(jnp.bool_)
 
 
 def num_words(vocab_size: int) -> int:
-    """How many words of 32 bits have a bit for each token."""
+    """How many words of 32 bits are needed for a bit for each token."""
     return -(-vocab_size // 32)
 
 
 def _known(token_ids: list[int], vocab_size: int) -> np.ndarray:
-    """Those token ids that the model has: the engine does not check prompts for others."""
+    """Drops token ids that the model does not have: the engine does not check prompts for them."""
     found = np.asarray(token_ids, np.int64)
     return found[found < vocab_size]

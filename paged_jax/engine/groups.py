@@ -1,4 +1,4 @@
-"""Groups of layers: those with the same sliding window share block tables, and the pools of a group are of one size.
+"""Groups of layers with the same sliding window, which share block tables and have pools of one size.
 
 A layer with a window reads the last tokens of a sequence only, so that its blocks for earlier tokens can go to others
 while the sequence runs. The layers that see everything must keep theirs. One block table serves all layers of a group,
@@ -114,7 +114,7 @@ def blocks_used(config: EngineConfig, groups: Sequence[Group]) -> list[int]:
 
 
 def host_blocks(group: Group, block_size: int, config: EngineConfig) -> int:
-    """How many blocks in host memory a group has: no more than all sequences that run ever hold."""
+    """Returns a group's number of blocks in host memory: at most as many blocks as all running sequences can hold."""
     most = most_blocks(group.sliding_window, block_size, config)
     return config.num_host_blocks if most is None else min(config.num_host_blocks, config.max_num_seqs * most)
 
@@ -153,5 +153,5 @@ def pool_sizes(
 
 
 def _most_touched(num_tokens: int, block_size: int) -> int:
-    """How many blocks a run of tokens may touch, wherever in a block it begins."""
+    """The most blocks that a run of tokens touches, over all places in a block where it may begin."""
     return (num_tokens + block_size - 2) // block_size + 1 if num_tokens else 0

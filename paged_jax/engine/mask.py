@@ -1,8 +1,8 @@
-"""Masks: objects that say before each token of a sample which tokens may come. A grammar is one.
+"""Masks: before each draw a sample's mask says which tokens are allowed. A grammar is a mask.
 
-A step's tokens are read while the next step's model already runs. A sample's mask is told its newest token then, and
-fills in which tokens may follow, before the engine starts the program that draws them: the host works on masks while
-the device runs the model, and no row of the step waits unless the masks take longer than the model.
+The host reads a step's tokens while the device already runs the next step's model. It then passes each newest token to
+its sample's mask, which fills in the tokens that may follow, and starts the program that draws them. So the step waits
+for masks only if they take longer than the model.
 """
 
 import abc
@@ -16,9 +16,9 @@ from paged_jax.engine.plan import Sample
 
 
 class MaskState(Protocol):
-    """How far one sample has come in its mask. Only one thread at a time calls it.
+    """The state of a mask for one sample. Only one thread at a time calls it.
 
-    What it raises ends its sample, with the finish reason "error"; all other samples go on.
+    An error that it raises ends its sample, with the finish reason "error"; all other samples go on.
 
     Example:
       Every token must be larger than the one before it, and below 8.
@@ -50,7 +50,7 @@ class MaskState(Protocol):
         ...
 
     def advance(self, token_id: int, /) -> None:
-        """Is told the token that was drawn, one of those that `fill` allowed. After a last token it may not be called.
+        """Takes the drawn token, which `fill` allowed. The engine may skip this call after a sample's last token.
 
         Args:
           token_id: the token.
@@ -59,7 +59,7 @@ class MaskState(Protocol):
 
 
 class TokenMask(Protocol):
-    """What `SamplingParams.mask` takes: it gives each sample a state of its own.
+    """The type of `SamplingParams.mask`: it makes a separate state for each sample.
 
     Example:
       >>> class Even:
@@ -81,7 +81,7 @@ class TokenMask(Protocol):
 
 
 class SharedMask(abc.ABC):
-    """The mask of a request that several processes compute: one of them has the mask, and tells the others."""
+    """The mask of a request that several processes compute: one of them has the mask, and sends its results."""
 
     @abc.abstractmethod
     def start(self) -> MaskState:
@@ -96,7 +96,7 @@ class SharedMask(abc.ABC):
 
 
 class MaskedSample:
-    """The mask of one sample, whose errors it keeps for the engine.
+    """The mask of one sample; it catches the mask's errors for the engine.
 
     Args:
       mask: the request's mask.

@@ -1,4 +1,4 @@
-"""What a step computes, as the scheduler plans it and the runner does it."""
+"""The plan of a step: the scheduler makes it, and the runner carries it out."""
 
 import collections.abc
 import dataclasses
@@ -12,7 +12,7 @@ from paged_jax.engine.sequence import Sequence
 class Chunk(NamedTuple):
     """The tokens `start` to `start + num_tokens` of a sequence, which a step computes as one row of its batch.
 
-    The last ones are those of `draft`, if it has any: guessed tokens, which may be wrong.
+    If the row has a draft, its tokens are the last ones: guesses, which may be wrong.
     """
 
     sequence: Sequence
@@ -25,7 +25,8 @@ class Chunk(NamedTuple):
 class Sample(NamedTuple):
     """A token that a step draws for `sequence`, at `position`, from the logits of the row's token before it.
 
-    If that token is a draft's it is `follows`, and the drawn token counts only if the draft was right up to there.
+    If the token before it belongs to a draft, it is `follows`; the drawn token then counts only if the draft is right
+    up to `follows`.
     """
 
     sequence: Sequence
@@ -36,7 +37,7 @@ class Sample(NamedTuple):
 
 
 class Score(NamedTuple):
-    """A prompt's token, at `position`, whose log-probability is found from the logits of a row's token `offset`."""
+    """A prompt's token, at `position`, whose log-probability comes from the logits of a row's token `offset`."""
 
     sequence: Sequence
     row: int
@@ -56,7 +57,7 @@ class Plan:
       samples: the tokens to draw; those of one row come one after the other, in their order.
       scores: the tokens of prompts whose log-probabilities are wanted. There are no more samples and scores than seats,
         or than tokens if there are drafts.
-      entries: parts of block tables that have changed. They hold all changes but `row_blocks`; entries of released
+      entries: parts of block tables that have changed. They hold all changes except `row_blocks`; entries of released
         blocks stay as they were, since no op reads them.
       row_blocks: for each group, the block of each row's last token.
       adopted: for each group, the blocks of the prefix cache with which sequences begin in this step.
@@ -87,16 +88,16 @@ class Plan:
 
     @property
     def is_masked(self) -> bool:
-        """Whether the tokens that a sample may draw depend on those before, which the host must read first."""
+        """Whether a sample has a mask: then the host must read the tokens before it, which the mask needs."""
         return any(sample.sequence.mask is not None for sample in self.samples)
 
     @property
     def has_drafts(self) -> bool:
-        """Whether the step verifies drafts, so that the next one can be planned only when its tokens are read."""
+        """Whether the step verifies drafts: then the host must read its tokens before it plans the next step."""
         return any(chunk.draft for chunk in self.chunks)
 
     def accepted(self, token_ids: list[int]) -> list[tuple[int, Sample]]:
-        """The samples that count if these are the drawn tokens, with their indices among all samples."""
+        """Given the drawn tokens, returns the samples that count, with their indices among all samples."""
         counting, is_right = [], True
         for i, sample in enumerate(self.samples):
             is_right = sample.follows is None or (is_right and token_ids[i - 1] == sample.follows)

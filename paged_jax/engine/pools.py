@@ -1,8 +1,8 @@
-"""The blocks of all groups of layers together: what happens to a sequence happens in the pools of every group.
+"""The blocks of all groups of layers: each change to a sequence is made in the pools of every group.
 
-A sequence grows in all groups or in none. It can begin with cached blocks up to where every group has all that the next
-token needs: the layers that see everything need all blocks before it, those with a window the last ones alone. Where a
-method gives or takes something for each group, that is a list in the order of the groups.
+A sequence grows in all groups or in none. It can begin with cached blocks up to a token for which every group has what
+it needs: layers that see everything need all blocks before the token, and layers with a window only the last ones.
+Arguments and results for each group are lists in the order of the groups.
 """
 
 import collections.abc
@@ -22,7 +22,7 @@ class Hits(NamedTuple):
     """Cached blocks with which a sequence can begin.
 
     Attributes:
-      num_blocks: how many blocks of the sequence they stand for.
+      num_blocks: how many of the sequence's first blocks need not be computed.
       blocks: for each group, the cached blocks that it needs.
     """
 
@@ -76,7 +76,7 @@ class Pools:
     """Gives blocks of every group to the sequences at their seats and takes them back.
 
     Args:
-      managers: those of the groups.
+      managers: each group's block manager.
       block_bytes: the bytes of a block in all layers of each group, which a swap moves.
     """
 
@@ -129,7 +129,7 @@ class Pools:
 
     @property
     def no_hits(self) -> Hits:
-        """What `match` gives for a sequence that begins without cached blocks."""
+        """The result of `match` for a sequence that begins without cached blocks."""
         return Hits(0, [[] for _ in self.managers])
 
     def to_finish(self, sequences: list[Sequence]) -> list[int]:
@@ -215,7 +215,7 @@ class Pools:
         columns = []
         for sequence in sequences:
             if sequence.num_computed // self.block_size <= sequence.num_cached:
-                continue  # as in most decode steps
+                continue  # the usual case in decode steps: no block has become full
             num_full = min(sequence.num_computed, len(sequence.tokens)) // self.block_size
             extend_hashes(sequence.hashes, sequence.tokens, self.block_size)
             seat = sequence.seat
@@ -267,7 +267,7 @@ class Pools:
         return sum(len(manager.table(seat)) * block_bytes for manager, block_bytes in sizes)
 
     def count_shared(self, seat: int) -> int:
-        """How many blocks of a seat are held by other sequences too, in the group whose layers see the most."""
+        """Counts a seat's blocks that other sequences hold too, in the group whose layers see the most."""
         return self._widest.count_shared(seat)
 
     def counts(self) -> Counts:

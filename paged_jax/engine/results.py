@@ -41,7 +41,7 @@ def take(sequence: Sequence, token_id: int, drawn: Drawn, i: int) -> Delta:
     Returns:
       The token, its log-probability and its text.
     """
-    if sequence.mask is not None and sequence.mask.has_ended:  # no token may come, not even this first one
+    if sequence.mask is not None and sequence.mask.has_ended:  # the mask allows no first token
         return _end_masked(sequence, (), "", ())
     params = sequence.params
     sequence.tokens.append(token_id)
@@ -72,7 +72,7 @@ def logprob_of(token_id: int, drawn: Drawn, i: int, num_top: int) -> TokenLogpro
 
 
 def _end_masked(sequence: Sequence, token_ids: tuple[int, ...], text: str, logprobs: tuple[TokenLogprob, ...]) -> Delta:
-    """Finishes a sequence whose mask allows no token after these new ones, or has raised."""
+    """Finishes a sequence whose mask has failed or allows no further token."""
     stop_reason = None
     if sequence.text is not None:
         text += sequence.text.flush()
@@ -89,7 +89,7 @@ def _delta(
     logprobs: tuple[TokenLogprob, ...],
     stop_reason: int | str | None,
 ) -> Delta:
-    """Tells of new tokens, and of the log-probabilities of the prompt's that are known since the last time."""
+    """Makes a `Delta` of new tokens and of the prompt's log-probabilities that are new since the last one."""
     scored, sequence.scored = sequence.scored, {}
     is_restarted, sequence.is_restarted = sequence.is_restarted, False
     return Delta(

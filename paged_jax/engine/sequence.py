@@ -1,4 +1,4 @@
-"""The sequences that requests become: what the engine knows of each sample while it is unfinished."""
+"""Sequences: the engine's state of each unfinished sample of a request."""
 
 import dataclasses
 from typing import Any
@@ -27,7 +27,7 @@ class Sequence:
       host_blocks: for each group of layers, the host blocks that hold its cache while it is swapped out, else None.
       hashes: the names of its full blocks so far (prefix.py).
       num_cached: how many of its first blocks have been entered in the prefix cache.
-      scored: the log-probabilities of the prompt's tokens so far, by their places.
+      scored: the log-probabilities of the prompt's tokens so far, by their positions.
       num_found: how many of its tokens were found in the prefix cache when it was first admitted; None before.
       is_restarted: whether its next `Delta` is the first one after a restart.
       finish_reason: None while the sequence is unfinished.
@@ -68,11 +68,11 @@ class Sequence:
 
     @property
     def has_drawn(self) -> bool:
-        """Whether it has tokens beside its prompt, whether the host has read them or not."""
+        """Whether it has tokens after its prompt, including tokens that the host has not read yet."""
         return self.num_tokens > self.num_prompt
 
     def restart(self) -> None:
-        """Drops all tokens but the prompt, of a sequence without blocks whose tokens the host has read."""
+        """Drops all tokens after the prompt. The sequence has no blocks, and the host has read all of its tokens."""
         assert self.seat is None and not self.num_unread and not self.num_computed  # noqa: PT018
         del self.tokens[self.num_prompt :], self.hashes[:]
         self.scored, self.is_restarted = {}, True
@@ -80,7 +80,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens the sequence has, whether the host has read them or not."""
+        """How many tokens the sequence has, including tokens that the host has not read yet."""
         return len(self.tokens) + self.num_unread
 
     @property
@@ -90,10 +90,10 @@ class Sequence:
 
     @property
     def is_scored(self) -> bool:
-        """Whether steps are to find the log-probabilities of its prompt's tokens; its children share the prompt."""
+        """Whether steps must compute the log-probabilities of its prompt's tokens; only the first sample's do."""
         return self.params.prompt_logprobs is not None and self.index == 0 and self.num_tokens == self.num_prompt
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether launched steps draw the last token that the sequence may have, so that it needs no more steps."""
+        """Whether the launched steps draw the sequence's last possible token, so that it needs no more steps."""
         return len(self.tokens) + self.num_unread >= self.max_total

@@ -15,14 +15,14 @@ from paged_jax.engine.config import EngineConfig
 
 
 class Group(NamedTuple):
-    """Rows that share a prefix: their places among the rows, and the prefix in blocks."""
+    """Rows that share a prefix: their indices in the batch, and the length of the prefix in blocks."""
 
     rows: list[int]
     num_blocks: int
 
     @property
     def num_spared(self) -> int:
-        """How many blocks are not read again."""
+        """How many reads of blocks the group saves."""
         return (len(self.rows) - 1) * self.num_blocks
 
 
@@ -41,7 +41,7 @@ class Sharing:
     _groups: list[Group] = dataclasses.field(default_factory=list)
 
     def forget(self) -> None:
-        """Notes that a sequence has got a seat, so that other blocks may be shared than before."""
+        """Notes that a sequence has got a seat, which may change the groups."""
         self._seats = []
 
     def find(self, seats: list[int]) -> list[Group]:
@@ -53,11 +53,11 @@ class Sharing:
           seats: the seat of each row.
 
         Returns:
-          At most `max_shared_prefixes` groups; none if a step would spare too few reads by them.
+          At most `max_shared_prefixes` groups; none if they would save a step too few reads.
         """
         if seats != self._seats:
             state = self.blocks.state
-            num_full = (state.seq_lens[seats] - 1) // self.blocks.block_size  # without the block that is written to
+            num_full = (state.seq_lens[seats] - 1) // self.blocks.block_size  # no block that the step writes
             groups = find_groups(state.block_tables[seats], num_full)
             groups = sorted(groups, key=lambda group: -group.num_spared)[: self.config.max_shared_prefixes]
             num_spared = sum(group.num_spared for group in groups) * self.blocks.block_size
@@ -67,7 +67,7 @@ class Sharing:
 
 
 def find_groups(tables: np.ndarray, num_full: np.ndarray) -> list[Group]:
-    """The groups of rows that spare the most reads, in any number.
+    """The groups of rows that save the most reads, without a limit on their number.
 
     Args:
       tables: i32 [num_rows, num_columns], block tables.
@@ -81,7 +81,7 @@ def find_groups(tables: np.ndarray, num_full: np.ndarray) -> list[Group]:
 
 
 def _best(tables: np.ndarray, num_full: np.ndarray, rows: list[int], column: int) -> list[Group]:
-    """The best groups of rows that agree in the columns before `column`; each row is in one, if by itself."""
+    """The best groups of rows that agree in the columns before `column`; each row is in one, perhaps alone."""
     limit = int(num_full[rows].min())
     if column < limit:
         part = tables[rows, column:limit]

@@ -9,7 +9,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.registers import LOG2E, exp, log
 
 
 def saw_tokens(sums: Array) -> Array:
-    """Which rows saw a token, by their sums of exponentials. NaN counts as seen: it must reach the result."""
+    """Tells from the sums of exponentials which rows saw a token. NaN counts as seen: it must reach the result."""
     return sums != 0
 
 

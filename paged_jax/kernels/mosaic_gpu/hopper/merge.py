@@ -81,7 +81,7 @@ def joined(first: Merged, second: Merged) -> Merged:
 def load_partial(partials: Partials, exists, index, column, row_size: int) -> tuple[Any, list]:
     """Loads the logarithm of a sum, and four elements, of row `index` (64 bits) among the rows of all partial results.
 
-    The logarithm is -inf where the row does not exist; `index` must name some row even so.
+    The logarithm is -inf where the row does not exist; `index` must be in range even then.
     """
     [log_sum] = assembly(
         "ld.global.f32 $0, [$1];", "=f,l", add(partials.log_sums, arith.muli(index, i64(4))), results=1

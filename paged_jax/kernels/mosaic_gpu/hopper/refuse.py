@@ -12,7 +12,7 @@ _LARGEST_GROUP = WGMMA_ROWS  # query heads of a kv head
 
 
 def refusals(problem: Problem, gpu: Device) -> list[str]:
-    """Reasons to refuse a call, whichever kernel it is for."""
+    """Returns the reasons for which every Hopper kernel refuses a call."""
     reasons = []
     if gpu.capability != CAPABILITY:
         reasons.append(f"needs compute capability {CAPABILITY / 10}, this GPU has {gpu.capability / 10}")

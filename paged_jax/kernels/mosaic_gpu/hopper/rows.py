@@ -24,7 +24,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP
 
 
 def store_word(exists, smem, gmem) -> None:
-    """Copies the 32 bits at the address `smem` to the address `gmem`, in each thread whose `exists` is 1 and not 0."""
+    """Copies 32 bits from the address `smem` to the address `gmem`, in each thread whose `exists` is 1 (else 0)."""
     assembly(
         """{ .reg .pred exists; .reg .b32 a; setp.ne.b32 exists, $0, 0;
         ld.shared.b32 a, [$1]; @exists st.global.b32 [$2], a; }""",

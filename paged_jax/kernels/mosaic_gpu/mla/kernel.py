@@ -97,7 +97,7 @@ class _Program(NamedTuple):
     """The values that each warpgroup of a program has."""
 
     number: Scalar  # of its queue
-    block: Scalar  # which of the queue's programs it is
+    block: Scalar  # index of the program in its queue
     total: Scalar  # tiles of all items
     refs: Refs
     geometry: Geometry

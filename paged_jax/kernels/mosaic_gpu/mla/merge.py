@@ -51,7 +51,7 @@ _WARPS = WARPGROUP // WARP  # of a program
 _SUMS = 2 + ELEMENTS  # float32 that each lane gives to the first warp
 _MANY_SPLITS = 24  # if items have this many splits on average, warps share them
 _LEAST_IN_FLIGHT, _MOST_IN_FLIGHT = 4, 16  # splits that a lane loads at a time; more would take too many registers
-_PROGRAMS = 1056  # that run at once: 8 on each multiprocessor
+_PROGRAMS = 1056  # programs that run at once: 8 on each multiprocessor
 
 
 class MergeRefs(NamedTuple):
@@ -79,7 +79,7 @@ class _Task(NamedTuple):
 
     row: Any  # of the row block
     column: Any  # index of its elements, in the row
-    share: Any  # which of the splits: the warp's number among those that share them
+    share: Any  # index of the warp among the warps that share the splits
     exists: Any
 
 
@@ -135,7 +135,7 @@ def _kernel(*arrays, tree: Any, geometry: Geometry) -> None:
     if geometry.closes_items and not geometry.one_query:
         of_seq = jnp.int32(geometry.items_per_seq)
         items = plan.sequence_of(lengths_gmem, lax.div(closing, of_seq), geometry).items
-        end = jnp.where(lax.rem(closing, of_seq) < items, end, 0)  # nobody has stored anything of other items
+        end = jnp.where(lax.rem(closing, of_seq) < items, end, 0)  # other items have no entry in `closings`
 
     @pl.loop(first, end, step=all_steps)
     def merge_some(part):
@@ -185,7 +185,7 @@ def _over_shares(merged: Merged, smem) -> Merged:
     """The softmax of all warps' shares, in the order of the warps, through shared memory."""
     thread, size = thread_index_read_again(), 4 * _SUMS
     code = "".join(f"st.shared.f32 [$0 + {4 * i}], ${1 + i};" for i in range(_SUMS))
-    mgpu.utils.warpgroup_barrier()  # all have read the sums of the part before
+    mgpu.utils.warpgroup_barrier()  # all warps have read the sums of the previous part
     assembly(
         code, ",".join(["r"] + ["f"] * _SUMS), add(smem, mul(thread, size)), merged.maximum, merged.sum, *merged.out
     )
@@ -203,7 +203,7 @@ def _load_partial(at: Partials, block: RowBlock, task: _Task, number, geometry: 
     number = add(mul(number, shares(geometry)), task.share)
     exists = less(number, block.num_splits)
     number = arith.select(exists, number, i32(0))
-    # `plan.partial_of` says where they are: the first split's own, then the first one of each next queue.
+    # `plan.partial_of` locates them: the first split's partial result, then the first one of each next queue.
     is_first = arith.cmpi(arith.CmpIPredicate.eq, number, i32(0))
     partial = arith.select(is_first, block.first_partial, mul(add(div(block.first_partial, 2), number), 2))
     of_block = add(mul(partial, geometry.tuning.width), block.block)

@@ -1,8 +1,8 @@
 """Assigns rows and tiles to programs.
 
 A query token has a row for each of its heads. The rows of a sequence lie one after the other and are cut into row
-blocks of 64, and `width` neighbouring row blocks are an item, which reads each tile of the sequence once. The tiles of
-all items, one item after the other, are cut into even queues, one for every `width` programs:
+blocks of 64. An item is `width` neighbouring row blocks, and reads each tile of the sequence once. The tiles of all
+items, one item after the other, are cut into even queues, one for every `width` programs:
 
       items   |------ 0 ------|- 1 -|2|-------------- 3 --------------|---- 4 ----|
       queues  |     0     |     1     |     2     |     3     |     4     |   5   |
@@ -22,8 +22,8 @@ from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths
 from paged_jax.kernels.mosaic_gpu.mla.geometry import TILE, Geometry
 
-_LENGTHS_IN_FLIGHT = 64  # each program waits for all of them
-_LEAST_TILES = 4  # tiles of a queue: a small batch would be cut too fine
+_LENGTHS_IN_FLIGHT = 64  # lengths that a program loads at a time, before it waits for all of them
+_LEAST_TILES = 4  # tiles of a queue at least, so that a small batch is not cut too fine
 
 
 class Sequence(NamedTuple):
@@ -34,7 +34,7 @@ class Sequence(NamedTuple):
     context_len: Scalar  # tokens before the first query
     limit: Scalar  # no query sees tokens from here on
     items: Scalar
-    tiles: Scalar  # of each item: one at least, so that some program stores its results
+    tiles: Scalar  # tiles of each item: at least one, so that some program stores its results
 
 
 class Queue(NamedTuple):
@@ -54,7 +54,7 @@ class Split(NamedTuple):
     seq: Scalar
     item: Scalar  # of the sequence's
     row: Scalar  # the first of the row block
-    num_rows: Scalar  # of the row block; none if it is not there
+    num_rows: Scalar  # rows of the row block; 0 if the row block does not exist
     first_row: Scalar  # of the row block, counted from the sequence's first
     context_len: Scalar
     limit: Scalar
@@ -62,7 +62,7 @@ class Split(NamedTuple):
     tile: Scalar  # the first tile
     num_tiles: Scalar  # that the row block sees
     is_whole: Scalar
-    closes: Scalar  # whether the split is the last one of an item that queues have cut
+    closes: Scalar  # whether it is the last split of an item that queues have cut
     partial: Scalar
 
 

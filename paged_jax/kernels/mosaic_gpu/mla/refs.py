@@ -45,7 +45,7 @@ class Scratch(NamedTuple):
     query: Ref  # out overwrites it after the last product
     tiles: Ref
     weights: Ref  # P of a tile
-    factors: Ref  # [64]: by which O is rescaled; warpgroup 0 tells warpgroup 1
+    factors: Ref  # [64]: factors that rescale O, from warpgroup 0 to warpgroup 1
     lse: Ref  # [64]
     query_ready: Ref
     query_consumed: Ref

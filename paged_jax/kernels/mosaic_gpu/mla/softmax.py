@@ -26,7 +26,7 @@ from paged_jax.kernels.mosaic_gpu.mla.geometry import TILE, Geometry
 from paged_jax.kernels.mosaic_gpu.mla.plan import Split
 from paged_jax.kernels.mosaic_gpu.mla.refs import Inputs, Refs
 
-_MOST_LAG = 6.0  # powers of 2 by which a maximum may be below the largest logit; float16 holds 2 ** (8 + 6)
+_MOST_LAG = 6.0  # a maximum may lag the largest logit by this power of 2; float16 holds 2 ** (8 + 6)
 BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 _EXPONENT_IN_FLOAT16 = 8.0
 _ZEROED = 64  # columns of a tile that are zeroed at once: they take registers
@@ -172,7 +172,7 @@ def finished(state: State, is_whole: Scalar, split: Split, refs: Refs, geometry:
 
 
 def _exponent_of_weights(geometry: Geometry) -> float:
-    """Exponent of the power of two in weights and sums, with which float16 keeps smaller weights."""
+    """Weights and sums are multiplied by 2 to this power, with which float16 keeps smaller weights."""
     return _EXPONENT_IN_FLOAT16 if geometry.problem.query_dtype == "float16" else 0.0
 
 
