@@ -1,11 +1,11 @@
 """PyTorch's side of bench_model.py: the same models in plain PyTorch, in a process without JAX.
 
 As in gpt-fast, a decode step is compiled, its caches `[num_seqs, num_kv_heads, longest, head_size]` are allocated once,
-and a CUDA graph of the whole step runs once a token. Only one layer is compiled, and all layers use it, which takes a
-fraction of the time that compiling the whole step would. The layer begins with the sum that the layer before it leaves,
-so that the compiler can make one kernel of this sum and the norm after it, as it would in the whole step. As in our
-step, matrices that multiply the same input are one matrix. Attention in decode is two products grouped by kv head,
-which read each key and value once; for prompts it is `scaled_dot_product_attention`.
+and a CUDA graph of the whole step runs once a token. Only one layer is compiled, and all layers use it, because
+compiling the whole step takes many times longer. The layer begins with the sum that the layer before it leaves, so
+that the compiler can make one kernel of this sum and the norm after it, as it would in the whole step. As in our step,
+matrices that multiply the same input are one matrix. Attention in decode is two products grouped by kv head, which
+read each key and value once; for prompts it is `scaled_dot_product_attention`.
 
 The process reads one JSON object with the models' sizes and what to time, and writes one line for each case.
 """
@@ -102,7 +102,7 @@ class Model:
         self.caches = [(self._random(*shape), self._random(*shape)) for _ in self.layers]
 
     def forget(self) -> None:
-        """Frees the caches, and what was compiled for them."""
+        """Frees the caches and the code that was compiled for them."""
         import torch
 
         self.caches = []

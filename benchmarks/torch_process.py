@@ -170,7 +170,7 @@ def _relative_error(case: dict, arrays: Arrays, outputs: Iterable[tuple[Any, Any
 
 
 def _num_calls(case: dict, run: Run) -> int:
-    """How many calls a measurement takes: as many as fit into its time, but no more than are needed."""
+    """Chooses the number of calls of a measurement: those that fit into its time, up to the number needed."""
     import torch
 
     torch.cuda.synchronize()

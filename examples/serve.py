@@ -156,7 +156,7 @@ def make_caches(
             room = HOST_SHARE * available / copies
         else:
             room = math.inf
-        # The largest number with which the pools of all layers fit.
+        # The largest number of blocks with which the pools of all layers fit.
         numbers = range(1, num_blocks + 1)
         num_blocks = bisect.bisect_right(numbers, room, key=lambda number: sum(sizes(num_blocks=number)) * one.nbytes)
         if options.processes > 1:  # all processes must have the same number of blocks

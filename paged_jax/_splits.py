@@ -56,7 +56,7 @@ class _Rule(NamedTuple):
     """How an op may be split.
 
     Attributes:
-      factors: the factors that may be split; "any" for ops that move whole blocks, which may be split along every axis
+      factors: the factors that may be split; "any" for ops that move whole blocks: they may be split along every axis
         of a block.
       results: for each result the words of its axes, or the name of the operands whose axes it has.
     """
@@ -175,8 +175,8 @@ class CallAxes:
             if factor == "t":
                 continue
             wanted = next(filter(None, self._wanted(factor, specs, chosen)), ())
-            # An array cannot have two axes that are split over one mesh axis, and the devices that share the blocks of
-            # a sequence must have the same sequences and heads.
+            # No array may have two axes that are split over one mesh axis. Devices that share a sequence's blocks must
+            # have the same sequences and heads.
             together = {f for axes in self.operands if factor in _flat(axes) for f in _flat(axes)} | {"b"}
             free = tuple(axis for axis in wanted if axis not in chosen.of(together))
             divides = self.sizes[factor] % math.prod(sizes[axis] for axis in free) == 0

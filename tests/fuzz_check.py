@@ -4,7 +4,7 @@ The reference computes `tests/oracle.py`'s definition over whole arrays, so that
 `test_fuzz.py` compares the reference with the oracle. In float64 the reference gives the right results. In float32,
 with weights and results rounded as the kernels round them, it gives the error that `plain.assert_close` allows,
 separately for each row (the heads of one query token). For float32 queries, where little else is rounded, that error
-is at least what one rounding of each logit adds, since how far off a sum of products is depends on their order.
+is at least the effect of one rounding of each logit, because the error of a sum of products depends on their order.
 """
 
 import numpy as np

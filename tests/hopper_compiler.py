@@ -6,7 +6,7 @@ JAX's CUDA plugin compiles for a description of a GPU, if CUDA's ptxas and nvlin
 its own, as it ends the process where something is amiss. `NAME` is a function of that module that yields pairs: a case,
 and a function that traces a call for shapes of arrays, which it passes through a function that puts them on the device.
 
-What the assembler says of each kernel goes to stdout, behind a line with the case's name. With MOSAIC_GPU_DUMP_PTX=1
+The assembler's report on each kernel goes to stdout, after a line with the case's name. With MOSAIC_GPU_DUMP_PTX=1
 that has the kernels' PTX, too.
 """
 

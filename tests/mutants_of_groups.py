@@ -1,4 +1,4 @@
-"""The bugs that `tests.mutants` makes on purpose in what failures leave, in followers and in replicas."""
+"""The bugs that `tests.mutants` makes on purpose in recovery from failures, in followers and in replicas."""
 
 from tests.mutants_made import Mutant
 

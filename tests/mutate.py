@@ -11,8 +11,8 @@ the tests miss, or a change that alters no result: an index into an axis of one 
 condition that holds anyway. Whoever reads the list decides.
 
 Importing JAX takes seconds, so a process that has imported it forks for every mutant. XLA's compilations are kept
-between mutants, since most of them leave most programs as they are. But XLA calls some modules back while it compiles:
-of theirs none is kept, as the key under which XLA keeps a program does not tell one mutant's answers from another's.
+between mutants, since most of them leave most programs as they are. But XLA calls some modules while it compiles.
+Programs of these modules are not kept, because XLA's key of a program does not depend on a mutant's answers.
 """
 
 import argparse

@@ -13,13 +13,13 @@ import numpy as np
 def assert_close(actual, exact, yardstick, what, size_of_terms=0.0):
     """Checks the error criterion in each row: `actual` errs by at most twice the error of `yardstick`, plus 1e-5.
 
-    A row is a sequence or a token, with all of its heads. One bound for all rows would allow a long sequence, whose
-    results are small, the error of a short one. In some rows the yardstick has hardly any error by luck, for example if
-    one weight is 1 and the others are 0. So its error counts, relative to the row's size, as at least the median of all
-    rows' errors, and as at least one rounding of the largest value to the dtype of `actual`. For results below 1 the
-    1e-5 shrinks with them, and rows of exact zeros must be zeros. It does not shrink below `size_of_terms`, for results
-    that are small because larger terms cancel, as the maximum and the logarithm that add up to lse. Infinities must be
-    where the oracle has them, and there must be no NaN.
+    A row is a sequence or a token, with all of its heads. With one bound for all rows, a long sequence, whose results
+    are small, could have the error of a short one. In some rows the yardstick has hardly any error by luck, for
+    example if one weight is 1 and the others are 0. So a row's error relative to its size counts as at least the
+    median of all rows' errors, and as at least one rounding of the largest value to the dtype of `actual`. For results
+    below 1 the 1e-5 shrinks with them, and rows of exact zeros must be zeros. It does not shrink below
+    `size_of_terms`, for results that are small because larger terms cancel, as the maximum and the logarithm that add
+    up to lse. Infinities must be where the oracle has them, and there must be no NaN.
     """
     rounding = float(jnp.finfo(np.asarray(actual).dtype).eps) / 2
     actual, yardstick = np.asarray(actual).astype(np.float64), np.asarray(yardstick).astype(np.float64)

@@ -23,7 +23,7 @@ def byte_level():
 
 
 def byte_fallback():
-    """As Llama 2 and Mistral have it: characters without a token are bytes, a space is prepended, and BOS is added."""
+    """A tokenizer like Llama 2's: characters without a token are bytes, a space is prepended, BOS is added."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=120, special_tokens=SPECIAL[:3]))
@@ -44,7 +44,7 @@ def byte_fallback():
 
 
 def metaspace():
-    """As T5 and XLNet have it: a word has its space at its beginning, and a text's first space is not shown."""
+    """A tokenizer like T5's: a word has its space at its beginning, and a text's first space is not shown."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
@@ -55,7 +55,7 @@ def metaspace():
 
 
 def word_piece():
-    """As BERT has it: pieces that continue a word begin with ##, and decoding tidies the spaces up."""
+    """A tokenizer like BERT's: pieces that continue a word begin with ##, and decoding removes extra spaces."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()

@@ -1,4 +1,4 @@
-"""Models over a mesh of CPU devices: the same tokens as on one, and nothing exchanged that need not be."""
+"""Tests models over a mesh of CPU devices: they give the tokens of one device, and exchange nothing unneeded."""
 
 import dataclasses
 import math
@@ -42,8 +42,8 @@ def run(name, tp, prompts, **options):
     return loop.outputs(generation), decode, config
 
 
-# OPT ties its embeddings; llama has biases, and fewer kv heads than there are devices. gpt-oss shares out the columns
-# of its experts, which have biases, and DeepSeek the heads of its latents, and experts beside those of every token.
+# OPT ties its embeddings. llama has biases, and fewer kv heads than there are devices. gpt-oss splits the columns of
+# its experts, which have biases. DeepSeek splits the heads of its latent attention, and has shared experts.
 @pytest.mark.parametrize(
     ("name", "tp", "prompts"),
     [

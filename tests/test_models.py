@@ -202,7 +202,7 @@ def test_a_decode_step_is_a_ragged_step_of_one_token_a_sequence():
     logits, caches = run(weights, caches, last)
 
     def assert_close(actual, wanted):
-        """Both add up in different orders. If each weight changes in its last bit, logits change by 5e-6 of them."""
+        """The two sum in different orders. A change of each weight's last bit changes logits by a share of 5e-6."""
         np.testing.assert_allclose(actual, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
     assert_close(logits[:-1], expected[:-1])

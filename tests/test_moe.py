@@ -47,7 +47,7 @@ def test_experts(num_tokens):
 
 
 def test_one_token_reads_its_experts_alone():
-    """Nothing of the other experts is read: no computed array is larger than the matrices of two experts."""
+    """Other experts are not read: no computed array is larger than the matrices of two experts."""
     config = dataclasses.replace(CONFIG, num_experts=64, intermediate_size=64)
     hidden, experts, weights, parameters = draw(1, config, 128)
     run = jax.jit(lambda *arrays: moe.compute_experts(*arrays, config=config))

@@ -55,7 +55,7 @@ def test_the_cost_of_a_long_prompt_does_not_overflow():
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128, 256])
 def test_every_loading_warp_has_runs_of_every_tile(block_size, head_size):
-    """A warp without runs waits only for stages, for which nobody waits. One that lags by a ring waits forever."""
+    """A warp without runs waits only for stages; nobody waits for it. If it lags by a ring, it waits forever."""
     geometry, *_ = planned((1, 40), (70, 40), 8, 2, head_size, None, block_size=block_size)
     for kind in geometry.kinds:
         assert kind.runs_per_tile >= LOADING_WARPS

@@ -76,7 +76,7 @@ BESIDE = [
 
 @pytest.mark.parametrize("case", [BESIDE[0], pytest.param(BESIDE[1], marks=pytest.mark.slow)], ids=str)
 def test_it_does_not_matter_when_a_token_is_written(case):
-    """A tile's copy may find another program's new token in a slot, or what was there before; both are masked.
+    """A tile's copy may read another program's new token in a slot, or the slot's old content; both are masked.
 
     The slot is a sequence's own, or one in a block that another sequence fills in part. In the second case the
     interpreter reports a race of the copy and the write. It is right, but cannot see that both orders give one result.

@@ -45,7 +45,7 @@ def test_heads_of_one_kv_head_are_split(op, heads, axis_type):
 
 
 def test_pools_that_the_user_s_shard_map_replicates_stay_so():
-    """New tokens and their slots are the same on every device, whatever heads it has."""
+    """New tokens and their slots are the same on every device, even if the devices have different heads."""
     fun, names, arrays = bind("write_and_attend")
     arrays = of_one_kv_head(names, arrays)
     of_heads = {"query": P(None, "tp"), "alibi_slopes": P("tp")}

@@ -1,4 +1,4 @@
-"""Tests the documents: code runs, commands name things that exist, and figures are those of the files they name."""
+"""Tests the documents: code runs, commands name existing things, and figures equal the files' values."""
 
 import fnmatch
 import importlib

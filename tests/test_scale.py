@@ -1,4 +1,4 @@
-"""The benchmark of several GPUs, on CPU devices: what it runs is what it says it runs."""
+"""Tests the benchmark of several GPUs on CPU devices: it runs the work that its report names."""
 
 import dataclasses
 import json
@@ -89,7 +89,7 @@ def test_projection_of_measured_parts():
         json.loads((RESULTS / f"2026-11-{name}.json").read_text())
         for name in ("23-h200-model", "22-h200x2-scale-all-reduce")
     )
-    # One GPU is what was measured; the others follow from the formula, worked out by hand from the same files.
+    # The time on one GPU is measured; the expected times on more GPUs were computed by hand from the same files.
     assert scale_projection.step_ms("llama3-8b", 64, 1, model, all_reduces) == pytest.approx(6.57373725)
     moved, rest = 23599783936 / 4581.8934843004945e6, 6.57373725 - 23599783936 / 4581.8934843004945e6
     all_reduce = 65 * 22.38289999993981e-3 * 1.25

@@ -146,7 +146,7 @@ def test_an_engine_that_cannot_be_used_again_is_told_of(capsys):
 
 @pytest.mark.parametrize(("milliseconds", "most"), [("20", 64), ("19.9", 16), ("500", 256), ("1", 16)])
 def test_prompts_hold_up_running_texts_for_as_long_as_asked(capsys, milliseconds, most):
-    """The server takes the largest size of steps that is fast enough; steps that only decode do not matter."""
+    """The server takes the largest step size that is fast enough; the times of decode steps do not matter."""
 
     def shape(num_tokens, **more):
         return StepShape(num_tokens, 4, 2, **{"is_decode": False, "num_prompts": 2} | more)

@@ -1,4 +1,4 @@
-"""Tests what the HTTP server does with too much at once: clients, bodies, texts, and what comes in halves."""
+"""Tests the limits of the HTTP server: too many clients, too large bodies and texts, and incomplete requests."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""Tests that a cache in the machine's own memory is bounded by what there is of it, and by the length of texts."""
+"""Tests that a cache in host memory is bounded by the machine's free memory and by the length of texts."""
 
 import dataclasses
 from types import SimpleNamespace

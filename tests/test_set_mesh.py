@@ -1,4 +1,4 @@
-"""Tests that within `jax.set_mesh` of any mesh an op does what it does without, on operands that no mesh holds."""
+"""Tests that `jax.set_mesh` of any mesh does not change an op's results on operands that lie on no mesh."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Tests which mesh axes a call's factors are split over, where operands of whole programs never show it."""
+"""Tests which mesh axes a call's factors are split over, in cases that whole programs never reach."""
 
 import jax.numpy as jnp
 import pytest

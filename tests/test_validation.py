@@ -148,7 +148,7 @@ def test_what_decode_accepts(case):
 
 
 def test_a_bound_on_lengths_that_is_not_given_is_what_fits():
-    """A table's row, and in `prefix_attention` the new tokens too, which may not be in the cache."""
+    """The default is what a table's row holds; `prefix_attention` adds the new tokens, which need no slot."""
     decode = tuple(decode_arrays().values())
     assert _validate.decode_operands(*decode, {}).options.max_seq_len == 3 * 8
     assert _validate.decode_operands(*decode, {"max_seq_len": 99}).options.max_seq_len == 3 * 8

@@ -92,7 +92,7 @@ def every_float8(x, step=1):
 @pytest.mark.parametrize("written", [slice(0, 2), slice(0, 1), slice(1, 2)], ids=["both", "keys", "values"])
 @pytest.mark.parametrize("op", WRITING_OPS)
 def test_slots_of_float8_that_no_call_writes_keep_their_bits(op, written):
-    """As float8, XLA's CPU backend would convert what a loop takes and puts back to float16, which changes NaNs."""
+    """XLA's CPU backend would convert a loop's float8 slices to float16 and back, which changes NaNs."""
     fun, arrays = bind(op)
     batched = pools_written(op)[written] or pools_written(op)
     calls = ([every_float8(x, s) if is_pool(op, i) else x for i, x in enumerate(arrays)] for s in (1, -1))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
-    """Returns the bytes that a process can still take on Linux, or None where that is not known.
+    """Returns the bytes of memory that a process on Linux can still use, or None if that is not known.
 
     Args:
         root: the folder that holds `proc` and `sys`.

@@ -1,4 +1,4 @@
-"""What requests pass before their routes: who may call, the request's id, the access log, the server's end."""
+"""Middleware, which requests pass before their routes: access, the request's id, the access log, the server's end."""
 
 import asyncio
 import hmac

@@ -23,7 +23,7 @@ class TokenTexts:
         self.text = functools.lru_cache(2**16)(self._text)
 
     def _text(self, token_id: int) -> str:
-        """The token's text, in which bytes that are no whole character are replacement characters."""
+        """The token's text; bytes of incomplete characters become replacement characters."""
         shown = self._decode([*self._before, token_id])
         return shown[len(self._decode(self._before)) :]
 

@@ -29,7 +29,7 @@ type Caches = tuple[Cache, ...]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The new tokens of a step, row after row: what every step takes, of an engine or of a loop without one.
+    """The new tokens of a step, row after row. Every step takes a batch, in an engine or in a loop without one.
 
     A row is the new tokens of one sequence: one token if the sequence decodes, or else a chunk of its prompt (after a
     preemption, of its output too). Rows with more than one token come first. Rows of padding have no tokens and come
@@ -43,8 +43,8 @@ class Batch:
       positions: i32 [num_tokens], each token's place in its sequence, from 0; 0 for padding.
       slot_mapping: i32 [num_tokens], the slot that each token's key and value are written to; -1 for padding. With
         `windows` one such array for each group.
-      block_tables: i32 [num_seqs, max_blocks_per_seq]; they already list the blocks of the new tokens. Entries behind a
-        row's last block may hold anything, and so may those of blocks that no new token's window reaches. With
+      block_tables: i32 [num_seqs, max_blocks_per_seq]; they already list the blocks of the new tokens. Entries behind
+        a row's last block may hold anything, and so may entries of blocks outside all new tokens' windows. With
         `windows` one such array for each group.
       seq_lens: i32 [num_seqs], tokens of each sequence, the new ones included; 0 for padding.
       query_start_loc: i32 [num_seqs + 1], where each row's new tokens start; None only if `is_decode`.

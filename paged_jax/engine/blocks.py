@@ -56,7 +56,8 @@ class BlockManager:
     ):
         self.num_blocks, self.block_size, self.num_seats = num_blocks, block_size, num_seats
         self.sliding_window, self.most_held = sliding_window, most_held
-        # A number that the devices do not divide is not the whole pool, whose first blocks may lie on few devices.
+        # If the devices do not divide the number, it is not the whole pool, and the pool's first blocks may lie on few
+        # devices.
         num_shards = num_shards if num_blocks % num_shards == 0 else 1
         self.state = allocator.create(num_blocks, block_size, num_seats, max_blocks_per_seq, num_shards=num_shards)
         self.prefix = PrefixCache() if prefix_caching else None
@@ -78,7 +79,7 @@ class BlockManager:
         return 0 if self.sliding_window is None else max(num_tokens - self.sliding_window + 1, 0) // self.block_size
 
     def held_for(self, num_tokens: int) -> int:
-        """How many blocks a sequence holds whose `num_tokens` tokens are computed."""
+        """How many blocks a sequence with `num_tokens` computed tokens holds."""
         return self.blocks_for(num_tokens) - self.first_column(num_tokens)
 
     def needed(self, num_computed: int, num_tokens: int) -> int:
@@ -211,7 +212,7 @@ class BlockManager:
             self.state = allocator.retain(self.state, inserted, donate=True)
 
     def find_behind(self) -> list[tuple[int, int]]:
-        """The seats that hold blocks which no later token needs, and the first column that a later token needs."""
+        """The seats with blocks that no later token needs, and the first column that a later token needs."""
         if self.sliding_window is None:
             return []
         firsts = np.maximum(self.state.seq_lens - self.sliding_window + 1, 0) // self.block_size

@@ -54,7 +54,7 @@ class PrefixCache:
         return block in self._name_of
 
     def count_cached(self, names: collections.abc.Sequence[bytes]) -> int:
-        """How many of the first names are cached, up to the first one that is not."""
+        """Counts the leading names that are cached."""
         return next((i for i, name in enumerate(names) if name not in self.block_of), len(names))
 
     def count_unused(self, blocks: collections.abc.Iterable[int]) -> int:
@@ -74,7 +74,7 @@ class PrefixCache:
             self._unused.pop(block, None)
 
     def disuse(self, blocks: collections.abc.Iterable[int]) -> None:
-        """Notes that no sequence holds these blocks any more; they will be evicted in this order."""
+        """Notes that no sequence holds these blocks: from then on they can be evicted, in this order."""
         for block in blocks:
             if block in self._name_of:
                 self._unused[block] = None

@@ -10,9 +10,9 @@ that it got since the last one, and they make the same calls.
                      └──► follow ──► Engine.step           processes 1, 2, ...
 
 A step that fails in the leader often fails in the followers too. A follower that fails waits for the leader's next
-`reset`, and reports its failure, so that the leader's next step fails as well. Programs on several GPUs meet in the
-order in which they are started. A reset therefore compares how many programs each process has started, and raises if
-the numbers differ: then only a restart of all processes helps.
+`reset`, and reports its failure, so that the leader's next step fails as well. Programs on several GPUs run
+collectives in the order in which they are started. A reset therefore compares how many programs each process has
+started, and raises if the numbers differ: then only a restart of all processes helps.
 
 Every process first calls `jax.distributed.initialize`, and makes its engine with the same arguments.
 """
@@ -204,7 +204,7 @@ class _Follower:
 
 
 class _TellingMask(SharedMask):
-    """The leader's mask, which tells the followers what it allows."""
+    """The leader's mask, which sends the allowed tokens to the followers."""
 
     def __init__(self, mask: TokenMask, send: Callable[[Any], None]):
         self._mask, self._send = mask, send
@@ -220,7 +220,7 @@ class _TellingMask(SharedMask):
 
 
 class _ToldMask(SharedMask):
-    """A follower's mask, which allows what its leader says. It stands for the masks of all requests."""
+    """A follower's mask, which allows the tokens that its leader names. It stands for the masks of all requests."""
 
     def __init__(self, lines: "_Lines"):
         self._lines = lines
@@ -242,7 +242,7 @@ class _ToldMask(SharedMask):
 
 
 class _Lines:
-    """The lines that a leader sends: lists of calls and, while a step runs, what masks allow."""
+    """The lines that a leader sends: lists of calls and, while a step runs, the tokens that masks allow."""
 
     def __init__(self, lines: collections.abc.Iterable[bytes]):
         self._lines, self._kept = iter(lines), None
@@ -250,11 +250,11 @@ class _Lines:
     def __iter__(self) -> collections.abc.Iterator[list[dict[str, Any]]]:
         while (calls := self._kept or json.loads(next(self._lines, b"null"))) is not None:
             self._kept = None
-            if isinstance(calls, list):  # what a mask allows is not needed where the step has failed
+            if isinstance(calls, list):  # the step has failed and needs no mask
                 yield calls
 
     def take_mask(self) -> dict[str, Any]:
-        """What the next mask allows; raises if the leader goes on without its step."""
+        """Returns the tokens that the next mask allows; raises if the leader goes on without its step."""
         content = json.loads(next(self._lines, b"null"))
         if not isinstance(content, dict):
             self._kept = content

@@ -45,11 +45,11 @@ class ReplicaFailed(RuntimeError):
 
 @dataclasses.dataclass(eq=False)
 class _Replica:
-    """An engine, and what the thread that calls `Replicas` knows of it.
+    """An engine, and the state that the thread which calls `Replicas` keeps of it.
 
     Attributes:
       engine: the engine; while a step runs, only that step's thread calls it, except for `check`.
-      calls: calls that the engine is to get before its next step.
+      calls: calls to make before the engine's next step.
       num_added: how many requests this engine was given: the id that it gives the next one.
       request_ids: for each unfinished request of this engine, by its id there, the id that it has in `Replicas`.
       num_unfinished: samples that are unfinished.
@@ -95,7 +95,7 @@ class _Replica:
 
 @dataclasses.dataclass(eq=False)
 class _Placed:
-    """Where an unfinished request runs, the id that it has there, and how many of its samples are unfinished."""
+    """The engine that runs an unfinished request, the request's id there, and its number of unfinished samples."""
 
     replica: _Replica
     local_id: int
@@ -294,7 +294,7 @@ class Replicas(BaseEngine):
         return Stats.join([replica.stats for replica in self._replicas if replica.stats is not None])
 
     def _take(self, replica: _Replica) -> list[Delta]:
-        """Takes the tokens of a step that is done, without those of requests that were cancelled meanwhile."""
+        """Takes the tokens of a finished step, and drops tokens of requests that were cancelled meanwhile."""
         running, replica.running = replica.running, None
         assert running is not None
         deltas = []

@@ -2,9 +2,9 @@
 
 The runner compiles all programs when it is made, before the first request, and nothing is compiled later. A step runs
 two programs. The first runs the model. The second draws the tokens and keeps them on the device, where the next step
-finds them. As they are separate, the model is compiled once for each shape, and not again for each way to draw; and the
-host may work on masks while the first one runs (mask.py). Small programs copy blocks, swap them out and in, change
-block tables, and set how a seat's logits are changed (adjust.py).
+finds them. Because they are separate, the model is compiled once for each shape, instead of once for each way to draw;
+and the host can work on masks while the first program runs (mask.py). Small programs copy blocks, swap them out and
+in, change block tables, and set how a seat's logits are changed (adjust.py).
 
     host     plan i+1 ──► packed ──┐          plan i+2 ──► packed ──┐        reads what step i drew
     device   step i ──► last tokens ──► step i+1 ──► last tokens ──► step i+2
@@ -127,7 +127,7 @@ class Runner:
         self._warm_up()
 
     def reset(self) -> None:
-        """Replaces what a failed step has taken, or left unusable, by zeros: pools, last tokens and tables."""
+        """Zeroes pools, last tokens and tables that a failed step has donated or left unusable."""
         arrays = self._caches, self._host_caches, self._last_tokens, self._tables
         caches, host_caches, self._last_tokens, self._tables = jax.tree.map(usable, arrays)
         self._caches, self._host_caches = (with_own_scales(each, self._scales) for each in (caches, host_caches))

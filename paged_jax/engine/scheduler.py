@@ -9,7 +9,7 @@ For each step the scheduler does the following, in this order:
 4. While there are too few blocks for these tokens, it preempts the last sequence in line: the least urgent one, and of
    equally urgent ones the one that arrived last.
 5. If it preempted none, it admits waiting sequences in line, while seats, budget and blocks last.
-6. If every row then has one token, all of which are known, it adds drafts for the step to verify (speculation.py).
+6. If every row then has one token, and the host knows all tokens, it adds drafts to verify (speculation.py).
 7. It lays out the rows. A block is found in the prefix cache as soon as a planned step fills it, so that prompts which
    arrive together are computed once. Where a row would read what another row of its step writes, the step must run a
    program that writes first.
@@ -83,7 +83,7 @@ class Scheduler:
 
     @property
     def may_draft(self) -> bool:
-        """Whether the next step will probably have no more than the next token of each sequence to compute."""
+        """Whether the next step will probably compute just the next token of each sequence."""
         is_decoding = all(s.has_drawn and not s.params.is_adjusted for s in self.running)
         return is_decoding and not (self.waiting and self.free_seats)
 
@@ -202,7 +202,7 @@ class Scheduler:
             child.seat = None
 
     def _admit_waiting(self, tokens: dict[Sequence, int], plan: Plan) -> None:
-        """Admits waiting sequences in line, up to the first for which there is no room."""
+        """Admits waiting sequences in line, up to the first one that has no room."""
         if not self.waiting:
             return
         num_decodes = sum(count == 1 and not sequence.num_to_compute for sequence, count in tokens.items())

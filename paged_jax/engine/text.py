@@ -8,7 +8,7 @@ from paged_jax.engine.request import Tokenizer
 
 _CONTEXT = 5  # tokens of the prompt that are decoded along with the first output tokens
 _CHARACTER = 4  # the most bytes, and so the most tokens, of a character
-_MOST_PENDING = 64  # tokens that may wait for the rest of a character; more than that are bytes that are no text
+_MOST_PENDING = 64  # most tokens that wait for the rest of a character; more of them are bytes that are no text
 _BROKEN = "\N{REPLACEMENT CHARACTER}"  # what tokenizers give for the bytes of an unfinished character
 
 

@@ -171,7 +171,7 @@ RAGGED: tuple[Row[RaggedCall], ...] = (
 
 
 def leads(op: str, operands: Any) -> bool:
-    """Whether a kernel of this folder, if it takes the call, comes before the other implementations."""
+    """Whether a kernel of this folder is tried before the other implementations, if it takes the call."""
     if op in ("ragged_paged_attention", "prefix_attention"):
         if op == "prefix_attention" or not is_decode(*_batch(operands)):
             return _leads(RAGGED, RaggedCall.of(op, operands))

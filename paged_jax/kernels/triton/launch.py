@@ -19,8 +19,8 @@ from paged_jax.kernels.triton.cache_tuning import CopyKernel, WriteKernel
 from paged_jax.kernels.triton.ragged_tuning import RaggedReduceKernel
 from paged_jax.kernels.triton.tuning import AttentionKernel, ReduceKernel
 
-# All threads share the filters of warnings. Programs that compile side by side launch kernels in threads, and what one
-# thread restores must not be what another has just set.
+# All threads share the filters of warnings. Programs that compile side by side launch kernels in threads, and no
+# thread may restore a value that another thread has just set.
 _filters_lock = threading.Lock()
 
 

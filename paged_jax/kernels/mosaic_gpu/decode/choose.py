@@ -132,7 +132,7 @@ def _write_refusals(problem: Problem) -> list[str]:
 def _folded(problem: Problem, tuning: Tuning, gpu: Device) -> Tuning:
     """Folds kv heads if that adds no columns and leaves enough programs.
 
-    Larger copies are 1% faster, but items are longer. So the items must fill `_FOLDED_WAVES`, in which uneven lengths
+    Larger copies are 1% faster, but items are longer. So the items must fill `_FOLDED_WAVES`, where uneven lengths
     average out, or nearly one wave, which queues cut evenly.
     """
     one_scale = {problem.k_scale, problem.v_scale} <= {Granularity.NONE, Granularity.CACHE}
@@ -219,8 +219,9 @@ def _splits(geometry: Geometry, num_tiles: int, programs: int, gpu: Device) -> t
         tiles_each = pl.cdiv(num_tiles, max(1, min(at_once // num_items, num_tiles)))
         return pl.cdiv(num_tiles, tiles_each)
 
-    # One program on each multiprocessor reads as fast as two, and leaves less to merge. It computes more slowly, which
-    # delays tiles that pass through registers (LOG, "Groups that do not fill query tiles").
+    # One program on each multiprocessor reads at the rate of two, and leaves fewer partial results to merge. It
+    # computes more slowly, which delays tiles that pass through registers (LOG, "Groups that do not fill query
+    # tiles").
     reads_as_fast = not tiles.class_of(geometry.problem).in_registers
     if reads_as_fast and one_each >= splits_for(one_each) * num_items >= _NEARLY_FULL * one_each:
         return splits_for(one_each), one_each
@@ -257,8 +258,8 @@ def _tilings(problem: Problem, tuning: Tuning, most_programs: int) -> Iterator[t
     """Candidate tunings, best first, each with the bytes of shared memory that it may use.
 
     A tile has 128 rows if a tile of K plus one of V take at most `_TILE_BYTES`, or twice that if a multiprocessor has
-    one program; if one tile holds the whole split, at most `_BYTES_IN_FLIGHT`. Otherwise a tile has 64 rows. Rings have
-    as many stages as may be in flight, but at least two, unless one tile is enough or two do not fit.
+    one program. If one tile holds the whole split, the limit is `_BYTES_IN_FLIGHT`. Otherwise a tile has 64 rows.
+    Rings have as many stages as may be in flight, but at least two, unless one tile is enough or two do not fit.
     """
     tile_class, columns = tiles.class_of(problem), Geometry(problem, tuning).columns
     in_flight = _BYTES_IN_FLIGHT_OF_8_BITS if problem.cache_itemsize == 1 else _BYTES_IN_FLIGHT

@@ -19,7 +19,7 @@ THIN_SHARES = (1.0, 0.6)
 """Candidate costs of a thin split, as fractions of total work / programs."""
 
 _COST_TOKENS = 64  # the unit of cost: one warpgroup's products with this many tokens of K and V
-_MOST_WITH_LONG_SOFTMAX = 64  # the largest head_size whose softmax takes longer than its products
+_MOST_WITH_LONG_SOFTMAX = 64  # up to this head_size the softmax takes longer than the products
 _LEAST_PRODUCT = 64  # tokens: the tiling of shared memory lets wgmma take multiples of 64
 _ELEMENTS_OF_A_THREAD = 4  # of a row, in the merge kernel
 
@@ -122,7 +122,7 @@ class Geometry:
 
     @property
     def sees_stripes_only(self) -> bool:
-        """Whether queries see stripes only, so that a query may not even see its own token."""
+        """Whether queries see stripes only: then a query may not see its own token."""
         return self.problem.block_sparse is not None and self.problem.block_sparse.local_blocks == 0
 
     # The batch's work, counted for each sequence.

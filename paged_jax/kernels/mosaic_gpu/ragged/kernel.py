@@ -40,8 +40,8 @@ from paged_jax.kernels.mosaic_gpu.ragged.geometry import NO_ITEM, WIDE, Geometry
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Inputs, Outputs, Refs, Signal, outputs, scratch
 
 _LOADS = 2  # the warpgroup that loads; the others compute
-# Registers of each thread. 2 * 216 + 72 = 3 * 168 is all that the three warpgroups start with; a warpgroup that asks
-# for more waits forever. With 224 for computing threads heads of 128 spill two registers less, but ptxas delays the
+# Registers of each thread. The three warpgroups start with 2 * 216 + 72 = 3 * 168; a warpgroup that asks for
+# more waits forever. With 224 for computing threads heads of 128 spill two registers less, but ptxas delays the
 # exponentials of wide tiles (benchmarks/LOG.md, "What is spilled").
 _COMPUTING_REGISTERS, _LOADING_REGISTERS = 216, 72
 

@@ -66,7 +66,8 @@ class _ItemLoader:
     Attributes:
       kind: wide or thin items.
       counts: the counts of the batch.
-      unclaimed: items that programs take without a claim: the first item of each program that begins with this kind.
+      unclaimed: the number of items that programs take without a claim: the first item of each program that begins
+          with this kind.
       refs: all references.
     """
 
@@ -129,9 +130,9 @@ class _ItemLoader:
     def _tiles_before_next(self, num_tiles: Scalar) -> Scalar:
         """The number of an item's tiles that are loaded before the next item is begun.
 
-        For a thin item all but the last two: the next query arrives during these two, and a late claim leaves the next
-        item to a program that may be done sooner. But at least stages + 2 tiles: then both warpgroups have begun this
-        item, so the results of the item before have left the memory of the next query.
+        For a thin item these are all tiles except the last two: the next query arrives during these two, and a late
+        claim leaves the next item to a program that is done sooner. But at least stages + 2 tiles: then both
+        warpgroups have begun this item, so the results of the item before have left the memory of the next query.
         """
         if self.kind.is_wide:
             return lax.min(num_tiles, jnp.int32(self._first_tiles))

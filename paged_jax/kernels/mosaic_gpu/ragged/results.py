@@ -35,7 +35,7 @@ def hand_over(state: State, halves_smem: Ref, smem: Scratch, geometry: Geometry)
 
 
 def take_over(state: State, halves_smem: Ref, smem: Scratch) -> State:
-    """Merges a softmax with the one that the other warpgroup has handed over."""
+    """Merges a softmax with the softmax that the other warpgroup has handed over."""
     out, maxima, sums = state
     by_row = plgpu.Layout.WGMMA.reduce(1)
     rounded, lost = (plgpu.load(halves_smem.at[i], layout=plgpu.Layout.WGMMA).astype(jnp.float32) for i in (1, 0))

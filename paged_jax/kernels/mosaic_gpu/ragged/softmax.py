@@ -25,7 +25,7 @@ from paged_jax.kernels.mosaic_gpu.ragged.ptx.rows import QueryRows
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Inputs, Ref
 from paged_jax.kernels.problem import Granularity, Problem
 
-_MOST_LAG = 6.0  # powers of 2 by which a maximum may be below the largest logit
+_MOST_LAG = 6.0  # a maximum may lag the largest logit by this power of 2
 # Weights in float16 are multiplied by 2 to this power. Then float16 keeps weights down to 2 ** -33 of the largest one;
 # there may be so many of these that they dominate a result. The largest weight is 2 ** (8 + 6), which float16 holds.
 _EXPONENT_IN_FLOAT16 = 8
@@ -155,7 +155,7 @@ def divide_query(query_smem: Ref, rows: Rows, geometry: Geometry) -> Rows:
 
 
 def _scaling(factor: Any, problem: Problem) -> Scaling:
-    """The factors of a call in which logits are products times `factor`, before caps and biases."""
+    """The factors of a call whose logits, before caps and biases, are products times `factor`."""
     if not problem.scaled_products:
         return Scaling(factor, False, jnp.float32(LOG2E), 1.0)  # a Python float may have 64 bits in PTX
     is_late = factor * LOG2E > _LEAST_FACTOR

@@ -42,8 +42,8 @@ def attend_to_item(stage: Scalar, refs: Refs, kind: ItemKind) -> None:
     tiles = _WideTiles(item, tiles_before, rows, query_smem, warpgroup, refs, kind)
     state = lax.cond(item.num_tiles > 0, tiles.attend, lambda: softmax.empty(kind.geometry))
     state = softmax.finished(state, rows, kind.geometry)
-    # The loop over tiles leaves no register for the item. Reading and computing it again is faster than a spill, which
-    # comes back as slowly as from memory (benchmarks/LOG.md, "What is spilled").
+    # The loop over tiles leaves no register for the item. Reading and computing it again is faster than reloading a
+    # spill, which has the latency of memory (benchmarks/LOG.md, "What is spilled").
     item, warpgroup = items.read(stage, smem), lax.axis_index("warpgroup")
     rows = softmax.rows_of(item, warpgroup, refs.inputs_gmem, kind)
     results_smem = Results(smem.query.rows.at[query_stage, warpgroup], smem.lse.at[warpgroup])

@@ -53,7 +53,7 @@ class SparseSpan(NamedTuple):
 @triton.jit
 @no_type_check
 def of_rank(rank, seq_lens, num_seqs, cfg: tl.constexpr):
-    """Returns the sequence of this rank by length. The longest start first, so that none of them ends alone."""
+    """Returns the sequence of this rank by length. The longest start first: no long one then ends alone."""
     ids = tl.arange(0, cfg.tuning.ranked)
     lens = tl.load(seq_lens + ids, mask=ids < num_seqs, other=-1)
     ahead = (lens[None, :] > lens[:, None]) | ((lens[None, :] == lens[:, None]) & (ids[None, :] < ids[:, None]))

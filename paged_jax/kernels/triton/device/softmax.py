@@ -46,8 +46,8 @@ def weigh(logits, factor, acc, max_logit, exp_sum, cfg: tl.constexpr):
     level = tl.where(top == float("-inf"), 0.0, top)
     if cfg.late_factor:  # one fused multiply-add and one exponential for each logit
         base = factor * _LOG2_E
-        # Both levels are rounded, and the selects keep them so: a fused subtraction would see a difference where the
-        # maximum is still the old one, and the softmax would add it up tile after tile.
+        # Both levels are rounded, and the selects keep them rounded. A fused subtraction would give a difference even
+        # if the maximum has not changed, and the softmax would add this up tile after tile.
         level = tl.where(top == float("-inf"), 0.0, top * base)
         before = tl.where(max_logit == float("-inf"), float("-inf"), max_logit * base)
         keep = tl.exp2(before - level)
@@ -66,7 +66,7 @@ def with_largest_logit(softmax, factor, cfg: tl.constexpr):
     acc, max_logit, exp_sum = softmax
     if cfg.late_factor:
         base = factor * _LOG2_E
-        # `weigh` took a rounded level out of the exponents, which shows where logits are huge.
+        # `weigh` subtracted a rounded level from the exponents, which matters where logits are huge.
         lack = tl.fma(-max_logit, base, max_logit * base)
         lack = tl.exp2(tl.where(max_logit == float("-inf"), 0.0, lack))
         acc *= lack[:, None]
@@ -99,9 +99,9 @@ def finish(softmax, sinks, head, valid, with_sinks: tl.constexpr):
 def rounded(products, nonzero):
     """Rounds products before they are summed. Products that are not `nonzero` must be 0.
 
-    LLVM fuses a product with a sum, but not through a select. Where the sum's other term is the product of another
-    lane, only that one is rounded, so that two lanes' sums of the same products differ. Both lanes write the sum, or
-    what comes of it, to the same address in shared memory, and the result would depend on which one is the last.
+    LLVM fuses a product with a sum, but not through a select. If the sum's other term is another lane's product, only
+    that term is rounded, so two lanes' sums of the same products differ. Both lanes write their results to the same
+    address in shared memory, so the result would depend on which lane writes last.
     """
     return tl.where(nonzero, products, 0.0)
 

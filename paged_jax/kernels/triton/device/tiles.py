@@ -143,7 +143,7 @@ def numbers(opaque: tl.constexpr, cfg: tl.constexpr):
 
     Where Triton has the tokens in two layouts LLVM joins their arithmetic, `thread & 31` and `thread % 16 << 1`, in
     vectors of two, and uses one lane of each; the unused lane of the second is `thread << 31`. Its NVPTX backend (in
-    Triton 3.6) computes that in 64 bits, where the unused lane runs over into its neighbour. Some threads then took the
+    Triton 3.6) computes that in 64 bits, and the unused lane overflows into its neighbour. Some threads then took the
     tokens, and the masks, of others: they read wild memory.
     """
     numbers = tl.arange(0, cfg.tuning.tile)
