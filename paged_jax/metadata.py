@@ -189,7 +189,7 @@ def check_metadata(
         query_lens = np.int32(1)
         if query_start_loc is not None and query_start_loc.shape == (len(seq_lens) + 1,):
             query_lens = np.diff(query_start_loc)
-        used &= starts + block_size > (seq_lens - query_lens - _size("sliding_window", sliding_window) + 1)[:, None]
+        used &= starts + block_size > (seq_lens - query_lens - integer("sliding_window", sliding_window) + 1)[:, None]
     bad = used & ((block_tables < 0) | (block_tables >= num_blocks))
     _raise_first(
         bad.any(axis=1),

@@ -1,6 +1,8 @@
-"""Tests the direction of imports, by reading the source: which module may import which."""
+"""Tests the source by reading it: which module may import which, and that every name is defined."""
 
 import ast
+import builtins
+import symtable
 from pathlib import Path
 from typing import get_args
 
@@ -161,3 +163,19 @@ def test_public_names_are_what_init_imports():
     names = [alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
     assert sorted(paged_jax.__all__) == sorted(name for name in names if not name.startswith("_"))
     assert all(hasattr(paged_jax, name) for name in paged_jax.__all__)
+
+
+@pytest.mark.parametrize("folder", ["paged_jax", "examples", "benchmarks", "tests"])
+def test_every_name_is_defined(folder):
+    """Linters cannot tell: to them, the names of axes in jaxtyping's annotations are undefined too."""
+    for file in (ROOT / folder).rglob("*.py"):
+        module = symtable.symtable(file.read_text("utf-8"), str(file), "exec")
+        tables = [module]
+        for table in tables:  # which grows by the scopes inside each one
+            tables += table.get_children()
+        known = {s.get_name() for s in module.get_symbols() if s.is_assigned() or s.is_imported() or s.is_namespace()}
+        known |= {s.get_name() for table in tables for s in table.get_symbols() if s.is_declared_global()}
+        used = {
+            s.get_name() for table in tables[1:] for s in table.get_symbols() if s.is_referenced() and s.is_global()
+        }
+        assert not used - known - {*dir(builtins), "__file__"}, file
