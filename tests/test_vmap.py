@@ -89,7 +89,7 @@ def every_float8(x, step=1):
     return np.resize(np.arange(256, dtype=np.uint8)[::step], x.shape).view(ml_dtypes.float8_e5m2)
 
 
-@pytest.mark.parametrize("written", [slice(0, 2), slice(0, 1), slice(1, 2)], ids=["both", "keys", "values"])
+@pytest.mark.parametrize("written", [slice(0, 2), slice(1, 2)], ids=["both", "values"])
 @pytest.mark.parametrize("op", WRITING_OPS)
 def test_slots_of_float8_that_no_call_writes_keep_their_bits(op, written):
     """XLA's CPU backend would convert a loop's float8 slices to float16 and back, which changes NaNs."""
