@@ -69,7 +69,7 @@ def one_pool(pool: Any, step: Step, *, max_query_len: int | None) -> Any:
 
 
 def interleaved(key_cache: jax.Array, value_cache: jax.Array) -> jax.Array:
-    """One pool of two pools of layout "nhd"."""
+    """Joins two pools of layout "nhd" into one pool."""
     pairs = jnp.stack([key_cache, value_cache], axis=3)
     return pairs.reshape(*key_cache.shape[:2], -1, key_cache.shape[3])
 

@@ -54,7 +54,8 @@ class Shape:
     num_new: int = 1024  # new tokens of ragged ops and of writes; every sequence has as many
 
 
-# For each op: the arrays that a call takes from the call before it, then its other arrays. Pools come as keys, values.
+# For each op: first the arrays that a call takes from the previous call, then its other arrays. Pools come as keys,
+# values.
 OPS = {
     "paged_attention": (["query"], ["keys", "values", "tables", "lens"]),
     "paged_attention_v1": (["query"], ["keys", "values", "tables", "lens"]),

@@ -109,7 +109,7 @@ def own_case(contender: str, case: dict) -> dict:
 
 
 def version() -> str:
-    """The name and the version of what is timed."""
+    """The name and the version of the timed library."""
     import flashinfer
 
     return f"FlashInfer {flashinfer.__version__}"

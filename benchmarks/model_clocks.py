@@ -1,4 +1,4 @@
-"""The clocks of bench_model.py, whose docstring says what each of them shows."""
+"""The clocks of bench_model.py; its docstring explains each of them."""
 
 import re
 import time

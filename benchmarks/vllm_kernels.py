@@ -49,7 +49,7 @@ def modules(contenders: Sequence[str], cases: Iterable[dict]) -> list[Any]:
 
 
 def version() -> str:
-    """The name and the version of what is timed."""
+    """The name and the version of the timed library."""
     try:
         return f"vLLM {importlib.metadata.version('vllm')}'s FA3"
     except importlib.metadata.PackageNotFoundError:

@@ -53,7 +53,7 @@ def load_model(
         model: a folder, or the id of a model on the Hugging Face Hub, which is downloaded to its cache.
         dtype: the dtype to which the weights are cast.
         mesh: the devices that share the model (sharding.py); only the parts of a process's own devices are read.
-        split_experts: what they share out of a mixture of experts: the columns of every expert, or the experts.
+        split_experts: how these devices split a mixture of experts: by the columns of every expert, or by experts.
 
     Returns:
         The decoder, its config, the tokenizer, and the end-of-text token ids, of which there may be none.

@@ -139,7 +139,7 @@ def rope_of(
     if rope_type == "linear":
         scaling = LinearScaling(inner.number("factor"))
     elif rope_type == "dynamic":
-        inner.number("factor")  # which changes nothing before `max_position_embeddings`, where the decoder ends
+        inner.number("factor")  # it has no effect up to `max_position_embeddings`, where the decoder ends
     elif rope_type == "llama3":
         scaling = Llama3Scaling(
             inner.number("factor"), inner.number("low_freq_factor"), inner.number("high_freq_factor"), trained

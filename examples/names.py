@@ -140,7 +140,7 @@ def sources_of(path: Sequence[Any], size: int, config: DecoderConfig) -> list[li
         config: the decoder's config.
 
     Returns:
-        For each matrix of a stack, or once, the sources whose rows follow one another.
+        A list of sources, whose rows follow one another, for each matrix of a stack; one list if there is no stack.
     """
     module = ".".join("*" if isinstance(part, int) else part for part in path[:-1])
     layer = next((str(part) for part in path if isinstance(part, int)), "")

@@ -9,7 +9,7 @@ from paged_jax.engine import TextStream
 
 
 class Writer:
-    """Writes the results of many prompts to stdout, in the order of the prompts and as early as that allows."""
+    """Writes the results of many prompts to stdout, in their order and without needless delay."""
 
     def __init__(self, tokenizer: Tokenizer, prompts: list[str], prompt_ids: list[list[int]], as_json: bool):
         self.as_json = as_json

@@ -155,9 +155,8 @@ def _lowered_once(run: RunLocal) -> RunLocal:
 def _part_of(run: RunLocal) -> RunLocal:
     """Makes `run` a function that can be called inside a `shard_map`, on a device's part.
 
-    There the type of an array says over which mesh axes its values vary from device to device. JAX cannot see into a
-    kernel, so `run` is traced without such types, and a result is said to vary over every mesh axis over which an
-    operand varies that it depends on.
+    There an array's type lists the mesh axes over which its values vary from device to device. JAX cannot see into a
+    kernel, so `run` is traced without such types; a result then gets the mesh axes of all operands that it depends on.
     """
 
     def run_part(op: str, operands: Any, static: Mapping[str, Any]) -> Any:
@@ -174,7 +173,7 @@ def _part_of(run: RunLocal) -> RunLocal:
 
 
 # This primitive runs an op that JAX has traced. Its results have the shapes and dtypes of `traced`. Each varies over
-# every mesh axis over which an operand varies that `sources` names by its index.
+# the mesh axes of all operands whose indices are in its `sources`.
 
 _op_p = Primitive("paged_jax_op")
 _op_p.multiple_results = True

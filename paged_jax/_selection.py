@@ -87,7 +87,7 @@ def which_implementation(op: Callable, *args: Any, platform: Platform | None = N
 
 @dataclass
 class _Question:
-    """What `which_implementation` asks for a platform; `_dispatch` puts the answer here when the op is called."""
+    """A question of `which_implementation` for a platform; `_dispatch` puts the answer here when the op is called."""
 
     platform: Platform
     answer: Selection | None = None

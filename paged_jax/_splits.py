@@ -158,7 +158,7 @@ class CallAxes:
             self.sizes["g"] = shapes[self.names.index("query")][1] // self.sizes["h"]
 
     def _sources_of_pool(self, pool: int, name: str) -> tuple[int, ...]:
-        """The operands that a pool depends on when it is written to: itself, and what is written, where, and scaled."""
+        """The operands that a written pool depends on: itself, the new elements, their slots or blocks, and scales."""
         halves = [half for half in ("key", "value", "latent") if half in name]
         if name == "key_cache" and "value_cache" not in self.names:  # one pool, which gets both
             halves.append("value")

@@ -120,7 +120,7 @@ def _keep_types_of_pools(call: Callable, in_batched: Any, operands: Any) -> bool
 def _one_by_one_in_place(call: Callable, axis_size: int, in_batched: Any, operands: Any) -> Any:
     """Computes a batch of calls of `call` one after the other; each writes its pools into the stacks of all pools.
 
-    If a loop took all pools and made new stacks of what the calls return, XLA would keep both.
+    A loop that took all pools and stacked the calls' results would make XLA keep both copies.
     """
     names = _POOLS_WRITTEN[type(operands)]
 

@@ -391,7 +391,7 @@ class Clairvoyant:
         self.engine, self.draw, self.share, self.known = None, draw, share, set()
 
     def propose(self, rows, /):
-        """Guesses up to `most` tokens of each row, or fewer."""
+        """Guesses some tokens of each row, at most the row's `most`."""
         return [self._guess(*row) for row in rows]
 
     def forget(self, key, /):

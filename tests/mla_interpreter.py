@@ -44,7 +44,7 @@ def store_partial(partial_gmem, out, first, num_rows, geometry):
 
 
 def scores(query_smem, tile_smem):
-    """S. NumPy, with which the interpreter multiplies, would warn of the NaNs in rows that nobody looks at."""
+    """S. The interpreter multiplies with NumPy, which would warn of NaNs in rows that no result uses."""
     query, latents = query_smem[...].astype(jnp.float32), tile_smem[...].astype(jnp.float32)
     plgpu.commit_smem()
     return query @ latents.T

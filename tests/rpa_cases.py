@@ -208,7 +208,7 @@ def _logits(query, keys):
 
 
 def _logits_in_order(query, keys):
-    """The products one after the other, as XLA's unoptimised code adds them: with large logits BLAS errs far less."""
+    """Adds the products one by one, as XLA's unoptimised code does: with large logits BLAS errs far less."""
     by_element = zip(np.moveaxis(query, -1, 0), np.moveaxis(keys, -1, 0), strict=True)
     return sum(q.transpose(1, 2, 0)[..., None] * k.T[:, None, None] for q, k in by_element)
 

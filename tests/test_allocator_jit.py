@@ -84,7 +84,7 @@ def test_traced_forms_hold_no_loops_and_no_callbacks():
         names = list(primitives(jax.make_jaxpr(function)(state, *args).jaxpr))
         assert {"while", "scan", "cond", "pure_callback", "io_callback", "debug_callback"}.isdisjoint(names)
         sizes[function] = len(names)
-    # The program is not unrolled over the sequences either.
+    # The program is not unrolled over the sequences.
     state, rows = allocator.create(64, 4, 80, 4, xp=jnp), jnp.zeros(80, jnp.int32)
     for function in (allocator.append_tokens, by_row, allocator.truncate):
         assert len(list(primitives(jax.make_jaxpr(function)(state, rows).jaxpr))) == sizes[function]

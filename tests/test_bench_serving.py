@@ -67,7 +67,7 @@ def test_requests_are_as_asked_for():
 
 @pytest.mark.parametrize("name", WORKLOADS[1:])
 def test_published_workloads(name):
-    """Fixed lengths are exact; ShareGPT's are those that vLLM's benchmark takes too, a few hundred on the mean."""
+    """Fixed lengths are exact; ShareGPT's lengths are those of vLLM's benchmark, a few hundred on average."""
     of = workload(name)
     requests = make_requests(of, 1200, 100)
     lens = [(len(request.prompt), request.max_tokens) for request in requests]

@@ -1,4 +1,4 @@
-"""Tests the benchmark of speculation on simulated engines: its rows, and that it notices tokens that differ."""
+"""Tests the benchmark of speculation on simulated engines: its rows are right, and it notices different tokens."""
 
 import dataclasses
 

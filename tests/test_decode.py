@@ -39,7 +39,7 @@ def marked(cases, is_like_others, mark):
     ]
 
 
-# GPUs alone run these of `LIKE_OTHERS`; the rest of them have layouts and dtypes that no other case has together.
+# These cases of `LIKE_OTHERS` run on GPUs only. The rest have pairs of a layout and a dtype that no other case has.
 ON_GPUS = {
     *("window-of-everything", "scale", "sparse-off", "one-sequence", "one-query", "context-without-query"),
     *("huge-logits-capped", "scale-negative-bfloat16", "farthest-corner-e5m2", "sparse-vllm-e4m3", "tiny-scales"),

@@ -78,7 +78,7 @@ def test_a_wrong_result_is_found(monkeypatch, capsys):
 
 
 def test_only_what_is_promised_is_compared():
-    """Rows 1 to 3 belong to a sequence of three queries, of which the call says one or three; row 5 is padding."""
+    """Rows 1 to 3 are three queries of one sequence; the call's bound on queries is one or three; row 5 is padding."""
     drawn, batch = fuzz_draw.program(5, 0, ops=("single",)), fuzz_draw.Batch([4, 5, 6], [1, 3, 1], {}, {})
     right = np.ones((6, 1, 8), np.float32), np.ones((6, 1), np.float32)
     for x in right:

@@ -218,7 +218,7 @@ def tunings():
 
 
 def check_chosen(chosen, made):
-    """Checks that the tuning is one that the case is meant to test."""
+    """Checks that the case gets a tuning that it is meant to test."""
     chosen_for = {
         "": True,
         "parts": made.queues and made.splits > 1,

@@ -84,7 +84,8 @@ def all_cases(every=2):
 def test_compiles(every):
     """Nothing serializes products that are to overlap, and not much is spilled.
 
-    `python -m tests.hopper_compiler tests.test_mosaic_gpu_compiled:ragged_cases:1` prints the same of every case.
+    `python -m tests.hopper_compiler tests.test_mosaic_gpu_compiled:ragged_cases:1` prints the same facts for every
+    case.
     """
     reports = hopper_compiler.reports(f"{__name__}:all_cases:{every}")
     assert len(reports) == len(list(all_cases(every)))

@@ -179,7 +179,7 @@ def test_which_kernel_runs_ragged_attention(case, kernel):
     ids=str,
 )
 def test_one_query_that_decode_does_not_take_is_not_its_to_lead(head_size, block_sparse, first):
-    """A pattern, or small heads: the ragged kernel runs these, and for one query Triton's is faster."""
+    """The ragged kernel runs calls with a pattern or small heads; for one query Triton's kernel is faster."""
     case = small("leads", 32, 8, head_size, 16, "bfloat16", seq_lens=(900,), query_lens=(1,), padding=0)
     case = replace(case, block_sparse=block_sparse)
     with mock.patch.object(jax, "local_devices"):

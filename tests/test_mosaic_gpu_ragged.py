@@ -378,7 +378,7 @@ ON_A_GPU = [
 @pytest.mark.parametrize("tuning", [{}, TINY_TILES | {"num_programs": 4}], ids=["here", "small"])
 @pytest.mark.parametrize("case", ON_A_GPU, ids=str)
 def test_on_a_gpu(case, tuning, monkeypatch):
-    """Results are right as tuned for this GPU and for a smaller one that splits more, and the same in every run."""
+    """Results are right with the tunings of this GPU and of a smaller one that splits more, and equal in every run."""
     made = inputs.make(case)
     check_on_a_gpu(case, made, operands_of(case, made), tuning, monkeypatch)
 

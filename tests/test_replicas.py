@@ -102,7 +102,7 @@ def finish(replicas):
 
 
 def test_tokens_are_those_of_one_model(replicas, the_engines, reference):
-    """Greedy ones, and drawn ones: the same seed gives requests the same seeds."""
+    """Tests greedy and drawn tokens; replicas and one engine with the same seed give requests the same seeds."""
     greedy = replicas.generate(PROMPTS, PARAMS)
     assert [one.token_ids for (one,) in greedy] == [reference.greedy(prompt, 6) for prompt in PROMPTS]
     assert all(engine.stats().num_output_tokens > 0 for engine in the_engines), "both engines took part"

@@ -1,4 +1,4 @@
-"""Tests requests that say what their answer may be, and those that change logits, with OpenAI's client."""
+"""Tests requests that restrict their answer, and requests that change logits, with OpenAI's client."""
 
 import json
 import re

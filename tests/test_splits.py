@@ -18,7 +18,7 @@ def call_axes(num_heads=8, num_kv_heads=NUM_KV_HEADS):
 
 
 def choose(specs, sizes):
-    """The mesh axes of each factor, where operands that `specs` does not name have a spec without entries."""
+    """Returns the mesh axes of each factor; operands that `specs` does not name are not split."""
     axes = call_axes()
     return axes.choose([specs.get(name, P()) for name in axes.names], sizes).axes
 

@@ -235,7 +235,7 @@ class BaseEngine(abc.ABC):
 
     @contextlib.contextmanager
     def _changing(self, call: str) -> collections.abc.Iterator[None]:
-        """Refuses a call on an engine that has failed; whatever is raised inside makes the engine fail.
+        """Refuses a call on an engine that has failed; any error inside the context makes the engine fail.
 
         Args:
           call: the name of the call; only "reset" is made on an engine that has failed.

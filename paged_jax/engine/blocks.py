@@ -56,8 +56,7 @@ class BlockManager:
     ):
         self.num_blocks, self.block_size, self.num_seats = num_blocks, block_size, num_seats
         self.sliding_window, self.most_held = sliding_window, most_held
-        # If the devices do not divide the number, it is not the whole pool, and the pool's first blocks may lie on few
-        # devices.
+        # Only a whole pool lies evenly on the devices: its number of blocks is a multiple of the number of devices.
         num_shards = num_shards if num_blocks % num_shards == 0 else 1
         self.state = allocator.create(num_blocks, block_size, num_seats, max_blocks_per_seq, num_shards=num_shards)
         self.prefix = PrefixCache() if prefix_caching else None

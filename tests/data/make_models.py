@@ -98,7 +98,7 @@ MODELS = {
             rms_norm_eps=1e-3,
             rope_parameters=dict(rope_type="llama3", rope_theta=1000.0, **LLAMA3),
         ),
-        # Given twice, the trained context is the outer one.
+        # The trained context is given twice, and the outer value counts.
         older_rope(
             dict(rope_type="llama3", **LLAMA3 | dict(original_max_position_embeddings=16)),
             1000.0,
@@ -336,7 +336,7 @@ def saved(config, folder: Path) -> tuple[dict, dict[str, list[int]]]:
 
 
 def greedy(model, prompts: list[list[int]]) -> dict | None:
-    """Gives what transformers answers, one prompt at a time; None where that makes a poor test."""
+    """Gives what transformers answers, one prompt at a time; None if the answers make a poor test."""
     options = dict(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
     tokens, logits = [], np.zeros(0)
     for prompt in prompts:

@@ -1,6 +1,6 @@
 """Chooses the kernels of the cache ops: the quantisation and write of new tokens, and copies of blocks.
 
-Decode that writes quantises its tokens in the same way.
+The decode kernel that also writes quantises its tokens in the same way.
 """
 
 from dataclasses import dataclass

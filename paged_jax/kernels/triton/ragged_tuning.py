@@ -13,7 +13,7 @@ from paged_jax.kernels.triton import tuning
 from paged_jax.kernels.triton.integers import cdiv, power_of_two
 from paged_jax.kernels.triton.tuning import AttentionKernel, Tuning
 
-ITEM_FIELDS = 8  # int32 that describe an item: `device/items.py`, which uses seven
+ITEM_FIELDS = 8  # number of int32 that describe an item; `device/items.py` uses seven of them
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -156,7 +156,7 @@ def scratch(geometry: Geometry) -> Scratch:
 
 
 def _ring(geometry: Geometry, scale: Granularity, rings: tuple[Ref, ...]) -> Ring:
-    """The ring of a cache. A tile is ready when all its runs have arrived, in all rings, and all its scales."""
+    """The ring of a cache. A tile is ready when all rings have received all of its runs and scales."""
     stages, runs = geometry.tuning.stages, geometry.runs_per_tile
     slot_scales = ABSENT
     if scale is Granularity.SLOT:
