@@ -105,7 +105,7 @@ def _attend_to_context(
 
 
 def _without_context(operands: Prefix, query_lens: Array) -> Prefix:
-    """The new tokens alone, over a pool that nobody reads, so that results depend on no device's part of a pool."""
+    """Attends to the new tokens alone, over an unread pool, so that results depend on no device's part of a pool."""
     query, key = operands.query, operands.key
     pool = jnp.zeros((1, key.shape[1], _BLOCK_SIZE, key.shape[2]), query.dtype)
     options = dataclasses.replace(

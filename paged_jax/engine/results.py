@@ -65,7 +65,7 @@ def take(sequence: Sequence, token_id: int, drawn: Drawn, i: int) -> Delta:
 
 
 def logprob_of(token_id: int, drawn: Drawn, i: int, num_top: int) -> TokenLogprob:
-    """The log-probability of a token, and the most likely tokens at its place, the i-th that a step drew."""
+    """The log-probability of a step's i-th drawn token, and the most likely tokens at the same position."""
     assert drawn.logprobs is not None and drawn.top_ids is not None and drawn.top_logprobs is not None  # noqa: PT018
     top = zip(drawn.top_ids[i, :num_top].tolist(), drawn.top_logprobs[i, :num_top].tolist(), strict=True)
     return TokenLogprob(token_id, float(drawn.logprobs[i]), tuple(top))

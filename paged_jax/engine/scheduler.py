@@ -255,7 +255,7 @@ class Scheduler:
     def _add_drafts(self, tokens: dict[Sequence, int], plan: Plan) -> dict[Sequence, list[int]]:
         """Gives rows drafts, and blocks for them, if all rows decode and no block has to be taken from anyone.
 
-        A step has none where a row's logits are changed (adjust.py, mask.py): how depends on the tokens before.
+        A step has no drafts if a row's logits are changed (adjust.py, mask.py): the changes depend on earlier tokens.
         """
         has_begun = any(plan.adopted) or any(plan.swap_in)
         if self.speculator is None or has_begun or any(s.params.is_adjusted for s in tokens):
