@@ -105,7 +105,7 @@ def _attend_to_context(
 
 
 def _without_context(operands: Prefix, query_lens: Array) -> Prefix:
-    """Attends to the new tokens alone, over an unread pool, so that results depend on no device's part of a pool."""
+    """Gives operands of the new tokens alone, with an unread pool: results then depend on no device's own pool."""
     query, key = operands.query, operands.key
     pool = jnp.zeros((1, key.shape[1], _BLOCK_SIZE, key.shape[2]), query.dtype)
     options = dataclasses.replace(
