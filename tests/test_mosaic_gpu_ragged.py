@@ -55,8 +55,8 @@ INTERPRETED = [
     small("short-and-wide", 2, 1, 64, 16, "float16", seq_lens=(128,), query_lens=(40,), padding=0, max_seq_len=128),
 ]
 # These cases are slow, and test little that the others do not; GPUs alone run some.
-MORE = "window", "options", "slots"
-ON_GPUS = "group-of-5", "huge", "tiny", "all-empty", "short-and-wide", "int8", "large", "capped"
+MORE = "plain", "options", "slots"
+ON_GPUS = "group-of-5", "window", "huge", "tiny", "all-empty", "short-and-wide", "e4m3", "int8", "large", "capped"
 TINY_TILES = {"tile": 64, "thin_tile": 64, "stages": 2, "least_split": 2}
 
 # NumPy gives this warning when arithmetic meets the poison, which is NaN.
@@ -141,21 +141,6 @@ def test_split_items_in_the_interpreter(case, num_kinds, split, num_programs):
 
 
 FEW = {"seq_lens": (137, 0, 130, 70, 500, 150), "query_lens": (1, 0, 2, 4, 3, 2), "padding": 75}
-FEW_QUERIES = [
-    small("few", 4, 2, 64, 16, "bfloat16", **FEW),
-    small("window", 16, 2, 80, 8, "float16", layout="nhd", sliding_window=50, k_scale="scalar", **FEW),
-    small("e4m3", 4, 2, 64, 16, "bfloat16", "float8_e4m3fn", k_scale="scalar", v_scale="head", sinks=True, **FEW),
-]
-
-
-@pytest.mark.parametrize("case", some(FEW_QUERIES, ("e4m3",), ("few", "window")))
-def test_few_queries_in_the_interpreter(case):
-    """Where all sequences are known to have few queries, there are no wide items, not even for many rows of padding."""
-    made = inputs.make(case)
-    operands = operands_of(case, made, max_query_len=4)
-    with mock.patch.object(ragged_wide, "attend_to_item", side_effect=AssertionError("a wide item")):
-        check(case, made, call("ragged_paged_attention", operands, **TINY_TILES))
-    assert not interpret_pallas_call.get_races().races_found
 
 
 @pytest.mark.slow
