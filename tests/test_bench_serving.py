@@ -109,7 +109,7 @@ def test_a_run_is_described_by_its_stamps():
 @pytest.fixture
 def setup():
     sizes = {"vocab_size": 96, "embedding_size": 64, "hidden_size": 64, "intermediate_size": 96}
-    sizes |= {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "layers": MODELS["llama3-8b"].layers[:2]}
+    sizes |= {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "layers": MODELS["llama3-8b"].layers[:1]}
     config = dataclasses.replace(MODELS["llama3-8b"], **sizes)
     engine_config = engine.EngineConfig(80, 8, 64, decode_rows=(8,), mixed_tokens=(64,))
     sizes = {"requests": 24, "few": 6, "streamed": 24, "rate": 500.0}
