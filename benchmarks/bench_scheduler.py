@@ -43,7 +43,7 @@ class Row:
 
 
 def make_scheduler(num_seqs: int, context_len: int, num_blocks: int) -> Scheduler:
-    """Makes a scheduler with running sequences, each of which has only its last token left to compute."""
+    """Makes a scheduler with running sequences. Each has only its last token left to compute."""
     config = EngineConfig(max_model_len=POSITIONS, max_num_seqs=num_seqs, max_tokens_per_step=max(num_seqs, 512))
     blocks = Pools([BlockManager(num_blocks, BLOCK_SIZE, num_seqs, POSITIONS // BLOCK_SIZE, 0, True)], [1])
     scheduler = Scheduler(config, blocks)

@@ -25,7 +25,7 @@ PROMPTS = [[1, 5, 9, 3, 7], [2, 4, 8], list(range(1, 30)), [6]]
 
 
 def params() -> list[engine.SamplingParams]:
-    """Gives the parameters of the requests, two of which have two samples; a step of them all is one program."""
+    """Gives the parameters of the requests. Two requests have two samples; a step of them all is one program."""
     drawn = engine.SamplingParams(temperature=0.9, top_k=20, top_p=0.9, seed=3, logprobs=2)
     return [dataclasses.replace(drawn, max_tokens=count, n=n) for count, n in ((9, 1), (6, 2), (3, 1), (6, 2))]
 

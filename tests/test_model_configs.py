@@ -45,7 +45,7 @@ def test_a_file_without_a_base(copy):
 
 
 def changed(value):
-    """Other values of a field's type, at least one of which should change what a model computes."""
+    """Other values of a field's type. At least one of them should change what a model computes."""
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int | float):

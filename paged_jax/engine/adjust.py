@@ -35,7 +35,7 @@ class Adjustments:
     Attributes:
       counts: u16 [num_seats, vocab_size], how often the output has each token, and the bit `_IN_PROMPT`.
       bias_ids: i32 [num_seats, MAX_BIASES], tokens with a bias; vocab_size for none.
-      biases: f32 [num_seats, MAX_BIASES], what is added to their logits; -inf forbids a token.
+      biases: f32 [num_seats, MAX_BIASES], summands of their logits; -inf forbids a token.
       until: i32 [num_seats, MAX_BIASES], the first position at which a bias has no effect.
       repetition, presence, frequency: f32 [num_seats], the penalties.
       min_p: f32 [num_seats], as in `SamplingParams`.

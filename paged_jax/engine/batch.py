@@ -241,7 +241,7 @@ class StepShape(NamedTuple):
       num_tokens, num_rows: tokens and rows of the batch, padding included.
       max_blocks_per_seq: columns of the block tables.
       is_decode, num_prompts: as in `Batch`.
-      num_groups: groups of layers, each of which has block tables of its own.
+      num_groups: how many groups of layers there are. Each group has its own block tables.
       is_verify: whether the logits of as many places as there are tokens are wanted, to verify drafts.
       num_prefixes: how many shared prefixes there may be.
 

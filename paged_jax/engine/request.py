@@ -35,7 +35,7 @@ class SamplingParams:
         the negative ones; 1 for none.
       presence_penalty, frequency_penalty: are subtracted from the logits of all tokens that the output has: the first
         once, the second once for each time; from -2 to 2.
-      logit_bias: what is added to the logits of some tokens, from -100 to 100, by token id.
+      logit_bias: summands of the logits of some tokens, from -100 to 100, by token id.
       min_tokens: how many tokens a sample has before a stop token or a stop text may end it.
       mask: says before each token which tokens may come, as a grammar does: a `TokenMask`. It decides alone where
         `min_tokens` would forbid every token that it allows.

@@ -179,7 +179,7 @@ class Speculator:
         self._propose([s for s in decoding if not self._guesses.setdefault(s, _Guess()).tokens])
 
     def draft(self, sequences: list[Sequence]) -> dict[Sequence, list[int]]:
-        """Gives drafts for a step in which each of these sequences has one token, all of which are known.
+        """Gives drafts for a step in which each of these sequences has one token. All their tokens are known.
 
         Args:
           sequences: the rows of the step.

@@ -141,8 +141,8 @@ def _context(
 
     Returns:
       The tokens; how many of them were read (the others begin a character that is not whole yet); and the texts that
-      may count as read: the text of all tokens, and that of the tokens read. Once the character is whole, the first of
-      these texts that the whole text begins with counts.
+      may count as read: the text of all tokens, and the text of the tokens read. Once the character is whole, the
+      whole text begins with at least one of them; the first one that it begins with counts.
     """
     size = _CONTEXT
     while size < len(prompt) and not decode(prompt[-size:]):  # special tokens; the text before them matters

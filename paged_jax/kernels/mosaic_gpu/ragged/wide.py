@@ -86,7 +86,7 @@ class _WideTiles:
         plgpu.barrier_wait(keys.ready.at[stage])
         self._wait_for_turn()
         scores = product(self.query_smem, keys.tiles.at[stage].T, self._end_turn)
-        # The product is done, so a branch splits no turn.
+        # The product is done, so the branch cannot lie within a turn.
         weigh = functools.partial(self._weigh, first, Totals(state.maxima, state.sums), scores)
         weighed = lax.cond(self._is_plain(first), lambda: weigh(plain=True), lambda: weigh(plain=False))
         return State(state.out, *weighed.totals), self._rounded(weighed)
