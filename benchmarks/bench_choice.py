@@ -10,9 +10,11 @@ real models' shapes of decode that `bench_decode` lacks (`cases.MORE_DECODE`). F
 with other sizes of its tiles of queries, too. A case's regret is the chosen implementation's time over the fastest
 one's, less 1 (`benchmarks.report`).
 
-    python -m benchmarks.bench_choice --op ragged --implementations auto --peers vllm-fa3,vllm-fa3-128
+    python -m benchmarks.bench_choice --op ragged --count 60 --block-sizes 16,128 --implementations auto \\
+        --peers vllm-fa3 --seconds 0.03 --processes 16
 
-With peers the rows of the same cases stand beside theirs, and the last line tells in how many the first of ours leads.
+With peers the rows of the same cases stand beside theirs, and the last lines tell in how many the first of ours leads,
+and where it is furthest behind. Each case is timed with blocks of each of the given sizes.
 """
 
 import argparse
@@ -111,15 +113,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the generator; default 0")
     parser.add_argument("--implementations", help=f"names with commas between them; default {IMPLEMENTATIONS}")
     parser.add_argument("--peers", default="none", help="names of bench_decode's or bench_ragged's peers; default none")
+    parser.add_argument("--block-sizes", type=harness.numbers, help="blocks of each case; default those drawn, of 16")
+    parser.add_argument("--seconds", type=float, default=timing.SECONDS, help="of one measurement; default %(default)s")
     parser.add_argument("--processes", type=int, default=1, help="how many compile side by side; default 1")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args(argv)
     drawn = {"decode": cases.random_decode, "ragged": cases.random_ragged, "models": models}[args.op]
     benchmark = bench_decode.BENCHMARK
     if args.op == "ragged":
-        benchmark = dataclasses.replace(
-            bench_ragged.BENCHMARK, implementation=ragged_implementation, timer=timing.time_calls
-        )
+        benchmark = dataclasses.replace(bench_ragged.BENCHMARK, implementation=ragged_implementation)
     names = args.implementations.split(",") if args.implementations else IMPLEMENTATIONS[args.op]
     beside = [] if args.peers == "none" else args.peers.split(",")
     harness.check_names(parser, "peer", beside, [*benchmark.peers, *benchmark.elsewhere])
@@ -131,13 +133,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not harness.has_gpu("choice", args.processes):
         return 2
     some = drawn(args.count or NUM_CASES[args.op], args.seed)
-    benchmark = dataclasses.replace(benchmark, op=f"choice-{args.op}", cases=some)
+    if args.block_sizes:
+        some = tuple(cases.with_blocks_of(case, size) for size in args.block_sizes for case in some)
+    timer = functools.partial(timing.time_calls, seconds=args.seconds)
+    changes = {"op": f"choice-{args.op}", "cases": some, "timer": timer, "seconds": args.seconds}
+    benchmark = dataclasses.replace(benchmark, **changes)
 
     def notes() -> dict[str, Any]:
         return {"seed": args.seed, "chosen": choices(args.op, some)}
 
     found = harness.run(benchmark, some, names, beside, out=args.out, processes=args.processes, notes=notes)
-    print(report.regret_text(found))
+    if len(names) > 1:
+        print(report.regret_text(found))
     if beside:
         print(report.peers_text(found))
     return 0

@@ -270,6 +270,15 @@ def _random_batch(engine: Case, number: int, rng: np.random.Generator) -> Case:
     )
 
 
+def with_blocks_of(case: Case, block_size: int) -> Case:
+    """The case with other blocks. Its name tells their size; an engine's pool and tables hold as many tokens."""
+    shapes = case.shapes
+    if shapes is not None:
+        blocks, num_blocks = (n * case.block_size // block_size for n in (shapes.max_blocks_per_seq, shapes.num_blocks))
+        shapes = replace(shapes, max_blocks_per_seq=blocks, num_blocks=num_blocks)
+    return replace(case, name=f"{case.name}-blocks-of-{block_size}", block_size=block_size, shapes=shapes)
+
+
 def select(cases: Sequence[Case], names: Iterable[str] | None) -> tuple[Case, ...]:
     """Gives the cases with these names, in the order of `cases`; for None it gives all of them.
 

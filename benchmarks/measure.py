@@ -33,6 +33,7 @@ class Benchmark:
       peers: the peers that run in this process, by name.
       elsewhere: the names of `peers.TORCH` that run in PyTorch's process.
       timer: the function that times calls of a compiled function.
+      seconds: about how long one measurement of a peer in PyTorch's process lasts.
     """
 
     op: str
@@ -43,6 +44,7 @@ class Benchmark:
     peers: dict[str, peers.Build]
     elsewhere: Sequence[str] = ()
     timer: Callable[..., timing.Timing] = timing.time_calls
+    seconds: float = timing.SECONDS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,6 +25,7 @@ from benchmarks import flashinfer_kernels, vllm_kernels
 from benchmarks import inputs as inputs_lib
 from benchmarks.cases import Case
 from benchmarks.inputs import Inputs
+from benchmarks.timing import SECONDS
 
 # The most bytes of keys and values that a peer may copy. It needs several times as much memory while it copies.
 _MOST_COPIED = 10**10
@@ -279,9 +280,10 @@ class TorchPeers:
     Args:
       cases: the cases to time.
       contenders: the names from `TORCH` to time.
+      seconds: about how long one measurement lasts.
     """
 
-    def __init__(self, cases: Iterable[Case], contenders: Sequence[str]):
+    def __init__(self, cases: Iterable[Case], contenders: Sequence[str], seconds: float = SECONDS):
         cases = tuple(cases)
         self._left = [(case.name, name) for case in cases for name in contenders]
         self._process = subprocess.Popen(
@@ -291,7 +293,8 @@ class TorchPeers:
             text=True,
             env=environment(),
         )
-        self._send({"contenders": list(contenders), "cases": [self.message(case) for case in cases]})
+        messages = [self.message(case) | {"seconds": seconds} for case in cases]
+        self._send({"contenders": list(contenders), "cases": messages})
 
     @staticmethod
     def message(case: Case) -> dict[str, Any]:

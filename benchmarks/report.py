@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 _EQUAL = 1.01  # the ratio of two times that count as equal
+_WORST = 10  # how many of the worst ratios are listed
 
 
 def contenders(report: dict[str, Any], kind: str) -> list[str]:
@@ -87,10 +88,27 @@ def regret_text(report: dict[str, Any]) -> str:
 
 
 def peers_text(report: dict[str, Any]) -> str:
-    """A line with the share of cases in which the first of ours leads all peers, and the worst ratio of times.
+    """The share of cases in which the first of ours leads all peers, and a line for each of the worst ratios of times.
 
-    Ours leads where it takes at most 1% longer than the fastest peer; times that differ by less are equal.
+    Ours leads where it takes at most 1% longer than the fastest peer; times that differ by less are equal. If cases
+    differ in their blocks, each size has a share of its own.
     """
+    ratios = peer_ratios(report)
+    if not ratios:
+        return "No case has a time of ours and one of a peer."
+    ours, lines = contenders(report, "implementation")[0], []
+    sizes = {case: case.partition("-blocks-of-")[2] for case in ratios}
+    for size in dict.fromkeys(sizes.values()):
+        some = [ratio for case, ratio in ratios.items() if sizes[case] == size]
+        ahead, blocks = sum(ratio <= _EQUAL for ratio in some), f" with blocks of {size}" if size else ""
+        middle = f"its median time is {statistics.median(some):.2f} of a peer's"
+        lines.append(f"{ours} leads in {ahead} of {len(some)} cases{blocks}; {middle}.")
+    worst = sorted(ratios, key=lambda case: -ratios[case])[:_WORST]
+    return "\n".join([*lines, "Its worst times, over a peer's:", *(f"  {ratios[case]:.3f} {case}" for case in worst)])
+
+
+def peer_ratios(report: dict[str, Any]) -> dict[str, float]:
+    """The time of the first of ours over the fastest peer's, in each case that has both."""
     ours = next(iter(contenders(report, "implementation")), "")
     ratios = {}
     for case in dict.fromkeys(row["case"] for row in report["rows"]):
@@ -99,13 +117,7 @@ def peers_text(report: dict[str, Any]) -> str:
         theirs = [row["us"] for row in rows if row["kind"] == "peer"]
         if own and theirs:
             ratios[case] = own[0] / min(theirs)
-    if not ratios:
-        return "No case has a time of ours and one of a peer."
-    worst = max(ratios, key=lambda case: ratios[case])
-    ahead = sum(ratio <= _EQUAL for ratio in ratios.values())
-    return (
-        f"{ours} leads in {ahead} of {len(ratios)} cases; its worst time is {ratios[worst]:.2f} of a peer's ({worst})."
-    )
+    return ratios
 
 
 def _title(report: dict[str, Any]) -> str:

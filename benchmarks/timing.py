@@ -52,6 +52,9 @@ extern "C" __global__ void fill(unsigned* data, long long n) {
   }
 }
 """
+SECONDS = 0.1
+"""About how long one sample of a time lasts."""
+
 PAUSE = 0.03
 """Seconds before a call that is to have the full clock."""
 
@@ -132,7 +135,7 @@ def kernel_times(run: Callable[[], Any]) -> list[tuple[str, float]]:
 
 
 def time_calls(
-    fn: Callable, argsets: Sequence[tuple], *, samples: int = 2, seconds: float = 0.1, rested: bool = False
+    fn: Callable, argsets: Sequence[tuple], *, samples: int = 2, seconds: float = SECONDS, rested: bool = False
 ) -> Timing:
     """Times `fn(*args)`; calls rotate through `argsets`.
 

@@ -22,7 +22,7 @@ from benchmarks import flashinfer_kernels, vllm_kernels
 from benchmarks.flashinfer_kernels import Arrays, Run, block_counts, dtypes, starts
 from benchmarks.report import first_line
 
-_SECONDS = 0.1  # about how long one measurement lasts
+_SECONDS = 0.1  # about how long one measurement lasts, if a case does not say so
 _RESTED_CALLS, _PAUSE = 4, 0.03  # as in `timing`, which needs JAX
 _CHECKED = 16  # how many queries of a sequence are checked
 
@@ -177,7 +177,7 @@ def _num_calls(case: dict, run: Run) -> int:
     start = time.perf_counter()
     run(1, False)
     torch.cuda.synchronize()
-    return max(6, min(int(_SECONDS / (time.perf_counter() - start)), max(24, case["copies"])))
+    return max(6, min(int(case.get("seconds", _SECONDS) / (time.perf_counter() - start)), max(24, case["copies"])))
 
 
 def sums_by_call(kernels: Iterable[tuple[str, float, float]], num_calls: int) -> list[float]:
