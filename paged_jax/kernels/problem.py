@@ -56,8 +56,7 @@ class Pool:
       num_kv_heads, head_size, block_size, layout: see `paged_jax.cache`.
       cache_dtype: the name of both caches' dtype.
       k_scale, v_scale: the granularities of the dequantisation factors.
-      rows, row_size: if the layout is `Interleaved`, the rows of a slot and the elements of a row, with padding; else
-        0.
+      rows, row_size: rows of a slot, and elements of a row with padding, if the layout is `Interleaved`; otherwise 0.
     """
 
     num_kv_heads: int

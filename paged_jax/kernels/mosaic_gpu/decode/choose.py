@@ -50,7 +50,7 @@ _LENGTHS_AT_ONCE = 64
 _MULTIPROCESSOR_BYTES_PER_US = 17e3  # the rate at which two programs on each multiprocessor read
 
 # Measured: LOG, "Queues where splits do not fill the GPU".
-# Queues pay if an item takes longer than a multiple of the cost of a merge and of reading lengths. The multiples:
+# Queues pay if an item takes this many times longer than a merge and reading the lengths.
 _WORTH_A_LOOK = 40
 _WORTH_A_LOOK_IF_IDLE = 20  # if the last wave of items would leave multiprocessors idle
 _WORTH_A_LOOK_OF_8_BITS = 13  # over 8 bits, because one program alone computes too slowly there
@@ -102,7 +102,7 @@ def refusals(problem: Problem, gpu: Device) -> list[str]:
             f"lacks head_size {problem.head_size} for caches of {problem.cache_dtype}, takes multiples of 64"
         )
     if problem.layout == "vllm":
-        if eight_bit and problem.block_size < 16:  # `ldmatrix` reads rows of 16 bytes, which are 16 neighbouring tokens
+        if eight_bit and problem.block_size < 16:  # `ldmatrix` reads rows of 16 bytes: 16 neighbouring tokens
             words = f"in layout 'vllm' for caches of {problem.cache_dtype}, takes 16 and more"
             reasons.append(f"lacks block_size {problem.block_size} {words}")
         if problem.head_size % 64:

@@ -32,7 +32,7 @@ _LENGTHS_IN_FLIGHT = 64  # lengths that a program loads at a time
 _ALIKE = 16  # lengths are alike if the longest is at most 1/16 longer than the mean
 
 # Measured: benchmarks/LOG.md, "A batch of mostly nothing".
-_LEAST_TILES = 4  # in a queue; otherwise a batch of mostly empty sequences would be cut too fine
+_LEAST_TILES = 4  # the least tiles of a queue; otherwise mostly empty batches would be cut too fine
 
 
 class Item(NamedTuple):

@@ -11,8 +11,7 @@ exchange bytes,
     token 2 * t + 1 | e0'e1'e2'e3'|  ->   | e2 e2' | e3 e3' |
 
 so that each register has pairs of tokens. This permutes the rows of V^T and of the product; `store_partial_out` and
-`store_out` store the product's rows in order. If head_size is no multiple of 128, a lane reads half words of 2
-elements.
+`store_out` store the product's rows in order. If head_size is no multiple of 128, a lane reads half words.
 """
 
 import jax.experimental.mosaic.gpu as mgpu
