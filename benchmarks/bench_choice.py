@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the generator; default 0")
     parser.add_argument("--implementations", help=f"names with commas between them; default {IMPLEMENTATIONS}")
     parser.add_argument("--peers", default="none", help="names of bench_decode's or bench_ragged's peers; default none")
-    parser.add_argument("--block-sizes", type=harness.numbers, help="blocks of each case; default those drawn, of 16")
+    parser.add_argument("--block-sizes", type=harness.numbers, help="of each case, such as 16,128; default 16")
     parser.add_argument("--seconds", type=float, default=timing.SECONDS, help="of one measurement; default %(default)s")
     parser.add_argument("--processes", type=int, default=1, help="how many compile side by side; default 1")
     parser.add_argument("--out", type=Path, help="JSON file to write")
@@ -132,9 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if not harness.has_gpu("choice", args.processes):
         return 2
-    some = drawn(args.count or NUM_CASES[args.op], args.seed)
-    if args.block_sizes:
-        some = tuple(cases.with_blocks_of(case, size) for size in args.block_sizes for case in some)
+    some = cases.with_blocks(drawn(args.count or NUM_CASES[args.op], args.seed), args.block_sizes)
     timer = functools.partial(timing.time_calls, seconds=args.seconds)
     changes = {"op": f"choice-{args.op}", "cases": some, "timer": timer, "seconds": args.seconds}
     benchmark = dataclasses.replace(benchmark, **changes)

@@ -270,6 +270,12 @@ def _random_batch(engine: Case, number: int, rng: np.random.Generator) -> Case:
     )
 
 
+def with_blocks(cases: Iterable[Case], block_sizes: Iterable[int] | None) -> tuple[Case, ...]:
+    """Each of the cases with blocks of each of these sizes; without sizes the cases as they are."""
+    cases = tuple(cases)
+    return tuple(with_blocks_of(case, n) for n in block_sizes for case in cases) if block_sizes else cases
+
+
 def with_blocks_of(case: Case, block_size: int) -> Case:
     """The case with other blocks. Its name tells their size; an engine's pool and tables hold as many tokens."""
     shapes = case.shapes

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 
 from benchmarks import measure, peers
-from benchmarks.cases import Case, select
+from benchmarks.cases import Case, select, with_blocks
 from benchmarks.measure import TOLERANCE as TOLERANCE
 from benchmarks.measure import Benchmark as Benchmark
 from benchmarks.measure import Programs, Work
@@ -38,8 +38,8 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
     args = _arguments(benchmark, argv)
     if not has_gpu(benchmark.op, args.processes):
         return 2
-    names = args.implementations, args.peers
-    run(benchmark, select(benchmark.cases, args.cases), *names, out=args.out, processes=args.processes)
+    cases = with_blocks(select(benchmark.cases, args.cases), args.block_sizes)
+    run(benchmark, cases, args.implementations, args.peers, out=args.out, processes=args.processes)
     return 0
 
 
@@ -83,6 +83,7 @@ def _arguments(benchmark: Benchmark, argv: Sequence[str] | None) -> argparse.Nam
         default=list(benchmark.peers),
         help=f"none, or some of {','.join(known)}; default {','.join(benchmark.peers)}",
     )
+    parser.add_argument("--block-sizes", type=numbers, help="of each case, such as 16,128; default the case's own")
     parser.add_argument("--processes", type=int, default=1, help="how many compile side by side; default 1")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args(argv)
