@@ -110,7 +110,7 @@ def _time_case(contender: str, case: dict) -> dict[str, Any]:
         return {"absent": reason}
     case = kernels.own_case(contender, case)
     arrays = _arrays(case)
-    clocks = {"sum of kernels": _by_kernels, "CUDA graph": _by_graph}
+    clocks = {"sum of kernels": by_kernels, "CUDA graph": by_graph}
     found, rested, errors, failed = {}, [], {}, []
     for way in kernels.ways(contender, case, arrays):
         try:
@@ -125,7 +125,7 @@ def _time_case(contender: str, case: dict) -> dict[str, Any]:
                     found[f"{way.name}, {name}"] = clock(run, num_calls)
                 except Exception as error:
                     failed.append(f"{way.name}, {name}: {error}".splitlines()[0])
-            rested.append(_by_kernels(run, _RESTED_CALLS, pause=_PAUSE))
+            rested.append(by_kernels(run, _RESTED_CALLS, pause=_PAUSE))
         except Exception as error:
             failed.append(f"{way.name}: {error}".splitlines()[0])
     if not found:
@@ -197,7 +197,7 @@ def sums_by_call(kernels: Iterable[tuple[str, float, float]], num_calls: int) ->
     return [sum(us for _, us in ours[i : i + per_call]) for i in range(0, len(ours), per_call)]
 
 
-def _by_kernels(run: Run, num_calls: int, pause: float = 0) -> float:
+def by_kernels(run: Run, num_calls: int, pause: float = 0) -> float:
     """The microseconds of a call, as the sum of its kernels' times: the median over the calls, with pauses between."""
     import torch
     from torch.autograd import DeviceType
@@ -220,7 +220,7 @@ def _by_kernels(run: Run, num_calls: int, pause: float = 0) -> float:
     return statistics.median(sums_by_call(kernels, num_calls)[num_calls // 4 :])
 
 
-def _by_graph(run: Run, num_calls: int) -> float:
+def by_graph(run: Run, num_calls: int) -> float:
     """The microseconds of a call within a CUDA graph of `num_calls`: the median over some launches of the graph."""
     import torch
 
