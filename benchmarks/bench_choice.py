@@ -133,9 +133,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not harness.has_gpu("choice", args.processes):
         return 2
     some = cases.with_blocks(drawn(args.count or NUM_CASES[args.op], args.seed), args.block_sizes)
-    timer = functools.partial(timing.time_calls, seconds=args.seconds)
-    changes = {"op": f"choice-{args.op}", "cases": some, "timer": timer, "seconds": args.seconds}
-    benchmark = dataclasses.replace(benchmark, **changes)
+    how = {"seconds": args.seconds, "rested": False}
+    timer = functools.partial(timing.time_calls, **how)
+    benchmark = dataclasses.replace(benchmark, op=f"choice-{args.op}", cases=some, timer=timer, peer_timing=how)
 
     def notes() -> dict[str, Any]:
         return {"seed": args.seed, "chosen": choices(args.op, some)}

@@ -130,7 +130,7 @@ def run(
     # Measured before other processes start, because they keep memory that a large read needs.
     ceiling = benchmark.ceiling({benchmark.work(case) for case in cases})
     print(f"ceiling: {ceiling.rate and round(ceiling.rate)} {ceiling.unit} ({ceiling.note})", flush=True)
-    torch = peers.TorchPeers(cases, elsewhere, benchmark.seconds) if elsewhere else None
+    torch = peers.TorchPeers(cases, elsewhere, **benchmark.peer_timing) if elsewhere else None
     others = Processes(work, processes) if processes > 1 else None
     try:
         noted = notes()

@@ -33,7 +33,7 @@ class Benchmark:
       peers: the peers that run in this process, by name.
       elsewhere: the names of `peers.TORCH` that run in PyTorch's process.
       timer: the function that times calls of a compiled function.
-      seconds: about how long one measurement of a peer in PyTorch's process lasts.
+      peer_timing: how PyTorch's process times peers: parameters of `timing.time_calls`.
     """
 
     op: str
@@ -44,7 +44,7 @@ class Benchmark:
     peers: dict[str, peers.Build]
     elsewhere: Sequence[str] = ()
     timer: Callable[..., timing.Timing] = timing.time_calls
-    seconds: float = timing.SECONDS
+    peer_timing: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,6 @@ from benchmarks import flashinfer_kernels, vllm_kernels
 from benchmarks import inputs as inputs_lib
 from benchmarks.cases import Case
 from benchmarks.inputs import Inputs
-from benchmarks.timing import SECONDS
 
 # The most bytes of keys and values that a peer may copy. It needs several times as much memory while it copies.
 _MOST_COPIED = 10**10
@@ -280,10 +279,10 @@ class TorchPeers:
     Args:
       cases: the cases to time.
       contenders: the names from `TORCH` to time.
-      seconds: about how long one measurement lasts.
+      **how: "seconds" and "rested" of `timing.time_calls`; by default they are 0.1 and True.
     """
 
-    def __init__(self, cases: Iterable[Case], contenders: Sequence[str], seconds: float = SECONDS):
+    def __init__(self, cases: Iterable[Case], contenders: Sequence[str], **how: Any):
         cases = tuple(cases)
         self._left = [(case.name, name) for case in cases for name in contenders]
         self._process = subprocess.Popen(
@@ -293,7 +292,7 @@ class TorchPeers:
             text=True,
             env=environment(),
         )
-        messages = [self.message(case) | {"seconds": seconds} for case in cases]
+        messages = [self.message(case) | how for case in cases]
         self._send({"contenders": list(contenders), "cases": messages})
 
     @staticmethod

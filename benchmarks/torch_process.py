@@ -7,7 +7,8 @@ counts.
 
 Each way is timed by two clocks: the sum of its kernels' times by CUPTI, and the time of one call within a CUDA graph of
 many. The lower time of the two counts. By the first clock it is also timed after pauses, as `timing.time_calls` does;
-the best way's time counts there, too. Each result is checked before it is timed.
+the best way's time counts there, too. A case may set other "seconds" of a measurement, and "rested" to false, which
+leaves out the calls after pauses. Each result is checked before it is timed.
 """
 
 import json
@@ -125,7 +126,8 @@ def _time_case(contender: str, case: dict) -> dict[str, Any]:
                     found[f"{way.name}, {name}"] = clock(run, num_calls)
                 except Exception as error:
                     failed.append(f"{way.name}, {name}: {error}".splitlines()[0])
-            rested.append(by_kernels(run, _RESTED_CALLS, pause=_PAUSE))
+            if case.get("rested", True):
+                rested.append(by_kernels(run, _RESTED_CALLS, pause=_PAUSE))
         except Exception as error:
             failed.append(f"{way.name}: {error}".splitlines()[0])
     if not found:

@@ -113,7 +113,7 @@ def test_the_command_line(monkeypatch, capsys):
     def run(benchmark, some, names, peer_names, *, out, processes, notes):
         called.append((benchmark.op, names, len(some), processes))
         assert benchmark.cases == some
-        assert benchmark.timer.keywords == {"seconds": benchmark.seconds}
+        assert benchmark.timer.keywords == benchmark.peer_timing
         name = some[0].name
         return found({name: {"triton": 3.0, "triton/64": 2.0}}, **notes())
 
