@@ -1,20 +1,20 @@
-"""Times cases with every implementation, and finds what the automatic choice between these loses.
+"""Times cases with every implementation, and finds what the automatic choice between them loses.
 
     python -m benchmarks.bench_choice --op decode
     python -m benchmarks.bench_choice --op ragged --processes 12
     python -m benchmarks.bench_choice --op models
 
 Nobody tuned for these cases. A seeded generator draws heads, groups, head sizes, dtypes, layouts and lengths of decode
-(`cases.random_decode`), or batches as engines compose them (`cases.random_ragged`). "models" are not drawn: they are
-real models' shapes of decode that `bench_decode` lacks (`cases.MORE_DECODE`). For ragged attention, Triton is timed
-with other sizes of its tiles of queries, too. A case's regret is the chosen implementation's time over the fastest
-one's, less 1 (`benchmarks.report`).
+(`cases.random_decode`), or batches like those of engines (`cases.random_ragged`). "models" are not drawn: they are real
+models' decode shapes that `bench_decode` lacks (`cases.MORE_DECODE`). For ragged attention, Triton is also timed with
+other sizes of its query tiles. A case's regret is the chosen implementation's time over the fastest one's, minus 1
+(`benchmarks.report`).
 
     python -m benchmarks.bench_choice --op ragged --count 60 --block-sizes 16,128 --implementations auto \\
         --peers vllm-fa3 --seconds 0.03 --processes 16
 
-With peers the rows of the same cases stand beside theirs, and the last lines tell in how many the first of ours leads,
-and where it is furthest behind. Each case is timed with blocks of each of the given sizes.
+With peers, the report has rows of ours and of the peers for each case. The last lines say in how many cases the first
+of our implementations leads, and where it is furthest behind. Each case is timed with blocks of each given size.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from paged_jax import _validate
 from paged_jax.kernels.triton import ragged, tuning
 from paged_jax.options import Options
 
-TILES = (16, 64, 128, 256)  # rows, each a query of one head
+TILES = (16, 64, 128, 256)  # rows of a query tile, each a query of one head
 IMPLEMENTATIONS = {
     "decode": ("mosaic_gpu", "triton"),
     "ragged": ("mosaic_gpu", "triton", "triton/16", "triton/64", "triton/256"),
@@ -45,7 +45,7 @@ NUM_CASES = {"decode": 40, "ragged": 30, "models": len(cases.MORE_DECODE)}
 
 
 def ragged_implementation(name: str) -> peers.Build:
-    """Makes a contender from its name: an implementation's, or "triton/<rows>" for tiles of this many rows.
+    """Makes a contender from its name: an implementation, or "triton/<rows>" for query tiles of this many rows.
 
     Raises:
       ValueError: the name is neither.
@@ -66,7 +66,7 @@ def _with_tiles(rows: int, *arrays: Any, **options: Any) -> jax.Array:
 
 
 def _tuned(rows: int, tune: Any, problem: Any, gpu: Any, *, queries_per_seq: int, **options: Any) -> tuning.Tuning:
-    """Returns the choice of `tuning.attention` for sequences whose queries fill a tile of `rows` rows."""
+    """Returns the tuning of `tuning.attention` for sequences whose queries fill a tile of `rows` rows."""
     tuned = tune(problem, gpu, queries_per_seq=max(2, rows // problem.group), **options)
     if tuned.rows != rows:
         raise peers.Absent(f"tiles have {tuned.rows} rows")

@@ -1,8 +1,8 @@
 """Times the host's part of a decode step, without a model or a device: `python -m benchmarks.bench_scheduler`.
 
-Each row runs sequences of one length in a pool of one size. Its steps are planned, packed for the device, and end with
-the tokens that the step before drew; all sequences decode, and each takes a new block every 16 steps. The time of a
-step should depend on how many sequences run, and neither on their lengths nor on the pool. Times are the CPU's: nothing
+Each row runs sequences of one length in a pool of one size. A step is planned, is packed for the device, and ends with
+the tokens that the previous step drew. All sequences decode, and each takes a new block every 16 steps. The time of a
+step should depend on how many sequences run, and neither on their lengths nor on the pool. Times are CPU time: nothing
 here waits.
 """
 
@@ -31,7 +31,7 @@ BLOCK_SIZE, POSITIONS, STEPS = 16, 131_072, 64
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The times of one case: seconds of the mean step, and of its two parts, and bytes sent in each step."""
+    """The times of one case: milliseconds of the median step and of its two parts, and the bytes sent in each step."""
 
     num_seqs: int
     context_len: int

@@ -1,10 +1,10 @@
 """Times decode attention over prefixes that rows share: `python -m benchmarks.bench_shared_prefix --out FILE`.
 
-64 sequences have 512 own tokens behind a prefix of 8192 tokens; all of them share one prefix, or 16 each share one.
+64 sequences have 512 own tokens after a prefix of 8192 tokens. All of them share one prefix, or every 16 share one.
 Three calls are timed on a GPU: attention to all tokens row by row, attention that reads shared prefixes once
-(`SharedPrefixes.attend`), and attention to own tokens only, which is a lower bound for sharing. All three write
-nothing. Shared and row by row must agree. The peer is FlashInfer's cascade attention (flashinfer_cascade.py). It runs
-first, in a process of its own.
+(`SharedPrefixes.attend`), and attention to own tokens only, which is a lower bound for sharing. None of them writes to
+the cache. The first two must agree. The peer is FlashInfer's cascade attention (flashinfer_cascade.py). It runs first,
+in a process of its own.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def shared(query: jax.Array, cache: PagedKVCache, tables: jax.Array, prefixes: S
 
 
 def own(query: jax.Array, cache: PagedKVCache, tables: jax.Array, prefixes: SharedPrefixes) -> jax.Array:
-    """Attention to the tokens behind the prefixes alone."""
+    """Attention to the tokens after the prefixes alone."""
     return cache.attend(query, prefixes.own_tables, prefixes.own_lens)
 
 
