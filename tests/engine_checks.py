@@ -91,7 +91,7 @@ def check_blocks(engine):
         assert sorted(sum(swapped, blocks.free_host_blocks)) == list(range(host))
     seats = [s.seat for s in engine._scheduler.running]
     seats += [child.seat for s in engine._scheduler.running for child in s.children]
-    assert sorted(seats + engine._scheduler.free_seats) == list(range(engine.config.max_num_seqs))
+    assert sorted(seats + engine._scheduler.seats.free) == list(range(engine.config.max_num_seqs))
 
 
 def check_manager(blocks):

@@ -198,7 +198,7 @@ class Story:
             self.step()
         counts = self.engine._blocks.counts()
         assert counts.held == 0
-        assert sorted(self.engine._scheduler.free_seats) == list(range(self.engine.config.max_num_seqs))
+        assert sorted(self.engine._scheduler.seats.free) == list(range(self.engine.config.max_num_seqs))
         deltas = without_void(self.deltas)
         found = tokens_of(deltas)
         ends = {(delta.request_id, delta.index): delta for delta in deltas}

@@ -77,14 +77,32 @@ MUTANTS_OF_ENGINE = [
         "tests/test_engine.py -k narrow",
     ),
     Mutant(
-        "engine: top_p is sent as 1", "engine/pack.py", "[p.top_p for p in params]", "[1.0 for p in params]", SIMULATED
+        "engine: top_p is sent as 1",
+        "engine/seats.py",
+        "[sequence.params.temperature, sequence.params.top_p]",
+        "[sequence.params.temperature, 1.0]",
+        SIMULATED,
     ),
     Mutant(
-        "engine: top_k is sent as 0", "engine/pack.py", "[p.top_k for p in params]", "[0 for p in params]", SIMULATED
+        "engine: top_k is sent as 0", "engine/seats.py", "floats[0], sequence.params.top_k,", "floats[0], 0,", SIMULATED
+    ),
+    Mutant(
+        "engine: a sample without stop tokens goes on after its last token",
+        "engine/results.py",
+        "len(sequence.tokens) + 1 < sequence.max_total",
+        "len(sequence.tokens) + 1 <= sequence.max_total",
+        SIMULATED,
+    ),
+    Mutant(
+        "engine: a sample without stop tokens does not tell that it began again",
+        "engine/results.py",
+        "if not sequence.scored and not sequence.is_restarted:",
+        "if not sequence.scored:",
+        SIMULATED,
     ),
     Mutant(
         "engine: the first 32 pairs of a swap and 512 changes of tables are made again",
-        "engine/runner.py",
+        "engine/arrays.py",
         "some := items[start : start + shape[0]]",
         "some := items[: shape[0]]",
         SIMULATED,
@@ -105,9 +123,9 @@ MUTANTS_OF_ENGINE = [
     ),
     Mutant(
         "engine: outputs that are computed again count as prompts",
-        "engine/engine.py",
-        "min(chunk.start + chunk.num_tokens, chunk.sequence.num_prompt) - chunk.start",
-        "chunk.num_tokens",
+        "engine/scheduler.py",
+        "np.maximum(np.minimum(ends, seats.num_prompt[order]) - starts, 0).sum()",
+        "rows.counts.sum()",
         SIMULATED + " -k count_as_such",
     ),
     Mutant(
@@ -120,8 +138,8 @@ MUTANTS_OF_ENGINE = [
     Mutant(
         "logprobs: rows of decode steps have no room for scores",
         "engine/runner.py",
-        "max(len(plan.chunks), len(plan.samples) + len(plan.scores))",
-        "max(len(plan.chunks), len(plan.samples))",
+        "max(len(plan.rows), len(plan.samples) + len(plan.scores))",
+        "max(len(plan.rows), len(plan.samples))",
         "tests/test_engine_simulated.py",
     ),
     Mutant(
@@ -149,9 +167,9 @@ MUTANTS_OF_ENGINE = [
     ),
     Mutant(
         "engine: a preempted prompt is scored again",
-        "engine/sequence.py",
-        "return self.params.prompt_logprobs is not None and self.index == 0 and self.num_tokens == self.num_prompt",
-        "return self.params.prompt_logprobs is not None and self.index == 0",
+        "engine/seats.py",
+        "return self.wants_scores & (self.num_tokens == self.num_prompt)",
+        "return self.wants_scores",
         SIMULATED,
     ),
     Mutant(
@@ -212,8 +230,8 @@ MUTANTS_OF_ENGINE = [
     Mutant(
         "engine: each delta tells the prompt's log-probabilities",
         "engine/results.py",
-        "    scored, sequence.scored = sequence.scored, {}\n",
-        "    scored = sequence.scored\n",
+        "        sequence.scored = {}\n",
+        "",
         SIMULATED,
     ),
     Mutant(
@@ -239,9 +257,9 @@ MUTANTS_OF_ENGINE = [
     ),
     Mutant(
         "engine: a vocabulary is split unevenly",
-        "engine/runner.py",
-        "        if axis is None or logits.shape[1] % num_parts(at, axis):",
-        "        if axis is None:",
+        "engine/arrays.py",
+        "    if axis is None or vocab_size % num_parts(at, axis):",
+        "    if axis is None:",
         "tests/test_engine.py -k vocabulary",
     ),
 ]

@@ -12,22 +12,22 @@ MUTANTS_OF_SCHEDULER = [
     Mutant(
         "engine: a window's first token is released",
         "engine/blocks.py",
-        "self.state.seq_lens - self.sliding_window + 1, 0)",
-        "self.state.seq_lens - self.sliding_window + 2, 0)",
+        "self._first_columns(self.state.seq_lens)",
+        "self._first_columns(self.state.seq_lens + 1)",
         SIMULATED + " -k histories",
     ),
     Mutant(
         "engine: nothing behind a window is released",
         "engine/scheduler.py",
-        "        self.blocks.release_behind(self.running)\n",
+        "        self.blocks.release_behind(seats)\n",
         "",
         SIMULATED + " -k histories",
     ),
     Mutant(
         "engine: a sequence begins where a window's first block is not cached",
         "engine/blocks.py",
-        "max(num_tokens - self.sliding_window + 1, 0)",
-        "max(num_tokens - self.sliding_window + 2, 0)",
+        "int(self._first_columns(num_tokens))",
+        "int(self._first_columns(num_tokens + 1))",
         SIMULATED + " -k histories",
     ),
     Mutant(
@@ -61,9 +61,44 @@ MUTANTS_OF_SCHEDULER = [
     Mutant(
         "engine: rows that share a prefix stay apart",
         "engine/scheduler.py",
-        "return [rows[row] for row in first] + [item for row, item in enumerate(rows) if row not in set(first)]",
-        "return rows",
+        "return seats[order]",
+        "return seats",
         SHARING,
+    ),
+    Mutant(
+        "engine: a seat's next sequence goes on from the last one's last token",
+        "engine/seats.py",
+        "        self.is_drawn[seat] = False\n",
+        "",
+        SIMULATED,
+    ),
+    Mutant(
+        "engine: after drafts the device takes an old last token",
+        "engine/scheduler.py",
+        "seats.is_drawn[owners] = last_seats == owners",
+        "seats.is_drawn[owners] = True",
+        SPECULATION,
+    ),
+    Mutant(
+        "engine: wrong drafts count as tokens",
+        "engine/scheduler.py",
+        "            sequence.num_tokens = length + 1\n",
+        "",
+        SPECULATION,
+    ),
+    Mutant(
+        "engine: few blocks count as enough",
+        "engine/blocks.py",
+        "2 * int(np.count_nonzero(counts))",
+        "0 * int(np.count_nonzero(counts))",
+        SIMULATED + " -k histories",
+    ),
+    Mutant(
+        "allocator: all but the last of many blocks stay behind a window",
+        "allocator/release.py",
+        "        width *= 2\n",
+        "        break\n",
+        "tests/test_allocator_walk.py",
     ),
     Mutant(
         "engine: wrong drafts stay in the cache",
@@ -82,8 +117,8 @@ MUTANTS_OF_SCHEDULER = [
     Mutant(
         "engine: a draft counts to its end though a token before was wrong",
         "engine/plan.py",
-        "(is_right and token_ids[i - 1] == sample.follows)",
-        "token_ids[i - 1] == sample.follows",
+        "(is_right and token_ids[i - 1] == follows[i])",
+        "token_ids[i - 1] == follows[i]",
         SPECULATION,
     ),
     Mutant(
@@ -124,8 +159,8 @@ MUTANTS_OF_SCHEDULER = [
     Mutant(
         "engine: a child shares its parent's list of names",
         "engine/scheduler.py",
-        "child.hashes = list(parent.hashes)",
-        "child.hashes = parent.hashes",
+        "list(parent.hashes)",
+        "parent.hashes",
         SIMULATED,
     ),
     Mutant(
@@ -138,8 +173,8 @@ MUTANTS_OF_SCHEDULER = [
     Mutant(
         "engine: a child's seat is lost",
         "engine/scheduler.py",
-        "[_seat(child) for child in reversed(sequence.children)]",
-        "[_seat(child) for child in sequence.children[1:]]",
+        "[*reversed(sequence.children), sequence]",
+        "[*sequence.children[1:], sequence]",
         SIMULATED,
     ),
     Mutant(
@@ -159,15 +194,15 @@ MUTANTS_OF_SCHEDULER = [
     Mutant(
         "engine: the device is not told of a child's blocks",
         "engine/scheduler.py",
-        "0, parent.num_computed, of=_seat(parent)",
-        "0, 0, of=_seat(parent)",
+        "0, parent.num_computed, of=seat",
+        "0, 0, of=seat",
         SIMULATED,
     ),
     Mutant(
-        "engine: a sequence that was swapped is found no more",
-        "engine/scheduler.py",
-        "        sequence.num_cached = 0\n        self.add",
-        "        self.add",
+        "engine: a seat's next sequence is not found where the last one was",
+        "engine/seats.py",
+        ", self.max_total, self.num_cached):",
+        ", self.max_total):",
         SIMULATED,
     ),
     Mutant(
@@ -201,11 +236,11 @@ MUTANTS_OF_SCHEDULER = [
     Mutant(
         "engine: the last step's blocks are not found again",
         "engine/scheduler.py",
-        "        self.blocks.cache_full_blocks([sequence])\n",
-        "",
+        "        self.blocks.cache_full_blocks(self.seats)\n        self.blocks.release",
+        "        self.blocks.release",
         SIMULATED,
     ),
-    Mutant("engine: nothing is kept back for what runs", "engine/pools.py", " + len(sequences)\n", "\n", PARTS),
+    Mutant("engine: nothing is kept back for what runs", "engine/pools.py", " + len(seats.order) for", " for", PARTS),
     Mutant(
         "engine: nothing is kept back for what was just admitted",
         "engine/scheduler.py",
@@ -237,15 +272,15 @@ MUTANTS_OF_SCHEDULER = [
     Mutant(
         "logprobs: a prompt that is scored begins with cached blocks",
         "engine/scheduler.py",
-        " and not sequence.is_scored\n",
+        " and not (sequence.wants_scores and not sequence.has_drawn)\n",
         "\n",
         "tests/test_engine_simulated.py",
     ),
     Mutant(
         "logprobs: scored tokens take the logits of new sequences",
         "engine/scheduler.py",
-        "if 1 + len(sequence.children) > self._num_spare(tokens):",
-        "if 1 + len(sequence.children) > len(self.free_seats):",
+        "if 1 + len(sequence.children) > self._num_spare(counts):",
+        "if 1 + len(sequence.children) > len(self.seats.free):",
         "tests/test_engine_simulated.py",
     ),
     Mutant(

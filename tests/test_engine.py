@@ -1,8 +1,6 @@
 """Tests the engine against generation without batches: other requests must not change a request's greedy tokens."""
 
 import dataclasses
-from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import jax
@@ -14,8 +12,8 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from paged_jax.engine import Engine, EngineConfig, SamplingParams, TokenLogprob
+from paged_jax.engine.arrays import logits_at
 from paged_jax.engine.batch import StepShape
-from paged_jax.engine.runner import Runner
 from tests import engine_model as model
 from tests.conftest import QUICK_COMPILE
 from tests.engine_checks import BLOCK_SIZE, CONFIG, NUM_BLOCKS, PROMPTS, RNG, STEM, check_blocks, drain, tokens_of
@@ -307,9 +305,8 @@ def test_a_block_has_the_bytes_of_all_layers(engine):
 def test_a_vocabulary_is_split_as_heads_are_if_it_can_be(vocab_size, is_split):
     mesh = jax.make_mesh((2,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
     caches = jax.device_put(model.make_caches(4, 4), NamedSharding(mesh, PartitionSpec(None, "tp")))
-    runner: Any = SimpleNamespace(_caches=caches, _replicated=NamedSharding(mesh, PartitionSpec()))
-    at = Runner._logits_at(runner, jax.ShapeDtypeStruct((4, vocab_size), jnp.float32))
-    assert at == (NamedSharding(mesh, PartitionSpec(None, "tp")) if is_split else runner._replicated)
+    expected = PartitionSpec(None, "tp") if is_split else PartitionSpec()
+    assert logits_at(caches[0], vocab_size) == NamedSharding(mesh, expected)
 
 
 def test_log_probabilities_of_the_drawn_tokens_alone():

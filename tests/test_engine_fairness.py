@@ -66,8 +66,7 @@ def test_no_request_starves(limit, num_blocks):
             planned = {chunk.sequence.arrival for chunk in plan.chunks}
             if not preempted:
                 assert all(s.arrival in planned for s in running), "a running sequence gets no token"
-            running = [s.sequence for s in plan.samples if not len(s.sequence.tokens) >= s.sequence.max_total]
-            running = [s for s in running if s.finish_reason is None]
+            running = [s for s in plan.samples.sequences if len(s.tokens) < s.max_total and s.finish_reason is None]
 
 
 @pytest.mark.parametrize("limit", [1, 5, 9])

@@ -25,6 +25,7 @@ from paged_jax.engine.pools import Pools
 from paged_jax.engine.prefix import PrefixCache, extend_hashes
 from paged_jax.engine.sampling import Kind, draw, keep_top
 from paged_jax.engine.scheduler import Scheduler
+from paged_jax.engine.seats import Seats
 from paged_jax.engine.sequence import Sequence
 from tests import engine_model as model
 
@@ -48,11 +49,10 @@ def plans_digest():
             most.append(sum(count > 1 for *_, count in rows))
             assert all(count > 1 for *_, count in rows[: most[-1]]), "pieces of prompts come first"
             digest.update(
-                repr((rows, plan.swap_out, plan.swap_in, plan.copies, plan.entries, plan.row_blocks)).encode()
+                repr((rows, plan.swap_out, plan.swap_in, plan.copies, plan.entries, plan.row_blocks.tolist())).encode()
             )
-        for sample in unread.samples if unread is not None else ():
-            sample.sequence.num_unread -= 1
-            sample.sequence.tokens.append(len(sample.sequence.tokens) % 5)
+        for sequence in unread.samples.sequences if unread is not None else ():
+            sequence.tokens.append(len(sequence.tokens) % 5)
         unread = plan
     assert scheduler.counters.swapped
     assert max(most) == 2
@@ -115,9 +115,8 @@ def test_a_preempted_sequence_waits_at_its_old_place():
     first, second, third = (add(scheduler, i, 7) for i in range(3))
     while first.num_tokens < 17:
         plan = scheduler.schedule()
-        for sample in plan.samples:
-            sample.sequence.num_unread -= 1
-            sample.sequence.tokens.append(7)
+        for sequence in plan.samples.sequences:
+            sequence.tokens.append(7)
     assert scheduler.counters.recomputed == 1, "the second one"
     assert scheduler.running == [first]
     assert scheduler.waiting == [second, third]
@@ -220,8 +219,10 @@ def test_a_sequence_s_last_blocks_are_evicted_first():
     blocks = Pools([BlockManager(6, 4, 2, 6, 0, True)], [1])
     first, again = (Sequence(i, 0, SamplingParams(), list(range(20)), 20, 30, 0) for i in range(2))
     blocks.append({0: 20})
-    first.seat, first.num_computed = 0, 20
-    blocks.cache_full_blocks([first])
+    seats = Seats(2)
+    assert seats.give(first) == 0
+    first.num_computed = 20
+    blocks.cache_full_blocks(seats)
     held = blocks.managers[0].table(0)
     blocks.release(0)
     blocks.append({1: 11})  # one block is free, so that two are evicted

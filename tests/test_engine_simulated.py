@@ -145,7 +145,7 @@ def test_a_cancelled_request_gives_all_of_its_seats_back(num_steps):
     for _ in range(num_steps):
         engine.step()
     engine.cancel(request_id)
-    assert sorted(engine._scheduler.free_seats) == list(range(CONFIG.max_num_seqs))
+    assert sorted(engine._scheduler.seats.free) == list(range(CONFIG.max_num_seqs))
     assert engine._blocks.counts().held == 0
     drain(engine)
 

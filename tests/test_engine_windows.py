@@ -14,6 +14,7 @@ from paged_jax.engine import Batch, Engine, EngineConfig, SamplingParams, pool_s
 from paged_jax.engine.groups import make_groups
 from paged_jax.engine.pools import make_pools
 from paged_jax.engine.scheduler import Scheduler
+from paged_jax.engine.seats import Seats
 from paged_jax.engine.sequence import Sequence
 from tests.engine_checks import drain
 from tests.model_folders import folder, reference
@@ -63,9 +64,8 @@ def test_a_long_text_takes_a_quarter_of_the_memory():
     scheduler.add(sequence)
     held, unread = 0, None
     while (plan := scheduler.schedule()) is not None or unread is not None:
-        for sample in unread.samples if unread is not None else ():
-            sample.sequence.num_unread -= 1
-            sample.sequence.tokens.append(7)
+        for drawing in unread.samples.sequences if unread is not None else ():
+            drawing.tokens.append(7)
         unread = plan
         counts = [manager.counts().held for manager in pools.managers]
         assert counts[1] <= pools.managers[1].most_held <= sizes[0]
@@ -81,13 +81,14 @@ def test_a_sequence_begins_where_all_groups_have_what_its_next_token_needs():
     windows = [None, 6]
     pools = make_pools(make_groups(caches_of([8, 8], 4), windows, 32), config, 4, 8)
     first, again = (Sequence(i, 0, SamplingParams(), list(range(17)), 17, 33, 0) for i in range(2))
-    first.seat = 0
+    seats = Seats(2)
+    assert seats.give(first) == 0
     pools.append({0: 16})
     first.num_computed = 16
-    pools.cache_full_blocks([first])
+    pools.cache_full_blocks(seats)
     everything, window = (manager.table(0) for manager in pools.managers)
     assert pools.match(again) == (4, [everything, window[2:]])
-    pools.release_behind([first])
+    pools.release_behind(seats)
     assert pools.managers[1].table(0) == window[2:]
     assert pools.managers[1].counts() == (4, 2, 2)
     prefix = pools.managers[1].prefix

@@ -1,4 +1,4 @@
-"""Replays, over stored times, the tables that say where Hopper's kernels come before Triton's."""
+"""Replays the tables that say where Hopper's kernels come before Triton's, over stored times."""
 
 import json
 import statistics

@@ -15,11 +15,17 @@ Values = ArrayLike | Sequence[Any]
 _INT32 = np.iinfo(np.int32)
 
 
+def on_host(state: Any) -> bool:
+    """Whether all of a state's leaves are NumPy's arrays, as in states that the functions on the host return."""
+    kinds = [type(leaf) for leaf in vars(state).values()]
+    return kinds.count(np.ndarray) == len(kinds) - 1  # the block size is no leaf
+
+
 def namespace(state: Any, *arguments: Values) -> Any:
     """Picks the form of a call: `numpy` if the state is on the host and no argument is traced, else `jax.numpy`."""
     # Arithmetic on NumPy arrays of no axes gives NumPy's scalars.
-    on_host = all(isinstance(leaf, np.ndarray | np.generic) for leaf in jax.tree.leaves(state))
-    return np if on_host and not any(map(_is_traced, arguments)) else jnp
+    is_host = on_host(state) or all(isinstance(leaf, np.ndarray | np.generic) for leaf in jax.tree.leaves(state))
+    return np if is_host and not any(map(_is_traced, arguments)) else jnp
 
 
 def flag(name: str, value: Any) -> bool:
@@ -31,6 +37,13 @@ def flag(name: str, value: Any) -> bool:
 
 def integers(xp: Any, name: str, x: Values, shape: tuple[int, ...] | None) -> Any:
     """Checks that `x` holds integers that fit in int32, and its shape (None: any with one axis); gives it as int32."""
+    if (
+        xp is np
+        and type(x) is np.ndarray
+        and x.dtype == np.int32
+        and x.shape == (x.shape[:1] if shape is None else shape)
+    ):
+        return x  # the usual case on the host, where the checks below would take long
     array = _array(name, x, np.int32, "iu")
     if array.dtype != np.int32 and not np.can_cast(array.dtype, np.int32) and array.size:
         if isinstance(array, Tracer):
@@ -51,6 +64,8 @@ def bools(xp: Any, name: str, x: Values, shape: tuple[int, ...]) -> Any:
 
 
 def _is_traced(x: Values) -> bool:
+    if type(x) is np.ndarray:
+        return False
     elements = x if isinstance(x, list | tuple) else (x,)
     return any(isinstance(element, Tracer) for element in elements)
 

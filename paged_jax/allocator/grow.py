@@ -82,23 +82,23 @@ def append_tokens(
     row_by_row = flag("row_by_row", row_by_row)
     xp, state = prepare(state, num_tokens)
     counts = integers(xp, "num_tokens", num_tokens, state.seq_lens.shape)
-    if xp is np and (counts < 0).any():
+    fits = (counts >= 0) & (counts <= _room(state))
+    if xp is np and not fits.all() and (counts < 0).any():
         seq_id = int((counts < 0).argmax())
         raise ValueError(f"num_tokens must not be negative, got {counts[seq_id]} for sequence {seq_id}")
-    fits = (counts >= 0) & (counts <= _room(state))
     # With row_by_row, sequences that do not fit ask for nothing. Otherwise one of them makes the whole call fail, so
     # that it does not matter that its part of the plan may overflow.
     growth = _plan_growth(xp, state, xp.where(fits, counts, 0) if row_by_row else counts)
-    requested = growth.starts + growth.need
     if row_by_row:
+        requested = growth.starts + growth.need
         # A sequence may keep a shared block only if those before it copy the block: if they wait, it waits too.
         served = fits & ((requested <= state.num_free) | ((growth.need == 0) & ~growth.relies_on_copies))
         ok = served
     else:
-        ok = fits.all() & (requested[-1] <= state.num_free)
+        ok = fits.all() & (growth.starts[-1] + growth.need[-1] <= state.num_free)
         if xp is np and not ok:
             raise _out_of_blocks(state, counts, fits, growth)
-        served = xp.broadcast_to(ok, fits.shape)
+        served = ok
     if xp is np:
         state, block_mapping = _grow_host(state, counts, served, growth, donate)
     else:
@@ -160,7 +160,7 @@ def _plan_growth(xp: Any, state: AllocatorState, num_tokens: Any) -> _Growth:
     rows = xp.arange(seq_lens.shape[0], dtype=xp.int32)
     last = state.block_tables[rows, xp.maximum(num_old - 1, 0)]
     writes_last = (num_tokens > 0) & (seq_lens < num_old * block_size)
-    holders = xp.where(writes_last, state.ref_counts[last], 0)
+    holders = state.ref_counts[last] * writes_last
     shared = copies = holders > 1
     if xp is jnp or shared.any():
         # Each sequence that copies gives up a reference. In sequence order, the holder of the last one keeps the block.
@@ -183,10 +183,12 @@ def _out_of_blocks(state: AllocatorState, num_tokens: np.ndarray, fits: np.ndarr
 
 
 def _grow_host(
-    state: AllocatorState, num_tokens: np.ndarray, served: np.ndarray, growth: _Growth, donate: bool
+    state: AllocatorState, num_tokens: np.ndarray, served: np.ndarray | np.bool_, growth: _Growth, donate: bool
 ) -> tuple[AllocatorState, np.ndarray]:
-    """Gives the served sequences their blocks and tokens; returns the new state and the block mapping."""
-    copies, need = growth.copies & served, growth.need * served
+    """Gives the served sequences, or all, their blocks and tokens; returns the new state and the block mapping."""
+    copies, need = growth.copies, growth.need
+    if isinstance(served, np.ndarray):
+        copies, need, num_tokens = copies & served, need * served, num_tokens * served
     taken_blocks, num_free = int(need.sum()), int(state.num_free)
     block_mapping = np.full((need.size, 2), -1, np.int32)
     block_tables, ref_counts = state.block_tables, state.ref_counts
@@ -206,7 +208,7 @@ def _grow_host(
         num_free=np.asarray(num_free - taken_blocks, np.int32),
         ref_counts=ref_counts,
         block_tables=block_tables,
-        seq_lens=state.seq_lens + num_tokens * served,
+        seq_lens=state.seq_lens + num_tokens,
     )
     return state, block_mapping
 

@@ -85,8 +85,8 @@ def release_before(state: AllocatorState, positions: Values, *, donate: bool = F
     at = integers(xp, "positions", positions, state.seq_lens.shape)
     fits = at <= state.seq_lens
     num_columns = xp.maximum(at, 0) // state.block_size
-    columns = np.arange(state.block_tables.shape[1], dtype=np.int32)
     if xp is not np:
+        columns = np.arange(state.block_tables.shape[1], dtype=np.int32)
         return _drop_traced(state, columns[None, :] < num_columns[:, None], fits.all())[0]
     if not fits.all():
         row = fits.argmin()
@@ -94,7 +94,7 @@ def release_before(state: AllocatorState, positions: Values, *, donate: bool = F
     # What is released lies at a row's beginning: where the entry before the position's is -1, all before it are.
     rows = num_columns.nonzero()[0]
     rows = rows[state.block_tables[rows, num_columns[rows] - 1] >= 0]
-    return _drop_host(state, rows, columns[None, :] < num_columns[rows, None], donate) if rows.size else state
+    return _drop_host(state, *_last_held(state.block_tables, rows, num_columns[rows]), donate) if rows.size else state
 
 
 def free(state: AllocatorState, seq_ids_mask: Values, *, donate: bool = False) -> AllocatorState:
@@ -159,7 +159,11 @@ def free_blocks(state: AllocatorState, blocks: Values, *, donate: bool = False) 
 
 def _shorten_host(state: AllocatorState, rows: np.ndarray, seq_lens: np.ndarray, donate: bool) -> AllocatorState:
     """Shortens the rows `rows`, i32 [n], to the lengths `seq_lens`, i32 [n], none longer than before."""
-    state = _drop_host(state, rows, _columns_past(state, seq_lens), donate)
+    num_kept = -(-seq_lens // state.block_size)
+    num_dropped = -(-state.seq_lens[rows] // state.block_size) - num_kept
+    starts = num_dropped.cumsum() - num_dropped
+    columns = np.arange(num_dropped.sum()) - (starts - num_kept).repeat(num_dropped)
+    state = _drop_host(state, rows.repeat(num_dropped), columns, donate)
     all_lens = state.seq_lens.copy()
     all_lens[rows] = seq_lens
     return dataclasses.replace(state, seq_lens=all_lens)
@@ -171,13 +175,25 @@ def _shorten_traced(state: AllocatorState, seq_lens: Array, valid: Array) -> All
     return dataclasses.replace(state, seq_lens=jnp.where(valid, seq_lens, state.seq_lens))
 
 
-def _drop_host(state: AllocatorState, rows: np.ndarray, dropped: Any, donate: bool) -> AllocatorState:
-    """Drops the references of some entries of the rows `rows`, i32 [n]: `dropped` is bool [n, max_blocks_per_seq]."""
-    tables = state.block_tables[rows]
-    blocks = tables[dropped]
-    state = _release_host(state, blocks[blocks >= 0], donate)
+def _last_held(tables: np.ndarray, rows: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Names entries before the columns `ends`, [n], of `rows`; all entries there that are not -1 are among them.
+
+    It looks at few others: in each row such entries stand next to one another, and the last of them is the last one.
+    """
+    width = 1
+    while width < ends.max() and (tables[rows, np.maximum(ends - width, 0)] >= 0).any():
+        width *= 2
+    columns = ends[:, None] - np.arange(width, 0, -1)
+    picked = (columns >= 0).nonzero()
+    return rows[picked[0]], columns[picked]
+
+
+def _drop_host(state: AllocatorState, rows: np.ndarray, columns: np.ndarray, donate: bool) -> AllocatorState:
+    """Drops the references of the tables' entries at `rows` and `columns`, [n]; those that are -1 have none."""
     block_tables = writable(state.block_tables, donate)
-    block_tables[rows] = np.where(dropped, -1, tables)
+    blocks = block_tables[rows, columns]
+    state = _release_host(state, blocks[blocks >= 0], donate)
+    block_tables[rows, columns] = -1
     return dataclasses.replace(state, block_tables=block_tables)
 
 
@@ -192,7 +208,7 @@ def _drop_traced(state: AllocatorState, dropped: Any, valid: Array) -> tuple[All
     return dataclasses.replace(released, block_tables=block_tables, bad_free=state.bad_free | ~valid), valid
 
 
-def _columns_past(state: AllocatorState, seq_lens: Array | np.ndarray) -> Array | np.ndarray:
+def _columns_past(state: AllocatorState, seq_lens: Any) -> Any:
     """Which table columns lie past the lengths `seq_lens`, [n]; bool [n, max_blocks_per_seq]."""
     columns = np.arange(state.block_tables.shape[1], dtype=np.int32)
     num_kept = (seq_lens - 1) // state.block_size + 1

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from paged_jax._integers import integer
-from paged_jax.allocator.arguments import Values, integers, namespace
+from paged_jax.allocator.arguments import Values, integers, namespace, on_host
 
 
 @jax.tree_util.register_dataclass
@@ -144,4 +144,4 @@ def prepare(state: AllocatorState, *arguments: Values) -> tuple[Any, AllocatorSt
     A state on the host meets traced arguments if a jitted function closes over it; it then becomes a traced state.
     """
     xp = namespace(state, *arguments)
-    return xp, jax.tree.map(xp.asarray, state)
+    return xp, state if xp is np and on_host(state) else jax.tree.map(xp.asarray, state)

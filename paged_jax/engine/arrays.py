@@ -1,5 +1,6 @@
 """The arrays that an engine's runner works on: pools, their scales, and copies and swaps of whole blocks."""
 
+import collections.abc
 import dataclasses
 import math
 from typing import Any, cast
@@ -95,6 +96,17 @@ def replicated(sharding: Any) -> Any:
     return sharding
 
 
+def logits_at(cache: Cache, vocab_size: int) -> Any:
+    """The sharding of logits: their vocabulary is split over the same mesh axis as the cache's heads, if it can be."""
+    at = pool(cache).sharding
+    if not isinstance(at, NamedSharding):
+        return at
+    axis = next((axis for axis in range(1, len(at.spec)) if at.spec[axis] is not None), None)
+    if axis is None or vocab_size % num_parts(at, axis):
+        return replicated(at)
+    return NamedSharding(at.mesh, PartitionSpec(None, at.spec[axis]))
+
+
 def on_host(cache: Cache, num_blocks: int) -> Cache:
     """Makes a cache like `cache` with `num_blocks` blocks in pinned host memory."""
 
@@ -119,3 +131,15 @@ def with_own_scales(caches: Caches, scales: Any) -> Caches:
     """The caches with copies of these scales: a program that updates a cache in place takes its scales too."""
     copies = jax.tree.map(jnp.array, scales)
     return tuple(dataclasses.replace(cache, **members) for cache, members in zip(caches, copies, strict=True))
+
+
+def in_calls(
+    lists: collections.abc.Sequence[collections.abc.Sequence[tuple[int, ...]]], shape: tuple[int, int], padding: int
+) -> collections.abc.Iterator[tuple[np.ndarray, ...]]:
+    """Splits each group's list into arrays of one shape, padded at the end; there are as many as the longest needs."""
+    for start in range(0, max(map(len, lists)), shape[0]):
+        arrays = tuple(np.full(shape, padding, np.int32) for _ in lists)
+        for array, items in zip(arrays, lists, strict=True):
+            if some := items[start : start + shape[0]]:
+                array[: len(some)] = some
+        yield arrays

@@ -8,6 +8,8 @@ that the program that runs the model can hand them to the program that draws tok
 """
 
 import dataclasses
+import functools
+import itertools
 import json
 import math
 from typing import Any, NamedTuple, Protocol
@@ -266,34 +268,13 @@ class StepShape(NamedTuple):
         return self.num_tokens if self.is_verify else self.num_rows
 
     @property
-    def fields(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the arrays that are packed into one, in their order."""
-        rows = (self.num_rows,)
-        return {
-            "token_ids": (self.num_tokens,),
-            "row_seats": rows,
-            "row_blocks": (self.num_groups, self.num_rows),
-            "seq_lens": rows,
-            "query_start_loc": (self.num_rows + 1,),
-            "logit_rows": (self.num_logits,),
-            "prefix_starts": (self.num_prefixes + 1,),
-            "prefix_lens": (self.num_prefixes,),
-            **dict.fromkeys(_DRAWS, (self.num_logits,)),
-        }
-
-    @property
     def size(self) -> int:
         """How many elements the packed array has."""
-        return sum(math.prod(shape) for shape in self.fields.values())
+        return _layout(self)[-1][1].stop
 
     def split(self, packed: Any) -> dict[str, Any]:
         """Splits the packed array, i32 [size], into its fields: views of a NumPy array, slices of a traced one."""
-        parts, start = {}, 0
-        for name, shape in self.fields.items():
-            size = math.prod(shape)
-            parts[name] = packed[start : start + size].reshape(shape)
-            start += size
-        return parts
+        return {name: packed[part].reshape(shape) for name, part, shape in _layout(self)}
 
     def unpack(
         self,
@@ -363,3 +344,22 @@ class StepShape(NamedTuple):
         own_tables = jnp.take_along_axis(tables, jnp.minimum(columns, tables.shape[1] - 1), axis=1)
         first = jnp.minimum(starts[:-1], self.num_rows - 1)
         return SharedPrefixes(tables[first], prefix_lens, starts, own_tables, lens - skipped)
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout(shape: StepShape) -> tuple[tuple[str, slice, tuple[int, ...]], ...]:
+    """The arrays that are packed into one, in their order: their names, their places and their shapes."""
+    rows = (shape.num_rows,)
+    shapes = {
+        "token_ids": (shape.num_tokens,),
+        "row_seats": rows,
+        "row_blocks": (shape.num_groups, shape.num_rows),
+        "seq_lens": rows,
+        "query_start_loc": (shape.num_rows + 1,),
+        "logit_rows": (shape.num_logits,),
+        "prefix_starts": (shape.num_prefixes + 1,),
+        "prefix_lens": (shape.num_prefixes,),
+        **dict.fromkeys(_DRAWS, (shape.num_logits,)),
+    }
+    ends = list(itertools.accumulate(map(math.prod, shapes.values()), initial=0))
+    return tuple((name, slice(*ends[i : i + 2]), shapes[name]) for i, name in enumerate(shapes))

@@ -7,7 +7,7 @@ these three states; the three numbers always add up to the pool.
 """
 
 import collections.abc
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from paged_jax.allocator import OutOfBlocks
 from paged_jax.engine.prefix import PrefixCache
 
 type Pairs = list[tuple[int, int]]
+type Counted = collections.abc.Mapping[int, int] | np.ndarray
 
 
 class Counts(NamedTuple):
@@ -69,48 +70,63 @@ class BlockManager:
             return None
         return self.num_blocks * self.block_size
 
-    def blocks_for(self, num_tokens: int) -> int:
+    def blocks_for(self, num_tokens: Any) -> Any:
         """How many blocks `num_tokens` tokens need; the last one may be filled in part."""
         return -(-num_tokens // self.block_size)
 
     def first_column(self, num_tokens: int) -> int:
         """The column of the first block that the next token of a sequence of `num_tokens` tokens needs."""
-        return 0 if self.sliding_window is None else max(num_tokens - self.sliding_window + 1, 0) // self.block_size
+        return int(self._first_columns(num_tokens))
 
-    def held_for(self, num_tokens: int) -> int:
+    def _first_columns(self, num_tokens: Any) -> Any:
+        """Does what `first_column` does, for one number of tokens or for an array of them."""
+        window = self.sliding_window
+        return num_tokens * 0 if window is None else np.maximum(num_tokens - window + 1, 0) // self.block_size
+
+    def held_for(self, num_tokens: Any) -> Any:
         """How many blocks a sequence with `num_tokens` computed tokens holds."""
-        return self.blocks_for(num_tokens) - self.first_column(num_tokens)
+        return self.blocks_for(num_tokens) - self._first_columns(num_tokens)
 
-    def needed(self, num_computed: int, num_tokens: int) -> int:
-        """How many blocks, beside those that it holds, a sequence may need until `num_tokens` tokens are computed."""
+    def needed(self, num_computed: Any, num_tokens: Any) -> Any:
+        """How many blocks, beside those that it holds, a sequence may need until `num_tokens` tokens are computed.
+
+        Both numbers of tokens, and the result, may be those of several sequences, in arrays.
+        """
         return self._within(num_computed, self.blocks_for(num_tokens) - self.blocks_for(num_computed))
 
     def needed_for(self, num_computed: int, num_new: int) -> int:
         """How many blocks more a sequence may need for new tokens, wherever in its last block they begin."""
         return self._within(num_computed, self.blocks_for(num_new))
 
-    def _within(self, num_computed: int, num_blocks: int) -> int:
-        return num_blocks if self.most_held is None else min(num_blocks, self.most_held - self.held_for(num_computed))
+    def _within(self, num_computed: Any, num_blocks: Any) -> Any:
+        if self.most_held is None:
+            return num_blocks
+        return np.minimum(num_blocks, self.most_held - self.held_for(num_computed))
 
     @property
     def num_available(self) -> int:
         """How many blocks are free or can be freed by evicting them from the prefix cache."""
         return int(self.state.num_free) + (self.prefix.num_unused if self.prefix is not None else 0)
 
-    def can_append(self, tokens: collections.abc.Mapping[int, int]) -> bool:
+    def can_append(self, tokens: Counted) -> bool:
         """Whether `append` would give the sequences at some seats their blocks."""
-        return int(allocator.count_new_blocks(self.state, self._counts(tokens))) <= self.num_available
+        counts, num_available = self._counts(tokens), self.num_available
+        # A sequence needs no more blocks than its tokens fill, one for the rest, and one for a copy.
+        most = int(counts.sum()) // self.block_size + 2 * int(np.count_nonzero(counts))
+        return most <= num_available or int(allocator.count_new_blocks(self.state, counts)) <= num_available
 
-    def _counts(self, tokens: collections.abc.Mapping[int, int]) -> np.ndarray:
+    def _counts(self, tokens: Counted) -> np.ndarray:
+        if isinstance(tokens, np.ndarray):
+            return tokens
         counts = np.zeros(self.num_seats, np.int32)
         counts[list(tokens.keys())] = list(tokens.values())
         return counts
 
-    def append(self, tokens: collections.abc.Mapping[int, int]) -> Pairs | None:
+    def append(self, tokens: Counted) -> Pairs | None:
         """Grows the sequences at some seats, all of them or none; if need be, evicts blocks from the prefix cache.
 
         Args:
-          tokens: how many new tokens each seat gets.
+          tokens: how many new tokens each seat gets: of some seats, or of all in an array.
 
         Returns:
           The (source, destination) pairs of shared blocks, which must be copied before anything is written; None if
@@ -189,43 +205,44 @@ class BlockManager:
         num_released = int((blocks < 0).sum())  # they are the first ones
         return column + num_released, blocks[num_released:].tolist()
 
-    def last_blocks(self, seats: list[int]) -> list[int]:
-        """The block of the last token of each of these seats."""
+    def last_blocks(self, seats: np.ndarray) -> np.ndarray:
+        """The block of the last token of each of these seats, i32 of the seats' shape."""
         columns = (self.state.seq_lens[seats] - 1) // self.block_size
-        return self.state.block_tables[seats, columns].tolist()
+        return self.state.block_tables[seats, columns]
 
     def cache(self, columns: collections.abc.Iterable[tuple[int, int, bytes]]) -> None:
         """Enters full blocks in the prefix cache.
 
         Args:
-          columns: the seat, the column and the name of each block; released ones may be among them.
+          columns: the seat, the column and the name of each block, at least one; released ones may be among them.
         """
         if self.prefix is None:
             return
-        inserted = []
-        for seat, column, name in columns:
-            block = int(self.state.block_tables[seat, column])
-            if block >= 0 and self.prefix.insert(name, block):
-                inserted.append(block)
-        if inserted:
-            self.state = allocator.retain(self.state, inserted, donate=True)
+        seats, places, names = zip(*columns, strict=True)
+        blocks = self.state.block_tables[seats, places]
+        is_new = [
+            block >= 0 and self.prefix.insert(name, block) for name, block in zip(names, blocks.tolist(), strict=True)
+        ]
+        self.state = allocator.retain(self.state, blocks[is_new], donate=True)
 
-    def find_behind(self) -> list[tuple[int, int]]:
-        """The seats with blocks that no later token needs, and the first column that a later token needs."""
+    def find_behind(self) -> np.ndarray:
+        """The seats with blocks that no later token needs, and the first column that one needs: i64 [n, 2]."""
         if self.sliding_window is None:
-            return []
-        firsts = np.maximum(self.state.seq_lens - self.sliding_window + 1, 0) // self.block_size
+            return np.zeros((0, 2), np.int64)
+        firsts = self._first_columns(self.state.seq_lens)
         seats = firsts.nonzero()[0]
         seats = seats[self.state.block_tables[seats, firsts[seats] - 1] >= 0]
-        return list(zip(seats.tolist(), firsts[seats].tolist(), strict=True))
+        return np.stack([seats, firsts[seats]], axis=1)
 
-    def release_behind(self) -> None:
-        """Releases the blocks that no later token needs; those that are in the prefix cache stay there."""
+    def release_behind(self, found: np.ndarray) -> None:
+        """Releases the blocks before the columns that `find_behind` gave; those in the prefix cache stay there."""
         positions, released = np.zeros(self.num_seats, np.int32), []
-        for seat, column in self.find_behind():
-            positions[seat] = column * self.block_size
-            row = self.state.block_tables[seat, :column]
-            released += row[row >= 0].tolist()
+        positions[found[:, 0]] = found[:, 1] * self.block_size
+        for seat, column in found.tolist():
+            row, first = self.state.block_tables[seat], column - 1
+            while first and row[first - 1] >= 0:  # what is released before lies at the row's beginning
+                first -= 1
+            released += row[first:column].tolist()
         self.state = allocator.release_before(self.state, positions, donate=True)
         self._disuse(released)
 

@@ -27,7 +27,6 @@ from paged_jax.engine.pools import make_pools
 from paged_jax.engine.request import Delta, SamplingParams, Seeds, Tokenizer, read_token_ids
 from paged_jax.engine.results import equip, logprob_of, take
 from paged_jax.engine.runner import Launched, Runner
-from paged_jax.engine.sampling import Drawn
 from paged_jax.engine.scheduler import Scheduler
 from paged_jax.engine.sequence import Sequence
 from paged_jax.engine.speculation import PromptLookup, Proposer, Speculator
@@ -212,17 +211,13 @@ class Engine(BaseEngine):
         if plan is not None:
             self._launched = self._runner.launch(plan)
             self._num_steps += 1
-            self._num_prompt_tokens += sum(
-                min(chunk.start + chunk.num_tokens, chunk.sequence.num_prompt) - chunk.start
-                for chunk in plan.chunks
-                if chunk.start < chunk.sequence.num_prompt
-            )
+            self._num_prompt_tokens += plan.num_prompt_tokens
         launched = self._launched
         if launched is not None and not launched.plan.is_masked:
             self._runner.draw(launched)
         deltas += self._read(before) if before is not None else []
         if launched is not None and launched.plan.is_masked:
-            masks = gather_masks(launched.plan.samples, launched.num_logits, self._runner.vocab_size)
+            masks = gather_masks(launched.plan.samples.sequences, launched.num_logits, self._runner.vocab_size)
             self._runner.draw(launched, masks)
         if self._speculator is not None:
             self._speculator.forget_finished()
@@ -375,29 +370,31 @@ class Engine(BaseEngine):
 
     def _read(self, launched: Launched) -> list[Delta]:
         """Waits for the tokens that a step draws; tokens of sequences that are finished or cancelled are dropped."""
-        drawn = self._runner.read(launched)
-        token_ids, deltas = drawn.token_ids.tolist(), []
-        accepted = launched.plan.accepted(token_ids)
-        self._scheduler.correct(launched.plan, collections.Counter(sample.sequence for _, sample in accepted))
-        self._num_draft_tokens += sum(len(chunk.draft) for chunk in launched.plan.chunks)
-        for i, score in enumerate(launched.plan.scores, len(launched.plan.samples)):
+        drawn, plan = self._runner.read(launched), launched.plan
+        token_ids, sequences, deltas = drawn.token_ids.tolist(), plan.samples.sequences, []
+        accepted = plan.accepted(token_ids)
+        if plan.has_drafts:
+            self._scheduler.correct(plan, collections.Counter(sequences[i] for i in accepted))
+            self._num_draft_tokens += sum(map(len, plan.rows.drafts.values()))
+        for i, score in enumerate(plan.scores, len(sequences)):
             token_id, num_top = score.sequence.tokens[score.position], score.sequence.params.prompt_logprobs
             score.sequence.scored[score.position] = logprob_of(token_id, drawn, i, num_top or 0)
-        for i, sample in accepted:
-            sample.sequence.num_unread -= sample.follows is None
-            if sample.sequence.finish_reason is None:
-                self._num_accepted_tokens += sample.follows is not None
-                if self._speculator is not None:
-                    self._speculator.see(sample.sequence, token_ids[i])
-                deltas.append(self._take(sample.sequence, token_ids[i], drawn, i))
+        for i in accepted:
+            sequence = sequences[i]
+            if sequence.finish_reason is not None:
+                continue
+            if self._speculator is not None:
+                self._num_accepted_tokens += i in plan.samples.follows
+                self._speculator.see(sequence, token_ids[i])
+            deltas.append(delta := take(sequence, token_ids[i], drawn, i))
+            if delta.finish_reason is not None:
+                self._num_output_tokens -= not delta.token_ids
+                self._end(sequence)
+        self._num_output_tokens += len(deltas)
         return deltas
 
-    def _take(self, sequence: Sequence, token_id: int, drawn: Drawn, i: int) -> Delta:
-        """Gives a sequence the i-th drawn token, and finishes the sequence if this was its last token."""
-        delta = take(sequence, token_id, drawn, i)
-        self._num_output_tokens += len(delta.token_ids)
-        if sequence.finish_reason is not None:
-            self._scheduler.finish(sequence)
-            if all(other.finish_reason for other in self._requests[sequence.request_id]):
-                del self._requests[sequence.request_id]
-        return delta
+    def _end(self, sequence: Sequence) -> None:
+        """Takes a finished sequence out of the scheduler, and its request away once all of its samples are finished."""
+        self._scheduler.finish(sequence)
+        if all(other.finish_reason for other in self._requests[sequence.request_id]):
+            del self._requests[sequence.request_id]

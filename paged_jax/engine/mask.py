@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from paged_jax.engine.adjust import num_words
-from paged_jax.engine.plan import Sample
+from paged_jax.engine.sequence import Sequence
 
 
 class MaskState(Protocol):
@@ -146,12 +146,12 @@ class MaskedSample:
             self.error = f"{type(error).__name__}: {error}"
 
 
-def gather_masks(samples: Iterable[Sample], num_rows: int, vocab_size: int) -> np.ndarray:
+def gather_masks(sequences: Iterable[Sequence], num_rows: int, vocab_size: int) -> np.ndarray:
     """Says which tokens each row of a step may draw.
 
     Args:
-      samples: the step's samples, once the tokens of the step before are read. A row whose sample has ended may draw
-        anything, which nobody reads.
+      sequences: those for which the step draws, once the tokens of the step before are read. A row whose sequence has
+        ended may draw anything, which nobody reads.
       num_rows: rows of the program that draws.
       vocab_size: how many tokens the model has.
 
@@ -159,8 +159,7 @@ def gather_masks(samples: Iterable[Sample], num_rows: int, vocab_size: int) -> n
       u32 [num_rows, ceil(vocab_size / 32)].
     """
     masks = np.full((num_rows, num_words(vocab_size)), 2**32 - 1, np.uint32)
-    for row, sample in enumerate(samples):
-        sequence = sample.sequence
+    for row, sequence in enumerate(sequences):
         if sequence.mask is not None and sequence.finish_reason is None and not sequence.mask.has_ended:
             masks[row] = sequence.mask.allowed()
     return masks

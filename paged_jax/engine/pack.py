@@ -1,12 +1,11 @@
 """Fills the array in which a step travels to the device, from a plan; `StepShape.unpack` (batch.py) is the inverse."""
 
-from typing import Any
-
 import numpy as np
 
-from paged_jax.engine.batch import FLOATS, StepShape
+from paged_jax.engine.batch import StepShape
 from paged_jax.engine.plan import Plan
 from paged_jax.engine.sampling import Kind
+from paged_jax.engine.seats import PARAMS
 
 
 def pack(plan: Plan, shape: StepShape, num_seats: int, kind: Kind) -> np.ndarray:
@@ -25,35 +24,36 @@ def pack(plan: Plan, shape: StepShape, num_seats: int, kind: Kind) -> np.ndarray
     parts = shape.split(packed)
     parts["seats"][:] = num_seats
     parts["row_seats"][:] = num_seats
-    if not plan.chunks:
+    rows, samples = plan.rows, plan.samples
+    num_rows, num_samples = len(rows), len(samples)
+    if not num_rows:
         return packed
-    num_rows, ids = len(plan.chunks), []
-    for sequence, seat, first, count, draft in plan.chunks:
-        known = sequence.tokens[first : first + count - len(draft)]
-        ids += [*known, *draft]
-        if len(known) + len(draft) < count:  # the host has not read the last token yet: the device takes its own copy
-            ids.append(-1 - seat)
-    seats, firsts, counts = (np.array([chunk[i] for chunk in plan.chunks]) for i in (1, 2, 3))
-    parts["token_ids"][: len(ids)] = ids
-    parts["seq_lens"][:num_rows] = firsts + counts
-    starts = parts["query_start_loc"]
-    starts[1 : num_rows + 1] = np.cumsum(counts)
-    starts[num_rows + 1 :] = len(ids)
-    parts["row_seats"][:num_rows] = seats
+    starts, ids = parts["query_start_loc"], parts["token_ids"]
+    np.cumsum(rows.counts, out=starts[1 : num_rows + 1])
+    starts[num_rows + 1 :] = starts[num_rows]
+    ids[starts[1 : num_rows + 1] - 1] = -1 - rows.seats  # the device takes its own copy of each row's last token
+    for row in (~rows.are_drawn | (rows.counts > 1)).nonzero()[0].tolist():
+        draft, end, count = rows.drafts.get(row, ()), int(rows.ends[row]), int(rows.counts[row])
+        known = [*rows.sequences[row].tokens[end - count : end - len(draft)], *draft]
+        assert len(known) == count or (len(known) == count - 1 and rows.are_drawn[row]), "nobody knows the last token"
+        ids[starts[row] : starts[row] + len(known)] = known
+    parts["seq_lens"][:num_rows] = rows.ends
+    parts["row_seats"][:num_rows] = rows.seats
     parts["row_blocks"][:, :num_rows] = plan.row_blocks
     if shape.num_prefixes:
         ends = np.cumsum([num_rows for num_rows, _ in plan.prefixes])
         parts["prefix_starts"][1:] = ends[-1]
         parts["prefix_starts"][1 : len(ends) + 1] = ends
         parts["prefix_lens"][: len(ends)] = [num_tokens for _, num_tokens in plan.prefixes]
-    if plan.samples:
-        sequences, draw_seats, rows, positions, _ = zip(*plan.samples, strict=True)
-        rows = np.array(rows)
-        parts["logit_rows"][: len(rows)] = starts[rows] + np.array(positions) - 1 - firsts[rows]
-        parts["seats"][: len(rows)] = draw_seats
-        if kind > Kind.GREEDY:
-            _pack_params(parts, sequences, positions)
-    for i, score in enumerate(plan.scores, len(plan.samples)):
+    logit_rows = starts[samples.rows + 1] - 1 - (rows.ends[samples.rows] - samples.positions)
+    parts["logit_rows"][:num_samples] = logit_rows
+    parts["seats"][:num_samples] = samples.seats
+    if kind > Kind.GREEDY:  # greedy steps leave the sampling parameters 0
+        for name, values in zip(PARAMS, samples.params, strict=True):
+            parts[name][:num_samples] = values
+        parts["position"][:num_samples] = samples.positions
+        parts["scored"][:num_samples] = -1
+    for i, score in enumerate(plan.scores, num_samples):
         parts["logit_rows"][i] = starts[score.row] + score.offset
         parts["scored"][i] = score.sequence.tokens[score.position]
     return packed
@@ -93,22 +93,3 @@ def pack_made_up(
     parts["seq_lens"][:] = np.where(counts > 0, context_len, 0) if shape.is_decode or shape.is_verify else counts
     parts["logit_rows"][:] = rows[:-1] * 0 if shape.is_verify else np.where(counts > 0, starts[1:] - 1, 0)
     return packed
-
-
-def _pack_params(parts: dict[str, np.ndarray], sequences: Any, positions: Any) -> None:
-    """Fills in the sampling parameters; greedy steps leave them 0."""
-    params = [sequence.params for sequence in sequences]
-    seeds = np.array([sequence.seed for sequence in sequences], np.uint64)
-    values = {
-        "temperature": [p.temperature for p in params],
-        "top_k": [p.top_k for p in params],
-        "top_p": [p.top_p for p in params],
-        "seed_high": (seeds >> np.uint64(32)).astype(np.uint32).view(np.int32),
-        "seed_low": (seeds & np.uint64(2**32 - 1)).astype(np.uint32).view(np.int32),
-        "index": [sequence.index for sequence in sequences],
-        "position": positions,
-        "scored": -1,
-    }
-    for name, value in values.items():
-        part = parts[name].view(np.float32) if name in FLOATS else parts[name]
-        part[: len(sequences)] = value

@@ -9,13 +9,14 @@ import collections.abc
 import itertools
 from typing import NamedTuple
 
-from paged_jax.engine.blocks import BlockManager, Counts, Pairs
+import numpy as np
+
+from paged_jax.engine.blocks import BlockManager, Counted, Counts, Pairs
 from paged_jax.engine.config import EngineConfig
 from paged_jax.engine.groups import Group, blocks_used, host_blocks, most_blocks
 from paged_jax.engine.prefix import extend_hashes
+from paged_jax.engine.seats import Seats
 from paged_jax.engine.sequence import Sequence
-
-type Seats = collections.abc.Mapping[int, int]
 
 
 class Hits(NamedTuple):
@@ -94,11 +95,11 @@ class Pools:
         """The most tokens that a single sequence can have; None if their number does not matter."""
         return min((manager.room for manager in self.managers if manager.room is not None), default=None)
 
-    def append(self, tokens: Seats) -> list[Pairs] | None:
+    def append(self, tokens: Counted) -> list[Pairs] | None:
         """Grows the sequences at some seats, in all groups or in none; if need be, evicts blocks from the prefix cache.
 
         Args:
-          tokens: how many new tokens each seat gets.
+          tokens: how many new tokens each seat gets: of some seats, or of all in an array.
 
         Returns:
           The (source, destination) pairs of shared blocks, which must be copied before anything is written; None if
@@ -109,7 +110,7 @@ class Pools:
         pairs = [copied for manager in self.managers if (copied := manager.append(tokens)) is not None]
         return pairs if len(pairs) == len(self.managers) else None
 
-    def truncate(self, lengths: Seats) -> None:
+    def truncate(self, lengths: collections.abc.Mapping[int, int]) -> None:
         """Shortens the sequences at some seats to these numbers of tokens, and frees the blocks behind."""
         for manager in self.managers:
             manager.truncate(lengths)
@@ -132,12 +133,11 @@ class Pools:
         """The result of `match` for a sequence that begins without cached blocks."""
         return Hits(0, [[] for _ in self.managers])
 
-    def to_finish(self, sequences: list[Sequence]) -> list[int]:
-        """How many blocks these running sequences may yet need for the rest of their prompts, and one more for each."""
-        return [
-            sum(manager.needed(s.num_computed, s.num_tokens + 1) for s in sequences) + len(sequences)
-            for manager in self.managers
-        ]
+    def to_finish(self, seats: Seats) -> list[int]:
+        """How many blocks the running sequences may yet need for the rest of their prompts, and one more for each."""
+        num_computed, num_tokens = seats.num_computed[seats.order], seats.num_tokens[seats.order]
+        needed = (manager.needed(num_computed, num_tokens + 1) for manager in self.managers)
+        return [int(counts.sum()) + len(seats.order) for counts in needed]
 
     def to_go_on(self, sequence: Sequence) -> list[int]:
         """How many blocks are kept back for a sequence that begins in this step, and for its children."""
@@ -204,37 +204,39 @@ class Pools:
         parts = [manager.part(seat if of is None else of, start, end) for manager in self.managers]
         return [Entry(group, seat, column, blocks) for group, (column, blocks) in enumerate(parts) if blocks]
 
-    def last_blocks(self, seats: list[int]) -> list[list[int]]:
-        """The blocks of the last token of each of these seats."""
-        return [manager.last_blocks(seats) for manager in self.managers]
+    def last_blocks(self, seats: np.ndarray) -> np.ndarray:
+        """The block of the last token of each of these seats, in each group: i32 [num_groups, num_seats]."""
+        return np.array([manager.last_blocks(seats) for manager in self.managers])
 
-    def cache_full_blocks(self, sequences: collections.abc.Iterable[Sequence]) -> None:
+    def cache_full_blocks(self, seats: Seats) -> None:
         """Enters full blocks in the prefix cache, once the steps that fill them are planned and all tokens known."""
         if self._widest.prefix is None:
             return
         columns = []
-        for sequence in sequences:
-            if sequence.num_computed // self.block_size <= sequence.num_cached:
-                continue  # the usual case in decode steps: no block has become full
-            num_full = min(sequence.num_computed, len(sequence.tokens)) // self.block_size
+        # In a decode step few sequences have a block that has become full.
+        at = (seats.num_computed // self.block_size > seats.num_cached).nonzero()[0]
+        numbers = zip(at.tolist(), seats.num_computed[at].tolist(), seats.num_cached[at].tolist(), strict=True)
+        for sequence, (seat, num_computed, num_cached) in zip(seats.sequences[at], numbers, strict=True):
+            num_full = min(num_computed, len(sequence.tokens)) // self.block_size
+            if num_full <= num_cached:
+                continue
             extend_hashes(sequence.hashes, sequence.tokens, self.block_size)
-            seat = sequence.seat
-            assert seat is not None, "the sequence does not run"
-            columns += [(seat, i, sequence.hashes[i]) for i in range(sequence.num_cached, num_full)]
-            sequence.num_cached = max(num_full, sequence.num_cached)
-        for manager in self.managers:
-            manager.cache(columns)
+            columns += [(seat, i, sequence.hashes[i]) for i in range(num_cached, num_full)]
+            seats.num_cached[seat] = num_full
+        if columns:
+            for manager in self.managers:
+                manager.cache(columns)
 
-    def release_behind(self, sequences: list[Sequence]) -> None:
-        """Releases the blocks that no later token of the running sequences needs.
+    def release_behind(self, seats: Seats) -> None:
+        """Releases the blocks that no later token of the sequences needs.
 
         No step that is planned from now on reads them, and the device runs the steps in the order of their plans.
         """
-        behind = [manager for manager in self.managers if manager.find_behind()]
+        behind = [(manager, found) for manager in self.managers if len(found := manager.find_behind())]
         if behind:
-            self.cache_full_blocks(sequences)
-        for manager in behind:
-            manager.release_behind()
+            self.cache_full_blocks(seats)
+        for manager, found in behind:
+            manager.release_behind(found)
 
     def empty_cache(self) -> None:
         """Removes all blocks from the prefix cache while no sequence holds any."""

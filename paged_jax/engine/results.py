@@ -16,6 +16,8 @@ def equip(sequence: Sequence, tokenizer: Tokenizer | None, vocab_size: int) -> N
       vocab_size: how many tokens the model has.
     """
     params = sequence.params
+    sequence.is_plain = tokenizer is None and params.mask is None and params.logprobs is None
+    sequence.is_plain &= not params.stop_token_ids
     if tokenizer is not None:
         sequence.text = TextStream(
             tokenizer,
@@ -41,6 +43,12 @@ def take(sequence: Sequence, token_id: int, drawn: Drawn, i: int) -> Delta:
     Returns:
       The token, its log-probability and its text.
     """
+    if sequence.is_plain and len(sequence.tokens) + 1 < sequence.max_total:
+        sequence.tokens.append(token_id)
+        if not sequence.scored and not sequence.is_restarted:
+            found = sequence.num_found or 0
+            return Delta(sequence.request_id, sequence.index, (token_id,), "", (), None, None, found)
+        return _delta(sequence, (token_id,), "", (), None)
     if sequence.mask is not None and sequence.mask.has_ended:  # the mask allows no first token
         return _end_masked(sequence, (), "", ())
     params = sequence.params
@@ -90,7 +98,10 @@ def _delta(
     stop_reason: int | str | None,
 ) -> Delta:
     """Makes a `Delta` of new tokens and of the prompt's log-probabilities that are new since the last one."""
-    scored, sequence.scored = sequence.scored, {}
+    prompt_logprobs = ()
+    if sequence.scored:
+        prompt_logprobs = tuple(sequence.scored[position] for position in sorted(sequence.scored))
+        sequence.scored = {}
     is_restarted, sequence.is_restarted = sequence.is_restarted, False
     return Delta(
         sequence.request_id,
@@ -101,6 +112,6 @@ def _delta(
         sequence.finish_reason,
         stop_reason,
         sequence.num_found or 0,
-        tuple(scored[position] for position in sorted(scored)),
+        prompt_logprobs,
         is_restarted,
     )

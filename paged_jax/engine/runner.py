@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from paged_jax.engine.adjust import Adjustments, num_words
 from paged_jax.engine.arrays import (
@@ -26,6 +25,8 @@ from paged_jax.engine.arrays import (
     change_tables,
     check_caches,
     copy_all,
+    in_calls,
+    logits_at,
     members,
     num_parts,
     on_host,
@@ -44,6 +45,7 @@ from paged_jax.engine.pack import pack, pack_made_up
 from paged_jax.engine.plan import Plan
 from paged_jax.engine.pools import Entry
 from paged_jax.engine.sampling import Drawn, Kind, draw_program
+from paged_jax.engine.seats import Need
 from paged_jax.engine.sequence import Sequence
 from paged_jax.engine.weights import check_weights
 
@@ -170,8 +172,10 @@ class Runner:
         """
         assert launched.inputs is not None, "the step has drawn its tokens"
         inputs, launched.inputs = launched.inputs, None
-        samples = launched.plan.samples if launched.kind.is_adjusted else []
-        adjusted = [(row, s.seat) for row, s in enumerate(samples) if s.sequence.params.is_adjusted]
+        samples, adjusted = launched.plan.samples, []
+        if launched.kind.is_adjusted:
+            numbered = enumerate(zip(samples.sequences, samples.seats.tolist(), strict=True))
+            adjusted = [(row, seat) for row, (sequence, seat) in numbered if sequence.params.is_adjusted]
         launched.drawn = self._run_draw(launched.num_logits, launched.kind, *inputs, adjusted, masks)
         for array in jax.tree.leaves(launched.drawn):
             array.copy_to_host_async()
@@ -243,17 +247,13 @@ class Runner:
 
     def _choose(self, plan: Plan) -> tuple[StepShape, Kind]:
         """The smallest compiled shape in which the plan fits, and the kind of draws that it needs."""
-        params = [sample.sequence.params for sample in plan.samples]
-        kind = Kind.RANDOM if any(p.temperature > 0 for p in params) else Kind.GREEDY
-        kind = Kind.LOGPROBS if plan.scores or any(p.logprobs is not None for p in params) else kind
-        if any(p.is_adjusted for p in params):
-            kind = Kind.ADJUSTED_LOGPROBS if kind.has_logprobs else Kind.ADJUSTED
+        kind = Kind.of(plan.samples.needs | (Need.LOGPROBS if plan.scores else 0))
         if plan.is_decode:
-            rows = max(len(plan.chunks), len(plan.samples) + len(plan.scores))
+            rows = max(len(plan.rows), len(plan.samples) + len(plan.scores))
             rows = next(size for size in self.config.decode_rows if size >= rows)
             shape = self._shape(rows, rows, True)
             return self._sharing(shape) if plan.prefixes else shape, kind
-        num_tokens = sum(chunk.num_tokens for chunk in plan.chunks)
+        num_tokens = int(plan.rows.counts.sum())
         if plan.has_drafts:
             return self._verify_shape(next(size for size in self.config.verify_tokens if size >= num_tokens)), kind
         num_tokens = next(size for size in self.config.mixed_tokens if size >= num_tokens)
@@ -317,23 +317,13 @@ class Runner:
         packed = jax.ShapeDtypeStruct((shape.size,), np.dtype(np.int32), sharding=self._replicated)
         inputs = self._weights, self._caches, self._last_tokens, self._tables, packed
         _, _, logits, _ = jax.eval_shape(run_model, *inputs)
-        at = caches_at, self._replicated, self._logits_at(logits), self._replicated
+        at = caches_at, self._replicated, logits_at(self._caches[0], logits.shape[1]), self._replicated
         return jax.jit(run_model, donate_argnums=(1, 3), out_shardings=at).lower(*inputs)
-
-    def _logits_at(self, logits: Any) -> Any:
-        """The sharding of the logits: their vocabulary is split over the same mesh axis as the heads, if it can be."""
-        at = pool(self._caches[0]).sharding
-        if not isinstance(at, NamedSharding):
-            return at
-        axis = next((axis for axis in range(1, len(at.spec)) if at.spec[axis] is not None), None)
-        if axis is None or logits.shape[1] % num_parts(at, axis):
-            return self._replicated
-        return NamedSharding(at.mesh, PartitionSpec(None, at.spec[axis]))
 
     def _lower_draw(self, kind: Kind, logits: Any, draws: Any) -> Any:
         program = draw_program(kind, self.config.max_logprobs or 0, self.config.max_num_seqs)
         num_rows = logits.shape[0]
-        logits = jax.ShapeDtypeStruct(logits.shape, logits.dtype, sharding=self._logits_at(logits))
+        logits = jax.ShapeDtypeStruct(logits.shape, logits.dtype, sharding=logits_at(self._caches[0], logits.shape[1]))
         draws = jax.ShapeDtypeStruct(draws.shape, draws.dtype, sharding=self._replicated)
         inputs = logits, draws, self._last_tokens
         if not kind.is_adjusted:
@@ -351,7 +341,7 @@ class Runner:
         self._no_masks: dict[int, jax.Array] = {}  # by numbers of rows
         rows = Adjustments.zeros(self.config.max_num_seqs if self.config.adjustments else 0, self.vocab_size)
         places = jax.tree.map(lambda _: self._replicated, rows)
-        places = dataclasses.replace(places, counts=self._logits_at(logits))
+        places = dataclasses.replace(places, counts=logits_at(self._caches[0], logits.shape[1]))
         self._adjustments = jax.tree.map(jax.device_put, rows, places)
 
     def _lower_adjust(self) -> Any:
@@ -389,7 +379,7 @@ class Runner:
         for group, seat, column, blocks in entries:
             changes[group] += [(seat, column + i, block) for i, block in enumerate(blocks)]
         # No table has an entry of padding.
-        for some in _in_calls(changes, (_ENTRIES, 3), self.config.max_num_seqs):
+        for some in in_calls(changes, (_ENTRIES, 3), self.config.max_num_seqs):
             self._tables = self._start("tables", self._tables, some)
 
     def _move(self, name: str, pairs: list[Pairs]) -> None:
@@ -398,22 +388,10 @@ class Runner:
         The pairs must not name a destination that is the source of a later pair of their group: if the two were in
         different calls, the later call would copy what the earlier one wrote.
         """
-        for some in _in_calls(pairs, (_PAIRS, 2), -1):
+        for some in in_calls(pairs, (_PAIRS, 2), -1):
             if name == "copy":
                 self._caches = self._start(name, self._caches, some)
             elif name == "swap_out":
                 self._host_caches = self._start(name, self._caches, self._host_caches, some)
             else:
                 self._caches = self._start(name, self._host_caches, self._caches, some)
-
-
-def _in_calls(
-    lists: collections.abc.Sequence[collections.abc.Sequence[tuple[int, ...]]], shape: tuple[int, int], padding: int
-) -> collections.abc.Iterator[tuple[np.ndarray, ...]]:
-    """Splits each group's list into arrays of one shape, padded at the end; there are as many as the longest needs."""
-    for start in range(0, max(map(len, lists)), shape[0]):
-        arrays = tuple(np.full(shape, padding, np.int32) for _ in lists)
-        for array, items in zip(arrays, lists, strict=True):
-            if some := items[start : start + shape[0]]:
-                array[: len(some)] = some
-        yield arrays

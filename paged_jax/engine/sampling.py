@@ -20,6 +20,7 @@ from jaxtyping import Array, Float32, Int32, UInt32
 
 from paged_jax.engine.adjust import adjust
 from paged_jax.engine.batch import Draws
+from paged_jax.engine.seats import Need
 
 # A quotient by a larger number may be computed as a product with its inverse, which becomes 0, and 0 * -inf is NaN.
 _HOTTEST = 1e30
@@ -46,6 +47,15 @@ class Kind(enum.IntEnum):
     def is_adjusted(self) -> bool:
         """Whether the program changes logits first (adjust.py)."""
         return self >= Kind.ADJUSTED
+
+    @staticmethod
+    def of(needs: int) -> "Kind":
+        """The kind that does no more than these bits of `Need` ask for."""
+        if needs & Need.ADJUSTED:
+            return Kind.ADJUSTED_LOGPROBS if needs & Need.LOGPROBS else Kind.ADJUSTED
+        if needs & Need.LOGPROBS:
+            return Kind.LOGPROBS
+        return Kind.RANDOM if needs & Need.RANDOM else Kind.GREEDY
 
     @staticmethod
     def all_of(max_logprobs: int | None, adjustments: bool) -> list["Kind"]:

@@ -14,18 +14,25 @@ For each step the scheduler does the following, in this order:
    arrive together are computed once. Where a row would read what another row of its step writes, the step must run a
    program that writes first.
 
+How many tokens each sequence gets stands in an array by seat (seats.py), so that a step costs the host more only where
+a sequence does more than to get its next token.
+
 Every sequence finishes at some time, unless more urgent ones come without end: the first in line is never preempted,
 and the pool is large enough for any single sequence. The plans depend on the requests and their order alone, so that
 several processes that get the same calls make the same plans.
 """
 
 import bisect
+import collections.abc
 import math
+
+import numpy as np
 
 from paged_jax.engine.blocks import Pairs
 from paged_jax.engine.config import EngineConfig
-from paged_jax.engine.plan import Chunk, Plan, Sample, Score
+from paged_jax.engine.plan import Drafts, Plan, Rows, Samples, Score
 from paged_jax.engine.pools import Hits, Pools
+from paged_jax.engine.seats import Seats
 from paged_jax.engine.sequence import Sequence
 from paged_jax.engine.sharing import Sharing
 from paged_jax.engine.speculation import Speculator
@@ -53,9 +60,13 @@ class Scheduler:
         may_share = config.max_shared_prefixes and not any(each.sliding_window for each in blocks.managers)
         self.sharing = Sharing(config, blocks.managers[0]) if may_share else None
         self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
-        self.free_seats = list(range(config.max_num_seqs))[::-1]
+        self.seats = Seats(config.max_num_seqs)
         self.counters = Counters()
+
+    @property
+    def running(self) -> list[Sequence]:
+        """The sequences that run, in line."""
+        return self.seats.running
 
     @property
     def num_waiting(self) -> int:
@@ -68,24 +79,25 @@ class Scheduler:
 
     def schedule(self) -> Plan | None:
         """Plans the next step; returns None if no sequence needs one."""
-        for sequence in [s for s in self.running if s.is_exhausted]:
+        seats = self.seats
+        is_exhausted = (seats.num_tokens >= seats.max_total)[seats.order]
+        for sequence in [self.running[place] for place in is_exhausted.nonzero()[0].tolist()]:
             self._leave(sequence)
-        self.blocks.release_behind(self.running)
+        self.blocks.release_behind(seats)
         plan = Plan.empty(len(self.blocks.managers))
-        tokens = self._continue()
-        preempted = self._make_room(tokens, plan)
-        if not preempted:
-            self._admit_waiting(tokens, plan)
-        if not tokens:
+        counts = self._continue()
+        if not self._make_room(counts, plan):
+            self._admit_waiting(counts, plan)
+        if not counts.any():
             return None
-        self._lay_out(tokens, self._add_drafts(tokens, plan), plan)
+        self._lay_out(counts, self._add_drafts(counts, plan), plan)
         return plan
 
     @property
     def may_draft(self) -> bool:
         """Whether the next step will probably compute just the next token of each sequence."""
         is_decoding = all(s.has_drawn and not s.params.is_adjusted for s in self.running)
-        return is_decoding and not (self.waiting and self.free_seats)
+        return is_decoding and not (self.waiting and self.seats.free)
 
     def finish(self, sequence: Sequence) -> None:
         """Removes a sequence, whether it runs or waits."""
@@ -106,20 +118,21 @@ class Scheduler:
             if sequence.host_blocks is not None:
                 self.blocks.free_on_host(sequence.host_blocks)
                 sequence.host_blocks = None
-            sequence.num_computed = sequence.num_cached = 0
+            sequence.num_computed = 0
         self.blocks.empty_cache()
 
-    def _continue(self) -> dict[Sequence, int]:
-        """How many tokens each running sequence computes, provided that there are blocks for them."""
-        left = [(sequence, sequence.num_to_compute) for sequence in self.running]
-        tokens = {sequence: 1 for sequence, count in left if count == 1}
-        budget, num_prompts = self._budget(len(tokens), 0), 0
-        for sequence, count in left:
-            if count > 1 and budget > 0 and num_prompts < self.config.max_prompts_per_step:
-                tokens[sequence] = int(min(count, budget, self._most_tokens(sequence, tokens)))
-                budget -= tokens[sequence]
+    def _continue(self) -> np.ndarray:
+        """How many tokens each running sequence computes, provided that there are blocks for them: i32 [num_seats]."""
+        order, counts = self.seats.order, np.zeros(len(self.seats.sequences), np.int32)
+        left = self.seats.num_to_compute[order]
+        counts[order[left == 1]] = 1
+        budget, num_prompts = self._budget(int(counts.sum()), 0), 0
+        for seat in order[left > 1].tolist():
+            if budget > 0 and num_prompts < self.config.max_prompts_per_step:
+                counts[seat] = self._most_tokens(seat, budget, counts)
+                budget -= int(counts[seat])
                 num_prompts += 1
-        return tokens
+        return counts
 
     def _budget(self, num_decodes: int, num_prompt_tokens: int) -> int:
         """How many more tokens of prompts a step may compute, which has this many tokens already."""
@@ -130,34 +143,34 @@ class Scheduler:
         # At least one token in each step, so that no prompt waits for ever.
         return min(budget, max(most - num_decodes, 1) - num_prompt_tokens)
 
-    def _most_tokens(self, sequence: Sequence, tokens: dict[Sequence, int]) -> float:
+    def _most_tokens(self, seat: int, budget: int, counts: np.ndarray) -> int:
         """The most tokens that a row may have: each scored token takes the logits of one seat."""
-        return 1 + self._num_spare(tokens) if sequence.is_scored else math.inf
+        room = 1 + self._num_spare(counts) if self.seats.is_scored[seat] else math.inf
+        return int(min(self.seats.num_to_compute[seat], budget, room))
 
-    def _num_spare(self, tokens: dict[Sequence, int]) -> int:
+    def _num_spare(self, counts: np.ndarray) -> int:
         """Counts the free seats whose logits no scored token takes. A row's own seat serves one of its tokens."""
-        return len(self.free_seats) - sum(count - 1 for sequence, count in tokens.items() if sequence.is_scored)
+        return len(self.seats.free) - int((counts - 1)[self.seats.is_scored & (counts > 0)].sum())
 
-    def _make_room(self, tokens: dict[Sequence, int], plan: Plan) -> bool:
+    def _make_room(self, counts: np.ndarray, plan: Plan) -> bool:
         """Appends these tokens, preempting sequences until their blocks suffice; says whether it preempted any."""
         preempted = False
-        while tokens:
-            copies = self.blocks.append({_seat(sequence): count for sequence, count in tokens.items()})
+        while counts.any():
+            copies = self.blocks.append(counts)
             if copies is not None:
                 _extend(plan.copies, copies)
-                self._computed(tokens)
+                self._computed(counts)
                 return preempted
             victim = self.running[-1]
-            tokens.pop(victim, None)
+            counts[_seat(victim)] = 0
             self._preempt(victim, plan)
             preempted = True
         return preempted
 
-    def _computed(self, tokens: dict[Sequence, int]) -> None:
+    def _computed(self, counts: np.ndarray) -> None:
         """Counts tokens of the planned step as computed, and enters the blocks that they fill in the prefix cache."""
-        for sequence, count in tokens.items():
-            sequence.num_computed += count
-        self.blocks.cache_full_blocks(tokens)
+        self.seats.num_computed += counts
+        self.blocks.cache_full_blocks(self.seats)
 
     def _preempt(self, sequence: Sequence, plan: Plan) -> None:
         """Takes a sequence's blocks and seat away; it waits again at its old place in line."""
@@ -168,10 +181,9 @@ class Scheduler:
             self.counters.swapped += 1
         else:
             self.counters.recomputed += 1
-        num_computed = sequence.num_computed
         self._leave(sequence)
-        sequence.num_computed = num_computed if pairs is not None else 0
-        sequence.num_cached = 0
+        if pairs is None:
+            sequence.num_computed = 0
         self.add(sequence)
 
     def _should_swap(self, sequence: Sequence) -> bool:
@@ -191,91 +203,101 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         """Takes a sequence out of `running`, and gives back its blocks, its seat and its children's seats."""
-        seat = _seat(sequence)
-        self.blocks.cache_full_blocks([sequence])
-        self.blocks.release(seat)
-        self.running.remove(sequence)
-        self.free_seats += [_seat(child) for child in reversed(sequence.children)]
-        self.free_seats.append(seat)
-        sequence.seat = None
-        for child in sequence.children:
-            child.seat = None
+        self.blocks.cache_full_blocks(self.seats)
+        self.blocks.release(_seat(sequence))
+        self.seats.stop(sequence)
+        for leaving in [*reversed(sequence.children), sequence]:
+            self.seats.take_back(leaving)
 
-    def _admit_waiting(self, tokens: dict[Sequence, int], plan: Plan) -> None:
+    def _admit_waiting(self, counts: np.ndarray, plan: Plan) -> None:
         """Admits waiting sequences in line, up to the first one that has no room."""
         if not self.waiting:
             return
-        num_decodes = sum(count == 1 and not sequence.num_to_compute for sequence, count in tokens.items())
-        budget = self._budget(num_decodes, sum(tokens.values()) - num_decodes)
-        room = self.config.max_prompts_per_step - sum(count > 1 for count in tokens.values())
-        # Blocks are kept back for the running sequences: for the rest of their prompts, and one more for each.
-        reserve = self.blocks.to_finish(self.running)
+        num_decodes = int(np.count_nonzero((counts == 1) & (self.seats.num_to_compute == 0)))
+        budget = self._budget(num_decodes, int(counts.sum()) - num_decodes)
+        room = self.config.max_prompts_per_step - int(np.count_nonzero(counts > 1))
+        reserve: list[int] | None = None
         while self.waiting and budget > 0 and room > 0:
             sequence = self.waiting[0]
-            if 1 + len(sequence.children) > self._num_spare(tokens):
+            if 1 + len(sequence.children) > self._num_spare(counts):
                 return
-            is_found = sequence.host_blocks is None and not sequence.is_scored
+            # Blocks are kept back for the running sequences: for the rest of their prompts, and one more for each.
+            reserve = self.blocks.to_finish(self.seats) if reserve is None else reserve
+            is_found = sequence.host_blocks is None and not (sequence.wants_scores and not sequence.has_drawn)
             hits = self.blocks.match(sequence) if is_found else self.blocks.no_hits
             if self.running and not self.blocks.has_room(sequence, hits, reserve):
                 return
-            self._admit(self.waiting.pop(0), hits, budget, tokens, plan)
+            budget -= self._admit(self.waiting.pop(0), hits, budget, counts, plan)
             for adopted, blocks in zip(plan.adopted, hits.blocks, strict=True):
                 adopted.update(blocks)
             plan.seated.append(sequence)
-            budget -= tokens[sequence]
             room -= 1
             kept = self.blocks.to_go_on(sequence)
             reserve = [before + more for before, more in zip(reserve, kept, strict=True)]
 
-    def _admit(self, sequence: Sequence, hits: Hits, budget: int, tokens: dict[Sequence, int], plan: Plan) -> None:
-        """Gives a waiting sequence a seat, its cached or swapped blocks, and blocks for its first chunk."""
-        sequence.seat = self.free_seats.pop()
+    def _admit(self, sequence: Sequence, hits: Hits, budget: int, counts: np.ndarray, plan: Plan) -> int:
+        """Gives a waiting sequence a seat, its cached or swapped blocks, and blocks for its first chunk.
+
+        Returns:
+          The tokens of this chunk.
+        """
+        seat = self.seats.give(sequence)
         for child in sequence.children:
-            child.seat, child.num_found = self.free_seats.pop(), 0
-        bisect.insort(self.running, sequence, key=lambda other: other.place)
+            self.seats.give(child)
+            child.num_found = 0
+        self.seats.run(sequence)
         if sequence.host_blocks is None:
             sequence.num_computed = hits.num_blocks * self.blocks.block_size
-            sequence.num_cached = hits.num_blocks
+            self.seats.num_cached[seat] = hits.num_blocks
             if sequence.num_found is None:
                 sequence.num_found = sequence.num_computed
-            self.blocks.adopt(sequence.seat, hits)
+            self.blocks.adopt(seat, hits)
             self.counters.looked_up_tokens += sequence.num_tokens
             self.counters.hit_tokens += sequence.num_computed
-        tokens[sequence] = int(min(sequence.num_to_compute, budget, self._most_tokens(sequence, tokens)))
-        num_computed = sequence.num_computed
+        counts[seat] = self._most_tokens(seat, budget, counts)
+        num_computed, first = sequence.num_computed, np.zeros_like(counts)
         if sequence.host_blocks is not None:
-            _extend(plan.swap_in, self.blocks.restore(sequence.seat, num_computed, sequence.host_blocks))
+            _extend(plan.swap_in, self.blocks.restore(seat, num_computed, sequence.host_blocks))
             sequence.host_blocks = None
-        copies = self.blocks.append({sequence.seat: tokens[sequence]})
+        first[seat] = counts[seat]
+        copies = self.blocks.append(first)
         assert copies is not None and not any(copies), "a sequence was admitted without blocks, or must copy one"  # noqa: PT018
         if num_computed:
-            plan.entries += self.blocks.entries(sequence.seat, 0, num_computed)
-        self._computed({sequence: tokens[sequence]})
+            plan.entries += self.blocks.entries(seat, 0, num_computed)
+        self._computed(first)
+        return int(counts[seat])
 
-    def _add_drafts(self, tokens: dict[Sequence, int], plan: Plan) -> dict[Sequence, list[int]]:
+    def _add_drafts(self, counts: np.ndarray, plan: Plan) -> Drafts:
         """Gives rows drafts, and blocks for them, if all rows decode and no block has to be taken from anyone.
 
         A step has no drafts if a row's logits are changed (adjust.py, mask.py): the changes depend on earlier tokens.
+
+        Returns:
+          The drafts by seats.
         """
         has_begun = any(plan.adopted) or any(plan.swap_in)
-        if self.speculator is None or has_begun or any(s.params.is_adjusted for s in tokens):
+        if self.speculator is None or has_begun:
+            return {}
+        planned = [sequence for sequence in self.running if counts[_seat(sequence)]]
+        if any(s.params.is_adjusted for s in planned):
             return {}
         # A row of one token may also be a part of a text that is computed anew.
-        is_decoding = (s.has_drawn and not s.num_to_compute and not s.num_unread for s in tokens)
-        if not all(is_decoding) or max(tokens.values()) > 1:
+        is_decoding = (s.has_drawn and not s.num_to_compute and not s.num_unread for s in planned)
+        if not all(is_decoding) or counts.max() > 1:
             return {}
-        drafts = self.speculator.draft(list(tokens))
-        copies = self.blocks.append({_seat(sequence): len(draft) for sequence, draft in drafts.items()})
+        drafts = {_seat(sequence): draft for sequence, draft in self.speculator.draft(planned).items()}
+        lengths = {seat: len(draft) for seat, draft in drafts.items()}
+        copies = self.blocks.append(lengths)
         if copies is None:
             self.speculator.pause()
             return {}
         assert not any(copies), "the block of the last token is shared"
-        for sequence, draft in drafts.items():
-            sequence.num_computed += len(draft)
-            tokens[sequence] += len(draft)
+        for seat, length in lengths.items():
+            self.seats.num_computed[seat] += length
+            counts[seat] += length
         return drafts
 
-    def correct(self, plan: Plan, num_right: dict[Sequence, int]) -> None:
+    def correct(self, plan: Plan, num_right: collections.abc.Mapping[Sequence, int]) -> None:
         """Shortens sequences with verified drafts to their right tokens.
 
         Args:
@@ -283,62 +305,86 @@ class Scheduler:
           num_right: how many of its drawn tokens count, for each sequence.
         """
         lengths = {}
-        for chunk in plan.chunks:
-            if chunk.draft and chunk.sequence.seat is not None:
-                chunk.sequence.num_computed = chunk.start + num_right[chunk.sequence]
-                lengths[chunk.sequence.seat] = chunk.sequence.num_computed
+        for row in plan.rows.drafts:
+            sequence, count = plan.rows.sequences[row], num_right[plan.rows.sequences[row]]
+            length = int(plan.rows.ends[row] - plan.rows.counts[row]) + count
+            sequence.num_tokens = length + 1
+            if sequence.seat is not None:
+                sequence.num_computed = lengths[sequence.seat] = length
         if lengths:
             self.blocks.truncate(lengths)
 
-    def _lay_out(self, tokens: dict[Sequence, int], drafts: dict[Sequence, list[int]], plan: Plan) -> None:
-        """Orders the rows. Where a sequence's last token is computed, plans a draw and starts the children."""
-        rows = [item for item in tokens.items() if item[1] > 1]
-        rows += [item for item in tokens.items() if item[1] == 1]
+    def _lay_out(self, counts: np.ndarray, drafts: Drafts, plan: Plan) -> None:
+        """Orders the rows, and plans a draw where a sequence's last token is computed."""
+        seats = self.seats
+        order = seats.order[counts[seats.order] > 0]
+        is_one = counts[order] == 1
+        order = np.concatenate([order[~is_one], order[is_one]])
         if self.sharing is not None and plan.seated:
             self.sharing.forget()
-        if self.sharing is not None and rows[0][1] == 1:
-            rows = self._share(rows, self.sharing, plan)
-        for row, (sequence, count) in enumerate(rows):
-            seat, end = _seat(sequence), sequence.num_computed
-            draft = drafts.get(sequence, ())
-            plan.chunks.append(Chunk(sequence, seat, end - count, count, draft))
-            if count > 1:
-                plan.entries += self.blocks.entries(seat, end - count, end)
-            if sequence.is_scored:
-                positions = range(end - count + 1, min(end + 1, sequence.num_prompt))
-                plan.scores += [Score(sequence, row, offset, position) for offset, position in enumerate(positions)]
-            if end < sequence.num_tokens:
-                continue
-            # The host reads these tokens before it plans the next step, which needs no last token of this seat.
-            seat = self.config.max_num_seqs if draft else seat
-            for position, follows in enumerate((None, *draft), end - len(draft)):
-                plan.samples.append(Sample(sequence, seat, row, position, follows))
-            sequence.num_unread += 1
-            if sequence.children:
-                self._begin_children(sequence, row, plan)
-        plan.row_blocks = self.blocks.last_blocks([chunk.seat for chunk in plan.chunks])
-        reads_written = any(not a.isdisjoint(b) for a, b in zip(plan.adopted, plan.row_blocks, strict=True))
-        plan.is_decode = len(rows) == sum(tokens.values()) and not reads_written
+        if self.sharing is not None and is_one.all():
+            order = self._share(order, self.sharing, plan)
+        ends, of_row = seats.num_computed[order], seats.sequences[order].tolist()
+        by_row = {row: drafts[seat] for row, seat in enumerate(order.tolist()) if seat in drafts} if drafts else {}
+        plan.rows = rows = Rows(of_row, order, ends, counts[order], seats.is_drawn[order], by_row)
+        starts = ends - rows.counts
+        plan.num_prompt_tokens = int(np.maximum(np.minimum(ends, seats.num_prompt[order]) - starts, 0).sum())
+        for row in (rows.counts > 1).nonzero()[0].tolist():
+            plan.entries += self.blocks.entries(int(order[row]), int(starts[row]), int(ends[row]))
+        for row in seats.is_scored[order].nonzero()[0].tolist():
+            positions = range(starts[row] + 1, min(ends[row] + 1, of_row[row].num_prompt))
+            plan.scores += [Score(of_row[row], row, offset, position) for offset, position in enumerate(positions)]
+        self._draw(rows, plan)
+        plan.row_blocks = self.blocks.last_blocks(order)
+        adopted = zip(plan.adopted, plan.row_blocks, strict=True)
+        reads_written = any(blocks and not blocks.isdisjoint(last.tolist()) for blocks, last in adopted)
+        plan.is_decode = len(rows) == counts.sum() and not reads_written
         plan.prefixes = plan.prefixes if plan.is_decode else []
         self.counters.shared_tokens += sum((num_rows - 1) * size for num_rows, size in plan.prefixes)
 
-    def _share(self, rows: list[tuple[Sequence, int]], sharing: Sharing, plan: Plan) -> list[tuple[Sequence, int]]:
-        """Puts rows that share a prefix together, before all others."""
-        groups = sharing.find([_seat(sequence) for sequence, _ in rows])
-        plan.prefixes = [(len(group.rows), group.num_blocks * self.blocks.block_size) for group in groups]
-        first = [row for group in groups for row in group.rows]
-        return [rows[row] for row in first] + [item for row, item in enumerate(rows) if row not in set(first)]
+    def _draw(self, rows: Rows, plan: Plan) -> None:
+        """Plans a token for each row that ends with its sequence's last one, for its children, and after its drafts."""
+        seats = self.seats
+        num_draws = (rows.ends == seats.num_tokens[rows.seats]).astype(np.int64)
+        parents = (num_draws * (rows.ends == seats.num_prompt[rows.seats])).nonzero()[0].tolist()
+        for row in parents:
+            num_draws[row] += len(rows.sequences[row].children)
+        for row, draft in rows.drafts.items():
+            num_draws[row] = 1 + len(draft)
+        of_row, firsts = np.arange(len(rows)).repeat(num_draws), num_draws.cumsum() - num_draws
+        owners, positions, follows = rows.seats[of_row], rows.ends[of_row], {}
+        for row in parents:
+            children = rows.sequences[row].children
+            owners[firsts[row] + 1 : firsts[row] + 1 + len(children)] = [_seat(child) for child in children]
+            self._begin_children(rows.sequences[row], plan)
+        last_seats = owners.copy()
+        for row, draft in rows.drafts.items():
+            first, end = int(firsts[row]), int(firsts[row]) + 1 + len(draft)
+            positions[first:end] -= np.arange(len(draft), -1, -1)
+            follows |= dict(zip(range(first + 1, end), draft, strict=True))
+            # The host reads these tokens before it plans the next step, which needs no last token of this seat.
+            last_seats[first:end] = len(seats.sequences)
+        seats.num_tokens[owners] = positions + 1
+        seats.is_drawn[owners] = last_seats == owners
+        needs = int(np.bitwise_or.reduce(seats.needs[owners]))
+        sequences, params = seats.sequences[owners].tolist(), seats.params[:, owners]
+        plan.samples = Samples(sequences, of_row, positions, last_seats, params, needs, follows)
 
-    def _begin_children(self, parent: Sequence, row: int, plan: Plan) -> None:
+    def _share(self, seats: np.ndarray, sharing: Sharing, plan: Plan) -> np.ndarray:
+        """Puts rows that share a prefix together, before all others."""
+        groups, order = sharing.find(seats)
+        plan.prefixes = [(len(group.rows), group.num_blocks * self.blocks.block_size) for group in groups]
+        return seats[order]
+
+    def _begin_children(self, parent: Sequence, plan: Plan) -> None:
         """Makes a sequence's children run, with all blocks of their parent, whose prompt is computed now."""
+        seat = _seat(parent)
         for child in parent.children:
-            child.num_computed, child.num_cached = parent.num_computed, parent.num_cached
-            child.hashes = list(parent.hashes)
-            self.blocks.fork(_seat(parent), _seat(child))
-            bisect.insort(self.running, child, key=lambda other: other.place)
-            plan.entries += self.blocks.entries(_seat(child), 0, parent.num_computed, of=_seat(parent))
-            plan.samples.append(Sample(child, _seat(child), row, parent.num_computed))
-            child.num_unread += 1
+            child.num_computed, child.hashes = parent.num_computed, list(parent.hashes)
+            self.seats.num_cached[_seat(child)] = self.seats.num_cached[seat]
+            self.blocks.fork(seat, _seat(child))
+            self.seats.run(child)
+            plan.entries += self.blocks.entries(_seat(child), 0, parent.num_computed, of=seat)
         plan.seated += parent.children
         parent.children = []
 

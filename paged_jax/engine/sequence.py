@@ -10,6 +10,8 @@ from paged_jax.engine.request import FinishReason, SamplingParams, TokenLogprob
 class Sequence:
     """One sample of a request, unfinished; the scheduler keeps it in its list of waiting or of running sequences.
 
+    While it has a seat, `num_tokens` and `num_computed` stand in the arrays of `Seats`.
+
     Attributes:
       request_id: the request's id, which counts requests in order of arrival.
       index: the index of the sample in its request.
@@ -18,21 +20,19 @@ class Sequence:
       num_prompt: tokens of the prompt.
       max_total: the largest number of tokens, prompt and output together.
       seed: the seed of the draws.
-      num_unread: output tokens that planned steps draw and the host has not read yet: 0 or 1 between two calls of
-        `Engine.step`, and 2 while a step is launched before the tokens of the last one are read.
-      num_computed: tokens whose keys and values are in the cache once all launched steps are done.
       seat: the sequence's row of the block tables and of the last tokens on the device; None if it has none. A child
         gets its seat together with its parent, before it runs.
+      seats: the `Seats`, while it has one.
       children: samples of the same request that begin when the prompt of this one is computed.
       host_blocks: for each group of layers, the host blocks that hold its cache while it is swapped out, else None.
       hashes: the names of its full blocks so far (prefix.py).
-      num_cached: how many of its first blocks have been entered in the prefix cache.
       scored: the log-probabilities of the prompt's tokens so far, by their positions.
       num_found: how many of its tokens were found in the prefix cache when it was first admitted; None before.
       is_restarted: whether its next `Delta` is the first one after a restart.
       finish_reason: None while the sequence is unfinished.
       text: the `TextStream` that turns its tokens into text, or None.
       mask: the `MaskedSample` that says which tokens may come next, or None.
+      is_plain: whether nothing but its number ends it, and nothing but its tokens is told of it.
     """
 
     request_id: int
@@ -42,19 +42,55 @@ class Sequence:
     num_prompt: int
     max_total: int
     seed: int
-    num_unread: int = 0
-    num_computed: int = 0
     seat: int | None = None
+    seats: Any = None
     children: list["Sequence"] = dataclasses.field(default_factory=list)
     host_blocks: list[list[int]] | None = None
     hashes: list[bytes] = dataclasses.field(default_factory=list)
-    num_cached: int = 0
     scored: dict[int, TokenLogprob] = dataclasses.field(default_factory=dict)
     num_found: int | None = None
     is_restarted: bool = False
     finish_reason: FinishReason | None = None
     text: Any = None
     mask: Any = None
+    is_plain: bool = False
+
+    def __post_init__(self):
+        self._num_tokens, self._num_computed = len(self.tokens), 0
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the sequence has, including those that launched steps draw and the host has not read yet."""
+        return self._num_tokens if self.seats is None else int(self.seats.num_tokens[self.seat])
+
+    @num_tokens.setter
+    def num_tokens(self, value: int) -> None:
+        if self.seats is None:
+            self._num_tokens = value
+        else:
+            self.seats.num_tokens[self.seat] = value
+
+    @property
+    def num_computed(self) -> int:
+        """How many of its tokens are in the cache, or swapped out to the host, once all launched steps are done."""
+        return self._num_computed if self.seats is None else int(self.seats.num_computed[self.seat])
+
+    @num_computed.setter
+    def num_computed(self, value: int) -> None:
+        if self.seats is None:
+            self._num_computed = value
+        else:
+            self.seats.num_computed[self.seat] = value
+
+    @property
+    def num_unread(self) -> int:
+        """How many of its tokens the host has not read: up to 1 between two calls of `Engine.step`, up to 2 inside."""
+        return self.num_tokens - len(self.tokens)
+
+    @property
+    def num_to_compute(self) -> int:
+        """How many tokens are not in the cache yet; the last of them gives the next token's logits."""
+        return self.num_tokens - self.num_computed
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -71,29 +107,20 @@ class Sequence:
         """Whether it has tokens after its prompt, including tokens that the host has not read yet."""
         return self.num_tokens > self.num_prompt
 
-    def restart(self) -> None:
-        """Drops all tokens after the prompt. The sequence has no blocks, and the host has read all of its tokens."""
-        assert self.seat is None and not self.num_unread and not self.num_computed  # noqa: PT018
-        del self.tokens[self.num_prompt :], self.hashes[:]
-        self.scored, self.is_restarted = {}, True
-        self.num_found = None if self.index == 0 else 0
-
     @property
-    def num_tokens(self) -> int:
-        """How many tokens the sequence has, including tokens that the host has not read yet."""
-        return len(self.tokens) + self.num_unread
-
-    @property
-    def num_to_compute(self) -> int:
-        """How many tokens are not in the cache yet; the last of them gives the next token's logits."""
-        return len(self.tokens) + self.num_unread - self.num_computed
-
-    @property
-    def is_scored(self) -> bool:
-        """Whether steps must compute the log-probabilities of its prompt's tokens; only the first sample's do."""
-        return self.params.prompt_logprobs is not None and self.index == 0 and self.num_tokens == self.num_prompt
+    def wants_scores(self) -> bool:
+        """Whether the log-probabilities of its prompt's tokens are wanted; only the first sample's are."""
+        return self.params.prompt_logprobs is not None and self.index == 0
 
     @property
     def is_exhausted(self) -> bool:
         """Whether the launched steps draw the sequence's last possible token, so that it needs no more steps."""
-        return len(self.tokens) + self.num_unread >= self.max_total
+        return self.num_tokens >= self.max_total
+
+    def restart(self) -> None:
+        """Drops all tokens after the prompt. The sequence has no blocks, and the host has read all of its tokens."""
+        assert self.seat is None and not self.num_unread and not self.num_computed  # noqa: PT018
+        del self.tokens[self.num_prompt :], self.hashes[:]
+        self.num_tokens = self.num_prompt
+        self.scored, self.is_restarted = {}, True
+        self.num_found = None if self.index == 0 else 0

@@ -37,33 +37,37 @@ class Sharing:
 
     config: EngineConfig
     blocks: BlockManager
-    _seats: list[int] = dataclasses.field(default_factory=list)
+    _seats: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
     _groups: list[Group] = dataclasses.field(default_factory=list)
+    _order: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
 
     def forget(self) -> None:
         """Notes that a sequence has got a seat, which may change the groups."""
-        self._seats = []
+        self._seats = self._seats[:0]
 
-    def find(self, seats: list[int]) -> list[Group]:
-        """The groups of the step's rows that share a prefix worth reading once.
+    def find(self, seats: np.ndarray) -> tuple[list[Group], np.ndarray]:
+        """Finds the groups of the step's rows that share a prefix worth reading once.
 
         The blocks that sequences share are full. They stay as they are while the sequences run, and so do the groups.
 
         Args:
-          seats: the seat of each row.
+          seats: i64 [num_rows], the seat of each row.
 
         Returns:
-          At most `max_shared_prefixes` groups; none if they would save a step too few reads.
+          At most `max_shared_prefixes` groups; none if they would save a step too few reads. And the order of the rows
+          in which those of each group stand together, before all others, i64 [num_rows].
         """
-        if seats != self._seats:
+        if not np.array_equal(seats, self._seats):
             state = self.blocks.state
             num_full = (state.seq_lens[seats] - 1) // self.blocks.block_size  # no block that the step writes
             groups = find_groups(state.block_tables[seats], num_full)
             groups = sorted(groups, key=lambda group: -group.num_spared)[: self.config.max_shared_prefixes]
             num_spared = sum(group.num_spared for group in groups) * self.blocks.block_size
             self._groups = groups if num_spared >= self.config.least_shared_tokens else []
+            first = [row for group in self._groups for row in group.rows]
+            self._order = np.array([*first, *np.setdiff1d(np.arange(len(seats)), first)], np.int64)
             self._seats = seats
-        return self._groups
+        return self._groups, self._order
 
 
 def find_groups(tables: np.ndarray, num_full: np.ndarray) -> list[Group]:

@@ -1,4 +1,4 @@
-"""Work on tiles of K and V, except copies by TMA."""
+"""Tiles of K and V that do not come by TMA alone."""
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
