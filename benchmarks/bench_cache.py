@@ -1,8 +1,8 @@
-"""Times cache writes, block copies and decode that writes on the way: `python -m benchmarks.bench_cache --out FILE`.
+"""Times cache writes, block copies and decode that writes: `python -m benchmarks.bench_cache --out FILE`.
 
-The ceiling of writes and copies is a plain copy, whose bytes read and bytes written both count; their peers are XLA's
-scatters. Decode that writes is compared with attention alone and with the two ops one after the other. All caches are
-donated: each call takes the caches that the call before it returned.
+The ceiling of writes and copies is a plain copy, whose bytes read and bytes written both count. Their peers are XLA's
+scatters. Decode that writes is compared with attention alone, and with the two ops one after the other. All caches are
+donated: each call takes the caches that the previous call returned.
 """
 
 import argparse
@@ -101,10 +101,10 @@ WORKS: tuple[Work, ...] = (
 
 
 class Contender(NamedTuple):
-    """One way to do a work.
+    """One way to do a write, a copy or a decode step.
 
     Attributes:
-      name, kind: what the report calls it.
+      name, kind: as in the report.
       step: the function to compile and time, ``step(caches, *args) -> (out, caches)``.
       argsets: the arguments besides the caches; calls rotate through them.
       check: raises ValueError if ``(out, caches)`` of the first argset is wrong.
@@ -118,7 +118,7 @@ class Contender(NamedTuple):
 
 
 class Threaded:
-    """A compiled step as a function of its arguments alone: this keeps the caches and donates them to each call."""
+    """A compiled step as a function of its arguments alone. It keeps the caches, and donates them to each call."""
 
     def __init__(self, compiled: Callable, caches: tuple[Array, Array]):
         self.compiled, self.caches = compiled, caches
@@ -129,7 +129,7 @@ class Threaded:
 
 
 def write_contenders(work: Write, inputs: Inputs) -> Iterator[Contender]:
-    """Yields our write and XLA's, into the same slots."""
+    """Yields our write and XLA's write, into the same slots."""
     rng = np.random.default_rng(0)
     num_slots = inputs.key_cache.shape[0] * _BLOCK.block_size
     shape = (work.tokens, _BLOCK.num_kv_heads, _BLOCK.head_size)
@@ -169,7 +169,7 @@ def _slots(tokens: int, num_slots: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def copy_contenders(work: Copy, inputs: Inputs) -> Iterator[Contender]:
-    """Yields our copy and XLA's, of the same random blocks."""
+    """Yields our copy and XLA's copy, of the same random blocks."""
     rng = np.random.default_rng(0)
     draws = [rng.choice(inputs.key_cache.shape[0], (work.pairs, 2), replace=False) for _ in range(4)]
     mappings = [jnp.asarray(draw, jnp.int32) for draw in draws]

@@ -1,16 +1,16 @@
 """Measures the most that one GPU can do: `python -m benchmarks.bench_ceilings --out FILE`.
 
-README.md and LOG.md compare ops with kernels that only move bytes, and with a product. This measures all of them anew:
+README.md and LOG.md compare ops with kernels that only move bytes, and with a product. This measures all of these:
 
     read           16-byte loads of contiguous memory: the ceiling of decode, at each size
-    pages          the same loads in pages of 4 KiB, whose ids come from a table, in order and shuffled: what a kernel
-                   that finds its keys and values through a block table pays before it computes anything
+    pages          the same loads in pages of 4 KiB, whose ids come from a table, in order and shuffled: the least cost
+                   of a kernel that finds its keys and values through a block table
     copy           16-byte loads and stores: the ceiling of cache operations
     vllm-writes    256 new tokens into layout `vllm`, K alone, V alone and both: no write of few tokens can be faster in
-                   this layout, since each element of V goes to a sector of its own
+                   this layout, because each element of V goes to a sector of its own
     product        a product of two bfloat16 matrices by XLA: the ceiling of prefill
 
-The kernels of `pages` and `vllm-writes` are checked before they are timed. All but `product` need CuPy.
+The kernels of `pages` and `vllm-writes` are checked before they are timed. All except `product` need CuPy.
 """
 
 import argparse
@@ -28,7 +28,7 @@ MIB = 1 << 20
 READ_BYTES = tuple(n * MIB for n in (2, 16, 64, 128, 256, 512, 1024, 2048, 8192))
 PAGE_BYTES = 4096  # a page has the tokens of one kv head: 16 tokens of 128 elements in bfloat16
 PAGED_BYTES = tuple(n * MIB for n in (2, 16, 128, 256, 1024))
-_BUFFER_BYTES = 8 << 30  # all calls together go through so many bytes that no call finds its own in L2
+_BUFFER_BYTES = 8 << 30  # calls go through this many bytes, so that no call finds its bytes in L2
 _THREADS = 256
 
 # The sizes of the new tokens of `vllm-writes` and of their caches, in bfloat16. `PagedKVCache` says what X is.
@@ -77,10 +77,10 @@ def row(case: str, work: int, us: float, unit: str = "GB/s", **more: Any) -> dic
 
 
 def fastest(times: Sequence[float], shape: tuple[int, int, int]) -> list[float]:
-    """The fastest launch's median time for each size; `times` has the flattened array [sizes, launches, repeats].
+    """The fastest launch's median time for each size. `times` is the flattened array [sizes, launches, repeats].
 
     Raises:
-      RuntimeError: there are not as many times as this shape has elements.
+      RuntimeError: the number of times does not fit the shape.
     """
     if len(times) != np.prod(shape):
         raise RuntimeError(f"CUPTI saw {len(times)} kernels of {np.prod(shape)}")
@@ -88,7 +88,7 @@ def fastest(times: Sequence[float], shape: tuple[int, int, int]) -> list[float]:
 
 
 def page_tables(num_pages: int, shuffled: bool, seed: int = 0) -> np.ndarray:
-    """The ids of all pages of the buffer, i32 [num_pages]. Each call reads the next of them."""
+    """The ids of all pages of the buffer, i32 [num_pages]. Each call reads the next pages."""
     ids = np.arange(num_pages, dtype=np.int32)
     return np.random.default_rng(seed).permutation(ids) if shuffled else ids
 
@@ -185,7 +185,7 @@ def copy_rows() -> list[dict[str, Any]]:
 
 
 def vllm_write_rows() -> list[dict[str, Any]]:
-    """Writes of new tokens into random slots in layout `vllm`; calls rotate through slots."""
+    """Writes of new tokens into random slots in layout `vllm`; calls take sets of slots in turn."""
     import cupy
 
     rng = np.random.default_rng(0)
@@ -242,7 +242,7 @@ WORKS: dict[str, Callable[[], list[dict[str, Any]]]] = {
 
 
 def run(works: dict[str, Callable[[], list[dict[str, Any]]]], out: Path | None = None) -> dict[str, Any]:
-    """Measures every work, and returns what it writes to `out`. If a work fails, its rows are the reason."""
+    """Runs every measurement, and returns what it writes to `out`. If one fails, its row has the reason."""
     rows: list[dict[str, Any]] = []
     report = {"op": "ceilings", **harness.environment(), "rows": rows}
     for name, measure in works.items():

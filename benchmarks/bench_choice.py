@@ -1,18 +1,20 @@
-"""Times cases with every implementation, and finds what the automatic choice between these loses.
+"""Times cases with every implementation, and finds what the automatic choice between them loses.
 
     python -m benchmarks.bench_choice --op decode
     python -m benchmarks.bench_choice --op ragged --processes 12
     python -m benchmarks.bench_choice --op models
 
 Nobody tuned for these cases. A seeded generator draws heads, groups, head sizes, dtypes, layouts and lengths of decode
-(`cases.random_decode`), or batches as engines compose them (`cases.random_ragged`). "models" are not drawn: they are
-real models' shapes of decode that `bench_decode` lacks (`cases.MORE_DECODE`). For ragged attention, Triton is timed
-with other sizes of its tiles of queries, too. A case's regret is the chosen implementation's time over the fastest
-one's, less 1 (`benchmarks.report`).
+(`cases.random_decode`), or batches like those of engines (`cases.random_ragged`). "models" are not drawn: they are real
+models' decode shapes that `bench_decode` lacks (`cases.MORE_DECODE`). For ragged attention, Triton is also timed with
+other sizes of its query tiles. A case's regret is the chosen implementation's time over the fastest one's, minus 1
+(`benchmarks.report`).
 
-    python -m benchmarks.bench_choice --op ragged --implementations auto --peers vllm-fa3,vllm-fa3-128
+    python -m benchmarks.bench_choice --op ragged --count 60 --block-sizes 16,128 --implementations auto \\
+        --peers vllm-fa3 --seconds 0.03 --processes 16
 
-With peers the rows of the same cases stand beside theirs, and the last line tells in how many the first of ours leads.
+With peers, the report has rows of ours and of the peers for each case. The last lines say in how many cases the first
+of our implementations leads, and where it is furthest behind. Each case is timed with blocks of each given size.
 """
 
 import argparse
@@ -33,7 +35,7 @@ from paged_jax import _validate
 from paged_jax.kernels.triton import ragged, tuning
 from paged_jax.options import Options
 
-TILES = (16, 64, 128, 256)  # rows, each a query of one head
+TILES = (16, 64, 128, 256)  # rows of a query tile, each a query of one head
 IMPLEMENTATIONS = {
     "decode": ("mosaic_gpu", "triton"),
     "ragged": ("mosaic_gpu", "triton", "triton/16", "triton/64", "triton/256"),
@@ -43,7 +45,7 @@ NUM_CASES = {"decode": 40, "ragged": 30, "models": len(cases.MORE_DECODE)}
 
 
 def ragged_implementation(name: str) -> peers.Build:
-    """Makes a contender from its name: an implementation's, or "triton/<rows>" for tiles of this many rows.
+    """Makes a contender from its name: an implementation, or "triton/<rows>" for query tiles of this many rows.
 
     Raises:
       ValueError: the name is neither.
@@ -64,7 +66,7 @@ def _with_tiles(rows: int, *arrays: Any, **options: Any) -> jax.Array:
 
 
 def _tuned(rows: int, tune: Any, problem: Any, gpu: Any, *, queries_per_seq: int, **options: Any) -> tuning.Tuning:
-    """Returns the choice of `tuning.attention` for sequences whose queries fill a tile of `rows` rows."""
+    """Returns the tuning of `tuning.attention` for sequences whose queries fill a tile of `rows` rows."""
     tuned = tune(problem, gpu, queries_per_seq=max(2, rows // problem.group), **options)
     if tuned.rows != rows:
         raise peers.Absent(f"tiles have {tuned.rows} rows")
@@ -111,15 +113,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the generator; default 0")
     parser.add_argument("--implementations", help=f"names with commas between them; default {IMPLEMENTATIONS}")
     parser.add_argument("--peers", default="none", help="names of bench_decode's or bench_ragged's peers; default none")
+    parser.add_argument("--block-sizes", type=harness.numbers, help="of each case, such as 16,128; default 16")
+    parser.add_argument("--seconds", type=float, default=timing.SECONDS, help="of one measurement; default %(default)s")
     parser.add_argument("--processes", type=int, default=1, help="how many compile side by side; default 1")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args(argv)
     drawn = {"decode": cases.random_decode, "ragged": cases.random_ragged, "models": models}[args.op]
     benchmark = bench_decode.BENCHMARK
     if args.op == "ragged":
-        benchmark = dataclasses.replace(
-            bench_ragged.BENCHMARK, implementation=ragged_implementation, timer=timing.time_calls
-        )
+        benchmark = dataclasses.replace(bench_ragged.BENCHMARK, implementation=ragged_implementation)
     names = args.implementations.split(",") if args.implementations else IMPLEMENTATIONS[args.op]
     beside = [] if args.peers == "none" else args.peers.split(",")
     harness.check_names(parser, "peer", beside, [*benchmark.peers, *benchmark.elsewhere])
@@ -130,14 +132,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if not harness.has_gpu("choice", args.processes):
         return 2
-    some = drawn(args.count or NUM_CASES[args.op], args.seed)
-    benchmark = dataclasses.replace(benchmark, op=f"choice-{args.op}", cases=some)
+    some = cases.with_blocks(drawn(args.count or NUM_CASES[args.op], args.seed), args.block_sizes)
+    how = {"seconds": args.seconds, "rested": False}
+    timer = functools.partial(timing.time_calls, **how)
+    benchmark = dataclasses.replace(benchmark, op=f"choice-{args.op}", cases=some, timer=timer, peer_timing=how)
 
     def notes() -> dict[str, Any]:
         return {"seed": args.seed, "chosen": choices(args.op, some)}
 
     found = harness.run(benchmark, some, names, beside, out=args.out, processes=args.processes, notes=notes)
-    print(report.regret_text(found))
+    if len(names) > 1:
+        print(report.regret_text(found))
     if beside:
         print(report.peers_text(found))
     return 0

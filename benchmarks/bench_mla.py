@@ -1,8 +1,9 @@
 """Times multi-head latent attention beside FlashMLA and FlashAttention 3: `python -m benchmarks.bench_mla`.
 
-Each result is compared with attention in float32 for a few sequences before it is timed. A row's share is the least
-time that the work takes, over the row's time: its bytes at the rate of a large read, or its operations at the rate of a
-large matrix product, whichever takes longer. The peers run in a process of PyTorch's, `benchmarks.mla_peers`.
+Before a case is timed, its result is compared with attention in float32 for a few sequences. A row's share is the least
+time of its work over the row's time. The least time is that of its bytes at the rate of a large read, or that of its
+operations at the rate of a large matrix product, whichever is longer. The peers run in a process of PyTorch's,
+`benchmarks.mla_peers`.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from benchmarks import harness, timing
 from benchmarks.mla_cases import BLOCK_SIZE, BY_NAME, CASES, LATENT_SIZE, SCALE, VALUE_SIZE, Case
 from benchmarks.report import first_line
 
-_CHECKED = 4  # sequences
+_CHECKED = 4  # sequences whose results are checked
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +65,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _row(case: Case, name: str) -> dict[str, Any]:
-    """Checks and times one implementation; the row has its time, or the reason why there is none."""
+    """Checks and times one implementation. Its row has the time, or the reason why there is none."""
     row: dict[str, Any] = {"case": case.name, "contender": name, "kind": "implementation"}
     try:
         argsets, attend = _calls(case, name)
@@ -78,7 +79,7 @@ def _row(case: Case, name: str) -> dict[str, Any]:
 
 
 def _calls(case: Case, name: str) -> tuple[list[tuple], Any]:
-    """The arguments of calls with each of the block tables, and the compiled op."""
+    """Returns the arguments of calls, one for each of the block tables, and the compiled op."""
     tables, num_blocks = case.tables()
     num_seqs, key = len(case.lengths), jax.random.key(0)
     query = jax.random.normal(key, (num_seqs * case.num_queries, case.num_heads, LATENT_SIZE), jnp.bfloat16)
@@ -99,7 +100,7 @@ def _calls(case: Case, name: str) -> tuple[list[tuple], Any]:
 
 
 def _error(case: Case, arrays: tuple, out: jax.Array) -> float:
-    """The error of a few sequences' results, relative to their norm, compared with attention in float32."""
+    """The error of a few sequences' results against attention in float32, relative to the norm of the latter."""
     query, cache, table, *_ = arrays
     wanted, found = [], []
     for seq in sorted({0, len(case.lengths) // 2, len(case.lengths) - 1})[:_CHECKED]:

@@ -5,16 +5,16 @@ next token (`examples.step` and `examples.sampling.greedy`). Three clocks show w
 
     device   the sum of its kernels' times, as CUPTI measures them
     looped   wall clock of many steps in one compiled loop
-    called   wall clock of as many calls of the jitted step, one call a token
+    called   wall clock of the same number of calls of the jitted step, one call for each token
 
-The device's row also lists the kernels that take longest, as (name, launches, microseconds) of a step.
+The device's row also lists the slowest kernels, as (name, launches, microseconds) of a step.
 
 The floor is the time in which a read-only kernel reads the weights and the cached keys and values once. It counts only
 the experts that are used and, in layers with a window, only the tokens inside the window. The peer (torch_model.py) is
 plain PyTorch, compiled and captured in a CUDA graph, with one contiguous cache for each sequence; for models with
-experts, windows or latents it is transformers (torch_hub_model.py). It runs first, in a process of its own, because
-JAX would not give back the memory of a large model. Then all programs compile at the same time, and nothing is timed
-before the last one is compiled.
+experts, windows or latents it is transformers (torch_hub_model.py). The peer runs first, in a process of its own,
+because JAX would not give back the memory of a large model. Then all our programs compile at the same time, and nothing
+is timed before the last one is compiled.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from examples.step import make_abstract_step
 def peer_answers(
     models: dict[str, DecoderConfig], work: Work, seconds: float
 ) -> dict[tuple[str, str, int], dict[str, Any]]:
-    """PyTorch's times by model, phase and number of sequences; cases that it did not get to are missing."""
+    """PyTorch's times by model, phase and number of sequences. Cases that it did not reach are missing."""
     sizes = {name: HUB_CONFIGS.get(name) or dataclasses.asdict(config) for name, config in models.items()}
     command = [sys.executable, "-m", "benchmarks.torch_model"]
     pipe, env = subprocess.PIPE, environment()

@@ -1,10 +1,10 @@
 """Measures the memory that sliding windows save: `python -m benchmarks.bench_pools`.
 
-Texts run through a scheduler from the first token of their prompts to their last one, without a model or a device.
-Each row compares two ways to group the layers. A single group keeps all blocks of a text until the text ends; groups
-by window release the blocks behind the window. For both the row has the bytes of pools in which no text waits for
-blocks, the peak of the bytes that texts hold, and the mean time in which the host plans a step. Keys and values are
-bfloat16.
+Texts run through a scheduler from the first token of their prompts to their last token, without a model or a device.
+Each row compares two ways to group the layers. A single group keeps all blocks of a text until the text ends. Groups by
+window release the blocks before the window. For both ways, the row has three numbers: the bytes of pools in which no
+text waits for blocks, the peak of the bytes that texts hold, and the mean time in which the host plans a step. Keys and
+values are bfloat16.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from paged_jax.engine.scheduler import Scheduler
 from paged_jax.engine.sequence import Sequence
 
 MODELS = "google/gemma-3-1b-it", "google/gemma-3-12b-it (text)", "openai/gpt-oss-20b (in bfloat16)"
-OUTPUT = 64  # tokens of each text behind its prompt
+OUTPUT = 64  # tokens of each text after its prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +47,8 @@ def measure(config: DecoderConfig, num_seqs: int, longest: int, windows: tuple[i
     Args:
       config: the model's sizes.
       num_seqs: texts that run at the same time.
-      longest: tokens of each; the last `OUTPUT` ones are drawn.
-      windows: each layer's sliding window, as the engine is told.
+      longest: tokens of each text; the last `OUTPUT` tokens are generated.
+      windows: each layer's sliding window, as the engine gets it.
     """
     sizes = EngineConfig(longest, max_num_seqs=num_seqs, max_tokens_per_step=max(512, num_seqs))
     blocks_per_seq = -(-longest // BLOCK_SIZE)

@@ -2,7 +2,7 @@
 
 The floor of a batch is the larger of two times: its operations at the rate of a large matrix product, and its bytes of
 keys and values at the rate of a large read. Both are counted in operations, so that one ceiling serves all rows.
-Prompts bring a GPU to its limit of power, so that each row has a time after a pause, too.
+Prompts bring a GPU to its power limit, so each row also has a time after a pause.
 """
 
 import functools
@@ -18,10 +18,11 @@ from benchmarks.inputs import Inputs
 
 IMPLEMENTATIONS: tuple[paged_jax.Implementation, ...] = get_args(paged_jax.Implementation)
 
-# An H200 has reached 816 TFLOP/s in a matrix product and 4653 GB/s in a read. `bench_ceilings` measures both anew.
+# An H200 has reached 816 TFLOP/s in a matrix product and 4653 GB/s in a read. `bench_ceilings` measures both.
 _OPERATIONS_PER_BYTE = 175
 
-# Up to this many rows, queries times a group's heads, `mosaic_gpu` has a kernel of its own, or decode's for one query.
+# Up to this many rows (queries times a group's heads) a sequence, `mosaic_gpu` has a smaller kernel; for one query, it
+# has the decode kernel.
 _BOUNDED_ROWS = 64
 
 
@@ -38,7 +39,7 @@ def ceiling(_: Iterable[int]) -> timing.Ceiling:
 def implementation(name: str) -> peers.Build:
     """Makes a contender of ours from its name on the command line, "auto" or an implementation.
 
-    A name that ends in "/bounded" tells the op how many queries a sequence has at most (`max_query_len`).
+    With a name that ends in "/bounded", the op is told the most queries of a sequence (`max_query_len`).
 
     Raises:
       ValueError: the name is neither, or ends in something else.
@@ -54,10 +55,10 @@ def implementation(name: str) -> peers.Build:
 
 
 def candidates(op: Callable, case: cases.Case, inputs: Inputs, *, bounded: bool = False) -> list[peers.Candidate]:
-    """The one way of doing a case with `op`, which has the parameters of `ragged_paged_attention`.
+    """The only candidate for a case with `op`, which has the parameters of `ragged_paged_attention`.
 
     Raises:
-      peers.Absent: a bound is asked for where it changes nothing.
+      peers.Absent: a bound would change nothing.
     """
     group = case.num_heads // case.num_kv_heads
     if bounded and not max(case.num_queries) * group <= _BOUNDED_ROWS < len(inputs.query) * group:

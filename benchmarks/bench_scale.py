@@ -3,14 +3,14 @@
     python -m benchmarks.bench_scale --part ops --out ops.json
     python -m benchmarks.bench_scale --part models --models llama3-8b,llama3-70b --tp 1,2 --out models.json
 
-Every time is the wall clock of many calls in a row, and each call needs the result of the one before it. The GPUs work
-without a pause: an op's calls are iterations of a loop in one compiled program, a model's steps are calls of the jitted
-step. Only a step of prompts is timed call by call. An op's row also has the time of its kernels alone (`device_us`, by
-CUPTI): an iteration of a loop takes longer than that. A decode step's row has it, too, and names the kernels that take
-longest, as `bench_model` does. `jit` is plain jit on sharded arrays; `shard_map` is the same op on each device's shard,
+Every time is the wall clock of many calls in a row, each of which needs the previous call's result. The GPUs work
+without a pause: an op's calls are iterations of a loop in one compiled program, and a model's steps are calls of the
+jitted step. Only a step of prompts is timed call by call. The rows of ops and of decode steps also have the time of
+their kernels alone (`device_us`, by CUPTI), which is less than the wall clock. A decode step's row names its slowest
+kernels, as in `bench_model`. `jit` is plain jit on sharded arrays; `shard_map` is the same op on each device's shard,
 written by hand.
 
-Weights are random and made on the devices, shard by shard. Where a model does not fit, its row says so.
+Weights are random and made on the devices, shard by shard. If a model does not fit, its row says so.
 """
 
 import argparse
@@ -51,11 +51,11 @@ class Shape:
     context: int = 8192
     num_heads: int = 64
     num_kv_heads: int = 8
-    num_new: int = 1024  # new tokens of ragged ops and of writes; every sequence has as many
+    num_new: int = 1024  # new tokens of ragged ops and of writes, the same number for each sequence
 
 
-# For each op: first the arrays that a call takes from the previous call, then its other arrays. Pools come as keys,
-# values.
+# For each op: the arrays that a call takes from the previous call, and its other arrays. "keys" and "values" are the
+# pools.
 OPS = {
     "paged_attention": (["query"], ["keys", "values", "tables", "lens"]),
     "paged_attention_v1": (["query"], ["keys", "values", "tables", "lens"]),
@@ -141,7 +141,7 @@ def _sharded(x: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.ShapeDtypeStruct:
 
 
 def best_us(run: Callable[[Any], Any], state: Any, iterations: int, repeats: int = 5) -> tuple[float, Any]:
-    """The fewest microseconds that an iteration of `run(state) -> state` takes, and the last state."""
+    """Returns the fewest microseconds of an iteration of `run(state) -> state`, and the last state."""
     state = jax.block_until_ready(run(state))
     times = []
     for _ in range(repeats):
@@ -179,7 +179,7 @@ class Report:
 
 
 def run_ops(report: Report, shape: Shape, sizes: Sequence[int]) -> None:
-    """Times every op on the widest mesh, under jit and under shard_map, and decode attention on narrower meshes too."""
+    """Times every op on the widest mesh, under jit and shard_map, and decode attention also on narrower meshes."""
     cases = [(op, sizes[-1], how) for op in OPS for how in ("shard_map", "jit")]
     cases += [("paged_attention", size, "jit") for size in sizes[:-1]]
     meshes = {size: make_mesh({"dp": 1, "tp": size}) for size in sizes}
@@ -209,7 +209,7 @@ def _measure_op(
 
 
 def _device_time(run: Callable[[Any], Any], state: Any) -> tuple[dict[str, Any], Any]:
-    """Microseconds of an iteration's kernels on one of the GPUs, on average, for the row, and the last state."""
+    """Returns the row's mean microseconds of an iteration's kernels on one GPU, and the last state."""
     if jax.default_backend() != "gpu":
         return {}, state
 
@@ -220,7 +220,7 @@ def _device_time(run: Callable[[Any], Any], state: Any) -> tuple[dict[str, Any],
 
     try:
         launches = timing.kernel_times(again)
-    except Exception as error:  # the clock's time is still worth having
+    except Exception as error:  # the wall clock's time is still worth having
         return {"device_failed": harness.first_line(error)}, state
     return {"device_us": sum(us for _, us in launches) / ITERATIONS / len(state[0].devices())}, state
 

@@ -1,23 +1,25 @@
 """Serves many requests by `paged_jax.engine`, with a whole model's shapes: `python -m benchmarks.bench_serving`.
 
-No token ends a request early. How long requests are is one of the workloads of serving_requests.py. These are the runs:
+No token ends a request early. The lengths of requests are one of the workloads of serving_requests.py. The runs are:
 
     at-once            all requests wait at the beginning
     at-once-shared     the same, but the first half of each prompt is the beginning of one text
     prompts            some of the requests, with one token each: this shows the time of their prompts alone
     prompts-shared     the same with the shared halves of at-once-shared
-    poisson            requests come one by one at random times, at a given mean rate a second
+    poisson            requests come one by one at random times, at a given mean rate
     subset             some of the requests at once, beside transformers' continuous batching (transformers_serving.py)
 
-The bound of a run is the time in which the bare model could do its work. It has two terms: the tokens of prompts that
-the engine computed, at the rate of its best step full of prompts; and for each step a bare decode step of as many rows
-as got tokens (a request's first token comes from its prompt, and does not count). Both are measured here: the engine's
-own compiled steps run on made-up sequences, one after the other with nothing between them.
+The bound of a run is the time in which the bare model could do its work. It has two terms. The first is the time of the
+prompt tokens that the engine computed, at the rate of its best step full of prompts. The second adds, for each step,
+the time of a bare decode step with one row for each token of that step. (A request's first token comes from its prompt,
+and does not count.) Both are measured here: the engine's own compiled steps run on made-up sequences, one after the
+other, with nothing between them.
 
-How busy the GPU is: the sum of all its kernels' times as CUPTI gives them, over the wall clock of that same run.
-Kernels run one after the other, so that gaps between two of them count as idle. All other times are of that run too.
+How busy the GPU is: the sum of all kernels' times by CUPTI, over the wall clock of the same run. Kernels run one after
+the other, so gaps between two of them count as idle. All other times come from that run, too.
 
-Contiguous preallocation gives each sequence room for the longest: it runs as many sequences as then fit in the pool.
+Contiguous preallocation would give each sequence room for the longest request. The report says how many sequences would
+then fit in the pool.
 """
 
 import argparse
@@ -50,7 +52,7 @@ RUNS = ("at-once", "at-once-shared", "prompts", "prompts-shared", "poisson", "su
 
 
 class Step(NamedTuple):
-    """A step: when it was done, in seconds; its tokens that were no request's first; how many sequences ran in it."""
+    """A step: when it was done, in seconds; its tokens, except requests' first ones; how many sequences ran in it."""
 
     seconds: float
     num_decoded: int
@@ -62,7 +64,7 @@ class Trace:
     """The record of a run.
 
     Attributes:
-        stamps: for each request the seconds at which its tokens arrived.
+        stamps: for each request, the seconds at which its tokens arrived.
         steps: the steps, in order.
         samples: the engine's statistics, once every `SAMPLED` steps.
         seconds: how long the whole run took.
@@ -102,7 +104,7 @@ def serve(the_engine: engine.Engine, requests: Sequence[Request]) -> Trace:
 
 
 def serve_and_profile(the_engine: engine.Engine, requests: Sequence[Request]) -> tuple[Trace, dict[str, Any]]:
-    """Runs the requests. On a GPU it also sums the times of all kernels, and of each of the slowest kernels."""
+    """Runs the requests. On a GPU it also sums the times of all kernels, and of each of the slowest ones."""
     if jax.default_backend() != "gpu":
         return serve(the_engine, requests), {}
     traces: list[Trace | None] = []
@@ -204,13 +206,14 @@ class Setup(NamedTuple):
 
     Attributes:
         name, config: the model's name and sizes.
-        options: the step's, as for `examples.step.make_step`.
+        options: the options of `examples.step.make_step`.
         num_blocks: the number of blocks of the pool.
         engine_config: the engine's sizes.
-        workload: how long requests are.
-        requests: how many there are; runs of some requests take `few` of them, the Poisson run `streamed`.
-        rate: requests a second in the Poisson run; None for 0.8 times the rate that the run of all at once reached.
-        compiler_options: the engine's.
+        workload: the lengths of requests.
+        requests: how many requests the runs have.
+        few, streamed: how many the runs of some requests have, and the Poisson run.
+        rate: requests a second in the Poisson run; None for 0.8 times the rate that the run at-once reached.
+        compiler_options: the engine's compiler options.
     """
 
     name: str
@@ -238,7 +241,7 @@ def make_engine(setup: Setup, step: Any, weights: Any) -> engine.Engine:
 def run(
     setup: Setup, runs: Sequence[str] = RUNS, *, peer_seconds: float | None = None, out: Path | None = None
 ) -> dict[str, Any]:
-    """Does the runs, and returns what it writes to `out`. transformers runs for `peer_seconds` (None: never)."""
+    """Does the runs, and returns what it writes to `out`. transformers gets `peer_seconds`, or does not run (None)."""
     rows: list[dict[str, Any]] = []
     report = {"op": "serving", "model": setup.name, **harness.environment(), "rows": rows}
     lengths = {name: getattr(setup.workload, name) for name in ("prompt_lens", "output_lens")}
@@ -270,7 +273,7 @@ def run(
         row |= describe(trace, requests, rates, setup.num_blocks, setup.workload.longest) | profile
         rows.append(row | ({"rate_per_s": rate} if rate else {}))
         _say(report, out)
-    if peer_seconds is not None:  # the engine keeps its memory meanwhile, since there is enough for both
+    if peer_seconds is not None:  # the engine keeps its memory meanwhile: there is enough for both
         rows.append({"case": "subset", "contender": "transformers", "kind": "peer"})
         requests = make_requests(setup.workload, setup.few, vocab_size)
         rows[-1] |= transformers_answer(setup.config, requests, peer_seconds)
@@ -289,7 +292,7 @@ def _say(report: dict[str, Any], out: Path | None) -> None:
         words += [f"first token {row['first_token_ms']['median']:.0f} ms"]
         words += [f"between tokens {row['between_tokens_ms']['median']:.1f} ms, {row['between_tokens_ms']['p99']:.1f}"]
     print(*words, row.get("absent", ""), flush=True)
-    for row in report["rows"]:  # tokens a second are compared, and not times, since a peer may be stopped
+    for row in report["rows"]:  # tokens a second are compared, not times, because a peer may be stopped
         if row["kind"] == "implementation":
             peers = [r for r in report["rows"] if (r["kind"], r["case"]) == ("peer", row["case"])]
             speeds = {peer["contender"]: peer.get("tokens_per_s") for peer in peers}

@@ -1,11 +1,12 @@
-"""Measures what speculative decoding gains, and what it costs where it gains nothing.
+"""Measures what speculative decoding gains, and what it costs if it gains nothing.
 
 Two engines over one set of weights generate the same texts in turns; one of them speculates. A row has the wall time
-of both, their steps, and how many guessed tokens were right; it says where their tokens differ. The texts are:
+of both, their steps, and how many guessed tokens were right. If tokens differ, the output says how many are alike. The
+texts are:
 
-- greedy: the engine's own look-up guesses. Greedy texts of small models repeat themselves.
+- greedy: the engine's own look-up makes the guesses. Greedy texts of small models repeat themselves.
 - drawn: the same at temperature 1, where texts repeat little.
-- told: greedy; the proposer knows the text and errs in every seventh token, which shows the gain of good guesses.
+- told: greedy texts, which the proposer knows. It errs in every seventh token, and shows the gain of good guesses.
 
     python -m benchmarks.bench_speculation --model tiny
     python -m benchmarks.bench_speculation --model llama3-8b --out FILE     # on a GPU, random weights
@@ -37,7 +38,7 @@ PROMPT = "The for statement is used to iterate over the elements of a sequence. 
 
 
 class Told:
-    """A proposer that knows texts, and guesses every seventh token wrongly; with no texts it looks up.
+    """A proposer that knows texts, and guesses every seventh token wrongly. Without texts it looks up.
 
     Attributes:
         texts: the texts, prompts included; empty for a look-up.
@@ -48,7 +49,7 @@ class Told:
         self._lookup = engine.PromptLookup()
 
     def propose(self, rows: list[engine.DraftRow], /) -> list[list[int]]:
-        """Guesses for each row."""
+        """Makes guesses for each row."""
         if not self.texts:
             return self._lookup.propose(rows)
         return [self._guess(row) for row in rows]
@@ -79,7 +80,7 @@ class Row:
 
     @property
     def gain(self) -> float:
-        """Tokens per second with speculation, over those without."""
+        """Tokens per second with speculation, over tokens per second without."""
         return self.plain_s / self.speculating_s
 
 
@@ -92,11 +93,7 @@ def measure(
     max_tokens: int,
     repeats: int,
 ) -> Row:
-    """Runs one case, and keeps each engine's best time.
-
-    Raises:
-        RuntimeError: the engines' tokens differ.
-    """
+    """Runs one case, and keeps each engine's best time. If tokens differ, it prints how many are alike."""
     params = engine.SamplingParams(max_tokens=max_tokens, temperature=float(text == "drawn"), seed=5)
     times: dict[engine.Engine, list[float]] = {plain: [], speculating: []}
     tokens, proposer.texts = {}, []
@@ -126,7 +123,7 @@ def measure(
 
 
 def _alike(texts: list[list[int]], others: list[list[int]]) -> float:
-    """The share of tokens before the first one that differs; two programs may break a tie of logits differently."""
+    """The share of tokens before the first one that differs. Two programs may break a tie of logits differently."""
     pairs = [list(zip(one, other, strict=True)) for one, other in zip(texts, others, strict=True)]
     firsts = [next((i for i, (a, b) in enumerate(pair) if a != b), len(pair)) for pair in pairs]
     return sum(firsts) / sum(map(len, pairs))

@@ -1,7 +1,7 @@
 """Times whole decode steps, with and without XLA's command buffers (CUDA graphs): `python -m benchmarks.bench_step`.
 
 A step runs a stack of layers, each with its projections, the cache write and attention. These are many short kernels,
-so that the cost of launching them shows. Times are wall clock, over many steps in a row.
+so the cost of launching them shows. Times are wall clock, over many steps in a row.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def compile_step(stack: Stack, made, **options: Any) -> tuple[Callable, bool]:
     lowered = step.lower(hidden, caches, jnp.full(stack.num_seqs, stack.context, jnp.int32))
     with tempfile.TemporaryDirectory() as folder:
         compiled = lowered.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True, **options})
-        # A dump lists what the step launches, one launch a line; indented lines belong to the launch above them.
+        # A dump has one line for each launch of the step; indented lines belong to the launch above them.
         dumps = Path(folder).glob("*thunk_sequence_after_thunk_passes.txt")
         launches = [line for dump in dumps for line in dump.read_text().splitlines() if line[:1].isdigit()]
     return compiled, bool(launches) and all("kCommandBuffer" in line for line in launches)

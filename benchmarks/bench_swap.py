@@ -1,6 +1,6 @@
 """Times swaps of blocks between device and host memory, beside a plain transfer: `python -m benchmarks.bench_swap`.
 
-Times are wall clock, from the call until the result is there, since most of a transfer is not done by kernels.
+Times are wall clock, from the call until the result is there, because kernels do little of a transfer.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from benchmarks import harness
 
 _BLOCK = (8, 16, 128)  # a block of 16 tokens with 8 kv heads of 128
 _PAIRS = (16, 256, 4096)  # blocks that a swap moves
-_MEMORIES = {"out": ("device", "pinned_host"), "in": ("pinned_host", "device")}  # a direction's memories: from, to
+_MEMORIES = {"out": ("device", "pinned_host"), "in": ("pinned_host", "device")}  # from, to
 
 
 def _place(x: Any, memory: str) -> jax.Array:
@@ -34,7 +34,7 @@ def _pools(num_blocks: int, memory: str, seed: int) -> list[jax.Array]:
 
 
 def _median(call: Callable[[], Any], samples: int = 9) -> float:
-    """The median of the seconds that a call takes. Two earlier calls warm up."""
+    """The median seconds of a call. Two earlier calls warm up."""
     times = []
     for _ in range(samples + 2):
         start = time.perf_counter()
@@ -44,7 +44,7 @@ def _median(call: Callable[[], Any], samples: int = 9) -> float:
 
 
 def swap_seconds(pairs: int, direction: str, implementation: Any, num_blocks: int) -> float:
-    """Measures the seconds of a swap of random blocks, after it has checked the result of one.
+    """Measures the seconds of a swap of random blocks, after a check of one result.
 
     Raises:
       ValueError: the result is wrong.
@@ -72,7 +72,7 @@ def swap_seconds(pairs: int, direction: str, implementation: Any, num_blocks: in
 
 
 def plain_seconds(pairs: int, direction: str) -> float:
-    """Measures the seconds of a transfer of one array with as many bytes as a swap moves. It allocates its result."""
+    """Measures the seconds of a transfer of one array with the same bytes as a swap. It allocates its result."""
     source_memory, memory = _MEMORIES[direction]
     x = _place(jnp.ones((2 * pairs, *_BLOCK), jnp.bfloat16), source_memory)
     return _median(lambda: _place(x, memory))

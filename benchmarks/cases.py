@@ -1,4 +1,4 @@
-"""The cases that the benchmarks time: real models' shapes, in one list each for decode and ragged batches."""
+"""The cases that the benchmarks time: real models' shapes for decode and for ragged batches, and random ones."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Shapes:
-    """The shapes that an engine compiles its programs for, and pads its batches to.
+    """The shapes for which an engine compiles its programs, and to which it pads its batches.
 
     Attributes:
       num_tokens, num_seqs, max_blocks_per_seq, num_blocks: as the ops define them.
@@ -30,12 +30,13 @@ class Case:
     Attributes:
       name: the model and the batch, as the command line names them.
       seq_lens: the number of tokens of each sequence.
-      query_lens: in a ragged case, how many of each sequence's last tokens have queries; None in decode, where one has.
-      sliding_window: in tokens, or None.
+      query_lens: in a ragged case, how many of each sequence's last tokens have queries; None in decode, where it is
+        one.
+      sliding_window: the window in tokens, or None.
       num_heads, num_kv_heads, head_size, block_size: as the ops define them.
       cache_dtype: the dtype of both caches; queries are bfloat16.
       layout: the layout of both caches.
-      shapes: in a ragged case, what the batch is padded to; None for arrays that are just large enough.
+      shapes: in a ragged case, the shapes to which the batch is padded; None for arrays that are just large enough.
     """
 
     name: str
@@ -66,7 +67,7 @@ class Case:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the keys and values of all sequences: what decode cannot avoid reading."""
+        """Bytes of the keys and values of all sequences, which decode must read."""
         token = 2 * self.num_kv_heads * self.head_size * jnp.dtype(self.cache_dtype).itemsize
         return sum(self.seq_lens) * token
 
@@ -77,13 +78,13 @@ class Case:
         pairs = 0
         for length, queries in zip(self.seq_lens, self.num_queries, strict=True):
             first = length - queries + 1  # how many tokens the first query sees without a window
-            short = range(first, min(length, window) + 1)  # the same for each query that sees no more than a window
+            short = range(first, min(length, window) + 1)  # the same for each query within the window
             pairs += (short.start + short.stop - 1) * len(short) // 2 + window * (queries - len(short))
         return 4 * self.num_heads * self.head_size * pairs
 
 
 def _uniform(count: int, low: int, high: int) -> tuple[int, ...]:
-    """`count` lengths from `low` to `high` in even steps and mixed order; `count` must be no multiple of 37."""
+    """`count` lengths from `low` to `high` in even steps and mixed order. `count` must not be a multiple of 37."""
     return tuple(low + (high - low) * (37 * i % count) // (count - 1) for i in range(count))
 
 
@@ -169,11 +170,11 @@ MORE_DECODE = (
     Case("llama3-8b-64x4096-int8", (4096,) * 64, 32, 8, cache_dtype="int8"),
     Case("llama3-8b-64x4096-vllm-e4m3", (4096,) * 64, 32, 8, cache_dtype="float8_e4m3fn", layout="vllm"),
 )
-"""Models and caches that `DECODE` lacks, for `bench_choice`. gpt-oss is without its sinks here."""
+"""Models and caches that `DECODE` lacks, for `bench_choice`. gpt-oss has no sinks here."""
 
 
 def random_decode(count: int, seed: int = 0) -> tuple[Case, ...]:
-    """Draws decode shapes that nobody tuned for: heads, groups, head sizes, dtypes, layouts, lengths alike or mixed.
+    """Draws decode cases that nobody tuned for: heads, groups, head sizes, dtypes, layouts, and lengths.
 
     Args:
       count: how many cases.
@@ -188,7 +189,7 @@ def random_decode(count: int, seed: int = 0) -> tuple[Case, ...]:
         cache_dtype = str(rng.choice(("bfloat16", "bfloat16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")))
         layout: Any = str(rng.choice(("hnd", "hnd", "hnd", "nhd")))
         num_seqs, mean = round(2 ** rng.uniform(0, 8)), round(2 ** rng.uniform(8, 15))
-        spread = float(rng.choice((0, 0, 0.2, 0.95)))  # lengths are uniform from (1 - spread) to (1 + spread) means
+        spread = float(rng.choice((0, 0, 0.2, 0.95)))  # lengths are within mean * (1 +- spread)
         seq_lens = tuple(int(n) for n in rng.integers(int(mean * (1 - spread)), int(mean * (1 + spread)) + 1, num_seqs))
         heads = f"{group * num_kv_heads}-{num_kv_heads}x{head_size}"
         name = f"{len(drawn)}-{heads}-{cache_dtype}-{layout}-{num_seqs}x{mean}" + (f"+-{spread:.0%}" if spread else "")
@@ -206,13 +207,13 @@ _BATCHES = 5  # batches of each engine
 
 
 def random_ragged(count: int, seed: int = 0) -> tuple[Case, ...]:
-    """Draws batches that nobody tuned for, composed as engines compose theirs, five of each engine.
+    """Draws batches that nobody tuned for, composed like those of engines: five batches of each engine.
 
-    An engine has a model's heads (two of three engines have 32/8 of 128) and caches (one of four has float8_e4m3fn), a
-    token budget of 512 to 8192, and room for 16 to 256 sequences of up to 65536 tokens. It pads each batch to all of
-    these, and to the token budget or a quarter or a sixteenth of it, so that few programs serve all batches. Up to
-    four rows are chunks of prompts, which mostly fill the budget. The others decode one token each; in some batches
-    they also check up to seven drafted tokens.
+    An engine has a model's heads (in two of three engines 32 query heads and 8 kv heads of 128), caches (one engine of
+    four has float8_e4m3fn), a token budget of 512 to 8192, and room for 16 to 256 sequences of up to 65536 tokens. It
+    pads each batch to this room, and to the whole, a quarter or a sixteenth of its token budget, so that few programs
+    serve all batches. Up to four rows are chunks of prompts, which mostly fill the budget. The other rows decode one
+    token each. In some batches they also check up to seven drafted tokens.
 
     Args:
       count: how many batches.
@@ -235,10 +236,10 @@ def random_ragged(count: int, seed: int = 0) -> tuple[Case, ...]:
 
 
 def _random_batch(engine: Case, number: int, rng: np.random.Generator) -> Case:
-    """Draws a batch of an engine; `engine` is a case of one token that has the engine's shapes."""
+    """Draws a batch of an engine. `engine` is a case of one token with the engine's shapes."""
     assert engine.shapes is not None
     budget = engine.shapes.num_tokens
-    num_rows = round(engine.shapes.num_seqs ** math.sqrt(rng.uniform()))  # engines are more often full than empty
+    num_rows = round(engine.shapes.num_seqs ** math.sqrt(rng.uniform()))  # engines are often nearly full
     num_prompts = min(int(rng.choice((0, 0, 1, 1, 2, 4))), num_rows)
     drafted = rng.random() < 0.3
     query_lens = [1] * num_rows
@@ -251,7 +252,7 @@ def _random_batch(engine: Case, number: int, rng: np.random.Generator) -> Case:
         more = left if rng.random() < 0.7 else int(rng.integers(left + 1))
         query_lens[row] += more
         left -= more
-    most = min(_MOST_TOKENS, _MOST_BYTES // engine.kv_bytes // num_rows)  # the longest that contexts may be on average
+    most = min(_MOST_TOKENS, _MOST_BYTES // engine.kv_bytes // num_rows)  # the longest mean context
     mean, spread = 2 ** rng.uniform(np.log2(max(256, most / 64)), np.log2(most)), rng.uniform()
     contexts = mean * rng.uniform(1 - spread, 1 + spread, num_rows)
     contexts *= min(1, most * num_rows / contexts.sum())
@@ -270,8 +271,23 @@ def _random_batch(engine: Case, number: int, rng: np.random.Generator) -> Case:
     )
 
 
+def with_blocks(cases: Iterable[Case], block_sizes: Iterable[int] | None) -> tuple[Case, ...]:
+    """The cases, once with blocks of each of these sizes; without sizes, the unchanged cases."""
+    cases = tuple(cases)
+    return tuple(with_blocks_of(case, n) for n in block_sizes for case in cases) if block_sizes else cases
+
+
+def with_blocks_of(case: Case, block_size: int) -> Case:
+    """The case with blocks of another size, which its name tells. An engine's pool and tables hold the same tokens."""
+    shapes = case.shapes
+    if shapes is not None:
+        blocks, num_blocks = (n * case.block_size // block_size for n in (shapes.max_blocks_per_seq, shapes.num_blocks))
+        shapes = replace(shapes, max_blocks_per_seq=blocks, num_blocks=num_blocks)
+    return replace(case, name=f"{case.name}-blocks-of-{block_size}", block_size=block_size, shapes=shapes)
+
+
 def select(cases: Sequence[Case], names: Iterable[str] | None) -> tuple[Case, ...]:
-    """Gives the cases with these names, in the order of `cases`; for None it gives all of them.
+    """The cases with these names, in the order of `cases`; all cases if `names` is None.
 
     Raises:
       ValueError: no case has one of the names.

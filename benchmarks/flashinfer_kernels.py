@@ -1,18 +1,18 @@
-"""FlashInfer's paged kernels by contender: which cases they refuse, what they compile, and how they are called.
+"""FlashInfer's paged kernels: for each contender the cases that it refuses, its compiled modules, and its calls.
 
 Functions take a case as `benchmarks.peers.TorchPeers` sends it. These are the contenders:
 
     flashinfer         `BatchDecodeWithPagedKVCacheWrapper`: its CUDA-core and its tensor-core kernel.
     flashinfer-xqa     `trtllm_batch_decode_with_kv_cache` with the backend "xqa": TensorRT-LLM's kernels, which take
-                       block tables as they are and need no plan. On Hopper an e4m3 cache gets a kernel of its own,
-                       which rounds queries and weights to e4m3 too.
+                       block tables unchanged and need no plan. On Hopper an e4m3 cache gets a kernel of its own,
+                       which also rounds queries and weights to e4m3.
     flashinfer-fa2     `BatchPrefillWithPagedKVCacheWrapper` with the backend "fa2", for any number of queries.
     flashinfer-fa3     The same with the backend "fa3", which is for Hopper. Each call first makes a list of slots from
                        the block tables, in a kernel of its own; the time of that kernel counts.
-    flashinfer-batch   `BatchAttention`: persistent programs, among which rows of many queries and of few are divided.
+    flashinfer-batch   `BatchAttention`: persistent programs, which share sequences of many queries and of few.
     flashinfer-pod     `BatchPODWithPagedKVCacheWrapper`: POD attention, one launch for prompts and single queries.
 
-All but XQA have a `plan` that runs on the host before every step. The time of the plan is not counted.
+All except XQA have a `plan` that runs on the host before every step. The time of the plan is not counted.
 """
 
 import functools
@@ -30,12 +30,12 @@ CONTENDERS = (
 )
 _WORKSPACE_BYTES = 512 << 20
 TOLERANCE = 2e-2  # a result's largest error, relative to its norm
-E4M3_TOLERANCE = 1e-1  # the same where products are in e4m3, whose 3 bits of mantissa err by 2.6% on average
+E4M3_TOLERANCE = 1e-1  # the same for products in e4m3, whose 3 bits of mantissa err by 2.6% on average
 XQA_BLOCK_SIZES = (16, 32, 64, 128)
 _DECODE = ("flashinfer", "flashinfer-xqa")
 
-# A function that is timed takes the number of the call, and whether the call may start before the previous one has
-# ended. It returns pairs of an index that picks rows of queries, and the outputs of these rows.
+# A timed function. It takes the number of the call, and whether the call may start before the previous one has ended.
+# It returns pairs: an index that picks rows of queries, and the outputs of these rows.
 type Run = Callable[[int, bool], list[tuple[Any, Any]]]
 
 
@@ -44,7 +44,7 @@ class Way:
     """A kernel that a contender may use.
 
     Attributes:
-      name: tells it from the contender's other kernels; empty where there is only one.
+      name: its name among the contender's kernels; empty if there is only one.
       prepare: makes the plan, and returns the function that is timed.
       tolerance: the largest relative error that its results may have.
     """
@@ -76,7 +76,7 @@ class Arrays:
 
 
 def refusal(contender: str, case: dict) -> str | None:
-    """Says why a contender cannot do a case, as far as that is known before it is tried; None if it may be able to."""
+    """The reason why a contender cannot do a case, if that is known before the case is tried; otherwise None."""
     if case["layout"] not in ("hnd", "nhd"):
         return f"no layout {case['layout']}"
     group, most = case["num_heads"] // case["num_kv_heads"], max(case["query_lens"])
@@ -116,12 +116,12 @@ def version() -> str:
 
 
 def block_counts(case: dict) -> list[int]:
-    """How many blocks each sequence fills; the last one may be filled in part."""
+    """How many blocks each sequence takes; the last block may be filled in part."""
     return [-(-length // case["block_size"]) for length in case["seq_lens"]]
 
 
 def starts(counts: Iterable[int]) -> list[int]:
-    """Where runs of these lengths start if they lie one after the other, and where the last one ends."""
+    """The starts of neighbouring ranges of these lengths, and the end of the last one."""
     found = [0]
     for count in counts:
         found.append(found[-1] + count)
@@ -129,7 +129,7 @@ def starts(counts: Iterable[int]) -> list[int]:
 
 
 def padded_table(case: dict, indices: Sequence[int]) -> list[list[int]]:
-    """Rows of block ids, one for each sequence and as wide as the longest needs. Rows are padded with 0.
+    """Rows of block ids, one for each sequence. They are padded with 0 to the width of the longest.
 
     Args:
       case: the case.
@@ -141,7 +141,7 @@ def padded_table(case: dict, indices: Sequence[int]) -> list[list[int]]:
 
 
 def modules(contenders: Sequence[str], cases: Iterable[dict]) -> list[Any]:
-    """The modules to build for the cases, each of them once."""
+    """The modules to build for the cases, each module once."""
     import torch
     from flashinfer import jit
     from flashinfer.jit.xqa import gen_xqa_module
@@ -210,7 +210,7 @@ def _workspace() -> Any:
 
 
 def _tables(case: dict, arrays: Arrays, seqs: Sequence[int]) -> tuple[Any, Any, Any]:
-    """Some sequences' block tables in a plan's form: where each starts, all ids, and the tokens in each last block."""
+    """Some sequences' block tables as plans take them: starts, all block ids, and the tokens in each last block."""
     import torch
 
     counts, size = block_counts(case), case["block_size"]
@@ -231,7 +231,7 @@ def _options(case: dict) -> dict[str, Any]:
 
 
 def _window_left(case: dict) -> int:
-    """How many tokens before its own a query sees; -1 for all."""
+    """How many tokens before its own token a query sees; -1 for all."""
     return -1 if case["sliding_window"] is None else case["sliding_window"] - 1
 
 
@@ -240,7 +240,7 @@ def _everyone(case: dict) -> range:
 
 
 def _run_wrapper(wrapper: Any, arrays: Arrays, call: int, enable_pdl: bool) -> list[tuple[Any, Any]]:
-    """Calls a wrapper that has made its plan, as a `Run` does."""
+    """Calls a wrapper that has made its plan. With wrapper and arrays bound, this is a `Run`."""
     wrapper.run(arrays.query, arrays.pair(call), out=arrays.out, enable_pdl=enable_pdl)
     return [(slice(None), arrays.out)]
 
@@ -260,7 +260,7 @@ def _xqa(case: dict, arrays: Arrays) -> Run:
 
     table = torch.tensor(padded_table(case, arrays.indices.tolist()), dtype=torch.int32, device="cuda")
     seq_lens = _i32(case["seq_lens"]).cuda()
-    workspace = _workspace()  # its first 8 MiB are semaphores: they must be 0 at first, and every call leaves them at 0
+    workspace = _workspace()  # its first 8 MiB are semaphores, which must be 0 at first, and which calls leave at 0
 
     def run(call: int, enable_pdl: bool) -> list[tuple[Any, Any]]:
         trtllm_batch_decode_with_kv_cache(

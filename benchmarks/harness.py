@@ -1,10 +1,10 @@
 """Runs each case with each contender on the GPU: checks the result, times it, compares it with a ceiling, writes JSON.
 
-A contender is an implementation of ours or a peer. Where one cannot do a case, or gives a wrong result, its row has the
-reason in place of a time. The harness writes the file anew after each row, so a run that is cut short keeps its rows.
+A contender is one of our implementations or a peer. If it cannot do a case, or gives a wrong result, its row has the
+reason in place of a time. The harness writes the whole file after each row, so a run that is cut short keeps its rows.
 
-`row_of` alone defines a row's share: the least time that the work takes by the ceiling, over the row's time. For
-decode the ceiling is the time of a kernel that merely reads as many bytes.
+`row_of` defines a row's share: the least time of the work by the ceiling, over the row's time. In decode, the least
+time is that of a kernel that merely reads the same number of bytes.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from typing import Any
 import jax
 
 from benchmarks import measure, peers
-from benchmarks.cases import Case, select
+from benchmarks.cases import Case, select, with_blocks
 from benchmarks.measure import TOLERANCE as TOLERANCE
 from benchmarks.measure import Benchmark as Benchmark
 from benchmarks.measure import Programs, Work
@@ -38,13 +38,13 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
     args = _arguments(benchmark, argv)
     if not has_gpu(benchmark.op, args.processes):
         return 2
-    names = args.implementations, args.peers
-    run(benchmark, select(benchmark.cases, args.cases), *names, out=args.out, processes=args.processes)
+    cases = with_blocks(select(benchmark.cases, args.cases), args.block_sizes)
+    run(benchmark, cases, args.implementations, args.peers, out=args.out, processes=args.processes)
     return 0
 
 
 def has_gpu(op: str, processes: int = 1) -> bool:
-    """Whether there is a GPU to time `op` on; if not, says so. With several processes, they all share this GPU."""
+    """Whether there is a GPU to time `op` on; if not, says so. If there are several processes, all share this GPU."""
     if processes > 1:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if jax.default_backend() == "gpu":
@@ -83,6 +83,7 @@ def _arguments(benchmark: Benchmark, argv: Sequence[str] | None) -> argparse.Nam
         default=list(benchmark.peers),
         help=f"none, or some of {','.join(known)}; default {','.join(benchmark.peers)}",
     )
+    parser.add_argument("--block-sizes", type=numbers, help="of each case, such as 16,128; default the case's own")
     parser.add_argument("--processes", type=int, default=1, help="how many compile side by side; default 1")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args(argv)
@@ -107,14 +108,14 @@ def run(
     notes: Callable[[], dict[str, Any]] = dict,
     **how: Any,
 ) -> dict[str, Any]:
-    """Times every case with every contender. Returns the report that it writes to `out`, anew after each row.
+    """Times every case with every contender. Returns the report, which it writes to `out` after each row.
 
     Args:
-      benchmark: what to run.
+      benchmark: the benchmark to run.
       cases, implementations, peer_names: the cases to time, and the contenders' names.
       out: the file, or None.
-      processes: how many processes compile side by side; with 1, this process compiles and measures in turn.
-      notes: returns what the report holds besides rows; called at the start, while other processes compile.
+      processes: how many processes compile side by side. With 1, this process compiles and measures by turns.
+      notes: returns further fields of the report; called at the start, while other processes compile.
       **how: "pool_bytes" and "timer" of `measure.Work`.
     """
     elsewhere = [name for name in peer_names if name in benchmark.elsewhere]
@@ -126,10 +127,10 @@ def run(
     contenders = [*implementations, *here, *elsewhere]
     places = {pair: i for i, pair in enumerate(itertools.product(by_name, contenders))}
     rows: list[dict[str, Any]] = []
-    # Measured before other processes start, because they keep memory that a large read needs.
+    # The ceiling is measured before other processes start, because they keep memory that a large read needs.
     ceiling = benchmark.ceiling({benchmark.work(case) for case in cases})
     print(f"ceiling: {ceiling.rate and round(ceiling.rate)} {ceiling.unit} ({ceiling.note})", flush=True)
-    torch = peers.TorchPeers(cases, elsewhere) if elsewhere else None
+    torch = peers.TorchPeers(cases, elsewhere, **benchmark.peer_timing) if elsewhere else None
     others = Processes(work, processes) if processes > 1 else None
     try:
         noted = notes()
@@ -159,7 +160,7 @@ def compile_all(
 ) -> dict[Any, concurrent.futures.Future]:
     """Lowers programs one after the other, while those already lowered compile, each in a thread of its own.
 
-    This returns only when all are compiled, because a compiler that runs beside a measurement makes it wrong.
+    This returns only when all are compiled, because a compiler beside a measurement would make the times wrong.
 
     Args:
       lowered: by name, functions each of which lowers one program.
@@ -186,11 +187,11 @@ def row_of(
       work: bytes or operations of the case, in the ceiling's unit.
       contender: the contender's name.
       kind: "implementation" for ours, "peer" for others.
-      answer: the row's own fields, with the time "us" or with a reason, "absent" or "failed".
-      ceiling: what the time is compared with; None where no least time is known.
+      answer: the row's own fields, with the time "us", or with a reason, "absent" or "failed".
+      ceiling: the ceiling of the work; None if no least time is known.
 
     Returns:
-      The answer. Where there is a time and a ceiling, it also has the "rate" in the ceiling's unit and the "share": the
+      The row. If there are a time and a ceiling, it also has the "rate" in the ceiling's unit and the "share": the
       least time by the ceiling over the row's time.
     """
     row = {"case": case, "contender": contender, "kind": kind, "work": work, **answer}
@@ -212,7 +213,7 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def save(report: dict[str, Any], out: Path | None) -> None:
-    """Adds to each of our rows the peers' times over ours (above 1 where ours is faster), and writes the file."""
+    """Adds the ratios of peers' times to ours to our rows (above 1 where ours is faster), and writes the file."""
     times = {(r["case"], r["contender"]): r["us"] for r in report["rows"] if r["kind"] == "peer" and "us" in r}
     for row in report["rows"]:
         if row["kind"] == "implementation" and "us" in row:

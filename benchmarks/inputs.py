@@ -14,7 +14,7 @@ from paged_jax import PagedKVCache
 
 POOL_BYTES = 2 << 30  # bytes of keys and values together, far more than any L2 holds
 _MAX_TABLES = 128  # block tables that calls rotate through
-_CHUNK = 1 << 24  # how many random numbers are drawn at a time
+_CHUNK = 1 << 24  # random numbers that are drawn at a time
 
 
 @jax.tree_util.register_dataclass
@@ -25,8 +25,8 @@ class Inputs:
     Attributes:
       query: bf16 [num_seqs or num_tokens, num_heads, head_size].
       key_cache, value_cache: the pools, in the case's layout.
-      block_tables: several i32 [num_seqs, max_blocks_per_seq] that share no block. Calls rotate through them, so
-        that a small case does not find its keys and values in L2. Unused entries are 0.
+      block_tables: several i32 [num_seqs, max_blocks_per_seq] that share no block. Calls take them in turn, so that a
+        small case does not find its keys and values in L2. Unused entries are 0.
       seq_lens: i32 [num_seqs].
       query_start_loc: i32 [num_seqs + 1], where each sequence's queries start.
       k_scale, v_scale: f32 [] for 8-bit caches; otherwise None.
@@ -106,7 +106,7 @@ def _table(case: Case, blocks: np.ndarray) -> np.ndarray:
 
 
 def _pools(case: Case, needed: int, pool_bytes: int, key: Array) -> tuple[Array, Array, int]:
-    """Draws random pools of an engine's size, or of at least `needed` blocks and `pool_bytes`; counts the blocks."""
+    """Draws random pools of an engine's size, or of at least `needed` blocks and `pool_bytes`. Counts their blocks."""
     elements = case.block_size * case.num_kv_heads * case.head_size
     itemsize = jnp.dtype(case.cache_dtype).itemsize
     chunk = max(1, min(needed, _CHUNK // elements))
@@ -143,7 +143,7 @@ def _draw(key: Array, chunks: int, shape: tuple[int, ...], dtype: str) -> Array:
 
 
 def tokens(blocks: Array, layout: str, *, is_key: bool) -> Array:
-    """Puts gathered blocks, [..., num_blocks, *block], in token order: [..., num_tokens, num_kv_heads, head_size]."""
+    """Reorders gathered blocks [..., num_blocks, *block] to tokens [..., num_tokens, num_kv_heads, head_size]."""
     if layout == "nhd":
         out = blocks
     elif layout == "hnd":
@@ -166,7 +166,7 @@ def truth(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
     indices, rows = [], []
     for seq in sorted({0, case.num_seqs // 2, case.num_seqs - 1}):
         first = case.seq_lens[seq] - case.num_queries[seq]
-        positions = np.linspace(first, case.seq_lens[seq] - 1, 16).astype(np.int32)  # few queries: some twice
+        positions = np.linspace(first, case.seq_lens[seq] - 1, 16).astype(np.int32)  # few queries occur twice
         index = starts[seq] + positions - first
         table = inputs.block_tables[0][seq]
         scales = [jnp.float32(1) if s is None else s for s in (inputs.k_scale, inputs.v_scale)]

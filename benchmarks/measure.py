@@ -22,17 +22,18 @@ TOLERANCE = 2e-2  # a result's largest error, relative to its norm; bfloat16 ker
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """A benchmark: cases, work and contenders. Each of several processes gets a copy, so pickle must take all of it.
+    """A benchmark: its cases, its unit of work, and its contenders. It must be picklable, to be sent to processes.
 
     Attributes:
       op: the benchmark's name, as in ``bench_<op>``.
       cases: the cases that it can time.
-      work: gives the bytes or operations of a case, in the ceiling's unit.
+      work: returns the bytes or operations of a case, in the ceiling's unit.
       ceiling: measures the ceiling, given the work of all cases.
       implementation: makes a contender of ours from a name on the command line; raises ValueError for other names.
       peers: the peers that run in this process, by name.
       elsewhere: the names of `peers.TORCH` that run in PyTorch's process.
       timer: the function that times calls of a compiled function.
+      peer_timing: how PyTorch's process times peers: parameters of `timing.time_calls`.
     """
 
     op: str
@@ -43,19 +44,20 @@ class Benchmark:
     peers: dict[str, peers.Build]
     elsewhere: Sequence[str] = ()
     timer: Callable[..., timing.Timing] = timing.time_calls
+    peer_timing: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Cases, and the contenders that each of them is measured with.
+    """Cases, and the contenders with which each case is measured.
 
     Attributes:
       benchmark: the benchmark to which they belong.
       cases: the cases, in the order in which they are measured.
-      implementations, peer_names: the contenders' names; these peers run in the same process as ours.
+      implementations, peer_names: the contenders' names. These peers run in this process.
       memory: how many bytes the device has for arrays; None for no limit.
       pool_bytes: the parameter of `inputs.make`.
-      timer: times calls instead of the benchmark's own.
+      timer: replaces the benchmark's timer, unless it is None.
     """
 
     benchmark: Benchmark
@@ -78,7 +80,7 @@ class Work:
 
 
 class Programs:
-    """Compiles candidates. Cases of one engine share programs, since a program depends on shapes only."""
+    """Compiles candidates. Cases of one engine share programs, because a program depends on shapes only."""
 
     def __init__(self):
         self._compiled: dict[Any, tuple[Any, float]] = {}
@@ -99,7 +101,7 @@ def program_key(case: Case) -> Case:
 
 
 def compile_ahead(work: Work) -> Programs:
-    """Compiles all programs, also those that draw inputs and check results. `measure` reports what fails here."""
+    """Compiles all programs, including those that draw inputs and check results. `measure` reports errors of these."""
     programs = Programs()
     for case in {program_key(case): case for case in work.cases}.values():
         with contextlib.suppress(Exception):
@@ -148,7 +150,7 @@ def measure(work: Work, programs: Programs) -> Iterator[Answer]:
 
 
 def _fastest(candidates: Sequence[peers.Candidate], time_one: Callable) -> dict[str, Any]:
-    """The fastest candidate's numbers. If all candidates fail, this raises the last one's error."""
+    """The fastest candidate's fields. If all candidates fail, this raises the last one's error."""
     best, failure = None, None
     for candidate in candidates:
         try:
@@ -184,6 +186,6 @@ def _time_one(
 
 
 def answer_of(timed: timing.Timing) -> dict[str, Any]:
-    """The fields of a row that a timing gives."""
+    """A timing as fields of a row."""
     rested = {} if timed.rested_us is None else {"rested_us": timed.rested_us}
     return {"us": timed.us, "min_us": timed.min_us, **rested, "calls": timed.calls, "kernels": timed.kernels}

@@ -1,12 +1,12 @@
-"""The cases of multi-head latent attention that are timed, and where their tokens lie; without JAX or PyTorch."""
+"""The timed cases of multi-head latent attention, and their block tables. This file needs neither JAX nor PyTorch."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-LATENT_SIZE, VALUE_SIZE, SCALE = 576, 512, 192**-0.5  # DeepSeek V3's
+LATENT_SIZE, VALUE_SIZE, SCALE = 576, 512, 192**-0.5  # as in DeepSeek V3
 BLOCK_SIZE = 64  # the only block size that FlashMLA takes
-POOL_BYTES = 12 * 10**8  # so that calls in a row, each with blocks of its own, find nothing in L2
+POOL_BYTES = 12 * 10**8  # all calls in a row have blocks of their own, and find nothing in L2
 
 
 @dataclass(frozen=True)
@@ -14,10 +14,10 @@ class Case:
     """A batch.
 
     Attributes:
-      name: of the case.
-      num_heads: query heads; 128, or 16 and 8 of a model over 8 and 16 GPUs.
-      lengths: tokens of each sequence, the new ones included.
-      num_queries: of each sequence.
+      name: the case's name.
+      num_heads: query heads: 128, or fewer if the model is divided over GPUs.
+      lengths: tokens of each sequence, including the new ones.
+      num_queries: queries of each sequence.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Case:
 
     @property
     def num_tables(self) -> int:
-        """Block tables that calls take in turn; no two tables share a block."""
+        """The number of block tables, which calls take in turn. No two tables share a block."""
         return max(1, min(16, -(-POOL_BYTES // self.bytes)))
 
     def tables(self) -> tuple[np.ndarray, int]:

@@ -1,9 +1,9 @@
-"""FlashMLA, and FlashAttention 3's way of multi-head latent attention, as vLLM ships both; a process of PyTorch's.
+"""Times multi-head latent attention by FlashMLA and by FlashAttention 3, as vLLM ships both, in PyTorch's process.
 
-`python -m benchmarks.mla_peers CASE ...` prints a line of JSON for each case and peer. Each is timed in a CUDA graph of
-many calls that take block tables in turn. The schedule is made before the calls, as vLLM makes it once a step for all
-layers; its time is not counted. The libraries are in vLLM's wheel: install `vllm`, or extract from it
-`vllm/_flashmla_C.abi3.so` and `vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so` into a folder on Python's path.
+`python -m benchmarks.mla_peers CASE ...` prints a line of JSON for each case and peer. A peer is timed in a CUDA graph
+of many calls, which take block tables in turn. The schedule is made before the calls, and its time is not counted: vLLM
+makes it once in a step, for all layers. The libraries are in vLLM's wheel: install `vllm`, or extract
+`vllm/_flashmla_C.abi3.so` and `vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so` from the wheel into a folder on Python's path.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.mla_cases import BLOCK_SIZE, BY_NAME, LATENT_SIZE, SCALE, VALUE_SIZE, Case
 
-_CALLS = 16  # of a graph
+_CALLS = 16  # calls in a graph
 PEERS = "flash-mla", "vllm-fa3"
 
 
@@ -133,7 +133,7 @@ def _library(name: str, file: str) -> Any:
 
 
 def _time(run: Callable[[int], Any]) -> float:
-    """Microseconds of a call: the median over replays of a graph of many."""
+    """Microseconds of a call: the median over replays of a graph of many calls."""
     import torch
 
     stream = torch.cuda.Stream()

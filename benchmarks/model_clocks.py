@@ -1,4 +1,4 @@
-"""The clocks of bench_model.py; its docstring explains each of them."""
+"""The clocks of bench_model.py, whose docstring explains each of them."""
 
 import re
 import time
@@ -16,7 +16,7 @@ from paged_jax import PagedLatentCache
 
 PROFILED_STEPS = 4  # steps in a row under CUPTI
 KERNELS = 24  # the most kernels of a step that a row names
-TOLERANCE = 2e-2  # largest difference between what two programs write to the cache, relative to its norm
+TOLERANCE = 2e-2  # largest difference of two programs' writes to the cache, relative to the norm of the writes
 
 
 def best_seconds(run: Callable[[Any], Any], begin: Callable[[Any], Any], caches: Any) -> tuple[float, Any]:
@@ -31,7 +31,7 @@ def best_seconds(run: Callable[[Any], Any], begin: Callable[[Any], Any], caches:
 
 
 class DecodeRun(NamedTuple):
-    """Decode steps around a context: half of them before it, half of them after it."""
+    """Decode steps around a context length: half of them are shorter, and half of them longer."""
 
     call: Any
     weights: Any
@@ -44,13 +44,13 @@ class DecodeRun(NamedTuple):
         return self.context - model_steps.STEPS // 2
 
     def begin(self, caches: Any) -> State:
-        """The first state, in new arrays, since they are donated to the next call."""
+        """The first state, in new arrays, because the next call gets them donated."""
         num_seqs = self.tables.shape[0]
         tokens = jnp.arange(num_seqs, dtype=jnp.int32) + 7
         return State(tokens, jnp.full(num_seqs, self.start, jnp.int32), caches)
 
     def calls(self, state: State, num_steps: int | None = None) -> State:
-        """Calls the step once a token."""
+        """Calls the step once for each token."""
         tables = jnp.asarray(self.tables)
         for _ in range(model_steps.STEPS if num_steps is None else num_steps):
             state = self.call(self.weights, state, tables)
@@ -69,10 +69,10 @@ class DecodeRun(NamedTuple):
 def time_decode(
     programs: dict[str, Any], weights: Any, caches: Any, tables: np.ndarray, context: int
 ) -> dict[str, dict[str, Any]]:
-    """Times decode steps around a context by all three clocks, and returns the fields of each clock's row.
+    """Times decode steps around a context length by all three clocks. Returns the fields of each clock's row.
 
     Raises:
-        ValueError: the loop and the single calls do not write the same to the cache.
+        ValueError: the loop and the single calls do not write the same tokens to the cache.
     """
     steps, block_tables = DecodeRun(programs["call"], weights, tables, context), jnp.asarray(tables)
 
@@ -127,7 +127,7 @@ def time_prefill(
 
 
 def device_time(run: Callable[[], Any], num_steps: int) -> dict[str, Any]:
-    """Microseconds of kernels in one of `run`'s steps, and the kernels; no "us" where CUPTI sees none, as on a CPU."""
+    """Microseconds of the kernels in one of `run`'s steps, and the kernels; or the reason why CUPTI sees none."""
     if jax.default_backend() != "gpu":
         return {"absent": "no GPU"}
     try:
@@ -137,7 +137,7 @@ def device_time(run: Callable[[], Any], num_steps: int) -> dict[str, Any]:
 
 
 def by_kernel(launches: Sequence[tuple[str, float]], num_steps: int) -> dict[str, Any]:
-    """A row made of launches, (name, microseconds): the time of all together, and the kernels that take most of it."""
+    """Fields of a row from launches (name, microseconds): the time of all of them, and the slowest kernels."""
     total: dict[str, tuple[int, float]] = {}
     for name, us in launches:
         name = re.sub(r"^all_reduce_[\d_]*", "all_reduce_", name)[:120]  # XLA numbers these kernels

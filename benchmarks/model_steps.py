@@ -16,7 +16,7 @@ from examples.sampling import greedy
 from examples.step import Caches, Step, make_abstract_step, xla_options
 from paged_jax.engine import Batch
 
-STEPS = 32  # decode steps in a row: half of them before the context asked for, half of them after it
+STEPS = 32  # decode steps in a row: half of them have shorter contexts than the case, half of them longer ones
 PROMPTS = 8  # prompts in one step of prefill; the others wait for the next step
 
 
@@ -29,7 +29,7 @@ class State(NamedTuple):
 
 
 def advance(step: Step, weights: Any, state: State, tables: jax.Array) -> State:
-    """Runs a step: one token more of every sequence."""
+    """Runs a step with one token of every sequence."""
     token_ids, positions, caches = state
     rows = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
     batch = Batch(token_ids, positions, slots(tables, rows, positions), tables, positions + 1, is_decode=True)
@@ -61,7 +61,7 @@ class Case(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The cases of a model: decode steps of these batches, and prompts of these numbers of sequences."""
+    """The cases of a model: decode steps of batches of these sizes, and these numbers of prompts."""
 
     batches: Sequence[int]
     prefill: Sequence[int]
@@ -74,7 +74,7 @@ class Work(NamedTuple):
 
 
 def lower_call(config: DecoderConfig, step: Step, weights: Any, case: Case, context: int) -> jax.stages.Lowered:
-    """Lowers the step that is called once for each token, or once for `PROMPTS` prompts."""
+    """Lowers the step, which is called once for each token, or once for `PROMPTS` prompts."""
     tables = make_tables(case.num_seqs, context + STEPS)
     state = _abstract_state(config, tables)
     if case.phase == "decode":
@@ -123,7 +123,7 @@ def compile_all(
 
 
 def excess(config: DecoderConfig, weights: Any, case: Case, context: int) -> str | None:
-    """Says why a case does not fit into the device's memory; None where it does, or where its memory is not known."""
+    """Says why a case does not fit into the device's memory; None if it fits, or if the memory is unknown."""
     most = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", float("inf"))
     needed = floor_bytes(config, weights, case.num_seqs, context + STEPS)
     return f"weights, keys and values take {needed / 1e9:.0f} GB of {most / 1e9:.0f}" if needed > most else None

@@ -1,4 +1,4 @@
-"""Whole models for the benchmarks: the shapes of real ones, random weights, full caches, and the bytes of a step."""
+"""Whole models for the benchmarks: real models' shapes, random weights, full caches, and the bytes of a step."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ BLOCK_SIZE = 16
 
 _REAL = json.loads((Path(__file__).parents[1] / "tests" / "data" / "real" / "configs.json").read_text("utf-8"))
 
-# The configs of folders on the hub, by the models' names here. transformers makes PyTorch's side from the same ones.
+# The configs of folders on the hub, by the models' names here. transformers makes PyTorch's side from the same configs.
 HUB_CONFIGS: dict[str, dict[str, Any]] = {
     "gpt-oss-20b": _REAL["openai/gpt-oss-20b (in bfloat16)"]["config"],
     "qwen3-30b-a3b": _REAL["Qwen/Qwen3-30B-A3B"]["config"],
@@ -115,9 +115,9 @@ def make_caches(config: DecoderConfig, num_blocks: int) -> Caches:
 def floor_bytes(config: DecoderConfig, weights: Any, num_seqs: int, context: int) -> int:
     """Bytes that a step must read.
 
-    They are the weights, except tables that the step only looks up, and the keys and values that the layers see.
-    Experts count by the expected number of used ones if each token draws its experts evenly: `num_experts` times the
-    chance that at least one of the step's tokens draws an expert.
+    They are the weights, except tables in which the step looks up rows, and the keys and values that the layers see.
+    Of the experts, the expected number of used ones counts, if each token draws its experts evenly. That is
+    `num_experts` times the chance that at least one of the step's tokens draws an expert.
     """
     tables = ["embed_positions"] if config.tie_embeddings else ["embed_positions", "embed_tokens"]
     used = 1.0

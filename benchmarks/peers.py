@@ -1,6 +1,6 @@
 """The peers: other implementations of the same work. Each of them is optional.
 
-A peer is a function of a case and its inputs. It returns candidates, and the fastest counts; where it has none, it
+A peer is a function of a case and its inputs. It returns candidates, of which the fastest counts. If it has none, it
 raises `Absent` with the reason. FlashInfer and vLLM need PyTorch, so they run in a process of their own.
 """
 
@@ -29,20 +29,20 @@ from benchmarks.inputs import Inputs
 # The most bytes of keys and values that a peer may copy. It needs several times as much memory while it copies.
 _MOST_COPIED = 10**10
 _TILES_AND_STEPS = (128, 2), (128, 4), (64, 2)  # of JAX's Mosaic attention; the last pair fits heads of 256
-_SPLITS, _PAGES = (1, 8, 32), (4, 8, 16)  # values to try with JAX's op where a table's width allows them
+_SPLITS, _PAGES = (1, 8, 32), (4, 8, 16)  # values to try with JAX's op, if a table's width allows them
 
 
 class Absent(Exception):
-    """Raised with the reason where a peer cannot do this work or is not installed."""
+    """Raised with the reason if a peer cannot do this work or is not installed."""
 
 
 class Candidate(NamedTuple):
     """One way of doing a case.
 
     Attributes:
-      label: tells this way from the contender's other ways; empty where there is only one.
+      label: the name of this way among the contender's ways; empty if there is only one.
       fn: a jitted function that returns the output, which has the query's shape unless `rows` is given.
-      argsets: sets of arguments, one for each call; calls rotate through them.
+      argsets: sets of arguments, which calls take in turn.
       rows: a function that picks rows of the output by the numbers of their queries.
     """
 
@@ -59,7 +59,7 @@ class Answer:
     Attributes:
       case, contender: the names of both.
       kind: "implementation" for ours, "peer" for others.
-      fields: a row's own fields, with the time "us" or with a reason, "absent" or "failed".
+      fields: the row's own fields, with the time "us", or with a reason, "absent" or "failed".
     """
 
     case: str
@@ -72,13 +72,13 @@ Build = Callable[[Case, Inputs], Sequence[Candidate]]
 
 
 def _plain(case: Case) -> None:
-    """Raises `Absent` for the layouts and caches that only FlashInfer and we take."""
+    """Raises `Absent` for layouts and caches that only FlashInfer and our ops take."""
     if case.layout != "hnd" or case.cache_dtype != "bfloat16":
         raise Absent(f"not with layout {case.layout} and {case.cache_dtype} caches")
 
 
 def xla_decode(case: Case, inputs: Inputs) -> list[Candidate]:
-    """Attention as one would write it in jnp: it gathers the blocks, then computes a softmax."""
+    """Attention as users would write it in jnp: it gathers the blocks, then computes a softmax."""
     _plain(case)
     if case.kv_bytes > _MOST_COPIED:
         raise Absent(f"would gather {case.kv_bytes / 1e9:.0f} GB")
@@ -123,11 +123,11 @@ def pallas_decode(case: Case, inputs: Inputs) -> list[Candidate]:
 
 
 def pallas_configurations(width: int) -> list[tuple[int, int]]:
-    """Pairs of `k_splits` and `pages_per_compute_block` for JAX's op, which takes no others with tables this wide.
+    """Pairs of `k_splits` and `pages_per_compute_block` that JAX's op takes for tables of this width.
 
     The op wants k_splits to divide the width, and the pages of a compute block, a power of two, to divide a split. For
-    each pair of `_SPLITS` and `_PAGES` this takes the nearest pair that is allowed. At a width of 512 these are nine
-    pairs; at 615 = 3 * 5 * 41 they are three, with 1, 5 and 41 splits and one page.
+    each pair of `_SPLITS` and `_PAGES`, this takes the nearest pair that is allowed. At a width of 512 these are nine
+    pairs. At 615 = 3 * 5 * 41 they are three, with 1, 5 and 41 splits and one page.
     """
     divisors = [n for n in range(1, width + 1) if width % n == 0]
     found = []
@@ -214,7 +214,7 @@ def _contiguous(case: Case, inputs: Inputs) -> tuple:
 
 
 def cudnn_prefill(case: Case, inputs: Inputs) -> list[Candidate]:
-    """cuDNN's causal attention over contiguous keys and values, which paged prefill cannot have."""
+    """cuDNN's causal attention over contiguous keys and values, which paged prefill does not have."""
 
     @jax.jit
     def attend(query, key, value):
@@ -266,22 +266,23 @@ def environment() -> dict[str, str]:
     """The environment for a peer's process.
 
     It is this process's environment without an empty `TRITON_CACHE_DIR`. jax-triton 0.3 sets that variable when it is
-    imported, and the peer's Triton, with which PyTorch compiles, would then find no folder for its results.
+    imported. PyTorch compiles with a Triton of its own, which would then find no folder for its results.
     """
     return {name: value for name, value in os.environ.items() if (name, value) != ("TRITON_CACHE_DIR", "")}
 
 
 class TorchPeers:
-    """FlashInfer's and vLLM's kernels in a process of their own: PyTorch shares neither CUPTI nor memory with JAX.
+    """FlashInfer's and vLLM's kernels in their own process, because PyTorch shares neither CUPTI nor memory with JAX.
 
-    The process compiles its kernels from the start. It times nothing before its answers are asked for.
+    The process compiles its kernels from the start, but times nothing before `answers` is called.
 
     Args:
       cases: the cases to time.
       contenders: the names from `TORCH` to time.
+      **how: "seconds" and "rested" of `timing.time_calls`; by default they are 0.1 and True.
     """
 
-    def __init__(self, cases: Iterable[Case], contenders: Sequence[str]):
+    def __init__(self, cases: Iterable[Case], contenders: Sequence[str], **how: Any):
         cases = tuple(cases)
         self._left = [(case.name, name) for case in cases for name in contenders]
         self._process = subprocess.Popen(
@@ -291,7 +292,8 @@ class TorchPeers:
             text=True,
             env=environment(),
         )
-        self._send({"contenders": list(contenders), "cases": [self.message(case) for case in cases]})
+        messages = [self.message(case) | how for case in cases]
+        self._send({"contenders": list(contenders), "cases": messages})
 
     @staticmethod
     def message(case: Case) -> dict[str, Any]:
@@ -316,7 +318,7 @@ class TorchPeers:
         self._process.stdin.flush()
 
     def answers(self) -> Iterator[Answer]:
-        """Yields answers as they come. If the process ended early, yields one for each answer that is missing."""
+        """Yields answers as they come. If the process ends early, each missing answer gives this reason."""
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._send("go")

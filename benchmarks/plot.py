@@ -1,4 +1,4 @@
-"""Draws the shares in a benchmark's JSON, the same as in its table: `python -m benchmarks.plot FILE.json OUT.png`."""
+"""Draws the shares of a benchmark's JSON, as in its table: `python -m benchmarks.plot FILE.json OUT.png`."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ from benchmarks.report import contenders, share
 
 
 def plot(report: dict[str, Any], out: Path) -> None:
-    """Draws every row that has a share: a line for each case, filled dots for ours, hollow marks for peers."""
+    """Draws every row with a share: a line for each case, filled dots for ours, hollow marks for peers."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,6 +1,6 @@
 """Measures in several processes: all of them compile side by side, and then measure one after the other.
 
-Compiling a kernel takes up to half a minute of one core, and timing it less than a second. Nothing compiles here while
+Compiling a kernel takes up to half a minute of one core, and timing it takes less than a second. Nothing compiles while
 anything is timed. If a call breaks its process, as an illegal access does, only the cases of that process are lost.
 """
 
@@ -17,8 +17,8 @@ from benchmarks.measure import Work
 from benchmarks.peers import Answer
 
 _PATIENCE_S = 240.0  # how long to wait for processes that compile
-_LONGEST_S = 120.0  # how long to wait for an answer; after that the process is taken to hang
-_SHORT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "All configs failed")  # what XLA and its autotuner say
+_LONGEST_S = 120.0  # how long to wait for an answer; a process that takes longer counts as hanging
+_SHORT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "All configs failed")  # messages of XLA and its autotuner
 
 
 def dealt(cases: Sequence[Case], processes: int) -> list[list[Case]]:
@@ -33,7 +33,7 @@ def dealt(cases: Sequence[Case], processes: int) -> list[list[Case]]:
 
 
 class Processes:
-    """Processes among which the cases of some work are divided. They compile from the start.
+    """Processes that share the cases of some work. They compile from the start.
 
     Args:
       work: what to measure; pickle must take it.
@@ -41,7 +41,7 @@ class Processes:
     """
 
     def __init__(self, work: Work, processes: int):
-        context = multiprocessing.get_context("spawn")  # a fork would share what JAX holds of the GPU
+        context = multiprocessing.get_context("spawn")  # a fork would share JAX's state of the GPU
         self._work = work
         self._works = [dataclasses.replace(work, cases=hand) for hand in dealt(work.cases, processes)]
         self._processes, self._connections = [], []
@@ -54,7 +54,7 @@ class Processes:
             self._connections.append(here)
 
     def wait(self, patience_s: float = _PATIENCE_S) -> list[int]:
-        """Waits, up to a time limit, until all have compiled or ended; returns the numbers of those that have."""
+        """Waits, up to a limit, until all processes have compiled or ended. Returns the numbers of those that have."""
         waiting = dict(zip(self._connections, range(len(self._connections)), strict=True))
         deadline = time.monotonic() + patience_s
         while waiting:
@@ -68,8 +68,8 @@ class Processes:
     def answers(self) -> Iterator[Answer]:
         """Yields all answers, one process after the other. Processes that still compile come last.
 
-        A process keeps what it took of the GPU's memory until it ends, so that the first ones to measure may find too
-        little. Cases that fail for this reason are measured again by a process alone, and yield second answers.
+        A process keeps its part of the GPU's memory until it ends, so the first ones to measure may find too little.
+        Cases that fail for this reason are measured again, by a single process, and yield second answers.
         """
         short = set()
         for answer in self._one_after_the_other():

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_EQUAL = 1.01  # the ratio of two times that count as equal
+_EQUAL = 1.01  # two times count as equal up to this ratio
+_WORST = 10  # how many of the worst ratios are listed
 
 
 def contenders(report: dict[str, Any], kind: str) -> list[str]:
@@ -17,7 +18,7 @@ def contenders(report: dict[str, Any], kind: str) -> list[str]:
 
 
 def share(row: dict[str, Any]) -> float | None:
-    """A row's share of the ceiling, as `benchmarks.harness.row_of` defines it; None where the row has none.
+    """A row's share of the ceiling, as `benchmarks.harness.row_of` defines it; None if the row has none.
 
     Files of commits up to 26b3ebd call it "share_at_size"; their "share" is relative to the rate of a read of 8 GiB.
     """
@@ -25,10 +26,10 @@ def share(row: dict[str, Any]) -> float | None:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The report as Markdown: a table of times, then what is missing and why.
+    """The report as Markdown: a table of times, then the missing times with the reasons.
 
     Our columns give the time in microseconds and its share of the ceiling. A peer's column gives the peer's time, and
-    that time over the time of the first of ours. With several implementations of ours there is a column of `regrets`.
+    that time over the time of our first implementation. If we have several, there is a column of `regrets`.
     """
     ours, theirs = contenders(report, "implementation"), contenders(report, "peer")
     ceiling, chosen = report["ceiling"], report.get("chosen")
@@ -56,10 +57,10 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def regrets(report: dict[str, Any]) -> dict[str, float]:
-    """The loss of the choice between implementations in each case: the chosen one's time over the best one's, less 1.
+    """The loss of the choice between implementations in each case: the chosen one's time over the best one's, minus 1.
 
-    The chosen one is the first of ours, or the one noted in a file of `benchmarks.bench_choice`. A case in which the
-    chosen one has no time has no regret.
+    The chosen one is our first implementation, or the one that a file of `benchmarks.bench_choice` names. If the chosen
+    one has no time in a case, the case has no regret.
     """
     times: dict[str, dict[str, float]] = {}
     for row in report["rows"]:
@@ -87,10 +88,27 @@ def regret_text(report: dict[str, Any]) -> str:
 
 
 def peers_text(report: dict[str, Any]) -> str:
-    """A line with the share of cases in which the first of ours leads all peers, and the worst ratio of times.
+    """The share of cases in which our first implementation leads all peers, and a line for each of its worst ratios.
 
-    Ours leads where it takes at most 1% longer than the fastest peer; times that differ by less are equal.
+    It leads if it takes at most 1% longer than the fastest peer, because times within 1% count as equal. If cases have
+    blocks of several sizes, each size has a share of its own.
     """
+    ratios = peer_ratios(report)
+    if not ratios:
+        return "No case has a time of ours and one of a peer."
+    ours, lines = contenders(report, "implementation")[0], []
+    sizes = {case: case.partition("-blocks-of-")[2] for case in ratios}
+    for size in dict.fromkeys(sizes.values()):
+        some = [ratio for case, ratio in ratios.items() if sizes[case] == size]
+        ahead, blocks = sum(ratio <= _EQUAL for ratio in some), f" with blocks of {size}" if size else ""
+        middle = f"its median time is {statistics.median(some):.2f} of a peer's"
+        lines.append(f"{ours} leads in {ahead} of {len(some)} cases{blocks}; {middle}.")
+    worst = sorted(ratios, key=lambda case: -ratios[case])[:_WORST]
+    return "\n".join([*lines, "Its worst times, over a peer's:", *(f"  {ratios[case]:.3f} {case}" for case in worst)])
+
+
+def peer_ratios(report: dict[str, Any]) -> dict[str, float]:
+    """Our first implementation's time over the fastest peer's time, in each case that has both."""
     ours = next(iter(contenders(report, "implementation")), "")
     ratios = {}
     for case in dict.fromkeys(row["case"] for row in report["rows"]):
@@ -99,13 +117,7 @@ def peers_text(report: dict[str, Any]) -> str:
         theirs = [row["us"] for row in rows if row["kind"] == "peer"]
         if own and theirs:
             ratios[case] = own[0] / min(theirs)
-    if not ratios:
-        return "No case has a time of ours and one of a peer."
-    worst = max(ratios, key=lambda case: ratios[case])
-    ahead = sum(ratio <= _EQUAL for ratio in ratios.values())
-    return (
-        f"{ours} leads in {ahead} of {len(ratios)} cases; its worst time is {ratios[worst]:.2f} of a peer's ({worst})."
-    )
+    return ratios
 
 
 def _title(report: dict[str, Any]) -> str:
@@ -151,7 +163,7 @@ def number(us: float) -> str:
 
 
 def _missing(report: dict[str, Any]) -> list[str]:
-    """One line for each contender and reason why times are missing, with the cases that miss them."""
+    """A line for each contender and each reason why its times are missing, with the cases."""
     cases: dict[tuple[str, str], list[str]] = {}
     for row in report["rows"]:
         if "us" not in row:

@@ -2,19 +2,20 @@
 
     python -m benchmarks.scale_projection MODEL.json ALL_REDUCE.json
 
-It takes a result of `bench_model` on one GPU and one of `bench_scale --part all-reduce` on two, and prints a table.
-The time of a step of tensor parallelism over N GPUs is assumed to be
+It takes a result of `bench_model` on one GPU and a result of `bench_scale --part all-reduce` on two GPUs, and prints a
+table. A step with tensor parallelism over N GPUs is assumed to take
 
     bytes / N / rate  +  layers * rest  +  (2 * layers + 1) * all_reduce(N)
 
 - bytes / N / rate: a GPU reads its weights, keys and values once, at the rate of a kernel that merely reads.
-- rest: the time of one layer on one GPU minus the time of its bytes, as measured on Llama-3-8B at the same batch. It is
-  assumed not to shrink with N. The products do shrink, so in this respect the projected times are too long.
+- rest: the time of one layer on one GPU minus the time of its bytes, as measured on Llama-3-8B with the same batch. It
+  is assumed not to shrink with N. In fact products shrink, so the projected times are too long in this respect.
 - all_reduce(N): the time to all-reduce the residual stream, as measured on two GPUs by the loop's wall clock. Each
-  doubling of N is assumed to add a quarter, with all N GPUs on one switch of full bandwidth. A host has at most eight:
-  16 GPUs are two copies of the model over eight GPUs each, which exchange nothing and serve twice the sequences.
+  doubling of N is assumed to add a quarter of that time, with all N GPUs on one switch of full bandwidth. A host has at
+  most eight GPUs. 16 GPUs are two copies of the model over eight GPUs each, which exchange nothing and serve twice the
+  sequences.
 
-It is also assumed that these times follow one another and nothing overlaps.
+It is also assumed that these parts follow one another, and that none overlaps with another.
 """
 
 import argparse
@@ -53,7 +54,7 @@ def step_ms(name: str, num_seqs: int, num_gpus: int, model: dict[str, Any], all_
 
 
 def table(model: dict[str, Any], all_reduces: dict[str, Any], batches: Sequence[int]) -> str:
-    """The projection as a table in Markdown; a model that one GPU cannot hold begins at two."""
+    """The projection as a table in Markdown. A model that one GPU cannot hold begins at two GPUs."""
     lines = ["| model, batch | 1 GPU | 2 | 4 | 8 | 16: tokens/s |", "|---|---|---|---|---|---|"]
     for name in MODELS:
         for batch in batches:

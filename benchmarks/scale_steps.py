@@ -1,6 +1,6 @@
 """Steps of whole models over a mesh, for `bench_scale`: random weights, empty caches, and the programs that take them.
 
-Weights are made on the devices, shard by shard, since a whole model may not fit on any one device.
+Weights are made on the devices, shard by shard, because a whole model may not fit on one device.
 """
 
 import dataclasses
@@ -72,7 +72,7 @@ class Model:
         return make_abstract_step(self.config, jnp.bfloat16)
 
     def tables(self, num_seqs: int) -> np.ndarray:
-        """Block tables whose blocks lie in no order."""
+        """Block tables of shuffled blocks."""
         return make_tables(num_seqs, self.context + STEPS)
 
     def caches(self, num_seqs: int) -> Any:
@@ -81,7 +81,7 @@ class Model:
         return make_caches(self.config, num_blocks, BLOCK_SIZE, jnp.bfloat16, mesh=self.mesh)
 
     def start(self, num_seqs: int) -> tuple[jax.Array, jax.Array]:
-        """Tokens and positions at which decode starts, so that half of the steps come before the context is reached."""
+        """Tokens and positions at which decode starts: half of the steps come before the context length is reached."""
         tokens = np.arange(num_seqs, dtype=np.int32) + 7
         positions = np.full(num_seqs, self.context - STEPS // 2, np.int32)
         first, second = jax.device_put((tokens, positions), NamedSharding(self.mesh, P()))

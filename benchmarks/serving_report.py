@@ -26,7 +26,7 @@ COLUMNS = (
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The runs as a table, then the bare model's speed, from which the bounds are computed."""
+    """A table of the runs, then the bare model's speed, from which the bounds are computed."""
     title = f"{report['gpu']}, JAX {report['jax']}, {report['date']}, commit {report['commit']}: {report['model']}, "
     title += f"{report['num_blocks']} blocks of {report['block_size']} tokens, "
     title += f"at most {report['engine']['max_num_seqs']} sequences, "

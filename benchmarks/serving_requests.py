@@ -1,6 +1,6 @@
 """The requests of bench_serving.py: workloads of random lengths, of fixed ones, and of ShareGPT's conversations.
 
-Token ids are random, so that no two prompts share a block except on request. Engines are published with these
+Token ids are random, so no two prompts share a block, unless `is_shared`. Published results of engines use these
 workloads:
 
     mixed       prompts of 128 to 1024 tokens, answers of 32 to 256
@@ -19,7 +19,7 @@ import numpy as np
 
 
 class Request(NamedTuple):
-    """A prompt's token ids, how many tokens to generate, and when it comes, in seconds from the beginning."""
+    """A prompt's token ids, how many tokens to generate, and when the request comes, in seconds from the beginning."""
 
     prompt: list[int]
     max_tokens: int
@@ -32,7 +32,7 @@ class Workload:
 
     Attributes:
         prompt_lens, output_lens: the fewest and the most tokens; all lengths between them are equally likely.
-        table: pairs of both in place of random ones, which requests take in turn; None for none.
+        table: pairs (prompt, answer) of lengths, which requests take in turn; None for random lengths.
     """
 
     prompt_lens: tuple[int, int]
@@ -48,7 +48,7 @@ class Workload:
 
     @property
     def context(self) -> int:
-        """About the mean of a sequence's tokens over its steps."""
+        """About the mean number of a sequence's tokens over its steps."""
         prompt, output = np.mean(self.table or (self.prompt_lens, self.output_lens), axis=0 if self.table else 1)
         return round(float(prompt + output / 2))
 
@@ -63,7 +63,7 @@ class Workload:
 
 @functools.cache
 def workload(name: str) -> Workload:
-    """One of `WORKLOADS` by its name."""
+    """The workload of this name, one of `WORKLOADS`."""
     if name == "mixed":
         return Workload((128, 1024), (32, 256))
     if name == "sharegpt":
@@ -84,7 +84,7 @@ def make_requests(
     """Random requests, always the same ones.
 
     Args:
-        of: how long they are.
+        of: their lengths.
         count: how many requests.
         vocab_size: token ids are below this.
         is_shared: whether the first half of each prompt is the beginning of one text.

@@ -1,7 +1,7 @@
 """Times calls by CUPTI, as the device time of all their kernels, and measures the ceilings for such times.
 
-The read and the copy ceiling are kernels of our own, which read or copy a buffer 16 bytes at a time and do nothing
-else. They need CuPy.
+The read ceiling and the copy ceiling are times of kernels in this file, which read or copy a buffer 16 bytes at a time
+and do nothing else. They need CuPy.
 """
 
 import math
@@ -52,11 +52,14 @@ extern "C" __global__ void fill(unsigned* data, long long n) {
   }
 }
 """
+SECONDS = 0.1
+"""About how long one sample of a time lasts."""
+
 PAUSE = 0.03
-"""Seconds before a call that is to have the full clock."""
+"""Seconds before a call that should have the full clock rate."""
 
 _RESTED_CALLS = 4
-_LEAST = 1 << 30  # bytes of a read that tells how fast memory is
+_LEAST = 1 << 30  # least bytes of the largest read, so that memory limits its rate
 _LARGE = 8 << 30  # bytes of the largest read, and of the copy's source and destination together
 
 
@@ -65,11 +68,11 @@ class Timing:
     """Device time of one call.
 
     Attributes:
-      us: the median over all calls, in microseconds; a call's time is the sum of its kernels'.
+      us: the median over all calls, in microseconds. A call's time is the sum of its kernels' times.
       min_us: the fastest call's time.
       calls: how many calls were timed.
-      kernels: name and median time in microseconds of each kernel of a call; empty where calls launch different ones.
-      rested_us: the median over some calls after a pause, if it was asked for.
+      kernels: name and median microseconds of each kernel of a call; empty if calls launch different kernels.
+      rested_us: the median over some calls that each follow a pause, if it was asked for.
     """
 
     us: float
@@ -85,8 +88,8 @@ class Ceiling:
 
     Attributes:
       unit: the unit of `rate`, "GB/s" or "TFLOP/s".
-      rate: the rate that a large problem reaches; None where it could not be measured.
-      us: the time in microseconds for each measured amount of work (bytes); empty where the size does not matter.
+      rate: the rate that a large problem reaches; None if it could not be measured.
+      us: microseconds for each measured amount of work, in bytes; empty if the size does not matter.
       note: how the ceiling was measured, or why it was not.
     """
 
@@ -96,14 +99,14 @@ class Ceiling:
     note: str
 
     def time(self, work: int) -> float | None:
-        """The fewest microseconds for `work` (bytes or operations), as measured at this size or else by the rate."""
+        """The fewest microseconds for `work` (bytes or operations), as measured at this size, or by the rate."""
         if work in self.us:
             return self.us[work]
         return None if self.rate is None else work / self.rate / (1e3 if self.unit == "GB/s" else 1e6)
 
 
 class _Launches:
-    """Looks jitted to `profiler.measure`, which would otherwise jit `run` and so make one program of all its calls."""
+    """Looks like a jitted function to `profiler.measure`, which would otherwise jit `run` as one program."""
 
     def __init__(self, run: Callable[[], Any]):
         self.run = run
@@ -121,7 +124,7 @@ class _Launches:
 def kernel_times(run: Callable[[], Any]) -> list[tuple[str, float]]:
     """Name and microseconds of every kernel that `run` launches, in order. `run` is called twice, first to warm up.
 
-    This clock does not see copies and memsets that are not done by kernels.
+    This clock sees only kernels, not other copies and memsets.
     """
     from jax.experimental.mosaic.gpu import profiler
 
@@ -132,16 +135,16 @@ def kernel_times(run: Callable[[], Any]) -> list[tuple[str, float]]:
 
 
 def time_calls(
-    fn: Callable, argsets: Sequence[tuple], *, samples: int = 2, seconds: float = 0.1, rested: bool = False
+    fn: Callable, argsets: Sequence[tuple], *, samples: int = 2, seconds: float = SECONDS, rested: bool = False
 ) -> Timing:
-    """Times `fn(*args)`; calls rotate through `argsets`.
+    """Times `fn(*args)`; calls take `argsets` in turn.
 
     Args:
       fn: a compiled function that launches the same kernels for each of the argsets.
-      argsets: sets of arguments, so many that together they do not fit in L2.
-      samples: how many times CUPTI is started anew.
+      argsets: sets of arguments, which together do not fit in L2.
+      samples: how many times CUPTI is started.
       seconds: about how long one sample lasts.
-      rested: whether to time calls after pauses, too.
+      rested: whether to also time calls after pauses.
     """
     jax.block_until_ready(fn(*argsets[0]))
     start = time.perf_counter()
@@ -180,8 +183,8 @@ def time_calls(
 def _time_rested(fn: Callable, argsets: Sequence[tuple]) -> float:
     """The median device time in microseconds of calls that each follow a pause.
 
-    In a row of calls that use all of its matrix units, a GPU comes to its limit of power and lowers its clock. One call
-    after a pause has the full clock.
+    In a row of calls that use all matrix units, a GPU reaches its power limit and lowers its clock rate. One call after
+    a pause has the full clock rate.
     """
 
     def run():
@@ -210,13 +213,13 @@ def copy_ceiling() -> Ceiling:
     """Times the copy kernel on a buffer of up to 4 GiB with its best launch. Bytes read and bytes written count."""
     try:
         size, us = _copy_time()
-    except Exception as error:  # as in read_ceiling
+    except Exception as error:  # without CuPy or memory there is no share, as in read_ceiling
         return Ceiling("GB/s", None, {}, first_line(error))
     return Ceiling("GB/s", 2 * size / us / 1e3, {}, f"copies {size >> 20} MiB by 16 bytes, best of 9 launches")
 
 
 def _copy_time() -> tuple[int, float]:
-    """The number of bytes, and the microseconds that copying them takes."""
+    """Returns a number of bytes, and the microseconds in which they are copied."""
     import cupy
 
     size = min(_LARGE // 2, cupy.cuda.Device().mem_info[0] // 4) >> 21 << 21
@@ -262,7 +265,7 @@ def _read_times(sizes: Iterable[int]) -> dict[int, float]:
     repeats = 12
 
     def run():
-        offset = 0  # each call reads the next bytes of the buffer, so that none finds its own in L2
+        offset = 0  # each call reads the next bytes of the buffer, so that none finds its bytes in L2
         for size in sizes:
             for kernel, blocks in launches:
                 for _ in range(repeats):

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def captured(device: str, step: Callable[[], None]) -> Callable[[], Any]:
-    """Runs a step a few times, captures it in a CUDA graph, and returns what replays it; on a CPU it is the step."""
+    """Runs a step a few times, captures it in a CUDA graph, and returns the graph's replay; on a CPU, the step."""
     import torch
 
     if device != "cuda":
@@ -25,7 +25,7 @@ def captured(device: str, step: Callable[[], None]) -> Callable[[], Any]:
 
 
 def best_seconds(device: str, reset: Callable[[], Any], run: Callable[[], Any], repeats: int) -> float:
-    """The seconds of one of `repeats` runs after `reset`, the best of three times."""
+    """The best of three measurements of the seconds of one run; each measures `repeats` runs after `reset`."""
     import torch
 
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None

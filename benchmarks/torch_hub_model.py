@@ -1,26 +1,26 @@
-"""PyTorch's side of bench_model.py for models that torch_model.py does not cover: it runs transformers' code.
+"""PyTorch's side of bench_model.py for models that torch_model.py lacks, with transformers' code.
 
-A decode step is transformers' forward over a `StaticCache`, captured in a CUDA graph that runs once a token. It is not
-compiled: all kernels are PyTorch's. A mixture of experts is tried with each of transformers' grouped products that a
-graph can capture, and the fastest counts.
+A decode step is transformers' forward over a `StaticCache`, captured in a CUDA graph that runs once for each token. It
+is not compiled: all kernels are PyTorch's. A mixture of experts is tried with each of transformers' grouped products
+that a graph can capture, and the fastest counts.
 """
 
 from typing import Any
 
 from benchmarks.torch_clocks import best_seconds, captured
 
-# One grouped product over all pairs of a token and an expert, sorted by expert; or one product a pair, which gathers
-# an expert's matrices for each pair, so that prompts do not fit.
+# "grouped_mm" is one grouped product over all pairs of a token and an expert, sorted by expert. "batched_mm" is a
+# product for each pair. It gathers an expert's matrices for each pair, so prompts do not fit.
 _PRODUCTS = "grouped_mm", "batched_mm"
 _OF_PROMPTS = _PRODUCTS[0]
-_CHUNK = 4096  # tokens that a step of prompts takes at once
+_CHUNK = 4096  # tokens of one step of prompts
 
 
 class HubModel:
-    """A transformers model of random weights, on the GPU where there is one.
+    """A transformers model with random weights, on the GPU if there is one.
 
     Args:
-        fields: what its config.json holds.
+        fields: the fields of its config.json.
     """
 
     def __init__(self, fields: dict[str, Any]):
@@ -44,7 +44,7 @@ class HubModel:
         return cls._from_config(self.config, dtype=torch.bfloat16, attn_implementation=attention).eval()
 
     def forget(self) -> None:
-        """Frees what the last case left on the GPU."""
+        """Frees the last case's memory on the GPU."""
         import gc
 
         import torch
@@ -54,7 +54,7 @@ class HubModel:
             torch.cuda.empty_cache()
 
     def time_decode(self, num_seqs: int, context: int, num_steps: int) -> float:
-        """Measures the seconds of a decode step that is called once a token."""
+        """Measures the seconds of a decode step that is called once for each token."""
         if not self.is_mixture:
             return self._time_decode(num_seqs, context, num_steps, None)
         times, errors = [], []
@@ -95,7 +95,7 @@ class HubModel:
         import torch
 
         # Each run of the graph continues where the last one ended. transformers moves the cache's tokens differently
-        # once a window is full, and a graph records one way only: so all steps come after the window is full.
+        # once a window is full, and a graph records one way only. So all steps come after the window is full.
         length = max(context, getattr(self.config, "sliding_window", None) or 0)
         cache = self._filled(num_seqs, length, length + 8 * num_steps)
         if product is not None:

@@ -1,13 +1,13 @@
 """PyTorch's side of bench_model.py: the same models in plain PyTorch, in a process without JAX.
 
 As in gpt-fast, a decode step is compiled, its caches `[num_seqs, num_kv_heads, longest, head_size]` are allocated once,
-and a CUDA graph of the whole step runs once a token. Only one layer is compiled, and all layers use it, because
-compiling the whole step takes many times longer. The layer begins with the sum that the layer before it leaves, so
-that the compiler can make one kernel of this sum and the norm after it, as it would in the whole step. As in our step,
-matrices that multiply the same input are one matrix. Attention in decode is two products grouped by kv head, which
-read each key and value once; for prompts it is `scaled_dot_product_attention`.
+and a CUDA graph of the whole step runs once for each token. Only one layer is compiled, and all layers use it, because
+compiling the whole step takes many times longer. The layer begins with the sum that the previous layer leaves. So the
+compiler can make one kernel of this sum and the norm after it, as it would in the whole step. As in our step, matrices
+that multiply the same input are one matrix. Attention in decode is two products grouped by kv head, which read each key
+and value once. For prompts it is `scaled_dot_product_attention`.
 
-The process reads one JSON object with the models' sizes and what to time, and writes one line for each case.
+The process reads one JSON object with the models' sizes and the cases to time, and writes one line for each case.
 """
 
 import json
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 class Model:
-    """A decoder's random weights and its caches, on the GPU where there is one."""
+    """A decoder's random weights and its caches, on the GPU if there is one."""
 
     def __init__(self, sizes: dict[str, Any]):
         import torch
@@ -102,7 +102,7 @@ class Model:
         self.caches = [(self._random(*shape), self._random(*shape)) for _ in self.layers]
 
     def forget(self) -> None:
-        """Frees the caches and the code that was compiled for them."""
+        """Frees the caches, and the code that is compiled for them."""
         import torch
 
         self.caches = []
@@ -126,7 +126,7 @@ class Model:
             layer: `self.layer`, or its compiled form.
             token_ids: [num_seqs, num_tokens].
             positions: [num_tokens], the same for every sequence.
-            is_decode: whether num_tokens is 1 and the tokens before it are in the caches.
+            is_decode: whether num_tokens is 1 and the earlier tokens are in the caches.
         """
         import torch
         import torch.nn.functional as F
@@ -148,7 +148,7 @@ class Model:
     def layer(
         self, hidden: Any, added: Any, weights: Any, cache: Any, rotation: Any, positions: Any, is_decode: bool
     ) -> tuple[Any, Any]:
-        """The residual stream after attention, and the MLP's output; `added` is the previous layer's MLP output."""
+        """Returns the residual stream after attention, and the MLP's output. `added` is the previous MLP's output."""
         import torch.nn.functional as F
 
         sizes = self.sizes
@@ -173,13 +173,13 @@ class Model:
         return hidden, F.linear(up, *weights["down"])
 
     def time_decode(self, num_seqs: int, context: int, num_steps: int) -> float:
-        """Measures the seconds of a decode step that is called once a token."""
+        """Measures the seconds of a decode step that is called once for each token."""
         import torch
 
         self.allocate(num_seqs, context + num_steps)
         token_ids = torch.zeros(num_seqs, 1, dtype=torch.int64, device=self.device)
         positions = torch.zeros(1, dtype=torch.int64, device=self.device)
-        # gpt-fast's setting, but graphs are captured here: the compiler's own graphs take more time on the host.
+        # As in gpt-fast, except that graphs are captured here: the compiler's own graphs take more time on the host.
         options = {"coordinate_descent_tuning": True} if self.device == "cuda" else {}
         layer = torch.compile(self.layer, fullgraph=True, dynamic=False, options=options)
 
@@ -212,7 +212,7 @@ def rotate(heads: Any, rotation: tuple[Any, Any]) -> Any:
 
 
 def attend_cached(query: Any, key_cache: Any, value_cache: Any, positions: Any) -> Any:
-    """Attention of each sequence's one token to all cached tokens up to it; [num_seqs, num_heads, 1, head_size]."""
+    """Attention of each sequence's one token to all cached tokens up to it: [num_seqs, num_heads, 1, head_size]."""
     import torch
 
     num_seqs, num_kv_heads, longest, head_size = key_cache.shape

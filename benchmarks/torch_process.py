@@ -1,13 +1,14 @@
 """PyTorch's side of `benchmarks.peers.TorchPeers`: times peers' paged kernels in a process without JAX.
 
-The process reads one line of JSON, ``{"contenders": [...], "cases": [...]}``, and compiles what they need. When it has
-read a second line, it times them, and writes a line of JSON for each contender and case. The contenders are in
-`benchmarks.flashinfer_kernels` and `benchmarks.vllm_kernels`; where one has several ways of doing a case, the best one
-counts.
+The process reads one line of JSON, ``{"contenders": [...], "cases": [...]}``, and compiles their kernels. When it has
+read a second line, it times the kernels, and writes a line of JSON for each contender and case. The contenders are in
+`benchmarks.flashinfer_kernels` and `benchmarks.vllm_kernels`. If a contender has several ways of doing a case, the
+fastest one counts.
 
 Each way is timed by two clocks: the sum of its kernels' times by CUPTI, and the time of one call within a CUDA graph of
-many. The lower time of the two counts. By the first clock it is also timed after pauses, as `timing.time_calls` does;
-the best way's time counts there, too. Each result is checked before it is timed.
+many calls. The lower time counts. By the first clock it is also timed after pauses, as in `timing.time_calls`; the
+fastest way counts there, too. A case may set other "seconds" of a measurement, and "rested" to false, which leaves out
+the calls after pauses. Each result is checked before it is timed.
 """
 
 import json
@@ -22,13 +23,13 @@ from benchmarks import flashinfer_kernels, vllm_kernels
 from benchmarks.flashinfer_kernels import Arrays, Run, block_counts, dtypes, starts
 from benchmarks.report import first_line
 
-_SECONDS = 0.1  # about how long one measurement lasts
+_SECONDS = 0.1  # about how long one measurement lasts, if a case does not say so
 _RESTED_CALLS, _PAUSE = 4, 0.03  # as in `timing`, which needs JAX
 _CHECKED = 16  # how many queries of a sequence are checked
 
 
 def main() -> None:
-    # The compilers print to stdout. From here on their text goes to stderr, and only results go to the real stdout.
+    # The compilers print to stdout. From here on, their text goes to stderr, and only results go to the real stdout.
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     wanted = json.loads(sys.stdin.readline())
@@ -43,7 +44,7 @@ def main() -> None:
     except Exception as error:
         reason = first_line(error)
     sys.stdin.readline()
-    for contender in contenders:  # if one breaks the process, the answers of those before it are kept
+    for contender in contenders:  # if one breaks the process, earlier answers are kept
         for case in cases:
             answer: dict[str, Any] = {"absent": reason}
             if reason is None:
@@ -62,7 +63,7 @@ def library_of(contender: str) -> Any:
 
 
 def _compile(specs: Sequence[Any]) -> None:
-    """Builds all modules side by side. If one of them fails, builds each by itself, so that the others succeed."""
+    """Builds all modules side by side. If one of them fails, builds each one alone, so that the others succeed."""
     if not specs:
         return
     from flashinfer import jit
@@ -110,7 +111,7 @@ def _time_case(contender: str, case: dict) -> dict[str, Any]:
         return {"absent": reason}
     case = kernels.own_case(contender, case)
     arrays = _arrays(case)
-    clocks = {"sum of kernels": _by_kernels, "CUDA graph": _by_graph}
+    clocks = {"sum of kernels": by_kernels, "CUDA graph": by_graph}
     found, rested, errors, failed = {}, [], {}, []
     for way in kernels.ways(contender, case, arrays):
         try:
@@ -125,7 +126,8 @@ def _time_case(contender: str, case: dict) -> dict[str, Any]:
                     found[f"{way.name}, {name}"] = clock(run, num_calls)
                 except Exception as error:
                     failed.append(f"{way.name}, {name}: {error}".splitlines()[0])
-            rested.append(_by_kernels(run, _RESTED_CALLS, pause=_PAUSE))
+            if case.get("rested", True):
+                rested.append(by_kernels(run, _RESTED_CALLS, pause=_PAUSE))
         except Exception as error:
             failed.append(f"{way.name}: {error}".splitlines()[0])
     if not found:
@@ -142,7 +144,7 @@ def _time_case(contender: str, case: dict) -> dict[str, Any]:
 
 
 def _relative_error(case: dict, arrays: Arrays, outputs: Iterable[tuple[Any, Any]]) -> float:
-    """The largest error in the first, the middle and the last sequence, for some of their queries and the last one."""
+    """The largest error in the first, the middle and the last sequence, over some of their queries."""
     import torch
 
     out = torch.full_like(arrays.out, float("nan"))
@@ -170,21 +172,21 @@ def _relative_error(case: dict, arrays: Arrays, outputs: Iterable[tuple[Any, Any
 
 
 def _num_calls(case: dict, run: Run) -> int:
-    """Chooses the number of calls of a measurement: those that fit into its time, up to the number needed."""
+    """Chooses the number of calls of a measurement: as many as fit into its time, within bounds."""
     import torch
 
     torch.cuda.synchronize()
     start = time.perf_counter()
     run(1, False)
     torch.cuda.synchronize()
-    return max(6, min(int(_SECONDS / (time.perf_counter() - start)), max(24, case["copies"])))
+    return max(6, min(int(case.get("seconds", _SECONDS) / (time.perf_counter() - start)), max(24, case["copies"])))
 
 
 def sums_by_call(kernels: Iterable[tuple[str, float, float]], num_calls: int) -> list[float]:
     """Microseconds of each call: the sum over its kernels.
 
     Args:
-      kernels: name, start and duration in microseconds of all that ran on the GPU. Copies and memsets are left out.
+      kernels: name, start and duration in microseconds of everything on the GPU. Copies and memsets are left out.
       num_calls: how many calls launched them. All calls launch the same number of kernels.
 
     Raises:
@@ -197,8 +199,8 @@ def sums_by_call(kernels: Iterable[tuple[str, float, float]], num_calls: int) ->
     return [sum(us for _, us in ours[i : i + per_call]) for i in range(0, len(ours), per_call)]
 
 
-def _by_kernels(run: Run, num_calls: int, pause: float = 0) -> float:
-    """The microseconds of a call, as the sum of its kernels' times: the median over the calls, with pauses between."""
+def by_kernels(run: Run, num_calls: int, pause: float = 0) -> float:
+    """The microseconds of a call: the median, over calls with pauses between them, of the sum of its kernels' times."""
     import torch
     from torch.autograd import DeviceType
 
@@ -220,8 +222,8 @@ def _by_kernels(run: Run, num_calls: int, pause: float = 0) -> float:
     return statistics.median(sums_by_call(kernels, num_calls)[num_calls // 4 :])
 
 
-def _by_graph(run: Run, num_calls: int) -> float:
-    """The microseconds of a call within a CUDA graph of `num_calls`: the median over some launches of the graph."""
+def by_graph(run: Run, num_calls: int) -> float:
+    """The microseconds of a call within a CUDA graph of `num_calls` calls: the median over launches of the graph."""
     import torch
 
     run(0, True)

@@ -1,13 +1,13 @@
-"""FlashAttention 3 as vLLM ships it, over paged caches: which cases it refuses, and how it is called.
+"""FlashAttention 3 as vLLM ships it, over paged caches: the cases that it refuses, and its calls.
 
 Functions take a case as `benchmarks.peers.TorchPeers` sends it. These are the contenders:
 
-    vllm-fa3           Pages of the case's block size, which it copies by `cp.async`.
-    vllm-fa3-128       Pages of 128 tokens, which it copies by TMA.
+    vllm-fa3           Pages of the case's block size, which FlashAttention copies by `cp.async`.
+    vllm-fa3-128       Pages of 128 tokens, which FlashAttention copies by TMA.
 
-Its caches have the layout "nhd". Queries get the caches' dtype, as vLLM's do. Each contender has two ways where queries
-are few: contexts are not split, or split as FlashAttention chooses. The scheduler's metadata is made before the calls,
-as vLLM makes it once a step for all layers; its time is not counted.
+Its caches have the layout "nhd". Queries get the caches' dtype, as in vLLM. If queries are few, each contender has two
+ways: contexts are not split, or FlashAttention chooses the splits. The scheduler's metadata is made before the calls,
+and its time is not counted: vLLM makes it once in a step, for all layers.
 
 The kernels are in vLLM's wheel: install `vllm`, or extract `vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so` from it into a
 folder on Python's path.
@@ -29,7 +29,7 @@ _PAGE_OF_TMA = 128
 
 
 def refusal(contender: str, case: dict) -> str | None:
-    """Says why a contender cannot do a case; None if it may be able to."""
+    """The reason why a contender cannot do a case, or None."""
     if case["cache_dtype"] not in ("bfloat16", "float8_e4m3fn"):
         return f"no {case['cache_dtype']} cache"
     if case["head_size"] > 256:

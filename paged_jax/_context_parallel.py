@@ -62,7 +62,10 @@ def _write_and_attend(
 ) -> Any:
     options = operands.options
     key_cache, value_cache, slots = operands.key_cache, operands.value_cache, operands.slot_mapping
-    new = Write(operands.key, operands.value, key_cache, value_cache, slots, options.k_scale, options.v_scale)
+    scales = options.k_scale, options.v_scale
+    if key_cache.dtype.itemsize >= operands.key.dtype.itemsize:  # such a cache holds keys and values as they are
+        scales = None, None
+    new = Write(operands.key, operands.value, key_cache, value_cache, slots, *scales)
     key_cache, value_cache = _write("write_to_paged_cache", new, {"layout": options.layout}, axes, run_local)
     seen = Decode(operands.query, key_cache, value_cache, operands.block_tables, operands.seq_lens, options)
     return *_attend("paged_attention", seen, static, axes, run_local), key_cache, value_cache

@@ -1,4 +1,4 @@
-"""Runs the MLA kernel of Mosaic GPU without a GPU, in Pallas's interpreter, and replaces what it cannot run."""
+"""Runs the MLA kernel of Mosaic GPU without a GPU, in Pallas's interpreter, with substitutes for what that lacks."""
 
 from functools import partial
 from unittest import mock
@@ -44,7 +44,7 @@ def store_partial(partial_gmem, out, first, num_rows, geometry):
 
 
 def scores(query_smem, tile_smem):
-    """S. The interpreter multiplies with NumPy, which would warn of NaNs in rows that no result uses."""
+    """S. The interpreter's wgmma multiplies with NumPy, which would warn of NaNs in rows that no result uses."""
     query, latents = query_smem[...].astype(jnp.float32), tile_smem[...].astype(jnp.float32)
     plgpu.commit_smem()
     return query @ latents.T
@@ -98,14 +98,14 @@ def merge_parts(refs, block, part, sums_smem, geometry):
 
 
 def run(function, *, device=SMALL_GPU, **arrays):
-    """Does what the fixture `run` does in the tests of every implementation."""
+    """Replaces the fixture `run` of the tests of every implementation."""
     patches = [
         mock.patch.object(rows, "store_lse", store_lse),
         mock.patch.object(rows, "store_partial", store_partial),
         mock.patch.multiple(softmax, scores=scores, accumulate=accumulate, accumulate_and_score=accumulate_and_score),
         mock.patch.multiple(lanes, loaded=loaded, **{name: getattr(interpreted_lanes, name) for name in _LANES}),
         mock.patch.object(merge, "merge_parts", merge_parts),
-        mock.patch.object(merge, "_PROGRAMS", 6),  # so that a program of the merge has several turns
+        mock.patch.object(merge, "_PROGRAMS", 6),  # so that a program of the merge merges several parts
         mock.patch.object(problem, "device", return_value=device),
     ]
 

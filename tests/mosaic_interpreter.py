@@ -1,7 +1,7 @@
 """Runs the Mosaic GPU kernels without a GPU, in Pallas's interpreter, with substitutes for what the interpreter lacks.
 
-`call` and `run_op` run a decode op. Within `interpreted()` all calls of ops run in the interpreter, as if for one of
-the GPUs below. These GPUs are so small that short contexts get all sorts of tunings.
+`call` and `run_op` run a decode op. Within `interpreted()`, all calls of ops run in the interpreter, with the tunings
+of one of the GPUs below. These GPUs are so small that short contexts get tunings of all sorts.
 """
 
 import contextlib
@@ -34,14 +34,14 @@ OPS = {"v1": "paged_attention_v1", "v2": "paged_attention_v2", "auto": "paged_at
 def tokens_of(rows, geometry):
     """The token of each of these rows of a tile. If heads are folded, their runs of tokens alternate in the tile."""
     fold, run = geometry.tuning.fold, geometry.run_tokens
-    if fold == 1:  # here a run may be longer than these rows
+    if fold == 1:  # a run may then be longer than these rows
         return jnp.arange(rows)
     by_head = jnp.arange(rows // fold).reshape(-1, 1, run)
     return jnp.broadcast_to(by_head, (len(by_head), fold, run)).reshape(-1)
 
 
 def read(smem):
-    """Reads what was copied. It adds a fence, without which the interpreter sees a race with later copies."""
+    """Reads copied data, and adds a fence, without which the interpreter sees a race with later copies."""
     copied = smem[...]
     plgpu.commit_smem()
     return copied
@@ -141,7 +141,7 @@ def call(op, decode, arrays, static, partition_size, device=SMALL_GPU):
 
 
 def as_for(device):
-    """Makes calls choose tunings for this GPU, or for the GPU of this machine if it is None."""
+    """Makes calls choose tunings for this GPU, or for this machine's GPU if `device` is None."""
     return mock.patch.object(problem, "device", return_value=device) if device else contextlib.nullcontext()
 
 

@@ -1,4 +1,4 @@
-"""Runs the ragged Mosaic GPU kernels without a GPU, in Pallas's interpreter, and replaces what it cannot run."""
+"""Runs the ragged Mosaic GPU kernels without a GPU, in Pallas's interpreter, with substitutes for what that lacks."""
 
 import importlib
 import inspect
@@ -21,7 +21,7 @@ SMALL_GPU = Device(90, 2)
 
 
 def substitutes():
-    """Patches that replace each public function of `ragged/ptx/` for which `tests/interpreted_ptx/` has another one."""
+    """Patches that replace the functions of `ragged/ptx/` for which `tests/interpreted_ptx/` has a substitute."""
     for file in pkgutil.iter_modules(interpreted_ptx.__path__):
         ours = importlib.import_module(f"{interpreted_ptx.__name__}.{file.name}")
         names = [name for name, _ in inspect.getmembers(ours, inspect.isfunction) if not name.startswith("_")]

@@ -50,6 +50,18 @@ def test_batches_are_what_engines_compose():
     assert len({(case.shapes, case.num_heads, case.head_size, case.cache_dtype) for case in drawn[:30]}) < 16
 
 
+@pytest.mark.parametrize("draw", [cases.random_decode, cases.random_ragged])
+def test_other_blocks_hold_the_same_tokens(draw):
+    for case in (case for seed in range(3) for case in draw(30, seed)):
+        other = cases.with_blocks_of(case, 128)
+        assert other.kv_bytes == case.kv_bytes
+        assert other.name == f"{case.name}-blocks-of-128"
+        assert sum(other.blocks_per_seq) * 128 < sum(case.blocks_per_seq) * 16 + case.num_seqs * 128
+        if case.shapes is not None:
+            assert sum(other.blocks_per_seq) <= other.shapes.num_blocks == case.shapes.num_blocks // 8
+            assert max(other.blocks_per_seq) <= other.shapes.max_blocks_per_seq == case.shapes.max_blocks_per_seq // 8
+
+
 @pytest.mark.parametrize("rows", bench_choice.TILES)
 def test_tiles_are_forced(rows):
     """Triton's tuning has as many queries as fill the named rows, whatever it would have chosen."""
@@ -101,6 +113,7 @@ def test_the_command_line(monkeypatch, capsys):
     def run(benchmark, some, names, peer_names, *, out, processes, notes):
         called.append((benchmark.op, names, len(some), processes))
         assert benchmark.cases == some
+        assert benchmark.timer.keywords == benchmark.peer_timing
         name = some[0].name
         return found({name: {"triton": 3.0, "triton/64": 2.0}}, **notes())
 
@@ -111,10 +124,15 @@ def test_the_command_line(monkeypatch, capsys):
     assert bench_choice.main([*arguments, "--processes", "4"]) == 0
     assert "Regret of 1 cases: 50.0%" in capsys.readouterr().out
     assert bench_choice.main(["--count", "1"]) == 0
+    assert "Regret" in capsys.readouterr().out
     assert called == [
         ("choice-ragged", ["triton", "triton/64"], 2, 4),
         ("choice-decode", bench_choice.IMPLEMENTATIONS["decode"], 1, 1),
     ]
+    sizes = ["--count", "3", "--block-sizes", "16,128", "--implementations", "mosaic_gpu", "--seconds", "0.01"]
+    assert bench_choice.main(sizes) == 0
+    assert called[2:] == [("choice-decode", ["mosaic_gpu"], 6, 1)]
+    assert "Regret" not in capsys.readouterr().out
     with pytest.raises(SystemExit):
         bench_choice.main(["--op", "ragged", "--implementations", "triton/3"])
     assert "triton/3" in capsys.readouterr().err
@@ -152,11 +170,22 @@ def test_regret_is_over_the_fastest():
 
 
 def test_peers_beside_random_cases():
-    """Only cases in which both have a time count; up to 1% is level."""
+    """Only cases in which both have a time count; up to 1% is level. Each size of blocks has a line."""
     report_of = found({"a": {"auto": 2.0}, "b": {"auto": 3.03}, "c": {"auto": 3.2}, "d": {"auto": None}})
     for case, us in {"a": 3.0, "b": 3.0, "c": 3.0, "d": 1.0}.items():
         report_of["rows"].append({"case": case, "contender": "vllm-fa3", "kind": "peer", "work": 1, "us": us})
-    assert report.peers_text(report_of) == "auto leads in 2 of 3 cases; its worst time is 1.07 of a peer's (c)."
+    assert report.peers_text(report_of).splitlines() == [
+        "auto leads in 2 of 3 cases; its median time is 1.01 of a peer's.",
+        "Its worst times, over a peer's:",
+        "  1.067 c",
+        "  1.010 b",
+        "  0.667 a",
+    ]
+    for row in report_of["rows"]:
+        row["case"] += "-blocks-of-16" if row["case"] == "a" else "-blocks-of-128"
+    first, second, *_ = report.peers_text(report_of).splitlines()
+    assert first == "auto leads in 1 of 1 cases with blocks of 16; its median time is 0.67 of a peer's."
+    assert second == "auto leads in 1 of 2 cases with blocks of 128; its median time is 1.04 of a peer's."
     assert report.peers_text(found(TIMES)) == "No case has a time of ours and one of a peer."
 
 

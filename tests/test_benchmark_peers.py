@@ -134,10 +134,11 @@ class Stub:
 
 def test_a_process_that_ends_early_owes_the_rest(monkeypatch):
     monkeypatch.setattr(peers.subprocess, "Popen", Stub)
-    process = peers.TorchPeers([TINY], ["flashinfer-fa2", "flashinfer-pod"])
+    process = peers.TorchPeers([TINY], ["flashinfer-fa2", "flashinfer-pod"], seconds=0.03, rested=False)
     told = json.loads(process._process.stdin.getvalue())
     assert told["contenders"] == ["flashinfer-fa2", "flashinfer-pod"]
     assert told["cases"][0]["query_lens"] == [1, 1, 1]
+    assert (told["cases"][0]["seconds"], told["cases"][0]["rested"]) == (0.03, False)
     ended = {"absent": "its process ended early"}
     expected = [("flashinfer-fa2", {"us": 5}), ("flashinfer-pod", ended)]
     assert [(answer.contender, answer.fields) for answer in process.answers()] == expected

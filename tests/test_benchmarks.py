@@ -63,6 +63,21 @@ def test_wrong_names_are_refused(argv, capsys):
     assert argv[1] in capsys.readouterr().err
 
 
+def test_cases_get_blocks_of_each_size(monkeypatch):
+    def run(benchmark, cases, implementations, peer_names, *, out, processes):
+        called.extend((case.name, case.block_size) for case in cases)
+
+    called = []
+    monkeypatch.setattr(harness, "has_gpu", lambda *_: True)
+    monkeypatch.setattr(harness, "run", run)
+    argv = ["--cases", "llama3-8b-1x512,llama3-8b-4x1024"]
+    assert bench_decode.main([*argv, "--peers", "vllm-fa3", "--block-sizes", "16,128"]) == 0
+    assert bench_decode.main(argv) == 0
+    names = argv[1].split(",")
+    wanted = [(f"{name}-blocks-of-{size}", size) for size in (16, 128) for name in names]
+    assert called == wanted + [(name, 16) for name in names]
+
+
 def test_cases():
     names = [case.name for case in cases.DECODE]
     assert len(set(names)) == len(names) == 24

@@ -177,6 +177,20 @@ def test_latents_of_many_short_prompts():
     assert_same(jax.jit(fun)(*placed), jax.jit(fun)(*given))
 
 
+def test_a_cache_of_as_many_bytes_holds_new_tokens_as_they_are():
+    """float16 saturates bfloat16, but no scale divides what it holds: attention alone multiplies by the scales."""
+    names, *_ = OPS["write_and_attend"]
+    dtypes = [jnp.float16 if name in POOLS else jnp.bfloat16 if ARRAYS[name].ndim == 3 else jnp.int32 for name in names]
+    arrays = [jnp.asarray(ARRAYS[name], dtype) for name, dtype in zip(names, dtypes, strict=True)]
+
+    def fun(*arrays):
+        return paged_jax.write_and_attend(*arrays, k_scale=0.5, v_scale=4.0)
+
+    placed = place(arrays, [P("dcp") if name in POOLS else P() for name in names], make_mesh())
+    for found, wanted in zip(jax.jit(fun)(*placed), jax.jit(fun)(*arrays), strict=True):
+        np.testing.assert_allclose(found.astype(jnp.float32), wanted.astype(jnp.float32), rtol=0.02, atol=0.02)
+
+
 def test_lengths_of_zero_on_all_devices():
     arrays = [ARRAYS[name] for name in ("query", *POOLS[:2], "block_tables")] + [np.zeros(4, np.int32)]
     placed = place(arrays, [P(), P("dcp"), P("dcp"), P(), P()], make_mesh())

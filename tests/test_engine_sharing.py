@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import bench_shared_prefix
+from benchmarks.flashinfer_cascade import Sizes, levels
 from examples.attend import decode_attend
 from paged_jax import PagedKVCache
 from paged_jax.engine import Engine, EngineConfig, SamplingParams, SharedPrefixes
@@ -167,9 +168,27 @@ def test_the_examples_attention(options):
 
 @pytest.mark.parametrize("num_prefixes", [1, 2])
 def test_the_benchmark_checks_its_results(num_prefixes):
-    query, cache, sets = bench_shared_prefix.make(4, num_prefixes, 32, 20, (4, 2, 16), copies=2)
+    query, cache, sets = bench_shared_prefix.make(Sizes(4, num_prefixes, 32, 20, (4, 2, 16), copies=2))
     for tables, prefixes in sets:
         bench_shared_prefix.check(query, cache, tables, prefixes)
         wrong = dataclasses.replace(prefixes, lens=prefixes.lens - 16)
         with pytest.raises(AssertionError):
             bench_shared_prefix.check(query, cache, tables, wrong)
+
+
+def test_the_peer_of_the_benchmark_gets_the_same_blocks():
+    sizes = Sizes(4, 2, 32, 20, (4, 2, 16), copies=2)
+    _, _, sets = bench_shared_prefix.make(sizes)
+    for (whole, _), tables in zip(sets, sizes.tables(), strict=True):
+        starts, firsts, ids, last = levels(sizes, *tables)
+        assert [list(each) for each in starts] == [[0, 2, 4], [0, 1, 2, 3, 4]]
+        assert [list(each) for each in last] == [[16, 16], [4, 4, 4, 4]]  # 20 = 16 + 4
+        for row in range(4):
+            parts = [ids[level][firsts[level][i] : firsts[level][i + 1]] for level, i in ((0, row // 2), (1, row))]
+            assert list(np.concatenate(parts)) == list(whole[row])
+
+
+def test_a_peer_that_dies_leaves_a_reason(monkeypatch):
+    monkeypatch.setattr(bench_shared_prefix.sys, "executable", "false")
+    sizes = Sizes(4, 2, 32, 20, (4, 2, 16), copies=2)
+    assert bench_shared_prefix.peer_answers([sizes, sizes]) == [{"absent": "its process ended early"}] * 2

@@ -84,7 +84,7 @@ NOT_INTERPRETED = {
 
 
 def interpreted(cases, slow, without):
-    """Parameters (op, case) without some names; other names are slow."""
+    """Parameters (op, case). Cases named in `without` are left out; those named in `slow` are slow."""
     by_name = {f"{op}-{case}": (op, case) for op, case in cases}
     assert slow | without <= set(by_name), slow | without - set(by_name)
     kept = {name: each for name, each in by_name.items() if name not in without}
@@ -137,29 +137,30 @@ WAVES = [
     small("waves", 4, 2, 64, 16, "bfloat16", seq_lens=(700, 30, 0), sinks=True),
     small("waves-vllm", 6, 3, 128, 8, "bfloat16", layout="vllm", seq_lens=(9, 900), sliding_window=800),
 ]
-# Items that fill less than a wave, or over 8 bits several waves, so that queues cut them even if their lengths are
-# alike. The number of tiles is no multiple of the queues.
+# Queues cut these items even if their lengths are alike: they fill less than a wave or, over 8 bits, several waves. The
+# number of tiles is not a multiple of the number of queues.
 LINES = [
     small("line", 4, 1, 64, 16, "bfloat16", seq_lens=(600,) * 5, sinks=True),
     small("waves-e4m3", 8, 2, 64, 32, "float16", "float8_e4m3fn", layout="nhd", seq_lens=(20, 600, 40), alibi=True),
     small("line-window", 4, 1, 128, 16, "float16", seq_lens=(900, 0, 330), sliding_window=700),
     small("line-e4m3", 8, 1, 128, 32, "bfloat16", "float8_e4m3fn", layout="nhd", seq_lens=(360, 359, 361), alibi=True),
 ]
-FOLDED = [  # by 4 heads, and by 2
+FOLDED = [  # items of 4 heads, and of 2
     small("fold", 4, 4, 64, 16, "bfloat16", seq_lens=(37, 0, 130, 64), sinks=True, k_scale="scalar"),
     small("fold-int8", 8, 4, 64, 16, "float16", "int8", seq_lens=(37, 64), sliding_window=50),
     small("fold-two", 8, 4, 128, 32, "bfloat16", seq_lens=(3, 150), alibi=True, v_scale="scalar"),
     small("fold-vllm-int8", 8, 4, 128, 16, "float16", "int8", layout="vllm", seq_lens=(70, 0, 5), sliding_window=40),
     small("fold-vllm", 8, 4, 64, 8, "float16", layout="vllm", seq_lens=(70, 0, 5), sliding_window=40),
 ]
-FOLDED_QUEUES = [  # by 4 heads, and by 2, so that one wave is left
+FOLDED_QUEUES = [  # items of 4 heads, and of 2, which fill one wave
     small("fold-queues", 4, 4, 64, 16, "bfloat16", seq_lens=(700, 30, 0, 90), sinks=True),
     small("fold-queues-int8", 8, 4, 128, 32, "float16", "int8", seq_lens=(50, 900), sliding_window=800),
     small("fold-queues-vllm", 8, 4, 128, 8, "bfloat16", layout="vllm", seq_lens=(600, 9), alibi=True),
 ]
 
 
-# The remaining cases have each class of tiles and each option at least once; others run on GPUs alone.
+# Cases in neither list have each class of tiles and each option at least once. `MORE` are slow; only GPUs run
+# `ON_GPUS`.
 MORE = "uneven-int8", "waves", "line", "fold", "fold-vllm-int8"
 ON_GPUS = (
     *("uneven-window", "uneven-vllm-e4m3", "waves-vllm", "waves-e4m3", "line-window", "fold-int8", "fold-two"),
@@ -196,7 +197,7 @@ def test_what_depends_on_the_gpu(case, device, chosen):
 
 @contextlib.contextmanager
 def long_items_if(condition):
-    """If the condition holds, contexts look as if they took long, and each program of the merge gets several items."""
+    """If the condition holds, all contexts seem to take long, and each program of the merge gets several items."""
     with contextlib.ExitStack() as stack:
         if condition:
             stack.enter_context(mock.patch.object(choose, "_item_time", return_value=1000.0))
@@ -218,7 +219,7 @@ def tunings():
 
 
 def check_chosen(chosen, made):
-    """Checks that the case gets a tuning that it is meant to test."""
+    """Checks that the case gets the tuning that it is meant to test."""
     chosen_for = {
         "": True,
         "parts": made.queues and made.splits > 1,
@@ -307,7 +308,7 @@ def traced(op, case, num_blocks=10, on_device=lambda x: x):
 
 
 def pairs():
-    """Cases with every pair of head size and dtype, layout or 8-bit dtype; ops, block sizes and groups take turns."""
+    """Cases with every pair of head size and cache dtype. Layouts, ops, block sizes, groups and options take turns."""
     ops, block_sizes, groups = ("v1", "v2", "auto"), (8, 16, 32, 64, 128, 256), (1, 2, 3, 4, 5, 7, 8, 12, 16, 64)
     for j, head_size in enumerate((64, 80, 96, 112, 128, 144, 160, 192, 208, 240, 256)):
         for i, dtype in enumerate(("float16", "bfloat16")):
@@ -349,7 +350,7 @@ def some(cases):
 def test_lowers_for_cuda(op, case):
     text = lowered(op, case)
     assert text.count("@mosaic_gpu_v2") == (2 if op == "v2" else 1)
-    assert f"decode_hd{case.head_size}_g{case.num_heads // case.num_kv_heads}_mosaic_gpu" in text  # as profiles say
+    assert f"decode_hd{case.head_size}_g{case.num_heads // case.num_kv_heads}_mosaic_gpu" in text  # for profiles
 
 
 @pytest.mark.gpu
@@ -366,7 +367,7 @@ def test_lowers_for_cuda(op, case):
     ids=str,
 )
 def test_on_a_gpu(op, case, device, chosen):
-    """Runs calls that are split as for this GPU, and as for smaller ones; results are the same in every run."""
+    """Runs calls with the tunings of this GPU and of smaller ones; results are the same in every run."""
     case = replace(case, partition_size=max(case.partition_size, case.block_size))
     made = inputs.make(case)
     options = made.arrays | test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}

@@ -1,4 +1,4 @@
-"""Tests which tuning the Mosaic GPU kernels get, which calls they refuse, and where they are the first choice."""
+"""Tests which tuning the decode kernel gets, and which calls Mosaic GPU refuses or is the first choice for."""
 
 from dataclasses import replace
 from unittest import mock
@@ -112,7 +112,7 @@ def test_leads_by_sizes(num_seqs, num_kv_heads, group, head_size, cache_dtype, f
     sizes = num_seqs, num_kv_heads, group, head_size, cache_dtype
     with mock.patch.object(jax, "local_devices"):
         assert _dispatch._on_cuda("paged_attention", sized(*sizes))[0] == first
-        assert _dispatch._on_cuda("write_and_attend", sized(*sizes, writes=True))[0] == "mosaic_gpu"  # by its group
+        assert _dispatch._on_cuda("write_and_attend", sized(*sizes, writes=True))[0] == "mosaic_gpu"  # group decides
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_leads_for_heads_of_64_by_the_longest_context(group, num_blocks, first):
 
 
 def sized(num_seqs, num_kv_heads, group, head_size, cache_dtype, num_blocks=64, writes=False):
-    """Operands of decode of these sizes, whose tables have `num_blocks` blocks of 16 tokens."""
+    """Decode operands of these sizes. Each row of the block tables has `num_blocks` blocks of 16 tokens."""
     cache = jnp.zeros((1, num_kv_heads, 16, head_size), cache_dtype)
     query = jnp.zeros((num_seqs, group * num_kv_heads, head_size), jnp.bfloat16)
     rest = jnp.zeros((num_seqs, num_blocks), jnp.int32), jnp.ones(num_seqs, jnp.int32)
@@ -220,7 +220,7 @@ def sized_problem(num_seqs, num_kv_heads, group, cache_dtype):
 
 @pytest.mark.parametrize(("cache_dtype", "splits"), [("bfloat16", 16), ("float8_e4m3fn", 32)])
 def test_8_bits_fill_each_multiprocessor_twice(cache_dtype, splits):
-    """One program on each would read as fast, but tiles of 8 bits wait for it to convert them."""
+    """One program on each would read at the same rate, but it converts tiles of 8 bits too slowly."""
     assert choose.balanced(sized_problem(1, 8, 4, cache_dtype), Device()).splits == splits
 
 
@@ -240,7 +240,7 @@ def test_query_tiles(group, columns, sharing):
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("head_size", [64, 80, 128, 192, 256])
 def test_tunings_fit(head_size, dtype, group, tune):
-    """Tunings fit in shared memory for every block size, and have no more programs than there can be work for."""
+    """Tunings fit in shared memory for every block size, and have no more splits than a context may have tiles."""
     if dtype == "int8" and head_size % 64:
         return
     for block_size in (8, 16, 32, 64, 128, 256):
@@ -254,7 +254,7 @@ def test_tunings_fit(head_size, dtype, group, tune):
         chosen = tune(problem, Device())
         geometry = Geometry(problem, chosen)
         assert shared_memory_bytes(geometry) <= 227 * 1024
-        # CUDA takes a KiB of each program for itself, of the 228 KiB of a multiprocessor.
+        # A multiprocessor has 228 KiB, of which CUDA takes one KiB for each program.
         rooms = list(choose._tilings(problem, chosen, 2))
         assert all(tiled.programs * (room + 1024) <= 228 * 1024 for tiled, room in rooms)
         assert chosen.tile % 64 == chosen.tile % geometry.run_tokens == 0
@@ -267,7 +267,7 @@ def test_tunings_fit(head_size, dtype, group, tune):
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("head_size", [64, 128, 192, 256])
 def test_long_contexts_have_two_stages(head_size, dtype, layout):
-    """A tile is on its way while another one is computed with."""
+    """While one tile is computed, another one is being copied."""
     caches = [jnp.zeros(shape, dtype) for shape in inputs.cache_shapes(layout, 1, 8, 16, head_size, jnp.dtype(dtype))]
     query, tables = jnp.zeros((32, 32, head_size), jnp.bfloat16), jnp.zeros((32, 256), jnp.int32)
     scales = {"k_scale": jnp.ones(()), "v_scale": jnp.ones(())} if dtype == "int8" else {}
@@ -277,7 +277,7 @@ def test_long_contexts_have_two_stages(head_size, dtype, layout):
         assert tune(problem, Device()).stages >= 2
 
 
-UNEVEN = {  # lengths, number of programs, how many of them have any work, number of splits of some sequences' items
+UNEVEN = {  # lengths, number of programs, number of programs with work, numbers of splits of some sequences' items
     "alike": ((8192,) * 8, 128, 128, {0: 2, 7: 2}),
     "nearly-alike": ((8192, 8190, 8180, 8192, 8100, 8192, 8192, 8190), 128, 128, {0: 2, 7: 2}),
     "short": ((100, 100, 110), 120, 48, {0: 2, 2: 2}),
@@ -299,7 +299,7 @@ UNEVEN = {  # lengths, number of programs, how many of them have any work, numbe
 
 
 def uneven():
-    """The batches without a window, two thirds of them slow, and one with one."""
+    """All batches without a window, two thirds of them slow, and one batch with a window."""
     for i, (name, batch) in enumerate(UNEVEN.items()):
         yield pytest.param(*batch, None, id=name, marks=[pytest.mark.slow] * (i % 3 > 0))
     yield pytest.param(*UNEVEN["one-long"], 8000, id="one-long-window")
@@ -347,7 +347,7 @@ def test_queues(seq_lens, programs, busy, splits, window):
         assert (found["number"][its] == 0).tolist() == [True] + [False] * (len(its) - 1)
         assert found["last"][its].tolist() == [False] * (len(its) - 1) + [True]
         assert found["whole"][its].tolist() == [len(its) == 1] * len(its)
-        # The merge computes where the partial results are, and must find them there.
+        # The merge computes where the partial results lie. They must lie there.
         first, last_program = found["partial"][its[0]], program[its[-1]]
         assert plan.num_queued_splits(last_program, first) == len(its)
         assert found["partial"][its[1:]].tolist() == [

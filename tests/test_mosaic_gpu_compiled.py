@@ -1,6 +1,6 @@
-"""Compiles the Mosaic GPU kernels to Hopper's machine code, without a GPU, and looks at what the assembler says.
+"""Compiles the Mosaic GPU kernels to Hopper's machine code, without a GPU, and checks the assembler's report.
 
-The interpreter replaces what is written in PTX, and lowering for CUDA does not read it: here it is assembled.
+Only here is the kernels' PTX assembled: the interpreter replaces it, and lowering for CUDA does not read it.
 """
 
 import functools
@@ -28,7 +28,7 @@ LACKS = hopper_compiler.lacks()
 pytestmark = pytest.mark.skipif(LACKS is not None, reason=str(LACKS))
 
 # The most bytes of spilled registers that a thread may read back. With CUDA 13.0 the largest number is 1536, for ragged
-# attention with ALiBi and heads of 256. A change that raises it has to say why.
+# attention with ALiBi and heads of 256. A change that raises this number must say why.
 _MOST_SPILLED = 1700
 
 
@@ -82,7 +82,7 @@ def all_cases(every=2):
 
 @pytest.mark.parametrize("every", [32, pytest.param(11, marks=pytest.mark.slow)])
 def test_compiles(every):
-    """Nothing serializes products that are to overlap, and not much is spilled.
+    """ptxas serializes no products that should overlap, and spills few registers.
 
     `python -m tests.hopper_compiler tests.test_mosaic_gpu_compiled:ragged_cases:1` prints the same facts for every
     case.

@@ -25,11 +25,11 @@ FIRST = "hopper-ragged", "hopper-decode-8-bits"
     [
         pytest.param(case, marks=[pytest.mark.slow] * (case.name not in FIRST))
         for case in rpa_cases.HOPPER
-        if case.name != "hopper-ragged-8-bits"  # which GPUs alone run, as decode reads 8 bits alike
+        if case.name != "hopper-ragged-8-bits"  # only GPUs run it: the decode case also reads 8 bits
     ],
     ids=str,
 )  # fmt: skip
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of NumPy, when it meets poison
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy's, when it meets poison
 def test_in_the_interpreter(case):
     kernels = []
 
@@ -54,7 +54,7 @@ def test_in_the_interpreter(case):
     "case",
     [
         pytest.param(case, marks=[pytest.mark.slow] * (case.name in FIRST and cuda_programs.lacks() is None))
-        for case in rpa_cases.HOPPER  # the others are compiled for Hopper below
+        for case in rpa_cases.HOPPER  # the last test compiles the `FIRST` cases, if it can
     ],
     ids=str,
 )

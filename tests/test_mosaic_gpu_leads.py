@@ -1,4 +1,4 @@
-"""Replays the tables that say where Hopper's kernels come before Triton's, over stored times."""
+"""Replays, over stored times, the tables that say where Hopper's kernels come before Triton's."""
 
 import json
 import statistics

@@ -32,7 +32,7 @@ def test_in_the_interpreter(case, sms):
 
 
 def problem_of(num_seqs=8, num_heads=16, latent_size=576, value_size=512, dtype="bfloat16", cache_dtype=None, **sizes):
-    """The facts of a decode call, or of a ragged one with `num_queries` queries a sequence."""
+    """The facts of a decode call, or of a ragged call with `num_queries` queries for each sequence."""
     num_queries, block_size = sizes.get("num_queries", 1), sizes.get("block_size", 64)
     query = jnp.zeros((num_seqs * num_queries, num_heads, latent_size), dtype)
     cache = jnp.zeros((4, block_size, latent_size), cache_dtype or dtype)
@@ -47,9 +47,9 @@ def problem_of(num_seqs=8, num_heads=16, latent_size=576, value_size=512, dtype=
     ("num_seqs", "num_heads", "num_queries", "queues", "width"),
     [
         (128, 16, 1, 128, 1),  # a queue for each sequence
-        (128, 128, 1, 64, 2),  # two sequences a queue, whose two row blocks are side by side
+        (128, 128, 1, 64, 2),  # a queue has two sequences, and two programs for the two row blocks of each
         (64, 16, 1, 128, 1),  # two queues a sequence
-        (100, 16, 1, 132, 1),  # no number that is large enough fits
+        (100, 16, 1, 132, 1),  # no fitting number of queues is large enough
         (128, 128, 2, 32, 4),
         (8, 128, 16, 32, 4),
         (1, 16, 1, 132, 1),
@@ -81,7 +81,7 @@ def test_refusals(changes, reason):
 
 @pytest.mark.parametrize("queues", [1, 3, 7, 50])
 def test_queues_share_all_tiles_of_all_items(queues):
-    """Each tile of each item is in one queue, and where an item is cut, its last split finds the others."""
+    """Each tile of each item is in one queue. The last split of a cut item finds the partial results of the others."""
     rng = np.random.default_rng(queues)
     seq_lens = rng.integers(0, 2000, 9)
     query_lens = np.minimum(rng.choice([0, 1, 1, 2, 40], 9), seq_lens)
@@ -137,4 +137,4 @@ def test_mla_leads_on_hopper():
     arrays = query, cache, jnp.zeros((2, 4), jnp.int32), jnp.ones(2, jnp.int32)
     flags = {"value_size": 512, "scale": 0.1}
     asked = paged_jax.which_implementation(paged_jax.mla_paged_attention, *arrays, platform="cuda", **flags)
-    assert asked.name == "triton"  # without a GPU the program is for every GPU
+    assert asked.name == "triton"  # without a GPU, the program must run on every GPU

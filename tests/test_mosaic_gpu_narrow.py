@@ -1,7 +1,7 @@
 """Tests 8-bit tiles in registers (`eight_bit.py`, `converted.py`) without a GPU.
 
-All threads' registers are arrays [128, elements]. Mosaic's layouts say which elements of an array each thread has. The
-assembly is interpreted in NumPy.
+A register of all threads is an array [128, elements]. Mosaic's layouts say which elements of an array each thread has.
+NumPy interprets the assembly.
 """
 
 import re
@@ -22,7 +22,7 @@ from tests.inputs import dtype_of
 
 
 def elements(layout, shape):
-    """The flat indices of the elements that each thread has of an array: [registers ..., 128 threads, vector]."""
+    """Flat indices of the elements of an array in each thread's registers: [registers ..., 128 threads, vector]."""
     tiled = np.arange(np.prod(shape)).reshape(shape)
     for tile in layout.tiling.tiles:
         start = tiled.ndim - len(tile)
@@ -37,7 +37,7 @@ def elements(layout, shape):
 
 
 def registers_of(array, layout):
-    """An array of objects, one for each register: its elements as an array [128 threads, vector]."""
+    """An array of objects, one for each register: the register's elements as an array [128 threads, vector]."""
     found = array.reshape(-1)[elements(layout, array.shape)]
     registers = np.empty(found.shape[:-2], object)
     for i in np.ndindex(registers.shape):
@@ -240,6 +240,6 @@ def test_token_scales(run, tile):
 
 
 def row_elements(tile):
-    """The rows that each thread has of a product, [registers, 128 threads, 1]."""
+    """The rows of a product in each thread's registers, [registers, 128 threads, 1]."""
     rows = elements(mgpu.WGMMA_LAYOUT, (tile, 8)).reshape(tile // 64, 2, 128, 2)[..., :1]
     return rows // 8

@@ -1,4 +1,4 @@
-"""Tests which Mosaic GPU kernel runs ragged attention, as single queries are decode, and where it leads."""
+"""Tests which Mosaic GPU kernel runs ragged attention (single queries are decode), and where it comes first."""
 
 from dataclasses import replace
 from unittest import mock
@@ -84,7 +84,7 @@ TUNINGS = [
 
 @pytest.mark.parametrize(("num_kv_heads", "gpu", "chosen"), TUNINGS, ids=["folded", "queues", "cluster"])
 def test_single_queries_of_each_tuning(num_kv_heads, gpu, chosen):
-    """A program or a merge stores results in the rows of the queries, and nothing elsewhere."""
+    """A program, or a merge, stores results in the rows of the queries, and stores nothing elsewhere."""
     case = small("tuning", 4, num_kv_heads, 64, 16, "bfloat16", **SINGLE | {"padding": 1}, sinks=True)
     made = inputs.make(case)
     operands = operands_of(case, made, max_query_len=1)
@@ -97,13 +97,13 @@ def test_single_queries_of_each_tuning(num_kv_heads, gpu, chosen):
 
 
 def test_more_single_queries_than_said():
-    """Where a sequence has more queries than said, the results of the others are right."""
+    """If a sequence has more queries than `max_query_len` says, the other sequences' results are still right."""
     lens = {"seq_lens": (9, 130, 70, 0, 33), "query_lens": (1, 2, 1, 0, 0), "padding": 1}
     case = small("more", 4, 2, 64, 16, "bfloat16", **lens)
     made = inputs.make(case)
     results = run_op("ragged_paged_attention", SMALL_GPU, *operands_of(case, made, max_query_len=1))
     exact, rough = (module.ragged(**made.ragged, **made.arrays, **made.static) for module in (oracle, plain))
-    rows = np.array([0, 3])  # of the first and of the third sequence
+    rows = np.array([0, 3])  # the queries of the first and the third sequence
     for found, wanted, yardstick, what in zip(results, exact, rough, ("out", "lse"), strict=True):
         plain.assert_close(found[rows], wanted[rows], yardstick[rows], what)
     assert not interpret_pallas_call.get_races().races_found
@@ -133,14 +133,14 @@ def test_not_decode(most, padding):
 @pytest.mark.parametrize("case", SINGLE_QUERIES, ids=str)
 @pytest.mark.parametrize("most", [1, 4])
 def test_single_queries_on_a_gpu(case, most):
-    """If sequences have one query at most, the decode kernel runs; if up to four, thin items do."""
+    """The decode kernel runs sequences of up to one query. Thin items of the ragged kernel run up to four."""
     made = inputs.make(case)
     operands = jax.device_put(operands_of(case, made, max_query_len=most), jax.devices("gpu")[0])
     check(case, made, jax.tree.map(np.asarray, jax.jit(mosaic_gpu.ragged_paged_attention)(*operands)))
 
 
 def test_one_query_that_sees_all_tokens():
-    """A single query sees all tokens in any case, so that decode has no such keyword."""
+    """A single query sees all tokens in any case, so decode needs no keyword `causal`."""
     made = inputs.make(ONE_QUERY[0])
     seen, all_seen = (
         run_op("ragged_paged_attention", SMALL_GPU, *operands_of(ONE_QUERY[0], made, causal=causal))

@@ -54,7 +54,7 @@ INTERPRETED = [
     ),
     small("short-and-wide", 2, 1, 64, 16, "float16", seq_lens=(128,), query_lens=(40,), padding=0, max_seq_len=128),
 ]
-# These cases are slow, and test little that the others do not; GPUs alone run some.
+# `MORE` are slow, and only GPUs run `ON_GPUS`: these cases test little that the others do not test.
 MORE = "plain", "options", "slots"
 ON_GPUS = "group-of-5", "window", "huge", "tiny", "all-empty", "short-and-wide", "e4m3", "int8", "large", "capped"
 TINY_TILES = {"tile": 64, "thin_tile": 64, "stages": 2, "least_split": 2}
@@ -81,18 +81,18 @@ def check(case, made, results):
 
 
 def some(cases, slow, without=()):
-    """The cases as parameters, without some names; other names are slow."""
+    """The cases as parameters. Cases named in `without` are left out; those named in `slow` are slow."""
     kept = [case for case in cases if case.name not in without]
     return [pytest.param(case, id=str(case), marks=[pytest.mark.slow] * (case.name in slow)) for case in kept]
 
 
 def some_lowered(cases):
-    """The first case, and every third one when slow tests run."""
+    """Every third case. All except the first one are slow."""
     return some(cases[::3], [case.name for case in cases[3::3]])
 
 
 def test_interpreter_replaces_what_is_in_ptx():
-    """Every function that kernels call in `ptx/`, and that has PTX or MLIR, has a substitute of the same signature."""
+    """Each function in `ptx/` with PTX or MLIR has a substitute with the same parameters."""
     for file in pkgutil.iter_modules(ptx.__path__):
         real, substitute = (importlib.import_module(f"{x.__name__}.{file.name}") for x in (ptx, interpreted_ptx))
         for name, function in inspect.getmembers(real, inspect.isfunction):
@@ -108,7 +108,7 @@ def test_in_the_interpreter(case):
     assert not interpret_pallas_call.get_races().races_found
 
 
-# One sequence has split items of both kinds: 16 of its queries are in wide items and two in thin ones.
+# One sequence has split items of both kinds: wide items have 16 of its queries, and thin ones have two.
 BOTH = small("both", 8, 1, 64, 16, "bfloat16", seq_lens=(400,), query_lens=(18,), padding=0, sinks=True)
 
 
@@ -151,7 +151,7 @@ PREFIXES = [
 
 @pytest.mark.slow
 def test_one_place_for_queries():
-    """An item's query overwrites the results of the item before, while raw tiles of 8 bits are copied."""
+    """An item's query overwrites the results of the previous item, while raw tiles of 8 bits are copied."""
     lens = {"seq_lens": (37, 0, 130, 70, 200, 150), "query_lens": (1, 0, 40, 20, 3, 2)}
     case = small("one-place", 4, 2, 64, 16, "bfloat16", "float8_e4m3fn", **lens)
     made = inputs.make(case)
@@ -162,8 +162,8 @@ def test_one_place_for_queries():
 
 @pytest.mark.slow
 def test_loads_what_was_described(monkeypatch):
-    """An item's description is read once it is there; a warp that reads earlier reads while another warp writes."""
-    events = []  # in each program's order
+    """An item's description is read only after it is written. An earlier read would race with another warp's write."""
+    events = []  # each program's events are in order
 
     def noted(function, items_before):
         program = lax.axis_index("program")
@@ -225,7 +225,7 @@ def test_few_new_tokens_in_the_interpreter():
 
 @pytest.mark.slow
 def test_every_query_sees_all_tokens():
-    """With causal=False every query sees what the last one does, so decode with each query gives the right result."""
+    """With causal=False every query sees all tokens, as in decode, which gives the expected results."""
     case = small("all-seen", 8, 2, 64, 16, "bfloat16", seq_lens=(70, 20), query_lens=(40, 3), padding=0)
     made = inputs.make(case)
     out, _ = call("ragged_paged_attention", operands_of(case, made, causal=False), **TINY_TILES)
@@ -238,7 +238,7 @@ def test_every_query_sees_all_tokens():
 
 @pytest.mark.slow
 def test_results_do_not_depend_on_who_takes_an_item():
-    """Which tiles of an item a warpgroup takes depends on the items before it; the results must not."""
+    """Which tiles of an item a warpgroup takes depends on the program's earlier items; the results must not."""
     case = small("whole", 2, 1, 64, 16, "bfloat16", seq_lens=(70, 200, 300, 260), query_lens=(1, 2, 1, 1))
     operands = operands_of(case, inputs.make(case))
     tuning = TINY_TILES | {"least_split": 1000}
@@ -284,7 +284,7 @@ def test_lowers_for_cuda(case):
     problem = Problem.of_call(*operands[:4], operands.options)
     geometry = Geometry(problem, choose.tune(problem, Device()))
     assert text.count("@mosaic_gpu_v2") == 1 + geometry.merges
-    assert f"{geometry.kernel_name}_mosaic_gpu" in text  # as profiles say
+    assert f"{geometry.kernel_name}_mosaic_gpu" in text  # for profiles
     assert ("ragged_merge_mosaic_gpu" in text) == geometry.merges
 
 
@@ -336,7 +336,7 @@ ON_A_GPU = [
     small("mixed", 8, 2, 64, 16, "float16", seq_lens=(3000, 700, 9, 900), query_lens=(1, 700, 9, 300), sinks=True),
     small("split-96", 32, 2, 96, 64, "float16", seq_lens=(6900, 3000, 5000), query_lens=(6, 2, 5)),
     small("long", 4, 1, 128, 16, "bfloat16", seq_lens=(70_000, 33, 1), query_lens=(5, 33, 1)),
-    # Chunks of converted rows lie differently in each of these.
+    # The layout of converted rows differs in each of these.
     small("e4m3-16", 4, 2, 16, 16, "bfloat16", "float8_e4m3fn"),
     small("e5m2-80", 8, 2, 80, 8, "bfloat16", "float8_e5m2", layout="nhd", k_scale="head", sinks=True),
     small("int8-96", 8, 2, 96, 32, "bfloat16", "int8", k_scale="scalar", v_scale="head", logits_soft_cap=30.0),

@@ -1,4 +1,4 @@
-"""Tests numbers that the ragged Mosaic GPU kernel could lose where it multiplies in float16, or converts 8 bits."""
+"""Tests numbers that the ragged Mosaic GPU kernel could lose when it multiplies in float16, or converts 8 bits."""
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:Runtim
 
 
 def of_any_size(case):
-    """Makes inputs with queries of 2 ** -90 or 2 ** 60, with a fitting scale of keys, and one that is not finite.
+    """Makes inputs whose queries are about 2 ** -90 or 2 ** 60, with a scale of keys that keeps logits finite.
 
-    Returns them, and which rows are finite.
+    The last query and the padding are not finite. Returns the inputs, and which rows to compare.
     """
     made = inputs.make(case)
     query = made.ragged["query"]
@@ -35,7 +35,7 @@ def of_any_size(case):
 
 @pytest.mark.parametrize("implementation", ["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_queries_of_any_size_over_8_bits(implementation):
-    """float16, in which they are multiplied, holds none of these by itself. No row changes what another one gets."""
+    """The kernel multiplies in float16, which holds none of these queries. No row changes another row's result."""
     lens = {"seq_lens": (37, 0, 130), "query_lens": (1, 0, 40)}
     case = small("any-size", 2, 1, 64, 16, "bfloat16", "float8_e4m3fn", k_scale="scalar", **lens)
     made, ordinary = of_any_size(case)
@@ -53,7 +53,7 @@ def test_queries_of_any_size_over_8_bits(implementation):
 @pytest.mark.parametrize("implementation", ["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtypes", [("bfloat16", "float8_e4m3fn"), ("float16", "float16")], ids="-".join)
 def test_many_small_weights(dtypes, implementation):
-    """199 weights of exp(-18), less than float16 has, make the result, as the value of the other token is 0."""
+    """The result is the sum of 199 weights of exp(-18), too small for float16. The other token's value is 0."""
     query, keys, values = np.zeros((1, 1, 64)), np.zeros((13, 1, 16, 64)), np.ones((13, 1, 16, 64))
     query[..., 0] = keys[0, 0, 0, 0] = 12  # a logit of 18, as the scale is 1 / 8
     values[0, 0, 0] = 0

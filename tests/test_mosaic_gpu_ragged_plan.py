@@ -1,6 +1,6 @@
-"""Tests the plan of ragged attention in Mosaic GPU: which work items there are, in which order, and how they are split.
+"""Tests the plan of ragged attention in Mosaic GPU: its work items, their order, and how they are split.
 
-On a GPU the kernel plans by itself. Here the same functions run on arrays.
+On a GPU the kernel runs these functions. Here they run on arrays.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from paged_jax.kernels.problem import Device, Problem
 
 
 def planned(query_lens, seq_lens, *shape, block_size=16, table_width=64, prefix=False, options=None, **tuning):
-    """Returns a batch's geometry, what is counted of the batch before the kernel, and its lengths."""
+    """Returns a batch's geometry, its counts, as XLA counts them before the kernel, and its lengths."""
     num_heads, num_kv_heads, head_size, window = shape
     num_tokens = sum(query_lens) + 3
     cache = jax.ShapeDtypeStruct((9, num_kv_heads, block_size, head_size), jnp.bfloat16)
@@ -46,7 +46,7 @@ def planned(query_lens, seq_lens, *shape, block_size=16, table_width=64, prefix=
 
 
 def test_the_cost_of_a_long_prompt_does_not_overflow():
-    """Its items would all be split, and partial results written far behind the memory that is there for them."""
+    """With an overflow, all items would be split, and partial results written far past the end of their array."""
     geometry, counts, _ = planned((371_000,), (371_000,), 64, 1, 128, None, table_width=23_188)
     for kind in geometry.kinds:
         assert int(count.total(Counted.PARTIALS, kind, counts)) <= kind.num_partials
@@ -55,7 +55,7 @@ def test_the_cost_of_a_long_prompt_does_not_overflow():
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128, 256])
 def test_every_loading_warp_has_runs_of_every_tile(block_size, head_size):
-    """A warp without runs waits only for stages; nobody waits for it. If it lags by a ring, it waits forever."""
+    """A warp without runs waits for stages, but nobody waits for it. If it falls a ring behind, it waits forever."""
     geometry, *_ = planned((1, 40), (70, 40), 8, 2, head_size, None, block_size=block_size)
     for kind in geometry.kinds:
         assert kind.runs_per_tile >= LOADING_WARPS
@@ -64,7 +64,7 @@ def test_every_loading_warp_has_runs_of_every_tile(block_size, head_size):
 
 @pytest.mark.parametrize("of_kind", [0, 1], ids=["wide", "thin"])
 def test_there_is_room_for_all_partial_results(of_kind):
-    """The room is less than twice what is needed, which shows that these batches try the bound."""
+    """The fullest batch needs more than half of the room, so these batches come close to the bound."""
     rng, fullest = np.random.default_rng(3 * of_kind), 0.0
     for _ in range(20):
         num_seqs, programs = int(rng.choice((2, 6) if of_kind == 0 else (2, 9))), int(rng.choice((13, 40)))
@@ -104,7 +104,7 @@ def test_splits_leave_no_turn_nearly_empty(num_seqs, seq_len, splits):
     lens = (seq_len,) * num_seqs
     geometry, counts, _ = planned((1,) * num_seqs, lens, 32, 8, 128, None, table_width=2048, num_programs=132)
     num_items = int(count.total(Counted.ITEMS, geometry.kinds[1], counts))
-    assert num_items - 8 == 8 * num_seqs * splits  # 8 items are of the padding
+    assert num_items - 8 == 8 * num_seqs * splits  # 8 items are padding
 
 
 def test_the_last_split_may_have_no_tile():
@@ -154,7 +154,7 @@ def test_items_cover_each_row_and_token_once(shape):
 
 
 def test_nothing_has_no_negative_number_of_tiles():
-    """Where a span ends before it begins, as far from its window or behind the last split."""
+    """A span may end before it begins, as far before its window or after the last split."""
     spans = jnp.asarray([-1000, -64, -63, -1, 0, 1, 64, 65])
     assert cdiv(spans, 64).tolist() == [0, 0, 0, 0, 0, 1, 1, 2]
     assert [int(cdiv(span, 64)) for span in spans] == [0, 0, 0, 0, 0, 1, 1, 2]
@@ -162,7 +162,7 @@ def test_nothing_has_no_negative_number_of_tiles():
 
 @pytest.mark.parametrize("stages", [2, 3, 6])
 def test_a_thin_item_has_begun_in_both_warpgroups_before_the_next_query_is_loaded(stages):
-    """Its memory holds results until then. If the query came sooner, no interpreter would see that race."""
+    """The next query's memory holds results until then. If it came sooner, no interpreter would see the race."""
     loader = SimpleNamespace(kind=SimpleNamespace(is_wide=False, stages=stages))
     for num_tiles in range(20):
         before = int(_ItemLoader._tiles_before_next(loader, jnp.int32(num_tiles)))

@@ -1,6 +1,6 @@
-"""Tests block-sparse patterns in the ragged Mosaic GPU kernels without a GPU, as `test_mosaic_gpu_ragged.py` does.
+"""Tests block-sparse patterns in the ragged Mosaic GPU kernels without a GPU, like `test_mosaic_gpu_ragged.py`.
 
-Here cached blocks that no query attends to are NaN, separately for each kv head.
+Here cached blocks to which no query of a kv head attends are NaN.
 """
 
 import itertools
@@ -102,7 +102,7 @@ def test_items_have_the_tokens_that_some_row_attends_to(pattern, num_heads, num_
 
 @pytest.mark.parametrize(("pattern", "heads"), [(Sparse(2, 5, 32), 1), (Sparse(2, 5, 32, 1), 4), (Sparse(0, 3, 16), 1)])
 def test_tiles_without_a_mask_need_none(pattern, heads):
-    """The pattern hides no token of these tiles from any row. If all heads share a pattern, some tiles are far."""
+    """The pattern hides no token of these tiles from any row. If heads share a pattern, some such tiles are stripes."""
     geometry, counts, lengths = planned((40,), (1000,), 4, 1, pattern, None, 1024, prefix=False)
     kind, far = geometry.kinds[0], 0
     for number in range(int(ragged_count.total(Counted.ITEMS, kind, counts))):
@@ -120,7 +120,7 @@ def test_tiles_without_a_mask_need_none(pattern, heads):
 
 
 def tokens_of(splits, kind):
-    """The tokens that some row of an item may see, by its tiles, and the tokens of the cached runs that it reads."""
+    """The tokens in an item's tiles that some row may see, and the first tokens of the cached runs that it reads."""
     found, read = [], []
     for item in splits:
         item = jax.tree.map(jnp.int32, item)
@@ -137,14 +137,14 @@ def tokens_of(splits, kind):
 
 
 def planned(query_lens, seq_lens, num_heads, num_kv_heads, pattern, window, most, prefix):
-    """Returns a batch's geometry, what is counted of the batch before the kernel, and its lengths."""
+    """Returns a batch's geometry, its counts, as XLA counts them before the kernel, and its lengths."""
     options = {"block_sparse": BlockSparse(**pattern._asdict()), "max_seq_len": most}
     shape, tuning = (num_heads, num_kv_heads, 64, window), {"num_programs": 16, "least_split": 2}
     return planned_batch(query_lens, seq_lens, *shape, prefix=prefix, options=options, **tuning)
 
 
 def poison_unattended(case, made, arrays):
-    """The arrays, with NaN or the largest code in the cached blocks that no query attends to, for each kv head."""
+    """The arrays, with NaN or the largest code in the cached blocks to which no query of a kv head attends."""
     poisoned = {name: arrays[name].copy() for name in ("key_cache", "value_cache")}
     rng, count = inputs.rng_of(case.name), 0
     for row, (seq_len, query_len) in enumerate(zip(case.seq_lens, case.query_lens, strict=True)):
@@ -164,7 +164,7 @@ def poison_unattended(case, made, arrays):
     return arrays | poisoned
 
 
-# Stripes of one head and of several, in one segment of a tile and in many, in whole items and in split ones.
+# Stripes of one head and of several heads, tiles of one segment and of many, whole items and split ones.
 INTERPRETED = [
     small("plain", 4, 2, 64, 16, "bfloat16", block_sparse=Sparse(1, 3, 16)),
     small("heads", 4, 1, 64, 16, "bfloat16", seq_lens=(330, 3, 200), query_lens=(1, 3, 40),
@@ -229,7 +229,7 @@ def check_decode(made, results):
 
 @pytest.mark.slow
 def test_decode_in_the_interpreter():
-    """A decode is a ragged batch of one query a sequence."""
+    """With a pattern, decode is a ragged batch with one query for each sequence."""
     made, poisoned = inputs.make(DECODE), inputs.make(DECODE)
     poisoned.decode = poison_unattended(DECODE, made, made.decode)
     check_decode(made, call("paged_attention", decode_operands_of(DECODE, poisoned), **TINY_TILES))

@@ -1,6 +1,7 @@
-"""Tests tiles of layout "vllm" in registers (`vllm.py`, `eight_bit_vllm.py`) without a GPU. All threads' registers are
-NumPy arrays, as in test_mosaic_gpu_narrow.py; a function here stands in for `ldmatrix`, and shared memory is a flat
-array.
+"""Tests tiles of layout "vllm" in registers (`vllm.py`, `eight_bit_vllm.py`) without a GPU.
+
+All threads' registers are NumPy arrays, as in test_mosaic_gpu_narrow.py. A function here replaces `ldmatrix`, and
+shared memory is a flat array.
 """
 
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from tests.test_mosaic_gpu_narrow import (
 
 
 def ldmatrix(pointer, **_):
-    """Loads four matrices of 8 rows of 16 bytes. Lane g names row g; lane 4 * g + t gets its word t."""
+    """Loads four matrices of 8 rows of 16 bytes. Lane i addresses row i; lane 4 * g + t gets word t of each row g."""
     memory, start = pointer
     start = start * memory.itemsize
     assert not (start % 16).any()  # bytes
@@ -78,7 +79,7 @@ def emulated():
 
 
 def pages_of(tokens, block_size):
-    """The pages of K and of V of [tile, head_size], as a copy brings them."""
+    """The pages of K and of V that hold these tokens [tile, head_size]."""
     x = 16 // tokens.itemsize
     blocks = tokens.reshape(-1, block_size, tokens.shape[1])
     keys = blocks.reshape(*blocks.shape[:2], -1, x).swapaxes(1, 2)
@@ -86,7 +87,7 @@ def pages_of(tokens, block_size):
 
 
 def check_zeroes(tiles, tokens, values, block_size, fold):
-    """Checks what is left of the pages of V, in which the blocks of folded heads alternate."""
+    """Checks the pages of V after `zero_pages`. Blocks of folded heads alternate in them."""
     token = np.tile(np.arange(len(tokens) // fold).reshape(-1, 1, block_size), (1, fold, 1)).reshape(-1, 1)
     for low, high in ((-3, 500), (5, 12), (9, 9), (-9, 1)):
         kept = values.copy().view(WithType)
@@ -113,7 +114,7 @@ def test_operands(head_size, tile, block_size, fold):
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
 @pytest.mark.usefixtures("emulated")
 def test_products_of_eight_bits(dtype, head_size, tile, block_size, fold):
-    """Operands in registers are in an order of their own, and so are those in shared memory: products are right."""
+    """Operands in registers and in shared memory have the same order along k, so products are right."""
     columns = 16 if tile == 64 else 8
     shape = {"head_size": head_size, "block_size": block_size, "num_kv_heads": fold, "num_heads": columns}
     geometry = geometry_of(cache_dtype=dtype, layout="vllm", **shape, tile=tile, fold=fold)

@@ -1,4 +1,4 @@
-"""Tests decode that writes its new tokens, by Mosaic GPU: in Pallas's interpreter, lowered for CUDA, and on a GPU."""
+"""Tests `write_and_attend` of Mosaic GPU: in Pallas's interpreter, lowered for CUDA, and on a GPU."""
 
 from functools import partial
 
@@ -78,8 +78,8 @@ BESIDE = [
 def test_it_does_not_matter_when_a_token_is_written(case):
     """A tile's copy may read another program's new token in a slot, or the slot's old content; both are masked.
 
-    The slot is a sequence's own, or one in a block that another sequence fills in part. In the second case the
-    interpreter reports a race of the copy and the write. It is right, but cannot see that both orders give one result.
+    The slot is a sequence's own, or is in a block that another sequence fills in part. In the second case the
+    interpreter would report that the copy and the write race. They do, but both orders give the same result.
     """
     made = test_write_and_attend.with_new_tokens(case)
     made.slots[1] = made.decode["block_tables"][0, 1] * case.block_size + 9  # row 0 has fewer tokens in this block
@@ -100,7 +100,7 @@ def test_it_does_not_matter_when_a_token_is_written(case):
 
 
 def check_writes(case, function, chosen):
-    """Compares the results of an op that writes and attends with the oracle's."""
+    """Compares the results of `write_and_attend` with the oracle's."""
     made = test_write_and_attend.with_new_tokens(case)
     made.decode["query"][np.array(case.seq_lens) == 0] = np.nan  # rows that pad the batch may hold anything
     options = test_decode.op_options(made.static) | {"max_seq_len": case.max_seq_len}

@@ -1,7 +1,7 @@
-"""Tests the Triton kernels without a GPU: in Triton's interpreter, lowered for CUDA, and when refused.
+"""Tests the Triton kernels without a GPU: in Triton's interpreter, lowered for CUDA, and their refusals.
 
-test_triton_compiled.py compiles them. On a GPU the tests of the operations run these kernels too. Where triton is not
-installed, the tests are skipped.
+test_triton_compiled.py compiles the kernels. On a GPU the tests of the operations also run them. Without triton, the
+tests are skipped.
 """
 
 import concurrent.futures
@@ -43,7 +43,7 @@ def installed():
 
 needs_triton = pytest.mark.skipif(not installed(), reason="triton is not installed: pip install triton")
 
-# Every option, layout, granularity of scales and pair of compute and cache dtype, in as few cases as that takes.
+# Every option, layout, granularity of scales, and pair of compute and cache dtype occurs, in as few cases as possible.
 INTERPRETED = [
     "hnd-bfloat16",
     "hnd-e4m3",
@@ -161,7 +161,7 @@ with triton_interpreter.interpreted():
 
 
 def on_a_gpu(function, *, quick=True, **arrays):
-    """Does what the fixture `run` does in the tests of every implementation."""
+    """Replaces the fixture `run` of the tests of every implementation."""
     return jax.tree.map(np.asarray, jax.jit(partial(function, implementation="triton"))(**arrays))
 
 
@@ -192,7 +192,7 @@ def test_lowers_for_cuda_with_no_gpu():
         function = partial(function, **options)
         return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
-    # All that an op runs besides its Triton kernels is XLA's, so counting the Triton calls counts the kernels.
+    # XLA makes everything else that an op runs, so the number of Triton calls is the number of kernels.
     assert lowered(paged_jax.ragged_paged_attention, *made.ragged.values()).count("@triton_kernel_call") == 1
     long = inputs.make(test_ragged.SPLIT[0]).ragged.values()
     text = lowered(paged_jax.ragged_paged_attention, *long)
@@ -257,7 +257,7 @@ def test_float8_is_rounded_by_instructions_that_the_gpu_has():
 
 @needs_triton
 def test_threads_may_launch_at_the_same_time():
-    """XLA compiles in threads. There jax-triton's warning stays unseen, although one thread restores all filters."""
+    """XLA compiles in threads. All of them hide jax-triton's warning, although one restores the filters of all."""
     first_is_in, second_is_in, first_is_out = (threading.Event() for _ in range(3))
 
     def triton_call(array, unused, number, updated, *, out_type, **_):

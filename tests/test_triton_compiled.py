@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels for every architecture, without a GPU, and looks at what comes out."""
+"""Compiles the Triton kernels for every architecture, without a GPU, and checks PTX and shared memory."""
 
 import re
 from unittest import mock
@@ -51,7 +51,7 @@ COMPILED_CASES = {
 }
 
 
-# LLVM mixed up the tokens of these cases when it could see the number from which tokens are counted (`tiles.numbers`).
+# LLVM mixed up the tokens of these cases when it could see how their numbers are computed (`tiles.numbers`).
 # On a GPU the first case read outside of its memory, and the second attended to the wrong tokens.
 WILD = [
     Case(
@@ -63,7 +63,7 @@ WILD = [
         logits_soft_cap=5.0, sliding_window=16, block_sparse=Sparse(2, 3, 16, -3), k_scale="slot", v_scale="slot",
     ),
 ]  # fmt: skip
-# These are compiled by default: each op, and each architecture but 8.6 and 10.0, which are much like 8.0 and 12.0.
+# Compiled by default: each op, and each architecture except 8.6 and 10.0, which are much like 8.0 and 12.0.
 BY_DEFAULT = {
     *((80, "ragged", "hnd-bfloat16"), (80, "fused", "nhd-e5m2"), (89, "v1", "hnd-e4m3"), (89, "write", "vllm-e4m3")),
     *((90, "v2", "everything"), (89, "prefix", "nhd-float16"), (90, "auto", "wild-mask"), (120, "copy", "vllm-int8")),
@@ -72,7 +72,7 @@ BY_DEFAULT = {
 COMPILED += [(90, "v2", "wild-read"), (90, "auto", "wild-mask")]
 COMPILED_CASES |= {case.name: case for case in WILD}
 
-# Each op on some of the architectures that no case above compiles it for.
+# Further pairs of an op and an architecture.
 COMPILED += [
     *((100, "auto", "hnd-float16"), (120, "auto", "hnd-float16"), (120, "v2", "hnd-float16")),
     *((89, "prefix", "nhd-float16"), (86, "write", "hnd-int8"), (90, "copy", "hnd-bfloat16")),
@@ -81,7 +81,7 @@ COMPILED += [
 
 
 def pairs():
-    """Cases in which each cache dtype meets each layout and most head sizes. Architectures take turns."""
+    """Some pairs of a cache dtype and a head size. Layouts and architectures take turns."""
     dtypes = "float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8"
     head_sizes = 32, 64, 80, 96, 112, 120, 128, 192, 256, 512
     for i, cache_dtype in enumerate(dtypes):
@@ -89,7 +89,7 @@ def pairs():
         dtype = "bfloat16" if jnp.dtype(cache_dtype).itemsize == 1 else cache_dtype
         for j, head_size in list(enumerate(head_sizes))[i % 3 :: 6 if i % 3 == 0 else 9]:
             capability = capabilities[(i + 2 * j) % len(capabilities)]
-            op = "ragged" if (i + j) % 6 == 0 else "v1"  # each head size has one of ragged, which take several seconds
+            op = "ragged" if (i + j) % 6 == 0 else "v1"  # few are ragged, which take several seconds
             layout = ("hnd", "nhd", "vllm")[(i + j) % 3]
             if head_size % (16 // jnp.dtype(cache_dtype).itemsize):
                 layout = "nhd"  # a head of this size cannot be cut into vectors of 16 bytes
@@ -133,10 +133,10 @@ def hold_launches(calls, capability, tmp_path, monkeypatch):
     for made in launches:
         result = triton_interpreter.compiled(made, capability)
         assert result.asm["cubin"]
-        # No stride here is that large. Only a lane that LLVM takes for unused is shifted by 25 bits or more.
+        # No stride is that large. LLVM shifts only unused elements of vectors by 25 bits or more (`tiles.numbers`).
         factors = [int(x) for x in re.findall(r"mul\.wide\.u32 .*, (\d+);", result.asm["ptx"])]
         assert max(factors, default=0) < 2**25, made.config
-        # Triton 3.6 remembers from one GPU to the next whether the GPU has this instruction.
+        # Triton 3.6 uses this instruction for GPUs that lack it, once it has compiled for a GPU that has it.
         assert "f16x2.e5m2x2" not in result.asm["ptx"], made.config
         assert not products_joined_to_other_lanes(result.asm["ptx"]), made.config
         assert result.metadata.shared <= tuning.shared_memory(gpu), made.config
@@ -173,9 +173,9 @@ def test_latents_compile(capability, name, tmp_path, monkeypatch):
 
 
 def products_joined_to_other_lanes(ptx):
-    """The instructions that add a term of another lane, which is rounded, to a lane's own product, which is not.
+    """The instructions that add another lane's rounded term to a lane's own product, which is not rounded.
 
-    Two lanes' sums of the same terms then differ (`softmax.rounded`). Racecheck showed it.
+    They make two lanes' sums of the same terms differ (`softmax.rounded`). CUDA's racecheck found such sums.
     """
     of_other_lanes = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%r\d+),", ptx))
     return [line for line, term in re.findall(r"(fma\..*, (%r\d+));", ptx) if term in of_other_lanes]

@@ -5,8 +5,8 @@ triton is imported, so tests run this file as a script, in a process of its own:
 
     TRITON_INTERPRET=1 python -m tests.triton_interpreter NAME ...
 
-`recorded(launches)` only records what would be launched, and `compiled(launch, capability)` makes a cubin of a launch.
-Neither needs jax_triton itself, some versions of which can only be imported with a JAX for GPUs.
+`recorded(launches)` only records launches, and `compiled(launch, capability)` compiles a launch to a cubin. Neither
+needs jax_triton, some versions of which can only be imported with a JAX for GPUs.
 """
 
 import contextlib
@@ -50,9 +50,9 @@ SPLIT = [
         block_sparse=Sparse(2, 3, 8, 1), k_scale="slot", v_scale="head",
     ),
 ]  # fmt: skip
-# On that GPU these sequences take several waves, so the longest start first; some have the same length.
+# On that GPU these sequences take several waves, so the longest ones start first. Some have the same length.
 RANKED = Case("ranked", 2, 1, 16, 16, seq_lens=(9, 30, 9, 0, 30, 9), query_lens=None)
-# There are so many sequences that a program reads their starts in two steps. They fill that GPU, so none is split.
+# So many sequences that a program reads their starts in two steps. They fill that GPU, so none is split.
 MANY = Case("many-sequences", 1, 1, 16, 16, seq_lens=(3, 1) * 66, query_lens=(1, 1) * 66)
 
 
@@ -80,7 +80,7 @@ def standing_in(triton_call, device=None):
         f"{package.__name__}.device.{file}" for file in ("attend", "latent", "items", "reduce", "write", "copy")
     ]
     for name in ("triton.compiler", *device_code):
-        importlib.import_module(name)  # imported here, since imports under the patched sys.modules are lost
+        importlib.import_module(name)  # imported here, because imports under the patched sys.modules are lost
 
     def eagerly(op, operands, *, implementation=None, unwanted=(), **static):
         return getattr(package, op)(*operands, **static)
@@ -118,7 +118,7 @@ def interpreted(device=None):
         ]
         fresh = []
         for o, x in enumerate(made.outputs):
-            if o not in outputs:  # it starts as bytes 0xff, which are NaN, to show elements that are not written
+            if o not in outputs:  # outputs start as bytes 0xff, which are NaN, to reveal elements that are not written
                 size = int(np.prod(x.shape)) * x.dtype.itemsize
                 outputs[o] = fenced(np.full(size, 0xFF, np.uint8).view(x.dtype).reshape(x.shape))
                 fresh.append(Memory(outputs[o]))
@@ -147,7 +147,7 @@ _FENCE = 2**20
 
 
 def fenced(x):
-    """A copy of an array between bytes of 0xff. Reads of them give NaN, and `fence_stands` finds writes to them."""
+    """Copies an array between bytes 0xff. Reads of these bytes give NaN, and `fence_stands` finds writes to them."""
     x = np.asarray(x)
     memory = np.full(2 * _FENCE + x.nbytes, 0xFF, np.uint8)
     inside = memory[_FENCE : _FENCE + x.nbytes].view(x.dtype).reshape(x.shape)
@@ -192,7 +192,7 @@ class Memory:
 
 
 def signature(made):
-    """Gives the argument types by position, as jax_triton does; scalars of 1 are compile-time constants."""
+    """The argument types by position, as in jax_triton; scalars of 1 are compile-time constants."""
     aliased = set(made.aliases.values())
     pointers = [x for o, x in enumerate(made.outputs) if o not in aliased]
     types = ["i32" if isinstance(x, int) else "*" + _TYPES[x.dtype.name] for x in (*made.inputs, *pointers)]
@@ -224,7 +224,7 @@ def compiled(made, capability):
 
 @contextlib.contextmanager
 def short_splits(tile=16):
-    """Makes ragged attention split contexts of a few tiles; raises an error unless every launch does."""
+    """Makes ragged attention split contexts of a few tiles; raises an error if a launch splits none."""
 
     def shorter(original):
         return lambda *args, **keywords: dataclasses.replace(original(*args, **keywords), least_split=1, tile=tile)
@@ -252,12 +252,12 @@ def run_items(kernel, grid, inputs, outputs, cfg):
 
 
 def run(function, *, quick=True, **arrays):
-    """Does what the fixture `run` does in the tests of every implementation."""
+    """Replaces the fixture `run` of the tests of every implementation."""
     return jax.tree.map(np.asarray, function(**arrays, implementation="triton"))
 
 
 def run_rpa(function, *arrays, **options):
-    """Does what `run` does, for `rpa_cases.hold`."""
+    """Replaces the fixture `run` for `rpa_cases.hold`."""
     return jax.tree.map(np.asarray, function(*arrays, **options, implementation="triton"))
 
 
@@ -270,7 +270,7 @@ def hold_latents(name):
 
 
 def main(names):
-    """Runs the tests of every implementation on the named cases; "write-LAYOUT-DTYPE", "copy-DTYPE" and "rpa-CASE"."""
+    """Runs the tests of every implementation on cases. Some names have parts: "write-LAYOUT-DTYPE", "rpa-CASE"."""
     cases = {case.name: case for case in DECODE_CASES}
     not_causal = {case.name: case for case in test_ragged.NOT_CAUSAL}
     split = {case.name: case for case in SPLIT}

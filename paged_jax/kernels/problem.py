@@ -17,11 +17,11 @@ from jax import Array
 from paged_jax.options import AttentionOptions, BlockSparse, Interleaved, Layout, PerHead, block_axis, num_kv_heads
 
 LONGEST_CONTEXT = 2**30
-"""Tokens; no context is longer. Windows and partitions are limited to it, as positions beside larger ones overflow."""
+"""No context has more tokens. Windows and partitions are cut to this, because sums of positions would overflow."""
 
 
 class Unsupported(NotImplementedError):
-    """Raised by an implementation that cannot do a call; the next implementation is tried after this error only.
+    """Raised by an implementation that cannot do a call. After this error only, the next implementation is tried.
 
     Args:
       implementation: the implementation's name, as users pass it.
@@ -56,7 +56,7 @@ class Pool:
       num_kv_heads, head_size, block_size, layout: see `paged_jax.cache`.
       cache_dtype: the name of both caches' dtype.
       k_scale, v_scale: the granularities of the dequantisation factors.
-      rows, row_size: the rows of a slot and their elements, padding included, if the layout is `Interleaved`; else 0.
+      rows, row_size: rows of a slot, and elements of a row with padding, if the layout is `Interleaved`; otherwise 0.
     """
 
     num_kv_heads: int
@@ -76,7 +76,7 @@ class Pool:
 
     @property
     def key_x(self) -> int:
-        """Neighbouring elements of a key in layout "vllm": 16 bytes of them."""
+        """Neighbouring elements of a key in layout "vllm", which are 16 bytes."""
         return 16 // self.cache_itemsize
 
     @property
@@ -109,18 +109,18 @@ class Pool:
 
     @classmethod
     def of_latents(cls, latent_cache: Array, head_size: int, scale: Array | None) -> "Pool":
-        """The facts of a latent cache, as of one kv head; `head_size` elements of each vector count."""
+        """The facts of a latent cache, which has one kv head. The first `head_size` elements are the value."""
         return Pool.of(latent_cache[:, :, None], head_size, "nhd", scale, scale)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attention(Pool):
-    """The facts of an attention call without the sizes of its batch. Triton's kernels are compiled for these alone.
+    """The facts of an attention call, without the sizes of its batch. Triton's kernels are compiled for these.
 
     Attributes:
       num_heads: query heads.
       query_dtype: the name of the dtype of the queries and of the output.
-      per_head: for each option that has a value for each head, whether the call has it.
+      per_head: whether the call has each of the options with one value for each head.
       sliding_window, logits_soft_cap, block_sparse, causal: as in `paged_jax.options.AttentionOptions`.
       latent_size: elements of a latent, whose first `head_size` elements are the value; None if the cache is no latent
         cache. A latent cache has one kv head.
@@ -142,7 +142,7 @@ class Attention(Pool):
 
     @property
     def scaled_products(self) -> bool:
-        """Whether a query's logits are its products with the keys times one factor, and nothing else."""
+        """Whether a query's logits are just its products with the keys times one factor."""
         return self.logits_soft_cap is None and not any(self.per_head.in_logits)
 
 
@@ -230,10 +230,10 @@ class Problem(Attention):
 
 @dataclass(frozen=True)
 class Device:
-    """The facts of a GPU on which choices depend; the default is an H200, for machines without a GPU.
+    """The facts of a GPU on which choices depend. The default is an H200, for machines without a GPU.
 
     Attributes:
-      capability: compute capability times ten, 90 for 9.0; 0 for a GPU of another vendor than NVIDIA.
+      capability: compute capability times ten, 90 for 9.0; 0 for GPUs of other vendors.
       num_multiprocessors: streaming multiprocessors.
     """
 
@@ -261,7 +261,7 @@ class OptionArrays(NamedTuple):
 
     @classmethod
     def of(cls, options: AttentionOptions) -> "OptionArrays":
-        """Gives the arrays of a call. `scale` takes the place of absent ones, which no kernel reads."""
+        """The arrays of a call. `scale` takes the place of absent arrays, which no kernel reads."""
 
         def or_scale(array: Array | None) -> Array:
             return options.scale if array is None else array

@@ -1,1 +1,1 @@
-"""What the interpreter runs in place of `paged_jax/kernels/mosaic_gpu/ragged/ptx/`: the same names, on whole arrays."""
+"""Functions on whole arrays that replace those of `paged_jax/kernels/mosaic_gpu/ragged/ptx/` in the interpreter."""

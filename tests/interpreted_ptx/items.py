@@ -5,7 +5,7 @@ from jax import lax
 
 
 def number_after(number, unclaimed, kind, refs):
-    """Program p takes each num_programs-th number from unclaimed + p on: claims of concurrent threads would race."""
+    """Program p takes every num_programs-th number from unclaimed + p on. Claims of concurrent threads would race."""
     step = kind.geometry.tuning.num_programs
     return jnp.where(number < unclaimed, unclaimed + lax.axis_index("program"), number + step)
 

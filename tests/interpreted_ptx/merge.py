@@ -15,7 +15,7 @@ def merge_rows(refs, group, kind):
 
 
 def _merge_row(refs, group, row, kind):
-    """Merges one row, which a GPU does with several threads."""
+    """Merges one row. On a GPU, several threads merge it."""
     geometry, problem, partials = kind.geometry, kind.geometry.problem, refs.partials
     token, head = row // problem.num_heads, row % problem.num_heads
     tile, of_tile = token // kind.tokens, token % kind.tokens

@@ -1,4 +1,4 @@
-"""Tiles of K and V that do not come by TMA alone."""
+"""Work on tiles of K and V, except copies by TMA."""
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu

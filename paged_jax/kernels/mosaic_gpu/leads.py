@@ -17,13 +17,14 @@ class Row[Call]:
     """A row of a table.
 
     Attributes:
-      condition: which calls it decides, in words.
+      condition: the condition in words; the first row whose condition holds decides a call.
       first: the implementation that is tried first.
-      gain: how much longer the other implementation takes, or the heading of benchmarks/LOG.md that says so. Where
-        random cases were timed: the mean over the cases that the row decides, of seeds 0 to 4, from which the rows were
-        made, and of seeds 5 and 6 (LOG, "The choice by five seeds"); "-" where there are no such cases. For ragged
-        attention: the least and the most over the batches that the row decides ("Random batches of ragged attention").
-      holds: the condition.
+      gain: how much longer the other implementation takes, or the heading of benchmarks/LOG.md that says so. In decode,
+        two percentages are means over the timed random cases that the row decides. The first mean is over seeds 0 to 4,
+        from which the rows were made; the second one is over seeds 5 and 6, and "-" if they have no such case ("The
+        choice by five seeds"). In ragged attention, two percentages are the least and the most over the batches that
+        the row decides ("Random batches of ragged attention").
+      holds: the condition in code.
     """
 
     condition: str
@@ -36,12 +37,12 @@ class DecodeCall(NamedTuple):
     """The facts of a decode call on which its table depends.
 
     Attributes:
-      by_group: whether the group alone decides: the call writes tokens, or has layout "vllm".
+      by_group: whether the group alone decides, because the call writes tokens or has layout "vllm".
       group: query heads of a kv head.
-      head_size: elements.
+      head_size: elements of a head.
       eight_bit: whether the caches have 8 bits.
-      num_items: sequences times kv heads; None for v2, whose bits must be the same in every batch.
-      max_seq_len: upper bound of the lengths; None for v2.
+      num_items: sequences times kv heads; None in v2, whose bits must be the same in every batch.
+      max_seq_len: upper bound of the lengths; None in v2.
     """
 
     by_group: bool
@@ -112,7 +113,7 @@ class RaggedCall(NamedTuple):
       few_queries: whether sequences have up to 4 queries on the mean.
       single: whether there is a single sequence.
       eight_bit: whether the caches have 8 bits.
-      converts_together: whether all warps convert each tile of 8 bits together: with new tokens or scales of slots.
+      converts_together: whether all warps convert a tile of 8 bits together, because of new tokens or scales of slots.
       shares_pattern: whether all heads of a group share one block-sparse pattern.
     """
 
@@ -182,7 +183,7 @@ def leads(op: str, operands: Any) -> bool:
         return True
     if op not in ("paged_attention_v1", "paged_attention_v2", "paged_attention", "write_and_attend"):
         return False
-    if operands.options.block_sparse is not None:  # only `paged_attention` has a kernel for patterns, the ragged one
+    if operands.options.block_sparse is not None:  # only this op runs patterns in the ragged kernel
         return op == "paged_attention" and _leads(RAGGED, RaggedCall.of(op, operands))
     return _leads(DECODE, DecodeCall.of(op, operands))
 

@@ -20,7 +20,7 @@ def is_decode(
     seq_lens: SeqLens,
     options: AttentionOptions,
 ) -> bool:
-    """Whether the decode kernel takes a ragged batch: each sequence is known to have one query or none.
+    """Whether the decode kernel takes a ragged batch, because each sequence is known to have one query or none.
 
     Decode is faster than thin items (benchmarks/LOG.md, "One query by the decode kernel" and "A bound of query
     lengths"). There must be no more rows than sequences, because each row of padding goes to a sequence without a
@@ -29,7 +29,7 @@ def is_decode(
     if options.max_query_len != 1 or seq_lens.shape[0] < query.shape[0]:
         return False
     problem = Problem.of_call(query, key_cache, value_cache, block_tables, options)
-    return not choose.refusals(problem, Device())  # other GPUs than Hopper's are refused by both kernels
+    return not choose.refusals(problem, Device())  # the default `Device`: both kernels refuse GPUs other than Hopper's
 
 
 def paged_attention(
@@ -44,7 +44,7 @@ def paged_attention(
     arrays = query, key_cache, value_cache, block_tables, seq_lens
     if options.block_sparse is None:
         return decode.paged_attention(*arrays, options)
-    starts = jnp.arange(query.shape[0] + 1, dtype=jnp.int32)  # to the ragged kernel each sequence has one query
+    starts = jnp.arange(query.shape[0] + 1, dtype=jnp.int32)  # for the ragged kernel, each sequence has one query
     return ragged.ragged_paged_attention(*arrays, starts, options)
 
 
@@ -61,5 +61,5 @@ def ragged_paged_attention(
     caches = key_cache, value_cache, block_tables
     if not is_decode(query, *caches, seq_lens, options):
         return ragged.ragged_paged_attention(query, *caches, seq_lens, query_start_loc, options)
-    options = replace(options, causal=True)  # a sequence's only query is its last token, which sees all others
+    options = replace(options, causal=True)  # a sequence's only query is its last token, which sees all tokens
     return decode.ragged_paged_attention(query, *caches, seq_lens, query_start_loc, options)

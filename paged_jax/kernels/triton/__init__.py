@@ -1,4 +1,4 @@
-"""The ops that run on any NVIDIA GPU from Ampere on, through jax-triton; importing this needs neither."""
+"""The ops for any NVIDIA GPU from Ampere on, through jax-triton. Importing this needs neither GPU nor jax-triton."""
 
 from paged_jax.kernels.triton.cache_ops import copy_blocks as copy_blocks
 from paged_jax.kernels.triton.cache_ops import swap_blocks as swap_blocks

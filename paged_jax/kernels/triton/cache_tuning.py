@@ -1,6 +1,6 @@
 """Chooses the kernels of the cache ops: the quantisation and write of new tokens, and copies of blocks.
 
-The decode kernel that also writes quantises its tokens in the same way.
+`write_and_attend` quantises its tokens in the same way.
 """
 
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ class Quantisation:
     """How a write quantises new keys and values.
 
     Attributes:
-      k_scale, v_scale: the granularities of the scales that divide them.
+      k_scale, v_scale: the granularities of the scales that divide keys and values.
       cache_dtype: the dtype of the result.
-      narrower: whether that dtype has fewer bytes or a smaller range, so that they are clipped.
-      native: whether the GPU has an instruction that converts to this float8.
+      narrower: whether the result's dtype has fewer bytes or a smaller range, so that keys and values are clipped.
+      native: whether the cache's dtype is a float8 to which the GPU has an instruction that converts.
     """
 
     k_scale: Granularity
@@ -56,7 +56,7 @@ class WriteKernel:
       quantisation: how new tokens are quantised.
       width: elements of a vector in registers, a power of two >= head_size.
       tokens: tokens of one program.
-      num_warps, num_stages: for Triton.
+      num_warps, num_stages: arguments of Triton's compiler.
     """
 
     pool: Pool
@@ -72,11 +72,11 @@ class CopyKernel:
     """The compile-time argument of the kernels that copy blocks.
 
     Attributes:
-      key_words, value_words: 8-byte words of a block of each cache.
+      key_words, value_words: 8-byte words of a block in each cache.
       within: whether sources and destinations are in the same pools.
-      chunk: words of each that one program copies.
+      chunk: words of each cache that one program copies.
       scan: how many pairs are read at once.
-      num_warps, num_stages: for Triton.
+      num_warps, num_stages: arguments of Triton's compiler.
     """
 
     key_words: int
@@ -106,7 +106,7 @@ def quantisation(dtype: str, pool: Pool, gpu: Device, *, scaled: bool = True) ->
 
 
 def write(dtype: str, num_tokens: int, pool: Pool, gpu: Device) -> WriteKernel:
-    """Chooses the write of `num_tokens` new tokens: one in a program if they are few, to fill the GPU, and up to 16."""
+    """Chooses how `num_tokens` tokens are written. A program has 1 to 16: few if tokens are few, to fill the GPU."""
     tokens = min(16, power_of_two(num_tokens * pool.num_kv_heads // (8 * gpu.num_multiprocessors)))
     return WriteKernel(
         pool=pool,

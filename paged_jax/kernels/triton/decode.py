@@ -103,7 +103,7 @@ def _problem(
 
 
 def _shapes(query: Query, tuned: Tuning, splits: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes of a decode kernel's results: out, lse and an empty one, or the splits' tmp_out, exp_sums, max_logits."""
+    """Shapes of a decode kernel's results: out, lse and an unused array, or splits' tmp_out, exp_sums, max_logits."""
     num_seqs, num_heads, head_size = query.shape
     if tuned.final:
         out, lse = jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct(query.shape[:2], jnp.float32)
@@ -124,7 +124,7 @@ def _decode(
     splits: int,
     gpu: Device,
 ) -> tuple[Array, Array, Array]:
-    """Runs a decode kernel; returns out, lse and an empty array, or each split's tmp_out, exp_sums and max_logits."""
+    """Runs a decode kernel. Returns out, lse and an unused array, or splits' tmp_out, exp_sums and max_logits."""
     kernel, shapes = AttentionKernel(problem.attention, tuned), _shapes(query, tuned, splits)
     num_programs = problem.num_seqs * splits * problem.num_kv_heads * kernel.head_tiles
     if num_programs == 0:

@@ -1,4 +1,4 @@
-"""Launches kernels through jax_triton, and says why they cannot be launched."""
+"""Launches kernels through jax_triton, or says why they cannot be launched."""
 
 import importlib
 import inspect
@@ -38,7 +38,7 @@ def missing() -> list[str]:
 
 
 def check(gpu: Device, cache_dtype: str, reasons: Sequence[str] = ()) -> None:
-    """Raises `Unsupported` with all reasons, `reasons` and missing packages, if there are any."""
+    """Raises `Unsupported` if packages are missing, the GPU is too old, or there are `reasons`."""
     reasons = [*missing(), *reasons]
     if gpu.capability < 80:
         reasons.append(f"needs compute capability 8.0 or newer, this GPU has {gpu.capability / 10}")
@@ -61,8 +61,8 @@ def call(
 ) -> Any:
     """Launches a kernel of `device/` on `arrays`, then `scalars`, then pointers to `outputs`; returns the outputs.
 
-    The arrays `in_place` become the first outputs. After `arrays` their kernel takes an unused pointer for each of
-    these, because jax-triton 0.3 passes an aliased input and its output as two arguments. 0.4 passes the two as one.
+    The arrays `in_place` become the first outputs. After `arrays`, the kernel takes an unused pointer for each of them,
+    because jax-triton 0.3 passes an aliased input and its output as two arguments. 0.4 passes both as one argument.
     """
     import jax_triton
 
@@ -101,7 +101,7 @@ def call(
 
 
 def _mend_dce_rule(jax_triton: ModuleType) -> None:
-    """Replaces jax-triton 0.4.1's rule for unused results, to which jax 0.12 gives one argument more than it takes."""
+    """Replaces the rule for unused results of jax-triton 0.4.1: jax 0.12 passes it one argument more than it takes."""
     primitive = getattr(getattr(jax_triton, "triton_lib", None), "triton_kernel_call_p", None)
     if primitive in partial_eval.dce_rules:
         partial_eval.dce_rules[primitive] = lambda _, *args: ([True] * len(args[-1].invars), args[-1])

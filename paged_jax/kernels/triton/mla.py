@@ -1,4 +1,4 @@
-"""Multi-head latent attention: decode is ragged attention with one query a sequence; the write of latents."""
+"""Multi-head latent attention, where decode is a ragged batch with one query a sequence, and the write of latents."""
 
 import jax
 import jax.numpy as jnp

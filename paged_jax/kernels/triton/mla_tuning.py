@@ -1,4 +1,4 @@
-"""Chooses the kernel of multi-head latent attention; `ragged_tuning.py` chooses the grid, as for ragged attention."""
+"""Chooses the kernel of multi-head latent attention. `ragged_tuning.py` chooses its grid."""
 
 from dataclasses import dataclass
 
@@ -12,24 +12,24 @@ from paged_jax.kernels.triton.tuning import AttentionKernel, Tuning, cdiv, power
 
 @dataclass(frozen=True)
 class LatentKernel(AttentionKernel):
-    """The compile-time argument of the kernel over latents: `problem.head_size` is the size of the values.
+    """The compile-time argument of the kernel over latents. `problem.head_size` is the size of the values.
 
-    A latent has two parts: its value, of `tuning.width` elements in registers, and the rest of it.
+    A latent has two parts: its value, which takes `tuning.width` elements in registers, and the rest.
     """
 
     @property
     def rest(self) -> int:
-        """How many elements of a latent are behind its value."""
+        """How many elements of a latent follow its value."""
         return (self.problem.latent_size or 0) - self.problem.head_size
 
     @property
     def rest_width(self) -> int:
-        """How many elements the rest has in registers, a power of two >= rest."""
+        """How many elements the rest takes in registers, a power of two >= `rest`."""
         return max(16, power_of_two(self.rest))
 
     @property
     def late_factor(self) -> bool:
-        """Logits get their factor at once: the products are so wide that this costs nothing."""
+        """False: logits get their factor at once, which costs nothing beside the wide products."""
         return False
 
 
@@ -44,7 +44,7 @@ def tuning_of(problem: Problem, gpu: Device) -> Tuning:
     width, compute = max(16, power_of_two(problem.head_size)), tuning.compute_dtype(problem, False)
     # Hopper and data-center Blackwell multiply 64 rows at once; a thread of 8 warps sums up to 128 elements.
     most = 64 if gpu.capability // 10 in (9, 10) and width <= 512 else 32 if width <= 512 else 16
-    if compute == "float32":  # without matrix units larger products would spill registers
+    if compute == "float32":  # without matrix units, larger products would spill registers
         most = 16
     heads = cdiv(problem.group, cdiv(problem.group, most))
     per_seq = cdiv(problem.num_tokens, max(problem.num_seqs, 1))
@@ -66,7 +66,7 @@ def tuning_of(problem: Problem, gpu: Device) -> Tuning:
 
 
 def _fits(problem: Problem, rows: int, tile: int, num_stages: int, compute: str, gpu: Device) -> bool:
-    """Whether queries, tiles in flight, and a tile that is converted fit into shared memory."""
+    """Whether the queries, the tiles in flight and a converted tile fit into shared memory."""
     latent_size = problem.latent_size or 0
     width = max(16, power_of_two(problem.head_size)) + max(16, power_of_two(latent_size - problem.head_size))
     width = width if latent_size > problem.head_size else power_of_two(latent_size)

@@ -1,4 +1,4 @@
-"""Ragged attention: the device finds the tiles of queries, of prefill, chunks and decodes, in one launch."""
+"""Ragged attention: prefill, chunks and decodes in one launch. The device cuts their queries into tiles."""
 
 from collections.abc import Sequence
 
@@ -60,7 +60,7 @@ def _ragged(
         return jnp.zeros(query.shape, query.dtype), jnp.zeros((0, problem.num_heads), jnp.float32)
     lengths = seq_lens, query_start_loc
     items, split_tiles = split(problem, kernel, grid, lengths, gpu)
-    new = query if key is None else key, query if value is None else value  # the kernel does not read absent ones
+    new = query if key is None else key, query if value is None else value  # the kernel reads no absent arrays
     options_in_order = OptionArrays.of(options)
     arrays = query, *new, key_cache, value_cache, block_tables, *lengths, items, *options_in_order.flat
     scalars = problem.num_tokens, problem.num_seqs, problem.max_blocks_per_seq, problem.max_seq_len, grid.items

@@ -1,6 +1,6 @@
 """Chooses the kernels of a ragged attention call, and the number of programs that any lengths may need.
 
-`tuning.py` chooses the tiles of queries and tokens, for decode too.
+`tuning.py` chooses the tiles of queries and tokens, as in decode.
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from paged_jax.kernels.triton import tuning
 from paged_jax.kernels.triton.integers import cdiv, power_of_two
 from paged_jax.kernels.triton.tuning import AttentionKernel, Tuning
 
-ITEM_FIELDS = 8  # number of int32 that describe an item; `device/items.py` uses seven of them
+ITEM_FIELDS = 8  # int32 numbers that describe an item; `device/items.py` uses seven of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class RaggedReduceKernel:
       rows: rows of a tile of queries that one program reduces.
       splits: how many splits are read at once.
       parts: programs that share a row's output.
-      num_warps, num_stages: for Triton.
+      num_warps, num_stages: arguments of Triton's compiler.
     """
 
     attention: AttentionKernel
@@ -43,11 +43,11 @@ class RaggedReduceKernel:
 
 @dataclass(frozen=True)
 class Grid:
-    """An upper bound of the programs of a ragged batch; `device/items.py` computes how many it needs.
+    """Upper bounds of the programs of a ragged batch. `device/items.py` computes how many the batch needs.
 
     Attributes:
-      tiles: tiles of queries, those of padding rows included.
-      at_once: items that run at once, for each tile of heads; 0 if no context is split.
+      tiles: tiles of queries, including tiles of padding rows.
+      at_once: items of each tile of heads that run at once; 0 if no context is split.
     """
 
     tiles: int
@@ -55,7 +55,7 @@ class Grid:
 
     @property
     def items(self) -> int:
-        """The largest number of items: tiles of queries, and further splits, which are fewer than `at_once`."""
+        """The largest number of items: a first split of each tile of queries, and fewer than `at_once` other splits."""
         return self.tiles + self.at_once
 
     @property
@@ -65,13 +65,14 @@ class Grid:
 
     @property
     def partials(self) -> int:
-        """The largest number of splits of such tiles: at most half of them are first splits."""
+        """The largest number of splits in tiles with several splits: at most half of them are first splits."""
         return 2 * self.at_once
 
 
 def tune(problem: Problem, gpu: Device) -> tuple[AttentionKernel, Grid]:
     """Chooses the kernel of a ragged attention call and its grid."""
-    # This mean gives small tiles to decode batches, and large ones to prompts. It is at least 2: 1 is decode's tuning.
+    # This mean gives small tiles to decode batches, and large ones to prompts. It is at least 2, because 1 means
+    # decode.
     queries_per_seq = max(2, cdiv(problem.num_tokens, max(problem.num_seqs, 1)))
     tuned = tuning.attention(problem, gpu, queries_per_seq=queries_per_seq, prefix=problem.prefix)
     tuned, grid = shared(problem, tuned, gpu)
@@ -86,7 +87,7 @@ def shared(problem: Problem, tuned: Tuning, gpu: Device) -> tuple[Tuning, Grid]:
     filled = problem.num_tokens // tuned.queries >= at_once
     scan = 32 if problem.num_seqs < 32 else 128
     if filled or at_once < 2 or cdiv(problem.max_seq_len, tuned.tile) < 2 * tuned.least_split:
-        tiles = problem.num_tokens // tuned.queries + problem.num_seqs + 1  # the last ones are for the padding rows
+        tiles = problem.num_tokens // tuned.queries + problem.num_seqs + 1  # the last tiles are for padding rows
         return tuned, Grid(tiles, 0)
     # Each sequence, and the padding rows, may have one nearly empty tile.
     tiles = (problem.num_tokens + (problem.num_seqs + 1) * (tuned.queries - 1)) // tuned.queries
@@ -94,7 +95,7 @@ def shared(problem: Problem, tuned: Tuning, gpu: Device) -> tuple[Tuning, Grid]:
 
 
 def result_shapes(out: jax.ShapeDtypeStruct, kernel: AttentionKernel, grid: Grid) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The shapes of the kernel's results: out, lse, and the splits' tmp_out, exp_sums and max_logits, if any."""
+    """The shapes of the kernel's results: out, lse, and tmp_out, exp_sums and max_logits of splits, if any."""
     lse = jax.ShapeDtypeStruct(out.shape[:2], jnp.float32)
     residual = grid.partials, kernel.problem.num_kv_heads * kernel.head_tiles, kernel.tuning.rows
     if kernel.tuning.final:
@@ -111,7 +112,8 @@ def _programs_at_once(tuned: Tuning) -> int:
 def reduce(kernel: AttentionKernel, grid: Grid, gpu: Device) -> RaggedReduceKernel:
     """Chooses the reduce: a warp takes one row, several rows if there are many, or a part of a row if there are few.
 
-    A warp has up to 32 elements of each thread in flight, for all splits that a tile has on average.
+    Each thread has up to 32 elements in flight. A warp loads as many splits at a time as a tile has on average, if they
+    fit into these.
     """
     tuned = kernel.tuning
     all_rows = grid.split_tiles * kernel.problem.num_kv_heads * kernel.head_tiles * tuned.rows

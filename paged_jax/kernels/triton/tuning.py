@@ -3,7 +3,7 @@
 `ragged_tuning.py` adds the choices of ragged attention, and `cache_tuning.py` has the cache ops.
 
 A kernel takes one compile-time argument, which holds the facts (`kernels/problem.py`), the choices, and values that
-follow from both. It does not depend on the sizes of a batch, since Triton would compile again for each of them.
+follow from both. It does not depend on the sizes of a batch, because Triton would compile again for each size.
 """
 
 import math
@@ -15,13 +15,13 @@ from paged_jax.kernels.problem import Attention, Device, Granularity, Problem
 from paged_jax.kernels.triton.cache_tuning import Quantisation
 from paged_jax.kernels.triton.integers import cdiv, power_of_two
 
-# Shared memory that one program may have, in KiB, by capability; for other capabilities the smallest of these.
+# Shared memory that one program may have, in KiB, by compute capability. Other GPUs have the least, or more.
 _SHARED_MEMORY = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
 _LEAST_SHARED_MEMORY = 99
 
 _EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "int8")
-_MAX_HEADS = 64  # of a group, in one program
-_MAX_ROW_ELEMENTS = 16384  # of the rows of one program: 128 registers of each of 128 threads
+_MAX_HEADS = 64  # heads of a group in one program
+_MAX_ROW_ELEMENTS = 16384  # elements of all rows of one program: 128 registers of each of 128 threads
 _LARGEST_RANKED = 128  # sequences that a program ranks by length
 
 
@@ -40,15 +40,15 @@ class Tuning:
       width: elements of a vector in registers, a power of two >= head_size.
       tile: tokens of K and V in one step of the loop, a power of two.
       compute_dtype: the dtype of the operands of the matrix products.
-      staged_values: whether 8-bit values are converted and go through shared memory a second time.
+      staged_values: whether 8-bit values are converted in registers and go through shared memory a second time.
       partition_size: tokens of a partition; None if splits have even shares of each context.
-      final: whether there is one split, so that no reduce follows.
+      final: whether contexts have one split, so that no reduce follows.
       ranked: a power of two >= num_seqs if the longest sequences start first, otherwise 0.
-      scan: how many sequences of a ragged batch are read at once, to cut it into items.
-      plan: how many items one program finds.
+      scan: how many sequences of a ragged batch are read at once, to cut the batch into items.
+      plan: how many items one program of `plan_kernel` finds.
       least_split: tiles of the shortest split that ragged attention makes.
-      write: how decode writes the last tokens, or None.
-      num_warps, num_stages: for Triton.
+      write: how decode quantises the new tokens that it writes, or None if it writes none.
+      num_warps, num_stages: arguments of Triton's compiler.
     """
 
     heads: int
@@ -116,12 +116,12 @@ class AttentionKernel:
     def whole_tiles(self) -> bool:
         """Whether tiles whose tokens are visible to all rows have a loop of their own, without masks."""
         masked = self.problem.sliding_window is not None or self.problem.block_sparse is not None
-        # With few rows the loop waits for memory, and a second loop would only take registers.
+        # With few rows the loop waits for memory, so a second loop would gain nothing and take registers.
         return not masked and (self.tuning.rows > 16 or self.problem.layout == "vllm")
 
     @property
     def late_factor(self) -> bool:
-        """Whether the factor of the logits is applied in the exponential, where it costs nothing."""
+        """Whether the exponential applies the factor from products to logits, where it costs nothing."""
         one_factor = not self.prefix or self.problem.k_scale in (Granularity.NONE, Granularity.SLOT)
         return one_factor and self.problem.scaled_products and self.tuning.compute_dtype != "float32"
 
@@ -140,7 +140,7 @@ class AttentionKernel:
 
     @property
     def opaque_range(self) -> bool:
-        """Whether `device.tiles.numbers` hides the first token's number from LLVM."""
+        """Whether `device.tiles.numbers` hides from LLVM how the tokens' numbers are computed."""
         by_slot = Granularity.SLOT in (self.problem.k_scale, self.problem.v_scale)
         return self.problem.block_sparse is not None or by_slot
 
@@ -155,7 +155,7 @@ class ReduceKernel:
       width: as in `Tuning`.
       splits: how many splits are read at once.
       parts: programs that share a head's output.
-      num_warps, num_stages: for Triton.
+      num_warps, num_stages: arguments of Triton's compiler.
     """
 
     problem: Attention
@@ -168,9 +168,9 @@ class ReduceKernel:
 
 
 def refusals(problem: Attention) -> list[str]:
-    """Reasons to refuse a call, whatever the device."""
+    """Reasons to refuse a call on every device."""
     sparse, heads = problem.block_sparse, problem.num_heads
-    if sparse is None or sparse.vert_stride * (heads + 2) < 1 << 31:  # the most that the kernels count with
+    if sparse is None or sparse.vert_stride * (heads + 2) < 1 << 31:  # the kernels compute with integers up to this
         return []
     return [f"lacks a vert_stride of {sparse.vert_stride} for {heads} heads, beyond 32 bits"]
 
@@ -184,7 +184,7 @@ def attention(problem: Problem, gpu: Device, *, queries_per_seq: int = 1, prefix
         rows, tile, num_warps, num_stages = _decode_tiling(problem, heads, width, gpu)
     else:
         rows, tile, num_warps, num_stages = _ragged_tiling(problem, queries_per_seq * heads, width, gpu)
-    if compute == "float32":  # without matrix units: larger products would spill registers
+    if compute == "float32":  # without matrix units, larger products would spill registers
         rows, num_warps = max(min(rows, 32), power_of_two(heads)), 4
         tile = min(tile, 32 if width <= 128 else 16)
 
@@ -213,8 +213,8 @@ def attention(problem: Problem, gpu: Device, *, queries_per_seq: int = 1, prefix
 def _decode_tiling(problem: Problem, heads: int, width: int, gpu: Device) -> tuple[int, int, int, int]:
     """Chooses `rows`, `tile`, `num_warps` and `num_stages` (benchmarks/LOG.md, "Tiles and stages of decode").
 
-    Many small programs are fastest. Groups of 8 get larger tiles. Where arithmetic takes long, a second tile is in
-    flight, which takes two more stages, since block tables are read first.
+    Many small programs are fastest. Groups of 8 to 15 get larger tiles. If arithmetic takes long, a second tile is in
+    flight, which takes two more stages, because block tables are read first.
     """
     small = shared_memory(gpu) < 128 * 1024
     tile_bytes = (32768 if 8 <= problem.group < 16 else 16384) // (2 if small else 1)
@@ -260,7 +260,7 @@ def automatic(problem: Problem, gpu: Device) -> tuple[Tuning, int]:
 def num_splits(problem: Problem, tuning: Tuning, gpu: Device) -> int:
     """Chooses the number of splits of each context, so that every multiprocessor has enough programs."""
     programs = max(problem.num_seqs, 1) * problem.num_kv_heads * cdiv(problem.group, tuning.heads)
-    # How many programs fit on a multiprocessor; those of block-sparse patterns need more registers.
+    # How many programs fit on a multiprocessor. Programs with block-sparse patterns need more registers.
     at_once = 2 if problem.group >= 8 else 4 if problem.block_sparse is None else 3
     target = gpu.num_multiprocessors * at_once
     return max(1, min(target // programs, cdiv(problem.max_seq_len, tuning.tile)))
@@ -274,9 +274,9 @@ def ranked(problem: Problem, tuning: Tuning, gpu: Device) -> int:
 
 
 def reduce(problem: Problem, tuning: Tuning, num_splits: int, gpu: Device) -> ReduceKernel:
-    """Chooses the reduce: few rows are cut in parts, and all loads of a row are in flight at once.
+    """Chooses the reduce. If rows are few, they are cut into parts; all loads of a row are in flight at once.
 
-    For partitions it is always the same, so that a row's rounding does not depend on the batch.
+    For partitions the reduce is always the same, so that a row's rounding does not depend on the batch.
     """
     kernel = ReduceKernel(
         problem=problem.attention,

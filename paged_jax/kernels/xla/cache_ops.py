@@ -52,7 +52,7 @@ def write_to_latent_cache(
     if latent_cache.size == 0:  # nothing to write
         return (latent_cache,)
     block, offset = _places(slot_mapping, *latent_cache.shape[:2])
-    # A latent is quantised as the key of one head is.
+    # A latent is quantised like the key of a single head.
     codes = _quantise(latent[:, None], latent_cache.dtype, _per_token(scale, block, offset))[:, 0]
     return (_put(latent_cache, codes, block, offset),)
 
@@ -96,7 +96,7 @@ def swap_blocks(
 
 
 def _take(cache: Cache, block: Int32[Array, "n"]) -> Num[Array, "n ..."]:
-    """Gathers the named blocks, bit for bit; as float8, XLA's CPU backend would convert them to float16 and back."""
+    """Gathers the named blocks, bit for bit. XLA's CPU backend would convert float8 to float16 and back."""
     if cache.dtype.itemsize > 1 or not jnp.issubdtype(cache.dtype, jnp.floating):
         return jnp.take(cache, block, axis=0, mode="clip")
     taken = jnp.take(lax.bitcast_convert_type(cache, jnp.uint8), block, axis=0, mode="clip")
@@ -116,8 +116,8 @@ def _put(
 ) -> Cache:
     """Writes each update to its block, and to its offset along `axis` if there are offsets; all other bits are kept.
 
-    Updates of blocks past the pool are dropped. No block id is negative. After `axis` an update may be smaller than the
-    pool.
+    Updates of blocks past the pool are dropped. No block id is negative. In the axes after `axis`, an update may be
+    smaller than the pool.
     """
 
     def scatter(cache, updates, block, offset):
@@ -130,11 +130,11 @@ def _put(
         return scatter(cache, updates, block, offset)
 
     def one_by_one(cache, updates, block, offset):
-        # Where XLA knows the ids it unrolls a loop of one step, and converts both pools to float16 around the update.
+        # If XLA knew the ids, it would unroll a loop of one step, and convert both pools to float16 around the update.
         block = lax.optimization_barrier(block)
         first_inside = jnp.argsort(block >= cache.shape[0], stable=True).astype(jnp.int32)
         num_inside = (block < cache.shape[0]).sum(dtype=jnp.int32)
-        # The update is of bytes, since XLA would convert float8 to float16, which changes NaNs. It is still in place.
+        # Bytes are updated, because XLA would convert float8 to float16, which changes NaNs. It is still in place.
         update_bytes = lax.bitcast_convert_type(updates, jnp.uint8)
 
         def step(i, cache):
@@ -150,8 +150,8 @@ def _put(
 
     if 0 in (cache.size, updates.size):
         return cache
-    # XLA's CPU backend scatters no float8: it would convert the whole pool to float16 and back, in a copy of the pool,
-    # and change NaNs on the way; as bytes it would still copy it. It updates slices in place.
+    # XLA's CPU backend cannot scatter float8. It would copy the whole pool, convert it to float16 and back, and change
+    # NaNs. A scatter of bytes would still copy the pool. Slices are updated in place.
     return lax.platform_dependent(cache, updates, block, offset, cpu=one_by_one, default=scatter)
 
 
@@ -171,12 +171,12 @@ def _quantise(x: Num[Array, "t g d"], dtype: jnp.dtype, scale: CacheScale) -> Nu
     x = x.astype(jnp.float32)
     if scale is not None:
         # The barrier keeps XLA from multiplying by the reciprocal, which rounds twice.
-        x = jnp.where(x == 0, x, x / lax.optimization_barrier(jnp.broadcast_to(scale, x.shape)))  # 0 / 0 is 0 too
+        x = jnp.where(x == 0, x, x / lax.optimization_barrier(jnp.broadcast_to(scale, x.shape)))  # 0 / 0 is also 0
     if jnp.issubdtype(dtype, jnp.integer):
         limits, x = jnp.iinfo(dtype), jnp.round(x)
     else:
         limits = jnp.finfo(dtype)
-        # This rounds, so that the cast is exact: XLA's CPU backend would round twice, to float16 and to float8_e5m2.
+        # Rounding here makes the cast exact. XLA's CPU backend would round twice: to float16, then to float8_e5m2.
         exponent = jnp.maximum(jnp.frexp(x)[1] - 1, limits.minexp) - limits.nmant
         x = jnp.ldexp(jnp.round(jnp.ldexp(x, -exponent)), exponent)
     return jnp.clip(x, float(limits.min), float(limits.max)).astype(dtype)

@@ -34,7 +34,7 @@ def paged_attention_v1(
     return out[:, 0].astype(query.dtype), lse[:, 0]
 
 
-# On a CPU partitions gain nothing, so the automatic choice is one pass.
+# On a CPU partitions gain nothing, so the automatic choice is v1.
 paged_attention = paged_attention_v1
 
 
@@ -77,7 +77,7 @@ def paged_attention_v2(
         queries, position = query[None, None], seq_len[None, None] - 1
 
         def partition(start):
-            # The end of the partition itself, `start + partition_size`, may be beyond int32.
+            # The partition's end, `start + partition_size`, may be beyond int32.
             rest = jnp.minimum(seq_len, options.max_seq_len) - start
             end = (start + jnp.minimum(rest, partition_size))[None]
             state = softmax.add_cached(
@@ -113,7 +113,7 @@ def _reduce(
 ) -> softmax.Softmax:
     """Merges the partitions of one sequence into one softmax.
 
-    The sums go from partition to partition, so that any number of empty ones at the end adds exact zeros.
+    The partitions are added one after the other, so that empty ones at the end add exact zeros.
     """
     max_logit = max_logits.max(0, initial=-jnp.inf)
     shift = jnp.where(jnp.isneginf(max_logit), 0.0, max_logit)

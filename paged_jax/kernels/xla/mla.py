@@ -1,4 +1,4 @@
-"""Multi-head latent attention: as decode and ragged attention, over keys whose first elements are the values."""
+"""Multi-head latent attention: decode and ragged attention over keys whose first elements are the values."""
 
 import jax.numpy as jnp
 

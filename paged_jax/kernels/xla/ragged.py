@@ -14,7 +14,7 @@ from paged_jax.kernels.xla import softmax
 from paged_jax.options import AttentionOptions
 from paged_jax.shapes import BlockTables, Cache, NewTokens, QueryStartLoc, RaggedLse, RaggedQuery, SeqLens
 
-_CHUNK = 64  # queries
+_CHUNK = 64  # queries of a chunk
 
 
 def ragged_paged_attention(
@@ -89,7 +89,7 @@ def chunk_by_chunk(
         return out, jnp.full((num_tokens, num_heads), -jnp.inf, jnp.float32)
     chunk = min(_CHUNK, num_tokens)
     query_lens = jnp.diff(query_start_loc)
-    last_chunk = jnp.cumsum(-(-query_lens // chunk), dtype=jnp.int32)  # where each sequence's chunks end
+    last_chunk = jnp.cumsum(-(-query_lens // chunk), dtype=jnp.int32)  # one past each sequence's last chunk
     queries = _pad(query, chunk)
 
     def step(i, results):

@@ -1,8 +1,8 @@
 """Attention as all XLA ops compute it: an online softmax over tiles of K and V.
 
-A tile holds consecutive tokens of each of `n` sequences. All arithmetic is in float32, whatever the inputs are. The
-loop over tiles is a `while_loop`, so that there are never the logits of a whole context nor a gathered copy of it, and
-the work depends on the lengths, not on the table's width.
+A tile holds consecutive tokens of each of `n` sequences. All arithmetic is in float32, for inputs of any dtype. The
+loop over tiles is a `while_loop`, so no array ever holds the logits of a whole context, or a gathered copy of it. The
+work depends on the lengths, not on the table's width.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Float32, Int32, Num
 
 from paged_jax.options import AttentionOptions, Interleaved, PerHead, block_axis, num_kv_heads
 
-_TILE = 256  # tokens: large enough to amortise a gather, small enough to keep [heads, tokens] logits in a cache
+_TILE = 256  # tokens of a tile: enough to amortise a gather, and few enough to keep its logits in the CPU's caches
 _NEVER = 2**31 - 1
 
 
@@ -56,7 +56,7 @@ def add_tile(
     grouped = query.astype(jnp.float32).reshape(n, q, g, h // g, d)
     key = tile.key.astype(jnp.float32)
     logits = jnp.einsum("nqgrd,ntgd->nqgrt", grouped, key, precision=lax.Precision.HIGHEST)
-    # The factors meet each other first, since logits times one of them may be beyond float32.
+    # The two factors are multiplied first, because logits times one of them may be beyond float32.
     factor = options.scale if tile.k_scale is None else _over_logits(tile.k_scale * options.scale)
     logits = (logits * factor).reshape(n, q, h, tile.positions.size)
     if options.logits_soft_cap is not None:
@@ -74,7 +74,7 @@ def add_tile(
     weights = jnp.exp(logits - shift[..., None])
     exp_sum = state.exp_sum * keep + weights.sum(-1)
 
-    # Slots that no query sees may hold NaN. As 0 * NaN is NaN, such values must not reach the product.
+    # Slots that no query sees may hold NaN. Because 0 * NaN is NaN, such values must not reach the product.
     seen = visible.any(axis=(1, 2))
     value = tile.value.astype(jnp.float32)
     if tile.v_scale is not None:
@@ -101,9 +101,9 @@ def add_cached(
 ) -> Softmax:
     """Adds the cached tokens in ``[origin, end)`` of each sequence that its queries may see.
 
-    `origin` is a multiple of the block size. About 256 tokens are gathered at once, but no more than `tile`, a multiple
-    of the block size, or without it no more than a table row has. Without `value_cache` a value is the first elements
-    of its key.
+    `origin` and `tile` are multiples of the block size. About 256 tokens are gathered at a time, but no more than
+    `tile` or, without it, the tokens of one row of the block tables. Without `value_cache`, a value is the first
+    elements of its key.
     """
     if block_tables.shape[1] == 0 or key_cache.shape[0] == 0:
         return state
@@ -137,7 +137,7 @@ def add_cached(
 def finish(state: Softmax, per_head: PerHead | None) -> tuple[Float32[Array, "n q h v"], Float32[Array, "n q h"]]:
     """Adds the options of `per_head` that join sums, and normalises. A row without tokens has out 0 and lse -inf."""
     max_logit, exp_sum = state.max_logit, state.exp_sum
-    seen = exp_sum != 0  # NaN counts as seen, so that it shows in the result
+    seen = exp_sum != 0  # NaN counts as seen: it must reach the result
     if per_head is not None and (sinks := per_head.sinks) is not None:
         top = jnp.maximum(max_logit, sinks[None, None, :])
         keep = jnp.exp(max_logit - top)
@@ -204,8 +204,8 @@ def _gather_latents(
 def _take(cache: Num[Array, "num_blocks ..."], blocks: Int32[Array, "n c"]) -> Num[Array, "n c ..."]:
     """Gathers the named blocks.
 
-    The gather is of bytes, since XLA's CPU backend would convert a whole float8 pool to float16 before the loop. The
-    barrier ties the bytes to these blocks; without it XLA would convert the whole pool to bytes before the loop.
+    It gathers bytes, because XLA's CPU backend would convert a whole float8 pool to float16 before the loop. The
+    barrier ties the bytes to these blocks; without it, XLA would convert the whole pool to bytes before the loop.
     """
     if cache.dtype.itemsize > 1 or not jnp.issubdtype(cache.dtype, jnp.floating):
         return jnp.take(cache, blocks, axis=0, mode="clip")
@@ -228,7 +228,7 @@ def _visible(
     visible = visible[:, :, None, :]
     if (sparse := options.block_sparse) is not None:
         group, heads = num_heads // num_kv_heads, range(num_heads)
-        # The offsets may be beyond int32, so they are numbers of Python until the stride has divided them.
+        # The offsets may be beyond int32, so they are Python integers until they are taken modulo the stride.
         if sparse.head_sliding_step >= 0:
             offsets = [(sparse.tp_rank * num_heads + head) * sparse.head_sliding_step + 1 for head in heads]
         else:

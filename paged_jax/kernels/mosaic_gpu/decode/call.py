@@ -1,6 +1,6 @@
 """The decode ops, which have one query for each sequence, and the ragged batches that are known to be decode.
 
-v1 has one split for each item, v2 one for each partition; for the other ops `choose.py` chooses.
+v1 has one split for each work item, and v2 has one for each partition. For the other ops `choose.py` chooses.
 """
 
 from collections.abc import Callable
@@ -100,7 +100,7 @@ def write_and_attend(
     slot_mapping: SlotMapping,
     options: AttentionOptions,
 ) -> tuple[Query, Lse, Cache, Cache]:
-    """Attends as `paged_attention` does, and writes the new tokens into the caches."""
+    """Attends like `paged_attention`, and writes the new tokens into the caches."""
     problem = Problem.of_call(query, key_cache, value_cache, block_tables, options, writes_tokens=True)
     geometry = Geometry(problem, choose.balanced(problem, facts.device()))
     new = key, value, slot_mapping
@@ -110,7 +110,7 @@ def write_and_attend(
         outputs = _attend(query, keys, values, block_tables, seq_lens, options, new, geometry)
         out_ref[...], lse_ref[...] = _of_shape(query, outputs)
 
-    unwritten = jnp.zeros_like(query), jnp.zeros(query.shape[:2], jnp.float32)  # XLA drops them
+    unwritten = jnp.zeros_like(query), jnp.zeros(query.shape[:2], jnp.float32)  # XLA removes these zeros
     key_cache, value_cache, out, lse = pl.run_state(run)((*apart((key_cache, value_cache)), *unwritten))
     return out, lse, *apart((key_cache, value_cache))
 
@@ -125,7 +125,7 @@ def paged_attention_v2(
     *,
     partition_size: int,
 ) -> tuple[Query, Lse, Residual, Residual, TmpOut]:
-    """Attends with a split for each partition, and returns the partial results too."""
+    """Attends with a split for each partition, and also returns the partial results."""
     partition_size = min(partition_size, LONGEST_CONTEXT)
     caches = key_cache, value_cache, block_tables
     problem = Problem.of_call(query, *caches, options, partition_size=partition_size)
@@ -152,7 +152,7 @@ def _out_and_lse(
     tuned: Callable[[Problem, Device], Tuning],
     query_indices: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Attends with the tuning that `tuned` chooses. `caches` are keys, values and block tables, and do not change."""
+    """Attends with the tuning that `tuned` chooses. `caches` are keys, values and block tables."""
     problem = Problem.of_call(query, *caches, options)
     geometry = Geometry(problem, tuned(problem, facts.device()))
     if _nothing_to_attend(problem):
@@ -175,8 +175,8 @@ def _attend(
 ) -> Outputs:
     """Runs the kernels. Returns out and lse by row, and the partial results.
 
-    With new tokens (key, value, slot_mapping) both caches are references. `query_indices` [num_seqs] holds the index of
-    each sequence's query, or a negative number; None if queries come in the order of the sequences.
+    If `new` holds new tokens (key, value, slot_mapping), both caches are references. `query_indices` [num_seqs] holds
+    the index of each sequence's query, or a negative number if it has none. None means that sequence i has query i.
     """
     problem = geometry.problem
     reader = tiles.class_of(problem)(geometry)
@@ -197,7 +197,7 @@ def _of_shape(query: Array, outputs: Outputs) -> tuple[Array, Array]:
 
 
 def _query_tiles(query: Array, geometry: Geometry) -> Array:
-    """The query rows of all query tiles, [query_rows, head_size], padded if items' heads do not fill the tiles."""
+    """The rows of all query tiles, [query_rows, head_size], padded if the items' heads do not fill the tiles."""
     heads, sharing, head_size = geometry.heads_per_item, geometry.items_per_query_tile, geometry.problem.head_size
     items = query.reshape(-1, heads, head_size)
     items = jnp.pad(items, ((0, -items.shape[0] % sharing), (0, geometry.columns - sharing * heads), (0, 0)))

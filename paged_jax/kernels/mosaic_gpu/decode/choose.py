@@ -1,4 +1,4 @@
-"""Chooses the `Tuning` of decode, by pure functions of `Problem` and `Device`; or refuses, with every reason.
+"""Chooses the `Tuning` of decode by pure functions of `Problem` and `Device`, or refuses with every reason.
 
 Times are in microseconds on an H200. Each constant names the heading of benchmarks/LOG.md with its measurement.
 """
@@ -28,33 +28,34 @@ _KIB = 1024
 _LEAST_HEAD_SIZE, _LARGEST_HEAD_SIZE = 64, 256
 
 # Measured: LOG, "Fewer bytes in flight".
-_TILE_BYTES = 32 * _KIB  # of a tile of K plus one of V, if a multiprocessor has two programs; twice that if it has one
-_BYTES_IN_FLIGHT = 128 * _KIB  # of the rings of all programs of a multiprocessor
+_TILE_BYTES = 32 * _KIB  # most bytes of a tile of K plus one of V; one program a multiprocessor may have twice that
+_BYTES_IN_FLIGHT = 128 * _KIB  # most bytes of the rings of all programs of a multiprocessor
 _MOST_STAGES = 8
 
 # Measured: LOG, "Fewer bytes in flight of 8 bits".
 _BYTES_IN_FLIGHT_OF_8_BITS = 64 * _KIB
 
 # Measured: LOG, "Clusters".
-_CLUSTER_SPLIT_TOKENS = 256  # longest split that takes less time than the launch of a merge kernel
-_LEAST_SPLIT_TOKENS = 128  # shortest split of a cluster
+_CLUSTER_SPLIT_TOKENS = 256  # the longest split that takes less time than the launch of a merge kernel
+_LEAST_SPLIT_TOKENS = 128  # the shortest split in a cluster
 
 # Measured: LOG, "Folded kv heads".
-_FOLDED_WAVES = 1.8  # fold if items then fill 1.8 waves or more, so that uneven lengths average out
-_FOLDED_ONE_WAVE = 0.93, 1  # fold with queues if the items then fill 93 to 100% of one wave
+_FOLDED_WAVES = 1.8  # fold if the folded items fill 1.8 waves or more, so that uneven lengths average out
+_FOLDED_ONE_WAVE = 0.93, 1  # fold for queues if the folded items fill 93 to 100% of one wave
 
 # Measured: LOG, "Queues cost a look and a merge" and "Splitting".
-_MERGE_LAUNCH_TIME = 1.5  # launch of a merge kernel, even if it has nothing to merge
-_LENGTHS_TIME = 0.5  # to read 64 lengths, in each wave
+_MERGE_LAUNCH_TIME = 1.5  # the launch of a merge kernel, even if it has nothing to merge
+_LENGTHS_TIME = 0.5  # each wave reads the lengths: the time for 64 of them
 _LENGTHS_AT_ONCE = 64
-_MULTIPROCESSOR_BYTES_PER_US = 17e3  # read by the two programs of a multiprocessor, if all have two
+_MULTIPROCESSOR_BYTES_PER_US = 17e3  # the rate at which two programs on each multiprocessor read
 
 # Measured: LOG, "Queues where splits do not fill the GPU".
-_WORTH_A_LOOK = 40  # queues pay if an item takes this many times the cost of a merge and of reading lengths;
-_WORTH_A_LOOK_IF_IDLE = 20  # this many, if the last wave of items would leave multiprocessors idle;
-_WORTH_A_LOOK_OF_8_BITS = 13  # this many over 8 bits, because one program alone computes too slowly there
+# Queues pay if an item takes this many times longer than a merge and reading the lengths.
+_WORTH_A_LOOK = 40
+_WORTH_A_LOOK_IF_IDLE = 20  # if the last wave of items would leave multiprocessors idle
+_WORTH_A_LOOK_OF_8_BITS = 13  # over 8 bits, because one program alone computes too slowly there
 _NEARLY_FULL = 0.9  # programs that fill 90% of their waves count as filling the GPU
-_LONG_ITEM_TIME, _LONG_ITEM_TIME_OF_8_BITS = 100, 50  # shorter items keep their splits if all of these run at once
+_LONG_ITEM_TIME, _LONG_ITEM_TIME_OF_8_BITS = 100, 50  # shorter items keep their splits if all splits run at once
 
 
 def unsplit(problem: Problem, gpu: Device) -> Tuning:
@@ -90,7 +91,7 @@ def balanced(problem: Problem, gpu: Device) -> Tuning:
 
 
 def refusals(problem: Problem, gpu: Device) -> list[str]:
-    """Reasons to refuse attention."""
+    """Reasons to refuse an attention call."""
     eight_bit = problem.cache_itemsize == 1
     reasons = refuse.refusals(problem, gpu)
     if problem.head_size % 16 or not _LEAST_HEAD_SIZE <= problem.head_size <= _LARGEST_HEAD_SIZE:
@@ -101,7 +102,7 @@ def refusals(problem: Problem, gpu: Device) -> list[str]:
             f"lacks head_size {problem.head_size} for caches of {problem.cache_dtype}, takes multiples of 64"
         )
     if problem.layout == "vllm":
-        if eight_bit and problem.block_size < 16:  # a row of `ldmatrix` is 16 bytes of neighbouring tokens
+        if eight_bit and problem.block_size < 16:  # `ldmatrix` reads rows of 16 bytes: 16 neighbouring tokens
             words = f"in layout 'vllm' for caches of {problem.cache_dtype}, takes 16 and more"
             reasons.append(f"lacks block_size {problem.block_size} {words}")
         if problem.head_size % 64:
@@ -132,7 +133,7 @@ def _write_refusals(problem: Problem) -> list[str]:
 def _folded(problem: Problem, tuning: Tuning, gpu: Device) -> Tuning:
     """Folds kv heads if that adds no columns and leaves enough programs.
 
-    Larger copies are 1% faster, but items are longer. So the items must fill `_FOLDED_WAVES`, where uneven lengths
+    Larger copies are 1% faster, but folded items take longer. So they must fill `_FOLDED_WAVES`, where uneven lengths
     average out, or nearly one wave, which queues cut evenly.
     """
     one_scale = {problem.k_scale, problem.v_scale} <= {Granularity.NONE, Granularity.CACHE}
@@ -178,8 +179,8 @@ def _split(problem: Problem, tuning: Tuning, gpu: Device) -> Tuning:
 def _queued(problem: Problem, tuning: Tuning, splits: int, at_once: int, gpu: Device) -> Tuning:
     """Gives the batch a queue for each program that runs at once.
 
-    If lengths turn out to be alike, splits stay if they fill their waves, or if items are short and all splits run at
-    once: queues would take longer. Over 8 bits, splits that take several waves never stay.
+    If lengths turn out to be alike, splits may take less time than queues. So splits stay if they fill their waves, or
+    if items are short and all splits run at once. Over 8 bits, splits that take several waves never stay.
     """
     geometry, eight_bit = Geometry(problem, tuning), problem.cache_itemsize == 1
 
@@ -212,15 +213,15 @@ def _fills(programs: int, at_once: int) -> bool:
 
 
 def _splits(geometry: Geometry, num_tiles: int, programs: int, gpu: Device) -> tuple[int, int]:
-    """Splits of each item, if a multiprocessor has `programs` programs, and the programs that run at once."""
+    """Returns the splits of each item and the programs that run at once; `programs` fit on a multiprocessor."""
     num_items, one_each = max(1, geometry.num_items), gpu.num_multiprocessors
 
     def splits_for(at_once: int) -> int:  # the fewest splits with this number of tiles each
         tiles_each = pl.cdiv(num_tiles, max(1, min(at_once // num_items, num_tiles)))
         return pl.cdiv(num_tiles, tiles_each)
 
-    # One program on each multiprocessor reads at the rate of two, and leaves fewer partial results to merge. It
-    # computes more slowly, which delays tiles that pass through registers (LOG, "Groups that do not fill query
+    # One program on each multiprocessor reads at the rate of two programs, and leaves fewer partial results to merge.
+    # But it computes more slowly, which delays tiles that pass through registers (LOG, "Groups that do not fill query
     # tiles").
     reads_as_fast = not tiles.class_of(geometry.problem).in_registers
     if reads_as_fast and one_each >= splits_for(one_each) * num_items >= _NEARLY_FULL * one_each:
@@ -229,7 +230,7 @@ def _splits(geometry: Geometry, num_tiles: int, programs: int, gpu: Device) -> t
 
 
 def _worth_a_look(geometry: Geometry, at_once: int) -> bool:
-    """Whether items may be so long that reading the batch's lengths pays, if `at_once` programs run at once."""
+    """Whether items may be so long that reading the batch's lengths pays. `at_once` programs run at once."""
     num_items = geometry.num_items
     if geometry.problem.cache_itemsize == 1:
         worth = _WORTH_A_LOOK_OF_8_BITS
@@ -241,7 +242,7 @@ def _worth_a_look(geometry: Geometry, at_once: int) -> bool:
 
 
 def _item_time(geometry: Geometry) -> float:
-    """Microseconds of one program for the longest possible item, if all multiprocessors have two programs."""
+    """Microseconds that one program needs for the longest possible item, with two programs on each multiprocessor."""
     head_bytes = geometry.problem.head_size * geometry.problem.cache_itemsize
     return 2 * geometry.most_visible_tokens * geometry.tuning.fold * head_bytes / _MULTIPROCESSOR_BYTES_PER_US
 
@@ -257,9 +258,10 @@ def _tiled(problem: Problem, tuning: Tuning, most_programs: int = 2) -> Tuning:
 def _tilings(problem: Problem, tuning: Tuning, most_programs: int) -> Iterator[tuple[Tuning, int]]:
     """Candidate tunings, best first, each with the bytes of shared memory that it may use.
 
-    A tile has 128 rows if a tile of K plus one of V take at most `_TILE_BYTES`, or twice that if a multiprocessor has
-    one program. If one tile holds the whole split, the limit is `_BYTES_IN_FLIGHT`. Otherwise a tile has 64 rows.
-    Rings have as many stages as may be in flight, but at least two, unless one tile is enough or two do not fit.
+    A tile has 64 or 128 rows. With 128, a tile of K plus one of V take at most `_TILE_BYTES`, or twice that if a
+    multiprocessor has one program. If one tile holds the whole split, the limit is the program's share of
+    `_BYTES_IN_FLIGHT`. Rings have as many stages as may be in flight, but at least two, unless one tile is enough or
+    two do not fit.
     """
     tile_class, columns = tiles.class_of(problem), Geometry(problem, tuning).columns
     in_flight = _BYTES_IN_FLIGHT_OF_8_BITS if problem.cache_itemsize == 1 else _BYTES_IN_FLIGHT

@@ -1,4 +1,4 @@
-"""Shapes and counts of decode that follow from a `Problem` and its `Tuning`; host and device share them."""
+"""Shapes and counts of decode. They follow from a `Problem` and its `Tuning`; host and device use them."""
 
 from dataclasses import dataclass
 
@@ -47,12 +47,12 @@ class Geometry:
 
     @property
     def num_programs(self) -> int:
-        """Programs of the kernel: one for each split or for each queue, whichever are more."""
+        """Programs of the kernel: one for each split or one for each queue, whichever is more."""
         return max(self.num_items * self.tuning.splits, self.tuning.queues)
 
     @property
     def num_partials(self) -> int:
-        """Partial results in memory: one for each program, or two if it has a queue, whose two ends may cut items."""
+        """Partial results in memory. A program has one, or two if it has a queue, because both ends may cut items."""
         return self.num_programs * (2 if self.tuning.queues else 1)
 
     @property
@@ -65,14 +65,14 @@ class Geometry:
 
     @property
     def columns(self) -> int:
-        """Query rows of a query tile, the columns of S^T: an item's heads, and padding or other items' heads."""
+        """Rows of a query tile, which are columns of S^T: an item's heads, and padding or other items' heads."""
         return pl.cdiv(self.heads_per_item, QUERY_ROWS) * QUERY_ROWS
 
     @property
     def items_per_query_tile(self) -> int:
-        """Work items that share a query tile: several if their heads fill it exactly, otherwise 1, with padding.
+        """Work items that share a query tile: several if their heads fill it exactly, otherwise one, with padding.
 
-        Each of their programs computes all columns and discards the other items' columns.
+        Each item's program computes all columns and discards the other items' columns.
         """
         return QUERY_ROWS // self.heads_per_item if QUERY_ROWS % self.heads_per_item == 0 else 1
 
@@ -85,7 +85,7 @@ class Geometry:
 
     @property
     def tile_tokens(self) -> int:
-        """Tokens of a tile, of each of its kv heads."""
+        """Tokens of a tile. Each has a row for each kv head of the item."""
         return self.tuning.tile // self.tuning.fold
 
     @property
@@ -95,7 +95,7 @@ class Geometry:
 
     @property
     def runs_per_tile(self) -> int:
-        """Runs of a tile."""
+        """The number of runs in a tile."""
         return self.tile_tokens // self.run_tokens
 
     @property
@@ -113,8 +113,8 @@ class Geometry:
     def head_slices(self) -> tuple[Slice, ...]:
         """The slices of a head in V, O^T and out.
 
-        There is one if head_size is a multiple of `WGMMA_ROWS`. Otherwise the second one is the head's last 64
-        elements, and overlaps with the first.
+        There is one slice if head_size is a multiple of `WGMMA_ROWS`. Otherwise there are two: the second one is the
+        head's last 64 elements, and overlaps with the first.
         """
         size = self.problem.head_size
         if size % WGMMA_ROWS == 0:
@@ -130,21 +130,21 @@ class Geometry:
     def copied_heads(self) -> int:
         """Query heads whose results one copy stores.
 
-        Two head slices are copied row by row: for copies of 8 rows, Mosaic would tile shared memory, and refuse a
-        head_size that is no multiple of 64.
+        If there are two head slices, they are copied row by row. For copies of several rows, Mosaic would tile shared
+        memory, and refuse a head_size that is no multiple of 64.
         """
         return self.heads_per_item if len(self.head_slices) == 1 else 1
 
     @property
     def merged_slices(self) -> tuple[Slice, ...]:
-        """The slices of a head that merges take one at a time: 64 elements each; the last one may overlap."""
+        """The slices of 64 elements that are merged one at a time. The last one may overlap with the one before."""
         return tuple(
             Slice(part.first + i, WGMMA_ROWS) for part in self.head_slices for i in range(0, part.size, WGMMA_ROWS)
         )
 
     @property
     def merging_programs(self) -> int:
-        """Programs that merge an item. Each takes some of its `merged_slices`; overlapping ones go to one program."""
+        """Programs that merge one item. They share its `merged_slices`; if these overlap, one program has all."""
         most = len(self.merged_slices) if len(self.head_slices) == 1 else 1
         return min(most, self.tuning.splits) if self.tuning.merges_in_cluster else most
 

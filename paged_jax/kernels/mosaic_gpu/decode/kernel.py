@@ -1,17 +1,19 @@
 """The decode kernel: attention of one query a sequence over its blocks.
 
-Grid: a program, a thread block of two warpgroups, for each split of each work item (sequence, kv head); or for each
-queue, whose splits it attends to one after the other (`plan.py`). A program may have nothing to do.
+Grid: a program, which is a thread block of two warpgroups, for each split of each work item (sequence, kv head). Or
+there is a program for each queue, which attends to the queue's splits one after the other (`plan.py`). A program may
+have nothing to do.
 
 Who loads: warpgroup 1 copies runs of tokens (TMA, through the block table) into rings of `stages` tiles of K and of V
 (`load.py`). In a queue the rings continue from one split to the next: while a result is stored, the next split's query
 and tiles arrive.
 
-Who computes: warpgroup 0, two products for each tile, with tokens as rows and query heads as columns (`softmax.py`).
-The class of tiles makes operands from the rings (`tiles/`). Then it stores the results (`results.py`).
+Who computes: warpgroup 0 computes two products for each tile, with tokens as rows and query heads as columns
+(`softmax.py`). The class of tiles makes operands from the rings (`tiles/`). Then warpgroup 0 stores the results
+(`results.py`).
 
-A query tile has a multiple of 8 query rows, because copies need that: the heads of one item, padded, or of several
-items. A program computes all columns of its query tile, and discards other items' columns.
+A query tile has a multiple of 8 query rows, because copies need that. The rows are the heads of one item with padding,
+or the heads of several items. A program computes all columns of its query tile, and discards other items' columns.
 
 Shared memory, for 4 query heads a kv head, head_size 128, bfloat16, tiles of 64 tokens, 2 stages, two programs a
 multiprocessor:
@@ -21,8 +23,8 @@ multiprocessor:
 If splits are short and few, the programs of an item are a cluster: they store their partial results, and merge them
 after a barrier (`merge.py`). Otherwise a second kernel merges them. `write.py` writes new tokens.
 
-Roofline: K and V of a token and kv head are read once from HBM: 4 * head_size bytes, or 2 * head_size bytes if caches
-have 8 bits.
+Roofline: 4 * head_size bytes for each token and kv head, or 2 * head_size bytes if caches have 8 bits. K and V are read
+from HBM once.
 """
 
 from typing import Any
@@ -43,7 +45,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
 from paged_jax.kernels.mosaic_gpu.hopper.launch import launch
 
 _COMPUTES, _LOADS = 0, 1  # indices of warpgroups
-_REGISTERS = 128  # of each thread, if two programs share a multiprocessor
+_REGISTERS = 128  # registers of each thread, if two programs share a multiprocessor
 _MOST_COLUMNS = 24  # more columns need more registers
 
 
@@ -68,7 +70,7 @@ def _mesh(geometry: Geometry) -> dict[str, Any]:
         return {"cluster": (splits,), "cluster_names": ("split",), "grid": (num_items,), "grid_names": ("item",)}
     if geometry.tuning.queues:
         return {"grid": (geometry.num_programs,), "grid_names": ("program",)}
-    if geometry.problem.partition_size:  # one axis, since the number of partitions has no bound that two would have
+    if geometry.problem.partition_size:  # one axis, because a second axis would bound the number of partitions
         return {"grid": (splits * num_items,), "grid_names": ("program",)}
     return {"grid": (splits, num_items), "grid_names": ("split", "item")}
 
@@ -76,7 +78,7 @@ def _mesh(geometry: Geometry) -> dict[str, Any]:
 def _item_and_split(geometry: Geometry) -> tuple[Scalar, Scalar]:
     """The index of this program's item, and the number of its split.
 
-    Programs start in the order of splits: the last ones, which few items have in v2, come last.
+    In v2, programs start in the order of split numbers, because few items have the last splits.
     """
     if not geometry.problem.partition_size:
         return lax.axis_index("item"), lax.axis_index("split")
@@ -127,7 +129,7 @@ def _attend_queue(refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
         pl.when(left.has_more)(lambda: _load_query(left, refs, geometry))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # until the copies of the last result have read shared memory
         results.store_queued_split(queued, query, state, refs, geometry, tiles)
-        if geometry.problem.writes_tokens:  # by this warpgroup, which then overwrites the new token by the next one
+        if geometry.problem.writes_tokens:  # by this warpgroup, which then loads the next new token
             write.write(split, refs, geometry)
 
     def load_next(queued: QueuedSplit, tiles_before: Scalar, left: Queue):
@@ -146,11 +148,11 @@ def _attend_queue(refs: Refs, geometry: Geometry, tiles: Tiles) -> None:
 
 
 def _set_registers(geometry: Geometry) -> None:
-    """Limits ptxas to `_REGISTERS` registers a thread; otherwise it may use more than two programs can have.
+    """Limits ptxas to `_REGISTERS` registers a thread, so that two programs fit on a multiprocessor.
 
-    The kernel is launched with this many registers a thread. Heads smaller than 128 without queues have no limit,
-    because three programs may fit on a multiprocessor; more than `_MOST_COLUMNS` columns would spill
-    (benchmarks/LOG.md, "Registers of decode").
+    The kernel is launched with this many registers a thread. Two cases have no limit. For heads smaller than 128
+    without queues, three programs may fit on a multiprocessor; with more than `_MOST_COLUMNS` columns, registers would
+    spill (benchmarks/LOG.md, "Registers of decode").
     """
     limited = geometry.problem.head_size >= 128 or geometry.tuning.queues > 0
     if geometry.tuning.programs == 2 and limited and geometry.columns <= _MOST_COLUMNS:
@@ -166,7 +168,7 @@ def _load_query(of: Item | Queue, refs: Refs, geometry: Geometry) -> None:
 def _attend_split(
     split: Split, tiles_before: Scalar, refs: Refs, geometry: Geometry, tiles: Tiles
 ) -> tuple[QueryTile, softmax.State]:
-    """The softmax of a split; the query's copy has started, and `tiles_before` tiles came earlier in the rings."""
+    """The softmax of a split. The query's copy has started; `tiles_before` tiles came earlier in the rings."""
     smem = refs.smem
     new = write.new_token(split, refs, geometry) if geometry.problem.writes_tokens else None
     query = plan.query_tile(split.item, refs.inputs_gmem.query_indices, geometry)
@@ -185,7 +187,7 @@ def _attend_split(
 def _merge_in_cluster(item: Item, number: Scalar, refs: Refs, geometry: Geometry) -> None:
     """Merges an item's partial results once all programs of the cluster have stored theirs.
 
-    L1 caches hold no stale copies of them, because each program reads them here for the first time.
+    No L1 cache holds stale copies of partial results, because each program reads them here for the first time.
     """
     smem, outputs_gmem, splits = refs.smem, refs.outputs_gmem, geometry.tuning.splits
     plgpu.barrier_arrive(smem.cluster_done)

@@ -26,7 +26,7 @@ def load_split(split: Split, tiles_before: Scalar, refs: Refs, geometry: Geometr
         (inputs.value_cache, value_row, options.v_scale, smem.values, geometry.head_slices),
     )
 
-    def runs_of(tile):  # (block, offset in it) of each run; past the end, the last run again, which is masked
+    def runs_of(tile):  # (block, offset in it) of each run; past the end the last run repeats, and is masked
         first = split.origin + tile * geometry.tile_tokens
         tokens = [lax.min(first + i, last) for i in range(0, geometry.tile_tokens, size)]
         blocks = [inputs.block_tables[split.item.seq, lax.div(token, block_size)] for token in tokens]
@@ -57,7 +57,7 @@ def load_split(split: Split, tiles_before: Scalar, refs: Refs, geometry: Geometr
 
 
 def drain_rings(num_tiles: Scalar, refs: Refs, geometry: Geometry) -> None:
-    """Waits until all tiles have been read. Barriers must end like that, and new tokens may be written only then."""
+    """Waits until all tiles are read. Each barrier must end as it began, and new tokens may be written only then."""
     stages = geometry.tuning.stages
 
     @pl.loop(lax.max(num_tiles - stages, jnp.int32(0)), num_tiles)

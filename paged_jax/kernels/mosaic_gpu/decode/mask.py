@@ -22,7 +22,7 @@ def some_unseen(low, high, first: int, count: int, problem: Problem):
 
 
 def token_of_row(shape: tuple[int, ...], geometry: Geometry):
-    """The token of each row, counted from the tile's first token.
+    """The token of each row, numbered from the tile's first token.
 
     Folded kv heads alternate by run: a run of tokens of the first head, then the same tokens of the next head.
     """
@@ -34,7 +34,7 @@ def token_of_row(shape: tuple[int, ...], geometry: Geometry):
 
 
 def same_kv_head(shape: tuple[int, ...], geometry: Geometry):
-    """Whether row and column belong to the same folded kv head; columns of other items give any result."""
+    """Whether row and column belong to the same folded kv head; any result in columns of other items."""
     row, column = _iota(shape, 0), _iota(shape, 1)
     of_row, of_column = lax.div(row, jnp.int32(geometry.run_tokens)), lax.div(column, jnp.int32(geometry.problem.group))
     fold = jnp.int32(geometry.tuning.fold)

@@ -1,11 +1,11 @@
 """The merge of an item's partial results into out and lse, in the cluster that computed them or in a kernel of its own.
 
-It merges 64 elements of the item's heads (a merged slice) at a time, as O^T in the layout of wgmma's results.
+The heads of an item are merged 64 elements (a merged slice) at a time, as O^T in the layout of wgmma's results.
 
-Grid of the kernel: `merging_programs` programs of one warpgroup for each item. With queues, most items are whole: then
+Grid of the kernel: `merging_programs` programs of one warpgroup for each item. With queues most items are whole, so
 there are fewer programs, and each looks at several items.
 
-Who loads, who computes: the one warpgroup, from global memory into registers.
+Who loads, who computes: the warpgroup loads partial results from global memory into registers, and merges them there.
 
 Shared memory: the merged slice of out, and the item's lse.
 
@@ -42,7 +42,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.refs import Ref
 from paged_jax.kernels.mosaic_gpu.hopper.registers import LOWEST, exp, layout, store, wide
 
 _PARTIALS_IN_FLIGHT = 16
-_MORE_OF_QUEUES = 4  # partial results that are loaded at a time beyond an item's mean number of queues
+_MORE_OF_QUEUES = 4  # loads in flight in addition to the mean number of queues for each item
 _ITEM_PROGRAMS = 256  # programs that look at items, if there are queues
 
 
@@ -108,7 +108,7 @@ def _kernel(*refs, tree: Any, geometry: Geometry) -> None:
 
 
 def _merge_cut_items(item_partials: ItemPartials, refs: MergeRefs, geometry: Geometry) -> None:
-    """Merges every item that queues have cut. It loads the numbers of splits of all its items at a time."""
+    """Merges this program's items that queues have cut. It loads the split counts of all of them together."""
     first, step = lax.axis_index("item"), _item_programs(geometry)
 
     def num_splits(index):
@@ -154,7 +154,7 @@ def merge_slice(
         sinks = sinks_of(refs.sinks_gmem, query.offset, item.kv_head, geometry)
         maxima, sums, out = _add((maxima, sums, out), jnp.zeros_like(out), sinks, jnp.ones_like(sums))
     end = Epilogue.of(seen, maxima, sums)
-    plgpu.wait_smem_to_gmem(0)  # for the copy of the previous slice, which uses the same memory and may overlap
+    plgpu.wait_smem_to_gmem(0)  # the previous slice's copy reads the same shared memory, and its elements may overlap
     store(refs.smem.out.T, layout((out * wide(1.0 / end.divisors, WGMMA_ROWS)).astype(geometry.problem.query_dtype)))
     if number == 0:
         refs.smem.lse[...] = layout(end.lse, 0)
@@ -174,18 +174,18 @@ def merge_slice(
 
 
 def _merged(first_partial: Scalar, count: Scalar, number: int, partials_gmem: Partials, geometry: Geometry):
-    """Merged maxima [columns], sums [columns], and slice of O^T [64, columns] before the division by the sums."""
+    """Returns merged maxima [columns], sums [columns], and a slice of O^T [64, columns] not yet divided by the sums."""
     columns, tuning = geometry.columns, geometry.tuning
     expected = pl.cdiv(tuning.queues, geometry.num_items) + _MORE_OF_QUEUES if tuning.queues else tuning.splits
     in_flight = min(_PARTIALS_IN_FLIGHT, expected)
 
-    def load(at):  # without a layout: Mosaic infers it from the additions, faster than from a cast
+    def load(at):  # no layout is given: Mosaic infers it from the additions faster than from a cast
         out = plgpu.load(partials_gmem.out.at[at, pl.ds(WGMMA_ROWS * number, WGMMA_ROWS)], optimized=False)
         maxima, sums = (plgpu.load(x.at[at], optimized=False) for x in (partials_gmem.maxima, partials_gmem.sums))
         return out, maxima, sums
 
     def step(i, merged):
-        splits = [i * in_flight + j for j in range(in_flight)]  # past the end the last split is loaded with weight 0
+        splits = [i * in_flight + j for j in range(in_flight)]  # past the end: the last split, with weight 0
         last = jnp.int32(count) - 1
         loaded = [load(plan.partial_of(first_partial, lax.min(split, last), geometry)) for split in splits]
         for split, (out, maxima, sums) in zip(splits, loaded, strict=True):

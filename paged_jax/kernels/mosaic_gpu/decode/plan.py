@@ -1,11 +1,11 @@
 """Assigns tiles of K and V to programs.
 
 The tokens of a work item (sequence, kv head) are cut into tiles. A split is a range of neighbouring tiles of one item:
-all of them, a partition, or an even share. Usually each program has one split.
+all tiles of the item, a partition, or an even share. Usually each program has one split.
 
 If lengths may be uneven, programs have queues. Each program first sums the lengths of the batch. The tiles of all
-items, in order, are cut into as many even queues as programs run at once: a queue has the end of an item, whole items,
-and the beginning of an item.
+items, in order, are cut into even queues, one for each program that runs at once. A queue has the end of an item,
+whole items, and the beginning of an item.
 
       items   |------ 0 ------|- 1 -|2|-------------- 3 --------------|---- 4 ----|
       queues  |     0     |     1     |     2     |     3     |     4     |   5   |
@@ -32,13 +32,13 @@ _LENGTHS_IN_FLIGHT = 64  # lengths that a program loads at a time
 _ALIKE = 16  # lengths are alike if the longest is at most 1/16 longer than the mean
 
 # Measured: benchmarks/LOG.md, "A batch of mostly nothing".
-_LEAST_TILES = 4  # tiles of a queue; a batch of mostly empty sequences would be cut too fine
+_LEAST_TILES = 4  # the least tiles of a queue; otherwise mostly empty batches would be cut too fine
 
 
 class Item(NamedTuple):
     """A work item: a sequence and one of its kv heads, or one group of folded kv heads."""
 
-    index: Scalar  # in the batch, in the order of the sequences
+    index: Scalar  # the item's index in the batch; items are in the order of the sequences
     seq: Scalar
     kv_head: Scalar
 
@@ -53,7 +53,7 @@ class Split(NamedTuple):
     end: Scalar
     num_tiles: Scalar
     number: Scalar  # 0 for the item's first split, above 0 for the others
-    partial: Scalar  # index of its partial result, unless it is a whole item
+    partial: Scalar  # the index of its partial result, unless it is a whole item
 
     @property
     def is_first(self) -> Scalar:
@@ -68,7 +68,7 @@ class Queue(NamedTuple):
     kv_head: Scalar
     tile: Scalar
     tiles_left: Scalar
-    partial: Scalar  # index of the next split's partial result
+    partial: Scalar  # the index of the next split's partial result
 
     @property
     def has_more(self) -> Scalar:
@@ -87,9 +87,9 @@ class QueuedSplit(NamedTuple):
 class QueryTile(NamedTuple):
     """The `columns` neighbouring query rows of a program; an item owns some of them."""
 
-    row: Scalar  # the first one
+    row: Scalar  # the first of these rows
     offset: Scalar  # from `row` to the item's own first row
-    out_row: Scalar  # row of the item's first result
+    out_row: Scalar  # the row of the item's first result
     is_there: Scalar  # whether the item has a query, and results
 
 
@@ -168,7 +168,7 @@ def _even_queue(seq_lens_gmem, program: Scalar, total: Scalar, geometry: Geometr
 
 
 def for_each_split(do: Callable[[QueuedSplit, Scalar, Queue], None], queue: Queue, seq_lens_gmem, geometry: Geometry):
-    """Calls `do` with each split of a queue, the tiles before it, and the rest of the queue after it.
+    """Calls `do` with each split of a queue, the number of tiles before it, and the rest of the queue after it.
 
     Returns the number of tiles of all splits.
     """
@@ -184,7 +184,7 @@ def for_each_split(do: Callable[[QueuedSplit, Scalar, Queue], None], queue: Queu
 
 
 def next_split(seq_lens_gmem, queue: Queue, geometry: Geometry) -> QueuedSplit:
-    """The first split of a queue that has more."""
+    """The first split of the rest of a queue, which must not be empty."""
     seq_len = seq_lens_gmem[queue.seq]
     item_tiles = _num_tiles(seq_len, geometry)
     tiles = lax.min(item_tiles - queue.tile, queue.tiles_left)
@@ -195,7 +195,7 @@ def next_split(seq_lens_gmem, queue: Queue, geometry: Geometry) -> QueuedSplit:
     number = jnp.where(queue.tile == 0, 0, 1)
     is_last = queue.tile + tiles == item_tiles
     is_whole = is_last & (queue.tile == 0)
-    num_tiles = cdiv(end - origin, geometry.tile_tokens)  # 0 for an empty sequence, whose item is in a queue, too
+    num_tiles = cdiv(end - origin, geometry.tile_tokens)  # 0 for an empty sequence, which also has an item in a queue
     split = Split(item, seq_len, origin, begin, end, num_tiles, number, queue.partial)
     return QueuedSplit(split, is_last, is_whole)
 
@@ -209,7 +209,7 @@ def after_split(seq_lens_gmem, queue: Queue, geometry: Geometry) -> Queue:
 
 
 def partial_of(first: Scalar, number: Scalar, geometry: Geometry) -> Scalar:
-    """Index of the partial result of an item's split `number`; `first` is the index for split 0.
+    """The index of the partial result of an item's split `number`; `first` is the index for split 0.
 
     A program with a queue has two partial results: an even index for its first split, and the next index for its last.
     An item continues as the first split of each following program.
@@ -220,7 +220,7 @@ def partial_of(first: Scalar, number: Scalar, geometry: Geometry) -> Scalar:
 
 
 def num_queued_splits(last_program: Scalar, first_partial: Scalar) -> Scalar:
-    """The number of an item's splits in queues, from its first partial result and the program of its last split."""
+    """The number of an item's splits, from its first partial result and the program that has its last split."""
     return last_program - lax.div(first_partial, jnp.int32(2)) + 1
 
 
@@ -232,7 +232,7 @@ def num_splits(seq_len: Scalar, geometry: Geometry) -> Scalar:
 
 
 def query_tile(of: Item | Queue, query_indices_gmem, geometry: Geometry) -> QueryTile:
-    """The query tile of an item, or of a queue's first item. An item without a query gets any query tile."""
+    """The query tile of an item, or of a queue's first item. An item without a query gets an arbitrary one."""
     query, is_there = of.seq, True
     if query_indices_gmem is not None:
         query = query_indices_gmem[of.seq]
@@ -257,7 +257,7 @@ def _first_run(begin: Scalar, geometry: Geometry) -> Scalar:
 
 
 def _num_tiles(seq_len: Scalar, geometry: Geometry) -> Scalar:
-    """Tiles of an item in queues. An empty sequence counts as one tile, so that a program stores its results."""
+    """The number of an item's tiles in queues. An empty sequence has one, so that a program stores its results."""
     begin, end = _visible(seq_len, geometry)
     return lax.max(cdiv(end - _first_run(begin, geometry), geometry.tile_tokens), jnp.int32(1))
 

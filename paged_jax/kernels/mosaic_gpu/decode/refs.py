@@ -23,7 +23,7 @@ _BARRIERS = 4096  # bytes for barriers, padding, and reductions across warps
 class Inputs(NamedTuple):
     """The arrays that the decode kernel reads. Caches have the shapes of `Tiles.view`.
 
-    With new tokens and their slots, the kernel also writes to both caches.
+    If there are new tokens, the kernel also writes to both caches.
     """
 
     query: Ref  # [query_rows, head_size]
@@ -31,11 +31,11 @@ class Inputs(NamedTuple):
     value_cache: Ref
     block_tables: Ref  # [num_seqs, max_blocks_per_seq]
     seq_lens: Ref  # [num_seqs]
-    options: Any  # `OptionArrays` of references, each to an array of at least one axis
+    options: Any  # `OptionArrays` of references; each array has one axis or more
     new_key: Ref = ABSENT  # [num_seqs, num_kv_heads, head_size]
     new_value: Ref = ABSENT
     slot_mapping: Ref = ABSENT  # [num_seqs]
-    query_indices: Ref = ABSENT  # [num_seqs], each sequence's query, or below 0; absent: its own index
+    query_indices: Ref = ABSENT  # [num_seqs], the index of each sequence's query, or below 0; absent: query i
 
 
 class Partials(NamedTuple):
@@ -49,8 +49,8 @@ class Partials(NamedTuple):
 class ItemPartials(NamedTuple):
     """The location of each item's partial results, if queues cut the items."""
 
-    first: Ref  # [num_items], index of the partial result of its first split
-    last_program: Ref  # [num_items], the program with its last split
+    first: Ref  # [num_items], the index of the partial result of the item's first split
+    last_program: Ref  # [num_items], the program that has the item's last split
 
 
 class Outputs(NamedTuple):
@@ -65,10 +65,10 @@ class Outputs(NamedTuple):
 class Ring(NamedTuple):
     """A ring of `stages` tiles of one cache, from the loading to the computing warpgroup."""
 
-    consumed: Ref  # barriers, one for each stage: its tile has been read
-    ready: Ref  # barriers, one for each stage: its tile has arrived
-    slot_scales: Ref  # [stages, runs_per_tile, tokens of a run], if the cache has scales of slots
-    tiles: tuple[Ref, ...]  # one ring of K; one ring of V for each head slice
+    consumed: Ref  # a barrier for each stage: its tile has been read
+    ready: Ref  # a barrier for each stage: its tile has arrived
+    slot_scales: Ref  # [stages, runs_per_tile, tokens of a run], if each slot of the cache has a scale
+    tiles: tuple[Ref, ...]  # one for K; for V, one for each head slice
 
 
 class Scratch(NamedTuple):
@@ -80,7 +80,7 @@ class Scratch(NamedTuple):
     new_key: Ref
     merged_lse: Ref
     maxima: Ref
-    query_operand: Ref  # the query as a wgmma operand, if that differs from `query`
+    query_operand: Ref  # the query as an operand of wgmma, if that differs from `query`
     out: tuple[Ref, ...]  # for each head slice
     weights: Ref  # P, the exponentials of a tile
     partial_out: Ref
@@ -156,7 +156,7 @@ def scratch(geometry: Geometry) -> Scratch:
 
 
 def _ring(geometry: Geometry, scale: Granularity, rings: tuple[Ref, ...]) -> Ring:
-    """The ring of a cache. A tile is ready when all rings have received all of its runs and scales."""
+    """The ring of a cache. A tile is ready when all of its runs and scales have arrived, in each of `rings`."""
     stages, runs = geometry.tuning.stages, geometry.runs_per_tile
     slot_scales = ABSENT
     if scale is Granularity.SLOT:

@@ -34,7 +34,7 @@ def store_split(split: Split, query: QueryTile, state: State, refs: Refs, geomet
 def store_queued_split(
     queued: QueuedSplit, query: QueryTile, state: State, refs: Refs, geometry: Geometry, tiles: Tiles
 ) -> None:
-    """Stores the results of a split of a queue, and the location of its item's partial results.
+    """Stores the results of a queue's split, and where its item's partial results lie.
 
     Copies from shared memory may still run when this returns.
     """

@@ -1,4 +1,4 @@
-"""Attention of one query tile to a split's tiles: for each tile two products, and the online softmax between them.
+"""Attention of one query tile to a split's tiles. Each tile has two products, with the online softmax between them.
 
 Tokens are rows and query heads are columns, so maxima and sums go over rows:
 
@@ -29,19 +29,19 @@ class State(NamedTuple):
     """The softmax over the tokens so far."""
 
     out: list[Array]  # O^T before the division by the sums: [rows, columns] of each head slice
-    maxima: Array  # of the logits, [columns]
-    sums: Array  # of exponentials: [columns], or [tile, columns] if `Geometry.sums_once_a_split`
+    maxima: Array  # [columns], the maxima of logits
+    sums: Array  # sums of exponentials: [columns], or [tile, columns] if `Geometry.sums_once_a_split`
 
 
 class Logits(NamedTuple):
     """Factors from products of queries and keys to logits."""
 
     factor: Any  # scalar or [columns]: scale times the cache's scale times the query's divisor
-    slopes: Array | None  # of ALiBi, [tile, columns]
+    slopes: Array | None  # [tile, columns], the slopes of ALiBi
 
 
 def to_logits(item: Item, query: QueryTile, divisor, refs: Refs, geometry: Geometry) -> Logits:
-    """Factors for an item, whose query was divided by `divisor`."""
+    """The factors of an item whose query was divided by `divisor`."""
     problem, options = geometry.problem, refs.inputs_gmem.options
     factor = options.scale[0] * cache_scale(options.k_scale, problem.k_scale, item.kv_head) * divisor
 
@@ -139,7 +139,7 @@ def summed(state: State, geometry: Geometry) -> State:
 
 
 def _logits(products, to_logits: Logits, distance, low, high, geometry: Geometry):
-    """The logits of a tile; -inf where a query does not attend. `distance` goes from the query to the first key."""
+    """The logits of a tile, or -inf where a query does not attend. `distance` is from the query to the first key."""
     factor = wide(to_logits.factor, geometry.tuning.tile) if jnp.ndim(to_logits.factor) else to_logits.factor
     logits = scaled_logits(products, factor, geometry.problem)
     if to_logits.slopes is not None:
@@ -158,7 +158,10 @@ def _slot_scales(scales_smem, geometry: Geometry, tiles: Tiles):
 
 
 def _scaled_weights(exponentials, scales, low, high, geometry: Geometry):
-    """Exponentials times scales of values, divided by their peaks [columns] to fit into float16; and the peaks."""
+    """Multiplies exponentials by scales of values; divides each column by its peak, to fit into float16.
+
+    Returns the quotients, and the peaks [columns].
+    """
     seen = mask.seen(low, high, exponentials.shape, geometry)
     weights = exponentials * jnp.where(seen, scales, jnp.zeros_like(scales))
     peaks = jnp.abs(weights).max(axis=0)

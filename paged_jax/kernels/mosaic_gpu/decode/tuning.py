@@ -10,7 +10,7 @@ class Merge(enum.StrEnum):
     """Where an item's partial results are merged."""
 
     NONE = "none"  # each item has one split
-    CLUSTER = "cluster"  # in the cluster of thread blocks that computed them
+    CLUSTER = "cluster"  # in the cluster of programs that computed them
     KERNEL = "kernel"  # in a kernel of its own
 
 
@@ -21,13 +21,13 @@ class Tuning:
     Attributes:
       fold: neighbouring kv heads of one work item. Their tokens of a block are neighbours in memory, so one larger copy
         brings the tokens of all of them.
-      splits: splits of each work item; in v2 its partitions; 0 if only queues cut items.
+      splits: the number of splits of each work item; in v2 they are its partitions; 0 if only queues cut items.
       queues: programs that share the tiles of the batch evenly; 0 if every program has one split. With queues, `splits`
-        apply if the lengths turn out to be alike, and the grid has a program for each split.
+        apply if the lengths turn out to be alike; the grid has programs for all of them.
       merge: where partial results are merged.
       programs: thread blocks that fit on a multiprocessor.
       tile: rows of a tile of K or V: tokens of each of the item's kv heads.
-      stages: tiles in the ring of K, and as many in the ring of V.
+      stages: tiles in the ring of K; the ring of V has the same number.
     """
 
     fold: int = 1

@@ -1,8 +1,8 @@
 """Writes each sequence's new token into the caches while the decode kernel reads them.
 
-A tile may hold the slot's old or new content, or a mix: the mask sets its logit to -inf and its row of V to zeros. So
-copies need not wait for the slot mapping, and other programs may copy the same block at any time. The token itself
-starts the softmax (`first_state`), and goes into its slot once its neighbours have been read (`write`).
+A tile may hold the slot's old or new content, or a mix. The mask sets the slot's logit to -inf and its row of V to
+zeros. So copies need not wait for the slot mapping, and other programs may copy the same block at any time. The new
+token starts the softmax (`first_state`), and goes into its slot once its neighbours have been read (`write`).
 """
 
 from typing import NamedTuple
@@ -40,7 +40,7 @@ def new_token(split: Split, refs: Refs, geometry: Geometry) -> NewToken:
 
 
 def load(item: Item, refs: Refs) -> None:
-    """Starts the copies of an item's new key and value; they arrive at the query's barrier."""
+    """Starts the copies of an item's new key and value. They arrive at the same barrier as the query."""
     inputs, smem = refs.inputs_gmem, refs.smem
     for new_gmem, new_smem in ((inputs.new_key, smem.new_key), (inputs.new_value, smem.new_value)):
         plgpu.copy_gmem_to_smem(new_gmem.at[item.seq, item.kv_head], new_smem, smem.query_ready)
@@ -63,7 +63,7 @@ def first_state(new: NewToken, query_smem, factor, empty: State, refs: Refs, geo
     products = if_seen(layout(query_smem.T[...]).astype(jnp.float32) * tall(refs.smem.new_key))
     logit = scaled_logits(products.sum(axis=0), factor, problem)
     one, sums = jnp.where(new.is_seen, 1.0, 0.0), empty.sums
-    if sums.ndim > 1:  # sums by row: the token counts in the first row
+    if sums.ndim > 1:  # each row has a sum; the new token counts in the first row
         first = plgpu.broadcasted_iota(jnp.int32, sums.shape, 0, layout=plgpu.Layout.WGMMA) == 0
         sums = jnp.where(first, sums + one, sums)
     else:
@@ -72,7 +72,7 @@ def first_state(new: NewToken, query_smem, factor, empty: State, refs: Refs, geo
 
 
 def write(split: Split, refs: Refs, geometry: Geometry) -> None:
-    """Writes the new token into the caches, by one warpgroup, after its neighbours have been read."""
+    """Writes the new token into the caches. One warpgroup calls this after the token's neighbours have been read."""
     new, inputs, problem = new_token(split, refs, geometry), refs.inputs_gmem, geometry.problem
 
     @pl.when(new.is_written)

@@ -25,7 +25,7 @@ class Epilogue(NamedTuple):
 
     Attributes:
       seen: which rows saw a token.
-      maxima: of the logits.
+      maxima: the maxima of logits, of each row.
       divisors: the sums of exponentials; 1 for rows that saw no token, so that their out is 0.
     """
 

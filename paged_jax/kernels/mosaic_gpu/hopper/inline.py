@@ -1,4 +1,4 @@
-"""Helpers for code that Pallas cannot express: registers and integers of a thread as MLIR values, and PTX."""
+"""Helpers for code that Pallas cannot express: a thread's registers and integers as MLIR values, and PTX."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ _SHARED_MEMORY = 3  # the address space of shared memory
 
 
 def inline(*arg_types: Any, returns: Any = None, dtype: str = "float16", layout: Any = plgpu.Layout.WGMMA) -> Any:
-    """Decorator: makes a function of MLIR values callable from a kernel. Its result, if any, has shape `returns`."""
+    """Decorates a function of MLIR values, so that kernels can call it. Its result, if any, has shape `returns`."""
     result = plgpu.ShapeDtypeStruct(returns, jnp.dtype(dtype), layout=layout) if returns else None
     return plgpu.inline_mgpu(arg_types=arg_types, return_type=result)
 
@@ -44,7 +44,7 @@ def thread_index():
 
 
 def thread_index_read_again():
-    """`thread_index`, read again: that keeps no register alive over loops."""
+    """`thread_index`, read again from the special register, so that no register holds it over loops."""
     word = ir.IntegerType.get_signless(32)
     return rem(llvm.inline_asm(word, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True), WARPGROUP)
 
@@ -129,7 +129,7 @@ def address(ref):
 
 
 def assembly(code: str, constraints: str, *operands: Any, results: int = 0) -> list:
-    """Inserts PTX with side effects; the compiler keeps its order. Returns `results` float32."""
+    """Inserts PTX with side effects, so that the compiler keeps its order. Returns `results` float32."""
     clobbers = ",".join(x for x in (constraints, "~{memory}") if x)
     f32 = ir.F32Type.get()
     if results == 0:

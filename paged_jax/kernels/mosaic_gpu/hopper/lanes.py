@@ -35,11 +35,11 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import (
 from paged_jax.kernels.mosaic_gpu.hopper.limits import WARP, WGMMA_ROWS
 
 _BY_ROW = plgpu.Layout.WGMMA.reduce(1)
-_ALL = 0xFFFFFFFF  # lanes
+_ALL = 0xFFFFFFFF  # the mask of all lanes of a warp
 
 
 def row_numbers() -> Array:
-    """0 to 63, [64], from the thread's index. Reading it again keeps no register alive over loops."""
+    """0 to 63, [64], from the thread's index, which is read again so that no register holds it over loops."""
 
     @inline(returns=(WGMMA_ROWS,), dtype="int32", layout=_BY_ROW)
     def compute(_):
@@ -51,7 +51,7 @@ def row_numbers() -> Array:
 
 
 def loaded(values_gmem: Any, first: Any) -> Array:
-    """64 neighbours of an array of float32 in global memory, from `first` on: [64]."""
+    """Loads 64 neighbouring float32 of an array in global memory, from index `first` on: [64]."""
 
     @inline(plgpu.RefType(), SCALAR, returns=(WGMMA_ROWS,), dtype="float32", layout=_BY_ROW)
     def compute(_, values_gmem, first):
@@ -68,7 +68,7 @@ def in_each_lane(x: Any) -> Array:
     """Broadcasts a scalar to all rows, [64], in a register of each lane.
 
     If a warp shared one uniform register, ptxas would delay the exponentials. Adding 0 times the thread's index hides
-    from it that all lanes have the same value.
+    from ptxas that all lanes have the same value.
     """
 
     @inline(SCALAR, returns=(WGMMA_ROWS,), dtype="float32", layout=_BY_ROW)
@@ -106,7 +106,7 @@ def sum_of_lanes(x: Array) -> Array:
 def raised(maxima: Array, x: Array, factor: Any, lag: float) -> Array:
     """Raises maxima [64] to the maxima of the rows of x [64, n] that exceed them by more than `lag` / `factor`.
 
-    The factor is a scalar or [64]. Only in warps where some maximum rises do lanes exchange their maxima.
+    The factor is a scalar or [64]. Lanes exchange their maxima only in warps where some maximum rises.
     """
 
     @inline(_BY_ROW, plgpu.Layout.WGMMA, _layout_of(factor), returns=(WGMMA_ROWS,), dtype="float32", layout=_BY_ROW)
@@ -134,7 +134,7 @@ def raised(maxima: Array, x: Array, factor: Any, lag: float) -> Array:
 
 
 def exponentials(x: Array, factor: Any, bases: Array) -> Array:
-    """2 ** (x * factor - bases), for x [64, n], a factor that is a scalar or [64], and bases [64]; one rounding."""
+    """2 ** (x * factor - bases), for x [64, n] and bases [64]. The factor is a scalar or [64]; exponents round once."""
     shape = x.shape
 
     @inline(plgpu.Layout.WGMMA, _layout_of(factor), _BY_ROW, returns=shape, dtype="float32")

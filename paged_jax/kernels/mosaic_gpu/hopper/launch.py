@@ -1,4 +1,4 @@
-"""The launch of a kernel whose arguments are trees: of arrays on the host, of references on the device."""
+"""The launch of a kernel whose arguments are trees. Leaves are arrays on the host, references on the device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,14 +8,14 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 
 
 def launch(body: Callable[[Any, Any, Any], None], inputs: Any, outputs: Any, scratch: Any, **keywords: Any) -> Any:
-    """Runs a kernel with several warpgroups a program.
+    """Runs a kernel whose programs have several warpgroups.
 
     Args:
       body: the kernel, a function of the references to inputs, to outputs, and to the program's scratch.
       inputs: a tree of arrays.
       outputs: a tree of the outputs' shapes and dtypes.
       scratch: a tree of the shared memory and barriers of a program.
-      **keywords: of `plgpu.kernel`.
+      **keywords: further arguments of `plgpu.kernel`.
 
     Returns:
       The outputs.

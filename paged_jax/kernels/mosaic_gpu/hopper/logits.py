@@ -7,7 +7,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.registers import exp
 from paged_jax.kernels.problem import Granularity, Problem
 
 _SERIES_BELOW = 0.04
-"""Up to this square of x, four terms of the series of tanh(x) err by less than one unit of float32."""
+"""If x squared is below this, four terms of the series of tanh(x) err by less than one unit of float32."""
 
 
 def scaled_logits(products, factor, problem: Problem):
@@ -17,7 +17,7 @@ def scaled_logits(products, factor, problem: Problem):
 
 
 def _capped(logits, cap: float):
-    """cap * tanh(logits / cap). Near 0 the formula with an exponential cancels, so a series replaces it."""
+    """cap * tanh(logits / cap). Near 0 a formula with an exponential would lose bits, so a series replaces it."""
     x = logits * (1 / cap)
     square = x * x
     series = logits * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 
 
 class Slice(NamedTuple):
-    """`size` neighbouring elements of a vector, from `first` on."""
+    """`size` neighbouring elements of a vector, from index `first` on."""
 
     first: int
     size: int
 
 
 def transforms(head_size: int, dtype: str) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
-    """The layout of rows of head_size elements as a wgmma operand, free of bank conflicts."""
+    """The layout of a wgmma operand with rows of head_size elements. It is free of bank conflicts."""
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = math.gcd(head_size * itemsize, 128)  # bytes
     tiling = plgpu.TilingTransform((8, swizzle // itemsize))  # pyright: ignore[reportAbstractUsage]

@@ -29,7 +29,7 @@ ELEMENTS = 4
 class Merged(NamedTuple):
     """A thread's part of the softmax of a row. Fields are MLIR values."""
 
-    maximum: Any  # of logits, times log2(e)
+    maximum: Any  # the maximum of logits, times log2(e)
     sum: Any
     out: list  # elements of O before the division by the sum
 
@@ -37,16 +37,16 @@ class Merged(NamedTuple):
 class OwnElements(NamedTuple):
     """The elements of a result that a thread stores. Fields are MLIR values."""
 
-    exists: Any  # whether the thread has any
-    row: Any  # index of the row, in all of out and lse
-    column: Any  # index of the four elements, in the row
+    exists: Any  # whether the thread has elements
+    row: Any  # the index of the row in out and lse
+    column: Any  # the index of the four elements in the row
 
 
 def merged(load: Callable[[Any], tuple[Any, list]], num_partials, in_flight: int) -> Merged:
     """Merges the partial results of a row, in their order.
 
-    `load` takes the number of a partial result and returns the logarithm of its sum, and the thread's elements. The
-    first `in_flight` loads are issued before one is needed; beyond the last partial result they give -inf.
+    `load` takes the number of a partial result. It returns the logarithm of the partial result's sum, and the thread's
+    elements. `in_flight` loads are issued together; beyond the last partial result they must return -inf.
     """
     carry = [_f32(LOWEST), *[_f32(0.0)] * (1 + ELEMENTS)]
     loop = scf.ForOp(as_index(i32(0)), as_index(num_partials), as_index(i32(in_flight)), carry)
@@ -79,7 +79,7 @@ def joined(first: Merged, second: Merged) -> Merged:
 
 
 def load_partial(partials: Partials, exists, index, column, row_size: int) -> tuple[Any, list]:
-    """Loads the logarithm of a sum, and four elements, of row `index` (64 bits) among the rows of all partial results.
+    """Loads the logarithm of a sum and four elements of row `index` (64 bits) among the rows of all partial results.
 
     The logarithm is -inf where the row does not exist; `index` must be in range even then.
     """

@@ -6,18 +6,18 @@ Ref = Any
 """A reference on the device; on the host, the array or type that it comes from."""
 
 ABSENT: Any = None
-"""The value of a field that a call does not have."""
+"""The value of a field that is not in a call."""
 
 
 class Lengths(NamedTuple):
     """The lengths of a ragged batch's sequences."""
 
     seq_lens: Ref  # [num_seqs]
-    query_start_loc: Ref  # [num_seqs + 1]; absent if sequence i has one query, query i
+    query_start_loc: Ref  # [num_seqs + 1]; absent if sequence i has just one query, query i
 
 
 class Partials(NamedTuple):
     """Partial results of a kernel whose rows lie in tiles of 64. Each is the normalised softmax of one split."""
 
-    out: Ref  # [..., 64, size of a row of out]
-    log_sums: Ref  # [..., 64], the logarithms of sums of exponentials, of base 2
+    out: Ref  # [..., 64, elements in a row of out]
+    log_sums: Ref  # [..., 64], the binary logarithms of sums of exponentials

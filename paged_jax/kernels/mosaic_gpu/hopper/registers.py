@@ -6,8 +6,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-_EXPONENT = 0x7F800000  # bits of a float32
-_SUM_OF_INVERSES = 254 << 23  # bits of a power of two plus bits of its inverse
+_EXPONENT = 0x7F800000  # the bits of a float32 that hold its exponent
+_SUM_OF_INVERSES = 254 << 23  # the bits of a power of two plus the bits of its inverse
 
 LOG2E = math.log2(math.e)
 LOWEST = -1e30
@@ -25,9 +25,9 @@ def log(x):
 
 
 def power_of_two(x, least: int | None = None, most: int | None = None):
-    """The largest power of two that is no larger than |x|, float32.
+    """The largest power of two that is not larger than |x|, in float32.
 
-    With bounds it is between 2 ** least and 2 ** most, also for NaN.
+    With bounds, the result is between 2 ** least and 2 ** most, even if x is NaN.
     """
     bits = lax.bitcast_convert_type(x, jnp.int32) & _EXPONENT
     if least is not None and most is not None:
@@ -46,12 +46,12 @@ def layout(x, axis: int | None = None):
 
 
 def wide(x, rows: int):
-    """[columns] -> [rows, columns]. It casts no layout, because casts slow down Mosaic's layout inference."""
+    """[columns] -> [rows, columns], without a cast of its layout: casts slow down Mosaic's layout inference."""
     return lax.broadcast_in_dim(x, (rows, x.shape[0]), (1,))
 
 
 def store(ref, x):
-    """Stores despite bank conflicts: jax 0.12 refuses them in a plain store, and 0.11 has only plain stores."""
+    """Stores x, even with bank conflicts. jax 0.12 refuses these in a plain store; jax 0.11 has only plain stores."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, x, optimized=False)
     else:

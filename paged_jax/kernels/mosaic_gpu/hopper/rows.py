@@ -38,9 +38,9 @@ def store_word(exists, smem, gmem) -> None:
 def store_first_rows(
     gmem, registers: np.ndarray, num_tokens, row_size: int, *, rows_of_token: int = 1, first_column: int = 0
 ) -> None:
-    """Stores the rows of the first tokens of an array [64, n] in the layout of wgmma's results.
+    """Stores the rows of the first `num_tokens` tokens of an array [64, n] in the layout of wgmma's results.
 
-    They go to columns `first_column` and up of an array of rows of `row_size` float32.
+    The destination has rows of `row_size` float32; the stored columns begin at `first_column`.
     """
     index = thread_index_read_again()
     lane, warp = rem(index, WARP), div(index, WARP)

@@ -1,1 +1,1 @@
-"""The MLA kernel: multi-head latent attention of any number of queries a sequence."""
+"""The MLA kernel: multi-head latent attention with any number of queries for each sequence."""

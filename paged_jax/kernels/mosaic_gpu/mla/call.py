@@ -1,4 +1,4 @@
-"""The ops of multi-head latent attention: arrays become `Inputs` here, and facts `Problem`, `Tuning` and `Geometry`."""
+"""The ops of multi-head latent attention: they make `Inputs` of arrays, and `Problem` and `Geometry` of facts."""
 
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
@@ -82,7 +82,7 @@ def _attend(
     def run(refs):
         merge(geometry, inputs.lengths, MergeRefs(written.closings, written.partials, inputs.sinks, *refs))
 
-    # The kernel has stored whole row blocks already; the merge adds the others to them.
+    # The kernel has stored whole row blocks. The merge stores the others in the same arrays.
     out, lse = apart(pl.run_state(run)((written.out, written.lse)))
     out, lse = out.reshape(num_tokens, geometry.heads, value_size), lse.reshape(num_tokens, geometry.heads)
     return out[:, :num_heads], lse[:, :num_heads]

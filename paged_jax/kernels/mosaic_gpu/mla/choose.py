@@ -1,4 +1,4 @@
-"""Chooses how the MLA kernel computes a call, by pure functions of Problem and Device; or refuses with every reason."""
+"""Chooses the `Tuning` of the MLA kernel by pure functions of `Problem` and `Device`, or refuses with every reason."""
 
 import jax.experimental.pallas as pl
 
@@ -9,9 +9,9 @@ from paged_jax.kernels.problem import Device, Problem
 
 _LARGEST_LATENT = 576  # queries and two tiles of this size fill shared memory
 _LARGEST_VALUE = 512  # a warpgroup holds half of its sums in registers
-_LEAST_QUEUES = 0.93  # fraction of the queues that fill the GPU
+_LEAST_QUEUES = 0.93  # the least fraction of the queues that fill the GPU
 _MOST_WIDTH = 4
-"""Four programs that share a context are the fastest: benchmarks/LOG.md, "Latents read once"."""
+"""Sharing a context among four programs is fastest (benchmarks/LOG.md, "Latents read once")."""
 
 
 def tune(problem: Problem, gpu: Device) -> Tuning:
@@ -22,7 +22,7 @@ def tune(problem: Problem, gpu: Device) -> Tuning:
     row_blocks = pl.cdiv(min(problem.max_query_len, average) * heads, WGMMA_ROWS)
     width = max(1, min(row_blocks, _MOST_WIDTH, gpu.num_multiprocessors))
     most, items = max(1, gpu.num_multiprocessors // width), max(1, problem.num_seqs * pl.cdiv(row_blocks, width))
-    # If lengths are alike, these numbers of queues cut no item, or cut all items alike.
+    # If lengths are alike, queues of these numbers cut no item, or cut all items alike.
     fitting = [n for n in range(most, int(_LEAST_QUEUES * most), -1) if items % n == 0 or n % items == 0]
     return Tuning(queues=fitting[0] if fitting else most, width=width)
 

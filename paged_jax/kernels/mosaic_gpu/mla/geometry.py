@@ -1,4 +1,4 @@
-"""Everything that follows from a `Problem` and its `Tuning`: the shapes and counts that host and device code share."""
+"""Shapes and counts of the MLA kernel. They follow from a `Problem` and its `Tuning`; host and device use them."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from paged_jax.kernels.mosaic_gpu.mla.tuning import Tuning
 from paged_jax.kernels.problem import Problem
 
 _SWIZZLED = 64  # neighbouring columns in a tile of the swizzled layout
-_MOST_COLUMNS = 256
+_MOST_COLUMNS = 256  # the most columns of one product
 
 TILE = 64
 """Tokens of a tile."""
@@ -24,7 +24,7 @@ class Geometry:
 
     Attributes:
       problem, tuning: the facts and the choices.
-      one_query: whether sequence i has one query, row i.
+      one_query: whether each sequence i has exactly one query, row i.
     """
 
     problem: Problem
@@ -41,8 +41,8 @@ class Geometry:
     def value_parts(self) -> tuple[tuple[Slice, ...], tuple[Slice, ...]]:
         """The parts of a value that each of the two computing warpgroups sums up.
 
-        The warpgroup that has the softmax takes about a quarter, so that its next product begins while the other one
-        still sums up. A product has 256 columns at most.
+        The warpgroup that computes the softmax takes about a quarter of the value, so that its next product begins
+        while the other one still sums up. A product has at most 256 columns, so the other one may have several parts.
         """
         size = self.problem.head_size
         left = max(_SWIZZLED, size // 4 // _SWIZZLED * _SWIZZLED)
@@ -51,7 +51,7 @@ class Geometry:
 
     @property
     def heads(self) -> int:
-        """Rows of a query token: its heads, padded, as copies of rows start at a multiple of 8."""
+        """Rows of a query token: its heads and padding, because copies of rows start at a multiple of 8."""
         return pl.cdiv(self.problem.num_heads, QUERY_ROWS) * QUERY_ROWS
 
     @property
@@ -61,7 +61,7 @@ class Geometry:
 
     @property
     def block_rows(self) -> int:
-        """The most rows of a row block that belong to a sequence."""
+        """The most rows of a sequence in one row block."""
         return min(WGMMA_ROWS, self.heads * self.problem.max_query_len, self.rows)
 
     @property
@@ -82,18 +82,18 @@ class Geometry:
 
     @property
     def closes_items(self) -> bool:
-        """Whether the merge looks at each item, because there are fewer than queues.
+        """Whether the merge looks at each item, because there are no more items than queues.
 
-        Otherwise it looks at the item that each queue's first split may close.
+        Otherwise it looks at each queue, whose first split may close an item (`plan.py`).
         """
         return self.problem.num_seqs * self.items_per_seq <= self.tuning.queues
 
     @property
     def closings(self) -> int:
-        """Items that the merge looks at."""
+        """Items, or queues, that the merge looks at."""
         return self.problem.num_seqs * self.items_per_seq if self.closes_items else self.tuning.queues
 
     @property
     def num_partials(self) -> int:
-        """Partial results in memory for each of a queue's programs: two, because its ends may cut two items."""
+        """Partial results for each row block of all queues: two a queue, because its two ends may cut items."""
         return 2 * self.tuning.queues

@@ -1,28 +1,29 @@
 """The MLA kernel: attention over latents, which are keys and, in their first elements, values.
 
-Grid: `width` programs, thread blocks of three warpgroups, for each queue (`plan.py`); one on each multiprocessor. The
-programs of a queue attend to the same tiles, each with its own row block: 64 rows (query token, head) of a sequence.
+Grid: `width` programs for each queue (`plan.py`), one program on each multiprocessor. A program is a thread block of
+three warpgroups. The programs of a queue attend to the same tiles, each with its own row block: 64 rows (query token,
+head) of a sequence.
 
 Who loads: warpgroup 2 copies the query of a row block and runs of latents (TMA, through the block table) into a ring of
 two tiles (`load.py`).
 
-Who computes: both others. Warpgroup 0 has the softmax; it hands its weights P, and the factors of O, to warpgroup 1
-through shared memory. Each sums up a part of the value, as all of O takes more registers than one warpgroup has, and
-warpgroup 1 the larger part:
+Who computes: warpgroups 0 and 1. Warpgroup 0 computes the softmax, and hands its weights P, and the factors that
+rescale O, to warpgroup 1 through shared memory. Both sum up a part of O, because O takes more registers than one
+warpgroup has. Warpgroup 1 has the larger part:
 
     warpgroup 0   | S0 | softmax | O0 left | S1 | softmax | O1 left | S2 ...
     warpgroup 1                  | O0 right  |            | O1 right  | ...
-    warpgroup 2   tiles 0, 1, then each as soon as both warpgroups have multiplied with the tile two before it
+    warpgroup 2   tiles 0 and 1, then tile i as soon as the others have read tile i - 2
 
 Shared memory, for latents of 576 elements of 16 bits and tiles of 64 tokens:
 
-    | query 72 KiB, out on its way | 2 tiles 144 KiB | P 8 KiB | factors 1 KiB | lse 1 KiB |
+    | query 72 KiB, later out | 2 tiles 144 KiB | P 8 KiB | factors 1 KiB | lse 1 KiB |
 
-Queues cut items, so that a second kernel merges partial results (`merge.py`).
+Queues cut items, so a second kernel merges partial results (`merge.py`).
 
-Roofline: latent_size * itemsize bytes a token, read once for `width` row blocks; or 2 * num_heads * (latent_size +
-value_size) operations for each pair of a query and a token, with heads padded to 64 rows: arithmetic bounds it from 64
-heads on, or from fewer heads with several queries.
+Roofline: each token has latent_size * itemsize bytes, which are read once for `width` row blocks. Each pair of a query
+and a token takes 2 * num_heads * (latent_size + value_size) operations, and rows are padded to whole row blocks.
+Arithmetic bounds the kernel from 64 heads on, or from fewer heads on if sequences have several queries.
 """
 
 import functools
@@ -41,7 +42,7 @@ from paged_jax.kernels.mosaic_gpu.mla.plan import Split
 from paged_jax.kernels.mosaic_gpu.mla.refs import Inputs, Outputs, Refs, outputs, scratch
 
 _WEIGHS, _SUMS, _LOADS = 0, 1, 2  # warpgroups
-# Registers of each thread. Together they must not exceed those that the three warpgroups start with, 3 * 168.
+# Registers of each thread. Their sum must not exceed 3 * 168, with which the three warpgroups start.
 _WEIGHING_REGISTERS, _SUMMING_REGISTERS, _LOADING_REGISTERS = 216, 240, 48
 
 
@@ -65,7 +66,7 @@ def _kernel(refs: Refs, geometry: Geometry) -> None:
     width = jnp.int32(geometry.tuning.width)
     number, block = lax.div(program, width), lax.rem(program, width)
     lengths_gmem = refs.inputs_gmem.lengths
-    # The lengths are read here, because the loading warpgroup has no registers for many loads in flight.
+    # All warpgroups read the lengths here: later the loading one has no registers for many loads in flight.
     total = plan.total_tiles(lengths_gmem, geometry)
     queue = plan.queue_of(lengths_gmem, number, total, geometry)
 
@@ -84,7 +85,7 @@ def _kernel(refs: Refs, geometry: Geometry) -> None:
     @pl.when(warpgroup == _SUMS)
     def sum_up():
         plgpu.set_max_registers(_SUMMING_REGISTERS, action="increase")
-        plgpu.barrier_arrive(refs.smem.weights_consumed)  # the memory of weights is free
+        plgpu.barrier_arrive(refs.smem.weights_consumed)  # the shared memory of weights is free
         for_each_split(_sum_up, jnp.int32(0))
 
     @pl.when(warpgroup == _LOADS)
@@ -94,11 +95,11 @@ def _kernel(refs: Refs, geometry: Geometry) -> None:
 
 
 class _Program(NamedTuple):
-    """The values that each warpgroup of a program has."""
+    """The facts that each warpgroup of a program has."""
 
-    number: Scalar  # of its queue
-    block: Scalar  # index of the program in its queue
-    total: Scalar  # tiles of all items
+    number: Scalar  # the number of the program's queue
+    block: Scalar  # the index of the program, and of its row block, in the queue
+    total: Scalar  # the number of tiles of all items
     refs: Refs
     geometry: Geometry
 
@@ -170,7 +171,7 @@ def _weigh_rows(program: _Program, split: Split, tiles_before: Scalar) -> None:
 
 
 def _store_closing(program: _Program, split: Split) -> None:
-    """Stores, for the merge, the location of the row block's partial results; this one is the last."""
+    """Tells the merge where the row block's partial results lie. This split has the last one."""
     number, block, total, refs, geometry = program
     closing = plan.closing_of(number, split.tile, total, geometry)
     index = _index_of(split, geometry) if geometry.closes_items else number
@@ -179,12 +180,12 @@ def _store_closing(program: _Program, split: Split) -> None:
 
 
 def _store_whole(program: _Program, split: Split) -> None:
-    """Stores, for the merge, that no queue has cut the item."""
+    """Tells the merge that no queue has cut the item."""
     program.refs.outputs_gmem.closings[_index_of(split, program.geometry), program.block, 1] = jnp.int32(0)
 
 
 def _index_of(split: Split, geometry: Geometry) -> Scalar:
-    """The index of a split's item among those of the batch."""
+    """The index of a split's item among the items of the batch."""
     return split.seq * geometry.items_per_seq + split.item
 
 

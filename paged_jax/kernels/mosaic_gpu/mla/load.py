@@ -13,10 +13,10 @@ from paged_jax.kernels.mosaic_gpu.mla.refs import Refs
 
 
 def load_split(split: Split, counts: tuple[Scalar, Scalar], refs: Refs, geometry: Geometry) -> None:
-    """Copies a split's query and tiles; `counts` are the tiles and the queries that were copied before.
+    """Copies a split's query and tiles. `counts` are the numbers of tiles and of queries that were copied before.
 
-    The first query comes before its tiles, because they arrive in this order. Later ones come after their first tiles,
-    because the last item's results must leave the query's memory first.
+    The program's first query is copied before its tiles, because copies arrive in this order. A later query is copied
+    after its split's first tiles, because the previous results must leave the query's shared memory first.
     """
     tiles_before, queries_before = counts
     early, is_first = lax.min(split.num_tiles, jnp.int32(STAGES)), queries_before == 0
@@ -53,7 +53,7 @@ def drain(counts: tuple[Scalar, Scalar], refs: Refs) -> None:
 
 
 def _runs_of(tile: Scalar, split: Split, refs: Refs, geometry: Geometry) -> tuple:
-    """The block and the offset in it of each run of a tile; past the end it is the last run again, which is masked."""
+    """The block of each run of a tile, and the offset in it. Runs past the end repeat the last run, and are masked."""
     size, block_size = geometry.run_tokens, jnp.int32(geometry.problem.block_size)
     last = lax.max(lax.div(split.end - 1, jnp.int32(size)) * size, jnp.int32(0))
     first = (split.tile + tile) * TILE

@@ -1,11 +1,12 @@
-"""The merge of partial results: the splits of an item that queues have cut become its out and lse.
+"""The merge of partial results: it computes out and lse of items that queues have cut, from the results of splits.
 
 Grid: programs of four warps for each row block that queues may have cut (`Geometry.closings`). A warp merges `PART`
-columns of a row, and each lane four neighbouring elements, with loads of many splits in flight. If items have many
-splits, the four warps of a program share the splits of one part of a row, and the first warp adds up the four sums from
-shared memory. The number of splits alone decides the order of the sums.
+columns of a row. Each of its lanes merges four neighbouring elements, with loads of many splits in flight. If items
+have many splits, the four warps of a program share the splits of one part of a row, and the first warp adds up their
+four sums from shared memory. Only the number of splits decides the order of the sums.
 
-Roofline: 4 * value_size bytes a row and split, mostly from the L2 cache: latency is what counts.
+Roofline: 4 * value_size bytes for each row and split, mostly from the L2 cache. Latency bounds the kernel, not
+bandwidth.
 """
 
 import functools
@@ -47,8 +48,8 @@ from paged_jax.kernels.mosaic_gpu.mla.refs import Ref
 PART = ELEMENTS * WARP
 """Columns of a row that a warp merges."""
 
-_WARPS = WARPGROUP // WARP  # of a program
-_SUMS = 2 + ELEMENTS  # float32 that each lane gives to the first warp
+_WARPS = WARPGROUP // WARP  # warps of a program
+_SUMS = 2 + ELEMENTS  # float32 numbers that each lane gives to the first warp
 _MANY_SPLITS = 24  # if items have this many splits on average, warps share them
 _LEAST_IN_FLIGHT, _MOST_IN_FLIGHT = 4, 16  # splits that a lane loads at a time; more would take too many registers
 _PROGRAMS = 1056  # programs that run at once: 8 on each multiprocessor
@@ -65,26 +66,26 @@ class MergeRefs(NamedTuple):
 
 
 class RowBlock(NamedTuple):
-    """A row block to merge, or one of its rows: scalars."""
+    """A row block to merge. Fields are scalars or MLIR values."""
 
-    first_partial: Scalar
+    first_partial: Scalar  # the index of the partial result of split 0
     num_splits: Scalar
-    row: Scalar
+    row: Scalar  # its first row of out
     num_rows: Scalar
-    block: Scalar
+    block: Scalar  # its index in the item
 
 
 class _Task(NamedTuple):
     """The elements that a lane merges. Fields are MLIR values."""
 
-    row: Any  # of the row block
-    column: Any  # index of its elements, in the row
-    share: Any  # index of the warp among the warps that share the splits
-    exists: Any
+    row: Any  # the index of the row in the row block
+    column: Any  # the index of the four elements in the row
+    share: Any  # the index of the warp among the warps that share the splits
+    exists: Any  # whether there is such a row
 
 
 def merge(geometry: Geometry, lengths: Lengths, refs: MergeRefs) -> None:
-    """Runs the kernel, which writes to the references of out and lse."""
+    """Runs the kernel. It writes to the references of out and lse."""
     arrays, tree = jax.tree.flatten((lengths, refs))
     plgpu.kernel(
         functools.partial(_kernel, tree=tree, geometry=geometry),
@@ -98,12 +99,12 @@ def merge(geometry: Geometry, lengths: Lengths, refs: MergeRefs) -> None:
 
 
 def shares(geometry: Geometry) -> int:
-    """Warps that share the splits of a part of a row."""
+    """The number of warps that share the splits of one part of a row."""
     return _WARPS if geometry.tuning.queues >= _MANY_SPLITS * geometry.problem.num_seqs else 1
 
 
 def parts_of_program(geometry: Geometry) -> int:
-    """Parts of rows that a program merges at a time."""
+    """The number of parts of rows that a program merges at a time."""
     return _WARPS // shares(geometry)
 
 
@@ -112,13 +113,13 @@ def _parts_of_row(geometry: Geometry) -> int:
 
 
 def _programs_of_block(geometry: Geometry) -> int:
-    """Programs for each row block. All of them run at once, because most blocks may be whole and need none."""
+    """Programs for each row block. All of them run at once, because most row blocks may be whole and need no merge."""
     most = pl.cdiv(geometry.block_rows * _parts_of_row(geometry), parts_of_program(geometry))
     return min(most, max(1, _PROGRAMS // (geometry.closings * geometry.tuning.width)))
 
 
 def _in_flight(geometry: Geometry) -> int:
-    """Splits that a lane loads at a time: its share of an item's mean number of splits."""
+    """Splits that a lane loads at a time: the lane's share of the mean number of splits of an item."""
     splits = pl.cdiv(geometry.tuning.queues, geometry.problem.num_seqs)
     return min(_MOST_IN_FLIGHT, max(_LEAST_IN_FLIGHT, pl.cdiv(splits, shares(geometry))))
 
@@ -171,7 +172,7 @@ def merge_parts(refs: MergeRefs, block: RowBlock, part: Scalar, sums_smem: Ref, 
 
 
 def _task(block: RowBlock, first, geometry: Geometry) -> _Task:
-    """Finds what this lane merges."""
+    """Finds the elements that this lane merges."""
     thread, parts_of_row = thread_index_read_again(), _parts_of_row(geometry)
     warp, lane = div(thread, WARP), rem(thread, WARP)
     part = add(first, div(warp, shares(geometry)))
@@ -182,7 +183,7 @@ def _task(block: RowBlock, first, geometry: Geometry) -> _Task:
 
 
 def _over_shares(merged: Merged, smem) -> Merged:
-    """The softmax of all warps' shares, in the order of the warps, through shared memory."""
+    """Merges the warps' shares through shared memory, in the order of the warps."""
     thread, size = thread_index_read_again(), 4 * _SUMS
     code = "".join(f"st.shared.f32 [$0 + {4 * i}], ${1 + i};" for i in range(_SUMS))
     mgpu.utils.warpgroup_barrier()  # all warps have read the sums of the previous part
@@ -199,11 +200,11 @@ def _over_shares(merged: Merged, smem) -> Merged:
 
 
 def _load_partial(at: Partials, block: RowBlock, task: _Task, number, geometry: Geometry) -> tuple[Any, list]:
-    """Loads a split of a lane's share; the logarithm of its sum is -inf if there is no split of this number."""
+    """Loads split `number` of a lane's share. If there is no such split, the logarithm of its sum is -inf."""
     number = add(mul(number, shares(geometry)), task.share)
     exists = less(number, block.num_splits)
     number = arith.select(exists, number, i32(0))
-    # `plan.partial_of` locates them: the first split's partial result, then the first one of each next queue.
+    # As in `plan.partial_of`: later splits have the first partial result of the queues that follow.
     is_first = arith.cmpi(arith.CmpIPredicate.eq, number, i32(0))
     partial = arith.select(is_first, block.first_partial, mul(add(div(block.first_partial, 2), number), 2))
     of_block = add(mul(partial, geometry.tuning.width), block.block)

@@ -1,14 +1,15 @@
 """Assigns rows and tiles to programs.
 
 A query token has a row for each of its heads. The rows of a sequence lie one after the other and are cut into row
-blocks of 64. An item is `width` neighbouring row blocks, and reads each tile of the sequence once. The tiles of all
-items, one item after the other, are cut into even queues, one for every `width` programs:
+blocks of 64. An item is `width` neighbouring row blocks, which share each tile of the sequence. The tiles of all items,
+one item after the other, are cut into even queues. `width` programs have one queue:
 
       items   |------ 0 ------|- 1 -|2|-------------- 3 --------------|---- 4 ----|
       queues  |     0     |     1     |     2     |     3     |     4     |   5   |
 
 The programs of a queue are neighbours and attend to the same tiles at about the same time, each with its own row block.
-A queue cuts at most two items, so it has at most two partial results.
+A queue cuts at most two items, so it has at most two partial results. The last split of an item that is cut closes the
+item: its program tells the merge where the item's partial results lie.
 """
 
 from collections.abc import Callable
@@ -22,8 +23,8 @@ from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.refs import Lengths
 from paged_jax.kernels.mosaic_gpu.mla.geometry import TILE, Geometry
 
-_LENGTHS_IN_FLIGHT = 64  # lengths that a program loads at a time, before it waits for all of them
-_LEAST_TILES = 4  # tiles of a queue at least, so that a small batch is not cut too fine
+_LENGTHS_IN_FLIGHT = 64  # lengths that a program loads before it waits for them
+_LEAST_TILES = 4  # the least tiles of a queue; otherwise a small batch would be cut too fine
 
 
 class Sequence(NamedTuple):
@@ -31,10 +32,10 @@ class Sequence(NamedTuple):
 
     first_row: Scalar
     num_rows: Scalar
-    context_len: Scalar  # tokens before the first query
+    context_len: Scalar  # the number of tokens before the first query
     limit: Scalar  # no query sees tokens from here on
     items: Scalar
-    tiles: Scalar  # tiles of each item: at least one, so that some program stores its results
+    tiles: Scalar  # tiles of each item, at least one, so that some program stores its results
 
 
 class Queue(NamedTuple):
@@ -42,39 +43,39 @@ class Queue(NamedTuple):
 
     number: Scalar
     seq: Scalar
-    item: Scalar  # of the sequence's
+    item: Scalar  # the item's index in its sequence
     tile: Scalar
     left: Scalar
-    partial: Scalar  # where the next partial result goes
+    partial: Scalar  # the index of the next partial result
 
 
 class Split(NamedTuple):
-    """Some neighbouring tiles of an item, for one row block."""
+    """Neighbouring tiles of an item, for one of its row blocks."""
 
     seq: Scalar
-    item: Scalar  # of the sequence's
-    row: Scalar  # the first of the row block
+    item: Scalar  # the item's index in its sequence
+    row: Scalar  # the first row of the row block
     num_rows: Scalar  # rows of the row block; 0 if the row block does not exist
-    first_row: Scalar  # of the row block, counted from the sequence's first
+    first_row: Scalar  # `row`, counted from the sequence's first row
     context_len: Scalar
     limit: Scalar
     end: Scalar  # one past the last token that a row of the row block sees
     tile: Scalar  # the first tile
-    num_tiles: Scalar  # that the row block sees
+    num_tiles: Scalar  # tiles that the row block sees
     is_whole: Scalar
     closes: Scalar  # whether it is the last split of an item that queues have cut
     partial: Scalar
 
 
 class Closing(NamedTuple):
-    """The item that a queue's first split closes."""
+    """Where the partial results of a closed item lie."""
 
     first_partial: Scalar
     num_splits: Scalar
 
 
 def total_tiles(lengths_gmem: Lengths, geometry: Geometry) -> Scalar:
-    """The tiles of all items."""
+    """The number of tiles of all items."""
     return _over_sequences(lengths_gmem, lambda _, s, total: total + s.items * s.tiles, jnp.int32(0), geometry)
 
 
@@ -83,7 +84,7 @@ def queue_of(lengths_gmem: Lengths, number: Scalar, total: Scalar, geometry: Geo
     zero = jnp.int32(0)
     first, end = (_cut(total, number + i, geometry) for i in range(2))
 
-    def search(seq, s, carry):  # the sequence that `first` is in, and the tiles of all items before it
+    def search(seq, s, carry):  # the sequence that holds tile `first`, and the number of tiles before it
         after, found, before = carry
         after += s.items * s.tiles
         past = first >= after
@@ -98,7 +99,7 @@ def queue_of(lengths_gmem: Lengths, number: Scalar, total: Scalar, geometry: Geo
 def for_each_split(
     do: Callable[[Split, Any], Any], carry: Any, lengths_gmem: Lengths, queue: Queue, block: Scalar, geometry: Geometry
 ) -> Any:
-    """Calls `do(split, carry)`, which returns the next carry, with each split of a queue, for its program `block`."""
+    """Calls `do(split, carry)` with each split of a queue, for program `block` of it; `do` returns the next carry."""
 
     def step(state):
         queue, carry = state
@@ -129,7 +130,7 @@ def sequence_of(lengths_gmem: Lengths, seq: Scalar, geometry: Geometry) -> Seque
 
 
 def _num_sequences(geometry: Geometry) -> int:
-    """The number of sequences; if there may be padding rows, one more sequence without tokens has them."""
+    """The number of sequences. If there may be padding rows, they are one more sequence, without tokens."""
     return geometry.problem.num_seqs + (0 if geometry.one_query else 1)
 
 
@@ -154,7 +155,7 @@ def _sequence(seq_len: Scalar, start: Scalar, stop: Scalar, geometry: Geometry) 
 
 
 def _split_of(queue: Queue, s: Sequence, tiles: Scalar, block: Scalar, geometry: Geometry) -> Split:
-    """The next split of a queue, `tiles` tiles of its item, for the program of row block `block`."""
+    """The next split of a queue, `tiles` tiles of its item, for row block `block`."""
     first_row = (queue.item * geometry.tuning.width + block) * WGMMA_ROWS
     num_rows = lax.clamp(jnp.int32(0), s.num_rows - first_row, jnp.int32(WGMMA_ROWS))
     end = s.limit
@@ -182,10 +183,10 @@ def _split_of(queue: Queue, s: Sequence, tiles: Scalar, block: Scalar, geometry:
 
 
 def closing_of(number: Scalar, tile: Scalar, total: Scalar, geometry: Geometry) -> Closing:
-    """Locates the partial results of the item that queue `number` closes; the queue begins with the item's `tile`."""
+    """Locates the partial results of the item that queue `number` closes. The queue begins at its tile `tile`."""
     begin = _cut(total, number, geometry) - tile
     opener = _queue_at(total, begin, number, geometry)
-    has_others = _cut(total, opener, geometry) != begin  # before the item's first tile
+    has_others = _cut(total, opener, geometry) != begin  # tiles before the item
     return Closing(2 * opener + has_others.astype(jnp.int32), number - opener + 1)
 
 
@@ -199,14 +200,14 @@ def _cut(total: Scalar, number: Scalar, geometry: Geometry) -> Scalar:
 
 
 def _queue_at(total: Scalar, tile: Scalar, most: Scalar, geometry: Geometry) -> Scalar:
-    """The last queue that begins at this tile or before it; queue `most` begins at this tile or after it."""
+    """The last queue that begins at this tile or before. Queue `most` begins at this tile or after."""
     size = at_least(lax.div(total, jnp.int32(geometry.tuning.queues)), _LEAST_TILES)
     guess = lax.min(most, lax.div(tile, size))
     return lax.while_loop(lambda number: _cut(total, number, geometry) > tile, lambda number: number - 1, guess)
 
 
 def partial_of(first: Scalar, number: Scalar) -> Scalar:
-    """Index of the partial result of an item's split `number`; `first` is the index for split 0."""
+    """The index of the partial result of an item's split `number`; `first` is the index for split 0."""
     return jnp.where(number == 0, first, (lax.div(first, jnp.int32(2)) + number) * 2)
 
 

@@ -27,7 +27,7 @@ class Inputs(NamedTuple):
     lengths: Lengths
     scale: Ref  # [1]
     latent_scale: Ref  # [1]
-    sinks: Ref  # [heads + 64], repeated after the last head
+    sinks: Ref  # [heads + 64], repeated from the first head on after the last one
 
 
 class Outputs(NamedTuple):
@@ -45,13 +45,13 @@ class Scratch(NamedTuple):
     query: Ref  # out overwrites it after the last product
     tiles: Ref
     weights: Ref  # P of a tile
-    factors: Ref  # [64]: factors that rescale O, from warpgroup 0 to warpgroup 1
+    factors: Ref  # [64], the factors that rescale O; warpgroup 0 gives them to warpgroup 1
     lse: Ref  # [64]
     query_ready: Ref
     query_consumed: Ref
     tile_ready: Ref
     tile_consumed: Ref
-    weights_ready: Ref  # weights and factors
+    weights_ready: Ref  # weights and factors are ready
     weights_consumed: Ref
 
 

@@ -1,4 +1,4 @@
-"""Stores of a program: out and lse of a whole item's row block, or the partial result of a split."""
+"""Stores of the MLA kernel: out and lse of a whole item's row block, or the partial result of a split."""
 
 from collections.abc import Sequence
 

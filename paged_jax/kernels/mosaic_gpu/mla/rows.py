@@ -23,8 +23,8 @@ from paged_jax.kernels.mosaic_gpu.mla.geometry import Geometry
 
 
 def store_lse(lse_smem: Ref, lse_gmem: Ref, row: Scalar, num_rows: Scalar) -> None:
-    """Copies the first `num_rows` of 64 float32 from shared to global memory, to index `row` and up."""
-    plgpu.commit_smem()  # all threads have written theirs
+    """Copies the first `num_rows` of 64 float32 from shared to global memory, from index `row` on."""
+    plgpu.commit_smem()  # all threads have written their lse
 
     @inline(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR)
     def store(_, lse_smem, lse_gmem, row, num_rows):
@@ -41,7 +41,7 @@ def store_lse(lse_smem: Ref, lse_gmem: Ref, row: Scalar, num_rows: Scalar) -> No
 
 
 def store_partial(partial_gmem: Ref, out: Array, first: int, num_rows: Scalar, geometry: Geometry) -> None:
-    """Stores the first `num_rows` rows of a part of O to columns `first` and up of [64, value_size]."""
+    """Stores the first `num_rows` rows of a part of O to columns of [64, value_size], from column `first` on."""
 
     @inline(plgpu.RefType(), plgpu.Layout.WGMMA, SCALAR)
     def store(_, partial_gmem, out, num_rows):

@@ -1,8 +1,8 @@
-"""The softmax of 64 rows, online, in one of the two computing warpgroups; and the sums of values in both.
+"""The online softmax of 64 rows, in warpgroup 0, and the sums of values, in both computing warpgroups.
 
 S [64, tile]     = Q [64, latent_size] x latents^T [latent_size, tile]
 P                = exp(S - maxima)
-O [64, part]    += P [64, tile]        x latents [tile, part]        each warpgroup its own parts of the value
+O [64, part]    += P [64, tile]        x latents [tile, part]        each warpgroup has its own parts of the value
 """
 
 from collections.abc import Callable, Sequence
@@ -26,25 +26,25 @@ from paged_jax.kernels.mosaic_gpu.mla.geometry import TILE, Geometry
 from paged_jax.kernels.mosaic_gpu.mla.plan import Split
 from paged_jax.kernels.mosaic_gpu.mla.refs import Inputs, Refs
 
-_MOST_LAG = 6.0  # a maximum may lag the largest logit by this power of 2; float16 holds 2 ** (8 + 6)
+_MOST_LAG = 6.0  # exp(largest logit - maximum) may reach 2 to this power; float16 holds 2 ** (8 + 6)
 BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 _EXPONENT_IN_FLOAT16 = 8.0
-_ZEROED = 64  # columns of a tile that are zeroed at once: they take registers
+_ZEROED = 64  # columns of a tile that are zeroed at a time, because they take registers
 
 
 class State(NamedTuple):
     """The softmax of the tokens so far."""
 
     out: list[Array]  # parts of O, not divided by the sums: [64, size of the part] each
-    maxima: Array  # [64], of logits times log2(e); up to `_MOST_LAG` below the largest one
-    sums: Array  # of exponentials: [64], until `finished` each lane sums its own columns only
+    maxima: Array  # [64], maxima of logits times log2(e); they may lag by `_MOST_LAG`
+    sums: Array  # [64], sums of exponentials; until `finished`, each lane sums its own columns only
 
 
 class Finished(NamedTuple):
     """Factors from a softmax to its results: arrays [64]."""
 
-    factor: Array  # of O
-    log_sums: Array  # of base 2, without sinks; -inf for rows that saw no token
+    factor: Array  # multiplies O
+    log_sums: Array  # binary logarithms of sums, without sinks; -inf for rows that saw no token
 
 
 def empty_out(parts: Sequence[Slice]) -> list[Array]:
@@ -59,7 +59,7 @@ def empty(parts: Sequence[Slice]) -> State:
 
 
 def seen_by_rows(split: Split, inputs_gmem: Inputs, geometry: Geometry) -> Any:
-    """One past the last token that each row sees: [64], or one scalar if it is the same for all rows."""
+    """One past the last token that each row sees, [64], or a scalar for all rows."""
     if not geometry.problem.causal or geometry.one_query:
         return split.end
     row = lanes.row_numbers() + split.first_row
@@ -67,7 +67,7 @@ def seen_by_rows(split: Split, inputs_gmem: Inputs, geometry: Geometry) -> Any:
 
 
 def scores(query_smem: Ref, tile_smem: Ref) -> Array:
-    """S."""
+    """S, the products of the query with a tile's latents."""
     return product(query_smem, tile_smem.T)
 
 
@@ -125,7 +125,7 @@ def weigh(products: Array, state: State, start: Scalar, seen: Any, factor: Any, 
     token = plgpu.broadcasted_iota(jnp.int32, products.shape, 1, layout=plgpu.Layout.WGMMA)
     end = seen - start
     logits = jnp.where(token < (over_columns(end, TILE) if jnp.ndim(end) else end), logits, -jnp.inf)
-    # A maximum may lag behind the largest logit, which saves most multiplications of O.
+    # A maximum may lag behind the largest logit. Maxima then rise rarely, and O is rarely multiplied.
     maxima = lanes.raised(state.maxima, logits, jnp.float32(1), _MOST_LAG)
     keep = jnp.exp2(state.maxima - maxima)
     weights = lanes.exponentials(logits, jnp.float32(1), maxima - _exponent_of_weights(geometry))
@@ -133,7 +133,7 @@ def weigh(products: Array, state: State, start: Scalar, seen: Any, factor: Any, 
 
 
 def factor_of(inputs_gmem: Inputs, geometry: Geometry) -> Any:
-    """The factor from products to logits; it includes log2(e) if logits are scaled products and nothing else."""
+    """The factor from products to logits, or to logits times log2(e) if logits are just scaled products."""
     factor = inputs_gmem.scale[0] * cache_scale(inputs_gmem.latent_scale, geometry.problem.k_scale, jnp.int32(0))
     return factor * LOG2E if geometry.problem.scaled_products else factor
 
@@ -172,7 +172,7 @@ def finished(state: State, is_whole: Scalar, split: Split, refs: Refs, geometry:
 
 
 def _exponent_of_weights(geometry: Geometry) -> float:
-    """Weights and sums are multiplied by 2 to this power, with which float16 keeps smaller weights."""
+    """Weights and sums are multiplied by 2 to this power, so that float16 keeps smaller weights."""
     return _EXPONENT_IN_FLOAT16 if geometry.problem.query_dtype == "float16" else 0.0
 
 

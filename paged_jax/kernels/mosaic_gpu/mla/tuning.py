@@ -9,8 +9,8 @@ class Tuning:
 
     Attributes:
       queues: queues that share the tiles of the whole batch evenly.
-      width: row blocks of a sequence that neighbouring programs attend with side by side, so that only the first of
-        them reads a tile from memory and the others find it in the L2 cache. Each queue has this many programs.
+      width: neighbouring row blocks of a sequence that share tiles, and programs of each queue. The first of these
+        programs reads a tile from memory, and the others find it in the L2 cache.
     """
 
     queues: int

@@ -1,6 +1,6 @@
 """Ragged attention: prefill, chunks, speculative tokens and decodes in one launch, and a merge of split contexts.
 
-It makes `Inputs` of the ops' arrays, and `Problem`, `Tuning` and `Geometry` of the static facts.
+This file makes `Inputs` from the ops' arrays, and `Problem`, `Tuning` and `Geometry` from the static facts.
 """
 
 import jax
@@ -30,7 +30,7 @@ def ragged_paged_attention(
     query_start_loc: QueryStartLoc,
     options: AttentionOptions,
 ) -> tuple[RaggedQuery, RaggedLse]:
-    """Attends to caches that hold the queries' own tokens too."""
+    """Attends to caches that also hold the queries' own tokens."""
     caches = key_cache, value_cache, block_tables
     return _attend(query, (), caches, seq_lens, query_start_loc, options)
 
@@ -46,7 +46,7 @@ def prefix_attention(
     query_start_loc: QueryStartLoc,
     options: AttentionOptions,
 ) -> tuple[RaggedQuery, RaggedLse]:
-    """Attends as `ragged_paged_attention` does, to new keys and values that are in arrays of their own."""
+    """Attends like `ragged_paged_attention`, but the new tokens' keys and values are in arrays beside the caches."""
     caches = key_cache, value_cache, block_tables
     return _attend(query, (key, value), caches, seq_lens, query_start_loc, options)
 
@@ -59,7 +59,7 @@ def _attend(
     query_start_loc: Array,
     options: AttentionOptions,
 ) -> tuple[Array, Array]:
-    """Runs the kernels; `new` has the new tokens' keys and values if they are in arrays of their own."""
+    """Runs the kernels. `new` holds the new tokens' keys and values if they are in arrays beside the caches."""
     problem = Problem.of_call(query, *caches, options, prefix=len(new) > 0)
     geometry = Geometry(problem, choose.tune(problem, facts.device()))
     if problem.num_tokens * problem.num_seqs * problem.num_blocks * problem.max_seq_len == 0:
@@ -79,6 +79,6 @@ def _attend(
             sinks = vectors.per_head.sinks
             merge(geometry, MergeRefs(query_start_loc, seq_lens, sinks, counted, *partials, out_ref, lse_ref))
 
-    claimed = jnp.zeros((2,), jnp.int32)  # the kernel writes to it, so that it has to be a reference
-    unwritten = jnp.zeros(query.shape, query.dtype), jnp.zeros(query.shape[:2], jnp.float32)  # XLA drops them
+    claimed = jnp.zeros((2,), jnp.int32)  # a reference, because the kernel writes to it
+    unwritten = jnp.zeros(query.shape, query.dtype), jnp.zeros(query.shape[:2], jnp.float32)  # XLA removes these zeros
     return apart(pl.run_state(run)((claimed, *unwritten))[1:])

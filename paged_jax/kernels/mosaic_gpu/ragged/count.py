@@ -1,13 +1,13 @@
 """Counts a batch's work: items, partial results and merges of each sequence.
 
-Programs claim items in an order of the sequences. Few sequences are sorted: those with the costliest items come first,
-so that the last items are short and all programs end at about the same time (LOG, "The longest first"). Many sequences
-keep their order, because even the longest is short compared with the work of a program.
+Programs claim items in an order of the sequences. Up to 126 sequences are sorted: those with the costliest items come
+first. Then the last items are short, and all programs end at about the same time (benchmarks/LOG.md, "The longest
+first"). More sequences keep their order, because even the longest is short compared with the work of a program.
 
-Only the device knows the lengths. If sequences are few, the loading warpgroup of each program counts all of them, a
-thread for each sequence. That took less than 1 us, where XLA's kernels took 5 us (benchmarks/LOG.md,
-"Counting and order"). One program stores the counts for the merge kernel. If sequences are many, XLA counts
-before the kernel.
+Only the device knows the lengths. For up to 510 sequences, the loading warpgroup of each program counts the whole
+batch; each of its threads counts one sequence at a time. That took less than 1 us, where XLA's kernels took 5 us
+(benchmarks/LOG.md, "Counting and order"). One program stores the counts for the merge kernel. For more sequences, XLA
+counts before the kernel.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from paged_jax.kernels.mosaic_gpu.ragged.ptx import scan
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Counts, Refs
 from paged_jax.kernels.mosaic_gpu.ragged.sequence import Sequence, most_tiles, num_queries, query_tiles, splits_of
 
-_ITEM_COST = 2  # cost of an item in addition to its tiles
+_ITEM_COST = 2  # the cost of an item beside the cost of its tiles
 
 
 class _Totals(NamedTuple):
@@ -37,7 +37,7 @@ class _Totals(NamedTuple):
 
     @classmethod
     def of(cls, costs: list) -> "_Totals":
-        """Makes totals from the costs of `Geometry.kinds_there`."""
+        """Makes totals from one cost for each of `Geometry.kinds_there`."""
         *wide, thin = costs
         return cls(wide[0] if wide else jnp.float32(0), thin)
 
@@ -54,7 +54,7 @@ class _Shares(NamedTuple):
 
 
 def count_before_kernel(query_start_loc: Array, seq_lens: Array, geometry: Geometry) -> Counts:
-    """Counts the work in XLA, unless the kernel does."""
+    """Counts the work in XLA, unless the kernel counts it."""
     if geometry.tuning.counts_in_kernel:
         return Counts(*[jnp.zeros((1,), jnp.int32)] * len(Counts._fields))
     ends = jnp.append(query_start_loc[1:], geometry.problem.num_tokens)
@@ -75,7 +75,7 @@ def count_before_kernel(query_start_loc: Array, seq_lens: Array, geometry: Geome
 
 
 def count_in_kernel(refs: Refs, geometry: Geometry) -> Counts:
-    """Counts the work in shared memory, unless XLA did."""
+    """Counts the work in shared memory, unless XLA has counted it."""
     if not geometry.tuning.counts_in_kernel:
         return refs.inputs_gmem.counts
     smem, lengths_gmem, end = refs.smem, refs.inputs_gmem.lengths, geometry.count_columns
@@ -97,28 +97,28 @@ def count_in_kernel(refs: Refs, geometry: Geometry) -> Counts:
         scan.sums_before(_counts(_sequences(seq, lengths_gmem, geometry), shares, geometry), smem.table, first)
     smem.wide_programs[0] = _wide_programs(totals, geometry)
     if geometry.merges:
-        last = geometry.tuning.num_programs - 1  # the program whose first item is the shortest has the most time
+        last = geometry.tuning.num_programs - 1  # its first item is the shortest, so it has the most time
         pl.when(lax.axis_index("program") == last)(lambda: _leave_counts(refs, geometry))
     return Counts(smem.table, smem.order, smem.wide_programs)
 
 
 def total(what: Counted, kind: ItemKind, counts: Counts) -> Scalar:
-    """Total count of this kind."""
+    """Sums a count of this kind over all sequences and the padding."""
     return before(what, jnp.int32(kind.geometry.problem.num_seqs + 1), kind, counts)
 
 
 def sequence_at(ordinal: Scalar, counts: Counts, geometry: Geometry) -> Scalar:
-    """The index of the sequence at this position of the order."""
+    """The index of the sequence at position `ordinal` of the order."""
     return counts.order[ordinal] if geometry.orders_sequences else ordinal
 
 
 def before(what: Counted, ordinal: Scalar, kind: ItemKind, counts: Counts) -> Scalar:
-    """Count of this kind in all sequences before this position of the order."""
+    """Sums a count of this kind over the sequences before position `ordinal` of the order."""
     return counts.table[_row(what, kind), ordinal]
 
 
 def num_splits(ordinal: Scalar, sequence: Sequence, kind: ItemKind, counts: Counts) -> Scalar:
-    """Splits of each item of the sequence at this position of the order."""
+    """The number of splits of each item of the sequence at position `ordinal` of the order."""
     if not kind.may_split:
         return jnp.int32(1)
     items = before(Counted.ITEMS, ordinal + 1, kind, counts) - before(Counted.ITEMS, ordinal, kind, counts)
@@ -128,12 +128,12 @@ def num_splits(ordinal: Scalar, sequence: Sequence, kind: ItemKind, counts: Coun
 
 
 def search(number: Scalar, what: Counted, kind: ItemKind, counts: Counts) -> Scalar:
-    """Finds the sequence that holds item, partial result or merge (`what`) number `number`: its position in the order.
+    """Finds the sequence of element `number` of `what`, which is an item, a partial result or a merge.
 
-    If the number is too large, that is num_seqs + 1.
+    Returns the sequence's position in the order, or num_seqs + 1 if there is no such element.
     """
     num_seqs = kind.geometry.problem.num_seqs
-    ordinal = jnp.int32(0)  # the last position known to begin at or before the number
+    ordinal = jnp.int32(0)  # the last position whose elements are known to begin at or before `number`
     step = 1 << (num_seqs + 1).bit_length()
     while step := step // 2:
         further = lax.min(ordinal + step, jnp.int32(num_seqs + 1))
@@ -142,7 +142,7 @@ def search(number: Scalar, what: Counted, kind: ItemKind, counts: Counts) -> Sca
 
 
 def _costs(sequences: Sequence, kind: ItemKind) -> Array:
-    """Cost of all items of each sequence."""
+    """The cost of all of a sequence's items of this kind, for each sequence."""
     of_item = kind.tile_cost * most_tiles(sequences, kind) + _ITEM_COST
     items = query_tiles(sequences, kind).astype(jnp.float32) * float(kind.geometry.problem.num_kv_heads)
     return items * of_item.astype(jnp.float32)  # integers would overflow
@@ -159,16 +159,16 @@ def _wide_programs(totals: _Totals, geometry: Geometry) -> Any:
 
 
 def _thin_items(sequences: Sequence, share: Any, geometry: Geometry) -> Array:
-    """Thin items of each sequence that see a tile, if a split costs about `share`."""
+    """Counts the thin items that see a tile, in each sequence, if a split costs about `share`."""
     _, thin = geometry.kinds
     items = query_tiles(sequences, thin) * splits_of(sequences, share, thin) * geometry.problem.num_kv_heads
     return jnp.where(most_tiles(sequences, thin) > 0, items, 0).astype(jnp.float32)  # sums of integers might overflow
 
 
 def _shares(sequences: Sequence, totals: _Totals, sum_up: Callable, geometry: Geometry) -> _Shares:
-    """Target costs of splits: total work / programs; thin splits of few sequences may cost less.
+    """Computes target costs of splits: about total work / programs. Thin splits may cost less if sequences are sorted.
 
-    Of the candidates in `THIN_SHARES` it picks the one whose last wave is fullest. If all items took equally long,
+    For thin splits, the candidate in `THIN_SHARES` wins whose last wave is fullest. If all items took equally long,
     programs would take ceil(items / programs) waves; the candidate with the least waves / (items / programs) wins.
     """
     share = (totals.wide + totals.thin) * (1 / geometry.tuning.num_programs) + 1
@@ -193,7 +193,7 @@ def _waves_per_share(items: Any, programs: Any) -> Any:
 
 
 def _most_cost(sequences: Sequence, shares: _Shares, geometry: Geometry) -> Array:
-    """Cost of the costliest item or split of each sequence; 0 if it has none."""
+    """The cost of each sequence's costliest item or split; 0 if the sequence has no item."""
     most = jnp.zeros_like(sequences.seq_len)
     for kind in geometry.kinds_there:
         tiles = most_tiles(sequences, kind)
@@ -204,7 +204,7 @@ def _most_cost(sequences: Sequence, shares: _Shares, geometry: Geometry) -> Arra
 
 
 def _counts(sequences: Sequence, shares: _Shares, geometry: Geometry) -> dict[int, Array]:
-    """The counts of each sequence, by row of the table; unread rows are left out."""
+    """The counts of each sequence, keyed by row of the table; rows that nobody reads are left out."""
     counts = {}
     for kind in geometry.kinds_there:
         items = query_tiles(sequences, kind) * geometry.problem.num_kv_heads
@@ -221,7 +221,7 @@ def _counts(sequences: Sequence, shares: _Shares, geometry: Geometry) -> dict[in
 
 
 def _row(what: Counted, kind: ItemKind) -> int:
-    """The row of the table."""
+    """The row of the table that holds a count of this kind."""
     return what + (0 if kind.is_wide else len(Counted))
 
 
@@ -234,7 +234,7 @@ def _sums_before(x: Array) -> Array:
 
 
 def _sequences(seq: Array, lengths_gmem: Lengths, geometry: Geometry) -> Sequence:
-    """The sequences of these indices, one for each thread. Index num_seqs is the padding; later ones are empty."""
+    """The sequences of these indices, one in each thread. Index num_seqs is the padding; higher ones are empty."""
     num_seqs = geometry.problem.num_seqs
     start = scan.gather(lengths_gmem.query_start_loc, seq, num_seqs)
     end = scan.gather(lengths_gmem.query_start_loc, seq + 1, num_seqs)

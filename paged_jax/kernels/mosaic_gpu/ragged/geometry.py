@@ -1,4 +1,4 @@
-"""Shapes and counts of ragged attention that follow from a `Problem` and its `Tuning`; host and device share them."""
+"""Shapes and counts of ragged attention. They follow from a `Problem` and its `Tuning`; host and device use them."""
 
 import math
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ THIN_SHARES = (1.0, 0.6)
 _COST_TOKENS = 64  # the unit of cost: one warpgroup's products with this many tokens of K and V
 _MOST_WITH_LONG_SOFTMAX = 64  # up to this head_size the softmax takes longer than the products
 _LEAST_PRODUCT = 64  # tokens: the tiling of shared memory lets wgmma take multiples of 64
-_ELEMENTS_OF_A_THREAD = 4  # of a row, in the merge kernel
+_ELEMENTS_OF_A_THREAD = 4  # elements of a row that a thread of the merge kernel merges
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Geometry:
 
     @property
     def has_whole_tiles(self) -> bool:
-        """Whether the copies of a tile alone make it ready, if all of its tokens have values."""
+        """Whether a tile is ready as soon as its copies have arrived, if all of its tokens have values."""
         return not (self.converts_tiles or self.scales_slots or self.problem.prefix)
 
     @property
@@ -105,8 +105,8 @@ class Geometry:
     def softmax_outlasts_products(self) -> bool:
         """Whether the softmax of a wide tile takes longer than its products, and the tile can be halved.
 
-        On an H200 it takes longer for heads of 64, about as long for 80, and less long for 96 (benchmarks/LOG.md, "The
-        second product in halves").
+        On an H200 the softmax takes longer for heads of 64, about as long for 80, and less long for 96
+        (benchmarks/LOG.md, "The second product in halves").
         """
         return self.problem.head_size <= _MOST_WITH_LONG_SOFTMAX and self.tuning.tile % (2 * _LEAST_PRODUCT) == 0
 
@@ -114,7 +114,7 @@ class Geometry:
 
     @property
     def stripes(self) -> tuple[int, ...]:
-        """Distances, in sparse blocks, from a stripe of a group's last head to the next stripe of each of its heads."""
+        """Distances, in sparse blocks, from a stripe of a group's last head to the next stripe of each of the heads."""
         sparse, group = self.problem.block_sparse, self.problem.group
         if sparse is None or sparse.head_sliding_step <= 0:
             return (0,)
@@ -122,19 +122,19 @@ class Geometry:
 
     @property
     def sees_stripes_only(self) -> bool:
-        """Whether queries see stripes only: then a query may not see its own token."""
+        """Whether queries see stripes only. Then a query may be unable to see its own token."""
         return self.problem.block_sparse is not None and self.problem.block_sparse.local_blocks == 0
 
     # The batch's work, counted for each sequence.
 
     @property
     def count_columns(self) -> int:
-        """Columns of `Counts.table`: sequences, padding and the end, rounded up to a multiple of 128 threads."""
+        """Columns of `Counts.table`: sequences, padding and total, rounded up to a multiple of 128 threads."""
         return pl.cdiv(self.problem.num_seqs + 2, WARPGROUP) * WARPGROUP
 
     @property
     def orders_sequences(self) -> bool:
-        """Whether a warpgroup sorts the sequences, one for each thread: those with the costliest items come first."""
+        """Whether a warpgroup sorts the sequences, so that those with the costliest items come first."""
         return self.problem.num_seqs > 1 and self.count_columns == WARPGROUP
 
     # The merge of split items.
@@ -160,7 +160,7 @@ class ItemKind:
     """All wide work items of a batch, or all thin ones.
 
     Attributes:
-      geometry: of the call.
+      geometry: the call's geometry.
       code: `WIDE` or `THIN`.
     """
 
@@ -174,7 +174,7 @@ class ItemKind:
 
     @property
     def may_exist(self) -> bool:
-        """Whether a batch may have such items. With a small `max_query_len` all items are thin."""
+        """Whether a batch may have items of this kind. With a small `max_query_len` all items are thin."""
         return not self.is_wide or self.geometry.problem.max_query_len > self.geometry.half_tokens
 
     @property
@@ -184,7 +184,7 @@ class ItemKind:
 
     @property
     def has_several(self) -> bool:
-        """Whether a sequence may have several query tiles of this kind. If not, only its last one may be."""
+        """Whether a sequence may have several query tiles of this kind. Otherwise only its last may be of it."""
         return self.is_wide or self.takes_all
 
     @property
@@ -194,7 +194,7 @@ class ItemKind:
 
     @property
     def tokens(self) -> int:
-        """The most query tokens of an item."""
+        """The most query tokens that an item may have."""
         return self.halves * self.geometry.half_tokens
 
     # Tiles of K and V.
@@ -222,9 +222,10 @@ class ItemKind:
 
     @property
     def prefetches(self) -> bool:
-        """Whether warps ask L2 for the next raw tile: one is in flight to shared memory, which is too little.
+        """Whether warps prefetch raw tiles into L2, because one raw tile in flight does not keep memory busy.
 
-        The contexts of wide items are in L2 more often, and asking costs them 3% (benchmarks/LOG.md, "One pool of keys
+        A warp prefetches the tile after the one in flight. The contexts of wide items are in L2 more often; prefetching
+        would make these items 3% slower (benchmarks/LOG.md, "One pool of keys
         and values").
         """
         return self.geometry.converts_by_warps and not self.is_wide
@@ -233,8 +234,9 @@ class ItemKind:
     def run_tokens(self) -> int:
         """Tokens of a run: neighbouring tokens of a tile in one block, which one copy brings.
 
-        A quarter of a tile is the most, so that each loading warp has runs of every tile. A warp without runs would
-        still wait for each stage, but nobody would wait for that warp: a ring later it could miss a phase and hang.
+        A run is at most a quarter of a tile, so that each loading warp has runs of every tile. A warp without runs
+        would still wait for each stage, but nobody would wait for that warp. It could fall a whole ring behind, miss a
+        phase of a barrier, and hang.
         """
         return min(self.geometry.problem.block_size, self.tile // LOADING_WARPS)
 
@@ -250,7 +252,7 @@ class ItemKind:
 
     @property
     def rows_of_warp(self) -> int:
-        """Rows of the runs of a loading warp."""
+        """Rows of a tile that the runs of one loading warp fill."""
         return self.tile // LOADING_WARPS
 
     @property
@@ -268,8 +270,8 @@ class ItemKind:
     def arrivals_per_tile(self) -> int:
         """Arrivals at a tile's barrier before the tile is ready.
 
-        Each copy arrives once, or each loading warp after converting its runs. If the warpgroup converts together, it
-        arrives once.
+        Without a conversion, each copy arrives once. If each loading warp converts its own runs, each of the four warps
+        arrives once. If the warps convert a tile together, their warpgroup arrives once.
         """
         if self.geometry.converts_by_warps:
             return LOADING_WARPS
@@ -277,7 +279,7 @@ class ItemKind:
 
     @property
     def tile_cost(self) -> int:
-        """Cost of an item's products with one tile."""
+        """The cost of an item's products with one tile."""
         return self.tile // _COST_TOKENS * self.halves
 
     # Splits.
@@ -289,13 +291,14 @@ class ItemKind:
 
     @property
     def num_partials(self) -> int:
-        """An upper bound of the partial results of all split items.
+        """An upper bound of the number of partial results of all split items.
 
-        Let a share be total work / programs. Only a wide item that costs more than a share is split, so fewer items
-        than programs are split. An item of cost x shares has fewer than x + 1 splits. All split items together cost at
-        most as many shares as there are programs, so they have fewer than 2 * programs splits.
+        Let a share be total work / programs. A wide item is split only if it costs more than a share, so fewer items
+        than programs are split. An item that costs x shares has fewer than x + 1 splits. All split items together cost
+        no more than `programs` shares, so they have fewer than 2 * programs splits.
 
-        A thin item is split only if it costs at least 1.5 shares, into at most x + 0.5 splits, which is up to 4/3 of x.
+        A thin item that costs x of its own shares is split only if x is 1.5 or more. It has at most x + 0.5 splits, and
+        so at most 4/3 * x. The least share of thin items is min(THIN_SHARES) times total work / programs.
         """
         problem, programs, most_splits = self.geometry.problem, self.geometry.tuning.num_programs, self._most_splits
         if most_splits <= 1:
@@ -308,6 +311,6 @@ class ItemKind:
 
     @property
     def _most_splits(self) -> int:
-        """An upper bound of the splits of one item."""
+        """An upper bound of the number of splits of one item."""
         tiles = pl.cdiv(self.geometry.problem.max_seq_len, self.tile) + (1 if self.geometry.problem.prefix else 0)
         return pl.cdiv(tiles * self.tile_cost, self.geometry.tuning.least_split)

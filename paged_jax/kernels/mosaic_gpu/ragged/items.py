@@ -1,7 +1,7 @@
 """Descriptions of work items: the loading warpgroup writes them, the computing warpgroups read them.
 
-They lie in a ring in shared memory, `Scratch.items`. `items_before` counts the items that this program had before; the
-stage of a description, and of a query, follows from it.
+They lie in a ring in shared memory, `Scratch.items`. `items_before` is the number of the program's earlier items. The
+stages of an item's description and query follow from it.
 """
 
 import jax.experimental.pallas as pl
@@ -17,12 +17,12 @@ from paged_jax.kernels.mosaic_gpu.ragged.refs import ITEM_STAGES, Scratch, Signa
 
 
 def nothing() -> Item:
-    """An item without tiles: the one before a program's first, and after its last."""
+    """The item without tiles that precedes a program's first item and follows its last one."""
     return Item(*[jnp.int32(NO_ITEM)] * len(Item._fields))
 
 
 def describe(item: Item, tiles_before: Scalar, items_before: Scalar, smem: Scratch) -> None:
-    """Describes an item to the computing warpgroups. `tiles_before` counts the program's earlier tiles of its kind."""
+    """Describes an item to the computing warpgroups. `tiles_before` counts earlier tiles of the same kind."""
     stage = stage_of(items_before)
     pl.when(items_before >= ITEM_STAGES)(lambda: plgpu.barrier_wait(smem.items.consumed.at[stage]))
     ptx.store_fields(smem.items.fields, stage, (*item, tiles_before))
@@ -46,7 +46,7 @@ def read_own(items_before: Scalar, smem: Scratch) -> Item:
 
 
 def tiles_before(stage: Scalar, smem: Scratch) -> Scalar:
-    """Tiles of its kind that the program had before the item of a stage."""
+    """The number of the program's tiles of the same kind before the item of a stage."""
     return smem.items.fields[stage, len(Item._fields)]
 
 

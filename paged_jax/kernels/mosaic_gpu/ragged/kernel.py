@@ -1,7 +1,7 @@
 """The ragged kernel: attention with any number of queries for each sequence, in one launch.
 
 Grid: one program on each multiprocessor, a thread block of three warpgroups. It takes work items (`plan.py`) until none
-is left. Wide items are bound by the matrix units and thin items by memory, so some programs begin with wide items and
+is left. The matrix units bound wide items and memory bounds thin ones, so some programs begin with wide items and
 the others with thin ones.
 
 Who loads: warpgroup 2 claims an item, describes it to the others (`items.py`), and copies its query and, run by
@@ -22,7 +22,8 @@ Shared memory, for head_size 128, bfloat16, tiles of 128 tokens, 2 stages:
     | ring of K 64 KiB | ring of V 64 KiB | queries of two items 64 KiB | counts of up to 126 sequences 4 KiB |
 
 Out and lse of a whole item overwrite its query in shared memory and are copied from there; partial results go from
-registers to global memory. A handed-over O overwrites the query, too: as its value rounded to 16 bits, and the rest.
+registers to global memory. A handed-over O overwrites the query, too, in two parts of 16 bits: O rounded, and
+its rounding error.
 
 Roofline: 4 * num_heads * head_size operations for each pair of a query and a token that it sees. With few queries:
 4 * head_size bytes for each token and kv head, or 2 * head_size bytes with caches of 8 bits.
@@ -81,7 +82,7 @@ def _attend_to_items(refs: Refs, geometry: Geometry) -> None:
 
     def attend_to_wide_or_thin(state):
         stage, item_kind = state
-        # If the code of thin items comes first, they are 1 to 2% faster (benchmarks/LOG.md, "What is spilled").
+        # Thin items are 1 to 2% faster if their code comes first (benchmarks/LOG.md, "What is spilled").
         pl.when(item_kind != WIDE)(lambda: thin.attend_to_item(stage, refs, thin_kind))
         pl.when(item_kind == WIDE)(lambda: wide.attend_to_item(stage, refs, wide_kind))
         return item_after(stage)

@@ -22,7 +22,7 @@ from paged_jax.kernels.mosaic_gpu.ragged.ptx import items as claims
 from paged_jax.kernels.mosaic_gpu.ragged.ptx import rows
 from paged_jax.kernels.mosaic_gpu.ragged.refs import ITEM_STAGES, Counts, Refs, Signal
 
-_LAST_TILES = 2  # tiles of a thin item that are loaded after the next item is begun
+_LAST_TILES = 2  # tiles of a thin item that are loaded after the next item is claimed
 
 
 def load_items(refs: Refs, geometry: Geometry) -> None:
@@ -52,11 +52,11 @@ def load_items(refs: Refs, geometry: Geometry) -> None:
 
 
 class _Taken(NamedTuple):
-    """The item that a step of the loop loads. The first step loads none; it only begins the first item."""
+    """The item that a step of the loop loads. The first step loads no item; it only begins the first one."""
 
-    number: Scalar  # of the item, or of the first item
-    is_item: Scalar  # whether the step has an item
-    goes_on: Scalar  # whether there is such a step
+    number: Scalar  # the number of the step's item; in the first step, of the program's first item
+    is_item: Scalar  # whether the step has an item to load
+    goes_on: Scalar  # whether the loop has this step
 
 
 @dataclass(frozen=True)
@@ -79,27 +79,28 @@ class _ItemLoader:
     def take_items(self, first: Scalar, items_before: Scalar) -> Scalar:
         """Takes item `first`, and then further items until none is left; returns the updated `items_before`.
 
-        An item without tiles precedes the first one, so that the loop has the code that begins items only once.
+        The loop starts with an item without tiles, so that its body is the only code that begins items.
         """
 
         def take(state):
             taken, items_before, tiles_before = state
-            # Without an item there is no description yet, and another warp may be writing the first one.
+            # Without an item there is nothing to read, and another warp may be writing the first description.
             item = lax.cond(taken.is_item, lambda: items.read_own(items_before, self.refs.smem), items.nothing)
             next_item = self._load_item(item, items_before, tiles_before, taken)
             return next_item, items_before + taken.is_item.astype(jnp.int32), tiles_before + item.num_tiles
 
         state = _Taken(first, jnp.bool_(False), jnp.bool_(True)), items_before, jnp.int32(0)
         _, items_before, tiles_before = lax.while_loop(lambda state: state[0].goes_on, take, state)
+        # Tiles of the other kind use the same shared memory, but other barriers.
         barriers = self.refs.smem.barriers(self.kind)
         _drain(tiles_before, barriers.keys_consumed, barriers.values_consumed, stages=self.kind.stages)
         return items_before
 
     def _load_item(self, item: Item, items_before: Scalar, tiles_before: Scalar, taken: _Taken) -> _Taken:
-        """Loads an item's tiles. Between them it signals the item's query, and begins the next item if there is one.
+        """Loads an item's tiles. In between, signals the item's query, and begins the next item if there is one.
 
-        A loop loads the tiles in three parts, and its steps also do the work between the parts: the kernel then has the
-        code that loads tiles only once (benchmarks/LOG.md, "The code between tiles").
+        One loop loads the tiles in three parts, and its steps also do the work between the parts. So the kernel
+        contains the code that loads tiles only once (benchmarks/LOG.md, "The code between tiles").
         """
         tiles = TileLoader(item, tiles_before, self.kind, self.refs)
         if self.kind.geometry.converts_tiles:
@@ -128,11 +129,12 @@ class _ItemLoader:
         return _Taken(number, exists, exists)
 
     def _tiles_before_next(self, num_tiles: Scalar) -> Scalar:
-        """The number of an item's tiles that are loaded before the next item is begun.
+        """The number of an item's tiles that are loaded before the next item is claimed.
 
-        For a thin item these are all tiles except the last two: the next query arrives during these two, and a late
-        claim leaves the next item to a program that is done sooner. But at least stages + 2 tiles: then both
-        warpgroups have begun this item, so the results of the item before have left the memory of the next query.
+        For a thin item these are all tiles except the last two. The next query arrives during these two, and a late
+        claim leaves the next item to a program that is done sooner. These are also at least stages + 2 tiles, if the
+        item has so many: then both warpgroups have begun this item, so the results of the previous item have left the
+        shared memory of the next query.
         """
         if self.kind.is_wide:
             return lax.min(num_tiles, jnp.int32(self._first_tiles))
@@ -176,9 +178,9 @@ class _ItemLoader:
 
     @property
     def _first_tiles(self) -> int:
-        """Tiles of an item that are loaded before its query is signalled, and of a wide item before the next claim.
+        """The number of tiles that are loaded before the item's query is signalled; in wide items, also before a claim.
 
-        If a tile takes work of this warpgroup, such as a conversion, the query does not wait for a second tile.
+        If this warpgroup works on tiles, as in a conversion, the query does not wait for a second tile.
         """
         return 2 if self.kind.geometry.has_whole_tiles else 1
 
@@ -190,13 +192,13 @@ class _ItemLoader:
 
 
 def _first_number(loader: _ItemLoader, program: Scalar, wide_programs: Scalar, phase: Scalar) -> Scalar:
-    """The number of a program's first item of a kind. In phase 0 it takes one without a claim."""
+    """The number of a program's first item of a kind. In phase 0 the program takes its first item without a claim."""
     own = program if loader.kind.is_wide else program - wide_programs
     return lax.cond(phase == 0, lambda: own, lambda: loader.number_after(jnp.int32(-1)))
 
 
 def _drain(number: Scalar, *consumed, stages: int) -> None:
-    """Waits until all stages of a ring are consumed; their next readers may be others."""
+    """Waits until all stages of a ring are consumed, to which `number` elements have been written."""
 
     @pl.loop(lax.max(number - stages, jnp.int32(0)), number)
     def wait_for_stage(i):

@@ -30,7 +30,7 @@ _OfTile = Callable[[Scalar, Scalar, tuple[Scalar, ...]], None]
 
 
 class _Cache(NamedTuple):
-    """Sources and destination of tiles of K, or of V."""
+    """The sources and the destination of tiles of K, or of V."""
 
     is_keys: bool
     cache_gmem: Ref
@@ -48,7 +48,7 @@ class _Tile(NamedTuple):
     stage: Scalar
     is_reused: Scalar  # whether the stage held another tile before
     span: Span
-    kept: Range  # rows of V that stay: from the first visible token to the last one with a value; others become 0
+    kept: Range  # rows of V that stay: from the first visible token to the last token with a value
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class TileLoader:
 
     Attributes:
       item: the item.
-      tiles_before: tiles of this kind that the program has loaded before.
+      tiles_before: the number of tiles of this kind that the program has loaded before the item.
       kind: the item's kind.
       refs: all references.
     """
@@ -150,7 +150,7 @@ class TileLoader:
     # Tiles of the cache, of 16 bits.
 
     def _copy(self, tile: _Tile) -> None:
-        """Copies a tile of the cache, and zeroes rows of V without values."""
+        """Copies a tile of the cache, and zeroes the rows of V that are not kept."""
         keys, values = self._caches
         keys_smem, values_smem = (tile_of(cache.ring.tiles, tile.stage, self.kind) for cache in self._caches)
         self._wait_for_stage(keys, tile)
@@ -168,7 +168,7 @@ class TileLoader:
             self._arrive(values, tile)
 
     def _copy_runs(self, cache: _Cache, tile_smem, ready, span: Span) -> None:
-        """Copies the runs of a tile, one warp after the other. Past the end it copies the last run again."""
+        """Copies the runs of a tile; each warp copies every fourth one. Past the end, it copies the last run again."""
         size, block_size = self.kind.run_tokens, self.kind.geometry.problem.block_size
         last = self.last_run(span.end)
 
@@ -206,9 +206,9 @@ class TileLoader:
     def _for_tiles_by_warps(self, begin: Scalar, end: Scalar, ahead: int, do: _OfTile) -> None:
         """Calls `do` in each warp for the tiles begin <= number < end; no warp waits for another.
 
-        Each warp has its own runs of every tile. For tile i, `do` gets the blocks of the warp's runs of tile i +
-        `ahead`. The warp reads them from the block table before it calls `do` for tile i - 1, so that the reads overlap
-        with that.
+        Each warp has its own runs of every tile. For tile i, `do` gets the blocks that hold the warp's runs of tile i +
+        `ahead`. The warp reads these blocks' numbers from the block table before it calls `do` for tile i - 1, so that
+        the reads overlap with the work on that tile.
         """
         item, block_size = self.item, jnp.int32(self.kind.geometry.problem.block_size)
         tables_gmem, runs_of_warp = self.refs.inputs_gmem.block_tables, self.kind.runs_of_warp
@@ -261,10 +261,10 @@ class TileLoader:
         return lax.max(lax.div(last_token, jnp.int32(size)) * size, jnp.int32(0))
 
     def not_before_window(self, token: Scalar) -> Scalar:
-        """The first token of the run that replaces the run at `token`, if that lies before the window.
+        """Returns `token`, or the first token of the window's first run if `token` lies before that run.
 
-        An item's tiles may begin with a sparse block that lies partly before the sliding window. Blocks of those runs
-        may be freed, so the window's first run is read instead, and masked.
+        An item's tiles may begin with a sparse block that lies partly before the sliding window. The cache blocks
+        before the window may be freed, so the window's first run is read in their place, and masked.
         """
         problem, size = self.kind.geometry.problem, jnp.int32(self.kind.run_tokens)
         if problem.block_sparse is None or problem.sliding_window is None:
@@ -294,7 +294,7 @@ class TileLoader:
                 self._copy_own_runs(cache, following, raw_smem, arrived, first_run, blocks)
 
     def _prefetch_own_runs(self, number: Scalar, first_run: Scalar, blocks: tuple[Scalar, ...]) -> None:
-        """Asks L2 for a warp's runs of a tile, if the item has it."""
+        """Prefetches a warp's runs of a tile into L2, if the item has that tile."""
 
         @pl.when(number < self.item.cached_tiles)
         def prefetch():
@@ -360,7 +360,7 @@ class TileLoader:
             self._arrive(cache, tile)
 
     def _load_scales(self, tile: _Tile) -> None:
-        """Copies the scales of a tile's slots. The softmax reads them; they stay until the tile of V is consumed."""
+        """Copies the scales of a tile's slots. They stay in shared memory until the tile of V is consumed."""
         tables_gmem, starts = self.refs.inputs_gmem.block_tables, tile.span.starts
         values = self._caches[1]
         pl.when(tile.is_reused)(lambda: plgpu.barrier_wait(values.ring.consumed.at[tile.stage]))
@@ -376,7 +376,7 @@ def tile_of(ring_smem: Ref, stage: Scalar, kind: ItemKind) -> Ref:
     tile, per_wide_tile = kind.tile, kind.tiles_per_wide_tile
     if per_wide_tile == 1:
         return ring_smem.at[stage]
-    first = lax.rem(stage, jnp.int32(per_wide_tile)) * tile  # a product shows Mosaic that it is a multiple of `tile`
+    first = lax.rem(stage, jnp.int32(per_wide_tile)) * tile  # a product shows Mosaic that it divides by `tile`
     return ring_smem.at[lax.div(stage, jnp.int32(per_wide_tile)), pl.ds(first, tile)]
 
 

@@ -3,7 +3,7 @@
 Grid: `Tuning.merge_programs` programs of one warpgroup. Each takes every merge_programs-th group of
 `Geometry.merged_rows` rows of split items.
 
-Who loads, who computes: all threads, from global memory into registers, 4 elements of a row a thread.
+Who loads, who computes: every thread loads 4 elements of a row from global memory into registers, and merges them.
 
 Roofline: 4 * head_size bytes for each row of a partial result, mostly from L2. Latency bounds the kernel, not
 bandwidth, so it loads several partial results at a time.
@@ -26,7 +26,7 @@ from paged_jax.kernels.mosaic_gpu.ragged.refs import Counted, Counts, Ref
 
 
 class MergeRefs(NamedTuple):
-    """The arrays that the merge kernel reads; and out and lse, which it writes."""
+    """The arrays that the merge kernel reads, and out and lse, which it writes."""
 
     query_start_loc: Ref
     seq_lens: Ref

@@ -1,4 +1,4 @@
-"""The tokens that a block-sparse pattern leaves to a work item of ragged attention, and their ranks.
+"""The tokens that a work item of ragged attention sees under a block-sparse pattern, and their ranks.
 
 A query sees the last `local_blocks` sparse blocks. Before them it sees the stripes of its head, one sparse block in
 each `vert_stride`. An item's tokens are the stripes of all its heads, and all tokens from its first query's local
@@ -7,9 +7,9 @@ blocks on. An example with two heads, a stride of six, and four near blocks (N):
     sparse blocks    . . S S . . . . S S . . . . S S N N N N
     ranks                0 1         2 3         4 5 6 7 8 9        (times the tokens of a sparse block)
 
-The rank of a token counts the item's tokens before it. Ranks have no gaps, so a tile of consecutive ranks holds no
-other tokens. The count begins before the first token, so the first rank may be above 0. Without a pattern the rank of a
-token is its position.
+A token's rank is the number of the item's tokens before it. Ranks have no gaps, so a tile of consecutive ranks holds
+no tokens that the item does not see. The count starts up to one stride before the sequence's first token, so the first
+rank may be above 0. Without a pattern, a token's rank is its position.
 """
 
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ class Pattern(NamedTuple):
 
 
 def pattern_of(kv_head: Scalar, position: Scalar, begin: Scalar, end: Scalar, geometry: Geometry) -> Pattern | None:
-    """The pattern of an item whose first query is at `position` and that sees begin <= token < end, or None."""
+    """The pattern of an item that sees begin <= token < end, or None. The item's first query is at `position`."""
     if geometry.problem.block_sparse is None:
         return None
     sparse = _sparse(geometry)
@@ -44,7 +44,7 @@ def pattern_of(kv_head: Scalar, position: Scalar, begin: Scalar, end: Scalar, ge
 
 
 def rank_of(token: Scalar, pattern: Pattern | None, geometry: Geometry) -> Scalar:
-    """The rank of a token, or of the next token that has one."""
+    """The rank of a token, or of the next token that has a rank."""
     if pattern is None:
         return token
     size = jnp.int32(_sparse(geometry).block_size)
@@ -95,7 +95,7 @@ def hides_nothing(
 
 
 def most_ranked(tokens: Any, kind: ItemKind) -> Any:
-    """Estimates how many of the first `tokens` tokens have ranks, in an item of the last queries; `tokens` at most."""
+    """Estimates how many of the first `tokens` tokens a sequence's last item sees; never more than `tokens`."""
     problem = kind.geometry.problem
     if problem.block_sparse is None:
         return tokens
@@ -118,7 +118,7 @@ def _offset(kv_head: Scalar, geometry: Geometry) -> Scalar:
 
 
 def _stripes_before(block: Scalar, offset: Scalar, geometry: Geometry) -> Scalar:
-    """The number of stripes, of all heads of the group, before a sparse block."""
+    """The number of stripes before a sparse block, over all heads of the group."""
     stripes, stride = geometry.stripes, jnp.int32(_sparse(geometry).vert_stride)
     left_over = lax.rem(block + offset, stride)
     count = lax.div(block + offset, stride) * len(stripes)

@@ -6,8 +6,8 @@ The query tokens of a sequence are cut into tiles. A work item is such a tile wi
     thin    up to half_tokens tokens, 64 rows: both warpgroups have the same rows and take alternate tiles of K and V
 
 Only the last query tile of a sequence may be thin. But if `max_query_len` is small, all query tiles are thin, which
-halves the code to fetch. The padding, rows past the last sequence, counts as one more sequence without tokens in the
-cache; its items write zeros.
+halves the kernel's code. The padding, which are the rows past the last sequence, counts as one more sequence without
+tokens in the cache; its items write zeros.
 
 The items of each kind are numbered: by sequence in the order of `count.py`, then by kv head, then by query tile. The
 last query tile of a head comes first, because it sees most tokens. An item that costs more than a share of all work is
@@ -41,28 +41,28 @@ class Item(NamedTuple):
     seq: Scalar  # row of the block tables
     first_token: Scalar  # row of the query
     num_tokens: Scalar  # query tokens
-    position: Scalar  # of the first query token, in its sequence
-    origin: Scalar  # rank of the first token of the first tile
+    position: Scalar  # the first query token's position in its sequence
+    origin: Scalar  # the rank of the first token in the first tile
     begin: Scalar  # some row sees begin <= token < end; `begin` may be before the first tile
     end: Scalar
-    values_end: Scalar  # the end of the tokens that have keys and values
+    values_end: Scalar  # tokens before this one have keys and values
     num_tiles: Scalar
     cached_tiles: Scalar  # tiles from the cache, which come first; the others are of new tokens
     context_len: Scalar  # tokens in the cache
-    new_origin: Scalar  # rank of the first token of the first tile of new tokens
-    partial: Scalar  # index of its partial result, or WHOLE
+    new_origin: Scalar  # the rank of the first token in the first tile of new tokens
+    partial: Scalar  # the index of the partial result, or WHOLE
 
 
 class Span(NamedTuple):
     """The tokens of a tile, as positions in the sequence."""
 
-    rank: Scalar  # of the first token
+    rank: Scalar  # the first token's rank
     starts: tuple[Scalar, ...]  # row r of the tile is token starts[s] + r, if r is in segment s
     begin: Scalar  # no row sees tokens before this one
     end: Scalar  # no row sees tokens from this one on
-    values_end: Scalar  # the end of the tokens that have keys and values
+    values_end: Scalar  # tokens before this one have keys and values
     is_new: Any  # whether the tile comes from the arrays of new tokens
-    pattern: Pattern | None  # of the item
+    pattern: Pattern | None  # the item's pattern
 
 
 class _Context(NamedTuple):
@@ -109,8 +109,8 @@ def find(number: Scalar, counts: Counts, lengths_gmem: Lengths, kind: ItemKind) 
         origin=context.origin + first_tile * kind.tile,
         begin=context.begin,
         end=context.end,
-        # Tokens of the last tile from `end` on usually have values, because later queries see them. If queries see
-        # stripes only, nobody may see these tokens, and their values may be NaN.
+        # The last tile may hold tokens from `end` on. They usually have values, because later queries see them. If
+        # queries see stripes only, no query may see these tokens, and their values may be NaN.
         values_end=context.end if kind.geometry.sees_stripes_only else sequences.values_end(sequence, problem),
         num_tiles=lax.min(tiles_each, context.num_tiles - first_tile),
         cached_tiles=lax.clamp(

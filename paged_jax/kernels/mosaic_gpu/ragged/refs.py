@@ -15,8 +15,8 @@ from paged_jax.kernels.mosaic_gpu.hopper.memory import array_bytes, transforms
 from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT, Lengths, Partials, Ref
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import THIN_SHARES, Geometry, ItemKind
 
-ITEM_STAGES = 2  # descriptions in shared memory: of the item that is computed, and of the next one
-_ITEM_FIELDS = 16  # int32 of a description: the fields of `plan.Item`, and the number of tiles before
+ITEM_STAGES = 2  # descriptions in shared memory: one of the item that is computed, and one of the next item
+_ITEM_FIELDS = 16  # integers in a description: the fields of `plan.Item`, and the number of earlier tiles
 _OTHER_MEMORY = 12 * 1024  # bytes for barriers, padding and reductions
 
 
@@ -25,11 +25,11 @@ class Counted(enum.IntEnum):
 
     ITEMS = 0  # items; each split counts as one
     PARTIALS = 1  # partial results of split items
-    MERGES = 2  # groups of `Geometry.merged_rows` rows of split items
+    MERGES = 2  # groups of `Geometry.merged_rows` rows that are merged together
 
 
 class Signal(enum.IntEnum):
-    """Index of each signal's first barrier in `Scratch.signals`. Computing warpgroups wait for these and for tiles."""
+    """The index of each signal's first barrier in `Scratch.signals`. Computing warpgroups wait for these signals."""
 
     TURN = 0  # the warpgroup may use the matrix units; one barrier for each computing warpgroup
     ITEM = TURN + 2  # an item is described; one barrier for each stage of items
@@ -45,7 +45,7 @@ class Counts(NamedTuple):
       table: i32 [2 * len(Counted), >= num_seqs + 2]: exclusive prefix sums over the sequences in their order. Rows are
         the members of `Counted` for wide items, and then for thin ones.
       order: i32 [>= num_seqs + 1]: the sequences, those with the costliest items first; index num_seqs is the padding.
-        Absent unless `Geometry.orders_sequences`.
+        Not read unless `Geometry.orders_sequences`.
       wide_programs: i32 [1]: the number of programs that begin with wide items.
     """
 
@@ -55,7 +55,7 @@ class Counts(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The arrays that the ragged kernel reads, and the claims, which it also writes. Absent options have any value."""
+    """The arrays that the ragged kernel reads, and the counters of claims. Absent options have any value."""
 
     query: Ref  # [num_tokens, num_heads, head_size]
     key_cache: Ref
@@ -63,8 +63,8 @@ class Inputs(NamedTuple):
     block_tables: Ref  # [num_seqs, max_blocks_per_seq]
     lengths: Lengths
     claimed: Ref  # [2], counters of claimed wide items and claimed thin items
-    counts: Counts  # if XLA counts
-    options: Any  # `OptionArrays` of references, each to an array of at least one axis
+    counts: Counts  # the batch's counts, if XLA has counted them
+    options: Any  # `OptionArrays` of references; each array has one axis or more
     new_key: Ref = ABSENT  # [num_tokens, num_kv_heads, head_size], in `prefix_attention`
     new_value: Ref = ABSENT
 
@@ -79,28 +79,28 @@ class Outputs(NamedTuple):
     thin_partials: Partials
 
     def partials(self, kind: ItemKind) -> Partials:
-        """The partial results of a kind of items."""
+        """The partial results of one kind of items."""
         return self.wide_partials if kind.is_wide else self.thin_partials
 
 
 class TileBarriers(NamedTuple):
-    """The barriers for tiles of one kind of items. Each kind counts its tiles from 0."""
+    """The barriers for tiles of one kind of items. Each kind numbers its tiles from 0."""
 
-    keys_consumed: Ref  # one for each stage
+    keys_consumed: Ref  # a barrier for each stage
     keys_ready: Ref
     values_copied: Ref  # a tile of V has arrived, and some of its rows must be zeroed
-    raw_keys_ready: Ref  # one for each raw stage: a tile has arrived and waits for its conversion
+    raw_keys_ready: Ref  # a barrier for each raw stage: a tile has arrived and can be converted
     raw_values_ready: Ref
     values_consumed: Ref
     values_ready: Ref
 
 
 class TileRing(NamedTuple):
-    """A ring of tiles of one cache. Wide and thin items share its memory and have separate barriers."""
+    """A ring of tiles of K or of V. Wide and thin items share its memory and have separate barriers."""
 
     consumed: Ref  # barriers of wide items
     ready: Ref
-    slot_scales: Ref  # [stages * tile], if the cache has scales of slots
+    slot_scales: Ref  # [stages * tile], if each slot of the cache has a scale
     tiles: Ref  # [stages, tile, head_size]
 
 
@@ -115,11 +115,11 @@ class QueryRing(NamedTuple):
     """A ring of items' queries. Results overwrite them on their way to global memory."""
 
     consumed: Ref
-    rows: Ref  # [stages, 2, WGMMA_ROWS, head_size]; before their division, queries are bits of bfloat16
+    rows: Ref  # [stages, 2, WGMMA_ROWS, head_size]; queries to be divided arrive as bits of bfloat16
 
 
 class RawTiles(NamedTuple):
-    """Tiles of a cache of 8 bits before their conversion. Both kinds of items share their memory."""
+    """Tiles of a cache of 8 bits before their conversion. Wide and thin items share their memory."""
 
     ready: Ref  # barrier of wide items
     rows: Ref  # [tokens, head_size]
@@ -128,11 +128,11 @@ class RawTiles(NamedTuple):
 class Scratch(NamedTuple):
     """Shared memory and barriers of a program."""
 
-    claimed: Ref  # [1], the item that was claimed last
-    counted: Ref  # prefix sums of costs, and then of candidates' thin items, if the kernel counts
+    claimed: Ref  # [1], the number of the item that was claimed last
+    counted: Ref  # if the kernel counts: prefix sums of costs, then of thin items by `THIN_SHARES`
     items: ItemRing
     keys: TileRing
-    ordered_by: Ref  # [WARPGROUP], keys by which the kernel sorts sequences
+    ordered_by: Ref  # [WARPGROUP], the sort keys of sequences
     values_copied: Ref  # barrier of wide items
     lse: Ref  # [2, WGMMA_ROWS]
     maxima: Ref  # [WGMMA_ROWS], of a handed-over softmax
@@ -148,11 +148,11 @@ class Scratch(NamedTuple):
     values: TileRing
 
     def signal(self, signal: Signal, index: Any = 0) -> Ref:
-        """A barrier of a signal."""
+        """Barrier number `index` of a signal."""
         return self.signals.at[signal + index]
 
     def barriers(self, kind: ItemKind) -> TileBarriers:
-        """The barriers of the tiles of a kind of items."""
+        """The barriers for tiles of one kind of items."""
         if not kind.is_wide:
             return self.thin
         return TileBarriers(
@@ -233,7 +233,7 @@ def scratch(geometry: Geometry) -> Scratch:
 
 
 def _barriers(kind: ItemKind) -> TileBarriers:
-    """Barriers of one kind. A tile is ready when it and its scales have arrived; each reading warpgroup consumes it."""
+    """The barriers of one kind. A tile is ready when it and its scales have arrived; every reader consumes it once."""
     if not kind.may_exist:
         return TileBarriers(*[ABSENT] * len(TileBarriers._fields))
     geometry, runs, arrivals = kind.geometry, kind.runs_per_tile, kind.arrivals_per_tile
@@ -255,7 +255,7 @@ def _barriers(kind: ItemKind) -> TileBarriers:
 
 
 def _ring(scales_slots: bool, geometry: Geometry) -> TileRing:
-    """The ring of a cache, without its barriers."""
+    """A ring of tiles, without its barriers."""
     tuning = geometry.tuning
     scales = plgpu.SMEM((tuning.stages * tuning.tile,), jnp.float32) if scales_slots else ABSENT
     tiles = _swizzled((tuning.stages, tuning.tile, geometry.problem.head_size), geometry)
@@ -263,7 +263,7 @@ def _ring(scales_slots: bool, geometry: Geometry) -> TileRing:
 
 
 def _counts(geometry: Geometry) -> tuple[Counts, Ref, Ref]:
-    """Shared memory for counts, for prefix sums of costs, and for keys of the sort."""
+    """Shared memory for counts, for prefix sums of costs, and for sort keys."""
     if not geometry.tuning.counts_in_kernel:
         return Counts(ABSENT, ABSENT, ABSENT), ABSENT, ABSENT
     columns = geometry.count_columns

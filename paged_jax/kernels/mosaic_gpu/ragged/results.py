@@ -1,8 +1,8 @@
 """Stores of the ragged kernel: out and lse of a whole item, or the partial result of a split.
 
-Out and lse pass through the shared memory of the query; a partial result goes from registers to global memory. In a
-thin item each warpgroup has seen half of the tiles: one hands its softmax over to the other, through the shared memory
-of the query, too.
+Out and lse pass through the query's shared memory; a partial result goes from registers to global memory. In a thin
+item each warpgroup has seen half of the tiles. One hands its softmax over to the other, also through the query's shared
+memory.
 """
 
 import jax.experimental.pallas as pl
@@ -22,7 +22,7 @@ from paged_jax.kernels.mosaic_gpu.ragged.softmax import Rows, State, over_column
 
 
 def hand_over(state: State, halves_smem: Ref, smem: Scratch, geometry: Geometry) -> None:
-    """Hands a softmax over to the other warpgroup: normalised O as 16 bits, and its rounding error as 16 more."""
+    """Hands a softmax over to the other warpgroup: normalised O in 16 bits, and its rounding error."""
     out, maxima, sums = state
     dtype = geometry.operand_dtype
     out = out * over_columns(1.0 / jnp.where(sums != 0, sums, 1.0), out.shape[1])
@@ -35,7 +35,7 @@ def hand_over(state: State, halves_smem: Ref, smem: Scratch, geometry: Geometry)
 
 
 def take_over(state: State, halves_smem: Ref, smem: Scratch) -> State:
-    """Merges a softmax with the softmax that the other warpgroup has handed over."""
+    """Merges this warpgroup's softmax with the one that the other warpgroup has handed over."""
     out, maxima, sums = state
     by_row = plgpu.Layout.WGMMA.reduce(1)
     rounded, lost = (plgpu.load(halves_smem.at[i], layout=plgpu.Layout.WGMMA).astype(jnp.float32) for i in (1, 0))
@@ -51,7 +51,7 @@ def store(
 ) -> None:
     """Stores one half of an item through `results_smem`.
 
-    Each warpgroup has its own memory for lse: while one stores a thin item, the other may store the next item.
+    Each warpgroup has its own shared memory for lse: while one stores a thin item, the other may store the next item.
     """
 
     def store_whole():

@@ -14,21 +14,21 @@ from paged_jax.kernels.mosaic_gpu.ragged import pattern as patterns
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import Geometry, ItemKind
 from paged_jax.kernels.problem import Problem
 
-# Added before truncation. Wide: round up once the fraction reaches 1/8. Thin: round to the nearest integer; other thin
-# items fill the tail.
+# The number of splits is truncated after one of these is added. Wide items: it is rounded up from a fraction of 1/8 on.
+# Thin items: it is rounded to the nearest integer, because other thin items fill the end of the call.
 _WIDE_ROUNDED, _THIN_ROUNDED = 0.874, 0.5
 
 
 class Sequence(NamedTuple):
-    """A sequence: its first row of the query, the number of its rows, and its length in tokens."""
+    """A sequence of the batch."""
 
-    first_token: Any
-    query_len: Any
-    seq_len: Any
+    first_token: Any  # its first row of the query
+    query_len: Any  # the number of its rows
+    seq_len: Any  # its length in tokens
 
 
 def sequence_of(index: Scalar, lengths_gmem: Lengths, problem: Problem) -> Sequence:
-    """The sequence of this index. Index num_seqs is the padding; later ones are empty."""
+    """The sequence of this index. Index num_seqs is the padding; higher ones are empty."""
     num_seqs, starts_gmem = problem.num_seqs, lengths_gmem.query_start_loc
     start = starts_gmem[lax.min(index, jnp.int32(num_seqs))]
     end = starts_gmem[lax.min(index + 1, jnp.int32(num_seqs))]
@@ -38,9 +38,10 @@ def sequence_of(index: Scalar, lengths_gmem: Lengths, problem: Problem) -> Seque
 
 
 def query_tiles(sequence: Sequence, kind: ItemKind) -> Any:
-    """The number of a sequence's query tiles of this kind: any number of wide ones, and up to one thin one.
+    """The number of a sequence's query tiles of this kind.
 
-    If the batch has thin items only, it is any number of thin ones; the padding may need several.
+    A sequence has any number of wide query tiles and up to one thin one. If the batch has thin items only, it has any
+    number of thin ones; the padding may need several.
     """
     if kind.takes_all:
         return cdiv(sequence.query_len, kind.tokens)
@@ -52,7 +53,7 @@ def query_tiles(sequence: Sequence, kind: ItemKind) -> Any:
 
 
 def first_query(sequence: Sequence, kind: ItemKind) -> Any:
-    """Index of a sequence's first query token in an item of this kind."""
+    """The index, in its sequence, of the first query token that is in an item of this kind."""
     if kind.has_several:
         return jnp.int32(0)
     return _whole_tiles(sequence, kind.geometry) * (2 * kind.geometry.half_tokens)
@@ -71,14 +72,14 @@ def num_queries(sequence: Sequence, kind: ItemKind) -> Any:
 
 
 def splits_of(sequence: Sequence, share: Any, kind: ItemKind) -> Any:
-    """Splits of each of a sequence's items, so that a split costs about `share`."""
+    """The number of splits of each of a sequence's items, so that a split costs about `share`."""
     cost = (most_tiles(sequence, kind) * kind.tile_cost).astype(jnp.float32)
     rounded = _WIDE_ROUNDED if kind.is_wide else _THIN_ROUNDED
     return at_least((cost * (1 / share) + rounded).astype(jnp.int32), 1)
 
 
 def most_tiles(sequence: Sequence, kind: ItemKind) -> Any:
-    """Tiles of K and V that the sequence's last item sees; an estimate if there is a block-sparse pattern."""
+    """The number of tiles that a sequence's last item sees; an estimate if there is a block-sparse pattern."""
     problem, prefix = kind.geometry.problem, kind.geometry.problem.prefix
     most = problem.max_seq_len
     if problem.sliding_window is not None:
@@ -88,7 +89,7 @@ def most_tiles(sequence: Sequence, kind: ItemKind) -> Any:
 
 
 def values_end(sequence: Sequence, problem: Problem) -> Scalar:
-    """The end of the tokens that have keys and values, in the cache or beside it."""
+    """The number of tokens that have keys and values, in the cache or beside it."""
     return at_least(lax.min(sequence.seq_len, jnp.int32(problem.max_seq_len)), 0)
 
 

@@ -25,12 +25,12 @@ from paged_jax.kernels.mosaic_gpu.ragged.ptx.rows import QueryRows
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Inputs, Ref
 from paged_jax.kernels.problem import Granularity, Problem
 
-_MOST_LAG = 6.0  # a maximum may lag the largest logit by this power of 2
+_MOST_LAG = 6.0  # exp(largest logit - maximum) may reach 2 to this power
 # Weights in float16 are multiplied by 2 to this power. Then float16 keeps weights down to 2 ** -33 of the largest one;
-# there may be so many of these that they dominate a result. The largest weight is 2 ** (8 + 6), which float16 holds.
+# so many small weights may exist that they dominate a result. The largest weight is 2 ** (8 + 6), which float16 holds.
 _EXPONENT_IN_FLOAT16 = 8
-# Least and largest exponent of the power of two that divides a query row. Each such power has an inverse in float32,
-# and its product with the factor is neither 0 nor NaN: logits may be -inf, and 0 * -inf is NaN.
+# The least and the largest exponent of the power of two that divides a query row. Each such power has an inverse in
+# float32. Its product with the factor is not 0, because logits may be -inf, and 0 * -inf is NaN.
 _DIVISORS = -40, 126
 _LEAST_FACTOR = 1e-20  # smaller factors, and negative ones, are applied before the exponentials
 
@@ -38,36 +38,37 @@ _LEAST_FACTOR = 1e-20  # smaller factors, and negative ones, are applied before 
 class Scaling(NamedTuple):
     """Factors from products Q K^T to logits: scalars, or arrays [64] if query rows were divided.
 
-    If logits are products times one factor, the exponential applies it (a late factor). A factor up to `_LEAST_FACTOR`
-    is applied before the softmax: a negative one would turn maxima into minima.
+    If logits are products times one factor, the exponential may apply the factor: a late factor. The softmax then keeps
+    the plain products and takes their maxima. A factor up to `_LEAST_FACTOR` is applied before the maxima, because a
+    negative one would turn maxima into minima. "Kept logits" are the values that the softmax keeps in either case.
     """
 
     factor: Any  # from products to kept logits
-    is_late: Any  # whether the exponential applies the factor, and kept logits are plain products
-    to_exponents: Any  # factor from kept logits to exponents of 2
-    to_base_e: Any  # factor from kept logits to logits
+    is_late: Any  # whether the factor is late, so that kept logits are plain products
+    to_exponents: Any  # from kept logits to exponents of 2
+    to_base_e: Any  # from kept logits to logits
 
 
 class Rows(NamedTuple):
-    """Values for the rows of a warpgroup: scalars for all rows, or arrays [64]."""
+    """The facts of a warpgroup's rows: a scalar for all rows, or an array [64]."""
 
     query: QueryRows
-    first_position: Scalar
+    first_position: Scalar  # the first row's position in the sequence
     last_position: Scalar
     position: Array
     scaling: Scaling
-    k_scale: Any  # of cached keys
-    v_scale: Any  # of cached values
+    k_scale: Any  # the scale of cached keys
+    v_scale: Any  # the scale of cached values
     stripes: Any  # `pattern.stripes_of_rows`, if there is a pattern
-    slopes: Array | None  # of each row's head
-    sinks: Array | None
+    slopes: Array | None  # the ALiBi slope of each row's head
+    sinks: Array | None  # the sink of each row's head
 
 
 class Totals(NamedTuple):
     """Maxima and sums of the softmax over the tokens so far."""
 
-    maxima: Array  # [64], subtracted from kept logits; up to `_MOST_LAG` below the largest one
-    sums: Array  # [64], of exponentials; until `finished` each lane sums its own columns only
+    maxima: Array  # [64], subtracted from kept logits; a maximum may lag by `_MOST_LAG`
+    sums: Array  # [64], sums of exponentials; until `finished`, each lane sums its own columns only
 
 
 class State(NamedTuple):
@@ -81,8 +82,8 @@ class State(NamedTuple):
 class TileWeights(NamedTuple):
     """The contribution of a tile to the softmax."""
 
-    totals: Totals  # including the tile
-    rescale: Array  # [64], the factor of the previous O
+    totals: Totals  # maxima and sums that include the tile
+    rescale: Array  # [64], the factor by which O before the tile is multiplied
     weights: Array  # P: [64, tile]
 
 
@@ -135,10 +136,10 @@ def rows_of(item: Item, half: Scalar, inputs_gmem: Inputs, kind: ItemKind) -> Ro
 def divide_query(query_smem: Ref, rows: Rows, geometry: Geometry) -> Rows:
     """Converts a warpgroup's query from bits of bfloat16 to float16, in place, if the products are in float16.
 
-    A power of two divides each row, exactly. Only elements that are 2 ** 17 times smaller than the row's largest lose
-    bits in float16.
+    A power of two divides each row, exactly. An element loses bits in float16 only if it is more than 2 ** 17 times
+    smaller than the row's largest element.
 
-    Returns the rows with factors that make up for the division.
+    Returns the rows with factors that undo the division.
     """
     if not geometry.divides_queries:
         return rows
@@ -157,7 +158,7 @@ def divide_query(query_smem: Ref, rows: Rows, geometry: Geometry) -> Rows:
 def _scaling(factor: Any, problem: Problem) -> Scaling:
     """The factors of a call whose logits, before caps and biases, are products times `factor`."""
     if not problem.scaled_products:
-        return Scaling(factor, False, jnp.float32(LOG2E), 1.0)  # a Python float may have 64 bits in PTX
+        return Scaling(factor, False, jnp.float32(LOG2E), 1.0)  # a Python float could become 64 bits in PTX
     is_late = factor * LOG2E > _LEAST_FACTOR
     early, exponents = jnp.where(is_late, 1.0, factor), jnp.where(is_late, factor * LOG2E, LOG2E)
     return Scaling(early, is_late, lanes.in_each_lane(exponents), jnp.where(is_late, factor, 1.0))
@@ -195,15 +196,15 @@ def attend(
 ) -> TileWeights:
     """Adds a tile's products Q K^T to maxima and sums. The caller then rescales O and adds P V.
 
-    Other products may run meanwhile, so no branch here may depend on the tile: `plain` is the static result of
-    `is_plain`. Two branches remain: the one in `lanes.raised`, and one on `is_late`, which is the same for all tiles of
-    a call. `at_maxima` runs between the maxima and the exponentials.
+    Other products may run meanwhile, so no branch here may depend on the tile. The caller branches on `is_plain`, and
+    passes its result as the static `plain`. Two branches remain: the one in `lanes.raised`, and one on `is_late`, which
+    is the same for all tiles of a call. `at_maxima` runs between the maxima and the exponentials.
     """
     geometry = kind.geometry
     if scales.keys is not None:
         products = products * _of_tokens(scales.keys)
     logits = _logits(products, span, rows, kind, plain)
-    # A maximum may lag behind the largest logit, which saves most multiplications of O.
+    # A maximum may lag behind the largest logit. Maxima then rise rarely, and O is rarely multiplied.
     unit = rows.scaling.to_exponents
     maxima = lanes.raised(totals.maxima, logits, unit, _MOST_LAG)
     if at_maxima is not None:
@@ -220,7 +221,7 @@ def attend(
 
 
 def finished(state: State, rows: Rows, geometry: Geometry) -> State:
-    """Ends the softmax: sums over all lanes, maxima in units of logits, and no power of two in O and sums."""
+    """Ends the softmax: adds up lanes' sums, converts maxima to logits, takes the power of two out of O and sums."""
     maxima = lax.max(state.maxima * rows.scaling.to_base_e, jnp.full_like(state.maxima, LOWEST))
     factor = 2.0 ** -_exponent_of_weights(geometry)
     return State(state.out * factor, layout(maxima, 1), lanes.sum_of_lanes(state.sums) * factor)
@@ -249,13 +250,13 @@ def _scales_cache_only(geometry: Geometry) -> bool:
 
 
 def _logits(products: Array, span: Span, rows: Rows, kind: ItemKind, plain: bool) -> Array:
-    """The kept logits of a tile; -inf where a row does not see a token."""
+    """The kept logits of a tile. They are -inf where a row does not see a token."""
     problem, scaling = kind.geometry.problem, rows.scaling
     if not plain and kind.geometry.problem.prefix and problem.k_scale is not Granularity.NONE:
         products = products * jnp.where(span.is_new, 1 / rows.k_scale, 1.0)
     if problem.scaled_products:
         logits = products
-        if not plain:  # if the factor is late, the branch saves one multiplication for each logit
+        if not plain:  # the branch saves a multiplication of each logit if the factor is late
             logits = lax.cond(scaling.is_late, lambda: products, lambda: products * _spread(scaling.factor, kind))
     else:
         logits = scaled_logits(products, _spread(scaling.factor, kind), problem)
@@ -288,7 +289,7 @@ def _masked(logits: Array, span: Span, rows: Rows, kind: ItemKind) -> Array:
 
 
 def _side_by_side(of_segments: Sequence[Any], kind: ItemKind) -> Any:
-    """[64, tile], from a scalar or an array [64] for each segment; a scalar if one segment has one."""
+    """[64, tile] from a scalar or an array [64] for each segment. A single segment's scalar stays a scalar."""
     if len(of_segments) > 1:
         return lanes.side_by_side(of_segments, kind.tile)
     return _spread(of_segments[0], kind)

@@ -34,7 +34,7 @@ def attend_to_item(stage: Scalar, refs: Refs, kind: ItemKind) -> None:
     query_smem = smem.query.rows.at[query_stage, warpgroup if kind.geometry.divides_queries else 0]
     rows = softmax.divide_query(query_smem, rows, kind.geometry)
     first_tile = lax.rem(tiles_before + warpgroup, jnp.int32(2))
-    # The warpgroup with the last tile takes over, because the other one is done earlier and can go on.
+    # The warpgroup with the last tile takes over, because the other one is done earlier and can begin the next item.
     takes_over = lax.rem(item.num_tiles + first_tile, jnp.int32(2)) == 1
     query_done = smem.signal(Signal.QUERY_DONE, stage)
     pl.when(takes_over & (item.num_tiles == 0))(lambda: _signal_query_done(query_done))
@@ -62,10 +62,10 @@ def attend_to_item(stage: Scalar, refs: Refs, kind: ItemKind) -> None:
 
 
 def _signal_query_done(query_done: Ref) -> None:
-    """Signals, to the warpgroup that hands over, that no product needs the query any more.
+    """Tells the warpgroup that hands over that no product needs the query any more.
 
     This warpgroup waits for the signal, too, so that it keeps up with the barrier's phase. The other one may be an item
-    ahead; that item has a barrier of its own, because two arrivals at one barrier would cancel in its phase.
+    ahead. Each stage of items has its own barrier, because a second arrival would flip the barrier's phase back.
     """
     plgpu.barrier_arrive(query_done)
     plgpu.barrier_wait(query_done)

@@ -9,12 +9,11 @@ class Tuning:
 
     Attributes:
       num_programs: thread blocks, one on each multiprocessor. Each takes work items until none is left.
-      tile: tokens of a tile of K or V of wide items.
-      thin_tile: tokens of a tile of thin items; it divides `tile`.
-      stages: tiles of wide items in the ring of K, and as many in the ring of V.
-      queries: items whose queries fit into shared memory at a time.
-      least_split: cost up to which an item is never split; one that costs an eighth more may be. A tile of 64 tokens
-        costs 1 for thin items and 2 for wide ones.
+      tile: tokens of K or V in a tile of wide items.
+      thin_tile: tokens of K or V in a tile of thin items; it divides `tile`.
+      stages: tiles of wide items in the ring of K; the ring of V has the same number.
+      queries: the number of items whose queries fit into shared memory at a time.
+      least_split: the least target cost of a split. 64 tokens of K and V cost 1 for thin items and 2 for wide ones.
       counts_in_kernel: whether each program counts the batch's work in the kernel; otherwise XLA counts it before.
       merge_programs: thread blocks of the kernel that merges split items.
     """

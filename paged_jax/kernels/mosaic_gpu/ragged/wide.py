@@ -1,11 +1,11 @@
 """A computing warpgroup's work for a wide item: attention of its own 64 rows to all tiles of the item.
 
 The warpgroups take turns at the matrix units (ping-pong scheduling). A turn is S of a tile followed by O of the tile
-before. A warpgroup computes its softmax under O and under the other warpgroup's turn. If the softmax takes longer than
-the products, the second half of O starts only when the softmax has its maxima, and ends the turn.
+before. A warpgroup computes its softmax under its own O and under the other warpgroup's turn. If the softmax takes
+longer than the products, O has two halves: the second one starts when the softmax has its maxima, and ends the turn.
 
-The compiler must not split a turn. So a turn has no branches except those of `softmax.attend`, it computes no operand
-of the next product, and `lanes.settle` keeps the compiler from delaying the softmax until the products are done.
+The compiler must not split a turn. So a turn has no branches except those of `softmax.attend`, and it computes no
+operand of the next product. `lanes.settle` keeps the compiler from delaying the softmax until the products are done.
 """
 
 import functools
@@ -42,8 +42,8 @@ def attend_to_item(stage: Scalar, refs: Refs, kind: ItemKind) -> None:
     tiles = _WideTiles(item, tiles_before, rows, query_smem, warpgroup, refs, kind)
     state = lax.cond(item.num_tiles > 0, tiles.attend, lambda: softmax.empty(kind.geometry))
     state = softmax.finished(state, rows, kind.geometry)
-    # The loop over tiles leaves no register for the item. Reading and computing it again is faster than reloading a
-    # spill, which has the latency of memory (benchmarks/LOG.md, "What is spilled").
+    # The loop over tiles leaves no register for the item. Reading the item again is faster than reloading a spill,
+    # which has the latency of memory (benchmarks/LOG.md, "What is spilled").
     item, warpgroup = items.read(stage, smem), lax.axis_index("warpgroup")
     rows = softmax.rows_of(item, warpgroup, refs.inputs_gmem, kind)
     results_smem = Results(smem.query.rows.at[query_stage, warpgroup], smem.lse.at[warpgroup])
@@ -92,7 +92,7 @@ class _WideTiles:
         return State(state.out, *weighed.totals), self._rounded(weighed)
 
     def _attend_to_similar_tiles(self, i: Scalar, carry: _Carry) -> tuple[Scalar, _Carry]:
-        """Attends to tile i and the next ones while `is_plain` is the same. A branch in a tile would split turns."""
+        """Attends to tile i and the next ones while `is_plain` stays the same. A branch in a tile would split turns."""
 
         def run(plain: bool):
             def goes_on(state):

@@ -1,1 +1,1 @@
-"""Device code: what Triton compiles. Nothing here is imported before a kernel is launched."""
+"""Device code, which Triton compiles. Nothing here is imported before a kernel is launched."""

@@ -4,13 +4,13 @@ A kernel uses six files. `schedule.py` assigns sequences and tokens to programs,
 attention. `rows.py` defines a program's rows, `tiles.py` the loop over tiles, and `softmax.py` the state of that loop.
 `write.py` writes new tokens into the cache. `reduce.py` merges the splits of a context.
 
-Grid. Decode has one program for each (sequence, split of its context, tile of heads), ragged attention one for each
-(tile of queries, split of its context, tile of heads), where the device decides how many splits there are. A tile of
+Grid. Decode has one program for each (sequence, split of its context, tile of heads). Ragged attention has one for each
+(tile of queries, split of its context, tile of heads), and the device decides how many splits there are. A tile of
 heads is one kv head's group of query heads, or a part of a large group.
 
-Who loads. Every program gathers its own tiles of `tile` tokens through the block table, with the pointers worked
-out in 64 bits; Triton's software pipeline keeps a tile of K and V, or more with more `num_stages`, in flight in
-shared memory (block tables take stages too: benchmarks/LOG.md, "Tiles and stages of decode"):
+Who loads. Every program gathers its own tiles of `tile` tokens through the block table, with pointers of 64 bits.
+Triton's software pipeline keeps a tile of K and V in flight in shared memory, or several tiles if `num_stages` is
+larger. Block tables also take stages (benchmarks/LOG.md, "Tiles and stages of decode"):
 
     rows (query heads, times query tokens)      tile of tokens: start + 0 ... tile - 1
     +------------+     K^T in shared memory     +------------+
@@ -18,13 +18,13 @@ shared memory (block tables take stages too: benchmarks/LOG.md, "Tiles and stage
     | head_size] |                              | [rows, tile]
     +------------+                              +------------+  x  V [tile, head_size]  ->  acc [rows, head_size]
 
-Who computes. All warps of the program compute both products, on tensor cores with float32 sums; float32 inputs go to
-plain cores, at full precision. Rows are padded to 16 and head_size to a power of two; the kernels mask padding and
-never read it.
+Who computes. All warps of the program compute both products, on tensor cores with float32 sums. Products of float32
+inputs run on plain cores, at full precision. Rows are padded to 16, and head_size to a power of two. The kernels mask
+padding and never read it.
 
-Roofline. Decode reads 2 * seq_len * head_size * itemsize bytes for each (sequence, kv head), once, and does 4 * group
-operations for each pair of elements: memory bounds it up to groups of about 64. Ragged attention does 2 * head_size * 2
-operations for each (query, token) pair, and the tensor cores bound it.
+Roofline. Decode reads 2 * seq_len * head_size * itemsize bytes for each (sequence, kv head), once. It does 4 * group
+operations for each element of K and the matching one of V, so memory bounds it up to groups of about 64. Ragged
+attention does 4 * head_size operations for each (query, token) pair and query head, and the tensor cores bound it.
 
 `cfg` is a `tuning.AttentionKernel`. `no_type_check` keeps run-time type checkers away from code that Triton compiles.
 """
@@ -128,9 +128,9 @@ def write_and_decode_kernel(
 def _decode(inputs, new, batch, outputs, cfg: tl.constexpr):
     """One program attends to one split of one sequence.
 
-    A sequence's only split writes out and lse; each of several splits writes its unfinished softmax. With `new` a
-    sequence takes its last token from there if the token's slot is valid: the last split, which has the smallest share
-    of the context, stores the token in the cache and attends to it, and no program reads its slot.
+    A sequence's only split writes out and lse; each of several splits writes its unfinished softmax. If `new` has a
+    valid slot for the sequence, the sequence's last token comes from `new`. The last split, which has the smallest
+    share of the context, then stores the token in the cache and attends to it. No program reads the token's slot.
     """
     problem: tl.constexpr = cfg.problem
     num_splits = batch.num_splits
@@ -305,7 +305,7 @@ def _add_cached(softmax, rows, paged, tile, head_tile, item, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def _add_new(softmax, rows, new, tile, head_tile, item, cfg: tl.constexpr):
-    """Adds the tokens beside the cache that a tile of queries sees; only the last split, the smallest, does."""
+    """Adds the tokens beside the cache that a tile of queries sees, in the last split only, which is the smallest."""
     size: tl.constexpr = cfg.tuning.tile
     end = tile.end
     if not cfg.tuning.final:

@@ -1,18 +1,18 @@
-"""Device code of block copies: these kernels copy blocks within one layer's pools or into another layer's.
+"""Device code of block copies: these kernels copy blocks within one layer's pools, or from other pools.
 
 Within a pool every source must be read before another pair overwrites it, and programs run in no order. So a copy takes
-two launches, the first two kernels; a swap takes the first and the third:
+two launches, of the first two kernels. A swap launches the first and the third:
 
-    stash   one program for each pair: makes the pair's plan, and saves a source that another pair overwrites in `tmp`
-    copy    one program for each (pair, chunk of a block): pool or tmp -> pool, as planned
-    swap    the same from another pool, whose blocks no pair overwrites; either pool may be in pinned host memory, which
-            the GPU reads and writes over the bus
+    stash   one program for each pair: makes the pair's plan, and saves in `tmp` a source that another pair overwrites
+    copy    one program for each (pair, chunk of a block): copies from pool or `tmp` to the pool, as planned
+    swap    one program for each (pair, chunk of a block): copies from another pool, whose blocks no pair overwrites;
+            either pool may be in pinned host memory, which the GPU reads and writes over the bus
 
-Who loads. Every thread moves 16 bytes at a time where a block's size allows it, else 8, whatever the dtype is: no bit
-changes, NaN payloads included. Offsets are in 64 bits.
+Who loads. Every thread moves 16 bytes at a time if a block's size allows it, otherwise 8, for all dtypes. No bit
+changes, not even in NaN. Offsets have 64 bits.
 
-Roofline. The kernels read and write the K block and the V block of each pair once, a stashed one twice. Every program
-of the stash also reads all pairs: num_pairs^2 * 8 bytes, out of the L2 cache.
+Roofline. The kernels read and write the K block and the V block of each pair once, and a stashed block twice. Every
+program of the stash also reads all pairs: in all num_pairs^2 * 8 bytes, from the L2 cache.
 
 The pools are updated in place: `key_cache` and `value_cache` of the copying kernels are outputs that alias inputs.
 `cfg` is a `cache_tuning.CopyKernel`.
@@ -26,7 +26,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-# A pair's plan. Of several valid pairs with one destination the last one writes it.
+# A pair's plan. If several valid pairs have one destination, the last one writes it.
 SKIPPED = tl.constexpr(0)
 DIRECT = tl.constexpr(1)
 STASHED = tl.constexpr(2)

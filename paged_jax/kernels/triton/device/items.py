@@ -1,7 +1,8 @@
-"""Device code: a small kernel cuts a ragged batch into items, one a program, by lengths that only the device knows.
+"""Device code: a small kernel cuts a ragged batch into items, by lengths that only the device knows.
 
 An item is one tile of queries and one split of the tokens that they see. The host knows how many items there can be,
-and launches as many programs of the kernel that attends; this one writes down what each of them gets:
+and launches as many programs of the kernel that attends, one for each item. The kernel in this file describes the
+items:
 
     sequence   tiles of queries x splits              items
     long       [0 1 2 3] x 3                          0 ... 11     those with long contexts start first
@@ -9,12 +10,13 @@ and launches as many programs of the kernel that attends; this one writes down w
     padding    [0 1] x 1                              13, 14       query rows past the last sequence: they see nothing
                                                       15 ...       nothing: such a program ends at once
 
-A context is split if it has more tiles than a split may have: `_sizes`. The sum over all tiles of queries is shared
-among as many programs as run at once, so splits are short where a batch is small. It makes no difference in which order
-the sequences come. Where queries alone fill the GPU nothing is split and no plan is made: `tile_of`.
+A context is split if it has more tiles than a split may have. This limit (`_sizes`) is the work of all tiles of
+queries, divided by the number of items that run at once, so splits are short in small batches. Splits do not depend on
+the order of the sequences. If queries alone fill the GPU, nothing is split, no plan is made, and `tile_of` finds the
+tiles.
 
-Grid: one program for each `cfg.tuning.plan` items. Each looks at all lengths, `cfg.tuning.scan` at a time, adds up the
-work, and finds its items. `cfg` is a `tuning.AttentionKernel`.
+Grid: one program for every `cfg.tuning.plan` items. Each program reads all lengths, `cfg.tuning.scan` at a time, adds
+up the work, and finds its items. `cfg` is a `tuning.AttentionKernel`.
 """
 
 # Without triton installed, pyright takes this folder for that package.
@@ -47,9 +49,9 @@ class Item(NamedTuple):
     Attributes:
       seq: the sequence; num_seqs for padding rows, -1 if there is no such item.
       start: the row of the sequence's first query.
-      query_len: how many queries it has.
-      first_query: the tile's first query, counted from the sequence's first.
-      split: which split of the context.
+      query_len: how many queries the sequence has.
+      first_query: the index of the tile's first query in the sequence.
+      split: the number of the split in the context.
       num_splits: how many splits the context has.
       partial: index of the partial result of split 0, if the tile has several splits; the others follow.
     """
@@ -69,7 +71,7 @@ def plan_kernel(
     seq_lens, query_start_loc, num_tokens, num_seqs, max_seq_len, at_once, num_items, num_split_tiles,
     items, split_tiles, cfg: tl.constexpr,
 ):  # fmt: skip
-    """Describes all items, and split 0 of each tile of queries that has several splits: i32 [count, 8] each."""
+    """Describes all items, and split 0 of each tile of queries with several splits, in two arrays i32 [count, 8]."""
     batch = RaggedBatch(seq_lens, query_start_loc, num_tokens, num_seqs, max_seq_len, at_once)
     most, long = _sizes(batch, cfg)
     num_long = tl.full([], 0, tl.int32)  # items of long sequences
@@ -85,7 +87,8 @@ def plan_kernel(
 def tile_of(index, query_start_loc, num_tokens, num_seqs, cfg: tl.constexpr):
     """Returns the tile of queries of this index, if no context is split and there is no plan.
 
-    Sequence s has the tiles from query_start_loc[s] // queries + s on: each has enough room, and no two overlap.
+    Sequence s has the tiles from query_start_loc[s] // queries + s on. These are enough for all of its queries, and no
+    two sequences share a tile.
     """
     count = index * 0
     for first in range(0, num_seqs + 1, 128):
@@ -105,7 +108,7 @@ def tile_of(index, query_start_loc, num_tokens, num_seqs, cfg: tl.constexpr):
 def load_item(items, index, again: tl.constexpr = False):
     """Returns the item of this index, as `plan_kernel` has described it.
 
-    With `again` it is loaded again, so that it holds no registers in between.
+    `again` keeps the compiler from reusing an earlier load, whose result would hold registers in between.
     """
     at = items + index * _FIELDS
     seq = tl.load(at, volatile=again)
@@ -122,7 +125,8 @@ def load_item(items, index, again: tl.constexpr = False):
 def _store_items(out, num, split_tiles: tl.constexpr, long, num_long, most, batch, cfg: tl.constexpr):
     """Stores the descriptions of up to `num` items or, with `split_tiles`, of tiles of queries with several splits.
 
-    The sequences of `long` steps and more come first, and a sequence's last queries before its first: they see most.
+    The sequences of `long` steps and more come first. A sequence's last queries come before its first, because they see
+    most tokens.
     """
     index = tl.program_id(0) * cfg.tuning.plan + tl.arange(0, cfg.tuning.plan)
     seq, begin, partial = index * 0 - 1, index * 0, index * 0
@@ -174,7 +178,7 @@ def _store_items(out, num, split_tiles: tl.constexpr, long, num_long, most, batc
 @triton.jit
 @no_type_check
 def _sizes(batch, cfg: tl.constexpr):
-    """Returns the most tiles of a split, and the number of tiles from which a context is long: the mean."""
+    """Returns the most tiles of a split, and the mean tiles of a context, from which on a context is long."""
     work = tl.full([], 0, tl.int64)
     count = tl.full([], 0, tl.int32)
     for first in range(0, batch.num_seqs + 1, cfg.tuning.scan):
@@ -188,16 +192,17 @@ def _sizes(batch, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def _splits(steps, most):
-    """Returns the number of splits of contexts, by their tiles; a split may have an eighth more tiles than `most`."""
+    """Returns how many splits contexts of `steps` tiles have; a split may have an eighth more tiles than `most`."""
     return tl.maximum(tl.cdiv(steps - most // 8, most), 1)
 
 
 @triton.jit
 @no_type_check
 def _lengths(ids, batch, cfg: tl.constexpr):
-    """Returns each sequence's number of query tiles, and two numbers of token tiles that its last query tile sees: the
-    tiles of cached tokens, which are split, and all tiles, including the new tokens of `prefix_attention`. Sequence
-    num_seqs has the padding rows; -1 and later ones are empty.
+    """Returns each sequence's number of query tiles, and two numbers of token tiles that its last query tile sees.
+
+    The first number counts the tiles of cached tokens, which are split. The second one also counts the tiles of new
+    tokens in `prefix_attention`. Sequence num_seqs has the padding rows; -1 and higher ones are empty.
     """
     problem: tl.constexpr = cfg.problem
     queries: tl.constexpr = cfg.tuning.queries

@@ -1,16 +1,16 @@
-"""Device code of multi-head latent attention: one tile of latents is both the keys and, in part, the values.
+"""Device code of multi-head latent attention: a tile of latents is the keys, and a part of it is the values.
 
-The grid is ragged attention's (`attend.py`): one program for each (tile of queries, split of its context, tile of
-heads); decode has one query a sequence. A latent has two parts, the value and the rest, each of which a program loads
-as a tile of its own, once:
+The grid is the one of ragged attention (`attend.py`): one program for each (tile of queries, split of its context, tile
+of heads). Decode has one query for each sequence. A latent has two parts, the value and the rest. A program loads each
+part as a tile of its own, once:
 
     rows (query heads, times query tokens)        tile of tokens
     +------------------+-------+   value^T, rest^T            +------------+
     | q        [value] | [rest]|  x  [value + rest, tile]  =  | logits     |  mask, online softmax in float32
     +------------------+-------+                              +------------+  x  value [tile, value_size] -> acc
 
-Roofline. A token's latent_size * itemsize bytes are read once for each tile of heads; the products take
-2 * rows * (latent_size + value_size) operations for each token. With 64 rows and more arithmetic bounds it.
+Roofline. A token's latent_size * itemsize bytes are read once for each tile of heads. The products take
+2 * rows * (latent_size + value_size) operations for each token. Arithmetic bounds the kernel from 64 rows on.
 
 `cfg` is a `mla_tuning.LatentKernel`, whose `problem.head_size` is the size of the values.
 """
@@ -31,7 +31,7 @@ from paged_jax.kernels.triton.device.tiles import convert
 
 
 class Parts(NamedTuple):
-    """A tile of latents or of queries: [rows, width] of the value, and [rows, rest_width] of any rest."""
+    """The two parts of a tile of latents or of queries: the value [rows, width], and any rest [rows, rest_width]."""
 
     value: tl.tensor
     rest: tl.tensor
@@ -44,7 +44,7 @@ def latent_kernel(
     num_tokens, num_seqs, table_width, max_seq_len, num_items, out, lse, tmp_out, exp_sums, max_logits,
     cfg: tl.constexpr,
 ):  # fmt: skip
-    """One program attends with one tile of queries to one split of their context, as `attend.ragged_kernel` does."""
+    """One program attends with one tile of queries to one split of their context, like `attend.ragged_kernel`."""
     num_head_tiles: tl.constexpr = cfg.head_tiles
     head_tile = tl.program_id(0) % num_head_tiles
     index = tl.program_id(0) // num_head_tiles

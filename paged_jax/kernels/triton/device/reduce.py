@@ -1,8 +1,9 @@
 """Device code: a reduce merges all splits of a sequence, or of a tile of queries, into one softmax.
 
-The grid has one program for each (sequence, head, part of head_size), in a ragged batch for each (tile of queries, tile
-of heads, some of their rows, part of head_size). A program reads the splits' partial results, 4 bytes for each element
-of its part and each split, from the L2 cache. `cfg` is a `tuning.ReduceKernel` or a `ragged_tuning.RaggedReduceKernel`.
+The grid has one program for each (sequence, head, part of head_size). In a ragged batch it has one for each (tile of
+queries, tile of heads, some of their rows, part of head_size). From the L2 cache, a program reads the partial results
+of all splits: 4 bytes for each element of its part and each split. `cfg` is a `tuning.ReduceKernel` or a
+`ragged_tuning.RaggedReduceKernel`.
 """
 
 # Without triton installed, pyright takes this folder for that package.

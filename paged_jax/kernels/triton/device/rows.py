@@ -1,6 +1,6 @@
 """Device code: a program's matrix products have one row for each of its query heads and query tokens.
 
-All options with a value for each head are here: their loads for the rows, and their effect on logits.
+This file has all options with a value for each head: it loads their values for the rows, and applies them to logits.
 
 `cfg` is a `tuning.AttentionKernel`.
 """
@@ -22,9 +22,9 @@ class Rows(NamedTuple):
 
     Attributes:
       q: [rows, width], the queries in the dtype of the products.
-      factor: [rows], from a product of q and k to a logit.
-      position: [rows], of the query token, which is the last token that the row sees; -1 for padding, which sees
-        nothing. Without causality the position of the sequence's last token.
+      factor: [rows], the factor from a product of q and k to a logit.
+      position: [rows], the last token that the row sees: its own query token or, if attention is not causal, the
+        sequence's last token; -1 for padding, which sees nothing.
       slope: [rows], the head's ALiBi slope.
       shift: [rows], how far the head's block-sparse pattern is shifted, in sparse blocks.
     """
@@ -43,7 +43,7 @@ class QueryTile(NamedTuple):
       kv_head: the kv head of all rows.
       head: each row's query head.
       valid: which rows have a query.
-      queries: each row's query, counted from the sequence's first.
+      queries: the index of each row's query in its sequence.
       position: each row's position in its sequence, -1 if it sees nothing.
       first_position: the position of the first query.
       begin: the first token that some row sees.
@@ -108,8 +108,8 @@ def load_query(query, tokens, head, valid, scale, out, cfg: tl.constexpr):
     at = ((tokens.to(tl.int64) * cfg.problem.num_heads + head) * cfg.problem.head_size)[:, None] + d[None, :]
     mask = valid[:, None] & (d < cfg.problem.head_size)[None, :]
     if cfg.late_factor and cfg.tuning.queries > 1:  # noqa: SIM102 (the inner condition is the device's)
-        # Negated queries pass through the rows of `out`: matrix units take q from shared memory only if nothing happens
-        # to it on the way.
+        # Negated queries pass through the rows of `out`, because matrix units take q from shared memory only if it is
+        # multiplied as it was loaded.
         if scale < 0:
             tl.store(out + at, -tl.load(query + at, mask=mask, other=0.0), mask=mask)
             tl.debug_barrier()
@@ -131,7 +131,7 @@ def load_query(query, tokens, head, valid, scale, out, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def power_of_two(x):
-    """Returns the largest power of two that is no larger than x, float32; smaller x count as 1e-30."""
+    """Returns the largest power of two that is not larger than x, in float32; x below 1e-30 counts as 1e-30."""
     x = tl.maximum(x, 1e-30)
     return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
 
@@ -139,7 +139,7 @@ def power_of_two(x):
 @triton.jit
 @no_type_check
 def to_compute(q, unit, cfg: tl.constexpr):
-    """Returns queries in the dtype of the products, divided by each row's unit if they are normalised."""
+    """Returns queries in the dtype of the products; each row is divided by its unit if `cfg.normalise_query`."""
     if cfg.normalise_query:
         q = q.to(tl.float32) / unit[:, None]
     if cfg.tuning.compute_dtype == "float32":
@@ -176,7 +176,7 @@ def with_factor(rows, factor):
 def seen_by(rows, tokens, inside, sparse: tl.constexpr, cfg: tl.constexpr):
     """Returns which of the tokens each row attends to, [rows, tile]; a row at position -1 attends to none.
 
-    Without `sparse` the caller knows that the block-sparse pattern, if there is one, hides none of these tokens.
+    Without `sparse`, the caller knows that no block-sparse pattern hides any of these tokens.
     """
     t = tokens[None, :]
     at = rows.position[:, None]

@@ -16,10 +16,10 @@ class Pattern(NamedTuple):
     """The facts of a block-sparse pattern from which `token_at` finds tokens.
 
     Attributes:
-      far: the first far block, in sparse blocks.
-      shift: how far the first head's pattern is shifted, in sparse blocks.
+      far: the first far block, which is a sparse block before the local ones.
+      shift: by how many sparse blocks the first head's pattern is shifted.
       far_tokens: how many tokens all far blocks have.
-      near: the first token behind the far blocks.
+      near: the first token after the far blocks.
       heads: how many heads the program has.
     """
 
@@ -31,7 +31,7 @@ class Pattern(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The tokens begin <= t < end of a sequence, in tiles that are counted from `origin`."""
+    """The tokens begin <= t < end of a sequence. Tiles are counted from token `origin`."""
 
     origin: tl.tensor
     begin: tl.tensor
@@ -39,9 +39,9 @@ class Span(NamedTuple):
 
 
 class SparseSpan(NamedTuple):
-    """The tokens of a pattern with begin <= t < end, in tiles of consecutive numbers.
+    """The tokens of a pattern with begin <= t < end. Tiles have consecutive numbers of `pattern_of`.
 
-    `origin` is the position from which new tokens' rows are counted.
+    The rows of new tokens are counted from token `origin`.
     """
 
     origin: tl.tensor
@@ -53,7 +53,7 @@ class SparseSpan(NamedTuple):
 @triton.jit
 @no_type_check
 def of_rank(rank, seq_lens, num_seqs, cfg: tl.constexpr):
-    """Returns the sequence of this rank by length. The longest start first: no long one then ends alone."""
+    """Returns the sequence of this rank by length. The longest ones start first, so that none of them ends alone."""
     ids = tl.arange(0, cfg.tuning.ranked)
     lens = tl.load(seq_lens + ids, mask=ids < num_seqs, other=-1)
     ahead = (lens[None, :] > lens[:, None]) | ((lens[None, :] == lens[:, None]) & (ids[None, :] < ids[:, None]))
@@ -97,9 +97,9 @@ def share_of(split, begin, end, position, kv_head, head_tile, num_splits, cfg: t
 def pattern_of(begin, end, position, last_position, kv_head, head_tile, cfg: tl.constexpr):
     """Numbers the tokens begin <= t < end that the block-sparse pattern shows to any row of this program.
 
-    The rows' positions are `position` to `last_position`. Far blocks come first, one in `vert_stride` for each of the
-    rows' `cfg.patterns`; behind them comes every token from where the first row's local blocks begin. In this order the
-    numbers have no gaps, and `token_at` finds the token of a number.
+    The rows' positions are `position` to `last_position`. Far blocks come first: one in `vert_stride` for each of the
+    program's `cfg.patterns`. Then comes every token from the first row's local blocks on. The numbers have no gaps, and
+    `token_at` finds the token of a number.
 
     Returns the pattern, and how many tokens it has.
     """
@@ -146,9 +146,9 @@ def token_at(number, pattern, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def pattern_shift(kv_head, head, cfg: tl.constexpr):
-    """Returns the shifts of the heads' block-sparse patterns, in sparse blocks.
+    """Returns by how many sparse blocks the heads' block-sparse patterns are shifted.
 
-    Only the shift modulo `vert_stride` matters. The compiler reduces its parts, since they may be beyond int32.
+    Only the shift modulo `vert_stride` matters. Its parts may be beyond int32, so they are reduced at compile time.
     """
     sparse: tl.constexpr = cfg.problem.block_sparse
     stride: tl.constexpr = sparse.vert_stride

@@ -46,8 +46,8 @@ def weigh(logits, factor, acc, max_logit, exp_sum, cfg: tl.constexpr):
     level = tl.where(top == float("-inf"), 0.0, top)
     if cfg.late_factor:  # one fused multiply-add and one exponential for each logit
         base = factor * _LOG2_E
-        # Both levels are rounded, and the selects keep them rounded. A fused subtraction would give a difference even
-        # if the maximum has not changed, and the softmax would add this up tile after tile.
+        # Both levels are rounded, and the selects keep them rounded. A fused subtraction would not give 0 if the
+        # maximum has not changed, and the softmax would add up this error tile after tile.
         level = tl.where(top == float("-inf"), 0.0, top * base)
         before = tl.where(max_logit == float("-inf"), float("-inf"), max_logit * base)
         keep = tl.exp2(before - level)
@@ -62,7 +62,7 @@ def weigh(logits, factor, acc, max_logit, exp_sum, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def with_largest_logit(softmax, factor, cfg: tl.constexpr):
-    """Returns the softmax of `tiles.add_tiles` with a logit as `max_logit`, whose exponential is exactly 1."""
+    """Makes `max_logit` a logit, if it is a product, and scales the sums so that its exponential is exactly 1."""
     acc, max_logit, exp_sum = softmax
     if cfg.late_factor:
         base = factor * _LOG2_E
@@ -78,7 +78,7 @@ def with_largest_logit(softmax, factor, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def finish(softmax, sinks, head, valid, with_sinks: tl.constexpr):
-    """Returns out and lse, and the softmax's largest logit and sum, with the sink. Rows without tokens: 0 and -inf."""
+    """Returns out, lse, the largest logit and the sum, with the sink. Rows without tokens have out 0 and lse -inf."""
     acc, max_logit, exp_sum = softmax
     seen = exp_sum != 0  # NaN counts as seen: it must reach the result
     if with_sinks:
@@ -99,9 +99,9 @@ def finish(softmax, sinks, head, valid, with_sinks: tl.constexpr):
 def rounded(products, nonzero):
     """Rounds products before they are summed. Products that are not `nonzero` must be 0.
 
-    LLVM fuses a product with a sum, but not through a select. If the sum's other term is another lane's product, only
-    that term is rounded, so two lanes' sums of the same products differ. Both lanes write their results to the same
-    address in shared memory, so the result would depend on which lane writes last.
+    LLVM fuses a product with a sum, but not through a select. If the sum's other term is another lane's product, LLVM
+    would round only that term, so two lanes would get different sums of the same products. Both lanes write their sums
+    to the same address in shared memory, so the result would depend on which lane writes last.
     """
     return tl.where(nonzero, products, 0.0)
 
@@ -111,7 +111,7 @@ def rounded(products, nonzero):
 def _exp(x, cfg: tl.constexpr):
     """Returns e**x through exp2, which is one instruction; exp takes three more for denormal results."""
     if cfg.tuning.compute_dtype == "float32":
-        # The rounding error of a large product matters here: it becomes a factor of its own.
+        # The rounding error of a large product matters: the power is multiplied by 2 to this error.
         # NaN stays NaN, so that it reaches the result.
         x = tl.maximum(x, -1e4, propagate_nan=tl.PropagateNan.ALL)
         y = x * 1.4426950216293335
@@ -125,7 +125,7 @@ def _exp(x, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def tanh(x):
-    """Returns tanh(x) without libdevice; a polynomial gives it near 0, where the formula cancels."""
+    """Returns tanh(x) without libdevice. Near 0 the formula would lose bits, so a polynomial replaces it."""
     e = tl.exp(-2.0 * tl.abs(x))
     y = (1.0 - e) / (1.0 + e)
     square = x * x

@@ -1,6 +1,6 @@
 """Device code of attention: the loop over tiles of K and V reads each tile, masks it and adds it to a softmax.
 
-A tile is `cfg.tuning.tile` tokens of one sequence. They are neighbours, except in far blocks of a block-sparse pattern.
+A tile is `cfg.tuning.tile` tokens of one sequence. They are neighbours, unless there is a block-sparse pattern.
 `attend.py` calls these loops; `cfg` is a `tuning.AttentionKernel`.
 """
 
@@ -34,7 +34,7 @@ class Paged(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """Pointers to the new tokens' keys and values, and the row in them of the token at the span's origin."""
+    """Pointers to the new tokens' keys and values, and the row of the token at the span's origin."""
 
     key: tl.tensor
     value: tl.tensor
@@ -101,7 +101,7 @@ def add_tiles(
         weights, acc, max_logit, exp_sum = weigh(logits, rows.factor, acc, max_logit, exp_sum, cfg)
         if v_factor is None:
             acc = tl.dot(weights.to(rows.q.dtype), v, acc, input_precision="ieee")
-        else:  # without the largest scale, the product cannot overflow its narrow dtype
+        else:  # divided by the largest scale, weights fit into the operands' dtype
             peak = tl.max(tl.abs(v_factor), 0)
             peak = tl.where(peak > 0, peak, 1.0)
             weights *= (v_factor / peak)[None, :]
@@ -112,9 +112,9 @@ def add_tiles(
 @triton.jit
 @no_type_check
 def add_token(softmax, rows, key, value, cache, kv_head, slot, token, begin, end, cfg: tl.constexpr):
-    """Adds one token, if it is in [begin, end), to an unfinished softmax, as `add_tiles` would from its slot.
+    """Adds one token to an unfinished softmax, if it is in [begin, end), with the result of reading it from its slot.
 
-    `key` and `value` are the content of the slot, [1, width]; `slot` and `token` are [1], too.
+    `key` and `value` are the content of the slot, [1, width]; `slot` and `token` are [1].
     """
     acc, max_logit, exp_sum = softmax
     wanted = (token >= begin) & (token < end)
@@ -139,12 +139,12 @@ def add_token(softmax, rows, key, value, cache, kv_head, slot, token, begin, end
 @triton.jit
 @no_type_check
 def numbers(opaque: tl.constexpr, cfg: tl.constexpr):
-    """Returns 0 to tile - 1; with `opaque` LLVM cannot see that these come from the thread's index.
+    """Returns 0 to tile - 1. With `opaque`, LLVM cannot see that these come from the thread's index.
 
-    Where Triton has the tokens in two layouts LLVM joins their arithmetic, `thread & 31` and `thread % 16 << 1`, in
-    vectors of two, and uses one lane of each; the unused lane of the second is `thread << 31`. Its NVPTX backend (in
-    Triton 3.6) computes that in 64 bits, and the unused lane overflows into its neighbour. Some threads then took the
-    tokens, and the masks, of others: they read wild memory.
+    Triton may hold the tokens in two layouts, computed by `thread & 31` and by `thread % 16 << 1`. LLVM then joins the
+    two computations in vectors of two elements, and leaves an element of each unused: in the second vector it is
+    `thread << 31`. The NVPTX backend of Triton 3.6 computes that vector in one register of 64 bits, where the unused
+    element overflows into the other one. So some threads got other threads' tokens and masks, and read wild memory.
     """
     numbers = tl.arange(0, cfg.tuning.tile)
     if opaque:
@@ -155,7 +155,7 @@ def numbers(opaque: tl.constexpr, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def vectors(cache, blocks, offsets, kv_head, values: tl.constexpr, pool: tl.constexpr, width: tl.constexpr):
-    """Returns pointers to the keys, or values, [tokens, width] of the slots (blocks, offsets); blocks are 64-bit."""
+    """Returns pointers [tokens, width] to keys or values in the slots (blocks, offsets); blocks are 64-bit integers."""
     d = tl.arange(0, width)
     if pool.layout == "hnd":
         start = ((blocks * pool.num_kv_heads + kv_head) * pool.block_size + offsets) * pool.head_size
@@ -167,7 +167,7 @@ def vectors(cache, blocks, offsets, kv_head, values: tl.constexpr, pool: tl.cons
         row = 2 * kv_head + 1 if values else 2 * kv_head
         start = ((blocks * pool.block_size + offsets) * pool.rows + row) * pool.row_size
         element = d
-    else:  # x elements of a vector are neighbours, and the next token's follow
+    else:  # x neighbouring elements of one vector are followed by the same elements of the next token
         x: tl.constexpr = 1 if values else pool.key_x
         start = (blocks * pool.num_kv_heads + kv_head) * (pool.head_size * pool.block_size) + offsets * x
         element = d // x * (pool.block_size * x) + d % x
@@ -177,7 +177,7 @@ def vectors(cache, blocks, offsets, kv_head, values: tl.constexpr, pool: tl.cons
 @triton.jit
 @no_type_check
 def _columns(cache, blocks, offsets, kv_head, cfg: tl.constexpr):
-    """Returns pointers [width, tokens] to values in layout "vllm", where neighbouring tokens are neighbours."""
+    """Returns pointers [width, tokens] to values in layout "vllm", where neighbouring tokens lie side by side."""
     start = (blocks * cfg.problem.num_kv_heads + kv_head) * (cfg.problem.head_size * cfg.problem.block_size) + offsets
     return cache + start[None, :] + (tl.arange(0, cfg.tuning.width) * cfg.problem.block_size)[:, None]
 
@@ -199,13 +199,13 @@ def _load_tile(at, wanted, masked: tl.constexpr, cfg: tl.constexpr):
 @triton.jit
 @no_type_check
 def convert(x, dtype: tl.constexpr):
-    """Returns x as `dtype`; this is exact for the pairs of dtypes that `tuning.compute_dtype` makes."""
+    """Returns x as `dtype`. This is exact for the pairs of dtypes that `tuning.compute_dtype` makes."""
     if x.dtype == tl.int8 and dtype == tl.float16:
-        # 0x6400 is 1024 in float16, where a unit is the last bit; the integer-to-float instruction is slow.
+        # 0x6400 | u is the float16 1024 + u. The instruction that converts an integer to a float is slow.
         x = ((x.to(tl.int16) + 128) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
     elif x.dtype == tl.float8e5 and dtype != tl.bfloat16:
-        # A float8_e5m2 is the upper byte of the same number in float16. Triton 3.6 takes an instruction of 8.9 for GPUs
-        # of 8.0 too, if the process has compiled a conversion for 8.9 or later before.
+        # A float8_e5m2 is the upper byte of the same number in float16. If a process has compiled a conversion for
+        # compute capability 8.9, Triton 3.6 would use the same instruction for 8.0, which lacks it.
         x = (x.to(tl.uint8, bitcast=True).to(tl.uint16) << 8).to(tl.float16, bitcast=True)
     return x.to(dtype)
 
@@ -213,9 +213,9 @@ def convert(x, dtype: tl.constexpr):
 @triton.jit
 @no_type_check
 def _to_float16(x, movable: tl.constexpr):
-    """Converts as `convert` does, four 8-bit values at a time; if not `movable`, in the registers of their load.
+    """Converts like `convert`, four 8-bit values at a time; if not `movable`, right after their load.
 
-    Triton would move the conversion of values behind shared memory, which it would then read transposed, byte by byte.
+    Triton would move the conversion of V after shared memory, and read shared memory transposed, byte by byte.
     """
     if x.dtype == tl.int8:
         code: tl.constexpr = """{ .reg .b32 u, zero; xor.b32 u, $2, 0x80808080; mov.b32 zero, 0x64806480;

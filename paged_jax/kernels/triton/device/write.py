@@ -1,14 +1,14 @@
-"""Device code of the fused cache write: it quantises K and V of new tokens and puts them into their slots.
+"""Device code of the fused cache write: it quantises K and V of new tokens and stores them in their slots.
 
 The grid has one program for each (tile of tokens, kv head). A program loads both vectors of each token, rounds them,
-and stores them at the token's slot, if it has one. Roofline: it moves (itemsize of key + itemsize of the cache) * 2 *
-head_size bytes for each (token, kv head); a decode step writes so little that the launch dominates.
+and stores them in the token's slot, if it has one. Roofline: (itemsize of key + itemsize of the cache) * 2 * head_size
+bytes for each (token, kv head). A decode step writes so little that the launch dominates.
 
-`load_tokens` and `add_new_token` serve decode that writes on the way (`attend.py`).
+`load_tokens` and `add_new_token` serve `write_and_attend` (`attend.py`).
 
 The caches are updated in place: the outputs `key_cache` and `value_cache`, or `kv_cache`, alias inputs. `cfg` is a
-`cache_tuning.WriteKernel`, in decode a `tuning.AttentionKernel`; `pool` a `problem.Pool`, `quantisation` a
-`cache_tuning.Quantisation`, and `width` the elements that a vector takes in registers.
+`cache_tuning.WriteKernel`, or in decode a `tuning.AttentionKernel`. `pool` is a `problem.Pool`, `quantisation` a
+`cache_tuning.Quantisation`, and `width` the number of elements that a vector takes in registers.
 """
 
 # Without triton installed, pyright takes this folder for that package.
@@ -38,7 +38,7 @@ def write_kernel(
 def write_interleaved_kernel(
     key, value, slot_mapping, k_scale, v_scale, unused, num_tokens, num_blocks, kv_cache, cfg: tl.constexpr
 ):
-    """Does what `write_kernel` does to one pool that holds keys and values."""
+    """Does the same as `write_kernel`, in one pool that holds keys and values."""
     cache = Cache(kv_cache, kv_cache, k_scale, v_scale)
     _write(key, value, slot_mapping, cache, num_tokens, num_blocks, cfg)
 
@@ -86,10 +86,10 @@ class Written(NamedTuple):
 
     Attributes:
       key, value: [1, width], the token's vectors.
-      slot: the slot that they are written to.
+      slot: the slot that gets the vectors.
       token: the token's position.
-      mine: whether this program writes it.
-      begin, end: the tokens begin <= t < end are those that its query attends to.
+      mine: whether this program writes the token.
+      begin, end: the sequence's query attends to the tokens begin <= t < end.
     """
 
     key: tl.tensor
@@ -114,9 +114,9 @@ def load_tokens(key, value, tokens, kv_head, valid, pool: tl.constexpr, width: t
 @triton.jit
 @no_type_check
 def add_new_token(softmax, rows, written, cache, kv_head, cfg: tl.constexpr):
-    """Writes the token into its slot if it is this program's, and adds the slot's content to the softmax.
+    """If the token is this program's, writes it into its slot and adds the slot's content to the softmax.
 
-    The programs of several tiles of heads store the same bytes.
+    If there are several tiles of heads, their programs store the same bytes.
     """
     pool: tl.constexpr = cfg.problem
     quantisation: tl.constexpr = cfg.tuning.write
@@ -167,7 +167,7 @@ def _store_tokens(
 def _store_across(
     new_key, new_value, cache, block, offset, kv_head, valid, pool: tl.constexpr, width: tl.constexpr
 ):  # fmt: skip
-    """Stores vectors in layout "vllm": neighbouring threads store neighbouring tokens, which are adjacent in memory."""
+    """Stores vectors in layout "vllm". Neighbouring threads store neighbouring tokens, which are adjacent in memory."""
     x: tl.constexpr = pool.key_x
     start = (block * pool.num_kv_heads + kv_head) * (pool.head_size * pool.block_size)
     # Triton lays threads along the last axis with known contiguity, then along the first: the tokens.
@@ -203,8 +203,8 @@ def _divide(x, divisor, quantisation: tl.constexpr):
     size = tl.abs(divisor)
     tame = tl.min(tl.where((size > 1e-18) & (size < 1e18), 1, 0)) > 0
     if tame & (quantisation.largest < 1e6):
-        # The bound is far outside the range, and keeps products from overflowing. Two corrections follow, each by the
-        # remainder, which is exact.
+        # The bound is far outside the range, and keeps products from overflowing. Each of two corrections adds the
+        # exact remainder times the inverse.
         bound = tl.zeros_like(x) + size * (2 * quantisation.largest)
         x = tl.clamp(x, -bound, bound, propagate_nan=tl.PropagateNan.ALL)
         inverse = tl.zeros_like(x) + tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
@@ -212,7 +212,7 @@ def _divide(x, divisor, quantisation: tl.constexpr):
         for _ in tl.static_range(2):
             y = tl.fma(tl.fma(tl.zeros_like(x) + divisor, y, -x), -inverse, y)
     else:
-        y = tl.where(x == 0, x, tl.div_rn(x, tl.zeros_like(x) + divisor))  # 0 / 0 too is 0
+        y = tl.where(x == 0, x, tl.div_rn(x, tl.zeros_like(x) + divisor))  # 0 / 0 is also 0
     return y
 
 
@@ -227,7 +227,7 @@ def _code(x, dtype: tl.constexpr, quantisation: tl.constexpr):
     elif quantisation.cache_dtype == "float8_e5m2":
         code = _float8(x, 2, 15).to(dtype, bitcast=True)
     elif quantisation.cache_dtype == "int8":
-        # Next to 1.5 * 2**23 a float32's last bit is a unit.
+        # The last bit of a float32 near 1.5 * 2**23 counts 1.
         code = ((x + 12582912.0) - 12582912.0).to(tl.int32).to(dtype)
     else:
         code = x.to(dtype)
@@ -244,7 +244,7 @@ def _float8(x, mantissa: tl.constexpr, bias: tl.constexpr):
     shift: tl.constexpr = 23 - mantissa
     normal = (bits + ((1 << (shift - 1)) - 1) + ((bits >> shift) & 1)) >> shift
     normal -= (127 - bias) << mantissa
-    # Below the smallest normal number the unit is fixed: adding `magic` makes it the last bit of a float32.
+    # Numbers below the smallest normal one are multiples of a fixed unit, which is the last bit of x + `magic`.
     unit: tl.constexpr = (127 + 1 - bias - mantissa + 23) << 23
     magic = (bits * 0 + unit).to(tl.float32, bitcast=True)
     subnormal = (bits.to(tl.float32, bitcast=True) + magic).to(tl.int32, bitcast=True) - unit

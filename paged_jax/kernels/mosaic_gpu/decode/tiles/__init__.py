@@ -1,4 +1,4 @@
-"""Tiles of K and V: their layout in shared memory, and their conversion to operands of wgmma. Four classes."""
+"""Four classes of tiles of K and V: their layout in shared memory, and their conversion to operands of wgmma."""
 
 from paged_jax.kernels.mosaic_gpu.decode.tiles.eight_bit import EightBitTiles
 from paged_jax.kernels.mosaic_gpu.decode.tiles.eight_bit_vllm import EightBitVllmTiles
@@ -11,7 +11,7 @@ Tiles = PlainTiles
 
 
 def class_of(problem: Problem) -> type[Tiles]:
-    """The class of a problem's tiles. The tests replace this function, so that the interpreter gets its own classes."""
+    """The class of a problem's tiles. The tests replace this function to give the interpreter classes of its own."""
     eight_bit = problem.cache_itemsize == 1
     if problem.layout == "vllm":
         return EightBitVllmTiles if eight_bit else VllmTiles

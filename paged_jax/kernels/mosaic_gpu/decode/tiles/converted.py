@@ -2,8 +2,9 @@
 
 wgmma takes its left operand A from registers. Of every [64, 16] of A, lane 4 * g + t of warp w holds rows
 16 * w + 8 * h + g and columns 8 * a + 2 * t + b, for h, a, b in {0, 1}. A lane reads shared memory in words of 4
-elements. If these are neighbours along k, they are elements 4 * t + 2 * a + b of 16, and take the 4 columns of the lane
-(word order). `store_in_word_order` permutes the right operand in the same way, so the sums do not change.
+elements. If these are neighbours along k, they are elements 4 * t + 2 * a + b of 16, but take the lane's 4 columns.
+This permutation is the word order. `store_in_word_order` permutes the right operand in the same way, so the sums do not
+change.
 """
 
 from typing import Any, ClassVar
@@ -23,7 +24,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import array, inline
 from paged_jax.kernels.mosaic_gpu.hopper.memory import transforms
 from paged_jax.kernels.mosaic_gpu.hopper.registers import layout, power_of_two, wide
 
-_SMALLEST = 1e-30  # replaces the peak of a query of zeros
+_SMALLEST = 1e-30  # the least peak of a query row, for rows of zeros
 
 
 class ConvertedTiles(PlainTiles):
@@ -43,7 +44,7 @@ class ConvertedTiles(PlainTiles):
     def query_operand(self, query_smem, operand_smem) -> tuple[Any, Any]:
         """Divides each row of a query in bfloat16 by a power of two, exactly, and converts it to float16.
 
-        Only elements that are 2 ** 17 times smaller than the row's largest lose bits.
+        An element loses bits only if it is more than 2 ** 17 times smaller than the row's largest element.
         """
         query, divisor = layout(query_smem.T[...]), 1.0
         if self.geometry.problem.query_dtype != self.operand_dtype:
@@ -63,7 +64,7 @@ class ConvertedTiles(PlainTiles):
 def store_in_word_order(operand_smem, operand: Array, geometry: Geometry) -> None:
     """Stores a right operand in float16, [n, columns], as [columns, n], with n in word order.
 
-    It has no barrier: all threads must have read the previous content.
+    It does not wait: all threads must have read the previous content before.
     """
     summed, columns = operand.shape
     transforms_ = transforms(geometry.problem.head_size, "float16")

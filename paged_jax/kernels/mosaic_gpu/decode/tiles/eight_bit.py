@@ -4,15 +4,14 @@
 
 Keys, A = K [tile, head_size]: the elements are neighbours along k, and match a query in word order.
 
-Values, A = V^T [head_size, tile]: a lane has words of the same elements of two neighbouring tokens. They exchange
-bytes,
+Values, A = V^T [head_size, tile]: a lane has two words, the same elements of two neighbouring tokens. The words
+exchange bytes,
 
     token 2 * t     | e0 e1 e2 e3 |       | e0 e0' | e1 e1' |
     token 2 * t + 1 | e0'e1'e2'e3'|  ->   | e2 e2' | e3 e3' |
 
-so that each register has a pair of tokens. The rows of V^T, and of the product, are permuted; `store_partial_out` and
-`store_out` store them in order. If head_size is no multiple of 128, a lane has 2 of these rows at a time, in half
-words.
+so that each register has pairs of tokens. This permutes the rows of V^T and of the product; `store_partial_out` and
+`store_out` store the product's rows in order. If head_size is no multiple of 128, a lane reads half words.
 """
 
 import jax.experimental.mosaic.gpu as mgpu
@@ -69,7 +68,7 @@ class EightBitTiles(ConvertedTiles):
         return load(tile_smem)
 
     def zero_rows(self, rows_smem, start: int, low, high) -> None:
-        """As in `PlainTiles`, four elements of a row at a time."""
+        """Does the same as in `PlainTiles`, four elements of a row at a time."""
         geometry, scalar = self.geometry, plgpu.Layout.WG_SPLAT(())
 
         @inline(plgpu.RefType(_transforms(geometry)), scalar, scalar)
@@ -127,7 +126,7 @@ def tokens_layout(group: int, geometry: Geometry) -> mgpu.TiledLayout:
 
 
 def rows_layout(geometry: Geometry) -> mgpu.TiledLayout:
-    """The layout of O^T [head_size, columns] after a product with `values`: permuted rows, columns of wgmma."""
+    """The layout of O^T [head_size, columns] after a product with `values`: rows are permuted, columns are wgmma's."""
     each = _elements(geometry)
     tiles = ((32 * each, 8), (8 * each, 8), (each, 8), *([(2, 8)] if each == 4 else []), (1, 2))
     return tiled_layout(tiles, warp=-2 * len(tiles), lanes=(2 - 2 * len(tiles), -3))

@@ -14,7 +14,7 @@ from paged_jax.kernels.mosaic_gpu.decode.tiles.vllm import VllmTiles
 class EightBitVllmTiles(VllmTiles, ConvertedTiles):
     """Tiles with the layout of `VllmTiles`, and operands of `ConvertedTiles`.
 
-    A row of V in a page is one row of `ldmatrix` or several, because blocks have 16 tokens or more.
+    A row of V in a page has one row of `ldmatrix` or several, because blocks have 16 tokens or more.
     """
 
     def of_wgmma(self, words: np.ndarray) -> np.ndarray:
@@ -25,5 +25,5 @@ class EightBitVllmTiles(VllmTiles, ConvertedTiles):
         return registers
 
     def store_weights(self, weights_smem, weights: Array) -> None:
-        """Stores P^T in word order. The exchange of maxima since the last product means that all have read its P."""
+        """Stores P^T in word order. All threads have read the previous P, because they have exchanged maxima since."""
         store_in_word_order(weights_smem, weights, self.geometry)

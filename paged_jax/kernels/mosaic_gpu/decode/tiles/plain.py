@@ -62,9 +62,9 @@ class PlainTiles:
         return cache.reshape(cache.shape[0], self.geometry.items_per_seq, rows, problem.head_size)
 
     def run_gmem(self, cache_gmem, block, offset, kv_head, head_slice: Slice) -> Any:
-        """The source of one copy: a head slice of the run at `offset` in a block, of the item's kv heads.
+        """The source of one copy: a head slice of the run at `offset` in a block, for all kv heads of the item.
 
-        In an `Interleaved` pool `kv_head` is the row of the kv head's keys, or of its values.
+        In an `Interleaved` pool, `kv_head` is the row of the kv head's keys or of its values.
         """
         problem = self.geometry.problem
         if self.geometry.tuning.fold > 1:
@@ -83,7 +83,7 @@ class PlainTiles:
     # Products.
 
     def query_operand(self, query_smem, operand_smem) -> tuple[Any, Any]:
-        """The query as an operand, [columns, head_size], and the divisor of each row."""
+        """Returns the query as an operand, [columns, head_size], and the divisor of each of its rows."""
         return query_smem, 1.0
 
     def keys(self, tile_smem) -> Any:
@@ -103,7 +103,7 @@ class PlainTiles:
         return layout(product(a, b_smem))
 
     def slot_scales(self, scales_smem) -> Array:
-        """The scale of each row of a tile, [tile], from scales in shared memory, ordered by run."""
+        """The scale of each row of a tile, [tile], from the scales of its runs in shared memory."""
         return slot_scales.of_rows(scales_smem, self.geometry)
 
     def zero_unseen(self, tiles_smem, low, high) -> None:
@@ -112,7 +112,7 @@ class PlainTiles:
             self._zero_unseen_rows(tiles_smem, row, low, high)
 
     def _zero_unseen_rows(self, tiles_smem, row: int, low, high) -> None:
-        """Zeroes the unseen ones of `WGMMA_ROWS` rows, if there are any."""
+        """Zeroes the unseen rows among `WGMMA_ROWS` rows, if there are any."""
         fold, problem = self.geometry.tuning.fold, self.geometry.problem
         start = row // fold
 
@@ -123,7 +123,7 @@ class PlainTiles:
             plgpu.commit_smem()
 
     def zero_rows(self, rows_smem, start: int, low, high) -> None:
-        """Zeroes the rows, of `WGMMA_ROWS` from token `start` on, whose tokens are outside low <= token < high."""
+        """Zeroes those of `WGMMA_ROWS` rows, from token `start` on, whose tokens are outside low <= token < high."""
         rows = layout(rows_smem[...])
         seen = mask.seen(low - start, high - start, rows.shape, self.geometry)
         rows_smem[...] = jnp.where(seen, rows, jnp.zeros_like(rows))

@@ -11,7 +11,7 @@ def first_row():
 
 
 def token_of_row(row, geometry: Geometry):
-    """The token of a row of a tile, as in `mask.token_of_row`."""
+    """The token of a row of a tile; `mask.token_of_row` for one row."""
     fold, run = geometry.tuning.fold, geometry.run_tokens
     if fold == 1:
         return row

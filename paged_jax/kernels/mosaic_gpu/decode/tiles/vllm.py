@@ -123,7 +123,7 @@ class VllmTiles(PlainTiles):
         return load(tile_smem)
 
     def of_wgmma(self, words: np.ndarray) -> np.ndarray:
-        """Makes a lane's registers of A, [.., a, h] for each 16 columns, from its words [.., i, h]."""
+        """Makes a lane's registers of A from its words [.., i, h]: [.., a, h] for each 16 columns."""
         return words
 
     def named_row(self):
@@ -145,8 +145,8 @@ class VllmTiles(PlainTiles):
     def zero_pages(self, tile_smem, low, high) -> None:
         """Zeroes, in all pages of a tile, the elements whose tokens are outside low <= token < high.
 
-        Each thread takes x neighbours at a time, one element of x tokens. The accesses are volatile, one after the
-        other: this code is rare, and must not decide how many registers the kernel uses.
+        Each thread takes x neighbours at a time: the same element of x tokens. The accesses are volatile, so that they
+        follow one another. This code rarely runs, and must not decide how many registers the kernel uses.
         """
         geometry, scalar, page, x = self.geometry, plgpu.Layout.WG_SPLAT(()), self.page_size, self.matrix_row
         block_size = geometry.problem.block_size

@@ -25,8 +25,8 @@ from paged_jax.kernels.mosaic_gpu.ragged.refs import Refs
 def number_after(number: Scalar, unclaimed: Scalar, kind: ItemKind, refs: Refs) -> Scalar:
     """Claims the next item of a kind; returns its number.
 
-    Programs take the first `unclaimed` items without a claim. An atomic counter hands out the others in order, so that
-    the result does not depend on `number`, the program's item before; the interpreter's substitute needs it.
+    Programs take the first `unclaimed` items without a claim. An atomic counter hands out the others in order. `number`
+    is the program's previous item; only the interpreter's substitute for this function reads it.
     """
 
     @inline(plgpu.RefType(), plgpu.RefType())
@@ -47,7 +47,7 @@ def number_after(number: Scalar, unclaimed: Scalar, kind: ItemKind, refs: Refs) 
 
 
 def store_fields(fields_smem: Ref, row: Scalar, values: Any) -> None:
-    """Stores 32-bit integers in a row of shared memory. This warpgroup sees them at once, others after a barrier."""
+    """Stores 32-bit integers in a row of shared memory. This warpgroup sees them afterwards, others after a barrier."""
     columns = fields_smem.shape[1]
 
     @inline(plgpu.RefType(), *[SCALAR] * (len(values) + 1))

@@ -1,4 +1,4 @@
-"""The operations of `hopper/lanes.py` that the ragged kernel uses, and the tests replace here."""
+"""The operations of `hopper/lanes.py` that the ragged kernel uses. The tests replace them in this file."""
 
 from paged_jax.kernels.mosaic_gpu.hopper.lanes import exponentials as exponentials
 from paged_jax.kernels.mosaic_gpu.hopper.lanes import in_each_lane as in_each_lane

@@ -26,18 +26,18 @@ from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.refs import ABSENT, Partials, Ref
 from paged_jax.kernels.mosaic_gpu.ragged.geometry import ItemKind
 
-_WIDE_IN_FLIGHT, _THIN_IN_FLIGHT = 4, 8  # partial results that are loaded at a time; wide items have few splits
+_WIDE_IN_FLIGHT, _THIN_IN_FLIGHT = 4, 8  # partial results that are loaded together; wide items have few splits
 
 
 class RowGroup(NamedTuple):
     """Neighbouring rows (query token, query head) of one sequence, all in split items of one kind."""
 
-    number: Scalar  # of the group, in the sequence
-    num_rows: Scalar  # of the sequence, in split items of this kind
-    first_token: Scalar  # row of the query that holds the first of these tokens
-    query_tiles: Scalar  # of the sequence, of this kind
-    splits: Scalar  # of each item
-    first_partial: Scalar  # of the sequence's first item
+    number: Scalar  # the group's number in the sequence
+    num_rows: Scalar  # the sequence's rows in split items of this kind
+    first_token: Scalar  # the row of the query that holds the first token of these items
+    query_tiles: Scalar  # the sequence's query tiles of this kind
+    splits: Scalar  # the splits of each item
+    first_partial: Scalar  # the first partial result of the sequence's first item
 
 
 class RowRefs(NamedTuple):
@@ -53,11 +53,11 @@ class _Row(NamedTuple):
     """The row of a thread. Fields are MLIR values."""
 
     exists: Any
-    column: Any  # index of the thread's 4 elements in the row
-    token: Any  # query token, in the sequence
+    column: Any  # the index of the thread's 4 elements in the row
+    token: Any  # the query token's index in the sequence
     head: Any
-    partial: Any  # the first partial result of its item
-    of_partial: Any  # its row in these partial results
+    partial: Any  # the first partial result of the row's item
+    of_partial: Any  # the row's index in each partial result of its item
 
 
 def merge_rows(refs: RowRefs, group: RowGroup, kind: ItemKind) -> None:

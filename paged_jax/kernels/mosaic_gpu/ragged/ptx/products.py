@@ -1,6 +1,6 @@
-"""Products that accumulate in registers, and other work of the warpgroup under them.
+"""Products that accumulate in registers.
 
-`then` and `meanwhile` are that other work.
+The warpgroup may do other work while the matrix units multiply: the functions `then` and `meanwhile`.
 """
 
 from collections.abc import Callable
@@ -37,10 +37,11 @@ def score_and_accumulate(
     *,
     in_halves: bool,
 ) -> tuple[Any, Any]:
-    """S = Q K^T, followed by O + P V. Returns the result of `meanwhile`, which gets S under the second product, and O.
+    """S = Q K^T, followed by O + P V. Returns the result of `meanwhile`, and O.
 
-    `then` runs once both products have started. If `in_halves`, the first half of the second product starts at once;
-    `meanwhile` calls the function that it gets beside S to run `then` and to start the second half.
+    `meanwhile` runs under the second product. Its arguments are S and a function. `then` runs once both products have
+    started. If `in_halves`, only the first half of the second product starts at once; `meanwhile` calls its second
+    argument to run `then` and to start the second half.
     """
     tile = weights.shape[1]
     early = tile // 2 if in_halves else tile

@@ -1,7 +1,7 @@
 """Copies of query rows and of result rows, 16 bytes at a time, in PTX.
 
 A warpgroup's 64 rows are its query tokens, each with all heads of the group: row = token * group + head. In global
-memory the heads of a group are neighbours, and tokens are num_heads * head_size elements apart. In shared memory rows
+memory the heads of a group are neighbours, and tokens are num_heads * head_size elements apart. In shared memory, rows
 have the swizzled layout of wgmma's operands:
 
     [rows / 8, head_size / w, 8, w]     w elements are 32, 64 or 128 bytes; chunks of 16 bytes are permuted in each row
@@ -45,7 +45,7 @@ CHUNK = 16  # bytes of one copy of a thread
 
 
 class QueryRows(NamedTuple):
-    """The rows of query, out and lse of a warpgroup: neighbouring tokens, and all heads of one group."""
+    """A warpgroup's rows of the query, out and lse: neighbouring tokens, each with all heads of one group."""
 
     first_token: Scalar
     num_tokens: Scalar
@@ -148,7 +148,7 @@ def operand_transforms(problem: Problem) -> tuple[plgpu.TilingTransform, plgpu.S
 
 
 def copy_chunk(smem, gmem, chunk: Chunk) -> None:
-    """Starts the copy of a chunk to shared memory; zeros if it does not exist."""
+    """Starts the copy of a chunk to shared memory, or fills it with zeros if the chunk does not exist."""
     size = arith.select(chunk.exists, i32(CHUNK), i32(0))
     offset = arith.select(chunk.exists, chunk.gmem_offset, i64(0))
     code = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
@@ -179,10 +179,10 @@ def swizzled_offset(row, column, problem: Problem):
 
 
 def _for_chunks(rows: QueryRows, kind: ItemKind, do: Callable[[Chunk], None], *, all_rows: bool) -> None:
-    """Calls `do` with each of this thread's chunks: of all 64 rows, or only of rows with a query.
+    """Calls `do` with each of this thread's chunks: those of all 64 rows, or only those of rows with a query.
 
-    A thin item may have few rows, so its code is a loop; a wide item nearly always has all rows, so its code is
-    unrolled.
+    A thin item may have few rows, so its code is a loop. A wide item nearly always has all rows, so its code is
+    unrolled, for all 64 rows.
     """
     geometry, row_bytes = kind.geometry, 2 * kind.geometry.problem.head_size
     chunks_per_row = row_bytes // CHUNK

@@ -31,8 +31,8 @@ from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref
 
 LAYOUT = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
 _WARPS = WARPGROUP // WARP
-_LARGEST = (1 << 22) - 1  # larger values are sorted as this one; the other bits hold the index
-_AT_ONCE = 16  # values that a step of the loop loads
+_LARGEST = (1 << 22) - 1  # larger values are sorted like this one; the other bits hold the index
+_AT_ONCE = 16  # values that `_number_larger` loads in one step of its loop
 
 
 def iota() -> Array:
@@ -56,10 +56,10 @@ def gather(values_gmem: Ref, indices: Array, last: int) -> Array:
 
 
 def sums_before(arrays: dict[int, Array], sums_smem: Ref, first: int) -> None:
-    """Stores exclusive prefix sums of each array in row `key` of `sums_smem`, from column `first` on.
+    """Stores each array's exclusive prefix sums in `sums_smem`, from column `first` on. The array's key is the row.
 
-    If `first` is not 0, column `first` already holds the sum of all earlier elements, which is added. The total goes to
-    the column after the elements. The warpgroup sees the sums when this returns.
+    If `first` is not 0, column `first` already holds the sum of all earlier elements, which is added. The column after
+    the elements gets the total. The warpgroup sees the sums when this returns.
     """
     columns, rows = sums_smem.shape[1], list(arrays)
 
@@ -75,7 +75,7 @@ def sums_before(arrays: dict[int, Array], sums_smem: Ref, first: int) -> None:
         sums = [_sum_in_warp(x, lane) for x in values]
         before = [_load(place(row, i32(first)), x.type) if first else _zero(x.type) for row, x in enumerate(values)]
         mgpu.warpgroup_barrier()  # all threads have read column `first`
-        # The last lane of each warp has its warp's sum. The sums wait in columns that results overwrite later.
+        # The last lane of each warp has the warp's sum. Columns that get results later hold these sums until then.
         is_last = arith.cmpi(arith.CmpIPredicate.eq, lane, i32(WARP - 1))
         for row, x in enumerate(sums):
             _store(place(row, add(warp, i32(first))), x, is_last)
@@ -93,7 +93,7 @@ def sums_before(arrays: dict[int, Array], sums_smem: Ref, first: int) -> None:
 
 
 def largest_first(values: Array, values_smem: Ref, order_smem: Ref) -> None:
-    """Sorts values >= 0: stores their indices in `order_smem`, the largest value first, equal ones in order.
+    """Sorts values >= 0: stores their indices in `order_smem`, the largest value first, equal values by index.
 
     Values of 2 ** 22 and more count as equal. The warpgroup sees the order when this returns.
     """
@@ -116,8 +116,8 @@ def largest_first(values: Array, values_smem: Ref, order_smem: Ref) -> None:
 def _number_larger(value, base):
     """Counts the integers of all threads, at address `base`, that are larger than `value`.
 
-    It adds the sign bits of differences, which cannot overflow. Comparisons would share a predicate register, and each
-    would wait for the one before: 20 cycles (benchmarks/LOG.md, "The longest first").
+    It adds up the sign bits of differences, which cannot overflow. Comparisons would share a predicate register, and
+    each would wait 20 cycles for the one before (benchmarks/LOG.md, "The longest first").
     """
     begin, end, step = (as_index(i32(n)) for n in (0, WARPGROUP, _AT_ONCE))
     loop = scf.ForOp(begin, end, step, [i32(0)])

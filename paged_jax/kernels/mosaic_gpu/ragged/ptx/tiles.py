@@ -90,7 +90,7 @@ def _of_segment(values: Sequence[Any], row, kind: ItemKind):
 
 
 def zero_rows(tile_smem: Ref, kept: Range, first_row: Scalar, kind: ItemKind) -> None:
-    """Zeroes a warp's rows that are not `kept`, one lane for each row. The products see that after a barrier."""
+    """Zeroes a warp's rows that are not `kept`; a lane zeroes a row. The products see the zeros after a barrier."""
     problem = kind.geometry.problem
 
     @inline(plgpu.RefType(operand_transforms(problem)), SCALAR, SCALAR, SCALAR)
@@ -121,7 +121,8 @@ def convert_rows(raw_smem: Ref, tile_smem: Ref, first_row: Scalar, kind: ItemKin
     problem = kind.geometry.problem
     row_bytes = 2 * problem.head_size
     chunks_per_row, step = row_bytes // CHUNK, WARP * CHUNK
-    # The swizzle repeats every 8 rows: chunks `period` apart in a lane have offsets that differ by a constant.
+    # The swizzle repeats every 8 rows. So if two chunks of a lane are `period` apart, their offsets differ by a
+    # constant.
     period = math.lcm(8 * row_bytes, step) // step
     batches = list(itertools.batched(range(kind.rows_of_warp * chunks_per_row // WARP), _CHUNKS_AT_ONCE))
 
@@ -147,12 +148,12 @@ def convert_rows(raw_smem: Ref, tile_smem: Ref, first_row: Scalar, kind: ItemKin
 def _conversion(chunks: Sequence[int], period: int, geometry: Geometry) -> str:
     """PTX that converts these chunks of a lane.
 
-    It loads the bytes of all chunks before it stores the first result. Otherwise each chunk would wait for the one
-    before, because ptxas cannot know that the stores do not alias later loads (benchmarks/LOG.md, "Between
+    It loads the bytes of all chunks before it stores the first result. Otherwise each chunk would wait for the previous
+    one, because ptxas cannot know that stores do not alias later loads (benchmarks/LOG.md, "Between
     items").
 
     The operands are addresses in shared memory: one destination for each residue of these chunks modulo `period`, and
-    last the source of the lane's first raw chunk.
+    then the source of the lane's first raw chunk.
     """
     firsts = sorted({chunk % period for chunk in chunks})
     code = f"{{ .reg .b32 in<{2 * len(chunks)}>, out<4>;"
