@@ -4,13 +4,14 @@ A stand-in knows the arguments of FlashInfer 0.5.3, or of vLLM 0.33's FlashAtten
 right only if it is told right.
 """
 
+import dataclasses
 import sys
 import types
 
 import numpy as np
 import pytest
 
-from benchmarks import cases, flashinfer_kernels, peers, torch_process, vllm_kernels
+from benchmarks import bench_decode, cases, flashinfer_kernels, peers, torch_process, vllm_kernels
 
 CASE = cases.Case("a", (40, 17, 64, 33), 4, 2, 8, query_lens=(1, 17, 5, 1))
 CONTENDERS = ("flashinfer-fa2", "flashinfer-fa3", "flashinfer-batch", "flashinfer-pod")
@@ -250,6 +251,18 @@ def test_kernels_are_told_right(contender, window, layout, stand_ins):
         assert np.isnan(torch_process._relative_error(case, arrays, [*outputs[:-1], (rows, part)]))
         tried += 1
     assert tried == (2 if contender in ("flashinfer", *vllm_kernels.CONTENDERS) else 1)
+
+
+@pytest.mark.parametrize("contender", vllm_kernels.CONTENDERS)
+def test_fa3_is_a_peer_of_decode(contender, stand_ins):
+    assert contender in bench_decode.BENCHMARK.elsewhere
+    case = vllm_kernels.own_case(contender, peers.TorchPeers.message(dataclasses.replace(CASE, query_lens=None)))
+    assert vllm_kernels.refusal(contender, case) is None
+    arrays = drawn(case)
+    ways = list(vllm_kernels.ways(contender, case, arrays))
+    assert [way.name for way in ways] == ["whole contexts", "splits"]
+    for way in ways:
+        assert torch_process._relative_error(case, arrays, way.prepare()(0, False)) < 1e-5
 
 
 def test_fa3_takes_pages_of_its_own():
