@@ -2,9 +2,10 @@
 
 Each row runs sequences of one length through an engine whose programs do nothing and draw the same token each time. The
 time of a step is all that the engine does between two launches: it plans the step, packs its arrays, starts its
-programs, reads the tokens of the step before and gives them out. All sequences decode, and each takes a new block every
-16 steps. The time should depend on how many sequences run, and neither on their lengths nor on the pool. Times are the
-CPU's: nothing here waits. The device's own cost of a start (JAX's dispatch) is not included, and neither is text.
+programs, reads the tokens of the previous step, and returns them to the caller. All sequences decode, and each takes a
+new block every 16 steps. The time should depend on how many sequences run, but not on their lengths or on the pool.
+Times are CPU time, because nothing here waits. They do not include JAX's dispatch of programs or the detokenizing of
+texts.
 """
 
 import argparse
@@ -32,9 +33,9 @@ BLOCK_SIZE, POSITIONS, STEPS, WINDOW = 16, 131_072, 64, 1024
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The times of one case: milliseconds of the median step and of its parts, and bytes sent in a step.
+    """The times of one case in milliseconds (of the median step, the best step, the median parts), and bytes sent.
 
-    The parts are the scheduler's plan, the launch with its arrays, and the reading of tokens.
+    The parts are the scheduler's plan, the launch with its arrays, and the rest, which reads tokens.
     """
 
     num_seqs: int

@@ -17,7 +17,8 @@ import numpy as np
 
 from paged_jax.engine import EngineConfig, SamplingParams
 from tests.engine_checks import check_blocks, tokens_of, without_void
-from tests.engine_simulation import VOCAB, Clairvoyant, Rules, expected_scores, expected_tokens, make_engine
+from tests.engine_simulation import Clairvoyant, make_engine
+from tests.simulated_tokens import VOCAB, Rules, expected_scores, expected_tokens
 
 
 class _Broken(Exception):

@@ -60,7 +60,7 @@ TESTS = {
     "tests/test_cache_ops.py tests/test_host_memory.py -k 'test_validation or test_merge or test_causal or everything "
     "or stop or returns or many_layers or swap or test_host_memory'",
     "_dispatch.py": "tests/test_validation.py tests/test_selection.py tests/test_transforms.py tests/test_memory.py",
-    "_splits.py": "tests/test_splits.py tests/test_partition.py",
+    "_splits.py": "tests/test_splits.py tests/test_partition.py tests/test_partition_options.py",
     "_partition.py": "tests/test_partition.py tests/test_partition_kernels.py tests/test_vmap.py",
     "_lowered.py": "tests/test_partition.py tests/test_partition_kernels.py",
     "_vmap.py": "tests/test_vmap.py tests/test_transforms.py tests/test_partition.py -k 'vmap or transformations'",

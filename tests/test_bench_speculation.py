@@ -6,7 +6,8 @@ import pytest
 
 from benchmarks import bench_speculation as bench
 from paged_jax.engine import DraftRow, EngineConfig
-from tests.engine_simulation import VOCAB, make_engine
+from tests.engine_simulation import make_engine
+from tests.simulated_tokens import VOCAB
 
 PLAIN = EngineConfig(max_model_len=64, max_num_seqs=4, max_tokens_per_step=16)
 PROMPTS = [[(3 * i + k) % VOCAB for i in range(5)] for k in range(2)]

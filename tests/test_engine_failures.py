@@ -7,7 +7,8 @@ import pytest
 
 from paged_jax.engine import EngineConfig, EngineFailed, SamplingParams
 from tests.engine_checks import drain, tokens_of
-from tests.engine_simulation import VOCAB, expected_tokens, make_engine
+from tests.engine_simulation import make_engine
+from tests.simulated_tokens import VOCAB, expected_tokens
 
 CONFIG = EngineConfig(max_model_len=32, max_num_seqs=4, max_tokens_per_step=8, num_host_blocks=8)
 PARAMS = SamplingParams(max_tokens=6)

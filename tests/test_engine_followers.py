@@ -15,7 +15,8 @@ import pytest
 
 from paged_jax.engine import Engine, EngineConfig, EngineFailed, LeadingEngine, SamplingParams, follow
 from tests.engine_checks import drain, tokens_of
-from tests.engine_simulation import Rules, expected_tokens, make_engine
+from tests.engine_simulation import make_engine
+from tests.simulated_tokens import Rules, expected_tokens
 from tests.test_engine_failures import PROMPTS, fail_at
 from tests.test_processes import free_ports
 

@@ -16,7 +16,8 @@ from paged_jax.engine.sharing import find_groups
 from tests import engine_model as model
 from tests.conftest import QUICK_COMPILE
 from tests.engine_checks import BLOCK_SIZE, CONFIG, LONG, NUM_BLOCKS, STEM, drain, tokens_of
-from tests.engine_simulation import VOCAB, expected_tokens, make_engine
+from tests.engine_simulation import make_engine
+from tests.simulated_tokens import VOCAB, expected_tokens
 
 SHARING = dataclasses.replace(CONFIG, max_shared_prefixes=2, least_shared_tokens=1, max_logprobs=None)
 

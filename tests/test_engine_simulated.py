@@ -10,7 +10,8 @@ from paged_jax.engine import EngineConfig, SamplingParams
 from paged_jax.engine.plan import Plan
 from tests import engine_walk
 from tests.engine_checks import drain, tokens_of
-from tests.engine_simulation import VOCAB, expected_tokens, make_engine
+from tests.engine_simulation import make_engine
+from tests.simulated_tokens import VOCAB, expected_tokens
 
 CONFIG = EngineConfig(max_model_len=64, max_num_seqs=4, max_tokens_per_step=8)
 

@@ -14,7 +14,8 @@ from paged_jax.engine import DraftRow, Engine, EngineConfig, PromptLookup, Sampl
 from tests import engine_model as model
 from tests.conftest import QUICK_COMPILE
 from tests.engine_checks import BLOCK_SIZE, CONFIG, NUM_BLOCKS, PROMPTS, Words, drain, tokens_of
-from tests.engine_simulation import VOCAB, expected_tokens, make_engine
+from tests.engine_simulation import make_engine
+from tests.simulated_tokens import VOCAB, expected_tokens
 
 SPECULATING = dataclasses.replace(CONFIG, max_draft_tokens=3, verify_tokens=(16,))
 

@@ -12,7 +12,8 @@ import pytest
 from paged_jax.engine import Completion, EngineConfig, EngineFailed, ReplicaFailed, Replicas, SamplingParams
 from tests import engine_model as model
 from tests.engine_checks import PROMPTS, check_blocks, drain, tokens_of
-from tests.engine_simulation import VOCAB, expected_tokens, make_engine
+from tests.engine_simulation import make_engine
+from tests.simulated_tokens import VOCAB, expected_tokens
 from tests.test_engine_failures import fail_at
 
 SIMULATED = EngineConfig(max_model_len=32, max_num_seqs=4, max_tokens_per_step=8, num_host_blocks=8)
