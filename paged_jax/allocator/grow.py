@@ -160,7 +160,7 @@ def _plan_growth(xp: Any, state: AllocatorState, num_tokens: Any) -> _Growth:
     rows = xp.arange(seq_lens.shape[0], dtype=xp.int32)
     last = state.block_tables[rows, xp.maximum(num_old - 1, 0)]
     writes_last = (num_tokens > 0) & (seq_lens < num_old * block_size)
-    holders = xp.where(writes_last, state.ref_counts[last], 0)
+    holders = state.ref_counts[last] * writes_last.astype(xp.int32)
     shared = copies = holders > 1
     if xp is jnp or shared.any():
         # Each sequence that copies gives up a reference. In sequence order, the holder of the last one keeps the block.

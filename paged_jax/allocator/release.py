@@ -222,7 +222,8 @@ def _release_host(state: AllocatorState, blocks: np.ndarray, donate: bool) -> Al
     is_first = np.ones(blocks.size, np.bool_)
     np.not_equal(blocks[1:], blocks[:-1], out=is_first[1:])
     first = is_first.nonzero()[0]
-    blocks, drops = blocks[first], np.diff(first, append=blocks.size).astype(np.int32)
+    drops = (np.append(first[1:], blocks.size) - first).astype(np.int32)
+    blocks = blocks[first]
     if blocks.size and blocks[-1] >= num_blocks:
         raise ValueError(f"block {blocks[-1]} is out of range, the pool has {num_blocks} blocks")
     left = state.ref_counts[blocks] - drops
