@@ -88,16 +88,16 @@ MUTANTS_OF_ENGINE = [
     ),
     Mutant(
         "engine: a sample without stop tokens goes on after its last token",
-        "engine/results.py",
-        "len(sequence.tokens) + 1 < sequence.max_total",
-        "len(sequence.tokens) + 1 <= sequence.max_total",
+        "engine/scheduler.py",
+        "positions + 1 < seats.max_total[owners]",
+        "positions + 1 <= seats.max_total[owners]",
         SIMULATED,
     ),
     Mutant(
         "engine: a sample without stop tokens does not tell that it began again",
-        "engine/results.py",
-        "if not sequence.scored and not sequence.is_restarted:",
-        "if not sequence.scored:",
+        "engine/sequence.py",
+        "(is_watched or self.is_restarted or",
+        "(is_watched or",
         SIMULATED,
     ),
     Mutant(

@@ -68,8 +68,8 @@ MUTANTS_OF_SCHEDULER = [
     Mutant(
         "engine: a seat's next sequence goes on from the last one's last token",
         "engine/seats.py",
-        "        self.is_drawn[seat] = False\n",
-        "",
+        "self.is_drawn[seat], self.is_plain[seat] = False, sequence.is_plain",
+        "self.is_plain[seat] = sequence.is_plain",
         SIMULATED,
     ),
     Mutant(
@@ -286,8 +286,8 @@ MUTANTS_OF_SCHEDULER = [
     Mutant(
         "engine: names of blocks have 16 bits of each token",
         "engine/prefix.py",
-        "np.int32).tobytes()",
-        "np.int32).astype(np.uint16).tobytes()",
+        '}i", *tokens[block * block_size : (block + 1) * block_size])',
+        '}H", *[token % 2**16 for token in tokens[block * block_size : (block + 1) * block_size]])',
         PARTS,
     ),
     Mutant(

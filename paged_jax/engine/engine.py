@@ -25,7 +25,7 @@ from paged_jax.engine.mask import gather_masks
 from paged_jax.engine.plan import Plan
 from paged_jax.engine.pools import make_pools
 from paged_jax.engine.request import Delta, SamplingParams, Seeds, Tokenizer, read_token_ids
-from paged_jax.engine.results import equip, logprob_of, take
+from paged_jax.engine.results import equip, logprob_of, take_all
 from paged_jax.engine.runner import Launched, Runner
 from paged_jax.engine.scheduler import Scheduler
 from paged_jax.engine.sequence import Sequence
@@ -371,7 +371,7 @@ class Engine(BaseEngine):
     def _read(self, launched: Launched) -> list[Delta]:
         """Waits for the tokens that a step draws; tokens of sequences that are finished or cancelled are dropped."""
         drawn, plan = self._runner.read(launched), launched.plan
-        token_ids, sequences, deltas = drawn.token_ids.tolist(), plan.samples.sequences, []
+        token_ids, sequences = drawn.token_ids.tolist(), plan.samples.sequences
         accepted = plan.accepted(token_ids)
         if plan.has_drafts:
             self._scheduler.correct(plan, collections.Counter(sequences[i] for i in accepted))
@@ -379,22 +379,19 @@ class Engine(BaseEngine):
         for i, score in enumerate(plan.scores, len(sequences)):
             token_id, num_top = score.sequence.tokens[score.position], score.sequence.params.prompt_logprobs
             score.sequence.scored[score.position] = logprob_of(token_id, drawn, i, num_top or 0)
-        for i in accepted:
-            sequence = sequences[i]
-            if sequence.finish_reason is not None:
-                continue
-            if self._speculator is not None:
-                self._num_accepted_tokens += i in plan.samples.follows
-                self._speculator.see(sequence, token_ids[i])
-            deltas.append(delta := take(sequence, token_ids[i], drawn, i))
-            if delta.finish_reason is not None:
-                self._num_output_tokens -= not delta.token_ids
-                self._end(sequence)
-        self._num_output_tokens += len(deltas)
+        if self._speculator is not None:
+            for i in accepted:
+                self._speculator.see(sequences[i], token_ids[i])
+        deltas, ended = take_all(plan.samples, accepted, token_ids, drawn)
+        for sequence in ended:
+            self._end(sequence)
+        self._num_output_tokens += sum([len(delta.token_ids) for delta in deltas])
+        if plan.has_drafts:
+            self._num_accepted_tokens += len(deltas) - len({(delta.request_id, delta.index) for delta in deltas})
         return deltas
 
     def _end(self, sequence: Sequence) -> None:
         """Takes a finished sequence out of the scheduler, and its request away once all of its samples are finished."""
         self._scheduler.finish(sequence)
-        if all(other.finish_reason for other in self._requests[sequence.request_id]):
-            del self._requests[sequence.request_id]
+        if all(other.finish_reason for other in self._requests.get(sequence.request_id, ())):
+            self._requests.pop(sequence.request_id, None)  # another of its samples may have ended in the same step

@@ -55,6 +55,7 @@ class Samples:
       positions: i64 [num_samples], the token's position; the logits are those of the row's token before it.
       seats: i64 [num_samples], the seat whose last token it becomes on the device.
       params: i32 [len(PARAMS), num_samples], how it is drawn.
+      are_plain: bool [num_samples], whether the sequence `is_plain`, and the token is not its last one.
       needs: the bits of `Need` that any of them has.
       follows: by samples, the guess that stands before the token, if one does. Such a token counts only if all guesses
         of its row up to this one are right.
@@ -65,6 +66,7 @@ class Samples:
     positions: np.ndarray = dataclasses.field(default_factory=_none)
     seats: np.ndarray = dataclasses.field(default_factory=_none)
     params: np.ndarray = dataclasses.field(default_factory=lambda: _NO_PARAMS)
+    are_plain: np.ndarray = dataclasses.field(default_factory=_none)
     needs: int = 0
     follows: dict[int, int] = dataclasses.field(default_factory=dict)
 

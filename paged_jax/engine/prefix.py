@@ -12,8 +12,7 @@ Nothing here depends on time, on object ids or on Python's own hashes, so that e
 import collections
 import collections.abc
 import hashlib
-
-import numpy as np
+import struct
 
 
 def extend_hashes(hashes: list[bytes], tokens: list[int], block_size: int) -> None:
@@ -25,7 +24,7 @@ def extend_hashes(hashes: list[bytes], tokens: list[int], block_size: int) -> No
       block_size: tokens in a block.
     """
     for block in range(len(hashes), len(tokens) // block_size):
-        content = np.asarray(tokens[block * block_size : (block + 1) * block_size], np.int32).tobytes()
+        content = struct.pack(f"={block_size}i", *tokens[block * block_size : (block + 1) * block_size])
         parent = hashes[-1] if hashes else b""
         hashes.append(hashlib.blake2b(parent + content, digest_size=16).digest())
 

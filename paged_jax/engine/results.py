@@ -1,6 +1,9 @@
 """Turns drawn tokens into results: extends a sequence's text, finishes it, and makes the engine's `Delta`s."""
 
+import collections.abc
+
 from paged_jax.engine.mask import MaskedSample
+from paged_jax.engine.plan import Samples
 from paged_jax.engine.request import Delta, Tokenizer, TokenLogprob
 from paged_jax.engine.sampling import Drawn
 from paged_jax.engine.sequence import Sequence
@@ -16,8 +19,6 @@ def equip(sequence: Sequence, tokenizer: Tokenizer | None, vocab_size: int) -> N
       vocab_size: how many tokens the model has.
     """
     params = sequence.params
-    sequence.is_plain = tokenizer is None and params.mask is None and params.logprobs is None
-    sequence.is_plain &= not params.stop_token_ids
     if tokenizer is not None:
         sequence.text = TextStream(
             tokenizer,
@@ -29,6 +30,37 @@ def equip(sequence: Sequence, tokenizer: Tokenizer | None, vocab_size: int) -> N
         )
     if params.mask is not None:
         sequence.mask = MaskedSample(params.mask, vocab_size)
+
+
+def take_all(
+    samples: Samples, accepted: collections.abc.Iterable[int], token_ids: list[int], drawn: Drawn
+) -> tuple[list[Delta], list[Sequence]]:
+    """Appends a step's drawn tokens to their sequences, without those that come after a sequence's end.
+
+    Args:
+      samples: whose tokens they are.
+      accepted: which of them count.
+      token_ids: the tokens.
+      drawn: what the step drew.
+
+    Returns:
+      A `Delta` for each token, and the sequences that have ended.
+    """
+    deltas, ended, are_plain, new = [], [], samples.are_plain.tolist(), tuple.__new__
+    for i in accepted:
+        sequence, token_id = samples.sequences[i], token_ids[i]
+        if sequence.finish_reason is not None:
+            continue
+        if are_plain[i]:  # most tokens: what `take` would do, in a third of the time
+            sequence.tokens.append(token_id)
+            found = sequence.num_found or 0
+            told = sequence.request_id, sequence.index, (token_id,), "", (), None, None, found, (), False
+            deltas.append(new(Delta, told))
+            continue
+        deltas.append(take(sequence, token_id, drawn, i))
+        if sequence.finish_reason is not None:
+            ended.append(sequence)
+    return deltas, ended
 
 
 def take(sequence: Sequence, token_id: int, drawn: Drawn, i: int) -> Delta:
@@ -43,12 +75,6 @@ def take(sequence: Sequence, token_id: int, drawn: Drawn, i: int) -> Delta:
     Returns:
       The token, its log-probability and its text.
     """
-    if sequence.is_plain and len(sequence.tokens) + 1 < sequence.max_total:
-        sequence.tokens.append(token_id)
-        if not sequence.scored and not sequence.is_restarted:
-            found = sequence.num_found or 0
-            return Delta(sequence.request_id, sequence.index, (token_id,), "", (), None, None, found)
-        return _delta(sequence, (token_id,), "", (), None)
     if sequence.mask is not None and sequence.mask.has_ended:  # the mask allows no first token
         return _end_masked(sequence, (), "", ())
     params = sequence.params

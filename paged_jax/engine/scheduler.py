@@ -268,12 +268,9 @@ class Scheduler:
         return int(counts[seat])
 
     def _add_drafts(self, counts: np.ndarray, plan: Plan) -> Drafts:
-        """Gives rows drafts, and blocks for them, if all rows decode and no block has to be taken from anyone.
+        """Gives seats drafts, and blocks for them, if all rows decode and no block has to be taken from anyone.
 
         A step has no drafts if a row's logits are changed (adjust.py, mask.py): the changes depend on earlier tokens.
-
-        Returns:
-          The drafts by seats.
         """
         has_begun = any(plan.adopted) or any(plan.swap_in)
         if self.speculator is None or has_begun:
@@ -338,7 +335,7 @@ class Scheduler:
         plan.row_blocks = self.blocks.last_blocks(order)
         adopted = zip(plan.adopted, plan.row_blocks, strict=True)
         reads_written = any(blocks and not blocks.isdisjoint(last.tolist()) for blocks, last in adopted)
-        plan.is_decode = len(rows) == counts.sum() and not reads_written
+        plan.is_decode = len(rows) == int(counts.sum()) and not reads_written
         plan.prefixes = plan.prefixes if plan.is_decode else []
         self.counters.shared_tokens += sum((num_rows - 1) * size for num_rows, size in plan.prefixes)
 
@@ -366,9 +363,10 @@ class Scheduler:
             last_seats[first:end] = len(seats.sequences)
         seats.num_tokens[owners] = positions + 1
         seats.is_drawn[owners] = last_seats == owners
+        are_plain = seats.is_plain[owners] & (positions + 1 < seats.max_total[owners])
         needs = int(np.bitwise_or.reduce(seats.needs[owners]))
         sequences, params = seats.sequences[owners].tolist(), seats.params[:, owners]
-        plan.samples = Samples(sequences, of_row, positions, last_seats, params, needs, follows)
+        plan.samples = Samples(sequences, of_row, positions, last_seats, params, are_plain, needs, follows)
 
     def _share(self, seats: np.ndarray, sharing: Sharing, plan: Plan) -> np.ndarray:
         """Puts rows that share a prefix together, before all others."""

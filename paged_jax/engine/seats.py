@@ -45,7 +45,7 @@ class Seats:
       num_tokens, num_computed, num_prompt, max_total: i64 [num_seats], as in `Sequence`; 0 at free seats.
       num_cached: i64 [num_seats], how many of the sequence's first blocks have been entered in the prefix cache.
       is_drawn: bool [num_seats], whether the device keeps the sequence's last token as the seat's last token.
-      wants_scores: bool [num_seats], as in `Sequence`.
+      wants_scores, is_plain: bool [num_seats], as in `Sequence` when it got the seat.
       needs: i64 [num_seats], each sequence's `Need`.
       params: i32 [len(PARAMS), num_seats].
     """
@@ -56,7 +56,7 @@ class Seats:
         self.sequences = np.full(num_seats, None, object)
         numbers = np.zeros((6, num_seats), np.int64)
         self.num_tokens, self.num_computed, self.num_prompt, self.max_total, self.num_cached, self.needs = numbers
-        self.is_drawn, self.wants_scores = np.zeros((2, num_seats), np.bool_)
+        self.is_drawn, self.wants_scores, self.is_plain = np.zeros((3, num_seats), np.bool_)
         self.params = np.zeros((len(PARAMS), num_seats), np.int32)
         self._order: np.ndarray | None = None
 
@@ -84,7 +84,7 @@ class Seats:
         self.sequences[seat] = sequence
         self.num_tokens[seat], self.num_computed[seat] = num_tokens, num_computed
         self.num_prompt[seat], self.max_total[seat] = sequence.num_prompt, sequence.max_total
-        self.is_drawn[seat] = False
+        self.is_drawn[seat], self.is_plain[seat] = False, sequence.is_plain
         self.wants_scores[seat], self.needs[seat] = sequence.wants_scores, Need.of(sequence)
         floats = np.array([sequence.params.temperature, sequence.params.top_p], np.float32).view(np.int32)
         seed = np.array([sequence.seed >> 32, sequence.seed & 2**32 - 1], np.uint32).view(np.int32)

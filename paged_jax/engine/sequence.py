@@ -32,7 +32,6 @@ class Sequence:
       finish_reason: None while the sequence is unfinished.
       text: the `TextStream` that turns its tokens into text, or None.
       mask: the `MaskedSample` that says which tokens may come next, or None.
-      is_plain: whether nothing but its number ends it, and nothing but its tokens is told of it.
     """
 
     request_id: int
@@ -53,7 +52,6 @@ class Sequence:
     finish_reason: FinishReason | None = None
     text: Any = None
     mask: Any = None
-    is_plain: bool = False
 
     def __post_init__(self):
         self._num_tokens, self._num_computed = len(self.tokens), 0
@@ -111,6 +109,12 @@ class Sequence:
     def wants_scores(self) -> bool:
         """Whether the log-probabilities of its prompt's tokens are wanted; only the first sample's are."""
         return self.params.prompt_logprobs is not None and self.index == 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but `max_total` ends it, and nothing is told of it but its tokens."""
+        is_watched = self.text is not None or self.mask is not None or self.params.stop_token_ids
+        return not (is_watched or self.is_restarted or self.wants_scores or self.params.logprobs is not None)
 
     @property
     def is_exhausted(self) -> bool:
