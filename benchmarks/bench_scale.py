@@ -2,12 +2,13 @@
 
     python -m benchmarks.bench_scale --part ops --out ops.json
     python -m benchmarks.bench_scale --part models --models llama3-8b,llama3-70b --tp 1,2 --out models.json
+    python -m benchmarks.bench_scale --part all-reduce --reduce called,xla --tp 2,4 --out all-reduce.json
 
 Every time is the wall clock of many calls in a row, each of which needs the previous call's result. The GPUs work
 without a pause: an op's calls are iterations of a loop in one compiled program, and a model's steps are calls of the
-jitted step. Only a step of prompts is timed call by call. The rows of ops and of decode steps also have the time of
-their kernels alone (`device_us`, by CUPTI), which is less than the wall clock. A decode step's row names its slowest
-kernels, as in `bench_model`. `jit` is plain jit on sharded arrays; `shard_map` is the same op on each device's shard,
+jitted step. Only a step of prompts is timed call by call. An op's row also has the time of its kernels alone
+(`device_us`, by CUPTI), which is less than the wall clock. A decode step's row has a summary of its trace
+(scale_trace.py). `jit` is plain jit on sharded arrays; `shard_map` is the same op on each device's shard,
 written by hand.
 
 Weights are random and made on the devices, shard by shard. If a model does not fit, its row says so.
@@ -32,13 +33,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import paged_jax
-from benchmarks import harness, timing
-from benchmarks.model_clocks import device_time
+from benchmarks import harness, scale_reduce, timing
 from benchmarks.model_steps import PROMPTS, State
-from benchmarks.scale_steps import BLOCK_SIZE, MODELS, STEPS, Model, make_weights
+from benchmarks.scale_steps import BLOCK_SIZE, MODELS, STEPS, VARIANTS, Model, make_weights
+from benchmarks.scale_trace import trace
 from examples.config import DecoderConfig
 from examples.sharding import make_mesh, split_config
-from examples.step import xla_options
 
 ITERATIONS = 40  # iterations of an op's loop
 
@@ -225,26 +225,6 @@ def _device_time(run: Callable[[Any], Any], state: Any) -> tuple[dict[str, Any],
     return {"device_us": sum(us for _, us in launches) / ITERATIONS / len(state[0].devices())}, state
 
 
-def run_all_reduces(report: Report, size: int, shapes: Sequence[tuple[int, int]]) -> None:
-    """Times all-reduces of a step's residual stream, with nothing else in the loop."""
-    mesh = make_mesh({"dp": 1, "tp": size})
-    for shape in shapes:
-
-        def reduce(x):
-            return jax.lax.pcast(jax.lax.psum(x, "tp") * 0.5, "tp", to="varying")
-
-        def loop(x):
-            return jax.lax.fori_loop(0, ITERATIONS, lambda _, x: reduce(x), x)
-
-        def measure(shape=shape):
-            part = (size * shape[0], shape[1])
-            run = jax.jit(jax.shard_map(loop, mesh=mesh, in_specs=P("tp"), out_specs=P("tp")))
-            ones = jax.jit(lambda: jnp.ones(part, jnp.bfloat16), out_shardings=NamedSharding(mesh, P("tp")))()
-            return {"us": best_us(run, ones, ITERATIONS)[0], "bytes": 2 * shape[0] * shape[1]}
-
-        report.add(f"all_reduce/tp={size}/{shape[0]}x{shape[1]}", "jit", measure)
-
-
 def run_models(
     report: Report,
     configs: dict[str, DecoderConfig],
@@ -252,26 +232,41 @@ def run_models(
     batches: Sequence[int],
     context: int,
     prompts: int = PROMPTS,
+    variants: Sequence[str] = ("called",),
 ) -> None:
-    """Times decode steps and a step of prefill of each model on meshes of these sizes, one after the other."""
-    cases = [*(("decode", n) for n in batches), ("prefill", prompts)]
-    models = {}
+    """Times decode steps, as `variants` reduce them, and a step of prompts of each model on meshes of these sizes."""
+    programs: dict[Any, concurrent.futures.Future] = {}
+    models: dict[tuple[str, int], dict[str, Model]] = {}
     for name, size in itertools.product(configs, sizes):
         mesh = make_mesh({"dp": 1, "tp": size})
-        models[name, size] = Model(split_config(configs[name], mesh), mesh, context)
-    fitting = {key: model for key, model in models.items() if model.floor_bytes(0) <= 0.9 * _memory()}
-    programs = harness.compile_all(
-        {(*key, *case): functools.partial(model.lower, *case) for key, model in fitting.items() for case in cases}
-    )
-    for (name, size), model in models.items():
-        if (name, size) not in fitting:
-            report.add(f"{name}/tp={size}", "called", functools.partial(_too_large, model.floor_bytes(0)))
+        config = split_config(configs[name], mesh)
+        models[name, size] = {how: Model(config, mesh, context, how) for how in variants[: None if size > 1 else 1]}
+    cases = {
+        (name, size, how, *case): functools.partial(model.lower, *case)
+        for (name, size), ways in models.items()
+        for how, model in ways.items()
+        for case in [
+            *(("decode", n) for n in batches),
+            *([("prefill", prompts)] if prompts and how == variants[0] else []),
+        ]
+        if model.floor_bytes(0) <= 0.9 * _memory()
+    }
+    programs = harness.compile_all(cases)
+    for (name, size), ways in models.items():
+        of_model = [key for key in cases if key[:2] == (name, size)]
+        if not of_model:
+            least = ways[variants[0]].floor_bytes(0)
+            report.add(f"{name}/tp={size}", "called", functools.partial(_too_large, least))
             continue
-        weights = make_weights(model.parts[0], model.mesh)
-        for case in cases:
-            measure = functools.partial(_measure_step, programs[name, size, *case], model, weights, *case)
-            report.add(f"{name}/tp={size}/{case[0]}/{case[1]}x{context}", "called", measure)
-        del weights, measure
+        largest = max(ways.values(), key=lambda model: len(model.parts[0]))  # some have a table beside the weights
+        weights = make_weights(largest.parts[0], largest.mesh)
+        for key in of_model:
+            _, _, how, phase, num_seqs = key
+            model = ways[how]
+            given = {part: value for part, value in weights.items() if part in model.parts[0]}
+            measure = functools.partial(_measure_step, programs[key], model, given, phase, num_seqs)
+            report.add(f"{name}/tp={size}/{phase}/{num_seqs}x{context}", how, measure)
+        del weights, given, measure
 
 
 def _memory() -> float:
@@ -301,16 +296,17 @@ def _measure_step(
         return state.caches
 
     us, caches = best_us(steps, model.caches(num_seqs), STEPS)
-    options = xla_options(num_seqs, weights=model.parts[0], mesh=model.mesh)
-    answer |= {"us": us, "floor_bytes": model.floor_bytes(num_seqs), "xla_options": options}
+    answer |= {"us": us, "floor_bytes": model.floor_bytes(num_seqs), "xla_options": model.options(num_seqs)}
 
     def again():
         nonlocal caches
         caches = steps(caches)
         return caches
 
-    found = device_time(again, STEPS * model.mesh.size)  # of one GPU: CUPTI sees the kernels of all
-    return answer | {"device_us" if name == "us" else name: value for name, value in found.items()}
+    try:
+        return answer | trace(again, STEPS)
+    except Exception as error:  # the clock's time is still worth having
+        return answer | {"trace_failed": harness.first_line(error)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -324,10 +320,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--models", default="llama3-8b", help=f"of {','.join(MODELS)}; default llama3-8b")
     parser.add_argument("--batches", type=harness.numbers, default=[1, 64], help="sequences that decode; default 1,64")
+    parser.add_argument(
+        "--prompts", type=int, default=PROMPTS, help="sequences of a step of prompts; 0 for no such step"
+    )
+    parser.add_argument(
+        "--reduce",
+        type=lambda text: text.split(","),
+        default=["called"],
+        help=f"of {','.join(VARIANTS)}; default called",
+    )
     parser.add_argument("--context", type=int, default=1024, help="tokens of each sequence of a model; default 1024")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args(argv)
     harness.check_names(parser, "model", args.models.split(","), MODELS)
+    harness.check_names(parser, "way to reduce", args.reduce, VARIANTS)
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast may need rights that a machine's guests lack
     if not harness.has_gpu("scale"):
         return 2
@@ -336,10 +342,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.part == "ops":
         run_ops(report, Shape(), sizes)
     elif args.part == "all-reduce":
-        run_all_reduces(report, sizes[-1], [(1, 4096), (64, 4096), (1, 8192), (64, 8192), (8192, 4096)])
+        scale_reduce.run(report.add, [size for size in sizes if size > 1], args.reduce)
     else:
         configs = {name: MODELS[name] for name in args.models.split(",")}
-        run_models(report, configs, sizes, args.batches, args.context)
+        run_models(report, configs, sizes, args.batches, args.context, args.prompts, args.reduce)
     return 0
 
 

@@ -22,11 +22,22 @@ from benchmarks.models import make_tables
 from examples.config import DecoderConfig
 from examples.loop import make_caches
 from examples.sampling import greedy
-from examples.sharding import POOL, sharding_of
+from examples.sharding import COMMANDS, POOL, peer_sum, sharding_of
 from examples.step import make_abstract_step, xla_options
 from paged_jax.engine import Batch
 
 STEPS = 16  # decode steps in a row
+_RECORDED = {"xla_gpu_enable_command_buffer": COMMANDS}
+_NCCL = {"xla_gpu_experimental_use_collective_kernels": ""}
+VARIANTS: dict[str, dict[str, str] | None] = {
+    "called": None,
+    "xla": {},
+    "xla-recorded": _RECORDED,
+    "nccl": _NCCL,
+    "nccl-recorded": _NCCL | _RECORDED,
+}
+"""How decode steps reduce: as the examples do it, or by XLA's or NCCL's all-reduces, in command buffers or not."""
+
 MODELS = {name: models.MODELS[name] for name in ("llama3-8b", "llama3-70b")}
 
 
@@ -38,6 +49,8 @@ def make_weights(shapes: Any, mesh: Mesh) -> Any:
         return jax.jit(lambda key: (jax.random.normal(key, shape, dtype) * 0.02).astype(dtype), out_shardings=sharding)
 
     def make(path, leaf):
+        if isinstance(leaf, jax.Array):  # the table of `peers`
+            return leaf
         names = [getattr(key, "key", None) for key in path]
         sharding = sharding_of(names, leaf.shape, mesh)
         if names[-1] == "scale":
@@ -52,6 +65,8 @@ def abstract_weights(shapes: Any, mesh: Mesh) -> Any:
     """The weights' shapes, dtypes and shardings."""
 
     def place(path, leaf):
+        if isinstance(leaf, jax.Array):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
         sharding = sharding_of([getattr(key, "key", None) for key in path], leaf.shape, mesh)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
@@ -60,16 +75,35 @@ def abstract_weights(shapes: Any, mesh: Mesh) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model over a mesh: its step, the shapes of its weights, and the programs that the benchmark runs."""
+    """A model over a mesh: its step, the shapes of its weights, and the programs that the benchmark runs.
+
+    Attributes:
+        config: the model's config, split over the mesh.
+        mesh: the devices.
+        context: tokens of each sequence.
+        how: a name in `VARIANTS`.
+    """
 
     config: DecoderConfig
     mesh: Mesh
     context: int
+    how: str = "called"
+
+    @functools.cached_property
+    def peers(self) -> Any:
+        """What adds up the devices' parts of decode steps; None where XLA does."""
+        return peer_sum(self.config, jnp.bfloat16, self.mesh) if VARIANTS[self.how] is None else None
 
     @functools.cached_property
     def parts(self) -> tuple[Any, Callable]:
         """The weights' shapes, and the step."""
-        return make_abstract_step(self.config, jnp.bfloat16)
+        return make_abstract_step(self.config, jnp.bfloat16, peers=self.peers)
+
+    def options(self, num_seqs: int) -> dict[str, Any]:
+        """XLA's options for decode steps."""
+        if (options := VARIANTS[self.how]) is not None:
+            return options | xla_options(num_seqs)
+        return xla_options(num_seqs, weights=self.parts[0], mesh=self.mesh, peers=self.peers)
 
     def tables(self, num_seqs: int) -> np.ndarray:
         """Block tables of shuffled blocks."""
@@ -98,7 +132,7 @@ class Model:
         state = self._abstract_state(num_seqs)
         at = jax.tree.map(lambda x: x.sharding, state)
         if phase == "decode":
-            call, options = functools.partial(advance, step), xla_options(num_seqs, weights=shapes, mesh=self.mesh)
+            call, options = functools.partial(advance, step), self.options(num_seqs)
             call = jax.jit(call, donate_argnums=1, out_shardings=at, compiler_options=options)
             return call.lower(weights, state, tables)
         on_all, batch = NamedSharding(self.mesh, P()), self.prompts(num_seqs)

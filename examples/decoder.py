@@ -50,11 +50,13 @@ class Tokens:
         rotations: cosine and sine of the tokens' angles, for each kind of rotation in the model.
         attend: see `Decoder`.
         num_tokens: how many tokens there are; rows after them are padding.
+        peers: see `Decoder`.
     """
 
     rotations: dict[Rope, Rotation]
     attend: Attend
     num_tokens: int
+    peers: Any = None
 
 
 class Attention(nnx.Module):
@@ -83,6 +85,11 @@ class Attention(nnx.Module):
         self.k_norm = make_norm(config, norms[1], rngs=rngs, dtype=dtype) if norms else None
 
     def __call__(self, hidden, tokens: Tokens, cache, rows=None):
+        out, cache = self.heads(hidden, tokens, cache, rows)
+        return self.o_proj(out), cache
+
+    def heads(self, hidden, tokens: Tokens, cache, rows=None):
+        """Computes what all heads attended to, `[num_rows, num_heads * head_size]`, and the cache."""
         parts = self.qkv_proj(hidden).reshape(hidden.shape[0], self.num_parts, -1, self.head_size)
         ends = np.array([self.num_heads, self.num_heads + self.num_kv_heads]) // self.num_parts
         query, key, value = (_join(heads, self.head_size) for heads in jnp.split(parts, ends, axis=2))
@@ -93,7 +100,7 @@ class Attention(nnx.Module):
             query, key = (rotate(heads, rotation, self.rope.is_interleaved) for heads in (query, key))
         options = dict(self.options) | ({} if self.sinks is None else {"sinks": self.sinks[...].astype(jnp.float32)})
         out, cache = tokens.attend(query.astype(self.dtype), key.astype(self.dtype), value, cache, **options)
-        return self.o_proj(_take(out, rows).reshape(-1, self.num_heads * self.head_size)), cache
+        return _take(out, rows).reshape(-1, self.num_heads * self.head_size), cache
 
     def _normed(self, norm, heads):
         return norm(heads.reshape(heads.shape[0], -1)).reshape(heads.shape) if self.norms_all_heads else norm(heads)
@@ -113,12 +120,16 @@ class Mlp(nnx.Module):
         self.down_proj = linear(intermediate_size, hidden_size)
 
     def __call__(self, hidden):
+        return self.down_proj(self.inner(hidden))
+
+    def inner(self, hidden):
+        """Computes the units between the linear layers, `[num_rows, intermediate_size]`."""
         if self.up_proj is not None:
-            return self.down_proj(self.activation(self.up_proj(hidden)))
+            return self.activation(self.up_proj(hidden))
         assert self.gate_up_proj is not None
         parts = self.gate_up_proj(hidden).reshape(hidden.shape[0], self.num_parts, -1)
         gate, up = jnp.split(parts, 2, axis=2)
-        return self.down_proj((self.activation(gate) * up).reshape(hidden.shape[0], -1))
+        return (self.activation(gate) * up).reshape(hidden.shape[0], -1)
 
 
 class Layer(nnx.Module):
@@ -152,6 +163,27 @@ class Layer(nnx.Module):
         else:
             out = self.mlp(normed)
         return self._add(hidden, out, self.mlp_norm, self.mlp_out_norm), cache
+
+    def reduce(self, hidden, normed, tokens: Tokens, cache, rows, next_norm):
+        """Does what `__call__` does, by kernels that add up all devices' parts and norm the sums.
+
+        Args:
+            hidden: the residual stream.
+            normed: the same after this layer's first norm.
+            tokens, cache, rows: as for `__call__`.
+            next_norm: the next layer's first norm; None for the last layer, whose MLP XLA adds up.
+
+        Returns:
+            The residual stream, the same after `next_norm`, and the cache.
+        """
+        assert isinstance(self.attention, Attention)
+        assert isinstance(self.mlp, Mlp)
+        out, cache = self.attention.heads(normed, tokens, cache, rows)
+        hidden, normed = tokens.peers(out, self.attention.o_proj, _take(hidden, rows), self.mlp_norm)
+        out = self.mlp.inner(normed)
+        if next_norm is None:
+            return hidden + self.mlp.down_proj(out), None, cache
+        return *tokens.peers(out, self.mlp.down_proj, hidden, next_norm), cache
 
     def _before(self, norm, hidden):
         return norm(hidden) if norm is not None and self.place != "after_sum" else hidden
@@ -206,6 +238,7 @@ class Decoder(nnx.Module):
         caches: tuple[Any, ...],
         attend: Attend,
         rows: Int32[Array, " num_rows"] | None = None,
+        peers: Any = None,
     ) -> tuple[Float[Array, "num_rows hidden_size"], tuple[Any, ...]]:
         """Runs the layers over new tokens.
 
@@ -219,6 +252,7 @@ class Decoder(nnx.Module):
                 gives `[num_tokens, latent_size]` as the key, None as the value, and `value_size` (mla.py).
             rows: i32 `[num_rows]`, the tokens whose results are wanted; None for all, in their order. After the
                 last layer's attention nothing is computed for other tokens.
+            peers: adds up what the devices computed, with residuals and norms; None to leave that to XLA (sharding.py).
 
         Returns:
             The residual stream `[num_rows, hidden_size]` after the last layer, for `logits`, and the caches.
@@ -237,12 +271,25 @@ class Decoder(nnx.Module):
         ropes = dict.fromkeys(layer.rope for layer in self.config.layers if layer.rope is not None)
         longest = self.config.max_position_embeddings
         rotations = {rope: make_rotation(rope, self.config.head_size, longest, positions) for rope in ropes}
-        tokens = Tokens(rotations, attend, num_tokens)
+        tokens = Tokens(rotations, attend, num_tokens, peers)
+        hidden, caches = (self._run if peers is None else self._run_with_peers)(hidden, caches, tokens, rows)
+        return hidden[:num_tokens] if rows is None else hidden, caches
+
+    def _run(self, hidden, caches, tokens: Tokens, rows):
         new_caches = []
         for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True), start=1):
             hidden, cache = layer(hidden, tokens, cache, rows if i == len(self.layers) else None)
             new_caches.append(cache)
-        return hidden[:num_tokens] if rows is None else hidden, tuple(new_caches)
+        return hidden, tuple(new_caches)
+
+    def _run_with_peers(self, hidden, caches, tokens: Tokens, rows):
+        norms = [*(layer.attention_norm for layer in self.layers), None]
+        normed, new_caches = norms[0](hidden), []
+        for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True), start=1):
+            of_layer = rows if i == len(self.layers) else None
+            hidden, normed, cache = layer.reduce(hidden, normed, tokens, cache, of_layer, norms[i])
+            new_caches.append(cache)
+        return hidden, tuple(new_caches)
 
     def logits(self, hidden: Float[Array, "n hidden_size"]) -> Float32[Array, "n vocab_size"]:
         """Computes the next token's logits from rows of the residual stream.

@@ -46,7 +46,7 @@ from examples.command_line import (
     use_compilation_cache,
 )
 from examples.config import DecoderConfig
-from examples.sharding import MeshError, make_mesh, parse_mesh, replicas
+from examples.sharding import MeshError, make_mesh, parse_mesh, peer_sum, replicas
 from examples.text import Writer
 
 DEFAULT_PROMPT = 'The "for" statement'
@@ -268,7 +268,10 @@ def run(options: argparse.Namespace) -> None:
         )
         for i in range(len(meshes))
     ]
-    copies = [loop.make_programs(model, implementation=options.implementation) for model, *_ in loaded]
+    copies = [
+        loop.make_programs(model, implementation=options.implementation, peers=peer_sum(config, dtype, mesh))
+        for (model, *_), mesh in zip(loaded, meshes, strict=True)
+    ]
 
     started = time.perf_counter()
     firsts, rests, states = [], [], []

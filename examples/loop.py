@@ -14,7 +14,7 @@ cache for each layer, never stacked; they are donated to every program, which up
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,9 @@ from examples.sharding import on_mesh
 from examples.step import Step, Weights, make_step
 from paged_jax import Implementation, PagedKVCache, PagedLatentCache, allocator
 from paged_jax.engine import Batch
+
+if TYPE_CHECKING:
+    from examples.all_reduce import PeerSum
 
 RUNNING, STOP, LENGTH, BLOCKS = range(4)
 FINISH_REASONS = ("running", "stop", "length", "blocks")
@@ -245,14 +248,17 @@ def measure_scales(
     return [(scale(keys), scale(values)) for keys, values in pools]
 
 
-def make_programs(model: Decoder, *, implementation: Implementation | None = None) -> Programs:
+def make_programs(
+    model: Decoder, *, implementation: Implementation | None = None, peers: "PeerSum | None" = None
+) -> Programs:
     """Builds the jitted functions that run a model; nothing is compiled before they are called.
 
     Args:
         model: the decoder. The programs keep its present arrays.
         implementation: the implementation of the paged ops, `None` for the library's choice.
+        peers: as for `make_step`.
     """
-    weights, step = make_step(model, implementation=implementation)
+    weights, step = make_step(model, implementation=implementation, peers=peers)
 
     def prefill(weights, caches, request):
         return _prefill(step, weights, caches, request, model.config.num_shards)

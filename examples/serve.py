@@ -85,7 +85,7 @@ from examples.server.chat import load_template
 from examples.server.http import BACKLOG, bind, make_http_server, url_of
 from examples.server.memory import available_memory
 from examples.server.worker import Worker
-from examples.sharding import MeshError, make_mesh, replicas
+from examples.sharding import MeshError, make_mesh, peer_sum, replicas
 from examples.step import make_step, xla_options
 from paged_jax import engine
 
@@ -198,7 +198,8 @@ def make_engine(
         CommandError: something cannot be done.
     """
     model.limit(longest_text(options, config))
-    weights, step = make_step(model, implementation=options.implementation)
+    peers = peer_sum(config, dtype, mesh)
+    weights, step = make_step(model, implementation=options.implementation, peers=peers)
     kind = engine.LeadingEngine if options.processes > 1 and options.process == 0 else engine.Engine
     try:
         return kind(
@@ -209,7 +210,7 @@ def make_engine(
             sliding_windows=config.sliding_windows,
             tokenizer=tokenizer,
             show_progress=options.process == 0,
-            compiler_options=functools.partial(xla_options, weights=weights, mesh=mesh),
+            compiler_options=functools.partial(xla_options, weights=weights, mesh=mesh, peers=peers),
         )
     except (NotImplementedError, ValueError) as error:  # the library says what it cannot do
         raise CommandError(str(error)) from error

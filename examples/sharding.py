@@ -3,7 +3,8 @@
 Tensor parallelism (https://arxiv.org/abs/1909.08053): the mesh axis "tp" splits the heads, the width of the MLP and the
 vocabulary. XLA derives everything else from the shardings of the weights and the caches: there is one all-reduce after
 the attention and one after the MLP of each layer, and one for the embedding; and of the logits the devices exchange
-only the likeliest token of each part of the vocabulary.
+only the likeliest token of each part of the vocabulary. In decode steps a kernel (all_reduce.py) reduces all but the
+first and the last of these sums and does the norms after them, where the model and the GPUs allow it (`peer_sum`).
 
     hidden ─ qkv ─ attend ─ o ─ all-reduce ─ gate_up ─ down ─ all-reduce ─ ... ─ lm_head ─ argmax ─ all-gather
              └── a device's heads ─┘         └ a device's columns ┘        └ its tokens' logits ┘
@@ -15,18 +16,23 @@ The mesh axis "dp" is for whole copies of the model: `replicas` makes a mesh for
 """
 
 import dataclasses
+import logging
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from examples.config import DecoderConfig
 from examples.moe import expert_spec
+
+if TYPE_CHECKING:
+    from examples.all_reduce import PeerSum
 
 # The axis of each parameter that "tp" splits. Every device has a copy of all other parameters: norms and most biases.
 PARAMETERS = {
@@ -55,7 +61,7 @@ LATENT_POOL = P("dcp")  # blocks of latents, which all heads share
 KV_SCALE = P("tp")
 
 # What XLA records into command buffers by default, and collectives.
-_COMMANDS = "CONDITIONAL,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,FUSION,COLLECTIVES"
+COMMANDS = "CONDITIONAL,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,FUSION,COLLECTIVES"
 _BYTES_OF_RECORDED = 300 << 20  # of weights that a GPU reads, on average, between two all-reduces
 
 
@@ -175,7 +181,43 @@ def all_reduce_options(weights: Any, mesh: Mesh | None) -> dict[str, Any]:
     num_all_reduces = sum(_spec_of(path) == P("tp", None) or path[-2:] == ["experts", "down"] for path in paths)
     if num_bytes < num_all_reduces * _BYTES_OF_RECORDED * mesh.size:
         return {}
-    return {"xla_gpu_experimental_use_collective_kernels": "", "xla_gpu_enable_command_buffer": _COMMANDS}
+    return {"xla_gpu_experimental_use_collective_kernels": "", "xla_gpu_enable_command_buffer": COMMANDS}
+
+
+def peer_sum(config: DecoderConfig, dtype: DTypeLike, mesh: Mesh | None) -> "PeerSum | None":
+    """Gives what adds up the devices' parts of a decode step, with residual and norm in one kernel (all_reduce.py).
+
+    Args:
+        config: the decoder's config, split over the mesh.
+        dtype: the dtype of its weights.
+        mesh: its mesh, or None for one device.
+
+    Returns:
+        The argument `peers` of `make_step` and of `xla_options`, or None where XLA has to reduce. The logger of this
+        module then says why.
+    """
+    if mesh is None or mesh.size == 1:
+        return None
+    from examples import all_reduce  # which imports Pallas
+
+    lacks = all_reduce.lacks(mesh, config.hidden_size, dtype) or _unlike(config)
+    if lacks is not None:
+        logging.getLogger(__name__).info("XLA reduces the decode steps: %s", lacks)
+        return None
+    return all_reduce.PeerSum.over(mesh, config.hidden_size)
+
+
+def _unlike(config: DecoderConfig) -> str | None:
+    """Says in what a model differs from those whose layers the kernel can sum and norm; None for nothing."""
+    differs = {
+        "other norms": (config.norm, config.norm_place, config.norm_offset) != ("rms", "before", 0),
+        "a residual scale": config.residual_scale != 1,
+        "biases": config.o_bias or config.mlp_bias,
+        "latent attention": config.latent is not None,
+        "experts": any(layer.has_experts for layer in config.layers),
+    }
+    has = [name for name, is_so in differs.items() if is_so]
+    return f"the model has {', '.join(has)}" if has else None
 
 
 def on_mesh[T](make: Callable[[], tuple[T, ...]], mesh: Mesh | None) -> tuple[T, ...]:

@@ -9,8 +9,9 @@ of a jitted function with an `nnx.State` of hundreds of arrays takes millisecond
 A batch is `paged_jax.engine.Batch`, or any pytree with its attributes.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flax import nnx
 from jax.sharding import Mesh
@@ -24,13 +25,19 @@ from examples.sharding import all_reduce_options
 from paged_jax import Implementation, PagedKVCache, PagedLatentCache
 from paged_jax.engine import Batch
 
+if TYPE_CHECKING:
+    from examples.all_reduce import PeerSum
+
 type Weights = dict[Any, Any]
 type Caches = tuple[PagedKVCache | PagedLatentCache, ...]
 
+_PEERS = "peers"  # the name among the weights of the table that finds the other GPUs' memory
 _MOST_DECODES = 256  # tokens of a step that is taken for one of decode
 
 
-def xla_options(num_tokens: int, *, weights: Any = None, mesh: Mesh | None = None) -> dict[str, Any]:
+def xla_options(
+    num_tokens: int, *, weights: Any = None, mesh: Mesh | None = None, peers: "PeerSum | None" = None
+) -> dict[str, Any]:
     """XLA's options for a step of this many tokens, for `jax.jit(step, compiler_options=...)`.
 
     With Triton, XLA splits the sums of a product over programs, and the next kernel adds up what they leave. That pays
@@ -39,7 +46,8 @@ def xla_options(num_tokens: int, *, weights: Any = None, mesh: Mesh | None = Non
     cuBLAS chooses by itself where its choice was as good: for 64 to 127 and for 256 to 511 rows (benchmarks/LOG.md,
     "Steps of 64 to 512 rows").
     """
-    options = all_reduce_options(weights, mesh) if num_tokens <= _MOST_DECODES else {}
+    by_xla = peers is None or num_tokens > peers.most_rows
+    options = all_reduce_options(weights, mesh) if by_xla and num_tokens <= _MOST_DECODES else {}
     if num_tokens < 64:
         return options
     without_trials = num_tokens < 128 or 256 <= num_tokens < 512
@@ -49,31 +57,42 @@ def xla_options(num_tokens: int, *, weights: Any = None, mesh: Mesh | None = Non
 type Step = Callable[[Weights, Caches, Batch], tuple[Float32[Array, "num_rows vocab_size"], Caches]]
 
 
-def make_step(model: Decoder, *, implementation: Implementation | None = None) -> tuple[Weights, Step]:
+def make_step(
+    model: Decoder, *, implementation: Implementation | None = None, peers: "PeerSum | None" = None
+) -> tuple[Weights, Step]:
     """Separates a decoder into its weights and the function that runs a step with them.
 
     Args:
         model: the decoder.
         implementation: the implementation of the paged ops, None for the library's choice.
+        peers: adds up the devices' parts of decode steps (`examples.sharding.peer_sum`); None to leave that to XLA.
 
     Returns:
-        The weights, nested dicts of the model's arrays, and `step(weights, caches, batch) -> (logits, caches)`. The
-        caller jits the step and donates its caches. Logits are f32 `[num_rows, vocab_size]`, or `[num_tokens,
-        vocab_size]` if the batch has no `logit_rows`.
+        The weights, nested dicts of the model's arrays and the table of `peers`, and `step(weights, caches, batch) ->
+        (logits, caches)`. The caller jits the step and donates its caches. Logits are f32 `[num_rows, vocab_size]`, or
+        `[num_tokens, vocab_size]` if the batch has no `logit_rows`.
     """
     graphdef, state = nnx.split(model)
 
     def step(weights: Weights, caches: Caches, batch: Batch):
-        model = nnx.merge(graphdef, weights)  # only while JAX traces: the compiled step has no trace of it
+        parameters = {name: value for name, value in weights.items() if name != _PEERS}
+        model = nnx.merge(graphdef, parameters)  # only while JAX traces: the compiled step has no trace of it
         if getattr(batch, "windows", ()):  # layers with different windows have different tables and slots
             windows = set(model.config.sliding_windows)
             attend = by_window({window: _attend_to(batch.for_window(window), implementation) for window in windows})
         else:
             attend = _attend_to(batch, implementation)
-        hidden, caches = model(batch.token_ids, batch.positions, caches, attend, batch.logit_rows)
+        adder, logit_rows = None, batch.logit_rows
+        if peers is not None and _most_rows(batch) <= peers.most_rows:
+            adder = dataclasses.replace(peers, table=weights[_PEERS])
+        hidden, caches = model(batch.token_ids, batch.positions, caches, attend, logit_rows, adder)
         return model.logits(hidden), caches
 
-    return nnx.to_pure_dict(state), step
+    return nnx.to_pure_dict(state) | ({} if peers is None else {_PEERS: peers.table}), step
+
+
+def _most_rows(batch: Batch) -> int:
+    return max(len(batch.token_ids), 0 if batch.logit_rows is None else len(batch.logit_rows))
 
 
 def _attend_to(batch: Batch, implementation: Implementation | None) -> Attend:
@@ -91,7 +110,11 @@ def _attend_to(batch: Batch, implementation: Implementation | None) -> Attend:
 
 
 def make_abstract_step(
-    config: DecoderConfig, dtype: DTypeLike, *, implementation: Implementation | None = None
+    config: DecoderConfig,
+    dtype: DTypeLike,
+    *,
+    implementation: Implementation | None = None,
+    peers: "PeerSum | None" = None,
 ) -> tuple[Weights, Step]:
     """Does what `make_step` does for a model that has no weights yet.
 
@@ -99,9 +122,10 @@ def make_abstract_step(
         config: the decoder's config.
         dtype: the dtype of the weights.
         implementation: the implementation of the paged ops, None for the library's choice.
+        peers: as for `make_step`.
 
     Returns:
-        The weights with a `jax.ShapeDtypeStruct` in place of each array, and the step.
+        The weights with a `jax.ShapeDtypeStruct` in place of each array of the model, and the step.
     """
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
-    return make_step(model, implementation=implementation)
+    return make_step(model, implementation=implementation, peers=peers)

@@ -83,7 +83,12 @@ OWNERS = {
     "flax": ("examples",),
     "triton": ("paged_jax.kernels.triton",),
     "jax_triton": ("paged_jax.kernels.triton",),
-    "jax.experimental.pallas": ("paged_jax.kernels.mosaic_gpu", "benchmarks.peers", "examples.moe"),
+    "jax.experimental.pallas": (
+        "paged_jax.kernels.mosaic_gpu",
+        "benchmarks.peers",
+        "examples.all_reduce",
+        "examples.moe",
+    ),
 }
 
 

@@ -2,16 +2,13 @@
 
 import dataclasses
 import json
-from pathlib import Path
 
 import jax
 import pytest
 
-from benchmarks import bench_scale, model_clocks, scale_projection, scale_steps
+from benchmarks import bench_scale, model_clocks, scale_plot, scale_reduce, scale_steps, scale_trace
 from examples.sharding import make_mesh, split_config
 from examples.step import xla_options
-
-RESULTS = Path(bench_scale.__file__).parent / "results"
 
 
 @pytest.fixture
@@ -46,8 +43,10 @@ def test_steps_of_a_model(report):
     config = scale_steps.MODELS["llama3-8b"]
     small = {"vocab_size": 64, "embedding_size": 32, "hidden_size": 32, "intermediate_size": 64, "head_size": 16}
     heads = {"layers": config.layers[:1], "num_heads": 4, "num_kv_heads": 2}
-    bench_scale.run_models(report, {"small": dataclasses.replace(config, **small, **heads)}, [2], [2], 64, prompts=1)
-    decode, prefill = report.rows
+    models = {"small": dataclasses.replace(config, **small, **heads)}
+    bench_scale.run_models(report, models, [2], [2], 64, prompts=1, variants=["called", "xla"])
+    decode, prefill, by_xla = report.rows
+    assert (decode["contender"], by_xla["contender"], by_xla["case"]) == ("called", "xla", decode["case"])
     assert decode["all_reduces"] == prefill["all_reduces"] == 3
     weights = 64 * 32 + 32 * (4 + 2 + 2) * 16 + 4 * 16 * 32 + 3 * 32 * 64 + 3 * 32
     cached = 2 * 2 * 16 * 2 * 64
@@ -78,23 +77,53 @@ def test_all_reduces_that_xla_numbers_are_one_kernel_of_a_row():
     assert row == {"us": 6, "kernels": [["all_reduce_fusion_1", 2, 5], ["fusion_1", 1, 1]]}
 
 
-def test_all_reduces(report):
-    bench_scale.run_all_reduces(report, 2, [(1, 64)])
-    assert report.rows[0]["us"] > 0
+def events(*times):
+    """A GPU's events by name, start and duration."""
+    return [scale_trace.Event(name, start, start + us) for name, start, us in times]
 
 
-@pytest.mark.slow
-def test_projection_of_measured_parts():
-    model, all_reduces = (
-        json.loads((RESULTS / f"2026-11-{name}.json").read_text())
-        for name in ("23-h200-model", "22-h200x2-scale-all-reduce")
-    )
-    # The time on one GPU is measured; the expected times on more GPUs were computed by hand from the same files.
-    assert scale_projection.step_ms("llama3-8b", 64, 1, model, all_reduces) == pytest.approx(6.57373725)
-    moved, rest = 23599783936 / 4581.8934843004945e6, 6.57373725 - 23599783936 / 4581.8934843004945e6
-    all_reduce = 65 * 22.38289999993981e-3 * 1.25
-    assert scale_projection.step_ms("llama3-8b", 64, 4, model, all_reduces) == pytest.approx(
-        moved / 4 + rest + all_reduce
-    )
-    readme = (RESULTS.parent / "README.md").read_text()
-    assert scale_projection.table(model, all_reduces, (1, 64)) in readme
+def test_summary_of_a_trace():
+    """The second GPU's clock is 100 us late. It begins its all-reduces later, so the first one waits for it."""
+    times = [("a", 0, 8), ("all_reduce_1", 10, 20)], [("a", 100, 24), ("psum_7", 126, 4)]
+    first, second = (events(*((name, t + at, us) for t in (0, 50, 100) for name, at, us in gpu)) for gpu in times)
+    found = scale_trace.summary([first, second], 3)
+    assert found == {
+        "traced_us": 40,  # 80 us from the first begin to the last end, of two steps
+        "kernels_us": 28,
+        "num_kernels": 2,
+        "pauses_us": 12,
+        "num_pauses": 1.5,
+        "num_all_reduces": 1,
+        "all_reduce_us": 12,
+        "waits_us": 8,
+        "moves_us": 4,
+        "skew_us": 16,
+        "pause_before_us": 2,
+        "pause_after_us": 20,
+    }
+    assert scale_trace.by_name(first, 3) == [("all_reduce_", 1, 20), ("a", 1, 8)]
+
+
+def test_kernels_that_overlap_leave_no_pause():
+    assert scale_trace.pauses(events(("a", 0, 10), ("b", 2, 3), ("c", 12, 1))) == [2]
+
+
+def test_all_reduces_alone(report, monkeypatch):
+    monkeypatch.setattr(scale_reduce, "CHAIN", 2)
+    monkeypatch.setattr(scale_reduce, "SHAPES", [(2, 1024)])
+    scale_reduce.run(report.add, [2], ["called", "xla"])
+    called, xla = report.rows
+    assert called["failed"] == "NotImplementedError: a device is no Hopper GPU"
+    assert xla["us"] > 0
+    assert xla["same_bits"]
+    assert xla["error"] < 0.01
+
+
+def test_points_of_the_plot():
+    rows = [
+        {"case": f"llama3-8b/tp={size}/{phase}/1x1024", "contender": "called", "us": us, "floor_bytes": 4.58e9 / size}
+        for size, phase, us in ((2, "decode", 1e3), (1, "decode", 2e3), (1, "prefill", 1e3))
+    ]
+    rows.append({"case": "llama3-70b/tp=1", "contender": "called", "absent": "too large"})
+    found = scale_plot.points({"gpu": "NVIDIA H200", "rows": rows})
+    assert found == {("llama3-8b", "1", "called"): [(1, 2.0, pytest.approx(0.5)), (2, 1.0, pytest.approx(0.5))]}

@@ -1,0 +1,243 @@
+"""Tests the kernel that sums, adds and norms over the memory of other GPUs, and the steps that use it.
+
+Pallas's interpreter runs no PTX, which is most of the kernel. So the protocol is tested by a model of it, the code by
+lowering and by the assembler, and both together on GPUs. On CPU devices steps run with XLA's sum in the kernel's place.
+"""
+
+import dataclasses
+import functools
+import logging
+import random
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import scale_reduce, scale_steps
+from examples import all_reduce, loop, sharding
+from examples.config import LayerConfig
+from examples.sharding import make_mesh, sharding_of, split_config
+from examples.step import make_abstract_step, xla_options
+from paged_jax.engine import Batch
+from tests import hopper_compiler
+
+LACKS = hopper_compiler.lacks()
+EMPTY = "empty"
+
+
+def program(rank, inboxes, turns, num_calls, seen):
+    """A row of a device in the words of the kernel's header; it yields wherever another device may go on instead."""
+    num_devices = len(inboxes)
+    for call in range(num_calls):
+        turn = call % turns
+        for i in range(1, num_devices + 1):
+            inboxes[(rank + i) % num_devices][turn, rank] = (call, rank)
+            yield
+        parts = []
+        for other in range(num_devices):
+            while inboxes[rank][turn, other] == EMPTY:
+                yield
+            parts.append(inboxes[rank][turn, other])
+            yield
+            inboxes[rank][turn, other] = EMPTY
+        seen[rank].append(parts)
+
+
+def run_programs(num_devices, turns, num_calls, seed):
+    """Runs the devices in a random order, some of them rarely. Returns the parts that each summed in each call."""
+    inboxes = [{(turn, r): EMPTY for turn in range(turns) for r in range(num_devices)} for _ in range(num_devices)]
+    seen = [[] for _ in range(num_devices)]
+    running = {rank: program(rank, inboxes, turns, num_calls, seen) for rank in range(num_devices)}
+    draw = random.Random(seed)
+    weights = [draw.choice((1, 1, 30)) for _ in range(num_devices)]
+    for _ in range(num_devices * num_calls * 3000):
+        if not running:
+            break
+        rank = draw.choices(list(running), [weights[rank] for rank in running])[0]
+        if next(running[rank], "ended") == "ended":
+            del running[rank]
+    return seen, not running
+
+
+@pytest.mark.parametrize("num_devices", [2, 4, 8])
+def test_every_call_sums_the_parts_of_that_call_in_order_of_ranks(num_devices):
+    for seed in range(20):
+        seen, all_ended = run_programs(num_devices, turns=2, num_calls=6, seed=seed)
+        assert all_ended
+        assert seen == [[[(call, rank) for rank in range(num_devices)] for call in range(6)]] * num_devices
+
+
+def test_an_inbox_of_one_turn_would_lose_parts():
+    """The model of the protocol can fail."""
+    wanted = [[[(call, rank) for rank in range(2)] for call in range(6)]] * 2
+    assert any(run_programs(2, turns=1, num_calls=6, seed=seed) != (wanted, True) for seed in range(20))
+
+
+CONFIG = dataclasses.replace(
+    scale_steps.MODELS["llama3-8b"],
+    vocab_size=64,
+    embedding_size=all_reduce.MULTIPLE,
+    hidden_size=all_reduce.MULTIPLE,
+    intermediate_size=256,
+    num_heads=8,
+    num_kv_heads=8,
+    layers=scale_steps.MODELS["llama3-8b"].layers[:2],
+)
+NUM_SEQS = 3
+
+
+def make_batch():
+    lens = np.arange(NUM_SEQS, dtype=np.int32) % 7 + 3
+    tables = np.arange(NUM_SEQS, dtype=np.int32)[:, None]
+    slots = tables[:, 0] * 16 + lens - 1
+    return Batch(*map(jnp.asarray, (lens * 5 % 64, lens - 1, slots, tables, lens)), is_decode=True)
+
+
+def step_of(mesh, peers, logit_rows=None):
+    """The logits of a decode step, and the compiled step."""
+    config, draw = split_config(CONFIG, mesh), np.random.default_rng(0)
+    shapes, step = make_abstract_step(config, jnp.bfloat16, peers=peers)
+
+    def weight(path, leaf):
+        if isinstance(leaf, jax.Array):  # the table
+            return leaf
+        made = draw.normal(size=leaf.shape, scale=0.02) if path[-1].key != "scale" else draw.uniform(size=leaf.shape)
+        return jax.device_put(made.astype(jnp.bfloat16), sharding_of([key.key for key in path], leaf.shape, mesh))
+
+    weights = jax.tree_util.tree_map_with_path(weight, shapes)
+    caches = loop.make_caches(config, NUM_SEQS, 16, jnp.bfloat16, mesh=mesh)
+    batch = dataclasses.replace(make_batch(), logit_rows=logit_rows)
+    compiled = jax.jit(step).lower(weights, caches, batch).compile()
+    return np.asarray(compiled(weights, caches, batch)[0]), compiled
+
+
+def xla_s_sum(part, residual, scale, table, *, num_devices, epsilon):
+    assert table.shape == (2 + 2 * num_devices,)
+    assert epsilon == CONFIG.norm_eps == 1e-5
+    return scale_reduce.sum_norm(part, residual, scale)
+
+
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 8))])
+def test_steps_are_those_of_xla(size, monkeypatch):
+    """With XLA's sum and norm in the kernel's place, and with the last rows alone."""
+    monkeypatch.setattr(all_reduce, "sum_norm", xla_s_sum)
+    mesh = make_mesh({"dp": 1, "tp": size}, jax.devices("cpu"))
+    peers, rows = all_reduce.PeerSum.over(mesh, CONFIG.hidden_size), jnp.array([2, 0], jnp.int32)
+    wanted, _ = step_of(mesh, None, rows)
+    found, compiled = step_of(mesh, peers, rows)
+    np.testing.assert_allclose(found, wanted, atol=3e-2 * np.abs(wanted).max())
+    # One for the embedding, one after each attention and one after each MLP: the kernel has all but the first and last.
+    text = str(compiled.as_text())
+    assert text.count(" all-reduce(") + text.count(" all-reduce-start(") == 1 + 2 * len(CONFIG.layers)
+
+
+@pytest.fixture
+def gpu_mesh(request):
+    """A mesh of some GPUs whose memory the kernel reaches."""
+    if len(jax.devices()) < request.param:
+        pytest.skip(f"needs {request.param} GPUs")
+    mesh = make_mesh({"dp": 1, "tp": request.param})
+    if (lacks := all_reduce.lacks(mesh, CONFIG.hidden_size, jnp.bfloat16)) is not None:
+        pytest.skip(lacks)
+    return mesh
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gpu_mesh", [2, 4, 8], indirect=True)
+@pytest.mark.parametrize("rows", [1, 37, all_reduce.MOST_ROWS])
+def test_kernel_on_gpus(gpu_mesh, rows):
+    """Results have the same bits on all devices and in each run, and an error that rounding explains."""
+    for hidden_size in (all_reduce.MULTIPLE, 8 * all_reduce.MULTIPLE):
+        found = scale_reduce.check(gpu_mesh, rows, hidden_size, "called")
+        assert found["same_bits"]
+        assert found["error"] < 2 * 2**-9
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gpu_mesh", [2, 4, 8], indirect=True)
+def test_steps_on_gpus_are_those_of_xla(gpu_mesh):
+    peers = sharding.peer_sum(split_config(CONFIG, gpu_mesh), jnp.bfloat16, gpu_mesh)
+    assert peers is not None
+    wanted, _ = step_of(gpu_mesh, None)
+    found, compiled = step_of(gpu_mesh, peers)
+    np.testing.assert_allclose(found, wanted, atol=3e-2 * np.abs(wanted).max())
+    text = str(compiled.as_text())
+    assert text.count(" all-reduce(") + text.count(" all-reduce-start(") == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({}, "a device is no Hopper GPU"),
+        ({"hidden_size": 1000, "embedding_size": 1000}, "it takes bfloat16 rows of a multiple of 1024"),
+    ],
+)
+def test_cpus_leave_sums_to_xla_and_say_why(change, why, caplog):
+    caplog.set_level(logging.INFO, "examples.sharding")
+    mesh = make_mesh({"dp": 1, "tp": 2}, jax.devices("cpu"))
+    assert sharding.peer_sum(dataclasses.replace(CONFIG, **change), jnp.bfloat16, mesh) is None
+    assert why in caplog.text
+    assert sharding.peer_sum(CONFIG, jnp.bfloat16, None) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"norm_offset": 1.0}, "other norms"),
+        ({"norm_place": "after"}, "other norms"),
+        ({"residual_scale": 0.5, "o_bias": True}, "a residual scale, biases"),
+        ({"layers": (LayerConfig(has_experts=True),)}, "experts"),
+    ],
+)
+def test_other_models_leave_sums_to_xla(change, why, caplog, monkeypatch):
+    monkeypatch.setattr(all_reduce, "lacks", lambda *_: None)
+    caplog.set_level(logging.INFO, "examples.sharding")
+    mesh = make_mesh({"dp": 1, "tp": 2}, jax.devices("cpu"))
+    assert sharding.peer_sum(dataclasses.replace(CONFIG, **change), jnp.bfloat16, mesh) is None
+    assert f"the model has {why}" in caplog.text
+
+
+def test_large_steps_leave_sums_to_xla():
+    """XLA's options for all-reduces are for those steps alone that XLA reduces."""
+    mesh = make_mesh({"dp": 1, "tp": 2}, jax.devices("cpu"))
+    weights, _ = scale_steps.Model(split_config(scale_steps.MODELS["llama3-70b"], mesh), mesh, 64).parts
+    peers = all_reduce.PeerSum(mesh, None, None, most_rows=100)
+    assert "xla_gpu_enable_command_buffer" not in xla_options(100, weights=weights, mesh=mesh, peers=peers)
+    assert "xla_gpu_enable_command_buffer" in xla_options(101, weights=weights, mesh=mesh, peers=peers)
+
+
+def test_layers_share_one_lowered_kernel():
+    mesh = make_mesh({"dp": 1, "tp": 2}, jax.devices("cpu"))
+    config = split_config(CONFIG, mesh)
+    peers = all_reduce.PeerSum.over(mesh, CONFIG.hidden_size)
+    shapes, step = make_abstract_step(config, jnp.bfloat16, peers=peers, implementation="xla")
+    caches = jax.eval_shape(lambda: loop.make_caches(config, NUM_SEQS, 16, jnp.bfloat16))
+    traced = jax.jit(step).trace(scale_steps.abstract_weights(shapes, mesh), caches, make_batch())
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 1
+    assert text.count("call @add") == 2 * len(CONFIG.layers) - 1
+
+
+def compiled_cases():
+    """Calls to compile: numbers of GPUs, rows and their sizes."""
+    for num_devices, rows, hidden_size in ((2, 2, 4096), (4, 64, 4096), (8, all_reduce.MOST_ROWS, 8192)):
+
+        def trace(on_device, num_devices=num_devices, rows=rows, hidden_size=hidden_size):
+            shape = jax.ShapeDtypeStruct((rows, hidden_size), jnp.bfloat16)
+            scale = jax.ShapeDtypeStruct((hidden_size,), jnp.bfloat16)
+            table = jax.ShapeDtypeStruct((2 + 2 * num_devices,), jnp.int32)
+            call = functools.partial(all_reduce.sum_norm, num_devices=num_devices, epsilon=1e-5)
+            return jax.jit(call).trace(*map(on_device, (shape, shape, scale, table)))
+
+        yield f"{num_devices}-{rows}x{hidden_size}", trace
+
+
+@pytest.mark.skipif(LACKS is not None, reason=str(LACKS))
+def test_machine_code():
+    """The assembler takes the kernel. Only the largest rows spill registers."""
+    reports = hopper_compiler.reports("tests.test_all_reduce:compiled_cases")
+    spilled = [int(count) for _, said in reports for count in re.findall(r"(\d+) bytes spill loads", said)]
+    assert spilled[:2] == [0, 0]
+    assert 0 < spilled[2] < 800
