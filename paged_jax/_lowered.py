@@ -31,7 +31,7 @@ class LoweredOnce:
 
     JAX itself keeps the lowering of a jitted function within a program. But it lowers each call of a
     `custom_partitioning` as a program of its own, which takes 4.2 s for ragged attention on Hopper (benchmarks/LOG.md,
-    "Whole models on two GPUs"). The calls must all have arrays of the same shapes. A function that asks for its
+    "Ops and programs over two GPUs"). The calls must all have arrays of the same shapes. A function that asks for its
     device's number on a mesh is lowered anew in each program.
 
     Args:
