@@ -27,7 +27,7 @@ _BOUNDED_ROWS = 64
 
 
 def work(case: cases.Case) -> int:
-    """A batch's operations or, if more, the operations that fit into the time of reading its keys and values."""
+    """A batch's operations, or those that fit into the time of a read of its keys and values, whichever are more."""
     return max(case.seen_flops, case.kv_bytes * _OPERATIONS_PER_BYTE)
 
 

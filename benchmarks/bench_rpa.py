@@ -1,7 +1,8 @@
 """Times `paged_jax.compat.rpa` beside separate pools: `python -m benchmarks.bench_rpa [CASE ...]`.
 
-Both write the step's new tokens and then attend, over donated pools. Calls with separate pools take computed slots as
-an argument. Calls with one pool compute the slots from the lengths; a model does that once for all of its layers.
+Calls with one pool and calls with separate pools write the step's new tokens and then attend, over donated pools. Calls
+with separate pools take computed slots as an argument. Calls with one pool compute the slots from the lengths; a model
+does that once for all of its layers.
 Times are microseconds of all kernels together, and of each kernel. A case of few queries is timed twice, with and
 without their bound (`max_query_len`).
 """

@@ -211,7 +211,7 @@ class Setup(NamedTuple):
         engine_config: the engine's sizes.
         workload: the lengths of requests.
         requests: how many requests the runs have.
-        few, streamed: how many the runs of some requests have, and the Poisson run.
+        few, streamed: how many requests the runs "prompts" and "subset" have, and the run "poisson".
         rate: requests a second in the Poisson run; None for 0.8 times the rate that the run at-once reached.
         compiler_options: the engine's compiler options.
     """

@@ -32,7 +32,7 @@ def make(sizes: Sizes) -> tuple[jax.Array, PagedKVCache, list[tuple[Any, SharedP
     """Makes queries, a cache of shuffled blocks, and block tables.
 
     Returns:
-      The queries, the cache, and for each copy the whole tables and the shared prefixes.
+      The queries, the cache, and for each copy of the block tables: the tables of all tokens, and the shared prefixes.
     """
     num_heads, num_kv_heads, head_size = sizes.heads
     keys = jax.random.split(jax.random.key(0), 3)

@@ -38,7 +38,7 @@ PROMPT = "The for statement is used to iterate over the elements of a sequence. 
 
 
 class Told:
-    """A proposer that knows texts, and guesses every seventh token wrongly. Without texts it looks up.
+    """A proposer that knows texts, and guesses every seventh token wrongly. Without texts it is a look-up.
 
     Attributes:
         texts: the texts, prompts included; empty for a look-up.
@@ -130,7 +130,7 @@ def _alike(texts: list[list[int]], others: list[list[int]]) -> float:
 
 
 def make_engines(args: argparse.Namespace, proposer: Told) -> tuple[engine.Engine, engine.Engine, list[list[int]]]:
-    """Makes an engine without and one with speculation, and a prompt for each sequence."""
+    """Makes an engine without speculation, an engine with it, and a prompt for each sequence."""
     most = max(args.num_seqs)
     if args.model == "tiny":
         dtype = jnp.float32

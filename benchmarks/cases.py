@@ -78,7 +78,7 @@ class Case:
         pairs = 0
         for length, queries in zip(self.seq_lens, self.num_queries, strict=True):
             first = length - queries + 1  # how many tokens the first query sees without a window
-            short = range(first, min(length, window) + 1)  # the same for each query within the window
+            short = range(first, min(length, window) + 1)  # the same for each query that the window does not restrict
             pairs += (short.start + short.stop - 1) * len(short) // 2 + window * (queries - len(short))
         return 4 * self.num_heads * self.head_size * pairs
 
@@ -278,7 +278,7 @@ def with_blocks(cases: Iterable[Case], block_sizes: Iterable[int] | None) -> tup
 
 
 def with_blocks_of(case: Case, block_size: int) -> Case:
-    """The case with blocks of another size, which its name tells. An engine's pool and tables hold the same tokens."""
+    """The case with blocks of another size, which is added to its name. An engine's pool still holds as many tokens."""
     shapes = case.shapes
     if shapes is not None:
         blocks, num_blocks = (n * case.block_size // block_size for n in (shapes.max_blocks_per_seq, shapes.num_blocks))

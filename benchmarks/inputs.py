@@ -166,7 +166,7 @@ def truth(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
     indices, rows = [], []
     for seq in sorted({0, case.num_seqs // 2, case.num_seqs - 1}):
         first = case.seq_lens[seq] - case.num_queries[seq]
-        positions = np.linspace(first, case.seq_lens[seq] - 1, 16).astype(np.int32)  # few queries occur twice
+        positions = np.linspace(first, case.seq_lens[seq] - 1, 16).astype(np.int32)  # few queries: some occur twice
         index = starts[seq] + positions - first
         table = inputs.block_tables[0][seq]
         scales = [jnp.float32(1) if s is None else s for s in (inputs.k_scale, inputs.v_scale)]

@@ -101,7 +101,7 @@ def program_key(case: Case) -> Case:
 
 
 def compile_ahead(work: Work) -> Programs:
-    """Compiles all programs, including those that draw inputs and check results. `measure` reports errors of these."""
+    """Compiles all programs, including those that draw inputs and check results. `measure` reports errors."""
     programs = Programs()
     for case in {program_key(case): case for case in work.cases}.values():
         with contextlib.suppress(Exception):

@@ -106,7 +106,7 @@ def _abstract_state(config: DecoderConfig, tables: np.ndarray) -> State:
 def compile_all(
     models: dict[str, DecoderConfig], work: Work, options: dict[str, Any] | None
 ) -> dict[tuple[str, Case], dict[str, concurrent.futures.Future]]:
-    """Compiles the programs of all cases that fit, by model and case: "call" and, for decode, "loop"."""
+    """Compiles the programs of all cases that fit. Each case has a program "call"; decode also has a program "loop"."""
     lowers: dict[tuple[str, Case, str], Callable[[], jax.stages.Lowered]] = {}
     for name, config in models.items():
         weights, step = make_abstract_step(config, jnp.bfloat16)

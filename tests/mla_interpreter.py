@@ -1,4 +1,4 @@
-"""Runs the MLA kernel of Mosaic GPU without a GPU, in Pallas's interpreter, with substitutes for what that lacks."""
+"""Runs the MLA kernel of Mosaic GPU without a GPU, in Pallas's interpreter, with substitutes for what it lacks."""
 
 from functools import partial
 from unittest import mock

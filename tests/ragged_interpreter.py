@@ -1,4 +1,4 @@
-"""Runs the ragged Mosaic GPU kernels without a GPU, in Pallas's interpreter, with substitutes for what that lacks."""
+"""Runs the ragged Mosaic GPU kernels without a GPU, in Pallas's interpreter, with substitutes for what it lacks."""
 
 import importlib
 import inspect

@@ -154,7 +154,7 @@ def test_items_cover_each_row_and_token_once(shape):
 
 
 def test_nothing_has_no_negative_number_of_tiles():
-    """A span may end before it begins, as far before its window or after the last split."""
+    """A span may end before it begins: far before its window, or after the last split."""
     spans = jnp.asarray([-1000, -64, -63, -1, 0, 1, 64, 65])
     assert cdiv(spans, 64).tolist() == [0, 0, 0, 0, 0, 1, 1, 2]
     assert [int(cdiv(span, 64)) for span in spans] == [0, 0, 0, 0, 0, 1, 1, 2]

@@ -134,7 +134,7 @@ def _put(
         block = lax.optimization_barrier(block)
         first_inside = jnp.argsort(block >= cache.shape[0], stable=True).astype(jnp.int32)
         num_inside = (block < cache.shape[0]).sum(dtype=jnp.int32)
-        # Bytes are updated, because XLA would convert float8 to float16, which changes NaNs. It is still in place.
+        # Bytes are updated, because XLA would convert float8 to float16, which changes NaNs. The update is in place.
         update_bytes = lax.bitcast_convert_type(updates, jnp.uint8)
 
         def step(i, cache):

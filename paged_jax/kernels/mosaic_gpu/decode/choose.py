@@ -200,7 +200,7 @@ def _queued(problem: Problem, tuning: Tuning, splits: int, at_once: int, gpu: De
 
 
 def _most_programs(geometry: Geometry, at_once: int) -> int:
-    """The most programs of a multiprocessor: one, with larger tiles, for many items with wide rows; otherwise two."""
+    """The most programs of a multiprocessor: one, with larger tiles, if many items have wide rows; otherwise two."""
     problem = geometry.problem
     wide_rows = problem.head_size * jnp.dtype(problem.query_dtype).itemsize >= 256
     many_items = geometry.num_items > 2 * at_once
@@ -260,8 +260,8 @@ def _tilings(problem: Problem, tuning: Tuning, most_programs: int) -> Iterator[t
 
     A tile has 64 or 128 rows. With 128, a tile of K plus one of V take at most `_TILE_BYTES`, or twice that if a
     multiprocessor has one program. If one tile holds the whole split, the limit is the program's share of
-    `_BYTES_IN_FLIGHT`. Rings have as many stages as may be in flight, but at least two, unless one tile is enough or
-    two do not fit.
+    `_BYTES_IN_FLIGHT`. Rings have as many stages as may be in flight. They have at least two stages, except if a split
+    has one tile or two tiles do not fit.
     """
     tile_class, columns = tiles.class_of(problem), Geometry(problem, tuning).columns
     in_flight = _BYTES_IN_FLIGHT_OF_8_BITS if problem.cache_itemsize == 1 else _BYTES_IN_FLIGHT

@@ -156,7 +156,7 @@ def scratch(geometry: Geometry) -> Scratch:
 
 
 def _ring(geometry: Geometry, scale: Granularity, rings: tuple[Ref, ...]) -> Ring:
-    """The ring of a cache. A tile is ready when all of its runs and scales have arrived, in each of `rings`."""
+    """The ring of a cache, whose tiles lie in `rings`. A tile is ready when all of its runs and scales have arrived."""
     stages, runs = geometry.tuning.stages, geometry.runs_per_tile
     slot_scales = ABSENT
     if scale is Granularity.SLOT:

@@ -31,7 +31,7 @@ def check(reasons: Sequence[str]) -> None:
     """Raises an error if there are any reasons.
 
     Raises:
-      Unsupported: there are.
+      Unsupported: there is a reason.
     """
     if reasons:
         raise Unsupported(NAME, reasons)

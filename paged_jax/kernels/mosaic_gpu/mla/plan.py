@@ -183,7 +183,7 @@ def _split_of(queue: Queue, s: Sequence, tiles: Scalar, block: Scalar, geometry:
 
 
 def closing_of(number: Scalar, tile: Scalar, total: Scalar, geometry: Geometry) -> Closing:
-    """Locates the partial results of the item that queue `number` closes. The queue begins at its tile `tile`."""
+    """Locates the partial results of the item that queue `number` closes. `tile` is its first tile in the queue."""
     begin = _cut(total, number, geometry) - tile
     opener = _queue_at(total, begin, number, geometry)
     has_others = _cut(total, opener, geometry) != begin  # tiles before the item

@@ -1,4 +1,4 @@
-"""Chooses the `Tuning` of ragged attention, a pure function of `Problem` and `Device`; or refuses, with reasons."""
+"""Chooses the `Tuning` of ragged attention from `Problem` and `Device` alone, or refuses with every reason."""
 
 from collections.abc import Iterator
 

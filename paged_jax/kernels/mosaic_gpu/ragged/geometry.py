@@ -184,7 +184,7 @@ class ItemKind:
 
     @property
     def has_several(self) -> bool:
-        """Whether a sequence may have several query tiles of this kind. Otherwise only its last may be of it."""
+        """Whether a sequence may have several query tiles of this kind. Otherwise only its last one may be thin."""
         return self.is_wide or self.takes_all
 
     @property

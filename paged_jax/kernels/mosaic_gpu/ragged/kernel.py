@@ -42,7 +42,7 @@ from paged_jax.kernels.mosaic_gpu.ragged.refs import Inputs, Outputs, Refs, Sign
 
 _LOADS = 2  # the warpgroup that loads; the others compute
 # Registers of each thread. The three warpgroups start with 2 * 216 + 72 = 3 * 168; a warpgroup that asks for
-# more waits forever. With 224 for computing threads heads of 128 spill two registers less, but ptxas delays the
+# more waits forever. With 224 for computing threads heads of 128 spill two registers fewer, but ptxas delays the
 # exponentials of wide tiles (benchmarks/LOG.md, "What is spilled").
 _COMPUTING_REGISTERS, _LOADING_REGISTERS = 216, 72
 

@@ -131,10 +131,10 @@ class _ItemLoader:
     def _tiles_before_next(self, num_tiles: Scalar) -> Scalar:
         """The number of an item's tiles that are loaded before the next item is claimed.
 
-        For a thin item these are all tiles except the last two. The next query arrives during these two, and a late
-        claim leaves the next item to a program that is done sooner. These are also at least stages + 2 tiles, if the
-        item has so many: then both warpgroups have begun this item, so the results of the previous item have left the
-        shared memory of the next query.
+        For a thin item, they are all tiles except the last two. The next query arrives while these two are loaded. An
+        earlier claim could take an item that another program would begin sooner. But at least stages + 2 tiles are
+        loaded before the claim, if the item has so many. By then, both warpgroups have begun this item, so the results
+        of the previous item no longer occupy the shared memory of the next query.
         """
         if self.kind.is_wide:
             return lax.min(num_tiles, jnp.int32(self._first_tiles))

@@ -376,7 +376,7 @@ def tile_of(ring_smem: Ref, stage: Scalar, kind: ItemKind) -> Ref:
     tile, per_wide_tile = kind.tile, kind.tiles_per_wide_tile
     if per_wide_tile == 1:
         return ring_smem.at[stage]
-    first = lax.rem(stage, jnp.int32(per_wide_tile)) * tile  # a product shows Mosaic that it divides by `tile`
+    first = lax.rem(stage, jnp.int32(per_wide_tile)) * tile  # a product shows Mosaic that `tile` divides it
     return ring_smem.at[lax.div(stage, jnp.int32(per_wide_tile)), pl.ds(first, tile)]
 
 

@@ -34,7 +34,7 @@ class Signal(enum.IntEnum):
     TURN = 0  # the warpgroup may use the matrix units; one barrier for each computing warpgroup
     ITEM = TURN + 2  # an item is described; one barrier for each stage of items
     QUERY = ITEM + ITEM_STAGES  # an item's query has arrived; one barrier for each of up to ITEM_STAGES queries
-    QUERY_DONE = QUERY + ITEM_STAGES  # no product needs a thin item's query any more; one for each stage of items
+    QUERY_DONE = QUERY + ITEM_STAGES  # no product needs a thin item's query any more; a barrier for each stage of items
     HANDED_OVER = QUERY_DONE + ITEM_STAGES  # a warpgroup has handed its softmax of a thin item to the other
 
 

@@ -40,8 +40,8 @@ def sequence_of(index: Scalar, lengths_gmem: Lengths, problem: Problem) -> Seque
 def query_tiles(sequence: Sequence, kind: ItemKind) -> Any:
     """The number of a sequence's query tiles of this kind.
 
-    A sequence has any number of wide query tiles and up to one thin one. If the batch has thin items only, it has any
-    number of thin ones; the padding may need several.
+    A sequence has any number of wide query tiles, and then at most one thin one. But if the batch has thin items only,
+    a sequence has any number of thin query tiles. The rows of padding, too, may fill several of these.
     """
     if kind.takes_all:
         return cdiv(sequence.query_len, kind.tokens)

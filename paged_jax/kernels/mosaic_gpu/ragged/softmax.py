@@ -26,11 +26,11 @@ from paged_jax.kernels.mosaic_gpu.ragged.refs import Inputs, Ref
 from paged_jax.kernels.problem import Granularity, Problem
 
 _MOST_LAG = 6.0  # exp(largest logit - maximum) may reach 2 to this power
-# Weights in float16 are multiplied by 2 to this power. Then float16 keeps weights down to 2 ** -33 of the largest one;
-# so many small weights may exist that they dominate a result. The largest weight is 2 ** (8 + 6), which float16 holds.
+# Weights in float16 are multiplied by 2 to this power, so float16 keeps weights down to 2 ** -33 of the largest one.
+# Small weights matter: a result may be the sum of many. The largest weight is 2 ** (8 + 6), which float16 holds.
 _EXPONENT_IN_FLOAT16 = 8
-# The least and the largest exponent of the power of two that divides a query row. Each such power has an inverse in
-# float32. Its product with the factor is not 0, because logits may be -inf, and 0 * -inf is NaN.
+# The least and the largest exponent of the power of two that divides a query row. Within these bounds, the power has an
+# inverse in float32, and the factor times the power is not 0: logits may be -inf, and 0 * -inf would be NaN.
 _DIVISORS = -40, 126
 _LEAST_FACTOR = 1e-20  # smaller factors, and negative ones, are applied before the exponentials
 

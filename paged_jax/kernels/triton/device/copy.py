@@ -41,8 +41,8 @@ def stash_kernel(
     """`key_cache` and `value_cache` are the pools of the sources."""
     pair = tl.program_id(0)
     source, destination, valid = _pair(block_mapping, pair, num_pairs, num_sources, num_blocks)
-    written = tl.full([cfg.scan], 0, tl.int1)  # some pair writes this one's source
-    outdone = tl.full([cfg.scan], 0, tl.int1)  # a later pair writes this one's destination
+    written = tl.full([cfg.scan], 0, tl.int1)  # whether some pair overwrites the source
+    outdone = tl.full([cfg.scan], 0, tl.int1)  # whether a later pair writes the same destination
     for first in range(0, num_pairs, cfg.scan):
         others = first + tl.arange(0, cfg.scan)
         other_source, other_destination, other_valid = _pair(block_mapping, others, num_pairs, num_sources, num_blocks)

@@ -102,7 +102,7 @@ def query_tile_of(item, head_tile, seq_lens, num_seqs, max_seq_len, cfg: tl.cons
 def load_query(query, tokens, head, valid, scale, out, cfg: tl.constexpr):
     """Returns the rows' queries in the dtype of the products, and each row's factor from products to logits.
 
-    A late factor is positive: the queries take the sign of `scale`.
+    With `cfg.late_factor` the factor is positive: if `scale` is negative, the queries are negated instead.
     """
     d = tl.arange(0, cfg.tuning.width)
     at = ((tokens.to(tl.int64) * cfg.problem.num_heads + head) * cfg.problem.head_size)[:, None] + d[None, :]

@@ -46,8 +46,8 @@ def weigh(logits, factor, acc, max_logit, exp_sum, cfg: tl.constexpr):
     level = tl.where(top == float("-inf"), 0.0, top)
     if cfg.late_factor:  # one fused multiply-add and one exponential for each logit
         base = factor * _LOG2_E
-        # Both levels are rounded, and the selects keep them rounded. A fused subtraction would not give 0 if the
-        # maximum has not changed, and the softmax would add up this error tile after tile.
+        # The selects keep LLVM from fusing these products with the subtraction below. A fused subtraction rounds one
+        # product only. If the maximum had not changed, it would not give 0, and the error would grow with each tile.
         level = tl.where(top == float("-inf"), 0.0, top * base)
         before = tl.where(max_logit == float("-inf"), float("-inf"), max_logit * base)
         keep = tl.exp2(before - level)

@@ -34,7 +34,7 @@ class Paged(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """Pointers to the new tokens' keys and values, and the row of the token at the span's origin."""
+    """Pointers to the new tokens' keys and values, and the row of token `Span.origin`."""
 
     key: tl.tensor
     value: tl.tensor
@@ -112,9 +112,9 @@ def add_tiles(
 @triton.jit
 @no_type_check
 def add_token(softmax, rows, key, value, cache, kv_head, slot, token, begin, end, cfg: tl.constexpr):
-    """Adds one token to an unfinished softmax, if it is in [begin, end), with the result of reading it from its slot.
+    """Adds one token to an unfinished softmax, if it is in [begin, end), as if it was read from its slot.
 
-    `key` and `value` are the content of the slot, [1, width]; `slot` and `token` are [1].
+    `key` and `value` are what the slot holds, [1, width]; `slot` and `token` are [1].
     """
     acc, max_logit, exp_sum = softmax
     wanted = (token >= begin) & (token < end)

@@ -170,7 +170,8 @@ def _store_across(
     """Stores vectors in layout "vllm". Neighbouring threads store neighbouring tokens, which are adjacent in memory."""
     x: tl.constexpr = pool.key_x
     start = (block * pool.num_kv_heads + kv_head) * (pool.head_size * pool.block_size)
-    # Triton lays threads along the last axis with known contiguity, then along the first: the tokens.
+    # Triton assigns neighbouring threads along the last axis, if its elements are known to be contiguous, and then
+    # along the first axis, which has the tokens.
     chunk = tl.arange(0, width // x)
     chunks = tl.reshape(new_key, (new_key.shape[0], width // x, x))
     at = (start + offset * x)[:, None, None] + (chunk * (pool.block_size * x))[None, :, None]

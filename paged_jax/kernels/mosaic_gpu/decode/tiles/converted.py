@@ -2,9 +2,9 @@
 
 wgmma takes its left operand A from registers. Of every [64, 16] of A, lane 4 * g + t of warp w holds rows
 16 * w + 8 * h + g and columns 8 * a + 2 * t + b, for h, a, b in {0, 1}. A lane reads shared memory in words of 4
-elements. If these are neighbours along k, they are elements 4 * t + 2 * a + b of 16, but take the lane's 4 columns.
-This permutation is the word order. `store_in_word_order` permutes the right operand in the same way, so the sums do not
-change.
+elements. If these are neighbours along k, they are elements 4 * t + 2 * a + b of 16, but wgmma takes them for the
+lane's 4 columns. This permutation is the word order. `store_in_word_order` permutes the right operand in the same way,
+so the sums do not change.
 """
 
 from typing import Any, ClassVar
