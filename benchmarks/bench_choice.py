@@ -101,7 +101,7 @@ def abstract_inputs(case: cases.Case) -> inputs_lib.Inputs:
 
 
 def models(count: int, seed: int = 0) -> tuple[cases.Case, ...]:
-    """The first of `cases.MORE_DECODE`; nothing is drawn."""
+    """The first `count` of `cases.MORE_DECODE`; nothing is drawn."""
     return cases.MORE_DECODE[:count]
 
 

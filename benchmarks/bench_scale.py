@@ -8,8 +8,8 @@ Every time is the wall clock of many calls in a row, each of which needs the pre
 without a pause: an op's calls are iterations of a loop in one compiled program, and a model's steps are calls of the
 jitted step. Only a step of prompts is timed call by call. An op's row also has the time of its kernels alone
 (`device_us`, by CUPTI), which is less than the wall clock. A decode step's row has a summary of its trace
-(scale_trace.py). `jit` is plain jit on sharded arrays; `shard_map` is the same op on each device's shard,
-written by hand.
+(scale_trace.py). `jit` is plain jit on sharded arrays; `shard_map` is the same op on each device's shard, written by
+hand.
 
 Weights are random and made on the devices, shard by shard. If a model does not fit, its row says so.
 """
@@ -234,7 +234,7 @@ def run_models(
     prompts: int = PROMPTS,
     variants: Sequence[str] = ("called",),
 ) -> None:
-    """Times decode steps, as `variants` reduce them, and a step of prompts of each model on meshes of these sizes."""
+    """Times each model on meshes of these sizes: decode steps with each of the `variants`, and a step of prompts."""
     programs: dict[Any, concurrent.futures.Future] = {}
     models: dict[tuple[str, int], dict[str, Model]] = {}
     for name, size in itertools.product(configs, sizes):
@@ -258,7 +258,7 @@ def run_models(
             least = ways[variants[0]].floor_bytes(0)
             report.add(f"{name}/tp={size}", "called", functools.partial(_too_large, least))
             continue
-        largest = max(ways.values(), key=lambda model: len(model.parts[0]))  # some have a table beside the weights
+        largest = max(ways.values(), key=lambda model: len(model.parts[0]))  # some variants also have a table
         weights = make_weights(largest.parts[0], largest.mesh)
         for key in of_model:
             _, _, how, phase, num_seqs = key
@@ -305,7 +305,7 @@ def _measure_step(
 
     try:
         return answer | trace(again, STEPS)
-    except Exception as error:  # the clock's time is still worth having
+    except Exception as error:  # the wall clock's time is still worth having
         return answer | {"trace_failed": harness.first_line(error)}
 
 

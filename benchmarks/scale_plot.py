@@ -2,8 +2,8 @@
 
     python -m benchmarks.scale_plot FILE.json OUT.png
 
-On the left a step's time; on the right its share: the time in which each GPU would merely read its part of the weights,
-keys and values, over the step's time.
+The left plot shows a step's time, and the right one its share: the time in which each GPU would merely read its part of
+the weights, keys and values, over the step's time.
 """
 
 import argparse
@@ -21,7 +21,7 @@ MARKERS = {"called": "o", "xla": "s", "xla-recorded": "^", "nccl": "v", "nccl-re
 
 
 def points(report: dict[str, Any]) -> dict[tuple[str, str, str], list[tuple[int, float, float]]]:
-    """Numbers of GPUs, milliseconds and shares, by model, sequences and way to reduce, in rising order of GPUs."""
+    """Points (GPUs, milliseconds, share) in rising order of GPUs, by (model, number of sequences, way to reduce)."""
     rate, found = RATES[report["gpu"]], {}
     for row in report["rows"]:
         case = re.fullmatch(r"([^/]+)/tp=(\d+)/decode/(\d+)x\d+", row["case"])
@@ -33,7 +33,7 @@ def points(report: dict[str, Any]) -> dict[tuple[str, str, str], list[tuple[int,
 
 
 def plot(report: dict[str, Any], out: Path) -> None:
-    """Draws a line for each model, number of sequences and way to reduce; ours are solid."""
+    """Draws a line for each model, number of sequences and way to reduce. Lines of our way ("called") are solid."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

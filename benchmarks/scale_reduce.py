@@ -1,8 +1,8 @@
-"""All-reduce, residual and RMS norm of a decode step, alone, for `bench_scale --part all-reduce`.
+"""Times the all-reduce, residual and RMS norm of a decode step, and nothing else: `bench_scale --part all-reduce`.
 
-A program is a chain of `CHAIN` reductions, each of the norm that the one before it gave. Times are of one reduction: by
-the wall clock of many programs in a row, and by CUPTI (scale_trace.py). Before that, results of random parts are
-compared with float64, between the devices, and between runs, bit by bit.
+A program is a chain of `CHAIN` reductions; each of them reduces the norm that the previous one gave. Times are of one
+reduction, by the wall clock of many programs in a row and by CUPTI (scale_trace.py). Before the timing, results of
+random parts are compared with float64, and their bits are compared between devices and between runs.
 """
 
 import functools
@@ -28,7 +28,7 @@ _EPSILON = 1e-5
 
 
 def run(add: Callable[[str, str, Callable[[], dict[str, Any]]], None], sizes: Sequence[int], variants: Sequence[str]):
-    """Adds a row for each number of GPUs, way to reduce and shape: "called" is our kernel."""
+    """Adds a row for each number of GPUs, way to reduce and shape. The way "called" is our kernel."""
     for size in sizes:
         mesh = make_mesh({"dp": 1, "tp": size})
         for how in variants:
@@ -48,7 +48,7 @@ def sum_norm(part: jax.Array, residual: jax.Array, scale: jax.Array) -> tuple[ja
 def _reduce(mesh: Mesh, hidden_size: int, how: str, chain: int) -> Any:
     """Makes a function of parts [tp, rows, hidden_size], residual and scale that reduces `chain` times.
 
-    Its results have each device's, [tp, rows, hidden_size].
+    It returns the sums and the norms of each device, [tp, rows, hidden_size].
     """
     size = mesh.shape["tp"]
     lacks = all_reduce.lacks(mesh, hidden_size, jnp.bfloat16)
@@ -58,7 +58,7 @@ def _reduce(mesh: Mesh, hidden_size: int, how: str, chain: int) -> Any:
 
     def on_device(part, residual, scale, table):
         part = part[0]
-        residual += jax.lax.psum(part[:1, :1], "tp") * 0  # all devices begin together
+        residual += jax.lax.psum(part[:1, :1], "tp") * 0  # so that all devices begin together
         for _ in range(chain):
             if how == "called":
                 given = part, residual, scale, table[0]
@@ -73,12 +73,12 @@ def _reduce(mesh: Mesh, hidden_size: int, how: str, chain: int) -> Any:
 
 
 def check(mesh: Mesh, rows: int, hidden_size: int, how: str) -> dict[str, Any]:
-    """Compares results with float64, between devices and between runs."""
+    """Compares results with float64, and their bits between devices and between runs."""
     run, random = _reduce(mesh, hidden_size, how, 1), np.random.default_rng(0)
     errors, same = [], True
     for _ in range(3):
         part, residual = (random.standard_normal((n, rows, hidden_size)) for n in (mesh.shape["tp"], 1))
-        part[:, :, : hidden_size // 4] = -0.0  # words that the kernel may not send as they are
+        part[:, :, : hidden_size // 4] = -0.0  # the kernel may not send -0 as it is
         scale = random.standard_normal(hidden_size)
         arrays = [jnp.asarray(x, jnp.bfloat16) for x in (part, residual[0], scale)]
         runs = [[np.asarray(x).view(np.uint16) for x in run(*arrays)] for _ in range(3)]
@@ -93,7 +93,7 @@ def check(mesh: Mesh, rows: int, hidden_size: int, how: str) -> dict[str, Any]:
 
 
 def _measure(mesh: Mesh, rows: int, hidden_size: int, how: str) -> dict[str, Any]:
-    """Checks, times and traces."""
+    """Checks the results, times the chain, and traces it. Returns the fields of a row."""
     checked = check(mesh, rows, hidden_size, how)
     shape, spread, whole = (mesh.shape["tp"], rows, hidden_size), NamedSharding(mesh, P("tp")), NamedSharding(mesh, P())
     part = jax.jit(lambda: jnp.ones(shape, jnp.bfloat16), out_shardings=spread)()

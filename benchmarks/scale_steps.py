@@ -36,7 +36,7 @@ VARIANTS: dict[str, dict[str, str] | None] = {
     "nccl": _NCCL,
     "nccl-recorded": _NCCL | _RECORDED,
 }
-"""How decode steps reduce: as the examples do it, or by XLA's or NCCL's all-reduces, in command buffers or not."""
+"""How decode steps reduce: as the examples do ("called"), or by XLA's or NCCL's all-reduces, recorded or not."""
 
 MODELS = {name: models.MODELS[name] for name in ("llama3-8b", "llama3-70b")}
 
@@ -49,7 +49,7 @@ def make_weights(shapes: Any, mesh: Mesh) -> Any:
         return jax.jit(lambda key: (jax.random.normal(key, shape, dtype) * 0.02).astype(dtype), out_shardings=sharding)
 
     def make(path, leaf):
-        if isinstance(leaf, jax.Array):  # the table of `peers`
+        if isinstance(leaf, jax.Array):  # the table of `Model.peers`
             return leaf
         names = [getattr(key, "key", None) for key in path]
         sharding = sharding_of(names, leaf.shape, mesh)
@@ -91,7 +91,7 @@ class Model:
 
     @functools.cached_property
     def peers(self) -> Any:
-        """What adds up the devices' parts of decode steps; None where XLA does."""
+        """The kernel that adds up the devices' parts in decode steps; None if XLA adds them up."""
         return peer_sum(self.config, jnp.bfloat16, self.mesh) if VARIANTS[self.how] is None else None
 
     @functools.cached_property

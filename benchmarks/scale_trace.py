@@ -1,7 +1,7 @@
-"""Where the time of steps over several GPUs goes: start and end of every kernel on every GPU, by CUPTI.
+"""Shows where the time of steps over several GPUs goes, from the start and end of every kernel on every GPU, by CUPTI.
 
-GPUs have clocks of their own. All GPUs end an all-reduce at almost the same time, so a GPU's clock is set by the median
-distance of these ends from the first GPU's.
+GPUs have clocks of their own. All GPUs end an all-reduce at almost the same time. So a GPU's clock is shifted by the
+median difference between its ends and those of the first GPU.
 """
 
 import re
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-_PAUSE = 1.0  # us between two kernels that count as a pause
+_PAUSE = 1.0  # more than this many us between two kernels count as a pause
 
 
 class Event(NamedTuple):
@@ -56,9 +56,10 @@ def summary(gpus: Sequence[Sequence[Event]], num_steps: int) -> dict[str, Any]:
         num_steps: how many steps they are.
 
     Returns:
-        Microseconds of a step, on average over GPUs and steps: from begin to end, of its kernels, and without a kernel;
-        numbers of kernels, of pauses and of all-reduces; and of an all-reduce: all of it, the GPU's wait for the
-        last GPU to begin it, the rest, how much later the last GPU begins than the first, and the pauses beside it.
+        Fields of a row. Of a step, on average over GPUs and steps: microseconds from begin to end, microseconds of its
+        kernels, microseconds without a kernel, and the numbers of kernels, of pauses and of all-reduces. Of an
+        all-reduce: its microseconds, a GPU's wait until the last GPU begins it, the rest, how much later the last GPU
+        begins it than the first, and the pauses before and after it.
     """
     gpus = [events[len(events) // num_steps :] for events in gpus]  # without the first step
     steps = num_steps - 1
@@ -78,7 +79,7 @@ def summary(gpus: Sequence[Sequence[Event]], num_steps: int) -> dict[str, Any]:
         np.array([[getattr(events[i], edge) for i in at[-count:]] for events, at in zip(gpus, reduces, strict=True)])
         for edge in ("start", "end")
     )
-    late = np.median(ends - ends[:1], axis=1, keepdims=True)  # of each GPU's clock
+    late = np.median(ends - ends[:1], axis=1, keepdims=True)  # how late each GPU's clock is
     starts, ends = starts - late, ends - late
     last = starts.max(axis=0)
     before = [e[i].start - e[i - 1].end for e, at in zip(gpus, reduces, strict=True) for i in at if i]
@@ -94,7 +95,7 @@ def summary(gpus: Sequence[Sequence[Event]], num_steps: int) -> dict[str, Any]:
 
 
 def pauses(events: Sequence[Event]) -> list[float]:
-    """The times between an event and the next in which no event runs."""
+    """The lengths of the times between events in which no event runs."""
     found, end = [], events[0].end
     for event in events[1:]:
         if event.start > end:
@@ -114,7 +115,7 @@ def by_name(events: Sequence[Event], num_steps: int, most: int = 16) -> list[tup
 
 
 def trace(run: Callable[[], Any], num_steps: int) -> dict[str, Any]:
-    """Traces `run`, which calls `num_steps` steps. Gives their `summary`, the host's calls of CUDA and the kernels."""
+    """Traces `run`, which calls `num_steps` steps. Returns `summary`, the host's calls of CUDA and the kernels."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
