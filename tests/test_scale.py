@@ -43,16 +43,30 @@ def test_steps_of_a_model(report):
     config = scale_steps.MODELS["llama3-8b"]
     small = {"vocab_size": 64, "embedding_size": 32, "hidden_size": 32, "intermediate_size": 64, "head_size": 16}
     heads = {"layers": config.layers[:1], "num_heads": 4, "num_kv_heads": 2}
-    models = {"small": dataclasses.replace(config, **small, **heads)}
-    bench_scale.run_models(report, models, [2], [2], 64, prompts=1, variants=["called", "xla"])
-    decode, prefill, by_xla = report.rows
-    assert (decode["contender"], by_xla["contender"], by_xla["case"]) == ("called", "xla", decode["case"])
+    bench_scale.run_models(report, {"small": dataclasses.replace(config, **small, **heads)}, [2], [2], 64, prompts=1)
+    decode, prefill = report.rows
     assert decode["all_reduces"] == prefill["all_reduces"] == 3
     weights = 64 * 32 + 32 * (4 + 2 + 2) * 16 + 4 * 16 * 32 + 3 * 32 * 64 + 3 * 32
     cached = 2 * 2 * 16 * 2 * 64
     assert decode["floor_bytes"] == 2 * (weights + cached) // 2
     assert decode["us"] > 0
     assert prefill["tokens_per_s"] > 0
+
+
+def test_ways_to_reduce_are_rows_of_a_model(report, monkeypatch):
+    """One GPU has nothing to reduce. Prompts are timed once."""
+    monkeypatch.setattr(bench_scale.harness, "compile_all", lambda cases: dict.fromkeys(cases))
+    monkeypatch.setattr(bench_scale, "make_weights", lambda shapes, _: shapes)
+    monkeypatch.setattr(bench_scale, "_measure_step", lambda _, model, weights, *case: {"xla": model.options(case[1])})
+    models = {"8b": scale_steps.MODELS["llama3-8b"]}
+    bench_scale.run_models(report, models, [1, 2], [3], 64, prompts=1, variants=["called", "nccl-recorded"])
+    assert [(row["case"], row["contender"], len(row["xla"])) for row in report.rows] == [
+        ("8b/tp=1/decode/3x64", "called", 0),
+        ("8b/tp=1/prefill/1x64", "called", 0),
+        ("8b/tp=2/decode/3x64", "called", 0),
+        ("8b/tp=2/prefill/1x64", "called", 0),
+        ("8b/tp=2/decode/3x64", "nccl-recorded", 2),
+    ]
 
 
 @pytest.mark.parametrize(
