@@ -217,6 +217,7 @@ def fits_kernel(rows: Array, matrices: Array) -> bool:
     return is_16_bit and rows.shape[0] >= _TILE and not any(size % _TILE for size in matrices.shape[1:])
 
 
+@jax.jit  # so that all layers share what it is lowered to: lowering it takes seconds
 def grouped_kernel(rows: Array, matrices: Array, group_sizes: Int32[Array, " num_experts"]) -> Float32[Array, "m out"]:
     """Multiplies each group of rows by its expert's matrix, with JAX's kernel for Hopper.
 
