@@ -296,4 +296,18 @@ MUTANTS = [
         "any(scale is not None and scale.ndim == 3 for scale in scales[:1])",
         "tests/test_transforms.py -k share_scales",
     ),
+    Mutant(
+        "selection: a new reason beside an old one is not told",
+        "_selection.py",
+        "if not each <= _said:",
+        "if not each & _said:",
+        "tests/test_selection.py -k once_a_reason",
+    ),
+    Mutant(
+        "rpa: queries beyond float8 are not saturated",
+        "compat/rpa.py",
+        "divided = jnp.clip(queries / q_scale, float(limits.min), float(limits.max))",
+        "divided = queries / q_scale",
+        "tests/test_compat_rpa.py -k q-scale",
+    ),
 ]

@@ -262,4 +262,48 @@ MUTANTS_OF_ENGINE = [
         "    if axis is None:",
         "tests/test_engine.py -k vocabulary",
     ),
+    Mutant(
+        "engine: a reset keeps adjustments that were donated",
+        "engine/runner.py",
+        "        self._adjustments = jax.tree.map(usable, self._adjustments)\n",
+        "",
+        "tests/test_engine_adjust.py -k took",
+    ),
+    Mutant(
+        "engine: tokens before the last restart count",
+        "engine/request.py",
+        "deltas = deltas[max((i for i, delta in enumerate(deltas) if delta.is_restarted), default=0) :]",
+        "deltas = deltas[min((i for i, delta in enumerate(deltas) if delta.is_restarted), default=0) :]",
+        "tests/test_engine_weights.py -k twice",
+    ),
+    Mutant(
+        "engine: a request without tokens begins again",
+        "engine/engine.py",
+        "[s for s in sequences if s.has_drawn and s.finish_reason is None]",
+        "[s for s in sequences if s.finish_reason is None]",
+        "tests/test_engine_weights.py -k twice",
+    ),
+    Mutant(
+        "engine: a mask that raised allows what it had set",
+        "engine/mask.py",
+        """            if self.error is not None:
+                self._allowed[:] = 0
+            elif""",
+        "            if",
+        "tests/test_engine_adjust.py -k masks_end",
+    ),
+    Mutant(
+        "engine: min_p of 1 forbids the likeliest token",
+        "engine/sampling.py",
+        "scaled = jnp.where(scaled >= jnp.log(min_p)",
+        "scaled = jnp.where(scaled > jnp.log(min_p)",
+        "tests/test_engine_adjust_logits.py -k min_p",
+    ),
+    Mutant(
+        "engine: a row beside full prefixes skips the last one",
+        "engine/batch.py",
+        "skipped = jnp.where(row < starts[-1],",
+        "skipped = jnp.where(row <= starts[-1],",
+        "tests/test_engine_sharing.py -k one_by_one",
+    ),
 ]

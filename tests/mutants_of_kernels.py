@@ -339,4 +339,11 @@ MUTANTS_OF_KERNELS = [
         "jnp.int32(self.kind.stages)",
         "tests/test_mosaic_gpu_ragged_plan.py -k both_warpgroups",
     ),
+    Mutant(
+        "mosaic_gpu mla: lengths are not bounded",
+        "kernels/mosaic_gpu/mla/plan.py",
+        "limit = lax.min(seq_len, jnp.int32(geometry.problem.max_seq_len))",
+        "limit = seq_len",
+        "tests/test_mosaic_gpu_mla.py -k queues_share",
+    ),
 ]

@@ -304,4 +304,13 @@ MUTANTS_OF_SCHEDULER = [
         "\n    def empty_cache",
         "tests/test_engine_parts.py -k shortened",
     ),
+    Mutant(
+        "engine: blocks behind a window miss the prefix cache",
+        "engine/pools.py",
+        """        if behind:
+            self.cache_full_blocks(seats)
+""",
+        "",
+        "tests/test_engine_windows.py -k begins_where",
+    ),
 ]

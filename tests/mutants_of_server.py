@@ -381,4 +381,18 @@ MUTANTS_OF_SERVER = [
         "            pass\n",
         "tests/test_serve_limits.py -k however",
     ),
+    Mutant(
+        "server: a template gets empty arguments as a text",
+        "examples/server/api.py",
+        'json.loads(function["arguments"] or "{}")',
+        'json.loads(function["arguments"])',
+        "tests/test_serve_fields.py -k stand_in",
+    ),
+    Mutant(
+        "server: special tokens around calls are hidden",
+        "examples/server/app.py",
+        "skip_special_tokens=params.skip_special_tokens and not special",
+        "skip_special_tokens=params.skip_special_tokens",
+        "tests/test_serve_prompts.py -k are_seen",
+    ),
 ]

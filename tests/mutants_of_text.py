@@ -115,4 +115,14 @@ MUTANTS_OF_TEXT = [
         "        held",
         "tests/test_text.py -k flushed",
     ),
+    Mutant(
+        "engine: held text is lost where a mask ends",
+        "engine/results.py",
+        """        text += sequence.text.flush()
+        stop_reason = sequence.text.stopped_by
+    error""",
+        """        stop_reason = sequence.text.stopped_by
+    error""",
+        "tests/test_engine_adjust.py -k may_begin",
+    ),
 ]

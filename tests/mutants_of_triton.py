@@ -221,4 +221,18 @@ MUTANTS_OF_TRITON = [
         "self.problem.k_scale is not Granularity.HEAD",
         "interpret hnd-e4m3",
     ),
+    Mutant(
+        "triton: a skipped pair outdoes a valid one",
+        "kernels/triton/device/copy.py",
+        "outdone |= other_valid & (other_destination == destination) & (others > pair)",
+        "outdone |= (other_destination == destination) & (others > pair)",
+        "interpret copy-bfloat16",
+    ),
+    Mutant(
+        "triton: a NaN is written as a number",
+        "kernels/triton/device/write.py",
+        "    code = tl.where(x != x, 0x7F, code)\n",
+        "",
+        "interpret write-nhd-float8_e5m2",
+    ),
 ]

@@ -98,7 +98,8 @@ SMALL = [
     Case("new-tokens-wider", _SHORT, (4, 2), 32, kv_dtype="int8", new_dtype="bfloat16", options=_HALF),
     Case("not-updated", _SHORT, (4, 2), 128, options=(("update_kv_cache", False),)),
     Case("all-of-it", _SHORT, (4, 2), 128, "float16", page_size=1, options=(("use_causal_mask", False),)),
-    Case("q-scale", _SHORT, (4, 2), 32, kv_dtype="float8_e4m3fn", options=(("q_scale", 0.5), ("k_scale", 2.0))),
+    # Some queries are beyond the range of the pool's dtype.
+    Case("q-scale", _SHORT, (4, 2), 32, kv_dtype="float8_e4m3fn", options=(("q_scale", 2**-8), ("k_scale", 2.0))),
     Case("no-sequence", (), (4, 2), 32),
 ]
 # What the Mosaic GPU kernels take, ragged and, with one query a sequence, decode.

@@ -259,13 +259,50 @@ def test_masks_end_and_fail(one):
         def start(self):
             raise RuntimeError("no grammar")
 
-    params = [SamplingParams(max_tokens=5, mask=mask, n=2) for mask in (Broken(), Multiples(0), Multiples(2))]
-    broken, empty, short = one.generate([PROMPTS[1]] * 3, params)
+    class BreaksLater(Multiples):
+        def allowed_after(self, output):
+            yield from super().allowed_after(output)
+            if len(output) == 1:
+                raise RuntimeError("no rule")
+
+    masks = Broken(), BreaksLater(), Multiples(0), Multiples(2)
+    params = [SamplingParams(max_tokens=5, mask=mask, n=2) for mask in masks]
+    broken, later, empty, short = one.generate([PROMPTS[1]] * 4, params)
     assert [(s.token_ids, s.finish_reason, s.stop_reason) for s in broken] == [
         ((), "error", "RuntimeError: no grammar")
     ] * 2
+    assert [(len(s.token_ids), s.finish_reason, s.stop_reason) for s in later] == [
+        (1, "error", "RuntimeError: no rule")
+    ] * 2
     assert [(s.token_ids, s.finish_reason, s.stop_reason) for s in empty] == [((), "stop", None)] * 2
     assert [(len(s.token_ids), s.finish_reason, s.text.count(".")) for s in short] == [(2, "stop", 2)] * 2
+
+
+def test_text_that_may_begin_a_stop_text_is_given_where_a_mask_ends(one):
+    ((free,),) = one.generate([PROMPTS[1]], SamplingParams(max_tokens=5, mask=Multiples(2)))
+    params = SamplingParams(max_tokens=5, mask=Multiples(2), stop=(free.text[-2:] + "no such word",))
+    assert one.generate([PROMPTS[1]], params) == [[free]]
+
+
+@pytest.mark.parametrize("name", ["adjust", "draw"])
+def test_a_reset_after_a_program_that_took_the_adjustments_and_failed(one, monkeypatch, name):
+    """The program's inputs are donated, so a failed engine may hold deleted arrays."""
+    params = everything(3)
+    wanted = one.generate([PROMPTS[1]], params)
+
+    def fail(started, *arguments):
+        results = start(started, *arguments)
+        if started == name or (name == "draw" and type(started) is tuple and started[1].is_adjusted):
+            raise RuntimeError("lost")
+        return results
+
+    start = one._runner._start
+    monkeypatch.setattr(one._runner, "_start", fail)
+    with pytest.raises(RuntimeError, match="lost"):
+        one.generate([PROMPTS[1]], params)
+    monkeypatch.undo()
+    one.reset()
+    assert one.generate([PROMPTS[1]], params) == wanted
 
 
 def test_a_stop_text_comes_only_after_the_least_tokens(one):

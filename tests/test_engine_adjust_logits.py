@@ -97,7 +97,7 @@ def test_bits_are_in_the_order_that_masks_are_told():
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_draws_with_min_p_follow_the_probabilities(min_p, temperature):
     """Tokens are left out by their probabilities at this temperature."""
-    n, logits = 4000, np.array([2.0, 1.0, 0.0, -1.0, -30.0], np.float32)
+    n, logits = 4000, np.array([-30.0, 1.0, 0.0, 2.0, -1.0], np.float32)
     params = SamplingParams(min_p=min_p, temperature=temperature)
     row = Adjustments.of(Sequence(0, 0, params, [0], 1, 9, 0), 5)
     state = jax.tree.map(lambda x: jnp.asarray(x)[None], row)

@@ -19,7 +19,10 @@ from tests.engine_checks import BLOCK_SIZE, CONFIG, LONG, NUM_BLOCKS, STEM, drai
 from tests.engine_simulation import make_engine
 from tests.simulated_tokens import VOCAB, expected_tokens
 
-SHARING = dataclasses.replace(CONFIG, max_shared_prefixes=2, least_shared_tokens=1, max_logprobs=None)
+# Two prefixes of two rows each leave a seat for a row that shares nothing.
+SHARING = dataclasses.replace(
+    CONFIG, max_num_seqs=5, decode_rows=(5,), max_shared_prefixes=2, least_shared_tokens=1, max_logprobs=None
+)
 
 
 def spared(tables, num_full, rows):
@@ -74,7 +77,7 @@ def the_engine(weights):
     ("prompts", "n", "is_shared"),
     [
         ([[*STEM[:12], i] for i in range(4)], 1, True),
-        ([[*STEM[:8], 1], [*STEM[:8], 2], [*LONG[:12], 3], [*LONG[:12], 4, 5]], 1, True),
+        ([[*STEM[:8], 1], [*STEM[:8], 2], [*LONG[:12], 3], [*LONG[:12], 4, 5], [7]], 1, True),
         ([LONG[:9]], 4, True),
         ([[*STEM[:12], 1], LONG, [*STEM[:12], 2], [7]], 1, True),
         ([[i, *STEM[:9]] for i in range(4)], 1, False),

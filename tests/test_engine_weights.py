@@ -96,6 +96,24 @@ def test_running_requests_begin_again(engine, reference, others, other_reference
     assert sum(delta.is_restarted for delta in deltas) > 0
 
 
+def test_requests_begin_again_twice():
+    """Tokens before the last restart are void, and no request that has no token yet begins again."""
+    engine, params = make_engine(16, 4, SIMULATED), SamplingParams(max_tokens=8)
+    prompts = [[i % VOCAB, 3, 1] for i in range(3)]
+    ids = [engine.add_request(prompt, params) for prompt in prompts[:2]]
+    engine.update_weights({"salt": 1}, running="restart")
+    deltas = []
+    for salt in (2, 3):
+        deltas += [delta for _ in range(4) for delta in engine.step()]
+        engine.update_weights({"salt": salt}, running="restart")
+    ids.append(engine.add_request(prompts[2], params))
+    deltas += drain(engine)
+    for request_id, prompt, count in zip(ids, prompts, (2, 2, 0), strict=True):
+        mine = [delta for delta in deltas if delta.request_id == request_id]
+        assert Completion.join(mine).token_ids == expected_tokens(prompt, params, 0, 33, salts=((0, 3),))
+        assert sum(delta.is_restarted for delta in mine) == count
+
+
 def test_no_block_of_the_old_weights_is_found(engine, others, other_reference):
     """This holds for blocks of the prefix cache and for blocks that a running request filled."""
     engine.generate(PROMPTS, SamplingParams(max_tokens=3))

@@ -65,6 +65,7 @@ def test_a_call_that_falls_to_xla_on_cuda_says_so_once_a_reason(caplog):
     with (
         mock.patch.object(triton, "paged_attention", refusing("lacks this", "lacks that")),
         mock.patch.object(triton, "paged_attention_v1", refusing("lacks that")),
+        mock.patch.object(triton, "paged_attention_v2", refusing("lacks that", "lacks more")),
         mock.patch.object(triton, "copy_blocks", refusing("lacks copies")),
         caplog.at_level(logging.WARNING, "paged_jax"),
     ):
@@ -77,7 +78,10 @@ def test_a_call_that_falls_to_xla_on_cuda_says_so_once_a_reason(caplog):
         lower_for_cuda(paged_jax.paged_attention_v1, *DECODE)
         assert caplog.messages == said
         lower_for_cuda(paged_jax.copy_blocks, CACHE, CACHE, PAIRS)
-        assert caplog.messages == [*said, "copy_blocks runs through 'xla': 'triton' lacks copies"]
+        said += ["copy_blocks runs through 'xla': 'triton' lacks copies"]
+        assert caplog.messages == said
+        lower_for_cuda(paged_jax.paged_attention_v2, *DECODE)
+        assert caplog.messages == [*said, "paged_attention_v2 runs through 'xla': 'triton' lacks that; lacks more"]
         lower_for_cuda(paged_jax.paged_attention, *DECODE, implementation="xla")
     assert {(record.name, record.levelname) for record in caplog.records} == {("paged_jax", "WARNING")}
 

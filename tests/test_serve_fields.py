@@ -253,14 +253,17 @@ def test_a_last_message_is_gone_on_with(running):
 
 def test_tool_calls_may_stand_in_for_a_message_s_text(running, monkeypatch):
     source = (
-        "{% for m in messages %}{{ m.tool_calls[0].function.arguments.x if m.tool_calls else m.content }}{% endfor %}"
+        "{% for m in messages %}"
+        "{{ m.tool_calls[0].function.arguments | tojson if m.tool_calls else m.content }}{% endfor %}"
     )
     model = dataclasses.replace(running.server._model, template=ChatTemplate(source))
     monkeypatch.setattr(running.server, "_model", model)
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 77}'}}
-    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "88"}]
+    messages = []
+    for arguments in ('{"x": 77}', ""):
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        messages += [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "88"}]
     answer = httpx.post(f"{running.url}/tokenize", json={"messages": messages}).json()
-    assert bytes(answer["tokens"]).decode() == "7788"
+    assert bytes(answer["tokens"]).decode() == '{"x": 77}88{}88'
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])

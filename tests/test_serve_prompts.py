@@ -4,6 +4,7 @@ import asyncio
 
 import httpx
 import pytest
+from tokenizers import AddedToken
 
 from examples.server.app import Model, Server
 from examples.server.chat import ChatTemplate
@@ -24,9 +25,10 @@ class Noting(MadeUpEngine):
         return super().add_request(prompt, params)
 
 
-def asked(path, template=None, eos_token_ids=(2,), **content):
+def asked(path, template=None, eos_token_ids=(2,), tokenizer=None, tool_format=None, **content):
     """The prompt and the parameters that the engine gets of a request."""
-    model = Model(("m", "another"), TOKENIZERS["byte_fallback"](), template or ChatTemplate(), eos_token_ids, 400, 100)
+    tokenizer, template = tokenizer or TOKENIZERS["byte_fallback"](), template or ChatTemplate()
+    model = Model(("m", "another"), tokenizer, template, eos_token_ids, 400, 100, tool_format=tool_format)
     worker = Worker(the_engine := Noting(), 0)
     server = Server(worker, model)
     worker.start()
@@ -87,3 +89,14 @@ def test_parameters():
     assert params.max_tokens == 5
     params = asked("/v1/chat/completions", messages=messages, include_stop_str_in_output=True, stop="x")[1]
     assert (params.max_tokens, params.include_stop, params.stop, params.seed) == (None, True, ("x",), None)
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_special_tokens_around_calls_are_seen(special):
+    """The parser finds calls in the text, which hides special tokens otherwise."""
+    tokenizer, messages = TOKENIZERS["byte_fallback"](), [{"role": "user", "content": "cat"}]
+    tokenizer.add_tokens([AddedToken(tag, special=special) for tag in ("<tool_call>", "</tool_call>")])
+    tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+    for content, is_hidden in ((tools, not special), ({}, True)):
+        given = {"tokenizer": tokenizer, "tool_format": "hermes", "messages": messages} | content
+        assert asked("/v1/chat/completions", **given)[1].skip_special_tokens == is_hidden

@@ -52,6 +52,11 @@ SPLIT = [
 ]  # fmt: skip
 # On that GPU these sequences take several waves, so the longest ones start first. Some have the same length.
 RANKED = Case("ranked", 2, 1, 16, 16, seq_lens=(9, 30, 9, 0, 30, 9), query_lens=None)
+# Partitions are shorter than a sparse block, and a reduce reads them in several steps.
+SPARSE = Case(
+    "sparse-partitions", 4, 2, 16, 8, seq_lens=(200, 37), query_lens=(20, 1), partition_size=8,
+    block_sparse=Sparse(0, 3, 16, -1, 1),
+)  # fmt: skip
 # So many sequences that a program reads their starts in two steps. They fill that GPU, so none is split.
 MANY = Case("many-sequences", 1, 1, 16, 16, seq_lens=(3, 1) * 66, query_lens=(1, 1) * 66)
 
@@ -293,6 +298,9 @@ def main(names):
             elif name == RANKED.name:
                 with interpreted(Device(90, 2)):
                     test_decode.test_decode(RANKED, run)
+            elif name == SPARSE.name:
+                test_decode.test_decode(SPARSE, run)
+                test_ragged.test_ragged_and_prefix(SPARSE, run)
             elif name == MANY.name:
                 with interpreted(Device(90, 2)):
                     test_ragged.test_ragged_and_prefix(MANY, run)
@@ -340,6 +348,8 @@ def main(names):
             else:
                 _, layout, dtype = name.split("-")
                 test_cache_ops.test_write(layout, dtype, run)
+                if name == "write-nhd-float8_e5m2":
+                    test_cache_ops.test_write_keeps_what_is_not_a_number(run)
                 if layout == "hnd":
                     test_cache_ops.test_write_saturates_and_rounds_to_nearest_even(dtype, run)
                     test_cache_ops.test_write_of_bfloat16_saturates_in_float16(run)
