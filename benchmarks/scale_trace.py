@@ -1,7 +1,7 @@
 """Shows where the time of steps over several GPUs goes, from the start and end of every kernel on every GPU, by CUPTI.
 
-GPUs have clocks of their own. All GPUs end an all-reduce at almost the same time. So a GPU's clock is shifted by the
-median difference between its ends and those of the first GPU.
+GPUs have clocks of their own. All GPUs end an all-reduce at almost the same time. So a GPU's times are shifted by the
+median difference between its ends of all-reduces and those of the first GPU.
 """
 
 import re

@@ -126,7 +126,7 @@ def tokens_layout(group: int, geometry: Geometry) -> mgpu.TiledLayout:
 
 
 def rows_layout(geometry: Geometry) -> mgpu.TiledLayout:
-    """The layout of O^T [head_size, columns] after a product with `values`: rows are permuted, columns are wgmma's."""
+    """The layout of O^T [head_size, columns] after a product with `values`: rows are permuted, and columns are not."""
     each = _elements(geometry)
     tiles = ((32 * each, 8), (8 * each, 8), (each, 8), *([(2, 8)] if each == 4 else []), (1, 2))
     return tiled_layout(tiles, warp=-2 * len(tiles), lanes=(2 - 2 * len(tiles), -3))
