@@ -1,11 +1,14 @@
 """Tests the engine over a simulated pool (engine_simulation.py), which notices each read of an unwritten slot."""
 
 import dataclasses
+import gc
 import itertools
+import sys
 
 import numpy as np
 import pytest
 
+from benchmarks import bench_scheduler
 from paged_jax.engine import EngineConfig, SamplingParams
 from paged_jax.engine.plan import Plan
 from tests import engine_walk
@@ -149,6 +152,39 @@ def test_a_cancelled_request_gives_all_of_its_seats_back(num_steps):
     assert sorted(engine._scheduler.seats.free) == list(range(CONFIG.max_num_seqs))
     assert engine._blocks.counts().held == 0
     drain(engine)
+
+
+def count_calls(engine, num_steps=32):
+    """Counts the calls of functions in a step, Python's and C's."""
+    calls = []
+    gc.disable()  # some packages have Python functions called in every search for garbage
+    sys.setprofile(lambda frame, event, argument: calls.append(event in ("call", "c_call")))
+    try:
+        for _ in range(num_steps):
+            engine.step()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return sum(calls) / num_steps
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_the_host_works_for_what_changes_in_a_decode_step(num_groups):
+    """A further sequence costs a few calls, though others wait for a seat; contexts and pools cost none.
+
+    A sequence gives out a token in each step, and fills a block in one step of 16. In the second group it also releases
+    one then.
+    """
+    few, many, long = (
+        count_calls(bench_scheduler.make_engine(num_seqs, length, num_blocks, num_groups, num_waiting=3))
+        for num_seqs, length, num_blocks in ((16, 1100, 5000), (64, 1100, 5000), (64, 2000, 20_000))
+    )
+    assert few < many <= few + 6 * (64 - 16)
+    assert many == long
+    engine = bench_scheduler.make_engine(256, 40, 5000, num_groups, 0)
+    engine._runner.sent_bytes = 0
+    engine.step()
+    assert 0 < engine._runner.sent_bytes < 64 * 1024
 
 
 def test_random_histories():
