@@ -26,7 +26,8 @@ Sizes: a running text holds one block for each --block-size tokens of its prompt
 bounds the tokens of all running texts together. Layers with a sliding window hold blocks for the window only. --max-
 num-seqs bounds the texts that run at the same time. --max-tokens-per-step bounds the tokens that one step computes, one
 for each running text and the others of prompts: if it is larger, first tokens come sooner, but texts that already run
-wait longer for their next token. --between-tokens-ms bounds how long: the server measures its steps at the start.
+wait longer for their next token. --between-tokens-ms bounds how long, for 99 of 100 tokens: the server measures its
+steps at the start, and goes by the times of its steps from then on.
 
 Texts that repeat their prompt or themselves, such as edits and code, come faster with --speculate 4: while few run,
 each step also verifies tokens that the text suggests. Answers stay the same; where guesses are wrong, none is made. The
@@ -219,8 +220,8 @@ def make_engine(
 def keep_up(options: argparse.Namespace, the_engine: engine.Engine) -> None:
     """Bounds the tokens of steps that compute prompts beside running texts by --between-tokens-ms.
 
-    The measured times are of prompts of `MEASURED_LEN` tokens. If no size of a step is fast enough, the smallest is
-    taken; how long it takes is said on stderr.
+    The engine begins with the size that is fast enough for prompts of `MEASURED_LEN` tokens, or else with the smallest;
+    how long it takes is said on stderr. Then it goes by the times of its own steps.
     """
     if options.between_tokens_ms is None:
         return
@@ -228,7 +229,9 @@ def keep_up(options: argparse.Namespace, the_engine: engine.Engine) -> None:
     sizes = {s.num_tokens: 1e3 * seconds for s, seconds in times.items() if not s.is_decode and not s.is_verify}
     most = max((size for size, ms in sizes.items() if ms <= options.between_tokens_ms), default=min(sizes))
     print(f"Steps with prompts beside running texts: {most} tokens, {sizes[most]:.1f} ms", file=sys.stderr, flush=True)
-    the_engine.reset(dataclasses.replace(the_engine.config, max_tokens_beside_decodes=most))
+    seconds = options.between_tokens_ms / 1e3
+    pace = {"max_tokens_beside_decodes": most, "between_tokens_seconds": seconds}
+    the_engine.reset(dataclasses.replace(the_engine.config, **pace))
 
 
 def make_server(options: argparse.Namespace, until_end: contextlib.ExitStack | None = None) -> Server | None:

@@ -3,6 +3,7 @@
 from tests.mutants_made import Mutant
 
 SIMULATED = "tests/test_engine_simulated.py"
+PACE = "tests/test_engine_pace.py"
 SHARING = "tests/test_engine_sharing.py"
 SPECULATION = "tests/test_engine_speculation.py"
 WEIGHTS = "tests/test_engine_weights.py"
@@ -64,6 +65,37 @@ MUTANTS_OF_SCHEDULER = [
         "return seats[order]",
         "return seats",
         SHARING,
+    ),
+    Mutant(
+        "pace: sizes that are too slow stay",
+        "engine/pace.py",
+        "if self._trust < -_PRICE:",
+        "if self._trust < -2 * _MOST_DEBT:",
+        PACE,
+    ),
+    Mutant(
+        "pace: a size that was too slow is never tried again",
+        "engine/pace.py",
+        "elif self._credit == _MOST_CREDIT and",
+        "elif self._credit > _MOST_CREDIT and",
+        PACE,
+    ),
+    Mutant(
+        "pace: trials cost nothing", "engine/pace.py", "(self._credit + earned, _MOST", "(_MOST_CREDIT, _MOST", PACE
+    ),
+    Mutant(
+        "pace: first tokens count as times between tokens",
+        "engine/pace.py",
+        "if plan.rows.are_drawn.any():",
+        "if True:",
+        PACE,
+    ),
+    Mutant(
+        "pace: followers make other plans",
+        "engine/processes.py",
+        "        self.check_config(self.config, count)\n",
+        "",
+        PACE,
     ),
     Mutant(
         "engine: a seat's next sequence goes on from the last one's last token",

@@ -167,4 +167,5 @@ def test_prompts_hold_up_running_texts_for_as_long_as_asked(capsys, milliseconds
     assert the_engine.config.max_tokens_beside_decodes is None
     serve.keep_up(serve.parse(["--between-tokens-ms", milliseconds]), the_engine)
     assert the_engine.config.max_tokens_beside_decodes == most
+    assert the_engine.config.between_tokens_seconds == float(milliseconds) / 1e3
     assert f"{most} tokens" in capsys.readouterr().err

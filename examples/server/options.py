@@ -32,8 +32,8 @@ def parse(argv: Sequence[str] | None, description: str | None = None) -> argpars
     add("--max-tokens-per-step", metavar="N", type=int, default=256,
         help="new tokens of one step: one for each running text, the others for prompts (%(default)s)")  # fmt: skip
     add("--between-tokens-ms", metavar="MS", type=float,
-        help="how long prompts may hold up running texts: steps that compute both take at most so long, as measured at "
-        "the start (as long as --max-tokens-per-step takes)")  # fmt: skip
+        help="how long prompts may hold up running texts: of 100 tokens, 99 come at most so long after the one before, "
+        "if the machine can do it (as long as --max-tokens-per-step takes)")  # fmt: skip
     add("--max-queued", metavar="N", type=int, default=256,
         help="texts that may wait; more are answered with status 429 (%(default)s)")  # fmt: skip
     add_model_options(add)

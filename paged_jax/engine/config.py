@@ -49,6 +49,9 @@ class EngineConfig:
         prompts, which hold those sequences up. With fewer tokens the time between two tokens of a sequence is shorter,
         and first tokens come later; `Engine.measure_steps` says how long steps take. One token of a prompt is always
         computed. None for max_tokens_per_step.
+      between_tokens_seconds: the time between two tokens of a sequence that 99 of 100 should not exceed. After each
+        step the engine then chooses `max_tokens_beside_decodes` anew, from the times of its steps; it begins with the
+        given one. Several processes cannot share a model then, since their steps would differ. None for no bound.
       prefix_caching: whether full blocks are kept for later requests that begin alike.
       preemption: what happens to a sequence that has to give up its blocks: "swap" moves them to the host while there
         is room, "recompute" computes them again later, and "cheaper" takes whichever the two rates below make cheaper.
@@ -82,6 +85,7 @@ class EngineConfig:
 
     num_blocks: int | tuple[int, ...] | None = None
     max_tokens_beside_decodes: int | None = None
+    between_tokens_seconds: float | None = None
     prefix_caching: bool = True
     preemption: Preemption = "cheaper"
     recompute_tokens_per_second: float = 40_000.0
@@ -112,9 +116,10 @@ class EngineConfig:
         for name in ("max_logprobs", "num_host_blocks", "max_draft_tokens", "max_shared_prefixes"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        for name in ("recompute_tokens_per_second", "swap_bytes_per_second"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("recompute_tokens_per_second", "swap_bytes_per_second", "between_tokens_seconds"):
+            value: Any = getattr(self, name)
+            if not (value is None and name == "between_tokens_seconds") and not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}")
         if self.preemption not in ("cheaper", "recompute", "swap"):
             raise ValueError(f'preemption must be "cheaper", "recompute" or "swap", got {self.preemption!r}')
         for name, largest in (("decode_rows", self.max_num_seqs), ("mixed_tokens", self.max_tokens_per_step)):

@@ -371,6 +371,7 @@ class Engine(BaseEngine):
     def _read(self, launched: Launched) -> list[Delta]:
         """Waits for the tokens that a step draws; tokens of sequences that are finished or cancelled are dropped."""
         drawn, plan = self._runner.read(launched), launched.plan
+        self._scheduler.pace.read(plan)
         token_ids, sequences = drawn.token_ids.tolist(), plan.samples.sequences
         accepted = plan.accepted(token_ids)
         if plan.has_drafts:

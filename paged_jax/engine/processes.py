@@ -64,7 +64,9 @@ class LeadingEngine(Engine):
 
         Raises:
           OSError: a follower did not connect in time, or the address is in use.
+          ValueError: the config has `between_tokens_seconds`.
         """
+        self.check_config(self.config, count)
         with socket.create_server(address) as listener:
             listener.settimeout(timeout_seconds)
             self._followers = tuple(_Follower(listener.accept()[0], timeout_seconds) for _ in range(count))
@@ -80,6 +82,13 @@ class LeadingEngine(Engine):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @override
+    def check_config(self, config: EngineConfig | None, num_followers: int | None = None) -> EngineConfig:
+        config = super().check_config(config)
+        if config.between_tokens_seconds is not None and (num_followers or self._followers):
+            raise ValueError("between_tokens_seconds needs an engine without followers: they would make other plans")
+        return config
 
     @override
     def measure_steps(self, context_len: int, repeats: int = 8) -> dict[StepShape, float]:

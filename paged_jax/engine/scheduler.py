@@ -1,11 +1,11 @@
-"""Decides what each step computes, in plain Python: it uses no device arrays and no clock.
+"""Decides what each step computes, in plain Python: it uses no device arrays, and no clock but that of pace.py.
 
 For each step the scheduler does the following, in this order:
 
 1. Layers with a sliding window release the blocks that no later token needs. No planned step reads them.
 2. Every running sequence whose prompt is computed gets one token, so that long prompts never hold up decoding.
 3. Running sequences whose prompt is not computed yet get a chunk of it each, while the token budget lasts. The budget
-   is smaller in a step that also draws tokens of other sequences, if the config says so.
+   is smaller in a step that also draws tokens of other sequences, if the config says so (pace.py).
 4. While there are too few blocks for these tokens, it preempts the last sequence in line: the least urgent one, and of
    equally urgent ones the one that arrived last.
 5. If it preempted none, it admits waiting sequences in line, while seats, budget and blocks last.
@@ -30,6 +30,7 @@ import numpy as np
 
 from paged_jax.engine.blocks import Pairs
 from paged_jax.engine.config import EngineConfig
+from paged_jax.engine.pace import Pace
 from paged_jax.engine.plan import Drafts, Plan, Rows, Samples, Score
 from paged_jax.engine.pools import Hits, Pools
 from paged_jax.engine.seats import Seats
@@ -61,7 +62,7 @@ class Scheduler:
         self.sharing = Sharing(config, blocks.managers[0]) if may_share else None
         self.waiting: list[Sequence] = []
         self.seats = Seats(config.max_num_seqs)
-        self.counters = Counters()
+        self.counters, self.pace = Counters(), Pace(config)
 
     @property
     def running(self) -> list[Sequence]:
@@ -137,7 +138,7 @@ class Scheduler:
     def _budget(self, num_decodes: int, num_prompt_tokens: int) -> int:
         """How many more tokens of prompts a step may compute, which has this many tokens already."""
         budget = self.config.max_tokens_per_step - num_decodes - num_prompt_tokens
-        most = self.config.max_tokens_beside_decodes
+        most = self.pace.most_tokens
         if most is None or not num_decodes:
             return budget
         # At least one token in each step, so that no prompt waits for ever.
