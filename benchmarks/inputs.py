@@ -57,7 +57,7 @@ def make(case: Case, *, pool_bytes: int = POOL_BYTES, memory: int | None = None,
     """
     num_tables, per_table = rotations(case, pool_bytes), sum(case.blocks_per_seq)
     if case.shapes is not None:
-        num_tables = min(num_tables, case.shapes.num_blocks // per_table, _MAX_TABLES // 4)  # these tables are large
+        num_tables = min(num_tables, case.shapes.num_blocks // per_table, _MAX_TABLES // 4)  # engines' tables are large
         if num_tables == 0:
             raise ValueError(f"needs {per_table} blocks, the engine has {case.shapes.num_blocks}")
     if memory is not None:

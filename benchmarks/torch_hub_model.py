@@ -61,7 +61,7 @@ class HubModel:
         for product in _PRODUCTS:
             try:
                 times.append(self._time_decode(num_seqs, context, num_steps, product))
-            except Exception as error:  # most errors are out of memory
+            except Exception as error:  # mostly because memory ran out
                 errors.append(error)
             self.forget()
         if not times:

@@ -102,7 +102,7 @@ def _fa3(case: dict, arrays: Arrays, num_splits: int) -> Run:
         num_heads,
         num_kv_heads,
         case["head_size"],
-        case["head_size"],  # of values
+        case["head_size"],  # the size of values
         dtype,
         seq_lens,
         query_start_loc,

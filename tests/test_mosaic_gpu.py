@@ -350,7 +350,8 @@ def some(cases):
 def test_lowers_for_cuda(op, case):
     text = lowered(op, case)
     assert text.count("@mosaic_gpu_v2") == (2 if op == "v2" else 1)
-    assert f"decode_hd{case.head_size}_g{case.num_heads // case.num_kv_heads}_mosaic_gpu" in text  # for profiles
+    # Profiles show this name.
+    assert f"decode_hd{case.head_size}_g{case.num_heads // case.num_kv_heads}_mosaic_gpu" in text
 
 
 @pytest.mark.gpu

@@ -29,7 +29,7 @@ FIRST = "hopper-ragged", "hopper-decode-8-bits"
     ],
     ids=str,
 )  # fmt: skip
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy's, when it meets poison
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy warns when it meets poison
 def test_in_the_interpreter(case):
     kernels = []
 

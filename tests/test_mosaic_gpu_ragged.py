@@ -284,7 +284,8 @@ def test_lowers_for_cuda(case):
     problem = Problem.of_call(*operands[:4], operands.options)
     geometry = Geometry(problem, choose.tune(problem, Device()))
     assert text.count("@mosaic_gpu_v2") == 1 + geometry.merges
-    assert f"{geometry.kernel_name}_mosaic_gpu" in text  # for profiles
+    # Profiles show this name.
+    assert f"{geometry.kernel_name}_mosaic_gpu" in text
     assert ("ragged_merge_mosaic_gpu" in text) == geometry.merges
 
 

@@ -336,7 +336,7 @@ def main(names):
                 )
                 if name == "fused-hnd-bfloat16":
                     test_write_and_attend.test_a_new_token_that_no_row_sees_may_hold_anything(1, run)
-                    with interpreted(Device(90, 1)):  # splits no context
+                    with interpreted(Device(90, 1)):  # this GPU splits no context
                         test_write_and_attend.test_a_new_token_that_no_row_sees_may_hold_anything(4, run)
             elif name.startswith("copy"):
                 test_cache_ops.test_copy_blocks(name.removeprefix("copy-"), run)

@@ -34,7 +34,7 @@ def write_to_paged_cache(
     num_programs = cdiv(num_tokens, kernel.tokens) * num_kv_heads
     if num_programs == 0 or key_cache.size == 0:
         return key_cache, value_cache
-    scales = tuple(slot_mapping if scale is None else scale for scale in (k_scale, v_scale))  # absent ones are not read
+    scales = tuple(slot_mapping if scale is None else scale for scale in (k_scale, v_scale))  # absent scales are unread
     written = launch.call(
         "write",
         "write_kernel" if len(caches) == 2 else "write_interleaved_kernel",

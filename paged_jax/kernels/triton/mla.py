@@ -89,7 +89,7 @@ def write_to_latent_cache(
     kernel = cache_tuning.write(latent.dtype.name, num_tokens, Pool.of_latents(latent_cache, latent_size, scale), gpu)
     if num_tokens == 0 or latent_cache.size == 0:
         return (latent_cache,)
-    arrays = latent, slot_mapping, slot_mapping if scale is None else scale  # an absent one is not read
+    arrays = latent, slot_mapping, slot_mapping if scale is None else scale  # an absent scale is not read
     shape = jax.ShapeDtypeStruct(latent_cache.shape, latent_cache.dtype)
     scalars, num_programs = (num_tokens, latent_cache.shape[0]), cdiv(num_tokens, kernel.tokens)
     (written,) = launch.call(

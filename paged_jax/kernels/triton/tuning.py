@@ -224,7 +224,7 @@ def _decode_tiling(problem: Problem, heads: int, width: int, gpu: Device) -> tup
 
 
 def _ragged_tiling(problem: Problem, rows: int, width: int, gpu: Device) -> tuple[int, int, int, int]:
-    """Chooses `rows`, `tile`, `num_warps` and `num_stages` for a program that could have `rows` rows."""
+    """Chooses `rows`, `tile`, `num_warps` and `num_stages` for a program that may have up to `rows` rows."""
     small = shared_memory(gpu) < 128 * 1024
     # Hopper and data-center Blackwell have matrix units for whole tiles, which two groups of four warps share.
     large = gpu.capability // 10 in (9, 10)

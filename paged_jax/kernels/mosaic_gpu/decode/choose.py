@@ -28,7 +28,7 @@ _KIB = 1024
 _LEAST_HEAD_SIZE, _LARGEST_HEAD_SIZE = 64, 256
 
 # Measured: LOG, "Fewer bytes in flight".
-_TILE_BYTES = 32 * _KIB  # most bytes of a tile of K plus one of V; one program a multiprocessor may have twice that
+_TILE_BYTES = 32 * _KIB  # most bytes of a tile of K plus one of V; twice as many if a multiprocessor has one program
 _BYTES_IN_FLIGHT = 128 * _KIB  # most bytes of the rings of all programs of a multiprocessor
 _MOST_STAGES = 8
 

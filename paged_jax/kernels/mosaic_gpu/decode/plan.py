@@ -87,7 +87,7 @@ class QueuedSplit(NamedTuple):
 class QueryTile(NamedTuple):
     """The `columns` neighbouring query rows of a program; an item owns some of them."""
 
-    row: Scalar  # the first of these rows
+    row: Scalar  # the tile's first row
     offset: Scalar  # from `row` to the item's own first row
     out_row: Scalar  # the row of the item's first result
     is_there: Scalar  # whether the item has a query, and results

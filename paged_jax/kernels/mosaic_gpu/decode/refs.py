@@ -81,7 +81,7 @@ class Scratch(NamedTuple):
     merged_lse: Ref
     maxima: Ref
     query_operand: Ref  # the query as an operand of wgmma, if that differs from `query`
-    out: tuple[Ref, ...]  # for each head slice
+    out: tuple[Ref, ...]  # results, one for each head slice
     weights: Ref  # P, the exponentials of a tile
     partial_out: Ref
     query_ready: Ref  # barrier

@@ -70,9 +70,9 @@ class RowBlock(NamedTuple):
 
     first_partial: Scalar  # the index of the partial result of split 0
     num_splits: Scalar
-    row: Scalar  # its first row of out
+    row: Scalar  # the row block's first row of out
     num_rows: Scalar
-    block: Scalar  # its index in the item
+    block: Scalar  # the row block's index in its item
 
 
 class _Task(NamedTuple):

@@ -186,7 +186,7 @@ def closing_of(number: Scalar, tile: Scalar, total: Scalar, geometry: Geometry) 
     """Locates the partial results of the item that queue `number` closes. `tile` is its first tile in the queue."""
     begin = _cut(total, number, geometry) - tile
     opener = _queue_at(total, begin, number, geometry)
-    has_others = _cut(total, opener, geometry) != begin  # tiles before the item
+    has_others = _cut(total, opener, geometry) != begin  # whether the queue has tiles before the item
     return Closing(2 * opener + has_others.astype(jnp.int32), number - opener + 1)
 
 

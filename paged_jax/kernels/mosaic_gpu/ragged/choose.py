@@ -12,7 +12,7 @@ from paged_jax.kernels.problem import Device, Granularity, Problem, Unsupported
 
 _LEAST_HEAD_SIZE, _LARGEST_HEAD_SIZE = 16, 256
 
-_MOST_REGISTERS = 200  # of a computing thread, for O, S and P
+_MOST_REGISTERS = 200  # registers of a computing thread for O, S and P
 _MOST_COUNTED = 4 * WARPGROUP  # sequences whose counts fit into shared memory
 
 

@@ -135,7 +135,7 @@ class TileLoader:
 
     def _wait_for_stage(self, cache: _Cache, tile: _Tile) -> None:
         """Waits until the previous tile of the stage is consumed."""
-        if cache.is_keys or not self.kind.geometry.scales_slots:  # else `_load_scales` has waited for V
+        if cache.is_keys or not self.kind.geometry.scales_slots:  # for V, `_load_scales` waits
             pl.when(tile.is_reused)(lambda: plgpu.barrier_wait(cache.ring.consumed.at[tile.stage]))
 
     def _arrive(self, cache: _Cache, tile: _Tile) -> None:

@@ -27,7 +27,7 @@ from paged_jax.kernels.mosaic_gpu.ragged.ptx.rows import Results
 from paged_jax.kernels.mosaic_gpu.ragged.refs import Ref, Refs, Signal
 from paged_jax.kernels.mosaic_gpu.ragged.softmax import Rows, State, TileScales, TileWeights, Totals
 
-_Carry = tuple[State, Array]  # O before the last tile, maxima and sums including it, and P of the last tile
+_Carry = tuple[State, Array]  # O without the last tile, maxima and sums with it, and its P
 
 
 def attend_to_item(stage: Scalar, refs: Refs, kind: ItemKind) -> None:

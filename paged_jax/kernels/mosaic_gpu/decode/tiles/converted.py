@@ -24,7 +24,7 @@ from paged_jax.kernels.mosaic_gpu.hopper.inline import array, inline
 from paged_jax.kernels.mosaic_gpu.hopper.memory import transforms
 from paged_jax.kernels.mosaic_gpu.hopper.registers import layout, power_of_two, wide
 
-_SMALLEST = 1e-30  # the least peak of a query row, for rows of zeros
+_SMALLEST = 1e-30  # the peak that a query row of zeros counts as having
 
 
 class ConvertedTiles(PlainTiles):
