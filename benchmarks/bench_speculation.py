@@ -38,7 +38,7 @@ PROMPT = "The for statement is used to iterate over the elements of a sequence. 
 
 
 class Told:
-    """A proposer that knows texts, and guesses every seventh token wrongly. Without texts it is a look-up.
+    """A proposer that knows texts, and guesses every seventh token wrongly. Without texts it uses `PromptLookup`.
 
     Attributes:
         texts: the texts, prompts included; empty for a look-up.

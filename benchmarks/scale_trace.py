@@ -58,8 +58,8 @@ def summary(gpus: Sequence[Sequence[Event]], num_steps: int) -> dict[str, Any]:
     Returns:
         Fields of a row. Of a step, on average over GPUs and steps: microseconds from begin to end, microseconds of its
         kernels, microseconds without a kernel, and the numbers of kernels, of pauses and of all-reduces. Of an
-        all-reduce: its microseconds, a GPU's wait until the last GPU begins it, the rest, how much later the last GPU
-        begins it than the first, and the pauses before and after it.
+        all-reduce: its microseconds, a GPU's wait until the last GPU begins it, the time from then to its end, how much
+        later the last GPU begins it than the first, and the pauses before and after it.
     """
     gpus = [events[len(events) // num_steps :] for events in gpus]  # without the first step
     steps = num_steps - 1

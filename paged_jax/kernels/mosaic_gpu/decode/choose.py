@@ -216,7 +216,7 @@ def _splits(geometry: Geometry, num_tiles: int, programs: int, gpu: Device) -> t
     """Returns the splits of each item and the programs that run at once; `programs` fit on a multiprocessor."""
     num_items, one_each = max(1, geometry.num_items), gpu.num_multiprocessors
 
-    def splits_for(at_once: int) -> int:  # the fewest splits with this number of tiles each
+    def splits_for(at_once: int) -> int:  # the splits of an item that run at once, or fewer if none gets longer
         tiles_each = pl.cdiv(num_tiles, max(1, min(at_once // num_items, num_tiles)))
         return pl.cdiv(num_tiles, tiles_each)
 
