@@ -268,9 +268,10 @@ def run(options: argparse.Namespace) -> None:
         )
         for i in range(len(meshes))
     ]
+    peers = [peer_sum(config, dtype, mesh) if options.custom_all_reduce else None for mesh in meshes]
     copies = [
-        loop.make_programs(model, implementation=options.implementation, peers=peer_sum(config, dtype, mesh))
-        for (model, *_), mesh in zip(loaded, meshes, strict=True)
+        loop.make_programs(model, implementation=options.implementation, peers=its_peers)
+        for (model, *_), its_peers in zip(loaded, peers, strict=True)
     ]
 
     started = time.perf_counter()
