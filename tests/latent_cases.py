@@ -66,7 +66,8 @@ CASES = [
 # block or in two; lengths that end within tiles and blocks; empty sequences and rows of padding.
 HOPPER_CASES = [
     latent_case(
-        "one-block", 8, 192, 128, 16, "bfloat16", seq_lens=(150, 0, 33, 64), query_lens=(2, 0, 33, 1), padding=9
+        "one-block", 8, 192, 128, 16, "bfloat16", seq_lens=(290, 0, 33, 64), query_lens=(2, 0, 33, 1), sinks=True,
+        padding=9,
     ),
     latent_case(
         "width", 72, 128, 128, 32, "float16", seq_lens=(150, 9), query_lens=(2, 1), sinks=True, padding=2,

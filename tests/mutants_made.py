@@ -310,4 +310,11 @@ MUTANTS = [
         "divided = queries / q_scale",
         "tests/test_compat_rpa.py -k q-scale",
     ),
+    Mutant(
+        "xla: a window begins with the last query of a chunk",
+        "kernels/xla/softmax.py",
+        "first = jnp.where(query_positions < 0, _NEVER, query_positions).min(1)",
+        "first = jnp.where(query_positions < 0, -1, query_positions).max(1)",
+        "tests/test_ragged.py -k long-window",
+    ),
 ]

@@ -346,4 +346,25 @@ MUTANTS_OF_KERNELS = [
         "limit = seq_len",
         "tests/test_mosaic_gpu_mla.py -k queues_share",
     ),
+    Mutant(
+        "mosaic_gpu mla: sinks count in a part of an item",
+        "kernels/mosaic_gpu/mla/softmax.py",
+        "with_sinks = seen & jnp.broadcast_to(is_whole, seen.shape)",
+        "with_sinks = seen",
+        "tests/test_mosaic_gpu_mla.py -k 'interpreter and one-block'",
+    ),
+    Mutant(
+        "mosaic_gpu ragged: cached tokens are read as new ones, too",
+        "kernels/mosaic_gpu/ragged/softmax.py",
+        "        seen &= token >= _side_by_side([span.begin - start for start in span.starts], kind)\n",
+        "        pass\n",
+        "tests/test_mosaic_gpu_sparse.py -k 'new_tokens_in_the_interpreter and thin'",
+    ),
+    Mutant(
+        "mosaic_gpu ragged: a tile is plain by its first row",
+        "kernels/mosaic_gpu/ragged/softmax.py",
+        "plain &= span.starts[0] > rows.last_position - problem.sliding_window",
+        "plain &= span.starts[0] > rows.first_position - problem.sliding_window",
+        "tests/test_mosaic_gpu_ragged.py -k split_items",
+    ),
 ]

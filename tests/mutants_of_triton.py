@@ -235,4 +235,29 @@ MUTANTS_OF_TRITON = [
         "",
         "interpret write-nhd-float8_e5m2",
     ),
+    Mutant(
+        "triton: a reduce keeps sums of lower maxima",
+        "kernels/triton/device/reduce.py",
+        """        exp_sum = exp_sum * keep + tl.sum(weights, 0)
+        max_logit = top
+    heads""",
+        """        exp_sum = exp_sum + tl.sum(weights, 0)
+        max_logit = top
+    heads""",
+        "interpret sparse-partitions",
+    ),
+    Mutant(
+        "triton: without local blocks the first row ends the far ones",
+        "kernels/triton/device/schedule.py",
+        "local = last_position // size + 1",
+        "local = position // size + 1",
+        "interpret sparse-partitions",
+    ),
+    Mutant(
+        "triton: partitions within a sparse block share tokens",
+        "kernels/triton/device/tiles.py",
+        "wanted = wanted & (tokens >= span.begin) & (tokens < span.end)",
+        "wanted = wanted & (tokens < span.end)",
+        "interpret sparse-partitions",
+    ),
 ]

@@ -1,5 +1,7 @@
 """Tests the MLA kernel of Mosaic GPU without a GPU: in Pallas's interpreter, its choices, and what it refuses."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +30,8 @@ def test_in_the_interpreter(case, sms):
         return mla_interpreter.run(function, device=Device(90, sms), **arrays)
 
     test_mla.test_decode(case, run)
+    if case is HOPPER_CASES[0]:  # decode of it has sinks in an item that two queues share
+        case = dataclasses.replace(case, case=dataclasses.replace(case.case, sinks=False))
     test_mla.hold_ragged(case, run)
 
 
@@ -83,11 +87,11 @@ def test_refusals(changes, reason):
 def test_queues_share_all_tiles_of_all_items(queues):
     """Each tile of each item is in one queue. The last split of a cut item finds the partial results of the others."""
     rng = np.random.default_rng(queues)
-    seq_lens = rng.integers(0, 2000, 9)
+    seq_lens, most = rng.integers(0, 2000, 9), 1500
     query_lens = np.minimum(rng.choice([0, 1, 1, 2, 40], 9), seq_lens)
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
     problem = problem_of(9, 16, num_queries=40)
-    problem = Problem(**vars(problem) | {"num_tokens": int(starts[-1]) + 3, "max_seq_len": 4000})
+    problem = Problem(**vars(problem) | {"num_tokens": int(starts[-1]) + 3, "max_seq_len": most})
     tuning = choose.Tuning(queues=queues, width=2)
     geometry = Geometry(problem, tuning, one_query=False)
     lengths = plan.Lengths(jnp.asarray(seq_lens, jnp.int32), jnp.asarray(starts))
@@ -125,7 +129,7 @@ def test_queues_share_all_tiles_of_all_items(queues):
         stop = int(starts[seq + 1]) if seq < 9 else problem.num_tokens
         for first in range(start * 16, stop * 16, 128):
             last_query = (min(first + 64, stop * 16) - 1) // 16 - start
-            seen = min(length, length - (stop - start) + last_query + 1)
+            seen = min(length, most, length - (stop - start) + last_query + 1)
             expected[first] = -(-max(int(seen), 0) // 64)
     assert {row: sum(n for _, n in item) for row, item in found.items()} == expected
     for item in found.values():

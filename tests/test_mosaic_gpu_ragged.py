@@ -108,8 +108,11 @@ def test_in_the_interpreter(case):
     assert not interpret_pallas_call.get_races().races_found
 
 
-# One sequence has split items of both kinds: wide items have 16 of its queries, and thin ones have two.
-BOTH = small("both", 8, 1, 64, 16, "bfloat16", seq_lens=(400,), query_lens=(18,), padding=0, sinks=True)
+# One sequence has split items of both kinds: wide items have 16 of its queries, and thin ones have two. The first tile
+# is whole in the window of the first query, and not in those of the next ones.
+BOTH = small(
+    "both", 8, 1, 64, 16, "bfloat16", seq_lens=(536,), query_lens=(18,), padding=0, sinks=True, sliding_window=391
+)
 
 
 @pytest.mark.parametrize("case", [BOTH], ids=str)

@@ -112,7 +112,7 @@ INTERPRETED_TOO = [
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(INTERPRETED[::3], id="these"),
+        pytest.param([*INTERPRETED[::3], "sparse-partitions"], id="these"),
         pytest.param(INTERPRETED[1::3] + INTERPRETED[2::3], id="those", marks=pytest.mark.slow),
         pytest.param(INTERPRETED_TOO, id="more", marks=pytest.mark.slow),
     ],

@@ -22,10 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import paged_jax
 from paged_jax import _dispatch
 from paged_jax.kernels.problem import Device
 from paged_jax.kernels.triton import cache_ops, cache_tuning, launch, mla_tuning, tuning
-from tests import rpa_cases, test_cache_ops, test_decode, test_mla, test_ragged, test_write_and_attend
+from tests import inputs, rpa_cases, test_cache_ops, test_decode, test_mla, test_ragged, test_write_and_attend
 from tests.cases import DECODE_CASES, Case, Sparse
 from tests.triton_arithmetic import arithmetic_mended
 
@@ -266,6 +267,14 @@ def run_rpa(function, *arrays, **options):
     return jax.tree.map(np.asarray, function(*arrays, **options, implementation="triton"))
 
 
+def hold_unattended_blocks(case):
+    """Cached blocks to which no query of a kv head attends are NaN."""
+    sparse = importlib.import_module("tests.test_mosaic_gpu_sparse")
+    made = inputs.make(case)
+    arrays = sparse.poison_unattended(case, made, made.ragged) | made.arrays | test_decode.op_options(made.static)
+    sparse.check(case, made, run(paged_jax.ragged_paged_attention, return_lse=True, **arrays))
+
+
 def hold_latents(name):
     """Runs the tests of multi-head latent attention on a case."""
     case = next(case for case in test_mla.CASES if str(case) == name)
@@ -301,6 +310,7 @@ def main(names):
             elif name == SPARSE.name:
                 test_decode.test_decode(SPARSE, run)
                 test_ragged.test_ragged_and_prefix(SPARSE, run)
+                hold_unattended_blocks(SPARSE)
             elif name == MANY.name:
                 with interpreted(Device(90, 2)):
                     test_ragged.test_ragged_and_prefix(MANY, run)
