@@ -80,13 +80,13 @@ def all_cases(every=2):
         yield from cases(every)
 
 
-@pytest.mark.parametrize("every", [32, pytest.param(11, marks=pytest.mark.slow)])
-def test_compiles(every):
-    """ptxas serializes no products that should overlap, and spills few registers.
+def test_compiles(pytestconfig):
+    """ptxas serializes no products that should overlap, and spills few registers. With slow tests it gets more cases.
 
     `python -m tests.hopper_compiler tests.test_mosaic_gpu_compiled:ragged_cases:1` prints the same facts for every
     case.
     """
+    every = 11 if "slow" in pytestconfig.option.markexpr else 32
     reports = hopper_compiler.reports(f"{__name__}:all_cases:{every}")
     assert len(reports) == len(list(all_cases(every)))
     for case, said in reports:
