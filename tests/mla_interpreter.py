@@ -8,13 +8,14 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
 from paged_jax.kernels import problem
 from paged_jax.kernels.mosaic_gpu.hopper import lanes
 from paged_jax.kernels.mosaic_gpu.hopper.registers import LOG2E
 from paged_jax.kernels.mosaic_gpu.mla import call, merge, plan, rows, softmax
 from paged_jax.kernels.problem import Device
+from tests import ragged_interpreter
 from tests.interpreted_ptx import lanes as interpreted_lanes
 
 
@@ -111,8 +112,8 @@ def run(function, *, device=SMALL_GPU, **arrays):
 
     def eagerly(op, operands, *, implementation=None, unwanted=(), **static):
         kernel = jax.jit(partial(getattr(call, op), **static))
-        with params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=True)):
-            return kernel(*operands)
+        with ragged_interpreter.interpreting():
+            return jax.block_until_ready(kernel(*operands))
 
     with mock.patch("paged_jax._dispatch.call", eagerly):
         for patch in patches:

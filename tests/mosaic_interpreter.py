@@ -12,7 +12,7 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
 from paged_jax import _dispatch, _validate
 from paged_jax.kernels import mosaic_gpu, problem
@@ -151,7 +151,7 @@ def run_op(name, device, *operands, detect_races=True, **keywords):
         with (
             as_for(device),
             mock.patch.object(tiles, "class_of", lambda problem: INTERPRETED_TILES[class_of(problem)]),
-            params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=detect_races)),
+            ragged_interpreter.interpreting(detect_races),
         ):
             return jax.tree.map(np.asarray, function(*operands))
     except Exception:

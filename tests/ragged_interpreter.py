@@ -1,5 +1,6 @@
 """Runs the ragged Mosaic GPU kernels without a GPU, in Pallas's interpreter, with substitutes for what it lacks."""
 
+import contextlib
 import importlib
 import inspect
 import pkgutil
@@ -9,7 +10,8 @@ from unittest import mock
 
 import jax
 import numpy as np
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
+from jax._src import callback
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params, shared_memory
 
 from paged_jax.kernels import mosaic_gpu, problem
 from paged_jax.kernels.mosaic_gpu.ragged import call as ragged
@@ -18,6 +20,24 @@ from paged_jax.kernels.problem import Device
 from tests import interpreted_ptx
 
 SMALL_GPU = Device(90, 2)
+
+
+@contextlib.contextmanager
+def interpreting(detect_races=True):
+    """Makes Pallas interpret Mosaic GPU kernels, and pass NumPy's values to Python: JAX's arrays take twice as long."""
+
+    def pass_values(*args, callback, **_):
+        return jax.tree.map(np.asarray, callback(*(np.array(x)[()] for x in args)))
+
+    def to_int(x):
+        return x if isinstance(x, jax.core.Tracer) else int(x)
+
+    with (
+        mock.patch.object(callback, "io_callback_impl", pass_values),
+        mock.patch.object(shared_memory, "_to_int", to_int, create=True),  # JAX's function refuses NumPy's integers
+        params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=detect_races)),
+    ):
+        yield
 
 
 def substitutes():
@@ -39,7 +59,7 @@ def call(op, operands, device=SMALL_GPU, **tuning):
         mock.patch.object(problem, "device", return_value=device),
         mock.patch.object(choose, "tune", tune),
         *substitutes(),
-        params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=True)),
+        interpreting(),
     )
     try:
         for patch in patches:
