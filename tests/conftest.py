@@ -78,10 +78,22 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in unrunnable]
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Gives each process neighbouring files, whose tests share programs; a process with nothing to do takes others."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
+
+
 def pytest_collection_finish():
-    """Hides objects that live to the end from the garbage collector: JAX's modules and the collected tests."""
+    """Hides objects that live to the end from the garbage collector: JAX's modules and the collected tests.
+
+    Then the collector looks less often, because tracing makes many objects and few cycles.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
 
 
 def pytest_terminal_summary(terminalreporter):
