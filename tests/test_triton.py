@@ -113,8 +113,7 @@ INTERPRETED_TOO = [
     "names",
     [
         pytest.param([*INTERPRETED[::3], "sparse-partitions"], id="these"),
-        pytest.param(INTERPRETED[1::3] + INTERPRETED[2::3], id="those", marks=pytest.mark.slow),
-        pytest.param(INTERPRETED_TOO, id="more", marks=pytest.mark.slow),
+        pytest.param(INTERPRETED[1::3] + INTERPRETED[2::3] + INTERPRETED_TOO, id="others", marks=pytest.mark.slow),
     ],
 )
 def test_in_the_interpreter(names):
