@@ -260,4 +260,11 @@ MUTANTS_OF_TRITON = [
         "wanted = wanted & (tokens < span.end)",
         "interpret sparse-partitions",
     ),
+    Mutant(
+        "triton: decode ignores the sign of the scale",
+        "kernels/triton/device/rows.py",
+        "q = tl.where(scale < 0, -q, q)",
+        "q = tl.where(scale < 0, q, q)",
+        "interpret sparse-partitions",
+    ),
 ]

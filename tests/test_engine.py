@@ -234,6 +234,7 @@ def test_what_a_reset_cannot_change(field):
         "free_tokens_per_step": 1,
         "least_shared_tokens": 1,
         "max_tokens_beside_decodes": 5,
+        "between_tokens_seconds": 0.01,
     }
     config = EngineConfig(max_model_len=48, max_num_seqs=4, max_tokens_per_step=16, max_draft_tokens=2)
     ladders = {"decode_rows": (), "mixed_tokens": (), "verify_tokens": ()}  # which follow from the sizes

@@ -55,7 +55,7 @@ SPLIT = [
 RANKED = Case("ranked", 2, 1, 16, 16, seq_lens=(9, 30, 9, 0, 30, 9), query_lens=None)
 # Partitions are shorter than a sparse block, and a reduce reads them in several steps.
 SPARSE = Case(
-    "sparse-partitions", 4, 2, 16, 8, seq_lens=(200, 37), query_lens=(20, 1), partition_size=8,
+    "sparse-partitions", 4, 2, 16, 8, "bfloat16", seq_lens=(200, 37), query_lens=(20, 1), partition_size=8, scale=-0.3,
     block_sparse=Sparse(0, 3, 16, -1, 1),
 )  # fmt: skip
 # So many sequences that a program reads their starts in two steps. They fill that GPU, so none is split.
