@@ -22,7 +22,7 @@ _LEAST_SHARED_MEMORY = 99
 _EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "int8")
 _MAX_HEADS = 64  # heads of a group in one program
 _MAX_ROW_ELEMENTS = 16384  # elements of all rows of one program: 128 registers of each of 128 threads
-_LARGEST_RANKED = 128  # sequences that a program ranks by length
+_LARGEST_RANKED = 128  # the most sequences that a program ranks by length
 
 
 def shared_memory(gpu: Device) -> int:

@@ -283,7 +283,7 @@ def _masked(logits: Array, span: Span, rows: Rows, kind: ItemKind) -> Array:
     if problem.sliding_window is not None:
         before = [rows.position - (start + problem.sliding_window) for start in span.starts]
         seen &= token > _side_by_side(before, kind)
-    if prefix and pattern is not None:  # the first tile of new tokens may begin before them
+    if prefix and pattern is not None:  # the first tile of new tokens may begin with cached ones
         seen &= token >= _side_by_side([span.begin - start for start in span.starts], kind)
     return layout(jnp.where(seen, logits, -jnp.inf))
 
