@@ -56,14 +56,14 @@ MUTANTS = [
         "kernels/xla/cache_ops.py",
         "(src < src_key_cache.shape[0]) & (dst >= 0)",
         "(src < src_key_cache.shape[0])",
-        "tests/test_cache_ops.py -k 'copy or swap'",
+        "tests/test_block_ops.py -k 'copy or swap'",
     ),
     Mutant(
         "xla: swaps copy nothing",
         "kernels/xla/cache_ops.py",
         "    dst = jnp.where(valid, dst, dst_key_cache.shape[0])",
         "    dst = jnp.where(valid & (dst < 0), dst, dst_key_cache.shape[0])",
-        "tests/test_cache_ops.py -k swap",
+        "tests/test_block_ops.py -k swap",
     ),
     Mutant(
         "xla: unattended values reach the product",

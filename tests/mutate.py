@@ -57,7 +57,7 @@ TESTS = {
     "ops/decode.py": "tests/test_decode.py -k 'flags or stop or everything or test_paged or partition'",
     "_checks.py": "tests/test_validation.py tests/test_selection.py tests/test_merge.py",
     "_validate.py": "tests/test_validation.py tests/test_merge.py tests/test_causal.py tests/test_decode.py "
-    "tests/test_cache_ops.py tests/test_host_memory.py -k 'test_validation or test_merge or test_causal or everything "
+    "tests/test_block_ops.py tests/test_host_memory.py -k 'test_validation or test_merge or test_causal or everything "
     "or stop or returns or many_layers or swap or test_host_memory'",
     "_dispatch.py": "tests/test_validation.py tests/test_selection.py tests/test_transforms.py tests/test_memory.py",
     "_splits.py": "tests/test_splits.py tests/test_partition.py tests/test_partition_options.py",
@@ -65,9 +65,9 @@ TESTS = {
     "_lowered.py": "tests/test_partition.py tests/test_partition_kernels.py",
     "_vmap.py": "tests/test_vmap.py tests/test_transforms.py tests/test_partition.py -k 'vmap or transformations'",
     "cache.py": "tests/test_cache.py tests/test_cache_methods.py",
-    "kernels/xla/cache_ops.py": "tests/test_cache_ops.py tests/test_host_memory.py tests/test_xla.py "
-    "tests/test_transforms.py tests/test_memory.py -k 'test_cache_ops or test_host_memory or "
-    "(test_xla and (pool or slot)) or donated or empty_batches'",
+    "kernels/xla/cache_ops.py": "tests/test_cache_ops.py tests/test_block_ops.py tests/test_host_memory.py "
+    "tests/test_xla.py tests/test_transforms.py tests/test_memory.py -k 'test_cache_ops or test_block_ops or "
+    "test_host_memory or (test_xla and (pool or slot)) or donated or empty_batches'",
     "kernels/xla/decode.py": "tests/test_write_and_attend.py " + _ATTENTION,
     "kernels/xla/ragged.py": _ATTENTION,
     "kernels/xla/softmax.py": _ATTENTION,

@@ -26,7 +26,16 @@ import paged_jax
 from paged_jax import _dispatch
 from paged_jax.kernels.problem import Device
 from paged_jax.kernels.triton import cache_ops, cache_tuning, launch, mla_tuning, tuning
-from tests import inputs, rpa_cases, test_cache_ops, test_decode, test_mla, test_ragged, test_write_and_attend
+from tests import (
+    inputs,
+    rpa_cases,
+    test_block_ops,
+    test_cache_ops,
+    test_decode,
+    test_mla,
+    test_ragged,
+    test_write_and_attend,
+)
 from tests.cases import DECODE_CASES, Case, Sparse
 from tests.triton_arithmetic import arithmetic_mended
 
@@ -349,12 +358,12 @@ def main(names):
                     with interpreted(Device(90, 1)):  # this GPU splits no context
                         test_write_and_attend.test_a_new_token_that_no_row_sees_may_hold_anything(4, run)
             elif name.startswith("copy"):
-                test_cache_ops.test_copy_blocks(name.removeprefix("copy-"), run)
-                test_cache_ops.test_copy_blocks_of_many_layers(run)
-                test_cache_ops.test_swap_blocks_round_trip("hnd", name.removeprefix("copy-"), run)
-                test_cache_ops.test_copy_blocks_of_odd_sizes((5, 9, 3, 1000), (5, 1, 1, 16), run)
+                test_block_ops.test_copy_blocks(name.removeprefix("copy-"), run)
+                test_block_ops.test_copy_blocks_of_many_layers(run)
+                test_block_ops.test_swap_blocks_round_trip("hnd", name.removeprefix("copy-"), run)
+                test_block_ops.test_copy_blocks_of_odd_sizes((5, 9, 3, 1000), (5, 1, 1, 16), run)
                 with mock.patch.object(cache_ops, "CopyKernel", partial(cache_tuning.CopyKernel, scan=64)):
-                    test_cache_ops.test_copy_blocks_of_many_pairs(run, count=130)
+                    test_block_ops.test_copy_blocks_of_many_pairs(run, count=130)
             else:
                 _, layout, dtype = name.split("-")
                 test_cache_ops.test_write(layout, dtype, run)
