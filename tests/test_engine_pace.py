@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -136,7 +137,7 @@ def test_a_bound_that_is_not_positive_is_refused(value):
 
 def test_followers_cannot_hold_a_bound():
     """They would measure other times, and make other plans."""
-    engine = make_engine(60, 4, dataclasses.replace(CONFIG, between_tokens_seconds=None), kind=LeadingEngine)
+    engine: Any = make_engine(60, 4, dataclasses.replace(CONFIG, between_tokens_seconds=None), kind=LeadingEngine)
     engine.reset(CONFIG)
     with pytest.raises(ValueError, match="between_tokens_seconds needs an engine without followers"):
         engine.wait_for_followers(("localhost", 0), 1)

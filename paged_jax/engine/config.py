@@ -116,10 +116,11 @@ class EngineConfig:
         for name in ("max_logprobs", "num_host_blocks", "max_draft_tokens", "max_shared_prefixes"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        for name in ("recompute_tokens_per_second", "swap_bytes_per_second", "between_tokens_seconds"):
-            value: Any = getattr(self, name)
-            if not (value is None and name == "between_tokens_seconds") and not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}")
+        for name in ("recompute_tokens_per_second", "swap_bytes_per_second"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.between_tokens_seconds is not None and not self.between_tokens_seconds > 0:
+            raise ValueError(f"between_tokens_seconds must be positive, got {self.between_tokens_seconds}")
         if self.preemption not in ("cheaper", "recompute", "swap"):
             raise ValueError(f'preemption must be "cheaper", "recompute" or "swap", got {self.preemption!r}')
         for name, largest in (("decode_rows", self.max_num_seqs), ("mixed_tokens", self.max_tokens_per_step)):
