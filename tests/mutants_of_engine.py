@@ -87,10 +87,10 @@ MUTANTS_OF_ENGINE = [
         "engine: top_k is sent as 0", "engine/seats.py", "floats[0], sequence.params.top_k,", "floats[0], 0,", SIMULATED
     ),
     Mutant(
-        "engine: a sample without stop tokens goes on after its last token",
-        "engine/scheduler.py",
-        "positions + 1 < seats.max_total[owners]",
-        "positions + 1 <= seats.max_total[owners]",
+        "engine: a sample goes on after its stop token",
+        "engine/sequence.py",
+        "self.mask is not None or self.params.stop_token_ids",
+        "self.mask is not None",
         SIMULATED,
     ),
     Mutant(

@@ -140,4 +140,4 @@ def test_followers_cannot_hold_a_bound():
     engine: Any = make_engine(60, 4, dataclasses.replace(CONFIG, between_tokens_seconds=None), kind=LeadingEngine)
     engine.reset(CONFIG)
     with pytest.raises(ValueError, match="between_tokens_seconds needs an engine without followers"):
-        engine.wait_for_followers(("localhost", 0), 1)
+        engine.wait_for_followers(("localhost", 0), 1, timeout_seconds=0.1)

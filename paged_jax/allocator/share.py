@@ -173,15 +173,15 @@ def retain(state: AllocatorState, blocks: Values, *, donate: bool = False) -> Al
     """
     xp, state = prepare(state, blocks)
     ids = integers(xp, "blocks", blocks, None)
-    named = ids >= 0
-    bad = named & ~_are_held(xp, state, ids)
     if xp is np:
+        named, size = ids[ids >= 0], state.ref_counts.size
+        bad = (named >= size) | (state.ref_counts.take(named, mode="clip") == 0)
         if bad.any():
-            raise ValueError(f"block {ids[bad.argmax()]} is free or not one of the pool's {state.ref_counts.size}")
+            raise ValueError(f"block {named[bad.argmax()]} is free or not one of the pool's {size}")
         ref_counts = writable(state.ref_counts, donate)
-        np.add.at(ref_counts, ids[named], 1)
+        np.add.at(ref_counts, named, 1)
         return dataclasses.replace(state, ref_counts=ref_counts)
-    valid = ~bad.any()
+    valid = ((ids < 0) | _are_held(xp, state, ids)).all()
     ref_counts = _add_references(state, jnp.where(valid, ids, -1))
     return dataclasses.replace(state, ref_counts=ref_counts, bad_share=state.bad_share | ~valid)
 

@@ -317,7 +317,7 @@ class Scheduler:
         seats = self.seats
         order = seats.order[counts[seats.order] > 0]
         is_one = counts[order] == 1
-        order = np.concatenate([order[~is_one], order[is_one]])
+        order = order if is_one.all() else np.concatenate([order[~is_one], order[is_one]])
         if self.sharing is not None and plan.seated:
             self.sharing.forget()
         if self.sharing is not None and is_one.all():
