@@ -4,7 +4,7 @@
     python -m benchmarks.bench_scale --part models --models llama3-8b,llama3-70b --tp 1,2 --out models.json
     python -m benchmarks.bench_scale --part all-reduce --reduce called,xla --tp 2,4 --out all-reduce.json
 
-Every time is the wall clock of many calls in a row, each of which needs the previous call's result. The GPUs work
+Every time is the wall clock of many calls in a row; each call needs the previous call's result. The GPUs work
 without a pause: an op's calls are iterations of a loop in one compiled program, and a model's steps are calls of the
 jitted step. Only a step of prompts is timed call by call. An op's row also has the time of its kernels alone
 (`device_us`, by CUPTI), which is less than the wall clock. A decode step's row has a summary of its trace

@@ -163,7 +163,7 @@ def compile_all(
     This returns only when all are compiled, because a compiler beside a measurement would make the times wrong.
 
     Args:
-      lowered: by name, functions each of which lowers one program.
+      lowered: by name, functions; each lowers one program.
       options: XLA's options, or None.
     """
     futures: dict[Any, concurrent.futures.Future] = {}

@@ -1,6 +1,6 @@
 """The peers: other implementations of the same work. Each of them is optional.
 
-A peer is a function of a case and its inputs. It returns candidates, of which the fastest counts. If it has none, it
+A peer is a function of a case and its inputs. It returns candidates, and the fastest counts. If it has none, it
 raises `Absent` with the reason. FlashInfer and vLLM need PyTorch, so they run in a process of their own.
 """
 

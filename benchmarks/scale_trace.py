@@ -49,7 +49,7 @@ def is_all_reduce(name: str) -> bool:
 
 
 def summary(gpus: Sequence[Sequence[Event]], num_steps: int) -> dict[str, Any]:
-    """Describes a step by the events of `num_steps` steps in a row, the first of which is left out.
+    """Describes a step by the events of `num_steps` steps in a row, without the first one.
 
     Args:
         gpus: the events of each GPU in order of time.

@@ -62,7 +62,7 @@ _EMPTY = 0x80008000
 _WARPGROUP = 128
 _CHUNK = 8  # elements of 16 bytes, which a thread loads or stores at a time
 _IN_FLIGHT = 16  # chunks that a thread waits for at a time
-MULTIPLE = _WARPGROUP * _CHUNK  # of which hidden_size must be a multiple
+MULTIPLE = _WARPGROUP * _CHUNK  # hidden_size must be a multiple of it
 
 
 def lacks(mesh: Mesh | None, hidden_size: int, dtype: Any) -> str | None:

@@ -56,7 +56,7 @@ def load_model(
         split_experts: how these devices split a mixture of experts: by the columns of every expert, or by experts.
 
     Returns:
-        The decoder, its config, the tokenizer, and the end-of-text token ids, of which there may be none.
+        The decoder, its config, the tokenizer, and the end-of-text token ids, perhaps none.
 
     Raises:
         CheckpointError: the folder lacks something, or holds something that the decoder cannot use.

@@ -166,7 +166,7 @@ def all_reduce_options(weights: Any, mesh: Mesh | None) -> dict[str, Any]:
 
     By default XLA reduces with kernels of its own, which it launches one by one between command buffers: a pause of 12
     us each. With NCCL's recorded instead, a step of Llama-3-70B on two H200 became 4% shorter, but one of Llama-3-8B
-    45% longer. So this is for models of which a GPU has many bytes to read between two all-reduces (benchmarks/LOG.md,
+    45% longer. So this is for models that give a GPU many bytes to read between two all-reduces (benchmarks/LOG.md,
     "All-reduces in command buffers").
 
     Args:
@@ -177,7 +177,7 @@ def all_reduce_options(weights: Any, mesh: Mesh | None) -> dict[str, Any]:
         return {}
     leaves = jax.tree_util.tree_leaves_with_path(weights)
     num_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for _, x in leaves)
-    # A product with a matrix of which each device has some rows leaves sums to be reduced; so does the embedding.
+    # A matrix whose rows are split over the devices leaves sums to be reduced; so does the embedding.
     paths = [[key.key for key in path] for path, _ in leaves]
     num_all_reduces = sum(_spec_of(path) == P("tp", None) or path[-2:] == ["experts", "down"] for path in paths)
     if num_bytes < num_all_reduces * _BYTES_OF_RECORDED * mesh.size:

@@ -25,7 +25,7 @@ PARAMS = SamplingParams(max_tokens=6, temperature=1.0, n=2)
 
 
 class Group:
-    """A leader and two followers, each of which runs `follow` in a thread.
+    """A leader and two followers; each follower runs `follow` in a thread.
 
     Attributes:
       leader: the leader's engine.

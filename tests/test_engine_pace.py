@@ -43,7 +43,7 @@ def rows(num_tokens, are_drawn):
 
 
 def follow(pace, clock, seconds_of, num_steps, draw, share=0.7):
-    """Runs steps, of which a share computes prompts; a step is planned before the tokens of the one before come.
+    """Runs steps; a share of them computes prompts. A step is planned before the previous step's tokens come.
 
     Returns:
       The size of each step, 0 without prompts, and how long it took.

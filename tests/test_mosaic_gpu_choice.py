@@ -254,7 +254,7 @@ def test_tunings_fit(head_size, dtype, group, tune):
         chosen = tune(problem, Device())
         geometry = Geometry(problem, chosen)
         assert shared_memory_bytes(geometry) <= 227 * 1024
-        # A multiprocessor has 228 KiB, of which CUDA takes one KiB for each program.
+        # A multiprocessor has 228 KiB, and CUDA takes one KiB for each program.
         rooms = list(choose._tilings(problem, chosen, 2))
         assert all(tiled.programs * (room + 1024) <= 228 * 1024 for tiled, room in rooms)
         assert chosen.tile % 64 == chosen.tile % geometry.run_tokens == 0

@@ -6,7 +6,7 @@ triton is imported, so tests run this file as a script, in a process of its own:
     TRITON_INTERPRET=1 python -m tests.triton_interpreter NAME ...
 
 `recorded(launches)` only records launches, and `compiled(launch, capability)` compiles a launch to a cubin. Neither
-needs jax_triton, some versions of which can only be imported with a JAX for GPUs.
+needs jax_triton; some of its versions can only be imported with a JAX for GPUs.
 """
 
 import contextlib

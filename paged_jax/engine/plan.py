@@ -75,7 +75,7 @@ class Samples:
 
 
 class Chunk(NamedTuple):
-    """One row: the tokens `start` to `start + num_tokens` of a sequence, of which the last ones may be a draft."""
+    """One row: the tokens `start` to `start + num_tokens` of a sequence; the last ones may be a draft."""
 
     sequence: Sequence
     seat: int

@@ -93,7 +93,7 @@ class Pool:
         k_scale: Array | None,
         v_scale: Array | None,
     ) -> "Pool":
-        """The facts of two caches, one of which is `value_cache`, or of an `Interleaved` pool."""
+        """The facts of caches of keys and values, or of an `Interleaved` pool, which is then `value_cache`."""
         rows, row_size = value_cache.shape[2:] if isinstance(layout, Interleaved) else (0, 0)
         return Pool(
             num_kv_heads=num_kv_heads(value_cache, layout),

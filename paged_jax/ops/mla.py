@@ -146,7 +146,7 @@ def ragged_mla_attention(
         Slots and blocks that no sequence uses may hold anything, NaN included.
       block_tables: i32 [num_seqs, max_blocks_per_seq]; entries at or past ceil(seq_len / block_size) are not read.
       seq_lens: i32 [num_seqs], tokens of each sequence, the new ones included.
-      query_start_loc: i32 [num_seqs + 1], exclusive prefix sum of the query lengths, each of which may be 0.
+      query_start_loc: i32 [num_seqs + 1], exclusive prefix sum of the query lengths; a length may be 0.
       value_size: elements of a value, a multiple of 16 up to latent_size.
       scale: f32 scalar, factor of the logits; may be traced. It has no default.
       causal: whether each query sees only the tokens up to its own position. With False it sees all tokens of its

@@ -47,7 +47,7 @@ def ragged_paged_attention(
         float8_e5m2 or int8. Slots and blocks that no sequence uses may hold anything, NaN included.
       block_tables: i32 [num_seqs, max_blocks_per_seq]; entries at or past ceil(seq_len / block_size) are not read.
       seq_lens: i32 [num_seqs], tokens of each sequence, the new ones included.
-      query_start_loc: i32 [num_seqs + 1], exclusive prefix sum of the query lengths, each of which may be 0.
+      query_start_loc: i32 [num_seqs + 1], exclusive prefix sum of the query lengths; a length may be 0.
       causal: whether each query sees only the tokens up to its own position. With False it sees all tokens of its
         sequence, as where a batch reads a shared prefix once (see `merge_attention_states`); alibi_slopes,
         sliding_window and block_sparse must then be None.
@@ -132,7 +132,7 @@ def prefix_attention(
         float8_e5m2 or int8. They hold the context, which is the tokens before the new ones.
       block_tables: i32 [num_seqs, max_blocks_per_seq]; entries past the context's last block are not read.
       seq_lens: i32 [num_seqs], tokens of each sequence, the new ones included.
-      query_start_loc: i32 [num_seqs + 1], exclusive prefix sum of the query lengths, each of which may be 0.
+      query_start_loc: i32 [num_seqs + 1], exclusive prefix sum of the query lengths; a length may be 0.
       causal: whether each query sees only the tokens up to its own position. With False it sees all tokens of its
         sequence, as where a batch reads a shared prefix once (see `merge_attention_states`); alibi_slopes,
         sliding_window and block_sparse must then be None.
