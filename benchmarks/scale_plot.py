@@ -6,13 +6,13 @@ The left plot shows a step's time, and the right one its share: the time in whic
 the weights, keys and values, over the step's time.
 """
 
-import argparse
-import json
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks import plot as command
 
 RATES = {"NVIDIA H200": 4.58e12}
 """Bytes per second of a kernel that merely reads (`bench_ceilings`)."""
@@ -67,12 +67,7 @@ def plot(report: dict[str, Any], out: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draws a file's picture."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale_plot", description=__doc__)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("out", type=Path)
-    args = parser.parse_args(argv)
-    plot(json.loads(args.file.read_text()), args.out)
-    return 0
+    return command.main(argv, name="benchmarks.scale_plot", description=__doc__, draw=plot)
 
 
 if __name__ == "__main__":
