@@ -9,36 +9,46 @@ The step's first and last sums, of the embedding and of the last MLP, are XLA's:
 all-reduces for the first time before all devices have loaded it, and to load a kernel on which another GPU waits may
 block.
 
-    a device's part of a row --> inbox[turn][this rank] of every device, its own included
-    inbox[turn][0] + inbox[turn][1] + ... + residual --> sum --> norm
+    few rows     a device's part --> inbox[turn][this rank] of every device, its own included
+                 inbox[turn][0] + inbox[turn][1] + ... + residual --> sum --> norm
+
+    many rows    a device's part --> inbox[turn][this rank] of the row's owner
+                 the owner: inbox[turn][0] + inbox[turn][1] + ... + residual --> inbox[turn][N] of every device
+                 inbox[turn][N] --> sum --> norm
+
+Of many rows the bytes are what takes the time, so each device adds up a part of the rows, and rows travel twice
+(`by_owner`).
 
 Grid: a program of one warpgroup for each row. Its threads load, send, wait, sum and norm 16 bytes at a time; shared
 memory is only for the sum of squares.
 
-Each device has an inbox of two turns, each with a place for every rank's part of each row. It is full of `_EMPTY`, a
-word that no part contains: two bfloat16 of -0, for which a program sends +0. A thread reads its words of the row until
-none of them is `_EMPTY`, then empties them for the turn after next. All devices sum in the order of ranks, in float32:
-they get the same bits, in every run.
+Each device has an inbox of two turns, each with a place for every rank's part of each row, and one for the sum. It is
+full of `_EMPTY`, a word that is never sent: two bfloat16 of -0, for which a program sends +0. A thread reads its words
+of the row until none of them is `_EMPTY`, then empties them for the turn after next. All devices sum in the order of
+ranks, in float32, or take the owner's sum: they get the same bits, in every run.
 
 **No device waits in vain**, if all devices run the same calls in the same order, as they do for XLA's all-reduces. A
 program sends its whole row before it waits. All programs of a call run at the same time: there are at most `MOST_ROWS`,
 a multiprocessor holds two, and kernels beside this one wait for nobody. So the parts that a program waits for are sent
-as soon as the other device begins this call. A process in which a call was broken off cannot go on: its devices may
-count different turns.
+as soon as the other device begins this call, and an owner has them then. A process in which a call was broken off
+cannot go on: its devices may count different turns.
 
-**No part is overwritten before it is read, and no empty word overwrites a part.** Let a device send for call n + 2 of a
-row. It has ended call n + 1, so it had the receiver's part for that call. So the receiver had begun n + 1 and ended n,
-in which it read and emptied the words of that turn. Calls of other rows take other words and count their own turns.
+**No word is overwritten before it is read, and no empty word overwrites another.** Let a device send for call n + 2 of
+a row. It has ended call n + 1, so it or the row's owner had the receiver's part for that call. So the receiver had
+begun n + 1 and ended n, in which it read and emptied the words of that turn. Calls of other rows take other words and
+count their own turns.
 
 **No word is read before it is whole.** Each word of 32 bits is stored and loaded as one, and says by itself whether it
 has arrived. So no flag follows the data, and no fence. `tests/test_all_reduce.py` runs a model of this protocol.
 
-Bytes: a device sends a row to N devices and reads N rows. 64 rows of 4096 on four GPUs are 1.5 MiB over NVLink.
+Bytes: of few rows, a device sends each row to N devices. 16 rows of 4096 on eight GPUs are 0.9 MiB over NVLink. Of many
+rows it sends 2 (N - 1) / N of them: 64 rows of 4096 are as much.
 """
 
 import ctypes
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -61,8 +71,15 @@ _TURNS = 2
 _EMPTY = 0x80008000
 _WARPGROUP = 128
 _CHUNK = 8  # elements of 16 bytes, which a thread loads or stores at a time
+_STEP = 2 * _CHUNK * _WARPGROUP  # bytes from a thread's chunk to its next one
 _IN_FLIGHT = 16  # chunks that a thread waits for at a time
+_MOST_SENT = 3 << 19  # bytes that a device may send to all others; of more, it sends each row to its owner
 MULTIPLE = _WARPGROUP * _CHUNK  # hidden_size must be a multiple of it
+
+
+def by_owner(num_devices: int, rows: int, hidden_size: int) -> bool:
+    """Whether a row's owner adds it up for all devices, because of so many rows each device would send too much."""
+    return num_devices * rows * hidden_size * 2 > _MOST_SENT
 
 
 def lacks(mesh: Mesh | None, hidden_size: int, dtype: Any) -> str | None:
@@ -111,7 +128,7 @@ class PeerSum:
     def over(cls, mesh: Mesh, hidden_size: int) -> "PeerSum":
         """Makes empty inboxes for rows of `hidden_size` bfloat16 on the devices of a mesh, once."""
         size = mesh.shape["tp"]
-        words = _TURNS * size * MOST_ROWS * hidden_size // 2 + MOST_ROWS
+        words = _TURNS * (size + 1) * MOST_ROWS * hidden_size // 2 + MOST_ROWS
         make = jax.jit(lambda: jnp.full((size, words), _EMPTY, jnp.uint32), out_shardings=NamedSharding(mesh, P("tp")))
         inbox = jax.block_until_ready(make())
         at = {shard.device: shard.data.unsafe_buffer_pointer() for shard in inbox.addressable_shards}
@@ -168,6 +185,7 @@ def sum_norm(
     rows, hidden_size = part.shape
     out = jax.ShapeDtypeStruct(part.shape, jnp.bfloat16)
     layout = plgpu.Layout.WG_STRIDED((hidden_size,), vec_size=_CHUNK)
+    exchange = functools.partial(_exchange, num_devices=num_devices, by_owner=by_owner(num_devices, rows, hidden_size))
 
     def kernel(part_gmem, residual_gmem, scale_gmem, table_gmem, total_gmem, normed_gmem):
         def load(ref, at):
@@ -175,8 +193,7 @@ def sum_norm(
 
         row = lax.axis_index("row")
         residual, scale = load(residual_gmem, row), load(scale_gmem, slice(None))  # which need not wait for others
-        sums = _exchange(load(part_gmem, row), table_gmem, row, num_devices=num_devices)
-        total = (residual.astype(jnp.float32) + sums).astype(jnp.bfloat16)
+        total = exchange(load(part_gmem, row), residual, table_gmem, row)
         total_gmem[row] = total
         total = total.astype(jnp.float32)
         mean = jnp.sum(total * total) * (1 / hidden_size)
@@ -186,18 +203,17 @@ def sum_norm(
     return call(part, residual, scale, table)
 
 
-def _exchange(part: Array, table_gmem: Any, row: Any, *, num_devices: int) -> Array:
-    """Sends a row of this device's part to all devices, and returns the sum of all devices' parts in float32."""
+def _exchange(part: Array, residual: Array, table_gmem: Any, row: Any, *, num_devices: int, by_owner: bool) -> Array:
+    """Sends a row of this device's part, and returns the sum of all devices' parts and the residual, in bfloat16."""
     (hidden_size,) = part.shape
     layout = plgpu.Layout.WG_STRIDED((hidden_size,), vec_size=_CHUNK)
 
     @plgpu.inline_mgpu(
-        arg_types=(layout, plgpu.RefType(), plgpu.Layout.WG_SPLAT(())),
-        return_type=plgpu.ShapeDtypeStruct((hidden_size,), jnp.dtype(jnp.float32), layout=layout),
+        arg_types=(layout, layout, plgpu.RefType(), plgpu.Layout.WG_SPLAT(())),
+        return_type=plgpu.ShapeDtypeStruct((hidden_size,), jnp.dtype(jnp.bfloat16), layout=layout),
     )
-    def exchange(_, part, table_gmem, row):
+    def exchange(_, part, residual, table_gmem, row):
         (row,) = row.registers.flat
-        words = [_words(register) for register in part.registers.flat]
         inbox = _Inbox.of(table_gmem, num_devices, hidden_size)
         count_at = _plus(inbox.mine, _bytes(row, 4, inbox.turn_bytes * _TURNS))
         count = _load(count_at)
@@ -205,29 +221,66 @@ def _exchange(part: Array, table_gmem: Any, row: Any, *, num_devices: int) -> Ar
         thread = arith.remui(mgpu.thread_idx(), _i32(_WARPGROUP))
         at = _plus(_bytes(turn, inbox.turn_bytes), _bytes(row, 2 * hidden_size))
         at = _plus(at, _bytes(thread, 2 * _CHUNK))
-        step = 2 * _CHUNK * _WARPGROUP
-        for address in inbox.addresses:
-            to = _plus(_plus(address, at), _bytes(inbox.rank, inbox.rank_bytes))
-            for i, chunk in enumerate(words):
-                _store(to, i * step, [_unlike_empty(word) for word in chunk])
-        begin = _plus(inbox.mine, at)
-        sums = np.empty(len(words), object)
-        group = max(1, _IN_FLIGHT // num_devices)
-        for first in range(0, len(words), group):
-            columns = range(first, min(first + group, len(words)))
-            offsets = [r * inbox.rank_bytes + i * step for i in columns for r in range(num_devices)]
-            arrived = [_floats(chunk) for chunk in _wait_for(begin, offsets)]
-            for offset in offsets:
-                _store(begin, offset, [_i32(_EMPTY - 2**32)] * 4)
-            for i in columns:
-                of_column = arrived[(i - first) * num_devices :][:num_devices]
-                sums[i] = functools.reduce(arith.addf, of_column)
+        reduce = _by_owner if by_owner else _by_all
+        totals = reduce(inbox, at, row, part.registers.flat, residual.registers.flat)
         mgpu.warpgroup_barrier()  # all threads have read the count
         with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, thread, _i32(0))):
             _assembly("st.relaxed.sys.global.b32 [$0], $1;", "l,r", count_at, arith.addi(count, _i32(1)))
-        return mgpu.FragmentedArray(_registers=sums, _layout=part.layout, _is_signed=None)
+        registers = np.empty(len(totals), object)
+        registers[:] = totals
+        return mgpu.FragmentedArray(_registers=registers, _layout=part.layout, _is_signed=None)
 
-    return exchange(part, table_gmem, row)  # pyright: ignore[reportCallIssue]
+    return exchange(part, residual, table_gmem, row)  # pyright: ignore[reportCallIssue]
+
+
+def _by_all(inbox: "_Inbox", at: Any, row: Any, part: Sequence[Any], residual: Sequence[Any]) -> list[Any]:
+    """Every device sends its part to all, and adds up all parts."""
+    for address in inbox.addresses:
+        _send(part, _plus(_plus(address, at), _bytes(inbox.rank, inbox.rank_bytes)))
+    return _add_up(inbox, _plus(inbox.mine, at), residual)
+
+
+def _by_owner(inbox: "_Inbox", at: Any, row: Any, part: Sequence[Any], residual: Sequence[Any]) -> list[Any]:
+    """Every device sends its part to the row's owner, which adds up all parts and sends the sum to all."""
+    num_devices = len(inbox.addresses)
+    owner, begin = arith.remui(row, _i32(num_devices)), _plus(inbox.mine, at)
+    address = inbox.address_of(owner)
+    _send(part, _plus(_plus(address, at), _bytes(inbox.rank, inbox.rank_bytes)))
+    sums_at = num_devices * inbox.rank_bytes
+    with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, owner, inbox.rank)):
+        totals = _add_up(inbox, begin, residual)
+        for address in inbox.addresses:
+            _send(totals, _plus(_plus(address, at), _i64(sums_at)))
+    offsets = [sums_at + i * _STEP for i in range(len(part))]
+    return [_bfloats(words) for words in _take(begin, offsets)]
+
+
+def _send(chunks: Sequence[Any], to: Any) -> None:
+    """Stores a thread's chunks of a row."""
+    for i, chunk in enumerate(chunks):
+        _store(to, i * _STEP, [_unlike_empty(word) for word in _words(chunk)])
+
+
+def _add_up(inbox: "_Inbox", begin: Any, residual: Sequence[Any]) -> list[Any]:
+    """Waits for a thread's chunks of all devices' parts. Returns their sums and the residual's, in bfloat16."""
+    num_devices, totals = len(inbox.addresses), []
+    group = max(1, _IN_FLIGHT // num_devices)
+    for first in range(0, len(residual), group):
+        columns = range(first, min(first + group, len(residual)))
+        arrived = _take(begin, [r * inbox.rank_bytes + i * _STEP for i in columns for r in range(num_devices)])
+        for i in columns:
+            parts = [_wide(_bfloats(words)) for words in arrived[(i - first) * num_devices :][:num_devices]]
+            total = arith.addf(_wide(residual[i]), functools.reduce(arith.addf, parts))
+            totals.append(arith.truncf(ir.VectorType.get((_CHUNK,), ir.BF16Type.get()), total))
+    return totals
+
+
+def _take(begin: Any, offsets: list[int]) -> list[list[Any]]:
+    """Waits for the words of 16 bytes at each offset, and empties them for the turn after next."""
+    arrived = _wait_for(begin, offsets)
+    for offset in offsets:
+        _store(begin, offset, [_i32(_EMPTY - 2**32)] * 4)
+    return arrived
 
 
 class _Inbox(NamedTuple):
@@ -244,11 +297,16 @@ class _Inbox(NamedTuple):
         table = llvm.ptrtoint(_type(64), mgpu.utils.memref_ptr(table_gmem))
         rank = _load(table)
         addresses = [_load(_plus(table, _i64(8 + 8 * i)), 64) for i in range(num_devices)]
-        mine = addresses[0]
-        for i, address in enumerate(addresses[1:], start=1):
-            mine = arith.select(arith.cmpi(arith.CmpIPredicate.eq, rank, _i32(i)), address, mine)
         rank_bytes = MOST_ROWS * hidden_size * 2
-        return cls(rank, addresses, mine, rank_bytes, num_devices * rank_bytes)
+        inbox = cls(rank, addresses, None, rank_bytes, (num_devices + 1) * rank_bytes)
+        return inbox._replace(mine=inbox.address_of(rank))
+
+    def address_of(self, rank: Any) -> Any:
+        """The address of a device's inbox."""
+        found = self.addresses[0]
+        for i, address in enumerate(self.addresses[1:], start=1):
+            found = arith.select(arith.cmpi(arith.CmpIPredicate.eq, rank, _i32(i)), address, found)
+        return found
 
 
 def _wait_for(begin: Any, offsets: list[int]) -> list[list[Any]]:
@@ -271,10 +329,13 @@ def _words(register: Any) -> list[Any]:
     return [vector.extract(words, [], [i]) for i in range(4)]
 
 
-def _floats(words: list[Any]) -> Any:
-    """The float32 of four words, each of two bfloat16."""
+def _bfloats(words: list[Any]) -> Any:
+    """The bfloat16 of four words."""
     halves = vector.from_elements(ir.VectorType.get((4,), _type(32)), words)
-    halves = vector.bitcast(ir.VectorType.get((_CHUNK,), ir.BF16Type.get()), halves)
+    return vector.bitcast(ir.VectorType.get((_CHUNK,), ir.BF16Type.get()), halves)
+
+
+def _wide(halves: Any) -> Any:
     return arith.extf(ir.VectorType.get((_CHUNK,), ir.F32Type.get()), halves)
 
 

@@ -27,30 +27,52 @@ LACKS = hopper_compiler.lacks()
 EMPTY = "empty"
 
 
-def program(rank, inboxes, turns, num_calls, seen):
-    """A row of a device in the words of the kernel's header; it yields wherever another device may go on instead."""
+TOTAL = "total"
+
+
+def program(rank, inboxes, turns, owners, seen):
+    """A row of a device in the words of the kernel's header; it yields wherever another device may go on instead.
+
+    `owners` has each call's owner of the row, or None if all devices add the row up.
+    """
     num_devices = len(inboxes)
-    for call in range(num_calls):
-        turn = call % turns
-        for i in range(1, num_devices + 1):
-            inboxes[(rank + i) % num_devices][turn, rank] = (call, rank)
+
+    def send(word, place, to):
+        for other in to:
+            inboxes[other][place] = word
             yield
-        parts = []
-        for other in range(num_devices):
-            while inboxes[rank][turn, other] == EMPTY:
+
+    def take(places):
+        for place in places:
+            while inboxes[rank][place] == EMPTY:
                 yield
-            parts.append(inboxes[rank][turn, other])
+            words.append(inboxes[rank][place])
             yield
-            inboxes[rank][turn, other] = EMPTY
-        seen[rank].append(parts)
+            inboxes[rank][place] = EMPTY
+
+    everyone = [(rank + i) % num_devices for i in range(1, num_devices + 1)]
+    for call, owner in enumerate(owners):
+        turn, words = call % turns, []
+        yield from send((call, rank), (turn, rank), everyone if owner is None else [owner])
+        if owner in (None, rank):
+            yield from take((turn, other) for other in range(num_devices))
+        if owner is not None:
+            if owner == rank:
+                yield from send(tuple(words), (turn, TOTAL), everyone)
+            words = []
+            yield from take([(turn, TOTAL)])
+            (words,) = words
+        seen[rank].append(list(words))
 
 
 def run_programs(num_devices, turns, num_calls, seed):
     """Runs the devices in a random order, some of them rarely. Returns the parts that each summed in each call."""
-    inboxes = [{(turn, r): EMPTY for turn in range(turns) for r in range(num_devices)} for _ in range(num_devices)]
+    places = [(turn, sender) for turn in range(turns) for sender in (*range(num_devices), TOTAL)]
+    inboxes = [dict.fromkeys(places, EMPTY) for _ in range(num_devices)]
     seen = [[] for _ in range(num_devices)]
-    running = {rank: program(rank, inboxes, turns, num_calls, seen) for rank in range(num_devices)}
     draw = random.Random(seed)
+    owners = [draw.choice((None, seed % num_devices)) for _ in range(num_calls)]
+    running = {rank: program(rank, inboxes, turns, owners, seen) for rank in range(num_devices)}
     weights = [draw.choice((1, 1, 30)) for _ in range(num_devices)]
     for _ in range(num_devices * num_calls * 3000):
         if not running:
