@@ -222,7 +222,7 @@ def _exchange(part: Array, residual: Array, table_gmem: Any, row: Any, *, num_de
         at = _plus(_bytes(turn, inbox.turn_bytes), _bytes(row, 2 * hidden_size))
         at = _plus(at, _bytes(thread, 2 * _CHUNK))
         reduce = _by_owner if by_owner else _by_all
-        totals = reduce(inbox, at, row, part.registers.flat, residual.registers.flat)
+        totals = reduce(inbox, at, row, list(part.registers.flat), list(residual.registers.flat))
         mgpu.warpgroup_barrier()  # all threads have read the count
         with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, thread, _i32(0))):
             _assembly("st.relaxed.sys.global.b32 [$0], $1;", "l,r", count_at, arith.addi(count, _i32(1)))

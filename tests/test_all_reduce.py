@@ -230,6 +230,21 @@ def test_large_steps_leave_sums_to_xla():
     assert "xla_gpu_enable_command_buffer" in xla_options(101, weights=weights, mesh=mesh, peers=peers)
 
 
+@pytest.mark.parametrize(("rows", "sent"), [(2, 3), (256, 1 + 3)])
+def test_rows_are_sent_to_whom_they_concern(rows, sent, monkeypatch):
+    """To all devices, or to the owner and then from it to all. What a device takes out of its inbox, it empties."""
+    stored = []
+    monkeypatch.setattr(all_reduce, "_store", lambda _, offset, words: stored.append(offset))
+    part, scale = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((rows, 2048), (2048,)))
+    table = jax.ShapeDtypeStruct((2 + 2 * 3,), jnp.int32)
+    call = jax.jit(functools.partial(all_reduce.sum_norm, num_devices=3, epsilon=1e-5))
+    call.trace(part, part, scale, table).lower(lowering_platforms=("cuda",))
+    chunks = 2
+    taken = 3 + all_reduce.by_owner(3, rows, 2048)
+    assert all_reduce.by_owner(3, rows, 2048) == (rows == 256)
+    assert len(stored) == chunks * (sent + taken)
+
+
 def test_layers_share_one_lowered_kernel():
     mesh = make_mesh({"dp": 1, "tp": 2}, jax.devices("cpu"))
     config = split_config(CONFIG, mesh)
