@@ -4,6 +4,41 @@ from tests.mutants_made import Mutant
 
 MUTANTS_OF_KERNELS = [
     Mutant(
+        "mosaic_gpu: all copies of folded heads bring the first one",
+        "kernels/mosaic_gpu/decode/load.py",
+        "[kv_head * copies + i for i in range(copies)]",
+        "[kv_head * copies for _ in range(copies)]",
+        "tests/test_mosaic_gpu.py -k fold-nhd-e4m3",
+    ),
+    Mutant(
+        "mosaic_gpu: over one pool, folded heads' values are their keys",
+        "kernels/mosaic_gpu/decode/load.py",
+        "[2 * head + 1 for head in heads]",
+        "[2 * head for head in heads]",
+        "tests/test_mosaic_gpu_interleaved.py -k 8-bits",
+    ),
+    Mutant(
+        "mosaic_gpu: runs of folded heads are longer than what one step zeroes",
+        "kernels/mosaic_gpu/decode/geometry.py",
+        "self.tile_tokens if self.tuning.fold == 1 else WGMMA_ROWS // self.tuning.fold",
+        "self.tile_tokens",
+        "tests/test_mosaic_gpu.py -k fold-long",
+    ),
+    Mutant(
+        "mosaic_gpu: several waves of items fold heads that one copy does not bring",
+        "kernels/mosaic_gpu/decode/choose.py",
+        "(waves >= _FOLDED_WAVES and one_copy)",
+        "(waves >= _FOLDED_WAVES)",
+        "tests/test_mosaic_gpu_choice.py -k heads_are_folded",
+    ),
+    Mutant(
+        "mosaic_gpu: one wave of items folds heads whose pages are longer than a run",
+        "kernels/mosaic_gpu/decode/choose.py",
+        '(one_copy or problem.layout != "vllm")',
+        "True",
+        "tests/test_mosaic_gpu_choice.py -k are_not_folded",
+    ),
+    Mutant(
         "mosaic_gpu: writes tokens of negative slots",
         "kernels/mosaic_gpu/decode/write.py",
         "has_slot = (slot >= 0) & (slot <",

@@ -156,6 +156,11 @@ FOLDED_QUEUES = [  # items of 4 heads, and of 2, which fill one wave
     small("fold-queues", 4, 4, 64, 16, "bfloat16", seq_lens=(700, 30, 0, 90), sinks=True),
     small("fold-queues-int8", 8, 4, 128, 32, "float16", "int8", seq_lens=(50, 900), sliding_window=800),
     small("fold-queues-vllm", 8, 4, 128, 8, "bfloat16", layout="vllm", seq_lens=(600, 9), alibi=True),
+    # A copy for each kv head: blocks of layout "nhd", and blocks that are longer than a run.
+    small("fold-nhd", 4, 4, 64, 16, "bfloat16", layout="nhd", seq_lens=(37, 0, 130, 64), sinks=True, v_scale="scalar"),
+    small("fold-nhd-e4m3", 8, 4, 128, 16, "bfloat16", "float8_e4m3fn", layout="nhd", seq_lens=(600, 9), sinks=True),
+    small("fold-nhd-e5m2", 8, 4, 128, 64, "float16", "float8_e5m2", layout="nhd", seq_lens=(150, 3), sliding_window=70),
+    small("fold-long-blocks", 4, 4, 64, 128, "float16", seq_lens=(140, 0, 260, 9), sliding_window=50, alibi=True),
 ]
 
 
@@ -164,7 +169,7 @@ FOLDED_QUEUES = [  # items of 4 heads, and of 2, which fill one wave
 MORE = "uneven-int8", "waves", "line", "fold", "fold-vllm-int8"
 ON_GPUS = (
     *("uneven-window", "uneven-vllm-e4m3", "waves-vllm", "waves-e4m3", "line-window", "fold-int8", "fold-two"),
-    *("fold-vllm", "fold-queues-vllm", "fold-queues-int8"),
+    *("fold-vllm", "fold-queues-vllm", "fold-queues-int8", "fold-nhd-e5m2"),
 )
 
 

@@ -191,13 +191,18 @@ def test_other_gpus_are_refused():
         (1, 64, 32, (1, 8, 16, 128), {}),
         (2, 128, 32, (1, 8, 16, 128), {}),
         (2, 64, 32, (1, 32, 32, 128), {"k_scale": jnp.ones(())}),
+        (4, 32, 32, (1, 32, 64, 128), {}),
         (1, 64, 32, (1, 32, 64, 128), {}),
         (1, 32, 64, (1, 8, 16, 128), {}),
         (1, 8, 32, (1, 8, 16, 128), {}),
         (4, 64, 32, (1, 32, 8, 128), {}),
         (1, 64, 32, (1, 32, 16, 80), {}),
         (1, 64, 33, (1, 33, 16, 128), {}),
-        (1, 64, 32, (1, 16, 32, 128), {"layout": "nhd"}),
+        (4, 32, 32, (1, 16, 32, 128), {"layout": "nhd"}),
+        (2, 64, 32, (1, 128, 8, 128), {"layout": "nhd"}),
+        (1, 128, 32, (1, 128, 8, 128), {"layout": "nhd"}),
+        (1, 32, 32, (1, 32, 32, 128), {"layout": "nhd", "sliding_window": 512}),
+        (1, 64, 32, (1, 16, 32, 80), {"layout": "nhd"}),
         (1, 64, 32, (1, 32, 16, 128), {"v_scale": jnp.ones(32)}),
     ],
 )
@@ -211,6 +216,16 @@ def test_heads_are_folded(fold, num_seqs, num_heads, cache, options):
     assert (chosen.fold, Geometry(problem, chosen).items_per_seq) == (fold, kv_heads // fold)
     # v2 folds no heads, so that its results are the same in any batch.
     assert choose.in_partitions(replace(problem, partition_size=512), Device()).fold == 1
+
+
+@pytest.mark.parametrize(("block_size", "fold"), [(32, 2), (64, 1)])
+def test_pages_longer_than_a_run_are_not_folded(block_size, fold):
+    """The tiles of layout "vllm" hold whole pages, and this batch would fill one wave with folded items."""
+    shapes = inputs.cache_shapes("vllm", 1, 8, block_size, 128, jnp.dtype("float16"))
+    query, caches = jnp.zeros((64, 32, 128), jnp.float16), [jnp.zeros(shape, jnp.float16) for shape in shapes]
+    rest = jnp.zeros((64, 128), jnp.int32), jnp.zeros(64, jnp.int32)
+    operands = _validate.decode_operands(query, *caches, *rest, {"layout": "vllm"})
+    assert choose.balanced(Problem.of_call(*operands[:4], operands.options), Device()).fold == fold
 
 
 def sized_problem(num_seqs, num_kv_heads, group, cache_dtype):
@@ -263,7 +278,7 @@ def test_tunings_fit(head_size, dtype, group, tune):
             assert (chosen.splits == 1) == (chosen.merge == "none")
 
 
-@pytest.mark.parametrize("layout", ["hnd", "vllm"])
+@pytest.mark.parametrize("layout", ["hnd", "nhd", "vllm"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("head_size", [64, 128, 192, 256])
 def test_long_contexts_have_two_stages(head_size, dtype, layout):

@@ -15,7 +15,11 @@ from paged_jax.kernels import xla
 from paged_jax.kernels.mosaic_gpu import leads
 from paged_jax.kernels.mosaic_gpu.ops import is_decode
 from tests import cuda_programs, ragged_interpreter, rpa_cases
-from tests.mosaic_interpreter import SMALL_GPU, run_op
+from tests.mosaic_interpreter import SMALL_GPU, as_for, run_op
+from tests.test_mosaic_gpu import long_items_if, tunings
+
+FOLDING_GPU = dataclasses.replace(SMALL_GPU, num_multiprocessors=3)
+"""If the two kv heads of the cases' six rows are folded, their items fill one wave of this GPU."""
 
 FIRST = "hopper-ragged", "hopper-decode-8-bits"
 
@@ -38,7 +42,10 @@ def test_in_the_interpreter(case):
             return xla.write_to_paged_cache(*operands, **static)
         kernels.append("decode" if is_decode(*operands[:5], operands.options) else "ragged")
         if kernels[-1] == "decode":
-            return run_op(op, SMALL_GPU, *operands)
+            with long_items_if(case.kv_dtype), tunings() as chosen:
+                result = run_op(op, FOLDING_GPU if case.kv_dtype else SMALL_GPU, *operands)
+            assert [tuning.fold for tuning in chosen] == [2 if case.kv_dtype else 1]
+            return result
         return ragged_interpreter.call(op, operands, tile=64, thin_tile=64, stages=2)
 
     def run(function, *arrays, **options):
@@ -48,6 +55,26 @@ def test_in_the_interpreter(case):
         rpa_cases.hold(case, run)
     assert kernels == [case.name.split("-")[1]]
     assert not interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["hopper-decode", "hopper-decode-8-bits"])
+def test_folded_heads_on_a_gpu(name):
+    """Both cases fold their two kv heads."""
+    dispatch = _dispatch.call
+
+    def call(op, operands, **options):
+        writes = op == "write_to_paged_cache"
+        return dispatch(op, operands, **options | {"implementation": None if writes else "mosaic_gpu"})
+
+    def run(function, *arrays, **options):
+        jitted = jax.jit(functools.partial(function, **options), donate_argnums=3)
+        return jax.tree.map(np.asarray, jitted(*arrays))
+
+    small, calls = as_for(FOLDING_GPU), mock.patch.object(_dispatch, "call", call)
+    with small, calls, long_items_if(True), tunings() as chosen:
+        rpa_cases.hold(rpa_cases.BY_NAME[name], run)
+    assert [tuning.fold for tuning in chosen] == [2]
 
 
 @pytest.mark.parametrize(

@@ -133,22 +133,26 @@ def _write_refusals(problem: Problem) -> list[str]:
 def _folded(problem: Problem, tuning: Tuning, gpu: Device) -> Tuning:
     """Folds kv heads if that adds no columns and leaves enough programs.
 
-    Larger copies are 1% faster, but folded items take longer. So they must fill `_FOLDED_WAVES`, where uneven lengths
-    average out, or nearly one wave, which queues cut evenly.
+    Folded items take longer, so they must fill nearly one wave, which queues cut evenly, or `_FOLDED_WAVES`, where
+    uneven lengths average out. Several waves gain 1% from larger copies, and so they are folded only if one copy brings
+    all heads.
     """
     one_scale = {problem.k_scale, problem.v_scale} <= {Granularity.NONE, Granularity.CACHE}
     one_slice = problem.head_size % 64 == 0
-    if problem.layout == "nhd" or problem.interleaved or not one_slice or not one_scale or problem.writes_tokens:
+    if not one_slice or not one_scale or problem.writes_tokens:
         return tuning
+    unfolded, at_once = tuning, 2 * gpu.num_multiprocessors
     for fold in (2, 4):
-        geometry = Geometry(problem, tuning)
-        fits = fold * problem.block_size <= 64 and 8 % (2 * geometry.heads_per_item) == 0
-        at_once = 2 * gpu.num_multiprocessors
-        waves = geometry.num_items / 2 / at_once
+        half = Geometry(problem, replace(unfolded, fold=fold // 2))
+        if 8 % (2 * half.heads_per_item) or half.items_per_seq % 2:
+            break
+        folded = replace(unfolded, fold=fold)
+        waves = half.num_items / 2 / at_once
         least, most = _FOLDED_ONE_WAVE
-        one_wave = least <= waves <= most and _worth_a_look(geometry, at_once)
-        if fits and geometry.items_per_seq % 2 == 0 and (waves >= _FOLDED_WAVES or one_wave):
-            tuning = replace(tuning, fold=2 * tuning.fold)
+        one_wave = least <= waves <= most and _worth_a_look(half, at_once)
+        one_copy = Geometry(problem, folded).copies_per_run == 1
+        if (one_wave and (one_copy or problem.layout != "vllm")) or (waves >= _FOLDED_WAVES and one_copy):
+            tuning = folded
     return tuning
 
 

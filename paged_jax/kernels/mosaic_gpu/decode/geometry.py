@@ -90,8 +90,15 @@ class Geometry:
 
     @property
     def run_tokens(self) -> int:
-        """Tokens of a run: neighbours in one block, which one copy brings for all kv heads of the item."""
-        return min(self.problem.block_size, self.tile_tokens)
+        """Tokens of a run: neighbours in one block. The runs of folded kv heads fit into `WGMMA_ROWS` rows."""
+        most = self.tile_tokens if self.tuning.fold == 1 else WGMMA_ROWS // self.tuning.fold
+        return min(self.problem.block_size, most)
+
+    @property
+    def copies_per_run(self) -> int:
+        """Copies of a run: one for all folded kv heads if their blocks are neighbours in memory, otherwise one each."""
+        neighbours = self.problem.layout in ("hnd", "vllm") and self.run_tokens == self.problem.block_size
+        return 1 if neighbours else self.tuning.fold
 
     @property
     def runs_per_tile(self) -> int:

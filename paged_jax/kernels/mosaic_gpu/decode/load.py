@@ -1,5 +1,7 @@
 """The loading warpgroup: it copies runs of tokens, through the block table, into the rings of tiles."""
 
+import itertools
+
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -18,12 +20,15 @@ def load_split(split: Split, tiles_before: Scalar, refs: Refs, geometry: Geometr
     """Copies a split's tiles into the rings, after `tiles_before` earlier tiles."""
     size, block_size = geometry.run_tokens, jnp.int32(geometry.problem.block_size)
     inputs, options, smem = refs.inputs_gmem, refs.inputs_gmem.options, refs.smem
-    kv_head = split.item.kv_head
-    key_row, value_row = (2 * kv_head, 2 * kv_head + 1) if geometry.problem.interleaved else (kv_head, kv_head)
+    kv_head, copies = split.item.kv_head, geometry.copies_per_run
+    heads = [kv_head * copies + i for i in range(copies)] if copies > 1 else [kv_head]
+    key_rows = value_rows = heads
+    if geometry.problem.interleaved:
+        key_rows, value_rows = [2 * head for head in heads], [2 * head + 1 for head in heads]
     last = lax.max(lax.div(split.end - 1, jnp.int32(size)) * size, jnp.int32(0))
     caches = (
-        (inputs.key_cache, key_row, options.k_scale, smem.keys, (Slice(0, geometry.problem.head_size),)),
-        (inputs.value_cache, value_row, options.v_scale, smem.values, geometry.head_slices),
+        (inputs.key_cache, key_rows, options.k_scale, smem.keys, (Slice(0, geometry.problem.head_size),)),
+        (inputs.value_cache, value_rows, options.v_scale, smem.values, geometry.head_slices),
     )
 
     def runs_of(tile):  # (block, offset in it) of each run; past the end the last run repeats, and is masked
@@ -36,16 +41,17 @@ def load_split(split: Split, tiles_before: Scalar, refs: Refs, geometry: Geometr
     def load_tile(i, runs):
         next_runs = runs_of(i + 1)  # these loads overlap with the wait for a stage
         stage = lax.rem(tiles_before + i, jnp.int32(geometry.tuning.stages))
-        for cache_gmem, row, scale_gmem, ring, slices in caches:
+        for cache_gmem, rows, scale_gmem, ring, slices in caches:
 
             @pl.when(tiles_before + i >= geometry.tuning.stages)
             def wait_for_stage(ring=ring):
                 plgpu.barrier_wait(ring.consumed.at[stage])
 
             for j, (block, offset) in enumerate(runs):
-                for ring_smem, head_slice in zip(ring.tiles, slices, strict=True):
+                for (copy, row), part in itertools.product(enumerate(rows), zip(ring.tiles, slices, strict=True)):
+                    ring_smem, head_slice = part
                     run_gmem = tiles.run_gmem(cache_gmem, block, offset, row, head_slice)
-                    run_smem = ring_smem.at[stage, tiles.run_rows(j)]
+                    run_smem = ring_smem.at[stage, tiles.run_rows(j * copies + copy)]
                     plgpu.copy_gmem_to_smem(run_gmem, run_smem, ring.ready.at[stage])
                 if ring.slot_scales is not None:
                     scales_gmem = scale_gmem.at[block, kv_head, tokens_of_run(offset, geometry)]

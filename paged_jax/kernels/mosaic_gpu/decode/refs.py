@@ -158,12 +158,13 @@ def scratch(geometry: Geometry) -> Scratch:
 def _ring(geometry: Geometry, scale: Granularity, rings: tuple[Ref, ...]) -> Ring:
     """The ring of a cache, whose tiles lie in `rings`. A tile is ready when all of its runs and scales have arrived."""
     stages, runs = geometry.tuning.stages, geometry.runs_per_tile
+    copies = runs * len(rings) * geometry.copies_per_run
     slot_scales = ABSENT
     if scale is Granularity.SLOT:
         slot_scales = plgpu.SMEM((stages, runs, max(geometry.run_tokens, _LEAST_COPY)), jnp.float32)
     return Ring(
         consumed=plgpu.Barrier(num_barriers=stages),
-        ready=plgpu.Barrier(num_barriers=stages, num_arrivals=runs * (len(rings) + (slot_scales is not ABSENT))),
+        ready=plgpu.Barrier(num_barriers=stages, num_arrivals=copies + (0 if slot_scales is ABSENT else runs)),
         slot_scales=slot_scales,
         tiles=rings,
     )

@@ -19,7 +19,7 @@ class Tuning:
     """The choices for a `Problem` on a `Device`.
 
     Attributes:
-      fold: neighbouring kv heads of one work item. Their tokens of a block are neighbours in memory, so one larger copy
+      fold: neighbouring kv heads of one work item. If their tokens of a block are neighbours in memory, one larger copy
         brings the tokens of all of them.
       splits: the number of splits of each work item; in v2 they are its partitions; 0 if only queues cut items.
       queues: programs that share the tiles of the batch evenly; 0 if every program has one split. With queues, `splits`

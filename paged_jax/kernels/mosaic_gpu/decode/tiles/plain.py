@@ -54,20 +54,21 @@ class PlainTiles:
     # Copies.
 
     def view(self, cache: Any) -> Any:
-        """Reshapes a cache for copies of runs: folded kv heads share the runs of a block."""
+        """Reshapes a cache for copies of runs: neighbouring runs of folded kv heads become one."""
         problem, fold = self.geometry.problem, self.geometry.tuning.fold
-        if fold == 1:
+        if fold == self.geometry.copies_per_run:
             return cache
         rows = fold * problem.block_size
         return cache.reshape(cache.shape[0], self.geometry.items_per_seq, rows, problem.head_size)
 
     def run_gmem(self, cache_gmem, block, offset, kv_head, head_slice: Slice) -> Any:
-        """The source of one copy: a head slice of the run at `offset` in a block, for all kv heads of the item.
+        """The source of one copy: a head slice of the run at `offset` in a block.
 
-        In an `Interleaved` pool, `kv_head` is the row of the kv head's keys or of its values.
+        If one copy brings all folded kv heads, `kv_head` counts groups of them. In an `Interleaved` pool it is the row
+        of the kv head's keys, or of its values.
         """
         problem = self.geometry.problem
-        if self.geometry.tuning.fold > 1:
+        if self.geometry.tuning.fold > self.geometry.copies_per_run:
             return cache_gmem.at[block, kv_head]
         tokens = tokens_of_run(offset, self.geometry)
         elements = slice(None) if head_slice.size == cache_gmem.shape[-1] else pl.ds(*head_slice)
@@ -75,10 +76,10 @@ class PlainTiles:
             return cache_gmem.at[block, tokens, kv_head, elements]
         return cache_gmem.at[block, kv_head, tokens, elements]
 
-    def run_rows(self, run: int) -> Any:
-        """The rows of a run in its tile."""
-        rows = self.geometry.run_tokens * self.geometry.tuning.fold
-        return pl.ds(run * rows, rows)
+    def run_rows(self, copy: int) -> Any:
+        """The rows of a copy in its tile."""
+        rows = self.geometry.run_tokens * self.geometry.tuning.fold // self.geometry.copies_per_run
+        return pl.ds(copy * rows, rows)
 
     # Products.
 
