@@ -39,6 +39,20 @@ MUTANTS_OF_KERNELS = [
         "tests/test_mosaic_gpu_choice.py -k are_not_folded",
     ),
     Mutant(
+        "mosaic_gpu: of unseen rows of 512 elements only the first ones become 0",
+        "kernels/mosaic_gpu/decode/tiles/plain.py",
+        "for first in range(0, size, at_a_time):",
+        "for first in range(0, at_a_time, at_a_time):",
+        "tests/test_mosaic_gpu.py -k heads-of-512",
+    ),
+    Mutant(
+        "mosaic_gpu: heads of 512 in groups of more than 8, which spill registers",
+        "kernels/mosaic_gpu/decode/choose.py",
+        "_LARGEST_WIDE_GROUP = 512, 8",
+        "_LARGEST_WIDE_GROUP = 512, 64",
+        "tests/test_mosaic_gpu_choice.py -k tunings_fit",
+    ),
+    Mutant(
         "mosaic_gpu: writes tokens of negative slots",
         "kernels/mosaic_gpu/decode/write.py",
         "has_slot = (slot >= 0) & (slot <",

@@ -66,6 +66,7 @@ INTERPRETED = [
     ("v1", small("vllm-e4m3", 4, 2, 64, 16, "bfloat16", "float8_e4m3fn", layout="vllm", sliding_window=70)),
     ("v2", small("vllm-e5m2", 7, 1, 128, 64, "float16", "float8_e5m2", layout="vllm", k_scale="head", v_scale="head")),
     ("auto", small("vllm-int8", 12, 1, 64, 32, "bfloat16", "int8", layout="vllm", k_scale="slot", v_scale="slot")),
+    ("auto", small("heads-of-512", 4, 2, 512, 16, "bfloat16", sliding_window=90, sinks=True)),
     ("auto", small("all-empty", 4, 2, 64, 16, "float16", seq_lens=(0, 0), sinks=True)),
 ]
 

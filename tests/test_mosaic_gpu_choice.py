@@ -172,6 +172,16 @@ def test_writes_that_are_refused():
     new = {"key": made.key, "value": made.value, "slot_mapping": made.slots, "layout": "vllm"}
     with pytest.raises(Unsupported, match="lacks writes into layout 'vllm'"):
         paged_jax.write_and_attend(**made.decode, **new, implementation="mosaic_gpu")
+    made = test_write_and_attend.with_new_tokens(small("refused", 4, 2, 512, 16, "bfloat16"))
+    new = {"key": made.key, "value": made.value, "slot_mapping": made.slots}
+    with pytest.raises(Unsupported, match="lacks writes of head_size 512"):
+        paged_jax.write_and_attend(**made.decode, **new, implementation="mosaic_gpu")
+
+
+def test_heads_of_512_in_layout_vllm_are_refused():
+    made = inputs.make(small("refused", 4, 2, 512, 16, "bfloat16", layout="vllm"))
+    with pytest.raises(Unsupported, match="lacks head_size 512 in layout 'vllm'"):
+        call("v1", made.decode, {}, {"layout": "vllm"}, 0)
 
 
 def test_other_gpus_are_refused():
@@ -253,7 +263,7 @@ def test_query_tiles(group, columns, sharing):
 @pytest.mark.parametrize("tune", [choose.unsplit, choose.in_partitions, choose.balanced])
 @pytest.mark.parametrize("group", [1, 4, 5, 8, 64])
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize("head_size", [64, 80, 128, 192, 256])
+@pytest.mark.parametrize("head_size", [64, 80, 128, 192, 256, 512])
 def test_tunings_fit(head_size, dtype, group, tune):
     """Tunings fit in shared memory for every block size, and have no more splits than a context may have tiles."""
     if dtype == "int8" and head_size % 64:
@@ -266,6 +276,11 @@ def test_tunings_fit(head_size, dtype, group, tune):
         options = _validate.decode_operands(query, cache, cache, tables, seq_lens, scales).options
         size = 512 if tune is choose.in_partitions else None
         problem = Problem.of_call(query, cache, cache, tables, options, partition_size=size)
+        if head_size == 512 and (dtype == "int8" or group > 8):
+            what = "caches of int8" if dtype == "int8" else f"groups of {group}"
+            with pytest.raises(Unsupported, match=f"lacks head_size 512 .*{what}"):
+                tune(problem, Device())
+            return
         chosen = tune(problem, Device())
         geometry = Geometry(problem, chosen)
         assert shared_memory_bytes(geometry) <= 227 * 1024

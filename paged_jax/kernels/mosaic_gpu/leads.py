@@ -80,6 +80,7 @@ DECODE: tuple[Row[DecodeCall], ...] = (
     ),
     Row('writes tokens or layout "vllm", other groups', "triton", '"Groups of 16"', lambda call: call.by_group),
     Row("groups of more than 24", "triton", "not measured", lambda call: call.group > 24),
+    Row("heads of more than 256", "triton", "not measured", lambda call: call.head_size > 256),
     Row("16 bits, up to 5 work items", "triton", "30%, -", lambda call: not call.eight_bit and _few(call, 5)),
     Row("8 bits, up to 2 work items", "triton", "28%, -", lambda call: call.eight_bit and _few(call, 2)),
     Row(

@@ -26,6 +26,8 @@ from paged_jax.kernels.problem import Device, Granularity, Problem, Unsupported
 _KIB = 1024
 
 _LEAST_HEAD_SIZE, _LARGEST_HEAD_SIZE = 64, 256
+_WIDE_HEAD_SIZE, _LARGEST_WIDE_GROUP = 512, 8
+"""The one larger head size, and its largest group: registers spill with larger ones."""
 
 # Measured: LOG, "Fewer bytes in flight".
 _TILE_BYTES = 32 * _KIB  # most bytes of a tile of K plus one of V; twice as many if a multiprocessor has one program
@@ -94,8 +96,10 @@ def refusals(problem: Problem, gpu: Device) -> list[str]:
     """Reasons to refuse an attention call."""
     eight_bit = problem.cache_itemsize == 1
     reasons = refuse.refusals(problem, gpu)
-    if problem.head_size % 16 or not _LEAST_HEAD_SIZE <= problem.head_size <= _LARGEST_HEAD_SIZE:
-        takes = f"takes multiples of 16 from {_LEAST_HEAD_SIZE} to {_LARGEST_HEAD_SIZE}"
+    if problem.head_size == _WIDE_HEAD_SIZE:
+        reasons += _wide_refusals(problem)
+    elif problem.head_size % 16 or not _LEAST_HEAD_SIZE <= problem.head_size <= _LARGEST_HEAD_SIZE:
+        takes = f"takes multiples of 16 from {_LEAST_HEAD_SIZE} to {_LARGEST_HEAD_SIZE}, and {_WIDE_HEAD_SIZE}"
         reasons.append(f"lacks head_size {problem.head_size}, {takes}")
     elif eight_bit and problem.head_size % 64:
         reasons.append(
@@ -111,6 +115,21 @@ def refusals(problem: Problem, gpu: Device) -> list[str]:
             reasons.append(f"lacks block_size {problem.block_size} in layout 'vllm', takes up to 64")
     if problem.block_sparse is not None:
         reasons.append("lacks block_sparse")
+    return reasons
+
+
+def _wide_refusals(problem: Problem) -> list[str]:
+    """Reasons to refuse the largest heads."""
+    reasons, size = [], problem.head_size
+    if problem.cache_itemsize == 1:
+        reasons.append(f"lacks head_size {size} for caches of {problem.cache_dtype}")
+    if problem.layout == "vllm":
+        reasons.append(f"lacks head_size {size} in layout 'vllm'")
+    if problem.writes_tokens:
+        reasons.append(f"lacks writes of head_size {size}")
+    if problem.group > _LARGEST_WIDE_GROUP:
+        group = f"groups of {problem.group}"
+        reasons.append(f"lacks head_size {size} in {group}, takes groups of up to {_LARGEST_WIDE_GROUP}")
     return reasons
 
 

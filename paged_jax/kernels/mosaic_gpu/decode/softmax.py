@@ -8,6 +8,7 @@ Tokens are rows and query heads are columns, so maxima and sums go over rows:
 
 from typing import Any, NamedTuple
 
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
@@ -18,11 +19,14 @@ from paged_jax.kernels.mosaic_gpu.decode.plan import Item, QueryTile, Split
 from paged_jax.kernels.mosaic_gpu.decode.refs import Refs
 from paged_jax.kernels.mosaic_gpu.decode.tiles import Tiles
 from paged_jax.kernels.mosaic_gpu.hopper.integers import Scalar
-from paged_jax.kernels.mosaic_gpu.hopper.limits import WGMMA_ROWS
+from paged_jax.kernels.mosaic_gpu.hopper.limits import QUERY_ROWS, WGMMA_ROWS
 from paged_jax.kernels.mosaic_gpu.hopper.logits import cache_scale, scaled_logits
 from paged_jax.kernels.mosaic_gpu.hopper.refs import Ref
 from paged_jax.kernels.mosaic_gpu.hopper.registers import LOWEST, exp, layout, wide
 from paged_jax.kernels.problem import Granularity
+
+_MOST_IN_REGISTERS = 256
+"""The largest head_size for which registers have room for the addresses of all parts of the query."""
 
 
 class State(NamedTuple):
@@ -101,7 +105,8 @@ def attend(
         start = split.origin + i * geometry.tile_tokens
         low, high = split.begin - start, end - start
         plgpu.barrier_wait(smem.keys.ready.at[stage])
-        products = tiles.product(tiles.keys(smem.keys.tiles[0].at[stage]), query_smem.T)
+        query_rows_smem = _at_hidden_address(query_smem, i, geometry)
+        products = tiles.product(tiles.keys(smem.keys.tiles[0].at[stage]), query_rows_smem.T)
         if problem.k_scale is Granularity.SLOT:
             products *= _slot_scales(smem.keys.slot_scales.at[stage], geometry, tiles)
         plgpu.barrier_arrive(smem.keys.consumed.at[stage])
@@ -136,6 +141,18 @@ def attend(
 def summed(state: State, geometry: Geometry) -> State:
     """Reduces the state's sums over rows, if they are [tile, columns], to [columns]."""
     return state._replace(sums=state.sums.sum(axis=0)) if geometry.sums_once_a_split else state
+
+
+def _at_hidden_address(query_smem: Any, i: Scalar, geometry: Geometry) -> Any:
+    """Returns the query. If heads are wide, it adds an offset to its address: the compiler cannot know that this is 0.
+
+    Otherwise the compiler would keep the addresses of all parts of the query in registers, throughout the loop over
+    the tiles i.
+    """
+    if geometry.problem.head_size <= _MOST_IN_REGISTERS:
+        return query_smem
+    offset = lax.shift_right_logical(i, jnp.int32(30)) * QUERY_ROWS
+    return query_smem.at[pl.ds(pl.multiple_of(offset, QUERY_ROWS), geometry.columns)]
 
 
 def _logits(products, to_logits: Logits, distance, low, high, geometry: Geometry):

@@ -16,6 +16,9 @@ from paged_jax.kernels.mosaic_gpu.hopper.memory import Slice, transforms
 from paged_jax.kernels.mosaic_gpu.hopper.products import product
 from paged_jax.kernels.mosaic_gpu.hopper.registers import layout, store
 
+_MOST_AT_ONCE, _AT_A_TIME = 256, 64
+"""Rows of at most so many elements are zeroed at once; longer ones by as many columns at a time, or registers spill."""
+
 
 @dataclass(frozen=True)
 class PlainTiles:
@@ -125,9 +128,13 @@ class PlainTiles:
 
     def zero_rows(self, rows_smem, start: int, low, high) -> None:
         """Zeroes those of `WGMMA_ROWS` rows, from token `start` on, whose tokens are outside low <= token < high."""
-        rows = layout(rows_smem[...])
-        seen = mask.seen(low - start, high - start, rows.shape, self.geometry)
-        rows_smem[...] = jnp.where(seen, rows, jnp.zeros_like(rows))
+        size = rows_smem.shape[1]
+        at_a_time = size if size <= _MOST_AT_ONCE else _AT_A_TIME
+        for first in range(0, size, at_a_time):
+            part_smem = rows_smem if at_a_time == size else rows_smem.at[:, pl.ds(first, at_a_time)]
+            rows = layout(part_smem[...])
+            seen = mask.seen(low - start, high - start, rows.shape, self.geometry)
+            part_smem[...] = jnp.where(seen, rows, jnp.zeros_like(rows))
 
     # Results.
 
