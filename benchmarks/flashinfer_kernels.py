@@ -80,6 +80,11 @@ def refusal(contender: str, case: dict) -> str | None:
     if case["layout"] not in ("hnd", "nhd"):
         return f"no layout {case['layout']}"
     group, most = case["num_heads"] // case["num_kv_heads"], max(case["query_lens"])
+    if contender != "flashinfer-xqa":
+        if case["head_size"].bit_count() > 1:  # lanes that share a head are a power of two
+            return f"no heads of {case['head_size']}"
+        if case["cache_dtype"] == "int8":
+            return "no int8 cache for bfloat16 queries"
     if contender in _DECODE and most > 1:
         return "takes one query a sequence"
     if contender in (*_DECODE, "flashinfer-batch") and case["sliding_window"] is not None:
