@@ -5,9 +5,8 @@ is all that counts: one kernel sends, sums, adds and norms, and needs one trip f
 that Python passes in a table (`PeerSum`): JAX lets GPUs of one process reach each other's memory. With Pallas's own
 references to other devices XLA would launch a barrier and copy metadata at each call.
 
-The step's first and last sums, of the embedding and of the last MLP, are XLA's: no device runs a program with XLA's
-all-reduces for the first time before all devices have loaded it, and to load a kernel on which another GPU waits may
-block.
+The step's first sum, of the embedding, is XLA's: no device runs a program with XLA's all-reduces for the first time
+before all devices have loaded it, and to load a kernel on which another GPU waits may block.
 
     few rows     a device's part --> inbox[turn][this rank] of every device, its own included
                  inbox[turn][0] + inbox[turn][1] + ... + residual --> sum --> norm
@@ -70,6 +69,8 @@ MOST_ROWS = 128  # of a call: all of its programs must be resident, and of more 
 _TURNS = 2
 _EMPTY = 0x80008000
 _WARPGROUP = 128
+_FEW_ROWS = 8  # up to so many rows, products are split over the programs of a GPU
+_SPLITS = 4
 _CHUNK = 8  # elements of 16 bytes, which a thread loads or stores at a time
 _STEP = 2 * _CHUNK * _WARPGROUP  # bytes from a thread's chunk to its next one
 _IN_FLIGHT = 16  # chunks that a thread waits for at a time
@@ -162,7 +163,7 @@ class PeerSum:
 
         def add(x, kernel, residual, scale, *, epsilon):
             def on_device(x, kernel, residual, scale, table):
-                return sum_norm(jnp.dot(x, kernel), residual, scale, table[0], num_devices=size, epsilon=epsilon)
+                return sum_norm(_product(x, kernel), residual, scale, table[0], num_devices=size, epsilon=epsilon)
 
             specs = P(None, "tp"), P("tp", None), P(), P(), P("tp")
             split = jax.shard_map(on_device, mesh=self.mesh, in_specs=specs, out_specs=(P(), P()), check_vma=False)
@@ -171,9 +172,18 @@ class PeerSum:
         return jax.jit(add, static_argnames="epsilon")
 
 
+def _product(x: Array, kernel: Array) -> Array:
+    """A device's part. Of few rows it is in addends, which XLA would add up in a kernel of its own."""
+    (rows, size), (_, hidden_size) = x.shape, kernel.shape
+    if rows > _FEW_ROWS or size % _SPLITS:
+        return jnp.dot(x, kernel)
+    x, kernel = x.reshape(rows, _SPLITS, -1), kernel.reshape(_SPLITS, -1, hidden_size)
+    return jnp.einsum("rsk,skh->srh", x, kernel, preferred_element_type=jnp.float32)
+
+
 @functools.partial(jax.jit, static_argnames=("num_devices", "epsilon"))  # lowered once for all layers
 def sum_norm(
-    part: Float[Array, "rows hidden_size"],
+    part: Float[Array, "rows hidden_size"] | Float[Array, "addends rows hidden_size"],
     residual: Float[Array, "rows hidden_size"],
     scale: Float[Array, " hidden_size"],
     table: Int32[Array, " columns"],
@@ -181,9 +191,9 @@ def sum_norm(
     num_devices: int,
     epsilon: float,
 ) -> tuple[Array, Array]:
-    """The kernel's call on one device; see `PeerSum`. `table` is the device's row."""
-    rows, hidden_size = part.shape
-    out = jax.ShapeDtypeStruct(part.shape, jnp.bfloat16)
+    """The kernel's call on one device; see `PeerSum`. `part` may be in f32 addends; `table` is the device's row."""
+    rows, hidden_size = part.shape[-2:]
+    out = jax.ShapeDtypeStruct((rows, hidden_size), jnp.bfloat16)
     layout = plgpu.Layout.WG_STRIDED((hidden_size,), vec_size=_CHUNK)
     exchange = functools.partial(_exchange, num_devices=num_devices, by_owner=by_owner(num_devices, rows, hidden_size))
 
@@ -192,8 +202,10 @@ def sum_norm(
             return plgpu.load(ref.at[at], layout=layout, optimized=False)
 
         row = lax.axis_index("row")
+        addends = [load(part_gmem, (i, row)) for i in range(part.shape[0])] if part.ndim == 3 else []
+        mine = functools.reduce(jnp.add, addends).astype(jnp.bfloat16) if addends else load(part_gmem, row)
         residual, scale = load(residual_gmem, row), load(scale_gmem, slice(None))  # which need not wait for others
-        total = exchange(load(part_gmem, row), residual, table_gmem, row)
+        total = exchange(mine, residual, table_gmem, row)
         total_gmem[row] = total
         total = total.astype(jnp.float32)
         mean = jnp.sum(total * total) * (1 / hidden_size)

@@ -171,7 +171,7 @@ class Layer(nnx.Module):
             hidden: the residual stream.
             normed: the same after this layer's first norm.
             tokens, cache, rows: as for `__call__`.
-            next_norm: the next layer's first norm; None for the last layer, whose MLP XLA adds up.
+            next_norm: the next layer's first norm, or the norm after the last layer.
 
         Returns:
             The residual stream, the same after `next_norm`, and the cache.
@@ -180,10 +180,7 @@ class Layer(nnx.Module):
         assert isinstance(self.mlp, Mlp)
         out, cache = self.attention.heads(normed, tokens, cache, rows)
         hidden, normed = tokens.peers(out, self.attention.o_proj, _take(hidden, rows), self.mlp_norm)
-        out = self.mlp.inner(normed)
-        if next_norm is None:
-            return hidden + self.mlp.down_proj(out), None, cache
-        return *tokens.peers(out, self.mlp.down_proj, hidden, next_norm), cache
+        return *tokens.peers(self.mlp.inner(normed), self.mlp.down_proj, hidden, next_norm), cache
 
     def _before(self, norm, hidden):
         return norm(hidden) if norm is not None and self.place != "after_sum" else hidden
@@ -255,7 +252,8 @@ class Decoder(nnx.Module):
             peers: adds up what the devices computed, with residuals and norms; None to leave that to XLA (sharding.py).
 
         Returns:
-            The residual stream `[num_rows, hidden_size]` after the last layer, for `logits`, and the caches.
+            The residual stream `[num_rows, hidden_size]` after the last layer, for `logits`, and the caches. With
+            `peers` the stream is normed already.
         """
         num_tokens = token_ids.shape[0]
         if num_tokens == 1:
@@ -283,24 +281,25 @@ class Decoder(nnx.Module):
         return hidden, tuple(new_caches)
 
     def _run_with_peers(self, hidden, caches, tokens: Tokens, rows):
-        norms = [*(layer.attention_norm for layer in self.layers), None]
+        norms = [*(layer.attention_norm for layer in self.layers), self.final_norm]
         normed, new_caches = norms[0](hidden), []
         for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True), start=1):
             of_layer = rows if i == len(self.layers) else None
             hidden, normed, cache = layer.reduce(hidden, normed, tokens, cache, of_layer, norms[i])
             new_caches.append(cache)
-        return hidden, tuple(new_caches)
+        return normed, tuple(new_caches)
 
-    def logits(self, hidden: Float[Array, "n hidden_size"]) -> Float32[Array, "n vocab_size"]:
+    def logits(self, hidden: Float[Array, "n hidden_size"], is_normed: bool = False) -> Float32[Array, "n vocab_size"]:
         """Computes the next token's logits from rows of the residual stream.
 
         Args:
             hidden: `[n, hidden_size]`.
+            is_normed: whether the last norm was applied.
 
         Returns:
             f32 `[n, vocab_size]`.
         """
-        if self.final_norm is not None:
+        if self.final_norm is not None and not is_normed:
             hidden = self.final_norm(hidden)
         if self.project_out is not None:
             hidden = self.project_out(hidden)
@@ -316,7 +315,7 @@ class Decoder(nnx.Module):
 
 
 def _with_padding(attend: Attend) -> Attend:
-    """Makes an `attend` for one token and a second row, which is padding and gets zeros.
+    """Makes an `attend` for one token and a second row, which is padding and gets the same.
 
     XLA compiles programs of a single row badly. A lookup becomes a slice, for which XLA gathers a table that is split
     over devices; products with small matrices do without the matrix units; and a norm becomes three kernels.
@@ -324,7 +323,7 @@ def _with_padding(attend: Attend) -> Attend:
 
     def attend_to_one(query, key, value, cache, **options):
         out, cache = attend(query[:1], key[:1], None if value is None else value[:1], cache, **options)
-        return jnp.pad(out, ((0, 1), (0, 0), (0, 0))), cache
+        return jnp.broadcast_to(out, (2, *out.shape[1:])), cache  # XLA fuses it with the next product
 
     return attend_to_one
 

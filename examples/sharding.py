@@ -4,8 +4,8 @@ Tensor parallelism (https://arxiv.org/abs/1909.08053): the mesh axis "tp" splits
 vocabulary. XLA derives everything else from the shardings of the weights and the caches: there is one all-reduce after
 the attention and one after the MLP of each layer, and one for the embedding; and of the logits the devices exchange
 only the likeliest token of each part of the vocabulary. If asked to (`--custom-all-reduce`), a kernel
-(all_reduce.py) reduces all but the first and the last of these sums in decode steps, and does the norms after them,
-where the model and the GPUs allow it (`peer_sum`).
+(all_reduce.py) reduces all but the first of these sums in decode steps, and does the norms after them, where the model
+and the GPUs allow it (`peer_sum`).
 
     hidden ─ qkv ─ attend ─ o ─ all-reduce ─ gate_up ─ down ─ all-reduce ─ ... ─ lm_head ─ argmax ─ all-gather
              └── a device's heads ─┘         └ a device's columns ┘        └ its tokens' logits ┘
@@ -211,7 +211,8 @@ def peer_sum(config: DecoderConfig, dtype: DTypeLike, mesh: Mesh | None) -> "Pee
 def _unlike(config: DecoderConfig) -> str | None:
     """Says in what a model differs from those whose layers the kernel can sum and norm; None for nothing."""
     differs = {
-        "other norms": (config.norm, config.norm_place, config.norm_offset) != ("rms", "before", 0),
+        "other norms": (config.norm, config.norm_place, config.norm_offset) != ("rms", "before", 0)
+        or not config.final_norm,
         "a residual scale": config.residual_scale != 1,
         "biases": config.o_bias or config.mlp_bias,
         "latent attention": config.latent is not None,

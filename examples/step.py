@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -33,10 +34,22 @@ type Caches = tuple[PagedKVCache | PagedLatentCache, ...]
 
 _PEERS = "peers"  # the name among the weights of the table that finds the other GPUs' memory
 _MOST_DECODES = 256  # tokens of a step that is taken for one of decode
+_LEAST_HALVED = 4096  # tokens of a step that may run in halves
+# While one half's sums travel, the other half's products run; and no half waits for the other to travel together.
+_HALVED = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_all_reduce_combine_threshold_bytes": 0,
+    "xla_gpu_dot_merger_threshold_mb": 0,
+}
 
 
 def xla_options(
-    num_tokens: int, *, weights: Any = None, mesh: Mesh | None = None, peers: "PeerSum | None" = None
+    num_tokens: int,
+    *,
+    weights: Any = None,
+    mesh: Mesh | None = None,
+    peers: "PeerSum | None" = None,
+    halves: bool = False,
 ) -> dict[str, Any]:
     """XLA's options for a step of this many tokens, for `jax.jit(step, compiler_options=...)`.
 
@@ -45,9 +58,13 @@ def xla_options(
     residual stream too. XLA tries cuBLAS's kernels out, and has been misled where other programs compiled meanwhile. So
     cuBLAS chooses by itself where its choice was as good: for 64 to 127 and for 256 to 511 rows (benchmarks/LOG.md,
     "Steps of 64 to 512 rows").
+
+    `halves` is the argument of `make_step`. XLA overlaps the halves with options that not all backends know.
     """
     by_xla = peers is None or num_tokens > peers.most_rows
     options = all_reduce_options(weights, mesh) if by_xla and num_tokens <= _MOST_DECODES else {}
+    if halves and num_tokens >= _LEAST_HALVED and mesh is not None and mesh.devices.flat[0].platform == "gpu":
+        options |= _HALVED
     if num_tokens < 64:
         return options
     without_trials = num_tokens < 128 or 256 <= num_tokens < 512
@@ -58,7 +75,11 @@ type Step = Callable[[Weights, Caches, Batch], tuple[Float32[Array, "num_rows vo
 
 
 def make_step(
-    model: Decoder, *, implementation: Implementation | None = None, peers: "PeerSum | None" = None
+    model: Decoder,
+    *,
+    implementation: Implementation | None = None,
+    peers: "PeerSum | None" = None,
+    halves: bool = False,
 ) -> tuple[Weights, Step]:
     """Separates a decoder into its weights and the function that runs a step with them.
 
@@ -66,6 +87,8 @@ def make_step(
         model: the decoder.
         implementation: the implementation of the paged ops, None for the library's choice.
         peers: adds up the devices' parts of decode steps (`examples.sharding.peer_sum`); None to leave that to XLA.
+        halves: whether several devices run steps of many prompts in two halves, so that the sums of one travel while
+            the other is computed. No row of a batch may then read a slot that a later row writes.
 
     Returns:
         The weights, nested dicts of the model's arrays and the table of `peers`, and `step(weights, caches, batch) ->
@@ -77,6 +100,8 @@ def make_step(
     def step(weights: Weights, caches: Caches, batch: Batch):
         parameters = {name: value for name, value in weights.items() if name != _PEERS}
         model = nnx.merge(graphdef, parameters)  # only while JAX traces: the compiled step has no trace of it
+        if halves and model.config.num_parts > 1 and _can_be_halved(batch):
+            return _run_halves(model, caches, batch, implementation)
         if getattr(batch, "windows", ()):  # layers with different windows have different tables and slots
             windows = set(model.config.sliding_windows)
             attend = by_window({window: _attend_to(batch.for_window(window), implementation) for window in windows})
@@ -86,9 +111,37 @@ def make_step(
         if peers is not None and _most_rows(batch) <= peers.most_rows:
             adder = dataclasses.replace(peers, table=weights[_PEERS])
         hidden, caches = model(batch.token_ids, batch.positions, caches, attend, logit_rows, adder)
-        return model.logits(hidden), caches
+        return model.logits(hidden, is_normed=adder is not None), caches
 
     return nnx.to_pure_dict(state) | ({} if peers is None else {_PEERS: peers.table}), step
+
+
+def _can_be_halved(batch: Batch) -> bool:
+    is_large = not batch.is_decode and len(batch.token_ids) >= _LEAST_HALVED
+    return is_large and batch.query_start_loc is not None and not getattr(batch, "windows", ())
+
+
+def _run_halves(model: Decoder, caches: Caches, batch: Batch, implementation: Implementation | None):
+    """Runs a step as two programs in one, over the first half of the tokens and over the others."""
+    num_tokens, middle, found = len(batch.token_ids), len(batch.token_ids) // 2, []
+    starts, wanted = batch.query_start_loc, batch.logit_rows
+    for begin, end in (0, middle), (middle, num_tokens):
+        its_starts = jnp.clip(starts, begin, end)
+        still_to_come = jnp.diff(starts) - jnp.diff(its_starts) if begin == 0 else 0
+        half = dataclasses.replace(
+            batch,
+            token_ids=batch.token_ids[begin:end],
+            positions=batch.positions[begin:end],
+            slot_mapping=batch.slot_mapping[begin:end],
+            seq_lens=batch.seq_lens - still_to_come,
+            query_start_loc=its_starts - begin,
+        )
+        attend = _attend_to(half, implementation)
+        rows = None if wanted is None else jnp.clip(wanted, begin, end - 1) - begin
+        hidden, caches = model(half.token_ids, half.positions, caches, attend, rows)
+        found.append(hidden)
+    hidden = jnp.concatenate(found) if wanted is None else jnp.where((wanted < middle)[:, None], *found)
+    return model.logits(hidden), caches
 
 
 def _most_rows(batch: Batch) -> int:
@@ -115,6 +168,7 @@ def make_abstract_step(
     *,
     implementation: Implementation | None = None,
     peers: "PeerSum | None" = None,
+    halves: bool = False,
 ) -> tuple[Weights, Step]:
     """Does what `make_step` does for a model that has no weights yet.
 
@@ -122,10 +176,10 @@ def make_abstract_step(
         config: the decoder's config.
         dtype: the dtype of the weights.
         implementation: the implementation of the paged ops, None for the library's choice.
-        peers: as for `make_step`.
+        peers, halves: as for `make_step`.
 
     Returns:
         The weights with a `jax.ShapeDtypeStruct` in place of each array of the model, and the step.
     """
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
-    return make_step(model, implementation=implementation, peers=peers)
+    return make_step(model, implementation=implementation, peers=peers, halves=halves)
