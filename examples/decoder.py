@@ -281,11 +281,12 @@ class Decoder(nnx.Module):
         return hidden, tuple(new_caches)
 
     def _run_with_peers(self, hidden, caches, tokens: Tokens, rows):
-        norms = [*(layer.attention_norm for layer in self.layers), self.final_norm]
-        normed, new_caches = norms[0](hidden), []
-        for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True), start=1):
-            of_layer = rows if i == len(self.layers) else None
-            hidden, normed, cache = layer.reduce(hidden, normed, tokens, cache, of_layer, norms[i])
+        first, *others = (layer.attention_norm for layer in self.layers)
+        assert first is not None
+        normed, new_caches = first(hidden), []
+        for layer, cache, next_norm in zip(self.layers, caches, [*others, self.final_norm], strict=True):
+            of_layer = rows if len(new_caches) + 1 == len(self.layers) else None
+            hidden, normed, cache = layer.reduce(hidden, normed, tokens, cache, of_layer, next_norm)
             new_caches.append(cache)
         return normed, tuple(new_caches)
 
