@@ -16,7 +16,7 @@ the columns of every expert, so that all of them read equally much, or the exper
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from examples.config import DecoderConfig, ExpertsConfig
+from examples.expert_kernel import Activation, compute_in_tiles, fits
 
+_MOST_ROWS = 16  # pairs of an expert, on average, from which on larger tiles are as good
 _TILE = 64  # rows, columns and depth of the grouped kernel's smallest tiles
 
 
@@ -156,6 +158,11 @@ def compute_experts(
         weights = jnp.where(is_local, weights, 0)
         experts = jnp.where(is_local, experts, num_local)  # sorted behind all others
     pairs = experts.reshape(-1)
+    if _is_hopper() and pairs.shape[0] <= _MOST_ROWS * num_local and fits(parameters["gate_up"], parameters["down"]):
+        biases = dict(parameters)
+        if "down_bias" in parameters and part is not None and config.split == "columns":
+            biases["down_bias"] = jnp.where(part == 0, parameters["down_bias"], 0)
+        return compute_in_tiles(hidden, experts, weights, biases, _activation(config))
     product, order = _few_pairs(pairs, num_local), None
     if pairs.shape[0] > num_local:
         order = jnp.argsort(pairs, stable=True)
@@ -167,7 +174,8 @@ def compute_experts(
     gate_up = product(hidden[token], parameters["gate_up"])
     if "gate_up_bias" in parameters:
         gate_up += parameters["gate_up_bias"][which].astype(jnp.float32)
-    out = product(_swiglu(gate_up, config).astype(hidden.dtype), parameters["down"])
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    out = product(_swiglu(gate, up, config).astype(hidden.dtype), parameters["down"])
     if "down_bias" in parameters:
         bias = parameters["down_bias"][which].astype(jnp.float32)
         # Where devices share out columns, one of them adds the bias.
@@ -195,7 +203,7 @@ def _few_pairs(pairs: Int32[Array, " num_pairs"], num_experts: int) -> Product:
 
 def _many_pairs(pairs: Int32[Array, " num_pairs"], num_experts: int) -> Product:
     """Makes the same product for pairs that are sorted by expert."""
-    ends = jnp.searchsorted(pairs, jnp.arange(num_experts), side="right").astype(jnp.int32)
+    ends = jnp.searchsorted(pairs, jnp.arange(num_experts), side="right", method="compare_all").astype(jnp.int32)
     group_sizes = jnp.diff(ends, prepend=jnp.int32(0))
 
     def product(rows: Array, matrices: Array) -> Array:
@@ -243,13 +251,17 @@ def grouped_kernel(rows: Array, matrices: Array, group_sizes: Int32[Array, " num
     return out.astype(jnp.float32)
 
 
-def _swiglu(gate_up: Float32[Array, "num_pairs twice"], config: ExpertsConfig) -> Float32[Array, "num_pairs size"]:
-    """Computes SwiGLU, or the variant of gpt-oss; both halves of the columns are joined device by device."""
-    gate, up = jnp.split(gate_up, 2, axis=-1)
+def _swiglu(gate: Float32[Array, "..."], up: Float32[Array, "..."], config: ExpertsConfig) -> Float32[Array, "..."]:
+    """Computes SwiGLU, or the variant of gpt-oss."""
     if (limit := config.swiglu_limit) is None:
-        return jax.nn.silu(gate) * up
-    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-    return gate * jax.nn.sigmoid(config.swiglu_alpha * gate) * (up + 1)
+        return gate * up / (1 + jnp.exp(-gate))
+    gate, up = jnp.minimum(gate, limit), jnp.maximum(jnp.minimum(up, limit), -limit)
+    return gate * (up + 1) / (1 + jnp.exp(-config.swiglu_alpha * gate))
+
+
+@cache  # programs are compiled once for each activation, which they tell apart by its identity
+def _activation(config: ExpertsConfig) -> Activation:
+    return partial(_swiglu, config=config)
 
 
 class MixtureOfExperts(nnx.Module):

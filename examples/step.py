@@ -57,7 +57,8 @@ def xla_options(
     for few rows. From 64 rows on, up to the 512 that were measured, cuBLAS was as fast or faster: it can add to the
     residual stream too. XLA tries cuBLAS's kernels out, and has been misled where other programs compiled meanwhile. So
     cuBLAS chooses by itself where its choice was as good: for 64 to 127 and for 256 to 511 rows (benchmarks/LOG.md,
-    "Steps of 64 to 512 rows").
+    "Steps of 64 to 512 rows"). For cuBLAS, XLA would join matrices that multiply the same input in each step, such as
+    q_proj and kv_a_proj of latent attention: that reads and writes them once more.
 
     `halves` is the argument of `make_step`. XLA overlaps the halves with options that not all backends know.
     """
@@ -68,7 +69,8 @@ def xla_options(
     if num_tokens < 64:
         return options
     without_trials = num_tokens < 128 or 256 <= num_tokens < 512
-    return options | {"xla_gpu_enable_triton_gemm": False} | ({"xla_gpu_autotune_level": 0} if without_trials else {})
+    options |= {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
+    return options | ({"xla_gpu_autotune_level": 0} if without_trials else {})
 
 
 type Step = Callable[[Weights, Caches, Batch], tuple[Float32[Array, "num_rows vocab_size"], Caches]]

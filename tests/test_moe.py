@@ -97,8 +97,9 @@ def test_what_the_grouped_kernel_does_not_take(num_rows, shape, dtype):
 
 
 @pytest.mark.gpu
-def test_the_grouped_kernel_computes_what_xla_computes():
+@pytest.mark.parametrize("num_tokens", [1, 3, 20, 100])  # the last ones have enough rows for the grouped kernel
+def test_the_kernels_compute_what_xla_computes(num_tokens):
     config = dataclasses.replace(CONFIG, intermediate_size=128)
-    arrays = draw(100, config, 256, jnp.bfloat16)
+    arrays = draw(num_tokens, config, 256, jnp.bfloat16)
     out = jax.jit(lambda *arrays: moe.compute_experts(*arrays, config=config))(*arrays)
     np.testing.assert_allclose(out, expected(*arrays), rtol=0.1, atol=np.abs(expected(*arrays)).max() / 30)

@@ -1,0 +1,68 @@
+"""The kernel for experts with few rows: its numbers in Pallas's interpreter, and the tiles that it takes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples import expert_kernel, moe
+from examples.config import ExpertsConfig
+from tests import ragged_interpreter
+from tests.test_moe import draw, expected
+
+CONFIG = ExpertsConfig(num_experts=4, num_chosen=2, intermediate_size=64)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7])
+def test_experts_in_tiles(num_tokens):
+    hidden, experts, weights, parameters = draw(num_tokens, CONFIG, 128, jnp.bfloat16)
+    config, num_experts = CONFIG, CONFIG.num_experts
+    if num_tokens > 1:  # one pair has no expert here, and gpt-oss has biases and an activation of its own
+        config = dataclasses.replace(CONFIG, swiglu_limit=1.0, swiglu_alpha=1.7)
+        experts, weights = experts.at[2, 1].set(num_experts), weights.at[2, 1].set(0)
+        keys = jax.random.split(jax.random.key(1))
+        for name, key in zip(("gate_up", "down"), keys, strict=True):
+            shape = parameters[name].shape[:2]
+            parameters[f"{name}_bias"] = jax.random.normal(key, shape, jnp.bfloat16)
+    with ragged_interpreter.interpreting():
+        out = expert_kernel.compute_in_tiles(hidden, experts, weights, parameters, moe._activation(config))
+    if num_tokens == 1:
+        numbers = expected(hidden, experts, weights, parameters)
+    else:
+        numbers = moe.compute_experts(hidden, experts, weights, parameters, config=config)
+    np.testing.assert_allclose(out, numbers, rtol=0.05, atol=np.abs(numbers).max() / 50)
+
+
+@pytest.mark.parametrize(("num_pairs", "num_experts", "size"), [(6, 8, 8), (40, 4, 24), (200, 3, 64), (9, 128, 8)])
+def test_each_pair_has_a_row_in_a_tile_of_its_expert(num_pairs, num_experts, size):
+    pairs = np.random.default_rng(0).integers(0, num_experts + 1, num_pairs)
+    pairs[: num_pairs // 2] = 1  # one expert has many
+    tiles = expert_kernel.make_tiles(jnp.asarray(pairs), num_experts)
+    slots, experts = np.asarray(tiles.slots), np.asarray(tiles.experts)
+    assert tiles.size == size
+    has_expert = pairs < num_experts
+    assert len(set(slots[has_expert])) == has_expert.sum()
+    np.testing.assert_array_equal(experts[slots[has_expert] // size], pairs[has_expert])
+    assert (slots[~has_expert] == experts.size * size).all()
+    used = experts[experts < num_experts]  # no tile is read for nothing
+    assert (
+        np.bincount(used, minlength=num_experts) == -(-np.bincount(pairs, minlength=num_experts + 1)[:-1] // size)
+    ).all()
+
+
+def test_the_largest_number_of_tiles_is_enough():
+    """Each expert has one row more than whole tiles hold."""
+    tiles = expert_kernel.make_tiles(jnp.asarray([0, 1, 2] * 9), 3)
+    assert tiles.size == 24
+    tiles = expert_kernel.make_tiles(jnp.asarray([0] * 25 + [1]), 2)
+    np.testing.assert_array_equal(tiles.experts, [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "is_taken"),
+    [((8, 128, 192), jnp.bfloat16, True), ((8, 96, 128), jnp.bfloat16, False), ((8, 128, 128), jnp.float32, False)],
+)
+def test_what_the_kernel_takes(shape, dtype, is_taken):
+    assert expert_kernel.fits(jax.ShapeDtypeStruct(shape, dtype)) == is_taken
