@@ -33,7 +33,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from examples.config import DecoderConfig, LayerConfig
 from examples.mla import LatentAttention
 from examples.moe import MixtureOfExperts
-from examples.norms import make_norm
+from examples.norms import RMSNorm, make_norm
 from examples.rope import Rope, Rotation, make_rotation, rotate
 
 OPT_POSITION_OFFSET = 2  # the row of OPT's table that holds its first position, as in fairseq
@@ -92,18 +92,34 @@ class Attention(nnx.Module):
         """Computes what all heads attended to, `[num_rows, num_heads * head_size]`, and the cache."""
         parts = self.qkv_proj(hidden).reshape(hidden.shape[0], self.num_parts, -1, self.head_size)
         ends = np.array([self.num_heads, self.num_heads + self.num_kv_heads]) // self.num_parts
-        query, key, value = (_join(heads, self.head_size) for heads in jnp.split(parts, ends, axis=2))
+        # Queries and keys are normed and rotated together, which takes fewer kernels.
+        both, value = jnp.split(parts, ends[1:], axis=2)
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = self._normed(self.q_norm, query), self._normed(self.k_norm, key)
+            both = self._normed(both, ends[0])
         if self.rope is not None:
             rotation = tokens.rotations[self.rope]
-            query, key = (rotate(heads, rotation, self.rope.is_interleaved) for heads in (query, key))
+            turned = rotate(both.reshape(both.shape[0], -1, self.head_size), rotation, self.rope.is_interleaved)
+            both = turned.reshape(both.shape)
+        query, key = jnp.split(both, ends[:1], axis=2)
+        query, key, value = (_join(heads, self.head_size) for heads in (query, key, value))
         options = dict(self.options) | ({} if self.sinks is None else {"sinks": self.sinks[...].astype(jnp.float32)})
         out, cache = tokens.attend(query.astype(self.dtype), key.astype(self.dtype), value, cache, **options)
         return _take(out, rows).reshape(-1, self.num_heads * self.head_size), cache
 
-    def _normed(self, norm, heads):
-        return norm(heads.reshape(heads.shape[0], -1)).reshape(heads.shape) if self.norms_all_heads else norm(heads)
+    def _normed(self, both, num_queries):
+        """Norms queries and keys, `[num_tokens, num_parts, heads, head_size]`; queries are a part's first heads."""
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        if not self.norms_all_heads and isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
+            is_query = jnp.arange(both.shape[2])[:, None] < num_queries
+            scales = (norm.scale_in_float32()[None] for norm in (self.q_norm, self.k_norm))
+            return self.q_norm.divided(both) * jnp.where(is_query, *scales)[None, None]
+        heads = zip((self.q_norm, self.k_norm), jnp.split(both, [num_queries], axis=2), strict=True)
+        if self.norms_all_heads:
+            normed = [norm(x.reshape(x.shape[0], -1)).reshape(x.shape) for norm, x in heads]
+        else:
+            normed = [norm(x) for norm, x in heads]
+        return jnp.concatenate(normed, axis=2)
 
 
 class Mlp(nnx.Module):

@@ -50,9 +50,11 @@ class Router(nnx.Linear):
         """Gives each token's experts and their weights."""
         config = self.config
         logits = super().__call__(hidden)
-        if config.scores == "chosen":
+        # The softmax over all experts, normalised over the chosen ones, is the softmax over these.
+        is_plain = config.num_groups == 1 and self.correction is None
+        if config.scores == "chosen" or (config.scores == "softmax" and config.are_normalized and is_plain):
             values, experts = jax.lax.top_k(logits, config.num_chosen)
-            return experts, jax.nn.softmax(values, axis=-1)
+            return experts, jax.nn.softmax(values, axis=-1) * config.scale
         scores = jax.nn.sigmoid(logits) if config.scores == "sigmoid" else jax.nn.softmax(logits, axis=-1)
         ranked = scores if self.correction is None else scores + self.correction[...][None]
         _, experts = jax.lax.top_k(_in_best_groups(ranked, config), config.num_chosen)

@@ -24,11 +24,19 @@ class RMSNorm(nnx.RMSNorm):
         self.offset = offset
 
     def __call__(self, x: Array, mask: Array | None = None) -> Array:
+        return self.divided(x, mask) * jnp.expand_dims(self.scale_in_float32(), range(x.ndim - 1))
+
+    def divided(self, x: Array, mask: Array | None = None) -> Array:
+        """Divides x by its rms, in float32."""
         x = x.astype(jnp.float32)
         squares = jnp.mean(x * x, axis=-1, keepdims=True, where=mask)
+        return x * jax.lax.rsqrt(squares + self.epsilon)
+
+    def scale_in_float32(self) -> Array:
+        """The factors of x after it is divided."""
         assert self.scale is not None
-        scale = jnp.expand_dims(self.scale[...].astype(jnp.float32), range(x.ndim - 1))
-        return x * jax.lax.rsqrt(squares + self.epsilon) * (scale + self.offset if self.offset else scale)
+        scale = self.scale[...].astype(jnp.float32)
+        return scale + self.offset if self.offset else scale
 
 
 def make_norm(
