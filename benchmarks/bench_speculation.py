@@ -4,8 +4,9 @@ Two engines over one set of weights generate the same texts in turns; one of the
 of both, their steps, and how many guessed tokens were right. If tokens differ, the output says how many are alike. The
 texts are:
 
-- greedy: the engine's own look-up makes the guesses. Greedy texts of small models repeat themselves.
-- drawn: the same at temperature 1, where texts repeat little.
+- greedy: the engine's own look-up makes the guesses. Greedy texts of the small trained model repeat themselves. Random
+  weights are changed so that texts repeat their prompts (`repeat_prompts`).
+- drawn: the same look-up for texts that do not repeat themselves, drawn at a high temperature.
 - told: greedy texts, which the proposer knows. It errs in every seventh token, and shows the gain of good guesses.
 
     python -m benchmarks.bench_speculation --model tiny
@@ -34,6 +35,8 @@ from examples.step import make_step, xla_options
 from paged_jax import engine
 
 TEXTS = "greedy", "drawn", "told"
+PROMPT_LEN = 64  # tokens of a prompt for random weights
+HOT = 1e3  # a temperature at which all tokens are about equally likely
 PROMPT = "The for statement is used to iterate over the elements of a sequence. "
 
 
@@ -94,7 +97,7 @@ def measure(
     repeats: int,
 ) -> Row:
     """Runs one case, and keeps each engine's best time. If tokens differ, it prints how many are alike."""
-    params = engine.SamplingParams(max_tokens=max_tokens, temperature=float(text == "drawn"), seed=5)
+    params = engine.SamplingParams(max_tokens=max_tokens, temperature=HOT if text == "drawn" else 0.0, seed=5)
     times: dict[engine.Engine, list[float]] = {plain: [], speculating: []}
     tokens, proposer.texts = {}, []
     for _ in range(repeats):
@@ -129,6 +132,21 @@ def _alike(texts: list[list[int]], others: list[list[int]]) -> float:
     return sum(firsts) / sum(map(len, pairs))
 
 
+def repeat_prompts(weights: dict[str, Any]) -> dict[str, Any]:
+    """Makes the head expect tokens n, n + 1, ..., n + 63, n, n + 1, ...: such prompts are repeated again and again.
+
+    A token's column of the head becomes the embedding of the token before it. The residual stream is closer to the last
+    token's embedding than to any other, so greedy tokens do not depend on rounding. No time changes.
+    """
+    embedding = weights["embed_tokens"]["embedding"]
+    token = jnp.arange(embedding.shape[0])
+    first = token // PROMPT_LEN * PROMPT_LEN
+    size = jnp.minimum(PROMPT_LEN, embedding.shape[0] - first)
+    head = weights["lm_head"]["kernel"]
+    expected = jax.jit(lambda embedding, before: (embedding[before] / 200).T.astype(head.dtype))
+    return weights | {"lm_head": {"kernel": expected(embedding, first + (token - first - 1) % size)}}
+
+
 def make_engines(args: argparse.Namespace, proposer: Told) -> tuple[engine.Engine, engine.Engine, list[list[int]]]:
     """Makes an engine without speculation, an engine with it, and a prompt for each sequence."""
     most = max(args.num_seqs)
@@ -141,7 +159,9 @@ def make_engines(args: argparse.Namespace, proposer: Told) -> tuple[engine.Engin
     else:
         dtype, config = jnp.bfloat16, MODELS[args.model]
         weights, step = make_model(config)
-        prompts = np.random.default_rng(0).integers(0, config.vocab_size, (most, 64)).tolist()
+        weights = repeat_prompts(weights)
+        firsts = np.random.default_rng(0).permutation(config.vocab_size // PROMPT_LEN)[:most] * PROMPT_LEN
+        prompts = [list(range(first, first + PROMPT_LEN)) for first in firsts.tolist()]
     longest = max(map(len, prompts)) + args.max_tokens
     sizes = engine.EngineConfig(
         max_model_len=longest,
@@ -169,7 +189,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", choices=("tiny", *MODELS), default="tiny", help="examples/tiny, or random weights of these shapes")
+    with_head = [name for name, config in MODELS.items() if not config.tie_embeddings]
+    add(
+        "--model", choices=("tiny", *with_head), default="tiny", help="examples/tiny, or random weights of these shapes"
+    )
     add("--num-seqs", type=int, nargs="+", default=[1, 4, 16], help="default 1 4 16")
     add("--max-tokens", type=int, default=256, help="tokens of each text; default 256")
     add("--speculate", type=int, default=4, help="guessed tokens of a text that a step verifies; default 4")

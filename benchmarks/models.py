@@ -76,6 +76,9 @@ def hub_config(name: str) -> DecoderConfig:
 def make_model(config: DecoderConfig, **options: Any) -> tuple[Any, Step]:
     """Makes random weights, normal with deviation 1/50 (norms: 1, biases: 0), and the step that takes them.
 
+    Embeddings have deviation 4, so that the residual streams of different tokens stay apart. Otherwise the tokens of a
+    step would choose the same experts, and it would read fewer of them than a trained model's step does.
+
     Args:
         config: the model's sizes.
         options: the options of `examples.step.make_step`.
@@ -83,15 +86,15 @@ def make_model(config: DecoderConfig, **options: Any) -> tuple[Any, Step]:
     shapes, step = make_abstract_step(config, jnp.bfloat16, **options)
 
     @partial(jax.jit, static_argnums=(1, 2))
-    def normal(key, shape, dtype):
-        return (jax.random.normal(key, shape, dtype) * 0.02).astype(dtype)
+    def normal(key, shape, dtype, deviation):
+        return (jax.random.normal(key, shape, dtype) * deviation).astype(dtype)
 
     def random(path, leaf):
         name = path[-1].key
         if name in ("scale", "bias"):
             return jnp.full(leaf.shape, 1 if name == "scale" else 0, leaf.dtype)
         key = jax.random.fold_in(jax.random.key(0), zlib.crc32(jax.tree_util.keystr(path).encode()) % 2**31)
-        return normal(key, leaf.shape, leaf.dtype)
+        return normal(key, leaf.shape, leaf.dtype, 4.0 if name == "embedding" else 0.02)
 
     return jax.tree_util.tree_map_with_path(random, shapes), step
 

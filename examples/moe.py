@@ -34,14 +34,13 @@ _TILE = 64  # rows, columns and depth of the grouped kernel's smallest tiles
 
 
 class Router(nnx.Linear):
-    """Scores the experts in float32, and chooses each token's."""
+    """Scores the experts, and chooses each token's. Products are summed, and scores computed, in float32."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
         assert config.experts is not None
         self.config = config.experts
         num_experts = config.experts.num_experts
-        options = {"use_bias": config.experts.has_bias, "dtype": jnp.float32, "param_dtype": dtype}
-        super().__init__(config.hidden_size, num_experts, **options, precision="highest", rngs=rngs)
+        super().__init__(config.hidden_size, num_experts, use_bias=self.config.has_bias, param_dtype=dtype, rngs=rngs)
         self.correction = nnx.Param(jnp.zeros(num_experts, jnp.float32)) if config.experts.has_correction else None
 
     def __call__(
@@ -49,7 +48,12 @@ class Router(nnx.Linear):
     ) -> tuple[Int32[Array, "num_tokens k"], Float32[Array, "num_tokens k"]]:
         """Gives each token's experts and their weights."""
         config = self.config
-        logits = super().__call__(hidden)
+        kernel = self.kernel[...]
+        # The tokens are rounded, too: products of float32 would take longer than attention.
+        precision = "highest" if kernel.dtype == jnp.float32 else None
+        options = {"precision": precision, "preferred_element_type": jnp.float32}
+        logits = jnp.dot(hidden.astype(kernel.dtype), kernel, **options)
+        logits = logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)
         # The softmax over all experts, normalised over the chosen ones, is the softmax over these.
         is_plain = config.num_groups == 1 and self.correction is None
         if config.scores == "chosen" or (config.scores == "softmax" and config.are_normalized and is_plain):
@@ -291,7 +295,8 @@ class MixtureOfExperts(nnx.Module):
 
     def __call__(self, hidden: Array, num_tokens: int | None = None) -> Array:
         """Computes `[num_tokens, hidden_size]`; rows from `num_tokens` on are padding, whose experts cost nothing."""
-        routed = hidden[:num_tokens]
-        out = self.experts(routed.astype(self.dtype), *self.router(routed))
-        out = jnp.pad(out, ((0, hidden.shape[0] - routed.shape[0]), (0, 0))).astype(self.dtype)
+        hidden = hidden.astype(self.dtype)
+        experts, weights = (x[:num_tokens] for x in self.router(hidden))  # XLA compiles a product of one row badly
+        out = self.experts(hidden[:num_tokens], experts, weights)
+        out = jnp.pad(out, ((0, hidden.shape[0] - out.shape[0]), (0, 0))).astype(self.dtype)
         return out if self.shared is None else out + self.shared(hidden)  # pyright: ignore[reportCallIssue]

@@ -2,9 +2,13 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks import bench_speculation as bench
+from benchmarks import model_steps, models
 from paged_jax.engine import DraftRow, EngineConfig
 from tests.engine_simulation import make_engine
 from tests.simulated_tokens import VOCAB
@@ -40,3 +44,17 @@ def test_every_seventh_guess_is_wrong():
     proposer = bench.Told()
     proposer.texts = [list(range(20))]
     assert proposer.propose([DraftRow((0, 0), list(range(5)), 4), DraftRow((1, 0), [9], 4)]) == [[5, 6, 6, 8], []]
+
+
+def test_random_weights_repeat_their_prompts():
+    """The likeliest token after a prompt's tokens is its next one, and after the last one the first."""
+    config = dataclasses.replace(models._llama(2, (160, 64, 64), (2, 1), False), head_size=32)
+    weights, step = models.make_model(config)
+    weights = bench.repeat_prompts(weights)
+    tables = models.make_tables(1, 64)
+    batch = dataclasses.replace(model_steps.prompts(tables, 64), logit_rows=jnp.array([31, 63]))  # of tokens 0, 1, ...
+    logits, _ = jax.jit(step)(weights, models.make_caches(config, tables.size), batch)
+    np.testing.assert_array_equal(logits.argmax(axis=1), [32, 0])
+    matrices = weights["embed_tokens"]["embedding"], weights["lm_head"]["kernel"]
+    embedding, head = (np.asarray(matrix, np.float32) for matrix in matrices)
+    np.testing.assert_array_equal((embedding @ head).argmax(axis=1)[128:], [*range(129, 160), 128])
