@@ -231,6 +231,8 @@ class SimulatedRunner(Runner):
             is_random = parts["temperature"].view(np.float32) > 0
             ids = (np.where(is_random, drawn, chains) % np.uint64(VOCAB)).astype(np.int32)
             assert kind >= Kind.RANDOM or not is_random.any()
+            is_cut = is_random & ((parts["top_k"] > 0) | (parts["top_p"].view(np.float32) < 1))
+            assert kind >= Kind.TOP or not is_cut.any()
             assert kind.is_adjusted == (rows is not None)
             for i, seat in enumerate(seats):
                 if seat < self.config.max_num_seqs:

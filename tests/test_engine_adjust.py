@@ -202,7 +202,7 @@ def test_steps_without_adjusted_rows_run_the_programs_that_they_always_run(one, 
     rows = {shape.num_rows for shape in one._runner._shapes()}
     adjusted = [name for name in one._runner._programs if type(name) is tuple and name[1].is_adjusted]
     assert len(adjusted) == 2 * len(rows)
-    assert Kind.all_of(3, False) == [Kind.GREEDY, Kind.RANDOM, Kind.LOGPROBS]
+    assert Kind.all_of(3, False) == [Kind.GREEDY, Kind.RANDOM, Kind.TOP, Kind.LOGPROBS]
     logits, last = jnp.zeros((4, model.VOCAB)), jnp.zeros(4, jnp.int32)
     packed = jnp.zeros(4 * 9, jnp.int32)
     for kind in Kind.all_of(3, False):

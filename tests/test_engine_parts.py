@@ -25,7 +25,7 @@ from paged_jax.engine.pools import Pools
 from paged_jax.engine.prefix import PrefixCache, extend_hashes
 from paged_jax.engine.sampling import Kind, draw, keep_top
 from paged_jax.engine.scheduler import Scheduler
-from paged_jax.engine.seats import Seats
+from paged_jax.engine.seats import Need, Seats
 from paged_jax.engine.sequence import Sequence
 from tests import engine_model as model
 
@@ -285,7 +285,28 @@ def test_a_huge_temperature_draws_no_forbidden_token(temperature, limits):
     logits = jnp.asarray([[-jnp.inf, 10.0, 20.0, -1e31]] * 64, jnp.float32)
     given = {name: jnp.full(64, value, jnp.float32 if name == "top_p" else jnp.int32) for name, value in limits.items()}
     how = draws(64, temperature=jnp.full(64, temperature, jnp.float32), **given)
-    assert set(draw(logits, how, Kind.RANDOM, 0).token_ids.tolist()) == {1, 2}
+    assert set(draw(logits, how, Kind.TOP if limits else Kind.RANDOM, 0).token_ids.tolist()) == {1, 2}
+
+
+def test_only_rows_with_limits_pay_for_them():
+    """The search for thresholds is a loop. Without limits a row's token is the same in both programs."""
+    logits = jax.random.normal(jax.random.key(0), (64, 1000))
+    how = draws(64, temperature=jnp.full(64, 0.7, jnp.float32))
+    ids = [np.asarray(draw(logits, how, kind, 0).token_ids) for kind in (Kind.RANDOM, Kind.TOP)]
+    np.testing.assert_array_equal(*ids)
+    for kind, has_loop in ((Kind.RANDOM, False), (Kind.TOP, True)):
+        assert (
+            " scan[" in str(jax.make_jaxpr(lambda x, how, kind=kind: draw(x, how, kind, 0))(logits, how))
+        ) == has_loop
+    needs = {}
+    for name, params in {
+        "drawn": {"temperature": 1.0},
+        "greedy": {"top_k": 5},
+        "top_k": {"temperature": 1.0, "top_k": 5},
+        "top_p": {"temperature": 1.0, "top_p": 0.5},
+    }.items():
+        needs[name] = Kind.of(Need.of(Sequence(0, 0, SamplingParams(**params), [1], 1, 8, 0)))
+    assert needs == {"drawn": Kind.RANDOM, "greedy": Kind.GREEDY, "top_k": Kind.TOP, "top_p": Kind.TOP}
 
 
 @pytest.mark.parametrize("name", ["seed_high", "seed_low", "index", "position"])

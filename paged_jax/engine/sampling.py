@@ -27,16 +27,18 @@ _HOTTEST = 1e30
 
 
 class Kind(enum.IntEnum):
-    """What the program that draws tokens can do: take the most likely one, draw one, report log-probabilities, adjust.
+    """What the program that draws tokens can do: take the most likely one, draw one, leave out unlikely ones first
+    (top-k, top-p), report log-probabilities, adjust.
 
     A kind also does all that the kinds before it do, except that ADJUSTED reports no log-probabilities.
     """
 
     GREEDY = 0
     RANDOM = 1
-    LOGPROBS = 2
-    ADJUSTED = 3
-    ADJUSTED_LOGPROBS = 4
+    TOP = 2
+    LOGPROBS = 3
+    ADJUSTED = 4
+    ADJUSTED_LOGPROBS = 5
 
     @property
     def has_logprobs(self) -> bool:
@@ -55,6 +57,8 @@ class Kind(enum.IntEnum):
             return Kind.ADJUSTED_LOGPROBS if needs & Need.LOGPROBS else Kind.ADJUSTED
         if needs & Need.LOGPROBS:
             return Kind.LOGPROBS
+        if needs & Need.TOP:
+            return Kind.TOP
         return Kind.RANDOM if needs & Need.RANDOM else Kind.GREEDY
 
     @staticmethod
@@ -112,9 +116,10 @@ def draw(
         scaled = scaled / jnp.where(is_random, jnp.minimum(draws.temperature, _HOTTEST), 1)[:, None]
         if min_p is not None:
             scaled = jnp.where(scaled >= jnp.log(min_p)[:, None], scaled, -jnp.inf)
-        kept = keep_top(scaled, draws.top_k, draws.top_p)
-        noise = _noise(draws, logits.shape[-1])
-        drawn = jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf), axis=-1).astype(jnp.int32)
+        noisy = scaled + _noise(draws, logits.shape[-1])
+        if kind >= Kind.TOP:
+            noisy = jnp.where(keep_top(scaled, draws.top_k, draws.top_p), noisy, -jnp.inf)
+        drawn = jnp.argmax(noisy, axis=-1).astype(jnp.int32)
         token_ids = jnp.where(is_random, drawn, token_ids)
     if not kind.has_logprobs:
         return Drawn(token_ids)

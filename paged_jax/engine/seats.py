@@ -23,12 +23,15 @@ class Need(enum.IntEnum):
     LOGPROBS = 2
     ADJUSTED = 4
     MASK = 8
+    TOP = 16
 
     @staticmethod
     def of(sequence: Sequence) -> int:
         """The needs of a sequence."""
         params = sequence.params
-        wanted = params.temperature > 0, params.logprobs is not None, params.is_adjusted, sequence.mask is not None
+        is_drawn, is_cut = params.temperature > 0, params.top_k > 0 or params.top_p < 1
+        has_logprobs, has_mask = params.logprobs is not None, sequence.mask is not None
+        wanted = is_drawn, has_logprobs, params.is_adjusted, has_mask, is_drawn and is_cut
         return sum(need for need, is_wanted in zip(Need, wanted, strict=True) if is_wanted)
 
 
