@@ -2,7 +2,8 @@
 
 A decode step is transformers' forward over a `StaticCache`, captured in a CUDA graph that runs once for each token. It
 is not compiled: all kernels are PyTorch's. A mixture of experts is tried with each of transformers' grouped products
-that a graph can capture, and the fastest counts.
+that a graph can capture, and the fastest counts. As in models.py, embeddings are large and rows have different tokens,
+so that rows choose different experts.
 """
 
 from typing import Any
@@ -41,7 +42,9 @@ class HubModel:
     def _make(self, cls: Any, attention: str) -> Any:
         import torch
 
-        return cls._from_config(self.config, dtype=torch.bfloat16, attn_implementation=attention).eval()
+        model = cls._from_config(self.config, dtype=torch.bfloat16, attn_implementation=attention).eval()
+        model.get_input_embeddings().weight.normal_(std=4.0)
+        return model
 
     def forget(self) -> None:
         """Frees the last case's memory on the GPU."""
@@ -72,6 +75,12 @@ class HubModel:
         """Measures the seconds in which prompts of `context` tokens are written."""
         return best_seconds(self.device, lambda: None, lambda: self._filled(num_seqs, context, context), 1)
 
+    def _rows(self, num_seqs: int) -> Any:
+        """The rows' numbers, i64 [num_seqs, 1]."""
+        import torch
+
+        return torch.arange(num_seqs, device=self.device)[:, None]
+
     def _forward(self, token_ids: Any, cache: Any) -> Any:
         """The likeliest next token of each row."""
         out = self.model(input_ids=token_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -87,12 +96,11 @@ class HubModel:
         cache = transformers.StaticCache(config=self.config, max_cache_len=longest)
         width = max(1, _CHUNK // num_seqs)
         for start in range(0, length, width):
-            tokens = torch.arange(start, min(start + width, length), device=self.device) % 1000
-            self._forward(tokens.expand(num_seqs, -1).contiguous(), cache)
+            tokens = torch.arange(start, min(start + width, length), device=self.device)
+            self._forward((tokens + 7 * self._rows(num_seqs)) % 1000, cache)
         return cache
 
     def _time_decode(self, num_seqs: int, context: int, num_steps: int, product: str | None) -> float:
-        import torch
 
         # Each run of the graph continues where the last one ended. transformers moves the cache's tokens differently
         # once a window is full, and a graph records one way only. So all steps come after the window is full.
@@ -100,7 +108,7 @@ class HubModel:
         cache = self._filled(num_seqs, length, length + 8 * num_steps)
         if product is not None:
             self.model.set_experts_implementation(product)
-        token_ids = torch.zeros(num_seqs, 1, dtype=torch.int64, device=self.device)
+        token_ids = self._rows(num_seqs)
 
         def step():
             token_ids.copy_(self._forward(token_ids, cache)[:, None])

@@ -53,7 +53,7 @@ class Router(nnx.Linear):
         precision = "highest" if kernel.dtype == jnp.float32 else None
         options = {"precision": precision, "preferred_element_type": jnp.float32}
         logits = jnp.dot(hidden.astype(kernel.dtype), kernel, **options)
-        logits = logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)
+        logits = logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)[None]
         # The softmax over all experts, normalised over the chosen ones, is the softmax over these.
         is_plain = config.num_groups == 1 and self.correction is None
         if config.scores == "chosen" or (config.scores == "softmax" and config.are_normalized and is_plain):
@@ -61,8 +61,9 @@ class Router(nnx.Linear):
             return experts, jax.nn.softmax(values, axis=-1) * config.scale
         scores = jax.nn.sigmoid(logits) if config.scores == "sigmoid" else jax.nn.softmax(logits, axis=-1)
         ranked = scores if self.correction is None else scores + self.correction[...][None]
-        _, experts = jax.lax.top_k(_in_best_groups(ranked, config), config.num_chosen)
-        weights = jnp.take_along_axis(scores, experts, axis=-1)
+        weights, experts = jax.lax.top_k(_in_best_groups(ranked, config), config.num_chosen)
+        if self.correction is not None:
+            weights = jnp.take_along_axis(scores, experts, axis=-1)
         if config.are_normalized:
             weights /= weights.sum(axis=-1, keepdims=True) + 1e-20
         return experts, weights * config.scale
