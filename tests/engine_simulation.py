@@ -80,7 +80,6 @@ class SimulatedRunner(Runner):
         self.block_size = caches[0].block_size
         self.bases = np.cumsum([0, *(group.num_blocks for group in groups)])
         self.host_bases = np.cumsum([0, *(host_blocks(group, self.block_size, config) for group in groups)])
-        self.max_blocks_per_seq = -(-config.max_model_len // self.block_size)
         self.interrupt = lambda name: None
         self._weights = weights
         kinds = Kind.all_of(config.max_logprobs, config.adjustments)
@@ -275,7 +274,8 @@ class Clairvoyant:
     """
 
     def __init__(self, draw, share):
-        self.engine, self.draw, self.share, self.known = None, draw, share, set()
+        self.engine, self.draw, self.share = None, draw, share
+        self.known: dict[tuple[int, int], list[int]] = {}  # each sample's tokens when it was last asked for
 
     def propose(self, rows, /):
         """Guesses some tokens of each row, at most the row's `most`."""
@@ -283,10 +283,12 @@ class Clairvoyant:
 
     def forget(self, key, /):
         """Forgets a sample that it knows."""
-        self.known.remove(key)
+        del self.known[key]
 
     def _guess(self, key, tokens, most):
-        self.known.add(key)
+        known = self.known.setdefault(key, [])
+        assert tokens[: len(known)] == known, "a sample began again, and the proposer was not told"
+        known += tokens[len(known) :]
         (sequence,) = (s for s in self.engine._requests[key[0]] if s.arrival == key)
         assert sequence.tokens is tokens
         assert most >= 0

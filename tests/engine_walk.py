@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from paged_jax.engine import EngineConfig, SamplingParams
+from paged_jax.engine.prefix import extend_hashes
 from tests.engine_checks import check_blocks, tokens_of, without_void
 from tests.engine_simulation import Clairvoyant, make_engine
 from tests.simulated_tokens import VOCAB, Rules, expected_scores, expected_tokens
@@ -26,9 +27,13 @@ class _Broken(Exception):
 
 
 def check_cached(engine: Any) -> None:
-    """Checks an engine's blocks, and that those in the prefix cache are written."""
+    """Checks an engine's blocks, that those in the prefix cache are written, and the names of the sequences' blocks."""
     check_blocks(engine)
     runner = engine._runner
+    for sequence in [*engine._scheduler.running, *engine._scheduler.waiting]:
+        names: list[bytes] = []
+        extend_hashes(names, sequence.tokens, runner.block_size)
+        assert sequence.hashes == names[: len(sequence.hashes)], "a block has another text's name"
     for manager, base in zip(engine._blocks.managers, runner.bases, strict=False):
         if manager.prefix is not None:
             blocks = base + np.array(list(manager.prefix.block_of.values()), np.int64)
@@ -203,9 +208,10 @@ class Story:
         deltas = without_void(self.deltas)
         found = tokens_of(deltas)
         ends = {(delta.request_id, delta.index): delta for delta in deltas}
-        scored = collections.defaultdict(list)
+        scored, cached = collections.defaultdict(list), collections.defaultdict(set)
         for delta in deltas:
             scored[delta.request_id, delta.index] += delta.prompt_logprobs
+            cached[delta.request_id, delta.index].add(delta.num_cached_tokens)
         room = self.engine.check([0], SamplingParams())
         for request_id, (prompt, params) in self.requests.items():
             for index in range(params.n):
@@ -214,6 +220,9 @@ class Story:
                 wanted = expected_tokens(prompt, params, index, room, seed, salts.items())
                 assert found.pop((request_id, index)) == wanted, f"sample {index} of request {request_id}"
                 self.check_end(ends[request_id, index], params, len(wanted))
+                # Preemption changes nothing about what was found at first.
+                (num_cached,) = cached[request_id, index]
+                assert num_cached < (1 if index else len(prompt))
                 is_scored = params.prompt_logprobs is not None and not index
                 scores = expected_scores(prompt, salts[0]) if is_scored else []
                 assert [item.logprob for item in scored[request_id, index]] == scores
@@ -246,7 +255,7 @@ def walk(seed: int, seen: dict[str, int]) -> None:
     """
     draw = random.Random(seed)
     block_size = draw.choice([1, 2, 4, 8])
-    num_seqs, longest = draw.randint(2, 6), draw.choice([16, 24, 40])
+    num_seqs, longest = draw.randint(2, 6), draw.choice([16, 23, 41])
     budget = draw.choice([num_seqs, num_seqs + 3, 16])
     config = EngineConfig(
         max_model_len=longest,

@@ -345,4 +345,32 @@ MUTANTS_OF_SCHEDULER = [
         "",
         "tests/test_engine_windows.py -k begins_where",
     ),
+    Mutant(
+        "engine: what was found is told anew after a preemption",
+        "engine/scheduler.py",
+        "            if sequence.num_found is None:\n                sequence.num_found = sequence.num_computed\n",
+        "            sequence.num_found = sequence.num_computed\n",
+        SIMULATED + " -k histories",
+    ),
+    Mutant(
+        "engine: the names of a dropped output are kept",
+        "engine/sequence.py",
+        "del self.tokens[self.num_prompt :], self.hashes[:]",
+        "del self.tokens[self.num_prompt :]",
+        SIMULATED + " -k histories",
+    ),
+    Mutant(
+        "engine: a text that begins again is told with what was found at first",
+        "engine/sequence.py",
+        "self.num_found = None if self.index == 0 else 0\n",
+        "self.num_found = self.num_found or 0\n",
+        WEIGHTS + " -k told",
+    ),
+    Mutant(
+        "engine: the prefixes that save the least are chosen",
+        "engine/sharing.py",
+        "key=lambda group: -group.num_spared",
+        "key=lambda group: group.num_spared",
+        SHARING + " -k save_the_most",
+    ),
 ]

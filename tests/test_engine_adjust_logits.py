@@ -27,6 +27,11 @@ def packed_bits(rows):
     return words
 
 
+def packed_draws(how):
+    """Packs sampling parameters as the runner does, in the order of the fields."""
+    return jnp.concatenate([jax.lax.bitcast_convert_type(x, jnp.int32) for x in jax.tree.leaves(how)])
+
+
 @pytest.mark.parametrize("vocab", [31, 64, 70])
 def test_logits_are_changed_as_the_formulas_say(vocab):
     n, logits = 6, RNG.normal(size=(6, vocab)).astype(np.float32) * 4
@@ -102,9 +107,7 @@ def test_draws_with_min_p_follow_the_probabilities(min_p, temperature):
     row = Adjustments.of(Sequence(0, 0, params, [0], 1, 9, 0), 5)
     state = jax.tree.map(lambda x: jnp.asarray(x)[None], row)
     how = draws(n, temperature=jnp.full(n, temperature, jnp.float32), seats=jnp.ones(n, jnp.int32))
-    packed = jnp.concatenate(
-        [jax.lax.bitcast_convert_type(x, jnp.int32) for x in jax.tree.leaves(how)]
-    )  # the order of the fields
+    packed = packed_draws(how)
     masks = jnp.full((n, 1), 2**32 - 1, jnp.uint32)
     *_, drawn = DRAW(
         jnp.asarray(np.tile(logits, (n, 1))), packed, jnp.zeros(1, jnp.int32), state, jnp.zeros(n, jnp.int32), masks
@@ -115,6 +118,24 @@ def test_draws_with_min_p_follow_the_probabilities(min_p, temperature):
     p /= p.sum()
     assert np.abs(counts / n - p).max() < 4 * np.sqrt(0.25 / n)
     assert not counts[p == 0].any()
+
+
+def test_rows_that_are_not_adjusted_do_not_see_what_a_seat_holds():
+    """Such a row has no seat here, and the only seat's row leaves one token."""
+    n, logits = 4000, np.array([-30.0, 1.0, 0.0, 2.0, -1.0], np.float32)  # the sizes of the test before
+    params = SamplingParams(
+        temperature=1.0, min_p=1.0, logit_bias={4: 100.0}, repetition_penalty=0.5, presence_penalty=-2.0
+    )
+    held, nothing = Adjustments.of(Sequence(0, 0, params, [0], 1, 9, 0), 5), Adjustments.zeros(1, 5)
+    packed = packed_draws(draws(n, seats=jnp.ones(n, jnp.int32)))
+    masks, seats = jnp.full((n, 1), 2**32 - 1, jnp.uint32), jnp.ones(n, jnp.int32).at[0].set(0)
+    found, wanted = (
+        DRAW(jnp.asarray(np.tile(logits, (n, 1))), packed, jnp.zeros(1, jnp.int32), state, seats, masks)[-1].token_ids
+        for state in (jax.tree.map(lambda x: jnp.asarray(x)[None], held), jax.tree.map(jnp.asarray, nothing))
+    )
+    assert found[0] == 4
+    assert found[1:].tolist() == wanted[1:].tolist()
+    assert len(set(wanted[1:].tolist())) == 4
 
 
 def test_a_vocabulary_that_is_split_over_devices_changes_nothing():
@@ -128,7 +149,7 @@ def test_a_vocabulary_that_is_split_over_devices_changes_nothing():
         for array, one in zip(jax.tree.leaves(state), jax.tree.leaves(row), strict=True):
             array[seat] = one
     how = draws(n, seats=jnp.arange(n, dtype=jnp.int32))
-    packed = jnp.concatenate([jax.lax.bitcast_convert_type(x, jnp.int32) for x in jax.tree.leaves(how)])
+    packed = packed_draws(how)
     masks = packed_bits(RNG.random((n, vocab)) < 0.8)
     logits = RNG.normal(size=(n, vocab)).astype(np.float32) * 3
     program = draw_program(Kind.ADJUSTED, 0, n)

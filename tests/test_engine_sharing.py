@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +11,9 @@ import pytest
 from benchmarks import bench_shared_prefix
 from benchmarks.flashinfer_cascade import Sizes, levels
 from examples.attend import decode_attend
-from paged_jax import PagedKVCache
+from paged_jax import PagedKVCache, allocator
 from paged_jax.engine import Engine, EngineConfig, SamplingParams, SharedPrefixes
-from paged_jax.engine.sharing import find_groups
+from paged_jax.engine.sharing import Sharing, find_groups
 from tests import engine_model as model
 from tests.conftest import QUICK_COMPILE
 from tests.engine_checks import BLOCK_SIZE, CONFIG, LONG, NUM_BLOCKS, STEM, drain, tokens_of
@@ -64,6 +65,21 @@ def test_the_groups_spare_the_most_reads(seed):
         assert group.num_spared == spared(tables, num_full, group.rows) > 0
     best = max(sum(spared(tables, num_full, some) for some in split) for split in partitions(list(range(5))))
     assert sum(group.num_spared for group in groups) == best
+
+
+def test_the_prefixes_that_save_the_most_are_chosen():
+    """Of three prefixes, of 1, 3 and 2 blocks, a step has room for two, which save reads of five blocks together."""
+    state = allocator.create(num_blocks=32, block_size=4, max_num_seqs=6, max_blocks_per_seq=4)
+    state.block_tables[:] = [[row // 2, 8 + row // 2, 16 + row // 2, 24 + row] for row in range(6)]
+    state.block_tables[:2, 1:3] = [[28, 29], [30, 31]]
+    state.block_tables[4:, 2] = [14, 15]
+    state.seq_lens[:] = 16
+    blocks = SimpleNamespace(state=state, block_size=4)
+    for least, chosen in (20, [([2, 3], 3), ([4, 5], 2)]), (21, []):
+        config = dataclasses.replace(SHARING, max_num_seqs=6, decode_rows=(6,), least_shared_tokens=least)
+        groups, order = Sharing(config, blocks).find(np.arange(6))
+        assert groups == chosen
+        assert order.tolist() == ([2, 3, 4, 5, 0, 1] if chosen else list(range(6)))
 
 
 @pytest.fixture(scope="module")

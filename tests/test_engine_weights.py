@@ -3,13 +3,17 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
 from paged_jax.engine import Completion, EngineConfig, EngineFailed, ReplicaFailed, Replicas, SamplingParams
+from paged_jax.engine.weights import check_weights
 from tests import engine_model as model
 from tests.engine_checks import PROMPTS, check_blocks, drain, tokens_of
 from tests.engine_simulation import make_engine
@@ -114,6 +118,16 @@ def test_requests_begin_again_twice():
         assert sum(delta.is_restarted for delta in mine) == count
 
 
+def test_what_is_told_of_the_prefix_cache_holds_for_the_new_weights():
+    """A request that begins again, and finds nothing then, tells no number of cached tokens from before."""
+    engine, params, prompt = make_engine(16, 4, SIMULATED), SamplingParams(max_tokens=6), [1, 2, 3, 4, 5, 6]
+    engine.generate([prompt], params)
+    engine.add_request(prompt, params)
+    told = [delta.num_cached_tokens for _ in range(3) for delta in engine.step()]
+    engine.update_weights({"salt": 1}, running="restart")
+    assert (set(told), {delta.num_cached_tokens for delta in drain(engine)}) == ({4}, {0})
+
+
 def test_no_block_of_the_old_weights_is_found(engine, others, other_reference):
     """This holds for blocks of the prefix cache and for blocks that a running request filled."""
     engine.generate(PROMPTS, SamplingParams(max_tokens=3))
@@ -178,6 +192,27 @@ def test_other_trees_and_arrays_are_refused(the_engine, weights, path, value, me
         the_engine.update_weights(change(weights, path, value))
     assert the_engine._runner._weights is weights
     assert not the_engine.has_failed
+
+
+MESH, ONE = (jax.sharding.Mesh(jax.devices("cpu")[:n], "tp") for n in (2, 1))
+AT = functools.partial(NamedSharding, MESH)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "is_same"),
+    [
+        (AT(P("tp")), AT(P("tp", None)), True),
+        (AT(P()), AT(P(None, None)), True),
+        (SingleDeviceSharding(jax.devices("cpu")[0]), NamedSharding(ONE, P("tp")), True),
+        (AT(P("tp")), AT(P(None, "tp")), False),
+        (AT(P("tp")), AT(P()), False),
+    ],
+    ids=["None at the end", "None for all", "a mesh of one", "another axis", "all of it"],
+)
+def test_arrays_may_lie_where_the_old_ones_do_under_another_name(old, new, is_same):
+    olds, news = ({"w": jax.device_put(np.zeros((2, 2), np.float32), at)} for at in (old, new))
+    with contextlib.nullcontext() if is_same else pytest.raises(ValueError, match=r"\['w'\] must lie where"):
+        check_weights(news, olds)
 
 
 def test_other_ways_to_go_on_are_refused(the_engine, weights):

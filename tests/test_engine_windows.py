@@ -34,6 +34,15 @@ def test_layers_are_grouped_by_their_windows():
     assert make_groups(caches_of([4, 4]), None, longest=100) == ((None, (0, 1), 4, 32),)
 
 
+def test_a_pool_is_as_large_as_the_others_of_its_group():
+    """A window that holds the longest sequence is none, also in the choice of sizes."""
+    config = EngineConfig(64, max_num_seqs=1, max_tokens_per_step=16)
+    windows = [None, 63, 64, 65, 16]
+    sizes = pool_sizes(windows, 40, 4, config)
+    assert sizes == (40, 22, 40, 40, 10)
+    assert [group.layers for group in make_groups(caches_of(sizes, 4), windows, 64)] == [(0, 2, 3), (1,), (4,)]
+
+
 @pytest.mark.parametrize(
     ("caches", "windows", "message"),
     [

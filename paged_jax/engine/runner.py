@@ -88,7 +88,6 @@ class Runner:
 
     Attributes:
       block_size: tokens in a block.
-      max_blocks_per_seq: blocks of the longest sequence.
       vocab_size: how many logits the model gives for a token.
       num_compiled: how many programs were compiled; it never changes.
       num_started: how many runs of programs were started.
@@ -112,7 +111,6 @@ class Runner:
         self._step, self._weights = step, weights
         self._scales = [members(cache, SCALES) for cache in caches]
         self._caches = with_own_scales(caches, self._scales)
-        self.max_blocks_per_seq = -(-config.max_model_len // self.block_size)
         self.num_shards = num_parts(pool(caches[0]).sharding, 0)
         if self.num_shards > 1 and config.num_host_blocks:
             raise ValueError("num_host_blocks needs pools whose blocks are not split over devices")
@@ -127,6 +125,11 @@ class Runner:
         self._programs = self._compile(show_progress, compiler_options)
         self.num_compiled = len(self._programs)
         self._warm_up()
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        """The blocks of the longest sequence, the last of which may be partly used."""
+        return -(-self.config.max_model_len // self.block_size)
 
     def reset(self) -> None:
         """Zeroes pools, last tokens and tables that a failed step has donated or left unusable."""
