@@ -63,4 +63,18 @@ MUTANTS_OF_MODELS = [
         "or int(m[1]) <= config.num_layers}",
         "tests/test_checkpoint.py -k guesses",
     ),
+    Mutant(
+        "checkpoint: the index is not downloaded",
+        "examples/checkpoint.py",
+        '    "model.safetensors.index.json",\n',
+        "",
+        "tests/test_checkpoint.py -k hub_id",
+    ),
+    Mutant(
+        "generate: copies of the model without a prompt run",
+        "examples/generate.py",
+        "replicas(make_mesh(options.mesh))[: len(options.prompt)]",
+        "replicas(make_mesh(options.mesh))",
+        "tests/test_mesh.py -k several_copies",
+    ),
 ]

@@ -1,4 +1,4 @@
-"""The bugs that `tests.mutants` makes on purpose in streams of text, and in the texts of single tokens."""
+"""The bugs that `tests.mutants` makes on purpose in streams of text, texts of single tokens, and calls of tools."""
 
 from tests.mutants_made import Mutant
 
@@ -124,5 +124,12 @@ MUTANTS_OF_TEXT = [
         """        stop_reason = sequence.text.stopped_by
     error""",
         "tests/test_engine_adjust.py -k may_begin",
+    ),
+    Mutant(
+        "tools: each chunk may have a call",
+        "examples/server/tools.py",
+        "calls[: max(self._most - self.num_calls, 0)]",
+        "calls[: self._most]",
+        "tests/test_serve_tools.py -k first_call",
     ),
 ]

@@ -1,6 +1,8 @@
 """Tests that the examples read and write Hugging Face model folders, and refuse bad ones in one clear line."""
 
+import fnmatch
 import json
+import shutil
 
 import huggingface_hub
 import jax
@@ -93,13 +95,31 @@ def test_progress_goes_to_stderr(capsys, monkeypatch):
     assert "Loading llama" in err
 
 
-def test_hub_id(monkeypatch):
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_hub_id(name, copy, monkeypatch, tmp_path):
+    """All files that are read are downloaded, and no others; one model has several files of weights."""
+    there, here = copy(name), tmp_path / "here"
+    for file in ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+        (there / file).write_text("{}")
+    wanted = {path.name for path in there.iterdir()}
+    for file in ("README.md", "pytorch_model.bin", "consolidated.safetensors"):
+        (there / file).write_text("no")
+    here.mkdir()
+
     def snapshot_download(repo_id, *, allow_patterns):
-        assert (repo_id, "tokenizer.json" in allow_patterns) == ("someone/llama", True)
-        return str(model_folders.folder("llama"))
+        assert repo_id == f"someone/{name}"
+        for path in there.iterdir():
+            if any(fnmatch.fnmatch(path.name, pattern) for pattern in allow_patterns):
+                shutil.copy(path, here)
+        return str(here)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert load_model("someone/llama", jnp.float32)[1] == load_config(model_folders.folder("llama"))
+    _, config, _, ends = load_model(f"someone/{name}", jnp.float32)
+    assert (config, ends) == (load_config(there), (0,))
+    assert {path.name for path in here.iterdir()} == wanted
+
+
+def test_models_that_cannot_be_downloaded(monkeypatch):
 
     def fail(*args, **kwargs):
         raise LocalEntryNotFoundError("Cannot reach the hub.\n\nCheck your connection.")

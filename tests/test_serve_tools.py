@@ -71,10 +71,13 @@ def test_what_parsers_find(form, text, content, calls):
         assert parser.num_calls == len(calls)
 
 
-def test_a_parser_gives_out_the_first_call_alone():
-    parser = ToolCallParser("hermes", are_parallel=False)
-    _, calls = parser.push(HERMES[1][0], is_last=True)
-    assert [call.name for call in calls] == ["f"]
+@pytest.mark.parametrize(("form", "text"), [("hermes", HERMES[1][0]), ("llama3", LLAMA3[1][0])])
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_parser_gives_out_the_first_call_alone(form, text, is_streamed):
+    parser = ToolCallParser(form, are_parallel=False)
+    found = [parser.push(piece) for piece in (text if is_streamed else [text])] + [parser.push("", is_last=True)]
+    assert [call.name for _, calls in found for call in calls] == ["f"]
+    assert parser.num_calls == 1
 
 
 def test_text_is_not_held_back():
