@@ -25,28 +25,13 @@ def passed(capsys):
     return int(capsys.readouterr().out.splitlines()[-1].split()[0])
 
 
-@pytest.mark.parametrize(
-    "ops", ["v1,v2,auto,write_and_attend", "ragged,prefix", "write,copy,swap,story", "mla,mla_ragged,mla_write"]
-)
-def test_xla(ops, capsys):
-    flags = [
-        "--implementation",
-        "xla",
-        "--small",
-        "--count",
-        "6",
-        "--batches",
-        "6",
-        "--seed",
-        str(TODAY),
-        "--ops",
-        ops,
-    ]
+def test_xla(capsys):
+    flags = ["--implementation", "xla", "--small", "--count", "24", "--batches", "6", "--seed", str(TODAY)]
     code = fuzz.main(flags)
     with capsys.disabled():
         print(f"\n{' '.join(flags)}")
     assert code == 0, capsys.readouterr().out
-    assert passed(capsys) == 6
+    assert passed(capsys) == 24
 
 
 @pytest.mark.parametrize(
