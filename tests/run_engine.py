@@ -36,9 +36,7 @@ def make_engine(engine_class: type[engine.Engine], tp: int) -> Any:
     model, config, _, _ = load_model(MODEL, jnp.float32, mesh)
     weights, step = make_step(model)
     caches = loop.make_caches(config, 12, 4, jnp.float32, mesh=mesh)
-    sizes = engine.EngineConfig(
-        max_model_len=48, max_num_seqs=4, max_tokens_per_step=16, decode_rows=(4,), mixed_tokens=(16,), max_logprobs=2
-    )
+    sizes = engine.EngineConfig(*(48, 4, 16), decode_rows=(4,), mixed_tokens=(16,), max_logprobs=2, adjustments=False)
     return engine_class(cast(engine.Step, step), weights, caches, sizes)
 
 

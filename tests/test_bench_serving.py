@@ -111,7 +111,7 @@ def setup():
     sizes = {"vocab_size": 96, "embedding_size": 64, "hidden_size": 64, "intermediate_size": 96}
     sizes |= {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "layers": MODELS["llama3-8b"].layers[:1]}
     config = dataclasses.replace(MODELS["llama3-8b"], **sizes)
-    engine_config = engine.EngineConfig(80, 8, 64, decode_rows=(8,), mixed_tokens=(64,))
+    engine_config = engine.EngineConfig(80, 8, 64, decode_rows=(8,), mixed_tokens=(64,), adjustments=False)
     sizes = {"requests": 24, "few": 6, "streamed": 24, "rate": 500.0}
     lengths = Workload((8, 64), (2, 16))
     return bench_serving.Setup("tiny", config, {}, 30, engine_config, lengths, **sizes, compiler_options=QUICK_COMPILE)

@@ -11,7 +11,7 @@ from paged_jax import engine
 from tests.conftest import QUICK_COMPILE
 from tests.model_folders import folder, reference
 
-SIZES = {"max_model_len": 64, "max_num_seqs": 4, "max_tokens_per_step": 32}
+SIZES = {"max_model_len": 64, "max_num_seqs": 4, "max_tokens_per_step": 32, "adjustments": False}
 NAME = "deepseek_v2_lite"
 
 

@@ -42,9 +42,9 @@ def make_weights():
 
 def main():
     caches = (PagedKVCache.create(32, 8, KV_HEADS, HEAD_SIZE, dtype=jnp.float32),)  # 32 blocks of 8 tokens
-    engine = Engine(
-        step, make_weights(), caches, EngineConfig(max_model_len=128, max_num_seqs=4, max_tokens_per_step=16)
-    )
+    # No request has a penalty, a bias or a mask, so no program for these is compiled.
+    config = EngineConfig(max_model_len=128, max_num_seqs=4, max_tokens_per_step=16, adjustments=False)
+    engine = Engine(step, make_weights(), caches, config)
 
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, VOCAB, length).tolist() for length in (5, 40, 17, 3, 28)]
